@@ -1,0 +1,8 @@
+"""What a sage op means, and its kernels. Importing this package registers ``torch.ops.sage``."""
+
+from sage_inductor.ops.attention import attention, attention_capped
+from sage_inductor.ops.quantize import quantize_k, quantize_v
+from sage_inductor.ops.sdpa import sdpa
+from sage_inductor.ops.smooth import smooth
+
+__all__ = ["attention", "attention_capped", "quantize_k", "quantize_v", "sdpa", "smooth"]

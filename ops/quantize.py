@@ -1,0 +1,161 @@
+"""Quantization of k to INT8 and of v to FP8, each in one pass, in the layout the kernel reads.
+
+    k_int8 = round((k - k_mean) / k_scale)      k_scale = amax of the group / 127
+    v_fp8  = e4m3((v - v_mean) / v_scale)       v_scale = amax of the channel / 448
+
+q needs no pass of its own: the attention kernel quantizes it in its prologue.
+
+Shapes and layouts are those of ops/reference.py, to which both are bit-equal.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.library import triton_op, wrap_triton
+
+from sage_inductor.ops import reference
+from sage_inductor.ops.reference import FP8_MAX, INT8_MAX, K_BLOCK, PAD_N, TINY, pad_head_dim
+
+_INT8_MAX = tl.constexpr(INT8_MAX)
+_FP8_MAX = tl.constexpr(FP8_MAX)
+_TINY = tl.constexpr(TINY)
+_ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding and subtracting it rounds to an integer
+
+
+@triton.jit
+def abs_bits(x):
+    """|x| as an integer of the same order, NaN above everything: a max that keeps NaN for free."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def int8_scale(amax_bits):
+    """What divides a group by its scale, and the scale; NaN for a group with a NaN."""
+    amax = amax_bits.to(tl.float32, bitcast=True)
+    amax = tl.where(amax < _TINY, _TINY, amax)
+    return tl.div_rn(tl.full(amax.shape, _INT8_MAX, tl.float32), amax), amax * (1.0 / _INT8_MAX)
+
+
+@triton.jit
+def to_int8(x, inverse):
+    """x * inverse, rounded once, to nearest even."""
+    return (tl.fma(x, inverse.broadcast_to(x.shape), tl.full(x.shape, _ROUND, tl.float32)) - _ROUND).to(tl.int8)
+
+
+@triton.jit
+def _quantize_k_kernel(
+    K,  # [B, H, N, D] in
+    K_mean,  # [B, H, D] in, fp32
+    K_int8,  # [B, H, N_pad, BLOCK_D] out
+    K_scale,  # [B, H, N_pad / K_BLOCK, GROUPS] out, fp32
+    stride_b, stride_h, stride_n, stride_d,
+    H, N, D, num_blocks,
+    GROUPS: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Grid: (B * H * num_blocks,). K_BLOCK rows of one head."""
+    pid = tl.program_id(0).to(tl.int64)
+    head, block = pid // num_blocks, pid % num_blocks
+    n = block * K_BLOCK + tl.arange(0, K_BLOCK)
+    d = tl.arange(0, BLOCK_D)
+    mask = (n < N)[:, None] & (d < D)[None, :]
+    k = K + head // H * stride_b + head % H * stride_h
+    x = tl.load(k + n[:, None] * stride_n + d[None, :] * stride_d, mask=mask, other=0.0)
+    x = x.to(tl.float32) - tl.load(K_mean + head * D + d, mask=d < D, other=0.0)[None, :]
+    x = tl.where(mask, x, 0.0)
+
+    amax = tl.max(abs_bits(x), 1)  # [K_BLOCK]
+    if GROUPS == 4:
+        amax = tl.max(tl.max(amax.reshape([K_BLOCK // 8, 4, 2]), 2), 0)  # [4]
+        inverse, scale = int8_scale(amax)
+        inverse = inverse.expand_dims(1).expand_dims(0).broadcast_to([K_BLOCK // 8, 4, 2])
+        x_int8 = to_int8(x, inverse.reshape([K_BLOCK])[:, None])
+        tl.store(K_scale + pid * 4 + tl.arange(0, 4), scale)
+    else:
+        inverse, scale = int8_scale(tl.max(amax, 0, keep_dims=True))  # [1]
+        x_int8 = to_int8(x, inverse[:, None])
+        tl.store(K_scale + pid + tl.arange(0, 1), scale)
+    rows = pid * K_BLOCK + tl.arange(0, K_BLOCK)
+    tl.store(K_int8 + rows[:, None] * BLOCK_D + d[None, :], x_int8)
+
+
+@triton.jit
+def _quantize_v_kernel(
+    V,  # [B, H, N, D] in
+    V_mean, V_amax,  # [B, H, D] in, fp32
+    V_fp8,  # [B, H, BLOCK_D, N_pad] out
+    V_scale,  # [B, H, D] out, fp32
+    stride_b, stride_h, stride_n, stride_d,
+    H, N, D, num_blocks,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Grid: (B * H * num_blocks,). Transposes and interleaves BLOCK_N rows of one head."""
+    pid = tl.program_id(0).to(tl.int64)
+    head, block = pid // num_blocks, pid % num_blocks
+    column = tl.arange(0, BLOCK_N)
+    # Column (quad, half, pair) of each 16 holds token (half, quad, pair): reference.interleave.
+    token = (column & ~15) | (column & 2) << 2 | (column & 12) >> 1 | (column & 1)
+    n = block * BLOCK_N + token
+    d = tl.arange(0, BLOCK_D)
+    mask = (n < N)[:, None] & (d < D)[None, :]
+    v = V + head // H * stride_b + head % H * stride_h
+    x = tl.load(v + n[:, None] * stride_n + d[None, :] * stride_d, mask=mask, other=0.0)
+
+    amax = tl.load(V_amax + head * D + d, mask=d < D, other=1.0)
+    amax = tl.where(amax < _TINY, _TINY, amax)
+    mean = tl.load(V_mean + head * D + d, mask=d < D, other=0.0)
+    inverse = tl.div_rn(tl.full([BLOCK_D], _FP8_MAX, tl.float32), amax)
+    x = tl.where(mask, (x.to(tl.float32) - mean[None, :]) * inverse[None, :], 0.0)
+
+    rows = head * BLOCK_D + d
+    out = V_fp8 + rows[:, None] * (num_blocks * BLOCK_N) + (block * BLOCK_N + column)[None, :]
+    tl.store(out, x.to(tl.float8e4nv).T)
+    if block == 0:
+        tl.store(V_scale + head * D + d, amax * (1.0 / _FP8_MAX), mask=d < D)
+
+
+@triton_op("sage::quantize_k", mutates_args=())
+def quantize_k(k: Tensor, k_mean: Tensor, granularity: str) -> tuple[Tensor, Tensor]:
+    """k [B, H, N, D], any strides, k_mean [B, H, D] fp32 -> k_int8 [B, H, N_pad, D_pad],
+    k_scale [B, H, N_pad / 64, 4 (per_thread) or 1 (per_block)] fp32."""
+    if k.device.type == "cpu":
+        return reference.quantize_k(k, k_mean, granularity)
+    return launch_k(k, k_mean, granularity)
+
+
+def launch_k(k: Tensor, k_mean: Tensor, granularity: str) -> tuple[Tensor, Tensor]:
+    B, H, N, D = k.shape
+    BLOCK_D, num_blocks = pad_head_dim(D), triton.cdiv(N, PAD_N) * (PAD_N // K_BLOCK)
+    groups = 4 if granularity == "per_thread" else 1
+    k_int8 = k.new_empty((B, H, num_blocks * K_BLOCK, BLOCK_D), dtype=torch.int8)
+    k_scale = k.new_empty((B, H, num_blocks, groups), dtype=torch.float32)
+    wrap_triton(_quantize_k_kernel)[(B * H * num_blocks,)](
+        k, k_mean, k_int8, k_scale,  # tensors
+        *k.stride(),
+        H, N, D, num_blocks,  # shape
+        groups, K_BLOCK, BLOCK_D,  # tile
+    )  # fmt: skip
+    return k_int8, k_scale
+
+
+@triton_op("sage::quantize_v", mutates_args=())
+def quantize_v(v: Tensor, v_mean: Tensor, v_amax: Tensor) -> tuple[Tensor, Tensor]:
+    """v [B, H, N, D], any strides, v_mean and v_amax [B, H, D] fp32 ->
+    v_fp8 [B, H, D_pad, N_pad] (tokens interleaved in sixteens), v_scale [B, H, D] fp32."""
+    if v.device.type == "cpu":
+        return reference.quantize_v(v, v_mean, v_amax)
+    return launch_v(v, v_mean, v_amax)
+
+
+def launch_v(v: Tensor, v_mean: Tensor, v_amax: Tensor) -> tuple[Tensor, Tensor]:
+    B, H, N, D = v.shape
+    BLOCK_D, num_blocks = pad_head_dim(D), triton.cdiv(N, PAD_N)
+    v_fp8 = v.new_empty((B, H, BLOCK_D, num_blocks * PAD_N), dtype=torch.float8_e4m3fn)
+    v_scale = torch.empty_like(v_amax)
+    wrap_triton(_quantize_v_kernel)[(B * H * num_blocks,)](
+        v, v_mean, v_amax, v_fp8, v_scale,  # tensors
+        *v.stride(),
+        H, N, D, num_blocks,  # shape
+        PAD_N, BLOCK_D,  # tile
+    )  # fmt: skip
+    return v_fp8, v_scale

@@ -1,0 +1,72 @@
+"""How one attention call is quantized, as data.
+
+A recipe travels through a graph as the string argument of ``sage::sdpa``. The string names every
+semantic choice and the sources it was made by, so that any cache keyed on the graph is right by
+construction: change a recipe or the library, and the key changes.
+"""
+
+import dataclasses
+import functools
+import hashlib
+from pathlib import Path
+
+VERSION = "0.1.0"
+
+
+@functools.cache
+def source_tag() -> str:
+    """``version+hash`` of the sources that decide what a recipe means."""
+    ops = Path(__file__).parent
+    files = sorted([*ops.glob("*.py"), *(ops.parent / "lowering").glob("*.py")])
+    digest = hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()
+    return f"{VERSION}+{digest[:8]}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """One way of quantizing attention (SageAttention2, arXiv:2411.10958, section 3).
+
+    granularity: groups that share a scale of q and k.
+        ``per_block``: 128 rows of q, 64 rows of k (SageAttention 1).
+        ``per_thread``: rows {i, i+8, i+16, i+24} of 32 rows of q, and rows {2j, 2j+1} + 8*{0..7}
+        of 64 rows of k: what one thread of an ``mma`` tile holds (SageAttention2, 3.2).
+    pv: number format of p and v. ``fp8``: E4M3, v smoothed and scaled per channel, two-level
+        accumulation; ``16bit``: v as it arrives, fp32 accumulation.
+
+    k is smoothed in every recipe.
+    """
+
+    granularity: str
+    pv: str
+
+    def __post_init__(self):
+        _one_of("granularity", self.granularity, ("per_block", "per_thread"))
+        _one_of("pv", self.pv, ("16bit", "fp8"))
+
+    def encode(self) -> str:
+        """The canonical string: ``int8/per_thread,fp8@0.1.0+1a2b3c4d``."""
+        return f"int8/{self.granularity},{self.pv}@{source_tag()}"
+
+
+@functools.cache
+def decode(text: str) -> Recipe:
+    """The inverse of ``Recipe.encode``. A string of other sources is refused, not reinterpreted."""
+    fields, _, tag = text.partition("@")
+    if tag != source_tag():
+        raise ValueError(
+            f"recipe: {text!r} was made by sage_inductor {tag or '(no version)'}, "
+            f"this is {source_tag()}: rewrite the model again"
+        )
+    qk, _, pv = fields.partition(",")
+    return Recipe(qk.removeprefix("int8/"), pv)
+
+
+def _one_of(field: str, value: str, valid: tuple[str, ...]) -> None:
+    if value not in valid:
+        raise ValueError(f"recipe: {field} must be one of {valid}, got {value!r}")
+
+
+NAMED = {
+    "sage1": Recipe("per_block", "16bit"),
+    "sage2-8b": Recipe("per_thread", "fp8"),
+}

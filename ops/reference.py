@@ -1,0 +1,138 @@
+"""Oracles in plain PyTorch: exact attention, and the bit-faithful emulation of every op.
+
+The emulation quantizes, rounds and rescales exactly where the kernels do. It is also what the
+ops run on CPU (``sage.emulate``), traceable with symbolic lengths: no loop over the sequence.
+
+Shapes: B batch, H heads (H_q of q, H_kv of k and v), N sequence, D head_dim.
+``x_pad``: N rounded up to a multiple of PAD_N, D to HEAD_DIMS' next entry; padding is 0.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+PAD_N = 128  # rows of k and v the kernels read in one tile, at most
+K_BLOCK = 64  # rows of k that one (per_block) or four (per_thread) scales cover
+HEAD_DIMS = (64, 128)  # what the kernels compute; smaller head_dims are padded in their loads
+INT8_MAX, FP8_MAX = 127.0, 448.0
+TINY = 1e-30  # amax of an all-zero group: 448 / TINY is still finite in fp32
+LOG2E = 1.4426950408889634
+
+
+def attention_exact(q, k, v, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Exact attention in float64: out [B, H_q, N_q, D], lse [B, H_q, N_q]."""
+    q, k, v = (x.double() for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    s = q @ k.mT * scale  # [B, H_q, N_q, N_kv]
+    if is_causal:
+        s = s.masked_fill(~_causal(q.shape[2], k.shape[2], s.device), -math.inf)
+    return s.softmax(-1) @ v, s.logsumexp(-1)
+
+
+def smooth(xs: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Each x [B, H, N, D] -> mean over N, and max |x - mean|, each [len(xs), B, H, D] in fp32."""
+    mean = torch.stack([x.mean(2, dtype=torch.float32) for x in xs])
+    high = torch.stack([x.amax(2).float() for x in xs])
+    low = torch.stack([x.amin(2).float() for x in xs])
+    return mean, torch.maximum(high - mean, mean - low)
+
+
+def quantize_k(k: Tensor, k_mean: Tensor, granularity: str) -> tuple[Tensor, Tensor]:
+    """k [B, H, N, D], k_mean [B, H, D] -> k_int8 [B, H, N_pad, D_pad],
+    k_scale [B, H, N_pad / K_BLOCK, 4 or 1] in fp32."""
+    x = _pad(k.float() - k_mean[:, :, None])
+    group = x.unflatten(2, (-1, 8, 4, 2) if granularity == "per_thread" else (-1, K_BLOCK, 1, 1))
+    amax = group.abs().amax((3, 5, 6), keepdim=True)  # [B, H, blocks, 1, groups, 1, 1]
+    k_int8, k_scale = _to_int8(group, amax)
+    return k_int8.reshape(x.shape), k_scale[:, :, :, 0, :, 0, 0]
+
+
+def quantize_v(v: Tensor, v_mean: Tensor, v_amax: Tensor) -> tuple[Tensor, Tensor]:
+    """v [B, H, N, D], v_mean and v_amax [B, H, D] -> v_fp8 [B, H, D_pad, N_pad] with the tokens of
+    each 16 in `interleave` order, v_scale [B, H, D] in fp32."""
+    amax = torch.where(v_amax < TINY, TINY, v_amax)
+    x = _pad((v.float() - v_mean[:, :, None]) * (FP8_MAX / amax)[:, :, None])
+    return interleave(x.mT).to(torch.float8_e4m3fn), amax * (1 / FP8_MAX)
+
+
+def interleave(x: Tensor) -> Tensor:
+    """Reorder each 16 columns from (half, quad, pair) = (2, 4, 2) to (quad, half, pair).
+
+    It is the order in which a thread of an ``mma`` accumulator holds the columns of p, so that p
+    becomes the 8-bit A operand of the next product without moving between threads. v's tokens
+    are stored in the same order; a sum over tokens does not depend on it.
+    """
+    return x.unflatten(-1, (-1, 2, 4, 2)).transpose(-3, -2).reshape(x.shape)
+
+
+def quantize_q(q: Tensor, granularity: str) -> tuple[Tensor, Tensor]:
+    """q [B, H, N, D] -> q_int8 [B, H, N, D], q_scale [B, H, N, 1] in fp32, one value per group."""
+    n = q.shape[2]
+    members, groups = (4, 8) if granularity == "per_thread" else (128, 1)
+    x = F.pad(q.float(), (0, 0, 0, -n % (members * groups))).unflatten(2, (-1, members, groups))
+    q_int8, q_scale = _to_int8(x, x.abs().amax((3, 5), keepdim=True))
+    q_scale = q_scale.expand(*x.shape[:-1], 1)
+    return q_int8.flatten(2, 4)[:, :, :n], q_scale.flatten(2, 4)[:, :, :n]
+
+
+def attention(
+    q, k_int8, k_scale, v, v_scale, v_mean, is_causal: bool, scale: float, n_kv: int,
+    granularity: str, block_n: int = 128,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The quantized kernel, tile by tile in `block_n` keys; v is v_fp8, or v itself (16-bit)."""
+    fp8 = v.dtype == torch.float8_e4m3fn
+    D, n_q, heads = q.shape[3], q.shape[2], q.shape[1] // k_int8.shape[1]
+    k_int8, k_scale, v = (x.repeat_interleave(heads, 1) for x in (k_int8, k_scale, v))
+    q_int8, q_scale = quantize_q(q * math.copysign(1.0, scale), granularity)
+    q_scale = q_scale * (abs(scale) * LOG2E)
+
+    s = q_int8.float() @ k_int8[..., :D].float().mT  # [B, H_q, N_q, N_pad], exact in fp32
+    groups = k_scale.shape[-1]
+    column_scale = k_scale[:, :, :, None, :, None].expand(
+        *k_scale.shape[:3], 8 if groups == 4 else 1, groups, 2 if groups == 4 else K_BLOCK
+    )
+    x = s * (q_scale * column_scale.flatten(2)[:, :, None])
+    keep = torch.arange(s.shape[-1], device=q.device) < n_kv
+    if is_causal:
+        keep = keep & _causal(n_q, s.shape[-1], q.device)
+    x = x.masked_fill(~keep, -math.inf).unflatten(-1, (-1, block_n))  # [B, H_q, N_q, tiles, block_n]
+
+    # The running maximum a tile sees decides how its p is rounded; what later tiles do to the
+    # accumulator is an exact rescaling.
+    m = x.amax(-1).cummax(-1).values  # [B, H_q, N_q, tiles]
+    p = torch.exp2(x - (m - (math.log2(FP8_MAX) if fp8 else 0.0))[..., None])
+    rescale = torch.exp2(m - m[..., -1:])
+    l = (p.sum(-1) * rescale).sum(-1, keepdim=True)  # [B, H_q, N_q, 1]
+    if fp8:
+        p_hat, v_hat = interleave(p).to(torch.float8_e4m3fn), v.float().mT
+    else:
+        dtype = v.dtype if v.dtype != torch.float32 else torch.bfloat16
+        p_hat, v_hat = p.to(dtype), F.pad(v.to(dtype).float(), (0, 0, 0, s.shape[-1] - n_kv))
+    o = ((p_hat.float() * rescale[..., None]).flatten(3) @ v_hat)[..., :D] / l
+    lse = (m[..., -1] + l[..., 0].log2()) / LOG2E - (math.log(FP8_MAX) if fp8 else 0.0)
+    if fp8:
+        v_scale, v_mean = (x.repeat_interleave(heads, 1)[:, :, None] for x in (v_scale, v_mean))
+        o = o * v_scale + v_mean
+    return o.to(q.dtype), lse
+
+
+def _to_int8(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
+    amax = torch.where(amax < TINY, TINY, amax)  # keeps NaN: a group with a NaN has a NaN scale
+    # In float64 the product is exact: it is rounded once, as the kernels' fma does.
+    x = (x.double() * (INT8_MAX / amax).double()).round()
+    return x.to(torch.int8), amax * (1 / INT8_MAX)
+
+
+def _pad(x: Tensor) -> Tensor:
+    return F.pad(x, (0, pad_head_dim(x.shape[3]) - x.shape[3], 0, -x.shape[2] % PAD_N))
+
+
+def pad_head_dim(head_dim: int) -> int:
+    return next(d for d in HEAD_DIMS if head_dim <= d)
+
+
+def _causal(n_q: int, n_kv: int, device) -> Tensor:
+    """SDPA's convention: query i sees keys 0..i, whatever the lengths (top-left)."""
+    return torch.arange(n_kv, device=device) <= torch.arange(n_q, device=device)[:, None]

@@ -1,0 +1,55 @@
+"""Measured tables: which tile a kernel runs with, and from which length it is worth running.
+
+Every row names the GPU and the day that measured it (`python bench/attention.py --json`);
+`untimed` rows were chosen from cross-compiled resource reports (registers, spills) alone.
+"""
+
+import dataclasses
+import functools
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """One program computes BLOCK_M rows of o, reading BLOCK_N keys at a time."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    num_warps: int
+    num_stages: int
+    maxnreg: int | None = None  # registers a thread, where `sage::attention_capped` is worth it
+
+
+# (compute capability from, pv) -> tile. The last row that the device reaches applies.
+TILES = [
+    ((8, 0), "16bit", Tile(128, 64, 8, 2)),  # untimed
+    ((8, 9), "16bit", Tile(128, 64, 8, 2)),  # untimed
+    ((8, 9), "fp8", Tile(64, 64, 4, 2)),  # untimed
+    ((9, 0), "16bit", Tile(128, 128, 8, 2)),
+    ((9, 0), "fp8", Tile(64, 128, 4, 2, maxnreg=168)),
+    ((10, 0), "16bit", Tile(128, 64, 8, 2)),  # untimed
+    ((10, 0), "fp8", Tile(64, 128, 4, 2)),  # untimed
+]
+
+
+def tile(capability: tuple[int, int], pv: str) -> Tile:
+    """The tile for a device, or a ValueError if the recipe cannot run on it."""
+    found = [t for cc, p, t in TILES if cc <= capability and p == pv]
+    if not found:
+        raise ValueError(f"no kernel for pv={pv!r} on compute capability {capability}")
+    return found[-1]
+
+
+@functools.cache
+def capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+# (compute capability, pv, largest head_dim, is_causal) -> the shortest N (of queries and of keys)
+# from which the call, with its preparation, beats SDPA in a compiled graph. No row: not worth it.
+CROSSOVER: dict[tuple, int] = {}
+
+
+def crossover(capability: tuple[int, int], pv: str, head_dim: int, is_causal: bool) -> int | None:
+    return CROSSOVER.get((capability, pv, head_dim, is_causal))

@@ -1,0 +1,152 @@
+"""The front door: ``torch.compile(model, backend="sage")``.
+
+The pass runs on the graph Dynamo captured, before Inductor sees it: there an attention call is one
+node with all its arguments, whatever the device, dtype and grad mode, and the rewritten graph is
+what every cache is keyed on. This is the one file that touches Inductor's options.
+"""
+
+import dataclasses
+
+import torch
+from torch._dynamo.exc import ShortenTraceback
+from torch._inductor import config as inductor_config
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from sage_inductor import config
+from sage_inductor import report as reports
+from sage_inductor.ops.recipe import source_tag
+from sage_inductor.patterns import Settings, Site, rewrite
+
+PREFIX = "sage."
+OPTIONS = ("recipe", "emulate", "force", "strict", "enabled", "mode")
+
+
+class _UserError(ShortenTraceback):
+    """Dynamo re-raises a ShortenTraceback as it is, not wrapped in BackendCompilerFailed."""
+
+    def __init__(self, message: str):
+        super().__init__(message, first_useful_frame=None)
+
+
+class SageOptionError(_UserError, ValueError):
+    """An option of ``torch.compile(..., options=...)`` that cannot be."""
+
+
+class SageRefused(_UserError):
+    """``sage.strict``: an attention call stays SDPA."""
+
+
+def sage_backend(gm: torch.fx.GraphModule, example_inputs, *, mode=None, options=None, **kwargs):
+    """Inductor, with the attention calls of `gm` rewritten where that pays.
+
+    mode: Inductor's. options: Inductor's, beside ``sage.recipe``, ``sage.emulate``, ``sage.force``,
+    ``sage.strict``, ``sage.enabled`` (see sage_inductor/config.py) and ``sage.mode`` (Inductor's
+    mode, for use together with options, which torch.compile itself does not allow).
+
+    Raises SageOptionError (a ValueError) for an unknown or ill-typed ``sage.`` option, and
+    SageRefused under ``sage.strict``.
+    """
+    ours, theirs = _split(options or {})
+    sites = rewrite(gm, settings(ours))
+    reports.record(sites)
+    if ours.get("strict", config.strict):
+        _raise_if_refused(sites)
+    inductor = torch._TorchCompileInductorWrapper(ours.get("mode", mode), theirs, None)
+    return inductor(gm, example_inputs)
+
+
+def _reset() -> None:
+    """``torch._dynamo.reset()``: forget the report, and what Inductor's own backend forgets."""
+    reports.clear()
+    torch._TorchCompileInductorWrapper(None, None, None).reset()
+
+
+sage_backend.reset = _reset
+
+
+def settings(options: dict, **overrides) -> Settings:
+    """The pass's settings: options (without their prefix), over the config."""
+    names = ("recipe", "emulate", "force", "strict")
+    values = {name: options.get(name, getattr(config, name)) for name in names}
+    if not options.get("enabled", True):
+        values["recipe"] = "off"
+    return Settings(**values, **overrides)
+
+
+def _split(options: dict) -> tuple[dict, dict]:
+    """({name: value} of the ``sage.`` options, Inductor's options)."""
+    ours = {k.removeprefix(PREFIX): v for k, v in options.items() if k.startswith(PREFIX)}
+    theirs = {k: v for k, v in options.items() if not k.startswith(PREFIX)}
+    for name, value in ours.items():
+        if name not in OPTIONS:
+            raise SageOptionError(f"{config.unknown(name, OPTIONS, PREFIX)} (got {value!r})")
+        if name == "mode":
+            modes = list(torch._inductor.list_mode_options())
+            if value not in modes:
+                raise SageOptionError(f"{PREFIX}mode must be one of {modes}, got {value!r}")
+        else:
+            try:
+                config.check(name, value, PREFIX)
+            except ValueError as error:
+                raise SageOptionError(str(error)) from None
+    return ours, theirs
+
+
+def _raise_if_refused(sites: list[Site]) -> None:
+    refused = [f"{s.module or s.call}: {s.reason}" for s in sites if not s.rewritten]
+    if refused:
+        raise SageRefused(f"sage.strict: {len(refused)} attention calls stay SDPA: {'; '.join(refused)}")
+
+
+class SagePass(CustomGraphPass):
+    """The same rewrite as Inductor's ``pre_grad_custom_pass``, for ``backend="inductor"``.
+
+    Installed while ``sage_inductor.config.enabled`` is set; reads the config when it runs."""
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        gm = graph.owning_module
+        found = settings({})
+        # Inductor calls a pre-grad pass on every nested graph itself; a site is decided once.
+        sites = rewrite(gm, found)
+        reports.record(sites)
+        if found.strict:
+            _raise_if_refused(sites)
+
+    def uuid(self):
+        return (source_tag(), dataclasses.astuple(settings({})))
+
+
+class PassList(CustomGraphPass):
+    """Several passes in Inductor's one place for them (torch 2.11 takes no list)."""
+
+    def __init__(self, passes: list):
+        self.passes = passes
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        for each in self.passes:
+            each(graph)
+
+    def uuid(self):
+        ids = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self.passes]
+        return None if None in ids else tuple(ids)  # None: not cached, as for the pass alone
+
+
+def install_pass(on: bool) -> None:
+    """Put SagePass beside the passes in ``torch._inductor.config.pre_grad_custom_pass``, or take
+    it out. torch 2.13 would run it after the cache lookup (and a warm cache would leave the report
+    empty): it is asked to run before."""
+    current = inductor_config.pre_grad_custom_pass
+    if isinstance(current, PassList):
+        passes = current.passes
+    else:
+        passes = list(current) if isinstance(current, (list, tuple)) else [current] * (current is not None)
+    passes = [each for each in passes if not isinstance(each, SagePass)] + [SagePass()] * on
+    inductor_config.pre_grad_custom_pass = (
+        PassList(passes) if len(passes) > 1 else passes[0] if passes else None
+    )
+    if hasattr(inductor_config, "pre_grad_pass_timing"):
+        inductor_config.pre_grad_pass_timing = "early" if on else "default"
+
+
+if config.enabled:  # SAGE_INDUCTOR_ENABLED
+    install_pass(True)

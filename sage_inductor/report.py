@@ -1,0 +1,76 @@
+"""What became of every attention call: the sites that the pass saw, also when a cache was warm."""
+
+import logging
+import threading
+from collections.abc import Sequence
+
+from torch._dynamo.utils import counters
+from torch._guards import CompileContext
+
+from sage_inductor.patterns import Site
+
+log = logging.getLogger("sage_inductor")
+
+_sites: list[tuple[str, Site]] = []  # (graph, site)
+_lock = threading.Lock()
+
+
+class Report(Sequence):
+    """The sites of some graphs, in the order they were compiled. `print` it for a table."""
+
+    def __init__(self, sites: Sequence[tuple[str, Site]]):
+        self._sites = tuple(sites)
+
+    def __len__(self):
+        return len(self._sites)
+
+    def __getitem__(self, index) -> Site:
+        return self._sites[index][1]
+
+    @property
+    def rewritten(self) -> list[Site]:
+        return [site for site in self if site.rewritten]
+
+    @property
+    def refused(self) -> list[Site]:
+        return [site for site in self if not site.rewritten]
+
+    def __str__(self):
+        if not self:
+            return "no attention call was seen: nothing was compiled, or no graph has one"
+        header = ("graph", "module", "q", "k", "dtype", "mask", "recipe", "reason")
+        rows = [header]
+        for graph, site in self._sites:
+            q, k = (str(list(x)).replace("'", "") for x in (site.q, site.k))
+            recipe = site.recipe or "SDPA"
+            rows.append((graph, site.module or site.call, q, k, site.dtype, site.mask, recipe, site.reason))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+        lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines.insert(1, "  ".join("-" * w for w in widths))
+        return "\n".join([*lines, f"{len(self.rewritten)} of {len(self)} attention calls rewritten"])
+
+    def __repr__(self):
+        return f"<Report: {len(self.rewritten)} of {len(self)} attention calls rewritten>"
+
+
+def report() -> Report:
+    """Every attention call compiled so far in this process (since `torch._dynamo.reset()`)."""
+    with _lock:
+        return Report(_sites)
+
+
+def record(sites: list[Site]) -> None:
+    """Add the sites of the graph that is being compiled: report, counters, log."""
+    compile_id = CompileContext.current_compile_id()
+    graph = str(compile_id) if compile_id is not None else "-"
+    with _lock:
+        _sites.extend((graph, site) for site in sites)
+    for site in sites:
+        counters["sage"]["rewritten" if site.rewritten else "refused"] += 1
+        what = f"becomes {site.recipe}" if site.rewritten else "stays SDPA"
+        log.info("[%s] %s %s: %s", graph, site.module or site.call, what, site.reason)
+
+
+def clear() -> None:
+    with _lock:
+        _sites.clear()
