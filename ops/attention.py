@@ -21,10 +21,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sage_inductor.ops import reference, tiles
 from sage_inductor.ops.quantize import abs_bits, int8_scale, to_int8
-from sage_inductor.ops.reference import LOG2E, pad_head_dim
+from sage_inductor.ops.reference import LOG2E
 
 _LOG2E = tl.constexpr(LOG2E)
 _LN2 = tl.constexpr(1 / LOG2E)
@@ -35,13 +36,14 @@ _LOG2_FP8_MAX = tl.constexpr(8.807354922057604)  # p uses all of E4M3: exp2(x - 
 def _attention_kernel(
     Q,  # [B, H_q, N_q, D] in, 16-bit
     K, K_scale,  # [B, H_kv, N_pad, BLOCK_D] int8, [B, H_kv, N_pad / 64, GROUPS]
-    V, V_scale, V_mean,  # FP8: [B, H_kv, BLOCK_D, N_pad], [B, H_kv, D] twice; else [B, H_kv, N_kv, D]
+    V, V_scale, V_mean,  # FP8: [B, H_kv, BLOCK_D, N_pad], [B, H_kv, D] twice
+    # 16-bit: V [B, H_kv, N_kv, D], the other two unread. TMA: K and FP8 V are 2-D descriptors
     Out, Lse,  # [B, H_q, N_q, D], [B, H_q, N_q] fp32
     stride_qb, stride_qh, stride_qn, stride_qd,
     stride_vb, stride_vh, stride_vn, stride_vd,
     stride_ob, stride_oh, stride_on,
-    H_q, H_kv, N_q, N_kv, N_pad, D,
-    SCALE: tl.constexpr, IS_CAUSAL: tl.constexpr, FP8: tl.constexpr, GROUPS: tl.constexpr,
+    H_q, H_kv, N_q, N_kv, N_pad,
+    D: tl.constexpr, SCALE: tl.constexpr, IS_CAUSAL: tl.constexpr, FP8: tl.constexpr, GROUPS: tl.constexpr,
     TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -81,17 +83,13 @@ def _attention_kernel(
 
     # -- where k and v are ----
     if TMA:
-        k_desc = tl.make_tensor_descriptor(
-            K + head_kv * N_pad * BLOCK_D, [N_pad, BLOCK_D], [BLOCK_D, 1], [BLOCK_N, BLOCK_D]
-        )
-    k_ptrs = K + head_kv * N_pad * BLOCK_D + n[:, None] * BLOCK_D + d[None, :]
-    if FP8:
-        if TMA:
-            v_desc = tl.make_tensor_descriptor(
-                V + head_kv * BLOCK_D * N_pad, [BLOCK_D, N_pad], [N_pad, 1], [BLOCK_D, BLOCK_N]
-            )
-        v_ptrs = V + head_kv * BLOCK_D * N_pad + d[:, None] * N_pad + n[None, :]
+        k_row = (head_kv * N_pad).to(tl.int32)
+        v_row = (head_kv * BLOCK_D).to(tl.int32)
     else:
+        k_ptrs = K + head_kv * N_pad * BLOCK_D + n[:, None] * BLOCK_D + d[None, :]
+        if FP8:
+            v_ptrs = V + head_kv * BLOCK_D * N_pad + d[:, None] * N_pad + n[None, :]
+    if not FP8:
         v_ptrs = V + b * stride_vb + h_kv * stride_vh + d[None, :] * stride_vd
     K_scale += head_kv * (N_pad // 64) * GROUPS
 
@@ -109,7 +107,7 @@ def _attention_kernel(
         for j in tl.range(lo, hi, num_stages=NUM_STAGES):
             # -- s = q k^T, with its scales ----
             if TMA:
-                k = k_desc.load([j * BLOCK_N, 0])
+                k = K.load([k_row + j * BLOCK_N, 0])
             else:
                 k = tl.load(k_ptrs + j * BLOCK_N * BLOCK_D)
             s = tl.dot(q_int8, k.T)  # [BLOCK_M, BLOCK_N] int32
@@ -151,10 +149,12 @@ def _attention_kernel(
                 p = p.reshape([BLOCK_M, BLOCK_N // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4])
                 p = p.reshape([BLOCK_M, BLOCK_N]).to(tl.float8e4nv)
                 if TMA:
-                    v = v_desc.load([0, j * BLOCK_N])
+                    v = V.load([v_row, j * BLOCK_N])
                 else:
                     v = tl.load(v_ptrs + j * BLOCK_N)
-                acc = acc * alpha[:, None] + tl.dot(p, v.T)
+                # An fma, because Triton folds `acc * alpha + dot` into the dot's accumulator on
+                # sm_89 and sm_120: one level again.
+                acc = tl.fma(acc, alpha[:, None].broadcast_to(acc.shape), tl.dot(p, v.T))
             else:
                 row = (j * BLOCK_N + n).to(tl.int64)[:, None]
                 if masked:
@@ -181,14 +181,20 @@ def _attention_kernel(
 def _launch(kernel, q, k_int8, k_scale, v, v_scale, v_mean, is_causal, scale, n_kv, out_bnhd, tile,
             tma: bool, **options) -> tuple[Tensor, Tensor]:  # fmt: skip
     B, H_q, N_q, D = q.shape
-    H_kv, N_pad = k_int8.shape[1], k_int8.shape[2]
+    H_kv, N_pad, BLOCK_D = k_int8.shape[1:]
+    fp8 = v.dtype == torch.float8_e4m3fn
     out, lse = empty_outputs(q, out_bnhd)
+    k, v_arg = k_int8, v
+    if tma:
+        k = TensorDescriptor.from_tensor(k_int8.view(-1, BLOCK_D), [tile.BLOCK_N, BLOCK_D])
+        if fp8:
+            v_arg = TensorDescriptor.from_tensor(v.view(-1, N_pad), [BLOCK_D, tile.BLOCK_N])
     kernel[(B * H_q * triton.cdiv(N_q, tile.BLOCK_M),)](
-        q, k_int8, k_scale, v, v_scale, v_mean, out, lse,  # tensors
+        q, k, k_scale, v_arg, v_scale, v_mean, out, lse,  # tensors
         *q.stride(), *v.stride(), *out.stride()[:3],
-        H_q, H_kv, N_q, n_kv, N_pad, D,  # shape
-        scale, is_causal, v.dtype == torch.float8_e4m3fn, k_scale.shape[3],  # semantics
-        tma, tile.BLOCK_M, tile.BLOCK_N, pad_head_dim(D), tile.num_stages,  # tile
+        H_q, H_kv, N_q, n_kv, N_pad,  # shape
+        D, scale, is_causal, fp8, k_scale.shape[3],  # semantics
+        tma, tile.BLOCK_M, tile.BLOCK_N, BLOCK_D, tile.num_stages,  # tile
         num_warps=tile.num_warps, **options,
     )  # fmt: skip
     return out, lse
@@ -214,9 +220,9 @@ def attention(
             q, k_int8, k_scale, v, v_scale, v_mean, is_causal, scale, n_kv, granularity
         )
         return _as_stored(out, out_bnhd), lse
-    tile = tiles.tile(tiles.capability(q.device), _pv(v))
-    # Device-side descriptors are silently wrong in packages of torch 2.11, and without a register
-    # cap, which Inductor cannot pass on, they are no faster than pointers (620 and 661 TFLOP/s).
+    tile = tiles.tile(tiles.capability(q.device), _pv(v), q.shape[3])
+    # Descriptors made in the kernel are silently wrong in packages of torch 2.11, and without a
+    # register cap, which Inductor cannot pass on, no faster than pointers (620 and 661 TFLOP/s).
     return _launch(
         wrap_triton(_attention_kernel), q, k_int8, k_scale, v, v_scale, v_mean, is_causal, scale,
         n_kv, out_bnhd, tile, tma=False,
@@ -233,8 +239,7 @@ def attention_capped(
     Opaque to Inductor, so it does not export. Worth 1.2x on an H200: at 168 registers three
     programs share an SM instead of two, and what spills stays outside the loop.
     """
-    tile = tiles.tile(tiles.capability(q.device), _pv(v))
-    triton.set_allocator(_allocate)
+    tile = tiles.tile(tiles.capability(q.device), _pv(v), q.shape[3])
     return _launch(
         _attention_kernel, q, k_int8, k_scale, v, v_scale, v_mean, is_causal, scale,
         n_kv, out_bnhd, tile, tma=True, maxnreg=tile.maxnreg,
@@ -244,11 +249,6 @@ def attention_capped(
 @attention_capped.register_fake
 def _(q, k_int8, k_scale, v, v_scale, v_mean, is_causal, scale, n_kv, granularity, out_bnhd):
     return empty_outputs(q, out_bnhd)
-
-
-def _allocate(size: int, alignment: int, stream):
-    """Scratch for the tensor descriptors a kernel makes; freed in stream order, like any tensor."""
-    return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 def _pv(v: Tensor) -> str:

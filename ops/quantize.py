@@ -40,7 +40,8 @@ def int8_scale(amax_bits):
 @triton.jit
 def to_int8(x, inverse):
     """x * inverse, rounded once, to nearest even."""
-    return (tl.fma(x, inverse.broadcast_to(x.shape), tl.full(x.shape, _ROUND, tl.float32)) - _ROUND).to(tl.int8)
+    rounded = tl.fma(x, inverse.broadcast_to(x.shape), tl.full(x.shape, _ROUND, tl.float32))
+    return (rounded - _ROUND).to(tl.int8)
 
 
 @triton.jit
@@ -50,8 +51,8 @@ def _quantize_k_kernel(
     K_int8,  # [B, H, N_pad, BLOCK_D] out
     K_scale,  # [B, H, N_pad / K_BLOCK, GROUPS] out, fp32
     stride_b, stride_h, stride_n, stride_d,
-    H, N, D, num_blocks,
-    GROUPS: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    H, N, num_blocks,
+    D: tl.constexpr, GROUPS: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Grid: (B * H * num_blocks,). K_BLOCK rows of one head."""
     pid = tl.program_id(0).to(tl.int64)
@@ -86,8 +87,8 @@ def _quantize_v_kernel(
     V_fp8,  # [B, H, BLOCK_D, N_pad] out
     V_scale,  # [B, H, D] out, fp32
     stride_b, stride_h, stride_n, stride_d,
-    H, N, D, num_blocks,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    H, N, num_blocks,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Grid: (B * H * num_blocks,). Transposes and interleaves BLOCK_N rows of one head."""
     pid = tl.program_id(0).to(tl.int64)
@@ -132,8 +133,8 @@ def launch_k(k: Tensor, k_mean: Tensor, granularity: str) -> tuple[Tensor, Tenso
     wrap_triton(_quantize_k_kernel)[(B * H * num_blocks,)](
         k, k_mean, k_int8, k_scale,  # tensors
         *k.stride(),
-        H, N, D, num_blocks,  # shape
-        groups, K_BLOCK, BLOCK_D,  # tile
+        H, N, num_blocks,  # shape
+        D, groups, K_BLOCK, BLOCK_D,  # tile
     )  # fmt: skip
     return k_int8, k_scale
 
@@ -155,7 +156,7 @@ def launch_v(v: Tensor, v_mean: Tensor, v_amax: Tensor) -> tuple[Tensor, Tensor]
     wrap_triton(_quantize_v_kernel)[(B * H * num_blocks,)](
         v, v_mean, v_amax, v_fp8, v_scale,  # tensors
         *v.stride(),
-        H, N, D, num_blocks,  # shape
-        PAD_N, BLOCK_D,  # tile
+        H, N, num_blocks,  # shape
+        D, PAD_N, BLOCK_D,  # tile
     )  # fmt: skip
     return v_fp8, v_scale

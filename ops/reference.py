@@ -53,7 +53,7 @@ def quantize_v(v: Tensor, v_mean: Tensor, v_amax: Tensor) -> tuple[Tensor, Tenso
     """v [B, H, N, D], v_mean and v_amax [B, H, D] -> v_fp8 [B, H, D_pad, N_pad] with the tokens of
     each 16 in `interleave` order, v_scale [B, H, D] in fp32."""
     amax = torch.where(v_amax < TINY, TINY, v_amax)
-    x = _pad((v.float() - v_mean[:, :, None]) * (FP8_MAX / amax)[:, :, None])
+    x = _pad((v.float() - v_mean[:, :, None]) * _divide(FP8_MAX, amax)[:, :, None])
     return interleave(x.mT).to(torch.float8_e4m3fn), amax * (1 / FP8_MAX)
 
 
@@ -97,7 +97,7 @@ def attention(
     keep = torch.arange(s.shape[-1], device=q.device) < n_kv
     if is_causal:
         keep = keep & _causal(n_q, s.shape[-1], q.device)
-    x = x.masked_fill(~keep, -math.inf).unflatten(-1, (-1, block_n))  # [B, H_q, N_q, tiles, block_n]
+    x = x.masked_fill(~keep, -math.inf).unflatten(-1, (-1, block_n))  # [.., N_q, tiles, block_n]
 
     # The running maximum a tile sees decides how its p is rounded; what later tiles do to the
     # accumulator is an exact rescaling.
@@ -121,8 +121,13 @@ def attention(
 def _to_int8(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
     amax = torch.where(amax < TINY, TINY, amax)  # keeps NaN: a group with a NaN has a NaN scale
     # In float64 the product is exact: it is rounded once, as the kernels' fma does.
-    x = (x.double() * (INT8_MAX / amax).double()).round()
+    x = (x.double() * _divide(INT8_MAX, amax).double()).round()
     return x.to(torch.int8), amax * (1 / INT8_MAX)
+
+
+def _divide(x: float, y: Tensor) -> Tensor:
+    """x / y rounded once. PyTorch computes number / tensor as number * reciprocal."""
+    return torch.full_like(y, x) / y
 
 
 def _pad(x: Tensor) -> Tensor:

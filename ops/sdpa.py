@@ -105,8 +105,8 @@ def compose(
 def _attention(q: Tensor, pv: str, portable: bool):
     if portable or q.device.type == "cpu":
         return attention
-    capped = tiles.tile(tiles.capability(q.device), pv).maxnreg is not None
-    return attention_capped if capped else attention
+    tile = tiles.tile(tiles.capability(q.device), pv, q.shape[3])
+    return attention if tile.maxnreg is None else attention_capped
 
 
 @sdpa.register_fake

@@ -21,24 +21,25 @@ class Tile:
     maxnreg: int | None = None  # registers a thread, where `sage::attention_capped` is worth it
 
 
-# (compute capability from, pv) -> tile. The last row that the device reaches applies.
+# (compute capability from, pv, head_dim up to) -> tile.
 TILES = [
-    ((8, 0), "16bit", Tile(128, 64, 8, 2)),  # untimed
-    ((8, 9), "16bit", Tile(128, 64, 8, 2)),  # untimed
-    ((8, 9), "fp8", Tile(64, 64, 4, 2)),  # untimed
-    ((9, 0), "16bit", Tile(128, 128, 8, 2)),
-    ((9, 0), "fp8", Tile(64, 128, 4, 2, maxnreg=168)),
-    ((10, 0), "16bit", Tile(128, 64, 8, 2)),  # untimed
-    ((10, 0), "fp8", Tile(64, 128, 4, 2)),  # untimed
+    ((8, 0), "16bit", 128, Tile(128, 64, 8, 2)),  # untimed
+    ((8, 9), "fp8", 128, Tile(64, 64, 4, 2)),  # untimed
+    ((9, 0), "16bit", 128, Tile(128, 64, 8, 3, maxnreg=128)),  # H200, 2026-11-21
+    ((9, 0), "fp8", 64, Tile(64, 128, 4, 3, maxnreg=128)),  # H200, 2026-11-21
+    ((9, 0), "fp8", 128, Tile(64, 128, 4, 2, maxnreg=168)),  # H200, 2026-11-21
+    ((10, 0), "16bit", 128, Tile(128, 64, 8, 2)),  # untimed
+    ((10, 0), "fp8", 128, Tile(64, 128, 4, 2)),  # untimed
 ]
 
 
-def tile(capability: tuple[int, int], pv: str) -> Tile:
-    """The tile for a device, or a ValueError if the recipe cannot run on it."""
-    found = [t for cc, p, t in TILES if cc <= capability and p == pv]
-    if not found:
+def tile(capability: tuple[int, int], pv: str, head_dim: int) -> Tile:
+    """The tile for a device (that of the newest row it reaches), or a ValueError if the recipe
+    cannot run on it."""
+    rows = [row for row in TILES if row[0] <= capability and row[1] == pv and head_dim <= row[2]]
+    if not rows:
         raise ValueError(f"no kernel for pv={pv!r} on compute capability {capability}")
-    return found[-1]
+    return max(rows, key=lambda row: (row[0], -row[2]))[3]
 
 
 @functools.cache

@@ -95,7 +95,7 @@ def _decide(node, call: dict, settings: Settings) -> tuple[str | None, str]:
     recipe = _named(settings, "sage2-8b" if capability >= (8, 9) else "sage1")
     pv = recipes.NAMED[recipe].pv
     try:
-        tiles.tile(capability, pv)
+        tiles.tile(capability, pv, q.shape[3])
     except ValueError as error:
         return None, str(error)
     if settings.emulate or settings.force:
@@ -104,7 +104,8 @@ def _decide(node, call: dict, settings: Settings) -> tuple[str | None, str]:
         return None, "training: the backward recomputes exact attention (sage.force=True overrides)"
     D, is_causal = q.shape[3], call["is_causal"]
     shortest = tiles.crossover(capability, pv, D, is_causal)
-    what = f"{recipe} with head_dim {D}{', causal' * is_causal} on sm_{capability[0]}{capability[1]}"
+    sm = "sm_{}{}".format(*capability)
+    what = f"{recipe} with head_dim {D}{', causal' * is_causal} on {sm}"
     if shortest is None:
         return None, f"never slower: no length was measured from which {what} wins"
     if not (_at_least(q, shortest, settings) and _at_least(k, shortest, settings)):
@@ -130,7 +131,8 @@ def _why_not(node, call: dict) -> str | None:
     q, k, v, out = (_value(x) for x in (call["query"], call["key"], call["value"], node))
     if not all(isinstance(x, torch.Tensor) for x in (q, k, v, out)):
         return "the graph carries no shapes for this call"
-    if any(getattr(n.target, "__name__", "").endswith("_increment_nesting") for n in node.graph.nodes):
+    names = (getattr(n.target, "__name__", "") for n in node.graph.nodes)
+    if any(name.endswith("_increment_nesting") for name in names):
         return "inside a torch.func transform"
     if call["attn_mask"] is not None:
         return f"attn_mask is not supported yet, got {_mask(call)}"
@@ -164,7 +166,7 @@ def _why_not(node, call: dict) -> str | None:
     if q.shape[2] < 1 or k.shape[2] < 1:
         return "a sequence is empty"
     if _stored_bnhd(out) is None:
-        return f"SDPA's output has strides {tuple(out.stride())}: neither [B, H, N, D] nor [B, N, H, D]"
+        return f"SDPA's output is neither [B, H, N, D] nor [B, N, H, D]: strides {out.stride()}"
     return None
 
 

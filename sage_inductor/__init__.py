@@ -1,7 +1,8 @@
 """Quantized attention as a torch.compile backend: ``torch.compile(model, backend="sage")``."""
 
 from sage_inductor import config
-from sage_inductor.backend import SageOptionError, SageRefused, sage_backend
+from sage_inductor.backend import SageOptionError, SageRefused, explain, sage_backend
+from sage_inductor.export import aoti_compile_and_package, rewrite
 from sage_inductor.ops.recipe import VERSION as __version__
 from sage_inductor.report import Report, report
 
@@ -10,7 +11,10 @@ __all__ = [
     "SageOptionError",
     "SageRefused",
     "__version__",
+    "aoti_compile_and_package",
     "config",
+    "explain",
     "report",
+    "rewrite",
     "sage_backend",
 ]

@@ -9,6 +9,7 @@ import dataclasses
 
 import torch
 from torch._dynamo.exc import ShortenTraceback
+from torch._guards import CompileContext
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -46,11 +47,11 @@ def sage_backend(gm: torch.fx.GraphModule, example_inputs, *, mode=None, options
     Raises SageOptionError (a ValueError) for an unknown or ill-typed ``sage.`` option, and
     SageRefused under ``sage.strict``.
     """
-    ours, theirs = _split(options or {})
+    ours, theirs = split_options(options or {})
     sites = rewrite(gm, settings(ours))
     reports.record(sites)
     if ours.get("strict", config.strict):
-        _raise_if_refused(sites)
+        raise_if_refused(sites)
     inductor = torch._TorchCompileInductorWrapper(ours.get("mode", mode), theirs, None)
     return inductor(gm, example_inputs)
 
@@ -73,7 +74,7 @@ def settings(options: dict, **overrides) -> Settings:
     return Settings(**values, **overrides)
 
 
-def _split(options: dict) -> tuple[dict, dict]:
+def split_options(options: dict) -> tuple[dict, dict]:
     """({name: value} of the ``sage.`` options, Inductor's options)."""
     ours = {k.removeprefix(PREFIX): v for k, v in options.items() if k.startswith(PREFIX)}
     theirs = {k: v for k, v in options.items() if not k.startswith(PREFIX)}
@@ -92,10 +93,29 @@ def _split(options: dict) -> tuple[dict, dict]:
     return ours, theirs
 
 
-def _raise_if_refused(sites: list[Site]) -> None:
+def raise_if_refused(sites: list[Site]) -> None:
     refused = [f"{s.module or s.call}: {s.reason}" for s in sites if not s.rewritten]
     if refused:
-        raise SageRefused(f"sage.strict: {len(refused)} attention calls stay SDPA: {'; '.join(refused)}")
+        calls = "; ".join(refused)
+        raise SageRefused(f"sage.strict: {len(refused)} attention calls stay SDPA: {calls}")
+
+
+def explain(model, *args, options: dict | None = None, **kwargs) -> reports.Report:
+    """Run `model` once and say what ``backend="sage"`` would do with each attention call.
+
+    Nothing is compiled. Like ``torch._dynamo.explain``, it resets Dynamo's caches.
+    """
+    sites = []
+
+    def look(gm, example_inputs):
+        found = rewrite(gm, settings(split_options(options or {})[0]))
+        sites.extend((str(CompileContext.current_compile_id()), site) for site in found)
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(model, backend=look)(*args, **kwargs)
+    torch._dynamo.reset()
+    return reports.Report(sites)
 
 
 class SagePass(CustomGraphPass):
@@ -106,11 +126,11 @@ class SagePass(CustomGraphPass):
     def __call__(self, graph: torch.fx.Graph) -> None:
         gm = graph.owning_module
         found = settings({})
-        # Inductor calls a pre-grad pass on every nested graph itself; a site is decided once.
+        # Inductor applies a pre-grad pass to nested graphs too; a site is decided once.
         sites = rewrite(gm, found)
         reports.record(sites)
         if found.strict:
-            _raise_if_refused(sites)
+            raise_if_refused(sites)
 
     def uuid(self):
         return (source_tag(), dataclasses.astuple(settings({})))
@@ -136,10 +156,12 @@ def install_pass(on: bool) -> None:
     it out. torch 2.13 would run it after the cache lookup (and a warm cache would leave the report
     empty): it is asked to run before."""
     current = inductor_config.pre_grad_custom_pass
-    if isinstance(current, PassList):
+    if current is None:
+        passes = []
+    elif isinstance(current, PassList):
         passes = current.passes
     else:
-        passes = list(current) if isinstance(current, (list, tuple)) else [current] * (current is not None)
+        passes = list(current) if isinstance(current, (list, tuple)) else [current]
     passes = [each for each in passes if not isinstance(each, SagePass)] + [SagePass()] * on
     inductor_config.pre_grad_custom_pass = (
         PassList(passes) if len(passes) > 1 else passes[0] if passes else None

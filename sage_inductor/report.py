@@ -43,11 +43,13 @@ class Report(Sequence):
         for graph, site in self._sites:
             q, k = (str(list(x)).replace("'", "") for x in (site.q, site.k))
             recipe = site.recipe or "SDPA"
-            rows.append((graph, site.module or site.call, q, k, site.dtype, site.mask, recipe, site.reason))
+            where = site.module or site.call
+            rows.append((graph, where, q, k, site.dtype, site.mask, recipe, site.reason))
         widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-        lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-        lines.insert(1, "  ".join("-" * w for w in widths))
-        return "\n".join([*lines, f"{len(self.rewritten)} of {len(self)} attention calls rewritten"])
+        rows.insert(1, tuple("-" * w for w in widths))
+        lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
+        lines.append(f"{len(self.rewritten)} of {len(self)} attention calls rewritten")
+        return "\n".join(line.rstrip() for line in lines)
 
     def __repr__(self):
         return f"<Report: {len(self.rewritten)} of {len(self)} attention calls rewritten>"

@@ -1,0 +1,97 @@
+"""What is measured: shapes, as rows, and how long each is looked at."""
+
+import dataclasses
+
+ALL = ("cuDNN", "flash", "flex", "inductor", "kernel", "op")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Self-attention forward in bf16: q [B, H_q, N, D], k and v [B, H_kv, N, D]."""
+
+    B: int
+    H_q: int
+    H_kv: int
+    N: int
+    D: int
+    is_causal: bool = False
+    model: str = ""
+
+    @property
+    def flops(self) -> float:
+        """Two products of 2 N^2 D per head; the causal half of them."""
+        return 4 * self.B * self.H_q * self.N**2 * self.D * (0.5 if self.is_causal else 1.0)
+
+    @property
+    def table(self) -> str:
+        """The title of the table this case is a row of."""
+        if self.model:
+            return "models"
+        return f"B={self.B} H={self.heads} D={self.D}{', causal' * self.is_causal}"
+
+    @property
+    def row(self) -> str:
+        if not self.model:
+            return str(self.N)
+        return f"{self.model} {self.B}x{self.heads}x{self.N}x{self.D}{' causal' * self.is_causal}"
+
+    @property
+    def heads(self) -> str:
+        return f"{self.H_q}" if self.H_q == self.H_kv else f"{self.H_q}/{self.H_kv}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Cases with the providers they compare, and for how long: `rounds` times `target_ms` each."""
+
+    cases: tuple[Case, ...]
+    providers: tuple[str, ...] = ALL
+    rounds: int = 5
+    target_ms: float = 40.0
+    dynamic: bool = False  # compile once per table, with N symbolic, instead of once per case
+
+
+PAPER_N = (1024, 2048, 4096, 8192, 16384, 32768)
+CROSSOVER_N = (
+    512, 768, 1024, 1280, 1536, 2048, 2560, 3072, 4096, 5120, 6144, 8192, 12288, 16384,
+)  # fmt: skip
+
+PLANS = {
+    "paper": Plan(
+        tuple(
+            Case(4, 32, 32, N, D, is_causal)
+            for D in (64, 128)
+            for is_causal in (False, True)
+            for N in PAPER_N
+        )
+    ),
+    "models": Plan(
+        (
+            Case(1, 24, 24, 4608, 128, model="flux"),
+            Case(2, 48, 48, 17776, 64, model="cogvideox"),
+            Case(1, 40, 40, 75600, 128, model="wan14b_720p"),
+            Case(1, 24, 24, 119056, 128, model="hunyuan"),
+            Case(1, 32, 8, 8192, 128, is_causal=True, model="llama3_prefill"),
+            Case(64, 16, 16, 577, 64, model="vit"),
+        )
+    ),
+    # 168 cases: what fills CROSSOVER in ops/tiles.py.
+    "crossover": Plan(
+        tuple(
+            Case(B, H, H, N, D, is_causal)
+            for D in (64, 128)
+            for is_causal in (False, True)
+            for B, H in ((4, 32), (1, 24), (1, 8))
+            for N in CROSSOVER_N
+        ),
+        providers=("cuDNN", "inductor", "op"),
+        target_ms=15.0,
+        dynamic=True,
+    ),
+    # Every provider, mask, head_dim, a tail and grouped heads, in seconds.
+    "quick": Plan(
+        (Case(2, 8, 8, 1024, 128), Case(2, 8, 2, 1000, 64, is_causal=True)),
+        rounds=3,
+        target_ms=10.0,
+    ),
+}

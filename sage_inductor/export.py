@@ -1,0 +1,52 @@
+"""The same rewrite for exported programs and AOTInductor packages."""
+
+import copy
+
+import torch
+
+from sage_inductor import backend
+from sage_inductor import report as reports
+from sage_inductor.patterns import rewrite as _rewrite
+
+
+def rewrite(exported_program: torch.export.ExportedProgram, *, options: dict | None = None):
+    """Rewrite the attention calls of a program from ``torch.export.export``, in place.
+
+    options: the ``sage.`` options of ``torch.compile(..., backend="sage")``. Which call is
+    rewritten is decided by the example's lengths. Only kernels that travel in a package are used.
+
+    Returns the Report of its sites. The program then goes to torch's own
+    ``aoti_compile_and_package``.
+    """
+    ours, theirs = backend.split_options(options or {})
+    if theirs or "mode" in ours:
+        raise backend.SageOptionError(
+            f"rewrite takes sage.* options, got {sorted(options)}: give Inductor's to "
+            "aoti_compile_and_package(inductor_configs=...)"
+        )
+    settings = backend.settings(ours, portable=True)
+    sites = _rewrite(exported_program.graph_module, settings)
+    reports.record(sites)
+    if settings.strict:
+        backend.raise_if_refused(sites)
+    return reports.Report([("export", site) for site in sites])
+
+
+def aoti_compile_and_package(
+    exported_program: torch.export.ExportedProgram,
+    *,
+    package_path=None,
+    inductor_configs: dict | None = None,
+    options: dict | None = None,
+) -> str:
+    """``torch._inductor.aoti_compile_and_package`` with the attention calls rewritten.
+
+    The arguments are torch's, and `options` is `rewrite`'s; `exported_program` itself stays as it
+    is. The package needs neither Python nor sage_inductor. Returns its path;
+    ``sage_inductor.report()`` tells what was rewritten.
+    """
+    program = copy.deepcopy(exported_program)
+    rewrite(program, options=options)
+    return torch._inductor.aoti_compile_and_package(
+        program, package_path=package_path, inductor_configs=inductor_configs
+    )
