@@ -106,7 +106,10 @@ def _quantize_v_kernel(
     amax = tl.where(amax < _TINY, _TINY, amax)
     mean = tl.load(V_mean + head * D + d, mask=d < D, other=0.0)
     inverse = tl.div_rn(tl.full([BLOCK_D], _FP8_MAX, tl.float32), amax)
-    x = tl.where(mask, (x.to(tl.float32) - mean[None, :]) * inverse[None, :], 0.0)
+    # Padding is multiplied by 0, not selected: for two constant zeros the ptxas of CUDA 12.8
+    # (Triton 3.6) emits a conversion to FP8 that merges with an unrelated register.
+    keep = (n < N).to(tl.float32)
+    x = (x.to(tl.float32) - mean[None, :]) * inverse[None, :] * keep[:, None]
 
     rows = head * BLOCK_D + d
     out = V_fp8 + rows[:, None] * (num_blocks * BLOCK_N) + (block * BLOCK_N + column)[None, :]

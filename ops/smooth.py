@@ -17,7 +17,7 @@ from torch.library import triton_op, wrap_triton
 
 from sage_inductor.ops import reference
 
-CHUNK, BLOCK_N, NUM_WARPS = 256, 8, 2  # the fastest of ten on an H200, 2026-11-21
+CHUNK, BLOCK_N, NUM_WARPS = 256, 8, 2  # H200, 2026-11-21: 1.3x of the bytes' floor at 8K
 
 
 @triton.jit

@@ -1,0 +1,95 @@
+"""The kernels' arithmetic without a GPU: Triton's interpreter against the oracle.
+
+Run as ``TRITON_INTERPRET=1 pytest tests/test_interpreter.py``. The interpreter (Triton 3.7) cannot
+multiply bf16 matrices, does not fuse tl.fma, and rounding to FP8 drops the carry (127 becomes 64)
+and truncates subnormals, so 16-bit means fp16 here, INT8 codes may differ by one and FP8 is compared loosely; a GPU
+compares exactly (test_gpu.py).
+"""
+
+import os
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from sage_inductor.ops import reference
+from sage_inductor.ops.attention import _attention_kernel, _launch
+from sage_inductor.ops.quantize import launch_k, launch_v
+from sage_inductor.ops.smooth import launch as launch_smooth
+from sage_inductor.ops.tiles import Tile
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1 (make test sets it)"
+)
+
+SHAPES = [  # H_q, H_kv, N_q, N_kv, D
+    (2, 1, 70, 130, 64),
+    (1, 1, 130, 65, 128),
+    (2, 2, 64, 128, 80),
+    (1, 1, 1, 1, 32),
+    (2, 2, 129, 300, 16),
+]
+
+
+@pytest.fixture(autouse=True)
+def poisoned():
+    torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty is NaN
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def qkv(H_q, H_kv, N_q, N_kv, D):
+    def make(N, H):
+        return torch.randn(2, N, H, D).half().transpose(1, 2)
+
+    k_bias = 4 * torch.randn(H_kv, 1, D).half()
+    return 2 * make(N_q, H_q), make(N_kv, H_kv) + k_bias, make(N_kv, H_kv) + 3
+
+
+def relative(actual, expected):
+    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_preparation(shape):
+    _, k, v = qkv(*shape)
+    mean, amax = launch_smooth(k, v, 2)
+    mean_ref, amax_ref = reference.smooth([k, v])
+    assert_close(mean, mean_ref, rtol=1e-5, atol=1e-5)
+    assert_close(amax, amax_ref, rtol=1e-5, atol=1e-4)
+    for granularity in ("per_thread", "per_block"):
+        k_int8, k_scale = launch_k(k, mean[0], granularity)
+        k_int8_ref, k_scale_ref = reference.quantize_k(k, mean[0], granularity)
+        assert_close(k_scale, k_scale_ref, rtol=0, atol=0)
+        assert (k_int8.int() - k_int8_ref.int()).abs().max() <= 1
+        assert (k_int8 != k_int8_ref).float().mean() < 1e-3
+    v_fp8, v_scale = launch_v(v, mean[1], amax[1])
+    v_fp8_ref, v_scale_ref = reference.quantize_v(v, mean[1], amax[1])
+    assert_close(v_scale, v_scale_ref, rtol=0, atol=0)
+    actual, expected = v_fp8.float(), v_fp8_ref.float()
+    assert (actual == expected).float().mean() > 0.95
+    # A lost carry halves a value; subnormals are truncated.
+    assert ((actual - expected).abs() <= expected.abs() / 2 + 2**-9).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("scale", [0.125, -0.3, 0.0])
+@pytest.mark.parametrize("tma", [False, True], ids=["pointers", "descriptors"])
+@pytest.mark.parametrize("pv", ["fp8", "16bit"])
+def test_attention(shape, is_causal, scale, tma, pv):
+    q, k, v = qkv(*shape)
+    granularity = "per_thread" if pv == "fp8" else "per_block"
+    tile = Tile(64, 128, 4, 2) if pv == "fp8" else Tile(128, 64, 8, 2)
+    mean, amax = reference.smooth([k, v])
+    k_int8, k_scale = reference.quantize_k(k, mean[0], granularity)
+    v_scale = mean[1]
+    if pv == "fp8":
+        v, v_scale = reference.quantize_v(v, mean[1], amax[1])
+    args = (q, k_int8, k_scale, v, v_scale, mean[1], is_causal, scale, k.shape[2])
+    out, lse = _launch(_attention_kernel, *args, True, tile, tma=tma)
+    expected, expected_lse = reference.attention(*args, granularity, block_n=tile.BLOCK_N)
+    # An INT8 code that a tie rounds the other way moves a score by up to 0.2 scale.
+    assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4 + 0.2 * abs(scale))
+    assert relative(out, expected) < (1e-2 if pv == "fp8" else 2e-3)

@@ -1,0 +1,144 @@
+"""The ops as torch sees them: registration, fake outputs, errors, gradients, autocast."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.testing import assert_close
+
+from sage_inductor.ops import attention, quantize_k, quantize_v, reference, smooth
+from sage_inductor.ops import recipe as recipes
+
+RECIPES = list(recipes.NAMED)
+
+
+def qkv(B=2, H_q=4, H_kv=2, N_q=65, N_kv=70, D=64, dtype=torch.float32):
+    def make(N, H):
+        return torch.randn(B, N, H, D).to(dtype).transpose(1, 2)
+
+    return make(N_q, H_q), make(N_kv, H_kv) + 1, make(N_kv, H_kv) + 3
+
+
+def sdpa(q, k, v, is_causal=False, scale=0.125, recipe="sage2-8b", out_bnhd=True, portable=False):
+    text = recipes.NAMED[recipe].encode()
+    return torch.ops.sage.sdpa(q, k, v, is_causal, scale, text, out_bnhd, portable)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("N_kv", [1, 70])
+def test_opcheck_of_sdpa(recipe, N_kv):
+    q, k, v = (x.requires_grad_() for x in qkv(N_kv=N_kv))
+    args = (q, k, v, False, 0.125, recipes.NAMED[recipe].encode(), True, False)
+    torch.library.opcheck(torch.ops.sage.sdpa.default, args)
+
+
+def test_opcheck_of_the_pieces():
+    q, k, v = qkv()
+    torch.library.opcheck(smooth, ([k, v],))
+    torch.library.opcheck(smooth, ([k],))
+    mean, amax = smooth([k, v])
+    for recipe in recipes.NAMED.values():
+        torch.library.opcheck(quantize_k, (k, mean[0], recipe.granularity))
+        k_int8, k_scale = quantize_k(k, mean[0], recipe.granularity)
+        v_hat, v_scale = (v, mean[1])
+        if recipe.pv == "fp8":
+            torch.library.opcheck(quantize_v, (v, mean[1], amax[1]))
+            v_hat, v_scale = quantize_v(v, mean[1], amax[1])
+        args = (q, k_int8, k_scale, v_hat, v_scale, mean[1], True, 0.1, 70, recipe.granularity)
+        for out_bnhd in (False, True):
+            torch.library.opcheck(attention, (*args, out_bnhd))
+
+
+@pytest.mark.parametrize("out_bnhd", [False, True])
+def test_output_is_stored_in_the_order_asked_for(out_bnhd):
+    out, lse = sdpa(*qkv(), out_bnhd=out_bnhd)
+    assert (out.transpose(1, 2) if out_bnhd else out).is_contiguous()
+    assert out.shape == (2, 4, 65, 64) and lse.shape == (2, 4, 65)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_gradient_is_exact_attentions(recipe, is_causal):
+    inputs = [x.requires_grad_() for x in qkv()]
+    out, lse = sdpa(*inputs, is_causal, recipe=recipe)
+    assert not lse.requires_grad
+    cotangent = torch.randn_like(out)
+    actual = torch.autograd.grad(out, inputs, cotangent)
+    exact = F.scaled_dot_product_attention(
+        *inputs, is_causal=is_causal, scale=0.125, enable_gqa=True
+    )
+    for a, e in zip(actual, torch.autograd.grad(exact, inputs, cotangent)):
+        assert_close(a, e)
+
+
+def test_gradient_of_one_input_alone():
+    q, k, v = qkv()
+    v.requires_grad_()
+    out, _ = sdpa(q, k, v)
+    (grad,) = torch.autograd.grad(out.sum(), v)
+    assert grad.shape == v.shape and grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_decides_the_dtype_and_gradients_keep_theirs(dtype):
+    inputs = [x.requires_grad_() for x in qkv()]
+    with torch.autocast("cpu", dtype):
+        out, _ = sdpa(*inputs)
+        assert out.dtype == F.scaled_dot_product_attention(*inputs, enable_gqa=True).dtype == dtype
+    grads = torch.autograd.grad(out, inputs, torch.randn_like(out))
+    assert all(g.dtype == torch.float32 and g.isfinite().all() for g in grads)
+
+
+def test_inputs_are_not_mutated():
+    inputs = qkv()
+    before = [x.clone() for x in inputs]
+    for recipe in RECIPES:
+        sdpa(*inputs, recipe=recipe)
+    assert all(torch.equal(a, b) for a, b in zip(inputs, before))
+
+
+q, k, v = qkv()
+BAD = {
+    "3 dimensions": ((q[0], k, v), {}, ValueError, r"q must be \[B, H, N, D\], got 3 dimensions"),
+    "dtypes": ((q, k.half(), v), {}, ValueError, "k must have q's dtype torch.float32, got torch.float16"),
+    "devices": ((q, k, v.to("meta")), {}, ValueError, "v must be on q's device cpu, got meta"),
+    "float64": ([x.double() for x in (q, k, v)], {}, TypeError, "dtype must be one of .* got torch.float64"),
+    "head_dim": ((q, k[..., :32], v[..., :32]), {}, ValueError, "k must have q's batch and head_dim"),
+    "large head_dim": ([F.pad(x, (0, 100)) for x in (q, k, v)], {}, ValueError, "head_dim must be 1..128, got 164"),
+    "heads": ((q[:, :3], k, v), {}, ValueError, "heads of q must be a multiple of k's, got 3 and 2"),
+    "k and v": ((q, k, v[:, :, :-1]), {}, ValueError, "k and v must have one shape"),
+    "empty": ((q, k[:, :, :0], v[:, :, :0]), {}, ValueError, "k must have at least one row, got N=0"),
+    "scale": ((q, k, v), {"scale": float("nan")}, ValueError, "scale must be finite, got nan"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_refused_with_what_must_hold_and_what_was_got(case):
+    inputs, kwargs, error, message = BAD[case]
+    with pytest.raises(error, match=f"sage::sdpa: .*{message}|{message}"):
+        sdpa(*inputs, **kwargs)
+
+
+def test_a_recipe_of_other_sources_is_refused():
+    with pytest.raises(ValueError, match="made by sage_inductor 0.0.1.0000, this is"):
+        torch.ops.sage.sdpa(q, k, v, False, 0.1, "int8/per_thread,fp8@0.0.1+0000", True, False)
+
+
+def test_recipes_encode_to_what_decodes_to_them():
+    for recipe in recipes.NAMED.values():
+        assert recipes.decode(recipe.encode()) == recipe
+    with pytest.raises(ValueError, match="granularity must be one of .* got 'per_row'"):
+        recipes.Recipe("per_row", "fp8")
+
+
+def test_sdpa_is_its_pieces():
+    """What golden graphs show and eager runs: smooth, quantize, attention, and lse's correction."""
+    out, lse = sdpa(q, k, v)
+    mean, amax = reference.smooth([k, v])
+    k_int8, k_scale = reference.quantize_k(k, mean[0], "per_thread")
+    v_fp8, v_scale = reference.quantize_v(v, mean[1], amax[1])
+    expected, raw_lse = reference.attention(
+        q, k_int8, k_scale, v_fp8, v_scale, mean[1], False, 0.125, 70, "per_thread"
+    )
+    assert_close(out, expected)
+    correction = 0.125 * torch.einsum("bhnd,bhd->bhn", q, mean[0].repeat_interleave(2, 1))
+    assert_close(lse, raw_lse + correction)

@@ -1,0 +1,166 @@
+"""The oracle itself: against definitions written another way, and against exact attention."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from sage_inductor.ops import recipe as recipes
+from sage_inductor.ops import reference
+
+
+def qkv(B=1, H_q=2, H_kv=2, N_q=200, N_kv=300, D=64, dtype=torch.float32):
+    def make(N, H):
+        return torch.randn(B, N, H, D).to(dtype).transpose(1, 2)
+
+    k_bias = 4 * torch.randn(H_kv, 1, D).to(dtype)
+    return make(N_q, H_q), make(N_kv, H_kv) + k_bias, make(N_kv, H_kv) + 3
+
+
+def emulate(q, k, v, is_causal, scale, recipe):
+    return torch.ops.sage.sdpa(q, k, v, is_causal, scale, recipes.NAMED[recipe].encode(), True, True)
+
+
+def relative_l1(actual, expected):
+    return ((actual - expected).abs().sum() / expected.abs().sum()).item()
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_exact_attention_is_sdpa_in_float64(is_causal):
+    q, k, v = (x.double() for x in qkv(H_q=4))
+    out, lse = reference.attention_exact(q, k, v, is_causal, 0.1)
+    expected = F.scaled_dot_product_attention(
+        q, k, v, is_causal=is_causal, scale=0.1, enable_gqa=True
+    )
+    assert_close(out, expected)
+    assert_close(lse.exp().amin() > 0, torch.tensor(True))
+
+
+def test_q_groups_are_the_rows_that_one_thread_of_the_paper_holds():
+    """Rows {i, i+8, i+16, i+24} of each 32 share the scale amax / 127 (SageAttention2, 3.2)."""
+    q = torch.randn(1, 1, 70, 64)
+    _, scale = reference.quantize_q(q, "per_thread")
+    for row in range(70):
+        warp, i = divmod(row, 32)
+        group = [r for r in range(32 * warp + i % 8, 32 * warp + 32, 8) if r < 70]
+        assert_close(scale[0, 0, row, 0], q[0, 0, group].abs().max() / 127)
+
+
+def test_k_groups_are_the_columns_that_one_thread_of_the_paper_holds():
+    """Rows {2j, 2j+1} + 8*{0..7} of each 64 share a scale."""
+    k = torch.randn(1, 1, 150, 64)
+    k_int8, k_scale = reference.quantize_k(k, torch.zeros(1, 1, 64), "per_thread")
+    assert k_int8.shape == (1, 1, 256, 64) and k_scale.shape == (1, 1, 4, 4)
+    for block in range(3):
+        for j in range(4):
+            rows = [64 * block + 8 * r + 2 * j + e for r in range(8) for e in (0, 1)]
+            rows = [r for r in rows if r < 150]
+            assert_close(k_scale[0, 0, block, j], k[0, 0, rows].abs().max() / 127)
+            back = k_int8[0, 0, rows].float() * k_scale[0, 0, block, j]
+            assert (back - k[0, 0, rows]).abs().max() <= k_scale[0, 0, block, j] * 0.501
+
+
+def test_interleaved_v_holds_every_token_once():
+    order = reference.interleave(torch.arange(32.0)).long().tolist()
+    assert order[:16] == [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]
+    assert sorted(order) == list(range(32))
+
+
+def test_v_round_trips_through_fp8():
+    v = torch.randn(1, 2, 100, 80) + 5
+    mean, amax = reference.smooth([v])
+    v_fp8, v_scale = reference.quantize_v(v, mean[0], amax[0])
+    assert v_fp8.shape == (1, 2, 128, 128) and v_scale.shape == (1, 2, 80)
+    tokens = reference.interleave(torch.arange(128.0)).long()
+    back = torch.empty_like(v_fp8, dtype=torch.float32)
+    back[..., tokens] = v_fp8.float()
+    back = back[:, :, :80, :100].mT * v_scale[:, :, None] + mean[0][:, :, None]
+    assert (back - v).abs().max() < v_scale.max() * 448 / 16  # half an ulp of E4M3's top binade
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    heads=st.sampled_from([(1, 1), (4, 2), (3, 1)]),
+    n_q=st.integers(1, 150),
+    n_kv=st.integers(1, 300),
+    D=st.sampled_from([8, 32, 64, 80, 128]),
+    is_causal=st.booleans(),
+    scale=st.sampled_from([None, 0.0, -0.2]),
+    recipe=st.sampled_from(list(recipes.NAMED)),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+)
+def test_emulation_is_near_exact_attention(heads, n_q, n_kv, D, is_causal, scale, recipe, dtype):
+    q, k, v = qkv(2, *heads, n_q, n_kv, D, dtype)
+    scale = D**-0.5 if scale is None else scale
+    out, lse = emulate(q, k, v, is_causal, scale, recipe)
+    exact, exact_lse = reference.attention_exact(q, k, v, is_causal, scale)
+    assert out.shape == exact.shape and out.dtype == dtype and lse.dtype == torch.float32
+    assert relative_l1(out, exact) < 0.05  # v's mean of 3 included; E4M3 has 3 mantissa bits
+    assert (lse - exact_lse).abs().max() < 0.3
+
+
+@pytest.mark.parametrize("recipe, bound", [("sage2-8b", 0.055), ("sage1", 0.02)])
+def test_smoothing_takes_the_biases_out_of_the_error(recipe, bound):
+    """Biased k (and v, where it is smoothed) costs no accuracy: the error relative to v's spread is
+    that of normal inputs (.0366 and .0126 in a float64 simulation, relative L1)."""
+    errors = []
+    for bias in (0.0, 8.0):
+        q, k, v = (torch.randn(1, 2, 1024, 128) for _ in range(3))
+        k = k + bias * torch.randn(1, 2, 1, 128)
+        v_bias = bias if recipe == "sage2-8b" else 0.0
+        out, _ = emulate(q, k, v + v_bias, False, 128**-0.5, recipe)
+        exact, _ = reference.attention_exact(q, k, v, False, 128**-0.5)
+        errors.append(relative_l1(out - v_bias, exact))
+    assert errors[1] < 1.2 * errors[0] + 0.005 and max(errors) < bound
+
+
+def test_one_level_of_block_n_does_not_change_what_is_computed():
+    q, k, v = qkv()
+    mean, _ = reference.smooth([k])
+    k_int8, k_scale = reference.quantize_k(k, mean[0], "per_block")
+    args = (q, k_int8, k_scale, v, None, None, True, 0.1, 300, "per_block")
+    for a, b in zip(reference.attention(*args, block_n=64), reference.attention(*args, block_n=128)):
+        assert_close(a, b, rtol=2e-2, atol=2e-3)  # p rounded to bf16 against another running maximum
+
+
+def test_lse_merges_two_halves_of_the_keys():
+    """What ring attention does with it: lse must be exact about what smoothing took off."""
+    q, k, v = qkv(N_kv=512)
+    whole, whole_lse = reference.attention_exact(q, k, v, False, 0.125)
+    halves = [emulate(q, k[:, :, s], v[:, :, s], False, 0.125, "sage1")
+              for s in (slice(0, 256), slice(256, 512))]  # fmt: skip
+    lse = torch.stack([h[1] for h in halves])
+    weights = lse.softmax(0)[..., None]
+    merged = sum(w * h[0] for w, h in zip(weights, halves))
+    assert relative_l1(merged, whole) < 0.01
+    assert (lse.logsumexp(0) - whole_lse).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("which", [0, 1, 2], ids="qkv")
+@pytest.mark.parametrize("recipe", list(recipes.NAMED))
+def test_nan_and_inf_are_kept_and_stay_in_their_head(recipe, which, bad):
+    inputs = list(qkv(2))
+    clean, _ = emulate(*inputs, True, 0.125, recipe)
+    inputs[which] = inputs[which].clone()
+    inputs[which][1, 0, 7, 3] = bad
+    out, _ = emulate(*inputs, True, 0.125, recipe)
+    exact, _ = reference.attention_exact(*inputs, True, 0.125)
+    assert not (exact.isfinite() < out.isfinite()).any()
+    assert torch.equal(out[0], clean[0]) and torch.equal(out[1, 1], clean[1, 1])
+
+
+def test_extreme_but_finite_values_stay_finite():
+    for dtype, size in ((torch.bfloat16, 6e4), (torch.bfloat16, 1e-30), (torch.float16, 6e-8)):
+        q, k, v = qkv(dtype=dtype)
+        for recipe in recipes.NAMED:
+            out, lse = emulate(q, k, (v.float() * size).to(dtype), False, 0.125, recipe)
+            exact, _ = reference.attention_exact(q, k, (v.float() * size).to(dtype), False, 0.125)
+            assert out.isfinite().all() and lse.isfinite().all()
+            assert relative_l1(out.double(), exact) < 0.05 or size == 6e-8  # fp16 denormals round
+    zeros = torch.zeros(1, 1, 64, 64)
+    assert torch.equal(emulate(zeros, zeros, zeros, False, 1.0, "sage2-8b")[0], zeros)
