@@ -1,14 +1,15 @@
 """Who is measured: the ways to compute one attention, each (q, k, v) -> out on the same tensors.
 
-    cuDNN, flash   SDPA restricted to one backend, in eager mode: Inductor's caches do not know
-                   the restriction and would answer with another backend's graph
-    flex           compiled FlexAttention; causal through a block mask
-    inductor       F.scaled_dot_product_attention compiled with backend="inductor"
-    RECIPE kernel  the attention kernel alone: k and v smoothed and quantized beforehand
-    RECIPE op      the same F.scaled_dot_product_attention compiled with backend="sage": what a
-                   user gets, with all its preparation
+cuDNN, flash   SDPA restricted to one backend, in eager mode: Inductor's caches do not know
+               the restriction and would answer with another backend's graph
+flex           compiled FlexAttention; causal through a block mask
+inductor       F.scaled_dot_product_attention compiled with backend="inductor"
+RECIPE kernel  the attention kernel alone: k and v smoothed and quantized beforehand
+RECIPE op      the same F.scaled_dot_product_attention compiled with backend="sage": what a
+               user gets, with all its preparation
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -114,7 +115,7 @@ def gate(D: int, is_causal: bool, name: str, device: torch.device) -> float:
     """The kernel's distance from its bit-faithful emulation, ||o - e|| / ||e||, the larger of
     normal and outlier inputs: grouped heads, a tail, and no full tile for the first causal rows."""
     recipe, provider = NAMED[name], _kernel(is_causal, name)
-    block_n = tiles.tile(tiles.capability(device), recipe.pv).BLOCK_N
+    block_n = tiles.tile(tiles.capability(device), recipe.pv, D).BLOCK_N
     errors = []
     for kind in ("normal", "outlier"):
         q, k, v = draw(Case(1, 4, 2, 300, D, is_causal), kind, device)
@@ -131,11 +132,11 @@ def gate(D: int, is_causal: bool, name: str, device: torch.device) -> float:
     return max(errors) if all(error == error for error in errors) else float("nan")
 
 
-class _poisoned_empty:
+@contextlib.contextmanager
+def _poisoned_empty():
     """`torch.empty` gives NaN, so that an element nobody writes is seen."""
-
-    def __enter__(self):
-        torch.use_deterministic_algorithms(True, warn_only=True)
-
-    def __exit__(self, *_):
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
         torch.use_deterministic_algorithms(False)

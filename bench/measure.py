@@ -1,0 +1,148 @@
+"""How it is measured: inputs, accuracy against float64, and time from replayed CUDA graphs."""
+
+import math
+import statistics
+
+import torch
+from cases import Case
+from torch import Tensor
+
+WRONG = 0.1  # relative L1 on normal inputs from which an output is wrong, not inaccurate
+
+
+# -- inputs ----
+
+
+def draw(case: Case, kind: str, device) -> tuple[Tensor, Tensor, Tensor]:
+    """q [B, H_q, N, D], k and v [B, H_kv, N, D], bf16. normal: N(0, 1). outlier: what smoothing is
+    for: q + 2 N(0, 1) and k + 8 N(0, 1) per (head, channel), v + 8."""
+    q, k, v = (
+        torch.randn(case.B, H, case.N, case.D, device=device, dtype=torch.bfloat16)
+        for H in (case.H_q, case.H_kv, case.H_kv)
+    )
+    if kind == "outlier":
+        q += 2 * torch.randn(1, case.H_q, 1, case.D, device=device)
+        k += 8 * torch.randn(1, case.H_kv, 1, case.D, device=device)
+        v += 8
+    return q, k, v
+
+
+def draw_sets(case: Case, device, dynamic: bool) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Enough input sets that with their outputs they fill the L2 cache twice over: when a set's
+    turn comes again, the others have pushed it out."""
+    set_bytes = 2 * case.B * (2 * case.H_q + 2 * case.H_kv) * case.N * case.D
+    l2_bytes = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)
+    count = min(64, max(1, math.ceil(2 * l2_bytes / set_bytes)))
+    sets = [draw(case, "normal", device) for _ in range(count)]
+    if dynamic:
+        for x in (x for each in sets for x in each):
+            torch._dynamo.mark_dynamic(x, 2)
+    return sets
+
+
+# -- accuracy ----
+
+
+class Exact:
+    """Exact attention in float64 over the first and the last head of the last batch."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool):
+        self.heads = sorted({0, q.shape[1] - 1})
+        heads_kv = [h * k.shape[1] // q.shape[1] for h in self.heads]
+        q, k, v = q[-1, self.heads].double(), k[-1, heads_kv].double(), v[-1, heads_kv].double()
+        self.out = attention(q, k, v, is_causal)  # [heads, N, D]
+        self.v_mean = v.mean(1, keepdim=True)
+
+    def compare(self, out: Tensor) -> dict[str, float]:
+        """CosSim, relative L1 and RMSE of out [B, H_q, N, D]; centred: with v's mean over the
+        sequence, which hides what attention adds to it, taken off both."""
+        out = out[-1, self.heads].double()
+        error = out - self.out
+        return {
+            "cos_sim": (out * self.out).sum().div(out.norm() * self.out.norm()).item(),
+            "rel_l1": error.abs().sum().div(self.out.abs().sum()).item(),
+            "rmse": error.square().mean().sqrt().item(),
+            "centred_rel_l1": error.abs().sum().div((self.out - self.v_mean).abs().sum()).item(),
+        }
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+    """softmax(q k^T / sqrt(D)) v for q, k, v [H, N, D], in blocks of rows that fit in memory."""
+    H, N, D = q.shape
+    rows = max(1, 2**27 // (H * N))  # 1 GiB of scores
+    out = torch.full_like(q, math.nan)
+    columns = torch.arange(N, device=q.device)
+    for start in range(0, N, rows):
+        block = slice(start, min(start + rows, N))
+        seen = block.stop if is_causal else N
+        s = q[:, block] @ k[:, :seen].mT * D**-0.5  # [H, rows, seen]
+        if is_causal:
+            s.masked_fill_(columns[:seen] > columns[block, None], -math.inf)
+        out[:, block] = s.softmax(-1) @ v[:, :seen]
+    return out
+
+
+# -- time ----
+
+
+class Runner:
+    """One provider over all input sets, as a CUDA graph: each call once, one after the other. If it
+    cannot be captured, `captured` is False and `run` launches the calls."""
+
+    def __init__(self, provider, sets):
+        self.provider = provider
+        self.args = [provider.prepare(*each) for each in sets]
+        self.out = None
+        self._launch()  # compiles
+        self._launch()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                self._launch()
+            self.run, self.captured = graph.replay, True
+        except RuntimeError:
+            self.run, self.captured = self._launch, False
+            self._launch()
+
+    def _launch(self) -> None:
+        for args in self.args:
+            self.out = self.provider.call(*args)
+
+    def output(self) -> Tensor:
+        """What the timed code makes of the last set; NaN where it writes nothing."""
+        self.out.fill_(math.nan)
+        self.run()
+        return self.out
+
+    def load(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Put new inputs where the last set is read."""
+        for old, new in zip(self.args[-1], self.provider.prepare(q, k, v), strict=True):
+            old.copy_(new)
+
+
+def interleave(runners: dict[str, Runner], rounds: int, target_ms: float) -> dict[str, list[float]]:
+    """ms per call of each runner in each round. A card at its power limit slows down as it warms,
+    so providers take turns, and each runs a third of its turn before its clock starts."""
+    repeats = {name: max(1, round(target_ms / burst(r.run, 1))) for name, r in runners.items()}
+    times = {name: [] for name in runners}
+    for _ in range(rounds):
+        for name, runner in runners.items():
+            burst(runner.run, max(1, repeats[name] // 3))
+            times[name].append(burst(runner.run, repeats[name]) / len(runner.args))
+    return times
+
+
+def burst(run, repeats: int) -> float:
+    """ms per run, between two events."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(repeats):
+        run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / repeats
+
+
+def summary(times: list[float]) -> dict[str, float]:
+    return {"ms": statistics.median(times), "ms_min": min(times), "ms_max": max(times)}

@@ -1,0 +1,212 @@
+"""README tables and plots from the newest results of each GPU.
+
+$ python bench/plot.py            # rewrites README.md between the bench markers, draws the plots
+$ python bench/plot.py --check    # exits 1 if README.md says something else than the results
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+SHOWN = ("paper", "models")
+PLOT = "attention.svg"
+COLOURS = {"cuDNN": "0.15", "flash": "0.65", "flex": "tab:orange", "inductor": "tab:blue"}
+SAGE_COLOURS = ("tab:green", "tab:purple", "tab:red")  # one per recipe
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results")
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    args = parser.parse_args(argv)
+    gpus = {path.name: newest(path) for path in sorted(args.results.glob("*")) if path.is_dir()}
+    gpus = {name: plans for name, plans in gpus.items() if plans}
+    if not gpus:
+        print(f"plot: no results under {args.results}: run bench/attention.py", file=sys.stderr)
+        return 2
+
+    text = args.readme.read_text()
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        print(f"plot: {args.readme} needs one {BEGIN} and one {END}", file=sys.stderr)
+        return 2
+    head, rest = text.split(BEGIN)
+    old, tail = rest.split(END)
+    new = "\n" + "\n".join(section(name, plans) for name, plans in gpus.items())
+    if args.check:
+        if old != new:
+            print(f"plot: {args.readme} is not what bench/plot.py writes", file=sys.stderr)
+        return int(old != new)
+    args.readme.write_text(head + BEGIN + new + END + tail)
+    for name, plans in gpus.items():
+        if "paper" in plans:
+            draw(plans["paper"], args.results / name / PLOT)
+    return 0
+
+
+def newest(folder: Path) -> dict[str, dict]:
+    """SHOWN plan -> the newest result that holds rows of it, with those rows alone."""
+    found = {}
+    for result in sorted((json.loads(p.read_text()) for p in folder.glob("*.json")), key=date):
+        for plan in {row["plan"] for row in result["rows"]}.intersection(SHOWN):
+            rows = [row for row in result["rows"] if row["plan"] == plan]
+            found[plan] = {**result, "rows": rows}
+    return found
+
+
+def date(result: dict) -> str:
+    return result["date"]
+
+
+# -- the README ----
+
+
+def section(name: str, plans: dict[str, dict]) -> str:
+    parts = [f"### {next(iter(plans.values()))['machine']['gpu']}\n"]
+    if "paper" in plans:
+        parts += [provenance(plans["paper"])]
+        parts += [f"![TFLOP/s against sequence length](bench/results/{name}/{PLOT})\n"]
+        for title, rows in groups(plans["paper"]["rows"], "table").items():
+            parts += [f"{title}: TFLOP/s (x cuDNN)\n", speed_table(rows, tflops_cell)]
+        parts += ["Accuracy, the worst of the rows above\n"]
+        parts += [accuracy_table(plans["paper"]["rows"])]
+    if "models" in plans:
+        parts += ["Attention of some models, B x H x N x D: ms (x cuDNN)\n"]
+        parts += [speed_table(plans["models"]["rows"], ms_cell), provenance(plans["models"])]
+    return "\n".join(parts)
+
+
+def provenance(result: dict) -> str:
+    versions = ", ".join(f"{k} {result['versions'][k]}" for k in ("torch", "triton", "cudnn"))
+    method = result["method"]
+    return (
+        f"{result['date'][:10]}, driver {result['machine']['driver']}, {versions}. "
+        f"Time: {method['time']}. Inputs: {method['inputs']}.\n"
+    )
+
+
+def groups(rows: list[dict], key: str) -> dict[str, list[dict]]:
+    found = {}
+    for row in rows:
+        found.setdefault(row[key], []).append(row)
+    return found
+
+
+def speed_table(rows: list[dict], cell) -> str:
+    """A line per case, a column per provider; last, how far from exact the sage op is."""
+    providers = list(groups(rows, "provider"))
+    lines = [["N" if not rows[0]["model"] else "model", *providers, "rel. L1 of sage (cuDNN)"]]
+    for name, cells in groups(rows, "row").items():
+        lines.append([name, *(cell(row) for row in cells), errors(cells)])
+    return markdown(lines)
+
+
+def tflops_cell(row: dict) -> str:
+    return with_speedup(row, f"{row['tflops']:.0f}") if row["ms"] else "-"
+
+
+def ms_cell(row: dict) -> str:
+    if not row["ms"]:
+        return "-"
+    return with_speedup(row, f"{row['ms']:.0f}" if row["ms"] >= 100 else f"{row['ms']:#.3g}")
+
+
+def with_speedup(row: dict, value: str) -> str:
+    mark = "" if row["captured"] else "*"
+    if row["provider"] == "cuDNN" or not row["speedup"]:
+        return value + mark
+    return f"{value} ({row['speedup']:.2f}x){mark}"
+
+
+def errors(cells: list[dict]) -> str:
+    found = {row["provider"]: row["accuracy"]["normal"]["rel_l1"] for row in cells if row["ms"]}
+    ours = " / ".join(f"{found[p]:.1%}" for p in found if p.endswith(" op"))
+    return f"{ours or '-'} ({found['cuDNN']:.1%})" if "cuDNN" in found else ours
+
+
+def accuracy_table(rows: list[dict]) -> str:
+    lines = [
+        ["", "CosSim", "rel. L1", "RMSE", "outlier: CosSim", "rel. L1", "RMSE", "rel. L1, centred"]
+    ]
+    for provider, column in groups(rows, "provider").items():
+        line = [provider]
+        for kind in ("normal", "outlier"):
+            found = [row["accuracy"][kind] for row in column if row["ms"]]
+            if not found:
+                break
+            worst = {key: max(each[key] for each in found) for key in found[0]}
+            line += [f"{min(each['cos_sim'] for each in found):.5f}"]
+            line += [f"{worst['rel_l1']:.4f}", f"{worst['rmse']:.1e}"]
+        else:
+            line += [f"{worst['centred_rel_l1']:.3f}"]
+            lines.append(line)
+    return markdown(lines)
+
+
+def markdown(lines: list[list[str]]) -> str:
+    rule = ["---"] + ["--:"] * (len(lines[0]) - 1)
+    return "".join(f"| {' | '.join(line)} |\n" for line in (lines[0], rule, *lines[1:]))
+
+
+# -- the plot ----
+
+
+def draw(result: dict, path: Path) -> None:
+    """TFLOP/s against N, a panel per table."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = PLOT  # the same results give the same file
+    from matplotlib import pyplot as plt
+
+    tables = groups(result["rows"], "table")
+    height = (len(tables) + 1) // 2
+    figure, axes = plt.subplots(height, 2, figsize=(10, 3.4 * height), squeeze=False, sharex=True)
+    for axis, (title, rows) in zip(axes.flat, tables.items(), strict=False):
+        for provider, column in groups(rows, "provider").items():
+            points = [(row["N"], row["tflops"]) for row in column if row["ms"]]
+            axis.plot(*zip(*points, strict=True), label=provider, **line_style(provider, rows))
+        ticks = sorted({row["N"] for row in rows})
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(ticks, [f"{n // 1024}K" if n % 1024 == 0 else str(n) for n in ticks])
+        axis.set_ylim(bottom=0)
+        axis.set_title(title, fontsize=10)
+        axis.grid(alpha=0.3)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("TFLOP/s")
+    for axis in axes[-1]:
+        axis.set_xlabel("N")
+    lines, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(lines, labels, loc="lower center", ncol=len(labels), frameon=False)
+    versions = result["versions"]
+    figure.suptitle(
+        f"Attention forward, bf16, {result['machine']['gpu']}, torch {versions['torch']}, "
+        f"triton {versions['triton']}, {result['date'][:10]}",
+        fontsize=11,
+    )
+    figure.tight_layout(rect=(0, 0.04, 1, 1))
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
+def line_style(provider: str, rows: list[dict]) -> dict:
+    if provider in COLOURS:
+        return {"color": COLOURS[provider], "marker": ".", "linewidth": 1.2}
+    recipes = list(dict.fromkeys(row["recipe"] for row in rows if row["recipe"]))
+    recipe, kind = provider.rsplit(" ", 1)
+    return {
+        "color": SAGE_COLOURS[recipes.index(recipe) % len(SAGE_COLOURS)],
+        "marker": "o",
+        "markersize": 4,
+        "linestyle": "-" if kind == "op" else "--",
+        "linewidth": 2.2 if kind == "op" else 1.4,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
