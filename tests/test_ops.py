@@ -45,7 +45,18 @@ def test_opcheck_of_the_pieces():
             v_hat, v_scale = quantize_v(v, mean[1], amax[1])
         args = (q, k_int8, k_scale, v_hat, v_scale, mean[1], True, 0.1, 70, recipe.granularity)
         for out_bnhd in (False, True):
-            torch.library.opcheck(attention, (*args, out_bnhd))
+            torch.library.opcheck(attention, (*args, out_bnhd), test_utils=checks(recipe))
+        before = [x.clone() for x in args if isinstance(x, torch.Tensor)]
+        attention(*args, True)
+        after = [x for x in args if isinstance(x, torch.Tensor)]
+        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(before, after))
+
+
+def checks(recipe):
+    """opcheck's schema test compares inputs by a subtraction that FP8 does not have on CPU: there
+    the unchanged inputs are asserted by hand."""
+    fp8 = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    return fp8 if recipe.pv == "fp8" else ("test_schema", *fp8)
 
 
 @pytest.mark.parametrize("out_bnhd", [False, True])

@@ -1,0 +1,251 @@
+"""The command line.
+
+python -m sage_inductor doctor     what is installed, and whether each recipe really runs here
+python -m sage_inductor demo       a diffusion transformer, compiled: report, accuracy, speed
+"""
+
+import argparse
+import copy
+import platform
+import statistics
+import sys
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+import triton
+
+import sage_inductor
+from sage_inductor import demo as demo_model
+from sage_inductor.ops import recipe as recipes
+from sage_inductor.ops import tiles
+from sage_inductor.ops.reference import HEAD_DIMS, attention_exact
+
+# Relative L1 error on normal inputs from which a kernel is wrong, not inaccurate: 8-bit p and v
+# cost 0.04, a wrong scale or a missed tile several times this.
+WRONG = 0.1
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m sage_inductor",
+        description="Quantized attention as a torch.compile backend.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser(
+        "doctor",
+        help="what is installed, and whether each recipe really runs here",
+        description="Print versions and devices, run every recipe on every device against exact "
+        "attention, and say what the policy chooses. Exit code 1 if a recipe that should run fails.",
+    )
+    command = commands.add_parser(
+        "demo",
+        help="compile a diffusion transformer: report, accuracy, speed",
+        description="Compile a diffusion transformer with backend='sage'; print what became of "
+        "its attention calls, how far the output is from exact attention and, on a GPU, the time "
+        "beside backend='inductor'. On CPU the recipe is emulated.",
+    )
+    command.add_argument(
+        "--recipe", default="auto", choices=("auto", *recipes.NAMED), help="default: auto"
+    )
+    command.add_argument(
+        "--size", type=_size, help="side of the latent image; tokens = (size / 2)^2 (64; GPU: 256)"
+    )
+    command.add_argument("--layers", type=_layers, default=4, help="default: 4")
+    command.add_argument(
+        "--force", action="store_true", help="on a GPU: rewrite also where SDPA is faster"
+    )
+    options = vars(parser.parse_args(arguments))
+    return {"doctor": doctor, "demo": demo}[options.pop("command")](**options)
+
+
+def _size(text: str) -> int:
+    if not (text.isdecimal() and int(text) > 0 and int(text) % demo_model.PATCH == 0):
+        raise argparse.ArgumentTypeError(f"must be a positive even number, got {text!r}")
+    return int(text)
+
+
+def _layers(text: str) -> int:
+    if not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"must be a positive number, got {text!r}")
+    return int(text)
+
+
+# -- doctor ----
+
+
+def doctor() -> int:
+    print(f"sage_inductor {recipes.source_tag()}")
+    print(f"torch {torch.__version__}, triton {triton.__version__}", end=", ")
+    print(f"Python {platform.python_version()}, {platform.platform()}")
+    registered = "sage" in torch._dynamo.list_backends()
+    print('backend="sage":', "registered" if registered else "NOT registered: install the package")
+
+    devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    if not devices:
+        print("no CUDA device: attention stays SDPA; what follows is the recipes' emulation")
+    healthy = [_examine(device) for device in devices or [torch.device("cpu")]]
+    return 0 if registered and all(healthy) else 1
+
+
+def _examine(device: torch.device) -> bool:
+    """Print what `device` is, that each recipe runs on it, and what the policy chooses for it."""
+    print()
+    if device.type == "cuda":
+        print(f"{device}: {torch.cuda.get_device_name(device)}, sm_{_sm(device)}")
+    else:
+        print(device)
+    healthy = True
+    print(f"  {'recipe':10}{'head_dim':10}{'causal':8}relative L1 error to exact attention")
+    for name, recipe in recipes.NAMED.items():
+        for head_dim in HEAD_DIMS:
+            for is_causal in (False, True):
+                verdict, runs = _probe(device, recipe, head_dim, is_causal)
+                print(f"  {name:10}{head_dim:<10}{'yes' if is_causal else 'no':8}{verdict}")
+                healthy &= runs
+    print(f"  recipe 'auto': {_policy(device)}")
+    return healthy
+
+
+def _sm(device: torch.device) -> str:
+    return "{}{}".format(*tiles.capability(device))
+
+
+def _probe(device, recipe: recipes.Recipe, head_dim: int, is_causal: bool) -> tuple[str, bool]:
+    """(what a small call of `recipe` gives, False if it should have run and did not)."""
+    if device.type == "cuda":
+        try:
+            tiles.tile(tiles.capability(device), recipe.pv, head_dim)
+        except ValueError as error:
+            return f"stays SDPA: {error}", True
+    q, k, v = _inputs(device, 333, head_dim)
+    scale = head_dim**-0.5
+    try:
+        out, _ = torch.ops.sage.sdpa(q, k, v, is_causal, scale, recipe.encode(), True, False)
+        error = demo_model.compare(out, attention_exact(q, k, v, is_causal, scale)[0])
+    except Exception as exception:  # whatever a driver or a compiler makes of it is the finding
+        return f"FAILED: {type(exception).__name__}: {str(exception).splitlines()[:1]}", False
+    right = error["relative L1"] <= WRONG  # also False for NaN
+    return f"{error['relative L1']:.4f}" + ("" if right else f"  WRONG: above {WRONG}"), right
+
+
+def _inputs(device: torch.device, length: int, head_dim: int):
+    """q, k and v [1, 4 or 2, length, head_dim], in the layout models give them."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    generator = torch.Generator(device).manual_seed(0)
+    make = {"generator": generator, "device": device, "dtype": dtype}
+    return (torch.randn(1, length, H, head_dim, **make).transpose(1, 2) for H in (4, 2, 2))
+
+
+def _policy(device: torch.device) -> str:
+    """What "auto" does on `device`: asked of the pass itself, with a call that it has to decide."""
+
+    def attention(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    with torch.no_grad():
+        inputs = list(_inputs(device, 128, HEAD_DIMS[-1]))
+        if device.type == "cpu":
+            (site,) = sage_inductor.explain(attention, *inputs)
+            return f"SDPA: {site.reason}"
+        (site,) = sage_inductor.explain(attention, *inputs, options={"sage.force": True})
+    if not site.rewritten:
+        return f"SDPA: {site.reason}"
+    capability, pv = tiles.capability(device), recipes.NAMED[site.recipe].pv
+    lengths = []
+    for head_dim in HEAD_DIMS:
+        for is_causal in (False, True):
+            shortest = tiles.crossover(capability, pv, head_dim, is_causal)
+            what = f"head_dim {head_dim}{', causal' * is_causal}"
+            lengths.append(f"{what}: " + (f"from N={shortest}" if shortest else "SDPA"))
+    return f"{site.recipe}, where it was measured to be faster ({'; '.join(lengths)})"
+
+
+# -- demo ----
+
+
+def demo(recipe: str, size: int | None, layers: int, force: bool) -> int:
+    try:
+        from tqdm import tqdm
+    except ModuleNotFoundError:
+        print("the demo needs tqdm to show its progress: pip install tqdm", file=sys.stderr)
+        return 1
+
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    size = size or (256 if on_gpu else 64)
+    heads, head_dim = (24, 128) if on_gpu else (4, 64)
+    torch.manual_seed(0)
+    with device:
+        model32 = demo_model.Denoiser(layers, heads, head_dim).eval()
+        latents = torch.randn(1, demo_model.LATENT_CHANNELS, size, size)
+        times = torch.rand(1)
+    model = copy.deepcopy(model32).to(dtype)
+    inputs = (latents.to(dtype), times.to(dtype))
+
+    where = f"{torch.cuda.get_device_name(device)}, bfloat16" if on_gpu else "CPU, emulated"
+    print(f"a diffusion transformer of {layers} layers, {heads} heads of {head_dim},", end=" ")
+    print(f"{(size // demo_model.PATCH) ** 2} tokens; {where}")
+    options = {"sage.recipe": recipe, "sage.emulate": not on_gpu, "sage.force": force and on_gpu}
+    compiled = torch.compile(model, backend="sage", options=options, fullgraph=True)
+    outputs = {}
+    steps = tqdm(total=4 if on_gpu else 3, bar_format="{desc}: step {n} of {total}, {elapsed}")
+
+    def step(what: str, run):
+        steps.set_description(what)
+        with torch.no_grad():
+            outputs[what] = run()
+        steps.update()
+
+    step("exact attention, float32", lambda: model32(latents, times))
+    if on_gpu:
+        step("SDPA", lambda: model(*inputs))
+    with mock.patch.object(F, "scaled_dot_product_attention", _uniform):
+        step("attending to all keys alike", lambda: model32(latents, times))
+    step('backend="sage" (first call: compiles)', lambda: compiled(*inputs))
+    steps.close()
+
+    report = sage_inductor.report()
+    print(f"\nwhat became of its attention calls (sage_inductor.report()):\n{report}")
+    exact = outputs.pop("exact attention, float32")
+    print(f"\n{'the output, against exact attention':40}CosSim     relative L1  RMSE")
+    for name, output in outputs.items():
+        found = demo_model.compare(output, exact)
+        print(f"{name.removesuffix(' (first call: compiles)'):40}", end="")
+        print(f"{found['CosSim']:<11.6f}{found['relative L1']:<13.5f}{found['RMSE']:.5f}")
+    if on_gpu:
+        _race(model, compiled, inputs, tqdm)
+    else:
+        print("\nno GPU: the emulation shows accuracy, not speed")
+    if on_gpu and not report.rewritten:
+        print("\nevery call stays SDPA here; --force runs the kernels all the same")
+    return 0
+
+
+def _uniform(q, k, v):
+    """A control: how much of the output depends on what attention selects."""
+    return v.mean(2, keepdim=True).expand_as(q)
+
+
+def _race(model, compiled, inputs, tqdm) -> None:
+    """The two backends in turn, so that a clock that drifts drifts for both."""
+    stock = torch.compile(model, backend="inductor", fullgraph=True)
+    times = {'backend="inductor"': [], 'backend="sage"': []}
+    with torch.no_grad():
+        for _ in tqdm(range(5), desc="speed, in turn"):
+            for (name, found), run in zip(times.items(), (stock, compiled), strict=True):
+                found.append(
+                    triton.testing.do_bench(lambda run=run: run(*inputs), return_mode="median")
+                )
+    median = {name: statistics.median(found) for name, found in times.items()}
+    print("\nmedian time of a forward pass (5 rounds of triton.testing.do_bench, in turn)")
+    for name, found in times.items():
+        print(f"{name:40}{median[name]:.3f} ms   ({min(found):.3f} .. {max(found):.3f})")
+    inductor, sage = median.values()
+    print(f"{'inductor / sage':40}{inductor / sage:.3f}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""The model of ``python -m sage_inductor demo``: a diffusion transformer's denoiser.
+
+What matters to attention is as in Flux, SD3 and Wan: RMSNorm on q and k, rotary positions over
+rows and columns, no mask, q and k and v as transposed views of [B, N, H, D].
+
+Shapes: B batch, N tokens, C channels, H heads, D head_dim.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+LATENT_CHANNELS = 16
+PATCH = 2  # a token is PATCH x PATCH latents
+QK_GAIN = 1.5  # logits then have a standard deviation of 2.25: rows that attend to some keys
+
+
+class Attention(nn.Module):
+    def __init__(self, heads: int, head_dim: int):
+        super().__init__()
+        C = heads * head_dim
+        self.heads = heads
+        self.qkv, self.out = nn.Linear(C, 3 * C), nn.Linear(C, C)
+        self.norm_q, self.norm_k = nn.RMSNorm(head_dim), nn.RMSNorm(head_dim)
+        nn.init.constant_(self.norm_q.weight, QK_GAIN)
+        nn.init.constant_(self.norm_k.weight, QK_GAIN)
+
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)  # [B, N, H, D]
+        q, k = rotate(self.norm_q(q), angles), rotate(self.norm_k(k), angles)
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))  # [B, H, N, D]
+        out = F.scaled_dot_product_attention(q, k, v)
+        return self.out(out.transpose(1, 2).flatten(2))
+
+
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """x [B, N, H, D] rotated in its D/2 planes by angles [N, D/2]."""
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]  # [N, 1, D/2]
+    a, b = x.float().chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+
+def positions(side: int, head_dim: int, device) -> Tensor:
+    """Angles [N, D/2] of side x side tokens: half of the planes turn with the row, half with the
+    column."""
+    frequencies = 1e4 ** -torch.linspace(0, 1, head_dim // 4, device=device)
+    turns = torch.arange(side, device=device)[:, None] * frequencies  # [side, D/4]
+    rows, columns = turns[:, None].expand(-1, side, -1), turns[None].expand(side, -1, -1)
+    return torch.cat((rows, columns), -1).flatten(0, 1)
+
+
+class Block(nn.Module):
+    """Attention and MLP, each normed, shifted, scaled and gated by the conditioning."""
+
+    def __init__(self, heads: int, head_dim: int):
+        super().__init__()
+        C = heads * head_dim
+        self.modulation = nn.Linear(C, 6 * C)
+        self.attention = Attention(heads, head_dim)
+        self.mlp = nn.Sequential(nn.Linear(C, 4 * C), nn.GELU("tanh"), nn.Linear(4 * C, C))
+
+    def forward(self, x: Tensor, condition: Tensor, angles: Tensor) -> Tensor:
+        modulation = self.modulation(F.silu(condition))[:, None]  # [B, 1, 6 C]
+        shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = modulation.chunk(6, -1)
+        normed = F.layer_norm(x, x.shape[-1:]) * (1 + scale) + shift
+        x = x + (1 + gate) * self.attention(normed, angles)
+        normed = F.layer_norm(x, x.shape[-1:]) * (1 + scale_mlp) + shift_mlp
+        return x + (1 + gate_mlp) * self.mlp(normed)
+
+
+class Denoiser(nn.Module):
+    """Latents [B, LATENT_CHANNELS, size, size] and times [B] -> the predicted noise, like them."""
+
+    def __init__(self, layers: int, heads: int, head_dim: int):
+        super().__init__()
+        C = heads * head_dim
+        self.head_dim = head_dim
+        self.patch_in = nn.Conv2d(LATENT_CHANNELS, C, PATCH, stride=PATCH)
+        self.time = nn.Sequential(nn.Linear(1, C), nn.SiLU(), nn.Linear(C, C))
+        self.blocks = nn.ModuleList(Block(heads, head_dim) for _ in range(layers))
+        self.patch_out = nn.ConvTranspose2d(C, LATENT_CHANNELS, PATCH, stride=PATCH)
+
+    def forward(self, latents: Tensor, times: Tensor) -> Tensor:
+        x = self.patch_in(latents)  # [B, C, side, side]
+        side = x.shape[-1]
+        angles = positions(side, self.head_dim, x.device)
+        x = x.flatten(2).mT  # [B, N, C]
+        condition = self.time(times[:, None])
+        for block in self.blocks:
+            x = block(x, condition, angles)
+        x = F.layer_norm(x, x.shape[-1:])
+        return self.patch_out(x.mT.unflatten(2, (side, side)))
+
+
+def compare(actual: Tensor, exact: Tensor) -> dict[str, float]:
+    """CosSim, relative L1 (sum |error| / sum |exact|) and RMSE."""
+    actual, exact = actual.double(), exact.double()
+    error = actual - exact
+    return {
+        "CosSim": ((actual * exact).sum() / (actual.norm() * exact.norm())).item(),
+        "relative L1": (error.abs().sum() / exact.abs().sum()).item(),
+        "RMSE": error.square().mean().sqrt().item(),
+    }

@@ -1,0 +1,391 @@
+"""The front door on CPU: compiled results, options, settings, caches, the report."""
+
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo.utils import counters
+from torch.testing import assert_close
+
+import sage_inductor
+from sage_inductor import config
+from sage_inductor.ops import recipe as recipes
+
+EMULATE = {"sage.emulate": True}
+
+
+class Attention(torch.nn.Module):
+    """Self-attention with fused QKV, as models hand it to SDPA: transposed views."""
+
+    def __init__(self, dim=128, heads=4, is_causal=True):
+        super().__init__()
+        self.qkv = torch.nn.Linear(dim, 3 * dim)
+        self.out = torch.nn.Linear(dim, dim)
+        self.heads, self.is_causal = heads, is_causal
+
+    def forward(self, x):
+        B, N, C = x.shape
+        q, k, v = self.qkv(x).view(B, N, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal)
+        return x + self.out(o.transpose(1, 2).reshape(B, N, C))
+
+
+def model():
+    return torch.nn.Sequential(Attention(), Attention())
+
+
+def masked(q, k, v):
+    mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def close(actual, expected):
+    return F.cosine_similarity(actual.flatten(), expected.flatten(), dim=0) > 0.999
+
+
+# -- results ----
+
+
+@pytest.mark.parametrize("recipe", ["auto", "sage1", "sage2-8b"])
+def test_emulated_model_is_near_eager_at_any_length_in_two_graphs(recipe):
+    m = model()
+    options = {**EMULATE, "sage.recipe": recipe}
+    compiled = torch.compile(m, backend="sage", options=options, fullgraph=True)
+    with torch.no_grad():
+        for N in (100, 64, 17, 2, 333):
+            x = torch.randn(2, N, 128)
+            assert close(compiled(x) - x, m(x) - x)
+    graphs = {graph for graph, _ in sage_inductor.report()._sites}
+    assert len(graphs) == 2  # one for the first length, one for all others
+    assert len(sage_inductor.report().refused) == 0
+
+
+def test_compiled_emulation_equals_the_eager_op():
+    q, k, v = (torch.randn(1, 2, 100, 64) for _ in range(3))
+    text = recipes.NAMED["sage2-8b"].encode()
+    compiled = torch.compile(F.scaled_dot_product_attention, backend="sage", options=EMULATE)
+    expected, _ = torch.ops.sage.sdpa(q, k, v, False, 0.125, text, False, False)
+    assert_close(compiled(q, k, v), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_without_emulation_cpu_results_are_inductors():
+    m, x = model(), torch.randn(2, 50, 128)
+    with torch.no_grad():
+        actual = torch.compile(m, backend="sage")(x)
+        torch._dynamo.reset()
+        assert torch.equal(actual, torch.compile(m, backend="inductor")(x))
+
+
+def test_no_sage_op_is_left_for_inductor_on_cpu():
+    """The emulation opens into aten operations: a CPU package needs nothing of ours."""
+    from torch._inductor.utils import run_and_get_code
+
+    q, k, v = (torch.randn(1, 2, 64, 64) for _ in range(3))
+    compiled = torch.compile(F.scaled_dot_product_attention, backend="sage", options=EMULATE)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        _, (code,) = run_and_get_code(compiled, q, k, v)
+    assert "sage" not in code and "cummax" in code
+
+
+def test_training_for_50_steps_follows_inductor():
+    losses = {}
+    for backend, options in (("inductor", None), ("sage", EMULATE)):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        m = model()
+        compiled = torch.compile(m, backend=backend, options=options, fullgraph=True)
+        optimizer = torch.optim.AdamW(m.parameters(), lr=1e-3)
+        x = torch.randn(2, 64, 128)
+        target = torch.randn_like(x)
+        losses[backend] = []
+        for _ in range(50):
+            loss = F.mse_loss(compiled(x), target)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses[backend].append(loss.item())
+    actual, expected = (torch.tensor(losses[b]) for b in ("sage", "inductor"))
+    assert len(sage_inductor.report().rewritten) == 2
+    assert actual.isfinite().all() and expected[-1] < 0.8 * expected[0]
+    assert (actual - expected).abs().max() < 0.02 * expected[0]
+
+
+def test_checkpointed_training_gradients_are_exact():
+    attention = Attention()
+
+    def checkpointed(x):
+        return torch.utils.checkpoint.checkpoint(attention, x, use_reentrant=False)
+
+    x = torch.randn(2, 40, 128, requires_grad=True)
+    cotangent = torch.randn(2, 40, 128)
+    (expected,) = torch.autograd.grad(attention(x), x, cotangent)
+    compiled = torch.compile(checkpointed, backend="sage", options=EMULATE, fullgraph=True)
+    (actual,) = torch.autograd.grad(compiled(x), x, cotangent)
+    assert len(sage_inductor.report().rewritten) == 1
+    assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("where", ["outside", "inside"])
+def test_autocast_around_and_inside_the_compiled_model(where):
+    m, x = model(), torch.randn(2, 50, 128)
+
+    def inside(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return m(x)
+
+    f = inside if where == "inside" else m
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=where == "outside"):
+        out = torch.compile(f, backend="sage", options=EMULATE, fullgraph=True)(x)
+        assert out.dtype == f(x).dtype and close(out.float(), f(x).float())
+    assert {s.dtype for s in sage_inductor.report().rewritten} == {"bfloat16"}
+
+
+def test_dynamic_shapes_from_the_start():
+    m = model()
+    compiled = torch.compile(m, backend="sage", options=EMULATE, dynamic=True, fullgraph=True)
+    with torch.no_grad():
+        for shape in ((2, 50, 128), (3, 70, 128)):
+            x = torch.randn(shape)
+            assert close(compiled(x), m(x))
+    assert len(sage_inductor.report().rewritten) == 2
+
+
+# -- options and settings ----
+
+
+def run(options, function=F.scaled_dot_product_attention, **kwargs):
+    q, k, v = (torch.randn(1, 2, 16, 64) for _ in range(3))
+    return torch.compile(function, backend="sage", options=options, **kwargs)(q, k, v)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"sage.recpie": "sage1"}, r"sage.recpie does not exist: did you mean sage.recipe\? \(got 'sage1'\)"),
+        ({"sage.recipe": "sage2"}, r"sage.recipe must be one of .*'sage2-8b'.*, got 'sage2': did you mean"),
+        ({"sage.force": "yes"}, "sage.force must be True or False, got 'yes'"),
+        ({"sage.emulate": 1}, "sage.emulate must be True or False, got 1"),
+        ({"sage.mode": "fast"}, r"sage.mode must be one of \[.*'reduce-overhead'.*\], got 'fast'"),
+    ],
+)  # fmt: skip
+def test_bad_options_are_value_errors_with_the_nearest_valid_name(options, message):
+    with pytest.raises(ValueError, match=message):
+        run(options)
+
+
+def test_unknown_inductor_options_are_inductors_error():
+    with pytest.raises(Exception, match="Unexpected optimization option epilogue_fusoin"):
+        run({**EMULATE, "epilogue_fusoin": True})
+
+
+def test_inductor_options_and_modes_work_beside_ours(monkeypatch):
+    seen = []
+    original = torch._inductor.compile_fx.compile_fx
+
+    def spy(gm, inputs, *args, config_patches=None, **kwargs):
+        seen.append(config_patches)
+        return original(gm, inputs, *args, config_patches=config_patches, **kwargs)
+
+    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", spy)
+    run({**EMULATE, "epilogue_fusion": False, "sage.mode": "max-autotune-no-cudagraphs"})
+    assert seen[0]["epilogue_fusion"] is False and seen[0]["max_autotune"] is True
+    torch._dynamo.reset()
+    run(None, mode="max-autotune-no-cudagraphs")
+    assert seen[1]["max_autotune"] is True
+
+
+def test_strict_raises_for_a_call_that_stays_sdpa():
+    with pytest.raises(sage_inductor.SageRefused, match="1 attention calls stay SDPA: .*attn_mask"):
+        run({**EMULATE, "sage.strict": True}, masked)
+    run({**EMULATE, "sage.strict": True})
+
+
+def test_enabled_false_opts_one_graph_out():
+    run({**EMULATE, "sage.enabled": False})
+    assert len(sage_inductor.report().refused) == 1
+
+
+def test_config_is_what_options_override():
+    with config.patch(emulate=True, recipe="sage1"):
+        run({})
+        run({"sage.recipe": "sage2-8b"})
+    torch._dynamo.reset()
+    run({})
+    assert config.emulate is False and len(sage_inductor.report().refused) == 1
+
+
+def test_config_patch_is_a_decorator_and_restores():
+    @config.patch(recipe="off", force=True)
+    def inside():
+        return config.recipe, config.force
+
+    assert inside() == ("off", True)
+    assert (config.recipe, config.force) == ("auto", False)
+    with pytest.raises(ValueError), config.patch({"recipe": "sage9"}):
+        pass
+    assert config.recipe == "auto"
+
+
+def test_config_refuses_unknown_names_and_wrong_types():
+    with pytest.raises(AttributeError, match="config.recpie does not exist: did you mean .*recipe"):
+        config.recpie = "sage1"
+    with pytest.raises(AttributeError, match="config.emulat does not exist: did you mean .*emulate"):
+        config.patch(emulat=True)
+    with pytest.raises(ValueError, match="config.force must be True or False, got 'yes'"):
+        config.force = "yes"
+
+
+# -- backend="inductor" with the pass ----
+
+
+class CountingPass(torch._inductor.custom_graph_pass.CustomGraphPass):
+    count = 0
+
+    def __call__(self, graph):
+        CountingPass.count += 1
+
+    def uuid(self):
+        return "counting"
+
+
+def test_enabled_rewrites_under_inductor_beside_the_users_pass():
+    q, k, v = (torch.randn(1, 2, 16, 64) for _ in range(3))
+    f = torch.compile(F.scaled_dot_product_attention, backend="inductor")
+    CountingPass.count = 0
+    with torch._inductor.config.patch(pre_grad_custom_pass=CountingPass()):
+        mine = torch._inductor.config.pre_grad_custom_pass
+        with config.patch(enabled=True, emulate=True):
+            first = f(q, k, v)
+            torch._dynamo.reset()
+            assert torch.equal(f(q, k, v), first)  # warm cache: the report is filled all the same
+            assert len(sage_inductor.report().rewritten) == 1
+        assert CountingPass.count >= 2
+        assert torch._inductor.config.pre_grad_custom_pass is mine
+        torch._dynamo.reset()
+        exact = f(q, k, v)
+        assert len(sage_inductor.report()) == 0 and not torch.equal(exact, first)
+    assert_close(exact, F.scaled_dot_product_attention(q, k, v))
+
+
+def test_enabled_with_other_settings_is_not_served_from_the_cache():
+    q, k, v = (torch.randn(1, 2, 64, 64) for _ in range(3))
+    f = torch.compile(F.scaled_dot_product_attention, backend="inductor")
+    outs = {}
+    for recipe in ("sage1", "sage2-8b", "sage1"):
+        torch._dynamo.reset()
+        with config.patch(enabled=True, emulate=True, recipe=recipe):
+            out = f(q, k, v)
+        assert torch.equal(outs.setdefault(recipe, out), out)
+    assert not torch.equal(outs["sage1"], outs["sage2-8b"])
+
+
+def test_sage_backend_while_enabled_decides_each_call_once():
+    with config.patch(enabled=True, emulate=True):
+        run({"sage.enabled": False})
+        assert [s.rewritten for s in sage_inductor.report()] == [False]
+        run({})
+        assert [s.rewritten for s in sage_inductor.report()] == [False, True]
+
+
+# -- report ----
+
+
+def test_report_counters_and_log_tell_what_happened(caplog):
+    counters.clear()
+    with caplog.at_level(logging.INFO, logger="sage_inductor"):
+        run(EMULATE, lambda q, k, v: F.scaled_dot_product_attention(q, k, v) + masked(q, k, v))
+    assert counters["sage"] == {"rewritten": 1, "refused": 1}
+    report = sage_inductor.report()
+    assert len(report) == 2 and len(report.rewritten) == len(report.refused) == 1
+    text = str(report)
+    assert "sage2-8b" in text and "attn_mask is not supported yet, got bool[16, 16]" in text
+    assert text.endswith("1 of 2 attention calls rewritten")
+    assert any("stays SDPA: attn_mask" in r.message for r in caplog.records)
+    torch._dynamo.reset()
+    assert "no attention call was seen" in str(sage_inductor.report())
+
+
+def test_explain_runs_the_model_and_compiles_nothing():
+    compiled_before = counters["inductor"].copy()
+    report = sage_inductor.explain(model(), torch.randn(2, 20, 128), options=EMULATE)
+    assert [(s.module, s.recipe) for s in report] == [("0", "sage2-8b"), ("1", "sage2-8b")]
+    assert counters["inductor"] == compiled_before and len(sage_inductor.report()) == 0
+    with pytest.raises(ValueError, match="sage.recpie does not exist"):
+        sage_inductor.explain(model(), torch.randn(2, 20, 128), options={"sage.recpie": 1})
+
+
+def test_threads_compile_side_by_side():
+    errors = []
+
+    def work():
+        try:
+            with torch.no_grad():
+                m, x = Attention(), torch.randn(1, 24, 128)
+                assert close(torch.compile(m, backend="sage", options=EMULATE)(x), m(x))
+        except Exception as error:  # noqa: BLE001  (shown by the main thread)
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors and len(sage_inductor.report().rewritten) >= 1
+
+
+# -- caches, in processes of their own ----
+
+PROGRAM = """
+import torch, torch.nn.functional as F
+from torch._dynamo.utils import counters
+import sage_inductor
+torch.manual_seed(0)
+q, k, v = (torch.randn(1, 2, 64, 64) for _ in range(3))
+f = torch.compile(F.scaled_dot_product_attention, backend="sage", options={options})
+out = f(q, k, v)
+exact = F.scaled_dot_product_attention(q, k, v)
+print("hit" if counters["aot_autograd"]["autograd_cache_hit"] else "miss",
+      len(sage_inductor.report().rewritten), f"{{(out - exact).abs().max().item():.6f}}")
+"""
+
+
+def process(program, cache, **environment):
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), **environment}
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], env=env, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout.split()
+
+
+def test_warm_caches_hit_with_the_same_settings_and_miss_with_others(tmp_path):
+    sage2 = process(PROGRAM.format(options=EMULATE), tmp_path)
+    assert sage2[:2] == ["miss", "1"]
+    assert process(PROGRAM.format(options=EMULATE), tmp_path) == ["hit", *sage2[1:]]
+    sage1 = process(PROGRAM.format(options={**EMULATE, "sage.recipe": "sage1"}), tmp_path)
+    assert sage1[:2] == ["miss", "1"] and sage1[2] != sage2[2]
+    off = process(PROGRAM.format(options={**EMULATE, "sage.recipe": "off"}), tmp_path)
+    assert off[:2] == ["miss", "0"] and float(off[2]) < 1e-5
+
+
+def test_environment_sets_the_config(tmp_path):
+    program = "from sage_inductor import config; print(config.recipe, config.force, config.emulate)"
+    out = process(program, tmp_path, SAGE_INDUCTOR_RECIPE="sage1", SAGE_INDUCTOR_FORCE="1")
+    assert out == ["sage1", "True", "False"]
+    bad = subprocess.run(
+        [sys.executable, "-c", "import sage_inductor"],
+        env={**os.environ, "SAGE_INDUCTOR_RECIPE": "sage9"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert bad.returncode != 0 and "recipe must be one of" in bad.stderr
+
+
+def test_enabled_by_the_environment(tmp_path):
+    program = PROGRAM.format(options="None").replace('backend="sage"', 'backend="inductor"')
+    out = process(program, tmp_path, SAGE_INDUCTOR_ENABLED="1", SAGE_INDUCTOR_EMULATE="1")
+    assert out[1] == "1" and float(out[2]) > 1e-4

@@ -1,0 +1,309 @@
+"""The graphs: what the pass makes of Dynamo's, what sage::sdpa opens into, and what stays SDPA.
+
+Update the golden graphs with EXPECTTEST_ACCEPT=1.
+"""
+
+import operator
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import TestCase
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from sage_inductor.ops import recipe as recipes
+from sage_inductor.ops.sdpa import compose
+from sage_inductor.patterns import Settings, rewrite
+
+EMULATE = Settings(emulate=True)
+
+
+def capture(function, *inputs, settings=EMULATE, **compile_options):
+    """Run `function` once; the rewritten graphs (no Inductor) and the sites."""
+    graphs, sites = [], []
+
+    def backend(gm, example_inputs):
+        sites.extend(rewrite(gm, settings))
+        graphs.append(gm)
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(function, backend=backend, fullgraph=True, **compile_options)(*inputs)
+    return graphs, sites
+
+
+def calls(graph) -> str:
+    """One call per line, versions left out."""
+    lines = []
+    for node in graph.nodes:
+        if node.op == "call_function":
+            target = getattr(node.target, "__name__", str(node.target))
+            if isinstance(node.target, torch._ops.OpOverload):
+                target = str(node.target)
+            arguments = [*map(str, node.args), *(f"{k}={v}" for k, v in node.kwargs.items())]
+            lines.append(f"{node.name} = {target}({', '.join(arguments)})")
+    return re.sub(r"@[0-9.]+\+[0-9a-f]{8}", "@VERSION", "\n".join(lines))
+
+
+def qkv(B=2, H_q=4, H_kv=4, N=32, D=64):
+    return torch.randn(B, H_q, N, D), torch.randn(B, H_kv, N, D), torch.randn(B, H_kv, N, D)
+
+
+class TestGoldenGraphs(TestCase):
+    def test_positional_call(self):
+        (gm,), _ = capture(lambda q, k, v: F.scaled_dot_product_attention(q, k, v), *qkv())
+        self.assertExpectedInline(
+            calls(gm.graph),
+            """\
+sdpa_default = sage.sdpa.default(l_q_, l_k_, l_v_, False, 0.125, int8/per_thread,fp8@VERSION, False, False)
+getitem = getitem(sdpa_default, 0)""",
+        )
+
+    def test_keyword_call_with_gqa_and_scale(self):
+        (gm,), _ = capture(
+            lambda q, k, v: F.scaled_dot_product_attention(
+                query=q, key=k, value=v, is_causal=True, scale=0.5, enable_gqa=True
+            ),
+            *qkv(H_kv=2),
+        )
+        self.assertExpectedInline(
+            calls(gm.graph),
+            """\
+sdpa_default = sage.sdpa.default(l_q_, l_k_, l_v_, True, 0.5, int8/per_thread,fp8@VERSION, False, False)
+getitem = getitem(sdpa_default, 0)""",
+        )
+
+    def test_mixed_call_between_other_operations(self):
+        (gm,), _ = capture(
+            lambda q, k, v: F.scaled_dot_product_attention(q + 1, k, v, None, 0.0, True).relu(),
+            *qkv(),
+        )
+        self.assertExpectedInline(
+            calls(gm.graph),
+            """\
+add = add(l_q_, 1)
+sdpa_default = sage.sdpa.default(add, l_k_, l_v_, True, 0.125, int8/per_thread,fp8@VERSION, False, False)
+getitem = getitem(sdpa_default, 0)""",
+        )
+
+    def test_fp8_recipe_opens_into_smooth_quantize_attention(self):
+        self.assertExpectedInline(calls(opened("sage2-8b")), """\
+smooth = sage.smooth.default([k_1, v_1])
+getitem = getitem(smooth, 0)
+getitem_1 = getitem(smooth, 1)
+select = aten.select.int(getitem, 0, 0)
+quantize_k = sage.quantize_k.default(k_1, select, per_thread)
+getitem_2 = getitem(quantize_k, 0)
+getitem_3 = getitem(quantize_k, 1)
+select_1 = aten.select.int(getitem, 0, 1)
+select_2 = aten.select.int(getitem_1, 0, 1)
+quantize_v = sage.quantize_v.default(v_1, select_1, select_2)
+getitem_4 = getitem(quantize_v, 0)
+getitem_5 = getitem(quantize_v, 1)
+attention = sage.attention.default(q_1, getitem_2, getitem_3, getitem_4, getitem_5, select_1, False, 0.125, 32, per_thread, True)
+getitem_6 = getitem(attention, 0)
+getitem_7 = getitem(attention, 1)
+view = aten.view.default(q_1, [2, 4, 1, 32, 64])
+_to_copy = aten._to_copy.default(view, dtype=torch.float32)
+unsqueeze = aten.unsqueeze.default(select, 2)
+unsqueeze_1 = aten.unsqueeze.default(unsqueeze, 4)
+expand = aten.expand.default(_to_copy, [2, 4, 1, 32, 64])
+view_1 = aten.view.default(expand, [8, 32, 64])
+expand_1 = aten.expand.default(unsqueeze_1, [2, 4, 1, 64, 1])
+view_2 = aten.view.default(expand_1, [8, 64, 1])
+bmm = aten.bmm.default(view_1, view_2)
+_unsafe_view = aten._unsafe_view.default(bmm, [2, 4, 1, 32, 1])
+view_3 = aten.view.default(_unsafe_view, [2, 4, 32, 1])
+select_3 = aten.select.int(view_3, 3, 0)
+mul = aten.mul.Tensor(select_3, 0.125)
+add = aten.add.Tensor(getitem_7, mul)""")
+
+    def test_16bit_recipe_opens_into_smooth_quantize_attention(self):
+        self.assertExpectedInline(calls(opened("sage1")), """\
+smooth = sage.smooth.default([k_1])
+getitem = getitem(smooth, 0)
+getitem_1 = getitem(smooth, 1)
+select = aten.select.int(getitem, 0, 0)
+quantize_k = sage.quantize_k.default(k_1, select, per_block)
+getitem_2 = getitem(quantize_k, 0)
+getitem_3 = getitem(quantize_k, 1)
+attention = sage.attention.default(q_1, getitem_2, getitem_3, v_1, select, select, False, 0.125, 32, per_block, True)
+getitem_4 = getitem(attention, 0)
+getitem_5 = getitem(attention, 1)
+view = aten.view.default(q_1, [2, 4, 1, 32, 64])
+_to_copy = aten._to_copy.default(view, dtype=torch.float32)
+unsqueeze = aten.unsqueeze.default(select, 2)
+unsqueeze_1 = aten.unsqueeze.default(unsqueeze, 4)
+expand = aten.expand.default(_to_copy, [2, 4, 1, 32, 64])
+view_1 = aten.view.default(expand, [8, 32, 64])
+expand_1 = aten.expand.default(unsqueeze_1, [2, 4, 1, 64, 1])
+view_2 = aten.view.default(expand_1, [8, 64, 1])
+bmm = aten.bmm.default(view_1, view_2)
+_unsafe_view = aten._unsafe_view.default(bmm, [2, 4, 1, 32, 1])
+view_3 = aten.view.default(_unsafe_view, [2, 4, 32, 1])
+select_1 = aten.select.int(view_3, 3, 0)
+mul = aten.mul.Tensor(select_1, 0.125)
+add = aten.add.Tensor(getitem_5, mul)""")
+
+
+def opened(recipe) -> torch.fx.Graph:
+    with FakeTensorMode():
+        inputs = [x.bfloat16() for x in qkv()]
+
+    def sdpa(q, k, v):
+        return compose(q, k, v, False, 0.125, recipes.NAMED[recipe].encode(), True, True)
+
+    return make_fx(sdpa)(*inputs).graph
+
+
+def sdpa(**kwargs):
+    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, **kwargs)
+
+
+BOOL_MASK = torch.ones(32, 32, dtype=torch.bool).tril()
+q, k, v = qkv()
+REFUSED = {
+    "bool mask": (sdpa(attn_mask=BOOL_MASK), (q, k, v), r"attn_mask is not supported yet, got bool\[32, 32\]"),
+    "float mask": (sdpa(attn_mask=BOOL_MASK.float()), (q, k, v), "attn_mask is not supported yet, got float32"),
+    "dropout": (sdpa(dropout_p=0.1), (q, k, v), "dropout_p must be 0, got 0.1"),
+    "3 dimensions": (sdpa(), (q[0], k[0], v[0]), r"must be \[B, H, N, D\], got 3, 3 and 3"),
+    "float64": (sdpa(), (q.double(), k.double(), v.double()), "dtype must be one of .*, got float64"),
+    "large head_dim": (sdpa(), qkv(D=160), "one number up to 128, got 160, 160, 160"),
+    "another head_dim of v": (sdpa(), (q, k, v[..., :32]), "got 64, 64, 32"),
+    "broadcast heads": (sdpa(), (q, k[:, :1], v[:, :1]), "q has 4 heads and k 1, with enable_gqa=False"),
+    "broadcast batch": (sdpa(), (q, k[:1], v[:1]), "batches and kv heads must be equal"),
+    "empty sequence": (sdpa(), (q, k[:, :, :0], v[:, :, :0]), "a sequence is empty"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_supported_stays_sdpa_and_says_why(case):
+    function, inputs, reason = REFUSED[case]
+    (gm,), (site,) = capture(function, *inputs)
+    assert not site.rewritten and re.search(reason, site.reason), site.reason
+    targets = [node.target for node in gm.graph.nodes]
+    assert F.scaled_dot_product_attention in targets
+    assert torch.ops.sage.sdpa.default not in targets
+
+
+def test_non_finite_scale_stays_sdpa():
+    _, (site,) = capture(sdpa(scale=float("inf")), q, k, v)
+    assert site.reason == "scale must be a finite number known when compiling, got inf"
+
+
+def test_torch_func_transforms_stay_sdpa():
+    def per_sample(q, k, v):
+        return torch.func.vmap(F.scaled_dot_product_attention)(q, k, v)
+
+    _, sites = capture(per_sample, *(x[None] for x in (q, k, v)))
+    assert [s.reason for s in sites] == ["inside a torch.func transform"]
+
+
+@pytest.mark.parametrize(
+    "settings, reason",
+    [
+        (Settings(), "on CPU attention stays SDPA"),
+        (Settings(force=True), "on CPU attention stays SDPA"),
+        (Settings(emulate=True, recipe="off"), "the recipe is 'off'"),
+    ],
+)
+def test_settings_that_keep_sdpa(settings, reason):
+    _, (site,) = capture(sdpa(), q, k, v, settings=settings)
+    assert not site.rewritten and reason in site.reason
+
+
+def test_named_recipes_reach_the_op():
+    for name, recipe in recipes.NAMED.items():
+        (gm,), (site,) = capture(sdpa(), q, k, v, settings=Settings(recipe=name, emulate=True))
+        (node,) = gm.graph.find_nodes(op="call_function", target=torch.ops.sage.sdpa.default)
+        assert site.recipe == name and recipe.encode() in node.args
+
+
+def test_output_keeps_sdpas_memory_order_for_what_views_it():
+    def view_bhnd(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v).view(8, 32, 64)
+
+    def view_bnhd(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).view(2, 32, 256)
+
+    stored_bnhd = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv()]
+    for function, inputs in ((view_bhnd, qkv()), (view_bnhd, stored_bnhd)):
+        (gm,), (site,) = capture(function, *inputs)
+        assert site.rewritten and gm(*inputs)[0].shape == function(*inputs).shape
+
+
+def test_checkpointed_and_conditional_calls_are_found_in_their_graphs():
+    def checkpointed(q, k, v):
+        return torch.utils.checkpoint.checkpoint(
+            F.scaled_dot_product_attention, q, k, v, use_reentrant=False
+        )
+
+    inputs = [x.requires_grad_() for x in qkv()]
+    _, sites = capture(checkpointed, *inputs)
+    assert [s.rewritten for s in sites] == [True]
+
+    def conditional(q, k, v):
+        return torch.cond(q.sum() > 0, sdpa(), sdpa(is_causal=True), (q, k, v))
+
+    with torch.no_grad():
+        _, sites = capture(conditional, *qkv())
+    assert [s.rewritten for s in sites] == [True, True]
+    assert {s.mask for s in sites} == {"none", "causal"}
+
+
+def test_autocast_inside_the_graph_decides_the_dtype():
+    def mixed(q, k, v):
+        with torch.autocast("cpu", torch.bfloat16):
+            o = F.scaled_dot_product_attention(q, k, v)
+        return o.float() + F.scaled_dot_product_attention(q, k, v)
+
+    (gm,), sites = capture(mixed, q, k, v)
+    assert [s.dtype for s in sites] == ["bfloat16", "float32"]
+    assert gm(q, k, v)[0].dtype == torch.float32
+
+
+def test_a_second_pass_changes_nothing():
+    (gm,), sites = capture(
+        lambda q, k, v: sdpa()(q, k, v) + sdpa(attn_mask=BOOL_MASK)(q, k, v), q, k, v
+    )
+    assert len(sites) == 2
+    before = calls(gm.graph)
+    assert rewrite(gm, EMULATE) == [] and calls(gm.graph) == before
+
+
+def test_dynamic_lengths_are_not_specialised():
+    _, (site,) = capture(sdpa(), *qkv(), dynamic=True)
+    assert site.rewritten and any(isinstance(n, str) for n in site.q)
+
+
+def test_sites_name_the_module_that_calls():
+    class Attention(torch.nn.Module):
+        def forward(self, x):
+            return F.scaled_dot_product_attention(x, x, x)
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.ModuleList([Attention(), Attention()])
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    _, sites = capture(Model(), q)
+    assert [s.module for s in sites] == ["layers.0", "layers.1"]
+    assert sites[0].q == (2, 4, 32, 64) and sites[0].mask == "none"
+
+
+def test_every_use_of_the_call_follows_the_new_node():
+    def reused(q, k, v):
+        o = F.scaled_dot_product_attention(q, k, v)
+        return o + 1, o * 2, o
+
+    (gm,), _ = capture(reused, q, k, v)
+    gm.graph.lint()
+    (node,) = gm.graph.find_nodes(op="call_function", target=operator.getitem)
+    assert len(node.users) == 3
