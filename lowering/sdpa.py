@@ -1,11 +1,13 @@
 """``sage::sdpa`` opens into smooth + quantize + attention when AOTAutograd traces a graph.
 
 Inductor then sees what there is to see: on CUDA the Triton kernels themselves (they are
-``triton_op``), on CPU the aten operations of the emulation. Nothing named ``sage`` is left for a
-package to look up, but for kernels that cannot travel (``portable=False``).
+``triton_op``), in a CPU package the aten operations of the emulation. Nothing named ``sage`` is
+left for a package to look up. Two cases stay whole:
 
-While ``torch.export`` traces, the op stays whole, like every ``triton_op``: an exported program
-keeps what the model means and opens when it is compiled.
+* while ``torch.export`` traces, like every ``triton_op``: an exported program keeps what the model
+  means and opens when it is compiled;
+* on CPU, unless it is for a package: the emulation is for studies, and as one opaque call it
+  compiles in no time (opened, a dynamic length cost 100 s).
 """
 
 from torch._subclasses.functional_tensor import FunctionalTensorMode
@@ -17,7 +19,8 @@ from sage_inductor.ops.sdpa import compose
 
 @sdpa.register_torch_dispatch(FunctionalTensorMode)
 def _open(mode, op, types, args, kwargs):
-    if custom_triton_ops_decomposition_disabled():
+    q, portable = args[0], args[-1]
+    if custom_triton_ops_decomposition_disabled() or (q.device.type == "cpu" and not portable):
         return mode.__torch_dispatch__(op, types, args, kwargs)
     with mode:
         return compose(*args, **kwargs)

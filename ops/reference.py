@@ -1,7 +1,8 @@
 """Oracles in plain PyTorch: exact attention, and the bit-faithful emulation of every op.
 
 The emulation quantizes, rounds and rescales exactly where the kernels do. It is also what the
-ops run on CPU (``sage.emulate``), traceable with symbolic lengths: no loop over the sequence.
+ops run on CPU (``sage.emulate``), and what a CPU package holds: no loop over the sequence and
+next to no arithmetic on lengths, so that it traces with symbolic ones in reasonable time.
 
 Shapes: B batch, H heads (H_q of q, H_kv of k and v), N sequence, D head_dim.
 ``x_pad``: N rounded up to a multiple of PAD_N, D to HEAD_DIMS' next entry; padding is 0.
@@ -43,10 +44,11 @@ def quantize_k(k: Tensor, k_mean: Tensor, granularity: str) -> tuple[Tensor, Ten
     """k [B, H, N, D], k_mean [B, H, D] -> k_int8 [B, H, N_pad, D_pad],
     k_scale [B, H, N_pad / K_BLOCK, 4 or 1] in fp32."""
     x = _pad(k.float() - k_mean[:, :, None])
-    group = x.unflatten(2, (-1, 8, 4, 2) if granularity == "per_thread" else (-1, K_BLOCK, 1, 1))
-    amax = group.abs().amax((3, 5, 6), keepdim=True)  # [B, H, blocks, 1, groups, 1, 1]
-    k_int8, k_scale = _to_int8(group, amax)
-    return k_int8.reshape(x.shape), k_scale[:, :, :, 0, :, 0, 0]
+    n = torch.arange(x.shape[2], device=k.device)
+    groups = 4 if granularity == "per_thread" else 1
+    group = n // K_BLOCK * groups + n % 8 // 2 % groups  # columns {2j, 2j+1} + 8*{0..7} of 64
+    k_int8, k_scale = _to_int8(x, group, x.shape[2] // K_BLOCK * groups)
+    return k_int8, k_scale.unflatten(2, (-1, groups))
 
 
 def quantize_v(v: Tensor, v_mean: Tensor, v_amax: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,65 +66,70 @@ def interleave(x: Tensor) -> Tensor:
     becomes the 8-bit A operand of the next product without moving between threads. v's tokens
     are stored in the same order; a sum over tokens does not depend on it.
     """
-    return x.unflatten(-1, (-1, 2, 4, 2)).transpose(-3, -2).reshape(x.shape)
+    c = torch.arange(x.shape[-1], device=x.device)
+    return x[..., c // 16 * 16 + c // 2 % 2 * 8 + c // 4 % 4 * 2 + c % 2].contiguous()
 
 
 def quantize_q(q: Tensor, granularity: str) -> tuple[Tensor, Tensor]:
     """q [B, H, N, D] -> q_int8 [B, H, N, D], q_scale [B, H, N, 1] in fp32, one value per group."""
-    n = q.shape[2]
-    members, groups = (4, 8) if granularity == "per_thread" else (128, 1)
-    x = F.pad(q.float(), (0, 0, 0, -n % (members * groups))).unflatten(2, (-1, members, groups))
-    q_int8, q_scale = _to_int8(x, x.abs().amax((3, 5), keepdim=True))
-    q_scale = q_scale.expand(*x.shape[:-1], 1)
-    return q_int8.flatten(2, 4)[:, :, :n], q_scale.flatten(2, 4)[:, :, :n]
+    n = torch.arange(q.shape[2], device=q.device)
+    rows, groups = (32, 8) if granularity == "per_thread" else (128, 1)
+    group = n // rows * groups + n % groups  # rows {i, i+8, i+16, i+24} of 32
+    q_int8, scale = _to_int8(q.float(), group, (q.shape[2] + rows - 1) // rows * groups)
+    return q_int8, scale[:, :, group, None]
 
 
 def attention(
     q, k_int8, k_scale, v, v_scale, v_mean, is_causal: bool, scale: float, n_kv: int,
     granularity: str, block_n: int = 128,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The quantized kernel, tile by tile in `block_n` keys; v is v_fp8, or v itself (16-bit)."""
+    """The quantized kernel, which reads `block_n` keys at a time; v is v_fp8, or 16-bit v itself."""
     fp8 = v.dtype == torch.float8_e4m3fn
-    D, n_q, heads = q.shape[3], q.shape[2], q.shape[1] // k_int8.shape[1]
+    D, heads = q.shape[3], q.shape[1] // k_int8.shape[1]
     k_int8, k_scale, v = (x.repeat_interleave(heads, 1) for x in (k_int8, k_scale, v))
     q_int8, q_scale = quantize_q(q * math.copysign(1.0, scale), granularity)
     q_scale = q_scale * (abs(scale) * LOG2E)
 
+    n = torch.arange(k_int8.shape[2], device=q.device)
+    groups = k_scale.shape[3]
+    k_scale = k_scale.flatten(2)[:, :, n // K_BLOCK * groups + n % 8 // 2 % groups]
     s = q_int8.float() @ k_int8[..., :D].float().mT  # [B, H_q, N_q, N_pad], exact in fp32
-    groups = k_scale.shape[-1]
-    column_scale = k_scale[:, :, :, None, :, None].expand(
-        *k_scale.shape[:3], 8 if groups == 4 else 1, groups, 2 if groups == 4 else K_BLOCK
-    )
-    x = s * (q_scale * column_scale.flatten(2)[:, :, None])
-    keep = torch.arange(s.shape[-1], device=q.device) < n_kv
+    x = s * (q_scale * k_scale[:, :, None])
+    keep = n < n_kv
     if is_causal:
-        keep = keep & _causal(n_q, s.shape[-1], q.device)
-    x = x.masked_fill(~keep, -math.inf).unflatten(-1, (-1, block_n))  # [.., N_q, tiles, block_n]
+        keep = keep & _causal(q.shape[2], n.shape[0], q.device)
+    x = x.masked_fill(~keep, -math.inf)
 
-    # The running maximum a tile sees decides how its p is rounded; what later tiles do to the
-    # accumulator is an exact rescaling.
-    m = x.amax(-1).cummax(-1).values  # [B, H_q, N_q, tiles]
-    p = torch.exp2(x - (m - (math.log2(FP8_MAX) if fp8 else 0.0))[..., None])
-    rescale = torch.exp2(m - m[..., -1:])
-    l = (p.sum(-1) * rescale).sum(-1, keepdim=True)  # [B, H_q, N_q, 1]
+    # The running maximum at the end of a tile decides how the tile's p is rounded; what later
+    # tiles do to the accumulator is an exact rescaling.
+    tile_end = (n // block_n * block_n + block_n - 1).clamp(max=n.shape[0] - 1)
+    m = x.cummax(-1).values[..., tile_end]  # [B, H_q, N_q, N_pad]
+    p = torch.exp2(x - (m - (math.log2(FP8_MAX) if fp8 else 0.0)))
+    m_last = m[..., -1:]
+    rescale = torch.exp2(m - m_last)
+    l = (p * rescale).sum(-1, keepdim=True)  # [B, H_q, N_q, 1]
     if fp8:
-        p_hat, v_hat = interleave(p).to(torch.float8_e4m3fn), v.float().mT
+        o = (interleave(p).to(v.dtype).float() * interleave(rescale)) @ v.float().mT
+        v_scale, v_mean = (x.repeat_interleave(heads, 1)[:, :, None] for x in (v_scale, v_mean))
+        o = o[..., :D] / l * v_scale + v_mean
     else:
         dtype = v.dtype if v.dtype != torch.float32 else torch.bfloat16
-        p_hat, v_hat = p.to(dtype), F.pad(v.to(dtype).float(), (0, 0, 0, s.shape[-1] - n_kv))
-    o = ((p_hat.float() * rescale[..., None]).flatten(3) @ v_hat)[..., :D] / l
-    lse = (m[..., -1] + l[..., 0].log2()) / LOG2E - (math.log(FP8_MAX) if fp8 else 0.0)
-    if fp8:
-        v_scale, v_mean = (x.repeat_interleave(heads, 1)[:, :, None] for x in (v_scale, v_mean))
-        o = o * v_scale + v_mean
+        p = p.to(dtype).float() * rescale
+        o = p[..., :n_kv] @ v.to(dtype).float() / l
+    lse = (m_last + l.log2())[..., 0] / LOG2E - (math.log(FP8_MAX) if fp8 else 0.0)
     return o.to(q.dtype), lse
 
 
-def _to_int8(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
+def _to_int8(x: Tensor, group: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
+    """x [B, H, N, D], group [N], the group of each row -> x_int8, x_scale [B, H, num_groups]."""
+    amax = x.abs().amax(3)  # [B, H, N]
+    amax = amax.new_zeros(*x.shape[:2], num_groups).scatter_reduce(
+        2, group.expand_as(amax), amax, "amax"
+    )
     amax = torch.where(amax < TINY, TINY, amax)  # keeps NaN: a group with a NaN has a NaN scale
+    inverse = _divide(INT8_MAX, amax)[:, :, group, None]
     # In float64 the product is exact: it is rounded once, as the kernels' fma does.
-    x = (x.double() * _divide(INT8_MAX, amax).double()).round()
-    return x.to(torch.int8), amax * (1 / INT8_MAX)
+    return (x.double() * inverse.double()).round().to(torch.int8), amax * (1 / INT8_MAX)
 
 
 def _divide(x: float, y: Tensor) -> Tensor:
@@ -131,7 +138,8 @@ def _divide(x: float, y: Tensor) -> Tensor:
 
 
 def _pad(x: Tensor) -> Tensor:
-    return F.pad(x, (0, pad_head_dim(x.shape[3]) - x.shape[3], 0, -x.shape[2] % PAD_N))
+    rows = (x.shape[2] + PAD_N - 1) // PAD_N * PAD_N - x.shape[2]
+    return F.pad(x, (0, pad_head_dim(x.shape[3]) - x.shape[3], 0, rows))
 
 
 def pad_head_dim(head_dim: int) -> int:

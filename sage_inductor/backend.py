@@ -56,13 +56,8 @@ def sage_backend(gm: torch.fx.GraphModule, example_inputs, *, mode=None, options
     return inductor(gm, example_inputs)
 
 
-def _reset() -> None:
-    """``torch._dynamo.reset()``: forget the report, and what Inductor's own backend forgets."""
-    reports.clear()
-    torch._TorchCompileInductorWrapper(None, None, None).reset()
-
-
-sage_backend.reset = _reset
+# ``torch._dynamo.reset()`` calls it: what Inductor's own backend forgets (CUDA graph trees).
+sage_backend.reset = torch._TorchCompileInductorWrapper(None, None, None).reset
 
 
 def settings(options: dict, **overrides) -> Settings:

@@ -4,6 +4,7 @@ import logging
 import threading
 from collections.abc import Sequence
 
+from torch._dynamo.eval_frame import cached_backends
 from torch._dynamo.utils import counters
 from torch._guards import CompileContext
 
@@ -63,6 +64,8 @@ def report() -> Report:
 
 def record(sites: list[Site]) -> None:
     """Add the sites of the graph that is being compiled: report, counters, log."""
+    # torch._dynamo.reset() resets the backends listed here, and empties the list.
+    cached_backends.setdefault(id(clear), _ClearOnReset)
     compile_id = CompileContext.current_compile_id()
     graph = str(compile_id) if compile_id is not None else "-"
     with _lock:
@@ -76,3 +79,7 @@ def record(sites: list[Site]) -> None:
 def clear() -> None:
     with _lock:
         _sites.clear()
+
+
+class _ClearOnReset:
+    reset = staticmethod(clear)

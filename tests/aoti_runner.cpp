@@ -1,5 +1,5 @@
 // Runs an AOTInductor package with no Python in the process:
-//   aoti_runner PACKAGE INPUT OUTPUT DEVICE      (files of torch.save, lists of tensors)
+//   aoti_runner PACKAGE INPUT OUTPUT DEVICE      (files of torch.save: a list of tensors, a tensor)
 #include <fstream>
 #include <iterator>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
@@ -9,14 +9,12 @@ int main(int argc, char** argv) {
   std::ifstream file(argv[2], std::ios::binary);
   std::vector<char> bytes((std::istreambuf_iterator<char>(file)), {});
   std::vector<at::Tensor> inputs;
-  for (const at::Tensor& x : torch::pickle_load(bytes).toTensorVector()) {
-    inputs.push_back(x.to(at::Device(argv[4])));
+  const c10::IValue list = torch::pickle_load(bytes);
+  for (const c10::IValue& x : list.toListRef()) {
+    inputs.push_back(x.toTensor().to(at::Device(argv[4])));
   }
   torch::inductor::AOTIModelPackageLoader loader(argv[1]);
-  std::vector<at::Tensor> outputs;
-  for (const at::Tensor& x : loader.run(inputs)) {
-    outputs.push_back(x.to(at::kCPU));
-  }
-  const auto result = torch::pickle_save(c10::IValue(outputs));
+  const at::Tensor output = loader.run(inputs).at(0).to(at::kCPU);
+  const auto result = torch::pickle_save(output);
   std::ofstream(argv[3], std::ios::binary).write(result.data(), result.size());
 }

@@ -82,17 +82,6 @@ def test_without_emulation_cpu_results_are_inductors():
         assert torch.equal(actual, torch.compile(m, backend="inductor")(x))
 
 
-def test_no_sage_op_is_left_for_inductor_on_cpu():
-    """The emulation opens into aten operations: a CPU package needs nothing of ours."""
-    from torch._inductor.utils import run_and_get_code
-
-    q, k, v = (torch.randn(1, 2, 64, 64) for _ in range(3))
-    compiled = torch.compile(F.scaled_dot_product_attention, backend="sage", options=EMULATE)
-    with torch._inductor.config.patch(force_disable_caches=True):
-        _, (code,) = run_and_get_code(compiled, q, k, v)
-    assert "sage" not in code and "cummax" in code
-
-
 def test_training_for_50_steps_follows_inductor():
     losses = {}
     for backend, options in (("inductor", None), ("sage", EMULATE)):
@@ -189,7 +178,8 @@ def test_inductor_options_and_modes_work_beside_ours(monkeypatch):
     original = torch._inductor.compile_fx.compile_fx
 
     def spy(gm, inputs, *args, config_patches=None, **kwargs):
-        seen.append(config_patches)
+        if config_patches:  # not its call of itself
+            seen.append(config_patches)
         return original(gm, inputs, *args, config_patches=config_patches, **kwargs)
 
     monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", spy)

@@ -210,7 +210,8 @@ def test_compiled_model_is_near_eager_at_any_length(recipe, is_causal):
             actual, expected = (f(x).flatten().double() for f in (compiled, m))
             assert F.cosine_similarity(actual, expected, dim=0) > 0.999
     sites = sage_inductor.report()
-    assert len(sites.refused) == 0 and len(sites) <= 3 * 2  # static, dynamic, and N=1
+    graphs = {graph for graph, _ in sites._sites}
+    assert len(sites.refused) == 0 and len(graphs) <= 4, graphs
 
 
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune-no-cudagraphs"])
