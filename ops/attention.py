@@ -94,7 +94,7 @@ def _attention_kernel(
     K_scale += head_kv * (N_pad // 64) * GROUPS
 
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)
+    l = tl.zeros([BLOCK_M, 4], tl.float32)  # a sum per thread of a row; one row sum at the end
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     offset: tl.constexpr = _LOG2_FP8_MAX if FP8 else 0.0
 
@@ -145,9 +145,8 @@ def _attention_kernel(
                         )
                     m_new = tl.maximum(m, tl.max(tl.max(highest, 2), 1))
                 p = tl.exp2(x - (m_new - offset)[:, None, None, None, None])
-                p = p.reshape([BLOCK_M, BLOCK_N])
                 alpha = tl.exp2(m - m_new)
-                l = l * alpha + tl.sum(p, 1)
+                l = l * alpha[:, None] + tl.sum(tl.sum(tl.sum(p, 4), 2), 1)
                 m = m_new
 
                 # -- o = p v ----
@@ -171,10 +170,12 @@ def _attention_kernel(
                         )
                     else:
                         v = tl.load(v_ptrs + row * stride_vn, mask=(d < D)[None, :], other=0.0)
-                    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
+                    p = p.reshape([BLOCK_M, BLOCK_N]).to(v.dtype)
+                    acc = tl.dot(p, v, acc * alpha[:, None])
         q_int8 = tl.zeros([BLOCK_M, BLOCK_D], tl.int8)
 
     # -- epilogue ----
+    l = tl.sum(l, 1)
     o = acc * (1.0 / l)[:, None]
     if FP8:
         v_scale = tl.load(V_scale + head_kv * D + d, mask=d < D, other=0.0)
@@ -190,6 +191,7 @@ def _attention_kernel(
 def _launch(kernel, q, k_int8, k_scale, v, v_scale, v_mean, is_causal, scale, n_kv, out_bnhd, tile,
             tma: bool, **options) -> tuple[Tensor, Tensor]:  # fmt: skip
     B, H_q, N_q, D = q.shape
+    D = int(D)  # a tile needs a number
     H_kv, N_pad, BLOCK_D = k_int8.shape[1:]
     fp8 = v.dtype == torch.float8_e4m3fn
     out, lse = empty_outputs(q, out_bnhd)

@@ -51,11 +51,13 @@ def _quantize_k_kernel(
     K_int8,  # [B, H, N_pad, BLOCK_D] out
     K_scale,  # [B, H, N_pad / K_BLOCK, GROUPS] out, fp32
     stride_b, stride_h, stride_n, stride_d,
-    H, N, num_blocks,
-    D: tl.constexpr, GROUPS: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    H, N,
+    D: tl.constexpr, GROUPS: tl.constexpr, K_BLOCK: tl.constexpr, PAD_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Grid: (B * H * num_blocks,). K_BLOCK rows of one head."""
     pid = tl.program_id(0).to(tl.int64)
+    num_blocks = tl.cdiv(N, PAD_N) * (PAD_N // K_BLOCK)
     head, block = pid // num_blocks, pid % num_blocks
     n = block * K_BLOCK + tl.arange(0, K_BLOCK)
     d = tl.arange(0, BLOCK_D)
@@ -87,11 +89,12 @@ def _quantize_v_kernel(
     V_fp8,  # [B, H, BLOCK_D, N_pad] out
     V_scale,  # [B, H, D] out, fp32
     stride_b, stride_h, stride_n, stride_d,
-    H, N, num_blocks,
+    H, N,
     D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Grid: (B * H * num_blocks,). Transposes and interleaves BLOCK_N rows of one head."""
     pid = tl.program_id(0).to(tl.int64)
+    num_blocks = tl.cdiv(N, BLOCK_N)
     head, block = pid // num_blocks, pid % num_blocks
     column = tl.arange(0, BLOCK_N)
     # Column (quad, half, pair) of each 16 holds token (half, quad, pair): reference.interleave.
@@ -129,6 +132,7 @@ def quantize_k(k: Tensor, k_mean: Tensor, granularity: str) -> tuple[Tensor, Ten
 
 def launch_k(k: Tensor, k_mean: Tensor, granularity: str) -> tuple[Tensor, Tensor]:
     B, H, N, D = k.shape
+    D = int(D)  # a tile needs a number
     BLOCK_D, num_blocks = pad_head_dim(D), triton.cdiv(N, PAD_N) * (PAD_N // K_BLOCK)
     groups = 4 if granularity == "per_thread" else 1
     k_int8 = k.new_empty((B, H, num_blocks * K_BLOCK, BLOCK_D), dtype=torch.int8)
@@ -136,8 +140,8 @@ def launch_k(k: Tensor, k_mean: Tensor, granularity: str) -> tuple[Tensor, Tenso
     wrap_triton(_quantize_k_kernel)[(B * H * num_blocks,)](
         k, k_mean, k_int8, k_scale,  # tensors
         *k.stride(),
-        H, N, num_blocks,  # shape
-        D, groups, K_BLOCK, BLOCK_D,  # tile
+        H, N,  # shape
+        D, groups, K_BLOCK, PAD_N, BLOCK_D,  # tile
     )  # fmt: skip
     return k_int8, k_scale
 
@@ -153,13 +157,14 @@ def quantize_v(v: Tensor, v_mean: Tensor, v_amax: Tensor) -> tuple[Tensor, Tenso
 
 def launch_v(v: Tensor, v_mean: Tensor, v_amax: Tensor) -> tuple[Tensor, Tensor]:
     B, H, N, D = v.shape
+    D = int(D)
     BLOCK_D, num_blocks = pad_head_dim(D), triton.cdiv(N, PAD_N)
     v_fp8 = v.new_empty((B, H, BLOCK_D, num_blocks * PAD_N), dtype=torch.float8_e4m3fn)
     v_scale = torch.empty_like(v_amax)
     wrap_triton(_quantize_v_kernel)[(B * H * num_blocks,)](
         v, v_mean, v_amax, v_fp8, v_scale,  # tensors
         *v.stride(),
-        H, N, num_blocks,  # shape
+        H, N,  # shape
         D, PAD_N, BLOCK_D,  # tile
     )  # fmt: skip
     return v_fp8, v_scale

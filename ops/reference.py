@@ -83,7 +83,7 @@ def attention(
     q, k_int8, k_scale, v, v_scale, v_mean, is_causal: bool, scale: float, n_kv: int,
     granularity: str, block_n: int = 128,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The quantized kernel, which reads `block_n` keys at a time; v is v_fp8, or 16-bit v itself."""
+    """The quantized kernel, reading `block_n` keys at a time; v is v_fp8, or 16-bit v itself."""
     fp8 = v.dtype == torch.float8_e4m3fn
     D, heads = q.shape[3], q.shape[1] // k_int8.shape[1]
     k_int8, k_scale, v = (x.repeat_interleave(heads, 1) for x in (k_int8, k_scale, v))

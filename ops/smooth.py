@@ -23,14 +23,15 @@ CHUNK, BLOCK_N, NUM_WARPS = 256, 8, 2  # H200, 2026-11-21: 1.3x of the bytes' fl
 @triton.jit
 def _partial_kernel(
     X0, X1,  # [B, H, N, D] in, two tensors (the same one twice if there is one)
-    Partial,  # [2, B*H, num_chunks, 3, D] out, fp32: sum, max, min
+    Partial,  # [tensors, B*H, num_chunks, 3, D] out, fp32: sum, max, min
     stride_0b, stride_0h, stride_0n, stride_0d,
     stride_1b, stride_1h, stride_1n, stride_1d,
-    H, N, num_chunks, num_programs,
+    H, N,
     D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Grid: (B * H * num_chunks, tensors). Sum, max and min of CHUNK rows of one head."""
     pid = tl.program_id(0).to(tl.int64)
+    num_chunks = tl.cdiv(N, CHUNK)
     chunk = pid % num_chunks
     b, h = pid // num_chunks // H, pid // num_chunks % H
     n = tl.arange(0, BLOCK_N)
@@ -62,7 +63,7 @@ def _partial_kernel(
             high = tl.maximum(high, tl.where(mask, tile, -float("inf")))
             low = tl.minimum(low, tl.where(mask, tile, float("inf")))
 
-    out = Partial + (tl.program_id(1) * num_programs + pid) * 3 * D + d
+    out = Partial + (tl.program_id(1) * tl.num_programs(0) + pid) * 3 * D + d
     tl.store(out, tl.sum(total, 0), mask=d < D)
     tl.store(out + D, tl.max(high, 0), mask=d < D)
     tl.store(out + 2 * D, tl.min(low, 0), mask=d < D)
@@ -72,11 +73,12 @@ def _partial_kernel(
 def _final_kernel(
     Partial,  # [tensors, B*H, num_chunks, 3, D] in, fp32
     Mean, Amax,  # [tensors, B*H, D] out, fp32
-    N, num_chunks,
-    D: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
+    N,
+    D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tensors * B * H,). Reduce the chunks of one head."""
     head = tl.program_id(0).to(tl.int64)
+    num_chunks = tl.cdiv(N, CHUNK)
     c = tl.arange(0, BLOCK_C)
     d = tl.arange(0, BLOCK_D)
     total = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)
@@ -106,21 +108,24 @@ def smooth(xs: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 def launch(x0: Tensor, x1: Tensor, count: int) -> tuple[Tensor, Tensor]:
     B, H, N, D = x0.shape
+    D = int(D)  # a tile needs a number
+    # Kernels derive their counts from N: an argument that is 1 for short sequences would make
+    # Inductor guard on it, and compile short and long ones apart.
     num_chunks = triton.cdiv(N, CHUNK)
     BLOCK_D = triton.next_power_of_2(D)
-    partial = x0.new_empty((count, B * H, num_chunks, 3, D), dtype=torch.float32)
+    partial = x0.new_empty(count * B * H * num_chunks * 3 * D, dtype=torch.float32)
     mean = x0.new_empty((count, B, H, D), dtype=torch.float32)
     amax = torch.empty_like(mean)
     wrap_triton(_partial_kernel)[(B * H * num_chunks, count)](
         x0, x1, partial,  # tensors
         *x0.stride(), *x1.stride(),
-        H, N, num_chunks, B * H * num_chunks,  # shape
+        H, N,  # shape
         D, CHUNK, BLOCK_N, BLOCK_D,  # tile
         num_warps=NUM_WARPS,
     )  # fmt: skip
     wrap_triton(_final_kernel)[(count * B * H,)](
         partial, mean, amax,  # tensors
-        N, num_chunks,  # shape
-        D, 16, BLOCK_D,  # tile
+        N,  # shape
+        D, CHUNK, 16, BLOCK_D,  # tile
     )  # fmt: skip
     return mean, amax
