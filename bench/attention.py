@@ -299,10 +299,9 @@ def print_crossover(result: dict) -> None:
             found = crossovers(family, op)
             each = ", ".join(f"B*H={heads}: {n or 'never'}" for heads, n in found.items())
             print(f"  {op} D={D}{', causal' * is_causal}: {each}")
-            if all(found.values()):
-                recipe = next(row["recipe"] for row in rows if row["provider"] == op)
-                key = (capability, NAMED[recipe].pv, D, is_causal)
-                print(f"      {key}: {max(found.values())},  # {result['date'][:10]}")
+            recipe = next(row["recipe"] for row in rows if row["provider"] == op)
+            key = (capability, NAMED[recipe].pv, D, is_causal)
+            print(f"      {key}: {[(heads, n) for heads, n in found.items() if n]},")
 
 
 def crossovers(rows: list[dict], op: str) -> dict[int, int | None]:

@@ -126,8 +126,11 @@ def interleave(runners: dict[str, Runner], rounds: int, target_ms: float) -> dic
     so providers take turns, and each runs a third of its turn before its clock starts."""
     repeats = {name: max(1, round(target_ms / burst(r.run, 1))) for name, r in runners.items()}
     times = {name: [] for name in runners}
-    for _ in range(rounds):
-        for name, runner in runners.items():
+    names = list(runners)
+    for turn in range(rounds):
+        # Another order each round: what runs after a hot provider finds a throttled card (5 %).
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            runner = runners[name]
             burst(runner.run, max(1, repeats[name] // 3))
             times[name].append(burst(runner.run, repeats[name]) / len(runner.args))
     return times

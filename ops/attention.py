@@ -94,7 +94,7 @@ def _attention_kernel(
     K_scale += head_kv * (N_pad // 64) * GROUPS
 
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    l = tl.zeros([BLOCK_M, 4], tl.float32)  # a sum per thread of a row; one row sum at the end
+    l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     offset: tl.constexpr = _LOG2_FP8_MAX if FP8 else 0.0
 
@@ -145,8 +145,9 @@ def _attention_kernel(
                         )
                     m_new = tl.maximum(m, tl.max(tl.max(highest, 2), 1))
                 p = tl.exp2(x - (m_new - offset)[:, None, None, None, None])
+                p = p.reshape([BLOCK_M, BLOCK_N])
                 alpha = tl.exp2(m - m_new)
-                l = l * alpha[:, None] + tl.sum(tl.sum(tl.sum(p, 4), 2), 1)
+                l = l * alpha + tl.sum(p, 1)
                 m = m_new
 
                 # -- o = p v ----
@@ -170,12 +171,10 @@ def _attention_kernel(
                         )
                     else:
                         v = tl.load(v_ptrs + row * stride_vn, mask=(d < D)[None, :], other=0.0)
-                    p = p.reshape([BLOCK_M, BLOCK_N]).to(v.dtype)
-                    acc = tl.dot(p, v, acc * alpha[:, None])
+                    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
         q_int8 = tl.zeros([BLOCK_M, BLOCK_D], tl.int8)
 
     # -- epilogue ----
-    l = tl.sum(l, 1)
     o = acc * (1.0 / l)[:, None]
     if FP8:
         v_scale = tl.load(V_scale + head_kv * D + d, mask=d < D, other=0.0)

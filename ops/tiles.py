@@ -47,10 +47,19 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-# (compute capability, pv, largest head_dim, is_causal) -> the shortest N (of queries and of keys)
-# from which the call, with its preparation, beats SDPA in a compiled graph. No row: not worth it.
-CROSSOVER: dict[tuple, int] = {}
+# (compute capability, pv, head_dim, is_causal) -> (B * H_q at least, N of queries and of keys at
+# least) from which the call, with its preparation, is faster than the best of SDPA's backends in a
+# compiled graph by 2 %, there and at every longer N measured. No row: stays SDPA. H200, 2026-11-21,
+# `bench/attention.py --shapes crossover`; the 16-bit recipe never wins there.
+CROSSOVER = {
+    ((9, 0), "fp8", 64, False): [(24, 12288)],
+    ((9, 0), "fp8", 64, True): [(128, 12288), (24, 16384)],
+    ((9, 0), "fp8", 128, False): [(128, 5120), (24, 8192), (8, 12288)],
+    ((9, 0), "fp8", 128, True): [(128, 6144), (24, 8192), (8, 12288)],
+}
 
 
-def crossover(capability: tuple[int, int], pv: str, head_dim: int, is_causal: bool) -> int | None:
-    return CROSSOVER.get((capability, pv, head_dim, is_causal))
+def crossover(
+    capability: tuple[int, int], pv: str, head_dim: int, is_causal: bool
+) -> list[tuple[int, int]]:
+    return CROSSOVER.get((capability, pv, head_dim, is_causal), [])

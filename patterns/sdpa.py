@@ -11,6 +11,7 @@ mixture, and a loop over nodes needs no private API.
 import dataclasses
 import math
 import operator
+import re
 
 import torch
 import torch.nn.functional as F
@@ -103,12 +104,14 @@ def _decide(node, call: dict, settings: Settings) -> tuple[str | None, str]:
     if out.requires_grad:
         return None, "training: the backward recomputes exact attention (sage.force=True overrides)"
     D, is_causal = q.shape[3], call["is_causal"]
-    shortest = tiles.crossover(capability, pv, D, is_causal)
+    heads = q.shape[0] * q.shape[1]
+    rows = tiles.crossover(capability, pv, D, is_causal)
+    shortest = next((N for B_H, N in rows if _at_least(heads, B_H, settings)), None)
     sm = "sm_{}{}".format(*capability)
     what = f"{recipe} with head_dim {D}{', causal' * is_causal} on {sm}"
     if shortest is None:
-        return None, f"never slower: no length was measured from which {what} wins"
-    if not (_at_least(q, shortest, settings) and _at_least(k, shortest, settings)):
+        return None, f"never slower: no length was measured from which {what}, B*H={heads} wins"
+    if not all(_at_least(x.shape[2], shortest, settings) for x in (q, k)):
         return None, f"never slower: {what} wins from N={shortest} (sage.force=True overrides)"
     return recipe, f"N >= {shortest}"
 
@@ -117,13 +120,12 @@ def _named(settings: Settings, default: str) -> str:
     return default if settings.recipe == AUTO else settings.recipe
 
 
-def _at_least(x, length: int, settings: Settings) -> bool:
-    """Is x's sequence that long? A dynamic length is guarded: each side of the crossover gets its
-    own graph. An exported program has one graph for all, chosen by the example's length."""
-    n = x.shape[2]
+def _at_least(n, least: int, settings: Settings) -> bool:
+    """n >= least. A dynamic n is guarded: each side of the crossover gets its own graph. An
+    exported program has one graph for all, chosen by the example's sizes."""
     if settings.portable and isinstance(n, torch.SymInt):
         n = n.node.hint
-    return bool(n >= length)
+    return bool(n >= least)
 
 
 def _why_not(node, call: dict) -> str | None:
@@ -217,12 +219,13 @@ def _site(node, call: dict, recipe: str | None, reason: str) -> Site:
 
 
 def _module(node) -> str:
-    """``layers.0.attn`` of ``L['self'].layers[0].attn``, from the innermost module entered."""
+    """``layers.0.attn``, of Dynamo's ``L['self'].layers[0].attn`` or (under a module's own
+    __getattr__) ``L['self'].__dict__['_modules']['layers'][0].attn``: the innermost one entered."""
     stack = node.meta.get("nn_module_stack") or {"": ("", None)}
-    path = list(stack.values())[-1][0].removeprefix("L['self']").removeprefix("L['fn']")
-    for old, new in (("._modules", ""), ("['", "."), ("']", ""), ("[", "."), ("]", "")):
-        path = path.replace(old, new)
-    return path.strip(".")
+    names = re.findall(r"\w+", list(stack.values())[-1][0])
+    if names[:2] in (["L", "self"], ["L", "fn"]):
+        names = names[2:]
+    return ".".join(name for name in names if name not in ("__dict__", "_modules"))
 
 
 def _mask(call: dict) -> str:

@@ -152,14 +152,24 @@ def _policy(device: torch.device) -> str:
         (site,) = sage_inductor.explain(attention, *inputs, options={"sage.force": True})
     if not site.rewritten:
         return f"SDPA: {site.reason}"
-    capability, pv = tiles.capability(device), recipes.NAMED[site.recipe].pv
-    lengths = []
+    rows = _crossovers(tiles.capability(device), recipes.NAMED[site.recipe].pv)
+    if not rows:
+        return f"SDPA: no length was measured from which {site.recipe} is faster on this device"
+    return f"{site.recipe} where it was measured to be faster, else SDPA" + "".join(
+        f"\n    {row}" for row in rows
+    )
+
+
+def _crossovers(capability: tuple[int, int], pv: str) -> list[str]:
+    """From where a recipe is chosen, a line for each kind of call."""
+    rows = []
     for head_dim in HEAD_DIMS:
         for is_causal in (False, True):
-            shortest = tiles.crossover(capability, pv, head_dim, is_causal)
-            what = f"head_dim {head_dim}{', causal' * is_causal}"
-            lengths.append(f"{what}: " + (f"from N={shortest}" if shortest else "SDPA"))
-    return f"{site.recipe}, where it was measured to be faster ({'; '.join(lengths)})"
+            found = tiles.crossover(capability, pv, head_dim, is_causal)
+            lengths = ", ".join(f"N={n} with B*H >= {heads}" for heads, n in reversed(found))
+            if lengths:
+                rows.append(f"head_dim {head_dim}{', causal' * is_causal}: from {lengths}")
+    return rows
 
 
 # -- demo ----

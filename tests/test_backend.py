@@ -225,7 +225,9 @@ def test_config_patch_is_a_decorator_and_restores():
 def test_config_refuses_unknown_names_and_wrong_types():
     with pytest.raises(AttributeError, match="config.recpie does not exist: did you mean .*recipe"):
         config.recpie = "sage1"
-    with pytest.raises(AttributeError, match="config.emulat does not exist: did you mean .*emulate"):
+    with pytest.raises(
+        AttributeError, match="config.emulat does not exist: did you mean .*emulate"
+    ):
         config.patch(emulat=True)
     with pytest.raises(ValueError, match="config.force must be True or False, got 'yes'"):
         config.force = "yes"

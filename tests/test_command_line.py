@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from sage_inductor.__main__ import _crossovers
 from sage_inductor.ops import recipe as recipes
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what is said without a GPU")
@@ -61,6 +62,11 @@ def test_doctor_names_versions_and_runs_every_recipe():
     errors = re.findall(r"^ +(\S+) +(64|128) +(yes|no) +0\.0\d+$", result.stdout, re.M)
     assert len(errors) == 4 * len(recipes.NAMED), result.stdout
     assert "recipe 'auto': SDPA: on CPU attention stays SDPA" in result.stdout
+
+
+def test_doctor_says_from_which_lengths_a_recipe_is_chosen():
+    assert _crossovers((9, 0), "fp8")[0].startswith("head_dim 64: from N=")
+    assert _crossovers((8, 0), "16bit") == []
 
 
 @on_cpu

@@ -18,6 +18,8 @@ from sage_inductor.ops.quantize import _quantize_k_kernel, _quantize_v_kernel
 from sage_inductor.ops.smooth import _final_kernel, _partial_kernel
 
 ARCHITECTURES = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
+
+
 def compile_kernel(kernel, architecture, constexprs, types, **options):
     """Compile as the JIT would: strides and padded sizes divisible by 16, pointers aligned."""
     signature, constants, attributes = {}, {}, {}

@@ -96,7 +96,12 @@ def run_in_python(package, inputs, device, folder):
 
 def build_runner(folder, cuda):
     root = Path(torch.__file__).parent
-    libraries = ["-ltorch_cpu", *(["-ltorch_cuda", "-lc10_cuda"] if cuda else []), "-lc10", "-ltorch"]
+    libraries = [
+        "-ltorch_cpu",
+        *(["-ltorch_cuda", "-lc10_cuda"] if cuda else []),
+        "-lc10",
+        "-ltorch",
+    ]
     subprocess.run(
         ["g++", "-std=c++20", "-O0", RUNNER, "-o", folder / "runner", f"-I{root}/include",
          f"-I{root}/include/torch/csrc/api/include", f"-L{root}/lib", f"-Wl,-rpath,{root}/lib",

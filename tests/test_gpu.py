@@ -12,9 +12,16 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 import sage_inductor
-from sage_inductor.ops import attention, attention_capped, quantize_k, quantize_v, reference, smooth
+from sage_inductor.ops import (
+    attention,
+    attention_capped,
+    quantize_k,
+    quantize_v,
+    reference,
+    smooth,
+    tiles,
+)
 from sage_inductor.ops import recipe as recipes
-from sage_inductor.ops import tiles
 
 pytestmark = pytest.mark.gpu
 
@@ -91,7 +98,18 @@ def test_kernel_equals_its_emulation(op, recipe, is_causal, shape):
             v, v_scale = quantize_v(v, mean[1], amax[1])
         else:
             v_scale = mean[1]
-        args = (q, k_int8, k_scale, v, v_scale, mean[1], is_causal, scale, k.shape[2], r.granularity)
+        args = (
+            q,
+            k_int8,
+            k_scale,
+            v,
+            v_scale,
+            mean[1],
+            is_causal,
+            scale,
+            k.shape[2],
+            r.granularity,
+        )
         out, lse = op(*args, True)
         out_ref, lse_ref = reference.attention(*args, block_n=tile.BLOCK_N)
         assert relative(out, out_ref) < 1e-3
@@ -270,7 +288,9 @@ def test_training_gradients_equal_exact_attention():
     )
     actual = torch.autograd.grad(compiled(q, k, v), (q, k, v), cotangent)
     expected = torch.autograd.grad(
-        F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True), (q, k, v), cotangent
+        F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
+        (q, k, v),
+        cotangent,
     )
     assert len(sage_inductor.report().rewritten) == 1
     for a, e in zip(actual, expected):

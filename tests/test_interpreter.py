@@ -2,8 +2,8 @@
 
 Run as ``TRITON_INTERPRET=1 pytest tests/test_interpreter.py``. The interpreter (Triton 3.7) cannot
 multiply bf16 matrices, does not fuse tl.fma, and rounding to FP8 drops the carry (127 becomes 64)
-and truncates subnormals, so 16-bit means fp16 here, INT8 codes may differ by one and FP8 is compared loosely; a GPU
-compares exactly (test_gpu.py).
+and truncates subnormals, so 16-bit means fp16 here, INT8 codes may differ by one and FP8 is
+compared loosely; a GPU compares exactly (test_gpu.py).
 """
 
 import os

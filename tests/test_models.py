@@ -270,9 +270,6 @@ def test_a_model_is_one_graph_with_its_attention_rewritten_and_its_output_kept(c
 @torch.no_grad()
 def test_a_site_is_named_by_the_module_that_makes_the_call(case, request):
     model, inputs = build(case, request)
-    if case.library == "diffusers":  # their models' own __getattr__ shows in Dynamo's paths
-        reason = "the paths keep Dynamo's .__dict__['_modules'] (patterns/sdpa.py: _module)"
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     report = sage_inductor.explain(model, options=EMULATE, **inputs)
     for site in report:
         assert "att" in type(model.get_submodule(site.module)).__name__.lower(), site.module

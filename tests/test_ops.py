@@ -49,7 +49,9 @@ def test_opcheck_of_the_pieces():
         before = [x.clone() for x in args if isinstance(x, torch.Tensor)]
         attention(*args, True)
         after = [x for x in args if isinstance(x, torch.Tensor)]
-        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(before, after))
+        assert all(
+            torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(before, after)
+        )
 
 
 def checks(recipe):

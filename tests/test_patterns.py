@@ -89,7 +89,9 @@ getitem = getitem(sdpa_default, 0)""",
         )
 
     def test_fp8_recipe_opens_into_smooth_quantize_attention(self):
-        self.assertExpectedInline(calls(opened("sage2-8b")), """\
+        self.assertExpectedInline(
+            calls(opened("sage2-8b")),
+            """\
 smooth = sage.smooth.default([k_1, v_1])
 getitem = getitem(smooth, 0)
 getitem_1 = getitem(smooth, 1)
@@ -118,10 +120,13 @@ _unsafe_view = aten._unsafe_view.default(bmm, [2, 4, 1, 32, 1])
 view_3 = aten.view.default(_unsafe_view, [2, 4, 32, 1])
 select_3 = aten.select.int(view_3, 3, 0)
 mul = aten.mul.Tensor(select_3, 0.125)
-add = aten.add.Tensor(getitem_7, mul)""")
+add = aten.add.Tensor(getitem_7, mul)""",
+        )
 
     def test_16bit_recipe_opens_into_smooth_quantize_attention(self):
-        self.assertExpectedInline(calls(opened("sage1")), """\
+        self.assertExpectedInline(
+            calls(opened("sage1")),
+            """\
 smooth = sage.smooth.default([k_1])
 getitem = getitem(smooth, 0)
 getitem_1 = getitem(smooth, 1)
@@ -145,7 +150,8 @@ _unsafe_view = aten._unsafe_view.default(bmm, [2, 4, 1, 32, 1])
 view_3 = aten.view.default(_unsafe_view, [2, 4, 32, 1])
 select_1 = aten.select.int(view_3, 3, 0)
 mul = aten.mul.Tensor(select_1, 0.125)
-add = aten.add.Tensor(getitem_5, mul)""")
+add = aten.add.Tensor(getitem_5, mul)""",
+        )
 
 
 def opened(recipe) -> torch.fx.Graph:

@@ -22,7 +22,9 @@ def qkv(B=1, H_q=2, H_kv=2, N_q=200, N_kv=300, D=64, dtype=torch.float32):
 
 
 def emulate(q, k, v, is_causal, scale, recipe):
-    return torch.ops.sage.sdpa(q, k, v, is_causal, scale, recipes.NAMED[recipe].encode(), True, True)
+    return torch.ops.sage.sdpa(
+        q, k, v, is_causal, scale, recipes.NAMED[recipe].encode(), True, True
+    )
 
 
 def relative_l1(actual, expected):
@@ -123,8 +125,12 @@ def test_one_level_of_block_n_does_not_change_what_is_computed():
     mean, _ = reference.smooth([k])
     k_int8, k_scale = reference.quantize_k(k, mean[0], "per_block")
     args = (q, k_int8, k_scale, v, None, None, True, 0.1, 300, "per_block")
-    for a, b in zip(reference.attention(*args, block_n=64), reference.attention(*args, block_n=128)):
-        assert_close(a, b, rtol=2e-2, atol=2e-3)  # p rounded to bf16 against another running maximum
+    for a, b in zip(
+        reference.attention(*args, block_n=64), reference.attention(*args, block_n=128)
+    ):
+        assert_close(
+            a, b, rtol=2e-2, atol=2e-3
+        )  # p rounded to bf16 against another running maximum
 
 
 def test_lse_merges_two_halves_of_the_keys():
