@@ -1,6 +1,7 @@
 """How it is measured: inputs, accuracy against float64, and time from replayed CUDA graphs."""
 
 import math
+import random
 import statistics
 
 import torch
@@ -129,7 +130,7 @@ def interleave(runners: dict[str, Runner], rounds: int, target_ms: float) -> dic
     names = list(runners)
     for turn in range(rounds):
         # Another order each round: what runs after a hot provider finds a throttled card (5 %).
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+        for name in random.Random(turn).sample(names, len(names)):
             runner = runners[name]
             burst(runner.run, max(1, repeats[name] // 3))
             times[name].append(burst(runner.run, repeats[name]) / len(runner.args))

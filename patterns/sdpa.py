@@ -103,7 +103,7 @@ def _decide(node, call: dict, settings: Settings) -> tuple[str | None, str]:
         return recipe, "forced"
     if out.requires_grad:
         return None, "training: the backward recomputes exact attention (sage.force=True overrides)"
-    D, is_causal = q.shape[3], call["is_causal"]
+    D, is_causal = int(q.shape[3]), call["is_causal"]  # a dynamic head_dim is specialised
     heads = q.shape[0] * q.shape[1]
     rows = tiles.crossover(capability, pv, D, is_causal)
     shortest = next((N for B_H, N in rows if _at_least(heads, B_H, settings)), None)

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from sage_inductor.ops import recipe as recipes
+from sage_inductor.ops import tiles
 from sage_inductor.ops.sdpa import compose
 from sage_inductor.patterns import Settings, rewrite
 
@@ -313,3 +314,66 @@ def test_every_use_of_the_call_follows_the_new_node():
     gm.graph.lint()
     (node,) = gm.graph.find_nodes(op="call_function", target=operator.getitem)
     assert len(node.users) == 3
+
+
+# -- what the crossover decides, on tensors of a GPU that is not there ----
+
+
+def decide(shape, capability, monkeypatch, is_causal=False, requires_grad=False, **settings):
+    monkeypatch.setattr(tiles, "capability", lambda device: capability)
+    graph = torch.fx.Graph()
+    with FakeTensorMode():
+        B, H_q, H_kv, N, D = shape
+        values = [
+            torch.empty(B, N, H, D, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+            for H in (H_q, H_kv, H_kv)
+        ]
+        out = torch.empty_like(values[0]).requires_grad_(requires_grad)
+    nodes = [graph.placeholder(name) for name in "qkv"]
+    for node, value in zip(nodes, values):
+        node.meta["example_value"] = value
+    call = graph.call_function(
+        F.scaled_dot_product_attention, tuple(nodes), {"is_causal": is_causal, "enable_gqa": True}
+    )
+    call.meta["example_value"] = out
+    graph.output(call)
+    (site,) = rewrite(torch.fx.GraphModule({}, graph), Settings(**settings))
+    return site
+
+
+def test_every_row_of_the_crossover_table_decides_at_its_length(monkeypatch):
+    for (capability, _, D, is_causal), rows in tiles.CROSSOVER.items():
+        for heads, N in rows:
+            for n, expected in ((N, True), (N - 1, False)):
+                longer = [m for h, m in rows if h <= heads and m < n]
+                site = decide((1, heads, heads, n, D), capability, monkeypatch, is_causal)
+                assert site.rewritten == (expected or bool(longer)), (heads, n, site.reason)
+
+
+@pytest.mark.parametrize(
+    "shape, capability, settings, recipe, reason",
+    [
+        ((4, 32, 32, 16384, 128), (9, 0), {}, "sage2-8b", "N >= 5120"),
+        ((4, 32, 8, 16384, 128), (9, 0), {}, "sage2-8b", "N >= 5120"),
+        ((1, 4, 4, 65536, 128), (9, 0), {}, None, "never slower: no length .* B\\*H=4 wins"),
+        ((4, 32, 32, 16384, 96), (9, 0), {}, None, "never slower: no length"),
+        ((4, 32, 32, 1024, 128), (9, 0), {}, None, "never slower: .* wins from N=5120"),
+        ((4, 32, 32, 1024, 128), (9, 0), {"force": True}, "sage2-8b", "forced"),
+        ((4, 32, 32, 16384, 128), (8, 9), {}, None, "on sm_89"),
+        ((4, 32, 32, 16384, 128), (8, 6), {"force": True}, "sage1", "forced"),
+        ((4, 32, 32, 16384, 128), (12, 0), {"force": True}, "sage2-8b", "forced"),
+        ((4, 32, 32, 16384, 128), (8, 6), {"force": True, "recipe": "sage2-8b"}, None,
+         "no kernel for pv='fp8' on compute capability"),
+        ((4, 32, 32, 16384, 128), (7, 5), {"force": True}, None, "no kernel for pv='16bit'"),
+    ],
+)  # fmt: skip
+def test_what_auto_does_on_a_gpu(shape, capability, settings, recipe, reason, monkeypatch):
+    site = decide(shape, capability, monkeypatch, **settings)
+    assert site.recipe == recipe and re.search(reason, site.reason), site.reason
+
+
+def test_training_stays_sdpa_unless_forced(monkeypatch):
+    shape = (4, 32, 32, 16384, 128)
+    site = decide(shape, (9, 0), monkeypatch, requires_grad=True)
+    assert not site.rewritten and site.reason.startswith("training")
+    assert decide(shape, (9, 0), monkeypatch, requires_grad=True, force=True).rewritten
