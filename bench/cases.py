@@ -46,7 +46,7 @@ class Plan:
 
     cases: tuple[Case, ...]
     providers: tuple[str, ...] = ALL
-    rounds: int = 5
+    rounds: int = 6
     target_ms: float = 40.0
     dynamic: bool = False  # compile once per table, with N symbolic, instead of once per case
 
