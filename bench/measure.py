@@ -123,7 +123,7 @@ class Runner:
 
 def interleave(runners: dict[str, Runner], rounds: int, target_ms: float) -> dict[str, list[float]]:
     """ms per call of each runner in each round. A card at its power limit slows down as it warms,
-    so providers take turns, in `order`, and each runs a third of its turn before its clock starts."""
+    so providers take turns, in `order`, and run a third of a turn before their clock starts."""
     repeats = {name: max(1, round(target_ms / burst(r.run, 1))) for name, r in runners.items()}
     times = {name: [] for name in runners}
     names = list(runners)
