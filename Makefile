@@ -16,7 +16,8 @@ demo: $(INSTALLED)
 	$(BIN)/python -m sage_inductor demo
 
 test: lint
-	$(BIN)/python -m pytest -v --durations=15 --show-capture=stdout -m "not gpu"
+	$(BIN)/python -m pytest -v --durations=15 --show-capture=stdout -m "not gpu" \
+		--ignore tests/test_interpreter.py
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -v --show-capture=stdout tests/test_interpreter.py
 
 lint: $(INSTALLED)
