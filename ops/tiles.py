@@ -50,7 +50,7 @@ def capability(device: torch.device) -> tuple[int, int]:
 # (compute capability, pv, head_dim, is_causal) -> (B * H_q at least, N of queries and of keys at
 # least) from which the call, with its preparation, is faster than the best of SDPA's backends in a
 # compiled graph by 2 %, there and at every longer N measured. No row: stays SDPA. H200, 2026-11-21,
-# `bench/attention.py --shapes crossover`; the 16-bit recipe never wins there.
+# `bench/attention.py --shapes crossover`; the 16-bit kernel alone is slower than cuDNN there.
 CROSSOVER = {
     ((9, 0), "fp8", 64, False): [(24, 12288)],
     ((9, 0), "fp8", 64, True): [(128, 12288), (24, 16384)],

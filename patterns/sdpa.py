@@ -232,7 +232,7 @@ def _mask(call: dict) -> str:
     if call["attn_mask"] is None:
         return "causal" if call["is_causal"] is True else "none"
     mask = _value(call["attn_mask"])
-    return f"{str(mask.dtype).removeprefix('torch.')}{list(_dims(mask))}"
+    return f"{str(getattr(mask, 'dtype', '?')).removeprefix('torch.')}{list(_dims(mask))}"
 
 
 def _dims(x) -> tuple:
