@@ -116,7 +116,11 @@ def explain(model, *args, options: dict | None = None, **kwargs) -> reports.Repo
 class SagePass(CustomGraphPass):
     """The same rewrite as Inductor's ``pre_grad_custom_pass``, for ``backend="inductor"``.
 
-    Installed while ``sage_inductor.config.enabled`` is set; reads the config when it runs."""
+    Installed while ``sage_inductor.config.enabled`` is set; reads the config when it runs.
+    timing_before: what ``pre_grad_pass_timing`` was before, to be put back."""
+
+    def __init__(self, timing_before: str | None = None):
+        self.timing_before = timing_before
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         gm = graph.owning_module
@@ -157,12 +161,15 @@ def install_pass(on: bool) -> None:
         passes = current.passes
     else:
         passes = list(current) if isinstance(current, (list, tuple)) else [current]
-    passes = [each for each in passes if not isinstance(each, SagePass)] + [SagePass()] * on
+    installed = [each for each in passes if isinstance(each, SagePass)]
+    timing = getattr(inductor_config, "pre_grad_pass_timing", None)  # not in torch 2.11
+    ours = installed[0] if installed else SagePass(timing)
+    passes = [each for each in passes if each is not ours] + [ours] * on
     inductor_config.pre_grad_custom_pass = (
         PassList(passes) if len(passes) > 1 else passes[0] if passes else None
     )
-    if hasattr(inductor_config, "pre_grad_pass_timing"):
-        inductor_config.pre_grad_pass_timing = "early" if on else "default"
+    if timing is not None:
+        inductor_config.pre_grad_pass_timing = "early" if on else ours.timing_before
 
 
 if config.enabled:  # SAGE_INDUCTOR_ENABLED

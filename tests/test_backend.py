@@ -265,6 +265,17 @@ def test_enabled_rewrites_under_inductor_beside_the_users_pass():
     assert_close(exact, F.scaled_dot_product_attention(q, k, v))
 
 
+def test_enabled_puts_inductors_timing_back():
+    inductor = torch._inductor.config
+    if not hasattr(inductor, "pre_grad_pass_timing"):
+        pytest.skip("torch 2.11 has no pre_grad_pass_timing")
+    with inductor.patch(pre_grad_pass_timing="late"):
+        with config.patch(enabled=True), config.patch(enabled=True):
+            assert inductor.pre_grad_pass_timing == "early"
+        assert inductor.pre_grad_pass_timing == "late"
+    assert inductor.pre_grad_custom_pass is None
+
+
 def test_enabled_with_other_settings_is_not_served_from_the_cache():
     q, k, v = (torch.randn(1, 2, 64, 64) for _ in range(3))
     f = torch.compile(F.scaled_dot_product_attention, backend="inductor")
