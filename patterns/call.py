@@ -1,0 +1,78 @@
+"""One attention call, whoever spells it, in the terms of scaled_dot_product_attention.
+
+A finder (sdpa.py, handwritten.py, modules.py, flex.py) looks at one node of a graph and returns the
+`Call` that it anchors, or None. What a replacement needs beside the graph's own nodes (a transpose,
+a projection) the finder inserts before the anchor with an `Emitter`; a call that stays as it was
+loses them again, and its graph is what it was.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+
+class Emitter:
+    """Inserts calls before `anchor`, with the values the graph carries for its own."""
+
+    def __init__(self, anchor: Node):
+        self.anchor = anchor
+        self.nodes = []
+        self.key = "val" if "val" in anchor.meta else "example_value"
+
+    def __call__(self, target: Callable, *args, **kwargs) -> Node:
+        """``target(*args, **kwargs)``; nodes stand for their values."""
+        value = target(*map_arg(args, value_of), **map_arg(kwargs, value_of))
+        with self.anchor.graph.inserting_before(self.anchor):
+            node = self.anchor.graph.call_function(target, args, kwargs)
+        kept = ("nn_module_stack", "stack_trace", "source_fn_stack")
+        node.meta = {name: self.anchor.meta[name] for name in kept if name in self.anchor.meta}
+        node.meta[self.key] = value
+        self.nodes.append(node)
+        return node
+
+    def undo(self) -> None:
+        for node in reversed(self.nodes):
+            node.graph.erase_node(node)
+        self.nodes.clear()
+
+
+@dataclasses.dataclass
+class Call:
+    """q [B, H_q, N_q, D], k [B, H_kv, N_kv, D], v [B, H_kv, N_kv, D_v]: nodes of the graph."""
+
+    node: Node  # its uses become `finish(out)`
+    spelling: str  # "SDPA", "softmax", "nn.MultiheadAttention", "flex_attention", ...
+    emit: Emitter
+    q: Node
+    k: Node
+    v: Node
+    out: torch.Tensor  # the value attention returns: [B, H_q, N_q, D_v]
+    attn_mask: Node | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+    finish: Callable[[Node], Node] = lambda out: out  # from attention's output to `node`'s value
+    refused: str | None = None  # why this call cannot be written as SDPA
+
+
+def value_of(x):
+    """The fake tensor a node stands for (Dynamo: ``example_value``, torch.export: ``val``)."""
+    if not isinstance(x, Node):
+        return x
+    return x.meta["val"] if "val" in x.meta else x.meta.get("example_value")
+
+
+def op_name(node) -> str:
+    """``matmul`` of ``torch.matmul``, ``@``, ``Tensor.matmul`` and ``aten.matmul.default`` alike;
+    "" for what is not a call."""
+    if not isinstance(node, Node) or node.op not in ("call_function", "call_method"):
+        return ""
+    if node.op == "call_method":
+        return node.target
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.name.split("::")[1]
+    return getattr(node.target, "__name__", "")
