@@ -21,9 +21,10 @@ from measure import draw
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from sage_inductor.ops import quantize_k, quantize_v, reference, smooth, tiles
+from sage_inductor.ops import reference, tiles
 from sage_inductor.ops.recipe import NAMED
-from sage_inductor.ops.sdpa import _attention
+from sage_inductor.ops.sdpa import kernel
+from sage_inductor.ops.sdpa import prepare as prepare_kv
 
 EAGER = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 # strict: a call that stays SDPA is an error, not a row that flatters or slanders us.
@@ -95,17 +96,13 @@ def _kernel(is_causal: bool, name: str) -> Provider:
     recipe = NAMED[name]
 
     def prepare(q, k, v):
-        fp8 = recipe.pv == "fp8"
-        mean, amax = smooth([k, v] if fp8 else [k])
-        quantized_k = quantize_k(k, mean[0], recipe.granularity)
-        if fp8:
-            return q, *quantized_k, *quantize_v(v, mean[1], amax[1]), mean[1]
-        return q, *quantized_k, v, mean[0], mean[0]  # the last two are not read
+        return q, *prepare_kv(k, v, None, recipe)[:-1]
 
     def call(q, k_int8, k_scale, v, v_scale, v_mean):
-        return _attention(q, recipe.pv, portable=False)(
-            q, k_int8, k_scale, v, v_scale, v_mean, is_causal, q.shape[3] ** -0.5, q.shape[2],
-            recipe.granularity, False,
+        op, _ = kernel(q.device, recipe.pv, q.shape[3], masked=False, portable=False)
+        return op(
+            q, k_int8, k_scale, v, v_scale, v_mean, None, None, None, 0 if is_causal else None,
+            False, q.shape[3] ** -0.5, q.shape[2], recipe.granularity, False,
         )[0]  # fmt: skip
 
     return Provider(f"{name} kernel", call, prepare, name)
@@ -115,7 +112,7 @@ def gate(D: int, is_causal: bool, name: str, device: torch.device) -> float:
     """The kernel's distance from its bit-faithful emulation, ||o - e|| / ||e||, the larger of
     normal and outlier inputs: grouped heads, a tail, and no full tile for the first causal rows."""
     recipe, provider = NAMED[name], _kernel(is_causal, name)
-    block_n = tiles.tile(tiles.capability(device), recipe.pv, D).BLOCK_N
+    block_n = tiles.tile(tiles.capability(device), recipe.pv, D, masked=False).BLOCK_N
     errors = []
     for kind in ("normal", "outlier"):
         q, k, v = draw(Case(1, 4, 2, 300, D, is_causal), kind, device)
@@ -123,8 +120,9 @@ def gate(D: int, is_causal: bool, name: str, device: torch.device) -> float:
         with _poisoned_empty():
             out = provider.call(*args)
         emulated, _ = reference.attention(
-            *args, is_causal, D**-0.5, q.shape[2], recipe.granularity, block_n
-        )
+            *args, None, None, None, 0 if is_causal else None, False, D**-0.5, q.shape[2],
+            recipe.granularity, block_n,
+        )  # fmt: skip
         emulated = emulated.double()
         errors.append(((out.double() - emulated).norm() / emulated.norm()).item())
     # max() would skip a NaN.

@@ -9,6 +9,10 @@
 * Two-level accumulation: FP8 tensor cores add up in 13 mantissa bits, so each tile's product is
   taken from zero and added to an fp32 accumulator. On v with a mean, one level is 28x worse at 8K
   keys and 85x at 32K; random normal v hides it.
+* Query i sees keys i - LEFT .. i + RIGHT (-1: no bound), counted from the first query and the first
+  key, or (BOTTOM_RIGHT) from the last of both; and what the mask shows it. Whole tiles out of sight
+  are not read: `Seen` (mask.py) tells from where to where a tile of queries reads.
+* A row that sees nothing is 0, its lse -inf.
 * p's columns are reordered inside a thread (`reference.interleave`) instead of exchanged between
   threads; v_fp8 is stored in that order.
 
@@ -25,7 +29,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sage_inductor.ops import reference, tiles
 from sage_inductor.ops.quantize import abs_bits, int8_scale, to_int8
-from sage_inductor.ops.reference import LOG2E
+from sage_inductor.ops.reference import LOG2E, pad_head_dim
 
 _LOG2E = tl.constexpr(LOG2E)
 _LN2 = tl.constexpr(1 / LOG2E)
@@ -36,23 +40,32 @@ _LOG2_FP8_MAX = tl.constexpr(8.807354922057604)  # p uses all of E4M3: exp2(x - 
 def _attention_kernel(
     Q,  # [B, H_q, N_q, D] in, 16-bit
     K, K_scale,  # [B, H_kv, N_pad, BLOCK_D] int8, [B, H_kv, N_pad / 64, GROUPS]
-    V, V_scale, V_mean,  # FP8: [B, H_kv, BLOCK_D, N_pad], [B, H_kv, D] twice
-    # 16-bit: V [B, H_kv, N_kv, D], the other two unread. TMA: K and FP8 V are 2-D descriptors
-    Out, Lse,  # [B, H_q, N_q, D], [B, H_q, N_q] fp32
+    V, V_scale, V_mean,  # FP8: [B, H_kv, BLOCK_DV, N_pad], [B, H_kv, D_V] twice
+    # 16-bit: V [B, H_kv, N_kv, D_V], the other two unread. TMA: K and FP8 V are 2-D descriptors
+    Mask,  # [B or 1, H_q or 1, N_q or 1, N_kv] uint8 (bool) or floating (additive)
+    Seen,  # [B or 1, H_q or 1, tiles or 1, N_kv] uint8: mask.summarize
+    Out, Lse,  # [B, H_q, N_q, D_V], [B, H_q, N_q] fp32
     stride_qb, stride_qh, stride_qn, stride_qd,
     stride_vb, stride_vh, stride_vn, stride_vd,
+    stride_mb, stride_mh, stride_mm, stride_mn,
+    stride_sb, stride_sh, stride_sm,
     stride_ob, stride_oh, stride_on,
     H_q, H_kv, N_q, N_kv, N_pad,
-    D: tl.constexpr, SCALE: tl.constexpr, IS_CAUSAL: tl.constexpr,
+    D: tl.constexpr, D_V: tl.constexpr, SCALE: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
+    MASK: tl.constexpr, ADDITIVE: tl.constexpr,  # MASK: 0 none, 1 one row for all, 2 a row each
     FP8: tl.constexpr, GROUPS: tl.constexpr, TMA: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, NUM_STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid: (B * H_q * cdiv(N_q, BLOCK_M),): BLOCK_M rows of one head. Heads one after the other,
     so that k and v stay in L2; within a causal head the longest rows go first."""
+    MAY_BE_EMPTY: tl.constexpr = MASK > 0 or LEFT >= 0 or BOTTOM_RIGHT  # rows that see no key
+    FIRST_PART: tl.constexpr = 2 if MASK > 0 else (0 if LEFT >= 0 else 1)
     num_tiles = tl.cdiv(N_q, BLOCK_M)
     head = tl.program_id(0) // num_tiles
     tile = tl.program_id(0) - head * num_tiles
-    if IS_CAUSAL:
+    if RIGHT >= 0:
         tile = num_tiles - 1 - tile
     b, h = head // H_q, head % H_q
     h_kv = h // (H_q // H_kv)
@@ -61,6 +74,7 @@ def _attention_kernel(
     row0 = tile * BLOCK_M
     rows = row0 + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, BLOCK_DV)
     n = tl.arange(0, BLOCK_N)
 
     # -- q: load and quantize ----
@@ -84,30 +98,60 @@ def _attention_kernel(
     # -- where k and v are ----
     if TMA:
         k_row = (head_kv * N_pad).to(tl.int32)
-        v_row = (head_kv * BLOCK_D).to(tl.int32)
+        v_row = (head_kv * BLOCK_DV).to(tl.int32)
     else:
         k_ptrs = K + head_kv * N_pad * BLOCK_D + n[:, None] * BLOCK_D + d[None, :]
         if FP8:
-            v_ptrs = V + head_kv * BLOCK_D * N_pad + d[:, None] * N_pad + n[None, :]
+            v_ptrs = V + head_kv * BLOCK_DV * N_pad + dv[:, None] * N_pad + n[None, :]
     if not FP8:
-        v_ptrs = V + b * stride_vb + h_kv * stride_vh + d[None, :] * stride_vd
+        v_ptrs = V + b * stride_vb + h_kv * stride_vh + dv[None, :] * stride_vd
     K_scale += head_kv * (N_pad // 64) * GROUPS
+
+    # -- which tiles: begin .. end, and of them whole .. whole_end without a mask ----
+    begin, end = 0, N_kv
+    if MASK > 0:
+        Seen += b * stride_sb + h * stride_sh + (tile * stride_sm if MASK == 2 else 0)
+        begin, end = N_kv, 0
+        for start in range(0, N_kv, 1024):
+            column = start + tl.arange(0, 1024)
+            reached = tl.load(Seen + column, mask=column < N_kv, other=0) != 0
+            begin = tl.minimum(begin, tl.min(tl.where(reached, column, N_kv)))
+            end = tl.maximum(end, tl.max(tl.where(reached, column + 1, 0)))
+        mask_ptrs = Mask + b * stride_mb + h * stride_mh + n[None, :].to(tl.int64) * stride_mn
+        if MASK == 2:
+            mask_ptrs = mask_ptrs + rows.to(tl.int64)[:, None] * stride_mm
+    diagonal = row0  # the key at the first row's place
+    if BOTTOM_RIGHT:
+        diagonal += N_kv - N_q
+    whole, whole_end = 0, N_kv // BLOCK_N
+    if LEFT >= 0:
+        begin = tl.maximum(begin, diagonal - LEFT)
+        whole = tl.cdiv(tl.maximum(diagonal + BLOCK_M - 1 - LEFT, 0), BLOCK_N)
+    if RIGHT >= 0:
+        end = tl.minimum(end, diagonal + BLOCK_M + RIGHT)
+        whole_end = tl.maximum(tl.minimum(N_kv, diagonal + 1 + RIGHT), 0) // BLOCK_N
+    begin = begin // BLOCK_N
+    end = tl.cdiv(tl.maximum(end, 0), BLOCK_N)
 
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     offset: tl.constexpr = _LOG2_FP8_MAX if FP8 else 0.0
 
     # This loop runs once. As its argument q_int8 stays in shared memory; an operand that Triton
     # sees computed in registers stays there, 16 a thread, and at the cap they are spilled (H200,
     # 8K keys: 823 against 773 TFLOP/s).
     for _ in tl.range(0, tl.minimum(N_kv, 1), num_stages=1):
-        # Tiles that every row sees whole, then those that need a mask (the diagonal, the tail).
-        visible = tl.minimum(N_kv, row0 + BLOCK_M) if IS_CAUSAL else N_kv
-        num_full = (tl.minimum(N_kv, row0 + 1) if IS_CAUSAL else N_kv) // BLOCK_N
-        for masked in tl.static_range(2):
-            lo = num_full if masked else 0
-            hi = tl.cdiv(visible, BLOCK_N) if masked else num_full
+        # Part 0: the tiles left of the whole ones, which need a mask; 1: the whole ones; 2: those
+        # right of them (the diagonal, the tail), or all of them if there is a mask.
+        for part in tl.static_range(FIRST_PART, 3):
+            masked = part != 1
+            if part == 0:
+                lo, hi = begin, tl.minimum(whole, end)
+            elif part == 1:
+                lo, hi = whole, whole_end
+            else:
+                lo, hi = begin if MASK > 0 else tl.maximum(whole, whole_end), end
             for j in tl.range(lo, hi, num_stages=NUM_STAGES):
                 # -- s = q k^T, with its scales ----
                 if TMA:
@@ -130,10 +174,24 @@ def _attention_kernel(
                 if masked:
                     column = j * BLOCK_N + n
                     keep = (column < N_kv)[None, :]
-                    if IS_CAUSAL:
-                        keep = keep & (column[None, :] <= rows[:, None])
+                    here = (rows - row0 + diagonal)[:, None]
+                    if LEFT >= 0:
+                        keep = keep & (column[None, :] >= here - LEFT)
+                    if RIGHT >= 0:
+                        keep = keep & (column[None, :] <= here + RIGHT)
+                    x = s.to(tl.float32) * c5
+                    if MASK > 0:
+                        inside = (column < N_kv)[None, :]
+                        if MASK == 2:
+                            inside = inside & (rows < N_q)[:, None]
+                        a = tl.load(mask_ptrs + j * BLOCK_N * stride_mn, mask=inside, other=0)
+                        if ADDITIVE:
+                            a = a.to(tl.float32) * _LOG2E
+                            x = x + a.broadcast_to([BLOCK_M, BLOCK_N]).reshape(s.shape)
+                        else:
+                            keep = keep & (a != 0)
                     keep = keep.broadcast_to([BLOCK_M, BLOCK_N])
-                    x = tl.where(keep.reshape(s.shape), s.to(tl.float32) * c5, -float("inf"))
+                    x = tl.where(keep.reshape(s.shape), x, -float("inf"))
                     m_new = tl.maximum(m, tl.max(tl.max(tl.max(tl.max(x, 4), 2), 2), 1))
                 else:
                     x = s.to(tl.float32) * c5
@@ -144,9 +202,13 @@ def _attention_kernel(
                             tl.max(tl.max(tl.max(s, 4), 2), 2, keep_dims=True).to(tl.float32) * c
                         )
                     m_new = tl.maximum(m, tl.max(tl.max(highest, 2), 1))
-                p = tl.exp2(x - (m_new - offset)[:, None, None, None, None])
+                # A row that has seen nothing yet has no maximum: x - m would be NaN.
+                shift = m_new
+                if masked and MAY_BE_EMPTY:
+                    shift = tl.where(m_new == -float("inf"), 0.0, m_new)
+                p = tl.exp2(x - (shift - offset)[:, None, None, None, None])
                 p = p.reshape([BLOCK_M, BLOCK_N])
-                alpha = tl.exp2(m - m_new)
+                alpha = tl.exp2(m - shift)
                 l = l * alpha + tl.sum(p, 1)
                 m = m_new
 
@@ -164,111 +226,149 @@ def _attention_kernel(
                 else:
                     row = (j * BLOCK_N + n).to(tl.int64)[:, None]
                     if masked:
+                        present = j * BLOCK_N + n < N_kv
+                        if MASK > 0:  # 0 * NaN
+                            present = tl.load(Seen + j * BLOCK_N + n, mask=present, other=0) != 0
                         v = tl.load(
                             v_ptrs + row * stride_vn,
-                            mask=(row < N_kv) & (d < D)[None, :],
+                            mask=present[:, None] & (dv < D_V)[None, :],
                             other=0.0,
                         )
                     else:
-                        v = tl.load(v_ptrs + row * stride_vn, mask=(d < D)[None, :], other=0.0)
+                        v = tl.load(v_ptrs + row * stride_vn, mask=(dv < D_V)[None, :], other=0.0)
                     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
         q_int8 = tl.zeros([BLOCK_M, BLOCK_D], tl.int8)
 
     # -- epilogue ----
-    o = acc * (1.0 / l)[:, None]
+    inverse = 1.0 / l
+    if MAY_BE_EMPTY:
+        inverse = tl.where(l == 0, 0.0, inverse)
+    o = acc * inverse[:, None]
     if FP8:
-        v_scale = tl.load(V_scale + head_kv * D + d, mask=d < D, other=0.0)
-        v_mean = tl.load(V_mean + head_kv * D + d, mask=d < D, other=0.0)
-        o = o * v_scale[None, :] + v_mean[None, :]
+        v_scale = tl.load(V_scale + head_kv * D_V + dv, mask=dv < D_V, other=0.0)
+        v_mean = tl.load(V_mean + head_kv * D_V + dv, mask=dv < D_V, other=0.0)[None, :]
+        if MAY_BE_EMPTY:
+            v_mean = tl.where((l == 0)[:, None], 0.0, v_mean)
+        o = o * v_scale[None, :] + v_mean
     out = Out + b * stride_ob + h * stride_oh
-    out = out + rows.to(tl.int64)[:, None] * stride_on + d[None, :]
-    tl.store(out, o.to(Out.dtype.element_ty), mask=mask_q)
+    out = out + rows.to(tl.int64)[:, None] * stride_on + dv[None, :]
+    tl.store(out, o.to(Out.dtype.element_ty), mask=(rows < N_q)[:, None] & (dv < D_V)[None, :])
     lse = (m - offset + tl.log2(l)) * _LN2
     tl.store(Lse + head * N_q + rows, lse, mask=rows < N_q)
 
 
-def _launch(kernel, q, k_int8, k_scale, v, v_scale, v_mean, is_causal, scale, n_kv, out_bnhd, tile,
-            tma: bool, **options) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _launch(
+    kernel, q, k_int8, k_scale, v, v_scale, v_mean, attn_mask, seen, left, right, bottom_right,
+    scale, n_kv, out_bnhd, tile, tma: bool, **options,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     B, H_q, N_q, D = q.shape
-    D = int(D)  # a tile needs a number
+    D, D_v = int(D), head_dim_v(v, v_mean)  # a tile needs numbers
     H_kv, N_pad, BLOCK_D = k_int8.shape[1:]
     fp8 = v.dtype == torch.float8_e4m3fn
-    out, lse = empty_outputs(q, out_bnhd)
+    out, lse = empty_outputs(q, D_v, out_bnhd)
     k, v_arg = k_int8, v
     if tma:
         k = TensorDescriptor.from_tensor(k_int8.view(-1, BLOCK_D), [tile.BLOCK_N, BLOCK_D])
         if fp8:
-            v_arg = TensorDescriptor.from_tensor(v.view(-1, N_pad), [BLOCK_D, tile.BLOCK_N])
+            v_arg = TensorDescriptor.from_tensor(v.view(-1, N_pad), [v.shape[2], tile.BLOCK_N])
+    mask, mask_strides, mask_kind, additive = q, (0,) * 7, 0, False
+    if attn_mask is None:
+        seen = q  # neither is read
+    else:
+        mask_kind = 1 if seen.shape[2] == 1 else 2
+        additive = attn_mask.dtype != torch.bool
+        mask = attn_mask if additive else attn_mask.view(torch.uint8)
+        mask_strides = (*_strides(mask), *_strides(seen)[:3])
     kernel[(B * H_q * triton.cdiv(N_q, tile.BLOCK_M),)](
-        q, k, k_scale, v_arg, v_scale, v_mean, out, lse,  # tensors
-        *q.stride(), *v.stride(), *out.stride()[:3],
+        q, k, k_scale, v_arg, v_scale, v_mean, mask, seen, out, lse,  # tensors
+        *q.stride(), *v.stride(), *mask_strides, *out.stride()[:3],
         H_q, H_kv, N_q, n_kv, N_pad,  # shape
-        D, scale, is_causal, fp8, k_scale.shape[3],  # semantics
-        tma, tile.BLOCK_M, tile.BLOCK_N, BLOCK_D, tile.num_stages,  # tile
+        D, D_v, scale, *(-1 if x is None else x for x in (left, right)), bottom_right,
+        mask_kind, additive, fp8, k_scale.shape[3],  # semantics
+        tma, tile.BLOCK_M, tile.BLOCK_N, BLOCK_D, pad_head_dim(D_v), tile.num_stages,  # tile
         num_warps=tile.num_warps, **options,
     )  # fmt: skip
     return out, lse
 
 
+def _strides(x: Tensor) -> tuple:
+    """0 where broadcasting repeats."""
+    return tuple(0 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True))
+
+
 @triton_op("sage::attention", mutates_args=())
 def attention(
     q: Tensor, k_int8: Tensor, k_scale: Tensor, v: Tensor, v_scale: Tensor, v_mean: Tensor,
-    is_causal: bool, scale: float, n_kv: int, granularity: str, out_bnhd: bool,
+    attn_mask: Tensor | None, seen: Tensor | None, left: int | None, right: int | None,
+    bottom_right: bool, scale: float, n_kv: int, granularity: str, out_bnhd: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention over quantized k, with v quantized (FP8) or as it is (16-bit). Exportable.
 
-    q [B, H_q, N_q, D] fp16 or bf16, any strides; k_int8, k_scale from `quantize_k`; v, v_scale
-    from `quantize_v` and v_mean [B, H_kv, D] fp32, or v [B, H_kv, N_kv, D] of q's dtype, any
-    strides, with v_scale and v_mean unread. n_kv: number of keys, without padding. out_bnhd:
-    store out in [B, N, H, D] order.
+    q [B, H_q, N_q, D], any strides; k_int8, k_scale from `quantize_k`; v, v_scale from `quantize_v`
+    and v_mean [B, H_kv, D_v] fp32, or v [B, H_kv, N_kv, D_v] in 16 bits, any strides, with the
+    other two unread. attn_mask [B or 1, H_q or 1, N_q or 1, N_kv or 1], bool or
+    floating, any strides, with its `seen` (mask.summarize, for this device's BLOCK_M); band: see
+    sdpa.py. n_kv: number of keys, without padding. out_bnhd: store out in [B, N, H, D] order.
 
-    Returns out [B, H_q, N_q, D] of q's dtype, lse [B, H_q, N_q] fp32: natural log, over the keys
+    Returns out [B, H_q, N_q, D_v] of q's dtype, lse [B, H_q, N_q] fp32: natural log, over the keys
     as they were quantized (the caller knows what smoothing took off).
     """
     if q.device.type == "cpu":
         out, lse = reference.attention(
-            q, k_int8, k_scale, v, v_scale, v_mean, is_causal, scale, n_kv, granularity
-        )
+            q, k_int8, k_scale, v, v_scale, v_mean, attn_mask, seen, left, right, bottom_right,
+            scale, n_kv, granularity,
+        )  # fmt: skip
         return _as_stored(out, out_bnhd), lse
-    tile = tiles.tile(tiles.capability(q.device), _pv(v), q.shape[3])
+    tile = tile_of(q, v, v_mean, attn_mask)
     # Descriptors made in the kernel are silently wrong in packages of torch 2.11, and without a
     # register cap, which Inductor cannot pass on, no faster than pointers (620 and 661 TFLOP/s).
     return _launch(
-        wrap_triton(_attention_kernel), q, k_int8, k_scale, v, v_scale, v_mean, is_causal, scale,
-        n_kv, out_bnhd, tile, tma=False,
+        wrap_triton(_attention_kernel), q, k_int8, k_scale, v, v_scale, v_mean, attn_mask, seen,
+        left, right, bottom_right, scale, n_kv, out_bnhd, tile, tma=False,
     )  # fmt: skip
 
 
 @torch.library.custom_op("sage::attention_capped", mutates_args=(), device_types="cuda")
 def attention_capped(
     q: Tensor, k_int8: Tensor, k_scale: Tensor, v: Tensor, v_scale: Tensor, v_mean: Tensor,
-    is_causal: bool, scale: float, n_kv: int, granularity: str, out_bnhd: bool,
+    attn_mask: Tensor | None, seen: Tensor | None, left: int | None, right: int | None,
+    bottom_right: bool, scale: float, n_kv: int, granularity: str, out_bnhd: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`attention` with descriptors and a register cap, for the devices whose tile asks for one.
 
     Opaque to Inductor, so it does not export. Worth 1.2x on an H200: at 168 registers three
     programs share an SM instead of two, and at most 8 bytes a thread spill.
     """
-    tile = tiles.tile(tiles.capability(q.device), _pv(v), q.shape[3])
+    tile = tile_of(q, v, v_mean, attn_mask)
     return _launch(
-        _attention_kernel, q, k_int8, k_scale, v, v_scale, v_mean, is_causal, scale,
-        n_kv, out_bnhd, tile, tma=True, maxnreg=tile.maxnreg,
+        _attention_kernel, q, k_int8, k_scale, v, v_scale, v_mean, attn_mask, seen, left, right,
+        bottom_right, scale, n_kv, out_bnhd, tile, tma=True, maxnreg=tile.maxnreg,
     )  # fmt: skip
 
 
 @attention_capped.register_fake
-def _(q, k_int8, k_scale, v, v_scale, v_mean, is_causal, scale, n_kv, granularity, out_bnhd):
-    return empty_outputs(q, out_bnhd)
+def _(
+    q, k_int8, k_scale, v, v_scale, v_mean, attn_mask, seen, left, right, bottom_right, scale, n_kv,
+    granularity, out_bnhd,
+):  # fmt: skip
+    return empty_outputs(q, head_dim_v(v, v_mean), out_bnhd)
 
 
-def _pv(v: Tensor) -> str:
-    return "fp8" if v.dtype == torch.float8_e4m3fn else "16bit"
+def tile_of(q: Tensor, v: Tensor, v_mean: Tensor, attn_mask: Tensor | None) -> tiles.Tile:
+    pv = "fp8" if v.dtype == torch.float8_e4m3fn else "16bit"
+    head_dim = max(int(q.shape[3]), head_dim_v(v, v_mean))
+    return tiles.tile(tiles.capability(q.device), pv, head_dim, attn_mask is not None)
 
 
-def empty_outputs(q: Tensor, out_bnhd: bool) -> tuple[Tensor, Tensor]:
-    """out like q, contiguous in [B, N, H, D] or [B, H, N, D] order, and lse."""
-    B, H, N, D = q.shape
-    out = q.new_empty((B, N, H, D)).transpose(1, 2) if out_bnhd else q.new_empty((B, H, N, D))
+def head_dim_v(v: Tensor, v_mean: Tensor) -> int:
+    return int((v_mean if v.dtype == torch.float8_e4m3fn else v).shape[-1])
+
+
+def empty_outputs(q: Tensor, D_v: int, out_bnhd: bool) -> tuple[Tensor, Tensor]:
+    """out [B, H_q, N_q, D_v] of q's dtype, contiguous in [B, N, H, D] or [B, H, N, D] order, and
+    lse."""
+    B, H, N, _ = q.shape
+    out = q.new_empty((B, N, H, D_v)).transpose(1, 2) if out_bnhd else q.new_empty((B, H, N, D_v))
     return out, q.new_empty((B, H, N), dtype=torch.float32)
 
 

@@ -45,13 +45,23 @@ def to_int8(x, inverse):
 
 
 @triton.jit
+def saturate(x, amax):
+    """x within +-amax, where amax is a number; NaN becomes a number too."""
+    saturated = tl.minimum(tl.maximum(x, -amax), amax)
+    return tl.where(amax == amax, saturated, x)
+
+
+@triton.jit
 def _quantize_k_kernel(
     K,  # [B, H, N, D] in
     K_mean,  # [B, H, D] in, fp32
+    Visible,  # [B or 1, H or 1, N] in, uint8: rows that have a part in the scales; if MASK
     K_int8,  # [B, H, N_pad, BLOCK_D] out
     K_scale,  # [B, H, N_pad / K_BLOCK, GROUPS] out, fp32
     stride_b, stride_h, stride_n, stride_d,
+    stride_visible_b, stride_visible_h,
     H, N,
+    MASK: tl.constexpr,
     D: tl.constexpr, GROUPS: tl.constexpr, K_BLOCK: tl.constexpr, PAD_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -68,16 +78,25 @@ def _quantize_k_kernel(
     x = tl.where(mask, x, 0.0)
 
     amax = tl.max(abs_bits(x), 1)  # [K_BLOCK]
+    if MASK:
+        visible = Visible + head // H * stride_visible_b + head % H * stride_visible_h
+        amax = tl.where(tl.load(visible + n, mask=n < N, other=0) != 0, amax, 0)
     if GROUPS == 4:
         amax = tl.max(tl.max(amax.reshape([K_BLOCK // 8, 4, 2]), 2), 0)  # [4]
         inverse, scale = int8_scale(amax)
-        inverse = inverse.expand_dims(1).expand_dims(0).broadcast_to([K_BLOCK // 8, 4, 2])
-        x_int8 = to_int8(x, inverse.reshape([K_BLOCK])[:, None])
         tl.store(K_scale + pid * 4 + tl.arange(0, 4), scale)
+        amax = amax.expand_dims(1).expand_dims(0).broadcast_to([K_BLOCK // 8, 4, 2])
+        amax = amax.reshape([K_BLOCK])
+        inverse = inverse.expand_dims(1).expand_dims(0).broadcast_to([K_BLOCK // 8, 4, 2])
+        inverse = inverse.reshape([K_BLOCK])
     else:
-        inverse, scale = int8_scale(tl.max(amax, 0, keep_dims=True))  # [1]
-        x_int8 = to_int8(x, inverse[:, None])
+        amax = tl.max(amax, 0, keep_dims=True)  # [1]
+        inverse, scale = int8_scale(amax)
         tl.store(K_scale + pid + tl.arange(0, 1), scale)
+    if MASK:
+        amax = amax.to(tl.float32, bitcast=True)
+        x = saturate(x, tl.where(amax < _TINY, _TINY, amax)[:, None])
+    x_int8 = to_int8(x, inverse[:, None])
     rows = pid * K_BLOCK + tl.arange(0, K_BLOCK)
     tl.store(K_int8 + rows[:, None] * BLOCK_D + d[None, :], x_int8)
 
@@ -89,19 +108,25 @@ def _quantize_v_kernel(
     V_fp8,  # [B, H, BLOCK_D, N_pad] out
     V_scale,  # [B, H, D] out, fp32
     stride_b, stride_h, stride_n, stride_d,
-    H, N,
+    H, N2,  # N2: 2 N
+    SATURATE: tl.constexpr,
     D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (B * H * num_blocks,). Transposes and interleaves BLOCK_N rows of one head."""
+    """Grid: (B * H * num_blocks,). Transposes and interleaves BLOCK_N rows of one head.
+
+    The length comes doubled because Triton makes a constant of an argument that is 1. Then padded
+    tokens are known to be equal, and the ptxas of CUDA 12.8 (Triton 3.6) emits for a pair of equal
+    operands a conversion to FP8 that merges with an unrelated register.
+    """
     pid = tl.program_id(0).to(tl.int64)
-    num_blocks = tl.cdiv(N, BLOCK_N)
+    num_blocks = tl.cdiv(N2, 2 * BLOCK_N)
     head, block = pid // num_blocks, pid % num_blocks
     column = tl.arange(0, BLOCK_N)
     # Column (quad, half, pair) of each 16 holds token (half, quad, pair): reference.interleave.
     token = (column & ~15) | (column & 2) << 2 | (column & 12) >> 1 | (column & 1)
     n = block * BLOCK_N + token
     d = tl.arange(0, BLOCK_D)
-    mask = (n < N)[:, None] & (d < D)[None, :]
+    mask = (2 * n < N2)[:, None] & (d < D)[None, :]
     v = V + head // H * stride_b + head % H * stride_h
     x = tl.load(v + n[:, None] * stride_n + d[None, :] * stride_d, mask=mask, other=0.0)
 
@@ -109,10 +134,10 @@ def _quantize_v_kernel(
     amax = tl.where(amax < _TINY, _TINY, amax)
     mean = tl.load(V_mean + head * D + d, mask=d < D, other=0.0)
     inverse = tl.div_rn(tl.full([BLOCK_D], _FP8_MAX, tl.float32), amax)
-    # Padding is multiplied by 0, not selected: for two constant zeros the ptxas of CUDA 12.8
-    # (Triton 3.6) emits a conversion to FP8 that merges with an unrelated register.
-    keep = (n < N).to(tl.float32)
-    x = (x.to(tl.float32) - mean[None, :]) * inverse[None, :] * keep[:, None]
+    x = x.to(tl.float32) - mean[None, :]
+    if SATURATE:
+        x = saturate(x, amax[None, :])
+    x = x * inverse[None, :]
 
     rows = head * BLOCK_D + d
     out = V_fp8 + rows[:, None] * (num_blocks * BLOCK_N) + (block * BLOCK_N + column)[None, :]
@@ -122,40 +147,49 @@ def _quantize_v_kernel(
 
 
 @triton_op("sage::quantize_k", mutates_args=())
-def quantize_k(k: Tensor, k_mean: Tensor, granularity: str) -> tuple[Tensor, Tensor]:
+def quantize_k(
+    k: Tensor, k_mean: Tensor, granularity: str, visible: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """k [B, H, N, D], any strides, k_mean [B, H, D] fp32 -> k_int8 [B, H, N_pad, D_pad],
-    k_scale [B, H, N_pad / 64, 4 (per_thread) or 1 (per_block)] fp32."""
+    k_scale [B, H, N_pad / 64, 4 (per_thread) or 1 (per_block)] fp32. visible: as in `smooth`; the
+    other rows have no part in the scales and saturate."""
     if k.device.type == "cpu":
-        return reference.quantize_k(k, k_mean, granularity)
-    return launch_k(k, k_mean, granularity)
+        return reference.quantize_k(k, k_mean, granularity, visible)
+    return launch_k(k, k_mean, granularity, visible)
 
 
-def launch_k(k: Tensor, k_mean: Tensor, granularity: str) -> tuple[Tensor, Tensor]:
+def launch_k(
+    k: Tensor, k_mean: Tensor, granularity: str, visible: Tensor | None
+) -> tuple[Tensor, Tensor]:
     B, H, N, D = k.shape
     D = int(D)  # a tile needs a number
     BLOCK_D, num_blocks = pad_head_dim(D), triton.cdiv(N, PAD_N) * (PAD_N // K_BLOCK)
     groups = 4 if granularity == "per_thread" else 1
     k_int8 = k.new_empty((B, H, num_blocks * K_BLOCK, BLOCK_D), dtype=torch.int8)
     k_scale = k.new_empty((B, H, num_blocks, groups), dtype=torch.float32)
+    if visible is not None:
+        visible = visible.expand(B, H, N)
     wrap_triton(_quantize_k_kernel)[(B * H * num_blocks,)](
-        k, k_mean, k_int8, k_scale,  # tensors
-        *k.stride(),
+        k, k_mean, k_mean if visible is None else visible, k_int8, k_scale,  # tensors
+        *k.stride(), *((0, 0) if visible is None else visible.stride()[:2]),
         H, N,  # shape
+        visible is not None,  # semantics
         D, groups, K_BLOCK, PAD_N, BLOCK_D,  # tile
     )  # fmt: skip
     return k_int8, k_scale
 
 
 @triton_op("sage::quantize_v", mutates_args=())
-def quantize_v(v: Tensor, v_mean: Tensor, v_amax: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_v(v: Tensor, v_mean: Tensor, v_amax: Tensor, saturate: bool) -> tuple[Tensor, Tensor]:
     """v [B, H, N, D], any strides, v_mean and v_amax [B, H, D] fp32 ->
-    v_fp8 [B, H, D_pad, N_pad] (tokens interleaved in sixteens), v_scale [B, H, D] fp32."""
+    v_fp8 [B, H, D_pad, N_pad] (tokens interleaved in sixteens), v_scale [B, H, D] fp32. saturate:
+    some rows had no part in v_mean and v_amax."""
     if v.device.type == "cpu":
-        return reference.quantize_v(v, v_mean, v_amax)
-    return launch_v(v, v_mean, v_amax)
+        return reference.quantize_v(v, v_mean, v_amax, saturate)
+    return launch_v(v, v_mean, v_amax, saturate)
 
 
-def launch_v(v: Tensor, v_mean: Tensor, v_amax: Tensor) -> tuple[Tensor, Tensor]:
+def launch_v(v: Tensor, v_mean: Tensor, v_amax: Tensor, saturate: bool) -> tuple[Tensor, Tensor]:
     B, H, N, D = v.shape
     D = int(D)
     BLOCK_D, num_blocks = pad_head_dim(D), triton.cdiv(N, PAD_N)
@@ -164,7 +198,8 @@ def launch_v(v: Tensor, v_mean: Tensor, v_amax: Tensor) -> tuple[Tensor, Tensor]
     wrap_triton(_quantize_v_kernel)[(B * H * num_blocks,)](
         v, v_mean, v_amax, v_fp8, v_scale,  # tensors
         *v.stride(),
-        H, N,  # shape
+        H, 2 * N,  # shape
+        saturate,  # semantics
         D, PAD_N, BLOCK_D,  # tile
     )  # fmt: skip
     return v_fp8, v_scale

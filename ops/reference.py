@@ -6,6 +6,8 @@ next to no arithmetic on lengths, so that it traces with symbolic ones in reason
 
 Shapes: B batch, H heads (H_q of q, H_kv of k and v), N sequence, D head_dim.
 ``x_pad``: N rounded up to a multiple of PAD_N, D to HEAD_DIMS' next entry; padding is 0.
+A band (left, right, bottom_right): query i sees keys i - left .. i + right; None is no bound;
+bottom_right counts i so that the last query is at the last key, else both start at 0.
 """
 
 import math
@@ -16,46 +18,88 @@ from torch import Tensor
 
 PAD_N = 128  # rows of k and v the kernels read in one tile, at most
 K_BLOCK = 64  # rows of k that one (per_block) or four (per_thread) scales cover
-HEAD_DIMS = (64, 128)  # what the kernels compute; smaller head_dims are padded in their loads
+HEAD_DIMS = (64, 128, 256)  # what the kernels compute; smaller head_dims are padded in their loads
 INT8_MAX, FP8_MAX = 127.0, 448.0
 TINY = 1e-30  # amax of an all-zero group: 448 / TINY is still finite in fp32
 LOG2E = 1.4426950408889634
 
 
-def attention_exact(q, k, v, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Exact attention in float64: out [B, H_q, N_q, D], lse [B, H_q, N_q]."""
+def attention_exact(
+    q, k, v, scale: float, attn_mask=None, left=None, right=None, bottom_right=False
+) -> tuple[Tensor, Tensor]:
+    """Exact attention in float64: out [B, H_q, N_q, D_v], lse [B, H_q, N_q].
+    A row that sees no key is 0, its lse -inf."""
     q, k, v = (x.double() for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     s = q @ k.mT * scale  # [B, H_q, N_q, N_kv]
-    if is_causal:
-        s = s.masked_fill(~_causal(q.shape[2], k.shape[2], s.device), -math.inf)
-    return s.softmax(-1) @ v, s.logsumexp(-1)
+    s = masked(s, attn_mask, left, right, bottom_right)
+    empty = (s == -math.inf).all(-1, keepdim=True)
+    return (s.softmax(-1) @ v).masked_fill(empty, 0.0), s.logsumexp(-1)
 
 
-def smooth(xs: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Each x [B, H, N, D] -> mean over N, and max |x - mean|, each [len(xs), B, H, D] in fp32."""
-    mean = torch.stack([x.mean(2, dtype=torch.float32) for x in xs])
-    high = torch.stack([x.amax(2).float() for x in xs])
-    low = torch.stack([x.amin(2).float() for x in xs])
-    return mean, torch.maximum(high - mean, mean - low)
+def masked(s: Tensor, attn_mask, left, right, bottom_right: bool, unit: float = 1.0) -> Tensor:
+    """s [..., N_q, N_kv] with -inf where mask or band hide a key, plus an additive mask * unit."""
+    n_q, n_kv = s.shape[-2:]
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        s = s.masked_fill(~attn_mask, -math.inf)
+    elif attn_mask is not None:
+        s = s + attn_mask.to(s.dtype) * unit
+    if left is None and right is None:
+        return s
+    i = torch.arange(n_q, device=s.device)[:, None] + (n_kv - n_q if bottom_right else 0)
+    j = torch.arange(n_kv, device=s.device)
+    if left is not None:
+        s = s.masked_fill(j < i - left, -math.inf)
+    if right is not None:
+        s = s.masked_fill(j > i + right, -math.inf)
+    return s
 
 
-def quantize_k(k: Tensor, k_mean: Tensor, granularity: str) -> tuple[Tensor, Tensor]:
+def smooth(xs: list[Tensor], visible: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Each x [B, H, N, D] -> mean over N, and max |x - mean|, each [len(xs), B, H, D] in fp32, of
+    the rows that are `visible` [B or 1, H or 1, N] (none: 0)."""
+    if visible is None:
+        mean = torch.stack([x.mean(2, dtype=torch.float32) for x in xs])
+        high = torch.stack([x.amax(2).float() for x in xs])
+        low = torch.stack([x.amin(2).float() for x in xs])
+        return mean, torch.maximum(high - mean, mean - low)
+    keep = visible.bool()[..., None]
+    count = keep.sum(2)  # [B or 1, H or 1, 1]
+    xs = torch.stack([x.float() for x in xs])
+    mean = torch.where(keep, xs, 0.0).sum(3) / count.clamp(min=1)
+    high = torch.where(keep, xs, -math.inf).amax(3)
+    low = torch.where(keep, xs, math.inf).amin(3)
+    return mean, torch.where(count > 0, torch.maximum(high - mean, mean - low), 0.0)
+
+
+def quantize_k(
+    k: Tensor, k_mean: Tensor, granularity: str, visible: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """k [B, H, N, D], k_mean [B, H, D] -> k_int8 [B, H, N_pad, D_pad],
-    k_scale [B, H, N_pad / K_BLOCK, 4 or 1] in fp32."""
+    k_scale [B, H, N_pad / K_BLOCK, 4 or 1] in fp32. Rows that are not `visible` [B or 1, H or 1, N]
+    have no part in the scales and saturate."""
     x = _pad(k.float() - k_mean[:, :, None])
     n = torch.arange(x.shape[2], device=k.device)
     groups = 4 if granularity == "per_thread" else 1
     group = n // K_BLOCK * groups + n % 8 // 2 % groups  # columns {2j, 2j+1} + 8*{0..7} of 64
-    k_int8, k_scale = _to_int8(x, group, x.shape[2] // K_BLOCK * groups)
+    if visible is not None:
+        visible = F.pad(visible.bool(), (0, x.shape[2] - visible.shape[2]), value=True)
+    k_int8, k_scale = _to_int8(x, group, x.shape[2] // K_BLOCK * groups, visible)
     return k_int8, k_scale.unflatten(2, (-1, groups))
 
 
-def quantize_v(v: Tensor, v_mean: Tensor, v_amax: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_v(
+    v: Tensor, v_mean: Tensor, v_amax: Tensor, saturate: bool = False
+) -> tuple[Tensor, Tensor]:
     """v [B, H, N, D], v_mean and v_amax [B, H, D] -> v_fp8 [B, H, D_pad, N_pad] with the tokens of
-    each 16 in `interleave` order, v_scale [B, H, D] in fp32."""
+    each 16 in `interleave` order, v_scale [B, H, D] in fp32. saturate: some rows had no part in
+    v_mean and v_amax. Padding of the sequence is -v_mean: no p reads it."""
     amax = torch.where(v_amax < TINY, TINY, v_amax)
-    x = _pad((v.float() - v_mean[:, :, None]) * _divide(FP8_MAX, amax)[:, :, None])
+    x = _pad(v.float(), channels=False) - v_mean[:, :, None]
+    if saturate:
+        x = _saturate(x, amax[:, :, None])
+    x = x * _divide(FP8_MAX, amax)[:, :, None]
+    x = F.pad(x, (0, pad_head_dim(x.shape[3]) - x.shape[3])).clamp(-FP8_MAX, FP8_MAX)
     return interleave(x.mT).to(torch.float8_e4m3fn), amax * (1 / FP8_MAX)
 
 
@@ -80,8 +124,8 @@ def quantize_q(q: Tensor, granularity: str) -> tuple[Tensor, Tensor]:
 
 
 def attention(
-    q, k_int8, k_scale, v, v_scale, v_mean, is_causal: bool, scale: float, n_kv: int,
-    granularity: str, block_n: int = 128,
+    q, k_int8, k_scale, v, v_scale, v_mean, attn_mask, seen, left, right, bottom_right,
+    scale: float, n_kv: int, granularity: str, block_n: int = 128,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The quantized kernel, reading `block_n` keys at a time; v is v_fp8, or 16-bit v itself."""
     fp8 = v.dtype == torch.float8_e4m3fn
@@ -95,41 +139,56 @@ def attention(
     k_scale = k_scale.flatten(2)[:, :, n // K_BLOCK * groups + n % 8 // 2 % groups]
     s = q_int8.float() @ k_int8[..., :D].float().mT  # [B, H_q, N_q, N_pad], exact in fp32
     x = s * (q_scale * k_scale[:, :, None])
-    keep = n < n_kv
-    if is_causal:
-        keep = keep & _causal(q.shape[2], n.shape[0], q.device)
-    x = x.masked_fill(~keep, -math.inf)
+    x = masked(x[..., :n_kv], attn_mask, left, right, bottom_right, LOG2E)
+    x = F.pad(x, (0, n.shape[0] - n_kv), value=-math.inf)
 
     # The running maximum at the end of a tile decides how the tile's p is rounded; what later
-    # tiles do to the accumulator is an exact rescaling.
+    # tiles do to the accumulator is an exact rescaling. A row that has seen nothing has no maximum.
     tile_end = (n // block_n * block_n + block_n - 1).clamp(max=n.shape[0] - 1)
     m = x.cummax(-1).values[..., tile_end]  # [B, H_q, N_q, N_pad]
+    m = torch.where(m == -math.inf, 0.0, m)
     p = torch.exp2(x - (m - (math.log2(FP8_MAX) if fp8 else 0.0)))
     m_last = m[..., -1:]
-    rescale = torch.exp2(m - m_last)
+    rescale = torch.where(p > 0, torch.exp2(m - m_last), 0.0)
     l = (p * rescale).sum(-1, keepdim=True)  # [B, H_q, N_q, 1]
+    inverse = torch.where(l == 0, 0.0, _divide(1.0, l))
     if fp8:
         o = (interleave(p).to(v.dtype).float() * interleave(rescale)) @ v.float().mT
         v_scale, v_mean = (x.repeat_interleave(heads, 1)[:, :, None] for x in (v_scale, v_mean))
-        o = o[..., :D] / l * v_scale + v_mean
+        o = o[..., : v_mean.shape[3]] * inverse * v_scale + torch.where(l == 0, 0.0, v_mean)
     else:
         dtype = v.dtype if v.dtype != torch.float32 else torch.bfloat16
         p = p.to(dtype).float() * rescale
-        o = p[..., :n_kv] @ v.to(dtype).float() / l
+        v = v.to(dtype).float()
+        if seen is not None:  # 0 * NaN
+            v = torch.where((seen > 0).any(2)[..., None], v, 0.0)
+        o = p[..., :n_kv] @ v * inverse
     lse = (m_last + l.log2())[..., 0] / LOG2E - (math.log(FP8_MAX) if fp8 else 0.0)
     return o.to(q.dtype), lse
 
 
-def _to_int8(x: Tensor, group: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
+def _to_int8(
+    x: Tensor, group: Tensor, num_groups: int, visible: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """x [B, H, N, D], group [N], the group of each row -> x_int8, x_scale [B, H, num_groups]."""
     amax = x.abs().amax(3)  # [B, H, N]
+    if visible is not None:
+        amax = torch.where(visible, amax, 0.0)
     amax = amax.new_zeros(*x.shape[:2], num_groups).scatter_reduce(
         2, group.expand_as(amax), amax, "amax"
     )
     amax = torch.where(amax < TINY, TINY, amax)  # keeps NaN: a group with a NaN has a NaN scale
+    if visible is not None:
+        x = _saturate(x, amax[:, :, group, None])
     inverse = _divide(INT8_MAX, amax)[:, :, group, None]
     # In float64 the product is exact: it is rounded once, as the kernels' fma does.
     return (x.double() * inverse.double()).round().to(torch.int8), amax * (1 / INT8_MAX)
+
+
+def _saturate(x: Tensor, amax: Tensor) -> Tensor:
+    """x within +-amax, where amax is a number; NaN becomes a number too."""
+    saturated = torch.where(x.isnan(), -amax, torch.minimum(torch.maximum(x, -amax), amax))
+    return torch.where(amax.isnan(), x, saturated)
 
 
 def _divide(x: float, y: Tensor) -> Tensor:
@@ -137,15 +196,10 @@ def _divide(x: float, y: Tensor) -> Tensor:
     return torch.full_like(y, x) / y
 
 
-def _pad(x: Tensor) -> Tensor:
+def _pad(x: Tensor, channels: bool = True) -> Tensor:
     rows = (x.shape[2] + PAD_N - 1) // PAD_N * PAD_N - x.shape[2]
-    return F.pad(x, (0, pad_head_dim(x.shape[3]) - x.shape[3], 0, rows))
+    return F.pad(x, (0, pad_head_dim(x.shape[3]) - x.shape[3] if channels else 0, 0, rows))
 
 
 def pad_head_dim(head_dim: int) -> int:
     return next(d for d in HEAD_DIMS if head_dim <= d)
-
-
-def _causal(n_q: int, n_kv: int, device) -> Tensor:
-    """SDPA's convention: query i sees keys 0..i, whatever the lengths (top-left)."""
-    return torch.arange(n_kv, device=device) <= torch.arange(n_q, device=device)[:, None]

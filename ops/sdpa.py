@@ -1,5 +1,6 @@
 """``sage::sdpa``: scaled dot-product attention with a recipe. What the pass puts into graphs.
 
+    seen                   = summarize(attn_mask)                 what it hides, if there is one
     k_mean, v_mean, v_amax = smooth(k, v)
     k_int8, k_scale        = quantize_k(k, k_mean)
     v_fp8, v_scale         = quantize_v(v, v_mean, v_amax)        (FP8 recipes)
@@ -9,7 +10,11 @@
 Eager runs this composition; lowering/ hands it to Inductor. The gradient is exact attention's,
 recomputed in the inputs' own precision.
 
-Shapes: B batch, H_q and H_kv heads, N_q and N_kv sequence, D head_dim.
+A band (left, right, bottom_right): query i sees keys i - left .. i + right (None: no bound), with
+i = 0 at the first key, or (bottom_right) the last query at the last key. SDPA's is_causal is
+(None, 0, False).
+
+Shapes: B batch, H_q and H_kv heads, N_q and N_kv sequence, D head_dim (D_v of v).
 """
 
 import math
@@ -18,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sage_inductor.ops import mask, reference, tiles
 from sage_inductor.ops import recipe as recipes
-from sage_inductor.ops import tiles
 from sage_inductor.ops.attention import attention, attention_capped, empty_outputs
 from sage_inductor.ops.quantize import quantize_k, quantize_v
 from sage_inductor.ops.reference import HEAD_DIMS
@@ -28,45 +33,68 @@ from sage_inductor.ops.smooth import smooth
 
 @torch.library.custom_op("sage::sdpa", mutates_args=())
 def sdpa(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, recipe: str,
-    out_bnhd: bool, portable: bool,
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, left: int | None, right: int | None,
+    bottom_right: bool, scale: float, recipe: str, out_bnhd: bool, portable: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """softmax(scale * q k^T) v, quantized as `recipe` says.
+    """softmax(scale * q k^T + mask) v, quantized as `recipe` says.
 
-    q [B, H_q, N_q, D], k and v [B, H_kv, N_kv, D] of one dtype (fp16 or bf16; on CPU fp32 too) and
-    device, any strides; H_q a multiple of H_kv. is_causal: query i sees keys 0..i (SDPA's
-    top-left convention). recipe: `Recipe.encode()`. out_bnhd: store out in [B, N, H, D] order.
-    portable: only kernels that travel in an exported package.
+    q [B, H_q, N_q, D], k [B, H_kv, N_kv, D], v [B, H_kv, N_kv, D_v] of one dtype (fp16, bf16, fp32)
+    and device, any strides; H_q a multiple of H_kv. attn_mask: bool (True: sees) or floating
+    (added), two to four dimensions that broadcast to [B, H_q, N_q, N_kv], any strides; and a band:
+    a query sees what both show. recipe: `Recipe.encode()`. out_bnhd: store out in [B, N, H, D]
+    order. portable: only kernels that travel in an exported package.
 
-    Returns out [B, H_q, N_q, D] and lse [B, H_q, N_q] (natural log, fp32, not differentiable).
+    Returns out [B, H_q, N_q, D_v] and lse [B, H_q, N_q] (natural log, fp32, not differentiable). A
+    row that sees no key is 0 and its lse -inf. Keys that no query sees may hold anything.
     Raises ValueError or TypeError saying what must hold and what was got.
     """
-    check(q, k, v, scale)
+    check(q, k, v, attn_mask, left, right, scale)
     with torch.cuda.device_of(q):
-        return compose(q, k, v, is_causal, scale, recipe, out_bnhd, portable)
+        return compose(
+            q, k, v, attn_mask, left, right, bottom_right, scale, recipe, out_bnhd, portable
+        )
 
 
-def check(q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
+def check(q, k, v, attn_mask, left, right, scale: float) -> None:
     """Raise unless `sdpa` is defined for these arguments."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         _require(x.dim() == 4, f"{name} must be [B, H, N, D], got {x.dim()} dimensions")
         _require(x.dtype == q.dtype, f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
         _require(x.device == q.device, f"{name} must be on q's device {q.device}, got {x.device}")
         _require(x.shape[2] >= 1, f"{name} must have at least one row, got N=0")
-    valid = (torch.float16, torch.bfloat16) + ((torch.float32,) if q.device.type == "cpu" else ())
+        D = x.shape[3]
+        _require(1 <= D <= HEAD_DIMS[-1], f"head_dim must be 1..{HEAD_DIMS[-1]}, got {D}")
+    valid = (torch.float16, torch.bfloat16, torch.float32)
     if q.dtype not in valid:
         raise TypeError(f"sage::sdpa: dtype must be one of {valid}, got {q.dtype}")
-    D = q.shape[3]
-    _require(1 <= D <= HEAD_DIMS[-1], f"head_dim must be 1..{HEAD_DIMS[-1]}, got {D}")
-    _require(k.shape == v.shape, f"k and v must have one shape, got {_shape(k)} and {_shape(v)}")
     _require(
-        k.shape[0] == q.shape[0] and k.shape[3] == D,
+        k.shape[:3] == v.shape[:3],
+        f"k and v must have one batch, heads and length, got {_shape(k)} and {_shape(v)}",
+    )
+    _require(
+        k.shape[0] == q.shape[0] and k.shape[3] == q.shape[3],
         f"k must have q's batch and head_dim, got q {_shape(q)} and k {_shape(k)}",
     )
     _require(
         q.shape[1] % k.shape[1] == 0,
         f"the heads of q must be a multiple of k's, got {q.shape[1]} and {k.shape[1]}",
     )
+    if attn_mask is not None:
+        if attn_mask.dtype != torch.bool and attn_mask.dtype not in valid:
+            raise TypeError(f"sage::sdpa: attn_mask must be bool or {valid}, got {attn_mask.dtype}")
+        _require(
+            attn_mask.device == q.device,
+            f"attn_mask must be on q's device {q.device}, got {attn_mask.device}",
+        )
+        full = (*q.shape[:3], k.shape[2])
+        shape = (1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape)
+        _require(
+            2 <= attn_mask.dim() <= 4
+            and all(m == 1 or m == n for m, n in zip(shape, full, strict=False)),
+            f"attn_mask must broadcast to {list(full)}, got {_shape(attn_mask)}",
+        )
+    for name, bound in (("left", left), ("right", right)):
+        _require(bound is None or bound >= 0, f"{name} must be None or at least 0, got {bound}")
     _require(math.isfinite(scale), f"scale must be finite, got {scale}")
 
 
@@ -80,55 +108,88 @@ def _shape(x: Tensor) -> list:
 
 
 def compose(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, recipe: str,
-    out_bnhd: bool, portable: bool,
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, left: int | None, right: int | None,
+    bottom_right: bool, scale: float, recipe: str, out_bnhd: bool, portable: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`sdpa` in terms of the ops that do the work."""
     r = recipes.decode(recipe)
-    fp8 = r.pv == "fp8"
-    mean, amax = smooth([k, v] if fp8 else [k])  # [tensors, B, H_kv, D]
-    k_mean = mean[0]
-    k_int8, k_scale = quantize_k(k, k_mean, r.granularity)
-    if fp8:
-        v_mean = mean[1]
-        v_hat, v_scale = quantize_v(v, v_mean, amax[1])
-    else:
-        v_hat, v_scale, v_mean = v, k_mean, k_mean  # the last two are not read
-    out, lse = _attention(q, r.pv, portable)(
-        q, k_int8, k_scale, v_hat, v_scale, v_mean, is_causal, scale, k.shape[2], r.granularity,
-        out_bnhd,
+    head_dim = max(int(q.shape[3]), int(v.shape[3]))
+    op, block_m = kernel(q.device, r.pv, head_dim, attn_mask is not None, portable)
+    seen = visible = None
+    if attn_mask is not None:
+        attn_mask = mask.as_4d(attn_mask)
+        seen = mask.summarize(attn_mask, k.shape[2], block_m)
+        visible = mask.visible_keys(seen, k.shape[1])
+    *quantized, k_mean = prepare(k, v, visible, r)
+    out, lse = op(
+        q, *quantized, attn_mask, seen, left, right, bottom_right, scale, k.shape[2],
+        r.granularity, out_bnhd,
     )  # fmt: skip
     group = q.unflatten(1, (k.shape[1], -1)).float()  # [B, H_kv, H_q / H_kv, N_q, D]
     return out, lse + scale * (group @ k_mean[:, :, None, :, None]).flatten(1, 2)[..., 0]
 
 
-def _attention(q: Tensor, pv: str, portable: bool):
-    if portable or q.device.type == "cpu":
-        return attention
-    tile = tiles.tile(tiles.capability(q.device), pv, q.shape[3])
-    return attention if tile.maxnreg is None else attention_capped
+def prepare(k: Tensor, v: Tensor, visible: Tensor | None, recipe: recipes.Recipe) -> tuple:
+    """(k_int8, k_scale, v_fp8 or v in 16 bits, v_scale, v_mean, k_mean): what `attention` reads,
+    and what lse is corrected by. Without FP8, v_scale and v_mean are fillers."""
+    if recipe.pv == "fp8" and v.shape[3] == k.shape[3]:
+        mean, amax = smooth([k, v], visible)  # [2, B, H_kv, D]: one launch
+        k_mean, v_mean, v_amax = mean[0], mean[1], amax[1]
+    else:
+        k_mean = v_mean = smooth([k], visible)[0][0]
+        if recipe.pv == "fp8":
+            v_mean, v_amax = (x[0] for x in smooth([v], visible))
+    k_int8, k_scale = quantize_k(k, k_mean, recipe.granularity, visible)
+    if recipe.pv == "fp8":
+        v_hat, v_scale = quantize_v(v, v_mean, v_amax, visible is not None)
+    else:
+        v_hat, v_scale = v if v.dtype != torch.float32 else v.bfloat16(), k_mean
+    return k_int8, k_scale, v_hat, v_scale, v_mean, k_mean
+
+
+def kernel(device: torch.device, pv: str, head_dim: int, masked: bool, portable: bool):
+    """The attention op that runs there, and its BLOCK_M."""
+    if device.type == "cpu":
+        return attention, 128
+    tile = tiles.tile(tiles.capability(device), pv, head_dim, masked)
+    return attention if portable or tile.maxnreg is None else attention_capped, tile.BLOCK_M
 
 
 @sdpa.register_fake
-def _(q, k, v, is_causal, scale, recipe, out_bnhd, portable):
-    check(q, k, v, scale)
-    return empty_outputs(q, out_bnhd)
+def _(
+    q, k, v, attn_mask, left, right, bottom_right, scale, recipe, out_bnhd, portable
+):  # fmt: skip
+    check(q, k, v, attn_mask, left, right, scale)
+    return empty_outputs(q, v.shape[3], out_bnhd)
 
 
 def _save_inputs(ctx, inputs, output):
-    q, k, v, ctx.is_causal, ctx.scale, *_ = inputs
-    ctx.save_for_backward(q, k, v)
+    q, k, v, attn_mask, *ctx.band, ctx.scale, _, _, _ = inputs
+    ctx.save_for_backward(q, k, v, attn_mask)
     ctx.mark_non_differentiable(output[1])
 
 
 def _backward(ctx, grad_out, _grad_lse):
     """Exact attention's gradient, by SDPA's own backward on a recomputed forward."""
-    inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+    saved = [x if x is None else x.detach() for x in ctx.saved_tensors]
+    q, k, v, attn_mask = saved
+    needed = [i for i in range(4) if ctx.needs_input_grad[i]]
+    for i in needed:
+        saved[i].requires_grad_()
+    is_causal = attn_mask is None and tuple(ctx.band) == (None, 0, False)
     with torch.enable_grad():
+        if not is_causal and any(bound is not None for bound in ctx.band[:2]):
+            if attn_mask is None or attn_mask.dtype == torch.bool:
+                hidden = attn_mask is not None and ~attn_mask
+                attn_mask = q.new_zeros(1).masked_fill(torch.as_tensor(hidden), -math.inf)
+            shape = torch.broadcast_shapes(attn_mask.shape, (q.shape[2], k.shape[2]))
+            attn_mask = reference.masked(attn_mask.expand(shape), None, *ctx.band)
         out = F.scaled_dot_product_attention(
-            *inputs, is_causal=ctx.is_causal, scale=ctx.scale, enable_gqa=True
+            q, k, v, attn_mask=attn_mask, is_causal=is_causal, scale=ctx.scale, enable_gqa=True
         )
-    return *torch.autograd.grad(out, inputs, grad_out), None, None, None, None, None
+    grads = torch.autograd.grad(out, [saved[i] for i in needed], grad_out)
+    found = dict(zip(needed, grads, strict=True))
+    return *(found.get(i) for i in range(4)), *(None,) * 7
 
 
 sdpa.register_autograd(_backward, setup_context=_save_inputs)
@@ -138,10 +199,12 @@ def _autocast(device_type: str):
     """SDPA's autocast rule: compute in autocast's dtype, whatever the inputs have."""
     key = getattr(torch._C.DispatchKey, f"Autocast{'CUDA' if device_type == 'cuda' else 'CPU'}")
 
-    def cast(q, k, v, *args):
+    def cast(q, k, v, attn_mask, *args):
         dtype = torch.get_autocast_dtype(device_type)
+        if attn_mask is not None and attn_mask.is_floating_point():
+            attn_mask = attn_mask.to(dtype)
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
-            return torch.ops.sage.sdpa(q.to(dtype), k.to(dtype), v.to(dtype), *args)
+            return torch.ops.sage.sdpa(q.to(dtype), k.to(dtype), v.to(dtype), attn_mask, *args)
 
     return cast
 

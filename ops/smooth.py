@@ -3,6 +3,8 @@
     mean[b, h, d] = mean over n of x[b, h, n, d]
     amax[b, h, d] = max over n of |x[b, h, n, d] - mean[b, h, d]|
 
+Rows that a mask hides from every query do not count: padding may hold anything, NaN included.
+
 Softmax is invariant to any vector subtracted from every row of k, and the rows of p sum to 1, so
 a vector subtracted from v is added back to o. Both are exact; what they buy is range.
 
@@ -23,10 +25,13 @@ CHUNK, BLOCK_N, NUM_WARPS = 256, 8, 2  # H200, 2026-11-21: 1.3x of the bytes' fl
 @triton.jit
 def _partial_kernel(
     X0, X1,  # [B, H, N, D] in, two tensors (the same one twice if there is one)
+    Visible,  # [B or 1, H or 1, N] in, uint8: rows that count; unread unless MASK
     Partial,  # [tensors, B*H, num_chunks, 3, D] out, fp32: sum, max, min
     stride_0b, stride_0h, stride_0n, stride_0d,
     stride_1b, stride_1h, stride_1n, stride_1d,
+    stride_visible_b, stride_visible_h,
     H, N,
+    MASK: tl.constexpr,
     D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Grid: (B * H * num_chunks, tensors). Sum, max and min of CHUNK rows of one head."""
@@ -47,7 +52,8 @@ def _partial_kernel(
     total = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     high = tl.full([BLOCK_N, BLOCK_D], -float("inf"), tl.float32)
     low = tl.full([BLOCK_N, BLOCK_D], float("inf"), tl.float32)
-    if (chunk + 1) * CHUNK <= N:  # no row to mask: half the arithmetic, which is the limit here
+    # No row to mask: half the arithmetic, which is the limit here.
+    if not MASK and (chunk + 1) * CHUNK <= N:
         for start in range(0, CHUNK, BLOCK_N):
             rows = chunk * CHUNK + start + n
             tile = tl.load(x + rows[:, None] * stride_n, mask=columns, other=0.0).to(tl.float32)
@@ -57,7 +63,11 @@ def _partial_kernel(
     else:
         for start in range(0, CHUNK, BLOCK_N):
             rows = chunk * CHUNK + start + n
-            mask = (rows < N)[:, None] & columns
+            keep = rows < N
+            if MASK:
+                visible = Visible + b * stride_visible_b + h * stride_visible_h
+                keep = tl.load(visible + rows, mask=keep, other=0) != 0
+            mask = keep[:, None] & columns
             tile = tl.load(x + rows[:, None] * stride_n, mask=mask, other=0.0).to(tl.float32)
             total += tile
             high = tl.maximum(high, tl.where(mask, tile, -float("inf")))
@@ -72,8 +82,10 @@ def _partial_kernel(
 @triton.jit
 def _final_kernel(
     Partial,  # [tensors, B*H, num_chunks, 3, D] in, fp32
+    Count,  # [B*H] in, int32: visible rows; unread unless MASK
     Mean, Amax,  # [tensors, B*H, D] out, fp32
-    N,
+    heads, N,
+    MASK: tl.constexpr,
     D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tensors * B * H,). Reduce the chunks of one head."""
@@ -91,22 +103,27 @@ def _final_kernel(
         high = tl.maximum(high, tl.load(x + D, mask=mask, other=-float("inf")))
         low = tl.minimum(low, tl.load(x + 2 * D, mask=mask, other=float("inf")))
     # A NaN or Inf of x makes the mean non-finite, and through it everything made from the head.
-    mean = tl.sum(total, 0) / N
+    count = N
+    if MASK:
+        count = tl.load(Count + head % heads)
+    mean = tl.sum(total, 0) / tl.maximum(count, 1)
     amax = tl.maximum(tl.max(high, 0) - mean, mean - tl.min(low, 0), tl.PropagateNan.ALL)
+    amax = tl.where(count > 0, amax, 0.0)
     tl.store(Mean + head * D + d, mean, mask=d < D)
     tl.store(Amax + head * D + d, amax, mask=d < D)
 
 
 @triton_op("sage::smooth", mutates_args=())
-def smooth(xs: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """One or two x [B, H, N, D], any strides -> mean, amax, each [len(xs), B, H, D] in fp32."""
+def smooth(xs: list[Tensor], visible: Tensor | None) -> tuple[Tensor, Tensor]:
+    """One or two x [B, H, N, D] of one shape, any strides -> mean, amax, each [len(xs), B, H, D] in
+    fp32, of the rows that are visible: uint8 [B or 1, H or 1, N], or None for all."""
     x0, x1 = xs[0], xs[-1]
     if x0.device.type == "cpu":
-        return reference.smooth(xs)
-    return launch(x0, x1, len(xs))
+        return reference.smooth(xs, visible)
+    return launch(x0, x1, len(xs), visible)
 
 
-def launch(x0: Tensor, x1: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def launch(x0: Tensor, x1: Tensor, count: int, visible: Tensor | None) -> tuple[Tensor, Tensor]:
     B, H, N, D = x0.shape
     D = int(D)  # a tile needs a number
     # Kernels derive their counts from N: an argument that is 1 for short sequences would make
@@ -116,16 +133,22 @@ def launch(x0: Tensor, x1: Tensor, count: int) -> tuple[Tensor, Tensor]:
     partial = x0.new_empty(count * B * H * num_chunks * 3 * D, dtype=torch.float32)
     mean = x0.new_empty((count, B, H, D), dtype=torch.float32)
     amax = torch.empty_like(mean)
+    rows = mean  # not read
+    if visible is not None:
+        visible = visible.expand(B, H, N)
+        rows = visible.sum(2, dtype=torch.int32)
     wrap_triton(_partial_kernel)[(B * H * num_chunks, count)](
-        x0, x1, partial,  # tensors
-        *x0.stride(), *x1.stride(),
+        x0, x1, mean if visible is None else visible, partial,  # tensors
+        *x0.stride(), *x1.stride(), *((0, 0) if visible is None else visible.stride()[:2]),
         H, N,  # shape
+        visible is not None,  # semantics
         D, CHUNK, BLOCK_N, BLOCK_D,  # tile
         num_warps=NUM_WARPS,
     )  # fmt: skip
     wrap_triton(_final_kernel)[(count * B * H,)](
-        partial, mean, amax,  # tensors
-        N,  # shape
+        partial, rows, mean, amax,  # tensors
+        B * H, N,  # shape
+        visible is not None,  # semantics
         D, CHUNK, 16, BLOCK_D,  # tile
     )  # fmt: skip
     return mean, amax

@@ -1,20 +1,49 @@
-"""Which attention calls become sage calls, and why the others do not: graph -> graph."""
+"""Which attention calls become sage calls, and why the others do not: graph -> graph.
+
+find     sdpa.py, handwritten.py, modules.py, flex.py     node -> Call, in SDPA's terms
+prove    masks.py                                         what its mask says
+decide   decide.py                                        a recipe or a reason -> Site
+replace  decide.py
+"""
 
 import torch
 
-from sage_inductor.patterns.sdpa import Settings, Site
-from sage_inductor.patterns.sdpa import rewrite as _rewrite_sdpa
+from sage_inductor.ops.recipe import NAMED
+from sage_inductor.patterns import sdpa
+from sage_inductor.patterns.decide import Settings, Site, decide, replace
 
 __all__ = ["Settings", "Site", "rewrite"]
 
+FINDERS = (sdpa.find,)
+
 
 def rewrite(gm: torch.fx.GraphModule, settings: Settings) -> list[Site]:
-    """Rewrite every SDPA call of `gm` and of the graphs nested in it, in place."""
+    """Rewrite the attention calls of `gm` and of the graphs nested in it, in place; the sites, in
+    the order of the graphs."""
     sites = []
     for module in gm.modules():
         if isinstance(module, torch.fx.GraphModule):
-            found = _rewrite_sdpa(module.graph, settings)
+            found = _rewrite_graph(module.graph, settings)
             if any(site.rewritten for site in found):
                 module.recompile()
             sites += found
+    return sites
+
+
+def _rewrite_graph(graph: torch.fx.Graph, settings: Settings) -> list[Site]:
+    sites = []
+    for node in list(graph.nodes):
+        call = next((call for find in FINDERS if (call := find(node))), None)
+        if call is None:
+            continue
+        if "sage" in call.node.meta:
+            call.emit.undo()
+            continue
+        site = decide(call, settings)
+        if site.rewritten:
+            replace(call, NAMED[site.recipe], settings.portable)
+        else:
+            call.emit.undo()
+            call.node.meta["sage"] = "kept"  # decided: a second pass over the graph leaves it alone
+        sites.append(site)
     return sites

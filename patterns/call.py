@@ -14,6 +14,34 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 
+@dataclasses.dataclass(frozen=True)
+class Band:
+    """Query i sees keys i - left .. i + right; None: no bound. bottom_right: the diagonal ends at
+    the last query and the last key (i + N_kv - N_q) instead of starting at the first of both."""
+
+    left: int | None = None
+    right: int | None = None
+    bottom_right: bool = False
+
+    @property
+    def kind(self) -> str:
+        """What the crossover table calls it."""
+        if self.left is None:
+            return "full" if self.right is None else "causal"
+        return "window"
+
+    def __str__(self):
+        bounds = {
+            "full": "none",
+            "causal": f"causal{f' + {self.right}' * bool(self.right)}",
+            "window": f"window({self.left}, {self.right})",
+        }
+        return bounds[self.kind] + ", bottom right" * self.bottom_right
+
+
+FULL, CAUSAL = Band(), Band(None, 0)
+
+
 class Emitter:
     """Inserts calls before `anchor`, with the values the graph carries for its own."""
 
@@ -25,6 +53,10 @@ class Emitter:
     def __call__(self, target: Callable, *args, **kwargs) -> Node:
         """``target(*args, **kwargs)``; nodes stand for their values."""
         value = target(*map_arg(args, value_of), **map_arg(kwargs, value_of))
+        return self.insert(target, args, value, kwargs)
+
+    def insert(self, target: Callable, args: tuple, value, kwargs: dict | None = None) -> Node:
+        """The same, where the value is known."""
         with self.anchor.graph.inserting_before(self.anchor):
             node = self.anchor.graph.call_function(target, args, kwargs)
         kept = ("nn_module_stack", "stack_trace", "source_fn_stack")
@@ -41,7 +73,8 @@ class Emitter:
 
 @dataclasses.dataclass
 class Call:
-    """q [B, H_q, N_q, D], k [B, H_kv, N_kv, D], v [B, H_kv, N_kv, D_v]: nodes of the graph."""
+    """q [B, H_q, N_q, D], k [B, H_kv, N_kv, D], v [B, H_kv, N_kv, D_v]: nodes of the graph. A query
+    sees the keys that both mask and band show it."""
 
     node: Node  # its uses become `finish(out)`
     spelling: str  # "SDPA", "softmax", "nn.MultiheadAttention", "flex_attention", ...
@@ -52,11 +85,12 @@ class Call:
     out: torch.Tensor  # the value attention returns: [B, H_q, N_q, D_v]
     attn_mask: Node | None = None
     dropout_p: float = 0.0
-    is_causal: bool = False
+    band: Band = FULL
     scale: float | None = None
     enable_gqa: bool = False
     finish: Callable[[Node], Node] = lambda out: out  # from attention's output to `node`'s value
     refused: str | None = None  # why this call cannot be written as SDPA
+    dead: list[Node] = dataclasses.field(default_factory=list)  # without uses once it is, in order
 
 
 def value_of(x):
@@ -76,3 +110,14 @@ def op_name(node) -> str:
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._schema.name.split("::")[1]
     return getattr(node.target, "__name__", "")
+
+
+def functorch_depth(node: Node) -> int:
+    """How many torch.func transforms (vmap, grad) are open where `node` is."""
+    depth = 0
+    for other in node.graph.nodes:
+        if other is node:
+            return depth
+        name = op_name(other)
+        depth += name.endswith("_increment_nesting") - name.endswith("_decrement_nesting")
+    raise AssertionError("a node is in its graph")

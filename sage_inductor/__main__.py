@@ -97,12 +97,12 @@ def _examine(device: torch.device) -> bool:
     else:
         print(device)
     healthy = True
-    print(f"  {'recipe':10}{'head_dim':10}{'causal':8}relative L1 error to exact attention")
+    print(f"  {'recipe':10}{'head_dim':10}{'kind':8}relative L1 error to exact attention")
     for name, recipe in recipes.NAMED.items():
         for head_dim in HEAD_DIMS:
-            for is_causal in (False, True):
-                verdict, runs = _probe(device, recipe, head_dim, is_causal)
-                print(f"  {name:10}{head_dim:<10}{'yes' if is_causal else 'no':8}{verdict}")
+            for kind in ("full", "causal", "mask"):
+                verdict, runs = _probe(device, recipe, head_dim, kind)
+                print(f"  {name:10}{head_dim:<10}{kind:8}{verdict}")
                 healthy &= runs
     print(f"  recipe 'auto': {_policy(device)}")
     return healthy
@@ -112,18 +112,21 @@ def _sm(device: torch.device) -> str:
     return "{}{}".format(*tiles.capability(device))
 
 
-def _probe(device, recipe: recipes.Recipe, head_dim: int, is_causal: bool) -> tuple[str, bool]:
+def _probe(device, recipe: recipes.Recipe, head_dim: int, kind: str) -> tuple[str, bool]:
     """(what a small call of `recipe` gives, False if it should have run and did not)."""
     if device.type == "cuda":
         try:
-            tiles.tile(tiles.capability(device), recipe.pv, head_dim)
+            tiles.tile(tiles.capability(device), recipe.pv, head_dim, kind == "mask")
         except ValueError as error:
             return f"stays SDPA: {error}", True
     q, k, v = _inputs(device, 333, head_dim)
-    scale = head_dim**-0.5
+    scale, right = head_dim**-0.5, 0 if kind == "causal" else None
+    padding = torch.arange(333, device=device)[None] < 300 if kind == "mask" else None
     try:
-        out, _ = torch.ops.sage.sdpa(q, k, v, is_causal, scale, recipe.encode(), True, False)
-        error = demo_model.compare(out, attention_exact(q, k, v, is_causal, scale)[0])
+        out, _ = torch.ops.sage.sdpa(
+            q, k, v, padding, None, right, False, scale, recipe.encode(), True, False
+        )
+        error = demo_model.compare(out, attention_exact(q, k, v, scale, padding, right=right)[0])
     except Exception as exception:  # whatever a driver or a compiler makes of it is the finding
         return f"FAILED: {type(exception).__name__}: {str(exception).partition(chr(10))[0]}", False
     right = error["relative L1"] <= WRONG  # also False for NaN
@@ -164,11 +167,11 @@ def _crossovers(capability: tuple[int, int], pv: str) -> list[str]:
     """From where a recipe is chosen, a line for each kind of call."""
     rows = []
     for head_dim in HEAD_DIMS:
-        for is_causal in (False, True):
-            found = tiles.crossover(capability, pv, head_dim, is_causal)
+        for kind in ("full", "causal", "window", "mask"):
+            found = tiles.crossover(capability, pv, head_dim, kind)
             lengths = ", ".join(f"N={n} with B*H >= {heads}" for heads, n in reversed(found))
             if lengths:
-                rows.append(f"head_dim {head_dim}{', causal' * is_causal}: from {lengths}")
+                rows.append(f"head_dim {head_dim}, {kind}: from {lengths}")
     return rows
 
 

@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sage_inductor.ops import recipe as recipes
-from sage_inductor.ops import tiles
+from sage_inductor.ops import reference, tiles
 from sage_inductor.ops.attention import _attention_kernel
 from sage_inductor.ops.quantize import _quantize_k_kernel, _quantize_v_kernel
 from sage_inductor.ops.smooth import _final_kernel, _partial_kernel
@@ -36,13 +36,16 @@ def compile_kernel(kernel, architecture, constexprs, types, **options):
     return triton.compile(source, target=target, options=options)
 
 
-def compile_attention(architecture, recipe, D=128, is_causal=True, tma=False, **options):
+def compile_attention(
+    architecture, recipe, D=128, is_causal=True, tma=False, mask=0, additive=False, left=-1,
+    **options,
+):  # fmt: skip
     r = recipes.NAMED[recipe]
-    tile = tiles.tile(architecture, r.pv, D)
-    fp8, BLOCK_D = r.pv == "fp8", 64 if D <= 64 else 128
+    tile = tiles.tile(architecture, r.pv, D, mask > 0)
+    fp8, BLOCK_D = r.pv == "fp8", reference.pad_head_dim(D)
     types = dict(
         Q="*bf16", K="*i8", K_scale="*fp32", V="*fp8e4nv" if fp8 else "*bf16", V_scale="*fp32",
-        V_mean="*fp32", Out="*bf16", Lse="*fp32",
+        V_mean="*fp32", Out="*bf16", Lse="*fp32", Mask="*bf16" if additive else "*u8", Seen="*u8",
     )  # fmt: skip
     if tma:
         types["K"] = f"tensordesc<i8[{tile.BLOCK_N}, {BLOCK_D}]>"
@@ -50,7 +53,8 @@ def compile_attention(architecture, recipe, D=128, is_causal=True, tma=False, **
             types["V"] = f"tensordesc<fp8e4nv[{BLOCK_D}, {tile.BLOCK_N}]>"
         options["maxnreg"] = tile.maxnreg
     constexprs = dict(
-        D=D, SCALE=D**-0.5, IS_CAUSAL=is_causal, FP8=fp8, TMA=tma,
+        D=D, D_V=D, SCALE=D**-0.5, LEFT=left, RIGHT=0 if is_causal else -1, BOTTOM_RIGHT=left >= 0,
+        MASK=mask, ADDITIVE=additive, FP8=fp8, TMA=tma, BLOCK_DV=BLOCK_D, stride_mn=1,
         GROUPS=4 if r.granularity == "per_thread" else 1, BLOCK_M=tile.BLOCK_M,
         BLOCK_N=tile.BLOCK_N, BLOCK_D=BLOCK_D, NUM_STAGES=tile.num_stages,
         stride_qd=1, stride_vd=1,
@@ -120,24 +124,41 @@ def stack_bytes(compiled) -> int:
 def test_fp8_recipes_are_refused_before_sm_89():
     for architecture in ((8, 0), (8, 6)):
         with pytest.raises(ValueError, match="no kernel for pv='fp8'"):
-            tiles.tile(architecture, "fp8", 128)
+            tiles.tile(architecture, "fp8", 128, False)
+
+
+# mask, additive, left: a row of keys for all queries, a row each, numbers, a window.
+VARIANTS = [(1, False, -1), (2, False, -1), (2, True, -1), (0, False, 500)]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("D", [128, 256])
+@pytest.mark.parametrize("architecture, recipe", CASES, ids=str)
+def test_masked_attention_compiles_everywhere(architecture, recipe, D, variant):
+    mask, additive, left = variant
+    compile_attention(architecture, recipe, D, mask=mask, additive=additive, left=left)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=str)
-@pytest.mark.parametrize("D", [64, 80, 128])
-def test_preparation_compiles(architecture, D):
-    BLOCK_D = 64 if D <= 64 else 128
-    x = dict(X0="*bf16", X1="*bf16", Partial="*fp32", Mean="*fp32", Amax="*fp32")
-    strides = dict(stride_0d=1, stride_1d=1)
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+@pytest.mark.parametrize("D", [64, 80, 128, 256])
+def test_preparation_compiles(architecture, D, masked):
+    BLOCK_D = reference.pad_head_dim(D)
+    x = dict(
+        X0="*bf16", X1="*bf16", Visible="*u8", Partial="*fp32", Count="*i32", Mean="*fp32",
+        Amax="*fp32",
+    )  # fmt: skip
+    tile = dict(D=D, MASK=masked, CHUNK=256, BLOCK_D=BLOCK_D)
     compile_kernel(
-        _partial_kernel, architecture, dict(D=D, CHUNK=256, BLOCK_N=8, BLOCK_D=128, **strides), x
+        _partial_kernel, architecture, dict(tile, BLOCK_N=8, stride_0d=1, stride_1d=1), x
     )
-    compile_kernel(_final_kernel, architecture, dict(D=D, CHUNK=256, BLOCK_C=16, BLOCK_D=128), x)
-    k = dict(K="*bf16", K_mean="*fp32", K_int8="*i8", K_scale="*fp32")
+    compile_kernel(_final_kernel, architecture, dict(tile, BLOCK_C=16), x)
+    k = dict(K="*bf16", K_mean="*fp32", Visible="*u8", K_int8="*i8", K_scale="*fp32")
+    tile = dict(D=D, BLOCK_D=BLOCK_D, stride_d=1)
     for groups in (1, 4):
-        constexprs = dict(D=D, GROUPS=groups, K_BLOCK=64, PAD_N=128, BLOCK_D=BLOCK_D, stride_d=1)
+        constexprs = dict(tile, MASK=masked, GROUPS=groups, K_BLOCK=64, PAD_N=128)
         compile_kernel(_quantize_k_kernel, architecture, constexprs, k)
     if architecture >= (8, 9):
         v = dict(V="*bf16", V_mean="*fp32", V_amax="*fp32", V_fp8="*fp8e4nv", V_scale="*fp32")
-        constexprs = dict(D=D, BLOCK_N=128, BLOCK_D=BLOCK_D, stride_d=1)
+        constexprs = dict(tile, SATURATE=masked, BLOCK_N=128)
         compile_kernel(_quantize_v_kernel, architecture, constexprs, v)

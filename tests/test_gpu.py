@@ -15,6 +15,7 @@ import sage_inductor
 from sage_inductor.ops import (
     attention,
     attention_capped,
+    mask,
     quantize_k,
     quantize_v,
     reference,
@@ -22,6 +23,7 @@ from sage_inductor.ops import (
     tiles,
 )
 from sage_inductor.ops import recipe as recipes
+from sage_inductor.ops.sdpa import prepare
 
 pytestmark = pytest.mark.gpu
 
@@ -46,6 +48,23 @@ def qkv(B, H_q, H_kv, N_q, N_kv, D, dtype=torch.bfloat16):
     return 2 * make(N_q, H_q), make(N_kv, H_kv) + k_bias, make(N_kv, H_kv) + 3
 
 
+def arguments(
+    q, k, v, is_causal, scale, recipe, out_bnhd=True, portable=False,
+    attn_mask=None, left=None, right=None, bottom_right=False,
+):  # fmt: skip
+    text, right = recipes.NAMED[recipe].encode(), 0 if is_causal else right
+    return q, k, v, attn_mask, left, right, bottom_right, scale, text, out_bnhd, portable
+
+
+def sdpa(*args, **kwargs):
+    return torch.ops.sage.sdpa(*arguments(*args, **kwargs))
+
+
+def exactly(q, k, v, is_causal, scale, attn_mask=None, **band):
+    band = {"right": 0 if is_causal else None, **band}
+    return reference.attention_exact(q, k, v, scale, attn_mask, **band)
+
+
 def relative(actual, expected):
     return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
 
@@ -61,61 +80,136 @@ SHAPES = [  # B, H_q, H_kv, N_q, N_kv, D
 ]
 
 
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_preparation_equals_its_oracle(shape, dtype):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_preparation_equals_its_oracle(shape, dtype, masked):
     _, k, v = qkv(*shape, dtype=dtype)
-    mean, amax = smooth([k, v])
-    mean_ref, amax_ref = reference.smooth([k, v])
+    visible = None
+    if masked:
+        visible = (torch.rand(1, shape[2], shape[4], device="cuda") > 0.5).to(torch.uint8)
+        hidden = (visible == 0).expand(shape[0], -1, -1)
+        k[hidden], v[hidden] = math.inf, math.nan
+    mean, amax = smooth([k, v], visible)
+    mean_ref, amax_ref = reference.smooth([k, v], visible)
     assert_close(mean, mean_ref, rtol=1e-5, atol=1e-5)  # fp32 sums in another order
     assert_close(amax, amax_ref, rtol=1e-5, atol=1e-4)
     for granularity in ("per_thread", "per_block"):
         for actual, expected in zip(
-            quantize_k(k, mean[0], granularity), reference.quantize_k(k, mean[0], granularity)
+            quantize_k(k, mean[0], granularity, visible),
+            reference.quantize_k(k, mean[0], granularity, visible),
         ):
             assert_close(actual, expected, rtol=0, atol=0)
-    v_fp8, v_scale = quantize_v(v, mean[1], amax[1])
-    v_fp8_ref, v_scale_ref = reference.quantize_v(v, mean[1], amax[1])
+    v_fp8, v_scale = quantize_v(v, mean[1], amax[1], masked)
+    v_fp8_ref, v_scale_ref = reference.quantize_v(v, mean[1], amax[1], masked)
     assert_close(v_fp8.float(), v_fp8_ref.float(), rtol=0, atol=0)
     assert_close(v_scale, v_scale_ref, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+MASKS = {
+    "none": None,
+    "keys": lambda B, H, N_q, N_kv: rand(B, 1, 1, N_kv) > 0.5,
+    "left padding": lambda B, H, N_q, N_kv: rand(B, 1, 1, N_kv).sort().values > 0.5,
+    "rows": lambda B, H, N_q, N_kv: rand(B, H, N_q, N_kv) > 0.7,
+    "2-D": lambda B, H, N_q, N_kv: rand(N_q, N_kv) > 0.7,
+    "transposed": lambda B, H, N_q, N_kv: (rand(H, N_kv, N_q) > 0.7).mT,
+    "documents": lambda B, H, N_q, N_kv: documents(N_q)[:, None] == documents(N_kv),
+    "fp32": lambda B, H, N_q, N_kv: torch.randn(1, H, N_q, N_kv, device="cuda"),
+    "bf16, expanded": lambda B, H, N_q, N_kv: rand(B, 1, 1, N_kv).bfloat16().expand(B, H, N_q, N_kv),
+    "lowest": lambda B, H, N_q, N_kv: torch.where(rand(B, 1, 1, N_kv) > 0.5, 0.0, -65504.0).half(),
+    "-inf": lambda B, H, N_q, N_kv: torch.where(rand(1, 1, N_q, N_kv) > 0.5, 0.0, -math.inf),
+    "nothing": lambda B, H, N_q, N_kv: torch.zeros(N_q, N_kv, dtype=torch.bool, device="cuda"),
+}  # fmt: skip
+BANDS = {  # left, right, bottom_right
+    "full": (None, None, False),
+    "causal": (None, 0, False),
+    "bottom right": (None, 0, True),
+    "window": (100, 0, False),
+    "narrow": (3, 2, True),
+    "left": (300, None, False),
+}
+
+
+def rand(*shape):
+    return torch.rand(*shape, device="cuda")
+
+
+def documents(N):
+    """Four documents one after the other."""
+    return torch.arange(N, device="cuda") * 4 // N
+
+
+LARGE = [(1, 2, 2, 300, 515, 256), (2, 2, 1, 70, 400, 192)]
+both_ops = pytest.mark.parametrize("op", [attention, attention_capped], ids=["portable", "capped"])
+
+
+@pytest.mark.parametrize("shape", SHAPES + LARGE, ids=str)
+@pytest.mark.parametrize("band", ["full", "causal"])
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("op", [attention, attention_capped], ids=["portable", "capped"])
-def test_kernel_equals_its_emulation(op, recipe, is_causal, shape):
-    """Within the rounding of out: a bf16 ulp is 2^-8, and few elements are an ulp off."""
+@both_ops
+def test_kernel_equals_its_emulation(op, recipe, band, shape):
+    check_kernel(op, recipe, "none", band, shape)
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 2.0])
+@pytest.mark.parametrize("recipe", RECIPES)
+@both_ops
+def test_any_scale(op, recipe, scale):
+    check_kernel(op, recipe, "none", "causal", SHAPES[1], scale)
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 2, 700, 300, 64), (1, 2, 1, 300, 700, 128)], ids=str)
+@pytest.mark.parametrize("band", BANDS)
+@pytest.mark.parametrize("recipe", RECIPES)
+@both_ops
+def test_kernel_in_a_band_equals_its_emulation(op, recipe, band, shape):
+    check_kernel(op, recipe, "none", band, shape)
+
+
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[5], (1, 2, 1, 200, 300, 256)], ids=str)
+@pytest.mark.parametrize("name", [name for name in MASKS if MASKS[name]])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_masked_kernel_equals_its_emulation(recipe, name, shape):
+    check_kernel(attention, recipe, name, "full", shape)
+    if name in ("keys", "-inf"):
+        check_kernel(attention, recipe, name, "narrow", shape)
+
+
+@pytest.mark.parametrize("D, D_v", [(64, 128), (128, 64), (40, 200), (256, 16)])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_v_may_have_another_head_dim(recipe, D, D_v):
+    for name in ("none", "keys"):
+        check_kernel(attention, recipe, name, "causal", (2, 4, 2, 300, 333, D), 0.1, D_v)
+
+
+def check_kernel(op, recipe, name, band, shape, scale=0.1, D_v=None):
+    """Within the rounding of out: a bf16 ulp is 2^-8, and few elements are an ulp off. Keys that
+    the mask hides from every query hold NaN and Inf."""
     r = recipes.NAMED[recipe]
-    tile = tiles.tile(torch.cuda.get_device_capability(), r.pv, shape[-1])
+    B, H_q, H_kv, N_q, N_kv, D = shape
+    D_v = D_v or D
+    capability = torch.cuda.get_device_capability()
+    tile = tiles.tile(capability, r.pv, max(D, D_v), name != "none")
     if op is attention_capped and tile.maxnreg is None:
         pytest.skip(f"the tile of {recipe} asks for no register cap here")
-    for scale in (shape[-1] ** -0.5, -0.3, 0.0):
-        q, k, v = qkv(*shape)
-        mean, amax = smooth([k, v])
-        k_int8, k_scale = quantize_k(k, mean[0], r.granularity)
-        if r.pv == "fp8":
-            v, v_scale = quantize_v(v, mean[1], amax[1])
-        else:
-            v_scale = mean[1]
-        args = (
-            q,
-            k_int8,
-            k_scale,
-            v,
-            v_scale,
-            mean[1],
-            is_causal,
-            scale,
-            k.shape[2],
-            r.granularity,
-        )
-        out, lse = op(*args, True)
-        out_ref, lse_ref = reference.attention(*args, block_n=tile.BLOCK_N)
-        assert relative(out, out_ref) < 1e-3
-        assert_close(lse, lse_ref, rtol=1e-5, atol=1e-4)
-        again = op(*args, True)
-        assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+    q, k, _ = qkv(*shape)
+    _, _, v = qkv(*shape[:5], D_v)
+    attn_mask = seen = visible = None
+    if name != "none":
+        attn_mask = mask.as_4d(MASKS[name](B, H_q, N_q, N_kv))
+        seen = mask.summarize(attn_mask, N_kv, tile.BLOCK_M)
+        visible = mask.visible_keys(seen, H_kv)
+        hidden = (seen.amax(2) == 0).expand(B, H_q, N_kv).unflatten(1, (H_kv, -1)).all(2)
+        k[hidden], v[hidden] = math.inf, math.nan
+    *quantized, _ = prepare(k, v, visible, r)
+    args = (q, *quantized, attn_mask, seen, *BANDS[band], scale, N_kv, r.granularity)
+    out, lse = op(*args, True)
+    out_ref, lse_ref = reference.attention(*args, block_n=tile.BLOCK_N)
+    assert out.isfinite().all()
+    assert (out.double() - out_ref.double()).norm() <= 1e-3 * out_ref.double().norm()
+    assert_close(lse, lse_ref, rtol=1e-5, atol=1e-4)
+    again = op(*args, True)
+    assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
 
 
 # Relative L1 error of the emulation against exact attention, v's mean taken off. On normal inputs
@@ -130,10 +224,8 @@ def test_op_is_near_exact_attention(shape, recipe, is_causal):
     q, k, v = qkv(*shape)
     scale = shape[-1] ** -0.5
     for bnhd in (False, True):
-        out, lse = torch.ops.sage.sdpa(
-            q, k, v, is_causal, scale, recipes.NAMED[recipe].encode(), bnhd, False
-        )
-        exact, exact_lse = reference.attention_exact(q, k, v, is_causal, scale)
+        out, lse = sdpa(q, k, v, is_causal, scale, recipe, bnhd)
+        exact, exact_lse = exactly(q, k, v, is_causal, scale)
         assert out.stride()[1:3] == ((shape[5], shape[1] * shape[5]) if bnhd else
                                      (shape[3] * shape[5], shape[5]))  # fmt: skip
         v_mean = v.double().mean(2, keepdim=True).repeat_interleave(shape[1] // shape[2], 1)
@@ -148,10 +240,8 @@ def test_long_context_is_as_accurate_as_short():
     for N in (2048, 32768):
         _, k, v = qkv(1, 1, 1, N, N, 128)
         q = torch.randn(1, 1, 256, 128, device="cuda", dtype=torch.bfloat16)
-        out, _ = torch.ops.sage.sdpa(
-            q, k, v, False, 128**-0.5, recipes.NAMED["sage2-8b"].encode(), True, False
-        )
-        errors.append(relative(out, reference.attention_exact(q, k, v, False, 128**-0.5)[0]))
+        out, _ = sdpa(q, k, v, False, 128**-0.5, "sage2-8b")
+        errors.append(relative(out, exactly(q, k, v, False, 128**-0.5)[0]))
     assert errors[1] < 1.5 * errors[0], errors
 
 
@@ -162,11 +252,9 @@ def test_strided_views_beyond_2_to_the_31_elements():
     q, k, v = (x.transpose(1, 2)[:, -2:] for x in fused.split(H, 2))
     assert fused.numel() > 2**31 and q.stride(2) == 3 * H * D
     for recipe in RECIPES:
-        out, _ = torch.ops.sage.sdpa(
-            q, k, v, False, D**-0.5, recipes.NAMED[recipe].encode(), True, False
-        )
+        out, _ = sdpa(q, k, v, False, D**-0.5, recipe)
         rows = slice(N - 64, N)
-        exact, _ = reference.attention_exact(q[:, :, rows], k, v, False, D**-0.5)
+        exact, _ = exactly(q[:, :, rows], k, v, False, D**-0.5)
         # The output is a mean of 100 000 random rows, 300 times smaller than they are.
         assert relative(out[:, :, rows], exact) < 0.09
 
@@ -176,14 +264,10 @@ def test_nan_and_inf_stay_in_their_head():
         for which in range(3):
             for bad in (math.nan, math.inf):
                 inputs = [x.clone() for x in qkv(2, 2, 2, 300, 300, 64)]
-                clean = torch.ops.sage.sdpa(
-                    *inputs, False, 0.125, recipes.NAMED[recipe].encode(), True, False
-                )[0]
+                clean = sdpa(*inputs, False, 0.125, recipe)[0]
                 inputs[which][1, 1, 150, 3] = bad
-                out = torch.ops.sage.sdpa(
-                    *inputs, False, 0.125, recipes.NAMED[recipe].encode(), True, False
-                )[0]
-                exact, _ = reference.attention_exact(*inputs, False, 0.125)
+                out = sdpa(*inputs, False, 0.125, recipe)[0]
+                exact, _ = exactly(*inputs, False, 0.125)
                 assert not (exact.isfinite() < out.isfinite()).any()  # non-finite where exact is
                 touched = torch.zeros(2, 2, dtype=torch.bool, device="cuda")
                 touched[1, 1] = True
@@ -249,32 +333,30 @@ def test_inductor_modes_with_new_inputs(mode):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_cuda_graph_replays_on_new_inputs(recipe):
     q, k, v = qkv(2, 4, 2, 1000, 1000, 128)
-    text = recipes.NAMED[recipe].encode()
-    torch.ops.sage.sdpa(q, k, v, True, 0.1, text, True, False)  # compile outside the capture
+    sdpa(q, k, v, True, 0.1, recipe)  # compile outside the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out, lse = torch.ops.sage.sdpa(q, k, v, True, 0.1, text, True, False)
+        out, lse = sdpa(q, k, v, True, 0.1, recipe)
     for _ in range(3):
         for x, new in zip((q, k, v), qkv(2, 4, 2, 1000, 1000, 128)):
             x.copy_(new)
         graph.replay()
-        expected = torch.ops.sage.sdpa(q, k, v, True, 0.1, text, True, False)
+        expected = sdpa(q, k, v, True, 0.1, recipe)
         assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_side_streams_wait_for_nobody_and_are_right(recipe):
     """SageAttention 2.2 was wrong on a side stream in 1 of 20 runs: it launched on stream 0."""
-    text = recipes.NAMED[recipe].encode()
     stream = torch.cuda.Stream()
     for _ in range(20):
         with torch.cuda.stream(stream):
             q, k, v = qkv(2, 4, 4, 700, 700, 128)
             torch.cuda._sleep(2_000_000)  # the inputs are late on this stream
             q = q + 1
-            out, _ = torch.ops.sage.sdpa(q, k, v, False, 0.1, text, True, False)
+            out, _ = sdpa(q, k, v, False, 0.1, recipe)
         stream.synchronize()
-        expected, _ = torch.ops.sage.sdpa(q, k, v, False, 0.1, text, True, False)
+        expected, _ = sdpa(q, k, v, False, 0.1, recipe)
         assert torch.equal(out, expected)
 
 
@@ -327,13 +409,20 @@ def test_autocast_decides_the_dtype():
     assert {s.dtype for s in sage_inductor.report().rewritten} == {"float16"}
 
 
-def test_fp32_stays_sdpa():
+def test_fp32_stays_sdpa_unless_forced():
     m = torch.nn.Sequential(Block()).cuda()
     x = sample().float()
     with torch.no_grad():
-        torch.compile(m, backend="sage", options=FORCE)(x)
-    (site,) = sage_inductor.report()
-    assert not site.rewritten and "dtype must be one of" in site.reason
+        torch.compile(m, backend="sage")(x)
+        (site,) = sage_inductor.report()
+        assert not site.rewritten and site.reason.startswith("fp32 is asked for")
+        for recipe in RECIPES:
+            torch._dynamo.reset()
+            options = {**FORCE, "sage.recipe": recipe}
+            assert (
+                relative(torch.compile(m, backend="sage", options=options)(x) - x, m(x) - x) < 0.08
+            )
+            assert sage_inductor.report().rewritten
 
 
 def test_below_the_crossover_and_in_training_a_call_stays_sdpa():
@@ -351,18 +440,17 @@ def test_inputs_are_not_mutated():
     inputs = qkv(2, 4, 2, 300, 300, 128)
     before = [x.clone() for x in inputs]
     for recipe in RECIPES:
-        torch.ops.sage.sdpa(*inputs, True, 0.1, recipes.NAMED[recipe].encode(), True, False)
+        sdpa(*inputs, True, 0.1, recipe)
     assert all(torch.equal(a, b) for a, b in zip(inputs, before))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_opcheck_on_the_device(recipe):
-    q, k, v = qkv(1, 2, 1, 100, 70, 64)
-    text = recipes.NAMED[recipe].encode()
+    q, k, v = (x.requires_grad_() for x in qkv(1, 2, 1, 100, 70, 64))
     for portable in (False, True):
         torch.library.opcheck(
             torch.ops.sage.sdpa.default,
-            (q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), False, 0.1, text, True, portable),
+            arguments(q, k, v, False, 0.1, recipe, portable=portable),
             # The gradient's SDPA backend differs between eager and compiled within bf16.
             rtol=2e-2, atol=2e-2,
         )  # fmt: skip
@@ -372,7 +460,6 @@ def test_another_device_of_the_process():
     if torch.cuda.device_count() < 2:
         pytest.skip("one CUDA device")
     q, k, v = (x.to("cuda:1") for x in qkv(1, 2, 2, 300, 300, 64))
-    text = recipes.NAMED["sage2-8b"].encode()
-    out, _ = torch.ops.sage.sdpa(q, k, v, False, 0.125, text, True, False)
+    out, _ = sdpa(q, k, v, False, 0.125, "sage2-8b")
     assert out.device == q.device
-    assert relative(out, reference.attention_exact(q, k, v, False, 0.125)[0]) < 0.05
+    assert relative(out, exactly(q, k, v, False, 0.125)[0]) < 0.05

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from sage_inductor.ops import reference
+from sage_inductor.ops import mask, reference
 from sage_inductor.ops.attention import _attention_kernel, _launch
 from sage_inductor.ops.quantize import launch_k, launch_v
 from sage_inductor.ops.smooth import launch as launch_smooth
@@ -54,17 +54,17 @@ def relative(actual, expected):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_preparation(shape):
     _, k, v = qkv(*shape)
-    mean, amax = launch_smooth(k, v, 2)
+    mean, amax = launch_smooth(k, v, 2, None)
     mean_ref, amax_ref = reference.smooth([k, v])
     assert_close(mean, mean_ref, rtol=1e-5, atol=1e-5)
     assert_close(amax, amax_ref, rtol=1e-5, atol=1e-4)
     for granularity in ("per_thread", "per_block"):
-        k_int8, k_scale = launch_k(k, mean[0], granularity)
+        k_int8, k_scale = launch_k(k, mean[0], granularity, None)
         k_int8_ref, k_scale_ref = reference.quantize_k(k, mean[0], granularity)
         assert_close(k_scale, k_scale_ref, rtol=0, atol=0)
         assert (k_int8.int() - k_int8_ref.int()).abs().max() <= 1
         assert (k_int8 != k_int8_ref).float().mean() < 1e-3
-    v_fp8, v_scale = launch_v(v, mean[1], amax[1])
+    v_fp8, v_scale = launch_v(v, mean[1], amax[1], False)
     v_fp8_ref, v_scale_ref = reference.quantize_v(v, mean[1], amax[1])
     assert_close(v_scale, v_scale_ref, rtol=0, atol=0)
     actual, expected = v_fp8.float(), v_fp8_ref.float()
@@ -87,9 +87,73 @@ def test_attention(shape, is_causal, scale, tma, pv):
     v_scale = mean[1]
     if pv == "fp8":
         v, v_scale = reference.quantize_v(v, mean[1], amax[1])
-    args = (q, k_int8, k_scale, v, v_scale, mean[1], is_causal, scale, k.shape[2])
+    band = (None, 0 if is_causal else None, False)
+    args = (q, k_int8, k_scale, v, v_scale, mean[1], None, None, *band, scale, k.shape[2])
     out, lse = _launch(_attention_kernel, *args, True, tile, tma=tma)
     expected, expected_lse = reference.attention(*args, granularity, block_n=tile.BLOCK_N)
     # An INT8 code that a tie rounds the other way moves a score by up to 0.2 scale.
     assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4 + 0.2 * abs(scale))
     assert relative(out, expected) < (1e-2 if pv == "fp8" else 2e-3)
+
+
+MASKS = {
+    "keys": lambda N_q, N_kv: torch.rand(2, 1, 1, N_kv) > 0.5,
+    "left padding": lambda N_q, N_kv: (torch.arange(N_kv) >= N_kv // 2)[None, None, None],
+    "rows": lambda N_q, N_kv: torch.rand(2, 2, N_q, N_kv) > 0.7,
+    "transposed": lambda N_q, N_kv: (torch.rand(N_kv, N_q) > 0.7).mT[None, None],
+    "broadcast keys": lambda N_q, N_kv: torch.rand(1, 1, N_q, 1) > 0.5,
+    "additive": lambda N_q, N_kv: torch.randn(2, 1, N_q, N_kv).half(),
+    "lowest": lambda N_q, N_kv: torch.where(torch.rand(1, 1, 1, N_kv) > 0.5, 0.0, -65504.0).half(),
+    "-inf": lambda N_q, N_kv: torch.where(torch.rand(1, 2, N_q, N_kv) > 0.5, 0.0, -torch.inf),
+}
+BANDS = [(None, None, False), (None, 0, True), (20, 0, False), (40, 30, True), (200, None, False)]
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("pv", ["fp8", "16bit"])
+def test_masked_attention(name, pv):
+    check_masked(MASKS[name], (None, None, False), pv, 130, 300, 64, 80)
+    check_masked(MASKS[name], (None, 0, False), pv, 130, 130, 32, 32)
+
+
+@pytest.mark.parametrize("band", BANDS, ids=str)
+@pytest.mark.parametrize("pv", ["fp8", "16bit"])
+@pytest.mark.parametrize("lengths", [(130, 300), (300, 130), (300, 300)], ids=str)
+def test_attention_in_a_band(band, pv, lengths):
+    check_masked(None, band, pv, *lengths, 16, 64)
+    check_masked(MASKS["keys"], band, pv, *lengths, 16, 64)
+
+
+def check_masked(make, band, pv, N_q, N_kv, D, D_v):
+    """Kernels and emulation on the same mask, the keys that it hides from all holding garbage."""
+    q, k, _ = qkv(2, 2, N_q, N_kv, D)
+    _, _, v = qkv(2, 2, N_q, N_kv, D_v)
+    tile = Tile(64, 128, 4, 2) if pv == "fp8" else Tile(128, 64, 8, 2)
+    granularity = "per_thread" if pv == "fp8" else "per_block"
+    attn_mask = seen = visible = None
+    if make is not None:
+        attn_mask = make(N_q, N_kv)
+        seen = mask.summarize(attn_mask, N_kv, tile.BLOCK_M)
+        visible = mask.visible_keys(seen, 2)
+        hidden = (seen.amax(2) == 0).expand(2, 2, N_kv)
+        k[hidden], v[hidden] = torch.inf, torch.nan
+    k_mean, v_mean = (launch_smooth(x, x, 1, visible)[0][0] for x in (k, v))
+    v_amax = launch_smooth(v, v, 1, visible)[1][0]
+    for x, mean in ((k, k_mean), (v, v_mean)):
+        assert_close(mean, reference.smooth([x], visible)[0][0], rtol=1e-5, atol=1e-5)
+    k_int8, k_scale = launch_k(k, k_mean, granularity, visible)
+    assert_close(k_scale, reference.quantize_k(k, k_mean, granularity, visible)[1], rtol=0, atol=0)
+    v_scale = None
+    if pv == "fp8":
+        v_fp8, v_scale = launch_v(v, v_mean, v_amax, visible is not None)
+        assert (
+            (v_fp8.float() - reference.quantize_v(v, v_mean, v_amax, True)[0].float())
+            .isfinite()
+            .all()
+        )
+        v = v_fp8
+    args = (q, k_int8, k_scale, v, v_scale, v_mean, attn_mask, seen, *band, 0.1, N_kv)
+    out, lse = _launch(_attention_kernel, *args, True, tile, tma=False)
+    expected, expected_lse = reference.attention(*args, granularity, block_n=tile.BLOCK_N)
+    assert out.isfinite().all() and relative(out, expected) < (1e-2 if pv == "fp8" else 2e-3)
+    assert_close(lse, expected_lse, rtol=1e-4, atol=0.02)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from sage_inductor.ops import attention, quantize_k, quantize_v, reference, smooth
+from sage_inductor.ops import attention, mask, quantize_k, quantize_v, reference, smooth
 from sage_inductor.ops import recipe as recipes
 
 RECIPES = list(recipes.NAMED)
@@ -18,32 +18,46 @@ def qkv(B=2, H_q=4, H_kv=2, N_q=65, N_kv=70, D=64, dtype=torch.float32):
     return make(N_q, H_q), make(N_kv, H_kv) + 1, make(N_kv, H_kv) + 3
 
 
-def sdpa(q, k, v, is_causal=False, scale=0.125, recipe="sage2-8b", out_bnhd=True, portable=False):
-    text = recipes.NAMED[recipe].encode()
-    return torch.ops.sage.sdpa(q, k, v, is_causal, scale, text, out_bnhd, portable)
+def arguments(
+    q, k, v, is_causal=False, scale=0.125, recipe="sage2-8b", out_bnhd=True, portable=False,
+    attn_mask=None, left=None, right=None, bottom_right=False,
+):  # fmt: skip
+    text, right = recipes.NAMED[recipe].encode(), 0 if is_causal else right
+    return q, k, v, attn_mask, left, right, bottom_right, scale, text, out_bnhd, portable
+
+
+def sdpa(*args, **kwargs):
+    return torch.ops.sage.sdpa(*arguments(*args, **kwargs))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("N_kv", [1, 70])
 def test_opcheck_of_sdpa(recipe, N_kv):
     q, k, v = (x.requires_grad_() for x in qkv(N_kv=N_kv))
-    args = (q, k, v, False, 0.125, recipes.NAMED[recipe].encode(), True, False)
-    torch.library.opcheck(torch.ops.sage.sdpa.default, args)
+    torch.library.opcheck(torch.ops.sage.sdpa.default, arguments(q, k, v, recipe=recipe))
 
 
 def test_opcheck_of_the_pieces():
     q, k, v = qkv()
-    torch.library.opcheck(smooth, ([k, v],))
-    torch.library.opcheck(smooth, ([k],))
-    mean, amax = smooth([k, v])
+    attn_mask = torch.rand(2, 1, 65, 70) > 0.7
+    seen = mask.summarize(attn_mask, 70, 128)
+    visible = mask.visible_keys(seen, 2)
+    for rows in (visible, None):
+        torch.library.opcheck(smooth, ([k, v], rows))
+        torch.library.opcheck(smooth, ([k], rows))
+    mean, amax = smooth([k, v], visible)
     for recipe in recipes.NAMED.values():
-        torch.library.opcheck(quantize_k, (k, mean[0], recipe.granularity))
-        k_int8, k_scale = quantize_k(k, mean[0], recipe.granularity)
+        for rows in (visible, None):
+            torch.library.opcheck(quantize_k, (k, mean[0], recipe.granularity, rows))
+        k_int8, k_scale = quantize_k(k, mean[0], recipe.granularity, visible)
         v_hat, v_scale = (v, mean[1])
         if recipe.pv == "fp8":
-            torch.library.opcheck(quantize_v, (v, mean[1], amax[1]))
-            v_hat, v_scale = quantize_v(v, mean[1], amax[1])
-        args = (q, k_int8, k_scale, v_hat, v_scale, mean[1], True, 0.1, 70, recipe.granularity)
+            torch.library.opcheck(quantize_v, (v, mean[1], amax[1], True))
+            v_hat, v_scale = quantize_v(v, mean[1], amax[1], True)
+        args = (
+            q, k_int8, k_scale, v_hat, v_scale, mean[1], attn_mask, seen, None, 0, False, 0.1, 70,
+            recipe.granularity,
+        )  # fmt: skip
         for out_bnhd in (False, True):
             torch.library.opcheck(attention, (*args, out_bnhd), test_utils=checks(recipe))
         before = [x.clone() for x in args if isinstance(x, torch.Tensor)]
@@ -116,9 +130,9 @@ BAD = {
     "devices": ((q, k, v.to("meta")), {}, ValueError, "v must be on q's device cpu, got meta"),
     "float64": ([x.double() for x in (q, k, v)], {}, TypeError, "dtype must be one of .* got torch.float64"),
     "head_dim": ((q, k[..., :32], v[..., :32]), {}, ValueError, "k must have q's batch and head_dim"),
-    "large head_dim": ([F.pad(x, (0, 100)) for x in (q, k, v)], {}, ValueError, "head_dim must be 1..128, got 164"),
+    "large head_dim": ([F.pad(x, (0, 200)) for x in (q, k, v)], {}, ValueError, "head_dim must be 1..256, got 264"),
     "heads": ((q[:, :3], k, v), {}, ValueError, "heads of q must be a multiple of k's, got 3 and 2"),
-    "k and v": ((q, k, v[:, :, :-1]), {}, ValueError, "k and v must have one shape"),
+    "k and v": ((q, k, v[:, :, :-1]), {}, ValueError, "k and v must have one batch, heads and length"),
     "empty": ((q, k[:, :, :0], v[:, :, :0]), {}, ValueError, "k must have at least one row, got N=0"),
     "scale": ((q, k, v), {"scale": float("nan")}, ValueError, "scale must be finite, got nan"),
 }  # fmt: skip
@@ -133,7 +147,9 @@ def test_bad_input_is_refused_with_what_must_hold_and_what_was_got(case):
 
 def test_a_recipe_of_other_sources_is_refused():
     with pytest.raises(ValueError, match="made by sage_inductor 0.0.1.0000, this is"):
-        torch.ops.sage.sdpa(q, k, v, False, 0.1, "int8/per_thread,fp8@0.0.1+0000", True, False)
+        torch.ops.sage.sdpa(
+            q, k, v, None, None, None, False, 0.1, "int8/per_thread,fp8@0.0.1+0000", True, False
+        )
 
 
 def test_recipes_encode_to_what_decodes_to_them():
@@ -150,7 +166,20 @@ def test_sdpa_is_its_pieces():
     k_int8, k_scale = reference.quantize_k(k, mean[0], "per_thread")
     v_fp8, v_scale = reference.quantize_v(v, mean[1], amax[1])
     expected, raw_lse = reference.attention(
-        q, k_int8, k_scale, v_fp8, v_scale, mean[1], False, 0.125, 70, "per_thread"
+        q,
+        k_int8,
+        k_scale,
+        v_fp8,
+        v_scale,
+        mean[1],
+        None,
+        None,
+        None,
+        None,
+        False,
+        0.125,
+        70,
+        "per_thread",
     )
     assert_close(out, expected)
     correction = 0.125 * torch.einsum("bhnd,bhd->bhn", q, mean[0].repeat_interleave(2, 1))

@@ -21,10 +21,15 @@ def qkv(B=1, H_q=2, H_kv=2, N_q=200, N_kv=300, D=64, dtype=torch.float32):
     return make(N_q, H_q), make(N_kv, H_kv) + k_bias, make(N_kv, H_kv) + 3
 
 
-def emulate(q, k, v, is_causal, scale, recipe):
-    return torch.ops.sage.sdpa(
-        q, k, v, is_causal, scale, recipes.NAMED[recipe].encode(), True, True
-    )
+def emulate(q, k, v, is_causal, scale, recipe, attn_mask=None, **band):
+    band = {"left": None, "right": 0 if is_causal else None, "bottom_right": False, **band}
+    text = recipes.NAMED[recipe].encode()
+    return torch.ops.sage.sdpa(q, k, v, attn_mask, *band.values(), scale, text, True, True)
+
+
+def exactly(q, k, v, is_causal, scale, attn_mask=None, **band):
+    band = {"right": 0 if is_causal else None, **band}
+    return reference.attention_exact(q, k, v, scale, attn_mask, **band)
 
 
 def relative_l1(actual, expected):
@@ -34,7 +39,7 @@ def relative_l1(actual, expected):
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 def test_exact_attention_is_sdpa_in_float64(is_causal):
     q, k, v = (x.double() for x in qkv(H_q=4))
-    out, lse = reference.attention_exact(q, k, v, is_causal, 0.1)
+    out, lse = exactly(q, k, v, is_causal, 0.1)
     expected = F.scaled_dot_product_attention(
         q, k, v, is_causal=is_causal, scale=0.1, enable_gqa=True
     )
@@ -99,7 +104,7 @@ def test_emulation_is_near_exact_attention(heads, n_q, n_kv, D, is_causal, scale
     q, k, v = qkv(2, *heads, n_q, n_kv, D, dtype)
     scale = D**-0.5 if scale is None else scale
     out, lse = emulate(q, k, v, is_causal, scale, recipe)
-    exact, exact_lse = reference.attention_exact(q, k, v, is_causal, scale)
+    exact, exact_lse = exactly(q, k, v, is_causal, scale)
     assert out.shape == exact.shape and out.dtype == dtype and lse.dtype == torch.float32
     assert relative_l1(out, exact) < 0.05  # v's mean of 3 included; E4M3 has 3 mantissa bits
     assert (lse - exact_lse).abs().max() < 0.3
@@ -115,7 +120,7 @@ def test_smoothing_takes_the_biases_out_of_the_error(recipe, bound):
         k = k + bias * torch.randn(1, 2, 1, 128)
         v_bias = bias if recipe == "sage2-8b" else 0.0
         out, _ = emulate(q, k, v + v_bias, False, 128**-0.5, recipe)
-        exact, _ = reference.attention_exact(q, k, v, False, 128**-0.5)
+        exact, _ = exactly(q, k, v, False, 128**-0.5)
         errors.append(relative_l1(out - v_bias, exact))
     assert errors[1] < 1.2 * errors[0] + 0.005 and max(errors) < bound
 
@@ -124,7 +129,7 @@ def test_one_level_of_block_n_does_not_change_what_is_computed():
     q, k, v = qkv()
     mean, _ = reference.smooth([k])
     k_int8, k_scale = reference.quantize_k(k, mean[0], "per_block")
-    args = (q, k_int8, k_scale, v, None, None, True, 0.1, 300, "per_block")
+    args = (q, k_int8, k_scale, v, None, None, None, None, None, 0, False, 0.1, 300, "per_block")
     for a, b in zip(
         reference.attention(*args, block_n=64), reference.attention(*args, block_n=128)
     ):
@@ -136,7 +141,7 @@ def test_one_level_of_block_n_does_not_change_what_is_computed():
 def test_lse_merges_two_halves_of_the_keys():
     """What ring attention does with it: lse must be exact about what smoothing took off."""
     q, k, v = qkv(N_kv=512)
-    whole, whole_lse = reference.attention_exact(q, k, v, False, 0.125)
+    whole, whole_lse = exactly(q, k, v, False, 0.125)
     halves = [emulate(q, k[:, :, s], v[:, :, s], False, 0.125, "sage1")
               for s in (slice(0, 256), slice(256, 512))]  # fmt: skip
     lse = torch.stack([h[1] for h in halves])
@@ -155,7 +160,7 @@ def test_nan_and_inf_are_kept_and_stay_in_their_head(recipe, which, bad):
     inputs[which] = inputs[which].clone()
     inputs[which][1, 0, 7, 3] = bad
     out, _ = emulate(*inputs, True, 0.125, recipe)
-    exact, _ = reference.attention_exact(*inputs, True, 0.125)
+    exact, _ = exactly(*inputs, True, 0.125)
     assert not (exact.isfinite() < out.isfinite()).any()
     assert torch.equal(out[0], clean[0]) and torch.equal(out[1, 1], clean[1, 1])
 
@@ -165,7 +170,7 @@ def test_extreme_but_finite_values_stay_finite():
         q, k, v = qkv(dtype=dtype)
         for recipe in recipes.NAMED:
             out, lse = emulate(q, k, (v.float() * size).to(dtype), False, 0.125, recipe)
-            exact, _ = reference.attention_exact(q, k, (v.float() * size).to(dtype), False, 0.125)
+            exact, _ = exactly(q, k, (v.float() * size).to(dtype), False, 0.125)
             assert out.isfinite().all() and lse.isfinite().all()
             assert relative_l1(out.double(), exact) < 0.05 or size == 6e-8  # fp16 denormals round
     zeros = torch.zeros(1, 1, 64, 64)

@@ -1,0 +1,228 @@
+"""What becomes of a call: quantized with a recipe, or as it was, and why.
+
+A call is rewritten if `sage::sdpa` can stand for it (`_why_not`) and is measured to be faster
+there (tiles.crossover), unless the settings say otherwise.
+"""
+
+import dataclasses
+import math
+import operator
+import re
+
+import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from sage_inductor import lowering  # noqa: F401  (registers what the inserted op opens into)
+from sage_inductor.ops import recipe as recipes
+from sage_inductor.ops import tiles
+from sage_inductor.ops.reference import HEAD_DIMS
+from sage_inductor.patterns.call import Call, functorch_depth, value_of
+
+AUTO = "auto"
+OFF = "off"
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What the user asked for; see sage_inductor/config.py for each field's meaning."""
+
+    recipe: str = AUTO
+    emulate: bool = False
+    force: bool = False
+    strict: bool = False
+    portable: bool = False  # exporting: no guards on lengths, only kernels that travel
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """One attention call in a user's graph, and what became of it."""
+
+    module: str  # path of the module that makes the call
+    call: str  # name of the node
+    spelling: str  # "SDPA", "softmax", "nn.MultiheadAttention", ...
+    q: tuple  # [B, H_q, N_q, D]; symbols where the shape is dynamic
+    k: tuple  # [B, H_kv, N_kv, D]
+    dtype: str
+    mask: str  # "none", "causal", a window, the mask's dtype and shape; "+" where both
+    recipe: str | None  # None: stays as it was
+    reason: str  # why it stays, or what chose the recipe
+
+    @property
+    def rewritten(self) -> bool:
+        return self.recipe is not None
+
+
+def decide(call: Call, settings: Settings) -> Site:
+    """What becomes of `call`; nothing is changed yet."""
+    recipe, reason = _recipe(call, settings)
+    q, k = value_of(call.q), value_of(call.k)
+    return Site(
+        module=_module(call.node),
+        call=call.node.name,
+        spelling=call.spelling,
+        q=_dims(q),
+        k=_dims(k),
+        dtype=str(getattr(call.out, "dtype", "?")).removeprefix("torch."),
+        mask=_mask(call),
+        recipe=recipe,
+        reason=reason,
+    )
+
+
+def replace(call: Call, recipe: recipes.Recipe, portable: bool) -> None:
+    """Put ``sage.sdpa(...)[0]`` in the place of `call`."""
+    emit, out = call.emit, call.out
+    q, k, v, attn_mask = call.q, call.k, call.v, call.attn_mask
+    scale = call.scale if call.scale is not None else value_of(q).shape[3] ** -0.5
+    args = (
+        q, k, v, attn_mask, call.band.left, call.band.right, call.band.bottom_right, float(scale),
+        recipe.encode(), bool(_stored_bnhd(call)), portable,
+    )  # fmt: skip
+    lse = out.new_empty(out.shape[:3], dtype=torch.float32)
+    new = emit.insert(torch.ops.sage.sdpa.default, args, (out, lse))
+    first = emit.insert(operator.getitem, (new, 0), out)
+    call.node.replace_all_uses_with(call.finish(first))
+    for dead in (call.node, *call.dead):
+        if not dead.users:
+            dead.graph.erase_node(dead)
+
+
+def _recipe(call: Call, settings: Settings) -> tuple[str | None, str]:
+    """(name of the recipe, why this one) or (None, why the call stays as it was)."""
+    if settings.recipe == OFF:
+        return None, "the recipe is 'off'"
+    reason = call.refused or _why_not(call)
+    if reason:
+        return None, reason
+    q, k, v = (value_of(x) for x in (call.q, call.k, call.v))
+    if q.device.type == "cpu":
+        if not settings.emulate:
+            return None, "on CPU attention stays as it was (sage.emulate=True studies the accuracy)"
+        return _named(settings, "sage2-8b"), "emulated"
+
+    capability = tiles.capability(q.device)
+    recipe = _named(settings, "sage2-8b" if capability >= (8, 9) else "sage1")
+    pv = recipes.NAMED[recipe].pv
+    head_dim = max(int(q.shape[3]), int(v.shape[3]))  # a dynamic head_dim is specialised
+    try:
+        tiles.tile(capability, pv, head_dim, call.attn_mask is not None)
+    except ValueError as error:
+        return None, str(error)
+    if settings.emulate or settings.force:
+        return recipe, "forced"
+    if call.out.dtype == torch.float32:
+        return None, "fp32 is asked for (sage.force=True overrides; autocast decides otherwise)"
+    if call.out.requires_grad:
+        return None, "training: the backward recomputes exact attention (sage.force=True overrides)"
+    return _never_slower(call, settings, recipe, capability, pv, head_dim)
+
+
+def _never_slower(call, settings, recipe, capability, pv, head_dim) -> tuple[str | None, str]:
+    q, k = value_of(call.q), value_of(call.k)
+    heads = q.shape[0] * q.shape[1]
+    kind = "mask" if call.attn_mask is not None else call.band.kind
+    rows = tiles.crossover(capability, pv, head_dim, kind)
+    shortest = next((N for B_H, N in rows if _at_least(heads, B_H, settings)), None)
+    sm = "sm_{}{}".format(*capability)
+    what = f"{recipe} with head_dim {head_dim}{f', {kind}' * (kind != 'full')} on {sm}"
+    if shortest is None:
+        return None, f"never slower: no length was measured from which {what}, B*H={heads} wins"
+    if not all(_at_least(x.shape[2], shortest, settings) for x in (q, k)):
+        return None, f"never slower: {what} wins from N={shortest} (sage.force=True overrides)"
+    return recipe, f"N >= {shortest}"
+
+
+def _named(settings: Settings, default: str) -> str:
+    return default if settings.recipe == AUTO else settings.recipe
+
+
+def _at_least(n, least: int, settings: Settings) -> bool:
+    """n >= least. A dynamic n is guarded: each side of the crossover gets its own graph. An
+    exported program has one graph for all, chosen by the example's sizes."""
+    if settings.portable and isinstance(n, torch.SymInt):
+        n = n.node.hint
+    return bool(n >= least)
+
+
+def _why_not(call: Call) -> str | None:
+    """The reason sage::sdpa cannot stand for this call, whatever the length, or None if it can."""
+    q, k, v, mask = (value_of(x) for x in (call.q, call.k, call.v, call.attn_mask))
+    out = call.out
+    if not all(isinstance(x, torch.Tensor) for x in (q, k, v, out)):
+        return "the graph carries no shapes for this call"
+    if functorch_depth(call.node):
+        return "inside a torch.func transform"
+    if call.dropout_p != 0.0:
+        return f"dropout_p must be 0, got {call.dropout_p}"
+    scale = call.scale
+    if not (scale is None or isinstance(scale, (int, float)) and math.isfinite(scale)):
+        return f"scale must be a finite number known when compiling, got {scale}"
+    tensors = [x for x in (q, k, v, mask) if x is not None]
+    if any(type(x).__name__ != "FakeTensor" or x.layout != torch.strided for x in tensors):
+        return f"tensor subclasses are not supported, got {[type(x).__name__ for x in tensors]}"
+    if not q.dim() == k.dim() == v.dim() == 4:
+        return f"q, k and v must be [B, H, N, D], got {q.dim()}, {k.dim()} and {v.dim()} dimensions"
+    if any(x.device != q.device for x in tensors) or q.device.type not in ("cpu", "cuda"):
+        return f"the device must be cuda (or cpu, emulated), got {[str(x.device) for x in tensors]}"
+    valid = (torch.float16, torch.bfloat16, torch.float32)
+    if out.dtype not in valid:  # out's dtype is what autocast makes of the inputs'
+        return f"dtype must be one of {[str(d)[6:] for d in valid]}, got {str(out.dtype)[6:]}"
+    if k.shape[3] != q.shape[3] or not all(x.shape[3] <= HEAD_DIMS[-1] for x in (q, v)):
+        return (
+            f"head_dim of q and k must be one number up to {HEAD_DIMS[-1]}, as v's, "
+            f"got {q.shape[3]}, {k.shape[3]}, {v.shape[3]}"
+        )
+    if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3]:
+        return f"batches and kv heads must be equal, got {_dims(q)}, {_dims(k)}, {_dims(v)}"
+    heads_q, heads_kv = q.shape[1], k.shape[1]
+    if heads_q != heads_kv and not (call.enable_gqa and heads_q % heads_kv == 0):
+        return f"q has {heads_q} heads and k {heads_kv}, with enable_gqa={call.enable_gqa}"
+    if q.shape[2] < 1 or k.shape[2] < 1:
+        return "a sequence is empty"
+    if mask is not None:
+        if mask.dtype != torch.bool and mask.dtype not in valid:
+            return f"attn_mask must be bool or floating, got {mask.dtype}"
+        sizes = zip(reversed(mask.shape), (k.shape[2], *reversed(q.shape[:3])), strict=False)
+        if not 2 <= mask.dim() <= 4 or not all(m == 1 or m == n for m, n in sizes):
+            return f"attn_mask must broadcast to [B, H_q, N_q, N_kv], got {_dims(mask)}"
+    if _stored_bnhd(call) is None:
+        return f"the output is neither [B, H, N, D] nor [B, N, H, D]: strides {out.stride()}"
+    return None
+
+
+def _stored_bnhd(call: Call) -> bool | None:
+    """Is the output stored in [B, N, H, D] order? What follows may view it, so ours must be stored
+    alike. None: in neither order."""
+    out = call.out
+    B, H, N, D = out.shape
+    for bnhd, strides in ((True, (N * H * D, D, H * D, 1)), (False, (H * N * D, N * D, D, 1))):
+        matches = (
+            statically_known_true(s == t) or statically_known_true(n == 1)
+            for n, s, t in zip(out.shape, out.stride(), strides, strict=True)
+        )
+        if all(matches):
+            return bnhd
+    return None
+
+
+def _module(node) -> str:
+    """``layers.0.attn``, of Dynamo's ``L['self'].layers[0].attn`` or (under a module's own
+    __getattr__) ``L['self'].__dict__['_modules']['layers'][0].attn``: the innermost one entered."""
+    stack = node.meta.get("nn_module_stack") or {"": ("", None)}
+    names = re.findall(r"\w+", list(stack.values())[-1][0])
+    if names[:2] in (["L", "self"], ["L", "fn"]):
+        names = names[2:]
+    return ".".join(name for name in names if name not in ("__dict__", "_modules"))
+
+
+def _mask(call: Call) -> str:
+    parts = [] if call.band.kind == "full" else [str(call.band)]
+    if call.attn_mask is not None:
+        mask = value_of(call.attn_mask)
+        dtype = str(getattr(mask, "dtype", "?")).removeprefix("torch.")
+        parts.append(f"{dtype}{list(_dims(mask))}")
+    return " + ".join(parts) or "none"
+
+
+def _dims(x) -> tuple:
+    return tuple(n if isinstance(n, int) else str(n) for n in getattr(x, "shape", ()))
