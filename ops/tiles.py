@@ -39,6 +39,8 @@ TILES = [
     ((9, 0), "fp8", 256, False, Tile(64, 64, 4, 2, maxnreg=255)),  # H200, 2026-11-21
     ((10, 0), "16bit", 128, False, Tile(128, 64, 8, 2)),  # untimed
     ((10, 0), "fp8", 128, False, Tile(64, 128, 4, 2)),  # untimed
+    ((10, 0), "fp8", 128, True, Tile(64, 64, 4, 2)),  # untimed
+    ((10, 0), "fp8", 256, False, Tile(64, 64, 4, 2)),  # untimed
 ]
 
 

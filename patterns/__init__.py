@@ -9,12 +9,12 @@ replace  decide.py
 import torch
 
 from sage_inductor.ops.recipe import NAMED
-from sage_inductor.patterns import sdpa
+from sage_inductor.patterns import modules, sdpa
 from sage_inductor.patterns.decide import Settings, Site, decide, replace
 
 __all__ = ["Settings", "Site", "rewrite"]
 
-FINDERS = (sdpa.find,)
+FINDERS = (sdpa.find, modules.find)
 
 
 def rewrite(gm: torch.fx.GraphModule, settings: Settings) -> list[Site]:

@@ -6,10 +6,12 @@ a projection) the finder inserts before the anchor with an `Emitter`; a call tha
 loses them again, and its graph is what it was.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import Node
 from torch.fx.node import map_arg
 
@@ -49,10 +51,18 @@ class Emitter:
         self.anchor = anchor
         self.nodes = []
         self.key = "val" if "val" in anchor.meta else "example_value"
+        self.autocasts = autocasts_around(anchor)
+        modes = (getattr(value_of(x), "fake_mode", None) for x in anchor.all_input_nodes)
+        self.fake_mode = next((mode for mode in modes if mode), contextlib.nullcontext())
 
     def __call__(self, target: Callable, *args, **kwargs) -> Node:
-        """``target(*args, **kwargs)``; nodes stand for their values."""
-        value = target(*map_arg(args, value_of), **map_arg(kwargs, value_of))
+        """``target(*args, **kwargs)``; nodes stand for their values, under the graph's autocast."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.fake_mode)  # the target may make tensors of its own
+            stack.enter_context(enable_python_dispatcher())  # as Dynamo: F.pad specialises without
+            for arguments in self.autocasts:
+                stack.enter_context(torch.autocast(*arguments))
+            value = target(*map_arg(args, value_of), **map_arg(kwargs, value_of))
         return self.insert(target, args, value, kwargs)
 
     def insert(self, target: Callable, args: tuple, value, kwargs: dict | None = None) -> Node:
@@ -98,6 +108,22 @@ def value_of(x):
     if not isinstance(x, Node):
         return x
     return x.meta["val"] if "val" in x.meta else x.meta.get("example_value")
+
+
+def autocasts_around(node: Node) -> list[tuple]:
+    """torch.autocast's arguments for each region of the graph that `node` is in, outermost first.
+
+    A region that starts outside of the graph is not among them: the whole function's is on while
+    the backend runs, that around a nested graph (checkpoint, cond) cannot be seen from within."""
+    entered = []
+    for each in node.graph.nodes:
+        if each is node:
+            break
+        if op_name(each) == "_enter_autocast":
+            entered.append(each)
+        elif op_name(each) == "_exit_autocast":
+            entered.remove(each.args[0])
+    return [enter.args for enter in entered]
 
 
 def op_name(node) -> str:

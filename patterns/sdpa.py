@@ -29,6 +29,11 @@ def find(node: Node) -> Call | None:
     )  # fmt: skip
     if not isinstance(is_causal, bool):
         call.refused = f"is_causal must be known when compiling, got {is_causal}"
+    if getattr(call.out, "dim", int)() == 3:  # [H, N, D]
+        unsqueeze, squeeze = torch.ops.aten.unsqueeze.default, torch.ops.aten.squeeze.dim
+        call.q, call.k, call.v = (call.emit(unsqueeze, x, 0) for x in (call.q, call.k, call.v))
+        call.out = call.out.unsqueeze(0)
+        call.finish = lambda out: call.emit(squeeze, out, 0)
     return call
 
 

@@ -79,6 +79,9 @@ PRIVATE = {
     "torch.utils._config_module": (["Config", "install_config_module"], {"config.py"}),
     "torch._subclasses.functional_tensor": (["FunctionalTensorMode"], {"lowering/sdpa.py"}),
     "torch.export._trace": (["custom_triton_ops_decomposition_disabled"], {"lowering/sdpa.py"}),
+    "torch._dispatch.python": (["enable_python_dispatcher"], {"patterns/call.py"}),
+    "torch.amp.autocast_mode": (["_enter_autocast", "_exit_autocast"], {"patterns/call.py"}),
+    "torch._VF": (["_transformer_encoder_layer_fwd"], {"patterns/modules.py"}),
     "torch._C": (["_ExcludeDispatchKeyGuard", "DispatchKeySet"], {"ops/sdpa.py"}),
 }
 

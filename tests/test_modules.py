@@ -1,0 +1,680 @@
+"""Modules that Dynamo leaves as one call: written around one attention, they compute what they did.
+
+Every module is captured as Dynamo shows it, each Call found in it is replaced by SDPA, and the
+graph's values and gradients are compared with eager's. Rounding differs by the order of sums: 1e-12
+in float64 (1e-5 in float32). Update the golden graphs with EXPECTTEST_ACCEPT=1.
+"""
+
+import copy
+import functools
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import TestCase
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from sage_inductor.patterns.call import CAUSAL, FULL, autocasts_around, op_name, value_of
+from sage_inductor.patterns.modules import find
+
+B, L, S, E, H = 3, 7, 5, 16, 4
+DEAD = ("getitem", "multi_head_attention_forward", "_transformer_encoder_layer_fwd", "expand")
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, on masks of two dtypes
+
+
+def with_sdpa(gm) -> list:
+    """Replace what `find` finds by SDPA; the Calls. Refused ones leave the graph as it was."""
+    found = []
+    for node in list(gm.graph.nodes):
+        before = str(gm.graph)
+        call = find(node)
+        if call is None:
+            assert str(gm.graph) == before
+            continue
+        found.append(call)
+        assert call.node is node
+        if call.refused or call.dropout_p != 0:
+            call.emit.undo()
+            assert str(gm.graph) == before
+            continue
+        out = call.emit(
+            F.scaled_dot_product_attention, call.q, call.k, call.v, call.attn_mask,
+            is_causal=call.band == CAUSAL,
+        )  # fmt: skip
+        was, now = value_of(node), value_of(result := call.finish(out))
+        assert now.shape == was.shape and now.dtype == was.dtype
+        assert now.is_contiguous()  # as eager's; the fake of the fast path says src's strides
+        assert call.out.shape == value_of(out).shape and call.out.dtype == value_of(out).dtype
+        assert call.out.requires_grad == value_of(out).requires_grad
+        assert call.out.transpose(1, 2).is_contiguous()
+        node.replace_all_uses_with(result)
+    for node in reversed(gm.graph.nodes):
+        if op_name(node) in DEAD and not node.users:
+            gm.graph.erase_node(node)
+    gm.graph.lint()
+    gm.recompile()
+    return found
+
+
+def capture(function, *inputs, **compile_options):
+    """(what the compiled function returns, its Calls, its graphs)"""
+    found, graphs = [], []
+
+    def backend(gm, example_inputs):
+        for each in gm.modules():
+            if isinstance(each, torch.fx.GraphModule):
+                found.extend(with_sdpa(each))
+        graphs.append(gm)
+        return gm.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend=backend, fullgraph=True, **compile_options)
+    return compiled(*inputs), found, graphs
+
+
+def check(module, *inputs, dtype=torch.float64, **kwargs):
+    """The module's values and gradients, with SDPA inside, are eager's; its Calls."""
+
+    @functools.cache  # one tensor stays one
+    def cast(x):
+        return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+    def forward(module):
+        return lambda *inputs: first(module(*inputs, **kwargs))
+
+    module, inputs = module.to(dtype), [cast(x) for x in inputs]
+    kwargs = {name: cast(x) for name, x in kwargs.items()}
+    with torch.no_grad():
+        for parameter in module.parameters():  # MHA starts with biases of 0
+            parameter.copy_(torch.randn_like(parameter) / 4)
+    other = copy.deepcopy(module)
+    actual, found, _ = capture(forward(module), *inputs)
+    expected = forward(other)(*inputs)
+    tolerance = (
+        dict(rtol=1e-12, atol=1e-12) if dtype == torch.float64 else dict(rtol=1e-5, atol=1e-5)
+    )
+    torch.testing.assert_close(actual, expected, **tolerance)
+    if expected.requires_grad:
+        cotangent = torch.randn_like(expected)
+        actual.backward(cotangent)
+        expected.backward(cotangent)
+        for ours, theirs in zip(module.parameters(), other.parameters()):
+            torch.testing.assert_close(ours.grad, theirs.grad, **tolerance)
+    return found
+
+
+def first(result):
+    return result[0] if isinstance(result, tuple) else result
+
+
+def one(found, **fields):
+    (call,) = found
+    assert call.refused is None, call.refused
+    for name, value in fields.items():
+        assert getattr(call, name) == value, name
+    return call
+
+
+def attention(module, shape=(B, L), **kwargs):
+    x = torch.randn(*shape, E)
+    return check(module, x, x, x, **kwargs)
+
+
+CAUSAL_MASK = torch.ones(L, L, dtype=torch.bool).triu(1)
+PADDED = torch.arange(L) >= torch.tensor([L, 4, 1])[:, None]  # [B, L]
+PER_HEAD = torch.rand(B * H, L, L) > 0.6
+PER_HEAD[:, :, 0] = False  # every row sees something
+FLOAT, FLOAT_PADDING, FLOAT_PER_HEAD = (
+    torch.randn(L, L),
+    torch.randn(B, L),
+    torch.randn(B * H, L, L),
+)
+MASKS = {
+    "none": (None, None, None),
+    "bool": (CAUSAL_MASK, None, (torch.bool, (1, 1, L, L))),
+    "float": (FLOAT, None, (torch.float64, (1, 1, L, L))),
+    "bool per head": (PER_HEAD, None, (torch.bool, (B, H, L, L))),
+    "float per head": (FLOAT_PER_HEAD, None, (torch.float64, (B, H, L, L))),
+    "padding": (None, PADDED, (torch.bool, (B, 1, 1, L))),
+    "float padding": (None, FLOAT_PADDING, (torch.float64, (B, 1, 1, L))),
+    "bool, padding": (CAUSAL_MASK, PADDED, (torch.bool, (B, 1, L, L))),
+    "bool per head, padding": (PER_HEAD, PADDED, (torch.bool, (B, H, L, L))),
+    "float, padding": (FLOAT, PADDED, (torch.float64, (B, 1, L, L))),
+    "bool, float padding": (CAUSAL_MASK, FLOAT_PADDING, (torch.float64, (B, 1, L, L))),
+    "float, float padding": (FLOAT, FLOAT_PADDING, (torch.float64, (B, 1, L, L))),
+}
+
+
+# nn.MultiheadAttention and the encoder layer warn about masks of two dtypes, which ends the graph.
+ONE_DTYPE = [name for name in MASKS if name not in ("float, padding", "bool, float padding")]
+
+# The fast path hides where a float mask is not 0.
+HIDDEN, HIDDEN_PADDING = FLOAT.relu() * CAUSAL_MASK, FLOAT_PADDING.relu() * PADDED
+FAST_PATH_MASKS = {
+    name: MASKS[name]
+    for name in ONE_DTYPE if "float" not in name
+} | {
+    "float": (HIDDEN, None, (torch.bool, (1, 1, L, L))),
+    "-inf": (torch.zeros(L, L).masked_fill(CAUSAL_MASK, -torch.inf), None, (torch.bool, (1, 1, L, L))),
+    "float per head": (PER_HEAD.float() / 2, None, (torch.bool, (B, H, L, L))),
+    "float padding": (None, HIDDEN_PADDING, (torch.bool, (B, 1, 1, L))),
+    "float, float padding": (HIDDEN, HIDDEN_PADDING, (torch.bool, (B, H, L, L))),
+}  # fmt: skip
+
+
+def mask_of(call):
+    mask = value_of(call.attn_mask)
+    return None if mask is None else (mask.dtype, tuple(mask.shape))
+
+
+# -- nn.MultiheadAttention ----------------------------------------------------------------------
+
+
+class Direct(nn.MultiheadAttention):
+    """Whoever calls F.multi_head_attention_forward hands it bool masks as they are."""
+
+    def forward(self, x, key, value, attn_mask=None, key_padding_mask=None, need_weights=True):
+        return F.multi_head_attention_forward(
+            query=x, key=key, value=value, embed_dim_to_check=E, num_heads=H,
+            in_proj_weight=self.in_proj_weight, in_proj_bias=self.in_proj_bias,
+            bias_k=self.bias_k, bias_v=self.bias_v, add_zero_attn=self.add_zero_attn,
+            dropout_p=0.5, training=False, need_weights=need_weights,
+            out_proj_weight=self.out_proj.weight, out_proj_bias=self.out_proj.bias,
+            attn_mask=attn_mask, key_padding_mask=key_padding_mask,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("masks", MASKS)
+def test_every_mask_of_the_function_becomes_sdpas(masks, need_weights, dtype):
+    attn_mask, key_padding_mask, expected = MASKS[masks]
+    found = attention(
+        Direct(E, H),
+        (L, B),
+        need_weights=need_weights,
+        attn_mask=attn_mask,
+        key_padding_mask=key_padding_mask,
+        dtype=dtype,
+    )
+    call = one(found, band=FULL, dropout_p=0.0)
+    assert mask_of(call) == (
+        expected and (expected[0] if expected[0] == torch.bool else dtype, expected[1])
+    )
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("masks", ONE_DTYPE)
+def test_every_mask_of_the_module_becomes_sdpas(masks, need_weights):
+    attn_mask, key_padding_mask, expected = MASKS[masks]
+    call = one(
+        attention(
+            nn.MultiheadAttention(E, H, batch_first=True),
+            need_weights=need_weights,
+            attn_mask=attn_mask,
+            key_padding_mask=key_padding_mask,
+        ),
+        band=FULL, spelling="nn.MultiheadAttention",
+    )  # fmt: skip
+    assert mask_of(call) == expected
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", ["self", "memory", "keys", "kdim, vdim"])
+def test_every_projection(kind, bias, batch_first, training):
+    sizes = {"kdim": 10, "vdim": 6} if kind == "kdim, vdim" else {}
+    module = nn.MultiheadAttention(E, H, bias=bias, batch_first=batch_first, **sizes)
+    shape, memory = ((B, L), (B, S)) if batch_first else ((L, B), (S, B))
+    query = torch.randn(*shape, E)
+    key = query if kind == "self" else torch.randn(*memory, sizes.get("kdim", E))
+    value = torch.randn(*memory, sizes.get("vdim", E)) if kind in ("keys", "kdim, vdim") else key
+    found = check(module.train(training), query, key, value, average_attn_weights=False)
+    call = one(found, dropout_p=0.0, attn_mask=None)
+    assert value_of(call.q).shape == (B, H, L, E // H)
+    linears = {"self": 1, "memory": 2, "keys": 3, "kdim, vdim": 3}[kind]
+    assert sum(node.target is F.linear for node in call.emit.nodes) == linears + 1
+    bases = {value_of(x)._base is not None for x in (call.q, call.k, call.v)}
+    assert bases == {True}, "q, k and v are views, not copies"
+
+
+def test_one_input_projected_to_query_and_key_but_not_to_value():
+    x = torch.randn(B, L, E)
+    one(check(nn.MultiheadAttention(E, H, batch_first=True), x, x, torch.randn(B, L, E)))
+
+
+@pytest.mark.parametrize("masks", ["none", "bool", "float per head", "padding", "float, padding"])
+@pytest.mark.parametrize("appended", [{"add_bias_kv": True}, {"add_zero_attn": True}, {"add_bias_kv": True, "add_zero_attn": True}], ids=str)  # fmt: skip
+def test_what_is_appended_to_the_keys_is_seen_through_every_mask(appended, masks):
+    attn_mask, key_padding_mask, _ = MASKS[masks]
+    module = Direct(E, H, **appended)
+    call = one(attention(module, (L, B), attn_mask=attn_mask, key_padding_mask=key_padding_mask))
+    assert value_of(call.k).shape == (B, H, L + len(appended), E // H)
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize(
+    "attn_mask, key_padding_mask", [(CAUSAL_MASK, None), (FLOAT, None), (FLOAT, FLOAT_PADDING)]
+)
+def test_the_causal_hint_counts_where_eager_follows_it(attn_mask, key_padding_mask, need_weights):
+    found = attention(
+        nn.MultiheadAttention(E, H),
+        (L, B),
+        is_causal=True,  # which FLOAT is not: the mask or the hint, the values tell which one counts
+        attn_mask=attn_mask,
+        key_padding_mask=key_padding_mask,
+        need_weights=need_weights,
+    )
+    hinted = key_padding_mask is None and not need_weights
+    call = one(found, band=CAUSAL if hinted else FULL)
+    assert (call.attn_mask is None) == hinted
+
+
+def test_a_padded_out_sample_attends_to_nothing():
+    """eager: 0 with need_weights=False (as SDPA), NaN with need_weights=True."""
+    everything = torch.tensor([False, False, True])[:, None].expand(B, L)
+    module = nn.MultiheadAttention(E, H, batch_first=True)
+    one(attention(module, key_padding_mask=everything, need_weights=False))
+    x = torch.randn(B, L, E, dtype=torch.float64)
+    (out, _), _, _ = capture(lambda x: (module(x, x, x, everything)[0], 0), x)
+    assert module(x, x, x, everything)[0][2].isnan().all()
+    torch.testing.assert_close(out[2], module.out_proj.bias.expand(L, E))
+
+
+def test_attention_pooling_with_sizes_that_are_symbols():
+    """As in CLIP's image encoder: one query, weights of three linears, the width read off x."""
+    q, k, v, c = (nn.Linear(E, n) for n in (E, E, E, 10))
+
+    def pool(x):
+        return F.multi_head_attention_forward(
+            query=x[:1], key=x, value=x, embed_dim_to_check=x.shape[-1], num_heads=H,
+            in_proj_weight=None, in_proj_bias=torch.cat([q.bias, k.bias, v.bias]), bias_k=None,
+            bias_v=None, add_zero_attn=False, dropout_p=0.0, out_proj_weight=c.weight,
+            out_proj_bias=c.bias, use_separate_proj_weight=True, q_proj_weight=q.weight,
+            k_proj_weight=k.weight, v_proj_weight=v.weight, need_weights=False,
+        )[0]  # fmt: skip
+
+    x = torch.randn(L, B, E)
+    out, found, _ = capture(pool, x, dynamic=True)
+    one(found)
+    torch.testing.assert_close(out, pool(x))
+
+
+@pytest.mark.parametrize("sum_of", [lambda m: m - 1 + 1, lambda m: torch.add(m, m, alpha=2)])
+def test_a_mask_that_is_another_sum_than_merge_masks(sum_of):
+    layer, x = encoder_layer().eval(), torch.randn(B, L, E)
+    with torch.no_grad():
+        out, found, _ = capture(lambda x, m: layer(x, None, sum_of(m)), x, PADDED.float())
+        one(found)
+        torch.testing.assert_close(out, layer(x, None, sum_of(PADDED.float())))
+
+
+def test_a_float_mask_written_after_it_was_bool_stays_float():
+    def forward(module, x, hidden):
+        mask = torch.zeros_like(hidden, dtype=x.dtype).masked_fill_(hidden, -torch.inf)
+        mask[0] = 2 * x[0, 0, 0]
+        return module(x, x, x, attn_mask=mask)
+
+    class Written(nn.MultiheadAttention):
+        def forward(self, x, hidden):
+            return forward(super().forward, x, hidden)
+
+    call = one(check(Written(E, H), torch.randn(L, B, E), CAUSAL_MASK))
+    assert value_of(call.attn_mask).dtype == torch.float64
+
+
+# -- what is refused -----------------------------------------------------------------------------
+
+
+def used_weights(module, x):
+    out, weights = module(x, x, x)
+    return out.sum() + weights.sum()
+
+
+def only_weights(module, x):
+    return module(x, x, x)[1]
+
+
+def static_keys(module, x):
+    return F.multi_head_attention_forward(
+        x, x, x, E, H, module.in_proj_weight, module.in_proj_bias, None, None, False, 0.0,
+        module.out_proj.weight, module.out_proj.bias, static_k=torch.zeros(B * H, S, E // H),
+        static_v=torch.zeros(B * H, S, E // H), need_weights=False,
+    )[0]  # fmt: skip
+
+
+def per_sample(module, x):
+    return torch.func.vmap(lambda x: module(x, x, x)[0])(x[None])
+
+
+REFUSED = {
+    used_weights: "the attention weights are used",
+    only_weights: "the output is not used",
+    static_keys: "static_k and static_v are not supported",
+    per_sample: "tensor subclasses are not supported, got Tensor",
+}
+
+
+@pytest.mark.parametrize("function", REFUSED, ids=lambda f: f.__name__)
+def test_what_is_refused_stays_as_it_was_and_says_why(function):
+    module, x = nn.MultiheadAttention(E, H), torch.randn(L, B, E)
+    out, (call,), _ = capture(lambda x: function(module, x), x)
+    assert re.search(REFUSED[function], call.refused)
+    torch.testing.assert_close(out, function(module, x))
+
+
+def test_unbatched_inputs_are_refused():
+    module, x = nn.MultiheadAttention(E, H), torch.randn(L, E)
+    _, (call,), _ = capture(lambda x: module(x, x, x)[0], x)
+    assert call.refused == "the input must have a batch, got 2 dimensions"
+
+
+def test_a_tuple_that_is_passed_on_is_refused():
+    graph = torch.fx.Graph()
+    with torch._subclasses.fake_tensor.FakeTensorMode() as mode:
+        module = nn.MultiheadAttention(E, H)
+        values = [torch.empty(L, B, E), module.in_proj_weight, module.out_proj.weight]
+    x, w, w_out = (graph.placeholder(name) for name in ("x", "w", "w_out"))
+    for node, value in zip((x, w, w_out), values):
+        node.meta["example_value"] = (
+            mode.from_tensor(value) if type(value) is nn.Parameter else value
+        )
+    mha = graph.call_function(
+        F.multi_head_attention_forward,
+        (x, x, x, E, H, w, None, None, None, False, 0.0, w_out, None),
+    )
+    mha.meta["example_value"] = (values[0], None)
+    graph.output(mha)
+    before = str(graph)
+    assert find(mha).refused == "the output is not used, or as one with the attention weights"
+    assert str(graph) == before
+
+
+def test_dropout_is_handed_on_in_training_only():
+    module, x = nn.MultiheadAttention(E, H, dropout=0.1), torch.randn(L, B, E)
+    _, (call,), _ = capture(lambda x: module(x, x, x)[0], x)
+    assert call.dropout_p == 0.1 and call.refused is None
+    one(attention(module.eval(), (L, B)), dropout_p=0.0)
+
+
+# -- autocast, dynamic shapes --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("add_bias_kv", [False, True])
+def test_autocast_around_the_function_and_inside_the_graph(add_bias_kv):
+    module, x = nn.MultiheadAttention(E, H, add_bias_kv=add_bias_kv), torch.randn(L, B, E)
+
+    def inside(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast("cpu", enabled=False):
+                exact = module(x, x, x)[0]
+            return module(x, x, x, attn_mask=CAUSAL_MASK)[0], exact
+
+    (out, exact), found, _ = capture(inside, x)
+    assert [call.out.dtype for call in found] == [torch.float32, torch.bfloat16]
+    expected = inside(x)
+    torch.testing.assert_close(out, expected[0], rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(exact, expected[1], rtol=1e-5, atol=1e-5)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        out, (call,), _ = capture(lambda x: module(x, x, x)[0], x)
+        assert call.out.dtype == out.dtype == torch.bfloat16
+        torch.testing.assert_close(out, module(x, x, x)[0], rtol=2e-2, atol=2e-2)
+
+
+def test_autocast_around_a_nested_graph_is_refused():
+    module, x = nn.MultiheadAttention(E, H), torch.randn(L, B, E)
+
+    def forward(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return torch.utils.checkpoint.checkpoint(
+                lambda x: module(x, x, x)[0], x, use_reentrant=False
+            )
+
+    _, (call,), _ = capture(forward, x)
+    assert call.refused.startswith("autocast: the graph has torch.bfloat16")
+
+
+def test_autocast_regions_nest_and_end():
+    def forward(x):
+        a = x.sin()
+        with torch.autocast("cpu", torch.bfloat16):
+            b = x.cos()
+            with torch.autocast("cpu", enabled=False):
+                c = x.tan()
+            d = x.exp()
+        return a + b + c + d + x.log()
+
+    _, _, (gm,) = capture(forward, torch.rand(3))
+    enabled = {
+        node.target: [arguments[2] for arguments in autocasts_around(node)]
+        for node in gm.graph.nodes
+        if node.op == "call_method"
+    }
+    assert enabled == {"sin": [], "cos": [True], "tan": [True, False], "exp": [True], "log": []}
+
+
+@pytest.mark.parametrize("kind", ["attention", "fast path"])
+def test_dynamic_lengths_make_one_graph(kind):
+    if kind == "attention":
+        module = nn.MultiheadAttention(E, H, batch_first=True, add_bias_kv=True)
+    else:
+        module = nn.TransformerEncoderLayer(E, H, 32, batch_first=True).eval()
+    graphs, found = [], []
+
+    def forward(x, attn_mask, key_padding_mask):
+        if kind == "attention":
+            return module(x, x, x, attn_mask=attn_mask, key_padding_mask=key_padding_mask)[0]
+        return module(x, attn_mask, key_padding_mask)
+
+    def backend(gm, example_inputs):
+        found.extend(with_sdpa(gm))
+        graphs.append(gm)
+        return gm.forward
+
+    compiled = torch.compile(forward, backend=backend, fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        for b, n in ((3, 7), (2, 9), (5, 33), (4, 128)):
+            hidden = torch.rand(b * H, n, n) > 0.6
+            hidden[:, :, 0] = False
+            inputs = torch.randn(b, n, E), hidden, torch.arange(n) >= torch.full((b, 1), n - 2)
+            torch.testing.assert_close(compiled(*inputs), forward(*inputs), rtol=1e-4, atol=1e-5)
+    assert len(graphs) == 1 and [call.refused for call in found] == [None]
+    assert all(isinstance(value_of(found[0].q).shape[i], torch.SymInt) for i in (0, 2))
+    for node in graphs[0].graph.nodes:
+        assert not any(isinstance(x, torch.SymInt) for x in tree_leaves((node.args, node.kwargs)))
+
+
+# -- nn.TransformerEncoderLayer and what is made of it -------------------------------------------
+
+
+def encoder_layer(**kwargs):
+    return nn.TransformerEncoderLayer(E, H, 32, dropout=0.0, batch_first=True, **kwargs)
+
+
+@pytest.mark.parametrize("masks", FAST_PATH_MASKS)
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_encoder_layers_fast_path(activation, norm_first, masks):
+    src_mask, padding, expected = FAST_PATH_MASKS[masks]
+    layer = encoder_layer(activation=activation, norm_first=norm_first).eval()
+    with torch.no_grad():
+        found = check(layer, torch.randn(B, L, E), src_mask=src_mask, src_key_padding_mask=padding)
+    call = one(found, spelling="nn.TransformerEncoderLayer", band=FULL)
+    assert mask_of(call) == expected
+
+
+@pytest.mark.parametrize("masks", ["none", "bool, padding", "float, float padding"])
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_encoder_layers_slow_path(activation, norm_first, masks):
+    src_mask, padding, expected = MASKS[masks]
+    layer = encoder_layer(activation=activation, norm_first=norm_first)
+    found = check(layer, torch.randn(B, L, E), src_mask=src_mask, src_key_padding_mask=padding)
+    call = one(found, spelling="nn.MultiheadAttention")
+    assert mask_of(call) == expected and call.out.requires_grad
+
+
+def test_the_fast_paths_result_is_contiguous_whatever_its_input():
+    layer, x = encoder_layer(norm_first=True).eval(), torch.randn(L, B, E).transpose(0, 1)
+    with torch.no_grad():
+        out, found, _ = capture(layer, x)
+        one(found)
+        assert out.stride() == layer(x).stride()
+
+
+def test_the_fast_path_follows_eager_into_exact_gelu():
+    with torch.no_grad():
+        one(check(encoder_layer(activation=nn.GELU("tanh")).eval(), torch.randn(B, L, E)))
+
+
+def test_the_fast_path_under_autocast_is_refused():
+    layer, x = encoder_layer().eval(), torch.randn(B, L, E)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        out, found, _ = capture(layer, x)
+        expected = layer(x)
+    assert [call.spelling for call in found] == ["nn.TransformerEncoderLayer"]
+    assert found[0].refused.startswith("autocast")
+    assert out.dtype == expected.dtype
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("masks", ["none", "bool", "padding", "bool, padding"])
+def test_encoders(masks, training):
+    src_mask, padding, _ = MASKS[masks]
+    """Not as nested tensors: Dynamo does not take that way, in which eager returns 0 as padding."""
+    encoder = nn.TransformerEncoder(encoder_layer(), 2, enable_nested_tensor=False)
+    with torch.set_grad_enabled(training):
+        found = check(
+            encoder.train(training), torch.randn(B, L, E),
+            mask=src_mask, src_key_padding_mask=padding, is_causal=masks == "bool",
+        )  # fmt: skip
+    assert [call.refused for call in found] == [None, None]
+
+
+def test_an_encoder_that_looks_whether_its_mask_is_causal():
+    encoder = nn.TransformerEncoder(encoder_layer(), 2).eval()
+    with torch.no_grad():  # Dynamo cannot capture it in training
+        found = check(encoder, torch.randn(B, L, E), CAUSAL_MASK)
+    assert [mask_of(call) for call in found] == [(torch.bool, (1, 1, L, L))] * 2
+
+
+def test_nested_tensors_do_not_reach_the_graph():
+    encoder = nn.TransformerEncoder(encoder_layer(), 1, mask_check=False).eval()
+    with torch.no_grad(), pytest.raises(torch._dynamo.exc.Unsupported, match="_nested_tensor"):
+        capture(lambda x: encoder(x, src_key_padding_mask=PADDED), torch.randn(B, L, E))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_decoder_layers_attend_to_themselves_and_to_the_memory(norm_first, training):
+    layer = nn.TransformerDecoderLayer(
+        E, H, 32, dropout=0.0, batch_first=True, norm_first=norm_first
+    )
+    found = check(
+        layer.train(training), torch.randn(B, L, E), torch.randn(B, S, E), tgt_mask=CAUSAL_MASK,
+        tgt_is_causal=True, memory_key_padding_mask=PADDED[:, :S],
+    )  # fmt: skip
+    assert [call.refused for call in found] == [None, None]
+    assert [call.band for call in found] == [CAUSAL, FULL]
+    assert mask_of(found[1]) == (torch.bool, (B, 1, 1, S))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_transformers(batch_first, training):
+    module = nn.Transformer(E, H, 1, 1, 32, dropout=0.0, batch_first=batch_first)
+    shapes = ((B, S), (B, L)) if batch_first else ((S, B), (L, B))
+    with torch.set_grad_enabled(training):
+        found = check(
+            module.train(training), *(torch.randn(*shape, E) for shape in shapes),
+            tgt_mask=nn.Transformer.generate_square_subsequent_mask(L), tgt_is_causal=True,
+        )  # fmt: skip
+    assert [call.refused for call in found] == [None] * 3
+
+
+# -- golden graphs -------------------------------------------------------------------------------
+
+
+def calls(graph) -> str:
+    """One call per line."""
+    lines = []
+    for node in graph.nodes:
+        if node.op in ("call_function", "call_method"):
+            target = getattr(node.target, "__name__", node.target)
+            arguments = [*map(str, node.args), *(f"{k}={v}" for k, v in node.kwargs.items())]
+            lines.append(f"{node.name} = {target}({', '.join(arguments)})")
+    return re.sub(r"[lg]_(\w+_)?(modules|parameters)_", "", "\n".join(lines))
+
+
+class TestGoldenGraphs(TestCase):
+    def test_self_attention(self):
+        module, x = nn.MultiheadAttention(E, H, batch_first=True), torch.randn(B, L, E)
+        _, _, (gm,) = capture(lambda x: module(x, x, x, PADDED)[0], x)
+        self.assertExpectedInline(
+            calls(gm.graph),
+            """\
+zeros_like = zeros_like(g_padded_, dtype=torch.float32)
+mask = masked_fill_(zeros_like, g_padded_, -inf)
+query = transpose(l_x_, 1, 0)
+linear = linear(l_x_, in_proj_weight_, in_proj_bias_)
+unflatten = unflatten(linear, -1, (3, 4, -1))
+permute = permute(unflatten, (2, 0, 3, 1, 4))
+unbind = unbind(permute)
+getitem_2 = getitem(unbind, 0)
+getitem_3 = getitem(unbind, 1)
+getitem_4 = getitem(unbind, 2)
+unsqueeze = unsqueeze(g_padded_, 1)
+unsqueeze_1 = unsqueeze(unsqueeze, 1)
+logical_not = logical_not(unsqueeze_1)
+scaled_dot_product_attention = scaled_dot_product_attention(getitem_2, getitem_3, getitem_4, logical_not, is_causal=False)
+transpose_2 = transpose(scaled_dot_product_attention, 1, 2)
+flatten = flatten(transpose_2, 2)
+linear_1 = linear(flatten, weight_, bias_)
+transpose_3 = transpose(linear_1, 0, 1)
+contiguous_default = contiguous.default(transpose_3)
+attn_output_1 = transpose(contiguous_default, 1, 0)""",
+        )
+
+    def test_encoder_layer(self):
+        with torch.no_grad():
+            _, _, (gm,) = capture(encoder_layer().eval(), torch.randn(B, L, E), CAUSAL_MASK, PADDED)
+        self.assertExpectedInline(
+            calls(gm.graph),
+            """\
+zeros_like = zeros_like(l_args_2_, dtype=torch.float32)
+mask = masked_fill_(zeros_like, l_args_2_, -inf)
+zeros_like_1 = zeros_like(l_args_1_, dtype=torch.float32)
+mask_1 = masked_fill_(zeros_like_1, l_args_1_, -inf)
+view = view(mask_1, 1, 1, 7, 7)
+attn_mask_expanded = expand(view, 3, 4, -1, -1)
+view_1 = view(mask, 3, 1, 1, 7)
+key_padding_mask_expanded = expand(view_1, -1, 4, -1, -1)
+merged_mask = add(attn_mask_expanded, key_padding_mask_expanded)
+linear = linear(l_args_0_, in_proj_weight_, in_proj_bias_)
+unflatten = unflatten(linear, -1, (3, 4, -1))
+permute = permute(unflatten, (2, 0, 3, 1, 4))
+unbind = unbind(permute)
+getitem = getitem(unbind, 0)
+getitem_1 = getitem(unbind, 1)
+getitem_2 = getitem(unbind, 2)
+view_default = view.default(l_args_1_, [1, 1, 7, 7])
+view_default_1 = view.default(l_args_2_, [3, 1, 1, 7])
+logical_or = logical_or(view_default, view_default_1)
+logical_not = logical_not(logical_or)
+scaled_dot_product_attention = scaled_dot_product_attention(getitem, getitem_1, getitem_2, logical_not, is_causal=False)
+transpose = transpose(scaled_dot_product_attention, 1, 2)
+flatten = flatten(transpose, 2)
+linear_1 = linear(flatten, weight_, bias_)
+add_1 = add(l_args_0_, linear_1)
+layer_norm = layer_norm(add_1, normalized_shape=(16,), weight=weight_, bias=bias_, eps=1e-05)
+linear_2 = linear(layer_norm, weight_, bias_)
+relu = relu(linear_2)
+linear_3 = linear(relu, weight_, bias_)
+add_2 = add(layer_norm, linear_3)
+layer_norm_1 = layer_norm(add_2, normalized_shape=(16,), weight=weight_, bias=bias_, eps=1e-05)
+contiguous_default = contiguous.default(layer_norm_1)""",
+        )
