@@ -176,7 +176,8 @@ def _backward(ctx, grad_out, _grad_lse):
     needed = [i for i in range(4) if ctx.needs_input_grad[i]]
     for i in needed:
         saved[i].requires_grad_()
-    is_causal = attn_mask is None and tuple(ctx.band) == (None, 0, False)
+    # With a scale that is not positive, CPU's causal SDPA gives NaN (torch 2.13).
+    is_causal = attn_mask is None and tuple(ctx.band) == (None, 0, False) and ctx.scale > 0
     with torch.enable_grad():
         if not is_causal and any(bound is not None for bound in ctx.band[:2]):
             if attn_mask is None or attn_mask.dtype == torch.bool:

@@ -9,12 +9,14 @@ replace  decide.py
 import torch
 
 from sage_inductor.ops.recipe import NAMED
-from sage_inductor.patterns import modules, sdpa
+from sage_inductor.patterns import flex, handwritten, modules, sdpa
+from sage_inductor.patterns.call import FULL, value_of
 from sage_inductor.patterns.decide import Settings, Site, decide, replace
+from sage_inductor.patterns.masks import prove
 
 __all__ = ["Settings", "Site", "rewrite"]
 
-FINDERS = (sdpa.find, modules.find)
+FINDERS = (sdpa.find, handwritten.find, modules.find, flex.find)
 
 
 def rewrite(gm: torch.fx.GraphModule, settings: Settings) -> list[Site]:
@@ -39,6 +41,9 @@ def _rewrite_graph(graph: torch.fx.Graph, settings: Settings) -> list[Site]:
         if "sage" in call.node.meta:
             call.emit.undo()
             continue
+        if call.refused is None and call.attn_mask is not None and call.band == FULL:
+            lengths = (value_of(x).shape[2] for x in (call.q, call.k))
+            call.band, call.attn_mask = prove(call.attn_mask, *lengths)
         site = decide(call, settings)
         if site.rewritten:
             replace(call, NAMED[site.recipe], settings.portable)

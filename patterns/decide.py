@@ -82,7 +82,7 @@ def replace(call: Call, recipe: recipes.Recipe, portable: bool) -> None:
     new = emit.insert(torch.ops.sage.sdpa.default, args, (out, lse))
     first = emit.insert(operator.getitem, (new, 0), out)
     call.node.replace_all_uses_with(call.finish(first))
-    for dead in (call.node, *call.dead):
+    for dead in (call.node, *call.dead, *reversed(emit.nodes)):
         if not dead.users:
             dead.graph.erase_node(dead)
 
@@ -158,10 +158,13 @@ def _why_not(call: Call) -> str | None:
     if not (scale is None or isinstance(scale, (int, float)) and math.isfinite(scale)):
         return f"scale must be a finite number known when compiling, got {scale}"
     tensors = [x for x in (q, k, v, mask) if x is not None]
-    if any(type(x).__name__ != "FakeTensor" or x.layout != torch.strided for x in tensors):
-        return f"tensor subclasses are not supported, got {[type(x).__name__ for x in tensors]}"
+    for x in tensors:
+        if type(x).__name__ != "FakeTensor" or x.layout != torch.strided:
+            return f"tensor subclasses are not supported, got {type(x).__name__}"
     if not q.dim() == k.dim() == v.dim() == 4:
         return f"q, k and v must be [B, H, N, D], got {q.dim()}, {k.dim()} and {v.dim()} dimensions"
+    if any(n < 1 for x in (q, k, v) for n in x.shape):
+        return f"q, k or v is empty, got {_dims(q)}, {_dims(k)}, {_dims(v)}"
     if any(x.device != q.device for x in tensors) or q.device.type not in ("cpu", "cuda"):
         return f"the device must be cuda (or cpu, emulated), got {[str(x.device) for x in tensors]}"
     valid = (torch.float16, torch.bfloat16, torch.float32)
@@ -173,12 +176,12 @@ def _why_not(call: Call) -> str | None:
             f"got {q.shape[3]}, {k.shape[3]}, {v.shape[3]}"
         )
     if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3]:
-        return f"batches and kv heads must be equal, got {_dims(q)}, {_dims(k)}, {_dims(v)}"
+        return (
+            f"batches, kv heads and lengths must be equal, got {_dims(q)}, {_dims(k)}, {_dims(v)}"
+        )
     heads_q, heads_kv = q.shape[1], k.shape[1]
     if heads_q != heads_kv and not (call.enable_gqa and heads_q % heads_kv == 0):
         return f"q has {heads_q} heads and k {heads_kv}, with enable_gqa={call.enable_gqa}"
-    if q.shape[2] < 1 or k.shape[2] < 1:
-        return "a sequence is empty"
     if mask is not None:
         if mask.dtype != torch.bool and mask.dtype not in valid:
             return f"attn_mask must be bool or floating, got {mask.dtype}"

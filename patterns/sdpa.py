@@ -4,6 +4,8 @@
     after:   sdpa = sage.sdpa(q, k, v, None, None, 0, False, 0.125, "int8/...@...", False, False)
              out = sdpa[0]
 
+Heads of k and v that the model repeats for q's are taken as they were before (kv_source).
+
 The walk is a loop, not a `PatternMatcherPass`: SDPA is one node here, its arguments come
 positionally and by keyword in any mixture, and a loop over nodes needs no private API.
 """
@@ -13,8 +15,13 @@ import torch.nn.functional as F
 from torch.fx import Node
 
 from sage_inductor.patterns.call import CAUSAL, FULL, Call, Emitter, value_of
+from sage_inductor.patterns.handwritten import kv_source
 
-TARGETS = (F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default)
+TARGETS = (
+    F.scaled_dot_product_attention,
+    torch.ops.aten.scaled_dot_product_attention,
+    torch.ops.aten.scaled_dot_product_attention.default,
+)
 
 
 def find(node: Node) -> Call | None:
@@ -24,17 +31,28 @@ def find(node: Node) -> Call | None:
     is_causal = args["is_causal"]
     call = Call(
         node, "SDPA", Emitter(node), args["query"], args["key"], args["value"], value_of(node),
-        attn_mask=args["attn_mask"], dropout_p=args["dropout_p"], scale=args["scale"],
+        attn_mask=args["attn_mask"], dropout_p=args["dropout_p"], scale=_number(args["scale"]),
         band=CAUSAL if is_causal is True else FULL, enable_gqa=args["enable_gqa"],
     )  # fmt: skip
     if not isinstance(is_causal, bool):
         call.refused = f"is_causal must be known when compiling, got {is_causal}"
+    (k, G), (v, G_v) = kv_source(call.k), kv_source(call.v)
+    if G == G_v > 1 and not call.enable_gqa:
+        call.k, call.v, call.enable_gqa = k, v, True
     if getattr(call.out, "dim", int)() == 3:  # [H, N, D]
         unsqueeze, squeeze = torch.ops.aten.unsqueeze.default, torch.ops.aten.squeeze.dim
         call.q, call.k, call.v = (call.emit(unsqueeze, x, 0) for x in (call.q, call.k, call.v))
         call.out = call.out.unsqueeze(0)
         call.finish = lambda out: call.emit(squeeze, out, 0)
     return call
+
+
+def _number(scale):
+    """A scale computed from sizes (``q.shape[-1] ** -0.5``) as the number it is: SDPA takes a
+    float, so any backend specialises what it was computed from."""
+    value = value_of(scale)
+    backed = isinstance(value, torch.SymFloat) and value.node.has_hint()
+    return float(value) if backed else scale
 
 
 def _arguments(

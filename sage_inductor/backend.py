@@ -49,11 +49,14 @@ def sage_backend(gm: torch.fx.GraphModule, example_inputs, *, mode=None, options
     """
     ours, theirs = split_options(options or {})
     sites = rewrite(gm, settings(ours))
+    inductor = torch._TorchCompileInductorWrapper(ours.get("mode", mode), theirs, None)
+    compiled = inductor(gm, example_inputs)
+    # Not before: Dynamo may have abandoned the graph meanwhile, to trace it again with a number
+    # (a scale that the caller passes, say) as a constant.
     reports.record(sites)
     if ours.get("strict", config.strict):
         raise_if_refused(sites)
-    inductor = torch._TorchCompileInductorWrapper(ours.get("mode", mode), theirs, None)
-    return inductor(gm, example_inputs)
+    return compiled
 
 
 # ``torch._dynamo.reset()`` calls it: what Inductor's own backend forgets (CUDA graph trees).

@@ -179,8 +179,8 @@ REFUSED = {
     "float64": (sdpa(), (q.double(), k.double(), v.double()), "dtype must be one of .*, got float64"),
     "large head_dim": (sdpa(), qkv(D=264), "one number up to 256, as v's, got 264, 264, 264"),
     "broadcast heads": (sdpa(), (q, k[:, :1], v[:, :1]), "q has 4 heads and k 1, with enable_gqa=False"),
-    "broadcast batch": (sdpa(), (q, k[:1], v[:1]), "batches and kv heads must be equal"),
-    "empty sequence": (sdpa(), (q, k[:, :, :0], v[:, :, :0]), "a sequence is empty"),
+    "broadcast batch": (sdpa(), (q, k[:1], v[:1]), "batches, kv heads and lengths must be equal"),
+    "empty sequence": (sdpa(), (q, k[:, :, :0], v[:, :, :0]), "q, k or v is empty"),
 }  # fmt: skip
 
 

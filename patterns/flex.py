@@ -1,0 +1,211 @@
+"""flex_attention that is attention under a band, proven from the graph alone.
+
+    before:  block_mask = create_block_mask(lambda b, h, i, j: j <= i, None, None, N, N)
+             out = flex_attention(q, k, v, block_mask=block_mask)
+    found:   Call(q, k, v, band=Band(None, 0))
+
+mask_mod is a graph of four numbers b, h, i and j, and is read like a mask (masks.py). But flex
+looks at the blocks of keys that the BlockMask lists, and applies mask_mod within the partial ones
+only. So the lists must say the same: every block that the band touches is listed once, and every
+block listed as full lies inside the band. They are known when they are constants of the graph:
+create_block_mask inside the compiled function, with static lengths. It is then run, on the CPU.
+"""
+
+import functools
+
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx import Node
+from torch.fx.node import map_aggregate, map_arg
+
+from sage_inductor.patterns.call import FULL, Band, Call, Emitter, op_name, value_of
+from sage_inductor.patterns.coordinates import Affine, Choice, Cone, known, may_write, storages
+from sage_inductor.patterns.masks import read_band, seen
+
+LARGEST = 2**26  # N_q * N_kv that is evaluated: 8192 x 8192 took 1.9 s and 1.7 GB, on two cores
+
+RANDOM = ("rand", "normal", "bernoulli", "multinomial", "dropout", "empty")
+
+
+def find(node: Node) -> Call | None:
+    """The call whose output `node` is: getitem(flex_attention, 0). Its HOP is then without users
+    and can be erased; what made its BlockMask (vmap's nodes among it) is best left to AOTAutograd:
+    fx.eliminate_dead_code would take vmap's increments from under other uses of vmap."""
+    hop = node.args[0] if op_name(node) == "getitem" else None
+    is_flex = op_name(hop) == "flex_attention" and node.args[1] == 0
+    if not is_flex or not isinstance(hop.target, torch._ops.HigherOrderOperator):
+        return None
+    q, k, v, score_mod, block_mask, scale, _, score_inputs, mask_inputs = hop.args
+    call = Call(
+        node, "flex_attention", Emitter(node), q, k, v, value_of(node),
+        scale=_number(value_of(scale)),
+        enable_gqa=not known(value_of(q).shape[1] == value_of(k).shape[1]),
+    )  # fmt: skip
+    others = [user for user in hop.users if user is not node]
+    call.dead = [*others, hop]
+    if any(op_name(user) != "getitem" or user.users for user in others):
+        call.refused = "the logsumexp or the maxima are used"
+    elif not _is_identity(_subgraph(score_mod)):
+        call.refused = "score_mod changes the scores"
+    elif score_inputs or mask_inputs:
+        call.refused = "score_mod or mask_mod captures tensors or symbolic lengths"
+    else:
+        band, call.refused = _block_band(hop, block_mask, value_of(q), value_of(k))
+        call.band = band or FULL
+    return call
+
+
+def _number(scale):
+    """Under dynamic shapes 1/sqrt(64) comes as a symbolic float that is a number after all."""
+    is_number = isinstance(scale, torch.SymFloat) and scale.node.expr.is_number
+    return float(scale.node.expr) if is_number else scale
+
+
+def _subgraph(attribute: Node) -> torch.fx.Graph:
+    return getattr(attribute.graph.owning_module, attribute.target).graph
+
+
+def _result(graph: torch.fx.Graph) -> Node:
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    return output.args[0][0] if isinstance(output.args[0], (tuple, list)) else output.args[0]
+
+
+def _is_identity(score_mod: torch.fx.Graph) -> bool:
+    return _result(score_mod) is next(iter(score_mod.nodes))
+
+
+def _block_band(hop: Node, block_mask: tuple, q, k) -> tuple[Band | None, str | None]:
+    """(the band, None), or (None, why the block mask is not known to be one)."""
+    n_q, n_kv = q.shape[2], k.shape[2]
+    band = _mask_band(_subgraph(block_mask[-1]), q, k)
+    if band is None:
+        return None, "mask_mod is not full, causal or a sliding window"
+    lists, block_q, block_kv = block_mask[2:6], *block_mask[-3:-1]
+    if _is_one_block(hop, lists) and known(n_q <= block_q) and known(n_kv <= block_kv):
+        return band, None
+    cone = _cone(hop, [node for node in lists if node is not None])
+    if any(node.op == "get_attr" or _is_input(node) for node in cone):
+        return None, (
+            "a BlockMask made outside the compiled function is data: make it inside, "
+            "or call scaled_dot_product_attention with is_causal"
+        )
+    if any(word in op_name(node) for node in cone for word in RANDOM):
+        return None, "a BlockMask of random numbers is data"
+    if any(node.op == "placeholder" for node in cone):
+        return None, "a BlockMask of dynamic lengths cannot be evaluated"
+    if any(_is_bookkeeping(node) and "vmap" not in op_name(node) for node in cone):
+        return None, "inside a torch.func transform"
+    if n_q * n_kv > LARGEST:
+        return None, f"a BlockMask this large is not evaluated: {n_q} x {n_kv}"
+    lists, error = _evaluate(cone, lists)
+    if error:
+        return None, f"the BlockMask could not be evaluated: {error}"
+    if not _covers(band, lists, n_q, n_kv, block_q, block_kv):
+        return None, "the BlockMask's blocks are not those of its mask_mod"
+    return band, None
+
+
+def _mask_band(mask_mod: torch.fx.Graph, q, k) -> Band | None:
+    sizes = {"b": q.shape[0], "h": q.shape[1], "i": q.shape[2], "j": k.shape[2]}
+    numbers = (node for node in mask_mod.nodes if node.op == "placeholder")
+    facts = {node: Affine(0, {x: 1}) for node, x in zip(numbers, sizes, strict=True)}
+    result = _result(mask_mod)
+    meaning = seen(Cone(mask_mod, facts, sizes).describe(result), value_of(result))
+    if meaning is None or meaning.others:
+        return None
+    return read_band(meaning.bounds, sizes, "i", "j")
+
+
+def _is_one_block(hop: Node, lists) -> bool:
+    """What flex_attention makes of block_mask=None: one partial block, the first."""
+    cone = Cone(hop.graph)
+    count, index = (cone.describe(node) for node in lists[:2])
+    constants = isinstance(count, Choice) and isinstance(index, Choice)
+    constants = constants and count.constant and index.constant and lists[2] is None
+    return constants and count.yes == 1 and index.yes == 0
+
+
+def _is_input(node: Node) -> bool:
+    return node.op == "placeholder" and isinstance(value_of(node), torch.Tensor)
+
+
+def _cone(hop: Node, nodes) -> tuple[Node, ...]:
+    """What must run before `hop` to have `nodes`: what they are made of, what writes to that, and
+    vmap's own bookkeeping. In graph order."""
+    before = list(hop.graph.nodes)
+    before = before[: before.index(hop)]
+    needed, stack = set(), list(nodes)
+    while stack:
+        while stack:
+            node = stack.pop()
+            if node not in needed:
+                needed.add(node)
+                stack += node.all_input_nodes
+        stored = {id for node in needed if node.op != "placeholder" for id in storages(node)}
+        writers = (node for node in before if node not in needed and may_write(node))
+        stack = [node for node in writers if stored.intersection(storages(node))]
+    return tuple(node for node in before if node in needed or _is_bookkeeping(node))
+
+
+def _is_bookkeeping(node: Node) -> bool:
+    name = op_name(node)
+    return name.endswith(("_increment_nesting", "_decrement_nesting"))
+
+
+@functools.lru_cache(maxsize=1)  # the layers of a model share a BlockMask
+def _evaluate(cone: tuple, nodes: tuple) -> tuple[list, str | None]:
+    """The tensors that `nodes` are, of a cone without inputs, or the error."""
+    values, depth = {}, 0
+    here = torch.device("cpu")
+
+    def concrete(args):
+        args = map_aggregate(args, lambda x: here if isinstance(x, torch.device) else x)
+        return map_arg(args, values.__getitem__)
+
+    with unset_fake_temporarily(), torch.no_grad():
+        try:
+            for node in cone:
+                if node.op == "call_method":
+                    self, *args = concrete(node.args)
+                    values[node] = getattr(self, node.target)(*args, **concrete(node.kwargs))
+                else:
+                    values[node] = node.target(*concrete(node.args), **concrete(node.kwargs))
+                depth += op_name(node) == "_vmap_increment_nesting"
+                depth -= op_name(node) == "_vmap_decrement_nesting"
+        except Exception as error:  # of whatever the user wrote
+            return [], f"{type(error).__name__}: {error}"
+        finally:
+            for _ in range(depth):
+                torch._C._functorch._vmap_decrement_nesting()
+    return [None if node is None else values[node] for node in nodes], None
+
+
+def _covers(band: Band, lists, n_q: int, n_kv: int, block_q: int, block_kv: int) -> bool:
+    """Whether every block that the band touches is listed once, and all full ones lie inside it."""
+    i = torch.arange(n_q) + (n_kv - n_q) * band.bottom_right
+    first = torch.zeros_like(i) if band.left is None else i - band.left  # [N_q], the first key
+    last = torch.full_like(i, n_kv) if band.right is None else i + band.right
+    start = torch.arange(0, n_kv, block_kv)
+    end = (start + block_kv).clamp(max=n_kv) - 1
+    first, last = first[:, None].clamp(min=0), last[:, None].clamp(max=n_kv - 1)
+    touched = (torch.maximum(first, start) <= torch.minimum(last, end)).split(block_q)
+    inside = ((first <= start) & (end <= last)).split(block_q)
+    touched = torch.stack([rows.any(0) for rows in touched])  # [blocks of queries, of keys]
+    inside = torch.stack([rows.all(0) for rows in inside])
+    partial, full = _listed(*lists[:2], touched.shape), _listed(*lists[2:], touched.shape)
+    if partial is None or full is None:
+        return False
+    listed = partial + full
+    return bool(((listed == 1) | ((listed == 0) & ~touched)).all() and (inside | (full == 0)).all())
+
+
+def _listed(count, index, shape) -> torch.Tensor | None:
+    """How often each block is listed, [B, H, blocks of queries, of keys]; None: out of range."""
+    if count is None:
+        return torch.zeros(1, 1, *shape, dtype=torch.long)
+    counts = torch.zeros(*index.shape[:3], max(index.shape[3], shape[1]) + 1, dtype=torch.long)
+    used = torch.arange(index.shape[3]) < count[..., None]
+    if index.shape[2] < shape[0] or (used & ((index < 0) | (index >= shape[1]))).any():
+        return None
+    counts.scatter_add_(3, index.long().clamp(0, counts.shape[3] - 1), used.long())
+    return counts[:, :, : shape[0], : shape[1]]

@@ -1,0 +1,253 @@
+"""flex_attention calls that are attention under a band: which are found, and that they are.
+
+`found` replaces what was found by SDPA under the claimed band and compares with eager flex.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from sage_inductor.patterns.call import CAUSAL, FULL, Band, functorch_depth
+from sage_inductor.patterns.flex import find
+
+
+def causal(b, h, i, j):
+    return i >= j
+
+
+def window(b, h, i, j):
+    return (j <= i) & (i - j < 100)
+
+
+def around(b, h, i, j):
+    return (i - j).abs() <= 70
+
+
+def everything(b, h, i, j):
+    return i >= 0
+
+
+def sdpa_under(band, n_q, n_kv):
+    distance = torch.arange(n_kv) - torch.arange(n_q)[:, None] - (n_kv - n_q) * band.bottom_right
+    mask = torch.ones(n_q, n_kv, dtype=torch.bool)
+    mask &= True if band.left is None else distance >= -band.left
+    return mask & (True if band.right is None else distance <= band.right)
+
+
+def found(function, *inputs, **options):
+    """(band, reason) of the only call, which is replaced where a band was found."""
+    calls = []
+
+    def backend(gm, _):
+        (call,) = filter(None, map(find, list(gm.graph.nodes)))
+        calls.append(call)
+        assert functorch_depth(call.node) == 0
+        assert tuple(call.out.shape) == tuple(call.node.meta["example_value"].shape)
+        if call.refused:
+            return gm.forward
+
+        def attention(q, k, v):
+            mask = sdpa_under(call.band, q.shape[2], k.shape[2])
+            return F.scaled_dot_product_attention(
+                q, k, v, mask, scale=call.scale, enable_gqa=call.enable_gqa
+            ).nan_to_num(0)
+
+        with gm.graph.inserting_before(call.node):
+            new = gm.graph.call_function(attention, (call.q, call.k, call.v))
+        hop = call.node.args[0]
+        call.node.replace_all_uses_with(call.finish(new))
+        for node in dict.fromkeys((call.node, *hop.users, hop)):
+            gm.graph.erase_node(node)
+        gm.recompile()
+        return gm.forward
+
+    out = torch.compile(function, backend=backend, fullgraph=True, **options)(*inputs)
+    torch.testing.assert_close(out, function(*inputs))
+    return None if calls[-1].refused else calls[-1].band, calls[-1].refused
+
+
+def qkv(N=300, N_kv=None, H=2, H_kv=2, B=1):
+    return torch.randn(B, H, N, 64), *(torch.randn(B, H_kv, N_kv or N, 64) for _ in range(2))
+
+
+def masked(mask_mod, **options):
+    """flex_attention with a BlockMask that is made inside the compiled function."""
+
+    def function(q, k, v):
+        n, m = q.shape[2], k.shape[2]
+        blocks = create_block_mask(mask_mod, None, None, n, m, device=q.device)
+        return flex_attention(q, k, v, block_mask=blocks, **options)
+
+    return function
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_without_a_block_mask_it_is_full_attention(dynamic):
+    assert found(flex_attention, *qkv(), dynamic=dynamic) == (FULL, None)
+
+
+@pytest.mark.parametrize(
+    "mask_mod, N, band",
+    [
+        (causal, 300, CAUSAL),
+        (causal, 5, CAUSAL),
+        (window, 256, Band(99, 0)),
+        (window, 5, CAUSAL),  # the window is wider than the sequence
+        (around, 300, Band(70, 70)),
+        (everything, 300, FULL),
+    ],
+)
+def test_a_block_mask_made_inside_is_proven(mask_mod, N, band):
+    assert found(masked(mask_mod), *qkv(N)) == (band, None)
+
+
+def test_queries_and_keys_of_two_lengths():
+    assert found(masked(causal), *qkv(140, 300)) == (CAUSAL, None)
+
+    def last(b, h, i, j):
+        return j <= i + 160
+
+    assert found(masked(last), *qkv(140, 300)) == (Band(None, 0, bottom_right=True), None)
+
+
+def test_gqa_and_scale_are_kept():
+    assert found(masked(causal, enable_gqa=True, scale=0.3), *qkv(H=4)) == (CAUSAL, None)
+
+
+def shifted(score, b, h, i, j):
+    return score + i - j
+
+
+def test_a_score_mod_is_refused():
+    function = masked(causal, score_mod=shifted)
+    assert found(function, *qkv()) == (None, "score_mod changes the scores")
+
+
+def test_a_score_mod_that_changes_nothing_is_not():
+    assert found(masked(causal, score_mod=lambda score, b, h, i, j: score), *qkv()) == (
+        CAUSAL,
+        None,
+    )
+
+
+def test_a_captured_tensor_is_refused():
+    def function(q, k, v, ids):
+        def document(b, h, i, j):
+            return ids[i] == ids[j]
+
+        blocks = create_block_mask(document, None, None, 300, 300, device=q.device)
+        return flex_attention(q, k, v, block_mask=blocks)
+
+    reason = "score_mod or mask_mod captures tensors or symbolic lengths"
+    assert found(function, *qkv(), torch.arange(300) // 100) == (None, reason)
+
+
+def test_a_block_mask_made_outside_is_refused():
+    blocks = create_block_mask(causal, None, None, 300, 300, device="cpu")
+    band, reason = found(lambda q, k, v: flex_attention(q, k, v, block_mask=blocks), *qkv())
+    assert band is None and "made outside the compiled function is data" in reason
+
+
+def test_a_block_mask_of_dynamic_lengths_is_refused():
+    reason = "a BlockMask of dynamic lengths cannot be evaluated"
+    assert found(masked(causal), *qkv(), dynamic=True) == (None, reason)
+
+
+def test_another_mask_is_refused():
+    def blocks_of_64(b, h, i, j):
+        return i // 64 == j // 64
+
+    def per_head(b, h, i, j):
+        return (j <= i) | (h > 0)
+
+    for mask_mod in (blocks_of_64, per_head):
+        reason = "mask_mod is not full, causal or a sliding window"
+        assert found(masked(mask_mod), *qkv()) == (None, reason)
+
+
+def from_blocks(partial, full=None):
+    """flex_attention over the listed blocks of 128 keys, two for each of two blocks of queries."""
+
+    def function(q, k, v):
+        lists = []
+        for rows in (partial, full):
+            if rows is not None:
+                counts = torch.tensor([[[len(row) for row in rows]]], dtype=torch.int32)
+                index = torch.tensor([[[(row + [0, 0])[:2] for row in rows]]], dtype=torch.int32)
+                lists += [counts, index]
+        blocks = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=128, mask_mod=causal)
+        return flex_attention(q, k, v, block_mask=blocks)
+
+    return function
+
+
+@pytest.mark.parametrize(
+    "partial, full, valid",
+    [
+        ([[0], [0, 1]], None, True),
+        ([[0], [1]], [[], [0]], True),
+        ([[0, 1], [0, 1]], None, True),  # more than is needed
+        ([[0], [1]], None, False),  # a block is missing
+        ([[0], [0]], [[], [1]], False),  # a block on the diagonal is called full
+        ([[0], [0, 1]], [[], [0]], False),  # a block is seen twice
+    ],
+)
+def test_listed_blocks_must_be_those_of_the_band(partial, full, valid):
+    reason = "the BlockMask's blocks are not those of its mask_mod"
+    expected = (CAUSAL, None) if valid else (None, reason)
+    calls = []
+
+    def backend(gm, _):
+        calls.extend(filter(None, map(find, gm.graph.nodes)))
+        return gm.forward
+
+    torch.compile(from_blocks(partial, full), backend=backend, fullgraph=True)(*qkv(256))
+    assert [(None if call.refused else call.band, call.refused) for call in calls] == [expected]
+
+
+def test_a_block_mask_of_random_numbers_is_refused():
+    def function(q, k, v):
+        index = torch.randperm(2, dtype=torch.int32).expand(1, 1, 2, 2)
+        counts = torch.full((1, 1, 2), 2, dtype=torch.int32)
+        blocks = BlockMask.from_kv_blocks(counts, index, BLOCK_SIZE=128, mask_mod=causal)
+        return flex_attention(q, k, v, block_mask=blocks)
+
+    assert found(function, *qkv(256)) == (None, "a BlockMask of random numbers is data")
+
+
+def test_a_used_logsumexp_is_refused():
+    function = masked(causal, return_lse=True)
+    assert found(function, *qkv()) == (None, "the logsumexp or the maxima are used")
+
+
+def test_a_block_mask_too_large_to_evaluate_is_refused(monkeypatch):
+    monkeypatch.setattr("sage_inductor.patterns.flex.LARGEST", 1000)
+    reason = "a BlockMask this large is not evaluated: 300 x 300"
+    assert found(masked(causal), *qkv()) == (None, reason)
+
+
+def test_exported_calls_are_found():
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v):
+            return masked(causal)(q, k, v)
+
+    graph = torch.export.export(Model(), qkv()).graph
+    (call,) = filter(None, map(find, graph.nodes))
+    assert (call.band, call.refused) == (CAUSAL, None)
+
+
+def test_depth_counts_open_transforms():
+    depths = []
+
+    def backend(gm, _):
+        depths.extend(
+            functorch_depth(n) for n in gm.graph.nodes if n.target in (torch.sin, torch.cos)
+        )
+        return gm.forward
+
+    def function(x):
+        return torch.cos(torch.vmap(torch.sin)(x))
+
+    torch.compile(function, backend=backend, fullgraph=True)(torch.randn(3, 4))
+    assert depths == [1, 0]

@@ -1,0 +1,1108 @@
+"""Hand-written softmax attention, found and written as SDPA; what is not taken, and why.
+
+Update the golden graphs with EXPECTTEST_ACCEPT=1.
+"""
+
+import importlib
+import importlib.util
+import math
+import os
+import re
+import sys
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import TestCase
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from sage_inductor.patterns import handwritten
+from sage_inductor.patterns.call import CAUSAL, op_name, value_of
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def canonicalise(gm: torch.fx.GraphModule) -> tuple[list, list[str]]:
+    """Every attention found becomes F.scaled_dot_product_attention; (calls taken, reasons)."""
+    taken, reasons = [], []
+    for node in list(gm.graph.nodes):
+        before = str(gm.graph)
+        call = handwritten.find(node)
+        if call is None or call.refused:
+            if call:
+                call.emit.undo()
+                reasons.append(call.refused)
+            assert str(gm.graph) == before
+            continue
+        target = F.scaled_dot_product_attention
+        if call.emit.key == "val":  # an exported graph holds nothing but aten
+            target = torch.ops.aten.scaled_dot_product_attention.default
+        new = call.emit(
+            target, call.q, call.k, call.v, attn_mask=call.attn_mask, is_causal=call.band == CAUSAL,
+            scale=call.scale, enable_gqa=call.enable_gqa,
+        )  # fmt: skip
+        assert value_of(new).shape == call.out.shape and value_of(new).dtype == call.out.dtype
+        result = call.finish(new)
+        assert value_of(result).shape == value_of(call.node).shape
+        call.node.replace_all_uses_with(result)
+        for dead in (call.node, *call.dead):
+            if not dead.users:
+                gm.graph.erase_node(dead)
+        taken.append(call)
+    gm.graph.lint()
+    gm.recompile()
+    return taken, reasons
+
+
+def capture(function, *inputs, dynamic=None, **kwargs):
+    """Run `function` compiled with the canonicalised graph: (graph, taken, reasons, its result)."""
+    graphs, taken, reasons = [], [], []
+
+    def backend(gm, example_inputs):
+        found = canonicalise(gm)
+        taken.extend(found[0])
+        reasons.extend(found[1])
+        graphs.append(gm.graph)
+        return gm.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)
+    result = compiled(*inputs, **kwargs)
+    return graphs[0], taken, reasons, result
+
+
+def calls(graph) -> str:
+    lines = []
+    for node in graph.nodes:
+        if op_name(node):
+            overload = isinstance(node.target, torch._ops.OpOverload)
+            arguments = [*map(str, node.args), *(f"{k}={v}" for k, v in node.kwargs.items())]
+            target = str(node.target) if overload else op_name(node)
+            lines.append(f"{node.name} = {target}({', '.join(arguments)})")
+    return "\n".join(lines)
+
+
+def qkv(B=2, H=4, N_q=8, N_k=8, D=16, dtype=torch.float64):
+    return [torch.randn(B, H, n, D, dtype=dtype) for n in (N_q, N_k, N_k)]
+
+
+def check(function, *inputs, number=1, **options):
+    """All of the attention of `function` is taken, and the result is eager's; the graph."""
+    expected = function(*inputs)
+    graph, taken, reasons, actual = capture(function, *inputs, **options)
+    assert len(taken) == number and not reasons, reasons
+    atol = 1e-6 if function in BETWEEN_CASTS else 1e-12
+    torch.testing.assert_close(actual, expected, rtol=0, atol=atol)
+    return graph
+
+
+MASK = torch.ones(8, 8, dtype=torch.bool).tril()
+PADDING = torch.arange(8) < torch.tensor([8, 5])[:, None, None, None]  # [2, 1, 1, 8]
+LOW = torch.finfo(torch.float64).min
+
+
+BIAS = torch.rand(1, 4, 8, 8, dtype=torch.float64)
+ALIBI = torch.rand(8, 1, 8, dtype=torch.float64)
+
+
+# -- the spellings ----
+
+
+def textbook(q, k, v):
+    return torch.softmax(q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]), -1) @ v
+
+
+def transformers_llama(q, k, v):
+    """Also BERT (no mask here) and ViT; Whisper scales q."""
+    k, v = (x[:, :2] for x in (k, v))
+    k, v = (x[:, :, None, :, :].expand(2, 2, 2, 8, 16).reshape(2, 4, 8, 16) for x in (k, v))
+    mask = torch.where(MASK, 0.0, torch.finfo(torch.float32).min).to(q.dtype)[None, None]
+    weights = torch.matmul(q, k.transpose(2, 3)) * 0.25
+    weights = weights + mask
+    weights = F.softmax(weights, dim=-1, dtype=torch.float64).to(q.dtype)
+    weights = F.dropout(weights, p=0.0, training=False)
+    return torch.matmul(weights, v).transpose(1, 2).contiguous()
+
+
+def transformers_gpt2(q, k, v):
+    s = torch.matmul(q, k.transpose(-1, -2))
+    s = s / torch.full([], v.size(-1) ** 0.5, dtype=s.dtype, device=s.device)
+    low = torch.full([], torch.finfo(s.dtype).min, dtype=s.dtype, device=s.device)
+    s = torch.where(MASK[None, None], s.to(s.dtype), low)
+    p = nn.Dropout(0.1).eval()(F.softmax(s, dim=-1).type(v.dtype))
+    return torch.matmul(p, v).transpose(1, 2)
+
+
+def transformers_t5(q, k, v):
+    s = torch.matmul(q, k.transpose(3, 2))
+    s += BIAS
+    p = F.softmax(s.float(), dim=-1).type_as(s)
+    return torch.matmul(F.dropout(p, p=0.1, training=False), v)
+
+
+def transformers_bloom(q, k, v):
+    q3, k3, v3 = (x.reshape(8, 8, 16) for x in (q, k, v))
+    s = ALIBI.baddbmm(batch1=q3, batch2=k3.transpose(-1, -2), beta=1.0, alpha=0.25)
+    s = torch.masked_fill(s.view(2, 4, 8, 8), PADDING.logical_not(), LOW)
+    p = F.softmax(s, dim=-1)
+    return torch.bmm(p.view(8, 8, -1), v3).view(2, 4, 8, 16).permute(0, 2, 1, 3)
+
+
+def transformers_opt(q, k, v):
+    q, k, v = (x.reshape(8, 8, 16) for x in (q * 0.25, k, v))
+    s = torch.bmm(q, k.transpose(1, 2))
+    s = (s.view(2, 4, 8, 8) + BIAS).view(8, 8, 8) + ALIBI
+    return torch.bmm(F.softmax(s, dim=-1), v)
+
+
+def timm_vit(q, k, v):
+    q = q * 0.25
+    attn = q @ k.transpose(-2, -1)
+    attn = attn.softmax(dim=-1)
+    attn = nn.Dropout(0.0)(attn)
+    return (attn @ v).transpose(1, 2).reshape(2, 8, 64)
+
+
+def diffusers_processor(q, k, v):
+    q, k, v = (x.reshape(8, 8, 16) for x in (q, k, v))
+    empty = torch.empty(8, 8, 8, dtype=q.dtype, device=q.device)
+    s = torch.baddbmm(empty, q, k.transpose(-1, -2), beta=0, alpha=0.25)
+    return torch.bmm(s.softmax(dim=-1).to(q.dtype), v)
+
+
+def nano_gpt(q, k, v):
+    T = q.size(2)
+    att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
+    att = att.masked_fill(MASK.long()[None, None, :T, :T] == 0, float("-inf"))
+    return F.softmax(att, dim=-1) @ v
+
+
+def x_transformers(q, k, v):
+    dots = torch.einsum("b h i d, b h j d -> b h i j", q, k) * 0.25
+    dots = dots.masked_fill(~PADDING, -torch.finfo(dots.dtype).max)
+    dots = dots.masked_fill(~MASK, -torch.finfo(dots.dtype).max)
+    return torch.einsum("b h i j, b h j d -> b h i d", dots.softmax(dim=-1), v)
+
+
+def einsum_bnhd(q, k, v):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    p = torch.einsum("bqhd,bkhd->bhqk", q, k).mul(0.25).softmax(dim=-1)
+    return torch.einsum("bhqk,bkhd->bqhd", p, v)
+
+
+def einsum_with_queries_before_heads(q, k, v):
+    s = torch.einsum("bhid,bhjd->bihj", q, k) + BIAS[0, :1, :, None]
+    return torch.einsum("bhjd,bihj->bhid", v, s.softmax(-1))
+
+
+def transposed_elsewhere(q, k, v):
+    k = k.permute(0, 1, 3, 2) * 0.5
+    return (torch.matmul(q, k) * 0.25).softmax(3).matmul(v)
+
+
+def three_dimensions(q, k, v):
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    return torch.bmm(F.softmax(torch.bmm(q, k.mT) / 4 / 2, dim=2), v)
+
+
+def masked_in_place(q, k, v):
+    s = q @ k.mT
+    s *= 0.25
+    s.masked_fill_(~MASK, float("-inf"))
+    s += BIAS[0, 0, 0]
+    return s.softmax(-1) @ v
+
+
+def two_bools(q, k, v):
+    s = (q @ k.mT).where(PADDING, -math.inf) * 0.5
+    return torch.where(~MASK, -math.inf, s).softmax(-1) @ v
+
+
+def bool_and_additive(q, k, v):
+    s = (BIAS + q @ k.mT).masked_fill(~MASK, -math.inf) + MASK
+    return s.softmax(-1) @ v
+
+
+def scale_in_a_tensor(q, k, v):
+    s = q @ k.mT / torch.sqrt(torch.tensor(16.0)) / torch.full([], 4.0, dtype=q.dtype)
+    return s.softmax(-1) @ v
+
+
+def through_the_row_maximum(q, k, v):
+    s = q @ k.mT * 3.0
+    s = s - s.max(-1, keepdim=True)[0]
+    s = s - s.amax(dim=-1, keepdim=True).detach()
+    return s.softmax(-1) @ v
+
+
+def casts(q, k, v):
+    s = (q @ k.mT).float().to(q.dtype).view(2, 4, 8, 8).contiguous()
+    p = F.softmax(s, dim=-1, dtype=torch.float64).type_as(q).to(q).type(q.dtype)
+    return F.dropout(p, 0.5, training=False) @ v
+
+
+def shapes_of_the_scores(q, k, v):
+    s = q @ k.mT
+    mask = torch.full_like(s, -math.inf).triu(1)
+    return (s + mask.type_as(s)).softmax(-1) @ v
+
+
+SPELLINGS = {
+    f.__name__: f
+    for f in (
+        textbook, transformers_llama, transformers_gpt2, transformers_t5, transformers_bloom,
+        transformers_opt, timm_vit, diffusers_processor, nano_gpt, x_transformers, einsum_bnhd,
+        einsum_with_queries_before_heads, transposed_elsewhere, three_dimensions, masked_in_place,
+        two_bools, bool_and_additive, scale_in_a_tensor, through_the_row_maximum, casts,
+        shapes_of_the_scores,
+    )
+}  # fmt: skip
+BETWEEN_CASTS = (transformers_t5, casts)  # eager rounds to float32 within
+
+
+class Spelling(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs):
+        return self.function(*inputs)
+
+
+class TestGoldenGraphs(TestCase):
+    def test_textbook(self):
+        self.assertExpectedInline(
+            calls(check(textbook, *qkv())),
+            """\
+transpose = transpose(l_k_, -1, -2)
+scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, attn_mask=None, is_causal=False, scale=0.25, enable_gqa=False)""",
+        )
+
+    def test_transformers_llama(self):
+        self.assertExpectedInline(
+            calls(check(transformers_llama, *qkv())),
+            """\
+k = getitem(l_k_, (slice(None, None, None), slice(None, 2, None)))
+v = getitem(l_v_, (slice(None, None, None), slice(None, 2, None)))
+getitem_2 = getitem(k, (slice(None, None, None), slice(None, None, None), None, slice(None, None, None), slice(None, None, None)))
+expand = expand(getitem_2, 2, 2, 2, 8, 16)
+k_1 = reshape(expand, 2, 4, 8, 16)
+getitem_3 = getitem(v, (slice(None, None, None), slice(None, None, None), None, slice(None, None, None), slice(None, None, None)))
+expand_1 = expand(getitem_3, 2, 2, 2, 8, 16)
+v_1 = reshape(expand_1, 2, 4, 8, 16)
+where = where(g_mask_, 0.0, -3.4028234663852886e+38)
+to = to(where, torch.float64)
+mask = getitem(to, (None, None))
+transpose = transpose(k_1, 2, 3)
+scaled_dot_product_attention = scaled_dot_product_attention(l_q_, k, v, attn_mask=mask, is_causal=False, scale=0.25, enable_gqa=True)
+transpose_1 = transpose(scaled_dot_product_attention, 1, 2)
+contiguous = contiguous(transpose_1)""",
+        )
+
+    def test_transformers_gpt2(self):
+        self.assertExpectedInline(
+            calls(check(transformers_gpt2, *qkv())),
+            """\
+transpose = transpose(l_k_, -1, -2)
+full = full([], 4.0, dtype=torch.float64, device=cpu)
+low = full([], -1.7976931348623157e+308, dtype=torch.float64, device=cpu)
+getitem = getitem(g_mask_, (None, None))
+_log_api_usage_once = _log_api_usage_once(python.nn_module)
+logical_not_default = aten.logical_not.default(getitem)
+zeros_like_default = aten.zeros_like.default(logical_not_default, dtype=torch.float64)
+masked_fill_scalar = aten.masked_fill.Scalar(zeros_like_default, logical_not_default, -1e+30)
+scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, attn_mask=masked_fill_scalar, is_causal=False, scale=0.25, enable_gqa=False)
+transpose_1 = transpose(scaled_dot_product_attention, 1, 2)""",
+        )
+
+    def test_transformers_t5(self):
+        self.assertExpectedInline(
+            calls(check(transformers_t5, *qkv())),
+            """\
+transpose = transpose(l_k_, 3, 2)
+scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, attn_mask=g_bias_, is_causal=False, scale=1.0, enable_gqa=False)""",
+        )
+
+    def test_transformers_bloom(self):
+        self.assertExpectedInline(
+            calls(check(transformers_bloom, *qkv())),
+            """\
+q3 = reshape(l_q_, 8, 8, 16)
+k3 = reshape(l_k_, 8, 8, 16)
+v3 = reshape(l_v_, 8, 8, 16)
+transpose = transpose(k3, -1, -2)
+logical_not = logical_not(g_padding_)
+unflatten_int = aten.unflatten.int(q3, 0, [2, 4])
+unflatten_int_1 = aten.unflatten.int(k3, 0, [2, 4])
+unflatten_int_2 = aten.unflatten.int(g_alibi_, 0, [2, 4])
+zeros_like_default = aten.zeros_like.default(logical_not, dtype=torch.float64)
+masked_fill_scalar = aten.masked_fill.Scalar(zeros_like_default, logical_not, -1e+30)
+add_tensor = aten.add.Tensor(unflatten_int_2, masked_fill_scalar)
+unflatten_int_3 = aten.unflatten.int(v3, 0, [2, 4])
+scaled_dot_product_attention = scaled_dot_product_attention(unflatten_int, unflatten_int_1, unflatten_int_3, attn_mask=add_tensor, is_causal=False, scale=0.25, enable_gqa=False)
+flatten_using_ints = aten.flatten.using_ints(scaled_dot_product_attention, 0, 1)
+view_2 = view(flatten_using_ints, 2, 4, 8, 16)
+permute = permute(view_2, 0, 2, 1, 3)""",
+        )
+
+    def test_transformers_opt(self):
+        self.assertExpectedInline(
+            calls(check(transformers_opt, *qkv())),
+            """\
+x = mul(l_q_, 0.25)
+q = reshape(x, 8, 8, 16)
+k = reshape(l_k_, 8, 8, 16)
+v = reshape(l_v_, 8, 8, 16)
+transpose = transpose(k, 1, 2)
+unflatten_int = aten.unflatten.int(q, 0, [2, 4])
+unflatten_int_1 = aten.unflatten.int(k, 0, [2, 4])
+unflatten_int_2 = aten.unflatten.int(g_alibi_, 0, [2, 4])
+add_tensor = aten.add.Tensor(g_bias_, unflatten_int_2)
+unflatten_int_3 = aten.unflatten.int(v, 0, [2, 4])
+scaled_dot_product_attention = scaled_dot_product_attention(unflatten_int, unflatten_int_1, unflatten_int_3, attn_mask=add_tensor, is_causal=False, scale=1.0, enable_gqa=False)
+flatten_using_ints = aten.flatten.using_ints(scaled_dot_product_attention, 0, 1)""",
+        )
+
+    def test_timm_vit(self):
+        self.assertExpectedInline(
+            calls(check(timm_vit, *qkv())),
+            """\
+q = mul(l_q_, 0.25)
+transpose = transpose(l_k_, -2, -1)
+_log_api_usage_once = _log_api_usage_once(python.nn_module)
+scaled_dot_product_attention = scaled_dot_product_attention(q, l_k_, l_v_, attn_mask=None, is_causal=False, scale=1.0, enable_gqa=False)
+transpose_1 = transpose(scaled_dot_product_attention, 1, 2)
+reshape = reshape(transpose_1, 2, 8, 64)""",
+        )
+
+    def test_diffusers_processor(self):
+        self.assertExpectedInline(
+            calls(check(diffusers_processor, *qkv())),
+            """\
+q = reshape(l_q_, 8, 8, 16)
+k = reshape(l_k_, 8, 8, 16)
+v = reshape(l_v_, 8, 8, 16)
+empty = empty(8, 8, 8, dtype=torch.float64, device=cpu)
+transpose = transpose(k, -1, -2)
+unsqueeze_default = aten.unsqueeze.default(q, 0)
+unsqueeze_default_1 = aten.unsqueeze.default(k, 0)
+unsqueeze_default_2 = aten.unsqueeze.default(v, 0)
+scaled_dot_product_attention = scaled_dot_product_attention(unsqueeze_default, unsqueeze_default_1, unsqueeze_default_2, attn_mask=None, is_causal=False, scale=0.25, enable_gqa=False)
+squeeze_dim = aten.squeeze.dim(scaled_dot_product_attention, 0)""",
+        )
+
+    def test_nano_gpt(self):
+        self.assertExpectedInline(
+            calls(check(nano_gpt, *qkv())),
+            """\
+transpose = transpose(l_k_, -2, -1)
+long = long(g_mask_)
+getitem = getitem(long, (None, None, slice(None, 8, None), slice(None, 8, None)))
+eq = eq(getitem, 0)
+logical_not_default = aten.logical_not.default(eq)
+scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, attn_mask=logical_not_default, is_causal=False, scale=0.25, enable_gqa=False)""",
+        )
+
+    def test_x_transformers(self):
+        self.assertExpectedInline(
+            calls(check(x_transformers, *qkv())),
+            """\
+invert = invert(g_padding_)
+invert_1 = invert(g_mask_)
+logical_or_default = aten.logical_or.default(invert, invert_1)
+zeros_like_default = aten.zeros_like.default(logical_or_default, dtype=torch.float64)
+masked_fill_scalar = aten.masked_fill.Scalar(zeros_like_default, logical_or_default, -1e+30)
+scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, attn_mask=masked_fill_scalar, is_causal=False, scale=0.25, enable_gqa=False)""",
+        )
+
+    def test_einsum_bnhd(self):
+        self.assertExpectedInline(
+            calls(check(einsum_bnhd, *qkv())),
+            """\
+q = transpose(l_q_, 1, 2)
+k = transpose(l_k_, 1, 2)
+v = transpose(l_v_, 1, 2)
+permute_default = aten.permute.default(q, [0, 2, 1, 3])
+permute_default_1 = aten.permute.default(k, [0, 2, 1, 3])
+permute_default_2 = aten.permute.default(v, [0, 2, 1, 3])
+scaled_dot_product_attention = scaled_dot_product_attention(permute_default, permute_default_1, permute_default_2, attn_mask=None, is_causal=False, scale=0.25, enable_gqa=False)
+permute_default_3 = aten.permute.default(scaled_dot_product_attention, [0, 2, 1, 3])""",
+        )
+
+    def test_einsum_with_queries_before_heads(self):
+        self.assertExpectedInline(
+            calls(check(einsum_with_queries_before_heads, *qkv())),
+            """\
+getitem = getitem(g_bias_, (0, slice(None, 1, None), slice(None, None, None), None))
+permute_default = aten.permute.default(getitem, [0, 2, 1, 3])
+scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, attn_mask=permute_default, is_causal=False, scale=1.0, enable_gqa=False)""",
+        )
+
+    def test_transposed_elsewhere(self):
+        self.assertExpectedInline(
+            calls(check(transposed_elsewhere, *qkv())),
+            """\
+permute = permute(l_k_, 0, 1, 3, 2)
+k = mul(permute, 0.5)
+transpose_int = aten.transpose.int(k, -2, -1)
+scaled_dot_product_attention = scaled_dot_product_attention(l_q_, transpose_int, l_v_, attn_mask=None, is_causal=False, scale=0.25, enable_gqa=False)""",
+        )
+
+    def test_three_dimensions(self):
+        self.assertExpectedInline(
+            calls(check(three_dimensions, *qkv())),
+            """\
+q = flatten(l_q_, 0, 1)
+k = flatten(l_k_, 0, 1)
+v = flatten(l_v_, 0, 1)
+getattr_1 = getattr(k, mT)
+unsqueeze_default = aten.unsqueeze.default(q, 0)
+unsqueeze_default_1 = aten.unsqueeze.default(k, 0)
+unsqueeze_default_2 = aten.unsqueeze.default(v, 0)
+scaled_dot_product_attention = scaled_dot_product_attention(unsqueeze_default, unsqueeze_default_1, unsqueeze_default_2, attn_mask=None, is_causal=False, scale=0.125, enable_gqa=False)
+squeeze_dim = aten.squeeze.dim(scaled_dot_product_attention, 0)""",
+        )
+
+    def test_masked_in_place(self):
+        self.assertExpectedInline(
+            calls(check(masked_in_place, *qkv())),
+            """\
+getattr_1 = getattr(l_k_, mT)
+invert = invert(g_mask_)
+getitem = getitem(g_bias_, (0, 0, 0))
+logical_not_default = aten.logical_not.default(invert)
+unsqueeze_default = aten.unsqueeze.default(getitem, 0)
+where_scalar_other = aten.where.ScalarOther(logical_not_default, unsqueeze_default, -inf)
+scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, attn_mask=where_scalar_other, is_causal=False, scale=0.25, enable_gqa=False)""",
+        )
+
+    def test_two_bools(self):
+        self.assertExpectedInline(
+            calls(check(two_bools, *qkv())),
+            """\
+getattr_1 = getattr(l_k_, mT)
+invert = invert(g_mask_)
+logical_not_default = aten.logical_not.default(invert)
+logical_and_default = aten.logical_and.default(g_padding_, logical_not_default)
+scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, attn_mask=logical_and_default, is_causal=False, scale=0.5, enable_gqa=False)""",
+        )
+
+    def test_bool_and_additive(self):
+        self.assertExpectedInline(
+            calls(check(bool_and_additive, *qkv())),
+            """\
+getattr_1 = getattr(l_k_, mT)
+invert = invert(g_mask_)
+logical_not_default = aten.logical_not.default(invert)
+to_dtype = aten.to.dtype(g_mask_, torch.float64)
+add_tensor = aten.add.Tensor(g_bias_, to_dtype)
+where_scalar_other = aten.where.ScalarOther(logical_not_default, add_tensor, -inf)
+scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, attn_mask=where_scalar_other, is_causal=False, scale=1.0, enable_gqa=False)""",
+        )
+
+    def test_scale_in_a_tensor(self):
+        self.assertExpectedInline(
+            calls(check(scale_in_a_tensor, *qkv())),
+            """\
+getattr_1 = getattr(l_k_, mT)
+tensor = tensor(16.0)
+sqrt = sqrt(tensor)
+full = full([], 4.0, dtype=torch.float64)
+scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, attn_mask=None, is_causal=False, scale=0.0625, enable_gqa=False)""",
+        )
+
+    def test_through_the_row_maximum(self):
+        self.assertExpectedInline(
+            calls(check(through_the_row_maximum, *qkv())),
+            """\
+getattr_1 = getattr(l_k_, mT)
+scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, attn_mask=None, is_causal=False, scale=3.0, enable_gqa=False)""",
+        )
+
+    def test_casts(self):
+        self.assertExpectedInline(
+            calls(check(casts, *qkv())),
+            """\
+getattr_1 = getattr(l_k_, mT)
+scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, attn_mask=None, is_causal=False, scale=1.0, enable_gqa=False)""",
+        )
+
+    def test_shapes_of_the_scores(self):
+        self.assertExpectedInline(
+            calls(check(shapes_of_the_scores, *qkv())),
+            """\
+getattr_1 = getattr(l_k_, mT)
+s = matmul(l_q_, getattr_1)
+full_like = full_like(s, -inf)
+mask = triu(full_like, 1)
+type_as = type_as(mask, s)
+scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, attn_mask=type_as, is_causal=False, scale=1.0, enable_gqa=False)""",
+        )
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_an_exported_program_is_rewritten_with_aten_alone(name):
+    inputs = qkv()
+    expected = SPELLINGS[name](*inputs)
+    program = torch.export.export(Spelling(SPELLINGS[name]), tuple(inputs))
+    taken, reasons = canonicalise(program.graph_module)
+    if name == "scale_in_a_tensor":  # torch.export lifts torch.tensor(16.0) to an input
+        assert reasons == ["the scores are scaled by a tensor"]
+    else:
+        assert len(taken) == 1 and not reasons
+    torch.testing.assert_close(program.module()(*inputs), expected, rtol=0, atol=1e-6)
+    for node in program.graph_module.graph.nodes:
+        assert node.op != "call_function" or isinstance(node.target, torch._ops.OpOverload)
+
+
+def test_a_program_opened_into_bmm_and_views_is_attention_still():
+    inputs = qkv()
+    program = torch.export.export(Spelling(nano_gpt), tuple(inputs)).run_decompositions()
+    taken, reasons = canonicalise(program.graph_module)
+    assert len(taken) == 1 and not reasons
+    torch.testing.assert_close(program.module()(*inputs), nano_gpt(*inputs))
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_gradients_pass_through_the_attention_that_was_found(name):
+    inputs = [x.requires_grad_() for x in qkv()]
+    _, taken, reasons, actual = capture(SPELLINGS[name], *inputs)
+    assert len(taken) == 1, reasons
+    cotangent = torch.randn_like(actual)
+    expected = SPELLINGS[name](*inputs)
+    for x, y in zip(*(torch.autograd.grad(o, inputs, cotangent) for o in (actual, expected))):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("spelling", [textbook, nano_gpt, einsum_bnhd, three_dimensions])
+def test_dynamic_lengths_and_batches_stay_dynamic(spelling):
+    inputs = qkv()
+    for x in inputs:
+        torch._dynamo.mark_dynamic(x, 0)
+        if spelling is not nano_gpt:
+            torch._dynamo.mark_dynamic(x, 2)
+    _, (call,), reasons, actual = capture(spelling, *inputs)
+    assert not reasons and call.scale == (0.125 if spelling is three_dimensions else 0.25)
+    assert any(isinstance(n, torch.SymInt) for n in call.out.shape)
+    torch.testing.assert_close(actual, spelling(*inputs))
+
+
+def test_a_dynamic_head_dim_makes_the_scale_unknown():
+    _, taken, reasons, _ = capture(textbook, *qkv(), dynamic=True)
+    assert not taken and reasons == ["the scores are scaled by a dynamic number"]
+
+
+def test_dynamic_repeated_heads_are_seen_through():
+    def repeated(q, k, v):
+        B, H, N, D = k.shape
+        k, v = (x[:, :, None].expand(B, H, 2, N, D).reshape(B, H * 2, N, D) for x in (k, v))
+        return (q @ k.mT).softmax(-1) @ v
+
+    q, k, v = qkv()
+    inputs = [q, k[:, :2].contiguous(), v[:, :2].contiguous()]
+    for i in (0, 2):
+        for x in inputs:
+            torch._dynamo.mark_dynamic(x, i)
+    _, (call,), _, actual = capture(repeated, *inputs)
+    assert call.enable_gqa and value_of(call.k).shape[1] == 2
+    torch.testing.assert_close(actual, repeated(*inputs))
+
+
+def test_rows_that_a_finite_mask_hides_all_over_stay_the_mean_of_all_values():
+    hidden = torch.zeros(8, 8, dtype=torch.bool)
+    hidden[3] = True
+    for dtype, low in ((torch.float32, -1e9), (torch.float64, -1e9), (torch.float64, LOW)):
+
+        def masked(q, k, v, low=low):
+            return (q @ k.mT).masked_fill(hidden, low).softmax(-1) @ v
+
+        q, k, v = qkv(dtype=dtype)
+        _, taken, _, actual = capture(masked, q, k, v)
+        assert len(taken) == 1
+        torch.testing.assert_close(actual, masked(q, k, v))
+        torch.testing.assert_close(actual[:, :, 3], v.mean(2))
+
+
+def test_half_precision_scores_in_float32():
+    def mixed(q, k, v):
+        s = (q @ k.mT).float().masked_fill(~MASK, torch.finfo(torch.float32).min)
+        return F.softmax(s, -1).to(q.dtype) @ v
+
+    for dtype in (torch.bfloat16, torch.float16):
+        _, (call,), _, actual = capture(mixed, *qkv(dtype=dtype))
+        assert actual.dtype == dtype and value_of(call.attn_mask).dtype == torch.float32
+
+
+def test_attention_returns_the_strides_the_second_product_had():
+    _, (call,), _, _ = capture(einsum_bnhd, *qkv(N_q=6))
+    assert call.out.shape == (2, 4, 6, 16)
+    expected = einsum_bnhd(*qkv(N_q=6)).transpose(1, 2)
+    assert call.out.stride() == expected.stride()
+
+
+# -- grouped heads ----
+
+
+def interleaved(x):
+    return x.repeat_interleave(3, dim=1)
+
+
+def unsqueezed(x):
+    return x.unsqueeze(2).expand(-1, -1, 3, -1, -1).flatten(1, 2)
+
+
+def indexed(x):
+    return x[:, :, None, :, :].expand(2, 2, 3, 8, 16).reshape(2, 6, 8, 16).contiguous()
+
+
+def tiled(x):
+    return x.repeat(1, 3, 1, 1)
+
+
+def tiled_by_expansion(x):
+    return x.unsqueeze(1).expand(2, 3, 2, 8, 16).reshape(2, 6, 8, 16)
+
+
+def repeated_along_the_sequence(x):
+    return x[:, :, :, None].expand(2, 2, 8, 3, 16).reshape(2, 6, 8, 16)
+
+
+def picked_by_an_index(x):
+    return x[:, [1, 0], None].expand(2, 2, 3, 8, 16).reshape(2, 6, 8, 16)
+
+
+@pytest.mark.parametrize(
+    "repeat, group",
+    [(interleaved, 3), (unsqueezed, 3), (indexed, 3), (tiled, 1), (tiled_by_expansion, 1),
+     (repeated_along_the_sequence, 1), (picked_by_an_index, 1)],
+)  # fmt: skip
+def test_only_heads_repeated_in_a_row_are_grouped(repeat, group):
+    def attention(q, k, v):
+        return (q @ repeat(k).mT).softmax(-1) @ repeat(v)
+
+    q, k, v = qkv(H=6)[0], *qkv(H=2)[1:]
+    _, (call,), _, actual = capture(attention, q, k, v)
+    assert call.enable_gqa == (group > 1)
+    assert value_of(call.k).shape[1] == value_of(call.v).shape[1] == 6 // group
+    torch.testing.assert_close(actual, attention(q, k, v))
+
+
+def test_keys_and_values_repeated_unequally_are_not_grouped():
+    def attention(q, k, v):
+        return (q @ interleaved(k).mT).softmax(-1) @ v
+
+    _, (call,), _, _ = capture(attention, qkv(H=6)[0], *[qkv(H=2)[1], qkv(H=6)[2]])
+    assert not call.enable_gqa
+
+
+# -- what is not taken ----
+
+
+def scored(between=lambda s: s, after=lambda p: p, dim=-1):
+    """Attention with something between its products."""
+    return lambda q, k, v: after(between(q @ k.mT).softmax(dim)) @ v
+
+
+def weights_returned(q, k, v):
+    p = (q @ k.mT).softmax(-1)
+    return p @ v, p
+
+
+def scores_returned(q, k, v):
+    s = q @ k.mT
+    return s.softmax(-1) @ v, s.mean()
+
+
+def scores_written_beside(q, k, v):
+    s = q @ k.mT
+    s.view(-1).mul_(2)
+    return s.softmax(-1) @ v
+
+
+def scores_before_a_write_are_used(q, k, v):
+    s = q @ k.mT
+    twice = s * 2
+    s += BIAS
+    return s.softmax(-1) @ v + twice.sum()
+
+
+def keys_written_between(q, k, v):
+    k = k + 1
+    s = q @ k.mT
+    k.mul_(2)
+    return s.softmax(-1) @ v + k.sum()
+
+
+def mask_before_the_scale(q, k, v):
+    return ((q @ k.mT + BIAS) * 0.25).softmax(-1) @ v
+
+
+def scores_added_to_themselves(q, k, v):
+    s = q @ k.mT
+    return (s + s).softmax(-1) @ v
+
+
+def weights_squared(q, k, v):
+    p = (q @ k.mT).softmax(-1)
+    return p @ p
+
+
+def sum_over_the_queries(q, k, v):
+    return torch.einsum("bhqk,bhqd->bhkd", (q @ k.mT).softmax(-1), v)
+
+
+def softmax_over_the_queries(q, k, v):
+    return torch.einsum("bhkq,bhkd->bhqd", (k @ q.mT).softmax(-2), v)
+
+
+def sink(q, k, v):
+    s = torch.cat([q @ k.mT, BIAS[:, :, :, :1].expand(2, 4, 8, 1)], dim=-1)
+    s = s - s.max(dim=-1, keepdim=True).values
+    return s.softmax(-1)[..., :-1] @ v
+
+
+def first_batch_alone(q, k, v):
+    return (q @ k[:1].mT).softmax(-1) @ v
+
+
+def one_head_of_keys(q, k, v):
+    return torch.einsum(
+        "bhij,bjd->bhid", torch.einsum("bhid,bjd->bhij", q, k[:, 0]).softmax(-1), v[:, 0]
+    )
+
+
+def two_dimensions(q, k, v):
+    q, k, v = (x[0, 0] for x in (q, k, v))
+    return (q @ k.mT).softmax(-1) @ v
+
+
+def five_dimensions(q, k, v):
+    q, k, v = (x[None] for x in (q, k, v))
+    return (q @ k.mT).softmax(-1) @ v
+
+
+def two_dtypes(q, k, v):
+    return (q @ k.mT).softmax(-1).float() @ v.float()
+
+
+def transposed_weights(q, k, v):
+    return (q @ k.mT).softmax(-1).transpose(-1, -2) @ v
+
+
+def heads_split_in_two_ways(q, k, v):
+    s = (q @ k.mT).view(8, 8, 8).view(4, 2, 8, 8) + BIAS[0, :, None]
+    return s.softmax(-1).view(8, 8, 8).view(2, 4, 8, 8) @ v
+
+
+def autocast_between(q, k, v):
+    s = q @ k.mT
+    with torch.autocast("cpu", torch.bfloat16):
+        return s.softmax(-1) @ v
+
+
+def deep_use_of_the_weights(q, k, v):
+    p = (q @ k.mT).softmax(-1)
+    o = p.sum()
+    for _ in range(1200):
+        o = o.sin()
+    return p @ v + o
+
+
+SCALE = torch.tensor(0.5, dtype=torch.float64)
+REFUSED = {
+    "weights returned": (weights_returned, "the weights `p` are also used by `output`"),
+    "scores returned": (scores_returned, "the scores `s` are also used by `mean`"),
+    "scores written beside": (scores_written_beside, "the scores `s` are also used by `view`"),
+    "scores used before a write": (scores_before_a_write_are_used, "the scores `s` are also used by `twice`"),
+    "keys written between": (keys_written_between, "`mul_` writes in place between the products"),
+    "dropout": (scored(after=lambda p: F.dropout(p, 0.1)), "dropout is active"),
+    "tensor dropout": (scored(after=nn.Dropout(0.1).train()), "dropout is active"),
+    "softmax over another dimension": (scored(dim=2), "softmax is over dimension 2 of 4"),
+    "softmax over the heads": (scored(dim=1), "softmax is over dimension 1 of 4"),
+    "sum over the queries": (sum_over_the_queries, r"the weights are not \[..., N_q, N_k\] in both"),
+    "softmax over the queries": (softmax_over_the_queries, "softmax is over dimension -2"),
+    "mask before the scale": (mask_before_the_scale, "a mask is applied before the scale"),
+    "negative scale of a mask": (
+        scored(lambda s: s.masked_fill(MASK, -math.inf) * -1.0), "a mask is applied before the scale"),
+    "own scores": (scores_added_to_themselves, "an operand is computed from the scores"),
+    "own weights": (weights_squared, "an operand is computed from the scores"),
+    "tensor scale": (scored(lambda s: s * SCALE), "the scores are scaled by a tensor"),
+    "scale per head": (scored(lambda s: s * BIAS[:, :, :1, :1]), "the scores are scaled by a tensor"),
+    "zero scale": (scored(lambda s: s * 0), "the scores are scaled by 0.0"),
+    "softcap": (scored(lambda s: (s / 50).tanh() * 50), "softcap"),
+    "sink": (sink, "a learned sink"),
+    "clamp": (scored(lambda s: s.clamp(-5, 5)), "`clamp` stands between the products"),
+    "weak mask": (scored(lambda s: s.masked_fill(MASK, -1e4)), "replaced by -10000.0, which does not hide"),
+    "masks of two values": (
+        scored(lambda s: s.masked_fill(~MASK, LOW).masked_fill(~PADDING, -1e9)), "hide with different values"),
+    "other scores": (scored(lambda s: torch.where(MASK, s, BIAS)), "replaced by a tensor"),
+    "alpha": (scored(lambda s: s.add(BIAS, alpha=2)), "the mask is added with alpha=2"),
+    "head mask": (scored(after=lambda p: p * BIAS), "the scores are scaled by a tensor"),
+    "weights masked": (scored(after=lambda p: p.masked_fill(~MASK, -math.inf)), "the weights pass through `masked_fill`"),
+    "weights shifted": (scored(after=lambda p: p + BIAS), "the weights pass through `add`"),
+    "weights transposed": (transposed_weights, "`transpose` stands between the products"),
+    "batch broadcast": (first_batch_alone, "a product broadcasts"),
+    "heads broadcast": (one_head_of_keys, "a product broadcasts"),
+    "2 dimensions": (two_dimensions, r"3 or 4 dimensions, got \[2, 2, 2\]"),
+    "5 dimensions": (five_dimensions, r"3 or 4 dimensions, got \[5, 5, 5\]"),
+    "split in two ways": (heads_split_in_two_ways, r"split in two ways: \[\[2, 4\], \[4, 2\]"),
+    "autocast between": (autocast_between, "`_enter_autocast` changes a mode"),
+    "deep use": (deep_use_of_the_weights, "the weights `p` are also used by `o`"),
+    "maximum": (scored(lambda s: torch.max(s, SCALE)), "`max` stands between the products"),
+    "two dtypes": (two_dtypes, "q, k and v must have one dtype"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_sdpa_stays_and_says_why(case):
+    function, reason = REFUSED[case]
+    _, taken, reasons, _ = capture(function, *qkv())
+    assert not taken
+    (got,) = reasons
+    assert re.search(reason, got), got
+
+
+def test_heads_split_off_a_dynamic_batch_stay():
+    def split(q, k, v):
+        B = q.shape[0]
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        s = (q @ k.mT).view(B, 4, 8, 8) + BIAS
+        return s.softmax(-1).view(B * 4, 8, 8) @ v
+
+    inputs = qkv()
+    for x in inputs:
+        torch._dynamo.mark_dynamic(x, 0)
+    _, taken, (reason,), _ = capture(split, *inputs)
+    assert not taken and reason.startswith("batch and heads are split, and dynamic")
+
+
+W = torch.randn(16, 16, dtype=torch.float64)
+NOT_ATTENTION = {
+    "classifier": lambda q, k, v: F.linear(q, W).softmax(-1),
+    "router": lambda q, k, v: (q @ W).softmax(-1).topk(2)[0] @ W[:2],
+    "gate": lambda q, k, v: F.softmax(F.linear(q, W), -1) @ W,
+    "contrast": lambda q, k, v: (q @ k.mT).softmax(-1),
+    "mixture": lambda q, k, v: BIAS.softmax(-1) @ v,
+    "on the right": lambda q, k, v: v.mT @ (q @ k.mT).softmax(-1),
+}
+
+
+@pytest.mark.parametrize("case", NOT_ATTENTION)
+def test_another_softmax_is_not_spoken_of(case):
+    _, taken, reasons, _ = capture(NOT_ATTENTION[case], *qkv())
+    assert not taken and not reasons
+
+
+# -- every combination of spellings ----
+
+PRODUCTS = {
+    "matmul": lambda q, k: torch.matmul(q, k.transpose(2, 3)),
+    "mT": lambda q, k: q @ k.mT,
+    "permute": lambda q, k: q.matmul(k.permute(0, 1, 3, 2)),
+    "stored transposed": lambda q, k: q @ k.transpose(-1, -2).contiguous(),
+    "einsum": lambda q, k: torch.einsum("bhnd,bhmd->bhnm", q, k),
+    "bmm": lambda q, k: torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT).view(2, 4, 8, 8),
+    "baddbmm": lambda q, k: torch.baddbmm(
+        torch.empty(8, 8, 8, dtype=q.dtype), q.flatten(0, 1), k.flatten(0, 1).mT, beta=0, alpha=0.3
+    ).unflatten(0, (2, 4)),
+}
+SCALES = {
+    "none": lambda s: s,
+    "div": lambda s: s / 4,
+    "mul": lambda s: 0.25 * s * 2.0,
+    "imul": lambda s: s.mul_(0.25),
+    "tensor": lambda s: s / torch.full([], 4.0, dtype=s.dtype),
+    "refused": lambda s: s * BIAS[:, :, :1, :1],
+}
+MASKS = {
+    "none": lambda s: s,
+    "additive": lambda s: BIAS + s,
+    "iadd": lambda s: s.add_(BIAS),
+    "causal": lambda s: s.masked_fill(~MASK, -math.inf),
+    "padding": lambda s: s.where(PADDING, LOW),
+    "where": lambda s: torch.where(MASK == 0, torch.tensor(LOW, dtype=s.dtype), s),
+    "both": lambda s: (s + BIAS).masked_fill_(MASK.logical_not(), -math.inf),
+    "refused": lambda s: s.masked_fill(~MASK, -1e4),
+}
+SOFTMAXES = {
+    "method": lambda s: s.softmax(-1),
+    "function": lambda s: F.softmax(s, dim=3),
+    "cast": lambda s: F.softmax(s.to(torch.float64), dim=-1, dtype=torch.float64).type_as(s),
+    "module": lambda s: nn.Dropout(0.1).eval()(nn.Softmax(dim=-1)(s)),
+    "maximum": lambda s: (s - s.amax(-1, keepdim=True)).softmax(-1),
+    "refused": lambda s: s.softmax(-1) * 2,
+}
+SUMS = {
+    "matmul": lambda p, v: p @ v,
+    "einsum": lambda p, v: torch.einsum("bhnm,bhmd->bnhd", p, v),
+    "swapped": lambda p, v: torch.einsum("bhmd,bhnm->hbnd", v, p),
+    "bmm": lambda p, v: torch.bmm(p.view(8, 8, 8), v.flatten(0, 1)).view(2, 4, 8, 16),
+}
+STAGES = (PRODUCTS, SCALES, MASKS, SOFTMAXES, SUMS)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    names=st.tuples(*(st.sampled_from(list(stage)) for stage in STAGES)), mask_first=st.booleans()
+)
+def test_any_combination_is_the_same_numbers_or_the_same_graph(names, mask_first):
+    product, scale, mask, softmax, total = (stage[n] for stage, n in zip(STAGES, names))
+
+    def attention(q, k, v):
+        s = product(q, k)
+        s = scale(mask(s)) if mask_first else mask(scale(s))
+        return total(softmax(s), v)
+
+    inputs = qkv()
+    _, taken, reasons, actual = capture(attention, *inputs)  # what is refused is left as it was
+    torch.testing.assert_close(actual, attention(*inputs))
+    refused = (
+        "refused" in names
+        or mask_first
+        and names[1] != "none"
+        and names[2] not in ("none", "causal")
+    )
+    assert (len(taken), len(reasons)) == ((0, 1) if refused else (1, 0)), reasons
+
+
+# -- real models, whose attention is written out ----
+
+
+@pytest.fixture
+def transformers():
+    return pytest.importorskip("transformers")
+
+
+@pytest.fixture
+def timm(monkeypatch):
+    """timm without torchvision, see tests/test_models.py."""
+    if importlib.util.find_spec("timm") is None:
+        pytest.skip("timm is not installed")
+    if "timm" not in sys.modules and importlib.util.find_spec("torchvision") is None:
+        with monkeypatch.context() as stand_in:
+            for name in (
+                "", ".datasets", ".models", ".models.feature_extraction", ".ops", ".ops.misc",
+                ".transforms", ".transforms.functional",
+            ):  # fmt: skip
+                stand_in.setitem(sys.modules, f"torchvision{name}", mock.MagicMock())
+            return importlib.import_module("timm")
+    return pytest.importorskip("timm", exc_type=(ImportError, RuntimeError))
+
+
+EAGER = dict(vocab_size=100, attn_implementation="eager")
+IDS = torch.arange(18).reshape(2, 9)
+PADDED = torch.tensor([[1] * 9, [1] * 5 + [0] * 4])
+
+
+def bert(lib):
+    config = lib.BertConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **EAGER,
+    )  # fmt: skip
+    return lib.BertModel(config), dict(input_ids=IDS)
+
+
+def bert_padded(lib):
+    model, inputs = bert(lib)
+    return model, dict(**inputs, attention_mask=PADDED)
+
+
+def gpt2(lib):
+    config = lib.GPT2Config(
+        n_embd=32, n_layer=2, n_head=2, n_positions=32, attn_pdrop=0.0, embd_pdrop=0.0,
+        resid_pdrop=0.0, bos_token_id=None, eos_token_id=None, **EAGER,
+    )  # fmt: skip
+    return lib.GPT2Model(config), dict(input_ids=IDS, use_cache=False)
+
+
+def llama(lib):
+    config = lib.LlamaConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, intermediate_size=32, **EAGER,
+    )  # fmt: skip
+    return lib.LlamaModel(config), dict(input_ids=IDS, use_cache=False, attention_mask=PADDED)
+
+
+def vit(lib):
+    config = lib.ViTConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+        image_size=32, patch_size=8, attn_implementation="eager",
+    )  # fmt: skip
+    return lib.ViTModel(config), dict(pixel_values=torch.randn(2, 3, 32, 32))
+
+
+def t5(lib):
+    config = lib.T5Config(
+        d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4, dropout_rate=0.0, **EAGER
+    )
+    return lib.T5Model(config), dict(input_ids=IDS, decoder_input_ids=IDS[:, :5], use_cache=False)
+
+
+def whisper(lib):
+    config = lib.WhisperConfig(
+        d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32,
+        max_source_positions=100, max_target_positions=64, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, decoder_start_token_id=1, dropout=0.0, **EAGER,
+    )  # fmt: skip
+    features = torch.randn(2, 80, 200)
+    return lib.WhisperModel(config), dict(
+        input_features=features, decoder_input_ids=IDS, use_cache=False
+    )
+
+
+def bloom(lib):
+    config = lib.BloomConfig(hidden_size=32, n_layer=2, n_head=4, hidden_dropout=0.0, **EAGER)
+    return lib.BloomModel(config), dict(input_ids=IDS, use_cache=False, attention_mask=PADDED)
+
+
+def timm_unfused(lib):
+    model = lib.models.VisionTransformer(
+        img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=10
+    )
+    for block in model.blocks:
+        block.attn.fused_attn = False
+    return model, dict(x=torch.randn(2, 3, 32, 32))
+
+
+MODELS = {
+    bert: 2, bert_padded: 2, gpt2: 2, llama: 2, vit: 2, t5: 6, whisper: 6, bloom: 2,
+    timm_unfused: 2,
+}  # fmt: skip
+
+
+@pytest.mark.models
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("build", MODELS, ids=lambda build: build.__name__)
+def test_a_model_keeps_its_output_with_all_its_attention_found(build, training, request):
+    model, inputs = build(
+        request.getfixturevalue("timm" if build is timm_unfused else "transformers")
+    )
+    model.train(training)
+    with torch.set_grad_enabled(training):
+        expected = model(**inputs)
+        _, taken, reasons, actual = capture(model, **inputs)
+    assert len(taken) == MODELS[build] and not reasons, reasons
+    expected, actual = (x if isinstance(x, torch.Tensor) else x[0] for x in (expected, actual))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    if training:
+        grads = []
+        for out in (actual, expected):
+            model.zero_grad()
+            out.backward(torch.cos(torch.arange(out.numel())).view_as(out), retain_graph=True)
+            grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        for x, y in zip(*grads):
+            torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.models
+def test_models_that_return_their_weights_are_left_alone(transformers):
+    model, inputs = bert(transformers)
+    with torch.no_grad():
+        model(**inputs, output_attentions=True)  # installs hooks, with a lock that Dynamo refuses
+        _, taken, reasons, _ = capture(model.eval(), **inputs, output_attentions=True)
+    assert not taken and len(reasons) == 2
+    assert all("are also used by" in reason for reason in reasons), reasons

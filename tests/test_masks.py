@@ -1,0 +1,560 @@
+"""What is proven about masks: never more than what the mask says, and enough for real models.
+
+`proven` captures a program with Dynamo and holds what was claimed against the mask that eager
+PyTorch computes, so that every test below is a test of soundness too.
+"""
+
+import math
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from sage_inductor.patterns.call import CAUSAL, FULL, Band, value_of
+from sage_inductor.patterns.masks import prove
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+inf = math.inf
+LAST = Band(None, 0, bottom_right=True)
+FLOAT = torch.float32
+
+
+# -- the harness ----
+
+
+def sdpa_masks(graph):
+    """(node, mask, n_q, n_kv) of the SDPA calls with a mask."""
+    targets = (F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default)
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in targets:
+            mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
+            if mask is not None:
+                yield mask, value_of(node.args[0]).shape[2], value_of(node.args[1]).shape[2]
+
+
+def materialized(band: Band, n_q: int, n_kv: int) -> torch.Tensor:
+    distance = torch.arange(n_kv) - torch.arange(n_q)[:, None]
+    distance -= (n_kv - n_q) * band.bottom_right
+    mask = torch.ones(n_q, n_kv, dtype=torch.bool)
+    mask &= True if band.left is None else distance >= -band.left
+    return mask & (True if band.right is None else distance <= band.right)
+
+
+def weights(mask: torch.Tensor, n_q: int, n_kv: int) -> torch.Tensor:
+    """softmax under `mask`, of fixed scores; 0 where a query sees no key."""
+    scores = torch.randn(n_q, n_kv, generator=torch.Generator().manual_seed(0)).double()
+    bias = mask.double().log() if mask.dtype == torch.bool else mask.double()
+    return (scores + bias).softmax(-1).nan_to_num(0)
+
+
+def proven(program, *shapes, options=(), batch=2):
+    """(band, what is left: None, "mask" for all of it, or its shape, as text), the last graph's.
+
+    program(n_q, n_kv, padding [batch, n_kv], data [n_q, n_kv]) -> mask."""
+    claims = []
+
+    def backend(gm, _):
+        ((mask, n_q, n_kv),) = sdpa_masks(gm.graph)
+        band, left = prove(mask, n_q, n_kv)
+        (output,) = (node for node in gm.graph.nodes if node.op == "output")
+        output.args = ((*output.args[0], mask, left),)
+        gm.recompile()
+
+        def run(*inputs):
+            *outputs, mask_now, left_now = gm(*inputs)
+            shape = None if left is None else str(list(value_of(left).shape)).replace("'", "")
+            claims.append((band, "mask" if left is mask else shape, left_now))
+            return outputs
+
+        return run
+
+    def call(q, k, padding, data):
+        mask = program(q.shape[2], k.shape[2], padding, data)
+        return F.scaled_dot_product_attention(q, k, k, mask), mask
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, backend=backend, fullgraph=True, **dict(options))
+    for n_q, n_kv in shapes:
+        padding = torch.ones(batch, n_kv, dtype=torch.long)
+        padding[-1, n_kv // 2 :] = 0
+        data = torch.randn(n_q, n_kv)
+        _, mask = compiled(
+            torch.randn(batch, 2, n_q, 8), torch.randn(batch, 2, n_kv, 8), padding, data
+        )
+        band, left, left_now = claims[-1]
+        said = materialized(band, n_q, n_kv)
+        if left_now is not None and left_now.dtype == torch.bool:
+            said = said & left_now
+        elif left_now is not None:
+            assert band == FULL
+            said = left_now
+        torch.testing.assert_close(
+            *torch.broadcast_tensors(weights(said, n_q, n_kv), weights(mask, n_q, n_kv))
+        )
+        if mask.dtype == torch.bool:
+            assert torch.equal(*torch.broadcast_tensors(said, mask)), (band, left)
+    return band, left
+
+
+def ones(n, m=None, dtype=torch.bool):
+    return torch.ones(n, n if m is None else m, dtype=dtype)
+
+
+def rows_and_columns(n_q, n_kv):
+    return torch.arange(n_q)[:, None], torch.arange(n_kv)[None, :]
+
+
+def band_mask(n_q, n_kv, left=None, right=None):
+    row, col = rows_and_columns(n_q, n_kv)
+    mask = torch.ones(n_q, n_kv, dtype=torch.bool)
+    if left is not None:
+        mask = mask & (row - col <= left)
+    return mask if right is None else mask & (col - row <= right)
+
+
+# -- what must be proven ----
+
+SQUARE = {
+    "columns up to the row": (lambda n, m, p, d: torch.arange(m) <= torch.arange(n)[:, None], CAUSAL),
+    "rows from the column": (lambda n, m, p, d: torch.arange(n)[:, None] >= torch.arange(m), CAUSAL),
+    "strictly below the next row": (
+        lambda n, m, p, d: torch.arange(m).int() < torch.arange(1, n + 1).int().unsqueeze(-1), CAUSAL),
+    "an expanded 4-d mask": (
+        lambda n, m, p, d: (torch.arange(m)[None, None, None] <= torch.arange(n).view(1, 1, -1, 1)).expand(2, 2, n, m), CAUSAL),
+    "tril": (lambda n, m, p, d: torch.tril(ones(n)), CAUSAL),
+    "tril of floats, bool": (lambda n, m, p, d: torch.ones(n, n).tril().bool(), CAUSAL),
+    "tril of floats == 1": (lambda n, m, p, d: torch.ones(n, n).tril()[None, None] == 1, CAUSAL),
+    "triu(1) == 0": (lambda n, m, p, d: torch.triu(torch.ones(n, n), diagonal=1) == 0, CAUSAL),
+    "not triu(1)": (lambda n, m, p, d: ~ones(n).triu(1), CAUSAL),
+    "logical_not of triu(1)": (lambda n, m, p, d: ones(n).triu(1).logical_not().contiguous(), CAUSAL),
+    "triu transposed": (lambda n, m, p, d: ones(n).triu().T, CAUSAL),
+    "triu permuted": (lambda n, m, p, d: ones(n).triu()[None].permute(0, 2, 1), CAUSAL),
+    "the corner of a larger mask": (
+        lambda n, m, p, d: ones(64)[None, None].tril()[:, :, :n, :m].to(torch.bool), CAUSAL),
+    "positions by cumsum": (
+        lambda n, m, p, d: (torch.ones(m, dtype=torch.long).cumsum(0) - 1) <= torch.arange(n)[:, None], CAUSAL),
+    "where 0 or -inf": (lambda n, m, p, d: torch.where(ones(n).tril(), 0.0, -inf), CAUSAL),
+    "where -inf or 0": (lambda n, m, p, d: torch.where(ones(n).triu(1), -inf, 0.0), CAUSAL),
+    "zeros.masked_fill": (
+        lambda n, m, p, d: torch.zeros(n, m).masked_fill(~ones(n).tril(), torch.finfo(FLOAT).min), CAUSAL),
+    "full(-inf).triu(1)": (lambda n, m, p, d: torch.full((n, m), -inf).triu(1), CAUSAL),
+    "full(lowest).triu(1)": (lambda n, m, p, d: torch.full((n, m), torch.finfo(FLOAT).min).triu(diagonal=1), CAUSAL),
+    "(1 - m) * lowest": (lambda n, m, p, d: (1.0 - ones(n).tril().float()) * torch.finfo(FLOAT).min, CAUSAL),
+    "the log of a mask": (lambda n, m, p, d: ones(n).tril().float().log(), CAUSAL),
+    "a sum of masks": (
+        lambda n, m, p, d: torch.full((n, m), -inf).triu(1) + torch.full((n, m), -inf).tril(-4), Band(3, 0)),
+    "a window": (lambda n, m, p, d: band_mask(n, m, 3, 0), Band(3, 0)),
+    "a window by distance": (
+        lambda n, m, p, d: (torch.arange(n)[:, None] - torch.arange(m)).abs() <= 2, Band(2, 2)),
+    "a window by distance, strictly": (
+        lambda n, m, p, d: 3 > (torch.arange(n)[:, None] - torch.arange(m)).abs(), Band(2, 2)),
+    "not far away": (
+        lambda n, m, p, d: ~(2 < (torch.arange(n)[:, None] - torch.arange(m)).abs()), Band(2, 2)),
+    "a window, as two triangles": (lambda n, m, p, d: ones(n).tril(2) & ones(n).triu(-1), Band(1, 2)),
+    "not (above or below)": (lambda n, m, p, d: ~(ones(n).triu(3) | ones(n).tril(-2)), Band(1, 2)),
+    "the diagonal": (lambda n, m, p, d: torch.arange(n)[:, None] == torch.arange(m), Band(0, 0)),
+    "the first column, spread": (lambda n, m, p, d: ones(n).tril()[:, :1].expand(n, m), FULL),
+    "all ones": (lambda n, m, p, d: ones(n), FULL),
+    "all zeros": (lambda n, m, p, d: torch.zeros(1, 1, n, m), FULL),
+    "a tautology": (lambda n, m, p, d: torch.arange(m)[None] >= 0 * torch.arange(n)[:, None], FULL),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("case", SQUARE)
+def test_a_square_mask_is_proven_whatever_its_spelling(case, dynamic):
+    program, band = SQUARE[case]
+    assert proven(program, (12, 12), (9, 9), options={"dynamic": dynamic}) == (band, None)
+
+
+OBLONG = {
+    "top left": (lambda n, m, p, d: torch.arange(m) <= torch.arange(n)[:, None], CAUSAL),
+    "tril is top left": (lambda n, m, p, d: ones(n, m).tril(), CAUSAL),
+    "queries are the last": (lambda n, m, p, d: torch.arange(m) <= torch.arange(m - n, m)[:, None], LAST),
+    "an offset": (lambda n, m, p, d: torch.arange(m) <= torch.arange(n)[:, None] + (m - n), LAST),
+    "tril(m - n)": (lambda n, m, p, d: ones(n, m).tril(m - n), LAST),
+    "the last rows of a square": (lambda n, m, p, d: ones(m).tril()[m - n : m, :m], LAST),
+    "the last rows of a square, counted back": (lambda n, m, p, d: ones(m).tril()[None, -n:], LAST),
+    "a window of the last": (
+        lambda n, m, p, d: band_mask(m, m, 3, 0)[m - n :], Band(3, 0, bottom_right=True)),
+    "top left, some ahead": (lambda n, m, p, d: ones(n, m).tril(2), Band(None, 2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("case", OBLONG)
+def test_an_oblong_mask_is_proven_with_its_diagonal(case, dynamic):
+    program, band = OBLONG[case]
+    assert proven(program, (7, 12), (5, 13), options={"dynamic": dynamic}) == (band, None)
+
+
+LEFT_OVER = {
+    "padding": (lambda n, m, p, d: band_mask(n, m, None, 0) & p.bool()[:, None, None], CAUSAL, "[2, 1, 1, 12]"),
+    "padding, expanded": (
+        lambda n, m, p, d: (ones(n).tril() & p.bool()[:, None, None, :].expand(2, 1, n, m)).expand(2, 2, n, m),
+        CAUSAL, "[2, 1, 1, 12]"),
+    "padding in a float mask": (
+        lambda n, m, p, d: torch.where((p != 0)[:, None, None] & ones(n).tril(), 0.0, -inf), CAUSAL, "[2, 1, 1, 12]"),
+    "padding alone": (lambda n, m, p, d: p.bool()[:, None, None].expand(2, 1, n, m), FULL, "[2, 1, 1, 12]"),
+    "padding, negated": (lambda n, m, p, d: ones(n).tril() & ~(p == 0)[:, None, None], CAUSAL, "[2, 1, 1, 12]"),
+    "data": (lambda n, m, p, d: band_mask(n, m, 3, 0) & (d > 0), Band(3, 0), "[12, 12]"),
+    "data twice": (lambda n, m, p, d: ones(n).tril() & (d > 0) & (d < 1), FULL, "mask"),
+    "data and padding": (lambda n, m, p, d: (d > 0) & p.bool()[:, None, None] & ones(n).tril(), FULL, "mask"),
+    "data or causal": (lambda n, m, p, d: (d > 0) | ones(n).tril(), FULL, "mask"),
+    "queries' own padding": (lambda n, m, p, d: ones(n).tril() & p.bool()[:, None, :, None], FULL, "mask"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LEFT_OVER)
+def test_one_conjunct_of_data_is_left_over(case):
+    program, band, left = LEFT_OVER[case]
+    assert proven(program, (12, 12)) == (band, left)
+
+
+# -- what must not ----
+
+
+def setitem(n, m, p, d):
+    mask = ones(n).tril()
+    mask[0] = True
+    return mask
+
+
+def written_through_a_view(n, m, p, d):
+    mask = ones(n).tril()
+    row = mask.view(-1)[2:5]
+    row |= True
+    return mask
+
+
+def masked_fill_(n, m, p, d):
+    return ones(n).tril().masked_fill_(d > 0, False)
+
+
+def written_out(n, m, p, d):
+    mask = ones(n).tril()
+    torch.logical_or(mask, d > 0, out=mask)
+    return mask
+
+
+def padding_written_later(n, m, p, d):
+    valid = p.bool()[:, None, None]
+    mask = ones(n).tril() & valid
+    valid.fill_(True)
+    return mask
+
+
+def index_written(n, m, p, d):
+    row = torch.arange(n)
+    row[3:] += 2
+    return torch.arange(m) <= row[:, None]
+
+
+UNPROVEN = {
+    "the upper triangle": lambda n, m, p, d: torch.arange(m) > torch.arange(n)[:, None],
+    "below the diagonal only": lambda n, m, p, d: ones(n).tril(-1),
+    "a lowest number where a query sees nothing": lambda n, m, p, d: torch.full((n, m), torch.finfo(FLOAT).min).triu(0),
+    "-1e4 is no mask": lambda n, m, p, d: torch.full((n, m), -1e4).triu(1),
+    "a bias below the diagonal": lambda n, m, p, d: torch.full((n, m), 2.0).triu(1),
+    "every other": lambda n, m, p, d: torch.arange(0, 2 * m, 2) <= torch.arange(n)[:, None],
+    "a tiny dtype wraps": lambda n, m, p, d: torch.arange(m).to(torch.int8) * 20 <= torch.arange(n)[:, None].to(torch.int8) * 20,
+    "a column, spread": lambda n, m, p, d: ones(n).tril()[:, 2:3].expand(n, m),
+    "off centre": lambda n, m, p, d: ones(64).tril()[:n, 2 : 2 + m],
+    "blocks": lambda n, m, p, d: torch.arange(m) // 4 <= torch.arange(n)[:, None] // 4,
+    "a prefix": lambda n, m, p, d: ones(n).tril() | (torch.arange(m) < 4),
+    "xor": lambda n, m, p, d: ones(n).tril() ^ ones(n).tril(2),
+    "data in an index": lambda n, m, p, d: p.cumsum(-1)[:, None, None] <= torch.arange(n)[:, None],
+    "a gather from the end": lambda n, m, p, d: torch.arange(m) <= torch.arange(n)[torch.arange(n) - 2][:, None],
+    "nothing": lambda n, m, p, d: torch.zeros(n, m, dtype=torch.bool),
+    "-inf compared with the lowest": lambda n, m, p, d: (torch.full((n, m), -inf).triu(1) + torch.full((n, m), torch.finfo(FLOAT).min).tril(-4)) > torch.finfo(FLOAT).min - 1,
+    **{f.__name__: f for f in (setitem, written_through_a_view, masked_fill_, written_out, padding_written_later, index_written)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("case", UNPROVEN)
+def test_nothing_is_claimed_of(case, dynamic):
+    assert proven(UNPROVEN[case], (12, 12), (9, 9), options={"dynamic": dynamic}) == (FULL, "mask")
+
+
+def test_nothing_is_claimed_of_an_unknown_offset():
+    def program(n_q, n_kv, padding, data):
+        return torch.arange(n_kv) <= torch.arange(n_q)[:, None] + n_kv // 3
+
+    assert proven(program, (12, 12), (9, 9), options={"dynamic": True}) == (FULL, "mask")
+    assert proven(program, (12, 12)) == (Band(None, 4), None)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_lowest_number_is_no_band_where_a_query_may_see_no_key(dynamic):
+    def program(n_q, n_kv, padding, data):  # more queries than keys: the first see nothing
+        return torch.where(ones(n_q, n_kv).tril(n_kv - n_q), 0.0, torch.finfo(FLOAT).min)
+
+    assert proven(program, (12, 7), options={"dynamic": dynamic}) == (FULL, "mask")
+    band, left = proven(lambda *args: program(*args) * 2, (12, 7), options={"dynamic": dynamic})
+    assert (band, left) == (LAST, None)  # twice the lowest is -inf
+
+
+# -- random programs ----
+
+small = st.integers(-3, 3)
+
+
+@st.composite
+def indices(draw, n):
+    start = draw(small)
+    return draw(st.sampled_from([
+        f"torch.arange({n})", f"torch.arange({n}, dtype=torch.int32)", f"(torch.arange({n}) + {start})",
+        f"torch.arange({start}, {n} + {start})", f"({start} + torch.arange({n}) * {draw(small)})",
+        f"(torch.ones({n}, dtype=torch.long).cumsum(0) - 1)", f"torch.arange({n} + 5)[{abs(start)}:{n} + {abs(start)}]",
+        f"torch.arange(n_kv - {n}, n_kv)", f"(torch.arange({n}) + n_kv - n_q)", f"torch.arange({n} + 4)[torch.arange({n}) + {start}]",
+        f"torch.arange({n})[None].expand(2, -1)[1]", f"torch.full(({n},), {start})", f"-torch.arange({n})",
+        f"torch.arange(3 * {n})[::3]", f"padding[0, 0] * torch.arange({n})",
+    ]))  # fmt: skip
+
+
+@st.composite
+def conditions(draw):
+    """Source of a bool [n_q, n_kv] tensor."""
+    row = draw(indices("n_q")) + draw(
+        st.sampled_from(["[:, None]", ".unsqueeze(-1)", ".view(-1, 1)"])
+    )
+    col = draw(indices("n_kv")) + draw(st.sampled_from(["[None, :]", "", ".reshape(1, n_kv)"]))
+    sides = draw(st.permutations([row, col]))
+    op, c, e = draw(st.sampled_from(["<=", "<", ">=", ">", "==", "!="])), draw(small), draw(small)
+    shape = draw(
+        st.sampled_from(
+            ["(n_q, n_kv)", "(n_q, n_kv), dtype=torch.bool", "(n_q, n_kv), dtype=torch.int32"]
+        )
+    )
+    side = draw(st.sampled_from(["tril", "triu"]))
+    offset = draw(st.sampled_from([f"{c}", "n_kv - n_q", f"n_kv - n_q + {c}", "n_q"]))
+    return draw(st.sampled_from([
+        f"({sides[0]} {op} {sides[1]})", f"({sides[0]} {op} {sides[1]})", f"({row} - {col} {op} {c})",
+        f"(({sides[0]} - {sides[1]}).abs() {op} {c})", f"({c} {op} ({row} - {col}).abs())",
+        f"({row} {op} {c}).expand(n_q, n_kv)", f"({col} {op} {c}).expand(n_q, n_kv)",
+        f"torch.ones({shape}).{side}({offset}).bool()", f"(torch.ones({shape}).{side}({c}) {op} {abs(e)})",
+        f"torch.ones(n_q + n_kv + 6, n_q + n_kv + 6).{side}({c})[{abs(c)}:n_q + {abs(c)}, {abs(e)}:n_kv + {abs(e)}].bool()",
+        f"torch.ones(n_kv + 9, n_kv + 9).{side}({c})[:n_kv, :n_kv][-1:].expand(n_q, n_kv).to(torch.bool)",
+        f"torch.ones(n_kv, n_q).{side}({c}).T.bool()", f"torch.ones(n_kv, n_q, dtype=torch.bool).{side}({offset}).mT",
+        f"torch.ones(n_q, n_kv).{side}({c})[:, :1].bool().expand(n_q, n_kv)",
+        f"torch.ones(n_q, n_kv).{side}({c})[torch.arange(n_q)[:, None], torch.arange(n_kv)].bool()",
+        f"torch.ones(n_q, n_kv + 3).{side}({c})[torch.arange(n_q)[:, None], torch.arange(n_kv) + {e}].bool()",
+        "torch.ones(n_q, n_kv, dtype=torch.bool)", "torch.full((n_q, n_kv), False)",
+        f"(data {op} {c})", "padding[:1].bool().expand(n_q, n_kv)",
+    ]))  # fmt: skip
+
+
+def combinations(inner):
+    two = st.tuples(inner, inner)
+    return st.one_of(
+        two.map(lambda ab: f"({ab[0]} & {ab[1]})"), two.map(lambda ab: f"({ab[0]} & {ab[1]})"),
+        two.map(lambda ab: f"({ab[0]} | {ab[1]})"), two.map(lambda ab: f"torch.logical_and({ab[0]}, {ab[1]})"),
+        two.map(lambda ab: f"torch.where({ab[0]}, {ab[1]}, False)"),
+        two.map(lambda ab: f"{ab[0]}.masked_fill({ab[1]}, False)"),
+        two.map(lambda ab: f"ior({ab[0]}.clone(), {ab[1]})"), two.map(lambda ab: f"{ab[0]}.clone().masked_fill_({ab[1]}, False)"),
+        inner.map(lambda a: f"(~{a})"), inner.map(lambda a: f"{a}.logical_not()"),
+        inner.map(lambda a: f"({a} == 0)"), inner.map(lambda a: f"({a}.float() != 0)"),
+        inner.map(lambda a: f"{a}.clone().contiguous()"), inner.map(lambda a: f"assigned({a}.clone())"),
+        inner.map(lambda a: f"{a}[None, None][0, 0]"), inner.map(lambda a: f"({a} & True)"),
+    )  # fmt: skip
+
+
+@st.composite
+def masks(draw):
+    """Source of a bool or float mask, [n_q, n_kv] or broadcastable from [2, 1, n_q, n_kv]."""
+    m = draw(st.recursive(conditions(), combinations, max_leaves=3))
+    low = draw(st.sampled_from(["-inf", "torch.finfo(FLOAT).min", "-1e4", "-2.0"]))
+    other = draw(conditions())
+    return draw(st.sampled_from([
+        m, m, f"{m}[None, None]", f"{m}.expand(2, 2, n_q, n_kv)", f"({m} & padding.bool()[:, None, None])",
+        f"(padding.bool()[:, None, None].expand(2, 1, n_q, n_kv) & {m})",
+        f"torch.where({m}, 0.0, {low})", f"torch.where({m}, {low}, 0.0)",
+        f"torch.zeros(n_q, n_kv).masked_fill({m}, {low})", f"(1.0 - {m}.float()) * {low}",
+        f"torch.where({m} & padding.bool()[:, None, None], 0.0, {low})",
+        f"torch.where({m}, 0.0, {low}) + torch.where({other}, 0.0, -inf)",
+        f"torch.full((n_q, n_kv), {low}).masked_fill({m}, 0.0)", f"torch.where({m}, data, {low})",
+        f"torch.full((n_q, n_kv), {low}).triu({draw(small)})", f"torch.where({m}, 0.0, {low}) * 0.5",
+        f"(torch.where({m}, 0.0, {low}) > torch.finfo(FLOAT).min)", f"torch.log({m}.float())",
+    ]))  # fmt: skip
+
+
+def ior(a, b):
+    a |= b
+    return a
+
+
+def assigned(a):
+    a[-1] = True
+    return a
+
+
+@settings(
+    max_examples=int(os.environ.get("MASK_PROGRAMS", 150)),
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+@given(masks(), st.integers(1, 7), st.integers(1, 7), st.booleans(), st.booleans())
+def test_what_is_proven_of_random_programs_is_what_they_compute(source, n_q, n_kv, square, dynamic):
+    n_kv = n_q if square else n_kv
+    program = eval(f"lambda n_q, n_kv, padding, data: {source}", globals())
+    shapes = (
+        [(n_q, n_kv), (n_q + 2, n_kv + 2), (n_q + 3, n_kv + 3 - square)]
+        if dynamic
+        else [(n_q, n_kv)]
+    )
+    try:
+        for shape in shapes:
+            F.scaled_dot_product_attention(
+                torch.ones(2, 2, shape[0], 8), *[torch.ones(2, 2, shape[1], 8)] * 2,
+                program(*shape, torch.ones(2, shape[1], dtype=torch.long), torch.ones(*shape)),
+            )  # fmt: skip
+    except (RuntimeError, IndexError):
+        return event("not a program")
+    band, left = proven(program, *shapes, options={"dynamic": dynamic})
+    event(f"claimed: {(band != FULL or left != 'mask')}")
+
+
+# -- export, biases, and real models ----
+
+
+def test_masks_of_exported_programs_are_proven_too():
+    class Model(torch.nn.Module):
+        def forward(self, q, padding):
+            n = q.shape[2]
+            mask = torch.arange(n)[None, None, None] <= torch.arange(n)[None, None, :, None]
+            mask = mask & padding[:, None, None] & ones(n + 3).triu(-2)[1 : n + 1, 1 : n + 1]
+            return F.scaled_dot_product_attention(q, q, q, mask)
+
+    n = torch.export.Dim("n", min=4, max=64)
+    inputs = (torch.randn(2, 2, 16, 8), torch.ones(2, 16, dtype=torch.bool))
+    ep = torch.export.export(Model(), inputs, dynamic_shapes=({2: n}, {1: n}))
+    ((mask, n_q, n_kv),) = sdpa_masks(ep.graph)
+    band, left = prove(mask, n_q, n_kv)
+    assert band == Band(2, 0) and value_of(left).shape[1:3] == (1, 1)
+
+
+@pytest.mark.parametrize("lower_right", [False, True])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_causal_bias_made_outside_is_inlined_into_tril_or_is_causal(lower_right, dynamic):
+    """Made inside the compiled function it breaks the graph (its constructor is not traced), and
+    the graph after the break sees what is seen here. Upper left is is_causal=True, without a mask."""
+    from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+
+    found = []
+
+    def backend(gm, _):
+        found.extend(prove(*call) for call in sdpa_masks(gm.graph))
+        return gm.forward
+
+    bias = (causal_lower_right if lower_right else causal_upper_left)(7, 12)
+    attention = torch.compile(
+        F.scaled_dot_product_attention, backend=backend, fullgraph=True, dynamic=dynamic
+    )
+    q, k = torch.randn(1, 2, 7, 8), torch.randn(1, 2, 12, 8)
+    attention(q, k, k, bias)
+    assert found == ([(LAST, None)] if lower_right else [])
+
+
+TEXT = dict(
+    hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=16,
+    intermediate_size=32, vocab_size=100, attn_implementation="sdpa",
+)  # fmt: skip
+SPECIAL = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
+NO_CACHE = {"use_cache": False}
+PADDED = {"attention_mask": torch.tensor([[1] * 12, [1] * 8 + [0] * 4])}
+
+
+def whisper(lib):
+    config = lib.WhisperConfig(
+        d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, vocab_size=100,
+        max_source_positions=100, max_target_positions=64, decoder_start_token_id=1,
+        attn_implementation="sdpa", **SPECIAL,
+    )  # fmt: skip
+    return lib.WhisperModel(config)
+
+
+def modern_bert(lib):
+    config = lib.ModernBertConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+        vocab_size=100, local_attention=4, global_attn_every_n_layers=2, cls_token_id=1,
+        sep_token_id=2, attn_implementation="sdpa", **SPECIAL,
+    )  # fmt: skip
+    return lib.ModernBertModel(config)
+
+
+def gpt2(lib):
+    config = lib.GPT2Config(
+        n_embd=32, n_layer=2, n_head=2, vocab_size=100, attn_implementation="sdpa", **SPECIAL
+    )
+    return lib.GPT2Model(config)
+
+
+def gemma3(lib):
+    kinds = ["sliding_attention", "full_attention"]
+    return lib.Gemma3TextModel(lib.Gemma3TextConfig(sliding_window=4, layer_types=kinds, **TEXT))
+
+
+def llama(lib):
+    return lib.LlamaModel(lib.LlamaConfig(**TEXT))
+
+
+def mistral(lib):
+    return lib.MistralModel(lib.MistralConfig(sliding_window=4, **TEXT))
+
+
+def bert(lib):
+    config = lib.BertConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+        vocab_size=100, attn_implementation="sdpa",
+    )  # fmt: skip
+    return lib.BertModel(config)
+
+
+# model, inputs, of each attention call with a mask: what a query sees, and the shape of the rest
+GOLDEN = [
+    (llama, NO_CACHE, [(CAUSAL, None)] * 2),
+    (llama, PADDED, [(CAUSAL, (2, 1, 1, 12))] * 2),
+    (lambda lib: lib.Qwen3Model(lib.Qwen3Config(**TEXT)), NO_CACHE, [(CAUSAL, None)] * 2),
+    (gpt2, NO_CACHE, [(CAUSAL, None)] * 2),
+    (gpt2, PADDED, [(CAUSAL, (2, 1, 1, 12))] * 2),
+    (mistral, NO_CACHE, [(Band(3, 0), None)] * 2),
+    (mistral, PADDED, [(Band(3, 0), (2, 1, 1, 12))] * 2),
+    (gemma3, NO_CACHE, [(Band(3, 0), None), (CAUSAL, None)]),
+    (modern_bert, {}, [(Band(2, 2), None)]),
+    (modern_bert, PADDED, [(FULL, (2, 1, 1, 12)), (Band(2, 2), (2, 1, 1, 12))]),
+    (bert, PADDED, [(FULL, (2, 1, 1, 12))] * 2),
+    (whisper, NO_CACHE, [(CAUSAL, None)]),
+]
+
+
+@pytest.mark.models
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("row", range(len(GOLDEN)))
+def test_what_is_proven_of_models(row, dynamic):
+    model, inputs, expected = GOLDEN[row]
+    model, found = model(pytest.importorskip("transformers")).eval(), []
+    ids = torch.randint(3, 100, (2, 12))
+    if hasattr(model.config, "d_model"):
+        inputs = {"input_features": torch.randn(2, 80, 200), "decoder_input_ids": ids, **inputs}
+    else:
+        inputs = {"input_ids": ids, **inputs}
+
+    def backend(gm, _):
+        for mask, n_q, n_kv in sdpa_masks(gm.graph):
+            band, left = prove(mask, n_q, n_kv)
+            assert left is not mask
+            left = left and tuple(
+                n if isinstance(n, int) else n.node.hint for n in value_of(left).shape
+            )
+            found.append((band, left))
+        return gm.forward
+
+    with torch.no_grad():
+        torch.compile(model, backend=backend, dynamic=dynamic)(**inputs)
+    assert found == expected
