@@ -34,7 +34,7 @@ class SageOptionError(_UserError, ValueError):
 
 
 class SageRefused(_UserError):
-    """``sage.strict``: an attention call stays SDPA."""
+    """``sage.strict``: an attention call stays as it was."""
 
 
 def sage_backend(gm: torch.fx.GraphModule, example_inputs, *, mode=None, options=None, **kwargs):
@@ -95,7 +95,7 @@ def raise_if_refused(sites: list[Site]) -> None:
     refused = [f"{s.module or s.call}: {s.reason}" for s in sites if not s.rewritten]
     if refused:
         calls = "; ".join(refused)
-        raise SageRefused(f"sage.strict: {len(refused)} attention calls stay SDPA: {calls}")
+        raise SageRefused(f"sage.strict: {len(refused)} attention calls stay as they were: {calls}")
 
 
 def explain(model, *args, options: dict | None = None, **kwargs) -> reports.Report:

@@ -24,7 +24,7 @@ emulate: bool = Config(default=False, env_name_default="SAGE_INDUCTOR_EMULATE")
 # Rewrite every call the kernels can run, also below the measured crossover and in training.
 force: bool = Config(default=False, env_name_default="SAGE_INDUCTOR_FORCE")
 
-# Raise SageRefused when a call stays SDPA.
+# Raise SageRefused when a call stays as it was.
 strict: bool = Config(default=False, env_name_default="SAGE_INDUCTOR_STRICT")
 
 # Rewrite graphs compiled with backend="inductor" too, by a pass beside the user's own.

@@ -39,13 +39,15 @@ class Report(Sequence):
     def __str__(self):
         if not self:
             return "no attention call was seen: nothing was compiled, or no graph has one"
-        header = ("graph", "module", "q", "k", "dtype", "mask", "recipe", "reason")
+        header = ("graph", "module", "call", "q", "k", "dtype", "mask", "recipe", "reason")
         rows = [header]
         for graph, site in self._sites:
             q, k = (str(list(x)).replace("'", "") for x in (site.q, site.k))
-            recipe = site.recipe or "SDPA"
+            recipe = site.recipe or "-"
             where = site.module or site.call
-            rows.append((graph, where, q, k, site.dtype, site.mask, recipe, site.reason))
+            rows.append(
+                (graph, where, site.spelling, q, k, site.dtype, site.mask, recipe, site.reason)
+            )
         widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
         rows.insert(1, tuple("-" * w for w in widths))
         lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
@@ -72,7 +74,7 @@ def record(sites: list[Site]) -> None:
         _sites.extend((graph, site) for site in sites)
     for site in sites:
         counters["sage"]["rewritten" if site.rewritten else "refused"] += 1
-        what = f"becomes {site.recipe}" if site.rewritten else "stays SDPA"
+        what = f"becomes {site.recipe}" if site.rewritten else "stays as it was"
         log.info("[%s] %s %s: %s", graph, site.module or site.call, what, site.reason)
 
 

@@ -40,9 +40,8 @@ def model():
     return torch.nn.Sequential(Attention(), Attention())
 
 
-def masked(q, k, v):
-    mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+def dropped(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
 
 
 def close(actual, expected):
@@ -70,7 +69,7 @@ def test_compiled_emulation_equals_the_eager_op():
     q, k, v = (torch.randn(1, 2, 100, 64) for _ in range(3))
     text = recipes.NAMED["sage2-8b"].encode()
     compiled = torch.compile(F.scaled_dot_product_attention, backend="sage", options=EMULATE)
-    expected, _ = torch.ops.sage.sdpa(q, k, v, False, 0.125, text, False, False)
+    expected, _ = torch.ops.sage.sdpa(q, k, v, None, None, None, False, 0.125, text, False, False)
     assert_close(compiled(q, k, v), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -191,8 +190,10 @@ def test_inductor_options_and_modes_work_beside_ours(monkeypatch):
 
 
 def test_strict_raises_for_a_call_that_stays_sdpa():
-    with pytest.raises(sage_inductor.SageRefused, match="1 attention calls stay SDPA: .*attn_mask"):
-        run({**EMULATE, "sage.strict": True}, masked)
+    with pytest.raises(
+        sage_inductor.SageRefused, match="1 attention calls stay as they were: .*dropout"
+    ):
+        run({**EMULATE, "sage.strict": True}, dropped)
     run({**EMULATE, "sage.strict": True})
 
 
@@ -302,14 +303,14 @@ def test_sage_backend_while_enabled_decides_each_call_once():
 def test_report_counters_and_log_tell_what_happened(caplog):
     counters.clear()
     with caplog.at_level(logging.INFO, logger="sage_inductor"):
-        run(EMULATE, lambda q, k, v: F.scaled_dot_product_attention(q, k, v) + masked(q, k, v))
+        run(EMULATE, lambda q, k, v: F.scaled_dot_product_attention(q, k, v) + dropped(q, k, v))
     assert counters["sage"] == {"rewritten": 1, "refused": 1}
     report = sage_inductor.report()
     assert len(report) == 2 and len(report.rewritten) == len(report.refused) == 1
     text = str(report)
-    assert "sage2-8b" in text and "attn_mask is not supported yet, got bool[16, 16]" in text
+    assert "sage2-8b" in text and "dropout_p must be 0, got 0.5" in text
     assert text.endswith("1 of 2 attention calls rewritten")
-    assert any("stays SDPA: attn_mask" in r.message for r in caplog.records)
+    assert any("stays as it was: dropout_p" in r.message for r in caplog.records)
     torch._dynamo.reset()
     assert "no attention call was seen" in str(sage_inductor.report())
 

@@ -59,13 +59,13 @@ def test_doctor_names_versions_and_runs_every_recipe():
     assert f"torch {torch.__version__}, triton " in result.stdout
     assert 'backend="sage": registered' in result.stdout
     assert "no CUDA device: attention stays SDPA" in result.stdout
-    errors = re.findall(r"^ +(\S+) +(64|128) +(yes|no) +0\.0\d+$", result.stdout, re.M)
-    assert len(errors) == 4 * len(recipes.NAMED), result.stdout
+    errors = re.findall(r"^ +(\S+) +(64|128|256) +(full|causal|mask) +0\.0\d+$", result.stdout, re.M)
+    assert len(errors) == 9 * len(recipes.NAMED), result.stdout
     assert "recipe 'auto': SDPA: on CPU attention stays as it was" in result.stdout
 
 
 def test_doctor_says_from_which_lengths_a_recipe_is_chosen():
-    assert _crossovers((9, 0), "fp8")[0].startswith("head_dim 64: from N=")
+    assert _crossovers((9, 0), "fp8")[0].startswith("head_dim 64, full: from N=")
     assert _crossovers((8, 0), "16bit") == []
 
 

@@ -5,6 +5,8 @@ should be rewritten are, the others say why not, and the output is that of exact
 model has real weights. Needs the extra 'models'; nothing is downloaded.
 """
 
+import collections
+import contextlib
 import dataclasses
 import importlib.util
 import os
@@ -15,6 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import sage_inductor
 
@@ -54,32 +57,59 @@ def timm(monkeypatch):
     return pytest.importorskip("timm", exc_type=(ImportError, RuntimeError))
 
 
+@pytest.fixture
+def torch_nn():
+    return torch.nn
+
+
 def token_ids(length: int):
     return torch.randint(0, 100, (2, length))
 
 
-def bert(lib, **inputs):
+def bert(lib, attention="sdpa", **inputs):
     config = lib.BertConfig(
         hidden_size=128, num_hidden_layers=2, num_attention_heads=2, intermediate_size=256,
-        vocab_size=100, attn_implementation="sdpa",
+        vocab_size=100, attn_implementation=attention,
     )  # fmt: skip
     return lib.BertModel(config), {"input_ids": token_ids(70), **inputs}
 
 
-def bert_padded(lib):
+def padding():
     mask = torch.ones(2, 70, dtype=torch.long)
     mask[1, 50:] = 0
-    return bert(lib, attention_mask=mask)
+    return {"attention_mask": mask}
 
 
-def bert_with_a_mask_of_ones(lib):
-    return bert(lib, attention_mask=torch.ones(2, 70, dtype=torch.long))
+def bert_padded(lib):
+    return bert(lib, **padding())
 
 
-def gpt2(lib, **inputs):
+def bert_eager(lib):
+    return bert(lib, "eager")
+
+
+def bert_eager_that_returns_its_weights(lib):
+    return bert(lib, "eager", output_attentions=True)
+
+
+def bert_eager_padded(lib):
+    return bert(lib, "eager", **padding())
+
+
+def modernbert_padded(lib):
+    """Layers of global and of local attention in turn."""
+    config = lib.ModernBertConfig(
+        hidden_size=128, num_hidden_layers=2, num_attention_heads=2, intermediate_size=256,
+        vocab_size=100, global_attn_every_n_layers=2, local_attention=16, pad_token_id=0,
+        attn_implementation="sdpa", reference_compile=False,
+    )  # fmt: skip
+    return lib.ModernBertModel(config), {"input_ids": token_ids(70), **padding()}
+
+
+def gpt2(lib, attention="sdpa", **inputs):
     config = lib.GPT2Config(
         n_embd=128, n_layer=2, n_head=2, n_positions=128, vocab_size=100, bos_token_id=None,
-        eos_token_id=None, attn_implementation="sdpa",
+        eos_token_id=None, attn_implementation=attention,
     )  # fmt: skip
     return lib.GPT2Model(config), {"input_ids": token_ids(70), **inputs}
 
@@ -88,10 +118,14 @@ def gpt2_without_a_cache(lib):
     return gpt2(lib, use_cache=False)
 
 
-def llama(lib, **inputs):
+def gpt2_eager(lib):
+    return gpt2(lib, "eager")
+
+
+def llama(lib, attention="sdpa", **inputs):
     config = lib.LlamaConfig(
         hidden_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=64, intermediate_size=256, vocab_size=100, attn_implementation="sdpa",
+        head_dim=64, intermediate_size=256, vocab_size=100, attn_implementation=attention,
     )  # fmt: skip
     return lib.LlamaForCausalLM(config), {"input_ids": token_ids(70), **inputs}
 
@@ -100,20 +134,54 @@ def llama_without_a_cache(lib):
     return llama(lib, use_cache=False)
 
 
-def vit(lib):
+def llama_padded(lib):
+    return llama(lib, **padding())
+
+
+def llama_eager_padded(lib):
+    return llama(lib, "eager", **padding())
+
+
+def mistral_with_a_window(lib):
+    config = lib.MistralConfig(
+        hidden_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=64, intermediate_size=256, vocab_size=100, sliding_window=16,
+        attn_implementation="sdpa",
+    )  # fmt: skip
+    return lib.MistralForCausalLM(config), {"input_ids": token_ids(70), "use_cache": False}
+
+
+def t5(lib, attention="sdpa"):
+    config = lib.T5Config(
+        d_model=128, d_kv=64, d_ff=256, num_layers=2, num_decoder_layers=2, num_heads=2,
+        vocab_size=100, decoder_start_token_id=0, attn_implementation=attention,
+    )  # fmt: skip
+    inputs = {"input_ids": token_ids(70), "decoder_input_ids": token_ids(12), **padding()}
+    return lib.T5Model(config), inputs
+
+
+def t5_eager(lib):
+    return t5(lib, "eager")
+
+
+def vit(lib, attention="sdpa"):
     config = lib.ViTConfig(
         hidden_size=128, num_hidden_layers=2, num_attention_heads=2, intermediate_size=256,
-        image_size=64, patch_size=8, attn_implementation="sdpa",
+        image_size=64, patch_size=8, attn_implementation=attention,
     )  # fmt: skip
     return lib.ViTModel(config), {"pixel_values": torch.randn(2, 3, 64, 64)}
 
 
-def whisper(lib, **inputs):
+def vit_eager(lib):
+    return vit(lib, "eager")
+
+
+def whisper(lib, attention="sdpa", **inputs):
     config = lib.WhisperConfig(
         d_model=128, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
         decoder_attention_heads=2, encoder_ffn_dim=256, decoder_ffn_dim=256, vocab_size=100,
         max_source_positions=100, max_target_positions=64, pad_token_id=0, bos_token_id=1,
-        eos_token_id=2, decoder_start_token_id=1, attn_implementation="sdpa",
+        eos_token_id=2, decoder_start_token_id=1, attn_implementation=attention,
     )  # fmt: skip
     features = torch.randn(2, 80, 200)
     ids = token_ids(12)
@@ -123,6 +191,10 @@ def whisper(lib, **inputs):
 
 def whisper_without_a_cache(lib):
     return whisper(lib, use_cache=False)
+
+
+def whisper_eager(lib):
+    return whisper(lib, "eager")
 
 
 def flux(lib):
@@ -189,38 +261,154 @@ def timm_vit(lib):
     return model, {"x": torch.randn(2, 3, 64, 64)}
 
 
+def timm_vit_by_hand(lib):
+    model, inputs = timm_vit(lib)
+    for block in model.blocks:
+        block.attn.fused_attn = False
+    return model, inputs
+
+
+def hunyuan_video(lib):
+    model = lib.HunyuanVideoTransformer3DModel(
+        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=64, num_layers=1,
+        num_single_layers=1, num_refiner_layers=1, patch_size=1, patch_size_t=1,
+        guidance_embeds=True, text_embed_dim=32, pooled_projection_dim=16, rope_axes_dim=(16, 24, 24),
+    )  # fmt: skip
+    mask = torch.ones(1, 16)
+    mask[0, 10:] = 0
+    return model, {
+        "hidden_states": torch.randn(1, 4, 2, 8, 8),
+        "timestep": torch.tensor([500]),
+        "encoder_hidden_states": torch.randn(1, 16, 32),
+        "encoder_attention_mask": mask,
+        "pooled_projections": torch.randn(1, 16),
+        "guidance": torch.tensor([1000.0]),
+    }
+
+
+def encoder(_, **inputs):
+    layer = torch.nn.TransformerEncoderLayer(128, 2, 256, dropout=0.0, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    return model, {"src": torch.randn(2, 70, 128), **inputs}
+
+
+def encoder_padded(lib):
+    return encoder(lib, src_key_padding_mask=padding()["attention_mask"] == 0)
+
+
+def decoder(_):
+    layer = torch.nn.TransformerDecoderLayer(128, 2, 256, dropout=0.0, batch_first=True)
+    mask = torch.nn.Transformer.generate_square_subsequent_mask(70)
+    return torch.nn.TransformerDecoder(layer, 2), {
+        "tgt": torch.randn(2, 70, 128), "memory": torch.randn(2, 30, 128), "tgt_mask": mask,
+        "tgt_is_causal": True,
+    }  # fmt: skip
+
+
+class Flex(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = FlexAttention()
+
+    def forward(self, x):
+        return self.attention(x) - x
+
+
+class FlexAttention(torch.nn.Module):
+    """A sliding window, its BlockMask made where it is used."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = torch.nn.Linear(128, 384)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 64)).permute(2, 0, 3, 1, 4)
+        mask = create_block_mask(
+            lambda b, h, i, j: (j <= i) & (i - j < 16), None, None, 256, 256, device=x.device
+        )
+        return flex_attention(q, k, v, block_mask=mask).transpose(1, 2).flatten(2)
+
+
+def flex(_):
+    return Flex(), {"x": torch.randn(2, 256, 128)}
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
-    library: str
+    library: str  # the fixture `build` takes
     build: Callable
-    rewritten: int
-    refused: int = 0
-    reason: str = ""
+    sites: dict  # "spelling, mask" -> how many are rewritten (or "... : reason", which stay)
     gain: float = 2  # on every linear weight, so that the output depends on what is attended to
 
 
-MASK = "attn_mask is not supported"
+# What the pass finds in each model: the golden table.
 CASES = [
-    Case("transformers", bert, rewritten=2, gain=4),
-    Case("transformers", bert_padded, rewritten=0, refused=2, reason=MASK, gain=4),
-    # A mask that hides nothing is data when the graph is compiled: pass none.
-    Case("transformers", bert_with_a_mask_of_ones, rewritten=0, refused=2, reason=MASK, gain=4),
-    Case("transformers", gpt2, rewritten=2),
+    Case("transformers", bert, {"SDPA, none": 2}, gain=4),
+    Case("transformers", bert_padded, {"SDPA, bool[2, 1, 1, 70]": 2}, gain=4),
+    Case("transformers", bert_eager, {"softmax, none": 2}, gain=4),
+    Case("transformers", bert_eager_padded, {"softmax, float32[2, 1, 70, 70]": 2}, gain=4),
+    Case(
+        "transformers", bert_eager_that_returns_its_weights,
+        {
+            "softmax, none: the weights `attn_weights_2` are also used by `output`": 1,
+            "softmax, none: the weights `attn_weights_5` are also used by `output`": 1,
+        }, gain=4,
+    ),
+    Case(
+        "transformers", modernbert_padded,
+        {"SDPA, bool[2, 1, 1, 70]": 1, "SDPA, window(8, 8) + bool[2, 1, 1, 70]": 1}, gain=4,
+    ),
+    Case("transformers", gpt2, {"SDPA, causal": 2}),
     # Without a cache transformers materialises the causal mask that is_causal=True says otherwise.
-    Case("transformers", gpt2_without_a_cache, rewritten=0, refused=2, reason=MASK),
-    Case("transformers", llama, rewritten=2),
-    Case("transformers", llama_without_a_cache, rewritten=0, refused=2, reason=MASK),
-    Case("transformers", vit, rewritten=2, gain=3),
-    # Encoder, decoder and cross attention in 2 layers each.
-    Case("transformers", whisper, rewritten=6),
-    Case("transformers", whisper_without_a_cache, rewritten=4, refused=2, reason=MASK),
-    Case("diffusers", flux, rewritten=2),
-    Case("diffusers", sd3, rewritten=2),
-    Case("diffusers", wan, rewritten=2),
-    Case("diffusers", unet, rewritten=8),
-    Case("timm", timm_vit, rewritten=2, gain=3),
-]
-every_model = pytest.mark.parametrize("case", CASES, ids=lambda case: case.build.__name__)
+    Case("transformers", gpt2_without_a_cache, {"SDPA, causal": 2}),
+    Case("transformers", gpt2_eager, {"softmax, causal": 2}),
+    Case("transformers", llama, {"SDPA, causal": 2}),
+    Case("transformers", llama_without_a_cache, {"SDPA, causal": 2}),
+    Case("transformers", llama_padded, {"SDPA, causal + bool[2, 1, 1, 70]": 2}),
+    Case("transformers", llama_eager_padded, {"softmax, float32[2, 1, 70, 70]": 2}),
+    Case("transformers", mistral_with_a_window, {"SDPA, window(15, 0)": 2}),
+    # Encoder, decoder and cross attention, with a position bias, a mask, or both.
+    Case(
+        "transformers", t5,
+        {
+            "SDPA, float32[2, 2, 70, 70]": 2,
+            "SDPA, float32[1, 2, 12, 12]": 2,
+            "SDPA, float32[2, 2, 12, 70]": 2,
+        },
+        gain=1,
+    ),
+    Case(
+        "transformers", t5_eager,
+        {
+            "softmax, float32[2, 2, 70, 70]": 2,
+            "softmax, float32[2, 2, 12, 12]": 2,
+            "softmax, float32[2, 2, 12, 70]": 2,
+        },
+        gain=1,
+    ),
+    Case("transformers", vit, {"SDPA, none": 2}, gain=3),
+    Case("transformers", vit_eager, {"softmax, none": 2}, gain=3),
+    Case("transformers", whisper, {"SDPA, none": 4, "SDPA, causal": 2}),
+    Case("transformers", whisper_without_a_cache, {"SDPA, none": 4, "SDPA, causal": 2}),
+    Case("transformers", whisper_eager, {"softmax, none": 4, "softmax, causal": 2}),
+    Case("diffusers", flux, {"SDPA, none": 2}),
+    Case("diffusers", sd3, {"SDPA, none": 2}),
+    Case("diffusers", wan, {"SDPA, none": 2}),
+    Case("diffusers", unet, {"SDPA, none": 8}),
+    Case(
+        "diffusers", hunyuan_video,
+        {"SDPA, bool[1, 2, 16, 16]": 1, "SDPA, bool[1, 1, 1, 144]": 2},
+    ),
+    Case("timm", timm_vit, {"SDPA, none": 2}, gain=3),
+    Case("timm", timm_vit_by_hand, {"softmax, none": 2}, gain=3),
+    Case("torch_nn", encoder, {"nn.TransformerEncoderLayer, none": 2}, gain=2),
+    Case("torch_nn", encoder_padded, {"nn.TransformerEncoderLayer, bool[2, 1, 1, 70]": 2}, gain=2),
+    Case(
+        "torch_nn", decoder,
+        {"nn.MultiheadAttention, causal": 2, "nn.MultiheadAttention, none": 2},
+    ),
+    Case("torch_nn", flex, {"flex_attention, window(15, 0)": 1}, gain=3),
+]  # fmt: skip
 
 
 def build(case: Case, request):
@@ -229,7 +417,13 @@ def build(case: Case, request):
         for module in model.modules():
             if type(module).__name__ in ("Linear", "Conv1D"):  # transformers' Conv1D is a Linear
                 module.weight.mul_(case.gain)
+            if isinstance(module, torch.nn.MultiheadAttention):
+                module.in_proj_weight.mul_(case.gain)
     return model.eval(), inputs
+
+
+def first(output) -> torch.Tensor:
+    return output if isinstance(output, torch.Tensor) else output[0]
 
 
 def cos_sim(actual, expected) -> float:
@@ -239,38 +433,59 @@ def cos_sim(actual, expected) -> float:
 exact = F.scaled_dot_product_attention
 
 
-def uniform(query, *args, **kwargs):
-    """Attention to every visible key alike."""
-    return exact(torch.zeros_like(query), *args, **kwargs)
+@contextlib.contextmanager
+def every_visible_key_alike():
+    """Attention whose scores are all 0."""
+    softmax, flex = torch.Tensor.softmax, flex_attention
+
+    def hidden(x, *args, **kwargs):
+        return softmax(torch.where(x < -1e8, x, 0 * x), *args, **kwargs)
+
+    def uniform(query, *args, **kwargs):
+        return exact(torch.zeros_like(query), *args, **kwargs)
+
+    def uniform_flex(query, *args, **kwargs):
+        return flex(torch.zeros_like(query), *args, **kwargs)
+
+    with (
+        mock.patch.object(F, "scaled_dot_product_attention", uniform),
+        mock.patch.object(torch.Tensor, "softmax", hidden),  # F.softmax calls it
+        mock.patch.dict(globals(), flex_attention=uniform_flex),
+        fast_path(False),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def fast_path(on: bool):
+    """Of nn.TransformerEncoderLayer, whose attention nothing can be put in the place of."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(on)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 # -- the tests ----
 
 
-@every_model
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.build.__name__)
 @torch.no_grad()
 def test_a_model_is_one_graph_with_its_attention_rewritten_and_its_output_kept(case, request):
     model, inputs = build(case, request)
-    expected = model(**inputs)[0]
-    with mock.patch.object(F, "scaled_dot_product_attention", uniform):
-        wrong = cos_sim(model(**inputs)[0], expected)
+    expected = first(model(**inputs))
+    with every_visible_key_alike():
+        wrong = cos_sim(first(model(**inputs)), expected)
     assert wrong < 0.999, "the output hardly depends on attention: this model tests nothing"
 
     compiled = torch.compile(model, backend="sage", fullgraph=True, options=EMULATE)
-    actual = compiled(**inputs)[0]
+    actual = first(compiled(**inputs))
 
     report = sage_inductor.report()
-    assert len(report.rewritten) == case.rewritten, f"\n{report}"
-    assert len(report.refused) == case.refused, f"\n{report}"
-    assert all(case.reason in site.reason for site in report.refused), f"\n{report}"
+    sites = (f"{s.spelling}, {s.mask}" + f": {s.reason}" * (not s.rewritten) for s in report)
+    assert collections.Counter(sites) == case.sites, f"\n{report}"
     assert cos_sim(actual, expected) >= 0.999
-
-
-@every_model
-@torch.no_grad()
-def test_a_site_is_named_by_the_module_that_makes_the_call(case, request):
-    model, inputs = build(case, request)
-    report = sage_inductor.explain(model, options=EMULATE, **inputs)
     for site in report:
         assert "att" in type(model.get_submodule(site.module)).__name__.lower(), site.module
 
