@@ -80,7 +80,10 @@ PRIVATE = {
     "torch._subclasses.functional_tensor": (["FunctionalTensorMode"], {"lowering/sdpa.py"}),
     "torch.export._trace": (["custom_triton_ops_decomposition_disabled"], {"lowering/sdpa.py"}),
     "torch._dispatch.python": (["enable_python_dispatcher"], {"patterns/call.py"}),
-    "torch.amp.autocast_mode": (["_enter_autocast", "_exit_autocast"], {"patterns/call.py"}),
+    "torch.amp.autocast_mode": (
+        ["_enter_autocast", "_exit_autocast"],
+        {"patterns/call.py", "patterns/handwritten.py"},
+    ),
     "torch._VF": (["_transformer_encoder_layer_fwd"], {"patterns/modules.py"}),
     "torch._C": (["_ExcludeDispatchKeyGuard", "DispatchKeySet"], {"ops/sdpa.py"}),
 }
