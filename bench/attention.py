@@ -2,6 +2,7 @@
 
 $ python bench/attention.py --shapes paper --json          # bench/results/GPU/DATE-paper.json
 $ python bench/attention.py --shapes crossover             # rows for CROSSOVER in ops/tiles.py
+$ python bench/attention.py --shapes crossover_masks       # its rows for masks and windows
 
 Speed is reported behind two gates: the kernel must agree with its emulation before anything is
 timed, and every output that is timed must be near exact attention.
@@ -22,14 +23,20 @@ from pathlib import Path
 import machine
 import torch
 from cases import ALL, PLANS, Case, Plan
-from measure import WRONG, Exact, Runner, draw, draw_sets, interleave, summary
+from measure import WINDOW, WRONG, Exact, Runner, draw, draw_sets, interleave, summary
 from providers import GATE_TOLERANCE, build, gate
 
 import sage_inductor
 from sage_inductor.ops.recipe import NAMED
 
+FIELDS = ("model", "B", "H_q", "H_kv", "N", "D", "is_causal", "mask", "kind", "family")  # of a case
 RESULTS = Path(__file__).parent / "results"
 BASELINE = "cuDNN"
+MASKS_ARE = (
+    "; one mask for all sets: keys bool [B, 1, 1, N], 3/4 of the keys in batch 0 and more in the "
+    "others; all else [1, 1, N, N]: rows bool, half at random; documents bool, four; bias bf16, "
+    f"N(0, 1); window bool, the last {WINDOW} keys, made in the graph for the op"
+)
 WIN = 1.02  # the crossover is where sage is faster by more than the spread of the medians
 SHAPES = {**{name: (name,) for name in PLANS}, "all": ("paper", "models", "crossover")}
 
@@ -63,8 +70,8 @@ def main(argv=None) -> int:
     check_kernels(args, device)
     for name in SHAPES[args.shapes]:
         run(name, overridden(PLANS[name], args), args.recipes, device, result, path)
-        if name == "crossover":
-            print_crossover(result)
+        if name.startswith("crossover"):
+            print_crossover(name, result)
     result["state"]["end"] = machine.state(device)
     result["elapsed_s"] = round(time.perf_counter() - started, 1)
     save(result, path)
@@ -113,13 +120,17 @@ def method(args) -> dict[str, str]:
     plans = {name: overridden(PLANS[name], args) for name in SHAPES[args.shapes]}
     turns = ", ".join(f"{name} {p.rounds} x {p.target_ms:g} ms" for name, p in plans.items())
     return {
-        "units": "ms per call; TF/s: 4 B H_q N^2 D TFLOP per second, half of it for causal; "
+        "units": "ms per call; TF/s: 4 B H_q N^2 D TFLOP per second, half of it for causal, all of "
+        "it under a mask; "
         f"x: speed over {BASELINE} in the same row",
         "time": "median over rounds of CUDA graphs replayed between two events, after a third of "
         f"the turn untimed; providers take turns ({turns}); *: launched, it could not be captured",
         "inputs": "bf16, [B, H, N, D] contiguous, N(0, 1), one or more sets in turn: with their "
-        "outputs twice the L2 cache",
-        "compiled": "once per shape, static; crossover: once per table, N dynamic",
+        "outputs twice the L2 cache"
+        + MASKS_ARE
+        * any(c.mask for p in plans.values() for c in p.cases),
+        "compiled": "once per shape, static; crossover and masks: once per table, N dynamic, flex "
+        "static",
         "accuracy": "of the timed graph's output, poisoned with NaN before, against float64 on the "
         "first and last head of the last batch; outlier: q + 2 N(0, 1) and k + 8 N(0, 1) per "
         "(head, channel), v + 8; centred: v's mean over the sequence taken off both outputs",
@@ -143,13 +154,13 @@ def print_header(result: dict) -> None:
 def check_kernels(args, device) -> None:
     """Exit unless every kernel that will be timed agrees with its emulation."""
     cases = [case for name in SHAPES[args.shapes] for case in PLANS[name].cases]
-    families = sorted({(case.D, case.is_causal) for case in cases})
+    families = {case.family: case for case in cases}
     worst = 0.0
-    for (D, is_causal), recipe in itertools.product(families, args.recipes):
-        error = gate(D, is_causal, recipe, device)
+    for case, recipe in itertools.product(families.values(), args.recipes):
+        error = gate(case, recipe, device)
         if not error < GATE_TOLERANCE:
             sys.exit(
-                f"no speed is reported: the {recipe} kernel at D={D}{', causal' * is_causal} is "
+                f"no speed is reported: the {recipe} kernel at {case.family} is "
                 f"{error:.2e} from its emulation, allowed {GATE_TOLERANCE:.2e}"
             )
         worst = max(worst, error)
@@ -189,6 +200,7 @@ def progress(cases):
 
 def measure(case: Case, plan: Plan, providers, device) -> list[dict]:
     """A row per provider. One that fails or is wrong has an error instead of a time."""
+    providers = [p for p in providers if case.N in plan.only_at.get(p.name, (case.N,))]
     rows = {p.name: blank_row(case, p) for p in providers}
     sets = draw_sets(case, device, plan.dynamic)
     runners = {}
@@ -198,14 +210,14 @@ def measure(case: Case, plan: Plan, providers, device) -> list[dict]:
         except Exception as error:
             rows[provider.name]["error"] = f"{type(error).__name__}: {error}".split("\n")[0]
 
-    check(runners, rows, "normal", Exact(*sets[-1], case.is_causal))
+    check(runners, rows, "normal", Exact(*sets[-1], is_causal=case.is_causal))
     for name, times in interleave(runners, plan.rounds, plan.target_ms).items():
         rows[name].update(summary(times), captured=runners[name].captured, sets=len(sets))
         rows[name]["tflops"] = case.flops / rows[name]["ms"] / 1e9
-    inputs = draw(case, "outlier", device)
+    inputs = (*draw(case, "outlier", device), *sets[-1][3:])
     for runner in runners.values():
         runner.load(*inputs)
-    check(runners, rows, "outlier", Exact(*inputs, case.is_causal))
+    check(runners, rows, "outlier", Exact(*inputs, is_causal=case.is_causal))
 
     baseline = rows.get(BASELINE, {}).get("ms")
     for row in rows.values():
@@ -217,7 +229,7 @@ def blank_row(case: Case, provider) -> dict:
     return {
         "table": case.table,
         "row": case.row,
-        **{f: getattr(case, f) for f in ("model", "B", "H_q", "H_kv", "N", "D", "is_causal")},
+        **{f: getattr(case, f) for f in FIELDS},
         "provider": provider.name,
         "recipe": provider.recipe,
         "ms": None,
@@ -249,14 +261,14 @@ def print_table(title: str, rows: list[dict]) -> None:
     """ms, TFLOP/s and x per provider, a line per case; then each provider's worst accuracy."""
     by_case, by_provider = {}, {}
     for row in rows:
-        by_case.setdefault(row["row"], []).append(row)
+        by_case.setdefault(row["row"], {})[row["provider"]] = row
         by_provider.setdefault(row["provider"], []).append(row)
     label = max(8, *map(len, by_case))
     print(f"\n{title}")
     print(" " * label + "".join(f" |{name:^19}" for name in by_provider))
     print("N".rjust(label) + f" |{'ms':>7}{'TF/s':>5}{'x':>6} " * len(by_provider))
     for name, cells in by_case.items():
-        print(name.rjust(label) + "".join(f" |{cell(row)}" for row in cells))
+        print(name.rjust(label) + "".join(f" |{cell(cells.get(p))}" for p in by_provider))
     width = max(map(len, by_provider))
     print("  accuracy, the worst of each column".ljust(width + 34) + "outlier")
     heads = ("CosSim", "rel. L1", "RMSE") * 2
@@ -265,7 +277,9 @@ def print_table(title: str, rows: list[dict]) -> None:
         print(f"  {name:{width}}{accuracy_cells(column)}")
 
 
-def cell(row: dict) -> str:
+def cell(row: dict | None) -> str:
+    if row is None:
+        return " " * 19
     if row["ms"] is None:
         return f"{'failed':>19}"
     speedup = f"{row['speedup']:.2f}" if row["speedup"] else "-"
@@ -288,20 +302,26 @@ def accuracy_cells(rows: list[dict]) -> str:
 # -- the crossover ----
 
 
-def print_crossover(result: dict) -> None:
-    rows = [row for row in result["rows"] if row["plan"] == "crossover"]
+def print_crossover(plan: str, result: dict) -> None:
+    """Of each family of cases, and of each key of CROSSOVER: where it has several families, from
+    the longest of their lengths on, and not at all if one of them never wins."""
+    rows = [row for row in result["rows"] if row["plan"] == plan]
     capability = tuple(result["machine"]["capability"])
-    ops = sorted({row["provider"] for row in rows if row["recipe"]})
+    ops = {row["provider"]: NAMED[row["recipe"]].pv for row in rows if row["recipe"]}
     print(f"\nshortest N from which the op beats SDPA's best, there and at all longer N, {WIN}x")
-    for op in ops:
-        for D, is_causal in sorted({(row["D"], row["is_causal"]) for row in rows}):
-            family = [row for row in rows if (row["D"], row["is_causal"]) == (D, is_causal)]
-            found = crossovers(family, op)
+    for op, pv in sorted(ops.items()):
+        keys = {}  # (D, kind) -> {B * H_q: [N of each family]}
+        for family in dict.fromkeys(row["family"] for row in rows):
+            its = [row for row in rows if row["family"] == family]
+            found = crossovers(its, op)
             each = ", ".join(f"B*H={heads}: {n or 'never'}" for heads, n in found.items())
-            print(f"  {op} D={D}{', causal' * is_causal}: {each}")
-            recipe = next(row["recipe"] for row in rows if row["provider"] == op)
-            key = (capability, NAMED[recipe].pv, D, is_causal)
-            print(f"      {key}: {[(heads, n) for heads, n in found.items() if n]},")
+            print(f"  {op} {family}: {each}")
+            lengths = keys.setdefault((its[0]["D"], its[0]["kind"]), {})
+            for heads, n in found.items():
+                lengths.setdefault(heads, []).append(n)
+        for (D, kind), lengths in keys.items():
+            row = [(heads, max(ns)) for heads, ns in lengths.items() if all(ns)]
+            print(f"    {(capability, pv, D, kind)}: {row},")
 
 
 def crossovers(rows: list[dict], op: str) -> dict[int, int | None]:

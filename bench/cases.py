@@ -2,7 +2,9 @@
 
 import dataclasses
 
-ALL = ("cuDNN", "flash", "flex", "inductor", "kernel", "op")
+ALL = ("cuDNN", "flash", "efficient", "flex", "inductor", "kernel", "op")
+UNMASKED = tuple(name for name in ALL if name != "efficient")  # flash is the faster one there
+MASKS = ("keys", "rows", "documents", "bias", "window")  # what each is: measure.py
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,10 +18,18 @@ class Case:
     D: int
     is_causal: bool = False
     model: str = ""
+    mask: str = ""  # one of MASKS; not with is_causal
+
+    @property
+    def kind(self) -> str:
+        """What CROSSOVER in ops/tiles.py calls it."""
+        if self.mask:
+            return "window" if self.mask == "window" else "mask"
+        return "causal" if self.is_causal else "full"
 
     @property
     def flops(self) -> float:
-        """Two products of 2 N^2 D per head; the causal half of them."""
+        """Two products of 2 N^2 D per head; the causal half of them. Under a mask all of them."""
         return 4 * self.B * self.H_q * self.N**2 * self.D * (0.5 if self.is_causal else 1.0)
 
     @property
@@ -27,7 +37,11 @@ class Case:
         """The title of the table this case is a row of."""
         if self.model:
             return "models"
-        return f"B={self.B} H={self.heads} D={self.D}{', causal' * self.is_causal}"
+        return f"B={self.B} H={self.heads} {self.family}"
+
+    @property
+    def family(self) -> str:
+        return f"D={self.D}{', causal' * self.is_causal}{self.mask and f', {self.mask}'}"
 
     @property
     def row(self) -> str:
@@ -45,16 +59,37 @@ class Plan:
     """Cases with the providers they compare, and for how long: `rounds` times `target_ms` each."""
 
     cases: tuple[Case, ...]
-    providers: tuple[str, ...] = ALL
+    providers: tuple[str, ...] = UNMASKED
     rounds: int = 6
     target_ms: float = 40.0
     dynamic: bool = False  # compile once per table, with N symbolic, instead of once per case
+    # provider -> the N at which it is measured, where that is not all of them
+    only_at: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
 
 PAPER_N = (1024, 2048, 4096, 8192, 16384, 32768)
 CROSSOVER_N = (
     512, 768, 1024, 1280, 1536, 2048, 2560, 3072, 4096, 5120, 6144, 8192, 12288, 16384,
 )  # fmt: skip
+MASKS_N = (1024, 2048, 4096, 8192, 16384)
+
+
+def head_dims(*Ds: int) -> Plan:
+    """What fills CROSSOVER for other head_dims: 24 cases each."""
+    return Plan(
+        tuple(
+            Case(B, H, H, N, D, is_causal)
+            for D in Ds
+            for is_causal in (False, True)
+            for B, H in ((4, 32), (1, 24))
+            for N in (2048, 4096, 6144, 8192, 12288, 16384)
+        ),
+        providers=("cuDNN", "inductor", "op"),
+        rounds=3,
+        target_ms=15.0,
+        dynamic=True,
+    )
+
 
 PLANS = {
     "paper": Plan(
@@ -88,7 +123,33 @@ PLANS = {
         target_ms=15.0,
         dynamic=True,
     ),
-    # Both masks and head_dims, a tail and grouped heads, in seconds: flex takes longest to compile.
+    # 120 cases: its rows for "mask" and "window". Of the masks, documents is not the slowest.
+    "crossover_masks": Plan(
+        tuple(
+            Case(B, H, H, N, D, mask=mask)
+            for D in (64, 128)
+            for mask in ("keys", "rows", "bias", "window")
+            for B, H in ((4, 32), (1, 24), (1, 8))
+            for N in MASKS_N
+        ),
+        providers=("cuDNN", "inductor", "op"),
+        rounds=3,
+        target_ms=15.0,
+        dynamic=True,
+    ),
+    "crossover_dims": head_dims(72, 80, 96, 112),
+    "crossover_256": head_dims(256),
+    "masks": Plan(
+        tuple(
+            Case(4, 32, 32, N, D, mask=mask) for D in (64, 128) for mask in MASKS for N in MASKS_N
+        ),
+        providers=("cuDNN", "efficient", "flex", "inductor", "kernel", "op"),
+        rounds=3,
+        target_ms=15.0,
+        dynamic=True,
+        only_at={"flex": (4096,)},  # it compiles once per N, for seconds
+    ),
+    # Causal and not, both head_dims, a tail and grouped heads, in seconds: flex compiles longest.
     "quick": Plan(
         (Case(2, 8, 8, 1024, 128), Case(2, 8, 2, 1000, 64, is_causal=True)),
         providers=("cuDNN", "flash", "inductor", "kernel", "op"),

@@ -8,6 +8,17 @@ from cases import Case
 from torch import Tensor
 
 WRONG = 0.1  # relative L1 on normal inputs from which an output is wrong, not inaccurate
+WINDOW = 1024  # keys that a query sees
+
+# Masks that are a rule: whether query i of batch b sees key j, of B batches and n keys. Of numbers
+# and of index tensors alike: the mask, FlexAttention's mask_mod and what the pass proves are one.
+SEES = {
+    "causal": lambda B, n, b, i, j: j <= i,
+    # 3/4 of the keys in batch 0, evenly more in each of the others, not all in the last
+    "keys": lambda B, n, b, i, j: j * (4 * B) < n * (3 * B + b),
+    "documents": lambda B, n, b, i, j: i * 4 // n == j * 4 // n,
+    "window": lambda B, n, b, i, j: (j <= i) & (j > i - WINDOW),
+}
 
 
 # -- inputs ----
@@ -27,17 +38,42 @@ def draw(case: Case, kind: str, device) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def draw_sets(case: Case, device, dynamic: bool) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Enough input sets that with their outputs they fill the L2 cache twice over: when a set's
-    turn comes again, the others have pushed it out."""
+def draw_mask(case: Case, device) -> tuple[Tensor, ...]:
+    """The attn_mask of a case, if it has one: keys bool [B, 1, 1, N], the others [1, 1, N, N]: rows
+    bool, half of it at random; documents (four, one after the other) and window bool; bias bf16."""
+    match case.mask:
+        case "":
+            return ()
+        case "rows" | "bias":
+            bias = torch.randn(1, 1, case.N, case.N, device=device, dtype=torch.bfloat16)
+            return (bias if case.mask == "bias" else bias > 0,)
+    n = torch.arange(case.N, device=device)
+    b = torch.arange(case.B, device=device)[:, None, None, None]
+    mask = SEES[case.mask](case.B, case.N, b, n[:, None], n)
+    return (mask[(None,) * (4 - mask.dim())],)
+
+
+def draw_sets(case: Case, device, dynamic: bool) -> list[tuple[Tensor, ...]]:
+    """(q, k, v) or (q, k, v, attn_mask): enough input sets that with their outputs they fill the L2
+    cache twice over, so that when a set's turn comes again, the others have pushed it out. One mask
+    for all sets, as for all layers of a model."""
     set_bytes = 2 * case.B * (2 * case.H_q + 2 * case.H_kv) * case.N * case.D
     l2_bytes = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)
     count = min(64, max(1, math.ceil(2 * l2_bytes / set_bytes)))
-    sets = [draw(case, "normal", device) for _ in range(count)]
+    mask = draw_mask(case, device)
+    sets = [(*draw(case, "normal", device), *mask) for _ in range(count)]
     if dynamic:
-        for x in (x for each in sets for x in each):
-            torch._dynamo.mark_dynamic(x, 2)
+        mark_dynamic(sets)
     return sets
+
+
+def mark_dynamic(sets: list[tuple[Tensor, ...]]) -> None:
+    """N is symbolic wherever it is a dimension."""
+    for q, k, v, *masks in sets:
+        for x in (q, k, v):
+            torch._dynamo.mark_dynamic(x, 2)
+        for mask in masks:
+            torch._dynamo.mark_dynamic(mask, [d for d in (2, 3) if mask.shape[d] > 1])
 
 
 # -- accuracy ----
@@ -46,11 +82,12 @@ def draw_sets(case: Case, device, dynamic: bool) -> list[tuple[Tensor, Tensor, T
 class Exact:
     """Exact attention in float64 over the first and the last head of the last batch."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool):
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, mask=None, *, is_causal: bool):
         self.heads = sorted({0, q.shape[1] - 1})
         heads_kv = [h * k.shape[1] // q.shape[1] for h in self.heads]
         q, k, v = q[-1, self.heads].double(), k[-1, heads_kv].double(), v[-1, heads_kv].double()
-        self.out = attention(q, k, v, is_causal)  # [heads, N, D]
+        mask = None if mask is None else mask[-1, 0]  # [N or 1, N]
+        self.out = attention(q, k, v, is_causal, mask)  # [heads, N, D]
         self.v_mean = v.mean(1, keepdim=True)
 
     def compare(self, out: Tensor) -> dict[str, float]:
@@ -66,8 +103,9 @@ class Exact:
         }
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v for q, k, v [H, N, D], in blocks of rows that fit in memory."""
+def attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask=None) -> Tensor:
+    """softmax(q k^T / sqrt(D)) v for q, k, v [H, N, D], in blocks of rows that fit in memory. mask:
+    [N or 1, N], bool or additive; a row that sees nothing is 0."""
     H, N, D = q.shape
     rows = max(1, 2**27 // (H * N))  # 1 GiB of scores
     out = torch.full_like(q, math.nan)
@@ -78,8 +116,16 @@ def attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
         s = q[:, block] @ k[:, :seen].mT * D**-0.5  # [H, rows, seen]
         if is_causal:
             s.masked_fill_(columns[:seen] > columns[block, None], -math.inf)
-        out[:, block] = s.softmax(-1) @ v[:, :seen]
+        weights = hide(s, mask.expand(N, N)[block, :seen]) if mask is not None else s.softmax(-1)
+        out[:, block] = weights @ v[:, :seen]
     return out
+
+
+def hide(s: Tensor, mask: Tensor) -> Tensor:
+    """softmax of s [H, rows, seen] under a mask [rows, seen]; s is overwritten."""
+    s = s.masked_fill_(~mask, -math.inf) if mask.dtype == torch.bool else s.add_(mask)
+    empty = (s == -math.inf).all(-1, keepdim=True)
+    return s.softmax(-1).masked_fill_(empty, 0.0)
 
 
 # -- time ----
@@ -115,9 +161,9 @@ class Runner:
         self.run()
         return self.out
 
-    def load(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def load(self, *inputs: Tensor) -> None:
         """Put new inputs where the last set is read."""
-        for old, new in zip(self.args[-1], self.provider.prepare(q, k, v), strict=True):
+        for old, new in zip(self.args[-1], self.provider.prepare(*inputs), strict=True):
             old.copy_(new)
 
 

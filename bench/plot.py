@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
-SHOWN = ("paper", "models")
+SHOWN = ("paper", "models", "masks")
 PLOT = "attention.svg"
 COLOURS = {"cuDNN": "0.15", "flash": "0.65", "flex": "tab:orange", "inductor": "tab:blue"}
 SAGE_COLOURS = ("tab:green", "tab:purple", "tab:red")  # one per recipe
@@ -78,6 +78,12 @@ def section(name: str, plans: dict[str, dict]) -> str:
     if "models" in plans:
         parts += ["Attention of some models, B x H x N x D: ms (x cuDNN)\n"]
         parts += [speed_table(plans["models"]["rows"], ms_cell), provenance(plans["models"])]
+    if "masks" in plans:
+        rows = [{**row, "row": f"{row['mask']} {row['N']}"} for row in plans["masks"]["rows"]]
+        for D, its in groups(rows, "D").items():
+            title = f"B={its[0]['B']} H={its[0]['H_q']} D={D}"
+            parts += [f"Masks, {title}: ms (x cuDNN)\n", speed_table(its, ms_cell, "mask, N")]
+        parts += [provenance(plans["masks"])]
     return "\n".join(parts)
 
 
@@ -97,12 +103,15 @@ def groups(rows: list[dict], key: str) -> dict[str, list[dict]]:
     return found
 
 
-def speed_table(rows: list[dict], cell) -> str:
+def speed_table(rows: list[dict], cell, first: str = "") -> str:
     """A line per case, a column per provider; last, how far from exact the sage op is."""
     providers = list(groups(rows, "provider"))
-    lines = [["N" if not rows[0]["model"] else "model", *providers, "rel. L1 of sage (cuDNN)"]]
-    for name, cells in groups(rows, "row").items():
-        lines.append([name, *(cell(row) for row in cells), errors(cells)])
+    first = first or ("model" if rows[0]["model"] else "N")
+    lines = [[first, *providers, "rel. L1 of sage (cuDNN)"]]
+    for name, its in groups(rows, "row").items():
+        found = {row["provider"]: row for row in its}
+        cells = (cell(found[p]) if p in found else "" for p in providers)
+        lines.append([name, *cells, errors(its)])
     return markdown(lines)
 
 

@@ -1,12 +1,17 @@
-"""Who is measured: the ways to compute one attention, each (q, k, v) -> out on the same tensors.
+"""Who is measured: the ways to compute one attention, each (q, k, v) or (q, k, v, attn_mask) -> out
+on the same tensors.
 
-cuDNN, flash   SDPA restricted to one backend, in eager mode: Inductor's caches do not know
-               the restriction and would answer with another backend's graph
-flex           compiled FlexAttention; causal through a block mask
+cuDNN, flash,  SDPA restricted to one backend, in eager mode: Inductor's caches do not know
+efficient      the restriction and would answer with another backend's graph
+flex           compiled FlexAttention; causal, keys, documents and windows through a block mask
 inductor       F.scaled_dot_product_attention compiled with backend="inductor"
-RECIPE kernel  the attention kernel alone: k and v smoothed and quantized beforehand
+RECIPE kernel  the attention kernel alone: k and v smoothed and quantized, and the mask summarized,
+               beforehand
 RECIPE op      the same F.scaled_dot_product_attention compiled with backend="sage": what a
                user gets, with all its preparation
+
+A window is given to the kernel as a band; the op proves it, of a mask made of aranges in the
+compiled function. The others read it as an attn_mask made beforehand, flex as a block mask.
 """
 
 import contextlib
@@ -17,16 +22,21 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from cases import Case
-from measure import draw
+from measure import SEES, WINDOW, draw, draw_mask
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from sage_inductor.ops import mask as masks
 from sage_inductor.ops import reference, tiles
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.sdpa import kernel
 from sage_inductor.ops.sdpa import prepare as prepare_kv
 
-EAGER = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+EAGER = {
+    "cuDNN": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
 # strict: a call that stays SDPA is an error, not a row that flatters or slanders us.
 SAGE_OPTIONS = {"sage.force": True, "sage.strict": True}
 GATE_TOLERANCE = 1e-3  # few elements of out are a bf16 ulp (2^-8) off
@@ -36,7 +46,7 @@ GATE_TOLERANCE = 1e-3  # few elements of out are a bf16 ulp (2^-8) off
 class Provider:
     name: str
     call: Callable  # what is timed: (*prepared) -> out [B, H_q, N, D]
-    prepare: Callable = lambda q, k, v: (q, k, v)  # done before the clock starts
+    prepare: Callable = lambda *inputs: inputs  # done before the clock starts
     recipe: str | None = None
 
 
@@ -46,26 +56,31 @@ def build(case: Case, kinds, recipes) -> list[Provider]:
 
 
 def _build(case: Case, kind: str, recipes) -> list[Provider]:
-    def sdpa(q, k, v):
+    def sdpa(q, k, v, mask=None):
         return F.scaled_dot_product_attention(
-            q, k, v, is_causal=case.is_causal, enable_gqa=case.H_q != case.H_kv
+            q, k, v, mask, is_causal=case.is_causal, enable_gqa=case.H_q != case.H_kv
         )
 
+    def window(q, k, v, mask):
+        n = torch.arange(q.shape[2], device=q.device)
+        return sdpa(q, k, v, SEES["window"](None, None, None, n[:, None], n))
+
     match kind:
-        case "cuDNN" | "flash":
+        case "cuDNN" | "flash" | "efficient":
             return [Provider(kind, sdpa_kernel(EAGER[kind])(sdpa))]
         case "flex":
-            return [Provider(kind, _flex(case))]
+            sayable = not case.mask or case.mask in SEES
+            return [Provider(kind, _flex(case), _unmarked)] if sayable else []
         case "inductor":
             return [Provider(kind, torch.compile(sdpa, backend="inductor", fullgraph=True))]
         case "kernel":
-            return [_kernel(case.is_causal, recipe) for recipe in recipes]
+            return [_kernel(case, recipe) for recipe in recipes]
         case "op":
             return [
                 Provider(
                     f"{recipe} op",
                     torch.compile(
-                        sdpa,
+                        window if case.mask == "window" else sdpa,
                         backend="sage",
                         fullgraph=True,
                         options={**SAGE_OPTIONS, "sage.recipe": recipe},
@@ -78,49 +93,85 @@ def _build(case: Case, kind: str, recipes) -> list[Provider]:
             raise ValueError(f"provider must be one of cases.ALL, got {kind!r}")
 
 
+def _unmarked(q, k, v, mask=None):
+    """The same memory, for flex, whose BlockMask has one length: nothing is marked dynamic."""
+    return tuple(x.data for x in (q, k, v))
+
+
 def _flex(case: Case) -> Callable:
     compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
+    name = "causal" if case.is_causal else case.mask
+
     @functools.cache
     def block_mask(n: int, device):
-        return create_block_mask(lambda b, h, i, j: i >= j, None, None, n, n, device=device)
+        def sees(b, h, i, j):
+            return SEES[name](case.B, n, b, i, j)
+
+        B = case.B if name == "keys" else None
+        return create_block_mask(sees, B, None, n, n, device=device)
 
     def call(q, k, v):
-        mask = block_mask(q.shape[2], q.device) if case.is_causal else None
-        return compiled(q, k, v, block_mask=mask, enable_gqa=case.H_q != case.H_kv)
+        blocks = block_mask(q.shape[2], q.device) if name else None
+        return compiled(q, k, v, block_mask=blocks, enable_gqa=case.H_q != case.H_kv)
 
     return call
 
 
-def _kernel(is_causal: bool, name: str) -> Provider:
+def band(case: Case) -> tuple[int | None, int | None, bool]:
+    """(left, right, bottom_right), as ops/sdpa.py has it."""
+    if case.mask == "window":
+        return WINDOW - 1, 0, False
+    return None, 0 if case.is_causal else None, False
+
+
+def _kernel(case: Case, name: str) -> Provider:
     recipe = NAMED[name]
 
-    def prepare(q, k, v):
-        return q, *prepare_kv(k, v, None, recipe)[:-1]
+    def op_on(device):
+        return kernel(device, recipe.pv, case.D, case.kind == "mask", portable=False)
 
-    def call(q, k_int8, k_scale, v, v_scale, v_mean):
-        op, _ = kernel(q.device, recipe.pv, q.shape[3], masked=False, portable=False)
+    def prepare(q, k, v, mask=None):
+        seen = visible = None
+        if case.kind == "mask":
+            seen = masks.summarize(mask, k.shape[2], op_on(q.device)[1])
+            visible = masks.visible_keys(seen, k.shape[1])
+        quantized = prepare_kv(k, v, visible, recipe)[:-1]
+        return q, *quantized, *(() if seen is None else (mask, seen))
+
+    def call(q, k_int8, k_scale, v, v_scale, v_mean, mask=None, seen=None):
+        op, _ = op_on(q.device)
         return op(
-            q, k_int8, k_scale, v, v_scale, v_mean, None, None, None, 0 if is_causal else None,
-            False, q.shape[3] ** -0.5, q.shape[2], recipe.granularity, False,
+            q, k_int8, k_scale, v, v_scale, v_mean, mask, seen, *band(case), case.D**-0.5,
+            q.shape[2], recipe.granularity, False,
         )[0]  # fmt: skip
 
     return Provider(f"{name} kernel", call, prepare, name)
 
 
-def gate(D: int, is_causal: bool, name: str, device: torch.device) -> float:
+def small(case: Case) -> Case:
+    """The case that `gate` looks at: grouped heads, a tail, and no full tile for the first causal
+    rows; beyond the window. With a mask, lengths that are multiples of 16 and as many heads as are
+    timed: Triton compiles one kernel for both."""
+    if not case.mask:
+        return Case(1, 4, 2, 300, case.D, case.is_causal)
+    return Case(2, 32, 16, 304 + WINDOW * (case.mask == "window"), case.D, mask=case.mask)
+
+
+def gate(case: Case, name: str, device: torch.device) -> float:
     """The kernel's distance from its bit-faithful emulation, ||o - e|| / ||e||, the larger of
-    normal and outlier inputs: grouped heads, a tail, and no full tile for the first causal rows."""
-    recipe, provider = NAMED[name], _kernel(is_causal, name)
-    block_n = tiles.tile(tiles.capability(device), recipe.pv, D, masked=False).BLOCK_N
+    normal and outlier inputs."""
+    case, recipe = small(case), NAMED[name]
+    provider = _kernel(case, name)
+    masked = case.kind == "mask"
+    block_n = tiles.tile(tiles.capability(device), recipe.pv, case.D, masked).BLOCK_N
     errors = []
     for kind in ("normal", "outlier"):
-        q, k, v = draw(Case(1, 4, 2, 300, D, is_causal), kind, device)
-        args = provider.prepare(q, k, v)
+        args = provider.prepare(*draw(case, kind, device), *draw_mask(case, device))
         with _poisoned_empty():
             out = provider.call(*args)
         emulated, _ = reference.attention(
-            *args, None, None, None, 0 if is_causal else None, False, D**-0.5, q.shape[2],
+            *args, *(() if masked else (None, None)), *band(case), case.D**-0.5, case.N,
             recipe.granularity, block_n,
         )  # fmt: skip
         emulated = emulated.double()

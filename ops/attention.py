@@ -50,7 +50,7 @@ def _attention_kernel(
     stride_mb, stride_mh, stride_mm, stride_mn,
     stride_sb, stride_sh, stride_sm,
     stride_ob, stride_oh, stride_on,
-    H_q, H_kv, N_q, N_kv, N_pad,
+    H_q, H_kv, N2_q, N2_kv, N_pad,  # N2: 2 N
     D: tl.constexpr, D_V: tl.constexpr, SCALE: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
     MASK: tl.constexpr, ADDITIVE: tl.constexpr,  # MASK: 0 none, 1 one row for all, 2 a row each
@@ -59,7 +59,12 @@ def _attention_kernel(
     NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid: (B * H_q * cdiv(N_q, BLOCK_M),): BLOCK_M rows of one head. Heads one after the other,
-    so that k and v stay in L2; within a causal head the longest rows go first."""
+    so that k and v stay in L2; within a causal head the longest rows go first.
+
+    Lengths come doubled: see _quantize_v_kernel. Of a length that is known to be 1 follow pairs of
+    p that are known to be equal.
+    """
+    N_q, N_kv = N2_q // 2, N2_kv // 2
     MAY_BE_EMPTY: tl.constexpr = MASK > 0 or LEFT >= 0 or BOTTOM_RIGHT  # rows that see no key
     FIRST_PART: tl.constexpr = 2 if MASK > 0 else (0 if LEFT >= 0 else 1)
     num_tiles = tl.cdiv(N_q, BLOCK_M)
@@ -282,7 +287,7 @@ def _launch(
     kernel[(B * H_q * triton.cdiv(N_q, tile.BLOCK_M),)](
         q, k, k_scale, v_arg, v_scale, v_mean, mask, seen, out, lse,  # tensors
         *q.stride(), *v.stride(), *mask_strides, *out.stride()[:3],
-        H_q, H_kv, N_q, n_kv, N_pad,  # shape
+        H_q, H_kv, 2 * N_q, 2 * n_kv, N_pad,  # shape
         D, D_v, scale, *(-1 if x is None else x for x in (left, right)), bottom_right,
         mask_kind, additive, fp8, k_scale.shape[3],  # semantics
         tma, tile.BLOCK_M, tile.BLOCK_N, BLOCK_D, pad_head_dim(D_v), tile.num_stages,  # tile

@@ -511,7 +511,7 @@ class _Attention:
                 cond, that, value = step.fill
                 mask = self._aligned(emit, step, cond, letters, order)
                 if that is (value == -math.inf):  # seen where it is not, hidden where it is
-                    mask = emit(aten.logical_not.default, mask)
+                    mask = _negated(mask) or emit(aten.logical_not.default, mask)
                 if value == -math.inf:
                     visible = mask if visible is None else emit(AND, visible, mask)
                 else:
@@ -538,6 +538,14 @@ class _Attention:
         if letters == order:
             return mask
         return emit(aten.permute.default, mask, [letters.index(c) for c in order])
+
+
+def _negated(x: Node) -> Node | None:
+    """y where x is ~y."""
+    if op_name(x) not in ("bitwise_not", "logical_not", "invert", "__invert__"):
+        return None
+    y = x.args[0]
+    return y if value_of(y).dtype == torch.bool else None
 
 
 def _untransposed(x: Node) -> Node | None:

@@ -31,6 +31,21 @@ class Attention(torch.nn.Module):
         return self.out(o.transpose(1, 2).reshape(B, N, C))
 
 
+class Masked(Attention):
+    """The same under a mask of the input's making, and written out by hand."""
+
+    def forward(self, x):
+        B, N, C = x.shape
+        q = self.q(x).view(B, N, -1, 32).transpose(1, 2)
+        k, v = self.kv(x).view(B, N, 2, -1, 32).permute(2, 0, 3, 1, 4)
+        i = torch.arange(N, device=x.device)
+        mask = (i <= i[:, None]) & (x[:, None, None, :, 0] > -1).logical_or(i == 0)
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        s = (o @ q.transpose(-2, -1) / 6).masked_fill(~mask, -torch.inf)
+        o = torch.softmax(s, dim=-1) @ q
+        return self.out(o.transpose(1, 2).reshape(B, N, C))
+
+
 def exported(model, x, strict=False):
     N = torch.export.Dim("N", min=2, max=4096)
     return torch.export.export(model, (x,), dynamic_shapes=({1: N},), strict=strict)
@@ -41,11 +56,18 @@ def targets(program):
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_rewrite_replaces_the_calls_of_a_program_in_place(strict):
-    model, x = Attention(), torch.randn(1, 64, 128)
+@pytest.mark.parametrize("make", [Attention, Masked])
+def test_rewrite_replaces_the_calls_of_a_program_in_place(make, strict):
+    model, x = make(), torch.randn(1, 64, 128)
     program = exported(model, x, strict)
     report = sage_inductor.rewrite(program, options=EMULATE)
-    assert [s.recipe for s in report] == ["sage2-8b"] and "s" in str(report[0].q[2])
+    assert {s.recipe for s in report} == {"sage2-8b"} and "s" in str(report[0].q[2])
+    assert all(s.mask.startswith("causal") for s in report)
+    assert [s.spelling for s in report] == ["SDPA", "softmax"][: 2 if make is Masked else 1]
+    functions = [t for t in targets(program) if callable(t)]
+    assert all(
+        isinstance(t, torch._ops.OpOverload) or t.__module__ == "_operator" for t in functions
+    )
     assert torch.ops.sage.sdpa.default in targets(program)
     for N in (64, 5, 300):
         x = torch.randn(1, N, 128)
@@ -121,32 +143,38 @@ def run_in_cpp(runner, package, x, device, folder):
     return torch.load(folder / "outputs.pt")
 
 
-def test_a_cpu_package_runs_without_us_at_any_length(tmp_path):
-    model, x = Attention(), torch.randn(1, 64, 128)
+@pytest.mark.parametrize("make", [Attention, Masked])
+def test_a_cpu_package_runs_without_us_at_any_length(make, tmp_path):
+    model, x = make(), torch.randn(1, 64, 128)
     program = exported(model, x)
     package = sage_inductor.aoti_compile_and_package(
         program, package_path=str(tmp_path / "model.pt2"), options=EMULATE
     )
-    assert len(sage_inductor.report().rewritten) == 1
+    assert sage_inductor.report().rewritten and not sage_inductor.report().refused
     assert torch.ops.sage.sdpa.default not in targets(program)  # the caller's program is untouched
     sage_inductor.rewrite(program, options=EMULATE)
     inputs = [torch.randn(1, N, 128) for N in (64, 5, 300)]
     for x, actual in zip(inputs, run_in_python(package, inputs, "cpu", tmp_path)):
-        torch.testing.assert_close(actual, program.module()(x), rtol=1e-3, atol=1e-3)
+        check(actual, program.module()(x))
     runner = build_runner(tmp_path, cuda=False)
     for x in inputs[:2]:
-        actual = run_in_cpp(runner, package, x, "cpu", tmp_path)
-        torch.testing.assert_close(actual, program.module()(x), rtol=1e-3, atol=1e-3)
+        check(run_in_cpp(runner, package, x, "cpu", tmp_path), program.module()(x))
+
+
+def check(actual, expected):
+    """An INT8 code that rounds the other way moves what follows: 1 % of the norm."""
+    assert (actual - expected).norm() < 1e-2 * expected.norm()
 
 
 @pytest.mark.gpu
-def test_a_cuda_package_runs_without_python_at_any_length(tmp_path):
+@pytest.mark.parametrize("make", [Attention, Masked])
+def test_a_cuda_package_runs_without_python_at_any_length(make, tmp_path):
     """In C++: loading any CUDA package from Python crashed with torch 2.11 (nn.Linear's too)."""
-    model, x = Attention().cuda().bfloat16(), torch.randn(1, 64, 128).cuda().bfloat16()
+    model, x = make().cuda().bfloat16(), torch.randn(1, 64, 128).cuda().bfloat16()
     package = sage_inductor.aoti_compile_and_package(
         exported(model, x), package_path=str(tmp_path / "model.pt2"), options={"sage.force": True}
     )
-    assert len(sage_inductor.report().rewritten) == 1
+    assert sage_inductor.report().rewritten and not sage_inductor.report().refused
     runner = build_runner(tmp_path, cuda=True)
     compiled = torch.compile(model, backend="sage", options={"sage.force": True})
     for N in (64, 5, 1008, 2000):

@@ -152,6 +152,14 @@ def test_kernel_equals_its_emulation(op, recipe, band, shape):
     check_kernel(op, recipe, "none", band, shape)
 
 
+@pytest.mark.parametrize("lengths", [(1, 300), (300, 1), (1, 1), (2, 300)], ids=str)
+@pytest.mark.parametrize("band", ["full", "causal", "bottom right", "narrow"])
+@both_ops
+def test_a_length_of_one_is_no_constant(op, band, lengths):
+    """Where Triton made it one, ptxas (CUDA 12.8) converted p's equal pairs to garbage."""
+    check_kernel(op, "sage2-8b", "none", band, (1, 2, 2, *lengths, 64))
+
+
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 2.0])
 @pytest.mark.parametrize("recipe", RECIPES)
 @both_ops
@@ -278,7 +286,8 @@ def test_value_ranges_cost_no_more_than_the_formats(values, recipe):
     ours = F.scaled_dot_product_attention(q, k, v, scale=0.125, enable_gqa=True)
     assert out.isfinite().all() and lse.isfinite().all()
     centre = v.double().mean(2, keepdim=True).repeat_interleave(2, 1)
-    size = (exact - centre).abs().sum()
+    # Where attention is uniform exact is v's mean: what is left is rounding, averaged over keys.
+    size = (exact - centre).abs().sum() + exact.numel() * v.double().std() * 700**-0.5
     error, theirs = ((x - exact).abs().sum() for x in (out, ours))
     assert error <= ERROR[recipe] * size + 1.5 * theirs, (error / size, theirs / size)
 
@@ -529,7 +538,8 @@ def test_a_padded_causal_model_at_any_length_with_new_masks(mode):
             x, lengths = sample(N), torch.randint(1, N + 1, (2,), device="cuda")
             torch.compiler.cudagraph_mark_step_begin()
             assert relative(compiled(x, lengths).clone() - x, m(x, lengths) - x) < 0.08
-    assert {s.mask.split(" +")[0] for s in sage_inductor.report()} == {"causal"}
+    masks = {s.mask.split(" +")[0] for s in sage_inductor.report() if s.q[2] != 1}
+    assert masks == {"causal"}
     assert not sage_inductor.report().refused
 
 
@@ -542,11 +552,17 @@ class ByHand(Block):
         return x + self.out(o.transpose(1, 2).reshape(B, N, C))
 
 
-def encoder_layer():
-    return torch.nn.TransformerEncoderLayer(512, 4, 512, dropout=0.0, batch_first=True).eval()
+class Module(Block):
+    def __init__(self):
+        super().__init__()
+        self.attention = torch.nn.MultiheadAttention(512, 4, batch_first=True)
+
+    def forward(self, x):
+        y = self.norm(x)
+        return x + self.attention(y, y, y)[0]
 
 
-@pytest.mark.parametrize("make", [ByHand, encoder_layer], ids=["softmax", "encoder layer"])
+@pytest.mark.parametrize("make", [ByHand, Module])
 def test_other_spellings_are_rewritten(make):
     m = make().cuda().bfloat16()
     compiled = torch.compile(m, backend="sage", options=FORCE, fullgraph=True)

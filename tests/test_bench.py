@@ -1,0 +1,176 @@
+"""The bench's own parts that need no GPU: masks, the exact reference, and the crossover summary."""
+
+import itertools
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+BENCH = Path(__file__).parent.parent / "bench"
+sys.path.insert(0, str(BENCH))
+
+import attention as bench  # noqa: E402
+import measure  # noqa: E402
+import plot  # noqa: E402
+import providers  # noqa: E402
+from cases import MASKS, PLANS, Case  # noqa: E402
+
+from sage_inductor import report  # noqa: E402
+from sage_inductor.ops.tiles import Tile  # noqa: E402
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def narrow(monkeypatch):
+    monkeypatch.setattr(measure, "WINDOW", 16)
+    monkeypatch.setattr(providers, "WINDOW", 16)
+
+
+def inputs(case):
+    return *measure.draw(case, "normal", CPU), *measure.draw_mask(case, CPU)
+
+
+def test_masks_hide_what_they_say(narrow):
+    masks = {mask: measure.draw_mask(Case(4, 2, 2, 64, 8, mask=mask), CPU)[0] for mask in MASKS}
+    assert {mask: tuple(x.shape) for mask, x in masks.items()} == {
+        **dict.fromkeys(MASKS, (1, 1, 64, 64)), "keys": (4, 1, 1, 64)
+    }  # fmt: skip
+    assert masks["keys"].sum(-1).flatten().tolist() == [48, 52, 56, 60]
+    assert masks["documents"][0, 0].equal(torch.block_diag(*[torch.ones(16, 16)] * 4).bool())
+    assert masks["window"][0, 0].equal(torch.ones(64, 64).tril().triu(-15).bool())
+    assert 0.4 < masks["rows"].float().mean() < 0.6
+    assert masks["bias"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("mask", ["", *MASKS])
+def test_the_exact_reference_knows_the_mask(mask, narrow):
+    case = Case(2, 4, 2, 64, 16, mask=mask)
+    q, k, v, *masks = inputs(case)
+    exact = measure.Exact(q, k, v, *masks, is_causal=False)
+    out = F.scaled_dot_product_attention(
+        q.double(), k.double(), v.double(), *(m if m.dtype == torch.bool else m.double() for m in masks),
+        enable_gqa=True,
+    )  # fmt: skip
+    assert exact.compare(out)["rel_l1"] < 1e-12
+    if mask:
+        plain = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        assert exact.compare(plain)["rel_l1"] > measure.WRONG
+
+
+def test_rows_that_see_nothing_are_zero():
+    q = torch.randn(1, 8, 4).double()
+    for mask in (
+        torch.ones(8, 8).bool().triu(1),
+        torch.zeros(8, 8).masked_fill_(torch.eye(8) == 1, -math.inf),
+    ):
+        out = measure.attention(q, q, q, False, mask)
+        assert out.isfinite().all()
+    none = torch.zeros(1, 8, dtype=torch.bool)
+    assert (measure.attention(q, q, q, False, none) == 0).all()
+
+
+@pytest.mark.parametrize("mask", ["", *MASKS])
+def test_the_kernel_provider_is_attention_under_the_mask(mask, narrow):
+    case = Case(2, 4, 2, 96, 64, mask=mask)
+    provider = providers._kernel(case, "sage2-8b")
+    each = inputs(case)
+    out = provider.call(*provider.prepare(*each))
+    assert measure.Exact(*each, is_causal=False).compare(out)["rel_l1"] < measure.WRONG
+
+
+@pytest.mark.parametrize("mask", ["", *MASKS])
+def test_the_gate_emulates_what_the_kernel_is_given(mask, monkeypatch, narrow):
+    """On CPU the kernel is its emulation: nothing is between them."""
+    monkeypatch.setattr(providers.tiles, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(providers.tiles, "tile", lambda *_, **__: Tile(128, 128, 4, 2))
+    assert providers.gate(Case(4, 32, 32, 1024, 64, mask=mask), "sage2-8b", CPU) == 0
+
+
+@pytest.mark.parametrize("mask", ["", *MASKS])
+def test_compiled_providers_take_masks_with_a_symbolic_length(mask, monkeypatch, narrow):
+    """One graph for all N; ours is rewritten, and a window has become a band."""
+    monkeypatch.setattr(providers, "SAGE_OPTIONS", {**providers.SAGE_OPTIONS, "sage.emulate": True})
+    sets = []
+    for N in (128, 256):
+        case = Case(2, 4, 4, N, 64, mask=mask)
+        sets.append(inputs(case))
+    measure.mark_dynamic(sets)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    compiled = providers.build(case, ("inductor", "op"), ["sage2-8b"])
+    with torch.no_grad():
+        for each, provider in itertools.product(sets, compiled):
+            found = measure.Exact(*each, is_causal=False).compare(provider.call(*each))
+            assert found["rel_l1"] < measure.WRONG
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs + len(compiled)
+    (site,) = report()
+    kinds = {"": "none", "window": "window(15, 0)"}
+    assert site.rewritten and kinds.get(mask, site.mask) == site.mask
+
+
+def test_flex_is_asked_what_a_block_mask_can_say(narrow):
+    case = Case(2, 4, 4, 256, 64, is_causal=True)
+    assert len(providers.build(case, ("flex",), [])) == 1
+    for mask in MASKS:
+        case = Case(2, 4, 4, 256, 64, mask=mask)
+        assert len(providers.build(case, ("flex",), [])) == (mask in measure.SEES)
+
+
+@pytest.mark.parametrize("mask", sorted(measure.SEES))
+def test_flex_sees_what_the_mask_shows(mask, narrow):
+    case = Case(2, 4, 4, 256, 64, mask=mask) if mask != "causal" else Case(2, 4, 4, 256, 64, True)
+    each = inputs(case)
+    measure.mark_dynamic([each])
+    (flex,) = providers.build(case, ("flex",), [])
+    with torch.no_grad():
+        out = flex.call(*flex.prepare(*each))
+    found = measure.Exact(*each, is_causal=case.is_causal).compare(out)
+    assert found["rel_l1"] < 0.01
+
+
+def test_results_become_tables():
+    """A provider that is measured at some N only leaves its other cells empty."""
+    row = {"captured": True, "speedup": 2.0, "ms": 1.0, "tflops": 1.0, "model": "", "mask": "keys",
+           "accuracy": {"normal": {"rel_l1": 0.04}}}  # fmt: skip
+    lines = [(1024, "cuDNN"), (1024, "op"), (4096, "cuDNN"), (4096, "flex"), (4096, "op")]
+    table = [{**row, "N": N, "row": f"keys {N}", "provider": p} for N, p in lines]
+    assert plot.speed_table(table, plot.ms_cell, "mask, N").splitlines()[2:] == [
+        "| keys 1024 | 1.00 | 1.00 (2.00x) |  | - (4.0%) |",
+        "| keys 4096 | 1.00 | 1.00 (2.00x) | 1.00 (2.00x) | - (4.0%) |",
+    ]
+
+
+def test_plans_are_what_the_crossover_table_asks_for():
+    cases = [case for plan in PLANS.values() for case in plan.cases]
+    assert {(case.D, case.kind) for case in cases} >= {
+        (D, kind) for D in (64, 128) for kind in ("full", "causal", "mask", "window")
+    }
+    assert all(case.mask in ("", *MASKS) and not (case.mask and case.is_causal) for case in cases)
+
+
+def rows(family, times, D=64, kind="mask"):
+    """times: N -> (cuDNN, op)."""
+    return [
+        {"plan": "crossover_masks", "family": family, "D": D, "kind": kind, "B": 1, "H_q": 8, "N": N,
+         "provider": provider, "recipe": recipe, "ms": ms}
+        for N, pair in times.items()
+        for provider, recipe, ms in zip(("cuDNN", "op"), (None, "sage2-8b"), pair)
+    ]  # fmt: skip
+
+
+def test_the_crossover_is_from_where_on_the_op_wins(capsys):
+    keys = rows("D=64, keys", {1: (2, 1), 2: (1, 1), 4: (1.02, 1), 8: (None, 1), 16: (2, 1)})
+    assert bench.crossovers(keys, "op") == {8: 16}
+    keys = rows("D=64, keys", {1: (2, 1), 2: (1.01, 1), 4: (1.02, 1), 8: (9, 1)})
+    assert bench.crossovers(keys, "op") == {8: 4}
+    bias = rows("D=64, bias", {4: (1, 1), 8: (9, 1)})
+    window = rows("D=64, window", {4: (1, 1), 8: (1, 1)}, kind="window")
+    result = {"rows": keys + bias + window, "machine": {"capability": [9, 0]}}
+    bench.print_crossover("crossover_masks", result)
+    printed = capsys.readouterr().out
+    assert "op D=64, keys: B*H=8: 4\n" in printed and "op D=64, window: B*H=8: never\n" in printed
+    assert "((9, 0), 'fp8', 64, 'mask'): [(8, 8)],\n" in printed
+    assert "((9, 0), 'fp8', 64, 'window'): [],\n" in printed
