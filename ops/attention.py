@@ -280,10 +280,15 @@ def _launch(
     if attn_mask is None:
         seen = q  # neither is read
     else:
-        mask_kind = 1 if seen.shape[2] == 1 else 2
+        mask_kind = 1 if attn_mask.shape[2] == 1 else 2
         additive = attn_mask.dtype != torch.bool
         mask = attn_mask if additive else attn_mask.view(torch.uint8)
-        mask_strides = (*_strides(mask), *_strides(seen)[:3])
+        repeated = [n == 1 for n in mask.shape]  # by broadcasting
+        mask_strides = [
+            0 if once else stride
+            for x in (mask.stride(), seen.stride()[:3])
+            for once, stride in zip(repeated, x, strict=False)
+        ]
     kernel[(B * H_q * triton.cdiv(N_q, tile.BLOCK_M),)](
         q, k, k_scale, v_arg, v_scale, v_mean, mask, seen, out, lse,  # tensors
         *q.stride(), *v.stride(), *mask_strides, *out.stride()[:3],
@@ -294,11 +299,6 @@ def _launch(
         num_warps=tile.num_warps, **options,
     )  # fmt: skip
     return out, lse
-
-
-def _strides(x: Tensor) -> tuple:
-    """0 where broadcasting repeats."""
-    return tuple(0 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True))
 
 
 @triton_op("sage::attention", mutates_args=())

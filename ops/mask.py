@@ -29,7 +29,7 @@ def as_4d(attn_mask: Tensor) -> Tensor:
 
 def summarize(attn_mask: Tensor, n_kv: int, block_m: int) -> Tensor:
     """attn_mask [B or 1, H_q or 1, N_q or 1, N_kv or 1], bool or floating ->
-    seen [B or 1, H_q or 1, number of tiles of queries (1 if N_q is 1), N_kv], uint8."""
+    seen [B or 1, H_q or 1, tiles of queries and one more (or just 1, if N_q is 1), N_kv], uint8."""
     if attn_mask.dtype == torch.bool:
         code = attn_mask.to(torch.uint8) * COUNTS
     else:
@@ -37,9 +37,11 @@ def summarize(attn_mask: Tensor, n_kv: int, block_m: int) -> Tensor:
         code = (attn_mask != -math.inf).to(torch.uint8) * REACHED
         code = torch.where(attn_mask <= lowest, code, COUNTS)  # NaN counts, and is kept
     if attn_mask.shape[2] != 1:
-        rows = (attn_mask.shape[2] + block_m - 1) // block_m * block_m - attn_mask.shape[2]
+        # One tile more than there are: whether there is more than one is never asked, as torch would
+        # of a symbolic number that may be 1, and make the graph, or the package, for short queries.
+        rows = (attn_mask.shape[2] + 2 * block_m - 1) // block_m * block_m - attn_mask.shape[2]
         code = F.pad(code, (0, 0, 0, rows)).unflatten(2, (-1, block_m)).amax(3)
-    return code.expand(-1, -1, -1, n_kv).contiguous()
+    return code.expand(-1, -1, -1, n_kv).clone(memory_format=torch.contiguous_format)
 
 
 def visible_keys(seen: Tensor, heads_kv: int) -> Tensor:
