@@ -24,8 +24,13 @@ class Case:
     def kind(self) -> str:
         """What CROSSOVER in ops/tiles.py calls it."""
         if self.mask:
-            return "window" if self.mask == "window" else "mask"
+            return self.mask if self.mask in ("window", "keys", "bias") else "mask"
         return "causal" if self.is_causal else "full"
+
+    @property
+    def masked(self) -> bool:
+        """Whether the kernel reads a mask: a window is none."""
+        return self.mask not in ("", "window")
 
     @property
     def flops(self) -> float:

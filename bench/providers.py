@@ -129,11 +129,11 @@ def _kernel(case: Case, name: str) -> Provider:
     recipe = NAMED[name]
 
     def op_on(device):
-        return kernel(device, recipe.pv, case.D, case.kind == "mask", portable=False)
+        return kernel(device, recipe.pv, case.D, case.masked, portable=False)
 
     def prepare(q, k, v, mask=None):
         seen = visible = None
-        if case.kind == "mask":
+        if case.masked:
             seen = masks.summarize(mask, k.shape[2], op_on(q.device)[1])
             visible = masks.visible_keys(seen, k.shape[1])
         quantized = prepare_kv(k, v, visible, recipe)[:-1]
@@ -163,7 +163,7 @@ def gate(case: Case, name: str, device: torch.device) -> float:
     normal and outlier inputs."""
     case, recipe = small(case), NAMED[name]
     provider = _kernel(case, name)
-    masked = case.kind == "mask"
+    masked = case.masked
     block_n = tiles.tile(tiles.capability(device), recipe.pv, case.D, masked).BLOCK_N
     errors = []
     for kind in ("normal", "outlier"):

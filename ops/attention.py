@@ -42,7 +42,7 @@ def _attention_kernel(
     K, K_scale,  # [B, H_kv, N_pad, BLOCK_D] int8, [B, H_kv, N_pad / 64, GROUPS]
     V, V_scale, V_mean,  # FP8: [B, H_kv, BLOCK_DV, N_pad], [B, H_kv, D_V] twice
     # 16-bit: V [B, H_kv, N_kv, D_V], the other two unread. TMA: K and FP8 V are 2-D descriptors
-    Mask,  # [B or 1, H_q or 1, N_q or 1, N_kv] uint8 (bool) or floating (additive)
+    Mask,  # [B or 1, H_q or 1, N_q or 1, N_kv] bool or floating (additive)
     Seen,  # [B or 1, H_q or 1, tiles or 1, N_kv] uint8: mask.summarize
     Out, Lse,  # [B, H_q, N_q, D_V], [B, H_q, N_q] fp32
     stride_qb, stride_qh, stride_qn, stride_qd,
@@ -282,7 +282,7 @@ def _launch(
     else:
         mask_kind = 1 if attn_mask.shape[2] == 1 else 2
         additive = attn_mask.dtype != torch.bool
-        mask = attn_mask if additive else attn_mask.view(torch.uint8)
+        mask = attn_mask
         repeated = [n == 1 for n in mask.shape]  # by broadcasting
         mask_strides = [
             0 if once else stride

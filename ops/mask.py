@@ -37,8 +37,8 @@ def summarize(attn_mask: Tensor, n_kv: int, block_m: int) -> Tensor:
         code = (attn_mask != -math.inf).to(torch.uint8) * REACHED
         code = torch.where(attn_mask <= lowest, code, COUNTS)  # NaN counts, and is kept
     if attn_mask.shape[2] != 1:
-        # One tile more than there are: whether there is more than one is never asked, as torch would
-        # of a symbolic number that may be 1, and make the graph, or the package, for short queries.
+        # One tile more than there are: of a symbolic number that may be 1 torch asks whether it is,
+        # and makes the graph, or the package, for short queries.
         rows = (attn_mask.shape[2] + 2 * block_m - 1) // block_m * block_m - attn_mask.shape[2]
         code = F.pad(code, (0, 0, 0, rows)).unflatten(2, (-1, block_m)).amax(3)
     return code.expand(-1, -1, -1, n_kv).clone(memory_format=torch.contiguous_format)

@@ -61,16 +61,35 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+# Kinds of calls: without a mask ("full", "causal", "window": a band), with one row for all queries
+# ("keys": padding), with a bool ("mask") or an additive ("bias") one.
+KINDS = ("full", "causal", "window", "keys", "mask", "bias")
+
 # (compute capability, pv, head_dim, kind) -> (B * H_q at least, N of queries and of keys at
 # least) from which the call, with its preparation, is faster than the best of SDPA's backends in a
-# compiled graph by 2 %, there and at every longer N measured. No row: stays SDPA. H200, 2026-11-21,
-# `bench/attention.py --shapes crossover`; the 16-bit kernel alone is slower than cuDNN there.
-# kind: "full", "causal", "window", or "mask" (any attn_mask).
+# compiled graph by 2 %, there and at every longer N measured. No row: stays as it was; for 16-bit
+# p v and for head_dim 256 because cuDNN is faster at every length. H200, 2026-11-21,
+# `bench/attention.py --shapes crossover`, crossover_dims and crossover_masks: windows of 1024 keys,
+# SDPA with the same mask.
 CROSSOVER = {
     ((9, 0), "fp8", 64, "full"): [(24, 12288)],
     ((9, 0), "fp8", 64, "causal"): [(128, 12288), (24, 16384)],
+    ((9, 0), "fp8", 64, "window"): [(24, 1024), (8, 2048)],
+    ((9, 0), "fp8", 64, "keys"): [(128, 2048), (24, 4096), (8, 8192)],
+    ((9, 0), "fp8", 72, "full"): [(24, 12288)],
+    ((9, 0), "fp8", 72, "causal"): [(24, 16384)],
+    ((9, 0), "fp8", 80, "full"): [(24, 6144)],
+    ((9, 0), "fp8", 80, "causal"): [(24, 6144)],
+    ((9, 0), "fp8", 96, "full"): [(128, 4096), (24, 8192)],
+    ((9, 0), "fp8", 96, "causal"): [(24, 8192)],
+    ((9, 0), "fp8", 112, "full"): [(128, 6144), (24, 8192)],
+    ((9, 0), "fp8", 112, "causal"): [(128, 6144), (24, 8192)],
     ((9, 0), "fp8", 128, "full"): [(128, 5120), (24, 8192), (8, 12288)],
     ((9, 0), "fp8", 128, "causal"): [(128, 6144), (24, 8192), (8, 12288)],
+    ((9, 0), "fp8", 128, "window"): [(24, 1024), (8, 2048)],
+    ((9, 0), "fp8", 128, "keys"): [(128, 2048), (24, 4096), (8, 8192)],
+    ((9, 0), "fp8", 128, "mask"): [(128, 4096), (8, 8192)],
+    ((9, 0), "fp8", 128, "bias"): [(128, 8192), (24, 16384)],
 }
 
 

@@ -120,7 +120,7 @@ def _recipe(call: Call, settings: Settings) -> tuple[str | None, str]:
 def _never_slower(call, settings, recipe, capability, pv, head_dim) -> tuple[str | None, str]:
     q, k = value_of(call.q), value_of(call.k)
     heads = q.shape[0] * q.shape[1]
-    kind = "mask" if call.attn_mask is not None else call.band.kind
+    kind = _kind(call)
     rows = tiles.crossover(capability, pv, head_dim, kind)
     shortest = next((N for B_H, N in rows if _at_least(heads, B_H, settings)), None)
     sm = "sm_{}{}".format(*capability)
@@ -130,6 +130,16 @@ def _never_slower(call, settings, recipe, capability, pv, head_dim) -> tuple[str
     if not all(_at_least(x.shape[2], shortest, settings) for x in (q, k)):
         return None, f"never slower: {what} wins from N={shortest} (sage.force=True overrides)"
     return recipe, f"N >= {shortest}"
+
+
+def _kind(call: Call) -> str:
+    """One of tiles.KINDS."""
+    if call.attn_mask is None:
+        return call.band.kind
+    mask = value_of(call.attn_mask)
+    if mask.shape[-2] == 1:
+        return "keys"
+    return "mask" if mask.dtype == torch.bool else "bias"
 
 
 def _named(settings: Settings, default: str) -> str:

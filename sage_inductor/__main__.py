@@ -166,8 +166,8 @@ def _policy(device: torch.device) -> str:
 def _crossovers(capability: tuple[int, int], pv: str) -> list[str]:
     """From where a recipe is chosen, a line for each kind of call."""
     rows = []
-    for head_dim in HEAD_DIMS:
-        for kind in ("full", "causal", "window", "mask"):
+    for head_dim in range(1, HEAD_DIMS[-1] + 1):
+        for kind in tiles.KINDS:
             found = tiles.crossover(capability, pv, head_dim, kind)
             lengths = ", ".join(f"N={n} with B*H >= {heads}" for heads, n in reversed(found))
             if lengths:

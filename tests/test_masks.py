@@ -394,7 +394,7 @@ def assigned(a):
 
 
 @settings(
-    max_examples=int(os.environ.get("MASK_PROGRAMS", 150)),
+    max_examples=int(os.environ.get("MASK_PROGRAMS", 60)),
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )

@@ -13,10 +13,12 @@ from expecttest import TestCase
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from sage_inductor import patterns
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops import tiles
 from sage_inductor.ops.sdpa import compose
-from sage_inductor.patterns import Settings, rewrite
+from sage_inductor.patterns import Settings, masks, rewrite
+from sage_inductor.patterns.call import Band
 
 EMULATE = Settings(emulate=True)
 
@@ -316,7 +318,15 @@ def test_every_use_of_the_call_follows_the_new_node():
 # -- what the crossover decides, on tensors of a GPU that is not there ----
 
 
-def decide(shape, capability, monkeypatch, is_causal=False, requires_grad=False, **settings):
+MASKS = {
+    "window": lambda B, N: torch.empty(N, N, dtype=torch.bool, device="cuda"),
+    "keys": lambda B, N: torch.empty(B, 1, 1, N, dtype=torch.bool, device="cuda"),
+    "mask": lambda B, N: torch.empty(B, 1, N, N, dtype=torch.bool, device="cuda"),
+    "bias": lambda B, N: torch.empty(N, N, dtype=torch.bfloat16, device="cuda"),
+}
+
+
+def decide(shape, capability, monkeypatch, kind="full", requires_grad=False, **settings):
     monkeypatch.setattr(tiles, "capability", lambda device: capability)
     graph = torch.fx.Graph()
     with FakeTensorMode():
@@ -326,11 +336,18 @@ def decide(shape, capability, monkeypatch, is_causal=False, requires_grad=False,
             for H in (H_q, H_kv, H_kv)
         ]
         out = torch.empty_like(values[0]).requires_grad_(requires_grad)
-    nodes = [graph.placeholder(name) for name in "qkv"]
+        if kind in MASKS:
+            values.append(MASKS[kind](B, N))
+    nodes = [graph.placeholder(f"x{i}") for i in range(len(values))]
     for node, value in zip(nodes, values):
         node.meta["example_value"] = value
+    # A window is as if its mask had been made of aranges.
+    prove = (lambda *args: (Band(1023, 0), None)) if kind == "window" else masks.prove
+    monkeypatch.setattr(patterns, "prove", prove)
     call = graph.call_function(
-        F.scaled_dot_product_attention, tuple(nodes), {"is_causal": is_causal, "enable_gqa": True}
+        F.scaled_dot_product_attention,
+        tuple(nodes),
+        {"is_causal": kind == "causal", "enable_gqa": True},
     )
     call.meta["example_value"] = out
     graph.output(call)
@@ -340,12 +357,11 @@ def decide(shape, capability, monkeypatch, is_causal=False, requires_grad=False,
 
 def test_every_row_of_the_crossover_table_decides_at_its_length(monkeypatch):
     for (capability, _, D, kind), rows in tiles.CROSSOVER.items():
-        if kind not in ("full", "causal"):
-            continue
+        assert kind in tiles.KINDS
         for heads, N in rows:
             for n, expected in ((N, True), (N - 1, False)):
                 longer = [m for h, m in rows if h <= heads and m < n]
-                site = decide((1, heads, heads, n, D), capability, monkeypatch, kind == "causal")
+                site = decide((1, heads, heads, n, D), capability, monkeypatch, kind)
                 assert site.rewritten == (expected or bool(longer)), (heads, n, site.reason)
 
 
@@ -355,7 +371,7 @@ def test_every_row_of_the_crossover_table_decides_at_its_length(monkeypatch):
         ((4, 32, 32, 16384, 128), (9, 0), {}, "sage2-8b", "N >= 5120"),
         ((4, 32, 8, 16384, 128), (9, 0), {}, "sage2-8b", "N >= 5120"),
         ((1, 4, 4, 65536, 128), (9, 0), {}, None, "never slower: no length .* B\\*H=4 wins"),
-        ((4, 32, 32, 16384, 96), (9, 0), {}, None, "never slower: no length"),
+        ((4, 32, 32, 16384, 40), (9, 0), {}, None, "never slower: no length"),
         ((4, 32, 32, 1024, 128), (9, 0), {}, None, "never slower: .* wins from N=5120"),
         ((4, 32, 32, 1024, 128), (9, 0), {"force": True}, "sage2-8b", "forced"),
         ((4, 32, 32, 16384, 128), (8, 9), {}, None, "on sm_89"),

@@ -136,7 +136,7 @@ def check_rewritten(signature, inputs, actual):
     assert (actual - exact).abs().sum() <= 0.05 * exact.abs().sum()
 
 
-@draws(ci=200)
+@draws(ci=120)
 def test_a_call_is_rewritten_and_near_exact_or_left_as_it_was(signature):
     signature, inputs, expected = prepared(signature)
     sites, before, after = [], [], []
@@ -162,7 +162,7 @@ def test_a_call_is_rewritten_and_near_exact_or_left_as_it_was(signature):
     assert site.rewritten == (not refusable), site.reason
 
 
-@draws(ci=12)
+@draws(ci=8)
 def test_the_same_through_inductor(signature):
     signature, inputs, _ = prepared(signature)
     options = {"sage.emulate": True, "sage.recipe": signature.recipe}
