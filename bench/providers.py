@@ -29,7 +29,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from sage_inductor.ops import mask as masks
 from sage_inductor.ops import reference, tiles
 from sage_inductor.ops.recipe import NAMED
-from sage_inductor.ops.sdpa import kernel
+from sage_inductor.ops.sdpa import kernel, operands
 from sage_inductor.ops.sdpa import prepare as prepare_kv
 
 EAGER = {
@@ -132,11 +132,10 @@ def _kernel(case: Case, name: str) -> Provider:
         return kernel(device, recipe.pv, case.D, case.masked, portable=False)
 
     def prepare(q, k, v, mask=None):
-        seen = visible = None
+        seen = None
         if case.masked:
             seen = masks.summarize(mask, k.shape[2], op_on(q.device)[1])
-            visible = masks.visible_keys(seen, k.shape[1])
-        quantized = prepare_kv(k, v, visible, recipe)[:-1]
+        quantized, _ = operands(v, prepare_kv(k, v, seen, recipe))
         return q, *quantized, *(() if seen is None else (mask, seen))
 
     def call(q, k_int8, k_scale, v, v_scale, v_mean, mask=None, seen=None):

@@ -1,4 +1,5 @@
-"""``sage::sdpa`` opens into smooth + quantize + attention when AOTAutograd traces a graph.
+"""``sage::sdpa`` (and ``sage::prepare``, its first half) opens into smooth + quantize + attention
+when AOTAutograd traces a graph.
 
 Inductor then sees what there is to see: on CUDA the Triton kernels themselves (they are
 ``triton_op``), in a CPU package the aten operations of the emulation. Nothing named ``sage`` is
@@ -13,14 +14,19 @@ left for a package to look up. Two cases stay whole:
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.export._trace import custom_triton_ops_decomposition_disabled
 
-from sage_inductor.ops import sdpa
-from sage_inductor.ops.sdpa import compose
+from sage_inductor.ops import prepare_kv, sdpa
+from sage_inductor.ops.sdpa import compose, compose_prepare
 
 
-@sdpa.register_torch_dispatch(FunctionalTensorMode)
-def _open(mode, op, types, args, kwargs):
-    q, portable = args[0], args[-1]
-    if custom_triton_ops_decomposition_disabled() or (q.device.type == "cpu" and not portable):
-        return mode.__torch_dispatch__(op, types, args, kwargs)
-    with mode:
-        return compose(*args, **kwargs)
+def _opens(custom_op, into) -> None:
+    @custom_op.register_torch_dispatch(FunctionalTensorMode)
+    def open_(mode, op, types, args, kwargs):
+        x, portable = args[0], args[-1]
+        if custom_triton_ops_decomposition_disabled() or (x.device.type == "cpu" and not portable):
+            return mode.__torch_dispatch__(op, types, args, kwargs)
+        with mode:
+            return into(*args, **kwargs)
+
+
+_opens(sdpa, compose)
+_opens(prepare_kv, compose_prepare)

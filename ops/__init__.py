@@ -2,7 +2,15 @@
 
 from sage_inductor.ops.attention import attention, attention_capped
 from sage_inductor.ops.quantize import quantize_k, quantize_v
-from sage_inductor.ops.sdpa import sdpa
+from sage_inductor.ops.sdpa import prepare_kv, sdpa
 from sage_inductor.ops.smooth import smooth
 
-__all__ = ["attention", "attention_capped", "quantize_k", "quantize_v", "sdpa", "smooth"]
+__all__ = [
+    "attention",
+    "attention_capped",
+    "prepare_kv",
+    "quantize_k",
+    "quantize_v",
+    "sdpa",
+    "smooth",
+]

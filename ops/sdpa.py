@@ -7,6 +7,7 @@
     out, lse               = attention(q, k_int8, ..., v_fp8, ...)
     lse                   += scale * q k_mean                     what smoothing k took off
 
+Calls that share k and v can share what the middle three make: ``sage::prepare`` returns it.
 Eager runs this composition; lowering/ hands it to Inductor. The gradient is exact attention's,
 recomputed in the inputs' own precision.
 
@@ -27,35 +28,53 @@ from sage_inductor.ops import mask, reference, tiles
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.attention import attention, attention_capped, empty_outputs
 from sage_inductor.ops.quantize import quantize_k, quantize_v
-from sage_inductor.ops.reference import HEAD_DIMS
+from sage_inductor.ops.reference import HEAD_DIMS, K_BLOCK, PAD_N, pad_head_dim
 from sage_inductor.ops.smooth import smooth
 
 
 @torch.library.custom_op("sage::sdpa", mutates_args=())
 def sdpa(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, left: int | None, right: int | None,
-    bottom_right: bool, scale: float, recipe: str, out_bnhd: bool, portable: bool,
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, prepared: list[Tensor],
+    left: int | None, right: int | None, bottom_right: bool, scale: float, recipe: str,
+    out_bnhd: bool, portable: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """softmax(scale * q k^T + mask) v, quantized as `recipe` says.
 
     q [B, H_q, N_q, D], k [B, H_kv, N_kv, D], v [B, H_kv, N_kv, D_v] of one dtype (fp16, bf16, fp32)
     and device, any strides; H_q a multiple of H_kv. attn_mask: bool (True: sees) or floating
     (added), two to four dimensions that broadcast to [B, H_q, N_q, N_kv], any strides; and a band:
-    a query sees what both show. recipe: `Recipe.encode()`. out_bnhd: store out in [B, N, H, D]
-    order. portable: only kernels that travel in an exported package.
+    a query sees what both show. prepared: what `prepare_kv` gives for this k, v, attn_mask and
+    recipe, or nothing. recipe: `Recipe.encode()`. out_bnhd: store out in [B, N, H, D] order.
+    portable: only kernels that travel in an exported package.
 
     Returns out [B, H_q, N_q, D_v] and lse [B, H_q, N_q] (natural log, fp32, not differentiable). A
     row that sees no key is 0 and its lse -inf. Keys that no query sees may hold anything.
     Raises ValueError or TypeError saying what must hold and what was got.
     """
-    check(q, k, v, attn_mask, left, right, scale)
+    check(q, k, v, attn_mask, prepared, left, right, scale, recipe)
     with torch.cuda.device_of(q):
         return compose(
-            q, k, v, attn_mask, left, right, bottom_right, scale, recipe, out_bnhd, portable
-        )
+            q, k, v, attn_mask, prepared, left, right, bottom_right, scale, recipe, out_bnhd,
+            portable,
+        )  # fmt: skip
 
 
-def check(q, k, v, attn_mask, left, right, scale: float) -> None:
+@torch.library.custom_op("sage::prepare", mutates_args=())
+def prepare_kv(
+    k: Tensor, v: Tensor, attn_mask: Tensor | None, recipe: str, portable: bool
+) -> list[Tensor]:
+    """What `sdpa` makes of k and v before it looks at q, for calls that share them.
+
+    Arguments: as `sdpa`'s. Returns `prepare`'s tensors, contiguous; none of them differentiable.
+    """
+    check(k, k, v, None, [], None, None, 0.0, recipe)
+    with torch.cuda.device_of(k):
+        prepared = compose_prepare(k, v, attn_mask, recipe, portable)
+    # The means of k and v are parts of one tensor, which outputs of an op may not be.
+    return [x.clone(memory_format=torch.contiguous_format) for x in prepared]
+
+
+def check(q, k, v, attn_mask, prepared, left, right, scale: float, recipe: str) -> None:
     """Raise unless `sdpa` is defined for these arguments."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         _require(x.dim() == 4, f"{name} must be [B, H, N, D], got {x.dim()} dimensions")
@@ -96,6 +115,9 @@ def check(q, k, v, attn_mask, left, right, scale: float) -> None:
     for name, bound in (("left", left), ("right", right)):
         _require(bound is None or bound >= 0, f"{name} must be None or at least 0, got {bound}")
     _require(math.isfinite(scale), f"scale must be finite, got {scale}")
+    if prepared:
+        n = 6 if recipes.decode(recipe).pv == "fp8" else 3
+        _require(len(prepared) == n, f"prepared must be empty or {n} tensors, got {len(prepared)}")
 
 
 def _require(holds, message: str) -> None:
@@ -108,19 +130,14 @@ def _shape(x: Tensor) -> list:
 
 
 def compose(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, left: int | None, right: int | None,
-    bottom_right: bool, scale: float, recipe: str, out_bnhd: bool, portable: bool,
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, prepared: list[Tensor],
+    left: int | None, right: int | None, bottom_right: bool, scale: float, recipe: str,
+    out_bnhd: bool, portable: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`sdpa` in terms of the ops that do the work."""
     r = recipes.decode(recipe)
-    head_dim = max(int(q.shape[3]), int(v.shape[3]))
-    op, block_m = kernel(q.device, r.pv, head_dim, attn_mask is not None, portable)
-    seen = visible = None
-    if attn_mask is not None:
-        attn_mask = mask.as_4d(attn_mask)
-        seen = mask.summarize(attn_mask, k.shape[2], block_m)
-        visible = mask.visible_keys(seen, k.shape[1])
-    *quantized, k_mean = prepare(k, v, visible, r)
+    op, attn_mask, seen = _kernel_and_mask(k, v, attn_mask, r, portable)
+    quantized, k_mean = operands(v, prepared or prepare(k, v, seen, r))
     out, lse = op(
         q, *quantized, attn_mask, seen, left, right, bottom_right, scale, k.shape[2],
         r.granularity, out_bnhd,
@@ -129,22 +146,49 @@ def compose(
     return out, lse + scale * (group @ k_mean[:, :, None, :, None]).flatten(1, 2)[..., 0]
 
 
-def prepare(k: Tensor, v: Tensor, visible: Tensor | None, recipe: recipes.Recipe) -> tuple:
-    """(k_int8, k_scale, v_fp8 or v in 16 bits, v_scale, v_mean, k_mean): what `attention` reads,
-    and what lse is corrected by. Without FP8, v_scale and v_mean are fillers."""
+def compose_prepare(
+    k: Tensor, v: Tensor, attn_mask: Tensor | None, recipe: str, portable: bool
+) -> list[Tensor]:
+    """`prepare_kv` in terms of the ops that do the work."""
+    r = recipes.decode(recipe)
+    _, _, seen = _kernel_and_mask(k, v, attn_mask, r, portable)
+    return prepare(k, v, seen, r)
+
+
+def _kernel_and_mask(k, v, attn_mask, recipe: recipes.Recipe, portable: bool) -> tuple:
+    """(the attention op, attn_mask in four dimensions, what its tiles of queries see of it)."""
+    head_dim = max(int(k.shape[3]), int(v.shape[3]))
+    op, block_m = kernel(k.device, recipe.pv, head_dim, attn_mask is not None, portable)
+    if attn_mask is None:
+        return op, None, None
+    attn_mask = mask.as_4d(attn_mask)
+    return op, attn_mask, mask.summarize(attn_mask, k.shape[2], block_m)
+
+
+def prepare(k: Tensor, v: Tensor, seen: Tensor | None, recipe: recipes.Recipe) -> list[Tensor]:
+    """[k_int8, k_scale, k_mean], and with FP8 also v_fp8, v_scale, v_mean."""
+    visible = None if seen is None else mask.visible_keys(seen, k.shape[1])
     if recipe.pv == "fp8" and v.shape[3] == k.shape[3]:
         mean, amax = smooth([k, v], visible)  # [2, B, H_kv, D]: one launch
         k_mean, v_mean, v_amax = mean[0], mean[1], amax[1]
     else:
-        k_mean = v_mean = smooth([k], visible)[0][0]
+        k_mean = smooth([k], visible)[0][0]
         if recipe.pv == "fp8":
             v_mean, v_amax = (x[0] for x in smooth([v], visible))
     k_int8, k_scale = quantize_k(k, k_mean, recipe.granularity, visible)
-    if recipe.pv == "fp8":
-        v_hat, v_scale = quantize_v(v, v_mean, v_amax, visible is not None)
-    else:
-        v_hat, v_scale = v if v.dtype != torch.float32 else v.bfloat16(), k_mean
-    return k_int8, k_scale, v_hat, v_scale, v_mean, k_mean
+    if recipe.pv != "fp8":
+        return [k_int8, k_scale, k_mean]
+    v_fp8, v_scale = quantize_v(v, v_mean, v_amax, visible is not None)
+    return [k_int8, k_scale, k_mean, v_fp8, v_scale, v_mean]
+
+
+def operands(v: Tensor, prepared: list[Tensor]) -> tuple[tuple, Tensor]:
+    """(k_int8, k_scale, v_fp8 or v in 16 bits, v_scale, v_mean), which `attention` reads, and
+    k_mean, which lse is corrected by. Without FP8, v_scale and v_mean are fillers."""
+    k_int8, k_scale, k_mean, *of_v = prepared
+    if not of_v:
+        of_v = v if v.dtype != torch.float32 else v.bfloat16(), k_mean, k_mean
+    return (k_int8, k_scale, *of_v), k_mean
 
 
 def kernel(device: torch.device, pv: str, head_dim: int, masked: bool, portable: bool):
@@ -157,14 +201,31 @@ def kernel(device: torch.device, pv: str, head_dim: int, masked: bool, portable:
 
 @sdpa.register_fake
 def _(
-    q, k, v, attn_mask, left, right, bottom_right, scale, recipe, out_bnhd, portable
+    q, k, v, attn_mask, prepared, left, right, bottom_right, scale, recipe, out_bnhd, portable
 ):  # fmt: skip
-    check(q, k, v, attn_mask, left, right, scale)
+    check(q, k, v, attn_mask, prepared, left, right, scale, recipe)
     return empty_outputs(q, v.shape[3], out_bnhd)
 
 
+@prepare_kv.register_fake
+def _(k, v, attn_mask, recipe, portable):
+    check(k, k, v, None, [], None, None, 0.0, recipe)
+    r, (B, H, N, D), D_v = recipes.decode(recipe), k.shape, v.shape[3]
+    N_pad, groups = (N + PAD_N - 1) // PAD_N * PAD_N, 4 if r.granularity == "per_thread" else 1
+    outputs = [
+        ((B, H, N_pad, pad_head_dim(int(D))), torch.int8),
+        ((B, H, N_pad // K_BLOCK, groups), torch.float32),
+        ((B, H, D), torch.float32),
+        ((B, H, pad_head_dim(int(D_v)), N_pad), torch.float8_e4m3fn),
+        ((B, H, D_v), torch.float32),
+        ((B, H, D_v), torch.float32),
+    ]
+    return [k.new_empty(s, dtype=dtype) for s, dtype in outputs[: 6 if r.pv == "fp8" else 3]]
+
+
 def _save_inputs(ctx, inputs, output):
-    q, k, v, attn_mask, *ctx.band, ctx.scale, _, _, _ = inputs
+    q, k, v, attn_mask, prepared, *ctx.band, ctx.scale, _, _, _ = inputs
+    ctx.prepared = len(prepared)
     ctx.save_for_backward(q, k, v, attn_mask)
     ctx.mark_non_differentiable(output[1])
 
@@ -190,26 +251,31 @@ def _backward(ctx, grad_out, _grad_lse):
         )
     grads = torch.autograd.grad(out, [saved[i] for i in needed], grad_out)
     found = dict(zip(needed, grads, strict=True))
-    return *(found.get(i) for i in range(4)), *(None,) * 7
+    return *(found.get(i) for i in range(4)), [None] * ctx.prepared, *(None,) * 7
 
 
 sdpa.register_autograd(_backward, setup_context=_save_inputs)
+prepare_kv.register_autograd(
+    lambda ctx, _grads: (None,) * 5,  # of no use: no output has a gradient
+    setup_context=lambda ctx, inputs, output: ctx.mark_non_differentiable(*output),
+)
 
 
-def _autocast(device_type: str):
+def _autocast(op: str, device_type: str):
     """SDPA's autocast rule: compute in autocast's dtype, whatever the inputs have."""
     key = getattr(torch._C.DispatchKey, f"Autocast{'CUDA' if device_type == 'cuda' else 'CPU'}")
 
-    def cast(q, k, v, attn_mask, *args):
+    def cast(*args):
         dtype = torch.get_autocast_dtype(device_type)
-        if attn_mask is not None and attn_mask.is_floating_point():
-            attn_mask = attn_mask.to(dtype)
+        floating = (isinstance(x, Tensor) and x.is_floating_point() for x in args)
+        args = [x.to(dtype) if f else x for x, f in zip(args, floating, strict=True)]
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
-            return torch.ops.sage.sdpa(q.to(dtype), k.to(dtype), v.to(dtype), attn_mask, *args)
+            return getattr(torch.ops.sage, op)(*args)
 
     return cast
 
 
 _library = torch.library.Library("sage", "FRAGMENT")
-_library.impl("sdpa", _autocast("cuda"), "AutocastCUDA")
-_library.impl("sdpa", _autocast("cpu"), "AutocastCPU")
+for _op in ("sdpa", "prepare"):
+    _library.impl(_op, _autocast(_op, "cuda"), "AutocastCUDA")
+    _library.impl(_op, _autocast(_op, "cpu"), "AutocastCPU")

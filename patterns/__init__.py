@@ -3,7 +3,7 @@
 find     sdpa.py, handwritten.py, modules.py, flex.py     node -> Call, in SDPA's terms
 prove    masks.py                                         what its mask says
 decide   decide.py                                        a recipe or a reason -> Site
-replace  decide.py
+replace  decide.py                                        and what calls share, once
 """
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.patterns import flex, handwritten, modules, sdpa
 from sage_inductor.patterns.call import FULL, value_of
-from sage_inductor.patterns.decide import Settings, Site, decide, replace
+from sage_inductor.patterns.decide import Settings, Site, decide, replace, share
 from sage_inductor.patterns.masks import prove
 
 __all__ = ["Settings", "Site", "rewrite"]
@@ -51,4 +51,6 @@ def _rewrite_graph(graph: torch.fx.Graph, settings: Settings) -> list[Site]:
             call.emit.undo()
             call.node.meta["sage"] = "kept"  # decided: a second pass over the graph leaves it alone
         sites.append(site)
+    if sum(site.rewritten for site in sites) > 1:
+        share(graph)
     return sites

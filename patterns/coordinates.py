@@ -244,7 +244,7 @@ def may_write(node: Node) -> bool:
         )
     foreign = home.split(".")[0] not in ("", "torch", "builtins", "math") or "_dynamo" in home
     dunder = name.endswith("__") and name not in ("__and__", "__or__", "__xor__", "__invert__")
-    inplace = "out" in node.kwargs or "inplace" in node.kwargs
+    inplace = any(node.kwargs.get(name) not in (None, False) for name in ("out", "inplace"))
     positional = home == "torch.nn.functional" and any(arg is True for arg in node.args)
     return (
         name.endswith("_") and not name.endswith("__") or dunder or foreign or inplace or positional

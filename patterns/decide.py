@@ -16,7 +16,8 @@ from sage_inductor import lowering  # noqa: F401  (registers what the inserted o
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops import tiles
 from sage_inductor.ops.reference import HEAD_DIMS
-from sage_inductor.patterns.call import Call, functorch_depth, value_of
+from sage_inductor.patterns.call import Call, Emitter, functorch_depth, value_of
+from sage_inductor.patterns.coordinates import may_write
 
 AUTO = "auto"
 OFF = "off"
@@ -75,8 +76,8 @@ def replace(call: Call, recipe: recipes.Recipe, portable: bool) -> None:
     q, k, v, attn_mask = call.q, call.k, call.v, call.attn_mask
     scale = call.scale if call.scale is not None else value_of(q).shape[3] ** -0.5
     args = (
-        q, k, v, attn_mask, call.band.left, call.band.right, call.band.bottom_right, float(scale),
-        recipe.encode(), bool(_stored_bnhd(call)), portable,
+        q, k, v, attn_mask, [], call.band.left, call.band.right, call.band.bottom_right,
+        float(scale), recipe.encode(), bool(_stored_bnhd(call)), portable,
     )  # fmt: skip
     lse = out.new_empty(out.shape[:3], dtype=torch.float32)
     new = emit.insert(torch.ops.sage.sdpa.default, args, (out, lse))
@@ -85,6 +86,27 @@ def replace(call: Call, recipe: recipes.Recipe, portable: bool) -> None:
     for dead in (call.node, *call.dead, *reversed(emit.nodes)):
         if not dead.users:
             dead.graph.erase_node(dead)
+
+
+def share(graph: torch.fx.Graph) -> None:
+    """Prepare k and v once for the calls that have the same ones, and the same mask, recipe and
+    autocast, as long as nothing between them may write (to what k, v or the mask are views of)."""
+    groups, writes = {}, 0
+    for node in graph.nodes:
+        writes += may_write(node)
+        if node.target is torch.ops.sage.sdpa.default and not node.args[4]:
+            emit = Emitter(node)
+            _, k, v, attn_mask, *_, recipe, _, portable = node.args
+            key = (k, v, attn_mask, recipe, portable), writes, tuple(emit.autocasts)
+            groups.setdefault(key, []).append((node, emit))
+    for (args, *_), calls in groups.items():
+        if len(calls) > 1:
+            emit = calls[0][1]
+            prepare = emit(torch.ops.sage.prepare.default, *args)
+            count = range(len(value_of(prepare)))
+            prepared = [emit(operator.getitem, prepare, i) for i in count]
+            for node, _ in calls:
+                node.update_arg(4, prepared)
 
 
 def _recipe(call: Call, settings: Settings) -> tuple[str | None, str]:

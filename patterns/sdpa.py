@@ -1,7 +1,7 @@
 """scaled_dot_product_attention calls.
 
     before:  out = scaled_dot_product_attention(q, k, v, is_causal=True)
-    after:   sdpa = sage.sdpa(q, k, v, None, None, 0, False, 0.125, "int8/...@...", False, False)
+    after:   sdpa = sage.sdpa(q, k, v, None, [], None, 0, False, 0.125, "int8/...@...", ...)
              out = sdpa[0]
 
 Heads of k and v that the model repeats for q's are taken as they were before (kv_source).

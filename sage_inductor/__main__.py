@@ -124,7 +124,7 @@ def _probe(device, recipe: recipes.Recipe, head_dim: int, kind: str) -> tuple[st
     padding = torch.arange(333, device=device)[None] < 300 if kind == "mask" else None
     try:
         out, _ = torch.ops.sage.sdpa(
-            q, k, v, padding, None, right, False, scale, recipe.encode(), True, False
+            q, k, v, padding, [], None, right, False, scale, recipe.encode(), True, False
         )
         error = demo_model.compare(out, attention_exact(q, k, v, scale, padding, right=right)[0])
     except Exception as exception:  # whatever a driver or a compiler makes of it is the finding

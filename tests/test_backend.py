@@ -69,7 +69,8 @@ def test_compiled_emulation_equals_the_eager_op():
     q, k, v = (torch.randn(1, 2, 100, 64) for _ in range(3))
     text = recipes.NAMED["sage2-8b"].encode()
     compiled = torch.compile(F.scaled_dot_product_attention, backend="sage", options=EMULATE)
-    expected, _ = torch.ops.sage.sdpa(q, k, v, None, None, None, False, 0.125, text, False, False)
+    args = (q, k, v, None, [], None, None, False, 0.125, text, False, False)
+    expected, _ = torch.ops.sage.sdpa(*args)
     assert_close(compiled(q, k, v), expected, rtol=1e-4, atol=1e-4)
 
 

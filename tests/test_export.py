@@ -27,8 +27,19 @@ class Attention(torch.nn.Module):
         B, N, C = x.shape
         q = self.q(x).view(B, N, -1, 32).transpose(1, 2)
         k, v = self.kv(x).view(B, N, 2, -1, 32).permute(2, 0, 3, 1, 4)
-        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        o = self.attend(q, k, v)
         return self.out(o.transpose(1, 2).reshape(B, N, C))
+
+    def attend(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+class SharingAttention(Attention):
+    """Two calls with the same k and v, and one with another v."""
+
+    def attend(self, q, k, v):
+        o = super().attend(q, k, v) + super().attend(q, k, v.sin())
+        return o + F.scaled_dot_product_attention(-q, k, v, enable_gqa=True)
 
 
 class Masked(Attention):
@@ -77,9 +88,10 @@ def test_rewrite_replaces_the_calls_of_a_program_in_place(make, strict):
 
 
 def test_rewritten_programs_can_be_saved(tmp_path):
-    model, x = Attention(), torch.randn(1, 64, 128)
+    model, x = SharingAttention(), torch.randn(1, 64, 128)
     program = exported(model, x)
     sage_inductor.rewrite(program, options=EMULATE)
+    assert targets(program).count(torch.ops.sage.prepare.default) == 1
     torch.export.save(program, tmp_path / "program.pt2")
     again = torch.export.load(tmp_path / "program.pt2")
     assert torch.equal(again.module()(x), program.module()(x))
@@ -144,7 +156,7 @@ def run_in_cpp(runner, package, x, device, folder):
     return torch.load(folder / "outputs.pt")
 
 
-@pytest.mark.parametrize("make", [Attention, Masked])
+@pytest.mark.parametrize("make", [SharingAttention, Masked])
 def test_a_cpu_package_runs_without_us_at_any_length(make, tmp_path):
     model, x = make(), torch.randn(1, 64, 128)
     program = exported(model, x)

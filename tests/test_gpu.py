@@ -24,7 +24,7 @@ from sage_inductor.ops import (
     tiles,
 )
 from sage_inductor.ops import recipe as recipes
-from sage_inductor.ops.sdpa import prepare
+from sage_inductor.ops.sdpa import operands, prepare
 
 pytestmark = pytest.mark.gpu
 
@@ -51,10 +51,11 @@ def qkv(B, H_q, H_kv, N_q, N_kv, D, dtype=torch.bfloat16):
 
 def arguments(
     q, k, v, is_causal, scale, recipe, out_bnhd=True, portable=False,
-    attn_mask=None, left=None, right=None, bottom_right=False,
+    attn_mask=None, left=None, right=None, bottom_right=False, prepared=(),
 ):  # fmt: skip
     text, right = recipes.NAMED[recipe].encode(), 0 if is_causal else right
-    return q, k, v, attn_mask, left, right, bottom_right, scale, text, out_bnhd, portable
+    band = left, right, bottom_right
+    return q, k, v, attn_mask, [*prepared], *band, scale, text, out_bnhd, portable
 
 
 def sdpa(*args, **kwargs):
@@ -203,14 +204,13 @@ def check_kernel(op, recipe, name, band, shape, scale=0.1, D_v=None):
         pytest.skip(f"the tile of {recipe} asks for no register cap here")
     q, k, _ = qkv(*shape)
     _, _, v = qkv(*shape[:5], D_v)
-    attn_mask = seen = visible = None
+    attn_mask = seen = None
     if name != "none":
         attn_mask = mask.as_4d(MASKS[name](B, H_q, N_q, N_kv))
         seen = mask.summarize(attn_mask, N_kv, tile.BLOCK_M)
-        visible = mask.visible_keys(seen, H_kv)
         hidden = (seen.amax(2) == 0).expand(B, H_q, N_kv).unflatten(1, (H_kv, -1)).all(2)
         k[hidden], v[hidden] = math.inf, math.nan
-    *quantized, _ = prepare(k, v, visible, r)
+    quantized, _ = operands(v, prepare(k, v, seen, r))
     args = (q, *quantized, attn_mask, seen, *BANDS[band], scale, N_kv, r.granularity)
     out, lse = op(*args, True)
     out_ref, lse_ref = reference.attention(*args, block_n=tile.BLOCK_N)

@@ -20,10 +20,11 @@ def qkv(B=2, H_q=4, H_kv=2, N_q=65, N_kv=70, D=64, dtype=torch.float32):
 
 def arguments(
     q, k, v, is_causal=False, scale=0.125, recipe="sage2-8b", out_bnhd=True, portable=False,
-    attn_mask=None, left=None, right=None, bottom_right=False,
+    attn_mask=None, left=None, right=None, bottom_right=False, prepared=(),
 ):  # fmt: skip
     text, right = recipes.NAMED[recipe].encode(), 0 if is_causal else right
-    return q, k, v, attn_mask, left, right, bottom_right, scale, text, out_bnhd, portable
+    band = left, right, bottom_right
+    return q, k, v, attn_mask, [*prepared], *band, scale, text, out_bnhd, portable
 
 
 def sdpa(*args, **kwargs):
@@ -73,6 +74,56 @@ def checks(recipe):
     the unchanged inputs are asserted by hand."""
     fp8 = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     return fp8 if recipe.pv == "fp8" else ("test_schema", *fp8)
+
+
+SEEN = torch.arange(70) < 60
+MASKS = {
+    "none": None,
+    "bool": SEEN.expand(65, 70),
+    "additive": torch.where(SEEN, torch.randn(4, 65, 70), torch.finfo().min),
+}
+
+
+def prepared(k, v, recipe, attn_mask=None):
+    return torch.ops.sage.prepare(k, v, attn_mask, recipes.NAMED[recipe].encode(), False)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("D_v", [64, 40])
+@pytest.mark.parametrize("N_kv", [1, 70, 128])
+def test_opcheck_of_prepare_and_of_sdpa_with_what_it_gave(N_kv, D_v, recipe):
+    q, k, v = (x.requires_grad_() for x in qkv(N_kv=N_kv))
+    v = v[..., :D_v].detach().requires_grad_()
+    attn_mask = None if N_kv != 70 else MASKS["additive"].clone().requires_grad_()
+    text = recipes.NAMED[recipe].encode()
+    torch.library.opcheck(torch.ops.sage.prepare.default, (k, v, attn_mask, text, False))
+    shared = prepared(k, v, recipe, attn_mask)
+    assert not any(x.requires_grad or x._is_view() for x in shared)
+    args = arguments(q, k, v, recipe=recipe, attn_mask=attn_mask, prepared=shared)
+    before = [x.clone() for x in shared]
+    torch.library.opcheck(
+        torch.ops.sage.sdpa.default, args, test_utils=checks(recipes.NAMED[recipe])
+    )
+    assert all(
+        torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(shared, before)
+    )
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_what_prepare_gives_changes_no_bit_and_no_gradient(autocast, name, recipe):
+    q, k, v = (x.requires_grad_() for x in qkv())
+    attn_mask, cotangent, results = MASKS[name], torch.randn(2, 4, 65, 64), []
+    for share in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            shared = prepared(k, v, recipe, attn_mask) if share else ()
+            kwargs = {"recipe": recipe, "attn_mask": attn_mask, "prepared": shared}
+            outs = [sdpa(q, k, v, **kwargs), sdpa(q * 2, k, v, True, **kwargs)]
+        assert outs[0][0].dtype == (torch.bfloat16 if autocast else torch.float32)
+        total = sum((out * cotangent).sum() for out, _ in outs)
+        results.append([*outs[0], *outs[1], *torch.autograd.grad(total, (q, k, v))])
+    assert all(torch.equal(a, b) for a, b in zip(*results))
 
 
 @pytest.mark.parametrize("out_bnhd", [False, True])
@@ -134,6 +185,7 @@ BAD = {
     "heads": ((q[:, :3], k, v), {}, ValueError, "heads of q must be a multiple of k's, got 3 and 2"),
     "k and v": ((q, k, v[:, :, :-1]), {}, ValueError, "k and v must have one batch, heads and length"),
     "empty": ((q, k[:, :, :0], v[:, :, :0]), {}, ValueError, "k must have at least one row, got N=0"),
+    "prepared": ((q, k, v), {"prepared": [k] * 3}, ValueError, "prepared must be empty or 6 tensors, got 3"),
     "scale": ((q, k, v), {"scale": float("nan")}, ValueError, "scale must be finite, got nan"),
 }  # fmt: skip
 
@@ -145,10 +197,15 @@ def test_bad_input_is_refused_with_what_must_hold_and_what_was_got(case):
         sdpa(*inputs, **kwargs)
 
 
+def test_prepare_refuses_what_sdpa_refuses():
+    with pytest.raises(ValueError, match="k and v must have one batch, heads and length"):
+        prepared(k, v[:, :, :-1], "sage1")
+
+
 def test_a_recipe_of_other_sources_is_refused():
     with pytest.raises(ValueError, match="made by sage_inductor 0.0.1.0000, this is"):
         torch.ops.sage.sdpa(
-            q, k, v, None, None, None, False, 0.1, "int8/per_thread,fp8@0.0.1+0000", True, False
+            q, k, v, None, [], None, None, False, 0.1, "int8/per_thread,fp8@0.0.1+0000", True, False
         )
 
 

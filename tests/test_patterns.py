@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import TestCase
+from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -17,7 +18,7 @@ from sage_inductor import patterns
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops import tiles
 from sage_inductor.ops.sdpa import compose
-from sage_inductor.patterns import Settings, masks, rewrite
+from sage_inductor.patterns import Settings, masks, rewrite, share
 from sage_inductor.patterns.call import Band
 
 EMULATE = Settings(emulate=True)
@@ -60,7 +61,7 @@ class TestGoldenGraphs(TestCase):
         self.assertExpectedInline(
             calls(gm.graph),
             """\
-sdpa_default = sage.sdpa.default(l_q_, l_k_, l_v_, None, None, None, False, 0.125, int8/per_thread,fp8@VERSION, False, False)
+sdpa_default = sage.sdpa.default(l_q_, l_k_, l_v_, None, [], None, None, False, 0.125, int8/per_thread,fp8@VERSION, False, False)
 getitem = getitem(sdpa_default, 0)""",
         )
 
@@ -74,7 +75,7 @@ getitem = getitem(sdpa_default, 0)""",
         self.assertExpectedInline(
             calls(gm.graph),
             """\
-sdpa_default = sage.sdpa.default(l_q_, l_k_, l_v_, None, None, 0, False, 0.5, int8/per_thread,fp8@VERSION, False, False)
+sdpa_default = sage.sdpa.default(l_q_, l_k_, l_v_, None, [], None, 0, False, 0.5, int8/per_thread,fp8@VERSION, False, False)
 getitem = getitem(sdpa_default, 0)""",
         )
 
@@ -87,8 +88,27 @@ getitem = getitem(sdpa_default, 0)""",
             calls(gm.graph),
             """\
 add = add(l_q_, 1)
-sdpa_default = sage.sdpa.default(add, l_k_, l_v_, None, None, 0, False, 0.125, int8/per_thread,fp8@VERSION, False, False)
+sdpa_default = sage.sdpa.default(add, l_k_, l_v_, None, [], None, 0, False, 0.125, int8/per_thread,fp8@VERSION, False, False)
 getitem = getitem(sdpa_default, 0)""",
+        )
+
+    def test_two_calls_that_share_k_and_v(self):
+        (gm,), _ = capture(two_calls(), *qkv())
+        self.assertExpectedInline(
+            calls(gm.graph),
+            """\
+prepare_default = sage.prepare.default(l_k_, l_v_, None, int8/per_thread,fp8@VERSION, False)
+getitem_2 = getitem(prepare_default, 0)
+getitem_3 = getitem(prepare_default, 1)
+getitem_4 = getitem(prepare_default, 2)
+getitem_5 = getitem(prepare_default, 3)
+getitem_6 = getitem(prepare_default, 4)
+getitem_7 = getitem(prepare_default, 5)
+sdpa_default = sage.sdpa.default(l_q_, l_k_, l_v_, None, [getitem_2, getitem_3, getitem_4, getitem_5, getitem_6, getitem_7], None, None, False, 0.125, int8/per_thread,fp8@VERSION, False, False)
+getitem = getitem(sdpa_default, 0)
+add = add(l_q_, 1)
+sdpa_default_1 = sage.sdpa.default(add, l_k_, l_v_, None, [getitem_2, getitem_3, getitem_4, getitem_5, getitem_6, getitem_7], None, 0, False, 0.125, int8/per_thread,fp8@VERSION, False, False)
+getitem_1 = getitem(sdpa_default_1, 0)""",
         )
 
     def test_fp8_recipe_opens_into_smooth_quantize_attention(self):
@@ -163,9 +183,21 @@ def opened(recipe) -> torch.fx.Graph:
 
     def sdpa(q, k, v):
         text = recipes.NAMED[recipe].encode()
-        return compose(q, k, v, None, None, None, False, 0.125, text, True, True)
+        return compose(q, k, v, None, [], None, None, False, 0.125, text, True, True)
 
     return make_fx(sdpa)(*inputs).graph
+
+
+def two_calls(between=lambda q, k, v: None, first=None, second=None):
+    """Two attentions over k and v, the second of them causal unless `second` says otherwise, and
+    what happens between them."""
+
+    def function(q, k, v):
+        one = F.scaled_dot_product_attention(q, k, v, **(first or {}))
+        between(q, k, v)
+        return one, F.scaled_dot_product_attention(q + 1, k, v, **(second or {"is_causal": True}))
+
+    return function
 
 
 def sdpa(**kwargs):
@@ -313,6 +345,112 @@ def test_every_use_of_the_call_follows_the_new_node():
     gm.graph.lint()
     (node,) = gm.graph.find_nodes(op="call_function", target=operator.getitem)
     assert len(node.users) == 3
+
+
+# -- what calls share ----
+
+
+def preparations(graph) -> int:
+    return len(graph.find_nodes(op="call_function", target=torch.ops.sage.prepare.default))
+
+
+def without_sharing(monkeypatch):
+    monkeypatch.setattr("sage_inductor.patterns.share", lambda graph: None)
+
+
+SHARED = {
+    "bands": (two_calls(), 1),
+    "one mask": (two_calls(first={"attn_mask": BOOL_MASK}, second={"attn_mask": BOOL_MASK}), 1),
+    "a mask and none": (two_calls(first={"attn_mask": BOOL_MASK}), 0),
+    "masks": (two_calls(first={"attn_mask": BOOL_MASK}, second={"attn_mask": BOOL_MASK | True}), 0),
+    "mask written": (
+        lambda q, k, v: two_calls(lambda *_: v.mul_(2), *[{"attn_mask": v[..., :32].mT}] * 2)(q, k, k), 0),
+    "scales": (two_calls(second={"scale": 0.5}), 1),
+    "kv repeated": (lambda q, k, v: two_calls()(q, *(x[:, :2].repeat_interleave(2, 1) for x in (k, v))), 1),
+    "repeated apart": (
+        lambda q, k, v: [F.scaled_dot_product_attention(q, *(x.repeat_interleave(2, 1) for x in (k, v)))
+                         for k, v in [(k[:, :2], v[:, :2])] for _ in range(3)], 1),
+    "k alone": (lambda q, k, v: sdpa()(q, k, v) + sdpa()(q, k, v + 1), 0),
+    "k written": (two_calls(lambda q, k, v: k.add_(1)), 0),
+    "v written": (two_calls(lambda q, k, v: v.__setitem__(0, 1)), 0),
+    "a view of k written": (two_calls(lambda q, k, v: k[0].mT.mul_(2)), 0),
+    "k is an out=": (two_calls(lambda q, k, v: torch.mul(q, 2, out=k)), 0),
+    "out of place": (two_calls(lambda q, k, v: F.relu(k, inplace=False)), 1),
+    "autocast": (
+        lambda q, k, v: (sdpa()(q, k, v), torch.autocast("cpu", torch.bfloat16)(sdpa())(q, k, v)), 0),
+    "autocast of both": (lambda q, k, v: torch.autocast("cpu", torch.bfloat16)(two_calls())(q, k, v), 1),
+    "no_grad": (lambda q, k, v: (torch.no_grad()(sdpa())(q, k, v), sdpa()(q, k, v)), 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("recipe", recipes.NAMED)
+@pytest.mark.parametrize("case", SHARED)
+def test_what_calls_share_is_prepared_once_and_changes_no_bit(case, recipe, dynamic, monkeypatch):
+    function, expected = SHARED[case]
+    settings = Settings(emulate=True, recipe=recipe)
+    inputs, results = qkv(), []
+    for _ in range(2):
+        (gm,), sites = capture(
+            function, *map(torch.clone, inputs), settings=settings, dynamic=dynamic
+        )
+        gm.graph.lint()
+        assert all(site.rewritten for site in sites) and len(sites) >= 2
+        assert preparations(gm.graph) == (0 if results else expected), calls(gm.graph)
+        torch._dynamo.reset()
+        compiled = torch.compile(
+            function, backend=lambda gm, _: rewrite(gm, settings) and gm.forward, dynamic=dynamic
+        )
+        results.append(compiled(*map(torch.clone, inputs)))
+        without_sharing(monkeypatch)
+    shared, apart = map(torch.utils._pytree.tree_leaves, results)
+    assert all(torch.equal(a, b) for a, b in zip(shared, apart))
+
+
+def test_sharing_changes_no_gradient(monkeypatch):
+    """Through AOTAutograd: what prepare gives has no gradient, k and v have both calls'."""
+    inputs, cotangents, results = [x.requires_grad_() for x in qkv()], qkv()[:2], []
+    for _ in range(2):
+        torch._dynamo.reset()
+        options = {"sage.emulate": True}
+        outs = torch.compile(two_calls(), backend="sage", options=options)(*inputs)
+        results.append((*outs, *torch.autograd.grad(outs, inputs, cotangents)))
+        without_sharing(monkeypatch)
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b)
+
+
+def test_recipes_are_not_shared():
+    """Two backends never meet in a graph; two calls of the op with recipes of their own may."""
+    (gm,), _ = capture(two_calls(), *qkv(), settings=EMULATE)
+    nodes = gm.graph.find_nodes(op="call_function", target=torch.ops.sage.sdpa.default)
+    for node, recipe in zip(nodes, recipes.NAMED.values()):
+        node.update_arg(4, [])
+        node.update_arg(9, recipe.encode())
+    gm.graph.eliminate_dead_code()
+    share(gm.graph)
+    assert preparations(gm.graph) == 0
+
+
+@pytest.mark.parametrize("case, expected", [("bands", 1), ("k written", 2)])
+def test_k_is_quantized_once_where_the_ops_open(case, expected):
+    graphs = []
+
+    def backend(gm, example_inputs):
+        rewrite(gm, Settings(emulate=True, portable=True))
+        return aot_autograd(fw_compiler=lambda fx, _: graphs.append(fx) or fx)(gm, example_inputs)
+
+    torch._dynamo.reset()
+    function, inputs = SHARED[case][0], qkv()
+    actual = torch.compile(function, backend=backend, fullgraph=True)(*map(torch.clone, inputs))
+    (fx,) = graphs
+    assert "sage." not in calls(fx.graph)  # opened, down to the emulation
+    int8 = [n for n in fx.graph.nodes if n.kwargs.get("dtype") == torch.int8]
+    assert len(int8) == 2 + expected  # two are q's
+    torch._dynamo.reset()
+    whole = torch.compile(function, backend="sage", options={"sage.emulate": True})
+    for a, b in zip(actual, whole(*inputs)):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 # -- what the crossover decides, on tensors of a GPU that is not there ----

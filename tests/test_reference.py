@@ -24,7 +24,7 @@ def qkv(B=1, H_q=2, H_kv=2, N_q=200, N_kv=300, D=64, dtype=torch.float32):
 def emulate(q, k, v, is_causal, scale, recipe, attn_mask=None, **band):
     band = {"left": None, "right": 0 if is_causal else None, "bottom_right": False, **band}
     text = recipes.NAMED[recipe].encode()
-    return torch.ops.sage.sdpa(q, k, v, attn_mask, *band.values(), scale, text, True, True)
+    return torch.ops.sage.sdpa(q, k, v, attn_mask, [], *band.values(), scale, text, True, True)
 
 
 def exactly(q, k, v, is_causal, scale, attn_mask=None, **band):
