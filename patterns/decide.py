@@ -157,7 +157,8 @@ def _never_slower(call, settings, recipe, capability, pv, head_dim) -> tuple[str
 def _kind(call: Call) -> str:
     """One of tiles.KINDS."""
     if call.attn_mask is None:
-        return call.band.kind
+        flex = call.spelling == "flex_attention" and call.band.kind == "window"
+        return "flex window" if flex else call.band.kind
     mask = value_of(call.attn_mask)
     if mask.shape[-2] == 1:
         return "keys"

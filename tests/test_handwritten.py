@@ -473,9 +473,8 @@ squeeze_dim = aten.squeeze.dim(scaled_dot_product_attention, 0)""",
 getattr_1 = getattr(l_k_, mT)
 invert = invert(g_mask_)
 getitem = getitem(g_bias_, (0, 0, 0))
-logical_not_default = aten.logical_not.default(invert)
 unsqueeze_default = aten.unsqueeze.default(getitem, 0)
-where_scalar_other = aten.where.ScalarOther(logical_not_default, unsqueeze_default, -inf)
+where_scalar_other = aten.where.ScalarOther(g_mask_, unsqueeze_default, -inf)
 scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, attn_mask=where_scalar_other, is_causal=False, scale=0.25, enable_gqa=False)""",
         )
 
@@ -485,8 +484,7 @@ scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, at
             """\
 getattr_1 = getattr(l_k_, mT)
 invert = invert(g_mask_)
-logical_not_default = aten.logical_not.default(invert)
-logical_and_default = aten.logical_and.default(g_padding_, logical_not_default)
+logical_and_default = aten.logical_and.default(g_padding_, g_mask_)
 scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, attn_mask=logical_and_default, is_causal=False, scale=0.5, enable_gqa=False)""",
         )
 
@@ -496,10 +494,9 @@ scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, at
             """\
 getattr_1 = getattr(l_k_, mT)
 invert = invert(g_mask_)
-logical_not_default = aten.logical_not.default(invert)
 to_dtype = aten.to.dtype(g_mask_, torch.float64)
 add_tensor = aten.add.Tensor(g_bias_, to_dtype)
-where_scalar_other = aten.where.ScalarOther(logical_not_default, add_tensor, -inf)
+where_scalar_other = aten.where.ScalarOther(g_mask_, add_tensor, -inf)
 scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, attn_mask=where_scalar_other, is_causal=False, scale=1.0, enable_gqa=False)""",
         )
 
