@@ -10,8 +10,8 @@ import torch
 
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.patterns import flex, handwritten, modules, sdpa
-from sage_inductor.patterns.call import FULL, value_of
-from sage_inductor.patterns.decide import Settings, Site, decide, replace, share
+from sage_inductor.patterns.call import FULL, Call, value_of
+from sage_inductor.patterns.decide import Settings, Site, decide, replace, share, unreadable
 from sage_inductor.patterns.masks import prove
 
 __all__ = ["Settings", "Site", "rewrite"]
@@ -35,16 +35,14 @@ def rewrite(gm: torch.fx.GraphModule, settings: Settings) -> list[Site]:
 def _rewrite_graph(graph: torch.fx.Graph, settings: Settings) -> list[Site]:
     sites = []
     for node in list(graph.nodes):
-        call = next((call for find in FINDERS if (call := find(node))), None)
-        if call is None:
+        try:
+            call = _find(node)
+            site = decide(call, settings) if call else None
+        except Exception as error:  # a graph that nobody has seen yet must not stop a compilation
+            sites.append(unreadable(node, error))
             continue
-        if "sage" in call.node.meta:
-            call.emit.undo()
+        if site is None:
             continue
-        if call.refused is None and call.attn_mask is not None and call.band == FULL:
-            lengths = (value_of(x).shape[2] for x in (call.q, call.k))
-            call.band, call.attn_mask = prove(call.attn_mask, *lengths)
-        site = decide(call, settings)
         if site.rewritten:
             replace(call, NAMED[site.recipe], settings.portable)
         else:
@@ -54,3 +52,17 @@ def _rewrite_graph(graph: torch.fx.Graph, settings: Settings) -> list[Site]:
     if sum(site.rewritten for site in sites) > 1:
         share(graph)
     return sites
+
+
+def _find(node: torch.fx.Node) -> Call | None:
+    """The call that `node` anchors, unless it was decided before, with what its mask says."""
+    call = next((call for find in FINDERS if (call := find(node))), None)
+    if call is None:
+        return None
+    if "sage" in call.node.meta:
+        call.emit.undo()
+        return None
+    if call.refused is None and call.attn_mask is not None and call.band == FULL:
+        lengths = (value_of(x).shape[2] for x in (call.q, call.k))
+        call.band, call.attn_mask = prove(call.attn_mask, *lengths)
+    return call

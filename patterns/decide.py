@@ -70,6 +70,12 @@ def decide(call: Call, settings: Settings) -> Site:
     )
 
 
+def unreadable(node, error: Exception) -> Site:
+    """The site of a call that looking at raised for: it stays as it was."""
+    reason = f"could not be read, which is a fault of ours: {type(error).__name__}: {error}"
+    return Site(_module(node), node.name, "?", (), (), "?", "?", None, reason)
+
+
 def replace(call: Call, recipe: recipes.Recipe, portable: bool) -> None:
     """Put ``sage.sdpa(...)[0]`` in the place of `call`."""
     emit, out = call.emit, call.out

@@ -84,6 +84,10 @@ PRIVATE = {
         ["_enter_autocast", "_exit_autocast"],
         {"patterns/call.py", "patterns/handwritten.py"},
     ),
+    "torch._subclasses.fake_tensor": (
+        ["unset_fake_temporarily"],
+        {"patterns/coordinates.py", "patterns/flex.py"},
+    ),
     "torch._VF": (["_transformer_encoder_layer_fwd"], {"patterns/modules.py"}),
     "torch._C": (["_ExcludeDispatchKeyGuard", "DispatchKeySet"], {"ops/sdpa.py"}),
 }

@@ -311,6 +311,17 @@ def test_a_second_pass_changes_nothing():
     assert rewrite(gm, EMULATE) == [] and calls(gm.graph) == before
 
 
+def test_a_fault_of_ours_is_reported_and_stops_nothing(monkeypatch):
+    def broken(node):
+        if node.op == "call_function":
+            raise KeyError("unforeseen")
+
+    monkeypatch.setattr(patterns, "FINDERS", (broken, *patterns.FINDERS))
+    (gm,), (site,) = capture(sdpa(), q, k, v)
+    assert not site.rewritten and "a fault of ours: KeyError: 'unforeseen'" in site.reason
+    assert torch.equal(gm(q, k, v)[0], F.scaled_dot_product_attention(q, k, v))
+
+
 def test_dynamic_lengths_are_not_specialised():
     _, (site,) = capture(sdpa(), *qkv(), dynamic=True)
     assert site.rewritten and any(isinstance(n, str) for n in site.q)
