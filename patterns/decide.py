@@ -149,10 +149,12 @@ def _never_slower(call, settings, recipe, capability, pv, head_dim) -> tuple[str
     q, k = value_of(call.q), value_of(call.k)
     heads = q.shape[0] * q.shape[1]
     kind = _kind(call)
-    rows = tiles.crossover(capability, pv, head_dim, kind)
+    one = q.shape[3] == call.out.shape[3]  # v of another head_dim was not measured
+    rows = tiles.crossover(capability, pv, head_dim, kind) if one else []
     shortest = next((N for B_H, N in rows if _at_least(heads, B_H, settings)), None)
     sm = "sm_{}{}".format(*capability)
-    what = f"{recipe} with head_dim {head_dim}{f', {kind}' * (kind != 'full')} on {sm}"
+    what = f"{recipe} with head_dim {head_dim if one else (q.shape[3], call.out.shape[3])}"
+    what += f"{f', {kind}' * (kind != 'full')} on {sm}"
     if shortest is None:
         return None, f"never slower: no length was measured from which {what}, B*H={heads} wins"
     if not all(_at_least(x.shape[2], shortest, settings) for x in (q, k)):

@@ -475,16 +475,18 @@ MASKS = {
 }
 
 
-def decide(shape, capability, monkeypatch, kind="full", requires_grad=False, **settings):
+def decide(
+    shape, capability, monkeypatch, kind="full", requires_grad=False, D_v=None, **settings
+):  # fmt: skip
     monkeypatch.setattr(tiles, "capability", lambda device: capability)
     graph = torch.fx.Graph()
     with FakeTensorMode():
         B, H_q, H_kv, N, D = shape
         values = [
-            torch.empty(B, N, H, D, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
-            for H in (H_q, H_kv, H_kv)
+            torch.empty(B, N, H, d, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+            for H, d in ((H_q, D), (H_kv, D), (H_kv, D_v or D), (H_q, D_v or D))
         ]
-        out = torch.empty_like(values[0]).requires_grad_(requires_grad)
+        out = values.pop().requires_grad_(requires_grad)
         if kind in MASKS:
             values.append(MASKS[kind](B, N))
     nodes = [graph.placeholder(f"x{i}") for i in range(len(values))]
@@ -534,6 +536,13 @@ def test_every_row_of_the_crossover_table_decides_at_its_length(monkeypatch):
 def test_what_auto_does_on_a_gpu(shape, capability, settings, recipe, reason, monkeypatch):
     site = decide(shape, capability, monkeypatch, **settings)
     assert site.recipe == recipe and re.search(reason, site.reason), site.reason
+
+
+def test_a_head_dim_of_v_that_was_not_measured_stays_unless_forced(monkeypatch):
+    shape = (4, 32, 32, 16384, 128)
+    site = decide(shape, (9, 0), monkeypatch, D_v=64)
+    assert not site.rewritten and "no length was measured" in site.reason, site.reason
+    assert decide(shape, (9, 0), monkeypatch, D_v=64, force=True).rewritten
 
 
 def test_training_stays_sdpa_unless_forced(monkeypatch):
