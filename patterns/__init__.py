@@ -62,7 +62,8 @@ def _find(node: torch.fx.Node) -> Call | None:
     if "sage" in call.node.meta:
         call.emit.undo()
         return None
-    if call.refused is None and call.attn_mask is not None and call.band == FULL:
-        lengths = (value_of(x).shape[2] for x in (call.q, call.k))
-        call.band, call.attn_mask = prove(call.attn_mask, *lengths)
+    q, k = (getattr(value_of(x), "shape", ()) for x in (call.q, call.k))
+    if call.refused is None and call.attn_mask is not None and len(q) == len(k) == 4:
+        if call.band == FULL:
+            call.band, call.attn_mask = prove(call.attn_mask, q[2], k[2])
     return call

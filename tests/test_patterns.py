@@ -209,6 +209,7 @@ q, k, v = qkv()
 REFUSED = {
     "dropout": (sdpa(dropout_p=0.1), (q, k, v), "dropout_p must be 0, got 0.1"),
     "5 dimensions": (sdpa(), (q[None], k[None], v[None]), r"must be \[B, H, N, D\], got 5, 5 and 5"),
+    "5 dimensions, masked": (sdpa(attn_mask=BOOL_MASK), (q[None], k[None], v[None]), "got 5, 5 and 5"),
     "2 dimensions": (sdpa(), (q[0, 0], k[0, 0], v[0, 0]), r"must be \[B, H, N, D\], got 2, 2 and 2"),
     "float64": (sdpa(), (q.double(), k.double(), v.double()), "dtype must be one of .*, got float64"),
     "large head_dim": (sdpa(), qkv(D=264), "one number up to 256, as v's, got 264, 264, 264"),
