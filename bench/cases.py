@@ -128,7 +128,7 @@ PLANS = {
         target_ms=15.0,
         dynamic=True,
     ),
-    # 120 cases: its rows for "mask" and "window". Of the masks, documents is not the slowest.
+    # 120 cases: its rows for masks and windows. Of the bool masks, documents is not the slowest.
     "crossover_masks": Plan(
         tuple(
             Case(B, H, H, N, D, mask=mask)

@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from sage_inductor.ops import tiles
 from sage_inductor.patterns.call import CAUSAL, FULL, Band, functorch_depth
+from sage_inductor.patterns.decide import _kind
 from sage_inductor.patterns.flex import find
 
 
@@ -251,3 +253,19 @@ def test_depth_counts_open_transforms():
 
     torch.compile(function, backend=backend, fullgraph=True)(torch.randn(3, 4))
     assert depths == [1, 0]
+
+
+def test_a_window_that_flex_computes_is_not_measured_by_sdpas_mask():
+    """flex was faster than ours at D=64 (bench: masks): where nothing was measured, it stays."""
+
+    def backend(gm, _):
+        (call,) = filter(None, map(find, list(gm.graph.nodes)))
+        assert call.refused is None and _kind(call) == "flex window"
+        return gm.forward
+
+    def attend(q, k, v):
+        mask = create_block_mask(window, None, None, 256, 256, device=q.device)
+        return flex_attention(q, k, v, block_mask=mask)
+
+    torch.compile(attend, backend=backend, fullgraph=True)(*(torch.randn(1, 2, 256, 16),) * 3)
+    assert not any(kind == "flex window" for *_, kind in tiles.CROSSOVER)
