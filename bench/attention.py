@@ -307,9 +307,9 @@ def print_crossover(plan: str, result: dict) -> None:
     the longest of their lengths on, and not at all if one of them never wins."""
     rows = [row for row in result["rows"] if row["plan"] == plan]
     capability = tuple(result["machine"]["capability"])
-    ops = {row["provider"]: NAMED[row["recipe"]].pv for row in rows if row["recipe"]}
+    ops = {row["provider"]: row["recipe"] for row in rows if row["recipe"]}
     print(f"\nshortest N from which the op beats SDPA's best, there and at all longer N, {WIN}x")
-    for op, pv in sorted(ops.items()):
+    for op, recipe in sorted(ops.items()):
         keys = {}  # (D, kind) -> {B * H_q: [N of each family]}
         for family in dict.fromkeys(row["family"] for row in rows):
             its = [row for row in rows if row["family"] == family]
@@ -321,7 +321,7 @@ def print_crossover(plan: str, result: dict) -> None:
                 lengths.setdefault(heads, []).append(n)
         for (D, kind), lengths in keys.items():
             row = [(heads, max(ns)) for heads, ns in lengths.items() if all(ns)]
-            print(f"    {(capability, pv, D, kind)}: {row},")
+            print(f"    {(capability, recipe, D, kind)}: {row},")
 
 
 def crossovers(rows: list[dict], op: str) -> dict[int, int | None]:

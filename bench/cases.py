@@ -115,6 +115,16 @@ PLANS = {
             Case(64, 16, 16, 577, 64, model="vit"),
         )
     ),
+    # For recipes with 16-bit p v: --recipes accurate.
+    "16bit": Plan(
+        tuple(
+            Case(4, 32, 32, N, D, is_causal)
+            for D in (64, 128)
+            for is_causal in (False, True)
+            for N in (2048, 8192, 32768)
+        ),
+        providers=("cuDNN", "flash", "kernel", "op"),
+    ),
     # 168 cases: what fills CROSSOVER in ops/tiles.py.
     "crossover": Plan(
         tuple(

@@ -27,7 +27,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from sage_inductor.ops import mask as masks
-from sage_inductor.ops import reference, tiles
+from sage_inductor.ops import reference
+from sage_inductor.ops.attention import tile_of
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.sdpa import kernel, operands
 from sage_inductor.ops.sdpa import prepare as prepare_kv
@@ -163,7 +164,6 @@ def gate(case: Case, name: str, device: torch.device) -> float:
     case, recipe = small(case), NAMED[name]
     provider = _kernel(case, name)
     masked = case.masked
-    block_n = tiles.tile(tiles.capability(device), recipe.pv, case.D, masked).BLOCK_N
     errors = []
     for kind in ("normal", "outlier"):
         args = provider.prepare(*draw(case, kind, device), *draw_mask(case, device))
@@ -171,12 +171,21 @@ def gate(case: Case, name: str, device: torch.device) -> float:
             out = provider.call(*args)
         emulated, _ = reference.attention(
             *args, *(() if masked else (None, None)), *band(case), case.D**-0.5, case.N,
-            recipe.granularity, block_n,
+            recipe.granularity, _block_n(case, recipe, args),
         )  # fmt: skip
         emulated = emulated.double()
         errors.append(((out.double() - emulated).norm() / emulated.norm()).item())
     # max() would skip a NaN.
     return max(errors) if all(error == error for error in errors) else float("nan")
+
+
+def _block_n(case: Case, recipe, args) -> int:
+    """How many keys the kernel reads at a time."""
+    q, _, _, v, _, v_mean, *mask = args
+    tile = tile_of(
+        q, v, v_mean, recipe.granularity, mask[0] if mask else None, *band(case), portable=False
+    )
+    return tile.BLOCK_N
 
 
 @contextlib.contextmanager

@@ -33,6 +33,7 @@ from sage_inductor.ops.reference import LOG2E, pad_head_dim
 
 _LOG2E = tl.constexpr(LOG2E)
 _LN2 = tl.constexpr(1 / LOG2E)
+Q_ROWS = {"per_row": 1, "per_thread": 4, "per_block": 128}  # rows of q that share a scale
 _LOG2_FP8_MAX = tl.constexpr(8.807354922057604)  # p uses all of E4M3: exp2(x - m) * 448
 
 
@@ -54,7 +55,8 @@ def _attention_kernel(
     D: tl.constexpr, D_V: tl.constexpr, SCALE: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
     MASK: tl.constexpr, ADDITIVE: tl.constexpr,  # MASK: 0 none, 1 one row for all, 2 a row each
-    FP8: tl.constexpr, GROUPS: tl.constexpr, TMA: tl.constexpr,
+    FP8: tl.constexpr, Q_ROWS: tl.constexpr, GROUPS: tl.constexpr,  # Q_ROWS share a scale
+    TMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -88,10 +90,10 @@ def _attention_kernel(
     q = q + rows.to(tl.int64)[:, None] * stride_qn + d[None, :] * stride_qd
     q = tl.load(q, mask=mask_q, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_D]
     amax = tl.max(abs_bits(q), 1)
-    if GROUPS == 4:  # per_thread: rows i, i+8, i+16, i+24 of 32
+    if Q_ROWS == 4:  # per_thread: rows i, i+8, i+16, i+24 of 32
         amax = tl.max(amax.reshape([BLOCK_M // 32, 4, 8]), 1, keep_dims=True)
         amax = amax.broadcast_to([BLOCK_M // 32, 4, 8]).reshape([BLOCK_M])
-    else:  # per_block: 128 rows
+    elif Q_ROWS == 128:  # per_block
         amax = tl.max(amax.reshape([BLOCK_M // 128, 128]), 1, keep_dims=True)
         amax = amax.broadcast_to([BLOCK_M // 128, 128]).reshape([BLOCK_M])
     inverse, q_scale = int8_scale(amax)
@@ -264,7 +266,7 @@ def _attention_kernel(
 
 def _launch(
     kernel, q, k_int8, k_scale, v, v_scale, v_mean, attn_mask, seen, left, right, bottom_right,
-    scale, n_kv, out_bnhd, tile, tma: bool, **options,
+    scale, n_kv, granularity, out_bnhd, tile, tma: bool, **options,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     B, H_q, N_q, D = q.shape
     D, D_v = int(D), head_dim_v(v, v_mean)  # a tile needs numbers
@@ -294,7 +296,7 @@ def _launch(
         *q.stride(), *v.stride(), *mask_strides, *out.stride()[:3],
         H_q, H_kv, 2 * N_q, 2 * n_kv, N_pad,  # shape
         D, D_v, scale, *(-1 if x is None else x for x in (left, right)), bottom_right,
-        mask_kind, additive, fp8, k_scale.shape[3],  # semantics
+        mask_kind, additive, fp8, Q_ROWS[granularity], k_scale.shape[3],  # semantics
         tma, tile.BLOCK_M, tile.BLOCK_N, BLOCK_D, pad_head_dim(D_v), tile.num_stages,  # tile
         num_warps=tile.num_warps, **options,
     )  # fmt: skip
@@ -324,34 +326,42 @@ def attention(
             scale, n_kv, granularity,
         )  # fmt: skip
         return _as_stored(out, out_bnhd), lse
-    tile = tile_of(q, v, v_mean, attn_mask)
+    tile = tile_of(q, v, v_mean, granularity, attn_mask, left, right, bottom_right, portable=True)
     # Descriptors made in the kernel are silently wrong in packages of torch 2.11, and without a
     # register cap, which Inductor cannot pass on, no faster than pointers (620 and 661 TFLOP/s).
     return _launch(
         wrap_triton(_attention_kernel), q, k_int8, k_scale, v, v_scale, v_mean, attn_mask, seen,
-        left, right, bottom_right, scale, n_kv, out_bnhd, tile, tma=False,
+        left, right, bottom_right, scale, n_kv, granularity, out_bnhd, tile, tma=False,
     )  # fmt: skip
 
 
-@torch.library.custom_op("sage::attention_capped", mutates_args=(), device_types="cuda")
-def attention_capped(
+@torch.library.custom_op("sage::attention_opaque", mutates_args=(), device_types="cuda")
+def attention_opaque(
     q: Tensor, k_int8: Tensor, k_scale: Tensor, v: Tensor, v_scale: Tensor, v_mean: Tensor,
     attn_mask: Tensor | None, seen: Tensor | None, left: int | None, right: int | None,
     bottom_right: bool, scale: float, n_kv: int, granularity: str, out_bnhd: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`attention` with descriptors and a register cap, for the devices whose tile asks for one.
+    """`attention` by the fastest kernel of a device whose tiles ask for what Inductor cannot pass
+    on. Opaque to Inductor, so it does not export.
 
-    Opaque to Inductor, so it does not export. Worth 1.2x on an H200: at 168 registers three
-    programs share an SM instead of two, and at most 8 bytes a thread spill.
+    hopper.py's kernel where it applies. Elsewhere `attention`'s with descriptors and a register
+    cap, worth 1.2x on an H200: at 168 registers three programs share an SM instead of two, and at
+    most 8 bytes a thread spill.
     """
-    tile = tile_of(q, v, v_mean, attn_mask)
+    tile = tile_of(q, v, v_mean, granularity, attn_mask, left, right, bottom_right, portable=False)
+    if tile.warpgroups:
+        out, lse = empty_outputs(q, head_dim_v(v, v_mean), out_bnhd)
+        _hopper().launch(
+            q, k_int8, k_scale, v, v_scale, v_mean, right == 0, scale, n_kv, tile, out, lse
+        )
+        return out, lse
     return _launch(
         _attention_kernel, q, k_int8, k_scale, v, v_scale, v_mean, attn_mask, seen, left, right,
-        bottom_right, scale, n_kv, out_bnhd, tile, tma=True, maxnreg=tile.maxnreg,
+        bottom_right, scale, n_kv, granularity, out_bnhd, tile, tma=True, maxnreg=tile.maxnreg,
     )  # fmt: skip
 
 
-@attention_capped.register_fake
+@attention_opaque.register_fake
 def _(
     q, k_int8, k_scale, v, v_scale, v_mean, attn_mask, seen, left, right, bottom_right, scale, n_kv,
     granularity, out_bnhd,
@@ -359,10 +369,27 @@ def _(
     return empty_outputs(q, head_dim_v(v, v_mean), out_bnhd)
 
 
-def tile_of(q: Tensor, v: Tensor, v_mean: Tensor, attn_mask: Tensor | None) -> tiles.Tile:
+def tile_of(
+    q: Tensor, v: Tensor, v_mean: Tensor, granularity: str, attn_mask: Tensor | None,
+    left: int | None, right: int | None, bottom_right: bool, portable: bool,
+) -> tiles.Tile:  # fmt: skip
+    """The tile of the call: one with `warpgroups` is hopper.py's, where that kernel applies."""
     pv = "fp8" if v.dtype == torch.float8_e4m3fn else "16bit"
     head_dim = max(int(q.shape[3]), head_dim_v(v, v_mean))
-    return tiles.tile(tiles.capability(q.device), pv, head_dim, attn_mask is not None)
+    capability = tiles.capability(q.device)
+    if not portable:
+        tile = tiles.hopper(capability, pv, head_dim, right == 0, q.shape[2])
+        if tile is not None and _hopper().applies(
+            q, v, granularity, attn_mask, left, right, bottom_right
+        ):
+            return tile
+    return tiles.tile(capability, pv, head_dim, attn_mask is not None)
+
+
+def _hopper():
+    from sage_inductor.ops import hopper  # imports Gluon, which not every Triton has
+
+    return hopper
 
 
 def head_dim_v(v: Tensor, v_mean: Tensor) -> int:

@@ -151,7 +151,7 @@ def quantize_k(
     k: Tensor, k_mean: Tensor, granularity: str, visible: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """k [B, H, N, D], any strides, k_mean [B, H, D] fp32 -> k_int8 [B, H, N_pad, D_pad],
-    k_scale [B, H, N_pad / 64, 4 (per_thread) or 1 (per_block)] fp32. visible: as in `smooth`; the
+    k_scale [B, H, N_pad / 64, 4 (per_thread) or 1] fp32. visible: as in `smooth`; the
     other rows have no part in the scales and saturate."""
     if k.device.type == "cpu":
         return reference.quantize_k(k, k_mean, granularity, visible)

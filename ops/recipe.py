@@ -30,6 +30,8 @@ class Recipe:
         ``per_block``: 128 rows of q, 64 rows of k (SageAttention 1).
         ``per_thread``: rows {i, i+8, i+16, i+24} of 32 rows of q, and rows {2j, 2j+1} + 8*{0..7}
         of 64 rows of k: what one thread of an ``mma`` tile holds (SageAttention2, 3.2).
+        ``per_row``: each row of q, 64 rows of k. A thread of a ``wgmma`` accumulator holds whole
+        rows, so on Hopper this costs what per_thread does there and needs no k scale per column.
     pv: number format of p and v. ``fp8``: E4M3, v smoothed and scaled per channel, two-level
         accumulation; ``16bit``: v as it arrives, fp32 accumulation.
 
@@ -40,7 +42,7 @@ class Recipe:
     pv: str
 
     def __post_init__(self):
-        _one_of("granularity", self.granularity, ("per_block", "per_thread"))
+        _one_of("granularity", self.granularity, ("per_block", "per_thread", "per_row"))
         _one_of("pv", self.pv, ("16bit", "fp8"))
 
     def encode(self) -> str:
@@ -69,4 +71,6 @@ def _one_of(field: str, value: str, valid: tuple[str, ...]) -> None:
 NAMED = {
     "sage1": Recipe("per_block", "16bit"),
     "sage2-8b": Recipe("per_thread", "fp8"),
+    "sage2-8b-rows": Recipe("per_row", "fp8"),
+    "accurate": Recipe("per_row", "16bit"),
 }

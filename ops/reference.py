@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 PAD_N = 128  # rows of k and v the kernels read in one tile, at most
-K_BLOCK = 64  # rows of k that one (per_block) or four (per_thread) scales cover
+K_BLOCK = 64  # rows of k that four scales (per_thread) or one (otherwise) cover
 HEAD_DIMS = (64, 128, 256)  # what the kernels compute; smaller head_dims are padded in their loads
 INT8_MAX, FP8_MAX = 127.0, 448.0
 TINY = 1e-30  # amax of an all-zero group: 448 / TINY is still finite in fp32
@@ -76,8 +76,8 @@ def quantize_k(
     k: Tensor, k_mean: Tensor, granularity: str, visible: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """k [B, H, N, D], k_mean [B, H, D] -> k_int8 [B, H, N_pad, D_pad],
-    k_scale [B, H, N_pad / K_BLOCK, 4 or 1] in fp32. Rows that are not `visible` [B or 1, H or 1, N]
-    have no part in the scales and saturate."""
+    k_scale [B, H, N_pad / K_BLOCK, 4 (per_thread) or 1] in fp32. Rows that are not `visible`
+    [B or 1, H or 1, N] have no part in the scales and saturate."""
     x = _pad(k.float() - k_mean[:, :, None])
     n = torch.arange(x.shape[2], device=k.device)
     groups = 4 if granularity == "per_thread" else 1
@@ -117,7 +117,7 @@ def interleave(x: Tensor) -> Tensor:
 def quantize_q(q: Tensor, granularity: str) -> tuple[Tensor, Tensor]:
     """q [B, H, N, D] -> q_int8 [B, H, N, D], q_scale [B, H, N, 1] in fp32, one value per group."""
     n = torch.arange(q.shape[2], device=q.device)
-    rows, groups = (32, 8) if granularity == "per_thread" else (128, 1)
+    rows, groups = {"per_block": (128, 1), "per_thread": (32, 8), "per_row": (1, 1)}[granularity]
     group = n // rows * groups + n % groups  # rows {i, i+8, i+16, i+24} of 32
     q_int8, scale = _to_int8(q.float(), group, (q.shape[2] + rows - 1) // rows * groups)
     return q_int8, scale[:, :, group, None]

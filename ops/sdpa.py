@@ -26,7 +26,7 @@ from torch import Tensor
 
 from sage_inductor.ops import mask, reference, tiles
 from sage_inductor.ops import recipe as recipes
-from sage_inductor.ops.attention import attention, attention_capped, empty_outputs
+from sage_inductor.ops.attention import attention, attention_opaque, empty_outputs
 from sage_inductor.ops.quantize import quantize_k, quantize_v
 from sage_inductor.ops.reference import HEAD_DIMS, K_BLOCK, PAD_N, pad_head_dim
 from sage_inductor.ops.smooth import smooth
@@ -196,7 +196,7 @@ def kernel(device: torch.device, pv: str, head_dim: int, masked: bool, portable:
     if device.type == "cpu":
         return attention, 128
     tile = tiles.tile(tiles.capability(device), pv, head_dim, masked)
-    return attention if portable or tile.maxnreg is None else attention_capped, tile.BLOCK_M
+    return attention if portable or tile.maxnreg is None else attention_opaque, tile.BLOCK_M
 
 
 @sdpa.register_fake

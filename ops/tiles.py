@@ -8,6 +8,7 @@ import dataclasses
 import functools
 
 import torch
+import triton
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +19,8 @@ class Tile:
     BLOCK_N: int
     num_warps: int
     num_stages: int
-    maxnreg: int | None = None  # registers a thread, where `sage::attention_capped` is worth it
+    maxnreg: int | None = None  # registers a thread, where `sage::attention_opaque` is worth it
+    warpgroups: int | None = None  # of hopper.py's kernel: 64 rows each
 
 
 # (compute capability from, pv, head_dim up to, with a mask) -> tile.
@@ -44,6 +46,42 @@ TILES = [
 ]
 
 
+GLUON = ((3, 6), (3, 7))  # versions of Triton whose Gluon hopper.py compiles with: it moves
+
+# Tiles of hopper.py's kernel: (pv, head_dim up to, is_causal, N_q from) -> tile, the last that
+# holds. H200, 2026-11-21, torch 2.11, Triton 3.6.
+HOPPER = [
+    ("fp8", 64, False, 1, Tile(192, 128, 4, 3, warpgroups=3)),
+    ("fp8", 64, True, 1, Tile(192, 128, 4, 3, warpgroups=3)),
+    ("fp8", 128, False, 1, Tile(128, 128, 4, 4, warpgroups=2)),
+    ("fp8", 128, False, 1536, Tile(192, 128, 4, 3, warpgroups=3)),
+    ("fp8", 128, True, 1, Tile(128, 128, 4, 4, warpgroups=2)),
+    ("fp8", 128, True, 3072, Tile(192, 128, 4, 3, warpgroups=3)),
+    ("fp8", 256, False, 1, Tile(128, 128, 4, 2, warpgroups=2)),
+    ("fp8", 256, True, 1, Tile(128, 128, 4, 2, warpgroups=2)),
+    ("16bit", 64, False, 1, Tile(192, 128, 4, 3, warpgroups=3)),
+    ("16bit", 64, True, 1, Tile(192, 128, 4, 3, warpgroups=3)),
+    ("16bit", 128, False, 1, Tile(192, 128, 4, 3, warpgroups=3)),
+    ("16bit", 128, True, 1, Tile(192, 128, 4, 3, warpgroups=3)),
+]
+
+
+def hopper(
+    capability: tuple[int, int], pv: str, head_dim: int, is_causal: bool, n_q: int
+) -> Tile | None:
+    """The tile with which hopper.py computes a call to which it applies, if it can here."""
+    if capability != (9, 0) or _triton_version() not in GLUON:
+        return None
+    rows = [row for row in HOPPER if row[0] == pv and head_dim <= row[1] and n_q >= row[3]]
+    rows = [row for row in rows if row[2] == is_causal]
+    return min(rows, key=lambda row: (row[1], -row[3]))[4] if rows else None
+
+
+def _triton_version() -> tuple[int, int]:
+    major, minor, *_ = triton.__version__.split(".")
+    return int(major), int(minor)
+
+
 def tile(capability: tuple[int, int], pv: str, head_dim: int, masked: bool) -> Tile:
     """The tile for a device (that of the newest row it reaches), or a ValueError if the recipe
     cannot run on it."""
@@ -67,35 +105,43 @@ def capability(device: torch.device) -> tuple[int, int]:
 # our time, and no more was measured.
 KINDS = ("full", "causal", "window", "flex window", "keys", "mask", "bias")
 
-# (compute capability, pv, head_dim, kind) -> (B * H_q at least, N of queries and of keys at
+# (compute capability, recipe, head_dim, kind) -> (B * H_q at least, N of queries and of keys at
 # least) from which the call, with its preparation, is faster than the best of SDPA's backends in a
-# compiled graph by 2 %, there and at every longer N measured. No row: stays as it was; for 16-bit
-# p v and for head_dim 256 because cuDNN is faster at every length. H200, 2026-11-21,
-# `bench/attention.py --shapes crossover`, crossover_dims and crossover_masks: windows of 1024 keys,
-# SDPA with the same mask.
+# compiled graph by 2 %, there and at every longer N measured. No row: stays as it was, either not
+# measured or never faster (sage1, sage2-8b at head_dim 256). H200, 2026-11-21,
+# `bench/attention.py --shapes crossover`, crossover_dims, crossover_256 and crossover_masks:
+# windows of 1024 keys, SDPA with the same mask.
 CROSSOVER = {
-    ((9, 0), "fp8", 64, "full"): [(24, 12288)],
-    ((9, 0), "fp8", 64, "causal"): [(128, 12288), (24, 16384)],
-    ((9, 0), "fp8", 64, "window"): [(24, 1024), (8, 2048)],
-    ((9, 0), "fp8", 64, "keys"): [(128, 2048), (24, 4096), (8, 8192)],
-    ((9, 0), "fp8", 72, "full"): [(24, 12288)],
-    ((9, 0), "fp8", 72, "causal"): [(24, 16384)],
-    ((9, 0), "fp8", 80, "full"): [(24, 6144)],
-    ((9, 0), "fp8", 80, "causal"): [(24, 6144)],
-    ((9, 0), "fp8", 96, "full"): [(128, 4096), (24, 8192)],
-    ((9, 0), "fp8", 96, "causal"): [(24, 8192)],
-    ((9, 0), "fp8", 112, "full"): [(128, 6144), (24, 8192)],
-    ((9, 0), "fp8", 112, "causal"): [(128, 6144), (24, 8192)],
-    ((9, 0), "fp8", 128, "full"): [(128, 5120), (24, 8192), (8, 12288)],
-    ((9, 0), "fp8", 128, "causal"): [(128, 6144), (24, 8192), (8, 12288)],
-    ((9, 0), "fp8", 128, "window"): [(24, 1024), (8, 2048)],
-    ((9, 0), "fp8", 128, "keys"): [(128, 2048), (24, 4096), (8, 8192)],
-    ((9, 0), "fp8", 128, "mask"): [(128, 4096), (8, 8192)],
-    ((9, 0), "fp8", 128, "bias"): [(128, 8192), (24, 16384)],
+    ((9, 0), "sage2-8b-rows", 64, "full"): [(128, 3072), (24, 5120)],
+    ((9, 0), "sage2-8b-rows", 64, "causal"): [(128, 8192)],  # of --shapes paper
+    ((9, 0), "sage2-8b-rows", 72, "full"): [(128, 6144), (24, 8192)],
+    ((9, 0), "sage2-8b-rows", 128, "full"): [(128, 4096)],  # of --shapes paper
+    ((9, 0), "sage2-8b-rows", 128, "causal"): [(128, 8192)],  # of --shapes paper
+    ((9, 0), "sage2-8b-rows", 256, "full"): [(128, 4096)],
+    ((9, 0), "accurate", 64, "full"): [(128, 3072), (24, 5120)],
+    ((9, 0), "accurate", 64, "causal"): [(128, 8192)],  # of --shapes 16bit
+    ((9, 0), "sage2-8b", 64, "full"): [(24, 12288)],
+    ((9, 0), "sage2-8b", 64, "causal"): [(128, 12288), (24, 16384)],
+    ((9, 0), "sage2-8b", 64, "window"): [(24, 1024), (8, 2048)],
+    ((9, 0), "sage2-8b", 64, "keys"): [(128, 2048), (24, 4096), (8, 8192)],
+    ((9, 0), "sage2-8b", 72, "full"): [(24, 12288)],
+    ((9, 0), "sage2-8b", 72, "causal"): [(24, 16384)],
+    ((9, 0), "sage2-8b", 80, "full"): [(24, 6144)],
+    ((9, 0), "sage2-8b", 80, "causal"): [(24, 6144)],
+    ((9, 0), "sage2-8b", 96, "full"): [(128, 4096), (24, 8192)],
+    ((9, 0), "sage2-8b", 96, "causal"): [(24, 8192)],
+    ((9, 0), "sage2-8b", 112, "full"): [(128, 6144), (24, 8192)],
+    ((9, 0), "sage2-8b", 112, "causal"): [(128, 6144), (24, 8192)],
+    ((9, 0), "sage2-8b", 128, "full"): [(128, 5120), (24, 8192), (8, 12288)],
+    ((9, 0), "sage2-8b", 128, "causal"): [(128, 6144), (24, 8192), (8, 12288)],
+    ((9, 0), "sage2-8b", 128, "window"): [(24, 1024), (8, 2048)],
+    ((9, 0), "sage2-8b", 128, "keys"): [(128, 2048), (24, 4096), (8, 8192)],
+    ((9, 0), "sage2-8b", 128, "mask"): [(128, 4096), (8, 8192)],
+    ((9, 0), "sage2-8b", 128, "bias"): [(128, 8192), (24, 16384)],
 }
 
 
 def crossover(
-    capability: tuple[int, int], pv: str, head_dim: int, kind: str
+    capability: tuple[int, int], recipe: str, head_dim: int, kind: str
 ) -> list[tuple[int, int]]:
-    return CROSSOVER.get((capability, pv, head_dim, kind), [])
+    return CROSSOVER.get((capability, recipe, head_dim, kind), [])

@@ -8,6 +8,7 @@ import dataclasses
 import math
 import operator
 import re
+import sys
 
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -126,14 +127,34 @@ def _recipe(call: Call, settings: Settings) -> tuple[str | None, str]:
     if q.device.type == "cpu":
         if not settings.emulate:
             return None, "on CPU attention stays as it was (sage.emulate=True studies the accuracy)"
-        return _named(settings, "sage2-8b"), "emulated"
+        return "sage2-8b" if settings.recipe == AUTO else settings.recipe, "emulated"
 
     capability = tiles.capability(q.device)
-    recipe = _named(settings, "sage2-8b" if capability >= (8, 9) else "sage1")
-    pv = recipes.NAMED[recipe].pv
     head_dim = max(int(q.shape[3]), int(v.shape[3]))  # a dynamic head_dim is specialised
+    if settings.recipe != AUTO:
+        return _on_gpu(call, settings, settings.recipe, capability, head_dim)
+    for recipe in candidates(capability, head_dim, _kind(call), settings.portable):
+        found = _on_gpu(call, settings, recipe, capability, head_dim)
+        if found[0] is not None:
+            break
+    return found
+
+
+def candidates(
+    capability: tuple[int, int], head_dim: int, kind: str, portable: bool
+) -> tuple[str, ...]:
+    """The recipes of "auto": the first that is measured to be faster."""
+    if capability < (8, 9):
+        return ("sage1",)
+    if kind in ("full", "causal") and not portable:
+        if tiles.hopper(capability, "fp8", head_dim, kind == "causal", sys.maxsize):
+            return "sage2-8b-rows", "sage2-8b"
+    return ("sage2-8b",)
+
+
+def _on_gpu(call, settings, recipe, capability, head_dim) -> tuple[str | None, str]:
     try:
-        tiles.tile(capability, pv, head_dim, call.attn_mask is not None)
+        tiles.tile(capability, recipes.NAMED[recipe].pv, head_dim, call.attn_mask is not None)
     except ValueError as error:
         return None, str(error)
     if settings.emulate or settings.force:
@@ -142,15 +163,15 @@ def _recipe(call: Call, settings: Settings) -> tuple[str | None, str]:
         return None, "fp32 is asked for (sage.force=True overrides; autocast decides otherwise)"
     if call.out.requires_grad:
         return None, "training: the backward recomputes exact attention (sage.force=True overrides)"
-    return _never_slower(call, settings, recipe, capability, pv, head_dim)
+    return _never_slower(call, settings, recipe, capability, head_dim)
 
 
-def _never_slower(call, settings, recipe, capability, pv, head_dim) -> tuple[str | None, str]:
+def _never_slower(call, settings, recipe, capability, head_dim) -> tuple[str | None, str]:
     q, k = value_of(call.q), value_of(call.k)
     heads = q.shape[0] * q.shape[1]
     kind = _kind(call)
     one = q.shape[3] == call.out.shape[3]  # v of another head_dim was not measured
-    rows = tiles.crossover(capability, pv, head_dim, kind) if one else []
+    rows = tiles.crossover(capability, recipe, head_dim, kind) if one else []
     shortest = next((N for B_H, N in rows if _at_least(heads, B_H, settings)), None)
     sm = "sm_{}{}".format(*capability)
     what = f"{recipe} with head_dim {head_dim if one else (q.shape[3], call.out.shape[3])}"
@@ -171,10 +192,6 @@ def _kind(call: Call) -> str:
     if mask.shape[-2] == 1:
         return "keys"
     return "mask" if mask.dtype == torch.bool else "bias"
-
-
-def _named(settings: Settings, default: str) -> str:
-    return default if settings.recipe == AUTO else settings.recipe
 
 
 def _at_least(n, least: int, settings: Settings) -> bool:

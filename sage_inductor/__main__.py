@@ -20,6 +20,7 @@ from sage_inductor import demo as demo_model
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops import tiles
 from sage_inductor.ops.reference import HEAD_DIMS, attention_exact
+from sage_inductor.patterns.decide import candidates
 
 # Relative L1 error on normal inputs from which a kernel is wrong, not inaccurate: 8-bit p and v
 # cost 0.04, a wrong scale or a missed tile several times this.
@@ -97,12 +98,12 @@ def _examine(device: torch.device) -> bool:
     else:
         print(device)
     healthy = True
-    print(f"  {'recipe':10}{'head_dim':10}{'kind':8}relative L1 error to exact attention")
+    print(f"  {'recipe':15}{'head_dim':10}{'kind':8}relative L1 error to exact attention")
     for name, recipe in recipes.NAMED.items():
         for head_dim in HEAD_DIMS:
             for kind in ("full", "causal", "mask"):
                 verdict, runs = _probe(device, recipe, head_dim, kind)
-                print(f"  {name:10}{head_dim:<10}{kind:8}{verdict}")
+                print(f"  {name:15}{head_dim:<10}{kind:8}{verdict}")
                 healthy &= runs
     print(f"  recipe 'auto': {_policy(device)}")
     return healthy
@@ -155,23 +156,22 @@ def _policy(device: torch.device) -> str:
         (site,) = sage_inductor.explain(attention, *inputs, options={"sage.force": True})
     if not site.rewritten:
         return f"SDPA: {site.reason}"
-    rows = _crossovers(tiles.capability(device), recipes.NAMED[site.recipe].pv)
+    rows = _crossovers(tiles.capability(device))
     if not rows:
         return f"SDPA: no length was measured from which {site.recipe} is faster on this device"
-    return f"{site.recipe} where it was measured to be faster, else SDPA" + "".join(
-        f"\n    {row}" for row in rows
-    )
+    return "what was measured to be faster, else SDPA" + "".join(f"\n    {row}" for row in rows)
 
 
-def _crossovers(capability: tuple[int, int], pv: str) -> list[str]:
-    """From where a recipe is chosen, a line for each kind of call."""
+def _crossovers(capability: tuple[int, int]) -> list[str]:
+    """From where "auto" chooses a recipe, a line for each kind of call."""
     rows = []
     for head_dim in range(1, HEAD_DIMS[-1] + 1):
         for kind in tiles.KINDS:
-            found = tiles.crossover(capability, pv, head_dim, kind)
-            lengths = ", ".join(f"N={n} with B*H >= {heads}" for heads, n in reversed(found))
-            if lengths:
-                rows.append(f"head_dim {head_dim}, {kind}: from {lengths}")
+            for recipe in candidates(capability, head_dim, kind, portable=False):
+                found = tiles.crossover(capability, recipe, head_dim, kind)
+                lengths = ", ".join(f"N={n} with B*H >= {heads}" for heads, n in reversed(found))
+                if lengths:
+                    rows.append(f"head_dim {head_dim}, {kind}: {recipe} from {lengths}")
     return rows
 
 

@@ -85,8 +85,7 @@ def test_the_kernel_provider_is_attention_under_the_mask(mask, narrow):
 @pytest.mark.parametrize("mask", ["", *MASKS])
 def test_the_gate_emulates_what_the_kernel_is_given(mask, monkeypatch, narrow):
     """On CPU the kernel is its emulation: nothing is between them."""
-    monkeypatch.setattr(providers.tiles, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(providers.tiles, "tile", lambda *_, **__: Tile(128, 128, 4, 2))
+    monkeypatch.setattr(providers, "tile_of", lambda *_, **__: Tile(128, 128, 4, 2))
     assert providers.gate(Case(4, 32, 32, 1024, 64, mask=mask), "sage2-8b", CPU) == 0
 
 
@@ -172,5 +171,5 @@ def test_the_crossover_is_from_where_on_the_op_wins(capsys):
     bench.print_crossover("crossover_masks", result)
     printed = capsys.readouterr().out
     assert "op D=64, keys: B*H=8: 4\n" in printed and "op D=64, window: B*H=8: never\n" in printed
-    assert "((9, 0), 'fp8', 64, 'mask'): [(8, 8)],\n" in printed
-    assert "((9, 0), 'fp8', 64, 'window'): [],\n" in printed
+    assert "((9, 0), 'sage2-8b', 64, 'mask'): [(8, 8)],\n" in printed
+    assert "((9, 0), 'sage2-8b', 64, 'window'): [],\n" in printed

@@ -67,8 +67,8 @@ def test_doctor_names_versions_and_runs_every_recipe():
 
 
 def test_doctor_says_from_which_lengths_a_recipe_is_chosen():
-    assert _crossovers((9, 0), "fp8")[0].startswith("head_dim 64, full: from N=")
-    assert _crossovers((8, 0), "16bit") == []
+    assert _crossovers((9, 0))[0].startswith("head_dim 64, full: sage2-8b-rows from N=")
+    assert _crossovers((8, 0)) == []
 
 
 @on_cpu

@@ -80,10 +80,11 @@ def test_preparation(shape):
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("scale", [0.125, -0.3, 0.0])
 @pytest.mark.parametrize("tma", [False, True], ids=["pointers", "descriptors"])
-@pytest.mark.parametrize("pv", ["fp8", "16bit"])
-def test_attention(shape, is_causal, scale, tma, pv):
+@pytest.mark.parametrize(
+    "granularity, pv", [("per_thread", "fp8"), ("per_row", "fp8"), ("per_block", "16bit")]
+)
+def test_attention(shape, is_causal, scale, tma, granularity, pv):
     q, k, v = qkv(*shape)
-    granularity = "per_thread" if pv == "fp8" else "per_block"
     tile = Tile(64, 128, 4, 2) if pv == "fp8" else Tile(128, 64, 8, 2)
     mean, amax = reference.smooth([k, v])
     k_int8, k_scale = reference.quantize_k(k, mean[0], granularity)
@@ -92,7 +93,7 @@ def test_attention(shape, is_causal, scale, tma, pv):
         v, v_scale = reference.quantize_v(v, mean[1], amax[1])
     band = (None, 0 if is_causal else None, False)
     args = (q, k_int8, k_scale, v, v_scale, mean[1], None, None, *band, scale, k.shape[2])
-    out, lse = _launch(_attention_kernel, *args, True, tile, tma=tma)
+    out, lse = _launch(_attention_kernel, *args, granularity, True, tile, tma=tma)
     expected, expected_lse = reference.attention(*args, granularity, block_n=tile.BLOCK_N)
     # An INT8 code that a tie rounds the other way moves a score by up to 0.2 scale.
     assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4 + 0.2 * abs(scale))
@@ -156,7 +157,7 @@ def check_masked(make, band, pv, N_q, N_kv, D, D_v):
         )
         v = v_fp8
     args = (q, k_int8, k_scale, v, v_scale, v_mean, attn_mask, seen, *band, 0.1, N_kv)
-    out, lse = _launch(_attention_kernel, *args, True, tile, tma=False)
+    out, lse = _launch(_attention_kernel, *args, granularity, True, tile, tma=False)
     expected, expected_lse = reference.attention(*args, granularity, block_n=tile.BLOCK_N)
     assert out.isfinite().all() and relative(out, expected) < (1e-2 if pv == "fp8" else 2e-3)
     assert_close(lse, expected_lse, rtol=1e-4, atol=0.02)

@@ -212,8 +212,8 @@ def test_a_recipe_of_other_sources_is_refused():
 def test_recipes_encode_to_what_decodes_to_them():
     for recipe in recipes.NAMED.values():
         assert recipes.decode(recipe.encode()) == recipe
-    with pytest.raises(ValueError, match="granularity must be one of .* got 'per_row'"):
-        recipes.Recipe("per_row", "fp8")
+    with pytest.raises(ValueError, match="granularity must be one of .* got 'per_column'"):
+        recipes.Recipe("per_column", "fp8")
 
 
 def test_sdpa_is_its_pieces():

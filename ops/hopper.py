@@ -1,0 +1,683 @@
+"""The attention kernel of attention.py for Hopper, in Gluon: the same recipe, scheduled by hand.
+
+One program an SM: a producer warp fetches k and v by TMA into a ring of shared memory; 2 to 4
+warpgroups of 64 rows each compute. Programs are persistent: each takes every num_programs-th tile.
+
+* The warpgroups take turns at the tensor cores (`order`): while one multiplies p v and then the
+  next q k^T, the others are in their softmax.
+* q is quantized where it is used, one scale a row: a thread of a wgmma accumulator holds whole
+  rows, so its scale is as free as one per thread. k has one scale per 64 rows.
+* q of the next tile is loaded before o of this one is stored.
+
+Only what its schedule is worth: no mask, no band but SDPA's causal one, q in 16 bits; the rest is
+attention.py's, as is every call where Gluon, which is experimental, is another than GLUON's in
+tiles.py.
+"""
+
+import functools
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from sage_inductor.ops.reference import INT8_MAX, LOG2E, TINY, pad_head_dim
+from sage_inductor.ops.tiles import Tile
+
+_INT8_MAX = gl.constexpr(INT8_MAX)
+_TINY = gl.constexpr(TINY)
+_LOG2E = gl.constexpr(LOG2E)
+_LN2 = gl.constexpr(1 / LOG2E)
+_LOG2_FP8_MAX = gl.constexpr(8.807354922057604)
+_ROUND = gl.constexpr(12582912.0)  # 1.5 * 2^23
+
+
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # renamed in 3.7
+
+
+@gluon.jit
+def _exp2(x):
+    return gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _to_fp8(x):
+    """Four at a time, in place: Triton's own conversion adds a byte permutation for each."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1;"
+        " cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; mov.b32 $0, {a, b}; }",
+        "=r,f,f,f,f", [x], dtype=gl.float8e4nv, is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _tile(t, num_m, heads, group, H_q, H_kv, BLOCK_M: tl.constexpr):
+    """Tile t -> (b, h, h_kv, first row). Tiles of `group` heads, whose k and v share L2, follow
+    each other by length: upwards in one group, downwards in the next and in the last. So each
+    program, which takes every num_programs-th, gets about as much as the others."""
+    g = t // (group * num_m)
+    r = t - g * group * num_m
+    size = tl.minimum(group, heads - g * group)
+    m = r // size
+    head = g * group + r - m * size
+    if ((heads - 1) // group - g) % 2 == 0:
+        m = num_m - 1 - m
+    b = head // H_q
+    h = head - b * H_q
+    return b, h, h // (H_q // H_kv), m * BLOCK_M
+
+
+@gluon.jit
+def _num_blocks(row_end, N_kv, CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Blocks of keys that the rows before row_end see."""
+    end = N_kv
+    if CAUSAL:
+        end = gl.minimum(end, row_end)
+    return (end + BLOCK_N - 1) // BLOCK_N
+
+
+@gluon.constexpr_function
+def _rows_layout(width):
+    """[64, width] of 16 bits for memory: 16 bytes a thread, and the rows of a thread are those it
+    has of a wgmma accumulator, so that what belongs to a row needs no exchange."""
+    columns = [[0, 2**i] for i in range(5, width.bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], *columns, [8, 0]],
+        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, width],
+    )
+
+
+@triton.jit
+def _share(program, programs, blocks):
+    """The first of the blocks that a program gets."""
+    return (program.to(tl.int64) * blocks // programs).to(tl.int32)
+
+
+@gluon.jit
+def _items(whole_tiles, num_tiles, blocks):
+    """(whole tiles, pieces of tiles, first and last + 1 of the blocks they are) of this program.
+
+    The first whole_tiles go round; all blocks of the others are dealt out in equal, consecutive
+    shares, so that no program waits for one more round (Stream-K, arXiv:2301.03598)."""
+    programs = gl.num_programs(0)
+    count = gl.maximum((whole_tiles - gl.program_id(0) + programs - 1) // programs, 0)
+    lo = _share(gl.program_id(0), programs, (num_tiles - whole_tiles) * blocks)
+    hi = _share(gl.program_id(0) + 1, programs, (num_tiles - whole_tiles) * blocks)
+    pieces = gl.where(hi > lo, (hi - 1) // blocks - lo // blocks + 1, 0)
+    return count, pieces, lo, hi
+
+
+@gluon.jit
+def _item(k, count, lo, hi, whole_tiles, blocks):
+    """Item k of this program -> (tile, first block, last block + 1)."""
+    t = gl.program_id(0) + k * gl.num_programs(0)
+    begin, end = 0, blocks
+    if k >= count:
+        n = lo // blocks + k - count
+        t = whole_tiles + n
+        begin = gl.maximum(lo - n * blocks, 0)
+        end = gl.minimum(hi - n * blocks, blocks)
+    return t, begin, end
+
+
+@gluon.jit
+def _load_q(
+    Q, b, h, row0, stride_b, stride_h, stride_n, N_q,
+    D: gl.constexpr, L: gl.constexpr, BLOCK_D: gl.constexpr,
+):  # fmt: skip
+    rows = row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
+    d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, L))
+    q = Q + b.to(gl.int64) * stride_b + h.to(gl.int64) * stride_h
+    q = q + rows.to(gl.int64)[:, None] * stride_n + d[None, :]
+    return gl.load(q, mask=(rows < N_q)[:, None] & (d < D)[None, :], other=0.0)
+
+
+@gluon.jit
+def _max_or_nan(a, b):
+    return gl.maximum(a, b, tl.PropagateNan.ALL)
+
+
+@gluon.jit
+def _quantize_q(q, q_smem, SCALE: gl.constexpr):
+    """q [64, D] -> INT8 in q_smem; returns scale [64] with SCALE * log2 e in it."""
+    x = q.to(gl.float32)
+    amax = gl.reduce(gl.abs(x), 1, _max_or_nan)
+    amax = gl.where(amax < _TINY, _TINY, amax)
+    inverse = gl.div_rn(gl.full_like(amax, _INT8_MAX), amax)
+    # The sign of SCALE goes into q: the row maximum is taken before scaling.
+    inverse = inverse if SCALE >= 0 else -inverse
+    factor = gl.expand_dims(inverse, 1) + gl.zeros_like(x)
+    # The low byte of the sum is the rounded product: no conversion, which runs at 1/8 speed.
+    rounded = gl.fma(x, factor, gl.full_like(x, _ROUND))
+    q_smem.store(rounded.to(gl.int32, bitcast=True).to(gl.int8))
+    fence_async_shared()
+    _barrier()
+    return amax * (1.0 / _INT8_MAX) * ((SCALE if SCALE >= 0 else -SCALE) * _LOG2E)
+
+
+@gluon.jit
+def _columns_below(limit, L5: gl.constexpr, BLOCKS: gl.constexpr):
+    """limit [64] -> [64, blocks, 8, 4, 2]: column < limit. Constants of a register on the left, of
+    a thread on the right: one comparison each."""
+    E: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L5))))
+    Q: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(4, L5))))
+    C: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, gl.SliceLayout(4, L5))))
+    B: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, L5))))
+    even_odd = gl.arange(0, 2, layout=E)[None, None, None, None, :]
+    quad = gl.arange(0, 4, layout=Q)[None, None, None, :, None]
+    core = gl.arange(0, 8, layout=C)[None, None, :, None, None]
+    block = gl.arange(0, BLOCKS, layout=B)[None, :, None, None, None]
+    limit = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.expand_dims(limit, 1), 2), 3), 2)
+    return block * 64 + core * 8 + even_odd < limit - quad * 2
+
+
+@gluon.jit
+def _softmax(
+    s, m, l, q_scale, k_scale, keep,
+    M3: gl.constexpr, FP8: gl.constexpr, MASK: gl.constexpr,
+):  # fmt: skip
+    """s [64, blocks, 8, 4, 2] int32; m, q_scale [64]; k_scale [blocks]; l [64, 4], a sum a thread
+    -> p, m, l, alpha."""
+    OFFSET: gl.constexpr = _LOG2_FP8_MAX if FP8 else 0.0
+    c = gl.expand_dims(gl.expand_dims(q_scale, 1), 2) * gl.expand_dims(
+        gl.expand_dims(k_scale, 0), 2
+    )
+    c5 = gl.expand_dims(gl.expand_dims(c, 3), 2)  # [64, blocks, 1, 1, 1]
+    if MASK:
+        x = gl.where(keep, s.to(gl.float32) * c5, -float("inf"))
+        highest = gl.max(gl.max(x, axis=2), axis=3)
+    else:
+        x = s.to(gl.float32) * c5
+        highest = gl.max(gl.max(s, axis=2), axis=3).to(gl.float32) * c
+    highest = gl.max(gl.max(highest, axis=1), axis=1)
+    m_new = gl.maximum(m, gl.convert_layout(highest, m.type.layout, assert_trivial=True))
+    alpha = _exp2(m - m_new)
+    shift = gl.expand_dims(gl.expand_dims(m_new - OFFSET, 1), 2)
+    shift = gl.expand_dims(gl.expand_dims(shift, 3), 2)
+    p = _exp2(x - shift)
+    total = gl.convert_layout(
+        gl.sum(gl.sum(gl.sum(p, axis=2), axis=3), axis=1), l.type.layout, assert_trivial=True
+    )
+    l_alpha: gl.constexpr = gl.SliceLayout(1, l.type.layout)
+    l = l * gl.expand_dims(gl.convert_layout(alpha, l_alpha, assert_trivial=True), 1) + total
+    return p, m_new, l, alpha
+
+
+@gluon.jit
+def _store(
+    o0, o1, m, total, row0, b, h, head_kv, V_scale, V_mean, Out, Lse,
+    stride_ob, stride_oh, stride_on, H_q, N_q,
+    D_V: gl.constexpr, FP8: gl.constexpr, BLOCK_DV: gl.constexpr, CHUNK: gl.constexpr,
+    O: gl.constexpr, LO: gl.constexpr,
+):  # fmt: skip
+    """o0, o1 [64, CHUNK], m, total [64] -> Out, Lse."""
+    inverse = 1.0 / gl.convert_layout(total, gl.SliceLayout(1, O), assert_trivial=True)
+    rows = row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, LO))
+    out = Out + b.to(gl.int64) * stride_ob + h.to(gl.int64) * stride_oh
+    out = out + gl.expand_dims(rows.to(gl.int64) * stride_on, 1)
+    for chunk in gl.static_range(BLOCK_DV // CHUNK):
+        o = (o1 if chunk == 1 else o0) * gl.expand_dims(inverse, 1)
+        if FP8:
+            dv = chunk * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(0, O))
+            v_scale = gl.load(V_scale + head_kv * D_V + dv, mask=dv < D_V, other=0.0)
+            v_mean = gl.load(V_mean + head_kv * D_V + dv, mask=dv < D_V, other=0.0)
+            o = o * gl.expand_dims(v_scale, 0) + gl.expand_dims(v_mean, 0)
+        o = gl.convert_layout(o.to(Out.dtype.element_ty), LO)
+        dv = chunk * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(0, LO))
+        keep = gl.expand_dims(rows < N_q, 1) & gl.expand_dims(dv < D_V, 0)
+        gl.store(out + gl.expand_dims(dv, 0), o, mask=keep)
+    OFFSET: gl.constexpr = _LOG2_FP8_MAX if FP8 else 0.0
+    total = gl.convert_layout(total, m.type.layout, assert_trivial=True)
+    lse = (m - OFFSET + gl.log2(total)) * _LN2
+    rows = row0 + gl.arange(0, 64, layout=m.type.layout)
+    gl.store(Lse + (b * H_q + h).to(gl.int64) * N_q + rows, lse, mask=rows < N_q)
+
+
+@gluon.jit
+def _store_part(
+    o0, o1, m, total, slot, row0, Part, Part_ml,
+    BLOCK_M: gl.constexpr, BLOCK_DV: gl.constexpr, CHUNK: gl.constexpr, O: gl.constexpr,
+):  # fmt: skip
+    """o0, o1 [64, CHUNK], m, total [64] of a piece of a tile -> rows row0 .. of its slot."""
+    rows = slot.to(gl.int64) * BLOCK_M + row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, O))
+    for chunk in gl.static_range(BLOCK_DV // CHUNK):
+        dv = chunk * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(0, O))
+        ptrs = Part + gl.expand_dims(rows * BLOCK_DV, 1) + gl.expand_dims(dv, 0)
+        gl.store(ptrs, o1 if chunk == 1 else o0)
+    rows = slot * 2 * BLOCK_M + row0 + gl.arange(0, 64, layout=m.type.layout)
+    gl.store(Part_ml + rows, m)
+    total = gl.convert_layout(total, m.type.layout, assert_trivial=True)
+    gl.store(Part_ml + BLOCK_M + rows, total)
+
+
+@gluon.jit
+def _consumer(
+    wg: gl.constexpr, shared, tensors, strides, shape,
+    D: gl.constexpr, D_V: gl.constexpr, SCALE: gl.constexpr, CAUSAL: gl.constexpr,
+    SPLIT: gl.constexpr, FP8: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
+    BLOCK_DV: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Warpgroup `wg`: rows 64 wg .. of each of the program's tiles."""
+    q_smem, k_smem, v_smem, full, empty, order = shared
+    Q, K_scale, V_scale, V_mean, Out, Lse, Part, Part_ml = tensors
+    stride_qb, stride_qh, stride_qn, stride_ob, stride_oh, stride_on = strides
+    H_q, H_kv, N_q, N_kv, N_pad, num_m, heads, group, whole_tiles = shape
+    BLOCK_M: gl.constexpr = 64 * WARPGROUPS
+    CHUNK: gl.constexpr = BLOCK_DV if BLOCK_DV < 128 else 128  # channels of o in one product
+    BLOCKS: gl.constexpr = BLOCK_N // 64
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 32 if FP8 else 16])
+    P: gl.constexpr = gl.DotOperandLayout(0, O, 4 if FP8 else 2)
+    zero = gl.full([64, BLOCK_N], 0, gl.int32, S)
+    L5: gl.constexpr = zero.reshape([64, BLOCKS, 8, 4, 2]).type.layout
+    M3: gl.constexpr = gl.SliceLayout(3, gl.SliceLayout(2, L5))  # [64, blocks, 4]
+    QUAD: gl.constexpr = gl.SliceLayout(1, M3)  # [64, 4]
+    ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, M3))  # [64]
+    BLOCK: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, M3))  # [blocks]
+    OROW: gl.constexpr = gl.SliceLayout(1, O)
+    LQ: gl.constexpr = _rows_layout(BLOCK_D)
+    LO: gl.constexpr = _rows_layout(CHUNK)
+
+    q_tile = q_smem.index(wg)  # a constant on purpose: at run time, ptxas (CUDA 12.8) read
+    # its descriptor uninitialised where the loop over whole blocks ran zero times
+    num_tiles = num_m * heads
+    blocks = (N_kv + BLOCK_N - 1) // BLOCK_N
+    count, pieces, first, last = _items(whole_tiles, num_tiles, blocks)
+    t, begin, end = _item(0, count, first, last, whole_tiles, blocks)
+    b, h, h_kv, row = _tile(t, num_m, heads, group, H_q, H_kv, BLOCK_M)
+    q = _load_q(Q, b, h, row + wg * 64, stride_qb, stride_qh, stride_qn, N_q, D, LQ, BLOCK_D)
+    next_order = order.index((wg + 1) % WARPGROUPS)
+    taken = 0  # turns at the tensor cores so far: one a block, one a tile
+    fetched = 0  # blocks of k and v so far
+    for item in range(count + pieces):
+        row0 = row + wg * 64
+        head_kv = b * H_kv + h_kv
+        q_scale = gl.convert_layout(_quantize_q(q, q_tile, SCALE), ROW, assert_trivial=True)
+        m = gl.full([64], -float("inf"), gl.float32, ROW)
+        l = gl.full([64, 4], 0.0, gl.float32, QUAD)
+        o0 = gl.full([64, CHUNK], 0.0, gl.float32, O)
+        o1 = o0
+        scale_ptrs = K_scale + head_kv * (N_pad // 64) + gl.arange(0, BLOCKS, layout=BLOCK)
+        if not SPLIT:
+            begin, end = 0, _num_blocks(row + BLOCK_M, N_kv, CAUSAL, BLOCK_N)
+        seen = N_kv
+        if WARPGROUPS == 3:  # a third of a tile may be beyond N_q; ptxas spills for it at D=256
+            seen = gl.where(row0 < N_q, N_kv, 0)
+        mine = _num_blocks(row0 + 64, seen, CAUSAL, BLOCK_N)
+        whole = seen // BLOCK_N
+        if CAUSAL:
+            whole = gl.minimum(whole, (row0 + 1) // BLOCK_N)
+        if SPLIT:
+            mine = gl.minimum(gl.maximum(mine, begin), end)
+            whole = gl.minimum(gl.maximum(whole, begin), mine)
+            fetched -= begin  # block j is the ring's fetched + j
+            taken -= begin
+
+        mbarrier.wait(order.index(wg), (taken + begin) & 1)
+        for part in gl.static_range(2):  # the whole blocks; the diagonal and the tail
+            lo, hi = begin, whole
+            if part == 1:
+                lo, hi = whole, mine
+            for j in range(lo, hi):
+                i = fetched + j
+                stage = i % STAGES
+                k_scale = gl.load(scale_ptrs + j * BLOCKS)
+                mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+                k = k_smem.index(stage).permute((1, 0))
+                s = warpgroup_mma(q_tile, k, zero, use_acc=False, is_async=True)
+                # Side by side: around each of them Triton lets the warpgroup wait for itself.
+                read, any_read = empty.index((i + STAGES - 1) % STAGES), j > begin
+                mbarrier.arrive(next_order, count=1)
+                mbarrier.arrive(read, count=1, pred=any_read)
+                s = warpgroup_mma_wait(0, [s])
+                keep = 0
+                if part == 1:
+                    limit = gl.full([64], N_kv, gl.int32, ROW)
+                    if CAUSAL:
+                        limit = gl.minimum(limit, row0 + gl.arange(0, 64, layout=ROW) + 1)
+                    keep = _columns_below(limit - j * BLOCK_N, L5, BLOCKS)
+                p, m, l, alpha = _softmax(
+                    s.reshape([64, BLOCKS, 8, 4, 2]), m, l, q_scale, k_scale, keep, M3, FP8,
+                    part == 1,
+                )  # fmt: skip
+                alpha = gl.expand_dims(gl.convert_layout(alpha, OROW, assert_trivial=True), 1)
+                if FP8:
+                    p = p.reshape([64, BLOCK_N // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4])
+                    p = gl.convert_layout(p.reshape([64, BLOCK_N]), P, assert_trivial=True)
+                    p = _to_fp8(p)
+                    v = v_smem.index(stage).permute((1, 0))
+                else:
+                    p = p.reshape([64, BLOCK_N]).to(v_smem.dtype)
+                    p = gl.convert_layout(p, P, assert_trivial=True)
+                    v = v_smem.index(stage)
+                    o0 = o0 * alpha
+                    if BLOCK_DV > CHUNK:
+                        o1 = o1 * alpha
+                mbarrier.wait(order.index(wg), (taken + j + 1) & 1)
+                if BLOCK_DV == CHUNK:
+                    if FP8:
+                        t0 = warpgroup_mma(p, v, o0, use_acc=False, is_async=True)
+                        t0 = warpgroup_mma_wait(0, [t0])
+                        o0 = o0 * alpha + t0
+                    else:
+                        o0 = warpgroup_mma(p, v, o0, is_async=True)
+                        o0 = warpgroup_mma_wait(0, [o0])
+                else:
+                    v0, v1 = v.slice(0, CHUNK, dim=1), v.slice(CHUNK, CHUNK, dim=1)
+                    if FP8:
+                        t0 = warpgroup_mma(p, v0, o0, use_acc=False, is_async=True)
+                        o0 = o0 * alpha + warpgroup_mma_wait(0, [t0])
+                        t1 = warpgroup_mma(p, v1, o1, use_acc=False, is_async=True)
+                        t1 = warpgroup_mma_wait(0, [t1])
+                        o1 = o1 * alpha + t1
+                    else:
+                        o0 = warpgroup_mma(p, v0, o0, is_async=True)
+                        o1 = warpgroup_mma(p, v1, o1, is_async=True)
+                        o0, o1 = warpgroup_mma_wait(0, [o0, o1])
+        read, any_read = empty.index((fetched + mine + STAGES - 1) % STAGES), mine > begin
+        mbarrier.arrive(next_order, count=1)
+        mbarrier.arrive(read, count=1, pred=any_read)
+        for j in range(mine, end):  # what these rows do not see: pass the turn on
+            i = fetched + j
+            mbarrier.wait(full.index(i % STAGES), (i // STAGES) & 1)
+            mbarrier.wait(order.index(wg), (taken + j + 1) & 1)
+            mbarrier.arrive(next_order, count=1)
+            mbarrier.arrive(empty.index(i % STAGES), count=1)
+        taken += end + 1
+        fetched += end
+
+        # -- q of the next tile; of the last one once more ----
+        next_t, next_begin, next_end = _item(
+            gl.minimum(item + 1, count + pieces - 1), count, first, last, whole_tiles, blocks
+        )
+        next_b, next_h, next_h_kv, next_row = _tile(next_t, num_m, heads, group, H_q, H_kv, BLOCK_M)
+        q = _load_q(
+            Q, next_b, next_h, next_row + wg * 64,
+            stride_qb, stride_qh, stride_qn, N_q, D, LQ, BLOCK_D,
+        )  # fmt: skip
+
+        # -- epilogue ----
+        total = gl.sum(l, axis=1)
+        if SPLIT and (begin > 0 or end < blocks):
+            # Of a program the first piece may lack its tile's beginning, the last one its end.
+            slot = gl.program_id(0) * 2 + (begin == 0).to(gl.int32)
+            _store_part(o0, o1, m, total, slot, wg * 64, Part, Part_ml, BLOCK_M, BLOCK_DV, CHUNK, O)
+        else:
+            _store(
+                o0, o1, m, total, row0, b, h, head_kv, V_scale, V_mean, Out, Lse,
+                stride_ob, stride_oh, stride_on, H_q, N_q, D_V, FP8, BLOCK_DV, CHUNK, O, LO,
+            )  # fmt: skip
+        begin, end = next_begin, next_end
+        b, h, h_kv, row = next_b, next_h, next_h_kv, next_row
+
+
+@gluon.jit
+def _producer(
+    K, V, shared, shape,
+    CAUSAL: gl.constexpr, SPLIT: gl.constexpr, FP8: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """One warp: k and v of each of the program's tiles, block by block."""
+    q_smem, k_smem, v_smem, full, empty, order = shared
+    H_q, H_kv, N_q, N_kv, N_pad, num_m, heads, group, whole_tiles = shape
+    fetched = 0
+    blocks = (N_kv + BLOCK_N - 1) // BLOCK_N
+    count, pieces, first, last = _items(whole_tiles, num_m * heads, blocks)
+    for item in range(count + pieces):
+        t, begin, end = _item(item, count, first, last, whole_tiles, blocks)
+        b, h, h_kv, row = _tile(t, num_m, heads, group, H_q, H_kv, BLOCK_M)
+        head_kv = b * H_kv + h_kv
+        if not SPLIT:
+            end = _num_blocks(row + BLOCK_M, N_kv, CAUSAL, BLOCK_N)
+        for j in range(begin, end):
+            i = fetched + j - begin
+            stage = i % STAGES
+            mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
+            bar = full.index(stage)
+            mbarrier.expect(bar, K.block_type.nbytes + V.block_type.nbytes)
+            tma.async_copy_global_to_shared(
+                K, [head_kv * N_pad + j * BLOCK_N, 0], bar, k_smem.index(stage)
+            )
+            if FP8:
+                tma.async_copy_global_to_shared(
+                    V, [head_kv * BLOCK_DV, j * BLOCK_N], bar, v_smem.index(stage)
+                )
+            else:
+                v = v_smem.index(stage)._reinterpret(V.dtype, V.block_type.shape, V.layout)
+                tma.async_copy_global_to_shared(V, [b, h_kv, j * BLOCK_N, 0], bar, v)
+        fetched += end - begin
+
+
+@gluon.jit
+def _hopper_kernel(
+    Q,  # [B, H_q, N_q, D] in, 16-bit, its last stride 1
+    K, K_scale,  # descriptor of [B * H_kv * N_pad, BLOCK_D] int8; [B, H_kv, N_pad / 64] fp32
+    V, V_scale, V_mean,  # descriptor of [B * H_kv * BLOCK_DV, N_pad] FP8; [B, H_kv, D_V] twice
+    # 16-bit: descriptor of [B, H_kv, N_kv, D_V]; the other two unread
+    Out, Lse,  # [B, H_q, N_q, D_V], [B, H_q, N_q] fp32
+    Part, Part_ml,  # [2 * programs, BLOCK_M, BLOCK_DV], [2 * programs, 2, BLOCK_M] fp32: o, m, l
+    stride_qb, stride_qh, stride_qn, stride_ob, stride_oh, stride_on,
+    heads, H_q, H_kv, N2_q, N2_kv, N_pad, group, whole_tiles,  # heads: B * H_q. N2: 2 N
+    D: gl.constexpr, D_V: gl.constexpr, SCALE: gl.constexpr, CAUSAL: gl.constexpr,
+    SPLIT: gl.constexpr, FP8: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
+    BLOCK_DV: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Grid: (programs,), as many as run at once."""
+    N_q, N_kv = N2_q // 2, N2_kv // 2
+    BLOCK_M: gl.constexpr = 64 * WARPGROUPS
+    num_m = (N_q + BLOCK_M - 1) // BLOCK_M
+    L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_D], gl.int8)
+    VS: gl.constexpr = [BLOCK_DV, BLOCK_N] if FP8 else [BLOCK_N, BLOCK_DV]
+    VL: gl.constexpr = gl.NVMMASharedLayout.get_default_for(VS, V.dtype)
+    q_smem = gl.allocate_shared_memory(gl.int8, [WARPGROUPS, 64, BLOCK_D], L)
+    k_smem = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_N, BLOCK_D], K.layout)
+    v_smem = gl.allocate_shared_memory(V.dtype, [STAGES, VS[0], VS[1]], VL)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    order = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=WARPGROUPS)
+    for i in gl.static_range(WARPGROUPS):
+        mbarrier.init(order.index(i), count=1)
+    mbarrier.arrive(order.index(0), count=1)
+    shared = (q_smem, k_smem, v_smem, full, empty, order)
+    tensors = (Q, K_scale, V_scale, V_mean, Out, Lse, Part, Part_ml)
+    strides = (stride_qb, stride_qh, stride_qn, stride_ob, stride_oh, stride_on)
+    shape = (H_q, H_kv, N_q, N_kv, N_pad, num_m, heads, group, whole_tiles)
+    # Written out, because what a local name holds is no constexpr any more.
+    if WARPGROUPS == 2:
+        gl.warp_specialize([
+            (_consumer, (0, shared, tensors, strides, shape, D, D_V, SCALE, CAUSAL, SPLIT,
+                         FP8, BLOCK_N, BLOCK_D, BLOCK_DV, WARPGROUPS, STAGES)),
+            (_consumer, (1, shared, tensors, strides, shape, D, D_V, SCALE, CAUSAL, SPLIT,
+                         FP8, BLOCK_N, BLOCK_D, BLOCK_DV, WARPGROUPS, STAGES)),
+            (_producer, (K, V, shared, shape, CAUSAL, SPLIT, FP8, BLOCK_M, BLOCK_N, BLOCK_DV,
+                         STAGES)),
+        ], [4, 1], [REGISTERS, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_consumer, (0, shared, tensors, strides, shape, D, D_V, SCALE, CAUSAL, SPLIT,
+                         FP8, BLOCK_N, BLOCK_D, BLOCK_DV, WARPGROUPS, STAGES)),
+            (_consumer, (1, shared, tensors, strides, shape, D, D_V, SCALE, CAUSAL, SPLIT,
+                         FP8, BLOCK_N, BLOCK_D, BLOCK_DV, WARPGROUPS, STAGES)),
+            (_consumer, (2, shared, tensors, strides, shape, D, D_V, SCALE, CAUSAL, SPLIT,
+                         FP8, BLOCK_N, BLOCK_D, BLOCK_DV, WARPGROUPS, STAGES)),
+            (_producer, (K, V, shared, shape, CAUSAL, SPLIT, FP8, BLOCK_M, BLOCK_N, BLOCK_DV,
+                         STAGES)),
+        ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
+
+
+@triton.jit
+def _combine_kernel(
+    Part, Part_ml,  # as above, in
+    V_scale, V_mean,  # [B, H_kv, D_V] in, fp32; unread unless FP8
+    Out, Lse,  # [B, H_q, N_q, D_V], [B, H_q, N_q] fp32 out
+    stride_ob, stride_oh, stride_on,
+    heads, H_q, H_kv, N_q, num_m, whole_tiles, blocks, programs,
+    D_V: tl.constexpr, FP8: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Grid: (tiles that were dealt out, BLOCK_M / ROWS). Adds up the pieces of a tile."""
+    n = tl.program_id(0)
+    total = (num_m * heads - whole_tiles) * blocks
+    # Block x is of the last program whose share begins at or before x.
+    first = (((n * blocks + 1).to(tl.int64) * programs - 1) // total).to(tl.int32)
+    last = ((((n + 1) * blocks).to(tl.int64) * programs - 1) // total).to(tl.int32)
+    if first == last:  # in one piece: it is stored
+        return
+    r = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    dv = tl.arange(0, BLOCK_DV)
+    m = tl.full([ROWS], -float("inf"), tl.float32)
+    l = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
+    for program in range(first, last + 1):
+        begin = _share(program, programs, total) - n * blocks
+        slot = (program * 2 + (begin <= 0)).to(tl.int64)
+        m_part = tl.load(Part_ml + slot * 2 * BLOCK_M + r)
+        l_part = tl.load(Part_ml + slot * 2 * BLOCK_M + BLOCK_M + r)
+        part = tl.load(Part + (slot * BLOCK_M + r)[:, None] * BLOCK_DV + dv[None, :])
+        m_new = tl.maximum(m, m_part)
+        alpha, beta = tl.exp2(m - m_new), tl.exp2(m_part - m_new)
+        acc = acc * alpha[:, None] + part * beta[:, None]
+        l = l * alpha + l_part * beta
+        m = m_new
+
+    b, h, h_kv, row = _tile(whole_tiles + n, num_m, heads, 1, H_q, H_kv, BLOCK_M)
+    rows = row + r
+    o = acc * (1.0 / l)[:, None]
+    if FP8:
+        channel = (b * H_kv + h_kv) * D_V + dv
+        v_scale = tl.load(V_scale + channel, mask=dv < D_V, other=0.0)
+        v_mean = tl.load(V_mean + channel, mask=dv < D_V, other=0.0)
+        o = o * v_scale[None, :] + v_mean[None, :]
+    out = Out + b.to(tl.int64) * stride_ob + h.to(tl.int64) * stride_oh
+    out = out + rows.to(tl.int64)[:, None] * stride_on + dv[None, :]
+    tl.store(out, o.to(Out.dtype.element_ty), mask=(rows < N_q)[:, None] & (dv < D_V)[None, :])
+    offset: tl.constexpr = _LOG2_FP8_MAX if FP8 else 0.0
+    lse = (m - offset + tl.log2(l)) * _LN2
+    tl.store(Lse + (b * H_q + h).to(tl.int64) * N_q + rows, lse, mask=rows < N_q)
+
+
+REGISTERS = {2: (168, 240), 3: (128, 160)}  # by warpgroups: at launch, then of a consumer
+SAVED = 8  # blocks of a tile; combining the pieces takes about as long as 4
+PIECE = 4  # blocks that a program should have at least
+L2_BYTES = 24 << 20  # of k and v that the causal tiles in flight may share
+
+
+def applies(q: Tensor, v: Tensor, granularity: str, attn_mask, left, right, bottom_right) -> bool:
+    """Whether this kernel computes such a call; the other one computes every call."""
+    fp8 = v.dtype == torch.float8_e4m3fn
+    return (
+        attn_mask is None
+        and left is None
+        and (right is None or (right == 0 and not bottom_right))
+        and granularity == "per_row"
+        and q.dtype in (torch.float16, torch.bfloat16)
+        and q.stride(3) == 1
+        and (fp8 or _fits_tma(v))
+    )
+
+
+def _fits_tma(x: Tensor) -> bool:
+    strides = [s for n, s in zip(x.shape[:3], x.stride(), strict=False) if n > 1]
+    aligned = all(s > 0 and s * x.element_size() % 16 == 0 for s in strides)
+    return aligned and x.stride(3) == 1 and x.data_ptr() % 16 == 0
+
+
+def launch(
+    q: Tensor, k_int8: Tensor, k_scale: Tensor, v: Tensor, v_scale: Tensor, v_mean: Tensor,
+    is_causal: bool, scale: float, n_kv: int, tile: Tile, out: Tensor, lse: Tensor,
+) -> None:  # fmt: skip
+    """Fill out [B, H_q, N_q, D_v], its last stride 1, and lse [B, H_q, N_q], of a call to which
+    this `applies`; arguments as those of `sage::attention`."""
+    B, H_q, N_q, D = q.shape
+    H_kv, N_pad, BLOCK_D = k_int8.shape[1:]
+    D_v, fp8 = out.shape[3], v.dtype == torch.float8_e4m3fn
+    BLOCK_DV = pad_head_dim(D_v)
+    k = _descriptor(k_int8.view(-1, BLOCK_D), [tile.BLOCK_N, BLOCK_D])
+    if fp8:
+        v_arg = _descriptor(v.view(-1, N_pad), [BLOCK_DV, tile.BLOCK_N])
+    else:
+        v_arg = _descriptor(v, [1, 1, tile.BLOCK_N, BLOCK_DV])
+    num_m = triton.cdiv(N_q, tile.BLOCK_M)
+    blocks = triton.cdiv(n_kv, tile.BLOCK_N)
+    num_tiles, processors = B * H_q * num_m, _processors(q.device)
+    programs, whole_tiles, group = min(num_tiles, processors), num_tiles, 1
+    if is_causal:  # an even number of groups: see _tile
+        fit = L2_BYTES // (n_kv * (BLOCK_D + BLOCK_DV * v.element_size())) * (H_q // H_kv)
+        groups = triton.cdiv(B * H_q, max(1, fit))
+        group = triton.cdiv(B * H_q, groups + groups % 2)
+    else:
+        programs, whole_tiles = schedule(num_tiles, blocks, processors)
+    split = whole_tiles < num_tiles
+    part = part_ml = lse  # not touched
+    if split:
+        part = lse.new_empty(2 * programs * tile.BLOCK_M * BLOCK_DV)
+        part_ml = lse.new_empty(2 * programs * 2 * tile.BLOCK_M)
+    at_launch, consumer = REGISTERS[tile.warpgroups]
+    _hopper_kernel[(programs,)](
+        q, k, k_scale, v_arg, v_scale, v_mean, out, lse, part, part_ml,  # tensors
+        *q.stride()[:3], *out.stride()[:3],
+        B * H_q, H_q, H_kv, 2 * N_q, 2 * n_kv, N_pad, group, whole_tiles,  # shape
+        D, D_v, scale, is_causal, split, fp8,  # semantics
+        tile.BLOCK_N, BLOCK_D, BLOCK_DV, tile.warpgroups, tile.num_stages, consumer,  # tile
+        num_warps=tile.num_warps, maxnreg=at_launch,
+    )  # fmt: skip
+    if split:
+        rows = 2048 // BLOCK_DV
+        _combine_kernel[(num_tiles - whole_tiles, tile.BLOCK_M // rows)](
+            part, part_ml, v_scale, v_mean, out, lse,  # tensors
+            *out.stride()[:3],
+            B * H_q, H_q, H_kv, N_q, num_m, whole_tiles, blocks, programs,  # shape
+            D_v, fp8,  # semantics
+            tile.BLOCK_M, BLOCK_DV, rows,  # tile
+        )  # fmt: skip
+
+
+def schedule(num_tiles: int, blocks: int, processors: int) -> tuple[int, int]:
+    """(programs, tiles that are computed whole): the blocks of the other tiles are dealt out where
+    that saves every program SAVED blocks and 4 %."""
+    rounds = num_tiles / processors
+    saved = (math.ceil(rounds) - rounds) * blocks
+    if saved < max(SAVED, 0.04 * rounds * blocks):
+        return min(num_tiles, processors), num_tiles
+    whole_tiles = max(num_tiles // processors - 1, 0) * processors
+    if whole_tiles:
+        return processors, whole_tiles
+    return max(1, min(processors, num_tiles * blocks // PIECE)), 0
+
+
+def _descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype])
+    strides = [s if n > 1 else 16 for n, s in zip(x.shape[:-1], x.stride(), strict=False)]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout)
+
+
+_DTYPES = {
+    torch.int8: gl.int8,
+    torch.float8_e4m3fn: gl.float8e4nv,
+    torch.float16: gl.float16,
+    torch.bfloat16: gl.bfloat16,
+}
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
