@@ -28,6 +28,7 @@ from providers import GATE_TOLERANCE, build, gate
 
 import sage_inductor
 from sage_inductor.ops.recipe import NAMED
+from sage_inductor.tune import WIN, shortest
 
 FIELDS = ("model", "B", "H_q", "H_kv", "N", "D", "is_causal", "mask", "kind", "family")  # of a case
 RESULTS = Path(__file__).parent / "results"
@@ -37,7 +38,6 @@ MASKS_ARE = (
     "others; all else [1, 1, N, N]: rows bool, half at random; documents bool, four; bias bf16, "
     f"N(0, 1); window bool, the last {WINDOW} keys, made in the graph for the op"
 )
-WIN = 1.02  # the crossover is where sage is faster by more than the spread of the medians
 SHAPES = {**{name: (name,) for name in PLANS}, "all": ("paper", "models", "crossover")}
 
 
@@ -333,14 +333,12 @@ def crossovers(rows: list[dict], op: str) -> dict[int, int | None]:
         for row in rows:
             if row["B"] * row["H_q"] == heads and (row["provider"] == op or not row["recipe"]):
                 times.setdefault(row["N"], {})[row["provider"]] = row["ms"]
-        shortest = None
-        for n in sorted(times, reverse=True):
+        ratios = {}
+        for n in times:
             ours = times[n].pop(op)
             best = min((ms for ms in times[n].values() if ms), default=None)
-            if not (ours and best and best >= WIN * ours):
-                break
-            shortest = n
-        found[heads] = shortest
+            ratios[n] = best / ours if ours and best else None
+        found[heads] = shortest(ratios)
     return found
 
 

@@ -6,9 +6,18 @@ Every row names the GPU and the day that measured it (`python bench/attention.py
 
 import dataclasses
 import functools
+import json
+import logging
+import os
+import re
+from pathlib import Path
 
 import torch
 import triton
+
+from sage_inductor.ops.recipe import VERSION
+
+_log = logging.getLogger("sage_inductor")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,4 +153,41 @@ CROSSOVER = {
 def crossover(
     capability: tuple[int, int], recipe: str, head_dim: int, kind: str
 ) -> list[tuple[int, int]]:
-    return CROSSOVER.get((capability, recipe, head_dim, kind), [])
+    """The row of CROSSOVER, or of the table that `python -m sage_inductor tune` wrote here."""
+    key = capability, recipe, head_dim, kind
+    return tuned().get(key, CROSSOVER.get(key, []))
+
+
+def tuned_path(gpu: str) -> Path:
+    """Where the table of a GPU is: under $SAGE_INDUCTOR_TABLES, or the user's cache."""
+    folder = os.environ.get("SAGE_INDUCTOR_TABLES") or Path.home() / ".cache" / "sage_inductor"
+    return Path(folder) / f"{re.sub(r'[^a-z0-9]+', '-', gpu.lower())}.json"
+
+
+def versions() -> dict[str, str]:
+    """What a measurement depends on."""
+    return {"sage_inductor": VERSION, "torch": torch.__version__, "triton": triton.__version__}
+
+
+@functools.cache
+def tuned() -> dict[tuple, list[tuple[int, int]]]:
+    """The rows of the tables of this process's GPUs. One that other versions measured, or that
+    cannot be read, is ignored with a warning."""
+    rows = {}
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for gpu in dict.fromkeys(torch.cuda.get_device_name(i) for i in range(count)):
+        path = tuned_path(gpu)
+        if not path.exists():
+            continue
+        try:
+            table = json.loads(path.read_text())
+            if table["versions"] != versions():
+                raise ValueError(f"measured with {table['versions']}, this is {versions()}")
+            for recipe, head_dim, kind, row in table["crossover"]:
+                key = tuple(table["capability"]), recipe, head_dim, kind
+                rows[key] = [(int(heads), int(N)) for heads, N in row]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            _log.warning(
+                "%s is ignored: %s (python -m sage_inductor tune writes it anew)", path, error
+            )
+    return rows

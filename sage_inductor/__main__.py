@@ -1,6 +1,7 @@
 """The command line.
 
 python -m sage_inductor doctor     what is installed, and whether each recipe really runs here
+python -m sage_inductor tune       measure from which lengths "auto" is faster on this GPU
 python -m sage_inductor demo       a diffusion transformer, compiled: report, accuracy, speed
 """
 
@@ -17,6 +18,7 @@ import triton
 
 import sage_inductor
 from sage_inductor import demo as demo_model
+from sage_inductor import tune as tuning
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops import tiles
 from sage_inductor.ops.reference import HEAD_DIMS, attention_exact
@@ -41,6 +43,15 @@ def main(arguments: list[str] | None = None) -> int:
         "attention, and say what the policy chooses. Exit code 1 if one that should run fails.",
     )
     command = commands.add_parser(
+        "tune",
+        help='measure from which lengths "auto" is faster on this GPU',
+        description="Measure self-attention with all preparation against SDPA's backends on every "
+        "GPU, and write the lengths from which 'auto' may rewrite a call to where later processes "
+        "read them. Minutes a GPU; nothing else should run on it.",
+    )
+    command.add_argument("--head-dims", type=_number, nargs="+", default=tuning.HEAD_DIMS)
+    command.add_argument("--lengths", type=_number, nargs="+", default=tuning.LENGTHS)
+    command = commands.add_parser(
         "demo",
         help="compile a diffusion transformer: report, accuracy, speed",
         description="Compile a diffusion transformer with backend='sage'; print what became of "
@@ -53,12 +64,13 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument(
         "--size", type=_size, help="side of the latent image; tokens = (size / 2)^2 (64; GPU: 256)"
     )
-    command.add_argument("--layers", type=_layers, default=4, help="default: 4")
+    command.add_argument("--layers", type=_number, default=4, help="default: 4")
     command.add_argument(
         "--force", action="store_true", help="on a GPU: rewrite also where SDPA is faster"
     )
     options = vars(parser.parse_args(arguments))
-    return {"doctor": doctor, "demo": demo}[options.pop("command")](**options)
+    run = {"doctor": doctor, "tune": tune, "demo": demo}[options.pop("command")]
+    return run(**options)
 
 
 def _size(text: str) -> int:
@@ -67,7 +79,7 @@ def _size(text: str) -> int:
     return int(text)
 
 
-def _layers(text: str) -> int:
+def _number(text: str) -> int:
     if not (text.isdecimal() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"must be a positive number, got {text!r}")
     return int(text)
@@ -173,6 +185,27 @@ def _crossovers(capability: tuple[int, int]) -> list[str]:
                 if lengths:
                     rows.append(f"head_dim {head_dim}, {kind}: {recipe} from {lengths}")
     return rows
+
+
+# -- tune ----
+
+
+def tune(head_dims: list[int], lengths: list[int]) -> int:
+    if not torch.cuda.is_available():
+        print("tune measures GPUs: torch sees no CUDA device", file=sys.stderr)
+        return 2
+    try:
+        from tqdm import tqdm as progress
+    except ModuleNotFoundError:
+        progress = list
+    of_name = {torch.cuda.get_device_name(i): i for i in range(torch.cuda.device_count())}
+    for name, index in of_name.items():
+        table = tuning.tune(torch.device("cuda", index), head_dims, lengths, progress=progress)
+        for recipe, head_dim, kind, row in table["crossover"]:
+            found = ", ".join(f"N={N} with B*H >= {heads}" for heads, N in row) or "never"
+            print(f"{name}: head_dim {head_dim}, {kind}: {recipe} from {found}")
+        print(f"written to {tuning.save(table)}")
+    return 0
 
 
 # -- demo ----
