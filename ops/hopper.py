@@ -1,7 +1,8 @@
 """The attention kernel of attention.py for Hopper, in Gluon: the same recipe, scheduled by hand.
 
-One program an SM: a producer warp fetches k and v by TMA into a ring of shared memory; 2 to 4
-warpgroups of 64 rows each compute. Programs are persistent: each takes every num_programs-th tile.
+One program an SM: a producer warp fetches k and v by TMA into a ring of shared memory; two or
+three warpgroups of 64 rows each compute. Programs are persistent: each takes every
+num_programs-th tile, and of those that do not go round, a share of the blocks.
 
 * The warpgroups take turns at the tensor cores (`order`): while one multiplies p v and then the
   next q k^T, the others are in their softmax.
