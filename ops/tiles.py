@@ -38,20 +38,26 @@ TILES = [
     ((8, 0), "16bit", 128, True, Tile(128, 64, 8, 2)),  # untimed
     ((8, 0), "16bit", 256, False, Tile(128, 64, 8, 2)),  # untimed
     ((8, 0), "16bit", 256, True, Tile(128, 64, 8, 2)),  # untimed
+    ((8, 6), "16bit", 256, True, Tile(128, 64, 16, 1)),  # untimed; 99 KiB of shared memory
     ((8, 9), "fp8", 128, False, Tile(64, 64, 4, 2)),  # untimed
-    ((8, 9), "fp8", 128, True, Tile(64, 64, 4, 2)),  # untimed
-    ((8, 9), "fp8", 256, False, Tile(64, 64, 4, 2)),  # untimed
-    ((8, 9), "fp8", 256, True, Tile(64, 64, 4, 2)),  # untimed
+    ((8, 9), "fp8", 128, True, Tile(128, 64, 8, 2)),  # untimed
+    ((8, 9), "fp8", 256, False, Tile(64, 64, 8, 2)),  # untimed
+    ((8, 9), "fp8", 256, True, Tile(64, 64, 8, 2)),  # untimed
     ((9, 0), "16bit", 128, False, Tile(128, 64, 8, 3, maxnreg=128)),  # H200, 2026-11-21
     ((9, 0), "fp8", 64, False, Tile(64, 128, 4, 2, maxnreg=128)),  # H200, 2026-11-21
     ((9, 0), "fp8", 64, True, Tile(64, 64, 4, 2, maxnreg=128)),  # H200, 2026-11-21
     ((9, 0), "fp8", 128, False, Tile(64, 128, 4, 2, maxnreg=168)),  # H200, 2026-11-21
     ((9, 0), "fp8", 128, True, Tile(64, 64, 4, 3, maxnreg=168)),  # H200, 2026-11-21
     ((9, 0), "fp8", 256, False, Tile(64, 64, 4, 2, maxnreg=255)),  # H200, 2026-11-21
+    ((9, 0), "16bit", 256, True, Tile(128, 64, 8, 2)),  # untimed
+    ((9, 0), "fp8", 256, True, Tile(64, 64, 4, 2)),  # untimed
     ((10, 0), "16bit", 128, False, Tile(128, 64, 8, 2)),  # untimed
-    ((10, 0), "fp8", 128, False, Tile(64, 128, 4, 2)),  # untimed
+    ((10, 0), "fp8", 128, False, Tile(128, 64, 8, 2)),  # untimed
     ((10, 0), "fp8", 128, True, Tile(64, 64, 4, 2)),  # untimed
-    ((10, 0), "fp8", 256, False, Tile(64, 64, 4, 2)),  # untimed
+    ((10, 0), "fp8", 256, False, Tile(64, 64, 8, 2)),  # untimed
+    ((10, 0), "fp8", 256, True, Tile(64, 64, 8, 2)),  # untimed
+    ((12, 0), "fp8", 128, False, Tile(128, 64, 8, 2)),  # untimed
+    ((12, 0), "fp8", 128, True, Tile(128, 64, 8, 2)),  # untimed
 ]
 
 

@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -16,11 +17,15 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from sage_inductor.ops import hopper, reference, tiles
 from sage_inductor.ops import recipe as recipes
-from sage_inductor.ops.attention import Q_ROWS, _attention_kernel
+from sage_inductor.ops.attention import Q_ROWS, _attention_kernel, tile_of
 from sage_inductor.ops.quantize import _quantize_k_kernel, _quantize_v_kernel
 from sage_inductor.ops.smooth import _final_kernel, _partial_kernel
 
-ARCHITECTURES = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
+SHARED_MEMORY = {  # bytes that a program may have
+    (8, 0): 163 << 10, (8, 6): 99 << 10, (8, 9): 99 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10,
+    (12, 0): 99 << 10,
+}  # fmt: skip
+ARCHITECTURES = list(SHARED_MEMORY)
 
 
 def compile_kernel(kernel, architecture, constexprs, types, source=ASTSource, **options):
@@ -79,7 +84,10 @@ CASES = [(a, r) for a in ARCHITECTURES for r in recipes.NAMED if runs_on(r, a)]
 @pytest.mark.parametrize("D, is_causal", [(128, True), (64, False)], ids=["128-causal", "64-full"])
 @pytest.mark.parametrize("architecture, recipe", CASES, ids=str)
 def test_attention_compiles_to_the_matrix_instructions(architecture, recipe, D, is_causal):
-    ptx = compile_attention(architecture, recipe, D, is_causal).asm["ptx"]
+    compiled = compile_attention(architecture, recipe, D, is_causal)
+    assert compiled.metadata.shared <= SHARED_MEMORY[architecture]
+    assert stack_bytes(compiled) <= 128  # 0 but for FP8 on sm_90, where the capped variant runs
+    ptx = compiled.asm["ptx"]
     fp8 = recipes.NAMED[recipe].pv == "fp8"
     if architecture == (9, 0):
         meant = ["wgmma.mma_async.sync.aligned.m64n", ".s32.s8.s8"]
@@ -229,6 +237,41 @@ def test_shares_of_blocks_are_equal_and_make_up_the_tiles(processors):
     assert hopper.schedule(10 * processors, 600, processors) == (processors, 10 * processors)
 
 
+def calls():
+    """(arguments of attention.tile_of, whether hopper.py's kernel computes the call)."""
+    q = torch.empty(2, 300, 4, 64, dtype=torch.bfloat16).transpose(1, 2)
+    v_fp8 = torch.empty(2, 4, 64, 384, dtype=torch.float8_e4m3fn)
+    v = torch.empty(2, 300, 4, 65, dtype=torch.bfloat16).transpose(1, 2)
+    mean, mask = torch.empty(2, 4, 64), torch.ones(2, 1, 1, 300, dtype=torch.bool)
+    full, causal = (None, None, None, False), (None, None, 0, False)
+    apart = torch.empty(*q.shape, 2, dtype=q.dtype)[..., 0]
+    aligned = torch.empty_like(q)
+    return {
+        "full": ((q, v_fp8, mean, "per_row", *full), True),
+        "causal": ((q, v_fp8, mean, "per_row", *causal), True),
+        "fp16": ((q.half(), v_fp8, mean, "per_row", *full), True),
+        "16-bit v": ((q, aligned, mean, "per_row", *full), True),
+        "another granularity": ((q, v_fp8, mean, "per_thread", *full), False),
+        "a mask": ((q, v_fp8, mean, "per_row", mask, None, None, False), False),
+        "a window": ((q, v_fp8, mean, "per_row", None, 9, 0, False), False),
+        "a wider band": ((q, v_fp8, mean, "per_row", None, None, 1, False), False),
+        "bottom right": ((q, v_fp8, mean, "per_row", None, None, 0, True), False),
+        "fp32": ((q.float(), v_fp8, mean, "per_row", *full), False),
+        "q's channels apart": ((apart, v_fp8, mean, "per_row", *full), False),
+        "v's rows unaligned": ((q, v[..., :64], mean, "per_row", *full), False),
+        "v's channels unaligned": ((q, aligned[..., 1:], mean, "per_row", *full), False),
+        "v expanded": ((q, aligned[:, :1].expand(-1, 4, -1, -1), mean, "per_row", *full), False),
+    }
+
+
+@pytest.mark.parametrize("name", calls())
+def test_hopper_kernel_takes_the_calls_it_computes(name, monkeypatch):
+    monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
+    arguments, computes = calls()[name]
+    assert bool(tile_of(*arguments, portable=False).warpgroups) == computes
+    assert not tile_of(*arguments, portable=True).warpgroups
+
+
 def test_hopper_kernel_falls_back_where_gluon_is_another(monkeypatch):
     assert tiles.hopper((9, 0), "fp8", 128, False, 4096)
     assert tiles.hopper((10, 0), "fp8", 128, False, 4096) is None
@@ -253,7 +296,8 @@ VARIANTS = [(1, False, -1), (2, False, -1), (2, True, -1), (0, False, 500)]
 def test_masked_attention_compiles_everywhere(architecture, recipe, variant):
     mask, additive, left = variant
     D = 256 if additive else 128
-    compile_attention(architecture, recipe, D, mask=mask, additive=additive, left=left)
+    compiled = compile_attention(architecture, recipe, D, mask=mask, additive=additive, left=left)
+    assert compiled.metadata.shared <= SHARED_MEMORY[architecture]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=str)
