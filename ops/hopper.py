@@ -221,6 +221,18 @@ def _softmax(
 
 
 @gluon.jit
+def _add_pv(p, v, o, alpha, FP8: gl.constexpr):
+    """o * alpha + p v in FP8, in two levels: the tensor cores add up in 13 mantissa bits, so each
+    product starts from zero. In 16 bits o + p v: o is scaled before the warpgroup's turn."""
+    if FP8:
+        product = warpgroup_mma(p, v, o, use_acc=False, is_async=True)
+        product = warpgroup_mma_wait(0, [product])
+        return o * alpha + product
+    else:
+        return warpgroup_mma_wait(0, [warpgroup_mma(p, v, o, is_async=True)])
+
+
+@gluon.jit
 def _store(
     o0, o1, m, total, row0, b, h, head_kv, V_scale, V_mean, Out, Lse,
     stride_ob, stride_oh, stride_on, H_q, N_q,
@@ -292,6 +304,7 @@ def _consumer(
     ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, M3))  # [64]
     BLOCK: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, M3))  # [blocks]
     OROW: gl.constexpr = gl.SliceLayout(1, O)
+    gl.static_assert(FP8 or BLOCK_DV == CHUNK, "16-bit p v takes v of head_dim up to 128")
     LQ: gl.constexpr = _rows_layout(BLOCK_D)
     LO: gl.constexpr = _rows_layout(CHUNK)
 
@@ -368,29 +381,12 @@ def _consumer(
                     p = gl.convert_layout(p, P, assert_trivial=True)
                     v = v_smem.index(stage)
                     o0 = o0 * alpha
-                    if BLOCK_DV > CHUNK:
-                        o1 = o1 * alpha
                 mbarrier.wait(order.index(wg), (taken + j + 1) & 1)
                 if BLOCK_DV == CHUNK:
-                    if FP8:
-                        t0 = warpgroup_mma(p, v, o0, use_acc=False, is_async=True)
-                        t0 = warpgroup_mma_wait(0, [t0])
-                        o0 = o0 * alpha + t0
-                    else:
-                        o0 = warpgroup_mma(p, v, o0, is_async=True)
-                        o0 = warpgroup_mma_wait(0, [o0])
+                    o0 = _add_pv(p, v, o0, alpha, FP8)
                 else:
-                    v0, v1 = v.slice(0, CHUNK, dim=1), v.slice(CHUNK, CHUNK, dim=1)
-                    if FP8:
-                        t0 = warpgroup_mma(p, v0, o0, use_acc=False, is_async=True)
-                        o0 = o0 * alpha + warpgroup_mma_wait(0, [t0])
-                        t1 = warpgroup_mma(p, v1, o1, use_acc=False, is_async=True)
-                        t1 = warpgroup_mma_wait(0, [t1])
-                        o1 = o1 * alpha + t1
-                    else:
-                        o0 = warpgroup_mma(p, v0, o0, is_async=True)
-                        o1 = warpgroup_mma(p, v1, o1, is_async=True)
-                        o0, o1 = warpgroup_mma_wait(0, [o0, o1])
+                    o0 = _add_pv(p, v.slice(0, CHUNK, dim=1), o0, alpha, FP8)
+                    o1 = _add_pv(p, v.slice(CHUNK, CHUNK, dim=1), o1, alpha, FP8)
         read, any_read = empty.index((fetched + mine + STAGES - 1) % STAGES), mine > begin
         mbarrier.arrive(next_order, count=1)
         mbarrier.arrive(read, count=1, pred=any_read)
