@@ -87,7 +87,7 @@ def parse(argv) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shapes", choices=SHAPES, default="quick")
-    parser.add_argument("--recipes", nargs="+", choices=NAMED, default=["sage2-8b"])
+    parser.add_argument("--recipes", nargs="+", choices=NAMED, default=["sage2-8b-rows"])
     parser.add_argument("--providers", nargs="+", choices=ALL, help="default: the shapes' own")
     parser.add_argument("--rounds", type=int, help="default: the shapes' own")
     parser.add_argument("--target-ms", type=float, help="of one provider's turn in a round")
