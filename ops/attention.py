@@ -29,12 +29,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sage_inductor.ops import reference, tiles
 from sage_inductor.ops.quantize import abs_bits, int8_scale, to_int8
-from sage_inductor.ops.reference import LOG2E, pad_head_dim
+from sage_inductor.ops.reference import LOG2_FP8_MAX, LOG2E, pad_head_dim
 
 _LOG2E = tl.constexpr(LOG2E)
 _LN2 = tl.constexpr(1 / LOG2E)
 Q_ROWS = {"per_row": 1, "per_thread": 4, "per_block": 128}  # rows of q that share a scale
-_LOG2_FP8_MAX = tl.constexpr(8.807354922057604)  # p uses all of E4M3: exp2(x - m) * 448
+_LOG2_FP8_MAX = tl.constexpr(LOG2_FP8_MAX)  # p uses all of E4M3: exp2(x - m) * 448
 
 
 @triton.jit

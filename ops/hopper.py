@@ -33,14 +33,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sage_inductor.ops.reference import INT8_MAX, LOG2E, TINY, pad_head_dim
+from sage_inductor.ops.reference import INT8_MAX, LOG2_FP8_MAX, LOG2E, TINY, pad_head_dim
 from sage_inductor.ops.tiles import Tile
 
 _INT8_MAX = gl.constexpr(INT8_MAX)
 _TINY = gl.constexpr(TINY)
 _LOG2E = gl.constexpr(LOG2E)
 _LN2 = gl.constexpr(1 / LOG2E)
-_LOG2_FP8_MAX = gl.constexpr(8.807354922057604)
+_LOG2_FP8_MAX = gl.constexpr(LOG2_FP8_MAX)
 _ROUND = gl.constexpr(12582912.0)  # 1.5 * 2^23
 
 

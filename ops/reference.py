@@ -20,6 +20,7 @@ PAD_N = 128  # rows of k and v the kernels read in one tile, at most
 K_BLOCK = 64  # rows of k that four scales (per_thread) or one (otherwise) cover
 HEAD_DIMS = (64, 128, 256)  # what the kernels compute; smaller head_dims are padded in their loads
 INT8_MAX, FP8_MAX = 127.0, 448.0
+LOG2_FP8_MAX = math.log2(FP8_MAX)
 TINY = 1e-30  # amax of an all-zero group: 448 / TINY is still finite in fp32
 LOG2E = 1.4426950408889634
 
@@ -147,7 +148,7 @@ def attention(
     tile_end = (n // block_n * block_n + block_n - 1).clamp(max=n.shape[0] - 1)
     m = x.cummax(-1).values[..., tile_end]  # [B, H_q, N_q, N_pad]
     m = torch.where(m == -math.inf, 0.0, m)
-    p = torch.exp2(x - (m - (math.log2(FP8_MAX) if fp8 else 0.0)))
+    p = torch.exp2(x - (m - (LOG2_FP8_MAX if fp8 else 0.0)))
     m_last = m[..., -1:]
     rescale = torch.where(p > 0, torch.exp2(m - m_last), 0.0)
     l = (p * rescale).sum(-1, keepdim=True)  # [B, H_q, N_q, 1]

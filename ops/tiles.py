@@ -64,7 +64,7 @@ TILES = [
 GLUON = ((3, 6), (3, 7))  # versions of Triton whose Gluon hopper.py compiles with: it moves
 
 # Tiles of hopper.py's kernel: (pv, head_dim up to, is_causal, N_q from) -> tile, the last that
-# holds. H200, 2026-11-21, torch 2.11, Triton 3.6.
+# holds. H200, 2026-11-21, torch 2.11, Triton 3.6: the kernel launched with each (bench/NOTES.md).
 HOPPER = [
     ("fp8", 64, False, 1, Tile(192, 128, 4, 3, warpgroups=3)),
     ("fp8", 64, True, 1, Tile(192, 128, 4, 3, warpgroups=3)),

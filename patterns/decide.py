@@ -133,11 +133,13 @@ def _recipe(call: Call, settings: Settings) -> tuple[str | None, str]:
     head_dim = max(int(q.shape[3]), int(v.shape[3]))  # a dynamic head_dim is specialised
     if settings.recipe != AUTO:
         return _on_gpu(call, settings, settings.recipe, capability, head_dim)
+    refused = {}  # each reason once, in order
     for recipe in candidates(capability, head_dim, _kind(call), settings.portable):
-        found = _on_gpu(call, settings, recipe, capability, head_dim)
-        if found[0] is not None:
-            break
-    return found
+        taken, reason = _on_gpu(call, settings, recipe, capability, head_dim)
+        if taken is not None:
+            return taken, reason
+        refused[reason] = None
+    return None, "; ".join(refused)
 
 
 def candidates(

@@ -34,7 +34,7 @@ def tune(
     clock: Callable | None = None,
     progress: Callable = list,
 ) -> dict:
-    """Measure unmasked and causal self-attention in bf16; the table, as `tiles.save` takes it.
+    """Measure unmasked and causal self-attention in bf16; the table, as `save` takes it.
 
     clock(B, H, N, D, is_causal, recipes) -> {name: ms} of the recipes and of SDPA's backends.
     """

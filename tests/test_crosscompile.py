@@ -198,8 +198,8 @@ VARIANTS_OF_HOPPER = [(row, split) for row in tiles.HOPPER for split in (False, 
 
 @pytest.mark.parametrize("row, split", VARIANTS_OF_HOPPER, ids=str)
 def test_hopper_kernel_keeps_its_tiles_in_registers(row, split):
-    """When each was timed nothing was spilled in a loop over whole blocks, and at most 15 loads and
-    stores were in one with a mask. A variant for head_dim 256 that spilled 117 was 40 % slower."""
+    """A loop holds at most 6 loads and stores of spilled registers in FP8, 12 in 16 bits. A variant
+    for head_dim 256 that held 117 was 40 % slower."""
     pv, head_dim, is_causal, _, tile = row
     compiled = compile_hopper(pv, head_dim, is_causal, tile, split=split)
     ptx = compiled.asm["ptx"]
@@ -211,7 +211,7 @@ def test_hopper_kernel_keeps_its_tiles_in_registers(row, split):
     assert len(loops) == 2 * tile.warpgroups  # whole blocks and the rest, for each warpgroup
     for loop in loops:
         spilled = sum(bool(re.search(r"\b(LDL|STL)\b", x)) for x in loop)
-        assert spilled <= 20, (len(loop), spilled)
+        assert spilled <= (8 if pv == "fp8" else 16), (len(loop), spilled)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
