@@ -15,6 +15,8 @@ attention.py's, as is every call where Gluon, which is experimental, is another 
 tiles.py.
 """
 
+import copy
+import dataclasses
 import functools
 import math
 
@@ -604,48 +606,116 @@ def launch(
 ) -> None:  # fmt: skip
     """Fill out [B, H_q, N_q, D_v], its last stride 1, and lse [B, H_q, N_q], of a call to which
     this `applies`; arguments as those of `sage::attention`."""
-    B, H_q, N_q, D = q.shape
-    H_kv, N_pad, BLOCK_D = k_int8.shape[1:]
-    D_v, fp8 = out.shape[3], v.dtype == torch.float8_e4m3fn
-    BLOCK_DV = pad_head_dim(D_v)
-    k = _descriptor(k_int8.view(-1, BLOCK_D), [tile.BLOCK_N, BLOCK_D])
+    plan = _plan(
+        q.device, q.dtype, q.shape, q.stride(), k_int8.shape, v.dtype, v.shape, v.stride(),
+        out.shape[3], out.stride(), is_causal, scale, n_kv, tile,
+    )  # fmt: skip
+    part = part_ml = lse  # not touched
+    if plan.parts:
+        part, part_ml = (lse.new_empty(n) for n in plan.parts)
+    plan.attend(
+        q, _at(plan.k, k_int8), k_scale, _at(plan.v, v), v_scale, v_mean, out, lse, part, part_ml
+    )
+    if plan.combine:
+        plan.combine(part, part_ml, v_scale, v_mean, out, lse)
+
+
+@dataclasses.dataclass
+class _Launch:
+    """A launch without its tensors. `compiled` is what Triton compiled for aligned ones: to look
+    that up takes Triton 20 of the 36 us of a launch (36 arguments, an H200's host, Triton 3.6)."""
+
+    kernel: triton.JITFunction
+    grid: tuple[int, int, int]
+    numbers: tuple
+    options: dict
+    compiled: object = None
+
+    def __call__(self, *tensors: Tensor | TensorDescriptor) -> None:
+        addresses = 0
+        for x in tensors:
+            addresses |= (x.base if isinstance(x, TensorDescriptor) else x).data_ptr()
+        if addresses % 16 == 0 and self.compiled is not None:
+            self.compiled[self.grid](*tensors, *self.numbers)
+            return
+        compiled = self.kernel[self.grid](*tensors, *self.numbers, **self.options)
+        if addresses % 16 == 0:
+            self.compiled = compiled
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """What `launch` does for all calls with the same shapes and strides."""
+
+    k: TensorDescriptor  # of no tensor yet
+    v: TensorDescriptor
+    attend: _Launch
+    parts: tuple[int, int] | None  # elements of Part and of Part_ml, if tiles are split
+    combine: _Launch | None
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    device, dtype, q_shape, q_stride, k_shape, v_dtype, v_shape, v_stride, D_v, out_stride,
+    is_causal, scale, n_kv, tile,
+) -> _Plan:  # fmt: skip
+    B, H_q, N_q, D = q_shape
+    H_kv, N_pad, BLOCK_D = k_shape[1:]
+    fp8, BLOCK_DV = v_dtype == torch.float8_e4m3fn, pad_head_dim(D_v)
+    k = _descriptor(torch.int8, (B * H_kv * N_pad, BLOCK_D), (BLOCK_D, 1), [tile.BLOCK_N, BLOCK_D])
     if fp8:
-        v_arg = _descriptor(v.view(-1, N_pad), [BLOCK_DV, tile.BLOCK_N])
+        rows = B * H_kv * BLOCK_DV
+        v = _descriptor(v_dtype, (rows, N_pad), (N_pad, 1), [BLOCK_DV, tile.BLOCK_N])
     else:
-        v_arg = _descriptor(v, [1, 1, tile.BLOCK_N, BLOCK_DV])
-    num_m = triton.cdiv(N_q, tile.BLOCK_M)
-    blocks = triton.cdiv(n_kv, tile.BLOCK_N)
-    num_tiles, processors = B * H_q * num_m, _processors(q.device)
+        v = _descriptor(v_dtype, v_shape, v_stride, [1, 1, tile.BLOCK_N, BLOCK_DV])
+    num_m, blocks = -(-N_q // tile.BLOCK_M), -(-n_kv // tile.BLOCK_N)
+    num_tiles, processors = B * H_q * num_m, _processors(device)
     programs, whole_tiles, group = min(num_tiles, processors), num_tiles, 1
     if is_causal:  # an even number of groups: see _tile
-        fit = L2_BYTES // (n_kv * (BLOCK_D + BLOCK_DV * v.element_size())) * (H_q // H_kv)
-        groups = triton.cdiv(B * H_q, max(1, fit))
-        group = triton.cdiv(B * H_q, groups + groups % 2)
+        fit = L2_BYTES // (n_kv * (BLOCK_D + BLOCK_DV * v_dtype.itemsize)) * (H_q // H_kv)
+        groups = -(-B * H_q // max(1, fit))
+        group = -(-B * H_q // (groups + groups % 2))
     else:
         programs, whole_tiles = schedule(num_tiles, blocks, processors)
     split = whole_tiles < num_tiles
-    part = part_ml = lse  # not touched
-    if split:
-        part = lse.new_empty(2 * programs * tile.BLOCK_M * BLOCK_DV)
-        part_ml = lse.new_empty(2 * programs * 2 * tile.BLOCK_M)
     at_launch, consumer = REGISTERS[tile.warpgroups]
-    _hopper_kernel[(programs,)](
-        q, k, k_scale, v_arg, v_scale, v_mean, out, lse, part, part_ml,  # tensors
-        *q.stride()[:3], *out.stride()[:3],
-        B * H_q, H_q, H_kv, 2 * N_q, 2 * n_kv, N_pad, group, whole_tiles,  # shape
-        D, D_v, scale, is_causal, split, fp8,  # semantics
-        tile.BLOCK_N, BLOCK_D, BLOCK_DV, tile.warpgroups, tile.num_stages, consumer,  # tile
-        num_warps=tile.num_warps, maxnreg=at_launch,
+    attend = _Launch(
+        _hopper_kernel,
+        (programs, 1, 1),
+        (*q_stride[:3], *out_stride[:3],
+         B * H_q, H_q, H_kv, 2 * N_q, 2 * n_kv, N_pad, group, whole_tiles,  # shape
+         D, D_v, scale, is_causal, split, fp8,  # semantics
+         tile.BLOCK_N, BLOCK_D, BLOCK_DV, tile.warpgroups, tile.num_stages, consumer),  # tile
+        dict(num_warps=tile.num_warps, maxnreg=at_launch),
     )  # fmt: skip
-    if split:
-        rows = 2048 // BLOCK_DV
-        _combine_kernel[(num_tiles - whole_tiles, tile.BLOCK_M // rows)](
-            part, part_ml, v_scale, v_mean, out, lse,  # tensors
-            *out.stride()[:3],
-            B * H_q, H_q, H_kv, N_q, num_m, whole_tiles, blocks, programs,  # shape
-            D_v, fp8,  # semantics
-            tile.BLOCK_M, BLOCK_DV, rows,  # tile
-        )  # fmt: skip
+    if not split:
+        return _Plan(k, v, attend, None, None)
+    rows = 2048 // BLOCK_DV
+    combine = _Launch(
+        _combine_kernel,
+        (num_tiles - whole_tiles, tile.BLOCK_M // rows, 1),
+        (*out_stride[:3],
+         B * H_q, H_q, H_kv, N_q, num_m, whole_tiles, blocks, programs,  # shape
+         D_v, fp8,  # semantics
+         tile.BLOCK_M, BLOCK_DV, rows),  # tile
+        {},
+    )  # fmt: skip
+    slots = 2 * programs * tile.BLOCK_M
+    return _Plan(k, v, attend, (slots * BLOCK_DV, slots * 2), combine)
+
+
+def _descriptor(dtype: torch.dtype, shape, strides, block: list[int]) -> TensorDescriptor:
+    """Checked, but of no tensor: `_at` says of which."""
+    layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[dtype])
+    strides = [s if n > 1 else 16 for n, s in zip(shape[:-1], strides, strict=False)]
+    nothing = torch.empty(0, dtype=dtype, device="meta")
+    return TensorDescriptor(nothing, list(shape), [*strides, 1], block, layout)
+
+
+def _at(descriptor: TensorDescriptor, x: Tensor) -> TensorDescriptor:
+    descriptor = copy.copy(descriptor)  # two threads may launch it
+    descriptor.base = x
+    return descriptor
 
 
 def schedule(num_tiles: int, blocks: int, processors: int) -> tuple[int, int]:
@@ -659,12 +729,6 @@ def schedule(num_tiles: int, blocks: int, processors: int) -> tuple[int, int]:
     if whole_tiles:
         return processors, whole_tiles
     return max(1, min(processors, num_tiles * blocks // PIECE)), 0
-
-
-def _descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype])
-    strides = [s if n > 1 else 16 for n, s in zip(x.shape[:-1], x.stride(), strict=False)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout)
 
 
 _DTYPES = {

@@ -85,16 +85,23 @@ def hopper(
     capability: tuple[int, int], pv: str, head_dim: int, is_causal: bool, n_q: int
 ) -> Tile | None:
     """The tile with which hopper.py computes a call to which it applies, if it can here."""
-    if capability != (9, 0) or _triton_version() not in GLUON:
+    if capability != (9, 0) or not _compiles_gluon(triton.__version__):
         return None
-    rows = [row for row in HOPPER if row[0] == pv and head_dim <= row[1] and n_q >= row[3]]
-    rows = [row for row in rows if row[2] == is_causal]
-    return min(rows, key=lambda row: (row[1], -row[3]))[4] if rows else None
+    return next((tile for first, tile in _hopper(pv, head_dim, is_causal) if n_q >= first), None)
 
 
-def _triton_version() -> tuple[int, int]:
-    major, minor, *_ = triton.__version__.split(".")
-    return int(major), int(minor)
+@functools.cache
+def _hopper(pv: str, head_dim: int, is_causal: bool) -> list[tuple[int, Tile]]:
+    """(N_q from, tile) of the smallest head_dim that holds this one, the longest N_q first."""
+    rows = [r for r in HOPPER if r[0] == pv and head_dim <= r[1] and r[2] == is_causal]
+    widest = min((r[1] for r in rows), default=0)
+    return sorted(((r[3], r[4]) for r in rows if r[1] == widest), key=lambda r: -r[0])
+
+
+@functools.cache
+def _compiles_gluon(version: str) -> bool:
+    major, minor, *_ = version.split(".")
+    return (int(major), int(minor)) in GLUON
 
 
 def tile(capability: tuple[int, int], pv: str, head_dim: int, masked: bool) -> Tile:
