@@ -88,6 +88,9 @@ def parse(argv) -> argparse.Namespace:
     )
     parser.add_argument("--shapes", choices=SHAPES, default="quick")
     parser.add_argument("--recipes", nargs="+", choices=NAMED, default=["sage2-8b-rows"])
+    parser.add_argument(
+        "--families", nargs="+", metavar="FAMILY", help='only these cases, like "D=64, causal"'
+    )
     parser.add_argument("--providers", nargs="+", choices=ALL, help="default: the shapes' own")
     parser.add_argument("--rounds", type=int, help="default: the shapes' own")
     parser.add_argument("--target-ms", type=float, help="of one provider's turn in a round")
@@ -95,7 +98,12 @@ def parse(argv) -> argparse.Namespace:
     parser.add_argument(
         "--json", nargs="?", const="", metavar="FILE", help="default: bench/results/GPU/DATE-SHAPES"
     )
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    known = {c.family: None for name in SHAPES[args.shapes] for c in PLANS[name].cases}
+    for family in args.families or ():
+        if family not in known:
+            parser.error(f"--families must be of {list(known)}, got {family!r}")
+    return args
 
 
 def cuda_device(text: str) -> torch.device:
@@ -105,8 +113,10 @@ def cuda_device(text: str) -> torch.device:
 
 
 def overridden(plan: Plan, args) -> Plan:
+    cases = [c for c in plan.cases if args.families is None or c.family in args.families]
     return dataclasses.replace(
         plan,
+        cases=tuple(cases),
         providers=tuple(args.providers or plan.providers),
         rounds=args.rounds or plan.rounds,
         target_ms=args.target_ms or plan.target_ms,
@@ -153,7 +163,7 @@ def print_header(result: dict) -> None:
 
 def check_kernels(args, device) -> None:
     """Exit unless every kernel that will be timed agrees with its emulation."""
-    cases = [case for name in SHAPES[args.shapes] for case in PLANS[name].cases]
+    cases = [c for name in SHAPES[args.shapes] for c in overridden(PLANS[name], args).cases]
     families = {case.family: case for case in cases}
     worst = 0.0
     for case, recipe in itertools.product(families.values(), args.recipes):

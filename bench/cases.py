@@ -73,9 +73,7 @@ class Plan:
 
 
 PAPER_N = (1024, 2048, 4096, 8192, 16384, 32768)
-CROSSOVER_N = (
-    512, 768, 1024, 1280, 1536, 2048, 2560, 3072, 4096, 5120, 6144, 8192, 12288, 16384,
-)  # fmt: skip
+CROSSOVER_N = (1024, 2048, 3072, 4096, 5120, 6144, 8192, 12288, 16384)
 MASKS_N = (1024, 2048, 4096, 8192, 16384)
 
 
@@ -125,7 +123,7 @@ PLANS = {
         ),
         providers=("cuDNN", "flash", "kernel", "op"),
     ),
-    # 168 cases: what fills CROSSOVER in ops/tiles.py.
+    # 108 cases: what fills CROSSOVER in ops/tiles.py.
     "crossover": Plan(
         tuple(
             Case(B, H, H, N, D, is_causal)

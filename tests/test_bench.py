@@ -160,6 +160,15 @@ def rows(family, times, D=64, kind="mask"):
     ]  # fmt: skip
 
 
+def test_families_choose_cases(capsys):
+    arguments = bench.parse(["--shapes", "crossover", "--families", "D=64, causal"])
+    cases = bench.overridden(PLANS["crossover"], arguments).cases
+    assert cases and {(case.D, case.is_causal) for case in cases} == {(64, True)}
+    with pytest.raises(SystemExit):
+        bench.parse(["--shapes", "crossover", "--families", "D=96"])
+    assert "must be of ['D=64', 'D=64, causal', 'D=128'" in capsys.readouterr().err
+
+
 def test_the_crossover_is_from_where_on_the_op_wins(capsys):
     keys = rows("D=64, keys", {1: (2, 1), 2: (1, 1), 4: (1.02, 1), 8: (None, 1), 16: (2, 1)})
     assert bench.crossovers(keys, "op") == {8: 16}
