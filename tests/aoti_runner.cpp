@@ -1,20 +1,112 @@
 // Runs an AOTInductor package with no Python in the process:
-//   aoti_runner PACKAGE INPUT OUTPUT DEVICE      (files of torch.save: a list of tensors, a tensor)
+//   aoti_runner MODE PACKAGE MODEL DEVICE INPUTS OUTPUTS
+// INPUTS is a file of torch.save, a list of calls, each a list of tensors. OUTPUTS: what they gave.
+//   run      every call
+//   twice    the package opened twice, every call by the first and then by the second
+//   threads  every call ten times by two threads, each on its stream; the last outputs of both
+//   time     prints the milliseconds of every call
+#include <algorithm>
+#include <chrono>
 #include <fstream>
+#include <iostream>
 #include <iterator>
+#include <thread>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/torch.h>
 
-int main(int argc, char** argv) {
-  std::ifstream file(argv[2], std::ios::binary);
-  std::vector<char> bytes((std::istreambuf_iterator<char>(file)), {});
-  std::vector<at::Tensor> inputs;
+using Tensors = std::vector<at::Tensor>;
+using Calls = std::vector<Tensors>;
+using Loader = torch::inductor::AOTIModelPackageLoader;
+
+Calls read(const char* path, at::Device device) {
+  std::ifstream file(path, std::ios::binary);
+  const std::vector<char> bytes((std::istreambuf_iterator<char>(file)), {});
   const c10::IValue list = torch::pickle_load(bytes);
-  for (const c10::IValue& x : list.toListRef()) {
-    inputs.push_back(x.toTensor().to(at::Device(argv[4])));
+  Calls calls;
+  for (const c10::IValue& call : list.toListRef()) {
+    calls.emplace_back();
+    for (const c10::IValue& x : call.toListRef()) calls.back().push_back(x.toTensor().to(device));
   }
-  torch::inductor::AOTIModelPackageLoader loader(argv[1]);
-  const at::Tensor output = loader.run(inputs).at(0).to(at::kCPU);
-  const auto result = torch::pickle_save(output);
-  std::ofstream(argv[3], std::ios::binary).write(result.data(), result.size());
+  return calls;
+}
+
+void write(const char* path, const Calls& calls) {
+  std::vector<c10::IValue> all;
+  for (const Tensors& call : calls) {
+    const std::vector<c10::IValue> tensors(call.begin(), call.end());
+    all.push_back(c10::ivalue::Tuple::create(tensors));
+  }
+  const auto bytes = torch::pickle_save(c10::ivalue::Tuple::create(all));
+  std::ofstream(path, std::ios::binary).write(bytes.data(), bytes.size());
+}
+
+void run(Loader& loader, const Calls& calls, Calls& outputs) {
+  for (const Tensors& call : calls) {
+    outputs.push_back(loader.run(call));
+    for (at::Tensor& x : outputs.back()) x = x.cpu();
+  }
+}
+
+void run_on_a_stream(Loader& loader, const Calls& calls, Calls& outputs, at::Device device) {
+  c10::OptionalStreamGuard guard;
+  if (device.is_cuda()) {
+    const c10::impl::VirtualGuardImpl cuda(device.type());
+    guard.reset_stream(cuda.getStreamFromGlobalPool(device));
+  }
+  for (int i = 0; i < 10; ++i) {
+    outputs.clear();
+    run(loader, calls, outputs);
+  }
+}
+
+double milliseconds(Loader& loader, const Tensors& call, at::Device device) {
+  const auto timed = [&](int n) {
+    const auto start = std::chrono::steady_clock::now();
+    for (int i = 0; i < n; ++i) loader.run(call);
+    if (device.is_cuda()) torch::cuda::synchronize(device.index());
+    const std::chrono::duration<double, std::milli> taken = std::chrono::steady_clock::now() - start;
+    return taken.count() / n;
+  };
+  timed(20);
+  std::vector<double> rounds;
+  for (int i = 0; i < 11; ++i) rounds.push_back(timed(20));
+  std::nth_element(rounds.begin(), rounds.begin() + 5, rounds.end());
+  return rounds[5];
+}
+
+int main(int, char** argv) try {
+  const std::string mode = argv[1];
+  const at::Device device(argv[4]);
+  const Calls calls = read(argv[5], device);
+  const auto open = [&](int runners) {
+    return Loader(argv[2], argv[3], /*run_single_threaded=*/false, runners, device.index());
+  };
+  Calls outputs, others;
+  if (mode == "threads") {
+    Loader loader = open(2);
+    if (device.is_cuda()) torch::cuda::synchronize(device.index());
+    std::thread other([&] { run_on_a_stream(loader, calls, others, device); });
+    run_on_a_stream(loader, calls, outputs, device);
+    other.join();
+  } else {
+    Loader loader = open(1);
+    if (mode == "time") {
+      for (const Tensors& call : calls) std::cout << milliseconds(loader, call, device) << std::endl;
+    } else {
+      run(loader, calls, outputs);
+    }
+    if (mode == "twice") {
+      Loader second = open(1);
+      run(second, calls, others);
+      run(loader, {calls[0]}, others);  // the first still works
+      others.pop_back();
+    }
+  }
+  outputs.insert(outputs.end(), others.begin(), others.end());
+  write(argv[6], outputs);
+} catch (const std::exception& error) {
+  std::cerr << error.what() << std::endl;
+  return 1;
 }
