@@ -1,6 +1,7 @@
 """Attention, forward: speed and accuracy of the sage recipes beside what torch offers.
 
 $ python bench/attention.py --shapes paper --json          # bench/results/GPU/DATE-paper.json
+$ python bench/attention.py --shapes load                  # the tiles of HOPPER in ops/tiles.py
 $ python bench/attention.py --shapes crossover             # rows for CROSSOVER in ops/tiles.py
 $ python bench/attention.py --shapes crossover_masks       # its rows for masks and windows
 
@@ -275,10 +276,13 @@ def print_table(title: str, rows: list[dict]) -> None:
         by_provider.setdefault(row["provider"], []).append(row)
     label = max(8, *map(len, by_case))
     print(f"\n{title}")
-    print(" " * label + "".join(f" |{name:^19}" for name in by_provider))
-    print("N".rjust(label) + f" |{'ms':>7}{'TF/s':>5}{'x':>6} " * len(by_provider))
+    columns = {name: max(19, len(name)) for name in by_provider}
+    heads = f"{'ms':>7}{'TF/s':>5}{'x':>6} "
+    print(" " * label + "".join(f" |{name:^{n}}" for name, n in columns.items()))
+    print("N".rjust(label) + "".join(f" |{heads:>{n}}" for n in columns.values()))
     for name, cells in by_case.items():
-        print(name.rjust(label) + "".join(f" |{cell(cells.get(p))}" for p in by_provider))
+        row = (f" |{cell(cells.get(p)):>{n}}" for p, n in columns.items())
+        print(name.rjust(label) + "".join(row))
     width = max(map(len, by_provider))
     print("  accuracy, the worst of each column".ljust(width + 34) + "outlier")
     heads = ("CosSim", "rel. L1", "RMSE") * 2

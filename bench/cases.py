@@ -2,8 +2,9 @@
 
 import dataclasses
 
-ALL = ("cuDNN", "flash", "efficient", "flex", "inductor", "kernel", "op")
-UNMASKED = tuple(name for name in ALL if name != "efficient")  # flash is the faster one there
+ALL = ("cuDNN", "flash", "efficient", "flex", "inductor", "kernel", "tiles", "op")
+# Of efficient and flash, flash is the faster one there.
+UNMASKED = tuple(name for name in ALL if name not in ("efficient", "tiles"))
 MASKS = ("keys", "rows", "documents", "bias", "window")  # what each is: measure.py
 
 
@@ -94,6 +95,15 @@ def head_dims(*Ds: int) -> Plan:
     )
 
 
+MODELS = (
+    Case(1, 24, 24, 4608, 128, model="flux"),
+    Case(2, 48, 48, 17776, 64, model="cogvideox"),
+    Case(1, 40, 40, 75600, 128, model="wan14b_720p"),
+    Case(1, 24, 24, 119056, 128, model="hunyuan"),
+    Case(1, 32, 8, 8192, 128, is_causal=True, model="llama3_prefill"),
+    Case(64, 16, 16, 577, 64, model="vit"),
+)
+
 PLANS = {
     "paper": Plan(
         tuple(
@@ -103,15 +113,23 @@ PLANS = {
             for N in PAPER_N
         )
     ),
-    "models": Plan(
+    "models": Plan(MODELS),
+    # Under load, where power limits the card: long turns, and nothing lighter than cuDNN between
+    # them to cool it. What the rows of HOPPER in ops/tiles.py are chosen by.
+    "load": Plan(
         (
-            Case(1, 24, 24, 4608, 128, model="flux"),
-            Case(2, 48, 48, 17776, 64, model="cogvideox"),
-            Case(1, 40, 40, 75600, 128, model="wan14b_720p"),
-            Case(1, 24, 24, 119056, 128, model="hunyuan"),
-            Case(1, 32, 8, 8192, 128, is_causal=True, model="llama3_prefill"),
-            Case(64, 16, 16, 577, 64, model="vit"),
-        )
+            *(
+                Case(4, 32, 32, N, D, is_causal)
+                for D in (64, 128)
+                for is_causal in (False, True)
+                for N in (1024, 2048, 4096, 8192, 32768)
+            ),
+            *(Case(4, 16, 16, 8192, 256, is_causal) for is_causal in (False, True)),
+            *(case for case in MODELS if case.model not in ("hunyuan", "vit")),
+        ),
+        providers=("cuDNN", "tiles"),
+        rounds=3,
+        target_ms=100.0,
     ),
     # For recipes with 16-bit p v: --recipes accurate.
     "16bit": Plan(

@@ -7,6 +7,7 @@ flex           compiled FlexAttention; causal, keys, documents and windows throu
 inductor       F.scaled_dot_product_attention compiled with backend="inductor"
 RECIPE kernel  the attention kernel alone: k and v smoothed and quantized, and the mask summarized,
                beforehand
+RECIPE MxNxS   the same by each tile of ops/hopper.py, of M rows, N keys and S stages
 RECIPE op      the same F.scaled_dot_product_attention compiled with backend="sage": what a
                user gets, with all its preparation
 
@@ -28,10 +29,11 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from sage_inductor.ops import mask as masks
 from sage_inductor.ops import reference
-from sage_inductor.ops.attention import tile_of
+from sage_inductor.ops.attention import empty_outputs, tile_of
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.sdpa import kernel, operands
 from sage_inductor.ops.sdpa import prepare as prepare_kv
+from sage_inductor.ops.tiles import HOPPER
 
 EAGER = {
     "cuDNN": SDPBackend.CUDNN_ATTENTION,
@@ -76,6 +78,8 @@ def _build(case: Case, kind: str, recipes) -> list[Provider]:
             return [Provider(kind, torch.compile(sdpa, backend="inductor", fullgraph=True))]
         case "kernel":
             return [_kernel(case, recipe) for recipe in recipes]
+        case "tiles":
+            return [provider for recipe in recipes for provider in _tiles(case, recipe)]
         case "op":
             return [
                 Provider(
@@ -147,6 +151,27 @@ def _kernel(case: Case, name: str) -> Provider:
         )[0]  # fmt: skip
 
     return Provider(f"{name} kernel", call, prepare, name)
+
+
+def _tiles(case: Case, name: str) -> list[Provider]:
+    """The kernel of ops/hopper.py with every tile that its table has for this head_dim or a wider
+    one."""
+    from sage_inductor.ops import hopper
+
+    pv, prepare = NAMED[name].pv, _kernel(case, name).prepare
+
+    def provider(tile):
+        def call(q, *quantized):
+            out, lse = empty_outputs(q, case.D, False)
+            hopper.launch(q, *quantized, case.is_causal, case.D**-0.5, case.N, tile, out, lse)
+            return out
+
+        label = f"{name} {tile.BLOCK_M}x{tile.BLOCK_N}x{tile.num_stages}"
+        return Provider(label, call, prepare, name)
+
+    return [
+        provider(t) for t in dict.fromkeys(r[4] for r in HOPPER if r[0] == pv and case.D <= r[1])
+    ]
 
 
 def small(case: Case) -> Case:

@@ -64,7 +64,7 @@ TILES = [
 GLUON = ((3, 6), (3, 7))  # versions of Triton whose Gluon hopper.py compiles with: it moves
 
 # Tiles of hopper.py's kernel: (pv, head_dim up to, is_causal, N_q from) -> tile, the last that
-# holds. H200, 2026-11-21, torch 2.11, Triton 3.6: the kernel launched with each (bench/NOTES.md).
+# holds. H200, 2026-11-21, torch 2.11, Triton 3.6: `bench/attention.py --shapes load`.
 HOPPER = [
     ("fp8", 64, False, 1, Tile(192, 128, 4, 3, warpgroups=3)),
     ("fp8", 64, True, 1, Tile(192, 128, 4, 3, warpgroups=3)),
@@ -135,10 +135,10 @@ KINDS = ("full", "causal", "window", "flex window", "keys", "mask", "bias")
 # windows of 1024 keys, SDPA with the same mask.
 CROSSOVER = {
     ((9, 0), "sage2-8b-rows", 64, "full"): [(128, 3072), (24, 5120)],
-    ((9, 0), "sage2-8b-rows", 64, "causal"): [(128, 8192)],  # of --shapes paper
+    ((9, 0), "sage2-8b-rows", 64, "causal"): [(128, 6144), (8, 5120)],
     ((9, 0), "sage2-8b-rows", 72, "full"): [(128, 6144), (24, 8192)],
-    ((9, 0), "sage2-8b-rows", 128, "full"): [(128, 4096)],  # of --shapes paper
-    ((9, 0), "sage2-8b-rows", 128, "causal"): [(128, 8192)],  # of --shapes paper
+    ((9, 0), "sage2-8b-rows", 128, "full"): [(24, 5120), (8, 8192)],
+    ((9, 0), "sage2-8b-rows", 128, "causal"): [(8, 5120)],
     ((9, 0), "sage2-8b-rows", 256, "full"): [(128, 4096)],
     ((9, 0), "accurate", 64, "full"): [(128, 3072), (24, 5120)],
     ((9, 0), "accurate", 64, "causal"): [(128, 8192)],  # of --shapes 16bit
