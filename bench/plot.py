@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
-SHOWN = ("paper", "models", "masks")
+SHOWN = ("paper", "load", "models", "masks")
 PLOT = "attention.svg"
 COLOURS = {"cuDNN": "0.15", "flash": "0.65", "flex": "tab:orange", "inductor": "tab:blue"}
 SAGE_COLOURS = ("tab:green", "tab:purple", "tab:red")  # one per recipe
@@ -75,6 +75,16 @@ def section(name: str, plans: dict[str, dict]) -> str:
             parts += [f"{title}: TFLOP/s (x cuDNN)\n", speed_table(rows, tflops_cell)]
         parts += ["Accuracy, the worst of the rows above\n"]
         parts += [accuracy_table(plans["paper"]["rows"])]
+    if "load" in plans:
+        cases = [
+            {**row, "row": row["row"] if row["model"] else f"{row['family']}, {row['N']}"}
+            for row in plans["load"]["rows"]
+        ]
+        title = (
+            "Under load, the kernel by each of its tiles, rows x keys x stages: TFLOP/s (x cuDNN)"
+        )
+        parts += [f"{title}\n", speed_table(cases, tflops_cell, "B=4 H=32 (D=256: 16)")]
+        parts += [provenance(plans["load"])]
     if "models" in plans:
         parts += ["Attention of some models, B x H x N x D: ms (x cuDNN)\n"]
         parts += [speed_table(plans["models"]["rows"], ms_cell), provenance(plans["models"])]
@@ -104,7 +114,8 @@ def groups(rows: list[dict], key: str) -> dict[str, list[dict]]:
 
 
 def speed_table(rows: list[dict], cell, first: str = "") -> str:
-    """A line per case, a column per provider; last, how far from exact the sage op is."""
+    """A line per case, a column per provider; last, how far from exact the sage op is, or where
+    there is none the kernel."""
     providers = list(groups(rows, "provider"))
     first = first or ("model" if rows[0]["model"] else "N")
     lines = [[first, *providers, "rel. L1 of sage (cuDNN)"]]
@@ -134,7 +145,9 @@ def with_speedup(row: dict, value: str) -> str:
 
 def errors(cells: list[dict]) -> str:
     found = {row["provider"]: row["accuracy"]["normal"]["rel_l1"] for row in cells if row["ms"]}
-    ours = " / ".join(f"{found[p]:.1%}" for p in found if p.endswith(" op"))
+    recipes = {row["provider"]: row["recipe"] for row in cells if row["ms"] and row.get("recipe")}
+    shown = [p for p in recipes if p.endswith(" op")] or list(recipes)[:1]
+    ours = " / ".join(f"{found[p]:.1%}" for p in shown)
     return f"{ours or '-'} ({found['cuDNN']:.1%})" if "cuDNN" in found else ours
 
 
