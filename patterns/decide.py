@@ -17,6 +17,7 @@ from sage_inductor import lowering  # noqa: F401  (registers what the inserted o
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops import tiles
 from sage_inductor.ops.reference import HEAD_DIMS
+from sage_inductor.ops.sdpa import kernel
 from sage_inductor.patterns.call import Call, Emitter, functorch_depth, value_of
 from sage_inductor.patterns.coordinates import may_write
 
@@ -58,6 +59,8 @@ def decide(call: Call, settings: Settings) -> Site:
     """What becomes of `call`; nothing is changed yet."""
     recipe, reason = _recipe(call, settings)
     q, k = value_of(call.q), value_of(call.k)
+    if recipe and settings.portable:
+        reason += _left_behind(call, recipe)
     return Site(
         module=_module(call.node),
         call=call.node.name,
@@ -140,6 +143,17 @@ def _recipe(call: Call, settings: Settings) -> tuple[str | None, str]:
             return taken, reason
         refused[reason] = None
     return None, "; ".join(refused)
+
+
+def _left_behind(call: Call, recipe: str) -> str:
+    """What the reason says of a package's call that a kernel which does not travel runs faster."""
+    q, v, masked = value_of(call.q), value_of(call.v), call.attn_mask is not None
+    head_dim = max(int(q.shape[3]), int(v.shape[3]))
+    args = q.device, recipes.NAMED[recipe].pv, head_dim, masked
+    if kernel(*args, portable=False) == kernel(*args, portable=True):
+        return ""
+    sm = "sm_{}{}".format(*tiles.capability(q.device))
+    return f"; by the portable kernel: {sm}'s faster one cannot travel in a package"
 
 
 def candidates(

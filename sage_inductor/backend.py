@@ -12,6 +12,7 @@ from torch._dynamo.exc import ShortenTraceback
 from torch._guards import CompileContext
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.virtualized import V
 
 from sage_inductor import config
 from sage_inductor import report as reports
@@ -127,7 +128,7 @@ class SagePass(CustomGraphPass):
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         gm = graph.owning_module
-        found = settings({})
+        found = self._settings()
         # Inductor applies a pre-grad pass to nested graphs too; a site is decided once.
         sites = rewrite(gm, found)
         reports.record(sites)
@@ -135,7 +136,12 @@ class SagePass(CustomGraphPass):
             raise_if_refused(sites)
 
     def uuid(self):
-        return (source_tag(), dataclasses.astuple(settings({})))
+        return (source_tag(), dataclasses.astuple(self._settings()))
+
+    @staticmethod
+    def _settings() -> Settings:
+        # AOTInductor runs the pass too: what it compiles becomes a package.
+        return settings({}, portable=V.aot_compilation is True)
 
 
 class PassList(CustomGraphPass):

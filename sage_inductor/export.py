@@ -16,7 +16,8 @@ def rewrite(exported_program: torch.export.ExportedProgram, *, options: dict | N
     rewritten is decided by the example's lengths. Only kernels that travel in a package are used.
 
     Returns the Report of its sites. The program then goes to torch's own
-    ``aoti_compile_and_package``.
+    ``aoti_compile_and_package`` or, for several models in one package, to its ``aot_compile`` and
+    ``package_aoti``. Raises ValueError if the program calls a sage op that needs Python to run.
     """
     ours, theirs = backend.split_options(options or {})
     if theirs or "mode" in ours:
@@ -26,10 +27,27 @@ def rewrite(exported_program: torch.export.ExportedProgram, *, options: dict | N
         )
     settings = backend.settings(ours, portable=True)
     sites = _rewrite(exported_program.graph_module, settings)
+    _check_travels(exported_program.graph_module)
     reports.record(sites)
     if settings.strict:
         backend.raise_if_refused(sites)
     return reports.Report([("export", site) for site in sites])
+
+
+def _check_travels(gm: torch.fx.GraphModule) -> None:
+    """Raise ValueError if an op is left that no package can hold: the rewrite inserts none, but
+    the model may call one, or have been through a pass that did."""
+    sage = torch.ops.sage
+    for module in gm.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            portable = node.target is not sage.attention_opaque.default
+            if node.target in (sage.sdpa.default, sage.prepare.default):
+                portable = node.kwargs["portable"] if "portable" in node.kwargs else node.args[-1]
+            if not portable:
+                raise ValueError(
+                    f"rewrite: every sage op must be portable to travel in a package, got "
+                    f"`{node.name}`, a call of {node.target} that is not"
+                )
 
 
 def aoti_compile_and_package(
@@ -43,7 +61,7 @@ def aoti_compile_and_package(
 
     The arguments are torch's, and `options` is `rewrite`'s; `exported_program` itself stays as it
     is. The package needs neither Python nor sage_inductor. Returns its path;
-    ``sage_inductor.report()`` tells what was rewritten.
+    ``sage_inductor.report()`` tells what was rewritten. Raises what `rewrite` raises.
     """
     program = copy.deepcopy(exported_program)
     rewrite(program, options=options)

@@ -14,7 +14,8 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
-#include <torch/torch.h>
+#include <torch/csrc/jit/serialization/pickle.h>
+#include <torch/cuda.h>
 
 using Tensors = std::vector<at::Tensor>;
 using Calls = std::vector<Tensors>;
@@ -23,7 +24,7 @@ using Loader = torch::inductor::AOTIModelPackageLoader;
 Calls read(const char* path, at::Device device) {
   std::ifstream file(path, std::ios::binary);
   const std::vector<char> bytes((std::istreambuf_iterator<char>(file)), {});
-  const c10::IValue list = torch::pickle_load(bytes);
+  const c10::IValue list = torch::jit::pickle_load(bytes);
   Calls calls;
   for (const c10::IValue& call : list.toListRef()) {
     calls.emplace_back();
@@ -38,7 +39,7 @@ void write(const char* path, const Calls& calls) {
     const std::vector<c10::IValue> tensors(call.begin(), call.end());
     all.push_back(c10::ivalue::Tuple::create(tensors));
   }
-  const auto bytes = torch::pickle_save(c10::ivalue::Tuple::create(all));
+  const auto bytes = torch::jit::pickle_save(c10::ivalue::Tuple::create(all));
   std::ofstream(path, std::ios::binary).write(bytes.data(), bytes.size());
 }
 

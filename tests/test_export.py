@@ -6,19 +6,25 @@ Shapes: B batch, N tokens (T of them text), C channels, H heads, D head_dim.
 import dataclasses
 import functools
 import inspect
-import os
+import io
+import json
+import re
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._inductor import compile_fx
+from torch._inductor.package import package_aoti
 from torch.utils._pytree import tree_leaves
 
 import sage_inductor
+from sage_inductor.ops.recipe import NAMED
 
 EMULATE = {"sage.emulate": True}
 FORCE = {"sage.force": True, "sage.recipe": "sage2-8b"}  # the recipe of packages
@@ -171,11 +177,6 @@ def tensors(result):
     return [x.cpu() for x in tree_leaves(result)]
 
 
-def flat(calls):
-    """What the C++ loader takes: every call's tensors, in the order of the exported call."""
-    return [tensors(each) for each in calls]
-
-
 def check(actual, expected, tolerance=1e-2):
     """An INT8 code that rounds the other way moves what follows: 1 % of the norm."""
     assert len(actual) == len(expected)
@@ -192,8 +193,9 @@ def check(actual, expected, tolerance=1e-2):
 @dataclasses.dataclass
 class Package:
     path: str
+    name: str  # of the model in it
     model: nn.Module
-    program: torch.export.ExportedProgram  # as exported: with the model's own attention
+    program: torch.export.ExportedProgram
     report: sage_inductor.Report
     options: dict
     calls: list  # one of each of LENGTHS
@@ -206,26 +208,66 @@ class Package:
         return [tensors(run(*args, **kwargs)) for args, kwargs in self.calls]
 
 
+QUICK = {"aot_inductor.compile_wrapper_opt_level": "O0"}  # compiles in two thirds of the time
+
+
+@torch.no_grad()
+def exported(make, device, C=128, D=32) -> Package:
+    """What is to be packaged, with the inputs it will get."""
+    torch.manual_seed(0)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    model = make(C, D).to(device, dtype).eval()
+    program = export(model, *call(model, 64, device, dtype))
+    calls = [call(model, N, device, dtype) for N in LENGTHS]
+    options = EMULATE if device == "cpu" else FORCE
+    return Package("", "model", model, program, None, options, calls)
+
+
+@torch.no_grad()
+def package_alone(make, device, folder, size=(128, 32), configs=QUICK) -> Package:
+    package = exported(make, device, *size)
+    torch._dynamo.reset()  # empties the report
+    package.path = sage_inductor.aoti_compile_and_package(
+        package.program,
+        package_path=str(folder / f"{make.__name__}-{device}.pt2"),
+        inductor_configs=dict(configs),
+        options=package.options,
+    )
+    package.report = sage_inductor.report()
+    return package
+
+
+@torch.no_grad()
+def package_together(makes, device, folder) -> dict:
+    """Several models in one package, torch's way."""
+    path, built, files = str(folder / f"together-{device}.pt2"), {}, {}
+    for make in makes:
+        package = exported(make, device)
+        package.path, package.name = path, make.__name__
+        package.report = sage_inductor.rewrite(package.program, options=package.options)
+        files[package.name] = torch._inductor.aot_compile(
+            package.program.module(check_guards=False),
+            *package.program.example_inputs,
+            options={"aot_inductor.package": True, **QUICK},
+        )
+        built[make] = package
+    package_aoti(path, files)
+    return built
+
+
 @pytest.fixture(scope="module")
 def build(tmp_path_factory):
-    """(model class, device, C, D) -> its Package."""
+    """(model class, device) -> its Package, built once: ViT's and Flux's are one file."""
     folder, built = tmp_path_factory.mktemp("packages"), {}
 
-    @torch.no_grad()
-    def package(make, device, C=128, D=32) -> Package:
-        key = f"{make.__name__}-{device}-{C}-{D}"
-        if key not in built:
-            dtype = torch.float32 if device == "cpu" else torch.bfloat16
-            options = EMULATE if device == "cpu" else FORCE
-            model = make(C, D).to(device, dtype).eval()
-            program = export(model, *call(model, 64, device, dtype))
-            path = sage_inductor.aoti_compile_and_package(
-                program, package_path=str(folder / f"{key}.pt2"), options=options
-            )
-            calls = [call(model, N, device, dtype) for N in LENGTHS]
-            report = sage_inductor.report()
-            built[key] = Package(path, model, program, report, options, calls)
-        return built[key]
+    def package(make, device) -> Package:
+        if (make, device) not in built:
+            if make in (ViT, Flux):
+                together = package_together((ViT, Flux), device, folder)
+                built.update({(each, device): together[each] for each in together})
+            else:
+                built[make, device] = package_alone(make, device, folder)
+        return built[make, device]
 
     return package
 
@@ -249,27 +291,27 @@ class Blocked:
         if name.split(".")[0] == "sage_inductor":
             raise ImportError("sage_inductor is not installed here")
 sys.meta_path.insert(0, Blocked())
+from torch._inductor import compile_fx
 from torch._inductor.package import load_package
-package, model, inputs, outputs = sys.argv[1:]
-run = load_package(package, model)
-results = [run(*args, **kwargs) for args, kwargs in torch.load(inputs)]
-torch.save([torch.utils._pytree.tree_leaves(each) for each in results], outputs)
+outputs = []
+for path, name, calls in torch.load("calls.pt"):
+    run = load_package(path, name)
+    outputs.append([torch.utils._pytree.tree_leaves(run(*args, **kwargs)) for args, kwargs in calls])
+torch.save(outputs, "outputs.pt")
 assert "sage_inductor" not in sys.modules
 """
 
 
-def run_in_python(package, calls, folder, model="model"):
-    torch.save(calls, folder / "calls.pt")
-    subprocess.run(
-        [sys.executable, "-c", LOAD, package, model, folder / "calls.pt", folder / "outputs.pt"],
-        check=True, cwd=folder, timeout=300,
-    )  # fmt: skip
-    return torch.load(folder / "outputs.pt")
+def python(code, *args, cwd):
+    return subprocess.run(
+        [sys.executable, "-c", code, *args], cwd=cwd, timeout=300, text=True, capture_output=True
+    )
 
 
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory):
-    """mode, package, model, device, calls -> (the outputs, what it printed). No Python inside."""
+    """mode, package, device -> (outputs of its calls, what was printed), with no Python in the
+    process. Raises RuntimeError with what the loader threw."""
     folder, root = tmp_path_factory.mktemp("runner"), Path(torch.__file__).parent
     cuda = ["-ltorch_cuda", "-lc10_cuda"] * torch.cuda.is_available()
     subprocess.run(
@@ -280,15 +322,15 @@ def runner(tmp_path_factory):
         check=True,
     )  # fmt: skip
 
-    def run(mode, package, calls, device, model="model"):
-        torch.save(flat(calls), folder / "calls.pt")
+    def run(mode, package, device):
+        torch.save([tensors(each) for each in package.calls], folder / "calls.pt")
         done = subprocess.run(
-            [folder / "runner", mode, package, model, device, folder / "calls.pt",
-             folder / "outputs.pt"],
-            timeout=300, text=True, capture_output=True,
-            env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
+            ["./runner", mode, package.path, package.name, device, "calls.pt", "outputs.pt"],
+            cwd=folder, timeout=300, text=True, capture_output=True,
         )  # fmt: skip
-        assert done.returncode == 0, done.stderr
+        if done.returncode == 1:
+            raise RuntimeError(done.stderr)
+        assert done.returncode == 0, f"crashed with {done.returncode}: {done.stderr}"
         return torch.load(folder / "outputs.pt"), done.stdout
 
     return run
@@ -301,22 +343,25 @@ def runner(tmp_path_factory):
 def test_a_package_runs_without_python_at_any_length(make, device, build, runner):
     package = build(make, device)
     assert package.report.rewritten and not package.report.refused, f"\n{package.report}"
-    assert not any("sage" in str(t) for t in targets(package.program))  # the caller's own
-    check(runner("run", package.path, package.calls, device)[0], package.expected)
+    check(runner("run", package, device)[0], package.expected)
 
 
-@pytest.mark.parametrize("make", [Llama, ViT, Flux, Masked])
-def test_a_cpu_package_runs_in_python_without_us_at_any_length(make, build, tmp_path):
+def test_cpu_packages_run_in_python_without_us_at_any_length(build, tmp_path):
     """CUDA packages do not load in Python with torch 2.11, plain nn.Linear's neither."""
-    package = build(make, "cpu")
-    check(run_in_python(package.path, package.calls, tmp_path), package.expected)
+    packages = [build(make, "cpu") for make in (Llama, ViT, Flux, Masked)]
+    torch.save([(each.path, each.name, each.calls) for each in packages], tmp_path / "calls.pt")
+    done = python(LOAD, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    outputs = torch.load(tmp_path / "outputs.pt")
+    for package, actual in zip(packages, outputs, strict=True):
+        check(actual, package.expected)
 
 
 @pytest.mark.parametrize("mode", ["twice", "threads"])
 @devices(Llama)
 def test_a_package_opens_twice_and_runs_in_two_threads(make, device, mode, build, runner):
     package = build(make, device)
-    outputs, _ = runner(mode, package.path, package.calls, device)
+    outputs, _ = runner(mode, package, device)
     check(outputs[: len(LENGTHS)], package.expected)
     check(outputs[len(LENGTHS) :], package.expected)
 
@@ -326,16 +371,16 @@ def test_a_package_opens_twice_and_runs_in_two_threads(make, device, mode, build
 @pytest.mark.parametrize("make", [Llama, Flux])
 def test_a_package_runs_on_another_gpu_than_it_was_made_on(make, build, runner):
     package = build(make, "cuda")
-    check(runner("run", package.path, package.calls, "cuda:1")[0], package.expected)
+    check(runner("run", package, "cuda:1")[0], package.expected)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("make", [Llama, ViT, Flux])
 @torch.no_grad()
-def test_a_package_is_as_fast_as_the_compiled_model(make, build, runner):
+def test_a_package_is_as_fast_as_the_compiled_model(make, runner, tmp_path):
     """Of the same kernels, with CUDA graphs off. Turns of each, the median of medians."""
-    package = build(make, "cuda", 2048, 128)
-    calls = [call(package.model, N, "cuda", torch.bfloat16) for N in (1024, 2048)]
+    package = package_alone(make, "cuda", tmp_path, (2048, 128), {})
+    package.calls = [call(package.model, N, "cuda", torch.bfloat16) for N in (1024, 2048)]
     sage_inductor.rewrite(package.program, options=FORCE)
     portable = torch.compile(package.program.module(), dynamic=True)
     fastest = torch.compile(
@@ -355,18 +400,144 @@ def test_a_package_is_as_fast_as_the_compiled_model(make, build, runner):
 
     turns = []
     for _ in range(3):
-        _, printed = runner("time", package.path, calls, "cuda")
+        _, printed = runner("time", package, "cuda")
         turns.append(
             [[float(x) for x in printed.split()]]
-            + [[milliseconds(run, *each) for each in calls] for run in (portable, fastest)]
+            + [[milliseconds(run, *each) for each in package.calls] for run in (portable, fastest)]
         )
     medians = torch.tensor(turns).median(0).values
-    for (args, _), (ours, same, best) in zip(calls, medians.T.tolist()):
+    for (args, _), (ours, same, best) in zip(package.calls, medians.T.tolist()):
         print(
             f"{make.__name__} N={args[0].shape[1]}: package {ours:.4f} ms, compiled with its "
             f"kernels {same:.4f} ms ({ours / same:.3f}x), with the fastest {best:.4f} ms"
         )
     assert (medians[0] <= 1.02 * medians[1]).all()
+
+
+# -- what a package calls, and what it does not ----
+
+
+@devices(Llama, ViT, Flux, Masked)
+def test_a_package_calls_nothing_that_needs_python(make, device, build):
+    """What Inductor has no C function for it asks the dispatcher, by the names in a list."""
+    package, called = build(make, device), []
+    with zipfile.ZipFile(package.path) as archive:
+        names = [name for name in archive.namelist() if f"/{package.name}/" in name]
+        for name in names:
+            if name.endswith(".wrapper.json"):
+                called += [
+                    node["node"]["target"] for node in json.loads(archive.read(name))["nodes"]
+                ]
+        (source,) = (archive.read(name) for name in names if name.endswith(".wrapper.cpp"))
+        kernels = sum(name.endswith(".cubin") for name in names)
+    assert all(name.startswith(("aten.", "torch.ops.aten.")) for name in called), called
+    assert b"int_mm" not in source  # torch 2.11 aborted in a package with aten's INT8 matmul
+    assert (kernels > 0) == (device == "cuda")
+
+
+def test_a_sage_op_that_needs_python_is_refused():
+    class Opaque(nn.Module):
+        def forward(self, x):
+            args = None, [], None, 0, False, 0.1, NAMED["sage1"].encode(), False
+            return torch.ops.sage.sdpa(x, x, x, *args, portable=False)[0]
+
+    program = torch.export.export(Opaque(), (torch.randn(1, 2, 64, 64),))
+    with pytest.raises(ValueError, match="every sage op must be portable .* got `sdpa`, a call of"):
+        sage_inductor.aoti_compile_and_package(program)
+
+
+def test_the_pass_of_backend_inductor_inserts_portable_calls_into_packages(monkeypatch):
+    inserted = []
+
+    class Stop(Exception):
+        """Before compiling, which takes half a minute."""
+
+    def look(gm, *args, **kwargs):
+        inserted.extend(n for n in gm.graph.nodes if n.target is torch.ops.sage.sdpa.default)
+        raise Stop
+
+    monkeypatch.setattr(compile_fx, "aot_export_module", look)
+    with sage_inductor.config.patch(enabled=True, emulate=True), pytest.raises(Stop):
+        torch._inductor.aoti_compile_and_package(exported(Llama, "cpu").program)
+    assert [node.args[-1] for node in inserted] == [True]
+
+
+# -- packages that are not whole, or not for this machine ----
+
+
+def flipped(data):
+    at = data.rindex(b"PK\x01\x02")  # of the last entry in the directory
+    return data[:at] + bytes(x ^ 0xFF for x in data[at : at + 4]) + data[at + 4 :]
+
+
+def rewritten(data, suffix, change):
+    """The archive with what ends in `suffix` changed, or (None) left out."""
+    new = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(new, "w") as archive:
+        for name in old.namelist():
+            content = old.read(name)
+            if name.endswith(suffix):
+                content = change(content)
+            if content is not None:
+                archive.writestr(name, content)
+    return new.getvalue()
+
+
+def for_aarch64(so):
+    return so[:18] + (183).to_bytes(2, "little") + so[20:]  # e_machine in an ELF header
+
+
+def for_elsewhere(metadata):
+    return json.dumps({**json.loads(metadata), "AOTI_DEVICE_KEY": ELSEWHERE}).encode()
+
+
+ELSEWHERE = "xpu" if torch.cuda.is_available() else "cuda"
+# What is wrong with the package -> (how it comes about, what torch says).
+BROKEN = {
+    "empty": (lambda data: b"", "not a ZIP archive"),
+    "truncated": (lambda data: data[: len(data) // 2], "failed finding central directory"),
+    "flipped": (flipped, "invalid header or archive is corrupted"),
+    "without code": (lambda data: rewritten(data, ".so", lambda so: None), "File not found: "),
+    "another machine": (
+        lambda data: rewritten(data, ".so", for_aarch64),
+        "Error in dlopen: .*cannot open shared object file",
+    ),
+    "another device": (
+        lambda data: rewritten(data, "_metadata.json", for_elsewhere),
+        f"Torch not compiled with {ELSEWHERE.upper()}|Unsupported device key found: {ELSEWHERE}",
+    ),
+}
+
+TRY = """
+import sys
+from torch._inductor import compile_fx
+from torch._inductor.package import load_package
+for name in sys.argv[1:]:
+    try:
+        load_package(name + ".pt2", "model")
+        print("loaded")
+    except Exception as error:
+        print(repr(error))
+"""
+
+
+def test_a_broken_package_is_torchs_error_and_no_crash(build, runner, tmp_path):
+    """A byte that flips inside a member is not among them: torch does not compare the archive's
+    checksums (`unzip -t` does)."""
+    package = build(Llama, "cpu")
+    whole = Path(package.path).read_bytes()
+    for what, (breaks, message) in BROKEN.items():
+        broken = dataclasses.replace(package, path=tmp_path / f"{what}.pt2")
+        broken.path.write_bytes(breaks(whole))
+        with pytest.raises(RuntimeError, match=message):
+            runner("run", broken, "cpu")
+    with pytest.raises(RuntimeError, match="No AOTInductor generate cpp file or so file"):
+        runner("run", dataclasses.replace(package, name="other"), "cpu")
+
+    done = python(TRY, *BROKEN, cwd=tmp_path)  # one process: a crash would end it
+    assert done.returncode == 0, f"crashed with {done.returncode}: {done.stderr}"
+    for (_, message), error in zip(BROKEN.values(), done.stdout.splitlines(), strict=True):
+        assert re.search(message, error), error
 
 
 # -- rewritten programs ----
@@ -405,6 +576,11 @@ def test_rewritten_programs_can_be_saved(tmp_path):
     torch.export.save(program, tmp_path / "program.pt2")
     again = torch.export.load(tmp_path / "program.pt2")
     assert torch.equal(again.module()(*args), program.module()(*args))
+
+    # Where sage_inductor is not imported, torch says which op is missing and what to do.
+    done = python("import torch; torch.export.load('program.pt2')", cwd=tmp_path)
+    assert done.returncode == 1 and "failed to resolve torch.ops.sage" in done.stderr, done.stderr
+    assert "Please import the custom op to register it before deserializing" in done.stderr
 
 
 def test_rewrite_refuses_what_is_not_its_option():
