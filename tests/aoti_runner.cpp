@@ -3,7 +3,7 @@
 // INPUTS is a file of torch.save, a list of calls, each a list of tensors. OUTPUTS: what they gave.
 //   run      every call
 //   twice    the package opened twice, every call by the first and then by the second
-//   threads  every call ten times by two threads, each on its stream; the last outputs of both
+//   threads  every call five times by two threads, each on its stream; the last outputs of both
 //   time     prints the milliseconds of every call
 #include <algorithm>
 #include <chrono>
@@ -56,7 +56,7 @@ void run_on_a_stream(Loader& loader, const Calls& calls, Calls& outputs, at::Dev
     const c10::impl::VirtualGuardImpl cuda(device.type());
     guard.reset_stream(cuda.getStreamFromGlobalPool(device));
   }
-  for (int i = 0; i < 10; ++i) {
+  for (int i = 0; i < 5; ++i) {
     outputs.clear();
     run(loader, calls, outputs);
   }

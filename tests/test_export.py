@@ -531,7 +531,7 @@ def test_a_broken_package_is_torchs_error_and_no_crash(build, runner, tmp_path):
         broken.path.write_bytes(breaks(whole))
         with pytest.raises(RuntimeError, match=message):
             runner("run", broken, "cpu")
-    with pytest.raises(RuntimeError, match="No AOTInductor generate cpp file or so file"):
+    with pytest.raises(RuntimeError, match="cpp file or so file"):
         runner("run", dataclasses.replace(package, name="other"), "cpu")
 
     done = python(TRY, *BROKEN, cwd=tmp_path)  # one process: a crash would end it

@@ -491,6 +491,27 @@ def test_a_model_is_one_graph_with_its_attention_rewritten_and_its_output_kept(c
         assert "att" in module.lower() or module == "TransformerEncoderLayer", site.module
 
 
+EXPORTABLE = (
+    llama_without_a_cache, vit, whisper_without_a_cache, flux, sd3, wan, unet, hunyuan_video,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case for case in CASES if case.build in EXPORTABLE],
+    ids=lambda case: case.build.__name__,
+)
+@torch.no_grad()
+def test_an_exported_model_has_the_same_calls_rewritten(case, request):
+    model, inputs = build(case, request)
+    expected = first(model(**inputs))
+    program = torch.export.export(model, (), inputs)
+    report = sage_inductor.rewrite(program, options=EMULATE)
+    sites = (f"{s.spelling}, {s.mask}" + f": {s.reason}" * (not s.rewritten) for s in report)
+    assert collections.Counter(sites) == case.sites, f"\n{report}"
+    assert cos_sim(first(program.module()(**inputs)), expected) >= 0.999
+
+
 # -- real weights ----
 
 # Four sentences each of 9, 19 and 35 tokens.
