@@ -10,6 +10,7 @@ RECIPE kernel  the attention kernel alone: k and v smoothed and quantized, and t
 RECIPE MxNxS   the same by each tile of ops/hopper.py, of M rows, N keys and S stages
 RECIPE op      the same F.scaled_dot_product_attention compiled with backend="sage": what a
                user gets, with all its preparation
+RECIPE package what an AOTInductor package of it runs: exported, rewritten and then compiled here
 
 A window is given to the kernel as a band; the op proves it, of a mask made of aranges in the
 compiled function. The others read it as an attn_mask made beforehand, flex as a block mask.
@@ -27,6 +28,7 @@ from measure import SEES, WINDOW, draw, draw_mask
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+import sage_inductor
 from sage_inductor.ops import mask as masks
 from sage_inductor.ops import reference
 from sage_inductor.ops.attention import empty_outputs, tile_of
@@ -94,8 +96,39 @@ def _build(case: Case, kind: str, recipes) -> list[Provider]:
                 )
                 for recipe in recipes
             ]
+        case "package":
+            function = window if case.mask == "window" else sdpa
+            return [
+                Provider(f"{recipe} package", _packaged(function, recipe), recipe=recipe)
+                for recipe in recipes
+            ]
         case _:
             raise ValueError(f"provider must be one of cases.ALL, got {kind!r}")
+
+
+def _packaged(function: Callable, recipe: str) -> Callable:
+    """`function` with the kernels that travel, for any N; exported at its first call."""
+
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v, mask=None):
+            return function(q, k, v, mask)
+
+    compiled = []
+
+    def call(*inputs):
+        if not compiled:
+            N = torch.export.Dim("N", min=2)
+            shapes = [{2: N}] * 3
+            shapes += [{d: N for d in (2, 3) if mask.shape[d] > 1} for mask in inputs[3:]]
+            unmarked = tuple(x.detach() for x in inputs)  # export would take the marks off
+            program = torch.export.export(Model(), unmarked, dynamic_shapes=tuple(shapes))
+            options = {**SAGE_OPTIONS, "sage.recipe": recipe}
+            sage_inductor.rewrite(program, options=options)
+            model = program.module(check_guards=False)
+            compiled.append(torch.compile(model, dynamic=True, fullgraph=True))
+        return compiled[0](*inputs)
+
+    return call
 
 
 def _unmarked(q, k, v, mask=None):

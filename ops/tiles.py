@@ -163,6 +163,11 @@ CROSSOVER = {
 }
 
 
+# The same for packages, where the kernels that CROSSOVER was measured with cannot travel (they are
+# Gluon, or need a register cap): of the portable one. `--providers cuDNN inductor package`.
+PACKAGED = {}
+
+
 def crossover(
     capability: tuple[int, int], recipe: str, head_dim: int, kind: str
 ) -> list[tuple[int, int]]:

@@ -186,12 +186,14 @@ def _never_slower(call, settings, recipe, capability, head_dim) -> tuple[str | N
     q, k = value_of(call.q), value_of(call.k)
     heads = q.shape[0] * q.shape[1]
     kind = _kind(call)
+    key = capability, recipe, head_dim, kind
+    packaged = settings.portable and _left_behind(call, recipe) != ""
     one = q.shape[3] == call.out.shape[3]  # v of another head_dim was not measured
-    rows = tiles.crossover(capability, recipe, head_dim, kind) if one else []
+    rows = (tiles.PACKAGED.get(key, []) if packaged else tiles.crossover(*key)) if one else []
     shortest = next((N for B_H, N in rows if _at_least(heads, B_H, settings)), None)
     sm = "sm_{}{}".format(*capability)
     what = f"{recipe} with head_dim {head_dim if one else (q.shape[3], call.out.shape[3])}"
-    what += f"{f', {kind}' * (kind != 'full')} on {sm}"
+    what += f"{f', {kind}' * (kind != 'full')}{' in a package' * packaged} on {sm}"
     if shortest is None:
         return None, f"never slower: no length was measured from which {what}, B*H={heads} wins"
     if not all(_at_least(x.shape[2], shortest, settings) for x in (q, k)):

@@ -91,7 +91,7 @@ def test_the_gate_emulates_what_the_kernel_is_given(mask, monkeypatch, narrow):
 
 @pytest.mark.parametrize("mask", ["", *MASKS])
 def test_compiled_providers_take_masks_with_a_symbolic_length(mask, monkeypatch, narrow):
-    """One graph for all N; ours is rewritten, and a window has become a band."""
+    """One graph for all N; ours are rewritten, and a window has become a band."""
     monkeypatch.setattr(providers, "SAGE_OPTIONS", {**providers.SAGE_OPTIONS, "sage.emulate": True})
     sets = []
     for N in (128, 256):
@@ -99,15 +99,16 @@ def test_compiled_providers_take_masks_with_a_symbolic_length(mask, monkeypatch,
         sets.append(inputs(case))
     measure.mark_dynamic(sets)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    compiled = providers.build(case, ("inductor", "op"), ["sage2-8b"])
+    compiled = providers.build(case, ("inductor", "op", "package"), ["sage2-8b"])
     with torch.no_grad():
         for each, provider in itertools.product(sets, compiled):
             found = measure.Exact(*each, is_causal=False).compare(provider.call(*each))
             assert found["rel_l1"] < measure.WRONG
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs + len(compiled)
-    (site,) = report()
+    sites = report()
     kinds = {"": "none", "window": "window(15, 0)"}
-    assert site.rewritten and kinds.get(mask, site.mask) == site.mask
+    assert len(sites) == 2  # of the op and of the package
+    assert all(site.rewritten and kinds.get(mask, site.mask) == site.mask for site in sites)
 
 
 def test_flex_is_asked_what_a_block_mask_can_say(narrow):
