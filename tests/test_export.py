@@ -382,7 +382,7 @@ def test_a_package_is_as_fast_as_the_compiled_model(make, runner, tmp_path):
     package = package_alone(make, "cuda", tmp_path, (2048, 128), {})
     package.calls = [call(package.model, N, "cuda", torch.bfloat16) for N in (1024, 2048)]
     sage_inductor.rewrite(package.program, options=FORCE)
-    portable = torch.compile(package.program.module(), dynamic=True)
+    portable = torch.compile(package.program.module(check_guards=False), dynamic=True)
     fastest = torch.compile(
         package.model, backend="sage", options={"sage.force": True}, dynamic=True
     )
@@ -430,7 +430,7 @@ def test_a_package_calls_nothing_that_needs_python(make, device, build):
                 ]
         (source,) = (archive.read(name) for name in names if name.endswith(".wrapper.cpp"))
         kernels = sum(name.endswith(".cubin") for name in names)
-    assert all(name.startswith(("aten.", "torch.ops.aten.")) for name in called), called
+    assert not [name for name in called if not re.match(r"(torch\.ops\.)?aten\b", name)], called
     assert b"int_mm" not in source  # torch 2.11 aborted in a package with aten's INT8 matmul
     assert (kernels > 0) == (device == "cuda")
 
