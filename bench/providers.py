@@ -167,7 +167,7 @@ def _kernel(case: Case, name: str) -> Provider:
     recipe = NAMED[name]
 
     def op_on(device):
-        return kernel(device, recipe.pv, case.D, case.masked, portable=False)
+        return kernel(device, recipe, case.D, case.masked, portable=False)
 
     def prepare(q, k, v, mask=None):
         seen = None
@@ -176,10 +176,10 @@ def _kernel(case: Case, name: str) -> Provider:
         quantized, _ = operands(v, prepare_kv(k, v, seen, recipe))
         return q, *quantized, *(() if seen is None else (mask, seen))
 
-    def call(q, k_int8, k_scale, v, v_scale, v_mean, mask=None, seen=None):
+    def call(q, k_8bit, k_scale, v, v_scale, v_mean, mask=None, seen=None):
         op, _ = op_on(q.device)
         return op(
-            q, k_int8, k_scale, v, v_scale, v_mean, mask, seen, *band(case), case.D**-0.5,
+            q, k_8bit, k_scale, v, v_scale, v_mean, mask, seen, *band(case), case.D**-0.5,
             q.shape[2], recipe.granularity, False,
         )[0]  # fmt: skip
 
@@ -239,10 +239,11 @@ def gate(case: Case, name: str, device: torch.device) -> float:
 
 def _block_n(case: Case, recipe, args) -> int:
     """How many keys the kernel reads at a time."""
-    q, _, _, v, _, v_mean, *mask = args
+    q, k_8bit, _, v, _, v_mean, *mask = args
     tile = tile_of(
-        q, v, v_mean, recipe.granularity, mask[0] if mask else None, *band(case), portable=False
-    )
+        q, k_8bit, v, v_mean, recipe.granularity, mask[0] if mask else None, *band(case),
+        portable=False,
+    )  # fmt: skip
     return tile.BLOCK_N
 
 

@@ -1,10 +1,13 @@
-"""Quantized flash attention: INT8 q k^T, then FP8 or 16-bit p v, in portable Triton.
+"""Quantized flash attention: INT8 or FP8 q k^T, then FP8 or 16-bit p v, in portable Triton.
 
-    s = q_int8 k_int8^T * q_scale * k_scale        (log2 units: q_scale holds scale * log2 e)
+    s = q_8bit k_8bit^T * q_scale * k_scale        (log2 units: q_scale holds scale * log2 e)
     p = exp2(s - m) * 448,  l = sum of p           m is the running row maximum
     o = (sum over tiles of p_fp8 v_fp8) / l * v_scale + v_mean
     lse = (m + log2 l) ln 2                        of the smoothed keys: sdpa.py corrects it
 
+* FP8 q k^T is for sm_100: there Triton 3.7 compiles an INT8 product to mma.sync (IMMA), the way of
+  older devices, and an FP8 one to tcgen05, as fast as p v. Elsewhere INT8 is as fast or faster, and
+  1.4x as accurate: E4M3 has 4 significant bits. s comes in fp32 and is otherwise the same.
 * q is quantized here, in the prologue: it saves a pass over q, and its scales cost nothing.
 * Two-level accumulation: FP8 tensor cores add up in 13 mantissa bits, so each tile's product is
   taken from zero and added to an fp32 accumulator. On v with a mean, one level is 28x worse at 8K
@@ -30,7 +33,7 @@ from torch.library import triton_op, wrap_triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sage_inductor.ops import reference, tiles
-from sage_inductor.ops.quantize import abs_bits, int8_scale, to_int8
+from sage_inductor.ops.quantize import abs_bits, scale_of, to_8bit
 from sage_inductor.ops.reference import LOG2_FP8_MAX, LOG2E, pad_head_dim
 
 _LOG2E = tl.constexpr(LOG2E)
@@ -42,7 +45,7 @@ _LOG2_FP8_MAX = tl.constexpr(LOG2_FP8_MAX)  # p uses all of E4M3: exp2(x - m) * 
 @triton.jit
 def _attention_kernel(
     Q,  # [B, H_q, N_q, D] in, 16-bit
-    K, K_scale,  # [B, H_kv, N_pad, BLOCK_D] int8, [B, H_kv, N_pad / 64, GROUPS]
+    K, K_scale,  # [B, H_kv, N_pad, BLOCK_D] INT8 or E4M3, [B, H_kv, N_pad / 64, GROUPS]
     V, V_scale, V_mean,  # FP8: [B, H_kv, BLOCK_DV, N_pad], [B, H_kv, D_V] twice
     # 16-bit: V [B, H_kv, N_kv, D_V], the other two unread. TMA: K and FP8 V are 2-D descriptors
     Mask,  # [B or 1, H_q or 1, N_q or 1, N_kv] bool or floating (additive)
@@ -57,7 +60,8 @@ def _attention_kernel(
     D: tl.constexpr, D_V: tl.constexpr, SCALE: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
     MASK: tl.constexpr, ADDITIVE: tl.constexpr,  # MASK: 0 none, 1 one row for all, 2 a row each
-    FP8: tl.constexpr, Q_ROWS: tl.constexpr, GROUPS: tl.constexpr,  # Q_ROWS share a scale
+    QK_FP8: tl.constexpr, FP8: tl.constexpr,  # q and k; p and v
+    Q_ROWS: tl.constexpr, GROUPS: tl.constexpr,  # Q_ROWS share a scale
     TMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     NUM_STAGES: tl.constexpr,
@@ -98,10 +102,10 @@ def _attention_kernel(
     elif Q_ROWS == 128:  # per_block
         amax = tl.max(amax.reshape([BLOCK_M // 128, 128]), 1, keep_dims=True)
         amax = amax.broadcast_to([BLOCK_M // 128, 128]).reshape([BLOCK_M])
-    inverse, q_scale = int8_scale(amax)
-    # The sign of scale goes into q_int8, so that q_scale * k_scale >= 0 and the row maximum can
+    inverse, q_scale = scale_of(amax, QK_FP8)
+    # The sign of scale goes into q_8bit, so that q_scale * k_scale >= 0 and the row maximum can
     # be taken before scaling.
-    q_int8 = to_int8(q, (inverse if SCALE >= 0 else -inverse)[:, None])
+    q_8bit = to_8bit(q, (inverse if SCALE >= 0 else -inverse)[:, None], QK_FP8)
     q_scale = q_scale * ((SCALE if SCALE >= 0 else -SCALE) * _LOG2E)
 
     # -- where k and v are ----
@@ -147,7 +151,7 @@ def _attention_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     offset: tl.constexpr = _LOG2_FP8_MAX if FP8 else 0.0
 
-    # This loop runs once. As its argument q_int8 stays in shared memory; an operand that Triton
+    # This loop runs once. As its argument q_8bit stays in shared memory; an operand that Triton
     # sees computed in registers stays there, 16 a thread, and at the cap they are spilled (H200,
     # 8K keys: 823 against 773 TFLOP/s).
     for _ in tl.range(0, tl.minimum(N_kv, 1), num_stages=1):
@@ -167,7 +171,7 @@ def _attention_kernel(
                     k = K.load([k_row + j * BLOCK_N, 0])
                 else:
                     k = tl.load(k_ptrs + j * BLOCK_N * BLOCK_D)
-                s = tl.dot(q_int8, k.T)  # [BLOCK_M, BLOCK_N] int32
+                s = tl.dot(q_8bit, k.T)  # [BLOCK_M, BLOCK_N] int32 or fp32
                 # [BLOCK_M, blocks of 64, 8, 4, 2]: a thread holds one quad, so one scale a block
                 s = s.reshape([BLOCK_M, BLOCK_N // 64, 8, 4, 2])
                 block = tl.arange(0, BLOCK_N // 64)
@@ -246,7 +250,7 @@ def _attention_kernel(
                     else:
                         v = tl.load(v_ptrs + row * stride_vn, mask=(dv < D_V)[None, :], other=0.0)
                     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
-        q_int8 = tl.zeros([BLOCK_M, BLOCK_D], tl.int8)
+        q_8bit = tl.zeros([BLOCK_M, BLOCK_D], q_8bit.dtype)
 
     # -- epilogue ----
     inverse = 1.0 / l
@@ -267,17 +271,17 @@ def _attention_kernel(
 
 
 def _launch(
-    kernel, q, k_int8, k_scale, v, v_scale, v_mean, attn_mask, seen, left, right, bottom_right,
+    kernel, q, k_8bit, k_scale, v, v_scale, v_mean, attn_mask, seen, left, right, bottom_right,
     scale, n_kv, granularity, out_bnhd, tile, tma: bool, **options,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     B, H_q, N_q, D = q.shape
     D, D_v = int(D), head_dim_v(v, v_mean)  # a tile needs numbers
-    H_kv, N_pad, BLOCK_D = k_int8.shape[1:]
-    fp8 = v.dtype == torch.float8_e4m3fn
+    H_kv, N_pad, BLOCK_D = k_8bit.shape[1:]
+    qk_fp8, fp8 = (x.dtype == torch.float8_e4m3fn for x in (k_8bit, v))
     out, lse = empty_outputs(q, D_v, out_bnhd)
-    k, v_arg = k_int8, v
+    k, v_arg = k_8bit, v
     if tma:
-        k = TensorDescriptor.from_tensor(k_int8.view(-1, BLOCK_D), [tile.BLOCK_N, BLOCK_D])
+        k = TensorDescriptor.from_tensor(k_8bit.view(-1, BLOCK_D), [tile.BLOCK_N, BLOCK_D])
         if fp8:
             v_arg = TensorDescriptor.from_tensor(v.view(-1, N_pad), [v.shape[2], tile.BLOCK_N])
     mask, mask_strides, mask_kind, additive = q, (0,) * 7, 0, False
@@ -298,7 +302,7 @@ def _launch(
         *q.stride(), *v.stride(), *mask_strides, *out.stride()[:3],
         H_q, H_kv, 2 * N_q, 2 * n_kv, N_pad,  # shape
         D, D_v, scale, *(-1 if x is None else x for x in (left, right)), bottom_right,
-        mask_kind, additive, fp8, Q_ROWS[granularity], k_scale.shape[3],  # semantics
+        mask_kind, additive, qk_fp8, fp8, Q_ROWS[granularity], k_scale.shape[3],  # semantics
         tma, tile.BLOCK_M, tile.BLOCK_N, BLOCK_D, pad_head_dim(D_v), tile.num_stages,  # tile
         num_warps=tile.num_warps, **options,
     )  # fmt: skip
@@ -307,13 +311,13 @@ def _launch(
 
 @triton_op("sage::attention", mutates_args=())
 def attention(
-    q: Tensor, k_int8: Tensor, k_scale: Tensor, v: Tensor, v_scale: Tensor, v_mean: Tensor,
+    q: Tensor, k_8bit: Tensor, k_scale: Tensor, v: Tensor, v_scale: Tensor, v_mean: Tensor,
     attn_mask: Tensor | None, seen: Tensor | None, left: int | None, right: int | None,
     bottom_right: bool, scale: float, n_kv: int, granularity: str, out_bnhd: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention over quantized k, with v quantized (FP8) or as it is (16-bit). Exportable.
 
-    q [B, H_q, N_q, D], any strides; k_int8, k_scale from `quantize_k`; v, v_scale from `quantize_v`
+    q [B, H_q, N_q, D], any strides; k_8bit, k_scale from `quantize_k`; v, v_scale from `quantize_v`
     and v_mean [B, H_kv, D_v] fp32, or v [B, H_kv, N_kv, D_v] in 16 bits, any strides, with the
     other two unread. attn_mask [B or 1, H_q or 1, N_q or 1, N_kv or 1], bool or
     floating, any strides, with its `seen` (mask.summarize, for this device's BLOCK_M); band: see
@@ -324,21 +328,23 @@ def attention(
     """
     if q.device.type == "cpu":
         out, lse = reference.attention(
-            q, k_int8, k_scale, v, v_scale, v_mean, attn_mask, seen, left, right, bottom_right,
+            q, k_8bit, k_scale, v, v_scale, v_mean, attn_mask, seen, left, right, bottom_right,
             scale, n_kv, granularity,
         )  # fmt: skip
         return _as_stored(out, out_bnhd), lse
-    tile = tile_of(q, v, v_mean, granularity, attn_mask, left, right, bottom_right, portable=True)
+    tile = tile_of(
+        q, k_8bit, v, v_mean, granularity, attn_mask, left, right, bottom_right, portable=True
+    )
     # Descriptors made in the kernel are silently wrong in packages of torch 2.11, and without a
     # register cap, which Inductor cannot pass on, no faster than pointers (620 and 661 TFLOP/s).
     return _launch(
-        wrap_triton(_attention_kernel), q, k_int8, k_scale, v, v_scale, v_mean, attn_mask, seen,
+        wrap_triton(_attention_kernel), q, k_8bit, k_scale, v, v_scale, v_mean, attn_mask, seen,
         left, right, bottom_right, scale, n_kv, granularity, out_bnhd, tile, tma=False,
     )  # fmt: skip
 
 
 def _attention_opaque(
-    q: Tensor, k_int8: Tensor, k_scale: Tensor, v: Tensor, v_scale: Tensor, v_mean: Tensor,
+    q: Tensor, k_8bit: Tensor, k_scale: Tensor, v: Tensor, v_scale: Tensor, v_mean: Tensor,
     attn_mask: Tensor | None, seen: Tensor | None, left: int | None, right: int | None,
     bottom_right: bool, scale: float, n_kv: int, granularity: str, out_bnhd: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -349,15 +355,17 @@ def _attention_opaque(
     cap, worth 1.2x on an H200: at 168 registers three programs share an SM instead of two, and at
     most 8 bytes a thread spill.
     """
-    tile = tile_of(q, v, v_mean, granularity, attn_mask, left, right, bottom_right, portable=False)
+    tile = tile_of(
+        q, k_8bit, v, v_mean, granularity, attn_mask, left, right, bottom_right, portable=False
+    )
     if tile.warpgroups:
         out, lse = empty_outputs(q, head_dim_v(v, v_mean), out_bnhd)
         _hopper().launch(
-            q, k_int8, k_scale, v, v_scale, v_mean, right == 0, scale, n_kv, tile, out, lse
+            q, k_8bit, k_scale, v, v_scale, v_mean, right == 0, scale, n_kv, tile, out, lse
         )
         return out, lse
     return _launch(
-        _attention_kernel, q, k_int8, k_scale, v, v_scale, v_mean, attn_mask, seen, left, right,
+        _attention_kernel, q, k_8bit, k_scale, v, v_scale, v_mean, attn_mask, seen, left, right,
         bottom_right, scale, n_kv, granularity, out_bnhd, tile, tma=True, maxnreg=tile.maxnreg,
     )  # fmt: skip
 
@@ -374,15 +382,16 @@ attention_opaque = torch.ops.sage.attention_opaque.default
 
 @torch.library.register_fake("sage::attention_opaque")
 def _(
-    q, k_int8, k_scale, v, v_scale, v_mean, attn_mask, seen, left, right, bottom_right, scale, n_kv,
+    q, k_8bit, k_scale, v, v_scale, v_mean, attn_mask, seen, left, right, bottom_right, scale, n_kv,
     granularity, out_bnhd,
 ):  # fmt: skip
     return empty_outputs(q, head_dim_v(v, v_mean), out_bnhd)
 
 
 def tile_of(
-    q: Tensor, v: Tensor, v_mean: Tensor, granularity: str, attn_mask: Tensor | None,
-    left: int | None, right: int | None, bottom_right: bool, portable: bool,
+    q: Tensor, k_8bit: Tensor, v: Tensor, v_mean: Tensor, granularity: str,
+    attn_mask: Tensor | None, left: int | None, right: int | None, bottom_right: bool,
+    portable: bool,
 ) -> tiles.Tile:  # fmt: skip
     """The tile of the call: one with `warpgroups` is hopper.py's, where that kernel applies."""
     pv = "fp8" if v.dtype == torch.float8_e4m3fn else "16bit"
@@ -391,10 +400,10 @@ def tile_of(
     if not portable:
         tile = tiles.hopper(capability, pv, head_dim, right == 0, q.shape[2])
         if tile is not None and _hopper().applies(
-            q, v, granularity, attn_mask, left, right, bottom_right
+            q, k_8bit, v, granularity, attn_mask, left, right, bottom_right
         ):
             return tile
-    return tiles.tile(capability, pv, head_dim, attn_mask is not None)
+    return tiles.tile(capability, reference.qk_of(k_8bit), pv, head_dim, attn_mask is not None)
 
 
 @functools.cache

@@ -580,7 +580,9 @@ PIECE = 4  # blocks that a program should have at least
 L2_BYTES = 24 << 20  # of k and v that the causal tiles in flight may share
 
 
-def applies(q: Tensor, v: Tensor, granularity: str, attn_mask, left, right, bottom_right) -> bool:
+def applies(
+    q: Tensor, k_8bit: Tensor, v: Tensor, granularity: str, attn_mask, left, right, bottom_right
+) -> bool:
     """Whether this kernel computes such a call; the other one computes every call."""
     fp8 = v.dtype == torch.float8_e4m3fn
     return (
@@ -588,6 +590,7 @@ def applies(q: Tensor, v: Tensor, granularity: str, attn_mask, left, right, bott
         and left is None
         and (right is None or (right == 0 and not bottom_right))
         and granularity == "per_row"
+        and k_8bit.dtype == torch.int8
         and q.dtype in (torch.float16, torch.bfloat16)
         and q.stride(3) == 1
         and (fp8 or _fits_tma(v))

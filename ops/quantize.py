@@ -1,6 +1,7 @@
-"""Quantization of k to INT8 and of v to FP8, each in one pass, in the layout the kernel reads.
+"""Quantization of k (INT8 or FP8) and v (FP8), each in one pass, in the layout the kernel reads.
 
-    k_int8 = round((k - k_mean) / k_scale)      k_scale = amax of the group / 127
+    k_8bit = round((k - k_mean) / k_scale)      k_scale = amax of the group / 127
+          or e4m3((k - k_mean) / k_scale)       k_scale = amax of the group / 448
     v_fp8  = e4m3((v - v_mean) / v_scale)       v_scale = amax of the channel / 448
 
 q needs no pass of its own: the attention kernel quantizes it in its prologue.
@@ -15,7 +16,15 @@ from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
 from sage_inductor.ops import reference
-from sage_inductor.ops.reference import FP8_MAX, INT8_MAX, K_BLOCK, PAD_N, TINY, pad_head_dim
+from sage_inductor.ops.reference import (
+    FP8_MAX,
+    INT8_MAX,
+    K_BLOCK,
+    PAD_N,
+    QK_DTYPES,
+    TINY,
+    pad_head_dim,
+)
 
 _INT8_MAX = tl.constexpr(INT8_MAX)
 _FP8_MAX = tl.constexpr(FP8_MAX)
@@ -30,18 +39,22 @@ def abs_bits(x):
 
 
 @triton.jit
-def int8_scale(amax_bits):
+def scale_of(amax_bits, FP8: tl.constexpr):
     """What divides a group by its scale, and the scale; NaN for a group with a NaN."""
+    largest: tl.constexpr = _FP8_MAX if FP8 else _INT8_MAX
     amax = amax_bits.to(tl.float32, bitcast=True)
     amax = tl.where(amax < _TINY, _TINY, amax)
-    return tl.div_rn(tl.full(amax.shape, _INT8_MAX, tl.float32), amax), amax * (1.0 / _INT8_MAX)
+    return tl.div_rn(tl.full(amax.shape, largest, tl.float32), amax), amax * (1.0 / largest)
 
 
 @triton.jit
-def to_int8(x, inverse):
-    """x * inverse, rounded once, to nearest even."""
-    rounded = tl.fma(x, inverse.broadcast_to(x.shape), tl.full(x.shape, _ROUND, tl.float32))
-    return (rounded - _ROUND).to(tl.int8)
+def to_8bit(x, inverse, FP8: tl.constexpr):
+    """x * inverse, to nearest even: to INT8 rounded once; to E4M3 from the product in fp32."""
+    if FP8:
+        return (x * inverse).to(tl.float8e4nv)
+    else:
+        rounded = tl.fma(x, inverse.broadcast_to(x.shape), tl.full(x.shape, _ROUND, tl.float32))
+        return (rounded - _ROUND).to(tl.int8)
 
 
 @triton.jit
@@ -56,16 +69,21 @@ def _quantize_k_kernel(
     K,  # [B, H, N, D] in
     K_mean,  # [B, H, D] in, fp32
     Visible,  # [B or 1, H or 1, N] in, uint8: rows that have a part in the scales; if MASK
-    K_int8,  # [B, H, N_pad, BLOCK_D] out
+    K_8bit,  # [B, H, N_pad, BLOCK_D] out
     K_scale,  # [B, H, N_pad / K_BLOCK, GROUPS] out, fp32
     stride_b, stride_h, stride_n, stride_d,
     stride_visible_b, stride_visible_h,
-    H, N,
-    MASK: tl.constexpr,
-    D: tl.constexpr, GROUPS: tl.constexpr, K_BLOCK: tl.constexpr, PAD_N: tl.constexpr,
+    H, N2, D2,  # N2: 2 N, D2: 2 D
+    MASK: tl.constexpr, FP8: tl.constexpr,
+    GROUPS: tl.constexpr, K_BLOCK: tl.constexpr, PAD_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (B * H * num_blocks,). K_BLOCK rows of one head."""
+    """Grid: (B * H * num_blocks,). K_BLOCK rows of one head.
+
+    N2: see _quantize_v_kernel; D2: of padded channels that are known when compiling, ptxas wrote
+    garbage where zeros belong (D = 8, sm_90).
+    """
+    N, D = N2 // 2, D2 // 2
     pid = tl.program_id(0).to(tl.int64)
     num_blocks = tl.cdiv(N, PAD_N) * (PAD_N // K_BLOCK)
     head, block = pid // num_blocks, pid % num_blocks
@@ -83,7 +101,7 @@ def _quantize_k_kernel(
         amax = tl.where(tl.load(visible + n, mask=n < N, other=0) != 0, amax, 0)
     if GROUPS == 4:
         amax = tl.max(tl.max(amax.reshape([K_BLOCK // 8, 4, 2]), 2), 0)  # [4]
-        inverse, scale = int8_scale(amax)
+        inverse, scale = scale_of(amax, FP8)
         tl.store(K_scale + pid * 4 + tl.arange(0, 4), scale)
         amax = amax.expand_dims(1).expand_dims(0).broadcast_to([K_BLOCK // 8, 4, 2])
         amax = amax.reshape([K_BLOCK])
@@ -91,14 +109,14 @@ def _quantize_k_kernel(
         inverse = inverse.reshape([K_BLOCK])
     else:
         amax = tl.max(amax, 0, keep_dims=True)  # [1]
-        inverse, scale = int8_scale(amax)
+        inverse, scale = scale_of(amax, FP8)
         tl.store(K_scale + pid + tl.arange(0, 1), scale)
     if MASK:
         amax = amax.to(tl.float32, bitcast=True)
         x = saturate(x, tl.where(amax < _TINY, _TINY, amax)[:, None])
-    x_int8 = to_int8(x, inverse[:, None])
+    x_8bit = to_8bit(x, inverse[:, None], FP8)
     rows = pid * K_BLOCK + tl.arange(0, K_BLOCK)
-    tl.store(K_int8 + rows[:, None] * BLOCK_D + d[None, :], x_int8)
+    tl.store(K_8bit + rows[:, None] * BLOCK_D + d[None, :], x_8bit)
 
 
 @triton.jit
@@ -148,35 +166,35 @@ def _quantize_v_kernel(
 
 @triton_op("sage::quantize_k", mutates_args=())
 def quantize_k(
-    k: Tensor, k_mean: Tensor, granularity: str, visible: Tensor | None
+    k: Tensor, k_mean: Tensor, qk: str, granularity: str, visible: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """k [B, H, N, D], any strides, k_mean [B, H, D] fp32 -> k_int8 [B, H, N_pad, D_pad],
-    k_scale [B, H, N_pad / 64, 4 (per_thread) or 1] fp32. visible: as in `smooth`; the
+    """k [B, H, N, D], any strides, k_mean [B, H, D] fp32 -> k_8bit [B, H, N_pad, D_pad] in the
+    format qk, k_scale [B, H, N_pad / 64, 4 (per_thread) or 1] fp32. visible: as in `smooth`; the
     other rows have no part in the scales and saturate."""
     if k.device.type == "cpu":
-        return reference.quantize_k(k, k_mean, granularity, visible)
-    return launch_k(k, k_mean, granularity, visible)
+        return reference.quantize_k(k, k_mean, qk, granularity, visible)
+    return launch_k(k, k_mean, qk, granularity, visible)
 
 
 def launch_k(
-    k: Tensor, k_mean: Tensor, granularity: str, visible: Tensor | None
+    k: Tensor, k_mean: Tensor, qk: str, granularity: str, visible: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     B, H, N, D = k.shape
     D = int(D)  # a tile needs a number
     BLOCK_D, num_blocks = pad_head_dim(D), triton.cdiv(N, PAD_N) * (PAD_N // K_BLOCK)
     groups = 4 if granularity == "per_thread" else 1
-    k_int8 = k.new_empty((B, H, num_blocks * K_BLOCK, BLOCK_D), dtype=torch.int8)
+    k_8bit = k.new_empty((B, H, num_blocks * K_BLOCK, BLOCK_D), dtype=QK_DTYPES[qk])
     k_scale = k.new_empty((B, H, num_blocks, groups), dtype=torch.float32)
     if visible is not None:
         visible = visible.expand(B, H, N)
     wrap_triton(_quantize_k_kernel)[(B * H * num_blocks,)](
-        k, k_mean, k_mean if visible is None else visible, k_int8, k_scale,  # tensors
+        k, k_mean, k_mean if visible is None else visible, k_8bit, k_scale,  # tensors
         *k.stride(), *((0, 0) if visible is None else visible.stride()[:2]),
-        H, N,  # shape
-        visible is not None,  # semantics
-        D, groups, K_BLOCK, PAD_N, BLOCK_D,  # tile
+        H, 2 * N, 2 * D,  # shape
+        visible is not None, qk == "fp8",  # semantics
+        groups, K_BLOCK, PAD_N, BLOCK_D,  # tile
     )  # fmt: skip
-    return k_int8, k_scale
+    return k_8bit, k_scale
 
 
 @triton_op("sage::quantize_v", mutates_args=())

@@ -8,6 +8,7 @@ construction: change a recipe or the library, and the key changes.
 import dataclasses
 import functools
 import hashlib
+import re
 from pathlib import Path
 
 VERSION = "0.1.0"
@@ -32,6 +33,8 @@ class Recipe:
         of 64 rows of k: what one thread of an ``mma`` tile holds (SageAttention2, 3.2).
         ``per_row``: each row of q, 64 rows of k. A thread of a ``wgmma`` accumulator holds whole
         rows, so on Hopper this costs what per_thread does there and needs no k scale per column.
+    qk: number format of q and k. ``int8``, or ``fp8``: E4M3, for devices that multiply INT8 slowly
+        (sm_100); only beside FP8 p v.
     pv: number format of p and v. ``fp8``: E4M3, v smoothed and scaled per channel, two-level
         accumulation; ``16bit``: v as it arrives, fp32 accumulation.
 
@@ -40,14 +43,16 @@ class Recipe:
 
     granularity: str
     pv: str
+    qk: str = "int8"
 
     def __post_init__(self):
+        _one_of("qk", self.qk, ("int8", "fp8") if self.pv == "fp8" else ("int8",))
         _one_of("granularity", self.granularity, ("per_block", "per_thread", "per_row"))
         _one_of("pv", self.pv, ("16bit", "fp8"))
 
     def encode(self) -> str:
         """The canonical string: ``int8/per_thread,fp8@0.1.0+1a2b3c4d``."""
-        return f"int8/{self.granularity},{self.pv}@{source_tag()}"
+        return f"{self.qk}/{self.granularity},{self.pv}@{source_tag()}"
 
 
 @functools.cache
@@ -59,8 +64,8 @@ def decode(text: str) -> Recipe:
             f"recipe: {text!r} was made by sage_inductor {tag or '(no version)'}, "
             f"this is {source_tag()}: rewrite the model again"
         )
-    qk, _, pv = fields.partition(",")
-    return Recipe(qk.removeprefix("int8/"), pv)
+    qk, granularity, pv = re.split("[/,]", fields)
+    return Recipe(granularity, pv, qk)
 
 
 def _one_of(field: str, value: str, valid: tuple[str, ...]) -> None:
@@ -72,5 +77,6 @@ NAMED = {
     "sage1": Recipe("per_block", "16bit"),
     "sage2-8b": Recipe("per_thread", "fp8"),
     "sage2-8b-rows": Recipe("per_row", "fp8"),
+    "sage2-8b-fp8qk": Recipe("per_row", "fp8", qk="fp8"),
     "accurate": Recipe("per_row", "16bit"),
 }

@@ -21,6 +21,7 @@ K_BLOCK = 64  # rows of k that four scales (per_thread) or one (otherwise) cover
 HEAD_DIMS = (64, 128, 256)  # what the kernels compute; smaller head_dims are padded in their loads
 INT8_MAX, FP8_MAX = 127.0, 448.0
 LOG2_FP8_MAX = math.log2(FP8_MAX)
+QK_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # of q and k, by Recipe.qk
 TINY = 1e-30  # amax of an all-zero group: 448 / TINY is still finite in fp32
 LOG2E = 1.4426950408889634
 
@@ -74,10 +75,10 @@ def smooth(xs: list[Tensor], visible: Tensor | None = None) -> tuple[Tensor, Ten
 
 
 def quantize_k(
-    k: Tensor, k_mean: Tensor, granularity: str, visible: Tensor | None = None
+    k: Tensor, k_mean: Tensor, qk: str, granularity: str, visible: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """k [B, H, N, D], k_mean [B, H, D] -> k_int8 [B, H, N_pad, D_pad],
-    k_scale [B, H, N_pad / K_BLOCK, 4 (per_thread) or 1] in fp32. Rows that are not `visible`
+    """k [B, H, N, D], k_mean [B, H, D] -> k_8bit [B, H, N_pad, D_pad] of QK_DTYPES[qk], k_scale
+    [B, H, N_pad / K_BLOCK, 4 (per_thread) or 1] in fp32. Rows that are not `visible`
     [B or 1, H or 1, N] have no part in the scales and saturate."""
     x = _pad(k.float() - k_mean[:, :, None])
     n = torch.arange(x.shape[2], device=k.device)
@@ -85,8 +86,8 @@ def quantize_k(
     group = n // K_BLOCK * groups + n % 8 // 2 % groups  # columns {2j, 2j+1} + 8*{0..7} of 64
     if visible is not None:
         visible = F.pad(visible.bool(), (0, x.shape[2] - visible.shape[2]), value=True)
-    k_int8, k_scale = _to_int8(x, group, x.shape[2] // K_BLOCK * groups, visible)
-    return k_int8, k_scale.unflatten(2, (-1, groups))
+    k_8bit, k_scale = _to_8bit(x, qk, group, x.shape[2] // K_BLOCK * groups, visible)
+    return k_8bit, k_scale.unflatten(2, (-1, groups))
 
 
 def quantize_v(
@@ -115,30 +116,30 @@ def interleave(x: Tensor) -> Tensor:
     return x[..., c // 16 * 16 + c // 2 % 2 * 8 + c // 4 % 4 * 2 + c % 2].contiguous()
 
 
-def quantize_q(q: Tensor, granularity: str) -> tuple[Tensor, Tensor]:
-    """q [B, H, N, D] -> q_int8 [B, H, N, D], q_scale [B, H, N, 1] in fp32, one value per group."""
+def quantize_q(q: Tensor, qk: str, granularity: str) -> tuple[Tensor, Tensor]:
+    """q [B, H, N, D] -> q_8bit [B, H, N, D], q_scale [B, H, N, 1] in fp32, one value per group."""
     n = torch.arange(q.shape[2], device=q.device)
     rows, groups = {"per_block": (128, 1), "per_thread": (32, 8), "per_row": (1, 1)}[granularity]
     group = n // rows * groups + n % groups  # rows {i, i+8, i+16, i+24} of 32
-    q_int8, scale = _to_int8(q.float(), group, (q.shape[2] + rows - 1) // rows * groups)
-    return q_int8, scale[:, :, group, None]
+    q_8bit, scale = _to_8bit(q.float(), qk, group, (q.shape[2] + rows - 1) // rows * groups)
+    return q_8bit, scale[:, :, group, None]
 
 
 def attention(
-    q, k_int8, k_scale, v, v_scale, v_mean, attn_mask, seen, left, right, bottom_right,
+    q, k_8bit, k_scale, v, v_scale, v_mean, attn_mask, seen, left, right, bottom_right,
     scale: float, n_kv: int, granularity: str, block_n: int = 128,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The quantized kernel, reading `block_n` keys at a time; v is v_fp8, or 16-bit v itself."""
-    fp8 = v.dtype == torch.float8_e4m3fn
-    D, heads = q.shape[3], q.shape[1] // k_int8.shape[1]
-    k_int8, k_scale, v = (x.repeat_interleave(heads, 1) for x in (k_int8, k_scale, v))
-    q_int8, q_scale = quantize_q(q * math.copysign(1.0, scale), granularity)
+    fp8, qk = v.dtype == torch.float8_e4m3fn, qk_of(k_8bit)
+    D, heads = q.shape[3], q.shape[1] // k_8bit.shape[1]
+    k_8bit, k_scale, v = (x.repeat_interleave(heads, 1) for x in (k_8bit, k_scale, v))
+    q_8bit, q_scale = quantize_q(q * math.copysign(1.0, scale), qk, granularity)
     q_scale = q_scale * (abs(scale) * LOG2E)
 
-    n = torch.arange(k_int8.shape[2], device=q.device)
+    n = torch.arange(k_8bit.shape[2], device=q.device)
     groups = k_scale.shape[3]
     k_scale = k_scale.flatten(2)[:, :, n // K_BLOCK * groups + n % 8 // 2 % groups]
-    s = q_int8.float() @ k_int8[..., :D].float().mT  # [B, H_q, N_q, N_pad], exact in fp32
+    s = q_8bit.float() @ k_8bit[..., :D].float().mT  # [B, H_q, N_q, N_pad]; INT8: exact
     x = s * (q_scale * k_scale[:, :, None])
     x = masked(x[..., :n_kv], attn_mask, left, right, bottom_right, LOG2E)
     x = F.pad(x, (0, n.shape[0] - n_kv), value=-math.inf)
@@ -168,10 +169,15 @@ def attention(
     return o.to(q.dtype), lse
 
 
-def _to_int8(
-    x: Tensor, group: Tensor, num_groups: int, visible: Tensor | None = None
+def qk_of(k_8bit: Tensor) -> str:
+    """The format of q and k, which k's dtype tells."""
+    return "fp8" if k_8bit.dtype == torch.float8_e4m3fn else "int8"
+
+
+def _to_8bit(
+    x: Tensor, qk: str, group: Tensor, num_groups: int, visible: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """x [B, H, N, D], group [N], the group of each row -> x_int8, x_scale [B, H, num_groups]."""
+    """x [B, H, N, D], group [N], the group of each row -> x_8bit, x_scale [B, H, num_groups]."""
     amax = x.abs().amax(3)  # [B, H, N]
     if visible is not None:
         amax = torch.where(visible, amax, 0.0)
@@ -181,9 +187,13 @@ def _to_int8(
     amax = torch.where(amax < TINY, TINY, amax)  # keeps NaN: a group with a NaN has a NaN scale
     if visible is not None:
         x = _saturate(x, amax[:, :, group, None])
-    inverse = _divide(INT8_MAX, amax)[:, :, group, None]
-    # In float64 the product is exact: it is rounded once, as the kernels' fma does.
-    return (x.double() * inverse.double()).round().to(torch.int8), amax * (1 / INT8_MAX)
+    largest = FP8_MAX if qk == "fp8" else INT8_MAX
+    inverse = _divide(largest, amax)[:, :, group, None]
+    if qk == "fp8":
+        x = (x * inverse).clamp(-FP8_MAX, FP8_MAX)
+    else:  # in float64 the product is exact: it is rounded once, as the kernels' fma does
+        x = (x.double() * inverse.double()).round()
+    return x.to(QK_DTYPES[qk]), amax * (1 / largest)
 
 
 def _saturate(x: Tensor, amax: Tensor) -> Tensor:

@@ -2,9 +2,9 @@
 
     seen                   = summarize(attn_mask)                 what it hides, if there is one
     k_mean, v_mean, v_amax = smooth(k, v)
-    k_int8, k_scale        = quantize_k(k, k_mean)
+    k_8bit, k_scale        = quantize_k(k, k_mean)
     v_fp8, v_scale         = quantize_v(v, v_mean, v_amax)        (FP8 recipes)
-    out, lse               = attention(q, k_int8, ..., v_fp8, ...)
+    out, lse               = attention(q, k_8bit, ..., v_fp8, ...)
     lse                   += scale * q k_mean                     what smoothing k took off
 
 Calls that share k and v can share what the middle three make: ``sage::prepare`` returns it.
@@ -28,7 +28,7 @@ from sage_inductor.ops import mask, reference, tiles
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.attention import attention, attention_opaque, empty_outputs
 from sage_inductor.ops.quantize import quantize_k, quantize_v
-from sage_inductor.ops.reference import HEAD_DIMS, K_BLOCK, PAD_N, pad_head_dim
+from sage_inductor.ops.reference import HEAD_DIMS, K_BLOCK, PAD_N, QK_DTYPES, pad_head_dim
 from sage_inductor.ops.smooth import smooth
 
 
@@ -158,7 +158,7 @@ def compose_prepare(
 def _kernel_and_mask(k, v, attn_mask, recipe: recipes.Recipe, portable: bool) -> tuple:
     """(the attention op, attn_mask in four dimensions, what its tiles of queries see of it)."""
     head_dim = max(int(k.shape[3]), int(v.shape[3]))
-    op, block_m = kernel(k.device, recipe.pv, head_dim, attn_mask is not None, portable)
+    op, block_m = kernel(k.device, recipe, head_dim, attn_mask is not None, portable)
     if attn_mask is None:
         return op, None, None
     attn_mask = mask.as_4d(attn_mask)
@@ -166,7 +166,7 @@ def _kernel_and_mask(k, v, attn_mask, recipe: recipes.Recipe, portable: bool) ->
 
 
 def prepare(k: Tensor, v: Tensor, seen: Tensor | None, recipe: recipes.Recipe) -> list[Tensor]:
-    """[k_int8, k_scale, k_mean], and with FP8 also v_fp8, v_scale, v_mean."""
+    """[k_8bit, k_scale, k_mean], and with FP8 also v_fp8, v_scale, v_mean."""
     visible = None if seen is None else mask.visible_keys(seen, k.shape[1])
     if recipe.pv == "fp8" and v.shape[3] == k.shape[3]:
         mean, amax = smooth([k, v], visible)  # [2, B, H_kv, D]: one launch
@@ -175,27 +175,29 @@ def prepare(k: Tensor, v: Tensor, seen: Tensor | None, recipe: recipes.Recipe) -
         k_mean = smooth([k], visible)[0][0]
         if recipe.pv == "fp8":
             v_mean, v_amax = (x[0] for x in smooth([v], visible))
-    k_int8, k_scale = quantize_k(k, k_mean, recipe.granularity, visible)
+    k_8bit, k_scale = quantize_k(k, k_mean, recipe.qk, recipe.granularity, visible)
     if recipe.pv != "fp8":
-        return [k_int8, k_scale, k_mean]
+        return [k_8bit, k_scale, k_mean]
     v_fp8, v_scale = quantize_v(v, v_mean, v_amax, visible is not None)
-    return [k_int8, k_scale, k_mean, v_fp8, v_scale, v_mean]
+    return [k_8bit, k_scale, k_mean, v_fp8, v_scale, v_mean]
 
 
 def operands(v: Tensor, prepared: list[Tensor]) -> tuple[tuple, Tensor]:
-    """(k_int8, k_scale, v_fp8 or v in 16 bits, v_scale, v_mean), which `attention` reads, and
+    """(k_8bit, k_scale, v_fp8 or v in 16 bits, v_scale, v_mean), which `attention` reads, and
     k_mean, which lse is corrected by. Without FP8, v_scale and v_mean are fillers."""
-    k_int8, k_scale, k_mean, *of_v = prepared
+    k_8bit, k_scale, k_mean, *of_v = prepared
     if not of_v:
         of_v = v if v.dtype != torch.float32 else v.bfloat16(), k_mean, k_mean
-    return (k_int8, k_scale, *of_v), k_mean
+    return (k_8bit, k_scale, *of_v), k_mean
 
 
-def kernel(device: torch.device, pv: str, head_dim: int, masked: bool, portable: bool):
+def kernel(
+    device: torch.device, recipe: recipes.Recipe, head_dim: int, masked: bool, portable: bool
+):
     """The attention op that runs there, and its BLOCK_M."""
     if device.type == "cpu":
         return attention, 128
-    tile = tiles.tile(tiles.capability(device), pv, head_dim, masked)
+    tile = tiles.tile(tiles.capability(device), recipe.qk, recipe.pv, head_dim, masked)
     return attention if portable or tile.maxnreg is None else attention_opaque, tile.BLOCK_M
 
 
@@ -213,7 +215,7 @@ def _(k, v, attn_mask, recipe, portable):
     r, (B, H, N, D), D_v = recipes.decode(recipe), k.shape, v.shape[3]
     N_pad, groups = (N + PAD_N - 1) // PAD_N * PAD_N, 4 if r.granularity == "per_thread" else 1
     outputs = [
-        ((B, H, N_pad, pad_head_dim(int(D))), torch.int8),
+        ((B, H, N_pad, pad_head_dim(int(D))), QK_DTYPES[r.qk]),
         ((B, H, N_pad // K_BLOCK, groups), torch.float32),
         ((B, H, D), torch.float32),
         ((B, H, pad_head_dim(int(D_v)), N_pad), torch.float8_e4m3fn),

@@ -32,7 +32,8 @@ class Tile:
     warpgroups: int | None = None  # of hopper.py's kernel: 64 rows each
 
 
-# (compute capability from, pv, head_dim up to, with a mask) -> tile.
+# (compute capability from, pv, head_dim up to, with a mask) -> tile. pv "fp8 fp8": what FP8
+# q k^T asks for, where it is not what INT8 does.
 TILES = [
     ((8, 0), "16bit", 128, False, Tile(128, 64, 8, 2)),  # untimed
     ((8, 0), "16bit", 128, True, Tile(128, 64, 8, 2)),  # untimed
@@ -53,6 +54,7 @@ TILES = [
     ((9, 0), "fp8", 256, True, Tile(64, 64, 4, 2)),  # untimed
     ((10, 0), "16bit", 128, False, Tile(128, 64, 8, 2)),  # untimed
     ((10, 0), "fp8", 128, False, Tile(128, 64, 8, 2)),  # untimed
+    ((10, 0), "fp8 fp8", 128, False, Tile(128, 128, 8, 2)),  # untimed
     ((10, 0), "fp8", 128, True, Tile(64, 64, 4, 2)),  # untimed
     ((10, 0), "fp8", 256, False, Tile(64, 64, 8, 2)),  # untimed
     ((10, 0), "fp8", 256, True, Tile(64, 64, 8, 2)),  # untimed
@@ -104,16 +106,16 @@ def _compiles_gluon(version: str) -> bool:
     return (int(major), int(minor)) in GLUON
 
 
-def tile(capability: tuple[int, int], pv: str, head_dim: int, masked: bool) -> Tile:
+def tile(capability: tuple[int, int], qk: str, pv: str, head_dim: int, masked: bool) -> Tile:
     """The tile for a device (that of the newest row it reaches), or a ValueError if the recipe
     cannot run on it."""
-    rows = [r for r in TILES if r[0] <= capability and r[1] == pv and head_dim <= r[2]]
-    rows = [r for r in rows if r[3] == masked]
+    rows = [r for r in TILES if r[0] <= capability and head_dim <= r[2] and r[3] == masked]
+    rows = [r for r in rows if r[1] in (pv, f"{qk} {pv}")]
     if not rows:
         raise ValueError(
             f"no kernel for pv={pv!r}, head_dim={head_dim} on compute capability {capability}"
         )
-    return max(rows, key=lambda row: (row[0], -row[2]))[4]
+    return max(rows, key=lambda row: (row[0], row[1] != pv, -row[2]))[4]
 
 
 @functools.cache

@@ -165,12 +165,15 @@ def candidates(
     if kind in ("full", "causal") and not portable:
         if tiles.hopper(capability, "fp8", head_dim, kind == "causal", sys.maxsize):
             return "sage2-8b-rows", "sage2-8b"
+    if capability[0] == 10:  # INT8 is slow there: see ops/attention.py
+        return ("sage2-8b-fp8qk",)
     return ("sage2-8b",)
 
 
 def _on_gpu(call, settings, recipe, capability, head_dim) -> tuple[str | None, str]:
     try:
-        tiles.tile(capability, recipes.NAMED[recipe].pv, head_dim, call.attn_mask is not None)
+        r = recipes.NAMED[recipe]
+        tiles.tile(capability, r.qk, r.pv, head_dim, call.attn_mask is not None)
     except ValueError as error:
         return None, str(error)
     if settings.emulate or settings.force:

@@ -129,7 +129,8 @@ def _probe(device, recipe: recipes.Recipe, head_dim: int, kind: str) -> tuple[st
     """(what a small call of `recipe` gives, False if it should have run and did not)."""
     if device.type == "cuda":
         try:
-            tiles.tile(tiles.capability(device), recipe.pv, head_dim, kind == "mask")
+            capability, masked = tiles.capability(device), kind == "mask"
+            tiles.tile(capability, recipe.qk, recipe.pv, head_dim, masked)
         except ValueError as error:
             return f"stays SDPA: {error}", True
     q, k, v = _inputs(device, 333, head_dim)

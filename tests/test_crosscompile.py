@@ -36,7 +36,7 @@ def compile_kernel(kernel, architecture, constexprs, types, source=ASTSource, **
             signature[name], constants[(i,)] = "constexpr", constexprs[name]
         else:
             signature[name] = types.get(name, "i32")
-            if signature[name][0] == "*" or name.startswith("stride") or name == "N_pad":
+            if signature[name][0] == "*" or name.startswith("stride") or name in ("N_pad", "D2"):
                 attributes[(i,)] = [["tt.divisibility", 16]]
     source = source(kernel, signature, constants, attributes)
     major, minor = architecture
@@ -49,20 +49,21 @@ def compile_attention(
     **options,
 ):  # fmt: skip
     r = recipes.NAMED[recipe]
-    tile = tiles.tile(architecture, r.pv, D, mask > 0)
+    tile = tiles.tile(architecture, r.qk, r.pv, D, mask > 0)
     fp8, BLOCK_D = r.pv == "fp8", reference.pad_head_dim(D)
+    qk = "fp8e4nv" if r.qk == "fp8" else "i8"
     types = dict(
-        Q="*bf16", K="*i8", K_scale="*fp32", V="*fp8e4nv" if fp8 else "*bf16", V_scale="*fp32",
+        Q="*bf16", K=f"*{qk}", K_scale="*fp32", V="*fp8e4nv" if fp8 else "*bf16", V_scale="*fp32",
         V_mean="*fp32", Out="*bf16", Lse="*fp32", Mask="*bf16" if additive else "*i1", Seen="*u8",
     )  # fmt: skip
     if tma:
-        types["K"] = f"tensordesc<i8[{tile.BLOCK_N}, {BLOCK_D}]>"
+        types["K"] = f"tensordesc<{qk}[{tile.BLOCK_N}, {BLOCK_D}]>"
         if fp8:
             types["V"] = f"tensordesc<fp8e4nv[{BLOCK_D}, {tile.BLOCK_N}]>"
         options["maxnreg"] = tile.maxnreg
     constexprs = dict(
         D=D, D_V=D, SCALE=D**-0.5, LEFT=left, RIGHT=0 if is_causal else -1, BOTTOM_RIGHT=left >= 0,
-        MASK=mask, ADDITIVE=additive, FP8=fp8, TMA=tma, BLOCK_DV=BLOCK_D, stride_mn=1,
+        MASK=mask, ADDITIVE=additive, QK_FP8=r.qk == "fp8", FP8=fp8, TMA=tma, BLOCK_DV=BLOCK_D, stride_mn=1,
         Q_ROWS=Q_ROWS[r.granularity], GROUPS=4 if r.granularity == "per_thread" else 1,
         BLOCK_M=tile.BLOCK_M,
         BLOCK_N=tile.BLOCK_N, BLOCK_D=BLOCK_D, NUM_STAGES=tile.num_stages,
@@ -88,17 +89,24 @@ def test_attention_compiles_to_the_matrix_instructions(architecture, recipe, D, 
     assert compiled.metadata.shared <= SHARED_MEMORY[architecture]
     assert stack_bytes(compiled) <= 128  # 0 but for FP8 on sm_90, where the capped variant runs
     ptx = compiled.asm["ptx"]
-    fp8 = recipes.NAMED[recipe].pv == "fp8"
-    if architecture == (9, 0):
-        meant = ["wgmma.mma_async.sync.aligned.m64n", ".s32.s8.s8"]
-        meant += [".f32.e4m3.e4m3" if fp8 else ".f32.bf16.bf16"]
-    elif architecture == (10, 0):
+    r = recipes.NAMED[recipe]
+    if architecture == (10, 0):
         # INT8 q k^T is mma.sync there with Triton 3.7 (slow), tcgen05 kind::i8 with 3.9.
-        meant = ["tcgen05.mma", "kind::f8f6f4" if fp8 else "kind::f16"]
+        q_k = "m16n8k32.row.col.satfinite.s32.s8.s8" if r.qk == "int8" else "kind::f8f6f4"
+        p_v = "tcgen05.mma.cta_group::1.kind::" + ("f8f6f4" if r.pv == "fp8" else "f16")
+    elif architecture == (9, 0):
+        q_k = "s32.s8.s8" if r.qk == "int8" else "f32.e4m3.e4m3"
+        p_v = "f32.e4m3.e4m3" if r.pv == "fp8" else "f32.bf16.bf16"
     else:
-        meant = ["mma.sync.aligned.m16n8k32.row.col.satfinite.s32.s8.s8.s32"]
-        meant += ["f32.e4m3.e4m3.f32" if fp8 else "m16n8k16.row.col.f32.bf16.bf16.f32"]
-    assert all(instruction in ptx for instruction in meant)
+        q_k = "m16n8k32.row.col." + ("satfinite.s32.s8.s8" if r.qk == "int8" else "f32.e4m3.e4m3")
+        p_v = "f32.e4m3.e4m3.f32" if r.pv == "fp8" else "m16n8k16.row.col.f32.bf16.bf16.f32"
+    products = [
+        x
+        for x in ptx.splitlines()
+        if re.search(r"\s(mma\.sync|wgmma\.mma_async|tcgen05\.mma)\.", x)
+    ]
+    assert all(any(meant in x for x in products) for meant in (q_k, p_v))
+    assert all(q_k in x or p_v in x for x in products), products
 
 
 @pytest.mark.parametrize("D", [64, 128])
@@ -109,11 +117,12 @@ def test_the_register_cap_keeps_spills_small(D):
     assert stack_bytes(compiled) <= 64
 
 
+@pytest.mark.parametrize("recipe", ["sage2-8b", "sage2-8b-fp8qk"])
 @pytest.mark.parametrize("architecture", [a for a in ARCHITECTURES if a >= (8, 9)], ids=str)
-def test_fp8_products_are_accumulated_in_two_levels(architecture):
+def test_fp8_products_are_accumulated_in_two_levels(architecture, recipe):
     """Each product starts from zero. Triton folds a plain addition into the accumulator on sm_89
     and sm_120, where it keeps 13 mantissa bits."""
-    ir = compile_attention(architecture, "sage2-8b").asm["ttgir"]
+    ir = compile_attention(architecture, recipe).asm["ttgir"]
     products = [line for line in ir.splitlines() if "f8E4M3FN" in line and " = tt.dot " in line]
     products += [line for line in ir.splitlines() if "f8E4M3FN" in line and "group_dot " in line]
     fresh = r"dot %\w+, %\w+, %cst"
@@ -243,24 +252,26 @@ def calls():
     v_fp8 = torch.empty(2, 4, 64, 384, dtype=torch.float8_e4m3fn)
     v = torch.empty(2, 300, 4, 65, dtype=torch.bfloat16).transpose(1, 2)
     mean, mask = torch.empty(2, 4, 64), torch.ones(2, 1, 1, 300, dtype=torch.bool)
+    k = torch.empty(2, 4, 384, 64, dtype=torch.int8)
     full, causal = (None, None, None, False), (None, None, 0, False)
     apart = torch.empty(*q.shape, 2, dtype=q.dtype)[..., 0]
     aligned = torch.empty_like(q)
     return {
-        "full": ((q, v_fp8, mean, "per_row", *full), True),
-        "causal": ((q, v_fp8, mean, "per_row", *causal), True),
-        "fp16": ((q.half(), v_fp8, mean, "per_row", *full), True),
-        "16-bit v": ((q, aligned, mean, "per_row", *full), True),
-        "another granularity": ((q, v_fp8, mean, "per_thread", *full), False),
-        "a mask": ((q, v_fp8, mean, "per_row", mask, None, None, False), False),
-        "a window": ((q, v_fp8, mean, "per_row", None, 9, 0, False), False),
-        "a wider band": ((q, v_fp8, mean, "per_row", None, None, 1, False), False),
-        "bottom right": ((q, v_fp8, mean, "per_row", None, None, 0, True), False),
-        "fp32": ((q.float(), v_fp8, mean, "per_row", *full), False),
-        "q's channels apart": ((apart, v_fp8, mean, "per_row", *full), False),
-        "v's rows unaligned": ((q, v[..., :64], mean, "per_row", *full), False),
-        "v's channels unaligned": ((q, aligned[..., 1:], mean, "per_row", *full), False),
-        "v expanded": ((q, aligned[:, :1].expand(-1, 4, -1, -1), mean, "per_row", *full), False),
+        "full": ((q, k, v_fp8, mean, "per_row", *full), True),
+        "causal": ((q, k, v_fp8, mean, "per_row", *causal), True),
+        "fp16": ((q.half(), k, v_fp8, mean, "per_row", *full), True),
+        "16-bit v": ((q, k, aligned, mean, "per_row", *full), True),
+        "FP8 k": ((q, k.to(v_fp8.dtype), v_fp8, mean, "per_row", *full), False),
+        "another granularity": ((q, k, v_fp8, mean, "per_thread", *full), False),
+        "a mask": ((q, k, v_fp8, mean, "per_row", mask, None, None, False), False),
+        "a window": ((q, k, v_fp8, mean, "per_row", None, 9, 0, False), False),
+        "a wider band": ((q, k, v_fp8, mean, "per_row", None, None, 1, False), False),
+        "bottom right": ((q, k, v_fp8, mean, "per_row", None, None, 0, True), False),
+        "fp32": ((q.float(), k, v_fp8, mean, "per_row", *full), False),
+        "q's channels apart": ((apart, k, v_fp8, mean, "per_row", *full), False),
+        "v's rows unaligned": ((q, k, v[..., :64], mean, "per_row", *full), False),
+        "v's channels unaligned": ((q, k, aligned[..., 1:], mean, "per_row", *full), False),
+        "v expanded": ((q, k, aligned[:, :1].expand(-1, 4, -1, -1), mean, "per_row", *full), False),
     }
 
 
@@ -284,7 +295,7 @@ def test_hopper_kernel_falls_back_where_gluon_is_another(monkeypatch):
 def test_fp8_recipes_are_refused_before_sm_89():
     for architecture in ((8, 0), (8, 6)):
         with pytest.raises(ValueError, match="no kernel for pv='fp8'"):
-            tiles.tile(architecture, "fp8", 128, False)
+            tiles.tile(architecture, "int8", "fp8", 128, False)
 
 
 # mask, additive, left: a row of keys for all queries, a row each, numbers, a window.
@@ -298,6 +309,39 @@ def test_masked_attention_compiles_everywhere(architecture, recipe, variant):
     D = 256 if additive else 128
     compiled = compile_attention(architecture, recipe, D, mask=mask, additive=additive, left=left)
     assert compiled.metadata.shared <= SHARED_MEMORY[architecture]
+
+
+def compile_quantize_k(architecture, D, masked, groups, qk):
+    types = dict(K="*bf16", K_mean="*fp32", Visible="*u8", K_8bit=f"*{qk}", K_scale="*fp32")
+    constexprs = dict(
+        MASK=masked, FP8=qk != "i8", GROUPS=groups, K_BLOCK=64, PAD_N=128, stride_d=1,
+        BLOCK_D=reference.pad_head_dim(D),
+    )  # fmt: skip
+    return compile_kernel(_quantize_k_kernel, architecture, constexprs, types)
+
+
+@pytest.mark.parametrize("D", [1, 8, 80])
+@pytest.mark.parametrize("kernel", ["quantize_k", "attention"])
+def test_no_conversion_to_fp8_merges_with_an_unrelated_register(kernel, D):
+    """A conversion of two numbers makes 16 bits; with another's, 32. Where ptxas (CUDA 12.8) knows
+    the two to be equal, as zeros of padded channels are, it puts any register in the other's place.
+    """
+    if kernel == "attention":
+        compiled = compile_attention((9, 0), "sage2-8b-fp8qk", D)
+    else:
+        compiled = compile_quantize_k((9, 0), D, False, 1, "fp8e4nv")
+    writer, conversions = {"RZ": "zero"}, 0
+    for line in about(compiled, "nvdisasm", "-c").splitlines():
+        instruction = re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@\S+ )?(\S+) (R\d+)(.*?)\s*;", line)
+        if instruction is None:
+            continue
+        name, target, rest = instruction.groups()
+        if name == "F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C":
+            other = writer.get(rest.split(", ")[-1].removesuffix(".reuse"), "")
+            assert other == "zero" or "E4M3" in other, (line, other)
+            conversions += 1
+        writer[target] = name
+    assert conversions >= 16
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=str)
@@ -314,11 +358,9 @@ def test_preparation_compiles(architecture, D, masked):
         _partial_kernel, architecture, dict(tile, BLOCK_N=8, stride_0d=1, stride_1d=1), x
     )
     compile_kernel(_final_kernel, architecture, dict(tile, BLOCK_C=16), x)
-    k = dict(K="*bf16", K_mean="*fp32", Visible="*u8", K_int8="*i8", K_scale="*fp32")
+    for groups, qk in ((1, "i8"), (4, "i8"), (1, "fp8e4nv"))[: 2 + (architecture >= (8, 9))]:
+        compile_quantize_k(architecture, D, masked, groups, qk)
     tile = dict(D=D, BLOCK_D=BLOCK_D, stride_d=1)
-    for groups in (1, 4):
-        constexprs = dict(tile, MASK=masked, GROUPS=groups, K_BLOCK=64, PAD_N=128)
-        compile_kernel(_quantize_k_kernel, architecture, constexprs, k)
     if architecture >= (8, 9):
         v = dict(V="*bf16", V_mean="*fp32", V_amax="*fp32", V_fp8="*fp8e4nv", V_scale="*fp32")
         constexprs = dict(tile, SATURATE=masked, BLOCK_N=128)

@@ -97,12 +97,11 @@ def test_preparation_equals_its_oracle(shape, dtype, masked):
     mean_ref, amax_ref = reference.smooth([k, v], visible)
     assert_close(mean, mean_ref, rtol=1e-5, atol=1e-5)  # fp32 sums in another order
     assert_close(amax, amax_ref, rtol=1e-5, atol=1e-4)
-    for granularity in ("per_thread", "per_block", "per_row"):
-        for actual, expected in zip(
-            quantize_k(k, mean[0], granularity, visible),
-            reference.quantize_k(k, mean[0], granularity, visible),
-        ):
-            assert_close(actual, expected, rtol=0, atol=0)
+    for r in recipes.NAMED.values():
+        k_8bit, k_scale = quantize_k(k, mean[0], r.qk, r.granularity, visible)
+        k_8bit_ref, k_scale_ref = reference.quantize_k(k, mean[0], r.qk, r.granularity, visible)
+        assert_close(k_8bit.float(), k_8bit_ref.float(), rtol=0, atol=0)
+        assert_close(k_scale, k_scale_ref, rtol=0, atol=0)
     v_fp8, v_scale = quantize_v(v, mean[1], amax[1], masked)
     v_fp8_ref, v_scale_ref = reference.quantize_v(v, mean[1], amax[1], masked)
     assert_close(v_fp8.float(), v_fp8_ref.float(), rtol=0, atol=0)
@@ -202,7 +201,7 @@ def check_kernel(op, recipe, name, band, shape, scale=0.1, D_v=None):
     B, H_q, H_kv, N_q, N_kv, D = shape
     D_v = D_v or D
     capability = torch.cuda.get_device_capability()
-    tile = tiles.tile(capability, r.pv, max(D, D_v), name != "none")
+    tile = tiles.tile(capability, r.qk, r.pv, max(D, D_v), name != "none")
     if op is attention_opaque and tile.maxnreg is None:
         pytest.skip(f"the tile of {recipe} asks for no register cap here")
     q, k, _ = qkv(*shape)
@@ -215,8 +214,10 @@ def check_kernel(op, recipe, name, band, shape, scale=0.1, D_v=None):
         k[hidden], v[hidden] = math.inf, math.nan
     quantized, _ = operands(v, prepare(k, v, seen, r))
     args = (q, *quantized, attn_mask, seen, *BANDS[band], scale, N_kv, r.granularity)
-    _, _, _, v, _, v_mean = args[:6]
-    tile = tile_of(q, v, v_mean, r.granularity, attn_mask, *BANDS[band], portable=op is attention)
+    _, k_8bit, _, v, _, v_mean = args[:6]
+    tile = tile_of(
+        q, k_8bit, v, v_mean, r.granularity, attn_mask, *BANDS[band], portable=op is attention
+    )
     out, lse = op(*args, True)
     if tile.warpgroups:
         out_ref, lse_ref = hopper_emulation(q, quantized, BANDS[band][1] == 0, scale, N_kv, tile)
@@ -298,7 +299,7 @@ def check_hopper(row, shape, scale=0.1, dtype=torch.bfloat16, make=lambda x: x):
     q, k, v = (make(x) for x in qkv(*shape, head_dim, dtype=dtype))
     quantized, _ = operands(v, prepare(k, v, None, r))
     right = 0 if is_causal else None
-    assert hopper().applies(q, quantized[2], "per_row", None, None, right, False)
+    assert hopper().applies(q, quantized[0], quantized[2], "per_row", None, None, right, False)
     out, lse = q.new_full(q.shape, math.nan), q.new_full(q.shape[:3], math.nan, dtype=torch.float32)
     hopper().launch(q, *quantized, is_causal, scale, N_kv, tile, out, lse)
     out_ref, lse_ref = hopper_emulation(q, quantized, is_causal, scale, N_kv, tile)
@@ -366,9 +367,8 @@ def test_what_hopper_kernel_cannot_read_runs_on_the_other():
     for recipe, q_, v_ in (("sage2-8b-rows", apart, v), ("accurate", q, unaligned)):
         quantized, _ = operands(v_, prepare(k, v_, None, recipes.NAMED[recipe]))
         args = (q_, *quantized, None, None, None, 0, False, 0.1, 300, "per_row")
-        tile = tile_of(
-            q_, quantized[2], quantized[4], "per_row", None, None, 0, False, portable=False
-        )
+        k_8bit, _, v_, _, v_mean = quantized
+        tile = tile_of(q_, k_8bit, v_, v_mean, "per_row", None, None, 0, False, portable=False)
         assert not tile.warpgroups
         out, _ = attention_opaque(*args, True)
         out_ref, _ = reference.attention(*args, block_n=tile.BLOCK_N)

@@ -13,6 +13,7 @@ import torch
 from torch.testing import assert_close
 
 from sage_inductor.ops import mask, reference
+from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.attention import _attention_kernel, _launch
 from sage_inductor.ops.quantize import launch_k, launch_v
 from sage_inductor.ops.smooth import launch as launch_smooth
@@ -59,45 +60,61 @@ def test_preparation(shape):
     assert_close(mean, mean_ref, rtol=1e-5, atol=1e-5)
     assert_close(amax, amax_ref, rtol=1e-5, atol=1e-4)
     for granularity in ("per_thread", "per_block"):
-        k_int8, k_scale = launch_k(k, mean[0], granularity, None)
-        k_int8_ref, k_scale_ref = reference.quantize_k(k, mean[0], granularity)
+        k_int8, k_scale = launch_k(k, mean[0], "int8", granularity, None)
+        k_int8_ref, k_scale_ref = reference.quantize_k(k, mean[0], "int8", granularity)
         assert_close(k_scale, k_scale_ref, rtol=0, atol=0)
         assert (k_int8.int() - k_int8_ref.int()).abs().max() <= 1
         assert (k_int8 != k_int8_ref).float().mean() < 1e-3
+    k_fp8, k_scale = launch_k(k, mean[0], "fp8", "per_row", None)
+    k_fp8_ref, k_scale_ref = reference.quantize_k(k, mean[0], "fp8", "per_row")
+    assert_close(k_scale, k_scale_ref, rtol=0, atol=0)
+    assert_same_fp8(k_fp8, k_fp8_ref)
     for saturate in (False, True):
         v_fp8, v_scale = launch_v(v, mean[1], amax[1], saturate)
         v_fp8_ref, v_scale_ref = reference.quantize_v(v, mean[1], amax[1], saturate)
         assert_close(v_scale, v_scale_ref, rtol=0, atol=0)
         token = reference.interleave(torch.arange(v_fp8.shape[3]))
         kept = (token >= 0) if saturate else (token < v.shape[2])  # else padding is NaN here
-        actual, expected = (x.float()[..., kept] for x in (v_fp8, v_fp8_ref))
-        assert (actual == expected).float().mean() > 0.95
-        # A lost carry halves a value; subnormals are truncated.
-        assert ((actual - expected).abs() <= expected.abs() / 2 + 2**-9).all()
+        assert_same_fp8(v_fp8[..., kept], v_fp8_ref[..., kept])
+
+
+def assert_same_fp8(actual, expected):
+    """But for a lost carry, which halves a value, and subnormals, which are truncated."""
+    actual, expected = actual.float(), expected.float()
+    assert (actual == expected).float().mean() > 0.95
+    assert ((actual - expected).abs() <= expected.abs() / 2 + 2**-9).all()
+
+
+def on_grid(q):
+    """q rounded to what E4M3 holds at a scale of 1 / 128, which its first channel makes each row's.
+    As FP8 it is not rounded again: the interpreter would lose carries."""
+    q = q.clamp(-3.5, 3.5) * 128
+    q[..., 0] = 448
+    return (q.to(torch.float8_e4m3fn).float() / 128).to(torch.float16)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("scale", [0.125, -0.3, 0.0])
 @pytest.mark.parametrize("tma", [False, True], ids=["pointers", "descriptors"])
-@pytest.mark.parametrize(
-    "granularity, pv", [("per_thread", "fp8"), ("per_row", "fp8"), ("per_block", "16bit")]
-)
-def test_attention(shape, is_causal, scale, tma, granularity, pv):
+@pytest.mark.parametrize("recipe", ["sage2-8b", "sage2-8b-rows", "sage2-8b-fp8qk", "sage1"])
+def test_attention(shape, is_causal, scale, tma, recipe):
+    r = recipes.NAMED[recipe]
     q, k, v = qkv(*shape)
-    tile = Tile(64, 128, 4, 2) if pv == "fp8" else Tile(128, 64, 8, 2)
+    q = on_grid(q) if r.qk == "fp8" else q
+    tile = Tile(64, 128, 4, 2) if r.pv == "fp8" else Tile(128, 64, 8, 2)
     mean, amax = reference.smooth([k, v])
-    k_int8, k_scale = reference.quantize_k(k, mean[0], granularity)
+    k_8bit, k_scale = reference.quantize_k(k, mean[0], r.qk, r.granularity)
     v_scale = mean[1]
-    if pv == "fp8":
+    if r.pv == "fp8":
         v, v_scale = reference.quantize_v(v, mean[1], amax[1])
     band = (None, 0 if is_causal else None, False)
-    args = (q, k_int8, k_scale, v, v_scale, mean[1], None, None, *band, scale, k.shape[2])
-    out, lse = _launch(_attention_kernel, *args, granularity, True, tile, tma=tma)
-    expected, expected_lse = reference.attention(*args, granularity, block_n=tile.BLOCK_N)
+    args = (q, k_8bit, k_scale, v, v_scale, mean[1], None, None, *band, scale, k.shape[2])
+    out, lse = _launch(_attention_kernel, *args, r.granularity, True, tile, tma=tma)
+    expected, expected_lse = reference.attention(*args, r.granularity, block_n=tile.BLOCK_N)
     # An INT8 code that a tie rounds the other way moves a score by up to 0.2 scale.
     assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4 + 0.2 * abs(scale))
-    assert relative(out, expected) < (1e-2 if pv == "fp8" else 2e-3)
+    assert relative(out, expected) < (1e-2 if r.pv == "fp8" else 2e-3)
 
 
 MASKS = {
@@ -113,27 +130,31 @@ MASKS = {
 BANDS = [(None, None, False), (None, 0, True), (20, 0, False), (40, 30, True), (200, None, False)]
 
 
+masked_recipes = pytest.mark.parametrize("recipe", ["sage2-8b", "sage2-8b-fp8qk", "sage1"])
+
+
 @pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize("pv", ["fp8", "16bit"])
-def test_masked_attention(name, pv):
-    check_masked(MASKS[name], (None, None, False), pv, 70, 260, 64, 80)
-    check_masked(MASKS[name], (None, 0, False), pv, 70, 70, 32, 32)
+@masked_recipes
+def test_masked_attention(name, recipe):
+    check_masked(MASKS[name], (None, None, False), recipe, 70, 260, 64, 80)
+    check_masked(MASKS[name], (None, 0, False), recipe, 70, 70, 32, 32)
 
 
 @pytest.mark.parametrize("band", BANDS, ids=str)
-@pytest.mark.parametrize("pv", ["fp8", "16bit"])
+@masked_recipes
 @pytest.mark.parametrize("lengths", [(70, 260), (260, 70)], ids=str)
-def test_attention_in_a_band(band, pv, lengths):
-    check_masked(None, band, pv, *lengths, 16, 64)
-    check_masked(MASKS["keys"], band, pv, *lengths, 16, 64)
+def test_attention_in_a_band(band, recipe, lengths):
+    check_masked(None, band, recipe, *lengths, 16, 64)
+    check_masked(MASKS["keys"], band, recipe, *lengths, 16, 64)
 
 
-def check_masked(make, band, pv, N_q, N_kv, D, D_v):
+def check_masked(make, band, recipe, N_q, N_kv, D, D_v):
     """Kernels and emulation on the same mask, the keys that it hides from all holding garbage."""
+    r = recipes.NAMED[recipe]
     q, k, _ = qkv(2, 2, N_q, N_kv, D)
     _, _, v = qkv(2, 2, N_q, N_kv, D_v)
-    tile = Tile(64, 128, 4, 2) if pv == "fp8" else Tile(128, 64, 8, 2)
-    granularity = "per_thread" if pv == "fp8" else "per_block"
+    q = on_grid(q) if r.qk == "fp8" else q
+    tile = Tile(64, 128, 4, 2) if r.pv == "fp8" else Tile(128, 64, 8, 2)
     attn_mask = seen = visible = None
     if make is not None:
         attn_mask = make(N_q, N_kv)
@@ -145,10 +166,11 @@ def check_masked(make, band, pv, N_q, N_kv, D, D_v):
     v_amax = launch_smooth(v, v, 1, visible)[1][0]
     for x, mean in ((k, k_mean), (v, v_mean)):
         assert_close(mean, reference.smooth([x], visible)[0][0], rtol=1e-5, atol=1e-5)
-    k_int8, k_scale = launch_k(k, k_mean, granularity, visible)
-    assert_close(k_scale, reference.quantize_k(k, k_mean, granularity, visible)[1], rtol=0, atol=0)
+    k_8bit, k_scale = launch_k(k, k_mean, r.qk, r.granularity, visible)
+    k_scale_ref = reference.quantize_k(k, k_mean, r.qk, r.granularity, visible)[1]
+    assert_close(k_scale, k_scale_ref, rtol=0, atol=0)
     v_scale = None
-    if pv == "fp8":
+    if r.pv == "fp8":
         v_fp8, v_scale = launch_v(v, v_mean, v_amax, True)
         assert (
             (v_fp8.float() - reference.quantize_v(v, v_mean, v_amax, True)[0].float())
@@ -156,8 +178,8 @@ def check_masked(make, band, pv, N_q, N_kv, D, D_v):
             .all()
         )
         v = v_fp8
-    args = (q, k_int8, k_scale, v, v_scale, v_mean, attn_mask, seen, *band, 0.1, N_kv)
-    out, lse = _launch(_attention_kernel, *args, granularity, True, tile, tma=False)
-    expected, expected_lse = reference.attention(*args, granularity, block_n=tile.BLOCK_N)
-    assert out.isfinite().all() and relative(out, expected) < (1e-2 if pv == "fp8" else 2e-3)
+    args = (q, k_8bit, k_scale, v, v_scale, v_mean, attn_mask, seen, *band, 0.1, N_kv)
+    out, lse = _launch(_attention_kernel, *args, r.granularity, True, tile, tma=False)
+    expected, expected_lse = reference.attention(*args, r.granularity, block_n=tile.BLOCK_N)
+    assert out.isfinite().all() and relative(out, expected) < (1e-2 if r.pv == "fp8" else 2e-3)
     assert_close(lse, expected_lse, rtol=1e-4, atol=0.02)

@@ -49,14 +49,14 @@ def test_opcheck_of_the_pieces():
     mean, amax = smooth([k, v], visible)
     for recipe in recipes.NAMED.values():
         for rows in (visible, None):
-            torch.library.opcheck(quantize_k, (k, mean[0], recipe.granularity, rows))
-        k_int8, k_scale = quantize_k(k, mean[0], recipe.granularity, visible)
+            torch.library.opcheck(quantize_k, (k, mean[0], recipe.qk, recipe.granularity, rows))
+        k_8bit, k_scale = quantize_k(k, mean[0], recipe.qk, recipe.granularity, visible)
         v_hat, v_scale = (v, mean[1])
         if recipe.pv == "fp8":
             torch.library.opcheck(quantize_v, (v, mean[1], amax[1], True))
             v_hat, v_scale = quantize_v(v, mean[1], amax[1], True)
         args = (
-            q, k_int8, k_scale, v_hat, v_scale, mean[1], attn_mask, seen, None, 0, False, 0.1, 70,
+            q, k_8bit, k_scale, v_hat, v_scale, mean[1], attn_mask, seen, None, 0, False, 0.1, 70,
             recipe.granularity,
         )  # fmt: skip
         for out_bnhd in (False, True):
@@ -214,13 +214,15 @@ def test_recipes_encode_to_what_decodes_to_them():
         assert recipes.decode(recipe.encode()) == recipe
     with pytest.raises(ValueError, match="granularity must be one of .* got 'per_column'"):
         recipes.Recipe("per_column", "fp8")
+    with pytest.raises(ValueError, match="qk must be one of .* got 'fp8'"):
+        recipes.Recipe("per_row", "16bit", qk="fp8")
 
 
 def test_sdpa_is_its_pieces():
     """What golden graphs show and eager runs: smooth, quantize, attention, and lse's correction."""
     out, lse = sdpa(q, k, v)
     mean, amax = reference.smooth([k, v])
-    k_int8, k_scale = reference.quantize_k(k, mean[0], "per_thread")
+    k_int8, k_scale = reference.quantize_k(k, mean[0], "int8", "per_thread")
     v_fp8, v_scale = reference.quantize_v(v, mean[1], amax[1])
     expected, raw_lse = reference.attention(
         q,

@@ -121,7 +121,7 @@ getitem_1 = getitem(smooth, 1)
 select = aten.select.int(getitem, 0, 0)
 select_1 = aten.select.int(getitem, 0, 1)
 select_2 = aten.select.int(getitem_1, 0, 1)
-quantize_k = sage.quantize_k.default(k_1, select, per_thread, None)
+quantize_k = sage.quantize_k.default(k_1, select, int8, per_thread, None)
 getitem_2 = getitem(quantize_k, 0)
 getitem_3 = getitem(quantize_k, 1)
 quantize_v = sage.quantize_v.default(v_1, select_1, select_2, False)
@@ -154,7 +154,7 @@ smooth = sage.smooth.default([k_1], None)
 getitem = getitem(smooth, 0)
 getitem_1 = getitem(smooth, 1)
 select = aten.select.int(getitem, 0, 0)
-quantize_k = sage.quantize_k.default(k_1, select, per_block, None)
+quantize_k = sage.quantize_k.default(k_1, select, int8, per_block, None)
 getitem_2 = getitem(quantize_k, 0)
 getitem_3 = getitem(quantize_k, 1)
 attention = sage.attention.default(q_1, getitem_2, getitem_3, v_1, select, select, None, None, None, None, False, 0.125, 32, per_block, True)
@@ -537,7 +537,16 @@ def test_every_row_of_the_crossover_table_decides_at_its_length(monkeypatch):
         ((4, 32, 32, 1024, 128), (9, 0), {"force": True}, "sage2-8b-rows", "forced"),
         ((4, 32, 32, 16384, 128), (8, 9), {}, None, "on sm_89"),
         ((4, 32, 32, 16384, 128), (8, 6), {"force": True}, "sage1", "forced"),
+        ((4, 32, 32, 16384, 128), (10, 0), {"force": True}, "sage2-8b-fp8qk", "forced"),
+        ((4, 32, 32, 16384, 256), (10, 3), {"force": True, "portable": True}, "sage2-8b-fp8qk", "forced"),
+        ((4, 32, 32, 16384, 128), (10, 0), {}, None,
+         "never slower: no length was measured from which sage2-8b-fp8qk with head_dim 128 on sm_100"),
         ((4, 32, 32, 16384, 128), (12, 0), {"force": True}, "sage2-8b", "forced"),
+        ((4, 32, 32, 16384, 128), (8, 9), {"force": True, "recipe": "sage2-8b-fp8qk"}, "sage2-8b-fp8qk",
+         "forced"),
+        ((4, 32, 32, 16384, 128), (9, 0), {"recipe": "sage2-8b-fp8qk"}, None, "never slower: no length"),
+        ((4, 32, 32, 16384, 128), (8, 6), {"force": True, "recipe": "sage2-8b-fp8qk"}, None,
+         "no kernel for pv='fp8', head_dim=128 on compute capability"),
         ((4, 32, 32, 16384, 128), (8, 6), {"force": True, "recipe": "sage2-8b"}, None,
          "no kernel for pv='fp8', head_dim=128 on compute capability"),
         ((4, 32, 32, 16384, 128), (7, 5), {"force": True}, None, "no kernel for pv='16bit'"),

@@ -50,7 +50,7 @@ def test_exact_attention_is_sdpa_in_float64(is_causal):
 def test_q_groups_are_the_rows_that_one_thread_of_the_paper_holds():
     """Rows {i, i+8, i+16, i+24} of each 32 share the scale amax / 127 (SageAttention2, 3.2)."""
     q = torch.randn(1, 1, 70, 64)
-    _, scale = reference.quantize_q(q, "per_thread")
+    _, scale = reference.quantize_q(q, "int8", "per_thread")
     for row in range(70):
         warp, i = divmod(row, 32)
         group = [r for r in range(32 * warp + i % 8, 32 * warp + 32, 8) if r < 70]
@@ -60,7 +60,7 @@ def test_q_groups_are_the_rows_that_one_thread_of_the_paper_holds():
 def test_k_groups_are_the_columns_that_one_thread_of_the_paper_holds():
     """Rows {2j, 2j+1} + 8*{0..7} of each 64 share a scale."""
     k = torch.randn(1, 1, 150, 64)
-    k_int8, k_scale = reference.quantize_k(k, torch.zeros(1, 1, 64), "per_thread")
+    k_int8, k_scale = reference.quantize_k(k, torch.zeros(1, 1, 64), "int8", "per_thread")
     assert k_int8.shape == (1, 1, 256, 64) and k_scale.shape == (1, 1, 4, 4)
     for block in range(3):
         for j in range(4):
@@ -69,6 +69,25 @@ def test_k_groups_are_the_columns_that_one_thread_of_the_paper_holds():
             assert_close(k_scale[0, 0, block, j], k[0, 0, rows].abs().max() / 127)
             back = k_int8[0, 0, rows].float() * k_scale[0, 0, block, j]
             assert (back - k[0, 0, rows]).abs().max() <= k_scale[0, 0, block, j] * 0.501
+
+
+def test_fp8_q_and_k_use_the_whole_format_and_round_once_more_to_nearest_even():
+    """Against E4M3 written another way: 4 significant bits, no exponent below -6, at most 448."""
+    x = torch.randn(1, 2, 130, 64) * torch.logspace(-4, 4, 64)
+    for (x_8bit, x_scale), rows in (
+        (reference.quantize_q(x, "fp8", "per_row"), 1),
+        (reference.quantize_k(x, torch.zeros(1, 2, 64), "fp8", "per_row"), 64),
+    ):
+        assert x_8bit.dtype == torch.float8_e4m3fn
+        amax = F.pad(x, (0, 0, 0, 126)).abs().unflatten(2, (-1, rows)).amax((3, 4))
+        amax = amax[:, :, : (130 + rows - 1) // rows]
+        assert_close(x_scale.flatten(2)[:, :, : amax.shape[2]], amax / 448)
+        inverse = torch.full_like(amax, 448.0) / amax
+        product = x * inverse.repeat_interleave(rows, 2)[:, :, :130, None]  # rounded to fp32
+        step = torch.exp2(product.double().abs().log2().floor().clamp(min=-6) - 3)
+        expected = (product.double() / step).round() * step
+        assert torch.equal(x_8bit[:, :, :130].double(), expected.clamp(-448, 448))
+        assert x_8bit.float().abs().amax() == 448 and not x_8bit[:, :, 130:].float().any()
 
 
 def test_interleaved_v_holds_every_token_once():
@@ -110,15 +129,18 @@ def test_emulation_is_near_exact_attention(heads, n_q, n_kv, D, is_causal, scale
     assert (lse - exact_lse).abs().max() < 0.3
 
 
-@pytest.mark.parametrize("recipe, bound", [("sage2-8b", 0.055), ("sage1", 0.02)])
+@pytest.mark.parametrize(
+    "recipe, bound", [("sage2-8b", 0.055), ("sage2-8b-fp8qk", 0.075), ("sage1", 0.02)]
+)
 def test_smoothing_takes_the_biases_out_of_the_error(recipe, bound):
     """Biased k (and v, where it is smoothed) costs no accuracy: the error relative to v's spread is
-    that of normal inputs (.0366 and .0126 in a float64 simulation, relative L1)."""
+    that of normal inputs (.0366 and .0126 in a float64 simulation, relative L1; FP8 q and k 1.4
+    times the first)."""
     errors = []
     for bias in (0.0, 8.0):
         q, k, v = (torch.randn(1, 2, 1024, 128) for _ in range(3))
         k = k + bias * torch.randn(1, 2, 1, 128)
-        v_bias = bias if recipe == "sage2-8b" else 0.0
+        v_bias = bias if recipes.NAMED[recipe].pv == "fp8" else 0.0
         out, _ = emulate(q, k, v + v_bias, False, 128**-0.5, recipe)
         exact, _ = exactly(q, k, v, False, 128**-0.5)
         errors.append(relative_l1(out - v_bias, exact))
@@ -128,7 +150,7 @@ def test_smoothing_takes_the_biases_out_of_the_error(recipe, bound):
 def test_one_level_of_block_n_does_not_change_what_is_computed():
     q, k, v = qkv()
     mean, _ = reference.smooth([k])
-    k_int8, k_scale = reference.quantize_k(k, mean[0], "per_block")
+    k_int8, k_scale = reference.quantize_k(k, mean[0], "int8", "per_block")
     args = (q, k_int8, k_scale, v, None, None, None, None, None, 0, False, 0.1, 300, "per_block")
     for a, b in zip(
         reference.attention(*args, block_n=64), reference.attention(*args, block_n=128)
