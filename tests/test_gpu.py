@@ -155,7 +155,7 @@ def test_kernel_equals_its_emulation(op, recipe, band, shape):
 
 @pytest.mark.parametrize("lengths", [(1, 300), (300, 1), (1, 1), (2, 300)], ids=str)
 @pytest.mark.parametrize("band", ["full", "causal", "bottom right", "narrow"])
-@pytest.mark.parametrize("recipe", ["sage2-8b", "sage2-8b-rows"])
+@pytest.mark.parametrize("recipe", ["sage2-8b", "sage2-8b-rows", "sage2-8b-fp8qk"])
 @both_ops
 def test_a_length_of_one_is_no_constant(op, recipe, band, lengths):
     """Where Triton made it one, ptxas (CUDA 12.8) converted p's equal pairs to garbage."""
@@ -196,7 +196,12 @@ def test_v_may_have_another_head_dim(op, recipe, D, D_v):
 
 def check_kernel(op, recipe, name, band, shape, scale=0.1, D_v=None):
     """Within the rounding of out: a bf16 ulp is 2^-8, and few elements are an ulp off. Keys that
-    the mask hides from every query hold NaN and Inf."""
+    the mask hides from every query hold NaN and Inf.
+
+    FP8 q k^T: the tensor cores keep 13 bits below the largest of 32 products and what they were
+    added to. Simulated so (D of 8 to 256, scales to 2), out moves by up to 2e-3, most of it p that
+    FP8 rounds the other way, and lse by up to 2^-11 of the largest: twice that is allowed.
+    """
     r = recipes.NAMED[recipe]
     B, H_q, H_kv, N_q, N_kv, D = shape
     D_v = D_v or D
@@ -224,8 +229,11 @@ def check_kernel(op, recipe, name, band, shape, scale=0.1, D_v=None):
     else:
         out_ref, lse_ref = reference.attention(*args, block_n=tile.BLOCK_N)
     assert out.isfinite().all()
-    assert (out.double() - out_ref.double()).norm() <= 1e-3 * out_ref.double().norm()
-    assert_close(lse, lse_ref, rtol=1e-5, atol=1e-4)
+    few, atol = 1e-3, 1e-4
+    if r.qk == "fp8":
+        few, atol = 4e-3, 1e-4 + 2**-10 * lse_ref.nan_to_num(neginf=0.0).abs().max().item()
+    assert (out.double() - out_ref.double()).norm() <= few * out_ref.double().norm()
+    assert_close(lse, lse_ref, rtol=1e-5, atol=atol)
     again = op(*args, True)
     assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
 
@@ -377,7 +385,11 @@ def test_what_hopper_kernel_cannot_read_runs_on_the_other():
 
 # Relative L1 error of the emulation against exact attention, v's mean taken off. On normal inputs
 # .0366 with FP8 p and v and .0126 with 16-bit (float64 simulation); our logits are twice as large.
-ERROR = {"sage2-8b": 0.073, "sage2-8b-rows": 0.073, "sage1": 0.05, "accurate": 0.05}
+# FP8 q and k: .051 on normal inputs, .107 where one key of a row decides ("huge q").
+ERROR = {
+    "sage2-8b": 0.073, "sage2-8b-rows": 0.073, "sage2-8b-fp8qk": 0.16, "sage1": 0.05,
+    "accurate": 0.05,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
