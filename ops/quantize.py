@@ -75,24 +75,26 @@ def _quantize_k_kernel(
     stride_visible_b, stride_visible_h,
     H, N2, D2,  # N2: 2 N, D2: 2 D
     MASK: tl.constexpr, FP8: tl.constexpr,
-    GROUPS: tl.constexpr, K_BLOCK: tl.constexpr, PAD_N: tl.constexpr,
+    D: tl.constexpr, GROUPS: tl.constexpr, K_BLOCK: tl.constexpr, PAD_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Grid: (B * H * num_blocks,). K_BLOCK rows of one head.
 
     N2: see _quantize_v_kernel; D2: of padded channels that are known when compiling, ptxas wrote
-    garbage where zeros belong (D = 8, sm_90).
+    garbage to FP8 where zeros belong (D = 8, sm_90).
     """
-    N, D = N2 // 2, D2 // 2
+    N, channels = N2 // 2, D
+    if FP8:
+        channels = D2 // 2
     pid = tl.program_id(0).to(tl.int64)
     num_blocks = tl.cdiv(N, PAD_N) * (PAD_N // K_BLOCK)
     head, block = pid // num_blocks, pid % num_blocks
     n = block * K_BLOCK + tl.arange(0, K_BLOCK)
     d = tl.arange(0, BLOCK_D)
-    mask = (n < N)[:, None] & (d < D)[None, :]
+    mask = (n < N)[:, None] & (d < channels)[None, :]
     k = K + head // H * stride_b + head % H * stride_h
     x = tl.load(k + n[:, None] * stride_n + d[None, :] * stride_d, mask=mask, other=0.0)
-    x = x.to(tl.float32) - tl.load(K_mean + head * D + d, mask=d < D, other=0.0)[None, :]
+    x = x.to(tl.float32) - tl.load(K_mean + head * D + d, mask=d < channels, other=0.0)[None, :]
     x = tl.where(mask, x, 0.0)
 
     amax = tl.max(abs_bits(x), 1)  # [K_BLOCK]
@@ -192,7 +194,7 @@ def launch_k(
         *k.stride(), *((0, 0) if visible is None else visible.stride()[:2]),
         H, 2 * N, 2 * D,  # shape
         visible is not None, qk == "fp8",  # semantics
-        groups, K_BLOCK, PAD_N, BLOCK_D,  # tile
+        D, groups, K_BLOCK, PAD_N, BLOCK_D,  # tile
     )  # fmt: skip
     return k_8bit, k_scale
 

@@ -149,7 +149,7 @@ def _left_behind(call: Call, recipe: str) -> str:
     """What the reason says of a package's call that a kernel which does not travel runs faster."""
     q, v, masked = value_of(call.q), value_of(call.v), call.attn_mask is not None
     head_dim = max(int(q.shape[3]), int(v.shape[3]))
-    args = q.device, recipes.NAMED[recipe].pv, head_dim, masked
+    args = q.device, recipes.NAMED[recipe], head_dim, masked
     if kernel(*args, portable=False) == kernel(*args, portable=True):
         return ""
     sm = "sm_{}{}".format(*tiles.capability(q.device))

@@ -314,7 +314,7 @@ def test_masked_attention_compiles_everywhere(architecture, recipe, variant):
 def compile_quantize_k(architecture, D, masked, groups, qk):
     types = dict(K="*bf16", K_mean="*fp32", Visible="*u8", K_8bit=f"*{qk}", K_scale="*fp32")
     constexprs = dict(
-        MASK=masked, FP8=qk != "i8", GROUPS=groups, K_BLOCK=64, PAD_N=128, stride_d=1,
+        MASK=masked, FP8=qk != "i8", D=D, GROUPS=groups, K_BLOCK=64, PAD_N=128, stride_d=1,
         BLOCK_D=reference.pad_head_dim(D),
     )  # fmt: skip
     return compile_kernel(_quantize_k_kernel, architecture, constexprs, types)
