@@ -166,8 +166,12 @@ CROSSOVER = {
 
 
 # The same for packages, where the kernels that CROSSOVER was measured with cannot travel (they are
-# Gluon, or need a register cap): of the portable one. `--providers cuDNN inductor package`.
-PACKAGED = {}
+# Gluon, or need a register cap): of the portable one. H200, 2026-11-21, `bench/attention.py
+# --shapes crossover_masks --providers cuDNN inductor package`.
+PACKAGED = {
+    ((9, 0), "sage2-8b", 128, "window"): [(24, 1024), (8, 2048)],
+    ((9, 0), "sage2-8b", 128, "keys"): [(24, 4096), (8, 8192)],
+}
 
 
 def crossover(

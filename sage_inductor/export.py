@@ -1,12 +1,17 @@
 """The same rewrite for exported programs and AOTInductor packages."""
 
 import copy
+import logging
+import sys
+import zipfile
 
 import torch
 
 from sage_inductor import backend
 from sage_inductor import report as reports
 from sage_inductor.patterns import rewrite as _rewrite
+
+_log = logging.getLogger("sage_inductor")
 
 
 def rewrite(exported_program: torch.export.ExportedProgram, *, options: dict | None = None):
@@ -65,6 +70,30 @@ def aoti_compile_and_package(
     """
     program = copy.deepcopy(exported_program)
     rewrite(program, options=options)
-    return torch._inductor.aoti_compile_and_package(
+    path = torch._inductor.aoti_compile_and_package(
         program, package_path=package_path, inductor_configs=inductor_configs
     )
+    if sys.platform == "linux" and _holds_its_own_libstdcxx(path):
+        _log.warning(
+            "%s: the C++ compiler linked libstdc++ into the package. Python crashes when it loads "
+            "that (torch parses the device by a std::regex of two libraries) unless it did "
+            "`ctypes.CDLL('libstdc++.so.6', ctypes.RTLD_GLOBAL)` first; C++ does not",
+            path,
+        )
+    return path
+
+
+def _holds_its_own_libstdcxx(path) -> bool:
+    """Whether the code in a package names no libstdc++.so (nor libc++.so) that it needs."""
+    with zipfile.ZipFile(path) as archive:
+        for name in archive.namelist():
+            if name.endswith(".so"):
+                with archive.open(name) as code:  # with the weights in it, gigabytes
+                    end = b""
+                    while chunk := code.read(1 << 20):
+                        if b"c++.so." in end + chunk:
+                            break
+                        end = chunk[-8:]
+                    else:
+                        return True
+    return False

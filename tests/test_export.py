@@ -24,6 +24,7 @@ from torch._inductor.package import package_aoti
 from torch.utils._pytree import tree_leaves
 
 import sage_inductor
+from sage_inductor.export import _holds_its_own_libstdcxx
 from sage_inductor.ops.recipe import NAMED
 
 EMULATE = {"sage.emulate": True}
@@ -296,7 +297,8 @@ from torch._inductor.package import load_package
 outputs = []
 for path, name, calls in torch.load("calls.pt"):
     run = load_package(path, name)
-    outputs.append([torch.utils._pytree.tree_leaves(run(*args, **kwargs)) for args, kwargs in calls])
+    results = (run(*args, **kwargs) for args, kwargs in calls)
+    outputs.append([[x.cpu() for x in torch.utils._pytree.tree_leaves(each)] for each in results])
 torch.save(outputs, "outputs.pt")
 assert "sage_inductor" not in sys.modules
 """
@@ -346,11 +348,12 @@ def test_a_package_runs_without_python_at_any_length(make, device, build, runner
     check(runner("run", package, device)[0], package.expected)
 
 
-def test_cpu_packages_run_in_python_without_us_at_any_length(build, tmp_path):
-    """CUDA packages do not load in Python with torch 2.11, plain nn.Linear's neither."""
-    packages = [build(make, "cpu") for make in (Llama, ViT, Flux, Masked)]
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_packages_run_in_python_without_us_at_any_length(device, build, tmp_path):
+    packages = [build(make, device) for make in (Llama, ViT, Flux, Masked)]
     torch.save([(each.path, each.name, each.calls) for each in packages], tmp_path / "calls.pt")
-    done = python(LOAD, cwd=tmp_path)
+    # On the H200's host they hold their own libstdc++: see below.
+    done = python(f"{REMEDY}\n{LOAD}" if device == "cuda" else LOAD, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     outputs = torch.load(tmp_path / "outputs.pt")
     for package, actual in zip(packages, outputs, strict=True):
@@ -538,6 +541,48 @@ def test_a_broken_package_is_torchs_error_and_no_crash(build, runner, tmp_path):
     assert done.returncode == 0, f"crashed with {done.returncode}: {done.stderr}"
     for (_, message), error in zip(BROKEN.values(), done.stdout.splitlines(), strict=True):
         assert re.search(message, error), error
+
+
+STATIC = """#!/bin/sh
+case "$*" in
+*c++-header*|*" -c "*|*" -E "*) exec g++ "$@";;
+esac
+exec g++ "$@" -static-libstdc++
+"""
+RUN = """
+from torch._inductor import compile_fx
+from torch._inductor.package import load_package
+load_package("model.pt2")(torch.ones(2, 8))
+"""
+REMEDY = "import ctypes; ctypes.CDLL('libstdc++.so.6', ctypes.RTLD_GLOBAL)"
+
+
+def test_the_library_that_code_needs_is_found_wherever_it_is_named(tmp_path):
+    for before, holds in ((0, False), ((1 << 20) - 9, False), (None, True)):
+        code = b"" if before is None else bytes(before) + b"libstdc++.so.6"
+        with zipfile.ZipFile(tmp_path / "package.pt2", "w") as archive:
+            archive.writestr("model/code.so", code + bytes(3 << 20))
+        assert _holds_its_own_libstdcxx(tmp_path / "package.pt2") == holds
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="about linkers on Linux")
+@torch.no_grad()
+def test_a_package_that_holds_its_own_libstdcxx_is_warned_of(tmp_path, caplog):
+    """Why CUDA packages, nn.Linear's too, crashed in Python with torch 2.11 on an H200's host, where
+    the same build with a script as $CXX, which linked libstdc++.so, ran."""
+    compiler = tmp_path / "static-g++"
+    compiler.write_text(STATIC)
+    compiler.chmod(0o755)
+    program = torch.export.export(nn.Linear(8, 8), (torch.ones(2, 8),))
+    sage_inductor.aoti_compile_and_package(
+        program,
+        package_path=str(tmp_path / "model.pt2"),
+        inductor_configs={**QUICK, "cpp.cxx": (None, str(compiler))},
+    )
+    assert "linked libstdc++ into the package" in caplog.text and REMEDY[15:] in caplog.text
+    assert python("import torch" + RUN, cwd=tmp_path).returncode != 0
+    done = python(f"{REMEDY}\nimport torch{RUN}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 # -- rewritten programs ----

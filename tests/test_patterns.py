@@ -508,11 +508,17 @@ def decide(
 
 
 def test_every_row_of_the_crossover_table_decides_at_its_length(monkeypatch):
-    for (capability, recipe, D, kind), rows in tiles.CROSSOVER.items():
+    for (capability, recipe, D, kind), rows, portable in [
+        *((key, rows, False) for key, rows in tiles.CROSSOVER.items()),
+        *((key, rows, True) for key, rows in tiles.PACKAGED.items()),
+    ]:
         assert kind in tiles.KINDS
         for heads, N in rows:
             for n, expected in ((N, True), (N - 1, False)):
-                site = decide((1, heads, heads, n, D), capability, monkeypatch, kind, recipe=recipe)
+                site = decide(
+                    (1, heads, heads, n, D), capability, monkeypatch, kind, recipe=recipe,
+                    portable=portable,
+                )  # fmt: skip
                 assert site.rewritten == expected, (heads, n, site.reason)
 
 
