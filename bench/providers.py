@@ -35,7 +35,7 @@ from sage_inductor.ops.attention import empty_outputs, tile_of
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.sdpa import kernel, operands
 from sage_inductor.ops.sdpa import prepare as prepare_kv
-from sage_inductor.ops.tiles import HOPPER
+from sage_inductor.ops.tiles import HOPPER, Tile
 
 EAGER = {
     "cuDNN": SDPBackend.CUDNN_ATTENTION,
@@ -189,22 +189,21 @@ def _kernel(case: Case, name: str) -> Provider:
 def _tiles(case: Case, name: str) -> list[Provider]:
     """The kernel of ops/hopper.py with every tile that its table has for this head_dim or a wider
     one."""
-    from sage_inductor.ops import hopper
+    pv = NAMED[name].pv
+    tiles = [row[4] for row in HOPPER if row[0] == pv and case.D <= row[1]]
+    return [_hopper(case, name, tile) for tile in dict.fromkeys(tiles)]
 
-    pv, prepare = NAMED[name].pv, _kernel(case, name).prepare
 
-    def provider(tile):
-        def call(q, *quantized):
-            out, lse = empty_outputs(q, case.D, False)
-            hopper.launch(q, *quantized, case.is_causal, case.D**-0.5, case.N, tile, out, lse)
-            return out
+def _hopper(case: Case, name: str, tile: Tile) -> Provider:
+    from sage_inductor.ops import hopper  # imports Gluon, which not every Triton has
 
-        label = f"{name} {tile.BLOCK_M}x{tile.BLOCK_N}x{tile.num_stages}"
-        return Provider(label, call, prepare, name)
+    def call(q, *quantized):
+        out, lse = empty_outputs(q, case.D, False)
+        hopper.launch(q, *quantized, case.is_causal, case.D**-0.5, case.N, tile, out, lse)
+        return out
 
-    return [
-        provider(t) for t in dict.fromkeys(r[4] for r in HOPPER if r[0] == pv and case.D <= r[1])
-    ]
+    label = f"{name} {tile.BLOCK_M}x{tile.BLOCK_N}x{tile.num_stages}"
+    return Provider(label, call, _kernel(case, name).prepare, name)
 
 
 def small(case: Case) -> Case:
@@ -218,18 +217,20 @@ def small(case: Case) -> Case:
 
 def gate(case: Case, name: str, device: torch.device) -> float:
     """The kernel's distance from its bit-faithful emulation, ||o - e|| / ||e||, the larger of
-    normal and outlier inputs."""
-    case, recipe = small(case), NAMED[name]
-    provider = _kernel(case, name)
+    normal and outlier inputs: on a small case, with the tile that the case itself runs with."""
+    N, case, recipe = case.N, small(case), NAMED[name]
+    prepare = _kernel(case, name).prepare
     masked = case.masked
     errors = []
     for kind in ("normal", "outlier"):
-        args = provider.prepare(*draw(case, kind, device), *draw_mask(case, device))
+        args = prepare(*draw(case, kind, device), *draw_mask(case, device))
+        tile = _tile(N, case, recipe, args)
+        provider = _hopper(case, name, tile) if tile.warpgroups else _kernel(case, name)
         with _poisoned_empty():
             out = provider.call(*args)
         emulated, _ = reference.attention(
             *args, *(() if masked else (None, None)), *band(case), case.D**-0.5, case.N,
-            recipe.granularity, _block_n(case, recipe, args),
+            recipe.granularity, tile.BLOCK_N,
         )  # fmt: skip
         emulated = emulated.double()
         errors.append(((out.double() - emulated).norm() / emulated.norm()).item())
@@ -237,14 +238,13 @@ def gate(case: Case, name: str, device: torch.device) -> float:
     return max(errors) if all(error == error for error in errors) else float("nan")
 
 
-def _block_n(case: Case, recipe, args) -> int:
-    """How many keys the kernel reads at a time."""
+def _tile(N: int, case: Case, recipe, args) -> Tile:
+    """The tile of a call like `case`, of N queries."""
     q, k_8bit, _, v, _, v_mean, *mask = args
-    tile = tile_of(
-        q, k_8bit, v, v_mean, recipe.granularity, mask[0] if mask else None, *band(case),
-        portable=False,
+    return tile_of(
+        q.new_empty(1, 1, N, case.D), k_8bit, v, v_mean, recipe.granularity,
+        mask[0] if mask else None, *band(case), portable=False,
     )  # fmt: skip
-    return tile.BLOCK_N
 
 
 @contextlib.contextmanager

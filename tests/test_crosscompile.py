@@ -248,11 +248,11 @@ def test_shares_of_blocks_are_equal_and_make_up_the_tiles(processors):
 
 def calls():
     """(arguments of attention.tile_of, whether hopper.py's kernel computes the call)."""
-    q = torch.empty(2, 300, 4, 64, dtype=torch.bfloat16).transpose(1, 2)
-    v_fp8 = torch.empty(2, 4, 64, 384, dtype=torch.float8_e4m3fn)
-    v = torch.empty(2, 300, 4, 65, dtype=torch.bfloat16).transpose(1, 2)
-    mean, mask = torch.empty(2, 4, 64), torch.ones(2, 1, 1, 300, dtype=torch.bool)
-    k = torch.empty(2, 4, 384, 64, dtype=torch.int8)
+    q = torch.empty(2, 300, 4, 128, dtype=torch.bfloat16).transpose(1, 2)
+    v_fp8 = torch.empty(2, 4, 128, 384, dtype=torch.float8_e4m3fn)
+    v = torch.empty(2, 300, 4, 129, dtype=torch.bfloat16).transpose(1, 2)
+    mean, mask = torch.empty(2, 4, 128), torch.ones(2, 1, 1, 300, dtype=torch.bool)
+    k = torch.empty(2, 4, 384, 128, dtype=torch.int8)
     full, causal = (None, None, None, False), (None, None, 0, False)
     apart = torch.empty(*q.shape, 2, dtype=q.dtype)[..., 0]
     aligned = torch.empty_like(q)
@@ -269,7 +269,7 @@ def calls():
         "bottom right": ((q, k, v_fp8, mean, "per_row", None, None, 0, True), False),
         "fp32": ((q.float(), k, v_fp8, mean, "per_row", *full), False),
         "q's channels apart": ((apart, k, v_fp8, mean, "per_row", *full), False),
-        "v's rows unaligned": ((q, k, v[..., :64], mean, "per_row", *full), False),
+        "v's rows unaligned": ((q, k, v[..., :128], mean, "per_row", *full), False),
         "v's channels unaligned": ((q, k, aligned[..., 1:], mean, "per_row", *full), False),
         "v expanded": ((q, k, aligned[:, :1].expand(-1, 4, -1, -1), mean, "per_row", *full), False),
     }
@@ -285,6 +285,7 @@ def test_hopper_kernel_takes_the_calls_it_computes(name, monkeypatch):
 
 def test_hopper_kernel_falls_back_where_gluon_is_another(monkeypatch):
     assert tiles.hopper((9, 0), "fp8", 128, False, 4096)
+    assert tiles.hopper((9, 0), "fp8", 64, False, 1535) is None
     assert tiles.hopper((10, 0), "fp8", 128, False, 4096) is None
     assert tiles.hopper((9, 0), "16bit", 256, False, 4096) is None
     for version in ("3.5.1", "3.8.0+git1234", "4.6.0"):

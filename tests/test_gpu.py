@@ -369,7 +369,7 @@ def test_hopper_kernel_split_over_keys(row, heads, rows):
 
 @on_hopper
 def test_what_hopper_kernel_cannot_read_runs_on_the_other():
-    q, k, v = qkv(1, 2, 2, 300, 300, 64)
+    q, k, v = qkv(1, 2, 2, 300, 300, 128)
     apart = torch.stack([q, q], 4)[..., 0]  # its last stride is 2
     unaligned = torch.cat([v, v[..., :1]], 3)[..., 1:]  # 2 bytes off
     for recipe, q_, v_ in (("sage2-8b-rows", apart, v), ("accurate", q, unaligned)):
