@@ -5,6 +5,7 @@ there (tiles.crossover), unless the settings say otherwise.
 """
 
 import dataclasses
+import itertools
 import math
 import operator
 import re
@@ -21,6 +22,7 @@ from sage_inductor.ops.sdpa import kernel
 from sage_inductor.patterns.call import Call, Emitter, functorch_depth, value_of
 from sage_inductor.patterns.coordinates import may_write
 
+BHND, BNHD = [0, 1, 2, 3], [0, 2, 1, 3]  # orders in which an output is stored
 AUTO = "auto"
 OFF = "off"
 
@@ -81,17 +83,24 @@ def unreadable(node, error: Exception) -> Site:
 
 
 def replace(call: Call, recipe: recipes.Recipe, portable: bool) -> None:
-    """Put ``sage.sdpa(...)[0]`` in the place of `call`."""
-    emit, out = call.emit, call.out
+    """Put ``sage.sdpa(...)[0]`` in the place of `call`, stored as its output is."""
+    emit, out, order = call.emit, call.out, _stored(call)
     q, k, v, attn_mask = call.q, call.k, call.v, call.attn_mask
     scale = call.scale if call.scale is not None else value_of(q).shape[3] ** -0.5
     args = (
         q, k, v, attn_mask, [], call.band.left, call.band.right, call.band.bottom_right,
-        float(scale), recipe.encode(), bool(_stored_bnhd(call)), portable,
+        float(scale), recipe.encode(), order != BHND, portable,
     )  # fmt: skip
+    if order not in (BHND, BNHD):
+        out = out.new_empty([out.shape[d] for d in BNHD]).permute(BNHD)
     lse = out.new_empty(out.shape[:3], dtype=torch.float32)
     new = emit.insert(torch.ops.sage.sdpa.default, args, (out, lse))
     first = emit.insert(operator.getitem, (new, 0), out)
+    if order not in (BHND, BNHD):
+        first = emit(torch.ops.aten.permute.default, first, order)
+        first = emit(torch.ops.aten.clone.default, first, memory_format=torch.contiguous_format)
+        back = [order.index(d) for d in BHND]
+        first = emit(torch.ops.aten.permute.default, first, back)
     call.node.replace_all_uses_with(call.finish(first))
     for dead in (call.node, *call.dead, *reversed(emit.nodes)):
         if not dead.users:
@@ -267,23 +276,25 @@ def _why_not(call: Call) -> str | None:
         sizes = zip(reversed(mask.shape), (k.shape[2], *reversed(q.shape[:3])), strict=False)
         if not 2 <= mask.dim() <= 4 or not all(m == 1 or m == n for m, n in sizes):
             return f"attn_mask must broadcast to [B, H_q, N_q, N_kv], got {_dims(mask)}"
-    if _stored_bnhd(call) is None:
-        return f"the output is neither [B, H, N, D] nor [B, N, H, D]: strides {out.stride()}"
+    if _stored(call) is None:
+        return f"the output must be contiguous in some order of B, H, N: strides {out.stride()}"
     return None
 
 
-def _stored_bnhd(call: Call) -> bool | None:
-    """Is the output stored in [B, N, H, D] order? What follows may view it, so ours must be stored
-    alike. None: in neither order."""
+def _stored(call: Call) -> list[int] | None:
+    """The order in which the output is stored, outermost dimension first. What follows may view it,
+    so ours must be stored alike: the op writes BHND and BNHD, the rest is copied."""
     out = call.out
-    B, H, N, D = out.shape
-    for bnhd, strides in ((True, (N * H * D, D, H * D, 1)), (False, (H * N * D, N * D, D, 1))):
-        matches = (
-            statically_known_true(s == t) or statically_known_true(n == 1)
-            for n, s, t in zip(out.shape, out.stride(), strides, strict=True)
-        )
-        if all(matches):
-            return bnhd
+    others = ([*outer, 3] for outer in itertools.permutations(range(3)))
+    for order in (BNHD, BHND, *others):
+        inner = 1
+        for d in reversed(order):
+            fits = statically_known_true(out.stride(d) == inner)
+            if not fits and not statically_known_true(out.shape[d] == 1):
+                break
+            inner = inner * out.shape[d]
+        else:
+            return order
     return None
 
 

@@ -512,6 +512,25 @@ def test_an_exported_model_has_the_same_calls_rewritten(case, request):
     assert cos_sim(first(program.module()(**inputs)), expected) >= 0.999
 
 
+@pytest.mark.parametrize("module", ["MultiheadAttention", "TransformerEncoder"])
+@torch.no_grad()
+def test_an_exported_module_of_torch_nn_has_its_calls_rewritten(module):
+    """What an export leaves of them is SDPA, its output stored as [N, B, H, D]."""
+    if module == "MultiheadAttention":
+        model, x = torch.nn.MultiheadAttention(128, 2, batch_first=True), torch.randn(2, 70, 128)
+        inputs = (x, x, x, None, False)  # need_weights
+    else:
+        model, inputs = encoder(None)
+        inputs = tuple(inputs.values())
+    model = model.train()  # without dropout: eval's fast path is one op
+    expected = first(model(*inputs))
+    program = torch.export.export(model, inputs)
+    report = sage_inductor.rewrite(program, options=EMULATE)
+    assert len(report.rewritten) == (1 if module == "MultiheadAttention" else 2), f"\n{report}"
+    assert not report.refused
+    assert cos_sim(first(program.module()(*inputs)), expected) >= 0.999
+
+
 # -- real weights ----
 
 # Four sentences each of 9, 19 and 35 tokens.
