@@ -15,6 +15,7 @@ sys.path.insert(0, str(BENCH))
 import attention as bench  # noqa: E402
 import measure  # noqa: E402
 import plot  # noqa: E402
+import preparation  # noqa: E402
 import providers  # noqa: E402
 from cases import MASKS, PLANS, Case  # noqa: E402
 
@@ -149,6 +150,24 @@ def test_plans_are_what_the_crossover_table_asks_for():
         (D, kind) for D in (64, 128) for kind in ("full", "causal", "mask", "window")
     }
     assert all(case.mask in ("", *MASKS) and not (case.mask and case.is_causal) for case in cases)
+
+
+def test_steps_of_the_preparation_are_what_prepare_does(monkeypatch):
+    """On CPU they are the reference, to which `check` compares them."""
+    case = Case(1, 2, 2, 300, 80)
+    each = inputs(case)
+    out = {
+        step.name: step.call(*step.prepare(*each)) for step in preparation.steps("sage2-8b-rows")
+    }
+    assert torch.equal(out["prepare"], out["quantize k"])
+    assert out["quantize v"].dtype == torch.float8_e4m3fn and torch.equal(out["copy"], each[1])
+    assert out["smooth"].shape == (2, 1, 2, 80)
+    preparation.check("sage2-8b-rows", CPU)
+    monkeypatch.setattr(preparation, "quantize_v", lambda v, *_: (v, v[:, :, 0].float()))
+    with pytest.raises(SystemExit, match="no speed is reported"):
+        preparation.check("sage2-8b-rows", CPU)
+    found = preparation.row(case, "prepare", {"ms": 5.0}, 1.0, 10**9)
+    assert (found["floor_ms"], found["ratio"], found["tb_s"]) == (2.5, 2.0, 2.0)
 
 
 def rows(family, times, D=64, kind="mask"):

@@ -1,0 +1,151 @@
+"""The preparation of k and v, by step: the time it takes beside the time its bytes take.
+
+$ python bench/preparation.py --json        # bench/results/GPU/DATE-preparation.json
+
+The floor is what the steps must read and write at the rate at which this run copies a tensor.
+Speed is reported behind a gate: every step must be bit-equal to its reference, or for sums near it.
+"""
+
+import argparse
+import datetime
+import sys
+from pathlib import Path
+
+import machine
+import torch
+from attention import RESULTS, cuda_device, save
+from cases import MODELS, Case
+from measure import Runner, draw, draw_sets, interleave, summary
+from providers import Provider
+
+from sage_inductor.ops import reference
+from sage_inductor.ops.quantize import quantize_k, quantize_v
+from sage_inductor.ops.recipe import NAMED
+from sage_inductor.ops.sdpa import prepare
+from sage_inductor.ops.smooth import smooth
+
+CASES = (
+    Case(4, 32, 32, 8192, 128),
+    Case(4, 32, 32, 2048, 128),
+    *(case for case in MODELS if case.model in ("flux", "cogvideox", "wan14b_720p")),
+)
+# Bytes that a step must move for each element of k (and of v, which has as many): 16-bit in, 8-bit
+# out. "prepare" is all the steps; its second read may hit L2.
+BYTES = {"copy": 4, "smooth": 4, "quantize k": 3, "quantize v": 3, "prepare": 10}
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    recipes = [name for name, recipe in NAMED.items() if recipe.pv == "fp8"]
+    parser.add_argument("--recipe", choices=recipes, default="sage2-8b-rows")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--target-ms", type=float, default=20.0, help="of a step's turn in a round")
+    parser.add_argument("--device", type=cuda_device, default="cuda", help="cuda, or cuda:INDEX")
+    parser.add_argument(
+        "--json", nargs="?", const="", metavar="FILE", help="default: bench/results/GPU/DATE-..."
+    )
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("bench/preparation.py times GPU kernels: torch sees no CUDA device", file=sys.stderr)
+        return 2
+    device = torch.device("cuda", args.device.index or 0)
+    torch.cuda.set_device(device)
+    torch.manual_seed(0)
+    check(args.recipe, device)
+    result = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "recipe": args.recipe,
+        "machine": machine.describe(device),
+        "versions": machine.versions(),
+        "method": f"median of {args.rounds} rounds of {args.target_ms:g} ms of CUDA graphs, in "
+        "turns; k and v [B, H, N, D] in bf16, enough sets to fill L2 twice",
+        "rows": [],
+    }
+    path = args.json or None
+    if args.json == "":
+        slug = result["machine"]["gpu"].lower().replace(" ", "-")
+        path = Path(RESULTS) / slug / f"{result['date'][:10]}-preparation.json"
+    print(f"{result['machine']['gpu']}, {result['versions']}\n{result['method']}")
+    for case in CASES:
+        rows = measure(case, args, device)
+        result["rows"] += rows
+        print(f"\n{case.B}x{case.H_kv}x{case.N}x{case.D} {case.model}")
+        for row in rows:
+            print("  {step:10} {ms:8.4f} ms, floor {floor_ms:8.4f} ms, {ratio:5.2f}x".format(**row))
+        save(result, path)
+    return 0
+
+
+def steps(recipe: str) -> list[Provider]:
+    """Each (q, k, v) -> a tensor; what a step is given is computed before the clock starts."""
+    r = NAMED[recipe]
+
+    def smoothed(q, k, v):
+        (k_mean, v_mean), (_, v_amax) = smooth([k, v], None)
+        return k, v, k_mean, v_mean, v_amax
+
+    def k_alone(k, v, k_mean, *of_v):
+        return quantize_k(k, k_mean, r.qk, r.granularity, None)[0]
+
+    def v_alone(k, v, k_mean, *of_v):
+        return quantize_v(v, *of_v, False)[0]
+
+    return [
+        Provider("copy", lambda x, y: y.copy_(x), lambda q, k, v: (k, torch.empty_like(k))),
+        Provider("smooth", lambda k, v: smooth([k, v], None)[0], lambda q, k, v: (k, v)),
+        Provider("quantize k", k_alone, smoothed),
+        Provider("quantize v", v_alone, smoothed),
+        Provider("prepare", lambda k, v: prepare(k, v, None, r)[0], lambda q, k, v: (k, v)),
+    ]
+
+
+@torch.no_grad()
+def measure(case: Case, args, device) -> list[dict]:
+    sets = draw_sets(case, device, dynamic=False)
+    runners = {step.name: Runner(step, sets) for step in steps(args.recipe)}
+    times = {
+        name: summary(each)
+        for name, each in interleave(runners, args.rounds, args.target_ms).items()
+    }
+    elements = case.B * case.H_kv * case.N * case.D
+    return [row(case, name, found, times["copy"]["ms"], elements) for name, found in times.items()]
+
+
+def row(case: Case, step: str, found: dict, copy_ms: float, elements: int) -> dict:
+    """A step beside its floor: its bytes at the rate of the copy."""
+    floor = copy_ms * BYTES[step] / BYTES["copy"]
+    return {
+        "plan": "preparation",
+        **dict(B=case.B, H=case.H_kv, N=case.N, D=case.D, model=case.model, step=step),
+        **found,
+        "floor_ms": floor,
+        "ratio": found["ms"] / floor,
+        "tb_s": BYTES[step] * elements / found["ms"] / 1e9,
+    }
+
+
+@torch.no_grad()
+def check(recipe: str, device) -> None:
+    """Exit unless what is timed is what the reference computes."""
+    r = NAMED[recipe]
+    _, k, v = draw(Case(1, 2, 2, 300, 80), "outlier", device)
+    mean, amax = smooth([k, v], None)
+    for x, y in zip((mean, amax), reference.smooth([k, v]), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+    (k_mean, v_mean), v_amax = mean, amax[1]
+    found = (
+        *quantize_k(k, k_mean, r.qk, r.granularity, None),
+        *quantize_v(v, v_mean, v_amax, False),
+    )
+    right = (
+        *reference.quantize_k(k, k_mean, r.qk, r.granularity),
+        *reference.quantize_v(v, v_mean, v_amax),
+    )
+    if not all(torch.equal(x.float(), y.float()) for x, y in zip(found, right, strict=True)):
+        sys.exit(f"no speed is reported: {recipe}'s quantizers are not their reference's")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
