@@ -36,6 +36,7 @@ from torch.utils.checkpoint import (
 )
 
 import sage_inductor
+from sage_inductor.lowering import accesses
 from sage_inductor.ops import reference
 
 EMULATE = {"sage.emulate": True}
@@ -1006,3 +1007,36 @@ def test_errors_of_the_model_are_those_of_inductor(case):
     # The next model is not affected.
     torch._dynamo.reset()
     assert follows(compiled(sdpa)(q, k, v), sdpa(q, k, v))
+
+
+def test_what_a_kernel_accesses_is_found_once_a_variant():
+    class Kernel:
+        def __init__(self, module):
+            self.__module__ = module
+
+    calls = []
+
+    def identify(kernel, kwargs, tma_descriptor_metadata):
+        calls.append(kwargs)
+        return [["OUT"]]
+
+    remembered = accesses._remember(identify)
+    ours, another = Kernel("sage_inductor.ops.quantize"), Kernel("model")
+    x = torch.empty(2, 3, dtype=torch.bfloat16)
+    remembered(ours, {"X": x, "N": 4}, {})[0].append("a caller's")
+    assert remembered(ours, {"N": 4, "X": torch.empty(7, dtype=x.dtype)}, {}) == [["OUT"]]
+    assert len(calls) == 1
+    for kwargs in (
+        {"X": x.float(), "N": 4},
+        {"X": x, "N": 1},
+        {"X": x, "N": True},
+        {"X": 3, "N": 4},
+    ):
+        remembered(ours, kwargs, {})
+    remembered(ours, {"X": x, "N": 4}, {"X": "a descriptor"})
+    assert len(calls) == 6
+    for _ in range(2):
+        remembered(another, {"X": x, "N": 4}, {})
+    assert len(calls) == 8
+    installed = [getattr(accesses.triton_kernel_wrap, name, None) for name in accesses.NAMES]
+    assert any(hasattr(function, "__wrapped__") for function in installed)

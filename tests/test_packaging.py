@@ -79,6 +79,10 @@ PRIVATE = {
     "torch.utils._config_module": (["Config", "install_config_module"], {"config.py"}),
     "torch._subclasses.functional_tensor": (["FunctionalTensorMode"], {"lowering/sdpa.py"}),
     "torch.export._trace": (["custom_triton_ops_decomposition_disabled"], {"lowering/sdpa.py"}),
+    "torch._higher_order_ops.triton_kernel_wrap": (  # torch 2.11: identify_mutated_tensors
+        ["identify_accessed_tensors"],
+        {"lowering/accesses.py"},
+    ),
     "torch._dispatch.python": (["enable_python_dispatcher"], {"patterns/call.py"}),
     "torch.amp.autocast_mode": (
         ["_enter_autocast", "_exit_autocast"],
