@@ -21,6 +21,7 @@ import os
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -1010,9 +1011,12 @@ def test_errors_of_the_model_are_those_of_inductor(case):
 
 
 def test_what_a_kernel_accesses_is_found_once_a_variant():
-    class Kernel:
+    class Function:
         def __init__(self, module):
             self.__module__ = module
+
+    def kernel(module):
+        return SimpleNamespace(fn=Function(module))
 
     calls = []
 
@@ -1021,7 +1025,7 @@ def test_what_a_kernel_accesses_is_found_once_a_variant():
         return [["OUT"]]
 
     remembered = accesses._remember(identify)
-    ours, another = Kernel("sage_inductor.ops.quantize"), Kernel("model")
+    ours, another = kernel("sage_inductor.ops.quantize"), kernel("model")
     x = torch.empty(2, 3, dtype=torch.bfloat16)
     remembered(ours, {"X": x, "N": 4}, {})[0].append("a caller's")
     assert remembered(ours, {"N": 4, "X": torch.empty(7, dtype=x.dtype)}, {}) == [["OUT"]]
@@ -1035,8 +1039,12 @@ def test_what_a_kernel_accesses_is_found_once_a_variant():
         remembered(ours, kwargs, {})
     remembered(ours, {"X": x, "N": 4}, {"X": "a descriptor"})
     assert len(calls) == 6
+    for warps in (2, 2, 4):  # as torch wraps the kernel for each call
+        tuner = SimpleNamespace(fn=ours.fn, configs=[f"num_warps: {warps}"])
+        remembered(tuner, {"X": x, "N": 4}, {})
+    assert len(calls) == 8
     for _ in range(2):
         remembered(another, {"X": x, "N": 4}, {})
-    assert len(calls) == 8
+    assert len(calls) == 10
     installed = [getattr(accesses.triton_kernel_wrap, name, None) for name in accesses.NAMES]
     assert any(hasattr(function, "__wrapped__") for function in installed)
