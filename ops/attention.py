@@ -6,7 +6,7 @@
     lse = (m + log2 l) ln 2                        of the smoothed keys: sdpa.py corrects it
 
 * FP8 q k^T is for sm_100: there Triton 3.7 compiles an INT8 product to mma.sync (IMMA), the way of
-  older devices, and an FP8 one to tcgen05, as fast as p v. Elsewhere INT8 is as fast or faster, and
+  older devices, and an FP8 one to tcgen05, as p v. On an H200 INT8 is as fast or faster, and
   1.4x as accurate: E4M3 has 4 significant bits. s comes in fp32 and is otherwise the same.
 * q is quantized here, in the prologue: it saves a pass over q, and its scales cost nothing.
 * Two-level accumulation: FP8 tensor cores add up in 13 mantissa bits, so each tile's product is
