@@ -10,7 +10,7 @@ import torch
 
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.patterns import flex, handwritten, modules, sdpa
-from sage_inductor.patterns.call import FULL, Call, value_of
+from sage_inductor.patterns.call import FULL, Call, Survey, value_of
 from sage_inductor.patterns.decide import Settings, Site, decide, replace, share, unreadable
 from sage_inductor.patterns.masks import prove
 
@@ -33,10 +33,10 @@ def rewrite(gm: torch.fx.GraphModule, settings: Settings) -> list[Site]:
 
 
 def _rewrite_graph(graph: torch.fx.Graph, settings: Settings) -> list[Site]:
-    sites = []
+    sites, survey = [], Survey(graph)
     for node in list(graph.nodes):
         try:
-            call = _find(node)
+            call = _find(node, survey)
             site = decide(call, settings) if call else None
         except Exception as error:  # a graph that nobody has seen yet must not stop a compilation
             sites.append(unreadable(node, error))
@@ -54,9 +54,9 @@ def _rewrite_graph(graph: torch.fx.Graph, settings: Settings) -> list[Site]:
     return sites
 
 
-def _find(node: torch.fx.Node) -> Call | None:
+def _find(node: torch.fx.Node, survey: Survey) -> Call | None:
     """The call that `node` anchors, unless it was decided before, with what its mask says."""
-    call = next((call for find in FINDERS if (call := find(node))), None)
+    call = next((call for find in FINDERS if (call := find(node, survey))), None)
     if call is None:
         return None
     if "sage" in call.node.meta:
@@ -65,5 +65,5 @@ def _find(node: torch.fx.Node) -> Call | None:
     q, k = (getattr(value_of(x), "shape", ()) for x in (call.q, call.k))
     if call.refused is None and call.attn_mask is not None and len(q) == len(k) == 4:
         if call.band == FULL:
-            call.band, call.attn_mask = prove(call.attn_mask, q[2], k[2])
+            call.band, call.attn_mask = prove(call.attn_mask, q[2], k[2], survey)
     return call

@@ -8,6 +8,8 @@ loses them again, and its graph is what it was.
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -42,16 +44,62 @@ class Band:
 
 
 FULL, CAUSAL = Band(), Band(None, 0)
+AUTOCAST = ("_enter_autocast", "_exit_autocast")
+NESTING = ("_increment_nesting", "_decrement_nesting")
+
+
+class Survey:
+    """What one walk over a graph finds that each of its calls is asked about: deep models have many
+    calls, and a walk for each would be a square.
+
+    What the pass inserts or erases later changes none of it."""
+
+    def __init__(self, graph: torch.fx.Graph):
+        self.graph = graph
+        names = [(node, op_name(node)) for node in graph.nodes]
+        self.autocasts = [node for node, name in names if name in AUTOCAST]
+        self.nesting = [node for node, name in names if name.endswith(NESTING)]
+
+    @functools.cached_property
+    def writers(self) -> list[Node]:
+        return [node for node in self.graph.nodes if may_write(node)]
+
+    @functools.cached_property
+    def written(self) -> dict:
+        """Storages that some node may write to, with a tensor that keeps each alive: another
+        one may otherwise be given its address."""
+        return {key: value for node in self.writers for key, value in storages(node).items()}
+
+    def autocasts_around(self, node: Node) -> list[tuple]:
+        """torch.autocast's arguments for each region of the graph that `node` is in, outermost
+        first.
+
+        A region that starts outside of the graph is not among them: the whole function's is on
+        while the backend runs, that around a nested graph (checkpoint, cond) cannot be seen from
+        within."""
+        entered = []
+        for each in itertools.takewhile(lambda each: each < node, self.autocasts):
+            if op_name(each) == "_enter_autocast":
+                entered.append(each)
+            else:
+                entered.remove(each.args[0])
+        return [enter.args for enter in entered]
+
+    def functorch_depth(self, node: Node) -> int:
+        """How many torch.func transforms (vmap, grad) are open where `node` is."""
+        before = itertools.takewhile(lambda each: each < node, self.nesting)
+        return sum(1 if "_increment_" in op_name(each) else -1 for each in before)
 
 
 class Emitter:
     """Inserts calls before `anchor`, with the values the graph carries for its own."""
 
-    def __init__(self, anchor: Node):
+    def __init__(self, anchor: Node, survey: Survey):
         self.anchor = anchor
+        self.survey = survey
         self.nodes = []
         self.key = "val" if "val" in anchor.meta else "example_value"
-        self.autocasts = autocasts_around(anchor)
+        self.autocasts = survey.autocasts_around(anchor)
         modes = (getattr(value_of(x), "fake_mode", None) for x in anchor.all_input_nodes)
         self.fake_mode = next((mode for mode in modes if mode), contextlib.nullcontext())
 
@@ -110,22 +158,6 @@ def value_of(x):
     return x.meta["val"] if "val" in x.meta else x.meta.get("example_value")
 
 
-def autocasts_around(node: Node) -> list[tuple]:
-    """torch.autocast's arguments for each region of the graph that `node` is in, outermost first.
-
-    A region that starts outside of the graph is not among them: the whole function's is on while
-    the backend runs, that around a nested graph (checkpoint, cond) cannot be seen from within."""
-    entered = []
-    for each in node.graph.nodes:
-        if each is node:
-            break
-        if op_name(each) == "_enter_autocast":
-            entered.append(each)
-        elif op_name(each) == "_exit_autocast":
-            entered.remove(each.args[0])
-    return [enter.args for enter in entered]
-
-
 def op_name(node) -> str:
     """``matmul`` of ``torch.matmul``, ``@``, ``Tensor.matmul`` and ``aten.matmul.default`` alike;
     "" for what is not a call."""
@@ -138,12 +170,39 @@ def op_name(node) -> str:
     return getattr(node.target, "__name__", "")
 
 
-def functorch_depth(node: Node) -> int:
-    """How many torch.func transforms (vmap, grad) are open where `node` is."""
-    depth = 0
-    for other in node.graph.nodes:
-        if other is node:
-            return depth
-        name = op_name(other)
-        depth += name.endswith("_increment_nesting") - name.endswith("_decrement_nesting")
-    raise AssertionError("a node is in its graph")
+def may_write(node: Node) -> bool:
+    """Whether a call may write to its arguments: yes, unless it is known not to."""
+    target, name = node.target, op_name(node)
+    if node.op not in ("call_function", "call_method"):
+        return node.op == "call_module"
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.is_mutable
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return any(getattr(target, o)._schema.is_mutable for o in target.overloads())
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return name != "flex_attention"
+    home = "" if node.op == "call_method" else getattr(target, "__module__", None) or "torch"
+    if home == "_operator":
+        return (
+            name == "setitem" or name[0] == "i" and name not in ("invert", "inv", "is_", "is_not")
+        )
+    foreign = home.split(".")[0] not in ("", "torch", "builtins", "math") or "_dynamo" in home
+    dunder = name.endswith("__") and name not in ("__and__", "__or__", "__xor__", "__invert__")
+    inplace = any(node.kwargs.get(name) not in (None, False) for name in ("out", "inplace"))
+    positional = home == "torch.nn.functional" and any(arg is True for arg in node.args)
+    return (
+        name.endswith("_") and not name.endswith("__") or dunder or foreign or inplace or positional
+    )
+
+
+def storages(node: Node) -> dict:
+    """The tensors a call takes and returns, by the storage they lie in."""
+    values = (value_of(x) for x in (node, *node.all_input_nodes))
+    return {storage_of(value): value for value in values if isinstance(value, torch.Tensor)}
+
+
+def storage_of(value: torch.Tensor) -> int:
+    """The fake tensors of a graph share storages as the real ones do; vmap's wrap such a one."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(value):
+        value = torch._C._functorch.get_unwrapped(value)
+    return value.untyped_storage()._cdata if value.layout == torch.strided else id(value)

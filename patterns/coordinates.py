@@ -30,7 +30,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
-from sage_inductor.patterns.call import op_name, value_of
+from sage_inductor.patterns.call import Survey, op_name, storage_of, value_of
 
 LARGEST = 2**30  # of a constant or a slope: index arithmetic below it cannot overflow int64
 
@@ -131,14 +131,14 @@ class Cone:
 
     facts: what is known beforehand; sizes: of the free variables in them."""
 
-    def __init__(self, graph, facts: dict | None = None, sizes: dict | None = None):
+    def __init__(self, survey: Survey, facts: dict | None = None, sizes: dict | None = None):
         self.facts = dict(facts or {})
         self.free = dict(sizes or {})
-        self.written = {id for node in graph.nodes if may_write(node) for id in storages(node)}
+        self.written = survey.written
 
     def is_written(self, node: Node) -> bool:
         value = value_of(node)
-        return isinstance(value, torch.Tensor) and _storage(value) in self.written
+        return isinstance(value, torch.Tensor) and storage_of(value) in self.written
 
     def describe(self, x) -> Affine | Distance | Choice | None:
         """Of a node, a number or a symbolic integer; None: nothing is known."""
@@ -224,43 +224,6 @@ def _is_exact(fact: Affine, dtype: torch.dtype) -> bool:
         and abs(const) <= LARGEST
         and all(abs(slope) <= steepest for slope in fact.slopes.values())
     )
-
-
-def may_write(node: Node) -> bool:
-    """Whether a call may write to its arguments: yes, unless it is known not to."""
-    target, name = node.target, op_name(node)
-    if node.op not in ("call_function", "call_method"):
-        return node.op == "call_module"
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.is_mutable
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        return any(getattr(target, o)._schema.is_mutable for o in target.overloads())
-    if isinstance(target, torch._ops.HigherOrderOperator):
-        return name != "flex_attention"
-    home = "" if node.op == "call_method" else getattr(target, "__module__", None) or "torch"
-    if home == "_operator":
-        return (
-            name == "setitem" or name[0] == "i" and name not in ("invert", "inv", "is_", "is_not")
-        )
-    foreign = home.split(".")[0] not in ("", "torch", "builtins", "math") or "_dynamo" in home
-    dunder = name.endswith("__") and name not in ("__and__", "__or__", "__xor__", "__invert__")
-    inplace = any(node.kwargs.get(name) not in (None, False) for name in ("out", "inplace"))
-    positional = home == "torch.nn.functional" and any(arg is True for arg in node.args)
-    return (
-        name.endswith("_") and not name.endswith("__") or dunder or foreign or inplace or positional
-    )
-
-
-def storages(node: Node) -> list:
-    values = [value_of(x) for x in (node, *node.all_input_nodes)]
-    return [_storage(value) for value in values if isinstance(value, torch.Tensor)]
-
-
-def _storage(value: torch.Tensor) -> int:
-    """The fake tensors of a graph share storages as the real ones do; vmap's wrap such a one."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(value):
-        value = torch._C._functorch.get_unwrapped(value)
-    return value.untyped_storage()._cdata if value.layout == torch.strided else id(value)
 
 
 # -- constants and indices ----

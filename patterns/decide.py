@@ -19,8 +19,7 @@ from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops import tiles
 from sage_inductor.ops.reference import HEAD_DIMS
 from sage_inductor.ops.sdpa import kernel
-from sage_inductor.patterns.call import Call, Emitter, functorch_depth, value_of
-from sage_inductor.patterns.coordinates import may_write
+from sage_inductor.patterns.call import Call, Emitter, Survey, may_write, value_of
 
 BHND, BNHD = [0, 1, 2, 3], [0, 2, 1, 3]  # orders in which an output is stored
 AUTO = "auto"
@@ -110,11 +109,11 @@ def replace(call: Call, recipe: recipes.Recipe, portable: bool) -> None:
 def share(graph: torch.fx.Graph) -> None:
     """Prepare k and v once for the calls that have the same ones, and the same mask, recipe and
     autocast, as long as nothing between them may write (to what k, v or the mask are views of)."""
-    groups, writes = {}, 0
+    survey, groups, writes = Survey(graph), {}, 0
     for node in graph.nodes:
         writes += may_write(node)
         if node.target is torch.ops.sage.sdpa.default and not node.args[4]:
-            emit = Emitter(node)
+            emit = Emitter(node, survey)
             _, k, v, attn_mask, *_, recipe, _, portable = node.args
             key = (k, v, attn_mask, recipe, portable), writes, tuple(emit.autocasts)
             groups.setdefault(key, []).append((node, emit))
@@ -238,7 +237,7 @@ def _why_not(call: Call) -> str | None:
     out = call.out
     if not all(isinstance(x, torch.Tensor) for x in (q, k, v, out)):
         return "the graph carries no shapes for this call"
-    if functorch_depth(call.node):
+    if call.emit.survey.functorch_depth(call.node):
         return "inside a torch.func transform"
     if call.dropout_p != 0.0:
         return f"dropout_p must be 0, got {call.dropout_p}"

@@ -18,8 +18,18 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Node
 from torch.fx.node import map_aggregate, map_arg
 
-from sage_inductor.patterns.call import FULL, Band, Call, Emitter, op_name, value_of
-from sage_inductor.patterns.coordinates import Affine, Choice, Cone, known, may_write, storages
+from sage_inductor.patterns.call import (
+    FULL,
+    NESTING,
+    Band,
+    Call,
+    Emitter,
+    Survey,
+    op_name,
+    storages,
+    value_of,
+)
+from sage_inductor.patterns.coordinates import Affine, Choice, Cone, known
 from sage_inductor.patterns.masks import read_band, seen
 
 LARGEST = 2**26  # N_q * N_kv that is evaluated: 8192 x 8192 took 1.9 s and 1.7 GB, on two cores
@@ -27,7 +37,7 @@ LARGEST = 2**26  # N_q * N_kv that is evaluated: 8192 x 8192 took 1.9 s and 1.7 
 RANDOM = ("rand", "normal", "bernoulli", "multinomial", "dropout", "empty")
 
 
-def find(node: Node) -> Call | None:
+def find(node: Node, survey: Survey) -> Call | None:
     """The call whose output `node` is: getitem(flex_attention, 0). Its HOP is then without users
     and can be erased; what made its BlockMask (vmap's nodes among it) is best left to AOTAutograd:
     fx.eliminate_dead_code would take vmap's increments from under other uses of vmap."""
@@ -37,7 +47,7 @@ def find(node: Node) -> Call | None:
         return None
     q, k, v, score_mod, block_mask, scale, _, score_inputs, mask_inputs = hop.args
     call = Call(
-        node, "flex_attention", Emitter(node), q, k, v, value_of(node),
+        node, "flex_attention", Emitter(node, survey), q, k, v, value_of(node),
         scale=_number(value_of(scale)),
         enable_gqa=not known(value_of(q).shape[1] == value_of(k).shape[1]),
     )  # fmt: skip
@@ -50,7 +60,7 @@ def find(node: Node) -> Call | None:
     elif score_inputs or mask_inputs:
         call.refused = "score_mod or mask_mod captures tensors or symbolic lengths"
     else:
-        band, call.refused = _block_band(hop, block_mask, value_of(q), value_of(k))
+        band, call.refused = _block_band(hop, block_mask, value_of(q), value_of(k), survey)
         call.band = band or FULL
     return call
 
@@ -74,16 +84,18 @@ def _is_identity(score_mod: torch.fx.Graph) -> bool:
     return _result(score_mod) is next(iter(score_mod.nodes))
 
 
-def _block_band(hop: Node, block_mask: tuple, q, k) -> tuple[Band | None, str | None]:
+def _block_band(
+    hop: Node, block_mask: tuple, q, k, survey: Survey
+) -> tuple[Band | None, str | None]:
     """(the band, None), or (None, why the block mask is not known to be one)."""
     n_q, n_kv = q.shape[2], k.shape[2]
     band = _mask_band(_subgraph(block_mask[-1]), q, k)
     if band is None:
         return None, "mask_mod is not full, causal or a sliding window"
     lists, block_q, block_kv = block_mask[2:6], *block_mask[-3:-1]
-    if _is_one_block(hop, lists) and known(n_q <= block_q) and known(n_kv <= block_kv):
+    if _is_one_block(lists, survey) and known(n_q <= block_q) and known(n_kv <= block_kv):
         return band, None
-    cone = _cone(hop, [node for node in lists if node is not None])
+    cone = _cone(hop, [node for node in lists if node is not None], survey)
     if any(node.op == "get_attr" or _is_input(node) for node in cone):
         return None, (
             "a BlockMask made outside the compiled function is data: make it inside, "
@@ -110,15 +122,15 @@ def _mask_band(mask_mod: torch.fx.Graph, q, k) -> Band | None:
     numbers = (node for node in mask_mod.nodes if node.op == "placeholder")
     facts = {node: Affine(0, {x: 1}) for node, x in zip(numbers, sizes, strict=True)}
     result = _result(mask_mod)
-    meaning = seen(Cone(mask_mod, facts, sizes).describe(result), value_of(result))
+    meaning = seen(Cone(Survey(mask_mod), facts, sizes).describe(result), value_of(result))
     if meaning is None or meaning.others:
         return None
     return read_band(meaning.bounds, sizes, "i", "j")
 
 
-def _is_one_block(hop: Node, lists) -> bool:
+def _is_one_block(lists, survey: Survey) -> bool:
     """What flex_attention makes of block_mask=None: one partial block, the first."""
-    cone = Cone(hop.graph)
+    cone = Cone(survey)
     count, index = (cone.describe(node) for node in lists[:2])
     constants = isinstance(count, Choice) and isinstance(index, Choice)
     constants = constants and count.constant and index.constant and lists[2] is None
@@ -129,11 +141,10 @@ def _is_input(node: Node) -> bool:
     return node.op == "placeholder" and isinstance(value_of(node), torch.Tensor)
 
 
-def _cone(hop: Node, nodes) -> tuple[Node, ...]:
+def _cone(hop: Node, nodes, survey: Survey) -> tuple[Node, ...]:
     """What must run before `hop` to have `nodes`: what they are made of, what writes to that, and
     vmap's own bookkeeping. In graph order."""
-    before = list(hop.graph.nodes)
-    before = before[: before.index(hop)]
+    writers = [node for node in survey.writers if node < hop]
     needed, stack = set(), list(nodes)
     while stack:
         while stack:
@@ -141,15 +152,14 @@ def _cone(hop: Node, nodes) -> tuple[Node, ...]:
             if node not in needed:
                 needed.add(node)
                 stack += node.all_input_nodes
-        stored = {id for node in needed if node.op != "placeholder" for id in storages(node)}
-        writers = (node for node in before if node not in needed and may_write(node))
-        stack = [node for node in writers if stored.intersection(storages(node))]
-    return tuple(node for node in before if node in needed or _is_bookkeeping(node))
+        stored = {key for node in needed if node.op != "placeholder" for key in storages(node)}
+        others = (node for node in writers if node not in needed)
+        stack = [node for node in others if stored.intersection(storages(node))]
+    return tuple(sorted(needed.union(node for node in survey.nesting if node < hop)))
 
 
 def _is_bookkeeping(node: Node) -> bool:
-    name = op_name(node)
-    return name.endswith(("_increment_nesting", "_decrement_nesting"))
+    return op_name(node).endswith(NESTING)
 
 
 @functools.lru_cache(maxsize=1)  # the layers of a model share a BlockMask

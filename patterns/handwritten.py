@@ -22,7 +22,7 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from sage_inductor.patterns.call import Call, Emitter, op_name, value_of
+from sage_inductor.patterns.call import Call, Emitter, Survey, op_name, value_of
 
 aten = torch.ops.aten
 AND, OR = aten.logical_and.default, aten.logical_or.default
@@ -99,7 +99,7 @@ class Product:
         return batch, *row, *inner, *col
 
 
-def find(node: Node) -> Call | None:
+def find(node: Node, survey: Survey) -> Call | None:
     """The attention `node` is the softmax of, or None where it is another softmax."""
     if op_name(node) not in SOFTMAX or not isinstance(value_of(node), torch.Tensor):
         return None
@@ -107,7 +107,7 @@ def find(node: Node) -> Call | None:
     below = _descend(node, set()) if above else None
     if not below:
         return None
-    return _Attention(above, node, below).call()
+    return _Attention(above, node, below).call(Emitter(below[-1].node, survey))
 
 
 # -- reading a graph ----
@@ -366,9 +366,9 @@ class _Attention:
         self.splits = [list(pair) for pair in heads if pair]  # [B, H] of B * H
         self.heads = self.splits[0] if self.splits else None
 
-    def call(self) -> Call:
+    def call(self, emit: Emitter) -> Call:
         q, k, v = self.scores.a, self.scores.b, self.output.b
-        call = Call(self.node, "softmax", Emitter(self.node), q, k, v, value_of(self.node))
+        call = Call(self.node, "softmax", emit, q, k, v, value_of(self.node))
         call.refused = next(self._why_not(), None)
         return call if call.refused else self._fill_in(call)
 

@@ -16,16 +16,16 @@ import math
 import torch
 from torch.fx import Node
 
-from sage_inductor.patterns.call import Band, value_of
+from sage_inductor.patterns.call import Band, Survey, value_of
 from sage_inductor.patterns.coordinates import Choice, Cone, known, least, opposite, plain
 
 
-def prove(mask: Node, n_q, n_kv) -> tuple[Band, Node | None]:
+def prove(mask: Node, n_q, n_kv, survey: Survey) -> tuple[Band, Node | None]:
     """What an attn_mask says, proven from the graph alone: a band, and the node of what is left of
     the mask (None: the band says it all; bool, and broadcastable like an attn_mask, also where the
     mask is a float). Never looks at data."""
     nothing = Band(None, None), mask
-    cone = Cone(mask.graph)
+    cone = Cone(survey)
     meaning = seen(cone.describe(mask), value_of(mask))
     if meaning is None or len(meaning.others) > 1 or any(map(cone.is_written, meaning.others)):
         return nothing

@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
-from sage_inductor.patterns.call import CAUSAL, FULL, Call, Emitter, op_name, value_of
+from sage_inductor.patterns.call import CAUSAL, FULL, Call, Emitter, Survey, op_name, value_of
 
 MHA = F.multi_head_attention_forward
 ENCODER_LAYER = torch._transformer_encoder_layer_fwd
@@ -39,28 +39,29 @@ ENCODER_LAYER_SCHEMA = torch.ops.aten._transformer_encoder_layer_fwd.default._sc
 WRITES = ("setitem", "iadd", "isub", "imul", "iand", "ior", "ixor")
 
 
-def find(node: Node) -> Call | None:
+def find(node: Node, survey: Survey) -> Call | None:
     """The call whose value `node` is: the encoder layer itself, of MHA's (out, weights) the out."""
     if node.op != "call_function":
         return None
     if node.target is ENCODER_LAYER:
-        return _encoder_layer(node)
+        return _encoder_layer(node, Emitter(node, survey))
     if node.target is MHA and not any(_is_item(user, 0) for user in node.users):
-        return _multi_head_attention(node, node)
+        return _multi_head_attention(node, node, Emitter(node, survey))
     if _is_item(node, 0) and isinstance(node.args[0], Node) and node.args[0].target is MHA:
-        return _multi_head_attention(node.args[0], node)
+        mha = node.args[0]
+        return _multi_head_attention(mha, node, Emitter(mha, survey))
     return None
 
 
 # -- F.multi_head_attention_forward -----------------------------------------------------------
 
 
-def _multi_head_attention(mha: Node, node: Node) -> Call:
+def _multi_head_attention(mha: Node, node: Node, emit: Emitter) -> Call:
     """mha: (out [N, B, E], weights); node: out, or mha where nobody reads out."""
     args = inspect.signature(MHA).bind(*mha.args, **mha.kwargs)
     args.apply_defaults()
     args = SimpleNamespace(**args.arguments)
-    spelling, emit = "nn.MultiheadAttention", Emitter(mha)
+    spelling = "nn.MultiheadAttention"
     reason = _why_not(mha, args.query, args.num_heads)
     if reason is None and (args.static_k is not None or args.static_v is not None):
         reason = "static_k and static_v are not supported"
@@ -156,12 +157,12 @@ def _attn_mask(emit: Emitter, args: SimpleNamespace) -> Node | None:
 # -- torch._transformer_encoder_layer_fwd -----------------------------------------------------
 
 
-def _encoder_layer(node: Node) -> Call:
+def _encoder_layer(node: Node, emit: Emitter) -> Call:
     """node: [B, N, E], as its src."""
     names = [argument.name for argument in ENCODER_LAYER_SCHEMA.arguments]
     args = dict.fromkeys(names) | dict(zip(names, node.args, strict=False)) | node.kwargs
     args = SimpleNamespace(**args)
-    spelling, emit = "nn.TransformerEncoderLayer", Emitter(node)
+    spelling = "nn.TransformerEncoderLayer"
     reason = _why_not(node, args.src, args.num_heads)
     if reason:
         inputs = (args.src,) * 3
@@ -304,6 +305,6 @@ def _used_otherwise(mha: Node) -> str | None:
 
 
 def _other_dtype(node: Node, q: Node) -> str | None:
-    """What `autocasts_around` cannot see, and the fast path under autocast."""
+    """What `Survey.autocasts_around` cannot see, and the fast path under autocast."""
     given, got = value_of(node).dtype, value_of(q).dtype
     return None if given == got else f"autocast: the graph has {given} and the projections {got}"

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
-from sage_inductor.patterns.call import CAUSAL, FULL, Call, Emitter, value_of
+from sage_inductor.patterns.call import CAUSAL, FULL, Call, Emitter, Survey, value_of
 from sage_inductor.patterns.handwritten import kv_source
 
 TARGETS = (
@@ -24,15 +24,16 @@ TARGETS = (
 )
 
 
-def find(node: Node) -> Call | None:
+def find(node: Node, survey: Survey) -> Call | None:
     if node.op != "call_function" or node.target not in TARGETS:
         return None
     args = _arguments(*node.args, **node.kwargs)
     is_causal = args["is_causal"]
     call = Call(
-        node, "SDPA", Emitter(node), args["query"], args["key"], args["value"], value_of(node),
-        attn_mask=args["attn_mask"], dropout_p=args["dropout_p"], scale=_number(args["scale"]),
-        band=CAUSAL if is_causal is True else FULL, enable_gqa=args["enable_gqa"],
+        node, "SDPA", Emitter(node, survey), args["query"], args["key"], args["value"],
+        value_of(node), attn_mask=args["attn_mask"], dropout_p=args["dropout_p"],
+        scale=_number(args["scale"]), band=CAUSAL if is_causal is True else FULL,
+        enable_gqa=args["enable_gqa"],
     )  # fmt: skip
     if not isinstance(is_causal, bool):
         call.refused = f"is_causal must be known when compiling, got {is_causal}"

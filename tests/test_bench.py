@@ -13,6 +13,7 @@ BENCH = Path(__file__).parent.parent / "bench"
 sys.path.insert(0, str(BENCH))
 
 import attention as bench  # noqa: E402
+import compile_time  # noqa: E402
 import measure  # noqa: E402
 import plot  # noqa: E402
 import preparation  # noqa: E402
@@ -202,3 +203,32 @@ def test_the_crossover_is_from_where_on_the_op_wins(capsys):
     assert "op D=64, keys: B*H=8: 4\n" in printed and "op D=64, window: B*H=8: never\n" in printed
     assert "((9, 0), 'sage2-8b', 64, 'mask'): [(8, 8)],\n" in printed
     assert "((9, 0), 'sage2-8b', 64, 'window'): [],\n" in printed
+
+
+def test_compile_time_is_of_cold_and_warm_processes(tmp_path):
+    """What `check` wants: the warm process is served by torch's cache, with every call rewritten."""
+    sizes = ["--layers", "2", "--hidden", "64", "--heads", "1", "--length", "32"]
+    args = compile_time.parse(sizes)
+    for start in ("cold", "warm"):
+        found = compile_time.in_a_process("sage", args, str(tmp_path))
+        compile_time.check("sage", start, found, layers=2)
+        assert found["seconds"] > 0
+    assert {"fxgraph", "triton"} & {
+        path.name for path in (tmp_path / "TORCHINDUCTOR_CACHE_DIR").iterdir()
+    }
+    with pytest.raises(SystemExit, match="no time is reported: sage, cold must be .*'hits': 0"):
+        compile_time.check("sage", "cold", found, layers=2)
+
+
+def test_compile_times_are_compared_by_their_medians():
+    seconds = {("sage", "cold"): (3, 9, 4), ("inductor", "cold"): (2, 2, 8),
+               ("sage", "warm"): (1, 1, 1), ("inductor", "warm"): (1, 2, 2)}  # fmt: skip
+    rows = [
+        {"backend": backend, "start": start, "seconds": s}
+        for (backend, start), times in seconds.items()
+        for s in times
+    ]
+    assert compile_time.summary(rows) == {
+        "cold": {"inductor": 2, "sage": 4, "ratio": 2.0},
+        "warm": {"inductor": 2, "sage": 1, "ratio": 0.5},
+    }

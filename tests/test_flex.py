@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from sage_inductor.ops import tiles
-from sage_inductor.patterns.call import CAUSAL, FULL, Band, functorch_depth
+from sage_inductor.patterns.call import CAUSAL, FULL, Band, Survey
 from sage_inductor.patterns.decide import _kind
 from sage_inductor.patterns.flex import find
 
@@ -37,14 +37,19 @@ def sdpa_under(band, n_q, n_kv):
     return mask & (True if band.right is None else distance <= band.right)
 
 
+def find_all(graph) -> list:
+    survey = Survey(graph)
+    return [call for node in list(graph.nodes) if (call := find(node, survey))]
+
+
 def found(function, *inputs, **options):
     """(band, reason) of the only call, which is replaced where a band was found."""
     calls = []
 
     def backend(gm, _):
-        (call,) = filter(None, map(find, list(gm.graph.nodes)))
+        (call,) = find_all(gm.graph)
         calls.append(call)
-        assert functorch_depth(call.node) == 0
+        assert Survey(gm.graph).functorch_depth(call.node) == 0
         assert tuple(call.out.shape) == tuple(call.node.meta["example_value"].shape)
         if call.refused:
             return gm.forward
@@ -201,7 +206,7 @@ def test_listed_blocks_must_be_those_of_the_band(partial, full, valid):
     calls = []
 
     def backend(gm, _):
-        calls.extend(filter(None, map(find, gm.graph.nodes)))
+        calls.extend(find_all(gm.graph))
         return gm.forward
 
     torch.compile(from_blocks(partial, full), backend=backend, fullgraph=True)(*qkv(256))
@@ -235,7 +240,7 @@ def test_exported_calls_are_found():
             return masked(causal)(q, k, v)
 
     graph = torch.export.export(Model(), qkv()).graph
-    (call,) = filter(None, map(find, graph.nodes))
+    (call,) = find_all(graph)
     assert (call.band, call.refused) == (CAUSAL, None)
 
 
@@ -243,9 +248,8 @@ def test_depth_counts_open_transforms():
     depths = []
 
     def backend(gm, _):
-        depths.extend(
-            functorch_depth(n) for n in gm.graph.nodes if n.target in (torch.sin, torch.cos)
-        )
+        nodes = (n for n in gm.graph.nodes if n.target in (torch.sin, torch.cos))
+        depths.extend(map(Survey(gm.graph).functorch_depth, nodes))
         return gm.forward
 
     def function(x):
@@ -259,7 +263,7 @@ def test_a_window_that_flex_computes_is_not_measured_by_sdpas_mask():
     """flex was faster than ours at D=64 (bench: masks): where nothing was measured, it stays."""
 
     def backend(gm, _):
-        (call,) = filter(None, map(find, list(gm.graph.nodes)))
+        (call,) = find_all(gm.graph)
         assert call.refused is None and _kind(call) == "flex window"
         return gm.forward
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from sage_inductor.patterns import handwritten
-from sage_inductor.patterns.call import CAUSAL, op_name, value_of
+from sage_inductor.patterns.call import CAUSAL, Survey, op_name, value_of
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -30,7 +30,7 @@ def canonicalise(gm: torch.fx.GraphModule) -> tuple[list, list[str]]:
     taken, reasons = [], []
     for node in list(gm.graph.nodes):
         before = str(gm.graph)
-        call = handwritten.find(node)
+        call = handwritten.find(node, Survey(gm.graph))
         if call is None or call.refused:
             if call:
                 call.emit.undo()

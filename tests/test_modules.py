@@ -16,7 +16,7 @@ from expecttest import TestCase
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from sage_inductor.patterns.call import CAUSAL, FULL, autocasts_around, op_name, value_of
+from sage_inductor.patterns.call import CAUSAL, FULL, Survey, op_name, value_of
 from sage_inductor.patterns.modules import find
 
 B, L, S, E, H = 3, 7, 5, 16, 4
@@ -450,7 +450,7 @@ def test_autocast_regions_nest_and_end():
 
     _, _, (gm,) = capture(forward, torch.rand(3))
     enabled = {
-        node.target: [arguments[2] for arguments in autocasts_around(node)]
+        node.target: [arguments[2] for arguments in Survey(gm.graph).autocasts_around(node)]
         for node in gm.graph.nodes
         if node.op == "call_method"
     }

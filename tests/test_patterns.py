@@ -3,8 +3,10 @@
 Update the golden graphs with EXPECTTEST_ACCEPT=1.
 """
 
+import math
 import operator
 import re
+import sys
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from expecttest import TestCase
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from sage_inductor import patterns
 from sage_inductor.ops import recipe as recipes
@@ -320,7 +323,7 @@ def test_a_second_pass_changes_nothing():
 
 
 def test_a_fault_of_ours_is_reported_and_stops_nothing(monkeypatch):
-    def broken(node):
+    def broken(node, survey):
         if node.op == "call_function":
             raise KeyError("unforeseen")
 
@@ -582,3 +585,76 @@ def test_training_stays_sdpa_unless_forced(monkeypatch):
     site = decide(shape, (9, 0), monkeypatch, requires_grad=True)
     assert not site.rewritten and site.reason.startswith("training")
     assert decide(shape, (9, 0), monkeypatch, requires_grad=True, force=True).rewritten
+
+
+# -- the cost of the pass ----
+
+
+def bool_mask():
+    i = torch.arange(32)
+    return i <= i[:, None]
+
+
+def block_mask():
+    return create_block_mask(lambda b, h, i, j: j <= i, None, None, 32, 32, device="cpu")
+
+
+def handwritten(q, k, v, mask):
+    scores = (q @ k.transpose(-1, -2) / 8).masked_fill(~mask, -math.inf)
+    return scores.softmax(-1) @ v
+
+
+def flex(q, k, v, mask):
+    return flex_attention(q, k, v, block_mask=mask)
+
+
+def in_autocast(q, k, v, mask):
+    with torch.autocast("cpu", torch.bfloat16):
+        return F.scaled_dot_product_attention(q, k, v, mask)
+
+
+def python_calls(function) -> int:
+    """How many functions run, in Python and in C."""
+    count = 0
+
+    def profile(frame, event, argument):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize(
+    "attention, make_mask",
+    [
+        (F.scaled_dot_product_attention, bool_mask),
+        (in_autocast, bool_mask),
+        (handwritten, bool_mask),
+        (flex, block_mask),
+    ],
+)
+def test_the_pass_costs_the_same_for_each_layer(attention, make_mask):
+    """What walks the graph for every call makes it a square: once 1.7 s for 96 masked layers."""
+
+    def model(q, k, v, layers):
+        mask = make_mask()
+        for _ in range(layers):
+            q = attention(q.sin() * q.cos(), k.sin(), v.sin(), mask).float().tanh().neg()
+        return q
+
+    counts, sites = [], []
+
+    def backend(gm, _):
+        counts.append(python_calls(lambda: sites.extend(rewrite(gm, EMULATE))))
+        return gm.forward
+
+    for layers in (8, 8, 16):  # what is found once a process, the first finds
+        torch._dynamo.reset()
+        torch.compile(model, backend=backend, fullgraph=True)(*qkv(), layers)
+    assert len(sites) == 32 and all(site.rewritten for site in sites), sites[0]
+    assert counts[2] <= 2.2 * counts[1], counts

@@ -1,0 +1,194 @@
+"""How long a Llama-like model takes to compile with backend="sage", beside backend="inductor".
+
+$ python bench/compile_time.py --json        # bench/results/GPU/DATE-compile_time.json
+
+cold: from calling the compiled model to its synchronised first output, in a process of its own with
+empty caches (Inductor's and Triton's). warm: the same in another process, with what the cold one
+left. Imports, the weights and the start of CUDA are not in it; a small matmul comes before.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+import machine
+import torch
+import torch.nn.functional as F
+from attention import RESULTS, save
+from torch import nn
+
+import sage_inductor
+
+BACKENDS = ("inductor", "sage")
+DEFAULTS = {"layers": 24, "hidden": 1024, "heads": 8, "length": 8192}
+
+
+class Layer(nn.Module):
+    """Llama's: RMSNorm, causal attention with rotate-half RoPE, RMSNorm, a gated feed-forward."""
+
+    def __init__(self, hidden: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList(nn.RMSNorm(hidden) for _ in range(2))
+        self.qkvo = nn.ModuleList(nn.Linear(hidden, hidden, bias=False) for _ in range(4))
+        self.gate, self.up = (nn.Linear(hidden, 2 * hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(2 * hidden, hidden, bias=False)
+
+    def forward(self, x, cos, sin):  # [B, N, hidden], [N, D] twice
+        h = self.norms[0](x)
+        q, k, v = (f(h).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in self.qkvo[:3])
+        q, k = (y * cos + rotated(y) * sin for y in (q, k))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.qkvo[3](out.transpose(1, 2).flatten(2))
+        h = self.norms[1](x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+def rotated(x):
+    a, b = x.chunk(2, -1)
+    return torch.cat((-b, a), -1)
+
+
+class Model(nn.Module):
+    def __init__(self, layers: int, hidden: int, heads: int):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(hidden, heads) for _ in range(layers))
+
+    def forward(self, x, cos, sin):
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        return x
+
+
+def main(argv=None) -> int:
+    args = parse(argv)
+    if args.measure:
+        print(json.dumps(first_call(args.measure, args)))
+        return 0
+    if not torch.cuda.is_available():
+        print("bench/compile_time.py compiles for a GPU: torch sees none", file=sys.stderr)
+        return 2
+    device = torch.device("cuda", 0)
+    result = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "machine": machine.describe(device),
+        "versions": machine.versions(),
+        "state": {"start": machine.state(device)},
+        "model": {name: getattr(args, name) for name in DEFAULTS},
+        "method": f"seconds to the synchronised first output; median of {args.rounds} rounds, each "
+        "cold then warm, backends in turns, a process each; bf16, B = 1, causal, "
+        f"{os.cpu_count()} CPU cores",
+        "rows": [],
+    }
+    path = args.json or None
+    if args.json == "":
+        slug = result["machine"]["gpu"].lower().replace(" ", "-")
+        path = RESULTS / slug / f"{result['date'][:10]}-compile_time.json"
+    print(
+        f"{result['machine']['gpu']}, {result['versions']}\n{result['model']}\n{result['method']}"
+    )
+    for turn in range(args.rounds):
+        for backend in BACKENDS if turn % 2 == 0 else reversed(BACKENDS):
+            with tempfile.TemporaryDirectory() as cache:
+                for start in ("cold", "warm"):
+                    found = in_a_process(backend, args, cache)
+                    check(backend, start, found, args.layers)
+                    result["rows"].append({"backend": backend, "start": start, **found})
+                    print(f"  {backend:9}{start:5}{found['seconds']:8.2f} s", flush=True)
+        save(result, path)
+    result["summary"] = summary(result["rows"])
+    result["state"]["end"] = machine.state(device)
+    save(result, path)
+    for start, found in result["summary"].items():
+        print(
+            "{:5} inductor {inductor:.2f} s, sage {sage:.2f} s: {ratio:.3f}x".format(start, **found)
+        )
+    return 0
+
+
+def parse(argv) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, default in DEFAULTS.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument(
+        "--json", nargs="?", const="", metavar="FILE", help="default: bench/results/GPU/DATE-..."
+    )
+    parser.add_argument("--measure", choices=BACKENDS, help="this one, in this process, as JSON")
+    return parser.parse_args(argv)
+
+
+def in_a_process(backend: str, args, cache: str) -> dict:
+    """`first_call` in a process of its own, whose caches lie in the directory `cache`."""
+    shape = (word for name in DEFAULTS for word in (f"--{name}", str(getattr(args, name))))
+    caches = {name: f"{cache}/{name}" for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
+    done = subprocess.run(
+        [sys.executable, __file__, "--measure", backend, *shape],
+        env={**os.environ, **caches}, stdout=subprocess.PIPE, text=True, check=True,
+    )  # fmt: skip
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@torch.no_grad()
+def first_call(backend: str, args) -> dict:
+    """Seconds to the first output of the compiled model; and what compiling it came to."""
+    on_gpu = torch.cuda.is_available()
+    device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
+    with torch.device(device):
+        model = Model(args.layers, args.hidden, args.heads).to(dtype)
+        x = torch.randn(1, args.length, args.hidden, dtype=dtype)
+        cos, sin = torch.rand(2, args.length, args.hidden // args.heads, dtype=dtype)
+        (x[0, :16] @ x[0, :16].mT).sum().item()  # CUDA and cuBLAS have started
+    options = {"sage.force": True, "sage.emulate": not on_gpu} if backend == "sage" else None
+    start = time.perf_counter()
+    out = torch.compile(model, backend=backend, options=options)(x, cos, sin)
+    if on_gpu:
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    counters = torch._dynamo.utils.counters
+    return {
+        "seconds": seconds,
+        "finite": bool(out.isfinite().all()),
+        "hits": counters["aot_autograd"]["autograd_cache_hit"],
+        "graphs": counters["stats"]["unique_graphs"],
+        "rewritten": sum(site.rewritten for site in sage_inductor.report()),
+    }
+
+
+def check(backend: str, start: str, found: dict, layers: int) -> None:
+    """Exit unless what was timed is what it is called."""
+    expected = {
+        "finite": True,
+        "hits": int(start == "warm"),
+        "graphs": 1,
+        "rewritten": layers if backend == "sage" else 0,
+    }
+    got = {name: found[name] for name in expected}
+    if got != expected:
+        sys.exit(f"no time is reported: {backend}, {start} must be {expected}, got {got}")
+
+
+def summary(rows: list[dict]) -> dict:
+    """The medians of both backends in seconds and their ratio, by start."""
+    found = {}
+    for start in ("cold", "warm"):
+        times = {
+            backend: statistics.median(
+                row["seconds"] for row in rows if (row["backend"], row["start"]) == (backend, start)
+            )
+            for backend in BACKENDS
+        }
+        found[start] = {**times, "ratio": times["sage"] / times["inductor"]}
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
