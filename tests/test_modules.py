@@ -26,10 +26,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, on masks of tw
 
 def with_sdpa(gm) -> list:
     """Replace what `find` finds by SDPA; the Calls. Refused ones leave the graph as it was."""
-    found = []
+    found, survey = [], Survey(gm.graph)
     for node in list(gm.graph.nodes):
         before = str(gm.graph)
-        call = find(node)
+        call = find(node, survey)
         if call is None:
             assert str(gm.graph) == before
             continue
@@ -389,7 +389,8 @@ def test_a_tuple_that_is_passed_on_is_refused():
     mha.meta["example_value"] = (values[0], None)
     graph.output(mha)
     before = str(graph)
-    assert find(mha).refused == "the output is not used, or as one with the attention weights"
+    call = find(mha, Survey(graph))
+    assert call.refused == "the output is not used, or as one with the attention weights"
     assert str(graph) == before
 
 
