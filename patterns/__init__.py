@@ -6,33 +6,46 @@ decide   decide.py                                        a recipe or a reason -
 replace  decide.py                                        and what calls share, once
 """
 
+from collections.abc import Callable
+
 import torch
 
-from sage_inductor.ops.recipe import NAMED
 from sage_inductor.patterns import flex, handwritten, modules, sdpa
 from sage_inductor.patterns.call import FULL, Call, Survey, value_of
-from sage_inductor.patterns.decide import Settings, Site, decide, replace, share, unreadable
+from sage_inductor.patterns.decide import (
+    Rule,
+    Settings,
+    Site,
+    decide,
+    replace,
+    share,
+    unreadable,
+)
 from sage_inductor.patterns.masks import prove
 
-__all__ = ["Settings", "Site", "rewrite"]
+__all__ = ["Rule", "Settings", "Site", "rewrite"]
 
 FINDERS = (sdpa.find, handwritten.find, modules.find, flex.find)
 
 
-def rewrite(gm: torch.fx.GraphModule, settings: Settings) -> list[Site]:
+def rewrite(
+    gm: torch.fx.GraphModule,
+    settings: Settings,
+    put: Callable[[Call, Site, Settings], None] = replace,
+) -> list[Site]:
     """Rewrite the attention calls of `gm` and of the graphs nested in it, in place; the sites, in
-    the order of the graphs."""
+    the order of the graphs. put: what is done to a call that gets a recipe."""
     sites = []
     for module in gm.modules():
         if isinstance(module, torch.fx.GraphModule):
-            found = _rewrite_graph(module.graph, settings)
+            found = _rewrite_graph(module.graph, settings, put)
             if any(site.rewritten for site in found):
                 module.recompile()
             sites += found
     return sites
 
 
-def _rewrite_graph(graph: torch.fx.Graph, settings: Settings) -> list[Site]:
+def _rewrite_graph(graph: torch.fx.Graph, settings: Settings, put: Callable) -> list[Site]:
     sites, survey = [], Survey(graph)
     for node in list(graph.nodes):
         try:
@@ -44,7 +57,7 @@ def _rewrite_graph(graph: torch.fx.Graph, settings: Settings) -> list[Site]:
         if site is None:
             continue
         if site.rewritten:
-            replace(call, NAMED[site.recipe], settings.portable)
+            put(call, site, settings)
         else:
             call.emit.undo()
             call.node.meta["sage"] = "kept"  # decided: a second pass over the graph leaves it alone

@@ -1,10 +1,12 @@
 """What becomes of a call: quantized with a recipe, or as it was, and why.
 
 A call is rewritten if `sage::sdpa` can stand for it (`_why_not`) and is measured to be faster
-there (tiles.crossover), unless the settings say otherwise.
+there (tiles.crossover), unless the settings say otherwise. Which recipe it asks for is said by the
+first rule of the policy that it fits, else by the settings' recipe.
 """
 
 import dataclasses
+import fnmatch
 import itertools
 import math
 import operator
@@ -24,6 +26,19 @@ from sage_inductor.patterns.call import Call, Emitter, Survey, may_write, value_
 BHND, BNHD = [0, 1, 2, 3], [0, 2, 1, 3]  # orders in which an output is stored
 AUTO = "auto"
 OFF = "off"
+MEASURED = (9, 0)  # the compute capability that tiles.CROSSOVER was measured on
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """The recipe of the calls that fit every field; see sage_inductor/policy.py. Ranges are
+    inclusive, None: open."""
+
+    recipe: str  # a name in NAMED, AUTO or OFF
+    module: str = "*"  # a glob, of Site.module
+    layer: tuple[int | None, int | None] = (None, None)  # the first number in Site.module
+    head_dim: tuple[int, ...] = ()  # q's; none: any
+    length: tuple[int | None, int | None] = (None, None)  # N_q
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +49,7 @@ class Settings:
     emulate: bool = False
     force: bool = False
     strict: bool = False
+    policy: tuple[Rule, ...] = ()
     portable: bool = False  # exporting: no guards on lengths, only kernels that travel
 
 
@@ -81,14 +97,15 @@ def unreadable(node, error: Exception) -> Site:
     return Site(_module(node), node.name, "?", (), (), "?", "?", None, reason)
 
 
-def replace(call: Call, recipe: recipes.Recipe, portable: bool) -> None:
+def replace(call: Call, site: Site, settings: Settings) -> None:
     """Put ``sage.sdpa(...)[0]`` in the place of `call`, stored as its output is."""
+    recipe = recipes.NAMED[site.recipe]
     emit, out, order = call.emit, call.out, _stored(call)
     q, k, v, attn_mask = call.q, call.k, call.v, call.attn_mask
     scale = call.scale if call.scale is not None else value_of(q).shape[3] ** -0.5
     args = (
         q, k, v, attn_mask, [], call.band.left, call.band.right, call.band.bottom_right,
-        float(scale), recipe.encode(), order != BHND, portable,
+        float(scale), recipe.encode(), order != BHND, settings.portable,
     )  # fmt: skip
     if order not in (BHND, BNHD):
         out = out.new_empty([out.shape[d] for d in BNHD]).permute(BNHD)
@@ -129,24 +146,63 @@ def share(graph: torch.fx.Graph) -> None:
 
 def _recipe(call: Call, settings: Settings) -> tuple[str | None, str]:
     """(name of the recipe, why this one) or (None, why the call stays as it was)."""
-    if settings.recipe == OFF:
+    if settings.recipe == OFF and not settings.policy:
         return None, "the recipe is 'off'"
     reason = call.refused or _why_not(call)
     if reason:
         return None, reason
-    q, k, v = (value_of(x) for x in (call.q, call.k, call.v))
+    rules = enumerate(settings.policy, 1)
+    number = next((i for i, rule in rules if _fits(call, rule, settings)), None)
+    if number is None:
+        return _asked(call, settings, settings.recipe)
+    wanted = settings.policy[number - 1].recipe
+    if wanted == OFF:
+        return None, f"the policy says off (rule {number})"
+    recipe, reason = _asked(call, settings, wanted)
+    return recipe, f"{reason} (rule {number} of the policy)"
+
+
+def _fits(call: Call, rule: Rule, settings: Settings) -> bool:
+    """Whether `rule` is about `call`. A dynamic length is asked for last: the answer is a guard."""
+    q, (first, last) = value_of(call.q), rule.length
+    return (
+        fits_module(_module(call.node), rule)
+        and (not rule.head_dim or int(q.shape[3]) in rule.head_dim)
+        and (first is None or _at_least(q.shape[2], first, settings))
+        and (last is None or not _at_least(q.shape[2], last + 1, settings))
+    )
+
+
+def fits_module(module: str, rule: Rule) -> bool:
+    """Whether `rule` is about calls that `module` makes."""
+    layer, (first, last) = layer_of(module), rule.layer
+    if layer is None and rule.layer != (None, None):
+        return False
+    return (
+        fnmatch.fnmatchcase(module, rule.module)
+        and (first is None or layer >= first)
+        and (last is None or layer <= last)
+    )
+
+
+def layer_of(module: str) -> int | None:
+    """The first number in a path: 3 of ``decoder.layers.3.attn``."""
+    return next((int(name) for name in module.split(".") if name.isdecimal()), None)
+
+
+def _asked(call: Call, settings: Settings, wanted: str) -> tuple[str | None, str]:
+    """`_recipe`, where a recipe is asked for."""
+    if wanted == OFF:
+        return None, "the recipe is 'off'"
+    q = value_of(call.q)
     if q.device.type == "cpu":
         if not settings.emulate:
             return None, "on CPU attention stays as it was (sage.emulate=True studies the accuracy)"
-        return "sage2-8b" if settings.recipe == AUTO else settings.recipe, "emulated"
+        return "sage2-8b" if wanted == AUTO else wanted, "emulated"
 
-    capability = tiles.capability(q.device)
-    head_dim = max(int(q.shape[3]), int(v.shape[3]))  # a dynamic head_dim is specialised
-    if settings.recipe != AUTO:
-        return _on_gpu(call, settings, settings.recipe, capability, head_dim)
     refused = {}  # each reason once, in order
-    for recipe in candidates(capability, head_dim, _kind(call), settings.portable):
-        taken, reason = _on_gpu(call, settings, recipe, capability, head_dim)
+    for recipe in autos(call, settings.portable) if wanted == AUTO else (wanted,):
+        taken, reason = _on_gpu(call, settings, recipe)
         if taken is not None:
             return taken, reason
         refused[reason] = None
@@ -155,13 +211,19 @@ def _recipe(call: Call, settings: Settings) -> tuple[str | None, str]:
 
 def _left_behind(call: Call, recipe: str) -> str:
     """What the reason says of a package's call that a kernel which does not travel runs faster."""
-    q, v, masked = value_of(call.q), value_of(call.v), call.attn_mask is not None
-    head_dim = max(int(q.shape[3]), int(v.shape[3]))
-    args = q.device, recipes.NAMED[recipe], head_dim, masked
+    device, masked = value_of(call.q).device, call.attn_mask is not None
+    args = device, recipes.NAMED[recipe], _head_dim(call), masked
     if kernel(*args, portable=False) == kernel(*args, portable=True):
         return ""
-    sm = "sm_{}{}".format(*tiles.capability(q.device))
+    sm = "sm_{}{}".format(*tiles.capability(device))
     return f"; by the portable kernel: {sm}'s faster one cannot travel in a package"
+
+
+def autos(call: Call, portable: bool) -> tuple[str, ...]:
+    """What "auto" may become for `call`; on CPU, what it may on the GPU that was measured."""
+    device = value_of(call.q).device
+    capability = tiles.capability(device) if device.type == "cuda" else MEASURED
+    return candidates(capability, _head_dim(call), _kind(call), portable)
 
 
 def candidates(
@@ -178,7 +240,8 @@ def candidates(
     return ("sage2-8b",)
 
 
-def _on_gpu(call, settings, recipe, capability, head_dim) -> tuple[str | None, str]:
+def _on_gpu(call: Call, settings: Settings, recipe: str) -> tuple[str | None, str]:
+    capability, head_dim = tiles.capability(value_of(call.q).device), _head_dim(call)
     try:
         r = recipes.NAMED[recipe]
         tiles.tile(capability, r.qk, r.pv, head_dim, call.attn_mask is not None)
@@ -210,6 +273,11 @@ def _never_slower(call, settings, recipe, capability, head_dim) -> tuple[str | N
     if not all(_at_least(x.shape[2], shortest, settings) for x in (q, k)):
         return None, f"never slower: {what} wins from N={shortest} (sage.force=True overrides)"
     return recipe, f"N >= {shortest}"
+
+
+def _head_dim(call: Call) -> int:
+    """The wider of k's and v's; a dynamic one is specialised."""
+    return max(int(value_of(call.q).shape[3]), int(value_of(call.v).shape[3]))
 
 
 def _kind(call: Call) -> str:

@@ -2,17 +2,22 @@
 
 from sage_inductor import config
 from sage_inductor.backend import SageOptionError, SageRefused, explain, sage_backend
+from sage_inductor.diagnose import Diagnosis, diagnose
 from sage_inductor.export import aoti_compile_and_package, rewrite
 from sage_inductor.ops.recipe import VERSION as __version__
+from sage_inductor.policy import Policy
 from sage_inductor.report import Report, report
 
 __all__ = [
+    "Diagnosis",
+    "Policy",
     "Report",
     "SageOptionError",
     "SageRefused",
     "__version__",
     "aoti_compile_and_package",
     "config",
+    "diagnose",
     "explain",
     "report",
     "rewrite",

@@ -19,6 +19,7 @@ import triton
 import sage_inductor
 from sage_inductor import demo as demo_model
 from sage_inductor import tune as tuning
+from sage_inductor.diagnose import compare
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops import tiles
 from sage_inductor.ops.reference import HEAD_DIMS, attention_exact
@@ -140,7 +141,7 @@ def _probe(device, recipe: recipes.Recipe, head_dim: int, kind: str) -> tuple[st
         out, _ = torch.ops.sage.sdpa(
             q, k, v, padding, [], None, right, False, scale, recipe.encode(), True, False
         )
-        error = demo_model.compare(out, attention_exact(q, k, v, scale, padding, right=right)[0])
+        error = compare(out, attention_exact(q, k, v, scale, padding, right=right)[0])
     except Exception as exception:  # whatever a driver or a compiler makes of it is the finding
         return f"FAILED: {type(exception).__name__}: {str(exception).partition(chr(10))[0]}", False
     right = error["relative L1"] <= WRONG  # also False for NaN
@@ -260,7 +261,7 @@ def demo(recipe: str, size: int | None, layers: int, force: bool) -> int:
     exact = outputs.pop("exact attention, float32")
     print(f"\n{'the output, against exact attention':40}CosSim     relative L1  RMSE")
     for name, output in outputs.items():
-        found = demo_model.compare(output, exact)
+        found = compare(output, exact)
         print(f"{name.removesuffix(' (first call: compiles)'):40}", end="")
         print(f"{found['CosSim']:<11.6f}{found['relative L1']:<13.5f}{found['RMSE']:.5f}")
     if on_gpu:

@@ -18,9 +18,10 @@ from sage_inductor import config
 from sage_inductor import report as reports
 from sage_inductor.ops.recipe import source_tag
 from sage_inductor.patterns import Settings, Site, rewrite
+from sage_inductor.policy import Policy
 
 PREFIX = "sage."
-OPTIONS = ("recipe", "emulate", "force", "strict", "enabled", "mode")
+OPTIONS = ("recipe", "policy", "emulate", "force", "strict", "enabled", "mode")
 
 
 class _UserError(ShortenTraceback):
@@ -41,9 +42,10 @@ class SageRefused(_UserError):
 def sage_backend(gm: torch.fx.GraphModule, example_inputs, *, mode=None, options=None, **kwargs):
     """Inductor, with the attention calls of `gm` rewritten where that pays.
 
-    mode: Inductor's. options: Inductor's, beside ``sage.recipe``, ``sage.emulate``, ``sage.force``,
-    ``sage.strict``, ``sage.enabled`` (see sage_inductor/config.py) and ``sage.mode`` (Inductor's
-    mode, for use together with options, which torch.compile itself does not allow).
+    mode: Inductor's. options: Inductor's, beside ``sage.recipe``, ``sage.policy``,
+    ``sage.emulate``, ``sage.force``, ``sage.strict``, ``sage.enabled`` (see
+    sage_inductor/config.py) and ``sage.mode`` (Inductor's mode, for use together with options,
+    which torch.compile itself does not allow).
 
     Raises SageOptionError (a ValueError) for an unknown or ill-typed ``sage.`` option, and
     SageRefused under ``sage.strict``.
@@ -69,8 +71,13 @@ def settings(options: dict, **overrides) -> Settings:
     names = ("recipe", "emulate", "force", "strict")
     values = {name: options.get(name, getattr(config, name)) for name in names}
     if not options.get("enabled", True):
-        values["recipe"] = "off"
-    return Settings(**values, **overrides)
+        return Settings(**values | {"recipe": "off"}, **overrides)
+    path = options.get("policy", config.policy)
+    try:
+        rules = Policy.load(path).rules if path else ()
+    except ValueError as error:  # the file has changed since it was checked
+        raise SageOptionError(str(error)) from None
+    return Settings(**values, policy=rules, **overrides)
 
 
 def split_options(options: dict) -> tuple[dict, dict]:
@@ -106,15 +113,26 @@ def explain(model, *args, options: dict | None = None, **kwargs) -> reports.Repo
     """
     sites = []
 
-    def look(gm, example_inputs):
+    def see(gm: torch.fx.GraphModule) -> None:
         found = rewrite(gm, settings(split_options(options or {})[0]))
         sites.extend((str(CompileContext.current_compile_id()), site) for site in found)
+
+    run_graphs(see, model, args, kwargs)
+    return reports.Report(sites)
+
+
+def run_graphs(see, model, args: tuple, kwargs: dict) -> None:
+    """Run `model` once, op by op, with ``see(gm)`` called for each graph before it runs."""
+
+    def look(gm, example_inputs):
+        see(gm)
         return gm.forward
 
     torch._dynamo.reset()
-    torch.compile(model, backend=look)(*args, **kwargs)
-    torch._dynamo.reset()
-    return reports.Report(sites)
+    try:
+        torch.compile(model, backend=look)(*args, **kwargs)
+    finally:
+        torch._dynamo.reset()
 
 
 class SagePass(CustomGraphPass):

@@ -10,6 +10,7 @@ sage_inductor is imported).
 """
 
 import difflib
+import os
 import sys
 import types
 
@@ -29,6 +30,9 @@ strict: bool = Config(default=False, env_name_default="SAGE_INDUCTOR_STRICT")
 
 # Rewrite graphs compiled with backend="inductor" too, by a pass beside the user's own.
 enabled: bool = Config(default=False, env_name_default="SAGE_INDUCTOR_ENABLED")
+
+# The path of a file of rules: which recipe which attention call gets (sage_inductor/policy.py).
+policy: str = Config(default="", env_name_default="SAGE_INDUCTOR_POLICY")
 
 install_config_module(sys.modules[__name__])
 
@@ -66,6 +70,13 @@ def check(name: str, value, prefix: str = "sage_inductor.config.") -> None:
             raise ValueError(
                 f"{prefix}recipe must be one of {valid}, got {value!r}: did you mean {near[0]!r}?"
             )
+    elif name == "policy":
+        if not isinstance(value, (str, os.PathLike, type(None))):
+            raise ValueError(f"{prefix}policy must be a path, got {value!r}")
+        if value:
+            from sage_inductor.policy import Policy
+
+            Policy.load(value)
     elif not isinstance(value, bool):
         raise ValueError(f"{prefix}{name} must be True or False, got {value!r}")
 

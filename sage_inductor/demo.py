@@ -90,14 +90,3 @@ class Denoiser(nn.Module):
             x = block(x, condition, angles)
         x = F.layer_norm(x, x.shape[-1:])
         return self.patch_out(x.mT.unflatten(2, (side, side)))
-
-
-def compare(actual: Tensor, exact: Tensor) -> dict[str, float]:
-    """CosSim, relative L1 (sum |error| / sum |exact|) and RMSE."""
-    actual, exact = actual.double(), exact.double()
-    error = actual - exact
-    return {
-        "CosSim": ((actual * exact).sum() / (actual.norm() * exact.norm())).item(),
-        "relative L1": (error.abs().sum() / exact.abs().sum()).item(),
-        "RMSE": error.square().mean().sqrt().item(),
-    }

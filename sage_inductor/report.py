@@ -39,8 +39,7 @@ class Report(Sequence):
     def __str__(self):
         if not self:
             return "no attention call was seen: nothing was compiled, or no graph has one"
-        header = ("graph", "module", "call", "q", "k", "dtype", "mask", "recipe", "reason")
-        rows = [header]
+        rows = [("graph", "module", "call", "q", "k", "dtype", "mask", "recipe", "reason")]
         for graph, site in self._sites:
             q, k = (str(list(x)).replace("'", "") for x in (site.q, site.k))
             recipe = site.recipe or "-"
@@ -48,14 +47,18 @@ class Report(Sequence):
             rows.append(
                 (graph, where, site.spelling, q, k, site.dtype, site.mask, recipe, site.reason)
             )
-        widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-        rows.insert(1, tuple("-" * w for w in widths))
-        lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
-        lines.append(f"{len(self.rewritten)} of {len(self)} attention calls rewritten")
-        return "\n".join(line.rstrip() for line in lines)
+        return f"{table(rows)}\n{len(self.rewritten)} of {len(self)} attention calls rewritten"
 
     def __repr__(self):
         return f"<Report: {len(self.rewritten)} of {len(self)} attention calls rewritten>"
+
+
+def table(rows: list[tuple[str, ...]]) -> str:
+    """Aligned columns, a line under the first row."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [rows[0], tuple("-" * w for w in widths), *rows[1:]]
+    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in lines]
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def report() -> Report:

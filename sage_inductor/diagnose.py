@@ -1,0 +1,314 @@
+"""How far each recipe is from exact attention at each attention call of a model, and the policy
+that follows.
+
+    found = sage_inductor.diagnose(model, *example_inputs, path="policy.json")
+    print(found)
+    torch.compile(model, backend="sage", options={"sage.policy": "policy.json"})
+
+The model runs once, op by op and as it was. Before each attention call that ``sage::sdpa`` can
+stand for, a probe gets the call's own q, k, v and mask, and computes what exact attention gives
+and what each recipe does: no recipe's error reaches the next call.
+
+Shapes: B batch, H_q and H_kv heads, N_q and N_kv sequence, D head_dim (D_v of v).
+"""
+
+import collections
+import dataclasses
+import itertools
+import math
+import os
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sage_inductor.backend import run_graphs
+from sage_inductor.ops import tiles
+from sage_inductor.ops.mask import as_4d
+from sage_inductor.ops.recipe import NAMED
+from sage_inductor.ops.reference import attention_exact, masked
+from sage_inductor.patterns import Rule, Settings, Site, rewrite
+from sage_inductor.patterns.call import FULL, Band, Call
+from sage_inductor.patterns.decide import AUTO, OFF, autos, decide, fits_module, layer_of
+from sage_inductor.policy import Policy
+from sage_inductor.report import table
+
+# 8-bit q, k and v cost a relative L1 of 0.035 to 0.046 on normal inputs (README): a call above
+# this has something that its recipe does not cope with.
+TOLERANCE = 0.05
+SDPA = "sdpa"  # in the place of a recipe: scaled_dot_product_attention in the model's own dtype
+# Fastest first, where measured. sage2-8b-fp8qk is for devices where INT8 is slow: "auto" takes it.
+BY_SPEED = ("sage2-8b-rows", "sage2-8b", "accurate", "sage1")
+AT_ONCE = 1 << 24  # scores of exact attention: 128 MiB
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """The error of one recipe at one attention call; where that ran several times, at its worst.
+    Relative L1: sum |error| / sum |exact|."""
+
+    site: Site  # with the sizes it ran with
+    recipe: str  # or "sdpa": scaled_dot_product_attention in the model's own dtype
+    cos_sim: float
+    relative_l1: float
+    rmse: float
+    worst_head: tuple[int, float]  # head, its relative L1
+    worst_row: tuple[int, int, int, float]  # batch, head, row, its relative L1
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagnosis:
+    """What `diagnose` found. `print` it for a table and the policy."""
+
+    rows: tuple[Row, ...]  # worst relative L1 first
+    unmeasured: tuple[Site, ...]  # attention calls without rows; `reason` says why
+    suggested: dict[str, str]  # path of a module: the recipe of its calls, or "off"
+    tolerance: float
+
+    @property
+    def policy(self) -> Policy:
+        """The suggested recipes, in few rules."""
+        return Policy(_merged(self.suggested))
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write the policy where ``sage.policy`` finds it, with what was measured as a note."""
+        errors = collections.defaultdict(list)
+        for row in self.rows:
+            errors[row.site.module].append(f"{row.recipe} {row.relative_l1:.4g}")
+        note = {
+            "tolerance": self.tolerance,
+            "versions": tiles.versions(),
+            "relative L1": {module: ", ".join(each) for module, each in sorted(errors.items())},
+        }
+        self.policy.save(path, note)
+
+    def __str__(self):
+        rows = [
+            ("module", "call", "q", "k", "dtype", "mask", "recipe")
+            + ("CosSim", "relative L1", "RMSE", "worst head", "worst row")
+        ]
+        for row in self.rows:
+            site, (head, of_head), (*where, of_row) = row.site, row.worst_head, row.worst_row
+            q, k = str(list(site.q)), str(list(site.k))
+            rows.append(
+                (site.module or site.call, site.spelling, q, k, site.dtype, site.mask, row.recipe)
+                + (f"{row.cos_sim:.6f}", f"{row.relative_l1:.4g}", f"{row.rmse:.3g}")
+                + (f"{head}: {of_head:.3g}", f"{tuple(where)}: {of_row:.3g}")
+            )
+        lines = [table(rows)] if self.rows else []
+        for site in self.unmeasured:
+            lines.append(f"{site.module or site.call} ({site.spelling}): {site.reason}")
+        lines.append(f"the fastest recipes with a relative L1 of at most {self.tolerance}:")
+        return "\n".join(lines) + "\n" + self.policy.text()
+
+
+def diagnose(
+    model,
+    *args,
+    recipes: Sequence[str] | None = None,
+    path: str | os.PathLike | None = None,
+    tolerance: float = TOLERANCE,
+    **kwargs,
+) -> Diagnosis:
+    """Run ``model(*args, **kwargs)`` once and measure every recipe at every attention call.
+
+    recipes: names, without it all; only those are measured that run on the inputs' device (on CPU
+    every one, emulated). path: where to write the suggested policy. tolerance: the relative L1 up
+    to which a recipe is suggested. A module's calls get the fastest recipe that is within it at
+    each of them: "auto" if all that it may become there are (on CPU: on the GPU that was measured),
+    else a named one, else "off".
+
+    Gradients are off. The model's code, parameters and mode stay as they are, and what a forward
+    pass changes it changes. Dynamo's caches are reset. Memory beside the model's own: several times
+    [B, H_q, N_q, D_v] in float64 and, on CPU, ten times [B, H_q / H_kv, N_q, N_kv] in fp32.
+
+    Raises ValueError for unknown recipes, a tolerance that is not a positive number, or a model
+    that makes no attention call.
+    """
+    recipes = tuple(NAMED if recipes is None else recipes)
+    if not recipes or not set(recipes) <= NAMED.keys():
+        raise ValueError(f"diagnose: recipes must be of {tuple(NAMED)}, got {recipes}")
+    if not 0 < tolerance < math.inf:
+        raise ValueError(f"diagnose: tolerance must be a positive number, got {tolerance}")
+    probes, refused = [], []
+
+    def put(call: Call, site: Site, settings: Settings) -> None:
+        probes.append(_Probe(call, site, settings, recipes))
+
+    def see(gm: torch.fx.GraphModule) -> None:
+        sites = rewrite(gm, Settings(emulate=True, force=True), put)
+        refused.extend(site for site in sites if not site.rewritten)
+
+    with torch.no_grad():
+        run_graphs(see, model, args, kwargs)
+    if not probes and not refused:
+        raise ValueError("diagnose: the model must make an attention call, none was seen")
+    for probe in probes:
+        if not probe.rows:
+            reason = "was not run with these inputs"
+            refused.append(dataclasses.replace(probe.site, recipe=None, reason=reason))
+    rows = [row for probe in probes for row in probe.rows.values()]
+    rows.sort(key=lambda row: math.inf if math.isnan(row.relative_l1) else row.relative_l1)
+    found = Diagnosis(tuple(rows[::-1]), tuple(refused), _suggested(probes, tolerance), tolerance)
+    if path is not None:
+        found.save(path)
+    return found
+
+
+# -- measuring ----
+
+
+class _Probe:
+    """Measures an attention call whenever the graph is about to make it."""
+
+    def __init__(self, call: Call, site: Site, settings: Settings, recipes: tuple[str, ...]):
+        each = {name: dataclasses.replace(settings, recipe=name) for name in recipes}
+        self.recipes = [name for name in recipes if decide(call, each[name]).rewritten]
+        self.autos = autos(call, portable=False)
+        self.site, self.band, self.scale = site, call.band, call.scale
+        self.rows: dict[str, Row] = {}
+        call.emit.insert(self.measure, (call.q, call.k, call.v, call.attn_mask), None)
+
+    @torch.no_grad()
+    def measure(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None) -> None:
+        scale = float(q.shape[3] ** -0.5 if self.scale is None else self.scale)
+        inputs = q, k, v, attn_mask, self.band, scale
+        site = dataclasses.replace(self.site, q=tuple(q.shape), k=tuple(k.shape))
+        exact = _exact(*inputs)
+        for name in (SDPA, *self.recipes):
+            out = _sdpa(*inputs) if name == SDPA else _quantized(*inputs, NAMED[name].encode())
+            error = compare(out, exact)
+            row = Row(
+                site, name, error["CosSim"], error["relative L1"], error["RMSE"],
+                *_worst(out, exact),
+            )  # fmt: skip
+            before = self.rows.get(name)
+            if before is None or not row.relative_l1 <= before.relative_l1:  # NaN is worst
+                self.rows[name] = row
+
+
+def _exact(q, k, v, attn_mask, band: Band, scale: float) -> Tensor:
+    """Exact attention in float64, a part of the rows of one head at a time."""
+    (B, H, N_q, _), N_kv = q.shape, k.shape[2]
+    if attn_mask is not None:
+        attn_mask = as_4d(attn_mask).expand(B, H, N_q, N_kv)
+    left, right, bottom_right = dataclasses.astuple(band)
+    rows = max(1, AT_ONCE // (B * N_kv))
+    out = torch.empty(*q.shape[:3], v.shape[3], dtype=torch.float64, device=q.device)
+    for h, first in itertools.product(range(H), range(0, N_q, rows)):
+        part = slice(None), slice(h, h + 1), slice(first, first + rows)
+        kv = slice(None), slice(h // (H // k.shape[1]), h // (H // k.shape[1]) + 1)
+        at = first + (N_kv - N_q if bottom_right else 0)  # where row 0 of this part is
+        with torch.autocast(q.device.type, enabled=False):
+            out[part], _ = attention_exact(
+                q[part], k[kv], v[kv], scale, None if attn_mask is None else attn_mask[part],
+                None if left is None else left - at, None if right is None else right + at,
+            )  # fmt: skip
+    return out
+
+
+def _quantized(q, k, v, attn_mask, band: Band, scale: float, recipe: str) -> Tensor:
+    """``sage::sdpa``; a head of k at a time where it is emulated, which holds all scores."""
+    H_kv, G = k.shape[1], q.shape[1] // k.shape[1]
+    step = 1 if q.device.type == "cpu" else H_kv
+    outs = []
+    for h in range(0, H_kv, step):
+        heads, heads_kv = slice(h * G, (h + step) * G), slice(h, h + step)
+        mask = attn_mask
+        if mask is not None and as_4d(mask).shape[1] != 1:
+            mask = as_4d(mask)[:, heads]
+        out, _ = torch.ops.sage.sdpa(
+            q[:, heads], k[:, heads_kv], v[:, heads_kv], mask, [], *dataclasses.astuple(band),
+            scale, recipe, False, False,
+        )  # fmt: skip
+        outs.append(out)
+    return torch.cat(outs, 1)
+
+
+def _sdpa(q, k, v, attn_mask, band: Band, scale: float) -> Tensor:
+    if band != FULL:
+        none = q.new_zeros(q.shape[2], k.shape[2])
+        attn_mask = masked(none, attn_mask, *dataclasses.astuple(band))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask, scale=scale, enable_gqa=True)
+
+
+def compare(actual: Tensor, exact: Tensor) -> dict[str, float]:
+    """CosSim, relative L1 (sum |error| / sum |exact|) and RMSE."""
+    actual, exact = actual.double(), exact.double()
+    error = actual - exact
+    return {
+        "CosSim": ((actual * exact).sum() / (actual.norm() * exact.norm())).item(),
+        "relative L1": _ratio(error.abs().sum(), exact.abs().sum()).item(),
+        "RMSE": error.square().mean().sqrt().item(),
+    }
+
+
+def _worst(actual: Tensor, exact: Tensor) -> tuple[tuple, tuple]:
+    """The head and the row with the largest relative L1: (head, it), (batch, head, row, it)."""
+    error, size = (actual - exact).abs(), exact.abs()  # [B, H_q, N_q, D_v]
+    heads = _ratio(error.sum((0, 2, 3)), size.sum((0, 2, 3)))
+    rows = _ratio(error.sum(3), size.sum(3))
+    head = int(heads.argmax())
+    where = [int(i) for i in torch.unravel_index(rows.argmax(), rows.shape)]
+    return (head, heads[head].item()), (*where, rows[tuple(where)].item())
+
+
+def _ratio(error: Tensor, size: Tensor) -> Tensor:
+    return torch.where(error == 0, 0.0, error / size)  # rows that see nothing are 0
+
+
+# -- suggesting ----
+
+
+def _suggested(probes: list[_Probe], tolerance: float) -> dict[str, str]:
+    """The recipe of each measured module."""
+    modules = collections.defaultdict(list)
+    for probe in probes:
+        if probe.rows:
+            modules[probe.site.module].append(probe)
+
+    def serves(recipe: str, probe: _Probe) -> bool:
+        return recipe in probe.rows and probe.rows[recipe].relative_l1 <= tolerance
+
+    suggested = {}
+    for module, calls in modules.items():
+        if all(serves(recipe, probe) for probe in calls for recipe in probe.autos):
+            suggested[module] = AUTO
+        else:
+            serving = (r for r in BY_SPEED if all(serves(r, probe) for probe in calls))
+            suggested[module] = next(serving, OFF)
+    return suggested
+
+
+def _merged(suggested: dict[str, str]) -> tuple[Rule, ...]:
+    """Rules that give each module its recipe: what most get comes last, and before it the others,
+    together where all calls of one name ("*.cross_attention") or of neighbouring layers agree."""
+    if not suggested:
+        return ()
+    usual = collections.Counter(suggested.values()).most_common(1)[0][0]
+    others = {module: recipe for module, recipe in suggested.items() if recipe != usual}
+    names = {module.rpartition(".")[2]: None for module in others if "." in module}
+    rules = []
+    for shape in [*(Rule(usual, module=f"*.{name}") for name in names), *_layers(suggested)]:
+        inside = [module for module in suggested if fits_module(module, shape)]
+        recipes = {suggested[module] for module in inside}
+        if len(recipes) == 1 and sum(module in others for module in inside) > 1:
+            rules.append(dataclasses.replace(shape, recipe=recipes.pop()))
+            others = {module: r for module, r in others.items() if module not in inside}
+    rules += [Rule(recipe, module=module) for module, recipe in others.items()]
+    return (*rules, Rule(usual))
+
+
+def _layers(suggested: dict[str, str]) -> list[Rule]:
+    """A rule for each run of layers whose calls agree."""
+    layers = collections.defaultdict(set)
+    for module, recipe in suggested.items():
+        if layer_of(module) is not None:
+            layers[layer_of(module)].add(recipe)
+    rules = []
+    for recipes, run in itertools.groupby(sorted(layers), key=layers.get):
+        run = list(run)
+        if len(recipes) == 1:
+            rules.append(Rule(*recipes, layer=(run[0], run[-1])))
+    return rules

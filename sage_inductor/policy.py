@@ -1,0 +1,213 @@
+"""Which recipe each attention call gets: rules in a JSON file, the first that fits decides.
+
+    {
+      "version": 1,
+      "rules": [
+        {"module": "*.cross_attention", "recipe": "off"},
+        {"layer": [0, 3], "head_dim": [64, 128], "length": [4096, null], "recipe": "accurate"},
+        {"recipe": "auto"}
+      ]
+    }
+
+    torch.compile(model, backend="sage", options={"sage.policy": "policy.json"})
+
+A rule fits a call if each of its fields does; ranges are inclusive, null leaves a side open:
+
+    recipe      "auto", a recipe's name or "off": what the fitting calls ask for, in the place of
+                ``sage.recipe``, and with its meaning: below the measured crossover they stay SDPA
+    module      a glob of the path of the calling module within the compiled one: "layers.*.attn";
+                * also stands for dots. A call that no module makes has the path ""
+    layer       a number or [from, to], of the first number in that path
+    head_dim    a number or several, of q's
+    length      [from, to], of the rows of q. A dynamic length is guarded: each side of a bound gets
+                its own graph. An exported program is decided by its example's lengths
+    note        anything, not read; also beside "rules". ``sage_inductor.diagnose`` writes here what
+                it measured
+
+A call that no rule fits asks for ``sage.recipe``. The file is read when a graph is compiled: change
+it, and graphs compiled after `torch._dynamo.reset()` are its, whatever caches hold.
+"""
+
+import dataclasses
+import json
+import os
+import re
+
+from sage_inductor import config
+from sage_inductor.ops.reference import HEAD_DIMS
+from sage_inductor.patterns import Rule
+
+VERSION = 1
+FIELDS = tuple(field.name for field in dataclasses.fields(Rule))
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """Rules in order; the first that fits a call decides its recipe."""
+
+    rules: tuple[Rule, ...] = ()
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> "Policy":
+        """The policy in a file. Raises ValueError, ``file:line: reason``, if there is none."""
+        try:
+            with open(path, "rb") as file:
+                text = file.read().decode()
+            whole = _parse(text)
+        except OSError as error:
+            raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            line = error.object.count(b"\n", 0, error.start) + 1
+            raise ValueError(f"{path}:{line}: must be UTF-8, got {error.reason}") from None
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
+        try:
+            return cls(_rules(whole))
+        except _Invalid as error:
+            raise ValueError(f"{path}:{error.line}: {error}") from None
+
+    def save(self, path: str | os.PathLike, note=None) -> None:
+        """Write the file that `load` reads, with a `note`: any JSON."""
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(self.text(note))
+
+    def text(self, note=None) -> str:
+        rules = []
+        for rule in self.rules:
+            given = {f.name: getattr(rule, f.name) for f in dataclasses.fields(Rule)[1:]}
+            given = {name: x for name, x in given.items() if x != getattr(Rule, name)}
+            rules.append("\n    " + json.dumps(given | {"recipe": rule.recipe}))
+        whole = [f'"version": {VERSION}', f'"rules": [{",".join(rules)}\n  ]']
+        if note is not None:
+            whole.append('"note": ' + json.dumps(note, indent=2).replace("\n", "\n  "))
+        return "{\n  " + ",\n  ".join(whole) + "\n}\n"
+
+
+# -- what a file may say ----
+
+
+class _Invalid(ValueError):
+    def __init__(self, line: int, reason: str):
+        super().__init__(reason)
+        self.line = line
+
+
+def _rules(whole) -> tuple[Rule, ...]:
+    if not isinstance(whole.value, dict):
+        raise _Invalid(whole.line, 'a policy must be {"version": 1, "rules": [...]}')
+    _check_keys(whole, ("version", "rules", "note"), ("version", "rules"))
+    version, rules = whole.value["version"], whole.value["rules"]
+    if not _is_integer(version.value, 1, VERSION):
+        raise _Invalid(version.line, f"version must be {VERSION}, got {version.text}")
+    if not isinstance(rules.value, list):
+        raise _Invalid(rules.line, f"rules must be a list, got {rules.text}")
+    return tuple(_rule(number, rule) for number, rule in enumerate(rules.value, 1))
+
+
+def _rule(number: int, rule: "_Located") -> Rule:
+    try:
+        if not isinstance(rule.value, dict):
+            raise _Invalid(rule.line, f'must be {{"recipe": ..., ...}}, got {rule.text}')
+        _check_keys(rule, (*FIELDS, "note"), ("recipe",))
+        return Rule(
+            **{name: _field(name, rule.value[name]) for name in FIELDS if name in rule.value}
+        )
+    except _Invalid as error:
+        raise _Invalid(error.line, f"rule {number}: {error}") from None
+
+
+def _field(name: str, given: "_Located"):
+    """A field of Rule from what the file says."""
+    value = given.plain()
+    if name == "recipe":
+        try:
+            config.check(name, value, "")
+        except ValueError as error:
+            raise _Invalid(given.line, str(error)) from None
+        return value
+    if name == "module":
+        if not isinstance(value, str):
+            raise _Invalid(given.line, f"module must be a string, got {given.text}")
+        return value
+    if name == "head_dim":
+        several = value if isinstance(value, list) else [value]
+        if not several or not all(_is_integer(x, 1, HEAD_DIMS[-1]) for x in several):
+            what = f"head_dim must be a number of 1 to {HEAD_DIMS[-1]}, or a list of such"
+            raise _Invalid(given.line, f"{what}, got {given.text}")
+        return tuple(several)
+    least, one = (0, "a number or ") if name == "layer" else (1, "")
+    if name == "layer" and _is_integer(value, least):
+        return value, value
+    if not (
+        isinstance(value, list)
+        and len(value) == 2
+        and all(x is None or _is_integer(x, least) for x in value)
+    ):
+        what = f"{name} must be {one}[from, to], numbers from {least} on or null"
+        raise _Invalid(given.line, f"{what}, got {given.text}")
+    if None not in value and value[0] > value[1]:
+        raise _Invalid(given.line, f"{name} must not be an empty range, got {given.text}")
+    return tuple(value)
+
+
+def _check_keys(given: "_Located", valid: tuple[str, ...], needed: tuple[str, ...]) -> None:
+    for name, (line, count) in given.keys.items():
+        if name not in valid:
+            raise _Invalid(line, config.unknown(name, valid, ""))
+        if count > 1:
+            raise _Invalid(line, f"{name} is given {count} times")
+    for name in needed:
+        if name not in given.value:
+            raise _Invalid(given.line, f"{name} is missing")
+
+
+def _is_integer(x, least: int, most: float = float("inf")) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool) and least <= x <= most
+
+
+# -- JSON, with lines ----
+
+
+@dataclasses.dataclass
+class _Located:
+    value: object  # lists and objects hold _Located
+    line: int
+    text: str  # as the file has it, in one line
+    keys: dict[str, tuple[int, int]]  # of an object: line, and how often
+
+    def plain(self):
+        is_list = isinstance(self.value, list)
+        return [x.plain() for x in self.value] if is_list else self.value
+
+
+def _parse(text: str) -> _Located:
+    """JSON with the line of each value. Raises json.JSONDecodeError."""
+    json.loads(text)  # so that what follows need not look for mistakes
+    decoder, between = json.JSONDecoder(), re.compile(r"[\s,:]*")
+
+    def skip(at: int) -> int:
+        return between.match(text, at).end()
+
+    def line_of(at: int) -> int:
+        return text.count("\n", 0, at) + 1
+
+    def read(at: int) -> tuple[_Located, int]:
+        start, value, keys = at, {} if text[at] == "{" else [], {}
+        if text[start] not in "{[":
+            value, at = decoder.raw_decode(text, start)
+            return _Located(value, line_of(start), text[start:at], keys), at
+        at = skip(start + 1)
+        while text[at] not in "}]":
+            if text[start] == "{":
+                line = line_of(at)
+                name, at = decoder.raw_decode(text, at)
+                keys[name] = line, keys.get(name, (0, 0))[1] + 1
+                value[name], at = read(skip(at))
+            else:
+                item, at = read(at)
+                value.append(item)
+            at = skip(at)
+        source = " ".join(text[start : at + 1].split())
+        return _Located(value, line_of(start), source, keys), at + 1
+
+    return read(skip(0))[0]
