@@ -99,8 +99,10 @@ class Diagnosis:
         lines = [table(rows)] if self.rows else []
         for site in self.unmeasured:
             lines.append(f"{site.module or site.call} ({site.spelling}): {site.reason}")
-        lines.append(f"the fastest recipes with a relative L1 of at most {self.tolerance}:")
-        return "\n".join(lines) + "\n" + self.policy.text()
+        if self.suggested:
+            lines.append(f"the fastest recipes with a relative L1 of at most {self.tolerance}:")
+            lines.append(self.policy.text())
+        return "\n".join(lines)
 
 
 def diagnose(

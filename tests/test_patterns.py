@@ -21,7 +21,7 @@ from sage_inductor import patterns
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops import tiles
 from sage_inductor.ops.sdpa import compose
-from sage_inductor.patterns import Settings, masks, rewrite, share
+from sage_inductor.patterns import Rule, Settings, masks, rewrite, share
 from sage_inductor.patterns.call import Band
 
 EMULATE = Settings(emulate=True)
@@ -486,6 +486,9 @@ MASKS = {
 }
 
 
+AUTO_FROM_8192 = (Rule("sage1", head_dim=(64,)), Rule("auto", length=(8192, None)))
+
+
 def decide(
     shape, capability, monkeypatch, kind="full", requires_grad=False, D_v=None, **settings
 ):  # fmt: skip
@@ -566,9 +569,18 @@ def test_every_row_of_the_crossover_table_decides_at_its_length(monkeypatch):
         ((4, 32, 32, 16384, 128), (8, 6), {"force": True, "recipe": "sage2-8b"}, None,
          "no kernel for pv='fp8', head_dim=128 on compute capability"),
         ((4, 32, 32, 16384, 128), (7, 5), {"force": True}, None, "no kernel for pv='16bit'"),
+        ((4, 32, 32, 16384, 128), (9, 0), {"recipe": "off", "policy": AUTO_FROM_8192}, "sage2-8b-rows",
+         "^N >= 5120 .rule 2 of the policy.$"),
+        ((4, 32, 32, 8191, 128), (9, 0), {"recipe": "off", "policy": AUTO_FROM_8192}, None, "the recipe is 'off'"),
+        ((4, 32, 32, 4096, 128), (9, 0), {"policy": (Rule("auto"),)}, None, "never slower.*rule 1 of the policy"),
+        ((4, 32, 32, 16384, 128), (9, 0), {"policy": (Rule("accurate"),)}, None, "never slower: no length .*rule 1"),
+        ((4, 32, 32, 16, 128), (9, 0), {"policy": (Rule("accurate"),), "force": True}, "accurate", "forced .rule 1"),
+        ((4, 32, 32, 16384, 128), (9, 0), {"policy": (Rule("off"),), "force": True}, None, "the policy says off .rule 1."),
     ],
 )  # fmt: skip
-def test_what_auto_does_on_a_gpu(shape, capability, settings, recipe, reason, monkeypatch):
+def test_what_auto_and_policies_do_on_a_gpu(
+    shape, capability, settings, recipe, reason, monkeypatch
+):
     site = decide(shape, capability, monkeypatch, **settings)
     assert site.recipe == recipe and re.search(reason, site.reason), site.reason
 

@@ -1,0 +1,415 @@
+"""Policies: which rule fits which attention call, what a file may say, where its path comes from, and
+that no cache outlives a change of the file."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import sage_inductor
+from sage_inductor import Policy, SageOptionError, config
+from sage_inductor.backend import SagePass
+from sage_inductor.ops.recipe import NAMED
+from sage_inductor.patterns import Rule, Settings, rewrite
+
+EMULATE = {"sage.emulate": True}
+
+
+class Attend(torch.nn.Module):
+    def forward(self, q, k):
+        return F.scaled_dot_product_attention(q, k, k)
+
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attn, self.cross = Attend(), Attend()
+
+    def forward(self, x, context):
+        return self.cross(self.attn(x, x), context)
+
+
+class Model(torch.nn.Module):
+    """Attention calls by layers.0.attn, layers.0.cross, ..., pool, and one that no module makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Layer() for _ in range(3))
+        self.pool = Attend()
+
+    def forward(self, x, context):
+        for layer in self.layers:
+            x = layer(x, context)
+        narrow = x[..., :16]
+        x = torch.cat([narrow, self.pool(x[:, :, :1], x).expand_as(x)], -1)
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+INPUTS = torch.randn(1, 2, 40, 32), torch.randn(1, 2, 7, 32)
+MODULES = [f"layers.{i}.{name}" for i in range(3) for name in ("attn", "cross")] + ["pool", ""]
+SITES = [(m, 32, 40) for m in MODULES[:6]] + [("pool", 32, 1), ("", 48, 40)]  # and head_dim, N_q
+
+
+def written(tmp_path, *rules, text=None):
+    path = tmp_path / "policy.json"
+    path.write_text(text or json.dumps({"version": 1, "rules": rules}))
+    return str(path)
+
+
+def explain(path=None, **options):
+    options = EMULATE | {f"sage.{name}": value for name, value in options.items()}
+    if path is not None:
+        options["sage.policy"] = path
+    return sage_inductor.explain(Model(), *INPUTS, options=options)
+
+
+def process(program, cache, **environment) -> list[str]:
+    """The words that a program prints, in a process of its own."""
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), **environment}
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], env=env, capture_output=True, text=True
+    )
+    if result.returncode:
+        raise RuntimeError(result.stderr[-3000:])
+    return result.stdout.split()
+
+
+# -- matching ----
+
+
+@pytest.fixture(scope="module")
+def graph():
+    graphs = []
+
+    def keep(gm, example_inputs):
+        graphs.append(gm)
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(Model(), backend=keep, fullgraph=True)(*INPUTS)
+    return graphs[0]
+
+
+def fits(rule: Rule, module: str, head_dim: int, length: int) -> bool:
+    """What sage_inductor/policy.py says, said again."""
+    parts = re.split(r"([*?])", rule.module)
+    glob = "".join({"*": ".*", "?": "."}.get(part, re.escape(part)) for part in parts)
+    numbers = re.findall(r"(?:^|\.)(\d+)(?=\.|$)", module)
+    layers = range(
+        0 if rule.layer[0] is None else rule.layer[0],
+        1000 if rule.layer[1] is None else rule.layer[1] + 1,
+    )
+    lengths = range(rule.length[0] or 1, 10**6 if rule.length[1] is None else rule.length[1] + 1)
+    return (
+        re.fullmatch(glob, module) is not None
+        and (rule.layer == (None, None) or (numbers != [] and int(numbers[0]) in layers))
+        and (rule.head_dim == () or head_dim in rule.head_dim)
+        and length in lengths
+    )
+
+
+def ranges(least, most):
+    bound = st.none() | st.integers(least, most)
+    pairs = st.tuples(bound, bound)
+    return pairs.filter(lambda r: None in r or r[0] <= r[1])
+
+
+rules = st.builds(
+    Rule,
+    recipe=st.sampled_from(["auto", "off", *NAMED]),
+    module=st.sampled_from(["*", *MODULES, "layers.*", "*.cross", "layers.?.attn", "p*l", "*1*", "q"]),
+    layer=ranges(0, 3),
+    head_dim=st.sampled_from([(), (32,), (48,), (16, 64), (48, 32)]),
+    length=ranges(1, 41),
+)  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@given(policy=st.lists(rules, max_size=4), recipe=st.sampled_from(["auto", "off", "sage1"]))
+def test_the_first_rule_that_fits_decides_and_the_recipe_where_none_does(graph, policy, recipe):
+    wanted = Settings(emulate=True, recipe=recipe, policy=tuple(policy))
+    sites = rewrite(graph, wanted, put=lambda call, site, settings: None)
+    for node in graph.graph.nodes:  # decided, but not for the next example
+        node.meta.pop("sage", None)
+    assert [(s.module, s.q[3], s.q[2]) for s in sites] == SITES
+    for site, where in zip(sites, SITES):
+        number = next((i for i, rule in enumerate(policy, 1) if fits(rule, *where)), None)
+        asked = recipe if number is None else policy[number - 1].recipe
+        assert site.recipe == {"auto": "sage2-8b", "off": None}.get(asked, asked), site
+        assert re.findall(r"rule \d+", site.reason) == ([f"rule {number}"] if number else []), site
+
+
+@given(policy=st.lists(rules, max_size=4), note=st.none() | st.just({"a": ["b\n", 1.5]}))
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+def test_what_is_saved_is_loaded(tmp_path_factory, policy, note):
+    path = tmp_path_factory.mktemp("saved") / "policy.json"
+    Policy(tuple(policy)).save(path, note)
+    assert Policy.load(path) == Policy(tuple(policy))
+    assert json.loads(path.read_text()).get("note") == note
+
+
+def test_the_readmes_format_is_read(tmp_path):
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    text = re.search(r"```json\n(.*?)```", readme, re.S)
+    assert Policy.load(written(tmp_path, text=text[1])).rules == (
+        Rule("off", module="*.cross_attention"),
+        Rule("accurate", layer=(0, 3), head_dim=(64, 128), length=(4096, None)),
+        Rule("sage2-8b", layer=(5, 5), head_dim=(256,)),
+        Rule("auto"),
+    )
+
+
+def test_the_report_names_the_rule(tmp_path):
+    path = written(
+        tmp_path,
+        {"module": "*.cross", "recipe": "off"},
+        {"layer": 1, "recipe": "accurate"},
+        {"layer": [2, None], "length": [41, None], "recipe": "off"},
+    )
+    report = explain(path, recipe="sage1")
+    assert [(s.recipe, s.reason) for s in report] == [
+        ("sage1", "emulated"),
+        (None, "the policy says off (rule 1)"),
+        ("accurate", "emulated (rule 2 of the policy)"),
+        (None, "the policy says off (rule 1)"),
+        *[("sage1", "emulated"), (None, "the policy says off (rule 1)")],
+        *[("sage1", "emulated")] * 2,
+    ]
+
+
+def test_a_policy_does_not_make_a_call_what_it_cannot_be(tmp_path):
+    path = written(tmp_path, {"recipe": "sage1"})
+    q = torch.randn(1, 2, 8, 16)
+
+    def dropped(q):
+        return F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+
+    (site,) = sage_inductor.explain(dropped, q, options={**EMULATE, "sage.policy": path})
+    assert not site.rewritten and site.reason == "dropout_p must be 0, got 0.5"
+    report = explain(path, emulate=False)
+    assert not report.rewritten and "sage.emulate=True" in report[0].reason
+
+
+@torch.no_grad()
+def test_each_side_of_a_length_gets_its_own_graph(tmp_path):
+    path = written(tmp_path, {"length": [64, 127], "recipe": "off"}, {"recipe": "sage1"})
+    compiled = torch.compile(
+        Attend(), backend="sage", options={**EMULATE, "sage.policy": path}, dynamic=True
+    )
+    for N in (32, 40, 63, 64, 100, 127, 128, 500):
+        x = torch.randn(1, 2, N, 16)
+        exact = F.scaled_dot_product_attention(x, x, x)
+        assert (compiled(x, x) - exact).abs().max().item() < (1e-5 if 64 <= N < 128 else 0.5)
+        assert ((compiled(x, x) - exact).abs().max() > 1e-5) == (not 64 <= N < 128), N
+    assert [s.recipe for s in sage_inductor.report()] == ["sage1", None, "sage1"]
+
+
+# -- where the path comes from ----
+
+
+def test_options_before_the_config_before_none(tmp_path):
+    off, sage1 = (tmp_path / f"{name}.json" for name in ("off", "sage1"))
+    Policy((Rule("off"),)).save(off)
+    Policy((Rule("sage1"),)).save(sage1)
+    assert {s.recipe for s in explain()} == {"sage2-8b"}
+    with config.patch(policy=str(off)):
+        assert {s.recipe for s in explain()} == {None}
+        assert {s.recipe for s in explain(sage1)} == {"sage1"}
+        assert {s.recipe for s in explain("")} == {"sage2-8b"}
+        assert {s.recipe for s in explain(policy=None)} == {"sage2-8b"}
+    assert config.policy == ""
+
+
+def test_a_graph_that_is_opted_out_has_no_policy(tmp_path):
+    report = explain(written(tmp_path, {"recipe": "sage1"}), enabled=False)
+    assert {s.reason for s in report} == {"the recipe is 'off'"}
+
+
+def test_the_environment_sets_the_policy(tmp_path):
+    program = """
+        import torch, torch.nn.functional as F, sage_inductor
+        q = torch.randn(1, 2, 16, 32)
+        f = lambda options: sage_inductor.explain(lambda q: F.scaled_dot_product_attention(q, q, q), q,
+            options={"sage.emulate": True, **options})[0].recipe
+        print(sage_inductor.config.policy, f({}), f({"sage.policy": ""}))
+    """
+    path = written(tmp_path, {"recipe": "accurate"})
+    out = process(program, tmp_path, SAGE_INDUCTOR_POLICY=path)
+    assert out == [path, "accurate", "sage2-8b"]
+    path = written(tmp_path, {"recipe": "acurate"})
+    with pytest.raises(RuntimeError, match=re.escape(f"{path}:1: rule 1: recipe must be one of")):
+        process("import sage_inductor", tmp_path, SAGE_INDUCTOR_POLICY=path)
+
+
+@torch.no_grad()
+def test_exported_programs_are_decided_by_their_examples(tmp_path):
+    path = written(
+        tmp_path,
+        {"layer": 1, "recipe": "off"},
+        {"length": [40, 40], "recipe": "sage1"},
+        {"recipe": "accurate"},
+    )
+    N = torch.export.Dim("N", min=2, max=100)
+    shapes = {"x": {2: N}, "context": None}
+    program = torch.export.export(Model(), INPUTS, dynamic_shapes=shapes)
+    report = sage_inductor.rewrite(program, options={**EMULATE, "sage.policy": path})
+    assert [s.module for s in report] == MODULES
+    expected = ["sage1", "sage1", None, None, "sage1", "sage1", "accurate", "sage1"]
+    assert [s.recipe for s in report] == expected
+    x = torch.randn(1, 2, 33, 32)  # not a length that the rule names: the graph stays general
+    assert program.module()(x, INPUTS[1]).shape == (1, 2, 33, 48)
+
+
+# -- what a file may say ----
+
+INVALID = {  # text, line, reason
+    "nothing": ("", 1, "not JSON: Expecting value"),
+    "syntax": ('{"version": 1,\n "rules": [\n  {"recipe": "off",}\n]}', 3, "not JSON: "),
+    "not an object": ("\n[]", 2, 'a policy must be {"version": 1, "rules": [...]}'),
+    "no version": ('\n{"rules": []}', 2, "version is missing"),
+    "version": ('{\n"version": 2, "rules": []}', 2, "version must be 1, got 2"),
+    "version's type": ('{"version": true, "rules": []}', 1, "version must be 1, got true"),
+    "no rules": ('{"version": 1}', 1, "rules is missing"),
+    "rules' type": ('{"version": 1,\n\n"rules": {}}', 3, "rules must be a list, got {}"),
+    "key": ('{"version": 1,\n"rule": []}', 2, "rule does not exist: did you mean rules?"),
+    "twice": ('{"version": 1, "rules": [],\n"rules": []}', 2, "rules is given 2 times"),
+}
+RULES = {  # the rule's second line, reason
+    '"modul": "*"': "modul does not exist: did you mean module?",
+    '"recipe": "sage1"': "recipe is given 2 times",
+    '"module": 3': "module must be a string, got 3",
+    '"module": ["a", "b"]': 'module must be a string, got ["a", "b"]',
+    '"layer": "3"': 'layer must be a number or [from, to], numbers from 0 on or null, got "3"',
+    '"layer": -1': "layer must be a number or [from, to], numbers from 0 on or null, got -1",
+    '"layer": true': "layer must be a number or [from, to], numbers from 0 on or null, got true",
+    '"layer": null': "layer must be a number or [from, to], numbers from 0 on or null, got null",
+    '"layer": [1, 2, 3]': "layer must be a number or [from, to], numbers from 0 on or null, got [1, 2, 3]",
+    '"layer": [4, 3]': "layer must not be an empty range, got [4, 3]",
+    '"head_dim": 0': "head_dim must be a number of 1 to 256, or a list of such, got 0",
+    '"head_dim": []': "head_dim must be a number of 1 to 256, or a list of such, got []",
+    '"head_dim": [64, 1.5]': "head_dim must be a number of 1 to 256, or a list of such, got [64, 1.5]",
+    '"length": 64': "length must be [from, to], numbers from 1 on or null, got 64",
+    '"length": [0, 64]': "length must be [from, to], numbers from 1 on or null, got [0, 64]",
+    '"length": [128, 64]': "length must not be an empty range, got [128, 64]",
+}  # fmt: skip
+BEFORE = '{"version": 1, "rules": [\n{"recipe": "off", "note": "\\n}]{"},\n{"recipe": "off",\n'
+INVALID |= {own: (f"{BEFORE}{own}}}]}}", 4, f"rule 2: {reason}") for own, reason in RULES.items()}
+INVALID |= {
+    "no recipe": ('{"version": 1, "rules": [\n{"layer": 1}]}', 2, "rule 1: recipe is missing"),
+    "a rule's type": ('{"version": 1, "rules": [\n"off"]}', 2, 'rule 1: must be {"recipe": ..., ...}, got "off"'),
+    "recipe": ('{"version": 1, "rules": [\n{\n"recipe":\n"sage3"}]}', 4,
+               "rule 1: recipe must be one of ('auto', 'off', 'sage1', "),
+    "recipe's type": ('{"version": 1, "rules": [{"recipe": ["off"]}]}', 1, "rule 1: recipe must be one of"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", INVALID)
+def test_an_invalid_file_is_refused_with_line_and_reason(case, tmp_path):
+    text, line, reason = INVALID[case]
+    path = tmp_path / "policy.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="^" + re.escape(f"{path}:{line}: {reason}")):
+        Policy.load(path)
+
+
+def test_the_nearest_recipe_is_suggested(tmp_path):
+    path = written(tmp_path, {"recipe": "sage2-8b-row"})
+    with pytest.raises(ValueError, match="got 'sage2-8b-row': did you mean 'sage2-8b-rows'"):
+        Policy.load(path)
+
+
+def test_what_cannot_be_read_is_refused(tmp_path):
+    for path in (tmp_path / "none.json", tmp_path):
+        with pytest.raises(ValueError, match=re.escape(f"{path}: cannot be read: ")):
+            Policy.load(path)
+    path = tmp_path / "latin1.json"
+    path.write_bytes(b'{"version": 1,\n"rules": [], "note": "\xe9t\xe9"}')
+    with pytest.raises(ValueError, match=re.escape(f"{path}:2: must be UTF-8")):
+        Policy.load(path)
+
+
+def test_every_way_in_refuses_an_invalid_file(tmp_path):
+    path = written(tmp_path, {"recipe": "sage1", "heads": 3})
+    message = re.escape(f"{path}:1: rule 1: heads does not exist: did you mean head_dim?")
+    q = torch.randn(1, 2, 8, 16)
+    with pytest.raises(SageOptionError, match=message):
+        torch.compile(Attend(), backend="sage", options={"sage.policy": path})(q, q)
+    with pytest.raises(SageOptionError, match=message):
+        explain(path)
+    with pytest.raises(ValueError, match=message):
+        config.policy = path
+    with pytest.raises(SageOptionError, match="sage.policy must be a path, got 3"):
+        explain(3)
+    assert config.policy == ""
+
+
+def test_a_file_that_breaks_after_it_was_configured_is_the_compilations_error(tmp_path):
+    path = written(tmp_path, {"recipe": "sage1"})
+    q = torch.randn(1, 2, 8, 16)
+    with config.patch(policy=path):
+        written(tmp_path, text="{")
+        with pytest.raises(SageOptionError, match=re.escape(f"{path}:1: not JSON")):
+            torch.compile(Attend(), backend="sage")(q, q)
+
+
+# -- caches ----
+
+PROGRAM = """
+import torch, torch.nn.functional as F
+from torch._dynamo.utils import counters
+import sage_inductor
+torch.manual_seed(0)
+q, k, v = (torch.randn(1, 2, 64, 64) for _ in range(3))
+f = torch.compile(F.scaled_dot_product_attention, backend="sage",
+                  options={{"sage.emulate": True, "sage.policy": "{path}"}})
+out = f(q, k, v)
+print("hit" if counters["aot_autograd"]["autograd_cache_hit"] else "miss",
+      sage_inductor.report()[0].recipe, f"{{out.sum().item():.6f}}")
+"""
+
+
+def test_warm_caches_hit_with_the_same_file_and_miss_with_a_changed_one(tmp_path):
+    program = PROGRAM.format(path=written(tmp_path, {"recipe": "sage1"}))
+    sage1 = process(program, tmp_path)
+    assert sage1[:2] == ["miss", "sage1"]
+    written(tmp_path, {"recipe": "sage1", "note": "says the same"})
+    assert process(program, tmp_path) == ["hit", *sage1[1:]]
+    written(tmp_path, {"recipe": "accurate"})
+    accurate = process(program, tmp_path)
+    assert accurate[:2] == ["miss", "accurate"] and accurate[2] != sage1[2]
+
+
+def test_a_changed_file_is_read_anew_after_a_reset(tmp_path):
+    options = {**EMULATE, "sage.policy": written(tmp_path, {"recipe": "sage1"})}
+    x, outs = torch.randn(1, 2, 64, 64), {}
+    f = torch.compile(Attend(), backend="sage", options=options)
+    for recipe in ("sage1", "sage2-8b", "sage1"):
+        written(tmp_path, {"recipe": recipe})
+        torch._dynamo.reset()
+        out = f(x, x)
+        assert sage_inductor.report()[0].recipe == recipe
+        assert torch.equal(outs.setdefault(recipe, out), out)
+    assert not torch.equal(outs["sage1"], outs["sage2-8b"])
+
+
+def test_under_inductor_the_files_content_is_in_the_key(tmp_path):
+    path, x, outs, ids = written(tmp_path, {"recipe": "sage1"}), torch.randn(1, 2, 64, 64), {}, []
+    f = torch.compile(Attend(), backend="inductor")
+    for recipe in ("sage1", "sage2-8b", "sage1"):
+        written(tmp_path, {"recipe": recipe})
+        torch._dynamo.reset()
+        with config.patch(enabled=True, emulate=True, policy=path):
+            ids.append(SagePass().uuid())
+            out = f(x, x)
+        assert torch.equal(outs.setdefault(recipe, out), out)
+    assert not torch.equal(outs["sage1"], outs["sage2-8b"])
+    assert ids[0] == ids[2] != ids[1]
