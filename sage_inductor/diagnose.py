@@ -290,9 +290,11 @@ def _merged(suggested: dict[str, str]) -> tuple[Rule, ...]:
         return ()
     usual = collections.Counter(suggested.values()).most_common(1)[0][0]
     others = {module: recipe for module, recipe in suggested.items() if recipe != usual}
-    names = {module.rpartition(".")[2]: None for module in others if "." in module}
+    names = dict.fromkeys("*." + module.rpartition(".")[2] for module in others if "." in module)
+    shapes = [Rule(usual, module=name) for name in names]
+    shapes += [shape for name in ("*", *names) for shape in _layers(suggested, name)]
     rules = []
-    for shape in [*(Rule(usual, module=f"*.{name}") for name in names), *_layers(suggested)]:
+    for shape in shapes:
         inside = [module for module in suggested if fits_module(module, shape)]
         recipes = {suggested[module] for module in inside}
         if len(recipes) == 1 and sum(module in others for module in inside) > 1:
@@ -302,15 +304,15 @@ def _merged(suggested: dict[str, str]) -> tuple[Rule, ...]:
     return (*rules, Rule(usual))
 
 
-def _layers(suggested: dict[str, str]) -> list[Rule]:
-    """A rule for each run of layers whose calls agree."""
+def _layers(suggested: dict[str, str], name: str) -> list[Rule]:
+    """A rule for each run of layers whose calls of that name (a glob) agree."""
     layers = collections.defaultdict(set)
     for module, recipe in suggested.items():
-        if layer_of(module) is not None:
+        if layer_of(module) is not None and fits_module(module, Rule(recipe, module=name)):
             layers[layer_of(module)].add(recipe)
     rules = []
     for recipes, run in itertools.groupby(sorted(layers), key=layers.get):
         run = list(run)
         if len(recipes) == 1:
-            rules.append(Rule(*recipes, layer=(run[0], run[-1])))
+            rules.append(Rule(*recipes, module=name, layer=(run[0], run[-1])))
     return rules

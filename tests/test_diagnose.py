@@ -1,0 +1,387 @@
+"""What diagnose measures, against computations of its own; what it suggests; what it leaves alone."""
+
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.attention.bias import causal_lower_right
+
+import sage_inductor
+from sage_inductor import Policy, diagnose
+from sage_inductor.diagnose import BY_SPEED, TOLERANCE, _merged
+from sage_inductor.ops.recipe import NAMED
+from sage_inductor.patterns import Rule
+from sage_inductor.patterns.decide import fits_module
+
+sdpa = F.scaled_dot_product_attention
+
+
+class Attention(nn.Module):
+    """alter: what happens to q, k and v [B, H, N, D] before they meet."""
+
+    def __init__(self, alter=None, dim=64, heads=2):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.heads, self.alter = heads, alter
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = (8 * q, 2 * k, v) if self.alter is None else self.alter(8 * q, 2 * k, v)
+        return self.out(sdpa(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Transformer(nn.Module):
+    def __init__(self, *alter):
+        super().__init__()
+        self.layers = nn.ModuleList(Attention(each) for each in alter)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(F.layer_norm(x, x.shape[-1:]))
+        return x
+
+
+def with_an_outlier_channel(q, k, v):
+    """A channel of k that q does not look at, but that sets the scale of all others."""
+    k, q = k.clone(), q.clone()
+    k[..., 0], q[..., 0] = 3000 * k[..., 1], 0
+    return q, k, v
+
+
+def with_values_that_cancel(q, k, v):
+    """Keys looked at alike, of values +-10 that leave little: an 8-bit v does not."""
+    signs = 1 - 2 * (torch.arange(v.shape[2]) % 2)
+    return q / 100, k, v + 10 * signs[:, None]
+
+
+# -- what is suggested ----
+
+
+@torch.no_grad()
+def test_hostile_layers_are_found_and_get_what_copes(tmp_path):
+    hostile = {1: with_an_outlier_channel, 3: with_values_that_cancel}
+    model = Transformer(*(hostile.get(i) for i in range(6)))
+    x, path = torch.randn(2, 96, 64), tmp_path / "policy.json"
+    found = diagnose(model, x, path=path)
+
+    assert found.rows[0].site.module == "layers.1" and found.rows[0].relative_l1 > 0.2
+    errors = [row.relative_l1 for row in found.rows]
+    assert errors == sorted(errors, reverse=True)
+    expected = {f"layers.{i}": "auto" for i in range(6)}
+    expected |= {"layers.1": "off", "layers.3": "accurate"}
+    assert found.suggested == expected
+    of = {(row.site.module, row.recipe): row.relative_l1 for row in found.rows}
+    assert len(of) == len(found.rows) == 6 * (len(NAMED) + 1)
+    for module, recipe in expected.items():
+        tried = BY_SPEED[: BY_SPEED.index(recipe) + 1] if recipe in BY_SPEED else BY_SPEED
+        within = [of[module, each] <= TOLERANCE for each in tried]
+        assert within == [False] * (len(tried) - 1) + [recipe != "off"] or recipe == "auto"
+        assert of[module, "sdpa"] < 1e-5
+
+    policy = Policy.load(path)
+    assert policy == found.policy and policy.rules[-1] == Rule("auto") and len(policy.rules) == 3
+    note = json.loads(path.read_text())["note"]
+    assert note["tolerance"] == TOLERANCE
+    assert f"accurate {of['layers.3', 'accurate']:.4g}" in note["relative L1"]["layers.3"]
+
+    options = {"sage.emulate": True, "sage.policy": str(path)}
+    torch.compile(model, backend="sage", options=options, fullgraph=True)(x)
+    assert {s.module: s.recipe for s in sage_inductor.report()} == {
+        module: {"auto": "sage2-8b", "off": None}.get(recipe, recipe)
+        for module, recipe in expected.items()
+    }
+
+
+@torch.no_grad()
+def test_calls_that_agree_get_one_rule_and_the_table_shows_it():
+    found = diagnose(Transformer(None, None), torch.randn(1, 50, 64))
+    assert found.policy == Policy((Rule("auto"),))
+    lines = str(found).splitlines()
+    assert lines[0].split()[:3] == ["module", "call", "q"]
+    assert lines[2].split()[:2] == ["layers.0", "SDPA"] or lines[2].startswith("layers.1")
+    assert '{"recipe": "auto"}' in str(found) and not found.unmeasured
+    strict = diagnose(Transformer(None, None), torch.randn(1, 50, 64), tolerance=0.02)
+    assert strict.policy == Policy((Rule("accurate"),))
+    only = diagnose(Transformer(None), torch.randn(1, 50, 64), recipes=["sage1", "sage2-8b"])
+    assert {row.recipe for row in only.rows} == {"sdpa", "sage1", "sage2-8b"}
+    assert only.policy == Policy((Rule("sage2-8b"),))  # of "auto" not all was measured
+
+
+def test_a_nan_is_worse_than_any_error():
+    q, k, v = (torch.randn(1, 2, 40, 16) for _ in range(3))
+    v[0, 1, 3, 5] = math.nan
+    found = diagnose(sdpa, q, k, v)
+    assert math.isnan(found.rows[0].relative_l1) and found.rows[0].worst_head[0] == 1
+    assert found.policy == Policy((Rule("off"),))
+
+
+PATHS = [f"{stack}.{i}.{name}" for stack in ("encoder", "decoder") for i in range(4)
+         for name in ("attn", "cross")] + ["pool", "", "encoder.pool"]  # fmt: skip
+recipes = st.sampled_from(["auto", "off", "accurate"])
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@given(suggested=st.dictionaries(st.sampled_from(PATHS), recipes, min_size=1))
+def test_merged_rules_say_of_each_module_what_was_suggested(suggested):
+    rules = _merged(suggested)
+    for module, recipe in suggested.items():
+        assert next(r.recipe for r in rules if fits_module(module, r)) == recipe, rules
+    usual = max(map(list(suggested.values()).count, suggested.values()))
+    assert len(rules) <= 1 + len(suggested) - usual
+
+
+def test_neighbouring_layers_and_calls_of_one_name_share_a_rule():
+    of = {f"layers.{i}.attn": "off" if i in (0, 1, 2, 6) else "auto" for i in range(12)}
+    layers = Rule("off", layer=(0, 2)), Rule("off", module="layers.6.attn"), Rule("auto")
+    assert _merged(of) == layers
+    of |= {f"layers.{i}.cross": "accurate" for i in range(12)}
+    assert _merged(of) == (
+        Rule("off", module="*.attn", layer=(0, 2)),
+        Rule("auto", module="*.attn", layer=(3, 5)),
+        Rule("auto", module="*.attn", layer=(7, 11)),
+        Rule("off", module="layers.6.attn"),
+        Rule("accurate"),
+    )
+    of |= {f"layers.{i}.attn": "auto" for i in range(12)} | {"pool": "auto"}
+    assert _merged(of) == (Rule("accurate", module="*.cross"), Rule("auto"))
+
+
+# -- what is measured ----
+
+
+def exact_attention(q, k, v, hidden=None, added=None, scale=None):
+    """Float64, one query at a time."""
+    B, H, N, D = q.shape
+    out = torch.zeros(B, H, N, v.shape[3], dtype=torch.float64)
+    for b in range(B):
+        for h in range(H):
+            g = h // (H // k.shape[1])
+            for n in range(N):
+                s = (k[b, g].double() @ q[b, h, n].double()) * (D**-0.5 if scale is None else scale)
+                s = s if added is None else s + added[b, h, n].double()
+                s = s if hidden is None else s.masked_fill(hidden[b, h, n], -math.inf)
+                out[b, h, n] = s.softmax(0) @ v[b, g].double()
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_metrics_are_what_they_say(dtype):
+    q, k, v = (torch.randn(2, H, 30, 24).to(dtype) for H in (4, 2, 2))
+    found = diagnose(lambda *qkv: sdpa(*qkv, enable_gqa=True), q, k, v, recipes=["sage1"])
+    args = (q, k, v, None, [], None, None, False, 24**-0.5, NAMED["sage1"].encode(), False, False)
+    exact = exact_attention(q, k, v)
+    outs = {
+        "sage1": torch.ops.sage.sdpa(*args)[0].double(),
+        "sdpa": sdpa(q, k, v, enable_gqa=True).double(),
+    }
+    assert [row.recipe for row in found.rows] == ["sage1", "sdpa"]
+    for row in found.rows:
+        out = outs[row.recipe]
+        error = out - exact
+        close = {"rel": 1e-6, "abs": 1e-12}
+        assert row.cos_sim == pytest.approx(
+            F.cosine_similarity(out.ravel(), exact.ravel(), 0).item(), **close
+        )
+        assert row.relative_l1 == pytest.approx(
+            (error.abs().sum() / exact.abs().sum()).item(), **close
+        )
+        assert row.rmse == pytest.approx((error**2).mean().sqrt().item(), **close)
+        heads = [(error[:, h].abs().sum() / exact[:, h].abs().sum()).item() for h in range(4)]
+        assert row.worst_head == (heads.index(max(heads)), pytest.approx(max(heads), **close))
+        rows = {
+            (b, h, n): (error[b, h, n].abs().sum() / exact[b, h, n].abs().sum()).item()
+            for b in range(2) for h in range(4) for n in range(30)
+        }  # fmt: skip
+        where = max(rows, key=rows.get)
+        assert row.worst_row == (*where, pytest.approx(rows[where], **close))
+
+
+def test_what_is_compared_with_is_exact_not_sdpa(monkeypatch):
+    q, k, v = (torch.randn(1, 2, 40, 16) for _ in range(3))
+    right = {row.recipe: row.relative_l1 for row in diagnose(sdpa, q, k, v).rows}
+    assert 0 < right["sdpa"] < 1e-6
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, *a, **kw: torch.zeros_like(q))
+    # (The model has torch's own; what diagnose calls is the zeros.)
+    wrong = {row.recipe: row.relative_l1 for row in diagnose(sdpa, q, k, v).rows}
+    assert wrong == right | {"sdpa": 1.0}
+
+
+def padding(N_q, N_kv):
+    keep = torch.arange(N_kv) < torch.tensor([N_kv, N_kv // 2])[:, None]
+    return keep[:, None, None].expand(2, 1, 1, N_kv)
+
+
+def window(q, k, v):
+    i, j = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
+    return sdpa(q, k, v, attn_mask=(j <= i) & (j > i - 5))
+
+
+def by_hand(q, k, v):
+    scores = torch.einsum("bhnd,bhmd->bhnm", q, k) * 0.3
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    return scores.masked_fill(future, -math.inf).softmax(-1) @ v
+
+
+def lower_right(q, k, v):
+    return sdpa(q, k, v, causal_lower_right(q.shape[2], k.shape[2]))
+
+
+def rows_that_see_nothing(q, k, v):
+    return sdpa(q, k, v, attn_mask=torch.arange(q.shape[2])[:, None] > 3)
+
+
+BIAS = torch.randn(4, 33, 33)
+SITES = {  # function, (H_kv, N_kv, D_v), the mask that must be seen
+    "full": (sdpa, (4, 33, 16), "none"),
+    "cross": (sdpa, (4, 9, 24), "none"),
+    "scale": (lambda q, k, v: sdpa(q, k, v, scale=0.7), (4, 33, 16), "none"),
+    "gqa": (lambda q, k, v: sdpa(q, k, v, is_causal=True, enable_gqa=True), (2, 33, 16), "causal"),
+    "repeated": (lambda q, k, v: sdpa(q, *(x.repeat_interleave(4, 1) for x in (k, v))), (1, 33, 16), "none"),
+    "causal": (lambda q, k, v: sdpa(q, k, v, is_causal=True), (4, 50, 16), "causal"),
+    "lower right": (lower_right, (4, 50, 16), "causal, bottom right"),
+    "window": (window, (4, 33, 16), "window(4, 0)"),
+    "keys": (lambda q, k, v: sdpa(q, k, v, padding(33, 20)), (4, 20, 16), "bool[2, 1, 1, 20]"),
+    "bias": (lambda q, k, v: sdpa(q, k, v, BIAS), (4, 33, 16), "float32[4, 33, 33]"),
+    "nothing": (rows_that_see_nothing, (4, 33, 16), "bool[33, 1]"),
+    "by hand": (by_hand, (4, 33, 16), "causal"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("at_once", [1 << 24, 300], ids=["whole", "in parts"])
+@pytest.mark.parametrize("case", SITES)
+def test_every_kind_of_site_is_compared_with_what_it_computes(case, at_once, monkeypatch):
+    """In float64 the model itself is exact."""
+    function, (H_kv, N_kv, D_v), mask = SITES[case]
+    q, k, v = torch.randn(2, 4, 33, 16), *(torch.randn(2, H_kv, N_kv, D) for D in (16, D_v))
+    compared, compare = [], sage_inductor.diagnose.__globals__["compare"]
+
+    def spy(out, exact):
+        compared.append(exact)
+        return compare(out, exact)
+
+    monkeypatch.setitem(sage_inductor.diagnose.__globals__, "compare", spy)
+    monkeypatch.setitem(sage_inductor.diagnose.__globals__, "AT_ONCE", at_once)
+    found = diagnose(function, q, k, v)
+    expected = function(*(x.double() for x in (q, k, v))) if case != "bias" else sdpa(
+        q.double(), k.double(), v.double(), BIAS.double())  # fmt: skip
+    assert compared[0].dtype == torch.float64
+    torch.testing.assert_close(compared[0], expected, rtol=1e-9, atol=1e-9)
+    assert not found.unmeasured and {row.site.mask for row in found.rows} == {mask}
+    assert all(row.relative_l1 < (1e-5 if row.recipe == "sdpa" else 0.1) for row in found.rows)
+    assert all(row.worst_row[-1] < 1 for row in found.rows), "rows of nothing are 0, and right"
+
+
+def test_modules_of_torch_are_measured():
+    x = torch.randn(2, 20, 32)
+    encoder = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True).eval()
+    attention = nn.MultiheadAttention(32, 2, batch_first=True)
+    for model, spelling in (
+        (nn.ModuleList([encoder]), "nn.TransformerEncoderLayer"),
+        (nn.ModuleList([attention]), "nn.MultiheadAttention"),
+    ):
+        layer = model[0]
+        args = (x,) if layer is encoder else (x, x, x)
+        found = diagnose(lambda *a, layer=layer: layer(*a)[0], *args)
+        assert {row.site.spelling for row in found.rows} == {spelling}
+        assert {row.site.q for row in found.rows} == {(2, 2, 20, 16)}
+        assert all(row.relative_l1 < 0.1 for row in found.rows)
+
+
+def test_under_autocast_sdpas_row_has_its_dtypes_error():
+    with torch.autocast("cpu", torch.bfloat16):
+        found = diagnose(Transformer(None), torch.randn(1, 40, 64))
+    assert {row.site.dtype for row in found.rows} == {"bfloat16"}
+    (floor,) = (row for row in found.rows if row.recipe == "sdpa")
+    assert 1e-4 < floor.relative_l1 < 0.01
+
+
+def test_a_call_that_runs_several_times_is_shown_at_its_worst():
+    class Shared(nn.Module):
+        def forward(self, x, gain):
+            return sdpa(x, gain * x, x)
+
+    layer, x = Shared(), torch.randn(1, 2, 40, 16)
+
+    def model(order):
+        for gain in order:
+            torch._dynamo.graph_break()
+            layer(x, torch.tensor(gain))
+
+    alone = {
+        g: {r.recipe: r.relative_l1 for r in diagnose(layer, x, torch.tensor(g)).rows}
+        for g in (0.1, 4.0)
+    }
+    for order in ((0.1, 4.0), (4.0, 0.1)):
+        for row in diagnose(model, order).rows:
+            assert row.relative_l1 == max(alone[g][row.recipe] for g in order)
+
+
+# -- what is not ----
+
+
+def test_calls_that_cannot_be_quantized_are_listed_with_the_reason():
+    def model(q):
+        return sdpa(q, q, q) + sdpa(q, q, q, dropout_p=0.5)
+
+    found = diagnose(model, torch.randn(1, 2, 20, 16))
+    assert [site.reason for site in found.unmeasured] == ["dropout_p must be 0, got 0.5"]
+    assert len(found.rows) == len(NAMED) + 1 and "dropout_p must be 0" in str(found)
+
+
+def test_a_branch_that_is_not_taken_is_listed():
+    def model(q):
+        return torch.cond(q.sum() > 1e9, lambda q: sdpa(q, q, q), lambda q: q + 0, (q,))
+
+    found = diagnose(model, torch.randn(1, 2, 20, 16))
+    assert not found.rows and not found.suggested and found.policy == Policy()
+    assert [site.reason for site in found.unmeasured] == ["was not run with these inputs"]
+
+
+def test_mistakes_are_refused():
+    q = torch.randn(1, 2, 8, 16)
+    with pytest.raises(ValueError, match="must make an attention call"):
+        diagnose(nn.Linear(16, 16), q)
+    for wrong in (["sage3"], [], ["sage1", "auto"]):
+        with pytest.raises(ValueError, match="recipes must be of .*'sage2-8b'.*got"):
+            diagnose(sdpa, q, q, q, recipes=wrong)
+    for wrong in (0, -1, math.nan, math.inf):
+        with pytest.raises(ValueError, match="tolerance must be a positive number, got"):
+            diagnose(sdpa, q, q, q, tolerance=wrong)
+
+
+def test_the_model_and_dynamo_are_left_as_they_were():
+    model, x = Transformer(None, with_an_outlier_channel), torch.randn(1, 30, 64)
+    called = []
+    model.layers[0].register_forward_hook(lambda *args: called.append(1))
+    model.layers[1].eval()
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    hooks, modes = len(model.layers[0]._forward_hooks), [m.training for m in model.modules()]
+    expected = model(x)
+    called.clear()
+    found = diagnose(model, x)
+    assert len(called) == 1, "one run"
+    assert len(found.rows) == 2 * (len(NAMED) + 1) and torch.is_grad_enabled()
+    assert [m.training for m in model.modules()] == modes
+    assert len(model.layers[0]._forward_hooks) == hooks
+    assert all(torch.equal(before[name], x) for name, x in model.state_dict().items())
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+    assert torch.equal(model(x), expected) and len(sage_inductor.report()) == 0
+    compiled = torch.compile(model, backend="eager")  # no probe is left in what Dynamo remembers
+    assert torch.equal(compiled(x), expected)
+
+
+def test_dynamo_is_reset_when_the_model_raises():
+    def model(q):
+        q = sdpa(q, q, q)
+        torch._dynamo.graph_break()
+        raise RuntimeError("in the model")
+
+    q = torch.randn(1, 2, 8, 16)
+    with pytest.raises(RuntimeError, match="in the model"):
+        diagnose(model, q)
+    assert torch.is_grad_enabled() and not torch._dynamo.eval_frame.cached_backends
