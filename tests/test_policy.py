@@ -208,8 +208,7 @@ def test_each_side_of_a_length_gets_its_own_graph(tmp_path):
     for N in (32, 40, 63, 64, 100, 127, 128, 500):
         x = torch.randn(1, 2, N, 16)
         exact = F.scaled_dot_product_attention(x, x, x)
-        assert (compiled(x, x) - exact).abs().max().item() < (1e-5 if 64 <= N < 128 else 0.5)
-        assert ((compiled(x, x) - exact).abs().max() > 1e-5) == (not 64 <= N < 128), N
+        assert ((compiled(x, x) - exact).abs().max() < 1e-5) == (64 <= N < 128), N
     assert [s.recipe for s in sage_inductor.report()] == ["sage1", None, "sage1"]
 
 
