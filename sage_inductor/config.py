@@ -19,6 +19,9 @@ from torch.utils._config_module import Config, install_config_module
 # How attention calls are quantized: "auto" (by device), a recipe's name, or "off".
 recipe: str = Config(default="auto", env_name_default="SAGE_INDUCTOR_RECIPE")
 
+# The path of a file of rules: which recipe which attention call gets (sage_inductor/policy.py).
+policy: str = Config(default="", env_name_default="SAGE_INDUCTOR_POLICY")
+
 # Run the recipes' bit-faithful emulation where there is no kernel (CPU), whatever the length.
 emulate: bool = Config(default=False, env_name_default="SAGE_INDUCTOR_EMULATE")
 
@@ -30,9 +33,6 @@ strict: bool = Config(default=False, env_name_default="SAGE_INDUCTOR_STRICT")
 
 # Rewrite graphs compiled with backend="inductor" too, by a pass beside the user's own.
 enabled: bool = Config(default=False, env_name_default="SAGE_INDUCTOR_ENABLED")
-
-# The path of a file of rules: which recipe which attention call gets (sage_inductor/policy.py).
-policy: str = Config(default="", env_name_default="SAGE_INDUCTOR_POLICY")
 
 install_config_module(sys.modules[__name__])
 

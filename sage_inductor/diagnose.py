@@ -1,8 +1,7 @@
 """How far each recipe is from exact attention at each attention call of a model, and the policy
 that follows.
 
-    found = sage_inductor.diagnose(model, *example_inputs, path="policy.json")
-    print(found)
+    found = sage_inductor.diagnose(model, *example_inputs, path="policy.json")  # print(found)
     torch.compile(model, backend="sage", options={"sage.policy": "policy.json"})
 
 The model runs once, op by op and as it was. Before each attention call that ``sage::sdpa`` can
