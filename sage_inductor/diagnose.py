@@ -134,12 +134,15 @@ def diagnose(
         raise ValueError(f"diagnose: tolerance must be a positive number, got {tolerance}")
     probes, refused = [], []
 
-    def put(call: Call, site: Site, settings: Settings) -> None:
-        probes.append(_Probe(call, site, settings, recipes))
-
     def see(gm: torch.fx.GraphModule) -> None:
-        sites = rewrite(gm, Settings(emulate=True, force=True), put)
+        calls = []
+        sites = rewrite(gm, Settings(emulate=True, force=True), lambda *each: calls.append(each))
         refused.extend(site for site in sites if not site.rewritten)
+        # Not before: to the proofs of masks a probe is a call that may write to them.
+        probes.extend(_Probe(*each, recipes) for each in calls)
+        for module in gm.modules():
+            if isinstance(module, torch.fx.GraphModule):
+                module.recompile()
 
     with torch.no_grad():
         run_graphs(see, model, args, kwargs)

@@ -277,6 +277,21 @@ def test_every_kind_of_site_is_compared_with_what_it_computes(case, at_once, mon
     assert all(row.worst_row[-1] < 1 for row in found.rows), "rows of nothing are 0, and right"
 
 
+def test_masks_are_recognised_as_the_pass_recognises_them():
+    """In every layer: a probe in one layer's graph is nothing to another's proof."""
+
+    def model(q, k, v):
+        mask = torch.ones(33, 33, dtype=torch.bool).tril() & padding(33, 33)
+        return sdpa(sdpa(q, k, v, mask), k, v, mask)
+
+    inputs = [torch.randn(2, 4, 33, 16) for _ in range(3)]
+    masks = [site.mask for site in sage_inductor.explain(model, *inputs)]
+    assert masks == ["causal + bool[2, 1, 1, 33]"] * 2
+    found = diagnose(model, *inputs, recipes=["sage1"])
+    assert {row.site.mask for row in found.rows} == set(masks)
+    assert len({row.site.call for row in found.rows}) == 2
+
+
 def test_modules_of_torch_are_measured():
     x = torch.randn(2, 20, 32)
     encoder = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True).eval()
