@@ -55,6 +55,11 @@ class Row:
     worst_head: tuple[int, float]  # head, its relative L1
     worst_row: tuple[int, int, int, float]  # batch, head, row, its relative L1
 
+    @property
+    def badness(self) -> float:
+        """The relative L1, by which rows are compared: nothing is worse than NaN."""
+        return math.inf if math.isnan(self.relative_l1) else self.relative_l1
+
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
@@ -117,8 +122,8 @@ def diagnose(
     recipes: names, without it all; only those are measured that run on the inputs' device (on CPU
     every one, emulated). path: where to write the suggested policy. tolerance: the relative L1 up
     to which a recipe is suggested. A module's calls get the fastest recipe that is within it at
-    each of them: "auto" if all that it may become there are (on CPU: on the GPU that was measured),
-    else a named one, else "off".
+    each of them: "auto" if all that it may become there are (on CPU: that it may become on the GPU
+    that was measured), else a named one, else "off".
 
     Gradients are off. The model's code, parameters and mode stay as they are, and what a forward
     pass changes it changes. Dynamo's caches are reset. Memory beside the model's own: several times
@@ -153,8 +158,8 @@ def diagnose(
             reason = "was not run with these inputs"
             refused.append(dataclasses.replace(probe.site, recipe=None, reason=reason))
     rows = [row for probe in probes for row in probe.rows.values()]
-    rows.sort(key=lambda row: math.inf if math.isnan(row.relative_l1) else row.relative_l1)
-    found = Diagnosis(tuple(rows[::-1]), tuple(refused), _suggested(probes, tolerance), tolerance)
+    rows = tuple(sorted(rows, key=lambda row: -row.badness))
+    found = Diagnosis(rows, tuple(refused), _suggested(probes, tolerance), tolerance)
     if path is not None:
         found.save(path)
     return found
@@ -187,9 +192,7 @@ class _Probe:
                 site, name, error["CosSim"], error["relative L1"], error["RMSE"],
                 *_worst(out, exact),
             )  # fmt: skip
-            before = self.rows.get(name)
-            if before is None or not row.relative_l1 <= before.relative_l1:  # NaN is worst
-                self.rows[name] = row
+            self.rows[name] = max(self.rows.get(name, row), row, key=lambda row: row.badness)
 
 
 def _exact(q, k, v, attn_mask, band: Band, scale: float) -> Tensor:

@@ -335,6 +335,18 @@ def test_a_call_that_runs_several_times_is_shown_at_its_worst():
     for order in ((0.1, 4.0), (4.0, 0.1)):
         for row in diagnose(model, order).rows:
             assert row.relative_l1 == max(alone[g][row.recipe] for g in order)
+    for order in ((math.nan, 4.0), (4.0, math.nan)):
+        assert all(math.isnan(row.relative_l1) for row in diagnose(model, order).rows)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_its_kernels_are_measured():
+    qkv = [torch.randn(1, 4, 300, 64).bfloat16() for _ in range(3)]
+    emulated = {row.recipe: row.relative_l1 for row in diagnose(sdpa, *qkv).rows}
+    found = diagnose(sdpa, *(x.cuda() for x in qkv))
+    assert len(found.rows) > 2 and not found.unmeasured
+    for row in found.rows:
+        assert row.relative_l1 == pytest.approx(emulated[row.recipe], rel=0.1)
 
 
 # -- what is not ----
