@@ -72,6 +72,7 @@ class Policy:
             file.write(self.text(note))
 
     def text(self, note=None) -> str:
+        """What `save` writes: a line for each rule."""
         rules = []
         for rule in self.rules:
             given = {f.name: getattr(rule, f.name) for f in dataclasses.fields(Rule)[1:]}
@@ -92,7 +93,7 @@ class _Invalid(ValueError):
         self.line = line
 
 
-def _rules(whole) -> tuple[Rule, ...]:
+def _rules(whole: "_Located") -> tuple[Rule, ...]:
     if not isinstance(whole.value, dict):
         raise _Invalid(whole.line, 'a policy must be {"version": 1, "rules": [...]}')
     _check_keys(whole, ("version", "rules", "note"), ("version", "rules"))
