@@ -1,6 +1,9 @@
 """The bench's own parts that need no GPU: masks, the exact reference, and the crossover summary."""
 
+import dataclasses
+import functools
 import itertools
+import json
 import math
 import sys
 from pathlib import Path
@@ -13,12 +16,16 @@ BENCH = Path(__file__).parent.parent / "bench"
 sys.path.insert(0, str(BENCH))
 
 import attention as bench  # noqa: E402
+import blocks  # noqa: E402
 import compile_time  # noqa: E402
+import fusion  # noqa: E402
 import measure  # noqa: E402
+import model as whole  # noqa: E402
 import plot  # noqa: E402
 import preparation  # noqa: E402
 import providers  # noqa: E402
 from cases import MASKS, PLANS, Case  # noqa: E402
+from torch.nn.attention import SDPBackend  # noqa: E402
 
 from sage_inductor import report  # noqa: E402
 from sage_inductor.ops.tiles import Tile  # noqa: E402
@@ -169,6 +176,204 @@ def test_steps_of_the_preparation_are_what_prepare_does(monkeypatch):
         preparation.check("sage2-8b-rows", CPU)
     found = preparation.row(case, "prepare", {"ms": 5.0}, 1.0, 10**9)
     assert (found["floor_ms"], found["ratio"], found["tb_s"]) == (2.5, 2.0, 2.0)
+
+
+# -- whole blocks, and what preparation adds to a graph ----
+
+
+def tiny(name):
+    m = blocks.MODELS[name]
+    heads = {"H_q": 4, "H_kv": 4 * m.H_kv // m.H_q}
+    return dataclasses.replace(m, B=1, **heads, N=192, D=64, mlp=256, text=m.text and 32)
+
+
+BLOCKS = {type_: name for name, type_ in ((m.name, m.block) for m in blocks.MODELS.values())}
+
+
+@pytest.mark.parametrize("name", BLOCKS.values())
+def test_a_block_is_rewritten_and_near_eager(name, monkeypatch):
+    """And whose attention is not its own, is not near: the bound sees what the rewrite can break."""
+    m = tiny(name)
+    block, given = blocks.draw(m, CPU)
+    options = {"sage.emulate": True, "sage.recipe": "sage2-8b-rows"}
+    monkeypatch.setitem(whole.COLUMNS, "sage", {"backend": "sage", "options": options})
+    with torch.no_grad():
+        eager = block(*given)
+        eager = eager[0] if isinstance(eager, tuple) else eager
+        out = whole.compiled(block, "sage", [SDPBackend.MATH])(*given)
+        found = whole.check({"inductor": eager, "sage": out})
+        exact = F.scaled_dot_product_attention
+        monkeypatch.setattr(
+            F,
+            "scaled_dot_product_attention",
+            lambda q, *args, **kwargs: exact(0 * q, *args, **kwargs),
+        )
+        uniform = block(*given)
+        uniform = uniform[0] if isinstance(uniform, tuple) else uniform
+    assert found["sage"]["rel_l1"] < 0.03
+    with pytest.raises(whole.Wrong, match="uniform is not near inductor"):
+        whole.check({"inductor": eager, "uniform": uniform})
+    sites = whole.sites(0)
+    assert len(sites) == (2 if m.block is blocks.Wan else 1)
+    assert whole.kernel_recipe(m, {"sage": sites}) == "sage2-8b-rows"
+    assert out.shape == (1, m.N - m.text * (m.block is not blocks.Wan), m.C)
+
+
+def test_rope_keeps_what_it_rotates_and_each_writing_is_one():
+    """The interleaved one, on channels put in its order, is the two others."""
+    x = torch.randn(2, 3, 16, 8)
+    cos, sin = blocks.angles(16, 8)
+    order = torch.arange(8).view(2, 4).T.flatten()  # 0, 4, 1, 5, ...
+    expected = fusion.halves(x, cos, sin)
+    torch.testing.assert_close(expected.norm(dim=-1), x.norm(dim=-1))
+    torch.testing.assert_close(fusion.rotated_half(x, cos, sin), expected)
+    found = blocks.interleaved(x[..., order], *blocks.pairs(16, 8))
+    torch.testing.assert_close(found, expected[..., order])
+    stored = blocks.Wan._rotate(x[..., order], *blocks.pairs(16, 8))
+    torch.testing.assert_close(stored, expected[..., order])
+    table = (table.repeat(1, 2) for table in (cos, sin))
+    c, s = table
+    torch.testing.assert_close(x * c + blocks.Llama._rotate_half(x) * s, expected)
+
+
+def test_models_have_their_own_shapes():
+    hidden = {"wan14b_480p": 5120, "llama3_8k": 4096, "vit_l_1024px": 1024, "cogvideox": 3072}
+    assert {name: blocks.MODELS[name].C for name in hidden} == hidden
+    m = blocks.MODELS["llama3_32k"]
+    assert m.case == Case(1, 32, 8, 32768, 128, is_causal=True, model="llama3_32k")
+    assert whole.shape(m) == "1x32/8x32768x128 causal"
+
+
+def test_what_times_come_to():
+    """Of 100 ms, 60 are attention, which the kernel does in 40: a block of 80 ms is allowed."""
+    ms = {"inductor": 100.0, "sage": 90.0, "sage.force": 105.0, "attention": 60.0, "kernel": 40.0}
+    found = whole.figures(ms)
+    assert (found["share"], found["gain"], found["allowed"]) == (0.6, 1.5, 1.25)
+    assert found["speed"]["sage"] == {"x": 100 / 90, "achieved": 0.5}
+    assert found["speed"]["sage.force"]["achieved"] == -0.25
+    slow = whole.figures({**ms, "kernel": 70.0})
+    assert slow["allowed"] < 1 and slow["speed"]["sage"]["achieved"] is None
+    row = {
+        "model": "m",
+        "shape": "s",
+        "error": None,
+        "attention": "cuDNN",
+        "recipe": "sage2-8b",
+        "times": {name: {"ms": x, "captured": name != "sage"} for name, x in ms.items()},
+        **found,
+        "accuracy": dict.fromkeys(("sage", "sage.force"), {"cos_sim": 0.9999, "rel_l1": 0.01}),
+        "sites": {
+            "sage": [{"q": [1, 2, 3, 4], "k": [1, 2, 5, 4], "recipe": None, "reason": "short"}]
+        },
+    }
+    table = whole.lines(json.loads(json.dumps(row)))
+    assert "1.111x of 1.250x allowed, 50% of the time   CosSim 0.99990" in table
+    assert "60.0% of the block, cuDNN; sage2-8b kernel 40.00 ms, 1.50x" in table
+    assert "sage: [1, 2, 3, 4] x 5 stays SDPA: short" in table
+    assert "could not be captured, launched: sage\n" in table
+    assert "failed: Wrong: off" in whole.lines({**row, "error": "Wrong: off"})
+
+
+def test_a_block_that_is_not_rewritten_gives_no_recipe_and_nan_is_not_near():
+    m = tiny("wan14b_480p")
+    cross = {"q": [1, 4, 192, 64], "k": [1, 4, 32, 64], "recipe": "sage1", "reason": ""}
+    own = {**cross, "k": [1, 4, 192, 64], "recipe": None}
+    with pytest.raises(whole.Wrong, match="no column rewrites the self-attention"):
+        whole.kernel_recipe(m, {"sage": [own, cross]})
+    with pytest.raises(whole.Wrong, match="sage is not near inductor"):
+        whole.check({"inductor": torch.ones(4), "sage": torch.full((4,), math.nan)})
+
+
+class OnCPU:
+    """A measure.Runner that launches."""
+
+    captured = False
+
+    def __init__(self, provider, sets):
+        self.provider, self.args = provider, [provider.prepare(*each) for each in sets]
+        self.run()
+
+    def run(self):
+        self.out = self.provider.call(*self.args[-1])
+
+    def output(self):
+        return self.out
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """Benches of compiled graphs where no GPU is: in the order of the names, 1 ms and more."""
+    for bench_ in (whole, fusion):
+        monkeypatch.setattr(bench_, "Runner", OnCPU)
+        monkeypatch.setattr(
+            bench_,
+            "interleave",
+            lambda runners, *_: {name: [i] for i, name in enumerate(runners, 1)},
+        )
+    monkeypatch.setattr(whole, "draw_sets", lambda case, device, dynamic: [inputs(case)])
+    monkeypatch.setattr(whole, "build", lambda case, kinds, recipes: (
+        providers.build(case, kinds, recipes) if recipes
+        else [providers.Provider(kind, F.scaled_dot_product_attention) for kind in kinds]
+    ))  # fmt: skip
+    monkeypatch.setattr(whole, "gate", lambda *_: 0.0)
+    for column, force in (("sage", False), ("sage.force", True)):
+        options = {"sage.emulate": force}
+        monkeypatch.setitem(whole.COLUMNS, column, {"backend": "sage", "options": options})
+    return whole.arguments("").parse_args([])
+
+
+def test_a_model_is_measured(timed, monkeypatch):
+    with torch.no_grad():
+        row = whole.measure(tiny("vit_l_1024px"), timed, CPU)
+        assert row["error"] is None
+        assert [len(row["sites"][column]) for column in row["sites"]] == [0, 1, 1]
+        assert [site["recipe"] for site in row["sites"]["sage"]] == [None]
+        assert list(row["times"]) == ["inductor", "sage", "sage.force", "attention", "kernel"]
+        assert (row["attention"], row["recipe"], row["share"]) == ("cuDNN", "sage2-8b", 4.0)
+        assert set(row["speed"]) == set(row["accuracy"]) - {"inductor"} == {"sage", "sage.force"}
+        monkeypatch.setitem(whole.COLUMNS, "sage", whole.COLUMNS["sage.force"])
+        row = whole.measure(tiny("vit_l_1024px"), timed, CPU)
+        assert list(row["times"]) == ["inductor", "sage", "attention", "kernel"]  # force: the same
+        monkeypatch.setattr(whole, "gate", lambda *_: math.nan)
+        row = whole.measure(tiny("vit_l_1024px"), timed, CPU)
+        assert "sage2-8b kernel is nan from its emulation" in row["error"] and "times" not in row
+    assert json.dumps(row)
+
+
+def test_what_preparation_adds_is_measured(timed, monkeypatch):
+    monkeypatch.setattr(fusion, "GRAPHS", fusion.GRAPHS[-1:])
+    with torch.no_grad():
+        (row,) = fusion.measure(Case(1, 2, 2, 100, 64), timed, CPU)
+    assert (row["added_ms"], row["floor_ms"]) == (1, 2.5) and json.dumps(row)
+
+
+@pytest.mark.parametrize("rope, projected", fusion.GRAPHS)
+def test_our_graph_prepares_what_inductors_gives(rope, projected):
+    case = Case(1, 2, 2, 100, 64)
+    qkv = [torch.randn(1, 100, 2, 64, dtype=torch.bfloat16) for _ in range(3)]
+    given = fusion.inputs(case, rope, projected, qkv, CPU)
+    with torch.no_grad():
+        right, ours = (
+            torch.compile(functools.partial(f, rope), fullgraph=True)(*given)
+            for f in (fusion.graph, fusion.prepared)
+        )
+        fusion.check(ours, right)
+        with pytest.raises(fusion.Wrong, match="from what prepare gives"):
+            fusion.check(ours, (right[0], right[1] + 1, right[2]))
+    assert [tuple(x.shape) for x in right] == [(1, 2, 100, 64)] * 3
+
+
+def test_what_preparation_adds():
+    found = fusion.row(fusion.CASES[0], "halves", True, 2.0, {"ms": 3.0}, {"ms": 8.0})
+    assert (found["added_ms"], found["floor_ms"], found["ratio"]) == (5.0, 5.0, 1.0)
+    assert found["graph"] == "halves, v projected"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what is said without a GPU")
+@pytest.mark.parametrize("main", [whole.main, fusion.main])
+def test_without_a_gpu_nothing_is_timed(main, capsys):
+    assert main([]) == 2
+    assert "torch sees no CUDA device" in capsys.readouterr().err
 
 
 def rows(family, times, D=64, kind="mask"):

@@ -1,0 +1,168 @@
+"""What preparing k and v adds to a compiled graph that has made q, k and v.
+
+$ python bench/fusion.py --json             # bench/results/GPU/DATE-fusion.json
+
+The graph: RMSNorm and RoPE on q and k, v as it comes or projected. Inductor's gives q, k and v in
+bf16; ours gives k and v to `sage::prepare` besides. The floor of the difference is the ten bytes
+for each element of k (k and v read twice and written once) at the rate of this run's copy.
+"""
+
+import functools
+import sys
+import tempfile
+from os import environ
+
+import machine
+import torch
+import torch.nn.functional as F
+from attention import save
+from blocks import angles, interleaved, pairs
+from cases import Case
+from measure import Runner, interleave, summary
+from model import Wrong, arguments, start
+from providers import Provider
+
+import sage_inductor  # noqa: F401  (registers what sage::prepare opens into)
+from sage_inductor.ops.recipe import NAMED
+
+RECIPE = "sage2-8b-rows"
+ENCODED = NAMED[RECIPE].encode()  # Dynamo cannot trace it
+CASES = (
+    Case(4, 32, 32, 8192, 128),
+    Case(1, 24, 24, 4608, 128, model="flux"),
+    Case(2, 48, 48, 17776, 64, model="cogvideox"),
+    Case(1, 40, 40, 75600, 128, model="wan14b_720p"),
+)
+COPY, PREPARATION = 4, 10  # bytes an element of k
+NEAR = 0.01  # how far prepared tensors may be apart: k is rounded to bf16 by two graphs
+
+
+def main(argv=None) -> int:
+    args = arguments(__doc__).parse_args(argv)
+    if not torch.cuda.is_available():
+        print("bench/fusion.py times GPU kernels: torch sees no CUDA device", file=sys.stderr)
+        return 2
+    method = {
+        "units": "ms a call; added: ours less inductor's",
+        "time": f"median of {args.rounds} rounds of {args.target_ms:g} ms of CUDA graphs, after a "
+        "third of the turn untimed; all take turns",
+        "recipe": RECIPE,
+    }
+    result, path, device = start("fusion", method, args)
+    torch.set_grad_enabled(False)
+    for case in CASES:
+        rows = measure(case, args, device)
+        torch.cuda.empty_cache()
+        result["rows"] += rows
+        print(f"\n{case.B}x{case.H_kv}x{case.N}x{case.D} {case.model}")
+        for row in rows:
+            print(
+                "  {graph:24}{inductor[ms]:8.4f} ms, with preparation {ours[ms]:8.4f} ms: "
+                "{added_ms:7.4f} ms added, floor {floor_ms:.4f} ms, {ratio:5.2f}x".format(**row)
+            )
+        save(result, path)
+    result["state"]["end"] = machine.state(device)
+    save(result, path)
+    return 0
+
+
+# -- the graphs ----
+
+
+def rotated_half(x, cos, sin):
+    x1, x2 = x.chunk(2, -1)
+    return x * torch.cat([cos, cos], -1) + torch.cat([-x2, x1], -1) * torch.cat([sin, sin], -1)
+
+
+def halves(x, cos, sin):
+    x1, x2 = x.chunk(2, -1)
+    return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1)
+
+
+ROPES = {"rotate-half": rotated_half, "halves": halves, "interleaved": interleaved}
+GRAPHS = (*((rope, False) for rope in ROPES), ("rotate-half", True))  # with v projected or not
+
+
+def graph(rope: str, q, k, v, norm_q, norm_k, project, cos, sin):
+    """q, k, v [B, N, H, D] -> the same normalized and rotated, as [B, H, N, D]."""
+    q = F.rms_norm(q, norm_q.shape, norm_q, 1e-6).transpose(1, 2)
+    k = F.rms_norm(k, norm_k.shape, norm_k, 1e-6).transpose(1, 2)
+    if project is not None:
+        v = F.linear(v.flatten(2), project).view(v.shape)
+    q, k = (ROPES[rope](x, cos, sin).bfloat16() for x in (q, k))
+    return q, k, v.transpose(1, 2)
+
+
+def prepared(rope: str, *inputs):
+    q, k, v = graph(rope, *inputs)
+    return q, *torch.ops.sage.prepare(k, v, None, ENCODED, False)
+
+
+def inputs(case: Case, rope: str, projected: bool, qkv, device) -> tuple:
+    """`graph`'s, around q, k and v [B, N, H, D]."""
+    C = case.H_kv * case.D
+    project = None
+    if projected:
+        project = torch.randn(C, C, device=device, dtype=torch.bfloat16) / C**0.5
+    norms = [torch.rand(case.D, device=device).bfloat16() + 0.5 for _ in range(2)]
+    table = pairs(case.N, case.D) if rope == "interleaved" else angles(case.N, case.D)
+    return *qkv, *norms, project, *(x.to(device) for x in table)
+
+
+# -- the measurement ----
+
+
+def measure(case: Case, args, device) -> list[dict]:
+    torch._dynamo.reset()
+    shape = (case.B, case.N, case.H_kv, case.D)
+    qkv = [torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(3)]
+    copy = Provider("copy", lambda x, y: y.copy_(x), lambda x: (x, torch.empty_like(x)))
+    runners = {"copy": Runner(copy, [qkv[:1]])}
+    for rope, projected in GRAPHS:
+        given = inputs(case, rope, projected, qkv, device)
+        made = {}
+        for name, function in (("inductor", graph), ("ours", prepared)):
+            call = torch.compile(functools.partial(function, rope), fullgraph=True)
+            made[name] = runners[name, rope, projected] = Runner(Provider(name, call), [given])
+            made[name].run()
+        check(made["ours"].out, made["inductor"].out)
+    found = interleave(runners, args.rounds, args.target_ms)
+    times = {name: summary(each) for name, each in found.items()}
+    return [
+        row(case, rope, projected, times["copy"]["ms"],
+            *(times[name, rope, projected] for name in ("inductor", "ours")))
+        for rope, projected in GRAPHS
+    ]  # fmt: skip
+
+
+def check(ours, inductors) -> None:
+    """Raise Wrong unless our graph prepares the k and v that inductor's gives."""
+    (q, *found), (right_q, k, v) = ours, inductors
+    right = torch.ops.sage.prepare(k, v, None, ENCODED, False)
+    for x, y in zip((q, *found), (right_q, *right), strict=True):
+        x, y = x.float(), y.float()
+        error = (x - y).norm() / y.norm()
+        if not error < NEAR:
+            raise Wrong(f"a tensor {list(x.shape)} is {error:.1e} from what prepare gives")
+
+
+def row(case: Case, rope: str, projected: bool, copy_ms, inductor, ours) -> dict:
+    floor = copy_ms * PREPARATION / COPY
+    added = ours["ms"] - inductor["ms"]
+    return {
+        "plan": "fusion",
+        **dict(B=case.B, H=case.H_kv, N=case.N, D=case.D, model=case.model),
+        "graph": rope + ", v projected" * projected,
+        "inductor": inductor,
+        "ours": ours,
+        "added_ms": added,
+        "floor_ms": floor,
+        "ratio": added / floor,
+    }
+
+
+if __name__ == "__main__":
+    sys.stdout.reconfigure(line_buffering=True)
+    with tempfile.TemporaryDirectory() as cache:  # nothing of it is of use to others
+        environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+        sys.exit(main())

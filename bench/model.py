@@ -1,0 +1,290 @@
+"""Whole transformer blocks, compiled: backend="sage" beside backend="inductor".
+
+$ python bench/model.py --json              # bench/results/GPU/DATE-model.json
+$ python bench/model.py --models flux_double wan14b_480p
+
+Beside each block the attention in it alone: its share of the block, what the sage kernel gains over
+SDPA's fastest backend there, how much faster that allows the block to be, and how much of it the
+block gets. Speed is reported behind two gates: the kernel must agree with its emulation, and the
+block's output must be near that of backend="inductor".
+"""
+
+import argparse
+import datetime
+import os
+import sys
+import tempfile
+import textwrap
+import time
+from pathlib import Path
+
+import machine
+import torch
+from attention import RESULTS, cuda_device, save
+from blocks import MODELS, SHARP, Model, draw
+from measure import Runner, draw_sets, interleave, summary
+from providers import EAGER, GATE_TOLERANCE, Provider, build, gate
+from torch import Tensor
+from torch.nn.attention import sdpa_kernel
+
+import sage_inductor
+
+# CosSim of a block's output with inductor's, below which it is wrong: it was 0.9998 and more for
+# every block in emulation (N=512), 0.97 to 0.88 with uniform weights instead of softmax's, 0.994
+# and less with a sixteenth of the rows missing.
+NEAR = 0.999
+COLUMNS = {
+    "inductor": {"backend": "inductor"},
+    "sage": {"backend": "sage"},
+    "sage.force": {"backend": "sage", "options": {"sage.force": True}},
+}
+
+
+def main(argv=None) -> int:
+    parser = arguments(__doc__)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("bench/model.py times GPU kernels: torch sees no CUDA device", file=sys.stderr)
+        return 2
+    result, path, device = start("model", method(args), args)
+    torch.set_grad_enabled(False)
+    sage_inductor.config.enabled = False  # it would rewrite the baseline
+    started = time.perf_counter()
+    for name in args.models:
+        row = measure(MODELS[name], args, device)
+        torch.cuda.empty_cache()
+        result["rows"].append(row)
+        print(lines(row))
+        save(result, path)
+    result["state"]["end"] = machine.state(device)
+    result["elapsed_s"] = round(time.perf_counter() - started, 1)
+    save(result, path)
+    print(f"\nstate at the end: {result['state']['end']}\nelapsed: {result['elapsed_s']} s")
+    return 1 if any(row["error"] for row in result["rows"]) else 0
+
+
+def arguments(doc: str) -> argparse.ArgumentParser:
+    """What every bench of compiled graphs is asked."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--target-ms", type=float, default=20.0, help="of one's turn in a round")
+    parser.add_argument("--device", type=cuda_device, default="cuda", help="cuda, or cuda:INDEX")
+    parser.add_argument(
+        "--json", nargs="?", const="", metavar="FILE", help="default: bench/results/GPU/DATE-..."
+    )
+    return parser
+
+
+def start(name: str, method: dict[str, str], args) -> tuple[dict, object, torch.device]:
+    """(the result without rows, the file it goes to or None, the device), with its header
+    printed."""
+    device = torch.device("cuda", args.device.index or 0)
+    torch.cuda.set_device(device)
+    torch.manual_seed(0)
+    result = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "machine": machine.describe(device),
+        "versions": machine.versions(),
+        "state": {"start": machine.state(device)},
+        "method": method,
+        "rows": [],
+    }
+    path = args.json or None
+    if args.json == "":
+        slug = result["machine"]["gpu"].lower().replace(" ", "-")
+        path = Path(RESULTS) / slug / f"{result['date'][:10]}-{name}.json"
+    gpu, versions = result["machine"], result["versions"]
+    header = {
+        "machine": f"{gpu['gpu']}, {gpu['memory_gib']} GiB, driver {gpu['driver']}",
+        "versions": ", ".join(f"{key} {version}" for key, version in versions.items()),
+        "state": f"{result['state']['start']} (SM and memory clock, power of limit, Celsius)",
+        **method,
+    }
+    print(f"{name}, {result['date']}")
+    for key, line in header.items():
+        print(textwrap.fill(line, 100, initial_indent=f"  {key:9} ", subsequent_indent=" " * 12))
+    return result, path, device
+
+
+def method(args) -> dict[str, str]:
+    return {
+        "units": "ms a call; x: speed over inductor; share: the attention's time alone, by SDPA's "
+        "fastest backend, of inductor's block; gain: of the kernel alone (k and v prepared before) "
+        "over that; allowed: the block's x with the kernel in the place of SDPA; achieved: the "
+        "time saved of what that saves",
+        "time": f"median of {args.rounds} rounds of {args.target_ms:g} ms of CUDA graphs, after a "
+        "third of the turn untimed; all take turns",
+        "blocks": "one block, inference, bf16, random weights; scores of attention with a "
+        f"deviation of {SHARP:g}; SDPA's fastest backend first for all of them",
+        "columns": "sage: as a user gets it; sage.force: every call that the kernels can run, only "
+        "where sage left one",
+        "accuracy": "of the timed graph's output, poisoned with NaN before, beside inductor's: of "
+        f"two streams the image's or video's. CosSim above {NEAR} or no speed",
+    }
+
+
+# -- the measurement ----
+
+
+def measure(model: Model, args, device) -> dict:
+    """A row; where it failed or is wrong, with an error instead of times."""
+    row = {"plan": "model", "model": model.name, "shape": shape(model), "sites": {}, "error": None}
+    torch._dynamo.reset()
+    try:
+        block, inputs = draw(model, device)
+        sets = draw_sets(model.case, device, dynamic=False)
+        alone = backends(model.case, sets, args.target_ms)
+        priority = [EAGER[name] for name in alone]
+        runners = {}
+        for column in COLUMNS:
+            if column == "sage.force" and all(s["recipe"] for s in row["sites"]["sage"]):
+                break  # the same
+            call = compiled(block, column, priority)
+            before = len(sage_inductor.report())
+            runners[column] = Runner(Provider(column, call), [inputs])
+            row["sites"][column] = sites(before)
+        row["accuracy"] = check({name: runner.output() for name, runner in runners.items()})
+        recipe = kernel_recipe(model, row["sites"])
+        error = gate(model.case, recipe, device)
+        if not error < GATE_TOLERANCE:
+            raise Wrong(f"the {recipe} kernel is {error:.2e} from its emulation")
+        row.update(attention=next(iter(alone)), recipe=recipe)
+        runners["attention"] = alone[row["attention"]]
+        runners["kernel"] = Runner(build(model.case, ("kernel",), [recipe])[0], sets)
+        times = interleave(runners, args.rounds, args.target_ms)
+        row["times"] = {
+            name: {**summary(each), "captured": runners[name].captured}
+            for name, each in times.items()
+        }
+        row.update(figures({name: each["ms"] for name, each in row["times"].items()}))
+    except Exception as error:  # a row that fails must not cost the others
+        row["error"] = f"{type(error).__name__}: {error}".split("\n")[0]
+    return row
+
+
+class Wrong(Exception):
+    """What is timed does not compute what it should."""
+
+
+def shape(model: Model) -> str:
+    heads = f"{model.H_q}" if model.H_q == model.H_kv else f"{model.H_q}/{model.H_kv}"
+    return f"{model.B}x{heads}x{model.N}x{model.D}{' causal' * model.is_causal}"
+
+
+def backends(case, sets, target_ms: float) -> dict[str, Runner]:
+    """SDPA's backends that run this attention, the fastest first."""
+    runners = {}
+    for provider in build(case, ("cuDNN", "flash"), ()):
+        try:
+            runners[provider.name] = Runner(provider, sets)
+        except RuntimeError:
+            continue  # it does not have this shape
+    times = interleave(runners, 1, target_ms)
+    return {name: runners[name] for name in sorted(runners, key=lambda name: times[name])}
+
+
+def compiled(block, column: str, priority: list):
+    """(*inputs) -> the block's output, of two the first, where SDPA takes the first of `priority`
+    that it can."""
+    run = torch.compile(block, fullgraph=True, **COLUMNS[column])
+
+    def call(*inputs):
+        with sdpa_kernel(priority, set_priority=True):
+            out = run(*inputs)
+        return out[0] if isinstance(out, tuple) else out
+
+    return call
+
+
+def sites(before: int) -> list[dict]:
+    """What the report says of the calls that were compiled since it had `before` of them."""
+    return [
+        {"q": list(site.q), "k": list(site.k), "recipe": site.recipe, "reason": site.reason}
+        for site in list(sage_inductor.report())[before:]
+    ]
+
+
+def kernel_recipe(model: Model, found: dict[str, list[dict]]) -> str:
+    """What the block's self-attention runs with where it is rewritten."""
+    for site in (site for column in found.values() for site in column):
+        if site["recipe"] and site["q"][2] == site["k"][2] == model.N:
+            return site["recipe"]
+    raise Wrong(f"no column rewrites the self-attention: {found}")
+
+
+def check(outputs: dict[str, Tensor]) -> dict[str, dict[str, float]]:
+    """Each output's CosSim with inductor's and relative L1; raises Wrong if one is not near it."""
+    right = outputs["inductor"].float()
+    found = {}
+    for name, out in outputs.items():
+        out = out.float()
+        found[name] = {
+            "cos_sim": (out * right).sum().div(out.norm() * right.norm()).item(),
+            "rel_l1": (out - right).abs().sum().div(right.abs().sum()).item(),
+        }
+        if not found[name]["cos_sim"] > NEAR:
+            raise Wrong(f"{name} is not near inductor: {found[name]}")
+    return found
+
+
+def figures(ms: dict[str, float]) -> dict:
+    """What the times of the columns, of "attention" (SDPA's fastest) and of "kernel" come to."""
+    block, attention, kernel = ms["inductor"], ms["attention"], ms["kernel"]
+    return {
+        "share": attention / block,
+        "gain": attention / kernel,
+        "allowed": block / (block - attention + kernel),
+        "speed": {
+            name: {
+                "x": block / ms[name],
+                "achieved": (block - ms[name]) / (attention - kernel)
+                if kernel < attention
+                else None,
+            }
+            for name in COLUMNS
+            if name in ms and name != "inductor"
+        },
+    }
+
+
+# -- the table ----
+
+
+def lines(row: dict) -> str:
+    """One model: the block by each column, the attention alone, and what became of its calls."""
+    found = [f"\n{row['model']} {row['shape']}"]
+    if row["error"]:
+        found.append(f"  failed: {row['error']}")
+    else:
+        ms = {name: each["ms"] for name, each in row["times"].items()}
+        launched = [name for name, each in row["times"].items() if not each["captured"]]
+        if launched:
+            found.append(f"  could not be captured, launched: {', '.join(launched)}")
+        found.append(f"  {'inductor':12}{ms['inductor']:#9.4g} ms")
+        for name, speed in row["speed"].items():
+            achieved = "-" if speed["achieved"] is None else f"{speed['achieved']:.0%}"
+            found.append(
+                f"  {name:12}{ms[name]:#9.4g} ms {speed['x']:6.3f}x of {row['allowed']:.3f}x "
+                f"allowed, {achieved} of the time"
+                "   CosSim {cos_sim:.5f}, relative L1 {rel_l1:.4f}".format(**row["accuracy"][name])
+            )
+        found.append(
+            f"  {'attention':12}{ms['attention']:#9.4g} ms {row['share']:6.1%} of the block, "
+            f"{row['attention']}; {row['recipe']} kernel {ms['kernel']:#.4g} ms, {row['gain']:.2f}x"
+        )
+    for column, calls in row["sites"].items():
+        for site in calls:
+            what = site["recipe"] or "stays SDPA"
+            found.append(f"    {column}: {site['q']} x {site['k'][2]} {what}: {site['reason']}")
+    return "\n".join(found)
+
+
+if __name__ == "__main__":
+    sys.stdout.reconfigure(line_buffering=True)
+    # Compile from scratch: a warm cache may hold graphs of SDPA's other backends.
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+        sys.exit(main())
