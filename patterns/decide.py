@@ -1,8 +1,9 @@
 """What becomes of a call: quantized with a recipe, or as it was, and why.
 
 A call is rewritten if `sage::sdpa` can stand for it (`_why_not`) and is measured to be faster
-there (tiles.crossover), unless the settings say otherwise. Which recipe it asks for is said by the
-first rule of the policy that it fits, else by the settings' recipe.
+there, by the table (tiles.crossover) or here and now (Settings.clock), unless the settings say
+otherwise. Which recipe it asks for is said by the first rule of the policy that it fits, else by
+the settings' recipe.
 """
 
 import dataclasses
@@ -12,6 +13,7 @@ import math
 import operator
 import re
 import sys
+from collections.abc import Callable
 
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -21,12 +23,13 @@ from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops import tiles
 from sage_inductor.ops.reference import HEAD_DIMS
 from sage_inductor.ops.sdpa import kernel
-from sage_inductor.patterns.call import Call, Emitter, Survey, may_write, value_of
+from sage_inductor.patterns.call import Band, Call, Emitter, Survey, may_write, value_of
 
 BHND, BNHD = [0, 1, 2, 3], [0, 2, 1, 3]  # orders in which an output is stored
 AUTO = "auto"
 OFF = "off"
 MEASURED = (9, 0)  # the compute capability that tiles.CROSSOVER was measured on
+WIN = 1.02  # faster by more than the spread of the medians
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +45,21 @@ class Rule:
 
 
 @dataclasses.dataclass(frozen=True)
+class Trial:
+    """What is timed in a call's place: random tensors of its sizes, as they are while compiling."""
+
+    device: torch.device
+    dtype: torch.dtype
+    q: tuple[int, ...]  # [B, H_q, N_q, D]
+    k: tuple[int, ...]  # [B, H_kv, N_kv, D]
+    v: tuple[int, ...]  # [B, H_kv, N_kv, D_v]
+    band: Band  # not at the bottom right
+    mask: tuple[int, ...] | None  # attn_mask's shape
+    mask_dtype: torch.dtype | None
+    recipes: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Settings:
     """What the user asked for; see sage_inductor/config.py for each field's meaning."""
 
@@ -51,6 +69,9 @@ class Settings:
     strict: bool = False
     policy: tuple[Rule, ...] = ()
     portable: bool = False  # exporting: no guards on lengths, only kernels that travel
+    # Instead of the table: ms of a trial's recipes and of SDPA's backends, by name; an error's
+    # message for one that failed.
+    clock: Callable[[Trial], dict[str, float | str]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,9 +221,10 @@ def _asked(call: Call, settings: Settings, wanted: str) -> tuple[str | None, str
             return None, "on CPU attention stays as it was (sage.emulate=True studies the accuracy)"
         return "sage2-8b" if wanted == AUTO else wanted, "emulated"
 
+    names = autos(call, settings.portable) if wanted == AUTO else (wanted,)
     refused = {}  # each reason once, in order
-    for recipe in autos(call, settings.portable) if wanted == AUTO else (wanted,):
-        taken, reason = _on_gpu(call, settings, recipe)
+    for recipe in names:
+        taken, reason = _on_gpu(call, settings, recipe, names)
         if taken is not None:
             return taken, reason
         refused[reason] = None
@@ -240,7 +262,9 @@ def candidates(
     return ("sage2-8b",)
 
 
-def _on_gpu(call: Call, settings: Settings, recipe: str) -> tuple[str | None, str]:
+def _on_gpu(
+    call: Call, settings: Settings, recipe: str, names: tuple[str, ...]
+) -> tuple[str | None, str]:
     capability, head_dim = tiles.capability(value_of(call.q).device), _head_dim(call)
     try:
         r = recipes.NAMED[recipe]
@@ -253,7 +277,42 @@ def _on_gpu(call: Call, settings: Settings, recipe: str) -> tuple[str | None, st
         return None, "fp32 is asked for (sage.force=True overrides; autocast decides otherwise)"
     if call.out.requires_grad:
         return None, "training: the backward recomputes exact attention (sage.force=True overrides)"
+    trial = _trial(call, names) if settings.clock and not settings.portable else None
+    if trial is not None:
+        return _autotuned(call, settings.clock(trial), recipe, names)
     return _never_slower(call, settings, recipe, capability, head_dim)
+
+
+def _trial(call: Call, names: tuple[str, ...]) -> Trial | None:
+    """None where the table decides: a size that nothing is known of; and what none of SDPA's
+    backends is the rival of, flex_attention's windows and bands at the bottom right."""
+    q, k, v, mask = (value_of(x) for x in (call.q, call.k, call.v, call.attn_mask))
+    shapes = [tuple(_hint(n) for n in x.shape) for x in (q, k, v, mask) if x is not None]
+    shifted = call.band.bottom_right and shapes[0][2] != shapes[1][2]
+    if None in itertools.chain(*shapes) or shifted or _kind(call) == "flex window":
+        return None
+    of_mask = (None, None) if mask is None else (shapes.pop(), mask.dtype)
+    band = dataclasses.replace(call.band, bottom_right=False)
+    return Trial(q.device, call.out.dtype, *shapes, band, *of_mask, names)
+
+
+def _autotuned(call, found, recipe, names) -> tuple[str | None, str]:
+    """Whether `recipe` is the fastest of `names`, and these faster than SDPA, by what the clock
+    `found`."""
+    dims = [*value_of(call.q).shape, *value_of(call.k).shape]
+    hints = f" at {[_hint(n) for n in dims[:4]]}" * any(isinstance(n, torch.SymInt) for n in dims)
+    failed = [f"; {name} failed: {found[name]}" for name in names if isinstance(found[name], str)]
+    times = {name: ms for name, ms in found.items() if not isinstance(ms, str)}
+    ours = {name: times.pop(name) for name in names if name in times}
+    what, why = f"autotuned{hints}", "".join(failed)
+    if not ours or not times:
+        missing = "no recipe" if times else "no backend of SDPA"
+        return None, f"{what}: {missing} could be timed{why}"
+    ratio = min(times.values()) / min(ours.values())
+    if ratio < WIN:
+        return None, f"{what}: SDPA is {'faster' if ratio < 1 else 'as fast'} ({ratio:.2f}x){why}"
+    fastest = min(ours, key=ours.get)
+    return recipe if recipe == fastest else None, f"{what}: {ratio:.2f}x the fastest of SDPA{why}"
 
 
 def _never_slower(call, settings, recipe, capability, head_dim) -> tuple[str | None, str]:
@@ -294,9 +353,12 @@ def _kind(call: Call) -> str:
 def _at_least(n, least: int, settings: Settings) -> bool:
     """n >= least. A dynamic n is guarded: each side of the crossover gets its own graph. An
     exported program has one graph for all, chosen by the example's sizes."""
-    if settings.portable and isinstance(n, torch.SymInt):
-        n = n.node.hint
-    return bool(n >= least)
+    return bool((_hint(n) if settings.portable else n) >= least)
+
+
+def _hint(n) -> int | None:
+    """A size while compiling, unguarded; None if it depends on data."""
+    return n.node.hint if isinstance(n, torch.SymInt) else n
 
 
 def _why_not(call: Call) -> str | None:

@@ -14,7 +14,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.virtualized import V
 
-from sage_inductor import config
+from sage_inductor import config, tune
 from sage_inductor import report as reports
 from sage_inductor.ops.recipe import source_tag
 from sage_inductor.patterns import Settings, Site, rewrite
@@ -22,6 +22,7 @@ from sage_inductor.policy import Policy
 
 PREFIX = "sage."
 OPTIONS = ("recipe", "policy", "emulate", "force", "strict", "enabled", "mode")
+AUTOTUNED = ("max-autotune", "max-autotune-no-cudagraphs")  # modes that time calls, not read tables
 
 
 class _UserError(ShortenTraceback):
@@ -42,17 +43,19 @@ class SageRefused(_UserError):
 def sage_backend(gm: torch.fx.GraphModule, example_inputs, *, mode=None, options=None, **kwargs):
     """Inductor, with the attention calls of `gm` rewritten where that pays.
 
-    mode: Inductor's. options: Inductor's, beside ``sage.recipe``, ``sage.policy``,
-    ``sage.emulate``, ``sage.force``, ``sage.strict``, ``sage.enabled`` (see
-    sage_inductor/config.py) and ``sage.mode`` (Inductor's mode, for use together with options,
-    which torch.compile itself does not allow).
+    mode: Inductor's; under ``max-autotune`` and ``max-autotune-no-cudagraphs`` a call's recipes are
+    timed beside SDPA's backends while compiling. options: Inductor's, beside ``sage.recipe``,
+    ``sage.policy``, ``sage.emulate``, ``sage.force``, ``sage.strict``, ``sage.enabled`` (see
+    sage_inductor/config.py) and ``sage.mode`` (the mode, for use together with options, which
+    torch.compile itself does not allow).
 
     Raises SageOptionError (a ValueError) for an unknown or ill-typed ``sage.`` option, and
     SageRefused under ``sage.strict``.
     """
     ours, theirs = split_options(options or {})
+    ours = {"mode": mode, **ours}
     sites = rewrite(gm, settings(ours))
-    inductor = torch._TorchCompileInductorWrapper(ours.get("mode", mode), theirs, None)
+    inductor = torch._TorchCompileInductorWrapper(ours["mode"], theirs, None)
     compiled = inductor(gm, example_inputs)
     # Not before: Dynamo may have abandoned the graph meanwhile, to trace it again with a number
     # (a scale that the caller passes, say) as a constant.
@@ -72,6 +75,8 @@ def settings(options: dict, **overrides) -> Settings:
     values = {name: options.get(name, getattr(config, name)) for name in names}
     if not options.get("enabled", True):
         return Settings(**values | {"recipe": "off"}, **overrides)
+    if options.get("mode") in AUTOTUNED:
+        values["clock"] = tune.race
     path = options.get("policy", config.policy)
     try:
         rules = Policy.load(path).rules if path else ()

@@ -1,8 +1,10 @@
-"""``python -m sage_inductor tune``: from which lengths on "auto" is faster than SDPA on this GPU.
+"""Timing on this GPU: ``python -m sage_inductor tune``, from which lengths on "auto" is faster than
+SDPA, and ``mode="max-autotune"``, whether one call is.
 
 The built-in table (CROSSOVER in ops/tiles.py) was measured on the GPUs that it names. This measures
 it again, on yours, and writes what it finds where `tiles.crossover` reads it: the rows of a tuned
-table replace the built-in ones of the same recipe, head_dim and kind of call.
+table replace the built-in ones of the same recipe, head_dim and kind of call. `race` reads no
+table: it times a call that is being compiled.
 """
 
 import datetime
@@ -17,16 +19,20 @@ import torch.nn.functional as F
 import triton
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sage_inductor.ops import tiles
-from sage_inductor.patterns.decide import candidates
+from sage_inductor.ops import mask as masks
+from sage_inductor.ops import reference, tiles
+from sage_inductor.ops.recipe import NAMED
+from sage_inductor.ops.sdpa import kernel, operands, prepare
+from sage_inductor.patterns.call import CAUSAL, FULL
+from sage_inductor.patterns.decide import WIN, Trial, candidates
 
-WIN = 1.02  # faster by more than the spread of the medians
 BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
 BATCHES = ((4, 32), (1, 24), (1, 8))  # B, H
 HEAD_DIMS = (64, 128)
 LENGTHS = (1024, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
 ROUNDS = 3
 TURN = 5  # ms a CUDA graph; a median is over ten of its replays
+LONG = 50  # ms of a call from which one round is enough: it heats the card by itself
 
 
 def tune(
@@ -97,20 +103,30 @@ def _clock(device, B, H, N, D, is_causal, recipes) -> dict[str, float]:
     )
     for x in (q, k, v):
         torch._dynamo.mark_dynamic(x, 2)
-    times, names = {}, list(calls)
     with torch.no_grad(), torch.cuda.device(device):
-        for i in range(ROUNDS):
-            for name in names[i:] + names[:i]:
-                try:
-                    ms = triton.testing.do_bench_cudagraph(
-                        lambda call=calls[name]: call(q, k, v), rep=TURN, return_mode="median"
-                    )
-                except RuntimeError:
-                    if name in recipes:
-                        raise
-                    continue  # a backend that this device or shape does not have
-                times.setdefault(name, []).append(ms)
-    return {name: statistics.median(ms) for name, ms in times.items()}
+        found = _medians({name: functools.partial(call, q, k, v) for name, call in calls.items()})
+    for recipe in recipes:
+        if isinstance(found[recipe], Exception):
+            raise found[recipe]
+    # A backend that this device or shape does not have is left out.
+    return {name: ms for name, ms in found.items() if not isinstance(ms, Exception)}
+
+
+def _medians(calls: dict[str, Callable]) -> dict[str, float | Exception]:
+    """ms of each, the median of ROUNDS rounds, in which they change places: power limits the card.
+    Of what fails, the error."""
+    times, failed, names = {name: [] for name in calls}, {}, list(calls)
+    for i in range(ROUNDS):
+        for name in names[i:] + names[:i]:
+            if name in failed or max(times[name], default=0) > LONG:
+                continue
+            try:
+                ms = triton.testing.do_bench_cudagraph(calls[name], rep=TURN, return_mode="median")
+            except Exception as error:  # of Triton, of the driver, out of memory, ...
+                failed[name] = error
+            else:
+                times[name].append(ms)
+    return {name: failed.get(name) or statistics.median(times[name]) for name in calls}
 
 
 @functools.lru_cache(maxsize=1)
@@ -126,3 +142,74 @@ def _calls(B, H, D, is_causal, recipes) -> dict[str, Callable]:
         options = {"sage.recipe": recipe, "sage.force": True, "sage.strict": True}
         calls[recipe] = torch.compile(sdpa, backend="sage", options=options)
     return calls
+
+
+# -- one call, while it is compiled ----
+
+
+@functools.cache
+def race(trial: Trial) -> dict[str, float | str]:
+    """ms of each of the trial's recipes, with all preparation, and of SDPA's backends; an error's
+    message for one that fails. Once a process for equal trials.
+
+    Nothing is compiled (Dynamo is at work on the call itself), and the random numbers of the
+    user's generators stay as they are.
+    """
+    off = torch.autocast(trial.device.type, enabled=False)  # the trial has what autocast makes
+    with torch.no_grad(), torch.cuda.device(trial.device), off:
+        try:
+            found = _medians(_rivals(trial))
+        except Exception as error:  # out of memory for the inputs, say
+            found = dict.fromkeys(trial.recipes, error)
+    return {
+        name: f"{type(ms).__name__}: {ms}".split("\n")[0] if isinstance(ms, Exception) else ms
+        for name, ms in found.items()
+    }
+
+
+def _rivals(trial: Trial) -> dict[str, Callable]:
+    """name -> a call without arguments, each on the same inputs."""
+    generator = torch.Generator(trial.device).manual_seed(0)
+    make = {"generator": generator, "device": trial.device}
+    q, k, v = (
+        torch.randn(B, N, H, D, dtype=trial.dtype, **make).transpose(1, 2)
+        for B, H, N, D in (trial.q, trial.k, trial.v)
+    )
+    attn_mask = None
+    if trial.mask_dtype == torch.bool:
+        attn_mask = torch.rand(trial.mask, **make) < 0.5
+    elif trial.mask_dtype is not None:
+        attn_mask = torch.randn(trial.mask, dtype=trial.mask_dtype, **make)
+
+    backends, band = BACKENDS, (trial.band.left, trial.band.right, False)
+    is_causal, sdpa_mask = attn_mask is None and trial.band == CAUSAL, attn_mask
+    if trial.band != FULL and not is_causal:  # SDPA is given the band in its mask
+        zeros = torch.zeros(q.shape[2], k.shape[2], device=q.device, dtype=q.dtype)
+        sdpa_mask = reference.masked(zeros, attn_mask, *band)
+        if attn_mask is None or attn_mask.dtype == torch.bool:
+            sdpa_mask = sdpa_mask == 0
+    if sdpa_mask is not None or q.shape[3] != v.shape[3]:
+        backends = (*BACKENDS, SDPBackend.EFFICIENT_ATTENTION)
+
+    def sdpa():
+        return F.scaled_dot_product_attention(
+            q, k, v, sdpa_mask, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1]
+        )
+
+    def sage(recipe):
+        r, head_dim = NAMED[recipe], max(q.shape[3], v.shape[3])
+        op, block_m = kernel(q.device, r, head_dim, attn_mask is not None, portable=False)
+        mask = seen = None
+        if attn_mask is not None:
+            mask = masks.as_4d(attn_mask)
+            seen = masks.summarize(mask, k.shape[2], block_m)
+        quantized, _ = operands(v, prepare(k, v, seen, r))
+        # Without the correction of lse: nobody reads it in a rewritten call.
+        return op(
+            q, *quantized, mask, seen, *band, q.shape[3] ** -0.5, k.shape[2], r.granularity, False
+        )[0]
+
+    return {
+        **{backend.name: sdpa_kernel(backend)(sdpa) for backend in backends},
+        **{recipe: functools.partial(sage, recipe) for recipe in trial.recipes},
+    }

@@ -13,8 +13,10 @@ import torch
 import torch.nn.functional as F
 from expecttest import TestCase
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from sage_inductor import patterns
@@ -490,11 +492,12 @@ AUTO_FROM_8192 = (Rule("sage1", head_dim=(64,)), Rule("auto", length=(8192, None
 
 
 def decide(
-    shape, capability, monkeypatch, kind="full", requires_grad=False, D_v=None, **settings
+    shape, capability, monkeypatch, kind="full", requires_grad=False, D_v=None, shape_env=None,
+    **settings,
 ):  # fmt: skip
     monkeypatch.setattr(tiles, "capability", lambda device: capability)
     graph = torch.fx.Graph()
-    with FakeTensorMode():
+    with FakeTensorMode(shape_env=shape_env):
         B, H_q, H_kv, N, D = shape
         values = [
             torch.empty(B, N, H, d, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
@@ -597,6 +600,107 @@ def test_training_stays_sdpa_unless_forced(monkeypatch):
     site = decide(shape, (9, 0), monkeypatch, requires_grad=True)
     assert not site.rewritten and site.reason.startswith("training")
     assert decide(shape, (9, 0), monkeypatch, requires_grad=True, force=True).rewritten
+
+
+# -- where a clock decides instead of the table ----
+
+
+class Clock:
+    """SDPA's best takes 1 ms; the recipes what is given, an error's message included."""
+
+    def __init__(self, **ms):
+        self.ms = {name.replace("_", "-"): each for name, each in ms.items()}
+        self.trials = []
+
+    def __call__(self, trial):
+        self.trials.append(trial)
+        sdpa = {"CUDNN_ATTENTION": 1.0, "FLASH_ATTENTION": 1.5, "EFFICIENT_ATTENTION": "no"}
+        return {**sdpa, **{name: self.ms[name] for name in trial.recipes}}
+
+
+SHORT = (1, 4, 2, 64, 128)  # never faster by the table
+
+
+@pytest.mark.parametrize(
+    "ms, recipe, reason",
+    [
+        ({"sage2_8b_rows": 0.5, "sage2_8b": 0.8}, "sage2-8b-rows", "autotuned: 2.00x the fastest of SDPA"),
+        ({"sage2_8b_rows": 0.8, "sage2_8b": 0.5}, "sage2-8b", "autotuned: 2.00x the fastest of SDPA"),
+        ({"sage2_8b_rows": 2.0, "sage2_8b": 1.25}, None, "autotuned: SDPA is faster (0.80x)"),
+        ({"sage2_8b_rows": 0.99, "sage2_8b": 1.25}, None, "autotuned: SDPA is as fast (1.01x)"),
+        ({"sage2_8b_rows": "OutOfResources: 1", "sage2_8b": 0.5}, "sage2-8b",
+         "autotuned: 2.00x the fastest of SDPA; sage2-8b-rows failed: OutOfResources: 1"),
+        ({"sage2_8b_rows": "E: 1", "sage2_8b": "E: 2"}, None,
+         "autotuned: no recipe could be timed; sage2-8b-rows failed: E: 1; sage2-8b failed: E: 2"),
+    ],
+)  # fmt: skip
+def test_the_fastest_by_the_clock_is_taken(ms, recipe, reason, monkeypatch):
+    clock = Clock(**ms)
+    site = decide(SHORT, (9, 0), monkeypatch, clock=clock)
+    assert (site.recipe, site.reason) == (recipe, reason)
+    trial = clock.trials[0]
+    assert (trial.q, trial.k, trial.v) == ((1, 4, 64, 128), (1, 2, 64, 128), (1, 2, 64, 128))
+    assert (trial.device.type, trial.dtype) == ("cuda", torch.bfloat16)
+    assert (trial.band, trial.mask, trial.mask_dtype) == (Band(), None, None)
+
+
+def test_without_a_time_of_sdpa_nothing_is_faster_than_it(monkeypatch):
+    site = decide(SHORT, (9, 0), monkeypatch, clock=lambda trial: dict.fromkeys(trial.recipes, 1.0))
+    assert (site.recipe, site.reason) == (None, "autotuned: no backend of SDPA could be timed")
+
+
+@pytest.mark.parametrize(
+    "kind, band, mask, dtype",
+    [
+        ("causal", Band(None, 0), None, None),
+        ("window", Band(1023, 0), None, None),
+        ("keys", Band(), (1, 1, 1, 64), torch.bool),
+        ("mask", Band(), (1, 1, 64, 64), torch.bool),
+        ("bias", Band(), (64, 64), torch.bfloat16),
+    ],
+)
+def test_a_trial_has_the_calls_mask(kind, band, mask, dtype, monkeypatch):
+    clock = Clock(sage2_8b=0.5, sage2_8b_rows=0.7, accurate=0.5)
+    assert decide(SHORT, (9, 0), monkeypatch, kind, clock=clock).recipe == "sage2-8b"
+    assert (clock.trials[0].band, clock.trials[0].mask, clock.trials[0].mask_dtype) == (
+        band,
+        mask,
+        dtype,
+    )
+    site = decide(SHORT, (9, 0), monkeypatch, kind, clock=clock, D_v=64, recipe="accurate")
+    assert site.recipe == "accurate" and clock.trials[-1].v == (1, 2, 64, 64)
+
+
+@pytest.mark.parametrize(
+    "settings, reason",
+    [
+        ({}, "never slower"),
+        ({"portable": True}, "never slower"),
+        ({"force": True}, "forced"),
+        ({"requires_grad": True}, "training"),
+        ({"recipe": "off"}, "the recipe is 'off'"),
+    ],
+)
+def test_what_needs_no_clock_asks_none(settings, reason, monkeypatch):
+    clock = Clock()
+    given = {"clock": clock} if settings else {}
+    site = decide(SHORT, (9, 0), monkeypatch, **settings, **given)
+    assert site.reason.startswith(reason) and not clock.trials
+
+
+def test_a_dynamic_length_is_timed_at_its_hint_without_a_guard(monkeypatch):
+    shape_env = ShapeEnv()
+    source = ConstantSource("N")
+    N = shape_env.create_symintnode(
+        shape_env.create_symbol(96, source, DimDynamic.DYNAMIC), hint=96, source=source
+    )
+    shape, clock = (4, 32, 32, N, 128), Clock(sage2_8b_rows=0.5, sage2_8b=0.8)
+    site = decide(shape, (9, 0), monkeypatch, shape_env=shape_env, clock=clock)
+    assert clock.trials[0].q == (4, 32, 96, 128)
+    assert site.reason == "autotuned at [4, 32, 96, 128]: 2.00x the fastest of SDPA"
+    assert not shape_env.guards
+    decide(shape, (9, 0), monkeypatch, shape_env=shape_env)
+    assert shape_env.guards  # the table's
 
 
 # -- the cost of the pass ----

@@ -1,14 +1,20 @@
-"""``python -m sage_inductor tune``: what is measured, written and read back."""
+"""Timing: what ``python -m sage_inductor tune`` measures, writes and reads back, and what
+``mode="max-autotune"`` measures of a call."""
 
+import contextlib
 import json
 import logging
+import re
 
 import pytest
 import torch
 
-from sage_inductor import tune
+import sage_inductor
+from sage_inductor import backend, tune
 from sage_inductor.__main__ import main
 from sage_inductor.ops import tiles
+from sage_inductor.patterns.call import FULL, Band
+from sage_inductor.patterns.decide import Trial
 
 GPU = "NVIDIA Test 9000"
 
@@ -100,6 +106,158 @@ def test_the_command_writes_every_gpus_table(gpu, monkeypatch, capsys):
 def test_without_a_gpu_nothing_is_measured(capsys):
     assert main(["tune"]) == 2
     assert "torch sees no CUDA device" in capsys.readouterr().err
+
+
+# -- mode="max-autotune" ----
+
+
+def trial(mask=None, dtype=None, band=FULL, D_v=32, recipes=("sage2-8b-rows", "accurate")):
+    """96 queries, 64 keys, two heads to each of k's."""
+    cpu = torch.device("cpu")
+    q, k, v = (2, 4, 96, 32), (2, 2, 64, 32), (2, 2, 64, D_v)
+    return Trial(cpu, torch.bfloat16, q, k, v, band, mask, dtype, recipes)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """Trials run where no GPU is: SDPA's backends are CPU's one, and the runs are what is noted,
+    as (name, output)."""
+    runs = []
+
+    def medians(calls):
+        runs.extend((name, call()) for name, call in calls.items())
+        return dict.fromkeys(calls, 1.0)
+
+    monkeypatch.setattr(tune, "_medians", medians)
+    monkeypatch.setattr(tune, "sdpa_kernel", lambda backend: lambda function: function)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    tune.race.cache_clear()
+    yield runs
+    tune.race.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "asked, count",
+    [
+        (trial(), 2),
+        (trial(band=Band(None, 0)), 2),
+        (trial(band=Band(16, 0)), 3),
+        (trial((2, 1, 1, 64), torch.bool), 3),
+        (trial((96, 64), torch.bool, Band(None, 0)), 3),
+        (trial((1, 4, 96, 64), torch.float16, Band(16, 3)), 3),
+        (trial(D_v=16), 3),
+    ],
+)
+def test_all_that_is_timed_is_the_same_attention(asked, count, on_cpu):
+    assert set(tune.race(asked)) == {name for name, _ in on_cpu}
+    exact = on_cpu[0][1].float()
+    assert len(on_cpu) == count + 2 and exact.shape == (2, 4, 96, asked.v[3])
+    seen = ~exact.isnan() & (exact != 0)  # a row that sees nothing is NaN or 0
+    for _, out in on_cpu:
+        error = (out.float() - exact)[seen].abs().sum() / exact[seen].abs().sum()
+        assert error < 0.08
+
+
+def test_a_trial_is_timed_once_and_leaves_the_users_random_numbers(on_cpu):
+    torch.manual_seed(3)
+    expected = torch.randn(4)
+    torch.manual_seed(3)
+    first = tune.race(trial())
+    assert tune.race(trial()) is first and len(on_cpu) == 4
+    assert torch.equal(torch.randn(4), expected)
+    tune.race(trial(D_v=16))
+    assert len(on_cpu) == 4 + 5
+
+
+def test_what_fails_has_its_error_instead_of_a_time(on_cpu, monkeypatch):
+    medians = tune._medians
+    monkeypatch.setattr(
+        tune, "_medians", lambda calls: medians(calls) | {"accurate": OSError("a\nb")}
+    )
+    assert tune.race(trial()) == {
+        "CUDNN_ATTENTION": 1.0, "FLASH_ATTENTION": 1.0, "sage2-8b-rows": 1.0, "accurate": "OSError: a"
+    }  # fmt: skip
+
+    def no_memory(trial):
+        raise torch.OutOfMemoryError("of 80 GiB")
+
+    monkeypatch.setattr(tune, "_rivals", no_memory)
+    found = tune.race(trial(D_v=16))
+    assert found == dict.fromkeys(("sage2-8b-rows", "accurate"), "OutOfMemoryError: of 80 GiB")
+
+
+def test_calls_take_turns_and_one_that_fails_is_left_out(monkeypatch):
+    turns = []
+
+    def bench(call, rep, return_mode):
+        turns.append(call)
+        if call == "b" and len(turns) > 3:
+            raise ValueError("b")
+        return {"a": 3.0, "b": 1.0, "c": tune.LONG + 1.0}[call]
+
+    monkeypatch.setattr(tune.triton.testing, "do_bench_cudagraph", bench)
+    found = tune._medians({name: name for name in "abc"})
+    assert "".join(turns) == "abc" + "ba" + "a"  # c is long
+    assert (found["a"], found["c"]) == (3.0, tune.LONG + 1.0) and str(found["b"]) == "b"
+
+
+def test_calls_are_timed_while_dynamo_compiles(on_cpu):
+    """With real tensors, whatever the compilation has for its own."""
+
+    def compiler(gm, example_inputs):
+        tune.race(trial())
+        return gm.forward
+
+    with torch.autocast("cpu", torch.float16):
+        torch.compile(lambda x: x @ x, backend=compiler, dynamic=True)(torch.randn(4, 4))
+    assert len(on_cpu) == 4 and all(type(out) is torch.Tensor for _, out in on_cpu)
+    assert {out.dtype for _, out in on_cpu} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    "mode, clock",
+    [
+        ("max-autotune", tune.race),
+        ("max-autotune-no-cudagraphs", tune.race),
+        ("reduce-overhead", None),
+        ("default", None),
+        (None, None),
+    ],
+)
+def test_the_mode_says_whether_a_clock_decides(mode, clock, monkeypatch):
+    seen = []
+    monkeypatch.setattr(backend, "rewrite", lambda gm, settings: seen.append(settings) or [])
+    options = {} if mode is None else {"sage.mode": mode}
+    x = torch.randn(4)
+    torch.compile(torch.sin, backend="sage", mode=mode)(x)
+    torch._dynamo.reset()
+    torch.compile(torch.sin, backend="sage", options=options)(x)
+    torch._dynamo.reset()
+    sage_inductor.explain(torch.sin, x, options=options)
+    assert [settings.clock for settings in seen] == [clock] * 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("N", [256, 16384])
+def test_a_call_is_timed_on_the_gpu(N):
+    q, k, v = (torch.randn(1, 8, N, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    for _ in range(2):  # the second time from memory
+        misses = tune.race.cache_info().misses
+        compiled = torch.compile(sdpa, backend="sage", mode="max-autotune-no-cudagraphs")
+        out = compiled(q, k, v)
+        (site,) = sage_inductor.report()
+        assert re.match(r"autotuned: (\d\.\d\dx the fastest of SDPA|SDPA is)", site.reason), (
+            site.reason
+        )
+        assert (
+            torch.nn.functional.cosine_similarity(
+                out.flatten().float(), sdpa(q, k, v).flatten().float(), dim=0
+            )
+            > 0.99
+        )
+        torch._dynamo.reset()
+    assert tune.race.cache_info().misses == misses
 
 
 @pytest.mark.gpu
