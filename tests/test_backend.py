@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
+from torch._inductor import compile_fx
 from torch.testing import assert_close
 
 import sage_inductor
@@ -175,14 +176,14 @@ def test_unknown_inductor_options_are_inductors_error():
 
 def test_inductor_options_and_modes_work_beside_ours(monkeypatch):
     seen = []
-    original = torch._inductor.compile_fx.compile_fx
+    original = compile_fx.compile_fx
 
     def spy(gm, inputs, *args, config_patches=None, **kwargs):
         if config_patches:  # not its call of itself
             seen.append(config_patches)
         return original(gm, inputs, *args, config_patches=config_patches, **kwargs)
 
-    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", spy)
+    monkeypatch.setattr(compile_fx, "compile_fx", spy)
     run({**EMULATE, "epilogue_fusion": False, "sage.mode": "max-autotune-no-cudagraphs"})
     assert seen[0]["epilogue_fusion"] is False and seen[0]["max_autotune"] is True
     torch._dynamo.reset()
