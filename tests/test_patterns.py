@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from sage_inductor import patterns
+from sage_inductor import Policy, backend, patterns, tune
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops import tiles
 from sage_inductor.ops.sdpa import compose
@@ -647,6 +647,34 @@ def test_the_fastest_by_the_clock_is_taken(ms, recipe, reason, monkeypatch):
 def test_without_a_time_of_sdpa_nothing_is_faster_than_it(monkeypatch):
     site = decide(SHORT, (9, 0), monkeypatch, clock=lambda trial: dict.fromkeys(trial.recipes, 1.0))
     assert (site.recipe, site.reason) == (None, "autotuned: no backend of SDPA could be timed")
+
+
+AUTOS = ("sage2-8b-rows", "sage2-8b")
+
+
+@pytest.mark.parametrize(
+    "rules, raced, recipe, reason",
+    [
+        ((Rule("auto"),), {AUTOS}, "sage2-8b", "autotuned: 2.00x the fastest of SDPA (rule 1 of the policy)"),
+        ((Rule("auto", head_dim=(64,)), Rule("sage1"), Rule("auto")), {("sage1",)}, "sage1",
+         "autotuned: 1.25x the fastest of SDPA (rule 2 of the policy)"),
+        ((Rule("accurate"), Rule("auto")), {("accurate",)}, None,
+         "autotuned: SDPA is faster (0.50x) (rule 1 of the policy)"),
+        ((Rule("accurate", length=(65, None)),), {AUTOS}, "sage2-8b", "autotuned: 2.00x the fastest of SDPA"),
+        ((Rule("off"), Rule("auto")), set(), None, "the policy says off (rule 1)"),
+    ],
+)  # fmt: skip
+def test_max_autotune_races_what_the_first_rule_that_fits_allows(
+    rules, raced, recipe, reason, monkeypatch, tmp_path
+):
+    clock = Clock(sage2_8b_rows=0.6, sage2_8b=0.5, sage1=0.8, accurate=2.0)
+    monkeypatch.setattr(tune, "race", clock)
+    path = str(tmp_path / "policy.json")
+    Policy(rules).save(path)
+    asked = backend.settings({"mode": "max-autotune", "policy": path})
+    site = decide(SHORT, (9, 0), monkeypatch, **vars(asked))
+    assert (site.recipe, site.reason) == (recipe, reason)
+    assert {trial.recipes for trial in clock.trials} == raced
 
 
 @pytest.mark.parametrize(
