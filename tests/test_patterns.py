@@ -136,19 +136,13 @@ attention = sage.attention.default(q_1, getitem_2, getitem_3, getitem_4, getitem
 getitem_6 = getitem(attention, 0)
 getitem_7 = getitem(attention, 1)
 view = aten.view.default(q_1, [2, 4, 1, 32, 64])
-_to_copy = aten._to_copy.default(view, dtype=torch.float32)
 unsqueeze = aten.unsqueeze.default(select, 2)
-unsqueeze_1 = aten.unsqueeze.default(unsqueeze, 4)
-expand = aten.expand.default(_to_copy, [2, 4, 1, 32, 64])
-view_1 = aten.view.default(expand, [8, 32, 64])
-expand_1 = aten.expand.default(unsqueeze_1, [2, 4, 1, 64, 1])
-view_2 = aten.view.default(expand_1, [8, 64, 1])
-bmm = aten.bmm.default(view_1, view_2)
-_unsafe_view = aten._unsafe_view.default(bmm, [2, 4, 1, 32, 1])
-view_3 = aten.view.default(_unsafe_view, [2, 4, 32, 1])
-select_3 = aten.select.int(view_3, 3, 0)
-mul = aten.mul.Tensor(select_3, 0.125)
-add = aten.add.Tensor(getitem_7, mul)""",
+unsqueeze_1 = aten.unsqueeze.default(unsqueeze, 3)
+mul = aten.mul.Tensor(view, unsqueeze_1)
+sum_1 = aten.sum.dim_IntList(mul, [-1])
+view_1 = aten.view.default(sum_1, [2, 4, 32])
+mul_1 = aten.mul.Tensor(view_1, 0.125)
+add = aten.add.Tensor(getitem_7, mul_1)""",
         )
 
     def test_16bit_recipe_opens_into_smooth_quantize_attention(self):
@@ -166,19 +160,13 @@ attention = sage.attention.default(q_1, getitem_2, getitem_3, v_1, select, selec
 getitem_4 = getitem(attention, 0)
 getitem_5 = getitem(attention, 1)
 view = aten.view.default(q_1, [2, 4, 1, 32, 64])
-_to_copy = aten._to_copy.default(view, dtype=torch.float32)
 unsqueeze = aten.unsqueeze.default(select, 2)
-unsqueeze_1 = aten.unsqueeze.default(unsqueeze, 4)
-expand = aten.expand.default(_to_copy, [2, 4, 1, 32, 64])
-view_1 = aten.view.default(expand, [8, 32, 64])
-expand_1 = aten.expand.default(unsqueeze_1, [2, 4, 1, 64, 1])
-view_2 = aten.view.default(expand_1, [8, 64, 1])
-bmm = aten.bmm.default(view_1, view_2)
-_unsafe_view = aten._unsafe_view.default(bmm, [2, 4, 1, 32, 1])
-view_3 = aten.view.default(_unsafe_view, [2, 4, 32, 1])
-select_1 = aten.select.int(view_3, 3, 0)
-mul = aten.mul.Tensor(select_1, 0.125)
-add = aten.add.Tensor(getitem_5, mul)""",
+unsqueeze_1 = aten.unsqueeze.default(unsqueeze, 3)
+mul = aten.mul.Tensor(view, unsqueeze_1)
+sum_1 = aten.sum.dim_IntList(mul, [-1])
+view_1 = aten.view.default(sum_1, [2, 4, 32])
+mul_1 = aten.mul.Tensor(view_1, 0.125)
+add = aten.add.Tensor(getitem_5, mul_1)""",
         )
 
 
