@@ -1,7 +1,7 @@
 """What a sage op means, and its kernels. Importing this package registers ``torch.ops.sage``."""
 
 from sage_inductor.ops.attention import attention, attention_opaque
-from sage_inductor.ops.quantize import quantize_k, quantize_v
+from sage_inductor.ops.quantize import quantize_k, quantize_kv, quantize_v
 from sage_inductor.ops.sdpa import prepare_kv, sdpa
 from sage_inductor.ops.smooth import smooth
 
@@ -10,6 +10,7 @@ __all__ = [
     "attention_opaque",
     "prepare_kv",
     "quantize_k",
+    "quantize_kv",
     "quantize_v",
     "sdpa",
     "smooth",

@@ -1,8 +1,12 @@
-"""Quantization of k (INT8 or FP8) and v (FP8), each in one pass, in the layout the kernel reads.
+"""Quantization of k (INT8 or FP8) and v (FP8), in one pass, in the layout the kernel reads.
 
     k_8bit = round((k - k_mean) / k_scale)      k_scale = amax of the group / 127
           or e4m3((k - k_mean) / k_scale)       k_scale = amax of the group / 448
     v_fp8  = e4m3((v - v_mean) / v_scale)       v_scale = amax of the channel / 448
+
+k_mean, v_mean and v_amax are smooth.py's: of all rows, or estimated from a sample of them. Any
+means are exact, but a scale that is too small is not: with an estimated v_amax, `quantize_kv` looks
+for rows of v beyond it and does the heads again that have any, with the amax of all their rows.
 
 q needs no pass of its own: the attention kernel quantizes it in its prologue.
 
@@ -25,11 +29,12 @@ from sage_inductor.ops.reference import (
     TINY,
     pad_head_dim,
 )
+from sage_inductor.ops.smooth import launch_estimate
 
 _INT8_MAX = tl.constexpr(INT8_MAX)
 _FP8_MAX = tl.constexpr(FP8_MAX)
 _TINY = tl.constexpr(TINY)
-_ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding and subtracting it rounds to an integer
+_ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: what is added to it is rounded to an integer
 
 
 @triton.jit
@@ -53,8 +58,9 @@ def to_8bit(x, inverse, FP8: tl.constexpr):
     if FP8:
         return (x * inverse).to(tl.float8e4nv)
     else:
+        # The low byte of the sum is the rounded product: no conversion, which runs at 1/8 speed.
         rounded = tl.fma(x, inverse.broadcast_to(x.shape), tl.full(x.shape, _ROUND, tl.float32))
-        return (rounded - _ROUND).to(tl.int8)
+        return rounded.to(tl.int32, bitcast=True).to(tl.int8)
 
 
 @triton.jit
@@ -62,6 +68,118 @@ def saturate(x, amax):
     """x within +-amax, where amax is a number; NaN becomes a number too."""
     saturated = tl.minimum(tl.maximum(x, -amax), amax)
     return tl.where(amax == amax, saturated, x)
+
+
+@triton.jit
+def _block_of_k(
+    K, K_mean, visible, K_8bit, K_scale, stride_n, stride_d, head, block, blocks, N, channels,
+    MASK: tl.constexpr, FP8: tl.constexpr, GROUPS: tl.constexpr, K_BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """K_BLOCK rows of a head, the block-th of `blocks`; K and visible point to its first row."""
+    n = block * K_BLOCK + tl.arange(0, K_BLOCK)
+    d = tl.arange(0, BLOCK_D)
+    mask = (n < N)[:, None] & (d < channels)[None, :]
+    x = tl.load(K + n[:, None] * stride_n + d[None, :] * stride_d, mask=mask, other=0.0)
+    mean = tl.load(K_mean + head * channels + d, mask=d < channels, other=0.0)
+    x = tl.where(mask, x.to(tl.float32) - mean[None, :], 0.0)
+
+    amax = tl.max(abs_bits(x), 1)  # [K_BLOCK]
+    if MASK:
+        amax = tl.where(tl.load(visible + n, mask=n < N, other=0) != 0, amax, 0)
+    group = head * blocks + block
+    if GROUPS == 4:
+        amax = tl.max(tl.max(amax.reshape([K_BLOCK // 8, 4, 2]), 2), 0)  # [4]
+        inverse, scale = scale_of(amax, FP8)
+        tl.store(K_scale + group * 4 + tl.arange(0, 4), scale)
+        amax = amax.expand_dims(1).expand_dims(0).broadcast_to([K_BLOCK // 8, 4, 2])
+        amax = amax.reshape([K_BLOCK])
+        inverse = inverse.expand_dims(1).expand_dims(0).broadcast_to([K_BLOCK // 8, 4, 2])
+        inverse = inverse.reshape([K_BLOCK])
+    else:
+        amax = tl.max(amax, 0, keep_dims=True)  # [1]
+        inverse, scale = scale_of(amax, FP8)
+        tl.store(K_scale + group + tl.arange(0, 1), scale)
+    if MASK:
+        amax = amax.to(tl.float32, bitcast=True)
+        x = saturate(x, tl.where(amax < _TINY, _TINY, amax)[:, None])
+    x_8bit = to_8bit(x, inverse[:, None], FP8)
+    rows = group * K_BLOCK + tl.arange(0, K_BLOCK)
+    tl.store(K_8bit + rows[:, None] * BLOCK_D + d[None, :], x_8bit)
+
+
+@triton.jit
+def _load_v(
+    V, mean, stride_n, stride_d, block, N2, channels,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """(v - mean, its rows n, which of them and of its channels there are), interleaved."""
+    column = tl.arange(0, BLOCK_N)
+    # Column (quad, half, pair) of each 16 holds token (half, quad, pair): reference.interleave.
+    token = (column & ~15) | (column & 2) << 2 | (column & 12) >> 1 | (column & 1)
+    n = block * BLOCK_N + token
+    d = tl.arange(0, BLOCK_D)
+    mask = (2 * n < N2)[:, None] & (d < channels)[None, :]
+    x = tl.load(V + n[:, None] * stride_n + d[None, :] * stride_d, mask=mask, other=0.0)
+    return x.to(tl.float32) - mean[None, :], n, mask
+
+
+@triton.jit
+def _store_v(
+    x, amax, V_fp8, head, block, N_pad,
+    SATURATE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """x [BLOCK_N, BLOCK_D], as _load_v gives it, by amax [BLOCK_D] -> V_fp8, transposed."""
+    if SATURATE:
+        x = saturate(x, amax[None, :])
+    x = x * tl.div_rn(tl.full([BLOCK_D], _FP8_MAX, tl.float32), amax)[None, :]
+    rows = head * BLOCK_D + tl.arange(0, BLOCK_D)
+    columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    out = V_fp8 + rows[:, None] * N_pad + columns[None, :]
+    tl.store(out, x.to(tl.float8e4nv).T)
+
+
+@triton.jit
+def _block_of_v(
+    V, V_mean, V_amax, visible, Count, V_fp8, V_scale, stride_n, stride_d, head, block, blocks,
+    N2, channels,
+    MASK: tl.constexpr, SATURATE: tl.constexpr, CHECK: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N rows of a head, the block-th of `blocks`; V and visible point to its first row. With
+    CHECK, by the program that comes last, all of them once more if V_amax is too small for any."""
+    FEW: tl.constexpr = 16  # rows at a time then, lest this rare path cost the other registers
+    d = tl.arange(0, BLOCK_D)
+    amax = tl.load(V_amax + head * channels + d, mask=d < channels, other=1.0)
+    amax = tl.where(amax < _TINY, _TINY, amax)
+    mean = tl.load(V_mean + head * channels + d, mask=d < channels, other=0.0)
+    x, n, mask = _load_v(V, mean, stride_n, stride_d, block, N2, channels, BLOCK_N, BLOCK_D)
+    N_pad = blocks * BLOCK_N
+    _store_v(x, amax, V_fp8, head, block, N_pad, SATURATE, BLOCK_N, BLOCK_D)
+    if block == 0:
+        tl.store(V_scale + head * channels + d, amax * (1.0 / _FP8_MAX), mask=d < channels)
+    if CHECK:
+        if MASK:
+            mask = mask & (tl.load(visible + n, mask=2 * n < N2, other=0) != 0)[:, None]
+        beyond = tl.max((mask & (tl.abs(x) > amax[None, :])).to(tl.int32))
+        # Blocks that are done below, blocks with rows beyond amax above 2^32.
+        done = 1 + (beyond.to(tl.int64) << 32)
+        tl.debug_barrier()  # all of this program has stored
+        done += tl.atomic_add(Count + head, done)
+        if (done & 0xFFFFFFFF) == blocks and done >> 32 > 0:
+            bits = tl.zeros([BLOCK_D], tl.int32)
+            for i in tl.range(0, N_pad // FEW, num_stages=1):
+                y, rows, there = _load_v(V, mean, stride_n, stride_d, i, N2, channels, FEW, BLOCK_D)
+                if MASK:
+                    shown = tl.load(visible + rows, mask=2 * rows < N2, other=0) != 0
+                    there = there & shown[:, None]
+                bits = tl.maximum(bits, tl.max(tl.where(there, abs_bits(y), 0), 0))
+            amax = bits.to(tl.float32, bitcast=True)
+            amax = tl.where(amax < _TINY, _TINY, amax)
+            tl.store(V_scale + head * channels + d, amax * (1.0 / _FP8_MAX), mask=d < channels)
+            for i in tl.range(0, N_pad // FEW, num_stages=1):
+                y, _, _ = _load_v(V, mean, stride_n, stride_d, i, N2, channels, FEW, BLOCK_D)
+                _store_v(y, amax, V_fp8, head, i, N_pad, SATURATE, FEW, BLOCK_D)
 
 
 @triton.jit
@@ -87,38 +205,13 @@ def _quantize_k_kernel(
     if FP8:
         channels = D2 // 2
     pid = tl.program_id(0).to(tl.int64)
-    num_blocks = tl.cdiv(N, PAD_N) * (PAD_N // K_BLOCK)
-    head, block = pid // num_blocks, pid % num_blocks
-    n = block * K_BLOCK + tl.arange(0, K_BLOCK)
-    d = tl.arange(0, BLOCK_D)
-    mask = (n < N)[:, None] & (d < channels)[None, :]
-    k = K + head // H * stride_b + head % H * stride_h
-    x = tl.load(k + n[:, None] * stride_n + d[None, :] * stride_d, mask=mask, other=0.0)
-    x = x.to(tl.float32) - tl.load(K_mean + head * D + d, mask=d < channels, other=0.0)[None, :]
-    x = tl.where(mask, x, 0.0)
-
-    amax = tl.max(abs_bits(x), 1)  # [K_BLOCK]
-    if MASK:
-        visible = Visible + head // H * stride_visible_b + head % H * stride_visible_h
-        amax = tl.where(tl.load(visible + n, mask=n < N, other=0) != 0, amax, 0)
-    if GROUPS == 4:
-        amax = tl.max(tl.max(amax.reshape([K_BLOCK // 8, 4, 2]), 2), 0)  # [4]
-        inverse, scale = scale_of(amax, FP8)
-        tl.store(K_scale + pid * 4 + tl.arange(0, 4), scale)
-        amax = amax.expand_dims(1).expand_dims(0).broadcast_to([K_BLOCK // 8, 4, 2])
-        amax = amax.reshape([K_BLOCK])
-        inverse = inverse.expand_dims(1).expand_dims(0).broadcast_to([K_BLOCK // 8, 4, 2])
-        inverse = inverse.reshape([K_BLOCK])
-    else:
-        amax = tl.max(amax, 0, keep_dims=True)  # [1]
-        inverse, scale = scale_of(amax, FP8)
-        tl.store(K_scale + pid + tl.arange(0, 1), scale)
-    if MASK:
-        amax = amax.to(tl.float32, bitcast=True)
-        x = saturate(x, tl.where(amax < _TINY, _TINY, amax)[:, None])
-    x_8bit = to_8bit(x, inverse[:, None], FP8)
-    rows = pid * K_BLOCK + tl.arange(0, K_BLOCK)
-    tl.store(K_8bit + rows[:, None] * BLOCK_D + d[None, :], x_8bit)
+    blocks = tl.cdiv(N, PAD_N) * (PAD_N // K_BLOCK)
+    head, block = pid // blocks, pid % blocks
+    _block_of_k(
+        K + head // H * stride_b + head % H * stride_h, K_mean,
+        Visible + head // H * stride_visible_b + head % H * stride_visible_h, K_8bit, K_scale,
+        stride_n, stride_d, head, block, blocks, N, channels, MASK, FP8, GROUPS, K_BLOCK, BLOCK_D,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -139,31 +232,90 @@ def _quantize_v_kernel(
     operands a conversion to FP8 that merges with an unrelated register.
     """
     pid = tl.program_id(0).to(tl.int64)
-    num_blocks = tl.cdiv(N2, 2 * BLOCK_N)
-    head, block = pid // num_blocks, pid % num_blocks
-    column = tl.arange(0, BLOCK_N)
-    # Column (quad, half, pair) of each 16 holds token (half, quad, pair): reference.interleave.
-    token = (column & ~15) | (column & 2) << 2 | (column & 12) >> 1 | (column & 1)
-    n = block * BLOCK_N + token
-    d = tl.arange(0, BLOCK_D)
-    mask = (2 * n < N2)[:, None] & (d < D)[None, :]
-    v = V + head // H * stride_b + head % H * stride_h
-    x = tl.load(v + n[:, None] * stride_n + d[None, :] * stride_d, mask=mask, other=0.0)
+    blocks = tl.cdiv(N2, 2 * BLOCK_N)
+    head, block = pid // blocks, pid % blocks
+    _block_of_v(
+        V + head // H * stride_b + head % H * stride_h, V_mean, V_amax, V, V, V_fp8, V_scale,
+        stride_n, stride_d, head, block, blocks, N2, D, False, SATURATE, False, BLOCK_N, BLOCK_D,
+    )  # fmt: skip
 
-    amax = tl.load(V_amax + head * D + d, mask=d < D, other=1.0)
-    amax = tl.where(amax < _TINY, _TINY, amax)
-    mean = tl.load(V_mean + head * D + d, mask=d < D, other=0.0)
-    inverse = tl.div_rn(tl.full([BLOCK_D], _FP8_MAX, tl.float32), amax)
-    x = x.to(tl.float32) - mean[None, :]
-    if SATURATE:
-        x = saturate(x, amax[None, :])
-    x = x * inverse[None, :]
 
-    rows = head * BLOCK_D + d
-    out = V_fp8 + rows[:, None] * (num_blocks * BLOCK_N) + (block * BLOCK_N + column)[None, :]
-    tl.store(out, x.to(tl.float8e4nv).T)
-    if block == 0:
-        tl.store(V_scale + head * D + d, amax * (1.0 / _FP8_MAX), mask=d < D)
+@triton.jit
+def _quantize_kv_kernel(
+    K, V,  # [B, H, N, D], [B, H, N, D_V] in
+    K_mean, V_mean, V_amax,  # [B, H, D], [B, H, D_V] twice in, fp32
+    Visible,  # [B or 1, H or 1, N] in, uint8: rows that have a part in the scales; if MASK
+    Count,  # [B, H] in, int64: zeros; overwritten
+    K_8bit, K_scale,  # [B, H, N_pad, BLOCK_D], [B, H, N_pad / K_BLOCK] out
+    V_fp8, V_scale,  # [B, H, BLOCK_DV, N_pad], [B, H, D_V] out
+    stride_kb, stride_kh, stride_kn, stride_kd,
+    stride_vb, stride_vh, stride_vn, stride_vd,
+    stride_visible_b, stride_visible_h,
+    H, N2, D2, D2_V,  # doubled, as above
+    MASK: tl.constexpr, FP8: tl.constexpr,
+    K_BLOCK: tl.constexpr, PAD_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """Grid: (B * H * num_blocks * 2,). K_BLOCK rows of one head, of k and of v in turn: 128 rows of
+    v cost so many registers that half as many programs run at once."""
+    N = N2 // 2
+    pid = tl.program_id(0).to(tl.int64)
+    blocks = tl.cdiv(N, PAD_N) * (PAD_N // K_BLOCK)
+    head, block = pid // 2 // blocks, pid // 2 % blocks
+    visible = Visible + head // H * stride_visible_b + head % H * stride_visible_h
+    if pid % 2 == 0:
+        _block_of_k(
+            K + head // H * stride_kb + head % H * stride_kh, K_mean, visible, K_8bit, K_scale,
+            stride_kn, stride_kd, head, block, blocks, N, D2 // 2, MASK, FP8, 1, K_BLOCK, BLOCK_D,
+        )  # fmt: skip
+    else:
+        _block_of_v(
+            V + head // H * stride_vb + head % H * stride_vh, V_mean, V_amax, visible, Count,
+            V_fp8, V_scale, stride_vn, stride_vd, head, block, blocks, N2, D2_V // 2,
+            MASK, MASK, True, K_BLOCK, BLOCK_DV,
+        )  # fmt: skip
+
+
+@triton_op("sage::quantize_kv", mutates_args=())
+def quantize_kv(k: Tensor, v: Tensor | None, visible: Tensor | None, qk: str) -> list[Tensor]:
+    """All of the preparation in one pass: k [B, H, N, D], for FP8 p v also v [B, H, N, D_v], any
+    strides -> k_8bit, k_scale (as `quantize_k` per row), k_mean [B, H, D] and v_fp8, v_scale (as
+    `quantize_v`), v_mean [B, H, D_v]. Statistics are estimated from a sample of rows. In a head
+    where a row of v is beyond the estimated amax, v is scaled by the amax of all its rows.
+    visible: as in `smooth`; the other rows have no part in statistics and scales and saturate."""
+    if k.device.type == "cpu":
+        return reference.quantize_kv(k, v, visible, qk)
+    return launch_kv(k, v, visible, qk)
+
+
+def launch_kv(k: Tensor, v: Tensor | None, visible: Tensor | None, qk: str) -> list[Tensor]:
+    k_mean, _, *of_v, count = launch_estimate([k] if v is None else [k, v], visible)
+    if v is None:
+        return [*launch_k(k, k_mean, qk, "per_row", visible), k_mean]
+    v_mean, v_amax = of_v
+    B, H, N, D = k.shape
+    D, D_v, blocks = int(D), int(v.shape[3]), triton.cdiv(N, PAD_N) * (PAD_N // K_BLOCK)
+    BLOCK_D, BLOCK_DV = pad_head_dim(D), pad_head_dim(D_v)
+    k_8bit = k.new_empty((B, H, blocks * K_BLOCK, BLOCK_D), dtype=QK_DTYPES[qk])
+    k_scale = k.new_empty((B, H, blocks, 1), dtype=torch.float32)
+    v_fp8 = v.new_empty((B, H, BLOCK_DV, blocks * K_BLOCK), dtype=torch.float8_e4m3fn)
+    v_scale = torch.empty_like(v_amax)
+    if visible is not None:
+        visible = visible.expand(B, H, N)
+    wrap_triton(_quantize_kv_kernel)[(B * H * blocks * 2,)](
+        k, v, k_mean, v_mean, v_amax, k_mean if visible is None else visible, count,
+        k_8bit, k_scale, v_fp8, v_scale,  # tensors
+        *k.stride(), *v.stride(), *((0, 0) if visible is None else visible.stride()[:2]),
+        H, 2 * N, 2 * D, 2 * D_v,  # shape
+        visible is not None, qk == "fp8",  # semantics
+        K_BLOCK, PAD_N, BLOCK_D, BLOCK_DV,  # tile
+        num_warps=num_warps(BLOCK_DV),
+    )  # fmt: skip
+    return [k_8bit, k_scale, k_mean, v_fp8, v_scale, v_mean]
+
+
+def num_warps(block_dv: int) -> int:
+    """Of a program of quantize_kv, which has 64 rows in its registers."""
+    return 4 if block_dv <= 128 else 8
 
 
 @triton_op("sage::quantize_k", mutates_args=())

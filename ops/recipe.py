@@ -33,6 +33,8 @@ class Recipe:
         of 64 rows of k: what one thread of an ``mma`` tile holds (SageAttention2, 3.2).
         ``per_row``: each row of q, 64 rows of k. A thread of a ``wgmma`` accumulator holds whole
         rows, so on Hopper this costs what per_thread does there and needs no k scale per column.
+        Nothing is asked of the whole sequence: what k and v are shifted by, and v's scales, are
+        estimated from a sample of rows (`reference.estimate`), and one pass prepares both.
     qk: number format of q and k. ``int8``, or ``fp8``: E4M3, for devices that multiply INT8 slowly
         (sm_100); only beside FP8 p v.
     pv: number format of p and v. ``fp8``: E4M3, v smoothed and scaled per channel, two-level

@@ -24,6 +24,9 @@ LOG2_FP8_MAX = math.log2(FP8_MAX)
 QK_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # of q and k, by Recipe.qk
 TINY = 1e-30  # amax of an all-zero group: 448 / TINY is still finite in fp32
 LOG2E = 1.4426950408889634
+SAMPLE = 128  # rows that statistics are estimated from, where one pass prepares k and v
+NO_SHIFT = 9.0  # (3 standard errors)^2: a sample's mean this small is noise, and no shift is better
+HEADROOM = 4.0  # of v's scale over the sample's amax: 2 of the 15 octaves of E4M3's normal numbers
 
 
 def attention_exact(
@@ -103,6 +106,59 @@ def quantize_v(
     x = x * _divide(FP8_MAX, amax)[:, :, None]
     x = F.pad(x, (0, pad_head_dim(x.shape[3]) - x.shape[3])).clamp(-FP8_MAX, FP8_MAX)
     return interleave(x.mT).to(torch.float8_e4m3fn), amax * (1 / FP8_MAX)
+
+
+def sample_rows(N: int, device=None) -> Tensor:
+    """SAMPLE rows of N, one of each SAMPLE-th; where in it changes by the golden ratio, so that a
+    period in the rows (the width of an image) is not met again and again."""
+    i = torch.arange(SAMPLE, device=device)
+    return (i * 65536 + (i * 40503 & 65535)) * N // (65536 * SAMPLE)
+
+
+def estimate(x: Tensor, visible: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """x [B, H, N, D] -> what stands for `smooth`'s mean and amax, of a sample of its rows, each
+    [B, H, D] in fp32. Of rows that are not `visible` [B or 1, H or 1, N] nothing is taken.
+
+    The mean of the sample, shrunk towards 0 the less it exceeds its standard error, positive-part
+    James-Stein's way: where there is no common part to take off, the sample's noise would only add
+    to x. 0 where the sample is not finite or nothing of it is visible. Any shift is exact.
+    The amax of the sample less that shift, times HEADROOM: `quantize_v_checked` sees to the rest.
+    """
+    rows = sample_rows(x.shape[2], x.device)
+    x, keep = x[:, :, rows].float(), torch.ones(1, 1, SAMPLE, 1, dtype=torch.bool, device=x.device)
+    if visible is not None:
+        keep = visible.bool()[:, :, rows, None]
+    count = keep.sum(2)
+    x = torch.where(keep, x, 0.0)
+    mean, square = x.sum(2) / count, x.square().sum(2) / count
+    kept = 1.0 - NO_SHIFT / count * (square / mean.square() - 1.0)
+    mean = torch.where(kept > 0, mean * kept.clamp(max=1.0), 0.0)
+    away = (x - mean[:, :, None]).abs()
+    away = torch.where(keep & (away < math.inf), away, 0.0)
+    return mean, away.amax(2) * HEADROOM
+
+
+def quantize_v_checked(
+    v: Tensor, v_mean: Tensor, v_amax: Tensor, visible: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """`quantize_v` with an estimated v_amax. In a head where a visible row is beyond it, amax is
+    taken of all visible rows."""
+    away = (v.float() - v_mean[:, :, None]).abs()
+    if visible is not None:
+        away = torch.where(visible.bool()[..., None], away, 0.0)
+    amax = torch.where(v_amax < TINY, TINY, v_amax)
+    beyond = (away > amax[:, :, None]).flatten(2).any(2)[..., None]  # [B, H, 1]
+    return quantize_v(v, v_mean, torch.where(beyond, away.amax(2), amax), visible is not None)
+
+
+def quantize_kv(k: Tensor, v: Tensor | None, visible: Tensor | None, qk: str) -> list[Tensor]:
+    """[k_8bit, k_scale, k_mean] and, of a v, [v_fp8, v_scale, v_mean], by estimated statistics."""
+    k_mean = estimate(k, visible)[0]
+    out = [*quantize_k(k, k_mean, qk, "per_row", visible), k_mean]
+    if v is not None:
+        v_mean, v_amax = estimate(v, visible)
+        out += [*quantize_v_checked(v, v_mean, v_amax, visible), v_mean]
+    return out
 
 
 def interleave(x: Tensor) -> Tensor:

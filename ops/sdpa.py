@@ -7,7 +7,8 @@
     out, lse               = attention(q, k_8bit, ..., v_fp8, ...)
     lse                   += scale * q k_mean                     what smoothing k took off
 
-Calls that share k and v can share what the middle three make: ``sage::prepare`` returns it.
+Per row, one op, quantize_kv, takes the place of the middle three. Calls that share k and v can
+share what it makes, or they: ``sage::prepare`` returns it.
 Eager runs this composition; lowering/ hands it to Inductor. The gradient is exact attention's,
 recomputed in the inputs' own precision.
 
@@ -27,7 +28,7 @@ from torch import Tensor
 from sage_inductor.ops import mask, reference, tiles
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.attention import attention, attention_opaque, empty_outputs
-from sage_inductor.ops.quantize import quantize_k, quantize_v
+from sage_inductor.ops.quantize import quantize_k, quantize_kv, quantize_v
 from sage_inductor.ops.reference import HEAD_DIMS, K_BLOCK, PAD_N, QK_DTYPES, pad_head_dim
 from sage_inductor.ops.smooth import smooth
 
@@ -169,6 +170,8 @@ def _kernel_and_mask(k, v, attn_mask, recipe: recipes.Recipe, portable: bool) ->
 def prepare(k: Tensor, v: Tensor, seen: Tensor | None, recipe: recipes.Recipe) -> list[Tensor]:
     """[k_8bit, k_scale, k_mean], and with FP8 also v_fp8, v_scale, v_mean."""
     visible = None if seen is None else mask.visible_keys(seen, k.shape[1])
+    if recipe.granularity == "per_row":
+        return quantize_kv(k, v if recipe.pv == "fp8" else None, visible, recipe.qk)
     if recipe.pv == "fp8" and v.shape[3] == k.shape[3]:
         mean, amax = smooth([k, v], visible)  # [2, B, H_kv, D]: one launch
         k_mean, v_mean, v_amax = mean[0], mean[1], amax[1]

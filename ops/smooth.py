@@ -5,6 +5,9 @@
 
 Rows that a mask hides from every query do not count: padding may hold anything, NaN included.
 
+`estimate` puts numbers from a sample of rows in their place, for what cannot wait for a pass over
+all of them.
+
 Softmax is invariant to any vector subtracted from every row of k, and the rows of p sum to 1, so
 a vector subtracted from v is added back to o. Both are exact; what they buy is range.
 
@@ -18,7 +21,11 @@ from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
 from sage_inductor.ops import reference
+from sage_inductor.ops.reference import HEADROOM, NO_SHIFT, SAMPLE
 
+_SAMPLE = tl.constexpr(SAMPLE)
+_NO_SHIFT = tl.constexpr(NO_SHIFT)
+_HEADROOM = tl.constexpr(HEADROOM)
 CHUNK, BLOCK_N, NUM_WARPS = 256, 8, 2  # H200, 2026-11-21: 1.3x of the bytes' floor at 8K
 
 
@@ -152,3 +159,66 @@ def launch(x0: Tensor, x1: Tensor, count: int, visible: Tensor | None) -> tuple[
         D, CHUNK, 16, BLOCK_D,  # tile
     )  # fmt: skip
     return mean, amax
+
+
+@triton.jit
+def _estimate_kernel(
+    X0, X1,  # [B, H, N, D], [B, H, N, D_1] in
+    Visible,  # as above
+    Mean0, Amax0, Mean1, Amax1,  # [B, H, D] twice, [B, H, D_1] twice out, fp32
+    Count,  # [B, H] out, int64: zeros
+    stride_0b, stride_0h, stride_0n, stride_0d,
+    stride_1b, stride_1h, stride_1n, stride_1d,
+    stride_visible_b, stride_visible_h,
+    H, N,
+    MASK: tl.constexpr,
+    D: tl.constexpr, D_1: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Grid: (B * H, tensors). reference.estimate of one head."""
+    head = tl.program_id(0).to(tl.int64)
+    b, h = head // H, head % H
+    d = tl.arange(0, BLOCK_D)
+    x, stride_n, stride_d = X0 + b * stride_0b + h * stride_0h, stride_0n, stride_0d
+    mean_out, amax_out, channels = Mean0, Amax0, D
+    if tl.program_id(1) == 1:
+        x, stride_n, stride_d = X1 + b * stride_1b + h * stride_1h, stride_1n, stride_1d
+        mean_out, amax_out, channels = Mean1, Amax1, D_1
+    i = tl.arange(0, _SAMPLE).to(tl.int64)
+    rows = (i * 65536 + (i * 40503 & 65535)) * N // (65536 * _SAMPLE)
+    keep = rows < N
+    if MASK:
+        keep = tl.load(Visible + b * stride_visible_b + h * stride_visible_h + rows) != 0
+    mask = keep[:, None] & (d < channels)[None, :]
+    x = tl.load(x + rows[:, None] * stride_n + d[None, :] * stride_d, mask=mask, other=0.0)
+    x = x.to(tl.float32)
+    count = tl.sum(keep.to(tl.float32), 0)
+    mean, square = tl.sum(x, 0) / count, tl.sum(x * x, 0) / count
+    kept = 1.0 - _NO_SHIFT / count * (square / (mean * mean) - 1.0)
+    mean = tl.where(kept > 0, mean * tl.minimum(kept, 1.0), 0.0)
+    away = tl.abs(x - mean[None, :])
+    away = tl.where(mask & (away < float("inf")), away, 0.0)
+    tl.store(mean_out + head * channels + d, mean, mask=d < channels)
+    tl.store(amax_out + head * channels + d, tl.max(away, 0) * _HEADROOM, mask=d < channels)
+    if tl.program_id(1) == 0:
+        tl.store(Count + head, tl.zeros([], tl.int64))
+
+
+def launch_estimate(xs: list[Tensor], visible: Tensor | None) -> list[Tensor]:
+    """One or two x [B, H, N, D], the two of one B, H and N, any strides -> for each its mean and
+    amax [B, H, D] in fp32, estimated from SAMPLE rows of those that are visible (as `smooth` has
+    them); at the end zeros [B, H] in int64, to count with."""
+    x0, x1 = xs[0], xs[-1]
+    B, H, N, D = x0.shape
+    D, D_1 = int(D), int(x1.shape[3])
+    out = [x.new_empty((B, H, x.shape[3]), dtype=torch.float32) for x in xs for _ in range(2)]
+    count = x0.new_empty((B, H), dtype=torch.int64)
+    if visible is not None:
+        visible = visible.expand(B, H, N)
+    wrap_triton(_estimate_kernel)[(B * H, len(xs))](
+        x0, x1, out[0] if visible is None else visible, *out[:2], *out[-2:], count,  # tensors
+        *x0.stride(), *x1.stride(), *((0, 0) if visible is None else visible.stride()[:2]),
+        H, N,  # shape
+        visible is not None,  # semantics
+        D, D_1, triton.next_power_of_2(max(D, D_1)),  # tile
+    )  # fmt: skip
+    return [*out, count]

@@ -160,22 +160,29 @@ def test_plans_are_what_the_crossover_table_asks_for():
     assert all(case.mask in ("", *MASKS) and not (case.mask and case.is_causal) for case in cases)
 
 
-def test_steps_of_the_preparation_are_what_prepare_does(monkeypatch):
+@pytest.mark.parametrize("recipe", ["sage2-8b-rows", "sage2-8b"])
+def test_steps_of_the_preparation_are_what_prepare_does(recipe, monkeypatch):
     """On CPU they are the reference, to which `check` compares them."""
-    case = Case(1, 2, 2, 300, 80)
-    each = inputs(case)
-    out = {
-        step.name: step.call(*step.prepare(*each)) for step in preparation.steps("sage2-8b-rows")
-    }
-    assert torch.equal(out["prepare"], out["quantize k"])
-    assert out["quantize v"].dtype == torch.float8_e4m3fn and torch.equal(out["copy"], each[1])
-    assert out["smooth"].shape == (2, 1, 2, 80)
-    preparation.check("sage2-8b-rows", CPU)
-    monkeypatch.setattr(preparation, "quantize_v", lambda v, *_: (v, v[:, :, 0].float()))
-    with pytest.raises(SystemExit, match="no speed is reported"):
-        preparation.check("sage2-8b-rows", CPU)
-    found = preparation.row(case, "prepare", {"ms": 5.0}, 1.0, 10**9)
-    assert (found["floor_ms"], found["ratio"], found["tb_s"]) == (2.5, 2.0, 2.0)
+    each = inputs(Case(1, 2, 2, 300, 80))
+    out = {step.name: step.call(*step.prepare(*each)) for step in preparation.steps(recipe)}
+    assert torch.equal(out["copy"], each[1])
+    assert out["prepare"].dtype == torch.int8 and out["prepare"].shape == (1, 2, 384, 128)
+    if recipe == "sage2-8b":
+        assert torch.equal(out["prepare"], out["quantize k"])
+        assert out["quantize v"].dtype == torch.float8_e4m3fn
+        assert out["smooth"].shape == (2, 1, 2, 80)
+    preparation.check(recipe, CPU)
+    for name in ("quantize_k", "quantize_kv"):
+        right = getattr(preparation, name)
+        wrong = lambda *a, right=right: [x.roll(1, 2) for x in right(*a)]  # noqa: E731
+        monkeypatch.setattr(preparation, name, wrong)
+    with pytest.raises((SystemExit, AssertionError)):
+        preparation.check(recipe, CPU)
+
+
+def test_the_floor_of_a_step_is_its_bytes_at_the_rate_of_a_copy():
+    found = preparation.row(Case(1, 2, 2, 300, 80), "prepare", {"ms": 3.0}, 1.0, 10**9)
+    assert (found["floor_ms"], found["ratio"], found["tb_s"]) == (1.5, 2.0, 2.0)
 
 
 # -- whole blocks, and what preparation adds to a graph ----

@@ -18,14 +18,20 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from sage_inductor.ops import hopper, reference, tiles
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.attention import Q_ROWS, _attention_kernel, tile_of
-from sage_inductor.ops.quantize import _quantize_k_kernel, _quantize_v_kernel
-from sage_inductor.ops.smooth import _final_kernel, _partial_kernel
+from sage_inductor.ops.quantize import (
+    _quantize_k_kernel,
+    _quantize_kv_kernel,
+    _quantize_v_kernel,
+    num_warps,
+)
+from sage_inductor.ops.smooth import _estimate_kernel, _final_kernel, _partial_kernel
 
 SHARED_MEMORY = {  # bytes that a program may have
     (8, 0): 163 << 10, (8, 6): 99 << 10, (8, 9): 99 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10,
     (12, 0): 99 << 10,
 }  # fmt: skip
 ARCHITECTURES = list(SHARED_MEMORY)
+DIVISIBLE = ("N_pad", "D2", "D2_V")  # by 16, where the head_dim is by 8
 
 
 def compile_kernel(kernel, architecture, constexprs, types, source=ASTSource, **options):
@@ -36,7 +42,7 @@ def compile_kernel(kernel, architecture, constexprs, types, source=ASTSource, **
             signature[name], constants[(i,)] = "constexpr", constexprs[name]
         else:
             signature[name] = types.get(name, "i32")
-            if signature[name][0] == "*" or name.startswith("stride") or name in ("N_pad", "D2"):
+            if signature[name][0] == "*" or name.startswith("stride") or name in DIVISIBLE:
                 attributes[(i,)] = [["tt.divisibility", 16]]
     source = source(kernel, signature, constants, attributes)
     major, minor = architecture
@@ -321,14 +327,31 @@ def compile_quantize_k(architecture, D, masked, groups, qk):
     return compile_kernel(_quantize_k_kernel, architecture, constexprs, types)
 
 
+def compile_quantize_kv(D, masked, qk, architecture=(9, 0)):
+    types = dict(
+        K="*bf16", V="*bf16", K_mean="*fp32", V_mean="*fp32", V_amax="*fp32", Visible="*u8",
+        Count="*i64", K_8bit=f"*{qk}", K_scale="*fp32", V_fp8="*fp8e4nv", V_scale="*fp32",
+    )  # fmt: skip
+    BLOCK_D = reference.pad_head_dim(D)
+    constexprs = dict(
+        MASK=masked, FP8=qk != "i8", K_BLOCK=64, PAD_N=128, BLOCK_D=BLOCK_D, BLOCK_DV=BLOCK_D,
+        stride_kd=1, stride_vd=1,
+    )  # fmt: skip
+    return compile_kernel(
+        _quantize_kv_kernel, architecture, constexprs, types, num_warps=num_warps(BLOCK_D)
+    )
+
+
 @pytest.mark.parametrize("D", [1, 8, 80])
-@pytest.mark.parametrize("kernel", ["quantize_k", "attention"])
+@pytest.mark.parametrize("kernel", ["quantize_k", "quantize_kv", "attention"])
 def test_no_conversion_to_fp8_merges_with_an_unrelated_register(kernel, D):
     """A conversion of two numbers makes 16 bits; with another's, 32. Where ptxas (CUDA 12.8) knows
     the two to be equal, as zeros of padded channels are, it puts any register in the other's place.
     """
     if kernel == "attention":
         compiled = compile_attention((9, 0), "sage2-8b-fp8qk", D)
+    elif kernel == "quantize_kv":
+        compiled = compile_quantize_kv(D, False, "fp8e4nv")
     else:
         compiled = compile_quantize_k((9, 0), D, False, 1, "fp8e4nv")
     writer, conversions = {"RZ": "zero"}, 0
@@ -366,3 +389,8 @@ def test_preparation_compiles(architecture, D, masked):
         v = dict(V="*bf16", V_mean="*fp32", V_amax="*fp32", V_fp8="*fp8e4nv", V_scale="*fp32")
         constexprs = dict(tile, SATURATE=masked, BLOCK_N=128)
         compile_kernel(_quantize_v_kernel, architecture, constexprs, v)
+        compiled = compile_quantize_kv(D, masked, "i8", architecture)
+        assert stack_bytes(compiled) == 0
+    of_two = dict(Mean0="*fp32", Amax0="*fp32", Mean1="*fp32", Amax1="*fp32", Count="*i64")
+    constexprs = dict(D=D, D_1=D, MASK=masked, BLOCK_D=BLOCK_D, stride_0d=1, stride_1d=1)
+    compile_kernel(_estimate_kernel, architecture, constexprs, {**x, **of_two})

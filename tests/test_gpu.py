@@ -18,6 +18,7 @@ from sage_inductor.ops import (
     attention_opaque,
     mask,
     quantize_k,
+    quantize_kv,
     quantize_v,
     reference,
     smooth,
@@ -26,6 +27,7 @@ from sage_inductor.ops import (
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.attention import tile_of
 from sage_inductor.ops.sdpa import operands, prepare
+from sage_inductor.ops.smooth import launch_estimate
 
 pytestmark = pytest.mark.gpu
 
@@ -106,6 +108,40 @@ def test_preparation_equals_its_oracle(shape, dtype, masked):
     v_fp8_ref, v_scale_ref = reference.quantize_v(v, mean[1], amax[1], masked)
     assert_close(v_fp8.float(), v_fp8_ref.float(), rtol=0, atol=0)
     assert_close(v_scale, v_scale_ref, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_preparation_in_one_pass_equals_its_oracle(shape, dtype, masked):
+    """With another head_dim of v, and with rows beyond what a sample promises, in some heads."""
+    _, k, v = qkv(*shape, dtype=dtype)
+    v = torch.cat([v, v[..., :8]], 3)
+    visible = None
+    if masked:
+        visible = (torch.rand(1, shape[2], shape[4], device="cuda") > 0.5).to(torch.uint8)
+        hidden = (visible == 0).expand(shape[0], -1, -1)
+        k[hidden], v[hidden] = math.inf, math.nan
+    v[0, :1, shape[4] // 3] *= 100
+    v[0, -1, shape[4] - 1] *= 1000
+    for qk in ("int8", "fp8"):
+        k_8bit, k_scale, k_mean, v_fp8, v_scale, v_mean = quantize_kv(k, v, visible, qk)
+        *statistics, count = launch_estimate([k, v], visible)
+        expected = (*reference.estimate(k, visible), *reference.estimate(v, visible))
+        for x, y in zip(statistics, expected, strict=True):
+            assert_close(x, y, rtol=1e-4, atol=1e-3)  # sums in another order
+        assert not count.any()
+        assert_close(k_mean, statistics[0], rtol=0, atol=0)
+        assert_close(v_mean, statistics[2], rtol=0, atol=0)
+        k_8bit_ref, k_scale_ref = reference.quantize_k(k, k_mean, qk, "per_row", visible)
+        v_fp8_ref, v_scale_ref = reference.quantize_v_checked(v, v_mean, statistics[3], visible)
+        assert_close(k_8bit.float(), k_8bit_ref.float(), rtol=0, atol=0)
+        assert_close(k_scale, k_scale_ref, rtol=0, atol=0)
+        assert_close(v_fp8.float(), v_fp8_ref.float(), rtol=0, atol=0)
+        assert_close(v_scale, v_scale_ref, rtol=0, atol=0)
+        alone = quantize_kv(k, None, visible, qk)
+        for x, y in zip(alone, (k_8bit, k_scale, k_mean), strict=True):
+            assert_close(x.float(), y.float(), rtol=0, atol=0)
 
 
 MASKS = {

@@ -15,8 +15,10 @@ from torch.testing import assert_close
 from sage_inductor.ops import mask, reference
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.attention import _attention_kernel, _launch
-from sage_inductor.ops.quantize import launch_k, launch_v
+from sage_inductor.ops.quantize import launch_k, launch_kv, launch_v
+from sage_inductor.ops.sdpa import operands, prepare
 from sage_inductor.ops.smooth import launch as launch_smooth
+from sage_inductor.ops.smooth import launch_estimate
 from sage_inductor.ops.tiles import Tile
 
 pytestmark = pytest.mark.skipif(
@@ -78,6 +80,47 @@ def test_preparation(shape):
         assert_same_fp8(v_fp8[..., kept], v_fp8_ref[..., kept])
 
 
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_preparation_in_one_pass(shape, masked):
+    _, k, v = qkv(*shape)
+    v = torch.cat([v, v[..., :8]], 3)  # another head_dim
+    v[0, :, -1] *= 100  # beyond what the sample promises
+    visible = None
+    if masked:
+        visible = (torch.rand(2, 1, shape[3]) > 0.3).to(torch.uint8)
+        hidden = (visible == 0).expand(-1, shape[1], -1)
+        k[hidden], v[hidden] = torch.inf, torch.nan
+    for qk in ("int8", "fp8"):
+        found = launch_kv(k, v, visible, qk)
+        alone = launch_kv(k, None, visible, qk)
+        for x, y in zip(alone, found[:3], strict=True):
+            assert torch.equal(x.float(), y.float())
+        k_8bit, k_scale, k_mean, v_fp8, v_scale, v_mean = found
+        *statistics, count = launch_estimate([k, v], visible)
+        expected = (*reference.estimate(k, visible), *reference.estimate(v, visible))
+        for x, y in zip(statistics, expected, strict=True):
+            assert_close(x, y, rtol=1e-4, atol=1e-3)  # sums in another order
+        assert not count.any()
+        assert_close(k_mean, statistics[0], rtol=0, atol=0)
+        assert_close(v_mean, statistics[2], rtol=0, atol=0)
+        k_8bit_ref, k_scale_ref = reference.quantize_k(k, k_mean, qk, "per_row", visible)
+        v_fp8_ref, v_scale_ref = reference.quantize_v_checked(v, v_mean, statistics[3], visible)
+        assert_close(k_scale, k_scale_ref, rtol=0, atol=0)
+        assert_close(v_scale, v_scale_ref, rtol=0, atol=0)
+        # What is hidden saturates, in FP8 at what the interpreter rounds beyond; padding is NaN here.
+        shown = torch.zeros(2, shape[1], k_8bit.shape[2], dtype=torch.bool)
+        shown[:, :, : shape[3]] = visible.bool() if masked else True
+        in_order = reference.interleave(shown[:, :, None].expand(-1, -1, v_fp8.shape[2], -1))
+        assert_same_fp8(v_fp8[in_order], v_fp8_ref[in_order])
+        assert v_fp8.float().isfinite().all() or not masked
+        if qk == "fp8":
+            assert_same_fp8(k_8bit[shown], k_8bit_ref[shown])
+        else:
+            assert (k_8bit.int() - k_8bit_ref.int()).abs().max() <= 1
+            assert (k_8bit != k_8bit_ref).float().mean() < 1e-3
+
+
 def assert_same_fp8(actual, expected):
     """But for a lost carry, which halves a value, and subnormals, which are truncated."""
     actual, expected = actual.float(), expected.float()
@@ -103,13 +146,9 @@ def test_attention(shape, is_causal, scale, tma, recipe):
     q, k, v = qkv(*shape)
     q = on_grid(q) if r.qk == "fp8" else q
     tile = Tile(64, 128, 4, 2) if r.pv == "fp8" else Tile(128, 64, 8, 2)
-    mean, amax = reference.smooth([k, v])
-    k_8bit, k_scale = reference.quantize_k(k, mean[0], r.qk, r.granularity)
-    v_scale = mean[1]
-    if r.pv == "fp8":
-        v, v_scale = reference.quantize_v(v, mean[1], amax[1])
+    quantized, _ = operands(v, prepare(k, v, None, r))
     band = (None, 0 if is_causal else None, False)
-    args = (q, k_8bit, k_scale, v, v_scale, mean[1], None, None, *band, scale, k.shape[2])
+    args = (q, *quantized, None, None, *band, scale, k.shape[2])
     out, lse = _launch(_attention_kernel, *args, r.granularity, True, tile, tma=tma)
     expected, expected_lse = reference.attention(*args, r.granularity, block_n=tile.BLOCK_N)
     # An INT8 code that a tie rounds the other way moves a score by up to 0.2 scale.
@@ -130,7 +169,9 @@ MASKS = {
 BANDS = [(None, None, False), (None, 0, True), (20, 0, False), (40, 30, True), (200, None, False)]
 
 
-masked_recipes = pytest.mark.parametrize("recipe", ["sage2-8b", "sage2-8b-fp8qk", "sage1"])
+masked_recipes = pytest.mark.parametrize(
+    "recipe", ["sage2-8b", "sage2-8b-rows", "sage2-8b-fp8qk", "sage1"]
+)
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -162,6 +203,21 @@ def check_masked(make, band, recipe, N_q, N_kv, D, D_v):
         visible = mask.visible_keys(seen, 2)
         hidden = (seen.amax(2) == 0).expand(2, 2, N_kv)
         k[hidden], v[hidden] = torch.inf, torch.nan
+    if r.granularity == "per_row":
+        prepared = launch_kv(k, v if r.pv == "fp8" else None, visible, r.qk)
+    else:
+        prepared = prepared_in_two_passes(k, v, visible, r)
+    assert all(x.float().isfinite().all() for x in prepared)
+    quantized, _ = operands(v, prepared)
+    args = (q, *quantized, attn_mask, seen, *band, 0.1, N_kv)
+    out, lse = _launch(_attention_kernel, *args, r.granularity, True, tile, tma=False)
+    expected, expected_lse = reference.attention(*args, r.granularity, block_n=tile.BLOCK_N)
+    assert out.isfinite().all() and relative(out, expected) < (1e-2 if r.pv == "fp8" else 2e-3)
+    assert_close(lse, expected_lse, rtol=1e-4, atol=0.02)
+
+
+def prepared_in_two_passes(k, v, visible, r):
+    """[k_8bit, k_scale, k_mean] and, with FP8, [v_fp8, v_scale, v_mean], by the kernels."""
     k_mean, v_mean = (launch_smooth(x, x, 1, visible)[0][0] for x in (k, v))
     v_amax = launch_smooth(v, v, 1, visible)[1][0]
     for x, mean in ((k, k_mean), (v, v_mean)):
@@ -169,17 +225,5 @@ def check_masked(make, band, recipe, N_q, N_kv, D, D_v):
     k_8bit, k_scale = launch_k(k, k_mean, r.qk, r.granularity, visible)
     k_scale_ref = reference.quantize_k(k, k_mean, r.qk, r.granularity, visible)[1]
     assert_close(k_scale, k_scale_ref, rtol=0, atol=0)
-    v_scale = None
-    if r.pv == "fp8":
-        v_fp8, v_scale = launch_v(v, v_mean, v_amax, True)
-        assert (
-            (v_fp8.float() - reference.quantize_v(v, v_mean, v_amax, True)[0].float())
-            .isfinite()
-            .all()
-        )
-        v = v_fp8
-    args = (q, k_8bit, k_scale, v, v_scale, v_mean, attn_mask, seen, *band, 0.1, N_kv)
-    out, lse = _launch(_attention_kernel, *args, r.granularity, True, tile, tma=False)
-    expected, expected_lse = reference.attention(*args, r.granularity, block_n=tile.BLOCK_N)
-    assert out.isfinite().all() and relative(out, expected) < (1e-2 if r.pv == "fp8" else 2e-3)
-    assert_close(lse, expected_lse, rtol=1e-4, atol=0.02)
+    of_v = (*launch_v(v, v_mean, v_amax, True), v_mean) if r.pv == "fp8" else ()
+    return [k_8bit, k_scale, k_mean, *of_v]
