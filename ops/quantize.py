@@ -141,45 +141,57 @@ def _store_v(
 
 @triton.jit
 def _block_of_v(
-    V, V_mean, V_amax, visible, Count, V_fp8, V_scale, stride_n, stride_d, head, block, blocks,
+    V, V_mean, V_amax, visible, Beyond, V_fp8, V_scale, stride_n, stride_d, head, block, blocks,
     N2, channels,
     MASK: tl.constexpr, SATURATE: tl.constexpr, CHECK: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N rows of a head, the block-th of `blocks`; V and visible point to its first row. With
-    CHECK, by the program that comes last, all of them once more if V_amax is too small for any."""
-    FEW: tl.constexpr = 16  # rows at a time then, lest this rare path cost the other registers
+    CHECK, Beyond of the head becomes 1 where V_amax is too small for any of them."""
     d = tl.arange(0, BLOCK_D)
     amax = tl.load(V_amax + head * channels + d, mask=d < channels, other=1.0)
     amax = tl.where(amax < _TINY, _TINY, amax)
     mean = tl.load(V_mean + head * channels + d, mask=d < channels, other=0.0)
     x, n, mask = _load_v(V, mean, stride_n, stride_d, block, N2, channels, BLOCK_N, BLOCK_D)
-    N_pad = blocks * BLOCK_N
-    _store_v(x, amax, V_fp8, head, block, N_pad, SATURATE, BLOCK_N, BLOCK_D)
-    if block == 0:
-        tl.store(V_scale + head * channels + d, amax * (1.0 / _FP8_MAX), mask=d < channels)
     if CHECK:
         if MASK:
             mask = mask & (tl.load(visible + n, mask=2 * n < N2, other=0) != 0)[:, None]
         beyond = tl.max((mask & (tl.abs(x) > amax[None, :])).to(tl.int32))
-        # Blocks that are done below, blocks with rows beyond amax above 2^32.
-        done = 1 + (beyond.to(tl.int64) << 32)
-        tl.debug_barrier()  # all of this program has stored
-        done += tl.atomic_add(Count + head, done)
-        if (done & 0xFFFFFFFF) == blocks and done >> 32 > 0:
-            bits = tl.zeros([BLOCK_D], tl.int32)
-            for i in tl.range(0, N_pad // FEW, num_stages=1):
-                y, rows, there = _load_v(V, mean, stride_n, stride_d, i, N2, channels, FEW, BLOCK_D)
-                if MASK:
-                    shown = tl.load(visible + rows, mask=2 * rows < N2, other=0) != 0
-                    there = there & shown[:, None]
-                bits = tl.maximum(bits, tl.max(tl.where(there, abs_bits(y), 0), 0))
-            amax = bits.to(tl.float32, bitcast=True)
-            amax = tl.where(amax < _TINY, _TINY, amax)
-            tl.store(V_scale + head * channels + d, amax * (1.0 / _FP8_MAX), mask=d < channels)
-            for i in tl.range(0, N_pad // FEW, num_stages=1):
-                y, _, _ = _load_v(V, mean, stride_n, stride_d, i, N2, channels, FEW, BLOCK_D)
-                _store_v(y, amax, V_fp8, head, i, N_pad, SATURATE, FEW, BLOCK_D)
+        tl.store(Beyond + head, 1, mask=beyond != 0)
+    _store_v(x, amax, V_fp8, head, block, blocks * BLOCK_N, SATURATE, BLOCK_N, BLOCK_D)
+    if block == 0:
+        tl.store(V_scale + head * channels + d, amax * (1.0 / _FP8_MAX), mask=d < channels)
+
+
+@triton.jit
+def _quantize_v_again_kernel(
+    V, V_mean, Visible, Beyond, V_fp8, V_scale,  # as _quantize_kv_kernel's
+    stride_b, stride_h, stride_n, stride_d,
+    stride_visible_b, stride_visible_h,
+    H, N2, D2,
+    MASK: tl.constexpr, PAD_N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Grid: (B * H,). All rows of a head with rows beyond the estimated amax, by their own."""
+    head = tl.program_id(0).to(tl.int64)
+    channels = D2 // 2
+    visible = Visible + head // H * stride_visible_b + head % H * stride_visible_h
+    v = V + head // H * stride_b + head % H * stride_h
+    N_pad = tl.cdiv(N2, 2 * PAD_N) * PAD_N
+    d = tl.arange(0, BLOCK_D)
+    if tl.load(Beyond + head) != 0:
+        mean = tl.load(V_mean + head * channels + d, mask=d < channels, other=0.0)
+        bits = tl.zeros([BLOCK_D], tl.int32)
+        for i in tl.range(0, N_pad // BLOCK_N, num_stages=1):
+            x, n, mask = _load_v(v, mean, stride_n, stride_d, i, N2, channels, BLOCK_N, BLOCK_D)
+            if MASK:
+                mask = mask & (tl.load(visible + n, mask=2 * n < N2, other=0) != 0)[:, None]
+            bits = tl.maximum(bits, tl.max(tl.where(mask, abs_bits(x), 0), 0))
+        amax = bits.to(tl.float32, bitcast=True)
+        amax = tl.where(amax < _TINY, _TINY, amax)
+        tl.store(V_scale + head * channels + d, amax * (1.0 / _FP8_MAX), mask=d < channels)
+        for i in tl.range(0, N_pad // BLOCK_N, num_stages=1):
+            x, n, mask = _load_v(v, mean, stride_n, stride_d, i, N2, channels, BLOCK_N, BLOCK_D)
+            _store_v(x, amax, V_fp8, head, i, N_pad, MASK, BLOCK_N, BLOCK_D)
 
 
 @triton.jit
@@ -245,7 +257,7 @@ def _quantize_kv_kernel(
     K, V,  # [B, H, N, D], [B, H, N, D_V] in
     K_mean, V_mean, V_amax,  # [B, H, D], [B, H, D_V] twice in, fp32
     Visible,  # [B or 1, H or 1, N] in, uint8: rows that have a part in the scales; if MASK
-    Count,  # [B, H] in, int64: zeros; overwritten
+    Beyond,  # [B, H] in, int32: zeros; out: 1 where a row of v is beyond V_amax
     K_8bit, K_scale,  # [B, H, N_pad, BLOCK_D], [B, H, N_pad / K_BLOCK] out
     V_fp8, V_scale,  # [B, H, BLOCK_DV, N_pad], [B, H, D_V] out
     stride_kb, stride_kh, stride_kn, stride_kd,
@@ -269,7 +281,7 @@ def _quantize_kv_kernel(
         )  # fmt: skip
     else:
         _block_of_v(
-            V + head // H * stride_vb + head % H * stride_vh, V_mean, V_amax, visible, Count,
+            V + head // H * stride_vb + head % H * stride_vh, V_mean, V_amax, visible, Beyond,
             V_fp8, V_scale, stride_vn, stride_vd, head, block, blocks, N2, D2_V // 2,
             MASK, MASK, True, K_BLOCK, BLOCK_DV,
         )  # fmt: skip
@@ -288,7 +300,7 @@ def quantize_kv(k: Tensor, v: Tensor | None, visible: Tensor | None, qk: str) ->
 
 
 def launch_kv(k: Tensor, v: Tensor | None, visible: Tensor | None, qk: str) -> list[Tensor]:
-    k_mean, _, *of_v, count = launch_estimate([k] if v is None else [k, v], visible)
+    k_mean, _, *of_v, beyond = launch_estimate([k] if v is None else [k, v], visible)
     if v is None:
         return [*launch_k(k, k_mean, qk, "per_row", visible), k_mean]
     v_mean, v_amax = of_v
@@ -301,14 +313,23 @@ def launch_kv(k: Tensor, v: Tensor | None, visible: Tensor | None, qk: str) -> l
     v_scale = torch.empty_like(v_amax)
     if visible is not None:
         visible = visible.expand(B, H, N)
+    rows = k_mean if visible is None else visible
+    strides = (0, 0) if visible is None else visible.stride()[:2]
     wrap_triton(_quantize_kv_kernel)[(B * H * blocks * 2,)](
-        k, v, k_mean, v_mean, v_amax, k_mean if visible is None else visible, count,
-        k_8bit, k_scale, v_fp8, v_scale,  # tensors
-        *k.stride(), *v.stride(), *((0, 0) if visible is None else visible.stride()[:2]),
+        k, v, k_mean, v_mean, v_amax, rows, beyond, k_8bit, k_scale, v_fp8, v_scale,  # tensors
+        *k.stride(), *v.stride(), *strides,
         H, 2 * N, 2 * D, 2 * D_v,  # shape
         visible is not None, qk == "fp8",  # semantics
         K_BLOCK, PAD_N, BLOCK_D, BLOCK_DV,  # tile
         num_warps=num_warps(BLOCK_DV),
+    )  # fmt: skip
+    wrap_triton(_quantize_v_again_kernel)[(B * H,)](
+        v, v_mean, rows, beyond, v_fp8, v_scale,  # tensors
+        *v.stride(), *strides,
+        H, 2 * N, 2 * D_v,  # shape
+        visible is not None,  # semantics
+        PAD_N, K_BLOCK, BLOCK_DV,  # tile
+        num_warps=8,
     )  # fmt: skip
     return [k_8bit, k_scale, k_mean, v_fp8, v_scale, v_mean]
 

@@ -166,7 +166,7 @@ def _estimate_kernel(
     X0, X1,  # [B, H, N, D], [B, H, N, D_1] in
     Visible,  # as above
     Mean0, Amax0, Mean1, Amax1,  # [B, H, D] twice, [B, H, D_1] twice out, fp32
-    Count,  # [B, H] out, int64: zeros
+    Beyond,  # [B, H] out, int32: zeros
     stride_0b, stride_0h, stride_0n, stride_0d,
     stride_1b, stride_1h, stride_1n, stride_1d,
     stride_visible_b, stride_visible_h,
@@ -200,25 +200,25 @@ def _estimate_kernel(
     tl.store(mean_out + head * channels + d, mean, mask=d < channels)
     tl.store(amax_out + head * channels + d, tl.max(away, 0) * _HEADROOM, mask=d < channels)
     if tl.program_id(1) == 0:
-        tl.store(Count + head, tl.zeros([], tl.int64))
+        tl.store(Beyond + head, 0)
 
 
 def launch_estimate(xs: list[Tensor], visible: Tensor | None) -> list[Tensor]:
     """One or two x [B, H, N, D], the two of one B, H and N, any strides -> for each its mean and
     amax [B, H, D] in fp32, estimated from SAMPLE rows of those that are visible (as `smooth` has
-    them); at the end zeros [B, H] in int64, to count with."""
+    them); at the end zeros [B, H] in int32, for who finds rows beyond amax."""
     x0, x1 = xs[0], xs[-1]
     B, H, N, D = x0.shape
     D, D_1 = int(D), int(x1.shape[3])
     out = [x.new_empty((B, H, x.shape[3]), dtype=torch.float32) for x in xs for _ in range(2)]
-    count = x0.new_empty((B, H), dtype=torch.int64)
+    beyond = x0.new_empty((B, H), dtype=torch.int32)
     if visible is not None:
         visible = visible.expand(B, H, N)
     wrap_triton(_estimate_kernel)[(B * H, len(xs))](
-        x0, x1, out[0] if visible is None else visible, *out[:2], *out[-2:], count,  # tensors
+        x0, x1, out[0] if visible is None else visible, *out[:2], *out[-2:], beyond,  # tensors
         *x0.stride(), *x1.stride(), *((0, 0) if visible is None else visible.stride()[:2]),
         H, N,  # shape
         visible is not None,  # semantics
         D, D_1, triton.next_power_of_2(max(D, D_1)),  # tile
     )  # fmt: skip
-    return [*out, count]
+    return [*out, beyond]

@@ -330,7 +330,7 @@ def compile_quantize_k(architecture, D, masked, groups, qk):
 def compile_quantize_kv(D, masked, qk, architecture=(9, 0)):
     types = dict(
         K="*bf16", V="*bf16", K_mean="*fp32", V_mean="*fp32", V_amax="*fp32", Visible="*u8",
-        Count="*i64", K_8bit=f"*{qk}", K_scale="*fp32", V_fp8="*fp8e4nv", V_scale="*fp32",
+        Beyond="*i32", K_8bit=f"*{qk}", K_scale="*fp32", V_fp8="*fp8e4nv", V_scale="*fp32",
     )  # fmt: skip
     BLOCK_D = reference.pad_head_dim(D)
     constexprs = dict(
@@ -391,6 +391,6 @@ def test_preparation_compiles(architecture, D, masked):
         compile_kernel(_quantize_v_kernel, architecture, constexprs, v)
         compiled = compile_quantize_kv(D, masked, "i8", architecture)
         assert stack_bytes(compiled) == 0
-    of_two = dict(Mean0="*fp32", Amax0="*fp32", Mean1="*fp32", Amax1="*fp32", Count="*i64")
+    of_two = dict(Mean0="*fp32", Amax0="*fp32", Mean1="*fp32", Amax1="*fp32", Beyond="*i32")
     constexprs = dict(D=D, D_1=D, MASK=masked, BLOCK_D=BLOCK_D, stride_0d=1, stride_1d=1)
     compile_kernel(_estimate_kernel, architecture, constexprs, {**x, **of_two})
