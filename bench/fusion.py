@@ -141,7 +141,8 @@ def check(ours, inductors) -> None:
     right = torch.ops.sage.prepare(k, v, None, ENCODED, False)
     for x, y in zip((q, *found), (right_q, *right), strict=True):
         x, y = x.float(), y.float()
-        error = (x - y).norm() / y.norm()
+        # The mean of what has none is 0; of these q and k a number is about 1.
+        error = (x - y).norm() / y.norm().clamp(min=0.03 * y.numel() ** 0.5)
         if not error < NEAR:
             raise Wrong(f"a tensor {list(x.shape)} is {error:.1e} from what prepare gives")
 

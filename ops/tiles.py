@@ -138,11 +138,21 @@ KINDS = ("full", "causal", "window", "flex window", "keys", "mask", "bias")
 # `bench/attention.py --shapes crossover`, crossover_dims, crossover_256 and crossover_masks:
 # windows of 1024 keys, SDPA with the same mask.
 CROSSOVER = {
-    ((9, 0), "sage2-8b-rows", 64, "full"): [(128, 3072), (24, 5120)],
-    ((9, 0), "sage2-8b-rows", 64, "causal"): [(128, 6144), (8, 5120)],
+    ((9, 0), "sage2-8b-rows", 64, "full"): [(24, 3072), (8, 5120)],
+    ((9, 0), "sage2-8b-rows", 64, "causal"): [(128, 5120), (8, 4096)],
+    ((9, 0), "sage2-8b-rows", 64, "window"): [(8, 1024)],
+    ((9, 0), "sage2-8b-rows", 64, "keys"): [(128, 2048), (8, 4096)],
     ((9, 0), "sage2-8b-rows", 72, "full"): [(128, 6144), (24, 8192)],
-    ((9, 0), "sage2-8b-rows", 128, "full"): [(24, 5120), (8, 8192)],
-    ((9, 0), "sage2-8b-rows", 128, "causal"): [(8, 5120)],
+    ((9, 0), "sage2-8b-rows", 72, "causal"): [(128, 8192), (24, 6144)],
+    ((9, 0), "sage2-8b-rows", 80, "full"): [(128, 4096), (24, 6144)],
+    ((9, 0), "sage2-8b-rows", 96, "full"): [(128, 4096), (24, 6144)],
+    ((9, 0), "sage2-8b-rows", 112, "full"): [(24, 6144)],
+    ((9, 0), "sage2-8b-rows", 128, "full"): [(24, 3072), (8, 5120)],
+    ((9, 0), "sage2-8b-rows", 128, "causal"): [(128, 5120), (8, 4096)],
+    ((9, 0), "sage2-8b-rows", 128, "window"): [(8, 1024)],
+    ((9, 0), "sage2-8b-rows", 128, "keys"): [(128, 2048), (24, 1024), (8, 4096)],
+    ((9, 0), "sage2-8b-rows", 128, "mask"): [(24, 4096), (8, 8192)],
+    ((9, 0), "sage2-8b-rows", 128, "bias"): [(128, 4096), (24, 16384)],
     ((9, 0), "sage2-8b-rows", 256, "full"): [(128, 4096)],
     ((9, 0), "accurate", 64, "full"): [(128, 3072), (24, 5120)],
     ((9, 0), "accurate", 64, "causal"): [(128, 8192)],  # of --shapes 16bit

@@ -254,8 +254,9 @@ def candidates(
     """The recipes of "auto": the first that is measured to be faster."""
     if capability < (8, 9):
         return ("sage1",)
-    if kind in ("full", "causal") and not portable:
-        if tiles.hopper(capability, "fp8", head_dim, kind == "causal", sys.maxsize):
+    if capability == (9, 0) and not portable:
+        masked = kind not in ("full", "causal")  # which the portable kernel computes
+        if masked or tiles.hopper(capability, "fp8", head_dim, kind == "causal", sys.maxsize):
             return "sage2-8b-rows", "sage2-8b"
     if capability[0] == 10:  # INT8 is slow there: see ops/attention.py
         return ("sage2-8b-fp8qk",)
