@@ -122,8 +122,9 @@ def test_preparation_in_one_pass_equals_its_oracle(shape, dtype, masked):
         visible = (torch.rand(1, shape[2], shape[4], device="cuda") > 0.5).to(torch.uint8)
         hidden = (visible == 0).expand(shape[0], -1, -1)
         k[hidden], v[hidden] = math.inf, math.nan
-    v[0, :1, shape[4] // 3] *= 100
-    v[0, -1, shape[4] - 1] *= 1000
+    if shape[4] > 1:
+        v[0, :1, shape[4] // 3] *= 100
+        v[0, -1, shape[4] - 1] *= 1000
     for qk in ("int8", "fp8"):
         k_8bit, k_scale, k_mean, v_fp8, v_scale, v_mean = quantize_kv(k, v, visible, qk)
         *statistics, beyond = launch_estimate([k, v], visible)
