@@ -5,7 +5,15 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from sage_inductor.ops import attention, mask, quantize_k, quantize_v, reference, smooth
+from sage_inductor.ops import (
+    attention,
+    mask,
+    quantize_k,
+    quantize_kv,
+    quantize_v,
+    reference,
+    smooth,
+)
 from sage_inductor.ops import recipe as recipes
 
 RECIPES = list(recipes.NAMED)
@@ -46,6 +54,9 @@ def test_opcheck_of_the_pieces():
     for rows in (visible, None):
         torch.library.opcheck(smooth, ([k, v], rows))
         torch.library.opcheck(smooth, ([k], rows))
+        for qk in ("int8", "fp8"):
+            torch.library.opcheck(quantize_kv, (k, v, rows, qk))
+            torch.library.opcheck(quantize_kv, (k, None, rows, qk))
     mean, amax = smooth([k, v], visible)
     for recipe in recipes.NAMED.values():
         for rows in (visible, None):

@@ -145,6 +145,31 @@ mul_1 = aten.mul.Tensor(view_1, 0.125)
 add = aten.add.Tensor(getitem_7, mul_1)""",
         )
 
+    def test_rows_are_prepared_by_one_op(self):
+        """No smoothed k or v in 16 bits stands between what the model makes and the kernels."""
+        self.assertExpectedInline(
+            calls(opened("sage2-8b-rows")),
+            """\
+quantize_kv = sage.quantize_kv.default(k_1, v_1, None, int8)
+getitem = getitem(quantize_kv, 0)
+getitem_1 = getitem(quantize_kv, 1)
+getitem_2 = getitem(quantize_kv, 2)
+getitem_3 = getitem(quantize_kv, 3)
+getitem_4 = getitem(quantize_kv, 4)
+getitem_5 = getitem(quantize_kv, 5)
+attention = sage.attention.default(q_1, getitem, getitem_1, getitem_3, getitem_4, getitem_5, None, None, None, None, False, 0.125, 32, per_row, True)
+getitem_6 = getitem(attention, 0)
+getitem_7 = getitem(attention, 1)
+view = aten.view.default(q_1, [2, 4, 1, 32, 64])
+unsqueeze = aten.unsqueeze.default(getitem_2, 2)
+unsqueeze_1 = aten.unsqueeze.default(unsqueeze, 3)
+mul = aten.mul.Tensor(view, unsqueeze_1)
+sum_1 = aten.sum.dim_IntList(mul, [-1])
+view_1 = aten.view.default(sum_1, [2, 4, 32])
+mul_1 = aten.mul.Tensor(view_1, 0.125)
+add = aten.add.Tensor(getitem_7, mul_1)""",
+        )
+
     def test_16bit_recipe_opens_into_smooth_quantize_attention(self):
         self.assertExpectedInline(
             calls(opened("sage1")),

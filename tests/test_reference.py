@@ -108,6 +108,90 @@ def test_v_round_trips_through_fp8():
     assert (back - v).abs().max() < v_scale.max() * 448 / 16  # half an ulp of E4M3's top binade
 
 
+def test_a_sample_has_rows_from_everywhere_and_of_every_phase():
+    for N in (1, 5, 127, 128, 1000, 4096, 75600, 2**24 + 1):
+        rows = reference.sample_rows(N)
+        assert rows[0] == 0 and rows.max() < N and (rows.diff() >= 0).all()
+        assert rows.unique().numel() >= min(N, reference.SAMPLE) * 2 // 3
+        assert rows.diff().max() <= 2 * N // reference.SAMPLE + 1
+    assert (reference.sample_rows(4096) % 64).unique().numel() > 40  # of an image's 64 columns
+
+
+def test_an_estimated_mean_is_the_mean_where_there_is_one_and_else_zero():
+    x = torch.randn(1, 4, 2000, 64)
+    mean, amax = reference.estimate(x)
+    assert (mean == 0).float().mean() > 0.9 and mean.abs().max() < 0.5
+    assert_close(amax, 4 * x[:, :, reference.sample_rows(2000)].sub(mean[:, :, None]).abs().amax(2))
+    bias = 8 * torch.randn(1, 4, 1, 64)
+    error = reference.estimate(x + bias)[0] - bias[:, :, 0]
+    assert error[bias[:, :, 0].abs() > 1].abs().max() < 0.5
+    row = reference.sample_rows(2000)[7]
+    for garbage in (1e30, math.inf, math.nan):  # is no mean, and makes nothing else infinite
+        spoilt = x + 8
+        spoilt[:, :, row] = garbage
+        mean, amax = reference.estimate(spoilt)
+        assert not mean.any() and amax.isfinite().all()
+        visible = torch.ones(1, 1, 2000, dtype=torch.uint8)
+        visible[..., row] = 0
+        assert ((reference.estimate(spoilt, visible)[0] - 8).abs() < 0.5).all()
+    assert not any(found.any() for found in reference.estimate(x, torch.zeros(1, 1, 2000)))
+
+
+def test_a_head_of_v_with_rows_beyond_the_estimate_is_scaled_by_all_its_rows():
+    v = torch.randn(2, 2, 500, 64) + 5
+    outside = next(n for n in range(500) if n not in reference.sample_rows(500))
+    v[1, 0, outside] = 1000
+    mean, amax = reference.estimate(v)
+    v_fp8, v_scale = reference.quantize_v_checked(v, mean, amax)
+    expected = amax / 448
+    expected[1, 0] = (v[1, 0] - mean[1, 0]).abs().amax(0) / 448
+    assert_close(v_scale, expected)
+    assert_close(v_scale[0], amax[0] * (1 / 448), rtol=0, atol=0)
+    tokens = reference.interleave(torch.arange(512.0)).long()
+    back = torch.empty_like(v_fp8, dtype=torch.float32)
+    back[..., tokens] = v_fp8.float()
+    back = back[..., :500].mT * v_scale[:, :, None] + mean[:, :, None]
+    assert (
+        (back - v).abs() <= (v - mean[:, :, None]).abs() / 16 + v_scale[:, :, None] * 2**-9
+    ).all()
+    hidden = torch.ones(2, 2, 500, dtype=torch.uint8)
+    hidden[1, 0, outside] = 0
+    assert_close(reference.quantize_v_checked(v, mean, amax, hidden)[1], amax / 448)
+
+
+FAMILIES = {
+    "normal": lambda q, k, v: None,
+    "channel bias": lambda q, k, v: (k.add_(8 * torch.randn(1, 2, 1, 64)), v.add_(8)),
+    "sink": lambda q, k, v: (k[:, :, 0].mul_(10), v[:, :, 0].mul_(0.05)),
+    "outlier tokens": lambda q, k, v: [x[:, :, ::50].mul_(8) for x in (k, v)],
+    "scaled channels": lambda q, k, v: v.mul_(torch.randn(1, 2, 1, 64).mul(1.5).exp()),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_estimated_costs_no_accuracy(family):
+    """The shift and v's scales of a sample, beside those of all rows: the same error."""
+    q, k, v = (torch.randn(1, 2, 1024, 64) for _ in range(3))
+    FAMILIES[family](q, k, v)
+    q, k, v = (x.bfloat16().float() for x in (q, k, v))
+    exact, _ = exactly(q, k, v, False, 0.125)
+    exact = exact.float()
+    r = recipes.NAMED["sage2-8b-rows"]
+    mean, amax = reference.smooth([k, v])
+    exactly_prepared = [
+        *reference.quantize_k(k, mean[0], r.qk, r.granularity), mean[0],
+        *reference.quantize_v(v, mean[1], amax[1]), mean[1],
+    ]  # fmt: skip
+    rest = (None, None, None, None, False, 0.125, 1024, r.granularity)
+    centre = v.mean(2, keepdim=True)
+    errors = []
+    for prepared in (reference.quantize_kv(k, v, None, r.qk), exactly_prepared):
+        k_8bit, k_scale, _, v_fp8, v_scale, v_mean = prepared
+        out, _ = reference.attention(q, k_8bit, k_scale, v_fp8, v_scale, v_mean, *rest)
+        errors.append(((out - exact).abs().sum() / (exact - centre).abs().sum()).item())
+    assert errors[0] < 1.1 * errors[1] < 0.11, errors
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     heads=st.sampled_from([(1, 1), (4, 2), (3, 1)]),
