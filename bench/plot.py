@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
-SHOWN = ("paper", "load", "models", "masks")
+SHOWN = ("paper", "load", "models", "model", "preparation", "fusion", "masks")
 PLOT = "attention.svg"
 COLOURS = {"cuDNN": "0.15", "flash": "0.65", "flex": "tab:orange", "inductor": "tab:blue"}
 SAGE_COLOURS = ("tab:green", "tab:purple", "tab:red")  # one per recipe
@@ -88,6 +88,11 @@ def section(name: str, plans: dict[str, dict]) -> str:
     if "models" in plans:
         parts += ["Attention of some models, B x H x N x D: ms (x cuDNN)\n"]
         parts += [speed_table(plans["models"]["rows"], ms_cell), provenance(plans["models"])]
+    for plan, table in (
+        ("model", blocks_table), ("preparation", preparation_table), ("fusion", fusion_table)
+    ):  # fmt: skip
+        if plan in plans:
+            parts += [table(plans[plan]["rows"]), provenance(plans[plan])]
     if "masks" in plans:
         rows = [{**row, "row": f"{row['mask']} {row['N']}"} for row in plans["masks"]["rows"]]
         for D, its in groups(rows, "D").items():
@@ -100,10 +105,10 @@ def section(name: str, plans: dict[str, dict]) -> str:
 def provenance(result: dict) -> str:
     versions = ", ".join(f"{k} {result['versions'][k]}" for k in ("torch", "triton", "cudnn"))
     method = result["method"]
-    return (
-        f"{result['date'][:10]}, driver {result['machine']['driver']}, {versions}. "
-        f"Time: {method['time']}. Inputs: {method['inputs']}.\n"
-    )
+    if isinstance(method, dict):
+        shown = [name for name in ("time", "inputs", "blocks") if name in method]
+        method = ". ".join(f"{name.capitalize()}: {method[name]}" for name in shown)
+    return f"{result['date'][:10]}, driver {result['machine']['driver']}, {versions}. {method}.\n"
 
 
 def groups(rows: list[dict], key: str) -> dict[str, list[dict]]:
@@ -149,6 +154,53 @@ def errors(cells: list[dict]) -> str:
     shown = [p for p in recipes if p.endswith(" op")] or list(recipes)[:1]
     ours = " / ".join(f"{found[p]:.1%}" for p in shown)
     return f"{ours or '-'} ({found['cuDNN']:.1%})" if "cuDNN" in found else ours
+
+
+def blocks_table(rows: list[dict]) -> str:
+    lines = [["block", "inductor, ms", "sage, ms", "allowed", "attention's share", "CosSim"]]
+    for row in rows:
+        if not row["error"]:
+            inductor, sage = (row["times"][column]["ms"] for column in ("inductor", "sage"))
+            lines.append([
+                f"{row['model']} {row['shape']}", f"{inductor:#.4g}",
+                f"{sage:#.4g} ({inductor / sage:.3f}x)", f"{row['allowed']:.3f}x",
+                f"{row['share']:.0%}, {row['gain']:.2f}x",
+                f"{row['accuracy']['sage']['cos_sim']:.5f}",
+            ])  # fmt: skip
+    title = (
+        'Blocks of transformers, compiled, by backend="inductor" with the fastest of SDPA and by '
+        'backend="sage". Share: of attention in the block, and what the kernel alone gains over '
+        "SDPA; allowed: the block's gain with that kernel in SDPA's place, both timed back to back"
+    )
+    return f"{title}\n\n{markdown(lines)}"
+
+
+def preparation_table(rows: list[dict]) -> str:
+    lines = [["B x H x N x D", "ms", "x the floor of one pass", "of two"]]
+    for row in rows:
+        if row["step"] == "prepare":
+            two = row["ratio"] * 6 / 10
+            lines.append([case_of(row), f"{row['ms']:#.3g}", f"{row['ratio']:.2f}", f"{two:.2f}"])
+    title = "Preparation of k and v, beside what a copy takes for 6 (one pass) and 10 bytes (two)"
+    return f"{title}\n\n{markdown(lines)}"
+
+
+def fusion_table(rows: list[dict]) -> str:
+    graphs = list(groups(rows, "graph"))
+    lines = [["B x H x N x D", *graphs]]
+    for its in groups([{**row, "case": case_of(row)} for row in rows], "case").values():
+        found = {row["graph"]: row for row in its}
+        cells = (f"{found[g]['added_ms']:#.3g} ({found[g]['ratio']:.2f}x)" for g in graphs)
+        lines.append([its[0]["case"], *cells])
+    title = (
+        "What it adds to a graph of RMSNorm and RoPE, by how RoPE is written: ms (x the floor of "
+        "two passes)"
+    )
+    return f"{title}\n\n{markdown(lines)}"
+
+
+def case_of(row: dict) -> str:
+    return f"{row['model']} {row['B']}x{row['H']}x{row['N']}x{row['D']}".strip()
 
 
 def accuracy_table(rows: list[dict]) -> str:

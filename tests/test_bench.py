@@ -179,6 +179,24 @@ def test_steps_of_the_preparation_are_what_prepare_does(recipe, monkeypatch):
         preparation.check(recipe, CPU)
 
 
+def test_readme_shows_preparation_and_blocks_as_they_were_measured():
+    prepare = preparation.row(Case(1, 2, 2, 300, 80), "prepare", {"ms": 3.0}, 1.0, 10**9)
+    rows = [{**prepare, "step": "copy"}, prepare]
+    assert plot.preparation_table(rows).splitlines()[4:] == ["| 1x2x300x80 | 3.00 | 2.00 | 1.20 |"]
+    ours = {"model": "flux", "B": 1, "H": 24, "N": 9, "D": 8, "added_ms": 0.5, "ratio": 2.0}
+    rows = [{**ours, "graph": "halves"}, {**ours, "graph": "pairs", "ratio": 3.0}]
+    line = "| flux 1x24x9x8 | 0.500 (2.00x) | 0.500 (3.00x) |"
+    assert plot.fusion_table(rows).splitlines()[4:] == [line]
+    row = {
+        "model": "vit", "shape": "1x2x3x4", "error": None, "allowed": 1.25, "share": 0.4,
+        "gain": 2.0, "times": {"inductor": {"ms": 6.0}, "sage": {"ms": 5.0}},
+        "accuracy": {"sage": {"cos_sim": 0.5}},
+    }  # fmt: skip
+    rows = [row, {**row, "error": "Wrong: x", "times": None}]
+    line = "| vit 1x2x3x4 | 6.000 | 5.000 (1.200x) | 1.250x | 40%, 2.00x | 0.50000 |"
+    assert plot.blocks_table(rows).splitlines()[4:] == [line]
+
+
 def test_the_floor_of_a_step_is_its_bytes_at_the_rate_of_a_copy():
     found = preparation.row(Case(1, 2, 2, 300, 80), "prepare", {"ms": 3.0}, 1.0, 10**9)
     assert (found["floor_ms"], found["ratio"], found["tb_s"]) == (1.5, 2.0, 2.0)
