@@ -120,8 +120,8 @@ def _load_v(
     n = block * BLOCK_N + token
     d = tl.arange(0, BLOCK_D)
     mask = (2 * n < N2)[:, None] & (d < channels)[None, :]
-    x = tl.load(V + n[:, None] * stride_n + d[None, :] * stride_d, mask=mask, other=0.0)
-    return x.to(tl.float32) - mean[None, :], n, mask
+    v = V + n.to(tl.int64)[:, None] * stride_n + d[None, :] * stride_d
+    return tl.load(v, mask=mask, other=0.0).to(tl.float32) - mean[None, :], n, mask
 
 
 @triton.jit
@@ -190,7 +190,7 @@ def _quantize_v_again_kernel(
         amax = tl.where(amax < _TINY, _TINY, amax)
         tl.store(V_scale + head * channels + d, amax * (1.0 / _FP8_MAX), mask=d < channels)
         for i in tl.range(0, N_pad // BLOCK_N, num_stages=1):
-            x, n, mask = _load_v(v, mean, stride_n, stride_d, i, N2, channels, BLOCK_N, BLOCK_D)
+            x, _, _ = _load_v(v, mean, stride_n, stride_d, i, N2, channels, BLOCK_N, BLOCK_D)
             _store_v(x, amax, V_fp8, head, i, N_pad, MASK, BLOCK_N, BLOCK_D)
 
 
