@@ -91,16 +91,20 @@ class Exact:
         self.v_mean = v.mean(1, keepdim=True)
 
     def compare(self, out: Tensor) -> dict[str, float]:
-        """CosSim, relative L1 and RMSE of out [B, H_q, N, D]; centred: with v's mean over the
-        sequence, which hides what attention adds to it, taken off both."""
-        out = out[-1, self.heads].double()
-        error = out - self.out
-        return {
-            "cos_sim": (out * self.out).sum().div(out.norm() * self.out.norm()).item(),
-            "rel_l1": error.abs().sum().div(self.out.abs().sum()).item(),
-            "rmse": error.square().mean().sqrt().item(),
-            "centred_rel_l1": error.abs().sum().div((self.out - self.v_mean).abs().sum()).item(),
-        }
+        """`errors` of out [B, H_q, N, D]."""
+        return errors(out[-1, self.heads].double(), self.out, self.v_mean)
+
+
+def errors(out: Tensor, exact: Tensor, v_mean: Tensor) -> dict[str, float]:
+    """CosSim, relative L1 and RMSE of out [..., N, D]; centred: with v's mean over the sequence
+    [..., 1, D], which hides what attention adds to it, taken off both. All in float64."""
+    error = out - exact
+    return {
+        "cos_sim": (out * exact).sum().div(out.norm() * exact.norm()).item(),
+        "rel_l1": error.abs().sum().div(exact.abs().sum()).item(),
+        "rmse": error.square().mean().sqrt().item(),
+        "centred_rel_l1": error.abs().sum().div((exact - v_mean).abs().sum()).item(),
+    }
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask=None) -> Tensor:

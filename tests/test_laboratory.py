@@ -1,0 +1,425 @@
+"""The laboratory of bench/: each technique against a definition written another way, or against
+what must hold of it; and the orders that the papers report."""
+
+import dataclasses
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+BENCH = Path(__file__).parent.parent / "bench"
+sys.path.insert(0, str(BENCH))
+
+import accuracy  # noqa: E402
+import laboratory as lab  # noqa: E402
+import plot  # noqa: E402
+from laboratory import FAMILIES, PRESETS, SAGE1, SAGE2_4B, SAGE2_8B, SAGE3, Technique  # noqa: E402
+
+from sage_inductor.ops import reference  # noqa: E402
+from sage_inductor.ops.recipe import NAMED  # noqa: E402
+
+INT8 = Technique("int8", "per_thread")
+INT4 = Technique("int4", "per_thread")
+E4M3 = Technique(pv="e4m3", v_scale="per_channel")
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def draw(family="real_like", H=2, N=300, D=64):
+    return [x.float() for x in lab.draw(family, 0, H, N, D)]
+
+
+def exact(q, k, v, is_causal=False):
+    right = 0 if is_causal else None
+    return reference.attention_exact(q, k, v, q.shape[3] ** -0.5, right=right)[0]
+
+
+def error(technique, inputs, is_causal=False):
+    return relative_l1(lab.attend(*inputs, technique, is_causal), exact(*inputs, is_causal))
+
+
+def relative_l1(actual, expected):
+    return ((actual - expected).abs().sum() / expected.abs().sum()).item()
+
+
+def e4m3(x):
+    return x.to(torch.float8_e4m3fn).float()
+
+
+# -- what is exact ----
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"smooth_q": True},
+        {"smooth_k": "mean"},
+        {"smooth_k": "estimate"},
+        {"smooth_v": True},
+        {"balance": True},
+        {"rotation": 16},
+        {"rotation": 64},
+        {"smooth_q": True, "smooth_k": "mean", "smooth_v": True, "balance": True, "rotation": 32},
+    ],
+    ids=str,
+)
+def test_without_quantization_every_technique_is_exact(changes, is_causal):
+    inputs = draw("channel_bias")
+    out = lab.attend(*inputs, Technique(**changes), is_causal)
+    assert_close(out, exact(*inputs, is_causal).float(), atol=2e-4, rtol=1e-4)
+
+
+def test_queries_and_keys_may_differ_in_number_and_dtype_is_kept():
+    q, k, v = (x.half() for x in draw())
+    out = lab.attend(q[:, :, :130], k, v, Technique())
+    assert out.dtype == torch.float16
+    assert_close(out, exact(q[:, :, :130], k, v).half(), atol=2e-3, rtol=2e-3)
+
+
+def test_the_rotation_is_orthogonal_and_mixes_all_channels_of_a_block():
+    matrix = lab.rotate(torch.eye(64), 32)
+    assert_close(matrix @ matrix.T, torch.eye(64))
+    assert_close(matrix[:32, :32].abs(), torch.full((32, 32), 32**-0.5))
+    assert matrix[:32, 32:].count_nonzero() == 0
+    assert lab.rotate(torch.ones(32), 32).abs().max() < 0.75 * 32**0.5  # not all in one channel
+
+
+# -- presets ----
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_sage2_8b_is_the_emulation_that_is_shipped(is_causal):
+    inputs = draw()
+    shipped = lab.attend(*inputs, NAMED["sage2-8b"], is_causal)
+    ours = dataclasses.replace(SAGE2_8B, accumulator="fp32", interval=None)
+    assert relative_l1(lab.attend(*inputs, ours, is_causal), shipped) < 1e-5
+    assert 1e-6 < relative_l1(lab.attend(*inputs, SAGE2_8B, is_causal), shipped) < 2e-4  # FP22
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_sage1_is_the_emulation_that_is_shipped(is_causal):
+    inputs = [x.half() for x in draw()]
+    shipped = lab.attend(*inputs, NAMED["sage1"], is_causal)
+    assert relative_l1(lab.attend(*inputs, SAGE1, is_causal), shipped) < 1e-4
+
+
+@pytest.mark.parametrize("recipe", NAMED)
+def test_shipped_recipes_in_blocks_are_the_op(recipe):
+    q, k, v = draw(N=300)
+    text = NAMED[recipe].encode()
+    expected, _ = torch.ops.sage.sdpa(
+        q, k, v, None, [], None, 0, False, q.shape[3] ** -0.5, text, False, True
+    )
+    assert_close(lab.attend(q, k, v, NAMED[recipe], True), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_sage2_4b_is_its_definition():
+    """Of one tile, in loops: one maximum a row, one mean of q, INT4 by the groups of a thread."""
+    q, k, v = draw(H=1, N=128)
+    q_mean, k_smooth, v_mean = q.mean(2, keepdim=True), k - k.mean(2, keepdim=True), v.mean(2)
+    q_hat, k_hat = torch.empty_like(q[0, 0]), torch.empty_like(k[0, 0])
+    for x_hat, x, thread in (
+        (q_hat, q - q_mean, lambda n: (n // 32, n % 8)),
+        (k_hat, k_smooth, lambda n: (n // 64, n % 8 // 2)),
+    ):
+        for n in range(128):
+            group = [i for i in range(128) if thread(i) == thread(n)]
+            scale = x[0, 0, group].abs().max() / 7
+            x_hat[n] = (x[0, 0, n] / scale).round() * scale
+    s = (q_hat @ k_hat.T + q_mean[0, 0] @ k_smooth[0, 0].T) / 8
+    p = (s - s.amax(1, keepdim=True)).exp()
+    v_smooth = v[0, 0] - v_mean[0, 0]
+    v_scale = v_smooth.abs().amax(0) / 448
+    o = e4m3(p * 448) / 448 @ (e4m3(v_smooth / v_scale) * v_scale)
+    expected = o / p.sum(1, keepdim=True) + v_mean[0]
+    assert relative_l1(lab.attend(q, k, v, SAGE2_4B)[0, 0], expected) < 2e-3
+
+
+def test_sage3_is_its_definition():
+    """Of one tile, element by element from the table of E2M1."""
+
+    def fp4(x):
+        y = x.clone().view(-1, 16)
+        for i, each in enumerate(y.tolist()):
+            scale = e4m3(torch.tensor(max(map(abs, each)) / 6)).item()
+            for j, value in enumerate(each):
+                nearest = min(E2M1.tolist(), key=lambda code: abs(code * scale - abs(value)))
+                y[i, j] = math.copysign(nearest * scale, value)
+        return y.view_as(x)
+
+    q, k, v = (x[0, 0] for x in draw(H=1, N=128))
+    q_mean, k_smooth = q.mean(0), k - k.mean(0)
+    s = (fp4(q - q_mean) @ fp4(k_smooth).T + q_mean @ k_smooth.T) / 8
+    p = (s - s.amax(1, keepdim=True)).exp()
+    o = fp4(p * 2688) / 2688 @ fp4(v.T.contiguous()).T  # a row's largest p is 1: s1 is 1 / 2688
+    expected = o / p.sum(1, keepdim=True)
+    out = lab.attend(*(x[None, None] for x in (q, k, v)), SAGE3)[0, 0]
+    assert relative_l1(out, expected) < 2e-3
+
+
+def test_fa3_fp8_is_its_definition():
+    q, k, v = (x[0, 0] for x in draw(H=1, N=128))
+    q_hat, k_hat, v_hat = (
+        e4m3(x * (448 / x.abs().max())) * (x.abs().max() / 448) for x in (q, k, v)
+    )
+    s = q_hat @ k_hat.T / 8
+    p = (s - s.amax(1, keepdim=True)).exp()
+    expected = e4m3(p * 448) / 448 @ v_hat / p.sum(1, keepdim=True)
+    out = lab.attend(*(x[None, None] for x in (q, k, v)), PRESETS["FA3_FP8"])[0, 0]
+    assert relative_l1(out, expected) < 2e-3
+
+
+# -- formats ----
+
+
+def test_nvfp4_holds_e2m1_by_e4m3():
+    x = torch.randn(64, 128) * torch.logspace(-6, 5, 64)[:, None]
+    code, scale = lab.nvfp4_parts(x)
+    assert torch.isin(code.abs(), E2M1).all() and set(code.abs().unique().tolist()) == set(
+        E2M1.tolist()
+    )
+    assert scale.shape == (64, 8, 1) and scale.equal(e4m3(scale))
+    assert scale.max() == 448 and scale.min() == 0
+    assert lab.nvfp4(x).isfinite().all()
+
+
+def test_e2m1_is_rounded_to_nearest_even():
+    x = torch.tensor([0.2, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -5.1, 6, 0, 0, 0, 0, 0, 0])
+    code, scale = lab.nvfp4_parts(x)
+    assert scale.item() == 1
+    assert code[0, :10].tolist() == [0, 0, 1, 1, 2, 2, 4, 4, -6, 6]
+
+
+@pytest.mark.parametrize("fmt, largest", [("int4", 7), ("int8", 127)])
+@pytest.mark.parametrize("granularity", lab.Q_GROUPS)
+def test_integers_are_symmetric_and_reach_their_ends(fmt, largest, granularity):
+    x = torch.randn(1, 2, 256, 64)
+    groups = lab.K_GROUPS[granularity]
+    found = lab.quantize_rows(x, fmt, groups)
+    for h in range(2):  # codes: multiples of a scale that the largest of each group tells
+        rows, parts, neighbours = groups
+        n = torch.arange(256)
+        group = n // (rows or 256) * parts + n // neighbours % parts
+        for g in group.unique():
+            scale = x[0, h, group == g].abs().max() / largest
+            code = found[0, h, group == g] / scale
+            assert_close(code, code.round(), atol=1e-3, rtol=0)
+            assert code.abs().max().round() == largest
+    assert (x - found).abs().max() <= x.abs().max() / largest / 2 * 1.001
+
+
+def test_groups_of_each_granularity():
+    """Rows that share a scale, of 256: a lone large row spoils those of its group."""
+
+    def spoiled(table):
+        counts = {}
+        for granularity, groups in table.items():
+            x = torch.ones(1, 1, 256, 16)
+            x[:, :, 70] = 1000
+            counts[granularity] = int((lab.quantize_rows(x, "int8", groups) == 0).all(3).sum())
+        return counts
+
+    q = {"per_tensor": 255, "per_block": 127, "per_warp": 31, "per_thread": 3, "per_token": 0}
+    assert spoiled(lab.Q_GROUPS) == q
+    assert spoiled(lab.K_GROUPS) == q | {"per_block": 63, "per_warp": 63, "per_thread": 15}
+
+
+def test_truncated_keeps_13_bits_towards_zero():
+    kept = torch.tensor([1.0, -1.0, 3.0, -0.75]) + torch.tensor([1, -1, 2, -0.5]) * 2**-13
+    assert lab.truncated(kept).equal(kept)
+    assert lab.truncated(kept * (1 + 2**-15)).equal(kept)
+    assert lab.truncated(torch.tensor([1 + 2**-13 - 2**-23, -1 - 2**-14])).tolist() == [1, -1]
+
+
+@pytest.mark.parametrize("v_scale", ["per_channel", "per_tensor", "per_block"])
+def test_v_scales(v_scale):
+    """One large value spoils, in INT8, what shares its scale."""
+    v = torch.ones(1, 2, 256, 32)
+    v[0, 0, 70, 5] = 1000
+    lost = lab.quantize_v(v, "int8", v_scale)[0] == 0
+    assert lost[1].sum() == 0
+    expected = {"per_channel": 255, "per_tensor": 256 * 32 - 1, "per_block": 64 * 32 - 1}
+    assert lost[0].sum() == expected[v_scale]
+
+
+# -- the papers' orders ----
+
+
+def test_one_level_is_worse_than_two_and_the_more_so_the_longer():
+    q, k, v = draw("biased_v", N=2048)
+    ratios = []
+    for N in (512, 2048):
+        inputs = q[:, :, :128], k[:, :, :N], v[:, :, :N]
+        one, two, fp32 = (
+            error(dataclasses.replace(E4M3, **changes), inputs)
+            for changes in (
+                {"accumulator": "fp22"},
+                {"accumulator": "fp22", "interval": 64},
+                {},
+            )
+        )
+        assert one > two >= fp32 * 0.999
+        ratios.append(one / two)
+    assert ratios[1] > ratios[0] and ratios[1] > 1.2
+
+
+@pytest.mark.parametrize("base", [INT8, INT4], ids=["int8", "int4"])
+def test_smoothing_helps_where_channels_are_biased(base):
+    inputs = draw("channel_bias", N=512)
+    none, k, both = (
+        error(dataclasses.replace(base, **changes), inputs)
+        for changes in ({}, {"smooth_k": "mean"}, {"smooth_k": "mean", "smooth_q": True})
+    )
+    assert none > 2 * k and k > 1.2 * both
+
+
+def test_smoothing_v_is_worth_a_factor_where_v_is_biased():
+    inputs = draw("biased_v", N=512)
+    assert error(E4M3, inputs) > 5 * error(dataclasses.replace(E4M3, smooth_v=True), inputs)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("qk", ["int8", "int4"])
+def test_finer_scales_are_no_worse(qk, family):
+    inputs = draw(family, N=512)
+    base = Technique(qk, "per_token", smooth_k="mean", smooth_q=True)
+    errors = [
+        error(dataclasses.replace(base, granularity=each), inputs)
+        for each in accuracy.GRANULARITIES
+    ]
+    assert all(finer <= coarser * 1.02 for finer, coarser in zip(errors, errors[1:]))
+    assert errors[0] < 0.9 * errors[-1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_formats_of_p_and_v_come_in_the_papers_order(family):
+    inputs = draw(family, N=512)
+    e5m2, fp8, fp16 = (
+        error(technique, inputs)
+        for technique in (dataclasses.replace(E4M3, pv="e5m2"), E4M3, Technique(pv="fp16"))
+    )
+    assert e5m2 > 1.5 * fp8 > 1.5 * fp16
+
+
+def test_two_levels_keep_small_p():
+    """A scale of E4M3 has no normal numbers below 2^-6: blocks of p below 6 * 2^-6 need the second
+    level."""
+    p = torch.rand(64, 128) / 100
+    p[:, 0] = 1
+    one, two = (
+        relative_l1(lab.quantize_p(p, Technique(pv="nvfp4", two_level_p=each)), p)
+        for each in (False, True)
+    )
+    assert two < 0.8 * one
+
+
+# -- what is refused ----
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"qk": "int2"}, "qk must be one of"),
+        ({"qk": "int8"}, "granularity must be one of .*with qk='int8', got None"),
+        ({"qk": "nvfp4", "granularity": "per_block"}, "granularity .*with qk='nvfp4'"),
+        ({"qk": "int8", "granularity": "per_row"}, "got 'per_row'"),
+        ({"smooth_k": True}, "smooth_k must be one of"),
+        ({"smooth_q": 1}, "smooth_q must be one of"),
+        ({"rotation": 48}, "rotation must be one of"),
+        ({"rotation": 8}, "rotation must be one of"),
+        ({"pv": "fp4"}, "pv must be one of"),
+        ({"pv": "e4m3"}, "v_scale must be one of"),
+        ({"pv": "fp16", "v_scale": "per_channel"}, "v_scale must be one of"),
+        ({"pv": "fp16", "two_level_p": True}, "two_level_p must be one of"),
+        ({"pv": "int8", "v_scale": "per_channel", "accumulator": "fp22"}, "accumulator"),
+        ({"pv": "e4m3", "v_scale": "per_channel", "interval": 64}, "interval"),
+        (
+            {"pv": "e4m3", "v_scale": "per_channel", "accumulator": "fp22", "interval": 48},
+            "interval must be one of .*got 48",
+        ),
+    ],
+    ids=str,
+)
+def test_bad_techniques_raise(changes, message):
+    with pytest.raises(ValueError, match=message):
+        Technique(**changes)
+
+
+def test_bad_inputs_raise():
+    q, k, v = draw(N=16)
+    for args, message in (
+        ((q[0], k, v, SAGE1), r"must be \[B, H, N, D\]"),
+        ((q, k, v[:, :, :8], SAGE1), "k and v one N"),
+        ((q[:, :1], k, v, SAGE1), "one B, H and D"),
+        ((q, k, v, "sage1"), "must be a Technique or a Recipe"),
+        ((q, k, v, Technique(rotation=128)), "multiple of 128 for this rotation, got 64"),
+        ((*(x[..., :40] for x in (q, k, v)), SAGE3), "multiple of 16 for this qk, got 40"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            lab.attend(*args)
+    with pytest.raises(ValueError, match="family must be one of"):
+        lab.draw("odd", 0, 1, 16, 16)
+
+
+# -- families and tables ----
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_are_drawn_again_alike_and_are_what_they_say(family):
+    first, again, other = (lab.draw(family, seed, 2, 256, 64) for seed in (0, 0, 1))
+    assert all(x.equal(y) and not x.equal(z) for x, y, z in zip(first, again, other))
+    assert all(x.shape == (1, 2, 256, 64) and x.dtype == torch.bfloat16 for x in first)
+    q, k, v = (x[0].double() for x in first)
+    centred = v - v.mean(1, keepdim=True)
+    seen = {
+        "channel_bias": k.mean(1).abs().mean() > 4,
+        "biased_v": v.mean(1).sub(8).abs().max() < 0.5,
+        "token_outliers": 1 <= (k.norm(dim=2) > 40).sum() <= 20,
+        "sinks": (q @ k.mT / 8).softmax(-1)[..., :4].sum(-1).mean() > 0.2,
+        "real_like": (centred[:, 1:] * centred[:, :-1]).mean() > 0.8 * centred.square().mean(),
+    }
+    names = [name for name, holds in seen.items() if holds]
+    assert names == ([] if family == "normal" else [family])
+
+
+def test_tables_are_printed_and_kept(tmp_path, capsys):
+    path = tmp_path / "results" / "cpu" / "found.json"
+    args = [
+        "--families",
+        "channel_bias",
+        "--N",
+        "128",
+        "--D",
+        "64",
+        "--heads",
+        "1",
+        "--layers",
+        "2",
+    ]
+    assert accuracy.main([*args, "--device", "cpu", "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    tables = accuracy.tables(64)
+    assert {row["table"] for row in rows} == set(tables)
+    assert len(rows) == sum(len(t.entries) * (3 if t.over_n else 1) for t in tables.values())
+    for row in rows:
+        assert row["worst"]["rel_l1"] >= row["average"]["rel_l1"] > 0
+        assert row["worst"]["cos_sim"] <= row["average"]["cos_sim"] <= 1 + 1e-9
+    text = capsys.readouterr().out
+    assert all(table.title in text for table in tables.values())
+    assert plot.newest(path.parent) == {}  # bench/plot.py passes by
+
+
+def test_another_order_than_the_papers_is_named():
+    def row(entry, paper, here):
+        return {"entry": entry, "paper_rel_l1": paper, "average": {"rel_l1": here}}
+
+    rows = [row("a", 0.1, 0.3), row("b", 0.2, 0.2), row("c", 0.201, 0.1), row("d", None, 9.0)]
+    assert accuracy.disorder(rows) == [
+        "a (0.3000) no better than b (0.2000)",
+        "a (0.3000) no better than c (0.1000)",
+    ]
