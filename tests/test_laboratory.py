@@ -236,6 +236,16 @@ def test_truncated_keeps_13_bits_towards_zero():
     assert lab.truncated(torch.tensor([1 + 2**-13 - 2**-23, -1 - 2**-14])).tolist() == [1, -1]
 
 
+@pytest.mark.parametrize("interval", [None, 32, 64, 128])
+def test_the_accumulator_follows_the_maximum(interval):
+    """Over tiles whose maximum rises, FP22 is fp32 within 13 bits."""
+    q, k, v = draw("normal", N=512)
+    k = k * torch.linspace(0.5, 3, 512)[:, None]
+    fp22 = dataclasses.replace(E4M3, accumulator="fp22", interval=interval)
+    out = lab.attend(q, k, v, fp22)
+    assert 0 < relative_l1(out, lab.attend(q, k, v, E4M3)) < 2e-3
+
+
 @pytest.mark.parametrize("v_scale", ["per_channel", "per_tensor", "per_block"])
 def test_v_scales(v_scale):
     """One large value spoils, in INT8, what shares its scale."""
