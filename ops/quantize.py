@@ -1,4 +1,4 @@
-"""Quantization of k (INT8 or FP8) and v (FP8), in one pass, in the layout the kernel reads.
+"""Quantization of k (INT8 or FP8) and v (FP8), in the layout the kernel reads.
 
     k_8bit = round((k - k_mean) / k_scale)      k_scale = amax of the group / 127
           or e4m3((k - k_mean) / k_scale)       k_scale = amax of the group / 448
@@ -10,7 +10,7 @@ for rows of v beyond it and does the heads again that have any, with the amax of
 
 q needs no pass of its own: the attention kernel quantizes it in its prologue.
 
-Shapes and layouts are those of ops/reference.py, to which both are bit-equal.
+Shapes and layouts are those of ops/reference.py, to which all are bit-equal, statistics given.
 """
 
 import torch

@@ -137,6 +137,8 @@ KINDS = ("full", "causal", "window", "flex window", "keys", "mask", "bias")
 # measured or never faster (sage1, sage2-8b at head_dim 256). H200, 2026-11-21,
 # `bench/attention.py --shapes crossover`, crossover_dims, crossover_256 and crossover_masks:
 # windows of 1024 keys, SDPA with the same mask.
+# Of sage2-8b-rows, head_dims 72 to 112 and 256 were measured when two passes prepared k and v, and
+# were slower; 64 and 128 with one pass, before its last step made it faster.
 CROSSOVER = {
     ((9, 0), "sage2-8b-rows", 64, "full"): [(24, 3072), (8, 5120)],
     ((9, 0), "sage2-8b-rows", 64, "causal"): [(128, 5120), (8, 4096)],
