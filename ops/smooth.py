@@ -165,24 +165,29 @@ def launch(x0: Tensor, x1: Tensor, count: int, visible: Tensor | None) -> tuple[
 def _estimate_kernel(
     X0, X1,  # [B, H, N, D], [B, H, N, D_1] in
     Visible,  # as above
-    Mean0, Amax0, Mean1, Amax1,  # [B, H, D] twice, [B, H, D_1] twice out, fp32
+    Mean0, Amax0, Mean1, Amax1,  # [B, H, D] twice, [B, H, D_1] twice out, fp32; if TWO
     Beyond,  # [B, H] out, int32: zeros
     stride_0b, stride_0h, stride_0n, stride_0d,
     stride_1b, stride_1h, stride_1n, stride_1d,
     stride_visible_b, stride_visible_h,
     H, N,
-    MASK: tl.constexpr,
+    MASK: tl.constexpr, TWO: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (B * H, tensors). reference.estimate of one head."""
+    """Grid: (B * H, tensors). reference.estimate of one head.
+
+    Without TWO nothing of a second tensor may be written even in the code: torch takes a copy of
+    each argument that a kernel writes, so that one given twice comes back as it was.
+    """
     head = tl.program_id(0).to(tl.int64)
     b, h = head // H, head % H
     d = tl.arange(0, BLOCK_D)
     x, stride_n, stride_d = X0 + b * stride_0b + h * stride_0h, stride_0n, stride_0d
     mean_out, amax_out, channels = Mean0, Amax0, D
-    if tl.program_id(1) == 1:
-        x, stride_n, stride_d = X1 + b * stride_1b + h * stride_1h, stride_1n, stride_1d
-        mean_out, amax_out, channels = Mean1, Amax1, D_1
+    if TWO:
+        if tl.program_id(1) == 1:
+            x, stride_n, stride_d = X1 + b * stride_1b + h * stride_1h, stride_1n, stride_1d
+            mean_out, amax_out, channels = Mean1, Amax1, D_1
     i = tl.arange(0, _SAMPLE).to(tl.int64)
     rows = (i * 65536 + (i * 40503 & 65535)) * N // (65536 * _SAMPLE)
     keep = rows < N
@@ -218,7 +223,7 @@ def launch_estimate(xs: list[Tensor], visible: Tensor | None) -> list[Tensor]:
         x0, x1, out[0] if visible is None else visible, *out[:2], *out[-2:], beyond,  # tensors
         *x0.stride(), *x1.stride(), *((0, 0) if visible is None else visible.stride()[:2]),
         H, N,  # shape
-        visible is not None,  # semantics
+        visible is not None, len(xs) == 2,  # semantics
         D, D_1, triton.next_power_of_2(max(D, D_1)),  # tile
     )  # fmt: skip
     return [*out, beyond]

@@ -406,5 +406,5 @@ def test_preparation_compiles(architecture, D, masked):
         assert stack_bytes(compiled) == 0
         assert stack_bytes(compile_quantize_v_again(D, masked, architecture)) == 0
     of_two = dict(Mean0="*fp32", Amax0="*fp32", Mean1="*fp32", Amax1="*fp32", Beyond="*i32")
-    constexprs = dict(D=D, D_1=D, MASK=masked, BLOCK_D=BLOCK_D, stride_0d=1, stride_1d=1)
+    constexprs = dict(D=D, D_1=D, MASK=masked, TWO=True, BLOCK_D=BLOCK_D, stride_0d=1, stride_1d=1)
     compile_kernel(_estimate_kernel, architecture, constexprs, {**x, **of_two})

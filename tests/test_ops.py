@@ -1,9 +1,14 @@
 """The ops as torch sees them: registration, fake outputs, errors, gradients, autocast."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
+from torch._functorch.aot_autograd import aot_function, make_boxed_func
 from torch.testing import assert_close
+from triton.backends.compiler import GPUTarget
 
 from sage_inductor.ops import (
     attention,
@@ -13,8 +18,10 @@ from sage_inductor.ops import (
     quantize_v,
     reference,
     smooth,
+    tiles,
 )
 from sage_inductor.ops import recipe as recipes
+from sage_inductor.ops.sdpa import compose
 
 RECIPES = list(recipes.NAMED)
 
@@ -254,3 +261,36 @@ def test_sdpa_is_its_pieces():
     assert_close(out, expected)
     correction = 0.125 * torch.einsum("bhnd,bhd->bhn", q, mean[0].repeat_interleave(2, 1))
     assert_close(lse, raw_lse + correction)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_no_kernel_is_given_a_tensor_twice_that_it_writes(recipe, masked, monkeypatch):
+    """In a graph each argument that a kernel writes becomes an output: of two that are one tensor
+    the later readers get the last, written or not. Only a GPU would show it."""
+    device = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32))
+    before = triton.runtime.driver._active
+    monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
+    graphs = []
+
+    def grab(graph, _):
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    def call(q, k, v, attn_mask):
+        return compose(*arguments(q, k, v, recipe=recipe, attn_mask=attn_mask, portable=True))
+
+    q, k, v = (x.to("meta", torch.bfloat16) for x in qkv())
+    attn_mask = torch.empty(2, 1, 65, 70, dtype=torch.bool, device="meta") if masked else None
+    try:
+        triton.runtime.driver.set_active(device)
+        aot_function(call, grab)(q, k, v, attn_mask)
+    finally:
+        triton.runtime.driver._active = before
+    calls = [n for n in graphs[0].graph.nodes if "tensors_to_clone" in n.kwargs]
+    assert len(calls) >= 3
+    for call in calls:
+        given, writes = call.kwargs["kwargs"], call.kwargs["tensors_to_clone"]
+        written = {given[name] for name in writes}
+        assert written and len(written) == len(writes)
+        assert "X0" not in writes and "K" not in writes  # torch could tell which are written
