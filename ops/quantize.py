@@ -34,7 +34,7 @@ from sage_inductor.ops.smooth import launch_estimate
 _INT8_MAX = tl.constexpr(INT8_MAX)
 _FP8_MAX = tl.constexpr(FP8_MAX)
 _TINY = tl.constexpr(TINY)
-_ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: what is added to it is rounded to an integer
+_ROUND = tl.constexpr(12582914.0)  # 1.5 * 2^23 + 2: what is added to it is rounded to an integer
 
 
 @triton.jit
@@ -58,9 +58,11 @@ def to_8bit(x, inverse, FP8: tl.constexpr):
     if FP8:
         return (x * inverse).to(tl.float8e4nv)
     else:
-        # The low byte of the sum is the rounded product: no conversion, which runs at 1/8 speed.
+        # The low byte of the sum is the rounded product + 2: no conversion, which runs at 1/8
+        # speed. The 2 is there to be taken off: of a sum whose own low byte is stored the ptxas of
+        # CUDA 12.8 stores F2IP.U8, 255 for any number, where a thread has single bytes of a row.
         rounded = tl.fma(x, inverse.broadcast_to(x.shape), tl.full(x.shape, _ROUND, tl.float32))
-        return rounded.to(tl.int32, bitcast=True).to(tl.int8)
+        return (rounded.to(tl.int32, bitcast=True) - 2).to(tl.int8)
 
 
 @triton.jit

@@ -6,10 +6,13 @@ bias and v a mean, because random normal inputs hide wrong smoothing and one-lev
 
 import functools
 import math
+import re
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._inductor.utils import run_and_get_code
+from torch.profiler import ProfilerActivity, profile
 from torch.testing import assert_close
 
 import sage_inductor
@@ -82,6 +85,7 @@ SHAPES = [  # B, H_q, H_kv, N_q, N_kv, D
     (1, 2, 2, 63, 2048, 32),
     (3, 2, 1, 129, 64, 96),
     (1, 1, 1, 257, 1, 8),
+    (2, 4, 2, 300, 333, 72),  # no head starts at a multiple of 16 elements
 ]
 
 
@@ -565,6 +569,68 @@ def test_compiled_model_is_near_eager_at_any_length(recipe, is_causal):
     sites = sage_inductor.report()
     graphs = {graph for graph, _ in sites._sites}
     assert len(sites.refused) == 0 and len(graphs) <= 4, graphs
+
+
+def rotate_half(x, cos, sin):
+    a, b = x.chunk(2, -1)
+    return x * torch.cat([cos, cos], -1) + torch.cat([-b, a], -1) * torch.cat([sin, sin], -1)
+
+
+def rotate_halves(x, cos, sin):
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def rotate_pairs(x, cos, sin):
+    a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
+
+
+@pytest.mark.parametrize("rope", [rotate_half, rotate_halves, rotate_pairs])
+def test_generated_code_has_no_pass_over_k_and_v_but_ours(rope, monkeypatch):
+    """Inductor makes no more kernels and no more 16-bit buffers than for SDPA: nothing of k, v or
+    out is copied, and a smoothed k is never stored. Beside them run ours, each once."""
+
+    def attend(q, k, v, norm, cos, sin):  # [B, N, H, D]
+        q, k = (rope(F.rms_norm(x, norm.shape, norm), cos, sin).bfloat16() for x in (q, k))
+        out = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)))
+        return out.transpose(1, 2).flatten(2) * 2
+
+    x = [torch.randn(2, 1024, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    x += [torch.rand(128, device="cuda").bfloat16()]
+    x += [torch.rand(1024, 1, 64, device="cuda") for _ in range(2)]
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    own, buffers = {}, {}
+    for backend, options in (
+        ("inductor", None),
+        ("sage", {**FORCE, "sage.recipe": "sage2-8b-rows"}),
+    ):
+        torch._dynamo.reset()
+        compiled = torch.compile(attend, backend=backend, options=options)
+        with torch.no_grad():
+            out, (code,) = run_and_get_code(compiled, *x)
+            assert relative(out, attend(*x)) < 0.08
+            names = [e.name for e in kernels(compiled, *x)]
+        own[backend] = [n for n in names if n.startswith("triton_")]
+        buffers[backend] = re.findall(r"= empty_strided_cuda\(.*torch\.bfloat16\)", code)
+    assert 1 <= len(own["sage"]) <= len(own["inductor"])
+    assert 1 <= len(buffers["sage"]) <= len(buffers["inductor"])
+    ours = [n.strip("_") for n in names if n not in own["sage"]]
+    assert ours[:3] == ["estimate_kernel", "quantize_kv_kernel", "quantize_v_again_kernel"]
+    assert len(ours) == 4 and "attention" in ours[3]
+
+
+def kernels(call, *args) -> list:
+    """What runs on the GPU during a call, after one to warm up, in order."""
+    call(*args)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        call(*args)
+        torch.cuda.synchronize()
+    return sorted(
+        (e for e in found.events() if e.device_type == torch.autograd.DeviceType.CUDA),
+        key=lambda e: e.time_range.start,
+    )
 
 
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune-no-cudagraphs"])
