@@ -21,7 +21,6 @@ from sage_inductor.ops import (
     tiles,
 )
 from sage_inductor.ops import recipe as recipes
-from sage_inductor.ops.sdpa import compose
 
 RECIPES = list(recipes.NAMED)
 
@@ -55,6 +54,8 @@ def test_opcheck_of_sdpa(recipe, N_kv):
 
 def test_opcheck_of_the_pieces():
     q, k, v = qkv()
+    for x in (k, k[:, :, ::2], k[:, :1].expand(-1, 3, -1, -1)):
+        torch.library.opcheck(torch.ops.sage.stored, (x,))
     attn_mask = torch.rand(2, 1, 65, 70) > 0.7
     seen = mask.summarize(attn_mask, 70, 128)
     visible = mask.visible_keys(seen, 2)
@@ -265,9 +266,11 @@ def test_sdpa_is_its_pieces():
 
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_no_kernel_is_given_a_tensor_twice_that_it_writes(recipe, masked, monkeypatch):
-    """In a graph each argument that a kernel writes becomes an output: of two that are one tensor
-    the later readers get the last, written or not. Only a GPU would show it."""
+def test_what_kernels_are_given_in_a_graph(recipe, masked, monkeypatch):
+    """Each argument that a kernel writes becomes an output there: of two that are one tensor the
+    later readers get the last, written or not. So no tensor is given twice that is written. And of
+    what is not stored yet each kernel would get a copy of its own: k and v are stored first.
+    Only a GPU would show either."""
     device = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32))
     before = triton.runtime.driver._active
     monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
@@ -278,7 +281,7 @@ def test_no_kernel_is_given_a_tensor_twice_that_it_writes(recipe, masked, monkey
         return make_boxed_func(graph.forward)
 
     def call(q, k, v, attn_mask):
-        return compose(*arguments(q, k, v, recipe=recipe, attn_mask=attn_mask, portable=True))
+        return sdpa(q, k, v, recipe=recipe, attn_mask=attn_mask, portable=True)
 
     q, k, v = (x.to("meta", torch.bfloat16) for x in qkv())
     attn_mask = torch.empty(2, 1, 65, 70, dtype=torch.bool, device="meta") if masked else None
@@ -294,3 +297,6 @@ def test_no_kernel_is_given_a_tensor_twice_that_it_writes(recipe, masked, monkey
         written = {given[name] for name in writes}
         assert written and len(written) == len(writes)
         assert "X0" not in writes and "K" not in writes  # torch could tell which are written
+    _, k, v, *_ = graphs[0].graph.find_nodes(op="placeholder")
+    for x in (k, v):
+        assert {user.target for user in x.users} == {torch.ops.sage.stored.default}

@@ -74,6 +74,7 @@ PRIVATE = {
     "torch._dynamo.exc": (["ShortenTraceback"], {"backend.py"}),
     "torch._inductor.custom_graph_pass": (["CustomGraphPass"], {"backend.py"}),
     "torch._inductor.config": (["pre_grad_custom_pass"], {"backend.py"}),
+    "torch._inductor.lowering": (["register_lowering"], {"lowering/sdpa.py"}),
     "torch._dynamo.eval_frame": (["cached_backends"], {"report.py"}),
     "torch._guards": (["CompileContext"], {"report.py", "backend.py"}),
     "torch.utils._config_module": (["Config", "install_config_module"], {"config.py"}),
