@@ -21,6 +21,7 @@ import dataclasses
 import datetime
 import sys
 import time
+from collections.abc import Callable
 
 import laboratory
 import machine
@@ -28,10 +29,11 @@ import torch
 import torch.nn.functional as F
 import trained
 from attention import RESULTS, save
+from capture import Call, capture, end_to_end
 from laboratory import FA3_FP8, FAMILIES, PRESETS, SAGE2_4B, Technique, attend
 from measure import attention, errors
 from torch import Tensor
-from trained import Call, Subject
+from trained import Subject
 
 from sage_inductor.ops.recipe import NAMED, Recipe
 
@@ -213,14 +215,14 @@ def main(argv=None) -> int:
         print_defaults(rows)
     for subject in trained.subjects(args.models, trained.SIZES[size], device):
         result["models"][subject.name] = subject.note
-        calls = trained.capture(subject)
+        calls = capture(subject)
         for name, table in tables(calls[0].q.shape[3]).items():
             if name in names:
                 rows = measure(table, subject.name, calls)
                 keep("accuracy", [{"table": name, **row} for row in rows])
                 print_table(table, rows)
         if "end-to-end" in args.tables:
-            keep("end-to-end", measure_end_to_end(subject, device))
+            keep("end-to-end", measure_end_to_end(subject))
     print(f"\nelapsed: {result.get('elapsed_s', 0)} s")
     return 0
 
@@ -271,13 +273,11 @@ def measure(table: Table, family: str, calls: list[Call]) -> list[dict]:
     """A row for each entry of the table: average and worst errors over the layers."""
     found = {}
     for call in calls:
+        compare = against(call)
+        q, k, v = (x.float() for x in (call.q, call.k, call.v))
         for entry, technique in table.entries.items():
-            if technique is None:
-                out = sdpa(call)
-            else:
-                q, k, v = (x.float() for x in (call.q, call.k, call.v))
-                out = attend(q, k, v, technique, call.is_causal)
-            found.setdefault(entry, []).append(compare(out, call))
+            out = sdpa(call) if technique is None else attend(q, k, v, technique, call.is_causal)
+            found.setdefault(entry, []).append(compare(out))
     return [
         {
             **dict(family=family, N=call.k.shape[2], D=call.k.shape[3], layers=len(calls)),
@@ -292,11 +292,11 @@ def sdpa(call: Call) -> Tensor:
     return F.scaled_dot_product_attention(call.q, call.k, call.v, is_causal=call.is_causal)
 
 
-def compare(out: Tensor, call: Call) -> dict[str, float]:
-    """`errors` of out [B, H, N_q, D], the first N_q rows of a call's."""
+def against(call: Call) -> Callable[[Tensor], dict[str, float]]:
+    """The `errors` of an output [B, H, N_q, D] of this call."""
     q, k, v = (x.flatten(0, 1).double() for x in (call.q, call.k, call.v))
     exact = attention(q, k, v, call.is_causal)
-    return errors(out.flatten(0, 1).double(), exact, v.mean(1, keepdim=True))
+    return lambda out: errors(out.flatten(0, 1).double(), exact, v.mean(1, keepdim=True))
 
 
 def summary(its: list[dict[str, float]]) -> dict[str, dict[str, float]]:
@@ -350,8 +350,9 @@ def measure_defaults(N: int, args, device) -> list[dict]:
         for seed in range(args.layers):
             q, k, v = (x.to(device) for x in laboratory.draw(family, seed, args.heads, N, args.D))
             call = Call(q if device.type == "cuda" else q[:, :, :ROWS], k, v, False)
+            compare = against(call)
             for entry, technique in DEFAULTS.items():
-                found.setdefault(entry, []).append(compare(as_shipped(call, technique), call))
+                found.setdefault(entry, []).append(compare(as_shipped(call, technique)))
         found = {entry: summary(its) for entry, its in found.items()}
         for entry, its in found.items():
             row = {"family": family, "N": N, "D": args.D, "layers": args.layers, "entry": entry}
@@ -402,13 +403,13 @@ def print_defaults(rows: list[dict]) -> None:
 # -- whole models ----
 
 
-def measure_end_to_end(subject: Subject, device) -> list[dict]:
+def measure_end_to_end(subject: Subject) -> list[dict]:
     """A row for each recipe, printed as it comes; "exact" is attention in fp32, and what the others
     are compared with."""
     print(f"\nEnd to end: {subject.name}, {subject.note}")
     rows = []
     techniques = {"exact": Technique(), "bf16 SDPA": None, **PRESETS}
-    for entry, figures, error in trained.end_to_end(subject, techniques, device):
+    for entry, figures, error in end_to_end(subject, techniques):
         rows.append(dict(family=subject.name, entry=entry, figures=figures, error=error))
         shown = error or "  ".join(
             f"{name} {'-' if value is None else f'{value:.5g}'}" for name, value in figures.items()

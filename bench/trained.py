@@ -1,5 +1,5 @@
-"""Models for the laboratory, trained here in minutes or carried by a package: q, k and v of their
-layers, and what each recipe does to the whole model.
+"""Models for the laboratory, trained here in minutes or carried by a package, and how well each does
+what it does. bench/capture.py gives them another attention.
 
 gpt     bytes of the Python standard library's sources; causal, RoPE
 vit     which digit an image shows: a 5x7 font, distorted, under noise
@@ -13,7 +13,6 @@ machine and torch give one result, as far as torch's deterministic algorithms go
 Shapes: B batch, N tokens, C channels, H heads, D head_dim.
 """
 
-import contextlib
 import dataclasses
 import itertools
 import math
@@ -22,17 +21,13 @@ import sysconfig
 import time
 from collections.abc import Callable
 from pathlib import Path
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from blocks import mlp
-from laboratory import Technique, attend
 from torch import Tensor, nn
 
-import sage_inductor
 from sage_inductor import demo
-from sage_inductor.ops.recipe import Recipe
 
 IMAGE = 64  # pixels a side
 NOISE = 0.5  # on what vit sees, where ink is 1 and paper -1
@@ -71,22 +66,12 @@ SIZES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
-    """What one attention call was given: q, k, v [B, H, N, D]."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    is_causal: bool
-
-
-@dataclasses.dataclass(frozen=True)
 class Subject:
     """A model in DTYPE, ready to be evaluated.
 
     run(call): the whole evaluation with `call` in the place of the model -> outputs.
     score(outputs, exact): the figures, where `exact` are the outputs with exact attention.
-    example: inputs of one forward pass with a batch of one, for `capture`.
+    example: inputs of one forward pass with a batch of one.
     calls: attention calls of a forward pass.
     note: how it was trained, for the result.
     """
@@ -129,19 +114,17 @@ class GPT(nn.Module):
     def __init__(self, size: Size):
         super().__init__()
         C = size.heads * size.head_dim
-        self.embedding, self.norm, self.head = (
-            nn.Embedding(256, C),
-            nn.LayerNorm(C),
-            nn.Linear(C, 256),
-        )
+        self.embedding = nn.Embedding(256, C)
         self.layers = nn.ModuleList(Layer(size.heads, size.head_dim) for _ in range(size.layers))
-        turns = 1e4 ** -torch.linspace(0, 1, size.head_dim // 2)
-        self.register_buffer("angles", torch.outer(torch.arange(size.N), turns))
+        self.norm, self.head = nn.LayerNorm(C), nn.Linear(C, 256)
+        self.planes = size.head_dim // 2
 
     def forward(self, tokens: Tensor) -> Tensor:
+        turns = 1e4 ** -torch.linspace(0, 1, self.planes, device=tokens.device)
+        angles = torch.outer(torch.arange(tokens.shape[1], device=tokens.device), turns)
         x = self.embedding(tokens)
         for layer in self.layers:
-            x = layer(x, self.angles)
+            x = layer(x, angles)
         return self.head(self.norm(x))
 
 
@@ -150,7 +133,7 @@ def halving(before: int, after: int) -> nn.Module:
 
 
 class ViT(nn.Module):
-    """Images [B, 1, IMAGE, IMAGE] -> logits [B, CLASSES]; `features` [B, C] before the last layer."""
+    """Images [B, 1, IMAGE, IMAGE] -> logits [B, CLASSES], of `features` [B, C]."""
 
     def __init__(self, size: Size):
         super().__init__()
@@ -184,9 +167,8 @@ class DiT(nn.Module):
         self.patch_in = nn.Conv2d(1, C, patch, stride=patch)
         self.time = nn.Sequential(nn.Linear(1, C), nn.SiLU(), nn.Linear(C, C))
         self.label = nn.Embedding(CLASSES, C)
-        self.blocks = nn.ModuleList(
-            demo.Block(size.heads, size.head_dim) for _ in range(size.layers)
-        )
+        layers = (demo.Block(size.heads, size.head_dim) for _ in range(size.layers))
+        self.blocks = nn.ModuleList(layers)
         self.patch_out = nn.ConvTranspose2d(C, 1, patch, stride=patch)
 
     def forward(self, images: Tensor, times: Tensor, labels: Tensor) -> Tensor:
@@ -309,9 +291,8 @@ def gpt(size: Size, device: torch.device) -> Subject:
         return rows[:, :-1], rows[:, 1:]
 
     def losses(call, tokens, following):
-        return F.cross_entropy(
-            call(tokens).flatten(0, 1).float(), following.flatten(), reduction="none"
-        )
+        logits = call(tokens).flatten(0, 1).float()
+        return F.cross_entropy(logits, following.flatten(), reduction="none")
 
     def loss_of():
         starts = torch.randint(len(train_on) - size.N, (size.batch,), generator=generator)
@@ -446,67 +427,3 @@ def subjects(names: list[str], sizes: dict[str, Size], device: torch.device) -> 
         if name in names:
             found[name] = make(sizes[name], device)
     return [found[name] for name in names if found[name]]
-
-
-# -- attention of one's own, in a model ----
-
-
-@contextlib.contextmanager
-def attending(function: Callable[[Tensor, Tensor, Tensor, bool], Tensor]):
-    """function(q, k, v, is_causal) in the place of F.scaled_dot_product_attention."""
-
-    def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **kwargs):
-        scale = kwargs.get("scale")
-        if attn_mask is not None or dropout_p or scale not in (None, query.shape[3] ** -0.5):
-            raise ValueError("trained: a model's attention must have no mask, dropout or scale")
-        return function(query, key, value, is_causal)
-
-    with mock.patch.object(F, "scaled_dot_product_attention", attention):
-        yield
-
-
-@torch.no_grad()
-def capture(subject: Subject) -> list[Call]:
-    """What each attention call of one forward pass is given, in order."""
-    found, sdpa = [], F.scaled_dot_product_attention
-
-    def record(q, k, v, is_causal):
-        found.append(Call(q, k, v, is_causal))
-        return sdpa(q, k, v, is_causal=is_causal)
-
-    with attending(record):
-        subject.model(*subject.example)
-    return found
-
-
-@torch.no_grad()
-def end_to_end(subject: Subject, techniques: dict, device: torch.device):
-    """Yields (name, figures, error) of each name -> Technique, Recipe (that is shipped: compiled, as
-    a user gets it) or None (SDPA as it is). error: why there are no figures."""
-    exact = outputs(subject, Technique(), "", device)
-    for name, technique in techniques.items():
-        try:
-            yield name, subject.score(outputs(subject, technique, name, device), exact), None
-        except sage_inductor.SageRefused as refused:
-            yield name, None, str(refused)
-
-
-def outputs(subject: Subject, technique, name: str, device: torch.device) -> Tensor:
-    """What `Subject.run` gives with this attention. Raises SageRefused where the device has no
-    kernels for a recipe."""
-    if technique is None:
-        return subject.run(subject.model)
-    if isinstance(technique, Technique):
-        with attending(lambda q, k, v, is_causal: attend(q, k, v, technique, is_causal)):
-            return subject.run(subject.model)
-    assert isinstance(technique, Recipe)
-    options = {"sage.recipe": name, "sage.force": True, "sage.strict": True}
-    options["sage.emulate"] = device.type == "cpu"
-    torch._dynamo.reset()
-    out = subject.run(
-        torch.compile(subject.model, backend="sage", fullgraph=True, dynamic=False, options=options)
-    )
-    report = sage_inductor.report()
-    if [site.recipe for site in report] != [name] * subject.calls:
-        raise RuntimeError(f"trained: {subject.calls} calls must become {name}:\n{report}")
-    return out
