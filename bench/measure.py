@@ -108,8 +108,8 @@ def errors(out: Tensor, exact: Tensor, v_mean: Tensor) -> dict[str, float]:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask=None) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v for q [H, N_q, D], k and v [H, N, D], in blocks of rows that fit in
-    memory. is_causal: row i sees keys 0 .. i. mask: [N_q or 1, N], bool or additive; a row that
+    """softmax(q k^T / sqrt(D)) v for q [H, N_q, D], k and v [H, N, D], in blocks of rows that fit
+    in memory. is_causal: row i sees keys 0 .. i. mask: [N_q or 1, N], bool or additive; a row that
     sees nothing is 0."""
     (H, N_q, D), N = q.shape, k.shape[1]
     rows = max(1, 2**27 // (H * N))  # 1 GiB of scores

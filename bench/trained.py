@@ -1,5 +1,5 @@
-"""Models for the laboratory, trained here in minutes or carried by a package, and how well each does
-what it does. bench/capture.py gives them another attention.
+"""Models for the laboratory, trained here in minutes or carried by a package, and figures of how
+well each does. bench/capture.py gives them another attention.
 
 gpt     bytes of the Python standard library's sources; causal, RoPE
 vit     which digit an image shows: a 5x7 font, distorted, under noise
@@ -52,8 +52,8 @@ class Size:
 SIZES = {
     "small": {  # two CPU cores: some minutes for all
         "gpt": Size(2, 1, 128, 256, 8, 400, 8),
-        "vit": Size(2, 2, 64, 256, 16, 400, 128),
-        "dit": Size(2, 1, 128, 256, 16, 400, 64),
+        "vit": Size(2, 2, 64, 256, 16, 300, 128),
+        "dit": Size(2, 1, 128, 256, 8, 300, 64),
         "minilm": Size(6, 12, 32, 128, 0, 0, 4),
     },
     "full": {  # an H200
