@@ -370,7 +370,7 @@ def figure(family: str, found: dict[str, dict], entry: str) -> float:
 
 def as_shipped(call: Call, technique: Technique | Recipe | None) -> Tensor:
     """Attention, not causal, in the call's own dtype; of a recipe on a GPU by its kernels."""
-    q, k, v, _ = dataclasses.astuple(call)
+    q, k, v = call.q, call.k, call.v
     if technique is None:
         return sdpa(call)
     if isinstance(technique, Technique) or q.device.type == "cpu":
@@ -382,9 +382,9 @@ def as_shipped(call: Call, technique: Technique | Recipe | None) -> Tensor:
 def print_defaults(rows: list[dict]) -> None:
     families = list(dict.fromkeys(row["family"] for row in rows))
     print(
-        "\nThe defaults and accurate, beside SDPA and FlashAttention-3's FP8 (emulated): relative"
+        "\nThe defaults and accurate, beside SDPA and FlashAttention-3's FP8 (emulated): relative\n"
+        "L1; of biased_v centred, x SDPA's. In brackets what it is to be at most; !: it is not"
     )
-    print("L1; of biased_v centred, x SDPA's. In brackets what it is to be at most; !: it is not")
     print(f"  {'':16}{'N':>6}" + "".join(f"{family:>19}" for family in families))
     cells = {}
     for row in rows:

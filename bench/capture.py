@@ -64,14 +64,14 @@ def capture(subject: Subject) -> list[Call]:
 def end_to_end(
     subject: Subject, techniques: dict[str, Technique | Recipe | None]
 ) -> Iterator[tuple[str, dict[str, float | None] | None, str | None]]:
-    """Yields (name, `Subject.score`, None) for each name -> technique, or (name, None, why not)
-    where the device has no kernels for a recipe. None: SDPA as it is."""
+    """Yields (name, `Subject.score`, None) for each name -> technique (None: SDPA as it is), or (name,
+    None, why not): where the device has no kernels for a recipe, say."""
     exact = run(subject, "", Technique())
     for name, technique in techniques.items():
         try:
             yield name, subject.score(run(subject, name, technique), exact), None
-        except sage_inductor.SageRefused as refused:
-            yield name, None, str(refused)
+        except Exception as error:  # one that fails must not cost the others
+            yield name, None, f"{type(error).__name__}: {error}".split("\n")[0]
 
 
 def run(subject: Subject, name: str, technique: Technique | Recipe | None) -> Tensor:
