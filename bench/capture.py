@@ -64,8 +64,8 @@ def capture(subject: Subject) -> list[Call]:
 def end_to_end(
     subject: Subject, techniques: dict[str, Technique | Recipe | None]
 ) -> Iterator[tuple[str, dict[str, float | None] | None, str | None]]:
-    """Yields (name, `Subject.score`, None) for each name -> technique (None: SDPA as it is), or (name,
-    None, why not): where the device has no kernels for a recipe, say."""
+    """Yields (name, `Subject.score`, None) for each name -> technique (None: SDPA as it is); or
+    (name, None, why not), where the device has no kernels for a recipe, say."""
     exact = run(subject, "", Technique())
     for name, technique in techniques.items():
         try:

@@ -51,9 +51,9 @@ class Size:
 
 SIZES = {
     "small": {  # two CPU cores: some minutes for all
-        "gpt": Size(2, 1, 128, 256, 8, 400, 8),
-        "vit": Size(2, 2, 64, 256, 16, 300, 128),
-        "dit": Size(2, 1, 128, 256, 8, 300, 64),
+        "gpt": Size(2, 1, 128, 256, 8, 300, 8),
+        "vit": Size(2, 2, 64, 256, 16, 200, 128),
+        "dit": Size(2, 1, 128, 256, 8, 200, 48),
         "minilm": Size(6, 12, 32, 128, 0, 0, 4),
     },
     "full": {  # an H200
