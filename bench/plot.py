@@ -383,7 +383,7 @@ def draw_accuracy(result: dict, path: Path) -> None:
         axis.set_xscale("log")
         axis.set_xlabel("relative L1")
         axis.set_title(title, fontsize=10)
-        axis.legend(fontsize=7)
+        axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncol=4)
     list_entries(axes, entries)
     keep(figure, "Attention by each recipe", result, path)
 
