@@ -391,8 +391,9 @@ def draw_accuracy(result: dict, path: Path) -> None:
 def draw_models(result: dict, path: Path) -> None:
     """A panel per figure, a dot per recipe; the line is exact attention's."""
     entries, columns = list(groups(result["rows"], "entry")), figures_of(result["rows"])
-    size = (13, 0.5 * len(entries) + 2.4)
-    figure, axes = subplots(path, 2, (len(columns) + 1) // 2, figsize=size, sharey=True)
+    height = 1 + (len(columns) > 4)
+    size = (13, height * (0.25 * len(entries) + 1.2))
+    figure, axes = subplots(path, height, -(-len(columns) // height), figsize=size, sharey=True)
     for axis, (model, name) in zip(axes.flat, columns, strict=False):
         its = [row for row in result["rows"] if row["family"] == model and row["figures"]]
         found = {row["entry"]: row["figures"][name] for row in its}
