@@ -182,7 +182,8 @@ def main(argv=None) -> int:
         "versions": machine.versions(),
         "method": f"Families: {args.layers} seeds from 0 of laboratory.draw, bf16, "
         f"[1, {args.heads}, N, {args.D}]{', causal' * args.causal}; errors against float64 before "
-        f"rounding to bf16. Models: {size}, of bench/trained.py, in bf16",
+        f"rounding to bf16; defaults: {'all' if cuda else ROWS} queries. Models: {size}, of "
+        "bench/trained.py, in bf16",
         "models": {},
         "rows": [],
     }

