@@ -382,6 +382,11 @@ def channel_bias(randn, N, D):
     return randn(N, D) + 2 * randn(1, D), randn(N, D) + 8 * randn(1, D), randn(N, D)
 
 
+def k_bias(randn, N, D):
+    """8 N(0, 1) added to each channel of k alone."""
+    return randn(N, D), randn(N, D) + 8 * randn(1, D), randn(N, D)
+
+
 def biased_v(randn, N, D):
     """v + 8, where the paper sees CogVideoX's v."""
     return randn(N, D), randn(N, D), randn(N, D) + 8
@@ -427,6 +432,7 @@ def real_like(randn, N, D):
 FAMILIES = {
     "normal": normal,
     "channel_bias": channel_bias,
+    "k_bias": k_bias,
     "biased_v": biased_v,
     "token_outliers": token_outliers,
     "sinks": sinks,

@@ -108,19 +108,20 @@ def errors(out: Tensor, exact: Tensor, v_mean: Tensor) -> dict[str, float]:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask=None) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v for q, k, v [H, N, D], in blocks of rows that fit in memory. mask:
-    [N or 1, N], bool or additive; a row that sees nothing is 0."""
-    H, N, D = q.shape
+    """softmax(q k^T / sqrt(D)) v for q [H, N_q, D], k and v [H, N, D], in blocks of rows that fit
+    in memory. is_causal: row i sees keys 0 .. i. mask: [N_q or 1, N], bool or additive; a row that
+    sees nothing is 0."""
+    (H, N_q, D), N = q.shape, k.shape[1]
     rows = max(1, 2**27 // (H * N))  # 1 GiB of scores
     out = torch.full_like(q, math.nan)
     columns = torch.arange(N, device=q.device)
-    for start in range(0, N, rows):
-        block = slice(start, min(start + rows, N))
+    for start in range(0, N_q, rows):
+        block = slice(start, min(start + rows, N_q))
         seen = block.stop if is_causal else N
         s = q[:, block] @ k[:, :seen].mT * D**-0.5  # [H, rows, seen]
         if is_causal:
             s.masked_fill_(columns[:seen] > columns[block, None], -math.inf)
-        weights = hide(s, mask.expand(N, N)[block, :seen]) if mask is not None else s.softmax(-1)
+        weights = hide(s, mask.expand(N_q, N)[block, :seen]) if mask is not None else s.softmax(-1)
         out[:, block] = weights @ v[:, :seen]
     return out
 

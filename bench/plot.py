@@ -11,8 +11,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
-SHOWN = ("paper", "load", "models", "model", "preparation", "fusion", "masks")
+SHOWN = (
+    *("paper", "load", "models", "model", "preparation", "fusion", "masks"),
+    *("accuracy", "defaults", "end-to-end"),
+)
 PLOT = "attention.svg"
+ACCURACY_PLOT, MODELS_PLOT = "accuracy.svg", "end-to-end.svg"
 COLOURS = {"cuDNN": "0.15", "flash": "0.65", "flex": "tab:orange", "inductor": "tab:blue"}
 SAGE_COLOURS = ("tab:green", "tab:purple", "tab:red")  # one per recipe
 
@@ -44,8 +48,12 @@ def main(argv=None) -> int:
         return int(old != new)
     args.readme.write_text(head + BEGIN + new + END + tail)
     for name, plans in gpus.items():
-        if "paper" in plans:
-            draw(plans["paper"], args.results / name / PLOT)
+        for plan, drawn, file in (
+            ("paper", draw, PLOT), ("accuracy", draw_accuracy, ACCURACY_PLOT),
+            ("end-to-end", draw_models, MODELS_PLOT),
+        ):  # fmt: skip
+            if plan in plans:
+                drawn(plans[plan], args.results / name / file)
     return 0
 
 
@@ -67,7 +75,8 @@ def date(result: dict) -> str:
 
 
 def section(name: str, plans: dict[str, dict]) -> str:
-    parts = [f"### {next(iter(plans.values()))['machine']['gpu']}\n"]
+    gpu = next(iter(plans.values()))["machine"]["gpu"]
+    parts = [f"### {'CPU, emulated' if gpu == 'cpu' else gpu}\n"]
     if "paper" in plans:
         parts += [provenance(plans["paper"])]
         parts += [f"![TFLOP/s against sequence length](bench/results/{name}/{PLOT})\n"]
@@ -99,16 +108,28 @@ def section(name: str, plans: dict[str, dict]) -> str:
             title = f"B={its[0]['B']} H={its[0]['H_q']} D={D}"
             parts += [f"Masks, {title}: ms (x cuDNN)\n", speed_table(its, ms_cell, "mask, N")]
         parts += [provenance(plans["masks"])]
+    if "accuracy" in plans:
+        parts += [recipes_table(recipes(plans["accuracy"]["rows"]))]
+        parts += [f"![Relative L1 of each recipe](bench/results/{name}/{ACCURACY_PLOT})\n"]
+    if "defaults" in plans:
+        parts += [defaults_table(plans["defaults"]["rows"])]
+    if "end-to-end" in plans:
+        parts += [models_table(plans["end-to-end"])]
+        parts += [f"![Whole models by each recipe](bench/results/{name}/{MODELS_PLOT})\n"]
+    for plan in ("accuracy", "defaults", "end-to-end"):
+        if plan in plans:  # mostly of one run
+            parts += [provenance(plans[plan])] * (provenance(plans[plan]) not in parts)
     return "\n".join(parts)
 
 
 def provenance(result: dict) -> str:
     versions = ", ".join(f"{k} {result['versions'][k]}" for k in ("torch", "triton", "cudnn"))
+    driver = result["machine"].get("driver")
     method = result["method"]
     if isinstance(method, dict):
         shown = [name for name in ("time", "inputs", "blocks") if name in method]
         method = ". ".join(f"{name.capitalize()}: {method[name]}" for name in shown)
-    return f"{result['date'][:10]}, driver {result['machine']['driver']}, {versions}. {method}.\n"
+    return f"{result['date'][:10]}, {f'driver {driver}, ' if driver else ''}{versions}. {method}.\n"
 
 
 def groups(rows: list[dict], key: str) -> dict[str, list[dict]]:
@@ -222,25 +243,108 @@ def accuracy_table(rows: list[dict]) -> str:
     return markdown(lines)
 
 
+def recipes(rows: list[dict]) -> list[dict]:
+    return [row for row in rows if row["table"] == "recipes"]
+
+
+def recipes_table(rows: list[dict]) -> str:
+    """A line per recipe, a column per family and model."""
+    lines = [["", *groups(rows, "family")]]
+    for entry, its in groups(rows, "entry").items():
+        pairs = ((row["average"]["rel_l1"], row["worst"]["rel_l1"]) for row in its)
+        lines.append([entry, *(f"{average:.2%} ({worst:.2%})" for average, worst in pairs)])
+    title = (
+        "Relative L1 of attention, average (worst) over layers, on families of random inputs (of "
+        "which each seed is a layer) and on q, k, v of models. Capitals: the papers' recipes, "
+        "emulated; bf16 SDPA: what rounding costs"
+    )
+    return f"{title}\n\n{markdown(lines)}"
+
+
+def defaults_table(rows: list[dict]) -> str:
+    lines = [["", "N", *groups(rows, "family")]]
+    for entry, its in groups(rows, "entry").items():
+        for N, cells in groups(its, "N").items():
+            lines.append([entry, str(N), *map(default_cell, cells)])
+    title = (
+        "The defaults (sage2-8b-rows on Hopper, else sage2-8b) and accurate beside bf16 attention "
+        "and FlashAttention-3's FP8, emulated; outputs in bf16. Relative L1; of biased_v (v + 8) "
+        "centred, x bf16's. In brackets: what it is to be at most"
+    )
+    return f"{title}\n\n{markdown(lines)}"
+
+
+def default_cell(row: dict) -> str:
+    of_bf16 = row["family"] == "biased_v"
+    value, aim = (
+        "" if x is None else f"{x:.3f}x" if of_bf16 else f"{x:.2%}"
+        for x in (row["figure"], row["at_most"])
+    )  # fmt: skip
+    return value + (aim and f" ({aim}: {'met' if row['met'] else 'not met'})")
+
+
+def models_table(result: dict) -> str:
+    rows = result["rows"]
+    columns = figures_of(rows)
+    lines = [["", *(f"{model}: {name.replace('_', ' ')}" for model, name in columns)]]
+    for entry, its in groups(rows, "entry").items():
+        found = {row["family"]: row["figures"] or {} for row in its}
+        values = (found.get(model, {}).get(name) for model, name in columns)
+        lines.append([entry, *("-" if x is None else f"{x:.5g}" for x in values)])
+    notes = "; ".join(f"{model}: {note}" for model, note in result["models"].items())
+    title = (
+        'Whole models, shipped recipes by backend="sage", the papers\' emulated. Agreement: with '
+        "the classes, psnr (dB): with the samples, cosine: with the embeddings that exact "
+        f"attention gives; frechet: of samples to images. {notes}"
+    )
+    return f"{title}\n\n{markdown(lines)}"
+
+
+def figures_of(rows: list[dict]) -> list[tuple[str, str]]:
+    """(model, name) of every figure."""
+    pairs = ((row["family"], name) for row in rows for name in row["figures"] or ())
+    return list(dict.fromkeys(pairs))
+
+
 def markdown(lines: list[list[str]]) -> str:
     rule = ["---"] + ["--:"] * (len(lines[0]) - 1)
     return "".join(f"| {' | '.join(line)} |\n" for line in (lines[0], rule, *lines[1:]))
 
 
-# -- the plot ----
+# -- the plots ----
+
+
+def subplots(path: Path, rows: int, columns: int, **options):
+    """matplotlib's, for a file that the same results give again."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = path.name
+    from matplotlib import pyplot as plt
+
+    return plt.subplots(rows, columns, squeeze=False, **options)
+
+
+def keep(figure, title: str, result: dict, path: Path) -> None:
+    """Write the figure under a title that says where and when."""
+    from matplotlib import pyplot as plt
+
+    versions = result["versions"]
+    figure.suptitle(
+        f"{title}, {result['machine']['gpu']}, torch {versions['torch']}, "
+        f"triton {versions['triton']}, {result['date'][:10]}",
+        fontsize=11,
+    )
+    figure.tight_layout(rect=(0, 0.04, 1, 1))
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
 
 
 def draw(result: dict, path: Path) -> None:
     """TFLOP/s against N, a panel per table."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = PLOT  # the same results give the same file
-    from matplotlib import pyplot as plt
-
     tables = groups(result["rows"], "table")
     height = (len(tables) + 1) // 2
-    figure, axes = plt.subplots(height, 2, figsize=(10, 3.4 * height), squeeze=False, sharex=True)
+    figure, axes = subplots(path, height, 2, figsize=(10, 3.4 * height), sharex=True)
     for axis, (title, rows) in zip(axes.flat, tables.items(), strict=False):
         for provider, column in groups(rows, "provider").items():
             points = [(row["N"], row["tflops"]) for row in column if row["ms"]]
@@ -257,15 +361,62 @@ def draw(result: dict, path: Path) -> None:
         axis.set_xlabel("N")
     lines, labels = axes[0, 0].get_legend_handles_labels()
     figure.legend(lines, labels, loc="lower center", ncol=len(labels), frameon=False)
-    versions = result["versions"]
-    figure.suptitle(
-        f"Attention forward, bf16, {result['machine']['gpu']}, torch {versions['torch']}, "
-        f"triton {versions['triton']}, {result['date'][:10]}",
-        fontsize=11,
-    )
-    figure.tight_layout(rect=(0, 0.04, 1, 1))
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
+    keep(figure, "Attention forward, bf16", result, path)
+
+
+def draw_accuracy(result: dict, path: Path) -> None:
+    """Relative L1 of each recipe, on families and on models: average, and a line to the worst."""
+    rows = recipes(result["rows"])
+    entries = list(groups(rows, "entry"))
+    panels = {"random inputs": [], "q, k, v of models": []}
+    for family, its in groups(rows, "family").items():
+        panels["q, k, v of models" if family in result["models"] else "random inputs"] += [
+            (family, its)
+        ]
+    figure, axes = subplots(path, 1, 2, figsize=(11, 0.4 * len(entries) + 1.6), sharey=True)
+    for axis, (title, families) in zip(axes[0], panels.items(), strict=True):
+        for i, (family, its) in enumerate(families):
+            height = [entries.index(row["entry"]) + 0.08 * (i - len(families) / 2) for row in its]
+            average, worst = ([row[of]["rel_l1"] for row in its] for of in ("average", "worst"))
+            axis.hlines(height, average, worst, color=f"C{i}", linewidth=1)
+            axis.plot(average, height, ".", color=f"C{i}", label=family)
+        axis.set_xscale("log")
+        axis.set_xlabel("relative L1")
+        axis.set_title(title, fontsize=10)
+        axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncol=4)
+    list_entries(axes, entries)
+    keep(figure, "Attention by each recipe", result, path)
+
+
+def draw_models(result: dict, path: Path) -> None:
+    """A panel per figure, a dot per recipe; the line is exact attention's."""
+    entries, columns = list(groups(result["rows"], "entry")), figures_of(result["rows"])
+    height = 1 + (len(columns) > 4)
+    size = (13, height * (0.25 * len(entries) + 1.2))
+    figure, axes = subplots(path, height, -(-len(columns) // height), figsize=size, sharey=True)
+    for axis, (model, name) in zip(axes.flat, columns, strict=False):
+        its = [row for row in result["rows"] if row["family"] == model and row["figures"]]
+        found = {row["entry"]: row["figures"][name] for row in its}
+        points = [(x, entries.index(entry)) for entry, x in found.items() if x is not None]
+        axis.plot(*zip(*points, strict=True), "o", color="tab:green", markersize=4)
+        if found.get("exact") is not None:
+            axis.axvline(found["exact"], color="0.6", linewidth=1)
+        axis.set_title(f"{model}: {name.replace('_', ' ')}", fontsize=10)
+        axis.ticklabel_format(axis="x", useOffset=False)
+        axis.locator_params(axis="x", nbins=4)
+        axis.tick_params(axis="x", labelsize=8)
+    for axis in axes.flat[len(columns) :]:
+        axis.set_axis_off()
+    list_entries(axes, entries)
+    keep(figure, "Whole models by each recipe", result, path)
+
+
+def list_entries(axes, entries: list[str]) -> None:
+    """One below the other."""
+    for axis in axes.flat:
+        axis.grid(alpha=0.3)
+    axes[0, 0].set_yticks(range(len(entries)), entries)
+    axes[0, 0].invert_yaxis()  # shared by all
 
 
 def line_style(provider: str, rows: list[dict]) -> dict:
