@@ -32,6 +32,7 @@ SHARED_MEMORY = {  # bytes that a program may have
     (12, 0): 99 << 10,
 }  # fmt: skip
 ARCHITECTURES = list(SHARED_MEMORY)
+QK_MAX = {"i8": 127.0, "fp8e4nv": 448.0, "u8": 7.0}  # by the type of k
 DIVISIBLE = ("N_pad", "D2", "D2_V")  # by 16, where the head_dim is by 8
 
 
@@ -58,19 +59,20 @@ def compile_attention(
     r = recipes.NAMED[recipe]
     tile = tiles.tile(architecture, r.qk, r.pv, D, mask > 0)
     fp8, BLOCK_D = r.pv == "fp8", reference.pad_head_dim(D)
-    qk = "fp8e4nv" if r.qk == "fp8" else "i8"
+    qk = {"fp8": "fp8e4nv", "int8": "i8", "int4": "u8"}[r.qk]
     types = dict(
-        Q="*bf16", K=f"*{qk}", K_scale="*fp32", V="*fp8e4nv" if fp8 else "*bf16", V_scale="*fp32",
+        Q="*bf16", Q_mean="*bf16", Delta="*bf16", K=f"*{qk}", K_scale="*fp32", V="*fp8e4nv" if fp8 else "*bf16", V_scale="*fp32",
         V_mean="*fp32", Out="*bf16", Lse="*fp32", Mask="*bf16" if additive else "*i1", Seen="*u8",
     )  # fmt: skip
     if tma:
-        types["K"] = f"tensordesc<{qk}[{tile.BLOCK_N}, {BLOCK_D}]>"
+        width = BLOCK_D // 2 if r.qk == "int4" else BLOCK_D
+        types["K"] = f"tensordesc<{qk}[{tile.BLOCK_N}, {width}]>"
         if fp8:
             types["V"] = f"tensordesc<fp8e4nv[{BLOCK_D}, {tile.BLOCK_N}]>"
         options["maxnreg"] = tile.maxnreg
     constexprs = dict(
         D=D, D_V=D, SCALE=D**-0.5, LEFT=left, RIGHT=0 if is_causal else -1, BOTTOM_RIGHT=left >= 0,
-        MASK=mask, ADDITIVE=additive, QK_FP8=r.qk == "fp8", FP8=fp8, TMA=tma, BLOCK_DV=BLOCK_D, stride_mn=1,
+        MASK=mask, ADDITIVE=additive, QK_MAX=QK_MAX[qk], FP8=fp8, TMA=tma, BLOCK_DV=BLOCK_D, stride_mn=1,
         Q_ROWS=Q_ROWS[r.granularity], GROUPS=4 if r.granularity == "per_thread" else 1,
         BLOCK_M=tile.BLOCK_M,
         BLOCK_N=tile.BLOCK_N, BLOCK_D=BLOCK_D, NUM_STAGES=tile.num_stages,
@@ -322,7 +324,7 @@ def test_masked_attention_compiles_everywhere(architecture, recipe, variant):
 def compile_quantize_k(architecture, D, masked, groups, qk):
     types = dict(K="*bf16", K_mean="*fp32", Visible="*u8", K_8bit=f"*{qk}", K_scale="*fp32")
     constexprs = dict(
-        MASK=masked, FP8=qk != "i8", D=D, GROUPS=groups, K_BLOCK=64, PAD_N=128, stride_d=1,
+        MASK=masked, QK_MAX=QK_MAX[qk], D=D, GROUPS=groups, K_BLOCK=64, PAD_N=128, stride_d=1,
         BLOCK_D=reference.pad_head_dim(D),
     )  # fmt: skip
     return compile_kernel(_quantize_k_kernel, architecture, constexprs, types)
@@ -335,7 +337,7 @@ def compile_quantize_kv(D, masked, qk, architecture=(9, 0)):
     )  # fmt: skip
     BLOCK_D = reference.pad_head_dim(D)
     constexprs = dict(
-        MASK=masked, FP8=qk != "i8", K_BLOCK=64, PAD_N=128, BLOCK_D=BLOCK_D, BLOCK_DV=BLOCK_D,
+        MASK=masked, QK_MAX=QK_MAX[qk], K_BLOCK=64, PAD_N=128, BLOCK_D=BLOCK_D, BLOCK_DV=BLOCK_D,
         stride_kd=1, stride_vd=1,
     )  # fmt: skip
     return compile_kernel(
