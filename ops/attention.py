@@ -196,6 +196,7 @@ def _attention_kernel(
                 else:
                     k = tl.load(k_ptrs + j * BLOCK_N * width)
                 if INT4:
+                    delta = tl.load(Delta + j * BLOCK_N + n)  # before the product, to arrive during it
                     k = tl.join(k << 4, k & 0xF0).reshape([BLOCK_N, BLOCK_D])
                     k = k.to(tl.int8, bitcast=True)
                 s = tl.dot(q_8bit, k.T)  # [BLOCK_M, BLOCK_N] int32 or fp32
@@ -210,12 +211,12 @@ def _attention_kernel(
                 c = q_scale[:, None, None] * k_scale[None, :, :]  # [BLOCK_M, BLOCK_N / 64, GROUPS]
                 c5 = c[:, :, None, :, None]
                 if INT4:
-                    delta = tl.load(Delta + j * BLOCK_N + n).to(tl.float32) * (SCALE * _LOG2E)
+                    delta = delta.to(tl.float32) * (SCALE * _LOG2E)
                     if MASK > 0:  # NaN + -inf
-                        inside = j * BLOCK_N + n < N_kv
-                        seen = tl.load(Seen + j * BLOCK_N + n, mask=inside, other=0) != 0
-                        delta = tl.where(seen, delta, 0.0)
-                    delta = delta.reshape([1, BLOCK_N // 64, 8, 4, 2])
+                        present = j * BLOCK_N + n < N_kv
+                        present = tl.load(Seen + j * BLOCK_N + n, mask=present, other=0) != 0
+                        delta = tl.where(present, delta, 0.0)
+                    delta = delta[None, :].broadcast_to([BLOCK_M, BLOCK_N]).reshape(s.shape)
 
                 # -- softmax: running maximum and sum ----
                 if masked:
