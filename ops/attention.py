@@ -196,7 +196,7 @@ def _attention_kernel(
                 else:
                     k = tl.load(k_ptrs + j * BLOCK_N * width)
                 if INT4:
-                    delta = tl.load(Delta + j * BLOCK_N + n)  # before the product, to arrive during it
+                    delta = tl.load(Delta + j * BLOCK_N + n)  # arrives during the product
                     k = tl.join(k << 4, k & 0xF0).reshape([BLOCK_N, BLOCK_D])
                     k = k.to(tl.int8, bitcast=True)
                 s = tl.dot(q_8bit, k.T)  # [BLOCK_M, BLOCK_N] int32 or fp32
