@@ -21,7 +21,7 @@ from torch import Tensor
 from sage_inductor.ops import reference
 from sage_inductor.ops.recipe import NAMED, Recipe
 from sage_inductor.ops.reference import K_BLOCK, LOG2E, Q_BLOCK, TINY
-from sage_inductor.ops.smooth import smooth_q
+from sage_inductor.ops.sdpa import of_q
 
 TILE = 128  # keys of one step of the online softmax
 MMA_K = 32  # keys of one FP8 tensor core instruction
@@ -353,7 +353,7 @@ def shipped(
     return reference.attention(
         q, k_8bit, k_scale, *(of_v or (v, None, None)), None, None,
         None, start if is_causal else None, False, 1 / math.sqrt(q.shape[3]), k.shape[2],
-        recipe.granularity, TILE, *(smooth_q(q, k, k_mean) if recipe.qk == "int4" else ()),
+        recipe.granularity, TILE, *of_q(q, k, k_mean, recipe),
     )[0]  # fmt: skip
 
 

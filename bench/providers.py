@@ -33,9 +33,8 @@ from sage_inductor.ops import mask as masks
 from sage_inductor.ops import reference
 from sage_inductor.ops.attention import empty_outputs, tile_of
 from sage_inductor.ops.recipe import NAMED
-from sage_inductor.ops.sdpa import kernel, operands
+from sage_inductor.ops.sdpa import kernel, of_q, operands
 from sage_inductor.ops.sdpa import prepare as prepare_kv
-from sage_inductor.ops.smooth import smooth_q
 from sage_inductor.ops.tiles import HOPPER, Tile
 
 EAGER = {
@@ -175,15 +174,15 @@ def _kernel(case: Case, name: str) -> Provider:
         if case.masked:
             seen = masks.summarize(mask, k.shape[2], op_on(q.device)[1])
         quantized, k_mean = operands(v, prepare_kv(k, v, seen, recipe))
-        of_q = smooth_q(q, k, k_mean) if recipe.qk == "int4" else ()
-        return q, *quantized, *(() if seen is None else (mask, seen)), *of_q
+        of_mask = () if seen is None else (mask, seen)
+        return q, *quantized, *of_mask, *of_q(q, k, k_mean, recipe)
 
     def call(q, k_8bit, k_scale, v, v_scale, v_mean, *rest):
         op, _ = op_on(q.device)
-        of_mask, of_q = _split(case, rest)
+        of_mask, means = _split(case, rest)
         return op(
             q, k_8bit, k_scale, v, v_scale, v_mean, *of_mask, *band(case), case.D**-0.5,
-            q.shape[2], recipe.granularity, False, *of_q,
+            q.shape[2], recipe.granularity, False, *means,
         )[0]  # fmt: skip
 
     return Provider(f"{name} kernel", call, prepare, name)
@@ -235,10 +234,10 @@ def gate(case: Case, name: str, device: torch.device) -> float:
         provider = _hopper(case, name, tile) if tile.warpgroups else _kernel(case, name)
         with _poisoned_empty():
             out = provider.call(*args)
-        of_mask, of_q = _split(case, args[6:])
+        of_mask, means = _split(case, args[6:])
         emulated, _ = reference.attention(
             *args[:6], *of_mask, *band(case), case.D**-0.5, case.N, recipe.granularity,
-            tile.BLOCK_N, *of_q,
+            tile.BLOCK_N, *means,
         )  # fmt: skip
         emulated = emulated.double()
         errors.append(((out.double() - emulated).norm() / emulated.norm()).item())

@@ -320,6 +320,11 @@ def _launch(
     fp8 = v.dtype == torch.float8_e4m3fn
     out, lse = empty_outputs(q, D_v, out_bnhd)
     k, v_arg = k_8bit, v
+    qk = reference.qk_of(k_8bit)
+    if (q_mean is None) == (qk == "int4"):
+        raise ValueError(
+            f"sage::attention: q_mean and delta go with INT4 k, and only that: k is {qk}"
+        )
     if q_mean is None:
         q_mean = delta = q  # neither is read
     if tma:
@@ -344,8 +349,7 @@ def _launch(
         *q.stride(), *v.stride(), *mask_strides, *out.stride()[:3],
         H_q, H_kv, 2 * N_q, 2 * n_kv, N_pad,  # shape
         D, D_v, scale, *(-1 if x is None else x for x in (left, right)), bottom_right,
-        mask_kind, additive, LARGEST[reference.qk_of(k_8bit)], fp8, Q_ROWS[granularity],
-        k_scale.shape[3],  # semantics
+        mask_kind, additive, LARGEST[qk], fp8, Q_ROWS[granularity], k_scale.shape[3],  # semantics
         tma,
         tile.BLOCK_M, tile.BLOCK_N, pad_head_dim(D), pad_head_dim(D_v), tile.num_stages,  # tile
         num_warps=tile.num_warps, **options,

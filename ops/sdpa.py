@@ -142,7 +142,7 @@ def compose(
     quantized, k_mean = operands(v, prepared or prepare(k, v, seen, r))
     out, lse = op(
         q, *quantized, attn_mask, seen, left, right, bottom_right, scale, k.shape[2],
-        r.granularity, out_bnhd, *(smooth_q(q, k, k_mean) if r.qk == "int4" else ()),
+        r.granularity, out_bnhd, *of_q(q, k, k_mean, r),
     )  # fmt: skip
     group = q.unflatten(1, (k.shape[1], -1))  # [B, H_kv, H_q / H_kv, N_q, D]
     # In fp32, as k_mean. A matmul is traced as 8 operations, for a result that few read.
@@ -194,6 +194,11 @@ def operands(v: Tensor, prepared: list[Tensor]) -> tuple[tuple, Tensor]:
     if not of_v:
         of_v = v if v.dtype != torch.float32 else v.bfloat16(), k_mean, k_mean
     return (k_8bit, k_scale, *of_v), k_mean
+
+
+def of_q(q: Tensor, k: Tensor, k_mean: Tensor, recipe: recipes.Recipe) -> tuple[Tensor, ...]:
+    """(q_mean, delta), the last that `attention` reads, or nothing where q is not smoothed."""
+    return smooth_q(q, k, k_mean) if recipe.qk == "int4" else ()
 
 
 def kernel(

@@ -101,13 +101,13 @@ def test_attention_compiles_to_the_matrix_instructions(architecture, recipe, D, 
     r = recipes.NAMED[recipe]
     if architecture == (10, 0):
         # INT8 q k^T is mma.sync there with Triton 3.7 (slow), tcgen05 kind::i8 with 3.9.
-        q_k = "m16n8k32.row.col.satfinite.s32.s8.s8" if r.qk == "int8" else "kind::f8f6f4"
+        q_k = "kind::f8f6f4" if r.qk == "fp8" else "m16n8k32.row.col.satfinite.s32.s8.s8"
         p_v = "tcgen05.mma.cta_group::1.kind::" + ("f8f6f4" if r.pv == "fp8" else "f16")
     elif architecture == (9, 0):
-        q_k = "s32.s8.s8" if r.qk == "int8" else "f32.e4m3.e4m3"
+        q_k = "f32.e4m3.e4m3" if r.qk == "fp8" else "s32.s8.s8"
         p_v = "f32.e4m3.e4m3" if r.pv == "fp8" else "f32.bf16.bf16"
     else:
-        q_k = "m16n8k32.row.col." + ("satfinite.s32.s8.s8" if r.qk == "int8" else "f32.e4m3.e4m3")
+        q_k = "m16n8k32.row.col." + ("f32.e4m3.e4m3" if r.qk == "fp8" else "satfinite.s32.s8.s8")
         p_v = "f32.e4m3.e4m3.f32" if r.pv == "fp8" else "m16n8k16.row.col.f32.bf16.bf16.f32"
     products = [
         x
@@ -126,7 +126,7 @@ def test_the_register_cap_keeps_spills_small(D):
     assert stack_bytes(compiled) <= 64
 
 
-@pytest.mark.parametrize("recipe", ["sage2-8b", "sage2-8b-fp8qk"])
+@pytest.mark.parametrize("recipe", ["sage2-8b", "sage2-8b-fp8qk", "sage2-4b"])
 @pytest.mark.parametrize("architecture", [a for a in ARCHITECTURES if a >= (8, 9)], ids=str)
 def test_fp8_products_are_accumulated_in_two_levels(architecture, recipe):
     """Each product starts from zero. Triton folds a plain addition into the accumulator on sm_89
@@ -270,6 +270,7 @@ def calls():
         "causal": ((q, k, v_fp8, mean, "per_row", *causal), True),
         "fp16": ((q.half(), k, v_fp8, mean, "per_row", *full), True),
         "16-bit v": ((q, k, aligned, mean, "per_row", *full), True),
+        "INT4 k": ((q, k[..., :64].view(torch.uint8), v_fp8, mean, "per_row", *full), False),
         "FP8 k": ((q, k.to(v_fp8.dtype), v_fp8, mean, "per_row", *full), False),
         "another granularity": ((q, k, v_fp8, mean, "per_thread", *full), False),
         "a mask": ((q, k, v_fp8, mean, "per_row", mask, None, None, False), False),
@@ -397,7 +398,8 @@ def test_preparation_compiles(architecture, D, masked):
         _partial_kernel, architecture, dict(tile, BLOCK_N=8, stride_0d=1, stride_1d=1), x
     )
     compile_kernel(_final_kernel, architecture, dict(tile, BLOCK_C=16), x)
-    for groups, qk in ((1, "i8"), (4, "i8"), (1, "fp8e4nv"))[: 2 + (architecture >= (8, 9))]:
+    formats = ((1, "i8"), (4, "i8"), (4, "u8"), (1, "fp8e4nv"))
+    for groups, qk in formats[: 3 + (architecture >= (8, 9))]:
         compile_quantize_k(architecture, D, masked, groups, qk)
     tile = dict(D=D, BLOCK_D=BLOCK_D, stride_d=1)
     if architecture >= (8, 9):

@@ -16,9 +16,9 @@ from sage_inductor.ops import mask, reference
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.attention import _attention_kernel, _launch
 from sage_inductor.ops.quantize import launch_k, launch_kv, launch_v
-from sage_inductor.ops.sdpa import operands, prepare
+from sage_inductor.ops.sdpa import of_q, operands, prepare
 from sage_inductor.ops.smooth import launch as launch_smooth
-from sage_inductor.ops.smooth import launch_estimate, smooth_q
+from sage_inductor.ops.smooth import launch_estimate
 from sage_inductor.ops.tiles import Tile
 
 pytestmark = pytest.mark.skipif(
@@ -160,14 +160,24 @@ def test_attention(shape, is_causal, scale, tma, recipe):
     q = rounded_alike(q, r.qk)
     tile = Tile(64, 128, 4, 2) if r.pv == "fp8" else Tile(128, 64, 8, 2)
     quantized, k_mean = operands(v, prepare(k, v, None, r))
-    of_q = smooth_q(q, k, k_mean) if r.qk == "int4" else (None, None)
+    means = of_q(q, k, k_mean, r) or (None, None)
     band = (None, 0 if is_causal else None, False)
     args = (q, *quantized, None, None, *band, scale, k.shape[2])
-    out, lse = _launch(_attention_kernel, *args, r.granularity, True, *of_q, tile, tma=tma)
-    expected, expected_lse = reference.attention(*args, r.granularity, tile.BLOCK_N, *of_q)
+    out, lse = _launch(_attention_kernel, *args, r.granularity, True, *means, tile, tma=tma)
+    expected, expected_lse = reference.attention(*args, r.granularity, tile.BLOCK_N, *means)
     # An INT8 code that a tie rounds the other way moves a score by up to 0.2 scale.
     assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4 + 0.2 * abs(scale))
     assert relative(out, expected) < (1e-2 if r.pv == "fp8" else 2e-3)
+
+
+def test_int4_k_comes_with_what_smoothing_q_made():
+    q, k, v = qkv(*SHAPES[0])
+    for recipe, means in (("sage2-4b", (None, None)), ("sage2-8b", (q, q))):
+        r = recipes.NAMED[recipe]
+        quantized, _ = operands(v, prepare(k, v, None, r))
+        args = (q, *quantized, None, None, None, None, False, 0.1, 130, r.granularity, True, *means)
+        with pytest.raises(ValueError, match=f"go with INT4 k, and only that: k is {r.qk}"):
+            _launch(_attention_kernel, *args, Tile(64, 64, 4, 2), tma=False)
 
 
 MASKS = {
@@ -218,10 +228,10 @@ def check_masked(make, band, recipe, N_q, N_kv, D, D_v):
         prepared = prepared_in_two_passes(k, v, visible, r)
     assert all(x.float().isfinite().all() for x in prepared)
     quantized, k_mean = operands(v, prepared)
-    of_q = smooth_q(q, k, k_mean) if r.qk == "int4" else (None, None)
+    means = of_q(q, k, k_mean, r) or (None, None)
     args = (q, *quantized, attn_mask, seen, *band, 0.1, N_kv)
-    out, lse = _launch(_attention_kernel, *args, r.granularity, True, *of_q, tile, tma=False)
-    expected, expected_lse = reference.attention(*args, r.granularity, tile.BLOCK_N, *of_q)
+    out, lse = _launch(_attention_kernel, *args, r.granularity, True, *means, tile, tma=False)
+    expected, expected_lse = reference.attention(*args, r.granularity, tile.BLOCK_N, *means)
     assert out.isfinite().all() and relative(out, expected) < (1e-2 if r.pv == "fp8" else 2e-3)
     assert_close(lse, expected_lse, rtol=1e-4, atol=0.02)
 

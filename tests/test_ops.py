@@ -15,6 +15,7 @@ from sage_inductor.ops import (
     smooth,
 )
 from sage_inductor.ops import recipe as recipes
+from sage_inductor.ops.sdpa import of_q
 from sage_inductor.ops.smooth import smooth_q
 
 RECIPES = list(recipes.NAMED)
@@ -71,11 +72,11 @@ def test_opcheck_of_the_pieces():
             q, k_8bit, k_scale, v_hat, v_scale, mean[1], attn_mask, seen, None, 0, False, 0.1, 70,
             recipe.granularity,
         )  # fmt: skip
-        of_q = smooth_q(q, k, mean[0]) if recipe.qk == "int4" else ()
+        means = of_q(q, k, mean[0], recipe)
         for out_bnhd in (False, True):
-            torch.library.opcheck(attention, (*args, out_bnhd, *of_q), test_utils=checks(recipe))
+            torch.library.opcheck(attention, (*args, out_bnhd, *means), test_utils=checks(recipe))
         before = [x.clone() for x in args if isinstance(x, torch.Tensor)]
-        attention(*args, True, *of_q)
+        attention(*args, True, *means)
         after = [x for x in args if isinstance(x, torch.Tensor)]
         assert all(
             torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(before, after)

@@ -258,8 +258,10 @@ def test_emulation_is_near_exact_attention(heads, n_q, n_kv, D, is_causal, scale
     out, lse = emulate(q, k, v, is_causal, scale, recipe)
     exact, exact_lse = exactly(q, k, v, is_causal, scale)
     assert out.shape == exact.shape and out.dtype == dtype and lse.dtype == torch.float32
-    assert relative_l1(out, exact) < 0.05  # v's mean of 3 included; E4M3 has 3 mantissa bits
-    assert (lse - exact_lse).abs().max() < 0.3
+    # v's mean of 3 included; E4M3 has 3 mantissa bits, INT4 a step of a seventh.
+    int4 = recipes.NAMED[recipe].qk == "int4"
+    assert relative_l1(out, exact) < (0.15 if int4 else 0.05)
+    assert (lse - exact_lse).abs().max() < (2.0 if int4 else 0.3)
 
 
 @pytest.mark.parametrize(
