@@ -20,9 +20,9 @@ from torch import Tensor
 
 from sage_inductor.ops import reference
 from sage_inductor.ops.recipe import NAMED, Recipe
-from sage_inductor.ops.reference import K_BLOCK, LOG2E, TINY
+from sage_inductor.ops.reference import K_BLOCK, LOG2E, Q_BLOCK, TINY
+from sage_inductor.ops.sdpa import of_q
 
-Q_BLOCK = 128  # rows of q that share a mean, or a scale of per_block
 TILE = 128  # keys of one step of the online softmax
 MMA_K = 32  # keys of one FP8 tensor core instruction
 FP4_BLOCK, FP4_MAX = 16, 6.0
@@ -36,7 +36,7 @@ DTYPES = {
 # (rows, groups of them, neighbours in a group) that share a scale; rows None: all of a head's.
 Q_GROUPS = {
     "per_tensor": (None, 1, 1),
-    "per_block": (Q_BLOCK, 1, 1),
+    "per_block": (128, 1, 1),
     "per_warp": (32, 1, 1),
     "per_thread": (32, 8, 1),  # {i, i+8, i+16, i+24} of 32
     "per_token": (1, 1, 1),
@@ -348,11 +348,12 @@ def shipped(
     is_causal: bool,
 ) -> Tensor:  # fmt: skip
     """The output of Q_BLOCK rows from `start` on, by `reference.attention`."""
-    k_8bit, k_scale, _, *of_v = prepared
+    k_8bit, k_scale, k_mean, *of_v = prepared
+    q = q[:, :, start : start + Q_BLOCK]
     return reference.attention(
-        q[:, :, start : start + Q_BLOCK], k_8bit, k_scale, *(of_v or (v, None, None)), None, None,
+        q, k_8bit, k_scale, *(of_v or (v, None, None)), None, None,
         None, start if is_causal else None, False, 1 / math.sqrt(q.shape[3]), k.shape[2],
-        recipe.granularity, TILE,
+        recipe.granularity, TILE, *of_q(q, k, k_mean, recipe),
     )[0]  # fmt: skip
 
 

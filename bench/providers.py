@@ -33,7 +33,7 @@ from sage_inductor.ops import mask as masks
 from sage_inductor.ops import reference
 from sage_inductor.ops.attention import empty_outputs, tile_of
 from sage_inductor.ops.recipe import NAMED
-from sage_inductor.ops.sdpa import kernel, operands
+from sage_inductor.ops.sdpa import kernel, of_q, operands
 from sage_inductor.ops.sdpa import prepare as prepare_kv
 from sage_inductor.ops.tiles import HOPPER, Tile
 
@@ -173,17 +173,24 @@ def _kernel(case: Case, name: str) -> Provider:
         seen = None
         if case.masked:
             seen = masks.summarize(mask, k.shape[2], op_on(q.device)[1])
-        quantized, _ = operands(v, prepare_kv(k, v, seen, recipe))
-        return q, *quantized, *(() if seen is None else (mask, seen))
+        quantized, k_mean = operands(v, prepare_kv(k, v, seen, recipe))
+        of_mask = () if seen is None else (mask, seen)
+        return q, *quantized, *of_mask, *of_q(q, k, k_mean, recipe)
 
-    def call(q, k_8bit, k_scale, v, v_scale, v_mean, mask=None, seen=None):
+    def call(q, k_8bit, k_scale, v, v_scale, v_mean, *rest):
         op, _ = op_on(q.device)
+        of_mask, means = _split(case, rest)
         return op(
-            q, k_8bit, k_scale, v, v_scale, v_mean, mask, seen, *band(case), case.D**-0.5,
-            q.shape[2], recipe.granularity, False,
+            q, k_8bit, k_scale, v, v_scale, v_mean, *of_mask, *band(case), case.D**-0.5,
+            q.shape[2], recipe.granularity, False, *means,
         )[0]  # fmt: skip
 
     return Provider(f"{name} kernel", call, prepare, name)
+
+
+def _split(case: Case, rest: tuple) -> tuple[tuple, tuple]:
+    """What `_kernel` prepares beside k and v: (mask, seen) or two None, (q_mean, delta) or ()."""
+    return (rest[:2], rest[2:]) if case.masked else ((None, None), rest)
 
 
 def _tiles(case: Case, name: str) -> list[Provider]:
@@ -220,7 +227,6 @@ def gate(case: Case, name: str, device: torch.device) -> float:
     normal and outlier inputs: on a small case, with the tile that the case itself runs with."""
     N, case, recipe = case.N, small(case), NAMED[name]
     prepare = _kernel(case, name).prepare
-    masked = case.masked
     errors = []
     for kind in ("normal", "outlier"):
         args = prepare(*draw(case, kind, device), *draw_mask(case, device))
@@ -228,9 +234,10 @@ def gate(case: Case, name: str, device: torch.device) -> float:
         provider = _hopper(case, name, tile) if tile.warpgroups else _kernel(case, name)
         with _poisoned_empty():
             out = provider.call(*args)
+        of_mask, means = _split(case, args[6:])
         emulated, _ = reference.attention(
-            *args, *(() if masked else (None, None)), *band(case), case.D**-0.5, case.N,
-            recipe.granularity, tile.BLOCK_N,
+            *args[:6], *of_mask, *band(case), case.D**-0.5, case.N, recipe.granularity,
+            tile.BLOCK_N, *means,
         )  # fmt: skip
         emulated = emulated.double()
         errors.append(((out.double() - emulated).norm() / emulated.norm()).item())
@@ -240,10 +247,10 @@ def gate(case: Case, name: str, device: torch.device) -> float:
 
 def _tile(N: int, case: Case, recipe, args) -> Tile:
     """The tile of a call like `case`, of N queries."""
-    q, k_8bit, _, v, _, v_mean, *mask = args
+    q, k_8bit, _, v, _, v_mean, *rest = args
     return tile_of(
         q.new_empty(1, 1, N, case.D), k_8bit, v, v_mean, recipe.granularity,
-        mask[0] if mask else None, *band(case), portable=False,
+        _split(case, rest)[0][0], *band(case), portable=False,
     )  # fmt: skip
 
 

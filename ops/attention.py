@@ -1,4 +1,4 @@
-"""Quantized flash attention: INT8 or FP8 q k^T, then FP8 or 16-bit p v, in portable Triton.
+"""Quantized flash attention: INT8, FP8 or INT4 q k^T, then FP8 or 16-bit p v, in portable Triton.
 
     s = q_8bit k_8bit^T * q_scale * k_scale        (log2 units: q_scale holds scale * log2 e)
     p = exp2(s - m) * 448,  l = sum of p           m is the running row maximum
@@ -8,6 +8,9 @@
 * FP8 q k^T is for sm_100: there Triton 3.7 compiles an INT8 product to mma.sync (IMMA), the way of
   older devices, and an FP8 one to tcgen05, as p v. On an H200 INT8 is as fast or faster, and
   1.4x as accurate: E4M3 has 4 significant bits. s comes in fp32 and is otherwise the same.
+* INT4 q k^T is INT8's, no GPU from Hopper on having instructions for it: k is read packed and
+  unpacked where it is used, to 16 times its codes, which takes no sign extension. q is smoothed:
+  s gets what q_mean takes off it, delta, added before the softmax (smooth.smooth_q).
 * q is quantized here, in the prologue: it saves a pass over q, and its scales cost nothing.
 * Two-level accumulation: FP8 tensor cores add up in 13 mantissa bits, so each tile's product is
   taken from zero and added to an fp32 accumulator. On v with a mean, one level is 28x worse at 8K
@@ -34,8 +37,17 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sage_inductor.ops import reference, tiles
 from sage_inductor.ops.quantize import abs_bits, scale_of, to_8bit
-from sage_inductor.ops.reference import LOG2_FP8_MAX, LOG2E, pad_head_dim
+from sage_inductor.ops.reference import (
+    INT4_MAX,
+    LARGEST,
+    LOG2_FP8_MAX,
+    LOG2E,
+    Q_BLOCK,
+    pad_head_dim,
+)
 
+_INT4_MAX = tl.constexpr(INT4_MAX)
+_Q_BLOCK = tl.constexpr(Q_BLOCK)
 _LOG2E = tl.constexpr(LOG2E)
 _LN2 = tl.constexpr(1 / LOG2E)
 Q_ROWS = {"per_row": 1, "per_thread": 4, "per_block": 128}  # rows of q that share a scale
@@ -45,7 +57,9 @@ _LOG2_FP8_MAX = tl.constexpr(LOG2_FP8_MAX)  # p uses all of E4M3: exp2(x - m) * 
 @triton.jit
 def _attention_kernel(
     Q,  # [B, H_q, N_q, D] in, 16-bit
+    Q_mean, Delta,  # INT4: [B, H_q, T, D], [B, H_q, T, N_pad] as smooth_q has them; else unread
     K, K_scale,  # [B, H_kv, N_pad, BLOCK_D] INT8 or E4M3, [B, H_kv, N_pad / 64, GROUPS]
+    # INT4: K [B, H_kv, N_pad, BLOCK_D / 2], packed
     V, V_scale, V_mean,  # FP8: [B, H_kv, BLOCK_DV, N_pad], [B, H_kv, D_V] twice
     # 16-bit: V [B, H_kv, N_kv, D_V], the other two unread. TMA: K and FP8 V are 2-D descriptors
     Mask,  # [B or 1, H_q or 1, N_q or 1, N_kv] bool or floating (additive)
@@ -60,7 +74,8 @@ def _attention_kernel(
     D: tl.constexpr, D_V: tl.constexpr, SCALE: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
     MASK: tl.constexpr, ADDITIVE: tl.constexpr,  # MASK: 0 none, 1 one row for all, 2 a row each
-    QK_FP8: tl.constexpr, FP8: tl.constexpr,  # q and k; p and v
+    QK_MAX: tl.constexpr,  # of q and k: their format's largest number, which tells it
+    FP8: tl.constexpr,  # p and v
     Q_ROWS: tl.constexpr, GROUPS: tl.constexpr,  # Q_ROWS share a scale
     TMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -73,6 +88,7 @@ def _attention_kernel(
     p that are known to be equal.
     """
     N_q, N_kv = N2_q // 2, N2_kv // 2
+    INT4: tl.constexpr = QK_MAX == _INT4_MAX
     MAY_BE_EMPTY: tl.constexpr = MASK > 0 or LEFT >= 0 or BOTTOM_RIGHT  # rows that see no key
     FIRST_PART: tl.constexpr = 2 if MASK > 0 else (0 if LEFT >= 0 else 1)
     num_tiles = tl.cdiv(N_q, BLOCK_M)
@@ -95,6 +111,11 @@ def _attention_kernel(
     q = Q + b * stride_qb + h * stride_qh
     q = q + rows.to(tl.int64)[:, None] * stride_qn + d[None, :] * stride_qd
     q = tl.load(q, mask=mask_q, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_D]
+    if INT4:
+        block_q = head * ((N_q + 2 * _Q_BLOCK - 1) // _Q_BLOCK) + row0 // _Q_BLOCK
+        q_mean = tl.load(Q_mean + block_q * D + d, mask=d < D, other=0.0).to(tl.float32)
+        q = tl.where(mask_q, q - q_mean[None, :], 0.0)
+        Delta += block_q * N_pad
     amax = tl.max(abs_bits(q), 1)
     if Q_ROWS == 4:  # per_thread: rows i, i+8, i+16, i+24 of 32
         amax = tl.max(amax.reshape([BLOCK_M // 32, 4, 8]), 1, keep_dims=True)
@@ -102,18 +123,21 @@ def _attention_kernel(
     elif Q_ROWS == 128:  # per_block
         amax = tl.max(amax.reshape([BLOCK_M // 128, 128]), 1, keep_dims=True)
         amax = amax.broadcast_to([BLOCK_M // 128, 128]).reshape([BLOCK_M])
-    inverse, q_scale = scale_of(amax, QK_FP8)
+    inverse, q_scale = scale_of(amax, QK_MAX)
     # The sign of scale goes into q_8bit, so that q_scale * k_scale >= 0 and the row maximum can
     # be taken before scaling.
-    q_8bit = to_8bit(q, (inverse if SCALE >= 0 else -inverse)[:, None], QK_FP8)
+    q_8bit = to_8bit(q, (inverse if SCALE >= 0 else -inverse)[:, None], QK_MAX)
     q_scale = q_scale * ((SCALE if SCALE >= 0 else -SCALE) * _LOG2E)
+    if INT4:
+        q_scale = q_scale * 0.0625  # k is unpacked to 16 times its codes
 
     # -- where k and v are ----
     if TMA:
         k_row = (head_kv * N_pad).to(tl.int32)
         v_row = (head_kv * BLOCK_DV).to(tl.int32)
     else:
-        k_ptrs = K + head_kv * N_pad * BLOCK_D + n[:, None] * BLOCK_D + d[None, :]
+        width: tl.constexpr = BLOCK_D // 2 if INT4 else BLOCK_D  # bytes of a row of k
+        k_ptrs = K + head_kv * N_pad * width + n[:, None] * width + tl.arange(0, width)[None, :]
         if FP8:
             v_ptrs = V + head_kv * BLOCK_DV * N_pad + dv[:, None] * N_pad + n[None, :]
     if not FP8:
@@ -170,7 +194,11 @@ def _attention_kernel(
                 if TMA:
                     k = K.load([k_row + j * BLOCK_N, 0])
                 else:
-                    k = tl.load(k_ptrs + j * BLOCK_N * BLOCK_D)
+                    k = tl.load(k_ptrs + j * BLOCK_N * width)
+                if INT4:
+                    delta = tl.load(Delta + j * BLOCK_N + n)  # arrives during the product
+                    k = tl.join(k << 4, k & 0xF0).reshape([BLOCK_N, BLOCK_D])
+                    k = k.to(tl.int8, bitcast=True)
                 s = tl.dot(q_8bit, k.T)  # [BLOCK_M, BLOCK_N] int32 or fp32
                 # [BLOCK_M, blocks of 64, 8, 4, 2]: a thread holds one quad, so one scale a block
                 s = s.reshape([BLOCK_M, BLOCK_N // 64, 8, 4, 2])
@@ -182,6 +210,13 @@ def _attention_kernel(
                 k_scale = tl.load(K_scale + group)  # [BLOCK_N / 64, GROUPS]
                 c = q_scale[:, None, None] * k_scale[None, :, :]  # [BLOCK_M, BLOCK_N / 64, GROUPS]
                 c5 = c[:, :, None, :, None]
+                if INT4:
+                    delta = delta.to(tl.float32) * (SCALE * _LOG2E)
+                    if MASK > 0:  # NaN + -inf
+                        present = j * BLOCK_N + n < N_kv
+                        present = tl.load(Seen + j * BLOCK_N + n, mask=present, other=0) != 0
+                        delta = tl.where(present, delta, 0.0)
+                    delta = delta[None, :].broadcast_to([BLOCK_M, BLOCK_N]).reshape(s.shape)
 
                 # -- softmax: running maximum and sum ----
                 if masked:
@@ -193,6 +228,8 @@ def _attention_kernel(
                     if RIGHT >= 0:
                         keep = keep & (column[None, :] <= here + RIGHT)
                     x = s.to(tl.float32) * c5
+                    if INT4:
+                        x += delta
                     if MASK > 0:
                         inside = (column < N_kv)[None, :]
                         if MASK == 2:
@@ -208,7 +245,10 @@ def _attention_kernel(
                     m_new = tl.maximum(m, tl.max(tl.max(tl.max(tl.max(x, 4), 2), 2), 1))
                 else:
                     x = s.to(tl.float32) * c5
-                    if GROUPS == 4:
+                    if INT4:
+                        x += delta
+                        highest = tl.max(tl.max(x, 4), 2)
+                    elif GROUPS == 4:
                         highest = tl.max(tl.max(s, 4), 2).to(tl.float32) * c
                     else:
                         highest = (
@@ -272,16 +312,23 @@ def _attention_kernel(
 
 def _launch(
     kernel, q, k_8bit, k_scale, v, v_scale, v_mean, attn_mask, seen, left, right, bottom_right,
-    scale, n_kv, granularity, out_bnhd, tile, tma: bool, **options,
+    scale, n_kv, granularity, out_bnhd, q_mean, delta, tile, tma: bool, **options,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     B, H_q, N_q, D = q.shape
     D, D_v = int(D), head_dim_v(v, v_mean)  # a tile needs numbers
-    H_kv, N_pad, BLOCK_D = k_8bit.shape[1:]
-    qk_fp8, fp8 = (x.dtype == torch.float8_e4m3fn for x in (k_8bit, v))
+    H_kv, N_pad, width = k_8bit.shape[1:]
+    fp8 = v.dtype == torch.float8_e4m3fn
     out, lse = empty_outputs(q, D_v, out_bnhd)
     k, v_arg = k_8bit, v
+    qk = reference.qk_of(k_8bit)
+    if (q_mean is None) == (qk == "int4"):
+        raise ValueError(
+            f"sage::attention: q_mean and delta go with INT4 k, and only that: k is {qk}"
+        )
+    if q_mean is None:
+        q_mean = delta = q  # neither is read
     if tma:
-        k = TensorDescriptor.from_tensor(k_8bit.view(-1, BLOCK_D), [tile.BLOCK_N, BLOCK_D])
+        k = TensorDescriptor.from_tensor(k_8bit.view(-1, width), [tile.BLOCK_N, width])
         if fp8:
             v_arg = TensorDescriptor.from_tensor(v.view(-1, N_pad), [v.shape[2], tile.BLOCK_N])
     mask, mask_strides, mask_kind, additive = q, (0,) * 7, 0, False
@@ -298,12 +345,13 @@ def _launch(
             for once, stride in zip(repeated, x, strict=False)
         ]
     kernel[(B * H_q * triton.cdiv(N_q, tile.BLOCK_M),)](
-        q, k, k_scale, v_arg, v_scale, v_mean, mask, seen, out, lse,  # tensors
+        q, q_mean, delta, k, k_scale, v_arg, v_scale, v_mean, mask, seen, out, lse,  # tensors
         *q.stride(), *v.stride(), *mask_strides, *out.stride()[:3],
         H_q, H_kv, 2 * N_q, 2 * n_kv, N_pad,  # shape
         D, D_v, scale, *(-1 if x is None else x for x in (left, right)), bottom_right,
-        mask_kind, additive, qk_fp8, fp8, Q_ROWS[granularity], k_scale.shape[3],  # semantics
-        tma, tile.BLOCK_M, tile.BLOCK_N, BLOCK_D, pad_head_dim(D_v), tile.num_stages,  # tile
+        mask_kind, additive, LARGEST[qk], fp8, Q_ROWS[granularity], k_scale.shape[3],  # semantics
+        tma,
+        tile.BLOCK_M, tile.BLOCK_N, pad_head_dim(D), pad_head_dim(D_v), tile.num_stages,  # tile
         num_warps=tile.num_warps, **options,
     )  # fmt: skip
     return out, lse
@@ -314,6 +362,7 @@ def attention(
     q: Tensor, k_8bit: Tensor, k_scale: Tensor, v: Tensor, v_scale: Tensor, v_mean: Tensor,
     attn_mask: Tensor | None, seen: Tensor | None, left: int | None, right: int | None,
     bottom_right: bool, scale: float, n_kv: int, granularity: str, out_bnhd: bool,
+    q_mean: Tensor | None = None, delta: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention over quantized k, with v quantized (FP8) or as it is (16-bit). Exportable.
 
@@ -322,6 +371,7 @@ def attention(
     other two unread. attn_mask [B or 1, H_q or 1, N_q or 1, N_kv or 1], bool or
     floating, any strides, with its `seen` (mask.summarize, for this device's BLOCK_M); band: see
     sdpa.py. n_kv: number of keys, without padding. out_bnhd: store out in [B, N, H, D] order.
+    q_mean, delta: `smooth_q`'s for INT4 k, else None.
 
     Returns out [B, H_q, N_q, D_v] of q's dtype, lse [B, H_q, N_q] fp32: natural log, over the keys
     as they were quantized (the caller knows what smoothing took off).
@@ -329,7 +379,7 @@ def attention(
     if q.device.type == "cpu":
         out, lse = reference.attention(
             q, k_8bit, k_scale, v, v_scale, v_mean, attn_mask, seen, left, right, bottom_right,
-            scale, n_kv, granularity,
+            scale, n_kv, granularity, q_mean=q_mean, delta=delta,
         )  # fmt: skip
         return _as_stored(out, out_bnhd), lse
     tile = tile_of(
@@ -339,7 +389,8 @@ def attention(
     # register cap, which Inductor cannot pass on, no faster than pointers (620 and 661 TFLOP/s).
     return _launch(
         wrap_triton(_attention_kernel), q, k_8bit, k_scale, v, v_scale, v_mean, attn_mask, seen,
-        left, right, bottom_right, scale, n_kv, granularity, out_bnhd, tile, tma=False,
+        left, right, bottom_right, scale, n_kv, granularity, out_bnhd, q_mean, delta, tile,
+        tma=False,
     )  # fmt: skip
 
 
@@ -347,6 +398,7 @@ def _attention_opaque(
     q: Tensor, k_8bit: Tensor, k_scale: Tensor, v: Tensor, v_scale: Tensor, v_mean: Tensor,
     attn_mask: Tensor | None, seen: Tensor | None, left: int | None, right: int | None,
     bottom_right: bool, scale: float, n_kv: int, granularity: str, out_bnhd: bool,
+    q_mean: Tensor | None = None, delta: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`attention` by the fastest kernel of a device whose tiles ask for what Inductor cannot pass
     on. Opaque to Inductor, so it does not export.
@@ -366,7 +418,8 @@ def _attention_opaque(
         return out, lse
     return _launch(
         _attention_kernel, q, k_8bit, k_scale, v, v_scale, v_mean, attn_mask, seen, left, right,
-        bottom_right, scale, n_kv, granularity, out_bnhd, tile, tma=True, maxnreg=tile.maxnreg,
+        bottom_right, scale, n_kv, granularity, out_bnhd, q_mean, delta, tile, tma=True,
+        maxnreg=tile.maxnreg,
     )  # fmt: skip
 
 
@@ -383,7 +436,7 @@ attention_opaque = torch.ops.sage.attention_opaque.default
 @torch.library.register_fake("sage::attention_opaque")
 def _(
     q, k_8bit, k_scale, v, v_scale, v_mean, attn_mask, seen, left, right, bottom_right, scale, n_kv,
-    granularity, out_bnhd,
+    granularity, out_bnhd, q_mean=None, delta=None,
 ):  # fmt: skip
     return empty_outputs(q, head_dim_v(v, v_mean), out_bnhd)
 

@@ -1,6 +1,6 @@
-"""Quantization of k (INT8 or FP8) and v (FP8), in the layout the kernel reads.
+"""Quantization of k (INT8, FP8 or INT4) and v (FP8), in the layout the kernel reads.
 
-    k_8bit = round((k - k_mean) / k_scale)      k_scale = amax of the group / 127
+    k_8bit = round((k - k_mean) / k_scale)      k_scale = amax of the group / 127, INT4: / 7
           or e4m3((k - k_mean) / k_scale)       k_scale = amax of the group / 448
     v_fp8  = e4m3((v - v_mean) / v_scale)       v_scale = amax of the channel / 448
 
@@ -22,8 +22,9 @@ from torch.library import triton_op, wrap_triton
 from sage_inductor.ops import reference
 from sage_inductor.ops.reference import (
     FP8_MAX,
-    INT8_MAX,
+    INT4_MAX,
     K_BLOCK,
+    LARGEST,
     PAD_N,
     QK_DTYPES,
     TINY,
@@ -31,7 +32,7 @@ from sage_inductor.ops.reference import (
 )
 from sage_inductor.ops.smooth import launch_estimate
 
-_INT8_MAX = tl.constexpr(INT8_MAX)
+_INT4_MAX = tl.constexpr(INT4_MAX)
 _FP8_MAX = tl.constexpr(FP8_MAX)
 _TINY = tl.constexpr(TINY)
 _ROUND = tl.constexpr(12582914.0)  # 1.5 * 2^23 + 2: what is added to it is rounded to an integer
@@ -44,18 +45,17 @@ def abs_bits(x):
 
 
 @triton.jit
-def scale_of(amax_bits, FP8: tl.constexpr):
+def scale_of(amax_bits, QK_MAX: tl.constexpr):
     """What divides a group by its scale, and the scale; NaN for a group with a NaN."""
-    largest: tl.constexpr = _FP8_MAX if FP8 else _INT8_MAX
     amax = amax_bits.to(tl.float32, bitcast=True)
     amax = tl.where(amax < _TINY, _TINY, amax)
-    return tl.div_rn(tl.full(amax.shape, largest, tl.float32), amax), amax * (1.0 / largest)
+    return tl.div_rn(tl.full(amax.shape, QK_MAX, tl.float32), amax), amax * (1.0 / QK_MAX)
 
 
 @triton.jit
-def to_8bit(x, inverse, FP8: tl.constexpr):
-    """x * inverse, to nearest even: to INT8 rounded once; to E4M3 from the product in fp32."""
-    if FP8:
+def to_8bit(x, inverse, QK_MAX: tl.constexpr):
+    """x * inverse, to nearest even: to integers rounded once; to E4M3 from the product in fp32."""
+    if QK_MAX == _FP8_MAX:
         return (x * inverse).to(tl.float8e4nv)
     else:
         # The low byte of the sum is the rounded product + 2: no conversion, which runs at 1/8
@@ -75,7 +75,7 @@ def saturate(x, amax):
 @triton.jit
 def _block_of_k(
     K, K_mean, visible, K_8bit, K_scale, stride_n, stride_d, head, block, blocks, N, channels,
-    MASK: tl.constexpr, FP8: tl.constexpr, GROUPS: tl.constexpr, K_BLOCK: tl.constexpr,
+    MASK: tl.constexpr, QK_MAX: tl.constexpr, GROUPS: tl.constexpr, K_BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """K_BLOCK rows of a head, the block-th of `blocks`; K and visible point to its first row."""
@@ -92,7 +92,7 @@ def _block_of_k(
     group = head * blocks + block
     if GROUPS == 4:
         amax = tl.max(tl.max(amax.reshape([K_BLOCK // 8, 4, 2]), 2), 0)  # [4]
-        inverse, scale = scale_of(amax, FP8)
+        inverse, scale = scale_of(amax, QK_MAX)
         tl.store(K_scale + group * 4 + tl.arange(0, 4), scale)
         amax = amax.expand_dims(1).expand_dims(0).broadcast_to([K_BLOCK // 8, 4, 2])
         amax = amax.reshape([K_BLOCK])
@@ -100,14 +100,19 @@ def _block_of_k(
         inverse = inverse.reshape([K_BLOCK])
     else:
         amax = tl.max(amax, 0, keep_dims=True)  # [1]
-        inverse, scale = scale_of(amax, FP8)
+        inverse, scale = scale_of(amax, QK_MAX)
         tl.store(K_scale + group + tl.arange(0, 1), scale)
     if MASK:
         amax = amax.to(tl.float32, bitcast=True)
         x = saturate(x, tl.where(amax < _TINY, _TINY, amax)[:, None])
-    x_8bit = to_8bit(x, inverse[:, None], FP8)
+    x_8bit = to_8bit(x, inverse[:, None], QK_MAX)
     rows = group * K_BLOCK + tl.arange(0, K_BLOCK)
-    tl.store(K_8bit + rows[:, None] * BLOCK_D + d[None, :], x_8bit)
+    if QK_MAX == _INT4_MAX:  # reference.pack
+        low, high = tl.split(x_8bit.to(tl.uint8, bitcast=True).reshape([K_BLOCK, BLOCK_D // 2, 2]))
+        d = tl.arange(0, BLOCK_D // 2)
+        tl.store(K_8bit + rows[:, None] * (BLOCK_D // 2) + d[None, :], low & 15 | high << 4)
+    else:
+        tl.store(K_8bit + rows[:, None] * BLOCK_D + d[None, :], x_8bit)
 
 
 @triton.jit
@@ -201,12 +206,12 @@ def _quantize_k_kernel(
     K,  # [B, H, N, D] in
     K_mean,  # [B, H, D] in, fp32
     Visible,  # [B or 1, H or 1, N] in, uint8: rows that have a part in the scales; if MASK
-    K_8bit,  # [B, H, N_pad, BLOCK_D] out
+    K_8bit,  # [B, H, N_pad, BLOCK_D] out, INT4: BLOCK_D / 2
     K_scale,  # [B, H, N_pad / K_BLOCK, GROUPS] out, fp32
     stride_b, stride_h, stride_n, stride_d,
     stride_visible_b, stride_visible_h,
     H, N2, D2,  # N2: 2 N, D2: 2 D
-    MASK: tl.constexpr, FP8: tl.constexpr,
+    MASK: tl.constexpr, QK_MAX: tl.constexpr,
     D: tl.constexpr, GROUPS: tl.constexpr, K_BLOCK: tl.constexpr, PAD_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -216,7 +221,7 @@ def _quantize_k_kernel(
     garbage to FP8 where zeros belong (D = 8, sm_90).
     """
     N, channels = N2 // 2, D
-    if FP8:
+    if QK_MAX == _FP8_MAX:
         channels = D2 // 2
     pid = tl.program_id(0).to(tl.int64)
     blocks = tl.cdiv(N, PAD_N) * (PAD_N // K_BLOCK)
@@ -224,7 +229,8 @@ def _quantize_k_kernel(
     _block_of_k(
         K + head // H * stride_b + head % H * stride_h, K_mean,
         Visible + head // H * stride_visible_b + head % H * stride_visible_h, K_8bit, K_scale,
-        stride_n, stride_d, head, block, blocks, N, channels, MASK, FP8, GROUPS, K_BLOCK, BLOCK_D,
+        stride_n, stride_d, head, block, blocks, N, channels, MASK, QK_MAX, GROUPS, K_BLOCK,
+        BLOCK_D,
     )  # fmt: skip
 
 
@@ -266,7 +272,7 @@ def _quantize_kv_kernel(
     stride_vb, stride_vh, stride_vn, stride_vd,
     stride_visible_b, stride_visible_h,
     H, N2, D2, D2_V,  # doubled, as above
-    MASK: tl.constexpr, FP8: tl.constexpr,
+    MASK: tl.constexpr, QK_MAX: tl.constexpr,
     K_BLOCK: tl.constexpr, PAD_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Grid: (B * H * num_blocks * 2,). K_BLOCK rows of one head, of k and of v in turn: 128 rows of
@@ -279,7 +285,8 @@ def _quantize_kv_kernel(
     if pid % 2 == 0:
         _block_of_k(
             K + head // H * stride_kb + head % H * stride_kh, K_mean, visible, K_8bit, K_scale,
-            stride_kn, stride_kd, head, block, blocks, N, D2 // 2, MASK, FP8, 1, K_BLOCK, BLOCK_D,
+            stride_kn, stride_kd, head, block, blocks, N, D2 // 2, MASK, QK_MAX, 1, K_BLOCK,
+            BLOCK_D,
         )  # fmt: skip
     else:
         _block_of_v(
@@ -309,7 +316,7 @@ def launch_kv(k: Tensor, v: Tensor | None, visible: Tensor | None, qk: str) -> l
     B, H, N, D = k.shape
     D, D_v, blocks = int(D), int(v.shape[3]), triton.cdiv(N, PAD_N) * (PAD_N // K_BLOCK)
     BLOCK_D, BLOCK_DV = pad_head_dim(D), pad_head_dim(D_v)
-    k_8bit = k.new_empty((B, H, blocks * K_BLOCK, BLOCK_D), dtype=QK_DTYPES[qk])
+    k_8bit = empty_k(k, qk)
     k_scale = k.new_empty((B, H, blocks, 1), dtype=torch.float32)
     v_fp8 = v.new_empty((B, H, BLOCK_DV, blocks * K_BLOCK), dtype=torch.float8_e4m3fn)
     v_scale = torch.empty_like(v_amax)
@@ -321,7 +328,7 @@ def launch_kv(k: Tensor, v: Tensor | None, visible: Tensor | None, qk: str) -> l
         k, v, k_mean, v_mean, v_amax, rows, beyond, k_8bit, k_scale, v_fp8, v_scale,  # tensors
         *k.stride(), *v.stride(), *strides,
         H, 2 * N, 2 * D, 2 * D_v,  # shape
-        visible is not None, qk == "fp8",  # semantics
+        visible is not None, LARGEST[qk],  # semantics
         K_BLOCK, PAD_N, BLOCK_D, BLOCK_DV,  # tile
         num_warps=num_warps(BLOCK_DV),
     )  # fmt: skip
@@ -336,6 +343,16 @@ def launch_kv(k: Tensor, v: Tensor | None, visible: Tensor | None, qk: str) -> l
     return [k_8bit, k_scale, k_mean, v_fp8, v_scale, v_mean]
 
 
+def empty_k(k: Tensor, qk: str) -> Tensor:
+    """Memory for k [B, H, N, D] in the format qk."""
+    B, H, N, D = k.shape
+    BLOCK_D = pad_head_dim(int(D))
+    N_pad = (N + PAD_N - 1) // PAD_N * PAD_N
+    return k.new_empty(
+        (B, H, N_pad, BLOCK_D // 2 if qk == "int4" else BLOCK_D), dtype=QK_DTYPES[qk]
+    )
+
+
 def num_warps(block_dv: int) -> int:
     """Of a program of quantize_kv, which has 64 rows in its registers."""
     return 4 if block_dv <= 128 else 8
@@ -346,8 +363,9 @@ def quantize_k(
     k: Tensor, k_mean: Tensor, qk: str, granularity: str, visible: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """k [B, H, N, D], any strides, k_mean [B, H, D] fp32 -> k_8bit [B, H, N_pad, D_pad] in the
-    format qk, k_scale [B, H, N_pad / 64, 4 (per_thread) or 1] fp32. visible: as in `smooth`; the
-    other rows have no part in the scales and saturate."""
+    format qk (INT4: [B, H, N_pad, D_pad / 2], `reference.pack`ed), k_scale [B, H, N_pad / 64, 4
+    (per_thread) or 1] fp32. visible: as in `smooth`; the other rows have no part in the scales and
+    saturate."""
     if k.device.type == "cpu":
         return reference.quantize_k(k, k_mean, qk, granularity, visible)
     return launch_k(k, k_mean, qk, granularity, visible)
@@ -360,7 +378,7 @@ def launch_k(
     D = int(D)  # a tile needs a number
     BLOCK_D, num_blocks = pad_head_dim(D), triton.cdiv(N, PAD_N) * (PAD_N // K_BLOCK)
     groups = 4 if granularity == "per_thread" else 1
-    k_8bit = k.new_empty((B, H, num_blocks * K_BLOCK, BLOCK_D), dtype=QK_DTYPES[qk])
+    k_8bit = empty_k(k, qk)
     k_scale = k.new_empty((B, H, num_blocks, groups), dtype=torch.float32)
     if visible is not None:
         visible = visible.expand(B, H, N)
@@ -368,7 +386,7 @@ def launch_k(
         k, k_mean, k_mean if visible is None else visible, k_8bit, k_scale,  # tensors
         *k.stride(), *((0, 0) if visible is None else visible.stride()[:2]),
         H, 2 * N, 2 * D,  # shape
-        visible is not None, qk == "fp8",  # semantics
+        visible is not None, LARGEST[qk],  # semantics
         D, groups, K_BLOCK, PAD_N, BLOCK_D,  # tile
     )  # fmt: skip
     return k_8bit, k_scale

@@ -36,7 +36,8 @@ class Recipe:
         Nothing is asked of the whole sequence: what k and v are shifted by, and v's scales, are
         estimated from a sample of rows (`reference.estimate`), and one pass prepares both.
     qk: number format of q and k. ``int8``, or ``fp8``: E4M3, for devices that multiply INT8 slowly
-        (sm_100); only beside FP8 p v.
+        (sm_100); only beside FP8 p v. ``int4``: in [-7, 7], k packed, q smoothed too, per block of
+        128 rows (SageAttention2, 3.1); only per_thread and beside FP8 p v.
     pv: number format of p and v. ``fp8``: E4M3, v smoothed and scaled per channel, two-level
         accumulation; ``16bit``: v as it arrives, fp32 accumulation.
 
@@ -48,9 +49,11 @@ class Recipe:
     qk: str = "int8"
 
     def __post_init__(self):
-        _one_of("qk", self.qk, ("int8", "fp8") if self.pv == "fp8" else ("int8",))
-        _one_of("granularity", self.granularity, ("per_block", "per_thread", "per_row"))
         _one_of("pv", self.pv, ("16bit", "fp8"))
+        formats = ("int8", "fp8", "int4") if self.pv == "fp8" else ("int8",)
+        _one_of("qk", self.qk, formats, f"pv={self.pv!r}")
+        valid = ("per_thread",) if self.qk == "int4" else ("per_block", "per_thread", "per_row")
+        _one_of("granularity", self.granularity, valid, f"qk={self.qk!r}")
 
     def encode(self) -> str:
         """The canonical string: ``int8/per_thread,fp8@0.1.0+1a2b3c4d``."""
@@ -70,9 +73,10 @@ def decode(text: str) -> Recipe:
     return Recipe(granularity, pv, qk)
 
 
-def _one_of(field: str, value: str, valid: tuple[str, ...]) -> None:
+def _one_of(field: str, value: str, valid: tuple[str, ...], beside: str = "") -> None:
     if value not in valid:
-        raise ValueError(f"recipe: {field} must be one of {valid}, got {value!r}")
+        beside = beside and f" with {beside}"
+        raise ValueError(f"recipe: {field} must be one of {valid}{beside}, got {value!r}")
 
 
 NAMED = {
@@ -80,5 +84,6 @@ NAMED = {
     "sage2-8b": Recipe("per_thread", "fp8"),
     "sage2-8b-rows": Recipe("per_row", "fp8"),
     "sage2-8b-fp8qk": Recipe("per_row", "fp8", qk="fp8"),
+    "sage2-4b": Recipe("per_thread", "fp8", qk="int4"),
     "accurate": Recipe("per_row", "16bit"),
 }

@@ -19,9 +19,12 @@ from torch import Tensor
 PAD_N = 128  # rows of k and v the kernels read in one tile, at most
 K_BLOCK = 64  # rows of k that four scales (per_thread) or one (otherwise) cover
 HEAD_DIMS = (64, 128, 256)  # what the kernels compute; smaller head_dims are padded in their loads
-INT8_MAX, FP8_MAX = 127.0, 448.0
+Q_BLOCK = 128  # rows of q that share a mean, where q is smoothed
+INT8_MAX, FP8_MAX, INT4_MAX = 127.0, 448.0, 7.0
 LOG2_FP8_MAX = math.log2(FP8_MAX)
-QK_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # of q and k, by Recipe.qk
+# Of k, by Recipe.qk; no two alike, so that a dtype tells the format. INT4: two in a byte.
+QK_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}
+LARGEST = {"int8": INT8_MAX, "fp8": FP8_MAX, "int4": INT4_MAX}  # of q and k; also tells the format
 TINY = 1e-30  # amax of an all-zero group: 448 / TINY is still finite in fp32
 LOG2E = 1.4426950408889634
 SAMPLE = 128  # rows that statistics are estimated from, where one pass prepares k and v
@@ -80,9 +83,10 @@ def smooth(xs: list[Tensor], visible: Tensor | None = None) -> tuple[Tensor, Ten
 def quantize_k(
     k: Tensor, k_mean: Tensor, qk: str, granularity: str, visible: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """k [B, H, N, D], k_mean [B, H, D] -> k_8bit [B, H, N_pad, D_pad] of QK_DTYPES[qk], k_scale
-    [B, H, N_pad / K_BLOCK, 4 (per_thread) or 1] in fp32. Rows that are not `visible`
-    [B or 1, H or 1, N] have no part in the scales and saturate."""
+    """k [B, H, N, D], k_mean [B, H, D] -> k_8bit [B, H, N_pad, D_pad] of QK_DTYPES[qk] (INT4:
+    [B, H, N_pad, D_pad / 2], `pack`ed), k_scale [B, H, N_pad / K_BLOCK, 4 (per_thread) or 1] in
+    fp32. Rows that are not `visible` [B or 1, H or 1, N] have no part in the scales and saturate.
+    """
     x = _pad(k.float() - k_mean[:, :, None])
     n = torch.arange(x.shape[2], device=k.device)
     groups = 4 if granularity == "per_thread" else 1
@@ -90,7 +94,19 @@ def quantize_k(
     if visible is not None:
         visible = F.pad(visible.bool(), (0, x.shape[2] - visible.shape[2]), value=True)
     k_8bit, k_scale = _to_8bit(x, qk, group, x.shape[2] // K_BLOCK * groups, visible)
-    return k_8bit, k_scale.unflatten(2, (-1, groups))
+    return pack(k_8bit) if qk == "int4" else k_8bit, k_scale.unflatten(2, (-1, groups))
+
+
+def pack(x: Tensor) -> Tensor:
+    """x [..., D] of INT4 in int8 -> uint8 [..., D / 2]: channels 2i and 2i + 1 in a byte, the first
+    in its low half."""
+    low, high = x.view(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
+    return low & 15 | high << 4
+
+
+def unpack(x: Tensor) -> Tensor:
+    """The inverse of `pack`."""
+    return torch.stack([x << 4, x], -1).flatten(-2).view(torch.int8) >> 4
 
 
 def quantize_v(
@@ -173,7 +189,8 @@ def interleave(x: Tensor) -> Tensor:
 
 
 def quantize_q(q: Tensor, qk: str, granularity: str) -> tuple[Tensor, Tensor]:
-    """q [B, H, N, D] -> q_8bit [B, H, N, D], q_scale [B, H, N, 1] in fp32, one value per group."""
+    """q [B, H, N, D] -> q_8bit [B, H, N, D] (INT4 in int8), q_scale [B, H, N, 1] in fp32, one value
+    per group."""
     n = torch.arange(q.shape[2], device=q.device)
     rows, groups = {"per_block": (128, 1), "per_thread": (32, 8), "per_row": (1, 1)}[granularity]
     group = n // rows * groups + n % groups  # rows {i, i+8, i+16, i+24} of 32
@@ -183,13 +200,17 @@ def quantize_q(q: Tensor, qk: str, granularity: str) -> tuple[Tensor, Tensor]:
 
 def attention(
     q, k_8bit, k_scale, v, v_scale, v_mean, attn_mask, seen, left, right, bottom_right,
-    scale: float, n_kv: int, granularity: str, block_n: int = 128,
+    scale: float, n_kv: int, granularity: str, block_n: int = 128, q_mean=None, delta=None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The quantized kernel, reading `block_n` keys at a time; v is v_fp8, or 16-bit v itself."""
     fp8, qk = v.dtype == torch.float8_e4m3fn, qk_of(k_8bit)
-    D, heads = q.shape[3], q.shape[1] // k_8bit.shape[1]
+    D, heads, N_q = q.shape[3], q.shape[1] // k_8bit.shape[1], q.shape[2]
+    k_8bit = unpack(k_8bit) if qk == "int4" else k_8bit
     k_8bit, k_scale, v = (x.repeat_interleave(heads, 1) for x in (k_8bit, k_scale, v))
-    q_8bit, q_scale = quantize_q(q * math.copysign(1.0, scale), qk, granularity)
+    q_smooth = q
+    if q_mean is not None:
+        q_smooth = q.float() - q_mean.float().repeat_interleave(Q_BLOCK, 2)[:, :, :N_q]
+    q_8bit, q_scale = quantize_q(q_smooth * math.copysign(1.0, scale), qk, granularity)
     q_scale = q_scale * (abs(scale) * LOG2E)
 
     n = torch.arange(k_8bit.shape[2], device=q.device)
@@ -197,6 +218,12 @@ def attention(
     k_scale = k_scale.flatten(2)[:, :, n // K_BLOCK * groups + n % 8 // 2 % groups]
     s = q_8bit.float() @ k_8bit[..., :D].float().mT  # [B, H_q, N_q, N_pad]; INT8: exact
     x = s * (q_scale * k_scale[:, :, None])
+    if delta is not None:
+        if seen is not None:  # NaN + -inf
+            delta = torch.where((seen > 0).any(2)[:, :, None], delta[..., :n_kv], 0.0)
+            delta = F.pad(delta, (0, n.shape[0] - n_kv))
+        delta = delta.float() * (scale * LOG2E)
+        x = x + delta.repeat_interleave(Q_BLOCK, 2)[:, :, :N_q]
     x = masked(x[..., :n_kv], attn_mask, left, right, bottom_right, LOG2E)
     x = F.pad(x, (0, n.shape[0] - n_kv), value=-math.inf)
 
@@ -227,13 +254,14 @@ def attention(
 
 def qk_of(k_8bit: Tensor) -> str:
     """The format of q and k, which k's dtype tells."""
-    return "fp8" if k_8bit.dtype == torch.float8_e4m3fn else "int8"
+    return next(qk for qk, dtype in QK_DTYPES.items() if dtype == k_8bit.dtype)
 
 
 def _to_8bit(
     x: Tensor, qk: str, group: Tensor, num_groups: int, visible: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """x [B, H, N, D], group [N], the group of each row -> x_8bit, x_scale [B, H, num_groups]."""
+    """x [B, H, N, D], group [N], the group of each row -> x_8bit (INT4 in int8), x_scale
+    [B, H, num_groups]."""
     amax = x.abs().amax(3)  # [B, H, N]
     if visible is not None:
         amax = torch.where(visible, amax, 0.0)
@@ -243,13 +271,13 @@ def _to_8bit(
     amax = torch.where(amax < TINY, TINY, amax)  # keeps NaN: a group with a NaN has a NaN scale
     if visible is not None:
         x = _saturate(x, amax[:, :, group, None])
-    largest = FP8_MAX if qk == "fp8" else INT8_MAX
-    inverse = _divide(largest, amax)[:, :, group, None]
+    inverse = _divide(LARGEST[qk], amax)[:, :, group, None]
     if qk == "fp8":
         x = (x * inverse).clamp(-FP8_MAX, FP8_MAX)
     else:  # in float64 the product is exact: it is rounded once, as the kernels' fma does
         x = (x.double() * inverse.double()).round()
-    return x.to(QK_DTYPES[qk]), amax * (1 / largest)
+    x_8bit = x.to(torch.float8_e4m3fn if qk == "fp8" else torch.int8)
+    return x_8bit, amax * (1 / LARGEST[qk])
 
 
 def _saturate(x: Tensor, amax: Tensor) -> Tensor:

@@ -7,8 +7,9 @@
     out, lse               = attention(q, k_8bit, ..., v_fp8, ...)
     lse                   += scale * q k_mean                     what smoothing k took off
 
-Per row, one op, quantize_kv, takes the place of the middle three. Calls that share k and v can
-share what it makes, or they: ``sage::prepare`` returns it.
+Per row, one op, quantize_kv, takes the place of the middle three; with INT4, attention also reads
+what smooth_q(q, k, k_mean) gives. Calls that share k and v can share what is made of them alone:
+``sage::prepare`` returns it.
 Eager runs this composition; lowering/ hands it to Inductor. The gradient is exact attention's,
 recomputed in the inputs' own precision.
 
@@ -28,9 +29,9 @@ from torch import Tensor
 from sage_inductor.ops import mask, reference, tiles
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.attention import attention, attention_opaque, empty_outputs
-from sage_inductor.ops.quantize import quantize_k, quantize_kv, quantize_v
-from sage_inductor.ops.reference import HEAD_DIMS, K_BLOCK, PAD_N, QK_DTYPES, pad_head_dim
-from sage_inductor.ops.smooth import smooth
+from sage_inductor.ops.quantize import empty_k, quantize_k, quantize_kv, quantize_v
+from sage_inductor.ops.reference import HEAD_DIMS, K_BLOCK, PAD_N, pad_head_dim
+from sage_inductor.ops.smooth import smooth, smooth_q
 
 
 @torch.library.custom_op("sage::sdpa", mutates_args=())
@@ -141,7 +142,7 @@ def compose(
     quantized, k_mean = operands(v, prepared or prepare(k, v, seen, r))
     out, lse = op(
         q, *quantized, attn_mask, seen, left, right, bottom_right, scale, k.shape[2],
-        r.granularity, out_bnhd,
+        r.granularity, out_bnhd, *of_q(q, k, k_mean, r),
     )  # fmt: skip
     group = q.unflatten(1, (k.shape[1], -1))  # [B, H_kv, H_q / H_kv, N_q, D]
     # In fp32, as k_mean. A matmul is traced as 8 operations, for a result that few read.
@@ -195,6 +196,11 @@ def operands(v: Tensor, prepared: list[Tensor]) -> tuple[tuple, Tensor]:
     return (k_8bit, k_scale, *of_v), k_mean
 
 
+def of_q(q: Tensor, k: Tensor, k_mean: Tensor, recipe: recipes.Recipe) -> tuple[Tensor, ...]:
+    """(q_mean, delta), the last that `attention` reads, or nothing where q is not smoothed."""
+    return smooth_q(q, k, k_mean) if recipe.qk == "int4" else ()
+
+
 def kernel(
     device: torch.device, recipe: recipes.Recipe, head_dim: int, masked: bool, portable: bool
 ):
@@ -219,14 +225,14 @@ def _(k, v, attn_mask, recipe, portable):
     r, (B, H, N, D), D_v = recipes.decode(recipe), k.shape, v.shape[3]
     N_pad, groups = (N + PAD_N - 1) // PAD_N * PAD_N, 4 if r.granularity == "per_thread" else 1
     outputs = [
-        ((B, H, N_pad, pad_head_dim(int(D))), QK_DTYPES[r.qk]),
         ((B, H, N_pad // K_BLOCK, groups), torch.float32),
         ((B, H, D), torch.float32),
         ((B, H, pad_head_dim(int(D_v)), N_pad), torch.float8_e4m3fn),
         ((B, H, D_v), torch.float32),
         ((B, H, D_v), torch.float32),
     ]
-    return [k.new_empty(s, dtype=dtype) for s, dtype in outputs[: 6 if r.pv == "fp8" else 3]]
+    outputs = outputs[: 5 if r.pv == "fp8" else 2]
+    return [empty_k(k, r.qk), *(k.new_empty(s, dtype=dtype) for s, dtype in outputs)]
 
 
 def _save_inputs(ctx, inputs, output):

@@ -32,8 +32,8 @@ class Tile:
     warpgroups: int | None = None  # of hopper.py's kernel: 64 rows each
 
 
-# (compute capability from, pv, head_dim up to, with a mask) -> tile. pv "fp8 fp8": what FP8
-# q k^T asks for, where it is not what INT8 does.
+# (compute capability from, pv, head_dim up to, with a mask) -> tile. pv "fp8 fp8" and
+# "int4 fp8": what FP8 and INT4 q k^T ask for, where it is not what INT8 does.
 TILES = [
     ((8, 0), "16bit", 128, False, Tile(128, 64, 8, 2)),  # untimed
     ((8, 0), "16bit", 128, True, Tile(128, 64, 8, 2)),  # untimed
@@ -52,6 +52,10 @@ TILES = [
     ((9, 0), "fp8", 256, False, Tile(64, 64, 4, 2, maxnreg=255)),  # H200, 2026-11-21
     ((9, 0), "16bit", 256, True, Tile(128, 64, 8, 2)),  # untimed
     ((9, 0), "fp8", 256, True, Tile(64, 64, 4, 2)),  # untimed
+    ((9, 0), "int4 fp8", 128, False, Tile(128, 64, 8, 2)),  # untimed
+    ((9, 0), "int4 fp8", 128, True, Tile(128, 64, 8, 2)),  # untimed
+    ((9, 0), "int4 fp8", 256, False, Tile(64, 64, 8, 2)),  # untimed
+    ((9, 0), "int4 fp8", 256, True, Tile(64, 64, 8, 2)),  # untimed
     ((10, 0), "16bit", 128, False, Tile(128, 64, 8, 2)),  # untimed
     ((10, 0), "fp8", 128, False, Tile(128, 64, 8, 2)),  # untimed
     ((10, 0), "fp8 fp8", 128, False, Tile(128, 128, 8, 2)),  # untimed

@@ -37,7 +37,8 @@ from sage_inductor.report import table
 # this has something that its recipe does not cope with.
 TOLERANCE = 0.05
 SDPA = "sdpa"  # in the place of a recipe: scaled_dot_product_attention in the model's own dtype
-# Fastest first, where measured. sage2-8b-fp8qk is for devices where INT8 is slow: "auto" takes it.
+# Fastest first, where measured. sage2-8b-fp8qk is for devices where INT8 is slow: "auto" takes it;
+# sage2-4b has no arithmetic to gain on any.
 BY_SPEED = ("sage2-8b-rows", "sage2-8b", "accurate", "sage1")
 AT_ONCE = 1 << 24  # scores of exact attention: 128 MiB
 

@@ -32,6 +32,7 @@ SHARED_MEMORY = {  # bytes that a program may have
     (12, 0): 99 << 10,
 }  # fmt: skip
 ARCHITECTURES = list(SHARED_MEMORY)
+QK_MAX = {"i8": 127.0, "fp8e4nv": 448.0, "u8": 7.0}  # by the type of k
 DIVISIBLE = ("N_pad", "D2", "D2_V")  # by 16, where the head_dim is by 8
 HEADS = ("stride_qh", "stride_vh", "stride_oh")  # of heads of 40 channels side by side
 
@@ -63,19 +64,20 @@ def compile_attention(
     r = recipes.NAMED[recipe]
     tile = tiles.tile(architecture, r.qk, r.pv, D, mask > 0)
     fp8, BLOCK_D = r.pv == "fp8", reference.pad_head_dim(D)
-    qk = "fp8e4nv" if r.qk == "fp8" else "i8"
+    qk = {"fp8": "fp8e4nv", "int8": "i8", "int4": "u8"}[r.qk]
     types = dict(
-        Q="*bf16", K=f"*{qk}", K_scale="*fp32", V="*fp8e4nv" if fp8 else "*bf16", V_scale="*fp32",
+        Q="*bf16", Q_mean="*bf16", Delta="*bf16", K=f"*{qk}", K_scale="*fp32", V="*fp8e4nv" if fp8 else "*bf16", V_scale="*fp32",
         V_mean="*fp32", Out="*bf16", Lse="*fp32", Mask="*bf16" if additive else "*i1", Seen="*u8",
     )  # fmt: skip
     if tma:
-        types["K"] = f"tensordesc<{qk}[{tile.BLOCK_N}, {BLOCK_D}]>"
+        width = BLOCK_D // 2 if r.qk == "int4" else BLOCK_D
+        types["K"] = f"tensordesc<{qk}[{tile.BLOCK_N}, {width}]>"
         if fp8:
             types["V"] = f"tensordesc<fp8e4nv[{BLOCK_D}, {tile.BLOCK_N}]>"
         options["maxnreg"] = tile.maxnreg
     constexprs = dict(
         D=D, D_V=D, SCALE=D**-0.5, LEFT=left, RIGHT=0 if is_causal else -1, BOTTOM_RIGHT=left >= 0,
-        MASK=mask, ADDITIVE=additive, QK_FP8=r.qk == "fp8", FP8=fp8, TMA=tma, BLOCK_DV=BLOCK_D, stride_mn=1,
+        MASK=mask, ADDITIVE=additive, QK_MAX=QK_MAX[qk], FP8=fp8, TMA=tma, BLOCK_DV=BLOCK_D, stride_mn=1,
         Q_ROWS=Q_ROWS[r.granularity], GROUPS=4 if r.granularity == "per_thread" else 1,
         BLOCK_M=tile.BLOCK_M,
         BLOCK_N=tile.BLOCK_N, BLOCK_D=BLOCK_D, NUM_STAGES=tile.num_stages,
@@ -104,13 +106,13 @@ def test_attention_compiles_to_the_matrix_instructions(architecture, recipe, D, 
     r = recipes.NAMED[recipe]
     if architecture == (10, 0):
         # INT8 q k^T is mma.sync there with Triton 3.7 (slow), tcgen05 kind::i8 with 3.9.
-        q_k = "m16n8k32.row.col.satfinite.s32.s8.s8" if r.qk == "int8" else "kind::f8f6f4"
+        q_k = "kind::f8f6f4" if r.qk == "fp8" else "m16n8k32.row.col.satfinite.s32.s8.s8"
         p_v = "tcgen05.mma.cta_group::1.kind::" + ("f8f6f4" if r.pv == "fp8" else "f16")
     elif architecture == (9, 0):
-        q_k = "s32.s8.s8" if r.qk == "int8" else "f32.e4m3.e4m3"
+        q_k = "f32.e4m3.e4m3" if r.qk == "fp8" else "s32.s8.s8"
         p_v = "f32.e4m3.e4m3" if r.pv == "fp8" else "f32.bf16.bf16"
     else:
-        q_k = "m16n8k32.row.col." + ("satfinite.s32.s8.s8" if r.qk == "int8" else "f32.e4m3.e4m3")
+        q_k = "m16n8k32.row.col." + ("f32.e4m3.e4m3" if r.qk == "fp8" else "satfinite.s32.s8.s8")
         p_v = "f32.e4m3.e4m3.f32" if r.pv == "fp8" else "m16n8k16.row.col.f32.bf16.bf16.f32"
     products = [
         x
@@ -129,7 +131,7 @@ def test_the_register_cap_keeps_spills_small(D):
     assert stack_bytes(compiled) <= 64
 
 
-@pytest.mark.parametrize("recipe", ["sage2-8b", "sage2-8b-fp8qk"])
+@pytest.mark.parametrize("recipe", ["sage2-8b", "sage2-8b-fp8qk", "sage2-4b"])
 @pytest.mark.parametrize("architecture", [a for a in ARCHITECTURES if a >= (8, 9)], ids=str)
 def test_fp8_products_are_accumulated_in_two_levels(architecture, recipe):
     """Each product starts from zero. Triton folds a plain addition into the accumulator on sm_89
@@ -273,6 +275,7 @@ def calls():
         "causal": ((q, k, v_fp8, mean, "per_row", *causal), True),
         "fp16": ((q.half(), k, v_fp8, mean, "per_row", *full), True),
         "16-bit v": ((q, k, aligned, mean, "per_row", *full), True),
+        "INT4 k": ((q, k[..., :64].view(torch.uint8), v_fp8, mean, "per_row", *full), False),
         "FP8 k": ((q, k.to(v_fp8.dtype), v_fp8, mean, "per_row", *full), False),
         "another granularity": ((q, k, v_fp8, mean, "per_thread", *full), False),
         "a mask": ((q, k, v_fp8, mean, "per_row", mask, None, None, False), False),
@@ -327,7 +330,7 @@ def test_masked_attention_compiles_everywhere(architecture, recipe, variant):
 def compile_quantize_k(architecture, D, masked, groups, qk):
     types = dict(K="*bf16", K_mean="*fp32", Visible="*u8", K_8bit=f"*{qk}", K_scale="*fp32")
     constexprs = dict(
-        MASK=masked, FP8=qk != "i8", D=D, GROUPS=groups, K_BLOCK=64, PAD_N=128, stride_d=1,
+        MASK=masked, QK_MAX=QK_MAX[qk], D=D, GROUPS=groups, K_BLOCK=64, PAD_N=128, stride_d=1,
         BLOCK_D=reference.pad_head_dim(D),
     )  # fmt: skip
     return compile_kernel(_quantize_k_kernel, architecture, constexprs, types)
@@ -340,7 +343,7 @@ def compile_quantize_kv(D, masked, qk, architecture=(9, 0)):
     )  # fmt: skip
     BLOCK_D = reference.pad_head_dim(D)
     constexprs = dict(
-        MASK=masked, FP8=qk != "i8", K_BLOCK=64, PAD_N=128, BLOCK_D=BLOCK_D, BLOCK_DV=BLOCK_D,
+        MASK=masked, QK_MAX=QK_MAX[qk], K_BLOCK=64, PAD_N=128, BLOCK_D=BLOCK_D, BLOCK_DV=BLOCK_D,
         stride_kd=1, stride_vd=1,
     )  # fmt: skip
     return compile_kernel(
@@ -421,7 +424,8 @@ def test_preparation_compiles(architecture, D, masked):
         _partial_kernel, architecture, dict(tile, BLOCK_N=8, stride_0d=1, stride_1d=1), x
     )
     compile_kernel(_final_kernel, architecture, dict(tile, BLOCK_C=16), x)
-    for groups, qk in ((1, "i8"), (4, "i8"), (1, "fp8e4nv"))[: 2 + (architecture >= (8, 9))]:
+    formats = ((1, "i8"), (4, "i8"), (4, "u8"), (1, "fp8e4nv"))
+    for groups, qk in formats[: 3 + (architecture >= (8, 9))]:
         compile_quantize_k(architecture, D, masked, groups, qk)
     tile = dict(D=D, BLOCK_D=BLOCK_D, stride_d=1)
     if architecture >= (8, 9):

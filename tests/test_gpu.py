@@ -29,7 +29,7 @@ from sage_inductor.ops import (
 )
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.attention import tile_of
-from sage_inductor.ops.sdpa import operands, prepare
+from sage_inductor.ops.sdpa import of_q, operands, prepare
 from sage_inductor.ops.smooth import launch_estimate
 
 pytestmark = pytest.mark.gpu
@@ -197,7 +197,7 @@ def test_kernel_equals_its_emulation(op, recipe, band, shape):
 
 @pytest.mark.parametrize("lengths", [(1, 300), (300, 1), (1, 1), (2, 300)], ids=str)
 @pytest.mark.parametrize("band", ["full", "causal", "bottom right", "narrow"])
-@pytest.mark.parametrize("recipe", ["sage2-8b", "sage2-8b-rows", "sage2-8b-fp8qk"])
+@pytest.mark.parametrize("recipe", ["sage2-8b", "sage2-8b-rows", "sage2-8b-fp8qk", "sage2-4b"])
 @both_ops
 def test_a_length_of_one_is_no_constant(op, recipe, band, lengths):
     """Where Triton made it one, ptxas (CUDA 12.8) converted p's equal pairs to garbage."""
@@ -259,24 +259,25 @@ def check_kernel(op, recipe, name, band, shape, scale=0.1, D_v=None):
         seen = mask.summarize(attn_mask, N_kv, tile.BLOCK_M)
         hidden = (seen.amax(2) == 0).expand(B, H_q, N_kv).unflatten(1, (H_kv, -1)).all(2)
         k[hidden], v[hidden] = math.inf, math.nan
-    quantized, _ = operands(v, prepare(k, v, seen, r))
+    quantized, k_mean = operands(v, prepare(k, v, seen, r))
+    means = of_q(q, k, k_mean, r)
     args = (q, *quantized, attn_mask, seen, *BANDS[band], scale, N_kv, r.granularity)
     _, k_8bit, _, v, _, v_mean = args[:6]
     tile = tile_of(
         q, k_8bit, v, v_mean, r.granularity, attn_mask, *BANDS[band], portable=op is attention
     )
-    out, lse = op(*args, True)
+    out, lse = op(*args, True, *means)
     if tile.warpgroups:
         out_ref, lse_ref = hopper_emulation(q, quantized, BANDS[band][1] == 0, scale, N_kv, tile)
     else:
-        out_ref, lse_ref = reference.attention(*args, block_n=tile.BLOCK_N)
+        out_ref, lse_ref = reference.attention(*args, tile.BLOCK_N, *means)
     assert out.isfinite().all()
     few, atol = 1e-3, 1e-4
     if r.qk == "fp8":
         few, atol = 4e-3, 1e-4 + 2**-10 * lse_ref.nan_to_num(neginf=0.0).abs().max().item()
     assert (out.double() - out_ref.double()).norm() <= few * out_ref.double().norm()
     assert_close(lse, lse_ref, rtol=1e-5, atol=atol)
-    again = op(*args, True)
+    again = op(*args, True, *means)
     assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
 
 
@@ -427,10 +428,11 @@ def test_what_hopper_kernel_cannot_read_runs_on_the_other():
 
 # Relative L1 error of the emulation against exact attention, v's mean taken off. On normal inputs
 # .0366 with FP8 p and v and .0126 with 16-bit (float64 simulation); our logits are twice as large.
-# FP8 q and k: .051 on normal inputs, .107 where one key of a row decides ("huge q").
+# FP8 q and k: .051 on normal inputs, .107 where one key of a row decides ("huge q"). INT4: .21, and
+# up to .36 with logits twice as large, .42 where one key decides.
 ERROR = {
     "sage2-8b": 0.073, "sage2-8b-rows": 0.073, "sage2-8b-fp8qk": 0.16, "sage1": 0.05,
-    "accurate": 0.05,
+    "accurate": 0.05, "sage2-4b": 0.5,
 }  # fmt: skip
 
 
@@ -448,7 +450,7 @@ def test_op_is_near_exact_attention(shape, recipe, is_causal):
         v_mean = v.double().mean(2, keepdim=True).repeat_interleave(shape[1] // shape[2], 1)
         size = (exact - v_mean).abs().sum().clamp_min(1)
         assert (out - exact).abs().sum() / size < ERROR[recipe]
-        assert (lse - exact_lse).abs().max() < 0.5
+        assert (lse - exact_lse).abs().max() < (2.0 if recipe == "sage2-4b" else 0.5)
 
 
 def test_long_context_is_as_accurate_as_short():
@@ -511,7 +513,7 @@ def test_strided_views_beyond_2_to_the_31_elements():
         rows = slice(N - 64, N)
         exact, _ = exactly(q[:, :, rows], k, v, False, D**-0.5)
         # The output is a mean of 100 000 random rows, 300 times smaller than they are.
-        assert relative(out[:, :, rows], exact) < 0.09
+        assert relative(out[:, :, rows], exact) < (0.4 if recipe == "sage2-4b" else 0.09)
 
 
 def test_nan_and_inf_stay_in_their_head():
@@ -736,9 +738,10 @@ def test_fp32_stays_sdpa_unless_forced():
         for recipe in RECIPES:
             torch._dynamo.reset()
             options = {**FORCE, "sage.recipe": recipe}
-            assert (
-                relative(torch.compile(m, backend="sage", options=options)(x) - x, m(x) - x) < 0.08
-            )
+            compiled, bound = torch.compile(m, backend="sage", options=options), 0.08
+            if recipe == "sage2-4b":
+                bound = 0.25
+            assert relative(compiled(x) - x, m(x) - x) < bound
             assert sage_inductor.report().rewritten
 
 

@@ -16,7 +16,7 @@ from sage_inductor.ops import mask, reference
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.attention import _attention_kernel, _launch
 from sage_inductor.ops.quantize import launch_k, launch_kv, launch_v
-from sage_inductor.ops.sdpa import operands, prepare
+from sage_inductor.ops.sdpa import of_q, operands, prepare
 from sage_inductor.ops.smooth import launch as launch_smooth
 from sage_inductor.ops.smooth import launch_estimate
 from sage_inductor.ops.tiles import Tile
@@ -25,6 +25,7 @@ pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1 (make test sets it)"
 )
 
+RECIPES = ["sage2-8b", "sage2-8b-rows", "sage2-8b-fp8qk", "sage2-4b", "sage1"]
 SHAPES = [  # H_q, H_kv, N_q, N_kv, D
     (2, 1, 70, 130, 64),
     (1, 1, 130, 65, 128),
@@ -67,6 +68,13 @@ def test_preparation(shape):
         assert_close(k_scale, k_scale_ref, rtol=0, atol=0)
         assert (k_int8.int() - k_int8_ref.int()).abs().max() <= 1
         assert (k_int8 != k_int8_ref).float().mean() < 1e-3
+    k_int4, k_scale = launch_k(k, mean[0], "int4", "per_thread", None)
+    k_int4_ref, k_scale_ref = reference.quantize_k(k, mean[0], "int4", "per_thread")
+    assert_close(k_scale, k_scale_ref, rtol=0, atol=0)
+    codes, codes_ref = reference.unpack(k_int4), reference.unpack(k_int4_ref)
+    assert (codes - codes_ref).abs().max() <= 1
+    assert codes.abs().max() == (7 if shape[3] > 1 else 0)  # one key is its own mean
+    assert (codes != codes_ref).float().mean() < 1e-3
     k_fp8, k_scale = launch_k(k, mean[0], "fp8", "per_row", None)
     k_fp8_ref, k_scale_ref = reference.quantize_k(k, mean[0], "fp8", "per_row")
     assert_close(k_scale, k_scale_ref, rtol=0, atol=0)
@@ -128,9 +136,14 @@ def assert_same_fp8(actual, expected):
     assert ((actual - expected).abs() <= expected.abs() / 2 + 2**-9).all()
 
 
-def on_grid(q):
-    """q rounded to what E4M3 holds at a scale of 1 / 128, which its first channel makes each row's.
-    As FP8 it is not rounded again: the interpreter would lose carries."""
+def rounded_alike(q, qk):
+    """q near q, which the interpreter quantizes as a GPU does. FP8: what E4M3 holds at a scale of
+    1 / 128, which its first channel makes each row's, and is not rounded again: the interpreter
+    would lose carries. INT4: in fp32, without ties, of which a code is a large step."""
+    if qk == "int8":
+        return q
+    if qk == "int4":
+        return q.float() + torch.randn(q.shape) / 1000
     q = q.clamp(-3.5, 3.5) * 128
     q[..., 0] = 448
     return (q.to(torch.float8_e4m3fn).float() / 128).to(torch.float16)
@@ -140,20 +153,31 @@ def on_grid(q):
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("scale", [0.125, -0.3, 0.0])
 @pytest.mark.parametrize("tma", [False, True], ids=["pointers", "descriptors"])
-@pytest.mark.parametrize("recipe", ["sage2-8b", "sage2-8b-rows", "sage2-8b-fp8qk", "sage1"])
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_attention(shape, is_causal, scale, tma, recipe):
     r = recipes.NAMED[recipe]
     q, k, v = qkv(*shape)
-    q = on_grid(q) if r.qk == "fp8" else q
+    q = rounded_alike(q, r.qk)
     tile = Tile(64, 128, 4, 2) if r.pv == "fp8" else Tile(128, 64, 8, 2)
-    quantized, _ = operands(v, prepare(k, v, None, r))
+    quantized, k_mean = operands(v, prepare(k, v, None, r))
+    means = of_q(q, k, k_mean, r) or (None, None)
     band = (None, 0 if is_causal else None, False)
     args = (q, *quantized, None, None, *band, scale, k.shape[2])
-    out, lse = _launch(_attention_kernel, *args, r.granularity, True, tile, tma=tma)
-    expected, expected_lse = reference.attention(*args, r.granularity, block_n=tile.BLOCK_N)
+    out, lse = _launch(_attention_kernel, *args, r.granularity, True, *means, tile, tma=tma)
+    expected, expected_lse = reference.attention(*args, r.granularity, tile.BLOCK_N, *means)
     # An INT8 code that a tie rounds the other way moves a score by up to 0.2 scale.
     assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4 + 0.2 * abs(scale))
     assert relative(out, expected) < (1e-2 if r.pv == "fp8" else 2e-3)
+
+
+def test_int4_k_comes_with_what_smoothing_q_made():
+    q, k, v = qkv(*SHAPES[0])
+    for recipe, means in (("sage2-4b", (None, None)), ("sage2-8b", (q, q))):
+        r = recipes.NAMED[recipe]
+        quantized, _ = operands(v, prepare(k, v, None, r))
+        args = (q, *quantized, None, None, None, None, False, 0.1, 130, r.granularity, True, *means)
+        with pytest.raises(ValueError, match=f"go with INT4 k, and only that: k is {r.qk}"):
+            _launch(_attention_kernel, *args, Tile(64, 64, 4, 2), tma=False)
 
 
 MASKS = {
@@ -169,20 +193,15 @@ MASKS = {
 BANDS = [(None, None, False), (None, 0, True), (20, 0, False), (40, 30, True), (200, None, False)]
 
 
-masked_recipes = pytest.mark.parametrize(
-    "recipe", ["sage2-8b", "sage2-8b-rows", "sage2-8b-fp8qk", "sage1"]
-)
-
-
 @pytest.mark.parametrize("name", MASKS)
-@masked_recipes
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_masked_attention(name, recipe):
     check_masked(MASKS[name], (None, None, False), recipe, 70, 260, 64, 80)
     check_masked(MASKS[name], (None, 0, False), recipe, 70, 70, 32, 32)
 
 
 @pytest.mark.parametrize("band", BANDS, ids=str)
-@masked_recipes
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("lengths", [(70, 260), (260, 70)], ids=str)
 def test_attention_in_a_band(band, recipe, lengths):
     check_masked(None, band, recipe, *lengths, 16, 64)
@@ -194,7 +213,7 @@ def check_masked(make, band, recipe, N_q, N_kv, D, D_v):
     r = recipes.NAMED[recipe]
     q, k, _ = qkv(2, 2, N_q, N_kv, D)
     _, _, v = qkv(2, 2, N_q, N_kv, D_v)
-    q = on_grid(q) if r.qk == "fp8" else q
+    q = rounded_alike(q, r.qk)
     tile = Tile(64, 128, 4, 2) if r.pv == "fp8" else Tile(128, 64, 8, 2)
     attn_mask = seen = visible = None
     if make is not None:
@@ -208,10 +227,11 @@ def check_masked(make, band, recipe, N_q, N_kv, D, D_v):
     else:
         prepared = prepared_in_two_passes(k, v, visible, r)
     assert all(x.float().isfinite().all() for x in prepared)
-    quantized, _ = operands(v, prepared)
+    quantized, k_mean = operands(v, prepared)
+    means = of_q(q, k, k_mean, r) or (None, None)
     args = (q, *quantized, attn_mask, seen, *band, 0.1, N_kv)
-    out, lse = _launch(_attention_kernel, *args, r.granularity, True, tile, tma=False)
-    expected, expected_lse = reference.attention(*args, r.granularity, block_n=tile.BLOCK_N)
+    out, lse = _launch(_attention_kernel, *args, r.granularity, True, *means, tile, tma=False)
+    expected, expected_lse = reference.attention(*args, r.granularity, tile.BLOCK_N, *means)
     assert out.isfinite().all() and relative(out, expected) < (1e-2 if r.pv == "fp8" else 2e-3)
     assert_close(lse, expected_lse, rtol=1e-4, atol=0.02)
 

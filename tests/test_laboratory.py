@@ -107,6 +107,20 @@ def test_sage1_is_the_emulation_that_is_shipped(is_causal):
     assert relative_l1(lab.attend(*inputs, SAGE1, is_causal), shipped) < 1e-4
 
 
+@pytest.mark.parametrize("family", ["real_like", "channel_bias"])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_sage2_4b_is_the_emulation_that_is_shipped(is_causal, family):
+    """But for q's mean and what it takes off the scores, which are shipped with 8 significant bits:
+    here and there another code of q, and no more error."""
+    inputs = draw(family)
+    shipped, int4 = NAMED["sage2-4b"], error(SAGE2_4B, inputs, is_causal)
+    difference = relative_l1(
+        lab.attend(*inputs, shipped, is_causal), lab.attend(*inputs, SAGE2_4B, is_causal)
+    )
+    assert difference < 0.25 * int4
+    assert abs(error(shipped, inputs, is_causal) / int4 - 1) < 0.02
+
+
 @pytest.mark.parametrize("recipe", NAMED)
 def test_shipped_recipes_in_blocks_are_the_op(recipe):
     q, k, v = draw(N=300)

@@ -21,6 +21,8 @@ from sage_inductor.ops import (
     tiles,
 )
 from sage_inductor.ops import recipe as recipes
+from sage_inductor.ops.sdpa import of_q
+from sage_inductor.ops.smooth import smooth_q
 
 RECIPES = list(recipes.NAMED)
 
@@ -78,10 +80,11 @@ def test_opcheck_of_the_pieces():
             q, k_8bit, k_scale, v_hat, v_scale, mean[1], attn_mask, seen, None, 0, False, 0.1, 70,
             recipe.granularity,
         )  # fmt: skip
+        means = of_q(q, k, mean[0], recipe)
         for out_bnhd in (False, True):
-            torch.library.opcheck(attention, (*args, out_bnhd), test_utils=checks(recipe))
+            torch.library.opcheck(attention, (*args, out_bnhd, *means), test_utils=checks(recipe))
         before = [x.clone() for x in args if isinstance(x, torch.Tensor)]
-        attention(*args, True)
+        attention(*args, True, *means)
         after = [x for x in args if isinstance(x, torch.Tensor)]
         assert all(
             torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(before, after)
@@ -233,8 +236,15 @@ def test_recipes_encode_to_what_decodes_to_them():
         assert recipes.decode(recipe.encode()) == recipe
     with pytest.raises(ValueError, match="granularity must be one of .* got 'per_column'"):
         recipes.Recipe("per_column", "fp8")
-    with pytest.raises(ValueError, match="qk must be one of .* got 'fp8'"):
-        recipes.Recipe("per_row", "16bit", qk="fp8")
+    for qk in ("fp8", "int4"):
+        with pytest.raises(ValueError, match=f"qk must be one of .*with pv='16bit', got '{qk}'"):
+            recipes.Recipe("per_thread", "16bit", qk=qk)
+    for granularity in ("per_row", "per_block"):
+        message = (
+            rf"granularity must be one of \('per_thread',\) with qk='int4', got '{granularity}'"
+        )
+        with pytest.raises(ValueError, match=message):
+            recipes.Recipe(granularity, "fp8", qk="int4")
 
 
 def test_sdpa_is_its_pieces():
@@ -259,6 +269,22 @@ def test_sdpa_is_its_pieces():
         70,
         "per_thread",
     )
+    assert_close(out, expected)
+    correction = 0.125 * torch.einsum("bhnd,bhd->bhn", q, mean[0].repeat_interleave(2, 1))
+    assert_close(lse, raw_lse + correction)
+
+
+def test_sdpa_of_int4_is_its_pieces():
+    """q is smoothed too: in the graph, and by means that the kernel subtracts as they are."""
+    q = qkv(N_q=300)[0] + 3
+    out, lse = sdpa(q, k, v, recipe="sage2-4b")
+    mean, amax = reference.smooth([k, v])
+    k_int4, k_scale = reference.quantize_k(k, mean[0], "int4", "per_thread")
+    assert k_int4.dtype == torch.uint8 and k_int4.shape == (2, 2, 128, 32)
+    v_fp8, v_scale = reference.quantize_v(v, mean[1], amax[1])
+    none = (None, None, None, None, False)
+    args = (q, k_int4, k_scale, v_fp8, v_scale, mean[1], *none, 0.125, 70, "per_thread")
+    expected, raw_lse = reference.attention(*args, 128, *smooth_q(q, k, mean[0]))
     assert_close(out, expected)
     correction = 0.125 * torch.einsum("bhnd,bhd->bhn", q, mean[0].repeat_interleave(2, 1))
     assert_close(lse, raw_lse + correction)

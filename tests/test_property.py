@@ -132,8 +132,10 @@ def check_rewritten(signature, inputs, actual):
     )
     assert actual.shape == exact.shape and actual.dtype == signature.dtype
     assert actual.isfinite().all()
-    # v is 3 +- 1: half an ulp of E4M3 is 6 % of a deviation, INT8 logits cost as much again.
-    assert (actual - exact).abs().sum() <= 0.05 * exact.abs().sum()
+    # v is 3 +- 1: half an ulp of E4M3 is 6 % of a deviation, INT8 logits cost as much again, INT4's
+    # some 30 %.
+    bound = 0.15 if recipes.NAMED[signature.recipe].qk == "int4" else 0.05
+    assert (actual - exact).abs().sum() <= bound * exact.abs().sum()
 
 
 @draws(ci=120)
