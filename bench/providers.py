@@ -30,12 +30,12 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import sage_inductor
 from sage_inductor.ops import mask as masks
-from sage_inductor.ops import reference
+from sage_inductor.ops import tiles
 from sage_inductor.ops.attention import empty_outputs, tile_of
 from sage_inductor.ops.recipe import NAMED
-from sage_inductor.ops.sdpa import kernel, operands
+from sage_inductor.ops.sdpa import emulation, kernel, operands
 from sage_inductor.ops.sdpa import prepare as prepare_kv
-from sage_inductor.ops.tiles import HOPPER, Tile
+from sage_inductor.ops.tiles import Tile
 
 EAGER = {
     "cuDNN": SDPBackend.CUDNN_ATTENTION,
@@ -173,14 +173,14 @@ def _kernel(case: Case, name: str) -> Provider:
         seen = None
         if case.masked:
             seen = masks.summarize(mask, k.shape[2], op_on(q.device)[1])
-        quantized, _ = operands(v, prepare_kv(k, v, seen, recipe))
+        quantized, _ = operands(q, k, v, prepare_kv(k, v, seen, recipe), seen, recipe)
         return q, *quantized, *(() if seen is None else (mask, seen))
 
-    def call(q, k_8bit, k_scale, v, v_scale, v_mean, mask=None, seen=None):
+    def call(q, *args):
         op, _ = op_on(q.device)
+        args = args if case.masked else (*args, None, None)
         return op(
-            q, k_8bit, k_scale, v, v_scale, v_mean, mask, seen, *band(case), case.D**-0.5,
-            q.shape[2], recipe.granularity, False,
+            q, *args, *band(case), case.D**-0.5, q.shape[2], recipe.granularity, False
         )[0]  # fmt: skip
 
     return Provider(f"{name} kernel", call, prepare, name)
@@ -190,8 +190,8 @@ def _tiles(case: Case, name: str) -> list[Provider]:
     """The kernel of ops/hopper.py with every tile that its table has for this head_dim or a wider
     one."""
     pv = NAMED[name].pv
-    tiles = [row[4] for row in HOPPER if row[0] == pv and case.D <= row[1]]
-    return [_hopper(case, name, tile) for tile in dict.fromkeys(tiles)]
+    found = [row[4] for row in tiles.HOPPER if row[0] == pv and case.D <= row[1]]
+    return [_hopper(case, name, tile) for tile in dict.fromkeys(found)]
 
 
 def _hopper(case: Case, name: str, tile: Tile) -> Provider:
@@ -228,7 +228,7 @@ def gate(case: Case, name: str, device: torch.device) -> float:
         provider = _hopper(case, name, tile) if tile.warpgroups else _kernel(case, name)
         with _poisoned_empty():
             out = provider.call(*args)
-        emulated, _ = reference.attention(
+        emulated, _ = emulation(recipe)(
             *args, *(() if masked else (None, None)), *band(case), case.D**-0.5, case.N,
             recipe.granularity, tile.BLOCK_N,
         )  # fmt: skip
@@ -240,6 +240,9 @@ def gate(case: Case, name: str, device: torch.device) -> float:
 
 def _tile(N: int, case: Case, recipe, args) -> Tile:
     """The tile of a call like `case`, of N queries."""
+    if recipe.pv == "nvfp4":
+        capability = tiles.capability(args[0].device)
+        return tiles.tile(capability, recipe.qk, recipe.pv, case.D, case.masked)
     q, k_8bit, _, v, _, v_mean, *mask = args
     return tile_of(
         q.new_empty(1, 1, N, case.D), k_8bit, v, v_mean, recipe.granularity,

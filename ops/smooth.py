@@ -15,13 +15,14 @@ Shapes: B batch, H heads of k and v, N sequence, D head_dim.
 """
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
 from sage_inductor.ops import reference
-from sage_inductor.ops.reference import HEADROOM, NO_SHIFT, SAMPLE
+from sage_inductor.ops.reference import HEADROOM, NO_SHIFT, Q_BLOCK, SAMPLE
 
 _SAMPLE = tl.constexpr(SAMPLE)
 _NO_SHIFT = tl.constexpr(NO_SHIFT)
@@ -222,3 +223,25 @@ def launch_estimate(xs: list[Tensor], visible: Tensor | None) -> list[Tensor]:
         D, D_1, triton.next_power_of_2(max(D, D_1)),  # tile
     )  # fmt: skip
     return [*out, beyond]
+
+
+def smooth_q(q: Tensor, k: Tensor, k_mean: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor]:
+    """q [B, H_q, N_q, D], k [B, H_kv, N_kv, D], k_mean [B, H_kv, D] -> q_mean [B, H_q, M, D] of
+    each Q_BLOCK rows (the last: of what there is), and what taking it off q takes off the scores of
+    all of them, delta_s = q_mean (k - k_mean)^T [B, H_q, M, N_kv]; both fp32. Rows of k that are
+    not `visible`, as in `smooth`, saturate. Plain PyTorch: a matmul of 1 / 128 of q k^T's size.
+    delta_s takes N_kv / 32 bytes for each row of q."""
+    N = q.shape[2]
+    blocks = (N + Q_BLOCK - 1) // Q_BLOCK
+    first = torch.arange(blocks, device=q.device) * Q_BLOCK
+    count = (N - first).clamp(max=Q_BLOCK)[:, None]
+    rows = F.pad(q.float(), (0, 0, 0, blocks * Q_BLOCK - N)).unflatten(2, (-1, Q_BLOCK))
+    q_mean = rows.sum(3) / count
+    k = k.float() - k_mean[:, :, None]
+    if visible is not None:
+        shown = visible.bool()[..., None]
+        amax = torch.where(shown, k.abs(), 0.0).amax(2, keepdim=True)
+        k = torch.where(shown, k, k.nan_to_num(0.0).clamp(-amax, amax))
+    group = q_mean.unflatten(1, (k.shape[1], -1))  # [B, H_kv, H_q / H_kv, M, D]
+    delta_s = group.flatten(2, 3) @ k.mT
+    return q_mean, delta_s.unflatten(2, group.shape[2:4]).flatten(1, 2)

@@ -203,7 +203,7 @@ def _rivals(trial: Trial) -> dict[str, Callable]:
         if attn_mask is not None:
             mask = masks.as_4d(attn_mask)
             seen = masks.summarize(mask, k.shape[2], block_m)
-        quantized, _ = operands(v, prepare(k, v, seen, r))
+        quantized, _ = operands(q, k, v, prepare(k, v, seen, r), seen, r)
         # Without the correction of lse: nobody reads it in a rewritten call.
         return op(
             q, *quantized, mask, seen, *band, q.shape[3] ** -0.5, k.shape[2], r.granularity, False
