@@ -96,8 +96,8 @@ def phi(x, NATIVE: tl.constexpr):
     C: tl.constexpr = x.shape[1]
     x = x.reshape([R, C // _BLOCK, _BLOCK])
     bits = tl.max(abs_bits(x), 2)
-    scale = tl.minimum(bits.to(tl.float32, bitcast=True) * (1.0 / 6.0), 448.0)
-    code = to_minifloat(scale, 3, -6)
+    scale = bits.to(tl.float32, bitcast=True) * (1.0 / 6.0)
+    code = to_minifloat(tl.where(scale < 448.0, scale, 448.0), 3, -6)
     scale = from_e4m3(code).to(tl.float32)
     inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), tl.where(code == 0, 1.0, scale))
     x = x * tl.where(code == 0, 0.0, inverse)[:, :, None]

@@ -240,15 +240,15 @@ def phi(x: Tensor) -> tuple[Tensor, Tensor]:
     each 16. A block with a NaN or an Inf has the scale NaN."""
     x = x.unflatten(-1, (-1, FP4_BLOCK))
     amax = x.abs().amax(-1)
-    scale = (amax * (1 / FP4_MAX)).clamp(max=FP8_MAX).to(torch.float8_e4m3fn)
-    multiplier = scale.float()
-    x = x * torch.where(multiplier > 0, _divide(1.0, multiplier), 0.0)[..., None]
+    scale = amax * (1 / FP4_MAX)
+    e4m3 = torch.where(scale < FP8_MAX, scale, FP8_MAX).to(torch.float8_e4m3fn)
+    scale = e4m3.float()
+    x = x * torch.where(scale > 0, _divide(1.0, scale), 0.0)[..., None]
     a = torch.where(x.abs() < FP4_MAX, x.abs(), FP4_MAX)
     above = (a >= 2).to(torch.uint8) + (a >= 4).to(torch.uint8)  # steps of 1/2, 1 and 2
     code = (a * torch.exp2(1.0 - above)).round().to(torch.uint8) + 2 * above
     code = code + 8 * x.signbit().to(torch.uint8)
-    scale = torch.where(amax < math.inf, scale.view(torch.uint8), 0x7F)
-    return code.flatten(-2), scale
+    return code.flatten(-2), torch.where(amax < math.inf, e4m3.view(torch.uint8), 0x7F)
 
 
 def phi_inverse(code: Tensor, scale: Tensor) -> Tensor:

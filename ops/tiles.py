@@ -62,10 +62,14 @@ TILES = [
     ((12, 0), "fp8", 128, True, Tile(128, 64, 8, 2)),  # untimed
     ((8, 0), "nvfp4", 256, False, Tile(64, 64, 8, 2)),  # untimed
     ((8, 0), "nvfp4", 256, True, Tile(64, 64, 8, 2)),  # untimed
-    ((10, 0), "nvfp4", 256, False, Tile(128, 128, 8, 2)),  # untimed; tcgen05 asks for 128 rows
-    ((10, 0), "nvfp4", 256, True, Tile(128, 128, 8, 2)),  # untimed
-    ((12, 0), "nvfp4", 256, False, Tile(64, 64, 4, 2)),  # untimed
-    ((12, 0), "nvfp4", 256, True, Tile(64, 64, 4, 2)),  # untimed
+    ((10, 0), "nvfp4", 128, False, Tile(128, 128, 8, 2)),  # untimed; tcgen05 asks for 128 rows
+    ((10, 0), "nvfp4", 128, True, Tile(128, 128, 8, 2)),  # untimed
+    ((10, 0), "nvfp4", 256, False, Tile(128, 64, 8, 2)),  # untimed
+    ((10, 0), "nvfp4", 256, True, Tile(128, 64, 8, 2)),  # untimed
+    ((12, 0), "nvfp4", 128, False, Tile(128, 64, 8, 2)),  # untimed
+    ((12, 0), "nvfp4", 128, True, Tile(128, 64, 8, 2)),  # untimed
+    ((12, 0), "nvfp4", 256, False, Tile(64, 64, 8, 2)),  # untimed
+    ((12, 0), "nvfp4", 256, True, Tile(64, 64, 8, 2)),  # untimed
 ]
 
 

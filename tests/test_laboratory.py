@@ -108,6 +108,16 @@ def test_sage1_is_the_emulation_that_is_shipped(is_causal):
     assert relative_l1(lab.attend(*inputs, SAGE1, is_causal), shipped) < 1e-4
 
 
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_sage3_with_v_smoothed_is_the_emulation_that_is_shipped(is_causal):
+    """But for single numbers on the edge between two of E2M1 or E4M3."""
+    inputs = draw()
+    shipped = lab.attend(*inputs, NAMED["sage3"], is_causal)
+    ours = dataclasses.replace(SAGE3, smooth_v=True)
+    assert relative_l1(lab.attend(*inputs, ours, is_causal), shipped) < 1e-3
+    assert relative_l1(lab.attend(*inputs, SAGE3, is_causal), shipped) > 1e-2
+
+
 @pytest.mark.parametrize("recipe", NAMED)
 def test_shipped_recipes_in_blocks_are_the_op(recipe):
     q, k, v = draw(N=300)

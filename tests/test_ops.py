@@ -7,14 +7,17 @@ from torch.testing import assert_close
 
 from sage_inductor.ops import (
     attention,
+    attention_nvfp4,
     mask,
     quantize_k,
     quantize_kv,
+    quantize_nvfp4,
     quantize_v,
     reference,
     smooth,
 )
 from sage_inductor.ops import recipe as recipes
+from sage_inductor.ops.sdpa import operands, prepare
 
 RECIPES = list(recipes.NAMED)
 
@@ -59,6 +62,8 @@ def test_opcheck_of_the_pieces():
             torch.library.opcheck(quantize_kv, (k, None, rows, qk))
     mean, amax = smooth([k, v], visible)
     for recipe in recipes.NAMED.values():
+        if recipe.pv == "nvfp4":
+            continue
         for rows in (visible, None):
             torch.library.opcheck(quantize_k, (k, mean[0], recipe.qk, recipe.granularity, rows))
         k_8bit, k_scale = quantize_k(k, mean[0], recipe.qk, recipe.granularity, visible)
@@ -78,6 +83,21 @@ def test_opcheck_of_the_pieces():
         assert all(
             torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(before, after)
         )
+
+
+def test_opcheck_of_the_pieces_in_nvfp4():
+    q, k, v = qkv()
+    attn_mask = torch.rand(2, 1, 65, 70) > 0.7
+    seen = mask.summarize(attn_mask, 70, 128)
+    visible, r = mask.visible_keys(seen, 2), recipes.NAMED["sage3"]
+    mean, amax = smooth([k, v], visible)
+    for x, m, a, along_n in ((k, mean[0], amax[0], False), (v, mean[1], amax[1], True)):
+        for saturate in (False, True):
+            torch.library.opcheck(quantize_nvfp4, (x, m, a, along_n, saturate))
+    quantized, _ = operands(q, k, v, prepare(k, v, seen, r), seen, r)
+    args = (q, *quantized, attn_mask, seen, None, 0, False, 0.1, 70, r.granularity)
+    for out_bnhd in (False, True):
+        torch.library.opcheck(attention_nvfp4, (*args, out_bnhd))
 
 
 def checks(recipe):
@@ -227,6 +247,14 @@ def test_recipes_encode_to_what_decodes_to_them():
         recipes.Recipe("per_column", "fp8")
     with pytest.raises(ValueError, match="qk must be one of .* got 'fp8'"):
         recipes.Recipe("per_row", "16bit", qk="fp8")
+    for wrong, field in (
+        (("per_row", "nvfp4", "nvfp4"), "granularity"),
+        (("per_16", "fp8", "int8"), "granularity"),
+        (("per_16", "nvfp4", "int8"), "qk"),
+        (("per_row", "fp8", "nvfp4"), "qk"),
+    ):
+        with pytest.raises(ValueError, match=f"{field} must be one of"):
+            recipes.Recipe(*wrong)
 
 
 def test_sdpa_is_its_pieces():
