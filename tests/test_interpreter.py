@@ -2,7 +2,8 @@
 
 Run as ``TRITON_INTERPRET=1 pytest tests/test_interpreter.py``. The interpreter (Triton 3.7) cannot
 multiply bf16 matrices, does not fuse tl.fma, and rounding to FP8 drops the carry (127 becomes 64),
-truncates subnormals and does not saturate (padding becomes NaN, hence `saturate`), so 16-bit means fp16 here, INT8 codes may differ by one and FP8 is
+truncates subnormals and does not saturate (padding becomes NaN, hence `saturate`), and tl.maximum
+keeps NaN, so 16-bit means fp16 here, INT8 codes may differ by one and FP8 is
 compared loosely; a GPU compares exactly (test_gpu.py).
 """
 
@@ -267,7 +268,7 @@ def check_masked(make, band, recipe, N_q, N_kv, D, D_v):
         seen = mask.summarize(attn_mask, N_kv, tile.BLOCK_M)
         visible = mask.visible_keys(seen, 2)
         hidden = (seen.amax(2) == 0).expand(2, 2, N_kv)
-        k[hidden], v[hidden] = torch.inf, torch.nan
+        k[hidden], v[hidden] = torch.inf, torch.nan if r.pv != "nvfp4" else torch.inf
     if r.pv == "nvfp4":
         return check_nvfp4(q, k, v, attn_mask, seen, visible, band, 0.1, tile)
     if r.granularity == "per_row":
