@@ -21,7 +21,7 @@ from torch import Tensor
 from sage_inductor.ops import reference
 from sage_inductor.ops.recipe import NAMED, Recipe
 from sage_inductor.ops.reference import FP4_BLOCK, FP4_MAX, K_BLOCK, LOG2E, Q_BLOCK, TINY
-from sage_inductor.ops.sdpa import emulation, operands
+from sage_inductor.ops.sdpa import emulation, of_q, operands
 
 TILE = 128  # keys of one step of the online softmax
 MMA_K = 32  # keys of one FP8 tensor core instruction
@@ -352,10 +352,11 @@ def shipped(
 ) -> Tensor:  # fmt: skip
     """The output of Q_BLOCK rows from `start` on, by the emulation of the recipe."""
     q = q[:, :, start : start + Q_BLOCK]
-    quantized, _ = operands(q, k, v, prepared, None, recipe)
+    quantized, k_mean = operands(v, prepared)
     return emulation(recipe)(
         q, *quantized, None, None, None, start if is_causal else None, False,
         1 / math.sqrt(q.shape[3]), k.shape[2], recipe.granularity, TILE,
+        *of_q(q, k, k_mean, None, recipe),
     )[0]  # fmt: skip
 
 

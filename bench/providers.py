@@ -32,8 +32,8 @@ import sage_inductor
 from sage_inductor.ops import mask as masks
 from sage_inductor.ops import tiles
 from sage_inductor.ops.attention import empty_outputs, tile_of
-from sage_inductor.ops.recipe import NAMED
-from sage_inductor.ops.sdpa import emulation, kernel, operands
+from sage_inductor.ops.recipe import NAMED, Recipe
+from sage_inductor.ops.sdpa import emulation, kernel, of_q, operands
 from sage_inductor.ops.sdpa import prepare as prepare_kv
 from sage_inductor.ops.tiles import Tile
 
@@ -173,17 +173,26 @@ def _kernel(case: Case, name: str) -> Provider:
         seen = None
         if case.masked:
             seen = masks.summarize(mask, k.shape[2], op_on(q.device)[1])
-        quantized, _ = operands(q, k, v, prepare_kv(k, v, seen, recipe), seen, recipe)
-        return q, *quantized, *(() if seen is None else (mask, seen))
+        quantized, k_mean = operands(v, prepare_kv(k, v, seen, recipe))
+        of_mask = () if seen is None else (mask, seen)
+        return q, *quantized, *of_mask, *of_q(q, k, k_mean, seen, recipe)
 
-    def call(q, *args):
+    def call(q, *rest):
         op, _ = op_on(q.device)
-        args = args if case.masked else (*args, None, None)
+        quantized, of_mask, means = _split(case, recipe, rest)
         return op(
-            q, *args, *band(case), case.D**-0.5, q.shape[2], recipe.granularity, False
+            q, *quantized, *of_mask, *band(case), case.D**-0.5, q.shape[2], recipe.granularity,
+            False, *means,
         )[0]  # fmt: skip
 
     return Provider(f"{name} kernel", call, prepare, name)
+
+
+def _split(case: Case, recipe: Recipe, rest: tuple) -> tuple[tuple, tuple, tuple]:
+    """What `_kernel` prepares beside q: `operands`, (mask, seen) or two None, and `of_q`."""
+    end = len(rest) - 2 * (recipe.qk == "nvfp4")
+    begin = end - 2 * case.masked
+    return rest[:begin], rest[begin:end] or (None, None), rest[end:]
 
 
 def _tiles(case: Case, name: str) -> list[Provider]:
@@ -220,7 +229,6 @@ def gate(case: Case, name: str, device: torch.device) -> float:
     normal and outlier inputs: on a small case, with the tile that the case itself runs with."""
     N, case, recipe = case.N, small(case), NAMED[name]
     prepare = _kernel(case, name).prepare
-    masked = case.masked
     errors = []
     for kind in ("normal", "outlier"):
         args = prepare(*draw(case, kind, device), *draw_mask(case, device))
@@ -228,9 +236,10 @@ def gate(case: Case, name: str, device: torch.device) -> float:
         provider = _hopper(case, name, tile) if tile.warpgroups else _kernel(case, name)
         with _poisoned_empty():
             out = provider.call(*args)
+        quantized, of_mask, means = _split(case, recipe, args[1:])
         emulated, _ = emulation(recipe)(
-            *args, *(() if masked else (None, None)), *band(case), case.D**-0.5, case.N,
-            recipe.granularity, tile.BLOCK_N,
+            args[0], *quantized, *of_mask, *band(case), case.D**-0.5, case.N, recipe.granularity,
+            tile.BLOCK_N, *means,
         )  # fmt: skip
         emulated = emulated.double()
         errors.append(((out.double() - emulated).norm() / emulated.norm()).item())
@@ -243,10 +252,11 @@ def _tile(N: int, case: Case, recipe, args) -> Tile:
     if recipe.pv == "nvfp4":
         capability = tiles.capability(args[0].device)
         return tiles.tile(capability, recipe.qk, recipe.pv, case.D, case.masked)
-    q, k_8bit, _, v, _, v_mean, *mask = args
+    q, *rest = args
+    (k_8bit, _, v, _, v_mean), (mask, _), _ = _split(case, recipe, rest)
     return tile_of(
         q.new_empty(1, 1, N, case.D), k_8bit, v, v_mean, recipe.granularity,
-        mask[0] if mask else None, *band(case), portable=False,
+        mask, *band(case), portable=False,
     )  # fmt: skip
 
 

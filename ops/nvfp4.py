@@ -231,7 +231,7 @@ def _attention_kernel(
     K, K_e4m3, K_scale,  # [B, H_kv, N_pad, BLOCK_D / 2], [.., BLOCK_D / 16], [B, H_kv]
     V, V_e4m3,  # [B, H_kv, BLOCK_DV, N_pad / 2], [.., N_pad / 16]
     V_scale, V_mean,  # [B, H_kv, D_V]
-    Q_mean, Delta_s,  # [B, H_q, N_q / 128, D], [B, H_q, N_q / 128, N_kv], fp32
+    Q_mean, Delta_s,  # [B, H_q, T, D], [B, H_q, T, N_kv], fp32; T: blocks of 128 rows and one more
     Mask, Seen,  # as in attention.py
     Out, Lse,  # [B, H_q, N_q, D_V], [B, H_q, N_q] fp32
     stride_qb, stride_qh, stride_qn, stride_qd,
@@ -269,7 +269,7 @@ def _attention_kernel(
     q = Q + b * stride_qb + h * stride_qh
     q = q + rows.to(tl.int64)[:, None] * stride_qn + d[None, :] * stride_qd
     q = tl.load(q, mask=mask_q, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_D]
-    block = head * tl.cdiv(N_q, _Q_BLOCK) + row0 // _Q_BLOCK
+    block = head * (tl.cdiv(N_q, _Q_BLOCK) + 1) + row0 // _Q_BLOCK
     q_mean = tl.load(Q_mean + block * D + d, mask=d < D, other=0.0)
     q = tl.where(mask_q, q - q_mean[None, :], 0.0)
     inverse, q_scale = power_of_two(tl.max(abs_bits(q), 1))
@@ -367,34 +367,34 @@ def _attention_kernel(
 @triton_op("sage::attention_nvfp4", mutates_args=())
 def attention_nvfp4(
     q: Tensor, k_fp4: Tensor, k_e4m3: Tensor, k_scale: Tensor, v_fp4: Tensor, v_e4m3: Tensor,
-    v_scale: Tensor, v_mean: Tensor, q_mean: Tensor, delta_s: Tensor,
-    attn_mask: Tensor | None, seen: Tensor | None, left: int | None, right: int | None,
-    bottom_right: bool, scale: float, n_kv: int, granularity: str, out_bnhd: bool,
+    v_scale: Tensor, v_mean: Tensor, attn_mask: Tensor | None, seen: Tensor | None,
+    left: int | None, right: int | None, bottom_right: bool, scale: float, n_kv: int,
+    granularity: str, out_bnhd: bool, q_mean: Tensor, delta_s: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention over k and v in 4 bits. Exportable.
 
     q [B, H_q, N_q, D], any strides; k and v from `quantize_nvfp4`, v_mean [B, H_kv, D_v] fp32;
-    q_mean [B, H_q, N_q / 128 rounded up, D] and delta_s [.., N_kv] fp32 of `smooth_q`. The rest,
-    and what it returns: as `attention`'s.
+    q_mean [B, H_q, T, D] and delta_s [B, H_q, T, N_kv] fp32 of `smooth_q`. The rest, and what it
+    returns: as `attention`'s.
     """
     if q.device.type == "cpu":
         out, lse = reference.attention_nvfp4(
-            q, k_fp4, k_e4m3, k_scale, v_fp4, v_e4m3, v_scale, v_mean, q_mean, delta_s, attn_mask,
-            seen, left, right, bottom_right, scale, n_kv, granularity,
+            q, k_fp4, k_e4m3, k_scale, v_fp4, v_e4m3, v_scale, v_mean, attn_mask, seen, left,
+            right, bottom_right, scale, n_kv, granularity, 128, q_mean, delta_s,
         )  # fmt: skip
         return as_stored(out, out_bnhd), lse
     capability, head_dim = tiles.capability(q.device), max(int(q.shape[3]), int(v_mean.shape[2]))
     tile = tiles.tile(capability, "nvfp4", "nvfp4", head_dim, attn_mask is not None)
     return launch(
         wrap_triton(_attention_kernel), q, k_fp4, k_e4m3, k_scale, v_fp4, v_e4m3, v_scale, v_mean,
-        q_mean, delta_s, attn_mask, seen, left, right, bottom_right, scale, n_kv, out_bnhd, tile,
+        attn_mask, seen, left, right, bottom_right, scale, n_kv, out_bnhd, q_mean, delta_s, tile,
         tiles.multiplies_nvfp4(capability),
     )  # fmt: skip
 
 
 def launch(
-    kernel, q, k_fp4, k_e4m3, k_scale, v_fp4, v_e4m3, v_scale, v_mean, q_mean, delta_s, attn_mask,
-    seen, left, right, bottom_right, scale, n_kv, out_bnhd, tile, native: bool,
+    kernel, q, k_fp4, k_e4m3, k_scale, v_fp4, v_e4m3, v_scale, v_mean, attn_mask, seen, left,
+    right, bottom_right, scale, n_kv, out_bnhd, q_mean, delta_s, tile, native: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     B, H_q, N_q, D = q.shape
     D, D_v = int(D), int(v_mean.shape[2])

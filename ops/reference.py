@@ -277,8 +277,8 @@ def quantize_nvfp4(
 
 
 def attention_nvfp4(
-    q, k_fp4, k_e4m3, k_scale, v_fp4, v_e4m3, v_scale, v_mean, q_mean, delta_s, attn_mask, seen,
-    left, right, bottom_right, scale: float, n_kv: int, granularity: str, block_n: int = 128,
+    q, k_fp4, k_e4m3, k_scale, v_fp4, v_e4m3, v_scale, v_mean, attn_mask, seen, left, right,
+    bottom_right, scale: float, n_kv: int, granularity: str, block_n: int, q_mean, delta_s,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """nvfp4.py's kernel, reading `block_n` keys at a time."""
     heads, unit = q.shape[1] // k_fp4.shape[1], scale * LOG2E

@@ -10,7 +10,7 @@
 In nvfp4 k and v are quantize_nvfp4's and the fourth is
 
     q_mean, delta_s        = smooth_q(q, k, k_mean)
-    out, lse               = attention_nvfp4(q, k_fp4, ..., v_fp4, ..., q_mean, delta_s, ...)
+    out, lse               = attention_nvfp4(q, k_fp4, ..., v_fp4, ..., q_mean, delta_s)
 
 Per row, one op, quantize_kv, takes the place of the middle three. Calls that share k and v can
 share what it makes, or they: ``sage::prepare`` returns it.
@@ -151,10 +151,10 @@ def compose(
     """`sdpa` in terms of the ops that do the work."""
     r = recipes.decode(recipe)
     op, attn_mask, seen = _kernel_and_mask(k, v, attn_mask, r, portable)
-    quantized, k_mean = operands(q, k, v, prepared or prepare(k, v, seen, r), seen, r)
+    quantized, k_mean = operands(v, prepared or prepare(k, v, seen, r))
     out, lse = op(
         q, *quantized, attn_mask, seen, left, right, bottom_right, scale, k.shape[2],
-        r.granularity, out_bnhd,
+        r.granularity, out_bnhd, *of_q(q, k, k_mean, seen, r),
     )  # fmt: skip
     group = q.unflatten(1, (k.shape[1], -1))  # [B, H_kv, H_q / H_kv, N_q, D]
     # In fp32, as k_mean. A matmul is traced as 8 operations, for a result that few read.
@@ -206,22 +206,25 @@ def prepare(k: Tensor, v: Tensor, seen: Tensor | None, recipe: recipes.Recipe) -
     return [k_8bit, k_scale, k_mean, v_fp8, v_scale, v_mean]
 
 
-def operands(
-    q: Tensor, k: Tensor, v: Tensor, prepared: list[Tensor], seen: Tensor | None,
-    recipe: recipes.Recipe,
-) -> tuple[tuple, Tensor]:  # fmt: skip
+def operands(v: Tensor, prepared: list[Tensor]) -> tuple[tuple, Tensor]:
     """(k_8bit, k_scale, v_fp8 or v in 16 bits, v_scale, v_mean), which `attention` reads, or what
     `attention_nvfp4` does, and k_mean, which lse is corrected by. Without FP8, v_scale and v_mean
     are fillers."""
-    if recipe.pv == "nvfp4":
-        *of_k, k_mean, v_fp4, v_e4m3, v_scale, v_mean = prepared
-        visible = None if seen is None else mask.visible_keys(seen, k.shape[1])
-        of_q = smooth_q(q, k, k_mean, visible)
-        return (*of_k, v_fp4, v_e4m3, v_scale, v_mean, *of_q), k_mean
+    if len(prepared) == 8:  # nvfp4
+        return (*prepared[:3], *prepared[4:]), prepared[3]
     k_8bit, k_scale, k_mean, *of_v = prepared
     if not of_v:
         of_v = v if v.dtype != torch.float32 else v.bfloat16(), k_mean, k_mean
     return (k_8bit, k_scale, *of_v), k_mean
+
+
+def of_q(
+    q: Tensor, k: Tensor, k_mean: Tensor, seen: Tensor | None, recipe: recipes.Recipe
+) -> tuple[Tensor, ...]:
+    """(q_mean, delta_s), which the attention op reads last, or nothing where q is not smooth."""
+    if recipe.qk != "nvfp4":
+        return ()
+    return smooth_q(q, k, k_mean, None if seen is None else mask.visible_keys(seen, k.shape[1]))
 
 
 def kernel(

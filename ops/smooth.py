@@ -226,15 +226,16 @@ def launch_estimate(xs: list[Tensor], visible: Tensor | None) -> list[Tensor]:
 
 
 def smooth_q(q: Tensor, k: Tensor, k_mean: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor]:
-    """q [B, H_q, N_q, D], k [B, H_kv, N_kv, D], k_mean [B, H_kv, D] -> q_mean [B, H_q, M, D] of
+    """q [B, H_q, N_q, D], k [B, H_kv, N_kv, D], k_mean [B, H_kv, D] -> q_mean [B, H_q, T, D] of
     each Q_BLOCK rows (the last: of what there is), and what taking it off q takes off the scores of
-    all of them, delta_s = q_mean (k - k_mean)^T [B, H_q, M, N_kv]; both fp32. Rows of k that are
-    not `visible`, as in `smooth`, saturate. Plain PyTorch: a matmul of 1 / 128 of q k^T's size.
-    delta_s takes N_kv / 32 bytes for each row of q."""
+    all of them, delta_s = q_mean (k - k_mean)^T [B, H_q, T, N_kv]; both fp32. T: the blocks and one
+    more, of zeros, for mask.summarize's reason. Rows of k that are not `visible`, as in `smooth`,
+    saturate. Plain PyTorch: a matmul of 1 / 128 of q k^T's size. delta_s takes N_kv / 32 bytes for
+    each row of q."""
     N = q.shape[2]
-    blocks = (N + Q_BLOCK - 1) // Q_BLOCK
+    blocks = (N + 2 * Q_BLOCK - 1) // Q_BLOCK
     first = torch.arange(blocks, device=q.device) * Q_BLOCK
-    count = (N - first).clamp(max=Q_BLOCK)[:, None]
+    count = (N - first).clamp(1, Q_BLOCK)[:, None]
     rows = F.pad(q.float(), (0, 0, 0, blocks * Q_BLOCK - N)).unflatten(2, (-1, Q_BLOCK))
     q_mean = rows.sum(3) / count
     k = k.float() - k_mean[:, :, None]

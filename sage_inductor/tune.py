@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from sage_inductor.ops import mask as masks
 from sage_inductor.ops import reference, tiles
 from sage_inductor.ops.recipe import NAMED
-from sage_inductor.ops.sdpa import kernel, operands, prepare
+from sage_inductor.ops.sdpa import kernel, of_q, operands, prepare
 from sage_inductor.patterns.call import CAUSAL, FULL
 from sage_inductor.patterns.decide import WIN, Trial, candidates
 
@@ -203,11 +203,12 @@ def _rivals(trial: Trial) -> dict[str, Callable]:
         if attn_mask is not None:
             mask = masks.as_4d(attn_mask)
             seen = masks.summarize(mask, k.shape[2], block_m)
-        quantized, _ = operands(q, k, v, prepare(k, v, seen, r), seen, r)
+        quantized, k_mean = operands(v, prepare(k, v, seen, r))
         # Without the correction of lse: nobody reads it in a rewritten call.
         return op(
-            q, *quantized, mask, seen, *band, q.shape[3] ** -0.5, k.shape[2], r.granularity, False
-        )[0]
+            q, *quantized, mask, seen, *band, q.shape[3] ** -0.5, k.shape[2], r.granularity, False,
+            *of_q(q, k, k_mean, seen, r),
+        )[0]  # fmt: skip
 
     return {
         **{backend.name: sdpa_kernel(backend)(sdpa) for backend in backends},

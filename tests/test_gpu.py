@@ -28,7 +28,7 @@ from sage_inductor.ops import (
 )
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.attention import tile_of
-from sage_inductor.ops.sdpa import emulation, operands, prepare
+from sage_inductor.ops.sdpa import emulation, of_q, operands, prepare
 from sage_inductor.ops.smooth import launch_estimate
 
 pytestmark = pytest.mark.gpu
@@ -266,7 +266,8 @@ def check_kernel(op, recipe, name, band, shape, scale=0.1, D_v=None):
         seen = mask.summarize(attn_mask, N_kv, tile.BLOCK_M)
         hidden = (seen.amax(2) == 0).expand(B, H_q, N_kv).unflatten(1, (H_kv, -1)).all(2)
         k[hidden], v[hidden] = math.inf, math.nan
-    quantized, _ = operands(q, k, v, prepare(k, v, seen, r), seen, r)
+    quantized, k_mean = operands(v, prepare(k, v, seen, r))
+    means = of_q(q, k, k_mean, seen, r)
     args = (q, *quantized, attn_mask, seen, *BANDS[band], scale, N_kv, r.granularity)
     if nvfp4:
         op = attention_nvfp4
@@ -275,18 +276,18 @@ def check_kernel(op, recipe, name, band, shape, scale=0.1, D_v=None):
         tile = tile_of(
             q, k_8bit, v, v_mean, r.granularity, attn_mask, *BANDS[band], portable=op is attention
         )
-    out, lse = op(*args, True)
+    out, lse = op(*args, True, *means)
     if tile.warpgroups:
         out_ref, lse_ref = hopper_emulation(q, quantized, BANDS[band][1] == 0, scale, N_kv, tile)
     else:
-        out_ref, lse_ref = emulation(r)(*args, block_n=tile.BLOCK_N)
+        out_ref, lse_ref = emulation(r)(*args, tile.BLOCK_N, *means)
     assert out.isfinite().all()
     few, atol = 4e-3 if nvfp4 else 1e-3, 1e-4
     if r.qk == "fp8":
         few, atol = 4e-3, 1e-4 + 2**-10 * lse_ref.nan_to_num(neginf=0.0).abs().max().item()
     assert (out.double() - out_ref.double()).norm() <= few * out_ref.double().norm()
     assert_close(lse, lse_ref, rtol=1e-5, atol=atol)
-    again = op(*args, True)
+    again = op(*args, True, *means)
     assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
 
 
@@ -357,7 +358,7 @@ def check_hopper(row, shape, scale=0.1, dtype=torch.bfloat16, make=lambda x: x):
     r = recipes.Recipe("per_row", pv)
     B, H_q, H_kv, N_q, N_kv = shape
     q, k, v = (make(x) for x in qkv(*shape, head_dim, dtype=dtype))
-    quantized, _ = operands(q, k, v, prepare(k, v, None, r), None, r)
+    quantized, _ = operands(v, prepare(k, v, None, r))
     right = 0 if is_causal else None
     assert hopper().applies(q, quantized[0], quantized[2], "per_row", None, None, right, False)
     out, lse = q.new_full(q.shape, math.nan), q.new_full(q.shape[:3], math.nan, dtype=torch.float32)
@@ -425,8 +426,7 @@ def test_what_hopper_kernel_cannot_read_runs_on_the_other():
     apart = torch.stack([q, q], 4)[..., 0]  # its last stride is 2
     unaligned = torch.cat([v, v[..., :1]], 3)[..., 1:]  # 2 bytes off
     for recipe, q_, v_ in (("sage2-8b-rows", apart, v), ("accurate", q, unaligned)):
-        r = recipes.NAMED[recipe]
-        quantized, _ = operands(q_, k, v_, prepare(k, v_, None, r), None, r)
+        quantized, _ = operands(v_, prepare(k, v_, None, recipes.NAMED[recipe]))
         args = (q_, *quantized, None, None, None, 0, False, 0.1, 300, "per_row")
         k_8bit, _, v_, _, v_mean = quantized
         tile = tile_of(q_, k_8bit, v_, v_mean, "per_row", None, None, 0, False, portable=False)

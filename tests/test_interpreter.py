@@ -19,7 +19,7 @@ from sage_inductor.ops import mask, nvfp4, reference
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.attention import _attention_kernel, _launch
 from sage_inductor.ops.quantize import launch_k, launch_kv, launch_v
-from sage_inductor.ops.sdpa import operands, prepare
+from sage_inductor.ops.sdpa import of_q, operands, prepare
 from sage_inductor.ops.smooth import launch as launch_smooth
 from sage_inductor.ops.smooth import launch_estimate
 from sage_inductor.ops.tiles import Tile
@@ -149,7 +149,7 @@ def test_attention(shape, is_causal, scale, tma, recipe):
     q, k, v = qkv(*shape)
     q = on_grid(q) if r.qk == "fp8" else q
     tile = Tile(64, 128, 4, 2) if r.pv == "fp8" else Tile(128, 64, 8, 2)
-    quantized, _ = operands(q, k, v, prepare(k, v, None, r), None, r)
+    quantized, _ = operands(v, prepare(k, v, None, r))
     band = (None, 0 if is_causal else None, False)
     args = (q, *quantized, None, None, *band, scale, k.shape[2])
     out, lse = _launch(_attention_kernel, *args, r.granularity, True, tile, tma=tma)
@@ -213,10 +213,11 @@ def check_nvfp4(q, k, v, attn_mask, seen, visible, band, scale, tile):
     for x, along_n in ((k, False), (v, True)):
         mean, amax = (y[0] for y in launch_smooth(x, x, 1, visible))
         prepared += [*nvfp4.launch_quantize(x, mean, amax, along_n, masked), mean]
-    quantized, _ = operands(q, k, v, prepared, seen, r)
+    quantized, k_mean = operands(v, prepared)
+    means = of_q(q, k, k_mean, seen, r)
     args = (q, *quantized, attn_mask, seen, *band, scale, k.shape[2])
-    out, lse = nvfp4.launch(nvfp4._attention_kernel, *args, True, tile, native=False)
-    expected, expected_lse = reference.attention_nvfp4(*args, r.granularity, block_n=tile.BLOCK_N)
+    out, lse = nvfp4.launch(nvfp4._attention_kernel, *args, True, *means, tile, native=False)
+    expected, expected_lse = reference.attention_nvfp4(*args, r.granularity, tile.BLOCK_N, *means)
     # Single numbers between two of E2M1 fall on the other side.
     assert out.isfinite().all() and relative(out, expected) < 1e-3
     assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
@@ -276,7 +277,7 @@ def check_masked(make, band, recipe, N_q, N_kv, D, D_v):
     else:
         prepared = prepared_in_two_passes(k, v, visible, r)
     assert all(x.float().isfinite().all() for x in prepared)
-    quantized, _ = operands(q, k, v, prepared, seen, r)
+    quantized, _ = operands(v, prepared)
     args = (q, *quantized, attn_mask, seen, *band, 0.1, N_kv)
     out, lse = _launch(_attention_kernel, *args, r.granularity, True, tile, tma=False)
     expected, expected_lse = reference.attention(*args, r.granularity, block_n=tile.BLOCK_N)

@@ -17,7 +17,7 @@ from sage_inductor.ops import (
     smooth,
 )
 from sage_inductor.ops import recipe as recipes
-from sage_inductor.ops.sdpa import operands, prepare
+from sage_inductor.ops.sdpa import of_q, operands, prepare
 
 RECIPES = list(recipes.NAMED)
 
@@ -94,10 +94,11 @@ def test_opcheck_of_the_pieces_in_nvfp4():
     for x, m, a, along_n in ((k, mean[0], amax[0], False), (v, mean[1], amax[1], True)):
         for saturate in (False, True):
             torch.library.opcheck(quantize_nvfp4, (x, m, a, along_n, saturate))
-    quantized, _ = operands(q, k, v, prepare(k, v, seen, r), seen, r)
+    quantized, k_mean = operands(v, prepare(k, v, seen, r))
     args = (q, *quantized, attn_mask, seen, None, 0, False, 0.1, 70, r.granularity)
     for out_bnhd in (False, True):
-        torch.library.opcheck(attention_nvfp4, (*args, out_bnhd))
+        means = of_q(q, k, k_mean, seen, r)
+        torch.library.opcheck(attention_nvfp4, (*args, out_bnhd, *means))
 
 
 def checks(recipe):

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops import reference
-from sage_inductor.ops.sdpa import operands, prepare
+from sage_inductor.ops.sdpa import of_q, operands, prepare
 from sage_inductor.ops.smooth import smooth_q
 
 
@@ -225,7 +225,8 @@ def test_smooth_q_takes_off_q_what_it_adds_to_the_scores():
     q, k, _ = qkv(2, 4, 2, 300, 130)
     q, k_mean = q + 3, k.mean(2)
     q_mean, delta_s = smooth_q(q, k, k_mean, None)
-    assert q_mean.shape == (2, 4, 3, 64) and delta_s.shape == (2, 4, 3, 130)
+    assert q_mean.shape == (2, 4, 4, 64) and delta_s.shape == (2, 4, 4, 130)
+    assert not q_mean[:, :, 3].any()  # one block more than there are
     assert_close(q_mean[:, :, 2], q[:, :, 256:].mean(2))
     k_smooth = (k - k_mean[:, :, None]).repeat_interleave(2, 1)
     block = torch.arange(300) // 128
@@ -248,11 +249,13 @@ def test_two_level_p_brings_each_row_of_a_tile_to_all_of_e4m3(block_n):
     q, k, v = qkv(N_q=128, N_kv=256)
     q = q + 1
     k[:, :, 128:] -= 0.25
-    k_mean, r = k.mean(2), recipes.NAMED["sage3"]
-    quantized, _ = operands(q, k, v, prepare(k, v, None, r), None, r)
-    k_fp4, k_e4m3, k_scale, v_fp4, v_e4m3, v_scale, v_mean, q_mean, delta_s = quantized
+    r = recipes.NAMED["sage3"]
+    quantized, k_mean = operands(v, prepare(k, v, None, r))
+    k_fp4, k_e4m3, k_scale, v_fp4, v_e4m3, v_scale, v_mean = quantized
+    means = of_q(q, k, k_mean, None, r)
     rest = (None, None, None, None, False, 0.4, 256, "per_16", block_n)
-    out, _ = reference.attention_nvfp4(q, *quantized, *rest)
+    out, _ = reference.attention_nvfp4(q, *quantized, *rest, *means)
+    q_mean, delta_s = (x[:, :, :1] for x in means)
 
     def unpacked(x_fp4, e4m3):
         return decoded(torch.stack([x_fp4 % 16, x_fp4 // 16], -1).flatten(-2), e4m3)
