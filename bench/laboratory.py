@@ -20,12 +20,11 @@ from torch import Tensor
 
 from sage_inductor.ops import reference
 from sage_inductor.ops.recipe import NAMED, Recipe
-from sage_inductor.ops.reference import K_BLOCK, LOG2E, Q_BLOCK, TINY
-from sage_inductor.ops.sdpa import of_q
+from sage_inductor.ops.reference import FP4_BLOCK, FP4_MAX, K_BLOCK, LOG2E, Q_BLOCK, TINY
+from sage_inductor.ops.sdpa import emulation, of_q, operands
 
 TILE = 128  # keys of one step of the online softmax
 MMA_K = 32  # keys of one FP8 tensor core instruction
-FP4_BLOCK, FP4_MAX = 16, 6.0
 MAX = {"int8": 127.0, "int4": 7.0, "e4m3": 448.0, "e5m2": 57344.0}  # formats that need a scale
 DTYPES = {
     "e4m3": torch.float8_e4m3fn,
@@ -334,8 +333,12 @@ def truncated(x: Tensor) -> Tensor:
 
 
 def prepare_shipped(k: Tensor, v: Tensor, recipe: Recipe) -> list[Tensor]:
-    """[k_8bit, k_scale, k_mean] and, with FP8 p v, [v_fp8, v_scale, v_mean]."""
+    """What `sage_inductor.ops.sdpa.prepare` gives, by the oracles on any device."""
     fp8 = recipe.pv == "fp8"
+    if recipe.pv == "nvfp4":
+        (k_mean, v_mean), (k_amax, v_amax) = reference.smooth([k, v])
+        of_k = reference.quantize_nvfp4(k, k_mean, k_amax, False, False)
+        return [*of_k, k_mean, *reference.quantize_nvfp4(v, v_mean, v_amax, True, False), v_mean]
     if recipe.granularity == "per_row":
         return reference.quantize_kv(k, v if fp8 else None, None, recipe.qk)
     (k_mean, v_mean), (_, v_amax) = reference.smooth([k, v])
@@ -347,13 +350,13 @@ def shipped(
     q: Tensor, start: int, k: Tensor, v: Tensor, prepared: list[Tensor], recipe: Recipe,
     is_causal: bool,
 ) -> Tensor:  # fmt: skip
-    """The output of Q_BLOCK rows from `start` on, by `reference.attention`."""
-    k_8bit, k_scale, k_mean, *of_v = prepared
+    """The output of Q_BLOCK rows from `start` on, by the emulation of the recipe."""
     q = q[:, :, start : start + Q_BLOCK]
-    return reference.attention(
-        q, k_8bit, k_scale, *(of_v or (v, None, None)), None, None,
-        None, start if is_causal else None, False, 1 / math.sqrt(q.shape[3]), k.shape[2],
-        recipe.granularity, TILE, *of_q(q, k, k_mean, recipe),
+    quantized, k_mean = operands(v, prepared)
+    return emulation(recipe)(
+        q, *quantized, None, None, None, start if is_causal else None, False,
+        1 / math.sqrt(q.shape[3]), k.shape[2], recipe.granularity, TILE,
+        *of_q(q, k, k_mean, None, recipe),
     )[0]  # fmt: skip
 
 

@@ -30,12 +30,12 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import sage_inductor
 from sage_inductor.ops import mask as masks
-from sage_inductor.ops import reference
+from sage_inductor.ops import tiles
 from sage_inductor.ops.attention import empty_outputs, tile_of
-from sage_inductor.ops.recipe import NAMED
-from sage_inductor.ops.sdpa import kernel, of_q, operands
+from sage_inductor.ops.recipe import NAMED, Recipe
+from sage_inductor.ops.sdpa import emulation, kernel, of_q, operands
 from sage_inductor.ops.sdpa import prepare as prepare_kv
-from sage_inductor.ops.tiles import HOPPER, Tile
+from sage_inductor.ops.tiles import Tile
 
 EAGER = {
     "cuDNN": SDPBackend.CUDNN_ATTENTION,
@@ -175,30 +175,32 @@ def _kernel(case: Case, name: str) -> Provider:
             seen = masks.summarize(mask, k.shape[2], op_on(q.device)[1])
         quantized, k_mean = operands(v, prepare_kv(k, v, seen, recipe))
         of_mask = () if seen is None else (mask, seen)
-        return q, *quantized, *of_mask, *of_q(q, k, k_mean, recipe)
+        return q, *quantized, *of_mask, *of_q(q, k, k_mean, seen, recipe)
 
-    def call(q, k_8bit, k_scale, v, v_scale, v_mean, *rest):
+    def call(q, *rest):
         op, _ = op_on(q.device)
-        of_mask, means = _split(case, rest)
+        quantized, of_mask, means = _split(case, recipe, rest)
         return op(
-            q, k_8bit, k_scale, v, v_scale, v_mean, *of_mask, *band(case), case.D**-0.5,
-            q.shape[2], recipe.granularity, False, *means,
+            q, *quantized, *of_mask, *band(case), case.D**-0.5, q.shape[2], recipe.granularity,
+            False, *means,
         )[0]  # fmt: skip
 
     return Provider(f"{name} kernel", call, prepare, name)
 
 
-def _split(case: Case, rest: tuple) -> tuple[tuple, tuple]:
-    """What `_kernel` prepares beside k and v: (mask, seen) or two None, (q_mean, delta) or ()."""
-    return (rest[:2], rest[2:]) if case.masked else ((None, None), rest)
+def _split(case: Case, recipe: Recipe, rest: tuple) -> tuple[tuple, tuple, tuple]:
+    """What `_kernel` prepares beside q: `operands`, (mask, seen) or two None, and `of_q`."""
+    end = len(rest) - 2 * recipe.smooths_q
+    begin = end - 2 * case.masked
+    return rest[:begin], rest[begin:end] or (None, None), rest[end:]
 
 
 def _tiles(case: Case, name: str) -> list[Provider]:
     """The kernel of ops/hopper.py with every tile that its table has for this head_dim or a wider
     one."""
     pv = NAMED[name].pv
-    tiles = [row[4] for row in HOPPER if row[0] == pv and case.D <= row[1]]
-    return [_hopper(case, name, tile) for tile in dict.fromkeys(tiles)]
+    found = [row[4] for row in tiles.HOPPER if row[0] == pv and case.D <= row[1]]
+    return [_hopper(case, name, tile) for tile in dict.fromkeys(found)]
 
 
 def _hopper(case: Case, name: str, tile: Tile) -> Provider:
@@ -234,9 +236,9 @@ def gate(case: Case, name: str, device: torch.device) -> float:
         provider = _hopper(case, name, tile) if tile.warpgroups else _kernel(case, name)
         with _poisoned_empty():
             out = provider.call(*args)
-        of_mask, means = _split(case, args[6:])
-        emulated, _ = reference.attention(
-            *args[:6], *of_mask, *band(case), case.D**-0.5, case.N, recipe.granularity,
+        quantized, of_mask, means = _split(case, recipe, args[1:])
+        emulated, _ = emulation(recipe)(
+            args[0], *quantized, *of_mask, *band(case), case.D**-0.5, case.N, recipe.granularity,
             tile.BLOCK_N, *means,
         )  # fmt: skip
         emulated = emulated.double()
@@ -247,10 +249,14 @@ def gate(case: Case, name: str, device: torch.device) -> float:
 
 def _tile(N: int, case: Case, recipe, args) -> Tile:
     """The tile of a call like `case`, of N queries."""
-    q, k_8bit, _, v, _, v_mean, *rest = args
+    if recipe.pv == "nvfp4":
+        capability = tiles.capability(args[0].device)
+        return tiles.tile(capability, recipe.qk, recipe.pv, case.D, case.masked)
+    q, *rest = args
+    (k_8bit, _, v, _, v_mean), (mask, _), _ = _split(case, recipe, rest)
     return tile_of(
         q.new_empty(1, 1, N, case.D), k_8bit, v, v_mean, recipe.granularity,
-        _split(case, rest)[0][0], *band(case), portable=False,
+        mask, *band(case), portable=False,
     )  # fmt: skip
 
 

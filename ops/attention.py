@@ -55,6 +55,64 @@ _LOG2_FP8_MAX = tl.constexpr(LOG2_FP8_MAX)  # p uses all of E4M3: exp2(x - m) * 
 
 
 @triton.jit
+def tiles_in_sight(
+    Seen, row0, N_q, N_kv,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, MASK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """begin, end: which tiles of keys the BLOCK_M rows from row0 read; whole, whole_end: which of
+    them without a mask; diagonal: the key at the first row's place. Seen points to its first key.
+    """
+    begin, end = 0, N_kv
+    if MASK > 0:
+        begin, end = N_kv, 0
+        for start in range(0, N_kv, 1024):
+            column = start + tl.arange(0, 1024)
+            reached = tl.load(Seen + column, mask=column < N_kv, other=0) != 0
+            begin = tl.minimum(begin, tl.min(tl.where(reached, column, N_kv)))
+            end = tl.maximum(end, tl.max(tl.where(reached, column + 1, 0)))
+    diagonal = row0
+    if BOTTOM_RIGHT:
+        diagonal += N_kv - N_q
+    whole, whole_end = 0, N_kv // BLOCK_N
+    if LEFT >= 0:
+        begin = tl.maximum(begin, diagonal - LEFT)
+        whole = tl.cdiv(tl.maximum(diagonal + BLOCK_M - 1 - LEFT, 0), BLOCK_N)
+    if RIGHT >= 0:
+        end = tl.minimum(end, diagonal + BLOCK_M + RIGHT)
+        whole_end = tl.maximum(tl.minimum(N_kv, diagonal + 1 + RIGHT), 0) // BLOCK_N
+    return begin // BLOCK_N, tl.cdiv(tl.maximum(end, 0), BLOCK_N), whole, whole_end, diagonal
+
+
+@triton.jit
+def hide(
+    x, mask_ptrs, rows, here, column, N_q, N_kv,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr, ADDITIVE: tl.constexpr,
+):  # fmt: skip
+    """x, scores in log2 units of BLOCK_M rows and BLOCK_N columns in any shape, with what the mask
+    adds, and -inf where band or mask hide the key. here [BLOCK_M]: the keys at the rows' places."""
+    BLOCK_M: tl.constexpr = rows.shape[0]
+    BLOCK_N: tl.constexpr = column.shape[0]
+    keep = (column < N_kv)[None, :]
+    if LEFT >= 0:
+        keep = keep & (column[None, :] >= here[:, None] - LEFT)
+    if RIGHT >= 0:
+        keep = keep & (column[None, :] <= here[:, None] + RIGHT)
+    if MASK > 0:
+        inside = (column < N_kv)[None, :]
+        if MASK == 2:
+            inside = inside & (rows < N_q)[:, None]
+        a = tl.load(mask_ptrs, mask=inside, other=0)
+        if ADDITIVE:
+            a = a.to(tl.float32) * _LOG2E
+            x = x + a.broadcast_to([BLOCK_M, BLOCK_N]).reshape(x.shape)
+        else:
+            keep = keep & (a != 0)
+    keep = keep.broadcast_to([BLOCK_M, BLOCK_N])
+    return tl.where(keep.reshape(x.shape), x, -float("inf"))
+
+
+@triton.jit
 def _attention_kernel(
     Q,  # [B, H_q, N_q, D] in, 16-bit
     Q_mean, Delta,  # INT4: [B, H_q, T, D], [B, H_q, T, N_pad] as smooth_q has them; else unread
@@ -144,31 +202,14 @@ def _attention_kernel(
         v_ptrs = V + b * stride_vb + h_kv * stride_vh + dv[None, :] * stride_vd
     K_scale += head_kv * (N_pad // 64) * GROUPS
 
-    # -- which tiles: begin .. end, and of them whole .. whole_end without a mask ----
-    begin, end = 0, N_kv
-    if MASK > 0:
-        Seen += b * stride_sb + h * stride_sh + (tile * stride_sm if MASK == 2 else 0)
-        begin, end = N_kv, 0
-        for start in range(0, N_kv, 1024):
-            column = start + tl.arange(0, 1024)
-            reached = tl.load(Seen + column, mask=column < N_kv, other=0) != 0
-            begin = tl.minimum(begin, tl.min(tl.where(reached, column, N_kv)))
-            end = tl.maximum(end, tl.max(tl.where(reached, column + 1, 0)))
-        mask_ptrs = Mask + b * stride_mb + h * stride_mh + n[None, :].to(tl.int64) * stride_mn
-        if MASK == 2:
-            mask_ptrs = mask_ptrs + rows.to(tl.int64)[:, None] * stride_mm
-    diagonal = row0  # the key at the first row's place
-    if BOTTOM_RIGHT:
-        diagonal += N_kv - N_q
-    whole, whole_end = 0, N_kv // BLOCK_N
-    if LEFT >= 0:
-        begin = tl.maximum(begin, diagonal - LEFT)
-        whole = tl.cdiv(tl.maximum(diagonal + BLOCK_M - 1 - LEFT, 0), BLOCK_N)
-    if RIGHT >= 0:
-        end = tl.minimum(end, diagonal + BLOCK_M + RIGHT)
-        whole_end = tl.maximum(tl.minimum(N_kv, diagonal + 1 + RIGHT), 0) // BLOCK_N
-    begin = begin // BLOCK_N
-    end = tl.cdiv(tl.maximum(end, 0), BLOCK_N)
+    # -- which tiles, and where the mask is ----
+    Seen += b * stride_sb + h * stride_sh + tile * stride_sm
+    begin, end, whole, whole_end, diagonal = tiles_in_sight(
+        Seen, row0, N_q, N_kv, LEFT, RIGHT, BOTTOM_RIGHT, MASK, BLOCK_M, BLOCK_N
+    )
+    mask_ptrs = Mask + b * stride_mb + h * stride_mh + n[None, :].to(tl.int64) * stride_mn
+    if MASK == 2:
+        mask_ptrs = mask_ptrs + rows.to(tl.int64)[:, None] * stride_mm
 
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
@@ -220,28 +261,13 @@ def _attention_kernel(
 
                 # -- softmax: running maximum and sum ----
                 if masked:
-                    column = j * BLOCK_N + n
-                    keep = (column < N_kv)[None, :]
-                    here = (rows - row0 + diagonal)[:, None]
-                    if LEFT >= 0:
-                        keep = keep & (column[None, :] >= here - LEFT)
-                    if RIGHT >= 0:
-                        keep = keep & (column[None, :] <= here + RIGHT)
                     x = s.to(tl.float32) * c5
                     if INT4:
                         x += delta
-                    if MASK > 0:
-                        inside = (column < N_kv)[None, :]
-                        if MASK == 2:
-                            inside = inside & (rows < N_q)[:, None]
-                        a = tl.load(mask_ptrs + j * BLOCK_N * stride_mn, mask=inside, other=0)
-                        if ADDITIVE:
-                            a = a.to(tl.float32) * _LOG2E
-                            x = x + a.broadcast_to([BLOCK_M, BLOCK_N]).reshape(s.shape)
-                        else:
-                            keep = keep & (a != 0)
-                    keep = keep.broadcast_to([BLOCK_M, BLOCK_N])
-                    x = tl.where(keep.reshape(s.shape), x, -float("inf"))
+                    x = hide(
+                        x, mask_ptrs + j * BLOCK_N * stride_mn, rows, rows - row0 + diagonal,
+                        j * BLOCK_N + n, N_q, N_kv, LEFT, RIGHT, MASK, ADDITIVE,
+                    )  # fmt: skip
                     m_new = tl.maximum(m, tl.max(tl.max(tl.max(tl.max(x, 4), 2), 2), 1))
                 else:
                     x = s.to(tl.float32) * c5
@@ -310,6 +336,20 @@ def _attention_kernel(
     tl.store(Lse + head * N_q + rows, lse, mask=rows < N_q)
 
 
+def mask_arguments(q: Tensor, attn_mask: Tensor | None, seen: Tensor | None) -> tuple:
+    """Mask, Seen, the strides of both, MASK and ADDITIVE, as kernels take them."""
+    if attn_mask is None:
+        return q, q, (0,) * 7, 0, False  # neither is read
+    repeated = [n == 1 for n in attn_mask.shape]  # by broadcasting
+    strides = [
+        0 if once else stride
+        for x in (attn_mask.stride(), seen.stride()[:3])
+        for once, stride in zip(repeated, x, strict=False)
+    ]
+    kind = 1 if attn_mask.shape[2] == 1 else 2
+    return attn_mask, seen, strides, kind, attn_mask.dtype != torch.bool
+
+
 def _launch(
     kernel, q, k_8bit, k_scale, v, v_scale, v_mean, attn_mask, seen, left, right, bottom_right,
     scale, n_kv, granularity, out_bnhd, q_mean, delta, tile, tma: bool, **options,
@@ -331,19 +371,7 @@ def _launch(
         k = TensorDescriptor.from_tensor(k_8bit.view(-1, width), [tile.BLOCK_N, width])
         if fp8:
             v_arg = TensorDescriptor.from_tensor(v.view(-1, N_pad), [v.shape[2], tile.BLOCK_N])
-    mask, mask_strides, mask_kind, additive = q, (0,) * 7, 0, False
-    if attn_mask is None:
-        seen = q  # neither is read
-    else:
-        mask_kind = 1 if attn_mask.shape[2] == 1 else 2
-        additive = attn_mask.dtype != torch.bool
-        mask = attn_mask
-        repeated = [n == 1 for n in mask.shape]  # by broadcasting
-        mask_strides = [
-            0 if once else stride
-            for x in (mask.stride(), seen.stride()[:3])
-            for once, stride in zip(repeated, x, strict=False)
-        ]
+    mask, seen, mask_strides, mask_kind, additive = mask_arguments(q, attn_mask, seen)
     kernel[(B * H_q * triton.cdiv(N_q, tile.BLOCK_M),)](
         q, q_mean, delta, k, k_scale, v_arg, v_scale, v_mean, mask, seen, out, lse,  # tensors
         *q.stride(), *v.stride(), *mask_strides, *out.stride()[:3],
@@ -381,7 +409,7 @@ def attention(
             q, k_8bit, k_scale, v, v_scale, v_mean, attn_mask, seen, left, right, bottom_right,
             scale, n_kv, granularity, q_mean=q_mean, delta=delta,
         )  # fmt: skip
-        return _as_stored(out, out_bnhd), lse
+        return as_stored(out, out_bnhd), lse
     tile = tile_of(
         q, k_8bit, v, v_mean, granularity, attn_mask, left, right, bottom_right, portable=True
     )
@@ -478,7 +506,7 @@ def empty_outputs(q: Tensor, D_v: int, out_bnhd: bool) -> tuple[Tensor, Tensor]:
     return out, q.new_empty((B, H, N), dtype=torch.float32)
 
 
-def _as_stored(out: Tensor, out_bnhd: bool) -> Tensor:
+def as_stored(out: Tensor, out_bnhd: bool) -> Tensor:
     if out_bnhd:
         return out.transpose(1, 2).contiguous().transpose(1, 2)
     return out.contiguous()

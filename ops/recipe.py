@@ -35,11 +35,14 @@ class Recipe:
         rows, so on Hopper this costs what per_thread does there and needs no k scale per column.
         Nothing is asked of the whole sequence: what k and v are shifted by, and v's scales, are
         estimated from a sample of rows (`reference.estimate`), and one pass prepares both.
+        ``per_16``: 16 neighbours in the dimension that is summed over; nvfp4's, of p and v too.
     qk: number format of q and k. ``int8``, or ``fp8``: E4M3, for devices that multiply INT8 slowly
         (sm_100); only beside FP8 p v. ``int4``: in [-7, 7], k packed, q smoothed too, per block of
-        128 rows (SageAttention2, 3.1); only per_thread and beside FP8 p v.
+        128 rows (SageAttention2, 3.1); only per_thread and beside FP8 p v. ``nvfp4``: E2M1 with
+        scales in E4M3, q smoothed as well (SageAttention3, arXiv:2505.11594).
     pv: number format of p and v. ``fp8``: E4M3, v smoothed and scaled per channel, two-level
-        accumulation; ``16bit``: v as it arrives, fp32 accumulation.
+        accumulation; ``16bit``: v as it arrives, fp32 accumulation; ``nvfp4``: as q and k, v
+        smoothed, only beside them.
 
     k is smoothed in every recipe.
     """
@@ -49,11 +52,17 @@ class Recipe:
     qk: str = "int8"
 
     def __post_init__(self):
-        _one_of("pv", self.pv, ("16bit", "fp8"))
-        formats = ("int8", "fp8", "int4") if self.pv == "fp8" else ("int8",)
-        _one_of("qk", self.qk, formats, f"pv={self.pv!r}")
-        valid = ("per_thread",) if self.qk == "int4" else ("per_block", "per_thread", "per_row")
+        _one_of("pv", self.pv, ("16bit", "fp8", "nvfp4"))
+        formats = {"16bit": ("int8",), "fp8": ("int8", "fp8", "int4"), "nvfp4": ("nvfp4",)}
+        _one_of("qk", self.qk, formats[self.pv], f"pv={self.pv!r}")
+        valid = {"int4": ("per_thread",), "nvfp4": ("per_16",)}
+        valid = valid.get(self.qk, ("per_block", "per_thread", "per_row"))
         _one_of("granularity", self.granularity, valid, f"qk={self.qk!r}")
+
+    @property
+    def smooths_q(self) -> bool:
+        """4 bits ask for it."""
+        return self.qk in ("int4", "nvfp4")
 
     def encode(self) -> str:
         """The canonical string: ``int8/per_thread,fp8@0.1.0+1a2b3c4d``."""
@@ -86,4 +95,5 @@ NAMED = {
     "sage2-8b-fp8qk": Recipe("per_row", "fp8", qk="fp8"),
     "sage2-4b": Recipe("per_thread", "fp8", qk="int4"),
     "accurate": Recipe("per_row", "16bit"),
+    "sage3": Recipe("per_16", "nvfp4", qk="nvfp4"),
 }

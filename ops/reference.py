@@ -25,6 +25,8 @@ LOG2_FP8_MAX = math.log2(FP8_MAX)
 # Of k, by Recipe.qk; no two alike, so that a dtype tells the format. INT4: two in a byte.
 QK_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}
 LARGEST = {"int8": INT8_MAX, "fp8": FP8_MAX, "int4": INT4_MAX}  # of q and k; also tells the format
+FP4_BLOCK, FP4_MAX = 16, 6.0  # E2M1: numbers that share a scale in E4M3, the largest
+LOG2_FP4_MAX = math.log2(FP8_MAX * FP4_MAX)  # of the largest that the two make
 TINY = 1e-30  # amax of an all-zero group: 448 / TINY is still finite in fp32
 LOG2E = 1.4426950408889634
 SAMPLE = 128  # rows that statistics are estimated from, where one pass prepares k and v
@@ -250,6 +252,86 @@ def attention(
         o = p[..., :n_kv] @ v * inverse
     lse = (m_last + l.log2())[..., 0] / LOG2E - (math.log(FP8_MAX) if fp8 else 0.0)
     return o.to(q.dtype), lse
+
+
+def power_of_two(amax: Tensor) -> tuple[Tensor, Tensor]:
+    """(1 / scale, scale) of amax >= 0 in fp32: amax / scale is in [1024, 2048), from 2^-100 on."""
+    exponent = (amax.view(torch.int32) >> 23).clamp(min=27)
+    inverse = ((264 - exponent) << 23).view(torch.float32)
+    return inverse, ((exponent - 10) << 23).view(torch.float32)
+
+
+def phi(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [.., C] in fp32 -> codes of E2M1 [.., C], uint8, and of E4M3 scales [.., C / 16], uint8: of
+    each 16. A block with a NaN or an Inf has the scale NaN."""
+    x = x.unflatten(-1, (-1, FP4_BLOCK))
+    amax = x.abs().amax(-1)
+    scale = amax * (1 / FP4_MAX)
+    e4m3 = torch.where(scale < FP8_MAX, scale, FP8_MAX).to(torch.float8_e4m3fn)
+    scale = e4m3.float()
+    x = x * torch.where(scale > 0, _divide(1.0, scale), 0.0)[..., None]
+    a = torch.where(x.abs() < FP4_MAX, x.abs(), FP4_MAX)
+    above = (a >= 2).to(torch.uint8) + (a >= 4).to(torch.uint8)  # steps of 1/2, 1 and 2
+    code = (a * torch.exp2(1.0 - above)).round().to(torch.uint8) + 2 * above
+    code = code + 8 * x.signbit().to(torch.uint8)
+    return code.flatten(-2), torch.where(amax < math.inf, e4m3.view(torch.uint8), 0x7F)
+
+
+def phi_inverse(code: Tensor, scale: Tensor) -> Tensor:
+    """What `phi`'s codes stand for, in fp32: exactly."""
+    c = code & 7
+    exponent = (c >> 1).clamp(min=1)
+    value = torch.where(c < 2, c, 2 + (c & 1)) * torch.exp2(exponent.float() - 2)
+    value = torch.where(code < 8, value, -value).unflatten(-1, (-1, FP4_BLOCK))
+    return (value * scale.view(torch.float8_e4m3fn).float()[..., None]).flatten(-2)
+
+
+def quantize_nvfp4(
+    x: Tensor, mean: Tensor, amax: Tensor, along_n: bool, saturate: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x [B, H, N, D], mean and amax [B, H, D] -> x_fp4 [B, H, R, C / 2], two codes of E2M1 a byte,
+    x_e4m3 [B, H, R, C / 16], both uint8, and x_scale [B, H, (D)] in fp32: of k, R, C are N_pad and
+    D_pad and D is left out; of v (along_n) D_pad and N_pad. saturate: some rows had no part in
+    mean and amax."""
+    x = x.float() - mean[:, :, None]
+    if saturate:
+        x = _saturate(x, amax[:, :, None])
+    inverse, scale = power_of_two(amax if along_n else amax.amax(2))
+    x = _pad(x * (inverse[:, :, None] if along_n else inverse[:, :, None, None]))
+    code, e4m3 = phi(x.mT.contiguous() if along_n else x)
+    return code[..., ::2] | code[..., 1::2] << 4, e4m3, scale
+
+
+def attention_nvfp4(
+    q, k_fp4, k_e4m3, k_scale, v_fp4, v_e4m3, v_scale, v_mean, attn_mask, seen, left, right,
+    bottom_right, scale: float, n_kv: int, granularity: str, block_n: int, q_mean, delta,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """nvfp4.py's kernel, reading `block_n` keys at a time."""
+    heads, unit = q.shape[1] // k_fp4.shape[1], scale * LOG2E
+    k_hat, v_hat = (
+        phi_inverse(torch.stack([x & 15, x >> 4], -1).flatten(-2), e4m3).repeat_interleave(heads, 1)
+        for x, e4m3 in ((k_fp4, k_e4m3), (v_fp4, v_e4m3))
+    )
+    block = torch.arange(q.shape[2], device=q.device) // Q_BLOCK
+    q_smooth = q.float() - q_mean[:, :, block]
+    inverse, q_scale = power_of_two(q_smooth.abs().amax(3, keepdim=True))
+    q_hat = phi_inverse(*phi(_pad(q_smooth * inverse)))[:, :, : q.shape[2]]
+    c = q_scale * (k_scale.repeat_interleave(heads, 1) * unit)[..., None, None]
+    x = (q_hat @ k_hat.mT)[..., :n_kv] * c + (delta[..., :n_kv].float() * unit)[:, :, block]
+    x = masked(x, attn_mask, left, right, bottom_right, LOG2E)
+    x = F.pad(x, (0, k_fp4.shape[2] - n_kv), value=-math.inf).unflatten(-1, (-1, block_n))
+
+    m_tile = x.amax(-1, keepdim=True)  # [B, H_q, N_q, tiles, 1]
+    p = torch.exp2(x - (torch.where(m_tile == -math.inf, 0.0, m_tile) - LOG2_FP4_MAX))
+    m = m_tile.amax(-2, keepdim=True)
+    m = torch.where(m == -math.inf, 0.0, m)
+    s1 = torch.exp2(m_tile - m)
+    l = (p * s1).sum((-1, -2))[..., None]  # [B, H_q, N_q, 1]
+    o = (phi_inverse(*phi(p)) * s1).flatten(-2) @ v_hat.mT
+    v_scale, v_mean = (x.repeat_interleave(heads, 1)[:, :, None] for x in (v_scale, v_mean))
+    o = o[..., : v_mean.shape[3]] * torch.where(l == 0, 0.0, _divide(1.0, l)) * v_scale
+    lse = (m[..., 0] + l.log2() - LOG2_FP4_MAX)[..., 0] / LOG2E
+    return (o + torch.where(l == 0, 0.0, v_mean)).to(q.dtype), lse
 
 
 def qk_of(k_8bit: Tensor) -> str:

@@ -7,9 +7,12 @@
     out, lse               = attention(q, k_8bit, ..., v_fp8, ...)
     lse                   += scale * q k_mean                     what smoothing k took off
 
-Per row, one op, quantize_kv, takes the place of the middle three; with INT4, attention also reads
-what smooth_q(q, k, k_mean) gives. Calls that share k and v can share what is made of them alone:
-``sage::prepare`` returns it.
+In nvfp4 k and v are quantize_nvfp4's; and 4 bits have a smooth q:
+
+    q_mean, delta          = smooth_q(q, k, k_mean)              which attention reads besides
+
+Per row, one op, quantize_kv, takes the place of the middle three. Calls that share k and v can
+share what is made of them alone: ``sage::prepare`` returns it.
 Eager runs this composition; lowering/ hands it to Inductor. The gradient is exact attention's,
 recomputed in the inputs' own precision.
 
@@ -29,8 +32,9 @@ from torch import Tensor
 from sage_inductor.ops import mask, reference, tiles
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.attention import attention, attention_opaque, empty_outputs
+from sage_inductor.ops.nvfp4 import attention_nvfp4, quantize_nvfp4
 from sage_inductor.ops.quantize import empty_k, quantize_k, quantize_kv, quantize_v
-from sage_inductor.ops.reference import HEAD_DIMS, K_BLOCK, PAD_N, pad_head_dim
+from sage_inductor.ops.reference import FP4_BLOCK, HEAD_DIMS, K_BLOCK, PAD_N, pad_head_dim
 from sage_inductor.ops.smooth import smooth, smooth_q
 
 
@@ -118,7 +122,7 @@ def check(q, k, v, attn_mask, prepared, left, right, scale: float, recipe: str) 
         _require(bound is None or bound >= 0, f"{name} must be None or at least 0, got {bound}")
     _require(math.isfinite(scale), f"scale must be finite, got {scale}")
     if prepared:
-        n = 6 if recipes.decode(recipe).pv == "fp8" else 3
+        n = {"16bit": 3, "fp8": 6, "nvfp4": 8}[recipes.decode(recipe).pv]
         _require(len(prepared) == n, f"prepared must be empty or {n} tensors, got {len(prepared)}")
 
 
@@ -142,7 +146,7 @@ def compose(
     quantized, k_mean = operands(v, prepared or prepare(k, v, seen, r))
     out, lse = op(
         q, *quantized, attn_mask, seen, left, right, bottom_right, scale, k.shape[2],
-        r.granularity, out_bnhd, *of_q(q, k, k_mean, r),
+        r.granularity, out_bnhd, *of_q(q, k, k_mean, seen, r),
     )  # fmt: skip
     group = q.unflatten(1, (k.shape[1], -1))  # [B, H_kv, H_q / H_kv, N_q, D]
     # In fp32, as k_mean. A matmul is traced as 8 operations, for a result that few read.
@@ -169,8 +173,15 @@ def _kernel_and_mask(k, v, attn_mask, recipe: recipes.Recipe, portable: bool) ->
 
 
 def prepare(k: Tensor, v: Tensor, seen: Tensor | None, recipe: recipes.Recipe) -> list[Tensor]:
-    """[k_8bit, k_scale, k_mean], and with FP8 also v_fp8, v_scale, v_mean."""
+    """[k_8bit, k_scale, k_mean], and with FP8 also v_fp8, v_scale, v_mean; in nvfp4 [k_fp4, k_e4m3,
+    k_scale, k_mean, v_fp4, v_e4m3, v_scale, v_mean]."""
     visible = None if seen is None else mask.visible_keys(seen, k.shape[1])
+    if recipe.pv == "nvfp4":
+        of_both = []
+        for x, along_n in ((k, False), (v, True)):
+            mean, amax = (y[0] for y in smooth([x], visible))
+            of_both += [*quantize_nvfp4(x, mean, amax, along_n, visible is not None), mean]
+        return of_both
     if recipe.granularity == "per_row":
         return quantize_kv(k, v if recipe.pv == "fp8" else None, visible, recipe.qk)
     if recipe.pv == "fp8" and v.shape[3] == k.shape[3]:
@@ -188,27 +199,42 @@ def prepare(k: Tensor, v: Tensor, seen: Tensor | None, recipe: recipes.Recipe) -
 
 
 def operands(v: Tensor, prepared: list[Tensor]) -> tuple[tuple, Tensor]:
-    """(k_8bit, k_scale, v_fp8 or v in 16 bits, v_scale, v_mean), which `attention` reads, and
-    k_mean, which lse is corrected by. Without FP8, v_scale and v_mean are fillers."""
+    """(k_8bit, k_scale, v_fp8 or v in 16 bits, v_scale, v_mean), which `attention` reads, or what
+    `attention_nvfp4` does, and k_mean, which lse is corrected by. Without FP8, v_scale and v_mean
+    are fillers."""
+    if len(prepared) == 8:  # nvfp4
+        return (*prepared[:3], *prepared[4:]), prepared[3]
     k_8bit, k_scale, k_mean, *of_v = prepared
     if not of_v:
         of_v = v if v.dtype != torch.float32 else v.bfloat16(), k_mean, k_mean
     return (k_8bit, k_scale, *of_v), k_mean
 
 
-def of_q(q: Tensor, k: Tensor, k_mean: Tensor, recipe: recipes.Recipe) -> tuple[Tensor, ...]:
-    """(q_mean, delta), the last that `attention` reads, or nothing where q is not smoothed."""
-    return smooth_q(q, k, k_mean) if recipe.qk == "int4" else ()
+def of_q(
+    q: Tensor, k: Tensor, k_mean: Tensor, seen: Tensor | None, recipe: recipes.Recipe
+) -> tuple[Tensor, ...]:
+    """(q_mean, delta), which the attention op reads last, or nothing where q is not smoothed."""
+    if not recipe.smooths_q:
+        return ()
+    return smooth_q(q, k, k_mean, None if seen is None else mask.visible_keys(seen, k.shape[1]))
 
 
 def kernel(
     device: torch.device, recipe: recipes.Recipe, head_dim: int, masked: bool, portable: bool
 ):
     """The attention op that runs there, and its BLOCK_M."""
+    nvfp4 = recipe.pv == "nvfp4"
     if device.type == "cpu":
-        return attention, 128
+        return attention_nvfp4 if nvfp4 else attention, 128
     tile = tiles.tile(tiles.capability(device), recipe.qk, recipe.pv, head_dim, masked)
+    if nvfp4:
+        return attention_nvfp4, tile.BLOCK_M
     return attention if portable or tile.maxnreg is None else attention_opaque, tile.BLOCK_M
+
+
+def emulation(recipe: recipes.Recipe):
+    """Of the op that `kernel` gives, what computes it in plain PyTorch."""
+    return reference.attention_nvfp4 if recipe.pv == "nvfp4" else reference.attention
 
 
 @sdpa.register_fake
@@ -224,6 +250,19 @@ def _(k, v, attn_mask, recipe, portable):
     check(k, k, v, None, [], None, None, 0.0, recipe)
     r, (B, H, N, D), D_v = recipes.decode(recipe), k.shape, v.shape[3]
     N_pad, groups = (N + PAD_N - 1) // PAD_N * PAD_N, 4 if r.granularity == "per_thread" else 1
+    if r.pv == "nvfp4":
+        outputs = []
+        for (rows, columns), scale, d in (
+            ((N_pad, pad_head_dim(int(D))), (B, H), D),
+            ((pad_head_dim(int(D_v)), N_pad), (B, H, D_v), D_v),
+        ):
+            outputs += [
+                ((B, H, rows, columns // 2), torch.uint8),
+                ((B, H, rows, columns // FP4_BLOCK), torch.uint8),
+                (scale, torch.float32),
+                ((B, H, d), torch.float32),
+            ]
+        return [k.new_empty(s, dtype=dtype) for s, dtype in outputs]
     outputs = [
         ((B, H, N_pad // K_BLOCK, groups), torch.float32),
         ((B, H, D), torch.float32),

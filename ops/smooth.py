@@ -236,10 +236,11 @@ def launch_estimate(xs: list[Tensor], visible: Tensor | None) -> list[Tensor]:
     return [*out, beyond]
 
 
-def smooth_q(q: Tensor, k: Tensor, k_mean: Tensor) -> tuple[Tensor, Tensor]:
+def smooth_q(q: Tensor, k: Tensor, k_mean: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor]:
     """q [B, H_q, N_q, D], k [B, H, N, D], any strides, k_mean [B, H, D] -> q_mean
     [B, H_q, T, D] over each Q_BLOCK rows and delta [B, H_q, T, N_pad], both bf16, contiguous.
-    T: blocks of q and one more, whose mean is 0 (mask.summarize says why).
+    T: blocks of q and one more, whose mean is 0 (mask.summarize says why). Rows of k that are not
+    `visible`, as in `smooth`, saturate: an additive mask does not hide NaN.
 
     q_mean is what delta was made with and what the kernel subtracts: that it is rounded costs
     nothing. k - k_mean and delta, of 8 significant bits, cost less than INT4's noise by far: on the
@@ -254,7 +255,11 @@ def smooth_q(q: Tensor, k: Tensor, k_mean: Tensor) -> tuple[Tensor, Tensor]:
     first = torch.arange(count, device=q.device) * Q_BLOCK
     rows = (N_q - first).clamp(1, Q_BLOCK)[:, None]
     q_mean = (blocks.sum(3, dtype=torch.float32) / rows).bfloat16()
-    k_smooth = (k.float() - k_mean[:, :, None]).bfloat16()
-    k_smooth = F.pad(k_smooth, (0, 0, 0, (N + PAD_N - 1) // PAD_N * PAD_N - N))
-    delta = torch.bmm(q_mean.view(B * H, -1, D), k_smooth.flatten(0, 1).mT)
+    k = k.float() - k_mean[:, :, None]
+    if visible is not None:
+        shown = visible.bool()[..., None]
+        amax = torch.where(shown, k.abs(), 0.0).amax(2, keepdim=True)
+        k = torch.where(shown, k, k.nan_to_num(0.0).clamp(-amax, amax))
+    k = F.pad(k.bfloat16(), (0, 0, 0, (N + PAD_N - 1) // PAD_N * PAD_N - N))
+    delta = torch.bmm(q_mean.view(B * H, -1, D), k.flatten(0, 1).mT)
     return q_mean, delta.view(B, H_q, count, -1)

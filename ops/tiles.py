@@ -64,7 +64,23 @@ TILES = [
     ((10, 0), "fp8", 256, True, Tile(64, 64, 8, 2)),  # untimed
     ((12, 0), "fp8", 128, False, Tile(128, 64, 8, 2)),  # untimed
     ((12, 0), "fp8", 128, True, Tile(128, 64, 8, 2)),  # untimed
+    ((8, 0), "nvfp4", 256, False, Tile(64, 64, 8, 2)),  # untimed
+    ((8, 0), "nvfp4", 256, True, Tile(64, 64, 8, 2)),  # untimed
+    ((10, 0), "nvfp4", 128, False, Tile(128, 128, 8, 2)),  # untimed; tcgen05 asks for 128 rows
+    ((10, 0), "nvfp4", 128, True, Tile(128, 128, 8, 2)),  # untimed
+    ((10, 0), "nvfp4", 256, False, Tile(128, 64, 8, 2)),  # untimed
+    ((10, 0), "nvfp4", 256, True, Tile(128, 64, 8, 2)),  # untimed
+    ((12, 0), "nvfp4", 128, False, Tile(128, 64, 8, 2)),  # untimed
+    ((12, 0), "nvfp4", 128, True, Tile(128, 64, 8, 2)),  # untimed
+    ((12, 0), "nvfp4", 256, False, Tile(64, 64, 8, 2)),  # untimed
+    ((12, 0), "nvfp4", 256, True, Tile(64, 64, 8, 2)),  # untimed
 ]
+
+
+def multiplies_nvfp4(capability: tuple[int, int]) -> bool:
+    """Whether tensor cores multiply E2M1 with E4M3 scales, and Triton compiles tl.dot_scaled to it.
+    Elsewhere nvfp4.py decodes to fp16."""
+    return capability[0] in (10, 12)
 
 
 GLUON = ((3, 6), (3, 7))  # versions of Triton whose Gluon hopper.py compiles with: it moves

@@ -207,7 +207,7 @@ def _rivals(trial: Trial) -> dict[str, Callable]:
         # Without the correction of lse: nobody reads it in a rewritten call.
         return op(
             q, *quantized, mask, seen, *band, q.shape[3] ** -0.5, k.shape[2], r.granularity, False,
-            *of_q(q, k, k_mean, r),
+            *of_q(q, k, k_mean, seen, r),
         )[0]  # fmt: skip
 
     return {

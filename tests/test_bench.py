@@ -94,8 +94,9 @@ def test_the_kernel_provider_is_attention_under_the_mask(mask, narrow):
 @pytest.mark.parametrize("mask", ["", *MASKS])
 def test_the_gate_emulates_what_the_kernel_is_given(mask, monkeypatch, narrow):
     """On CPU the kernel is its emulation: nothing is between them."""
-    monkeypatch.setattr(providers, "tile_of", lambda *_, **__: Tile(128, 128, 4, 2))
-    assert providers.gate(Case(4, 32, 32, 1024, 64, mask=mask), "sage2-8b", CPU) == 0
+    monkeypatch.setattr(providers, "_tile", lambda *_: Tile(128, 128, 4, 2))
+    for recipe in ("sage2-8b", "sage3"):
+        assert providers.gate(Case(4, 32, 32, 1024, 64, mask=mask), recipe, CPU) == 0
 
 
 @pytest.mark.parametrize("mask", ["", *MASKS])

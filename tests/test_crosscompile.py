@@ -15,7 +15,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from sage_inductor.ops import hopper, reference, tiles
+from sage_inductor.ops import hopper, nvfp4, reference, tiles
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.attention import Q_ROWS, _attention_kernel, tile_of
 from sage_inductor.ops.quantize import (
@@ -93,7 +93,7 @@ def runs_on(recipe, architecture):
     return recipes.NAMED[recipe].pv == "16bit" or architecture >= (8, 9)
 
 
-CASES = [(a, r) for a in ARCHITECTURES for r in recipes.NAMED if runs_on(r, a)]
+CASES = [(a, r) for a in ARCHITECTURES for r in recipes.NAMED if r != "sage3" and runs_on(r, a)]
 
 
 @pytest.mark.parametrize("D, is_causal", [(128, True), (64, False)], ids=["128-causal", "64-full"])
@@ -325,6 +325,85 @@ def test_masked_attention_compiles_everywhere(architecture, recipe, variant):
     D = 256 if additive else 128
     compiled = compile_attention(architecture, recipe, D, mask=mask, additive=additive, left=left)
     assert compiled.metadata.shared <= SHARED_MEMORY[architecture]
+
+
+# -- nvfp4.py ----
+
+
+@functools.cache
+def compile_nvfp4(architecture, D, is_causal=True, mask=0, additive=False, left=-1):
+    tile = tiles.tile(architecture, "nvfp4", "nvfp4", D, mask > 0)
+    BLOCK_D = reference.pad_head_dim(D)
+    fp32 = ("K_scale", "V_scale", "V_mean", "Q_mean", "Delta_s", "Lse")
+    types = dict.fromkeys(fp32, "*fp32") | dict.fromkeys(("K", "K_e4m3", "V", "V_e4m3"), "*u8")
+    types |= dict(Q="*bf16", Out="*bf16", Mask="*bf16" if additive else "*i1", Seen="*u8")
+    constexprs = dict(
+        D=D, D_V=D, SCALE=D**-0.5, LEFT=left, RIGHT=0 if is_causal else -1, BOTTOM_RIGHT=left >= 0,
+        MASK=mask, ADDITIVE=additive, NATIVE=tiles.multiplies_nvfp4(architecture),
+        BLOCK_M=tile.BLOCK_M, BLOCK_N=tile.BLOCK_N, BLOCK_D=BLOCK_D, BLOCK_DV=BLOCK_D,
+        NUM_STAGES=tile.num_stages, stride_qd=1, stride_mn=1,
+    )  # fmt: skip
+    return compile_kernel(
+        nvfp4._attention_kernel, architecture, constexprs, types,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+
+
+BLOCK_SCALED = {
+    (10, 0): "tcgen05.mma.cta_group::1.kind::mxf4nvf4.block_scale.scale_vec::4X",
+    (12, 0): "m16n8k64.row.col.kind::mxf4nvf4.block_scale.scale_vec::4X.f32.e2m1.e2m1.f32.ue4m3",
+}
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=str)
+def test_nvfp4_compiles_to_block_scaled_products_or_to_fp16(architecture, D):
+    compiled = compile_nvfp4(architecture, D)
+    ptx = compiled.asm["ptx"]
+    products = re.findall(r"\s((?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)\..*?) ", ptx)
+    native = architecture in BLOCK_SCALED
+    meant = BLOCK_SCALED.get(architecture) or ".f32.f16.f16"
+    assert products and all(meant in x for x in products), set(products)
+    assert ("cvt.rn.satfinite.e2m1x2.f32" in ptx) == native
+    assert compiled.metadata.shared <= SHARED_MEMORY[architecture]
+    # Registers hold p in fp32 beside the accumulator: with 256 channels, more than there are.
+    assert stack_bytes(compiled) <= (32 if D <= 128 else 1280)
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_products_in_nvfp4_read_scales_that_were_written(D):
+    """Triton 3.7 leaves the scales of a product that starts from a known 0 uninitialized."""
+    ir = compile_nvfp4((10, 0), D).asm["ttgir"].splitlines()
+    (name,) = (x.split()[0] for x in ir if "= #ttng.tensor_memory_scales_encoding" in x)
+    scales = [x for x in ir if "tmem_alloc" in x and f"{name}," in x]
+    assert len(scales) >= 4 and all("tmem_alloc %" in x for x in scales), scales
+
+
+@pytest.mark.parametrize("variant", VARIANTS[1:], ids=str)
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=str)
+def test_masked_nvfp4_compiles_everywhere(architecture, variant):
+    mask, additive, left = variant
+    compiled = compile_nvfp4(architecture, 128, mask=mask, additive=additive, left=left)
+    assert compiled.metadata.shared <= SHARED_MEMORY[architecture]
+    assert stack_bytes(compiled) <= 320
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=str)
+@pytest.mark.parametrize("D", [8, 128, 256])
+def test_preparation_in_nvfp4_compiles(architecture, D):
+    types = dict(
+        X="*bf16", Mean="*fp32", Amax="*fp32", X_fp4="*u8", X_e4m3="*u8", X_scale="*fp32"
+    )  # fmt: skip
+    for along_n in (False, True):
+        constexprs = dict(
+            ALONG_N=along_n, SATURATE=True, D=D, PAD_N=128, BLOCK_N=nvfp4.ROWS,
+            BLOCK_D=reference.pad_head_dim(D), stride_d=1,
+        )  # fmt: skip
+        compiled = compile_kernel(nvfp4._quantize_kernel, architecture, constexprs, types)
+        assert stack_bytes(compiled) <= (0 if D <= 128 else 256)
+
+
+# -- k and v ----
 
 
 def compile_quantize_k(architecture, D, masked, groups, qk):

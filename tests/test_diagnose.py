@@ -374,7 +374,7 @@ def test_mistakes_are_refused():
     q = torch.randn(1, 2, 8, 16)
     with pytest.raises(ValueError, match="must make an attention call"):
         diagnose(nn.Linear(16, 16), q)
-    for wrong in (["sage3"], [], ["sage1", "auto"]):
+    for wrong in (["sage4"], [], ["sage1", "auto"]):
         with pytest.raises(ValueError, match="recipes must be of .*'sage2-8b'.*got"):
             diagnose(sdpa, q, q, q, recipes=wrong)
     for wrong in (0, -1, math.nan, math.inf):

@@ -18,10 +18,12 @@ from torch.testing import assert_close
 import sage_inductor
 from sage_inductor.ops import (
     attention,
+    attention_nvfp4,
     attention_opaque,
     mask,
     quantize_k,
     quantize_kv,
+    quantize_nvfp4,
     quantize_v,
     reference,
     smooth,
@@ -29,7 +31,7 @@ from sage_inductor.ops import (
 )
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.attention import tile_of
-from sage_inductor.ops.sdpa import of_q, operands, prepare
+from sage_inductor.ops.sdpa import emulation, of_q, operands, prepare
 from sage_inductor.ops.smooth import launch_estimate
 
 pytestmark = pytest.mark.gpu
@@ -103,7 +105,13 @@ def test_preparation_equals_its_oracle(shape, dtype, masked):
     mean_ref, amax_ref = reference.smooth([k, v], visible)
     assert_close(mean, mean_ref, rtol=1e-5, atol=1e-5)  # fp32 sums in another order
     assert_close(amax, amax_ref, rtol=1e-5, atol=1e-4)
+    for x, m, a, along_n in ((k, mean[0], amax[0], False), (v, mean[1], amax[1], True)):
+        found = quantize_nvfp4(x, m, a, along_n, masked)
+        for y, y_ref in zip(found, reference.quantize_nvfp4(x, m, a, along_n, masked), strict=True):
+            assert torch.equal(y, y_ref)
     for r in recipes.NAMED.values():
+        if r.pv == "nvfp4":
+            continue
         k_8bit, k_scale = quantize_k(k, mean[0], r.qk, r.granularity, visible)
         k_8bit_ref, k_scale_ref = reference.quantize_k(k, mean[0], r.qk, r.granularity, visible)
         assert_close(k_8bit.float(), k_8bit_ref.float(), rtol=0, atol=0)
@@ -243,13 +251,16 @@ def check_kernel(op, recipe, name, band, shape, scale=0.1, D_v=None):
     FP8 q k^T: the tensor cores keep 13 bits below the largest of 32 products and what they were
     added to. Simulated so (D of 8 to 256, scales to 2), out moves by up to 2e-3, most of it p that
     FP8 rounds the other way, and lse by up to 2^-11 of the largest: twice that is allowed.
+    NVFP4: from one number of E2M1 to the next is a quarter to all of it. Simulated, with scores off
+    by 5e-7 of themselves, out moves by up to 7e-4.
     """
     r = recipes.NAMED[recipe]
     B, H_q, H_kv, N_q, N_kv, D = shape
     D_v = D_v or D
     capability = torch.cuda.get_device_capability()
     tile = tiles.tile(capability, r.qk, r.pv, max(D, D_v), name != "none")
-    if op is attention_opaque and tile.maxnreg is None:
+    nvfp4 = r.pv == "nvfp4"
+    if op is attention_opaque and (nvfp4 or tile.maxnreg is None):
         pytest.skip(f"the tile of {recipe} asks for no register cap here")
     q, k, _ = qkv(*shape)
     _, _, v = qkv(*shape[:5], D_v)
@@ -260,19 +271,22 @@ def check_kernel(op, recipe, name, band, shape, scale=0.1, D_v=None):
         hidden = (seen.amax(2) == 0).expand(B, H_q, N_kv).unflatten(1, (H_kv, -1)).all(2)
         k[hidden], v[hidden] = math.inf, math.nan
     quantized, k_mean = operands(v, prepare(k, v, seen, r))
-    means = of_q(q, k, k_mean, r)
+    means = of_q(q, k, k_mean, seen, r)
     args = (q, *quantized, attn_mask, seen, *BANDS[band], scale, N_kv, r.granularity)
-    _, k_8bit, _, v, _, v_mean = args[:6]
-    tile = tile_of(
-        q, k_8bit, v, v_mean, r.granularity, attn_mask, *BANDS[band], portable=op is attention
-    )
+    if nvfp4:
+        op = attention_nvfp4
+    else:
+        k_8bit, _, v, _, v_mean = quantized
+        tile = tile_of(
+            q, k_8bit, v, v_mean, r.granularity, attn_mask, *BANDS[band], portable=op is attention
+        )
     out, lse = op(*args, True, *means)
     if tile.warpgroups:
         out_ref, lse_ref = hopper_emulation(q, quantized, BANDS[band][1] == 0, scale, N_kv, tile)
     else:
-        out_ref, lse_ref = reference.attention(*args, tile.BLOCK_N, *means)
+        out_ref, lse_ref = emulation(r)(*args, tile.BLOCK_N, *means)
     assert out.isfinite().all()
-    few, atol = 1e-3, 1e-4
+    few, atol = 4e-3 if nvfp4 else 1e-3, 1e-4
     if r.qk == "fp8":
         few, atol = 4e-3, 1e-4 + 2**-10 * lse_ref.nan_to_num(neginf=0.0).abs().max().item()
     assert (out.double() - out_ref.double()).norm() <= few * out_ref.double().norm()
@@ -432,8 +446,9 @@ def test_what_hopper_kernel_cannot_read_runs_on_the_other():
 # up to .36 with logits twice as large, .42 where one key decides.
 ERROR = {
     "sage2-8b": 0.073, "sage2-8b-rows": 0.073, "sage2-8b-fp8qk": 0.16, "sage1": 0.05,
-    "accurate": 0.05, "sage2-4b": 0.5,
+    "accurate": 0.05, "sage2-4b": 0.5, "sage3": 0.45,
 }  # fmt: skip
+COARSER = {"sage2-4b": 6, "sage3": 6}  # than 8-bit p and v: its error beside theirs, and some
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
@@ -450,7 +465,7 @@ def test_op_is_near_exact_attention(shape, recipe, is_causal):
         v_mean = v.double().mean(2, keepdim=True).repeat_interleave(shape[1] // shape[2], 1)
         size = (exact - v_mean).abs().sum().clamp_min(1)
         assert (out - exact).abs().sum() / size < ERROR[recipe]
-        assert (lse - exact_lse).abs().max() < (2.0 if recipe == "sage2-4b" else 0.5)
+        assert (lse - exact_lse).abs().max() < (2.0 if recipe in COARSER else 0.5)
 
 
 def test_long_context_is_as_accurate_as_short():
@@ -513,7 +528,7 @@ def test_strided_views_beyond_2_to_the_31_elements():
         rows = slice(N - 64, N)
         exact, _ = exactly(q[:, :, rows], k, v, False, D**-0.5)
         # The output is a mean of 100 000 random rows, 300 times smaller than they are.
-        assert relative(out[:, :, rows], exact) < (0.4 if recipe == "sage2-4b" else 0.09)
+        assert relative(out[:, :, rows], exact) < 0.09 * COARSER.get(recipe, 1)
 
 
 def test_nan_and_inf_stay_in_their_head():
@@ -738,10 +753,9 @@ def test_fp32_stays_sdpa_unless_forced():
         for recipe in RECIPES:
             torch._dynamo.reset()
             options = {**FORCE, "sage.recipe": recipe}
-            compiled, bound = torch.compile(m, backend="sage", options=options), 0.08
-            if recipe == "sage2-4b":
-                bound = 0.25
-            assert relative(compiled(x) - x, m(x) - x) < bound
+            assert relative(
+                torch.compile(m, backend="sage", options=options)(x) - x, m(x) - x
+            ) < 0.08 * COARSER.get(recipe, 1)
             assert sage_inductor.report().rewritten
 
 

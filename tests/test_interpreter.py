@@ -2,7 +2,8 @@
 
 Run as ``TRITON_INTERPRET=1 pytest tests/test_interpreter.py``. The interpreter (Triton 3.7) cannot
 multiply bf16 matrices, does not fuse tl.fma, and rounding to FP8 drops the carry (127 becomes 64),
-truncates subnormals and does not saturate (padding becomes NaN, hence `saturate`), so 16-bit means fp16 here, INT8 codes may differ by one and FP8 is
+truncates subnormals and does not saturate (padding becomes NaN, hence `saturate`), and tl.maximum
+keeps NaN, so 16-bit means fp16 here, INT8 codes may differ by one and FP8 is
 compared loosely; a GPU compares exactly (test_gpu.py).
 """
 
@@ -10,9 +11,11 @@ import os
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch.testing import assert_close
 
-from sage_inductor.ops import mask, reference
+from sage_inductor.ops import mask, nvfp4, reference
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.attention import _attention_kernel, _launch
 from sage_inductor.ops.quantize import launch_k, launch_kv, launch_v
@@ -160,7 +163,7 @@ def test_attention(shape, is_causal, scale, tma, recipe):
     q = rounded_alike(q, r.qk)
     tile = Tile(64, 128, 4, 2) if r.pv == "fp8" else Tile(128, 64, 8, 2)
     quantized, k_mean = operands(v, prepare(k, v, None, r))
-    means = of_q(q, k, k_mean, r) or (None, None)
+    means = of_q(q, k, k_mean, None, r) or (None, None)
     band = (None, 0 if is_causal else None, False)
     args = (q, *quantized, None, None, *band, scale, k.shape[2])
     out, lse = _launch(_attention_kernel, *args, r.granularity, True, *means, tile, tma=tma)
@@ -180,6 +183,70 @@ def test_int4_k_comes_with_what_smoothing_q_made():
             _launch(_attention_kernel, *args, Tile(64, 64, 4, 2), tma=False)
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_preparation_in_nvfp4(shape):
+    """Bit-equal: the interpreter has no part in rounding to E2M1 and E4M3."""
+    _, k, v = qkv(*shape)
+    mean, amax = reference.smooth([k, v])
+    for x, m, a, along_n in ((k, mean[0], amax[0], False), (v, mean[1], amax[1], True)):
+        for args in ((x, m, a, along_n, False), (2 * x, m, a, along_n, True)):  # beyond amax
+            found, expected = nvfp4.launch_quantize(*args), reference.quantize_nvfp4(*args)
+            for y, e in zip(found, expected, strict=True):
+                assert torch.equal(y, e) and y.stride() == e.stride()
+
+
+@triton.jit
+def _through_phi(X, Codes, Scales, Back, C: tl.constexpr):
+    row = tl.arange(0, 16)[:, None]
+    x_fp4, x_e4m3 = nvfp4.phi(tl.load(X + row * C + tl.arange(0, C)[None, :]), False)
+    tl.store(Codes + row * (C // 2) + tl.arange(0, C // 2)[None, :], x_fp4)
+    tl.store(Scales + row * (C // 16) + tl.arange(0, C // 16)[None, :], x_e4m3)
+    back = nvfp4.unpack(x_fp4, x_e4m3)
+    tl.store(Back + row * C + tl.arange(0, C)[None, :], back.to(tl.float32))
+
+
+def test_phi_and_back():
+    """All of the formats: ties, the smallest and the largest numbers, what is not finite."""
+    x = torch.randn(16, 64) * torch.logspace(-4, 4, 16)[:, None]
+    e2m1 = torch.tensor(
+        [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6, -0.25, -0.75, -0.0, -5, 0, 1, 3, 4]
+    )
+    x[3], x[4], x[5] = e2m1.repeat(4), 448 * e2m1.repeat(4), 0
+    x[6, 5], x[7, 20] = torch.nan, torch.inf
+    codes, scales = x.new_zeros(16, 32, dtype=torch.uint8), x.new_zeros(16, 4, dtype=torch.uint8)
+    back = torch.zeros_like(x)
+    _through_phi[(1,)](x, codes, scales, back, 64)
+    code, scale = reference.phi(x)
+    assert torch.equal(codes, code[:, ::2] | code[:, 1::2] << 4) and torch.equal(scales, scale)
+    assert_close(back, reference.phi_inverse(code, scale), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("scale", [0.125, -0.3, 0.0])
+@pytest.mark.parametrize("tile", [Tile(64, 64, 8, 2), Tile(128, 128, 8, 2)], ids=["64", "128"])
+def test_attention_in_nvfp4(shape, is_causal, scale, tile):
+    q, k, v = qkv(*shape)
+    check_nvfp4(q, k, v, None, None, None, (None, 0 if is_causal else None, False), scale, tile)
+
+
+def check_nvfp4(q, k, v, attn_mask, seen, visible, band, scale, tile):
+    """The kernel that decodes to fp16 and its emulation, on what the kernels prepared."""
+    r, masked = recipes.NAMED["sage3"], visible is not None
+    prepared = []
+    for x, along_n in ((k, False), (v, True)):
+        mean, amax = (y[0] for y in launch_smooth(x, x, 1, visible))
+        prepared += [*nvfp4.launch_quantize(x, mean, amax, along_n, masked), mean]
+    quantized, k_mean = operands(v, prepared)
+    means = of_q(q, k, k_mean, seen, r)
+    args = (q, *quantized, attn_mask, seen, *band, scale, k.shape[2])
+    out, lse = nvfp4.launch(nvfp4._attention_kernel, *args, True, *means, tile, native=False)
+    expected, expected_lse = reference.attention_nvfp4(*args, r.granularity, tile.BLOCK_N, *means)
+    # Single numbers between two of E2M1 fall on the other side.
+    assert out.isfinite().all() and relative(out, expected) < 1e-3
+    assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
+
+
 MASKS = {
     "keys": lambda N_q, N_kv: torch.rand(2, 1, 1, N_kv) > 0.5,
     "left padding": lambda N_q, N_kv: (torch.arange(N_kv) >= N_kv // 2)[None, None, None],
@@ -191,6 +258,11 @@ MASKS = {
     "-inf": lambda N_q, N_kv: torch.where(torch.rand(1, 2, N_q, N_kv) > 0.5, 0.0, -torch.inf),
 }
 BANDS = [(None, None, False), (None, 0, True), (20, 0, False), (40, 30, True), (200, None, False)]
+
+
+masked_recipes = pytest.mark.parametrize(
+    "recipe", ["sage2-8b", "sage2-8b-rows", "sage2-8b-fp8qk", "sage1", "sage3"]
+)
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -221,14 +293,16 @@ def check_masked(make, band, recipe, N_q, N_kv, D, D_v):
         seen = mask.summarize(attn_mask, N_kv, tile.BLOCK_M)
         visible = mask.visible_keys(seen, 2)
         hidden = (seen.amax(2) == 0).expand(2, 2, N_kv)
-        k[hidden], v[hidden] = torch.inf, torch.nan
+        k[hidden], v[hidden] = torch.inf, torch.nan if r.pv != "nvfp4" else torch.inf
+    if r.pv == "nvfp4":
+        return check_nvfp4(q, k, v, attn_mask, seen, visible, band, 0.1, tile)
     if r.granularity == "per_row":
         prepared = launch_kv(k, v if r.pv == "fp8" else None, visible, r.qk)
     else:
         prepared = prepared_in_two_passes(k, v, visible, r)
     assert all(x.float().isfinite().all() for x in prepared)
     quantized, k_mean = operands(v, prepared)
-    means = of_q(q, k, k_mean, r) or (None, None)
+    means = of_q(q, k, k_mean, seen, r) or (None, None)
     args = (q, *quantized, attn_mask, seen, *band, 0.1, N_kv)
     out, lse = _launch(_attention_kernel, *args, r.granularity, True, *means, tile, tma=False)
     expected, expected_lse = reference.attention(*args, r.granularity, tile.BLOCK_N, *means)

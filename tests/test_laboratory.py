@@ -121,6 +121,18 @@ def test_sage2_4b_is_the_emulation_that_is_shipped(is_causal, family):
     assert abs(error(shipped, inputs, is_causal) / int4 - 1) < 0.02
 
 
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_sage3_with_v_smoothed_is_the_emulation_that_is_shipped(is_causal):
+    """But for q's mean and what it takes off the scores, as above."""
+    inputs, ours = draw(), dataclasses.replace(SAGE3, smooth_v=True)
+    fp4 = error(ours, inputs, is_causal)
+    difference = relative_l1(
+        lab.attend(*inputs, NAMED["sage3"], is_causal), lab.attend(*inputs, ours, is_causal)
+    )
+    assert difference < 0.25 * fp4
+    assert abs(error(NAMED["sage3"], inputs, is_causal) / fp4 - 1) < 0.05
+
+
 @pytest.mark.parametrize("recipe", NAMED)
 def test_shipped_recipes_in_blocks_are_the_op(recipe):
     q, k, v = draw(N=300)

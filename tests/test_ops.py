@@ -12,16 +12,18 @@ from triton.backends.compiler import GPUTarget
 
 from sage_inductor.ops import (
     attention,
+    attention_nvfp4,
     mask,
     quantize_k,
     quantize_kv,
+    quantize_nvfp4,
     quantize_v,
     reference,
     smooth,
     tiles,
 )
 from sage_inductor.ops import recipe as recipes
-from sage_inductor.ops.sdpa import of_q
+from sage_inductor.ops.sdpa import of_q, operands, prepare
 from sage_inductor.ops.smooth import smooth_q
 
 RECIPES = list(recipes.NAMED)
@@ -69,6 +71,8 @@ def test_opcheck_of_the_pieces():
             torch.library.opcheck(quantize_kv, (k, None, rows, qk))
     mean, amax = smooth([k, v], visible)
     for recipe in recipes.NAMED.values():
+        if recipe.pv == "nvfp4":
+            continue
         for rows in (visible, None):
             torch.library.opcheck(quantize_k, (k, mean[0], recipe.qk, recipe.granularity, rows))
         k_8bit, k_scale = quantize_k(k, mean[0], recipe.qk, recipe.granularity, visible)
@@ -80,7 +84,7 @@ def test_opcheck_of_the_pieces():
             q, k_8bit, k_scale, v_hat, v_scale, mean[1], attn_mask, seen, None, 0, False, 0.1, 70,
             recipe.granularity,
         )  # fmt: skip
-        means = of_q(q, k, mean[0], recipe)
+        means = of_q(q, k, mean[0], seen, recipe)
         for out_bnhd in (False, True):
             torch.library.opcheck(attention, (*args, out_bnhd, *means), test_utils=checks(recipe))
         before = [x.clone() for x in args if isinstance(x, torch.Tensor)]
@@ -89,6 +93,22 @@ def test_opcheck_of_the_pieces():
         assert all(
             torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(before, after)
         )
+
+
+def test_opcheck_of_the_pieces_in_nvfp4():
+    q, k, v = qkv()
+    attn_mask = torch.rand(2, 1, 65, 70) > 0.7
+    seen = mask.summarize(attn_mask, 70, 128)
+    visible, r = mask.visible_keys(seen, 2), recipes.NAMED["sage3"]
+    mean, amax = smooth([k, v], visible)
+    for x, m, a, along_n in ((k, mean[0], amax[0], False), (v, mean[1], amax[1], True)):
+        for saturate in (False, True):
+            torch.library.opcheck(quantize_nvfp4, (x, m, a, along_n, saturate))
+    quantized, k_mean = operands(v, prepare(k, v, seen, r))
+    args = (q, *quantized, attn_mask, seen, None, 0, False, 0.1, 70, r.granularity)
+    for out_bnhd in (False, True):
+        means = of_q(q, k, k_mean, seen, r)
+        torch.library.opcheck(attention_nvfp4, (*args, out_bnhd, *means))
 
 
 def checks(recipe):
@@ -245,6 +265,14 @@ def test_recipes_encode_to_what_decodes_to_them():
         )
         with pytest.raises(ValueError, match=message):
             recipes.Recipe(granularity, "fp8", qk="int4")
+    for wrong, field in (
+        (("per_row", "nvfp4", "nvfp4"), "granularity"),
+        (("per_16", "fp8", "int8"), "granularity"),
+        (("per_16", "nvfp4", "int8"), "qk"),
+        (("per_row", "fp8", "nvfp4"), "qk"),
+    ):
+        with pytest.raises(ValueError, match=f"{field} must be one of"):
+            recipes.Recipe(*wrong)
 
 
 def test_sdpa_is_its_pieces():
@@ -284,7 +312,7 @@ def test_sdpa_of_int4_is_its_pieces():
     v_fp8, v_scale = reference.quantize_v(v, mean[1], amax[1])
     none = (None, None, None, None, False)
     args = (q, k_int4, k_scale, v_fp8, v_scale, mean[1], *none, 0.125, 70, "per_thread")
-    expected, raw_lse = reference.attention(*args, 128, *smooth_q(q, k, mean[0]))
+    expected, raw_lse = reference.attention(*args, 128, *smooth_q(q, k, mean[0], None))
     assert_close(out, expected)
     correction = 0.125 * torch.einsum("bhnd,bhd->bhn", q, mean[0].repeat_interleave(2, 1))
     assert_close(lse, raw_lse + correction)

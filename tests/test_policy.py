@@ -305,7 +305,7 @@ INVALID |= {own: (f"{BEFORE}{own}}}]}}", 4, f"rule 2: {reason}") for own, reason
 INVALID |= {
     "no recipe": ('{"version": 1, "rules": [\n{"layer": 1}]}', 2, "rule 1: recipe is missing"),
     "a rule's type": ('{"version": 1, "rules": [\n"off"]}', 2, 'rule 1: must be {"recipe": ..., ...}, got "off"'),
-    "recipe": ('{"version": 1, "rules": [\n{\n"recipe":\n"sage3"}]}', 4,
+    "recipe": ('{"version": 1, "rules": [\n{\n"recipe":\n"sage4"}]}', 4,
                "rule 1: recipe must be one of ('auto', 'off', 'sage1', "),
     "recipe's type": ('{"version": 1, "rules": [{"recipe": ["off"]}]}', 1, "rule 1: recipe must be one of"),
 }  # fmt: skip
