@@ -99,7 +99,8 @@ def main(argv=None) -> int:
                 for start in ("cold", "warm"):
                     found = in_a_process(backend, args, cache)
                     check(backend, start, found, args.layers)
-                    result["rows"].append({"backend": backend, "start": start, **found})
+                    row = {"plan": "compile_time", "backend": backend, "start": start}
+                    result["rows"].append({**row, **found})
                     print(f"  {backend:9}{start:5}{found['seconds']:8.2f} s", flush=True)
         save(result, path)
     result["summary"] = summary(result["rows"])

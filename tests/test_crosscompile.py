@@ -334,9 +334,10 @@ def test_masked_attention_compiles_everywhere(architecture, recipe, variant):
 def compile_nvfp4(architecture, D, is_causal=True, mask=0, additive=False, left=-1):
     tile = tiles.tile(architecture, "nvfp4", "nvfp4", D, mask > 0)
     BLOCK_D = reference.pad_head_dim(D)
-    fp32 = ("K_scale", "V_scale", "V_mean", "Q_mean", "Delta_s", "Lse")
+    fp32 = ("K_scale", "V_scale", "V_mean", "Lse")
     types = dict.fromkeys(fp32, "*fp32") | dict.fromkeys(("K", "K_e4m3", "V", "V_e4m3"), "*u8")
-    types |= dict(Q="*bf16", Out="*bf16", Mask="*bf16" if additive else "*i1", Seen="*u8")
+    types |= dict.fromkeys(("Q", "Q_mean", "Delta", "Out"), "*bf16")
+    types |= dict(Mask="*bf16" if additive else "*i1", Seen="*u8")
     constexprs = dict(
         D=D, D_V=D, SCALE=D**-0.5, LEFT=left, RIGHT=0 if is_causal else -1, BOTTOM_RIGHT=left >= 0,
         MASK=mask, ADDITIVE=additive, NATIVE=tiles.multiplies_nvfp4(architecture),
