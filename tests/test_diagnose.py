@@ -71,7 +71,8 @@ def test_hostile_layers_are_found_and_get_what_copes(tmp_path):
     x, path = torch.randn(2, 96, 64), tmp_path / "policy.json"
     found = diagnose(model, x, path=path)
 
-    assert found.rows[0].site.module == "layers.1" and found.rows[0].relative_l1 > 0.2
+    worst = next(row for row in found.rows if row.recipe in BY_SPEED)
+    assert worst.site.module == "layers.1" and worst.relative_l1 > 0.2
     errors = [row.relative_l1 for row in found.rows]
     assert errors == sorted(errors, reverse=True)
     expected = {f"layers.{i}": "auto" for i in range(6)}
@@ -254,6 +255,13 @@ SITES = {  # function, (H_kv, N_kv, D_v), the mask that must be seen
 }  # fmt: skip
 
 
+def bound(recipe):
+    """Of the relative L1 on normal inputs of short sites; 4 bits have some 0.2 on long ones."""
+    if recipe == "sdpa":
+        return 1e-5
+    return 0.5 if NAMED[recipe].smooths_q else 0.1
+
+
 @pytest.mark.parametrize("at_once", [1 << 24, 300], ids=["whole", "in parts"])
 @pytest.mark.parametrize("case", SITES)
 def test_every_kind_of_site_is_compared_with_what_it_computes(case, at_once, monkeypatch):
@@ -273,8 +281,9 @@ def test_every_kind_of_site_is_compared_with_what_it_computes(case, at_once, mon
     assert compared[0].dtype == torch.float64
     torch.testing.assert_close(compared[0], expected, rtol=1e-9, atol=1e-9)
     assert not found.unmeasured and {row.site.mask for row in found.rows} == {mask}
-    assert all(row.relative_l1 < (1e-5 if row.recipe == "sdpa" else 0.1) for row in found.rows)
-    assert all(row.worst_row[-1] < 1 for row in found.rows), "rows of nothing are 0, and right"
+    for row in found.rows:
+        assert row.relative_l1 < bound(row.recipe)
+        assert row.worst_row[-1] < max(1, 4 * bound(row.recipe)), "rows of nothing are 0, and right"
 
 
 def test_masks_are_recognised_as_the_pass_recognises_them():
@@ -305,7 +314,7 @@ def test_modules_of_torch_are_measured():
         found = diagnose(lambda *a, layer=layer: layer(*a)[0], *args)
         assert {row.site.spelling for row in found.rows} == {spelling}
         assert {row.site.q for row in found.rows} == {(2, 2, 20, 16)}
-        assert all(row.relative_l1 < 0.1 for row in found.rows)
+        assert all(row.relative_l1 < max(0.1, bound(row.recipe)) for row in found.rows)
 
 
 def test_under_autocast_sdpas_row_has_its_dtypes_error():
