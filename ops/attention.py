@@ -253,10 +253,6 @@ def _attention_kernel(
                 c5 = c[:, :, None, :, None]
                 if INT4:
                     delta = delta.to(tl.float32) * (SCALE * _LOG2E)
-                    if MASK > 0:  # NaN + -inf
-                        present = j * BLOCK_N + n < N_kv
-                        present = tl.load(Seen + j * BLOCK_N + n, mask=present, other=0) != 0
-                        delta = tl.where(present, delta, 0.0)
                     delta = delta[None, :].broadcast_to([BLOCK_M, BLOCK_N]).reshape(s.shape)
 
                 # -- softmax: running maximum and sum ----

@@ -221,9 +221,6 @@ def attention(
     s = q_8bit.float() @ k_8bit[..., :D].float().mT  # [B, H_q, N_q, N_pad]; INT8: exact
     x = s * (q_scale * k_scale[:, :, None])
     if delta is not None:
-        if seen is not None:  # NaN + -inf
-            delta = torch.where((seen > 0).any(2)[:, :, None], delta[..., :n_kv], 0.0)
-            delta = F.pad(delta, (0, n.shape[0] - n_kv))
         delta = delta.float() * (scale * LOG2E)
         x = x + delta.repeat_interleave(Q_BLOCK, 2)[:, :, :N_q]
     x = masked(x[..., :n_kv], attn_mask, left, right, bottom_right, LOG2E)

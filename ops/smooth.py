@@ -11,7 +11,7 @@ all of them.
 Softmax is invariant to any vector subtracted from every row of k, and the rows of p sum to 1, so
 a vector subtracted from v is added back to o. Both are exact; what they buy is range.
 
-INT4 asks for a smooth q too: each Q_BLOCK rows less their mean. Softmax is not invariant to that;
+4 bits ask for a smooth q too: each Q_BLOCK rows less their mean. Softmax is not invariant to that;
 
     delta[b, h, t, n] = q_mean[b, h, t] (k[b, h, n] - k_mean[b, h])
 

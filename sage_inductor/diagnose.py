@@ -38,7 +38,7 @@ from sage_inductor.report import table
 TOLERANCE = 0.05
 SDPA = "sdpa"  # in the place of a recipe: scaled_dot_product_attention in the model's own dtype
 # Fastest first, where measured. sage2-8b-fp8qk is for devices where INT8 is slow: "auto" takes it;
-# sage2-4b has no arithmetic to gain on any.
+# of 4 bits, sage2-4b has no arithmetic to gain on any, sage3 was timed on none.
 BY_SPEED = ("sage2-8b-rows", "sage2-8b", "accurate", "sage1")
 AT_ONCE = 1 << 24  # scores of exact attention: 128 MiB
 

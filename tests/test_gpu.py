@@ -448,7 +448,7 @@ ERROR = {
     "sage2-8b": 0.073, "sage2-8b-rows": 0.073, "sage2-8b-fp8qk": 0.16, "sage1": 0.05,
     "accurate": 0.05, "sage2-4b": 0.5, "sage3": 0.45,
 }  # fmt: skip
-COARSER = {"sage2-4b": 6, "sage3": 6}  # than 8-bit p and v: its error beside theirs, and some
+COARSER = {"sage2-4b": 3, "sage3": 6}  # than 8-bit p and v: its error beside theirs, and some
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
@@ -465,7 +465,7 @@ def test_op_is_near_exact_attention(shape, recipe, is_causal):
         v_mean = v.double().mean(2, keepdim=True).repeat_interleave(shape[1] // shape[2], 1)
         size = (exact - v_mean).abs().sum().clamp_min(1)
         assert (out - exact).abs().sum() / size < ERROR[recipe]
-        assert (lse - exact_lse).abs().max() < (2.0 if recipe in COARSER else 0.5)
+        assert (lse - exact_lse).abs().max() < {"sage2-4b": 2.0, "sage3": 1.5}.get(recipe, 0.5)
 
 
 def test_long_context_is_as_accurate_as_short():
