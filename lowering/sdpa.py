@@ -2,8 +2,10 @@
 when AOTAutograd traces a graph.
 
 Inductor then sees what there is to see: on CUDA the Triton kernels themselves (they are
-``triton_op``), in a CPU package the aten operations of the emulation. Nothing named ``sage`` is
-left for a package to look up. Two cases stay whole:
+``triton_op``) or, where it cannot launch the fastest ones, calls of two opaque ops
+(``quantize_kv_opaque``, ``attention_opaque``), whose kernels start to compile here; in a CPU
+package the aten operations of the emulation. Nothing named ``sage`` is left for a package to look
+up. Two cases stay whole:
 
 * while ``torch.export`` traces, like every ``triton_op``: an exported program keeps what the model
   means and opens when it is compiled;
@@ -22,7 +24,7 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.export._trace import custom_triton_ops_decomposition_disabled
 
 from sage_inductor.ops import prepare_kv, sdpa
-from sage_inductor.ops.sdpa import compose, compose_prepare
+from sage_inductor.ops.sdpa import compile_ahead, compose, compose_prepare
 
 
 @torch.library.custom_op("sage::stored", mutates_args=())
@@ -57,5 +59,10 @@ def _opens(custom_op, into, tensors: slice) -> None:
             return into(*args, **kwargs)
 
 
-_opens(sdpa, compose, slice(1, 3))
+def _compose(*args):
+    compile_ahead(*args)
+    return compose(*args)
+
+
+_opens(sdpa, _compose, slice(1, 3))
 _opens(prepare_kv, compose_prepare, slice(0, 2))

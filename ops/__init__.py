@@ -2,7 +2,7 @@
 
 from sage_inductor.ops.attention import attention, attention_opaque
 from sage_inductor.ops.nvfp4 import attention_nvfp4, quantize_nvfp4
-from sage_inductor.ops.quantize import quantize_k, quantize_kv, quantize_v
+from sage_inductor.ops.quantize import quantize_k, quantize_kv, quantize_kv_opaque, quantize_v
 from sage_inductor.ops.sdpa import prepare_kv, sdpa
 from sage_inductor.ops.smooth import smooth
 
@@ -13,6 +13,7 @@ __all__ = [
     "prepare_kv",
     "quantize_k",
     "quantize_kv",
+    "quantize_kv_opaque",
     "quantize_nvfp4",
     "quantize_v",
     "sdpa",

@@ -32,10 +32,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import triton_op, wrap_triton
+from torch.library import triton_op
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sage_inductor.ops import reference, tiles
+from sage_inductor.ops.launch import at_once, traced
 from sage_inductor.ops.quantize import abs_bits, scale_of, to_8bit
 from sage_inductor.ops.reference import (
     INT4_MAX,
@@ -347,7 +348,7 @@ def mask_arguments(q: Tensor, attn_mask: Tensor | None, seen: Tensor | None) -> 
 
 
 def _launch(
-    kernel, q, k_8bit, k_scale, v, v_scale, v_mean, attn_mask, seen, left, right, bottom_right,
+    run, q, k_8bit, k_scale, v, v_scale, v_mean, attn_mask, seen, left, right, bottom_right,
     scale, n_kv, granularity, out_bnhd, q_mean, delta, tile, tma: bool, **options,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     B, H_q, N_q, D = q.shape
@@ -368,14 +369,16 @@ def _launch(
         if fp8:
             v_arg = TensorDescriptor.from_tensor(v.view(-1, N_pad), [v.shape[2], tile.BLOCK_N])
     mask, seen, mask_strides, mask_kind, additive = mask_arguments(q, attn_mask, seen)
-    kernel[(B * H_q * triton.cdiv(N_q, tile.BLOCK_M),)](
-        q, q_mean, delta, k, k_scale, v_arg, v_scale, v_mean, mask, seen, out, lse,  # tensors
-        *q.stride(), *v.stride(), *mask_strides, *out.stride()[:3],
-        H_q, H_kv, 2 * N_q, 2 * n_kv, N_pad,  # shape
-        D, D_v, scale, *(-1 if x is None else x for x in (left, right)), bottom_right,
-        mask_kind, additive, LARGEST[qk], fp8, Q_ROWS[granularity], k_scale.shape[3],  # semantics
-        tma,
-        tile.BLOCK_M, tile.BLOCK_N, pad_head_dim(D), pad_head_dim(D_v), tile.num_stages,  # tile
+    run(
+        _attention_kernel,
+        (B * H_q * triton.cdiv(N_q, tile.BLOCK_M),),
+        (q, q_mean, delta, k, k_scale, v_arg, v_scale, v_mean, mask, seen, out, lse),
+        (*q.stride(), *v.stride(), *mask_strides, *out.stride()[:3],
+         H_q, H_kv, 2 * N_q, 2 * n_kv, N_pad,  # shape
+         D, D_v, scale, *(-1 if x is None else x for x in (left, right)), bottom_right,
+         mask_kind, additive, LARGEST[qk], fp8, Q_ROWS[granularity], k_scale.shape[3],  # semantics
+         tma,
+         tile.BLOCK_M, tile.BLOCK_N, pad_head_dim(D), pad_head_dim(D_v), tile.num_stages),  # tile
         num_warps=tile.num_warps, **options,
     )  # fmt: skip
     return out, lse
@@ -412,9 +415,8 @@ def attention(
     # Descriptors made in the kernel are silently wrong in packages of torch 2.11, and without a
     # register cap, which Inductor cannot pass on, no faster than pointers (620 and 661 TFLOP/s).
     return _launch(
-        wrap_triton(_attention_kernel), q, k_8bit, k_scale, v, v_scale, v_mean, attn_mask, seen,
-        left, right, bottom_right, scale, n_kv, granularity, out_bnhd, q_mean, delta, tile,
-        tma=False,
+        traced, q, k_8bit, k_scale, v, v_scale, v_mean, attn_mask, seen, left, right, bottom_right,
+        scale, n_kv, granularity, out_bnhd, q_mean, delta, tile, tma=False,
     )  # fmt: skip
 
 
@@ -431,19 +433,30 @@ def _attention_opaque(
     cap, worth 1.2x on an H200: at 168 registers three programs share an SM instead of two, and at
     most 8 bytes a thread spill.
     """
+    return launch_fastest(
+        at_once, q.device, q, k_8bit, k_scale, v, v_scale, v_mean, attn_mask, seen, left, right,
+        bottom_right, scale, n_kv, granularity, out_bnhd, q_mean, delta,
+    )  # fmt: skip
+
+
+def launch_fastest(
+    run, device, q, k_8bit, k_scale, v, v_scale, v_mean, attn_mask, seen, left, right, bottom_right,
+    scale, n_kv, granularity, out_bnhd, q_mean=None, delta=None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     tile = tile_of(
-        q, k_8bit, v, v_mean, granularity, attn_mask, left, right, bottom_right, portable=False
-    )
+        q, k_8bit, v, v_mean, granularity, attn_mask, left, right, bottom_right, portable=False,
+        device=device,
+    )  # fmt: skip
     if tile.warpgroups:
         out, lse = empty_outputs(q, head_dim_v(v, v_mean), out_bnhd)
         _hopper().launch(
-            q, k_8bit, k_scale, v, v_scale, v_mean, right == 0, scale, n_kv, tile, out, lse
-        )
+            q, k_8bit, k_scale, v, v_scale, v_mean, right == 0, scale, n_kv, tile, out, lse, run,
+            device,
+        )  # fmt: skip
         return out, lse
     return _launch(
-        _attention_kernel, q, k_8bit, k_scale, v, v_scale, v_mean, attn_mask, seen, left, right,
-        bottom_right, scale, n_kv, granularity, out_bnhd, q_mean, delta, tile, tma=True,
-        maxnreg=tile.maxnreg,
+        run, q, k_8bit, k_scale, v, v_scale, v_mean, attn_mask, seen, left, right, bottom_right,
+        scale, n_kv, granularity, out_bnhd, q_mean, delta, tile, tma=True, maxnreg=tile.maxnreg,
     )  # fmt: skip
 
 
@@ -468,12 +481,13 @@ def _(
 def tile_of(
     q: Tensor, k_8bit: Tensor, v: Tensor, v_mean: Tensor, granularity: str,
     attn_mask: Tensor | None, left: int | None, right: int | None, bottom_right: bool,
-    portable: bool,
+    portable: bool, device: torch.device | None = None,
 ) -> tiles.Tile:  # fmt: skip
-    """The tile of the call: one with `warpgroups` is hopper.py's, where that kernel applies."""
+    """The tile of the call: one with `warpgroups` is hopper.py's, where that kernel applies.
+    device: q's, if that is on meta."""
     pv = "fp8" if v.dtype == torch.float8_e4m3fn else "16bit"
     head_dim = max(int(q.shape[3]), head_dim_v(v, v_mean))
-    capability = tiles.capability(q.device)
+    capability = tiles.capability(device or q.device)
     if not portable:
         tile = tiles.hopper(capability, pv, head_dim, right == 0, q.shape[2])
         if tile is not None and _hopper().applies(

@@ -19,6 +19,8 @@ import copy
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import triton
@@ -35,6 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from sage_inductor.ops.launch import at_once
 from sage_inductor.ops.reference import INT8_MAX, LOG2_FP8_MAX, LOG2E, TINY, pad_head_dim
 from sage_inductor.ops.tiles import Tile
 
@@ -607,44 +610,35 @@ def _fits_tma(x: Tensor) -> bool:
 def launch(
     q: Tensor, k_int8: Tensor, k_scale: Tensor, v: Tensor, v_scale: Tensor, v_mean: Tensor,
     is_causal: bool, scale: float, n_kv: int, tile: Tile, out: Tensor, lse: Tensor,
+    run: Callable = at_once, device: torch.device | None = None,
 ) -> None:  # fmt: skip
     """Fill out [B, H_q, N_q, D_v], its last stride 1, and lse [B, H_q, N_q], of a call to which
-    this `applies`; arguments as those of `sage::attention`."""
+    this `applies`; arguments as those of `sage::attention`. device: q's, if that is on meta."""
     plan = _plan(
-        q.device, q.dtype, q.shape, q.stride(), k_int8.shape, v.dtype, v.shape, v.stride(),
-        out.shape[3], out.stride(), is_causal, scale, n_kv, tile,
+        device or q.device, q.dtype, q.shape, q.stride(), k_int8.shape, v.dtype, v.shape,
+        v.stride(), out.shape[3], out.stride(), is_causal, scale, n_kv, tile,
     )  # fmt: skip
     part = part_ml = lse  # not touched
     if plan.parts:
         part, part_ml = (lse.new_empty(n) for n in plan.parts)
-    plan.attend(
-        q, _at(plan.k, k_int8), k_scale, _at(plan.v, v), v_scale, v_mean, out, lse, part, part_ml
-    )
+    k, v = _at(plan.k, k_int8), _at(plan.v, v)
+    tensors = q, k, k_scale, v, v_scale, v_mean, out, lse, part, part_ml
+    run(*plan.attend.of(tensors), **plan.attend.options)
     if plan.combine:
-        plan.combine(part, part_ml, v_scale, v_mean, out, lse)
+        tensors = part, part_ml, v_scale, v_mean, out, lse
+        run(*plan.combine.of(tensors), **plan.combine.options)
 
 
-@dataclasses.dataclass
-class _Launch:
-    """A launch without its tensors. `compiled` is what Triton compiled for aligned ones: to look
-    that up takes Triton 20 of the 36 us of a launch (36 arguments, an H200's host, Triton 3.6)."""
+class _Launch(NamedTuple):
+    """A launch without its tensors."""
 
     kernel: triton.JITFunction
     grid: tuple[int, int, int]
     numbers: tuple
     options: dict
-    compiled: object = None
 
-    def __call__(self, *tensors: Tensor | TensorDescriptor) -> None:
-        addresses = 0
-        for x in tensors:
-            addresses |= (x.base if isinstance(x, TensorDescriptor) else x).data_ptr()
-        if addresses % 16 == 0 and self.compiled is not None:
-            self.compiled[self.grid](*tensors, *self.numbers)
-            return
-        compiled = self.kernel[self.grid](*tensors, *self.numbers, **self.options)
-        if addresses % 16 == 0:
-            self.compiled = compiled
+    def of(self, tensors: tuple) -> tuple:
+        return self.kernel, self.grid, tensors, self.numbers
 
 
 @dataclasses.dataclass(frozen=True)

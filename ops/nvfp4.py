@@ -28,7 +28,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import triton_op, wrap_triton
+from torch.library import triton_op
 
 from sage_inductor.ops import reference, tiles
 from sage_inductor.ops.attention import (
@@ -38,6 +38,7 @@ from sage_inductor.ops.attention import (
     mask_arguments,
     tiles_in_sight,
 )
+from sage_inductor.ops.launch import traced
 from sage_inductor.ops.quantize import abs_bits, saturate
 from sage_inductor.ops.reference import FP4_BLOCK, LOG2_FP4_MAX, LOG2E, PAD_N, Q_BLOCK, pad_head_dim
 
@@ -212,12 +213,14 @@ def launch_quantize(
     x_fp4 = x.new_empty((B, H, R, C // 2), dtype=torch.uint8)
     x_e4m3 = x.new_empty((B, H, R, C // FP4_BLOCK), dtype=torch.uint8)
     x_scale = x.new_empty((B, H, D) if along_n else (B, H), dtype=torch.float32)
-    wrap_triton(_quantize_kernel)[(B * H * (N_pad // ROWS),)](
-        x, mean, amax, x_fp4, x_e4m3, x_scale,  # tensors
-        *x.stride(),
-        H, N,  # shape
-        along_n, saturate,  # semantics
-        D, PAD_N, ROWS, BLOCK_D,  # tile
+    traced(
+        _quantize_kernel,
+        (B * H * (N_pad // ROWS),),
+        (x, mean, amax, x_fp4, x_e4m3, x_scale),
+        (*x.stride(),
+         H, N,  # shape
+         along_n, saturate,  # semantics
+         D, PAD_N, ROWS, BLOCK_D),  # tile
     )  # fmt: skip
     return x_fp4, x_e4m3, x_scale
 
@@ -383,29 +386,31 @@ def attention_nvfp4(
     capability, head_dim = tiles.capability(q.device), max(int(q.shape[3]), int(v_mean.shape[2]))
     tile = tiles.tile(capability, "nvfp4", "nvfp4", head_dim, attn_mask is not None)
     return launch(
-        wrap_triton(_attention_kernel), q, k_fp4, k_e4m3, k_scale, v_fp4, v_e4m3, v_scale, v_mean,
-        attn_mask, seen, left, right, bottom_right, scale, n_kv, out_bnhd, q_mean, delta, tile,
+        q, k_fp4, k_e4m3, k_scale, v_fp4, v_e4m3, v_scale, v_mean, attn_mask, seen, left, right,
+        bottom_right, scale, n_kv, out_bnhd, q_mean, delta, tile,
         tiles.multiplies_nvfp4(capability),
     )  # fmt: skip
 
 
 def launch(
-    kernel, q, k_fp4, k_e4m3, k_scale, v_fp4, v_e4m3, v_scale, v_mean, attn_mask, seen, left,
-    right, bottom_right, scale, n_kv, out_bnhd, q_mean, delta, tile, native: bool,
+    q, k_fp4, k_e4m3, k_scale, v_fp4, v_e4m3, v_scale, v_mean, attn_mask, seen, left, right,
+    bottom_right, scale, n_kv, out_bnhd, q_mean, delta, tile, native: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     B, H_q, N_q, D = q.shape
     D, D_v = int(D), int(v_mean.shape[2])
     H_kv, N_pad = k_fp4.shape[1:3]
     out, lse = empty_outputs(q, D_v, out_bnhd)
     mask, seen, mask_strides, mask_kind, additive = mask_arguments(q, attn_mask, seen)
-    kernel[(B * H_q * triton.cdiv(N_q, tile.BLOCK_M),)](
-        q, k_fp4, k_e4m3, k_scale, v_fp4, v_e4m3, v_scale, v_mean, q_mean, delta,  # tensors
-        mask, seen, out, lse,
-        *q.stride(), *mask_strides, *out.stride()[:3],
-        H_q, H_kv, N_q, n_kv, N_pad,  # shape
-        D, D_v, scale, *(-1 if x is None else x for x in (left, right)), bottom_right,
-        mask_kind, additive, native,  # semantics
-        tile.BLOCK_M, tile.BLOCK_N, pad_head_dim(D), pad_head_dim(D_v), tile.num_stages,  # tile
+    traced(
+        _attention_kernel,
+        (B * H_q * triton.cdiv(N_q, tile.BLOCK_M),),
+        (q, k_fp4, k_e4m3, k_scale, v_fp4, v_e4m3, v_scale, v_mean, q_mean, delta, mask, seen, out,
+         lse),
+        (*q.stride(), *mask_strides, *out.stride()[:3],
+         H_q, H_kv, N_q, n_kv, N_pad,  # shape
+         D, D_v, scale, *(-1 if x is None else x for x in (left, right)), bottom_right,
+         mask_kind, additive, native,  # semantics
+         tile.BLOCK_M, tile.BLOCK_N, pad_head_dim(D), pad_head_dim(D_v), tile.num_stages),  # tile
         num_warps=tile.num_warps,
     )  # fmt: skip
     return out, lse

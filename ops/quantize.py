@@ -13,13 +13,16 @@ q needs no pass of its own: the attention kernel quantizes it in its prologue.
 Shapes and layouts are those of ops/reference.py, to which all are bit-equal, statistics given.
 """
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import triton_op, wrap_triton
+from torch.library import triton_op
 
 from sage_inductor.ops import reference
+from sage_inductor.ops.launch import at_once, traced
 from sage_inductor.ops.reference import (
     FP8_MAX,
     INT4_MAX,
@@ -308,10 +311,49 @@ def quantize_kv(k: Tensor, v: Tensor | None, visible: Tensor | None, qk: str) ->
     return launch_kv(k, v, visible, qk)
 
 
-def launch_kv(k: Tensor, v: Tensor | None, visible: Tensor | None, qk: str) -> list[Tensor]:
-    k_mean, _, *of_v, beyond = launch_estimate([k] if v is None else [k, v], visible)
+def _quantize_kv_opaque(
+    k: Tensor, v: Tensor | None, visible: Tensor | None, qk: str
+) -> list[Tensor]:
+    """`quantize_kv`, opaque to Inductor, so it does not export. Nothing in these kernels could fuse
+    with what is around them, and as one call of a graph they are traced and compiled in no time."""
+    return launch_kv(k, v, visible, qk, at_once)
+
+
+# Not by custom_op: see attention_opaque.
+torch.library.define(
+    "sage::quantize_kv_opaque",
+    torch.library.infer_schema(_quantize_kv_opaque, mutates_args=()),
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+torch.library.impl("sage::quantize_kv_opaque", "cuda", _quantize_kv_opaque)
+quantize_kv_opaque = torch.ops.sage.quantize_kv_opaque.default
+
+
+@torch.library.register_fake("sage::quantize_kv_opaque")
+def _(k, v, visible, qk):
+    return empty_kv(k, v, qk, "per_row")
+
+
+def empty_kv(k: Tensor, v: Tensor | None, qk: str, granularity: str) -> list[Tensor]:
+    """Memory for k_8bit, k_scale, k_mean and, of v for FP8 p v, v_fp8, v_scale, v_mean."""
+    B, H, N, D = k.shape
+    N_pad, groups = (N + PAD_N - 1) // PAD_N * PAD_N, 4 if granularity == "per_thread" else 1
+    k_scale = k.new_empty((B, H, N_pad // K_BLOCK, groups), dtype=torch.float32)
+    outputs = [empty_k(k, qk), k_scale, k.new_empty((B, H, D), dtype=torch.float32)]
+    if v is not None:
+        D_v = v.shape[3]
+        v_shape = (B, H, pad_head_dim(int(D_v)), N_pad)
+        outputs.append(v.new_empty(v_shape, dtype=torch.float8_e4m3fn))
+        outputs += [v.new_empty((B, H, D_v), dtype=torch.float32) for _ in range(2)]
+    return outputs
+
+
+def launch_kv(
+    k: Tensor, v: Tensor | None, visible: Tensor | None, qk: str, run: Callable = traced
+) -> list[Tensor]:
+    k_mean, _, *of_v, beyond = launch_estimate([k] if v is None else [k, v], visible, run)
     if v is None:
-        return [*launch_k(k, k_mean, qk, "per_row", visible), k_mean]
+        return [*launch_k(k, k_mean, qk, "per_row", visible, run), k_mean]
     v_mean, v_amax = of_v
     B, H, N, D = k.shape
     D, D_v, blocks = int(D), int(v.shape[3]), triton.cdiv(N, PAD_N) * (PAD_N // K_BLOCK)
@@ -324,20 +366,24 @@ def launch_kv(k: Tensor, v: Tensor | None, visible: Tensor | None, qk: str) -> l
         visible = visible.expand(B, H, N)
     rows = k_mean if visible is None else visible
     strides = (0, 0) if visible is None else visible.stride()[:2]
-    wrap_triton(_quantize_kv_kernel)[(B * H * blocks * 2,)](
-        k, v, k_mean, v_mean, v_amax, rows, beyond, k_8bit, k_scale, v_fp8, v_scale,  # tensors
-        *k.stride(), *v.stride(), *strides,
-        H, 2 * N, 2 * D, 2 * D_v,  # shape
-        visible is not None, LARGEST[qk],  # semantics
-        K_BLOCK, PAD_N, BLOCK_D, BLOCK_DV,  # tile
+    run(
+        _quantize_kv_kernel,
+        (B * H * blocks * 2,),
+        (k, v, k_mean, v_mean, v_amax, rows, beyond, k_8bit, k_scale, v_fp8, v_scale),
+        (*k.stride(), *v.stride(), *strides,
+         H, 2 * N, 2 * D, 2 * D_v,  # shape
+         visible is not None, LARGEST[qk],  # semantics
+         K_BLOCK, PAD_N, BLOCK_D, BLOCK_DV),  # tile
         num_warps=num_warps(BLOCK_DV),
     )  # fmt: skip
-    wrap_triton(_quantize_v_again_kernel)[(B * H,)](
-        v, v_mean, rows, beyond, v_fp8, v_scale,  # tensors
-        *v.stride(), *strides,
-        H, 2 * N, 2 * D_v,  # shape
-        visible is not None,  # semantics
-        PAD_N, K_BLOCK, BLOCK_DV,  # tile
+    run(
+        _quantize_v_again_kernel,
+        (B * H,),
+        (v, v_mean, rows, beyond, v_fp8, v_scale),
+        (*v.stride(), *strides,
+         H, 2 * N, 2 * D_v,  # shape
+         visible is not None,  # semantics
+         PAD_N, K_BLOCK, BLOCK_DV),  # tile
         num_warps=8,
     )  # fmt: skip
     return [k_8bit, k_scale, k_mean, v_fp8, v_scale, v_mean]
@@ -372,8 +418,9 @@ def quantize_k(
 
 
 def launch_k(
-    k: Tensor, k_mean: Tensor, qk: str, granularity: str, visible: Tensor | None
-) -> tuple[Tensor, Tensor]:
+    k: Tensor, k_mean: Tensor, qk: str, granularity: str, visible: Tensor | None,
+    run: Callable = traced,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     B, H, N, D = k.shape
     D = int(D)  # a tile needs a number
     BLOCK_D, num_blocks = pad_head_dim(D), triton.cdiv(N, PAD_N) * (PAD_N // K_BLOCK)
@@ -382,12 +429,14 @@ def launch_k(
     k_scale = k.new_empty((B, H, num_blocks, groups), dtype=torch.float32)
     if visible is not None:
         visible = visible.expand(B, H, N)
-    wrap_triton(_quantize_k_kernel)[(B * H * num_blocks,)](
-        k, k_mean, k_mean if visible is None else visible, k_8bit, k_scale,  # tensors
-        *k.stride(), *((0, 0) if visible is None else visible.stride()[:2]),
-        H, 2 * N, 2 * D,  # shape
-        visible is not None, LARGEST[qk],  # semantics
-        D, groups, K_BLOCK, PAD_N, BLOCK_D,  # tile
+    run(
+        _quantize_k_kernel,
+        (B * H * num_blocks,),
+        (k, k_mean, k_mean if visible is None else visible, k_8bit, k_scale),
+        (*k.stride(), *((0, 0) if visible is None else visible.stride()[:2]),
+         H, 2 * N, 2 * D,  # shape
+         visible is not None, LARGEST[qk],  # semantics
+         D, groups, K_BLOCK, PAD_N, BLOCK_D),  # tile
     )  # fmt: skip
     return k_8bit, k_scale
 
@@ -408,11 +457,13 @@ def launch_v(v: Tensor, v_mean: Tensor, v_amax: Tensor, saturate: bool) -> tuple
     BLOCK_D, num_blocks = pad_head_dim(D), triton.cdiv(N, PAD_N)
     v_fp8 = v.new_empty((B, H, BLOCK_D, num_blocks * PAD_N), dtype=torch.float8_e4m3fn)
     v_scale = torch.empty_like(v_amax)
-    wrap_triton(_quantize_v_kernel)[(B * H * num_blocks,)](
-        v, v_mean, v_amax, v_fp8, v_scale,  # tensors
-        *v.stride(),
-        H, 2 * N,  # shape
-        saturate,  # semantics
-        D, PAD_N, BLOCK_D,  # tile
+    traced(
+        _quantize_v_kernel,
+        (B * H * num_blocks,),
+        (v, v_mean, v_amax, v_fp8, v_scale),
+        (*v.stride(),
+         H, 2 * N,  # shape
+         saturate,  # semantics
+         D, PAD_N, BLOCK_D),  # tile
     )  # fmt: skip
     return v_fp8, v_scale

@@ -23,6 +23,8 @@ i = 0 at the first key, or (bottom_right) the last query at the last key. SDPA's
 Shapes: B batch, H_q and H_kv heads, N_q and N_kv sequence, D head_dim (D_v of v).
 """
 
+import functools
+import itertools
 import math
 
 import torch
@@ -31,10 +33,23 @@ from torch import Tensor
 
 from sage_inductor.ops import mask, reference, tiles
 from sage_inductor.ops import recipe as recipes
-from sage_inductor.ops.attention import attention, attention_opaque, empty_outputs
+from sage_inductor.ops.attention import (
+    attention,
+    attention_opaque,
+    empty_outputs,
+    launch_fastest,
+)
+from sage_inductor.ops.launch import ahead, in_background
 from sage_inductor.ops.nvfp4 import attention_nvfp4, quantize_nvfp4
-from sage_inductor.ops.quantize import empty_k, quantize_k, quantize_kv, quantize_v
-from sage_inductor.ops.reference import FP4_BLOCK, HEAD_DIMS, K_BLOCK, PAD_N, pad_head_dim
+from sage_inductor.ops.quantize import (
+    empty_kv,
+    launch_kv,
+    quantize_k,
+    quantize_kv,
+    quantize_kv_opaque,
+    quantize_v,
+)
+from sage_inductor.ops.reference import FP4_BLOCK, HEAD_DIMS, PAD_N, pad_head_dim
 from sage_inductor.ops.smooth import smooth, smooth_q
 
 
@@ -143,7 +158,8 @@ def compose(
     """`sdpa` in terms of the ops that do the work."""
     r = recipes.decode(recipe)
     op, attn_mask, seen = _kernel_and_mask(k, v, attn_mask, r, portable)
-    quantized, k_mean = operands(v, prepared or prepare(k, v, seen, r))
+    opaque = op is attention_opaque
+    quantized, k_mean = operands(v, prepared or prepare(k, v, seen, r, opaque))
     out, lse = op(
         q, *quantized, attn_mask, seen, left, right, bottom_right, scale, k.shape[2],
         r.granularity, out_bnhd, *of_q(q, k, k_mean, seen, r),
@@ -158,8 +174,8 @@ def compose_prepare(
 ) -> list[Tensor]:
     """`prepare_kv` in terms of the ops that do the work."""
     r = recipes.decode(recipe)
-    _, _, seen = _kernel_and_mask(k, v, attn_mask, r, portable)
-    return prepare(k, v, seen, r)
+    op, _, seen = _kernel_and_mask(k, v, attn_mask, r, portable)
+    return prepare(k, v, seen, r, op is attention_opaque)
 
 
 def _kernel_and_mask(k, v, attn_mask, recipe: recipes.Recipe, portable: bool) -> tuple:
@@ -172,9 +188,50 @@ def _kernel_and_mask(k, v, attn_mask, recipe: recipes.Recipe, portable: bool) ->
     return op, attn_mask, mask.summarize(attn_mask, k.shape[2], block_m)
 
 
-def prepare(k: Tensor, v: Tensor, seen: Tensor | None, recipe: recipes.Recipe) -> list[Tensor]:
+def compile_ahead(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, prepared: list[Tensor],
+    left: int | None, right: int | None, bottom_right: bool, scale: float, recipe: str,
+    out_bnhd: bool, portable: bool,
+) -> None:  # fmt: skip
+    """Start to compile what the call (arguments as `sdpa`'s) will launch and Inductor does not
+    compile, if its sizes are known and no mask is in the way."""
+    r = recipes.decode(recipe)
+    head_dim = max(int(q.shape[3]), int(v.shape[3]))
+    op, _ = kernel(q.device, r, head_dim, attn_mask is not None, portable)
+    likes = tuple((x.dtype, tuple(x.shape), tuple(x.stride())) for x in (q, k, v))
+    known = all(isinstance(n, int) for _, *sizes in likes for n in itertools.chain(*sizes))
+    if op is attention_opaque and r.granularity == "per_row" and attn_mask is None and known:
+        band = left, right, bottom_right
+        _compile_ahead(q.device, likes, bool(prepared), band, scale, recipe, out_bnhd)
+
+
+@functools.cache  # started once
+def _compile_ahead(device, likes, prepared: bool, band, scale, recipe: str, out_bnhd: bool) -> None:
+    def compile():
+        r = recipes.decode(recipe)
+        q, k, v = (
+            torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+            for dtype, shape, stride in likes
+        )
+        with torch.cuda.device(device):
+            of_v = v if r.pv == "fp8" else None
+            shapes = empty_kv(k, of_v, r.qk, r.granularity)
+            quantized, _ = operands(v, shapes)
+            launch_fastest(
+                ahead, device, q, *quantized, None, None, *band, scale, k.shape[2], r.granularity,
+                out_bnhd,
+            )  # fmt: skip
+            if not prepared:
+                launch_kv(k, of_v, None, r.qk, ahead)
+
+    in_background(compile)
+
+
+def prepare(
+    k: Tensor, v: Tensor, seen: Tensor | None, recipe: recipes.Recipe, opaque: bool = False
+) -> list[Tensor]:
     """[k_8bit, k_scale, k_mean], and with FP8 also v_fp8, v_scale, v_mean; in nvfp4 [k_fp4, k_e4m3,
-    k_scale, k_mean, v_fp4, v_e4m3, v_scale, v_mean]."""
+    k_scale, k_mean, v_fp4, v_e4m3, v_scale, v_mean]. opaque: where torch need not look inside."""
     visible = None if seen is None else mask.visible_keys(seen, k.shape[1])
     if recipe.pv == "nvfp4":
         of_both = []
@@ -183,7 +240,8 @@ def prepare(k: Tensor, v: Tensor, seen: Tensor | None, recipe: recipes.Recipe) -
             of_both += [*quantize_nvfp4(x, mean, amax, along_n, visible is not None), mean]
         return of_both
     if recipe.granularity == "per_row":
-        return quantize_kv(k, v if recipe.pv == "fp8" else None, visible, recipe.qk)
+        op = quantize_kv_opaque if opaque else quantize_kv
+        return op(k, v if recipe.pv == "fp8" else None, visible, recipe.qk)
     if recipe.pv == "fp8" and v.shape[3] == k.shape[3]:
         mean, amax = smooth([k, v], visible)  # [2, B, H_kv, D]: one launch
         k_mean, v_mean, v_amax = mean[0], mean[1], amax[1]
@@ -249,8 +307,8 @@ def _(
 def _(k, v, attn_mask, recipe, portable):
     check(k, k, v, None, [], None, None, 0.0, recipe)
     r, (B, H, N, D), D_v = recipes.decode(recipe), k.shape, v.shape[3]
-    N_pad, groups = (N + PAD_N - 1) // PAD_N * PAD_N, 4 if r.granularity == "per_thread" else 1
     if r.pv == "nvfp4":
+        N_pad = (N + PAD_N - 1) // PAD_N * PAD_N
         outputs = []
         for (rows, columns), scale, d in (
             ((N_pad, pad_head_dim(int(D))), (B, H), D),
@@ -263,15 +321,7 @@ def _(k, v, attn_mask, recipe, portable):
                 ((B, H, d), torch.float32),
             ]
         return [k.new_empty(s, dtype=dtype) for s, dtype in outputs]
-    outputs = [
-        ((B, H, N_pad // K_BLOCK, groups), torch.float32),
-        ((B, H, D), torch.float32),
-        ((B, H, pad_head_dim(int(D_v)), N_pad), torch.float8_e4m3fn),
-        ((B, H, D_v), torch.float32),
-        ((B, H, D_v), torch.float32),
-    ]
-    outputs = outputs[: 5 if r.pv == "fp8" else 2]
-    return [empty_k(k, r.qk), *(k.new_empty(s, dtype=dtype) for s, dtype in outputs)]
+    return empty_kv(k, v if r.pv == "fp8" else None, r.qk, r.granularity)
 
 
 def _save_inputs(ctx, inputs, output):

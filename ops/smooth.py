@@ -20,14 +20,17 @@ is added to the scores of the rows of block t.
 Shapes: B batch, H heads of k and v (H_q of q), N sequence (N_q of q), D head_dim.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import triton_op, wrap_triton
+from torch.library import triton_op
 
 from sage_inductor.ops import reference
+from sage_inductor.ops.launch import traced
 from sage_inductor.ops.reference import HEADROOM, NO_SHIFT, PAD_N, Q_BLOCK, SAMPLE
 
 _SAMPLE = tl.constexpr(SAMPLE)
@@ -151,19 +154,23 @@ def launch(x0: Tensor, x1: Tensor, count: int, visible: Tensor | None) -> tuple[
     if visible is not None:
         visible = visible.expand(B, H, N)
         rows = visible.sum(2, dtype=torch.int32)
-    wrap_triton(_partial_kernel)[(B * H * num_chunks, count)](
-        x0, x1, mean if visible is None else visible, partial,  # tensors
-        *x0.stride(), *x1.stride(), *((0, 0) if visible is None else visible.stride()[:2]),
-        H, N,  # shape
-        visible is not None,  # semantics
-        D, CHUNK, BLOCK_N, BLOCK_D,  # tile
+    traced(
+        _partial_kernel,
+        (B * H * num_chunks, count),
+        (x0, x1, mean if visible is None else visible, partial),
+        (*x0.stride(), *x1.stride(), *((0, 0) if visible is None else visible.stride()[:2]),
+         H, N,  # shape
+         visible is not None,  # semantics
+         D, CHUNK, BLOCK_N, BLOCK_D),  # tile
         num_warps=NUM_WARPS,
     )  # fmt: skip
-    wrap_triton(_final_kernel)[(count * B * H,)](
-        partial, rows, mean, amax,  # tensors
-        B * H, N,  # shape
-        visible is not None,  # semantics
-        D, CHUNK, 16, BLOCK_D,  # tile
+    traced(
+        _final_kernel,
+        (count * B * H,),
+        (partial, rows, mean, amax),
+        (B * H, N,  # shape
+         visible is not None,  # semantics
+         D, CHUNK, 16, BLOCK_D),  # tile
     )  # fmt: skip
     return mean, amax
 
@@ -215,7 +222,9 @@ def _estimate_kernel(
         tl.store(Beyond + head, 0)
 
 
-def launch_estimate(xs: list[Tensor], visible: Tensor | None) -> list[Tensor]:
+def launch_estimate(
+    xs: list[Tensor], visible: Tensor | None, run: Callable = traced
+) -> list[Tensor]:
     """One or two x [B, H, N, D], the two of one B, H and N, any strides -> for each its mean and
     amax [B, H, D] in fp32, estimated from SAMPLE rows of those that are visible (as `smooth` has
     them); at the end zeros [B, H] in int32, for who finds rows beyond amax."""
@@ -226,12 +235,14 @@ def launch_estimate(xs: list[Tensor], visible: Tensor | None) -> list[Tensor]:
     beyond = x0.new_empty((B, H), dtype=torch.int32)
     if visible is not None:
         visible = visible.expand(B, H, N)
-    wrap_triton(_estimate_kernel)[(B * H, len(xs))](
-        x0, x1, out[0] if visible is None else visible, *out[:2], *out[-2:], beyond,  # tensors
-        *x0.stride(), *x1.stride(), *((0, 0) if visible is None else visible.stride()[:2]),
-        H, N,  # shape
-        visible is not None, len(xs) == 2,  # semantics
-        D, D_1, triton.next_power_of_2(max(D, D_1)),  # tile
+    run(
+        _estimate_kernel,
+        (B * H, len(xs)),
+        (x0, x1, out[0] if visible is None else visible, *out[:2], *out[-2:], beyond),
+        (*x0.stride(), *x1.stride(), *((0, 0) if visible is None else visible.stride()[:2]),
+         H, N,  # shape
+         visible is not None, len(xs) == 2,  # semantics
+         D, D_1, triton.next_power_of_2(max(D, D_1))),  # tile
     )  # fmt: skip
     return [*out, beyond]
 

@@ -7,10 +7,12 @@ bias and v a mean, because random normal inputs hide wrong smoothing and one-lev
 import functools
 import math
 import re
+import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
 from torch._inductor.utils import run_and_get_code
 from torch.profiler import ProfilerActivity, profile
 from torch.testing import assert_close
@@ -23,6 +25,7 @@ from sage_inductor.ops import (
     mask,
     quantize_k,
     quantize_kv,
+    quantize_kv_opaque,
     quantize_nvfp4,
     quantize_v,
     reference,
@@ -155,6 +158,20 @@ def test_preparation_in_one_pass_equals_its_oracle(shape, dtype, masked):
         *alone, mean = quantize_kv(k, None, visible, qk)
         assert_close(mean, k_mean)
         for x, y in zip(alone, reference.quantize_k(k, mean, qk, "per_row", visible), strict=True):
+            assert_close(x.float(), y.float(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("misaligned", [False, True])
+@pytest.mark.parametrize("pv", ["fp8", "16bit"])
+def test_the_opaque_preparation_is_the_same(pv, misaligned):
+    """Again with new values, where Triton's look-up is left out, at another length, and at addresses
+    that ask for another kernel."""
+    for N in (700, 700, 333):
+        _, k, v = (x[..., int(misaligned) :] for x in qkv(2, 4, 2, 1, N, 65 if misaligned else 64))
+        v = v if pv == "fp8" else None
+        found = quantize_kv_opaque(k, v, None, "int8")
+        assert len(found) == (6 if pv == "fp8" else 3)
+        for x, y in zip(found, quantize_kv(k, v, None, "int8"), strict=True):
             assert_close(x.float(), y.float(), rtol=0, atol=0)
 
 
@@ -635,6 +652,54 @@ def test_generated_code_has_no_pass_over_k_and_v_but_ours(rope, monkeypatch):
     ours = [n.strip("_") for n in names if n not in own["sage"]]
     assert ours[:3] == ["estimate_kernel", "quantize_kv_kernel", "quantize_v_again_kernel"]
     assert ours[3:] == ["hopper_kernel"] or torch.cuda.get_device_capability() != (9, 0)
+
+
+@pytest.mark.parametrize("recipe", ["sage2-8b-rows", "accurate"])
+def test_kernels_are_compiled_while_the_graph_is(recipe, monkeypatch):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("elsewhere Inductor compiles them")
+    compiled = []
+    compile = triton.JITFunction._do_compile
+
+    def seen(self, *args, **kwargs):
+        compiled.append((self.fn.__name__, threading.current_thread().name))
+        return compile(self, *args, **kwargs)
+
+    monkeypatch.setattr(triton.JITFunction, "_do_compile", seen)
+    q, k, v = qkv(2, 4, 4, 640, 640, 112)  # of no other test
+    options = {**FORCE, "sage.recipe": recipe}
+    attend = torch.compile(
+        lambda *x: F.scaled_dot_product_attention(*x, scale=0.137), backend="sage", options=options
+    )
+    for _ in range(2):
+        assert relative(attend(q, k, v), F.scaled_dot_product_attention(q, k, v, scale=0.137)) < 0.1
+    assert "_hopper_kernel" in dict(compiled)
+    assert len(compiled) == len(set(compiled)), compiled
+    assert all(thread.startswith("sage-compile") for _, thread in compiled), compiled
+
+
+def test_constant_k_and_v_are_prepared_once(monkeypatch):
+    """As text is that every step attends to, where Inductor folds constants."""
+
+    class Cross(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.text = torch.nn.Parameter(torch.randn(2, 512, 512))
+            self.kv = torch.nn.Linear(512, 1024)
+
+        def forward(self, q):
+            k, v = self.kv(self.text).unflatten(-1, (2, 4, 128)).permute(2, 0, 3, 1, 4)
+            return F.scaled_dot_product_attention(q, k, v)
+
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    m = Cross().cuda().bfloat16().eval()
+    options = {**FORCE, "sage.recipe": "sage2-8b-rows", "freezing": True}
+    q = torch.randn(2, 4, 1024, 128, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        compiled = torch.compile(m, backend="sage", options=options)
+        assert relative(compiled(q), m(q)) < 0.08
+        names = [e.name.strip("_") for e in kernels(compiled, q)]
+    assert len(names) == 1 or torch.cuda.get_device_capability() != (9, 0), names
 
 
 def kernels(call, *args) -> list:

@@ -17,7 +17,8 @@ from torch.testing import assert_close
 
 from sage_inductor.ops import mask, nvfp4, reference
 from sage_inductor.ops import recipe as recipes
-from sage_inductor.ops.attention import _attention_kernel, _launch
+from sage_inductor.ops.attention import _launch
+from sage_inductor.ops.launch import traced
 from sage_inductor.ops.quantize import launch_k, launch_kv, launch_v
 from sage_inductor.ops.sdpa import of_q, operands, prepare
 from sage_inductor.ops.smooth import launch as launch_smooth
@@ -166,7 +167,7 @@ def test_attention(shape, is_causal, scale, tma, recipe):
     means = of_q(q, k, k_mean, None, r) or (None, None)
     band = (None, 0 if is_causal else None, False)
     args = (q, *quantized, None, None, *band, scale, k.shape[2])
-    out, lse = _launch(_attention_kernel, *args, r.granularity, True, *means, tile, tma=tma)
+    out, lse = _launch(traced, *args, r.granularity, True, *means, tile, tma=tma)
     expected, expected_lse = reference.attention(*args, r.granularity, tile.BLOCK_N, *means)
     # An INT8 code that a tie rounds the other way moves a score by up to 0.2 scale.
     assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4 + 0.2 * abs(scale))
@@ -180,7 +181,7 @@ def test_int4_k_comes_with_what_smoothing_q_made():
         quantized, _ = operands(v, prepare(k, v, None, r))
         args = (q, *quantized, None, None, None, None, False, 0.1, 130, r.granularity, True, *means)
         with pytest.raises(ValueError, match=f"go with INT4 k, and only that: k is {r.qk}"):
-            _launch(_attention_kernel, *args, Tile(64, 64, 4, 2), tma=False)
+            _launch(traced, *args, Tile(64, 64, 4, 2), tma=False)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -240,7 +241,7 @@ def check_nvfp4(q, k, v, attn_mask, seen, visible, band, scale, tile):
     quantized, k_mean = operands(v, prepared)
     means = of_q(q, k, k_mean, seen, r)
     args = (q, *quantized, attn_mask, seen, *band, scale, k.shape[2])
-    out, lse = nvfp4.launch(nvfp4._attention_kernel, *args, True, *means, tile, native=False)
+    out, lse = nvfp4.launch(*args, True, *means, tile, native=False)
     expected, expected_lse = reference.attention_nvfp4(*args, r.granularity, tile.BLOCK_N, *means)
     # Single numbers between two of E2M1 fall on the other side.
     assert out.isfinite().all() and relative(out, expected) < 1e-3
@@ -304,7 +305,7 @@ def check_masked(make, band, recipe, N_q, N_kv, D, D_v):
     quantized, k_mean = operands(v, prepared)
     means = of_q(q, k, k_mean, seen, r) or (None, None)
     args = (q, *quantized, attn_mask, seen, *band, 0.1, N_kv)
-    out, lse = _launch(_attention_kernel, *args, r.granularity, True, *means, tile, tma=False)
+    out, lse = _launch(traced, *args, r.granularity, True, *means, tile, tma=False)
     expected, expected_lse = reference.attention(*args, r.granularity, tile.BLOCK_N, *means)
     assert out.isfinite().all() and relative(out, expected) < (1e-2 if r.pv == "fp8" else 2e-3)
     assert_close(lse, expected_lse, rtol=1e-4, atol=0.02)

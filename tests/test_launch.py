@@ -1,0 +1,164 @@
+"""Launching without Triton's look-up, and compiling before the first launch."""
+
+import contextlib
+import threading
+
+import pytest
+import torch
+import triton
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from sage_inductor.ops import hopper, launch, tiles
+from sage_inductor.ops import recipe as recipes
+from sage_inductor.ops.attention import launch_fastest
+from sage_inductor.ops.quantize import launch_kv
+from sage_inductor.ops.sdpa import _compile_ahead, compile_ahead, operands
+
+RIGHT_BELOW = None, 0, False  # causal
+FULL = None, None, False
+
+
+class Kernel:
+    """Stands for a Triton kernel: what it was asked to look up and what it launched."""
+
+    def __init__(self):
+        self.looked_up, self.launched = [], []
+
+    def __getitem__(self, grid):
+        def run(*args, **options):
+            self.looked_up.append((grid, args, options))
+            return Compiled(self)
+
+        return run
+
+
+class Compiled:
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        return lambda *args: self.kernel.launched.append((grid, args))
+
+
+@pytest.fixture
+def device(monkeypatch):
+    current = [0]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    return current
+
+
+def test_a_kernel_is_looked_up_once(device):
+    kernel, x = Kernel(), torch.zeros(64)
+    for _ in range(3):
+        y = torch.zeros(64)
+        launch.at_once(kernel, (5,), (x, y), (1, 2.0, True), num_warps=8)
+    assert kernel.looked_up == [
+        ((5,), (x, kernel.looked_up[0][1][1], 1, 2.0, True), {"num_warps": 8})
+    ]
+    assert [grid for grid, _ in kernel.launched] == [(5, 1, 1)] * 2
+    assert kernel.launched[-1][1][1] is y
+
+
+def test_a_kernel_is_looked_up_again_for_all_that_changes_its_code(device):
+    kernel, x = Kernel(), torch.zeros(64)
+    launch.at_once(kernel, (5,), (x,), (1,), num_warps=8)
+    launch.at_once(kernel, (5,), (x,), (2,), num_warps=8)
+    launch.at_once(kernel, (5,), (x.half(),), (1,), num_warps=8)
+    launch.at_once(kernel, (5,), (x,), (1,), num_warps=4)
+    launch.at_once(Kernel(), (5,), (x,), (1,), num_warps=8)
+    device[0] = 1
+    launch.at_once(kernel, (5,), (x,), (1,), num_warps=8)
+    assert len(kernel.looked_up) == 5 and not kernel.launched
+    for _ in range(2):  # not aligned: Triton tells such arguments apart
+        launch.at_once(kernel, (5,), (x[1:],), (1,), num_warps=8)
+    assert len(kernel.looked_up) == 7 and not kernel.launched
+
+
+def test_the_first_launch_waits_for_what_is_compiled_in_the_background(device):
+    kernel, go, done = Kernel(), threading.Event(), []
+
+    def compile(what):
+        go.wait(10)
+        done.append(what)
+        raise ValueError("of no consequence")
+
+    launch.in_background(compile, "it")
+    threading.Timer(0.2, go.set).start()
+    launch.at_once(kernel, (1,), (torch.zeros(4),), ())
+    assert done == ["it"] and len(kernel.looked_up) == 1
+
+
+@pytest.fixture
+def h200(monkeypatch):
+    """The tables and the schedule of an H200; what is compiled is written down."""
+    compiled = []
+
+    def warmup(self, *args, grid, **options):
+        kinds = [x.block_shape if hasattr(x, "block_shape") else x for x in args]
+        compiled.append((self.fn.__name__, grid, kinds, options))
+
+    monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(hopper, "_processors", lambda device: 132)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(triton.JITFunction, "warmup", warmup)
+    return compiled
+
+
+def arguments(q, k, v, recipe, band=FULL, prepared=(), portable=False):
+    text = recipes.NAMED[recipe].encode()
+    return q, k, v, None, list(prepared), *band, 0.1, text, True, portable
+
+
+def qkv(N, device, D=64, heads=(8, 4, 4)):
+    """Fake tensors, as while torch.compile traces."""
+    with FakeTensorMode():
+        shapes = [(2, N, h, D) for h in heads]
+        q, k, v = (torch.empty(s, dtype=torch.bfloat16, device=device) for s in shapes)
+        return [x.transpose(1, 2) for x in (q, k, v)]
+
+
+@pytest.mark.parametrize("band", [FULL, RIGHT_BELOW], ids=["full", "causal"])
+@pytest.mark.parametrize("recipe", ["sage2-8b-rows", "accurate"])
+@pytest.mark.parametrize("N", [1000, 2048])
+def test_what_is_compiled_ahead_is_what_is_launched(recipe, band, N, h200):
+    _compile_ahead.cache_clear()
+    for _ in range(2):  # as layers do
+        compile_ahead(*arguments(*qkv(N, "cuda"), recipe, band))
+    (job,) = launch._running
+    assert job.result(60) is None
+    launched = []
+
+    def run(kernel, grid, tensors, numbers, **options):
+        kinds = [x.dtype if isinstance(x, torch.Tensor) else x.block_shape for x in tensors]
+        launched.append((kernel.fn.__name__, grid, [*kinds, *numbers], options))
+
+    r = recipes.NAMED[recipe]
+    q, k, v = (torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in qkv(N, "cpu"))
+    quantized, _ = operands(v, launch_kv(k, v if r.pv == "fp8" else None, None, r.qk, run))
+    launch_fastest(
+        run, torch.device("cuda", 0), q, *quantized, None, None, *band, 0.1, N, "per_row", True
+    )
+    names = [name for name, *_ in launched]
+    attend = "_attention_kernel" if recipe == "sage2-8b-rows" and N < 1536 else "_hopper_kernel"
+    assert len(names) >= 3 and attend in names
+    assert sorted(h200, key=repr) == sorted(launched, key=repr)
+
+
+@pytest.mark.parametrize(
+    "what", ["portable", "prepared by per_thread", "on CPU", "masked", "unknown"]
+)
+def test_nothing_is_compiled_ahead_that_inductor_compiles_or_that_is_not_known(what, h200):
+    _compile_ahead.cache_clear()
+    recipe = "sage2-8b" if what == "prepared by per_thread" else "sage2-8b-rows"
+    x = qkv(1000, "cpu" if what == "on CPU" else "cuda")
+    args = list(arguments(*x, recipe, portable=what == "portable"))
+    before = list(launch._running)
+    if what == "masked":
+        args[3] = torch.ones(1000, 1000, dtype=torch.bool)
+    if what == "unknown":
+        with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+            symbol = mode.shape_env.create_unbacked_symint()
+            args[0] = torch.empty(2, 8, symbol, 64, dtype=torch.bfloat16, device="cuda")
+    compile_ahead(*args)
+    assert launch._running == before and not h200
