@@ -255,8 +255,8 @@ def recipes_table(rows: list[dict]) -> str:
         lines.append([entry, *(f"{average:.2%} ({worst:.2%})" for average, worst in pairs)])
     title = (
         "Relative L1 of attention, average (worst) over layers, on families of random inputs (of "
-        "which each seed is a layer) and on q, k, v of models. Capitals: the papers' recipes, "
-        "emulated; bf16 SDPA: what rounding costs"
+        "which each seed is a layer) and on q, k, v of models. All emulated, not rounded to bf16; "
+        "capitals: the papers' recipes; bf16 SDPA: what rounding costs"
     )
     return f"{title}\n\n{markdown(lines)}"
 
@@ -267,9 +267,9 @@ def defaults_table(rows: list[dict]) -> str:
         for N, cells in groups(its, "N").items():
             lines.append([entry, str(N), *map(default_cell, cells)])
     title = (
-        "The defaults (sage2-8b-rows on Hopper, else sage2-8b) and accurate beside bf16 attention "
-        "and FlashAttention-3's FP8, emulated; outputs in bf16. Relative L1; of biased_v (v + 8) "
-        "centred, x bf16's. In brackets: what it is to be at most"
+        "The defaults (sage2-8b-rows on Hopper, else sage2-8b) and accurate, on a GPU by their "
+        "kernels, beside bf16 attention and FlashAttention-3's FP8 (emulated); outputs in bf16. "
+        "Relative L1; of biased_v (v + 8) centred, x bf16's. In brackets: what it is to be at most"
     )
     return f"{title}\n\n{markdown(lines)}"
 
