@@ -58,6 +58,11 @@ def ahead(kernel: triton.JITFunction, grid: tuple, tensors: tuple, numbers: tupl
     kernel.warmup(*kinds, *numbers, grid=grid, **options)
 
 
+def pdl_option(pdl: bool) -> dict:
+    """The option of programmatic dependent launch, which Inductor cannot pass on."""
+    return {"launch_pdl": True} if pdl else {}
+
+
 _running: list[concurrent.futures.Future] = []
 
 

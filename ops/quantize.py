@@ -20,9 +20,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op
+from triton.language.extra.cuda.gdc import gdc_wait
 
 from sage_inductor.ops import reference
-from sage_inductor.ops.launch import at_once, traced
+from sage_inductor.ops.launch import at_once, pdl_option, traced
 from sage_inductor.ops.reference import (
     FP8_MAX,
     INT4_MAX,
@@ -78,14 +79,16 @@ def saturate(x, amax):
 @triton.jit
 def _block_of_k(
     K, K_mean, visible, K_8bit, K_scale, stride_n, stride_d, head, block, blocks, N, channels,
-    MASK: tl.constexpr, QK_MAX: tl.constexpr, GROUPS: tl.constexpr, K_BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    MASK: tl.constexpr, QK_MAX: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
+    K_BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """K_BLOCK rows of a head, the block-th of `blocks`; K and visible point to its first row."""
     n = block * K_BLOCK + tl.arange(0, K_BLOCK)
     d = tl.arange(0, BLOCK_D)
     mask = (n < N)[:, None] & (d < channels)[None, :]
     x = tl.load(K + n[:, None] * stride_n + d[None, :] * stride_d, mask=mask, other=0.0)
+    if PDL:
+        gdc_wait()
     mean = tl.load(K_mean + head * channels + d, mask=d < channels, other=0.0)
     x = tl.where(mask, x.to(tl.float32) - mean[None, :], 0.0)
 
@@ -120,10 +123,9 @@ def _block_of_k(
 
 @triton.jit
 def _load_v(
-    V, mean, stride_n, stride_d, block, N2, channels,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """(v - mean, its rows n, which of them and of its channels there are), interleaved."""
+    V, stride_n, stride_d, block, N2, channels, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """(v, its rows n, which of them and of its channels there are), interleaved."""
     column = tl.arange(0, BLOCK_N)
     # Column (quad, half, pair) of each 16 holds token (half, quad, pair): reference.interleave.
     token = (column & ~15) | (column & 2) << 2 | (column & 12) >> 1 | (column & 1)
@@ -131,7 +133,7 @@ def _load_v(
     d = tl.arange(0, BLOCK_D)
     mask = (2 * n < N2)[:, None] & (d < channels)[None, :]
     v = V + n.to(tl.int64)[:, None] * stride_n + d[None, :] * stride_d
-    return tl.load(v, mask=mask, other=0.0).to(tl.float32) - mean[None, :], n, mask
+    return tl.load(v, mask=mask, other=0.0).to(tl.float32), n, mask
 
 
 @triton.jit
@@ -153,16 +155,19 @@ def _store_v(
 def _block_of_v(
     V, V_mean, V_amax, visible, Beyond, V_fp8, V_scale, stride_n, stride_d, head, block, blocks,
     N2, channels,
-    MASK: tl.constexpr, SATURATE: tl.constexpr, CHECK: tl.constexpr,
+    MASK: tl.constexpr, SATURATE: tl.constexpr, CHECK: tl.constexpr, PDL: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N rows of a head, the block-th of `blocks`; V and visible point to its first row. With
     CHECK, Beyond of the head becomes 1 where V_amax is too small for any of them."""
     d = tl.arange(0, BLOCK_D)
+    x, n, mask = _load_v(V, stride_n, stride_d, block, N2, channels, BLOCK_N, BLOCK_D)
+    if PDL:
+        gdc_wait()
     amax = tl.load(V_amax + head * channels + d, mask=d < channels, other=1.0)
     amax = tl.where(amax < _TINY, _TINY, amax)
     mean = tl.load(V_mean + head * channels + d, mask=d < channels, other=0.0)
-    x, n, mask = _load_v(V, mean, stride_n, stride_d, block, N2, channels, BLOCK_N, BLOCK_D)
+    x = x - mean[None, :]
     if CHECK:
         if MASK:
             mask = mask & (tl.load(visible + n, mask=2 * n < N2, other=0) != 0)[:, None]
@@ -179,9 +184,12 @@ def _quantize_v_again_kernel(
     stride_b, stride_h, stride_n, stride_d,
     stride_visible_b, stride_visible_h,
     H, N2, D2,
-    MASK: tl.constexpr, PAD_N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    MASK: tl.constexpr, PDL: tl.constexpr,
+    PAD_N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Grid: (B * H,). All rows of a head with rows beyond the estimated amax, by their own."""
+    if PDL:
+        gdc_wait()
     head = tl.program_id(0).to(tl.int64)
     channels = D2 // 2
     visible = Visible + head // H * stride_visible_b + head % H * stride_visible_h
@@ -192,16 +200,16 @@ def _quantize_v_again_kernel(
         mean = tl.load(V_mean + head * channels + d, mask=d < channels, other=0.0)
         bits = tl.zeros([BLOCK_D], tl.int32)
         for i in tl.range(0, N_pad // BLOCK_N, num_stages=1):
-            x, n, mask = _load_v(v, mean, stride_n, stride_d, i, N2, channels, BLOCK_N, BLOCK_D)
+            x, n, mask = _load_v(v, stride_n, stride_d, i, N2, channels, BLOCK_N, BLOCK_D)
             if MASK:
                 mask = mask & (tl.load(visible + n, mask=2 * n < N2, other=0) != 0)[:, None]
-            bits = tl.maximum(bits, tl.max(tl.where(mask, abs_bits(x), 0), 0))
+            bits = tl.maximum(bits, tl.max(tl.where(mask, abs_bits(x - mean[None, :]), 0), 0))
         amax = bits.to(tl.float32, bitcast=True)
         amax = tl.where(amax < _TINY, _TINY, amax)
         tl.store(V_scale + head * channels + d, amax * (1.0 / _FP8_MAX), mask=d < channels)
         for i in tl.range(0, N_pad // BLOCK_N, num_stages=1):
-            x, _, _ = _load_v(v, mean, stride_n, stride_d, i, N2, channels, BLOCK_N, BLOCK_D)
-            _store_v(x, amax, V_fp8, head, i, N_pad, MASK, BLOCK_N, BLOCK_D)
+            x, _, _ = _load_v(v, stride_n, stride_d, i, N2, channels, BLOCK_N, BLOCK_D)
+            _store_v(x - mean[None, :], amax, V_fp8, head, i, N_pad, MASK, BLOCK_N, BLOCK_D)
 
 
 @triton.jit
@@ -214,7 +222,7 @@ def _quantize_k_kernel(
     stride_b, stride_h, stride_n, stride_d,
     stride_visible_b, stride_visible_h,
     H, N2, D2,  # N2: 2 N, D2: 2 D
-    MASK: tl.constexpr, QK_MAX: tl.constexpr,
+    MASK: tl.constexpr, QK_MAX: tl.constexpr, PDL: tl.constexpr,
     D: tl.constexpr, GROUPS: tl.constexpr, K_BLOCK: tl.constexpr, PAD_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -232,7 +240,7 @@ def _quantize_k_kernel(
     _block_of_k(
         K + head // H * stride_b + head % H * stride_h, K_mean,
         Visible + head // H * stride_visible_b + head % H * stride_visible_h, K_8bit, K_scale,
-        stride_n, stride_d, head, block, blocks, N, channels, MASK, QK_MAX, GROUPS, K_BLOCK,
+        stride_n, stride_d, head, block, blocks, N, channels, MASK, QK_MAX, GROUPS, PDL, K_BLOCK,
         BLOCK_D,
     )  # fmt: skip
 
@@ -259,7 +267,8 @@ def _quantize_v_kernel(
     head, block = pid // blocks, pid % blocks
     _block_of_v(
         V + head // H * stride_b + head % H * stride_h, V_mean, V_amax, V, V, V_fp8, V_scale,
-        stride_n, stride_d, head, block, blocks, N2, D, False, SATURATE, False, BLOCK_N, BLOCK_D,
+        stride_n, stride_d, head, block, blocks, N2, D, False, SATURATE, False, False, BLOCK_N,
+        BLOCK_D,
     )  # fmt: skip
 
 
@@ -275,7 +284,7 @@ def _quantize_kv_kernel(
     stride_vb, stride_vh, stride_vn, stride_vd,
     stride_visible_b, stride_visible_h,
     H, N2, D2, D2_V,  # doubled, as above
-    MASK: tl.constexpr, QK_MAX: tl.constexpr,
+    MASK: tl.constexpr, QK_MAX: tl.constexpr, PDL: tl.constexpr,
     K_BLOCK: tl.constexpr, PAD_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Grid: (B * H * num_blocks * 2,). K_BLOCK rows of one head, of k and of v in turn: 128 rows of
@@ -288,14 +297,14 @@ def _quantize_kv_kernel(
     if pid % 2 == 0:
         _block_of_k(
             K + head // H * stride_kb + head % H * stride_kh, K_mean, visible, K_8bit, K_scale,
-            stride_kn, stride_kd, head, block, blocks, N, D2 // 2, MASK, QK_MAX, 1, K_BLOCK,
+            stride_kn, stride_kd, head, block, blocks, N, D2 // 2, MASK, QK_MAX, 1, PDL, K_BLOCK,
             BLOCK_D,
         )  # fmt: skip
     else:
         _block_of_v(
             V + head // H * stride_vb + head % H * stride_vh, V_mean, V_amax, visible, Beyond,
             V_fp8, V_scale, stride_vn, stride_vd, head, block, blocks, N2, D2_V // 2,
-            MASK, MASK, True, K_BLOCK, BLOCK_DV,
+            MASK, MASK, True, PDL, K_BLOCK, BLOCK_DV,
         )  # fmt: skip
 
 
@@ -316,7 +325,7 @@ def _quantize_kv_opaque(
 ) -> list[Tensor]:
     """`quantize_kv`, opaque to Inductor, so it does not export. Nothing in these kernels could fuse
     with what is around them, and as one call of a graph they are traced and compiled in no time."""
-    return launch_kv(k, v, visible, qk, at_once)
+    return launch_kv(k, v, visible, qk, at_once, pdl=True)
 
 
 # Not by custom_op: see attention_opaque.
@@ -349,11 +358,14 @@ def empty_kv(k: Tensor, v: Tensor | None, qk: str, granularity: str) -> list[Ten
 
 
 def launch_kv(
-    k: Tensor, v: Tensor | None, visible: Tensor | None, qk: str, run: Callable = traced
-) -> list[Tensor]:
-    k_mean, _, *of_v, beyond = launch_estimate([k] if v is None else [k, v], visible, run)
+    k: Tensor, v: Tensor | None, visible: Tensor | None, qk: str, run: Callable = traced,
+    pdl: bool = False,
+) -> list[Tensor]:  # fmt: skip
+    """pdl: each kernel starts while the one before it ends (programmatic dependent launch, from
+    sm_90 on), and the second reads its rows while the first estimates."""
+    k_mean, _, *of_v, beyond = launch_estimate([k] if v is None else [k, v], visible, run, pdl)
     if v is None:
-        return [*launch_k(k, k_mean, qk, "per_row", visible, run), k_mean]
+        return [*launch_k(k, k_mean, qk, "per_row", visible, run, pdl), k_mean]
     v_mean, v_amax = of_v
     B, H, N, D = k.shape
     D, D_v, blocks = int(D), int(v.shape[3]), triton.cdiv(N, PAD_N) * (PAD_N // K_BLOCK)
@@ -372,9 +384,9 @@ def launch_kv(
         (k, v, k_mean, v_mean, v_amax, rows, beyond, k_8bit, k_scale, v_fp8, v_scale),
         (*k.stride(), *v.stride(), *strides,
          H, 2 * N, 2 * D, 2 * D_v,  # shape
-         visible is not None, LARGEST[qk],  # semantics
+         visible is not None, LARGEST[qk], pdl,  # semantics
          K_BLOCK, PAD_N, BLOCK_D, BLOCK_DV),  # tile
-        num_warps=num_warps(BLOCK_DV),
+        num_warps=num_warps(BLOCK_DV), **pdl_option(pdl),
     )  # fmt: skip
     run(
         _quantize_v_again_kernel,
@@ -382,9 +394,9 @@ def launch_kv(
         (v, v_mean, rows, beyond, v_fp8, v_scale),
         (*v.stride(), *strides,
          H, 2 * N, 2 * D_v,  # shape
-         visible is not None,  # semantics
+         visible is not None, pdl,  # semantics
          PAD_N, K_BLOCK, BLOCK_DV),  # tile
-        num_warps=8,
+        num_warps=8, **pdl_option(pdl),
     )  # fmt: skip
     return [k_8bit, k_scale, k_mean, v_fp8, v_scale, v_mean]
 
@@ -419,7 +431,7 @@ def quantize_k(
 
 def launch_k(
     k: Tensor, k_mean: Tensor, qk: str, granularity: str, visible: Tensor | None,
-    run: Callable = traced,
+    run: Callable = traced, pdl: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     B, H, N, D = k.shape
     D = int(D)  # a tile needs a number
@@ -435,8 +447,9 @@ def launch_k(
         (k, k_mean, k_mean if visible is None else visible, k_8bit, k_scale),
         (*k.stride(), *((0, 0) if visible is None else visible.stride()[:2]),
          H, 2 * N, 2 * D,  # shape
-         visible is not None, LARGEST[qk],  # semantics
+         visible is not None, LARGEST[qk], pdl,  # semantics
          D, groups, K_BLOCK, PAD_N, BLOCK_D),  # tile
+        **pdl_option(pdl),
     )  # fmt: skip
     return k_8bit, k_scale
 

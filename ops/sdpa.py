@@ -239,7 +239,7 @@ def _compile_ahead(device, likes, prepared: bool, band, scale, recipe: str, out_
                 out_bnhd,
             )  # fmt: skip
             if not prepared:
-                launch_kv(k, of_v, None, r.qk, ahead)
+                launch_kv(k, of_v, None, r.qk, ahead, pdl=True)
 
     in_background(compile)
 

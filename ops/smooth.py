@@ -28,9 +28,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op
+from triton.language.extra.cuda.gdc import gdc_launch_dependents, gdc_wait
 
 from sage_inductor.ops import reference
-from sage_inductor.ops.launch import traced
+from sage_inductor.ops.launch import pdl_option, traced
 from sage_inductor.ops.reference import HEADROOM, NO_SHIFT, PAD_N, Q_BLOCK, SAMPLE
 
 _SAMPLE = tl.constexpr(SAMPLE)
@@ -185,7 +186,7 @@ def _estimate_kernel(
     stride_1b, stride_1h, stride_1n, stride_1d,
     stride_visible_b, stride_visible_h,
     H, N,
-    MASK: tl.constexpr, TWO: tl.constexpr,
+    MASK: tl.constexpr, TWO: tl.constexpr, PDL: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Grid: (B * H, tensors). reference.estimate of one head.
@@ -193,6 +194,9 @@ def _estimate_kernel(
     Without TWO nothing of a second tensor may be written even in the code: torch takes a copy of
     each argument that a kernel writes, so that one given twice comes back as it was.
     """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()  # of what it then reads, only the results here are not there yet
     head = tl.program_id(0).to(tl.int64)
     b, h = head // H, head % H
     d = tl.arange(0, BLOCK_D)
@@ -223,7 +227,7 @@ def _estimate_kernel(
 
 
 def launch_estimate(
-    xs: list[Tensor], visible: Tensor | None, run: Callable = traced
+    xs: list[Tensor], visible: Tensor | None, run: Callable = traced, pdl: bool = False
 ) -> list[Tensor]:
     """One or two x [B, H, N, D], the two of one B, H and N, any strides -> for each its mean and
     amax [B, H, D] in fp32, estimated from SAMPLE rows of those that are visible (as `smooth` has
@@ -231,6 +235,7 @@ def launch_estimate(
     x0, x1 = xs[0], xs[-1]
     B, H, N, D = x0.shape
     D, D_1 = int(D), int(x1.shape[3])
+    BLOCK_D = triton.next_power_of_2(max(D, D_1))
     out = [x.new_empty((B, H, x.shape[3]), dtype=torch.float32) for x in xs for _ in range(2)]
     beyond = x0.new_empty((B, H), dtype=torch.int32)
     if visible is not None:
@@ -241,10 +246,16 @@ def launch_estimate(
         (x0, x1, out[0] if visible is None else visible, *out[:2], *out[-2:], beyond),
         (*x0.stride(), *x1.stride(), *((0, 0) if visible is None else visible.stride()[:2]),
          H, N,  # shape
-         visible is not None, len(xs) == 2,  # semantics
-         D, D_1, triton.next_power_of_2(max(D, D_1))),  # tile
+         visible is not None, len(xs) == 2, pdl,  # semantics
+         D, D_1, BLOCK_D),  # tile
+        num_warps=estimate_warps(BLOCK_D), **pdl_option(pdl),
     )  # fmt: skip
     return [*out, beyond]
+
+
+def estimate_warps(block_d: int) -> int:
+    """Of a program of the estimate, which has all rows of the sample in its registers."""
+    return 4 if block_d <= 128 else 8
 
 
 def smooth_q(q: Tensor, k: Tensor, k_mean: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,12 @@ from sage_inductor.ops.quantize import (
     _quantize_v_kernel,
     num_warps,
 )
-from sage_inductor.ops.smooth import _estimate_kernel, _final_kernel, _partial_kernel
+from sage_inductor.ops.smooth import (
+    _estimate_kernel,
+    _final_kernel,
+    _partial_kernel,
+    estimate_warps,
+)
 
 SHARED_MEMORY = {  # bytes that a program may have
     (8, 0): 163 << 10, (8, 6): 99 << 10, (8, 9): 99 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10,
@@ -407,36 +412,36 @@ def test_preparation_in_nvfp4_compiles(architecture, D):
 # -- k and v ----
 
 
-def compile_quantize_k(architecture, D, masked, groups, qk):
+def compile_quantize_k(architecture, D, masked, groups, qk, pdl=False):
     types = dict(K="*bf16", K_mean="*fp32", Visible="*u8", K_8bit=f"*{qk}", K_scale="*fp32")
     constexprs = dict(
-        MASK=masked, QK_MAX=QK_MAX[qk], D=D, GROUPS=groups, K_BLOCK=64, PAD_N=128, stride_d=1,
-        BLOCK_D=reference.pad_head_dim(D),
+        MASK=masked, QK_MAX=QK_MAX[qk], PDL=pdl, D=D, GROUPS=groups, K_BLOCK=64, PAD_N=128,
+        stride_d=1, BLOCK_D=reference.pad_head_dim(D),
     )  # fmt: skip
     return compile_kernel(_quantize_k_kernel, architecture, constexprs, types)
 
 
-def compile_quantize_kv(D, masked, qk, architecture=(9, 0)):
+def compile_quantize_kv(D, masked, qk, architecture=(9, 0), pdl=False):
     types = dict(
         K="*bf16", V="*bf16", K_mean="*fp32", V_mean="*fp32", V_amax="*fp32", Visible="*u8",
         Beyond="*i32", K_8bit=f"*{qk}", K_scale="*fp32", V_fp8="*fp8e4nv", V_scale="*fp32",
     )  # fmt: skip
     BLOCK_D = reference.pad_head_dim(D)
     constexprs = dict(
-        MASK=masked, QK_MAX=QK_MAX[qk], K_BLOCK=64, PAD_N=128, BLOCK_D=BLOCK_D, BLOCK_DV=BLOCK_D,
-        stride_kd=1, stride_vd=1,
+        MASK=masked, QK_MAX=QK_MAX[qk], PDL=pdl, K_BLOCK=64, PAD_N=128, BLOCK_D=BLOCK_D,
+        BLOCK_DV=BLOCK_D, stride_kd=1, stride_vd=1,
     )  # fmt: skip
     return compile_kernel(
         _quantize_kv_kernel, architecture, constexprs, types, num_warps=num_warps(BLOCK_D)
     )
 
 
-def compile_quantize_v_again(D, masked, architecture=(9, 0)):
+def compile_quantize_v_again(D, masked, architecture=(9, 0), pdl=False):
     types = dict(
         V="*bf16", V_mean="*fp32", Visible="*u8", Beyond="*i32", V_fp8="*fp8e4nv", V_scale="*fp32"
     )
     constexprs = dict(
-        MASK=masked, PAD_N=128, BLOCK_N=64, BLOCK_D=reference.pad_head_dim(D), stride_d=1
+        MASK=masked, PDL=pdl, PAD_N=128, BLOCK_N=64, BLOCK_D=reference.pad_head_dim(D), stride_d=1
     )
     return compile_kernel(_quantize_v_again_kernel, architecture, constexprs, types, num_warps=8)
 
@@ -515,6 +520,46 @@ def test_preparation_compiles(architecture, D, masked):
         compiled = compile_quantize_kv(D, masked, "i8", architecture)
         assert stack_bytes(compiled) == 0
         assert stack_bytes(compile_quantize_v_again(D, masked, architecture)) == 0
-    of_two = dict(Mean0="*fp32", Amax0="*fp32", Mean1="*fp32", Amax1="*fp32", Beyond="*i32")
-    constexprs = dict(D=D, D_1=D, MASK=masked, TWO=True, BLOCK_D=BLOCK_D, stride_0d=1, stride_1d=1)
-    compile_kernel(_estimate_kernel, architecture, constexprs, {**x, **of_two})
+    compile_estimate(D, masked, architecture)
+
+
+def compile_estimate(D, masked, architecture=(9, 0), pdl=False):
+    types = dict(
+        X0="*bf16", X1="*bf16", Visible="*u8", Mean0="*fp32", Amax0="*fp32", Mean1="*fp32",
+        Amax1="*fp32", Beyond="*i32",
+    )  # fmt: skip
+    BLOCK_D = reference.pad_head_dim(D)
+    constexprs = dict(
+        D=D, D_1=D, MASK=masked, TWO=True, PDL=pdl, BLOCK_D=BLOCK_D, stride_0d=1, stride_1d=1
+    )
+    return compile_kernel(
+        _estimate_kernel, architecture, constexprs, types, num_warps=estimate_warps(BLOCK_D)
+    )
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+@pytest.mark.parametrize("D", [64, 80, 128, 256])
+def test_kernels_of_the_preparation_overlap_where_they_may(D, masked):
+    """The first waits for who wrote k and v before it lets the second start, which reads rows of
+    theirs and waits for the estimate; nothing is stored by who has not waited."""
+    wait, launch = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
+    wanted = "|".join((wait, launch, "ld.global", "st.global"))
+
+    def order(compiled):
+        assert stack_bytes(compiled) == 0
+        return re.findall(wanted, compiled.asm["ptx"])
+
+    estimate = order(compile_estimate(D, masked, pdl=True))
+    assert estimate[:3] == [wait, launch, "ld.global"]
+    again = order(compile_quantize_v_again(D, masked, pdl=True))
+    assert again[:2] == [wait, "ld.global"]
+    k = order(compile_quantize_k((9, 0), D, masked, 1, "i8", pdl=True))
+    kv = order(compile_quantize_kv(D, masked, "i8", pdl=True))
+    for found, waits in ((k, 1), (kv, 2)):  # one for rows of k and one for rows of v
+        first, *rest = " ".join(found).split(wait)
+        assert len(rest) == waits and launch not in found
+        assert set(first.split()) == {"ld.global"}
+        assert all(part.split()[0] == "ld.global" for part in rest)
+        assert all(part.split()[-1] == "ld.global" for part in rest[:-1])
+    for compiled in (compile_estimate(D, masked), compile_quantize_kv(D, masked, "i8")):
+        assert "griddepcontrol" not in compiled.asm["ptx"]

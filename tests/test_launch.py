@@ -135,7 +135,7 @@ def test_what_is_compiled_ahead_is_what_is_launched(recipe, band, N, h200):
 
     r = recipes.NAMED[recipe]
     q, k, v = (torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in qkv(N, "cpu"))
-    quantized, _ = operands(v, launch_kv(k, v if r.pv == "fp8" else None, None, r.qk, run))
+    quantized, _ = operands(v, launch_kv(k, v if r.pv == "fp8" else None, None, r.qk, run, True))
     launch_fastest(
         run, torch.device("cuda", 0), q, *quantized, None, None, *band, 0.1, N, "per_row", True
     )
