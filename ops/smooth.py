@@ -3,6 +3,10 @@
     mean[b, h, d] = mean over n of x[b, h, n, d]
     amax[b, h, d] = max over n of |x[b, h, n, d] - mean[b, h, d]|
 
+A mean within 3 standard errors of 0, the deviation taken for amax / 4, is noise and counts as 0:
+bf16 numbers less a tiny one are rounded to E4M3 to one side (8 bits v of N(0, 1), N = 64K: 5.2 %
+relative L1 of the output with it, 3.9 without).
+
 Rows that a mask hides from every query do not count: padding may hold anything, NaN included.
 
 `estimate` puts numbers from a sample of rows in their place, for what cannot wait for a pass over
@@ -125,7 +129,10 @@ def _final_kernel(
     if MASK:
         count = tl.load(Count + head % heads)
     mean = tl.sum(total, 0) / tl.maximum(count, 1)
-    amax = tl.maximum(tl.max(high, 0) - mean, mean - tl.min(low, 0), tl.PropagateNan.ALL)
+    top, bottom = tl.max(high, 0), tl.min(low, 0)
+    deviation = tl.maximum(top - mean, mean - bottom, tl.PropagateNan.ALL) * 0.25
+    mean = tl.where(mean * mean * count <= deviation * deviation * _NO_SHIFT, 0.0, mean)
+    amax = tl.maximum(top - mean, mean - bottom, tl.PropagateNan.ALL)
     amax = tl.where(count > 0, amax, 0.0)
     tl.store(Mean + head * D + d, mean, mask=d < D)
     tl.store(Amax + head * D + d, amax, mask=d < D)
