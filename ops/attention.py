@@ -424,28 +424,28 @@ def _attention_opaque(
     q: Tensor, k_8bit: Tensor, k_scale: Tensor, v: Tensor, v_scale: Tensor, v_mean: Tensor,
     attn_mask: Tensor | None, seen: Tensor | None, left: int | None, right: int | None,
     bottom_right: bool, scale: float, n_kv: int, granularity: str, out_bnhd: bool,
-    q_mean: Tensor | None = None, delta: Tensor | None = None,
+    q_mean: Tensor | None = None, delta: Tensor | None = None, warpgroups: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`attention` by the fastest kernel of a device whose tiles ask for what Inductor cannot pass
     on. Opaque to Inductor, so it does not export.
 
     hopper.py's kernel where it applies. Elsewhere `attention`'s with descriptors and a register
     cap, worth 1.2x on an H200: at 168 registers three programs share an SM instead of two, and at
-    most 8 bytes a thread spill.
+    most 8 bytes a thread spill. warpgroups: `Recipe`'s.
     """
     return launch_fastest(
         at_once, q.device, q, k_8bit, k_scale, v, v_scale, v_mean, attn_mask, seen, left, right,
-        bottom_right, scale, n_kv, granularity, out_bnhd, q_mean, delta,
+        bottom_right, scale, n_kv, granularity, out_bnhd, q_mean, delta, warpgroups,
     )  # fmt: skip
 
 
 def launch_fastest(
     run, device, q, k_8bit, k_scale, v, v_scale, v_mean, attn_mask, seen, left, right, bottom_right,
-    scale, n_kv, granularity, out_bnhd, q_mean=None, delta=None,
+    scale, n_kv, granularity, out_bnhd, q_mean=None, delta=None, warpgroups=None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     tile = tile_of(
         q, k_8bit, v, v_mean, granularity, attn_mask, left, right, bottom_right, portable=False,
-        device=device,
+        device=device, warpgroups=warpgroups,
     )  # fmt: skip
     if tile.warpgroups:
         out, lse = empty_outputs(q, head_dim_v(v, v_mean), out_bnhd)
@@ -473,7 +473,7 @@ attention_opaque = torch.ops.sage.attention_opaque.default
 @torch.library.register_fake("sage::attention_opaque")
 def _(
     q, k_8bit, k_scale, v, v_scale, v_mean, attn_mask, seen, left, right, bottom_right, scale, n_kv,
-    granularity, out_bnhd, q_mean=None, delta=None,
+    granularity, out_bnhd, q_mean=None, delta=None, warpgroups=None,
 ):  # fmt: skip
     return empty_outputs(q, head_dim_v(v, v_mean), out_bnhd)
 
@@ -481,15 +481,15 @@ def _(
 def tile_of(
     q: Tensor, k_8bit: Tensor, v: Tensor, v_mean: Tensor, granularity: str,
     attn_mask: Tensor | None, left: int | None, right: int | None, bottom_right: bool,
-    portable: bool, device: torch.device | None = None,
+    portable: bool, device: torch.device | None = None, warpgroups: int | None = None,
 ) -> tiles.Tile:  # fmt: skip
     """The tile of the call: one with `warpgroups` is hopper.py's, where that kernel applies.
-    device: q's, if that is on meta."""
+    device: q's, if that is on meta. warpgroups: `Recipe`'s."""
     pv = "fp8" if v.dtype == torch.float8_e4m3fn else "16bit"
     head_dim = max(int(q.shape[3]), head_dim_v(v, v_mean))
     capability = tiles.capability(device or q.device)
     if not portable:
-        tile = tiles.hopper(capability, pv, head_dim, right == 0, q.shape[2])
+        tile = tiles.hopper(capability, pv, head_dim, right == 0, q.shape[2], warpgroups)
         if tile is not None and _hopper().applies(
             q, k_8bit, v, granularity, attn_mask, left, right, bottom_right
         ):

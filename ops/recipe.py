@@ -43,6 +43,10 @@ class Recipe:
     pv: number format of p and v. ``fp8``: E4M3, v smoothed and scaled per channel, two-level
         accumulation; ``16bit``: v as it arrives, fp32 accumulation; ``nvfp4``: as q and k, v
         smoothed, only beside them.
+    warpgroups: which tile computes int8 per_row on Hopper: that of hopper.py's kernel with so many;
+        0: attention.py's kernel. None: the table's (tiles.HOPPER). It changes speed, not what is
+        computed, so a call without such a tile is no error but the table's too: a graph that was
+        timed on one GPU runs on every one.
 
     k is smoothed in every recipe.
     """
@@ -50,6 +54,7 @@ class Recipe:
     granularity: str
     pv: str
     qk: str = "int8"
+    warpgroups: int | None = None
 
     def __post_init__(self):
         _one_of("pv", self.pv, ("16bit", "fp8", "nvfp4"))
@@ -58,6 +63,10 @@ class Recipe:
         valid = {"int4": ("per_thread",), "nvfp4": ("per_16",)}
         valid = valid.get(self.qk, ("per_block", "per_thread", "per_row"))
         _one_of("granularity", self.granularity, valid, f"qk={self.qk!r}")
+        rows = (self.qk, self.granularity) == ("int8", "per_row")
+        valid = (None, 0, 2, 3) if rows else (None,)
+        beside = f"qk={self.qk!r}, granularity={self.granularity!r}"
+        _one_of("warpgroups", self.warpgroups, valid, beside)
 
     @property
     def smooths_q(self) -> bool:
@@ -65,8 +74,15 @@ class Recipe:
         return self.qk in ("int4", "nvfp4")
 
     def encode(self) -> str:
-        """The canonical string: ``int8/per_thread,fp8@0.1.0+1a2b3c4d``."""
-        return f"{self.qk}/{self.granularity},{self.pv}@{source_tag()}"
+        """The canonical string: ``int8/per_thread,fp8@0.1.0+1a2b3c4d``, with three warpgroups
+        ``int8/per_row,fp8,3@0.1.0+1a2b3c4d``."""
+        chosen = "" if self.warpgroups is None else f",{self.warpgroups}"
+        return f"{self.qk}/{self.granularity},{self.pv}{chosen}@{source_tag()}"
+
+    @property
+    def preparation(self) -> "Recipe":
+        """The same recipe to all that prepares k and v."""
+        return dataclasses.replace(self, warpgroups=None)
 
 
 @functools.cache
@@ -78,11 +94,11 @@ def decode(text: str) -> Recipe:
             f"recipe: {text!r} was made by sage_inductor {tag or '(no version)'}, "
             f"this is {source_tag()}: rewrite the model again"
         )
-    qk, granularity, pv = re.split("[/,]", fields)
-    return Recipe(granularity, pv, qk)
+    qk, granularity, pv, *warpgroups = re.split("[/,]", fields)
+    return Recipe(granularity, pv, qk, *map(int, warpgroups))
 
 
-def _one_of(field: str, value: str, valid: tuple[str, ...], beside: str = "") -> None:
+def _one_of(field: str, value, valid: tuple, beside: str = "") -> None:
     if value not in valid:
         beside = beside and f" with {beside}"
         raise ValueError(f"recipe: {field} must be one of {valid}{beside}, got {value!r}")

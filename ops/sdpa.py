@@ -163,6 +163,7 @@ def compose(
     out, lse = op(
         q, *quantized, attn_mask, seen, left, right, bottom_right, scale, k.shape[2],
         r.granularity, out_bnhd, *of_q(q, k, k_mean, seen, r),
+        **({"warpgroups": r.warpgroups} if opaque else {}),
     )  # fmt: skip
     correct = unsmoothed_lse_opaque if opaque else unsmoothed_lse
     return out, correct(lse, q, k_mean, scale)
@@ -236,7 +237,7 @@ def _compile_ahead(device, likes, prepared: bool, band, scale, recipe: str, out_
             quantized, _ = operands(v, shapes)
             launch_fastest(
                 ahead, device, q, *quantized, None, None, *band, scale, k.shape[2], r.granularity,
-                out_bnhd,
+                out_bnhd, warpgroups=r.warpgroups,
             )  # fmt: skip
             if not prepared:
                 launch_kv(k, of_v, None, r.qk, ahead, pdl=True)

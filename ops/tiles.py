@@ -86,8 +86,9 @@ def multiplies_nvfp4(capability: tuple[int, int]) -> bool:
 GLUON = ((3, 6), (3, 7))  # versions of Triton whose Gluon hopper.py compiles with: it moves
 
 # Tiles of hopper.py's kernel: (pv, head_dim up to, is_causal, N_q from) -> tile, the last that
-# holds. For shorter N_q the other kernel is faster: at head_dim 64 and N=1024, full and causal,
-# 1.02x and 0.94x cuDNN against 0.97x and 0.88x; ViT's 577, 1.04x against 0.61x.
+# holds. Those of one pv, head_dim and is_causal differ in their warpgroups, which name them. For
+# shorter N_q the other kernel is faster: at head_dim 64 and N=1024, full and causal, 1.02x and
+# 0.94x cuDNN against 0.97x and 0.88x; ViT's 577, 1.04x against 0.61x.
 # H200, 2026-11-21, torch 2.11, Triton 3.6: `bench/attention.py --shapes load`.
 HOPPER = [
     ("fp8", 64, False, 1536, Tile(192, 128, 4, 3, warpgroups=3)),
@@ -106,26 +107,39 @@ HOPPER = [
 
 
 def hopper(
-    capability: tuple[int, int], pv: str, head_dim: int, is_causal: bool, n_q: int
-) -> Tile | None:
-    """The tile with which hopper.py computes a call to which it applies, if it can here."""
-    if capability != (9, 0) or not _compiles_gluon(triton.__version__):
+    capability: tuple[int, int], pv: str, head_dim: int, is_causal: bool, n_q: int,
+    warpgroups: int | None = None,
+) -> Tile | None:  # fmt: skip
+    """The tile with which hopper.py computes a call to which it applies, if it can here: the one
+    of so many warpgroups (0: none), if they are among this call's, else the one of this N_q."""
+    if warpgroups == 0:
         return None
-    return next((tile for first, tile in _hopper(pv, head_dim, is_causal) if n_q >= first), None)
+    rows = _hopper(capability, pv, head_dim, is_causal, triton.__version__)
+    chosen = (tile for _, tile in rows if tile.warpgroups == warpgroups)
+    return next(chosen, None) or next((tile for first, tile in rows if n_q >= first), None)
+
+
+def rivals(
+    capability: tuple[int, int], pv: str, head_dim: int, is_causal: bool
+) -> tuple[int | None, ...]:
+    """What may be the fastest for a call to which hopper.py's kernel applies, as `hopper`'s
+    warpgroups: the tiles of all its rows and, where N_q is too short for any, the other kernel.
+    (None,) where that is one thing or none."""
+    rows = _hopper(capability, pv, head_dim, is_causal, triton.__version__)
+    found = {tile.warpgroups for _, tile in rows} | {0 for first, _ in rows[-1:] if first > 1}
+    return tuple(sorted(found)) if len(found) > 1 else (None,)
 
 
 @functools.cache
-def _hopper(pv: str, head_dim: int, is_causal: bool) -> list[tuple[int, Tile]]:
+def _hopper(
+    capability: tuple[int, int], pv: str, head_dim: int, is_causal: bool, version: str
+) -> tuple[tuple[int, Tile], ...]:
     """(N_q from, tile) of the smallest head_dim that holds this one, the longest N_q first."""
+    if capability != (9, 0) or tuple(map(int, version.split(".")[:2])) not in GLUON:
+        return ()
     rows = [r for r in HOPPER if r[0] == pv and head_dim <= r[1] and r[2] == is_causal]
     widest = min((r[1] for r in rows), default=0)
-    return sorted(((r[3], r[4]) for r in rows if r[1] == widest), key=lambda r: -r[0])
-
-
-@functools.cache
-def _compiles_gluon(version: str) -> bool:
-    major, minor, *_ = version.split(".")
-    return (int(major), int(minor)) in GLUON
+    return tuple(sorted(((r[3], r[4]) for r in rows if r[1] == widest), key=lambda r: -r[0]))
 
 
 def tile(capability: tuple[int, int], qk: str, pv: str, head_dim: int, masked: bool) -> Tile:

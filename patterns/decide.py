@@ -14,6 +14,7 @@ import operator
 import re
 import sys
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -23,7 +24,16 @@ from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops import tiles
 from sage_inductor.ops.reference import HEAD_DIMS
 from sage_inductor.ops.sdpa import kernel
-from sage_inductor.patterns.call import Band, Call, Emitter, Survey, may_write, value_of
+from sage_inductor.patterns.call import (
+    CAUSAL,
+    FULL,
+    Band,
+    Call,
+    Emitter,
+    Survey,
+    may_write,
+    value_of,
+)
 
 BHND, BNHD = [0, 1, 2, 3], [0, 2, 1, 3]  # orders in which an output is stored
 AUTO = "auto"
@@ -44,6 +54,23 @@ class Rule:
     length: tuple[int | None, int | None] = (None, None)  # N_q
 
 
+class Choice(NamedTuple):
+    """What a call may become."""
+
+    recipe: str  # a name in NAMED
+    warpgroups: int | None = None  # Recipe's
+
+    @property
+    def full(self) -> recipes.Recipe:
+        return dataclasses.replace(recipes.NAMED[self.recipe], warpgroups=self.warpgroups)
+
+    @property
+    def tile(self) -> str:
+        """What a reason says of the tile, unless it is the table's."""
+        of = "the Triton kernel" if self.warpgroups == 0 else f"{self.warpgroups} warpgroups"
+        return "" if self.warpgroups is None else f" with {of}"
+
+
 @dataclasses.dataclass(frozen=True)
 class Trial:
     """What is timed in a call's place: random tensors of its sizes, as they are while compiling."""
@@ -56,7 +83,7 @@ class Trial:
     band: Band  # not at the bottom right
     mask: tuple[int, ...] | None  # attn_mask's shape
     mask_dtype: torch.dtype | None
-    recipes: tuple[str, ...]
+    choices: tuple[Choice, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,9 +96,9 @@ class Settings:
     strict: bool = False
     policy: tuple[Rule, ...] = ()
     portable: bool = False  # exporting: no guards on lengths, only kernels that travel
-    # Instead of the table: ms of a trial's recipes and of SDPA's backends, by name; an error's
-    # message for one that failed.
-    clock: Callable[[Trial], dict[str, float | str]] | None = None
+    # Instead of the table: ms of a trial's choices and of SDPA's backends, these by name; an
+    # error's message for one that failed.
+    clock: Callable[[Trial], dict[Choice | str, float | str]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +114,7 @@ class Site:
     mask: str  # "none", "causal", a window, the mask's dtype and shape; "+" where both
     recipe: str | None  # None: stays as it was
     reason: str  # why it stays, or what chose the recipe
+    warpgroups: int | None = None  # Recipe's, where a clock chose
 
     @property
     def rewritten(self) -> bool:
@@ -95,10 +123,10 @@ class Site:
 
 def decide(call: Call, settings: Settings) -> Site:
     """What becomes of `call`; nothing is changed yet."""
-    recipe, reason = _recipe(call, settings)
+    choice, reason = _choose(call, settings)
     q, k = value_of(call.q), value_of(call.k)
-    if recipe and settings.portable:
-        reason += _left_behind(call, recipe)
+    if choice and settings.portable:
+        reason += _left_behind(call, choice.recipe)
     return Site(
         module=_module(call.node),
         call=call.node.name,
@@ -107,8 +135,9 @@ def decide(call: Call, settings: Settings) -> Site:
         k=_dims(k),
         dtype=str(getattr(call.out, "dtype", "?")).removeprefix("torch."),
         mask=_mask(call),
-        recipe=recipe,
+        recipe=choice and choice.recipe,
         reason=reason,
+        warpgroups=choice and choice.warpgroups,
     )
 
 
@@ -120,13 +149,13 @@ def unreadable(node, error: Exception) -> Site:
 
 def replace(call: Call, site: Site, settings: Settings) -> None:
     """Put ``sage.sdpa(...)[0]`` in the place of `call`, stored as its output is."""
-    recipe = recipes.NAMED[site.recipe]
+    recipe = Choice(site.recipe, site.warpgroups).full.encode()
     emit, out, order = call.emit, call.out, _stored(call)
     q, k, v, attn_mask = call.q, call.k, call.v, call.attn_mask
     scale = call.scale if call.scale is not None else value_of(q).shape[3] ** -0.5
     args = (
         q, k, v, attn_mask, [], call.band.left, call.band.right, call.band.bottom_right,
-        float(scale), recipe.encode(), order != BHND, settings.portable,
+        float(scale), recipe, order != BHND, settings.portable,
     )  # fmt: skip
     if order not in (BHND, BNHD):
         out = out.new_empty([out.shape[d] for d in BNHD]).permute(BNHD)
@@ -145,14 +174,16 @@ def replace(call: Call, site: Site, settings: Settings) -> None:
 
 
 def share(graph: torch.fx.Graph) -> None:
-    """Prepare k and v once for the calls that have the same ones, and the same mask, recipe and
-    autocast, as long as nothing between them may write (to what k, v or the mask are views of)."""
+    """Prepare k and v once for the calls that have the same ones, and the same mask, recipe (with
+    whichever tile) and autocast, as long as nothing between them may write (to what k, v or the
+    mask are views of)."""
     survey, groups, writes = Survey(graph), {}, 0
     for node in graph.nodes:
         writes += may_write(node)
         if node.target is torch.ops.sage.sdpa.default and not node.args[4]:
             emit = Emitter(node, survey)
             _, k, v, attn_mask, *_, recipe, _, portable = node.args
+            recipe = recipes.decode(recipe).preparation.encode()
             key = (k, v, attn_mask, recipe, portable), writes, tuple(emit.autocasts)
             groups.setdefault(key, []).append((node, emit))
     for (args, *_), calls in groups.items():
@@ -165,8 +196,8 @@ def share(graph: torch.fx.Graph) -> None:
                 node.update_arg(4, prepared)
 
 
-def _recipe(call: Call, settings: Settings) -> tuple[str | None, str]:
-    """(name of the recipe, why this one) or (None, why the call stays as it was)."""
+def _choose(call: Call, settings: Settings) -> tuple[Choice | None, str]:
+    """(the recipe, why this one) or (None, why the call stays as it was)."""
     if settings.recipe == OFF and not settings.policy:
         return None, "the recipe is 'off'"
     reason = call.refused or _why_not(call)
@@ -179,8 +210,8 @@ def _recipe(call: Call, settings: Settings) -> tuple[str | None, str]:
     wanted = settings.policy[number - 1].recipe
     if wanted == OFF:
         return None, f"the policy says off (rule {number})"
-    recipe, reason = _asked(call, settings, wanted)
-    return recipe, f"{reason} (rule {number} of the policy)"
+    choice, reason = _asked(call, settings, wanted)
+    return choice, f"{reason} (rule {number} of the policy)"
 
 
 def _fits(call: Call, rule: Rule, settings: Settings) -> bool:
@@ -211,15 +242,15 @@ def layer_of(module: str) -> int | None:
     return next((int(name) for name in module.split(".") if name.isdecimal()), None)
 
 
-def _asked(call: Call, settings: Settings, wanted: str) -> tuple[str | None, str]:
-    """`_recipe`, where a recipe is asked for."""
+def _asked(call: Call, settings: Settings, wanted: str) -> tuple[Choice | None, str]:
+    """`_choose`, where a recipe is asked for."""
     if wanted == OFF:
         return None, "the recipe is 'off'"
     q = value_of(call.q)
     if q.device.type == "cpu":
         if not settings.emulate:
             return None, "on CPU attention stays as it was (sage.emulate=True studies the accuracy)"
-        return "sage2-8b" if wanted == AUTO else wanted, "emulated"
+        return Choice("sage2-8b" if wanted == AUTO else wanted), "emulated"
 
     names = autos(call, settings.portable) if wanted == AUTO else (wanted,)
     refused = {}  # each reason once, in order
@@ -265,7 +296,7 @@ def candidates(
 
 def _on_gpu(
     call: Call, settings: Settings, recipe: str, names: tuple[str, ...]
-) -> tuple[str | None, str]:
+) -> tuple[Choice | None, str]:
     capability, head_dim = tiles.capability(value_of(call.q).device), _head_dim(call)
     try:
         r = recipes.NAMED[recipe]
@@ -273,14 +304,14 @@ def _on_gpu(
     except ValueError as error:
         return None, str(error)
     if settings.emulate or settings.force:
-        return recipe, "forced"
+        return Choice(recipe), "forced"
     if call.out.dtype == torch.float32:
         return None, "fp32 is asked for (sage.force=True overrides; autocast decides otherwise)"
     if call.out.requires_grad:
         return None, "training: the backward recomputes exact attention (sage.force=True overrides)"
     trial = _trial(call, names) if settings.clock and not settings.portable else None
     if trial is not None:
-        return _autotuned(call, settings.clock(trial), recipe, names)
+        return _autotuned(call, settings.clock(trial), recipe, trial.choices)
     return _never_slower(call, settings, recipe, capability, head_dim)
 
 
@@ -294,18 +325,32 @@ def _trial(call: Call, names: tuple[str, ...]) -> Trial | None:
         return None
     of_mask = (None, None) if mask is None else (shapes.pop(), mask.dtype)
     band = dataclasses.replace(call.band, bottom_right=False)
-    return Trial(q.device, call.out.dtype, *shapes, band, *of_mask, names)
+    choices = tuple(each for name in names for each in _choices(call, name))
+    return Trial(q.device, call.out.dtype, *shapes, band, *of_mask, choices)
 
 
-def _autotuned(call, found, recipe, names) -> tuple[str | None, str]:
-    """Whether `recipe` is the fastest of `names`, and these faster than SDPA, by what the clock
+def _choices(call: Call, recipe: str) -> list[Choice]:
+    """`recipe` by each tile that may be the fastest. Of a dynamic N_q, of which one length would be
+    timed, by the table's alone: it is read when the call runs."""
+    r, n_q = recipes.NAMED[recipe], value_of(call.q).shape[2]
+    plain = call.attn_mask is None and call.band in (FULL, CAUSAL) and isinstance(n_q, int)
+    if not plain or (r.qk, r.granularity) != ("int8", "per_row"):
+        return [Choice(recipe)]
+    capability = tiles.capability(value_of(call.q).device)
+    rivals = tiles.rivals(capability, r.pv, _head_dim(call), call.band == CAUSAL)
+    return [Choice(recipe, warpgroups) for warpgroups in rivals]
+
+
+def _autotuned(call, found, recipe, choices) -> tuple[Choice | None, str]:
+    """The fastest of `choices`, if that is one of `recipe` and faster than SDPA, by what the clock
     `found`."""
     dims = [*value_of(call.q).shape, *value_of(call.k).shape]
     hints = f" at {[_hint(n) for n in dims[:4]]}" * any(isinstance(n, torch.SymInt) for n in dims)
-    failed = [f"; {name} failed: {found[name]}" for name in names if isinstance(found[name], str)]
-    times = {name: ms for name, ms in found.items() if not isinstance(ms, str)}
-    ours = {name: times.pop(name) for name in names if name in times}
-    what, why = f"autotuned{hints}", "".join(failed)
+    failed = [(each, found[each]) for each in choices if isinstance(found[each], str)]
+    times = {each: ms for each, ms in found.items() if not isinstance(ms, str)}
+    ours = {each: times.pop(each) for each in choices if each in times}
+    what = f"autotuned{hints}"
+    why = "".join(f"; {each.recipe}{each.tile} failed: {error}" for each, error in failed)
     if not ours or not times:
         missing = "no recipe" if times else "no backend of SDPA"
         return None, f"{what}: {missing} could be timed{why}"
@@ -313,10 +358,11 @@ def _autotuned(call, found, recipe, names) -> tuple[str | None, str]:
     if ratio < WIN:
         return None, f"{what}: SDPA is {'faster' if ratio < 1 else 'as fast'} ({ratio:.2f}x){why}"
     fastest = min(ours, key=ours.get)
-    return recipe if recipe == fastest else None, f"{what}: {ratio:.2f}x the fastest of SDPA{why}"
+    reason = f"{what}: {ratio:.2f}x the fastest of SDPA{fastest.tile and ','}{fastest.tile}{why}"
+    return fastest if fastest.recipe == recipe else None, reason
 
 
-def _never_slower(call, settings, recipe, capability, head_dim) -> tuple[str | None, str]:
+def _never_slower(call, settings, recipe, capability, head_dim) -> tuple[Choice | None, str]:
     q, k = value_of(call.q), value_of(call.k)
     heads = q.shape[0] * q.shape[1]
     kind = _kind(call)
@@ -332,7 +378,7 @@ def _never_slower(call, settings, recipe, capability, head_dim) -> tuple[str | N
         return None, f"never slower: no length was measured from which {what}, B*H={heads} wins"
     if not all(_at_least(x.shape[2], shortest, settings) for x in (q, k)):
         return None, f"never slower: {what} wins from N={shortest} (sage.force=True overrides)"
-    return recipe, f"N >= {shortest}"
+    return Choice(recipe), f"N >= {shortest}"
 
 
 def _head_dim(call: Call) -> int:

@@ -43,11 +43,11 @@ class SageRefused(_UserError):
 def sage_backend(gm: torch.fx.GraphModule, example_inputs, *, mode=None, options=None, **kwargs):
     """Inductor, with the attention calls of `gm` rewritten where that pays.
 
-    mode: Inductor's; under ``max-autotune`` and ``max-autotune-no-cudagraphs`` a call's recipes are
-    timed beside SDPA's backends while compiling. options: Inductor's, beside ``sage.recipe``,
-    ``sage.policy``, ``sage.emulate``, ``sage.force``, ``sage.strict``, ``sage.enabled`` (see
-    sage_inductor/config.py) and ``sage.mode`` (the mode, for use together with options, which
-    torch.compile itself does not allow).
+    mode: Inductor's; under ``max-autotune`` and ``max-autotune-no-cudagraphs`` a call's recipes and
+    their tiles are timed beside SDPA's backends while compiling. options: Inductor's, beside
+    ``sage.recipe``, ``sage.policy``, ``sage.emulate``, ``sage.force``, ``sage.strict``,
+    ``sage.enabled`` (see sage_inductor/config.py) and ``sage.mode`` (the mode, for use together
+    with options, which torch.compile itself does not allow).
 
     Raises SageOptionError (a ValueError) for an unknown or ill-typed ``sage.`` option, and
     SageRefused under ``sage.strict``.

@@ -21,10 +21,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sage_inductor.ops import mask as masks
 from sage_inductor.ops import reference, tiles
-from sage_inductor.ops.recipe import NAMED
+from sage_inductor.ops.attention import attention_opaque
 from sage_inductor.ops.sdpa import kernel, of_q, operands, prepare
 from sage_inductor.patterns.call import CAUSAL, FULL
-from sage_inductor.patterns.decide import WIN, Trial, candidates
+from sage_inductor.patterns.decide import WIN, Choice, Trial, candidates
 
 BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
 BATCHES = ((4, 32), (1, 24), (1, 8))  # B, H
@@ -112,7 +112,7 @@ def _clock(device, B, H, N, D, is_causal, recipes) -> dict[str, float]:
     return {name: ms for name, ms in found.items() if not isinstance(ms, Exception)}
 
 
-def _medians(calls: dict[str, Callable]) -> dict[str, float | Exception]:
+def _medians(calls: dict) -> dict:
     """ms of each, the median of ROUNDS rounds, in which they change places: power limits the card.
     Of what fails, the error."""
     times, failed, names = {name: [] for name in calls}, {}, list(calls)
@@ -148,8 +148,8 @@ def _calls(B, H, D, is_causal, recipes) -> dict[str, Callable]:
 
 
 @functools.cache
-def race(trial: Trial) -> dict[str, float | str]:
-    """ms of each of the trial's recipes, with all preparation, and of SDPA's backends; an error's
+def race(trial: Trial) -> dict[Choice | str, float | str]:
+    """ms of each of the trial's choices, with all preparation, and of SDPA's backends; an error's
     message for one that fails. Once a process for equal trials.
 
     Nothing is compiled (Dynamo is at work on the call itself), and the random numbers of the
@@ -160,15 +160,15 @@ def race(trial: Trial) -> dict[str, float | str]:
         try:
             found = _medians(_rivals(trial))
         except Exception as error:  # out of memory for the inputs, say
-            found = dict.fromkeys(trial.recipes, error)
+            found = dict.fromkeys(trial.choices, error)
     return {
         name: f"{type(ms).__name__}: {ms}".split("\n")[0] if isinstance(ms, Exception) else ms
         for name, ms in found.items()
     }
 
 
-def _rivals(trial: Trial) -> dict[str, Callable]:
-    """name -> a call without arguments, each on the same inputs."""
+def _rivals(trial: Trial) -> dict[Choice | str, Callable]:
+    """Choice or backend -> a call without arguments, each on the same inputs."""
     generator = torch.Generator(trial.device).manual_seed(0)
     make = {"generator": generator, "device": trial.device}
     q, k, v = (
@@ -196,8 +196,8 @@ def _rivals(trial: Trial) -> dict[str, Callable]:
             q, k, v, sdpa_mask, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1]
         )
 
-    def sage(recipe):
-        r, head_dim = NAMED[recipe], max(q.shape[3], v.shape[3])
+    def sage(choice):
+        r, head_dim = choice.full, max(q.shape[3], v.shape[3])
         op, block_m = kernel(q.device, r, head_dim, attn_mask is not None, portable=False)
         mask = seen = None
         if attn_mask is not None:
@@ -208,9 +208,10 @@ def _rivals(trial: Trial) -> dict[str, Callable]:
         return op(
             q, *quantized, mask, seen, *band, q.shape[3] ** -0.5, k.shape[2], r.granularity, False,
             *of_q(q, k, k_mean, seen, r),
+            **({"warpgroups": r.warpgroups} if op is attention_opaque else {}),
         )[0]  # fmt: skip
 
     return {
         **{backend.name: sdpa_kernel(backend)(sdpa) for backend in backends},
-        **{recipe: functools.partial(sage, recipe) for recipe in trial.recipes},
+        **{choice: functools.partial(sage, choice) for choice in trial.choices},
     }

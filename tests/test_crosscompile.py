@@ -303,6 +303,38 @@ def test_hopper_kernel_takes_the_calls_it_computes(name, monkeypatch):
     assert not tile_of(*arguments, portable=True).warpgroups
 
 
+@pytest.mark.parametrize("name", calls())
+def test_the_chosen_tile_is_that_of_the_calls_it_computes(name, monkeypatch):
+    monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
+    arguments, computes = calls()[name]
+    of_table = tile_of(*arguments, portable=False)
+    for warpgroups in (2, 3):
+        tile = tile_of(*arguments, portable=False, warpgroups=warpgroups)
+        if computes and arguments[2].dtype == torch.float8_e4m3fn:  # 16 bits: all of 3
+            assert tile.warpgroups == warpgroups and tile.BLOCK_M == 64 * warpgroups
+        else:
+            assert tile == of_table
+    assert not tile_of(*arguments, portable=False, warpgroups=0).warpgroups
+    assert not tile_of(*arguments, portable=True, warpgroups=3).warpgroups
+    monkeypatch.setattr(tiles, "capability", lambda device: (8, 9))
+    assert tile_of(*arguments, portable=False, warpgroups=3) == tile_of(*arguments, portable=False)
+
+
+def test_warpgroups_name_a_tile():
+    """In a recipe: so none of a call's tiles may have another's."""
+    for pv, head_dim, is_causal, *_ in tiles.HOPPER:
+        rows = {row[-1] for row in tiles.HOPPER if row[:3] == (pv, head_dim, is_causal)}
+        named = {tile.warpgroups: tile for tile in rows}
+        assert len(named) == len(rows) and named.keys() <= hopper.REGISTERS.keys()
+        for n, tile in named.items():
+            assert recipes.Recipe("per_row", pv, warpgroups=n)
+            for N in (1, 10**6):
+                assert tiles.hopper((9, 0), pv, head_dim, is_causal, N, n) == tile
+    # A choice of what is not there is the table's.
+    of_256 = tiles.hopper((9, 0), "fp8", 256, False, 4096)
+    assert tiles.hopper((9, 0), "fp8", 256, False, 4096, 3) == of_256 and of_256.warpgroups == 2
+
+
 def test_hopper_kernel_falls_back_where_gluon_is_another(monkeypatch):
     assert tiles.hopper((9, 0), "fp8", 128, False, 4096)
     assert tiles.hopper((9, 0), "fp8", 64, False, 1535) is None
@@ -311,6 +343,8 @@ def test_hopper_kernel_falls_back_where_gluon_is_another(monkeypatch):
     for version in ("3.5.1", "3.8.0+git1234", "4.6.0"):
         monkeypatch.setattr(triton, "__version__", version)
         assert tiles.hopper((9, 0), "fp8", 128, False, 4096) is None, version
+        assert tiles.hopper((9, 0), "fp8", 128, False, 4096, 3) is None, version
+        assert tiles.rivals((9, 0), "fp8", 128, False) == (None,), version
 
 
 def test_fp8_recipes_are_refused_before_sm_89():

@@ -1,5 +1,6 @@
 """The ops as torch sees them: registration, fake outputs, errors, gradients, autocast."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +8,8 @@ import torch
 import torch.nn.functional as F
 import triton
 from torch._functorch.aot_autograd import aot_function, make_boxed_func
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
 from triton.backends.compiler import GPUTarget
 
@@ -23,7 +26,7 @@ from sage_inductor.ops import (
     tiles,
 )
 from sage_inductor.ops import recipe as recipes
-from sage_inductor.ops.sdpa import of_q, operands, prepare
+from sage_inductor.ops.sdpa import compose, of_q, operands, prepare
 from sage_inductor.ops.smooth import smooth_q
 
 RECIPES = list(recipes.NAMED)
@@ -254,6 +257,17 @@ def test_a_recipe_of_other_sources_is_refused():
 def test_recipes_encode_to_what_decodes_to_them():
     for recipe in recipes.NAMED.values():
         assert recipes.decode(recipe.encode()) == recipe
+        assert recipe.encode().count(",") == 1  # no tile
+    for warpgroups in (0, 2, 3):
+        chosen = recipes.Recipe("per_row", "fp8", warpgroups=warpgroups)
+        assert chosen.encode() == f"int8/per_row,fp8,{warpgroups}@{recipes.source_tag()}"
+        assert recipes.decode(chosen.encode()) == chosen
+        assert chosen.preparation == recipes.NAMED["sage2-8b-rows"]
+    with pytest.raises(ValueError, match=r"warpgroups must be one of \(None, 0, 2, 3\) .*, got 4"):
+        recipes.decode(chosen.encode().replace(",3@", ",4@"))
+    for name in ("sage1", "sage2-8b", "sage2-8b-fp8qk", "sage2-4b", "sage3"):
+        with pytest.raises(ValueError, match=r"warpgroups must be one of \(None,\) with .*, got 0"):
+            dataclasses.replace(recipes.NAMED[name], warpgroups=0)
     with pytest.raises(ValueError, match="granularity must be one of .* got 'per_column'"):
         recipes.Recipe("per_column", "fp8")
     for qk in ("fp8", "int4"):
@@ -300,6 +314,35 @@ def test_sdpa_is_its_pieces():
     assert_close(out, expected)
     correction = 0.125 * torch.einsum("bhnd,bhd->bhn", q, mean[0].repeat_interleave(2, 1))
     assert_close(lse, raw_lse + correction)
+
+
+def test_the_tile_of_a_recipe_reaches_the_fastest_kernels_op(monkeypatch):
+    monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
+    with FakeTensorMode():
+        inputs = [torch.empty(x.shape, device="cuda", dtype=torch.bfloat16) for x in (q, k, v)]
+
+    def told(warpgroups):
+        text = recipes.Recipe("per_row", "fp8", warpgroups=warpgroups).encode()
+
+        def call(q, k, v):
+            return compose(q, k, v, None, [], None, None, False, 0.1, text, True, False)
+
+        op = torch.ops.sage.attention_opaque.default
+        (node,) = make_fx(call)(*inputs).graph.find_nodes(op="call_function", target=op)
+        return node.args[15:]
+
+    assert [told(n) for n in (0, 2, 3)] == [(None, None, n) for n in (0, 2, 3)]
+    assert told(None) == ()  # as it was
+
+
+def test_a_tile_changes_nothing_where_it_is_not():
+    text = recipes.Recipe("per_row", "fp8", warpgroups=3).encode()
+    args = list(arguments(q, k, v, recipe="sage2-8b-rows"))
+    expected = torch.ops.sage.sdpa(*args)
+    args[4] = prepared(k, v, "sage2-8b-rows")
+    args[9] = text
+    for out, other in zip(torch.ops.sage.sdpa(*args), expected):
+        assert torch.equal(out, other)
 
 
 def test_sdpa_of_int4_is_its_pieces():

@@ -619,7 +619,8 @@ def test_training_stays_sdpa_unless_forced(monkeypatch):
 
 
 class Clock:
-    """SDPA's best takes 1 ms; the recipes what is given, an error's message included."""
+    """SDPA's best takes 1 ms; the recipes what is given, an error's message included: for all tiles
+    or, by warpgroups, for each."""
 
     def __init__(self, **ms):
         self.ms = {name.replace("_", "-"): each for name, each in ms.items()}
@@ -628,7 +629,11 @@ class Clock:
     def __call__(self, trial):
         self.trials.append(trial)
         sdpa = {"CUDNN_ATTENTION": 1.0, "FLASH_ATTENTION": 1.5, "EFFICIENT_ATTENTION": "no"}
-        return {**sdpa, **{name: self.ms[name] for name in trial.recipes}}
+        return {**sdpa, **{each: self.of(*each) for each in trial.choices}}
+
+    def of(self, recipe, warpgroups):
+        ms = self.ms[recipe]
+        return ms[warpgroups] if isinstance(ms, dict) else ms
 
 
 SHORT = (1, 4, 2, 64, 128)  # never faster by the table
@@ -637,14 +642,21 @@ SHORT = (1, 4, 2, 64, 128)  # never faster by the table
 @pytest.mark.parametrize(
     "ms, recipe, reason",
     [
-        ({"sage2_8b_rows": 0.5, "sage2_8b": 0.8}, "sage2-8b-rows", "autotuned: 2.00x the fastest of SDPA"),
+        ({"sage2_8b_rows": {2: 0.5, 3: 0.6}, "sage2_8b": 0.8}, "sage2-8b-rows",
+         "autotuned: 2.00x the fastest of SDPA, with 2 warpgroups"),
+        ({"sage2_8b_rows": {2: 0.9, 3: 0.5}, "sage2_8b": 0.8}, "sage2-8b-rows",
+         "autotuned: 2.00x the fastest of SDPA, with 3 warpgroups"),
+        ({"sage2_8b_rows": {2: 0.5, 3: "E: 3"}, "sage2_8b": "E: 1"}, "sage2-8b-rows",
+         "autotuned: 2.00x the fastest of SDPA, with 2 warpgroups; "
+         "sage2-8b-rows with 3 warpgroups failed: E: 3; sage2-8b failed: E: 1"),
         ({"sage2_8b_rows": 0.8, "sage2_8b": 0.5}, "sage2-8b", "autotuned: 2.00x the fastest of SDPA"),
         ({"sage2_8b_rows": 2.0, "sage2_8b": 1.25}, None, "autotuned: SDPA is faster (0.80x)"),
         ({"sage2_8b_rows": 0.99, "sage2_8b": 1.25}, None, "autotuned: SDPA is as fast (1.01x)"),
-        ({"sage2_8b_rows": "OutOfResources: 1", "sage2_8b": 0.5}, "sage2-8b",
-         "autotuned: 2.00x the fastest of SDPA; sage2-8b-rows failed: OutOfResources: 1"),
-        ({"sage2_8b_rows": "E: 1", "sage2_8b": "E: 2"}, None,
-         "autotuned: no recipe could be timed; sage2-8b-rows failed: E: 1; sage2-8b failed: E: 2"),
+        ({"sage2_8b_rows": {2: 0.8, 3: "OutOfResources: 1"}, "sage2_8b": 0.5}, "sage2-8b",
+         "autotuned: 2.00x the fastest of SDPA; sage2-8b-rows with 3 warpgroups failed: OutOfResources: 1"),
+        ({"sage2_8b_rows": {2: "E: 1", 3: "E: 3"}, "sage2_8b": "E: 2"}, None,
+         "autotuned: no recipe could be timed; sage2-8b-rows with 2 warpgroups failed: E: 1; "
+         "sage2-8b-rows with 3 warpgroups failed: E: 3; sage2-8b failed: E: 2"),
     ],
 )  # fmt: skip
 def test_the_fastest_by_the_clock_is_taken(ms, recipe, reason, monkeypatch):
@@ -657,8 +669,68 @@ def test_the_fastest_by_the_clock_is_taken(ms, recipe, reason, monkeypatch):
     assert (trial.band, trial.mask, trial.mask_dtype) == (Band(), None, None)
 
 
+@pytest.mark.parametrize(
+    "D, kind, warpgroups",
+    [
+        (64, "full", (0, 3)),  # short ones are Triton's
+        (64, "causal", (0, 3)),
+        (80, "causal", (2, 3)),
+        (128, "full", (2, 3)),
+        (256, "full", (None,)),
+        (128, "window", (None,)),
+        (128, "keys", (None,)),
+        (128, "bias", (None,)),
+    ],
+)
+def test_the_tiles_that_compute_a_call_are_timed(D, kind, warpgroups, monkeypatch):
+    clock = Clock(sage2_8b_rows=0.5, sage2_8b=0.8, accurate=0.5)
+    site = decide((1, 4, 2, 64, D), (9, 0), monkeypatch, kind, clock=clock)
+    timed = [("sage2-8b-rows", n) for n in warpgroups] + [("sage2-8b", None)]
+    assert [*clock.trials[0].choices] == timed and site.warpgroups == warpgroups[0]
+    how = {None: "", 0: ", with the Triton kernel"}.get(warpgroups[0], ", with 2 warpgroups")
+    assert site.reason == f"autotuned: 2.00x the fastest of SDPA{how}"
+    # One tile each, and a device without that kernel.
+    decide((1, 4, 2, 64, D), (9, 0), monkeypatch, kind, clock=clock, recipe="accurate")
+    assert clock.trials[-1].choices == (("accurate", None),)
+    decide((1, 4, 2, 64, D), (8, 9), monkeypatch, kind, clock=clock, recipe="sage2-8b-rows")
+    assert clock.trials[-1].choices == (("sage2-8b-rows", None),)
+
+
+def test_the_fastest_tile_is_in_the_graph_and_calls_with_several_share_k_and_v(monkeypatch):
+    """What prepares k and v is the same for all."""
+
+    def clock(trial):
+        fastest = 2 if trial.q[2] < 1000 else 3
+        ours = {each: 0.5 if each.warpgroups == fastest else 0.6 for each in trial.choices}
+        return {"FLASH_ATTENTION": 1.0} | ours
+
+    monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
+    graph = torch.fx.Graph()
+    lengths, args = (512, 2048, 4096), []
+    with FakeTensorMode():
+        for i, N in enumerate((2048, 2048, *lengths)):
+            args.append(graph.placeholder(f"x{i}"))
+            x = torch.empty(1, N, 4, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+            args[-1].meta["example_value"] = x
+    k, v, *queries = args
+    outs = [graph.call_function(F.scaled_dot_product_attention, (q, k, v)) for q in queries]
+    for q, out in zip(queries, outs):
+        out.meta["example_value"] = q.meta["example_value"]
+    graph.output(tuple(outs))
+    sites = rewrite(torch.fx.GraphModule({}, graph), Settings(clock=clock))
+    assert [site.warpgroups for site in sites] == [2, 3, 3]
+    calls = graph.find_nodes(op="call_function", target=torch.ops.sage.sdpa.default)
+    rows = recipes.NAMED["sage2-8b-rows"]
+    assert [call.args[9] for call in calls] == [
+        rows.encode().replace(",fp8@", f",fp8,{n}@") for n in (2, 3, 3)
+    ]
+    (prepare,) = graph.find_nodes(op="call_function", target=torch.ops.sage.prepare.default)
+    assert prepare.args == (k, v, None, rows.encode(), False)
+    assert all(x.args[0] is prepare for call in calls for x in call.args[4]) and calls[0].args[4]
+
+
 def test_without_a_time_of_sdpa_nothing_is_faster_than_it(monkeypatch):
-    site = decide(SHORT, (9, 0), monkeypatch, clock=lambda trial: dict.fromkeys(trial.recipes, 1.0))
+    site = decide(SHORT, (9, 0), monkeypatch, clock=lambda trial: dict.fromkeys(trial.choices, 1.0))
     assert (site.recipe, site.reason) == (None, "autotuned: no backend of SDPA could be timed")
 
 
@@ -687,7 +759,7 @@ def test_max_autotune_races_what_the_first_rule_that_fits_allows(
     asked = backend.settings({"mode": "max-autotune", "policy": path})
     site = decide(SHORT, (9, 0), monkeypatch, **vars(asked))
     assert (site.recipe, site.reason) == (recipe, reason)
-    assert {trial.recipes for trial in clock.trials} == raced
+    assert {tuple(dict(trial.choices)) for trial in clock.trials} == raced
 
 
 @pytest.mark.parametrize(
@@ -739,6 +811,7 @@ def test_a_dynamic_length_is_timed_at_its_hint_without_a_guard(monkeypatch):
     site = decide(shape, (9, 0), monkeypatch, shape_env=shape_env, clock=clock)
     assert clock.trials[0].q == (4, 32, 96, 128)
     assert site.reason == "autotuned at [4, 32, 96, 128]: 2.00x the fastest of SDPA"
+    assert (site.recipe, site.warpgroups) == ("sage2-8b-rows", None)  # by the table, each length
     assert not shape_env.guards
     decide(shape, (9, 0), monkeypatch, shape_env=shape_env)
     assert shape_env.guards  # the table's

@@ -2,6 +2,7 @@
 ``mode="max-autotune"`` measures of a call."""
 
 import contextlib
+import dataclasses
 import json
 import logging
 import re
@@ -14,7 +15,7 @@ from sage_inductor import backend, tune
 from sage_inductor.__main__ import main
 from sage_inductor.ops import tiles
 from sage_inductor.patterns.call import FULL, Band
-from sage_inductor.patterns.decide import Trial
+from sage_inductor.patterns.decide import Choice, Trial
 
 GPU = "NVIDIA Test 9000"
 
@@ -115,7 +116,7 @@ def trial(mask=None, dtype=None, band=FULL, D_v=32, recipes=("sage2-8b-rows", "a
     """96 queries, 64 keys, two heads to each of k's."""
     cpu = torch.device("cpu")
     q, k, v = (2, 4, 96, 32), (2, 2, 64, 32), (2, 2, 64, D_v)
-    return Trial(cpu, torch.bfloat16, q, k, v, band, mask, dtype, recipes)
+    return Trial(cpu, torch.bfloat16, q, k, v, band, mask, dtype, tuple(map(Choice, recipes)))
 
 
 @pytest.fixture
@@ -169,13 +170,28 @@ def test_a_trial_is_timed_once_and_leaves_the_users_random_numbers(on_cpu):
     assert len(on_cpu) == 4 + 5
 
 
+def test_each_tile_is_timed_as_such(on_cpu, monkeypatch):
+    told = []
+
+    def op(*args, **options):
+        told.append(options)
+        return tune.reference.attention(*args[:13], "per_row")
+
+    monkeypatch.setattr(tune, "kernel", lambda *args, **kwargs: (op, 128))
+    monkeypatch.setattr(tune, "attention_opaque", op)
+    choices = tuple(Choice("sage2-8b-rows", n) for n in (0, 2, 3, None))
+    found = tune.race(dataclasses.replace(trial(), choices=choices))
+    assert tuple(found) == ("CUDNN_ATTENTION", "FLASH_ATTENTION", *choices)
+    assert told == [{"warpgroups": n} for n in (0, 2, 3, None)]
+
+
 def test_what_fails_has_its_error_instead_of_a_time(on_cpu, monkeypatch):
-    medians = tune._medians
+    medians, (rows, accurate) = tune._medians, trial().choices
     monkeypatch.setattr(
-        tune, "_medians", lambda calls: medians(calls) | {"accurate": OSError("a\nb")}
+        tune, "_medians", lambda calls: medians(calls) | {accurate: OSError("a\nb")}
     )
     assert tune.race(trial()) == {
-        "CUDNN_ATTENTION": 1.0, "FLASH_ATTENTION": 1.0, "sage2-8b-rows": 1.0, "accurate": "OSError: a"
+        "CUDNN_ATTENTION": 1.0, "FLASH_ATTENTION": 1.0, rows: 1.0, accurate: "OSError: a"
     }  # fmt: skip
 
     def no_memory(trial):
@@ -183,7 +199,7 @@ def test_what_fails_has_its_error_instead_of_a_time(on_cpu, monkeypatch):
 
     monkeypatch.setattr(tune, "_rivals", no_memory)
     found = tune.race(trial(D_v=16))
-    assert found == dict.fromkeys(("sage2-8b-rows", "accurate"), "OutOfMemoryError: of 80 GiB")
+    assert found == dict.fromkeys((rows, accurate), "OutOfMemoryError: of 80 GiB")
 
 
 def test_calls_take_turns_and_one_that_fails_is_left_out(monkeypatch):
@@ -258,6 +274,38 @@ def test_a_call_is_timed_on_the_gpu(N):
         )
         torch._dynamo.reset()
     assert tune.race.cache_info().misses == misses
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("D, is_causal", [(64, True), (128, False)])
+def test_the_fastest_tile_on_the_gpu_is_taken_and_each_is_right(D, is_causal, monkeypatch):
+    q, k, v = (torch.randn(1, 8, 2048, D, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    clock, found = tune.race, {}
+
+    def race(trial):
+        """Ours alone, so that one of them wins."""
+        found.update(clock(trial))
+        return {each: ms if isinstance(each, Choice) else 1e3 for each, ms in found.items()}
+
+    def sdpa(q, k, v):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+    monkeypatch.setattr(tune, "race", race)
+    torch._dynamo.reset()
+    outs = [torch.compile(sdpa, backend="sage", mode="max-autotune-no-cudagraphs")(q, k, v)]
+    (site,) = sage_inductor.report()
+    times = {each: ms for each, ms in found.items() if isinstance(each, Choice)}
+    assert (site.recipe, site.warpgroups) == min(times, key=times.get), (site.reason, times)
+    rivals = tiles.rivals(tiles.capability(q.device), "fp8", D, is_causal)
+    assert {n for name, n in times if name == "sage2-8b-rows"} in (set(rivals), set())
+    band = None, 0 if is_causal else None, False
+    for choice in times:
+        text = choice.full.encode()
+        outs += torch.ops.sage.sdpa(q, k, v, None, [], *band, D**-0.5, text, False, False)[:1]
+    exact = sdpa(q, k, v).flatten().float()
+    for out in outs:
+        cosine = torch.nn.functional.cosine_similarity(out.flatten().float(), exact, dim=0)
+        assert cosine > 0.99
 
 
 @pytest.mark.gpu
