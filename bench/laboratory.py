@@ -336,7 +336,7 @@ def prepare_shipped(k: Tensor, v: Tensor, recipe: Recipe) -> list[Tensor]:
     """What `sage_inductor.ops.sdpa.prepare` gives, by the oracles on any device."""
     fp8 = recipe.pv == "fp8"
     if recipe.pv == "nvfp4":
-        (k_mean, v_mean), (k_amax, v_amax) = reference.smooth([k, v])
+        (k_mean, v_mean), (k_amax, v_amax) = reference.smooth([k, v], keep=2)
         of_k = reference.quantize_nvfp4(k, k_mean, k_amax, False, False)
         return [*of_k, k_mean, *reference.quantize_nvfp4(v, v_mean, v_amax, True, False), v_mean]
     if recipe.granularity == "per_row":

@@ -65,31 +65,29 @@ def masked(s: Tensor, attn_mask, left, right, bottom_right: bool, unit: float = 
     return s
 
 
-def smooth(xs: list[Tensor], visible: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def smooth(xs: list[Tensor], visible: Tensor | None = None, keep: int = 1) -> tuple[Tensor, Tensor]:
     """Each x [B, H, N, D] -> mean over N, and max |x - mean|, each [len(xs), B, H, D] in fp32, of
-    the rows that are `visible` [B or 1, H or 1, N] (none: 0). A mean that is within 3 standard
-    errors of 0, the deviation taken for a quarter of that max, is 0: see NO_SHIFT."""
+    the rows that are `visible` [B or 1, H or 1, N] (none: 0). But for the first `keep` of xs, a
+    mean that is within 3 standard errors of 0, the deviation taken for a quarter of that max, is 0:
+    see NO_SHIFT."""
     if visible is None:
         count = xs[0].shape[2]
         mean = torch.stack([x.mean(2, dtype=torch.float32) for x in xs])
         high = torch.stack([x.amax(2).float() for x in xs])
         low = torch.stack([x.amin(2).float() for x in xs])
-        return _shift(mean, high, low, count)
-    keep = visible.bool()[..., None]
-    count = keep.sum(2)  # [B or 1, H or 1, 1]
-    xs = torch.stack([x.float() for x in xs])
-    mean = torch.where(keep, xs, 0.0).sum(3) / count.clamp(min=1)
-    high = torch.where(keep, xs, -math.inf).amax(3)
-    low = torch.where(keep, xs, math.inf).amin(3)
-    mean, amax = _shift(mean, high, low, count)
-    return mean, torch.where(count > 0, amax, 0.0)
-
-
-def _shift(mean: Tensor, high: Tensor, low: Tensor, count: Tensor | int) -> tuple[Tensor, Tensor]:
-    """(mean or 0, amax) of `smooth`; a NaN stays."""
+    else:
+        shown = visible.bool()[..., None]
+        count = shown.sum(2)  # [B or 1, H or 1, 1]
+        xs = torch.stack([x.float() for x in xs])
+        mean = torch.where(shown, xs, 0.0).sum(3) / count.clamp(min=1)
+        high = torch.where(shown, xs, -math.inf).amax(3)
+        low = torch.where(shown, xs, math.inf).amin(3)
     deviation = torch.maximum(high - mean, mean - low) * 0.25
-    mean = torch.where(mean * mean * count <= deviation * deviation * NO_SHIFT, 0.0, mean)
-    return mean, torch.maximum(high - mean, mean - low)
+    noise = mean * mean * count <= deviation * deviation * NO_SHIFT
+    noise[:keep] = False
+    mean = torch.where(noise, 0.0, mean)
+    amax = torch.maximum(high - mean, mean - low)
+    return mean, amax if visible is None else torch.where(count > 0, amax, 0.0)
 
 
 def quantize_k(

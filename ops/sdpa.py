@@ -266,7 +266,7 @@ def prepare(
     else:
         k_mean = smooth([k], visible)[0][0]
         if recipe.pv == "fp8":
-            v_mean, v_amax = (x[0] for x in smooth([v], visible))
+            v_mean, v_amax = (x[0] for x in smooth([v], visible, keep=0))
     k_8bit, k_scale = quantize_k(k, k_mean, recipe.qk, recipe.granularity, visible)
     if recipe.pv != "fp8":
         return [k_8bit, k_scale, k_mean]

@@ -62,10 +62,15 @@ def relative(actual, expected):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_preparation(shape):
     _, k, v = qkv(*shape)
-    mean, amax = launch_smooth(k, v, 2, None)
-    mean_ref, amax_ref = reference.smooth([k, v])
-    assert_close(mean, mean_ref, rtol=1e-5, atol=1e-5)
-    assert_close(amax, amax_ref, rtol=1e-5, atol=1e-4)
+    noise = torch.randn(k.shape, dtype=k.dtype)
+    for keep in (0, 1, 2):
+        for x in (v, noise):
+            mean, amax = launch_smooth(k, x, 2, None, keep)
+            mean_ref, amax_ref = reference.smooth([k, x], keep=keep)
+            assert_close(mean, mean_ref, rtol=1e-5, atol=1e-5)
+            assert_close(amax, amax_ref, rtol=1e-5, atol=1e-4)
+        assert (mean[1] == 0).float().mean() > 0.9 or keep == 2 or k.shape[2] < 16
+    mean, amax = launch_smooth(k, v, 2, None, 1)
     for granularity in ("per_thread", "per_block"):
         k_int8, k_scale = launch_k(k, mean[0], "int8", granularity, None)
         k_int8_ref, k_scale_ref = reference.quantize_k(k, mean[0], "int8", granularity)
@@ -313,10 +318,10 @@ def check_masked(make, band, recipe, N_q, N_kv, D, D_v):
 
 def prepared_in_two_passes(k, v, visible, r):
     """[k_8bit, k_scale, k_mean] and, with FP8, [v_fp8, v_scale, v_mean], by the kernels."""
-    k_mean, v_mean = (launch_smooth(x, x, 1, visible)[0][0] for x in (k, v))
-    v_amax = launch_smooth(v, v, 1, visible)[1][0]
-    for x, mean in ((k, k_mean), (v, v_mean)):
-        assert_close(mean, reference.smooth([x], visible)[0][0], rtol=1e-5, atol=1e-5)
+    k_mean = launch_smooth(k, k, 1, visible, 1)[0][0]
+    v_mean, v_amax = (x[0] for x in launch_smooth(v, v, 1, visible, 0))
+    for x, mean, keep in ((k, k_mean, 1), (v, v_mean, 0)):
+        assert_close(mean, reference.smooth([x], visible, keep)[0][0], rtol=1e-5, atol=1e-5)
     k_8bit, k_scale = launch_k(k, k_mean, r.qk, r.granularity, visible)
     k_scale_ref = reference.quantize_k(k, k_mean, r.qk, r.granularity, visible)[1]
     assert_close(k_scale, k_scale_ref, rtol=0, atol=0)
