@@ -113,6 +113,7 @@ def tables(D: int) -> dict[str, Table]:
             "Format of p and v, INT4 smooth q and k (tables 7 and 16; nvfp4: SageAttention3)",
             {
                 **variants(SMOOTH_QK, int8={"pv": "int8"}, e5m2={"pv": "e5m2"}, e4m3={}),
+                "int8 two-level": dataclasses.replace(SMOOTH_QK, pv="int8", two_level_p=True),
                 **variants(
                     dataclasses.replace(SMOOTH_QK, pv="fp16", v_scale=None),
                     **{

@@ -68,7 +68,8 @@ class Technique:
     v_scale: ``per_channel``, ``per_tensor`` (one a head) or ``per_block`` (one for each K_BLOCK
         keys of a head). Only, and always, with e4m3, e5m2 and int8.
     two_level_p: with nvfp4: each row of p in a tile is brought to the largest value that E2M1 with
-        an E4M3 scale holds, so that the scales use all of E4M3 (SageAttention3).
+        an E4M3 scale holds, so that the scales use all of E4M3 (SageAttention3). With int8: to the
+        largest code, so that a tile far below the row's maximum has codes too.
     accumulator: of p v. ``fp32``, or ``fp22``: 13 mantissa bits, what FP8 instructions keep on Ada
         and Hopper (SageAttention2, 3.4). Only with e4m3 and e5m2. Emulated: MMA_K products are
         summed in fp32, added to the accumulator, and the sum is cut to 13 bits towards zero. That
@@ -107,7 +108,7 @@ class Technique:
         self._one_of("interval", intervals, f"accumulator={self.accumulator!r}")
         for name in ("smooth_q", "smooth_v", "balance"):
             self._one_of(name, (False, True))
-        self._one_of("two_level_p", (False, True) if self.pv == "nvfp4" else (False,))
+        self._one_of("two_level_p", (False, True) if self.pv in ("nvfp4", "int8") else (False,))
         self._one_of("rotation", (0, *(2**i for i in range(4, 9))))
 
     def _one_of(self, field: str, valid: tuple, beside: str = "") -> None:
@@ -300,7 +301,7 @@ def block(
 def quantize_p(p: Tensor, t: Technique) -> Tensor:
     """p [..., TILE] in [0, 1], rounded to the format and scaled back."""
     if t.pv in MAX:
-        return rounded(p, t.pv, 1.0)
+        return rounded(p, t.pv, p.amax(-1, keepdim=True) if t.two_level_p else 1.0)
     if t.pv != "nvfp4":
         return p.to(DTYPES.get(t.pv, p.dtype)).float()
     if not t.two_level_p:

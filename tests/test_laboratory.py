@@ -24,6 +24,7 @@ from sage_inductor.ops.recipe import NAMED  # noqa: E402
 INT8 = Technique("int8", "per_thread")
 INT4 = Technique("int4", "per_thread")
 E4M3 = Technique(pv="e4m3", v_scale="per_channel")
+INT8_PV = {"pv": "int8", "v_scale": "per_channel"}
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
@@ -356,6 +357,15 @@ def test_formats_of_p_and_v_come_in_the_papers_order(family):
         for technique in (dataclasses.replace(E4M3, pv="e5m2"), E4M3, Technique(pv="fp16"))
     )
     assert e5m2 > 1.5 * fp8 > 1.5 * fp16
+
+
+def test_two_levels_give_every_tile_all_codes_of_int8():
+    p = torch.rand(64, 128) / 100
+    one, two = (
+        relative_l1(lab.quantize_p(p, Technique(**INT8_PV, two_level_p=each)), p)
+        for each in (False, True)
+    )
+    assert two < 0.01 < 0.2 < one
 
 
 def test_two_levels_keep_small_p():
