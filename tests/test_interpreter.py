@@ -241,7 +241,7 @@ def check_nvfp4(q, k, v, attn_mask, seen, visible, band, scale, tile):
     r, masked = recipes.NAMED["sage3"], visible is not None
     prepared = []
     for x, along_n in ((k, False), (v, True)):
-        mean, amax = (y[0] for y in launch_smooth(x, x, 1, visible))
+        mean, amax = (y[0] for y in launch_smooth(x, x, 1, visible, 1))
         prepared += [*nvfp4.launch_quantize(x, mean, amax, along_n, masked), mean]
     quantized, k_mean = operands(v, prepared)
     means = of_q(q, k, k_mean, seen, r)
