@@ -2,7 +2,7 @@
 when AOTAutograd traces a graph.
 
 Inductor then sees what there is to see: on CUDA the Triton kernels themselves (they are
-``triton_op``) or, where it cannot launch the fastest ones, calls of two opaque ops
+``triton_op``) or, where it cannot launch the fastest ones, calls of opaque ops
 (``quantize_kv_opaque``, ``attention_opaque``), whose kernels start to compile here; in a CPU
 package the aten operations of the emulation. Nothing named ``sage`` is left for a package to look
 up. Two cases stay whole:

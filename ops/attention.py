@@ -36,7 +36,7 @@ from torch.library import triton_op
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sage_inductor.ops import reference, tiles
-from sage_inductor.ops.launch import at_once, traced
+from sage_inductor.ops.launch import at_once, define_opaque, traced
 from sage_inductor.ops.quantize import abs_bits, scale_of, to_8bit
 from sage_inductor.ops.reference import (
     INT4_MAX,
@@ -460,14 +460,7 @@ def launch_fastest(
     )  # fmt: skip
 
 
-# Not by custom_op, whose wrappers cost 43 us a call on an H200's host, more than the launch.
-torch.library.define(
-    "sage::attention_opaque",
-    torch.library.infer_schema(_attention_opaque, mutates_args=()),
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-torch.library.impl("sage::attention_opaque", "cuda", _attention_opaque)
-attention_opaque = torch.ops.sage.attention_opaque.default
+attention_opaque = define_opaque("attention_opaque", _attention_opaque)
 
 
 @torch.library.register_fake("sage::attention_opaque")

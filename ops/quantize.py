@@ -23,7 +23,7 @@ from torch.library import triton_op
 from triton.language.extra.cuda.gdc import gdc_wait
 
 from sage_inductor.ops import reference
-from sage_inductor.ops.launch import at_once, pdl_option, traced
+from sage_inductor.ops.launch import at_once, define_opaque, pdl_option, traced
 from sage_inductor.ops.reference import (
     FP8_MAX,
     INT4_MAX,
@@ -328,14 +328,7 @@ def _quantize_kv_opaque(
     return launch_kv(k, v, visible, qk, at_once, pdl=True)
 
 
-# Not by custom_op: see attention_opaque.
-torch.library.define(
-    "sage::quantize_kv_opaque",
-    torch.library.infer_schema(_quantize_kv_opaque, mutates_args=()),
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-torch.library.impl("sage::quantize_kv_opaque", "cuda", _quantize_kv_opaque)
-quantize_kv_opaque = torch.ops.sage.quantize_kv_opaque.default
+quantize_kv_opaque = define_opaque("quantize_kv_opaque", _quantize_kv_opaque)
 
 
 @torch.library.register_fake("sage::quantize_kv_opaque")

@@ -39,7 +39,7 @@ from sage_inductor.ops.attention import (
     empty_outputs,
     launch_fastest,
 )
-from sage_inductor.ops.launch import ahead, in_background
+from sage_inductor.ops.launch import ahead, define_opaque, in_background
 from sage_inductor.ops.nvfp4 import attention_nvfp4, quantize_nvfp4
 from sage_inductor.ops.quantize import (
     empty_kv,
@@ -177,14 +177,8 @@ def unsmoothed_lse(lse: Tensor, q: Tensor, k_mean: Tensor, scale: float) -> Tens
 
 
 # Few read lse, and for the others 8 operations less are traced: of 24 layers' 20 s, 1.
-torch.library.define(
-    "sage::unsmoothed_lse",
-    torch.library.infer_schema(unsmoothed_lse, mutates_args=()),
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-torch.library.impl("sage::unsmoothed_lse", "cuda", unsmoothed_lse)
+unsmoothed_lse_opaque = define_opaque("unsmoothed_lse", unsmoothed_lse)
 torch.library.register_fake("sage::unsmoothed_lse", lambda lse, *_: torch.empty_like(lse))
-unsmoothed_lse_opaque = torch.ops.sage.unsmoothed_lse.default
 
 
 def compose_prepare(
