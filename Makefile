@@ -19,8 +19,8 @@ demo: $(INSTALLED)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -v -n auto --dist worksteal --show-capture=stdout
 
 test: lint
-	$(PYTEST) --durations=15 -m "not gpu" --ignore tests/test_interpreter.py
-	TRITON_INTERPRET=1 $(PYTEST) tests/test_interpreter.py
+	$(PYTEST) --durations=15 -m "not gpu" --ignore tests/ops/test_interpreter.py
+	TRITON_INTERPRET=1 $(PYTEST) tests/ops/test_interpreter.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

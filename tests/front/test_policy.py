@@ -158,7 +158,7 @@ def test_what_is_saved_is_loaded(tmp_path_factory, policy, note):
 
 
 def test_the_readmes_format_is_read(tmp_path):
-    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
     text = re.search(r"```json\n(.*?)```", readme, re.S)
     assert Policy.load(written(tmp_path, text=text[1])).rules == (
         Rule("off", module="*.cross_attention"),

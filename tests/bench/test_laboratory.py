@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-BENCH = Path(__file__).parent.parent / "bench"
+BENCH = Path(__file__).parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
 
 import accuracy  # noqa: E402

@@ -1,7 +1,7 @@
 """SDPA's whole signature, drawn at random: a call is rewritten and near float64 SDPA, or it is left,
 says why, and is bit-equal to what it was.
 
-``SAGE_TEST_DRAWS=5000 pytest tests/test_property.py`` draws more, and anew each time.
+``SAGE_TEST_DRAWS=5000 pytest tests/ops/test_property.py`` draws more, and anew each time.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """The kernels' arithmetic without a GPU: Triton's interpreter against the oracle.
 
-Run as ``TRITON_INTERPRET=1 pytest tests/test_interpreter.py``. The interpreter (Triton 3.7) cannot
+Run as ``TRITON_INTERPRET=1 pytest tests/ops/test_interpreter.py``. The interpreter (Triton 3.7) cannot
 multiply bf16 matrices, does not fuse tl.fma, and rounding to FP8 drops the carry (127 becomes 64),
 truncates subnormals and does not saturate (padding becomes NaN, hence `saturate`), and tl.maximum
 keeps NaN, so 16-bit means fp16 here, INT8 codes may differ by one and FP8 is

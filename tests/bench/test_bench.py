@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-BENCH = Path(__file__).parent.parent / "bench"
+BENCH = Path(__file__).parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
 
 import attention as bench  # noqa: E402

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-BENCH = Path(__file__).parent.parent / "bench"
+BENCH = Path(__file__).parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
 
 import accuracy  # noqa: E402

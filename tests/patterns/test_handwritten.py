@@ -975,7 +975,7 @@ def transformers():
 
 @pytest.fixture
 def timm(monkeypatch):
-    """timm without torchvision, see tests/test_models.py."""
+    """timm without torchvision, see tests/front/test_models.py."""
     if importlib.util.find_spec("timm") is None:
         pytest.skip("timm is not installed")
     if "timm" not in sys.modules and importlib.util.find_spec("torchvision") is None:
