@@ -2,8 +2,10 @@
 
 find     sdpa.py, handwritten.py, modules.py, flex.py     node -> Call, in SDPA's terms
 prove    masks.py                                         what its mask says
-decide   decide.py                                        a recipe or a reason -> Site
-replace  decide.py                                        and what calls share, once
+judge    eligible.py                                      can `sage::sdpa` stand for it
+replace  replace.py                                       and what calls share, once
+
+What a call becomes is said by the `decide` that the caller gives: Call -> Decision.
 """
 
 from collections.abc import Callable
@@ -11,53 +13,54 @@ from collections.abc import Callable
 import torch
 
 from sage_inductor.patterns import flex, handwritten, modules, sdpa
-from sage_inductor.patterns.call import FULL, Call, Survey, value_of
-from sage_inductor.patterns.decide import (
-    Rule,
-    Settings,
-    Site,
-    decide,
-    replace,
-    share,
-    unreadable,
-)
+from sage_inductor.patterns.call import FULL, Call, Decision, Site, Survey, unreadable, value_of
 from sage_inductor.patterns.masks import prove
+from sage_inductor.patterns.replace import replace, share
 
-__all__ = ["Rule", "Settings", "Site", "rewrite"]
+__all__ = ["Decision", "Site", "rewrite"]
 
 FINDERS = (sdpa.find, handwritten.find, modules.find, flex.find)
 
 
 def rewrite(
     gm: torch.fx.GraphModule,
-    settings: Settings,
-    put: Callable[[Call, Site, Settings], None] = replace,
+    decide: Callable[[Call], Decision],
+    portable: bool = False,
+    put: Callable[[Call, Site], None] | None = None,
 ) -> list[Site]:
     """Rewrite the attention calls of `gm` and of the graphs nested in it, in place; the sites, in
-    the order of the graphs. put: what is done to a call that gets a recipe."""
+    the order of the graphs.
+
+    decide: what becomes of a call. portable: only kernels that travel in an exported package. put:
+    what is done to a call that gets a recipe, instead of replacing it.
+    """
+
+    def replaced(call: Call, site: Site) -> None:
+        replace(call, site.decision, portable)
+
     sites = []
     for module in gm.modules():
         if isinstance(module, torch.fx.GraphModule):
-            found = _rewrite_graph(module.graph, settings, put)
+            found = _rewrite_graph(module.graph, decide, put or replaced)
             if any(site.rewritten for site in found):
                 module.recompile()
             sites += found
     return sites
 
 
-def _rewrite_graph(graph: torch.fx.Graph, settings: Settings, put: Callable) -> list[Site]:
+def _rewrite_graph(graph: torch.fx.Graph, decide: Callable, put: Callable) -> list[Site]:
     sites, survey = [], Survey(graph)
     for node in list(graph.nodes):
         try:
             call = _find(node, survey)
-            site = decide(call, settings) if call else None
+            site = Site.of(call, decide(call)) if call else None
         except Exception as error:  # a graph that nobody has seen yet must not stop a compilation
             sites.append(unreadable(node, error))
             continue
         if site is None:
             continue
         if site.rewritten:
-            put(call, site, settings)
+            put(call, site)
         else:
             call.emit.undo()
             call.node.meta["sage"] = "kept"  # decided: a second pass over the graph leaves it alone

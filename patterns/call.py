@@ -10,12 +10,16 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import re
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import Node
 from torch.fx.node import map_arg
+
+from sage_inductor.ops import recipe as recipes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,6 +153,86 @@ class Call:
     finish: Callable[[Node], Node] = lambda out: out  # from attention's output to `node`'s value
     refused: str | None = None  # why this call cannot be written as SDPA
     dead: list[Node] = dataclasses.field(default_factory=list)  # without uses once it is, in order
+
+
+class Decision(NamedTuple):
+    """What becomes of a call, and why."""
+
+    recipe: str | None  # a name in recipe.NAMED; None: it stays as it was
+    reason: str  # why it stays, or what chose the recipe
+    warpgroups: int | None = None  # Recipe's, where a clock chose
+
+    @property
+    def full(self) -> recipes.Recipe:
+        return dataclasses.replace(recipes.NAMED[self.recipe], warpgroups=self.warpgroups)
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """One attention call in a user's graph, and what became of it."""
+
+    module: str  # path of the module that makes the call
+    call: str  # name of the node
+    spelling: str  # "SDPA", "softmax", "nn.MultiheadAttention", ...
+    q: tuple  # [B, H_q, N_q, D]; symbols where the shape is dynamic
+    k: tuple  # [B, H_kv, N_kv, D]
+    dtype: str
+    mask: str  # "none", "causal", a window, the mask's dtype and shape; "+" where both
+    decision: Decision
+
+    @classmethod
+    def of(cls, call: Call, decision: Decision) -> "Site":
+        return cls(
+            module=module_path(call.node),
+            call=call.node.name,
+            spelling=call.spelling,
+            q=dims(value_of(call.q)),
+            k=dims(value_of(call.k)),
+            dtype=str(getattr(call.out, "dtype", "?")).removeprefix("torch."),
+            mask=_mask(call),
+            decision=decision,
+        )
+
+    @property
+    def recipe(self) -> str | None:
+        return self.decision.recipe
+
+    @property
+    def reason(self) -> str:
+        return self.decision.reason
+
+    @property
+    def rewritten(self) -> bool:
+        return self.recipe is not None
+
+
+def unreadable(node, error: Exception) -> Site:
+    """The site of a call that looking at raised for: it stays as it was."""
+    reason = f"could not be read, which is a fault of ours: {type(error).__name__}: {error}"
+    return Site(module_path(node), node.name, "?", (), (), "?", "?", Decision(None, reason))
+
+
+def module_path(node) -> str:
+    """``layers.0.attn``, of Dynamo's ``L['self'].layers[0].attn`` or (under a module's own
+    __getattr__) ``L['self'].__dict__['_modules']['layers'][0].attn``: the innermost one entered."""
+    stack = node.meta.get("nn_module_stack") or {"": ("", None)}
+    names = re.findall(r"\w+", list(stack.values())[-1][0])
+    if names[:2] in (["L", "self"], ["L", "fn"]):
+        names = names[2:]
+    return ".".join(name for name in names if name not in ("__dict__", "_modules"))
+
+
+def _mask(call: Call) -> str:
+    parts = [] if call.band.kind == "full" else [str(call.band)]
+    if call.attn_mask is not None:
+        mask = value_of(call.attn_mask)
+        dtype = str(getattr(mask, "dtype", "?")).removeprefix("torch.")
+        parts.append(f"{dtype}{list(dims(mask))}")
+    return " + ".join(parts) or "none"
+
+
+def dims(x) -> tuple:
+    return tuple(n if isinstance(n, int) else str(n) for n in getattr(x, "shape", ()))
 
 
 def value_of(x):

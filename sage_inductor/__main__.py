@@ -19,11 +19,11 @@ import triton
 import sage_inductor
 from sage_inductor import demo as demo_model
 from sage_inductor import tune as tuning
+from sage_inductor.decide import candidates
 from sage_inductor.diagnose import compare
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops import tiles
 from sage_inductor.ops.reference import HEAD_DIMS, attention_exact
-from sage_inductor.patterns.decide import candidates
 
 # Relative L1 error on normal inputs from which a kernel is wrong, not inaccurate, by Recipe.qk:
 # 8-bit p and v cost 0.04, 4 bits 0.2; a wrong scale or a missed tile several times this.

@@ -14,10 +14,15 @@ from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.virtualized import V
 
-from sage_inductor import config, tune
+from sage_inductor import (
+    config,
+    lowering,  # noqa: F401  (registers what the inserted op opens into)
+    tune,
+)
 from sage_inductor import report as reports
+from sage_inductor.decide import Settings, rewrite
 from sage_inductor.ops.recipe import source_tag
-from sage_inductor.patterns import Settings, Site, rewrite
+from sage_inductor.patterns import Site
 from sage_inductor.policy import Policy
 
 PREFIX = "sage."

@@ -13,6 +13,7 @@ Shapes: B batch, H_q and H_kv heads, N_q and N_kv sequence, D head_dim (D_v of v
 
 import collections
 import dataclasses
+import functools
 import itertools
 import math
 import os
@@ -23,13 +24,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sage_inductor.backend import run_graphs
+from sage_inductor.decide import (
+    AUTO,
+    OFF,
+    Rule,
+    Settings,
+    autos,
+    decide,
+    fits_module,
+    layer_of,
+)
 from sage_inductor.ops import tiles
 from sage_inductor.ops.mask import as_4d
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.reference import attention_exact, masked
-from sage_inductor.patterns import Rule, Settings, Site, rewrite
+from sage_inductor.patterns import Decision, Site, rewrite
 from sage_inductor.patterns.call import FULL, Band, Call
-from sage_inductor.patterns.decide import AUTO, OFF, autos, decide, fits_module, layer_of
 from sage_inductor.policy import Policy
 from sage_inductor.report import table
 
@@ -40,6 +50,7 @@ SDPA = "sdpa"  # in the place of a recipe: scaled_dot_product_attention in the m
 # Fastest first, where measured. sage2-8b-fp8qk is for devices where INT8 is slow: "auto" takes it;
 # of 4 bits, sage2-4b has no arithmetic to gain on any, sage3 was timed on none.
 BY_SPEED = ("sage2-8b-rows", "sage2-8b", "accurate", "sage1")
+STUDY = Settings(emulate=True, force=True)
 AT_ONCE = 1 << 24  # scores of exact attention: 128 MiB
 
 
@@ -142,7 +153,8 @@ def diagnose(
 
     def see(gm: torch.fx.GraphModule) -> None:
         calls = []
-        sites = rewrite(gm, Settings(emulate=True, force=True), lambda *each: calls.append(each))
+        decision = functools.partial(decide, settings=STUDY)
+        sites = rewrite(gm, decision, put=lambda *each: calls.append(each))
         refused.extend(site for site in sites if not site.rewritten)
         # Not before: to the proofs of masks a probe is a call that may write to them.
         probes.extend(_Probe(*each, recipes) for each in calls)
@@ -157,7 +169,7 @@ def diagnose(
     for probe in probes:
         if not probe.rows:
             reason = "was not run with these inputs"
-            refused.append(dataclasses.replace(probe.site, recipe=None, reason=reason))
+            refused.append(dataclasses.replace(probe.site, decision=Decision(None, reason)))
     rows = [row for probe in probes for row in probe.rows.values()]
     rows = tuple(sorted(rows, key=lambda row: -row.badness))
     found = Diagnosis(rows, tuple(refused), _suggested(probes, tolerance), tolerance)
@@ -172,9 +184,9 @@ def diagnose(
 class _Probe:
     """Measures an attention call whenever the graph is about to make it."""
 
-    def __init__(self, call: Call, site: Site, settings: Settings, recipes: tuple[str, ...]):
-        each = {name: dataclasses.replace(settings, recipe=name) for name in recipes}
-        self.recipes = [name for name in recipes if decide(call, each[name]).rewritten]
+    def __init__(self, call: Call, site: Site, recipes: tuple[str, ...]):
+        each = {name: dataclasses.replace(STUDY, recipe=name) for name in recipes}
+        self.recipes = [name for name in recipes if decide(call, each[name]).recipe is not None]
         self.autos = autos(call, portable=False)
         self.site, self.band, self.scale = site, call.band, call.scale
         self.rows: dict[str, Row] = {}

@@ -9,7 +9,7 @@ import torch
 
 from sage_inductor import backend
 from sage_inductor import report as reports
-from sage_inductor.patterns import rewrite as _rewrite
+from sage_inductor.decide import rewrite as _rewrite
 
 _log = logging.getLogger("sage_inductor")
 

@@ -34,8 +34,8 @@ import os
 import re
 
 from sage_inductor import config
+from sage_inductor.decide import Rule
 from sage_inductor.ops.reference import HEAD_DIMS
-from sage_inductor.patterns import Rule
 
 VERSION = 1
 FIELDS = tuple(field.name for field in dataclasses.fields(Rule))

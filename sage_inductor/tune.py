@@ -19,12 +19,12 @@ import torch.nn.functional as F
 import triton
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from sage_inductor.decide import WIN, Choice, Trial, candidates
 from sage_inductor.ops import mask as masks
 from sage_inductor.ops import reference, tiles
 from sage_inductor.ops.attention import attention_opaque
 from sage_inductor.ops.sdpa import kernel, of_q, operands, prepare
 from sage_inductor.patterns.call import CAUSAL, FULL
-from sage_inductor.patterns.decide import WIN, Choice, Trial, candidates
 
 BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
 BATCHES = ((4, 32), (1, 24), (1, 8))  # B, H

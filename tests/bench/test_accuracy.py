@@ -24,8 +24,8 @@ import trained  # noqa: E402
 from laboratory import NAMED, SAGE2_4B, SAGE2_8B, Technique, attend  # noqa: E402
 from trained import Size  # noqa: E402
 
+from sage_inductor.decide import candidates  # noqa: E402
 from sage_inductor.ops.reference import attention_exact  # noqa: E402
-from sage_inductor.patterns.decide import candidates  # noqa: E402
 
 CPU = torch.device("cpu")
 TINY = {

@@ -14,10 +14,9 @@ from torch.nn.attention.bias import causal_lower_right
 
 import sage_inductor
 from sage_inductor import Policy, diagnose
+from sage_inductor.decide import Rule, fits_module
 from sage_inductor.diagnose import BY_SPEED, TOLERANCE, _merged
 from sage_inductor.ops.recipe import NAMED
-from sage_inductor.patterns import Rule
-from sage_inductor.patterns.decide import fits_module
 
 DIAGNOSE = importlib.import_module("sage_inductor.diagnose")
 sdpa = F.scaled_dot_product_attention

@@ -1,6 +1,7 @@
 """Policies: which rule fits which attention call, what a file may say, where its path comes from, and
 that no cache outlives a change of the file."""
 
+import functools
 import json
 import os
 import re
@@ -16,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sage_inductor
-from sage_inductor import Policy, SageOptionError, config
+from sage_inductor import Policy, SageOptionError, config, patterns
 from sage_inductor.backend import SagePass
+from sage_inductor.decide import Rule, Settings, decide
 from sage_inductor.ops.recipe import NAMED
-from sage_inductor.patterns import Rule, Settings, rewrite
 
 EMULATE = {"sage.emulate": True}
 
@@ -137,7 +138,8 @@ rules = st.builds(
 @given(policy=st.lists(rules, max_size=4), recipe=st.sampled_from(["auto", "off", "sage1"]))
 def test_the_first_rule_that_fits_decides_and_the_recipe_where_none_does(graph, policy, recipe):
     wanted = Settings(emulate=True, recipe=recipe, policy=tuple(policy))
-    sites = rewrite(graph, wanted, put=lambda call, site, settings: None)
+    asked = functools.partial(decide, settings=wanted)
+    sites = patterns.rewrite(graph, asked, put=lambda call, site: None)
     for node in graph.graph.nodes:  # decided, but not for the next example
         node.meta.pop("sage", None)
     assert [(s.module, s.q[3], s.q[2]) for s in sites] == SITES

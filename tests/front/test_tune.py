@@ -13,9 +13,9 @@ import torch
 import sage_inductor
 from sage_inductor import backend, tune
 from sage_inductor.__main__ import main
+from sage_inductor.decide import Choice, Trial
 from sage_inductor.ops import tiles
 from sage_inductor.patterns.call import FULL, Band
-from sage_inductor.patterns.decide import Choice, Trial
 
 GPU = "NVIDIA Test 9000"
 

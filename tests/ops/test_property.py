@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import sage_inductor
+from sage_inductor.decide import Settings, rewrite
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops import reference
-from sage_inductor.patterns import Settings, rewrite
 
 DRAWS = int(os.environ.get("SAGE_TEST_DRAWS", 0))
 

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from sage_inductor.decide import _kind
 from sage_inductor.ops import tiles
 from sage_inductor.patterns.call import CAUSAL, FULL, Band, Survey
-from sage_inductor.patterns.decide import _kind
 from sage_inductor.patterns.flex import find
 
 

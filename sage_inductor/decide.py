@@ -1,41 +1,37 @@
 """What becomes of a call: quantized with a recipe, or as it was, and why.
 
-A call is rewritten if `sage::sdpa` can stand for it (`_why_not`) and is measured to be faster
-there, by the table (tiles.crossover) or here and now (Settings.clock), unless the settings say
-otherwise. Which recipe it asks for is said by the first rule of the policy that it fits, else by
-the settings' recipe.
+A call is rewritten if `sage::sdpa` can stand for it (patterns/eligible.py) and is measured to be
+faster there, by the table (tiles.crossover) or here and now (Settings.clock), unless the settings
+say otherwise. Which recipe it asks for is said by the first rule of the policy that it fits, else
+by the settings' recipe.
 """
 
 import dataclasses
 import fnmatch
+import functools
 import itertools
-import math
-import operator
-import re
 import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from sage_inductor import lowering  # noqa: F401  (registers what the inserted op opens into)
+from sage_inductor import patterns
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops import tiles
-from sage_inductor.ops.reference import HEAD_DIMS
 from sage_inductor.ops.sdpa import kernel
 from sage_inductor.patterns.call import (
     CAUSAL,
     FULL,
     Band,
     Call,
-    Emitter,
-    Survey,
-    may_write,
+    Decision,
+    Site,
+    module_path,
     value_of,
 )
+from sage_inductor.patterns.eligible import why_not
 
-BHND, BNHD = [0, 1, 2, 3], [0, 2, 1, 3]  # orders in which an output is stored
 AUTO = "auto"
 OFF = "off"
 MEASURED = (9, 0)  # the compute capability that tiles.CROSSOVER was measured on
@@ -62,7 +58,7 @@ class Choice(NamedTuple):
 
     @property
     def full(self) -> recipes.Recipe:
-        return dataclasses.replace(recipes.NAMED[self.recipe], warpgroups=self.warpgroups)
+        return Decision(self.recipe, "", self.warpgroups).full
 
     @property
     def tile(self) -> str:
@@ -101,106 +97,26 @@ class Settings:
     clock: Callable[[Trial], dict[Choice | str, float | str]] | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Site:
-    """One attention call in a user's graph, and what became of it."""
-
-    module: str  # path of the module that makes the call
-    call: str  # name of the node
-    spelling: str  # "SDPA", "softmax", "nn.MultiheadAttention", ...
-    q: tuple  # [B, H_q, N_q, D]; symbols where the shape is dynamic
-    k: tuple  # [B, H_kv, N_kv, D]
-    dtype: str
-    mask: str  # "none", "causal", a window, the mask's dtype and shape; "+" where both
-    recipe: str | None  # None: stays as it was
-    reason: str  # why it stays, or what chose the recipe
-    warpgroups: int | None = None  # Recipe's, where a clock chose
-
-    @property
-    def rewritten(self) -> bool:
-        return self.recipe is not None
+def rewrite(gm: torch.fx.GraphModule, settings: Settings) -> list[Site]:
+    """The attention calls of `gm` rewritten, in place, as the settings ask for."""
+    return patterns.rewrite(gm, functools.partial(decide, settings=settings), settings.portable)
 
 
-def decide(call: Call, settings: Settings) -> Site:
+def decide(call: Call, settings: Settings) -> Decision:
     """What becomes of `call`; nothing is changed yet."""
     choice, reason = _choose(call, settings)
-    q, k = value_of(call.q), value_of(call.k)
-    if choice and settings.portable:
+    if choice is None:
+        return Decision(None, reason)
+    if settings.portable:
         reason += _left_behind(call, choice.recipe)
-    return Site(
-        module=_module(call.node),
-        call=call.node.name,
-        spelling=call.spelling,
-        q=_dims(q),
-        k=_dims(k),
-        dtype=str(getattr(call.out, "dtype", "?")).removeprefix("torch."),
-        mask=_mask(call),
-        recipe=choice and choice.recipe,
-        reason=reason,
-        warpgroups=choice and choice.warpgroups,
-    )
-
-
-def unreadable(node, error: Exception) -> Site:
-    """The site of a call that looking at raised for: it stays as it was."""
-    reason = f"could not be read, which is a fault of ours: {type(error).__name__}: {error}"
-    return Site(_module(node), node.name, "?", (), (), "?", "?", None, reason)
-
-
-def replace(call: Call, site: Site, settings: Settings) -> None:
-    """Put ``sage.sdpa(...)[0]`` in the place of `call`, stored as its output is."""
-    recipe = Choice(site.recipe, site.warpgroups).full.encode()
-    emit, out, order = call.emit, call.out, _stored(call)
-    q, k, v, attn_mask = call.q, call.k, call.v, call.attn_mask
-    scale = call.scale if call.scale is not None else value_of(q).shape[3] ** -0.5
-    args = (
-        q, k, v, attn_mask, [], call.band.left, call.band.right, call.band.bottom_right,
-        float(scale), recipe, order != BHND, settings.portable,
-    )  # fmt: skip
-    if order not in (BHND, BNHD):
-        out = out.new_empty([out.shape[d] for d in BNHD]).permute(BNHD)
-    lse = out.new_empty(out.shape[:3], dtype=torch.float32)
-    new = emit.insert(torch.ops.sage.sdpa.default, args, (out, lse))
-    first = emit.insert(operator.getitem, (new, 0), out)
-    if order not in (BHND, BNHD):
-        first = emit(torch.ops.aten.permute.default, first, order)
-        first = emit(torch.ops.aten.clone.default, first, memory_format=torch.contiguous_format)
-        back = [order.index(d) for d in BHND]
-        first = emit(torch.ops.aten.permute.default, first, back)
-    call.node.replace_all_uses_with(call.finish(first))
-    for dead in (call.node, *call.dead, *reversed(emit.nodes)):
-        if not dead.users:
-            dead.graph.erase_node(dead)
-
-
-def share(graph: torch.fx.Graph) -> None:
-    """Prepare k and v once for the calls that have the same ones, and the same mask, recipe (with
-    whichever tile) and autocast, as long as nothing between them may write (to what k, v or the
-    mask are views of)."""
-    survey, groups, writes = Survey(graph), {}, 0
-    for node in graph.nodes:
-        writes += may_write(node)
-        if node.target is torch.ops.sage.sdpa.default and not node.args[4]:
-            emit = Emitter(node, survey)
-            _, k, v, attn_mask, *_, recipe, _, portable = node.args
-            recipe = recipes.decode(recipe).preparation.encode()
-            key = (k, v, attn_mask, recipe, portable), writes, tuple(emit.autocasts)
-            groups.setdefault(key, []).append((node, emit))
-    for (args, *_), calls in groups.items():
-        if len(calls) > 1:
-            emit = calls[0][1]
-            prepare = emit(torch.ops.sage.prepare.default, *args)
-            count = range(len(value_of(prepare)))
-            prepared = [emit(operator.getitem, prepare, i) for i in count]
-            for node, _ in calls:
-                node.update_arg(4, prepared)
+    return Decision(choice.recipe, reason, choice.warpgroups)
 
 
 def _choose(call: Call, settings: Settings) -> tuple[Choice | None, str]:
     """(the recipe, why this one) or (None, why the call stays as it was)."""
     if settings.recipe == OFF and not settings.policy:
         return None, "the recipe is 'off'"
-    reason = call.refused or _why_not(call)
+    reason = call.refused or why_not(call)
     if reason:
         return None, reason
     rules = enumerate(settings.policy, 1)
@@ -218,7 +134,7 @@ def _fits(call: Call, rule: Rule, settings: Settings) -> bool:
     """Whether `rule` is about `call`. A dynamic length is asked for last: the answer is a guard."""
     q, (first, last) = value_of(call.q), rule.length
     return (
-        fits_module(_module(call.node), rule)
+        fits_module(module_path(call.node), rule)
         and (not rule.head_dim or int(q.shape[3]) in rule.head_dim)
         and (first is None or _at_least(q.shape[2], first, settings))
         and (last is None or not _at_least(q.shape[2], last + 1, settings))
@@ -406,92 +322,3 @@ def _at_least(n, least: int, settings: Settings) -> bool:
 def _hint(n) -> int | None:
     """A size while compiling, unguarded; None if it depends on data."""
     return n.node.hint if isinstance(n, torch.SymInt) else n
-
-
-def _why_not(call: Call) -> str | None:
-    """The reason sage::sdpa cannot stand for this call, whatever the length, or None if it can."""
-    q, k, v, mask = (value_of(x) for x in (call.q, call.k, call.v, call.attn_mask))
-    out = call.out
-    if not all(isinstance(x, torch.Tensor) for x in (q, k, v, out)):
-        return "the graph carries no shapes for this call"
-    if call.emit.survey.functorch_depth(call.node):
-        return "inside a torch.func transform"
-    if call.dropout_p != 0.0:
-        return f"dropout_p must be 0, got {call.dropout_p}"
-    scale = call.scale
-    if not (scale is None or isinstance(scale, (int, float)) and math.isfinite(scale)):
-        return f"scale must be a finite number known when compiling, got {scale}"
-    tensors = [x for x in (q, k, v, mask) if x is not None]
-    for x in tensors:
-        if type(x).__name__ != "FakeTensor" or x.layout != torch.strided:
-            return f"tensor subclasses are not supported, got {type(x).__name__}"
-    if not q.dim() == k.dim() == v.dim() == 4:
-        return f"q, k and v must be [B, H, N, D], got {q.dim()}, {k.dim()} and {v.dim()} dimensions"
-    if any(n < 1 for x in (q, k, v) for n in x.shape):
-        return f"q, k or v is empty, got {_dims(q)}, {_dims(k)}, {_dims(v)}"
-    if any(x.device != q.device for x in tensors) or q.device.type not in ("cpu", "cuda"):
-        return f"the device must be cuda (or cpu, emulated), got {[str(x.device) for x in tensors]}"
-    valid = (torch.float16, torch.bfloat16, torch.float32)
-    if out.dtype not in valid:  # out's dtype is what autocast makes of the inputs'
-        return f"dtype must be one of {[str(d)[6:] for d in valid]}, got {str(out.dtype)[6:]}"
-    if k.shape[3] != q.shape[3] or not all(x.shape[3] <= HEAD_DIMS[-1] for x in (q, v)):
-        return (
-            f"head_dim of q and k must be one number up to {HEAD_DIMS[-1]}, as v's, "
-            f"got {q.shape[3]}, {k.shape[3]}, {v.shape[3]}"
-        )
-    if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3]:
-        return (
-            f"batches, kv heads and lengths must be equal, got {_dims(q)}, {_dims(k)}, {_dims(v)}"
-        )
-    heads_q, heads_kv = q.shape[1], k.shape[1]
-    if heads_q != heads_kv and not (call.enable_gqa and heads_q % heads_kv == 0):
-        return f"q has {heads_q} heads and k {heads_kv}, with enable_gqa={call.enable_gqa}"
-    if mask is not None:
-        if mask.dtype != torch.bool and mask.dtype not in valid:
-            return f"attn_mask must be bool or floating, got {mask.dtype}"
-        sizes = zip(reversed(mask.shape), (k.shape[2], *reversed(q.shape[:3])), strict=False)
-        if not 2 <= mask.dim() <= 4 or not all(m == 1 or m == n for m, n in sizes):
-            return f"attn_mask must broadcast to [B, H_q, N_q, N_kv], got {_dims(mask)}"
-    if _stored(call) is None:
-        return f"the output must be contiguous in some order of B, H, N: strides {out.stride()}"
-    return None
-
-
-def _stored(call: Call) -> list[int] | None:
-    """The order in which the output is stored, outermost dimension first. What follows may view it,
-    so ours must be stored alike: the op writes BHND and BNHD, the rest is copied."""
-    out = call.out
-    others = ([*outer, 3] for outer in itertools.permutations(range(3)))
-    for order in (BNHD, BHND, *others):
-        inner = 1
-        for d in reversed(order):
-            fits = statically_known_true(out.stride(d) == inner)
-            if not fits and not statically_known_true(out.shape[d] == 1):
-                break
-            inner = inner * out.shape[d]
-        else:
-            return order
-    return None
-
-
-def _module(node) -> str:
-    """``layers.0.attn``, of Dynamo's ``L['self'].layers[0].attn`` or (under a module's own
-    __getattr__) ``L['self'].__dict__['_modules']['layers'][0].attn``: the innermost one entered."""
-    stack = node.meta.get("nn_module_stack") or {"": ("", None)}
-    names = re.findall(r"\w+", list(stack.values())[-1][0])
-    if names[:2] in (["L", "self"], ["L", "fn"]):
-        names = names[2:]
-    return ".".join(name for name in names if name not in ("__dict__", "_modules"))
-
-
-def _mask(call: Call) -> str:
-    parts = [] if call.band.kind == "full" else [str(call.band)]
-    if call.attn_mask is not None:
-        mask = value_of(call.attn_mask)
-        dtype = str(getattr(mask, "dtype", "?")).removeprefix("torch.")
-        parts.append(f"{dtype}{list(_dims(mask))}")
-    return " + ".join(parts) or "none"
-
-
-def _dims(x) -> tuple:
-    return tuple(n if isinstance(n, int) else str(n) for n in getattr(x, "shape", ()))

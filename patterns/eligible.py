@@ -1,0 +1,76 @@
+"""Whether ``sage::sdpa`` can stand for an attention call, and how the call's output is stored."""
+
+import itertools
+import math
+
+import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from sage_inductor.ops.reference import HEAD_DIMS
+from sage_inductor.patterns.call import Call, dims, value_of
+
+BHND, BNHD = [0, 1, 2, 3], [0, 2, 1, 3]  # orders in which an output is stored
+
+
+def why_not(call: Call) -> str | None:
+    """The reason sage::sdpa cannot stand for this call, whatever the length, or None if it can."""
+    q, k, v, mask = (value_of(x) for x in (call.q, call.k, call.v, call.attn_mask))
+    out = call.out
+    if not all(isinstance(x, torch.Tensor) for x in (q, k, v, out)):
+        return "the graph carries no shapes for this call"
+    if call.emit.survey.functorch_depth(call.node):
+        return "inside a torch.func transform"
+    if call.dropout_p != 0.0:
+        return f"dropout_p must be 0, got {call.dropout_p}"
+    scale = call.scale
+    if not (scale is None or isinstance(scale, (int, float)) and math.isfinite(scale)):
+        return f"scale must be a finite number known when compiling, got {scale}"
+    tensors = [x for x in (q, k, v, mask) if x is not None]
+    for x in tensors:
+        if type(x).__name__ != "FakeTensor" or x.layout != torch.strided:
+            return f"tensor subclasses are not supported, got {type(x).__name__}"
+    if not q.dim() == k.dim() == v.dim() == 4:
+        return f"q, k and v must be [B, H, N, D], got {q.dim()}, {k.dim()} and {v.dim()} dimensions"
+    if any(n < 1 for x in (q, k, v) for n in x.shape):
+        return f"q, k or v is empty, got {dims(q)}, {dims(k)}, {dims(v)}"
+    if any(x.device != q.device for x in tensors) or q.device.type not in ("cpu", "cuda"):
+        return f"the device must be cuda (or cpu, emulated), got {[str(x.device) for x in tensors]}"
+    valid = (torch.float16, torch.bfloat16, torch.float32)
+    if out.dtype not in valid:  # out's dtype is what autocast makes of the inputs'
+        return f"dtype must be one of {[str(d)[6:] for d in valid]}, got {str(out.dtype)[6:]}"
+    if k.shape[3] != q.shape[3] or not all(x.shape[3] <= HEAD_DIMS[-1] for x in (q, v)):
+        return (
+            f"head_dim of q and k must be one number up to {HEAD_DIMS[-1]}, as v's, "
+            f"got {q.shape[3]}, {k.shape[3]}, {v.shape[3]}"
+        )
+    if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3]:
+        return f"batches, kv heads and lengths must be equal, got {dims(q)}, {dims(k)}, {dims(v)}"
+    heads_q, heads_kv = q.shape[1], k.shape[1]
+    if heads_q != heads_kv and not (call.enable_gqa and heads_q % heads_kv == 0):
+        return f"q has {heads_q} heads and k {heads_kv}, with enable_gqa={call.enable_gqa}"
+    if mask is not None:
+        if mask.dtype != torch.bool and mask.dtype not in valid:
+            return f"attn_mask must be bool or floating, got {mask.dtype}"
+        sizes = zip(reversed(mask.shape), (k.shape[2], *reversed(q.shape[:3])), strict=False)
+        if not 2 <= mask.dim() <= 4 or not all(m == 1 or m == n for m, n in sizes):
+            return f"attn_mask must broadcast to [B, H_q, N_q, N_kv], got {dims(mask)}"
+    if stored_order(call) is None:
+        return f"the output must be contiguous in some order of B, H, N: strides {out.stride()}"
+    return None
+
+
+def stored_order(call: Call) -> list[int] | None:
+    """The order in which the output is stored, outermost dimension first. What follows may view it,
+    so ours must be stored alike: the op writes BHND and BNHD, the rest is copied."""
+    out = call.out
+    others = ([*outer, 3] for outer in itertools.permutations(range(3)))
+    for order in (BNHD, BHND, *others):
+        inner = 1
+        for d in reversed(order):
+            fits = statically_known_true(out.stride(d) == inner)
+            if not fits and not statically_known_true(out.shape[d] == 1):
+                break
+            inner = inner * out.shape[d]
+        else:
+            return order
+    return None

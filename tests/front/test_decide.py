@@ -1,0 +1,347 @@
+"""What becomes of a call, on tensors of a GPU that is not there: the crossover table, policies, and
+the clock of max-autotune."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+from sage_inductor import Policy, backend, patterns, tune
+from sage_inductor.decide import Rule, Settings, rewrite
+from sage_inductor.ops import recipe as recipes
+from sage_inductor.ops import tiles
+from sage_inductor.patterns import masks
+from sage_inductor.patterns.call import Band
+
+MASKS = {
+    "window": lambda B, N: torch.empty(N, N, dtype=torch.bool, device="cuda"),
+    "keys": lambda B, N: torch.empty(B, 1, 1, N, dtype=torch.bool, device="cuda"),
+    "mask": lambda B, N: torch.empty(B, 1, N, N, dtype=torch.bool, device="cuda"),
+    "bias": lambda B, N: torch.empty(N, N, dtype=torch.bfloat16, device="cuda"),
+}
+
+
+AUTO_FROM_8192 = (Rule("sage1", head_dim=(64,)), Rule("auto", length=(8192, None)))
+
+
+def decide(
+    shape, capability, monkeypatch, kind="full", requires_grad=False, D_v=None, shape_env=None,
+    **settings,
+):  # fmt: skip
+    monkeypatch.setattr(tiles, "capability", lambda device: capability)
+    graph = torch.fx.Graph()
+    with FakeTensorMode(shape_env=shape_env):
+        B, H_q, H_kv, N, D = shape
+        values = [
+            torch.empty(B, N, H, d, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+            for H, d in ((H_q, D), (H_kv, D), (H_kv, D_v or D), (H_q, D_v or D))
+        ]
+        out = values.pop().requires_grad_(requires_grad)
+        if kind in MASKS:
+            values.append(MASKS[kind](B, N))
+    nodes = [graph.placeholder(f"x{i}") for i in range(len(values))]
+    for node, value in zip(nodes, values):
+        node.meta["example_value"] = value
+    # A window is as if its mask had been made of aranges.
+    prove = (lambda *args: (Band(1023, 0), None)) if kind == "window" else masks.prove
+    monkeypatch.setattr(patterns, "prove", prove)
+    call = graph.call_function(
+        F.scaled_dot_product_attention,
+        tuple(nodes),
+        {"is_causal": kind == "causal", "enable_gqa": True},
+    )
+    call.meta["example_value"] = out
+    graph.output(call)
+    (site,) = rewrite(torch.fx.GraphModule({}, graph), Settings(**settings))
+    return site
+
+
+def test_every_row_of_the_crossover_table_decides_at_its_length(monkeypatch):
+    for (capability, recipe, D, kind), rows, portable in [
+        *((key, rows, False) for key, rows in tiles.CROSSOVER.items()),
+        *((key, rows, True) for key, rows in tiles.PACKAGED.items()),
+    ]:
+        assert kind in tiles.KINDS
+        for heads, N in rows:
+            for n, expected in ((N, True), (N - 1, False)):
+                site = decide(
+                    (1, heads, heads, n, D), capability, monkeypatch, kind, recipe=recipe,
+                    portable=portable,
+                )  # fmt: skip
+                assert site.rewritten == expected, (heads, n, site.reason)
+
+
+@pytest.mark.parametrize(
+    "shape, capability, settings, recipe, reason",
+    [
+        ((4, 32, 32, 16384, 128), (9, 0), {}, "sage2-8b-rows", "N >= 3072"),
+        ((4, 32, 8, 16384, 128), (9, 0), {}, "sage2-8b-rows", "N >= 3072"),
+        ((1, 8, 8, 16384, 128), (9, 0), {}, "sage2-8b-rows", "N >= 5120"),
+        ((1, 24, 24, 16384, 96), (9, 0), {}, "sage2-8b-rows", "N >= 6144"),
+        ((4, 32, 32, 4096, 256), (9, 0), {}, "sage2-8b-rows", "N >= 4096"),
+        ((4, 32, 32, 16384, 128), (9, 0), {"portable": True}, None,
+         "never slower: no length was measured .* in a package on sm_90, B\\*H=128 wins"),
+        ((4, 32, 32, 16384, 128), (9, 0), {"portable": True, "force": True}, "sage2-8b",
+         "forced; by the portable kernel: sm_90's faster one cannot travel in a package$"),
+        ((4, 32, 32, 16384, 128), (8, 9), {"portable": True, "force": True}, "sage2-8b", "forced$"),
+        ((4, 32, 32, 16384, 64), (9, 0), {"recipe": "accurate"}, "accurate", "N >= 3072"),
+        ((1, 4, 4, 65536, 128), (9, 0), {}, None, "never slower: no length .* B\\*H=4 wins"),
+        ((4, 32, 32, 16384, 40), (9, 0), {}, None, "never slower: no length"),
+        ((4, 32, 32, 1024, 128), (9, 0), {}, None,
+         "never slower: sage2-8b-rows .* wins from N=3072.*; never slower: .* wins from N=5120"),
+        ((4, 32, 32, 1024, 128), (9, 0), {"force": True}, "sage2-8b-rows", "forced"),
+        ((4, 32, 32, 16384, 128), (8, 9), {}, None, "on sm_89"),
+        ((4, 32, 32, 16384, 128), (8, 6), {"force": True}, "sage1", "forced"),
+        ((4, 32, 32, 16384, 128), (10, 0), {"force": True}, "sage2-8b-fp8qk", "forced"),
+        ((4, 32, 32, 16384, 256), (10, 3), {"force": True, "portable": True}, "sage2-8b-fp8qk", "forced"),
+        ((4, 32, 32, 16384, 128), (10, 0), {}, None,
+         "never slower: no length was measured from which sage2-8b-fp8qk with head_dim 128 on sm_100"),
+        ((4, 32, 32, 16384, 128), (12, 0), {"force": True}, "sage2-8b", "forced"),
+        ((4, 32, 32, 16384, 128), (8, 9), {"force": True, "recipe": "sage2-8b-fp8qk"}, "sage2-8b-fp8qk",
+         "forced"),
+        ((4, 32, 32, 16384, 128), (9, 0), {"recipe": "sage2-8b-fp8qk"}, None, "never slower: no length"),
+        ((4, 32, 32, 16384, 128), (8, 6), {"force": True, "recipe": "sage2-8b-fp8qk"}, None,
+         "no kernel for pv='fp8', head_dim=128 on compute capability"),
+        ((4, 32, 32, 16384, 128), (8, 6), {"force": True, "recipe": "sage2-8b"}, None,
+         "no kernel for pv='fp8', head_dim=128 on compute capability"),
+        ((4, 32, 32, 16384, 128), (7, 5), {"force": True}, None, "no kernel for pv='16bit'"),
+        ((4, 32, 32, 16384, 128), (9, 0), {"recipe": "off", "policy": AUTO_FROM_8192}, "sage2-8b-rows",
+         "^N >= 3072 .rule 2 of the policy.$"),
+        ((4, 32, 32, 8191, 128), (9, 0), {"recipe": "off", "policy": AUTO_FROM_8192}, None, "the recipe is 'off'"),
+        ((4, 32, 32, 2048, 128), (9, 0), {"policy": (Rule("auto"),)}, None, "never slower.*rule 1 of the policy"),
+        ((4, 32, 32, 16384, 128), (9, 0), {"policy": (Rule("accurate"),)}, None, "never slower: no length .*rule 1"),
+        ((4, 32, 32, 16, 128), (9, 0), {"policy": (Rule("accurate"),), "force": True}, "accurate", "forced .rule 1"),
+        ((4, 32, 32, 16384, 128), (9, 0), {"policy": (Rule("off"),), "force": True}, None, "the policy says off .rule 1."),
+    ],
+)  # fmt: skip
+def test_what_auto_and_policies_do_on_a_gpu(
+    shape, capability, settings, recipe, reason, monkeypatch
+):
+    site = decide(shape, capability, monkeypatch, **settings)
+    assert site.recipe == recipe and re.search(reason, site.reason), site.reason
+
+
+def test_a_head_dim_of_v_that_was_not_measured_stays_unless_forced(monkeypatch):
+    shape = (4, 32, 32, 16384, 128)
+    site = decide(shape, (9, 0), monkeypatch, D_v=64)
+    assert not site.rewritten and "no length was measured" in site.reason, site.reason
+    assert decide(shape, (9, 0), monkeypatch, D_v=64, force=True).rewritten
+
+
+def test_training_stays_sdpa_unless_forced(monkeypatch):
+    shape = (4, 32, 32, 16384, 128)
+    site = decide(shape, (9, 0), monkeypatch, requires_grad=True)
+    assert not site.rewritten and site.reason.startswith("training")
+    assert decide(shape, (9, 0), monkeypatch, requires_grad=True, force=True).rewritten
+
+
+# -- where a clock decides instead of the table ----
+
+
+class Clock:
+    """SDPA's best takes 1 ms; the recipes what is given, an error's message included: for all tiles
+    or, by warpgroups, for each."""
+
+    def __init__(self, **ms):
+        self.ms = {name.replace("_", "-"): each for name, each in ms.items()}
+        self.trials = []
+
+    def __call__(self, trial):
+        self.trials.append(trial)
+        sdpa = {"CUDNN_ATTENTION": 1.0, "FLASH_ATTENTION": 1.5, "EFFICIENT_ATTENTION": "no"}
+        return {**sdpa, **{each: self.of(*each) for each in trial.choices}}
+
+    def of(self, recipe, warpgroups):
+        ms = self.ms[recipe]
+        return ms[warpgroups] if isinstance(ms, dict) else ms
+
+
+SHORT = (1, 4, 2, 64, 128)  # never faster by the table
+
+
+@pytest.mark.parametrize(
+    "ms, recipe, reason",
+    [
+        ({"sage2_8b_rows": {2: 0.5, 3: 0.6}, "sage2_8b": 0.8}, "sage2-8b-rows",
+         "autotuned: 2.00x the fastest of SDPA, with 2 warpgroups"),
+        ({"sage2_8b_rows": {2: 0.9, 3: 0.5}, "sage2_8b": 0.8}, "sage2-8b-rows",
+         "autotuned: 2.00x the fastest of SDPA, with 3 warpgroups"),
+        ({"sage2_8b_rows": {2: 0.5, 3: "E: 3"}, "sage2_8b": "E: 1"}, "sage2-8b-rows",
+         "autotuned: 2.00x the fastest of SDPA, with 2 warpgroups; "
+         "sage2-8b-rows with 3 warpgroups failed: E: 3; sage2-8b failed: E: 1"),
+        ({"sage2_8b_rows": 0.8, "sage2_8b": 0.5}, "sage2-8b", "autotuned: 2.00x the fastest of SDPA"),
+        ({"sage2_8b_rows": 2.0, "sage2_8b": 1.25}, None, "autotuned: SDPA is faster (0.80x)"),
+        ({"sage2_8b_rows": 0.99, "sage2_8b": 1.25}, None, "autotuned: SDPA is as fast (1.01x)"),
+        ({"sage2_8b_rows": {2: 0.8, 3: "OutOfResources: 1"}, "sage2_8b": 0.5}, "sage2-8b",
+         "autotuned: 2.00x the fastest of SDPA; sage2-8b-rows with 3 warpgroups failed: OutOfResources: 1"),
+        ({"sage2_8b_rows": {2: "E: 1", 3: "E: 3"}, "sage2_8b": "E: 2"}, None,
+         "autotuned: no recipe could be timed; sage2-8b-rows with 2 warpgroups failed: E: 1; "
+         "sage2-8b-rows with 3 warpgroups failed: E: 3; sage2-8b failed: E: 2"),
+    ],
+)  # fmt: skip
+def test_the_fastest_by_the_clock_is_taken(ms, recipe, reason, monkeypatch):
+    clock = Clock(**ms)
+    site = decide(SHORT, (9, 0), monkeypatch, clock=clock)
+    assert (site.recipe, site.reason) == (recipe, reason)
+    trial = clock.trials[0]
+    assert (trial.q, trial.k, trial.v) == ((1, 4, 64, 128), (1, 2, 64, 128), (1, 2, 64, 128))
+    assert (trial.device.type, trial.dtype) == ("cuda", torch.bfloat16)
+    assert (trial.band, trial.mask, trial.mask_dtype) == (Band(), None, None)
+
+
+@pytest.mark.parametrize(
+    "D, kind, warpgroups",
+    [
+        (64, "full", (0, 3)),  # short ones are Triton's
+        (64, "causal", (0, 3)),
+        (80, "causal", (2, 3)),
+        (128, "full", (2, 3)),
+        (256, "full", (None,)),
+        (128, "window", (None,)),
+        (128, "keys", (None,)),
+        (128, "bias", (None,)),
+    ],
+)
+def test_the_tiles_that_compute_a_call_are_timed(D, kind, warpgroups, monkeypatch):
+    clock = Clock(sage2_8b_rows=0.5, sage2_8b=0.8, accurate=0.5)
+    site = decide((1, 4, 2, 64, D), (9, 0), monkeypatch, kind, clock=clock)
+    timed = [("sage2-8b-rows", n) for n in warpgroups] + [("sage2-8b", None)]
+    assert [*clock.trials[0].choices] == timed and site.decision.warpgroups == warpgroups[0]
+    how = {None: "", 0: ", with the Triton kernel"}.get(warpgroups[0], ", with 2 warpgroups")
+    assert site.reason == f"autotuned: 2.00x the fastest of SDPA{how}"
+    # One tile each, and a device without that kernel.
+    decide((1, 4, 2, 64, D), (9, 0), monkeypatch, kind, clock=clock, recipe="accurate")
+    assert clock.trials[-1].choices == (("accurate", None),)
+    decide((1, 4, 2, 64, D), (8, 9), monkeypatch, kind, clock=clock, recipe="sage2-8b-rows")
+    assert clock.trials[-1].choices == (("sage2-8b-rows", None),)
+
+
+def test_the_fastest_tile_is_in_the_graph_and_calls_with_several_share_k_and_v(monkeypatch):
+    """What prepares k and v is the same for all."""
+
+    def clock(trial):
+        fastest = 2 if trial.q[2] < 1000 else 3
+        ours = {each: 0.5 if each.warpgroups == fastest else 0.6 for each in trial.choices}
+        return {"FLASH_ATTENTION": 1.0} | ours
+
+    monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
+    graph = torch.fx.Graph()
+    lengths, args = (512, 2048, 4096), []
+    with FakeTensorMode():
+        for i, N in enumerate((2048, 2048, *lengths)):
+            args.append(graph.placeholder(f"x{i}"))
+            x = torch.empty(1, N, 4, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+            args[-1].meta["example_value"] = x
+    k, v, *queries = args
+    outs = [graph.call_function(F.scaled_dot_product_attention, (q, k, v)) for q in queries]
+    for q, out in zip(queries, outs):
+        out.meta["example_value"] = q.meta["example_value"]
+    graph.output(tuple(outs))
+    sites = rewrite(torch.fx.GraphModule({}, graph), Settings(clock=clock))
+    assert [site.decision.warpgroups for site in sites] == [2, 3, 3]
+    calls = graph.find_nodes(op="call_function", target=torch.ops.sage.sdpa.default)
+    rows = recipes.NAMED["sage2-8b-rows"]
+    assert [call.args[9] for call in calls] == [
+        rows.encode().replace(",fp8@", f",fp8,{n}@") for n in (2, 3, 3)
+    ]
+    (prepare,) = graph.find_nodes(op="call_function", target=torch.ops.sage.prepare.default)
+    assert prepare.args == (k, v, None, rows.encode(), False)
+    assert all(x.args[0] is prepare for call in calls for x in call.args[4]) and calls[0].args[4]
+
+
+def test_without_a_time_of_sdpa_nothing_is_faster_than_it(monkeypatch):
+    site = decide(SHORT, (9, 0), monkeypatch, clock=lambda trial: dict.fromkeys(trial.choices, 1.0))
+    assert (site.recipe, site.reason) == (None, "autotuned: no backend of SDPA could be timed")
+
+
+AUTOS = ("sage2-8b-rows", "sage2-8b")
+
+
+@pytest.mark.parametrize(
+    "rules, raced, recipe, reason",
+    [
+        ((Rule("auto"),), {AUTOS}, "sage2-8b", "autotuned: 2.00x the fastest of SDPA (rule 1 of the policy)"),
+        ((Rule("auto", head_dim=(64,)), Rule("sage1"), Rule("auto")), {("sage1",)}, "sage1",
+         "autotuned: 1.25x the fastest of SDPA (rule 2 of the policy)"),
+        ((Rule("accurate"), Rule("auto")), {("accurate",)}, None,
+         "autotuned: SDPA is faster (0.50x) (rule 1 of the policy)"),
+        ((Rule("accurate", length=(65, None)),), {AUTOS}, "sage2-8b", "autotuned: 2.00x the fastest of SDPA"),
+        ((Rule("off"), Rule("auto")), set(), None, "the policy says off (rule 1)"),
+    ],
+)  # fmt: skip
+def test_max_autotune_races_what_the_first_rule_that_fits_allows(
+    rules, raced, recipe, reason, monkeypatch, tmp_path
+):
+    clock = Clock(sage2_8b_rows=0.6, sage2_8b=0.5, sage1=0.8, accurate=2.0)
+    monkeypatch.setattr(tune, "race", clock)
+    path = str(tmp_path / "policy.json")
+    Policy(rules).save(path)
+    asked = backend.settings({"mode": "max-autotune", "policy": path})
+    site = decide(SHORT, (9, 0), monkeypatch, **vars(asked))
+    assert (site.recipe, site.reason) == (recipe, reason)
+    assert {tuple(dict(trial.choices)) for trial in clock.trials} == raced
+
+
+@pytest.mark.parametrize(
+    "kind, band, mask, dtype",
+    [
+        ("causal", Band(None, 0), None, None),
+        ("window", Band(1023, 0), None, None),
+        ("keys", Band(), (1, 1, 1, 64), torch.bool),
+        ("mask", Band(), (1, 1, 64, 64), torch.bool),
+        ("bias", Band(), (64, 64), torch.bfloat16),
+    ],
+)
+def test_a_trial_has_the_calls_mask(kind, band, mask, dtype, monkeypatch):
+    clock = Clock(sage2_8b=0.5, sage2_8b_rows=0.7, accurate=0.5)
+    assert decide(SHORT, (9, 0), monkeypatch, kind, clock=clock).recipe == "sage2-8b"
+    assert (clock.trials[0].band, clock.trials[0].mask, clock.trials[0].mask_dtype) == (
+        band,
+        mask,
+        dtype,
+    )
+    site = decide(SHORT, (9, 0), monkeypatch, kind, clock=clock, D_v=64, recipe="accurate")
+    assert site.recipe == "accurate" and clock.trials[-1].v == (1, 2, 64, 64)
+
+
+@pytest.mark.parametrize(
+    "settings, reason",
+    [
+        ({}, "never slower"),
+        ({"portable": True}, "never slower"),
+        ({"force": True}, "forced"),
+        ({"requires_grad": True}, "training"),
+        ({"recipe": "off"}, "the recipe is 'off'"),
+    ],
+)
+def test_what_needs_no_clock_asks_none(settings, reason, monkeypatch):
+    clock = Clock()
+    given = {"clock": clock} if settings else {}
+    site = decide(SHORT, (9, 0), monkeypatch, **settings, **given)
+    assert site.reason.startswith(reason) and not clock.trials
+
+
+def test_a_dynamic_length_is_timed_at_its_hint_without_a_guard(monkeypatch):
+    shape_env = ShapeEnv()
+    source = ConstantSource("N")
+    N = shape_env.create_symintnode(
+        shape_env.create_symbol(96, source, DimDynamic.DYNAMIC), hint=96, source=source
+    )
+    shape, clock = (4, 32, 32, N, 128), Clock(sage2_8b_rows=0.5, sage2_8b=0.8)
+    site = decide(shape, (9, 0), monkeypatch, shape_env=shape_env, clock=clock)
+    assert clock.trials[0].q == (4, 32, 96, 128)
+    assert site.reason == "autotuned at [4, 32, 96, 128]: 2.00x the fastest of SDPA"
+    assert (site.recipe, site.decision.warpgroups) == (
+        "sage2-8b-rows",
+        None,
+    )  # by the table, each length
+    assert not shape_env.guards
+    decide(shape, (9, 0), monkeypatch, shape_env=shape_env)
+    assert shape_env.guards  # the table's
+
+
+# -- the cost of the pass ----
