@@ -242,7 +242,7 @@ def _attention_kernel(
                 if TMA:
                     k = K.load([k_row + j * BLOCK_N, 0])
                 else:
-                    k = tl.load(k_ptrs + j.to(tl.int64) * (BLOCK_N * width))
+                    k = tl.load(k_ptrs + tl.cast(j, tl.int64) * (BLOCK_N * width))
                 if INT4:
                     delta = tl.load(Delta + j * BLOCK_N + n)  # arrives during the product
                     k = tl.join(k << 4, k & 0xF0).reshape([BLOCK_N, BLOCK_D])
@@ -267,7 +267,7 @@ def _attention_kernel(
                     x = s.to(tl.float32) * c5
                     if INT4:
                         x += delta
-                    here = mask_ptrs + j.to(tl.int64) * BLOCK_N * stride_mn
+                    here = mask_ptrs + tl.cast(j, tl.int64) * BLOCK_N * stride_mn
                     x = hide(
                         x, here, rows, rows - row0 + diagonal, j * BLOCK_N + n, N_q, N_kv, LEFT,
                         RIGHT, MASK, ADDITIVE,

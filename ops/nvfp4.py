@@ -316,13 +316,13 @@ def _attention_kernel(
         for j in tl.range(lo, hi, num_stages=NUM_STAGES):
             column = j * BLOCK_N + n
             # -- s = q k^T ----
-            k = tl.load(k_ptrs + j.to(tl.int64) * (BLOCK_N * BLOCK_D // 2))
-            k_e4m3 = tl.load(k_e4m3_ptrs + j.to(tl.int64) * (BLOCK_N * BLOCK_D // _BLOCK))
+            k = tl.load(k_ptrs + tl.cast(j, tl.int64) * (BLOCK_N * BLOCK_D // 2))
+            k_e4m3 = tl.load(k_e4m3_ptrs + tl.cast(j, tl.int64) * (BLOCK_N * BLOCK_D // _BLOCK))
             s = product(q_fp4, q_e4m3, k, k_e4m3, zero, NATIVE)  # [BLOCK_M, BLOCK_N]
             delta = tl.load(Delta + column).to(tl.float32) * (SCALE * _LOG2E)
             x = s * c[:, None] + delta[None, :]
             if masked:
-                here = mask_ptrs + j.to(tl.int64) * BLOCK_N * stride_mn
+                here = mask_ptrs + tl.cast(j, tl.int64) * BLOCK_N * stride_mn
                 x = hide(
                     x, here, rows, rows - row0 + diagonal, column, N_q, N_kv, LEFT, RIGHT, MASK,
                     ADDITIVE,
