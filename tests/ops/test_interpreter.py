@@ -10,24 +10,27 @@ compared loosely; a GPU compares exactly (test_gpu.py).
 import os
 
 import pytest
+import support
 import torch
 import triton
 import triton.language as tl
+from support import relative_l2, run_portable
 from torch.testing import assert_close
 
 from sage_inductor.ops import mask, nvfp4, reference
 from sage_inductor.ops import recipe as recipes
-from sage_inductor.ops.attention import _launch
-from sage_inductor.ops.launch import traced
 from sage_inductor.ops.quantize import launch_k, launch_kv, launch_v
-from sage_inductor.ops.sdpa import of_q, operands, prepare
 from sage_inductor.ops.smooth import launch as launch_smooth
 from sage_inductor.ops.smooth import launch_estimate
 from sage_inductor.ops.tiles import Tile
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1 (make test sets it)"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        os.environ.get("TRITON_INTERPRET") != "1",
+        reason="needs TRITON_INTERPRET=1 (make test does)",
+    ),
+    pytest.mark.usefixtures("poisoned"),
+]
 
 RECIPES = ["sage2-8b", "sage2-8b-rows", "sage2-8b-fp8qk", "sage2-4b", "sage1"]
 SHAPES = [  # H_q, H_kv, N_q, N_kv, D
@@ -39,24 +42,9 @@ SHAPES = [  # H_q, H_kv, N_q, N_kv, D
 ]
 
 
-@pytest.fixture(autouse=True)
-def poisoned():
-    torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty is NaN
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def qkv(H_q, H_kv, N_q, N_kv, D):
-    def make(N, H):
-        return torch.randn(2, N, H, D).half().transpose(1, 2)
-
-    k_bias = 4 * torch.randn(H_kv, 1, D).half()
-    return 2 * make(N_q, H_q), make(N_kv, H_kv) + k_bias, make(N_kv, H_kv) + 3
-
-
-def relative(actual, expected):
-    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+    q, k, v = support.qkv(2, H_q, H_kv, N_q, N_kv, D, torch.float16)
+    return 2 * q, k, v
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -168,25 +156,22 @@ def test_attention(shape, is_causal, scale, tma, recipe):
     q, k, v = qkv(*shape)
     q = rounded_alike(q, r.qk)
     tile = Tile(64, 128, 4, 2) if r.pv == "fp8" else Tile(128, 64, 8, 2)
-    quantized, k_mean = operands(v, prepare(k, v, None, r))
-    means = of_q(q, k, k_mean, None, r) or (None, None)
     band = (None, 0 if is_causal else None, False)
-    args = (q, *quantized, None, None, *band, scale, k.shape[2])
-    out, lse = _launch(traced, *args, r.granularity, True, *means, tile, tma=tma)
-    expected, expected_lse = reference.attention(*args, r.granularity, tile.BLOCK_N, *means)
+    (out, lse), (expected, expected_lse) = run_portable(
+        q, k, v, recipe, tile, scale, band=band, tma=tma
+    )
     # An INT8 code that a tie rounds the other way moves a score by up to 0.2 scale.
     assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4 + 0.2 * abs(scale))
-    assert relative(out, expected) < (1e-2 if r.pv == "fp8" else 2e-3)
+    assert relative_l2(out, expected) < (1e-2 if r.pv == "fp8" else 2e-3)
 
 
-def test_int4_k_comes_with_what_smoothing_q_made():
+@pytest.mark.parametrize("recipe, smooths_q", [("sage2-4b", False), ("sage2-8b", True)])
+def test_int4_k_comes_with_what_smoothing_q_made(recipe, smooths_q, monkeypatch):
     q, k, v = qkv(*SHAPES[0])
-    for recipe, means in (("sage2-4b", (None, None)), ("sage2-8b", (q, q))):
-        r = recipes.NAMED[recipe]
-        quantized, _ = operands(v, prepare(k, v, None, r))
-        args = (q, *quantized, None, None, None, None, False, 0.1, 130, r.granularity, True, *means)
-        with pytest.raises(ValueError, match=f"go with INT4 k, and only that: k is {r.qk}"):
-            _launch(traced, *args, Tile(64, 64, 4, 2), tma=False)
+    inputs = support.kernel_inputs(q, k, v, recipe)[0], (q, q) if smooths_q else ()
+    monkeypatch.setattr(support, "kernel_inputs", lambda *args: inputs)
+    with pytest.raises(ValueError, match=f"only that: k is {recipes.NAMED[recipe].qk}"):
+        run_portable(q, k, v, recipe, Tile(64, 64, 4, 2))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -233,23 +218,21 @@ def test_phi_and_back():
 @pytest.mark.parametrize("tile", [Tile(64, 64, 8, 2), Tile(128, 128, 8, 2)], ids=["64", "128"])
 def test_attention_in_nvfp4(shape, is_causal, scale, tile):
     q, k, v = qkv(*shape)
-    check_nvfp4(q, k, v, None, None, None, (None, 0 if is_causal else None, False), scale, tile)
+    check_nvfp4(q, k, v, None, None, (None, 0 if is_causal else None, False), scale, tile)
 
 
-def check_nvfp4(q, k, v, attn_mask, seen, visible, band, scale, tile):
+def check_nvfp4(q, k, v, attn_mask, visible, band, scale, tile):
     """The kernel that decodes to fp16 and its emulation, on what the kernels prepared."""
-    r, masked = recipes.NAMED["sage3"], visible is not None
     prepared = []
     for x, along_n in ((k, False), (v, True)):
         mean, amax = (y[0] for y in launch_smooth(x, x, 1, visible, 1))
+        masked = visible is not None
         prepared += [*nvfp4.launch_quantize(x, mean, amax, along_n, masked), mean]
-    quantized, k_mean = operands(v, prepared)
-    means = of_q(q, k, k_mean, seen, r)
-    args = (q, *quantized, attn_mask, seen, *band, scale, k.shape[2])
-    out, lse = nvfp4.launch(*args, True, *means, tile, native=False)
-    expected, expected_lse = reference.attention_nvfp4(*args, r.granularity, tile.BLOCK_N, *means)
+    (out, lse), (expected, expected_lse) = run_portable(
+        q, k, v, "sage3", tile, scale, attn_mask, band, prepared
+    )
     # Single numbers between two of E2M1 fall on the other side.
-    assert out.isfinite().all() and relative(out, expected) < 1e-3
+    assert out.isfinite().all() and relative_l2(out, expected) < 1e-3
     assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
 
 
@@ -293,7 +276,7 @@ def check_masked(make, band, recipe, N_q, N_kv, D, D_v):
     _, _, v = qkv(2, 2, N_q, N_kv, D_v)
     q = rounded_alike(q, r.qk)
     tile = Tile(64, 128, 4, 2) if r.pv == "fp8" else Tile(128, 64, 8, 2)
-    attn_mask = seen = visible = None
+    attn_mask = visible = None
     if make is not None:
         attn_mask = make(N_q, N_kv)
         seen = mask.summarize(attn_mask, N_kv, tile.BLOCK_M)
@@ -301,18 +284,16 @@ def check_masked(make, band, recipe, N_q, N_kv, D, D_v):
         hidden = (seen.amax(2) == 0).expand(2, 2, N_kv)
         k[hidden], v[hidden] = torch.inf, torch.nan if r.pv != "nvfp4" else torch.inf
     if r.pv == "nvfp4":
-        return check_nvfp4(q, k, v, attn_mask, seen, visible, band, 0.1, tile)
+        return check_nvfp4(q, k, v, attn_mask, visible, band, 0.1, tile)
     if r.granularity == "per_row":
         prepared = launch_kv(k, v if r.pv == "fp8" else None, visible, r.qk)
     else:
         prepared = prepared_in_two_passes(k, v, visible, r)
     assert all(x.float().isfinite().all() for x in prepared)
-    quantized, k_mean = operands(v, prepared)
-    means = of_q(q, k, k_mean, seen, r) or (None, None)
-    args = (q, *quantized, attn_mask, seen, *band, 0.1, N_kv)
-    out, lse = _launch(traced, *args, r.granularity, True, *means, tile, tma=False)
-    expected, expected_lse = reference.attention(*args, r.granularity, tile.BLOCK_N, *means)
-    assert out.isfinite().all() and relative(out, expected) < (1e-2 if r.pv == "fp8" else 2e-3)
+    (out, lse), (expected, expected_lse) = run_portable(
+        q, k, v, recipe, tile, 0.1, attn_mask, band, prepared
+    )
+    assert out.isfinite().all() and relative_l2(out, expected) < (1e-2 if r.pv == "fp8" else 2e-3)
     assert_close(lse, expected_lse, rtol=1e-4, atol=0.02)
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import triton
+from support import arguments, kernel_inputs, qkv, sdpa
 from torch._functorch.aot_autograd import aot_function, make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -26,30 +27,10 @@ from sage_inductor.ops import (
     tiles,
 )
 from sage_inductor.ops import recipe as recipes
-from sage_inductor.ops.sdpa import compose, of_q, operands, prepare
+from sage_inductor.ops.sdpa import compose
 from sage_inductor.ops.smooth import smooth_q
 
 RECIPES = list(recipes.NAMED)
-
-
-def qkv(B=2, H_q=4, H_kv=2, N_q=65, N_kv=70, D=64, dtype=torch.float32):
-    def make(N, H):
-        return torch.randn(B, N, H, D).to(dtype).transpose(1, 2)
-
-    return make(N_q, H_q), make(N_kv, H_kv) + 1, make(N_kv, H_kv) + 3
-
-
-def arguments(
-    q, k, v, is_causal=False, scale=0.125, recipe="sage2-8b", out_bnhd=True, portable=False,
-    attn_mask=None, left=None, right=None, bottom_right=False, prepared=(),
-):  # fmt: skip
-    text, right = recipes.NAMED[recipe].encode(), 0 if is_causal else right
-    band = left, right, bottom_right
-    return q, k, v, attn_mask, [*prepared], *band, scale, text, out_bnhd, portable
-
-
-def sdpa(*args, **kwargs):
-    return torch.ops.sage.sdpa(*arguments(*args, **kwargs))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -87,7 +68,7 @@ def test_opcheck_of_the_pieces():
             q, k_8bit, k_scale, v_hat, v_scale, mean[1], attn_mask, seen, None, 0, False, 0.1, 70,
             recipe.granularity,
         )  # fmt: skip
-        means = of_q(q, k, mean[0], seen, recipe)
+        means = smooth_q(q, k, mean[0], visible) if recipe.smooths_q else ()
         for out_bnhd in (False, True):
             torch.library.opcheck(attention, (*args, out_bnhd, *means), test_utils=checks(recipe))
         before = [x.clone() for x in args if isinstance(x, torch.Tensor)]
@@ -107,10 +88,9 @@ def test_opcheck_of_the_pieces_in_nvfp4():
     for x, m, a, along_n in ((k, mean[0], amax[0], False), (v, mean[1], amax[1], True)):
         for saturate in (False, True):
             torch.library.opcheck(quantize_nvfp4, (x, m, a, along_n, saturate))
-    quantized, k_mean = operands(v, prepare(k, v, seen, r))
+    quantized, means = kernel_inputs(q, k, v, r, seen)
     args = (q, *quantized, attn_mask, seen, None, 0, False, 0.1, 70, r.granularity)
     for out_bnhd in (False, True):
-        means = of_q(q, k, k_mean, seen, r)
         torch.library.opcheck(attention_nvfp4, (*args, out_bnhd, *means))
 
 
