@@ -71,9 +71,11 @@ def test_a_kernel_is_looked_up_again_for_all_that_changes_its_code(device):
     device[0] = 1
     launch.at_once(kernel, (5,), (x,), (1,), num_warps=8)
     assert len(kernel.looked_up) == 5 and not kernel.launched
-    for _ in range(2):  # not aligned: Triton tells such arguments apart
-        launch.at_once(kernel, (5,), (x[1:],), (1,), num_warps=8)
-    assert len(kernel.looked_up) == 7 and not kernel.launched
+    # Not aligned to 16 bytes, the last, the first or both: Triton tells such arguments apart.
+    for i, tensors in enumerate([(x[1:],), (x[2:],), (x[1:], x), (x, x[2:])]):
+        for _ in range(2):
+            launch.at_once(kernel, (5,), tensors, (1,), num_warps=8)
+        assert len(kernel.looked_up) == 7 + 2 * i and not kernel.launched
 
 
 def test_the_first_launch_waits_for_what_is_compiled_in_the_background(device):
@@ -166,3 +168,28 @@ def test_nothing_is_compiled_ahead_that_inductor_compiles_or_that_is_not_known(w
             args[0] = torch.empty(2, 8, symbol, 64, dtype=torch.bfloat16, device="cuda")
     compile_ahead(*args)
     assert launch._running == before and not h200
+
+
+def test_calls_of_one_shape_do_not_see_each_others_tensors(h200):
+    """What such calls share is kept. Two threads may be in it: here one call is made in the midst
+    of the other, after what the first reads was put together and before it is launched."""
+    read = []
+
+    def call(v, run):
+        q = torch.empty(1, 2, 300, 64, dtype=torch.bfloat16)
+        k, k_scale = torch.empty(1, 2, 384, 64, dtype=torch.int8), torch.empty(1, 2, 6, 1)
+        args = q, k, k_scale, v, k_scale, k_scale, None, None, None, None, False, 0.1, 300
+        launch_fastest(run, torch.device("cuda", 0), *args, "per_row", True)
+        return k
+
+    def other(kernel, grid, tensors, numbers, **options):
+        read.append([x.base for x in (tensors[1], tensors[3])])
+
+    def first(kernel, grid, tensors, numbers, **options):
+        call(torch.empty(1, 2, 300, 64, dtype=torch.bfloat16), other)
+        other(kernel, grid, tensors, numbers)
+
+    v = torch.empty(1, 2, 300, 64, dtype=torch.bfloat16)
+    k = call(v, first)
+    (k_other, v_other), (k_first, v_first) = read
+    assert k_first is k and v_first is v and k_other is not k and v_other is not v

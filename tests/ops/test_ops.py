@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import triton
-from support import arguments, kernel_inputs, qkv, sdpa
+from support import arguments, exactly, kernel_inputs, qkv, relative_l1, sdpa
 from torch._functorch.aot_autograd import aot_function, make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -171,6 +171,30 @@ def test_gradient_is_exact_attentions(recipe, is_causal):
     )
     for a, e in zip(actual, torch.autograd.grad(exact, inputs, cotangent)):
         assert_close(a, e)
+
+
+@pytest.mark.parametrize("kind", ["bool", "additive"])
+@pytest.mark.parametrize(
+    "band", [(None, None, False), (None, 0, False), (9, 3, False), (9, 0, True)], ids=str
+)
+def test_gradient_under_a_mask_and_a_band_is_exact_attentions(band, kind):
+    inputs = [x.requires_grad_() for x in qkv()]
+    attn_mask = (
+        (torch.rand(4, 65, 70) > 0.5)
+        | torch.eye(65, 70).bool()
+        | torch.eye(65, 70).roll(5, 1).bool()
+    )
+    if kind == "additive":
+        attn_mask = torch.randn(4, 65, 70).masked_fill(~attn_mask, -torch.inf)
+        inputs.append(attn_mask.requires_grad_())
+    left, right, bottom_right = band
+    band = {"left": left, "right": right, "bottom_right": bottom_right}
+    out, _ = sdpa(*inputs[:3], attn_mask=attn_mask, **band)
+    exact, _ = reference.attention_exact(*inputs[:3], 0.125, attn_mask, **band)
+    cotangent = torch.randn_like(out)
+    actual = torch.autograd.grad(out, inputs, cotangent)
+    for a, e in zip(actual, torch.autograd.grad(exact, inputs, cotangent.double())):
+        assert_close(a, e, rtol=1e-4, atol=1e-4)
 
 
 def test_gradient_of_one_input_alone():
@@ -377,3 +401,77 @@ def test_what_kernels_are_given_in_a_graph(recipe, masked, monkeypatch):
     _, k, v, *_ = graphs[0].graph.find_nodes(op="placeholder")
     for x in (k, v):
         assert {user.target for user in x.users} == {torch.ops.sage.stored.default}
+
+
+# -- masks ----
+
+
+def test_a_key_counts_where_any_head_of_its_group_sees_it():
+    seen = torch.zeros(1, 4, 2, 6, dtype=torch.uint8)
+    for head, tile, key, code in (
+        (0, 0, 0, 3),
+        (1, 1, 1, 3),
+        (2, 0, 2, 3),
+        (3, 1, 3, 3),
+        (3, 0, 4, 1),
+    ):
+        seen[0, head, tile, key] = code
+    assert mask.visible_keys(seen, 2).tolist() == [[[1, 1, 0, 0, 0, 0], [0, 0, 1, 1, 0, 0]]]
+    assert mask.visible_keys(seen, 4).sum(2).tolist() == [[1, 1, 1, 1]]
+    assert mask.visible_keys(seen, 1).tolist() == [[[1, 1, 1, 1, 0, 0]]]
+    assert mask.visible_keys(seen[:, :1], 2).tolist() == [[[1, 0, 0, 0, 0, 0]]]
+
+
+@pytest.mark.parametrize("recipe", ["sage1", "sage2-8b", "sage2-4b", "sage2-8b-rows", "sage3"])
+def test_what_a_mask_a_head_hides_from_a_group_may_be_anything(recipe):
+    q, k, v = qkv()
+    attn_mask = torch.ones(1, 4, 1, 70, dtype=torch.bool)
+    attn_mask[:, :2, :, 60:], attn_mask[:, 2:, :, :10] = False, False
+    for keys, x in ((slice(60, 70), 0), (slice(0, 10), 1)):
+        k[:, x, keys], v[:, x, keys] = torch.inf, torch.nan
+    out, lse = sdpa(q, k, v, recipe=recipe, attn_mask=attn_mask)
+    for i, keys in ((0, slice(0, 60)), (1, slice(10, 70))):
+        group = q[:, 2 * i : 2 * i + 2], k[:, i : i + 1, keys], v[:, i : i + 1, keys]
+        assert relative_l1(out[:, 2 * i : 2 * i + 2], exactly(*group, False, 0.125)[0]) < 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_the_lowest_number_hides_costs_no_accuracy(recipe, dtype):
+    """The padding of transformers: `finfo.min`, on keys that hold large numbers."""
+    q, k, v = qkv(dtype=dtype)
+    hidden = torch.arange(70) >= 60
+    attn_mask = torch.zeros(2, 1, 1, 70, dtype=dtype).masked_fill(hidden, torch.finfo(dtype).min)
+    clean, _ = sdpa(q, k[:, :, :60], v[:, :, :60], recipe=recipe)
+    exact, _ = exactly(q, k[:, :, :60], v[:, :, :60], False, 0.125)
+    k[:, :, 60:], v[:, :, 60:] = 1000 * k[:, :, 60:], 1000 * v[:, :, 60:]
+    k[:, :, 65] = torch.nan
+    if recipes.NAMED[recipe].pv != "16bit":  # which takes v as it is: 0 * NaN, as in SDPA
+        v[:, :, 65] = torch.nan
+    out, _ = sdpa(q, k, v, recipe=recipe, attn_mask=attn_mask)
+    error = relative_l1(out, exact)
+    assert error < 1.3 * relative_l1(clean, exact) + 0.005, error
+
+
+@pytest.mark.xfail(strict=True, reason="D18")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_row_that_sees_nothing_but_the_lowest_number_averages_over_all_keys(recipe, dtype):
+    """As softmax by hand does: rows of a causal mask before the left padding's end."""
+    q, k, v = qkv(N_q=70, dtype=dtype)
+    hidden = torch.ones(70, 70).triu(1).bool() | (torch.arange(70) < 9)
+    attn_mask = torch.zeros(1, 1, 70, 70, dtype=dtype).masked_fill(hidden, torch.finfo(dtype).min)
+    out, _ = sdpa(q, k, v, recipe=recipe, attn_mask=attn_mask)
+    mean = v.double().mean(2, keepdim=True).repeat_interleave(2, 1)
+    assert relative_l1(out[:, :, :9], mean.expand(-1, -1, 9, -1)) < 0.05
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_row_that_a_bool_mask_hides_is_zero(recipe):
+    q, k, v = qkv()
+    attn_mask = torch.rand(65, 70) > 0.3
+    attn_mask[7:10] = False
+    for hidden in (attn_mask, torch.zeros(65, 70).masked_fill(~attn_mask, -torch.inf)):
+        out, lse = sdpa(q, k, v, recipe=recipe, attn_mask=hidden)
+        assert not out[:, :, 7:10].any() and (lse[:, :, 7:10] == -torch.inf).all()
+        assert lse[:, :, 10:].isfinite().all() and out[:, :, 10:].any(-1).all()
