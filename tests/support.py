@@ -50,12 +50,13 @@ def qkv(B=2, H_q=4, H_kv=2, N_q=65, N_kv=70, D=64, dtype=torch.float32, device="
 
 
 def arguments(q, k, v, is_causal=False, scale=0.125, recipe="sage2-8b", **given) -> tuple:
-    """The arguments of ``torch.ops.sage.sdpa`` in its schema's order; the rest as SDPA has it."""
-    if isinstance(recipe, str):
-        recipe = recipes.NAMED[recipe]
+    """The arguments of ``torch.ops.sage.sdpa`` in its schema's order, the rest as SDPA has it.
+    recipe: a name, a Recipe or its string."""
+    recipe = recipes.NAMED.get(recipe, recipe)
+    recipe = recipe if isinstance(recipe, str) else recipe.encode()
     values = dict(
         q=q, k=k, v=v, attn_mask=None, prepared=[], left=None, right=0 if is_causal else None,
-        bottom_right=False, scale=scale, recipe=recipe.encode(), warpgroups=None, out_bnhd=True,
+        bottom_right=False, scale=scale, recipe=recipe, warpgroups=None, out_bnhd=True,
         portable=False,
     )  # fmt: skip
     assert given.keys() <= values.keys(), given.keys()

@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 import triton
+from support import arguments
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -108,11 +109,6 @@ def h200(monkeypatch):
     return compiled
 
 
-def arguments(q, k, v, recipe, band=FULL, prepared=(), portable=False):
-    text = (recipe if isinstance(recipe, recipes.Recipe) else recipes.NAMED[recipe]).encode()
-    return q, k, v, None, list(prepared), *band, 0.1, text, True, portable
-
-
 def qkv(N, device, D=64, heads=(8, 4, 4)):
     """Fake tensors, as while torch.compile traces."""
     with FakeTensorMode():
@@ -129,7 +125,7 @@ def test_what_is_compiled_ahead_is_what_is_launched(recipe, band, N, warpgroups,
     _compile_ahead.cache_clear()
     r = dataclasses.replace(recipes.NAMED[recipe], warpgroups=warpgroups)
     for _ in range(2):  # as layers do
-        compile_ahead(*arguments(*qkv(N, "cuda"), r, band))
+        compile_ahead(*arguments(*qkv(N, "cuda"), band == RIGHT_BELOW, 0.1, r))
     (job,) = launch._running
     assert job.result(60) is None
     launched = []
@@ -158,7 +154,7 @@ def test_nothing_is_compiled_ahead_that_inductor_compiles_or_that_is_not_known(w
     _compile_ahead.cache_clear()
     recipe = "sage2-8b" if what == "prepared by per_thread" else "sage2-8b-rows"
     x = qkv(1000, "cpu" if what == "on CPU" else "cuda")
-    args = list(arguments(*x, recipe, portable=what == "portable"))
+    args = list(arguments(*x, False, 0.1, recipe, portable=what == "portable"))
     before = list(launch._running)
     if what == "masked":
         args[3] = torch.ones(1000, 1000, dtype=torch.bool)

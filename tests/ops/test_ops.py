@@ -1,6 +1,7 @@
 """The ops as torch sees them: registration, fake outputs, errors, gradients, autocast."""
 
 import dataclasses
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
 from triton.backends.compiler import GPUTarget
 
+from sage_inductor import lowering
 from sage_inductor.ops import (
     attention,
     attention_nvfp4,
@@ -253,9 +255,16 @@ def test_prepare_refuses_what_sdpa_refuses():
 
 def test_a_recipe_of_other_sources_is_refused():
     with pytest.raises(ValueError, match="made by sage_inductor 0.0.1.0000, this is"):
-        torch.ops.sage.sdpa(
-            q, k, v, None, [], None, None, False, 0.1, "int8/per_thread,fp8@0.0.1+0000", True, False
-        )
+        sdpa(q, k, v, recipe="int8/per_thread,fp8@0.0.1+0000")
+
+
+def test_a_recipe_is_tagged_by_every_source_that_decides_what_it_means(monkeypatch):
+    folder = Path(recipes.__file__).parents[1]
+    read, read_bytes = set(), Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda f: read.add(f.name) or read_bytes(f))
+    recipes.source_tag.__wrapped__()
+    rooms = [folder / "ops", Path(lowering.__file__).parent]
+    assert read >= {f.name for room in rooms for f in room.rglob("*.py")} and len(read) > 12
 
 
 def test_recipes_encode_to_what_decodes_to_them():
@@ -340,12 +349,9 @@ def test_the_tile_of_a_recipe_reaches_the_fastest_kernels_op(monkeypatch):
 
 
 def test_a_tile_changes_nothing_where_it_is_not():
-    text = recipes.Recipe("per_row", "fp8", warpgroups=3).encode()
-    args = list(arguments(q, k, v, recipe="sage2-8b-rows"))
-    expected = torch.ops.sage.sdpa(*args)
-    args[4] = prepared(k, v, "sage2-8b-rows")
-    args[9] = text
-    for out, other in zip(torch.ops.sage.sdpa(*args), expected):
+    of_three = recipes.Recipe("per_row", "fp8", warpgroups=3)
+    found = sdpa(q, k, v, recipe=of_three, prepared=prepared(k, v, "sage2-8b-rows"))
+    for out, other in zip(found, sdpa(q, k, v, recipe="sage2-8b-rows")):
         assert torch.equal(out, other)
 
 
