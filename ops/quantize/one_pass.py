@@ -59,9 +59,10 @@ def launch_kv(
     run: Callable = launch_traced, pdl: bool = False,
 ) -> Prepared:  # fmt: skip
     """k [B, H, N, D] and, unless it is None, v [B, H, N, D_v], any strides. Rows that are not
-    `visible` (as in `smooth`) have no part in statistics and scales and saturate. pdl: each kernel starts
-    while the one before it ends (programmatic dependent launch, from sm_90 on), and the second
-    reads its rows while the first estimates."""
+    `visible` (as in `smooth`) have no part in statistics and scales and saturate.
+
+    pdl: each kernel starts while the one before it ends (programmatic dependent launch, from sm_90
+    on), and the second reads its rows while the first estimates."""
     k_mean, _, *of_v, beyond = launch_estimate([k] if v is None else [k, v], visible, run, pdl)
     if v is None:
         return Prepared(*launch_k(k, k_mean, recipe, visible, run, pdl), k_mean)
