@@ -18,6 +18,8 @@ import triton
 from torch import Tensor
 from torch.library import wrap_triton
 
+OPAQUE = set()  # Python computes them: no package can hold one
+
 
 def define_opaque(name: str, function: Callable):
     """The op ``sage::name``, which Inductor does not look into and `function` computes on CUDA; its
@@ -26,7 +28,9 @@ def define_opaque(name: str, function: Callable):
     schema = torch.library.infer_schema(function, mutates_args=())
     torch.library.define(f"sage::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.impl(f"sage::{name}", "cuda", function)
-    return getattr(torch.ops.sage, name).default
+    op = getattr(torch.ops.sage, name).default
+    OPAQUE.add(op)
+    return op
 
 
 def traced(kernel: triton.JITFunction, grid: tuple, tensors: tuple, numbers: tuple, **options):

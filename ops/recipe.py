@@ -18,7 +18,7 @@ VERSION = "0.1.0"
 def source_tag() -> str:
     """``version+hash`` of the sources that decide what a recipe means."""
     ops = Path(__file__).parent
-    files = sorted([*ops.glob("*.py"), *(ops.parent / "lowering").glob("*.py")])
+    files = sorted([*ops.rglob("*.py"), *(ops.parent / "lowering").rglob("*.py")])
     digest = hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()
     return f"{VERSION}+{digest[:8]}"
 

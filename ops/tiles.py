@@ -1,4 +1,4 @@
-"""Measured tables: which tile a kernel runs with, and from which length it is worth running.
+"""The tile that a kernel runs with, as a measured table.
 
 Every row names the GPU and the day that measured it (`python bench/attention.py --json`);
 `untimed` rows were chosen from cross-compiled resource reports (registers, spills) alone.
@@ -6,18 +6,9 @@ Every row names the GPU and the day that measured it (`python bench/attention.py
 
 import dataclasses
 import functools
-import json
-import logging
-import os
-import re
-from pathlib import Path
 
 import torch
 import triton
-
-from sage_inductor.ops.recipe import VERSION
-
-_log = logging.getLogger("sage_inductor")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,109 +148,3 @@ def tile(capability: tuple[int, int], qk: str, pv: str, head_dim: int, masked: b
 @functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
-
-
-# Kinds of calls: without a mask ("full", "causal", "window": a band), with one row for all queries
-# ("keys": padding), with a bool ("mask") or an additive ("bias") one. A window that flex_attention
-# computes is not SDPA's with a mask: at (4, 32, 4096, D) flex took 0.78 (D=64) and 1.02 (D=128) of
-# our time, and no more was measured.
-KINDS = ("full", "causal", "window", "flex window", "keys", "mask", "bias")
-
-# (compute capability, recipe, head_dim, kind) -> (B * H_q at least, N of queries and of keys at
-# least) from which the call, with its preparation, is faster than the best of SDPA's backends in a
-# compiled graph by 2 %, there and at every longer N measured. No row: stays as it was, either not
-# measured or never faster (sage1, sage2-8b at head_dim 256). H200, 2026-11-21,
-# `bench/attention.py --shapes crossover`, crossover_dims, crossover_256 and crossover_masks:
-# windows of 1024 keys, SDPA with the same mask.
-# Of sage2-8b-rows, head_dims 72 to 112 and 256 were measured when two passes prepared k and v, and
-# were slower; 64 and 128 with one pass, before its last step made it faster.
-CROSSOVER = {
-    ((9, 0), "sage2-8b-rows", 64, "full"): [(24, 3072), (8, 5120)],
-    ((9, 0), "sage2-8b-rows", 64, "causal"): [(128, 5120), (8, 4096)],
-    ((9, 0), "sage2-8b-rows", 64, "window"): [(8, 1024)],
-    ((9, 0), "sage2-8b-rows", 64, "keys"): [(128, 2048), (8, 4096)],
-    ((9, 0), "sage2-8b-rows", 72, "full"): [(128, 6144), (24, 8192)],
-    ((9, 0), "sage2-8b-rows", 72, "causal"): [(128, 8192), (24, 6144)],
-    ((9, 0), "sage2-8b-rows", 80, "full"): [(128, 4096), (24, 6144)],
-    ((9, 0), "sage2-8b-rows", 96, "full"): [(128, 4096), (24, 6144)],
-    ((9, 0), "sage2-8b-rows", 112, "full"): [(24, 6144)],
-    ((9, 0), "sage2-8b-rows", 128, "full"): [(24, 3072), (8, 5120)],
-    ((9, 0), "sage2-8b-rows", 128, "causal"): [(128, 5120), (8, 4096)],
-    ((9, 0), "sage2-8b-rows", 128, "window"): [(8, 1024)],
-    ((9, 0), "sage2-8b-rows", 128, "keys"): [(128, 2048), (24, 1024), (8, 4096)],
-    ((9, 0), "sage2-8b-rows", 128, "mask"): [(24, 4096), (8, 8192)],
-    ((9, 0), "sage2-8b-rows", 128, "bias"): [(128, 4096), (24, 16384)],
-    ((9, 0), "sage2-8b-rows", 256, "full"): [(128, 4096)],
-    ((9, 0), "accurate", 64, "full"): [(128, 3072), (24, 5120)],
-    ((9, 0), "accurate", 64, "causal"): [(128, 8192)],  # of --shapes 16bit
-    ((9, 0), "sage2-8b", 64, "full"): [(24, 12288)],
-    ((9, 0), "sage2-8b", 64, "causal"): [(128, 12288), (24, 16384)],
-    ((9, 0), "sage2-8b", 64, "window"): [(24, 1024), (8, 2048)],
-    ((9, 0), "sage2-8b", 64, "keys"): [(128, 2048), (24, 4096), (8, 8192)],
-    ((9, 0), "sage2-8b", 72, "full"): [(24, 12288)],
-    ((9, 0), "sage2-8b", 72, "causal"): [(24, 16384)],
-    ((9, 0), "sage2-8b", 80, "full"): [(24, 6144)],
-    ((9, 0), "sage2-8b", 80, "causal"): [(24, 6144)],
-    ((9, 0), "sage2-8b", 96, "full"): [(128, 4096), (24, 8192)],
-    ((9, 0), "sage2-8b", 96, "causal"): [(24, 8192)],
-    ((9, 0), "sage2-8b", 112, "full"): [(128, 6144), (24, 8192)],
-    ((9, 0), "sage2-8b", 112, "causal"): [(128, 6144), (24, 8192)],
-    ((9, 0), "sage2-8b", 128, "full"): [(128, 5120), (24, 8192), (8, 12288)],
-    ((9, 0), "sage2-8b", 128, "causal"): [(128, 6144), (24, 8192), (8, 12288)],
-    ((9, 0), "sage2-8b", 128, "window"): [(24, 1024), (8, 2048)],
-    ((9, 0), "sage2-8b", 128, "keys"): [(128, 2048), (24, 4096), (8, 8192)],
-    ((9, 0), "sage2-8b", 128, "mask"): [(128, 4096), (8, 8192)],
-    ((9, 0), "sage2-8b", 128, "bias"): [(128, 8192), (24, 16384)],
-}
-
-
-# The same for packages, where the kernels that CROSSOVER was measured with cannot travel (they are
-# Gluon, or need a register cap): of the portable one. H200, 2026-11-21, `bench/attention.py
-# --shapes crossover_masks --providers cuDNN inductor package`.
-PACKAGED = {
-    ((9, 0), "sage2-8b", 128, "window"): [(24, 1024), (8, 2048)],
-    ((9, 0), "sage2-8b", 128, "keys"): [(24, 4096), (8, 8192)],
-}
-
-
-def crossover(
-    capability: tuple[int, int], recipe: str, head_dim: int, kind: str
-) -> list[tuple[int, int]]:
-    """The row of CROSSOVER, or of the table that `python -m sage_inductor tune` wrote here."""
-    key = capability, recipe, head_dim, kind
-    return tuned().get(key, CROSSOVER.get(key, []))
-
-
-def tuned_path(gpu: str) -> Path:
-    """Where the table of a GPU is: under $SAGE_INDUCTOR_TABLES, or the user's cache."""
-    folder = os.environ.get("SAGE_INDUCTOR_TABLES") or Path.home() / ".cache" / "sage_inductor"
-    return Path(folder) / f"{re.sub(r'[^a-z0-9]+', '-', gpu.lower())}.json"
-
-
-def versions() -> dict[str, str]:
-    """What a measurement depends on."""
-    return {"sage_inductor": VERSION, "torch": torch.__version__, "triton": triton.__version__}
-
-
-@functools.cache
-def tuned() -> dict[tuple, list[tuple[int, int]]]:
-    """The rows of the tables of this process's GPUs. One that other versions measured, or that
-    cannot be read, is ignored with a warning."""
-    rows = {}
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    for gpu in dict.fromkeys(torch.cuda.get_device_name(i) for i in range(count)):
-        path = tuned_path(gpu)
-        if not path.exists():
-            continue
-        try:
-            table = json.loads(path.read_text())
-            if table["versions"] != versions():
-                raise ValueError(f"measured with {table['versions']}, this is {versions()}")
-            for recipe, head_dim, kind, row in table["crossover"]:
-                key = tuple(table["capability"]), recipe, head_dim, kind
-                rows[key] = [(int(heads), int(N)) for heads, N in row]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            _log.warning(
-                "%s is ignored: %s (python -m sage_inductor tune writes it anew)", path, error
-            )
-    return rows

@@ -23,25 +23,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sage_inductor import cost
 from sage_inductor.backend import run_graphs
-from sage_inductor.decide import (
-    AUTO,
-    OFF,
-    Rule,
-    Settings,
-    autos,
-    decide,
-    fits_module,
-    layer_of,
-)
-from sage_inductor.ops import tiles
+from sage_inductor.decide import autos, decide
 from sage_inductor.ops.mask import as_4d
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.reference import attention_exact, masked
+from sage_inductor.options import AUTO, OFF
 from sage_inductor.patterns import Decision, Site, rewrite
 from sage_inductor.patterns.call import FULL, Band, Call
-from sage_inductor.policy import Policy
+from sage_inductor.policy import Policy, Rule, layer_of
 from sage_inductor.report import table
+from sage_inductor.settings import Settings
 
 # 8-bit q, k and v cost a relative L1 of 0.035 to 0.046 on normal inputs (README): a call above
 # this has something that its recipe does not cope with.
@@ -94,7 +87,7 @@ class Diagnosis:
             errors[row.site.module].append(f"{row.recipe} {row.relative_l1:.4g}")
         note = {
             "tolerance": self.tolerance,
-            "versions": tiles.versions(),
+            "versions": cost.versions(),
             "relative L1": {module: ", ".join(each) for module, each in sorted(errors.items())},
         }
         self.policy.save(path, note)
@@ -313,7 +306,7 @@ def _merged(suggested: dict[str, str]) -> tuple[Rule, ...]:
     shapes += [shape for name in ("*", *names) for shape in _layers(suggested, name)]
     rules = []
     for shape in shapes:
-        inside = [module for module in suggested if fits_module(module, shape)]
+        inside = [module for module in suggested if shape.fits_module(module)]
         recipes = {suggested[module] for module in inside}
         if len(recipes) == 1 and sum(module in others for module in inside) > 1:
             rules.append(dataclasses.replace(shape, recipe=recipes.pop()))
@@ -326,7 +319,7 @@ def _layers(suggested: dict[str, str], name: str) -> list[Rule]:
     """A rule for each run of layers whose calls of that name (a glob) agree."""
     layers = collections.defaultdict(set)
     for module, recipe in suggested.items():
-        if layer_of(module) is not None and fits_module(module, Rule(recipe, module=name)):
+        if layer_of(module) is not None and Rule(recipe, module=name).fits_module(module):
             layers[layer_of(module)].add(recipe)
     rules = []
     for recipes, run in itertools.groupby(sorted(layers), key=layers.get):

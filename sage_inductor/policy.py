@@ -29,15 +29,56 @@ it, and graphs compiled after `torch._dynamo.reset()` are its, whatever caches h
 """
 
 import dataclasses
+import fnmatch
 import json
 import os
 import re
+from collections.abc import Callable
 
-from sage_inductor import config
-from sage_inductor.decide import Rule
+from sage_inductor import options
 from sage_inductor.ops.reference import HEAD_DIMS
 
 VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """The recipe of the calls that fit every field. Ranges are inclusive, None: open."""
+
+    recipe: str  # a name in NAMED, "auto" or "off"
+    module: str = "*"  # a glob, of Site.module
+    layer: tuple[int | None, int | None] = (None, None)  # the first number in Site.module
+    head_dim: tuple[int, ...] = ()  # q's; none: any
+    length: tuple[int | None, int | None] = (None, None)  # N_q
+
+    def fits(self, module: str, head_dim: int, at_least: Callable[[int], bool]) -> bool:
+        """Whether this rule is about a call. ``at_least(n)``: whether its N_q is; asked last, for
+        the answer about a dynamic length is a guard."""
+        first, last = self.length
+        return (
+            self.fits_module(module)
+            and (not self.head_dim or head_dim in self.head_dim)
+            and (first is None or at_least(first))
+            and (last is None or not at_least(last + 1))
+        )
+
+    def fits_module(self, module: str) -> bool:
+        """Whether this rule is about calls that `module` makes."""
+        layer, (first, last) = layer_of(module), self.layer
+        if layer is None and self.layer != (None, None):
+            return False
+        return (
+            fnmatch.fnmatchcase(module, self.module)
+            and (first is None or layer >= first)
+            and (last is None or layer <= last)
+        )
+
+
+def layer_of(module: str) -> int | None:
+    """The first number in a path: 3 of ``decoder.layers.3.attn``."""
+    return next((int(name) for name in module.split(".") if name.isdecimal()), None)
+
+
 FIELDS = tuple(field.name for field in dataclasses.fields(Rule))
 
 
@@ -122,7 +163,7 @@ def _field(name: str, given: "_Located"):
     value = given.plain()
     if name == "recipe":
         try:
-            config.check(name, value, "")
+            options.check(name, value, "")
         except ValueError as error:
             raise _Invalid(given.line, str(error)) from None
         return value
@@ -154,7 +195,7 @@ def _field(name: str, given: "_Located"):
 def _check_keys(given: "_Located", valid: tuple[str, ...], needed: tuple[str, ...]) -> None:
     for name, (line, count) in given.keys.items():
         if name not in valid:
-            raise _Invalid(line, config.unknown(name, valid, ""))
+            raise _Invalid(line, options.unknown(name, valid, ""))
         if count > 1:
             raise _Invalid(line, f"{name} is given {count} times")
     for name in needed:

@@ -10,12 +10,15 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from sage_inductor import Policy, backend, patterns, tune
-from sage_inductor.decide import Rule, Settings, rewrite
+from sage_inductor import Policy, autotune, cost, patterns
+from sage_inductor import settings as asked_for
+from sage_inductor.decide import rewrite
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops import tiles
 from sage_inductor.patterns import masks
 from sage_inductor.patterns.call import Band
+from sage_inductor.policy import Rule
+from sage_inductor.settings import Settings
 
 MASKS = {
     "window": lambda B, N: torch.empty(N, N, dtype=torch.bool, device="cuda"),
@@ -28,11 +31,18 @@ MASKS = {
 AUTO_FROM_8192 = (Rule("sage1", head_dim=(64,)), Rule("auto", length=(8192, None)))
 
 
+def gpu(capability, monkeypatch):
+    """Of capability (9, 0) the H200, which the built-in table knows."""
+    name = cost.H200 if capability == (9, 0) else f"NVIDIA Test {capability}"
+    monkeypatch.setattr(tiles, "capability", lambda device: capability)
+    monkeypatch.setattr(cost, "gpu_name", lambda device: name)
+
+
 def decide(
     shape, capability, monkeypatch, kind="full", requires_grad=False, D_v=None, shape_env=None,
     **settings,
 ):  # fmt: skip
-    monkeypatch.setattr(tiles, "capability", lambda device: capability)
+    gpu(capability, monkeypatch)
     graph = torch.fx.Graph()
     with FakeTensorMode(shape_env=shape_env):
         B, H_q, H_kv, N, D = shape
@@ -61,15 +71,15 @@ def decide(
 
 
 def test_every_row_of_the_crossover_table_decides_at_its_length(monkeypatch):
-    for (capability, recipe, D, kind), rows, portable in [
-        *((key, rows, False) for key, rows in tiles.CROSSOVER.items()),
-        *((key, rows, True) for key, rows in tiles.PACKAGED.items()),
+    for (name, recipe, D, kind), rows, portable in [
+        *((key, rows, False) for key, rows in cost.CROSSOVER.items()),
+        *((key, rows, True) for key, rows in cost.PACKAGED.items()),
     ]:
-        assert kind in tiles.KINDS
+        assert kind in cost.KINDS and name == cost.H200
         for heads, N in rows:
             for n, expected in ((N, True), (N - 1, False)):
                 site = decide(
-                    (1, heads, heads, n, D), capability, monkeypatch, kind, recipe=recipe,
+                    (1, heads, heads, n, D), (9, 0), monkeypatch, kind, recipe=recipe,
                     portable=portable,
                 )  # fmt: skip
                 assert site.rewritten == expected, (heads, n, site.reason)
@@ -148,12 +158,12 @@ class Clock:
 
     def __init__(self, **ms):
         self.ms = {name.replace("_", "-"): each for name, each in ms.items()}
-        self.trials = []
+        self.cases = []
 
-    def __call__(self, trial):
-        self.trials.append(trial)
+    def __call__(self, case):
+        self.cases.append(case)
         sdpa = {"CUDNN_ATTENTION": 1.0, "FLASH_ATTENTION": 1.5, "EFFICIENT_ATTENTION": "no"}
-        return {**sdpa, **{each: self.of(*each) for each in trial.choices}}
+        return {**sdpa, **{each: self.of(*each) for each in case.candidates}}
 
     def of(self, recipe, warpgroups):
         ms = self.ms[recipe]
@@ -185,12 +195,12 @@ SHORT = (1, 4, 2, 64, 128)  # never faster by the table
 )  # fmt: skip
 def test_the_fastest_by_the_clock_is_taken(ms, recipe, reason, monkeypatch):
     clock = Clock(**ms)
-    site = decide(SHORT, (9, 0), monkeypatch, clock=clock)
+    site = decide(SHORT, (9, 0), monkeypatch, benchmark=clock)
     assert (site.recipe, site.reason) == (recipe, reason)
-    trial = clock.trials[0]
-    assert (trial.q, trial.k, trial.v) == ((1, 4, 64, 128), (1, 2, 64, 128), (1, 2, 64, 128))
-    assert (trial.device.type, trial.dtype) == ("cuda", torch.bfloat16)
-    assert (trial.band, trial.mask, trial.mask_dtype) == (Band(), None, None)
+    case = clock.cases[0]
+    assert (case.q, case.k, case.v) == ((1, 4, 64, 128), (1, 2, 64, 128), (1, 2, 64, 128))
+    assert (case.device.type, case.dtype) == ("cuda", torch.bfloat16)
+    assert (case.band, case.mask, case.mask_dtype) == (Band(), None, None)
 
 
 @pytest.mark.parametrize(
@@ -208,27 +218,27 @@ def test_the_fastest_by_the_clock_is_taken(ms, recipe, reason, monkeypatch):
 )
 def test_the_tiles_that_compute_a_call_are_timed(D, kind, warpgroups, monkeypatch):
     clock = Clock(sage2_8b_rows=0.5, sage2_8b=0.8, accurate=0.5)
-    site = decide((1, 4, 2, 64, D), (9, 0), monkeypatch, kind, clock=clock)
+    site = decide((1, 4, 2, 64, D), (9, 0), monkeypatch, kind, benchmark=clock)
     timed = [("sage2-8b-rows", n) for n in warpgroups] + [("sage2-8b", None)]
-    assert [*clock.trials[0].choices] == timed and site.decision.warpgroups == warpgroups[0]
+    assert [*clock.cases[0].candidates] == timed and site.decision.warpgroups == warpgroups[0]
     how = {None: "", 0: ", with the Triton kernel"}.get(warpgroups[0], ", with 2 warpgroups")
     assert site.reason == f"autotuned: 2.00x the fastest of SDPA{how}"
     # One tile each, and a device without that kernel.
-    decide((1, 4, 2, 64, D), (9, 0), monkeypatch, kind, clock=clock, recipe="accurate")
-    assert clock.trials[-1].choices == (("accurate", None),)
-    decide((1, 4, 2, 64, D), (8, 9), monkeypatch, kind, clock=clock, recipe="sage2-8b-rows")
-    assert clock.trials[-1].choices == (("sage2-8b-rows", None),)
+    decide((1, 4, 2, 64, D), (9, 0), monkeypatch, kind, benchmark=clock, recipe="accurate")
+    assert clock.cases[-1].candidates == (("accurate", None),)
+    decide((1, 4, 2, 64, D), (8, 9), monkeypatch, kind, benchmark=clock, recipe="sage2-8b-rows")
+    assert clock.cases[-1].candidates == (("sage2-8b-rows", None),)
 
 
 def test_the_fastest_tile_is_in_the_graph_and_calls_with_several_share_k_and_v(monkeypatch):
     """What prepares k and v is the same for all."""
 
-    def clock(trial):
-        fastest = 2 if trial.q[2] < 1000 else 3
-        ours = {each: 0.5 if each.warpgroups == fastest else 0.6 for each in trial.choices}
+    def clock(case):
+        fastest = 2 if case.q[2] < 1000 else 3
+        ours = {each: 0.5 if each.warpgroups == fastest else 0.6 for each in case.candidates}
         return {"FLASH_ATTENTION": 1.0} | ours
 
-    monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
+    gpu((9, 0), monkeypatch)
     graph = torch.fx.Graph()
     lengths, args = (512, 2048, 4096), []
     with FakeTensorMode():
@@ -241,7 +251,7 @@ def test_the_fastest_tile_is_in_the_graph_and_calls_with_several_share_k_and_v(m
     for q, out in zip(queries, outs):
         out.meta["example_value"] = q.meta["example_value"]
     graph.output(tuple(outs))
-    sites = rewrite(torch.fx.GraphModule({}, graph), Settings(clock=clock))
+    sites = rewrite(torch.fx.GraphModule({}, graph), Settings(benchmark=clock))
     assert [site.decision.warpgroups for site in sites] == [2, 3, 3]
     calls = graph.find_nodes(op="call_function", target=torch.ops.sage.sdpa.default)
     rows = recipes.NAMED["sage2-8b-rows"]
@@ -254,7 +264,9 @@ def test_the_fastest_tile_is_in_the_graph_and_calls_with_several_share_k_and_v(m
 
 
 def test_without_a_time_of_sdpa_nothing_is_faster_than_it(monkeypatch):
-    site = decide(SHORT, (9, 0), monkeypatch, clock=lambda trial: dict.fromkeys(trial.choices, 1.0))
+    site = decide(
+        SHORT, (9, 0), monkeypatch, benchmark=lambda case: dict.fromkeys(case.candidates, 1.0)
+    )
     assert (site.recipe, site.reason) == (None, "autotuned: no backend of SDPA could be timed")
 
 
@@ -277,13 +289,13 @@ def test_max_autotune_races_what_the_first_rule_that_fits_allows(
     rules, raced, recipe, reason, monkeypatch, tmp_path
 ):
     clock = Clock(sage2_8b_rows=0.6, sage2_8b=0.5, sage1=0.8, accurate=2.0)
-    monkeypatch.setattr(tune, "race", clock)
+    monkeypatch.setattr(autotune, "benchmark", clock)
     path = str(tmp_path / "policy.json")
     Policy(rules).save(path)
-    asked = backend.settings({"mode": "max-autotune", "policy": path})
+    asked = asked_for.resolve({"mode": "max-autotune", "policy": path})
     site = decide(SHORT, (9, 0), monkeypatch, **vars(asked))
     assert (site.recipe, site.reason) == (recipe, reason)
-    assert {tuple(dict(trial.choices)) for trial in clock.trials} == raced
+    assert {tuple(dict(case.candidates)) for case in clock.cases} == raced
 
 
 @pytest.mark.parametrize(
@@ -296,16 +308,16 @@ def test_max_autotune_races_what_the_first_rule_that_fits_allows(
         ("bias", Band(), (64, 64), torch.bfloat16),
     ],
 )
-def test_a_trial_has_the_calls_mask(kind, band, mask, dtype, monkeypatch):
+def test_a_case_has_the_calls_mask(kind, band, mask, dtype, monkeypatch):
     clock = Clock(sage2_8b=0.5, sage2_8b_rows=0.7, accurate=0.5)
-    assert decide(SHORT, (9, 0), monkeypatch, kind, clock=clock).recipe == "sage2-8b"
-    assert (clock.trials[0].band, clock.trials[0].mask, clock.trials[0].mask_dtype) == (
+    assert decide(SHORT, (9, 0), monkeypatch, kind, benchmark=clock).recipe == "sage2-8b"
+    assert (clock.cases[0].band, clock.cases[0].mask, clock.cases[0].mask_dtype) == (
         band,
         mask,
         dtype,
     )
-    site = decide(SHORT, (9, 0), monkeypatch, kind, clock=clock, D_v=64, recipe="accurate")
-    assert site.recipe == "accurate" and clock.trials[-1].v == (1, 2, 64, 64)
+    site = decide(SHORT, (9, 0), monkeypatch, kind, benchmark=clock, D_v=64, recipe="accurate")
+    assert site.recipe == "accurate" and clock.cases[-1].v == (1, 2, 64, 64)
 
 
 @pytest.mark.parametrize(
@@ -320,9 +332,9 @@ def test_a_trial_has_the_calls_mask(kind, band, mask, dtype, monkeypatch):
 )
 def test_what_needs_no_clock_asks_none(settings, reason, monkeypatch):
     clock = Clock()
-    given = {"clock": clock} if settings else {}
+    given = {"benchmark": clock} if settings else {}
     site = decide(SHORT, (9, 0), monkeypatch, **settings, **given)
-    assert site.reason.startswith(reason) and not clock.trials
+    assert site.reason.startswith(reason) and not clock.cases
 
 
 def test_a_dynamic_length_is_timed_at_its_hint_without_a_guard(monkeypatch):
@@ -332,8 +344,8 @@ def test_a_dynamic_length_is_timed_at_its_hint_without_a_guard(monkeypatch):
         shape_env.create_symbol(96, source, DimDynamic.DYNAMIC), hint=96, source=source
     )
     shape, clock = (4, 32, 32, N, 128), Clock(sage2_8b_rows=0.5, sage2_8b=0.8)
-    site = decide(shape, (9, 0), monkeypatch, shape_env=shape_env, clock=clock)
-    assert clock.trials[0].q == (4, 32, 96, 128)
+    site = decide(shape, (9, 0), monkeypatch, shape_env=shape_env, benchmark=clock)
+    assert clock.cases[0].q == (4, 32, 96, 128)
     assert site.reason == "autotuned at [4, 32, 96, 128]: 2.00x the fastest of SDPA"
     assert (site.recipe, site.decision.warpgroups) == (
         "sage2-8b-rows",
@@ -342,6 +354,3 @@ def test_a_dynamic_length_is_timed_at_its_hint_without_a_guard(monkeypatch):
     assert not shape_env.guards
     decide(shape, (9, 0), monkeypatch, shape_env=shape_env)
     assert shape_env.guards  # the table's
-
-
-# -- the cost of the pass ----

@@ -14,9 +14,9 @@ from torch.nn.attention.bias import causal_lower_right
 
 import sage_inductor
 from sage_inductor import Policy, diagnose
-from sage_inductor.decide import Rule, fits_module
 from sage_inductor.diagnose import BY_SPEED, TOLERANCE, _merged
 from sage_inductor.ops.recipe import NAMED
+from sage_inductor.policy import Rule
 
 DIAGNOSE = importlib.import_module("sage_inductor.diagnose")
 sdpa = F.scaled_dot_product_attention
@@ -132,7 +132,7 @@ recipes = st.sampled_from(["auto", "off", "accurate"])
 def test_merged_rules_say_of_each_module_what_was_suggested(suggested):
     rules = _merged(suggested)
     for module, recipe in suggested.items():
-        assert next(r.recipe for r in rules if fits_module(module, r)) == recipe, rules
+        assert next(r.recipe for r in rules if r.fits_module(module)) == recipe, rules
     usual = max(map(list(suggested.values()).count, suggested.values()))
     assert len(rules) <= 1 + len(suggested) - usual
 

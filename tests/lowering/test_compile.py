@@ -37,7 +37,7 @@ from torch.utils.checkpoint import (
 )
 
 import sage_inductor
-from sage_inductor.lowering import accesses
+from sage_inductor.lowering import access_cache
 from sage_inductor.ops import reference
 
 EMULATE = {"sage.emulate": True}
@@ -1024,7 +1024,7 @@ def test_what_a_kernel_accesses_is_found_once_a_variant():
         calls.append(kwargs)
         return [["OUT"]]
 
-    remembered = accesses._remember(identify)
+    remembered = access_cache._remember(identify)
     ours, another = kernel("sage_inductor.ops.quantize"), kernel("model")
     x = torch.empty(2, 3, dtype=torch.bfloat16)
     remembered(ours, {"X": x, "N": 4}, {})[0].append("a caller's")
@@ -1046,5 +1046,7 @@ def test_what_a_kernel_accesses_is_found_once_a_variant():
     for _ in range(2):
         remembered(another, {"X": x, "N": 4}, {})
     assert len(calls) == 10
-    installed = [getattr(accesses.triton_kernel_wrap, name, None) for name in accesses.NAMES]
+    installed = [
+        getattr(access_cache.triton_kernel_wrap, name, None) for name in access_cache.NAMES
+    ]
     assert any(hasattr(function, "__wrapped__") for function in installed)
