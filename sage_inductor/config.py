@@ -10,7 +10,7 @@ imported.
 
 From torch 2.13 on, torch's configs keep what is assigned for the thread that assigned it. A server
 configures in one thread and compiles in another, so an assignment here is the whole process's;
-`patch` is its thread's, as torch's.
+`patch` is its thread's, as torch's; a thread that has used one keeps the values it found.
 """
 
 import contextlib

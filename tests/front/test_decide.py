@@ -40,15 +40,20 @@ def gpu(capability, monkeypatch):
 
 def decide(
     shape, capability, monkeypatch, kind="full", requires_grad=False, D_v=None, shape_env=None,
-    **settings,
+    band=None, N_kv=None, **settings,
 ):  # fmt: skip
     gpu(capability, monkeypatch)
     graph = torch.fx.Graph()
     with FakeTensorMode(shape_env=shape_env):
         B, H_q, H_kv, N, D = shape
         values = [
-            torch.empty(B, N, H, d, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
-            for H, d in ((H_q, D), (H_kv, D), (H_kv, D_v or D), (H_q, D_v or D))
+            torch.empty(B, n, H, d, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+            for H, n, d in (
+                (H_q, N, D),
+                (H_kv, N_kv or N, D),
+                (H_kv, N_kv or N, D_v or D),
+                (H_q, N, D_v or D),
+            )
         ]
         out = values.pop().requires_grad_(requires_grad)
         if kind in MASKS:
@@ -57,8 +62,10 @@ def decide(
     for node, value in zip(nodes, values):
         node.meta["example_value"] = value
     # A window is as if its mask had been made of aranges.
-    prove = (lambda *args: (Band(1023, 0), None)) if kind == "window" else masks.prove
-    monkeypatch.setattr(patterns, "prove", prove)
+    if kind == "window":
+        monkeypatch.setattr(patterns, "prove", lambda *args: (band or Band(1023, 0), None))
+    else:
+        monkeypatch.setattr(patterns, "prove", masks.prove)
     call = graph.call_function(
         F.scaled_dot_product_attention,
         tuple(nodes),
@@ -318,6 +325,48 @@ def test_a_case_has_the_calls_mask(kind, band, mask, dtype, monkeypatch):
     )
     site = decide(SHORT, (9, 0), monkeypatch, kind, benchmark=clock, D_v=64, recipe="accurate")
     assert site.recipe == "accurate" and clock.cases[-1].v == (1, 2, 64, 64)
+
+
+def test_a_band_at_the_bottom_right_is_timed_only_where_that_is_the_top_left(monkeypatch):
+    """None of SDPA's backends is given it otherwise."""
+    clock = Clock(sage2_8b=0.5, sage2_8b_rows=0.7)
+    right = {"kind": "window", "band": Band(None, 0, bottom_right=True), "benchmark": clock}
+    site = decide((1, 4, 2, 64, 128), (9, 0), monkeypatch, **right, N_kv=96)
+    assert site.mask == "causal, bottom right" and "never slower" in site.reason and not clock.cases
+    assert decide(SHORT, (9, 0), monkeypatch, **right).recipe == "sage2-8b"
+    assert clock.cases[0].band == Band(None, 0)
+
+
+@pytest.mark.parametrize("portable", [False, True])
+def test_a_length_that_depends_on_data_is_no_fault_and_no_guard(portable, monkeypatch):
+    """It is taken to be as long as is known."""
+    shape_env = ShapeEnv()
+    N = shape_env.create_unbacked_symint()
+    torch._check(N >= 2)
+    given = {"shape_env": shape_env, "portable": portable, "recipe": "sage2-8b", "kind": "keys"}
+    site = decide((1, 24, 24, N, 128), (9, 0), monkeypatch, **given)
+    assert "wins from N=4096" in site.reason, site.reason
+    assert "of ours" not in decide((N, 24, 24, 9, 128), (9, 0), monkeypatch, **given).reason
+    rule = (Rule("off", length=(5000, None)), Rule("sage2-8b", length=(None, 99)))
+    site = decide((1, 24, 24, N, 128), (9, 0), monkeypatch, **given, policy=rule, force=True)
+    assert site.reason.startswith("forced"), site.reason
+    torch._check(N >= 4096)
+    site = decide((1, 24, 24, N, 128), (9, 0), monkeypatch, **given)
+    assert site.reason.startswith("N >= 4096"), site.reason
+
+
+def test_a_gpu_that_nobody_measured_has_no_row_and_is_told_how_to_get_one(monkeypatch):
+    shape, gpu_name = (4, 32, 32, 16384, 128), cost.gpu_name
+    assert decide(shape, (9, 0), monkeypatch).rewritten
+    name = "NVIDIA H100 80GB HBM3"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(cost, "H200", name)  # of capability (9, 0) in `gpu`
+    site = decide(shape, (9, 0), monkeypatch)
+    assert not site.rewritten and site.reason.endswith(
+        f"nothing was measured on {name}: run `python -m sage_inductor tune` there"
+    )
+    assert gpu_name(torch.device("cuda", 0)) == name
+    assert "tune" not in decide((1, 4, 4, 65536, 128), (8, 9), monkeypatch, force=True).reason
 
 
 @pytest.mark.parametrize(

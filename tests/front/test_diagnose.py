@@ -3,6 +3,7 @@
 import importlib
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -112,6 +113,20 @@ def test_calls_that_agree_get_one_rule_and_the_table_shows_it():
     only = diagnose(Transformer(None), torch.randn(1, 50, 64), recipes=["sage1", "sage2-8b"])
     assert {row.recipe for row in only.rows} == {"sdpa", "sage1", "sage2-8b"}
     assert only.policy == Policy((Rule("sage2-8b"),))  # of "auto" not all was measured
+
+
+def test_auto_is_suggested_only_if_all_that_it_may_become_is_within_the_tolerance():
+    def suggested(**errors):
+        rows = {
+            name.replace("_", "-"): SimpleNamespace(relative_l1=e) for name, e in errors.items()
+        }
+        probe = SimpleNamespace(site=SimpleNamespace(module="m"), rows=rows, autos=BY_SPEED[:2])
+        return DIAGNOSE._suggested([probe], 0.05)["m"]
+
+    assert suggested(sage2_8b_rows=0.04, sage2_8b=0.05) == "auto"
+    assert suggested(sage2_8b_rows=0.04, sage2_8b=0.06) == "sage2-8b-rows"
+    assert suggested(sage2_8b_rows=0.06, sage2_8b=0.04) == "sage2-8b"
+    assert suggested(sage2_8b_rows=0.06, accurate=0.06) == "off"
 
 
 def test_a_nan_is_worse_than_any_error():
@@ -249,6 +264,7 @@ SITES = {  # function, (H_kv, N_kv, D_v), the mask that must be seen
     "window": (window, (4, 33, 16), "window(4, 0)"),
     "keys": (lambda q, k, v: sdpa(q, k, v, padding(33, 20)), (4, 20, 16), "bool[2, 1, 1, 20]"),
     "bias": (lambda q, k, v: sdpa(q, k, v, BIAS.to(q.dtype)), (4, 33, 16), "float32[4, 33, 33]"),
+    "gqa bias": (lambda q, k, v: sdpa(q, k, v, BIAS.to(q.dtype), enable_gqa=True), (2, 33, 16), "float32[4, 33, 33]"),
     "nothing": (rows_that_see_nothing, (4, 33, 16), "bool[33, 1]"),
     "by hand": (by_hand, (4, 33, 16), "causal"),
 }  # fmt: skip

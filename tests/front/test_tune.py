@@ -3,9 +3,13 @@
 
 import contextlib
 import dataclasses
+import datetime
 import json
 import logging
 import re
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -311,6 +315,55 @@ def test_calls_are_timed_while_dynamo_compiles(on_cpu):
         torch.compile(lambda x: x @ x, backend=compiler, dynamic=True)(torch.randn(4, 4))
     assert len(on_cpu) == 4 and all(type(out) is torch.Tensor for _, out in on_cpu)
     assert {out.dtype for _, out in on_cpu} == {torch.bfloat16}
+
+
+RANKS = """
+import sys, torch, torch.distributed as dist
+from sage_inductor import autotune
+from sage_inductor.autotune import BenchmarkCase, Candidate
+from sage_inductor.patterns.call import FULL
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+
+def case(N):
+    shape = (1, 2, N, 32)
+    names = Candidate("sage2-8b"), Candidate("sage2-8b-rows", 3)
+    return BenchmarkCase(torch.device("cpu"), torch.bfloat16, shape, shape, shape, FULL, None, None, names)
+
+def measure(case):  # the ranks would choose differently
+    a, b = case.candidates
+    return {"FLASH_ATTENTION": 2.0, a: 1.0 + rank, b: 2.0 - rank, "CUDNN_ATTENTION": f"rank {rank}"}
+
+autotune._measure = measure
+print([autotune.benchmark(case(N)) for N in ((8, 9) if rank else (9, 8))][::1 if rank else -1])
+if rank:
+    autotune.benchmark(case(10))  # a graph that the other rank does not have
+dist.barrier()
+"""
+
+
+def test_ranks_choose_by_the_times_of_one_of_them(tmp_path):
+    command = [sys.executable, "-c", RANKS]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / "store")], stdout=-1, stderr=-1, text=True
+        )
+        for rank in range(2)
+    ]
+    outs = [rank.communicate(timeout=120) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outs
+    assert (
+        outs[0][0] == outs[1][0] and "Candidate(recipe='sage2-8b-rows', warpgroups=3)" in outs[0][0]
+    )
+
+
+def test_a_rank_times_for_itself_where_the_one_that_was_to_do_it_is_gone(caplog, monkeypatch):
+    store = torch.distributed.HashStore()
+    store.set_timeout(datetime.timedelta(milliseconds=10))
+    monkeypatch.setattr(autotune, "_measure", lambda case: {"FLASH_ATTENTION": 1.0})
+    second = SimpleNamespace(add=lambda key, n: 2, get=store.get)
+    assert autotune._agree(case(), second) == {"FLASH_ATTENTION": 1.0}
+    assert "this rank does it for itself" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -1010,7 +1010,7 @@ def test_errors_of_the_model_are_those_of_inductor(case):
     assert follows(compiled(sdpa)(q, k, v), sdpa(q, k, v))
 
 
-def test_what_a_kernel_accesses_is_found_once_a_variant():
+def test_what_a_kernel_accesses_is_found_once_a_variant(monkeypatch):
     class Function:
         def __init__(self, module):
             self.__module__ = module
@@ -1020,8 +1020,8 @@ def test_what_a_kernel_accesses_is_found_once_a_variant():
 
     calls = []
 
-    def identify(kernel, kwargs, tma_descriptor_metadata):
-        calls.append(kwargs)
+    def identify(kernel, kwargs, tma_descriptor_metadata, *more, **options):
+        calls.append((more, options))
         return [["OUT"]]
 
     remembered = access_cache._remember(identify)
