@@ -56,6 +56,16 @@ _LOG2_FP8_MAX = tl.constexpr(LOG2_FP8_MAX)  # p uses all of E4M3: exp2(x - m) * 
 
 
 @triton.jit
+def heads_of(head, H_q, H_kv):
+    """b, h, h_kv, b * H_kv + h_kv and head of the head-th head of q, all int64: a product of one
+    of them with a stride or a length reaches beyond 2^31."""
+    b, h = head // H_q, head % H_q
+    h_kv = (h // (H_q // H_kv)).to(tl.int64)
+    b, h = b.to(tl.int64), h.to(tl.int64)
+    return b, h, h_kv, b * H_kv + h_kv, head.to(tl.int64)
+
+
+@triton.jit
 def tiles_in_sight(
     Seen, row0, N_q, N_kv,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, MASK: tl.constexpr,
@@ -151,14 +161,10 @@ def _attention_kernel(
     MAY_BE_EMPTY: tl.constexpr = MASK > 0 or LEFT >= 0 or BOTTOM_RIGHT  # rows that see no key
     FIRST_PART: tl.constexpr = 2 if MASK > 0 else (0 if LEFT >= 0 else 1)
     num_tiles = tl.cdiv(N_q, BLOCK_M)
-    head = tl.program_id(0) // num_tiles
-    tile = tl.program_id(0) - head * num_tiles
+    head, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
     if RIGHT >= 0:
         tile = num_tiles - 1 - tile
-    b, h = head // H_q, head % H_q
-    h_kv = h // (H_q // H_kv)
-    b, head = b.to(tl.int64), head.to(tl.int64)
-    head_kv = b * H_kv + h_kv
+    b, h, h_kv, head_kv, head = heads_of(head, H_q, H_kv)
     row0 = tile * BLOCK_M
     rows = row0 + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
@@ -168,7 +174,7 @@ def _attention_kernel(
     # -- q: load and quantize ----
     mask_q = (rows < N_q)[:, None] & (d < D)[None, :]
     q = Q + b * stride_qb + h * stride_qh
-    q = q + rows.to(tl.int64)[:, None] * stride_qn + d[None, :] * stride_qd
+    q = q + rows.to(tl.int64)[:, None] * stride_qn + d.to(tl.int64)[None, :] * stride_qd
     q = tl.load(q, mask=mask_q, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_D]
     if INT4:
         block_q = head * ((N_q + 2 * _Q_BLOCK - 1) // _Q_BLOCK) + row0 // _Q_BLOCK
@@ -198,13 +204,13 @@ def _attention_kernel(
         width: tl.constexpr = BLOCK_D // 2 if INT4 else BLOCK_D  # bytes of a row of k
         k_ptrs = K + head_kv * N_pad * width + n[:, None] * width + tl.arange(0, width)[None, :]
         if FP8:
-            v_ptrs = V + head_kv * BLOCK_DV * N_pad + dv[:, None] * N_pad + n[None, :]
+            v_ptrs = V + (head_kv * BLOCK_DV + dv[:, None]) * N_pad + n[None, :]
     if not FP8:
-        v_ptrs = V + b * stride_vb + h_kv * stride_vh + dv[None, :] * stride_vd
+        v_ptrs = V + b * stride_vb + h_kv * stride_vh + dv.to(tl.int64)[None, :] * stride_vd
     K_scale += head_kv * (N_pad // 64) * GROUPS
 
     # -- which tiles, and where the mask is ----
-    Seen += b * stride_sb + h * stride_sh + tile * stride_sm
+    Seen += b * stride_sb + h * stride_sh + tile.to(tl.int64) * stride_sm
     begin, end, whole, whole_end, diagonal = tiles_in_sight(
         Seen, row0, N_q, N_kv, LEFT, RIGHT, BOTTOM_RIGHT, MASK, BLOCK_M, BLOCK_N
     )
@@ -236,7 +242,7 @@ def _attention_kernel(
                 if TMA:
                     k = K.load([k_row + j * BLOCK_N, 0])
                 else:
-                    k = tl.load(k_ptrs + j * BLOCK_N * width)
+                    k = tl.load(k_ptrs + tl.cast(j, tl.int64) * (BLOCK_N * width))
                 if INT4:
                     delta = tl.load(Delta + j * BLOCK_N + n)  # arrives during the product
                     k = tl.join(k << 4, k & 0xF0).reshape([BLOCK_N, BLOCK_D])
@@ -261,9 +267,10 @@ def _attention_kernel(
                     x = s.to(tl.float32) * c5
                     if INT4:
                         x += delta
+                    here = mask_ptrs + tl.cast(j, tl.int64) * BLOCK_N * stride_mn
                     x = hide(
-                        x, mask_ptrs + j * BLOCK_N * stride_mn, rows, rows - row0 + diagonal,
-                        j * BLOCK_N + n, N_q, N_kv, LEFT, RIGHT, MASK, ADDITIVE,
+                        x, here, rows, rows - row0 + diagonal, j * BLOCK_N + n, N_q, N_kv, LEFT,
+                        RIGHT, MASK, ADDITIVE,
                     )  # fmt: skip
                     m_new = tl.maximum(m, tl.max(tl.max(tl.max(tl.max(x, 4), 2), 2), 1))
                 else:
@@ -364,6 +371,7 @@ def _launch(
         )
     if q_mean is None:
         q_mean = delta = q  # neither is read
+    tma = tma and k_8bit.shape[:3].numel() < 2**31  # a descriptor's rows are 32-bit numbers
     if tma:
         k = TensorDescriptor.from_tensor(k_8bit.view(-1, width), [tile.BLOCK_N, width])
         if fp8:

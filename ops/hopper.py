@@ -83,7 +83,9 @@ def _tile(t, num_m, heads, group, H_q, H_kv, BLOCK_M: tl.constexpr):
         m = num_m - 1 - m
     b = head // H_q
     h = head - b * H_q
-    return b, h, h // (H_q // H_kv), m * BLOCK_M
+    h_kv = h // (H_q // H_kv)
+    row = m * BLOCK_M
+    return b, h, h_kv, row
 
 
 @gluon.jit
@@ -254,8 +256,9 @@ def _store(
         o = (o1 if chunk == 1 else o0) * gl.expand_dims(inverse, 1)
         if FP8:
             dv = chunk * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(0, O))
-            v_scale = gl.load(V_scale + head_kv * D_V + dv, mask=dv < D_V, other=0.0)
-            v_mean = gl.load(V_mean + head_kv * D_V + dv, mask=dv < D_V, other=0.0)
+            channel = head_kv * D_V
+            v_scale = gl.load(V_scale + channel + dv, mask=dv < D_V, other=0.0)
+            v_mean = gl.load(V_mean + channel + dv, mask=dv < D_V, other=0.0)
             o = o * gl.expand_dims(v_scale, 0) + gl.expand_dims(v_mean, 0)
         o = gl.convert_layout(o.to(Out.dtype.element_ty), LO)
         dv = chunk * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(0, LO))
@@ -265,7 +268,8 @@ def _store(
     total = gl.convert_layout(total, m.type.layout, assert_trivial=True)
     lse = (m - OFFSET + gl.log2(total)) * _LN2
     rows = row0 + gl.arange(0, 64, layout=m.type.layout)
-    gl.store(Lse + (b * H_q + h).to(gl.int64) * N_q + rows, lse, mask=rows < N_q)
+    head = b * H_q + h
+    gl.store(Lse + head.to(gl.int64) * N_q + rows, lse, mask=rows < N_q)
 
 
 @gluon.jit
@@ -333,7 +337,8 @@ def _consumer(
         l = gl.full([64, 4], 0.0, gl.float32, QUAD)
         o0 = gl.full([64, CHUNK], 0.0, gl.float32, O)
         o1 = o0
-        scale_ptrs = K_scale + head_kv * (N_pad // 64) + gl.arange(0, BLOCKS, layout=BLOCK)
+        scale_row = head_kv * (N_pad // 64)
+        scale_ptrs = K_scale + scale_row + gl.arange(0, BLOCKS, layout=BLOCK)
         if not SPLIT:
             begin, end = 0, _num_blocks(row + BLOCK_M, N_kv, CAUSAL, BLOCK_N)
         seen = N_kv
@@ -566,20 +571,24 @@ def _combine_kernel(
     rows = row + r
     o = acc * (1.0 / l)[:, None]
     if FP8:
-        channel = (b * H_kv + h_kv) * D_V + dv
-        v_scale = tl.load(V_scale + channel, mask=dv < D_V, other=0.0)
-        v_mean = tl.load(V_mean + channel, mask=dv < D_V, other=0.0)
+        channel = (b * H_kv + h_kv) * D_V
+        v_scale = tl.load(V_scale + channel + dv, mask=dv < D_V, other=0.0)
+        v_mean = tl.load(V_mean + channel + dv, mask=dv < D_V, other=0.0)
         o = o * v_scale[None, :] + v_mean[None, :]
     out = Out + b.to(tl.int64) * stride_ob + h.to(tl.int64) * stride_oh
     out = out + rows.to(tl.int64)[:, None] * stride_on + dv[None, :]
     tl.store(out, o.to(Out.dtype.element_ty), mask=(rows < N_q)[:, None] & (dv < D_V)[None, :])
     offset: tl.constexpr = _LOG2_FP8_MAX if FP8 else 0.0
     lse = (m - offset + tl.log2(l)) * _LN2
-    tl.store(Lse + (b * H_q + h).to(tl.int64) * N_q + rows, lse, mask=rows < N_q)
+    head = b * H_q + h
+    tl.store(Lse + head.to(tl.int64) * N_q + rows, lse, mask=rows < N_q)
 
 
 REGISTERS = {2: (168, 240), 3: (128, 160)}  # by warpgroups: at launch, then of a consumer
 SAVED = 8  # blocks of a tile; combining the pieces takes about as long as 4
+# Of k in all heads: TMA counts them in 32 bits, and so does the kernel, of heads (at least 128 rows
+# of k each) times 256 channels.
+MAX_K_ROWS = 2**30
 PIECE = 4  # blocks that a program should have at least
 L2_BYTES = 24 << 20  # of k and v that the causal tiles in flight may share
 
@@ -594,6 +603,7 @@ def applies(
         and left is None
         and (right is None or (right == 0 and not bottom_right))
         and granularity == "per_row"
+        and k_8bit.shape[:3].numel() < MAX_K_ROWS
         and k_8bit.dtype == torch.int8
         and q.dtype in (torch.float16, torch.bfloat16)
         and q.stride(3) == 1

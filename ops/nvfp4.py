@@ -34,6 +34,7 @@ from sage_inductor.ops import reference, tiles
 from sage_inductor.ops.attention import (
     as_stored,
     empty_outputs,
+    heads_of,
     hide,
     mask_arguments,
     tiles_in_sight,
@@ -166,7 +167,8 @@ def _quantize_kernel(
     n = block * BLOCK_N + i
     mask = (n < N)[:, None] & (d < D)[None, :]
     x = X + head // H * stride_b + head % H * stride_h
-    x = tl.load(x + n[:, None] * stride_n + d[None, :] * stride_d, mask=mask, other=0.0)
+    x = x + n[:, None] * stride_n + d.to(tl.int64)[None, :] * stride_d
+    x = tl.load(x, mask=mask, other=0.0)
     mean = tl.load(Mean + head * D + d, mask=d < D, other=0.0)
     amax = tl.load(Amax + head * D + d, mask=d < D, other=0.0)
     x = x.to(tl.float32) - mean[None, :]
@@ -253,14 +255,10 @@ def _attention_kernel(
     MAY_BE_EMPTY: tl.constexpr = MASK > 0 or LEFT >= 0 or BOTTOM_RIGHT  # rows that see no key
     FIRST_PART: tl.constexpr = 2 if MASK > 0 else (0 if LEFT >= 0 else 1)
     num_tiles = tl.cdiv(N_q, BLOCK_M)
-    head = tl.program_id(0) // num_tiles
-    tile = tl.program_id(0) - head * num_tiles
+    head, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
     if RIGHT >= 0:
         tile = num_tiles - 1 - tile
-    b, h = head // H_q, head % H_q
-    h_kv = h // (H_q // H_kv)
-    b, head = b.to(tl.int64), head.to(tl.int64)
-    head_kv = b * H_kv + h_kv
+    b, h, _, head_kv, head = heads_of(head, H_q, H_kv)
     row0 = tile * BLOCK_M
     rows = row0 + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
@@ -270,7 +268,7 @@ def _attention_kernel(
     # -- q: load, smooth and quantize ----
     mask_q = (rows < N_q)[:, None] & (d < D)[None, :]
     q = Q + b * stride_qb + h * stride_qh
-    q = q + rows.to(tl.int64)[:, None] * stride_qn + d[None, :] * stride_qd
+    q = q + rows.to(tl.int64)[:, None] * stride_qn + d.to(tl.int64)[None, :] * stride_qd
     q = tl.load(q, mask=mask_q, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_D]
     block = head * (tl.cdiv(N_q, _Q_BLOCK) + 1) + row0 // _Q_BLOCK
     q_mean = tl.load(Q_mean + block * D + d, mask=d < D, other=0.0).to(tl.float32)
@@ -287,14 +285,16 @@ def _attention_kernel(
     k_ptrs = K + n[:, None] * (BLOCK_D // 2) + tl.arange(0, BLOCK_D // 2)[None, :]
     k_e4m3_ptrs = n[:, None] * (BLOCK_D // _BLOCK) + tl.arange(0, BLOCK_D // _BLOCK)[None, :]
     k_e4m3_ptrs = K_e4m3 + k_e4m3_ptrs
-    v_ptrs = V + dv[:, None] * (N_pad // 2) + tl.arange(0, BLOCK_N // 2)[None, :]
-    v_e4m3_ptrs = dv[:, None] * (N_pad // _BLOCK) + tl.arange(0, BLOCK_N // _BLOCK)[None, :]
+    v_ptrs = V + dv.to(tl.int64)[:, None] * (N_pad // 2) + tl.arange(0, BLOCK_N // 2)[None, :]
+    v_e4m3_ptrs = (
+        dv.to(tl.int64)[:, None] * (N_pad // _BLOCK) + tl.arange(0, BLOCK_N // _BLOCK)[None, :]
+    )
     v_e4m3_ptrs = V_e4m3 + v_e4m3_ptrs
     Delta += block * N_pad
     mask_ptrs = Mask + b * stride_mb + h * stride_mh + n[None, :].to(tl.int64) * stride_mn
     if MASK == 2:
         mask_ptrs = mask_ptrs + rows.to(tl.int64)[:, None] * stride_mm
-    Seen += b * stride_sb + h * stride_sh + tile * stride_sm
+    Seen += b * stride_sb + h * stride_sh + tile.to(tl.int64) * stride_sm
 
     begin, end, whole, whole_end, diagonal = tiles_in_sight(
         Seen, row0, N_q, N_kv, LEFT, RIGHT, BOTTOM_RIGHT, MASK, BLOCK_M, BLOCK_N
@@ -316,15 +316,16 @@ def _attention_kernel(
         for j in tl.range(lo, hi, num_stages=NUM_STAGES):
             column = j * BLOCK_N + n
             # -- s = q k^T ----
-            k = tl.load(k_ptrs + j * (BLOCK_N * BLOCK_D // 2))
-            k_e4m3 = tl.load(k_e4m3_ptrs + j * (BLOCK_N * BLOCK_D // _BLOCK))
+            k = tl.load(k_ptrs + tl.cast(j, tl.int64) * (BLOCK_N * BLOCK_D // 2))
+            k_e4m3 = tl.load(k_e4m3_ptrs + tl.cast(j, tl.int64) * (BLOCK_N * BLOCK_D // _BLOCK))
             s = product(q_fp4, q_e4m3, k, k_e4m3, zero, NATIVE)  # [BLOCK_M, BLOCK_N]
             delta = tl.load(Delta + column).to(tl.float32) * (SCALE * _LOG2E)
             x = s * c[:, None] + delta[None, :]
             if masked:
+                here = mask_ptrs + tl.cast(j, tl.int64) * BLOCK_N * stride_mn
                 x = hide(
-                    x, mask_ptrs + j * BLOCK_N * stride_mn, rows, rows - row0 + diagonal, column,
-                    N_q, N_kv, LEFT, RIGHT, MASK, ADDITIVE,
+                    x, here, rows, rows - row0 + diagonal, column, N_q, N_kv, LEFT, RIGHT, MASK,
+                    ADDITIVE,
                 )  # fmt: skip
 
             # -- softmax: maximum of the tile, running maximum and sum ----

@@ -86,7 +86,8 @@ def _block_of_k(
     n = block * K_BLOCK + tl.arange(0, K_BLOCK)
     d = tl.arange(0, BLOCK_D)
     mask = (n < N)[:, None] & (d < channels)[None, :]
-    x = tl.load(K + n[:, None] * stride_n + d[None, :] * stride_d, mask=mask, other=0.0)
+    x = K + n[:, None] * stride_n + d.to(tl.int64)[None, :] * stride_d
+    x = tl.load(x, mask=mask, other=0.0)
     if PDL:
         gdc_wait()
     mean = tl.load(K_mean + head * channels + d, mask=d < channels, other=0.0)
@@ -132,7 +133,7 @@ def _load_v(
     n = block * BLOCK_N + token
     d = tl.arange(0, BLOCK_D)
     mask = (2 * n < N2)[:, None] & (d < channels)[None, :]
-    v = V + n.to(tl.int64)[:, None] * stride_n + d[None, :] * stride_d
+    v = V + n.to(tl.int64)[:, None] * stride_n + d.to(tl.int64)[None, :] * stride_d
     return tl.load(v, mask=mask, other=0.0).to(tl.float32), n, mask
 
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 PAD_N = 128  # rows of k and v the kernels read in one tile, at most
+MAX_ROWS = 2**30 - 256  # of a sequence: twice that, rounded up to a tile, is a 32-bit number
 K_BLOCK = 64  # rows of k that four scales (per_thread) or one (otherwise) cover
 HEAD_DIMS = (64, 128, 256)  # what the kernels compute; smaller head_dims are padded in their loads
 Q_BLOCK = 128  # rows of q that share a mean, where q is smoothed

@@ -49,7 +49,7 @@ from sage_inductor.ops.quantize import (
     quantize_kv_opaque,
     quantize_v,
 )
-from sage_inductor.ops.reference import FP4_BLOCK, HEAD_DIMS, PAD_N, pad_head_dim
+from sage_inductor.ops.reference import FP4_BLOCK, HEAD_DIMS, MAX_ROWS, PAD_N, pad_head_dim
 from sage_inductor.ops.smooth import smooth, smooth_q
 
 
@@ -101,7 +101,8 @@ def check(q, k, v, attn_mask, prepared, left, right, scale: float, recipe: str) 
         _require(x.dim() == 4, f"{name} must be [B, H, N, D], got {x.dim()} dimensions")
         _require(x.dtype == q.dtype, f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
         _require(x.device == q.device, f"{name} must be on q's device {q.device}, got {x.device}")
-        _require(x.shape[2] >= 1, f"{name} must have at least one row, got N=0")
+        N = x.shape[2]
+        _require(1 <= N <= MAX_ROWS, f"{name} must have 1 to {MAX_ROWS} rows, got N={N}")
         D = x.shape[3]
         _require(1 <= D <= HEAD_DIMS[-1], f"head_dim must be 1..{HEAD_DIMS[-1]}, got {D}")
     valid = (torch.float16, torch.bfloat16, torch.float32)

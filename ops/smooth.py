@@ -64,10 +64,10 @@ def _partial_kernel(
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     if tl.program_id(1) == 0:
-        x = X0 + b * stride_0b + h * stride_0h + d[None, :] * stride_0d
+        x = X0 + b * stride_0b + h * stride_0h + d.to(tl.int64)[None, :] * stride_0d
         stride_n = stride_0n
     else:
-        x = X1 + b * stride_1b + h * stride_1h + d[None, :] * stride_1d
+        x = X1 + b * stride_1b + h * stride_1h + d.to(tl.int64)[None, :] * stride_1d
         stride_n = stride_1n
 
     columns = (d < D)[None, :]
@@ -95,7 +95,7 @@ def _partial_kernel(
             high = tl.maximum(high, tl.where(mask, tile, -float("inf")))
             low = tl.minimum(low, tl.where(mask, tile, float("inf")))
 
-    out = Partial + (tl.program_id(1) * tl.num_programs(0) + pid) * 3 * D + d
+    out = Partial + (tl.program_id(1).to(tl.int64) * tl.num_programs(0) + pid) * 3 * D + d
     tl.store(out, tl.sum(total, 0), mask=d < D)
     tl.store(out + D, tl.max(high, 0), mask=d < D)
     tl.store(out + 2 * D, tl.min(low, 0), mask=d < D)
@@ -223,8 +223,8 @@ def _estimate_kernel(
     if MASK:
         keep = tl.load(Visible + b * stride_visible_b + h * stride_visible_h + rows) != 0
     mask = keep[:, None] & (d < channels)[None, :]
-    x = tl.load(x + rows[:, None] * stride_n + d[None, :] * stride_d, mask=mask, other=0.0)
-    x = x.to(tl.float32)
+    x = x + rows[:, None] * stride_n + d.to(tl.int64)[None, :] * stride_d
+    x = tl.load(x, mask=mask, other=0.0).to(tl.float32)
     count = tl.sum(keep.to(tl.float32), 0)
     mean, square = tl.sum(x, 0) / count, tl.sum(x * x, 0) / count
     kept = 1.0 - _NO_SHIFT / count * (square / (mean * mean) - 1.0)

@@ -431,16 +431,20 @@ def test_masked_nvfp4_compiles_everywhere(architecture, variant):
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=str)
 @pytest.mark.parametrize("D", [8, 128, 256])
 def test_preparation_in_nvfp4_compiles(architecture, D):
+    for along_n in (False, True):
+        compiled = compile_preparation_nvfp4(architecture, D, along_n)
+        assert stack_bytes(compiled) <= (0 if D <= 128 else 256)
+
+
+def compile_preparation_nvfp4(architecture, D, along_n):
     types = dict(
         X="*bf16", Mean="*fp32", Amax="*fp32", X_fp4="*u8", X_e4m3="*u8", X_scale="*fp32"
     )  # fmt: skip
-    for along_n in (False, True):
-        constexprs = dict(
-            ALONG_N=along_n, SATURATE=True, D=D, PAD_N=128, BLOCK_N=nvfp4.ROWS,
-            BLOCK_D=reference.pad_head_dim(D), stride_d=1,
-        )  # fmt: skip
-        compiled = compile_kernel(nvfp4._quantize_kernel, architecture, constexprs, types)
-        assert stack_bytes(compiled) <= (0 if D <= 128 else 256)
+    constexprs = dict(
+        ALONG_N=along_n, SATURATE=True, D=D, PAD_N=128, BLOCK_N=nvfp4.ROWS,
+        BLOCK_D=reference.pad_head_dim(D), stride_d=1,
+    )  # fmt: skip
+    return compile_kernel(nvfp4._quantize_kernel, architecture, constexprs, types)
 
 
 # -- k and v ----
@@ -533,28 +537,37 @@ def test_no_byte_is_stored_of_a_float(recipe):
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
 @pytest.mark.parametrize("D", [64, 80, 128, 256])
 def test_preparation_compiles(architecture, D, masked):
-    BLOCK_D = reference.pad_head_dim(D)
-    x = dict(
-        X0="*bf16", X1="*bf16", Visible="*u8", Partial="*fp32", Count="*i32", Mean="*fp32",
-        Amax="*fp32",
-    )  # fmt: skip
-    tile = dict(D=D, MASK=masked, CHUNK=256, BLOCK_D=BLOCK_D)
-    compile_kernel(
-        _partial_kernel, architecture, dict(tile, BLOCK_N=8, stride_0d=1, stride_1d=1), x
-    )
-    compile_kernel(_final_kernel, architecture, dict(tile, KEEP=1, BLOCK_C=16), x)
+    compile_smooth(architecture, D, masked)
     formats = ((1, "i8"), (4, "i8"), (4, "u8"), (1, "fp8e4nv"))
     for groups, qk in formats[: 3 + (architecture >= (8, 9))]:
         compile_quantize_k(architecture, D, masked, groups, qk)
-    tile = dict(D=D, BLOCK_D=BLOCK_D, stride_d=1)
     if architecture >= (8, 9):
-        v = dict(V="*bf16", V_mean="*fp32", V_amax="*fp32", V_fp8="*fp8e4nv", V_scale="*fp32")
-        constexprs = dict(tile, SATURATE=masked, BLOCK_N=128)
-        compile_kernel(_quantize_v_kernel, architecture, constexprs, v)
+        compile_quantize_v(architecture, D, masked)
         compiled = compile_quantize_kv(D, masked, "i8", architecture)
         assert stack_bytes(compiled) == 0
         assert stack_bytes(compile_quantize_v_again(D, masked, architecture)) == 0
     compile_estimate(D, masked, architecture)
+
+
+def compile_smooth(architecture, D, masked):
+    types = dict(
+        X0="*bf16", X1="*bf16", Visible="*u8", Partial="*fp32", Count="*i32", Mean="*fp32",
+        Amax="*fp32",
+    )  # fmt: skip
+    tile = dict(D=D, MASK=masked, CHUNK=256, BLOCK_D=reference.pad_head_dim(D))
+    partial = dict(tile, BLOCK_N=8, stride_0d=1, stride_1d=1)
+    return (
+        compile_kernel(_partial_kernel, architecture, partial, types),
+        compile_kernel(_final_kernel, architecture, dict(tile, KEEP=1, BLOCK_C=16), types),
+    )
+
+
+def compile_quantize_v(architecture, D, saturate):
+    types = dict(V="*bf16", V_mean="*fp32", V_amax="*fp32", V_fp8="*fp8e4nv", V_scale="*fp32")
+    constexprs = dict(
+        D=D, BLOCK_D=reference.pad_head_dim(D), stride_d=1, SATURATE=saturate, BLOCK_N=128
+    )
+    return compile_kernel(_quantize_v_kernel, architecture, constexprs, types)
 
 
 def compile_estimate(D, masked, architecture=(9, 0), pdl=False):

@@ -229,7 +229,7 @@ BAD = {
     "large head_dim": ([F.pad(x, (0, 200)) for x in (q, k, v)], {}, ValueError, "head_dim must be 1..256, got 264"),
     "heads": ((q[:, :3], k, v), {}, ValueError, "heads of q must be a multiple of k's, got 3 and 2"),
     "k and v": ((q, k, v[:, :, :-1]), {}, ValueError, "k and v must have one batch, heads and length"),
-    "empty": ((q, k[:, :, :0], v[:, :, :0]), {}, ValueError, "k must have at least one row, got N=0"),
+    "empty": ((q, k[:, :, :0], v[:, :, :0]), {}, ValueError, "k must have 1 to 1073741568 rows, got N=0"),
     "prepared": ((q, k, v), {"prepared": [k] * 3}, ValueError, "prepared must be empty or 6 tensors, got 3"),
     "scale": ((q, k, v), {"scale": float("nan")}, ValueError, "scale must be finite, got nan"),
 }  # fmt: skip
