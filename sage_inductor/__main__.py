@@ -36,8 +36,8 @@ def main(arguments: list[str] | None = None) -> int:
         "GPU, and write the lengths from which 'auto' may rewrite a call to where later processes "
         "read them. Minutes a GPU; nothing else should run on it.",
     )
-    command.add_argument("--head-dims", type=_number, nargs="+", default=HEAD_DIMS)
-    command.add_argument("--lengths", type=_number, nargs="+", default=LENGTHS)
+    command.add_argument("--head-dims", type=_positive, nargs="+", default=HEAD_DIMS)
+    command.add_argument("--lengths", type=_positive, nargs="+", default=LENGTHS)
     command = commands.add_parser(
         "demo",
         help="compile a diffusion transformer: report, accuracy, speed",
@@ -47,9 +47,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     command.add_argument("--recipe", default=AUTO, choices=(AUTO, *NAMED), help="default: auto")
     command.add_argument(
-        "--size", type=_size, help="side of the latent image; tokens = (size / 2)^2 (64; GPU: 256)"
+        "--size", type=_even, help="side of the latent image; tokens = (size / 2)^2 (64; GPU: 256)"
     )
-    command.add_argument("--layers", type=_number, default=4, help="default: 4")
+    command.add_argument("--layers", type=_positive, default=4, help="default: 4")
     command.add_argument(
         "--force", action="store_true", help="on a GPU: rewrite also where SDPA is faster"
     )
@@ -58,13 +58,13 @@ def main(arguments: list[str] | None = None) -> int:
     return run(**options)
 
 
-def _size(text: str) -> int:
+def _even(text: str) -> int:
     if not (text.isdecimal() and int(text) > 0 and int(text) % PATCH == 0):
         raise argparse.ArgumentTypeError(f"must be a positive even number, got {text!r}")
     return int(text)
 
 
-def _number(text: str) -> int:
+def _positive(text: str) -> int:
     if not (text.isdecimal() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"must be a positive number, got {text!r}")
     return int(text)

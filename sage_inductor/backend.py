@@ -37,8 +37,8 @@ def sage_backend(gm: torch.fx.GraphModule, example_inputs, *, mode=None, options
     sites = rewrite(gm, settings.resolve(ours))
     inductor = InductorWrapper(ours["mode"], theirs, None)
     compiled = inductor(gm, example_inputs)
-    # Not before: Dynamo may have abandoned the graph meanwhile, to trace it again with a number
-    # (a scale that the caller passes, say) as a constant.
+    # Recorded after compiling: Dynamo may abandon the graph until then and trace it again, with a
+    # number that the caller passes (a scale, say) as a constant.
     record(sites)
     if ours.get("strict", config.strict):
         raise_if_refused(sites)

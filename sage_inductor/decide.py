@@ -61,7 +61,7 @@ def _choose(call: Call, settings: Settings) -> tuple[Candidate | None, str]:
 
 
 def _asked(call: Call, settings: Settings, wanted: str) -> tuple[Candidate | None, str]:
-    """`_choose`, where a recipe is asked for."""
+    """As `_choose`, for the recipe that the settings or a rule ask for."""
     if wanted == OFF:
         return None, "the recipe is 'off'"
     q = value_of(call.q)
@@ -81,7 +81,7 @@ def _asked(call: Call, settings: Settings, wanted: str) -> tuple[Candidate | Non
 
 
 def _left_behind(call: Call, recipe: str) -> str:
-    """What the reason says of a package's call that a kernel which does not travel runs faster."""
+    """What a package's reason adds where a faster kernel exists that cannot travel."""
     device, masked = value_of(call.q).device, call.attn_mask is not None
     args = device, recipes.NAMED[recipe], _head_dim(call), masked
     if kernel(*args, portable=False) == kernel(*args, portable=True):
@@ -134,8 +134,9 @@ def _on_gpu(
 
 
 def _case(call: Call, names: tuple[str, ...]) -> BenchmarkCase | None:
-    """None where the table decides: a size that nothing is known of; and what none of SDPA's
-    backends is the rival of, flex_attention's windows and bands at the bottom right."""
+    """What is timed in the call's place. None where the table decides: for a size that depends on
+    data, and for calls that none of SDPA's backends computes (flex_attention's windows, bands at
+    the bottom right)."""
     q, k, v, mask = (value_of(x) for x in (call.q, call.k, call.v, call.attn_mask))
     shapes = [tuple(_hint(n) for n in x.shape) for x in (q, k, v, mask) if x is not None]
     shifted = call.band.bottom_right and shapes[0][2] != shapes[1][2]
@@ -148,8 +149,8 @@ def _case(call: Call, names: tuple[str, ...]) -> BenchmarkCase | None:
 
 
 def _tiles(call: Call, recipe: str) -> list[Candidate]:
-    """`recipe` by each tile that may be the fastest. Of a dynamic N_q, of which one length would be
-    timed, by the table's alone: it is read when the call runs."""
+    """`recipe` by each tile that may be the fastest. With a dynamic N_q only one length would be
+    timed; there the tile is left to the table, which is read when the call runs."""
     r, n_q = recipes.NAMED[recipe], value_of(call.q).shape[2]
     unmasked = call.attn_mask is None and call.band in (FULL, CAUSAL)
     by_row = (r.qk, r.granularity) == ("int8", "per_row")
@@ -161,8 +162,8 @@ def _tiles(call: Call, recipe: str) -> list[Candidate]:
 
 
 def _autotuned(call, found, recipe, candidates) -> tuple[Candidate | None, str]:
-    """The fastest of `candidates`, if that is one of `recipe` and faster than SDPA, by the times
-    `found`."""
+    """The fastest of `candidates` by the times `found`, if it beats SDPA and is of `recipe`: each
+    recipe of "auto" is asked in turn."""
     dims = [*value_of(call.q).shape, *value_of(call.k).shape]
     hints = f" at {[_hint(n) for n in dims[:4]]}" * any(isinstance(n, torch.SymInt) for n in dims)
     failed = [(each, found[each]) for each in candidates if isinstance(found[each], str)]

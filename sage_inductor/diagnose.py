@@ -36,15 +36,15 @@ from sage_inductor.policy import Policy, Rule, layer_of
 from sage_inductor.report import table
 from sage_inductor.settings import Settings
 
-# 8-bit q, k and v cost a relative L1 of 0.035 to 0.046 on normal inputs (README): a call above
-# this has something that its recipe does not cope with.
+# 8-bit q, k and v cost a relative L1 of 0.035 to 0.046 on normal inputs (README). A call above
+# this tolerance has inputs that its recipe does not cope with.
 TOLERANCE = 0.05
 SDPA = "sdpa"  # in the place of a recipe: scaled_dot_product_attention in the model's own dtype
-# Fastest first, where measured. sage2-8b-fp8qk is for devices where INT8 is slow: "auto" takes it;
-# of 4 bits, sage2-4b has no arithmetic to gain on any, sage3 was timed on none.
+# Fastest first, where measured. Left out: sage2-8b-fp8qk, which "auto" takes on devices where INT8
+# is slow; sage2-4b, which saves no arithmetic on any device; sage3, which was timed on none.
 BY_SPEED = ("sage2-8b-rows", "sage2-8b", "accurate", "sage1")
 STUDY = Settings(emulate=True, force=True)
-AT_ONCE = 1 << 24  # scores of exact attention: 128 MiB
+MAX_SCORES = 1 << 24  # of exact attention, computed together: 128 MiB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +149,8 @@ def diagnose(
         decision = functools.partial(decide, settings=STUDY)
         sites = rewrite(gm, decision, put=lambda *each: calls.append(each))
         refused.extend(site for site in sites if not site.rewritten)
-        # Not before: to the proofs of masks a probe is a call that may write to them.
+        # Probes are inserted when all calls are found: to a proof of what a mask says a probe is a
+        # call that may write to the mask.
         probes.extend(_Probe(*each, recipes) for each in calls)
         for module in gm.modules():
             if isinstance(module, torch.fx.GraphModule):
@@ -207,7 +208,7 @@ def _exact(q, k, v, attn_mask, band: Band, scale: float) -> Tensor:
     if attn_mask is not None:
         attn_mask = as_4d(attn_mask).expand(B, H, N_q, N_kv)
     left, right, bottom_right = dataclasses.astuple(band)
-    rows = max(1, AT_ONCE // (B * N_kv))
+    rows = max(1, MAX_SCORES // (B * N_kv))
     out = torch.empty(*q.shape[:3], v.shape[3], dtype=torch.float64, device=q.device)
     for h, first in itertools.product(range(H), range(0, N_q, rows)):
         part = slice(None), slice(h, h + 1), slice(first, first + rows)
@@ -222,7 +223,7 @@ def _exact(q, k, v, attn_mask, band: Band, scale: float) -> Tensor:
 
 
 def _quantized(q, k, v, attn_mask, band: Band, scale: float, recipe: str) -> Tensor:
-    """``sage::sdpa``; a head of k at a time where it is emulated, which holds all scores."""
+    """``sage::sdpa``. The emulation holds all scores, so on CPU it gets one head of k at a time."""
     H_kv, G = k.shape[1], q.shape[1] // k.shape[1]
     step = 1 if q.device.type == "cpu" else H_kv
     outs = []
@@ -268,7 +269,7 @@ def _worst(actual: Tensor, exact: Tensor) -> tuple[tuple, tuple]:
 
 
 def _ratio(error: Tensor, size: Tensor) -> Tensor:
-    return torch.where(error == 0, 0.0, error / size)  # rows that see nothing are 0
+    return torch.where(error == 0, 0.0, error / size)  # a row that sees nothing is 0, and right
 
 
 # -- suggesting ----

@@ -160,7 +160,7 @@ def _rule(number: int, rule: "_Located") -> Rule:
 
 def _field(name: str, given: "_Located"):
     """A field of Rule from what the file says."""
-    value = given.plain()
+    value = given.to_python()
     if name == "recipe":
         try:
             options.check(name, value, "")
@@ -177,15 +177,15 @@ def _field(name: str, given: "_Located"):
             what = f"head_dim must be a number of 1 to {HEAD_DIMS[-1]}, or a list of such"
             raise _Invalid(given.line, f"{what}, got {given.text}")
         return tuple(several)
-    least, one = (0, "a number or ") if name == "layer" else (1, "")
-    if name == "layer" and _is_integer(value, least):
+    minimum, one = (0, "a number or ") if name == "layer" else (1, "")
+    if name == "layer" and _is_integer(value, minimum):
         return value, value
     if not (
         isinstance(value, list)
         and len(value) == 2
-        and all(x is None or _is_integer(x, least) for x in value)
+        and all(x is None or _is_integer(x, minimum) for x in value)
     ):
-        what = f"{name} must be {one}[from, to], numbers from {least} on or null"
+        what = f"{name} must be {one}[from, to], numbers from {minimum} on or null"
         raise _Invalid(given.line, f"{what}, got {given.text}")
     if None not in value and value[0] > value[1]:
         raise _Invalid(given.line, f"{name} must not be an empty range, got {given.text}")
@@ -203,8 +203,8 @@ def _check_keys(given: "_Located", valid: tuple[str, ...], needed: tuple[str, ..
             raise _Invalid(given.line, f"{name} is missing")
 
 
-def _is_integer(x, least: int, most: float = float("inf")) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool) and least <= x <= most
+def _is_integer(x, minimum: int, maximum: float = float("inf")) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool) and minimum <= x <= maximum
 
 
 # -- JSON, with lines ----
@@ -217,14 +217,14 @@ class _Located:
     text: str  # as the file has it, in one line
     keys: dict[str, tuple[int, int]]  # of an object: line, and how often
 
-    def plain(self):
+    def to_python(self):
         is_list = isinstance(self.value, list)
-        return [x.plain() for x in self.value] if is_list else self.value
+        return [x.to_python() for x in self.value] if is_list else self.value
 
 
 def _parse(text: str) -> _Located:
     """JSON with the line of each value. Raises json.JSONDecodeError."""
-    json.loads(text)  # so that what follows need not look for mistakes
+    json.loads(text)  # raises for every mistake, so what follows looks for none
     decoder, between = json.JSONDecoder(), re.compile(r"[\s,:]*")
 
     def skip(at: int) -> int:

@@ -104,7 +104,8 @@ def _policy(device: torch.device) -> str:
         return f"SDPA: {site.reason}"
     rows = crossovers(cost.gpu_name(device), tiles.capability(device))
     if not rows:
-        return f"SDPA: no length was measured from which {site.recipe} is faster on this device"
+        missing = f"no length was measured from which {site.recipe} is faster on this device"
+        return f"SDPA: {missing} (`python -m sage_inductor tune` measures it)"
     return "what was measured to be faster, else SDPA" + "".join(f"\n    {row}" for row in rows)
 
 

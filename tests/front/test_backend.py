@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from support import cos_sim
 from torch._dynamo.utils import counters
 from torch._inductor import compile_fx
 from torch.testing import assert_close
@@ -50,7 +51,7 @@ def dropped(q, k, v):
 
 
 def close(actual, expected):
-    return F.cosine_similarity(actual.flatten(), expected.flatten(), dim=0) > 0.999
+    return cos_sim(actual, expected) > 0.999
 
 
 # -- results ----
@@ -460,6 +461,20 @@ def test_warm_caches_hit_with_the_same_settings_and_miss_with_others(tmp_path):
     assert sage1[:2] == ["miss", "1"] and sage1[2] != sage2[2]
     off = process(PROGRAM.format(options={**EMULATE, "sage.recipe": "off"}), tmp_path)
     assert off[:2] == ["miss", "0"] and float(off[2]) < 1e-5
+
+
+def test_a_recipes_tag_is_of_every_source_that_says_what_it_means(tmp_path, monkeypatch):
+    here, tags = tmp_path / "ops" / "recipe.py", set()
+    for changed in (None, "ops/a.py", "ops/nested/b.py", "lowering/c.py", "lowering/nested/d.py"):
+        if changed:
+            (tmp_path / changed).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / changed).write_text(f"# {changed}")
+        monkeypatch.setattr(recipes, "__file__", str(here))
+        tags.add(recipes.source_tag.__wrapped__())
+    (tmp_path / "patterns").mkdir()
+    (tmp_path / "patterns" / "e.py").write_text("# of what is found, not of what it means")
+    tags.add(recipes.source_tag.__wrapped__())
+    assert len(tags) == 5 and all(tag.startswith(recipes.VERSION + "+") for tag in tags)
 
 
 def test_environment_sets_the_config(tmp_path):

@@ -290,7 +290,7 @@ def test_every_kind_of_site_is_compared_with_what_it_computes(case, at_once, mon
         return compare(out, exact)
 
     monkeypatch.setattr(DIAGNOSE, "compare", spy)
-    monkeypatch.setattr(DIAGNOSE, "AT_ONCE", at_once)
+    monkeypatch.setattr(DIAGNOSE, "MAX_SCORES", at_once)
     found = diagnose(function, q, k, v)
     expected = function(q.double(), k.double(), v.double())
     assert compared[0].dtype == torch.float64

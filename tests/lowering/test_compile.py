@@ -27,6 +27,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from support import cos_sim
 from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.testing import assert_close
@@ -79,10 +80,6 @@ def stack(layers=2):
 def compiled(model, backend="sage", options=EMULATE, fullgraph=True, **kwargs):
     options = options if backend == "sage" else None
     return torch.compile(model, backend=backend, options=options, fullgraph=fullgraph, **kwargs)
-
-
-def cos_sim(actual, expected) -> float:
-    return F.cosine_similarity(actual.double().flatten(), expected.double().flatten(), 0).item()
 
 
 def follows(actual, expected) -> bool:
@@ -1046,6 +1043,16 @@ def test_what_a_kernel_accesses_is_found_once_a_variant(monkeypatch):
     for _ in range(2):
         remembered(another, {"X": x, "N": 4}, {})
     assert len(calls) == 10
+    for _ in range(2):  # as no torch calls it yet: passed on, whosever the kernel is
+        for each in (ours, another):
+            remembered(each, {"X": x, "N": 4}, {}, 5)
+            remembered(each, {"X": x, "N": 4}, tma_descriptor_metadata={})
+            remembered(each, {"X": x, "N": 4}, {}, new=6)
+    assert len(calls) == 22 and calls[10:13] == [((5,), {}), ((), {}), ((), {"new": 6})]
+    monkeypatch.setattr(access_cache, "REMEMBERED", 2)
+    for n in (11, 12, 13, 12, 13, 11):
+        remembered(ours, {"X": x, "N": n}, {})
+    assert len(calls) == 22 + 4
     installed = [
         getattr(access_cache.triton_kernel_wrap, name, None) for name in access_cache.NAMES
     ]
