@@ -324,12 +324,10 @@ def print_crossover(plan: str, result: dict) -> None:
     """Of each family of cases, and of each key of CROSSOVER: where it has several families, from
     the longest of their lengths on, and not at all if one of them never wins."""
     rows = [row for row in result["rows"] if row["plan"] == plan]
-    capability = tuple(result["machine"]["capability"])
+    gpu = result["machine"]["gpu"]
     ops = {row["provider"]: row["recipe"] for row in rows if row["recipe"]}
-    what = (
-        f"shortest N from which the op beats SDPA's best, there and at all longer N, {MIN_SPEEDUP}x"
-    )
-    print(f"\n{what}")
+    what = "shortest N from which the op beats SDPA's best, there and at all longer N"
+    print(f"\n{what}, {MIN_SPEEDUP}x")
     for op, recipe in sorted(ops.items()):
         keys = {}  # (D, kind) -> {B * H_q: [N of each family]}
         for family in dict.fromkeys(row["family"] for row in rows):
@@ -342,7 +340,7 @@ def print_crossover(plan: str, result: dict) -> None:
                 lengths.setdefault(heads, []).append(n)
         for (D, kind), lengths in keys.items():
             row = [(heads, max(ns)) for heads, ns in lengths.items() if all(ns)]
-            print(f"    {(capability, recipe, D, kind)}: {row},")
+            print(f"    {(gpu, recipe, D, kind)}: {row},")
 
 
 def crossovers(rows: list[dict], op: str) -> dict[int, int | None]:
