@@ -10,6 +10,7 @@ import functools
 import json
 import logging
 import statistics
+import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -113,9 +114,12 @@ def _agree(case: BenchmarkCase, store) -> Times:
     return found or _measure(case)
 
 
+_one_at_a_time = threading.Lock()  # threads that compile would time each other's work
+
+
 def _measure(case: BenchmarkCase) -> Times:
     off = torch.autocast(case.device.type, enabled=False)  # the case has what autocast makes
-    with torch.no_grad(), torch.cuda.device(case.device), off:
+    with _one_at_a_time, torch.no_grad(), torch.cuda.device(case.device), off:
         try:
             found = time_calls(_calls(case))
         except Exception as error:  # out of memory for the inputs, say

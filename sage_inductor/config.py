@@ -73,21 +73,18 @@ class _Patch(contextlib.ContextDecorator):
         self.patch = patch
 
     def __enter__(self):
-        with _as_patch():
-            return self.patch.__enter__()
+        return self._run(self.patch.__enter__)
 
     def __exit__(self, *error):
-        with _as_patch():
-            return self.patch.__exit__(*error)
+        return self._run(self.patch.__exit__, *error)
 
-
-@contextlib.contextmanager
-def _as_patch():
-    token = _patching.set(True)
-    try:
-        yield
-    finally:
-        _patching.reset(token)
+    @staticmethod
+    def _run(step, *args):
+        token = _patching.set(True)
+        try:
+            return step(*args)
+        finally:
+            _patching.reset(token)
 
 
 _PREFIX = "sage_inductor.config."

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -358,6 +359,32 @@ def test_ranks_choose_by_the_times_of_one_of_them(tmp_path):
     assert (
         outs[0][0] == outs[1][0] and "Candidate(recipe='sage2-8b-rows', warpgroups=3)" in outs[0][0]
     )
+
+
+def test_ranks_share_times_by_the_kind_of_gpu(monkeypatch):
+    names = {0: "NVIDIA H200", 1: "NVIDIA H200", 2: "NVIDIA H100"}
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[device.index])
+    monkeypatch.setattr(autotune, "_measure", lambda case: {"measured": case.device.index})
+    store = torch.distributed.HashStore()
+    cases = [dataclasses.replace(case(), device=torch.device("cuda", i)) for i in names]
+    found = [autotune._agree(each, store)["measured"] for each in cases]
+    assert found == [0, 0, 2]
+
+
+def test_threads_are_timed_one_at_a_time(on_cpu, monkeypatch):
+    running = []
+
+    def time_calls(calls):
+        running.append(1)
+        time.sleep(0.05)
+        assert running == [1]
+        running.pop()
+        return dict.fromkeys(calls, 1.0)
+
+    monkeypatch.setattr(autotune, "time_calls", time_calls)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(autotune.benchmark, (case(), case(D_v=16))))
+    assert all(set(times.values()) == {1.0} for times in found)
 
 
 def test_a_rank_times_for_itself_where_the_one_that_was_to_do_it_is_gone(caplog, monkeypatch):
