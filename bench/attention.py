@@ -2,7 +2,7 @@
 
 $ python bench/attention.py --shapes paper --json          # bench/results/GPU/DATE-paper.json
 $ python bench/attention.py --shapes load                  # the tiles of HOPPER in ops/tiles.py
-$ python bench/attention.py --shapes crossover             # rows for CROSSOVER in ops/tiles.py
+$ python bench/attention.py --shapes crossover             # rows for cost.CROSSOVER
 $ python bench/attention.py --shapes crossover_masks       # its rows for masks and windows
 
 Speed is reported behind two gates: the kernel must agree with its emulation before anything is
@@ -28,8 +28,9 @@ from measure import WINDOW, WRONG, Exact, Runner, draw, draw_sets, interleave, s
 from providers import GATE_TOLERANCE, build, gate
 
 import sage_inductor
+from sage_inductor.cost import MIN_SPEEDUP
 from sage_inductor.ops.recipe import NAMED
-from sage_inductor.tune import WIN, shortest
+from sage_inductor.tune import shortest
 
 FIELDS = ("model", "B", "H_q", "H_kv", "N", "D", "is_causal", "mask", "kind", "family")  # of a case
 RESULTS = Path(__file__).parent / "results"
@@ -323,9 +324,10 @@ def print_crossover(plan: str, result: dict) -> None:
     """Of each family of cases, and of each key of CROSSOVER: where it has several families, from
     the longest of their lengths on, and not at all if one of them never wins."""
     rows = [row for row in result["rows"] if row["plan"] == plan]
-    capability = tuple(result["machine"]["capability"])
+    gpu = result["machine"]["gpu"]
     ops = {row["provider"]: row["recipe"] for row in rows if row["recipe"]}
-    print(f"\nshortest N from which the op beats SDPA's best, there and at all longer N, {WIN}x")
+    what = "shortest N from which the op beats SDPA's best, there and at all longer N"
+    print(f"\n{what}, {MIN_SPEEDUP}x")
     for op, recipe in sorted(ops.items()):
         keys = {}  # (D, kind) -> {B * H_q: [N of each family]}
         for family in dict.fromkeys(row["family"] for row in rows):
@@ -338,12 +340,12 @@ def print_crossover(plan: str, result: dict) -> None:
                 lengths.setdefault(heads, []).append(n)
         for (D, kind), lengths in keys.items():
             row = [(heads, max(ns)) for heads, ns in lengths.items() if all(ns)]
-            print(f"    {(capability, recipe, D, kind)}: {row},")
+            print(f"    {(gpu, recipe, D, kind)}: {row},")
 
 
 def crossovers(rows: list[dict], op: str) -> dict[int, int | None]:
-    """B * H_q -> the shortest N from which `op` is WIN times as fast as the fastest of the others
-    at every N measured, or None if it is not at the longest."""
+    """B * H_q -> the shortest N from which `op` is MIN_SPEEDUP times as fast as the fastest of
+    the others at every N measured, or None if it is not at the longest."""
     found = {}
     for heads in sorted({row["B"] * row["H_q"] for row in rows}, reverse=True):
         times = {}  # N -> provider -> ms

@@ -23,7 +23,7 @@ class Case:
 
     @property
     def kind(self) -> str:
-        """What CROSSOVER in ops/tiles.py calls it."""
+        """What CROSSOVER in sage_inductor/cost.py calls it."""
         if self.mask:
             return self.mask if self.mask in ("window", "keys", "bias") else "mask"
         return "causal" if self.is_causal else "full"
@@ -141,7 +141,7 @@ PLANS = {
         ),
         providers=("cuDNN", "flash", "kernel", "op"),
     ),
-    # 108 cases: what fills CROSSOVER in ops/tiles.py.
+    # 108 cases: what fills CROSSOVER in sage_inductor/cost.py.
     "crossover": Plan(
         tuple(
             Case(B, H, H, N, D, is_causal)

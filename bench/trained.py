@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from blocks import mlp
 from torch import Tensor, nn
 
-from sage_inductor import demo
+from sage_inductor.cli import demo
 
 # Without it cuBLAS is not deterministic, and torch refuses. It is read once, at the first product.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -102,6 +102,12 @@ Config = _take(
     seen=TORCH,
     without="as install_config_module",
 )
+default_store = _take(
+    "torch.distributed.distributed_c10d:_get_default_store",
+    seen=TORCH,
+    without="each rank times recipes for itself, and ranks may choose different ones",
+    optional=True,  # a torch that was built without torch.distributed
+)
 
 # -- torch: graphs ----
 

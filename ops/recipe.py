@@ -20,9 +20,8 @@ VERSION = "0.1.0"
 def source_tag() -> str:
     """``version+hash`` of the sources that decide what a recipe means."""
     ops = Path(__file__).parent
-    rooms = ops, ops.parent / "lowering"
-    files = sorted(file for room in rooms for file in room.rglob("*.py"))
-    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    files = sorted([*ops.rglob("*.py"), *(ops.parent / "lowering").rglob("*.py")])
+    digest = hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()
     return f"{VERSION}+{digest[:8]}"
 
 

@@ -5,88 +5,106 @@
     SAGE_INDUCTOR_FORCE=1 python train.py
     torch.compile(model, backend="sage", options={"sage.strict": True})     # one model
 
-An option of `torch.compile` overrides the setting, which overrides the environment (read when
-sage_inductor is imported).
+What each one means: sage_inductor/options.py. The environment is read when sage_inductor is
+imported.
+
+From torch 2.13 on, torch's configs keep what is assigned for the thread that assigned it. A server
+configures in one thread and compiles in another, so an assignment here is the whole process's;
+`patch` is its thread's, as torch's; a thread that has used one keeps the values it found.
 """
 
-import difflib
-import os
+import contextlib
+import contextvars
 import sys
 import types
+from collections.abc import Callable
 
-from torch.utils._config_module import Config, install_config_module
+from sage_inductor import options
+from sage_inductor import policy as policies
+from sage_inductor.ops.compat import Config, install_config_module
 
-# How attention calls are quantized: "auto" (by device), a recipe's name, or "off".
-recipe: str = Config(default="auto", env_name_default="SAGE_INDUCTOR_RECIPE")
 
-# The path of a file of rules: which recipe which attention call gets (sage_inductor/policy.py).
-policy: str = Config(default="", env_name_default="SAGE_INDUCTOR_POLICY")
+def _setting(name: str):
+    option = options.SETTINGS[name]
+    return Config(default=option.default, env_name_default=option.variable)
 
-# Run the recipes' bit-faithful emulation where there is no kernel (CPU), whatever the length.
-emulate: bool = Config(default=False, env_name_default="SAGE_INDUCTOR_EMULATE")
 
-# Rewrite every call the kernels can run, also below the measured crossover and in training.
-force: bool = Config(default=False, env_name_default="SAGE_INDUCTOR_FORCE")
-
-# Raise SageRefused when a call stays as it was.
-strict: bool = Config(default=False, env_name_default="SAGE_INDUCTOR_STRICT")
-
-# Rewrite graphs compiled with backend="inductor" too, by a pass beside the user's own.
-enabled: bool = Config(default=False, env_name_default="SAGE_INDUCTOR_ENABLED")
+recipe: str = _setting("recipe")
+policy: str = _setting("policy")
+emulate: bool = _setting("emulate")
+force: bool = _setting("force")
+strict: bool = _setting("strict")
+enabled: bool = _setting("enabled")
 
 install_config_module(sys.modules[__name__])
 
+_patching = contextvars.ContextVar("sage_inductor.config.patch", default=False)
+# name -> what is called with the value that was set, and whether it is the whole process's.
+_followers: dict[str, Callable[[object, bool], None]] = {}
+
 
 class _CheckedConfig(type(sys.modules[__name__])):
-    """Refuses unknown names and ill-typed values when they are set, and keeps `enabled`'s pass."""
+    """Refuses unknown names and ill-typed values when they are set, and tells who follows one."""
 
     def __setattr__(self, name, value):
         if name in self._config:
             check(name, value)
         elif name not in self._bypass_keys:
-            raise AttributeError(unknown(name, self._config))
+            raise AttributeError(options.unknown(name, self._config, _PREFIX))
         super().__setattr__(name, value)
-        if name == "enabled":
-            from sage_inductor.backend import install_pass
-
-            install_pass(value)
+        if name in self._config and not _patching.get():
+            # Where the environment's value is kept: below what a thread has set for itself.
+            self._config[name].env_value_default = value
+        if name in _followers:
+            _followers[name](value, not _patching.get())
 
     def patch(self, arg1=None, arg2=None, **kwargs):
         changes = arg1 if isinstance(arg1, dict) else {arg1: arg2} if arg1 else kwargs
         for name in changes:
             if name not in self._config:
-                raise AttributeError(unknown(name, self._config))
-        return super().patch(changes)
+                raise AttributeError(options.unknown(name, self._config, _PREFIX))
+        return _Patch(super().patch(changes))
 
 
-def check(name: str, value, prefix: str = "sage_inductor.config.") -> None:
-    """Raise ValueError unless `value` may be given to the setting `name`."""
-    from sage_inductor.ops.recipe import NAMED
+class _Patch(contextlib.ContextDecorator):
+    """torch's own, known to `__setattr__`."""
 
-    if name == "recipe":
-        valid = ("auto", "off", *NAMED)
-        if value not in valid:
-            near = difflib.get_close_matches(str(value), valid, n=1) or ["auto"]
-            raise ValueError(
-                f"{prefix}recipe must be one of {valid}, got {value!r}: did you mean {near[0]!r}?"
-            )
-    elif name == "policy":
-        if not isinstance(value, (str, os.PathLike, type(None))):
-            raise ValueError(f"{prefix}policy must be a path, got {value!r}")
-        if value:
-            from sage_inductor.policy import Policy
+    def __init__(self, patch):
+        self.patch = patch
 
-            Policy.load(value)
-    elif not isinstance(value, bool):
-        raise ValueError(f"{prefix}{name} must be True or False, got {value!r}")
+    def __enter__(self):
+        return self._run(self.patch.__enter__)
+
+    def __exit__(self, *error):
+        return self._run(self.patch.__exit__, *error)
+
+    @staticmethod
+    def _run(step, *args):
+        token = _patching.set(True)
+        try:
+            return step(*args)
+        finally:
+            _patching.reset(token)
 
 
-def unknown(name: str, valid, prefix: str = "sage_inductor.config.") -> str:
-    """The message for a name that does not exist, with the nearest one that does."""
-    near = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.0)[0]
-    return f"{prefix}{name} does not exist: did you mean {prefix}{near}?"
+_PREFIX = "sage_inductor.config."
+
+
+def check(name: str, value, prefix: str = _PREFIX) -> None:
+    """Raise ValueError unless `value` may be given to the setting `name`; of a policy its file is
+    read."""
+    options.check(name, value, prefix)
+    if name == "policy" and value:
+        policies.Policy.load(value)
+
+
+def follow(name: str, call: Callable[[object, bool], None]) -> None:
+    """``call(value, for_all)`` now and whenever the setting is set: by an assignment, which is for
+    all threads, or by a patch."""
+    _followers[name] = call
+    call(getattr(sys.modules[__name__], name), True)
 
 
 types.ModuleType.__setattr__(sys.modules[__name__], "__class__", _CheckedConfig)
-for _name in list(sys.modules[__name__]._config):  # what the environment says
-    check(_name, getattr(sys.modules[__name__], _name), "SAGE_INDUCTOR_* environment: ")
+for _option in options.SETTINGS.values():  # what the environment says
+    check(_option.name, getattr(sys.modules[__name__], _option.name), f"{_option.variable}: ")

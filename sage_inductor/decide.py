@@ -1,100 +1,28 @@
 """What becomes of a call: quantized with a recipe, or as it was, and why.
 
 A call is rewritten if `sage::sdpa` can stand for it (patterns/eligible.py) and is measured to be
-faster there, by the table (tiles.crossover) or here and now (Settings.clock), unless the settings
-say otherwise. Which recipe it asks for is said by the first rule of the policy that it fits, else
-by the settings' recipe.
+faster there, by the table (cost.py) or here and now (Settings.benchmark), unless the settings say
+otherwise. Which recipe it asks for is said by the first rule of the policy that it fits, else by
+the settings' recipe.
 """
 
 import dataclasses
-import fnmatch
 import functools
 import itertools
 import sys
-from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 
-from sage_inductor import patterns
+from sage_inductor import cost, patterns
+from sage_inductor.autotune import BenchmarkCase, Candidate
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops import tiles
+from sage_inductor.ops.compat import statically_known_true
 from sage_inductor.ops.sdpa import kernel
-from sage_inductor.patterns.call import (
-    CAUSAL,
-    FULL,
-    Band,
-    Call,
-    Decision,
-    Site,
-    module_path,
-    value_of,
-)
+from sage_inductor.options import AUTO, OFF
+from sage_inductor.patterns.call import CAUSAL, FULL, Call, Decision, Site, module_path, value_of
 from sage_inductor.patterns.eligible import why_not
-
-AUTO = "auto"
-OFF = "off"
-MEASURED = (9, 0)  # the compute capability that tiles.CROSSOVER was measured on
-WIN = 1.02  # faster by more than the spread of the medians
-
-
-@dataclasses.dataclass(frozen=True)
-class Rule:
-    """The recipe of the calls that fit every field; see sage_inductor/policy.py. Ranges are
-    inclusive, None: open."""
-
-    recipe: str  # a name in NAMED, AUTO or OFF
-    module: str = "*"  # a glob, of Site.module
-    layer: tuple[int | None, int | None] = (None, None)  # the first number in Site.module
-    head_dim: tuple[int, ...] = ()  # q's; none: any
-    length: tuple[int | None, int | None] = (None, None)  # N_q
-
-
-class Choice(NamedTuple):
-    """What a call may become."""
-
-    recipe: str  # a name in NAMED
-    warpgroups: int | None = None  # Recipe's
-
-    @property
-    def full(self) -> recipes.Recipe:
-        return Decision(self.recipe, "", self.warpgroups).full
-
-    @property
-    def tile(self) -> str:
-        """What a reason says of the tile, unless it is the table's."""
-        of = "the Triton kernel" if self.warpgroups == 0 else f"{self.warpgroups} warpgroups"
-        return "" if self.warpgroups is None else f" with {of}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Trial:
-    """What is timed in a call's place: random tensors of its sizes, as they are while compiling."""
-
-    device: torch.device
-    dtype: torch.dtype
-    q: tuple[int, ...]  # [B, H_q, N_q, D]
-    k: tuple[int, ...]  # [B, H_kv, N_kv, D]
-    v: tuple[int, ...]  # [B, H_kv, N_kv, D_v]
-    band: Band  # not at the bottom right
-    mask: tuple[int, ...] | None  # attn_mask's shape
-    mask_dtype: torch.dtype | None
-    choices: tuple[Choice, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """What the user asked for; see sage_inductor/config.py for each field's meaning."""
-
-    recipe: str = AUTO
-    emulate: bool = False
-    force: bool = False
-    strict: bool = False
-    policy: tuple[Rule, ...] = ()
-    portable: bool = False  # exporting: no guards on lengths, only kernels that travel
-    # Instead of the table: ms of a trial's choices and of SDPA's backends, these by name; an
-    # error's message for one that failed.
-    clock: Callable[[Trial], dict[Choice | str, float | str]] | None = None
+from sage_inductor.settings import Settings
 
 
 def rewrite(gm: torch.fx.GraphModule, settings: Settings) -> list[Site]:
@@ -104,69 +32,43 @@ def rewrite(gm: torch.fx.GraphModule, settings: Settings) -> list[Site]:
 
 def decide(call: Call, settings: Settings) -> Decision:
     """What becomes of `call`; nothing is changed yet."""
-    choice, reason = _choose(call, settings)
-    if choice is None:
+    candidate, reason = _choose(call, settings)
+    if candidate is None:
         return Decision(None, reason)
     if settings.portable:
-        reason += _left_behind(call, choice.recipe)
-    return Decision(choice.recipe, reason, choice.warpgroups)
+        reason += _left_behind(call, candidate.recipe)
+    return Decision(candidate.recipe, reason, candidate.warpgroups)
 
 
-def _choose(call: Call, settings: Settings) -> tuple[Choice | None, str]:
+def _choose(call: Call, settings: Settings) -> tuple[Candidate | None, str]:
     """(the recipe, why this one) or (None, why the call stays as it was)."""
     if settings.recipe == OFF and not settings.policy:
         return None, "the recipe is 'off'"
     reason = call.refused or why_not(call)
     if reason:
         return None, reason
+    q = value_of(call.q)
+    about = module_path(call.node), int(q.shape[3]), lambda n: _at_least(q.shape[2], n, settings)
     rules = enumerate(settings.policy, 1)
-    number = next((i for i, rule in rules if _fits(call, rule, settings)), None)
+    number = next((i for i, rule in rules if rule.fits(*about)), None)
     if number is None:
         return _asked(call, settings, settings.recipe)
     wanted = settings.policy[number - 1].recipe
     if wanted == OFF:
         return None, f"the policy says off (rule {number})"
-    choice, reason = _asked(call, settings, wanted)
-    return choice, f"{reason} (rule {number} of the policy)"
+    candidate, reason = _asked(call, settings, wanted)
+    return candidate, f"{reason} (rule {number} of the policy)"
 
 
-def _fits(call: Call, rule: Rule, settings: Settings) -> bool:
-    """Whether `rule` is about `call`. A dynamic length is asked for last: the answer is a guard."""
-    q, (first, last) = value_of(call.q), rule.length
-    return (
-        fits_module(module_path(call.node), rule)
-        and (not rule.head_dim or int(q.shape[3]) in rule.head_dim)
-        and (first is None or _at_least(q.shape[2], first, settings))
-        and (last is None or not _at_least(q.shape[2], last + 1, settings))
-    )
-
-
-def fits_module(module: str, rule: Rule) -> bool:
-    """Whether `rule` is about calls that `module` makes."""
-    layer, (first, last) = layer_of(module), rule.layer
-    if layer is None and rule.layer != (None, None):
-        return False
-    return (
-        fnmatch.fnmatchcase(module, rule.module)
-        and (first is None or layer >= first)
-        and (last is None or layer <= last)
-    )
-
-
-def layer_of(module: str) -> int | None:
-    """The first number in a path: 3 of ``decoder.layers.3.attn``."""
-    return next((int(name) for name in module.split(".") if name.isdecimal()), None)
-
-
-def _asked(call: Call, settings: Settings, wanted: str) -> tuple[Choice | None, str]:
-    """`_choose`, where a recipe is asked for."""
+def _asked(call: Call, settings: Settings, wanted: str) -> tuple[Candidate | None, str]:
+    """As `_choose`, for the recipe that the settings or a rule ask for."""
     if wanted == OFF:
         return None, "the recipe is 'off'"
     q = value_of(call.q)
     if q.device.type == "cpu":
         if not settings.emulate:
             return None, "on CPU attention stays as it was (sage.emulate=True studies the accuracy)"
-        return Choice("sage2-8b" if wanted == AUTO else wanted), "emulated"
+        return Candidate("sage2-8b" if wanted == AUTO else wanted), "emulated"
 
     names = autos(call, settings.portable) if wanted == AUTO else (wanted,)
     refused = {}  # each reason once, in order
@@ -179,7 +81,7 @@ def _asked(call: Call, settings: Settings, wanted: str) -> tuple[Choice | None, 
 
 
 def _left_behind(call: Call, recipe: str) -> str:
-    """What the reason says of a package's call that a kernel which does not travel runs faster."""
+    """What a package's reason adds where a faster kernel exists that cannot travel."""
     device, masked = value_of(call.q).device, call.attn_mask is not None
     args = device, recipes.NAMED[recipe], _head_dim(call), masked
     if kernel(*args, portable=False) == kernel(*args, portable=True):
@@ -191,11 +93,11 @@ def _left_behind(call: Call, recipe: str) -> str:
 def autos(call: Call, portable: bool) -> tuple[str, ...]:
     """What "auto" may become for `call`; on CPU, what it may on the GPU that was measured."""
     device = value_of(call.q).device
-    capability = tiles.capability(device) if device.type == "cuda" else MEASURED
-    return candidates(capability, _head_dim(call), _kind(call), portable)
+    capability = tiles.capability(device) if device.type == "cuda" else cost.MEASURED
+    return auto_recipes(capability, _head_dim(call), _kind(call), portable)
 
 
-def candidates(
+def auto_recipes(
     capability: tuple[int, int], head_dim: int, kind: str, portable: bool
 ) -> tuple[str, ...]:
     """The recipes of "auto": the first that is measured to be faster."""
@@ -212,7 +114,7 @@ def candidates(
 
 def _on_gpu(
     call: Call, settings: Settings, recipe: str, names: tuple[str, ...]
-) -> tuple[Choice | None, str]:
+) -> tuple[Candidate | None, str]:
     capability, head_dim = tiles.capability(value_of(call.q).device), _head_dim(call)
     try:
         r = recipes.NAMED[recipe]
@@ -220,20 +122,21 @@ def _on_gpu(
     except ValueError as error:
         return None, str(error)
     if settings.emulate or settings.force:
-        return Choice(recipe), "forced"
+        return Candidate(recipe), "forced"
     if call.out.dtype == torch.float32:
         return None, "fp32 is asked for (sage.force=True overrides; autocast decides otherwise)"
     if call.out.requires_grad:
         return None, "training: the backward recomputes exact attention (sage.force=True overrides)"
-    trial = _trial(call, names) if settings.clock and not settings.portable else None
-    if trial is not None:
-        return _autotuned(call, settings.clock(trial), recipe, trial.choices)
+    case = _case(call, names) if settings.benchmark and not settings.portable else None
+    if case is not None:
+        return _autotuned(call, settings.benchmark(case), recipe, case.candidates)
     return _never_slower(call, settings, recipe, capability, head_dim)
 
 
-def _trial(call: Call, names: tuple[str, ...]) -> Trial | None:
-    """None where the table decides: a size that nothing is known of; and what none of SDPA's
-    backends is the rival of, flex_attention's windows and bands at the bottom right."""
+def _case(call: Call, names: tuple[str, ...]) -> BenchmarkCase | None:
+    """What is timed in the call's place. None where the table decides: for a size that depends on
+    data, and for calls that none of SDPA's backends computes (flex_attention's windows, bands at
+    the bottom right)."""
     q, k, v, mask = (value_of(x) for x in (call.q, call.k, call.v, call.attn_mask))
     shapes = [tuple(_hint(n) for n in x.shape) for x in (q, k, v, mask) if x is not None]
     shifted = call.band.bottom_right and shapes[0][2] != shapes[1][2]
@@ -241,60 +144,63 @@ def _trial(call: Call, names: tuple[str, ...]) -> Trial | None:
         return None
     of_mask = (None, None) if mask is None else (shapes.pop(), mask.dtype)
     band = dataclasses.replace(call.band, bottom_right=False)
-    choices = tuple(each for name in names for each in _choices(call, name))
-    return Trial(q.device, call.out.dtype, *shapes, band, *of_mask, choices)
+    candidates = tuple(each for name in names for each in _tiles(call, name))
+    return BenchmarkCase(q.device, call.out.dtype, *shapes, band, *of_mask, candidates)
 
 
-def _choices(call: Call, recipe: str) -> list[Choice]:
-    """`recipe` by each tile that may be the fastest. Of a dynamic N_q, of which one length would be
-    timed, by the table's alone: it is read when the call runs."""
+def _tiles(call: Call, recipe: str) -> list[Candidate]:
+    """`recipe` by each tile that may be the fastest. With a dynamic N_q only one length would be
+    timed; there the tile is left to the table, which is read when the call runs."""
     r, n_q = recipes.NAMED[recipe], value_of(call.q).shape[2]
-    plain = call.attn_mask is None and call.band in (FULL, CAUSAL) and isinstance(n_q, int)
-    if not plain or (r.qk, r.granularity) != ("int8", "per_row"):
-        return [Choice(recipe)]
+    unmasked = call.attn_mask is None and call.band in (FULL, CAUSAL)
+    by_row = (r.qk, r.granularity) == ("int8", "per_row")
+    if not (unmasked and by_row and isinstance(n_q, int)):
+        return [Candidate(recipe)]
     capability = tiles.capability(value_of(call.q).device)
     rivals = tiles.rivals(capability, r.pv, _head_dim(call), call.band == CAUSAL)
-    return [Choice(recipe, warpgroups) for warpgroups in rivals]
+    return [Candidate(recipe, warpgroups) for warpgroups in rivals]
 
 
-def _autotuned(call, found, recipe, choices) -> tuple[Choice | None, str]:
-    """The fastest of `choices`, if that is one of `recipe` and faster than SDPA, by what the clock
-    `found`."""
+def _autotuned(call, found, recipe, candidates) -> tuple[Candidate | None, str]:
+    """The fastest of `candidates` by the times `found`, if it beats SDPA and is of `recipe`: each
+    recipe of "auto" is asked in turn."""
     dims = [*value_of(call.q).shape, *value_of(call.k).shape]
     hints = f" at {[_hint(n) for n in dims[:4]]}" * any(isinstance(n, torch.SymInt) for n in dims)
-    failed = [(each, found[each]) for each in choices if isinstance(found[each], str)]
+    failed = [(each, found[each]) for each in candidates if isinstance(found[each], str)]
     times = {each: ms for each, ms in found.items() if not isinstance(ms, str)}
-    ours = {each: times.pop(each) for each in choices if each in times}
+    ours = {each: times.pop(each) for each in candidates if each in times}
     what = f"autotuned{hints}"
     why = "".join(f"; {each.recipe}{each.tile} failed: {error}" for each, error in failed)
     if not ours or not times:
         missing = "no recipe" if times else "no backend of SDPA"
         return None, f"{what}: {missing} could be timed{why}"
     ratio = min(times.values()) / min(ours.values())
-    if ratio < WIN:
+    if ratio < cost.MIN_SPEEDUP:
         return None, f"{what}: SDPA is {'faster' if ratio < 1 else 'as fast'} ({ratio:.2f}x){why}"
     fastest = min(ours, key=ours.get)
     reason = f"{what}: {ratio:.2f}x the fastest of SDPA{fastest.tile and ','}{fastest.tile}{why}"
     return fastest if fastest.recipe == recipe else None, reason
 
 
-def _never_slower(call, settings, recipe, capability, head_dim) -> tuple[Choice | None, str]:
+def _never_slower(call, settings, recipe, capability, head_dim) -> tuple[Candidate | None, str]:
     q, k = value_of(call.q), value_of(call.k)
-    heads = q.shape[0] * q.shape[1]
-    kind = _kind(call)
-    key = capability, recipe, head_dim, kind
+    heads, kind, gpu = q.shape[0] * q.shape[1], _kind(call), cost.gpu_name(q.device)
+    key = gpu, recipe, head_dim, kind
     packaged = settings.portable and _left_behind(call, recipe) != ""
     one = q.shape[3] == call.out.shape[3]  # v of another head_dim was not measured
-    rows = (tiles.PACKAGED.get(key, []) if packaged else tiles.crossover(*key)) if one else []
+    rows = (cost.PACKAGED.get(key, []) if packaged else cost.crossover(*key)) if one else []
     shortest = next((N for B_H, N in rows if _at_least(heads, B_H, settings)), None)
     sm = "sm_{}{}".format(*capability)
     what = f"{recipe} with head_dim {head_dim if one else (q.shape[3], call.out.shape[3])}"
     what += f"{f', {kind}' * (kind != 'full')}{' in a package' * packaged} on {sm}"
     if shortest is None:
-        return None, f"never slower: no length was measured from which {what}, B*H={heads} wins"
+        reason = f"never slower: no length was measured from which {what}, B*H={heads} wins"
+        if not cost.is_measured(gpu):
+            reason += f"; nothing was measured on {gpu}: run `python -m sage_inductor tune` there"
+        return None, reason
     if not all(_at_least(x.shape[2], shortest, settings) for x in (q, k)):
         return None, f"never slower: {what} wins from N={shortest} (sage.force=True overrides)"
-    return Choice(recipe), f"N >= {shortest}"
+    return Candidate(recipe), f"N >= {shortest}"
 
 
 def _head_dim(call: Call) -> int:
@@ -303,7 +209,7 @@ def _head_dim(call: Call) -> int:
 
 
 def _kind(call: Call) -> str:
-    """One of tiles.KINDS."""
+    """One of cost.KINDS."""
     if call.attn_mask is None:
         flex = call.spelling == "flex_attention" and call.band.kind == "window"
         return "flex window" if flex else call.band.kind
@@ -313,12 +219,18 @@ def _kind(call: Call) -> str:
     return "mask" if mask.dtype == torch.bool else "bias"
 
 
-def _at_least(n, least: int, settings: Settings) -> bool:
-    """n >= least. A dynamic n is guarded: each side of the crossover gets its own graph. An
-    exported program has one graph for all, chosen by the example's sizes."""
-    return bool((_hint(n) if settings.portable else n) >= least)
+def _at_least(n, minimum: int, settings: Settings) -> bool:
+    """n >= minimum. A dynamic n is guarded: each side of the crossover gets its own graph. An
+    exported program has one graph for all, chosen by the example's sizes. Of an n that depends on
+    data nothing can be guarded: what is not always so is not taken to be."""
+    hint = _hint(n)
+    if hint is None:
+        return statically_known_true(n >= minimum)
+    return bool((hint if settings.portable else n) >= minimum)
 
 
 def _hint(n) -> int | None:
     """A size while compiling, unguarded; None if it depends on data."""
-    return n.node.hint if isinstance(n, torch.SymInt) else n
+    if isinstance(n, torch.SymInt):
+        return n.node.hint if n.node.has_hint() else None
+    return n

@@ -23,35 +23,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sage_inductor import cost
 from sage_inductor.backend import run_graphs
-from sage_inductor.decide import (
-    AUTO,
-    OFF,
-    Rule,
-    Settings,
-    autos,
-    decide,
-    fits_module,
-    layer_of,
-)
-from sage_inductor.ops import tiles
+from sage_inductor.decide import autos, decide
 from sage_inductor.ops.mask import as_4d
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.reference import attention_exact, masked
+from sage_inductor.options import AUTO, OFF
 from sage_inductor.patterns import Decision, Site, rewrite
 from sage_inductor.patterns.call import FULL, Band, Call
-from sage_inductor.policy import Policy
+from sage_inductor.policy import Policy, Rule, layer_of
 from sage_inductor.report import table
+from sage_inductor.settings import Settings
 
-# 8-bit q, k and v cost a relative L1 of 0.035 to 0.046 on normal inputs (README): a call above
-# this has something that its recipe does not cope with.
+# 8-bit q, k and v cost a relative L1 of 0.035 to 0.046 on normal inputs (README). A call above
+# this tolerance has inputs that its recipe does not cope with.
 TOLERANCE = 0.05
 SDPA = "sdpa"  # in the place of a recipe: scaled_dot_product_attention in the model's own dtype
-# Fastest first, where measured. sage2-8b-fp8qk is for devices where INT8 is slow: "auto" takes it;
-# of 4 bits, sage2-4b has no arithmetic to gain on any, sage3 was timed on none.
+# Fastest first, where measured. Left out: sage2-8b-fp8qk, which "auto" takes on devices where INT8
+# is slow; sage2-4b, which saves no arithmetic on any device; sage3, which was timed on none.
 BY_SPEED = ("sage2-8b-rows", "sage2-8b", "accurate", "sage1")
 STUDY = Settings(emulate=True, force=True)
-AT_ONCE = 1 << 24  # scores of exact attention: 128 MiB
+MAX_SCORES = 1 << 24  # of exact attention, computed together: 128 MiB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +87,7 @@ class Diagnosis:
             errors[row.site.module].append(f"{row.recipe} {row.relative_l1:.4g}")
         note = {
             "tolerance": self.tolerance,
-            "versions": tiles.versions(),
+            "versions": cost.versions(),
             "relative L1": {module: ", ".join(each) for module, each in sorted(errors.items())},
         }
         self.policy.save(path, note)
@@ -156,7 +149,8 @@ def diagnose(
         decision = functools.partial(decide, settings=STUDY)
         sites = rewrite(gm, decision, put=lambda *each: calls.append(each))
         refused.extend(site for site in sites if not site.rewritten)
-        # Not before: to the proofs of masks a probe is a call that may write to them.
+        # Probes are inserted when all calls are found: to a proof of what a mask says a probe is a
+        # call that may write to the mask.
         probes.extend(_Probe(*each, recipes) for each in calls)
         for module in gm.modules():
             if isinstance(module, torch.fx.GraphModule):
@@ -214,7 +208,7 @@ def _exact(q, k, v, attn_mask, band: Band, scale: float) -> Tensor:
     if attn_mask is not None:
         attn_mask = as_4d(attn_mask).expand(B, H, N_q, N_kv)
     left, right, bottom_right = dataclasses.astuple(band)
-    rows = max(1, AT_ONCE // (B * N_kv))
+    rows = max(1, MAX_SCORES // (B * N_kv))
     out = torch.empty(*q.shape[:3], v.shape[3], dtype=torch.float64, device=q.device)
     for h, first in itertools.product(range(H), range(0, N_q, rows)):
         part = slice(None), slice(h, h + 1), slice(first, first + rows)
@@ -229,7 +223,7 @@ def _exact(q, k, v, attn_mask, band: Band, scale: float) -> Tensor:
 
 
 def _quantized(q, k, v, attn_mask, band: Band, scale: float, recipe: str) -> Tensor:
-    """``sage::sdpa``; a head of k at a time where it is emulated, which holds all scores."""
+    """``sage::sdpa``. The emulation holds all scores, so on CPU it gets one head of k at a time."""
     H_kv, G = k.shape[1], q.shape[1] // k.shape[1]
     step = 1 if q.device.type == "cpu" else H_kv
     outs = []
@@ -275,7 +269,7 @@ def _worst(actual: Tensor, exact: Tensor) -> tuple[tuple, tuple]:
 
 
 def _ratio(error: Tensor, size: Tensor) -> Tensor:
-    return torch.where(error == 0, 0.0, error / size)  # rows that see nothing are 0
+    return torch.where(error == 0, 0.0, error / size)  # a row that sees nothing is 0, and right
 
 
 # -- suggesting ----
@@ -313,7 +307,7 @@ def _merged(suggested: dict[str, str]) -> tuple[Rule, ...]:
     shapes += [shape for name in ("*", *names) for shape in _layers(suggested, name)]
     rules = []
     for shape in shapes:
-        inside = [module for module in suggested if fits_module(module, shape)]
+        inside = [module for module in suggested if shape.fits_module(module)]
         recipes = {suggested[module] for module in inside}
         if len(recipes) == 1 and sum(module in others for module in inside) > 1:
             rules.append(dataclasses.replace(shape, recipe=recipes.pop()))
@@ -326,7 +320,7 @@ def _layers(suggested: dict[str, str], name: str) -> list[Rule]:
     """A rule for each run of layers whose calls of that name (a glob) agree."""
     layers = collections.defaultdict(set)
     for module, recipe in suggested.items():
-        if layer_of(module) is not None and fits_module(module, Rule(recipe, module=name)):
+        if layer_of(module) is not None and Rule(recipe, module=name).fits_module(module):
             layers[layer_of(module)].add(recipe)
     rules = []
     for recipes, run in itertools.groupby(sorted(layers), key=layers.get):

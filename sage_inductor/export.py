@@ -7,9 +7,11 @@ import zipfile
 
 import torch
 
-from sage_inductor import backend
-from sage_inductor import report as reports
+from sage_inductor import settings
 from sage_inductor.decide import rewrite as _rewrite
+from sage_inductor.errors import SageOptionError
+from sage_inductor.ops.launch import OPAQUE
+from sage_inductor.report import Report, raise_if_refused, record
 
 _log = logging.getLogger("sage_inductor")
 
@@ -24,19 +26,19 @@ def rewrite(exported_program: torch.export.ExportedProgram, *, options: dict | N
     ``aoti_compile_and_package`` or, for several models in one package, to its ``aot_compile`` and
     ``package_aoti``. Raises ValueError if the program calls a sage op that needs Python to run.
     """
-    ours, theirs = backend.split_options(options or {})
+    ours, theirs = settings.split(options or {})
     if theirs or "mode" in ours:
-        raise backend.SageOptionError(
+        raise SageOptionError(
             f"rewrite takes sage.* options, got {sorted(options)}: give Inductor's to "
             "aoti_compile_and_package(inductor_configs=...)"
         )
-    settings = backend.settings(ours, portable=True)
-    sites = _rewrite(exported_program.graph_module, settings)
+    asked = settings.resolve(ours, portable=True)
+    sites = _rewrite(exported_program.graph_module, asked)
     _check_travels(exported_program.graph_module)
-    reports.record(sites)
-    if settings.strict:
-        backend.raise_if_refused(sites)
-    return reports.Report([("export", site) for site in sites])
+    record(sites)
+    if asked.strict:
+        raise_if_refused(sites)
+    return Report([("export", site) for site in sites])
 
 
 def _check_travels(gm: torch.fx.GraphModule) -> None:
@@ -45,7 +47,7 @@ def _check_travels(gm: torch.fx.GraphModule) -> None:
     sage = torch.ops.sage
     for module in gm.modules():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
-            portable = node.target is not sage.attention_opaque.default
+            portable = node.target not in OPAQUE
             if node.target in (sage.sdpa.default, sage.prepare.default):
                 portable = node.kwargs["portable"] if "portable" in node.kwargs else node.args[-1]
             if not portable:

@@ -29,15 +29,56 @@ it, and graphs compiled after `torch._dynamo.reset()` are its, whatever caches h
 """
 
 import dataclasses
+import fnmatch
 import json
 import os
 import re
+from collections.abc import Callable
 
-from sage_inductor import config
-from sage_inductor.decide import Rule
+from sage_inductor import options
 from sage_inductor.ops.reference import HEAD_DIMS
 
 VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """The recipe of the calls that fit every field. Ranges are inclusive, None: open."""
+
+    recipe: str  # a name in NAMED, "auto" or "off"
+    module: str = "*"  # a glob, of Site.module
+    layer: tuple[int | None, int | None] = (None, None)  # the first number in Site.module
+    head_dim: tuple[int, ...] = ()  # q's; none: any
+    length: tuple[int | None, int | None] = (None, None)  # N_q
+
+    def fits(self, module: str, head_dim: int, at_least: Callable[[int], bool]) -> bool:
+        """Whether this rule is about a call. ``at_least(n)``: whether its N_q is; asked last, for
+        the answer about a dynamic length is a guard."""
+        first, last = self.length
+        return (
+            self.fits_module(module)
+            and (not self.head_dim or head_dim in self.head_dim)
+            and (first is None or at_least(first))
+            and (last is None or not at_least(last + 1))
+        )
+
+    def fits_module(self, module: str) -> bool:
+        """Whether this rule is about calls that `module` makes."""
+        layer, (first, last) = layer_of(module), self.layer
+        if layer is None and self.layer != (None, None):
+            return False
+        return (
+            fnmatch.fnmatchcase(module, self.module)
+            and (first is None or layer >= first)
+            and (last is None or layer <= last)
+        )
+
+
+def layer_of(module: str) -> int | None:
+    """The first number in a path: 3 of ``decoder.layers.3.attn``."""
+    return next((int(name) for name in module.split(".") if name.isdecimal()), None)
+
+
 FIELDS = tuple(field.name for field in dataclasses.fields(Rule))
 
 
@@ -119,10 +160,10 @@ def _rule(number: int, rule: "_Located") -> Rule:
 
 def _field(name: str, given: "_Located"):
     """A field of Rule from what the file says."""
-    value = given.plain()
+    value = given.to_python()
     if name == "recipe":
         try:
-            config.check(name, value, "")
+            options.check(name, value, "")
         except ValueError as error:
             raise _Invalid(given.line, str(error)) from None
         return value
@@ -136,15 +177,15 @@ def _field(name: str, given: "_Located"):
             what = f"head_dim must be a number of 1 to {HEAD_DIMS[-1]}, or a list of such"
             raise _Invalid(given.line, f"{what}, got {given.text}")
         return tuple(several)
-    least, one = (0, "a number or ") if name == "layer" else (1, "")
-    if name == "layer" and _is_integer(value, least):
+    minimum, one = (0, "a number or ") if name == "layer" else (1, "")
+    if name == "layer" and _is_integer(value, minimum):
         return value, value
     if not (
         isinstance(value, list)
         and len(value) == 2
-        and all(x is None or _is_integer(x, least) for x in value)
+        and all(x is None or _is_integer(x, minimum) for x in value)
     ):
-        what = f"{name} must be {one}[from, to], numbers from {least} on or null"
+        what = f"{name} must be {one}[from, to], numbers from {minimum} on or null"
         raise _Invalid(given.line, f"{what}, got {given.text}")
     if None not in value and value[0] > value[1]:
         raise _Invalid(given.line, f"{name} must not be an empty range, got {given.text}")
@@ -154,7 +195,7 @@ def _field(name: str, given: "_Located"):
 def _check_keys(given: "_Located", valid: tuple[str, ...], needed: tuple[str, ...]) -> None:
     for name, (line, count) in given.keys.items():
         if name not in valid:
-            raise _Invalid(line, config.unknown(name, valid, ""))
+            raise _Invalid(line, options.unknown(name, valid, ""))
         if count > 1:
             raise _Invalid(line, f"{name} is given {count} times")
     for name in needed:
@@ -162,8 +203,8 @@ def _check_keys(given: "_Located", valid: tuple[str, ...], needed: tuple[str, ..
             raise _Invalid(given.line, f"{name} is missing")
 
 
-def _is_integer(x, least: int, most: float = float("inf")) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool) and least <= x <= most
+def _is_integer(x, minimum: int, maximum: float = float("inf")) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool) and minimum <= x <= maximum
 
 
 # -- JSON, with lines ----
@@ -176,14 +217,14 @@ class _Located:
     text: str  # as the file has it, in one line
     keys: dict[str, tuple[int, int]]  # of an object: line, and how often
 
-    def plain(self):
+    def to_python(self):
         is_list = isinstance(self.value, list)
-        return [x.plain() for x in self.value] if is_list else self.value
+        return [x.to_python() for x in self.value] if is_list else self.value
 
 
 def _parse(text: str) -> _Located:
     """JSON with the line of each value. Raises json.JSONDecodeError."""
-    json.loads(text)  # so that what follows need not look for mistakes
+    json.loads(text)  # raises for every mistake, so what follows looks for none
     decoder, between = json.JSONDecoder(), re.compile(r"[\s,:]*")
 
     def skip(at: int) -> int:

@@ -4,10 +4,8 @@ import logging
 import threading
 from collections.abc import Sequence
 
-from torch._dynamo.eval_frame import cached_backends
-from torch._dynamo.utils import counters
-from torch._guards import CompileContext
-
+from sage_inductor.errors import SageRefused
+from sage_inductor.ops.compat import CompileContext, cached_backends, counters
 from sage_inductor.patterns import Site
 
 log = logging.getLogger("sage_inductor")
@@ -25,7 +23,9 @@ class Report(Sequence):
     def __len__(self):
         return len(self._sites)
 
-    def __getitem__(self, index) -> Site:
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return Report(self._sites[index])
         return self._sites[index][1]
 
     @property
@@ -79,6 +79,13 @@ def record(sites: list[Site]) -> None:
         counters["sage"]["rewritten" if site.rewritten else "refused"] += 1
         what = f"becomes {site.recipe}" if site.rewritten else "stays as it was"
         log.info("[%s] %s %s: %s", graph, site.module or site.call, what, site.reason)
+
+
+def raise_if_refused(sites: list[Site]) -> None:
+    refused = [f"{s.module or s.call}: {s.reason}" for s in sites if not s.rewritten]
+    if refused:
+        calls = "; ".join(refused)
+        raise SageRefused(f"sage.strict: {len(refused)} attention calls stay as they were: {calls}")
 
 
 def clear() -> None:

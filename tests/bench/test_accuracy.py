@@ -24,7 +24,7 @@ import trained  # noqa: E402
 from laboratory import NAMED, SAGE2_4B, SAGE2_8B, Technique, attend  # noqa: E402
 from trained import Size  # noqa: E402
 
-from sage_inductor.decide import candidates  # noqa: E402
+from sage_inductor.decide import auto_recipes  # noqa: E402
 from sage_inductor.ops.reference import attention_exact  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -216,7 +216,7 @@ def test_a_recipe_that_fails_does_not_cost_the_others(tiny):
 
 
 def test_the_defaults_are_what_auto_takes():
-    firsts = {candidates(capability, 128, "full", False)[0] for capability in ((8, 9), (9, 0))}
+    firsts = {auto_recipes(capability, 128, "full", False)[0] for capability in ((8, 9), (9, 0))}
     assert firsts == set(accuracy.DEFAULT)
 
 

@@ -427,12 +427,12 @@ def test_the_crossover_is_from_where_on_the_op_wins(capsys):
     assert bench.crossovers(keys, "op") == {8: 4}
     bias = rows("D=64, bias", {4: (1, 1), 8: (9, 1)})
     window = rows("D=64, window", {4: (1, 1), 8: (1, 1)}, kind="window")
-    result = {"rows": keys + bias + window, "machine": {"capability": [9, 0]}}
+    result = {"rows": keys + bias + window, "machine": {"gpu": "NVIDIA H200"}}
     bench.print_crossover("crossover_masks", result)
     printed = capsys.readouterr().out
     assert "op D=64, keys: B*H=8: 4\n" in printed and "op D=64, window: B*H=8: never\n" in printed
-    assert "((9, 0), 'sage2-8b', 64, 'mask'): [(8, 8)],\n" in printed
-    assert "((9, 0), 'sage2-8b', 64, 'window'): [],\n" in printed
+    assert "('NVIDIA H200', 'sage2-8b', 64, 'mask'): [(8, 8)],\n" in printed
+    assert "('NVIDIA H200', 'sage2-8b', 64, 'window'): [],\n" in printed
 
 
 def test_compile_time_is_of_cold_and_warm_processes(tmp_path):

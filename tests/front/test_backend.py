@@ -1,21 +1,26 @@
 """The front door on CPU: compiled results, options, settings, caches, the report."""
 
+import concurrent.futures
+import functools
 import logging
 import os
 import subprocess
 import sys
 import textwrap
 import threading
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support import cos_sim
 from torch._dynamo.utils import counters
 from torch._inductor import compile_fx
 from torch.testing import assert_close
 
 import sage_inductor
-from sage_inductor import config
+from sage_inductor import config, inductor_pass, options
 from sage_inductor.ops import recipe as recipes
 
 EMULATE = {"sage.emulate": True}
@@ -46,7 +51,7 @@ def dropped(q, k, v):
 
 
 def close(actual, expected):
-    return F.cosine_similarity(actual.flatten(), expected.flatten(), dim=0) > 0.999
+    return cos_sim(actual, expected) > 0.999
 
 
 # -- results ----
@@ -85,11 +90,11 @@ def test_without_emulation_cpu_results_are_inductors():
 
 def test_training_for_50_steps_follows_inductor():
     losses = {}
-    for backend, options in (("inductor", None), ("sage", EMULATE)):
+    for backend, given in (("inductor", None), ("sage", EMULATE)):
         torch.manual_seed(0)
         torch._dynamo.reset()
         m = model()
-        compiled = torch.compile(m, backend=backend, options=options, fullgraph=True)
+        compiled = torch.compile(m, backend=backend, options=given, fullgraph=True)
         optimizer = torch.optim.AdamW(m.parameters(), lr=1e-3)
         x = torch.randn(2, 64, 128)
         target = torch.randn_like(x)
@@ -161,12 +166,33 @@ def run(options, function=F.scaled_dot_product_attention, **kwargs):
         ({"sage.recipe": "sage2"}, r"sage.recipe must be one of .*'sage2-8b'.*, got 'sage2': did you mean"),
         ({"sage.force": "yes"}, "sage.force must be True or False, got 'yes'"),
         ({"sage.emulate": 1}, "sage.emulate must be True or False, got 1"),
+        ({"sage.recipe": "sage2"}, "did you mean 'sage2-8b'"),
+        ({"sage.recipe": "SAGE1"}, "did you mean 'sage1'"),
+        ({"sage.recipe": "acurate"}, "did you mean 'accurate'"),
         ({"sage.mode": "fast"}, r"sage.mode must be one of \[.*'reduce-overhead'.*\], got 'fast'"),
     ],
 )  # fmt: skip
 def test_bad_options_are_value_errors_with_the_nearest_valid_name(options, message):
     with pytest.raises(ValueError, match=message):
         run(options)
+
+
+def test_unknown_arguments_of_the_backend_are_refused_by_name():
+    backend = functools.partial(sage_inductor.sage_backend, recipe="sage1", force=True)
+    with pytest.raises(
+        sage_inductor.SageOptionError, match="takes mode and options, got force, re"
+    ):
+        torch.compile(F.scaled_dot_product_attention, backend=backend)(
+            *[torch.randn(1, 1, 2, 8)] * 3
+        )
+
+
+def test_the_table_of_options_is_what_config_and_readme_have():
+    assert set(options.SETTINGS) == set(config._config)
+    for name, option in options.SETTINGS.items():
+        assert config._config[name].default == option.default and len(option.doc) > 20
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    assert all(f"`sage.{name}`" in readme for name in options.OPTIONS)
 
 
 def test_unknown_inductor_options_are_inductors_error():
@@ -299,6 +325,58 @@ def test_sage_backend_while_enabled_decides_each_call_once():
         assert [s.rewritten for s in sage_inductor.report()] == [False, True]
 
 
+def in_a_thread(function):
+    """What `function` returns in a thread of its own."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+def test_an_assignment_is_every_threads_and_a_patch_is_its_own():
+    """torch 2.13 keeps the values of configs for the thread that assigned them."""
+    q, k, v = (torch.randn(1, 2, 16, 64) for _ in range(3))
+    f = torch.compile(F.scaled_dot_product_attention, backend="inductor")
+    try:
+        config.enabled, config.emulate = True, True
+        in_a_thread(lambda: f(q, k, v))
+        assert len(sage_inductor.report().rewritten) == 1
+    finally:
+        config.enabled, config.emulate = False, False
+    torch._dynamo.reset()
+    in_a_thread(lambda: f(q, k, v))
+    assert len(sage_inductor.report()) == 0
+    assert torch._inductor.config.pre_grad_custom_pass is None
+    assert in_a_thread(lambda: torch._inductor.config.pre_grad_custom_pass) is None
+    with config.patch(recipe="sage1"):
+        assert config.recipe == "sage1" and in_a_thread(lambda: config.recipe) == "auto"
+
+
+def test_the_users_list_of_passes_stays_what_it_is_while_we_are_off():
+    mine = [CountingPass(), CountingPass()]
+    with torch._inductor.config.patch(pre_grad_custom_pass=mine):
+        inductor_pass.install_pass(False)
+        assert torch._inductor.config.pre_grad_custom_pass is mine
+
+
+def test_the_passes_key_is_of_all_sources_and_of_tuned_tables(tmp_path, monkeypatch):
+    ours, nested = inductor_pass.SagePass(), tmp_path / "finders" / "sdpa.py"
+    nested.parent.mkdir()
+    monkeypatch.setattr(inductor_pass.cost, "in_force", lambda: ("tuned",))
+    keys = {ours.uuid()[:3]}
+    monkeypatch.undo()
+    keys.add(ours.uuid()[:3])
+    for room in ("lowering", "ops", "patterns"):
+        monkeypatch.setattr(inductor_pass, room, SimpleNamespace(__file__=str(tmp_path / "x.py")))
+        for text in ("a = 1", "a = 2"):
+            nested.write_text(text)
+            inductor_pass.sources_tag.cache_clear()
+            keys.add(ours.uuid()[:3])
+        monkeypatch.undo()
+        inductor_pass.sources_tag.cache_clear()
+    assert len(keys) == 2 + 3 * 2
+    with config.patch(enabled=True):
+        assert ours.uuid()[:3] not in keys
+
+
 # -- report ----
 
 
@@ -313,6 +391,11 @@ def test_report_counters_and_log_tell_what_happened(caplog):
     assert "sage2-8b" in text and "dropout_p must be 0, got 0.5" in text
     assert text.endswith("1 of 2 attention calls rewritten")
     assert any("stays as it was: dropout_p" in r.message for r in caplog.records)
+    one, two = report
+    assert isinstance(report[:1], type(report)) and list(report[:1]) == [one]
+    assert list(report[::-1]) == [two, one] == list(reversed(report)) and report[-1] is two
+    assert report[5:] is not None and len(report[5:]) == 0 and report.index(two) == 1
+    assert str(report[:1]).endswith(f"{len(report[:1].rewritten)} of 1 attention calls rewritten")
     torch._dynamo.reset()
     assert "no attention call was seen" in str(sage_inductor.report())
 
@@ -380,6 +463,20 @@ def test_warm_caches_hit_with_the_same_settings_and_miss_with_others(tmp_path):
     assert off[:2] == ["miss", "0"] and float(off[2]) < 1e-5
 
 
+def test_a_recipes_tag_is_of_every_source_that_says_what_it_means(tmp_path, monkeypatch):
+    here, tags = tmp_path / "ops" / "recipe.py", set()
+    for changed in (None, "ops/a.py", "ops/nested/b.py", "lowering/c.py", "lowering/nested/d.py"):
+        if changed:
+            (tmp_path / changed).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / changed).write_text(f"# {changed}")
+        monkeypatch.setattr(recipes, "__file__", str(here))
+        tags.add(recipes.source_tag.__wrapped__())
+    (tmp_path / "patterns").mkdir()
+    (tmp_path / "patterns" / "e.py").write_text("# of what is found, not of what it means")
+    tags.add(recipes.source_tag.__wrapped__())
+    assert len(tags) == 5 and all(tag.startswith(recipes.VERSION + "+") for tag in tags)
+
+
 def test_environment_sets_the_config(tmp_path):
     program = "from sage_inductor import config; print(config.recipe, config.force, config.emulate)"
     out = process(program, tmp_path, SAGE_INDUCTOR_RECIPE="sage1", SAGE_INDUCTOR_FORCE="1")
@@ -388,10 +485,13 @@ def test_environment_sets_the_config(tmp_path):
         [sys.executable, "-c", "import sage_inductor"],
         env={**os.environ, "SAGE_INDUCTOR_RECIPE": "sage9"}, capture_output=True, text=True,
     )  # fmt: skip
-    assert bad.returncode != 0 and "recipe must be one of" in bad.stderr
+    assert bad.returncode != 0 and "SAGE_INDUCTOR_RECIPE: recipe must be one of" in bad.stderr
 
 
-def test_enabled_by_the_environment(tmp_path):
+def test_enabled_by_the_environment_in_every_thread(tmp_path):
     program = PROGRAM.format(options="None").replace('backend="sage"', 'backend="inductor"')
+    call = "thread = threading.Thread(target=lambda: outs.append(f(q, k, v))); thread.start(); "
+    call = "import threading; outs = []; " + call + "thread.join(); out = outs[0]"
+    program = program.replace("out = f(q, k, v)", call)
     out = process(program, tmp_path, SAGE_INDUCTOR_ENABLED="1", SAGE_INDUCTOR_EMULATE="1")
     assert out[1] == "1" and float(out[2]) > 1e-4

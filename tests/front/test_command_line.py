@@ -7,7 +7,8 @@ import sys
 import pytest
 import torch
 
-from sage_inductor.__main__ import _crossovers
+from sage_inductor import cost
+from sage_inductor.cli.doctor import crossovers
 from sage_inductor.ops import recipe as recipes
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what is said without a GPU")
@@ -69,8 +70,8 @@ def test_doctor_names_versions_and_runs_every_recipe():
 
 
 def test_doctor_says_from_which_lengths_a_recipe_is_chosen():
-    assert _crossovers((9, 0))[0].startswith("head_dim 64, full: sage2-8b-rows from N=")
-    assert _crossovers((8, 0)) == []
+    assert crossovers(cost.H200, (9, 0))[0].startswith("head_dim 64, full: sage2-8b-rows from N=")
+    assert crossovers("NVIDIA Test", (8, 0)) == []
 
 
 @on_cpu

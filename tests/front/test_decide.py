@@ -10,12 +10,15 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from sage_inductor import Policy, backend, patterns, tune
-from sage_inductor.decide import Rule, Settings, rewrite
+from sage_inductor import Policy, autotune, cost, patterns
+from sage_inductor import settings as asked_for
+from sage_inductor.decide import rewrite
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops import tiles
 from sage_inductor.patterns import masks
 from sage_inductor.patterns.call import Band
+from sage_inductor.policy import Rule
+from sage_inductor.settings import Settings
 
 MASKS = {
     "window": lambda B, N: torch.empty(N, N, dtype=torch.bool, device="cuda"),
@@ -28,17 +31,29 @@ MASKS = {
 AUTO_FROM_8192 = (Rule("sage1", head_dim=(64,)), Rule("auto", length=(8192, None)))
 
 
+def gpu(capability, monkeypatch):
+    """Of capability (9, 0) the H200, which the built-in table knows."""
+    name = cost.H200 if capability == (9, 0) else f"NVIDIA Test {capability}"
+    monkeypatch.setattr(tiles, "capability", lambda device: capability)
+    monkeypatch.setattr(cost, "gpu_name", lambda device: name)
+
+
 def decide(
     shape, capability, monkeypatch, kind="full", requires_grad=False, D_v=None, shape_env=None,
-    **settings,
+    band=None, N_kv=None, **settings,
 ):  # fmt: skip
-    monkeypatch.setattr(tiles, "capability", lambda device: capability)
+    gpu(capability, monkeypatch)
     graph = torch.fx.Graph()
     with FakeTensorMode(shape_env=shape_env):
         B, H_q, H_kv, N, D = shape
         values = [
-            torch.empty(B, N, H, d, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
-            for H, d in ((H_q, D), (H_kv, D), (H_kv, D_v or D), (H_q, D_v or D))
+            torch.empty(B, n, H, d, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+            for H, n, d in (
+                (H_q, N, D),
+                (H_kv, N_kv or N, D),
+                (H_kv, N_kv or N, D_v or D),
+                (H_q, N, D_v or D),
+            )
         ]
         out = values.pop().requires_grad_(requires_grad)
         if kind in MASKS:
@@ -47,8 +62,10 @@ def decide(
     for node, value in zip(nodes, values):
         node.meta["example_value"] = value
     # A window is as if its mask had been made of aranges.
-    prove = (lambda *args: (Band(1023, 0), None)) if kind == "window" else masks.prove
-    monkeypatch.setattr(patterns, "prove", prove)
+    if kind == "window":
+        monkeypatch.setattr(patterns, "prove", lambda *args: (band or Band(1023, 0), None))
+    else:
+        monkeypatch.setattr(patterns, "prove", masks.prove)
     call = graph.call_function(
         F.scaled_dot_product_attention,
         tuple(nodes),
@@ -61,15 +78,15 @@ def decide(
 
 
 def test_every_row_of_the_crossover_table_decides_at_its_length(monkeypatch):
-    for (capability, recipe, D, kind), rows, portable in [
-        *((key, rows, False) for key, rows in tiles.CROSSOVER.items()),
-        *((key, rows, True) for key, rows in tiles.PACKAGED.items()),
+    for (name, recipe, D, kind), rows, portable in [
+        *((key, rows, False) for key, rows in cost.CROSSOVER.items()),
+        *((key, rows, True) for key, rows in cost.PACKAGED.items()),
     ]:
-        assert kind in tiles.KINDS
+        assert kind in cost.KINDS and name == cost.H200
         for heads, N in rows:
             for n, expected in ((N, True), (N - 1, False)):
                 site = decide(
-                    (1, heads, heads, n, D), capability, monkeypatch, kind, recipe=recipe,
+                    (1, heads, heads, n, D), (9, 0), monkeypatch, kind, recipe=recipe,
                     portable=portable,
                 )  # fmt: skip
                 assert site.rewritten == expected, (heads, n, site.reason)
@@ -148,12 +165,12 @@ class Clock:
 
     def __init__(self, **ms):
         self.ms = {name.replace("_", "-"): each for name, each in ms.items()}
-        self.trials = []
+        self.cases = []
 
-    def __call__(self, trial):
-        self.trials.append(trial)
+    def __call__(self, case):
+        self.cases.append(case)
         sdpa = {"CUDNN_ATTENTION": 1.0, "FLASH_ATTENTION": 1.5, "EFFICIENT_ATTENTION": "no"}
-        return {**sdpa, **{each: self.of(*each) for each in trial.choices}}
+        return {**sdpa, **{each: self.of(*each) for each in case.candidates}}
 
     def of(self, recipe, warpgroups):
         ms = self.ms[recipe]
@@ -185,12 +202,12 @@ SHORT = (1, 4, 2, 64, 128)  # never faster by the table
 )  # fmt: skip
 def test_the_fastest_by_the_clock_is_taken(ms, recipe, reason, monkeypatch):
     clock = Clock(**ms)
-    site = decide(SHORT, (9, 0), monkeypatch, clock=clock)
+    site = decide(SHORT, (9, 0), monkeypatch, benchmark=clock)
     assert (site.recipe, site.reason) == (recipe, reason)
-    trial = clock.trials[0]
-    assert (trial.q, trial.k, trial.v) == ((1, 4, 64, 128), (1, 2, 64, 128), (1, 2, 64, 128))
-    assert (trial.device.type, trial.dtype) == ("cuda", torch.bfloat16)
-    assert (trial.band, trial.mask, trial.mask_dtype) == (Band(), None, None)
+    case = clock.cases[0]
+    assert (case.q, case.k, case.v) == ((1, 4, 64, 128), (1, 2, 64, 128), (1, 2, 64, 128))
+    assert (case.device.type, case.dtype) == ("cuda", torch.bfloat16)
+    assert (case.band, case.mask, case.mask_dtype) == (Band(), None, None)
 
 
 @pytest.mark.parametrize(
@@ -208,27 +225,27 @@ def test_the_fastest_by_the_clock_is_taken(ms, recipe, reason, monkeypatch):
 )
 def test_the_tiles_that_compute_a_call_are_timed(D, kind, warpgroups, monkeypatch):
     clock = Clock(sage2_8b_rows=0.5, sage2_8b=0.8, accurate=0.5)
-    site = decide((1, 4, 2, 64, D), (9, 0), monkeypatch, kind, clock=clock)
+    site = decide((1, 4, 2, 64, D), (9, 0), monkeypatch, kind, benchmark=clock)
     timed = [("sage2-8b-rows", n) for n in warpgroups] + [("sage2-8b", None)]
-    assert [*clock.trials[0].choices] == timed and site.decision.warpgroups == warpgroups[0]
+    assert [*clock.cases[0].candidates] == timed and site.decision.warpgroups == warpgroups[0]
     how = {None: "", 0: ", with the Triton kernel"}.get(warpgroups[0], ", with 2 warpgroups")
     assert site.reason == f"autotuned: 2.00x the fastest of SDPA{how}"
     # One tile each, and a device without that kernel.
-    decide((1, 4, 2, 64, D), (9, 0), monkeypatch, kind, clock=clock, recipe="accurate")
-    assert clock.trials[-1].choices == (("accurate", None),)
-    decide((1, 4, 2, 64, D), (8, 9), monkeypatch, kind, clock=clock, recipe="sage2-8b-rows")
-    assert clock.trials[-1].choices == (("sage2-8b-rows", None),)
+    decide((1, 4, 2, 64, D), (9, 0), monkeypatch, kind, benchmark=clock, recipe="accurate")
+    assert clock.cases[-1].candidates == (("accurate", None),)
+    decide((1, 4, 2, 64, D), (8, 9), monkeypatch, kind, benchmark=clock, recipe="sage2-8b-rows")
+    assert clock.cases[-1].candidates == (("sage2-8b-rows", None),)
 
 
 def test_the_fastest_tile_is_in_the_graph_and_calls_with_several_share_k_and_v(monkeypatch):
     """What prepares k and v is the same for all."""
 
-    def clock(trial):
-        fastest = 2 if trial.q[2] < 1000 else 3
-        ours = {each: 0.5 if each.warpgroups == fastest else 0.6 for each in trial.choices}
+    def clock(case):
+        fastest = 2 if case.q[2] < 1000 else 3
+        ours = {each: 0.5 if each.warpgroups == fastest else 0.6 for each in case.candidates}
         return {"FLASH_ATTENTION": 1.0} | ours
 
-    monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
+    gpu((9, 0), monkeypatch)
     graph = torch.fx.Graph()
     lengths, args = (512, 2048, 4096), []
     with FakeTensorMode():
@@ -241,7 +258,7 @@ def test_the_fastest_tile_is_in_the_graph_and_calls_with_several_share_k_and_v(m
     for q, out in zip(queries, outs):
         out.meta["example_value"] = q.meta["example_value"]
     graph.output(tuple(outs))
-    sites = rewrite(torch.fx.GraphModule({}, graph), Settings(clock=clock))
+    sites = rewrite(torch.fx.GraphModule({}, graph), Settings(benchmark=clock))
     assert [site.decision.warpgroups for site in sites] == [2, 3, 3]
     calls = graph.find_nodes(op="call_function", target=torch.ops.sage.sdpa.default)
     rows = recipes.NAMED["sage2-8b-rows"]
@@ -254,7 +271,9 @@ def test_the_fastest_tile_is_in_the_graph_and_calls_with_several_share_k_and_v(m
 
 
 def test_without_a_time_of_sdpa_nothing_is_faster_than_it(monkeypatch):
-    site = decide(SHORT, (9, 0), monkeypatch, clock=lambda trial: dict.fromkeys(trial.choices, 1.0))
+    site = decide(
+        SHORT, (9, 0), monkeypatch, benchmark=lambda case: dict.fromkeys(case.candidates, 1.0)
+    )
     assert (site.recipe, site.reason) == (None, "autotuned: no backend of SDPA could be timed")
 
 
@@ -277,13 +296,13 @@ def test_max_autotune_races_what_the_first_rule_that_fits_allows(
     rules, raced, recipe, reason, monkeypatch, tmp_path
 ):
     clock = Clock(sage2_8b_rows=0.6, sage2_8b=0.5, sage1=0.8, accurate=2.0)
-    monkeypatch.setattr(tune, "race", clock)
+    monkeypatch.setattr(autotune, "benchmark", clock)
     path = str(tmp_path / "policy.json")
     Policy(rules).save(path)
-    asked = backend.settings({"mode": "max-autotune", "policy": path})
+    asked = asked_for.resolve({"mode": "max-autotune", "policy": path})
     site = decide(SHORT, (9, 0), monkeypatch, **vars(asked))
     assert (site.recipe, site.reason) == (recipe, reason)
-    assert {tuple(dict(trial.choices)) for trial in clock.trials} == raced
+    assert {tuple(dict(case.candidates)) for case in clock.cases} == raced
 
 
 @pytest.mark.parametrize(
@@ -296,16 +315,58 @@ def test_max_autotune_races_what_the_first_rule_that_fits_allows(
         ("bias", Band(), (64, 64), torch.bfloat16),
     ],
 )
-def test_a_trial_has_the_calls_mask(kind, band, mask, dtype, monkeypatch):
+def test_a_case_has_the_calls_mask(kind, band, mask, dtype, monkeypatch):
     clock = Clock(sage2_8b=0.5, sage2_8b_rows=0.7, accurate=0.5)
-    assert decide(SHORT, (9, 0), monkeypatch, kind, clock=clock).recipe == "sage2-8b"
-    assert (clock.trials[0].band, clock.trials[0].mask, clock.trials[0].mask_dtype) == (
+    assert decide(SHORT, (9, 0), monkeypatch, kind, benchmark=clock).recipe == "sage2-8b"
+    assert (clock.cases[0].band, clock.cases[0].mask, clock.cases[0].mask_dtype) == (
         band,
         mask,
         dtype,
     )
-    site = decide(SHORT, (9, 0), monkeypatch, kind, clock=clock, D_v=64, recipe="accurate")
-    assert site.recipe == "accurate" and clock.trials[-1].v == (1, 2, 64, 64)
+    site = decide(SHORT, (9, 0), monkeypatch, kind, benchmark=clock, D_v=64, recipe="accurate")
+    assert site.recipe == "accurate" and clock.cases[-1].v == (1, 2, 64, 64)
+
+
+def test_a_band_at_the_bottom_right_is_timed_only_where_that_is_the_top_left(monkeypatch):
+    """None of SDPA's backends is given it otherwise."""
+    clock = Clock(sage2_8b=0.5, sage2_8b_rows=0.7)
+    right = {"kind": "window", "band": Band(None, 0, bottom_right=True), "benchmark": clock}
+    site = decide((1, 4, 2, 64, 128), (9, 0), monkeypatch, **right, N_kv=96)
+    assert site.mask == "causal, bottom right" and "never slower" in site.reason and not clock.cases
+    assert decide(SHORT, (9, 0), monkeypatch, **right).recipe == "sage2-8b"
+    assert clock.cases[0].band == Band(None, 0)
+
+
+@pytest.mark.parametrize("portable", [False, True])
+def test_a_length_that_depends_on_data_is_no_fault_and_no_guard(portable, monkeypatch):
+    """It is taken to be as long as is known."""
+    shape_env = ShapeEnv()
+    N = shape_env.create_unbacked_symint()
+    torch._check(N >= 2)
+    given = {"shape_env": shape_env, "portable": portable, "recipe": "sage2-8b", "kind": "keys"}
+    site = decide((1, 24, 24, N, 128), (9, 0), monkeypatch, **given)
+    assert "wins from N=4096" in site.reason, site.reason
+    assert "of ours" not in decide((N, 24, 24, 9, 128), (9, 0), monkeypatch, **given).reason
+    rule = (Rule("off", length=(5000, None)), Rule("sage2-8b", length=(None, 99)))
+    site = decide((1, 24, 24, N, 128), (9, 0), monkeypatch, **given, policy=rule, force=True)
+    assert site.reason.startswith("forced"), site.reason
+    torch._check(N >= 4096)
+    site = decide((1, 24, 24, N, 128), (9, 0), monkeypatch, **given)
+    assert site.reason.startswith("N >= 4096"), site.reason
+
+
+def test_a_gpu_that_nobody_measured_has_no_row_and_is_told_how_to_get_one(monkeypatch):
+    shape, gpu_name = (4, 32, 32, 16384, 128), cost.gpu_name
+    assert decide(shape, (9, 0), monkeypatch).rewritten
+    name = "NVIDIA H100 80GB HBM3"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(cost, "H200", name)  # of capability (9, 0) in `gpu`
+    site = decide(shape, (9, 0), monkeypatch)
+    assert not site.rewritten and site.reason.endswith(
+        f"nothing was measured on {name}: run `python -m sage_inductor tune` there"
+    )
+    assert gpu_name(torch.device("cuda", 0)) == name
+    assert "tune" not in decide((1, 4, 4, 65536, 128), (8, 9), monkeypatch, force=True).reason
 
 
 @pytest.mark.parametrize(
@@ -320,9 +381,9 @@ def test_a_trial_has_the_calls_mask(kind, band, mask, dtype, monkeypatch):
 )
 def test_what_needs_no_clock_asks_none(settings, reason, monkeypatch):
     clock = Clock()
-    given = {"clock": clock} if settings else {}
+    given = {"benchmark": clock} if settings else {}
     site = decide(SHORT, (9, 0), monkeypatch, **settings, **given)
-    assert site.reason.startswith(reason) and not clock.trials
+    assert site.reason.startswith(reason) and not clock.cases
 
 
 def test_a_dynamic_length_is_timed_at_its_hint_without_a_guard(monkeypatch):
@@ -332,8 +393,8 @@ def test_a_dynamic_length_is_timed_at_its_hint_without_a_guard(monkeypatch):
         shape_env.create_symbol(96, source, DimDynamic.DYNAMIC), hint=96, source=source
     )
     shape, clock = (4, 32, 32, N, 128), Clock(sage2_8b_rows=0.5, sage2_8b=0.8)
-    site = decide(shape, (9, 0), monkeypatch, shape_env=shape_env, clock=clock)
-    assert clock.trials[0].q == (4, 32, 96, 128)
+    site = decide(shape, (9, 0), monkeypatch, shape_env=shape_env, benchmark=clock)
+    assert clock.cases[0].q == (4, 32, 96, 128)
     assert site.reason == "autotuned at [4, 32, 96, 128]: 2.00x the fastest of SDPA"
     assert (site.recipe, site.decision.warpgroups) == (
         "sage2-8b-rows",
@@ -342,6 +403,3 @@ def test_a_dynamic_length_is_timed_at_its_hint_without_a_guard(monkeypatch):
     assert not shape_env.guards
     decide(shape, (9, 0), monkeypatch, shape_env=shape_env)
     assert shape_env.guards  # the table's
-
-
-# -- the cost of the pass ----

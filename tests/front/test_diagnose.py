@@ -3,6 +3,7 @@
 import importlib
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +15,9 @@ from torch.nn.attention.bias import causal_lower_right
 
 import sage_inductor
 from sage_inductor import Policy, diagnose
-from sage_inductor.decide import Rule, fits_module
 from sage_inductor.diagnose import BY_SPEED, TOLERANCE, _merged
 from sage_inductor.ops.recipe import NAMED
+from sage_inductor.policy import Rule
 
 DIAGNOSE = importlib.import_module("sage_inductor.diagnose")
 sdpa = F.scaled_dot_product_attention
@@ -114,6 +115,20 @@ def test_calls_that_agree_get_one_rule_and_the_table_shows_it():
     assert only.policy == Policy((Rule("sage2-8b"),))  # of "auto" not all was measured
 
 
+def test_auto_is_suggested_only_if_all_that_it_may_become_is_within_the_tolerance():
+    def suggested(**errors):
+        rows = {
+            name.replace("_", "-"): SimpleNamespace(relative_l1=e) for name, e in errors.items()
+        }
+        probe = SimpleNamespace(site=SimpleNamespace(module="m"), rows=rows, autos=BY_SPEED[:2])
+        return DIAGNOSE._suggested([probe], 0.05)["m"]
+
+    assert suggested(sage2_8b_rows=0.04, sage2_8b=0.05) == "auto"
+    assert suggested(sage2_8b_rows=0.04, sage2_8b=0.06) == "sage2-8b-rows"
+    assert suggested(sage2_8b_rows=0.06, sage2_8b=0.04) == "sage2-8b"
+    assert suggested(sage2_8b_rows=0.06, accurate=0.06) == "off"
+
+
 def test_a_nan_is_worse_than_any_error():
     q, k, v = (torch.randn(1, 2, 40, 16) for _ in range(3))
     v[0, 1, 3, 5] = math.nan
@@ -132,7 +147,7 @@ recipes = st.sampled_from(["auto", "off", "accurate"])
 def test_merged_rules_say_of_each_module_what_was_suggested(suggested):
     rules = _merged(suggested)
     for module, recipe in suggested.items():
-        assert next(r.recipe for r in rules if fits_module(module, r)) == recipe, rules
+        assert next(r.recipe for r in rules if r.fits_module(module)) == recipe, rules
     usual = max(map(list(suggested.values()).count, suggested.values()))
     assert len(rules) <= 1 + len(suggested) - usual
 
@@ -249,6 +264,7 @@ SITES = {  # function, (H_kv, N_kv, D_v), the mask that must be seen
     "window": (window, (4, 33, 16), "window(4, 0)"),
     "keys": (lambda q, k, v: sdpa(q, k, v, padding(33, 20)), (4, 20, 16), "bool[2, 1, 1, 20]"),
     "bias": (lambda q, k, v: sdpa(q, k, v, BIAS.to(q.dtype)), (4, 33, 16), "float32[4, 33, 33]"),
+    "gqa bias": (lambda q, k, v: sdpa(q, k, v, BIAS.to(q.dtype), enable_gqa=True), (2, 33, 16), "float32[4, 33, 33]"),
     "nothing": (rows_that_see_nothing, (4, 33, 16), "bool[33, 1]"),
     "by hand": (by_hand, (4, 33, 16), "causal"),
 }  # fmt: skip
@@ -274,7 +290,7 @@ def test_every_kind_of_site_is_compared_with_what_it_computes(case, at_once, mon
         return compare(out, exact)
 
     monkeypatch.setattr(DIAGNOSE, "compare", spy)
-    monkeypatch.setattr(DIAGNOSE, "AT_ONCE", at_once)
+    monkeypatch.setattr(DIAGNOSE, "MAX_SCORES", at_once)
     found = diagnose(function, q, k, v)
     expected = function(q.double(), k.double(), v.double())
     assert compared[0].dtype == torch.float64

@@ -24,7 +24,8 @@ from torch._inductor.package import package_aoti
 from torch.utils._pytree import tree_leaves
 
 import sage_inductor
-from sage_inductor.export import _holds_its_own_libstdcxx
+from sage_inductor.export import _check_travels, _holds_its_own_libstdcxx
+from sage_inductor.ops.launch import OPAQUE
 from sage_inductor.ops.recipe import NAMED
 
 EMULATE = {"sage.emulate": True}
@@ -447,6 +448,15 @@ def test_a_sage_op_that_needs_python_is_refused():
     program = torch.export.export(Opaque(), (torch.randn(1, 2, 64, 64),))
     with pytest.raises(ValueError, match="every sage op must be portable .* got `sdpa`, a call of"):
         sage_inductor.aoti_compile_and_package(program)
+
+
+def test_every_opaque_op_is_refused():
+    assert len(OPAQUE) >= 3
+    for op in OPAQUE:
+        graph = torch.fx.Graph()
+        graph.output(graph.call_function(op, (graph.placeholder("q"),)))
+        with pytest.raises(ValueError, match=f"must be portable .*{op}"):
+            _check_travels(torch.fx.GraphModule({}, graph))
 
 
 def test_the_pass_of_backend_inductor_inserts_portable_calls_into_packages(monkeypatch):

@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from support import cos_sim
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import sage_inductor
@@ -424,10 +425,6 @@ def build(case: Case, request):
 
 def first(output) -> torch.Tensor:
     return output if isinstance(output, torch.Tensor) else output[0]
-
-
-def cos_sim(actual, expected) -> float:
-    return F.cosine_similarity(actual.double().flatten(), expected.double().flatten(), 0).item()
 
 
 exact = F.scaled_dot_product_attention

@@ -1,14 +1,12 @@
-"""What is installed: one pure-Python package, found by torch without being imported; and the private
-torch names it leans on, each in one place."""
+"""What is installed: one pure-Python package, found by torch without being imported; and who in it
+imports whom."""
 
-import importlib
+import ast
 import re
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,70 +41,96 @@ def test_the_wheel_is_pure_and_holds_every_module(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     assert wheel.name.endswith("-py3-none-any.whl")
     packed = {n for n in zipfile.ZipFile(wheel).namelist() if not n.split("/")[0].endswith("info")}
-    sources = {f"sage_inductor/{p.name}" for p in (ROOT / "sage_inductor").glob("*.py")}
-    for room in ("ops", "lowering", "patterns"):
-        sources |= {f"sage_inductor/{room}/{p.name}" for p in (ROOT / room).glob("*.py")}
+    sources = {f"{m.replace('.', '/')}.py" for m, (_, p) in SOURCES.items() if p.stem != "__init__"}
+    sources |= {
+        f"{m.replace('.', '/')}/__init__.py"
+        for m, (_, p) in SOURCES.items()
+        if p.stem == "__init__"
+    }
     assert packed == sources | {"sage_inductor/py.typed"}
 
 
-def test_imports_go_down_the_corridor_only():
-    """sage_inductor -> patterns -> lowering -> ops, and the front door's files among themselves."""
-    above = {"ops": ("lowering", "patterns"), "lowering": ("patterns",), "patterns": ()}
-    front = tuple(p.stem for p in (ROOT / "sage_inductor").glob("*.py") if p.stem[0] != "_")
-    for room, forbidden in above.items():
-        for path in (ROOT / room).glob("*.py"):
-            for name in re.findall(r"(?:from|import) sage_inductor\.(\w+)", path.read_text()):
-                assert name not in (*forbidden, *front), (path, name)
-            assert not re.search(r"from sage_inductor import (?!lowering)", path.read_text())
-
-
-def test_the_library_prints_nothing():
-    for path in [*(ROOT / "sage_inductor").glob("*.py"), *(ROOT / "ops").glob("*.py"),
-                 *(ROOT / "patterns").glob("*.py"), *(ROOT / "lowering").glob("*.py")]:  # fmt: skip
-        if path.name not in ("__main__.py", "demo.py"):
-            assert not re.search(r"^\s*print\(", path.read_text(), re.M), path
-
-
-# Private names of torch, and the files of ours that use them. Present in torch 2.11 (seen on a GPU)
-# and 2.13 (CI); a version that drops one fails here first.
-PRIVATE = {
-    "torch": (["_TorchCompileInductorWrapper"], {"backend.py"}),
-    "torch._dynamo.exc": (["ShortenTraceback"], {"backend.py"}),
-    "torch._inductor.custom_graph_pass": (["CustomGraphPass"], {"backend.py"}),
-    "torch._inductor.config": (["pre_grad_custom_pass"], {"backend.py"}),
-    "torch._inductor.lowering": (["register_lowering"], {"lowering/sdpa.py"}),
-    "torch._dynamo.eval_frame": (["cached_backends"], {"report.py"}),
-    "torch._guards": (["CompileContext"], {"report.py", "backend.py"}),
-    "torch.utils._config_module": (["Config", "install_config_module"], {"config.py"}),
-    "torch._subclasses.functional_tensor": (["FunctionalTensorMode"], {"lowering/sdpa.py"}),
-    "torch.export._trace": (["custom_triton_ops_decomposition_disabled"], {"lowering/sdpa.py"}),
-    "torch._higher_order_ops.triton_kernel_wrap": (  # torch 2.11: identify_mutated_tensors
-        ["identify_accessed_tensors"],
-        {"lowering/accesses.py"},
-    ),
-    "torch._dispatch.python": (["enable_python_dispatcher"], {"patterns/call.py"}),
-    "torch.amp.autocast_mode": (
-        ["_enter_autocast", "_exit_autocast"],
-        {"patterns/call.py", "patterns/handwritten.py"},
-    ),
-    "torch._subclasses.fake_tensor": (
-        ["unset_fake_temporarily"],
-        {"patterns/coordinates.py", "patterns/flex.py"},
-    ),
-    "torch._VF": (["_transformer_encoder_layer_fwd"], {"patterns/modules.py"}),
-    "torch._C": (["_ExcludeDispatchKeyGuard", "DispatchKeySet"], {"ops/sdpa.py"}),
+# room -> the rooms that it may import, besides itself
+BELOW = {
+    "ops": {"ops"},
+    "lowering": {"ops", "lowering"},
+    "patterns": {"ops", "patterns"},
+    "sage_inductor": {"ops", "lowering", "patterns", "sage_inductor"},
 }
 
 
-@pytest.mark.parametrize("module", PRIVATE)
-def test_private_names_of_torch_exist_and_are_used_where_this_says(module):
-    names, files = PRIVATE[module]
-    for name in names:
-        assert hasattr(importlib.import_module(module), name), f"{module}.{name}"
-        used = {
-            f"{path.parent.name}/{path.name}".removeprefix("sage_inductor/")
-            for room in ("sage_inductor", "patterns", "lowering", "ops")
-            for path in (ROOT / room).glob("*.py")
-            if re.search(rf"\b{name}\b", path.read_text())
-        }
-        assert used == files, name
+def module_of(room: str, path: Path) -> str:
+    parts = path.relative_to(ROOT / room).with_suffix("").parts
+    front = ("sage_inductor",) if room == "sage_inductor" else ("sage_inductor", room)
+    return ".".join([*front, *parts]).removesuffix(".__init__")
+
+
+SOURCES = {module_of(room, p): (room, p) for room in BELOW for p in (ROOT / room).rglob("*.py")}
+
+
+def imports_of(path: Path) -> set[str]:
+    """The files of ours that a file imports, wherever in it, by their modules."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import"
+            names = {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {full if full in SOURCES else node.module for full in names.values()}
+    return found & SOURCES.keys()
+
+
+GRAPH = {module: imports_of(path) for module, (_, path) in SOURCES.items()}
+
+
+def test_imports_go_down_the_rooms_only():
+    wrong = [
+        f"{module} -> {other}"
+        for module, others in GRAPH.items()
+        for other in others
+        if SOURCES[other][0] not in BELOW[SOURCES[module][0]]
+    ]
+    assert not wrong, wrong
+
+
+def test_no_file_imports_itself_by_way_of_others():
+    """Imports within functions, too: what they put off is the circle, not its cost."""
+    left, circles = dict(GRAPH), None
+    while left != circles:  # until taking away what imports nothing that is left changes nothing
+        circles = left
+        left = {m: others & left.keys() for m, others in left.items() if others & left.keys()}
+    on = {m: sorted(others) for m, others in left.items() if m in set().union(*left.values())}
+    assert not on, on
+
+
+def test_the_graph_of_imports_is_the_real_one():
+    """Of a room's files each but the entries is imported by some other."""
+    entries = {
+        "sage_inductor",
+        "sage_inductor.__main__",
+        "sage_inductor.cli",
+        "sage_inductor.ops.hopper",
+    }
+    assert SOURCES.keys() - set().union(*GRAPH.values()) <= entries
+    assert "sage_inductor.ops.sdpa" in GRAPH["sage_inductor.decide"]
+
+
+def test_the_library_prints_nothing():
+    for _, path in SOURCES.values():
+        if path.parent.name != "cli":
+            assert not re.search(r"^\s*print\(", path.read_text(), re.M), path
+
+
+def test_private_names_of_torch_and_triton_are_imported_in_compat_alone():
+    wrong = set()
+    for _, path in SOURCES.values():
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in getattr(node, "names", ()) if hasattr(alias, "name")]
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{name}" for name in names]
+            for name in names:
+                home, *parts = name.split(".")
+                if home in ("torch", "triton") and any(part[0] == "_" for part in parts):
+                    wrong.add((path.relative_to(ROOT).as_posix(), name))
+    assert not {each for each in wrong if each[0] != "ops/compat.py"}

@@ -18,9 +18,11 @@ from hypothesis import strategies as st
 
 import sage_inductor
 from sage_inductor import Policy, SageOptionError, config, patterns
-from sage_inductor.backend import SagePass
-from sage_inductor.decide import Rule, Settings, decide
+from sage_inductor.decide import decide
+from sage_inductor.inductor_pass import SagePass
 from sage_inductor.ops.recipe import NAMED
+from sage_inductor.policy import Rule
+from sage_inductor.settings import Settings
 
 EMULATE = {"sage.emulate": True}
 

@@ -27,6 +27,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from support import cos_sim
 from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.testing import assert_close
@@ -37,7 +38,7 @@ from torch.utils.checkpoint import (
 )
 
 import sage_inductor
-from sage_inductor.lowering import accesses
+from sage_inductor.lowering import access_cache
 from sage_inductor.ops import reference
 
 EMULATE = {"sage.emulate": True}
@@ -79,10 +80,6 @@ def stack(layers=2):
 def compiled(model, backend="sage", options=EMULATE, fullgraph=True, **kwargs):
     options = options if backend == "sage" else None
     return torch.compile(model, backend=backend, options=options, fullgraph=fullgraph, **kwargs)
-
-
-def cos_sim(actual, expected) -> float:
-    return F.cosine_similarity(actual.double().flatten(), expected.double().flatten(), 0).item()
 
 
 def follows(actual, expected) -> bool:
@@ -1010,7 +1007,7 @@ def test_errors_of_the_model_are_those_of_inductor(case):
     assert follows(compiled(sdpa)(q, k, v), sdpa(q, k, v))
 
 
-def test_what_a_kernel_accesses_is_found_once_a_variant():
+def test_what_a_kernel_accesses_is_found_once_a_variant(monkeypatch):
     class Function:
         def __init__(self, module):
             self.__module__ = module
@@ -1020,11 +1017,11 @@ def test_what_a_kernel_accesses_is_found_once_a_variant():
 
     calls = []
 
-    def identify(kernel, kwargs, tma_descriptor_metadata):
-        calls.append(kwargs)
+    def identify(kernel, kwargs, tma_descriptor_metadata, *more, **options):
+        calls.append((more, options))
         return [["OUT"]]
 
-    remembered = accesses._remember(identify)
+    remembered = access_cache._remember(identify)
     ours, another = kernel("sage_inductor.ops.quantize"), kernel("model")
     x = torch.empty(2, 3, dtype=torch.bfloat16)
     remembered(ours, {"X": x, "N": 4}, {})[0].append("a caller's")
@@ -1046,5 +1043,17 @@ def test_what_a_kernel_accesses_is_found_once_a_variant():
     for _ in range(2):
         remembered(another, {"X": x, "N": 4}, {})
     assert len(calls) == 10
-    installed = [getattr(accesses.triton_kernel_wrap, name, None) for name in accesses.NAMES]
+    for _ in range(2):  # as no torch calls it yet: passed on, whosever the kernel is
+        for each in (ours, another):
+            remembered(each, {"X": x, "N": 4}, {}, 5)
+            remembered(each, {"X": x, "N": 4}, tma_descriptor_metadata={})
+            remembered(each, {"X": x, "N": 4}, {}, new=6)
+    assert len(calls) == 22 and calls[10:13] == [((5,), {}), ((), {}), ((), {"new": 6})]
+    monkeypatch.setattr(access_cache, "REMEMBERED", 2)
+    for n in (11, 12, 13, 12, 13, 11):
+        remembered(ours, {"X": x, "N": n}, {})
+    assert len(calls) == 22 + 4
+    installed = [
+        getattr(access_cache.triton_kernel_wrap, name, None) for name in access_cache.NAMES
+    ]
     assert any(hasattr(function, "__wrapped__") for function in installed)

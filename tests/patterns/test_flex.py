@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from sage_inductor import cost
 from sage_inductor.decide import _kind
-from sage_inductor.ops import tiles
 from sage_inductor.patterns.call import CAUSAL, FULL, Band, Survey
 from sage_inductor.patterns.flex import find
 
@@ -272,4 +272,4 @@ def test_a_window_that_flex_computes_is_not_measured_by_sdpas_mask():
         return flex_attention(q, k, v, block_mask=mask)
 
     torch.compile(attend, backend=backend, fullgraph=True)(*(torch.randn(1, 2, 256, 16),) * 3)
-    assert not any(kind == "flex window" for *_, kind in tiles.CROSSOVER)
+    assert not any(kind == "flex window" for *_, kind in cost.CROSSOVER)

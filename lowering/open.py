@@ -11,37 +11,12 @@ up. Two cases stay whole:
   means and opens when it is compiled;
 * on CPU, unless it is for a package: the emulation is for studies, and as one opaque call it
   compiles in no time (opened, a dynamic length cost 100 s).
-
-Several kernels read k and v. Of what Inductor has not stored yet, say a RoPE's output, each would
-get a copy of its own, from one kernel that writes the same numbers two or three times. ``stored``
-is an identity that has Inductor store its argument, once.
 """
 
-import torch
-from torch import Tensor
-from torch._inductor.lowering import register_lowering
-from torch._subclasses.functional_tensor import FunctionalTensorMode
-from torch.export._trace import custom_triton_ops_decomposition_disabled
-
+from sage_inductor.lowering.realize import stored
 from sage_inductor.ops import prepare_kv, sdpa
+from sage_inductor.ops.compat import FunctionalTensorMode, exporting
 from sage_inductor.ops.sdpa import compile_ahead, compose, compose_prepare
-
-
-@torch.library.custom_op("sage::stored", mutates_args=())
-def stored(x: Tensor) -> Tensor:
-    """x, with its strides."""
-    return x.new_empty_strided(x.shape, x.stride()).copy_(x)
-
-
-@stored.register_fake
-def _(x):
-    return x.new_empty_strided(x.shape, x.stride())
-
-
-@register_lowering(torch.ops.sage.stored.default, type_promotion_kind=None)
-def _(x):
-    x.realize()
-    return x
 
 
 def _opens(custom_op, into, tensors: slice) -> None:
@@ -50,12 +25,12 @@ def _opens(custom_op, into, tensors: slice) -> None:
     @custom_op.register_torch_dispatch(FunctionalTensorMode)
     def open_(mode, op, types, args, kwargs):
         x, portable = args[0], args[-1]
-        if custom_triton_ops_decomposition_disabled() or (x.device.type == "cpu" and not portable):
+        if exporting() or (x.device.type == "cpu" and not portable):
             return mode.__torch_dispatch__(op, types, args, kwargs)
         with mode:
             if x.device.type != "cpu":  # there the emulation's operations fuse as they may
                 args = list(args)
-                args[tensors] = map(torch.ops.sage.stored, args[tensors])
+                args[tensors] = map(stored, args[tensors])
             return into(*args, **kwargs)
 
 

@@ -5,33 +5,47 @@ walks it, 16 times for each call of ``sage::sdpa``. The answer depends on the ar
 layers of a transformer Inductor's graph took 26 s with that and takes 14 (9 with no attention at
 all; torch 2.13, without the kernels' own compilation).
 
-A private function of torch is replaced by itself with a memory, for our kernels only. Where it has
-another name, nothing is remembered.
+A private function of torch is replaced, for every Triton kernel of the process, by itself with a
+memory. It remembers for our kernels only, and only where it is called as the versions below call
+it; every other call is passed on as it came.
 """
 
+import collections
 import copy
 import functools
+import threading
 
 import torch
-from torch._higher_order_ops import triton_kernel_wrap
+
+from sage_inductor.ops.compat import triton_kernel_wrap
 
 NAMES = ("identify_accessed_tensors", "identify_mutated_tensors")  # torch 2.13, 2.11
+REMEMBERED = 4096  # variants; 24 layers in four recipes have some 300
 
 
 def _remember(identify):
-    found = {}
+    """`identify`, called as (kernel, kwargs, tma_descriptor_metadata), with a memory."""
+    found, lock = collections.OrderedDict(), threading.Lock()
 
     @functools.wraps(identify)
-    def remembered(kernel, kwargs, tma_descriptor_metadata):
+    def remembered(*args, **kwargs):
         # A kernel's function, or the kernel in an Autotuner, which torch makes anew of num_warps.
-        if not getattr(kernel.fn, "__module__", "").startswith("sage_inductor."):
-            return identify(kernel, kwargs, tma_descriptor_metadata)
-        arguments = tuple((name, _describe(x)) for name, x in sorted(kwargs.items()))
+        function = getattr(args[0], "fn", None) if len(args) == 3 and not kwargs else None
+        if not str(getattr(function, "__module__", "")).startswith("sage_inductor."):
+            return identify(*args, **kwargs)
+        kernel, values, descriptors = args
+        arguments = tuple((name, _describe(x)) for name, x in sorted(values.items()))
         configs = tuple(map(str, getattr(kernel, "configs", ())))
-        key = kernel.fn, configs, arguments, str(tma_descriptor_metadata)
-        if key not in found:
-            found[key] = identify(kernel, kwargs, tma_descriptor_metadata)
-        return copy.deepcopy(found[key])
+        key = function, configs, arguments, str(descriptors)
+        with lock:
+            known = found.get(key)
+        if known is None:
+            known = identify(*args)
+            with lock:
+                found[key] = known
+                while len(found) > REMEMBERED:
+                    found.popitem(last=False)
+        return copy.deepcopy(known)
 
     return remembered
 

@@ -1,4 +1,4 @@
-"""The model of ``python -m sage_inductor demo``: a diffusion transformer's denoiser.
+"""``python -m sage_inductor demo``: a diffusion transformer's denoiser, compiled.
 
 What matters to attention is as in Flux, SD3 and Wan: RMSNorm on q and k, rotary positions over
 rows and columns, no mask, q and k and v as transposed views of [B, N, H, D].
@@ -6,9 +6,18 @@ rows and columns, no mask, q and k and v as transposed views of [B, N, H, D].
 Shapes: B batch, N tokens, C channels, H heads, D head_dim.
 """
 
+import copy
+import functools
+import statistics
+import sys
+
 import torch
 import torch.nn.functional as F
+import triton
 from torch import Tensor, nn
+
+from sage_inductor.diagnose import compare
+from sage_inductor.report import report
 
 LATENT_CHANNELS = 16
 PATCH = 2  # a token is PATCH x PATCH latents
@@ -90,3 +99,83 @@ class Denoiser(nn.Module):
             x = block(x, condition, angles)
         x = F.layer_norm(x, x.shape[-1:])
         return self.patch_out(x.mT.unflatten(2, (side, side)))
+
+
+# -- the command ----
+
+
+def demo(recipe: str, size: int | None, layers: int, force: bool) -> int:
+    try:
+        from tqdm import tqdm
+    except ModuleNotFoundError:
+        print("the demo needs tqdm to show its progress: pip install tqdm", file=sys.stderr)
+        return 1
+
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    size = size or (256 if on_gpu else 64)
+    heads, head_dim = (24, 128) if on_gpu else (4, 64)
+    torch.manual_seed(0)
+    with device:
+        model32 = Denoiser(layers, heads, head_dim).eval()
+        latents = torch.randn(1, LATENT_CHANNELS, size, size)
+        times = torch.rand(1)
+    model = copy.deepcopy(model32).to(dtype)
+    inputs = (latents.to(dtype), times.to(dtype))
+
+    where = f"{torch.cuda.get_device_name(device)}, bfloat16" if on_gpu else "CPU, emulated"
+    print(f"a diffusion transformer of {layers} layers, {heads} heads of {head_dim},", end=" ")
+    print(f"{(size // PATCH) ** 2} tokens; {where}")
+    options = {"sage.recipe": recipe, "sage.emulate": not on_gpu, "sage.force": force and on_gpu}
+    compiled = torch.compile(model, backend="sage", options=options, fullgraph=True)
+    outputs = {}
+    steps = tqdm(total=4 if on_gpu else 3, bar_format="{desc}step {n} of {total}, {elapsed}")
+
+    def step(what: str, run):
+        steps.set_description(what)
+        with torch.no_grad():
+            outputs[what] = run()
+        steps.update()
+
+    step("exact attention, float32", lambda: model32(latents, times))
+    if on_gpu:
+        step("SDPA", lambda: model(*inputs))
+    for block in model32.blocks:  # a control: how much of the output is what attention selects
+        torch.nn.init.zeros_(block.attention.norm_q.weight)
+    step("attending to all keys alike", lambda: model32(latents, times))
+    step('backend="sage" (first call: compiles)', lambda: compiled(*inputs))
+    steps.close()
+
+    found = report()
+    print(f"\nwhat became of its attention calls (sage_inductor.report()):\n{found}")
+    exact = outputs.pop("exact attention, float32")
+    print(f"\n{'the output, against exact attention':40}CosSim     relative L1  RMSE")
+    for name, output in outputs.items():
+        error = compare(output, exact)
+        print(f"{name.removesuffix(' (first call: compiles)'):40}", end="")
+        print(f"{error['CosSim']:<11.6f}{error['relative L1']:<13.5f}{error['RMSE']:.5f}")
+    if on_gpu:
+        _time_both(model, compiled, inputs, tqdm)
+    else:
+        print("\nno GPU: the emulation shows accuracy, not speed")
+    if on_gpu and not found.rewritten:
+        print("\nevery call stays SDPA here; --force runs the kernels all the same")
+    return 0
+
+
+def _time_both(model, compiled, inputs, tqdm) -> None:
+    """The two backends in turn, so that a clock that drifts drifts for both."""
+    stock = torch.compile(model, backend="inductor", fullgraph=True)
+    times = {'backend="inductor"': [], 'backend="sage"': []}
+    with torch.no_grad():
+        for _ in tqdm(range(5), desc="speed, in turn"):
+            for found, run in zip(times.values(), (stock, compiled), strict=True):
+                forward = functools.partial(run, *inputs)
+                found.append(triton.testing.do_bench(forward, return_mode="median"))
+    median = {name: statistics.median(found) for name, found in times.items()}
+    print("\nmedian time of a forward pass (5 rounds of triton.testing.do_bench, in turn)")
+    for name, found in times.items():
+        print(f"{name:40}{median[name]:.3f} ms   ({min(found):.3f} .. {max(found):.3f})")
+    inductor, sage = median.values()
+    print(f"{'inductor / sage':40}{inductor / sage:.3f}")

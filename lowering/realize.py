@@ -1,0 +1,27 @@
+"""``sage::stored``: an identity that has Inductor store its argument, once.
+
+Several kernels read k and v. Of what Inductor has not stored yet, say a RoPE's output, each would
+get a copy of its own, from one kernel that writes the same numbers two or three times.
+"""
+
+import torch
+from torch import Tensor
+
+from sage_inductor.ops.compat import register_lowering
+
+
+@torch.library.custom_op("sage::stored", mutates_args=())
+def stored(x: Tensor) -> Tensor:
+    """x, with its strides."""
+    return x.new_empty_strided(x.shape, x.stride()).copy_(x)
+
+
+@stored.register_fake
+def _(x):
+    return x.new_empty_strided(x.shape, x.stride())
+
+
+@register_lowering(torch.ops.sage.stored.default, type_promotion_kind=None)
+def _(x):
+    x.realize()
+    return x

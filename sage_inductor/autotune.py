@@ -1,0 +1,227 @@
+"""``mode="max-autotune"``: while a call is compiled its recipes, by each of their tiles, and SDPA's
+backends are timed.
+
+`sage_inductor/decide.py` makes a `BenchmarkCase` of a call and compares the times that `benchmark`
+measures of it.
+"""
+
+import dataclasses
+import functools
+import json
+import logging
+import statistics
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from sage_inductor.ops import mask as masks
+from sage_inductor.ops import recipe as recipes
+from sage_inductor.ops import reference
+from sage_inductor.ops.attention import attention_opaque
+from sage_inductor.ops.compat import default_store
+from sage_inductor.ops.sdpa import kernel, of_q, operands, prepare
+from sage_inductor.patterns.call import CAUSAL, FULL, Band, Decision
+
+_log = logging.getLogger("sage_inductor")
+
+BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
+ROUNDS = 3
+GRAPH_MS = 5  # how long a CUDA graph of repeated calls runs; a median is over ten of its replays
+ONE_ROUND_MS = 50  # a call as long as this gets one round: it heats the card by itself
+REPLAYS = 10
+
+
+class Candidate(NamedTuple):
+    """What a call may become."""
+
+    recipe: str  # a name in NAMED
+    warpgroups: int | None = None  # Recipe's
+
+    @property
+    def full(self) -> recipes.Recipe:
+        return Decision(self.recipe, "", self.warpgroups).full
+
+    @property
+    def tile(self) -> str:
+        """What a reason says of the tile, unless it is the table's."""
+        of = "the Triton kernel" if self.warpgroups == 0 else f"{self.warpgroups} warpgroups"
+        return "" if self.warpgroups is None else f" with {of}"
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchmarkCase:
+    """What is timed in a call's place: random tensors of its sizes, as they are while compiling."""
+
+    device: torch.device
+    dtype: torch.dtype
+    q: tuple[int, ...]  # [B, H_q, N_q, D]
+    k: tuple[int, ...]  # [B, H_kv, N_kv, D]
+    v: tuple[int, ...]  # [B, H_kv, N_kv, D_v]
+    band: Band  # not at the bottom right
+    mask: tuple[int, ...] | None  # attn_mask's shape
+    mask_dtype: torch.dtype | None
+    candidates: tuple[Candidate, ...]
+
+
+Times = dict[Candidate | str, float | str]  # ms, or the message of an error
+
+
+@functools.cache
+def benchmark(case: BenchmarkCase) -> Times:
+    """ms of each of the case's candidates, with all preparation, and of SDPA's backends; an error's
+    message for one that fails. Equal cases are measured once: in a process and, where
+    torch.distributed is initialised, by one rank for all.
+
+    Nothing is compiled (Dynamo is at work on the call itself), and the random numbers of the
+    user's generators stay as they are.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return _measure(case)
+    return _agree(case, default_store())
+
+
+def _agree(case: BenchmarkCase, store) -> Times:
+    """What the first rank to come to the case measures, on every rank: with times of their own,
+    ranks would choose different recipes.
+
+    Through the job's key-value store and not by a collective, which would hang where the ranks
+    compile different graphs (stages of a pipeline) or one of them compiles again.
+    """
+    # Not the index: each rank has another. GPUs of another kind measure for themselves.
+    device = case.device.type
+    if device == "cuda":
+        device = torch.cuda.get_device_name(case.device)
+    key = f"sage_inductor/{dataclasses.replace(case, device=device)!r}"
+    if store.add(f"{key}/ranks", 1) <= 1:  # 0: the store of a fake process group
+        found = {}
+        try:
+            found = _measure(case)
+        finally:
+            store.set(key, json.dumps(list(found.items())))
+        return found
+    try:
+        text = store.get(key)  # waits
+    except RuntimeError as error:  # the rank that came first has died, or measures for too long
+        _log.warning("no rank has timed %s: %s; this rank does it for itself", key, error)
+        return _measure(case)
+    found = {
+        name if isinstance(name, str) else Candidate(*name): ms for name, ms in json.loads(text)
+    }
+    return found or _measure(case)
+
+
+_one_at_a_time = threading.Lock()  # threads that compile would time each other's work
+
+
+def _measure(case: BenchmarkCase) -> Times:
+    off = torch.autocast(case.device.type, enabled=False)  # the case has what autocast makes
+    with _one_at_a_time, torch.no_grad(), torch.cuda.device(case.device), off:
+        try:
+            found = time_calls(_calls(case))
+        except Exception as error:  # out of memory for the inputs, say
+            found = dict.fromkeys(case.candidates, error)
+    return {
+        name: f"{type(ms).__name__}: {ms}".split("\n")[0] if isinstance(ms, Exception) else ms
+        for name, ms in found.items()
+    }
+
+
+def _calls(case: BenchmarkCase) -> dict[Candidate | str, Callable]:
+    """Candidate or backend -> a call without arguments, each on the same inputs."""
+    generator = torch.Generator(case.device).manual_seed(0)
+    make = {"generator": generator, "device": case.device}
+    q, k, v = (
+        torch.randn(B, N, H, D, dtype=case.dtype, **make).transpose(1, 2)
+        for B, H, N, D in (case.q, case.k, case.v)
+    )
+    attn_mask = None
+    if case.mask_dtype == torch.bool:
+        attn_mask = torch.rand(case.mask, **make) < 0.5
+    elif case.mask_dtype is not None:
+        attn_mask = torch.randn(case.mask, dtype=case.mask_dtype, **make)
+
+    backends, band = BACKENDS, (case.band.left, case.band.right, False)
+    is_causal, sdpa_mask = attn_mask is None and case.band == CAUSAL, attn_mask
+    if case.band != FULL and not is_causal:  # SDPA is given the band in its mask
+        zeros = torch.zeros(q.shape[2], k.shape[2], device=q.device, dtype=q.dtype)
+        sdpa_mask = reference.masked(zeros, attn_mask, *band)
+        if attn_mask is None or attn_mask.dtype == torch.bool:
+            sdpa_mask = sdpa_mask == 0
+    if sdpa_mask is not None or q.shape[3] != v.shape[3]:
+        backends = (*BACKENDS, SDPBackend.EFFICIENT_ATTENTION)
+
+    def sdpa():
+        return F.scaled_dot_product_attention(
+            q, k, v, sdpa_mask, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1]
+        )
+
+    def sage(candidate):
+        r, head_dim = candidate.full, max(q.shape[3], v.shape[3])
+        op, block_m = kernel(q.device, r, head_dim, attn_mask is not None, portable=False)
+        mask = seen = None
+        if attn_mask is not None:
+            mask = masks.as_4d(attn_mask)
+            seen = masks.summarize(mask, k.shape[2], block_m)
+        quantized, k_mean = operands(v, prepare(k, v, seen, r))
+        # Without the correction of lse: nobody reads it in a rewritten call.
+        return op(
+            q, *quantized, mask, seen, *band, q.shape[3] ** -0.5, k.shape[2], r.granularity, False,
+            *of_q(q, k, k_mean, seen, r),
+            **({"warpgroups": r.warpgroups} if op is attention_opaque else {}),
+        )[0]  # fmt: skip
+
+    return {
+        **{backend.name: sdpa_kernel(backend)(sdpa) for backend in backends},
+        **{each: functools.partial(sage, each) for each in case.candidates},
+    }
+
+
+# -- the clock ----
+
+
+def time_calls(calls: dict) -> dict:
+    """ms of each, the median of ROUNDS rounds, in which they change places: power limits the card.
+    Of what fails, the error."""
+    times, failed, names = {name: [] for name in calls}, {}, list(calls)
+    for i in range(ROUNDS):
+        for name in names[i:] + names[:i]:
+            if name in failed or max(times[name], default=0) > ONE_ROUND_MS:
+                continue
+            try:
+                ms = time_call(calls[name])
+            except Exception as error:  # of Triton, of the driver, out of memory, ...
+                failed[name] = error
+            else:
+                times[name].append(ms)
+    return {name: failed.get(name) or statistics.median(times[name]) for name in calls}
+
+
+def time_call(call: Callable) -> float:
+    """ms of one call on the GPU alone: the median over replays of a CUDA graph of GRAPH_MS.
+
+    As triton.testing.do_bench_cudagraph, but for how it captures: another thread of the user's that
+    allocates meanwhile (cudaMalloc) breaks a capture in CUDA's "global" mode, and may itself fail.
+    """
+    with torch.cuda.stream(torch.cuda.Stream()):
+        call()  # compiles
+        ms = _elapsed(lambda: [call() for _ in range(5)]) / 5
+        repeats = max(1, int(GRAPH_MS / ms)) if ms else 1000
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            for _ in range(repeats):
+                call()
+        torch.cuda.synchronize()
+        return statistics.median(_elapsed(graph.replay) / repeats for _ in range(REPLAYS))
+
+
+def _elapsed(run: Callable) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end)

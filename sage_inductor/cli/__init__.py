@@ -1,0 +1,1 @@
+"""The commands of ``python -m sage_inductor``, one a file."""

@@ -1,0 +1,122 @@
+"""The same rewrite for ``backend="inductor"``: a pass of Inductor's, there while
+``sage_inductor.config.enabled`` is set. This is the only file that writes Inductor's options.
+"""
+
+import dataclasses
+import functools
+import hashlib
+from pathlib import Path
+
+import torch
+
+from sage_inductor import (
+    config,
+    cost,
+    lowering,
+    ops,
+    patterns,
+)
+from sage_inductor.decide import rewrite
+from sage_inductor.ops.compat import CustomGraphPass, inductor_config, virtualized
+from sage_inductor.report import raise_if_refused, record
+from sage_inductor.settings import Settings, resolve
+
+
+class SagePass(CustomGraphPass):
+    """Inductor's ``pre_grad_custom_pass``. It reads the config when it runs, and does nothing
+    where that does not say `enabled`.
+
+    timing_before: what ``pre_grad_pass_timing`` was before, to be put back."""
+
+    def __init__(self, timing_before: str | None = None):
+        self.timing_before = timing_before
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        if not config.enabled:
+            return
+        settings = self._settings()
+        # Inductor applies a pre-grad pass to nested graphs too; a site is decided once.
+        sites = rewrite(graph.owning_module, settings)
+        record(sites)
+        if settings.strict:
+            raise_if_refused(sites)
+
+    def uuid(self):
+        asked = dataclasses.astuple(self._settings())
+        return sources_tag(), cost.in_force(), config.enabled, asked
+
+    @staticmethod
+    def _settings() -> Settings:
+        # AOTInductor runs the pass too: what it compiles becomes a package.
+        return resolve({}, portable=virtualized.aot_compilation is True)
+
+
+@functools.cache
+def sources_tag() -> str:
+    """A hash of every source of the package: of what finds calls and what decides, too."""
+    rooms = {Path(__file__).parent, *(Path(x.__file__).parent for x in (ops, lowering, patterns))}
+    files = sorted({file for room in rooms for file in room.rglob("*.py")})
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+class PassList(CustomGraphPass):
+    """Several passes in Inductor's one place for them (torch 2.11 takes no list)."""
+
+    def __init__(self, passes: list):
+        self.passes = passes
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        for each in self.passes:
+            each(graph)
+
+    def uuid(self):
+        ids = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self.passes]
+        return None if None in ids else tuple(ids)  # None: not cached, as for the pass alone
+
+
+PASS, TIMING = "pre_grad_custom_pass", "pre_grad_pass_timing"
+
+
+def install_pass(on: bool, for_all: bool = False) -> None:
+    """Put SagePass beside the passes in ``torch._inductor.config.pre_grad_custom_pass``, or take
+    it out: in this thread and, `for_all`, where a thread has no pass of its own. torch 2.13 would
+    run it after the cache lookup (and a warm cache would leave the report empty): it is asked to
+    run before."""
+    if for_all:
+        _install_for_all(on)
+    current = getattr(inductor_config, PASS)
+    if isinstance(current, PassList):
+        passes = current.passes
+    elif isinstance(current, (list, tuple)):
+        passes = list(current)
+    else:
+        passes = [] if current is None else [current]
+    installed = [each for each in passes if isinstance(each, SagePass)]
+    if not on and not installed:
+        return
+    timing = getattr(inductor_config, TIMING, None)  # not in torch 2.11
+    ours = installed[0] if installed else SagePass(timing)
+    passes = [each for each in passes if each is not ours] + [ours] * on
+    setattr(
+        inductor_config,
+        PASS,
+        PassList(passes) if len(passes) > 1 else passes[0] if passes else None,
+    )
+    if timing is not None:
+        setattr(inductor_config, TIMING, "early" if on else ours.timing_before)
+
+
+def _install_for_all(on: bool) -> None:
+    """By the defaults of Inductor's options: from torch 2.13 on, what is assigned to a config is
+    seen by the assigning thread alone."""
+    for name, value in ((PASS, SagePass(_DEFAULTS.get(TIMING))), (TIMING, "early")):
+        if name in _DEFAULTS:
+            inductor_config._config[name].default = value if on else _DEFAULTS[name]
+
+
+_DEFAULTS = {
+    name: inductor_config._config[name].default
+    for name in (PASS, TIMING)
+    if name in inductor_config._config
+}
+config.follow("enabled", install_pass)

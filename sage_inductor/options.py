@@ -1,0 +1,101 @@
+"""Every setting, once: what it may be, where it may be given, and what it means.
+
+    name       sage_inductor.config    environment              torch.compile(options=...)
+    recipe     config.recipe           SAGE_INDUCTOR_RECIPE     "sage.recipe"
+
+An option of `torch.compile` overrides the config, which overrides the environment.
+"""
+
+import difflib
+import os
+from typing import NamedTuple
+
+import torch
+
+from sage_inductor.ops.recipe import NAMED
+
+PREFIX = "sage."
+AUTO, OFF = "auto", "off"
+
+
+class Option(NamedTuple):
+    name: str
+    default: object
+    values: tuple | type  # the valid ones, or their type
+    doc: str
+    is_setting: bool = True  # of sage_inductor.config, with an environment variable
+
+    @property
+    def variable(self) -> str:
+        return f"SAGE_INDUCTOR_{self.name.upper()}"
+
+
+OPTIONS = {
+    option.name: option
+    for option in (
+        Option(
+            "recipe", AUTO, (AUTO, OFF, *NAMED),
+            'How attention calls are quantized: "auto" (by device), a recipe\'s name, or "off".',
+        ),
+        Option(
+            "policy", "", os.PathLike,
+            "The path of a file of rules: which recipe which attention call gets.",
+        ),
+        Option(
+            "emulate", False, bool,
+            "Run the recipes' bit-faithful emulation where there is no kernel (CPU), whatever the "
+            "length.",
+        ),
+        Option(
+            "force", False, bool,
+            "Rewrite every call the kernels can run, also below the measured crossover and in "
+            "training.",
+        ),
+        Option("strict", False, bool, "Raise SageRefused when a call stays as it was."),
+        Option(
+            "enabled", False, bool,
+            'Rewrite graphs compiled with backend="inductor" too, by a pass beside the user\'s '
+            "own. As an option of torch.compile, False leaves this graph as it was.",
+        ),
+        Option(
+            "mode", None, str,
+            "Inductor's mode, for use together with options, which torch.compile does not allow.",
+            is_setting=False,
+        ),
+    )
+}  # fmt: skip
+SETTINGS = {name: option for name, option in OPTIONS.items() if option.is_setting}
+
+
+def check(name: str, value, prefix: str) -> None:
+    """Raise ValueError unless `value` may be given to the option `name`. What is in a policy's file
+    is not looked at."""
+    values = OPTIONS[name].values
+    if name == "mode":
+        modes = list(torch._inductor.list_mode_options())
+        if value not in modes:
+            raise ValueError(f"{prefix}mode must be one of {modes}, got {value!r}")
+    elif name == "policy":
+        if not isinstance(value, (str, os.PathLike, type(None))):
+            raise ValueError(f"{prefix}policy must be a path, got {value!r}")
+    elif values is bool:
+        if not isinstance(value, bool):
+            raise ValueError(f"{prefix}{name} must be True or False, got {value!r}")
+    elif not isinstance(value, str) or value not in values:
+        near = nearest(str(value), values)
+        raise ValueError(
+            f"{prefix}{name} must be one of {values}, got {value!r}: did you mean {near!r}?"
+        )
+
+
+def unknown(name: str, valid, prefix: str) -> str:
+    """The message for a name that does not exist, with the nearest one that does."""
+    return f"{prefix}{name} does not exist: did you mean {prefix}{nearest(name, valid)}?"
+
+
+def nearest(text: str, valid) -> str:
+    """What `text` is the beginning of, else what is spelled most like it; case does not matter."""
+    text, of_lower = text.lower(), {each.lower(): each for each in valid}
+    begun = (each for each in of_lower if text and each.startswith(text))
+    near = next(begun, None) or difflib.get_close_matches(text, of_lower, n=1, cutoff=0.0)[0]
+    return of_lower[near]

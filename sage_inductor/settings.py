@@ -1,0 +1,56 @@
+"""What one compilation is asked for: its options, over sage_inductor.config."""
+
+import dataclasses
+from collections.abc import Callable
+
+from sage_inductor import autotune, config, options
+from sage_inductor.errors import SageOptionError
+from sage_inductor.options import AUTO, OFF, OPTIONS, PREFIX
+from sage_inductor.policy import Policy, Rule
+
+AUTOTUNED = ("max-autotune", "max-autotune-no-cudagraphs")  # modes that time calls, not read tables
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What the user asked for; see sage_inductor/options.py for each field's meaning."""
+
+    recipe: str = AUTO
+    emulate: bool = False
+    force: bool = False
+    strict: bool = False
+    policy: tuple[Rule, ...] = ()
+    portable: bool = False  # exporting: no guards on lengths, only kernels that travel
+    # Instead of the table: ms of a case's candidates and of SDPA's backends, these by name; an
+    # error's message for one that failed.
+    benchmark: Callable[[autotune.BenchmarkCase], dict] | None = None
+
+
+def resolve(given: dict, **overrides) -> Settings:
+    """The settings of a compilation with the options `given` (without their prefix)."""
+    names = ("recipe", "emulate", "force", "strict")
+    values = {name: given.get(name, getattr(config, name)) for name in names}
+    if not given.get("enabled", True):
+        return Settings(**values | {"recipe": OFF}, **overrides)
+    if given.get("mode") in AUTOTUNED:
+        values["benchmark"] = autotune.benchmark
+    path = given.get("policy", config.policy)
+    try:
+        rules = Policy.load(path).rules if path else ()
+    except ValueError as error:  # the file has changed since it was checked
+        raise SageOptionError(str(error)) from None
+    return Settings(**values, policy=rules, **overrides)
+
+
+def split(given: dict) -> tuple[dict, dict]:
+    """({name: value} of the ``sage.`` options, Inductor's options)."""
+    ours = {k.removeprefix(PREFIX): v for k, v in given.items() if k.startswith(PREFIX)}
+    theirs = {k: v for k, v in given.items() if not k.startswith(PREFIX)}
+    for name, value in ours.items():
+        if name not in OPTIONS:
+            raise SageOptionError(f"{options.unknown(name, OPTIONS, PREFIX)} (got {value!r})")
+        try:
+            config.check(name, value, PREFIX)
+        except ValueError as error:
+            raise SageOptionError(str(error)) from None
+    return ours, theirs
