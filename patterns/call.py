@@ -19,8 +19,6 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from sage_inductor.ops import recipe as recipes
-
 
 @dataclasses.dataclass(frozen=True)
 class Band:
@@ -160,11 +158,7 @@ class Decision(NamedTuple):
 
     recipe: str | None  # a name in recipe.NAMED; None: it stays as it was
     reason: str  # why it stays, or what chose the recipe
-    warpgroups: int | None = None  # Recipe's, where a clock chose
-
-    @property
-    def full(self) -> recipes.Recipe:
-        return dataclasses.replace(recipes.NAMED[self.recipe], warpgroups=self.warpgroups)
+    warpgroups: int | None = None  # a schedule, where times were measured: SdpaCall's
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ import math
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from sage_inductor.ops.reference import HEAD_DIMS
+from sage_inductor.ops.formats import HEAD_DIMS
 from sage_inductor.patterns.call import Call, dims, value_of
 
 BHND, BNHD = [0, 1, 2, 3], [0, 2, 1, 3]  # orders in which an output is stored
