@@ -4,10 +4,10 @@ import itertools
 import math
 
 import torch
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from sage_inductor.ops.reference import HEAD_DIMS
-from sage_inductor.patterns.call import Call, dims, value_of
+from sage_inductor.patterns.call import Call
+from sage_inductor.patterns.graph import dims, statically_true, value_of
 
 BHND, BNHD = [0, 1, 2, 3], [0, 2, 1, 3]  # orders in which an output is stored
 
@@ -18,7 +18,7 @@ def why_not(call: Call) -> str | None:
     out = call.out
     if not all(isinstance(x, torch.Tensor) for x in (q, k, v, out)):
         return "the graph carries no shapes for this call"
-    if call.emit.survey.functorch_depth(call.node):
+    if call.emit.index.functorch_depth(call.node):
         return "inside a torch.func transform"
     if call.dropout_p != 0.0:
         return f"dropout_p must be 0, got {call.dropout_p}"
@@ -67,8 +67,8 @@ def stored_order(call: Call) -> list[int] | None:
     for order in (BNHD, BHND, *others):
         inner = 1
         for d in reversed(order):
-            fits = statically_known_true(out.stride(d) == inner)
-            if not fits and not statically_known_true(out.shape[d] == 1):
+            fits = statically_true(out.stride(d) == inner)
+            if not fits and not statically_true(out.shape[d] == 1):
                 break
             inner = inner * out.shape[d]
         else:

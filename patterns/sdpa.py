@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
-from sage_inductor.patterns.call import CAUSAL, FULL, Call, Emitter, Survey, value_of
-from sage_inductor.patterns.handwritten import kv_source
+from sage_inductor.patterns.call import CAUSAL, FULL, Call
+from sage_inductor.patterns.graph import Emitter, GraphIndex, as_float, value_of
+from sage_inductor.patterns.repeat_kv import kv_source
 
 TARGETS = (
     F.scaled_dot_product_attention,
@@ -24,20 +25,20 @@ TARGETS = (
 )
 
 
-def find(node: Node, survey: Survey) -> Call | None:
+def find(node: Node, index: GraphIndex) -> Call | None:
     if node.op != "call_function" or node.target not in TARGETS:
         return None
     args = _arguments(*node.args, **node.kwargs)
     is_causal = args["is_causal"]
     call = Call(
-        node, "SDPA", Emitter(node, survey), args["query"], args["key"], args["value"],
+        node, "SDPA", Emitter(node, index), args["query"], args["key"], args["value"],
         value_of(node), attn_mask=args["attn_mask"], dropout_p=args["dropout_p"],
-        scale=_number(args["scale"]), band=CAUSAL if is_causal is True else FULL,
+        scale=as_float(args["scale"]), band=CAUSAL if is_causal is True else FULL,
         enable_gqa=args["enable_gqa"],
     )  # fmt: skip
     if not isinstance(is_causal, bool):
         call.refused = f"is_causal must be known when compiling, got {is_causal}"
-    (k, G), (v, G_v) = kv_source(call.k), kv_source(call.v)
+    (k, G), (v, G_v) = kv_source(call.k, index), kv_source(call.v, index)
     if G == G_v > 1 and not call.enable_gqa:
         call.k, call.v, call.enable_gqa = k, v, True
     if getattr(call.out, "dim", int)() == 3:  # [H, N, D]
@@ -46,14 +47,6 @@ def find(node: Node, survey: Survey) -> Call | None:
         call.out = call.out.unsqueeze(0)
         call.finish = lambda out: call.emit(squeeze, out, 0)
     return call
-
-
-def _number(scale):
-    """A scale computed from sizes (``q.shape[-1] ** -0.5``) as the number it is: SDPA takes a
-    float, so any backend specialises what it was computed from."""
-    value = value_of(scale)
-    backed = isinstance(value, torch.SymFloat) and value.node.has_hint()
-    return float(value) if backed else scale
 
 
 def _arguments(

@@ -14,7 +14,7 @@ from sage_inductor import Policy, backend, patterns, tune
 from sage_inductor.decide import Rule, Settings, rewrite
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops import tiles
-from sage_inductor.patterns import masks
+from sage_inductor.patterns import bands
 from sage_inductor.patterns.call import Band
 
 MASKS = {
@@ -47,7 +47,7 @@ def decide(
     for node, value in zip(nodes, values):
         node.meta["example_value"] = value
     # A window is as if its mask had been made of aranges.
-    prove = (lambda *args: (Band(1023, 0), None)) if kind == "window" else masks.prove
+    prove = (lambda *args: (Band(1023, 0), None)) if kind == "window" else bands.prove
     monkeypatch.setattr(patterns, "prove", prove)
     call = graph.call_function(
         F.scaled_dot_product_attention,

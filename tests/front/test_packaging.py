@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+ROOMS = ("sage_inductor", "patterns", "lowering", "ops")
 
 
 def python(code):
@@ -45,7 +46,7 @@ def test_the_wheel_is_pure_and_holds_every_module(tmp_path):
     packed = {n for n in zipfile.ZipFile(wheel).namelist() if not n.split("/")[0].endswith("info")}
     sources = {f"sage_inductor/{p.name}" for p in (ROOT / "sage_inductor").glob("*.py")}
     for room in ("ops", "lowering", "patterns"):
-        sources |= {f"sage_inductor/{room}/{p.name}" for p in (ROOT / room).glob("*.py")}
+        sources |= {f"sage_inductor/{p.relative_to(ROOT)}" for p in (ROOT / room).rglob("*.py")}
     assert packed == sources | {"sage_inductor/py.typed"}
 
 
@@ -54,15 +55,14 @@ def test_imports_go_down_the_corridor_only():
     above = {"ops": ("lowering", "patterns"), "lowering": ("patterns",), "patterns": ()}
     front = tuple(p.stem for p in (ROOT / "sage_inductor").glob("*.py") if p.stem[0] != "_")
     for room, forbidden in above.items():
-        for path in (ROOT / room).glob("*.py"):
+        for path in (ROOT / room).rglob("*.py"):
             for name in re.findall(r"(?:from|import) sage_inductor\.(\w+)", path.read_text()):
                 assert name not in (*forbidden, *front), (path, name)
             assert not re.search(r"from sage_inductor import (?!lowering)", path.read_text())
 
 
 def test_the_library_prints_nothing():
-    for path in [*(ROOT / "sage_inductor").glob("*.py"), *(ROOT / "ops").glob("*.py"),
-                 *(ROOT / "patterns").glob("*.py"), *(ROOT / "lowering").glob("*.py")]:  # fmt: skip
+    for path in (p for room in ROOMS for p in (ROOT / room).rglob("*.py")):
         if path.name not in ("__main__.py", "demo.py"):
             assert not re.search(r"^\s*print\(", path.read_text(), re.M), path
 
@@ -84,14 +84,14 @@ PRIVATE = {
         ["identify_accessed_tensors"],
         {"lowering/accesses.py"},
     ),
-    "torch._dispatch.python": (["enable_python_dispatcher"], {"patterns/call.py"}),
+    "torch._dispatch.python": (["enable_python_dispatcher"], {"patterns/graph.py"}),
     "torch.amp.autocast_mode": (
         ["_enter_autocast", "_exit_autocast"],
-        {"patterns/call.py", "patterns/handwritten.py"},
+        {"patterns/graph.py", "patterns/softmax/build.py"},
     ),
     "torch._subclasses.fake_tensor": (
         ["unset_fake_temporarily"],
-        {"patterns/coordinates.py", "patterns/flex.py"},
+        {"patterns/index_rules.py", "patterns/flex.py"},
     ),
     "torch._VF": (["_transformer_encoder_layer_fwd"], {"patterns/modules.py"}),
     "torch._C": (["_ExcludeDispatchKeyGuard", "DispatchKeySet"], {"ops/sdpa.py"}),
@@ -104,9 +104,9 @@ def test_private_names_of_torch_exist_and_are_used_where_this_says(module):
     for name in names:
         assert hasattr(importlib.import_module(module), name), f"{module}.{name}"
         used = {
-            f"{path.parent.name}/{path.name}".removeprefix("sage_inductor/")
-            for room in ("sage_inductor", "patterns", "lowering", "ops")
-            for path in (ROOT / room).glob("*.py")
+            str(path.relative_to(ROOT)).removeprefix("sage_inductor/")
+            for room in ROOMS
+            for path in (ROOT / room).rglob("*.py")
             if re.search(rf"\b{name}\b", path.read_text())
         }
         assert used == files, name

@@ -10,8 +10,9 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from sage_inductor.decide import _kind
 from sage_inductor.ops import tiles
-from sage_inductor.patterns.call import CAUSAL, FULL, Band, Survey
+from sage_inductor.patterns.call import CAUSAL, FULL, Band
 from sage_inductor.patterns.flex import find
+from sage_inductor.patterns.graph import GraphIndex
 
 
 def causal(b, h, i, j):
@@ -38,8 +39,8 @@ def sdpa_under(band, n_q, n_kv):
 
 
 def find_all(graph) -> list:
-    survey = Survey(graph)
-    return [call for node in list(graph.nodes) if (call := find(node, survey))]
+    index = GraphIndex(graph)
+    return [call for node in list(graph.nodes) if (call := find(node, index))]
 
 
 def found(function, *inputs, **options):
@@ -49,7 +50,7 @@ def found(function, *inputs, **options):
     def backend(gm, _):
         (call,) = find_all(gm.graph)
         calls.append(call)
-        assert Survey(gm.graph).functorch_depth(call.node) == 0
+        assert GraphIndex(gm.graph).functorch_depth(call.node) == 0
         assert tuple(call.out.shape) == tuple(call.node.meta["example_value"].shape)
         if call.refused:
             return gm.forward
@@ -229,7 +230,7 @@ def test_a_used_logsumexp_is_refused():
 
 
 def test_a_block_mask_too_large_to_evaluate_is_refused(monkeypatch):
-    monkeypatch.setattr("sage_inductor.patterns.flex.LARGEST", 1000)
+    monkeypatch.setattr("sage_inductor.patterns.flex.MAX_EVALUATED", 1000)
     reason = "a BlockMask this large is not evaluated: 300 x 300"
     assert found(masked(causal), *qkv()) == (None, reason)
 
@@ -249,7 +250,7 @@ def test_depth_counts_open_transforms():
 
     def backend(gm, _):
         nodes = (n for n in gm.graph.nodes if n.target in (torch.sin, torch.cos))
-        depths.extend(map(Survey(gm.graph).functorch_depth, nodes))
+        depths.extend(map(GraphIndex(gm.graph).functorch_depth, nodes))
         return gm.forward
 
     def function(x):

@@ -16,7 +16,8 @@ from expecttest import TestCase
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from sage_inductor.patterns.call import CAUSAL, FULL, Survey, op_name, value_of
+from sage_inductor.patterns.call import CAUSAL, FULL
+from sage_inductor.patterns.graph import GraphIndex, op_name, value_of
 from sage_inductor.patterns.modules import find
 
 B, L, S, E, H = 3, 7, 5, 16, 4
@@ -26,10 +27,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, on masks of tw
 
 def with_sdpa(gm) -> list:
     """Replace what `find` finds by SDPA; the Calls. Refused ones leave the graph as it was."""
-    found, survey = [], Survey(gm.graph)
+    found, index = [], GraphIndex(gm.graph)
     for node in list(gm.graph.nodes):
         before = str(gm.graph)
-        call = find(node, survey)
+        call = find(node, index)
         if call is None:
             assert str(gm.graph) == before
             continue
@@ -389,7 +390,7 @@ def test_a_tuple_that_is_passed_on_is_refused():
     mha.meta["example_value"] = (values[0], None)
     graph.output(mha)
     before = str(graph)
-    call = find(mha, Survey(graph))
+    call = find(mha, GraphIndex(graph))
     assert call.refused == "the output is not used, or as one with the attention weights"
     assert str(graph) == before
 
@@ -451,7 +452,7 @@ def test_autocast_regions_nest_and_end():
 
     _, _, (gm,) = capture(forward, torch.rand(3))
     enabled = {
-        node.target: [arguments[2] for arguments in Survey(gm.graph).autocasts_around(node)]
+        node.target: [arguments[2] for arguments in GraphIndex(gm.graph).autocasts_around(node)]
         for node in gm.graph.nodes
         if node.op == "call_method"
     }

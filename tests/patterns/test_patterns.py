@@ -22,6 +22,7 @@ from sage_inductor.decide import Settings, rewrite
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.sdpa import compose
 from sage_inductor.patterns import share
+from sage_inductor.patterns.graph import GraphIndex
 
 EMULATE = Settings(emulate=True)
 
@@ -462,7 +463,7 @@ def test_recipes_are_not_shared():
         node.update_arg(4, [])
         node.update_arg(9, recipe.encode())
     gm.graph.eliminate_dead_code()
-    share(gm.graph)
+    share(GraphIndex(gm.graph))
     assert preparations(gm.graph) == 0
 
 

@@ -19,8 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from sage_inductor.patterns import handwritten
-from sage_inductor.patterns.call import CAUSAL, Survey, op_name, value_of
+from sage_inductor.patterns.call import CAUSAL
+from sage_inductor.patterns.graph import GraphIndex, op_name, value_of
+from sage_inductor.patterns.softmax.build import find
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -30,7 +31,7 @@ def canonicalise(gm: torch.fx.GraphModule) -> tuple[list, list[str]]:
     taken, reasons = [], []
     for node in list(gm.graph.nodes):
         before = str(gm.graph)
-        call = handwritten.find(node, Survey(gm.graph))
+        call = find(node, GraphIndex(gm.graph))
         if call is None or call.refused:
             if call:
                 call.emit.undo()

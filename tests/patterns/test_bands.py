@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from sage_inductor.patterns.call import CAUSAL, FULL, Band, Survey, value_of
-from sage_inductor.patterns.masks import prove
+from sage_inductor.patterns.bands import prove
+from sage_inductor.patterns.call import CAUSAL, FULL, Band
+from sage_inductor.patterns.graph import GraphIndex, value_of
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -59,7 +60,7 @@ def proven(program, *shapes, options=(), batch=2):
 
     def backend(gm, _):
         ((mask, n_q, n_kv),) = sdpa_masks(gm.graph)
-        band, left = prove(mask, n_q, n_kv, Survey(gm.graph))
+        band, left = prove(mask, n_q, n_kv, GraphIndex(gm.graph))
         (output,) = (node for node in gm.graph.nodes if node.op == "output")
         output.args = ((*output.args[0], mask, left),)
         gm.recompile()
@@ -434,7 +435,7 @@ def test_masks_of_exported_programs_are_proven_too():
     inputs = (torch.randn(2, 2, 16, 8), torch.ones(2, 16, dtype=torch.bool))
     ep = torch.export.export(Model(), inputs, dynamic_shapes=({2: n}, {1: n}))
     ((mask, n_q, n_kv),) = sdpa_masks(ep.graph)
-    band, left = prove(mask, n_q, n_kv, Survey(ep.graph))
+    band, left = prove(mask, n_q, n_kv, GraphIndex(ep.graph))
     assert band == Band(2, 0) and value_of(left).shape[1:3] == (1, 1)
 
 
@@ -448,7 +449,7 @@ def test_a_causal_bias_made_outside_is_inlined_into_tril_or_is_causal(lower_righ
     found = []
 
     def backend(gm, _):
-        found.extend(prove(*call, Survey(gm.graph)) for call in sdpa_masks(gm.graph))
+        found.extend(prove(*call, GraphIndex(gm.graph)) for call in sdpa_masks(gm.graph))
         return gm.forward
 
     bias = (causal_lower_right if lower_right else causal_upper_left)(7, 12)
@@ -547,7 +548,7 @@ def test_what_is_proven_of_models(row, dynamic):
 
     def backend(gm, _):
         for mask, n_q, n_kv in sdpa_masks(gm.graph):
-            band, left = prove(mask, n_q, n_kv, Survey(gm.graph))
+            band, left = prove(mask, n_q, n_kv, GraphIndex(gm.graph))
             assert left is not mask
             left = left and tuple(
                 n if isinstance(n, int) else n.node.hint for n in value_of(left).shape
