@@ -1,0 +1,186 @@
+"""Private and experimental names of torch and Triton. Each is taken here and nowhere else.
+
+A row says where a name is (the first place that exists is taken), in which versions it was seen,
+and what happens without it. A name that has no row with ``optional`` is needed: importing this
+package raises an ImportError that quotes the row. An optional one is None where it is missing, and
+who uses it says what is lost. tests/ops/test_compat.py walks the rows on the torch that is there.
+"""
+
+import dataclasses
+import importlib
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class Private:
+    """One name of another library that its authors may move."""
+
+    places: tuple[str, ...]  # "module" or "module:attribute.attribute"
+    seen: str  # the versions of torch or Triton in which a test or a run used it
+    without: str
+    value: object  # None: missing
+
+
+TABLE: list[Private] = []
+
+
+def _take(*places: str, seen: str, without: str, optional: bool = False):
+    value = next((found for place in places if (found := _find(place)) is not None), None)
+    if value is None and not optional:
+        raise ImportError(
+            f"sage_inductor: this torch ({torch.__version__}) has none of {', '.join(places)} "
+            f"(seen in {seen}). Without it {without}"
+        )
+    TABLE.append(Private(places, seen, without, value))
+    return value
+
+
+def _find(place: str):
+    module, _, path = place.partition(":")
+    try:
+        found = importlib.import_module(module)
+        for name in filter(None, path.split(".")):
+            found = getattr(found, name)
+    except (ImportError, AttributeError):
+        return None
+    return found
+
+
+TORCH = "torch 2.11, 2.13"
+TRITON = "Triton 3.6, 3.7"
+
+# -- torch: compiling ----
+
+InductorWrapper = _take(
+    "torch:_TorchCompileInductorWrapper",
+    seen=TORCH,
+    without="the backend cannot hand a graph and its options to Inductor",
+)
+ShortenTraceback = _take(
+    "torch._dynamo.exc:ShortenTraceback",
+    seen=TORCH,
+    without="Dynamo wraps errors of options, which should reach the user as they are",
+)
+CompileContext = _take(
+    "torch._guards:CompileContext",
+    seen=TORCH,
+    without="a report cannot say which graph a call is in",
+)
+cached_backends = _take(
+    "torch._dynamo.eval_frame:cached_backends",
+    seen=TORCH,
+    without="torch._dynamo.reset() does not empty the report",
+)
+counters = _take(
+    "torch._dynamo.utils:counters",
+    seen=TORCH,
+    without="rewritten and refused calls are not among Dynamo's counters",
+)
+inductor_config = _take(
+    "torch._inductor:config",
+    seen=TORCH,
+    without='the pass for backend="inductor" cannot be installed',
+)
+CustomGraphPass = _take(
+    "torch._inductor.custom_graph_pass:CustomGraphPass",
+    seen=TORCH,
+    without='graphs of backend="inductor" with our pass are not cached',
+)
+virtualized = _take(
+    "torch._inductor.virtualized:V",
+    seen=TORCH,
+    without="the pass cannot tell that AOTInductor compiles a package",
+)
+install_config_module = _take(
+    "torch.utils._config_module:install_config_module",
+    seen=TORCH,
+    without="sage_inductor.config has no patch(), no environment variables and no hashing",
+)
+Config = _take(
+    "torch.utils._config_module:Config",
+    seen=TORCH,
+    without="as install_config_module",
+)
+
+# -- torch: graphs ----
+
+statically_known_true = _take(
+    "torch.fx.experimental.symbolic_shapes:statically_known_true",
+    seen=TORCH,
+    without="sizes cannot be compared without a guard",
+)
+enable_python_dispatcher = _take(
+    "torch._dispatch.python:enable_python_dispatcher",
+    seen=TORCH,
+    without="F.pad on a fake tensor specialises dynamic sizes",
+)
+unset_fake_temporarily = _take(
+    "torch._subclasses.fake_tensor:unset_fake_temporarily",
+    seen=TORCH,
+    without="constants cannot be evaluated while Dynamo traces",
+)
+functorch = _take(
+    "torch._C:_functorch",
+    seen=TORCH,
+    without="tensors inside torch.func transforms cannot be told from others",
+)
+encoder_layer = _take(
+    "torch:_transformer_encoder_layer_fwd",
+    seen=TORCH,
+    without="nn.TransformerEncoderLayer's fast path is not recognised",
+)
+OpOverload = _take("torch._ops:OpOverload", seen=TORCH, without="an aten op is not recognised")
+OpOverloadPacket = _take("torch._ops:OpOverloadPacket", seen=TORCH, without="as OpOverload")
+HigherOrderOperator = _take(
+    "torch._ops:HigherOrderOperator", seen=TORCH, without="flex_attention is not recognised"
+)
+
+# -- torch: ops ----
+
+register_lowering = _take(
+    "torch._inductor.lowering:register_lowering",
+    seen=TORCH,
+    without="Inductor writes a RoPE's k twice: sage::stored has no lowering",
+)
+FunctionalTensorMode = _take(
+    "torch._subclasses.functional_tensor:FunctionalTensorMode",
+    seen=TORCH,
+    without="sage::sdpa does not open into kernels that Inductor sees",
+)
+exporting = _take(
+    "torch.export._trace:custom_triton_ops_decomposition_disabled",
+    seen=TORCH,
+    without="torch.export opens sage::sdpa, and a program holds kernels instead of the op",
+)
+triton_kernel_wrap = _take(
+    "torch._higher_order_ops:triton_kernel_wrap",
+    seen=TORCH,
+    without="what a kernel writes is analysed anew for each call: 24 layers trace 12 s longer",
+    optional=True,
+)
+DispatchKey = _take("torch._C:DispatchKey", seen=TORCH, without="autocast has no rule for our ops")
+DispatchKeySet = _take("torch._C:DispatchKeySet", seen=TORCH, without="as DispatchKey")
+ExcludeDispatchKeyGuard = _take(
+    "torch._C:_ExcludeDispatchKeyGuard", seen=TORCH, without="as DispatchKey"
+)
+
+# -- Triton ----
+
+TensorDescriptor = _take(
+    "triton.tools.tensor_descriptor:TensorDescriptor",
+    seen=TRITON,
+    without="the portable kernel cannot be launched with TMA",
+)
+gdc = _take(
+    "triton.language.extra.cuda.gdc",
+    seen=TRITON,
+    without="kernels of the preparation do not overlap (programmatic dependent launch)",
+    optional=True,
+)
+gluon = _take(
+    "triton.experimental.gluon",
+    seen=TRITON,
+    without="the Hopper kernel is lost: calls run in the portable one",
+    optional=True,
+)
