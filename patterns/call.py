@@ -126,12 +126,15 @@ def unreadable(node, error: Exception) -> Site:
 
 
 def module_path(node) -> str:
-    """``layers.0.attn``, of Dynamo's ``L['self'].layers[0].attn`` or (under a module's own
-    __getattr__) ``L['self'].__dict__['_modules']['layers'][0].attn``: the innermost one entered."""
+    """``layers.0.attn``, as the model's named_modules() says, of the innermost module entered.
+
+    Dynamo says ``L['self'].layers[0].attn``, ``G['model'].layers[0].attn`` where a function calls
+    the model, or ``L['self'].__dict__['_modules']['layers'][0].attn`` under a __getattr__."""
     stack = node.meta.get("nn_module_stack") or {"": ("", None)}
-    names = re.findall(r"\w+", list(stack.values())[-1][0])
-    if names[:2] in (["L", "self"], ["L", "fn"]):
-        names = names[2:]
+    path = list(stack.values())[-1][0]
+    names = re.findall(r"\w+", path)
+    if path.startswith(("L[", "G[")):
+        names = names[2:]  # the scope and the variable
     return ".".join(name for name in names if name not in ("__dict__", "_modules"))
 
 

@@ -12,10 +12,10 @@ create_block_mask inside the compiled function, with static lengths. It is then 
 """
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Node
 from torch.fx.node import map_aggregate, map_arg
 
+from sage_inductor.ops import compat
 from sage_inductor.patterns.bands import as_additive, read_band
 from sage_inductor.patterns.call import FULL, Band, Call
 from sage_inductor.patterns.graph import (
@@ -42,7 +42,7 @@ def find(node: Node, index: GraphIndex) -> Call | None:
     fx.eliminate_dead_code would take vmap's increments from under other uses of vmap."""
     hop = node.args[0] if op_name(node) == "getitem" else None
     is_flex = op_name(hop) == "flex_attention" and node.args[1] == 0
-    if not is_flex or not isinstance(hop.target, torch._ops.HigherOrderOperator):
+    if not is_flex or not isinstance(hop.target, compat.HigherOrderOperator):
         return None
     q, k, v, score_mod, block_mask, scale, _, score_inputs, mask_inputs = hop.args
     call = Call(
@@ -168,7 +168,7 @@ def _evaluate(needed: tuple, nodes: tuple) -> tuple[list, str | None]:
         args = map_aggregate(args, lambda x: here if isinstance(x, torch.device) else x)
         return map_arg(args, values.__getitem__)
 
-    with unset_fake_temporarily(), torch.no_grad():
+    with compat.unset_fake_temporarily(), torch.no_grad():
         try:
             for node in needed:
                 if node.op == "call_method":
@@ -182,7 +182,7 @@ def _evaluate(needed: tuple, nodes: tuple) -> tuple[list, str | None]:
             return [], f"{type(error).__name__}: {error}"
         finally:
             for _ in range(depth):
-                torch._C._functorch._vmap_decrement_nesting()
+                compat.functorch._vmap_decrement_nesting()
     return [None if node is None else values[node] for node in nodes], None
 
 

@@ -6,7 +6,7 @@
     insertion  calls put before a node, and taken out again (`Emitter`)
 
 Values are fake tensors. Their sizes may be symbols: what is said of them must hold for every size
-(`statically_true`, `equal`), unless a guard is worth its recompilation.
+(`statically_true`, `equal`), unless a guard is worth its recompilation (`guarded`).
 """
 
 import contextlib
@@ -15,10 +15,10 @@ import itertools
 from collections.abc import Callable
 
 import torch
-from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
+
+from sage_inductor.ops import compat
 
 AUTOCAST = ("_enter_autocast", "_exit_autocast")
 NESTING = ("_increment_nesting", "_decrement_nesting")
@@ -44,7 +44,15 @@ def dims(x) -> tuple:
 
 def statically_true(condition) -> bool:
     """Whether `condition` holds for every size that the symbols in it can have. Adds no guard."""
-    return statically_known_true(condition)
+    return compat.statically_known_true(condition)
+
+
+def guarded(condition) -> bool:
+    """Whether `condition` holds for the sizes that are compiled for, which is a guard. Where they
+    depend on data there is nothing to guard on: whether it holds for every size."""
+    if isinstance(condition, torch.SymBool) and not condition.node.has_hint():
+        return statically_true(condition)
+    return bool(condition)
 
 
 def equal(a, b) -> bool:
@@ -69,8 +77,8 @@ def as_float(scale):
 
 def storage_of(value: torch.Tensor) -> int:
     """The fake tensors of a graph share storages as the real ones do; vmap's wrap such a one."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(value):
-        value = torch._C._functorch.get_unwrapped(value)
+    while compat.functorch.is_functorch_wrapped_tensor(value):
+        value = compat.functorch.get_unwrapped(value)
     return value.untyped_storage()._cdata if value.layout == torch.strided else id(value)
 
 
@@ -90,7 +98,7 @@ def op_name(node) -> str:
         return ""
     if node.op == "call_method":
         return node.target
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, compat.OpOverload):
         return node.target._schema.name.split("::")[1]
     return getattr(node.target, "__name__", "")
 
@@ -114,11 +122,11 @@ def may_write(node: Node) -> bool:
     target, name = node.target, op_name(node)
     if node.op not in ("call_function", "call_method"):
         return node.op == "call_module"
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, compat.OpOverload):
         return target._schema.is_mutable
-    if isinstance(target, torch._ops.OpOverloadPacket):
+    if isinstance(target, compat.OpOverloadPacket):
         return any(getattr(target, o)._schema.is_mutable for o in target.overloads())
-    if isinstance(target, torch._ops.HigherOrderOperator):
+    if isinstance(target, compat.HigherOrderOperator):
         return name != "flex_attention"
     home = "" if node.op == "call_method" else getattr(target, "__module__", None) or "torch"
     if home == "_operator":
@@ -225,7 +233,7 @@ class Emitter:
         """``target(*args, **kwargs)``; nodes stand for their values, under the graph's autocast."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.fake_mode)  # the target may make tensors of its own
-            stack.enter_context(enable_python_dispatcher())  # as Dynamo: F.pad specialises without
+            stack.enter_context(compat.enable_python_dispatcher())  # else F.pad specialises sizes
             for autocast in self.autocasts:
                 stack.enter_context(torch.autocast(*autocast))
             value = target(*map_arg(args, value_of), **map_arg(kwargs, value_of))

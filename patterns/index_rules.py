@@ -11,9 +11,9 @@ import math
 import operator
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Node
 
+from sage_inductor.ops.compat import unset_fake_temporarily
 from sage_inductor.patterns.graph import as_int, op_name, statically_true, value_of
 from sage_inductor.patterns.index_expr import Affine, Distance, TwoValued, combine, minimum
 

@@ -31,11 +31,12 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
+from sage_inductor.ops import compat
 from sage_inductor.patterns.call import CAUSAL, FULL, Call
 from sage_inductor.patterns.graph import Emitter, GraphIndex, op_name, value_of
 
 MHA = F.multi_head_attention_forward
-ENCODER_LAYER = torch._transformer_encoder_layer_fwd
+ENCODER_LAYER = compat.encoder_layer
 ENCODER_LAYER_SCHEMA = torch.ops.aten._transformer_encoder_layer_fwd.default._schema
 
 

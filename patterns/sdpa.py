@@ -4,7 +4,8 @@
     after:   sdpa = sage.sdpa(q, k, v, None, [], None, 0, False, 0.125, "int8/...@...", ...)
              out = sdpa[0]
 
-Heads of k and v that the model repeats for q's are taken as they were before (kv_source).
+Heads of k and v that the model repeats for q's are taken as they were before (repeat_kv.py). What
+SDPA broadcasts is expanded.
 
 The walk is a loop, not a `PatternMatcherPass`: SDPA is one node here, its arguments come
 positionally and by keyword in any mixture, and a loop over nodes needs no private API.
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch.fx import Node
 
 from sage_inductor.patterns.call import CAUSAL, FULL, Call
-from sage_inductor.patterns.graph import Emitter, GraphIndex, as_float, value_of
+from sage_inductor.patterns.graph import Emitter, GraphIndex, as_float, statically_true, value_of
 from sage_inductor.patterns.repeat_kv import kv_source
 
 TARGETS = (
@@ -46,7 +47,34 @@ def find(node: Node, index: GraphIndex) -> Call | None:
         call.q, call.k, call.v = (call.emit(unsqueeze, x, 0) for x in (call.q, call.k, call.v))
         call.out = call.out.unsqueeze(0)
         call.finish = lambda out: call.emit(squeeze, out, 0)
+    _broadcast(call)
     return call
+
+
+def _broadcast(call: Call) -> None:
+    """SDPA broadcasts batches and heads. One head of k and v is shared by q's as a group; what else
+    is broadcast is expanded, which copies nothing."""
+    inputs = [call.q, call.k, call.v]
+    shapes = [getattr(value_of(x), "shape", ()) for x in inputs]
+    if any(len(shape) != 4 for shape in shapes):
+        return
+    is_one = [[statically_true(n == 1) for n in shape[:2]] for shape in shapes]
+    call.enable_gqa = call.enable_gqa or (not is_one[0][1] and is_one[1][1] and is_one[2][1])
+    for i, (x, ones) in enumerate(zip(inputs, is_one, strict=True)):
+        sizes = [-1, -1, -1, -1]
+        for d in range(1 if call.enable_gqa else 2):
+            wide = [y for y, one in zip(inputs, is_one, strict=True) if not one[d]]
+            if ones[d] and wide:
+                sizes[d] = _size(call.emit, wide[0], d)
+        if sizes != [-1, -1, -1, -1]:
+            inputs[i] = call.emit(torch.ops.aten.expand.default, x, sizes)
+    call.q, call.k, call.v = inputs
+
+
+def _size(emit: Emitter, x: Node, d: int):
+    """A dynamic size needs a node of its own: Dynamo's graphs hold no symbols as arguments."""
+    n = value_of(x).shape[d]
+    return n if isinstance(n, int) else emit(torch.ops.aten.sym_size.int, x, d)
 
 
 def _arguments(

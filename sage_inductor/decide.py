@@ -31,6 +31,7 @@ from sage_inductor.patterns.call import (
     value_of,
 )
 from sage_inductor.patterns.eligible import why_not
+from sage_inductor.patterns.graph import guarded
 
 AUTO = "auto"
 OFF = "off"
@@ -308,15 +309,16 @@ def _kind(call: Call) -> str:
         flex = call.spelling == "flex_attention" and call.band.kind == "window"
         return "flex window" if flex else call.band.kind
     mask = value_of(call.attn_mask)
-    if mask.shape[-2] == 1:
+    if guarded(mask.shape[-2] == 1):
         return "keys"
     return "mask" if mask.dtype == torch.bool else "bias"
 
 
 def _at_least(n, least: int, settings: Settings) -> bool:
     """n >= least. A dynamic n is guarded: each side of the crossover gets its own graph. An
-    exported program has one graph for all, chosen by the example's sizes."""
-    return bool((_hint(n) if settings.portable else n) >= least)
+    exported program has one graph for all, chosen by the example's sizes. Of an n that depends on
+    data: whether every n is."""
+    return guarded((n if not settings.portable or _hint(n) is None else _hint(n)) >= least)
 
 
 def _hint(n) -> int | None:

@@ -213,7 +213,7 @@ class _Attention:
                 cond, that, value = step.fill
                 mask = self._aligned(emit, step, cond, letters, order)
                 if that is (value == -math.inf):  # seen where it is not, hidden where it is
-                    mask = _negated(mask) or emit(aten.logical_not.default, mask)
+                    mask = _negated(mask, emit.index) or emit(aten.logical_not.default, mask)
                 if value == -math.inf:
                     visible = mask if visible is None else emit(AND, visible, mask)
                 else:
@@ -242,12 +242,12 @@ class _Attention:
         return emit(aten.permute.default, mask, [letters.index(c) for c in order])
 
 
-def _negated(x: Node) -> Node | None:
-    """y where x is ~y."""
+def _negated(x: Node, index: GraphIndex) -> Node | None:
+    """y where x is ~y, and y is not written to later."""
     if op_name(x) not in ("bitwise_not", "logical_not", "invert", "__invert__"):
         return None
     y = x.args[0]
-    return y if value_of(y).dtype == torch.bool else None
+    return y if value_of(y).dtype == torch.bool and not index.written_after(y, x) else None
 
 
 def _untransposed(x: Node) -> Node | None:

@@ -84,16 +84,10 @@ PRIVATE = {
         ["identify_accessed_tensors"],
         {"lowering/accesses.py"},
     ),
-    "torch._dispatch.python": (["enable_python_dispatcher"], {"patterns/graph.py"}),
     "torch.amp.autocast_mode": (
         ["_enter_autocast", "_exit_autocast"],
         {"patterns/graph.py", "patterns/softmax/build.py"},
     ),
-    "torch._subclasses.fake_tensor": (
-        ["unset_fake_temporarily"],
-        {"patterns/index_rules.py", "patterns/flex.py"},
-    ),
-    "torch._VF": (["_transformer_encoder_layer_fwd"], {"patterns/modules.py"}),
     "torch._C": (["_ExcludeDispatchKeyGuard", "DispatchKeySet"], {"ops/sdpa.py"}),
 }
 
