@@ -22,6 +22,7 @@ from sage_inductor.ops.compat import statically_known_true
 from sage_inductor.options import AUTO, OFF
 from sage_inductor.patterns.call import CAUSAL, FULL, Call, Decision, Site, module_path, value_of
 from sage_inductor.patterns.eligible import why_not
+from sage_inductor.patterns.graph import guarded
 from sage_inductor.settings import Settings
 
 
@@ -214,7 +215,7 @@ def _kind(call: Call) -> str:
         flex = call.spelling == "flex_attention" and call.band.kind == "window"
         return "flex window" if flex else call.band.kind
     mask = value_of(call.attn_mask)
-    if mask.shape[-2] == 1:
+    if guarded(mask.shape[-2] == 1):
         return "keys"
     return "mask" if mask.dtype == torch.bool else "bias"
 
