@@ -23,19 +23,18 @@ import sys
 import time
 from collections.abc import Callable
 
-import laboratory
-import machine
 import torch
 import torch.nn.functional as F
-import trained
-from attention import RESULTS, save
-from capture import Call, capture, end_to_end
-from laboratory import FA3_FP8, FAMILIES, PRESETS, SAGE2_4B, Technique, attend
-from measure import attention, errors
 from torch import Tensor
-from trained import Subject
 
+from bench import laboratory, machine, trained
+from bench.attention import RESULTS, save
+from bench.capture import Call, capture, end_to_end
+from bench.laboratory import FA3_FP8, FAMILIES, PRESETS, SAGE2_4B, Technique, attend
+from bench.measure import attention, errors
+from bench.trained import Subject
 from sage_inductor.ops.recipe import NAMED, Recipe
+from sage_inductor.ops.sdpa import SdpaCall
 
 TIE = 0.02  # relative difference of two relative L1 below which they have no order
 ROWS = 128  # queries of the tables over N, and of the emulated defaults
@@ -377,8 +376,9 @@ def as_shipped(call: Call, technique: Technique | Recipe | None) -> Tensor:
         return sdpa(call)
     if isinstance(technique, Technique) or q.device.type == "cpu":
         return attend(q, k, v, technique)
-    full, scale, recipe = (None, None, False), q.shape[3] ** -0.5, technique.encode()
-    return torch.ops.sage.sdpa(q, k, v, None, [], *full, scale, recipe, None, False, False)[0]
+    band, scale, recipe = (None, None, False), q.shape[3] ** -0.5, technique.encode()
+    full = SdpaCall(q, k, v, None, [], *band, scale, recipe, None, out_bnhd=False, portable=False)
+    return torch.ops.sage.sdpa(*full)[0]
 
 
 def print_defaults(rows: list[dict]) -> None:

@@ -1,7 +1,7 @@
 """Attention, forward: speed and accuracy of the sage recipes beside what torch offers.
 
 $ python bench/attention.py --shapes paper --json          # bench/results/GPU/DATE-paper.json
-$ python bench/attention.py --shapes load                  # the tiles of HOPPER in ops/tiles.py
+$ python bench/attention.py --shapes load                  # the tiles that HOPPER chooses from
 $ python bench/attention.py --shapes crossover             # rows for cost.CROSSOVER
 $ python bench/attention.py --shapes crossover_masks       # its rows for masks and windows
 
@@ -21,13 +21,13 @@ import textwrap
 import time
 from pathlib import Path
 
-import machine
 import torch
-from cases import ALL, PLANS, Case, Plan
-from measure import WINDOW, WRONG, Exact, Runner, draw, draw_sets, interleave, summary
-from providers import GATE_TOLERANCE, build, gate
 
 import sage_inductor
+from bench import machine
+from bench.cases import ALL, PLANS, Case, Plan
+from bench.measure import WINDOW, WRONG, Exact, Runner, draw, draw_sets, interleave, summary
+from bench.providers import GATE_TOLERANCE, build, gate
 from sage_inductor.cost import MIN_SPEEDUP
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.tune import shortest

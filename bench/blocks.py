@@ -13,8 +13,9 @@ import dataclasses
 
 import torch
 import torch.nn.functional as F
-from cases import Case
 from torch import Tensor, nn
+
+from bench.cases import Case
 
 SHARP = 3.0  # of softmax's inputs, where q and k of unit variance have 1
 

@@ -11,11 +11,11 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from laboratory import Technique, attend
 from torch import Tensor
-from trained import Subject
 
 import sage_inductor
+from bench.laboratory import Technique, attend
+from bench.trained import Subject
 from sage_inductor.ops.recipe import Recipe
 
 

@@ -115,7 +115,7 @@ PLANS = {
     ),
     "models": Plan(MODELS),
     # Under load, where power limits the card: long turns, and nothing lighter than cuDNN between
-    # them to cool it. What the rows of HOPPER in ops/tiles.py are chosen by.
+    # them to cool it. What the rows of HOPPER in ops/attention/tiles.py are chosen by.
     "load": Plan(
         (
             *(

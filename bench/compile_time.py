@@ -17,13 +17,13 @@ import sys
 import tempfile
 import time
 
-import machine
 import torch
 import torch.nn.functional as F
-from attention import RESULTS, save
 from torch import nn
 
 import sage_inductor
+from bench import machine
+from bench.attention import RESULTS, save
 
 BACKENDS = ("inductor", "sage")
 DEFAULTS = {"layers": 24, "hidden": 1024, "heads": 8, "length": 8192}

@@ -12,17 +12,17 @@ import sys
 import tempfile
 from os import environ
 
-import machine
 import torch
 import torch.nn.functional as F
-from attention import save
-from blocks import angles, interleaved, pairs
-from cases import Case
-from measure import Runner, interleave, summary
-from model import Wrong, arguments, start
-from providers import Provider
 
 import sage_inductor  # noqa: F401  (registers what sage::prepare opens into)
+from bench import machine
+from bench.attention import save
+from bench.blocks import angles, interleaved, pairs
+from bench.cases import Case
+from bench.measure import Runner, interleave, summary
+from bench.model import Wrong, arguments, start
+from bench.providers import Provider
 from sage_inductor.ops.recipe import NAMED
 
 RECIPE = "sage2-8b-rows"

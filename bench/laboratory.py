@@ -18,14 +18,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sage_inductor.ops import reference
+from sage_inductor.ops.attention.arguments import AttentionCall
+from sage_inductor.ops.formats import (
+    E4M3_MAX,
+    FP4_BLOCK,
+    FP4_MAX,
+    K_BLOCK,
+    LOG2E,
+    Q_BLOCK,
+    QK,
+    TINY,
+    Prepared,
+)
+from sage_inductor.ops.quantize.smooth import smooth_q
 from sage_inductor.ops.recipe import NAMED, Recipe
-from sage_inductor.ops.reference import FP4_BLOCK, FP4_MAX, K_BLOCK, LOG2E, Q_BLOCK, TINY
-from sage_inductor.ops.sdpa import emulation, of_q, operands
+from sage_inductor.ops.reference import attention as emulation
+from sage_inductor.ops.reference.exact import masked
+from sage_inductor.ops.reference.quantize import estimate
+from sage_inductor.ops.sdpa import prepare as prepare_kv
+from sage_inductor.ops.visibility import Visibility
 
 TILE = 128  # keys of one step of the online softmax
 MMA_K = 32  # keys of one FP8 tensor core instruction
-MAX = {"int8": 127.0, "int4": 7.0, "e4m3": 448.0, "e5m2": 57344.0}  # formats that need a scale
+MAX = {  # formats that need a scale
+    **{name: QK[name].largest for name in ("int8", "int4")},
+    **{"e4m3": E4M3_MAX, "e5m2": torch.finfo(torch.float8_e5m2).max},
+}
 DTYPES = {
     "e4m3": torch.float8_e4m3fn,
     "e5m2": torch.float8_e5m2,
@@ -57,7 +75,7 @@ class Technique:
         always, with int8, int4 and e4m3.
     smooth_q: q less its mean over each Q_BLOCK rows; what that takes off the scores is added
         before the softmax, from the mean as it is (SageAttention2, 3.1).
-    smooth_k: k less a shift per head and channel: ``mean`` over N, or `reference.estimate`'s.
+    smooth_k: k less a shift per head and channel: ``mean`` over N, or what `estimate` finds.
     smooth_v: v less its mean over N, which is added to the output.
     balance: q / f and k * f with f = sqrt(max |q| / max |k|) per channel (the paper's SmoothAttn,
         SmoothQuant with alpha 0.5).
@@ -150,8 +168,8 @@ def attend(
     check(q, k, v, technique)
     blocks = range(0, q.shape[2], Q_BLOCK)
     if isinstance(technique, Recipe):
-        prepared = prepare_shipped(k, v, technique)
-        out = [shipped(q, start, k, v, prepared, technique, is_causal) for start in blocks]
+        prepared = prepare_emulated(k, v, technique)
+        out = [emulate(q, start, k, v, prepared, technique, is_causal) for start in blocks]
     else:
         prepared = prepare(q, k, v, technique)
         out = [block(*prepared, start, k.shape[2], technique, is_causal) for start in blocks]
@@ -184,7 +202,7 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, t: Technique) -> tuple[Tensor | Non
     N_pad is N_kv rounded up to TILE, padding is 0."""
     q, k, v = q.float(), k.float(), v.float()
     if t.smooth_k:
-        shift = k.mean(2) if t.smooth_k == "mean" else reference.estimate(k)[0]
+        shift = k.mean(2) if t.smooth_k == "mean" else estimate(k)[0]
         k = k - shift[:, :, None]
     delta = None
     if t.smooth_q:
@@ -283,7 +301,7 @@ def block(
     s = q[:, :, start : start + Q_BLOCK] @ k.mT
     if delta is not None:
         s = s + delta[:, :, start // Q_BLOCK, None]
-    s = reference.masked(s, None, None, start if is_causal else None, False)
+    s = masked(s, None, None, start if is_causal else None, False)
     x = F.pad(s * (LOG2E / math.sqrt(q.shape[3])), (0, v.shape[2] - n_kv), value=-math.inf)
     x = x.unflatten(-1, (-1, TILE))  # [B, H, R, T, TILE]
     m = x.amax(-1).cummax(-1).values[..., None]  # every row sees key 0
@@ -333,32 +351,31 @@ def truncated(x: Tensor) -> Tensor:
 # -- recipes that are shipped ----
 
 
-def prepare_shipped(k: Tensor, v: Tensor, recipe: Recipe) -> list[Tensor]:
-    """What `sage_inductor.ops.sdpa.prepare` gives, by the oracles on any device."""
-    fp8 = recipe.pv == "fp8"
-    if recipe.pv == "nvfp4":
-        (k_mean, v_mean), (k_amax, v_amax) = reference.smooth([k, v], keep=2)
-        of_k = reference.quantize_nvfp4(k, k_mean, k_amax, False, False)
-        return [*of_k, k_mean, *reference.quantize_nvfp4(v, v_mean, v_amax, True, False), v_mean]
-    if recipe.granularity == "per_row":
-        return reference.quantize_kv(k, v if fp8 else None, None, recipe.qk)
-    (k_mean, v_mean), (_, v_amax) = reference.smooth([k, v])
-    found = [*reference.quantize_k(k, k_mean, recipe.qk, recipe.granularity), k_mean]
-    return found + [*reference.quantize_v(v, v_mean, v_amax), v_mean] if fp8 else found
+def prepare_emulated(k: Tensor, v: Tensor, recipe: Recipe) -> Prepared:
+    """What the oracles make of k and v: they are what runs on CPU."""
+    prepared = prepare_kv(k.cpu(), v.cpu(), Visibility(), recipe)
+    return Prepared(*(x.to(k.device) for x in prepared.tensors()))
 
 
-def shipped(
-    q: Tensor, start: int, k: Tensor, v: Tensor, prepared: list[Tensor], recipe: Recipe,
+def emulate(
+    q: Tensor, start: int, k: Tensor, v: Tensor, prepared: Prepared, recipe: Recipe,
     is_causal: bool,
 ) -> Tensor:  # fmt: skip
     """The output of Q_BLOCK rows from `start` on, by the emulation of the recipe."""
-    q = q[:, :, start : start + Q_BLOCK]
-    quantized, k_mean = operands(v, prepared)
-    return emulation(recipe)(
-        q, *quantized, None, None, None, start if is_causal else None, False,
-        1 / math.sqrt(q.shape[3]), k.shape[2], recipe.granularity, TILE,
-        *of_q(q, k, k_mean, None, recipe),
-    )[0]  # fmt: skip
+    band = Visibility(right=start if is_causal else None)
+    a = attention_call(q[:, :, start : start + Q_BLOCK], k, v, prepared, band, recipe)
+    return emulation.attention(a, TILE)[0]
+
+
+def attention_call(
+    q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, visibility: Visibility, recipe: Recipe
+) -> AttentionCall:
+    """What a kernel or its emulation reads, of k and v that are prepared."""
+    of_q = (None, None)
+    if recipe.of_qk.smooths_q:
+        of_q = smooth_q(q, k, prepared.k_mean, visibility.keys(k.shape[1]))
+    scale = 1 / math.sqrt(q.shape[3])
+    return AttentionCall.of(q, prepared, v, visibility, scale, k.shape[2], recipe, of_q=of_q)
 
 
 # -- inputs ----

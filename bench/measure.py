@@ -4,8 +4,9 @@ import math
 import statistics
 
 import torch
-from cases import Case
 from torch import Tensor
+
+from bench.cases import Case
 
 WRONG = 0.1  # relative L1 on normal inputs from which an output is wrong, not inaccurate
 WINDOW = 1024  # keys that a query sees
@@ -169,7 +170,8 @@ class Runner:
     def load(self, *inputs: Tensor) -> None:
         """Put new inputs where the last set is read."""
         for old, new in zip(self.args[-1], self.provider.prepare(*inputs), strict=True):
-            old.copy_(new)
+            if isinstance(old, Tensor):
+                old.copy_(new)
 
 
 def interleave(runners: dict[str, Runner], rounds: int, target_ms: float) -> dict[str, list[float]]:

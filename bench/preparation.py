@@ -13,17 +13,17 @@ import datetime
 import sys
 from pathlib import Path
 
-import machine
 import torch
-from attention import RESULTS, cuda_device, save
-from cases import MODELS, Case
-from measure import Runner, draw, draw_sets, interleave, summary
-from providers import Provider
 
-from sage_inductor.ops.quantize import quantize_k, quantize_v
+from bench import machine
+from bench.attention import RESULTS, cuda_device, save
+from bench.cases import MODELS, Case
+from bench.measure import Runner, draw, draw_sets, interleave, summary
+from bench.providers import Provider
+from sage_inductor.ops.quantize.op import quantize_k, quantize_v, smooth
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.sdpa import prepare
-from sage_inductor.ops.smooth import smooth
+from sage_inductor.ops.visibility import Visibility
 
 CASES = (
     Case(4, 32, 32, 8192, 128),
@@ -86,8 +86,10 @@ def steps(recipe: str) -> list[Provider]:
     """Each (q, k, v) -> a tensor; what a step is given is computed before the clock starts."""
     r = NAMED[recipe]
     copy = Provider("copy", lambda x, y: y.copy_(x), lambda q, k, v: (k, torch.empty_like(k)))
-    whole = Provider("prepare", lambda k, v: prepare(k, v, None, r)[0], lambda q, k, v: (k, v))
-    if r.granularity == "per_row":
+    whole = Provider(
+        "prepare", lambda k, v: prepare(k, v, Visibility(), r).k, lambda q, k, v: (k, v)
+    )
+    if r.sharing.one_pass:
         return [copy, whole]
 
     def smoothed(q, k, v):
@@ -95,10 +97,10 @@ def steps(recipe: str) -> list[Provider]:
         return k, v, k_mean, v_mean, v_amax
 
     def k_alone(k, v, k_mean, *of_v):
-        return quantize_k(k, k_mean, r.qk, r.granularity, None)[0]
+        return quantize_k(k, k_mean, r.encode(), None)[0]
 
     def v_alone(k, v, k_mean, *of_v):
-        return quantize_v(v, *of_v, False)[0]
+        return quantize_v(v, *of_v, r.encode(), False)[0]
 
     return [
         copy,
@@ -140,8 +142,8 @@ def check(recipe: str, device) -> None:
     which move a mean by an ulp or two and a code in 10,000 by one."""
     _, k, v = draw(Case(1, 2, 2, 300, 80), "outlier", device)
     r = NAMED[recipe]
-    found, right = (prepare(k.to(x), v.to(x), None, r) for x in (device, "cpu"))
-    for x, y in zip(found, right, strict=True):
+    found, right = (prepare(k.to(x), v.to(x), Visibility(), r) for x in (device, "cpu"))
+    for x, y in zip(found.tensors(), right.tensors(), strict=True):
         x, y = x.float().cpu(), y.float()
         near = ((x - y).abs() <= 1e-4 * (1 + y.abs())).float().mean()
         if not near > 0.999:

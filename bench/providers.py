@@ -7,7 +7,7 @@ flex           compiled FlexAttention; causal, keys, documents and windows throu
 inductor       F.scaled_dot_product_attention compiled with backend="inductor"
 RECIPE kernel  the attention kernel alone: k and v smoothed and quantized, and the mask summarized,
                beforehand
-RECIPE MxNxS   the same by each tile of ops/hopper.py, of M rows, N keys and S stages
+RECIPE MxNxS   the same by each tile of the Hopper kernel, of M rows, N keys and S stages
 RECIPE op      the same F.scaled_dot_product_attention compiled with backend="sage": what a
                user gets, with all its preparation
 RECIPE package what an AOTInductor package of it runs: exported, rewritten and then compiled here
@@ -23,19 +23,23 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from cases import Case
-from measure import SEES, WINDOW, draw, draw_mask
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import sage_inductor
-from sage_inductor.ops import mask as masks
-from sage_inductor.ops import tiles
-from sage_inductor.ops.attention import empty_outputs, tile_of
-from sage_inductor.ops.recipe import NAMED, Recipe
-from sage_inductor.ops.sdpa import emulation, kernel, of_q, operands
+from bench.cases import Case
+from bench.laboratory import attention_call
+from bench.measure import SEES, WINDOW, draw, draw_mask
+from sage_inductor.ops.attention import tiles
+from sage_inductor.ops.attention.arguments import AttentionCall
+from sage_inductor.ops.attention.op import attention, attention_opaque
+from sage_inductor.ops.attention.select import Problem, Selected, hopper_tile, select
+from sage_inductor.ops.attention.tiles import Tile
+from sage_inductor.ops.launch import launch_cached
+from sage_inductor.ops.recipe import NAMED
+from sage_inductor.ops.reference import attention as emulation
 from sage_inductor.ops.sdpa import prepare as prepare_kv
-from sage_inductor.ops.tiles import Tile
+from sage_inductor.ops.visibility import Visibility
 
 EAGER = {
     "cuDNN": SDPBackend.CUDNN_ATTENTION,
@@ -157,7 +161,7 @@ def _flex(case: Case) -> Callable:
 
 
 def band(case: Case) -> tuple[int | None, int | None, bool]:
-    """(left, right, bottom_right), as ops/sdpa.py has it."""
+    """(left, right, bottom_right)."""
     if case.mask == "window":
         return WINDOW - 1, 0, False
     return None, 0 if case.is_causal else None, False
@@ -166,50 +170,36 @@ def band(case: Case) -> tuple[int | None, int | None, bool]:
 def _kernel(case: Case, name: str) -> Provider:
     recipe = NAMED[name]
 
-    def op_on(device):
-        return kernel(device, recipe, case.D, case.masked, portable=False)
-
     def prepare(q, k, v, mask=None):
-        seen = None
-        if case.masked:
-            seen = masks.summarize(mask, k.shape[2], op_on(q.device)[1])
-        quantized, k_mean = operands(v, prepare_kv(k, v, seen, recipe))
-        of_mask = () if seen is None else (mask, seen)
-        return q, *quantized, *of_mask, *of_q(q, k, k_mean, seen, recipe)
+        kernel, tile = _select(case, name, q.device)
+        seen = Visibility.of(mask if case.masked else None, band(case), k.shape[2], tile.BLOCK_M)
+        prepared = prepare_kv(k, v, seen, recipe, not kernel.travels)
+        return attention_call(q, k, v, prepared, seen, recipe)
 
-    def call(q, *rest):
-        op, _ = op_on(q.device)
-        quantized, of_mask, means = _split(case, recipe, rest)
-        return op(
-            q, *quantized, *of_mask, *band(case), case.D**-0.5, q.shape[2], recipe.granularity,
-            False, *means,
-        )[0]  # fmt: skip
+    def call(*inputs):
+        travels = _select(case, name, inputs[0].device).kernel.travels
+        return (attention if travels else attention_opaque)(*inputs)[0]
 
     return Provider(f"{name} kernel", call, prepare, name)
 
 
-def _split(case: Case, recipe: Recipe, rest: tuple) -> tuple[tuple, tuple, tuple]:
-    """What `_kernel` prepares beside q: `operands`, (mask, seen) or two None, and `of_q`."""
-    end = len(rest) - 2 * recipe.smooths_q
-    begin = end - 2 * case.masked
-    return rest[:begin], rest[begin:end] or (None, None), rest[end:]
+def _select(case: Case, name: str, device: torch.device) -> Selected:
+    capability = tiles.capability(device) if device.type == "cuda" else None
+    return select(Problem(capability, NAMED[name], case.D, case.masked))
 
 
 def _tiles(case: Case, name: str) -> list[Provider]:
-    """The kernel of ops/hopper.py with every tile that its table has for this head_dim or a wider
-    one."""
+    """The Hopper kernel with every tile that its table has for this head_dim or a wider one."""
     pv = NAMED[name].pv
     found = [row[4] for row in tiles.HOPPER if row[0] == pv and case.D <= row[1]]
     return [_hopper(case, name, tile) for tile in dict.fromkeys(found)]
 
 
 def _hopper(case: Case, name: str, tile: Tile) -> Provider:
-    from sage_inductor.ops import hopper  # imports Gluon, which not every Triton has
+    from sage_inductor.ops.attention.hopper import plan  # imports Gluon, which may be missing
 
-    def call(q, *quantized):
-        out, lse = empty_outputs(q, case.D, False)
-        hopper.launch(q, *quantized, case.is_causal, case.D**-0.5, case.N, tile, out, lse)
-        return out
+    def call(*inputs):
+        return plan.launch(AttentionCall(*inputs), tile, launch_cached)[0]
 
     label = f"{name} {tile.BLOCK_M}x{tile.BLOCK_N}x{tile.num_stages}"
     return Provider(label, call, _kernel(case, name).prepare, name)
@@ -227,37 +217,28 @@ def small(case: Case) -> Case:
 def gate(case: Case, name: str, device: torch.device) -> float:
     """The kernel's distance from its bit-faithful emulation, ||o - e|| / ||e||, the larger of
     normal and outlier inputs: on a small case, with the tile that the case itself runs with."""
-    N, case, recipe = case.N, small(case), NAMED[name]
-    prepare = _kernel(case, name).prepare
+    N, case = case.N, small(case)
+    kernel = _kernel(case, name)
     errors = []
     for kind in ("normal", "outlier"):
-        args = prepare(*draw(case, kind, device), *draw_mask(case, device))
-        tile = _tile(N, case, recipe, args)
-        provider = _hopper(case, name, tile) if tile.warpgroups else _kernel(case, name)
+        a = kernel.prepare(*draw(case, kind, device), *draw_mask(case, device))
+        tile = tile_of(a, N, _select(case, name, device))
+        a = a._replace(warpgroups=tile.warpgroups or 0)
         with _poisoned_empty():
-            out = provider.call(*args)
-        quantized, of_mask, means = _split(case, recipe, args[1:])
-        emulated, _ = emulation(recipe)(
-            args[0], *quantized, *of_mask, *band(case), case.D**-0.5, case.N, recipe.granularity,
-            tile.BLOCK_N, *means,
-        )  # fmt: skip
-        emulated = emulated.double()
+            out = kernel.call(*a)
+        emulated = emulation.attention(a, tile.BLOCK_N)[0].double()
         errors.append(((out.double() - emulated).norm() / emulated.norm()).item())
     # max() would skip a NaN.
     return max(errors) if all(error == error for error in errors) else float("nan")
 
 
-def _tile(N: int, case: Case, recipe, args) -> Tile:
-    """The tile of a call like `case`, of N queries."""
-    if recipe.pv == "nvfp4":
-        capability = tiles.capability(args[0].device)
-        return tiles.tile(capability, recipe.qk, recipe.pv, case.D, case.masked)
-    q, *rest = args
-    (k_8bit, _, v, _, v_mean), (mask, _), _ = _split(case, recipe, rest)
-    return tile_of(
-        q.new_empty(1, 1, N, case.D), k_8bit, v, v_mean, recipe.granularity,
-        mask, *band(case), portable=False,
-    )  # fmt: skip
+def tile_of(a: AttentionCall, N: int, selected: Selected) -> Tile:
+    """The tile of a call like `a`, of N queries."""
+    if selected.kernel.travels:
+        return selected.tile
+    B, H, _, D = a.q.shape
+    longer = a._replace(q=a.q.new_empty(B, H, 1, D).expand(B, H, N, D))
+    return hopper_tile(longer) or selected.tile
 
 
 @contextlib.contextmanager

@@ -24,9 +24,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from blocks import mlp
 from torch import Tensor, nn
 
+from bench.blocks import mlp
 from sage_inductor.cli import demo
 
 # Without it cuBLAS is not deterministic, and torch refuses. It is read once, at the first product.

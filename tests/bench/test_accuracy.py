@@ -6,26 +6,17 @@ import dataclasses
 import json
 import math
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-BENCH = Path(__file__).parents[2] / "bench"
-sys.path.insert(0, str(BENCH))
-
-import accuracy  # noqa: E402
-import capture  # noqa: E402
-import measure  # noqa: E402
-import plot  # noqa: E402
-import trained  # noqa: E402
-from laboratory import NAMED, SAGE2_4B, SAGE2_8B, Technique, attend  # noqa: E402
-from trained import Size  # noqa: E402
-
-from sage_inductor.decide import auto_recipes  # noqa: E402
-from sage_inductor.ops.reference import attention_exact  # noqa: E402
+from bench import accuracy, capture, measure, plot, trained
+from bench.laboratory import NAMED, SAGE2_4B, SAGE2_8B, Technique, attend
+from bench.trained import Size
+from sage_inductor.decide import auto_recipes
+from sage_inductor.ops.reference.exact import attention_exact
 
 CPU = torch.device("cpu")
 TINY = {

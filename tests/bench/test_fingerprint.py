@@ -2,17 +2,13 @@
 
 import dataclasses
 import json
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-
-import fingerprint  # noqa: E402
-from fingerprint import BOTH, COMPILED, EAGER, Call, arguments, compare, tensors  # noqa: E402
+from bench import fingerprint
+from bench.fingerprint import BOTH, COMPILED, EAGER, Call, arguments, compare, tensors
 
 CALLS = EAGER + BOTH + COMPILED
 

@@ -4,23 +4,18 @@ what must hold of it; and the orders that the papers report."""
 import dataclasses
 import json
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from support import relative_l1
+from support import relative_l1, sdpa
 from torch.testing import assert_close
 
-BENCH = Path(__file__).parents[2] / "bench"
-sys.path.insert(0, str(BENCH))
-
-import accuracy  # noqa: E402
-import laboratory as lab  # noqa: E402
-from laboratory import FAMILIES, PRESETS, SAGE1, SAGE2_4B, SAGE2_8B, SAGE3, Technique  # noqa: E402
-
-from sage_inductor.ops import reference  # noqa: E402
-from sage_inductor.ops.recipe import NAMED  # noqa: E402
+from bench import accuracy
+from bench import laboratory as lab
+from bench.laboratory import FAMILIES, PRESETS, SAGE1, SAGE2_4B, SAGE2_8B, SAGE3, Technique
+from sage_inductor.ops.recipe import NAMED
+from sage_inductor.ops.reference import quantize as reference
+from sage_inductor.ops.reference.exact import attention_exact
 
 INT8 = Technique("int8", "per_thread")
 INT4 = Technique("int4", "per_thread")
@@ -35,7 +30,7 @@ def draw(family="real_like", H=2, N=300, D=64):
 
 def exact(q, k, v, is_causal=False):
     right = 0 if is_causal else None
-    return reference.attention_exact(q, k, v, q.shape[3] ** -0.5, right=right)[0]
+    return attention_exact(q, k, v, q.shape[3] ** -0.5, right=right)[0]
 
 
 def error(technique, inputs, is_causal=False):
@@ -151,10 +146,7 @@ def test_means_that_are_noise_are_left(every_mean, monkeypatch):
 @pytest.mark.parametrize("recipe", NAMED)
 def test_shipped_recipes_in_blocks_are_the_op(recipe):
     q, k, v = draw(N=300)
-    text = NAMED[recipe].encode()
-    expected, _ = torch.ops.sage.sdpa(
-        q, k, v, None, [], None, 0, False, q.shape[3] ** -0.5, text, False, True
-    )
+    expected, _ = sdpa(q, k, v, is_causal=True, recipe=recipe, portable=True)
     assert_close(lab.attend(q, k, v, NAMED[recipe], True), expected, atol=1e-5, rtol=1e-5)
 
 
