@@ -20,9 +20,8 @@ from bench import machine
 from bench.attention import save
 from bench.blocks import angles, interleaved, pairs
 from bench.cases import Case
-from bench.measure import Runner, interleave, summary
+from bench.measure import Provider, Runner, interleave, summary
 from bench.model import Wrong, arguments, start
-from bench.providers import Provider
 from sage_inductor.ops.recipe import NAMED
 
 RECIPE = "sage2-8b-rows"

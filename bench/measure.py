@@ -1,7 +1,9 @@
 """How it is measured: inputs, accuracy against float64, and time from replayed CUDA graphs."""
 
+import dataclasses
 import math
 import statistics
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -137,11 +139,19 @@ def hide(s: Tensor, mask: Tensor) -> Tensor:
 # -- time ----
 
 
+@dataclasses.dataclass(frozen=True)
+class Provider:
+    name: str
+    call: Callable  # what is timed: (*prepared) -> out [B, H_q, N, D]
+    prepare: Callable = lambda *inputs: inputs  # done before the clock starts
+    recipe: str | None = None
+
+
 class Runner:
     """One provider over all input sets, as a CUDA graph: each call once, one after the other. If it
     cannot be captured, `captured` is False and `run` launches the calls."""
 
-    def __init__(self, provider, sets):
+    def __init__(self, provider: Provider, sets):
         self.provider = provider
         self.args = [provider.prepare(*each) for each in sets]
         self.out = None

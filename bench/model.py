@@ -26,8 +26,8 @@ import sage_inductor
 from bench import machine
 from bench.attention import RESULTS, cuda_device, save
 from bench.blocks import MODELS, SHARP, Model, draw
-from bench.measure import Runner, draw_sets, interleave, summary
-from bench.providers import EAGER, GATE_TOLERANCE, Provider, build, gate
+from bench.measure import Provider, Runner, draw_sets, interleave, summary
+from bench.providers import EAGER, GATE_TOLERANCE, build, gate
 
 # CosSim of a block's output with inductor's, below which it is wrong: it was 0.9998 and more for
 # every block in emulation (N=512), 0.88 to 0.986 with uniform weights instead of softmax's, 0.997

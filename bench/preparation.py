@@ -18,8 +18,7 @@ import torch
 from bench import machine
 from bench.attention import RESULTS, cuda_device, save
 from bench.cases import MODELS, Case
-from bench.measure import Runner, draw, draw_sets, interleave, summary
-from bench.providers import Provider
+from bench.measure import Provider, Runner, draw, draw_sets, interleave, summary
 from sage_inductor.ops.quantize.op import quantize_k, quantize_v, smooth
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.sdpa import prepare

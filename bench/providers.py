@@ -17,7 +17,6 @@ compiled function. The others read it as an attn_mask made beforehand, flex as a
 """
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -29,7 +28,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import sage_inductor
 from bench.cases import Case
 from bench.laboratory import attention_call
-from bench.measure import SEES, WINDOW, draw, draw_mask
+from bench.measure import SEES, WINDOW, Provider, draw, draw_mask
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.arguments import AttentionCall
 from sage_inductor.ops.attention.op import attention, attention_opaque
@@ -49,14 +48,6 @@ EAGER = {
 # strict: a call that stays SDPA is an error, not a row that flatters or slanders us.
 SAGE_OPTIONS = {"sage.force": True, "sage.strict": True}
 GATE_TOLERANCE = 1e-3  # few elements of out are a bf16 ulp (2^-8) off
-
-
-@dataclasses.dataclass(frozen=True)
-class Provider:
-    name: str
-    call: Callable  # what is timed: (*prepared) -> out [B, H_q, N, D]
-    prepare: Callable = lambda *inputs: inputs  # done before the clock starts
-    recipe: str | None = None
 
 
 def build(case: Case, kinds, recipes) -> list[Provider]:

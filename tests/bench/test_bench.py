@@ -16,6 +16,9 @@ from bench import blocks, compile_time, fusion, measure, plot, preparation, prov
 from bench import model as whole
 from bench.cases import MASKS, PLANS, Case
 from sage_inductor import report
+from sage_inductor.ops.attention import tiles
+from sage_inductor.ops.attention.select import Problem, select
+from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.visibility import Visibility
 
 CPU = torch.device("cpu")
@@ -84,6 +87,18 @@ def test_the_gate_emulates_what_the_kernel_is_given(mask, narrow):
     """On CPU the kernel is its emulation: nothing is between them."""
     for recipe in ("sage2-8b", "sage3"):
         assert providers.gate(Case(4, 32, 32, 1024, 64, mask=mask), recipe, CPU) == 0
+
+
+def test_the_gates_tile_is_that_of_the_length_that_is_timed(monkeypatch):
+    """At head_dim 64 the Hopper kernel computes from N=1536 on; the gate's own case has N=300."""
+    case, selected = (
+        Case(1, 2, 2, 300, 64),
+        select(Problem((9, 0), NAMED["sage2-8b-rows"], 64, False)),
+    )
+    a = providers._kernel(case, "sage2-8b-rows").prepare(*inputs(case))
+    monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
+    assert providers.tile_of(a, 4096, selected).warpgroups == 3
+    assert providers.tile_of(a, 1024, selected) == selected.tile
 
 
 @pytest.mark.parametrize("mask", ["", *MASKS])

@@ -1,0 +1,196 @@
+"""Two commits side by side on one GPU: the time of this checkout beside that of another's.
+
+$ git worktree add /tmp/base COMMIT
+$ python bench/compare.py /tmp/base --json FILE          # some minutes
+$ python bench/compare.py /tmp/base --cases host flux    # whose names have one of these words
+
+Each side is a process that stays: the library's sources are its folder's, the bench is this one's.
+Both compile a case at once, then they are timed strictly in turn: a card that slows down as it
+warms does so under both. A case that computes something else on one side is said to.
+"""
+
+import argparse
+import datetime
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOMS = {  # pyproject.toml's
+    "sage_inductor": "sage_inductor",
+    "sage_inductor.lowering": "lowering",
+    "sage_inductor.ops": "ops",
+    "sage_inductor.patterns": "patterns",
+}
+NEAR = 1e-3  # relative difference of the outputs' norms from which two sides compute other things
+
+
+def main(argv=None) -> int:
+    args = parse(argv)
+    if args.serve:
+        sys.meta_path.insert(0, Sources(args.folder))
+        from bench.side import serve  # imports the library, now from the folder
+
+        return serve(args.folder, args.target_ms)
+    started = time.perf_counter()
+    folders = {"base": args.folder, "this": Path(__file__).resolve().parents[1]}
+    with tempfile.TemporaryDirectory() as cache:
+        sides = {name: Side(folders[name], f"{cache}/{name}", args.target_ms) for name in folders}
+        try:
+            return measure(sides, args, started)
+        finally:
+            for side in sides.values():
+                side.close()
+
+
+def parse(argv) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=checkout, metavar="BASE_FOLDER", help="of another commit")
+    parser.add_argument("--cases", nargs="+", default=[""], metavar="WORD", help="default: all")
+    parser.add_argument("--rounds", type=int, default=6, help="turns of each side")
+    parser.add_argument("--target-ms", type=float, default=40.0, help="of a turn")
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)  # be a side
+    return parser.parse_args(argv)
+
+
+def checkout(text: str) -> Path:
+    folder = Path(text).resolve()
+    if not all((folder / room / "__init__.py").exists() for room in ROOMS.values()):
+        raise argparse.ArgumentTypeError(f"must hold {list(ROOMS.values())}, got {text}")
+    return folder
+
+
+# -- the two sides ----
+
+
+class Sources:
+    """Finds the library in a checkout, before any that is installed."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def find_spec(self, name, path=None, target=None):
+        if name not in ROOMS:
+            return None  # a module of a room is found by the room's __path__
+        file = self.folder / ROOMS[name] / "__init__.py"
+        return importlib.util.spec_from_file_location(name, file)
+
+
+class Side:
+    """bench/side.py in a process of its own. A command is a line, its answer a line of JSON."""
+
+    def __init__(self, folder: Path, cache: str, target_ms: float):
+        names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+        self.folder = folder
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, str(folder), "--serve", "--target-ms", str(target_ms)],
+            env={**os.environ, **{name: f"{cache}/{name}" for name in names}},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def send(self, command: str) -> None:
+        print(command, file=self.process.stdin, flush=True)
+
+    def receive(self) -> dict:
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"the side of {self.folder} has ended, see above")
+        return json.loads(line)
+
+    def close(self) -> None:
+        self.process.stdin.close()  # it ends
+        self.process.wait()
+
+
+def at_once(sides: dict, command: str) -> dict[str, dict]:
+    for side in sides.values():
+        side.send(command)
+    return {name: side.receive() for name, side in sides.items()}
+
+
+# -- the measurement ----
+
+
+def measure(sides: dict, args, started: float) -> int:
+    found = at_once(sides, "describe")
+    if not found["this"]["machine"]:
+        print("bench/compare.py times a GPU: torch sees no CUDA device", file=sys.stderr)
+        return 2
+    names = [n for n in found["this"]["cases"] if any(word in n for word in args.cases)]
+    result = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "machine": found["this"]["machine"],
+        "versions": {name: each["versions"] for name, each in found.items()},
+        "state": {"start": found["this"]["state"]},
+        "method": f"ms a call, median of {args.rounds} turns of {args.target_ms:g} ms, the sides "
+        "in turns; attention: sage::sdpa with its preparation, and blocks, in CUDA graphs; host: "
+        "until the call returns; ratio: this over base, of medians, and its range over turns",
+        "rows": [],
+    }
+    print(f"{result['machine']['gpu']}, {result['state']['start']}")
+    for name, versions in result["versions"].items():
+        print(f"{name}: {versions}")
+    print(f"{result['method']}\n\n{'':44}{'base':>10}{'this':>10}{'ratio':>8}")
+    for name in names:
+        result["rows"].append(compare(sides, name, args.rounds))
+        print(line(result["rows"][-1]), flush=True)
+    result["state"]["end"] = at_once(sides, "describe")["this"]["state"]
+    result["elapsed_s"] = round(time.perf_counter() - started, 1)
+    if args.json:
+        Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
+    print(f"\nstate at the end: {result['state']['end']}\nelapsed: {result['elapsed_s']} s")
+    return 1 if not names or any(row["error"] for row in result["rows"]) else 0
+
+
+def compare(sides: dict, case: str, rounds: int) -> dict:
+    """A row; where a side failed, or they compute different things, with an error."""
+    prepared = at_once(sides, f"prepare {case}")
+    row = {"case": case, "prepared": prepared, "error": difference(prepared), "ratio": None}
+    times = {name: [] for name in sides}
+    for turn in range(rounds):
+        for name in list(sides)[:: -1 if turn % 2 else 1]:
+            if any("error" in each for each in prepared.values()):
+                break
+            sides[name].send(f"run {case}")
+            times[name].append(sides[name].receive()["ms"])
+    at_once(sides, f"drop {case}")
+    if all(times.values()):
+        ratios = [this / base for this, base in zip(times["this"], times["base"], strict=True)]
+        row["ms"] = {name: statistics.median(each) for name, each in times.items()}
+        row["ratio"] = row["ms"]["this"] / row["ms"]["base"]
+        row.update(range=[min(ratios), max(ratios)], times=times)
+    return row
+
+
+def difference(prepared: dict[str, dict]) -> str | None:
+    """Why the times of two sides are not those of one thing."""
+    for name, each in prepared.items():
+        if "error" in each:
+            return f"{name}: {each['error']}"
+    base, this = prepared["base"], prepared["this"]
+    for what in ("captured", "rewritten"):
+        if base[what] != this[what]:
+            return f"{what}: {base[what]}, now {this[what]}"
+    if not abs(this["norm"] - base["norm"]) <= NEAR * abs(base["norm"]):
+        return f"norm of the output: {base['norm']:.6g}, now {this['norm']:.6g}"
+    return None
+
+
+def line(row: dict) -> str:
+    found = f"{row['case']:44}"
+    if row["ratio"]:
+        found += "{base:#10.4g}{this:#10.4g}".format(**row["ms"])
+        found += "{:8.3f} ({:.3f} .. {:.3f})".format(row["ratio"], *row["range"])
+    return f"{found}  {row['error'] or ''}".rstrip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

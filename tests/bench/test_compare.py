@@ -1,0 +1,102 @@
+"""What of the comparison of two commits needs no GPU: whose sources a side has, turns, verdicts."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import compare
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_each_side_has_the_sources_of_its_folder(tmp_path, capsys):
+    for room in compare.ROOMS.values():
+        shutil.copytree(ROOT / room, tmp_path / room)
+    (tmp_path / "ops" / "recipe.py").open("a").write("# another commit\n")
+    args = compare.parse([str(tmp_path), "--cases", "control", "--rounds", "2"])
+    folders = {"base": args.folder, "this": ROOT}
+    sides = {name: compare.Side(folders[name], str(tmp_path / name), 1.0) for name in folders}
+    found = compare.at_once(sides, "describe")
+    base, this = (found[name]["versions"].pop("sage_inductor") for name in folders)
+    assert base != this and found["base"] == found["this"] and len(found["this"]["cases"]) == 32
+    assert compare.measure(sides, args, 0.0) == (0 if torch.cuda.is_available() else 2)
+    row = compare.compare(sides, "host torch.add (control)", 3)
+    assert row["error"] is None and [len(each) for each in row["times"].values()] == [3, 3]
+    unknown = compare.compare(sides, "no such case", 3)
+    assert "KeyError: 'no such case'" in unknown["error"] and unknown["ratio"] is None
+    for side in sides.values():
+        side.close()
+        assert side.process.returncode == 0
+    with pytest.raises(SystemExit, match="has ended"):
+        sides["base"].receive()
+    with pytest.raises(SystemExit):
+        compare.parse([str(tmp_path / "ops")])
+    assert "must hold ['sage_inductor', 'lowering', 'ops', 'patterns']" in capsys.readouterr().err
+
+
+class Answering:
+    """A side whose times are known; all sides' commands and answers are in `log`."""
+
+    def __init__(self, folder, *_):
+        self.name = "this" if folder == ROOT else "base"
+        self.times = iter([9.0, 3.0, 4.0] if self.name == "this" else [2.0, 2.0, 2.0])
+
+    def send(self, command):
+        self.command = command
+        log.append((self.name, command))
+
+    def receive(self):
+        log.append((self.name, "answers"))
+        gpu = {"gpu": "a GPU"}
+        return {
+            "describe": dict(machine=gpu, state="cool", versions={}, cases=["one x", "other"]),
+            "prepare one x": dict(norm=1.0, captured=True, rewritten=1),
+            "run one x": dict(ms=next(self.times) if "run" in self.command else None),
+            "drop one x": {},
+        }[self.command]
+
+    def close(self):
+        log.append((self.name, "closed"))
+
+
+log = []
+
+
+def test_sides_are_timed_strictly_in_turn(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(compare, "Side", Answering)
+    for room in compare.ROOMS.values():
+        (tmp_path / room).mkdir()
+        (tmp_path / room / "__init__.py").touch()
+    log.clear()
+    given = [str(tmp_path), "--cases", "one", "--rounds", "3", "--json", str(tmp_path / "found")]
+    assert compare.main(given) == 0
+    start = log.index(("base", "run one x"))
+    turns = ["base", "this", "this", "base", "base", "this"]
+    runs = [each for name in turns for each in ((name, "run one x"), (name, "answers"))]
+    assert log[start : start + 12] == runs
+    assert log[4:6] == [("base", "prepare one x"), ("this", "prepare one x")]  # at once
+    assert log[-2:] == [("base", "closed"), ("this", "closed")]
+    (row,) = json.loads((tmp_path / "found").read_text())["rows"]
+    assert (row["ratio"], row["range"]) == (2.0, [1.5, 4.5])
+    assert "2.000     4.000   2.000 (1.500 .. 4.500)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "changed, said",
+    [
+        ({}, None),
+        ({"norm": 2.0001}, None),
+        ({"norm": 2.01}, "norm of the output: 2, now 2.01"),
+        ({"norm": float("nan")}, "norm of the output: 2, now nan"),
+        ({"rewritten": 0}, "rewritten: 1, now 0"),
+        ({"captured": False}, "captured: True, now False"),
+        ({"error": "ValueError: x"}, "this: ValueError: x"),
+    ],
+    ids=str,
+)
+def test_what_makes_times_those_of_two_things_is_said(changed, said):
+    base = {"norm": 2.0, "captured": True, "rewritten": 1}
+    assert compare.difference({"base": base, "this": base | changed}) == said
