@@ -69,6 +69,10 @@ def test_preparation(shape):
             assert_close(mean, mean_ref, rtol=1e-5, atol=1e-5)
             assert_close(amax, amax_ref, rtol=1e-5, atol=1e-4)
         assert (mean[1] == 0).float().mean() > 0.9 or keep == 2 or k.shape[2] < 16
+    visible = (torch.rand(2, 1, shape[3]) > 0.5).to(torch.uint8)
+    visible[0] = 0  # of nothing: 0
+    for x, x_ref in zip(launch_smooth([k, v], visible), reference.smooth([k, v], visible)):
+        assert_close(x, x_ref, rtol=1e-5, atol=1e-4)
     mean, amax = launch_smooth([k, v], None)
     for name in ("sage2-8b", "sage1"):
         k_int8, k_scale = launch_k(k, mean[0], NAMED[name], None)
@@ -107,6 +111,7 @@ def test_preparation_in_one_pass(shape, masked):
     visible = None
     if masked:
         visible = (torch.rand(2, 1, shape[3]) > 0.3).to(torch.uint8)
+        visible[..., -1] = 1
         hidden = (visible == 0).expand(-1, shape[1], -1)
         k[hidden], v[hidden] = torch.inf, torch.nan
     for recipe in (NAMED["sage2-8b-rows"], NAMED["sage2-8b-fp8qk"]):

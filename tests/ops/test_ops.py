@@ -133,6 +133,13 @@ def test_what_prepare_gives_changes_no_bit_and_no_gradient(autocast, name, recip
     assert all(torch.equal(a, b) for a, b in zip(*results))
 
 
+@pytest.mark.parametrize("D_v", [64, 40])
+def test_a_mean_of_v_that_is_noise_stays(D_v):
+    k, v = torch.randn(2, 2, 2, 300, 64)
+    _, _, k_mean, _, _, v_mean = prepared(k, v[..., :D_v], "sage2-8b")
+    assert (v_mean == 0).float().mean() > 0.9 and k_mean.all()
+
+
 @pytest.mark.parametrize("out_bnhd", [False, True])
 def test_output_is_stored_in_the_order_asked_for(out_bnhd):
     out, lse = sdpa(*qkv(), out_bnhd=out_bnhd)
@@ -179,6 +186,15 @@ def test_gradient_under_a_mask_and_a_band_is_exact_attentions(band, kind):
         assert_close(a, e, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("scale", [-0.125, 0.0])
+def test_gradient_with_a_scale_that_is_not_positive(scale):
+    inputs = [x.requires_grad_() for x in qkv()]
+    out, cotangent = sdpa(*inputs, True, scale)[0], torch.randn(2, 4, 65, 64)
+    expected = torch.autograd.grad(exactly(*inputs, True, scale)[0], inputs, cotangent.double())
+    for a, e in zip(torch.autograd.grad(out, inputs, cotangent), expected):
+        assert_close(a, e, rtol=1e-4, atol=1e-4)
+
+
 def test_gradient_of_one_input_alone():
     q, k, v = qkv()
     v.requires_grad_()
@@ -216,6 +232,10 @@ BAD = {
     "heads": ((q[:, :3], k, v), {}, ValueError, "heads of q must be a multiple of k's, got 3 and 2"),
     "k and v": ((q, k, v[:, :, :-1]), {}, ValueError, "k and v must have one batch, heads and length"),
     "empty": ((q, k[:, :, :0], v[:, :, :0]), {}, ValueError, "k must have 1 to 1073741568 rows, got N=0"),
+    "mask's shape": ((q, k, v), {"attn_mask": torch.ones(65, 71).bool()}, ValueError, r"broadcast to \[2, 4, 65, 70\], got \[65, 71\]"),
+    "mask's dimensions": ((q, k, v), {"attn_mask": torch.ones(70).bool()}, ValueError, "attn_mask must broadcast to"),
+    "mask's dtype": ((q, k, v), {"attn_mask": torch.ones(65, 70).int()}, TypeError, "attn_mask must be bool or .* got torch.int32"),
+    "bound": ((q, k, v), {"left": -1}, ValueError, "left must be None or at least 0, got -1"),
     "prepared": ((q, k, v), {"prepared": [k] * 3}, ValueError, "prepared must be empty or 6 tensors, got 3"),
     "scale": ((q, k, v), {"scale": float("nan")}, ValueError, "scale must be finite, got nan"),
 }  # fmt: skip
@@ -369,15 +389,9 @@ def test_what_kernels_are_given_in_a_graph(recipe, masked, monkeypatch):
 
 
 def test_a_key_counts_where_any_head_of_its_group_sees_it():
-    seen = torch.zeros(1, 4, 2, 6, dtype=torch.uint8)
-    for head, tile, key, code in (
-        (0, 0, 0, 3),
-        (1, 1, 1, 3),
-        (2, 0, 2, 3),
-        (3, 1, 3, 3),
-        (3, 0, 4, 1),
-    ):
-        seen[0, head, tile, key] = code
+    seen = torch.zeros(1, 4, 2, 6, dtype=torch.uint8)  # two tiles; head h sees key h
+    seen[0, [0, 1, 2, 3], [0, 1, 0, 1], [0, 1, 2, 3]] = 3
+    seen[0, 3, 0, 4] = 1  # by the lowest number: it does not count
     assert visibility.visible_keys(seen, 2).tolist() == [[[1, 1, 0, 0, 0, 0], [0, 0, 1, 1, 0, 0]]]
     assert visibility.visible_keys(seen, 4).sum(2).tolist() == [[1, 1, 1, 1]]
     assert visibility.visible_keys(seen, 1).tolist() == [[[1, 1, 1, 1, 0, 0]]]
