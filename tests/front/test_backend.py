@@ -335,15 +335,16 @@ def test_an_assignment_is_every_threads_and_a_patch_is_its_own():
     """torch 2.13 keeps the values of configs for the thread that assigned them."""
     q, k, v = (torch.randn(1, 2, 16, 64) for _ in range(3))
     f = torch.compile(F.scaled_dot_product_attention, backend="inductor")
-    try:
-        config.enabled, config.emulate = True, True
-        in_a_thread(lambda: f(q, k, v))
-        assert len(sage_inductor.report().rewritten) == 1
-    finally:
-        config.enabled, config.emulate = False, False
-    torch._dynamo.reset()
-    in_a_thread(lambda: f(q, k, v))
-    assert len(sage_inductor.report()) == 0
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        try:
+            config.enabled, config.emulate = True, True
+            pool.submit(f, q, k, v).result()
+            assert len(sage_inductor.report().rewritten) == 1
+        finally:
+            config.enabled, config.emulate = False, False
+        torch._dynamo.reset()
+        pool.submit(f, q, k, v).result()  # the thread has met our pass
+        assert len(sage_inductor.report()) == 0
     assert torch._inductor.config.pre_grad_custom_pass is None
     assert in_a_thread(lambda: torch._inductor.config.pre_grad_custom_pass) is None
     with config.patch(recipe="sage1"):
