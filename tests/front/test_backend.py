@@ -358,6 +358,15 @@ def test_the_users_list_of_passes_stays_what_it_is_while_we_are_off():
         assert torch._inductor.config.pre_grad_custom_pass is mine
 
 
+def test_passes_side_by_side_are_cached_only_if_each_can_be():
+    ours, seen = inductor_pass.SagePass(), []
+    both = inductor_pass.PassList([CountingPass(), ours])
+    assert both.uuid() == ("counting", ours.uuid())
+    assert inductor_pass.PassList([seen.append, ours]).uuid() is None
+    inductor_pass.PassList([seen.append, seen.append])("graph")
+    assert seen == ["graph", "graph"]
+
+
 def test_the_passes_key_is_of_all_sources_and_of_tuned_tables(tmp_path, monkeypatch):
     ours, nested = inductor_pass.SagePass(), tmp_path / "finders" / "sdpa.py"
     nested.parent.mkdir()
