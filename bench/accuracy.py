@@ -378,7 +378,7 @@ def as_shipped(call: Call, technique: Technique | Recipe | None) -> Tensor:
     if isinstance(technique, Technique) or q.device.type == "cpu":
         return attend(q, k, v, technique)
     full, scale, recipe = (None, None, False), q.shape[3] ** -0.5, technique.encode()
-    return torch.ops.sage.sdpa(q, k, v, None, [], *full, scale, recipe, False, False)[0]
+    return torch.ops.sage.sdpa(q, k, v, None, [], *full, scale, recipe, None, False, False)[0]
 
 
 def print_defaults(rows: list[dict]) -> None:

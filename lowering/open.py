@@ -13,10 +13,11 @@ up. Two cases stay whole:
   compiles in no time (opened, a dynamic length cost 100 s).
 """
 
+from sage_inductor.lowering.precompile import precompile
 from sage_inductor.lowering.realize import stored
 from sage_inductor.ops import prepare_kv, sdpa
 from sage_inductor.ops.compat import FunctionalTensorMode, exporting
-from sage_inductor.ops.sdpa import compile_ahead, compose, compose_prepare
+from sage_inductor.ops.sdpa import SdpaCall, compose, compose_prepare
 
 
 def _opens(custom_op, into, tensors: slice) -> None:
@@ -35,8 +36,9 @@ def _opens(custom_op, into, tensors: slice) -> None:
 
 
 def _compose(*args):
-    compile_ahead(*args)
-    return compose(*args)
+    call = SdpaCall(*args)
+    precompile(call)
+    return compose(call)
 
 
 _opens(sdpa, _compose, slice(1, 3))

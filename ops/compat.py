@@ -178,15 +178,40 @@ TensorDescriptor = _take(
     seen=TRITON,
     without="the portable kernel cannot be launched with TMA",
 )
-gdc = _take(
-    "triton.language.extra.cuda.gdc",
+gdc_wait = _take(
+    "triton.language.extra.cuda.gdc:gdc_wait",
     seen=TRITON,
     without="kernels of the preparation do not overlap (programmatic dependent launch)",
+    optional=True,
+)
+gdc_launch_dependents = _take(
+    "triton.language.extra.cuda.gdc:gdc_launch_dependents",
+    seen=TRITON,
+    without="as gdc_wait",
     optional=True,
 )
 gluon = _take(
     "triton.experimental.gluon",
     seen=TRITON,
     without="the Hopper kernel is lost: calls run in the portable one",
+    optional=True,
+)
+gluon_barrier = _take(
+    "triton.experimental.gluon.language:barrier",
+    "triton.experimental.gluon.language:thread_barrier",  # Triton 3.6
+    seen=TRITON,
+    without="as gluon",
+    optional=True,
+)
+tma_load = _take(
+    "triton.experimental.gluon.language.nvidia.hopper:tma.async_copy_global_to_shared",
+    seen=TRITON,
+    without="as gluon",
+    optional=True,
+)
+GluonDescriptor = _take(
+    "triton.experimental.gluon.nvidia.hopper:TensorDescriptor",
+    seen=TRITON,
+    without="as gluon",
     optional=True,
 )

@@ -1,16 +1,20 @@
 """Three ways to launch a Triton kernel, each ``run(kernel, grid, tensors, numbers, **options)`` for
 ``kernel[grid](*tensors, *numbers, **options)``.
 
-traced   seen by torch, where it traces a triton_op: Inductor compiles and launches the kernel.
-at_once  from an op that is opaque to torch, without Triton's look-up of what it has compiled.
-ahead    compiles what `at_once` would launch. Tensors may be on meta.
+launch_traced   seen by torch, where it traces a triton_op: Inductor compiles and launches.
+launch_cached   from an op that is opaque to torch, without Triton's look-up of what is compiled.
+compile_ahead   starts to compile, in a thread, what `launch_cached` would launch. Tensors may be
+                on meta.
 
-The first launch of an opaque op compiles its kernel while the GPU waits: of hopper.py's, 4 to 6 s
-on an H200's host. ``in_background(compile)`` does it while Inductor compiles the graph around it.
+The first launch of an opaque op compiles its kernel while the GPU waits: the Hopper kernel takes
+4 to 6 s on an H200's host. `compile_ahead` does it while Inductor compiles the graph around it.
 """
 
 import concurrent.futures
 import functools
+import logging
+import os
+import threading
 from collections.abc import Callable
 
 import torch
@@ -18,27 +22,34 @@ import triton
 from torch import Tensor
 from torch.library import wrap_triton
 
-OPAQUE = set()  # Python computes them: no package can hold one
+_log = logging.getLogger("sage_inductor")
+
+OPAQUE: set = set()  # ops that Inductor does not look into: none of them travels in a package
 
 
-def define_opaque(name: str, function: Callable):
+def define_opaque(name: str, function: Callable, fake: Callable):
     """The op ``sage::name``, which Inductor does not look into and `function` computes on CUDA; its
     schema is the function's. Not by custom_op, whose wrappers cost 43 us a call on an H200's host,
     more than a launch."""
     schema = torch.library.infer_schema(function, mutates_args=())
     torch.library.define(f"sage::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.impl(f"sage::{name}", "cuda", function)
+    torch.library.register_fake(f"sage::{name}", fake)
     op = getattr(torch.ops.sage, name).default
     OPAQUE.add(op)
     return op
 
 
-def traced(kernel: triton.JITFunction, grid: tuple, tensors: tuple, numbers: tuple, **options):
+def launch_traced(
+    kernel: triton.JITFunction, grid: tuple, tensors: tuple, numbers: tuple, **options
+) -> None:
     wrap_triton(kernel)[grid](*tensors, *numbers, **options)
 
 
-def at_once(kernel: triton.JITFunction, grid: tuple, tensors: tuple, numbers: tuple, **options):
-    """On the current device. The block of a descriptor follows from numbers and dtypes.
+def launch_cached(
+    kernel: triton.JITFunction, grid: tuple, tensors: tuple, numbers: tuple, **options
+) -> None:
+    """On the tensors' device. The block of a descriptor follows from numbers and dtypes.
 
     Triton's look-up takes 20 of the 36 us of a launch with 36 arguments (an H200's host, 3.6). It
     is done once for what differs in addresses alone, if all are aligned.
@@ -48,14 +59,18 @@ def at_once(kernel: triton.JITFunction, grid: tuple, tensors: tuple, numbers: tu
         x = x if isinstance(x, Tensor) else x.base  # of a descriptor
         addresses |= x.data_ptr()
         dtypes.append(x.dtype)
+    device = tensors[0].device.index
+    if device != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            launch_cached(kernel, grid, tensors, numbers, **options)
+            return
     found = None
     if addresses % 16 == 0:
-        device = torch.cuda.current_device()
         found = _compiled(kernel, device, numbers, *dtypes, *options.items())
         if found:
             found[0][(*grid, 1, 1)[:3]](*tensors, *numbers)
             return
-    concurrent.futures.wait(tuple(_running))
+    _compiling.wait_for(kernel)
     compiled = kernel[grid](*tensors, *numbers, **options)
     if found is not None:
         found.append(compiled)
@@ -63,13 +78,21 @@ def at_once(kernel: triton.JITFunction, grid: tuple, tensors: tuple, numbers: tu
 
 @functools.lru_cache(maxsize=4096)
 def _compiled(*_key) -> list:
-    """Where `at_once` keeps the compiled kernel."""
+    """Where `launch_cached` keeps the compiled kernel."""
     return []
 
 
-def ahead(kernel: triton.JITFunction, grid: tuple, tensors: tuple, numbers: tuple, **options):
-    kinds = (x.dtype if isinstance(x, Tensor) else x for x in tensors)
-    kernel.warmup(*kinds, *numbers, grid=grid, **options)
+def compile_ahead(
+    kernel: triton.JITFunction, grid: tuple, tensors: tuple, numbers: tuple, **options
+) -> None:
+    device = torch.cuda.current_device()
+    kinds = tuple(x.dtype if isinstance(x, Tensor) else x for x in tensors)
+
+    def compile():
+        with torch.cuda.device(device):
+            kernel.warmup(*kinds, *numbers, grid=grid, **options)
+
+    _compiling.start(kernel, compile)
 
 
 def pdl_option(pdl: bool) -> dict:
@@ -77,16 +100,43 @@ def pdl_option(pdl: bool) -> dict:
     return {"launch_pdl": True} if pdl else {}
 
 
-_running: list[concurrent.futures.Future] = []
+class _Compiling:
+    """What is being compiled in the background, by kernel, in one thread."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+        self.futures: dict[triton.JITFunction, list[concurrent.futures.Future]] = {}
+        self.executor = None
+
+    def start(self, kernel: triton.JITFunction, compile: Callable) -> None:
+        with self.lock:
+            if self.executor is None:
+                self.executor = concurrent.futures.ThreadPoolExecutor(
+                    1, thread_name_prefix="sage-compile"
+                )
+            future = self.executor.submit(compile)
+            self.futures.setdefault(kernel, []).append(future)
+        future.add_done_callback(functools.partial(self._done, kernel))
+
+    def _done(self, kernel: triton.JITFunction, future: concurrent.futures.Future) -> None:
+        with self.lock:
+            self.futures[kernel].remove(future)
+        if error := future.exception():  # the launch compiles again, and raises the same error
+            _log.debug("compiling %s ahead failed: %s", kernel.__name__, error)
+
+    def wait_for(self, kernel: triton.JITFunction) -> None:
+        with self.lock:
+            running = tuple(self.futures.get(kernel, ()))
+        concurrent.futures.wait(running)
 
 
-@functools.cache
-def _thread() -> concurrent.futures.Executor:
-    return concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="sage-compile")
+_compiling = _Compiling()
 
 
-def in_background(compile: Callable, *args) -> None:
-    """Call ``compile(*args)`` in a thread that `at_once` waits for. An error there is none here:
-    the launch that it was for meets it again."""
-    _running[:] = [future for future in _running if not future.done()]
-    _running.append(_thread().submit(compile, *args))
+def _forget_threads() -> None:
+    """A forked child has none of its parent's threads, and would wait for them for ever."""
+    global _compiling
+    _compiling = _Compiling()
+
+
+os.register_at_fork(after_in_child=_forget_threads)

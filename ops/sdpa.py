@@ -1,83 +1,101 @@
 """``sage::sdpa``: scaled dot-product attention with a recipe. What the pass puts into graphs.
 
-    seen                   = summarize(attn_mask)                 what it hides, if there is one
+    visibility             = Visibility.of(attn_mask, band)       what mask and band hide
     k_mean, v_mean, v_amax = smooth(k, v)
-    k_8bit, k_scale        = quantize_k(k, k_mean)
-    v_fp8, v_scale         = quantize_v(v, v_mean, v_amax)        (FP8 recipes)
-    out, lse               = attention(q, k_8bit, ..., v_fp8, ...)
+    k_codes, k_scale       = quantize_k(k, k_mean)
+    v_codes, v_scale       = quantize_v(v, v_mean)                (recipes that quantize p and v)
+    out, lse               = attention(q, k_codes, ..., v_codes, ...)
     lse                   += scale * q k_mean                     what smoothing k took off
 
 In nvfp4 k and v are quantize_nvfp4's; and 4 bits have a smooth q:
 
     q_mean, delta          = smooth_q(q, k, k_mean)              which attention reads besides
 
-Per row, one op, quantize_kv, takes the place of the middle three. Calls that share k and v can
-share what is made of them alone: ``sage::prepare`` returns it.
+Where statistics are estimated, one op, quantize_kv, takes the place of the middle three. Calls that
+share k and v can share what is made of them alone: ``sage::prepare`` returns it.
 Eager runs this composition; lowering/ hands it to Inductor. The gradient is exact attention's,
 recomputed in the inputs' own precision.
-
-A band (left, right, bottom_right): query i sees keys i - left .. i + right (None: no bound), with
-i = 0 at the first key, or (bottom_right) the last query at the last key. SDPA's is_causal is
-(None, 0, False).
 
 Shapes: B batch, H_q and H_kv heads, N_q and N_kv sequence, D head_dim (D_v of v).
 """
 
-import functools
-import itertools
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sage_inductor.ops import mask, reference, tiles
-from sage_inductor.ops import recipe as recipes
-from sage_inductor.ops.attention import (
-    attention,
-    attention_opaque,
-    empty_outputs,
-    launch_fastest,
+from sage_inductor.ops import compat
+from sage_inductor.ops.attention.arguments import AttentionCall, empty_outputs, schema_of
+from sage_inductor.ops.attention.op import attention, attention_opaque
+from sage_inductor.ops.attention.select import Problem, select
+from sage_inductor.ops.formats import (
+    FP4_BLOCK,
+    HEAD_DIMS,
+    MAX_ROWS,
+    Prepared,
+    pad_head_dim,
+    pad_rows,
 )
-from sage_inductor.ops.launch import ahead, define_opaque, in_background
-from sage_inductor.ops.nvfp4 import attention_nvfp4, quantize_nvfp4
-from sage_inductor.ops.quantize import (
+from sage_inductor.ops.launch import define_opaque
+from sage_inductor.ops.quantize.op import (
     empty_kv,
-    launch_kv,
     quantize_k,
     quantize_kv,
     quantize_kv_opaque,
+    quantize_nvfp4,
     quantize_v,
+    smooth,
 )
-from sage_inductor.ops.reference import FP4_BLOCK, HEAD_DIMS, MAX_ROWS, PAD_N, pad_head_dim
-from sage_inductor.ops.smooth import smooth, smooth_q
+from sage_inductor.ops.quantize.smooth import smooth_q
+from sage_inductor.ops.recipe import Recipe, decode
+from sage_inductor.ops.reference.exact import masked
+from sage_inductor.ops.visibility import Visibility
 
 
-@torch.library.custom_op("sage::sdpa", mutates_args=())
-def sdpa(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, prepared: list[Tensor],
-    left: int | None, right: int | None, bottom_right: bool, scale: float, recipe: str,
-    out_bnhd: bool, portable: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """softmax(scale * q k^T + mask) v, quantized as `recipe` says.
+class SdpaCall(NamedTuple):
+    """The arguments of ``sage::sdpa``.
 
     q [B, H_q, N_q, D], k [B, H_kv, N_kv, D], v [B, H_kv, N_kv, D_v] of one dtype (fp16, bf16, fp32)
-    and device, any strides; H_q a multiple of H_kv. attn_mask: bool (True: sees) or floating
-    (added), two to four dimensions that broadcast to [B, H_q, N_q, N_kv], any strides; and a band:
-    a query sees what both show. prepared: what `prepare_kv` gives for this k, v, attn_mask and
-    recipe, or nothing. recipe: `Recipe.encode()`. out_bnhd: store out in [B, N, H, D] order.
-    portable: only kernels that travel in an exported package.
+    and device, any strides; H_q a multiple of H_kv.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    attn_mask: Tensor | None  # bool (True: sees) or floating (added), 2 to 4 dimensions that
+    # broadcast to [B, H_q, N_q, N_kv], any strides; and a band: a query sees what both show
+    prepared: list[Tensor]  # what `prepare_kv` gives for this k, v, mask and recipe, or nothing
+    left: int | None  # the band: visibility.py
+    right: int | None
+    bottom_right: bool
+    scale: float  # of the softmax
+    recipe: str  # Recipe.encode()
+    warpgroups: int | None  # the schedule of the Hopper kernel: select.hopper_tile
+    out_bnhd: bool  # store out in [B, N, H, D] order
+    portable: bool  # only kernels that travel in an exported package
+
+    @property
+    def band(self) -> tuple[int | None, int | None, bool]:
+        return self.left, self.right, self.bottom_right
+
+
+def _sdpa(call: SdpaCall) -> tuple[Tensor, Tensor]:
+    """softmax(scale * q k^T + mask) v, quantized as the recipe says. Arguments: SdpaCall's.
 
     Returns out [B, H_q, N_q, D_v] and lse [B, H_q, N_q] (natural log, fp32, not differentiable). A
     row that sees no key is 0 and its lse -inf. Keys that no query sees may hold anything.
     Raises ValueError or TypeError saying what must hold and what was got.
     """
-    check(q, k, v, attn_mask, prepared, left, right, scale, recipe)
-    with torch.cuda.device_of(q):
-        return compose(
-            q, k, v, attn_mask, prepared, left, right, bottom_right, scale, recipe, out_bnhd,
-            portable,
-        )  # fmt: skip
+    check(call)
+    with torch.cuda.device_of(call.q):
+        return compose(call)
+
+
+sdpa = torch.library.custom_op(
+    "sage::sdpa", schema_of(SdpaCall, tuple[Tensor, Tensor], _sdpa), mutates_args=()
+)
 
 
 @torch.library.custom_op("sage::prepare", mutates_args=())
@@ -86,17 +104,22 @@ def prepare_kv(
 ) -> list[Tensor]:
     """What `sdpa` makes of k and v before it looks at q, for calls that share them.
 
-    Arguments: as `sdpa`'s. Returns `prepare`'s tensors, contiguous; none of them differentiable.
+    Arguments: as `sdpa`'s. Returns `Prepared.tensors()`, contiguous; none of them differentiable.
     """
-    check(k, k, v, None, [], None, None, 0.0, recipe)
+    _check_kv(k, v, attn_mask, recipe, portable)
     with torch.cuda.device_of(k):
         prepared = compose_prepare(k, v, attn_mask, recipe, portable)
     # The means of k and v are parts of one tensor, which outputs of an op may not be.
     return [x.clone(memory_format=torch.contiguous_format) for x in prepared]
 
 
-def check(q, k, v, attn_mask, prepared, left, right, scale: float, recipe: str) -> None:
+def _check_kv(k, v, attn_mask, recipe, portable) -> None:
+    check(SdpaCall(k, k, v, None, [], None, None, False, 0.0, recipe, None, False, portable))
+
+
+def check(call: SdpaCall) -> None:
     """Raise unless `sdpa` is defined for these arguments."""
+    q, k, v, attn_mask, prepared, left, right, _, scale, recipe, *_ = call
     for name, x in (("q", q), ("k", k), ("v", v)):
         _require(x.dim() == 4, f"{name} must be [B, H, N, D], got {x.dim()} dimensions")
         _require(x.dtype == q.dtype, f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
@@ -138,7 +161,7 @@ def check(q, k, v, attn_mask, prepared, left, right, scale: float, recipe: str) 
         _require(bound is None or bound >= 0, f"{name} must be None or at least 0, got {bound}")
     _require(math.isfinite(scale), f"scale must be finite, got {scale}")
     if prepared:
-        n = {"16bit": 3, "fp8": 6, "nvfp4": 8}[recipes.decode(recipe).pv]
+        n = Prepared.count(decode(recipe).of_pv)
         _require(len(prepared) == n, f"prepared must be empty or {n} tensors, got {len(prepared)}")
 
 
@@ -151,23 +174,31 @@ def _shape(x: Tensor) -> list:
     return list(x.shape)
 
 
-def compose(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, prepared: list[Tensor],
-    left: int | None, right: int | None, bottom_right: bool, scale: float, recipe: str,
-    out_bnhd: bool, portable: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def compose(call: SdpaCall) -> tuple[Tensor, Tensor]:
     """`sdpa` in terms of the ops that do the work."""
-    r = recipes.decode(recipe)
-    op, attn_mask, seen = _kernel_and_mask(k, v, attn_mask, r, portable)
-    opaque = op is attention_opaque
-    quantized, k_mean = operands(v, prepared or prepare(k, v, seen, r, opaque))
-    out, lse = op(
-        q, *quantized, attn_mask, seen, left, right, bottom_right, scale, k.shape[2],
-        r.granularity, out_bnhd, *of_q(q, k, k_mean, seen, r),
-        **({"warpgroups": r.warpgroups} if opaque else {}),
+    out, lse, k_mean, is_opaque = attend(call)
+    correct = unsmoothed_lse_opaque if is_opaque else unsmoothed_lse
+    return out, correct(lse, call.q, k_mean, call.scale)
+
+
+def attend(call: SdpaCall) -> tuple[Tensor, Tensor, Tensor, bool]:
+    """out, lse of the smoothed keys, k_mean, and whether an opaque op computed them."""
+    q, k, v, recipe = call.q, call.k, call.v, decode(call.recipe)
+    is_opaque, visibility = _plan(k, v, call.attn_mask, call.band, recipe, call.portable)
+    if call.prepared:
+        prepared = Prepared(*call.prepared)
+    else:
+        prepared = prepare(k, v, visibility, recipe, is_opaque)
+    of_q = (None, None)
+    if recipe.of_qk.smooths_q:
+        of_q = smooth_q(q, k, prepared.k_mean, visibility.keys(k.shape[1]))
+    v_16bit = v if v.dtype != torch.float32 else v.bfloat16()
+    inputs = AttentionCall.of(
+        q, prepared, v_16bit, visibility, call.scale, k.shape[2], recipe, call.out_bnhd, of_q,
+        call.warpgroups if is_opaque else None,
     )  # fmt: skip
-    correct = unsmoothed_lse_opaque if opaque else unsmoothed_lse
-    return out, correct(lse, q, k_mean, scale)
+    out, lse = (attention_opaque if is_opaque else attention)(*inputs)
+    return out, lse, prepared.k_mean, is_opaque
 
 
 def unsmoothed_lse(lse: Tensor, q: Tensor, k_mean: Tensor, scale: float) -> Tensor:
@@ -177,170 +208,86 @@ def unsmoothed_lse(lse: Tensor, q: Tensor, k_mean: Tensor, scale: float) -> Tens
     return lse + scale * (group * k_mean[:, :, None, None]).sum(-1).flatten(1, 2)
 
 
-# Few read lse, and for the others 8 operations less are traced: of 24 layers' 20 s, 1.
-unsmoothed_lse_opaque = define_opaque("unsmoothed_lse", unsmoothed_lse)
-torch.library.register_fake("sage::unsmoothed_lse", lambda lse, *_: torch.empty_like(lse))
+# lse is rarely read. One opaque op instead of 8 aten ops saves 1 s of 20 s of tracing (24 layers).
+unsmoothed_lse_opaque = define_opaque(
+    "unsmoothed_lse", unsmoothed_lse, lambda lse, *_: torch.empty_like(lse)
+)
 
 
 def compose_prepare(
     k: Tensor, v: Tensor, attn_mask: Tensor | None, recipe: str, portable: bool
 ) -> list[Tensor]:
     """`prepare_kv` in terms of the ops that do the work."""
-    r = recipes.decode(recipe)
-    op, _, seen = _kernel_and_mask(k, v, attn_mask, r, portable)
-    return prepare(k, v, seen, r, op is attention_opaque)
+    r = decode(recipe)
+    is_opaque, visibility = _plan(k, v, attn_mask, (None, None, False), r, portable)
+    return prepare(k, v, visibility, r, is_opaque).tensors()
 
 
-def _kernel_and_mask(k, v, attn_mask, recipe: recipes.Recipe, portable: bool) -> tuple:
-    """(the attention op, attn_mask in four dimensions, what its tiles of queries see of it)."""
-    head_dim = max(int(k.shape[3]), int(v.shape[3]))
-    op, block_m = kernel(k.device, recipe, head_dim, attn_mask is not None, portable)
-    if attn_mask is None:
-        return op, None, None
-    attn_mask = mask.as_4d(attn_mask)
-    return op, attn_mask, mask.summarize(attn_mask, k.shape[2], block_m)
-
-
-def compile_ahead(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, prepared: list[Tensor],
-    left: int | None, right: int | None, bottom_right: bool, scale: float, recipe: str,
-    out_bnhd: bool, portable: bool,
-) -> None:  # fmt: skip
-    """Start to compile what the call (arguments as `sdpa`'s) will launch and Inductor does not
-    compile, if its sizes are known and no mask is in the way."""
-    r = recipes.decode(recipe)
-    head_dim = max(int(q.shape[3]), int(v.shape[3]))
-    op, _ = kernel(q.device, r, head_dim, attn_mask is not None, portable)
-    likes = tuple((x.dtype, tuple(x.shape), tuple(x.stride())) for x in (q, k, v))
-    known = all(isinstance(n, int) for _, *sizes in likes for n in itertools.chain(*sizes))
-    if op is attention_opaque and r.granularity == "per_row" and attn_mask is None and known:
-        band = left, right, bottom_right
-        _compile_ahead(q.device, likes, bool(prepared), band, scale, recipe, out_bnhd)
-
-
-@functools.cache  # started once
-def _compile_ahead(device, likes, prepared: bool, band, scale, recipe: str, out_bnhd: bool) -> None:
-    def compile():
-        r = recipes.decode(recipe)
-        q, k, v = (
-            torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-            for dtype, shape, stride in likes
-        )
-        with torch.cuda.device(device):
-            of_v = v if r.pv == "fp8" else None
-            shapes = empty_kv(k, of_v, r.qk, r.granularity)
-            quantized, _ = operands(v, shapes)
-            launch_fastest(
-                ahead, device, q, *quantized, None, None, *band, scale, k.shape[2], r.granularity,
-                out_bnhd, warpgroups=r.warpgroups,
-            )  # fmt: skip
-            if not prepared:
-                launch_kv(k, of_v, None, r.qk, ahead, pdl=True)
-
-    in_background(compile)
+def _plan(k, v, attn_mask, band, recipe: Recipe, portable: bool) -> tuple[bool, Visibility]:
+    """Whether an opaque op computes the call, and what its tiles of queries see."""
+    kernel, tile = select(Problem.of(k, v, recipe, attn_mask is not None, portable))
+    return not kernel.travels, Visibility.of(attn_mask, band, k.shape[2], tile.BLOCK_M)
 
 
 def prepare(
-    k: Tensor, v: Tensor, seen: Tensor | None, recipe: recipes.Recipe, opaque: bool = False
-) -> list[Tensor]:
-    """[k_8bit, k_scale, k_mean], and with FP8 also v_fp8, v_scale, v_mean; in nvfp4 [k_fp4, k_e4m3,
-    k_scale, k_mean, v_fp4, v_e4m3, v_scale, v_mean]. opaque: where torch need not look inside."""
-    visible = None if seen is None else mask.visible_keys(seen, k.shape[1])
-    if recipe.pv == "nvfp4":
-        of_both = []
-        for x, along_n in ((k, False), (v, True)):
-            mean, amax = (y[0] for y in smooth([x], visible))
-            of_both += [*quantize_nvfp4(x, mean, amax, along_n, visible is not None), mean]
-        return of_both
-    if recipe.granularity == "per_row":
-        op = quantize_kv_opaque if opaque else quantize_kv
-        return op(k, v if recipe.pv == "fp8" else None, visible, recipe.qk)
-    if recipe.pv == "fp8" and v.shape[3] == k.shape[3]:
+    k: Tensor, v: Tensor, visibility: Visibility, recipe: Recipe, is_opaque: bool = False
+) -> Prepared:
+    """What kernels read of k and v. is_opaque: torch need not look inside."""
+    visible, text, pv = visibility.keys(k.shape[1]), recipe.encode(), recipe.of_pv
+    saturate = visible is not None
+    if recipe.sharing.one_pass:
+        op = quantize_kv_opaque if is_opaque else quantize_kv
+        return Prepared(*op(k, None if pv.dtype is None else v, visible, text))
+    if pv.block_scaled:
+        (k_mean, k_amax), (v_mean, v_amax) = ((x[0] for x in smooth([x], visible)) for x in (k, v))
+        k_codes, k_blocks, k_scale = quantize_nvfp4(k, k_mean, k_amax, False, saturate)
+        v_codes, v_blocks, v_scale = quantize_nvfp4(v, v_mean, v_amax, True, saturate)
+        return Prepared(k_codes, k_scale, k_mean, v_codes, v_scale, v_mean, k_blocks, v_blocks)
+    if pv.dtype is not None and v.shape[3] == k.shape[3]:
         mean, amax = smooth([k, v], visible)  # [2, B, H_kv, D]: one launch
         k_mean, v_mean, v_amax = mean[0], mean[1], amax[1]
     else:
         k_mean = smooth([k], visible)[0][0]
-        if recipe.pv == "fp8":
+        if pv.dtype is not None:
             v_mean, v_amax = (x[0] for x in smooth([v], visible, keep=0))
-    k_8bit, k_scale = quantize_k(k, k_mean, recipe.qk, recipe.granularity, visible)
-    if recipe.pv != "fp8":
-        return [k_8bit, k_scale, k_mean]
-    v_fp8, v_scale = quantize_v(v, v_mean, v_amax, visible is not None)
-    return [k_8bit, k_scale, k_mean, v_fp8, v_scale, v_mean]
+    of_k = *quantize_k(k, k_mean, text, visible), k_mean
+    if pv.dtype is None:
+        return Prepared(*of_k)
+    return Prepared(*of_k, *quantize_v(v, v_mean, v_amax, text, saturate), v_mean)
 
 
-def operands(v: Tensor, prepared: list[Tensor]) -> tuple[tuple, Tensor]:
-    """(k_8bit, k_scale, v_fp8 or v in 16 bits, v_scale, v_mean), which `attention` reads, or what
-    `attention_nvfp4` does, and k_mean, which lse is corrected by. Without FP8, v_scale and v_mean
-    are fillers."""
-    if len(prepared) == 8:  # nvfp4
-        return (*prepared[:3], *prepared[4:]), prepared[3]
-    k_8bit, k_scale, k_mean, *of_v = prepared
-    if not of_v:
-        of_v = v if v.dtype != torch.float32 else v.bfloat16(), k_mean, k_mean
-    return (k_8bit, k_scale, *of_v), k_mean
+def _sdpa_fake(call: SdpaCall) -> tuple[Tensor, Tensor]:
+    check(call)
+    return empty_outputs(call.q, call.v.shape[3], call.out_bnhd)
 
 
-def of_q(
-    q: Tensor, k: Tensor, k_mean: Tensor, seen: Tensor | None, recipe: recipes.Recipe
-) -> tuple[Tensor, ...]:
-    """(q_mean, delta), which the attention op reads last, or nothing where q is not smoothed."""
-    if not recipe.smooths_q:
-        return ()
-    return smooth_q(q, k, k_mean, None if seen is None else mask.visible_keys(seen, k.shape[1]))
-
-
-def kernel(
-    device: torch.device, recipe: recipes.Recipe, head_dim: int, masked: bool, portable: bool
-):
-    """The attention op that runs there, and its BLOCK_M."""
-    nvfp4 = recipe.pv == "nvfp4"
-    if device.type == "cpu":
-        return attention_nvfp4 if nvfp4 else attention, 128
-    tile = tiles.tile(tiles.capability(device), recipe.qk, recipe.pv, head_dim, masked)
-    if nvfp4:
-        return attention_nvfp4, tile.BLOCK_M
-    return attention if portable or tile.maxnreg is None else attention_opaque, tile.BLOCK_M
-
-
-def emulation(recipe: recipes.Recipe):
-    """Of the op that `kernel` gives, what computes it in plain PyTorch."""
-    return reference.attention_nvfp4 if recipe.pv == "nvfp4" else reference.attention
-
-
-@sdpa.register_fake
-def _(
-    q, k, v, attn_mask, prepared, left, right, bottom_right, scale, recipe, out_bnhd, portable
-):  # fmt: skip
-    check(q, k, v, attn_mask, prepared, left, right, scale, recipe)
-    return empty_outputs(q, v.shape[3], out_bnhd)
+sdpa.register_fake(schema_of(SdpaCall, tuple[Tensor, Tensor], _sdpa_fake))
 
 
 @prepare_kv.register_fake
 def _(k, v, attn_mask, recipe, portable):
-    check(k, k, v, None, [], None, None, 0.0, recipe)
-    r, (B, H, N, D), D_v = recipes.decode(recipe), k.shape, v.shape[3]
-    if r.pv == "nvfp4":
-        N_pad = (N + PAD_N - 1) // PAD_N * PAD_N
-        outputs = []
-        for (rows, columns), scale, d in (
-            ((N_pad, pad_head_dim(int(D))), (B, H), D),
-            ((pad_head_dim(int(D_v)), N_pad), (B, H, D_v), D_v),
-        ):
-            outputs += [
-                ((B, H, rows, columns // 2), torch.uint8),
-                ((B, H, rows, columns // FP4_BLOCK), torch.uint8),
-                (scale, torch.float32),
-                ((B, H, d), torch.float32),
-            ]
-        return [k.new_empty(s, dtype=dtype) for s, dtype in outputs]
-    return empty_kv(k, v if r.pv == "fp8" else None, r.qk, r.granularity)
+    _check_kv(k, v, attn_mask, recipe, portable)
+    r, (B, H, N, D), D_v = decode(recipe), k.shape, v.shape[3]
+    if not r.of_pv.block_scaled:
+        return empty_kv(k, None if r.of_pv.dtype is None else v, recipe).tensors()
+    k_shape, v_shape = (pad_rows(N), pad_head_dim(int(D))), (pad_head_dim(int(D_v)), pad_rows(N))
+
+    def codes(shape, per_element: int) -> Tensor:
+        rows, columns = shape
+        return k.new_empty((B, H, rows, columns // per_element), dtype=torch.uint8)
+
+    def numbers(*shape) -> Tensor:
+        return k.new_empty(shape, dtype=torch.float32)
+
+    of_k = codes(k_shape, 2), numbers(B, H), numbers(B, H, D)
+    of_v = codes(v_shape, 2), numbers(B, H, D_v), numbers(B, H, D_v)
+    return [*of_k, *of_v, codes(k_shape, FP4_BLOCK), codes(v_shape, FP4_BLOCK)]
 
 
 def _save_inputs(ctx, inputs, output):
-    q, k, v, attn_mask, prepared, *ctx.band, ctx.scale, _, _, _ = inputs
-    ctx.prepared = len(prepared)
-    ctx.save_for_backward(q, k, v, attn_mask)
+    call = SdpaCall(*inputs)
+    ctx.prepared, ctx.band, ctx.scale = len(call.prepared), call.band, call.scale
+    ctx.save_for_backward(call.q, call.k, call.v, call.attn_mask)
     ctx.mark_non_differentiable(output[1])
 
 
@@ -352,20 +299,21 @@ def _backward(ctx, grad_out, _grad_lse):
     for i in needed:
         saved[i].requires_grad_()
     # With a scale that is not positive, CPU's causal SDPA gives NaN (torch 2.13).
-    is_causal = attn_mask is None and tuple(ctx.band) == (None, 0, False) and ctx.scale > 0
+    is_causal = attn_mask is None and ctx.band == (None, 0, False) and ctx.scale > 0
     with torch.enable_grad():
         if not is_causal and any(bound is not None for bound in ctx.band[:2]):
             if attn_mask is None or attn_mask.dtype == torch.bool:
                 hidden = attn_mask is not None and ~attn_mask
                 attn_mask = q.new_zeros(1).masked_fill(torch.as_tensor(hidden), -math.inf)
             shape = torch.broadcast_shapes(attn_mask.shape, (q.shape[2], k.shape[2]))
-            attn_mask = reference.masked(attn_mask.expand(shape), None, *ctx.band)
+            attn_mask = masked(attn_mask.expand(shape), None, *ctx.band)
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=attn_mask, is_causal=is_causal, scale=ctx.scale, enable_gqa=True
         )
     grads = torch.autograd.grad(out, [saved[i] for i in needed], grad_out)
     found = dict(zip(needed, grads, strict=True))
-    return *(found.get(i) for i in range(4)), [None] * ctx.prepared, *(None,) * 7
+    of_others = (None,) * (len(SdpaCall._fields) - 5)
+    return *(found.get(i) for i in range(4)), [None] * ctx.prepared, *of_others
 
 
 sdpa.register_autograd(_backward, setup_context=_save_inputs)
@@ -377,13 +325,13 @@ prepare_kv.register_autograd(
 
 def _autocast(op: str, device_type: str):
     """SDPA's autocast rule: compute in autocast's dtype, whatever the inputs have."""
-    key = getattr(torch._C.DispatchKey, f"Autocast{'CUDA' if device_type == 'cuda' else 'CPU'}")
+    key = getattr(compat.DispatchKey, f"Autocast{'CUDA' if device_type == 'cuda' else 'CPU'}")
 
     def cast(*args):
         dtype = torch.get_autocast_dtype(device_type)
         floating = (isinstance(x, Tensor) and x.is_floating_point() for x in args)
         args = [x.to(dtype) if f else x for x, f in zip(args, floating, strict=True)]
-        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
+        with compat.ExcludeDispatchKeyGuard(compat.DispatchKeySet(key)):
             return getattr(torch.ops.sage, op)(*args)
 
     return cast

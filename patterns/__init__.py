@@ -1,25 +1,29 @@
 """Which attention calls become sage calls, and why the others do not: graph -> graph.
 
-find     sdpa.py, handwritten.py, modules.py, flex.py     node -> Call, in SDPA's terms
-prove    masks.py                                         what its mask says
-judge    eligible.py                                      can `sage::sdpa` stand for it
-replace  replace.py                                       and what calls share, once
+find     sdpa.py, softmax/, modules.py, flex.py    node -> Call, in SDPA's terms
+prove    bands.py                                  what its mask says
+judge    eligible.py                               can `sage::sdpa` stand for it
+replace  replace.py                                and what calls share, once
 
 What a call becomes is said by the `decide` that the caller gives: Call -> Decision.
 """
 
+import logging
 from collections.abc import Callable
 
 import torch
 
-from sage_inductor.patterns import flex, handwritten, modules, sdpa
-from sage_inductor.patterns.call import FULL, Call, Decision, Site, Survey, unreadable, value_of
-from sage_inductor.patterns.masks import prove
+from sage_inductor.patterns import flex, modules, sdpa
+from sage_inductor.patterns.bands import prove
+from sage_inductor.patterns.call import FULL, Call, Decision, Site, unreadable
+from sage_inductor.patterns.graph import GraphIndex, value_of
 from sage_inductor.patterns.replace import replace, share
+from sage_inductor.patterns.softmax import build as softmax
 
 __all__ = ["Decision", "Site", "rewrite"]
 
-FINDERS = (sdpa.find, handwritten.find, modules.find, flex.find)
+FINDERS = (sdpa.find, softmax.find, modules.find, flex.find)
+_log = logging.getLogger("sage_inductor")
 
 
 def rewrite(
@@ -33,6 +37,8 @@ def rewrite(
 
     decide: what becomes of a call. portable: only kernels that travel in an exported package. put:
     what is done to a call that gets a recipe, instead of replacing it.
+
+    Never raises for a graph: a call that anything fails for stays as it was, and its site says so.
     """
 
     def replaced(call: Call, site: Site) -> None:
@@ -49,37 +55,42 @@ def rewrite(
 
 
 def _rewrite_graph(graph: torch.fx.Graph, decide: Callable, put: Callable) -> list[Site]:
-    sites, survey = [], Survey(graph)
+    sites, index = [], GraphIndex(graph)
     for node in list(graph.nodes):
+        if "sage" in node.meta:
+            continue  # decided in an earlier pass over the graph
         try:
-            call = _find(node, survey)
-            site = Site.of(call, decide(call)) if call else None
+            site = _rewrite_call(node, index, decide, put)
         except Exception as error:  # a graph that nobody has seen yet must not stop a compilation
-            sites.append(unreadable(node, error))
-            continue
-        if site is None:
-            continue
-        if site.rewritten:
-            put(call, site)
-        else:
-            call.emit.undo()
-            call.node.meta["sage"] = "kept"  # decided: a second pass over the graph leaves it alone
-        sites.append(site)
+            site = unreadable(node, error)
+            node.meta["sage"] = "kept"
+        index.undo()
+        sites += [site] if site else []
     if sum(site.rewritten for site in sites) > 1:
-        share(graph)
+        try:
+            share(index)
+        except Exception:  # each call then prepares its own k and v
+            _log.exception(
+                "what attention calls share could not be found, which is a fault of ours"
+            )
+        index.undo()
     return sites
 
 
-def _find(node: torch.fx.Node, survey: Survey) -> Call | None:
-    """The call that `node` anchors, unless it was decided before, with what its mask says."""
-    call = next((call for find in FINDERS if (call := find(node, survey))), None)
-    if call is None:
-        return None
-    if "sage" in call.node.meta:
-        call.emit.undo()
+def _rewrite_call(node: torch.fx.Node, index: GraphIndex, decide, put) -> Site | None:
+    """The site of the call that `node` anchors, if it anchors one that was not decided before. What
+    was inserted for a call that stays is left to the caller to take out."""
+    call = next((call for find in FINDERS if (call := find(node, index))), None)
+    if call is None or "sage" in call.node.meta:
         return None
     q, k = (getattr(value_of(x), "shape", ()) for x in (call.q, call.k))
     if call.refused is None and call.attn_mask is not None and len(q) == len(k) == 4:
         if call.band == FULL:
-            call.band, call.attn_mask = prove(call.attn_mask, q[2], k[2], survey)
-    return call
+            call.band, call.attn_mask = prove(call.attn_mask, q[2], k[2], index)
+    site = Site.of(call, decide(call))
+    if site.rewritten:
+        put(call, site)
+        index.settle()
+    else:
+        call.node.meta["sage"] = "kept"
+    return site

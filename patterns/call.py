@@ -1,25 +1,20 @@
 """One attention call, whoever spells it, in the terms of scaled_dot_product_attention.
 
-A finder (sdpa.py, handwritten.py, modules.py, flex.py) looks at one node of a graph and returns the
+A finder (sdpa.py, softmax/, modules.py, flex.py) looks at one node of a graph and returns the
 `Call` that it anchors, or None. What a replacement needs beside the graph's own nodes (a transpose,
-a projection) the finder inserts before the anchor with an `Emitter`; a call that stays as it was
-loses them again, and its graph is what it was.
+a projection) the finder inserts before the anchor with an `Emitter`. If the call stays as it was,
+these nodes are taken out again.
 """
 
-import contextlib
 import dataclasses
-import functools
-import itertools
 import re
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import Node
-from torch.fx.node import map_arg
 
-from sage_inductor.ops import recipe as recipes
+from sage_inductor.patterns.graph import Emitter, dims, value_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,89 +43,6 @@ class Band:
 
 
 FULL, CAUSAL = Band(), Band(None, 0)
-AUTOCAST = ("_enter_autocast", "_exit_autocast")
-NESTING = ("_increment_nesting", "_decrement_nesting")
-
-
-class Survey:
-    """What one walk over a graph finds that each of its calls is asked about: deep models have many
-    calls, and a walk for each would be a square.
-
-    What the pass inserts or erases later changes none of it."""
-
-    def __init__(self, graph: torch.fx.Graph):
-        self.graph = graph
-        names = [(node, op_name(node)) for node in graph.nodes]
-        self.autocasts = [node for node, name in names if name in AUTOCAST]
-        self.nesting = [node for node, name in names if name.endswith(NESTING)]
-
-    @functools.cached_property
-    def writers(self) -> list[Node]:
-        return [node for node in self.graph.nodes if may_write(node)]
-
-    @functools.cached_property
-    def written(self) -> dict:
-        """Storages that some node may write to, with a tensor that keeps each alive: another
-        one may otherwise be given its address."""
-        return {key: value for node in self.writers for key, value in storages(node).items()}
-
-    def autocasts_around(self, node: Node) -> list[tuple]:
-        """torch.autocast's arguments for each region of the graph that `node` is in, outermost
-        first.
-
-        A region that starts outside of the graph is not among them: the whole function's is on
-        while the backend runs, that around a nested graph (checkpoint, cond) cannot be seen from
-        within."""
-        entered = []
-        for each in itertools.takewhile(lambda each: each < node, self.autocasts):
-            if op_name(each) == "_enter_autocast":
-                entered.append(each)
-            else:
-                entered.remove(each.args[0])
-        return [enter.args for enter in entered]
-
-    def functorch_depth(self, node: Node) -> int:
-        """How many torch.func transforms (vmap, grad) are open where `node` is."""
-        before = itertools.takewhile(lambda each: each < node, self.nesting)
-        return sum(1 if "_increment_" in op_name(each) else -1 for each in before)
-
-
-class Emitter:
-    """Inserts calls before `anchor`, with the values the graph carries for its own."""
-
-    def __init__(self, anchor: Node, survey: Survey):
-        self.anchor = anchor
-        self.survey = survey
-        self.nodes = []
-        self.key = "val" if "val" in anchor.meta else "example_value"
-        self.autocasts = survey.autocasts_around(anchor)
-        modes = (getattr(value_of(x), "fake_mode", None) for x in anchor.all_input_nodes)
-        self.fake_mode = next((mode for mode in modes if mode), contextlib.nullcontext())
-
-    def __call__(self, target: Callable, *args, **kwargs) -> Node:
-        """``target(*args, **kwargs)``; nodes stand for their values, under the graph's autocast."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self.fake_mode)  # the target may make tensors of its own
-            stack.enter_context(enable_python_dispatcher())  # as Dynamo: F.pad specialises without
-            for arguments in self.autocasts:
-                stack.enter_context(torch.autocast(*arguments))
-            value = target(*map_arg(args, value_of), **map_arg(kwargs, value_of))
-        return self.insert(target, args, value, kwargs)
-
-    def insert(self, target: Callable, args: tuple, value, kwargs: dict | None = None) -> Node:
-        """The same, where the value is known."""
-        with self.anchor.graph.inserting_before(self.anchor):
-            node = self.anchor.graph.call_function(target, args, kwargs)
-        kept = ("nn_module_stack", "stack_trace", "source_fn_stack")
-        node.meta = {name: self.anchor.meta[name] for name in kept if name in self.anchor.meta}
-        node.meta[self.key] = value
-        self.nodes.append(node)
-        return node
-
-    def undo(self) -> None:
-        for node in reversed(self.nodes):
-            node.graph.erase_node(node)
-        self.nodes.clear()
 
 
 @dataclasses.dataclass
@@ -160,11 +72,7 @@ class Decision(NamedTuple):
 
     recipe: str | None  # a name in recipe.NAMED; None: it stays as it was
     reason: str  # why it stays, or what chose the recipe
-    warpgroups: int | None = None  # Recipe's, where a clock chose
-
-    @property
-    def full(self) -> recipes.Recipe:
-        return dataclasses.replace(recipes.NAMED[self.recipe], warpgroups=self.warpgroups)
+    warpgroups: int | None = None  # a schedule, where times were measured: SdpaCall's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,12 +121,15 @@ def unreadable(node, error: Exception) -> Site:
 
 
 def module_path(node) -> str:
-    """``layers.0.attn``, of Dynamo's ``L['self'].layers[0].attn`` or (under a module's own
-    __getattr__) ``L['self'].__dict__['_modules']['layers'][0].attn``: the innermost one entered."""
+    """``layers.0.attn``, as the model's named_modules() says, of the innermost module entered.
+
+    Dynamo says ``L['self'].layers[0].attn``, ``G['model'].layers[0].attn`` where a function calls
+    the model, or ``L['self'].__dict__['_modules']['layers'][0].attn`` under a __getattr__."""
     stack = node.meta.get("nn_module_stack") or {"": ("", None)}
-    names = re.findall(r"\w+", list(stack.values())[-1][0])
-    if names[:2] in (["L", "self"], ["L", "fn"]):
-        names = names[2:]
+    path = list(stack.values())[-1][0]
+    names = re.findall(r"\w+", path)
+    if path.startswith(("L[", "G[")):
+        names = names[2:]  # the scope and the variable
     return ".".join(name for name in names if name not in ("__dict__", "_modules"))
 
 
@@ -229,64 +140,3 @@ def _mask(call: Call) -> str:
         dtype = str(getattr(mask, "dtype", "?")).removeprefix("torch.")
         parts.append(f"{dtype}{list(dims(mask))}")
     return " + ".join(parts) or "none"
-
-
-def dims(x) -> tuple:
-    return tuple(n if isinstance(n, int) else str(n) for n in getattr(x, "shape", ()))
-
-
-def value_of(x):
-    """The fake tensor a node stands for (Dynamo: ``example_value``, torch.export: ``val``)."""
-    if not isinstance(x, Node):
-        return x
-    return x.meta["val"] if "val" in x.meta else x.meta.get("example_value")
-
-
-def op_name(node) -> str:
-    """``matmul`` of ``torch.matmul``, ``@``, ``Tensor.matmul`` and ``aten.matmul.default`` alike;
-    "" for what is not a call."""
-    if not isinstance(node, Node) or node.op not in ("call_function", "call_method"):
-        return ""
-    if node.op == "call_method":
-        return node.target
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.name.split("::")[1]
-    return getattr(node.target, "__name__", "")
-
-
-def may_write(node: Node) -> bool:
-    """Whether a call may write to its arguments: yes, unless it is known not to."""
-    target, name = node.target, op_name(node)
-    if node.op not in ("call_function", "call_method"):
-        return node.op == "call_module"
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.is_mutable
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        return any(getattr(target, o)._schema.is_mutable for o in target.overloads())
-    if isinstance(target, torch._ops.HigherOrderOperator):
-        return name != "flex_attention"
-    home = "" if node.op == "call_method" else getattr(target, "__module__", None) or "torch"
-    if home == "_operator":
-        return (
-            name == "setitem" or name[0] == "i" and name not in ("invert", "inv", "is_", "is_not")
-        )
-    foreign = home.split(".")[0] not in ("", "torch", "builtins", "math") or "_dynamo" in home
-    dunder = name.endswith("__") and name not in ("__and__", "__or__", "__xor__", "__invert__")
-    inplace = any(node.kwargs.get(name) not in (None, False) for name in ("out", "inplace"))
-    positional = home == "torch.nn.functional" and any(arg is True for arg in node.args)
-    return (
-        name.endswith("_") and not name.endswith("__") or dunder or foreign or inplace or positional
-    )
-
-
-def storages(node: Node) -> dict:
-    """The tensors a call takes and returns, by the storage they lie in."""
-    values = (value_of(x) for x in (node, *node.all_input_nodes))
-    return {storage_of(value): value for value in values if isinstance(value, torch.Tensor)}
-
-
-def storage_of(value: torch.Tensor) -> int:
-    """The fake tensors of a graph share storages as the real ones do; vmap's wrap such a one."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(value):
-        value = torch._C._functorch.get_unwrapped(value)
-    return value.untyped_storage()._cdata if value.layout == torch.strided else id(value)

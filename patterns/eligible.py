@@ -4,10 +4,10 @@ import itertools
 import math
 
 import torch
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from sage_inductor.ops.reference import HEAD_DIMS
-from sage_inductor.patterns.call import Call, dims, value_of
+from sage_inductor.ops.formats import HEAD_DIMS
+from sage_inductor.patterns.call import Call
+from sage_inductor.patterns.graph import dims, guarded, statically_true, value_of
 
 BHND, BNHD = [0, 1, 2, 3], [0, 2, 1, 3]  # orders in which an output is stored
 
@@ -18,7 +18,7 @@ def why_not(call: Call) -> str | None:
     out = call.out
     if not all(isinstance(x, torch.Tensor) for x in (q, k, v, out)):
         return "the graph carries no shapes for this call"
-    if call.emit.survey.functorch_depth(call.node):
+    if call.emit.index.functorch_depth(call.node):
         return "inside a torch.func transform"
     if call.dropout_p != 0.0:
         return f"dropout_p must be 0, got {call.dropout_p}"
@@ -31,32 +31,42 @@ def why_not(call: Call) -> str | None:
             return f"tensor subclasses are not supported, got {type(x).__name__}"
     if not q.dim() == k.dim() == v.dim() == 4:
         return f"q, k and v must be [B, H, N, D], got {q.dim()}, {k.dim()} and {v.dim()} dimensions"
-    if any(n < 1 for x in (q, k, v) for n in x.shape):
+    if any(guarded(n < 1) for x in (q, k, v) for n in x.shape):
         return f"q, k or v is empty, got {dims(q)}, {dims(k)}, {dims(v)}"
+    # A batch may depend on data: of 0 samples nothing is launched.
+    if not all(guarded(n >= 1) for x in (q, k, v) for n in x.shape[1:]):
+        return f"heads, lengths and head_dim depend on data, got {dims(q)}, {dims(k)}, {dims(v)}"
     if any(x.device != q.device for x in tensors) or q.device.type not in ("cpu", "cuda"):
         return f"the device must be cuda (or cpu, emulated), got {[str(x.device) for x in tensors]}"
     valid = (torch.float16, torch.bfloat16, torch.float32)
     if out.dtype not in valid:  # out's dtype is what autocast makes of the inputs'
         return f"dtype must be one of {[str(d)[6:] for d in valid]}, got {str(out.dtype)[6:]}"
-    if k.shape[3] != q.shape[3] or not all(x.shape[3] <= HEAD_DIMS[-1] for x in (q, v)):
+    if not (guarded(k.shape[3] == q.shape[3]) and all(map(_has_kernel, (q, v)))):
         return (
             f"head_dim of q and k must be one number up to {HEAD_DIMS[-1]}, as v's, "
             f"got {q.shape[3]}, {k.shape[3]}, {v.shape[3]}"
         )
-    if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3]:
+    pairs = zip((q.shape[0], *k.shape[:3]), (k.shape[0], *v.shape[:3]), strict=True)
+    if not all(guarded(n == m) for n, m in pairs):
         return f"batches, kv heads and lengths must be equal, got {dims(q)}, {dims(k)}, {dims(v)}"
     heads_q, heads_kv = q.shape[1], k.shape[1]
-    if heads_q != heads_kv and not (call.enable_gqa and heads_q % heads_kv == 0):
+    grouped = call.enable_gqa and guarded(heads_q % heads_kv == 0)
+    if not grouped and not guarded(heads_q == heads_kv):
         return f"q has {heads_q} heads and k {heads_kv}, with enable_gqa={call.enable_gqa}"
     if mask is not None:
         if mask.dtype != torch.bool and mask.dtype not in valid:
             return f"attn_mask must be bool or floating, got {mask.dtype}"
         sizes = zip(reversed(mask.shape), (k.shape[2], *reversed(q.shape[:3])), strict=False)
-        if not 2 <= mask.dim() <= 4 or not all(m == 1 or m == n for m, n in sizes):
+        broadcasts = all(guarded(m == 1) or guarded(m == n) for m, n in sizes)
+        if not 2 <= mask.dim() <= 4 or not broadcasts:
             return f"attn_mask must broadcast to [B, H_q, N_q, N_kv], got {dims(mask)}"
     if stored_order(call) is None:
         return f"the output must be contiguous in some order of B, H, N: strides {out.stride()}"
     return None
+
+
+def _has_kernel(x: torch.Tensor) -> bool:
+    return guarded(x.shape[3] <= HEAD_DIMS[-1])
 
 
 def stored_order(call: Call) -> list[int] | None:
@@ -67,8 +77,8 @@ def stored_order(call: Call) -> list[int] | None:
     for order in (BNHD, BHND, *others):
         inner = 1
         for d in reversed(order):
-            fits = statically_known_true(out.stride(d) == inner)
-            if not fits and not statically_known_true(out.shape[d] == 1):
+            fits = statically_true(out.stride(d) == inner)
+            if not fits and not statically_true(out.shape[d] == 1):
                 break
             inner = inner * out.shape[d]
         else:

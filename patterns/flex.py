@@ -11,45 +11,44 @@ block listed as full lies inside the band. They are known when they are constant
 create_block_mask inside the compiled function, with static lengths. It is then run, on the CPU.
 """
 
-import functools
-
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Node
 from torch.fx.node import map_aggregate, map_arg
 
-from sage_inductor.patterns.call import (
-    FULL,
+from sage_inductor.ops import compat
+from sage_inductor.patterns.bands import as_additive, read_band
+from sage_inductor.patterns.call import FULL, Band, Call
+from sage_inductor.patterns.graph import (
     NESTING,
-    Band,
-    Call,
     Emitter,
-    Survey,
+    GraphIndex,
+    as_float,
     op_name,
+    statically_true,
     storages,
     value_of,
 )
-from sage_inductor.patterns.coordinates import Affine, Choice, Cone, known
-from sage_inductor.patterns.masks import read_band, seen
+from sage_inductor.patterns.index_analysis import IndexAnalysis
+from sage_inductor.patterns.index_expr import Affine, TwoValued
 
-LARGEST = 2**26  # N_q * N_kv that is evaluated: 8192 x 8192 took 1.9 s and 1.7 GB, on two cores
+MAX_EVALUATED = 2**26  # N_q * N_kv of a BlockMask: 8192 x 8192 took 1.9 s and 1.7 GB, on two cores
 
 RANDOM = ("rand", "normal", "bernoulli", "multinomial", "dropout", "empty")
 
 
-def find(node: Node, survey: Survey) -> Call | None:
+def find(node: Node, index: GraphIndex) -> Call | None:
     """The call whose output `node` is: getitem(flex_attention, 0). Its HOP is then without users
     and can be erased; what made its BlockMask (vmap's nodes among it) is best left to AOTAutograd:
     fx.eliminate_dead_code would take vmap's increments from under other uses of vmap."""
     hop = node.args[0] if op_name(node) == "getitem" else None
     is_flex = op_name(hop) == "flex_attention" and node.args[1] == 0
-    if not is_flex or not isinstance(hop.target, torch._ops.HigherOrderOperator):
+    if not is_flex or not isinstance(hop.target, compat.HigherOrderOperator):
         return None
     q, k, v, score_mod, block_mask, scale, _, score_inputs, mask_inputs = hop.args
     call = Call(
-        node, "flex_attention", Emitter(node, survey), q, k, v, value_of(node),
-        scale=_number(value_of(scale)),
-        enable_gqa=not known(value_of(q).shape[1] == value_of(k).shape[1]),
+        node, "flex_attention", Emitter(hop, index), q, k, v, value_of(node),
+        scale=as_float(scale),
+        enable_gqa=not statically_true(value_of(q).shape[1] == value_of(k).shape[1]),
     )  # fmt: skip
     others = [user for user in hop.users if user is not node]
     call.dead = [*others, hop]
@@ -60,15 +59,9 @@ def find(node: Node, survey: Survey) -> Call | None:
     elif score_inputs or mask_inputs:
         call.refused = "score_mod or mask_mod captures tensors or symbolic lengths"
     else:
-        band, call.refused = _block_band(hop, block_mask, value_of(q), value_of(k), survey)
+        band, call.refused = _block_band(hop, block_mask, value_of(q), value_of(k), index)
         call.band = band or FULL
     return call
-
-
-def _number(scale):
-    """Under dynamic shapes 1/sqrt(64) comes as a symbolic float that is a number after all."""
-    is_number = isinstance(scale, torch.SymFloat) and scale.node.expr.is_number
-    return float(scale.node.expr) if is_number else scale
 
 
 def _subgraph(attribute: Node) -> torch.fx.Graph:
@@ -85,7 +78,7 @@ def _is_identity(score_mod: torch.fx.Graph) -> bool:
 
 
 def _block_band(
-    hop: Node, block_mask: tuple, q, k, survey: Survey
+    hop: Node, block_mask: tuple, q, k, index: GraphIndex
 ) -> tuple[Band | None, str | None]:
     """(the band, None), or (None, why the block mask is not known to be one)."""
     n_q, n_kv = q.shape[2], k.shape[2]
@@ -93,23 +86,26 @@ def _block_band(
     if band is None:
         return None, "mask_mod is not full, causal or a sliding window"
     lists, block_q, block_kv = block_mask[2:6], *block_mask[-3:-1]
-    if _is_one_block(lists, survey) and known(n_q <= block_q) and known(n_kv <= block_kv):
+    fits = statically_true(n_q <= block_q) and statically_true(n_kv <= block_kv)
+    if fits and _is_one_block(lists, index):
         return band, None
-    cone = _cone(hop, [node for node in lists if node is not None], survey)
-    if any(node.op == "get_attr" or _is_input(node) for node in cone):
+    needed = _needed(hop, [node for node in lists if node is not None], index)
+    if any(node.op == "get_attr" or _is_input(node) for node in needed):
         return None, (
             "a BlockMask made outside the compiled function is data: make it inside, "
             "or call scaled_dot_product_attention with is_causal"
         )
-    if any(word in op_name(node) for node in cone for word in RANDOM):
+    if any(word in op_name(node) for node in needed for word in RANDOM):
         return None, "a BlockMask of random numbers is data"
-    if any(node.op == "placeholder" for node in cone):
+    if any(node.op == "placeholder" for node in needed):
         return None, "a BlockMask of dynamic lengths cannot be evaluated"
-    if any(_is_bookkeeping(node) and "vmap" not in op_name(node) for node in cone):
+    if any(_is_bookkeeping(node) and "vmap" not in op_name(node) for node in needed):
         return None, "inside a torch.func transform"
-    if n_q * n_kv > LARGEST:
+    if n_q * n_kv > MAX_EVALUATED:
         return None, f"a BlockMask this large is not evaluated: {n_q} x {n_kv}"
-    lists, error = _evaluate(cone, lists)
+    if (needed, lists) not in index.block_lists:  # the layers of a model share a BlockMask
+        index.block_lists[needed, lists] = _evaluate(needed, lists)
+    lists, error = index.block_lists[needed, lists]
     if error:
         return None, f"the BlockMask could not be evaluated: {error}"
     if not _covers(band, lists, n_q, n_kv, block_q, block_kv):
@@ -122,17 +118,18 @@ def _mask_band(mask_mod: torch.fx.Graph, q, k) -> Band | None:
     numbers = (node for node in mask_mod.nodes if node.op == "placeholder")
     facts = {node: Affine(0, {x: 1}) for node, x in zip(numbers, sizes, strict=True)}
     result = _result(mask_mod)
-    meaning = seen(Cone(Survey(mask_mod), facts, sizes).describe(result), value_of(result))
-    if meaning is None or meaning.others:
+    analysis = IndexAnalysis(GraphIndex(mask_mod), facts, sizes)
+    meaning = as_additive(analysis.describe(result), value_of(result))
+    if meaning is None or meaning.conjuncts:
         return None
     return read_band(meaning.bounds, sizes, "i", "j")
 
 
-def _is_one_block(lists, survey: Survey) -> bool:
+def _is_one_block(lists, index: GraphIndex) -> bool:
     """What flex_attention makes of block_mask=None: one partial block, the first."""
-    cone = Cone(survey)
-    count, index = (cone.describe(node) for node in lists[:2])
-    constants = isinstance(count, Choice) and isinstance(index, Choice)
+    analysis = IndexAnalysis(index)
+    count, index = (analysis.describe(node) for node in lists[:2])
+    constants = isinstance(count, TwoValued) and isinstance(index, TwoValued)
     constants = constants and count.constant and index.constant and lists[2] is None
     return constants and count.yes == 1 and index.yes == 0
 
@@ -141,10 +138,10 @@ def _is_input(node: Node) -> bool:
     return node.op == "placeholder" and isinstance(value_of(node), torch.Tensor)
 
 
-def _cone(hop: Node, nodes, survey: Survey) -> tuple[Node, ...]:
+def _needed(hop: Node, nodes, index: GraphIndex) -> tuple[Node, ...]:
     """What must run before `hop` to have `nodes`: what they are made of, what writes to that, and
     vmap's own bookkeeping. In graph order."""
-    writers = [node for node in survey.writers if node < hop]
+    writers = [node for node in index.writers if node < hop]
     needed, stack = set(), list(nodes)
     while stack:
         while stack:
@@ -155,16 +152,15 @@ def _cone(hop: Node, nodes, survey: Survey) -> tuple[Node, ...]:
         stored = {key for node in needed if node.op != "placeholder" for key in storages(node)}
         others = (node for node in writers if node not in needed)
         stack = [node for node in others if stored.intersection(storages(node))]
-    return tuple(sorted(needed.union(node for node in survey.nesting if node < hop)))
+    return tuple(sorted(needed.union(node for node in index.nesting if node < hop)))
 
 
 def _is_bookkeeping(node: Node) -> bool:
     return op_name(node).endswith(NESTING)
 
 
-@functools.lru_cache(maxsize=1)  # the layers of a model share a BlockMask
-def _evaluate(cone: tuple, nodes: tuple) -> tuple[list, str | None]:
-    """The tensors that `nodes` are, of a cone without inputs, or the error."""
+def _evaluate(needed: tuple, nodes: tuple) -> tuple[list, str | None]:
+    """(the tensors that `nodes` are, None), or ([], why `needed` could not be run)."""
     values, depth = {}, 0
     here = torch.device("cpu")
 
@@ -172,9 +168,9 @@ def _evaluate(cone: tuple, nodes: tuple) -> tuple[list, str | None]:
         args = map_aggregate(args, lambda x: here if isinstance(x, torch.device) else x)
         return map_arg(args, values.__getitem__)
 
-    with unset_fake_temporarily(), torch.no_grad():
+    with compat.unset_fake_temporarily(), torch.no_grad():
         try:
-            for node in cone:
+            for node in needed:
                 if node.op == "call_method":
                     self, *args = concrete(node.args)
                     values[node] = getattr(self, node.target)(*args, **concrete(node.kwargs))
@@ -186,7 +182,7 @@ def _evaluate(cone: tuple, nodes: tuple) -> tuple[list, str | None]:
             return [], f"{type(error).__name__}: {error}"
         finally:
             for _ in range(depth):
-                torch._C._functorch._vmap_decrement_nesting()
+                compat.functorch._vmap_decrement_nesting()
     return [None if node is None else values[node] for node in nodes], None
 
 

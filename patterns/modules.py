@@ -31,25 +31,26 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
-from sage_inductor.patterns.call import CAUSAL, FULL, Call, Emitter, Survey, op_name, value_of
+from sage_inductor.ops import compat
+from sage_inductor.patterns.call import CAUSAL, FULL, Call
+from sage_inductor.patterns.graph import Emitter, GraphIndex, op_name, value_of
 
 MHA = F.multi_head_attention_forward
-ENCODER_LAYER = torch._transformer_encoder_layer_fwd
+ENCODER_LAYER = compat.encoder_layer
 ENCODER_LAYER_SCHEMA = torch.ops.aten._transformer_encoder_layer_fwd.default._schema
-WRITES = ("setitem", "iadd", "isub", "imul", "iand", "ior", "ixor")
 
 
-def find(node: Node, survey: Survey) -> Call | None:
+def find(node: Node, index: GraphIndex) -> Call | None:
     """The call whose value `node` is: the encoder layer itself, of MHA's (out, weights) the out."""
     if node.op != "call_function":
         return None
     if node.target is ENCODER_LAYER:
-        return _encoder_layer(node, Emitter(node, survey))
+        return _encoder_layer(node, Emitter(node, index))
     if node.target is MHA and not any(_is_item(user, 0) for user in node.users):
-        return _multi_head_attention(node, node, Emitter(node, survey))
+        return _multi_head_attention(node, node, Emitter(node, index))
     if _is_item(node, 0) and isinstance(node.args[0], Node) and node.args[0].target is MHA:
         mha = node.args[0]
-        return _multi_head_attention(mha, node, Emitter(mha, survey))
+        return _multi_head_attention(mha, node, Emitter(mha, index))
     return None
 
 
@@ -62,7 +63,7 @@ def _multi_head_attention(mha: Node, node: Node, emit: Emitter) -> Call:
     args.apply_defaults()
     args = SimpleNamespace(**args.arguments)
     spelling = "nn.MultiheadAttention"
-    reason = _why_not(mha, args.query, args.num_heads)
+    reason = _unprojectable(mha, args.query, args.num_heads)
     if reason is None and (args.static_k is not None or args.static_v is not None):
         reason = "static_k and static_v are not supported"
     if reason is None and node is mha:
@@ -163,7 +164,7 @@ def _encoder_layer(node: Node, emit: Emitter) -> Call:
     args = dict.fromkeys(names) | dict(zip(names, node.args, strict=False)) | node.kwargs
     args = SimpleNamespace(**args)
     spelling = "nn.TransformerEncoderLayer"
-    reason = _why_not(node, args.src, args.num_heads)
+    reason = _unprojectable(node, args.src, args.num_heads)
     if reason:
         inputs = (args.src,) * 3
         return Call(node, spelling, emit, *inputs, value_of(node), refused=reason)
@@ -214,7 +215,8 @@ def _hidden(emit: Emitter, mask: Node) -> Node:
         return origin
     if op_name(mask) == "add" and len(mask.all_input_nodes) == len(mask.args) == 2:
         origins = [_bool_origin(emit, each) for each in mask.args]
-        if all(origin is not None for origin in origins):
+        kept = not any(emit.index.written_after(each, mask) for each in mask.args)
+        if kept and all(origin is not None for origin in origins):
             return emit(torch.logical_or, *origins)
     if op_name(mask) == "expand" and value_of(mask.args[0]).dim() == 4:
         return _hidden(emit, mask.args[0])
@@ -254,21 +256,14 @@ def _bool_origin(emit: Emitter, mask: Node) -> Node | None:
         origin = source.args[0]
         same = mask.args[1:] == (origin, -math.inf) and len(source.users) == 1
         same = same and value_of(origin).dtype == torch.bool
-        return origin if same and not _is_written(mask) and not _is_written(origin) else None
+        written = emit.index.written_after
+        return origin if same and not (written(mask, mask) or written(origin, mask)) else None
     if op_name(mask) == "expand" and value_of(source).dim() == 4:  # merge_masks; SDPA broadcasts
         return _bool_origin(emit, source)
     if op_name(mask) == "view" and len(mask.args) == 5:  # merge_masks
         origin = _bool_origin(emit, source)
         return origin and emit(torch.ops.aten.view.default, origin, list(mask.args[1:]))
     return None
-
-
-def _is_written(node: Node) -> bool:
-    """Is the tensor changed in place somewhere in the graph?"""
-    return any(
-        user.args[:1] == (node,) and (op_name(user).endswith("_") or op_name(user) in WRITES)
-        for user in node.users
-    )
 
 
 def _unsqueezed(emit: Emitter, x: Node, *dims: int) -> Node:
@@ -279,7 +274,7 @@ def _is_item(node: Node, i: int) -> bool:
     return node.target is operator.getitem and node.args[1] == i
 
 
-def _why_not(node: Node, x: Node, num_heads) -> str | None:
+def _unprojectable(node: Node, x: Node, num_heads) -> str | None:
     """The reason the projections cannot be written, or None if they can."""
     for value in map(value_of, node.all_input_nodes):
         if value is None:
@@ -305,6 +300,6 @@ def _used_otherwise(mha: Node) -> str | None:
 
 
 def _other_dtype(node: Node, q: Node) -> str | None:
-    """What `Survey.autocasts_around` cannot see, and the fast path under autocast."""
+    """What `GraphIndex.autocasts_around` cannot see, and the fast path under autocast."""
     given, got = value_of(node).dtype, value_of(q).dtype
     return None if given == got else f"autocast: the graph has {given} and the projections {got}"

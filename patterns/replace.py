@@ -10,25 +10,27 @@ import operator
 
 import torch
 
-from sage_inductor.ops import recipe as recipes
-from sage_inductor.patterns.call import Call, Decision, Emitter, Survey, may_write, value_of
+from sage_inductor.ops.recipe import NAMED
+from sage_inductor.ops.sdpa import SdpaCall
+from sage_inductor.patterns.call import Call, Decision
 from sage_inductor.patterns.eligible import BHND, BNHD, stored_order
+from sage_inductor.patterns.graph import Emitter, GraphIndex, may_write, value_of
 
 
 def replace(call: Call, decision: Decision, portable: bool) -> None:
     """Put ``sage.sdpa(...)[0]`` in the place of `call`, stored as its output is."""
-    recipe = decision.full.encode()
     emit, out, order = call.emit, call.out, stored_order(call)
     q, k, v, attn_mask = call.q, call.k, call.v, call.attn_mask
     scale = call.scale if call.scale is not None else value_of(q).shape[3] ** -0.5
-    args = (
+    args = SdpaCall(
         q, k, v, attn_mask, [], call.band.left, call.band.right, call.band.bottom_right,
-        float(scale), recipe, order != BHND, portable,
+        float(scale), NAMED[decision.recipe].encode(), decision.warpgroups,
+        out_bnhd=order != BHND, portable=portable,
     )  # fmt: skip
     if order not in (BHND, BNHD):
         out = out.new_empty([out.shape[d] for d in BNHD]).permute(BNHD)
     lse = out.new_empty(out.shape[:3], dtype=torch.float32)
-    new = emit.insert(torch.ops.sage.sdpa.default, args, (out, lse))
+    new = emit.insert(torch.ops.sage.sdpa.default, tuple(args), (out, lse))
     first = emit.insert(operator.getitem, (new, 0), out)
     if order not in (BHND, BNHD):
         first = emit(torch.ops.aten.permute.default, first, order)
@@ -41,24 +43,26 @@ def replace(call: Call, decision: Decision, portable: bool) -> None:
             dead.graph.erase_node(dead)
 
 
-def share(graph: torch.fx.Graph) -> None:
-    """Prepare k and v once for the calls that have the same ones, and the same mask, recipe (with
-    whichever tile) and autocast, as long as nothing between them may write (to what k, v or the
-    mask are views of)."""
-    survey, groups, writes = Survey(graph), {}, 0
-    for node in graph.nodes:
+def share(index: GraphIndex) -> None:
+    """Prepare k and v once for the calls that have the same ones, and the same mask, recipe and
+    autocast. Nothing may write between such calls: k, v and the mask may be views of what it writes
+    to."""
+    groups, writes = {}, 0
+    for node in index.graph.nodes:
         writes += may_write(node)
         if node.target is torch.ops.sage.sdpa.default and not node.args[4]:
-            emit = Emitter(node, survey)
-            _, k, v, attn_mask, *_, recipe, _, portable = node.args
-            recipe = recipes.decode(recipe).preparation.encode()
-            key = (k, v, attn_mask, recipe, portable), writes, tuple(emit.autocasts)
+            emit = Emitter(node, index)
+            call = SdpaCall(*node.args)
+            shared = call.k, call.v, call.attn_mask, call.recipe, call.portable
+            key = shared, writes, tuple(emit.autocasts)
             groups.setdefault(key, []).append((node, emit))
+    prepared = []
     for (args, *_), calls in groups.items():
         if len(calls) > 1:
             emit = calls[0][1]
             prepare = emit(torch.ops.sage.prepare.default, *args)
-            count = range(len(value_of(prepare)))
-            prepared = [emit(operator.getitem, prepare, i) for i in count]
-            for node, _ in calls:
-                node.update_arg(4, prepared)
+            parts = [emit(operator.getitem, prepare, i) for i in range(len(value_of(prepare)))]
+            prepared += [(node, parts) for node, _ in calls]
+    index.settle()
+    for node, parts in prepared:
+        node.update_arg(4, parts)

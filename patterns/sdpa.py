@@ -4,7 +4,8 @@
     after:   sdpa = sage.sdpa(q, k, v, None, [], None, 0, False, 0.125, "int8/...@...", ...)
              out = sdpa[0]
 
-Heads of k and v that the model repeats for q's are taken as they were before (kv_source).
+Heads of k and v that the model repeats for q's are taken as they were before (repeat_kv.py). What
+SDPA broadcasts is expanded.
 
 The walk is a loop, not a `PatternMatcherPass`: SDPA is one node here, its arguments come
 positionally and by keyword in any mixture, and a loop over nodes needs no private API.
@@ -14,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
-from sage_inductor.patterns.call import CAUSAL, FULL, Call, Emitter, Survey, value_of
-from sage_inductor.patterns.handwritten import kv_source
+from sage_inductor.patterns.call import CAUSAL, FULL, Call
+from sage_inductor.patterns.graph import Emitter, GraphIndex, as_float, statically_true, value_of
+from sage_inductor.patterns.repeat_kv import kv_source
 
 TARGETS = (
     F.scaled_dot_product_attention,
@@ -24,20 +26,20 @@ TARGETS = (
 )
 
 
-def find(node: Node, survey: Survey) -> Call | None:
+def find(node: Node, index: GraphIndex) -> Call | None:
     if node.op != "call_function" or node.target not in TARGETS:
         return None
     args = _arguments(*node.args, **node.kwargs)
     is_causal = args["is_causal"]
     call = Call(
-        node, "SDPA", Emitter(node, survey), args["query"], args["key"], args["value"],
+        node, "SDPA", Emitter(node, index), args["query"], args["key"], args["value"],
         value_of(node), attn_mask=args["attn_mask"], dropout_p=args["dropout_p"],
-        scale=_number(args["scale"]), band=CAUSAL if is_causal is True else FULL,
+        scale=as_float(args["scale"]), band=CAUSAL if is_causal is True else FULL,
         enable_gqa=args["enable_gqa"],
     )  # fmt: skip
     if not isinstance(is_causal, bool):
         call.refused = f"is_causal must be known when compiling, got {is_causal}"
-    (k, G), (v, G_v) = kv_source(call.k), kv_source(call.v)
+    (k, G), (v, G_v) = kv_source(call.k, index), kv_source(call.v, index)
     if G == G_v > 1 and not call.enable_gqa:
         call.k, call.v, call.enable_gqa = k, v, True
     if getattr(call.out, "dim", int)() == 3:  # [H, N, D]
@@ -45,15 +47,34 @@ def find(node: Node, survey: Survey) -> Call | None:
         call.q, call.k, call.v = (call.emit(unsqueeze, x, 0) for x in (call.q, call.k, call.v))
         call.out = call.out.unsqueeze(0)
         call.finish = lambda out: call.emit(squeeze, out, 0)
+    _broadcast(call)
     return call
 
 
-def _number(scale):
-    """A scale computed from sizes (``q.shape[-1] ** -0.5``) as the number it is: SDPA takes a
-    float, so any backend specialises what it was computed from."""
-    value = value_of(scale)
-    backed = isinstance(value, torch.SymFloat) and value.node.has_hint()
-    return float(value) if backed else scale
+def _broadcast(call: Call) -> None:
+    """SDPA broadcasts batches and heads. One head of k and v is shared by q's as a group; what else
+    is broadcast is expanded, which copies nothing."""
+    inputs = [call.q, call.k, call.v]
+    shapes = [getattr(value_of(x), "shape", ()) for x in inputs]
+    if any(len(shape) != 4 for shape in shapes):
+        return
+    is_one = [[statically_true(n == 1) for n in shape[:2]] for shape in shapes]
+    call.enable_gqa = call.enable_gqa or (not is_one[0][1] and is_one[1][1] and is_one[2][1])
+    for i, (x, ones) in enumerate(zip(inputs, is_one, strict=True)):
+        sizes = [-1, -1, -1, -1]
+        for d in range(1 if call.enable_gqa else 2):
+            wide = [y for y, one in zip(inputs, is_one, strict=True) if not one[d]]
+            if ones[d] and wide:
+                sizes[d] = _size(call.emit, wide[0], d)
+        if sizes != [-1, -1, -1, -1]:
+            inputs[i] = call.emit(torch.ops.aten.expand.default, x, sizes)
+    call.q, call.k, call.v = inputs
+
+
+def _size(emit: Emitter, x: Node, d: int):
+    """A dynamic size needs a node of its own: Dynamo's graphs hold no symbols as arguments."""
+    n = value_of(x).shape[d]
+    return n if isinstance(n, int) else emit(torch.ops.aten.sym_size.int, x, d)
 
 
 def _arguments(

@@ -18,13 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sage_inductor.ops import mask as masks
-from sage_inductor.ops import recipe as recipes
-from sage_inductor.ops import reference
-from sage_inductor.ops.attention import attention_opaque
 from sage_inductor.ops.compat import default_store
-from sage_inductor.ops.sdpa import kernel, of_q, operands, prepare
-from sage_inductor.patterns.call import CAUSAL, FULL, Band, Decision
+from sage_inductor.ops.recipe import NAMED
+from sage_inductor.ops.reference.exact import masked
+from sage_inductor.ops.sdpa import SdpaCall, attend
+from sage_inductor.patterns.call import CAUSAL, FULL, Band
 
 _log = logging.getLogger("sage_inductor")
 
@@ -39,11 +37,7 @@ class Candidate(NamedTuple):
     """What a call may become."""
 
     recipe: str  # a name in NAMED
-    warpgroups: int | None = None  # Recipe's
-
-    @property
-    def full(self) -> recipes.Recipe:
-        return Decision(self.recipe, "", self.warpgroups).full
+    warpgroups: int | None = None  # SdpaCall's
 
     @property
     def tile(self) -> str:
@@ -148,7 +142,7 @@ def _calls(case: BenchmarkCase) -> dict[Candidate | str, Callable]:
     is_causal, sdpa_mask = attn_mask is None and case.band == CAUSAL, attn_mask
     if case.band != FULL and not is_causal:  # SDPA is given the band in its mask
         zeros = torch.zeros(q.shape[2], k.shape[2], device=q.device, dtype=q.dtype)
-        sdpa_mask = reference.masked(zeros, attn_mask, *band)
+        sdpa_mask = masked(zeros, attn_mask, *band)
         if attn_mask is None or attn_mask.dtype == torch.bool:
             sdpa_mask = sdpa_mask == 0
     if sdpa_mask is not None or q.shape[3] != v.shape[3]:
@@ -160,18 +154,12 @@ def _calls(case: BenchmarkCase) -> dict[Candidate | str, Callable]:
         )
 
     def sage(candidate):
-        r, head_dim = candidate.full, max(q.shape[3], v.shape[3])
-        op, block_m = kernel(q.device, r, head_dim, attn_mask is not None, portable=False)
-        mask = seen = None
-        if attn_mask is not None:
-            mask = masks.as_4d(attn_mask)
-            seen = masks.summarize(mask, k.shape[2], block_m)
-        quantized, k_mean = operands(v, prepare(k, v, seen, r))
         # Without the correction of lse: nobody reads it in a rewritten call.
-        return op(
-            q, *quantized, mask, seen, *band, q.shape[3] ** -0.5, k.shape[2], r.granularity, False,
-            *of_q(q, k, k_mean, seen, r),
-            **({"warpgroups": r.warpgroups} if op is attention_opaque else {}),
+        return attend(
+            SdpaCall(
+                q, k, v, attn_mask, [], *band, q.shape[3] ** -0.5, NAMED[candidate.recipe].encode(),
+                candidate.warpgroups, out_bnhd=False, portable=False,
+            )
         )[0]  # fmt: skip
 
     return {

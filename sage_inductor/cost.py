@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 import triton
 
+from sage_inductor.ops.formats import HEAD_DIMS
 from sage_inductor.ops.recipe import NAMED, source_tag
-from sage_inductor.ops.reference import HEAD_DIMS
 
 _log = logging.getLogger("sage_inductor")
 

@@ -16,12 +16,13 @@ import torch
 from sage_inductor import cost, patterns
 from sage_inductor.autotune import BenchmarkCase, Candidate
 from sage_inductor.ops import recipe as recipes
-from sage_inductor.ops import tiles
+from sage_inductor.ops.attention import tiles
+from sage_inductor.ops.attention.select import Problem, select
 from sage_inductor.ops.compat import statically_known_true
-from sage_inductor.ops.sdpa import kernel
 from sage_inductor.options import AUTO, OFF
 from sage_inductor.patterns.call import CAUSAL, FULL, Call, Decision, Site, module_path, value_of
 from sage_inductor.patterns.eligible import why_not
+from sage_inductor.patterns.graph import guarded
 from sage_inductor.settings import Settings
 
 
@@ -82,11 +83,11 @@ def _asked(call: Call, settings: Settings, wanted: str) -> tuple[Candidate | Non
 
 def _left_behind(call: Call, recipe: str) -> str:
     """What a package's reason adds where a faster kernel exists that cannot travel."""
-    device, masked = value_of(call.q).device, call.attn_mask is not None
-    args = device, recipes.NAMED[recipe], _head_dim(call), masked
-    if kernel(*args, portable=False) == kernel(*args, portable=True):
+    capability, masked = tiles.capability(value_of(call.q).device), call.attn_mask is not None
+    problem = Problem(capability, recipes.NAMED[recipe], _head_dim(call), masked)
+    if select(problem).kernel.travels:
         return ""
-    sm = "sm_{}{}".format(*tiles.capability(device))
+    sm = "sm_{}{}".format(*capability)
     return f"; by the portable kernel: {sm}'s faster one cannot travel in a package"
 
 
@@ -107,7 +108,7 @@ def auto_recipes(
         masked = kind not in ("full", "causal")  # which the portable kernel computes
         if masked or tiles.hopper(capability, "fp8", head_dim, kind == "causal", sys.maxsize):
             return "sage2-8b-rows", "sage2-8b"
-    if capability[0] == 10:  # INT8 is slow there: see ops/attention.py
+    if capability[0] == 10:  # INT8 is slow there: see ops/attention/triton.py
         return ("sage2-8b-fp8qk",)
     return ("sage2-8b",)
 
@@ -153,8 +154,8 @@ def _tiles(call: Call, recipe: str) -> list[Candidate]:
     timed; there the tile is left to the table, which is read when the call runs."""
     r, n_q = recipes.NAMED[recipe], value_of(call.q).shape[2]
     unmasked = call.attn_mask is None and call.band in (FULL, CAUSAL)
-    by_row = (r.qk, r.granularity) == ("int8", "per_row")
-    if not (unmasked and by_row and isinstance(n_q, int)):
+    by_token = (r.qk, r.granularity) == ("int8", "per_token")
+    if not (unmasked and by_token and isinstance(n_q, int)):
         return [Candidate(recipe)]
     capability = tiles.capability(value_of(call.q).device)
     rivals = tiles.rivals(capability, r.pv, _head_dim(call), call.band == CAUSAL)
@@ -214,7 +215,7 @@ def _kind(call: Call) -> str:
         flex = call.spelling == "flex_attention" and call.band.kind == "window"
         return "flex window" if flex else call.band.kind
     mask = value_of(call.attn_mask)
-    if mask.shape[-2] == 1:
+    if guarded(mask.shape[-2] == 1):
         return "keys"
     return "mask" if mask.dtype == torch.bool else "bias"
 

@@ -26,9 +26,9 @@ from torch import Tensor
 from sage_inductor import cost
 from sage_inductor.backend import run_graphs
 from sage_inductor.decide import autos, decide
-from sage_inductor.ops.mask import as_4d
 from sage_inductor.ops.recipe import NAMED
-from sage_inductor.ops.reference import attention_exact, masked
+from sage_inductor.ops.reference.exact import attention_exact, masked
+from sage_inductor.ops.visibility import as_4d
 from sage_inductor.options import AUTO, OFF
 from sage_inductor.patterns import Decision, Site, rewrite
 from sage_inductor.patterns.call import FULL, Band, Call
@@ -234,7 +234,7 @@ def _quantized(q, k, v, attn_mask, band: Band, scale: float, recipe: str) -> Ten
             mask = as_4d(mask)[:, heads]
         out, _ = torch.ops.sage.sdpa(
             q[:, heads], k[:, heads_kv], v[:, heads_kv], mask, [], *dataclasses.astuple(band),
-            scale, recipe, False, False,
+            scale, recipe, None, False, False,
         )  # fmt: skip
         outs.append(out)
     return torch.cat(outs, 1)

@@ -36,7 +36,7 @@ import re
 from collections.abc import Callable
 
 from sage_inductor import options
-from sage_inductor.ops.reference import HEAD_DIMS
+from sage_inductor.ops.formats import HEAD_DIMS
 
 VERSION = 1
 

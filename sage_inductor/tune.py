@@ -16,7 +16,7 @@ from torch.nn.attention import sdpa_kernel
 from sage_inductor import cost
 from sage_inductor.autotune import BACKENDS, time_calls
 from sage_inductor.decide import auto_recipes
-from sage_inductor.ops import tiles
+from sage_inductor.ops.attention import tiles
 
 BATCHES = ((4, 32), (1, 24), (1, 8))  # B, H
 HEAD_DIMS = (64, 128)

@@ -8,3 +8,12 @@ def fresh():
     torch.manual_seed(0)
     torch._dynamo.reset()
     yield
+
+
+@pytest.fixture
+def poisoned():
+    """Every torch.empty is NaN: an element that a kernel does not write fails its test."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -1,8 +1,25 @@
-"""What tests of several rooms share: inputs in the layout that models give them, and measures."""
+"""What tests of several rooms share: inputs in the layout that models give, calls, measures."""
+
+import re
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx import Graph, Node
+
+from sage_inductor.ops.attention import nvfp4, triton
+from sage_inductor.ops.attention.arguments import AttentionCall
+from sage_inductor.ops.formats import Prepared
+from sage_inductor.ops.launch import launch_traced
+from sage_inductor.ops.quantize.smooth import smooth_q
+from sage_inductor.ops.recipe import NAMED
+from sage_inductor.ops.reference import attention as reference
+from sage_inductor.ops.reference.exact import attention_exact
+from sage_inductor.ops.sdpa import prepare
+from sage_inductor.ops.visibility import Visibility
+from sage_inductor.patterns.graph import op_name
+
+# -- measures ----
 
 
 def relative_l1(actual: Tensor, expected: Tensor) -> float:
@@ -20,6 +37,137 @@ def cos_sim(actual: Tensor, expected: Tensor) -> float:
     return F.cosine_similarity(actual.double().flatten(), expected.double().flatten(), 0).item()
 
 
+# -- inputs ----
+
+
 def heads(B: int, H: int, N: int, D: int, dtype=torch.float32, device="cpu") -> Tensor:
     """Random [B, H, N, D], stored as [B, N, H, D]: what a projection's output is viewed as."""
     return torch.randn(B, N, H, D, device=device).to(dtype).transpose(1, 2)
+
+
+def qkv(B=2, H_q=4, H_kv=2, N_q=65, N_kv=70, D=64, dtype=torch.float32, device="cpu"):
+    """q, k with a bias in each channel, v with a mean: random normal inputs hide wrong smoothing
+    and one-level accumulation."""
+    k_bias = 4 * torch.randn(H_kv, 1, D, device=device).to(dtype)
+    q, k, v = (
+        heads(B, H, N, D, dtype, device) for H, N in ((H_q, N_q), (H_kv, N_kv), (H_kv, N_kv))
+    )
+    return q, k + k_bias, v + 3
+
+
+# -- calls ----
+
+
+def arguments(q, k, v, is_causal=False, scale=0.125, recipe="sage2-8b", **given) -> tuple:
+    """The arguments of ``torch.ops.sage.sdpa`` in its schema's order, the rest as SDPA has it.
+    recipe: a name, a Recipe or its string."""
+    recipe = NAMED.get(recipe, recipe)
+    recipe = recipe if isinstance(recipe, str) else recipe.encode()
+    values = dict(
+        q=q, k=k, v=v, attn_mask=None, prepared=[], left=None, right=0 if is_causal else None,
+        bottom_right=False, scale=scale, recipe=recipe, warpgroups=None, out_bnhd=True,
+        portable=False,
+    )  # fmt: skip
+    assert given.keys() <= values.keys(), given.keys()
+    return tuple((values | given)[x.name] for x in torch.ops.sage.sdpa.default._schema.arguments)
+
+
+def sdpa(*args, **kwargs) -> tuple[Tensor, Tensor]:
+    return torch.ops.sage.sdpa(*arguments(*args, **kwargs))
+
+
+def exactly(q, k, v, is_causal, scale, attn_mask=None, **band) -> tuple[Tensor, Tensor]:
+    band = {"right": 0 if is_causal else None, **band}
+    return attention_exact(q, k, v, scale, attn_mask, **band)
+
+
+# -- what the attention ops read ----
+
+
+def attention_call(
+    q, k, v, recipe, visibility=None, scale=0.1, out_bnhd=True, prepared=None, **given
+) -> AttentionCall:
+    """What the attention op of a recipe (or its name) takes: of what `prepared` holds, or the
+    device's kernels (on CPU the reference) make of k and v."""
+    r = NAMED[recipe] if isinstance(recipe, str) else recipe
+    visibility = visibility or Visibility()
+    prepared = Prepared(*prepared) if prepared else prepare(k, v, visibility, r)
+    of_q = (None, None)
+    if r.of_qk.smooths_q:
+        of_q = smooth_q(q, k, prepared.k_mean, visibility.keys(k.shape[1]))
+    return AttentionCall.of(
+        q, prepared, v, visibility, scale, k.shape[2], r, out_bnhd, of_q, **given
+    )
+
+
+def run_portable(
+    q, k, v, recipe, tile, scale=0.1, attn_mask=None, band=(None, None, False), prepared=None,
+    tma=False,
+):  # fmt: skip
+    """(out, lse) of the portable kernel of a recipe, and those of its emulation: of the same
+    quantized k and v, lse that of the smoothed keys."""
+    visibility = Visibility.of(attn_mask, band, k.shape[2], tile.BLOCK_M)
+    a = attention_call(q, k, v, recipe, visibility, scale, prepared=prepared)
+    if a.decoded.of_qk.block_scaled:
+        found = nvfp4.launch(a, tile, launch_traced, native=False)
+    else:
+        found = triton.launch(a, tile, launch_traced, tma=tma)
+    return found, reference.attention(a, tile.BLOCK_N)
+
+
+# -- graphs ----
+
+
+def random_qkv(B=2, H=4, H_kv=None, N=32, N_kv=None, D=64, dtype=torch.float32) -> tuple:
+    """Random q [B, H, N, D], k and v [B, H_kv, N_kv, D]."""
+    shape_kv = B, H_kv or H, N_kv or N, D
+    return tuple(torch.randn(x, dtype=dtype) for x in ((B, H, N, D), shape_kv, shape_kv))
+
+
+def band_mask(band, n_q: int, n_kv: int) -> Tensor:
+    """What a patterns.call.Band lets queries see, [n_q, n_kv]."""
+    distance = torch.arange(n_kv) - torch.arange(n_q)[:, None] - (n_kv - n_q) * band.bottom_right
+    mask = torch.ones(n_q, n_kv, dtype=torch.bool)
+    mask &= True if band.left is None else distance >= -band.left
+    return mask & (True if band.right is None else distance <= band.right)
+
+
+def run_seen(function, *inputs, see, kwargs=None, **options):
+    """What `function` returns, compiled to the graphs that `see` was shown (and may have changed)."""
+
+    def backend(gm, _):
+        see(gm)
+        return gm.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend=backend, fullgraph=True, **options)
+    return compiled(*inputs, **(kwargs or {}))
+
+
+def calls(graph: Graph, known=()) -> str:
+    """The attention calls and sage ops of a graph, one a line, and what several inputs are made of.
+    Other inputs are written out, down to placeholders and nodes of `known`; versions are left out."""
+    known = {*known, *(node for node in graph.nodes if not op_name(node))}
+    named = [node for node in graph.nodes if re.search("sage\\.|scaled_dot", str(node.target))]
+    seen, todo = set(), list(named)
+    while todo:
+        node = todo.pop()
+        seen.add(node)
+        todo += [x for x in node.all_input_nodes if x not in seen and x not in known]
+    shared = {x for x in seen if len(x.users) > 1 and op_name(x) != "getitem"} - known
+    named = shared.union(named)
+
+    def text(x) -> str:
+        if isinstance(x, (list, tuple)):
+            return f"[{', '.join(map(text, x))}]"
+        return expression(x) if isinstance(x, Node) and x not in known | named else str(x)
+
+    def expression(node) -> str:
+        if op_name(node) == "getitem":
+            return f"{text(node.args[0])}[{text(node.args[1])}]"
+        ours = str(node.target).startswith("sage.")
+        arguments = [*map(text, node.args), *(f"{k}={text(v)}" for k, v in node.kwargs.items())]
+        return f"{'sage.' * ours}{op_name(node)}({', '.join(arguments)})"
+
+    lines = [f"{node.name} = {expression(node)}" for node in graph.nodes if node in named]
+    return re.sub(r"@[0-9.]+\+[0-9a-f]{8}", "@VERSION", "\n".join(lines))

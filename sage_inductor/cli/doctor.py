@@ -12,8 +12,9 @@ from sage_inductor.backend import explain
 from sage_inductor.decide import auto_recipes
 from sage_inductor.diagnose import compare
 from sage_inductor.ops import recipe as recipes
-from sage_inductor.ops import tiles
-from sage_inductor.ops.reference import HEAD_DIMS, attention_exact
+from sage_inductor.ops.attention import tiles
+from sage_inductor.ops.formats import HEAD_DIMS
+from sage_inductor.ops.reference.exact import attention_exact
 
 # Relative L1 error on normal inputs from which a kernel is wrong, not inaccurate, by Recipe.qk:
 # 8-bit p and v cost 0.04, 4 bits 0.2; a wrong scale or a missed tile several times this.
@@ -70,7 +71,7 @@ def _probe(device, recipe: recipes.Recipe, head_dim: int, kind: str) -> tuple[st
     padding = torch.arange(333, device=device)[None] < 300 if kind == "mask" else None
     try:
         out, _ = torch.ops.sage.sdpa(
-            q, k, v, padding, [], None, right, False, scale, recipe.encode(), True, False
+            q, k, v, padding, [], None, right, False, scale, recipe.encode(), None, True, False
         )
         error = compare(out, attention_exact(q, k, v, scale, padding, right=right)[0])
     except Exception as exception:  # whatever a driver or a compiler makes of it is the finding

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import relative_l1
 from torch.testing import assert_close
 
 BENCH = Path(__file__).parents[2] / "bench"
@@ -39,10 +40,6 @@ def exact(q, k, v, is_causal=False):
 
 def error(technique, inputs, is_causal=False):
     return relative_l1(lab.attend(*inputs, technique, is_causal), exact(*inputs, is_causal))
-
-
-def relative_l1(actual, expected):
-    return ((actual - expected).abs().sum() / expected.abs().sum()).item()
 
 
 def e4m3(x):

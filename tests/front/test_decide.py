@@ -15,7 +15,7 @@ from sage_inductor import settings as asked_for
 from sage_inductor.decide import rewrite
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops import tiles
-from sage_inductor.patterns import masks
+from sage_inductor.patterns import bands
 from sage_inductor.patterns.call import Band
 from sage_inductor.policy import Rule
 from sage_inductor.settings import Settings
@@ -65,7 +65,7 @@ def decide(
     if kind == "window":
         monkeypatch.setattr(patterns, "prove", lambda *args: (band or Band(1023, 0), None))
     else:
-        monkeypatch.setattr(patterns, "prove", masks.prove)
+        monkeypatch.setattr(patterns, "prove", bands.prove)
     call = graph.call_function(
         F.scaled_dot_product_attention,
         tuple(nodes),

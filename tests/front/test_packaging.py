@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+ROOMS = ("sage_inductor", "patterns", "lowering", "ops")
 
 
 def python(code):

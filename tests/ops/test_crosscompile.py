@@ -269,12 +269,14 @@ def calls():
     """(arguments of attention.tile_of, whether hopper.py's kernel computes the call)."""
     q = torch.empty(2, 300, 4, 128, dtype=torch.bfloat16).transpose(1, 2)
     v_fp8 = torch.empty(2, 4, 128, 384, dtype=torch.float8_e4m3fn)
-    v = torch.empty(2, 300, 4, 129, dtype=torch.bfloat16).transpose(1, 2)
+    v = torch.empty(2, 300, 4, 132, dtype=torch.bfloat16).transpose(1, 2)
     mean, mask = torch.empty(2, 4, 128), torch.ones(2, 1, 1, 300, dtype=torch.bool)
     k = torch.empty(2, 4, 384, 128, dtype=torch.int8)
     full, causal = (None, None, None, False), (None, None, 0, False)
     apart = torch.empty(*q.shape, 2, dtype=q.dtype)[..., 0]
     aligned = torch.empty_like(q)
+    starts_at_2_bytes = torch.empty(aligned.numel() + 1, dtype=q.dtype)[1:].view(2, 300, 4, 128)
+    starts_at_2_bytes = starts_at_2_bytes.transpose(1, 2)
     return {
         "full": ((q, k, v_fp8, mean, "per_row", *full), True),
         "causal": ((q, k, v_fp8, mean, "per_row", *causal), True),
@@ -290,7 +292,8 @@ def calls():
         "fp32": ((q.float(), k, v_fp8, mean, "per_row", *full), False),
         "q's channels apart": ((apart, k, v_fp8, mean, "per_row", *full), False),
         "v's rows unaligned": ((q, k, v[..., :128], mean, "per_row", *full), False),
-        "v's channels unaligned": ((q, k, aligned[..., 1:], mean, "per_row", *full), False),
+        "v's first row unaligned": ((q, k, starts_at_2_bytes, mean, "per_row", *full), False),
+        "v's channels apart": ((q, k, apart, mean, "per_row", *full), False),
         "v expanded": ((q, k, aligned[:, :1].expand(-1, 4, -1, -1), mean, "per_row", *full), False),
     }
 
@@ -338,6 +341,8 @@ def test_warpgroups_name_a_tile():
 def test_hopper_kernel_falls_back_where_gluon_is_another(monkeypatch):
     assert tiles.hopper((9, 0), "fp8", 128, False, 4096)
     assert tiles.hopper((9, 0), "fp8", 64, False, 1535) is None
+    assert tiles.hopper((9, 0), "fp8", 64, False, 1536).warpgroups == 3
+    assert [tiles.hopper((9, 0), "fp8", 128, True, N).warpgroups for N in (3071, 3072)] == [2, 3]
     assert tiles.hopper((10, 0), "fp8", 128, False, 4096) is None
     assert tiles.hopper((9, 0), "16bit", 256, False, 4096) is None
     for version in ("3.5.1", "3.8.0+git1234", "4.6.0"):

@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 import triton
+from support import arguments
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -71,9 +72,11 @@ def test_a_kernel_is_looked_up_again_for_all_that_changes_its_code(device):
     device[0] = 1
     launch.at_once(kernel, (5,), (x,), (1,), num_warps=8)
     assert len(kernel.looked_up) == 5 and not kernel.launched
-    for _ in range(2):  # not aligned: Triton tells such arguments apart
-        launch.at_once(kernel, (5,), (x[1:],), (1,), num_warps=8)
-    assert len(kernel.looked_up) == 7 and not kernel.launched
+    # Not aligned to 16 bytes, the last, the first or both: Triton tells such arguments apart.
+    for i, tensors in enumerate([(x[1:],), (x[2:],), (x[1:], x), (x, x[2:])]):
+        for _ in range(2):
+            launch.at_once(kernel, (5,), tensors, (1,), num_warps=8)
+        assert len(kernel.looked_up) == 7 + 2 * i and not kernel.launched
 
 
 def test_the_first_launch_waits_for_what_is_compiled_in_the_background(device):
@@ -106,11 +109,6 @@ def h200(monkeypatch):
     return compiled
 
 
-def arguments(q, k, v, recipe, band=FULL, prepared=(), portable=False):
-    text = (recipe if isinstance(recipe, recipes.Recipe) else recipes.NAMED[recipe]).encode()
-    return q, k, v, None, list(prepared), *band, 0.1, text, True, portable
-
-
 def qkv(N, device, D=64, heads=(8, 4, 4)):
     """Fake tensors, as while torch.compile traces."""
     with FakeTensorMode():
@@ -127,7 +125,7 @@ def test_what_is_compiled_ahead_is_what_is_launched(recipe, band, N, warpgroups,
     _compile_ahead.cache_clear()
     r = dataclasses.replace(recipes.NAMED[recipe], warpgroups=warpgroups)
     for _ in range(2):  # as layers do
-        compile_ahead(*arguments(*qkv(N, "cuda"), r, band))
+        compile_ahead(*arguments(*qkv(N, "cuda"), band == RIGHT_BELOW, 0.1, r))
     (job,) = launch._running
     assert job.result(60) is None
     launched = []
@@ -156,7 +154,7 @@ def test_nothing_is_compiled_ahead_that_inductor_compiles_or_that_is_not_known(w
     _compile_ahead.cache_clear()
     recipe = "sage2-8b" if what == "prepared by per_thread" else "sage2-8b-rows"
     x = qkv(1000, "cpu" if what == "on CPU" else "cuda")
-    args = list(arguments(*x, recipe, portable=what == "portable"))
+    args = list(arguments(*x, False, 0.1, recipe, portable=what == "portable"))
     before = list(launch._running)
     if what == "masked":
         args[3] = torch.ones(1000, 1000, dtype=torch.bool)
@@ -166,3 +164,28 @@ def test_nothing_is_compiled_ahead_that_inductor_compiles_or_that_is_not_known(w
             args[0] = torch.empty(2, 8, symbol, 64, dtype=torch.bfloat16, device="cuda")
     compile_ahead(*args)
     assert launch._running == before and not h200
+
+
+def test_calls_of_one_shape_do_not_see_each_others_tensors(h200):
+    """What such calls share is kept. Two threads may be in it: here one call is made in the midst
+    of the other, after what the first reads was put together and before it is launched."""
+    read = []
+
+    def call(v, run):
+        q = torch.empty(1, 2, 300, 64, dtype=torch.bfloat16)
+        k, k_scale = torch.empty(1, 2, 384, 64, dtype=torch.int8), torch.empty(1, 2, 6, 1)
+        args = q, k, k_scale, v, k_scale, k_scale, None, None, None, None, False, 0.1, 300
+        launch_fastest(run, torch.device("cuda", 0), *args, "per_row", True)
+        return k
+
+    def other(kernel, grid, tensors, numbers, **options):
+        read.append([x.base for x in (tensors[1], tensors[3])])
+
+    def first(kernel, grid, tensors, numbers, **options):
+        call(torch.empty(1, 2, 300, 64, dtype=torch.bfloat16), other)
+        other(kernel, grid, tensors, numbers)
+
+    v = torch.empty(1, 2, 300, 64, dtype=torch.bfloat16)
+    k = call(v, first)
+    (k_other, v_other), (k_first, v_first) = read
+    assert k_first is k and v_first is v and k_other is not k and v_other is not v

@@ -1,41 +1,22 @@
 """The oracle itself: against definitions written another way, and against exact attention."""
 
+import functools
 import math
 
 import pytest
+import support
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import exactly, kernel_inputs, relative_l1, sdpa
 from torch.testing import assert_close
 
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops import reference
-from sage_inductor.ops.sdpa import of_q, operands, prepare
 from sage_inductor.ops.smooth import smooth_q
 
-
-def qkv(B=1, H_q=2, H_kv=2, N_q=200, N_kv=300, D=64, dtype=torch.float32):
-    def make(N, H):
-        return torch.randn(B, N, H, D).to(dtype).transpose(1, 2)
-
-    k_bias = 4 * torch.randn(H_kv, 1, D).to(dtype)
-    return make(N_q, H_q), make(N_kv, H_kv) + k_bias, make(N_kv, H_kv) + 3
-
-
-def emulate(q, k, v, is_causal, scale, recipe, attn_mask=None, **band):
-    band = {"left": None, "right": 0 if is_causal else None, "bottom_right": False, **band}
-    text = recipes.NAMED[recipe].encode()
-    return torch.ops.sage.sdpa(q, k, v, attn_mask, [], *band.values(), scale, text, True, True)
-
-
-def exactly(q, k, v, is_causal, scale, attn_mask=None, **band):
-    band = {"right": 0 if is_causal else None, **band}
-    return reference.attention_exact(q, k, v, scale, attn_mask, **band)
-
-
-def relative_l1(actual, expected):
-    return ((actual - expected).abs().sum() / expected.abs().sum()).item()
+qkv = functools.partial(support.qkv, B=1, H_q=2, H_kv=2, N_q=200, N_kv=300)
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
@@ -146,7 +127,7 @@ def test_int4_is_worth_little_without_what_smoothing_q_adds():
     errors = []
     for bias in (0.0, 3.0):
         q = torch.randn(1, 2, 300, 64) + bias * torch.randn(1, 2, 1, 64)
-        out, _ = emulate(q, k, v, False, 0.125, "sage2-4b")
+        out, _ = sdpa(q, k, v, False, 0.125, "sage2-4b")
         exact, _ = exactly(q, k, v, False, 0.125)
         errors.append(relative_l1(out, exact))
     assert errors[1] < 1.2 * errors[0] and errors[0] < 0.25
@@ -288,10 +269,8 @@ def test_two_level_p_brings_each_row_of_a_tile_to_all_of_e4m3(block_n):
     q, k, v = qkv(N_q=128, N_kv=256)
     q = q + 1
     k[:, :, 128:] -= 0.25
-    r = recipes.NAMED["sage3"]
-    quantized, k_mean = operands(v, prepare(k, v, None, r))
+    quantized, means = kernel_inputs(q, k, v, "sage3")
     k_fp4, k_e4m3, k_scale, v_fp4, v_e4m3, v_scale, v_mean = quantized
-    means = of_q(q, k, k_mean, None, r)
     rest = (None, None, None, None, False, 0.4, 256, "per_16", block_n)
     out, _ = reference.attention_nvfp4(q, *quantized, *rest, *means)
     q_mean, delta = (x[:, :, :1].float() for x in means)
@@ -302,7 +281,7 @@ def test_two_level_p_brings_each_row_of_a_tile_to_all_of_e4m3(block_n):
     k_hat = unpacked(k_fp4, k_e4m3)[:, :, :256] * k_scale[..., None, None]
     v_hat = unpacked(v_fp4, v_e4m3)[..., :256].mT * v_scale[:, :, None]
     assert (
-        relative_l1(k_hat, k - k_mean[:, :, None])
+        relative_l1(k_hat, k - k.mean(2, keepdim=True))
         < 0.12
         > relative_l1(v_hat, v - v_mean[:, :, None])
     )
@@ -363,9 +342,9 @@ def test_what_is_estimated_costs_no_accuracy(family):
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
 )
 def test_emulation_is_near_exact_attention(heads, n_q, n_kv, D, is_causal, scale, recipe, dtype):
-    q, k, v = qkv(2, *heads, n_q, n_kv, D, dtype)
+    q, k, v = support.qkv(2, *heads, n_q, n_kv, D, dtype)
     scale = D**-0.5 if scale is None else scale
-    out, lse = emulate(q, k, v, is_causal, scale, recipe)
+    out, lse = sdpa(q, k, v, is_causal, scale, recipe)
     exact, exact_lse = exactly(q, k, v, is_causal, scale)
     assert out.shape == exact.shape and out.dtype == dtype and lse.dtype == torch.float32
     # v's mean of 3 included; E4M3 has 3 mantissa bits, E2M1 1, INT4 a step of a seventh.
@@ -387,7 +366,7 @@ def test_smoothing_takes_the_biases_out_of_the_error(recipe, bound):
         q, k, v = (torch.randn(1, 2, 1024, 128) for _ in range(3))
         k = k + bias * torch.randn(1, 2, 1, 128)
         v_bias = bias if recipes.NAMED[recipe].pv != "16bit" else 0.0
-        out, _ = emulate(q, k, v + v_bias, False, 128**-0.5, recipe)
+        out, _ = sdpa(q, k, v + v_bias, False, 128**-0.5, recipe)
         exact, _ = exactly(q, k, v, False, 128**-0.5)
         errors.append(relative_l1(out - v_bias, exact))
     assert errors[1] < 1.2 * errors[0] + 0.005 and max(errors) < bound
@@ -410,7 +389,7 @@ def test_lse_merges_two_halves_of_the_keys():
     """What ring attention does with it: lse must be exact about what smoothing took off."""
     q, k, v = qkv(N_kv=512)
     whole, whole_lse = exactly(q, k, v, False, 0.125)
-    halves = [emulate(q, k[:, :, s], v[:, :, s], False, 0.125, "sage1")
+    halves = [sdpa(q, k[:, :, s], v[:, :, s], False, 0.125, "sage1")
               for s in (slice(0, 256), slice(256, 512))]  # fmt: skip
     lse = torch.stack([h[1] for h in halves])
     weights = lse.softmax(0)[..., None]
@@ -423,11 +402,11 @@ def test_lse_merges_two_halves_of_the_keys():
 @pytest.mark.parametrize("which", [0, 1, 2], ids="qkv")
 @pytest.mark.parametrize("recipe", list(recipes.NAMED))
 def test_nan_and_inf_are_kept_and_stay_in_their_head(recipe, which, bad):
-    inputs = list(qkv(2))
-    clean, _ = emulate(*inputs, True, 0.125, recipe)
+    inputs = list(qkv(B=2))
+    clean, _ = sdpa(*inputs, True, 0.125, recipe)
     inputs[which] = inputs[which].clone()
     inputs[which][1, 0, 7, 3] = bad
-    out, _ = emulate(*inputs, True, 0.125, recipe)
+    out, _ = sdpa(*inputs, True, 0.125, recipe)
     exact, _ = exactly(*inputs, True, 0.125)
     assert not (exact.isfinite() < out.isfinite()).any()
     assert torch.equal(out[0], clean[0]) and torch.equal(out[1, 1], clean[1, 1])
@@ -437,9 +416,9 @@ def test_extreme_but_finite_values_stay_finite():
     for dtype, size in ((torch.bfloat16, 6e4), (torch.bfloat16, 1e-30), (torch.float16, 6e-8)):
         q, k, v = qkv(dtype=dtype)
         for recipe in recipes.NAMED:
-            out, lse = emulate(q, k, (v.float() * size).to(dtype), False, 0.125, recipe)
+            out, lse = sdpa(q, k, (v.float() * size).to(dtype), False, 0.125, recipe)
             exact, _ = exactly(q, k, (v.float() * size).to(dtype), False, 0.125)
             assert out.isfinite().all() and lse.isfinite().all()
             assert relative_l1(out.double(), exact) < 0.05 or size == 6e-8, recipe  # denormals
     zeros = torch.zeros(1, 1, 64, 64)
-    assert torch.equal(emulate(zeros, zeros, zeros, False, 1.0, "sage2-8b")[0], zeros)
+    assert torch.equal(sdpa(zeros, zeros, zeros, False, 1.0, "sage2-8b")[0], zeros)

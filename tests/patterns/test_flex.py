@@ -3,15 +3,22 @@
 `found` replaces what was found by SDPA under the claimed band and compares with eager flex.
 """
 
+import gc
+import weakref
+
 import pytest
+import support
 import torch
 import torch.nn.functional as F
+from support import band_mask, run_seen
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from sage_inductor import cost
 from sage_inductor.decide import _kind
-from sage_inductor.patterns.call import CAUSAL, FULL, Band, Survey
+from sage_inductor.patterns import flex
+from sage_inductor.patterns.call import CAUSAL, FULL, Band
 from sage_inductor.patterns.flex import find
+from sage_inductor.patterns.graph import GraphIndex
 
 
 def causal(b, h, i, j):
@@ -30,32 +37,25 @@ def everything(b, h, i, j):
     return i >= 0
 
 
-def sdpa_under(band, n_q, n_kv):
-    distance = torch.arange(n_kv) - torch.arange(n_q)[:, None] - (n_kv - n_q) * band.bottom_right
-    mask = torch.ones(n_q, n_kv, dtype=torch.bool)
-    mask &= True if band.left is None else distance >= -band.left
-    return mask & (True if band.right is None else distance <= band.right)
-
-
 def find_all(graph) -> list:
-    survey = Survey(graph)
-    return [call for node in list(graph.nodes) if (call := find(node, survey))]
+    index = GraphIndex(graph)
+    return [call for node in list(graph.nodes) if (call := find(node, index))]
 
 
 def found(function, *inputs, **options):
     """(band, reason) of the only call, which is replaced where a band was found."""
     calls = []
 
-    def backend(gm, _):
+    def see(gm):
         (call,) = find_all(gm.graph)
         calls.append(call)
-        assert Survey(gm.graph).functorch_depth(call.node) == 0
+        assert GraphIndex(gm.graph).functorch_depth(call.node) == 0
         assert tuple(call.out.shape) == tuple(call.node.meta["example_value"].shape)
         if call.refused:
-            return gm.forward
+            return
 
         def attention(q, k, v):
-            mask = sdpa_under(call.band, q.shape[2], k.shape[2])
+            mask = band_mask(call.band, q.shape[2], k.shape[2])
             return F.scaled_dot_product_attention(
                 q, k, v, mask, scale=call.scale, enable_gqa=call.enable_gqa
             ).nan_to_num(0)
@@ -67,15 +67,14 @@ def found(function, *inputs, **options):
         for node in dict.fromkeys((call.node, *hop.users, hop)):
             gm.graph.erase_node(node)
         gm.recompile()
-        return gm.forward
 
-    out = torch.compile(function, backend=backend, fullgraph=True, **options)(*inputs)
+    out = run_seen(function, *inputs, see=see, **options)
     torch.testing.assert_close(out, function(*inputs))
     return None if calls[-1].refused else calls[-1].band, calls[-1].refused
 
 
-def qkv(N=300, N_kv=None, H=2, H_kv=2, B=1):
-    return torch.randn(B, H, N, 64), *(torch.randn(B, H_kv, N_kv or N, 64) for _ in range(2))
+def random_qkv(N=300, N_kv=None, H=2, H_kv=2):
+    return support.random_qkv(1, H, H_kv, N, N_kv)
 
 
 def masked(mask_mod, **options):
@@ -91,7 +90,7 @@ def masked(mask_mod, **options):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_without_a_block_mask_it_is_full_attention(dynamic):
-    assert found(flex_attention, *qkv(), dynamic=dynamic) == (FULL, None)
+    assert found(flex_attention, *random_qkv(), dynamic=dynamic) == (FULL, None)
 
 
 @pytest.mark.parametrize(
@@ -106,20 +105,20 @@ def test_without_a_block_mask_it_is_full_attention(dynamic):
     ],
 )
 def test_a_block_mask_made_inside_is_proven(mask_mod, N, band):
-    assert found(masked(mask_mod), *qkv(N)) == (band, None)
+    assert found(masked(mask_mod), *random_qkv(N)) == (band, None)
 
 
 def test_queries_and_keys_of_two_lengths():
-    assert found(masked(causal), *qkv(140, 300)) == (CAUSAL, None)
+    assert found(masked(causal), *random_qkv(140, 300)) == (CAUSAL, None)
 
     def last(b, h, i, j):
         return j <= i + 160
 
-    assert found(masked(last), *qkv(140, 300)) == (Band(None, 0, bottom_right=True), None)
+    assert found(masked(last), *random_qkv(140, 300)) == (Band(None, 0, bottom_right=True), None)
 
 
 def test_gqa_and_scale_are_kept():
-    assert found(masked(causal, enable_gqa=True, scale=0.3), *qkv(H=4)) == (CAUSAL, None)
+    assert found(masked(causal, enable_gqa=True, scale=0.3), *random_qkv(H=4)) == (CAUSAL, None)
 
 
 def shifted(score, b, h, i, j):
@@ -128,11 +127,11 @@ def shifted(score, b, h, i, j):
 
 def test_a_score_mod_is_refused():
     function = masked(causal, score_mod=shifted)
-    assert found(function, *qkv()) == (None, "score_mod changes the scores")
+    assert found(function, *random_qkv()) == (None, "score_mod changes the scores")
 
 
 def test_a_score_mod_that_changes_nothing_is_not():
-    assert found(masked(causal, score_mod=lambda score, b, h, i, j: score), *qkv()) == (
+    assert found(masked(causal, score_mod=lambda score, b, h, i, j: score), *random_qkv()) == (
         CAUSAL,
         None,
     )
@@ -147,18 +146,18 @@ def test_a_captured_tensor_is_refused():
         return flex_attention(q, k, v, block_mask=blocks)
 
     reason = "score_mod or mask_mod captures tensors or symbolic lengths"
-    assert found(function, *qkv(), torch.arange(300) // 100) == (None, reason)
+    assert found(function, *random_qkv(), torch.arange(300) // 100) == (None, reason)
 
 
 def test_a_block_mask_made_outside_is_refused():
     blocks = create_block_mask(causal, None, None, 300, 300, device="cpu")
-    band, reason = found(lambda q, k, v: flex_attention(q, k, v, block_mask=blocks), *qkv())
+    band, reason = found(lambda q, k, v: flex_attention(q, k, v, block_mask=blocks), *random_qkv())
     assert band is None and "made outside the compiled function is data" in reason
 
 
 def test_a_block_mask_of_dynamic_lengths_is_refused():
     reason = "a BlockMask of dynamic lengths cannot be evaluated"
-    assert found(masked(causal), *qkv(), dynamic=True) == (None, reason)
+    assert found(masked(causal), *random_qkv(), dynamic=True) == (None, reason)
 
 
 def test_another_mask_is_refused():
@@ -170,11 +169,11 @@ def test_another_mask_is_refused():
 
     for mask_mod in (blocks_of_64, per_head):
         reason = "mask_mod is not full, causal or a sliding window"
-        assert found(masked(mask_mod), *qkv()) == (None, reason)
+        assert found(masked(mask_mod), *random_qkv()) == (None, reason)
 
 
 def from_blocks(partial, full=None):
-    """flex_attention over the listed blocks of 128 keys, two for each of two blocks of queries."""
+    """flex_attention over the listed blocks of 128 keys, up to two for each block of queries."""
 
     def function(q, k, v):
         lists = []
@@ -204,13 +203,27 @@ def test_listed_blocks_must_be_those_of_the_band(partial, full, valid):
     reason = "the BlockMask's blocks are not those of its mask_mod"
     expected = (CAUSAL, None) if valid else (None, reason)
     calls = []
-
-    def backend(gm, _):
-        calls.extend(find_all(gm.graph))
-        return gm.forward
-
-    torch.compile(from_blocks(partial, full), backend=backend, fullgraph=True)(*qkv(256))
+    run_seen(
+        from_blocks(partial, full),
+        *random_qkv(256),
+        see=lambda gm: calls.extend(find_all(gm.graph)),
+    )
     assert [(None if call.refused else call.band, call.refused) for call in calls] == [expected]
+
+
+def test_one_listed_block_is_all_there_is_only_up_to_its_size():
+    """What flex_attention makes of block_mask=None lists the first block, of 2**30 keys."""
+
+    def function(q, k, v):
+        counts = torch.ones(1, 1, 1, dtype=torch.int32)
+        index = torch.zeros(1, 1, 1, 2, dtype=torch.int32)
+        blocks = BlockMask.from_kv_blocks(
+            counts, index, BLOCK_SIZE=128, mask_mod=everything, seq_lengths=(128, k.shape[2])
+        )
+        return flex_attention(q, k, v, block_mask=blocks)
+
+    reason = "the BlockMask's blocks are not those of its mask_mod"
+    assert found(function, *random_qkv(128, 256)) == (None, reason)
 
 
 def test_a_block_mask_of_random_numbers_is_refused():
@@ -220,18 +233,18 @@ def test_a_block_mask_of_random_numbers_is_refused():
         blocks = BlockMask.from_kv_blocks(counts, index, BLOCK_SIZE=128, mask_mod=causal)
         return flex_attention(q, k, v, block_mask=blocks)
 
-    assert found(function, *qkv(256)) == (None, "a BlockMask of random numbers is data")
+    assert found(function, *random_qkv(256)) == (None, "a BlockMask of random numbers is data")
 
 
 def test_a_used_logsumexp_is_refused():
     function = masked(causal, return_lse=True)
-    assert found(function, *qkv()) == (None, "the logsumexp or the maxima are used")
+    assert found(function, *random_qkv()) == (None, "the logsumexp or the maxima are used")
 
 
 def test_a_block_mask_too_large_to_evaluate_is_refused(monkeypatch):
-    monkeypatch.setattr("sage_inductor.patterns.flex.LARGEST", 1000)
+    monkeypatch.setattr("sage_inductor.patterns.flex.MAX_EVALUATED", 1000)
     reason = "a BlockMask this large is not evaluated: 300 x 300"
-    assert found(masked(causal), *qkv()) == (None, reason)
+    assert found(masked(causal), *random_qkv()) == (None, reason)
 
 
 def test_exported_calls_are_found():
@@ -239,37 +252,54 @@ def test_exported_calls_are_found():
         def forward(self, q, k, v):
             return masked(causal)(q, k, v)
 
-    graph = torch.export.export(Model(), qkv()).graph
+    graph = torch.export.export(Model(), random_qkv()).graph
     (call,) = find_all(graph)
     assert (call.band, call.refused) == (CAUSAL, None)
+
+
+def test_the_layers_of_a_model_evaluate_their_block_mask_once(monkeypatch):
+    evaluated = []
+    evaluate = flex._evaluate
+    monkeypatch.setattr(flex, "_evaluate", lambda *args: evaluated.append(0) or evaluate(*args))
+
+    def layers(q, k, v):
+        blocks = create_block_mask(causal, None, None, 300, 300, device=q.device)
+        return flex_attention(flex_attention(q, k, v, block_mask=blocks), k, v, block_mask=blocks)
+
+    run_seen(layers, *random_qkv(), see=lambda gm: find_all(gm.graph))
+    assert len(evaluated) == 1
+
+
+def test_a_graph_that_was_looked_at_is_not_kept_alive():
+    graphs = []
+
+    def see(gm):
+        graphs.append(weakref.ref(gm.graph))
+        assert find_all(gm.graph)[0].refused is None
+
+    run_seen(masked(causal), *random_qkv(), see=see)
+    torch._dynamo.reset()
+    gc.collect()
+    assert graphs[0]() is None
 
 
 def test_depth_counts_open_transforms():
     depths = []
 
-    def backend(gm, _):
+    def see(gm):
         nodes = (n for n in gm.graph.nodes if n.target in (torch.sin, torch.cos))
-        depths.extend(map(Survey(gm.graph).functorch_depth, nodes))
-        return gm.forward
+        depths.extend(map(GraphIndex(gm.graph).functorch_depth, nodes))
 
-    def function(x):
-        return torch.cos(torch.vmap(torch.sin)(x))
-
-    torch.compile(function, backend=backend, fullgraph=True)(torch.randn(3, 4))
+    run_seen(lambda x: torch.cos(torch.vmap(torch.sin)(x)), torch.randn(3, 4), see=see)
     assert depths == [1, 0]
 
 
 def test_a_window_that_flex_computes_is_not_measured_by_sdpas_mask():
     """flex was faster than ours at D=64 (bench: masks): where nothing was measured, it stays."""
 
-    def backend(gm, _):
+    def see(gm):
         (call,) = find_all(gm.graph)
         assert call.refused is None and _kind(call) == "flex window"
-        return gm.forward
 
-    def attend(q, k, v):
-        mask = create_block_mask(window, None, None, 256, 256, device=q.device)
-        return flex_attention(q, k, v, block_mask=mask)
-
-    torch.compile(attend, backend=backend, fullgraph=True)(*(torch.randn(1, 2, 256, 16),) * 3)
+    run_seen(masked(window), *random_qkv(256), see=see)
     assert not any(kind == "flex window" for *_, kind in cost.CROSSOVER)

@@ -13,10 +13,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import TestCase
+from support import calls, run_seen
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from sage_inductor.patterns.call import CAUSAL, FULL, Survey, op_name, value_of
+from sage_inductor.patterns.call import CAUSAL, FULL
+from sage_inductor.patterns.graph import GraphIndex, op_name, value_of
 from sage_inductor.patterns.modules import find
 
 B, L, S, E, H = 3, 7, 5, 16, 4
@@ -26,10 +28,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, on masks of tw
 
 def with_sdpa(gm) -> list:
     """Replace what `find` finds by SDPA; the Calls. Refused ones leave the graph as it was."""
-    found, survey = [], Survey(gm.graph)
+    found, index = [], GraphIndex(gm.graph)
     for node in list(gm.graph.nodes):
         before = str(gm.graph)
-        call = find(node, survey)
+        call = find(node, index)
         if call is None:
             assert str(gm.graph) == before
             continue
@@ -62,16 +64,13 @@ def capture(function, *inputs, **compile_options):
     """(what the compiled function returns, its Calls, its graphs)"""
     found, graphs = [], []
 
-    def backend(gm, example_inputs):
+    def see(gm):
         for each in gm.modules():
             if isinstance(each, torch.fx.GraphModule):
                 found.extend(with_sdpa(each))
         graphs.append(gm)
-        return gm.forward
 
-    torch._dynamo.reset()
-    compiled = torch.compile(function, backend=backend, fullgraph=True, **compile_options)
-    return compiled(*inputs), found, graphs
+    return run_seen(function, *inputs, see=see, **compile_options), found, graphs
 
 
 def check(module, *inputs, dtype=torch.float64, **kwargs):
@@ -326,6 +325,31 @@ def test_a_float_mask_written_after_it_was_bool_stays_float():
     assert value_of(call.attn_mask).dtype == torch.float64
 
 
+@pytest.mark.parametrize("kind", ["attention", "fast path"])
+def test_a_bool_mask_that_is_used_again_is_read_as_it_was(kind):
+    """Each module makes a float mask of it; the bool one changes before the attention."""
+
+    class Reused(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = encoder_layer() if kind == "fast path" else nn.MultiheadAttention(E, H)
+
+        def forward(self, x, hidden):
+            mask = torch.zeros_like(hidden, dtype=x.dtype).masked_fill_(hidden, -torch.inf)
+            hidden[:, 1:] = True  # through a view
+            if kind == "fast path":
+                return self.layer(x, mask)
+            return self.layer(x, x, x, attn_mask=mask)[0]
+
+    module, x = (
+        Reused().eval(),
+        torch.randn(L, B, E) if kind == "attention" else torch.randn(B, L, E),
+    )
+    with torch.no_grad():
+        out, (call,), _ = capture(module, x, CAUSAL_MASK.clone())
+        torch.testing.assert_close(out, module(x, CAUSAL_MASK.clone()), rtol=1e-5, atol=1e-5)
+
+
 # -- what is refused -----------------------------------------------------------------------------
 
 
@@ -389,7 +413,7 @@ def test_a_tuple_that_is_passed_on_is_refused():
     mha.meta["example_value"] = (values[0], None)
     graph.output(mha)
     before = str(graph)
-    call = find(mha, Survey(graph))
+    call = find(mha, GraphIndex(graph))
     assert call.refused == "the output is not used, or as one with the attention weights"
     assert str(graph) == before
 
@@ -451,7 +475,7 @@ def test_autocast_regions_nest_and_end():
 
     _, _, (gm,) = capture(forward, torch.rand(3))
     enabled = {
-        node.target: [arguments[2] for arguments in Survey(gm.graph).autocasts_around(node)]
+        node.target: [arguments[2] for arguments in GraphIndex(gm.graph).autocasts_around(node)]
         for node in gm.graph.nodes
         if node.op == "call_method"
     }
@@ -600,15 +624,8 @@ def test_transformers(batch_first, training):
 # -- golden graphs -------------------------------------------------------------------------------
 
 
-def calls(graph) -> str:
-    """One call per line."""
-    lines = []
-    for node in graph.nodes:
-        if node.op in ("call_function", "call_method"):
-            target = getattr(node.target, "__name__", node.target)
-            arguments = [*map(str, node.args), *(f"{k}={v}" for k, v in node.kwargs.items())]
-            lines.append(f"{node.name} = {target}({', '.join(arguments)})")
-    return re.sub(r"[lg]_(\w+_)?(modules|parameters)_", "", "\n".join(lines))
+def golden(graph) -> str:
+    return re.sub(r"[lg]_(\w+_)?(modules|parameters)_", "", calls(graph))
 
 
 class TestGoldenGraphs(TestCase):
@@ -616,66 +633,18 @@ class TestGoldenGraphs(TestCase):
         module, x = nn.MultiheadAttention(E, H, batch_first=True), torch.randn(B, L, E)
         _, _, (gm,) = capture(lambda x: module(x, x, x, PADDED)[0], x)
         self.assertExpectedInline(
-            calls(gm.graph),
+            golden(gm.graph),
             """\
-zeros_like = zeros_like(g_padded_, dtype=torch.float32)
-mask = masked_fill_(zeros_like, g_padded_, -inf)
-query = transpose(l_x_, 1, 0)
-linear = linear(l_x_, in_proj_weight_, in_proj_bias_)
-unflatten = unflatten(linear, -1, (3, 4, -1))
-permute = permute(unflatten, (2, 0, 3, 1, 4))
-unbind = unbind(permute)
-getitem_2 = getitem(unbind, 0)
-getitem_3 = getitem(unbind, 1)
-getitem_4 = getitem(unbind, 2)
-unsqueeze = unsqueeze(g_padded_, 1)
-unsqueeze_1 = unsqueeze(unsqueeze, 1)
-logical_not = logical_not(unsqueeze_1)
-scaled_dot_product_attention = scaled_dot_product_attention(getitem_2, getitem_3, getitem_4, logical_not, is_causal=False)
-transpose_2 = transpose(scaled_dot_product_attention, 1, 2)
-flatten = flatten(transpose_2, 2)
-linear_1 = linear(flatten, weight_, bias_)
-transpose_3 = transpose(linear_1, 0, 1)
-contiguous_default = contiguous.default(transpose_3)
-attn_output_1 = transpose(contiguous_default, 1, 0)""",
+unbind = unbind(permute(unflatten(linear(l_x_, in_proj_weight_, in_proj_bias_), -1, [3, 4, -1]), [2, 0, 3, 1, 4]))
+scaled_dot_product_attention = scaled_dot_product_attention(unbind[0], unbind[1], unbind[2], logical_not(unsqueeze(unsqueeze(g_padded_, 1), 1)), is_causal=False)""",
         )
 
     def test_encoder_layer(self):
         with torch.no_grad():
             _, _, (gm,) = capture(encoder_layer().eval(), torch.randn(B, L, E), CAUSAL_MASK, PADDED)
         self.assertExpectedInline(
-            calls(gm.graph),
+            golden(gm.graph),
             """\
-zeros_like = zeros_like(l_args_2_, dtype=torch.float32)
-mask = masked_fill_(zeros_like, l_args_2_, -inf)
-zeros_like_1 = zeros_like(l_args_1_, dtype=torch.float32)
-mask_1 = masked_fill_(zeros_like_1, l_args_1_, -inf)
-view = view(mask_1, 1, 1, 7, 7)
-attn_mask_expanded = expand(view, 3, 4, -1, -1)
-view_1 = view(mask, 3, 1, 1, 7)
-key_padding_mask_expanded = expand(view_1, -1, 4, -1, -1)
-merged_mask = add(attn_mask_expanded, key_padding_mask_expanded)
-linear = linear(l_args_0_, in_proj_weight_, in_proj_bias_)
-unflatten = unflatten(linear, -1, (3, 4, -1))
-permute = permute(unflatten, (2, 0, 3, 1, 4))
-unbind = unbind(permute)
-getitem = getitem(unbind, 0)
-getitem_1 = getitem(unbind, 1)
-getitem_2 = getitem(unbind, 2)
-view_default = view.default(l_args_1_, [1, 1, 7, 7])
-view_default_1 = view.default(l_args_2_, [3, 1, 1, 7])
-logical_or = logical_or(view_default, view_default_1)
-logical_not = logical_not(logical_or)
-scaled_dot_product_attention = scaled_dot_product_attention(getitem, getitem_1, getitem_2, logical_not, is_causal=False)
-transpose = transpose(scaled_dot_product_attention, 1, 2)
-flatten = flatten(transpose, 2)
-linear_1 = linear(flatten, weight_, bias_)
-add_1 = add(l_args_0_, linear_1)
-layer_norm = layer_norm(add_1, normalized_shape=(16,), weight=weight_, bias=bias_, eps=1e-05)
-linear_2 = linear(layer_norm, weight_, bias_)
-relu = relu(linear_2)
-linear_3 = linear(relu, weight_, bias_)
-add_2 = add(layer_norm, linear_3)
-layer_norm_1 = layer_norm(add_2, normalized_shape=(16,), weight=weight_, bias=bias_, eps=1e-05)
-contiguous_default = contiguous.default(layer_norm_1)""",
+unbind = unbind(permute(unflatten(linear(l_args_0_, in_proj_weight_, in_proj_bias_), -1, [3, 4, -1]), [2, 0, 3, 1, 4]))
+scaled_dot_product_attention = scaled_dot_product_attention(unbind[0], unbind[1], unbind[2], logical_not(logical_or(view(l_args_1_, [1, 1, 7, 7]), view(l_args_2_, [3, 1, 1, 7]))), is_causal=False)""",
         )

@@ -12,15 +12,18 @@ import sys
 from unittest import mock
 
 import pytest
+import support
 import torch
 import torch.nn.functional as F
 from expecttest import TestCase
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import calls, run_seen
 from torch import nn
 
-from sage_inductor.patterns import handwritten
-from sage_inductor.patterns.call import CAUSAL, Survey, op_name, value_of
+from sage_inductor.patterns.call import FULL
+from sage_inductor.patterns.graph import GraphIndex, value_of
+from sage_inductor.patterns.softmax.build import find
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -30,7 +33,7 @@ def canonicalise(gm: torch.fx.GraphModule) -> tuple[list, list[str]]:
     taken, reasons = [], []
     for node in list(gm.graph.nodes):
         before = str(gm.graph)
-        call = handwritten.find(node, Survey(gm.graph))
+        call = find(node, GraphIndex(gm.graph))
         if call is None or call.refused:
             if call:
                 call.emit.undo()
@@ -40,10 +43,10 @@ def canonicalise(gm: torch.fx.GraphModule) -> tuple[list, list[str]]:
         target = F.scaled_dot_product_attention
         if call.emit.key == "val":  # an exported graph holds nothing but aten
             target = torch.ops.aten.scaled_dot_product_attention.default
-        new = call.emit(
-            target, call.q, call.k, call.v, attn_mask=call.attn_mask, is_causal=call.band == CAUSAL,
-            scale=call.scale, enable_gqa=call.enable_gqa,
-        )  # fmt: skip
+        assert call.band == FULL  # bands are for who proves masks
+        mask = {} if call.attn_mask is None else {"attn_mask": call.attn_mask}
+        gqa = {"enable_gqa": True} if call.enable_gqa else {}
+        new = call.emit(target, call.q, call.k, call.v, **mask, scale=call.scale, **gqa)
         assert value_of(new).shape == call.out.shape and value_of(new).dtype == call.out.dtype
         result = call.finish(new)
         assert value_of(result).shape == value_of(call.node).shape
@@ -58,45 +61,31 @@ def canonicalise(gm: torch.fx.GraphModule) -> tuple[list, list[str]]:
 
 
 def capture(function, *inputs, dynamic=None, **kwargs):
-    """Run `function` compiled with the canonicalised graph: (graph, taken, reasons, its result)."""
-    graphs, taken, reasons = [], [], []
+    """Run `function` compiled with the canonicalised graph: (its calls, taken, reasons, its result)."""
+    found = []
 
-    def backend(gm, example_inputs):
-        found = canonicalise(gm)
-        taken.extend(found[0])
-        reasons.extend(found[1])
-        graphs.append(gm.graph)
-        return gm.forward
+    def see(gm):
+        known = set(gm.graph.nodes)
+        found.extend(canonicalise(gm))
+        found.append(calls(gm.graph, known))
 
-    torch._dynamo.reset()
-    compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)
-    result = compiled(*inputs, **kwargs)
-    return graphs[0], taken, reasons, result
+    result = run_seen(function, *inputs, see=see, kwargs=kwargs, dynamic=dynamic)
+    taken, reasons, golden = found
+    return golden, taken, reasons, result
 
 
-def calls(graph) -> str:
-    lines = []
-    for node in graph.nodes:
-        if op_name(node):
-            overload = isinstance(node.target, torch._ops.OpOverload)
-            arguments = [*map(str, node.args), *(f"{k}={v}" for k, v in node.kwargs.items())]
-            target = str(node.target) if overload else op_name(node)
-            lines.append(f"{node.name} = {target}({', '.join(arguments)})")
-    return "\n".join(lines)
-
-
-def qkv(B=2, H=4, N_q=8, N_k=8, D=16, dtype=torch.float64):
-    return [torch.randn(B, H, n, D, dtype=dtype) for n in (N_q, N_k, N_k)]
+def random_qkv(**sizes):
+    return support.random_qkv(**{**dict(N=8, D=16, dtype=torch.float64), **sizes})
 
 
 def check(function, *inputs, number=1, **options):
-    """All of the attention of `function` is taken, and the result is eager's; the graph."""
+    """All of the attention of `function` is taken, and the result is eager's; the calls."""
     expected = function(*inputs)
-    graph, taken, reasons, actual = capture(function, *inputs, **options)
+    golden, taken, reasons, actual = capture(function, *inputs, **options)
     assert len(taken) == number and not reasons, reasons
     atol = 1e-6 if function in BETWEEN_CASTS else 1e-12
     torch.testing.assert_close(actual, expected, rtol=0, atol=atol)
-    return graph
+    return golden
 
 
 MASK = torch.ones(8, 8, dtype=torch.bool).tril()
@@ -273,276 +262,40 @@ class Spelling(nn.Module):
 
 
 class TestGoldenGraphs(TestCase):
-    def test_textbook(self):
+    def test_every_spelling_becomes_one_call(self):
+        found = [f"{name}: {check(f, *random_qkv())}" for name, f in SPELLINGS.items()]
         self.assertExpectedInline(
-            calls(check(textbook, *qkv())),
+            "\n".join(found),
             """\
-transpose = transpose(l_k_, -1, -2)
-scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, attn_mask=None, is_causal=False, scale=0.25, enable_gqa=False)""",
-        )
-
-    def test_transformers_llama(self):
-        self.assertExpectedInline(
-            calls(check(transformers_llama, *qkv())),
-            """\
-k = getitem(l_k_, (slice(None, None, None), slice(None, 2, None)))
-v = getitem(l_v_, (slice(None, None, None), slice(None, 2, None)))
-getitem_2 = getitem(k, (slice(None, None, None), slice(None, None, None), None, slice(None, None, None), slice(None, None, None)))
-expand = expand(getitem_2, 2, 2, 2, 8, 16)
-k_1 = reshape(expand, 2, 4, 8, 16)
-getitem_3 = getitem(v, (slice(None, None, None), slice(None, None, None), None, slice(None, None, None), slice(None, None, None)))
-expand_1 = expand(getitem_3, 2, 2, 2, 8, 16)
-v_1 = reshape(expand_1, 2, 4, 8, 16)
-where = where(g_mask_, 0.0, -3.4028234663852886e+38)
-to = to(where, torch.float64)
-mask = getitem(to, (None, None))
-transpose = transpose(k_1, 2, 3)
-scaled_dot_product_attention = scaled_dot_product_attention(l_q_, k, v, attn_mask=mask, is_causal=False, scale=0.25, enable_gqa=True)
-transpose_1 = transpose(scaled_dot_product_attention, 1, 2)
-contiguous = contiguous(transpose_1)""",
-        )
-
-    def test_transformers_gpt2(self):
-        self.assertExpectedInline(
-            calls(check(transformers_gpt2, *qkv())),
-            """\
-transpose = transpose(l_k_, -1, -2)
-full = full([], 4.0, dtype=torch.float64, device=cpu)
-low = full([], -1.7976931348623157e+308, dtype=torch.float64, device=cpu)
-getitem = getitem(g_mask_, (None, None))
-_log_api_usage_once = _log_api_usage_once(python.nn_module)
-logical_not_default = aten.logical_not.default(getitem)
-zeros_like_default = aten.zeros_like.default(logical_not_default, dtype=torch.float64)
-masked_fill_scalar = aten.masked_fill.Scalar(zeros_like_default, logical_not_default, -1e+30)
-scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, attn_mask=masked_fill_scalar, is_causal=False, scale=0.25, enable_gqa=False)
-transpose_1 = transpose(scaled_dot_product_attention, 1, 2)""",
-        )
-
-    def test_transformers_t5(self):
-        self.assertExpectedInline(
-            calls(check(transformers_t5, *qkv())),
-            """\
-transpose = transpose(l_k_, 3, 2)
-scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, attn_mask=g_bias_, is_causal=False, scale=1.0, enable_gqa=False)""",
-        )
-
-    def test_transformers_bloom(self):
-        self.assertExpectedInline(
-            calls(check(transformers_bloom, *qkv())),
-            """\
-q3 = reshape(l_q_, 8, 8, 16)
-k3 = reshape(l_k_, 8, 8, 16)
-v3 = reshape(l_v_, 8, 8, 16)
-transpose = transpose(k3, -1, -2)
-logical_not = logical_not(g_padding_)
-unflatten_int = aten.unflatten.int(q3, 0, [2, 4])
-unflatten_int_1 = aten.unflatten.int(k3, 0, [2, 4])
-unflatten_int_2 = aten.unflatten.int(g_alibi_, 0, [2, 4])
-zeros_like_default = aten.zeros_like.default(logical_not, dtype=torch.float64)
-masked_fill_scalar = aten.masked_fill.Scalar(zeros_like_default, logical_not, -1e+30)
-add_tensor = aten.add.Tensor(unflatten_int_2, masked_fill_scalar)
-unflatten_int_3 = aten.unflatten.int(v3, 0, [2, 4])
-scaled_dot_product_attention = scaled_dot_product_attention(unflatten_int, unflatten_int_1, unflatten_int_3, attn_mask=add_tensor, is_causal=False, scale=0.25, enable_gqa=False)
-flatten_using_ints = aten.flatten.using_ints(scaled_dot_product_attention, 0, 1)
-view_2 = view(flatten_using_ints, 2, 4, 8, 16)
-permute = permute(view_2, 0, 2, 1, 3)""",
-        )
-
-    def test_transformers_opt(self):
-        self.assertExpectedInline(
-            calls(check(transformers_opt, *qkv())),
-            """\
-x = mul(l_q_, 0.25)
-q = reshape(x, 8, 8, 16)
-k = reshape(l_k_, 8, 8, 16)
-v = reshape(l_v_, 8, 8, 16)
-transpose = transpose(k, 1, 2)
-unflatten_int = aten.unflatten.int(q, 0, [2, 4])
-unflatten_int_1 = aten.unflatten.int(k, 0, [2, 4])
-unflatten_int_2 = aten.unflatten.int(g_alibi_, 0, [2, 4])
-add_tensor = aten.add.Tensor(g_bias_, unflatten_int_2)
-unflatten_int_3 = aten.unflatten.int(v, 0, [2, 4])
-scaled_dot_product_attention = scaled_dot_product_attention(unflatten_int, unflatten_int_1, unflatten_int_3, attn_mask=add_tensor, is_causal=False, scale=1.0, enable_gqa=False)
-flatten_using_ints = aten.flatten.using_ints(scaled_dot_product_attention, 0, 1)""",
-        )
-
-    def test_timm_vit(self):
-        self.assertExpectedInline(
-            calls(check(timm_vit, *qkv())),
-            """\
-q = mul(l_q_, 0.25)
-transpose = transpose(l_k_, -2, -1)
-_log_api_usage_once = _log_api_usage_once(python.nn_module)
-scaled_dot_product_attention = scaled_dot_product_attention(q, l_k_, l_v_, attn_mask=None, is_causal=False, scale=1.0, enable_gqa=False)
-transpose_1 = transpose(scaled_dot_product_attention, 1, 2)
-reshape = reshape(transpose_1, 2, 8, 64)""",
-        )
-
-    def test_diffusers_processor(self):
-        self.assertExpectedInline(
-            calls(check(diffusers_processor, *qkv())),
-            """\
-q = reshape(l_q_, 8, 8, 16)
-k = reshape(l_k_, 8, 8, 16)
-v = reshape(l_v_, 8, 8, 16)
-empty = empty(8, 8, 8, dtype=torch.float64, device=cpu)
-transpose = transpose(k, -1, -2)
-unsqueeze_default = aten.unsqueeze.default(q, 0)
-unsqueeze_default_1 = aten.unsqueeze.default(k, 0)
-unsqueeze_default_2 = aten.unsqueeze.default(v, 0)
-scaled_dot_product_attention = scaled_dot_product_attention(unsqueeze_default, unsqueeze_default_1, unsqueeze_default_2, attn_mask=None, is_causal=False, scale=0.25, enable_gqa=False)
-squeeze_dim = aten.squeeze.dim(scaled_dot_product_attention, 0)""",
-        )
-
-    def test_nano_gpt(self):
-        self.assertExpectedInline(
-            calls(check(nano_gpt, *qkv())),
-            """\
-transpose = transpose(l_k_, -2, -1)
-long = long(g_mask_)
-getitem = getitem(long, (None, None, slice(None, 8, None), slice(None, 8, None)))
-eq = eq(getitem, 0)
-logical_not_default = aten.logical_not.default(eq)
-scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, attn_mask=logical_not_default, is_causal=False, scale=0.25, enable_gqa=False)""",
-        )
-
-    def test_x_transformers(self):
-        self.assertExpectedInline(
-            calls(check(x_transformers, *qkv())),
-            """\
-invert = invert(g_padding_)
-invert_1 = invert(g_mask_)
-logical_or_default = aten.logical_or.default(invert, invert_1)
-zeros_like_default = aten.zeros_like.default(logical_or_default, dtype=torch.float64)
-masked_fill_scalar = aten.masked_fill.Scalar(zeros_like_default, logical_or_default, -1e+30)
-scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, attn_mask=masked_fill_scalar, is_causal=False, scale=0.25, enable_gqa=False)""",
-        )
-
-    def test_einsum_bnhd(self):
-        self.assertExpectedInline(
-            calls(check(einsum_bnhd, *qkv())),
-            """\
-q = transpose(l_q_, 1, 2)
-k = transpose(l_k_, 1, 2)
-v = transpose(l_v_, 1, 2)
-permute_default = aten.permute.default(q, [0, 2, 1, 3])
-permute_default_1 = aten.permute.default(k, [0, 2, 1, 3])
-permute_default_2 = aten.permute.default(v, [0, 2, 1, 3])
-scaled_dot_product_attention = scaled_dot_product_attention(permute_default, permute_default_1, permute_default_2, attn_mask=None, is_causal=False, scale=0.25, enable_gqa=False)
-permute_default_3 = aten.permute.default(scaled_dot_product_attention, [0, 2, 1, 3])""",
-        )
-
-    def test_einsum_with_queries_before_heads(self):
-        self.assertExpectedInline(
-            calls(check(einsum_with_queries_before_heads, *qkv())),
-            """\
-getitem = getitem(g_bias_, (0, slice(None, 1, None), slice(None, None, None), None))
-permute_default = aten.permute.default(getitem, [0, 2, 1, 3])
-scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, attn_mask=permute_default, is_causal=False, scale=1.0, enable_gqa=False)""",
-        )
-
-    def test_transposed_elsewhere(self):
-        self.assertExpectedInline(
-            calls(check(transposed_elsewhere, *qkv())),
-            """\
-permute = permute(l_k_, 0, 1, 3, 2)
-k = mul(permute, 0.5)
-transpose_int = aten.transpose.int(k, -2, -1)
-scaled_dot_product_attention = scaled_dot_product_attention(l_q_, transpose_int, l_v_, attn_mask=None, is_causal=False, scale=0.25, enable_gqa=False)""",
-        )
-
-    def test_three_dimensions(self):
-        self.assertExpectedInline(
-            calls(check(three_dimensions, *qkv())),
-            """\
-q = flatten(l_q_, 0, 1)
-k = flatten(l_k_, 0, 1)
-v = flatten(l_v_, 0, 1)
-getattr_1 = getattr(k, mT)
-unsqueeze_default = aten.unsqueeze.default(q, 0)
-unsqueeze_default_1 = aten.unsqueeze.default(k, 0)
-unsqueeze_default_2 = aten.unsqueeze.default(v, 0)
-scaled_dot_product_attention = scaled_dot_product_attention(unsqueeze_default, unsqueeze_default_1, unsqueeze_default_2, attn_mask=None, is_causal=False, scale=0.125, enable_gqa=False)
-squeeze_dim = aten.squeeze.dim(scaled_dot_product_attention, 0)""",
-        )
-
-    def test_masked_in_place(self):
-        self.assertExpectedInline(
-            calls(check(masked_in_place, *qkv())),
-            """\
-getattr_1 = getattr(l_k_, mT)
-invert = invert(g_mask_)
-getitem = getitem(g_bias_, (0, 0, 0))
-unsqueeze_default = aten.unsqueeze.default(getitem, 0)
-where_scalar_other = aten.where.ScalarOther(g_mask_, unsqueeze_default, -inf)
-scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, attn_mask=where_scalar_other, is_causal=False, scale=0.25, enable_gqa=False)""",
-        )
-
-    def test_two_bools(self):
-        self.assertExpectedInline(
-            calls(check(two_bools, *qkv())),
-            """\
-getattr_1 = getattr(l_k_, mT)
-invert = invert(g_mask_)
-logical_and_default = aten.logical_and.default(g_padding_, g_mask_)
-scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, attn_mask=logical_and_default, is_causal=False, scale=0.5, enable_gqa=False)""",
-        )
-
-    def test_bool_and_additive(self):
-        self.assertExpectedInline(
-            calls(check(bool_and_additive, *qkv())),
-            """\
-getattr_1 = getattr(l_k_, mT)
-invert = invert(g_mask_)
-to_dtype = aten.to.dtype(g_mask_, torch.float64)
-add_tensor = aten.add.Tensor(g_bias_, to_dtype)
-where_scalar_other = aten.where.ScalarOther(g_mask_, add_tensor, -inf)
-scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, attn_mask=where_scalar_other, is_causal=False, scale=1.0, enable_gqa=False)""",
-        )
-
-    def test_scale_in_a_tensor(self):
-        self.assertExpectedInline(
-            calls(check(scale_in_a_tensor, *qkv())),
-            """\
-getattr_1 = getattr(l_k_, mT)
-tensor = tensor(16.0)
-sqrt = sqrt(tensor)
-full = full([], 4.0, dtype=torch.float64)
-scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, attn_mask=None, is_causal=False, scale=0.0625, enable_gqa=False)""",
-        )
-
-    def test_through_the_row_maximum(self):
-        self.assertExpectedInline(
-            calls(check(through_the_row_maximum, *qkv())),
-            """\
-getattr_1 = getattr(l_k_, mT)
-scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, attn_mask=None, is_causal=False, scale=3.0, enable_gqa=False)""",
-        )
-
-    def test_casts(self):
-        self.assertExpectedInline(
-            calls(check(casts, *qkv())),
-            """\
-getattr_1 = getattr(l_k_, mT)
-scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, attn_mask=None, is_causal=False, scale=1.0, enable_gqa=False)""",
-        )
-
-    def test_shapes_of_the_scores(self):
-        self.assertExpectedInline(
-            calls(check(shapes_of_the_scores, *qkv())),
-            """\
-getattr_1 = getattr(l_k_, mT)
-s = matmul(l_q_, getattr_1)
-full_like = full_like(s, -inf)
-mask = triu(full_like, 1)
-type_as = type_as(mask, s)
-scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, attn_mask=type_as, is_causal=False, scale=1.0, enable_gqa=False)""",
+textbook: scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, scale=0.25)
+transformers_llama: scaled_dot_product_attention = scaled_dot_product_attention(l_q_, k, v, attn_mask=mask, scale=0.25, enable_gqa=True)
+transformers_gpt2: logical_not_default = logical_not(getitem)
+scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, attn_mask=masked_fill(zeros_like(logical_not_default, dtype=torch.float64), logical_not_default, -1e+30), scale=0.25)
+transformers_t5: scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, attn_mask=g_bias_, scale=1.0)
+transformers_bloom: scaled_dot_product_attention = scaled_dot_product_attention(unflatten(q3, 0, [2, 4]), unflatten(k3, 0, [2, 4]), unflatten(v3, 0, [2, 4]), attn_mask=add(unflatten(g_alibi_, 0, [2, 4]), masked_fill(zeros_like(logical_not, dtype=torch.float64), logical_not, -1e+30)), scale=0.25)
+transformers_opt: scaled_dot_product_attention = scaled_dot_product_attention(unflatten(q, 0, [2, 4]), unflatten(k, 0, [2, 4]), unflatten(v, 0, [2, 4]), attn_mask=add(g_bias_, unflatten(g_alibi_, 0, [2, 4])), scale=1.0)
+timm_vit: scaled_dot_product_attention = scaled_dot_product_attention(q, l_k_, l_v_, scale=1.0)
+diffusers_processor: scaled_dot_product_attention = scaled_dot_product_attention(unsqueeze(q, 0), unsqueeze(k, 0), unsqueeze(v, 0), scale=0.25)
+nano_gpt: scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, attn_mask=logical_not(eq), scale=0.25)
+x_transformers: logical_or_default = logical_or(invert, invert_1)
+scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, attn_mask=masked_fill(zeros_like(logical_or_default, dtype=torch.float64), logical_or_default, -1e+30), scale=0.25)
+einsum_bnhd: scaled_dot_product_attention = scaled_dot_product_attention(permute(q, [0, 2, 1, 3]), permute(k, [0, 2, 1, 3]), permute(v, [0, 2, 1, 3]), scale=0.25)
+einsum_with_queries_before_heads: scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, attn_mask=permute(getitem, [0, 2, 1, 3]), scale=1.0)
+transposed_elsewhere: scaled_dot_product_attention = scaled_dot_product_attention(l_q_, transpose(k, -2, -1), l_v_, scale=0.25)
+three_dimensions: scaled_dot_product_attention = scaled_dot_product_attention(unsqueeze(q, 0), unsqueeze(k, 0), unsqueeze(v, 0), scale=0.125)
+masked_in_place: scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, attn_mask=where(g_mask_, unsqueeze(getitem, 0), -inf), scale=0.25)
+two_bools: scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, attn_mask=logical_and(g_padding_, g_mask_), scale=0.5)
+bool_and_additive: scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, attn_mask=where(g_mask_, add(g_bias_, to(g_mask_, torch.float64)), -inf), scale=1.0)
+scale_in_a_tensor: scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, scale=0.0625)
+through_the_row_maximum: scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, scale=3.0)
+casts: scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, scale=1.0)
+shapes_of_the_scores: scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, attn_mask=type_as, scale=1.0)""",
         )
 
 
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_an_exported_program_is_rewritten_with_aten_alone(name):
-    inputs = qkv()
+    inputs = random_qkv()
     expected = SPELLINGS[name](*inputs)
     program = torch.export.export(Spelling(SPELLINGS[name]), tuple(inputs))
     taken, reasons = canonicalise(program.graph_module)
@@ -556,7 +309,7 @@ def test_an_exported_program_is_rewritten_with_aten_alone(name):
 
 
 def test_a_program_opened_into_bmm_and_views_is_attention_still():
-    inputs = qkv()
+    inputs = random_qkv()
     program = torch.export.export(Spelling(nano_gpt), tuple(inputs)).run_decompositions()
     taken, reasons = canonicalise(program.graph_module)
     assert len(taken) == 1 and not reasons
@@ -565,7 +318,7 @@ def test_a_program_opened_into_bmm_and_views_is_attention_still():
 
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_gradients_pass_through_the_attention_that_was_found(name):
-    inputs = [x.requires_grad_() for x in qkv()]
+    inputs = [x.requires_grad_() for x in random_qkv()]
     _, taken, reasons, actual = capture(SPELLINGS[name], *inputs)
     assert len(taken) == 1, reasons
     cotangent = torch.randn_like(actual)
@@ -576,7 +329,7 @@ def test_gradients_pass_through_the_attention_that_was_found(name):
 
 @pytest.mark.parametrize("spelling", [textbook, nano_gpt, einsum_bnhd, three_dimensions])
 def test_dynamic_lengths_and_batches_stay_dynamic(spelling):
-    inputs = qkv()
+    inputs = random_qkv()
     for x in inputs:
         torch._dynamo.mark_dynamic(x, 0)
         if spelling is not nano_gpt:
@@ -588,7 +341,7 @@ def test_dynamic_lengths_and_batches_stay_dynamic(spelling):
 
 
 def test_a_dynamic_head_dim_makes_the_scale_unknown():
-    _, taken, reasons, _ = capture(textbook, *qkv(), dynamic=True)
+    _, taken, reasons, _ = capture(textbook, *random_qkv(), dynamic=True)
     assert not taken and reasons == ["the scores are scaled by a dynamic number"]
 
 
@@ -598,7 +351,7 @@ def test_dynamic_repeated_heads_are_seen_through():
         k, v = (x[:, :, None].expand(B, H, 2, N, D).reshape(B, H * 2, N, D) for x in (k, v))
         return (q @ k.mT).softmax(-1) @ v
 
-    q, k, v = qkv()
+    q, k, v = random_qkv()
     inputs = [q, k[:, :2].contiguous(), v[:, :2].contiguous()]
     for i in (0, 2):
         for x in inputs:
@@ -616,7 +369,7 @@ def test_rows_that_a_finite_mask_hides_all_over_stay_the_mean_of_all_values():
         def masked(q, k, v, low=low):
             return (q @ k.mT).masked_fill(hidden, low).softmax(-1) @ v
 
-        q, k, v = qkv(dtype=dtype)
+        q, k, v = random_qkv(dtype=dtype)
         _, taken, _, actual = capture(masked, q, k, v)
         assert len(taken) == 1
         torch.testing.assert_close(actual, masked(q, k, v))
@@ -629,14 +382,14 @@ def test_half_precision_scores_in_float32():
         return F.softmax(s, -1).to(q.dtype) @ v
 
     for dtype in (torch.bfloat16, torch.float16):
-        _, (call,), _, actual = capture(mixed, *qkv(dtype=dtype))
+        _, (call,), _, actual = capture(mixed, *random_qkv(dtype=dtype))
         assert actual.dtype == dtype and value_of(call.attn_mask).dtype == torch.float32
 
 
 def test_attention_returns_the_strides_the_second_product_had():
-    _, (call,), _, _ = capture(einsum_bnhd, *qkv(N_q=6))
+    _, (call,), _, _ = capture(einsum_bnhd, *random_qkv(N=6, N_kv=8))
     assert call.out.shape == (2, 4, 6, 16)
-    expected = einsum_bnhd(*qkv(N_q=6)).transpose(1, 2)
+    expected = einsum_bnhd(*random_qkv(N=6, N_kv=8)).transpose(1, 2)
     assert call.out.stride() == expected.stride()
 
 
@@ -680,7 +433,7 @@ def test_only_heads_repeated_in_a_row_are_grouped(repeat, group):
     def attention(q, k, v):
         return (q @ repeat(k).mT).softmax(-1) @ repeat(v)
 
-    q, k, v = qkv(H=6)[0], *qkv(H=2)[1:]
+    q, k, v = random_qkv(H=6, H_kv=2)
     _, (call,), _, actual = capture(attention, q, k, v)
     assert call.enable_gqa == (group > 1)
     assert value_of(call.k).shape[1] == value_of(call.v).shape[1] == 6 // group
@@ -691,8 +444,43 @@ def test_keys_and_values_repeated_unequally_are_not_grouped():
     def attention(q, k, v):
         return (q @ interleaved(k).mT).softmax(-1) @ v
 
-    _, (call,), _, _ = capture(attention, qkv(H=6)[0], *[qkv(H=2)[1], qkv(H=6)[2]])
+    _, (call,), _, _ = capture(attention, *random_qkv(H=6, H_kv=2)[:2], random_qkv(H=6)[2])
     assert not call.enable_gqa
+
+
+def unsqueezed_and_written(x):
+    one = x.unsqueeze(2)
+    y = one.expand(-1, -1, 3, -1, -1).flatten(1, 2)
+    one[:, :, :, 2:4] = 0
+    return y
+
+
+def interleaved_and_written(x):
+    y = x.repeat_interleave(3, dim=1)
+    x[:, :, 2:4].zero_()  # through a view
+    return y
+
+
+@pytest.mark.parametrize("repeat", [unsqueezed_and_written, interleaved_and_written])
+def test_heads_are_not_taken_from_a_cache_that_is_written_later(repeat):
+    def attention(q, k, v):
+        k, v = repeat(k.clone()), repeat(v.clone())
+        return (q @ k.mT).softmax(-1) @ v
+
+    inputs = random_qkv(H=6, H_kv=2)
+    _, (call,), _, actual = capture(attention, *inputs)
+    assert not call.enable_gqa
+    torch.testing.assert_close(actual, attention(*inputs))
+
+
+def test_a_negated_mask_is_not_taken_from_a_tensor_that_is_written_later():
+    def attention(q, k, v, mask):
+        hidden = ~mask
+        mask.fill_(True)
+        return (q @ k.mT).masked_fill(hidden, -math.inf).softmax(-1) @ v
+
+    _, (call,), _, actual = capture(attention, *(inputs := random_qkv()), MASK.clone())
+    torch.testing.assert_close(actual, attention(*inputs, MASK.clone()))
 
 
 # -- what is not taken ----
@@ -856,7 +644,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_not_sdpa_stays_and_says_why(case):
     function, reason = REFUSED[case]
-    _, taken, reasons, _ = capture(function, *qkv())
+    _, taken, reasons, _ = capture(function, *random_qkv())
     assert not taken
     (got,) = reasons
     assert re.search(reason, got), got
@@ -869,7 +657,7 @@ def test_heads_split_off_a_dynamic_batch_stay():
         s = (q @ k.mT).view(B, 4, 8, 8) + BIAS
         return s.softmax(-1).view(B * 4, 8, 8) @ v
 
-    inputs = qkv()
+    inputs = random_qkv()
     for x in inputs:
         torch._dynamo.mark_dynamic(x, 0)
     _, taken, (reason,), _ = capture(split, *inputs)
@@ -889,7 +677,7 @@ NOT_ATTENTION = {
 
 @pytest.mark.parametrize("case", NOT_ATTENTION)
 def test_another_softmax_is_not_spoken_of(case):
-    _, taken, reasons, _ = capture(NOT_ATTENTION[case], *qkv())
+    _, taken, reasons, _ = capture(NOT_ATTENTION[case], *random_qkv())
     assert not taken and not reasons
 
 
@@ -953,7 +741,7 @@ def test_any_combination_is_the_same_numbers_or_the_same_graph(names, mask_first
         s = scale(mask(s)) if mask_first else mask(scale(s))
         return total(softmax(s), v)
 
-    inputs = qkv()
+    inputs = random_qkv()
     _, taken, reasons, actual = capture(attention, *inputs)  # what is refused is left as it was
     torch.testing.assert_close(actual, attention(*inputs))
     refused = (

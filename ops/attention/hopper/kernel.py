@@ -1,4 +1,4 @@
-"""The attention kernel of attention.py for Hopper, in Gluon: the same recipe, scheduled by hand.
+"""The attention kernel of ../triton.py for Hopper, in Gluon: the same recipe, scheduled by hand.
 
 One program an SM: a producer warp fetches k and v by TMA into a ring of shared memory; two or
 three warpgroups of 64 rows each compute. Programs are persistent: each takes every
@@ -10,46 +10,33 @@ num_programs-th tile, and of those that do not go round, a share of the blocks.
   rows, so its scale is as free as one per thread. k has one scale per 64 rows.
 * q of the next tile is loaded before o of this one is stored.
 
-Only what its schedule is worth: no mask, no band but SDPA's causal one, q in 16 bits; the rest is
-attention.py's, as is every call where Gluon, which is experimental, is another than GLUON's in
-tiles.py.
+Only what its schedule is worth: no mask, no band but SDPA's causal one, q in 16 bits (plan.py says
+exactly); the rest is triton.py's, as is every call where Gluon, which is experimental, is another
+than GLUON's in tiles.py.
 """
 
-import copy
-import dataclasses
-import functools
 import math
-from collections.abc import Callable
-from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sage_inductor.ops.launch import at_once
-from sage_inductor.ops.reference import INT8_MAX, LOG2_FP8_MAX, LOG2E, TINY, pad_head_dim
-from sage_inductor.ops.tiles import Tile
+from sage_inductor.ops.compat import gluon_barrier, tma_load
+from sage_inductor.ops.formats import E4M3_MAX, LOG2E, QK, TINY
 
-_INT8_MAX = gl.constexpr(INT8_MAX)
+_INT8_MAX = gl.constexpr(QK["int8"].largest)
 _TINY = gl.constexpr(TINY)
 _LOG2E = gl.constexpr(LOG2E)
 _LN2 = gl.constexpr(1 / LOG2E)
-_LOG2_FP8_MAX = gl.constexpr(LOG2_FP8_MAX)
+_LOG2_FP8_MAX = gl.constexpr(math.log2(E4M3_MAX))
 _ROUND = gl.constexpr(12582912.0)  # 1.5 * 2^23
-
-
-_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # renamed in 3.7
 
 
 @gluon.jit
@@ -70,7 +57,7 @@ def _to_fp8(x):
 
 
 @triton.jit
-def _tile(t, num_m, heads, group, H_q, H_kv, BLOCK_M: tl.constexpr):
+def _tile_coords(t, num_m, heads, group, H_q, H_kv, BLOCK_M: tl.constexpr):
     """Tile t -> (b, h, h_kv, first row). Tiles of `group` heads, whose k and v share L2, follow
     each other by length: upwards in one group, downwards in the next and in the last. So each
     program, which takes every num_programs-th, gets about as much as the others."""
@@ -112,27 +99,27 @@ def _rows_layout(width):
 
 
 @triton.jit
-def _share(program, programs, blocks):
+def _streamk_share(program, programs, blocks):
     """The first of the blocks that a program gets."""
     return (program.to(tl.int64) * blocks // programs).to(tl.int32)
 
 
 @gluon.jit
-def _items(whole_tiles, num_tiles, blocks):
+def _work_items(whole_tiles, num_tiles, blocks):
     """(whole tiles, pieces of tiles, first and last + 1 of the blocks they are) of this program.
 
     The first whole_tiles go round; all blocks of the others are dealt out in equal, consecutive
     shares, so that no program waits for one more round (Stream-K, arXiv:2301.03598)."""
     programs = gl.num_programs(0)
     count = gl.maximum((whole_tiles - gl.program_id(0) + programs - 1) // programs, 0)
-    lo = _share(gl.program_id(0), programs, (num_tiles - whole_tiles) * blocks)
-    hi = _share(gl.program_id(0) + 1, programs, (num_tiles - whole_tiles) * blocks)
+    lo = _streamk_share(gl.program_id(0), programs, (num_tiles - whole_tiles) * blocks)
+    hi = _streamk_share(gl.program_id(0) + 1, programs, (num_tiles - whole_tiles) * blocks)
     pieces = gl.where(hi > lo, (hi - 1) // blocks - lo // blocks + 1, 0)
     return count, pieces, lo, hi
 
 
 @gluon.jit
-def _item(k, count, lo, hi, whole_tiles, blocks):
+def _work_item(k, count, lo, hi, whole_tiles, blocks):
     """Item k of this program -> (tile, first block, last block + 1)."""
     t = gl.program_id(0) + k * gl.num_programs(0)
     begin, end = 0, blocks
@@ -172,11 +159,11 @@ def _quantize_q(q, q_smem, SCALE: gl.constexpr):
     inverse = inverse if SCALE >= 0 else -inverse
     factor = gl.expand_dims(inverse, 1) + gl.zeros_like(x)
     # The low byte of the sum is the rounded product: no conversion, which runs at 1/8 speed. Bytes
-    # are packed here, 16 of a row a thread: single ones ptxas gets wrong (quantize.to_8bit).
+    # are packed here, 16 of a row a thread: single ones ptxas gets wrong (codes.to_8bit).
     rounded = gl.fma(x, factor, gl.full_like(x, _ROUND))
     q_smem.store(rounded.to(gl.int32, bitcast=True).to(gl.int8))
     fence_async_shared()
-    _barrier()
+    gluon_barrier()
     return amax * (1.0 / _INT8_MAX) * ((SCALE if SCALE >= 0 else -SCALE) * _LOG2E)
 
 
@@ -322,9 +309,9 @@ def _consumer(
     # its descriptor uninitialised where the loop over whole blocks ran zero times
     num_tiles = num_m * heads
     blocks = (N_kv + BLOCK_N - 1) // BLOCK_N
-    count, pieces, first, last = _items(whole_tiles, num_tiles, blocks)
-    t, begin, end = _item(0, count, first, last, whole_tiles, blocks)
-    b, h, h_kv, row = _tile(t, num_m, heads, group, H_q, H_kv, BLOCK_M)
+    count, pieces, first, last = _work_items(whole_tiles, num_tiles, blocks)
+    t, begin, end = _work_item(0, count, first, last, whole_tiles, blocks)
+    b, h, h_kv, row = _tile_coords(t, num_m, heads, group, H_q, H_kv, BLOCK_M)
     q = _load_q(Q, b, h, row + wg * 64, stride_qb, stride_qh, stride_qn, N_q, D, LQ, BLOCK_D)
     next_order = order.index((wg + 1) % WARPGROUPS)
     taken = 0  # turns at the tensor cores so far: one a block, one a tile
@@ -411,10 +398,12 @@ def _consumer(
         fetched += end
 
         # -- q of the next tile; of the last one once more ----
-        next_t, next_begin, next_end = _item(
+        next_t, next_begin, next_end = _work_item(
             gl.minimum(item + 1, count + pieces - 1), count, first, last, whole_tiles, blocks
         )
-        next_b, next_h, next_h_kv, next_row = _tile(next_t, num_m, heads, group, H_q, H_kv, BLOCK_M)
+        next_b, next_h, next_h_kv, next_row = _tile_coords(
+            next_t, num_m, heads, group, H_q, H_kv, BLOCK_M
+        )
         q = _load_q(
             Q, next_b, next_h, next_row + wg * 64,
             stride_qb, stride_qh, stride_qn, N_q, D, LQ, BLOCK_D,
@@ -446,10 +435,10 @@ def _producer(
     H_q, H_kv, N_q, N_kv, N_pad, num_m, heads, group, whole_tiles = shape
     fetched = 0
     blocks = (N_kv + BLOCK_N - 1) // BLOCK_N
-    count, pieces, first, last = _items(whole_tiles, num_m * heads, blocks)
+    count, pieces, first, last = _work_items(whole_tiles, num_m * heads, blocks)
     for item in range(count + pieces):
-        t, begin, end = _item(item, count, first, last, whole_tiles, blocks)
-        b, h, h_kv, row = _tile(t, num_m, heads, group, H_q, H_kv, BLOCK_M)
+        t, begin, end = _work_item(item, count, first, last, whole_tiles, blocks)
+        b, h, h_kv, row = _tile_coords(t, num_m, heads, group, H_q, H_kv, BLOCK_M)
         head_kv = b * H_kv + h_kv
         if not SPLIT:
             end = _num_blocks(row + BLOCK_M, N_kv, CAUSAL, BLOCK_N)
@@ -459,16 +448,12 @@ def _producer(
             mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
             bar = full.index(stage)
             mbarrier.expect(bar, K.block_type.nbytes + V.block_type.nbytes)
-            tma.async_copy_global_to_shared(
-                K, [head_kv * N_pad + j * BLOCK_N, 0], bar, k_smem.index(stage)
-            )
+            tma_load(K, [head_kv * N_pad + j * BLOCK_N, 0], bar, k_smem.index(stage))
             if FP8:
-                tma.async_copy_global_to_shared(
-                    V, [head_kv * BLOCK_DV, j * BLOCK_N], bar, v_smem.index(stage)
-                )
+                tma_load(V, [head_kv * BLOCK_DV, j * BLOCK_N], bar, v_smem.index(stage))
             else:
                 v = v_smem.index(stage)._reinterpret(V.dtype, V.block_type.shape, V.layout)
-                tma.async_copy_global_to_shared(V, [b, h_kv, j * BLOCK_N, 0], bar, v)
+                tma_load(V, [b, h_kv, j * BLOCK_N, 0], bar, v)
         fetched += end - begin
 
 
@@ -556,7 +541,7 @@ def _combine_kernel(
     l = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
     for program in range(first, last + 1):
-        begin = _share(program, programs, total) - n * blocks
+        begin = _streamk_share(program, programs, total) - n * blocks
         slot = (program * 2 + (begin <= 0)).to(tl.int64)
         m_part = tl.load(Part_ml + slot * 2 * BLOCK_M + r)
         l_part = tl.load(Part_ml + slot * 2 * BLOCK_M + BLOCK_M + r)
@@ -567,7 +552,7 @@ def _combine_kernel(
         l = l * alpha + l_part * beta
         m = m_new
 
-    b, h, h_kv, row = _tile(whole_tiles + n, num_m, heads, 1, H_q, H_kv, BLOCK_M)
+    b, h, h_kv, row = _tile_coords(whole_tiles + n, num_m, heads, 1, H_q, H_kv, BLOCK_M)
     rows = row + r
     o = acc * (1.0 / l)[:, None]
     if FP8:
@@ -582,171 +567,3 @@ def _combine_kernel(
     lse = (m - offset + tl.log2(l)) * _LN2
     head = b * H_q + h
     tl.store(Lse + head.to(tl.int64) * N_q + rows, lse, mask=rows < N_q)
-
-
-REGISTERS = {2: (168, 240), 3: (128, 160)}  # by warpgroups: at launch, then of a consumer
-SAVED = 8  # blocks of a tile; combining the pieces takes about as long as 4
-# Of k in all heads: TMA counts them in 32 bits, and so does the kernel, of heads (at least 128 rows
-# of k each) times 256 channels.
-MAX_K_ROWS = 2**30
-PIECE = 4  # blocks that a program should have at least
-L2_BYTES = 24 << 20  # of k and v that the causal tiles in flight may share
-
-
-def applies(
-    q: Tensor, k_8bit: Tensor, v: Tensor, granularity: str, attn_mask, left, right, bottom_right
-) -> bool:
-    """Whether this kernel computes such a call; the other one computes every call."""
-    fp8 = v.dtype == torch.float8_e4m3fn
-    return (
-        attn_mask is None
-        and left is None
-        and (right is None or (right == 0 and not bottom_right))
-        and granularity == "per_row"
-        and k_8bit.shape[:3].numel() < MAX_K_ROWS
-        and k_8bit.dtype == torch.int8
-        and q.dtype in (torch.float16, torch.bfloat16)
-        and q.stride(3) == 1
-        and (fp8 or _fits_tma(v))
-    )
-
-
-def _fits_tma(x: Tensor) -> bool:
-    strides = [s for n, s in zip(x.shape[:3], x.stride(), strict=False) if n > 1]
-    aligned = all(s > 0 and s * x.element_size() % 16 == 0 for s in strides)
-    return aligned and x.stride(3) == 1 and x.data_ptr() % 16 == 0
-
-
-def launch(
-    q: Tensor, k_int8: Tensor, k_scale: Tensor, v: Tensor, v_scale: Tensor, v_mean: Tensor,
-    is_causal: bool, scale: float, n_kv: int, tile: Tile, out: Tensor, lse: Tensor,
-    run: Callable = at_once, device: torch.device | None = None,
-) -> None:  # fmt: skip
-    """Fill out [B, H_q, N_q, D_v], its last stride 1, and lse [B, H_q, N_q], of a call to which
-    this `applies`; arguments as those of `sage::attention`. device: q's, if that is on meta."""
-    plan = _plan(
-        device or q.device, q.dtype, q.shape, q.stride(), k_int8.shape, v.dtype, v.shape,
-        v.stride(), out.shape[3], out.stride(), is_causal, scale, n_kv, tile,
-    )  # fmt: skip
-    part = part_ml = lse  # not touched
-    if plan.parts:
-        part, part_ml = (lse.new_empty(n) for n in plan.parts)
-    k, v = _at(plan.k, k_int8), _at(plan.v, v)
-    tensors = q, k, k_scale, v, v_scale, v_mean, out, lse, part, part_ml
-    run(*plan.attend.of(tensors), **plan.attend.options)
-    if plan.combine:
-        tensors = part, part_ml, v_scale, v_mean, out, lse
-        run(*plan.combine.of(tensors), **plan.combine.options)
-
-
-class _Launch(NamedTuple):
-    """A launch without its tensors."""
-
-    kernel: triton.JITFunction
-    grid: tuple[int, int, int]
-    numbers: tuple
-    options: dict
-
-    def of(self, tensors: tuple) -> tuple:
-        return self.kernel, self.grid, tensors, self.numbers
-
-
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """What `launch` does for all calls with the same shapes and strides."""
-
-    k: TensorDescriptor  # of no tensor yet
-    v: TensorDescriptor
-    attend: _Launch
-    parts: tuple[int, int] | None  # elements of Part and of Part_ml, if tiles are split
-    combine: _Launch | None
-
-
-@functools.lru_cache(maxsize=4096)
-def _plan(
-    device, dtype, q_shape, q_stride, k_shape, v_dtype, v_shape, v_stride, D_v, out_stride,
-    is_causal, scale, n_kv, tile,
-) -> _Plan:  # fmt: skip
-    B, H_q, N_q, D = q_shape
-    H_kv, N_pad, BLOCK_D = k_shape[1:]
-    fp8, BLOCK_DV = v_dtype == torch.float8_e4m3fn, pad_head_dim(D_v)
-    k = _descriptor(torch.int8, (B * H_kv * N_pad, BLOCK_D), (BLOCK_D, 1), [tile.BLOCK_N, BLOCK_D])
-    if fp8:
-        rows = B * H_kv * BLOCK_DV
-        v = _descriptor(v_dtype, (rows, N_pad), (N_pad, 1), [BLOCK_DV, tile.BLOCK_N])
-    else:
-        v = _descriptor(v_dtype, v_shape, v_stride, [1, 1, tile.BLOCK_N, BLOCK_DV])
-    num_m, blocks = -(-N_q // tile.BLOCK_M), -(-n_kv // tile.BLOCK_N)
-    num_tiles, processors = B * H_q * num_m, _processors(device)
-    programs, whole_tiles, group = min(num_tiles, processors), num_tiles, 1
-    if is_causal:  # an even number of groups: see _tile
-        fit = L2_BYTES // (n_kv * (BLOCK_D + BLOCK_DV * v_dtype.itemsize)) * (H_q // H_kv)
-        groups = -(-B * H_q // max(1, fit))
-        group = -(-B * H_q // (groups + groups % 2))
-    else:
-        programs, whole_tiles = schedule(num_tiles, blocks, processors)
-    split = whole_tiles < num_tiles
-    at_launch, consumer = REGISTERS[tile.warpgroups]
-    attend = _Launch(
-        _hopper_kernel,
-        (programs, 1, 1),
-        (*q_stride[:3], *out_stride[:3],
-         B * H_q, H_q, H_kv, 2 * N_q, 2 * n_kv, N_pad, group, whole_tiles,  # shape
-         D, D_v, scale, is_causal, split, fp8,  # semantics
-         tile.BLOCK_N, BLOCK_D, BLOCK_DV, tile.warpgroups, tile.num_stages, consumer),  # tile
-        dict(num_warps=tile.num_warps, maxnreg=at_launch),
-    )  # fmt: skip
-    if not split:
-        return _Plan(k, v, attend, None, None)
-    rows = 2048 // BLOCK_DV
-    combine = _Launch(
-        _combine_kernel,
-        (num_tiles - whole_tiles, tile.BLOCK_M // rows, 1),
-        (*out_stride[:3],
-         B * H_q, H_q, H_kv, N_q, num_m, whole_tiles, blocks, programs,  # shape
-         D_v, fp8,  # semantics
-         tile.BLOCK_M, BLOCK_DV, rows),  # tile
-        {},
-    )  # fmt: skip
-    slots = 2 * programs * tile.BLOCK_M
-    return _Plan(k, v, attend, (slots * BLOCK_DV, slots * 2), combine)
-
-
-def _descriptor(dtype: torch.dtype, shape, strides, block: list[int]) -> TensorDescriptor:
-    """Checked, but of no tensor: `_at` says of which."""
-    layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[dtype])
-    strides = [s if n > 1 else 16 for n, s in zip(shape[:-1], strides, strict=False)]
-    nothing = torch.empty(0, dtype=dtype, device="meta")
-    return TensorDescriptor(nothing, list(shape), [*strides, 1], block, layout)
-
-
-def _at(descriptor: TensorDescriptor, x: Tensor) -> TensorDescriptor:
-    descriptor = copy.copy(descriptor)  # two threads may launch it
-    descriptor.base = x
-    return descriptor
-
-
-def schedule(num_tiles: int, blocks: int, processors: int) -> tuple[int, int]:
-    """(programs, tiles that are computed whole): the blocks of the other tiles are dealt out where
-    that saves every program SAVED blocks and 4 %."""
-    rounds = num_tiles / processors
-    saved = (math.ceil(rounds) - rounds) * blocks
-    if saved < max(SAVED, 0.04 * rounds * blocks):
-        return min(num_tiles, processors), num_tiles
-    whole_tiles = max(num_tiles // processors - 1, 0) * processors
-    if whole_tiles:
-        return processors, whole_tiles
-    return max(1, min(processors, num_tiles * blocks // PIECE)), 0
-
-
-_DTYPES = {
-    torch.int8: gl.int8,
-    torch.float8_e4m3fn: gl.float8e4nv,
-    torch.float16: gl.float16,
-    torch.bfloat16: gl.bfloat16,
-}
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -31,12 +31,10 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import triton_op
-from triton.language.extra.cuda.gdc import gdc_launch_dependents, gdc_wait
 
-from sage_inductor.ops import reference
-from sage_inductor.ops.launch import pdl_option, traced
-from sage_inductor.ops.reference import HEADROOM, NO_SHIFT, PAD_N, Q_BLOCK, SAMPLE
+from sage_inductor.ops.compat import gdc_launch_dependents, gdc_wait
+from sage_inductor.ops.formats import HEADROOM, NO_SHIFT, Q_BLOCK, SAMPLE, pad_rows
+from sage_inductor.ops.launch import launch_traced, pdl_option
 
 _SAMPLE = tl.constexpr(SAMPLE)
 _NO_SHIFT = tl.constexpr(NO_SHIFT)
@@ -139,20 +137,11 @@ def _final_kernel(
     tl.store(Amax + head * D + d, amax, mask=d < D)
 
 
-@triton_op("sage::smooth", mutates_args=())
-def smooth(xs: list[Tensor], visible: Tensor | None, keep: int = 1) -> tuple[Tensor, Tensor]:
+def launch_smooth(xs: list[Tensor], visible: Tensor | None, keep: int = 1) -> tuple[Tensor, Tensor]:
     """One or two x [B, H, N, D] of one shape, any strides -> mean, amax, each [len(xs), B, H, D] in
     fp32, of the rows that are visible: uint8 [B or 1, H or 1, N], or None for all. The first `keep`
     keep a mean that is noise."""
-    x0, x1 = xs[0], xs[-1]
-    if x0.device.type == "cpu":
-        return reference.smooth(xs, visible, keep)
-    return launch(x0, x1, len(xs), visible, keep)
-
-
-def launch(
-    x0: Tensor, x1: Tensor, count: int, visible: Tensor | None, keep: int
-) -> tuple[Tensor, Tensor]:
+    x0, x1, count = xs[0], xs[-1], len(xs)
     B, H, N, D = x0.shape
     D = int(D)  # a tile needs a number
     # Kernels derive their counts from N: an argument that is 1 for short sequences would make
@@ -166,7 +155,7 @@ def launch(
     if visible is not None:
         visible = visible.expand(B, H, N)
         rows = visible.sum(2, dtype=torch.int32)
-    traced(
+    launch_traced(
         _partial_kernel,
         (B * H * num_chunks, count),
         (x0, x1, mean if visible is None else visible, partial),
@@ -176,7 +165,7 @@ def launch(
          D, CHUNK, BLOCK_N, BLOCK_D),  # tile
         num_warps=NUM_WARPS,
     )  # fmt: skip
-    traced(
+    launch_traced(
         _final_kernel,
         (count * B * H,),
         (partial, rows, mean, amax),
@@ -200,7 +189,7 @@ def _estimate_kernel(
     MASK: tl.constexpr, TWO: tl.constexpr, PDL: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (B * H, tensors). reference.estimate of one head.
+    """Grid: (B * H, tensors). reference.quantize.estimate of one head.
 
     Without TWO nothing of a second tensor may be written even in the code: torch takes a copy of
     each argument that a kernel writes, so that one given twice comes back as it was.
@@ -238,7 +227,7 @@ def _estimate_kernel(
 
 
 def launch_estimate(
-    xs: list[Tensor], visible: Tensor | None, run: Callable = traced, pdl: bool = False
+    xs: list[Tensor], visible: Tensor | None, run: Callable = launch_traced, pdl: bool = False
 ) -> list[Tensor]:
     """One or two x [B, H, N, D], the two of one B, H and N, any strides -> for each its mean and
     amax [B, H, D] in fp32, estimated from SAMPLE rows of those that are visible (as `smooth` has
@@ -272,8 +261,8 @@ def estimate_warps(block_d: int) -> int:
 def smooth_q(q: Tensor, k: Tensor, k_mean: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor]:
     """q [B, H_q, N_q, D], k [B, H, N, D], any strides, k_mean [B, H, D] -> q_mean
     [B, H_q, T, D] over each Q_BLOCK rows and delta [B, H_q, T, N_pad], both bf16, contiguous.
-    T: blocks of q and one more, whose mean is 0 (mask.summarize says why). Rows of k that are not
-    `visible`, as in `smooth`, saturate: an additive mask does not hide NaN.
+    T: blocks of q and one more, whose mean is 0 (visibility.num_tiles says why). Rows of k that are
+    not `visible`, as in `smooth`, saturate: an additive mask does not hide NaN.
 
     q_mean is what delta was made with and what the kernel subtracts: that it is rounded costs
     nothing. k - k_mean and delta, of 8 significant bits, cost less than INT4's noise by far: on the
@@ -293,6 +282,6 @@ def smooth_q(q: Tensor, k: Tensor, k_mean: Tensor, visible: Tensor | None) -> tu
         shown = visible.bool()[..., None]
         amax = torch.where(shown, k.abs(), 0.0).amax(2, keepdim=True)
         k = torch.where(shown, k, k.nan_to_num(0.0).clamp(-amax, amax))
-    k = F.pad(k.bfloat16(), (0, 0, 0, (N + PAD_N - 1) // PAD_N * PAD_N - N))
+    k = F.pad(k.bfloat16(), (0, 0, 0, pad_rows(N) - N))
     delta = torch.bmm(q_mean.view(B * H, -1, D), k.flatten(0, 1).mT)
     return q_mean, delta.view(B, H_q, count, -1)

@@ -3,124 +3,48 @@
     s = q_8bit k_8bit^T * q_scale * k_scale        (log2 units: q_scale holds scale * log2 e)
     p = exp2(s - m) * 448,  l = sum of p           m is the running row maximum
     o = (sum over tiles of p_fp8 v_fp8) / l * v_scale + v_mean
-    lse = (m + log2 l) ln 2                        of the smoothed keys: sdpa.py corrects it
+    lse = (m + log2 l) ln 2                        of the smoothed keys: ops/sdpa.py corrects it
 
 * FP8 q k^T is for sm_100: there Triton 3.7 compiles an INT8 product to mma.sync (IMMA), the way of
   older devices, and an FP8 one to tcgen05, as p v. On an H200 INT8 is as fast or faster, and
   1.4x as accurate: E4M3 has 4 significant bits. s comes in fp32 and is otherwise the same.
 * INT4 q k^T is INT8's, no GPU from Hopper on having instructions for it: k is read packed and
   unpacked where it is used, to 16 times its codes, which takes no sign extension. q is smoothed:
-  s gets what q_mean takes off it, delta, added before the softmax (smooth.smooth_q).
+  s gets what q_mean takes off it, delta, added before the softmax (quantize/smooth.py).
 * q is quantized here, in the prologue: it saves a pass over q, and its scales cost nothing.
 * Two-level accumulation: FP8 tensor cores add up in 13 mantissa bits, so each tile's product is
   taken from zero and added to an fp32 accumulator. On v with a mean, one level is 28x worse at 8K
   keys and 85x at 32K; random normal v hides it.
 * Query i sees keys i - LEFT .. i + RIGHT (-1: no bound), counted from the first query and the first
   key, or (BOTTOM_RIGHT) from the last of both; and what the mask shows it. Whole tiles out of sight
-  are not read: `Seen` (mask.py) tells from where to where a tile of queries reads.
+  are not read: `Seen` (Visibility.tile_summary) tells from where to where a tile of queries reads.
 * A row that sees nothing is 0, its lse -inf.
-* p's columns are reordered inside a thread (`reference.interleave`) instead of exchanged between
-  threads; v_fp8 is stored in that order.
+* p's columns are reordered inside a thread (`reference.quantize.interleave`) instead of exchanged
+  between threads; v_fp8 is stored in that order.
 
 Source: SageAttention (arXiv:2410.02367), SageAttention2 (arXiv:2411.10958).
 Shapes: B batch, H_q and H_kv heads, N_q and N_kv sequence, D head_dim.
 """
 
-import functools
+import math
+from collections.abc import Callable
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import triton_op
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sage_inductor.ops import reference, tiles
-from sage_inductor.ops.launch import at_once, define_opaque, traced
-from sage_inductor.ops.quantize import abs_bits, scale_of, to_8bit
-from sage_inductor.ops.reference import (
-    INT4_MAX,
-    LARGEST,
-    LOG2_FP8_MAX,
-    LOG2E,
-    Q_BLOCK,
-    pad_head_dim,
-)
+from sage_inductor.ops.attention.arguments import AttentionCall
+from sage_inductor.ops.attention.tiles import Tile
+from sage_inductor.ops.attention.visible_tiles import heads_of, hide, tiles_in_sight
+from sage_inductor.ops.compat import TensorDescriptor
+from sage_inductor.ops.formats import E4M3_MAX, LOG2E, Q_BLOCK, QK, pad_head_dim
+from sage_inductor.ops.quantize.codes import abs_bits, scale_of, to_8bit
 
-_INT4_MAX = tl.constexpr(INT4_MAX)
+_INT4_MAX = tl.constexpr(QK["int4"].largest)
 _Q_BLOCK = tl.constexpr(Q_BLOCK)
 _LOG2E = tl.constexpr(LOG2E)
 _LN2 = tl.constexpr(1 / LOG2E)
-Q_ROWS = {"per_row": 1, "per_thread": 4, "per_block": 128}  # rows of q that share a scale
-_LOG2_FP8_MAX = tl.constexpr(LOG2_FP8_MAX)  # p uses all of E4M3: exp2(x - m) * 448
-
-
-@triton.jit
-def heads_of(head, H_q, H_kv):
-    """b, h, h_kv, b * H_kv + h_kv and head of the head-th head of q, all int64: a product of one
-    of them with a stride or a length reaches beyond 2^31."""
-    b, h = head // H_q, head % H_q
-    h_kv = (h // (H_q // H_kv)).to(tl.int64)
-    b, h = b.to(tl.int64), h.to(tl.int64)
-    return b, h, h_kv, b * H_kv + h_kv, head.to(tl.int64)
-
-
-@triton.jit
-def tiles_in_sight(
-    Seen, row0, N_q, N_kv,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, MASK: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """begin, end: which tiles of keys the BLOCK_M rows from row0 read; whole, whole_end: which of
-    them without a mask; diagonal: the key at the first row's place. Seen points to its first key.
-    """
-    begin, end = 0, N_kv
-    if MASK > 0:
-        begin, end = N_kv, 0
-        for start in range(0, N_kv, 1024):
-            column = start + tl.arange(0, 1024)
-            reached = tl.load(Seen + column, mask=column < N_kv, other=0) != 0
-            begin = tl.minimum(begin, tl.min(tl.where(reached, column, N_kv)))
-            end = tl.maximum(end, tl.max(tl.where(reached, column + 1, 0)))
-    diagonal = row0
-    if BOTTOM_RIGHT:
-        diagonal += N_kv - N_q
-    whole, whole_end = 0, N_kv // BLOCK_N
-    if LEFT >= 0:
-        begin = tl.maximum(begin, diagonal - LEFT)
-        whole = tl.cdiv(tl.maximum(diagonal + BLOCK_M - 1 - LEFT, 0), BLOCK_N)
-    if RIGHT >= 0:
-        end = tl.minimum(end, diagonal + BLOCK_M + RIGHT)
-        whole_end = tl.maximum(tl.minimum(N_kv, diagonal + 1 + RIGHT), 0) // BLOCK_N
-    return begin // BLOCK_N, tl.cdiv(tl.maximum(end, 0), BLOCK_N), whole, whole_end, diagonal
-
-
-@triton.jit
-def hide(
-    x, mask_ptrs, rows, here, column, N_q, N_kv,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr, ADDITIVE: tl.constexpr,
-):  # fmt: skip
-    """x, scores in log2 units of BLOCK_M rows and BLOCK_N columns in any shape, with what the mask
-    adds, and -inf where band or mask hide the key. here [BLOCK_M]: the keys at the rows' places."""
-    BLOCK_M: tl.constexpr = rows.shape[0]
-    BLOCK_N: tl.constexpr = column.shape[0]
-    keep = (column < N_kv)[None, :]
-    if LEFT >= 0:
-        keep = keep & (column[None, :] >= here[:, None] - LEFT)
-    if RIGHT >= 0:
-        keep = keep & (column[None, :] <= here[:, None] + RIGHT)
-    if MASK > 0:
-        inside = (column < N_kv)[None, :]
-        if MASK == 2:
-            inside = inside & (rows < N_q)[:, None]
-        a = tl.load(mask_ptrs, mask=inside, other=0)
-        if ADDITIVE:
-            a = a.to(tl.float32) * _LOG2E
-            x = x + a.broadcast_to([BLOCK_M, BLOCK_N]).reshape(x.shape)
-        else:
-            keep = keep & (a != 0)
-    keep = keep.broadcast_to([BLOCK_M, BLOCK_N])
-    return tl.where(keep.reshape(x.shape), x, -float("inf"))
+_LOG2_FP8_MAX = tl.constexpr(math.log2(E4M3_MAX))  # p uses all of E4M3: exp2(x - m) * 448
 
 
 @triton.jit
@@ -340,184 +264,38 @@ def _attention_kernel(
     tl.store(Lse + head * N_q + rows, lse, mask=rows < N_q)
 
 
-def mask_arguments(q: Tensor, attn_mask: Tensor | None, seen: Tensor | None) -> tuple:
-    """Mask, Seen, the strides of both, MASK and ADDITIVE, as kernels take them."""
-    if attn_mask is None:
-        return q, q, (0,) * 7, 0, False  # neither is read
-    repeated = [n == 1 for n in attn_mask.shape]  # by broadcasting
-    strides = [
-        0 if once else stride
-        for x in (attn_mask.stride(), seen.stride()[:3])
-        for once, stride in zip(repeated, x, strict=False)
-    ]
-    kind = 1 if attn_mask.shape[2] == 1 else 2
-    return attn_mask, seen, strides, kind, attn_mask.dtype != torch.bool
-
-
-def _launch(
-    run, q, k_8bit, k_scale, v, v_scale, v_mean, attn_mask, seen, left, right, bottom_right,
-    scale, n_kv, granularity, out_bnhd, q_mean, delta, tile, tma: bool, **options,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    B, H_q, N_q, D = q.shape
-    D, D_v = int(D), head_dim_v(v, v_mean)  # a tile needs numbers
-    H_kv, N_pad, width = k_8bit.shape[1:]
-    fp8 = v.dtype == torch.float8_e4m3fn
-    out, lse = empty_outputs(q, D_v, out_bnhd)
-    k, v_arg = k_8bit, v
-    qk = reference.qk_of(k_8bit)
-    if (q_mean is None) == (qk == "int4"):
+def launch(
+    a: AttentionCall, tile: Tile, run: Callable, tma: bool = False, **options
+) -> tuple[Tensor, Tensor]:
+    """out [B, H_q, N_q, D_v] of q's dtype and lse [B, H_q, N_q] fp32. tma: descriptors read k and
+    8-bit v, if they can count their rows."""
+    (B, H_q, N_q, D), recipe, D_v = a.q.shape, a.decoded, a.head_dim_v
+    D = int(D)  # a tile needs a number
+    H_kv, N_pad, width = a.k.shape[1:]
+    fp8, qk, sharing = recipe.of_pv.dtype is not None, recipe.of_qk, recipe.sharing
+    if (a.q_mean is None) == qk.smooths_q:
         raise ValueError(
-            f"sage::attention: q_mean and delta go with INT4 k, and only that: k is {qk}"
+            f"sage::attention: q_mean and delta go with INT4 k, and only that: k is {recipe.qk}"
         )
-    if q_mean is None:
-        q_mean = delta = q  # neither is read
-    tma = tma and k_8bit.shape[:3].numel() < 2**31  # a descriptor's rows are 32-bit numbers
+    q_mean, delta = (a.q, a.q) if a.q_mean is None else (a.q_mean, a.delta)  # else neither is read
+    v_scale, v_mean = (a.k_scale, a.k_scale) if a.v_mean is None else (a.v_scale, a.v_mean)
+    k, v = a.k, a.v
+    tma = tma and k.shape[:3].numel() < 2**31  # a descriptor's rows are 32-bit numbers
     if tma:
-        k = TensorDescriptor.from_tensor(k_8bit.view(-1, width), [tile.BLOCK_N, width])
+        k = TensorDescriptor.from_tensor(k.view(-1, width), [tile.BLOCK_N, width])
         if fp8:
-            v_arg = TensorDescriptor.from_tensor(v.view(-1, N_pad), [v.shape[2], tile.BLOCK_N])
-    mask, seen, mask_strides, mask_kind, additive = mask_arguments(q, attn_mask, seen)
+            v = TensorDescriptor.from_tensor(v.view(-1, N_pad), [v.shape[2], tile.BLOCK_N])
+    out, lse = a.empty_outputs()
+    mask, mask_strides, mask_kind, additive = a.mask_arguments(tile.BLOCK_M)
     run(
         _attention_kernel,
         (B * H_q * triton.cdiv(N_q, tile.BLOCK_M),),
-        (q, q_mean, delta, k, k_scale, v_arg, v_scale, v_mean, mask, seen, out, lse),
-        (*q.stride(), *v.stride(), *mask_strides, *out.stride()[:3],
-         H_q, H_kv, 2 * N_q, 2 * n_kv, N_pad,  # shape
-         D, D_v, scale, *(-1 if x is None else x for x in (left, right)), bottom_right,
-         mask_kind, additive, LARGEST[qk], fp8, Q_ROWS[granularity], k_scale.shape[3],  # semantics
-         tma,
+        (a.q, q_mean, delta, k, a.k_scale, v, v_scale, v_mean, *mask, out, lse),
+        (*a.q.stride(), *a.v.stride(), *mask_strides, *out.stride()[:3],
+         H_q, H_kv, 2 * N_q, 2 * a.n_kv, N_pad,  # shape
+         D, D_v, a.scale, *a.band_arguments(), mask_kind, additive,  # semantics
+         qk.largest, fp8, sharing.q_span // sharing.q_groups, sharing.k_groups, tma,
          tile.BLOCK_M, tile.BLOCK_N, pad_head_dim(D), pad_head_dim(D_v), tile.num_stages),  # tile
         num_warps=tile.num_warps, **options,
     )  # fmt: skip
     return out, lse
-
-
-@triton_op("sage::attention", mutates_args=())
-def attention(
-    q: Tensor, k_8bit: Tensor, k_scale: Tensor, v: Tensor, v_scale: Tensor, v_mean: Tensor,
-    attn_mask: Tensor | None, seen: Tensor | None, left: int | None, right: int | None,
-    bottom_right: bool, scale: float, n_kv: int, granularity: str, out_bnhd: bool,
-    q_mean: Tensor | None = None, delta: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention over quantized k, with v quantized (FP8) or as it is (16-bit). Exportable.
-
-    q [B, H_q, N_q, D], any strides; k_8bit, k_scale from `quantize_k`; v, v_scale from `quantize_v`
-    and v_mean [B, H_kv, D_v] fp32, or v [B, H_kv, N_kv, D_v] in 16 bits, any strides, with the
-    other two unread. attn_mask [B or 1, H_q or 1, N_q or 1, N_kv or 1], bool or
-    floating, any strides, with its `seen` (mask.summarize, for this device's BLOCK_M); band: see
-    sdpa.py. n_kv: number of keys, without padding. out_bnhd: store out in [B, N, H, D] order.
-    q_mean, delta: `smooth_q`'s for INT4 k, else None.
-
-    Returns out [B, H_q, N_q, D_v] of q's dtype, lse [B, H_q, N_q] fp32: natural log, over the keys
-    as they were quantized (the caller knows what smoothing took off).
-    """
-    if q.device.type == "cpu":
-        out, lse = reference.attention(
-            q, k_8bit, k_scale, v, v_scale, v_mean, attn_mask, seen, left, right, bottom_right,
-            scale, n_kv, granularity, q_mean=q_mean, delta=delta,
-        )  # fmt: skip
-        return as_stored(out, out_bnhd), lse
-    tile = tile_of(
-        q, k_8bit, v, v_mean, granularity, attn_mask, left, right, bottom_right, portable=True
-    )
-    # Descriptors made in the kernel are silently wrong in packages of torch 2.11, and without a
-    # register cap, which Inductor cannot pass on, no faster than pointers (620 and 661 TFLOP/s).
-    return _launch(
-        traced, q, k_8bit, k_scale, v, v_scale, v_mean, attn_mask, seen, left, right, bottom_right,
-        scale, n_kv, granularity, out_bnhd, q_mean, delta, tile, tma=False,
-    )  # fmt: skip
-
-
-def _attention_opaque(
-    q: Tensor, k_8bit: Tensor, k_scale: Tensor, v: Tensor, v_scale: Tensor, v_mean: Tensor,
-    attn_mask: Tensor | None, seen: Tensor | None, left: int | None, right: int | None,
-    bottom_right: bool, scale: float, n_kv: int, granularity: str, out_bnhd: bool,
-    q_mean: Tensor | None = None, delta: Tensor | None = None, warpgroups: int | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`attention` by the fastest kernel of a device whose tiles ask for what Inductor cannot pass
-    on. Opaque to Inductor, so it does not export.
-
-    hopper.py's kernel where it applies. Elsewhere `attention`'s with descriptors and a register
-    cap, worth 1.2x on an H200: at 168 registers three programs share an SM instead of two, and at
-    most 8 bytes a thread spill. warpgroups: `Recipe`'s.
-    """
-    return launch_fastest(
-        at_once, q.device, q, k_8bit, k_scale, v, v_scale, v_mean, attn_mask, seen, left, right,
-        bottom_right, scale, n_kv, granularity, out_bnhd, q_mean, delta, warpgroups,
-    )  # fmt: skip
-
-
-def launch_fastest(
-    run, device, q, k_8bit, k_scale, v, v_scale, v_mean, attn_mask, seen, left, right, bottom_right,
-    scale, n_kv, granularity, out_bnhd, q_mean=None, delta=None, warpgroups=None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    tile = tile_of(
-        q, k_8bit, v, v_mean, granularity, attn_mask, left, right, bottom_right, portable=False,
-        device=device, warpgroups=warpgroups,
-    )  # fmt: skip
-    if tile.warpgroups:
-        out, lse = empty_outputs(q, head_dim_v(v, v_mean), out_bnhd)
-        _hopper().launch(
-            q, k_8bit, k_scale, v, v_scale, v_mean, right == 0, scale, n_kv, tile, out, lse, run,
-            device,
-        )  # fmt: skip
-        return out, lse
-    return _launch(
-        run, q, k_8bit, k_scale, v, v_scale, v_mean, attn_mask, seen, left, right, bottom_right,
-        scale, n_kv, granularity, out_bnhd, q_mean, delta, tile, tma=True, maxnreg=tile.maxnreg,
-    )  # fmt: skip
-
-
-attention_opaque = define_opaque("attention_opaque", _attention_opaque)
-
-
-@torch.library.register_fake("sage::attention_opaque")
-def _(
-    q, k_8bit, k_scale, v, v_scale, v_mean, attn_mask, seen, left, right, bottom_right, scale, n_kv,
-    granularity, out_bnhd, q_mean=None, delta=None, warpgroups=None,
-):  # fmt: skip
-    return empty_outputs(q, head_dim_v(v, v_mean), out_bnhd)
-
-
-def tile_of(
-    q: Tensor, k_8bit: Tensor, v: Tensor, v_mean: Tensor, granularity: str,
-    attn_mask: Tensor | None, left: int | None, right: int | None, bottom_right: bool,
-    portable: bool, device: torch.device | None = None, warpgroups: int | None = None,
-) -> tiles.Tile:  # fmt: skip
-    """The tile of the call: one with `warpgroups` is hopper.py's, where that kernel applies.
-    device: q's, if that is on meta. warpgroups: `Recipe`'s."""
-    pv = "fp8" if v.dtype == torch.float8_e4m3fn else "16bit"
-    head_dim = max(int(q.shape[3]), head_dim_v(v, v_mean))
-    capability = tiles.capability(device or q.device)
-    if not portable:
-        tile = tiles.hopper(capability, pv, head_dim, right == 0, q.shape[2], warpgroups)
-        if tile is not None and _hopper().applies(
-            q, k_8bit, v, granularity, attn_mask, left, right, bottom_right
-        ):
-            return tile
-    return tiles.tile(capability, reference.qk_of(k_8bit), pv, head_dim, attn_mask is not None)
-
-
-@functools.cache
-def _hopper():
-    from sage_inductor.ops import hopper  # imports Gluon, which not every Triton has
-
-    return hopper
-
-
-def head_dim_v(v: Tensor, v_mean: Tensor) -> int:
-    return int((v_mean if v.dtype == torch.float8_e4m3fn else v).shape[-1])
-
-
-def empty_outputs(q: Tensor, D_v: int, out_bnhd: bool) -> tuple[Tensor, Tensor]:
-    """out [B, H_q, N_q, D_v] of q's dtype, contiguous in [B, N, H, D] or [B, H, N, D] order, and
-    lse."""
-    B, H, N, _ = q.shape
-    out = q.new_empty((B, N, H, D_v)).transpose(1, 2) if out_bnhd else q.new_empty((B, H, N, D_v))
-    return out, q.new_empty((B, H, N), dtype=torch.float32)
-
-
-def as_stored(out: Tensor, out_bnhd: bool) -> Tensor:
-    if out_bnhd:
-        return out.transpose(1, 2).contiguous().transpose(1, 2)
-    return out.contiguous()

@@ -12,9 +12,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
+from support import band_mask, run_seen
 
-from sage_inductor.patterns.call import CAUSAL, FULL, Band, Survey, value_of
-from sage_inductor.patterns.masks import prove
+from sage_inductor.patterns.bands import prove
+from sage_inductor.patterns.call import CAUSAL, FULL, Band
+from sage_inductor.patterns.graph import GraphIndex, value_of
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -36,14 +38,6 @@ def sdpa_masks(graph):
                 yield mask, value_of(node.args[0]).shape[2], value_of(node.args[1]).shape[2]
 
 
-def materialized(band: Band, n_q: int, n_kv: int) -> torch.Tensor:
-    distance = torch.arange(n_kv) - torch.arange(n_q)[:, None]
-    distance -= (n_kv - n_q) * band.bottom_right
-    mask = torch.ones(n_q, n_kv, dtype=torch.bool)
-    mask &= True if band.left is None else distance >= -band.left
-    return mask & (True if band.right is None else distance <= band.right)
-
-
 def weights(mask: torch.Tensor, n_q: int, n_kv: int) -> torch.Tensor:
     """softmax under `mask`, of fixed scores; 0 where a query sees no key."""
     scores = torch.randn(n_q, n_kv, generator=torch.Generator().manual_seed(0)).double()
@@ -59,7 +53,7 @@ def proven(program, *shapes, options=(), batch=2):
 
     def backend(gm, _):
         ((mask, n_q, n_kv),) = sdpa_masks(gm.graph)
-        band, left = prove(mask, n_q, n_kv, Survey(gm.graph))
+        band, left = prove(mask, n_q, n_kv, GraphIndex(gm.graph))
         (output,) = (node for node in gm.graph.nodes if node.op == "output")
         output.args = ((*output.args[0], mask, left),)
         gm.recompile()
@@ -86,7 +80,7 @@ def proven(program, *shapes, options=(), batch=2):
             torch.randn(batch, 2, n_q, 8), torch.randn(batch, 2, n_kv, 8), padding, data
         )
         band, left, left_now = claims[-1]
-        said = materialized(band, n_q, n_kv)
+        said = band_mask(band, n_q, n_kv)
         if left_now is not None and left_now.dtype == torch.bool:
             said = said & left_now
         elif left_now is not None:
@@ -108,7 +102,7 @@ def rows_and_columns(n_q, n_kv):
     return torch.arange(n_q)[:, None], torch.arange(n_kv)[None, :]
 
 
-def band_mask(n_q, n_kv, left=None, right=None):
+def window(n_q, n_kv, left=None, right=None):
     row, col = rows_and_columns(n_q, n_kv)
     mask = torch.ones(n_q, n_kv, dtype=torch.bool)
     if left is not None:
@@ -147,7 +141,7 @@ SQUARE = {
     "the log of a mask": (lambda n, m, p, d: ones(n).tril().float().log(), CAUSAL),
     "a sum of masks": (
         lambda n, m, p, d: torch.full((n, m), -inf).triu(1) + torch.full((n, m), -inf).tril(-4), Band(3, 0)),
-    "a window": (lambda n, m, p, d: band_mask(n, m, 3, 0), Band(3, 0)),
+    "a window": (lambda n, m, p, d: window(n, m, 3, 0), Band(3, 0)),
     "a window by distance": (
         lambda n, m, p, d: (torch.arange(n)[:, None] - torch.arange(m)).abs() <= 2, Band(2, 2)),
     "a window by distance, strictly": (
@@ -180,7 +174,7 @@ OBLONG = {
     "the last rows of a square": (lambda n, m, p, d: ones(m).tril()[m - n : m, :m], LAST),
     "the last rows of a square, counted back": (lambda n, m, p, d: ones(m).tril()[None, -n:], LAST),
     "a window of the last": (
-        lambda n, m, p, d: band_mask(m, m, 3, 0)[m - n :], Band(3, 0, bottom_right=True)),
+        lambda n, m, p, d: window(m, m, 3, 0)[m - n :], Band(3, 0, bottom_right=True)),
     "top left, some ahead": (lambda n, m, p, d: ones(n, m).tril(2), Band(None, 2)),
 }  # fmt: skip
 
@@ -193,7 +187,7 @@ def test_an_oblong_mask_is_proven_with_its_diagonal(case, dynamic):
 
 
 LEFT_OVER = {
-    "padding": (lambda n, m, p, d: band_mask(n, m, None, 0) & p.bool()[:, None, None], CAUSAL, "[2, 1, 1, 12]"),
+    "padding": (lambda n, m, p, d: window(n, m, None, 0) & p.bool()[:, None, None], CAUSAL, "[2, 1, 1, 12]"),
     "padding, expanded": (
         lambda n, m, p, d: (ones(n).tril() & p.bool()[:, None, None, :].expand(2, 1, n, m)).expand(2, 2, n, m),
         CAUSAL, "[2, 1, 1, 12]"),
@@ -201,7 +195,7 @@ LEFT_OVER = {
         lambda n, m, p, d: torch.where((p != 0)[:, None, None] & ones(n).tril(), 0.0, -inf), CAUSAL, "[2, 1, 1, 12]"),
     "padding alone": (lambda n, m, p, d: p.bool()[:, None, None].expand(2, 1, n, m), FULL, "[2, 1, 1, 12]"),
     "padding, negated": (lambda n, m, p, d: ones(n).tril() & ~(p == 0)[:, None, None], CAUSAL, "[2, 1, 1, 12]"),
-    "data": (lambda n, m, p, d: band_mask(n, m, 3, 0) & (d > 0), Band(3, 0), "[12, 12]"),
+    "data": (lambda n, m, p, d: window(n, m, 3, 0) & (d > 0), Band(3, 0), "[12, 12]"),
     "data twice": (lambda n, m, p, d: ones(n).tril() & (d > 0) & (d < 1), FULL, "mask"),
     "data and padding": (lambda n, m, p, d: (d > 0) & p.bool()[:, None, None] & ones(n).tril(), FULL, "mask"),
     "data or causal": (lambda n, m, p, d: (d > 0) | ones(n).tril(), FULL, "mask"),
@@ -268,6 +262,7 @@ UNPROVEN = {
     "a prefix": lambda n, m, p, d: ones(n).tril() | (torch.arange(m) < 4),
     "xor": lambda n, m, p, d: ones(n).tril() ^ ones(n).tril(2),
     "data in an index": lambda n, m, p, d: p.cumsum(-1)[:, None, None] <= torch.arange(n)[:, None],
+    "a gather that wraps around": lambda n, m, p, d: torch.arange(m)[torch.arange(m) - 3] <= torch.arange(n)[:, None],
     "a gather from the end": lambda n, m, p, d: torch.arange(m) <= torch.arange(n)[torch.arange(n) - 2][:, None],
     "nothing": lambda n, m, p, d: torch.zeros(n, m, dtype=torch.bool),
     "-inf compared with the lowest": lambda n, m, p, d: (torch.full((n, m), -inf).triu(1) + torch.full((n, m), torch.finfo(FLOAT).min).tril(-4)) > torch.finfo(FLOAT).min - 1,
@@ -279,6 +274,13 @@ UNPROVEN = {
 @pytest.mark.parametrize("case", UNPROVEN)
 def test_nothing_is_claimed_of(case, dynamic):
     assert proven(UNPROVEN[case], (12, 12), (9, 9), options={"dynamic": dynamic}) == (FULL, "mask")
+
+
+def test_nothing_is_claimed_of_indices_that_wrap():
+    def program(n, m, p, d):
+        return torch.arange(m).to(torch.int8) <= torch.arange(n).to(torch.int8)[:, None]
+
+    assert proven(program, (300, 300)) == (FULL, "mask")
 
 
 def test_nothing_is_claimed_of_an_unknown_offset():
@@ -295,6 +297,13 @@ def test_a_lowest_number_is_no_band_where_a_query_may_see_no_key(dynamic):
         return torch.where(ones(n_q, n_kv).tril(n_kv - n_q), 0.0, torch.finfo(FLOAT).min)
 
     assert proven(program, (12, 7), options={"dynamic": dynamic}) == (FULL, "mask")
+
+    # One query beyond the last key that the window shows; as many as can be, and see one.
+    def ahead(n, m, p, d):
+        return torch.where(window(n, m, 3, 0), 0.0, torch.finfo(FLOAT).min)
+
+    assert proven(ahead, (11, 7), options={"dynamic": dynamic}) == (FULL, "mask")
+    assert proven(ahead, (10, 7)) == (Band(3, 0), None)
     band, left = proven(lambda *args: program(*args) * 2, (12, 7), options={"dynamic": dynamic})
     assert (band, left) == (LAST, None)  # twice the lowest is -inf
 
@@ -434,7 +443,7 @@ def test_masks_of_exported_programs_are_proven_too():
     inputs = (torch.randn(2, 2, 16, 8), torch.ones(2, 16, dtype=torch.bool))
     ep = torch.export.export(Model(), inputs, dynamic_shapes=({2: n}, {1: n}))
     ((mask, n_q, n_kv),) = sdpa_masks(ep.graph)
-    band, left = prove(mask, n_q, n_kv, Survey(ep.graph))
+    band, left = prove(mask, n_q, n_kv, GraphIndex(ep.graph))
     assert band == Band(2, 0) and value_of(left).shape[1:3] == (1, 1)
 
 
@@ -447,16 +456,12 @@ def test_a_causal_bias_made_outside_is_inlined_into_tril_or_is_causal(lower_righ
 
     found = []
 
-    def backend(gm, _):
-        found.extend(prove(*call, Survey(gm.graph)) for call in sdpa_masks(gm.graph))
-        return gm.forward
+    def see(gm):
+        found.extend(prove(*call, GraphIndex(gm.graph)) for call in sdpa_masks(gm.graph))
 
     bias = (causal_lower_right if lower_right else causal_upper_left)(7, 12)
-    attention = torch.compile(
-        F.scaled_dot_product_attention, backend=backend, fullgraph=True, dynamic=dynamic
-    )
     q, k = torch.randn(1, 2, 7, 8), torch.randn(1, 2, 12, 8)
-    attention(q, k, k, bias)
+    run_seen(F.scaled_dot_product_attention, q, k, k, bias, see=see, dynamic=dynamic)
     assert found == ([(LAST, None)] if lower_right else [])
 
 
@@ -547,7 +552,7 @@ def test_what_is_proven_of_models(row, dynamic):
 
     def backend(gm, _):
         for mask, n_q, n_kv in sdpa_masks(gm.graph):
-            band, left = prove(mask, n_q, n_kv, Survey(gm.graph))
+            band, left = prove(mask, n_q, n_kv, GraphIndex(gm.graph))
             assert left is not mask
             left = left and tuple(
                 n if isinstance(n, int) else n.node.hint for n in value_of(left).shape

@@ -1,0 +1,52 @@
+"""The kernels of opaque ops compile while Inductor works on the graph around them.
+
+Inductor does not see these kernels, so their first launch would compile them: 4 to 6 s for the
+Hopper kernel on an H200's host, with the GPU waiting.
+"""
+
+import functools
+import itertools
+
+import torch
+
+from sage_inductor.ops.attention.arguments import AttentionCall
+from sage_inductor.ops.attention.select import Problem, run_opaque, select
+from sage_inductor.ops.launch import compile_ahead
+from sage_inductor.ops.quantize.one_pass import launch_kv
+from sage_inductor.ops.quantize.op import empty_kv
+from sage_inductor.ops.recipe import decode
+from sage_inductor.ops.sdpa import SdpaCall
+from sage_inductor.ops.visibility import Visibility
+
+
+def precompile(call: SdpaCall) -> None:
+    """Start to compile what the call will launch and Inductor does not compile, if its sizes are
+    known and no mask is in the way."""
+    recipe, masked = decode(call.recipe), call.attn_mask is not None
+    selected = select(Problem.of(call.k, call.v, recipe, masked, call.portable))
+    likes = tuple((x.dtype, tuple(x.shape), tuple(x.stride())) for x in (call.q, call.k, call.v))
+    known = all(isinstance(n, int) for _, *sizes in likes for n in itertools.chain(*sizes))
+    if not selected.kernel.travels and recipe.sharing.one_pass and not masked and known:
+        plain = call._replace(q=None, k=None, v=None, prepared=None)
+        _start(call.q.device, likes, bool(call.prepared), plain)
+
+
+@functools.cache  # started once
+def _start(device: torch.device, likes: tuple, is_prepared: bool, call: SdpaCall) -> None:
+    recipe = decode(call.recipe)
+    q, k, v = (
+        torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        for dtype, shape, stride in likes
+    )
+    of_v = None if recipe.of_pv.dtype is None else v
+    inputs = AttentionCall.of(
+        q, empty_kv(k, of_v, call.recipe), v, Visibility(None, None, *call.band), call.scale,
+        k.shape[2], recipe, call.out_bnhd, warpgroups=call.warpgroups,
+    )  # fmt: skip
+    head_dim = max(int(k.shape[3]), int(v.shape[3]))
+    capability = torch.cuda.get_device_capability(device)
+    tile = select(Problem(capability, recipe, head_dim, masked=False)).tile
+    with torch.cuda.device(device):
+        run_opaque(inputs, tile, compile_ahead, device)
+        if not is_prepared:
+            launch_kv(k, of_v, None, recipe, compile_ahead, pdl=True)

@@ -1,0 +1,1 @@
+"""The attention kernels, what they take and which of them runs."""

@@ -1,0 +1,126 @@
+"""What an attention kernel computes from: the arguments of ``sage::attention``, as one object.
+
+Kernels take it whole, the ops' schemas follow its fields, and a new argument is a new field.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sage_inductor.ops.formats import Prepared
+from sage_inductor.ops.recipe import Recipe, decode
+from sage_inductor.ops.visibility import Visibility, num_tiles
+
+
+class AttentionCall(NamedTuple):
+    """Shapes: B batch, H_q and H_kv heads, N_q and N_kv sequence, D head_dim (D_v of v)."""
+
+    q: Tensor  # [B, H_q, N_q, D], any strides
+    k: Tensor  # codes, as Prepared.k
+    k_scale: Tensor
+    v: Tensor  # codes, as Prepared.v, or 16-bit [B, H_kv, N_kv, D_v], any strides
+    scale: float  # of the softmax
+    n_kv: int  # keys without padding
+    recipe: str  # Recipe.encode()
+    out_bnhd: bool = False  # store out in [B, N, H, D] order
+    attn_mask: Tensor | None = None  # Visibility's five
+    tile_summary: Tensor | None = None
+    left: int | None = None
+    right: int | None = None
+    bottom_right: bool = False
+    v_scale: Tensor | None = None  # None where v is 16-bit, as the next
+    v_mean: Tensor | None = None
+    k_blocks: Tensor | None = None  # where the formats are block-scaled, as the next
+    v_blocks: Tensor | None = None
+    q_mean: Tensor | None = None  # [B, H_q, T, D] and delta [B, H_q, T, N_pad] of `smooth_q`, where
+    delta: Tensor | None = None  # q is smoothed
+    warpgroups: int | None = None  # a schedule: see select.py; it changes speed, not the result
+
+    @classmethod
+    def of(
+        cls, q: Tensor, prepared: Prepared, v_16bit: Tensor, visibility: Visibility, scale: float,
+        n_kv: int, recipe: Recipe, out_bnhd: bool = False, of_q: tuple = (None, None),
+        warpgroups: int | None = None,
+    ) -> "AttentionCall":  # fmt: skip
+        p = prepared
+        return cls(
+            q, p.k, p.k_scale, v_16bit if p.v is None else p.v, scale, n_kv, recipe.encode(),
+            out_bnhd, *visibility, p.v_scale, p.v_mean, p.k_blocks, p.v_blocks, *of_q, warpgroups,
+        )  # fmt: skip
+
+    @property
+    def decoded(self) -> Recipe:
+        return decode(self.recipe)
+
+    @property
+    def visibility(self) -> Visibility:
+        return Visibility(
+            self.attn_mask, self.tile_summary, self.left, self.right, self.bottom_right
+        )
+
+    @property
+    def head_dim_v(self) -> int:
+        return int((self.v if self.v_mean is None else self.v_mean).shape[-1])
+
+    @property
+    def head_dim(self) -> int:
+        """The wider of k's and v's."""
+        return max(int(self.q.shape[3]), self.head_dim_v)
+
+    def empty_outputs(self) -> tuple[Tensor, Tensor]:
+        return empty_outputs(self.q, self.head_dim_v, self.out_bnhd)
+
+    def mask_arguments(self, block_m: int) -> tuple:
+        """(Mask, Seen), their strides, MASK and ADDITIVE, as kernels with tiles of block_m rows of
+        q take them. Raises ValueError for a summary that was made for other tiles."""
+        mask, summary = self.attn_mask, self.tile_summary
+        if mask is None:
+            return (self.q, self.q), (0,) * 7, 0, False  # neither is read
+        rows = 1 if mask.shape[2] == 1 else num_tiles(mask.shape[2], block_m)
+        if isinstance(rows, int) and summary.shape[2] != rows:
+            raise ValueError(
+                f"sage::attention: tile_summary must have {rows} rows for tiles of {block_m} "
+                f"queries, got {summary.shape[2]}"
+            )
+        repeated = [n == 1 for n in mask.shape]  # by broadcasting
+        strides = [
+            0 if once else stride
+            for x in (mask.stride(), summary.stride()[:3])
+            for once, stride in zip(repeated, x, strict=False)
+        ]
+        kind = 1 if mask.shape[2] == 1 else 2
+        return (mask, summary), strides, kind, mask.dtype != torch.bool
+
+    def band_arguments(self) -> tuple[int, int, bool]:
+        """LEFT, RIGHT (-1: no bound) and BOTTOM_RIGHT."""
+        return *(-1 if x is None else x for x in (self.left, self.right)), self.bottom_right
+
+
+def empty_outputs(q: Tensor, D_v: int, out_bnhd: bool) -> tuple[Tensor, Tensor]:
+    """out [B, H_q, N_q, D_v] of q's dtype, contiguous in [B, N, H, D] or [B, H, N, D] order, and
+    lse [B, H_q, N_q] fp32."""
+    B, H, N, _ = q.shape
+    out = q.new_empty((B, N, H, D_v)).transpose(1, 2) if out_bnhd else q.new_empty((B, H, N, D_v))
+    return out, q.new_empty((B, H, N), dtype=torch.float32)
+
+
+def as_stored(out: Tensor, out_bnhd: bool) -> Tensor:
+    """out in the memory order of `empty_outputs`."""
+    if out_bnhd:
+        return out.transpose(1, 2).contiguous().transpose(1, 2)
+    return out.contiguous()
+
+
+def schema_of(arguments: type, returns, function: Callable) -> Callable:
+    """``function(arguments(...))`` with the fields of a NamedTuple for a signature, of which torch
+    makes an op's schema."""
+
+    def call(*args, **kwargs):
+        return function(arguments(*args, **kwargs))
+
+    call.__signature__ = inspect.signature(arguments).replace(return_annotation=returns)
+    call.__name__, call.__doc__ = function.__name__, function.__doc__
+    return call

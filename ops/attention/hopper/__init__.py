@@ -1,0 +1,1 @@
+"""The attention kernel for Hopper, in Gluon."""

@@ -1,0 +1,195 @@
+"""How the Hopper kernel is launched: which calls it computes, and the plan of one.
+
+A plan is made once for all calls with the same shapes and strides: descriptors, grid, how many
+tiles are computed whole, and the launch that adds up the pieces of the others.
+"""
+
+import copy
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+
+from sage_inductor.ops.attention.arguments import AttentionCall
+from sage_inductor.ops.attention.hopper.kernel import _combine_kernel, _hopper_kernel
+from sage_inductor.ops.attention.tiles import Tile
+from sage_inductor.ops.compat import GluonDescriptor
+from sage_inductor.ops.formats import pad_head_dim
+
+REGISTERS = {2: (168, 240), 3: (128, 160)}  # by warpgroups: at launch, then of a consumer
+MIN_BLOCKS_SAVED = 8  # blocks of a tile; combining the pieces takes about as long as 4
+# Of k in all heads: TMA counts them in 32 bits, and so does the kernel, of heads (at least 128 rows
+# of k each) times 256 channels.
+MAX_K_ROWS = 2**30
+MIN_BLOCKS_OF_A_PIECE = 4  # blocks that a program should have at least
+L2_BYTES = 24 << 20  # of k and v that the causal tiles in flight may share
+
+
+def why_not(a: AttentionCall) -> str | None:
+    """The reason this kernel does not compute such a call, or None if it does; triton.py's computes
+    every call."""
+    recipe, q = a.decoded, a.q
+    if (recipe.qk, recipe.granularity) != ("int8", "per_token"):
+        return f"it multiplies INT8 with a scale per token, not {recipe.qk}, {recipe.granularity}"
+    if recipe.pv not in ("fp8", "16bit"):
+        return f"it multiplies p and v in FP8 or 16 bits, not {recipe.pv}"
+    if a.attn_mask is not None:
+        return "there is a mask"
+    if a.left is not None or a.right not in (None, 0) or a.right == 0 and a.bottom_right:
+        return "of the bands it knows SDPA's causal one alone"
+    if q.dtype not in (torch.float16, torch.bfloat16) or q.stride(3) != 1:
+        return "q must have 16 bits and its channels side by side"
+    if a.k.shape[:3].numel() >= MAX_K_ROWS:
+        return f"k must have fewer than {MAX_K_ROWS} rows in all heads"
+    if recipe.pv == "16bit" and not _fits_tma(a.v):
+        return "16-bit v must have 16-byte rows, at 16-byte addresses"
+    return None
+
+
+def _fits_tma(x: Tensor) -> bool:
+    strides = [s for n, s in zip(x.shape[:3], x.stride(), strict=False) if n > 1]
+    aligned = all(s > 0 and s * x.element_size() % 16 == 0 for s in strides)
+    return aligned and x.stride(3) == 1 and x.data_ptr() % 16 == 0
+
+
+def launch(
+    a: AttentionCall, tile: Tile, run: Callable, device: torch.device | None = None
+) -> tuple[Tensor, Tensor]:
+    """out [B, H_q, N_q, D_v] of q's dtype and lse [B, H_q, N_q] fp32, of a call that nothing speaks
+    against (`why_not`). device: q's, if that is on meta."""
+    q, k, v, is_causal = a.q, a.k, a.v, a.right == 0
+    out, lse = a.empty_outputs()
+    plan = _plan(
+        device or q.device, q.dtype, q.shape, q.stride(), k.shape, v.dtype, v.shape, v.stride(),
+        out.shape[3], out.stride(), is_causal, a.scale, a.n_kv, tile,
+    )  # fmt: skip
+    part = part_ml = lse  # not touched
+    if plan.parts:
+        part, part_ml = (lse.new_empty(n) for n in plan.parts)
+    v_scale, v_mean = (lse, lse) if a.v_mean is None else (a.v_scale, a.v_mean)
+    k, v = _at(plan.k, k), _at(plan.v, v)
+    tensors = q, k, a.k_scale, v, v_scale, v_mean, out, lse, part, part_ml
+    run(*plan.attend.of(tensors), **plan.attend.options)
+    if plan.combine:
+        tensors = part, part_ml, v_scale, v_mean, out, lse
+        run(*plan.combine.of(tensors), **plan.combine.options)
+    return out, lse
+
+
+class _Launch(NamedTuple):
+    """A launch without its tensors."""
+
+    kernel: triton.JITFunction
+    grid: tuple[int, int, int]
+    numbers: tuple
+    options: dict
+
+    def of(self, tensors: tuple) -> tuple:
+        return self.kernel, self.grid, tensors, self.numbers
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """What `launch` does for all calls with the same shapes and strides."""
+
+    k: GluonDescriptor  # of no tensor yet
+    v: GluonDescriptor
+    attend: _Launch
+    parts: tuple[int, int] | None  # elements of Part and of Part_ml, if tiles are split
+    combine: _Launch | None
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    device, dtype, q_shape, q_stride, k_shape, v_dtype, v_shape, v_stride, D_v, out_stride,
+    is_causal, scale, n_kv, tile,
+) -> _Plan:  # fmt: skip
+    B, H_q, N_q, D = q_shape
+    H_kv, N_pad, BLOCK_D = k_shape[1:]
+    fp8, BLOCK_DV = v_dtype == torch.float8_e4m3fn, pad_head_dim(D_v)
+    k = _descriptor(torch.int8, (B * H_kv * N_pad, BLOCK_D), (BLOCK_D, 1), [tile.BLOCK_N, BLOCK_D])
+    if fp8:
+        rows = B * H_kv * BLOCK_DV
+        v = _descriptor(v_dtype, (rows, N_pad), (N_pad, 1), [BLOCK_DV, tile.BLOCK_N])
+    else:
+        v = _descriptor(v_dtype, v_shape, v_stride, [1, 1, tile.BLOCK_N, BLOCK_DV])
+    num_m, blocks = -(-N_q // tile.BLOCK_M), -(-n_kv // tile.BLOCK_N)
+    num_tiles, processors = B * H_q * num_m, _processors(device)
+    programs, whole_tiles, group = min(num_tiles, processors), num_tiles, 1
+    if is_causal:  # an even number of groups: see _tile
+        fit = L2_BYTES // (n_kv * (BLOCK_D + BLOCK_DV * v_dtype.itemsize)) * (H_q // H_kv)
+        groups = -(-B * H_q // max(1, fit))
+        group = -(-B * H_q // (groups + groups % 2))
+    else:
+        programs, whole_tiles = schedule(num_tiles, blocks, processors)
+    split = whole_tiles < num_tiles
+    at_launch, consumer = REGISTERS[tile.warpgroups]
+    attend = _Launch(
+        _hopper_kernel,
+        (programs, 1, 1),
+        (*q_stride[:3], *out_stride[:3],
+         B * H_q, H_q, H_kv, 2 * N_q, 2 * n_kv, N_pad, group, whole_tiles,  # shape
+         D, D_v, scale, is_causal, split, fp8,  # semantics
+         tile.BLOCK_N, BLOCK_D, BLOCK_DV, tile.warpgroups, tile.num_stages, consumer),  # tile
+        dict(num_warps=tile.num_warps, maxnreg=at_launch),
+    )  # fmt: skip
+    if not split:
+        return _Plan(k, v, attend, None, None)
+    rows = 2048 // BLOCK_DV
+    combine = _Launch(
+        _combine_kernel,
+        (num_tiles - whole_tiles, tile.BLOCK_M // rows, 1),
+        (*out_stride[:3],
+         B * H_q, H_q, H_kv, N_q, num_m, whole_tiles, blocks, programs,  # shape
+         D_v, fp8,  # semantics
+         tile.BLOCK_M, BLOCK_DV, rows),  # tile
+        {},
+    )  # fmt: skip
+    slots = 2 * programs * tile.BLOCK_M
+    return _Plan(k, v, attend, (slots * BLOCK_DV, slots * 2), combine)
+
+
+def _descriptor(dtype: torch.dtype, shape, strides, block: list[int]) -> GluonDescriptor:
+    """Checked, but of no tensor: `_at` says of which."""
+    layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[dtype])
+    strides = [s if n > 1 else 16 for n, s in zip(shape[:-1], strides, strict=False)]
+    nothing = torch.empty(0, dtype=dtype, device="meta")
+    return GluonDescriptor(nothing, list(shape), [*strides, 1], block, layout)
+
+
+def _at(descriptor: GluonDescriptor, x: Tensor) -> GluonDescriptor:
+    descriptor = copy.copy(descriptor)  # two threads may launch it
+    descriptor.base = x
+    return descriptor
+
+
+def schedule(num_tiles: int, blocks: int, processors: int) -> tuple[int, int]:
+    """(programs, tiles that are computed whole): the blocks of the other tiles are dealt out where
+    that saves every program MIN_BLOCKS_SAVED blocks and 4 %."""
+    rounds = num_tiles / processors
+    saved = (math.ceil(rounds) - rounds) * blocks
+    if saved < max(MIN_BLOCKS_SAVED, 0.04 * rounds * blocks):
+        return min(num_tiles, processors), num_tiles
+    whole_tiles = max(num_tiles // processors - 1, 0) * processors
+    if whole_tiles:
+        return processors, whole_tiles
+    return max(1, min(processors, num_tiles * blocks // MIN_BLOCKS_OF_A_PIECE)), 0
+
+
+_DTYPES = {
+    torch.int8: gl.int8,
+    torch.float8_e4m3fn: gl.float8e4nv,
+    torch.float16: gl.float16,
+    torch.bfloat16: gl.bfloat16,
+}
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,133 @@
+"""Which kernel computes an attention call, and with which tile: one table, asked in one place.
+
+The op that a graph calls is decided by what is known while compiling (`select`, of a `Problem`);
+which of the kernels behind an opaque op runs also depends on strides and addresses (`run_opaque`).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sage_inductor.ops.attention import nvfp4, tiles, triton
+from sage_inductor.ops.attention.arguments import AttentionCall, as_stored
+from sage_inductor.ops.attention.tiles import Tile
+from sage_inductor.ops.launch import launch_cached, launch_traced
+from sage_inductor.ops.recipe import Recipe
+from sage_inductor.ops.reference import attention as reference
+
+
+class Problem(NamedTuple):
+    """What is known of a call while compiling."""
+
+    capability: tuple[int, int] | None  # None: CPU
+    recipe: Recipe
+    head_dim: int  # the wider of k's and v's
+    masked: bool
+    portable: bool = False  # only kernels that travel in a package
+
+    @classmethod
+    def of(cls, k: Tensor, v: Tensor, recipe: Recipe, masked: bool, portable: bool) -> "Problem":
+        capability = None if k.device.type == "cpu" else tiles.capability(k.device)
+        head_dim = max(int(k.shape[3]), int(v.shape[3]))
+        return cls(capability, recipe, head_dim, masked, portable)
+
+
+class Kernel(NamedTuple):
+    """A row of KERNELS. The first that nothing speaks against computes a call."""
+
+    name: str
+    why_not: Callable[[Problem], str | None]
+    travels: bool  # in a package, and so is seen by Inductor
+    launch: Callable[[AttentionCall, Tile], tuple[Tensor, Tensor]]
+
+
+class Selected(NamedTuple):
+    kernel: Kernel
+    tile: Tile
+
+
+def _emulate(a: AttentionCall, tile: Tile) -> tuple[Tensor, Tensor]:
+    out, lse = reference.attention(a, tile.BLOCK_N)
+    return as_stored(out, a.out_bnhd), lse
+
+
+EMULATION = Selected(
+    Kernel("emulation", lambda problem: None, travels=True, launch=_emulate), Tile(128, 128, 1, 1)
+)
+
+
+def _tile(problem: Problem) -> Tile:
+    """The table's; a ValueError if the recipe cannot run on the device."""
+    r = problem.recipe
+    return tiles.tile(problem.capability, r.qk, r.pv, problem.head_dim, problem.masked)
+
+
+def _not_block_scaled(problem: Problem) -> str | None:
+    return "the recipe is block-scaled" if problem.recipe.of_qk.block_scaled else None
+
+
+def _no_cap(problem: Problem) -> str | None:
+    if problem.portable:
+        return "only kernels that travel are asked for"
+    uncapped = _tile(problem).maxnreg is None
+    return _not_block_scaled(problem) or ("the tile has no register cap" if uncapped else None)
+
+
+def run_opaque(
+    a: AttentionCall, tile: Tile, run: Callable = launch_cached,
+    device: torch.device | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The Hopper kernel where it computes the call. Else triton.py's with descriptors and a
+    register cap, worth 1.2x on an H200: at 168 registers three programs share an SM instead of two,
+    and at most 8 bytes a thread spill. device: q's, if that is on meta."""
+    of_hopper = hopper_tile(a, device)
+    if of_hopper is not None:
+        return _hopper().launch(a, of_hopper, run, device)
+    return triton.launch(a, tile, run, tma=True, maxnreg=tile.maxnreg)
+
+
+def hopper_tile(a: AttentionCall, device: torch.device | None = None) -> Tile | None:
+    """The Hopper kernel's tile for a call; None where it does not compute it, or is slower.
+    a.warpgroups asks for the tile of so many (0: none); where this call has no such tile, the
+    table's is taken."""
+    capability = tiles.capability(device or a.q.device)
+    pv, is_causal, n_q = a.decoded.pv, a.right == 0, a.q.shape[2]
+    tile = tiles.hopper(capability, pv, a.head_dim, is_causal, n_q, a.warpgroups)
+    return tile if tile is not None and _hopper().why_not(a) is None else None
+
+
+@functools.cache
+def _hopper():
+    from sage_inductor.ops.attention.hopper import plan  # imports Gluon, which may be missing
+
+    return plan
+
+
+def _run_triton(a: AttentionCall, tile: Tile) -> tuple[Tensor, Tensor]:
+    # Descriptors made in the kernel are silently wrong in packages of torch 2.11, and without a
+    # register cap, which Inductor cannot pass on, no faster than pointers (620 and 661 TFLOP/s).
+    return triton.launch(a, tile, launch_traced)
+
+
+def _run_nvfp4(a: AttentionCall, tile: Tile) -> tuple[Tensor, Tensor]:
+    native = tiles.multiplies_nvfp4(tiles.capability(a.q.device))
+    return nvfp4.launch(a, tile, launch_traced, native)
+
+
+KERNELS = (
+    Kernel("opaque", _no_cap, travels=False, launch=run_opaque),
+    Kernel("triton", _not_block_scaled, travels=True, launch=_run_triton),
+    Kernel("nvfp4", lambda problem: None, travels=True, launch=_run_nvfp4),
+)
+
+
+@functools.cache
+def select(problem: Problem) -> Selected:
+    """The kernel and tile of a call. Raises ValueError where there is none for the recipe."""
+    if problem.capability is None:
+        return EMULATION
+    kernel = next(each for each in KERNELS if each.why_not(problem) is None)
+    return Selected(kernel, _tile(problem))

@@ -1,0 +1,1 @@
+"""What is made of k and v before attention: statistics, codes and scales."""

@@ -1,0 +1,137 @@
+"""Quantization of k, in the layout the attention kernels read.
+
+    codes = round((k - k_mean) / k_scale)      k_scale = amax of the group / 127, INT4: / 7
+         or e4m3((k - k_mean) / k_scale)       k_scale = amax of the group / 448
+
+k_mean is smooth.py's: of all rows, or estimated from a sample of them; any is exact.
+Shapes and layouts are those of ops/reference/quantize.py, to which all is bit-equal.
+"""
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sage_inductor.ops.compat import gdc_wait
+from sage_inductor.ops.formats import E4M3_MAX, K_BLOCK, PAD_N, QK, TINY, pad_head_dim, pad_rows
+from sage_inductor.ops.launch import launch_traced, pdl_option
+from sage_inductor.ops.quantize.codes import abs_bits, saturate, scale_of, to_8bit
+from sage_inductor.ops.recipe import Recipe
+
+_INT4_MAX = tl.constexpr(QK["int4"].largest)
+_FP8_MAX = tl.constexpr(E4M3_MAX)
+_TINY = tl.constexpr(TINY)
+
+
+@triton.jit
+def quantize_k_block(
+    K, K_mean, visible, K_8bit, K_scale, stride_n, stride_d, head, block, blocks, N, channels,
+    MASK: tl.constexpr, QK_MAX: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
+    K_BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """K_BLOCK rows of a head, the block-th of `blocks`; K and visible point to its first row."""
+    n = block * K_BLOCK + tl.arange(0, K_BLOCK)
+    d = tl.arange(0, BLOCK_D)
+    mask = (n < N)[:, None] & (d < channels)[None, :]
+    x = K + n[:, None] * stride_n + d.to(tl.int64)[None, :] * stride_d
+    x = tl.load(x, mask=mask, other=0.0)
+    if PDL:
+        gdc_wait()
+    mean = tl.load(K_mean + head * channels + d, mask=d < channels, other=0.0)
+    x = tl.where(mask, x.to(tl.float32) - mean[None, :], 0.0)
+
+    amax = tl.max(abs_bits(x), 1)  # [K_BLOCK]
+    if MASK:
+        amax = tl.where(tl.load(visible + n, mask=n < N, other=0) != 0, amax, 0)
+    group = head * blocks + block
+    if GROUPS == 4:
+        amax = tl.max(tl.max(amax.reshape([K_BLOCK // 8, 4, 2]), 2), 0)  # [4]
+        inverse, scale = scale_of(amax, QK_MAX)
+        tl.store(K_scale + group * 4 + tl.arange(0, 4), scale)
+        amax = amax.expand_dims(1).expand_dims(0).broadcast_to([K_BLOCK // 8, 4, 2])
+        amax = amax.reshape([K_BLOCK])
+        inverse = inverse.expand_dims(1).expand_dims(0).broadcast_to([K_BLOCK // 8, 4, 2])
+        inverse = inverse.reshape([K_BLOCK])
+    else:
+        amax = tl.max(amax, 0, keep_dims=True)  # [1]
+        inverse, scale = scale_of(amax, QK_MAX)
+        tl.store(K_scale + group + tl.arange(0, 1), scale)
+    if MASK:
+        amax = amax.to(tl.float32, bitcast=True)
+        x = saturate(x, tl.where(amax < _TINY, _TINY, amax)[:, None])
+    x_8bit = to_8bit(x, inverse[:, None], QK_MAX)
+    rows = group * K_BLOCK + tl.arange(0, K_BLOCK)
+    if QK_MAX == _INT4_MAX:  # reference.pack
+        low, high = tl.split(x_8bit.to(tl.uint8, bitcast=True).reshape([K_BLOCK, BLOCK_D // 2, 2]))
+        d = tl.arange(0, BLOCK_D // 2)
+        tl.store(K_8bit + rows[:, None] * (BLOCK_D // 2) + d[None, :], low & 15 | high << 4)
+    else:
+        tl.store(K_8bit + rows[:, None] * BLOCK_D + d[None, :], x_8bit)
+
+
+@triton.jit
+def _quantize_k_kernel(
+    K,  # [B, H, N, D] in
+    K_mean,  # [B, H, D] in, fp32
+    Visible,  # [B or 1, H or 1, N] in, uint8: rows that have a part in the scales; if MASK
+    K_8bit,  # [B, H, N_pad, BLOCK_D] out, INT4: BLOCK_D / 2
+    K_scale,  # [B, H, N_pad / K_BLOCK, GROUPS] out, fp32
+    stride_b, stride_h, stride_n, stride_d,
+    stride_visible_b, stride_visible_h,
+    H, N2, D2,  # N2: 2 N, D2: 2 D
+    MASK: tl.constexpr, QK_MAX: tl.constexpr, PDL: tl.constexpr,
+    D: tl.constexpr, GROUPS: tl.constexpr, K_BLOCK: tl.constexpr, PAD_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Grid: (B * H * num_blocks,). K_BLOCK rows of one head.
+
+    N2: see _quantize_v_kernel; D2: of padded channels that are known when compiling, ptxas wrote
+    garbage to FP8 where zeros belong (D = 8, sm_90).
+    """
+    N, channels = N2 // 2, D
+    if QK_MAX == _FP8_MAX:
+        channels = D2 // 2
+    pid = tl.program_id(0).to(tl.int64)
+    blocks = tl.cdiv(N, PAD_N) * (PAD_N // K_BLOCK)
+    head, block = pid // blocks, pid % blocks
+    quantize_k_block(
+        K + head // H * stride_b + head % H * stride_h, K_mean,
+        Visible + head // H * stride_visible_b + head % H * stride_visible_h, K_8bit, K_scale,
+        stride_n, stride_d, head, block, blocks, N, channels, MASK, QK_MAX, GROUPS, PDL, K_BLOCK,
+        BLOCK_D,
+    )  # fmt: skip
+
+
+def empty_k(k: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    """Memory for the codes and scales of k [B, H, N, D]."""
+    B, H, N, D = k.shape
+    qk, N_pad = recipe.of_qk, pad_rows(N)
+    codes = k.new_empty((B, H, N_pad, pad_head_dim(int(D)) // qk.packed), dtype=qk.dtype)
+    groups = recipe.sharing.k_groups
+    return codes, k.new_empty((B, H, N_pad // K_BLOCK, groups), dtype=torch.float32)
+
+
+def launch_k(
+    k: Tensor, k_mean: Tensor, recipe: Recipe, visible: Tensor | None,
+    run: Callable = launch_traced, pdl: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """k [B, H, N, D], any strides, k_mean [B, H, D] fp32 -> codes, k_scale: Prepared's. visible: as
+    in `smooth`; the other rows have no part in the scales and saturate."""
+    B, H, N, D = k.shape
+    D = int(D)  # a tile needs a number
+    codes, k_scale = empty_k(k, recipe)
+    if visible is not None:
+        visible = visible.expand(B, H, N)
+    run(
+        _quantize_k_kernel,
+        (B * H * k_scale.shape[2],),
+        (k, k_mean, k_mean if visible is None else visible, codes, k_scale),
+        (*k.stride(), *((0, 0) if visible is None else visible.stride()[:2]),
+         H, 2 * N, 2 * D,  # shape
+         visible is not None, recipe.of_qk.largest, pdl,  # semantics
+         D, recipe.sharing.k_groups, K_BLOCK, PAD_N, pad_head_dim(D)),  # tile
+        **pdl_option(pdl),
+    )  # fmt: skip
+    return codes, k_scale

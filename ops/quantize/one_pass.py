@@ -1,0 +1,103 @@
+"""All of the preparation of k and v in one pass over them, for the granularities that estimate.
+
+Three launches: what k and v are shifted by and v's amax, from a sample of rows (smooth.py); all
+blocks of k and v; and the heads of v again that have rows beyond the estimated amax.
+"""
+
+from collections.abc import Callable
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sage_inductor.ops.formats import K_BLOCK, PAD_N, Prepared, pad_head_dim
+from sage_inductor.ops.launch import launch_traced, pdl_option
+from sage_inductor.ops.quantize.keys import empty_k, launch_k, quantize_k_block
+from sage_inductor.ops.quantize.smooth import launch_estimate
+from sage_inductor.ops.quantize.values import empty_v, quantize_v_again_kernel, quantize_v_block
+from sage_inductor.ops.recipe import Recipe
+
+
+@triton.jit
+def _quantize_kv_kernel(
+    K, V,  # [B, H, N, D], [B, H, N, D_V] in
+    K_mean, V_mean, V_amax,  # [B, H, D], [B, H, D_V] twice in, fp32
+    Visible,  # [B or 1, H or 1, N] in, uint8: rows that have a part in the scales; if MASK
+    Beyond,  # [B, H] in, int32: zeros; out: 1 where a row of v is beyond V_amax
+    K_8bit, K_scale,  # [B, H, N_pad, BLOCK_D], [B, H, N_pad / K_BLOCK] out
+    V_fp8, V_scale,  # [B, H, BLOCK_DV, N_pad], [B, H, D_V] out
+    stride_kb, stride_kh, stride_kn, stride_kd,
+    stride_vb, stride_vh, stride_vn, stride_vd,
+    stride_visible_b, stride_visible_h,
+    H, N2, D2, D2_V,  # doubled, as above
+    MASK: tl.constexpr, QK_MAX: tl.constexpr, PDL: tl.constexpr,
+    K_BLOCK: tl.constexpr, PAD_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """Grid: (B * H * num_blocks * 2,). K_BLOCK rows of one head, of k and of v in turn: 128 rows of
+    v cost so many registers that half as many programs run at once."""
+    N = N2 // 2
+    pid = tl.program_id(0).to(tl.int64)
+    blocks = tl.cdiv(N, PAD_N) * (PAD_N // K_BLOCK)
+    head, block = pid // 2 // blocks, pid // 2 % blocks
+    visible = Visible + head // H * stride_visible_b + head % H * stride_visible_h
+    if pid % 2 == 0:
+        quantize_k_block(
+            K + head // H * stride_kb + head % H * stride_kh, K_mean, visible, K_8bit, K_scale,
+            stride_kn, stride_kd, head, block, blocks, N, D2 // 2, MASK, QK_MAX, 1, PDL, K_BLOCK,
+            BLOCK_D,
+        )  # fmt: skip
+    else:
+        quantize_v_block(
+            V + head // H * stride_vb + head % H * stride_vh, V_mean, V_amax, visible, Beyond,
+            V_fp8, V_scale, stride_vn, stride_vd, head, block, blocks, N2, D2_V // 2,
+            MASK, MASK, True, PDL, K_BLOCK, BLOCK_DV,
+        )  # fmt: skip
+
+
+def launch_kv(
+    k: Tensor, v: Tensor | None, visible: Tensor | None, recipe: Recipe,
+    run: Callable = launch_traced, pdl: bool = False,
+) -> Prepared:  # fmt: skip
+    """k [B, H, N, D] and, unless it is None, v [B, H, N, D_v], any strides. Rows that are not
+    `visible` (as in `smooth`) have no part in statistics and scales and saturate.
+
+    pdl: each kernel starts while the one before it ends (programmatic dependent launch, from sm_90
+    on), and the second reads its rows while the first estimates."""
+    k_mean, _, *of_v, beyond = launch_estimate([k] if v is None else [k, v], visible, run, pdl)
+    if v is None:
+        return Prepared(*launch_k(k, k_mean, recipe, visible, run, pdl), k_mean)
+    v_mean, v_amax = of_v
+    B, H, N, D = k.shape
+    D, D_v = int(D), int(v.shape[3])
+    BLOCK_DV = pad_head_dim(D_v)
+    (k_codes, k_scale), (v_codes, v_scale) = empty_k(k, recipe), empty_v(v, recipe.of_pv)
+    if visible is not None:
+        visible = visible.expand(B, H, N)
+    rows = k_mean if visible is None else visible
+    strides = (0, 0) if visible is None else visible.stride()[:2]
+    run(
+        _quantize_kv_kernel,
+        (B * H * k_scale.shape[2] * 2,),
+        (k, v, k_mean, v_mean, v_amax, rows, beyond, k_codes, k_scale, v_codes, v_scale),
+        (*k.stride(), *v.stride(), *strides,
+         H, 2 * N, 2 * D, 2 * D_v,  # shape
+         visible is not None, recipe.of_qk.largest, pdl,  # semantics
+         K_BLOCK, PAD_N, pad_head_dim(D), BLOCK_DV),  # tile
+        num_warps=num_warps(BLOCK_DV), **pdl_option(pdl),
+    )  # fmt: skip
+    run(
+        quantize_v_again_kernel,
+        (B * H,),
+        (v, v_mean, rows, beyond, v_codes, v_scale),
+        (*v.stride(), *strides,
+         H, 2 * N, 2 * D_v,  # shape
+         visible is not None, pdl,  # semantics
+         PAD_N, K_BLOCK, BLOCK_DV),  # tile
+        num_warps=8, **pdl_option(pdl),
+    )  # fmt: skip
+    return Prepared(k_codes, k_scale, k_mean, v_codes, v_scale, v_mean)
+
+
+def num_warps(block_dv: int) -> int:
+    """A program has 64 rows in its registers."""
+    return 4 if block_dv <= 128 else 8

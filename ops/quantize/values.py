@@ -1,0 +1,168 @@
+"""Quantization of v to FP8, transposed, in the layout the attention kernels read.
+
+    v_fp8 = e4m3((v - v_mean) / v_scale)       v_scale = amax of the channel / 448
+
+v_mean and v_amax are smooth.py's: of all rows, or estimated from a sample of them. Any mean is
+exact, but a scale that is too small is not: with an estimated v_amax, blocks look for rows beyond
+it, and `quantize_v_again_kernel` does the heads that have any again, with the amax of all rows.
+Shapes and layouts are those of ops/reference/quantize.py, to which all is bit-equal.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sage_inductor.ops.compat import gdc_wait
+from sage_inductor.ops.formats import E4M3_MAX, PAD_N, TINY, Format, pad_head_dim, pad_rows
+from sage_inductor.ops.launch import launch_traced
+from sage_inductor.ops.quantize.codes import abs_bits, saturate
+from sage_inductor.ops.recipe import Recipe
+
+_FP8_MAX = tl.constexpr(E4M3_MAX)
+_TINY = tl.constexpr(TINY)
+
+
+@triton.jit
+def _load_v(
+    V, stride_n, stride_d, block, N2, channels, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """(v, its rows n, which of them and of its channels there are), interleaved."""
+    column = tl.arange(0, BLOCK_N)
+    # Column (quad, half, pair) of each 16 holds token (half, quad, pair): reference.interleave.
+    token = (column & ~15) | (column & 2) << 2 | (column & 12) >> 1 | (column & 1)
+    n = block * BLOCK_N + token
+    d = tl.arange(0, BLOCK_D)
+    mask = (2 * n < N2)[:, None] & (d < channels)[None, :]
+    v = V + n.to(tl.int64)[:, None] * stride_n + d.to(tl.int64)[None, :] * stride_d
+    return tl.load(v, mask=mask, other=0.0).to(tl.float32), n, mask
+
+
+@triton.jit
+def _store_v(
+    x, amax, V_fp8, head, block, N_pad,
+    SATURATE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """x [BLOCK_N, BLOCK_D], as _load_v gives it, by amax [BLOCK_D] -> V_fp8, transposed."""
+    if SATURATE:
+        x = saturate(x, amax[None, :])
+    x = x * tl.div_rn(tl.full([BLOCK_D], _FP8_MAX, tl.float32), amax)[None, :]
+    rows = head * BLOCK_D + tl.arange(0, BLOCK_D)
+    columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    out = V_fp8 + rows[:, None] * N_pad + columns[None, :]
+    tl.store(out, x.to(tl.float8e4nv).T)
+
+
+@triton.jit
+def quantize_v_block(
+    V, V_mean, V_amax, visible, Beyond, V_fp8, V_scale, stride_n, stride_d, head, block, blocks,
+    N2, channels,
+    MASK: tl.constexpr, SATURATE: tl.constexpr, CHECK: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N rows of a head, the block-th of `blocks`; V and visible point to its first row. With
+    CHECK, Beyond of the head becomes 1 where V_amax is too small for any of them."""
+    d = tl.arange(0, BLOCK_D)
+    x, n, mask = _load_v(V, stride_n, stride_d, block, N2, channels, BLOCK_N, BLOCK_D)
+    if PDL:
+        gdc_wait()
+    amax = tl.load(V_amax + head * channels + d, mask=d < channels, other=1.0)
+    amax = tl.where(amax < _TINY, _TINY, amax)
+    mean = tl.load(V_mean + head * channels + d, mask=d < channels, other=0.0)
+    x = x - mean[None, :]
+    if CHECK:
+        if MASK:
+            mask = mask & (tl.load(visible + n, mask=2 * n < N2, other=0) != 0)[:, None]
+        beyond = tl.max((mask & (tl.abs(x) > amax[None, :])).to(tl.int32))
+        tl.store(Beyond + head, 1, mask=beyond != 0)
+    _store_v(x, amax, V_fp8, head, block, blocks * BLOCK_N, SATURATE, BLOCK_N, BLOCK_D)
+    if block == 0:
+        tl.store(V_scale + head * channels + d, amax * (1.0 / _FP8_MAX), mask=d < channels)
+
+
+@triton.jit
+def quantize_v_again_kernel(
+    V, V_mean, Visible, Beyond, V_fp8, V_scale,  # as _quantize_kv_kernel's
+    stride_b, stride_h, stride_n, stride_d,
+    stride_visible_b, stride_visible_h,
+    H, N2, D2,
+    MASK: tl.constexpr, PDL: tl.constexpr,
+    PAD_N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Grid: (B * H,). All rows of a head with rows beyond the estimated amax, by their own."""
+    if PDL:
+        gdc_wait()
+    head = tl.program_id(0).to(tl.int64)
+    channels = D2 // 2
+    visible = Visible + head // H * stride_visible_b + head % H * stride_visible_h
+    v = V + head // H * stride_b + head % H * stride_h
+    N_pad = tl.cdiv(N2, 2 * PAD_N) * PAD_N
+    d = tl.arange(0, BLOCK_D)
+    if tl.load(Beyond + head) != 0:
+        mean = tl.load(V_mean + head * channels + d, mask=d < channels, other=0.0)
+        bits = tl.zeros([BLOCK_D], tl.int32)
+        for i in tl.range(0, N_pad // BLOCK_N, num_stages=1):
+            x, n, mask = _load_v(v, stride_n, stride_d, i, N2, channels, BLOCK_N, BLOCK_D)
+            if MASK:
+                mask = mask & (tl.load(visible + n, mask=2 * n < N2, other=0) != 0)[:, None]
+            bits = tl.maximum(bits, tl.max(tl.where(mask, abs_bits(x - mean[None, :]), 0), 0))
+        amax = bits.to(tl.float32, bitcast=True)
+        amax = tl.where(amax < _TINY, _TINY, amax)
+        tl.store(V_scale + head * channels + d, amax * (1.0 / _FP8_MAX), mask=d < channels)
+        for i in tl.range(0, N_pad // BLOCK_N, num_stages=1):
+            x, _, _ = _load_v(v, stride_n, stride_d, i, N2, channels, BLOCK_N, BLOCK_D)
+            _store_v(x - mean[None, :], amax, V_fp8, head, i, N_pad, MASK, BLOCK_N, BLOCK_D)
+
+
+@triton.jit
+def _quantize_v_kernel(
+    V,  # [B, H, N, D] in
+    V_mean, V_amax,  # [B, H, D] in, fp32
+    V_fp8,  # [B, H, BLOCK_D, N_pad] out
+    V_scale,  # [B, H, D] out, fp32
+    stride_b, stride_h, stride_n, stride_d,
+    H, N2,  # N2: 2 N
+    SATURATE: tl.constexpr,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Grid: (B * H * num_blocks,). Transposes and interleaves BLOCK_N rows of one head.
+
+    The length comes doubled because Triton makes a constant of an argument that is 1. Then padded
+    tokens are known to be equal, and the ptxas of CUDA 12.8 (Triton 3.6) emits for a pair of equal
+    operands a conversion to FP8 that merges with an unrelated register.
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    blocks = tl.cdiv(N2, 2 * BLOCK_N)
+    head, block = pid // blocks, pid % blocks
+    quantize_v_block(
+        V + head // H * stride_b + head % H * stride_h, V_mean, V_amax, V, V, V_fp8, V_scale,
+        stride_n, stride_d, head, block, blocks, N2, D, False, SATURATE, False, False, BLOCK_N,
+        BLOCK_D,
+    )  # fmt: skip
+
+
+def empty_v(v: Tensor, pv: Format) -> tuple[Tensor, Tensor]:
+    """Memory for the codes and scales of v [B, H, N, D]."""
+    B, H, N, D = v.shape
+    codes = v.new_empty((B, H, pad_head_dim(int(D)), pad_rows(N)), dtype=pv.dtype)
+    return codes, v.new_empty((B, H, D), dtype=torch.float32)
+
+
+def launch_v(
+    v: Tensor, v_mean: Tensor, v_amax: Tensor, recipe: Recipe, saturate: bool
+) -> tuple[Tensor, Tensor]:
+    """v [B, H, N, D], any strides, v_mean and v_amax [B, H, D] fp32 -> codes (tokens interleaved in
+    sixteens), v_scale: Prepared's. saturate: some rows had no part in v_mean and v_amax."""
+    B, H, N, D = v.shape
+    D = int(D)
+    codes, v_scale = empty_v(v, recipe.of_pv)
+    launch_traced(
+        _quantize_v_kernel,
+        (B * H * triton.cdiv(N, PAD_N),),
+        (v, v_mean, v_amax, codes, v_scale),
+        (*v.stride(),
+         H, 2 * N,  # shape
+         saturate,  # semantics
+         D, PAD_N, pad_head_dim(D)),  # tile
+    )  # fmt: skip
+    return codes, v_scale

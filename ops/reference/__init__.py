@@ -1,0 +1,1 @@
+"""Oracles in plain PyTorch: exact attention, and the bit-faithful emulation of every kernel."""

@@ -1,0 +1,107 @@
+"""The bit-faithful emulation of the attention kernels in plain PyTorch, on what they read.
+
+The scores of all heads are in memory at once: for studies of the accuracy, not for speed.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sage_inductor.ops.attention.arguments import AttentionCall
+from sage_inductor.ops.formats import K_BLOCK, LOG2_FP4_MAX, LOG2E, Q_BLOCK
+from sage_inductor.ops.reference.exact import masked
+from sage_inductor.ops.reference.quantize import (
+    divide,
+    interleave,
+    pad,
+    phi,
+    phi_inverse,
+    power_of_two,
+    quantize_q,
+    unpack,
+)
+
+
+def attention(a: AttentionCall, block_n: int = 128) -> tuple[Tensor, Tensor]:
+    """The kernel that `a.recipe` names, reading `block_n` keys at a time: out [B, H_q, N_q, D_v] of
+    q's dtype, lse [B, H_q, N_q] fp32, of the keys as they were quantized."""
+    if a.decoded.of_qk.block_scaled:
+        return _block_scaled(a, block_n)
+    q, k, v, n_kv, recipe, pv = a.q, a.k, a.v, a.n_kv, a.decoded, a.decoded.of_pv
+    quantized, scale, offset = pv.dtype is not None, a.scale, math.log2(pv.largest)
+    D, heads, N_q = q.shape[3], q.shape[1] // k.shape[1], q.shape[2]
+    k = unpack(k) if recipe.of_qk.packed == 2 else k
+    k, k_scale, v = (x.repeat_interleave(heads, 1) for x in (k, a.k_scale, v))
+    q_smooth = q
+    if a.q_mean is not None:
+        q_smooth = q.float() - a.q_mean.float().repeat_interleave(Q_BLOCK, 2)[:, :, :N_q]
+    q_8bit, q_scale = quantize_q(q_smooth * math.copysign(1.0, scale), recipe)
+    q_scale = q_scale * (abs(scale) * LOG2E)
+
+    n = torch.arange(k.shape[2], device=q.device)
+    groups = k_scale.shape[3]
+    k_scale = k_scale.flatten(2)[:, :, n // K_BLOCK * groups + n % 8 // 2 % groups]
+    s = q_8bit.float() @ k[..., :D].float().mT  # [B, H_q, N_q, N_pad]; INT8: exact
+    x = s * (q_scale * k_scale[:, :, None])
+    if a.delta is not None:
+        delta = a.delta.float() * (scale * LOG2E)
+        x = x + delta.repeat_interleave(Q_BLOCK, 2)[:, :, :N_q]
+    x = masked(x[..., :n_kv], a.attn_mask, *a.visibility.band, LOG2E)
+    x = F.pad(x, (0, n.shape[0] - n_kv), value=-math.inf)
+
+    # The running maximum at the end of a tile decides how the tile's p is rounded; what later
+    # tiles do to the accumulator is an exact rescaling. A row that has seen nothing has no maximum.
+    tile_end = (n // block_n * block_n + block_n - 1).clamp(max=n.shape[0] - 1)
+    m = x.cummax(-1).values[..., tile_end]  # [B, H_q, N_q, N_pad]
+    m = torch.where(m == -math.inf, 0.0, m)
+    p = torch.exp2(x - (m - offset))
+    m_last = m[..., -1:]
+    rescale = torch.where(p > 0, torch.exp2(m - m_last), 0.0)
+    l = (p * rescale).sum(-1, keepdim=True)  # [B, H_q, N_q, 1]
+    inverse = torch.where(l == 0, 0.0, divide(1.0, l))
+    if quantized:
+        o = (interleave(p).to(v.dtype).float() * interleave(rescale)) @ v.float().mT
+        of_v = (a.v_scale, a.v_mean)
+        v_scale, v_mean = (x.repeat_interleave(heads, 1)[:, :, None] for x in of_v)
+        o = o[..., : v_mean.shape[3]] * inverse * v_scale + torch.where(l == 0, 0.0, v_mean)
+    else:
+        dtype = v.dtype if v.dtype != torch.float32 else torch.bfloat16
+        p = p.to(dtype).float() * rescale
+        v = v.to(dtype).float()
+        if a.tile_summary is not None:  # 0 * NaN
+            v = torch.where((a.tile_summary > 0).any(2)[..., None], v, 0.0)
+        o = p[..., :n_kv] @ v * inverse
+    lse = (m_last + l.log2())[..., 0] / LOG2E - math.log(pv.largest)
+    return o.to(q.dtype), lse
+
+
+def _block_scaled(a: AttentionCall, block_n: int) -> tuple[Tensor, Tensor]:
+    """nvfp4.py's kernel."""
+    q, n_kv = a.q, a.n_kv
+    heads, unit = q.shape[1] // a.k.shape[1], a.scale * LOG2E
+    k_hat, v_hat = (
+        phi_inverse(torch.stack([x & 15, x >> 4], -1).flatten(-2), e4m3).repeat_interleave(heads, 1)
+        for x, e4m3 in ((a.k, a.k_blocks), (a.v, a.v_blocks))
+    )
+    block = torch.arange(q.shape[2], device=q.device) // Q_BLOCK
+    q_smooth = q.float() - a.q_mean[:, :, block]
+    inverse, q_scale = power_of_two(q_smooth.abs().amax(3, keepdim=True))
+    q_hat = phi_inverse(*phi(pad(q_smooth * inverse)))[:, :, : q.shape[2]]
+    c = q_scale * (a.k_scale.repeat_interleave(heads, 1) * unit)[..., None, None]
+    x = (q_hat @ k_hat.mT)[..., :n_kv] * c + (a.delta[..., :n_kv].float() * unit)[:, :, block]
+    x = masked(x, a.attn_mask, *a.visibility.band, LOG2E)
+    x = F.pad(x, (0, a.k.shape[2] - n_kv), value=-math.inf).unflatten(-1, (-1, block_n))
+
+    m_tile = x.amax(-1, keepdim=True)  # [B, H_q, N_q, tiles, 1]
+    p = torch.exp2(x - (torch.where(m_tile == -math.inf, 0.0, m_tile) - LOG2_FP4_MAX))
+    m = m_tile.amax(-2, keepdim=True)
+    m = torch.where(m == -math.inf, 0.0, m)
+    s1 = torch.exp2(m_tile - m)
+    l = (p * s1).sum((-1, -2))[..., None]  # [B, H_q, N_q, 1]
+    o = (phi_inverse(*phi(p)) * s1).flatten(-2) @ v_hat.mT
+    v_scale, v_mean = (x.repeat_interleave(heads, 1)[:, :, None] for x in (a.v_scale, a.v_mean))
+    o = o[..., : v_mean.shape[3]] * torch.where(l == 0, 0.0, divide(1.0, l)) * v_scale
+    lse = (m[..., 0] + l.log2() - LOG2_FP4_MAX)[..., 0] / LOG2E
+    return (o + torch.where(l == 0, 0.0, v_mean)).to(q.dtype), lse

@@ -1,0 +1,263 @@
+"""The oracle of the preparation in plain PyTorch: smoothing, estimates and every format's rounding.
+
+It quantizes, rounds and rescales exactly where the kernels do. It is also what the ops run on CPU
+(``sage.emulate``), and what a CPU package holds: no loop over the sequence and next to no
+arithmetic on lengths, so that it traces with symbolic ones in reasonable time.
+
+Shapes: B batch, H heads (H_q of q, H_kv of k and v), N sequence, D head_dim; N_pad and D_pad:
+formats.py. Padding is 0.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sage_inductor.ops.formats import (
+    E4M3_MAX,
+    FP4_BLOCK,
+    FP4_MAX,
+    HEADROOM,
+    K_BLOCK,
+    NO_SHIFT,
+    SAMPLE,
+    TINY,
+    Format,
+    Prepared,
+    pad_head_dim,
+    pad_rows,
+)
+from sage_inductor.ops.recipe import Recipe
+
+
+def smooth(xs: list[Tensor], visible: Tensor | None = None, keep: int = 1) -> tuple[Tensor, Tensor]:
+    """Each x [B, H, N, D] -> mean over N, and max |x - mean|, each [len(xs), B, H, D] in fp32, of
+    the rows that are `visible` [B or 1, H or 1, N] (none: 0). But for the first `keep` of xs, a
+    mean that is within 3 standard errors of 0, the deviation taken for a quarter of that max, is 0:
+    see NO_SHIFT."""
+    if visible is None:
+        count = xs[0].shape[2]
+        mean = torch.stack([x.mean(2, dtype=torch.float32) for x in xs])
+        high = torch.stack([x.amax(2).float() for x in xs])
+        low = torch.stack([x.amin(2).float() for x in xs])
+    else:
+        shown = visible.bool()[..., None]
+        count = shown.sum(2)  # [B or 1, H or 1, 1]
+        xs = torch.stack([x.float() for x in xs])
+        mean = torch.where(shown, xs, 0.0).sum(3) / count.clamp(min=1)
+        high = torch.where(shown, xs, -math.inf).amax(3)
+        low = torch.where(shown, xs, math.inf).amin(3)
+    deviation = torch.maximum(high - mean, mean - low) * 0.25
+    noise = mean * mean * count <= deviation * deviation * NO_SHIFT
+    noise[:keep] = False
+    mean = torch.where(noise, 0.0, mean)
+    amax = torch.maximum(high - mean, mean - low)
+    return mean, amax if visible is None else torch.where(count > 0, amax, 0.0)
+
+
+def quantize_k(
+    k: Tensor, k_mean: Tensor, recipe: Recipe, visible: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """k [B, H, N, D], k_mean [B, H, D] -> codes [B, H, N_pad, D_pad] (packed: [.., D_pad / 2]) and
+    k_scale [B, H, N_pad / K_BLOCK, k_groups] in fp32. Rows that are not `visible` [B or 1, H or 1,
+    N] have no part in the scales and saturate."""
+    qk, groups = recipe.of_qk, recipe.sharing.k_groups
+    x = pad(k.float() - k_mean[:, :, None])
+    n = torch.arange(x.shape[2], device=k.device)
+    group = (
+        n // K_BLOCK * groups + n % 8 // 2 % groups
+    )  # per_thread: columns {2j, 2j+1} + 8*{0..7} of 64
+    if visible is not None:
+        visible = F.pad(visible.bool(), (0, x.shape[2] - visible.shape[2]), value=True)
+    codes, k_scale = _to_codes(x, qk, group, x.shape[2] // K_BLOCK * groups, visible)
+    return pack(codes) if qk.packed == 2 else codes, k_scale.unflatten(2, (-1, groups))
+
+
+def pack(x: Tensor) -> Tensor:
+    """x [..., D] of INT4 in int8 -> uint8 [..., D / 2]: channels 2i and 2i + 1 in a byte, the first
+    in its low half."""
+    low, high = x.view(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
+    return low & 15 | high << 4
+
+
+def unpack(x: Tensor) -> Tensor:
+    """The inverse of `pack`."""
+    return torch.stack([x << 4, x], -1).flatten(-2).view(torch.int8) >> 4
+
+
+def quantize_v(
+    v: Tensor, v_mean: Tensor, v_amax: Tensor, recipe: Recipe, saturate: bool = False
+) -> tuple[Tensor, Tensor]:
+    """v [B, H, N, D], v_mean and v_amax [B, H, D] -> codes [B, H, D_pad, N_pad] with the tokens of
+    each 16 in `interleave` order, v_scale [B, H, D] in fp32. saturate: some rows had no part in
+    v_mean and v_amax. Padding of the sequence is -v_mean: no p reads it."""
+    pv = recipe.of_pv
+    amax = torch.where(v_amax < TINY, TINY, v_amax)
+    x = pad(v.float(), channels=False) - v_mean[:, :, None]
+    if saturate:
+        x = _saturate(x, amax[:, :, None])
+    x = x * divide(pv.largest, amax)[:, :, None]
+    x = F.pad(x, (0, pad_head_dim(x.shape[3]) - x.shape[3])).clamp(-pv.largest, pv.largest)
+    return interleave(x.mT).to(pv.dtype), amax * (1 / pv.largest)
+
+
+def sample_rows(N: int, device=None) -> Tensor:
+    """SAMPLE rows of N, one of each SAMPLE-th; where in it changes by the golden ratio, so that a
+    period in the rows (the width of an image) is not met again and again."""
+    i = torch.arange(SAMPLE, device=device)
+    return (i * 65536 + (i * 40503 & 65535)) * N // (65536 * SAMPLE)
+
+
+def estimate(x: Tensor, visible: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """x [B, H, N, D] -> what stands for `smooth`'s mean and amax, of a sample of its rows, each
+    [B, H, D] in fp32. Of rows that are not `visible` [B or 1, H or 1, N] nothing is taken.
+
+    The mean of the sample, shrunk towards 0 the less it exceeds its standard error, positive-part
+    James-Stein's way: where there is no common part to take off, the sample's noise would only add
+    to x. 0 where the sample is not finite or nothing of it is visible. Any shift is exact.
+    The amax of the sample less that shift, times HEADROOM: `quantize_v_checked` sees to the rest.
+    """
+    rows = sample_rows(x.shape[2], x.device)
+    x, keep = x[:, :, rows].float(), torch.ones(1, 1, SAMPLE, 1, dtype=torch.bool, device=x.device)
+    if visible is not None:
+        keep = visible.bool()[:, :, rows, None]
+    count = keep.sum(2)
+    x = torch.where(keep, x, 0.0)
+    mean, square = x.sum(2) / count, x.square().sum(2) / count
+    kept = 1.0 - NO_SHIFT / count * (square / mean.square() - 1.0)
+    mean = torch.where(kept > 0, mean * kept.clamp(max=1.0), 0.0)
+    away = (x - mean[:, :, None]).abs()
+    away = torch.where(keep & (away < math.inf), away, 0.0)
+    return mean, away.amax(2) * HEADROOM
+
+
+def quantize_v_checked(
+    v: Tensor, v_mean: Tensor, v_amax: Tensor, recipe: Recipe, visible: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """`quantize_v` with an estimated v_amax. In a head where a visible row is beyond it, amax is
+    taken of all visible rows."""
+    away = (v.float() - v_mean[:, :, None]).abs()
+    if visible is not None:
+        away = torch.where(visible.bool()[..., None], away, 0.0)
+    amax = torch.where(v_amax < TINY, TINY, v_amax)
+    beyond = (away > amax[:, :, None]).flatten(2).any(2)[..., None]  # [B, H, 1]
+    amax = torch.where(beyond, away.amax(2), amax)
+    return quantize_v(v, v_mean, amax, recipe, visible is not None)
+
+
+def quantize_kv(k: Tensor, v: Tensor | None, visible: Tensor | None, recipe: Recipe) -> Prepared:
+    """k and, unless it is None, v by estimated statistics."""
+    k_mean = estimate(k, visible)[0]
+    of_k = *quantize_k(k, k_mean, recipe, visible), k_mean
+    if v is None:
+        return Prepared(*of_k)
+    v_mean, v_amax = estimate(v, visible)
+    return Prepared(*of_k, *quantize_v_checked(v, v_mean, v_amax, recipe, visible), v_mean)
+
+
+def interleave(x: Tensor) -> Tensor:
+    """Reorder each 16 columns from (half, quad, pair) = (2, 4, 2) to (quad, half, pair).
+
+    It is the order in which a thread of an ``mma`` accumulator holds the columns of p, so that p
+    becomes the 8-bit A operand of the next product without moving between threads. v's tokens
+    are stored in the same order; a sum over tokens does not depend on it.
+    """
+    c = torch.arange(x.shape[-1], device=x.device)
+    return x[..., c // 16 * 16 + c // 2 % 2 * 8 + c // 4 % 4 * 2 + c % 2].contiguous()
+
+
+def quantize_q(q: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    """q [B, H, N, D] -> codes [B, H, N, D] (unpacked), q_scale [B, H, N, 1] in fp32, one value per
+    group."""
+    n, (span, groups) = torch.arange(q.shape[2], device=q.device), recipe.sharing[:2]
+    group = n // span * groups + n % groups
+    count = (q.shape[2] + span - 1) // span * groups
+    codes, scale = _to_codes(q.float(), recipe.of_qk, group, count)
+    return codes, scale[:, :, group, None]
+
+
+def power_of_two(amax: Tensor) -> tuple[Tensor, Tensor]:
+    """(1 / scale, scale) of amax >= 0 in fp32: amax / scale is in [1024, 2048), from 2^-100 on."""
+    exponent = (amax.view(torch.int32) >> 23).clamp(min=27)
+    inverse = ((264 - exponent) << 23).view(torch.float32)
+    return inverse, ((exponent - 10) << 23).view(torch.float32)
+
+
+def phi(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [.., C] in fp32 -> codes of E2M1 [.., C], uint8, and of E4M3 scales [.., C / 16], uint8: of
+    each 16. A block with a NaN or an Inf has the scale NaN."""
+    x = x.unflatten(-1, (-1, FP4_BLOCK))
+    amax = x.abs().amax(-1)
+    scale = amax * (1 / FP4_MAX)
+    e4m3 = torch.where(scale < E4M3_MAX, scale, E4M3_MAX).to(torch.float8_e4m3fn)
+    scale = e4m3.float()
+    x = x * torch.where(scale > 0, divide(1.0, scale), 0.0)[..., None]
+    a = torch.where(x.abs() < FP4_MAX, x.abs(), FP4_MAX)
+    above = (a >= 2).to(torch.uint8) + (a >= 4).to(torch.uint8)  # steps of 1/2, 1 and 2
+    code = (a * torch.exp2(1.0 - above)).round().to(torch.uint8) + 2 * above
+    code = code + 8 * x.signbit().to(torch.uint8)
+    return code.flatten(-2), torch.where(amax < math.inf, e4m3.view(torch.uint8), 0x7F)
+
+
+def phi_inverse(code: Tensor, scale: Tensor) -> Tensor:
+    """What `phi`'s codes stand for, in fp32: exactly."""
+    c = code & 7
+    exponent = (c >> 1).clamp(min=1)
+    value = torch.where(c < 2, c, 2 + (c & 1)) * torch.exp2(exponent.float() - 2)
+    value = torch.where(code < 8, value, -value).unflatten(-1, (-1, FP4_BLOCK))
+    return (value * scale.view(torch.float8_e4m3fn).float()[..., None]).flatten(-2)
+
+
+def quantize_nvfp4(
+    x: Tensor, mean: Tensor, amax: Tensor, along_n: bool, saturate: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x [B, H, N, D], mean and amax [B, H, D] -> x_fp4 [B, H, R, C / 2], two codes of E2M1 a byte,
+    x_e4m3 [B, H, R, C / 16], both uint8, and x_scale [B, H, (D)] in fp32: of k, R, C are N_pad and
+    D_pad and D is left out; of v (along_n) D_pad and N_pad. saturate: some rows had no part in
+    mean and amax."""
+    x = x.float() - mean[:, :, None]
+    if saturate:
+        x = _saturate(x, amax[:, :, None])
+    inverse, scale = power_of_two(amax if along_n else amax.amax(2))
+    x = pad(x * (inverse[:, :, None] if along_n else inverse[:, :, None, None]))
+    code, e4m3 = phi(x.mT.contiguous() if along_n else x)
+    return code[..., ::2] | code[..., 1::2] << 4, e4m3, scale
+
+
+def _to_codes(
+    x: Tensor, qk: Format, group: Tensor, num_groups: int, visible: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """x [B, H, N, D], group [N], the group of each row -> codes (integers in int8), scale
+    [B, H, num_groups]."""
+    amax = x.abs().amax(3)  # [B, H, N]
+    if visible is not None:
+        amax = torch.where(visible, amax, 0.0)
+    amax = amax.new_zeros(*x.shape[:2], num_groups).scatter_reduce(
+        2, group.expand_as(amax), amax, "amax"
+    )
+    amax = torch.where(amax < TINY, TINY, amax)  # keeps NaN: a group with a NaN has a NaN scale
+    if visible is not None:
+        x = _saturate(x, amax[:, :, group, None])
+    inverse = divide(qk.largest, amax)[:, :, group, None]
+    if not qk.is_integer:
+        x = (x * inverse).clamp(-qk.largest, qk.largest)
+    else:  # in float64 the product is exact: it is rounded once, as the kernels' fma does
+        x = (x.double() * inverse.double()).round()
+    return x.to(torch.int8 if qk.is_integer else qk.dtype), amax * (1 / qk.largest)
+
+
+def _saturate(x: Tensor, amax: Tensor) -> Tensor:
+    """x within +-amax, where amax is a number; NaN becomes a number too."""
+    saturated = torch.where(x.isnan(), -amax, torch.minimum(torch.maximum(x, -amax), amax))
+    return torch.where(amax.isnan(), x, saturated)
+
+
+def divide(x: float, y: Tensor) -> Tensor:
+    """x / y rounded once. PyTorch computes number / tensor as number * reciprocal."""
+    return torch.full_like(y, x) / y
+
+
+def pad(x: Tensor, channels: bool = True) -> Tensor:
+    rows = pad_rows(x.shape[2]) - x.shape[2]
+    return F.pad(x, (0, pad_head_dim(x.shape[3]) - x.shape[3] if channels else 0, 0, rows))

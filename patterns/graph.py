@@ -1,0 +1,255 @@
+"""What a graph is to the other files of this room.
+
+    a node     what it stands for (`value_of`), which operation it calls (`op_name`), its arguments,
+               whether it may write to them (`may_write`)
+    a graph    what one walk over it finds (`GraphIndex`)
+    insertion  calls put before a node, and taken out again (`Emitter`)
+
+Values are fake tensors. Their sizes may be symbols: what is said of them must hold for every size
+(`statically_true`, `equal`), unless a guard is worth its recompilation (`guarded`).
+"""
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from sage_inductor.ops import compat
+
+AUTOCAST = ("_enter_autocast", "_exit_autocast")
+NESTING = ("_increment_nesting", "_decrement_nesting")
+# Operations that give a tensor another shape. (Those that move elements, such as transpose, are not
+# among them; getitem is one where its index is made of None and full slices only.)
+VIEWS = ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze")
+
+
+# -- values and sizes ----
+
+
+def value_of(x):
+    """The fake tensor a node stands for (Dynamo: ``example_value``, torch.export: ``val``)."""
+    if not isinstance(x, Node):
+        return x
+    return x.meta["val"] if "val" in x.meta else x.meta.get("example_value")
+
+
+def dims(x) -> tuple:
+    """A tensor's shape, symbols as text."""
+    return tuple(n if isinstance(n, int) else str(n) for n in getattr(x, "shape", ()))
+
+
+def statically_true(condition) -> bool:
+    """Whether `condition` holds for every size that the symbols in it can have. Adds no guard."""
+    return compat.statically_known_true(condition)
+
+
+def guarded(condition) -> bool:
+    """Whether `condition` holds for the sizes that are compiled for, which is a guard. Where they
+    depend on data there is nothing to guard on: whether it holds for every size."""
+    if isinstance(condition, torch.SymBool) and not condition.node.has_hint():
+        return statically_true(condition)
+    return bool(condition)
+
+
+def equal(a, b) -> bool:
+    """Whether two shapes are equal, for every size."""
+    return len(a) == len(b) and all(statically_true(n == m) for n, m in zip(a, b, strict=True))
+
+
+def as_int(n):
+    """A symbolic integer that is a number after all, as that number."""
+    if isinstance(n, torch.SymInt) and n.node.maybe_as_int() is not None:
+        return n.node.maybe_as_int()
+    return n
+
+
+def as_float(scale):
+    """A scale computed from sizes (``q.shape[-1] ** -0.5``), as the number it is: attention takes a
+    float, so any backend specialises what it was computed from."""
+    value = value_of(scale)
+    backed = isinstance(value, torch.SymFloat) and value.node.has_hint()
+    return float(value) if backed else scale
+
+
+def storage_of(value: torch.Tensor) -> int:
+    """The fake tensors of a graph share storages as the real ones do; vmap's wrap such a one."""
+    while compat.functorch.is_functorch_wrapped_tensor(value):
+        value = compat.functorch.get_unwrapped(value)
+    return value.untyped_storage()._cdata if value.layout == torch.strided else id(value)
+
+
+def storages(node: Node) -> dict:
+    """The tensors a call takes and returns, by the storage they lie in."""
+    values = (value_of(x) for x in (node, *node.all_input_nodes))
+    return {storage_of(value): value for value in values if isinstance(value, torch.Tensor)}
+
+
+# -- calls ----
+
+
+def op_name(node) -> str:
+    """``matmul`` of ``torch.matmul``, ``@``, ``Tensor.matmul`` and ``aten.matmul.default`` alike;
+    "" for what is not a call."""
+    if not isinstance(node, Node) or node.op not in ("call_function", "call_method"):
+        return ""
+    if node.op == "call_method":
+        return node.target
+    if isinstance(node.target, compat.OpOverload):
+        return node.target._schema.name.split("::")[1]
+    return getattr(node.target, "__name__", "")
+
+
+def arguments(node: Node, *names, **defaults) -> list:
+    """The arguments called so, by position or by name; a tuple holds one argument's names."""
+    found = []
+    for i, name in enumerate(names):
+        first, *others = name if isinstance(name, tuple) else (name,)
+        aliases = (first, *others, *(["self"] if i == 0 else []))
+        default = next((node.kwargs[x] for x in aliases if x in node.kwargs), defaults.get(first))
+        found.append(node.args[i] if i < len(node.args) else default)
+    return found
+
+
+def may_write(node: Node) -> bool:
+    """Whether a call may write to its arguments: yes, unless it is known not to.
+
+    This is the only place that judges it. Every caller is safe with a "yes" that is untrue: it
+    rewrites less."""
+    target, name = node.target, op_name(node)
+    if node.op not in ("call_function", "call_method"):
+        return node.op == "call_module"
+    if isinstance(target, compat.OpOverload):
+        return target._schema.is_mutable
+    if isinstance(target, compat.OpOverloadPacket):
+        return any(getattr(target, o)._schema.is_mutable for o in target.overloads())
+    if isinstance(target, compat.HigherOrderOperator):
+        return name != "flex_attention"
+    home = "" if node.op == "call_method" else getattr(target, "__module__", None) or "torch"
+    if home == "_operator":
+        reads = ("invert", "inv", "is_", "is_not")
+        return name == "setitem" or name.startswith("i") and name not in reads
+    foreign = home.split(".")[0] not in ("", "torch", "builtins", "math") or "_dynamo" in home
+    dunder = name.endswith("__") and name not in ("__and__", "__or__", "__xor__", "__invert__")
+    inplace = any(node.kwargs.get(name) not in (None, False) for name in ("out", "inplace"))
+    positional = home == "torch.nn.functional" and any(arg is True for arg in node.args)
+    named = name.endswith("_") and not name.endswith("__")
+    return named or dunder or foreign or inplace or positional
+
+
+# -- a graph ----
+
+
+class GraphIndex:
+    """What one walk over a graph finds that each of its calls is asked about: deep models have many
+    calls, and a walk for each would take quadratic time.
+
+    What the pass inserts or erases later changes none of it. An index keeps its graph alive, so it
+    lives no longer than the pass."""
+
+    def __init__(self, graph: torch.fx.Graph):
+        self.graph = graph
+        names = [(node, op_name(node)) for node in graph.nodes]
+        self.autocasts = [node for node, name in names if name in AUTOCAST]
+        self.nesting = [node for node, name in names if name.endswith(NESTING)]
+        self.block_lists = {}  # what flex.py has evaluated
+        self.unsettled = []  # Emitters whose calls may still be taken out
+
+    @functools.cached_property
+    def writers(self) -> list[Node]:
+        return [node for node in self.graph.nodes if may_write(node)]
+
+    @functools.cached_property
+    def _writers_of(self) -> dict:
+        """By storage: a tensor that keeps it alive (another may otherwise be given its address),
+        and the nodes that may write to it."""
+        found = {}
+        for node in self.writers:
+            for storage, value in storages(node).items():
+                found.setdefault(storage, (value, []))[1].append(node)
+        return found
+
+    def writers_of(self, x: Node) -> list[Node]:
+        """The nodes that may write to x, or to a tensor that shares its memory."""
+        value = value_of(x)
+        if not isinstance(value, torch.Tensor):
+            return []
+        return self._writers_of.get(storage_of(value), (value, []))[1]
+
+    def written_after(self, x: Node, node: Node) -> bool:
+        """Whether x may hold something else after `node` than at it."""
+        return any(writer > node for writer in self.writers_of(x))
+
+    def autocasts_around(self, node: Node) -> list[tuple]:
+        """torch.autocast's arguments for each region of the graph that `node` is in, outermost
+        first.
+
+        A region that starts outside of the graph is not among them: the whole function's is on
+        while the backend runs, that around a nested graph (checkpoint, cond) cannot be seen from
+        within."""
+        entered = []
+        for each in itertools.takewhile(lambda each: each < node, self.autocasts):
+            if op_name(each) == "_enter_autocast":
+                entered.append(each)
+            else:
+                entered.remove(each.args[0])
+        return [enter.args for enter in entered]
+
+    def functorch_depth(self, node: Node) -> int:
+        """How many torch.func transforms (vmap, grad) are open where `node` is."""
+        before = itertools.takewhile(lambda each: each < node, self.nesting)
+        return sum(1 if "_increment_" in op_name(each) else -1 for each in before)
+
+    def settle(self) -> None:
+        """What has been inserted so far stays."""
+        self.unsettled.clear()
+
+    def undo(self) -> None:
+        """Take out what was inserted since `settle`, by whichever Emitter."""
+        while self.unsettled:
+            self.unsettled.pop().undo()
+
+
+# -- insertion ----
+
+
+class Emitter:
+    """Inserts calls before `anchor`, with the values the graph carries for its own."""
+
+    def __init__(self, anchor: Node, index: GraphIndex):
+        self.anchor = anchor
+        self.index = index
+        self.nodes = []
+        self.key = "val" if "val" in anchor.meta else "example_value"
+        self.autocasts = index.autocasts_around(anchor)
+        modes = (getattr(value_of(x), "fake_mode", None) for x in anchor.all_input_nodes)
+        self.fake_mode = next((mode for mode in modes if mode), contextlib.nullcontext())
+        index.unsettled.append(self)
+
+    def __call__(self, target: Callable, *args, **kwargs) -> Node:
+        """``target(*args, **kwargs)``; nodes stand for their values, under the graph's autocast."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.fake_mode)  # the target may make tensors of its own
+            stack.enter_context(compat.enable_python_dispatcher())  # else F.pad specialises sizes
+            for autocast in self.autocasts:
+                stack.enter_context(torch.autocast(*autocast))
+            value = target(*map_arg(args, value_of), **map_arg(kwargs, value_of))
+        return self.insert(target, args, value, kwargs)
+
+    def insert(self, target: Callable, args: tuple, value, kwargs: dict | None = None) -> Node:
+        """The same, where the value is known."""
+        with self.anchor.graph.inserting_before(self.anchor):
+            node = self.anchor.graph.call_function(target, args, kwargs)
+        kept = ("nn_module_stack", "stack_trace", "source_fn_stack")
+        node.meta = {name: self.anchor.meta[name] for name in kept if name in self.anchor.meta}
+        node.meta[self.key] = value
+        self.nodes.append(node)
+        return node
+
+    def undo(self) -> None:
+        while self.nodes:
+            node = self.nodes.pop()
+            node.graph.erase_node(node)

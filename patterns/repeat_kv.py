@@ -1,0 +1,42 @@
+"""Heads of k and v that a model repeats for the heads of q, as they were before.
+
+before:  k = k[:, :, None].expand(B, H, G, N, D).reshape(B, H * G, N, D)
+found:   (k [B, H, N, D], G), which attention takes with enable_gqa
+"""
+
+from torch.fx import Node
+
+from sage_inductor.patterns.graph import VIEWS, GraphIndex, arguments, equal, op_name, value_of
+
+
+def kv_source(k: Node, index: GraphIndex) -> tuple[Node, int]:
+    """(x, G) where k [B, H * G, N, D] repeats each head of x [B, H, N, D] G times in a row, as
+    SDPA's enable_gqa does; (k, 1) where it does not, or where x is written to later."""
+    name, x = op_name(k), arguments(k, "input")[0]
+    if name in ("contiguous", "clone"):
+        source, G = kv_source(x, index)
+        return (source, G) if G > 1 else (k, 1)
+    if name == "repeat_interleave":
+        _, G, dim = arguments(k, "input", "repeats", "dim")
+        taken = isinstance(G, int) and value_of(x).dim() == 4 and dim in (1, -3)
+        return (x, G) if taken and not index.written_after(x, k) else (k, 1)
+    # source [B, H, N, D] -> one [B, H, 1, N, D] -> x [B, H, G, N, D] -> k
+    one = arguments(x, "input")[0] if name in VIEWS and op_name(x) == "expand" else None
+    if not _only_inserts_dims(one):
+        return k, 1
+    source = arguments(one, "input")[0]
+    shapes = [value_of(node).shape for node in (source, one, x, k)]
+    if [len(shape) for shape in shapes] != [4, 5, 5, 4] or not isinstance(shapes[2][2], int):
+        return k, 1
+    (B, H, N, D), G = shapes[0], shapes[2][2]
+    expected = (B, H, N, D), (B, H, 1, N, D), (B, H, G, N, D), (B, H * G, N, D)
+    repeats = all(map(equal, shapes, expected)) and not index.written_after(source, one)
+    return (source, G) if repeats else (k, 1)
+
+
+def _only_inserts_dims(node: Node) -> bool:
+    """Given its shape, x[:, :, None] is x: no index picks or reorders."""
+    if op_name(node) != "getitem":
+        return op_name(node) in VIEWS
+    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    return all(i is None or i is Ellipsis or i == slice(None) for i in index)

@@ -1,0 +1,1 @@
+"""Attention that a model writes out with softmax: read.py, then build.py."""

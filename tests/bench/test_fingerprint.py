@@ -1,0 +1,109 @@
+"""What of the fingerprint needs no GPU: its cases, the op's arguments, what it calls equal."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+
+import fingerprint  # noqa: E402
+from fingerprint import BOTH, COMPILED, EAGER, Call, arguments, compare, tensors  # noqa: E402
+
+CALLS = EAGER + BOTH + COMPILED
+
+
+def test_calls_are_of_every_kind():
+    cases = fingerprint.cases()
+    assert 250 <= len(cases) <= 350
+    assert {call.kind for call in CALLS} == {"full", *fingerprint.BANDS, *fingerprint.MASKS}
+    assert {call.layout for call in CALLS} == {"BNHD", "BHND", "fused", "unaligned"}
+    assert {call.D for call in CALLS} == {40, 64, 72, 80, 96, 128, 160, 256}
+    assert {call.N_q for call in CALLS} == {1, 63, 200, 777, 1536, 4096, 8192}
+    for recipe in fingerprint.RECIPES:
+        assert fingerprint.named(recipe).encode()
+        assert {how for r, _, how in cases.values() if r == recipe} == {
+            "eager",
+            "portable",
+            "compiled",
+        }
+
+
+@pytest.mark.parametrize("names", [("q", "scale", "out_bnhd"), ("right", "warpgroups", "portable")])
+def test_arguments_are_those_of_the_schema_in_its_order(names, monkeypatch):
+    schema = SimpleNamespace(arguments=[SimpleNamespace(name=name) for name in names])
+    op = SimpleNamespace(default=SimpleNamespace(_schema=schema))
+    monkeypatch.setattr(torch.ops, "sage", SimpleNamespace(sdpa=op))
+    found = arguments("sage1", Call(63, 64, "causal"), "portable", ("q", "k", "v", None))
+    assert found == (("q", 0.125, True) if names[0] == "q" else (0, None, True))
+
+
+@pytest.mark.parametrize(
+    "call", [c for c in CALLS if 1 < c.N_q < 777 and c.N_kv < 777], ids=lambda c: c.name
+)
+def test_tensors_lie_as_the_layout_says(call):
+    q, k, v, attn_mask = tensors(call, 0, "cpu")
+    assert q.shape == (call.B, call.H_q, call.N_q, call.D) and k.shape[1] == v.shape[1] == call.H_kv
+    stride = {
+        "BNHD": call.H_q * call.D, "fused": 3 * call.H_q * call.D,
+        "unaligned": call.H_q * (call.D + 1), "BHND": call.D,
+    }  # fmt: skip
+    assert q.stride(2) == stride[call.layout] and q.stride(3) == 1
+    assert (attn_mask is not None) == (call.kind in fingerprint.MASKS)
+    again = tensors(call, 0, "cpu")
+    assert all(x is y is None or torch.equal(x, y) for x, y in zip((q, k, v, attn_mask), again))
+
+
+@pytest.mark.parametrize("recipe", fingerprint.RECIPES)
+def test_a_hash_is_of_the_call_and_of_all_bits(recipe, monkeypatch):
+    call = Call(63, 40, "causal", layout="fused")
+    other = dataclasses.replace(call, H_kv=2)
+    cases = {"one": (recipe, call, "eager"), "other": (recipe, other, "eager")}
+    monkeypatch.setattr(fingerprint, "cases", lambda: cases)
+    one = fingerprint.fingerprint("one", "cpu")
+    assert len(one) == 64 and one == fingerprint.fingerprint("one", "cpu")
+    assert one != fingerprint.fingerprint("other", "cpu")
+    compute, calls = fingerprint.compute, []
+
+    def one_bit_off(*args):
+        out, lse = compute(*args)
+        lse.view(torch.int32)[0, 0, 0] ^= len(calls) >= late
+        calls.append(args)
+        return out, lse
+
+    monkeypatch.setattr(fingerprint, "compute", one_bit_off)
+    late = 0
+    assert fingerprint.fingerprint("one", "cpu") not in (one, "changes from run to run")
+    late, calls = 1, []
+    assert fingerprint.fingerprint("one", "cpu") == "changes from run to run"
+
+
+def test_what_differs_or_is_missing_is_said():
+    before = {"a": "1", "b": "2", "c": "3", "d": "changes from run to run"}
+    assert compare(before, before) == [
+        "differs: d (changes from run to run -> changes from run to run)"
+    ]
+    assert compare(before, {"a": "1", "b": "4", "e": "5", "d": "6"}) == [
+        "differs: b (2 -> 4)", "missing: c", "differs: d (changes from run to run -> 6)",
+        "only after: e",
+    ]  # fmt: skip
+
+
+def test_compare_is_the_exit_code(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(fingerprint, "fingerprint", lambda name, device: f"hash of {name}")
+    for file, edit in (("same", {}), ("other", {"sage1: gone": "0"})):
+        path = str(tmp_path / file)
+        assert fingerprint.main(["--jobs", "1", "--out", path]) == 0
+        (tmp_path / file).write_text(json.dumps(json.loads((tmp_path / file).read_text()) | edit))
+        assert fingerprint.main(["--jobs", "1", "--compare", path]) == bool(edit)
+    assert capsys.readouterr().out.splitlines()[-1] == "missing: sage1: gone"
+    shares = []
+    for i in range(3):
+        fingerprint.main(["--share", f"{i}/3", "--out", str(tmp_path / "share")])
+        shares += json.loads((tmp_path / "share").read_text())
+    assert sorted(shares) == sorted(fingerprint.cases())
