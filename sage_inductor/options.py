@@ -30,40 +30,24 @@ class Option(NamedTuple):
         return f"SAGE_INDUCTOR_{self.name.upper()}"
 
 
-OPTIONS = {
-    option.name: option
-    for option in (
-        Option(
-            "recipe", AUTO, (AUTO, OFF, *NAMED),
-            'How attention calls are quantized: "auto" (by device), a recipe\'s name, or "off".',
-        ),
-        Option(
-            "policy", "", os.PathLike,
-            "The path of a file of rules: which recipe which attention call gets.",
-        ),
-        Option(
-            "emulate", False, bool,
-            "Run the recipes' bit-faithful emulation where there is no kernel (CPU), whatever the "
-            "length.",
-        ),
-        Option(
-            "force", False, bool,
-            "Rewrite every call the kernels can run, also below the measured crossover and in "
-            "training.",
-        ),
-        Option("strict", False, bool, "Raise SageRefused when a call stays as it was."),
-        Option(
-            "enabled", False, bool,
-            'Rewrite graphs compiled with backend="inductor" too, by a pass beside the user\'s '
-            "own. As an option of torch.compile, False leaves this graph as it was.",
-        ),
-        Option(
-            "mode", None, str,
-            "Inductor's mode, for use together with options, which torch.compile does not allow.",
-            is_setting=False,
-        ),
-    )
-}  # fmt: skip
+_TABLE = (
+    Option("recipe", AUTO, (AUTO, OFF, *NAMED),
+           'how attention calls are quantized: "auto" (by device), a recipe\'s name, or "off"'),
+    Option("policy", "", os.PathLike,
+           "the path of a file of rules: which recipe which attention call gets"),
+    Option("emulate", False, bool,
+           "run the recipes' bit-faithful emulation where there is no kernel (CPU), at any length"),
+    Option("force", False, bool,
+           "rewrite all that the kernels can run, below the measured crossover and in training"),
+    Option("strict", False, bool, "raise SageRefused when a call stays as it was"),
+    Option("enabled", False, bool,
+           'setting: rewrite graphs of backend="inductor" too, by a pass beside the user\'s own; '
+           "option: False leaves one graph as it was"),
+    Option("mode", None, str,
+           "Inductor's mode, for use together with options, which torch.compile does not allow",
+           is_setting=False),
+)  # fmt: skip
+OPTIONS = {option.name: option for option in _TABLE}
 SETTINGS = {name: option for name, option in OPTIONS.items() if option.is_setting}
 
 

@@ -149,6 +149,11 @@ def test_a_head_dim_of_v_that_was_not_measured_stays_unless_forced(monkeypatch):
     assert decide(shape, (9, 0), monkeypatch, D_v=64, force=True).rewritten
 
 
+def test_short_keys_stay_whatever_the_queries(monkeypatch):
+    site = decide((4, 32, 32, 16384, 128), (9, 0), monkeypatch, N_kv=77)
+    assert not site.rewritten and "wins from N=3072" in site.reason
+
+
 def test_training_stays_sdpa_unless_forced(monkeypatch):
     shape = (4, 32, 32, 16384, 128)
     site = decide(shape, (9, 0), monkeypatch, requires_grad=True)
@@ -400,6 +405,9 @@ def test_a_dynamic_length_is_timed_at_its_hint_without_a_guard(monkeypatch):
         "sage2-8b-rows",
         None,
     )  # by the table, each length
+    rule = (Rule("sage2-8b", length=(64, 128)),)
+    given = {"shape_env": shape_env, "portable": True, "policy": rule}
+    assert "rule 1" in decide(shape, (9, 0), monkeypatch, **given).reason
     assert not shape_env.guards
     decide(shape, (9, 0), monkeypatch, shape_env=shape_env)
     assert shape_env.guards  # the table's

@@ -221,6 +221,14 @@ def on_cpu(monkeypatch):
         return dict.fromkeys(calls, 1.0)
 
     monkeypatch.setattr(autotune, "time_calls", medians)
+
+    def sdpa(q, k, v, attn_mask, is_causal, **kwargs):
+        assert attn_mask is None or not is_causal  # an error on CUDA, CPU's takes both
+        return torch.ops.aten.scaled_dot_product_attention(
+            q, k, v, attn_mask, is_causal=is_causal, **kwargs
+        )
+
+    monkeypatch.setattr(autotune.F, "scaled_dot_product_attention", sdpa)
     monkeypatch.setattr(autotune, "sdpa_kernel", lambda backend: lambda function: function)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     autotune.benchmark.cache_clear()
