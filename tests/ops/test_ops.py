@@ -75,10 +75,7 @@ def test_opcheck_of_the_pieces():
             torch.library.opcheck(attention, (*args, out_bnhd, *means), test_utils=checks(recipe))
         before = [x.clone() for x in args if isinstance(x, torch.Tensor)]
         attention(*args, True, *means)
-        after = [x for x in args if isinstance(x, torch.Tensor)]
-        assert all(
-            torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(before, after)
-        )
+        assert same_bytes(before, [x for x in args if isinstance(x, torch.Tensor)])
 
 
 def test_opcheck_of_the_pieces_in_nvfp4():
@@ -94,6 +91,10 @@ def test_opcheck_of_the_pieces_in_nvfp4():
     args = (q, *quantized, attn_mask, seen, None, 0, False, 0.1, 70, r.granularity)
     for out_bnhd in (False, True):
         torch.library.opcheck(attention_nvfp4, (*args, out_bnhd, *means))
+
+
+def same_bytes(xs, ys):
+    return all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(xs, ys))
 
 
 def checks(recipe):
@@ -131,9 +132,7 @@ def test_opcheck_of_prepare_and_of_sdpa_with_what_it_gave(N_kv, D_v, recipe):
     torch.library.opcheck(
         torch.ops.sage.sdpa.default, args, test_utils=checks(recipes.NAMED[recipe])
     )
-    assert all(
-        torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(shared, before)
-    )
+    assert same_bytes(shared, before)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -194,9 +194,8 @@ def test_a_head_of_v_with_rows_beyond_the_estimate_is_scaled_by_all_its_rows():
     back = torch.empty_like(v_fp8, dtype=torch.float32)
     back[..., tokens] = v_fp8.float()
     back = back[..., :500].mT * v_scale[:, :, None] + mean[:, :, None]
-    assert (
-        (back - v).abs() <= (v - mean[:, :, None]).abs() / 16 + v_scale[:, :, None] * 2**-9
-    ).all()
+    ulp = (v - mean[:, :, None]).abs() / 8 + v_scale[:, :, None] * 2**-8
+    assert ((back - v).abs() <= ulp / 2).all()
     hidden = torch.ones(2, 2, 500, dtype=torch.uint8)
     hidden[1, 0, outside] = 0
     assert_close(reference.quantize_v_checked(v, mean, amax, hidden)[1], amax / 448)
@@ -280,11 +279,8 @@ def test_two_level_p_brings_each_row_of_a_tile_to_all_of_e4m3(block_n):
 
     k_hat = unpacked(k_fp4, k_e4m3)[:, :, :256] * k_scale[..., None, None]
     v_hat = unpacked(v_fp4, v_e4m3)[..., :256].mT * v_scale[:, :, None]
-    assert (
-        relative_l1(k_hat, k - k.mean(2, keepdim=True))
-        < 0.12
-        > relative_l1(v_hat, v - v_mean[:, :, None])
-    )
+    assert relative_l1(k_hat, k - k.mean(2, keepdim=True)) < 0.12
+    assert relative_l1(v_hat, v - v_mean[:, :, None]) < 0.12
     q_hat = decoded(*reference.phi((q - q_mean) * 512)) / 512
     s = (q_hat @ k_hat.mT + delta) * 0.4
     p = (s - s.amax(-1, keepdim=True)).exp()
@@ -377,12 +373,8 @@ def test_one_level_of_block_n_does_not_change_what_is_computed():
     mean, _ = reference.smooth([k])
     k_int8, k_scale = reference.quantize_k(k, mean[0], "int8", "per_block")
     args = (q, k_int8, k_scale, v, None, None, None, None, None, 0, False, 0.1, 300, "per_block")
-    for a, b in zip(
-        reference.attention(*args, block_n=64), reference.attention(*args, block_n=128)
-    ):
-        assert_close(
-            a, b, rtol=2e-2, atol=2e-3
-        )  # p rounded to bf16 against another running maximum
+    for found in zip(*(reference.attention(*args, block_n=n) for n in (64, 128))):
+        assert_close(*found, rtol=2e-2, atol=2e-3)  # p rounded against another running maximum
 
 
 def test_lse_merges_two_halves_of_the_keys():
