@@ -14,7 +14,7 @@ import support
 import torch
 import torch.nn.functional as F
 import triton
-from support import arguments, exactly, kernel_inputs, relative_l2, sdpa
+from support import arguments, exactly, kernel_inputs, relative_l1, relative_l2, sdpa
 from torch._inductor.utils import run_and_get_code
 from torch.profiler import ProfilerActivity, profile
 from torch.testing import assert_close
@@ -227,6 +227,14 @@ def test_masked_kernel_equals_its_emulation(recipe, name, shape):
 def test_v_may_have_another_head_dim(op, recipe, D, D_v):
     for name in ("none", "keys"):
         check_kernel(op, recipe, name, "causal", (2, 4, 2, 300, 333, D), 0.1, D_v)
+    q, k, _ = qkv(2, 4, 2, 300, 333, D)
+    *_, v = qkv(2, 4, 2, 300, 333, D_v)
+    below = torch.ones(300, 333, dtype=torch.bool, device="cuda").tril()  # other tiles, other keys
+    scale, portable = D**-0.5, op is attention
+    out, _ = sdpa(q, k, v, False, scale, recipe, attn_mask=below, portable=portable)
+    centre = v.double().mean(2, keepdim=True).repeat_interleave(2, 1)
+    exact, _ = exactly(q, k, v, True, scale)
+    assert relative_l1(out - centre, exact - centre) < ERROR[recipe]
 
 
 def check_kernel(op, recipe, name, band, shape, scale=0.1, D_v=None):
@@ -731,17 +739,10 @@ def test_side_streams_wait_for_nobody_and_are_right(recipe):
 def test_training_gradients_equal_exact_attention():
     q, k, v = (x.clone().requires_grad_() for x in qkv(2, 4, 2, 300, 300, 128))
     cotangent = torch.randn(2, 4, 300, 128, device="cuda", dtype=torch.bfloat16)
-    compiled = torch.compile(
-        lambda *x: F.scaled_dot_product_attention(*x, is_causal=True, enable_gqa=True),
-        backend="sage",
-        options=FORCE,
-    )
+    attend = functools.partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+    compiled = torch.compile(attend, backend="sage", options=FORCE)
     actual = torch.autograd.grad(compiled(q, k, v), (q, k, v), cotangent)
-    expected = torch.autograd.grad(
-        F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
-        (q, k, v),
-        cotangent,
-    )
+    expected = torch.autograd.grad(attend(q, k, v), (q, k, v), cotangent)
     assert len(sage_inductor.report().rewritten) == 1
     for a, e in zip(actual, expected):
         assert relative_l2(a, e) < 1e-2  # bf16
@@ -786,10 +787,8 @@ def test_fp32_stays_sdpa_unless_forced():
         assert not site.rewritten and site.reason.startswith("fp32 is asked for")
         for recipe in RECIPES:
             torch._dynamo.reset()
-            options = {**FORCE, "sage.recipe": recipe}
-            assert relative_l2(
-                torch.compile(m, backend="sage", options=options)(x) - x, m(x) - x
-            ) < 0.08 * COARSER.get(recipe, 1)
+            compiled = torch.compile(m, backend="sage", options={**FORCE, "sage.recipe": recipe})
+            assert relative_l2(compiled(x) - x, m(x) - x) < 0.08 * COARSER.get(recipe, 1)
             assert sage_inductor.report().rewritten
 
 
@@ -954,22 +953,13 @@ def test_peak_memory_is_sdpas_and_the_quantized_tensors(masked):
 
 @pytest.mark.parametrize("band", BANDS)
 def test_gradients_under_a_mask_and_a_band_are_exact_attentions(band):
-    left, right, bottom_right = BANDS[band]
+    band = dict(zip(("left", "right", "bottom_right"), BANDS[band]))
     inputs = [x.float().requires_grad_() for x in qkv(1, 2, 1, 150, 170, 64)]
     bias = torch.randn(1, 2, 150, 170, device="cuda").requires_grad_()
-    out, _ = torch.ops.sage.sdpa(
-        *arguments(
-            *inputs, False, 0.1, "sage2-8b", attn_mask=bias, left=left, right=right,
-            bottom_right=bottom_right,
-        )
-    )  # fmt: skip
-    exact, _ = reference.attention_exact(
-        *inputs, 0.1, bias, left=left, right=right, bottom_right=bottom_right
-    )
+    out, _ = sdpa(*inputs, False, 0.1, "sage2-8b", attn_mask=bias, **band)
+    exact, _ = exactly(*inputs, False, 0.1, bias, **band)
     cotangent = torch.randn_like(out) * (exact != 0)  # rows that see nothing have no gradient
     actual = torch.autograd.grad(out, [*inputs, bias], cotangent)
     expected = torch.autograd.grad(exact, [*inputs, bias], cotangent.double())
-    for a, e in zip(actual, expected):
-        assert_close(
-            a.double(), e.nan_to_num(0).double(), rtol=2e-3, atol=2e-3
-        )  # fp32 by TF32-free math
+    for a, e in zip(actual, expected):  # fp32 by TF32-free math
+        assert_close(a.double(), e.nan_to_num(0).double(), rtol=2e-3, atol=2e-3)

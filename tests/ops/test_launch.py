@@ -231,23 +231,29 @@ def test_a_forked_child_compiles_anew(h200):
 def test_calls_of_one_shape_do_not_see_each_others_tensors(h200):
     """What such calls share is kept. Two threads may be in it: here one call is made in the midst
     of the other, after what the first reads was put together and before it is launched."""
-    read = []
+    given = []
 
-    def call(v, run):
-        q, k = torch.empty(1, 2, 300, 64, dtype=torch.bfloat16), torch.empty_like(v)
-        prepared = launch_kv(k, None, None, NAMED["accurate"], lambda *args, **options: None)
-        a = attention_call(q, k, v, "accurate", prepared=prepared)
+    def call(run):
+        q, v = (torch.empty(1, 2, N, 64, dtype=torch.bfloat16) for N in (300, 5000))
+        v = v.as_strided(v.shape, (7, *v.stride()[1:]))  # of one batch: may be anything
+        prepared = launch_kv(v, None, None, NAMED["accurate"], lambda *args, **options: None)
+        a = attention_call(q, v, v, "accurate", prepared=prepared)
         run_opaque(a, tiles.Tile(128, 64, 8, 3), run, torch.device("cuda", 0))
-        return prepared.k
+        return prepared.k, v
 
-    def other(kernel, grid, tensors, numbers, **options):
-        read.append([x.base for x in (tensors[1], tensors[3])])
+    def record(kernel, grid, tensors, numbers, **options):
+        given.append(dict(zip(kernel.arg_names, (*tensors, *numbers)), programs=grid[0]))
 
-    def first(kernel, grid, tensors, numbers, **options):
-        call(torch.empty(1, 2, 300, 64, dtype=torch.bfloat16), other)
-        other(kernel, grid, tensors, numbers)
+    def first(*args, **options):
+        if not given:
+            call(record)
+        record(*args, **options)
 
-    v = torch.empty(1, 2, 300, 64, dtype=torch.bfloat16)
-    k = call(v, first)
-    (k_other, v_other), (k_first, v_first) = read
-    assert k_first is k and v_first is v and k_other is not k and v_other is not v
+    k, v = call(first)
+    second_of_two, _, first_of_two, combine = given
+    assert first_of_two["K"].base is k and first_of_two["V"].base is v
+    assert second_of_two["K"].base is not k and second_of_two["V"].base is not v
+    numbers = {"N2_q": 600, "N2_kv": 10000, "N_pad": 5120, "H_q": 2, "SPLIT": True}
+    assert numbers == {name: first_of_two[name] for name in numbers}
+    rows = 2 * first_of_two["programs"] * 64 * first_of_two["WARPGROUPS"]
+    assert combine["Part"].numel() == rows * 64 and combine["Part_ml"].numel() == rows * 2

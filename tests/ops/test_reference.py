@@ -197,9 +197,8 @@ def test_a_head_of_v_with_rows_beyond_the_estimate_is_scaled_by_all_its_rows():
     back = torch.empty_like(v_fp8, dtype=torch.float32)
     back[..., tokens] = v_fp8.float()
     back = back[..., :500].mT * v_scale[:, :, None] + mean[:, :, None]
-    assert (
-        (back - v).abs() <= (v - mean[:, :, None]).abs() / 16 + v_scale[:, :, None] * 2**-9
-    ).all()
+    ulp = (v - mean[:, :, None]).abs() / 8 + v_scale[:, :, None] * 2**-8
+    assert ((back - v).abs() <= ulp / 2).all()
     hidden = torch.ones(2, 2, 500, dtype=torch.uint8)
     hidden[1, 0, outside] = 0
     assert_close(
@@ -283,11 +282,8 @@ def test_two_level_p_brings_each_row_of_a_tile_to_all_of_e4m3(block_n):
 
     k_hat = unpacked(a.k, a.k_blocks)[:, :, :256] * a.k_scale[..., None, None]
     v_hat = unpacked(a.v, a.v_blocks)[..., :256].mT * a.v_scale[:, :, None]
-    assert (
-        relative_l1(k_hat, k - k.mean(2, keepdim=True))
-        < 0.12
-        > relative_l1(v_hat, v - v_mean[:, :, None])
-    )
+    assert relative_l1(k_hat, k - k.mean(2, keepdim=True)) < 0.12
+    assert relative_l1(v_hat, v - v_mean[:, :, None]) < 0.12
     q_hat = decoded(*reference.phi((q - q_mean) * 512)) / 512
     s = (q_hat @ k_hat.mT + delta) * 0.4
     p = (s - s.amax(-1, keepdim=True)).exp()
