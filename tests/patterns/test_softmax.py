@@ -588,6 +588,19 @@ def autocast_between(q, k, v):
         return s.softmax(-1) @ v
 
 
+def gradient_mode_between(q, k, v):
+    s = q @ k.mT
+    with torch.no_grad():
+        p = s.softmax(-1)
+    return p @ v
+
+
+def scaled_by_a_written_view(q, k, v):
+    scale = torch.full((1,), 2.0, dtype=q.dtype)
+    scale.view(-1).mul_(2)
+    return (q @ k.mT / scale).softmax(-1) @ v
+
+
 def deep_use_of_the_weights(q, k, v):
     p = (q @ k.mT).softmax(-1)
     o = p.sum()
@@ -637,6 +650,11 @@ REFUSED = {
     "autocast between": (autocast_between, "`_enter_autocast` changes a mode"),
     "deep use": (deep_use_of_the_weights, "the weights `p` are also used by `o`"),
     "maximum": (scored(lambda s: torch.max(s, SCALE)), "`max` stands between the products"),
+    "maximum over the queries": (scored(lambda s: s - s.amax(-2, True)), "`sub` stands between"),
+    "place of the maximum": (scored(lambda s: s - s.max(-1, True)[1]), "`sub` stands between"),
+    "scale that is written": (scored(lambda s: s / torch.full([], 2.0).mul_(2)), "scaled by a tensor"),
+    "scale written through a view": (scaled_by_a_written_view, "scaled by a tensor"),
+    "gradient mode between": (gradient_mode_between, "`_set_grad_enabled` changes a mode"),
     "two dtypes": (two_dtypes, "q, k and v must have one dtype"),
 }  # fmt: skip
 
