@@ -334,8 +334,8 @@ def test_heads_of_k_alone_that_are_repeated_stay_repeated():
     def repeated(q, k, v):
         return F.scaled_dot_product_attention(q, k.repeat_interleave(2, 1), v)
 
-    q, k, _ = qkv(H_kv=2)
-    _, (site,) = capture(repeated, q, k, qkv()[2])
+    q, k, _ = random_qkv(H_kv=2)
+    _, (site,) = capture(repeated, q, k, random_qkv()[2])
     assert site.rewritten and site.k[1] == 4
 
 
