@@ -274,7 +274,7 @@ def bound(recipe):
     """Of the relative L1 on normal inputs of short sites; 4 bits have some 0.2 on long ones."""
     if recipe == "sdpa":
         return 1e-5
-    return 0.5 if NAMED[recipe].smooths_q else 0.1
+    return 0.5 if NAMED[recipe].of_qk.smooths_q else 0.1
 
 
 @pytest.mark.parametrize("at_once", [1 << 24, 300], ids=["whole", "in parts"])
