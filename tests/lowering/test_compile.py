@@ -39,7 +39,7 @@ from torch.utils.checkpoint import (
 
 import sage_inductor
 from sage_inductor.lowering import access_cache
-from sage_inductor.ops import reference
+from sage_inductor.ops.reference import attention as reference
 
 EMULATE = {"sage.emulate": True}
 sdpa = F.scaled_dot_product_attention
