@@ -21,7 +21,7 @@ AUTO, OFF = "auto", "off"
 class Option(NamedTuple):
     name: str
     default: object
-    values: tuple | type  # the valid ones, or their type
+    type: type
     doc: str
     is_setting: bool = True  # of sage_inductor.config, with an environment variable
 
@@ -31,7 +31,7 @@ class Option(NamedTuple):
 
 
 _TABLE = (
-    Option("recipe", AUTO, (AUTO, OFF, *NAMED),
+    Option("recipe", AUTO, str,
            'how attention calls are quantized: "auto" (by device), a recipe\'s name, or "off"'),
     Option("policy", "", os.PathLike,
            "the path of a file of rules: which recipe which attention call gets"),
@@ -54,7 +54,6 @@ SETTINGS = {name: option for name, option in OPTIONS.items() if option.is_settin
 def check(name: str, value, prefix: str) -> None:
     """Raise ValueError unless `value` may be given to the option `name`. What is in a policy's file
     is not looked at."""
-    values = OPTIONS[name].values
     if name == "mode":
         modes = list(torch._inductor.list_mode_options())
         if value not in modes:
@@ -62,14 +61,15 @@ def check(name: str, value, prefix: str) -> None:
     elif name == "policy":
         if not isinstance(value, (str, os.PathLike, type(None))):
             raise ValueError(f"{prefix}policy must be a path, got {value!r}")
-    elif values is bool:
-        if not isinstance(value, bool):
-            raise ValueError(f"{prefix}{name} must be True or False, got {value!r}")
-    elif not isinstance(value, str) or value not in values:
-        near = nearest(str(value), values)
-        raise ValueError(
-            f"{prefix}{name} must be one of {values}, got {value!r}: did you mean {near!r}?"
-        )
+    elif name == "recipe":
+        valid = (AUTO, OFF, *NAMED)
+        if not isinstance(value, str) or value not in valid:
+            near = nearest(str(value), valid)
+            raise ValueError(
+                f"{prefix}{name} must be one of {valid}, got {value!r}: did you mean {near!r}?"
+            )
+    elif not isinstance(value, bool):
+        raise ValueError(f"{prefix}{name} must be True or False, got {value!r}")
 
 
 def unknown(name: str, valid, prefix: str) -> str:

@@ -14,7 +14,7 @@ import support
 import torch
 import torch.nn.functional as F
 import triton
-from support import arguments, exactly, relative_l1, relative_l2, sdpa
+from support import arguments, attention_call, exactly, relative_l1, relative_l2, sdpa
 from torch._inductor.utils import run_and_get_code
 from torch.profiler import ProfilerActivity, profile
 from torch.testing import assert_close

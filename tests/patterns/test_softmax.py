@@ -397,7 +397,7 @@ def test_the_output_may_have_its_dimensions_in_any_order():
     def rotated(q, k, v):
         return torch.einsum("bhij,bhjd->ibhd", (q @ k.mT).softmax(-1), v)
 
-    check(rotated, *qkv())
+    check(rotated, *random_qkv())
 
 
 # -- grouped heads ----
