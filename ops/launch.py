@@ -59,17 +59,20 @@ def launch_cached(
         x = x if isinstance(x, Tensor) else x.base  # of a descriptor
         addresses |= x.data_ptr()
         dtypes.append(x.dtype)
-    device = tensors[0].device.index
-    if device != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            launch_cached(kernel, grid, tensors, numbers, **options)
-            return
-    found = None
+    device, found = tensors[0].device.index, None
     if addresses % 16 == 0:
         found = _compiled(kernel, device, numbers, *dtypes, *options.items())
-        if found:
-            found[0][(*grid, 1, 1)[:3]](*tensors, *numbers)
-            return
+    if device == torch.cuda.current_device():
+        _launch(kernel, grid, tensors, numbers, options, found)
+    else:
+        with torch.cuda.device(device):
+            _launch(kernel, grid, tensors, numbers, options, found)
+
+
+def _launch(kernel, grid, tensors, numbers, options, found: list | None) -> None:
+    if found:
+        found[0][(*grid, 1, 1)[:3]](*tensors, *numbers)
+        return
     _compiling.wait_for(kernel)
     compiled = kernel[grid](*tensors, *numbers, **options)
     if found is not None:

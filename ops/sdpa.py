@@ -30,6 +30,7 @@ from sage_inductor.ops import compat
 from sage_inductor.ops.attention.arguments import AttentionCall, empty_outputs, schema_of
 from sage_inductor.ops.attention.op import attention, attention_opaque
 from sage_inductor.ops.attention.select import Problem, select
+from sage_inductor.ops.attention.tiles import WARPGROUPS
 from sage_inductor.ops.formats import (
     FP4_BLOCK,
     HEAD_DIMS,
@@ -159,6 +160,8 @@ def check(call: SdpaCall) -> None:
         )
     for name, bound in (("left", left), ("right", right)):
         _require(bound is None or bound >= 0, f"{name} must be None or at least 0, got {bound}")
+    valid = (None, *WARPGROUPS)
+    _require(call.warpgroups in valid, f"warpgroups must be one of {valid}, got {call.warpgroups}")
     _require(math.isfinite(scale), f"scale must be finite, got {scale}")
     if prepared:
         n = Prepared.count(decode(recipe).of_pv)

@@ -70,9 +70,7 @@ def _rewrite_graph(graph: torch.fx.Graph, decide: Callable, put: Callable) -> li
         try:
             share(index)
         except Exception:  # each call then prepares its own k and v
-            _log.exception(
-                "what attention calls share could not be found, which is a fault of ours"
-            )
+            _log.exception("calls do not share k and v, which is a fault of ours")
         index.undo()
     return sites
 

@@ -32,8 +32,6 @@ def prove(mask: Node, n_q, n_kv, index: GraphIndex) -> tuple[Band, Node | None]:
     meaning = as_additive(analysis.describe(mask), value_of(mask))
     if meaning is None or len(meaning.conjuncts) > 1:
         return nothing
-    if any(index.writers_of(each) for each in meaning.conjuncts):
-        return nothing
     band = read_band(meaning.bounds, {**analysis.sizes(mask), -2: n_q, -1: n_kv})
     if band is None:
         return nothing

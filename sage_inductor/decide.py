@@ -83,7 +83,10 @@ def _asked(call: Call, settings: Settings, wanted: str) -> tuple[Candidate | Non
 
 def _left_behind(call: Call, recipe: str) -> str:
     """What a package's reason adds where a faster kernel exists that cannot travel."""
-    capability, masked = tiles.capability(value_of(call.q).device), call.attn_mask is not None
+    device, masked = value_of(call.q).device, call.attn_mask is not None
+    if device.type == "cpu":
+        return ""
+    capability = tiles.capability(device)
     problem = Problem(capability, recipes.NAMED[recipe], _head_dim(call), masked)
     if select(problem).kernel.travels:
         return ""

@@ -9,13 +9,7 @@ from pathlib import Path
 
 import torch
 
-from sage_inductor import (
-    config,
-    cost,
-    lowering,
-    ops,
-    patterns,
-)
+from sage_inductor import config, cost, lowering, ops, patterns
 from sage_inductor.decide import rewrite
 from sage_inductor.ops.compat import CustomGraphPass, inductor_config, virtualized
 from sage_inductor.report import raise_if_refused, record
@@ -34,11 +28,11 @@ class SagePass(CustomGraphPass):
     def __call__(self, graph: torch.fx.Graph) -> None:
         if not config.enabled:
             return
-        settings = self._settings()
+        asked = self._settings()
         # Inductor applies a pre-grad pass to nested graphs too; a site is decided once.
-        sites = rewrite(graph.owning_module, settings)
+        sites = rewrite(graph.owning_module, asked)
         record(sites)
-        if settings.strict:
+        if asked.strict:
             raise_if_refused(sites)
 
     def uuid(self):

@@ -21,7 +21,7 @@ AUTO, OFF = "auto", "off"
 class Option(NamedTuple):
     name: str
     default: object
-    values: tuple | type  # the valid ones, or their type
+    type: type
     doc: str
     is_setting: bool = True  # of sage_inductor.config, with an environment variable
 
@@ -30,47 +30,30 @@ class Option(NamedTuple):
         return f"SAGE_INDUCTOR_{self.name.upper()}"
 
 
-OPTIONS = {
-    option.name: option
-    for option in (
-        Option(
-            "recipe", AUTO, (AUTO, OFF, *NAMED),
-            'How attention calls are quantized: "auto" (by device), a recipe\'s name, or "off".',
-        ),
-        Option(
-            "policy", "", os.PathLike,
-            "The path of a file of rules: which recipe which attention call gets.",
-        ),
-        Option(
-            "emulate", False, bool,
-            "Run the recipes' bit-faithful emulation where there is no kernel (CPU), whatever the "
-            "length.",
-        ),
-        Option(
-            "force", False, bool,
-            "Rewrite every call the kernels can run, also below the measured crossover and in "
-            "training.",
-        ),
-        Option("strict", False, bool, "Raise SageRefused when a call stays as it was."),
-        Option(
-            "enabled", False, bool,
-            'Rewrite graphs compiled with backend="inductor" too, by a pass beside the user\'s '
-            "own. As an option of torch.compile, False leaves this graph as it was.",
-        ),
-        Option(
-            "mode", None, str,
-            "Inductor's mode, for use together with options, which torch.compile does not allow.",
-            is_setting=False,
-        ),
-    )
-}  # fmt: skip
+_TABLE = (
+    Option("recipe", AUTO, str,
+           'how attention calls are quantized: "auto" (by device), a recipe\'s name, or "off"'),
+    Option("policy", "", os.PathLike,
+           "the path of a file of rules: which recipe which attention call gets"),
+    Option("emulate", False, bool,
+           "run the recipes' bit-faithful emulation where there is no kernel (CPU), at any length"),
+    Option("force", False, bool,
+           "rewrite all that the kernels can run, below the measured crossover and in training"),
+    Option("strict", False, bool, "raise SageRefused when a call stays as it was"),
+    Option("enabled", False, bool,
+           'setting: rewrite graphs of backend="inductor" too, by a pass beside the user\'s own; '
+           "option: False leaves one graph as it was"),
+    Option("mode", None, str,
+           "Inductor's mode, for use together with options, which torch.compile does not allow",
+           is_setting=False),
+)  # fmt: skip
+OPTIONS = {option.name: option for option in _TABLE}
 SETTINGS = {name: option for name, option in OPTIONS.items() if option.is_setting}
 
 
 def check(name: str, value, prefix: str) -> None:
     """Raise ValueError unless `value` may be given to the option `name`. What is in a policy's file
     is not looked at."""
-    values = OPTIONS[name].values
     if name == "mode":
         modes = list(torch._inductor.list_mode_options())
         if value not in modes:
@@ -78,14 +61,15 @@ def check(name: str, value, prefix: str) -> None:
     elif name == "policy":
         if not isinstance(value, (str, os.PathLike, type(None))):
             raise ValueError(f"{prefix}policy must be a path, got {value!r}")
-    elif values is bool:
-        if not isinstance(value, bool):
-            raise ValueError(f"{prefix}{name} must be True or False, got {value!r}")
-    elif not isinstance(value, str) or value not in values:
-        near = nearest(str(value), values)
-        raise ValueError(
-            f"{prefix}{name} must be one of {values}, got {value!r}: did you mean {near!r}?"
-        )
+    elif name == "recipe":
+        valid = (AUTO, OFF, *NAMED)
+        if not isinstance(value, str) or value not in valid:
+            near = nearest(str(value), valid)
+            raise ValueError(
+                f"{prefix}{name} must be one of {valid}, got {value!r}: did you mean {near!r}?"
+            )
+    elif not isinstance(value, bool):
+        raise ValueError(f"{prefix}{name} must be True or False, got {value!r}")
 
 
 def unknown(name: str, valid, prefix: str) -> str:

@@ -91,7 +91,7 @@ def attention_call(
     device's kernels (on CPU the reference) make of k and v."""
     r = NAMED[recipe] if isinstance(recipe, str) else recipe
     visibility = visibility or Visibility()
-    prepared = Prepared(*prepared) if prepared else prepare(k, v, visibility, r)
+    prepared = prepare(k, v, visibility, r) if prepared is None else Prepared(*prepared)
     of_q = (None, None)
     if r.of_qk.smooths_q:
         of_q = smooth_q(q, k, prepared.k_mean, visibility.keys(k.shape[1]))

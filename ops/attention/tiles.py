@@ -74,6 +74,7 @@ def multiplies_nvfp4(capability: tuple[int, int]) -> bool:
     return capability[0] in (10, 12)
 
 
+WARPGROUPS = (0, 2, 3)  # what may be asked for; 0: not hopper's kernel
 GLUON = ((3, 6), (3, 7))  # versions of Triton whose Gluon hopper.py compiles with: it moves
 
 # Tiles of hopper.py's kernel: (pv, head_dim up to, is_causal, N_q from) -> tile, the last that

@@ -65,7 +65,7 @@ def test_doctor_names_versions_and_runs_every_recipe():
     )
     assert len(errors) == 9 * len(recipes.NAMED), result.stdout
     for name, *_, tenths in errors:
-        assert tenths in ("012" if recipes.NAMED[name].smooths_q else "0")
+        assert tenths in ("012" if recipes.NAMED[name].of_qk.smooths_q else "0")
     assert "recipe 'auto': SDPA: on CPU attention stays as it was" in result.stdout
 
 

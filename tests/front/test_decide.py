@@ -14,7 +14,7 @@ from sage_inductor import Policy, autotune, cost, patterns
 from sage_inductor import settings as asked_for
 from sage_inductor.decide import rewrite
 from sage_inductor.ops import recipe as recipes
-from sage_inductor.ops import tiles
+from sage_inductor.ops.attention import tiles
 from sage_inductor.patterns import bands
 from sage_inductor.patterns.call import Band
 from sage_inductor.policy import Rule
@@ -149,6 +149,11 @@ def test_a_head_dim_of_v_that_was_not_measured_stays_unless_forced(monkeypatch):
     assert decide(shape, (9, 0), monkeypatch, D_v=64, force=True).rewritten
 
 
+def test_short_keys_stay_whatever_the_queries(monkeypatch):
+    site = decide((4, 32, 32, 16384, 128), (9, 0), monkeypatch, N_kv=77)
+    assert not site.rewritten and "wins from N=3072" in site.reason
+
+
 def test_training_stays_sdpa_unless_forced(monkeypatch):
     shape = (4, 32, 32, 16384, 128)
     site = decide(shape, (9, 0), monkeypatch, requires_grad=True)
@@ -262,9 +267,7 @@ def test_the_fastest_tile_is_in_the_graph_and_calls_with_several_share_k_and_v(m
     assert [site.decision.warpgroups for site in sites] == [2, 3, 3]
     calls = graph.find_nodes(op="call_function", target=torch.ops.sage.sdpa.default)
     rows = recipes.NAMED["sage2-8b-rows"]
-    assert [call.args[9] for call in calls] == [
-        rows.encode().replace(",fp8@", f",fp8,{n}@") for n in (2, 3, 3)
-    ]
+    assert [call.args[9:11] for call in calls] == [(rows.encode(), n) for n in (2, 3, 3)]
     (prepare,) = graph.find_nodes(op="call_function", target=torch.ops.sage.prepare.default)
     assert prepare.args == (k, v, None, rows.encode(), False)
     assert all(x.args[0] is prepare for call in calls for x in call.args[4]) and calls[0].args[4]
@@ -400,6 +403,9 @@ def test_a_dynamic_length_is_timed_at_its_hint_without_a_guard(monkeypatch):
         "sage2-8b-rows",
         None,
     )  # by the table, each length
+    rule = (Rule("sage2-8b", length=(64, 128)),)
+    given = {"shape_env": shape_env, "portable": True, "policy": rule}
+    assert "rule 1" in decide(shape, (9, 0), monkeypatch, **given).reason
     assert not shape_env.guards
     decide(shape, (9, 0), monkeypatch, shape_env=shape_env)
     assert shape_env.guards  # the table's

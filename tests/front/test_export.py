@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from support import arguments
 from torch import nn
 from torch._inductor import compile_fx
 from torch._inductor.package import package_aoti
@@ -26,7 +27,6 @@ from torch.utils._pytree import tree_leaves
 import sage_inductor
 from sage_inductor.export import _check_travels, _holds_its_own_libstdcxx
 from sage_inductor.ops.launch import OPAQUE
-from sage_inductor.ops.recipe import NAMED
 
 EMULATE = {"sage.emulate": True}
 FORCE = {"sage.force": True, "sage.recipe": "sage2-8b"}  # the recipe of packages
@@ -442,8 +442,8 @@ def test_a_package_calls_nothing_that_needs_python(make, device, build):
 def test_a_sage_op_that_needs_python_is_refused():
     class Opaque(nn.Module):
         def forward(self, x):
-            args = None, [], None, 0, False, 0.1, NAMED["sage1"].encode(), False
-            return torch.ops.sage.sdpa(x, x, x, *args, portable=False)[0]
+            args = arguments(x, x, x, recipe="sage1", is_causal=True)
+            return torch.ops.sage.sdpa(*args[:-1], portable=False)[0]
 
     program = torch.export.export(Opaque(), (torch.randn(1, 2, 64, 64),))
     with pytest.raises(ValueError, match="every sage op must be portable .* got `sdpa`, a call of"):

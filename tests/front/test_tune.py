@@ -17,12 +17,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support import cos_sim
+from support import sdpa as support_sdpa
 
 import sage_inductor
 from sage_inductor import autotune, backend, cost, tune
 from sage_inductor.__main__ import main
 from sage_inductor.autotune import BenchmarkCase, Candidate
-from sage_inductor.ops import tiles
+from sage_inductor.ops.attention import tiles
+from sage_inductor.ops.recipe import NAMED
 from sage_inductor.patterns.call import FULL, Band
 
 GPU = cost.H200
@@ -221,6 +223,14 @@ def on_cpu(monkeypatch):
         return dict.fromkeys(calls, 1.0)
 
     monkeypatch.setattr(autotune, "time_calls", medians)
+
+    def sdpa(q, k, v, attn_mask, is_causal, **kwargs):
+        assert attn_mask is None or not is_causal  # an error on CUDA, CPU's takes both
+        return torch.ops.aten.scaled_dot_product_attention(
+            q, k, v, attn_mask, is_causal=is_causal, **kwargs
+        )
+
+    monkeypatch.setattr(autotune.F, "scaled_dot_product_attention", sdpa)
     monkeypatch.setattr(autotune, "sdpa_kernel", lambda backend: lambda function: function)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     autotune.benchmark.cache_clear()
@@ -264,16 +274,15 @@ def test_a_case_is_timed_once_and_leaves_the_users_random_numbers(on_cpu):
 def test_each_tile_is_timed_as_such(on_cpu, monkeypatch):
     told = []
 
-    def op(*args, **options):
-        told.append(options)
-        return autotune.reference.attention(*args[:13], "per_row")
-
-    monkeypatch.setattr(autotune, "kernel", lambda *args, **kwargs: (op, 128))
-    monkeypatch.setattr(autotune, "attention_opaque", op)
+    attend = autotune.attend
+    monkeypatch.setattr(autotune, "attend", lambda call: told.append(call) or attend(call))
     candidates = tuple(Candidate("sage2-8b-rows", n) for n in (0, 2, 3, None))
     found = autotune.benchmark(dataclasses.replace(case(), candidates=candidates))
     assert tuple(found) == ("CUDNN_ATTENTION", "FLASH_ATTENTION", *candidates)
-    assert told == [{"warpgroups": n} for n in (0, 2, 3, None)]
+    assert [call.warpgroups for call in told] == [0, 2, 3, None]
+    assert {(call.recipe, call.portable) for call in told} == {
+        (NAMED["sage2-8b-rows"].encode(), False)
+    }
 
 
 def test_what_fails_has_its_error_instead_of_a_time(on_cpu, monkeypatch):
@@ -462,10 +471,9 @@ def test_the_fastest_tile_on_the_gpu_is_taken_and_each_is_right(D, is_causal, mo
     )
     rivals = tiles.rivals(tiles.capability(q.device), "fp8", D, is_causal)
     assert {n for name, n in times if name == "sage2-8b-rows"} in (set(rivals), set())
-    band = None, 0 if is_causal else None, False
-    for choice in times:
-        text = choice.full.encode()
-        outs += torch.ops.sage.sdpa(q, k, v, None, [], *band, D**-0.5, text, False, False)[:1]
+    for each in times:
+        given = {"scale": D**-0.5, "is_causal": is_causal, **each._asdict()}
+        outs.append(support_sdpa(q, k, v, **given)[0])
     assert all(cos_sim(out, sdpa(q, k, v)) > 0.99 for out in outs)
 
 

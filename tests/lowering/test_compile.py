@@ -39,7 +39,7 @@ from torch.utils.checkpoint import (
 
 import sage_inductor
 from sage_inductor.lowering import access_cache
-from sage_inductor.ops import reference
+from sage_inductor.ops.reference import attention as reference
 
 EMULATE = {"sage.emulate": True}
 sdpa = F.scaled_dot_product_attention
@@ -1057,3 +1057,12 @@ def test_what_a_kernel_accesses_is_found_once_a_variant(monkeypatch):
         getattr(access_cache.triton_kernel_wrap, name, None) for name in access_cache.NAMES
     ]
     assert any(hasattr(function, "__wrapped__") for function in installed)
+
+
+def test_what_several_kernels_read_is_stored_once():
+    """Without `stored` Inductor writes x + 1 into what reads it, of which it makes one kernel."""
+    torch._inductor.metrics.reset()
+    x = torch.randn(8, 8)
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        out = torch.compile(lambda x: torch.ops.sage.stored(x + 1) * 2, backend="inductor")(x)
+    assert torch.equal(out, (x + 1) * 2) and torch._inductor.metrics.ir_nodes_pre_fusion == 2

@@ -10,27 +10,22 @@ from pathlib import Path
 import pytest
 import torch
 import triton
+from support import attention_call
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from sage_inductor.ops import hopper, nvfp4, reference, tiles
-from sage_inductor.ops import recipe as recipes
-from sage_inductor.ops.attention import Q_ROWS, _attention_kernel, tile_of
-from sage_inductor.ops.quantize import (
-    _quantize_k_kernel,
-    _quantize_kv_kernel,
-    _quantize_v_again_kernel,
-    _quantize_v_kernel,
-    num_warps,
-)
-from sage_inductor.ops.smooth import (
-    _estimate_kernel,
-    _final_kernel,
-    _partial_kernel,
-    estimate_warps,
-)
+from sage_inductor.ops.attention import nvfp4 as attention_nvfp4
+from sage_inductor.ops.attention import tiles
+from sage_inductor.ops.attention import triton as portable
+from sage_inductor.ops.attention.hopper import kernel as hopper
+from sage_inductor.ops.attention.hopper import plan
+from sage_inductor.ops.attention.select import Problem, hopper_tile, select
+from sage_inductor.ops.formats import pad_head_dim
+from sage_inductor.ops.quantize import keys, nvfp4, one_pass, smooth, values
+from sage_inductor.ops.recipe import NAMED
+from sage_inductor.ops.visibility import Visibility
 
 SHARED_MEMORY = {  # bytes that a program may have
     (8, 0): 163 << 10, (8, 6): 99 << 10, (8, 9): 99 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10,
@@ -66,9 +61,9 @@ def compile_attention(
     architecture, recipe, D=128, is_causal=True, tma=False, mask=0, additive=False, left=-1,
     **options,
 ):  # fmt: skip
-    r = recipes.NAMED[recipe]
+    r = NAMED[recipe]
     tile = tiles.tile(architecture, r.qk, r.pv, D, mask > 0)
-    fp8, BLOCK_D = r.pv == "fp8", reference.pad_head_dim(D)
+    fp8, BLOCK_D = r.pv == "fp8", pad_head_dim(D)
     qk = {"fp8": "fp8e4nv", "int8": "i8", "int4": "u8"}[r.qk]
     types = dict(
         Q="*bf16", Q_mean="*bf16", Delta="*bf16", K=f"*{qk}", K_scale="*fp32", V="*fp8e4nv" if fp8 else "*bf16", V_scale="*fp32",
@@ -82,23 +77,23 @@ def compile_attention(
         options["maxnreg"] = tile.maxnreg
     constexprs = dict(
         D=D, D_V=D, SCALE=D**-0.5, LEFT=left, RIGHT=0 if is_causal else -1, BOTTOM_RIGHT=left >= 0,
-        MASK=mask, ADDITIVE=additive, QK_MAX=QK_MAX[qk], FP8=fp8, TMA=tma, BLOCK_DV=BLOCK_D, stride_mn=1,
-        Q_ROWS=Q_ROWS[r.granularity], GROUPS=4 if r.granularity == "per_thread" else 1,
+        MASK=mask, ADDITIVE=additive, QK_MAX=r.of_qk.largest, FP8=fp8, TMA=tma, BLOCK_DV=BLOCK_D, stride_mn=1,
+        Q_ROWS=r.sharing.q_span // r.sharing.q_groups, GROUPS=r.sharing.k_groups,
         BLOCK_M=tile.BLOCK_M,
         BLOCK_N=tile.BLOCK_N, BLOCK_D=BLOCK_D, NUM_STAGES=tile.num_stages,
         stride_qd=1, stride_vd=1,
     )  # fmt: skip
     return compile_kernel(
-        _attention_kernel, architecture, constexprs, types,
+        portable._attention_kernel, architecture, constexprs, types,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **options,
     )  # fmt: skip
 
 
 def runs_on(recipe, architecture):
-    return recipes.NAMED[recipe].pv == "16bit" or architecture >= (8, 9)
+    return NAMED[recipe].pv == "16bit" or architecture >= (8, 9)
 
 
-CASES = [(a, r) for a in ARCHITECTURES for r in recipes.NAMED if r != "sage3" and runs_on(r, a)]
+CASES = [(a, r) for a in ARCHITECTURES for r in NAMED if r != "sage3" and runs_on(r, a)]
 
 
 @pytest.mark.parametrize("D, is_causal", [(128, True), (64, False)], ids=["128-causal", "64-full"])
@@ -108,7 +103,7 @@ def test_attention_compiles_to_the_matrix_instructions(architecture, recipe, D, 
     assert compiled.metadata.shared <= SHARED_MEMORY[architecture]
     assert stack_bytes(compiled) <= 128  # 0 but for FP8 on sm_90, where the capped variant runs
     ptx = compiled.asm["ptx"]
-    r = recipes.NAMED[recipe]
+    r = NAMED[recipe]
     if architecture == (10, 0):
         # INT8 q k^T is mma.sync there with Triton 3.7 (slow), tcgen05 kind::i8 with 3.9.
         q_k = "kind::f8f6f4" if r.qk == "fp8" else "m16n8k32.row.col.satfinite.s32.s8.s8"
@@ -168,12 +163,12 @@ def about(compiled, tool, *options) -> str:
     return run.stdout
 
 
-# -- hopper.py ----
+# -- hopper/ ----
 
 
 @functools.cache
 def compile_hopper(pv, head_dim, is_causal, tile, dtype="bf16", split=False):
-    BLOCK = reference.pad_head_dim(head_dim)
+    BLOCK = pad_head_dim(head_dim)
     element = {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype]
 
     def descriptor(name, shape, element):
@@ -189,7 +184,7 @@ def compile_hopper(pv, head_dim, is_causal, tile, dtype="bf16", split=False):
         V_scale="*fp32", V_mean="*fp32", Out=f"*{dtype}", Lse="*fp32", Part="*fp32",
         Part_ml="*fp32",
     )  # fmt: skip
-    at_launch, consumer = hopper.REGISTERS[tile.warpgroups]
+    at_launch, consumer = plan.REGISTERS[tile.warpgroups]
     constexprs = dict(
         D=head_dim, D_V=head_dim, SCALE=head_dim**-0.5, CAUSAL=is_causal, SPLIT=split,
         FP8=pv == "fp8", BLOCK_N=tile.BLOCK_N, BLOCK_D=BLOCK, BLOCK_DV=BLOCK,
@@ -253,84 +248,100 @@ def test_hopper_kernel_compiles_for_both_dtypes(dtype):
 def test_shares_of_blocks_are_equal_and_make_up_the_tiles(processors):
     for num_tiles in (1, 5, 131, 132, 133, 200, 576):
         for blocks in (1, 7, 36, 600):
-            programs, whole = hopper.schedule(num_tiles, blocks, processors)
+            programs, whole = plan.schedule(num_tiles, blocks, processors)
             assert 1 <= programs <= processors and 0 <= whole <= num_tiles
             dealt = (num_tiles - whole) * blocks
             shares = [(c + 1) * dealt // programs - c * dealt // programs for c in range(programs)]
             assert sum(shares) == dealt and max(shares) - min(shares) <= 1
             if dealt:
-                assert whole % programs == 0 and min(shares) >= min(hopper.PIECE, dealt)
+                assert whole % programs == 0 and min(shares) >= min(
+                    plan.MIN_BLOCKS_OF_A_PIECE, dealt
+                )
                 longest = whole // programs * blocks + max(shares)
-                assert longest <= -(-num_tiles // processors) * blocks - hopper.SAVED + 1
-    assert hopper.schedule(10 * processors, 600, processors) == (processors, 10 * processors)
+                assert longest <= -(-num_tiles // processors) * blocks - plan.MIN_BLOCKS_SAVED + 1
+    assert plan.schedule(10 * processors, 600, processors) == (processors, 10 * processors)
 
 
 def calls():
-    """(arguments of attention.tile_of, whether hopper.py's kernel computes the call)."""
-    q = torch.empty(2, 300, 4, 128, dtype=torch.bfloat16).transpose(1, 2)
-    v_fp8 = torch.empty(2, 4, 128, 384, dtype=torch.float8_e4m3fn)
-    v = torch.empty(2, 300, 4, 132, dtype=torch.bfloat16).transpose(1, 2)
-    mean, mask = torch.empty(2, 4, 128), torch.ones(2, 1, 1, 300, dtype=torch.bool)
-    k = torch.empty(2, 4, 384, 128, dtype=torch.int8)
-    full, causal = (None, None, None, False), (None, None, 0, False)
+    """(AttentionCall, whether the Hopper kernel computes it)."""
+    q, k, v = (torch.randn(2, 300, 4, 128, dtype=torch.bfloat16).transpose(1, 2) for _ in range(3))
+    wide = torch.empty(2, 300, 4, 129, dtype=torch.bfloat16).transpose(1, 2)
+    mask = Visibility.of(torch.ones(2, 1, 1, 300, dtype=torch.bool), (None, None, False), 300, 64)
     apart = torch.empty(*q.shape, 2, dtype=q.dtype)[..., 0]
-    aligned = torch.empty_like(q)
-    starts_at_2_bytes = torch.empty(aligned.numel() + 1, dtype=q.dtype)[1:].view(2, 300, 4, 128)
-    starts_at_2_bytes = starts_at_2_bytes.transpose(1, 2)
+
+    def call(recipe="sage2-8b-rows", **given):
+        return attention_call(q, k, v, recipe)._replace(**given)
+
+    def of_v(v):
+        return call("accurate", v=v), False
+
     return {
-        "full": ((q, k, v_fp8, mean, "per_row", *full), True),
-        "causal": ((q, k, v_fp8, mean, "per_row", *causal), True),
-        "fp16": ((q.half(), k, v_fp8, mean, "per_row", *full), True),
-        "16-bit v": ((q, k, aligned, mean, "per_row", *full), True),
-        "INT4 k": ((q, k[..., :64].view(torch.uint8), v_fp8, mean, "per_row", *full), False),
-        "FP8 k": ((q, k.to(v_fp8.dtype), v_fp8, mean, "per_row", *full), False),
-        "another granularity": ((q, k, v_fp8, mean, "per_thread", *full), False),
-        "a mask": ((q, k, v_fp8, mean, "per_row", mask, None, None, False), False),
-        "a window": ((q, k, v_fp8, mean, "per_row", None, 9, 0, False), False),
-        "a wider band": ((q, k, v_fp8, mean, "per_row", None, None, 1, False), False),
-        "bottom right": ((q, k, v_fp8, mean, "per_row", None, None, 0, True), False),
-        "fp32": ((q.float(), k, v_fp8, mean, "per_row", *full), False),
-        "q's channels apart": ((apart, k, v_fp8, mean, "per_row", *full), False),
-        "v's rows unaligned": ((q, k, v[..., :128], mean, "per_row", *full), False),
-        "v's first row unaligned": ((q, k, starts_at_2_bytes, mean, "per_row", *full), False),
-        "v's channels apart": ((q, k, apart, mean, "per_row", *full), False),
-        "v expanded": ((q, k, aligned[:, :1].expand(-1, 4, -1, -1), mean, "per_row", *full), False),
+        "full": (call(), True),
+        "causal": (call(right=0), True),
+        "fp16": (call(q=q.half()), True),
+        "16-bit v": (call("accurate"), True),
+        "INT4 k": (call("sage2-4b"), False),
+        "FP8 k": (call("sage2-8b-fp8qk"), False),
+        "another granularity": (call("sage2-8b"), False),
+        "a mask": (call(**mask._asdict()), False),
+        "a window": (call(left=9, right=0), False),
+        "a wider band": (call(right=1), False),
+        "bottom right": (call(right=0, bottom_right=True), False),
+        "fp32": (call(q=q.float()), False),
+        "q's channels apart": (call(q=apart), False),
+        "v's rows unaligned": of_v(wide[..., :128]),
+        "v's channels unaligned": of_v(v[..., 1:]),
+        "v expanded": of_v(v[:, :1].expand(-1, 4, -1, -1)),
     }
 
 
 @pytest.mark.parametrize("name", calls())
 def test_hopper_kernel_takes_the_calls_it_computes(name, monkeypatch):
     monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
-    arguments, computes = calls()[name]
-    assert bool(tile_of(*arguments, portable=False).warpgroups) == computes
-    assert not tile_of(*arguments, portable=True).warpgroups
+    a, computes = calls()[name]
+    assert (hopper_tile(a) is not None) == computes
 
 
 @pytest.mark.parametrize("name", calls())
 def test_the_chosen_tile_is_that_of_the_calls_it_computes(name, monkeypatch):
     monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
-    arguments, computes = calls()[name]
-    of_table = tile_of(*arguments, portable=False)
+    a, computes = calls()[name]
+    of_table = hopper_tile(a)
     for warpgroups in (2, 3):
-        tile = tile_of(*arguments, portable=False, warpgroups=warpgroups)
-        if computes and arguments[2].dtype == torch.float8_e4m3fn:  # 16 bits: all of 3
+        tile = hopper_tile(a._replace(warpgroups=warpgroups))
+        if computes and a.decoded.pv == "fp8":  # 16 bits: all of 3
             assert tile.warpgroups == warpgroups and tile.BLOCK_M == 64 * warpgroups
         else:
             assert tile == of_table
-    assert not tile_of(*arguments, portable=False, warpgroups=0).warpgroups
-    assert not tile_of(*arguments, portable=True, warpgroups=3).warpgroups
+    assert hopper_tile(a._replace(warpgroups=0)) is None
     monkeypatch.setattr(tiles, "capability", lambda device: (8, 9))
-    assert tile_of(*arguments, portable=False, warpgroups=3) == tile_of(*arguments, portable=False)
+    assert hopper_tile(a._replace(warpgroups=3)) is None
+
+
+def test_the_kernel_of_a_call_is_selected_by_what_is_known_while_compiling():
+    found = {
+        (name, capability): select(Problem(capability, NAMED[name], 128, masked, portable))
+        for name, capability, masked, portable in (
+            ("sage2-8b", (9, 0), False, False), ("sage2-8b", (8, 9), False, False),
+            ("sage3", (9, 0), False, False), ("sage2-4b", (9, 0), True, False),
+            ("sage1", (9, 0), False, True), ("sage1", None, True, False),
+        )
+    }  # fmt: skip
+    kinds = [(each.kernel.name, each.kernel.travels) for each in found.values()]
+    assert kinds == [
+        ("opaque", False), ("triton", True), ("nvfp4", True), ("triton", True), ("triton", True),
+        ("emulation", True),
+    ]  # fmt: skip
 
 
 def test_warpgroups_name_a_tile():
-    """In a recipe: so none of a call's tiles may have another's."""
+    """In a call: so none of its tiles may have another's."""
     for pv, head_dim, is_causal, *_ in tiles.HOPPER:
         rows = {row[-1] for row in tiles.HOPPER if row[:3] == (pv, head_dim, is_causal)}
         named = {tile.warpgroups: tile for tile in rows}
-        assert len(named) == len(rows) and named.keys() <= hopper.REGISTERS.keys()
+        assert len(named) == len(rows) and named.keys() <= plan.REGISTERS.keys()
         for n, tile in named.items():
-            assert recipes.Recipe("per_row", pv, warpgroups=n)
+            assert n in tiles.WARPGROUPS
             for N in (1, 10**6):
                 assert tiles.hopper((9, 0), pv, head_dim, is_causal, N, n) == tile
     # A choice of what is not there is the table's.
@@ -377,7 +388,7 @@ def test_masked_attention_compiles_everywhere(architecture, recipe, variant):
 @functools.cache
 def compile_nvfp4(architecture, D, is_causal=True, mask=0, additive=False, left=-1):
     tile = tiles.tile(architecture, "nvfp4", "nvfp4", D, mask > 0)
-    BLOCK_D = reference.pad_head_dim(D)
+    BLOCK_D = pad_head_dim(D)
     fp32 = ("K_scale", "V_scale", "V_mean", "Lse")
     types = dict.fromkeys(fp32, "*fp32") | dict.fromkeys(("K", "K_e4m3", "V", "V_e4m3"), "*u8")
     types |= dict.fromkeys(("Q", "Q_mean", "Delta", "Out"), "*bf16")
@@ -389,7 +400,7 @@ def compile_nvfp4(architecture, D, is_causal=True, mask=0, additive=False, left=
         NUM_STAGES=tile.num_stages, stride_qd=1, stride_mn=1,
     )  # fmt: skip
     return compile_kernel(
-        nvfp4._attention_kernel, architecture, constexprs, types,
+        attention_nvfp4._attention_kernel, architecture, constexprs, types,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
 
@@ -447,7 +458,7 @@ def compile_preparation_nvfp4(architecture, D, along_n):
     )  # fmt: skip
     constexprs = dict(
         ALONG_N=along_n, SATURATE=True, D=D, PAD_N=128, BLOCK_N=nvfp4.ROWS,
-        BLOCK_D=reference.pad_head_dim(D), stride_d=1,
+        BLOCK_D=pad_head_dim(D), stride_d=1,
     )  # fmt: skip
     return compile_kernel(nvfp4._quantize_kernel, architecture, constexprs, types)
 
@@ -459,9 +470,9 @@ def compile_quantize_k(architecture, D, masked, groups, qk, pdl=False):
     types = dict(K="*bf16", K_mean="*fp32", Visible="*u8", K_8bit=f"*{qk}", K_scale="*fp32")
     constexprs = dict(
         MASK=masked, QK_MAX=QK_MAX[qk], PDL=pdl, D=D, GROUPS=groups, K_BLOCK=64, PAD_N=128,
-        stride_d=1, BLOCK_D=reference.pad_head_dim(D),
+        stride_d=1, BLOCK_D=pad_head_dim(D),
     )  # fmt: skip
-    return compile_kernel(_quantize_k_kernel, architecture, constexprs, types)
+    return compile_kernel(keys._quantize_k_kernel, architecture, constexprs, types)
 
 
 def compile_quantize_kv(D, masked, qk, architecture=(9, 0), pdl=False):
@@ -469,13 +480,17 @@ def compile_quantize_kv(D, masked, qk, architecture=(9, 0), pdl=False):
         K="*bf16", V="*bf16", K_mean="*fp32", V_mean="*fp32", V_amax="*fp32", Visible="*u8",
         Beyond="*i32", K_8bit=f"*{qk}", K_scale="*fp32", V_fp8="*fp8e4nv", V_scale="*fp32",
     )  # fmt: skip
-    BLOCK_D = reference.pad_head_dim(D)
+    BLOCK_D = pad_head_dim(D)
     constexprs = dict(
         MASK=masked, QK_MAX=QK_MAX[qk], PDL=pdl, K_BLOCK=64, PAD_N=128, BLOCK_D=BLOCK_D,
         BLOCK_DV=BLOCK_D, stride_kd=1, stride_vd=1,
     )  # fmt: skip
     return compile_kernel(
-        _quantize_kv_kernel, architecture, constexprs, types, num_warps=num_warps(BLOCK_D)
+        one_pass._quantize_kv_kernel,
+        architecture,
+        constexprs,
+        types,
+        num_warps=one_pass.num_warps(BLOCK_D),
     )
 
 
@@ -484,9 +499,11 @@ def compile_quantize_v_again(D, masked, architecture=(9, 0), pdl=False):
         V="*bf16", V_mean="*fp32", Visible="*u8", Beyond="*i32", V_fp8="*fp8e4nv", V_scale="*fp32"
     )
     constexprs = dict(
-        MASK=masked, PDL=pdl, PAD_N=128, BLOCK_N=64, BLOCK_D=reference.pad_head_dim(D), stride_d=1
+        MASK=masked, PDL=pdl, PAD_N=128, BLOCK_N=64, BLOCK_D=pad_head_dim(D), stride_d=1
     )
-    return compile_kernel(_quantize_v_again_kernel, architecture, constexprs, types, num_warps=8)
+    return compile_kernel(
+        values.quantize_v_again_kernel, architecture, constexprs, types, num_warps=8
+    )
 
 
 @pytest.mark.parametrize("D", [1, 8, 80])
@@ -559,20 +576,18 @@ def compile_smooth(architecture, D, masked):
         X0="*bf16", X1="*bf16", Visible="*u8", Partial="*fp32", Count="*i32", Mean="*fp32",
         Amax="*fp32",
     )  # fmt: skip
-    tile = dict(D=D, MASK=masked, CHUNK=256, BLOCK_D=reference.pad_head_dim(D))
+    tile = dict(D=D, MASK=masked, CHUNK=256, BLOCK_D=pad_head_dim(D))
     partial = dict(tile, BLOCK_N=8, stride_0d=1, stride_1d=1)
     return (
-        compile_kernel(_partial_kernel, architecture, partial, types),
-        compile_kernel(_final_kernel, architecture, dict(tile, KEEP=1, BLOCK_C=16), types),
+        compile_kernel(smooth._partial_kernel, architecture, partial, types),
+        compile_kernel(smooth._final_kernel, architecture, dict(tile, KEEP=1, BLOCK_C=16), types),
     )
 
 
 def compile_quantize_v(architecture, D, saturate):
     types = dict(V="*bf16", V_mean="*fp32", V_amax="*fp32", V_fp8="*fp8e4nv", V_scale="*fp32")
-    constexprs = dict(
-        D=D, BLOCK_D=reference.pad_head_dim(D), stride_d=1, SATURATE=saturate, BLOCK_N=128
-    )
-    return compile_kernel(_quantize_v_kernel, architecture, constexprs, types)
+    constexprs = dict(D=D, BLOCK_D=pad_head_dim(D), stride_d=1, SATURATE=saturate, BLOCK_N=128)
+    return compile_kernel(values._quantize_v_kernel, architecture, constexprs, types)
 
 
 def compile_estimate(D, masked, architecture=(9, 0), pdl=False):
@@ -580,12 +595,16 @@ def compile_estimate(D, masked, architecture=(9, 0), pdl=False):
         X0="*bf16", X1="*bf16", Visible="*u8", Mean0="*fp32", Amax0="*fp32", Mean1="*fp32",
         Amax1="*fp32", Beyond="*i32",
     )  # fmt: skip
-    BLOCK_D = reference.pad_head_dim(D)
+    BLOCK_D = pad_head_dim(D)
     constexprs = dict(
         D=D, D_1=D, MASK=masked, TWO=True, PDL=pdl, BLOCK_D=BLOCK_D, stride_0d=1, stride_1d=1
     )
     return compile_kernel(
-        _estimate_kernel, architecture, constexprs, types, num_warps=estimate_warps(BLOCK_D)
+        smooth._estimate_kernel,
+        architecture,
+        constexprs,
+        types,
+        num_warps=smooth.estimate_warps(BLOCK_D),
     )
 
 

@@ -14,7 +14,7 @@ import support
 import torch
 import torch.nn.functional as F
 import triton
-from support import arguments, exactly, kernel_inputs, relative_l2, sdpa
+from support import arguments, attention_call, exactly, relative_l1, relative_l2, sdpa
 from torch._inductor.utils import run_and_get_code
 from torch.profiler import ProfilerActivity, profile
 from torch.testing import assert_close
@@ -22,27 +22,27 @@ from torch.testing import assert_close
 import sage_inductor
 from sage_inductor.ops import (
     attention,
-    attention_nvfp4,
     attention_opaque,
-    mask,
     quantize_k,
     quantize_kv,
     quantize_kv_opaque,
     quantize_nvfp4,
     quantize_v,
-    reference,
     smooth,
-    tiles,
 )
-from sage_inductor.ops import recipe as recipes
-from sage_inductor.ops.attention import tile_of
-from sage_inductor.ops.sdpa import emulation
-from sage_inductor.ops.smooth import launch_estimate
+from sage_inductor.ops.attention import tiles
+from sage_inductor.ops.attention.select import Problem, hopper_tile, select
+from sage_inductor.ops.launch import launch_cached
+from sage_inductor.ops.quantize.smooth import launch_estimate
+from sage_inductor.ops.recipe import NAMED, Recipe
+from sage_inductor.ops.reference import attention as emulation
+from sage_inductor.ops.reference import quantize as reference
+from sage_inductor.ops.visibility import Visibility
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 
 FORCE = {"sage.force": True}
-RECIPES = list(recipes.NAMED)
+RECIPES = list(NAMED)
 
 
 def qkv(*shape, dtype=torch.bfloat16):
@@ -80,15 +80,16 @@ def test_preparation_equals_its_oracle(shape, dtype, masked):
         found = quantize_nvfp4(x, m, a, along_n, masked)
         for y, y_ref in zip(found, reference.quantize_nvfp4(x, m, a, along_n, masked), strict=True):
             assert torch.equal(y, y_ref)
-    for r in recipes.NAMED.values():
-        if r.pv == "nvfp4":
+    for r in NAMED.values():
+        if r.of_qk.block_scaled:
             continue
-        k_8bit, k_scale = quantize_k(k, mean[0], r.qk, r.granularity, visible)
-        k_8bit_ref, k_scale_ref = reference.quantize_k(k, mean[0], r.qk, r.granularity, visible)
-        assert_close(k_8bit.float(), k_8bit_ref.float(), rtol=0, atol=0)
+        k_codes, k_scale = quantize_k(k, mean[0], r.encode(), visible)
+        k_codes_ref, k_scale_ref = reference.quantize_k(k, mean[0], r, visible)
+        assert_close(k_codes.float(), k_codes_ref.float(), rtol=0, atol=0)
         assert_close(k_scale, k_scale_ref, rtol=0, atol=0)
-    v_fp8, v_scale = quantize_v(v, mean[1], amax[1], masked)
-    v_fp8_ref, v_scale_ref = reference.quantize_v(v, mean[1], amax[1], masked)
+    r = NAMED["sage2-8b"]
+    v_fp8, v_scale = quantize_v(v, mean[1], amax[1], r.encode(), masked)
+    v_fp8_ref, v_scale_ref = reference.quantize_v(v, mean[1], amax[1], r, masked)
     assert_close(v_fp8.float(), v_fp8_ref.float(), rtol=0, atol=0)
     assert_close(v_scale, v_scale_ref, rtol=0, atol=0)
 
@@ -108,8 +109,9 @@ def test_preparation_in_one_pass_equals_its_oracle(shape, dtype, masked):
     if shape[4] > 1:
         v[0, :1, shape[4] // 3] *= 100
         v[0, -1, shape[4] - 1] *= 1000
-    for qk in ("int8", "fp8"):
-        k_8bit, k_scale, k_mean, v_fp8, v_scale, v_mean = quantize_kv(k, v, visible, qk)
+    for r in (NAMED["sage2-8b-rows"], NAMED["sage2-8b-fp8qk"]):
+        text = r.encode()
+        k_8bit, k_scale, k_mean, v_fp8, v_scale, v_mean = quantize_kv(k, v, visible, text)
         *statistics, beyond = launch_estimate([k, v], visible)
         expected = (*reference.estimate(k, visible), *reference.estimate(v, visible))
         for x, y in zip(statistics, expected, strict=True):
@@ -117,15 +119,15 @@ def test_preparation_in_one_pass_equals_its_oracle(shape, dtype, masked):
         assert not beyond.any()
         assert_close(k_mean, statistics[0], rtol=0, atol=0)
         assert_close(v_mean, statistics[2], rtol=0, atol=0)
-        k_8bit_ref, k_scale_ref = reference.quantize_k(k, k_mean, qk, "per_row", visible)
-        v_fp8_ref, v_scale_ref = reference.quantize_v_checked(v, v_mean, statistics[3], visible)
+        k_8bit_ref, k_scale_ref = reference.quantize_k(k, k_mean, r, visible)
+        v_fp8_ref, v_scale_ref = reference.quantize_v_checked(v, v_mean, statistics[3], r, visible)
         assert_close(k_8bit.float(), k_8bit_ref.float(), rtol=0, atol=0)
         assert_close(k_scale, k_scale_ref, rtol=0, atol=0)
         assert_close(v_fp8.float(), v_fp8_ref.float(), rtol=0, atol=0)
         assert_close(v_scale, v_scale_ref, rtol=0, atol=0)
-        *alone, mean = quantize_kv(k, None, visible, qk)
+        *alone, mean = quantize_kv(k, None, visible, text)
         assert_close(mean, k_mean)
-        for x, y in zip(alone, reference.quantize_k(k, mean, qk, "per_row", visible), strict=True):
+        for x, y in zip(alone, reference.quantize_k(k, mean, r, visible), strict=True):
             assert_close(x.float(), y.float(), rtol=0, atol=0)
 
 
@@ -136,10 +138,10 @@ def test_the_opaque_preparation_is_the_same(pv, misaligned):
     that ask for another kernel."""
     for N in (700, 700, 333):
         _, k, v = (x[..., int(misaligned) :] for x in qkv(2, 4, 2, 1, N, 65 if misaligned else 64))
-        v = v if pv == "fp8" else None
-        found = quantize_kv_opaque(k, v, None, "int8")
+        v, text = v if pv == "fp8" else None, Recipe("per_token", pv).encode()
+        found = quantize_kv_opaque(k, v, None, text)
         assert len(found) == (6 if pv == "fp8" else 3)
-        for x, y in zip(found, quantize_kv(k, v, None, "int8"), strict=True):
+        for x, y in zip(found, quantize_kv(k, v, None, text), strict=True):
             assert_close(x.float(), y.float(), rtol=0, atol=0)
 
 
@@ -227,6 +229,14 @@ def test_masked_kernel_equals_its_emulation(recipe, name, shape):
 def test_v_may_have_another_head_dim(op, recipe, D, D_v):
     for name in ("none", "keys"):
         check_kernel(op, recipe, name, "causal", (2, 4, 2, 300, 333, D), 0.1, D_v)
+    q, k, _ = qkv(2, 4, 2, 300, 333, D)
+    *_, v = qkv(2, 4, 2, 300, 333, D_v)
+    below = torch.ones(300, 333, dtype=torch.bool, device="cuda").tril()  # other tiles, other keys
+    scale, portable = D**-0.5, op is attention
+    out, _ = sdpa(q, k, v, False, scale, recipe, attn_mask=below, portable=portable)
+    centre = v.double().mean(2, keepdim=True).repeat_interleave(2, 1)
+    exact, _ = exactly(q, k, v, True, scale)
+    assert relative_l1(out - centre, exact - centre) < ERROR[recipe]
 
 
 def check_kernel(op, recipe, name, band, shape, scale=0.1, D_v=None):
@@ -239,58 +249,51 @@ def check_kernel(op, recipe, name, band, shape, scale=0.1, D_v=None):
     NVFP4: from one number of E2M1 to the next is a quarter to all of it. Simulated, with scores off
     by 5e-7 of themselves, out moves by up to 7e-4.
     """
-    r = recipes.NAMED[recipe]
+    r = NAMED[recipe]
     B, H_q, H_kv, N_q, N_kv, D = shape
     D_v = D_v or D
-    capability = torch.cuda.get_device_capability()
-    tile = tiles.tile(capability, r.qk, r.pv, max(D, D_v), name != "none")
-    nvfp4 = r.pv == "nvfp4"
-    if op is attention_opaque and (nvfp4 or tile.maxnreg is None):
+    capability, portable = torch.cuda.get_device_capability(), op is attention
+    problem = Problem(capability, r, max(D, D_v), name != "none", portable)
+    kernel, tile = select(problem)
+    if not portable and kernel.travels:
         pytest.skip(f"the tile of {recipe} asks for no register cap here")
     q, k, _ = qkv(*shape)
     _, _, v = qkv(*shape[:5], D_v)
-    attn_mask = seen = None
-    if name != "none":
-        attn_mask = mask.as_4d(MASKS[name](B, H_q, N_q, N_kv))
-        seen = mask.summarize(attn_mask, N_kv, tile.BLOCK_M)
-        hidden = (seen.amax(2) == 0).expand(B, H_q, N_kv).unflatten(1, (H_kv, -1)).all(2)
+    attn_mask = None if name == "none" else MASKS[name](B, H_q, N_q, N_kv)
+    visibility = Visibility.of(attn_mask, BANDS[band], N_kv, tile.BLOCK_M)
+    if attn_mask is not None:
+        seen = visibility.tile_summary.amax(2) == 0
+        hidden = seen.expand(B, H_q, N_kv).unflatten(1, (H_kv, -1)).all(2)
         k[hidden], v[hidden] = math.inf, math.nan
-    quantized, means = kernel_inputs(q, k, v, r, seen)
-    args = (q, *quantized, attn_mask, seen, *BANDS[band], scale, N_kv, r.granularity)
-    if nvfp4:
-        op = attention_nvfp4
+    a = attention_call(q, k, v, recipe, visibility, scale)
+    out, lse = op(*a)
+    of_hopper = None if portable else hopper_tile(a)
+    if of_hopper is not None:
+        out_ref, lse_ref = hopper_emulation(a, of_hopper)
     else:
-        k_8bit, _, v, _, v_mean = quantized
-        tile = tile_of(
-            q, k_8bit, v, v_mean, r.granularity, attn_mask, *BANDS[band], portable=op is attention
-        )
-    out, lse = op(*args, True, *means)
-    if tile.warpgroups:
-        out_ref, lse_ref = hopper_emulation(q, quantized, BANDS[band][1] == 0, scale, N_kv, tile)
-    else:
-        out_ref, lse_ref = emulation(r)(*args, tile.BLOCK_N, *means)
+        out_ref, lse_ref = emulation.attention(a, tile.BLOCK_N)
     assert out.isfinite().all()
-    few, atol = 4e-3 if nvfp4 else 1e-3, 1e-4
+    few, atol = 4e-3 if r.of_qk.block_scaled else 1e-3, 1e-4
     if r.qk == "fp8":
         few, atol = 4e-3, 1e-4 + 2**-10 * lse_ref.nan_to_num(neginf=0.0).abs().max().item()
     assert (out.double() - out_ref.double()).norm() <= few * out_ref.double().norm()
     assert_close(lse, lse_ref, rtol=1e-5, atol=atol)
-    again = op(*args, True, *means)
+    again = op(*a)
     assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
 
 
-# -- hopper.py's kernel ----
+# -- the Hopper kernel ----
 
 on_hopper = pytest.mark.skipif(
-    "torch.cuda.get_device_capability() != (9, 0)", reason="hopper.py's kernel is for sm_90"
+    "torch.cuda.get_device_capability() != (9, 0)", reason="the Hopper kernel is for sm_90"
 )
 
 
 @functools.cache
 def hopper():
-    from sage_inductor.ops import hopper
+    from sage_inductor.ops.attention.hopper import plan
 
-    return hopper
+    return plan
 
 
 def cuts(B, H_q, H_kv, N_q, N_kv, tile) -> dict[int, list[int]]:
@@ -306,34 +309,36 @@ def cuts(B, H_q, H_kv, N_q, N_kv, tile) -> dict[int, list[int]]:
     return found
 
 
-def hopper_emulation(q, quantized, is_causal, scale, N_kv, tile):
+def hopper_emulation(a, tile):
     """What the kernel computes: a piece of a tile has its own running maximum, from its first block
     on, which decides how its p is rounded."""
-    k_int8, k_scale, v, *of_v = quantized
-    (B, H_q, N_q, _), H_kv = q.shape, k_int8.shape[1]
+    (B, H_q, N_q, _), H_kv, is_causal = a.q.shape, a.k.shape[1], a.right == 0
 
     def emulate(q, b, heads, begin, end):
         keys = slice(begin * tile.BLOCK_N, end * tile.BLOCK_N)
-        fp8 = v.dtype == torch.float8_e4m3fn
-        return reference.attention(
-            q, k_int8[b, heads, keys], k_scale[b, heads, begin * 2 : end * 2],
-            v[b, heads, :, keys] if fp8 else v[b, heads, keys], *(x[b, heads] for x in of_v),
-            None, None, None, 0 if is_causal else None, False, scale,
-            min(N_kv, keys.stop) - keys.start, "per_row", tile.BLOCK_N,
+        of_v = (b, heads, slice(None), keys) if a.v_mean is not None else (b, heads, keys)
+        return emulation.attention(
+            a._replace(
+                q=q, k=a.k[b, heads, keys], k_scale=a.k_scale[b, heads, begin * 2 : end * 2],
+                v=a.v[of_v], n_kv=min(a.n_kv, keys.stop) - keys.start,
+                v_scale=None if a.v_mean is None else a.v_scale[b, heads],
+                v_mean=None if a.v_mean is None else a.v_mean[b, heads],
+            ),
+            tile.BLOCK_N,
         )  # fmt: skip
 
-    every, blocks, num_m = slice(None), -(-N_kv // tile.BLOCK_N), -(-N_q // tile.BLOCK_M)
-    out, lse = emulate(q, every, every, 0, blocks)
+    every, blocks, num_m = slice(None), -(-a.n_kv // tile.BLOCK_N), -(-N_q // tile.BLOCK_M)
+    out, lse = emulate(a.q, every, every, 0, blocks)
     if is_causal:
         return out, lse
-    for t, inner in cuts(B, H_q, H_kv, N_q, N_kv, tile).items():
+    for t, inner in cuts(B, H_q, H_kv, N_q, a.n_kv, tile).items():
         head, m = divmod(t, num_m)
         m = num_m - 1 - m if (B * H_q - 1 - head) % 2 == 0 else m
         b, h = slice(head // H_q, head // H_q + 1), head % H_q
         here = b, slice(h, h + 1), slice(m * tile.BLOCK_M, (m + 1) * tile.BLOCK_M)
         h_kv = slice(h * H_kv // H_q, h * H_kv // H_q + 1)
         pieces = zip([0, *inner], [*inner, blocks])
-        outs, lses = zip(*(emulate(q[here].float(), b, h_kv, *piece) for piece in pieces))
+        outs, lses = zip(*(emulate(a.q[here].float(), b, h_kv, *piece) for piece in pieces))
         lse[here] = torch.stack(lses).logsumexp(0)
         weights = [(x - lse[here]).exp()[..., None] for x in lses]
         out[here] = sum(o * w for o, w in zip(outs, weights)).to(out.dtype)
@@ -343,20 +348,16 @@ def hopper_emulation(q, quantized, is_causal, scale, N_kv, tile):
 def check_hopper(row, shape, scale=0.1, dtype=torch.bfloat16, make=lambda x: x):
     """The kernel with the tile of a row of tiles.HOPPER, for whatever lengths the row is."""
     pv, head_dim, is_causal, _, tile = row
-    r = recipes.Recipe("per_row", pv)
-    B, H_q, H_kv, N_q, N_kv = shape
     q, k, v = (make(x) for x in qkv(*shape, head_dim, dtype=dtype))
-    quantized, _ = kernel_inputs(q, k, v, r)
-    right = 0 if is_causal else None
-    assert hopper().applies(q, quantized[0], quantized[2], "per_row", None, None, right, False)
-    out, lse = q.new_full(q.shape, math.nan), q.new_full(q.shape[:3], math.nan, dtype=torch.float32)
-    hopper().launch(q, *quantized, is_causal, scale, N_kv, tile, out, lse)
-    out_ref, lse_ref = hopper_emulation(q, quantized, is_causal, scale, N_kv, tile)
+    band = Visibility(right=0 if is_causal else None)
+    a = attention_call(q, k, v, Recipe("per_token", pv), band, scale)
+    assert hopper().why_not(a) is None
+    out, lse = hopper().launch(a, tile, launch_cached)
+    out_ref, lse_ref = hopper_emulation(a, tile)
     assert out.isfinite().all()
     assert (out.double() - out_ref.double()).norm() <= 1e-3 * out_ref.double().norm()
     assert_close(lse, lse_ref, rtol=1e-5, atol=1e-4)
-    again = torch.empty_like(out), torch.empty_like(lse)
-    hopper().launch(q, *quantized, is_causal, scale, N_kv, tile, *again)
+    again = hopper().launch(a, tile, launch_cached)
     assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
 
 
@@ -414,13 +415,12 @@ def test_what_hopper_kernel_cannot_read_runs_on_the_other():
     apart = torch.stack([q, q], 4)[..., 0]  # its last stride is 2
     unaligned = torch.cat([v, v[..., :1]], 3)[..., 1:]  # 2 bytes off
     for recipe, q_, v_ in (("sage2-8b-rows", apart, v), ("accurate", q, unaligned)):
-        quantized, _ = kernel_inputs(q_, k, v_, recipe)
-        args = (q_, *quantized, None, None, None, 0, False, 0.1, 300, "per_row")
-        k_8bit, _, v_, _, v_mean = quantized
-        tile = tile_of(q_, k_8bit, v_, v_mean, "per_row", None, None, 0, False, portable=False)
-        assert not tile.warpgroups
-        out, _ = attention_opaque(*args, True)
-        out_ref, _ = reference.attention(*args, block_n=tile.BLOCK_N)
+        a = attention_call(q_, k, v_, recipe, Visibility(right=0))
+        assert hopper_tile(a) is None
+        out, _ = attention_opaque(*a)
+        r = NAMED[recipe]
+        tile = select(Problem(tiles.capability(q.device), r, 128, masked=False)).tile
+        out_ref, _ = emulation.attention(a, tile.BLOCK_N)
         assert relative_l2(out, out_ref) <= 1e-3
 
 
@@ -731,17 +731,10 @@ def test_side_streams_wait_for_nobody_and_are_right(recipe):
 def test_training_gradients_equal_exact_attention():
     q, k, v = (x.clone().requires_grad_() for x in qkv(2, 4, 2, 300, 300, 128))
     cotangent = torch.randn(2, 4, 300, 128, device="cuda", dtype=torch.bfloat16)
-    compiled = torch.compile(
-        lambda *x: F.scaled_dot_product_attention(*x, is_causal=True, enable_gqa=True),
-        backend="sage",
-        options=FORCE,
-    )
+    attend = functools.partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+    compiled = torch.compile(attend, backend="sage", options=FORCE)
     actual = torch.autograd.grad(compiled(q, k, v), (q, k, v), cotangent)
-    expected = torch.autograd.grad(
-        F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
-        (q, k, v),
-        cotangent,
-    )
+    expected = torch.autograd.grad(attend(q, k, v), (q, k, v), cotangent)
     assert len(sage_inductor.report().rewritten) == 1
     for a, e in zip(actual, expected):
         assert relative_l2(a, e) < 1e-2  # bf16
@@ -786,10 +779,8 @@ def test_fp32_stays_sdpa_unless_forced():
         assert not site.rewritten and site.reason.startswith("fp32 is asked for")
         for recipe in RECIPES:
             torch._dynamo.reset()
-            options = {**FORCE, "sage.recipe": recipe}
-            assert relative_l2(
-                torch.compile(m, backend="sage", options=options)(x) - x, m(x) - x
-            ) < 0.08 * COARSER.get(recipe, 1)
+            compiled = torch.compile(m, backend="sage", options={**FORCE, "sage.recipe": recipe})
+            assert relative_l2(compiled(x) - x, m(x) - x) < 0.08 * COARSER.get(recipe, 1)
             assert sage_inductor.report().rewritten
 
 
@@ -954,22 +945,13 @@ def test_peak_memory_is_sdpas_and_the_quantized_tensors(masked):
 
 @pytest.mark.parametrize("band", BANDS)
 def test_gradients_under_a_mask_and_a_band_are_exact_attentions(band):
-    left, right, bottom_right = BANDS[band]
+    band = dict(zip(("left", "right", "bottom_right"), BANDS[band]))
     inputs = [x.float().requires_grad_() for x in qkv(1, 2, 1, 150, 170, 64)]
     bias = torch.randn(1, 2, 150, 170, device="cuda").requires_grad_()
-    out, _ = torch.ops.sage.sdpa(
-        *arguments(
-            *inputs, False, 0.1, "sage2-8b", attn_mask=bias, left=left, right=right,
-            bottom_right=bottom_right,
-        )
-    )  # fmt: skip
-    exact, _ = reference.attention_exact(
-        *inputs, 0.1, bias, left=left, right=right, bottom_right=bottom_right
-    )
+    out, _ = sdpa(*inputs, False, 0.1, "sage2-8b", attn_mask=bias, **band)
+    exact, _ = exactly(*inputs, False, 0.1, bias, **band)
     cotangent = torch.randn_like(out) * (exact != 0)  # rows that see nothing have no gradient
     actual = torch.autograd.grad(out, [*inputs, bias], cotangent)
     expected = torch.autograd.grad(exact, [*inputs, bias], cotangent.double())
-    for a, e in zip(actual, expected):
-        assert_close(
-            a.double(), e.nan_to_num(0).double(), rtol=2e-3, atol=2e-3
-        )  # fp32 by TF32-free math
+    for a, e in zip(actual, expected):  # fp32 by TF32-free math
+        assert_close(a.double(), e.nan_to_num(0).double(), rtol=2e-3, atol=2e-3)

@@ -19,12 +19,19 @@ import triton.language as tl
 from support import relative_l2, run_portable
 from torch.testing import assert_close
 
-from sage_inductor.ops import hopper, mask, nvfp4, reference
-from sage_inductor.ops import recipe as recipes
-from sage_inductor.ops.quantize import launch_k, launch_kv, launch_v
-from sage_inductor.ops.smooth import launch as launch_smooth
-from sage_inductor.ops.smooth import launch_estimate
-from sage_inductor.ops.tiles import Tile
+from sage_inductor.ops import visibility
+from sage_inductor.ops.attention import triton as triton_kernel
+from sage_inductor.ops.attention.hopper import kernel as hopper
+from sage_inductor.ops.attention.tiles import Tile
+from sage_inductor.ops.formats import E4M3_MAX, Prepared
+from sage_inductor.ops.launch import launch_traced
+from sage_inductor.ops.quantize import nvfp4
+from sage_inductor.ops.quantize.keys import launch_k
+from sage_inductor.ops.quantize.one_pass import launch_kv
+from sage_inductor.ops.quantize.smooth import launch_estimate, launch_smooth
+from sage_inductor.ops.quantize.values import launch_v
+from sage_inductor.ops.recipe import NAMED
+from sage_inductor.ops.reference import quantize as reference
 
 pytestmark = [
     pytest.mark.skipif(
@@ -57,32 +64,36 @@ def test_preparation(shape):
     noise = torch.randn(k.shape, dtype=k.dtype)
     for keep in (0, 1, 2):
         for x in (v, noise):
-            mean, amax = launch_smooth(k, x, 2, None, keep)
+            mean, amax = launch_smooth([k, x], None, keep)
             mean_ref, amax_ref = reference.smooth([k, x], keep=keep)
             assert_close(mean, mean_ref, rtol=1e-5, atol=1e-5)
             assert_close(amax, amax_ref, rtol=1e-5, atol=1e-4)
         assert (mean[1] == 0).float().mean() > 0.9 or keep == 2 or k.shape[2] < 16
-    mean, amax = launch_smooth(k, v, 2, None, 1)
-    for granularity in ("per_thread", "per_block"):
-        k_int8, k_scale = launch_k(k, mean[0], "int8", granularity, None)
-        k_int8_ref, k_scale_ref = reference.quantize_k(k, mean[0], "int8", granularity)
+    visible = (torch.rand(2, 1, shape[3]) > 0.5).to(torch.uint8)
+    visible[0] = 0  # of nothing: 0
+    for x, x_ref in zip(launch_smooth([k, v], visible), reference.smooth([k, v], visible)):
+        assert_close(x, x_ref, rtol=1e-5, atol=1e-4)
+    mean, amax = launch_smooth([k, v], None)
+    for name in ("sage2-8b", "sage1"):
+        k_int8, k_scale = launch_k(k, mean[0], NAMED[name], None)
+        k_int8_ref, k_scale_ref = reference.quantize_k(k, mean[0], NAMED[name])
         assert_close(k_scale, k_scale_ref, rtol=0, atol=0)
         assert (k_int8.int() - k_int8_ref.int()).abs().max() <= 1
         assert (k_int8 != k_int8_ref).float().mean() < 1e-3
-    k_int4, k_scale = launch_k(k, mean[0], "int4", "per_thread", None)
-    k_int4_ref, k_scale_ref = reference.quantize_k(k, mean[0], "int4", "per_thread")
+    k_int4, k_scale = launch_k(k, mean[0], NAMED["sage2-4b"], None)
+    k_int4_ref, k_scale_ref = reference.quantize_k(k, mean[0], NAMED["sage2-4b"])
     assert_close(k_scale, k_scale_ref, rtol=0, atol=0)
     codes, codes_ref = reference.unpack(k_int4), reference.unpack(k_int4_ref)
     assert (codes - codes_ref).abs().max() <= 1
     assert codes.abs().max() == (7 if shape[3] > 1 else 0)  # one key is its own mean
     assert (codes != codes_ref).float().mean() < 1e-3
-    k_fp8, k_scale = launch_k(k, mean[0], "fp8", "per_row", None)
-    k_fp8_ref, k_scale_ref = reference.quantize_k(k, mean[0], "fp8", "per_row")
+    k_fp8, k_scale = launch_k(k, mean[0], NAMED["sage2-8b-fp8qk"], None)
+    k_fp8_ref, k_scale_ref = reference.quantize_k(k, mean[0], NAMED["sage2-8b-fp8qk"])
     assert_close(k_scale, k_scale_ref, rtol=0, atol=0)
     assert_same_fp8(k_fp8, k_fp8_ref)
     for saturate in (False, True):
-        v_fp8, v_scale = launch_v(v, mean[1], amax[1], saturate)
-        v_fp8_ref, v_scale_ref = reference.quantize_v(v, mean[1], amax[1], saturate)
+        args = v, mean[1], amax[1], NAMED["sage2-8b"], saturate
+        (v_fp8, v_scale), (v_fp8_ref, v_scale_ref) = launch_v(*args), reference.quantize_v(*args)
         assert_close(v_scale, v_scale_ref, rtol=0, atol=0)
         token = reference.interleave(torch.arange(v_fp8.shape[3]))
         kept = (token >= 0) if saturate else (token < v.shape[2])  # else padding is NaN here
@@ -100,14 +111,15 @@ def test_preparation_in_one_pass(shape, masked):
     visible = None
     if masked:
         visible = (torch.rand(2, 1, shape[3]) > 0.3).to(torch.uint8)
+        visible[..., -1] = 1
         hidden = (visible == 0).expand(-1, shape[1], -1)
         k[hidden], v[hidden] = torch.inf, torch.nan
-    for qk in ("int8", "fp8"):
-        found = launch_kv(k, v, visible, qk)
-        alone = launch_kv(k, None, visible, qk)
-        for x, y in zip(alone, found[:3], strict=True):
+    for recipe in (NAMED["sage2-8b-rows"], NAMED["sage2-8b-fp8qk"]):
+        found = launch_kv(k, v, visible, recipe)
+        alone = launch_kv(k, None, visible, recipe)
+        for x, y in zip(alone[:3], found[:3], strict=True):
             assert torch.equal(x.float(), y.float())
-        k_8bit, k_scale, k_mean, v_fp8, v_scale, v_mean = found
+        k_8bit, k_scale, k_mean, v_fp8, v_scale, v_mean = found.tensors()
         *statistics, beyond = launch_estimate([k, v], visible)
         expected = (*reference.estimate(k, visible), *reference.estimate(v, visible))
         for x, y in zip(statistics, expected, strict=True):
@@ -115,8 +127,10 @@ def test_preparation_in_one_pass(shape, masked):
         assert not beyond.any()
         assert_close(k_mean, statistics[0], rtol=0, atol=0)
         assert_close(v_mean, statistics[2], rtol=0, atol=0)
-        k_8bit_ref, k_scale_ref = reference.quantize_k(k, k_mean, qk, "per_row", visible)
-        v_fp8_ref, v_scale_ref = reference.quantize_v_checked(v, v_mean, statistics[3], visible)
+        k_8bit_ref, k_scale_ref = reference.quantize_k(k, k_mean, recipe, visible)
+        v_fp8_ref, v_scale_ref = reference.quantize_v_checked(
+            v, v_mean, statistics[3], recipe, visible
+        )
         assert_close(k_scale, k_scale_ref, rtol=0, atol=0)
         assert_close(v_scale, v_scale_ref, rtol=0, atol=0)
         # What is hidden saturates, in FP8 at what the interpreter rounds beyond; padding is NaN here.
@@ -125,7 +139,7 @@ def test_preparation_in_one_pass(shape, masked):
         in_order = reference.interleave(shown[:, :, None].expand(-1, -1, v_fp8.shape[2], -1))
         assert_same_fp8(v_fp8[in_order], v_fp8_ref[in_order])
         assert v_fp8.float().isfinite().all() or not masked
-        if qk == "fp8":
+        if recipe.qk == "fp8":
             assert_same_fp8(k_8bit[shown], k_8bit_ref[shown])
         else:
             assert (k_8bit.int() - k_8bit_ref.int()).abs().max() <= 1
@@ -157,7 +171,7 @@ def rounded_alike(q, qk):
 @pytest.mark.parametrize("tma", [False, True], ids=["pointers", "descriptors"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_attention(shape, is_causal, scale, tma, recipe):
-    r = recipes.NAMED[recipe]
+    r = NAMED[recipe]
     q, k, v = qkv(*shape)
     q = rounded_alike(q, r.qk)
     tile = Tile(64, 128, 4, 2) if r.pv == "fp8" else Tile(128, 64, 8, 2)
@@ -171,12 +185,13 @@ def test_attention(shape, is_causal, scale, tma, recipe):
 
 
 @pytest.mark.parametrize("recipe, smooths_q", [("sage2-4b", False), ("sage2-8b", True)])
-def test_int4_k_comes_with_what_smoothing_q_made(recipe, smooths_q, monkeypatch):
+def test_int4_k_comes_with_what_smoothing_q_made(recipe, smooths_q):
     q, k, v = qkv(*SHAPES[0])
-    inputs = support.kernel_inputs(q, k, v, recipe)[0], (q, q) if smooths_q else ()
-    monkeypatch.setattr(support, "kernel_inputs", lambda *args: inputs)
-    with pytest.raises(ValueError, match=f"only that: k is {recipes.NAMED[recipe].qk}"):
-        run_portable(q, k, v, recipe, Tile(64, 64, 4, 2))
+    a = support.attention_call(q, k, v, recipe)._replace(
+        q_mean=q if smooths_q else None, delta=q if smooths_q else None
+    )
+    with pytest.raises(ValueError, match=f"only that: k is {NAMED[recipe].qk}"):
+        triton_kernel.launch(a, Tile(64, 64, 4, 2), launch_traced)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -186,7 +201,7 @@ def test_preparation_in_nvfp4(shape):
     mean, amax = reference.smooth([k, v])
     for x, m, a, along_n in ((k, mean[0], amax[0], False), (v, mean[1], amax[1], True)):
         for args in ((x, m, a, along_n, False), (2 * x, m, a, along_n, True)):  # beyond amax
-            found, expected = nvfp4.launch_quantize(*args), reference.quantize_nvfp4(*args)
+            found, expected = nvfp4.launch_nvfp4(*args), reference.quantize_nvfp4(*args)
             for y, e in zip(found, expected, strict=True):
                 assert torch.equal(y, e) and y.stride() == e.stride()
 
@@ -194,10 +209,10 @@ def test_preparation_in_nvfp4(shape):
 @triton.jit
 def _through_phi(X, Codes, Scales, Back, C: tl.constexpr):
     row = tl.arange(0, 16)[:, None]
-    x_fp4, x_e4m3 = nvfp4.phi(tl.load(X + row * C + tl.arange(0, C)[None, :]), False)
+    x_fp4, x_e4m3 = nvfp4.quantize_blocks(tl.load(X + row * C + tl.arange(0, C)[None, :]), False)
     tl.store(Codes + row * (C // 2) + tl.arange(0, C // 2)[None, :], x_fp4)
     tl.store(Scales + row * (C // 16) + tl.arange(0, C // 16)[None, :], x_e4m3)
-    back = nvfp4.unpack(x_fp4, x_e4m3)
+    back = nvfp4.decode_nvfp4(x_fp4, x_e4m3)
     tl.store(Back + row * C + tl.arange(0, C)[None, :], back.to(tl.float32))
 
 
@@ -227,11 +242,12 @@ def test_attention_in_nvfp4(shape, is_causal, scale, tile):
 
 def check_nvfp4(q, k, v, attn_mask, visible, band, scale, tile):
     """The kernel that decodes to fp16 and its emulation, on what the kernels prepared."""
-    prepared = []
+    of_both = []
     for x, along_n in ((k, False), (v, True)):
-        mean, amax = (y[0] for y in launch_smooth(x, x, 1, visible, 1))
-        masked = visible is not None
-        prepared += [*nvfp4.launch_quantize(x, mean, amax, along_n, masked), mean]
+        mean, amax = (y[0] for y in launch_smooth([x], visible))
+        of_both.append((*nvfp4.launch_nvfp4(x, mean, amax, along_n, visible is not None), mean))
+    (k_codes, k_blocks, *of_k), (v_codes, v_blocks, *of_v) = of_both
+    prepared = Prepared(k_codes, *of_k, v_codes, *of_v, k_blocks, v_blocks)
     (out, lse), (expected, expected_lse) = run_portable(
         q, k, v, "sage3", tile, scale, attn_mask, band, prepared
     )
@@ -295,7 +311,6 @@ def test_a_band_shows_each_row_its_keys_and_no_other(recipe, bottom_right):
             assert_close(out[0, 0, :, 0].float(), centre.float(), rtol=1e-3, atol=2e-2)
 
 
-@pytest.mark.xfail(strict=True, reason="D18")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("recipe", ["accurate", "sage3"])
 def test_a_row_of_nothing_but_the_lowest_number_averages_over_all_keys(recipe, dtype):
@@ -312,7 +327,7 @@ def test_a_row_of_nothing_but_the_lowest_number_averages_over_all_keys(recipe, d
 
 def check_masked(make, band, recipe, N_q, N_kv, D, D_v):
     """Kernels and emulation on the same mask, the keys that it hides from all holding garbage."""
-    r = recipes.NAMED[recipe]
+    r = NAMED[recipe]
     q, k, _ = qkv(2, 2, N_q, N_kv, D)
     _, _, v = qkv(2, 2, N_q, N_kv, D_v)
     q = rounded_alike(q, r.qk)
@@ -320,17 +335,17 @@ def check_masked(make, band, recipe, N_q, N_kv, D, D_v):
     attn_mask = visible = None
     if make is not None:
         attn_mask = make(N_q, N_kv)
-        seen = mask.summarize(attn_mask, N_kv, tile.BLOCK_M)
-        visible = mask.visible_keys(seen, 2)
+        seen = visibility.summarize(attn_mask, N_kv, tile.BLOCK_M)
+        visible = visibility.visible_keys(seen, 2)
         hidden = (seen.amax(2) == 0).expand(2, 2, N_kv)
         k[hidden], v[hidden] = torch.inf, torch.nan if r.pv != "nvfp4" else torch.inf
     if r.pv == "nvfp4":
         return check_nvfp4(q, k, v, attn_mask, visible, band, 0.1, tile)
-    if r.granularity == "per_row":
-        prepared = launch_kv(k, v if r.pv == "fp8" else None, visible, r.qk)
+    if r.sharing.one_pass:
+        prepared = launch_kv(k, v if r.pv == "fp8" else None, visible, r)
     else:
         prepared = prepared_in_two_passes(k, v, visible, r)
-    assert all(x.float().isfinite().all() for x in prepared)
+    assert all(x.float().isfinite().all() for x in Prepared(*prepared).tensors())
     (out, lse), (expected, expected_lse) = run_portable(
         q, k, v, recipe, tile, 0.1, attn_mask, band, prepared
     )
@@ -340,14 +355,14 @@ def check_masked(make, band, recipe, N_q, N_kv, D, D_v):
 
 def prepared_in_two_passes(k, v, visible, r):
     """[k_8bit, k_scale, k_mean] and, with FP8, [v_fp8, v_scale, v_mean], by the kernels."""
-    k_mean = launch_smooth(k, k, 1, visible, 1)[0][0]
-    v_mean, v_amax = (x[0] for x in launch_smooth(v, v, 1, visible, 0))
+    k_mean = launch_smooth([k], visible)[0][0]
+    v_mean, v_amax = (x[0] for x in launch_smooth([v], visible, 0))
     for x, mean, keep in ((k, k_mean, 1), (v, v_mean, 0)):
         assert_close(mean, reference.smooth([x], visible, keep)[0][0], rtol=1e-5, atol=1e-5)
-    k_8bit, k_scale = launch_k(k, k_mean, r.qk, r.granularity, visible)
-    k_scale_ref = reference.quantize_k(k, k_mean, r.qk, r.granularity, visible)[1]
+    k_8bit, k_scale = launch_k(k, k_mean, r, visible)
+    k_scale_ref = reference.quantize_k(k, k_mean, r, visible)[1]
     assert_close(k_scale, k_scale_ref, rtol=0, atol=0)
-    of_v = (*launch_v(v, v_mean, v_amax, True), v_mean) if r.pv == "fp8" else ()
+    of_v = (*launch_v(v, v_mean, v_amax, r, True), v_mean) if r.pv == "fp8" else ()
     return [k_8bit, k_scale, k_mean, *of_v]
 
 
@@ -355,9 +370,11 @@ def test_pieces_of_a_tile_of_hoppers_kernel_make_up_the_tile(monkeypatch):
     """Four tiles of five blocks, dealt to seven programs: shares end at blocks 2, 5 (a tile's end),
     8, 11, 14 and 17. Slots are NaN where no piece was stored; a tile in one piece, none here, is
     not touched. And to three: shares end at 6 and 13, tiles 0 and 3 in one piece."""
-    monkeypatch.setattr(hopper, "_share", lambda c, of, n: c * n // of)  # an int has no `.to` here
+    monkeypatch.setattr(
+        hopper, "_streamk_share", lambda c, of, n: c * n // of
+    )  # an int has no `.to` here
     B, H_q, H_kv, N_q, D_V, BLOCK_M, blocks, width = 2, 1, 1, 100, 10, 64, 5, 4
-    heads, num_m, offset = B * H_q, 2, reference.LOG2_FP8_MAX
+    heads, num_m, offset = B * H_q, 2, math.log2(E4M3_MAX)
     x = 3 * torch.randn(heads * num_m, BLOCK_M, blocks * width)  # by tile: log2 units
     v = torch.randn(heads * num_m, blocks * width, 16)
     v_scale, v_mean = torch.rand(B, H_kv, D_V) + 1, torch.randn(B, H_kv, D_V)

@@ -1,21 +1,26 @@
 """Launching without Triton's look-up, and compiling before the first launch."""
 
+import concurrent.futures
 import contextlib
-import dataclasses
+import logging
+import os
 import threading
 
 import pytest
 import torch
 import triton
-from support import arguments
+from support import arguments, attention_call
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from sage_inductor.ops import hopper, launch, tiles
-from sage_inductor.ops import recipe as recipes
-from sage_inductor.ops.attention import launch_fastest
-from sage_inductor.ops.quantize import launch_kv
-from sage_inductor.ops.sdpa import _compile_ahead, compile_ahead, operands
+from sage_inductor.lowering import precompile
+from sage_inductor.ops import launch
+from sage_inductor.ops.attention import tiles
+from sage_inductor.ops.attention.hopper import plan
+from sage_inductor.ops.attention.select import Problem, run_opaque, select
+from sage_inductor.ops.quantize.one_pass import launch_kv
+from sage_inductor.ops.recipe import NAMED
+from sage_inductor.ops.sdpa import SdpaCall
 
 RIGHT_BELOW = None, 0, False  # causal
 FULL = None, None, False
@@ -43,18 +48,37 @@ class Compiled:
         return lambda *args: self.kernel.launched.append((grid, args))
 
 
+class OnGpu(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    index = 0
+
+    @property
+    def device(self):
+        return torch.device("cuda", self.index)
+
+
 @pytest.fixture
-def device(monkeypatch):
+def current(monkeypatch):
+    """The current device, and where it was while kernels were launched."""
     current = [0]
+
+    @contextlib.contextmanager
+    def device(index):
+        current.insert(0, index)
+        yield
+        del current[0]
+
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", device)
     return current
 
 
-def test_a_kernel_is_looked_up_once(device):
-    kernel, x = Kernel(), torch.zeros(64)
+def test_a_kernel_is_looked_up_once(current):
+    kernel, x = Kernel(), torch.zeros(64).as_subclass(OnGpu)
     for _ in range(3):
         y = torch.zeros(64)
-        launch.at_once(kernel, (5,), (x, y), (1, 2.0, True), num_warps=8)
+        launch.launch_cached(kernel, (5,), (x, y), (1, 2.0, True), num_warps=8)
     assert kernel.looked_up == [
         ((5,), (x, kernel.looked_up[0][1][1], 1, 2.0, True), {"num_warps": 8})
     ]
@@ -62,35 +86,34 @@ def test_a_kernel_is_looked_up_once(device):
     assert kernel.launched[-1][1][1] is y
 
 
-def test_a_kernel_is_looked_up_again_for_all_that_changes_its_code(device):
-    kernel, x = Kernel(), torch.zeros(64)
-    launch.at_once(kernel, (5,), (x,), (1,), num_warps=8)
-    launch.at_once(kernel, (5,), (x,), (2,), num_warps=8)
-    launch.at_once(kernel, (5,), (x.half(),), (1,), num_warps=8)
-    launch.at_once(kernel, (5,), (x,), (1,), num_warps=4)
-    launch.at_once(Kernel(), (5,), (x,), (1,), num_warps=8)
-    device[0] = 1
-    launch.at_once(kernel, (5,), (x,), (1,), num_warps=8)
+def test_a_kernel_is_looked_up_again_for_all_that_changes_its_code(current):
+    kernel, x = Kernel(), torch.zeros(64).as_subclass(OnGpu)
+    launch.launch_cached(kernel, (5,), (x,), (1,), num_warps=8)
+    launch.launch_cached(kernel, (5,), (x,), (2,), num_warps=8)
+    launch.launch_cached(kernel, (5,), (x.half(),), (1,), num_warps=8)
+    launch.launch_cached(kernel, (5,), (x,), (1,), num_warps=4)
+    launch.launch_cached(Kernel(), (5,), (x,), (1,), num_warps=8)
+    x.index = 1
+    launch.launch_cached(kernel, (5,), (x,), (1,), num_warps=8)
     assert len(kernel.looked_up) == 5 and not kernel.launched
     # Not aligned to 16 bytes, the last, the first or both: Triton tells such arguments apart.
     for i, tensors in enumerate([(x[1:],), (x[2:],), (x[1:], x), (x, x[2:])]):
         for _ in range(2):
-            launch.at_once(kernel, (5,), tensors, (1,), num_warps=8)
+            launch.launch_cached(kernel, (5,), tensors, (1,), num_warps=8)
         assert len(kernel.looked_up) == 7 + 2 * i and not kernel.launched
 
 
-def test_the_first_launch_waits_for_what_is_compiled_in_the_background(device):
-    kernel, go, done = Kernel(), threading.Event(), []
+def test_a_kernel_is_launched_on_the_device_of_its_tensors(current):
+    x, where = torch.zeros(64).as_subclass(OnGpu), []
+    x.index = 1
 
-    def compile(what):
-        go.wait(10)
-        done.append(what)
-        raise ValueError("of no consequence")
+    class There(Kernel):
+        def __getitem__(self, grid):
+            where.append(tuple(current))
+            return super().__getitem__(grid)
 
-    launch.in_background(compile, "it")
-    threading.Timer(0.2, go.set).start()
-    launch.at_once(kernel, (1,), (torch.zeros(4),), ())
-    assert done == ["it"] and len(kernel.looked_up) == 1
+    launch.launch_cached(There(), (5,), (x,), (1,))
+    assert where == [(1, 0)] and current == [0]
 
 
 @pytest.fixture
@@ -103,8 +126,11 @@ def h200(monkeypatch):
         compiled.append((self.fn.__name__, grid, kinds, options))
 
     monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(hopper, "_processors", lambda device: 132)
+    monkeypatch.setattr(plan, "_processors", lambda device: 132)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(launch, "_compiling", launch._Compiling())
     monkeypatch.setattr(triton.JITFunction, "warmup", warmup)
     return compiled
 
@@ -117,17 +143,23 @@ def qkv(N, device, D=64, heads=(8, 4, 4)):
         return [x.transpose(1, 2) for x in (q, k, v)]
 
 
+def finished():
+    """What was compiled in the background has been."""
+    running = [f for each in list(launch._compiling.futures.values()) for f in list(each)]
+    assert not concurrent.futures.wait(running, 60).not_done
+
+
 @pytest.mark.parametrize("band", [FULL, RIGHT_BELOW], ids=["full", "causal"])
 @pytest.mark.parametrize("recipe", ["sage2-8b-rows", "accurate"])
 @pytest.mark.parametrize("warpgroups", [None, 0, 2, 3], ids=str)
 @pytest.mark.parametrize("N", [1000, 2048])
 def test_what_is_compiled_ahead_is_what_is_launched(recipe, band, N, warpgroups, h200):
-    _compile_ahead.cache_clear()
-    r = dataclasses.replace(recipes.NAMED[recipe], warpgroups=warpgroups)
+    precompile._start.cache_clear()
+    r, given = NAMED[recipe], dict(recipe=recipe, warpgroups=warpgroups)
     for _ in range(2):  # as layers do
-        compile_ahead(*arguments(*qkv(N, "cuda"), band == RIGHT_BELOW, 0.1, r))
-    (job,) = launch._running
-    assert job.result(60) is None
+        args = arguments(*qkv(N, "cuda"), band == RIGHT_BELOW, 0.1, **given)
+        precompile.precompile(SdpaCall(*args))
+    finished()
     launched = []
 
     def run(kernel, grid, tensors, numbers, **options):
@@ -135,11 +167,10 @@ def test_what_is_compiled_ahead_is_what_is_launched(recipe, band, N, warpgroups,
         launched.append((kernel.fn.__name__, grid, [*kinds, *numbers], options))
 
     q, k, v = (torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in qkv(N, "cpu"))
-    quantized, _ = operands(v, launch_kv(k, v if r.pv == "fp8" else None, None, r.qk, run, True))
-    launch_fastest(
-        run, torch.device("cuda", 0), q, *quantized, None, None, *band, 0.1, N, "per_row", True,
-        warpgroups=warpgroups,
-    )  # fmt: skip
+    prepared = launch_kv(k, v if r.pv == "fp8" else None, None, r, run, True)
+    a = attention_call(q, k, v, recipe, prepared=prepared, warpgroups=warpgroups)
+    tile = select(Problem((9, 0), r, 64, masked=False)).tile
+    run_opaque(a._replace(right=band[1]), tile, run, torch.device("cuda", 0))
     names = [name for name, *_ in launched]
     short = recipe == "sage2-8b-rows" and N < 1536 and warpgroups != 3  # no tile here has 2
     attend = "_attention_kernel" if short or warpgroups == 0 else "_hopper_kernel"
@@ -151,41 +182,78 @@ def test_what_is_compiled_ahead_is_what_is_launched(recipe, band, N, warpgroups,
     "what", ["portable", "prepared by per_thread", "on CPU", "masked", "unknown"]
 )
 def test_nothing_is_compiled_ahead_that_inductor_compiles_or_that_is_not_known(what, h200):
-    _compile_ahead.cache_clear()
+    precompile._start.cache_clear()
     recipe = "sage2-8b" if what == "prepared by per_thread" else "sage2-8b-rows"
     x = qkv(1000, "cpu" if what == "on CPU" else "cuda")
     args = list(arguments(*x, False, 0.1, recipe, portable=what == "portable"))
-    before = list(launch._running)
     if what == "masked":
         args[3] = torch.ones(1000, 1000, dtype=torch.bool)
     if what == "unknown":
         with FakeTensorMode(shape_env=ShapeEnv()) as mode:
             symbol = mode.shape_env.create_unbacked_symint()
             args[0] = torch.empty(2, 8, symbol, 64, dtype=torch.bfloat16, device="cuda")
-    compile_ahead(*args)
-    assert launch._running == before and not h200
+    precompile.precompile(SdpaCall(*args))
+    assert not launch._compiling.futures and not h200
+
+
+def test_a_launch_waits_for_its_own_kernel_and_no_other(h200, caplog):
+    compiling, gate, order = launch._compiling, threading.Event(), []
+    mine, other = Kernel(), Kernel()
+    mine.__name__ = "mine"
+
+    def fail():
+        order.append("mine")
+        raise RuntimeError("no such instruction")
+
+    caplog.set_level(logging.DEBUG, "sage_inductor")
+    compiling.start(mine, fail)
+    compiling.start(other, gate.wait)  # which a launch of `mine` would wait for, for ever
+    launch.launch_cached(mine, (1,), (torch.zeros(4).as_subclass(OnGpu),), ())
+    assert order == ["mine"] and len(mine.looked_up) == 1
+    gate.set()
+    finished()
+    assert "compiling mine ahead failed: no such instruction" in caplog.text
+
+
+def test_a_forked_child_compiles_anew(h200):
+    """It has none of its parent's threads, and would wait for them for ever."""
+    gate, kernel = threading.Event(), object()
+    launch._compiling.start(kernel, gate.wait)
+    child = os.fork()
+    if child == 0:
+        launch._compiling.wait_for(kernel)
+        os._exit(len(launch._compiling.futures))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    gate.set()
+    finished()
 
 
 def test_calls_of_one_shape_do_not_see_each_others_tensors(h200):
     """What such calls share is kept. Two threads may be in it: here one call is made in the midst
     of the other, after what the first reads was put together and before it is launched."""
-    read = []
+    given = []
 
-    def call(v, run):
-        q = torch.empty(1, 2, 300, 64, dtype=torch.bfloat16)
-        k, k_scale = torch.empty(1, 2, 384, 64, dtype=torch.int8), torch.empty(1, 2, 6, 1)
-        args = q, k, k_scale, v, k_scale, k_scale, None, None, None, None, False, 0.1, 300
-        launch_fastest(run, torch.device("cuda", 0), *args, "per_row", True)
-        return k
+    def call(run):
+        q, v = (torch.empty(1, 2, N, 64, dtype=torch.bfloat16) for N in (300, 5000))
+        v = v.as_strided(v.shape, (7, *v.stride()[1:]))  # of one batch: may be anything
+        prepared = launch_kv(v, None, None, NAMED["accurate"], lambda *args, **options: None)
+        a = attention_call(q, v, v, "accurate", prepared=prepared)
+        run_opaque(a, tiles.Tile(128, 64, 8, 3), run, torch.device("cuda", 0))
+        return prepared.k, v
 
-    def other(kernel, grid, tensors, numbers, **options):
-        read.append([x.base for x in (tensors[1], tensors[3])])
+    def record(kernel, grid, tensors, numbers, **options):
+        given.append(dict(zip(kernel.arg_names, (*tensors, *numbers)), programs=grid[0]))
 
-    def first(kernel, grid, tensors, numbers, **options):
-        call(torch.empty(1, 2, 300, 64, dtype=torch.bfloat16), other)
-        other(kernel, grid, tensors, numbers)
+    def first(*args, **options):
+        if not given:
+            call(record)
+        record(*args, **options)
 
-    v = torch.empty(1, 2, 300, 64, dtype=torch.bfloat16)
-    k = call(v, first)
-    (k_other, v_other), (k_first, v_first) = read
-    assert k_first is k and v_first is v and k_other is not k and v_other is not v
+    k, v = call(first)
+    second_of_two, _, first_of_two, combine = given
+    assert first_of_two["K"].base is k and first_of_two["V"].base is v
+    assert second_of_two["K"].base is not k and second_of_two["V"].base is not v
+    numbers = {"N2_q": 600, "N2_kv": 10000, "N_pad": 5120, "H_q": 2, "SPLIT": True}
+    assert numbers == {name: first_of_two[name] for name in numbers}
+    rows = 2 * first_of_two["programs"] * 64 * first_of_two["WARPGROUPS"]
+    assert combine["Part"].numel() == rows * 64 and combine["Part_ml"].numel() == rows * 2

@@ -14,8 +14,9 @@ import triton
 from triton._C.libtriton import ir
 from triton.compiler import make_backend
 
-from sage_inductor.ops import hopper, tiles
-from sage_inductor.ops.reference import MAX_ROWS
+from sage_inductor.ops.attention import tiles
+from sage_inductor.ops.attention.hopper import kernel as hopper
+from sage_inductor.ops.formats import MAX_ROWS
 
 INT32 = (-(2**31), 2**31 - 1)
 HEADS, ROWS = (1, 2**31 - 1), (1, MAX_ROWS)
@@ -25,9 +26,9 @@ ARGUMENTS = {  # what the launchers pass; the rest (strides) may be any 32-bit n
     "N2": DOUBLED, "N2_q": DOUBLED, "N2_kv": DOUBLED, "N_pad": (128, MAX_ROWS + 127),
     "D2": (2, 512), "D2_V": (2, 512),
 }  # fmt: skip
-# hopper.py's loops carry a tile's place from one tile to the next, which intervals cannot follow. Its
-# row is at most a tile beyond N_q, its blocks of keys at most MAX_ROWS / 128, and a head of q one of
-# fewer than 2^31. `applies` sees to MAX_K_ROWS rows of k in all heads, of which each has at least
+# The Hopper kernel's loops carry a tile's place from one tile to the next, which intervals cannot
+# follow. Its row is at most a tile beyond N_q, its blocks of keys at most MAX_ROWS / 128, and a head of q one of
+# fewer than 2^31. `plan.why_not` sees to MAX_K_ROWS rows of k in all heads, of which each has at least
 # 128: so there are fewer than 2^23 such heads, of 256 channels at most, and 2^24 scales.
 PLACE, BLOCKS = (0, 2**31 - 1), (0, 2**23)
 OF_HOPPER = {

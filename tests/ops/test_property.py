@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import sage_inductor
 from sage_inductor.decide import Settings, rewrite
 from sage_inductor.ops import recipe as recipes
-from sage_inductor.ops import reference
+from sage_inductor.ops.reference.exact import attention_exact
 
 DRAWS = int(os.environ.get("SAGE_TEST_DRAWS", 0))
 
@@ -127,9 +127,7 @@ def check_rewritten(signature, inputs, actual):
     if signature.dims == 3:
         q, k, v, actual = (x[None] for x in (q, k, v, actual))
     scale = signature.D**-0.5 if signature.scale is None else signature.scale
-    exact, _ = reference.attention_exact(
-        q, k, v, scale, attn_mask, right=0 if signature.is_causal else None
-    )
+    exact, _ = attention_exact(q, k, v, scale, attn_mask, right=0 if signature.is_causal else None)
     assert actual.shape == exact.shape and actual.dtype == signature.dtype
     assert actual.isfinite().all()
     # v is 3 +- 1: half an ulp of E4M3 is 6 % of a deviation, INT8 logits cost as much again, those

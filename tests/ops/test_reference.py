@@ -9,12 +9,15 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import exactly, kernel_inputs, relative_l1, sdpa
+from support import attention_call, exactly, relative_l1, sdpa
 from torch.testing import assert_close
 
-from sage_inductor.ops import recipe as recipes
-from sage_inductor.ops import reference
-from sage_inductor.ops.smooth import smooth_q
+from sage_inductor.ops import formats
+from sage_inductor.ops.quantize.smooth import smooth_q
+from sage_inductor.ops.recipe import NAMED
+from sage_inductor.ops.reference import attention as emulation
+from sage_inductor.ops.reference import quantize as reference
+from sage_inductor.ops.visibility import Visibility
 
 qkv = functools.partial(support.qkv, B=1, H_q=2, H_kv=2, N_q=200, N_kv=300)
 
@@ -33,7 +36,7 @@ def test_exact_attention_is_sdpa_in_float64(is_causal):
 def test_q_groups_are_the_rows_that_one_thread_of_the_paper_holds():
     """Rows {i, i+8, i+16, i+24} of each 32 share the scale amax / 127 (SageAttention2, 3.2)."""
     q = torch.randn(1, 1, 70, 64)
-    _, scale = reference.quantize_q(q, "int8", "per_thread")
+    _, scale = reference.quantize_q(q, NAMED["sage2-8b"])
     for row in range(70):
         warp, i = divmod(row, 32)
         group = [r for r in range(32 * warp + i % 8, 32 * warp + 32, 8) if r < 70]
@@ -43,7 +46,7 @@ def test_q_groups_are_the_rows_that_one_thread_of_the_paper_holds():
 def test_k_groups_are_the_columns_that_one_thread_of_the_paper_holds():
     """Rows {2j, 2j+1} + 8*{0..7} of each 64 share a scale."""
     k = torch.randn(1, 1, 150, 64)
-    k_int8, k_scale = reference.quantize_k(k, torch.zeros(1, 1, 64), "int8", "per_thread")
+    k_int8, k_scale = reference.quantize_k(k, torch.zeros(1, 1, 64), NAMED["sage2-8b"])
     assert k_int8.shape == (1, 1, 256, 64) and k_scale.shape == (1, 1, 4, 4)
     for block in range(3):
         for j in range(4):
@@ -58,8 +61,8 @@ def test_fp8_q_and_k_use_the_whole_format_and_round_once_more_to_nearest_even():
     """Against E4M3 written another way: 4 significant bits, no exponent below -6, at most 448."""
     x = torch.randn(1, 2, 130, 64) * torch.logspace(-4, 4, 64)
     for (x_8bit, x_scale), rows in (
-        (reference.quantize_q(x, "fp8", "per_row"), 1),
-        (reference.quantize_k(x, torch.zeros(1, 2, 64), "fp8", "per_row"), 64),
+        (reference.quantize_q(x, NAMED["sage2-8b-fp8qk"]), 1),
+        (reference.quantize_k(x, torch.zeros(1, 2, 64), NAMED["sage2-8b-fp8qk"]), 64),
     ):
         assert x_8bit.dtype == torch.float8_e4m3fn
         amax = F.pad(x, (0, 0, 0, 126)).abs().unflatten(2, (-1, rows)).amax((3, 4))
@@ -82,7 +85,7 @@ def test_int4_is_packed_two_to_a_byte_and_fills_its_range():
     assert torch.equal(high, codes[..., 1::2].int() % 16)
     assert torch.equal(reference.unpack(packed), codes)
     k = torch.randn(1, 2, 150, 80)
-    k_int4, k_scale = reference.quantize_k(k, torch.zeros(1, 2, 80), "int4", "per_thread")
+    k_int4, k_scale = reference.quantize_k(k, torch.zeros(1, 2, 80), NAMED["sage2-4b"])
     assert k_int4.shape == (1, 2, 256, 64) and k_int4.dtype == torch.uint8
     n = torch.arange(150)
     scale = k_scale.flatten(2)[:, :, n // 64 * 4 + n % 8 // 2, None]
@@ -90,7 +93,7 @@ def test_int4_is_packed_two_to_a_byte_and_fills_its_range():
     assert codes.abs().max() == 7 and not codes[:, :, 150:].any() and not codes[..., 80:].any()
     back = codes[:, :, :150, :80] * scale
     assert ((back - k).abs() <= scale * 0.501).all()
-    q_int4, q_scale = reference.quantize_q(k, "int4", "per_thread")
+    q_int4, q_scale = reference.quantize_q(k, NAMED["sage2-4b"])
     assert q_int4.abs().max() == 7 and ((q_int4 * q_scale - k).abs() <= q_scale * 0.501).all()
 
 
@@ -142,7 +145,7 @@ def test_interleaved_v_holds_every_token_once():
 def test_v_round_trips_through_fp8():
     v = torch.randn(1, 2, 100, 80) + 5
     mean, amax = reference.smooth([v])
-    v_fp8, v_scale = reference.quantize_v(v, mean[0], amax[0])
+    v_fp8, v_scale = reference.quantize_v(v, mean[0], amax[0], NAMED["sage2-8b"])
     assert v_fp8.shape == (1, 2, 128, 128) and v_scale.shape == (1, 2, 80)
     tokens = reference.interleave(torch.arange(128.0)).long()
     back = torch.empty_like(v_fp8, dtype=torch.float32)
@@ -155,8 +158,8 @@ def test_a_sample_has_rows_from_everywhere_and_of_every_phase():
     for N in (1, 5, 127, 128, 1000, 4096, 75600, 2**24 + 1):
         rows = reference.sample_rows(N)
         assert rows[0] == 0 and rows.max() < N and (rows.diff() >= 0).all()
-        assert rows.unique().numel() >= min(N, reference.SAMPLE) * 2 // 3
-        assert rows.diff().max() <= 2 * N // reference.SAMPLE + 1
+        assert rows.unique().numel() >= min(N, formats.SAMPLE) * 2 // 3
+        assert rows.diff().max() <= 2 * N // formats.SAMPLE + 1
     assert (reference.sample_rows(4096) % 64).unique().numel() > 40  # of an image's 64 columns
 
 
@@ -185,7 +188,7 @@ def test_a_head_of_v_with_rows_beyond_the_estimate_is_scaled_by_all_its_rows():
     outside = next(n for n in range(500) if n not in reference.sample_rows(500))
     v[1, 0, outside] = 1000
     mean, amax = reference.estimate(v)
-    v_fp8, v_scale = reference.quantize_v_checked(v, mean, amax)
+    v_fp8, v_scale = reference.quantize_v_checked(v, mean, amax, NAMED["sage2-8b-rows"])
     expected = amax / 448
     expected[1, 0] = (v[1, 0] - mean[1, 0]).abs().amax(0) / 448
     assert_close(v_scale, expected)
@@ -194,12 +197,13 @@ def test_a_head_of_v_with_rows_beyond_the_estimate_is_scaled_by_all_its_rows():
     back = torch.empty_like(v_fp8, dtype=torch.float32)
     back[..., tokens] = v_fp8.float()
     back = back[..., :500].mT * v_scale[:, :, None] + mean[:, :, None]
-    assert (
-        (back - v).abs() <= (v - mean[:, :, None]).abs() / 16 + v_scale[:, :, None] * 2**-9
-    ).all()
+    ulp = (v - mean[:, :, None]).abs() / 8 + v_scale[:, :, None] * 2**-8
+    assert ((back - v).abs() <= ulp / 2).all()
     hidden = torch.ones(2, 2, 500, dtype=torch.uint8)
     hidden[1, 0, outside] = 0
-    assert_close(reference.quantize_v_checked(v, mean, amax, hidden)[1], amax / 448)
+    assert_close(
+        reference.quantize_v_checked(v, mean, amax, NAMED["sage2-8b-rows"], hidden)[1], amax / 448
+    )
 
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
@@ -269,22 +273,17 @@ def test_two_level_p_brings_each_row_of_a_tile_to_all_of_e4m3(block_n):
     q, k, v = qkv(N_q=128, N_kv=256)
     q = q + 1
     k[:, :, 128:] -= 0.25
-    quantized, means = kernel_inputs(q, k, v, "sage3")
-    k_fp4, k_e4m3, k_scale, v_fp4, v_e4m3, v_scale, v_mean = quantized
-    rest = (None, None, None, None, False, 0.4, 256, "per_16", block_n)
-    out, _ = reference.attention_nvfp4(q, *quantized, *rest, *means)
-    q_mean, delta = (x[:, :, :1].float() for x in means)
+    a = attention_call(q, k, v, "sage3", scale=0.4)
+    out, _ = emulation.attention(a, block_n)
+    q_mean, delta, v_mean = a.q_mean[:, :, :1].float(), a.delta[:, :, :1].float(), a.v_mean
 
     def unpacked(x_fp4, e4m3):
         return decoded(torch.stack([x_fp4 % 16, x_fp4 // 16], -1).flatten(-2), e4m3)
 
-    k_hat = unpacked(k_fp4, k_e4m3)[:, :, :256] * k_scale[..., None, None]
-    v_hat = unpacked(v_fp4, v_e4m3)[..., :256].mT * v_scale[:, :, None]
-    assert (
-        relative_l1(k_hat, k - k.mean(2, keepdim=True))
-        < 0.12
-        > relative_l1(v_hat, v - v_mean[:, :, None])
-    )
+    k_hat = unpacked(a.k, a.k_blocks)[:, :, :256] * a.k_scale[..., None, None]
+    v_hat = unpacked(a.v, a.v_blocks)[..., :256].mT * a.v_scale[:, :, None]
+    assert relative_l1(k_hat, k - k.mean(2, keepdim=True)) < 0.12
+    assert relative_l1(v_hat, v - v_mean[:, :, None]) < 0.12
     q_hat = decoded(*reference.phi((q - q_mean) * 512)) / 512
     s = (q_hat @ k_hat.mT + delta) * 0.4
     p = (s - s.amax(-1, keepdim=True)).exp()
@@ -314,18 +313,15 @@ def test_what_is_estimated_costs_no_accuracy(family):
     q, k, v = (x.bfloat16().float() for x in (q, k, v))
     exact, _ = exactly(q, k, v, False, 0.125)
     exact = exact.float()
-    r = recipes.NAMED["sage2-8b-rows"]
+    r = NAMED["sage2-8b-rows"]
     mean, amax = reference.smooth([k, v])
-    exactly_prepared = [
-        *reference.quantize_k(k, mean[0], r.qk, r.granularity), mean[0],
-        *reference.quantize_v(v, mean[1], amax[1]), mean[1],
-    ]  # fmt: skip
-    rest = (None, None, None, None, False, 0.125, 1024, r.granularity)
+    of_k, of_v = reference.quantize_k(k, mean[0], r), reference.quantize_v(v, mean[1], amax[1], r)
+    exactly_prepared = (*of_k, mean[0], *of_v, mean[1])
     centre = v.mean(2, keepdim=True)
     errors = []
-    for prepared in (reference.quantize_kv(k, v, None, r.qk), exactly_prepared):
-        k_8bit, k_scale, _, v_fp8, v_scale, v_mean = prepared
-        out, _ = reference.attention(q, k_8bit, k_scale, v_fp8, v_scale, v_mean, *rest)
+    for prepared in (reference.quantize_kv(k, v, None, r), exactly_prepared):
+        a = attention_call(q, k, v, r, scale=0.125, prepared=prepared)
+        out, _ = emulation.attention(a)
         errors.append(((out - exact).abs().sum() / (exact - centre).abs().sum()).item())
     assert errors[0] < 1.1 * errors[1] < 0.11, errors
 
@@ -338,7 +334,7 @@ def test_what_is_estimated_costs_no_accuracy(family):
     D=st.sampled_from([8, 32, 64, 80, 128]),
     is_causal=st.booleans(),
     scale=st.sampled_from([None, 0.0, -0.2]),
-    recipe=st.sampled_from(list(recipes.NAMED)),
+    recipe=st.sampled_from(list(NAMED)),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
 )
 def test_emulation_is_near_exact_attention(heads, n_q, n_kv, D, is_causal, scale, recipe, dtype):
@@ -365,7 +361,7 @@ def test_smoothing_takes_the_biases_out_of_the_error(recipe, bound):
     for bias in (0.0, 8.0):
         q, k, v = (torch.randn(1, 2, 1024, 128) for _ in range(3))
         k = k + bias * torch.randn(1, 2, 1, 128)
-        v_bias = bias if recipes.NAMED[recipe].pv != "16bit" else 0.0
+        v_bias = bias if NAMED[recipe].pv != "16bit" else 0.0
         out, _ = sdpa(q, k, v + v_bias, False, 128**-0.5, recipe)
         exact, _ = exactly(q, k, v, False, 128**-0.5)
         errors.append(relative_l1(out - v_bias, exact))
@@ -374,15 +370,9 @@ def test_smoothing_takes_the_biases_out_of_the_error(recipe, bound):
 
 def test_one_level_of_block_n_does_not_change_what_is_computed():
     q, k, v = qkv()
-    mean, _ = reference.smooth([k])
-    k_int8, k_scale = reference.quantize_k(k, mean[0], "int8", "per_block")
-    args = (q, k_int8, k_scale, v, None, None, None, None, None, 0, False, 0.1, 300, "per_block")
-    for a, b in zip(
-        reference.attention(*args, block_n=64), reference.attention(*args, block_n=128)
-    ):
-        assert_close(
-            a, b, rtol=2e-2, atol=2e-3
-        )  # p rounded to bf16 against another running maximum
+    a = attention_call(q, k, v, "sage1", Visibility(right=0))
+    for x, y in zip(emulation.attention(a, 64), emulation.attention(a, 128)):
+        assert_close(x, y, rtol=2e-2, atol=2e-3)  # p rounded to bf16 beside another maximum
 
 
 def test_lse_merges_two_halves_of_the_keys():
@@ -400,7 +390,7 @@ def test_lse_merges_two_halves_of_the_keys():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("which", [0, 1, 2], ids="qkv")
-@pytest.mark.parametrize("recipe", list(recipes.NAMED))
+@pytest.mark.parametrize("recipe", list(NAMED))
 def test_nan_and_inf_are_kept_and_stay_in_their_head(recipe, which, bad):
     inputs = list(qkv(B=2))
     clean, _ = sdpa(*inputs, True, 0.125, recipe)
@@ -415,7 +405,7 @@ def test_nan_and_inf_are_kept_and_stay_in_their_head(recipe, which, bad):
 def test_extreme_but_finite_values_stay_finite():
     for dtype, size in ((torch.bfloat16, 6e4), (torch.bfloat16, 1e-30), (torch.float16, 6e-8)):
         q, k, v = qkv(dtype=dtype)
-        for recipe in recipes.NAMED:
+        for recipe in NAMED:
             out, lse = sdpa(q, k, (v.float() * size).to(dtype), False, 0.125, recipe)
             exact, _ = exactly(q, k, (v.float() * size).to(dtype), False, 0.125)
             assert out.isfinite().all() and lse.isfinite().all()

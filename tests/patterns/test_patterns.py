@@ -330,6 +330,26 @@ def test_what_sdpa_broadcasts_is_broadcast(q, k, v, heads, dynamic):
     assert relative_l1(actual, sdpa(is_causal=True)(*inputs)) < 0.05
 
 
+def test_heads_of_k_alone_that_are_repeated_stay_repeated():
+    def repeated(q, k, v):
+        return F.scaled_dot_product_attention(q, k.repeat_interleave(2, 1), v)
+
+    q, k, _ = random_qkv(H_kv=2)
+    _, (site,) = capture(repeated, q, k, random_qkv()[2])
+    assert site.rewritten and site.k[1] == 4
+
+
+def test_causality_that_is_not_known_is_refused():
+    graph = torch.fx.Graph()
+    q, causal = graph.placeholder("q"), graph.placeholder("causal")
+    with FakeTensorMode():
+        q.meta["val"] = torch.empty(2, 4, 32, 64)
+    call = graph.call_function(F.scaled_dot_product_attention, (q,) * 3, {"is_causal": causal})
+    call.meta["val"] = q.meta["val"]
+    (site,) = rewrite(torch.fx.GraphModule({}, graph), EMULATE)
+    assert site.reason == "is_causal must be known when compiling, got causal"
+
+
 @pytest.fixture
 def sizes_of_data():
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):

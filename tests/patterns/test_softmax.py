@@ -393,6 +393,13 @@ def test_attention_returns_the_strides_the_second_product_had():
     assert call.out.stride() == expected.stride()
 
 
+def test_the_output_may_have_its_dimensions_in_any_order():
+    def rotated(q, k, v):
+        return torch.einsum("bhij,bhjd->ibhd", (q @ k.mT).softmax(-1), v)
+
+    check(rotated, *random_qkv())
+
+
 # -- grouped heads ----
 
 
@@ -588,6 +595,25 @@ def autocast_between(q, k, v):
         return s.softmax(-1) @ v
 
 
+def gradient_mode_between(q, k, v):
+    s = q @ k.mT
+    with torch.no_grad():
+        p = s.softmax(-1)
+    return p @ v
+
+
+def scaled_by_what_is_written(q, k, v):
+    scale = torch.full([], 2.0, dtype=q.dtype)
+    scale.mul_(2)
+    return (q @ k.mT / scale).softmax(-1) @ v
+
+
+def scaled_by_a_written_view(q, k, v):
+    scale = torch.full((1,), 2.0, dtype=q.dtype)
+    scale.view(-1).mul_(2)
+    return (q @ k.mT / scale).softmax(-1) @ v
+
+
 def deep_use_of_the_weights(q, k, v):
     p = (q @ k.mT).softmax(-1)
     o = p.sum()
@@ -637,6 +663,11 @@ REFUSED = {
     "autocast between": (autocast_between, "`_enter_autocast` changes a mode"),
     "deep use": (deep_use_of_the_weights, "the weights `p` are also used by `o`"),
     "maximum": (scored(lambda s: torch.max(s, SCALE)), "`max` stands between the products"),
+    "maximum over the queries": (scored(lambda s: s - s.amax(-2, True)), "`sub` stands between"),
+    "place of the maximum": (scored(lambda s: s - s.max(-1, True)[1]), "`sub` stands between"),
+    "scale that is written": (scaled_by_what_is_written, "scaled by a tensor"),
+    "scale written through a view": (scaled_by_a_written_view, "scaled by a tensor"),
+    "gradient mode between": (gradient_mode_between, "`_set_grad_enabled` changes a mode"),
     "two dtypes": (two_dtypes, "q, k and v must have one dtype"),
 }  # fmt: skip
 

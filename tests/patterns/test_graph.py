@@ -1,0 +1,83 @@
+"""What is said of a graph before any attention is looked for: which calls may write, and to what."""
+
+import operator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import run_seen
+
+from sage_inductor.patterns.graph import GraphIndex, arguments, may_write, op_name
+
+aten = torch.ops.aten
+
+
+def foreign(x):  # nobody knows what another library's function does
+    return x
+
+
+CALLS = [  # target, args (True: the tensor), kwargs, whether it may write
+    (torch.add, (), {}, False),
+    (torch.add, (), {"out": "x"}, True),
+    (operator.iadd, (), {}, True),
+    (operator.setitem, (), {}, True),
+    (operator.invert, (), {}, False),
+    (operator.is_not, (), {}, False),
+    (operator.getitem, (), {}, False),
+    ("mul", (), {}, False),
+    ("mul_", (), {}, True),
+    ("__ior__", (), {}, True),
+    ("__or__", (), {}, False),
+    (F.relu, (), {"inplace": True}, True),
+    (F.relu, (), {"inplace": False}, False),
+    (F.relu, (True,), {}, True),
+    (F.relu, (False,), {}, False),
+    (foreign, (), {}, True),
+    (aten.add.Tensor, (), {}, False),
+    (aten.add_.Tensor, (), {}, True),
+    (aten.add.out, (), {}, True),
+    (aten.add_, (), {}, True),
+    (aten.add, (), {}, True),  # one of its overloads takes out
+    (torch.ops.higher_order.flex_attention, (), {}, False),
+    (torch.ops.higher_order.auto_functionalized, (), {}, True),
+]
+
+
+@pytest.mark.parametrize("target, args, kwargs, writes", CALLS, ids=str)
+def test_a_call_may_write_unless_it_is_known_not_to(target, args, kwargs, writes):
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    kwargs = {name: x if value == "x" else value for name, value in kwargs.items()}
+    make = graph.call_method if isinstance(target, str) else graph.call_function
+    assert may_write(make(target, (x, *args), kwargs)) == writes
+    assert not may_write(x) and may_write(graph.call_module("any", (x,)))
+
+
+def test_a_write_through_any_view_is_a_write():
+    def function(x, y):
+        a = x.sin()
+        b = a.view(-1)
+        c = b.cos()
+        b[2:].mul_(2)
+        d = y.exp()
+        d[0] = 1  # returns nothing
+        return a, c, y.tan(), d
+
+    def see(gm):
+        index = GraphIndex(gm.graph)
+        by_name = {op_name(node): node for node in gm.graph.nodes}
+        sin, cos, mul, tan = (by_name[name] for name in ("sin", "cos", "mul_", "tan"))
+        assert index.writers_of(sin) == [mul] and not index.writers_of(cos)
+        assert index.writers_of(by_name["exp"]) == [by_name["setitem"]]
+        assert index.written_after(sin, cos) and index.written_after(by_name["view"], cos)
+        assert not index.written_after(sin, mul) and not index.writers_of(tan)
+
+    run_seen(function, torch.randn(3, 4), torch.randn(3), see=see)
+
+
+def test_arguments_are_found_by_position_and_by_each_of_their_names():
+    graph = torch.fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    names = ("input", ("other", "mat2"), "beta")
+    for args, kwargs in (((x, y), {}), ((x,), {"mat2": y}), ((), {"self": x, "other": y})):
+        assert arguments(graph.call_function(torch.mm, args, kwargs), *names, beta=1) == [x, y, 1]
