@@ -6,12 +6,13 @@ Hopper kernel on an H200's host, with the GPU waiting.
 
 import functools
 import itertools
+import threading
 
 import torch
 
 from sage_inductor.ops.attention.arguments import AttentionCall
 from sage_inductor.ops.attention.select import Problem, run_opaque, select
-from sage_inductor.ops.launch import compile_ahead
+from sage_inductor.ops.launch import HAS_PDL, compile_ahead
 from sage_inductor.ops.quantize.one_pass import launch_kv
 from sage_inductor.ops.quantize.op import empty_kv
 from sage_inductor.ops.recipe import decode
@@ -28,11 +29,19 @@ def precompile(call: SdpaCall) -> None:
     known = all(isinstance(n, int) for _, *sizes in likes for n in itertools.chain(*sizes))
     if not selected.kernel.travels and recipe.sharing.one_pass and not masked and known:
         plain = call._replace(q=None, k=None, v=None, prepared=None)
-        _start(call.q.device, likes, bool(call.prepared), plain)
+        _start(call.q.device, likes, bool(call.prepared), plain, selected.tile)
 
 
 @functools.cache  # started once
-def _start(device: torch.device, likes: tuple, is_prepared: bool, call: SdpaCall) -> None:
+def _start(device: torch.device, likes: tuple, is_prepared: bool, *of_call) -> None:
+    """In a thread of its own, where no mode of torch is on: while a graph is traced even a meta
+    tensor is a fake one, without an address. It takes milliseconds; kernels compile elsewhere."""
+    thread = threading.Thread(target=_launch, args=(device, likes, is_prepared, *of_call))
+    thread.start()
+    thread.join()
+
+
+def _launch(device: torch.device, likes: tuple, is_prepared: bool, call: SdpaCall, tile) -> None:
     recipe = decode(call.recipe)
     q, k, v = (
         torch.empty_strided(shape, stride, dtype=dtype, device="meta")
@@ -43,10 +52,7 @@ def _start(device: torch.device, likes: tuple, is_prepared: bool, call: SdpaCall
         q, empty_kv(k, of_v, call.recipe), v, Visibility(None, None, *call.band), call.scale,
         k.shape[2], recipe, call.out_bnhd, warpgroups=call.warpgroups,
     )  # fmt: skip
-    head_dim = max(int(k.shape[3]), int(v.shape[3]))
-    capability = torch.cuda.get_device_capability(device)
-    tile = select(Problem(capability, recipe, head_dim, masked=False)).tile
     with torch.cuda.device(device):
         run_opaque(inputs, tile, compile_ahead, device)
         if not is_prepared:
-            launch_kv(k, of_v, None, recipe, compile_ahead, pdl=True)
+            launch_kv(k, of_v, None, recipe, compile_ahead, pdl=HAS_PDL)

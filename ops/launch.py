@@ -22,8 +22,11 @@ import triton
 from torch import Tensor
 from torch.library import wrap_triton
 
+from sage_inductor.ops.compat import gdc_wait
+
 _log = logging.getLogger("sage_inductor")
 
+HAS_PDL = gdc_wait is not None
 OPAQUE: set = set()  # ops that Inductor does not look into: none of them travels in a package
 
 

@@ -4,9 +4,8 @@ import torch
 from torch import Tensor
 from torch.library import triton_op
 
-from sage_inductor.ops import compat
 from sage_inductor.ops.formats import Prepared
-from sage_inductor.ops.launch import define_opaque, launch_cached
+from sage_inductor.ops.launch import HAS_PDL, define_opaque, launch_cached
 from sage_inductor.ops.quantize.keys import empty_k, launch_k
 from sage_inductor.ops.quantize.nvfp4 import launch_nvfp4
 from sage_inductor.ops.quantize.one_pass import launch_kv
@@ -53,8 +52,7 @@ def _quantize_kv_opaque(
 ) -> list[Tensor]:
     """`quantize_kv`, opaque to Inductor, so it does not export. Nothing in these kernels could fuse
     with what is around them, and as one call of a graph they are traced and compiled in no time."""
-    pdl = compat.gdc_wait is not None
-    return launch_kv(k, v, visible, decode(recipe), launch_cached, pdl).tensors()
+    return launch_kv(k, v, visible, decode(recipe), launch_cached, HAS_PDL).tensors()
 
 
 quantize_kv_opaque = define_opaque(

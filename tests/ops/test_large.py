@@ -51,7 +51,7 @@ def qkv(B=3, H_q=3, H_kv=3, N_q=300, N_kv=300, D=64):
 def assert_same(found, expected, recipe):
     """To the bit, but where q is smoothed by PyTorch, which adds up in an order of its own."""
     for x, y in zip(found, expected, strict=True):
-        if recipes.NAMED[recipe].smooths_q:
+        if recipes.NAMED[recipe].of_qk.smooths_q:
             assert x.isfinite().all() and relative_l2(x, y) < 1e-2
         else:
             assert torch.equal(x, y)
@@ -124,16 +124,17 @@ def test_queries_and_outputs_of_more_than_2_to_the_31_elements(bnhd, recipe, por
 
 @kernels
 def test_keys_and_values_of_more_than_2_to_the_31_elements(recipe, portable):
-    """64 heads of 270,000 keys and few queries: what k and v are quantized to is as large."""
+    """64 heads of 270,000 keys and few queries: what k and v are quantized to is as large. Each head
+    has means of its own."""
     q, _, _ = qkv(1, 64, 1, 100, 1, 128)
+    means = torch.arange(64, device="cuda", dtype=torch.bfloat16)[None, :, None, None] / 8
     k, v = (
-        torch.empty(1, 64, 270_000, 128, dtype=torch.bfloat16, device="cuda").normal_() + mean
-        for mean in (1, 3)
+        torch.empty(1, 64, 270_000, 128, dtype=torch.bfloat16, device="cuda").normal_().add_(means)
+        for _ in range(2)
     )
     found, lse = sdpa(q, k, v, recipe=recipe, portable=portable)
     last = (x[:, -2:].contiguous() for x in (q, k, v))
     expected, expected_lse = sdpa(*last, recipe=recipe, portable=portable)
-    # hopper.py's kernel deals tiles out in other pieces where there are fewer heads.
-    centre = v[:, -2:].double().mean(2, keepdim=True)
-    assert relative_l2(found[:, -2:] - centre, expected - centre) < 0.05
+    # Where there are fewer heads the Hopper kernel deals tiles out in other pieces: an ulp or two.
+    torch.testing.assert_close(found[:, -2:], expected, rtol=2**-6, atol=0.02)
     assert (lse[:, -2:] - expected_lse).abs().max() < 1e-2
