@@ -156,17 +156,17 @@ def tables(D: int) -> dict[str, Table]:
     }
 
 
-DEFAULT = ("sage2-8b", "sage2-8b-rows")  # from sm_89 on; on Hopper
+DEFAULT = ("sage2-8b", "sage2-8b-per-token")  # from sm_89 on; on Hopper
 PROMISED = {
     "bf16 SDPA": None,
     "FA3_FP8": FA3_FP8,
-    **{name: NAMED[name] for name in (*DEFAULT, "accurate")},
+    **{name: NAMED[name] for name in (*DEFAULT, "sage1-per-token")},
 }
 # (family, entry) -> what `figure` is to be at most.
 AIMS = {
     **{(family, entry): 0.038 for family in ("normal", "k_bias") for entry in DEFAULT},
     **{("biased_v", entry): 1.05 for entry in DEFAULT},
-    ("normal", "accurate"): 0.013,
+    ("normal", "sage1-per-token"): 0.013,
 }
 PLANS = ("defaults", "end-to-end")  # beside the tables
 

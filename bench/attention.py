@@ -89,7 +89,7 @@ def parse(argv) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shapes", choices=SHAPES, default="quick")
-    parser.add_argument("--recipes", nargs="+", choices=NAMED, default=["sage2-8b-rows"])
+    parser.add_argument("--recipes", nargs="+", choices=NAMED, default=["sage2-8b-per-token"])
     parser.add_argument(
         "--families", nargs="+", metavar="FAMILY", help='only these cases, like "D=64, causal"'
     )

@@ -24,7 +24,7 @@ from bench.measure import Provider, Runner, interleave, summary
 from bench.model import Wrong, arguments, start
 from sage_inductor.ops.recipe import NAMED
 
-RECIPE = "sage2-8b-rows"
+RECIPE = "sage2-8b-per-token"
 ENCODED = NAMED[RECIPE].encode()  # Dynamo cannot trace it
 CASES = (
     Case(4, 32, 32, 8192, 128),

@@ -40,7 +40,7 @@ def main(argv=None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     recipes = [name for name, recipe in NAMED.items() if recipe.pv == "fp8"]
-    parser.add_argument("--recipe", choices=recipes, default="sage2-8b-rows")
+    parser.add_argument("--recipe", choices=recipes, default="sage2-8b-per-token")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--target-ms", type=float, default=20.0, help="of a step's turn in a round")
     parser.add_argument("--device", type=cuda_device, default="cuda", help="cuda, or cuda:INDEX")

@@ -23,7 +23,7 @@ from bench.fingerprint import Call, arguments
 from bench.measure import Provider, Runner, burst, draw, draw_sets
 from sage_inductor.backend import sage_backend  # not by name: that asks what is installed
 
-RECIPE = "sage2-8b-rows"
+RECIPE = "sage2-8b-rows"  # the name at either commit
 MODELS = ("flux_double", "wan14b_480p", "llama3_8k")
 HOST = Case(1, 8, 8, 1024, 128)  # the GPU is done before the host is
 HOST_CALLS = 20  # between two looks at the clock, and at what the GPU has yet to do

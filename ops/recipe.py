@@ -97,9 +97,17 @@ def _one_of(field: str, value, valid: tuple, beside: str = "") -> None:
 NAMED = {
     "sage1": Recipe("per_block", "16bit"),
     "sage2-8b": Recipe("per_thread", "fp8"),
-    "sage2-8b-rows": Recipe("per_token", "fp8"),
+    "sage2-8b-per-token": Recipe("per_token", "fp8"),
     "sage2-8b-fp8qk": Recipe("per_token", "fp8", qk="fp8"),
     "sage2-4b": Recipe("per_thread", "fp8", qk="int4"),
-    "accurate": Recipe("per_token", "16bit"),
+    "sage1-per-token": Recipe("per_token", "16bit"),
     "sage3": Recipe("per_16", "nvfp4", qk="nvfp4"),
 }
+
+# The names of version 0.1, which are understood for one version more.
+ALIASES = {"sage2-8b-rows": "sage2-8b-per-token", "accurate": "sage1-per-token"}
+
+
+def canonical(name: str) -> str:
+    """The name in NAMED of one that may be an alias; any other stays."""
+    return ALIASES.get(name, name)

@@ -11,7 +11,7 @@ import sys
 from sage_inductor.cli.demo import PATCH, demo
 from sage_inductor.cli.doctor import doctor
 from sage_inductor.cli.tune import tune
-from sage_inductor.ops.recipe import NAMED
+from sage_inductor.ops.recipe import NAMED, canonical
 from sage_inductor.options import AUTO
 from sage_inductor.tune import HEAD_DIMS, LENGTHS
 
@@ -45,7 +45,9 @@ def main(arguments: list[str] | None = None) -> int:
         "its attention calls, how far the output is from exact attention and, on a GPU, the time "
         "beside backend='inductor'. On CPU the recipe is emulated.",
     )
-    command.add_argument("--recipe", default=AUTO, choices=(AUTO, *NAMED), help="default: auto")
+    command.add_argument(
+        "--recipe", default=AUTO, type=canonical, choices=(AUTO, *NAMED), help="default: auto"
+    )
     command.add_argument(
         "--size", type=_even, help="side of the latent image; tokens = (size / 2)^2 (64; GPU: 256)"
     )

@@ -37,27 +37,27 @@ KINDS = ("full", "causal", "window", "flex window", "keys", "mask", "bias")
 # the call stays as it was, either not measured or never faster (sage1, sage2-8b at head_dim 256).
 # H200, 2026-11-21, `bench/attention.py --shapes crossover`, crossover_dims, crossover_256 and
 # crossover_masks: windows of 1024 keys, SDPA with the same mask.
-# Of sage2-8b-rows, head_dims 72 to 112 and 256 were measured when two passes prepared k and v, and
-# were slower; 64 and 128 with one pass, before its last step made it faster.
+# Of sage2-8b-per-token, head_dims 72 to 112 and 256 were measured when two passes prepared k and
+# v, and were slower; 64 and 128 with one pass, before its last step made it faster.
 CROSSOVER = {
-    (H200, "sage2-8b-rows", 64, "full"): [(24, 3072), (8, 5120)],
-    (H200, "sage2-8b-rows", 64, "causal"): [(128, 5120), (8, 4096)],
-    (H200, "sage2-8b-rows", 64, "window"): [(8, 1024)],
-    (H200, "sage2-8b-rows", 64, "keys"): [(128, 2048), (8, 4096)],
-    (H200, "sage2-8b-rows", 72, "full"): [(128, 6144), (24, 8192)],
-    (H200, "sage2-8b-rows", 72, "causal"): [(128, 8192), (24, 6144)],
-    (H200, "sage2-8b-rows", 80, "full"): [(128, 4096), (24, 6144)],
-    (H200, "sage2-8b-rows", 96, "full"): [(128, 4096), (24, 6144)],
-    (H200, "sage2-8b-rows", 112, "full"): [(24, 6144)],
-    (H200, "sage2-8b-rows", 128, "full"): [(24, 3072), (8, 5120)],
-    (H200, "sage2-8b-rows", 128, "causal"): [(128, 5120), (8, 4096)],
-    (H200, "sage2-8b-rows", 128, "window"): [(8, 1024)],
-    (H200, "sage2-8b-rows", 128, "keys"): [(128, 2048), (24, 1024), (8, 4096)],
-    (H200, "sage2-8b-rows", 128, "mask"): [(24, 4096), (8, 8192)],
-    (H200, "sage2-8b-rows", 128, "bias"): [(128, 4096), (24, 16384)],
-    (H200, "sage2-8b-rows", 256, "full"): [(128, 4096)],
-    (H200, "accurate", 64, "full"): [(128, 3072), (24, 5120)],
-    (H200, "accurate", 64, "causal"): [(128, 8192)],  # of --shapes 16bit
+    (H200, "sage2-8b-per-token", 64, "full"): [(24, 3072), (8, 5120)],
+    (H200, "sage2-8b-per-token", 64, "causal"): [(128, 5120), (8, 4096)],
+    (H200, "sage2-8b-per-token", 64, "window"): [(8, 1024)],
+    (H200, "sage2-8b-per-token", 64, "keys"): [(128, 2048), (8, 4096)],
+    (H200, "sage2-8b-per-token", 72, "full"): [(128, 6144), (24, 8192)],
+    (H200, "sage2-8b-per-token", 72, "causal"): [(128, 8192), (24, 6144)],
+    (H200, "sage2-8b-per-token", 80, "full"): [(128, 4096), (24, 6144)],
+    (H200, "sage2-8b-per-token", 96, "full"): [(128, 4096), (24, 6144)],
+    (H200, "sage2-8b-per-token", 112, "full"): [(24, 6144)],
+    (H200, "sage2-8b-per-token", 128, "full"): [(24, 3072), (8, 5120)],
+    (H200, "sage2-8b-per-token", 128, "causal"): [(128, 5120), (8, 4096)],
+    (H200, "sage2-8b-per-token", 128, "window"): [(8, 1024)],
+    (H200, "sage2-8b-per-token", 128, "keys"): [(128, 2048), (24, 1024), (8, 4096)],
+    (H200, "sage2-8b-per-token", 128, "mask"): [(24, 4096), (8, 8192)],
+    (H200, "sage2-8b-per-token", 128, "bias"): [(128, 4096), (24, 16384)],
+    (H200, "sage2-8b-per-token", 256, "full"): [(128, 4096)],
+    (H200, "sage1-per-token", 64, "full"): [(128, 3072), (24, 5120)],
+    (H200, "sage1-per-token", 64, "causal"): [(128, 8192)],  # of --shapes 16bit
     (H200, "sage2-8b", 64, "full"): [(24, 12288)],
     (H200, "sage2-8b", 64, "causal"): [(128, 12288), (24, 16384)],
     (H200, "sage2-8b", 64, "window"): [(24, 1024), (8, 2048)],

@@ -63,6 +63,7 @@ def _choose(call: Call, settings: Settings) -> tuple[Candidate | None, str]:
 
 def _asked(call: Call, settings: Settings, wanted: str) -> tuple[Candidate | None, str]:
     """As `_choose`, for the recipe that the settings or a rule ask for."""
+    wanted = recipes.canonical(wanted)
     if wanted == OFF:
         return None, "the recipe is 'off'"
     q = value_of(call.q)
@@ -110,7 +111,7 @@ def auto_recipes(
     if capability == (9, 0) and not portable:
         masked = kind not in ("full", "causal")  # which the portable kernel computes
         if masked or tiles.hopper(capability, "fp8", head_dim, kind == "causal", sys.maxsize):
-            return "sage2-8b-rows", "sage2-8b"
+            return "sage2-8b-per-token", "sage2-8b"
     if capability[0] == 10:  # INT8 is slow there: see ops/attention/triton.py
         return ("sage2-8b-fp8qk",)
     return ("sage2-8b",)

@@ -26,7 +26,7 @@ from torch import Tensor
 from sage_inductor import cost
 from sage_inductor.backend import run_graphs
 from sage_inductor.decide import autos, decide
-from sage_inductor.ops.recipe import NAMED
+from sage_inductor.ops.recipe import NAMED, canonical
 from sage_inductor.ops.reference.exact import attention_exact, masked
 from sage_inductor.ops.visibility import as_4d
 from sage_inductor.options import AUTO, OFF
@@ -42,7 +42,7 @@ TOLERANCE = 0.05
 SDPA = "sdpa"  # in the place of a recipe: scaled_dot_product_attention in the model's own dtype
 # Fastest first, where measured. Left out: sage2-8b-fp8qk, which "auto" takes on devices where INT8
 # is slow; sage2-4b, which saves no arithmetic on any device; sage3, which was timed on none.
-BY_SPEED = ("sage2-8b-rows", "sage2-8b", "accurate", "sage1")
+BY_SPEED = ("sage2-8b-per-token", "sage2-8b", "sage1-per-token", "sage1")
 STUDY = Settings(emulate=True, force=True)
 MAX_SCORES = 1 << 24  # of exact attention, computed together: 128 MiB
 
@@ -137,7 +137,7 @@ def diagnose(
     Raises ValueError for unknown recipes, a tolerance that is not a positive number, or a model
     that makes no attention call.
     """
-    recipes = tuple(NAMED if recipes is None else recipes)
+    recipes = tuple(map(canonical, NAMED if recipes is None else recipes))
     if not recipes or not set(recipes) <= NAMED.keys():
         raise ValueError(f"diagnose: recipes must be of {tuple(NAMED)}, got {recipes}")
     if not 0 < tolerance < math.inf:

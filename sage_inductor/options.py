@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from sage_inductor.ops.recipe import NAMED
+from sage_inductor.ops.recipe import ALIASES, NAMED
 
 PREFIX = "sage."
 AUTO, OFF = "auto", "off"
@@ -63,7 +63,7 @@ def check(name: str, value, prefix: str) -> None:
             raise ValueError(f"{prefix}policy must be a path, got {value!r}")
     elif name == "recipe":
         valid = (AUTO, OFF, *NAMED)
-        if not isinstance(value, str) or value not in valid:
+        if not isinstance(value, str) or value not in (*valid, *ALIASES):
             near = nearest(str(value), valid)
             raise ValueError(
                 f"{prefix}{name} must be one of {valid}, got {value!r}: did you mean {near!r}?"

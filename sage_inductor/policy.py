@@ -4,7 +4,7 @@
       "version": 1,
       "rules": [
         {"module": "*.cross_attention", "recipe": "off"},
-        {"layer": [0, 3], "head_dim": [64, 128], "length": [4096, null], "recipe": "accurate"},
+        {"layer": [0, 3], "head_dim": [64, 128], "length": [4096, null], "recipe": "sage1"},
         {"recipe": "auto"}
       ]
     }

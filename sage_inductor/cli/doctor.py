@@ -43,12 +43,12 @@ def _examine(device: torch.device) -> bool:
     else:
         print(device)
     healthy = True
-    print(f"  {'recipe':15}{'head_dim':10}{'kind':8}relative L1 error to exact attention")
+    print(f"  {'recipe':20}{'head_dim':10}{'kind':8}relative L1 error to exact attention")
     for name, recipe in recipes.NAMED.items():
         for head_dim in HEAD_DIMS:
             for kind in ("full", "causal", "mask"):
                 verdict, runs = _probe(device, recipe, head_dim, kind)
-                print(f"  {name:15}{head_dim:<10}{kind:8}{verdict}")
+                print(f"  {name:20}{head_dim:<10}{kind:8}{verdict}")
                 healthy &= runs
     print(f"  recipe 'auto': {_policy(device)}")
     return healthy

@@ -93,9 +93,9 @@ def test_the_gates_tile_is_that_of_the_length_that_is_timed(monkeypatch):
     """At head_dim 64 the Hopper kernel computes from N=1536 on; the gate's own case has N=300."""
     case, selected = (
         Case(1, 2, 2, 300, 64),
-        select(Problem((9, 0), NAMED["sage2-8b-rows"], 64, False)),
+        select(Problem((9, 0), NAMED["sage2-8b-per-token"], 64, False)),
     )
-    a = providers._kernel(case, "sage2-8b-rows").prepare(*inputs(case))
+    a = providers._kernel(case, "sage2-8b-per-token").prepare(*inputs(case))
     monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
     assert providers.tile_of(a, 4096, selected).warpgroups == 3
     assert providers.tile_of(a, 1024, selected) == selected.tile
@@ -163,7 +163,7 @@ def test_plans_are_what_the_crossover_table_asks_for():
     assert all(case.mask in ("", *MASKS) and not (case.mask and case.is_causal) for case in cases)
 
 
-@pytest.mark.parametrize("recipe", ["sage2-8b-rows", "sage2-8b"])
+@pytest.mark.parametrize("recipe", ["sage2-8b-per-token", "sage2-8b"])
 def test_steps_of_the_preparation_are_what_prepare_does(recipe, monkeypatch):
     """On CPU they are the reference, to which `check` compares them."""
     each = inputs(Case(1, 2, 2, 300, 80))
@@ -222,7 +222,7 @@ def test_a_block_is_rewritten_and_near_eager(name, monkeypatch):
     """And whose attention is not its own, is not near: the bound sees what the rewrite can break."""
     m = tiny(name)
     block, given = blocks.draw(m, CPU)
-    options = {"sage.emulate": True, "sage.recipe": "sage2-8b-rows"}
+    options = {"sage.emulate": True, "sage.recipe": "sage2-8b-per-token"}
     monkeypatch.setitem(whole.COLUMNS, "sage", {"backend": "sage", "options": options})
     with torch.no_grad():
         eager = block(*given)
@@ -242,7 +242,7 @@ def test_a_block_is_rewritten_and_near_eager(name, monkeypatch):
         whole.check({"inductor": eager, "uniform": uniform})
     sites = whole.sites(0)
     assert len(sites) == (2 if m.block is blocks.Wan else 1)
-    assert whole.kernel_recipe(m, {"sage": sites}) == "sage2-8b-rows"
+    assert whole.kernel_recipe(m, {"sage": sites}) == "sage2-8b-per-token"
     assert out.shape == (1, m.N - m.text * (m.block is not blocks.Wan), m.C)
 
 

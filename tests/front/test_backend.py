@@ -167,7 +167,7 @@ def run(options, function=F.scaled_dot_product_attention, **kwargs):
         ({"sage.emulate": 1}, "sage.emulate must be True or False, got 1"),
         ({"sage.recipe": "sage2"}, "did you mean 'sage2-8b'"),
         ({"sage.recipe": "SAGE1"}, "did you mean 'sage1'"),
-        ({"sage.recipe": "acurate"}, "did you mean 'accurate'"),
+        ({"sage.recipe": "sage1-per-tokn"}, "did you mean 'sage1-per-token'"),
         ({"sage.mode": "fast"}, r"sage.mode must be one of \[.*'reduce-overhead'.*\], got 'fast'"),
     ],
 )  # fmt: skip

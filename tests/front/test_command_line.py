@@ -70,7 +70,9 @@ def test_doctor_names_versions_and_runs_every_recipe():
 
 
 def test_doctor_says_from_which_lengths_a_recipe_is_chosen():
-    assert crossovers(cost.H200, (9, 0))[0].startswith("head_dim 64, full: sage2-8b-rows from N=")
+    assert crossovers(cost.H200, (9, 0))[0].startswith(
+        "head_dim 64, full: sage2-8b-per-token from N="
+    )
     assert crossovers("NVIDIA Test", (8, 0)) == []
 
 

@@ -10,7 +10,7 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from sage_inductor import Policy, autotune, cost, patterns
+from sage_inductor import Policy, autotune, cost, options, patterns
 from sage_inductor import settings as asked_for
 from sage_inductor.decide import rewrite
 from sage_inductor.ops import recipe as recipes
@@ -95,22 +95,22 @@ def test_every_row_of_the_crossover_table_decides_at_its_length(monkeypatch):
 @pytest.mark.parametrize(
     "shape, capability, settings, recipe, reason",
     [
-        ((4, 32, 32, 16384, 128), (9, 0), {}, "sage2-8b-rows", "N >= 3072"),
-        ((4, 32, 8, 16384, 128), (9, 0), {}, "sage2-8b-rows", "N >= 3072"),
-        ((1, 8, 8, 16384, 128), (9, 0), {}, "sage2-8b-rows", "N >= 5120"),
-        ((1, 24, 24, 16384, 96), (9, 0), {}, "sage2-8b-rows", "N >= 6144"),
-        ((4, 32, 32, 4096, 256), (9, 0), {}, "sage2-8b-rows", "N >= 4096"),
+        ((4, 32, 32, 16384, 128), (9, 0), {}, "sage2-8b-per-token", "N >= 3072"),
+        ((4, 32, 8, 16384, 128), (9, 0), {}, "sage2-8b-per-token", "N >= 3072"),
+        ((1, 8, 8, 16384, 128), (9, 0), {}, "sage2-8b-per-token", "N >= 5120"),
+        ((1, 24, 24, 16384, 96), (9, 0), {}, "sage2-8b-per-token", "N >= 6144"),
+        ((4, 32, 32, 4096, 256), (9, 0), {}, "sage2-8b-per-token", "N >= 4096"),
         ((4, 32, 32, 16384, 128), (9, 0), {"portable": True}, None,
          "never slower: no length was measured .* in a package on sm_90, B\\*H=128 wins"),
         ((4, 32, 32, 16384, 128), (9, 0), {"portable": True, "force": True}, "sage2-8b",
          "forced; by the portable kernel: sm_90's faster one cannot travel in a package$"),
         ((4, 32, 32, 16384, 128), (8, 9), {"portable": True, "force": True}, "sage2-8b", "forced$"),
-        ((4, 32, 32, 16384, 64), (9, 0), {"recipe": "accurate"}, "accurate", "N >= 3072"),
+        ((4, 32, 32, 16384, 64), (9, 0), {"recipe": "sage1-per-token"}, "sage1-per-token", "N >= 3072"),
         ((1, 4, 4, 65536, 128), (9, 0), {}, None, "never slower: no length .* B\\*H=4 wins"),
         ((4, 32, 32, 16384, 40), (9, 0), {}, None, "never slower: no length"),
         ((4, 32, 32, 1024, 128), (9, 0), {}, None,
-         "never slower: sage2-8b-rows .* wins from N=3072.*; never slower: .* wins from N=5120"),
-        ((4, 32, 32, 1024, 128), (9, 0), {"force": True}, "sage2-8b-rows", "forced"),
+         "never slower: sage2-8b-per-token .* wins from N=3072.*; never slower: .* wins from N=5120"),
+        ((4, 32, 32, 1024, 128), (9, 0), {"force": True}, "sage2-8b-per-token", "forced"),
         ((4, 32, 32, 16384, 128), (8, 9), {}, None, "on sm_89"),
         ((4, 32, 32, 16384, 128), (8, 6), {"force": True}, "sage1", "forced"),
         ((4, 32, 32, 16384, 128), (10, 0), {"force": True}, "sage2-8b-fp8qk", "forced"),
@@ -126,12 +126,12 @@ def test_every_row_of_the_crossover_table_decides_at_its_length(monkeypatch):
         ((4, 32, 32, 16384, 128), (8, 6), {"force": True, "recipe": "sage2-8b"}, None,
          "no kernel for pv='fp8', head_dim=128 on compute capability"),
         ((4, 32, 32, 16384, 128), (7, 5), {"force": True}, None, "no kernel for pv='16bit'"),
-        ((4, 32, 32, 16384, 128), (9, 0), {"recipe": "off", "policy": AUTO_FROM_8192}, "sage2-8b-rows",
+        ((4, 32, 32, 16384, 128), (9, 0), {"recipe": "off", "policy": AUTO_FROM_8192}, "sage2-8b-per-token",
          "^N >= 3072 .rule 2 of the policy.$"),
         ((4, 32, 32, 8191, 128), (9, 0), {"recipe": "off", "policy": AUTO_FROM_8192}, None, "the recipe is 'off'"),
         ((4, 32, 32, 2048, 128), (9, 0), {"policy": (Rule("auto"),)}, None, "never slower.*rule 1 of the policy"),
-        ((4, 32, 32, 16384, 128), (9, 0), {"policy": (Rule("accurate"),)}, None, "never slower: no length .*rule 1"),
-        ((4, 32, 32, 16, 128), (9, 0), {"policy": (Rule("accurate"),), "force": True}, "accurate", "forced .rule 1"),
+        ((4, 32, 32, 16384, 128), (9, 0), {"policy": (Rule("sage1-per-token"),)}, None, "never slower: no length .*rule 1"),
+        ((4, 32, 32, 16, 128), (9, 0), {"policy": (Rule("sage1-per-token"),), "force": True}, "sage1-per-token", "forced .rule 1"),
         ((4, 32, 32, 16384, 128), (9, 0), {"policy": (Rule("off"),), "force": True}, None, "the policy says off .rule 1."),
     ],
 )  # fmt: skip
@@ -188,21 +188,21 @@ SHORT = (1, 4, 2, 64, 128)  # never faster by the table
 @pytest.mark.parametrize(
     "ms, recipe, reason",
     [
-        ({"sage2_8b_rows": {2: 0.5, 3: 0.6}, "sage2_8b": 0.8}, "sage2-8b-rows",
+        ({"sage2_8b_per_token": {2: 0.5, 3: 0.6}, "sage2_8b": 0.8}, "sage2-8b-per-token",
          "autotuned: 2.00x the fastest of SDPA, with 2 warpgroups"),
-        ({"sage2_8b_rows": {2: 0.9, 3: 0.5}, "sage2_8b": 0.8}, "sage2-8b-rows",
+        ({"sage2_8b_per_token": {2: 0.9, 3: 0.5}, "sage2_8b": 0.8}, "sage2-8b-per-token",
          "autotuned: 2.00x the fastest of SDPA, with 3 warpgroups"),
-        ({"sage2_8b_rows": {2: 0.5, 3: "E: 3"}, "sage2_8b": "E: 1"}, "sage2-8b-rows",
+        ({"sage2_8b_per_token": {2: 0.5, 3: "E: 3"}, "sage2_8b": "E: 1"}, "sage2-8b-per-token",
          "autotuned: 2.00x the fastest of SDPA, with 2 warpgroups; "
-         "sage2-8b-rows with 3 warpgroups failed: E: 3; sage2-8b failed: E: 1"),
-        ({"sage2_8b_rows": 0.8, "sage2_8b": 0.5}, "sage2-8b", "autotuned: 2.00x the fastest of SDPA"),
-        ({"sage2_8b_rows": 2.0, "sage2_8b": 1.25}, None, "autotuned: SDPA is faster (0.80x)"),
-        ({"sage2_8b_rows": 0.99, "sage2_8b": 1.25}, None, "autotuned: SDPA is as fast (1.01x)"),
-        ({"sage2_8b_rows": {2: 0.8, 3: "OutOfResources: 1"}, "sage2_8b": 0.5}, "sage2-8b",
-         "autotuned: 2.00x the fastest of SDPA; sage2-8b-rows with 3 warpgroups failed: OutOfResources: 1"),
-        ({"sage2_8b_rows": {2: "E: 1", 3: "E: 3"}, "sage2_8b": "E: 2"}, None,
-         "autotuned: no recipe could be timed; sage2-8b-rows with 2 warpgroups failed: E: 1; "
-         "sage2-8b-rows with 3 warpgroups failed: E: 3; sage2-8b failed: E: 2"),
+         "sage2-8b-per-token with 3 warpgroups failed: E: 3; sage2-8b failed: E: 1"),
+        ({"sage2_8b_per_token": 0.8, "sage2_8b": 0.5}, "sage2-8b", "autotuned: 2.00x the fastest of SDPA"),
+        ({"sage2_8b_per_token": 2.0, "sage2_8b": 1.25}, None, "autotuned: SDPA is faster (0.80x)"),
+        ({"sage2_8b_per_token": 0.99, "sage2_8b": 1.25}, None, "autotuned: SDPA is as fast (1.01x)"),
+        ({"sage2_8b_per_token": {2: 0.8, 3: "OutOfResources: 1"}, "sage2_8b": 0.5}, "sage2-8b",
+         "autotuned: 2.00x the fastest of SDPA; sage2-8b-per-token with 3 warpgroups failed: OutOfResources: 1"),
+        ({"sage2_8b_per_token": {2: "E: 1", 3: "E: 3"}, "sage2_8b": "E: 2"}, None,
+         "autotuned: no recipe could be timed; sage2-8b-per-token with 2 warpgroups failed: E: 1; "
+         "sage2-8b-per-token with 3 warpgroups failed: E: 3; sage2-8b failed: E: 2"),
     ],
 )  # fmt: skip
 def test_the_fastest_by_the_clock_is_taken(ms, recipe, reason, monkeypatch):
@@ -229,17 +229,19 @@ def test_the_fastest_by_the_clock_is_taken(ms, recipe, reason, monkeypatch):
     ],
 )
 def test_the_tiles_that_compute_a_call_are_timed(D, kind, warpgroups, monkeypatch):
-    clock = Clock(sage2_8b_rows=0.5, sage2_8b=0.8, accurate=0.5)
+    clock = Clock(sage2_8b_per_token=0.5, sage2_8b=0.8, sage1_per_token=0.5)
     site = decide((1, 4, 2, 64, D), (9, 0), monkeypatch, kind, benchmark=clock)
-    timed = [("sage2-8b-rows", n) for n in warpgroups] + [("sage2-8b", None)]
+    timed = [("sage2-8b-per-token", n) for n in warpgroups] + [("sage2-8b", None)]
     assert [*clock.cases[0].candidates] == timed and site.decision.warpgroups == warpgroups[0]
     how = {None: "", 0: ", with the Triton kernel"}.get(warpgroups[0], ", with 2 warpgroups")
     assert site.reason == f"autotuned: 2.00x the fastest of SDPA{how}"
     # One tile each, and a device without that kernel.
-    decide((1, 4, 2, 64, D), (9, 0), monkeypatch, kind, benchmark=clock, recipe="accurate")
-    assert clock.cases[-1].candidates == (("accurate", None),)
-    decide((1, 4, 2, 64, D), (8, 9), monkeypatch, kind, benchmark=clock, recipe="sage2-8b-rows")
-    assert clock.cases[-1].candidates == (("sage2-8b-rows", None),)
+    decide((1, 4, 2, 64, D), (9, 0), monkeypatch, kind, benchmark=clock, recipe="sage1-per-token")
+    assert clock.cases[-1].candidates == (("sage1-per-token", None),)
+    decide(
+        (1, 4, 2, 64, D), (8, 9), monkeypatch, kind, benchmark=clock, recipe="sage2-8b-per-token"
+    )
+    assert clock.cases[-1].candidates == (("sage2-8b-per-token", None),)
 
 
 def test_the_fastest_tile_is_in_the_graph_and_calls_with_several_share_k_and_v(monkeypatch):
@@ -266,7 +268,7 @@ def test_the_fastest_tile_is_in_the_graph_and_calls_with_several_share_k_and_v(m
     sites = rewrite(torch.fx.GraphModule({}, graph), Settings(benchmark=clock))
     assert [site.decision.warpgroups for site in sites] == [2, 3, 3]
     calls = graph.find_nodes(op="call_function", target=torch.ops.sage.sdpa.default)
-    rows = recipes.NAMED["sage2-8b-rows"]
+    rows = recipes.NAMED["sage2-8b-per-token"]
     assert [call.args[9:11] for call in calls] == [(rows.encode(), n) for n in (2, 3, 3)]
     (prepare,) = graph.find_nodes(op="call_function", target=torch.ops.sage.prepare.default)
     assert prepare.args == (k, v, None, rows.encode(), False)
@@ -280,7 +282,7 @@ def test_without_a_time_of_sdpa_nothing_is_faster_than_it(monkeypatch):
     assert (site.recipe, site.reason) == (None, "autotuned: no backend of SDPA could be timed")
 
 
-AUTOS = ("sage2-8b-rows", "sage2-8b")
+AUTOS = ("sage2-8b-per-token", "sage2-8b")
 
 
 @pytest.mark.parametrize(
@@ -289,16 +291,16 @@ AUTOS = ("sage2-8b-rows", "sage2-8b")
         ((Rule("auto"),), {AUTOS}, "sage2-8b", "autotuned: 2.00x the fastest of SDPA (rule 1 of the policy)"),
         ((Rule("auto", head_dim=(64,)), Rule("sage1"), Rule("auto")), {("sage1",)}, "sage1",
          "autotuned: 1.25x the fastest of SDPA (rule 2 of the policy)"),
-        ((Rule("accurate"), Rule("auto")), {("accurate",)}, None,
+        ((Rule("sage1-per-token"), Rule("auto")), {("sage1-per-token",)}, None,
          "autotuned: SDPA is faster (0.50x) (rule 1 of the policy)"),
-        ((Rule("accurate", length=(65, None)),), {AUTOS}, "sage2-8b", "autotuned: 2.00x the fastest of SDPA"),
+        ((Rule("sage1-per-token", length=(65, None)),), {AUTOS}, "sage2-8b", "autotuned: 2.00x the fastest of SDPA"),
         ((Rule("off"), Rule("auto")), set(), None, "the policy says off (rule 1)"),
     ],
 )  # fmt: skip
 def test_max_autotune_races_what_the_first_rule_that_fits_allows(
     rules, raced, recipe, reason, monkeypatch, tmp_path
 ):
-    clock = Clock(sage2_8b_rows=0.6, sage2_8b=0.5, sage1=0.8, accurate=2.0)
+    clock = Clock(sage2_8b_per_token=0.6, sage2_8b=0.5, sage1=0.8, sage1_per_token=2.0)
     monkeypatch.setattr(autotune, "benchmark", clock)
     path = str(tmp_path / "policy.json")
     Policy(rules).save(path)
@@ -319,20 +321,22 @@ def test_max_autotune_races_what_the_first_rule_that_fits_allows(
     ],
 )
 def test_a_case_has_the_calls_mask(kind, band, mask, dtype, monkeypatch):
-    clock = Clock(sage2_8b=0.5, sage2_8b_rows=0.7, accurate=0.5)
+    clock = Clock(sage2_8b=0.5, sage2_8b_per_token=0.7, sage1_per_token=0.5)
     assert decide(SHORT, (9, 0), monkeypatch, kind, benchmark=clock).recipe == "sage2-8b"
     assert (clock.cases[0].band, clock.cases[0].mask, clock.cases[0].mask_dtype) == (
         band,
         mask,
         dtype,
     )
-    site = decide(SHORT, (9, 0), monkeypatch, kind, benchmark=clock, D_v=64, recipe="accurate")
-    assert site.recipe == "accurate" and clock.cases[-1].v == (1, 2, 64, 64)
+    site = decide(
+        SHORT, (9, 0), monkeypatch, kind, benchmark=clock, D_v=64, recipe="sage1-per-token"
+    )
+    assert site.recipe == "sage1-per-token" and clock.cases[-1].v == (1, 2, 64, 64)
 
 
 def test_a_band_at_the_bottom_right_is_timed_only_where_that_is_the_top_left(monkeypatch):
     """None of SDPA's backends is given it otherwise."""
-    clock = Clock(sage2_8b=0.5, sage2_8b_rows=0.7)
+    clock = Clock(sage2_8b=0.5, sage2_8b_per_token=0.7)
     right = {"kind": "window", "band": Band(None, 0, bottom_right=True), "benchmark": clock}
     site = decide((1, 4, 2, 64, 128), (9, 0), monkeypatch, **right, N_kv=96)
     assert site.mask == "causal, bottom right" and "never slower" in site.reason and not clock.cases
@@ -395,12 +399,12 @@ def test_a_dynamic_length_is_timed_at_its_hint_without_a_guard(monkeypatch):
     N = shape_env.create_symintnode(
         shape_env.create_symbol(96, source, DimDynamic.DYNAMIC), hint=96, source=source
     )
-    shape, clock = (4, 32, 32, N, 128), Clock(sage2_8b_rows=0.5, sage2_8b=0.8)
+    shape, clock = (4, 32, 32, N, 128), Clock(sage2_8b_per_token=0.5, sage2_8b=0.8)
     site = decide(shape, (9, 0), monkeypatch, shape_env=shape_env, benchmark=clock)
     assert clock.cases[0].q == (4, 32, 96, 128)
     assert site.reason == "autotuned at [4, 32, 96, 128]: 2.00x the fastest of SDPA"
     assert (site.recipe, site.decision.warpgroups) == (
-        "sage2-8b-rows",
+        "sage2-8b-per-token",
         None,
     )  # by the table, each length
     rule = (Rule("sage2-8b", length=(64, 128)),)
@@ -409,3 +413,12 @@ def test_a_dynamic_length_is_timed_at_its_hint_without_a_guard(monkeypatch):
     assert not shape_env.guards
     decide(shape, (9, 0), monkeypatch, shape_env=shape_env)
     assert shape_env.guards  # the table's
+
+
+@pytest.mark.parametrize("old, new", recipes.ALIASES.items())
+def test_a_recipes_old_name_is_understood_and_reported_as_the_new_one(old, new, monkeypatch):
+    site = decide(SHORT, (9, 0), monkeypatch, recipe=old, force=True)
+    assert (site.recipe, site.reason) == (new, "forced")
+    site = decide(SHORT, (9, 0), monkeypatch, policy=(Rule(old),), force=True)
+    assert site.recipe == new
+    options.check("recipe", old, "sage.")

@@ -77,7 +77,7 @@ def test_hostile_layers_are_found_and_get_what_copes(tmp_path):
     errors = [row.relative_l1 for row in found.rows]
     assert errors == sorted(errors, reverse=True)
     expected = {f"layers.{i}": "auto" for i in range(6)}
-    expected |= {"layers.1": "off", "layers.3": "accurate"}
+    expected |= {"layers.1": "off", "layers.3": "sage1-per-token"}
     assert found.suggested == expected
     of = {(row.site.module, row.recipe): row.relative_l1 for row in found.rows}
     assert len(of) == len(found.rows) == 6 * (len(NAMED) + 1)
@@ -110,7 +110,7 @@ def test_calls_that_agree_get_one_rule_and_the_table_shows_it():
     assert lines[2].split()[:2] == ["layers.0", "SDPA"] or lines[2].startswith("layers.1")
     assert '{"recipe": "auto"}' in str(found) and not found.unmeasured
     strict = diagnose(Transformer(None, None), torch.randn(1, 50, 64), tolerance=0.02)
-    assert strict.policy == Policy((Rule("accurate"),))
+    assert strict.policy == Policy((Rule("sage1-per-token"),))
     only = diagnose(Transformer(None), torch.randn(1, 50, 64), recipes=["sage1", "sage2-8b"])
     assert {row.recipe for row in only.rows} == {"sdpa", "sage1", "sage2-8b"}
     assert only.policy == Policy((Rule("sage2-8b"),))  # of "auto" not all was measured
@@ -124,10 +124,10 @@ def test_auto_is_suggested_only_if_all_that_it_may_become_is_within_the_toleranc
         probe = SimpleNamespace(site=SimpleNamespace(module="m"), rows=rows, autos=BY_SPEED[:2])
         return DIAGNOSE._suggested([probe], 0.05)["m"]
 
-    assert suggested(sage2_8b_rows=0.04, sage2_8b=0.05) == "auto"
-    assert suggested(sage2_8b_rows=0.04, sage2_8b=0.06) == "sage2-8b-rows"
-    assert suggested(sage2_8b_rows=0.06, sage2_8b=0.04) == "sage2-8b"
-    assert suggested(sage2_8b_rows=0.06, accurate=0.06) == "off"
+    assert suggested(sage2_8b_per_token=0.04, sage2_8b=0.05) == "auto"
+    assert suggested(sage2_8b_per_token=0.04, sage2_8b=0.06) == "sage2-8b-per-token"
+    assert suggested(sage2_8b_per_token=0.06, sage2_8b=0.04) == "sage2-8b"
+    assert suggested(sage2_8b_per_token=0.06, sage1_per_token=0.06) == "off"
 
 
 def test_a_nan_is_worse_than_any_error():
@@ -140,7 +140,7 @@ def test_a_nan_is_worse_than_any_error():
 
 PATHS = [f"{stack}.{i}.{name}" for stack in ("encoder", "decoder") for i in range(4)
          for name in ("attn", "cross")] + ["pool", "", "encoder.pool"]  # fmt: skip
-recipes = st.sampled_from(["auto", "off", "accurate"])
+recipes = st.sampled_from(["auto", "off", "sage1-per-token"])
 
 
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
@@ -157,16 +157,16 @@ def test_neighbouring_layers_and_calls_of_one_name_share_a_rule():
     of = {f"layers.{i}.attn": "off" if i in (0, 1, 2, 6) else "auto" for i in range(12)}
     layers = Rule("off", layer=(0, 2)), Rule("off", module="layers.6.attn"), Rule("auto")
     assert _merged(of) == layers
-    of |= {f"layers.{i}.cross": "accurate" for i in range(12)}
+    of |= {f"layers.{i}.cross": "sage1-per-token" for i in range(12)}
     assert _merged(of) == (
         Rule("off", module="*.attn", layer=(0, 2)),
         Rule("auto", module="*.attn", layer=(3, 5)),
         Rule("auto", module="*.attn", layer=(7, 11)),
         Rule("off", module="layers.6.attn"),
-        Rule("accurate"),
+        Rule("sage1-per-token"),
     )
     of |= {f"layers.{i}.attn": "auto" for i in range(12)} | {"pool": "auto"}
-    assert _merged(of) == (Rule("accurate", module="*.cross"), Rule("auto"))
+    assert _merged(of) == (Rule("sage1-per-token", module="*.cross"), Rule("auto"))
 
 
 # -- what is measured ----

@@ -166,7 +166,7 @@ def test_the_readmes_format_is_read(tmp_path):
     text = re.search(r"```json\n(.*?)```", readme, re.S)
     assert Policy.load(written(tmp_path, text=text[1])).rules == (
         Rule("off", module="*.cross_attention"),
-        Rule("accurate", layer=(0, 3), head_dim=(64, 128), length=(4096, None)),
+        Rule("sage1-per-token", layer=(0, 3), head_dim=(64, 128), length=(4096, None)),
         Rule("sage2-8b", layer=(5, 5), head_dim=(256,)),
         Rule("auto"),
     )
@@ -176,14 +176,14 @@ def test_the_report_names_the_rule(tmp_path):
     path = written(
         tmp_path,
         {"module": "*.cross", "recipe": "off"},
-        {"layer": 1, "recipe": "accurate"},
+        {"layer": 1, "recipe": "sage1-per-token"},
         {"layer": [2, None], "length": [41, None], "recipe": "off"},
     )
     report = explain(path, recipe="sage1")
     assert [(s.recipe, s.reason) for s in report] == [
         ("sage1", "emulated"),
         (None, "the policy says off (rule 1)"),
-        ("accurate", "emulated (rule 2 of the policy)"),
+        ("sage1-per-token", "emulated (rule 2 of the policy)"),
         (None, "the policy says off (rule 1)"),
         *[("sage1", "emulated"), (None, "the policy says off (rule 1)")],
         *[("sage1", "emulated")] * 2,
@@ -245,9 +245,9 @@ def test_the_environment_sets_the_policy(tmp_path):
             options={"sage.emulate": True, **options})[0].recipe
         print(sage_inductor.config.policy, f({}), f({"sage.policy": ""}))
     """
-    path = written(tmp_path, {"recipe": "accurate"})
+    path = written(tmp_path, {"recipe": "sage1-per-token"})
     out = process(program, tmp_path, SAGE_INDUCTOR_POLICY=path)
-    assert out == [path, "accurate", "sage2-8b"]
+    assert out == [path, "sage1-per-token", "sage2-8b"]
     path = written(tmp_path, {"recipe": "acurate"})
     with pytest.raises(RuntimeError, match=re.escape(f"{path}:1: rule 1: recipe must be one of")):
         process("import sage_inductor", tmp_path, SAGE_INDUCTOR_POLICY=path)
@@ -259,14 +259,14 @@ def test_exported_programs_are_decided_by_their_examples(tmp_path):
         tmp_path,
         {"layer": 1, "recipe": "off"},
         {"length": [40, 40], "recipe": "sage1"},
-        {"recipe": "accurate"},
+        {"recipe": "sage1-per-token"},
     )
     N = torch.export.Dim("N", min=2, max=100)
     shapes = {"x": {2: N}, "context": None}
     program = torch.export.export(Model(), INPUTS, dynamic_shapes=shapes)
     report = sage_inductor.rewrite(program, options={**EMULATE, "sage.policy": path})
     assert [s.module for s in report] == MODULES
-    expected = ["sage1", "sage1", None, None, "sage1", "sage1", "accurate", "sage1"]
+    expected = ["sage1", "sage1", None, None, "sage1", "sage1", "sage1-per-token", "sage1"]
     assert [s.recipe for s in report] == expected
     x = torch.randn(1, 2, 33, 32)  # not a length that the rule names: the graph stays general
     assert program.module()(x, INPUTS[1]).shape == (1, 2, 33, 48)
@@ -325,8 +325,10 @@ def test_an_invalid_file_is_refused_with_line_and_reason(case, tmp_path):
 
 
 def test_the_nearest_recipe_is_suggested(tmp_path):
-    path = written(tmp_path, {"recipe": "sage2-8b-row"})
-    with pytest.raises(ValueError, match="got 'sage2-8b-row': did you mean 'sage2-8b-rows'"):
+    path = written(tmp_path, {"recipe": "sage2-8b-per-toke"})
+    with pytest.raises(
+        ValueError, match="got 'sage2-8b-per-toke': did you mean 'sage2-8b-per-token'"
+    ):
         Policy.load(path)
 
 
@@ -386,9 +388,9 @@ def test_warm_caches_hit_with_the_same_file_and_miss_with_a_changed_one(tmp_path
     assert sage1[:2] == ["miss", "sage1"]
     written(tmp_path, {"recipe": "sage1", "note": "says the same"})
     assert process(program, tmp_path) == ["hit", *sage1[1:]]
-    written(tmp_path, {"recipe": "accurate"})
+    written(tmp_path, {"recipe": "sage1-per-token"})
     accurate = process(program, tmp_path)
-    assert accurate[:2] == ["miss", "accurate"] and accurate[2] != sage1[2]
+    assert accurate[:2] == ["miss", "sage1-per-token"] and accurate[2] != sage1[2]
 
 
 def test_a_changed_file_is_read_anew_after_a_reset(tmp_path):

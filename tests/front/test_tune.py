@@ -53,14 +53,14 @@ def clock(B, H, N, D, is_causal, recipes):
 def test_a_table_is_measured_written_and_read(gpu):
     table = tune.tune(gpu, (64, 80), (2048, 8192, 4096), clock)
     rows = {tuple(row[:3]): row[3] for row in table["crossover"]}
-    assert rows["sage2-8b-rows", 64, "full"] == [[128, 4096], [24, 8192], [8, 8192]]
+    assert rows["sage2-8b-per-token", 64, "full"] == [[128, 4096], [24, 8192], [8, 8192]]
     assert rows["sage2-8b", 80, "causal"] == []
 
-    assert cost.crossover(GPU, "sage2-8b-rows", 64, "full") != [(128, 4096)]
+    assert cost.crossover(GPU, "sage2-8b-per-token", 64, "full") != [(128, 4096)]
     path = cost.save(table)
     assert json.loads(path.read_text()) == table
     tuned = [(128, 4096), (24, 8192), (8, 8192)]
-    assert cost.crossover(GPU, "sage2-8b-rows", 64, "full") == tuned
+    assert cost.crossover(GPU, "sage2-8b-per-token", 64, "full") == tuned
     assert cost.crossover(GPU, "sage2-8b", 80, "causal") == []  # measured: no longer built in
     built_in = cost.CROSSOVER[cost.H200, "sage2-8b", 128, "window"]
     assert cost.crossover(GPU, "sage2-8b", 128, "window") == built_in
@@ -130,7 +130,7 @@ def test_a_table_that_cannot_be_read_is_ignored_with_one_warning(
 
         monkeypatch.setattr(cost.Path, "home", home)
     for kind in ("full", "causal"):
-        assert cost.crossover(GPU, "sage2-8b-rows", 64, kind)
+        assert cost.crossover(GPU, "sage2-8b-per-token", 64, kind)
     assert [record.getMessage().count("is ignored") for record in caplog.records] == [1]
 
 
@@ -168,7 +168,7 @@ def test_the_command_writes_every_gpus_table(gpu, monkeypatch, capsys):
     monkeypatch.setattr(tune, "_time_case", lambda device, *case: clock(*case))
     assert main(["tune", "--head-dims", "64", "--lengths", "2048", "4096"]) == 0
     printed = capsys.readouterr().out
-    assert f"{GPU}: head_dim 64, full: sage2-8b-rows from N=4096 with B*H >= 128" in printed
+    assert f"{GPU}: head_dim 64, full: sage2-8b-per-token from N=4096 with B*H >= 128" in printed
     assert f"{GPU}: head_dim 64, causal: sage2-8b from never" in printed
     assert cost.tuned_path(GPU).exists()
 
@@ -203,7 +203,9 @@ def test_without_a_gpu_nothing_is_measured(capsys):
 # -- mode="max-autotune" ----
 
 
-def case(mask=None, dtype=None, band=FULL, D_v=32, recipes=("sage2-8b-rows", "accurate")):
+def case(
+    mask=None, dtype=None, band=FULL, D_v=32, recipes=("sage2-8b-per-token", "sage1-per-token")
+):
     """96 queries, 64 keys, two heads to each of k's."""
     cpu = torch.device("cpu")
     q, k, v = (2, 4, 96, 32), (2, 2, 64, 32), (2, 2, 64, D_v)
@@ -276,12 +278,12 @@ def test_each_tile_is_timed_as_such(on_cpu, monkeypatch):
 
     attend = autotune.attend
     monkeypatch.setattr(autotune, "attend", lambda call: told.append(call) or attend(call))
-    candidates = tuple(Candidate("sage2-8b-rows", n) for n in (0, 2, 3, None))
+    candidates = tuple(Candidate("sage2-8b-per-token", n) for n in (0, 2, 3, None))
     found = autotune.benchmark(dataclasses.replace(case(), candidates=candidates))
     assert tuple(found) == ("CUDNN_ATTENTION", "FLASH_ATTENTION", *candidates)
     assert [call.warpgroups for call in told] == [0, 2, 3, None]
     assert {(call.recipe, call.portable) for call in told} == {
-        (NAMED["sage2-8b-rows"].encode(), False)
+        (NAMED["sage2-8b-per-token"].encode(), False)
     }
 
 
@@ -340,7 +342,7 @@ dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, 
 
 def case(N):
     shape = (1, 2, N, 32)
-    names = Candidate("sage2-8b"), Candidate("sage2-8b-rows", 3)
+    names = Candidate("sage2-8b"), Candidate("sage2-8b-per-token", 3)
     return BenchmarkCase(torch.device("cpu"), torch.bfloat16, shape, shape, shape, FULL, None, None, names)
 
 def measure(case):  # the ranks would choose differently
@@ -366,7 +368,8 @@ def test_ranks_choose_by_the_times_of_one_of_them(tmp_path):
     outs = [rank.communicate(timeout=120) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], outs
     assert (
-        outs[0][0] == outs[1][0] and "Candidate(recipe='sage2-8b-rows', warpgroups=3)" in outs[0][0]
+        outs[0][0] == outs[1][0]
+        and "Candidate(recipe='sage2-8b-per-token', warpgroups=3)" in outs[0][0]
     )
 
 
@@ -470,7 +473,7 @@ def test_the_fastest_tile_on_the_gpu_is_taken_and_each_is_right(D, is_causal, mo
         times,
     )
     rivals = tiles.rivals(tiles.capability(q.device), "fp8", D, is_causal)
-    assert {n for name, n in times if name == "sage2-8b-rows"} in (set(rivals), set())
+    assert {n for name, n in times if name == "sage2-8b-per-token"} in (set(rivals), set())
     for each in times:
         given = {"scale": D**-0.5, "is_causal": is_causal, **each._asdict()}
         outs.append(support_sdpa(q, k, v, **given)[0])

@@ -269,17 +269,17 @@ def calls():
     mask = Visibility.of(torch.ones(2, 1, 1, 300, dtype=torch.bool), (None, None, False), 300, 64)
     apart = torch.empty(*q.shape, 2, dtype=q.dtype)[..., 0]
 
-    def call(recipe="sage2-8b-rows", **given):
+    def call(recipe="sage2-8b-per-token", **given):
         return attention_call(q, k, v, recipe)._replace(**given)
 
     def of_v(v):
-        return call("accurate", v=v), False
+        return call("sage1-per-token", v=v), False
 
     return {
         "full": (call(), True),
         "causal": (call(right=0), True),
         "fp16": (call(q=q.half()), True),
-        "16-bit v": (call("accurate"), True),
+        "16-bit v": (call("sage1-per-token"), True),
         "INT4 k": (call("sage2-4b"), False),
         "FP8 k": (call("sage2-8b-fp8qk"), False),
         "another granularity": (call("sage2-8b"), False),
@@ -534,7 +534,7 @@ def test_no_conversion_to_fp8_merges_with_an_unrelated_register(kernel, D):
     assert conversions >= 8
 
 
-@pytest.mark.parametrize("recipe", ["sage1", "accurate", "hopper"])
+@pytest.mark.parametrize("recipe", ["sage1", "sage1-per-token", "hopper"])
 def test_no_byte_is_stored_of_a_float(recipe):
     """The low byte of a sum is the quantized number, but the ptxas of CUDA 12.8 stores F2IP.U8 of a
     register that it has seen written by a float's instruction: 255. It happened where heads of q

@@ -109,7 +109,7 @@ def test_preparation_in_one_pass_equals_its_oracle(shape, dtype, masked):
     if shape[4] > 1:
         v[0, :1, shape[4] // 3] *= 100
         v[0, -1, shape[4] - 1] *= 1000
-    for r in (NAMED["sage2-8b-rows"], NAMED["sage2-8b-fp8qk"]):
+    for r in (NAMED["sage2-8b-per-token"], NAMED["sage2-8b-fp8qk"]):
         text = r.encode()
         k_8bit, k_scale, k_mean, v_fp8, v_scale, v_mean = quantize_kv(k, v, visible, text)
         *statistics, beyond = launch_estimate([k, v], visible)
@@ -192,7 +192,7 @@ def test_kernel_equals_its_emulation(op, recipe, band, shape):
 
 @pytest.mark.parametrize("lengths", [(1, 300), (300, 1), (1, 1), (2, 300)], ids=str)
 @pytest.mark.parametrize("band", ["full", "causal", "bottom right", "narrow"])
-@pytest.mark.parametrize("recipe", ["sage2-8b", "sage2-8b-rows", "sage2-8b-fp8qk", "sage2-4b"])
+@pytest.mark.parametrize("recipe", ["sage2-8b", "sage2-8b-per-token", "sage2-8b-fp8qk", "sage2-4b"])
 @both_ops
 def test_a_length_of_one_is_no_constant(op, recipe, band, lengths):
     """Where Triton made it one, ptxas (CUDA 12.8) converted p's equal pairs to garbage."""
@@ -414,7 +414,7 @@ def test_what_hopper_kernel_cannot_read_runs_on_the_other():
     q, k, v = qkv(1, 2, 2, 300, 300, 128)
     apart = torch.stack([q, q], 4)[..., 0]  # its last stride is 2
     unaligned = torch.cat([v, v[..., :1]], 3)[..., 1:]  # 2 bytes off
-    for recipe, q_, v_ in (("sage2-8b-rows", apart, v), ("accurate", q, unaligned)):
+    for recipe, q_, v_ in (("sage2-8b-per-token", apart, v), ("sage1-per-token", q, unaligned)):
         a = attention_call(q_, k, v_, recipe, Visibility(right=0))
         assert hopper_tile(a) is None
         out, _ = attention_opaque(*a)
@@ -429,8 +429,8 @@ def test_what_hopper_kernel_cannot_read_runs_on_the_other():
 # FP8 q and k: .051 on normal inputs, .107 where one key of a row decides ("huge q"). INT4: .21, and
 # up to .36 with logits twice as large, .42 where one key decides.
 ERROR = {
-    "sage2-8b": 0.073, "sage2-8b-rows": 0.073, "sage2-8b-fp8qk": 0.16, "sage1": 0.05,
-    "accurate": 0.05, "sage2-4b": 0.5, "sage3": 0.45,
+    "sage2-8b": 0.073, "sage2-8b-per-token": 0.073, "sage2-8b-fp8qk": 0.16, "sage1": 0.05,
+    "sage1-per-token": 0.05, "sage2-4b": 0.5, "sage3": 0.45,
 }  # fmt: skip
 COARSER = {"sage2-4b": 3, "sage3": 6}  # than 8-bit p and v: its error beside theirs, and some
 
@@ -604,7 +604,7 @@ def test_generated_code_has_no_pass_over_k_and_v_but_ours(rope, monkeypatch):
     own, buffers = {}, {}
     for backend, options in (
         ("inductor", None),
-        ("sage", {**FORCE, "sage.recipe": "sage2-8b-rows"}),
+        ("sage", {**FORCE, "sage.recipe": "sage2-8b-per-token"}),
     ):
         torch._dynamo.reset()
         compiled = torch.compile(attend, backend=backend, options=options)
@@ -621,7 +621,7 @@ def test_generated_code_has_no_pass_over_k_and_v_but_ours(rope, monkeypatch):
     assert ours[3:] == ["hopper_kernel"] or torch.cuda.get_device_capability() != (9, 0)
 
 
-@pytest.mark.parametrize("recipe", ["sage2-8b-rows", "accurate"])
+@pytest.mark.parametrize("recipe", ["sage2-8b-per-token", "sage1-per-token"])
 def test_kernels_are_compiled_while_the_graph_is(recipe, monkeypatch):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("elsewhere Inductor compiles them")
@@ -662,7 +662,7 @@ def test_constant_k_and_v_are_prepared_once(monkeypatch):
 
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     m = Cross().cuda().bfloat16().eval()
-    options = {**FORCE, "sage.recipe": "sage2-8b-rows"}
+    options = {**FORCE, "sage.recipe": "sage2-8b-per-token"}
     q = torch.randn(2, 4, 1024, 128, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad(), torch._inductor.config.patch(freezing=True):
         compiled = torch.compile(m, backend="sage", options=options)

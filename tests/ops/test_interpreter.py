@@ -41,7 +41,7 @@ pytestmark = [
     pytest.mark.usefixtures("poisoned"),
 ]
 
-RECIPES = ["sage2-8b", "sage2-8b-rows", "sage2-8b-fp8qk", "sage2-4b", "sage1"]
+RECIPES = ["sage2-8b", "sage2-8b-per-token", "sage2-8b-fp8qk", "sage2-4b", "sage1"]
 SHAPES = [  # H_q, H_kv, N_q, N_kv, D
     (4, 2, 70, 130, 64),  # groups that neither h % H_kv nor one head tells
     (1, 1, 130, 65, 128),
@@ -114,7 +114,7 @@ def test_preparation_in_one_pass(shape, masked):
         visible[..., -1] = 1
         hidden = (visible == 0).expand(-1, shape[1], -1)
         k[hidden], v[hidden] = torch.inf, torch.nan
-    for recipe in (NAMED["sage2-8b-rows"], NAMED["sage2-8b-fp8qk"]):
+    for recipe in (NAMED["sage2-8b-per-token"], NAMED["sage2-8b-fp8qk"]):
         found = launch_kv(k, v, visible, recipe)
         alone = launch_kv(k, None, visible, recipe)
         for x, y in zip(alone[:3], found[:3], strict=True):
@@ -288,12 +288,14 @@ def test_attention_in_a_band(band, recipe, lengths):
 
 
 @pytest.mark.parametrize("bottom_right", [False, True], ids=["top left", "bottom right"])
-@pytest.mark.parametrize("recipe", ["accurate", "sage3"])
+@pytest.mark.parametrize("recipe", ["sage1-per-token", "sage3"])
 def test_a_band_shows_each_row_its_keys_and_no_other(recipe, bottom_right):
     """With k = 0 every key that a row sees weighs the same: exp(lse) is their number, exactly, and
     v, the keys' numbers, averages to their centre. Bounds at the edges of tiles of 64."""
     N_q, N_kv = 70, 140
-    bounds = (None, 0, 1, 62, 63, 64) if recipe == "accurate" else (None, 0, 63)  # 4 times slower
+    bounds = (
+        (None, 0, 1, 62, 63, 64) if recipe == "sage1-per-token" else (None, 0, 63)
+    )  # 4 times slower
     q, k = (torch.randn(1, 1, N, 16).half() for N in (N_q, N_kv))
     j = torch.arange(N_kv)
     i = torch.arange(N_q)[:, None] + (N_kv - N_q if bottom_right else 0)
@@ -306,13 +308,13 @@ def test_a_band_shows_each_row_its_keys_and_no_other(recipe, bottom_right):
         if right is not None:
             sees = sees & (j <= i + right)
         assert_close(lse[0, 0].exp(), sees.sum(1).float(), rtol=1e-5, atol=0)
-        if recipe == "accurate":
+        if recipe == "sage1-per-token":
             centre = (sees * v[0, 0, :, 0]).sum(1) / sees.sum(1)
             assert_close(out[0, 0, :, 0].float(), centre.float(), rtol=1e-3, atol=2e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("recipe", ["accurate", "sage3"])
+@pytest.mark.parametrize("recipe", ["sage1-per-token", "sage3"])
 def test_a_row_of_nothing_but_the_lowest_number_averages_over_all_keys(recipe, dtype):
     """As softmax by hand does: whatever is added to the lowest number is lost."""
     q, k, v = qkv(1, 1, 20, 70, 16)

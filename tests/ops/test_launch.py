@@ -149,7 +149,7 @@ def finished():
 
 
 @pytest.mark.parametrize("band", [FULL, RIGHT_BELOW], ids=["full", "causal"])
-@pytest.mark.parametrize("recipe", ["sage2-8b-rows", "accurate"])
+@pytest.mark.parametrize("recipe", ["sage2-8b-per-token", "sage1-per-token"])
 @pytest.mark.parametrize("warpgroups", [None, 0, 2, 3], ids=str)
 @pytest.mark.parametrize("N", [1000, 2048])
 def test_what_is_compiled_ahead_is_what_is_launched(recipe, band, N, warpgroups, h200):
@@ -172,7 +172,7 @@ def test_what_is_compiled_ahead_is_what_is_launched(recipe, band, N, warpgroups,
     tile = select(Problem((9, 0), r, 64, masked=False)).tile
     run_opaque(a._replace(right=band[1]), tile, run, torch.device("cuda", 0))
     names = [name for name, *_ in launched]
-    short = recipe == "sage2-8b-rows" and N < 1536 and warpgroups != 3  # no tile here has 2
+    short = recipe == "sage2-8b-per-token" and N < 1536 and warpgroups != 3  # no tile here has 2
     attend = "_attention_kernel" if short or warpgroups == 0 else "_hopper_kernel"
     assert len(names) >= 3 and attend in names
     assert sorted(h200, key=repr) == sorted(launched, key=repr)
@@ -183,7 +183,7 @@ def test_what_is_compiled_ahead_is_what_is_launched(recipe, band, N, warpgroups,
 )
 def test_nothing_is_compiled_ahead_that_inductor_compiles_or_that_is_not_known(what, h200):
     precompile._start.cache_clear()
-    recipe = "sage2-8b" if what == "prepared by per_thread" else "sage2-8b-rows"
+    recipe = "sage2-8b" if what == "prepared by per_thread" else "sage2-8b-per-token"
     x = qkv(1000, "cpu" if what == "on CPU" else "cuda")
     args = list(arguments(*x, False, 0.1, recipe, portable=what == "portable"))
     if what == "masked":
@@ -236,8 +236,8 @@ def test_calls_of_one_shape_do_not_see_each_others_tensors(h200):
     def call(run):
         q, v = (torch.empty(1, 2, N, 64, dtype=torch.bfloat16) for N in (300, 5000))
         v = v.as_strided(v.shape, (7, *v.stride()[1:]))  # of one batch: may be anything
-        prepared = launch_kv(v, None, None, NAMED["accurate"], lambda *args, **options: None)
-        a = attention_call(q, v, v, "accurate", prepared=prepared)
+        prepared = launch_kv(v, None, None, NAMED["sage1-per-token"], lambda *args, **options: None)
+        a = attention_call(q, v, v, "sage1-per-token", prepared=prepared)
         run_opaque(a, tiles.Tile(128, 64, 8, 3), run, torch.device("cuda", 0))
         return prepared.k, v
 

@@ -310,7 +310,7 @@ def test_the_tile_of_a_recipe_reaches_the_fastest_kernels_op(monkeypatch):
         inputs = [torch.empty(x.shape, device="cuda", dtype=torch.bfloat16) for x in (q, k, v)]
 
     def told(warpgroups):
-        call = SdpaCall(*arguments(*inputs, recipe="sage2-8b-rows", warpgroups=warpgroups))
+        call = SdpaCall(*arguments(*inputs, recipe="sage2-8b-per-token", warpgroups=warpgroups))
 
         def run(q, k, v):
             return compose(call._replace(q=q, k=k, v=v))
@@ -323,9 +323,9 @@ def test_the_tile_of_a_recipe_reaches_the_fastest_kernels_op(monkeypatch):
 
 
 def test_a_tile_changes_nothing_where_it_is_not():
-    given = dict(recipe="sage2-8b-rows", prepared=prepared(k, v, "sage2-8b-rows"))
+    given = dict(recipe="sage2-8b-per-token", prepared=prepared(k, v, "sage2-8b-per-token"))
     found = sdpa(q, k, v, warpgroups=3, **given)
-    for out, other in zip(found, sdpa(q, k, v, recipe="sage2-8b-rows")):
+    for out, other in zip(found, sdpa(q, k, v, recipe="sage2-8b-per-token")):
         assert torch.equal(out, other)
 
 
@@ -397,7 +397,7 @@ def test_a_key_counts_where_any_head_of_its_group_sees_it():
     assert visibility.visible_keys(seen[:, :1], 2).tolist() == [[[1, 0, 0, 0, 0, 0]]]
 
 
-@pytest.mark.parametrize("recipe", ["sage1", "sage2-8b", "sage2-4b", "sage2-8b-rows", "sage3"])
+@pytest.mark.parametrize("recipe", ["sage1", "sage2-8b", "sage2-4b", "sage2-8b-per-token", "sage3"])
 def test_what_a_mask_a_head_hides_from_a_group_may_be_anything(recipe):
     q, k, v = qkv()
     attn_mask = torch.ones(1, 4, 1, 70, dtype=torch.bool)
@@ -480,4 +480,4 @@ def test_a_recipe_of_another_format_is_a_row_of_the_table(compiled, monkeypatch)
 
 def test_warpgroups_that_no_tile_has_are_refused():
     with pytest.raises(ValueError, match=r"warpgroups must be one of \(None, 0, 2, 3\), got 4"):
-        sdpa(q, k, v, recipe="sage2-8b-rows", warpgroups=4)
+        sdpa(q, k, v, recipe="sage2-8b-per-token", warpgroups=4)

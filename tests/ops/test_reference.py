@@ -188,7 +188,7 @@ def test_a_head_of_v_with_rows_beyond_the_estimate_is_scaled_by_all_its_rows():
     outside = next(n for n in range(500) if n not in reference.sample_rows(500))
     v[1, 0, outside] = 1000
     mean, amax = reference.estimate(v)
-    v_fp8, v_scale = reference.quantize_v_checked(v, mean, amax, NAMED["sage2-8b-rows"])
+    v_fp8, v_scale = reference.quantize_v_checked(v, mean, amax, NAMED["sage2-8b-per-token"])
     expected = amax / 448
     expected[1, 0] = (v[1, 0] - mean[1, 0]).abs().amax(0) / 448
     assert_close(v_scale, expected)
@@ -202,7 +202,8 @@ def test_a_head_of_v_with_rows_beyond_the_estimate_is_scaled_by_all_its_rows():
     hidden = torch.ones(2, 2, 500, dtype=torch.uint8)
     hidden[1, 0, outside] = 0
     assert_close(
-        reference.quantize_v_checked(v, mean, amax, NAMED["sage2-8b-rows"], hidden)[1], amax / 448
+        reference.quantize_v_checked(v, mean, amax, NAMED["sage2-8b-per-token"], hidden)[1],
+        amax / 448,
     )
 
 
@@ -313,7 +314,7 @@ def test_what_is_estimated_costs_no_accuracy(family):
     q, k, v = (x.bfloat16().float() for x in (q, k, v))
     exact, _ = exactly(q, k, v, False, 0.125)
     exact = exact.float()
-    r = NAMED["sage2-8b-rows"]
+    r = NAMED["sage2-8b-per-token"]
     mean, amax = reference.smooth([k, v])
     of_k, of_v = reference.quantize_k(k, mean[0], r), reference.quantize_v(v, mean[1], amax[1], r)
     exactly_prepared = (*of_k, mean[0], *of_v, mean[1])

@@ -43,7 +43,9 @@ CALLS = [  # target, args (True: the tensor), kwargs, whether it may write
 ]
 
 
-@pytest.mark.parametrize("target, args, kwargs, writes", CALLS, ids=str)
+@pytest.mark.parametrize(
+    "target, args, kwargs, writes", CALLS, ids=lambda x: getattr(x, "__name__", str(x))
+)
 def test_a_call_may_write_unless_it_is_known_not_to(target, args, kwargs, writes):
     graph = torch.fx.Graph()
     x = graph.placeholder("x")

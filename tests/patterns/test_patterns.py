@@ -97,7 +97,7 @@ attention = sage.attention(q_1, quantize_k[0], quantize_k[1], quantize_v[0], qua
     def test_rows_are_prepared_by_one_op(self):
         """No smoothed k or v in 16 bits stands between what the model makes and the kernels."""
         self.assertExpectedInline(
-            calls(opened("sage2-8b-rows")),
+            calls(opened("sage2-8b-per-token")),
             """\
 quantize_kv = sage.quantize_kv(k_1, v_1, None, int8)
 attention = sage.attention(q_1, quantize_kv[0], quantize_kv[1], quantize_kv[3], quantize_kv[4], quantize_kv[5], None, None, None, None, False, 0.125, 32, per_row, True)""",
