@@ -48,11 +48,14 @@ def qkv(B=3, H_q=3, H_kv=3, N_q=300, N_kv=300, D=64):
     return q.contiguous(), k.contiguous(), v.contiguous()
 
 
-def assert_same(found, expected, recipe):
-    """To the bit, but where q is smoothed by PyTorch, which adds up in an order of its own."""
+def assert_same(found, expected, recipe, in_another_order=False):
+    """To the bit, but where sums are taken in another order: where PyTorch smooths q, and where
+    neighbours in memory are other ones, which changes a kernel's layout (seen on an H200: a few
+    elements an ulp off)."""
+    bound = 1e-2 if recipes.NAMED[recipe].of_qk.smooths_q else 1e-3 if in_another_order else 0.0
     for x, y in zip(found, expected, strict=True):
-        if recipes.NAMED[recipe].of_qk.smooths_q:
-            assert x.isfinite().all() and relative_l2(x, y) < 1e-2
+        if bound:
+            assert x.isfinite().all() and relative_l2(x, y) < bound
         else:
             assert torch.equal(x, y)
 
@@ -67,7 +70,7 @@ def test_inputs_beyond_2_to_the_31_elements(which, dim, recipe, portable):
     padding = torch.arange(300, device="cuda").expand(3, 1, 1, 300) >= 20  # statistics of the rest
     for kwargs in (*BANDS, {"attn_mask": padding}):
         kwargs |= {"recipe": recipe, "portable": portable}
-        assert_same(sdpa(*far, **kwargs), sdpa(*inputs, **kwargs), recipe)
+        assert_same(sdpa(*far, **kwargs), sdpa(*inputs, **kwargs), recipe, dim == 3)
 
 
 @kernels
@@ -79,7 +82,7 @@ def test_masks_beyond_2_to_the_31_elements(dtype, dim, recipe, portable):
     attn_mask = attn_mask > 0 if dtype == torch.bool else attn_mask.to(dtype)
     kwargs = {"recipe": recipe, "portable": portable}
     found = sdpa(q, k, v, attn_mask=apart(attn_mask, dim), **kwargs)
-    assert_same(found, sdpa(q, k, v, attn_mask=attn_mask, **kwargs), recipe)
+    assert_same(found, sdpa(q, k, v, attn_mask=attn_mask, **kwargs), recipe, dim > 1)
 
 
 @kernels
