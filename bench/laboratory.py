@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sage_inductor.ops.attention.arguments import AttentionCall
 from sage_inductor.ops.formats import (
     E4M3_MAX,
     FP4_BLOCK,
@@ -30,11 +29,11 @@ from sage_inductor.ops.formats import (
     TINY,
     Prepared,
 )
-from sage_inductor.ops.quantize.smooth import smooth_q
 from sage_inductor.ops.recipe import NAMED, Recipe
 from sage_inductor.ops.reference import attention as emulation
 from sage_inductor.ops.reference.exact import masked
 from sage_inductor.ops.reference.quantize import estimate
+from sage_inductor.ops.sdpa import attention_call
 from sage_inductor.ops.sdpa import prepare as prepare_kv
 from sage_inductor.ops.visibility import Visibility
 
@@ -363,19 +362,9 @@ def emulate(
 ) -> Tensor:  # fmt: skip
     """The output of Q_BLOCK rows from `start` on, by the emulation of the recipe."""
     band = Visibility(right=start if is_causal else None)
-    a = attention_call(q[:, :, start : start + Q_BLOCK], k, v, prepared, band, recipe)
+    part, scale = q[:, :, start : start + Q_BLOCK], 1 / math.sqrt(q.shape[3])
+    a = attention_call(part, k, v, prepared, band, scale, recipe)
     return emulation.attention(a, TILE)[0]
-
-
-def attention_call(
-    q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, visibility: Visibility, recipe: Recipe
-) -> AttentionCall:
-    """What a kernel or its emulation reads, of k and v that are prepared."""
-    of_q = (None, None)
-    if recipe.of_qk.smooths_q:
-        of_q = smooth_q(q, k, prepared.k_mean, visibility.keys(k.shape[1]))
-    scale = 1 / math.sqrt(q.shape[3])
-    return AttentionCall.of(q, prepared, v, visibility, scale, k.shape[2], recipe, of_q=of_q)
 
 
 # -- inputs ----

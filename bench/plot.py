@@ -63,8 +63,8 @@ def newest(folder: Path) -> dict[str, dict]:
     """SHOWN plan -> the newest result that holds rows of it, with those rows alone."""
     found = {}
     for result in sorted(map(load, folder.glob("*.json")), key=date):
-        for plan in {row["plan"] for row in result["rows"]}.intersection(SHOWN):
-            rows = [row for row in result["rows"] if row["plan"] == plan]
+        for plan in {row.get("plan") for row in result["rows"]}.intersection(SHOWN):
+            rows = [row for row in result["rows"] if row.get("plan") == plan]
             found[plan] = {**result, "rows": rows}
     return found
 

@@ -27,16 +27,22 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import sage_inductor
 from bench.cases import Case
-from bench.laboratory import attention_call
 from bench.measure import SEES, WINDOW, Provider, draw, draw_mask
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.arguments import AttentionCall
-from sage_inductor.ops.attention.op import attention, attention_opaque
-from sage_inductor.ops.attention.select import Problem, Selected, hopper_tile, select
+from sage_inductor.ops.attention.select import (
+    Problem,
+    Selected,
+    attention,
+    attention_opaque,
+    hopper_tile,
+    select,
+)
 from sage_inductor.ops.attention.tiles import Tile
 from sage_inductor.ops.launch import launch_cached
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.reference import attention as emulation
+from sage_inductor.ops.sdpa import attention_call
 from sage_inductor.ops.sdpa import prepare as prepare_kv
 from sage_inductor.ops.visibility import Visibility
 
@@ -165,7 +171,7 @@ def _kernel(case: Case, name: str) -> Provider:
         kernel, tile = _select(case, name, q.device)
         seen = Visibility.of(mask if case.masked else None, band(case), k.shape[2], tile.BLOCK_M)
         prepared = prepare_kv(k, v, seen, recipe, not kernel.travels)
-        return attention_call(q, k, v, prepared, seen, recipe)
+        return attention_call(q, k, v, prepared, seen, q.shape[3] ** -0.5, recipe)
 
     def call(*inputs):
         travels = _select(case, name, inputs[0].device).kernel.travels

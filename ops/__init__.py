@@ -1,6 +1,6 @@
 """What a sage op means, and its kernels. Importing this package registers ``torch.ops.sage``."""
 
-from sage_inductor.ops.attention.op import attention, attention_opaque
+from sage_inductor.ops.attention.select import attention, attention_opaque
 from sage_inductor.ops.quantize.op import (
     quantize_k,
     quantize_kv,

@@ -50,168 +50,89 @@ def _find(place: str):
 TORCH = "torch 2.11, 2.13"
 TRITON = "Triton 3.6, 3.7"
 
+# fmt: off
+
 # -- torch: compiling ----
 
-InductorWrapper = _take(
-    "torch:_TorchCompileInductorWrapper",
+InductorWrapper = _take("torch:_TorchCompileInductorWrapper",
+    seen=TORCH, without="the backend cannot hand a graph and its options to Inductor")
+ShortenTraceback = _take("torch._dynamo.exc:ShortenTraceback",
+    seen=TORCH, without="Dynamo wraps errors of options, which should reach the user as they are")
+CompileContext = _take("torch._guards:CompileContext",
+    seen=TORCH, without="a report cannot say which graph a call is in")
+cached_backends = _take("torch._dynamo.eval_frame:cached_backends",
+    seen=TORCH, without="torch._dynamo.reset() does not empty the report")
+counters = _take("torch._dynamo.utils:counters",
+    seen=TORCH, without="rewritten and refused calls are not among Dynamo's counters")
+inductor_config = _take("torch._inductor:config",
+    seen=TORCH, without='the pass for backend="inductor" cannot be installed')
+CustomGraphPass = _take("torch._inductor.custom_graph_pass:CustomGraphPass",
+    seen=TORCH, without='graphs of backend="inductor" with our pass are not cached')
+virtualized = _take("torch._inductor.virtualized:V",
+    seen=TORCH, without="the pass cannot tell that AOTInductor compiles a package")
+install_config_module = _take("torch.utils._config_module:install_config_module",
     seen=TORCH,
-    without="the backend cannot hand a graph and its options to Inductor",
-)
-ShortenTraceback = _take(
-    "torch._dynamo.exc:ShortenTraceback",
-    seen=TORCH,
-    without="Dynamo wraps errors of options, which should reach the user as they are",
-)
-CompileContext = _take(
-    "torch._guards:CompileContext",
-    seen=TORCH,
-    without="a report cannot say which graph a call is in",
-)
-cached_backends = _take(
-    "torch._dynamo.eval_frame:cached_backends",
-    seen=TORCH,
-    without="torch._dynamo.reset() does not empty the report",
-)
-counters = _take(
-    "torch._dynamo.utils:counters",
-    seen=TORCH,
-    without="rewritten and refused calls are not among Dynamo's counters",
-)
-inductor_config = _take(
-    "torch._inductor:config",
-    seen=TORCH,
-    without='the pass for backend="inductor" cannot be installed',
-)
-CustomGraphPass = _take(
-    "torch._inductor.custom_graph_pass:CustomGraphPass",
-    seen=TORCH,
-    without='graphs of backend="inductor" with our pass are not cached',
-)
-virtualized = _take(
-    "torch._inductor.virtualized:V",
-    seen=TORCH,
-    without="the pass cannot tell that AOTInductor compiles a package",
-)
-install_config_module = _take(
-    "torch.utils._config_module:install_config_module",
-    seen=TORCH,
-    without="sage_inductor.config has no patch(), no environment variables and no hashing",
-)
-Config = _take(
-    "torch.utils._config_module:Config",
-    seen=TORCH,
-    without="as install_config_module",
-)
-default_store = _take(
-    "torch.distributed.distributed_c10d:_get_default_store",
-    seen=TORCH,
-    without="each rank times recipes for itself, and ranks may choose different ones",
-    optional=True,  # a torch that was built without torch.distributed
-)
+    without="sage_inductor.config has no patch(), no environment variables and no hashing")
+Config = _take("torch.utils._config_module:Config",
+    seen=TORCH, without="as install_config_module")
+default_store = _take("torch.distributed.distributed_c10d:_get_default_store",
+    seen=TORCH, optional=True,
+    without="each rank times recipes for itself, and ranks may choose different ones")
 
 # -- torch: graphs ----
 
-statically_known_true = _take(
-    "torch.fx.experimental.symbolic_shapes:statically_known_true",
-    seen=TORCH,
-    without="sizes cannot be compared without a guard",
-)
-enable_python_dispatcher = _take(
-    "torch._dispatch.python:enable_python_dispatcher",
-    seen=TORCH,
-    without="F.pad on a fake tensor specialises dynamic sizes",
-)
-unset_fake_temporarily = _take(
-    "torch._subclasses.fake_tensor:unset_fake_temporarily",
-    seen=TORCH,
-    without="constants cannot be evaluated while Dynamo traces",
-)
-functorch = _take(
-    "torch._C:_functorch",
-    seen=TORCH,
-    without="tensors inside torch.func transforms cannot be told from others",
-)
-encoder_layer = _take(
-    "torch:_transformer_encoder_layer_fwd",
-    seen=TORCH,
-    without="nn.TransformerEncoderLayer's fast path is not recognised",
-)
-OpOverload = _take("torch._ops:OpOverload", seen=TORCH, without="an aten op is not recognised")
-OpOverloadPacket = _take("torch._ops:OpOverloadPacket", seen=TORCH, without="as OpOverload")
-HigherOrderOperator = _take(
-    "torch._ops:HigherOrderOperator", seen=TORCH, without="flex_attention is not recognised"
-)
+statically_known_true = _take("torch.fx.experimental.symbolic_shapes:statically_known_true",
+    seen=TORCH, without="sizes cannot be compared without a guard")
+enable_python_dispatcher = _take("torch._dispatch.python:enable_python_dispatcher",
+    seen=TORCH, without="F.pad on a fake tensor specialises dynamic sizes")
+unset_fake_temporarily = _take("torch._subclasses.fake_tensor:unset_fake_temporarily",
+    seen=TORCH, without="constants cannot be evaluated while Dynamo traces")
+functorch = _take("torch._C:_functorch",
+    seen=TORCH, without="tensors inside torch.func transforms cannot be told from others")
+encoder_layer = _take("torch:_transformer_encoder_layer_fwd",
+    seen=TORCH, without="nn.TransformerEncoderLayer's fast path is not recognised")
+OpOverload = _take("torch._ops:OpOverload",
+    seen=TORCH, without="an aten op is not recognised")
+OpOverloadPacket = _take("torch._ops:OpOverloadPacket",
+    seen=TORCH, without="as OpOverload")
+HigherOrderOperator = _take("torch._ops:HigherOrderOperator",
+    seen=TORCH, without="flex_attention is not recognised")
 
 # -- torch: ops ----
 
-register_lowering = _take(
-    "torch._inductor.lowering:register_lowering",
+register_lowering = _take("torch._inductor.lowering:register_lowering",
+    seen=TORCH, without="Inductor writes a RoPE's k twice: sage::stored has no lowering")
+FunctionalTensorMode = _take("torch._subclasses.functional_tensor:FunctionalTensorMode",
+    seen=TORCH, without="sage::sdpa does not open into kernels that Inductor sees")
+exporting = _take("torch.export._trace:custom_triton_ops_decomposition_disabled",
     seen=TORCH,
-    without="Inductor writes a RoPE's k twice: sage::stored has no lowering",
-)
-FunctionalTensorMode = _take(
-    "torch._subclasses.functional_tensor:FunctionalTensorMode",
-    seen=TORCH,
-    without="sage::sdpa does not open into kernels that Inductor sees",
-)
-exporting = _take(
-    "torch.export._trace:custom_triton_ops_decomposition_disabled",
-    seen=TORCH,
-    without="torch.export opens sage::sdpa, and a program holds kernels instead of the op",
-)
-triton_kernel_wrap = _take(
-    "torch._higher_order_ops:triton_kernel_wrap",
-    seen=TORCH,
-    without="what a kernel writes is analysed anew for each call: 24 layers trace 12 s longer",
-    optional=True,
-)
-DispatchKey = _take("torch._C:DispatchKey", seen=TORCH, without="autocast has no rule for our ops")
-DispatchKeySet = _take("torch._C:DispatchKeySet", seen=TORCH, without="as DispatchKey")
-ExcludeDispatchKeyGuard = _take(
-    "torch._C:_ExcludeDispatchKeyGuard", seen=TORCH, without="as DispatchKey"
-)
+    without="torch.export opens sage::sdpa, and a program holds kernels instead of the op")
+triton_kernel_wrap = _take("torch._higher_order_ops:triton_kernel_wrap",
+    seen=TORCH, optional=True,
+    without="what a kernel writes is analysed anew for each call: 24 layers trace 12 s longer")
+DispatchKey = _take("torch._C:DispatchKey",
+    seen=TORCH, without="autocast has no rule for our ops")
+DispatchKeySet = _take("torch._C:DispatchKeySet",
+    seen=TORCH, without="as DispatchKey")
+ExcludeDispatchKeyGuard = _take("torch._C:_ExcludeDispatchKeyGuard",
+    seen=TORCH, without="as DispatchKey")
 
 # -- Triton ----
 
-TensorDescriptor = _take(
-    "triton.tools.tensor_descriptor:TensorDescriptor",
-    seen=TRITON,
-    without="the portable kernel cannot be launched with TMA",
-)
-gdc_wait = _take(
-    "triton.language.extra.cuda.gdc:gdc_wait",
-    seen=TRITON,
-    without="kernels of the preparation do not overlap (programmatic dependent launch)",
-    optional=True,
-)
-gdc_launch_dependents = _take(
-    "triton.language.extra.cuda.gdc:gdc_launch_dependents",
-    seen=TRITON,
-    without="as gdc_wait",
-    optional=True,
-)
-gluon = _take(
-    "triton.experimental.gluon",
-    seen=TRITON,
-    without="the Hopper kernel is lost: calls run in the portable one",
-    optional=True,
-)
+TensorDescriptor = _take("triton.tools.tensor_descriptor:TensorDescriptor",
+    seen=TRITON, without="the portable kernel cannot be launched with TMA")
+gdc_wait = _take("triton.language.extra.cuda.gdc:gdc_wait",
+    seen=TRITON, optional=True,
+    without="kernels of the preparation do not overlap (programmatic dependent launch)")
+gdc_launch_dependents = _take("triton.language.extra.cuda.gdc:gdc_launch_dependents",
+    seen=TRITON, without="as gdc_wait", optional=True)
+gluon = _take("triton.experimental.gluon",
+    seen=TRITON, without="the Hopper kernel is lost: calls run in the portable one", optional=True)
 gluon_barrier = _take(
     "triton.experimental.gluon.language:barrier",
-    "triton.experimental.gluon.language:thread_barrier",  # Triton 3.6
-    seen=TRITON,
-    without="as gluon",
-    optional=True,
-)
-tma_load = _take(
-    "triton.experimental.gluon.language.nvidia.hopper:tma.async_copy_global_to_shared",
-    seen=TRITON,
-    without="as gluon",
-    optional=True,
-)
-GluonDescriptor = _take(
-    "triton.experimental.gluon.nvidia.hopper:TensorDescriptor",
-    seen=TRITON,
-    without="as gluon",
-    optional=True,
-)
+    "triton.experimental.gluon.language:thread_barrier",
+    seen=TRITON, without="as gluon", optional=True)
+tma_load = _take("triton.experimental.gluon.language.nvidia.hopper:tma.async_copy_global_to_shared",
+    seen=TRITON, without="as gluon", optional=True)
+GluonDescriptor = _take("triton.experimental.gluon.nvidia.hopper:TensorDescriptor",
+    seen=TRITON, without="as gluon", optional=True)

@@ -28,8 +28,7 @@ from torch import Tensor
 
 from sage_inductor.ops import compat
 from sage_inductor.ops.attention.arguments import AttentionCall, empty_outputs, schema_of
-from sage_inductor.ops.attention.op import attention, attention_opaque
-from sage_inductor.ops.attention.select import Problem, select
+from sage_inductor.ops.attention.select import Problem, attention, attention_opaque, select
 from sage_inductor.ops.attention.tiles import WARPGROUPS
 from sage_inductor.ops.formats import (
     FP4_BLOCK,
@@ -186,22 +185,40 @@ def compose(call: SdpaCall) -> tuple[Tensor, Tensor]:
 
 def attend(call: SdpaCall) -> tuple[Tensor, Tensor, Tensor, bool]:
     """out, lse of the smoothed keys, k_mean, and whether an opaque op computed them."""
+    inputs, k_mean, is_opaque = kernel_inputs(call)
+    out, lse = (attention_opaque if is_opaque else attention)(*inputs)
+    return out, lse, k_mean, is_opaque
+
+
+def kernel_inputs(call: SdpaCall) -> tuple[AttentionCall, Tensor, bool]:
+    """What the attention op takes, k_mean, and whether that op is opaque."""
     q, k, v, recipe = call.q, call.k, call.v, decode(call.recipe)
     is_opaque, visibility = _plan(k, v, call.attn_mask, call.band, recipe, call.portable)
     if call.prepared:
         prepared = Prepared(*call.prepared)
     else:
         prepared = prepare(k, v, visibility, recipe, is_opaque)
+    warpgroups = call.warpgroups if is_opaque else None
+    inputs = attention_call(
+        q, k, v, prepared, visibility, call.scale, recipe, call.out_bnhd, warpgroups
+    )
+    return inputs, prepared.k_mean, is_opaque
+
+
+def attention_call(
+    q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, visibility: Visibility, scale: float,
+    recipe: Recipe, out_bnhd: bool = False, warpgroups: int | None = None,
+) -> AttentionCall:  # fmt: skip
+    """What the attention op takes: with q's means where q is smoothed, and v itself, in 16 bits,
+    where v is not quantized."""
     of_q = (None, None)
     if recipe.of_qk.smooths_q:
         of_q = smooth_q(q, k, prepared.k_mean, visibility.keys(k.shape[1]))
-    v_16bit = v if v.dtype != torch.float32 else v.bfloat16()
-    inputs = AttentionCall.of(
-        q, prepared, v_16bit, visibility, call.scale, k.shape[2], recipe, call.out_bnhd, of_q,
-        call.warpgroups if is_opaque else None,
-    )  # fmt: skip
-    out, lse = (attention_opaque if is_opaque else attention)(*inputs)
-    return out, lse, prepared.k_mean, is_opaque
+    if prepared.v is None and v.dtype == torch.float32:
+        v = v.bfloat16()
+    return AttentionCall.of(
+        q, prepared, v, visibility, scale, k.shape[2], recipe, out_bnhd, of_q, warpgroups
+    )
 
 
 def unsmoothed_lse(lse: Tensor, q: Tensor, k_mean: Tensor, scale: float) -> Tensor:

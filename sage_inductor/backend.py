@@ -5,14 +5,17 @@ node with all its arguments, whatever the device, dtype and grad mode, and the r
 what every cache is keyed on.
 """
 
+import functools
+
 import torch
 
 from sage_inductor import (
     config,
     lowering,  # noqa: F401  (registers what the inserted op opens into)
+    patterns,
     settings,
 )
-from sage_inductor.decide import rewrite
+from sage_inductor.decide import decide, rewrite
 from sage_inductor.errors import SageOptionError
 from sage_inductor.ops.compat import CompileContext, InductorWrapper
 from sage_inductor.report import Report, raise_if_refused, record
@@ -34,7 +37,7 @@ def sage_backend(gm: torch.fx.GraphModule, example_inputs, *, mode=None, options
         raise SageOptionError(f'sage_backend takes mode and options, got {names}: see "sage.*"')
     ours, theirs = settings.split(options or {})
     ours = {"mode": mode, **ours}
-    sites = rewrite(gm, settings.resolve(ours))
+    sites = patterns.rewrite(gm, functools.partial(decide, settings=settings.resolve(ours)))
     inductor = InductorWrapper(ours["mode"], theirs, None)
     compiled = inductor(gm, example_inputs)
     # Recorded after compiling: Dynamo may abandon the graph until then and trace it again, with a

@@ -11,10 +11,10 @@ from sage_inductor.ops.attention import nvfp4, triton
 from sage_inductor.ops.attention.arguments import AttentionCall
 from sage_inductor.ops.formats import Prepared
 from sage_inductor.ops.launch import launch_traced
-from sage_inductor.ops.quantize.smooth import smooth_q
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.reference import attention as reference
 from sage_inductor.ops.reference.exact import attention_exact
+from sage_inductor.ops.sdpa import attention_call as composed
 from sage_inductor.ops.sdpa import prepare
 from sage_inductor.ops.visibility import Visibility
 from sage_inductor.patterns.graph import op_name
@@ -92,12 +92,7 @@ def attention_call(
     r = NAMED[recipe] if isinstance(recipe, str) else recipe
     visibility = visibility or Visibility()
     prepared = prepare(k, v, visibility, r) if prepared is None else Prepared(*prepared)
-    of_q = (None, None)
-    if r.of_qk.smooths_q:
-        of_q = smooth_q(q, k, prepared.k_mean, visibility.keys(k.shape[1]))
-    return AttentionCall.of(
-        q, prepared, v, visibility, scale, k.shape[2], r, out_bnhd, of_q, **given
-    )
+    return composed(q, k, v, prepared, visibility, scale, r, out_bnhd, **given)
 
 
 def run_portable(

@@ -1,7 +1,8 @@
-"""Which kernel computes an attention call, and with which tile: one table, asked in one place.
+"""Which kernel computes an attention call, and with which tile: one table, asked in one place. And
+the two ops that ask it, ``sage::attention`` and ``sage::attention_opaque``.
 
 The op that a graph calls is decided by what is known while compiling (`select`, of a `Problem`);
-which of the kernels behind an opaque op runs also depends on strides and addresses (`run_opaque`).
+which of the kernels behind the opaque op runs also depends on strides and addresses (`run_opaque`).
 """
 
 import functools
@@ -10,11 +11,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.library import triton_op
 
 from sage_inductor.ops.attention import nvfp4, tiles, triton
-from sage_inductor.ops.attention.arguments import AttentionCall, as_stored
+from sage_inductor.ops.attention.arguments import AttentionCall, as_stored, schema_of
 from sage_inductor.ops.attention.tiles import Tile
-from sage_inductor.ops.launch import launch_cached, launch_traced
+from sage_inductor.ops.launch import define_opaque, launch_cached, launch_traced
 from sage_inductor.ops.recipe import Recipe
 from sage_inductor.ops.reference import attention as reference
 
@@ -131,3 +133,40 @@ def select(problem: Problem) -> Selected:
         return EMULATION
     kernel = next(each for each in KERNELS if each.why_not(problem) is None)
     return Selected(kernel, _tile(problem))
+
+
+# -- the ops ----
+
+
+def _run(a: AttentionCall, portable: bool) -> tuple[Tensor, Tensor]:
+    capability = None if a.q.device.type == "cpu" else tiles.capability(a.q.device)
+    masked = a.attn_mask is not None
+    kernel, tile = select(Problem(capability, a.decoded, a.head_dim, masked, portable))
+    return kernel.launch(a, tile)
+
+
+def _attention(a: AttentionCall) -> tuple[Tensor, Tensor]:
+    """Attention over quantized k, with v quantized or as it is (16-bit). Exportable.
+
+    Arguments: AttentionCall's. The tile_summary is `Visibility.of`'s for this device's BLOCK_M.
+    Returns out [B, H_q, N_q, D_v] of q's dtype, lse [B, H_q, N_q] fp32: natural log, over the keys
+    as they were quantized (the caller knows what smoothing took off).
+    """
+    return _run(a, portable=True)
+
+
+def _attention_opaque(a: AttentionCall) -> tuple[Tensor, Tensor]:
+    """`attention` by the fastest kernel of a device whose tiles ask for what Inductor cannot pass
+    on. Opaque to Inductor, so it does not export."""
+    return _run(a, portable=False)
+
+
+OUTPUTS = tuple[Tensor, Tensor]
+attention = triton_op(
+    "sage::attention", schema_of(AttentionCall, OUTPUTS, _attention), mutates_args=()
+)
+attention_opaque = define_opaque(
+    "attention_opaque",
+    schema_of(AttentionCall, OUTPUTS, _attention_opaque),
+    schema_of(AttentionCall, OUTPUTS, AttentionCall.empty_outputs),
+)

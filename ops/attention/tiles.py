@@ -10,6 +10,8 @@ import functools
 import torch
 import triton
 
+from sage_inductor.ops.compat import gluon
+
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
@@ -127,7 +129,11 @@ def _hopper(
     capability: tuple[int, int], pv: str, head_dim: int, is_causal: bool, version: str
 ) -> tuple[tuple[int, Tile], ...]:
     """(N_q from, tile) of the smallest head_dim that holds this one, the longest N_q first."""
-    if capability != (9, 0) or tuple(map(int, version.split(".")[:2])) not in GLUON:
+    if (
+        gluon is None
+        or capability != (9, 0)
+        or tuple(map(int, version.split(".")[:2])) not in GLUON
+    ):
         return ()
     rows = [r for r in HOPPER if r[0] == pv and head_dim <= r[1] and r[2] == is_causal]
     widest = min((r[1] for r in rows), default=0)
