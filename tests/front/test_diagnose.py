@@ -91,7 +91,10 @@ def test_hostile_layers_are_found_and_get_what_copes(tmp_path):
     assert policy == found.policy and policy.rules[-1] == Rule("auto") and len(policy.rules) == 3
     note = json.loads(path.read_text())["note"]
     assert note["tolerance"] == TOLERANCE
-    assert f"accurate {of['layers.3', 'accurate']:.4g}" in note["relative L1"]["layers.3"]
+    assert (
+        f"sage1-per-token {of['layers.3', 'sage1-per-token']:.4g}"
+        in note["relative L1"]["layers.3"]
+    )
 
     options = {"sage.emulate": True, "sage.policy": str(path)}
     report = sage_inductor.explain(model, x, options=options)

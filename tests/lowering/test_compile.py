@@ -292,9 +292,10 @@ def test_saved_cache_artifacts_serve_a_process_with_an_empty_cache(tmp_path):
     lines = []
     for cache in ("one", "two"):
         env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / cache)}
+        here = os.path.dirname(__file__)
         result = subprocess.run(
             [sys.executable, "-c", PROGRAM, tmp_path / "artifacts"],
-            env={**env, "PYTHONPATH": os.path.dirname(__file__)}, capture_output=True, text=True,
+            env={**env, "PYTHONPATH": os.pathsep.join([here, os.path.dirname(here)])}, capture_output=True, text=True,
         )  # fmt: skip
         assert result.returncode == 0, result.stderr[-3000:]
         lines.append(result.stdout.split())

@@ -132,7 +132,7 @@ def check_rewritten(signature, inputs, actual):
     assert actual.isfinite().all()
     # v is 3 +- 1: half an ulp of E4M3 is 6 % of a deviation, INT8 logits cost as much again, those
     # of 4 bits some 30 %.
-    bound = 0.15 if recipes.NAMED[signature.recipe].smooths_q else 0.05
+    bound = 0.15 if recipes.NAMED[signature.recipe].of_qk.smooths_q else 0.05
     assert (actual - exact).abs().sum() <= bound * exact.abs().sum()
 
 

@@ -53,7 +53,7 @@ class TestGoldenGraphs(TestCase):
         self.golden(
             lambda q, k, v: F.scaled_dot_product_attention(q, k, v),
             *random_qkv(),
-            expected="""sdpa_default = sage.sdpa(l_q_, l_k_, l_v_, None, [], None, None, False, 0.125, int8/per_thread,fp8@VERSION, False, False)""",
+            expected="""sdpa_default = sage.sdpa(l_q_, l_k_, l_v_, None, [], None, None, False, 0.125, int8/per_thread,fp8@VERSION, None, False, False)""",
         )
 
     def test_keyword_call_with_gqa_and_scale(self):
@@ -62,14 +62,14 @@ class TestGoldenGraphs(TestCase):
                 query=q, key=k, value=v, is_causal=True, scale=0.5, enable_gqa=True
             ),
             *random_qkv(H_kv=2),
-            expected="""sdpa_default = sage.sdpa(l_q_, l_k_, l_v_, None, [], None, 0, False, 0.5, int8/per_thread,fp8@VERSION, False, False)""",
+            expected="""sdpa_default = sage.sdpa(l_q_, l_k_, l_v_, None, [], None, 0, False, 0.5, int8/per_thread,fp8@VERSION, None, False, False)""",
         )
 
     def test_mixed_call_between_other_operations(self):
         self.golden(
             lambda q, k, v: F.scaled_dot_product_attention(q + 1, k, v, None, 0.0, True).relu(),
             *random_qkv(),
-            expected="""sdpa_default = sage.sdpa(add(l_q_, 1), l_k_, l_v_, None, [], None, 0, False, 0.125, int8/per_thread,fp8@VERSION, False, False)""",
+            expected="""sdpa_default = sage.sdpa(add(l_q_, 1), l_k_, l_v_, None, [], None, 0, False, 0.125, int8/per_thread,fp8@VERSION, None, False, False)""",
         )
 
     def test_two_calls_that_share_k_and_v(self):
@@ -78,8 +78,8 @@ class TestGoldenGraphs(TestCase):
             *random_qkv(),
             expected="""\
 prepare_default = sage.prepare(l_k_, l_v_, None, int8/per_thread,fp8@VERSION, False)
-sdpa_default = sage.sdpa(l_q_, l_k_, l_v_, None, [prepare_default[0], prepare_default[1], prepare_default[2], prepare_default[3], prepare_default[4], prepare_default[5]], None, None, False, 0.125, int8/per_thread,fp8@VERSION, False, False)
-sdpa_default_1 = sage.sdpa(add(l_q_, 1), l_k_, l_v_, None, [prepare_default[0], prepare_default[1], prepare_default[2], prepare_default[3], prepare_default[4], prepare_default[5]], None, 0, False, 0.125, int8/per_thread,fp8@VERSION, False, False)""",
+sdpa_default = sage.sdpa(l_q_, l_k_, l_v_, None, [prepare_default[0], prepare_default[1], prepare_default[2], prepare_default[3], prepare_default[4], prepare_default[5]], None, None, False, 0.125, int8/per_thread,fp8@VERSION, None, False, False)
+sdpa_default_1 = sage.sdpa(add(l_q_, 1), l_k_, l_v_, None, [prepare_default[0], prepare_default[1], prepare_default[2], prepare_default[3], prepare_default[4], prepare_default[5]], None, 0, False, 0.125, int8/per_thread,fp8@VERSION, None, False, False)""",
         )
 
     def test_fp8_recipe_opens_into_smooth_quantize_attention(self):
