@@ -11,6 +11,7 @@ The first launch of an opaque op compiles its kernel while the GPU waits: the Ho
 """
 
 import concurrent.futures
+import contextlib
 import functools
 import logging
 import os
@@ -46,7 +47,10 @@ def define_opaque(name: str, function: Callable, fake: Callable):
 def launch_traced(
     kernel: triton.JITFunction, grid: tuple, tensors: tuple, numbers: tuple, **options
 ) -> None:
-    wrap_triton(kernel)[grid](*tensors, *numbers, **options)
+    # On the tensors' device; on a machine without a GPU they are fake, and there is none to set.
+    is_there = torch.cuda.is_initialized()
+    with torch.cuda.device_of(tensors[0]) if is_there else contextlib.nullcontext():
+        wrap_triton(kernel)[grid](*tensors, *numbers, **options)
 
 
 def launch_cached(

@@ -55,7 +55,11 @@ def rewrite(
 
 
 def _rewrite_graph(graph: torch.fx.Graph, decide: Callable, put: Callable) -> list[Site]:
-    sites, index = [], GraphIndex(graph)
+    try:
+        sites, index = [], GraphIndex(graph)
+    except Exception:
+        _log.exception("a graph stays as it was: it could not be read, which is a fault of ours")
+        return []
     for node in list(graph.nodes):
         if "sage" in node.meta:
             continue  # decided in an earlier pass over the graph

@@ -119,6 +119,15 @@ def test_the_graph_of_imports_is_the_real_one():
     assert "sage_inductor.ops.sdpa" in GRAPH["sage_inductor.autotune"]
 
 
+def test_the_walk_from_the_backend_to_the_output_is_what_the_docs_say():
+    steps = re.findall(r"^\d+\. `(\S+)` (.*)$", (ROOT / "docs/design.md").read_text(), re.M)
+    files = [file for file, _ in steps]
+    assert len(files) <= 8 == len(set(files)) and files[0] == "sage_inductor/backend.py"
+    for file, what in steps:
+        source = (ROOT / file).read_text()
+        assert all(code in source for code in re.findall(r"`([^`]+)`", what)), (file, what)
+
+
 def test_the_library_prints_nothing():
     for _, path in SOURCES.values():
         if path.parent.name != "cli":

@@ -116,6 +116,19 @@ def test_a_kernel_is_launched_on_the_device_of_its_tensors(current):
     assert where == [(1, 0)] and current == [0]
 
 
+def test_a_kernel_that_torch_sees_is_launched_on_the_device_of_its_tensors(current, monkeypatch):
+    x, where = torch.zeros(64).as_subclass(OnGpu), []
+    x.index = 1
+    kernel = {(5,): lambda *args: where.append(tuple(current))}
+    monkeypatch.setattr(launch, "wrap_triton", lambda kernel: kernel)
+    monkeypatch.setattr(torch.cuda, "device_of", lambda x: torch.cuda.device(x.device.index))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    launch.launch_traced(kernel, (5,), (x,), (1,))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)  # fake tensors
+    launch.launch_traced(kernel, (5,), (x,), (1,))
+    assert where == [(1, 0), (0,)]
+
+
 @pytest.fixture
 def h200(monkeypatch):
     """The tables and the schedule of an H200; what is compiled is written down."""

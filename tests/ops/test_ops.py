@@ -481,3 +481,14 @@ def test_a_recipe_of_another_format_is_a_row_of_the_table(compiled, monkeypatch)
 def test_warpgroups_that_no_tile_has_are_refused():
     with pytest.raises(ValueError, match=r"warpgroups must be one of \(None, 0, 2, 3\), got 4"):
         sdpa(q, k, v, recipe="sage2-8b-per-token", warpgroups=4)
+
+
+def test_a_summary_for_other_tiles_is_refused():
+    """The tiles of the kernel that reads it skip by it."""
+    attn_mask = torch.rand(2, 1, 200, 70) > 0.5
+    a = attention_call(*qkv(N_q=200), "sage1", Visibility.of(attn_mask, (None, 0, False), 70, 64))
+    (mask, seen), strides, kind, additive = a.mask_arguments(64)
+    assert mask is a.attn_mask and seen.shape[2] == 5 and (kind, additive) == (2, False)
+    assert strides == [200 * 70, 0, 70, 1, 5 * 70, 0, 70]
+    with pytest.raises(ValueError, match="must have 3 rows for tiles of 128 queries, got 5"):
+        a.mask_arguments(128)

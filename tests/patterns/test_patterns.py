@@ -607,3 +607,13 @@ def test_the_pass_costs_the_same_for_each_layer(attention, make_mask):
         torch.compile(model, backend=backend, fullgraph=True)(*random_qkv(), layers)
     assert len(sites) == 32 and all(site.rewritten for site in sites), sites[0]
     assert counts[2] <= 2.2 * counts[1], counts
+
+
+def test_a_graph_that_cannot_be_read_stays_as_it_was(monkeypatch, caplog):
+    def fails(graph):
+        raise RuntimeError("no such node")
+
+    monkeypatch.setattr(patterns, "GraphIndex", fails)
+    (gm,), sites = capture(lambda q, k, v: F.scaled_dot_product_attention(q, k, v), *random_qkv())
+    assert not sites and "sage." not in calls(gm.graph)
+    assert "a graph stays as it was" in caplog.text and "no such node" in caplog.text
