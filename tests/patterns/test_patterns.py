@@ -24,7 +24,7 @@ from sage_inductor import patterns
 from sage_inductor.decide import Settings, _at_least, rewrite
 from sage_inductor.decide import decide as decide_call
 from sage_inductor.ops import recipe as recipes
-from sage_inductor.ops.sdpa import compose
+from sage_inductor.ops.sdpa import SdpaCall, compose
 from sage_inductor.patterns import sdpa as sdpa_pattern
 from sage_inductor.patterns import share
 from sage_inductor.patterns.graph import Emitter, GraphIndex, value_of
@@ -89,9 +89,9 @@ sdpa_default_1 = sage.sdpa(add(l_q_, 1), l_k_, l_v_, None, [prepare_default[0], 
 smooth = sage.smooth([k_1, v_1], None)
 select = select(smooth[0], 0, 0)
 select_1 = select(smooth[0], 0, 1)
-quantize_k = sage.quantize_k(k_1, select, int8, per_thread, None)
-quantize_v = sage.quantize_v(v_1, select_1, select(smooth[1], 0, 1), False)
-attention = sage.attention(q_1, quantize_k[0], quantize_k[1], quantize_v[0], quantize_v[1], select_1, None, None, None, None, False, 0.125, 32, per_thread, True)""",
+quantize_k = sage.quantize_k(k_1, select, int8/per_thread,fp8@VERSION, None)
+quantize_v = sage.quantize_v(v_1, select_1, select(smooth[1], 0, 1), int8/per_thread,fp8@VERSION, False)
+attention = sage.attention(q_1, quantize_k[0], quantize_k[1], quantize_v[0], 0.125, 32, int8/per_thread,fp8@VERSION, True, None, None, None, None, False, quantize_v[1], select_1)""",
         )
 
     def test_rows_are_prepared_by_one_op(self):
@@ -99,8 +99,8 @@ attention = sage.attention(q_1, quantize_k[0], quantize_k[1], quantize_v[0], qua
         self.assertExpectedInline(
             calls(opened("sage2-8b-per-token")),
             """\
-quantize_kv = sage.quantize_kv(k_1, v_1, None, int8)
-attention = sage.attention(q_1, quantize_kv[0], quantize_kv[1], quantize_kv[3], quantize_kv[4], quantize_kv[5], None, None, None, None, False, 0.125, 32, per_row, True)""",
+quantize_kv = sage.quantize_kv(k_1, v_1, None, int8/per_token,fp8@VERSION)
+attention = sage.attention(q_1, quantize_kv[0], quantize_kv[1], quantize_kv[3], 0.125, 32, int8/per_token,fp8@VERSION, True, None, None, None, None, False, quantize_kv[4], quantize_kv[5])""",
         )
 
     def test_16bit_recipe_opens_into_smooth_quantize_attention(self):
@@ -109,8 +109,8 @@ attention = sage.attention(q_1, quantize_kv[0], quantize_kv[1], quantize_kv[3], 
             """\
 smooth = sage.smooth([k_1], None)
 select = select(smooth[0], 0, 0)
-quantize_k = sage.quantize_k(k_1, select, int8, per_block, None)
-attention = sage.attention(q_1, quantize_k[0], quantize_k[1], v_1, select, select, None, None, None, None, False, 0.125, 32, per_block, True)""",
+quantize_k = sage.quantize_k(k_1, select, int8/per_block,16bit@VERSION, None)
+attention = sage.attention(q_1, quantize_k[0], quantize_k[1], v_1, 0.125, 32, int8/per_block,16bit@VERSION, True)""",
         )
 
 
@@ -120,7 +120,9 @@ def opened(recipe) -> torch.fx.Graph:
 
     def sdpa(q, k, v):
         text = recipes.NAMED[recipe].encode()
-        return compose(q, k, v, None, [], None, None, False, 0.125, text, True, True)
+        return compose(
+            SdpaCall(q, k, v, None, [], None, None, False, 0.125, text, None, True, True)
+        )
 
     return make_fx(sdpa)(*inputs).graph
 
