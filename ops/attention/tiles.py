@@ -22,7 +22,7 @@ class Tile:
     num_warps: int
     num_stages: int
     maxnreg: int | None = None  # registers a thread, where `sage::attention_opaque` is worth it
-    warpgroups: int | None = None  # of hopper.py's kernel: 64 rows each
+    warpgroups: int | None = None  # of the Hopper kernel: 64 rows each
 
 
 # (compute capability from, pv, head_dim up to, with a mask) -> tile. pv "fp8 fp8" and
@@ -76,10 +76,10 @@ def multiplies_nvfp4(capability: tuple[int, int]) -> bool:
     return capability[0] in (10, 12)
 
 
-WARPGROUPS = (0, 2, 3)  # what may be asked for; 0: not hopper's kernel
-GLUON = ((3, 6), (3, 7))  # versions of Triton whose Gluon hopper.py compiles with: it moves
+WARPGROUPS = (0, 2, 3)  # what may be asked for; 0: not the Hopper kernel
+GLUON = ((3, 6), (3, 7))  # versions of Triton whose Gluon hopper/ compiles with: it moves
 
-# Tiles of hopper.py's kernel: (pv, head_dim up to, is_causal, N_q from) -> tile, the last that
+# Tiles of the Hopper kernel: (pv, head_dim up to, is_causal, N_q from) -> tile, the last that
 # holds. Those of one pv, head_dim and is_causal differ in their warpgroups, which name them. For
 # shorter N_q the other kernel is faster: at head_dim 64 and N=1024, full and causal, 1.02x and
 # 0.94x cuDNN against 0.97x and 0.88x; ViT's 577, 1.04x against 0.61x.
@@ -104,7 +104,7 @@ def hopper(
     capability: tuple[int, int], pv: str, head_dim: int, is_causal: bool, n_q: int,
     warpgroups: int | None = None,
 ) -> Tile | None:  # fmt: skip
-    """The tile with which hopper.py computes a call to which it applies, if it can here: the one
+    """The tile with which the Hopper kernel computes a call that it may, if it can here: the one
     of so many warpgroups (0: none), if they are among this call's, else the one of this N_q."""
     if warpgroups == 0:
         return None
@@ -116,7 +116,7 @@ def hopper(
 def rivals(
     capability: tuple[int, int], pv: str, head_dim: int, is_causal: bool
 ) -> tuple[int | None, ...]:
-    """What may be the fastest for a call to which hopper.py's kernel applies, as `hopper`'s
+    """What may be the fastest for a call that the Hopper kernel may compute, as `hopper`'s
     warpgroups: the tiles of all its rows and, where N_q is too short for any, the other kernel.
     (None,) where that is one thing or none."""
     rows = _hopper(capability, pv, head_dim, is_causal, triton.__version__)
