@@ -634,3 +634,10 @@ def test_kernels_of_the_preparation_overlap_where_they_may(D, masked):
         assert all(part.split()[-1] == "ld.global" for part in rest[:-1])
     for compiled in (compile_estimate(D, masked), compile_quantize_kv(D, masked, "i8")):
         assert "griddepcontrol" not in compiled.asm["ptx"]
+
+
+def test_the_kernel_is_that_of_the_wider_head_dim():
+    k, v = torch.empty(1, 2, 8, 64), torch.empty(1, 2, 8, 200)
+    for pair in ((k, v), (v, k)):
+        problem = Problem.of(*pair, NAMED["sage2-8b"], masked=True, portable=False)
+        assert problem.head_dim == 200 and problem.capability is None
