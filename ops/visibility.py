@@ -45,10 +45,6 @@ class Visibility(NamedTuple):
         return cls(attn_mask, summarize(attn_mask, n_kv, block_m), *band)
 
     @property
-    def masked(self) -> bool:
-        return self.attn_mask is not None
-
-    @property
     def band(self) -> tuple[int | None, int | None, bool]:
         return self.left, self.right, self.bottom_right
 
