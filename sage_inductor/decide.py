@@ -74,12 +74,14 @@ def _asked(call: Call, settings: Settings, wanted: str) -> tuple[Candidate | Non
 
     names = autos(call, settings.portable) if wanted == AUTO else (wanted,)
     refused = {}  # each reason once, in order
+    lost = tiles.hopper_is_lost(tiles.capability(q.device)) if call.attn_mask is None else None
+    lost = f"; {lost}" if lost else ""
     for recipe in names:
         taken, reason = _on_gpu(call, settings, recipe, names)
         if taken is not None:
-            return taken, reason
+            return taken, reason + lost
         refused[reason] = None
-    return None, "; ".join(refused)
+    return None, "; ".join(refused) + lost
 
 
 def _left_behind(call: Call, recipe: str) -> str:

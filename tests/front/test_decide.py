@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
@@ -140,6 +141,17 @@ def test_what_auto_and_policies_do_on_a_gpu(
 ):
     site = decide(shape, capability, monkeypatch, **settings)
     assert site.recipe == recipe and re.search(reason, site.reason), site.reason
+
+
+@pytest.mark.parametrize("shape", [(4, 32, 32, 16384, 128), (4, 32, 32, 128, 128)])
+def test_the_reason_says_that_the_hopper_kernel_is_lost(shape, monkeypatch):
+    before = decide(shape, (9, 0), monkeypatch)
+    monkeypatch.setattr(triton, "__version__", "3.10.0")
+    lost = "; the Hopper kernel is tested with Triton 3.6 to 3.9, not 3.10.0: calls run in the port"
+    assert "Hopper kernel" not in before.reason
+    assert lost in decide(shape, (9, 0), monkeypatch).reason
+    for capability, kind in (((10, 0), "full"), ((9, 0), "mask")):  # which it does not compute
+        assert "Hopper" not in decide(shape, capability, monkeypatch, kind).reason
 
 
 def test_a_head_dim_of_v_that_was_not_measured_stays_unless_forced(monkeypatch):
