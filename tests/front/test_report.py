@@ -304,8 +304,10 @@ def test_in_a_browser_a_page_sorts_filters_and_unfolds(tmp_path):
     path = tmp_path / "page.html"
     whole = page.page("t", page.table(("graph", "module", "error", "reason"), rows))
     path.write_text(whole.replace("</body>", SORT_AND_FILTER + "</body>"))
+    chromium = shutil.which("chromium")
+    assert chromium, "needs chromium: without it, pytest -m 'not browser'"
     result = subprocess.run(
-        [shutil.which("chromium"), "--headless", "--no-sandbox", "--disable-gpu",
+        [chromium, "--headless", "--no-sandbox", "--disable-gpu",
          f"--user-data-dir={tmp_path}", "--virtual-time-budget=2000", "--dump-dom", path.as_uri()],
         capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
