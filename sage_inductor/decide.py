@@ -75,13 +75,13 @@ def _asked(call: Call, settings: Settings, wanted: str) -> tuple[Candidate | Non
     names = autos(call, settings.portable) if wanted == AUTO else (wanted,)
     refused = {}  # each reason once, in order
     lost = tiles.hopper_is_lost(tiles.capability(q.device)) if call.attn_mask is None else None
-    lost = f"; {lost}" if lost else ""
+    lost = [lost] if lost else []
     for recipe in names:
         taken, reason = _on_gpu(call, settings, recipe, names)
         if taken is not None:
-            return taken, reason + lost
+            return taken, "; ".join([reason, *lost])
         refused[reason] = None
-    return None, "; ".join(refused) + lost
+    return None, "; ".join([*refused, *lost])
 
 
 def _left_behind(call: Call, recipe: str) -> str:
@@ -194,10 +194,9 @@ def _autotuned(call, found, recipe, candidates) -> tuple[Candidate | None, str]:
     if ratio < cost.MIN_SPEEDUP:
         return None, f"{what}: SDPA is {'faster' if ratio < 1 else 'as fast'} ({ratio:.2f}x){why}"
     fastest = min(ours, key=ours.get)
-    flash = cost.flash_attention()
-    flash = "" if flash == cost.TORCHS_FLASH else f" with {flash}"
-    tile = fastest.tile and f",{fastest.tile}"
-    reason = f"{what}: {ratio:.2f}x the fastest of SDPA{flash}{tile}{why}"
+    reason = f"{what}: {ratio:.2f}x the fastest of SDPA{fastest.tile and ','}{fastest.tile}{why}"
+    if cost.flash_attention() != cost.TORCHS_FLASH:
+        reason += f"; SDPA's flash attention is {cost.flash_attention()}"
     return fastest if fastest.recipe == recipe else None, reason
 
 
@@ -215,8 +214,9 @@ def _never_slower(call, settings, recipe, capability, head_dim) -> tuple[Candida
     if shortest is None:
         reason = f"never slower: no length was measured from which {what}, B*H={heads} wins"
         if cost.flash_attention() != cost.TORCHS_FLASH and not cost.is_measured(gpu):
-            reason += f"; nothing was measured against {cost.flash_attention()}, which is activated"
-            reason += ": mode='max-autotune' does"
+            reason += (
+                f"; nothing was measured against {cost.flash_attention()}, SDPA's flash attention"
+            )
         elif not cost.is_measured(gpu):
             reason += f"; nothing was measured on {gpu}: run `python -m sage_inductor tune` there"
         return None, reason
