@@ -161,9 +161,9 @@ def test_what_is_saved_is_loaded(tmp_path_factory, policy, note):
     assert json.loads(path.read_text()).get("note") == note
 
 
-def test_the_readmes_format_is_read(tmp_path):
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    text = re.search(r"```json\n(.*?)```", readme, re.S)
+def test_the_documented_format_is_read(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "policy.md").read_text()
+    text = re.search(r"```json\n(.*?)```", page, re.S)
     assert Policy.load(written(tmp_path, text=text[1])).rules == (
         Rule("off", module="*.cross_attention"),
         Rule("sage1-per-token", layer=(0, 3), head_dim=(64, 128), length=(4096, None)),

@@ -1,0 +1,188 @@
+"""README.md and docs/: what is printed there runs, and prints what is printed there.
+
+EXPECTTEST_ACCEPT=1 writes into the pages what their snippets print.
+"""
+
+import contextlib
+import doctest
+import io
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import sage_inductor
+from bench import plot
+from sage_inductor import options
+from sage_inductor.policy import Policy
+
+ROOT = Path(__file__).parents[2]
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+FENCED = re.compile(r"^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.M | re.S)
+LANGUAGES = {"python", "bash", "cpp", "cmake", "json", "text"}
+
+# Commands that are run elsewhere, or only where there is more than a test may ask for.
+ELSEWHERE = {
+    "pip install .": "tests/front/test_packaging.py::test_the_wheel_is_pure_and_holds_every_module",
+}
+ACCEPT = os.environ.get("EXPECTTEST_ACCEPT") == "1"
+
+
+class Block(NamedTuple):
+    start: int  # of the text in the page
+    language: str
+    text: str
+    file: str  # that the line before says it is: "`main.cpp`:"
+
+
+def blocks_of(page: str) -> list[Block]:
+    blocks = []
+    for found in FENCED.finditer(page):
+        named = re.search(r"`([\w.]+)`:\n\n$", page[: found.start()])
+        text = found["text"]
+        blocks += [Block(found.start("text"), found["language"], text, named[1] if named else "")]
+    return blocks
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty folder to work in, and the settings of before when the test is over."""
+    monkeypatch.chdir(tmp_path)
+    before = {name: getattr(sage_inductor.config, name) for name in options.SETTINGS}
+    yield tmp_path
+    for name, value in before.items():
+        setattr(sage_inductor.config, name, value)
+
+
+# -- snippets ----
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_runs_from_top_to_bottom(page, here):
+    """Each Python snippet on its own, as in a new interpreter; files stay for the next one."""
+    text = page.read_text()
+    out, shown = None, text
+    for block in blocks_of(text):
+        if block.language == "text":
+            if out is not None and not torch.cuda.is_available():  # the pages show a CPU's output
+                shown = shown.replace(block.text, checked(block.text, out))
+            out = None
+        elif block.language == "python":
+            out = run_python(block, text, page)
+        elif block.language == "bash":
+            out = "".join(map(run_command, block.text.splitlines()))
+        else:
+            name = block.file or f"snippet.{block.language}"
+            Path(name).write_text(block.text)
+    if shown != text:
+        page.write_text(shown)
+
+
+def run_python(block: Block, text: str, page: Path) -> str:
+    """What it prints."""
+    for package in re.findall(r"^(?:from|import) (diffusers|transformers)\b", block.text, re.M):
+        pytest.importorskip(package)
+    torch._dynamo.reset()
+    lines = "\n" * text.count("\n", 0, block.start)  # so that errors name the page's lines
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile(lines + block.text, str(page), "exec"), {"__name__": "__main__"})
+    return out.getvalue()
+
+
+def run_command(line: str) -> str:
+    """What it prints."""
+    command = line.partition(" #")[0].strip()
+    if command in ELSEWHERE:
+        return ""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    result = subprocess.run(
+        command, shell=True, env={**os.environ, "PATH": path}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert result.returncode == 0, f"{command}\n{result.stdout}"
+    return result.stdout
+
+
+def checked(shown: str, printed: str) -> str:
+    """What a page is to show: what it shows, if that is what was printed; "..." fits anything."""
+    if doctest.OutputChecker().check_output(shown, printed, doctest.ELLIPSIS):
+        return shown
+    if ACCEPT and "..." not in shown:
+        return printed
+    pytest.fail(f"the page shows\n{shown}\nbut this was printed\n{printed}")
+
+
+def test_a_policy_in_json_is_one(here):
+    found = [b.text for page in PAGES for b in blocks_of(page.read_text()) if b.language == "json"]
+    for text in found:
+        Path("policy.json").write_text(text)
+        assert Policy.load("policy.json").rules
+    assert found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_fence_has_a_language_and_an_end(page):
+    text = page.read_text()
+    blocks = blocks_of(text)
+    assert len(re.findall(r"^```", text, re.M)) == 2 * len(blocks)
+    assert {block.language for block in blocks} <= LANGUAGES
+
+
+def test_commands_that_are_run_elsewhere_are_printed_and_run_there():
+    commands = {
+        line.partition(" #")[0].strip()
+        for page in PAGES
+        for block in blocks_of(page.read_text())
+        if block.language == "bash"
+        for line in block.text.splitlines()
+    }
+    assert ELSEWHERE.keys() <= commands
+    for where in ELSEWHERE.values():
+        file, name = where.split("::")
+        assert f"def {name}(" in (ROOT / file).read_text()
+
+
+# -- the rest ----
+
+
+def test_tables_are_what_the_results_say():
+    assert plot.main(["--check"]) == 0
+
+
+def test_the_readme_is_short_and_lines_are_not_long():
+    assert len(PAGES[0].read_text().splitlines()) <= 190
+    for page in PAGES:
+        text = FENCED.sub("", page.read_text())
+        long = [line for line in text.splitlines() if len(line) > 160]
+        assert not long, (page, long)
+
+
+def test_links_lead_somewhere():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)]+)\)", FENCED.sub("", page.read_text())):
+            if not target.startswith("https://"):
+                file, _, anchor = target.partition("#")
+                path = page.parent / file if file else page
+                assert path.exists(), (page, target)
+                assert not anchor or anchor in anchors(path), (page, target)
+    names = {page.name for page in PAGES[1:]}
+    assert names == set(re.findall(r"\]\(docs/([\w-]+\.md)\)", PAGES[0].read_text()))
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
+
+
+def test_every_option_is_explained():
+    text = (ROOT / "docs/options.md").read_text()
+    for option in options.OPTIONS.values():
+        assert f"`sage.{option.name}`" in text
+        assert not option.is_setting or f"`{option.variable}`" in text
