@@ -7,12 +7,16 @@ A page says ``<!-- table:NAME -->`` and ``<!-- table:end -->`` where it wants a 
 """
 
 import argparse
+import ast
+import inspect
 import json
 import re
 import sys
 import textwrap
+import types
 from pathlib import Path
 
+import sage_inductor
 from sage_inductor import cost
 from sage_inductor.ops.recipe import ALIASES
 
@@ -25,6 +29,7 @@ PLOT, OVERVIEW = "attention.svg", "overview.svg"
 ACCURACY_PLOT, MODELS_PLOT = "accuracy.svg", "end-to-end.svg"
 COLOURS = {"cuDNN": "0.15", "flash": "0.65", "flex": "tab:orange", "inductor": "tab:blue"}
 SAGE_COLOURS = ("tab:green", "tab:purple", "tab:red")  # one per recipe
+METHODS = property, classmethod, types.FunctionType
 HEADS = (8, 24, 128)  # B * H of the columns of `lengths`
 BLOCKS = {
     "flux_double": "Flux, double block",
@@ -117,12 +122,16 @@ def blocks_in_short(gpus: dict[str, dict]) -> str:
     parts = []
     for plans in gpus.values():
         if "model" in plans:
-            lines = [["block", "B x H x N x D", '`"inductor"`', '`"sage"`', "faster", "attention"]]
+            lines = [[
+                "block", "B x H x N x D", '`"inductor"`', '`"sage"`', "faster", "attention",
+                "CosSim",
+            ]]  # fmt: skip
             for row in plans["model"]["rows"]:
                 inductor, sage = (row["times"][name]["ms"] for name in ("inductor", "sage"))
                 lines.append([
                     BLOCKS[row["model"]], row["shape"], f"{inductor:#.4g} ms", f"{sage:#.4g} ms",
                     f"**{inductor / sage:.2f}x**", f"{row['share']:.0%}",
+                    f"{row['accuracy']['sage']['cos_sim']:.5f}",
                 ])  # fmt: skip
             parts += [markdown(lines), where_and_when(plans["model"])]
     return "\n".join(parts)
@@ -166,6 +175,37 @@ def accuracy_in_short(gpus: dict[str, dict]) -> str:
     return "\n".join(parts)
 
 
+def api(gpus: dict[str, dict]) -> str:
+    """The public names, each with its signature and what its docstring says."""
+    parts = []
+    for name in sorted(sage_inductor.__all__):
+        entry = getattr(sage_inductor, name)
+        if inspect.isfunction(entry):
+            parts += [f"## {name}\n\n```text\n{signature(entry)}\n```\n\n{described(entry)}\n"]
+        elif inspect.isclass(entry):
+            parts += [f"## {name}\n\n{described(entry)}\n"]
+            methods = [
+                f"* `{key}{'()' * (not isinstance(member, property))}`: {described(member)}"
+                for key, member in vars(entry).items()
+                if not key.startswith("_") and isinstance(member, METHODS) and described(member)
+            ]
+            parts += ["\n".join(methods) + "\n"] if methods else []
+    return "\n".join(parts)
+
+
+def signature(function) -> str:
+    """As the source has it."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    returns = f" -> {ast.unparse(tree.returns)}" if tree.returns else ""
+    text = f"{tree.name}({ast.unparse(tree.args).replace('=', ' = ')}){returns}"
+    return textwrap.fill(text, 120, subsequent_indent=" " * (len(tree.name) + 1))
+
+
+def described(entry) -> str:
+    """The docstring, as Markdown."""
+    return (inspect.getdoc(entry) or "").replace("``", "`")
+
+
 def lengths(gpus: dict[str, dict]) -> str:
     """From which length "auto" rewrites, of the built-in table."""
     of_call = {}  # (GPU, head_dim, kind) -> the rows of what "auto" may become there, first first
@@ -196,6 +236,7 @@ def errors_of_recipes(gpus: dict[str, dict]) -> str:
 
 
 TABLES = {
+    "api": api,
     "blocks": blocks_in_short,
     "short": accuracy_in_short,
     "lengths": lengths,

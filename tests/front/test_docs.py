@@ -18,7 +18,7 @@ import torch
 
 import sage_inductor
 from bench import plot
-from sage_inductor import options
+from sage_inductor import cost, options
 from sage_inductor.policy import Policy
 
 ROOT = Path(__file__).parents[2]
@@ -186,3 +186,13 @@ def test_every_option_is_explained():
     for option in options.OPTIONS.values():
         assert f"`sage.{option.name}`" in text
         assert not option.is_setting or f"`{option.variable}`" in text
+
+
+@pytest.mark.gpu
+def test_the_quick_start_is_rewritten_on_a_gpu_that_was_measured(here):
+    if not cost.is_measured(torch.cuda.get_device_name()):
+        pytest.skip("no length is measured on this GPU")
+    page = PAGES[0].read_text()
+    (block,) = (each for each in blocks_of(page) if "gpu = torch.cuda" in each.text)
+    assert "relative L1 of the output: " in run_python(block, page, PAGES[0])
+    assert len(sage_inductor.report()) == 3 and not sage_inductor.report().refused
