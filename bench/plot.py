@@ -165,7 +165,7 @@ def accuracy_in_short(gpus: dict[str, dict]) -> str:
             ]
             lines.append([
                 name, f"{normal[1024]:.2%}", f"{normal[8192]:.2%}",
-                f"{min(of_models):.2%} to {max(of_models):.2%}",
+                " to ".join(dict.fromkeys(f"{f(of_models):.2%}" for f in (min, max))),
                 f"{figures[entry, 'gpt']['perplexity']:.4f}",
                 f"{figures[entry, 'vit']['accuracy']:.1%}",
                 f"{figures[entry, 'dit']['psnr']:.1f} dB",
