@@ -23,8 +23,11 @@ demo: $(INSTALLED)
 # A process a core, each with one thread.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -v -n auto --dist worksteal --show-capture=stdout
 
+# Pages are tried in a browser where there is one: without it pytest counts those tests as deselected.
+WITHOUT := not gpu$(if $(shell command -v chromium), , and not browser)
+
 test: lint
-	$(PYTEST) --durations=15 -m "not gpu" --ignore tests/ops/test_interpreter.py
+	$(PYTEST) --durations=15 -m "$(strip $(WITHOUT))" --ignore tests/ops/test_interpreter.py
 	TRITON_INTERPRET=1 $(PYTEST) tests/ops/test_interpreter.py
 
 lint: $(INSTALLED)

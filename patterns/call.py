@@ -87,6 +87,7 @@ class Site:
     dtype: str
     mask: str  # "none", "causal", a window, the mask's dtype and shape; "+" where both
     decision: Decision
+    device: str = "?"  # of q: "cpu", "cuda:0"
 
     @classmethod
     def of(cls, call: Call, decision: Decision) -> "Site":
@@ -99,6 +100,7 @@ class Site:
             dtype=str(getattr(call.out, "dtype", "?")).removeprefix("torch."),
             mask=_mask(call),
             decision=decision,
+            device=str(getattr(value_of(call.q), "device", "?")),
         )
 
     @property

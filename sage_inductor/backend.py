@@ -10,7 +10,6 @@ import functools
 import torch
 
 from sage_inductor import (
-    config,
     lowering,  # noqa: F401  (registers what the inserted op opens into)
     patterns,
     settings,
@@ -18,7 +17,14 @@ from sage_inductor import (
 from sage_inductor.decide import decide, rewrite
 from sage_inductor.errors import SageOptionError
 from sage_inductor.ops.compat import CompileContext, InductorWrapper
-from sage_inductor.report import Report, raise_if_refused, record
+from sage_inductor.patterns.graph import value_of
+from sage_inductor.report import (
+    Report,
+    ends_in_graph_break,
+    not_asked,
+    raise_if_refused,
+    record,
+)
 
 
 def sage_backend(gm: torch.fx.GraphModule, example_inputs, *, mode=None, options=None, **unknown):
@@ -30,22 +36,32 @@ def sage_backend(gm: torch.fx.GraphModule, example_inputs, *, mode=None, options
     ``sage.enabled`` and ``sage.mode`` (see sage_inductor/options.py).
 
     Raises SageOptionError (a ValueError) for unknown arguments and for an unknown or ill-typed
-    ``sage.`` option, and SageRefused under ``sage.strict``.
+    ``sage.`` option, and SageRefused under ``sage.strict``: before Inductor compiles the graph, and
+    not for calls that the recipe or a rule of the policy switches off.
     """
     if unknown:
         names = ", ".join(sorted(unknown))
         raise SageOptionError(f'sage_backend takes mode and options, got {names}: see "sage.*"')
     ours, theirs = settings.split(options or {})
     ours = {"mode": mode, **ours}
-    sites = patterns.rewrite(gm, functools.partial(decide, settings=settings.resolve(ours)))
-    inductor = InductorWrapper(ours["mode"], theirs, None)
-    compiled = inductor(gm, example_inputs)
-    # Recorded after compiling: Dynamo may abandon the graph until then and trace it again, with a
-    # number that the caller passes (a scale, say) as a constant.
-    record(sites)
-    if ours.get("strict", config.strict):
+    asked, graph_break = settings.resolve(ours), ends_in_graph_break(gm)
+    final = not _has_symbolic_floats(gm)
+    sites = patterns.rewrite(gm, functools.partial(decide, settings=asked))
+    refused = asked.strict and not_asked(sites)
+    compiled = None
+    if not (refused and final):  # else Inductor's minutes would be for nothing
+        compiled = InductorWrapper(ours["mode"], theirs, None)(gm, example_inputs)
+    # Recorded after compiling: until then Dynamo may abandon the graph, see _has_symbolic_floats.
+    record(sites, graph_break)
+    if asked.strict:
         raise_if_refused(sites)
     return compiled
+
+
+def _has_symbolic_floats(gm: torch.fx.GraphModule) -> bool:
+    """Whether Dynamo may abandon the graph while Inductor compiles it, and trace it again with a
+    number that the caller passes (a scale, say) as a constant."""
+    return any(isinstance(value_of(node), torch.SymFloat) for node in gm.graph.nodes)
 
 
 # ``torch._dynamo.reset()`` calls it: what Inductor's own backend forgets (CUDA graph trees).

@@ -136,10 +136,15 @@ def check_writable(gpu: str) -> None:
     of measuring."""
     path = tuned_path(gpu)
     path.parent.mkdir(parents=True, exist_ok=True)
-    existed = path.exists()
-    path.open("a").close()
+    check_file(path)
+
+
+def check_file(path: str | os.PathLike) -> None:
+    """Raise OSError unless a file can be written there."""
+    existed = Path(path).exists()
+    Path(path).open("a").close()
     if not existed:
-        path.unlink()
+        Path(path).unlink()
 
 
 def save(table: dict) -> Path:

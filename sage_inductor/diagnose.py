@@ -12,18 +12,21 @@ Shapes: B batch, H_q and H_kv heads, N_q and N_kv sequence, D head_dim (D_v of v
 """
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import itertools
 import math
 import os
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sage_inductor import cost
+from sage_inductor import cost, page
 from sage_inductor.backend import run_graphs
 from sage_inductor.decide import autos, decide
 from sage_inductor.ops.recipe import NAMED, canonical
@@ -33,7 +36,7 @@ from sage_inductor.options import AUTO, OFF
 from sage_inductor.patterns import Decision, Site, rewrite
 from sage_inductor.patterns.call import FULL, Band, Call
 from sage_inductor.policy import Policy, Rule, layer_of
-from sage_inductor.report import table
+from sage_inductor.report import counts, folded, grouped, path_of, table
 from sage_inductor.settings import Settings
 
 # 8-bit q, k and v cost a relative L1 of 0.035 to 0.046 on normal inputs (README). A call above
@@ -44,6 +47,8 @@ SDPA = "sdpa"  # in the place of a recipe: scaled_dot_product_attention in the m
 # is slow; sage2-4b, which saves no arithmetic on any device; sage3, which was timed on none.
 BY_SPEED = ("sage2-8b-per-token", "sage2-8b", "sage1-per-token", "sage1")
 STUDY = Settings(emulate=True, force=True)
+QUIET_S = 3.0  # before progress is shown
+MOST_SHOWN = 20  # rows of the printed table
 MAX_SCORES = 1 << 24  # of exact attention, computed together: 128 MiB
 
 
@@ -68,12 +73,15 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """What `diagnose` found. `print` it for a table and the policy."""
+    """What `diagnose` found. `print` it for a verdict, a table (of calls that differ in the numbers
+    in their module's path alone, the worst) and the policy; `details` has every number, `to_html`
+    writes all of it and a heat map."""
 
     rows: tuple[Row, ...]  # worst relative L1 first
     unmeasured: tuple[Site, ...]  # attention calls without rows; `reason` says why
     suggested: dict[str, str]  # path of a module: the recipe of its calls, or "off"
     tolerance: float
+    shown: tuple[str, ...]  # recipes that the table has a column for
 
     @property
     def policy(self) -> Policy:
@@ -92,57 +100,136 @@ class Diagnosis:
         }
         self.policy.save(path, note)
 
-    def __str__(self):
-        rows = [
-            ("module", "call", "q", "k", "dtype", "mask", "recipe")
-            + ("CosSim", "relative L1", "RMSE", "worst head", "worst row")
-        ]
-        for row in self.rows:
-            site, (head, of_head), (*where, of_row) = row.site, row.worst_head, row.worst_row
-            q, k = str(list(site.q)), str(list(site.k))
-            rows.append(
-                (site.module or site.call, site.spelling, q, k, site.dtype, site.mask, row.recipe)
-                + (f"{row.cos_sim:.6f}", f"{row.relative_l1:.4g}", f"{row.rmse:.3g}")
-                + (f"{head}: {of_head:.3g}", f"{tuple(where)}: {of_row:.3g}")
-            )
-        lines = [table(rows)] if self.rows else []
-        for site in self.unmeasured:
-            lines.append(f"{site.module or site.call} ({site.spelling}): {site.reason}")
+    @property
+    def verdict(self) -> str:
+        """One line: "57 modules, relative L1 <= 0.05: auto (56), off (1)"."""
+        text = f"{len(self.suggested)} modules, relative L1 <= {self.tolerance}"
         if self.suggested:
-            lines.append(f"the fastest recipes with a relative L1 of at most {self.tolerance}:")
+            text += f": {counts(collections.Counter(self.suggested.values()))}"
+        if self.unmeasured:
+            text += f"; not measured: {len(self.unmeasured)} calls"
+        return text
+
+    def __str__(self):
+        lines = [self.verdict]
+        groups = self._groups()
+        if groups:
+            head = ("module", "count", "call", "q", "k", "dtype", "mask", "suggested", *self.shown)
+            lines += ["", table([head, *groups[:MOST_SHOWN]])]
+            if groups[MOST_SHOWN:]:
+                lines.append(f"and {len(groups) - MOST_SHOWN} rows of smaller errors")
+            lines.append("relative L1, the worst of each row's calls; more: print(found.details())")
+        for where, sites in grouped(self.unmeasured, path_of, lambda x: (x.spelling, x.reason)):
+            lines.append(f"{where} x{len(sites)} ({sites[0].spelling}): {sites[0].reason}")
+        if self.suggested:
+            lines += ["", f"the fastest recipes with a relative L1 of at most {self.tolerance}:"]
             lines.append(self.policy.text())
         return "\n".join(lines)
+
+    def details(self) -> str:
+        """A table of every measured call and recipe, the worst relative L1 first."""
+        cells = (tuple(map(_text, _cells(row))) for row in self.rows)
+        return table([COLUMNS, *cells])
+
+    def heat_map(self) -> str:
+        """An SVG of the relative L1, modules by recipes: white at the tolerance, blue below it, red
+        above."""
+        errors = {}
+        for row in reversed(self.rows):  # of a module's calls the worst comes last
+            errors[path_of(row.site), row.recipe] = row.relative_l1
+        order = list(self.suggested)
+        in_order = sorted(self.rows, key=lambda row: order.index(row.site.module))
+        modules = dict.fromkeys(path_of(row.site) for row in in_order)
+        recipes = [name for name in (SDPA, *NAMED) if any(name == r for _, r in errors)]
+        return page.heat_map(list(modules), recipes, errors, self.tolerance)
+
+    def to_html(self, path: str | os.PathLike) -> None:
+        """Write one page that needs no other file: the heat map, every row (they sort by any column
+        and filter by module), the calls that were not measured, and the policy."""
+        parts = [
+            page.paragraph(self.verdict),
+            self.heat_map(),
+            page.table(COLUMNS, list(map(_cells, self.rows))),
+        ]
+        if self.unmeasured:
+            rows = [(path_of(site), site.spelling, folded(site)) for site in self.unmeasured]
+            parts.append(page.table(UNMEASURED, rows))
+        parts.append(page.listing(self.policy.text()))
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(page.page("sage_inductor: accuracy of attention calls", *parts))
+
+    def _repr_html_(self):
+        parts = page.paragraph(self.verdict), self.heat_map(), page.listing(self.policy.text())
+        return "\n".join(parts)
+
+    def _groups(self) -> list[tuple[str, ...]]:
+        """Cells of the printed table, the worst error of a shown recipe first."""
+
+        def same(row: Row) -> tuple:
+            return *_cells(row)[1:6], self.suggested[row.site.module]
+
+        lines = []
+        for where, rows in grouped(self.rows, lambda row: path_of(row.site), same):
+            worst = {row.recipe: row for row in reversed(rows)}  # self.rows: the worst comes first
+            shown = [worst[name] for name in self.shown if name in worst]
+            calls = {(row.site.module, row.site.call) for row in rows}
+            errors = (f"{worst[x].relative_l1:.3g}" if x in worst else "-" for x in self.shown)
+            cells = (where, f"x{len(calls)}", *same(rows[0]), *errors)
+            lines.append((max((row.badness for row in shown), default=0.0), cells))
+        return [cells for _, cells in sorted(lines, key=lambda line: -line[0])]
+
+
+COLUMNS = ("module", "call", "q", "k", "dtype", "mask", "recipe", "CosSim", "relative L1", "RMSE",
+           "worst head", "its relative L1", "worst row", "its relative L1")  # fmt: skip
+UNMEASURED = ("module", "call", "not measured")
+
+
+def _cells(row: Row) -> tuple[page.Cell, ...]:
+    site, (head, of_head), (*where, of_row) = row.site, row.worst_head, row.worst_row
+    return (
+        path_of(site), site.spelling, str(list(site.q)), str(list(site.k)), site.dtype, site.mask,
+        row.recipe, row.cos_sim, row.relative_l1, row.rmse, head, of_head, str(where), of_row,
+    )  # fmt: skip
+
+
+def _text(cell: page.Cell) -> str:
+    return f"{cell:.6g}" if isinstance(cell, float) else str(cell)
 
 
 def diagnose(
     model,
     *args,
-    recipes: Sequence[str] | None = None,
+    recipes: str | Sequence[str] | None = None,
     path: str | os.PathLike | None = None,
     tolerance: float = TOLERANCE,
     **kwargs,
 ) -> Diagnosis:
     """Run ``model(*args, **kwargs)`` once and measure every recipe at every attention call.
 
-    recipes: names, without it all; only those are measured that run on the inputs' device (on CPU
-    every one, emulated). path: where to write the suggested policy. tolerance: the relative L1 up
-    to which a recipe is suggested. A module's calls get the fastest recipe that is within it at
-    each of them: "auto" if all that it may become there are (on CPU: that it may become on the GPU
-    that was measured), else a named one, else "off".
+    recipes: one name or several, without it all; only those are measured that run on the inputs'
+    device (on CPU every one, emulated). path: where to write the suggested policy. tolerance: the
+    relative L1 up to which a recipe is suggested. A module's calls get the fastest recipe that is
+    within it at each of them: "auto" if all that it may become there are (on CPU: that it may
+    become on the GPU that was measured), else a named one, else "off".
 
     Gradients are off. The model's code, parameters and mode stay as they are, and what a forward
-    pass changes it changes. Dynamo's caches are reset. Memory beside the model's own: several times
-    [B, H_q, N_q, D_v] in float64 and, on CPU, ten times [B, H_q / H_kv, N_q, N_kv] in fp32.
+    pass changes it changes. Dynamo's caches are reset. After three seconds stderr shows how many
+    calls are measured (by tqdm, where it is installed). Memory beside the model's own: several
+    times [B, H_q, N_q, D_v] in float64 and, on CPU, ten times [B, H_q / H_kv, N_q, N_kv] in fp32.
 
     Raises ValueError for unknown recipes, a tolerance that is not a positive number, or a model
-    that makes no attention call.
+    that makes no attention call; OSError, before the model runs, if `path` cannot be written.
     """
+    given, recipes = recipes, [recipes] if isinstance(recipes, str) else recipes
     recipes = tuple(map(canonical, NAMED if recipes is None else recipes))
     if not recipes or not set(recipes) <= NAMED.keys():
         raise ValueError(f"diagnose: recipes must be of {tuple(NAMED)}, got {recipes}")
     if not 0 < tolerance < math.inf:
         raise ValueError(f"diagnose: tolerance must be a positive number, got {tolerance}")
+    if path is not None:
+        cost.check_file(path)
     probes, refused = [], []
+    progress = _Progress()
 
     def see(gm: torch.fx.GraphModule) -> None:
         calls = []
@@ -151,12 +238,13 @@ def diagnose(
         refused.extend(site for site in sites if not site.rewritten)
         # Probes are inserted when all calls are found: to a proof of what a mask says a probe is a
         # call that may write to the mask.
-        probes.extend(_Probe(*each, recipes) for each in calls)
+        probes.extend(_Probe(*each, recipes, progress.step) for each in calls)
+        progress.expect(len(calls))
         for module in gm.modules():
             if isinstance(module, torch.fx.GraphModule):
                 module.recompile()
 
-    with torch.no_grad():
+    with torch.no_grad(), contextlib.closing(progress):
         run_graphs(see, model, args, kwargs)
     if not probes and not refused:
         raise ValueError("diagnose: the model must make an attention call, none was seen")
@@ -166,7 +254,10 @@ def diagnose(
             refused.append(dataclasses.replace(probe.site, decision=Decision(None, reason)))
     rows = [row for probe in probes for row in probe.rows.values()]
     rows = tuple(sorted(rows, key=lambda row: -row.badness))
-    found = Diagnosis(rows, tuple(refused), _suggested(probes, tolerance), tolerance)
+    if given is None:  # of all that is measured, what a policy may come to
+        recipes = [r for r in recipes if r in BY_SPEED or any(r in p.autos for p in probes)]
+    shown = tuple(name for name in (SDPA, *recipes) if any(name in p.rows for p in probes))
+    found = Diagnosis(rows, tuple(refused), _suggested(probes, tolerance), tolerance, shown)
     if path is not None:
         found.save(path)
     return found
@@ -178,12 +269,13 @@ def diagnose(
 class _Probe:
     """Measures an attention call whenever the graph is about to make it."""
 
-    def __init__(self, call: Call, site: Site, recipes: tuple[str, ...]):
+    def __init__(self, call: Call, site: Site, recipes: tuple[str, ...], done: Callable[[], None]):
         each = {name: dataclasses.replace(STUDY, recipe=name) for name in recipes}
         self.recipes = [name for name in recipes if decide(call, each[name]).recipe is not None]
         self.autos = autos(call, portable=False)
         self.site, self.band, self.scale = site, call.band, call.scale
         self.rows: dict[str, Row] = {}
+        self.done = done
         call.emit.insert(self.measure, (call.q, call.k, call.v, call.attn_mask), None)
 
     @torch.no_grad()
@@ -200,6 +292,38 @@ class _Probe:
                 *_worst(out, exact),
             )  # fmt: skip
             self.rows[name] = max(self.rows.get(name, row), row, key=lambda row: row.badness)
+        self.done()
+
+
+class _Progress:
+    """How many calls are measured, on stderr; nothing is shown in the first seconds."""
+
+    def __init__(self):
+        try:
+            from tqdm import tqdm
+        except ImportError:
+            self.bar = None
+        else:
+            self.bar = tqdm(desc="diagnose", unit=" calls", total=0, delay=QUIET_S, leave=False)
+        self.measured = self.expected = 0
+        self.said = time.monotonic()
+
+    def expect(self, calls: int) -> None:
+        self.expected += calls
+        if self.bar is not None:
+            self.bar.total = self.expected
+
+    def step(self) -> None:
+        self.measured += 1
+        if self.bar is not None:
+            self.bar.update()
+        elif time.monotonic() - self.said > QUIET_S:
+            self.said = time.monotonic()
+            sys.stderr.write(f"diagnose: {self.measured} of {self.expected} calls measured\n")
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
 
 
 def _exact(q, k, v, attn_mask, band: Band, scale: float) -> Tensor:

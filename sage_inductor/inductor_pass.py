@@ -12,7 +12,7 @@ import torch
 from sage_inductor import config, cost, lowering, ops, patterns
 from sage_inductor.decide import rewrite
 from sage_inductor.ops.compat import CustomGraphPass, inductor_config, virtualized
-from sage_inductor.report import raise_if_refused, record
+from sage_inductor.report import ends_in_graph_break, raise_if_refused, record
 from sage_inductor.settings import Settings, resolve
 
 
@@ -31,7 +31,7 @@ class SagePass(CustomGraphPass):
         asked = self._settings()
         # Inductor applies a pre-grad pass to nested graphs too; a site is decided once.
         sites = rewrite(graph.owning_module, asked)
-        record(sites)
+        record(sites, ends_in_graph_break(graph.owning_module))
         if asked.strict:
             raise_if_refused(sites)
 

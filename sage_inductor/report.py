@@ -1,21 +1,43 @@
-"""What became of every attention call: the sites that the pass saw, also when a cache was warm."""
+"""What became of every attention call: the sites that the pass saw, also when a cache was warm.
 
+Told without being asked: where all calls stay as they were, a warning says why and what to do
+(`record`). Asked: `report()`. While it happens, a line a call:
+
+    TORCH_LOGS="sage_inductor" python program.py
+    torch._logging.set_logs(modules={"sage_inductor": logging.INFO})
+    logging.getLogger("sage_inductor").setLevel(logging.INFO)  # where Python's logging is set up
+
+With torch's logging the line begins with the graph's number.
+"""
+
+import atexit
+import collections
 import logging
+import os
+import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+import torch
+
+from sage_inductor import cost, page
 from sage_inductor.errors import SageRefused
 from sage_inductor.ops.compat import CompileContext, cached_backends, counters
 from sage_inductor.patterns import Site
+from sage_inductor.remedies import Cause, cause_of
 
 log = logging.getLogger("sage_inductor")
 
 _sites: list[tuple[str, Site]] = []  # (graph, site)
+_told: set[str] = set()  # patterns of the causes that were warned of
 _lock = threading.Lock()
+
+COLUMNS = ("graph", "module", "count", "call", "q", "k", "dtype", "mask", "recipe", "reason")
 
 
 class Report(Sequence):
-    """The sites of some graphs, in the order they were compiled. `print` it for a table."""
+    """The sites of some graphs, in the order they were compiled. `print` it for a verdict and a
+    table, in which calls that are equal but for the numbers in their module's path are one row."""
 
     def __init__(self, sites: Sequence[tuple[str, Site]]):
         self._sites = tuple(sites)
@@ -36,21 +58,127 @@ class Report(Sequence):
     def refused(self) -> list[Site]:
         return [site for site in self if not site.rewritten]
 
-    def __str__(self):
+    @property
+    def verdict(self) -> str:
+        """One line: "114 of 171 attention calls use sage1; 57 stay: N < 3072"."""
         if not self:
             return "no attention call was seen: nothing was compiled, or no graph has one"
-        rows = [("graph", "module", "call", "q", "k", "dtype", "mask", "recipe", "reason")]
-        for graph, site in self._sites:
-            q, k = (str(list(x)).replace("'", "") for x in (site.q, site.k))
-            recipe = site.recipe or "-"
-            where = site.module or site.call
-            rows.append(
-                (graph, where, site.spelling, q, k, site.dtype, site.mask, recipe, site.reason)
-            )
-        return f"{table(rows)}\n{len(self.rewritten)} of {len(self)} attention calls rewritten"
+        recipes = collections.Counter(site.recipe for site in self.rewritten)
+        causes = collections.Counter(cause_of(site.reason).short for site in self.refused)
+        used = counts(recipes) if recipes else f"sage on {_device_name(self[0])}"
+        text = f"{len(self.rewritten)} of {len(self)} attention calls use {used}"
+        return text + (f"; {len(self.refused)} stay: {counts(causes)}" if causes else "")
+
+    def __str__(self):
+        if not self:
+            return self.verdict
+        rows, remedies = [row for row, _ in self._grouped()], self._remedies()
+        lines = [self.verdict, "", table([COLUMNS, *rows]), *([""] if remedies else []), *remedies]
+        return "\n".join(lines)
 
     def __repr__(self):
-        return f"<Report: {len(self.rewritten)} of {len(self)} attention calls rewritten>"
+        return f"<Report: {self.verdict}>"
+
+    def _repr_html_(self):
+        rows = [row[:-1] + (folded(group[0][1]),) for row, group in self._grouped()]
+        parts = [page.paragraph(self.verdict), page.table(COLUMNS, rows) if rows else ""]
+        return "\n".join([*parts, *map(page.paragraph, self._remedies())])
+
+    def to_dicts(self) -> list[dict]:
+        """A dict for each call, of what JSON has: graph, module, call (the node's name), spelling,
+        q, k (lists of numbers, text where dynamic), dtype, mask, device, recipe (None: it stays),
+        reason, remedy (None: it is rewritten)."""
+        before, after = ("module", "call", "spelling"), ("dtype", "mask", "device", "recipe")
+        return [
+            {
+                "graph": graph,
+                **{name: getattr(site, name) for name in before},
+                "q": list(site.q),
+                "k": list(site.k),
+                **{name: getattr(site, name) for name in after},
+                "reason": site.reason,
+                "remedy": None if site.rewritten else cause_of(site.reason).remedy,
+            }
+            for graph, site in self._sites
+        ]
+
+    def to_html(self, path: str | os.PathLike) -> None:
+        """Write one page that needs no other file: a row for each call, which sort by any column,
+        a filter by module, reasons and remedies folded."""
+        columns = [name for name in COLUMNS if name != "count"]
+        rows = []
+        for graph, site in self._sites:
+            where, *rest = _cells([site])
+            rows.append((graph, where, *rest[1:-1], folded(site)))
+        parts = page.paragraph(self.verdict), page.table(columns, rows)
+        text = page.page("sage_inductor: attention calls", *parts)
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+
+    def _grouped(self) -> list[tuple[tuple, list[tuple[str, Site]]]]:
+        """(cells of a row, its calls with their graphs)."""
+        groups = grouped(
+            self._sites,
+            path=lambda each: path_of(each[1]),
+            # A reason may name nodes of its layer: the scores `softmax_3`.
+            same=lambda each: [re.sub(r"_\d+`", "`", cell) for cell in _cells([each[1]])[2:]],
+        )
+        rows = []
+        for where, group in groups:
+            graphs = list(dict.fromkeys(graph for graph, _ in group))
+            which = ", ".join(graphs) if len(graphs) <= 3 else f"{len(graphs)} graphs"
+            _, *cells = _cells([site for _, site in group])
+            rows.append(((which, where, *cells), group))
+        return rows
+
+    def _remedies(self) -> list[str]:
+        causes = dict.fromkeys(cause_of(site.reason) for site in self.refused)
+        return [f"{cause.short}: {cause.remedy}" for cause in causes if not cause.asked]
+
+
+def _cells(sites: list[Site]) -> tuple[str, ...]:
+    """What a row says of equal calls, from "module" on."""
+    site = sites[0]
+    q, k = (str(list(x)).replace("'", "") for x in (site.q, site.k))
+    recipe = site.recipe or "-"
+    return (
+        path_of(site), f"x{len(sites)}", site.spelling, q, k, site.dtype, site.mask, recipe,
+        site.reason,
+    )  # fmt: skip
+
+
+def folded(site: Site) -> page.Cell:
+    if site.rewritten:
+        return site.reason
+    cause = cause_of(site.reason)
+    return page.Folded(cause.short, f"{site.reason}. What to do: {cause.remedy}.")
+
+
+def counts(counter: collections.Counter) -> str:
+    """Such as "sage1", or "sage1 (2), sage2-8b (1)", the most frequent first."""
+    if len(counter) == 1:
+        return next(iter(counter))
+    return ", ".join(f"{name} ({n})" for name, n in counter.most_common())
+
+
+def path_of(site: Site) -> str:
+    """What a row calls the place of a call: its module or, where no module makes it, its node."""
+    return site.module or site.call
+
+
+def grouped(items: Iterable, path: Callable, same: Callable) -> list[tuple[str, list]]:
+    """`items` that are equal but for the numbers in their path, together and in order:
+    ("blocks.*.attn2", [...]), with stars where the numbers differ. path(item): its path;
+    same(item): what is compared beside it."""
+    groups = collections.defaultdict(list)
+    for item in items:
+        groups[(re.sub(r"\d+", "*", path(item)), *same(item))].append(item)
+    return [(_glob([path(item) for item in group]), group) for group in groups.values()]
+
+
+def _glob(paths: list[str]) -> str:
+    pieces = zip(*(re.split(r"(\d+)", path) for path in paths), strict=True)
+    return "".join(piece[0] if len(set(piece)) == 1 else "*" for piece in pieces)
 
 
 def table(rows: list[tuple[str, ...]]) -> str:
@@ -67,8 +195,21 @@ def report() -> Report:
         return Report(_sites)
 
 
-def record(sites: list[Site]) -> None:
-    """Add the sites of the graph that is being compiled: report, counters, log."""
+def ends_in_graph_break(gm: torch.fx.GraphModule) -> bool:
+    """Whether the function that Dynamo captured `gm` from goes on after it."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    return reason is not None and reason.graph_break
+
+
+def record(sites: list[Site], graph_break: bool = False) -> None:
+    """Add the sites of the graph that is being compiled: report, counters, log.
+
+    Where every call of the report stays as it was, this warns: once in a process for each cause
+    (a row of remedies.py), and not of what the user asked for himself. A warning says why the calls
+    stay, on which device, and what to do. After a `graph_break` the same function's next graph may
+    have the calls that are rewritten, so the warning waits for its last graph; where that has no
+    operation and is never compiled, for the process's end.
+    """
     # torch._dynamo.reset() resets the backends listed here, and empties the list.
     cached_backends.setdefault(id(clear), _ClearOnReset)
     compile_id = CompileContext.current_compile_id()
@@ -78,11 +219,51 @@ def record(sites: list[Site]) -> None:
     for site in sites:
         counters["sage"]["rewritten" if site.rewritten else "refused"] += 1
         what = f"becomes {site.recipe}" if site.rewritten else "stays as it was"
-        log.info("[%s] %s %s: %s", graph, site.module or site.call, what, site.reason)
+        log.info("%s %s: %s", path_of(site), what, site.reason)
+    if not graph_break:
+        _warn_if_all_stay()
+
+
+@atexit.register
+def _warn_if_all_stay() -> None:
+    found = report()
+    if found.rewritten:
+        return
+    causes = collections.defaultdict(list)
+    for site in found:
+        cause = cause_of(site.reason)
+        if not cause.asked:
+            causes[cause.pattern].append((cause, site))
+    for pattern, calls in causes.items():
+        with _lock:
+            known = pattern in _told
+            _told.add(pattern)
+        if not known:
+            log.warning("%s", _warning(calls, len(found)))
+
+
+def _warning(calls: list[tuple[Cause, Site]], total: int) -> str:
+    cause, site = calls[0]
+    some = "" if len(calls) == total else f" ({len(calls)} calls)"
+    return (
+        f"sage_inductor: 0 of {total} attention calls use sage on {_device_name(site)}: "
+        f"{cause.short}{some}; {cause.remedy}"
+    )
+
+
+def _device_name(site: Site) -> str:
+    if site.device.startswith("cuda") and torch.cuda.is_available():
+        return cost.gpu_name(torch.device(site.device))
+    return site.device.upper()
+
+
+def not_asked(sites: list[Site]) -> list[Site]:
+    """The calls that stay as they were, but for those that the user himself switched off."""
+    return [s for s in sites if not s.rewritten and not cause_of(s.reason).asked]
 
 
 def raise_if_refused(sites: list[Site]) -> None:
-    refused = [f"{s.module or s.call}: {s.reason}" for s in sites if not s.rewritten]
+    refused = [f"{path_of(site)}: {site.reason}" for site in not_asked(sites)]
     if refused:
         calls = "; ".join(refused)
         raise SageRefused(f"sage.strict: {len(refused)} attention calls stay as they were: {calls}")

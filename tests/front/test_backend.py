@@ -22,6 +22,7 @@ from torch.testing import assert_close
 import sage_inductor
 from sage_inductor import config, inductor_pass, options
 from sage_inductor.ops import recipe as recipes
+from sage_inductor.policy import Rule
 
 EMULATE = {"sage.emulate": True}
 
@@ -213,12 +214,35 @@ def test_inductor_options_and_modes_work_beside_ours(monkeypatch):
     assert seen[1]["max_autotune"] is True
 
 
-def test_strict_raises_for_a_call_that_stays_sdpa():
+def test_strict_raises_for_a_call_that_stays_sdpa_before_it_is_compiled(monkeypatch):
+    strict, compiled = {**EMULATE, "sage.strict": True}, []
+    inductor = sage_inductor.backend.InductorWrapper
+    original = inductor.__call__
+    monkeypatch.setattr(
+        inductor, "__call__",
+        lambda self, gm, inputs: compiled.append(gm) or original(self, gm, inputs),
+    )  # fmt: skip
     with pytest.raises(
         sage_inductor.SageRefused, match="1 attention calls stay as they were: .*dropout"
     ):
-        run({**EMULATE, "sage.strict": True}, dropped)
-    run({**EMULATE, "sage.strict": True})
+        run(strict, dropped)
+    assert not compiled and len(sage_inductor.report().refused) == 1
+    run(strict)
+    assert compiled
+
+
+@pytest.mark.parametrize("off", ["recipe", "enabled", "policy"])
+def test_strict_accepts_what_the_user_switched_off(off, tmp_path):
+    path = tmp_path / "policy.json"
+    sage_inductor.Policy((Rule("off"),)).save(path)
+    given = {"recipe": "off", "enabled": False, "policy": str(path)}[off]
+    run({**EMULATE, "sage.strict": True, f"sage.{off}": given})
+    assert len(sage_inductor.report().refused) == 1
+    with config.patch(enabled=True, emulate=True, strict=True, policy=str(path)):
+        torch._dynamo.reset()
+        q = torch.randn(1, 2, 16, 64)
+        torch.compile(F.scaled_dot_product_attention, backend="inductor")(q, q, q)
+    assert len(sage_inductor.report().refused) == 1
 
 
 def test_enabled_false_opts_one_graph_out():
@@ -395,13 +419,14 @@ def test_report_counters_and_log_tell_what_happened(caplog):
     assert len(report) == 2 and len(report.rewritten) == len(report.refused) == 1
     text = str(report)
     assert "sage2-8b" in text and "dropout_p must be 0, got 0.5" in text
-    assert text.endswith("1 of 2 attention calls rewritten")
-    assert any("stays as it was: dropout_p" in r.message for r in caplog.records)
+    assert text.startswith("1 of 2 attention calls use sage2-8b; 1 stay: dropout_p must be 0\n")
+    stays = "scaled_dot_product_attention_1 stays as it was: dropout_p"
+    assert any(r.message.startswith(stays) for r in caplog.records)
     one, two = report
     assert isinstance(report[:1], type(report)) and list(report[:1]) == [one]
     assert list(report[::-1]) == [two, one] == list(reversed(report)) and report[-1] is two
     assert report[5:] is not None and len(report[5:]) == 0 and report.index(two) == 1
-    assert str(report[:1]).endswith(f"{len(report[:1].rewritten)} of 1 attention calls rewritten")
+    assert str(report[:1]).startswith(f"{len(report[:1].rewritten)} of 1 attention calls use ")
     torch._dynamo.reset()
     assert "no attention call was seen" in str(sage_inductor.report())
 

@@ -1,9 +1,14 @@
 """What diagnose measures, against computations of its own; what it suggests; what it leaves alone."""
 
+import dataclasses
 import importlib
 import json
 import math
+import re
+import sys
+import time
 from types import SimpleNamespace
+from xml.etree import ElementTree
 
 import pytest
 import support
@@ -15,9 +20,10 @@ from torch import nn
 from torch.nn.attention.bias import causal_lower_right
 
 import sage_inductor
-from sage_inductor import Policy, diagnose
-from sage_inductor.diagnose import BY_SPEED, TOLERANCE, _merged
+from sage_inductor import Diagnosis, Policy, diagnose
+from sage_inductor.diagnose import BY_SPEED, TOLERANCE, Row, _merged
 from sage_inductor.ops.recipe import NAMED
+from sage_inductor.patterns import Decision, Site
 from sage_inductor.policy import Rule
 
 DIAGNOSE = importlib.import_module("sage_inductor.diagnose")
@@ -109,11 +115,28 @@ def test_calls_that_agree_get_one_rule_and_the_table_shows_it():
     found = diagnose(Transformer(None, None), torch.randn(1, 50, 64))
     assert found.policy == Policy((Rule("auto"),))
     lines = str(found).splitlines()
-    assert lines[0].split()[:3] == ["module", "call", "q"]
-    assert lines[2].split()[:2] == ["layers.0", "SDPA"] or lines[2].startswith("layers.1")
+    assert lines[0] == found.verdict == "2 modules, relative L1 <= 0.05: auto"
+    assert lines[2].split() == [
+        "module",
+        "count",
+        "call",
+        "q",
+        "k",
+        "dtype",
+        "mask",
+        "suggested",
+        *found.shown,
+    ]
+    assert lines[4].split()[:3] == ["layers.*", "x2", "SDPA"] and lines[5].startswith(
+        "relative L1,"
+    )
+    assert set(found.shown) == {"sdpa", *BY_SPEED}
     assert '{"recipe": "auto"}' in str(found) and not found.unmeasured
+    assert found.details().count("\n") == 1 + 2 * (len(NAMED) + 1)
     strict = diagnose(Transformer(None, None), torch.randn(1, 50, 64), tolerance=0.02)
     assert strict.policy == Policy((Rule("sage1-per-token"),))
+    one = diagnose(Transformer(None), torch.randn(1, 50, 64), recipes="sage3")
+    assert {row.recipe for row in one.rows} == set(one.shown) == {"sdpa", "sage3"}
     only = diagnose(Transformer(None), torch.randn(1, 50, 64), recipes=["sage1", "sage2-8b"])
     assert {row.recipe for row in only.rows} == {"sdpa", "sage1", "sage2-8b"}
     assert only.policy == Policy((Rule("sage2-8b"),))  # of "auto" not all was measured
@@ -170,6 +193,71 @@ def test_neighbouring_layers_and_calls_of_one_name_share_a_rule():
     )
     of |= {f"layers.{i}.attn": "auto" for i in range(12)} | {"pool": "auto"}
     assert _merged(of) == (Rule("sage1-per-token", module="*.cross"), Rule("auto"))
+
+
+def row(module, recipe, error, suggested="auto"):
+    site = Site(
+        module,
+        "sdpa",
+        "SDPA",
+        (1, 2, 64, 64),
+        (1, 2, 64, 64),
+        "bfloat16",
+        "none",
+        Decision(None, ""),
+    )
+    return Row(site, recipe, 0.99, error, 0.1, (0, error), (0, 0, 3, error))
+
+
+def of_57_layers():
+    """Layer 7 cannot take sage1; of layer 9 one call of two is NaN; errors grow with the layer."""
+    rows = [row(f"blocks.{i}.attn", "sage1", 0.001 * i) for i in range(57) if i not in (7, 9)]
+    rows += [row("blocks.7.attn", "sage1", 3.0), row("blocks.9.attn", "sage1", math.nan)]
+    rows += [row("blocks.9.attn", "sage1", 0.5)]
+    rows += [row(f"blocks.{i}.attn", "sdpa", 1e-7) for i in range(57)]
+    suggested = {f"blocks.{i}.attn": "off" if i in (7, 9) else "sage1" for i in range(57)}
+    rows = tuple(sorted(rows, key=lambda row: -row.badness))
+    left = tuple(
+        dataclasses.replace(row(f"x.{i}", "", 0).site, decision=Decision(None, "dropout is active"))
+        for i in range(3)
+    )
+    return Diagnosis(rows, left, suggested, 0.05, ("sdpa", "sage1"))
+
+
+def test_equal_layers_are_one_row_the_worst_first():
+    text = str(of_57_layers())
+    rows = [re.split(r"  +", line) for line in text.splitlines()[4:6]]
+    assert [(r[0], r[1], *r[-3:]) for r in rows] == [
+        ("blocks.*.attn", "x2", "off", "1e-07", "nan"),
+        ("blocks.*.attn", "x55", "sage1", "1e-07", "0.056"),
+    ]
+    assert text.startswith(
+        "57 modules, relative L1 <= 0.05: sage1 (55), off (2); not measured: 3 calls\n"
+    )
+    assert "\nx.* x3 (SDPA): dropout is active\n" in text and len(text.splitlines()) < 25
+    many = [row(f"{chr(97 + i)}.attn", "sage1", 0.001 * i) for i in range(26)]
+    found = Diagnosis(
+        tuple(many[::-1]), (), {r.site.module: "sage1" for r in many}, 0.05, ("sage1",)
+    )
+    assert "\nand 6 rows of smaller errors\n" in str(found) and "g.attn" in str(found)
+    assert "f.attn" not in str(found).partition("version")[0] and "f.attn" in found.details()
+
+
+def test_the_page_has_a_heat_map_of_layers_and_every_number(tmp_path):
+    found = of_57_layers()
+    found.to_html(tmp_path / "found.html")
+    text = (tmp_path / "found.html").read_text(encoding="utf-8")
+    svg = ElementTree.fromstring(text[text.index("<svg") : text.index("</svg>") + 6])
+    tag = "{http://www.w3.org/2000/svg}"
+    labels = [each.text for each in svg.findall(f"{tag}text")]
+    assert labels == ["sdpa", "sage1", *(f"blocks.{i}.attn" for i in range(57))]
+    cells = {
+        g.find(f"{tag}title").text: g.find(f"{tag}rect").get("fill") for g in svg.findall(f"{tag}g")
+    }
+    assert len(cells) == 57 * 2 and cells["blocks.9.attn, sage1: nan"] == "black"
+    assert cells["blocks.7.attn, sage1: 3"] == "rgb(255,64,64)"
+    assert text.count("<tr>") == 1 + len(found.rows) + 1 + 3 and "call model.eval()" in text
+    assert "&quot;recipe&quot;: &quot;off&quot;" in text and found._repr_html_().count("<svg") == 1
 
 
 # -- what is measured ----
@@ -397,11 +485,42 @@ def test_a_branch_that_is_not_taken_is_listed():
     assert [site.reason for site in found.unmeasured] == ["was not run with these inputs"]
 
 
+def test_a_path_that_cannot_be_written_is_found_before_the_model_runs(tmp_path):
+    ran, q = [], torch.randn(1, 2, 8, 16)
+
+    def model(q):
+        ran.append(1)
+        return sdpa(q, q, q)
+
+    for wrong in (tmp_path / "missing" / "policy.json", tmp_path):
+        with pytest.raises(OSError, match=re.escape(str(wrong))):
+            diagnose(model, q, path=wrong)
+    assert not ran
+    with pytest.raises(ValueError, match="must make an attention call"):
+        diagnose(nn.Linear(16, 16), q, path=tmp_path / "policy.json")
+    assert not list(tmp_path.iterdir()), "no empty policy is left"
+
+
+@pytest.mark.parametrize("tqdm", [True, False], ids=["tqdm", "plain"])
+def test_a_measurement_that_takes_long_shows_where_it_is(tqdm, capfd, monkeypatch):
+    if not tqdm:
+        monkeypatch.setitem(sys.modules, "tqdm", None)
+    model, x = Transformer(None, None), torch.randn(1, 20, 64)
+    diagnose(model, x, recipes="sage1")
+    assert capfd.readouterr().err == ""
+    compare = DIAGNOSE.compare
+    monkeypatch.setattr(DIAGNOSE, "compare", lambda *args: time.sleep(0.1) or compare(*args))
+    monkeypatch.setattr(DIAGNOSE, "QUIET_S", 0.01)
+    diagnose(model, x, recipes="sage1")
+    err = capfd.readouterr().err
+    assert ("| 2/2 [" in err) if tqdm else err.endswith("diagnose: 2 of 2 calls measured\n"), err
+
+
 def test_mistakes_are_refused():
     q = torch.randn(1, 2, 8, 16)
     with pytest.raises(ValueError, match="must make an attention call"):
         diagnose(nn.Linear(16, 16), q)
-    for wrong in (["sage4"], [], ["sage1", "auto"]):
+    for wrong in (["sage4"], [], ["sage1", "auto"], "sage4"):
         with pytest.raises(ValueError, match="recipes must be of .*'sage2-8b'.*got"):
             diagnose(sdpa, q, q, q, recipes=wrong)
     for wrong in (0, -1, math.nan, math.inf):

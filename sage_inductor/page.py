@@ -1,0 +1,139 @@
+"""One HTML page, complete in itself: tables that sort and filter, a heat map, no other file.
+
+`page` writes a document, `table` a part of one (a notebook shows it as it is: nothing in it needs
+the script). Text is escaped here, and only here.
+"""
+
+import math
+from collections.abc import Sequence
+from html import escape
+from typing import NamedTuple
+
+
+class Folded(NamedTuple):
+    """A cell that shows `short`, and `text` when it is opened."""
+
+    short: str
+    text: str
+
+
+Cell = str | int | float | Folded
+
+
+def page(title: str, *parts: str) -> str:
+    """A document of `parts`, which are HTML."""
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}'
+        f"</title><style>{_STYLE}</style></head>\n<body><h1>{escape(title)}</h1>\n"
+        + "\n".join(parts)
+        + f"\n<script>{_SCRIPT}</script></body></html>\n"
+    )
+
+
+def paragraph(text: str) -> str:
+    return f"<p>{escape(text)}</p>"
+
+
+def listing(text: str) -> str:
+    """Lines as they are."""
+    return f"<pre>{escape(text)}</pre>"
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
+    """A table. In a `page` it sorts by the column that is clicked, numbers as numbers (NaN above
+    all), and one with a column "module" has a field that leaves the rows whose module holds what is
+    typed; * stands for any text."""
+    head = "".join(f"<th>{escape(name)}</th>" for name in columns)
+    lines = ("".join(map(_cell, row)) for row in rows)
+    body = "\n".join(f"<tr>{line}</tr>" for line in lines)
+    return f"<table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table>"
+
+
+def _cell(cell: Cell) -> str:
+    if isinstance(cell, Folded):
+        short, text = escape(cell.short), escape(cell.text)
+        return f"<td><details><summary>{short}</summary>{text}</details></td>"
+    if isinstance(cell, str):
+        return f"<td>{escape(cell)}</td>"
+    order = "Infinity" if math.isnan(cell) else repr(cell)
+    return f'<td class="number" data-order="{order}">{cell:.6g}</td>'
+
+
+def heat_map(
+    rows: Sequence[str], columns: Sequence[str], values: dict[tuple[str, str], float], middle: float
+) -> str:
+    """An SVG of values[row, column] >= 0: white at `middle`, blue to a tenth of it and below, red
+    to ten times and above, black for NaN. What is missing stays empty."""
+    wide, high, letter = 110, 20, 7  # of a cell, and of a character in its 12 px
+    left = 10 + letter * max(map(len, rows), default=0)
+    size = left + wide * len(columns), high * (len(rows) + 1)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{size[0]}" height="{size[1]}" '
+        'style="display: block; background: white" font-family="monospace" font-size="12">'
+    ]
+    for x, column in enumerate(columns):
+        at = left + wide * x + wide // 2
+        parts.append(
+            f'<text x="{at}" y="14" text-anchor="middle" font-size="9">{escape(column)}</text>'
+        )
+    for y, row in enumerate(rows, 1):
+        parts.append(f'<text x="4" y="{high * y + 14}">{escape(row)}</text>')
+        for x, column in enumerate(columns):
+            if (row, column) not in values:
+                continue
+            value = values[row, column]
+            fill, ink = _colour(value / middle)
+            corner = left + wide * x, high * y
+            parts.append(
+                f"<g><title>{escape(f'{row}, {column}: {value:.6g}')}</title>"
+                f'<rect x="{corner[0]}" y="{corner[1]}" width="{wide - 1}" height="{high - 1}" '
+                f'fill="{fill}"/><text x="{corner[0] + wide // 2}" y="{corner[1] + 14}" '
+                f'text-anchor="middle" fill="{ink}">{value:.3g}</text></g>'
+            )
+    return "".join([*parts, "</svg>"])
+
+
+def _colour(ratio: float) -> tuple[str, str]:
+    """(the colour of a cell, that of the number in it)."""
+    if math.isnan(ratio):
+        return "black", "white"
+    t = max(-1.0, min(1.0, math.log10(max(ratio, 1e-9))))
+    pale = round(255 * (1 - abs(t)) + 64 * abs(t))
+    return (f"rgb(255,{pale},{pale})" if t > 0 else f"rgb({pale},{pale},255)"), "black"
+
+
+_STYLE = """
+:root { color-scheme: light dark; font-family: sans-serif }
+table { border-collapse: collapse; font-size: 13px }
+th { text-align: left; cursor: pointer; border-bottom: 1px solid; padding: 3px 8px }
+td { vertical-align: top; padding: 2px 8px }
+td.number { text-align: right }
+tbody tr:nth-child(even) { background: #8881 }
+input { display: block; margin: 8px 0; width: 24em }
+"""
+
+# Under each table's head; a row's cells are compared as numbers where the column has them.
+_SCRIPT = r"""
+for (const table of document.querySelectorAll("table")) {
+  const body = table.tBodies[0], heads = [...table.tHead.rows[0].cells];
+  heads.forEach((head, i) => head.addEventListener("click", () => {
+    const down = head.dataset.sorted === "up" ? -1 : 1;
+    heads.forEach(other => delete other.dataset.sorted);
+    head.dataset.sorted = down === 1 ? "up" : "down";
+    const key = row => row.cells[i].dataset.order ?? row.cells[i].textContent;
+    const compare = (a, b) => isNaN(a) || isNaN(b) ? a.localeCompare(b, "en", {numeric: true})
+                                                   : (+a > +b) - (+a < +b);
+    body.append(...[...body.rows].sort((a, b) => down * compare(key(a), key(b))));
+  }));
+  const module = heads.findIndex(head => head.textContent === "module");
+  if (module < 0) continue;
+  const filter = document.createElement("input");
+  filter.placeholder = "module: blocks.*.attn";
+  filter.addEventListener("input", () => {
+    const words = filter.value.trim().split("*").map(x => x.replace(/[.+?^${}()|[\]\\]/g, "\\$&"));
+    const wanted = new RegExp(words.join(".*"), "i");
+    for (const row of body.rows) row.hidden = !wanted.test(row.cells[module].textContent);
+  });
+  table.before(filter);
+}
+"""

@@ -1,0 +1,121 @@
+"""Why calls stay as they were, and what to do about it: a row for each cause.
+
+A reason is a sentence with a call's own numbers in it. What is the same for every call is the
+`pattern` of its cause. tests/front/test_report.py holds every reason in the code to have a row.
+"""
+
+import functools
+import re
+from typing import NamedTuple
+
+
+class Cause(NamedTuple):
+    pattern: str  # a regular expression, searched for in a reason
+    remedy: str
+    short: str = r"\g<0>"  # the reason in few words, for counts; groups of the pattern expand
+    asked: bool = False  # the user himself asked for it
+
+
+_AS_SDPA = "write this attention as one F.scaled_dot_product_attention call, if it is one"
+_BLOCK_MASK = "make the BlockMask inside the compiled function, of static lengths"
+
+# The first row that fits says it. An error's message may hold any words, so rows that quote one
+# come first.
+CAUSES = (
+    Cause("could not be read, which is a fault of ours",
+          "please report it with this message: the call itself is computed as it was"),
+    Cause("the BlockMask could not be evaluated", _BLOCK_MASK),
+    Cause("could be timed",
+          "see the errors in the reason; without max-autotune the measured table decides",
+          "it could not be timed"),
+    Cause(r"SDPA is (as fast|\w+)",
+          "nothing to gain at this size; sage.force=True rewrites it all the same"),
+
+    Cause("the recipe is 'off'", 'set sage.recipe="auto" and leave sage.enabled out', asked=True),
+    Cause("the policy says off", "change that rule of the policy", asked=True),
+
+    Cause("on CPU attention stays as it was",
+          "move the model to a GPU; on CPU sage.emulate=True studies a recipe's accuracy",
+          "no kernel runs there"),
+    Cause("nothing was measured on .*: run",
+          "run `python -m sage_inductor tune` or set options={'sage.force': True}",
+          "no length was measured there"),
+    Cause(r"wins from N=(\d+)",
+          "nothing to gain at this length; sage.force=True rewrites it all the same", r"N < \1"),
+    Cause("no length was measured from which",
+          'give sage.mode="max-autotune-no-cudagraphs", which times the call while compiling, or '
+          "set options={'sage.force': True}",
+          "no length was measured from which it wins"),
+    Cause("no kernel for", 'leave the choice of the recipe to sage.recipe="auto"; '
+          "`python -m sage_inductor doctor` says which recipes run on this GPU"),
+    Cause("fp32 is asked for", "run the model in bfloat16 or float16, or under torch.autocast; "
+          "sage.force=True quantizes fp32 as well", "fp32"),
+    Cause("training: the backward recomputes", "for inference, call the model under "
+          "torch.no_grad(); to train all the same set options={'sage.force': True}", "training"),
+
+    Cause("dropout_p must be 0|dropout is active", "call model.eval(), or set its dropout to 0"),
+    Cause("scale must be a finite number|(is_causal|num_heads) must be known when compiling",
+          "give a Python number that does not change between calls"),
+    Cause("inside a torch.func transform", "call attention outside of vmap and grad"),
+    Cause("the graph carries no shapes",
+          'compile with backend="sage" or export with torch.export, which record shapes'),
+    Cause("tensor subclasses are not supported", "hand attention plain tensors: to_local() of a "
+          "DTensor, to_padded_tensor() of a nested one"),
+    Cause("q, k and v must be|must have 3 or 4 dimensions|the input must have a batch",
+          "reshape q, k and v to [B, H, N, D] before the call"),
+    Cause("q, k or v is empty", "leave out the call where there is nothing to attend to"),
+    Cause("depend on data", "pad to a length that is known before the model runs"),
+    Cause("the device must be cuda", "move q, k, v and the mask to one CUDA device"),
+    Cause("dtype must be one of|q, k and v must have one dtype|autocast: the graph has",
+          "give q, k and v one dtype, bfloat16 or float16, before the call"),
+    Cause("head_dim of q and k must be one number",
+          "nothing to do: no kernel holds rows this wide, or of two widths"),
+    Cause("batches, kv heads and lengths must be equal|q has .* heads and k",
+          "give k and v q's batch, and a number of heads that divides q's (enable_gqa=True)"),
+    Cause("attn_mask must be bool or floating", "give a bool mask, or one in q's dtype"),
+    Cause("attn_mask must broadcast", "give attn_mask 2 to 4 dimensions that broadcast to "
+          "[B, H, N_q, N_kv]"),
+    Cause("the output must be contiguous", "hand attention contiguous q, k and v, or transposed "
+          "views of such"),
+
+    Cause("static_k and static_v are not supported", "hand over key and value themselves"),
+    Cause("the output is not used, or as one with|is used as a tuple",
+          "unpack it: out, _ = attention(...)"),
+    Cause("the attention weights are used", "give need_weights=False, and do not read the weights"),
+
+    Cause("the logsumexp or the maxima are used", "do not ask flex_attention for them"),
+    Cause("score_mod changes the scores", "nothing to do where the model needs its score_mod"),
+    Cause("score_mod or mask_mod captures", "write mask_mod of b, h, q_idx, kv_idx and constants"),
+    Cause("mask_mod is not full, causal or", "give other masks to F.scaled_dot_product_attention, "
+          "as attn_mask"),
+    Cause("a BlockMask made outside the compiled function|a BlockMask of random numbers|"
+          "a BlockMask of dynamic lengths", _BLOCK_MASK),
+    Cause("a BlockMask this large is not evaluated|blocks are not those of its mask_mod",
+          "call F.scaled_dot_product_attention with is_causal, or with the mask as attn_mask"),
+
+    Cause("softcap", "nothing to do where the model needs its softcap"),
+    Cause("a learned sink", "nothing to do where the model needs its sink"),
+    Cause(r"the (\w+) .* are also used by",
+          "do not return or store them (transformers: output_attentions=False)",
+          r"the \1 are also used"),
+    Cause("writes in place between|changes a mode between",
+          "move it before or after the attention"),
+    Cause("a mask is applied before the scale|masks hide with different values|masked scores are "
+          "replaced|the condition of a mask is not bool|the mask is added with alpha",
+          "hide scores with one bool mask and -inf, after the scale"),
+    Cause("the scores are scaled by|beta=.* of baddbmm|^alpha=", "scale by a Python number"),
+    Cause("the weights pass through|softmax is over dimension|a product broadcasts|a product is "
+          "not|the weights are not|batch and heads are split|an operand is computed from|stands "
+          "between the products|the scores are moved by", _AS_SDPA),
+
+    Cause("was not run with these inputs", "give diagnose inputs that reach this call"),
+)  # fmt: skip
+
+
+@functools.lru_cache(1024)
+def cause_of(reason: str) -> Cause:
+    """The cause of a reason why a call stays, its `short` filled in."""
+    for cause in CAUSES:
+        if match := re.search(cause.pattern, reason):
+            return cause._replace(short=match.expand(cause.short))
+    return Cause(reason, "please report it: this cause has no remedy yet", reason)

@@ -1,0 +1,409 @@
+"""What a user is told: reports and their pages, warnings, and a remedy for every reason."""
+
+import ast
+import functools
+import html.parser
+import json
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import sage_inductor
+from sage_inductor import Report, config, cost, page
+from sage_inductor import report as asked_for  # the function: `report` is the module below
+from sage_inductor.patterns import Decision, Site
+from sage_inductor.remedies import CAUSES, cause_of
+
+report = sys.modules["sage_inductor.report"]
+ROOT = Path(__file__).parents[2]
+EMULATE = {"sage.emulate": True}
+sdpa = F.scaled_dot_product_attention
+
+SHORT = (
+    "never slower: sage2-8b with head_dim 128 on sm_90 wins from N=3072 (sage.force=True overrides)"
+)
+UNMEASURED = (
+    "never slower: no length was measured from which sage2-8b with head_dim 128 on sm_89, B*H=24 "
+    "wins; nothing was measured on NVIDIA L40S: run `python -m sage_inductor tune` there"
+)
+OFF, RULE = "the recipe is 'off'", "the policy says off (rule 2)"
+
+
+def site(module="attn", reason="dropout_p must be 0, got 0.1", recipe=None, n=64, device="cuda:0"):
+    q = (1, 24, n, 128)
+    decision = Decision(recipe, reason)
+    return Site(module, "sdpa", "SDPA", q, q, "bfloat16", "none", decision, device)
+
+
+def layers(count, name="blocks.{}.attn", **given):
+    return [site(name.format(i), **given) for i in range(count)]
+
+
+# -- a remedy for every reason ----
+
+
+def strings(path):
+    """Every f-string of a file, 1 in the place of what it formats, and every string of several
+    words; but for docstrings and what is logged."""
+    tree, other = ast.parse(path.read_text()), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            other.add(node.value)
+        elif isinstance(node, ast.JoinedStr):
+            other |= set(ast.walk(node)) - {node}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).startswith("_log."):
+            other |= set(ast.walk(node))
+    for node in ast.walk(tree):
+        if node in other:
+            continue
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(
+                getattr(part, "value", "1") if isinstance(part, ast.Constant) else "1"
+                for part in node.values
+            )
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and re.search(r"\w .*\w", node.value)
+        ):
+            yield node.value
+
+
+# What is not a reason, but a part of one, the description of a mask, or why a call is rewritten.
+NOT_REASONS = {
+    "11", "causal1", "window(1, 1)", ", bottom right", "1: 1", "a tensor", "a dynamic number",
+    "flex window", "no recipe", "no backend of SDPA", "; 11 failed: 1", " at 1", "autotuned1",
+    "1 with head_dim 1", "11 on 1", "N >= 1", "1: 1x the fastest of SDPA111",
+    "1 (rule 1 of the policy)", "; by the portable kernel: 1's faster one cannot travel in a package",
+}  # fmt: skip
+TEXTS = {
+    text
+    for path in (*(ROOT / "patterns").rglob("*.py"), ROOT / "sage_inductor/decide.py")
+    for text in strings(path)
+}
+REASONS = TEXTS - NOT_REASONS
+REASONS |= {
+    text for text in strings(ROOT / "ops/attention/tiles.py") if text.startswith("no kernel")
+}
+REASONS |= {
+    text for text in strings(ROOT / "sage_inductor/diagnose.py") if text.startswith("was not run")
+}
+
+
+def test_every_reason_in_the_code_has_one_cause_and_every_cause_a_reason():
+    assert len(REASONS) > 60 and NOT_REASONS <= TEXTS
+    found = {text: [c for c in CAUSES if re.search(c.pattern, text)] for text in REASONS}
+    assert not {text: causes for text, causes in found.items() if len(causes) != 1}
+    assert not set(CAUSES) - {causes[0] for causes in found.values()}
+    assert all(len(cause.remedy) > 20 and cause.remedy[-1] != "." for cause in CAUSES)
+
+
+def test_a_cause_is_known_by_a_whole_reason():
+    assert cause_of(SHORT).short == "N < 3072"
+    assert (
+        cause_of(f"{SHORT}; {SHORT.replace('3072', '5120')} (rule 1 of the policy)").short
+        == "N < 3072"
+    )
+    assert cause_of(UNMEASURED).short == "no length was measured there"
+    assert "sage_inductor tune" in cause_of(UNMEASURED).remedy
+    assert (
+        cause_of("the scores `softmax_3` are also used by `getitem_7`").short
+        == "the scores are also used"
+    )
+    assert cause_of(
+        "could not be read, which is a fault of ours: E: dropout is active"
+    ).pattern.startswith("could not")
+    assert [c.pattern for c in CAUSES if c.asked] == ["the recipe is 'off'", "the policy says off"]
+    assert "report it" in cause_of("a reason that nobody has seen (").remedy
+
+
+# -- the report ----
+
+
+def twenty_three():
+    sites = layers(12, reason="N >= 3072", recipe="sage2-8b", n=4096)
+    sites += layers(8, reason=SHORT) + layers(2, "refiner.{}.cross2", reason=SHORT, n=77)
+    return Report([("0/0", each) for each in sites] + [("1/0", site("blocks.9.attn", SHORT))])
+
+
+def test_equal_calls_are_one_row_below_one_line_of_verdict():
+    found = twenty_three()
+    lines = str(found).splitlines()
+    assert lines[0] == found.verdict == "12 of 23 attention calls use sage2-8b; 11 stay: N < 3072"
+    rows = [re.split(r"  +", line)[:4] for line in lines[4:7]]
+    assert rows == [
+        ["0/0", "blocks.*.attn", "x12", "SDPA"],
+        ["0/0, 1/0", "blocks.*.attn", "x9", "SDPA"],
+        ["0/0", "refiner.*.cross2", "x2", "SDPA"],
+    ]
+    assert lines[7:] == ["", f"N < 3072: {cause_of(SHORT).remedy}"]
+    assert (
+        repr(found) == f"<Report: {found.verdict}>" and str(found[:1]).count("blocks.0.attn") == 1
+    )
+
+
+def test_a_row_of_many_graphs_counts_them_and_nodes_in_reasons_do_not_part_calls():
+    reasons = [f"the weights `softmax_{i}` are also used by `mul_{i}`" for i in range(5)]
+    found = Report([(f"{i}/0", site(f"h.{i}", reason)) for i, reason in enumerate(reasons)])
+    assert re.search(r"^5 graphs  h\.\*     x5 ", str(found), re.M), f"\n{found}"
+    assert found.verdict.endswith("; 5 stay: the weights are also used")
+
+
+def test_verdicts(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        cost, "gpu_name", lambda device: f"NVIDIA {device.type.upper()}{device.index}"
+    )
+    both = [site(recipe="sage1", reason="forced"), *layers(2, recipe="sage2-8b", reason="forced")]
+
+    def verdict(sites):
+        return Report([("-", each) for each in sites]).verdict
+
+    assert verdict(both[:1]) == "1 of 1 attention calls use sage1"
+    assert verdict(both) == "3 of 3 attention calls use sage2-8b (2), sage1 (1)"
+    assert (
+        verdict(layers(2, reason=SHORT))
+        == "0 of 2 attention calls use sage on NVIDIA CUDA0; 2 stay: N < 3072"
+    )
+    assert "stay: N < 3072 (2), dropout_p must be 0 (1)" in verdict(
+        [*layers(2, reason=SHORT), site()]
+    )
+    assert verdict([]).startswith("no attention call was seen")
+    off = str(Report([("-", site(reason=RULE))]))
+    assert "1 stay: the policy says off" in off and cause_of(RULE).remedy not in off
+
+
+def test_dicts_hold_every_call_and_are_json():
+    found = sage_inductor.explain(
+        lambda q: sdpa(q, q, q) + sdpa(q, q, q, dropout_p=0.5), torch.randn(1, 2, 16, 64), options=EMULATE
+    )  # fmt: skip
+    one, two = json.loads(json.dumps(found.to_dicts()))
+    assert one == {
+        "graph": "0/0", "module": "", "call": "scaled_dot_product_attention", "spelling": "SDPA",
+        "q": [1, 2, 16, 64], "k": [1, 2, 16, 64], "dtype": "float32", "mask": "none", "device": "cpu",
+        "recipe": "sage2-8b", "reason": "emulated", "remedy": None,
+    }  # fmt: skip
+    assert two["recipe"] is None and two["remedy"] == cause_of("dropout_p must be 0").remedy
+    assert [each["graph"] for each in twenty_three().to_dicts()] == ["0/0"] * 22 + ["1/0"]
+
+
+# -- pages ----
+
+
+class Page(html.parser.HTMLParser):
+    """The texts of a page's cells, in rows, and every tag and attribute."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.rows, self.tags, self.open = [], [], []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta", "rect"):
+            self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if {"td", "th"} & set(self.open):
+            self.rows[-1][-1] += data
+
+
+HOSTILE = 'blocks.0.<script>alert("x")</script>&amp;'
+
+
+def alone(parsed):
+    """That a page asks nothing of another file or server."""
+    names = {name for _, attributes in parsed.tags for name in attributes}
+    assert not names & {"src", "href", "srcset", "data", "action", "onclick"}
+    return {tag for tag, _ in parsed.tags}
+
+
+def test_a_page_shows_every_call_escaped_and_needs_no_other_file(tmp_path):
+    found = Report(
+        [*twenty_three()._sites, ("2/0", site(HOSTILE, reason='said "<b>" & dropout is active'))]
+    )
+    found.to_html(tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    parsed = Page(text)
+    assert not parsed.open and [tag for tag, _ in parsed.tags].count("script") == 1
+    head, *rows = parsed.rows
+    assert head == ["graph", "module", "call", "q", "k", "dtype", "mask", "recipe", "reason"]
+    assert len(rows) == 24 and rows[0][:3] == ["0/0", "blocks.0.attn", "SDPA"]
+    assert rows[0][-2:] == ["sage2-8b", "N >= 3072"]
+    assert rows[-1][1] == HOSTILE and 'said "<b>" & dropout' in rows[-1][-1]
+    assert {"details", "summary"} <= alone(parsed) and "http" not in text and "@import" not in text
+    assert cause_of(SHORT).remedy in rows[-2][-1] and found.verdict in text.replace("&lt;", "<")
+
+
+def test_a_notebook_shows_groups_without_a_script():
+    parsed = Page(twenty_three()._repr_html_())
+    assert [row[:3] for row in parsed.rows[1:]] == [
+        ["0/0", "blocks.*.attn", "x12"],
+        ["0/0, 1/0", "blocks.*.attn", "x9"],
+        ["0/0", "refiner.*.cross2", "x2"],
+    ]
+    assert not parsed.open and "script" not in alone(parsed)
+    assert "no attention call was seen" in Report([])._repr_html_()
+
+
+def test_a_heat_map_is_white_at_the_middle_red_above_and_black_for_nan():
+    values = {("a<", "x"): 0.05, ("a<", "y"): 0.5, ("b", "x"): 0.005, ("b", "y"): float("nan")}
+    svg = page.heat_map(["a<", "b", "c"], ["x", "y"], values, 0.05)
+    parsed = Page(svg)
+    fills = [attributes["fill"] for tag, attributes in parsed.tags if tag == "rect"]
+    assert fills == ["rgb(255,255,255)", "rgb(255,64,64)", "rgb(64,64,255)", "black"]
+    assert "<title>a&lt;, x: 0.05</title>" in svg and not parsed.open
+
+
+SORT_AND_FILTER = """
+<script>
+const [graph, module] = document.querySelectorAll("th"), rows = document.querySelector("tbody").rows;
+const shown = i => [...rows].filter(row => row.checkVisibility()).map(row => row.cells[i].textContent);
+const told = {};
+const number = [...document.querySelectorAll("th")].find(head => head.textContent === "error");
+number.click(); told.up = shown(1); number.click(); told.down = shown(1);
+module.click(); told.byname = shown(1);
+const filter = document.querySelector("input");
+for (const text of ["layers.*.cross", "LAYERS.1", "a+b", ""]) {
+  filter.value = text; filter.dispatchEvent(new Event("input")); told[text] = shown(1);
+}
+const fold = document.querySelector("details");
+told.folded = fold.innerText; fold.open = true; told.opened = fold.innerText;
+document.body.textContent = "TOLD" + JSON.stringify(told) + "TOLD";
+</script>
+"""
+
+
+@pytest.mark.browser
+def test_in_a_browser_a_page_sorts_filters_and_unfolds(tmp_path):
+    names = ["layers.10.attn", "layers.2.cross", "layers.1.cross", "a+b", "last"]
+    errors = [1e-7, float("nan"), 0.5, 12.0, 0.02]
+    rows = [
+        (f"{i}/0", *each, page.Folded("in short", "at <length>"))
+        for i, each in enumerate(zip(names, errors))
+    ]
+    path = tmp_path / "page.html"
+    whole = page.page("t", page.table(("graph", "module", "error", "reason"), rows))
+    path.write_text(whole.replace("</body>", SORT_AND_FILTER + "</body>"))
+    chromium = shutil.which("chromium")
+    assert chromium, "needs chromium: without it, pytest -m 'not browser'"
+    result = subprocess.run(
+        [chromium, "--headless", "--no-sandbox", "--disable-gpu",
+         f"--user-data-dir={tmp_path}", "--virtual-time-budget=2000", "--dump-dom", path.as_uri()],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    told = json.loads(html.unescape(result.stdout.split("TOLD")[1]))
+    up = ["layers.10.attn", "last", "layers.1.cross", "a+b", "layers.2.cross"]
+    assert told.pop("up") == up and told.pop("down") == up[::-1]
+    byname = ["a+b", "last", "layers.1.cross", "layers.2.cross", "layers.10.attn"]
+    assert told.pop("byname") == byname == told.pop("")
+    assert told.pop("folded").strip() == "in short" and "at <length>" in told.pop("opened")
+    assert told == {
+        "layers.*.cross": ["layers.1.cross", "layers.2.cross"],
+        "LAYERS.1": ["layers.1.cross", "layers.10.attn"],
+        "a+b": ["a+b"],
+    }
+
+
+# -- warnings ----
+
+
+@pytest.fixture
+def warnings(caplog, monkeypatch):
+    """What a process that nothing was told yet warns of."""
+    monkeypatch.setattr(report, "_told", set())
+    caplog.set_level(logging.WARNING, logger="sage_inductor")
+    return lambda: [r.getMessage() for r in caplog.records if r.name == "sage_inductor"]
+
+
+def test_calls_that_all_stay_are_warned_of_once_for_each_cause(warnings, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cost, "gpu_name", lambda device: "NVIDIA L40S")
+    report.record(layers(57, reason=UNMEASURED))
+    assert warnings() == [
+        "sage_inductor: 0 of 57 attention calls use sage on NVIDIA L40S: no length was measured there; "
+        "run `python -m sage_inductor tune` or set options={'sage.force': True}"
+    ]
+    report.record(layers(3, reason=UNMEASURED.replace("128", "64")))
+    torch._dynamo.reset()
+    report.record(layers(3, reason=UNMEASURED))
+    assert len(warnings()) == 1
+    report.record([site()])
+    assert warnings()[1:] == [
+        "sage_inductor: 0 of 4 attention calls use sage on NVIDIA L40S: dropout_p must be 0 (1 calls); "
+        "call model.eval(), or set its dropout to 0"
+    ]
+
+
+def test_what_the_user_asked_for_and_a_process_with_rewritten_calls_are_not_warned_of(warnings):
+    report.record([site(reason=OFF), site(reason=RULE)])
+    report.record([site(recipe="sage1", reason="forced"), site()])
+    report.record([site(reason=UNMEASURED)])
+    assert warnings() == []
+
+
+def test_a_graph_that_breaks_off_is_judged_with_what_follows(warnings):
+    def model(q, dropout_p):
+        q = sdpa(q, q, q, dropout_p=0.5)
+        torch._dynamo.graph_break()
+        return sdpa(q, q, q, dropout_p=dropout_p)
+
+    q = torch.randn(1, 2, 16, 64)
+    for backend, enabled in (("sage", False), ("inductor", True)):
+        with config.patch(enabled=enabled, emulate=True):
+            for dropout_p, expected in ((0.0, 0), (0.5, 1)):
+                torch._dynamo.reset()
+                report._told.clear()
+                before = len(warnings())
+                torch.compile(functools.partial(model, dropout_p=dropout_p), backend=backend)(q)
+                assert len(asked_for()) == 2 and len(warnings()) - before == expected
+    assert all("0 of 2 attention calls" in text for text in warnings())
+
+
+@pytest.mark.parametrize("after", ["", "; torch._dynamo.graph_break()"], ids=["at once", "at exit"])
+def test_with_no_logging_set_up_a_warning_is_seen(after):
+    """An attention after which nothing is compiled is warned of when the process ends."""
+    code = f"""
+import torch, torch.nn.functional as F
+def model(q):
+    out = F.scaled_dot_product_attention(q, q, q, dropout_p=0.5){after}
+    return out
+torch.compile(model, backend="sage", options={{"sage.emulate": True}})(torch.randn(1, 2, 16, 64))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0 and result.stderr.count("\n") == 1, result.stderr
+    assert result.stderr.startswith(
+        "sage_inductor: 0 of 1 attention calls use sage on CPU: dropout_p"
+    )
+
+
+def test_torch_logs_of_our_name_say_each_call_and_its_graph_once():
+    code = "import torch; f = torch.nn.functional.scaled_dot_product_attention; q = torch.randn(1, 2, 16, 64); "
+    code += "torch.compile(f, backend='sage', options={'sage.recipe': 'off'})(q, q, q)"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True,
+        env={**os.environ, "TORCH_LOGS": "sage_inductor"},
+    )  # fmt: skip
+    (line,) = (line for line in result.stderr.splitlines() if "stays as it was" in line)
+    assert line.endswith(
+        "] [0/0] scaled_dot_product_attention stays as it was: the recipe is 'off'"
+    )
