@@ -29,6 +29,7 @@ from sage_inductor.options import AUTO
 from sage_inductor.patterns.call import Call, Decision, Site
 from sage_inductor.patterns.functional import ENTRIES
 from sage_inductor.patterns.graph import as_int
+from sage_inductor.policy import Ruling
 
 
 def attention(
@@ -105,21 +106,17 @@ def _run_of(tensors: tuple[Tensor, ...], asked: tuple) -> Callable:
     exporting = torch.compiler.is_exporting() or compat.virtualized.aot_compilation is True
     given = tuple(getattr(config, name) for name in options.SETTINGS)
     if torch.compiler.is_compiling() or exporting:
-        run, site = _decided(kinds, asked, compat.detect_fake_mode(tensors), exporting)
-        _record(str(compat.CompileContext.current_compile_id()), site)
-        return run
+        return _decided(kinds, asked, compat.detect_fake_mode(tensors), exporting)
     return _remembered(kinds, asked, grad, autocast, given)
 
 
 @functools.lru_cache(maxsize=4096)
 def _remembered(kinds, asked, grad, autocast, given) -> Callable:
-    run, site = _decided(kinds, asked, None, False)
-    _record("", site)
-    return run
+    return _decided(kinds, asked, None, False)
 
 
-def _decided(kinds, asked, fake_mode, portable: bool) -> tuple[Callable, Site]:
-    """What computes the call, and its site."""
+def _decided(kinds, asked, fake_mode, portable: bool) -> Callable:
+    """What computes the call; its site goes to the report."""
     try:
         options.check("recipe", asked[3], "sage_inductor.attention: ")
     except ValueError as error:
@@ -130,11 +127,12 @@ def _decided(kinds, asked, fake_mode, portable: bool) -> tuple[Callable, Site]:
         reason = next((kind.reason for kind in kinds if kind.reason), "")
         decision = functools.partial(_decision, wanted=wanted, reason=reason)
         (site,) = patterns.rewrite(gm, decision, portable)
+    _record(site, wanted.policy)
     if wanted.strict:
         report.raise_if_refused([site])
     for node in gm.graph.nodes:  # fake tensors, which nobody needs any more
         node.meta.clear()
-    return gm.forward, site
+    return gm.forward
 
 
 def _graph_of(kinds, asked, fake_mode) -> torch.fx.GraphModule:
@@ -172,11 +170,12 @@ def _decision(call: Call, wanted: settings.Settings, reason: str) -> Decision:
 _recorded: set[tuple[str, Site]] = set()
 
 
-def _record(graph: str, site: Site) -> None:
+def _record(site: Site, policy: Ruling) -> None:
     """Add a site to the report, once for each graph that has such calls."""
+    graph = str(compat.CompileContext.current_compile_id())
     if (graph, site) not in _recorded:
         _recorded.add((graph, site))
-        report.record([site])
+        report.record([site], policy)
         # torch._dynamo.reset() empties the report, and what is decided later is to be in it again.
         compat.cached_backends.setdefault(id(_ForgetOnReset), _ForgetOnReset)
 

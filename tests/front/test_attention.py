@@ -10,7 +10,7 @@ from support import exactly, heads, relative_l1, sdpa
 from torch.testing import assert_close
 
 import sage_inductor
-from sage_inductor import SageOptionError, SageRefused, attention, config
+from sage_inductor import attention, config
 
 BACKENDS = ("eager", "aot_eager", "inductor", "sage")
 
