@@ -11,7 +11,7 @@ from sage_inductor import settings
 from sage_inductor.decide import rewrite as _rewrite
 from sage_inductor.errors import SageOptionError
 from sage_inductor.ops.launch import OPAQUE
-from sage_inductor.report import Report, raise_if_refused, record
+from sage_inductor.report import raise_if_refused, record, whole
 
 _log = logging.getLogger("sage_inductor")
 
@@ -35,10 +35,10 @@ def rewrite(exported_program: torch.export.ExportedProgram, *, options: dict | N
     asked = settings.resolve(ours, portable=True)
     sites = _rewrite(exported_program.graph_module, asked)
     _check_travels(exported_program.graph_module)
-    record(sites)
+    record(sites, asked.policy)
     if asked.strict:
         raise_if_refused(sites)
-    return Report([("export", site) for site in sites])
+    return whole([("export", site) for site in sites], asked.policy)
 
 
 def _check_travels(gm: torch.fx.GraphModule) -> None:

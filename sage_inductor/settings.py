@@ -6,7 +6,7 @@ from collections.abc import Callable
 from sage_inductor import autotune, config, options
 from sage_inductor.errors import SageOptionError
 from sage_inductor.options import AUTO, OFF, OPTIONS, PREFIX
-from sage_inductor.policy import Policy, Rule
+from sage_inductor.policy import Ruling, ruling
 
 AUTOTUNED = ("max-autotune", "max-autotune-no-cudagraphs")  # modes that time calls, not read tables
 
@@ -19,7 +19,7 @@ class Settings:
     emulate: bool = False
     force: bool = False
     strict: bool = False
-    policy: tuple[Rule, ...] = ()
+    policy: Ruling = ()
     portable: bool = False  # exporting: no guards on lengths, only kernels that travel
     # Instead of the table: ms of a case's candidates and of SDPA's backends, these by name; an
     # error's message for one that failed.
@@ -34,12 +34,11 @@ def resolve(given: dict, **overrides) -> Settings:
         return Settings(**values | {"recipe": OFF}, **overrides)
     if given.get("mode") in AUTOTUNED:
         values["benchmark"] = autotune.benchmark
-    path = given.get("policy", config.policy)
     try:
-        rules = Policy.load(path).rules if path else ()
-    except ValueError as error:  # the file has changed since it was checked
-        raise SageOptionError(str(error)) from None
-    return Settings(**values, policy=rules, **overrides)
+        policy = ruling(given.get("policy", config.policy))
+    except ValueError as error:
+        raise SageOptionError(f"{PREFIX}policy: {error}") from None
+    return Settings(**values, policy=policy, **overrides)
 
 
 def split(given: dict) -> tuple[dict, dict]:
@@ -50,7 +49,12 @@ def split(given: dict) -> tuple[dict, dict]:
         if name not in OPTIONS:
             raise SageOptionError(f"{options.unknown(name, OPTIONS, PREFIX)} (got {value!r})")
         try:
-            config.check(name, value, PREFIX)
+            options.check(name, value, PREFIX)
         except ValueError as error:
             raise SageOptionError(str(error)) from None
+    if "policy" in ours:
+        try:
+            ours["policy"] = ruling(ours["policy"], holder=given)
+        except ValueError as error:
+            raise SageOptionError(f"{PREFIX}policy: {error}") from None
     return ours, theirs

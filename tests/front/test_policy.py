@@ -106,6 +106,7 @@ def fits(rule: Rule, module: str, head_dim: int, length: int) -> bool:
     """What sage_inductor/policy.py says, said again."""
     parts = re.split(r"([*?])", rule.module)
     glob = "".join({"*": ".*", "?": "."}.get(part, re.escape(part)) for part in parts)
+    glob = re.sub(r"^\.\*\\\.", r"(.*\\.)?", glob)
     numbers = re.findall(r"(?:^|\.)(\d+)(?=\.|$)", module)
     layers = range(
         0 if rule.layer[0] is None else rule.layer[0],
@@ -352,18 +353,32 @@ def test_every_way_in_refuses_an_invalid_file(tmp_path):
         explain(path)
     with pytest.raises(ValueError, match=message):
         config.policy = path
-    with pytest.raises(SageOptionError, match="sage.policy must be a path, got 3"):
+    with pytest.raises(SageOptionError, match="sage.policy: must be a path, a Policy, .*, got 3"):
         explain(3)
     assert config.policy == ""
 
 
-def test_a_file_that_breaks_after_it_was_configured_is_the_compilations_error(tmp_path):
+@torch.no_grad()
+def test_a_running_service_keeps_its_policy(tmp_path, monkeypatch, caplog):
+    """Whatever becomes of the file and of the folder that the process is in."""
     path = written(tmp_path, {"recipe": "sage1"})
-    q = torch.randn(1, 2, 8, 16)
-    with config.patch(policy=path):
-        written(tmp_path, text="{")
-        with pytest.raises(SageOptionError, match=re.escape(f"{path}:1: not JSON")):
-            torch.compile(Attend(), backend="sage")(q, q)
+    (tmp_path / "elsewhere").mkdir()
+    written(tmp_path / "elsewhere", {"recipe": "off"})
+    monkeypatch.chdir(tmp_path)
+    options = {**EMULATE, "sage.policy": "policy.json"}
+    with config.patch(policy="policy.json", emulate=True):
+        by_option = torch.compile(Attend(), backend="sage", options=options, dynamic=False)
+        by_config = torch.compile(Attend(), backend="sage", dynamic=False)
+        for i, change in enumerate((None, "{", None, "gone")):
+            if change is not None:
+                monkeypatch.chdir(tmp_path / "elsewhere")
+                Path(path).unlink() if change == "gone" else Path(path).write_text(change)
+            x = torch.randn(1, 2, 8 + i, 16)
+            by_option(x, x), by_config(x, x)
+        assert [s.recipe for s in sage_inductor.report()] == ["sage1"] * 8
+    for reason in (f"{path}:1: not JSON", f"{path}: cannot be read"):
+        assert sum(reason in r.message for r in caplog.records) == 1, caplog.text
+    assert "stays what this file said before" in caplog.text
 
 
 # -- caches ----
