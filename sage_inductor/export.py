@@ -16,7 +16,9 @@ from sage_inductor.report import Report, raise_if_refused, record
 _log = logging.getLogger("sage_inductor")
 
 
-def rewrite(exported_program: torch.export.ExportedProgram, *, options: dict | None = None):
+def rewrite(
+    exported_program: torch.export.ExportedProgram, *, options: dict | None = None
+) -> Report:
     """Rewrite the attention calls of a program from ``torch.export.export``, in place.
 
     options: the ``sage.`` options of ``torch.compile(..., backend="sage")``. Which call is
