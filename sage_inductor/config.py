@@ -6,7 +6,10 @@
     torch.compile(model, backend="sage", options={"sage.strict": True})     # one model
 
 What each one means: sage_inductor/options.py. The environment is read when sage_inductor is
-imported.
+imported, by the program or by torch for ``backend="sage"``. So ``SAGE_INDUCTOR_ENABLED=1`` does
+nothing in a program that does neither: it needs one line, ``import sage_inductor``. (torch could
+import us with itself, by an entry point of its group "torch.backends". But then `import torch`
+fails wherever what is installed of us is broken or was moved, also for who never asked for us.)
 
 From torch 2.13 on, torch's configs keep what is assigned for the thread that assigned it. A server
 configures in one thread and compiles in another, so an assignment here is the whole process's;
