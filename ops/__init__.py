@@ -1,6 +1,7 @@
 """What a sage op means, and its kernels. Importing this package registers ``torch.ops.sage``."""
 
 from sage_inductor.ops.attention.select import attention, attention_opaque
+from sage_inductor.ops.lse import exact_lse
 from sage_inductor.ops.quantize.op import (
     quantize_k,
     quantize_kv,
@@ -14,6 +15,7 @@ from sage_inductor.ops.sdpa import prepare_kv, sdpa
 __all__ = [
     "attention",
     "attention_opaque",
+    "exact_lse",
     "prepare_kv",
     "quantize_k",
     "quantize_kv",

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from sage_inductor.patterns import flex, modules, sdpa
+from sage_inductor.patterns import flex, functional, modules, sdpa
 from sage_inductor.patterns.bands import prove
 from sage_inductor.patterns.call import FULL, Call, Decision, Site, unreadable
 from sage_inductor.patterns.graph import GraphIndex, value_of
@@ -47,16 +47,18 @@ def rewrite(
     sites = []
     for module in gm.modules():
         if isinstance(module, torch.fx.GraphModule):
-            found = _rewrite_graph(module.graph, decide, put or replaced)
-            if any(site.rewritten for site in found):
+            asked = functional.as_sdpa(module.graph)
+            found = _rewrite_graph(module.graph, asked, decide, put or replaced)
+            if asked or any(site.rewritten for site in found):
                 module.recompile()
             sites += found
     return sites
 
 
-def _rewrite_graph(graph: torch.fx.Graph, decide: Callable, put: Callable) -> list[Site]:
+def _rewrite_graph(graph: torch.fx.Graph, asked: dict, decide, put) -> list[Site]:
     try:
         sites, index = [], GraphIndex(graph)
+        index.asked = asked
     except Exception:
         _log.exception("a graph stays as it was: it could not be read, which is a fault of ours")
         return []

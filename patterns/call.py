@@ -65,6 +65,8 @@ class Call:
     finish: Callable[[Node], Node] = lambda out: out  # from attention's output to `node`'s value
     refused: str | None = None  # why this call cannot be written as SDPA
     dead: list[Node] = dataclasses.field(default_factory=list)  # without uses once it is, in order
+    recipe: str | None = None  # the argument of sage_inductor.attention
+    lse: Node | None = None  # the exact one [B, H_q, N_q], fp32, where the call returns it
 
 
 class Decision(NamedTuple):

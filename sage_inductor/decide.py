@@ -53,7 +53,8 @@ def _choose(call: Call, settings: Settings) -> tuple[Candidate | None, str]:
     rules = enumerate(settings.policy, 1)
     number = next((i for i, rule in rules if rule.fits(*about)), None)
     if number is None:
-        return _asked(call, settings, settings.recipe)
+        named = settings.recipe != OFF and call.recipe not in (None, AUTO)
+        return _asked(call, settings, call.recipe if named else settings.recipe)
     wanted = settings.policy[number - 1].recipe
     if wanted == OFF:
         return None, f"the policy says off (rule {number})"

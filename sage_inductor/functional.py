@@ -1,0 +1,188 @@
+"""``sage_inductor.attention``: scaled_dot_product_attention that asks for a recipe, called by name.
+
+    out = sage_inductor.attention(q, k, v, is_causal=True)
+
+What becomes of the call is decided as for one that ``backend="sage"`` finds, by a graph that holds
+nothing else: `patterns.rewrite` makes of it what it would make of a model's, and what is left runs.
+
+    eager                       decided once for each kind of call, and remembered
+    backend="sage"              Dynamo leaves the call whole, and the pass finds it like any other
+    other backends, export      decided while the call is traced, of the traced tensors
+
+Shapes: B batch, H_q and H_kv heads, N_q and N_kv sequence, D head_dim (D_v of v).
+"""
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sage_inductor import config, options, patterns, report, settings
+from sage_inductor.decide import decide
+from sage_inductor.errors import SageOptionError
+from sage_inductor.ops import compat
+from sage_inductor.options import AUTO
+from sage_inductor.patterns.call import Call, Decision, Site
+from sage_inductor.patterns.functional import ENTRIES
+from sage_inductor.patterns.graph import as_int
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False,
+    *, recipe: str = AUTO, return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """softmax(scale * q k^T + mask) v, quantized where that is faster, else by
+    ``torch.nn.functional.scaled_dot_product_attention``, whose arguments these are.
+
+    q [B, H_q, N_q, D], k [B, H_kv, N_kv, D], v [B, H_kv, N_kv, D_v]. recipe: "auto" (what
+    ``sage_inductor.config.recipe`` says), or what to ask for in its place; a rule of the policy
+    that fits comes first, and so does a config that switches everything off.
+
+    Returns out [B, H_q, N_q, D_v], with return_lse also the row logsumexp [B, H_q, N_q]: fp32,
+    natural log, not differentiable. Where SDPA computes out, ``sage::lse`` computes lse besides.
+    Raises SageOptionError for an unknown recipe, SageRefused under ``config.strict``, and what SDPA
+    raises.
+    """
+    if type(q).__name__ == "FakeTensor" and compat.proxy_mode() is None:  # Dynamo asks for shapes
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        lse = (q, k, attn_mask, is_causal, scale)
+        return (out, torch.ops.sage.lse(*lse)) if return_lse else out
+    asked = is_causal, scale, enable_gqa, recipe, return_lse
+    tensors = (q, k, v) if attn_mask is None else (q, k, v, attn_mask)
+    return _run_of(tensors, asked)(*tensors)
+
+
+# Dynamo puts the call into its graph as it is; AOTAutograd and export trace what it does.
+torch.compiler.allow_in_graph(attention)
+ENTRIES.add(attention)
+
+
+class _Kind(NamedTuple):
+    """What a decision may depend on, of one tensor."""
+
+    shape: tuple
+    stride: tuple | None
+    dtype: torch.dtype
+    device: torch.device
+    needs_grad: bool
+    reason: str  # why no recipe may compute with it, or ""
+
+    @classmethod
+    def of(cls, x: Tensor, grad: bool) -> "_Kind":
+        reason = ""
+        if compat.functorch.is_functorch_wrapped_tensor(x):
+            reason = "inside a torch.func transform"
+        elif type(x) not in _PLAIN and type(x).__name__ != "FakeTensor" or x.is_sparse:
+            reason = f"tensor subclasses are not supported, got {type(x).__name__}"
+        stride = None if reason else x.stride()
+        return cls(
+            tuple(map(as_int, x.shape)), stride, x.dtype, x.device, grad and x.requires_grad, reason
+        )
+
+    def stand_in(self) -> Tensor:
+        """A tensor of this kind; to be called where tensors are fake."""
+        if self.stride is None:
+            return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        x = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        return x.requires_grad_(self.needs_grad)
+
+
+_PLAIN = (Tensor, torch.nn.Parameter, compat.FunctionalTensor)
+
+
+def _run_of(tensors: tuple[Tensor, ...], asked: tuple) -> Callable:
+    """The graph's function that computes a call with these tensors, the decision taken."""
+    grad, device = torch.is_grad_enabled(), tensors[0].device.type
+    kinds = tuple(_Kind.of(x, grad) for x in tensors)
+    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+    exporting = torch.compiler.is_exporting() or compat.virtualized.aot_compilation is True
+    given = tuple(getattr(config, name) for name in options.SETTINGS)
+    if torch.compiler.is_compiling() or exporting:
+        run, site = _decided(kinds, asked, compat.detect_fake_mode(tensors), exporting)
+        _record(str(compat.CompileContext.current_compile_id()), site)
+        return run
+    return _remembered(kinds, asked, grad, autocast, given)
+
+
+@functools.lru_cache(maxsize=4096)
+def _remembered(kinds, asked, grad, autocast, given) -> Callable:
+    run, site = _decided(kinds, asked, None, False)
+    _record("", site)
+    return run
+
+
+def _decided(kinds, asked, fake_mode, portable: bool) -> tuple[Callable, Site]:
+    """What computes the call, and its site."""
+    try:
+        options.check("recipe", asked[3], "sage_inductor.attention: ")
+    except ValueError as error:
+        raise SageOptionError(str(error)) from None
+    wanted = settings.resolve({}, portable=portable)
+    with compat.disable_modes():
+        gm = _graph_of(kinds, asked, fake_mode)
+        reason = next((kind.reason for kind in kinds if kind.reason), "")
+        decision = functools.partial(_decision, wanted=wanted, reason=reason)
+        (site,) = patterns.rewrite(gm, decision, portable)
+    if wanted.strict:
+        report.raise_if_refused([site])
+    for node in gm.graph.nodes:  # fake tensors, which nobody needs any more
+        node.meta.clear()
+    return gm.forward, site
+
+
+def _graph_of(kinds, asked, fake_mode) -> torch.fx.GraphModule:
+    """The call alone, its inputs stand-ins of these kinds."""
+    is_causal, scale, enable_gqa, recipe, return_lse = asked
+    graph = torch.fx.Graph()
+    with fake_mode or compat.FakeTensorMode():
+        values = [kind.stand_in() for kind in kinds]
+        q, k, v, attn_mask = (*values, None)[:4]
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        lse = torch.ops.sage.lse(q, k, attn_mask, is_causal, scale) if return_lse else None
+    nodes = [graph.placeholder(name) for name, _ in zip("qkvm", values, strict=False)]
+    q, k, v, attn_mask = (*nodes, None)[:4]
+    call = graph.call_function(
+        attention, (q, k, v, attn_mask, is_causal, scale, enable_gqa),
+        {"recipe": recipe, "return_lse": return_lse},
+    )  # fmt: skip
+    for node, value in zip(nodes, values, strict=True):
+        node.meta["example_value"] = value
+    call.meta["example_value"] = (out, lse) if return_lse else out
+    if return_lse:
+        items = tuple(graph.call_function(operator.getitem, (call, i)) for i in range(2))
+        for node, value in zip(items, (out, lse), strict=True):
+            node.meta["example_value"] = value
+    graph.output(items if return_lse else call)
+    return torch.fx.GraphModule({}, graph)
+
+
+def _decision(call: Call, wanted: settings.Settings, reason: str) -> Decision:
+    return Decision(None, reason) if reason else decide(call, wanted)
+
+
+_recorded: set[tuple[str, Site]] = set()
+
+
+def _record(graph: str, site: Site) -> None:
+    """Add a site to the report, once for each graph that has such calls."""
+    if (graph, site) not in _recorded:
+        _recorded.add((graph, site))
+        report.record([site])
+        # torch._dynamo.reset() empties the report, and what is decided later is to be in it again.
+        compat.cached_backends.setdefault(id(_ForgetOnReset), _ForgetOnReset)
+
+
+class _ForgetOnReset:
+    @staticmethod
+    def reset() -> None:
+        _recorded.clear()
+        _remembered.cache_clear()
