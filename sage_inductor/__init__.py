@@ -7,6 +7,7 @@ from sage_inductor.diagnose import Diagnosis, diagnose
 from sage_inductor.errors import SageOptionError, SageRefused
 from sage_inductor.export import aoti_compile_and_package, rewrite
 from sage_inductor.functional import attention
+from sage_inductor.integrations import register
 from sage_inductor.ops.recipe import VERSION as __version__
 from sage_inductor.policy import CallDescription, Policy, Rule
 from sage_inductor.report import Report, report
@@ -25,6 +26,7 @@ __all__ = [
     "config",
     "diagnose",
     "explain",
+    "register",
     "report",
     "rewrite",
     "sage_backend",

@@ -6,7 +6,10 @@
     torch.compile(model, backend="sage", options={"sage.strict": True})     # one model
 
 What each one means: sage_inductor/options.py. The environment is read when sage_inductor is
-imported.
+imported, by the program or by torch for ``backend="sage"``. So ``SAGE_INDUCTOR_ENABLED=1`` does
+nothing in a program that does neither: it needs one line, ``import sage_inductor``. (torch could
+import us with itself, by an entry point of its group "torch.backends". But then `import torch`
+fails wherever what is installed of us is broken or was moved, also for who never asked for us.)
 
 From torch 2.13 on, torch's configs keep what is assigned for the thread that assigned it. A server
 configures in one thread and compiles in another, so an assignment here is the whole process's;
@@ -17,7 +20,9 @@ import contextlib
 import contextvars
 import sys
 import types
+import typing
 from collections.abc import Callable
+from typing import Any
 
 from sage_inductor import options
 from sage_inductor import policy as policies
@@ -59,7 +64,7 @@ class _CheckedConfig(type(sys.modules[__name__])):
         if name in _followers:
             _followers[name](value, not _patching.get())
 
-    def patch(self, arg1=None, arg2=None, **kwargs):
+    def patch(self, arg1=None, arg2=None, **kwargs):  # typed below
         changes = arg1 if isinstance(arg1, dict) else {arg1: arg2} if arg1 else kwargs
         for name in changes:
             if name not in self._config:
@@ -73,10 +78,10 @@ class _Patch(contextlib.ContextDecorator):
     def __init__(self, patch):
         self.patch = patch
 
-    def __enter__(self):
+    def __enter__(self) -> None:
         return self._run(self.patch.__enter__)
 
-    def __exit__(self, *error):
+    def __exit__(self, *error: object) -> None:  # None: an error within is never swallowed
         return self._run(self.patch.__exit__, *error)
 
     @staticmethod
@@ -86,6 +91,19 @@ class _Patch(contextlib.ContextDecorator):
             return step(*args)
         finally:
             _patching.reset(token)
+
+
+if typing.TYPE_CHECKING:  # imported by itself, the bool TYPE_CHECKING would become a setting
+    # What install_config_module puts into this module, which no type checker sees. torch's own
+    # stub (torch.utils._config_typing) leaves open what patch returns.
+
+    def patch(
+        arg1: str | dict[str, Any] | None = None, arg2: Any = None, **kwargs: Any
+    ) -> _Patch: ...
+    def to_dict() -> dict[str, Any]: ...
+    def save_config() -> bytes: ...
+    def load_config(config: bytes | dict[str, Any]) -> None: ...
+    def get_hash() -> bytes: ...
 
 
 _PREFIX = "sage_inductor.config."

@@ -11,12 +11,14 @@ from sage_inductor import settings
 from sage_inductor.decide import rewrite as _rewrite
 from sage_inductor.errors import SageOptionError
 from sage_inductor.ops.launch import OPAQUE
-from sage_inductor.report import raise_if_refused, record, whole
+from sage_inductor.report import Report, raise_if_refused, record, whole
 
 _log = logging.getLogger("sage_inductor")
 
 
-def rewrite(exported_program: torch.export.ExportedProgram, *, options: dict | None = None):
+def rewrite(
+    exported_program: torch.export.ExportedProgram, *, options: dict | None = None
+) -> Report:
     """Rewrite the attention calls of a program from ``torch.export.export``, in place.
 
     options: the ``sage.`` options of ``torch.compile(..., backend="sage")``. Which call is

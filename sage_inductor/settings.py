@@ -1,10 +1,12 @@
 """What one compilation is asked for: its options, over sage_inductor.config."""
 
 import dataclasses
+import re
 from collections.abc import Callable
 
 from sage_inductor import autotune, config, options
 from sage_inductor.errors import SageOptionError
+from sage_inductor.ops.compat import inductor_config
 from sage_inductor.options import AUTO, OFF, OPTIONS, PREFIX
 from sage_inductor.policy import Ruling, ruling
 
@@ -57,4 +59,19 @@ def split(given: dict) -> tuple[dict, dict]:
             ours["policy"] = ruling(ours["policy"], holder=given)
         except ValueError as error:
             raise SageOptionError(f"{PREFIX}policy: {error}") from None
+    _check_inductors(theirs)
     return ours, theirs
+
+
+def _check_inductors(given: dict) -> None:
+    """Raise SageOptionError for an option that Inductor does not have. Inductor's own message lists
+    its 600 options in 20,000 characters, and none of ours."""
+    known = inductor_config.get_config_copy()
+    names = {name: PREFIX + name for name in OPTIONS} | {name: name for name in known}
+    for name, value in given.items():
+        if name.replace("-", "_") not in known:
+            near = names[options.nearest(re.sub("^sage[-_]", "", name), names)]
+            raise SageOptionError(
+                f'option "{name}" does not exist: did you mean "{near}"? (got {value!r}; '
+                f'"{PREFIX}" begins options of sage, all others are Inductor\'s)'
+            )
