@@ -19,6 +19,7 @@ from pathlib import Path
 import sage_inductor
 from sage_inductor import cost
 from sage_inductor.ops.recipe import ALIASES
+from sage_inductor.remedies import CAUSES
 
 ROOT = Path(__file__).parent.parent
 END = "<!-- table:end -->"
@@ -206,6 +207,26 @@ def described(entry) -> str:
     return (inspect.getdoc(entry) or "").replace("``", "`")
 
 
+def remedies(gpus: dict[str, dict]) -> str:
+    """Every cause why a call stays, in the words of the report, and what to do about it."""
+    lines = [["the report says", "what to do"]]
+    for cause in CAUSES:
+        said = ", or ".join(f"`{text}`" for text in wordings(cause.pattern))
+        lines.append([said, cause.remedy.replace("|", "\\|")])
+    return markdown(lines, "---")
+
+
+def wordings(pattern: str) -> list[str]:
+    """What a cause's regular expression is about, readable: dots where a reason varies."""
+    pattern = re.sub(r"\(?\\[dw]\+\)?|\.\*", "...", pattern.replace("^", ""))
+    texts = []
+    for text in re.split(r"\|(?![^(]*\))", pattern):
+        group = re.search(r"\((.*?)\)", text)
+        each = group[1].split("|") if group else [""]
+        texts += [text.replace(group[0], one) if group else text for one in each]
+    return texts
+
+
 def lengths(gpus: dict[str, dict]) -> str:
     """From which length "auto" rewrites, of the built-in table."""
     of_call = {}  # (GPU, head_dim, kind) -> the rows of what "auto" may become there, first first
@@ -236,12 +257,13 @@ def errors_of_recipes(gpus: dict[str, dict]) -> str:
 
 
 TABLES = {
+    "accuracy": errors_of_recipes,
     "api": api,
     "blocks": blocks_in_short,
-    "short": accuracy_in_short,
     "lengths": lengths,
+    "remedies": remedies,
+    "short": accuracy_in_short,
     "speed": speed,
-    "accuracy": errors_of_recipes,
 }
 
 
@@ -509,8 +531,8 @@ def figures_of(rows: list[dict]) -> list[tuple[str, str]]:
     return list(dict.fromkeys(pairs))
 
 
-def markdown(lines: list[list[str]]) -> str:
-    rule = ["---"] + ["--:"] * (len(lines[0]) - 1)
+def markdown(lines: list[list[str]], align: str = "--:") -> str:
+    rule = ["---"] + [align] * (len(lines[0]) - 1)
     return "".join(f"| {' | '.join(line)} |\n" for line in (lines[0], rule, *lines[1:]))
 
 

@@ -82,7 +82,7 @@ NOT_REASONS = {
     "11", "causal1", "window(1, 1)", ", bottom right", "1: 1", "a tensor", "a dynamic number",
     "flex window", "no recipe", "no backend of SDPA", "; 11 failed: 1", " at 1", "autotuned1",
     "1 with head_dim 1", "11 on 1", "N >= 1", "1: 1x the fastest of SDPA111",
-    "1 (rule 1 of the policy)", "; by the portable kernel: 1's faster one cannot travel in a package",
+    "1 (1 of the policy)", "; by the portable kernel: 1's faster one cannot travel in a package",
 }  # fmt: skip
 TEXTS = {
     text
