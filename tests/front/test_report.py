@@ -227,7 +227,7 @@ class Page(html.parser.HTMLParser):
             self.rows[-1][-1] += data
 
 
-HOSTILE = 'blocks.0.<script>alert("x")</script>&amp;'
+HOSTILE = 'blocks.0.<script>document.title = "run"</script>&amp;'
 
 
 def alone(parsed):
@@ -274,22 +274,31 @@ def test_a_heat_map_is_white_at_the_middle_red_above_and_black_for_nan():
     assert "<title>a&lt;, x: 0.05</title>" in svg and not parsed.open
 
 
+def in_chromium(path, script):
+    """What `script`, run at the end of a page, puts into `told`."""
+    chromium = shutil.which("chromium")
+    assert chromium, "needs chromium: without it, pytest -m 'not browser'"
+    told = 'document.body.textContent = "TOLD" + JSON.stringify(told) + "TOLD"'
+    script = f"<script>const told = {{}};{script};{told}</script></body>"
+    tried = path.with_suffix(".tried.html")
+    tried.write_text(path.read_text().replace("</body>", script))
+    result = subprocess.run(
+        [chromium, "--headless", "--no-sandbox", "--disable-gpu",
+         f"--user-data-dir={path.parent}", "--virtual-time-budget=2000", "--dump-dom", tried.as_uri()],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    return json.loads(html.unescape(result.stdout.split("TOLD")[1]))
+
+
 SORT_AND_FILTER = """
-<script>
-const [graph, module] = document.querySelectorAll("th"), rows = document.querySelector("tbody").rows;
-const shown = i => [...rows].filter(row => row.checkVisibility()).map(row => row.cells[i].textContent);
-const told = {};
-const number = [...document.querySelectorAll("th")].find(head => head.textContent === "error");
-number.click(); told.up = shown(1); number.click(); told.down = shown(1);
-module.click(); told.byname = shown(1);
-const filter = document.querySelector("input");
+const [graph, module, error] = document.querySelectorAll("th"), fold = document.querySelector("details");
+const rows = document.querySelector("tbody").rows, filter = document.querySelector("input");
+const shown = () => [...rows].filter(row => row.checkVisibility()).map(row => row.cells[1].textContent);
+error.click(); told.up = shown(); error.click(); told.down = shown(); module.click(); told.byname = shown();
 for (const text of ["layers.*.cross", "LAYERS.1", "a+b", ""]) {
-  filter.value = text; filter.dispatchEvent(new Event("input")); told[text] = shown(1);
+  filter.value = text; filter.dispatchEvent(new Event("input")); told[text] = shown();
 }
-const fold = document.querySelector("details");
-told.folded = fold.innerText; fold.open = true; told.opened = fold.innerText;
-document.body.textContent = "TOLD" + JSON.stringify(told) + "TOLD";
-</script>
+told.folded = fold.innerText; fold.open = true; told.opened = fold.innerText
 """
 
 
@@ -297,21 +306,11 @@ document.body.textContent = "TOLD" + JSON.stringify(told) + "TOLD";
 def test_in_a_browser_a_page_sorts_filters_and_unfolds(tmp_path):
     names = ["layers.10.attn", "layers.2.cross", "layers.1.cross", "a+b", "last"]
     errors = [1e-7, float("nan"), 0.5, 12.0, 0.02]
-    rows = [
-        (f"{i}/0", *each, page.Folded("in short", "at <length>"))
-        for i, each in enumerate(zip(names, errors))
-    ]
+    fold = page.Folded("in short", "at <length>")
+    rows = [(f"{i}/0", *each, fold) for i, each in enumerate(zip(names, errors))]
     path = tmp_path / "page.html"
-    whole = page.page("t", page.table(("graph", "module", "error", "reason"), rows))
-    path.write_text(whole.replace("</body>", SORT_AND_FILTER + "</body>"))
-    chromium = shutil.which("chromium")
-    assert chromium, "needs chromium: without it, pytest -m 'not browser'"
-    result = subprocess.run(
-        [chromium, "--headless", "--no-sandbox", "--disable-gpu",
-         f"--user-data-dir={tmp_path}", "--virtual-time-budget=2000", "--dump-dom", path.as_uri()],
-        capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
-    told = json.loads(html.unescape(result.stdout.split("TOLD")[1]))
+    path.write_text(page.page("t", page.table(("graph", "module", "error", "reason"), rows)))
+    told = in_chromium(path, SORT_AND_FILTER)
     up = ["layers.10.attn", "last", "layers.1.cross", "a+b", "layers.2.cross"]
     assert told.pop("up") == up and told.pop("down") == up[::-1]
     byname = ["a+b", "last", "layers.1.cross", "layers.2.cross", "layers.10.attn"]
@@ -322,6 +321,27 @@ def test_in_a_browser_a_page_sorts_filters_and_unfolds(tmp_path):
         "LAYERS.1": ["layers.1.cross", "layers.10.attn"],
         "a+b": ["a+b"],
     }
+
+
+LOOK = """
+told.title = document.title; told.rows = document.querySelectorAll("tbody tr").length;
+told.scripts = document.scripts.length; told.last = [...document.querySelectorAll("tbody tr")].at(-1).cells[1].innerText;
+told.map = document.querySelector("svg")?.getBoundingClientRect().height ?? 0
+"""
+
+
+@pytest.mark.browser
+def test_in_a_browser_reports_and_diagnoses_are_whole_and_run_nothing_of_a_models(tmp_path):
+    Report([*twenty_three()._sites, ("2/0", site(HOSTILE))]).to_html(tmp_path / "report.html")
+    told = in_chromium(tmp_path / "report.html", LOOK)
+    title = "sage_inductor: attention calls"
+    assert told == {"title": title, "rows": 24, "scripts": 2, "last": HOSTILE, "map": 0}
+    found = sage_inductor.diagnose(
+        lambda q: sdpa(q, q, q), torch.randn(1, 1, 8, 16), recipes="sage1"
+    )
+    found.to_html(tmp_path / "found.html")
+    told = in_chromium(tmp_path / "found.html", LOOK)
+    assert told["rows"] == 2 and told["map"] == 40 and "accuracy" in told["title"]
 
 
 # -- warnings ----
