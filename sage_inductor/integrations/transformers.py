@@ -46,8 +46,8 @@ def sage_attention_forward(
     **kwargs,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """query [B, H_q, N_q, D], key and value [B, H_kv, N_kv, D] and [.., D_v] -> out
-    [B, N_q, H_q, D_v]. Heads of k and v are repeated where transformers repeats them for SDPA, whose
-    masked kernels take no fewer than q's."""
+    [B, N_q, H_q, D_v]. Heads of k and v are repeated where transformers repeats them for SDPA,
+    whose masked kernels take no fewer than q's."""
     from transformers.integrations.sdpa_attention import (
         repeat_kv,
         sdpa_attention_forward,
