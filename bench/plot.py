@@ -211,14 +211,14 @@ def remedies(gpus: dict[str, dict]) -> str:
     """Every cause why a call stays, in the words of the report, and what to do about it."""
     lines = [["the report says", "what to do"]]
     for cause in CAUSES:
-        said = ", or ".join(f"`{text}`" for text in wordings(cause.pattern))
-        lines.append([said, cause.remedy.replace("|", "\\|")])
+        for text in wordings(cause.pattern):
+            lines.append([f"`{text}`", cause.remedy.replace("|", "\\|")])
     return markdown(lines, "---")
 
 
 def wordings(pattern: str) -> list[str]:
     """What a cause's regular expression is about, readable: dots where a reason varies."""
-    pattern = re.sub(r"\(?\\[dw]\+\)?|\.\*", "...", pattern.replace("^", ""))
+    pattern = re.sub(r"\(\\[dw]\+\)|\\[dw]\+|\.\*", "...", pattern.replace("^", ""))
     texts = []
     for text in re.split(r"\|(?![^(]*\))", pattern):
         group = re.search(r"\((.*?)\)", text)
