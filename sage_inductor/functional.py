@@ -49,7 +49,7 @@ def attention(
     Raises SageOptionError for an unknown recipe, SageRefused under ``config.strict``, and what SDPA
     raises.
     """
-    if type(q).__name__ == "FakeTensor" and compat.proxy_mode() is None:  # Dynamo asks for shapes
+    if type(q) is compat.FakeTensor and compat.proxy_mode() is None:  # Dynamo asks for shapes
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -80,7 +80,7 @@ class _Kind(NamedTuple):
         reason = ""
         if compat.functorch.is_functorch_wrapped_tensor(x):
             reason = "inside a torch.func transform"
-        elif type(x) not in _PLAIN and type(x).__name__ != "FakeTensor" or x.is_sparse:
+        elif type(x) not in _PLAIN or x.layout != torch.strided:
             reason = f"tensor subclasses are not supported, got {type(x).__name__}"
         stride = None if reason else x.stride()
         return cls(
@@ -95,18 +95,20 @@ class _Kind(NamedTuple):
         return x.requires_grad_(self.needs_grad)
 
 
-_PLAIN = (Tensor, torch.nn.Parameter, compat.FunctionalTensor)
+_TRACED = (compat.FakeTensor, compat.FunctionalTensor)
+_PLAIN = (Tensor, torch.nn.Parameter, *_TRACED)
 
 
 def _run_of(tensors: tuple[Tensor, ...], asked: tuple) -> Callable:
     """The graph's function that computes a call with these tensors, the decision taken."""
     grad, device = torch.is_grad_enabled(), tensors[0].device.type
     kinds = tuple(_Kind.of(x, grad) for x in tensors)
+    exporting = torch.compiler.is_exporting()
+    if exporting or torch.compiler.is_compiling() or type(tensors[0]) in _TRACED:
+        portable = exporting or compat.virtualized.aot_compilation is True
+        return _decided(kinds, asked, compat.detect_fake_mode(tensors), portable)
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    exporting = torch.compiler.is_exporting() or compat.virtualized.aot_compilation is True
-    given = tuple(getattr(config, name) for name in options.SETTINGS)
-    if torch.compiler.is_compiling() or exporting:
-        return _decided(kinds, asked, compat.detect_fake_mode(tensors), exporting)
+    given = tuple(getattr(config, name) for name in settings.FROM_CONFIG)
     return _remembered(kinds, asked, grad, autocast, given)
 
 
