@@ -13,6 +13,7 @@ Shapes: B batch, H_q and H_kv heads, N_q and N_kv sequence, D head_dim (D_v of v
 """
 
 import functools
+import math
 import operator
 from collections.abc import Callable
 from typing import NamedTuple
@@ -21,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sage_inductor import config, options, patterns, report, settings
+from sage_inductor import config, cost, options, patterns, report, settings
 from sage_inductor.decide import decide
 from sage_inductor.errors import SageOptionError
 from sage_inductor.ops import compat
@@ -109,12 +110,34 @@ def _run_of(tensors: tuple[Tensor, ...], asked: tuple) -> Callable:
         return _decided(kinds, asked, compat.detect_fake_mode(tensors), portable)
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
     given = tuple(getattr(config, name) for name in settings.FROM_CONFIG)
-    return _remembered(kinds, asked, grad, autocast, given)
+    key = _but_lengths(kinds) if _is_short(kinds, *given) else kinds, asked, grad, autocast, given
+    run = _runs.get(key)
+    if run is None:
+        if len(_runs) >= MAX_KINDS:
+            _runs.clear()
+        run = _runs[key] = _decided(kinds, asked, None, False)
+    return run
 
 
-@functools.lru_cache(maxsize=4096)
-def _remembered(kinds, asked, grad, autocast, given) -> Callable:
-    return _decided(kinds, asked, None, False)
+MAX_KINDS = 4096  # of calls that are remembered, some 10 KiB each
+_runs: dict[tuple, Callable] = {}
+
+
+def _is_short(kinds: tuple[_Kind, ...], recipe, emulate: bool, force: bool, *_) -> bool:
+    """Whether a call stays SDPA at its length and at any other as short, by every policy. Decoding
+    makes a call of another length for each token, and deciding takes 3 ms."""
+    lengths = (kind.shape[-2] for kind in kinds[:2] if len(kind.shape) > 1)
+    return not (emulate or force) and min(lengths, default=0) < _shortest(kinds[0].device)
+
+
+def _but_lengths(kinds: tuple[_Kind, ...]) -> tuple:
+    shapes = (kind.shape[:-2] + (kind.shape[-1:] if i < 3 else ()) for i, kind in enumerate(kinds))
+    return tuple(k._replace(shape=s, stride=None) for k, s in zip(kinds, shapes, strict=True))
+
+
+@functools.cache
+def _shortest(device: torch.device) -> float:
+    return cost.shortest(cost.gpu_name(device)) if device.type == "cuda" else math.inf
 
 
 def _decided(kinds, asked, fake_mode, portable: bool) -> Callable:
@@ -128,10 +151,10 @@ def _decided(kinds, asked, fake_mode, portable: bool) -> Callable:
         gm = _graph_of(kinds, asked, fake_mode)
         reason = next((kind.reason for kind in kinds if kind.reason), "")
         decision = functools.partial(_decision, wanted=wanted, reason=reason)
-        (site,) = patterns.rewrite(gm, decision, portable)
-    _record(site, wanted.policy)
+        sites = patterns.rewrite(gm, decision, portable)
+    _record(sites, wanted.policy)
     if wanted.strict:
-        report.raise_if_refused([site])
+        report.raise_if_refused(sites)
     for node in gm.graph.nodes:  # fake tensors, which nobody needs any more
         node.meta.clear()
     return gm.forward
@@ -172,10 +195,12 @@ def _decision(call: Call, wanted: settings.Settings, reason: str) -> Decision:
 _recorded: set[tuple[str, Site]] = set()
 
 
-def _record(site: Site, policy: Ruling) -> None:
-    """Add a site to the report, once for each graph that has such calls."""
+def _record(sites: list[Site], policy: Ruling) -> None:
+    """Add the call's site to the report, once for each graph that has such calls."""
     graph = str(compat.CompileContext.current_compile_id())
-    if (graph, site) not in _recorded:
+    for site in sites:
+        if (graph, site) in _recorded:
+            continue
         _recorded.add((graph, site))
         report.record([site], policy)
         # torch._dynamo.reset() empties the report, and what is decided later is to be in it again.
@@ -186,4 +211,5 @@ class _ForgetOnReset:
     @staticmethod
     def reset() -> None:
         _recorded.clear()
-        _remembered.cache_clear()
+        _runs.clear()
+        _shortest.cache_clear()

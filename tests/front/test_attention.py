@@ -239,6 +239,25 @@ def test_a_kind_of_call_is_decided_once_and_reported_once(monkeypatch):
     assert len(sage_inductor.report()) == 1
 
 
+def test_the_lengths_of_decoding_are_decided_once(monkeypatch):
+    """Where a length is below every row of the GPU's table; on CPU each is."""
+    q, k, v = inputs(N_q=1)
+    for N in (1, 3, 4, 24):
+        keys = torch.ones(2, 1, 1, N, dtype=torch.bool)
+        given = q, k[:, :, :N], v[:, :, :N], keys
+        assert torch.equal(attention(*given), F.scaled_dot_product_attention(*given))
+    assert len(sage_inductor.report()) == 1
+    kinds = functional._Kind.of(q, False), functional._Kind.of(k, False)
+    monkeypatch.setattr(functional, "_shortest", lambda device: 1)
+    assert not functional._is_short(kinds, "auto", False, False, False, ())
+    monkeypatch.setattr(functional, "_shortest", lambda device: 2)
+    assert functional._is_short(kinds, "auto", False, False, False, ())
+    assert not functional._is_short(kinds, "auto", True, False, False, ())
+    assert not functional._is_short(kinds, "auto", False, True, False, ())
+    assert cost.shortest(cost.H200) == min(N for row in cost.CROSSOVER.values() for _, N in row)
+    assert cost.shortest("NVIDIA H100") == math.inf
+
+
 def test_whatever_a_decision_depends_on_is_asked_about_anew():
     q, k, v = inputs()
     sites = []
@@ -249,7 +268,7 @@ def test_whatever_a_decision_depends_on_is_asked_about_anew():
         return len(sage_inductor.report())
 
     assert call(q, k, v) == 1
-    assert call(q[:, :, :9], k, v) == 2
+    assert call(q[..., :16], k[..., :16], v) == 2
     with torch.autocast("cpu", torch.bfloat16):
         assert call(q, k, v) == 3 and sites[-1].dtype == "bfloat16"
     with config.patch(emulate=True):
