@@ -339,3 +339,22 @@ def test_on_a_gpu_it_is_decided_by_the_table(monkeypatch):
             torch.export.export(Model(), (q,))
         (site,) = sage_inductor.report()
         assert site.recipe == expected and "in a package" in site.reason or force, site
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("given", [{}, {"is_causal": True}, {"enable_gqa": True}])
+@torch.no_grad()
+def test_on_a_gpu_eager_computes_what_backend_sage_does(given):
+    H_kv = 2 if given.get("enable_gqa") else 8
+    q, k, v = (heads(1, H, 2048, 128, torch.bfloat16, "cuda") for H in (8, H_kv, H_kv))
+    exact = exactly(q, k, v, given.get("is_causal", False), 128**-0.5)
+    for force in (False, True):
+        torch._dynamo.reset()
+        with config.patch(force=force):
+            out, lse = attention(q, k, v, **given, return_lse=True)
+            assert bool(sage_inductor.report().rewritten) == force
+            compiled = torch.compile(attention, backend="sage")(q, k, v, **given, return_lse=True)
+        assert_close(lse.double(), exact[1], atol=0.05 if force else 1e-3, rtol=0)
+        assert relative_l1(out, exact[0]) < 0.06
+        assert torch.equal(out, compiled[0])
+        assert_close(lse, compiled[1], atol=1e-3, rtol=0)
