@@ -91,8 +91,13 @@ functorch = _take("torch._C:_functorch",
     seen=TORCH, without="tensors inside torch.func transforms cannot be told from others")
 encoder_layer = _take("torch:_transformer_encoder_layer_fwd",
     seen=TORCH, without="nn.TransformerEncoderLayer's fast path is not recognised")
+InstructionTranslator = _take("torch._dynamo.symbolic_convert:InstructionTranslator",
+    seen=TORCH, optional=True,
+    without="the path of a module that an object holds (pipe.transformer) starts at the object")
 FakeTensorMode = _take("torch._subclasses.fake_tensor:FakeTensorMode",
     seen=TORCH, without="sage_inductor.attention cannot decide what becomes of a call")
+FakeTensor = _take("torch._subclasses.fake_tensor:FakeTensor",
+    seen=TORCH, without="as FakeTensorMode")
 detect_fake_mode = _take("torch._guards:detect_fake_mode",
     seen=TORCH, without="sage_inductor.attention cannot be traced with dynamic shapes")
 disable_modes = _take("torch.utils._python_dispatch:_disable_current_modes",

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import torch
 
+from sage_inductor.ops import compat
 from sage_inductor.patterns import flex, functional, modules, sdpa
 from sage_inductor.patterns.bands import prove
 from sage_inductor.patterns.call import FULL, Call, Decision, Site, unreadable
@@ -39,6 +40,7 @@ def rewrite(
     what is done to a call that gets a recipe, instead of replacing it.
 
     Never raises for a graph: a call that anything fails for stays as it was, and its site says so.
+    Raises what `decide` says of the user's options (a ShortenTraceback).
     """
 
     def replaced(call: Call, site: Site) -> None:
@@ -67,6 +69,8 @@ def _rewrite_graph(graph: torch.fx.Graph, asked: dict, decide, put) -> list[Site
             continue  # decided in an earlier pass over the graph
         try:
             site = _rewrite_call(node, index, decide, put)
+        except compat.ShortenTraceback:  # of what the user asked for
+            raise
         except Exception as error:  # a graph that nobody has seen yet must not stop a compilation
             site = unreadable(node, error)
             node.meta["sage"] = "kept"

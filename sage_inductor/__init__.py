@@ -9,13 +9,15 @@ from sage_inductor.export import aoti_compile_and_package, rewrite
 from sage_inductor.functional import attention
 from sage_inductor.integrations import register
 from sage_inductor.ops.recipe import VERSION as __version__
-from sage_inductor.policy import Policy
+from sage_inductor.policy import CallDescription, Policy, Rule
 from sage_inductor.report import Report, report
 
 __all__ = [
+    "CallDescription",
     "Diagnosis",
     "Policy",
     "Report",
+    "Rule",
     "SageOptionError",
     "SageRefused",
     "__version__",

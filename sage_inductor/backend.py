@@ -10,7 +10,6 @@ import functools
 import torch
 
 from sage_inductor import (
-    config,
     lowering,  # noqa: F401  (registers what the inserted op opens into)
     patterns,
     settings,
@@ -18,7 +17,7 @@ from sage_inductor import (
 from sage_inductor.decide import decide, rewrite
 from sage_inductor.errors import SageOptionError
 from sage_inductor.ops.compat import CompileContext, InductorWrapper
-from sage_inductor.report import Report, raise_if_refused, record
+from sage_inductor.report import Report, raise_if_refused, record, whole
 
 
 def sage_backend(gm: torch.fx.GraphModule, example_inputs, *, mode=None, options=None, **unknown):
@@ -37,13 +36,14 @@ def sage_backend(gm: torch.fx.GraphModule, example_inputs, *, mode=None, options
         raise SageOptionError(f'sage_backend takes mode and options, got {names}: see "sage.*"')
     ours, theirs = settings.split(options or {})
     ours = {"mode": mode, **ours}
-    sites = patterns.rewrite(gm, functools.partial(decide, settings=settings.resolve(ours)))
+    asked = settings.resolve(ours)
+    sites = patterns.rewrite(gm, functools.partial(decide, settings=asked))
     inductor = InductorWrapper(ours["mode"], theirs, None)
     compiled = inductor(gm, example_inputs)
     # Recorded after compiling: Dynamo may abandon the graph until then and trace it again, with a
     # number that the caller passes (a scale, say) as a constant.
-    record(sites)
-    if ours.get("strict", config.strict):
+    record(sites, asked.policy)
+    if asked.strict:
         raise_if_refused(sites)
     return compiled
 
@@ -57,14 +57,14 @@ def explain(model, *args, options: dict | None = None, **kwargs) -> Report:
 
     Nothing is compiled. Like ``torch._dynamo.explain``, it resets Dynamo's caches.
     """
-    sites = []
+    sites, asked = [], settings.resolve(settings.split(options or {})[0])
 
     def see(gm: torch.fx.GraphModule) -> None:
-        found = rewrite(gm, settings.resolve(settings.split(options or {})[0]))
+        found = rewrite(gm, asked)
         sites.extend((str(CompileContext.current_compile_id()), site) for site in found)
 
     run_graphs(see, model, args, kwargs)
-    return Report(sites)
+    return whole(sites, asked.policy)
 
 
 def run_graphs(see, model, args: tuple, kwargs: dict) -> None:

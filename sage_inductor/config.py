@@ -35,7 +35,7 @@ def _setting(name: str):
 
 
 recipe: str = _setting("recipe")
-policy: str = _setting("policy")
+policy: str = _setting("policy")  # or a Policy, ...: torch allows bool and str here
 emulate: bool = _setting("emulate")
 force: bool = _setting("force")
 strict: bool = _setting("strict")
@@ -54,6 +54,7 @@ class _CheckedConfig(type(sys.modules[__name__])):
     def __setattr__(self, name, value):
         if name in self._config:
             check(name, value)
+            value = policies.settled(value) if name == "policy" else value
         elif name not in self._bypass_keys:
             raise AttributeError(options.unknown(name, self._config, _PREFIX))
         super().__setattr__(name, value)
@@ -112,8 +113,11 @@ def check(name: str, value, prefix: str = _PREFIX) -> None:
     """Raise ValueError unless `value` may be given to the setting `name`; of a policy its file is
     read."""
     options.check(name, value, prefix)
-    if name == "policy" and value:
-        policies.Policy.load(value)
+    if name == "policy":
+        try:
+            policies.ruling(value)
+        except ValueError as error:
+            raise ValueError(f"{prefix}policy: {error}") from None
 
 
 def follow(name: str, call: Callable[[object, bool], None]) -> None:
@@ -126,3 +130,6 @@ def follow(name: str, call: Callable[[object, bool], None]) -> None:
 types.ModuleType.__setattr__(sys.modules[__name__], "__class__", _CheckedConfig)
 for _option in options.SETTINGS.values():  # what the environment says
     check(_option.name, getattr(sys.modules[__name__], _option.name), f"{_option.variable}: ")
+_self = sys.modules[__name__]
+if _self.policy:
+    _self._config["policy"].env_value_default = policies.settled(_self.policy)

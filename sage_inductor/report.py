@@ -7,18 +7,21 @@ from collections.abc import Sequence
 from sage_inductor.errors import SageRefused
 from sage_inductor.ops.compat import CompileContext, cached_backends, counters
 from sage_inductor.patterns import Site
+from sage_inductor.policy import Rule, Ruling, unmatched
 
 log = logging.getLogger("sage_inductor")
 
 _sites: list[tuple[str, Site]] = []  # (graph, site)
+_modules: dict[tuple[Rule, ...], set[str]] = {}  # that make attention calls, by the policy's rules
 _lock = threading.Lock()
 
 
 class Report(Sequence):
     """The sites of some graphs, in the order they were compiled. `print` it for a table."""
 
-    def __init__(self, sites: Sequence[tuple[str, Site]]):
+    def __init__(self, sites: Sequence[tuple[str, Site]], notes: Sequence[str] = ()):
         self._sites = tuple(sites)
+        self._notes = tuple(notes)  # lines at the foot of the table
 
     def __len__(self):
         return len(self._sites)
@@ -43,11 +46,12 @@ class Report(Sequence):
         for graph, site in self._sites:
             q, k = (str(list(x)).replace("'", "") for x in (site.q, site.k))
             recipe = site.recipe or "-"
-            where = site.module or site.call
+            where = site.module or '""'
             rows.append(
                 (graph, where, site.spelling, q, k, site.dtype, site.mask, recipe, site.reason)
             )
-        return f"{table(rows)}\n{len(self.rewritten)} of {len(self)} attention calls rewritten"
+        count = f"{len(self.rewritten)} of {len(self)} attention calls rewritten"
+        return "\n".join((table(rows), count, *self._notes))
 
     def __repr__(self):
         return f"<Report: {len(self.rewritten)} of {len(self)} attention calls rewritten>"
@@ -64,21 +68,34 @@ def table(rows: list[tuple[str, ...]]) -> str:
 def report() -> Report:
     """Every attention call compiled so far in this process (since `torch._dynamo.reset()`)."""
     with _lock:
-        return Report(_sites)
+        notes = [line for rules, modules in _modules.items() for line in unmatched(rules, modules)]
+        return Report(_sites, notes)
 
 
-def record(sites: list[Site]) -> None:
-    """Add the sites of the graph that is being compiled: report, counters, log."""
+def record(sites: list[Site], policy: Ruling = ()) -> None:
+    """Add the sites of the graph that is being compiled, by `policy`: report, counters, log."""
     # torch._dynamo.reset() resets the backends listed here, and empties the list.
     cached_backends.setdefault(id(clear), _ClearOnReset)
     compile_id = CompileContext.current_compile_id()
     graph = str(compile_id) if compile_id is not None else "-"
     with _lock:
         _sites.extend((graph, site) for site in sites)
+        if sites and isinstance(policy, tuple):
+            _modules.setdefault(policy, set()).update(site.module for site in sites)
     for site in sites:
         counters["sage"]["rewritten" if site.rewritten else "refused"] += 1
         what = f"becomes {site.recipe}" if site.rewritten else "stays as it was"
         log.info("[%s] %s %s: %s", graph, site.module or site.call, what, site.reason)
+
+
+def whole(sites: list[tuple[str, Site]], policy: Ruling) -> Report:
+    """The report of a model of which nothing more is to be compiled: a rule that fits none of its
+    calls is warned of at once."""
+    modules = [site.module for _, site in sites]
+    notes = unmatched(policy, modules) if isinstance(policy, tuple) else []
+    for line in notes:
+        log.warning("%s", line)
+    return Report(sites, notes)
 
 
 def raise_if_refused(sites: list[Site]) -> None:
@@ -91,6 +108,7 @@ def raise_if_refused(sites: list[Site]) -> None:
 def clear() -> None:
     with _lock:
         _sites.clear()
+        _modules.clear()
 
 
 class _ClearOnReset:
