@@ -15,6 +15,7 @@ Shapes: B batch, H_q and H_kv heads, N_q and N_kv sequence, D head_dim (D_v of v
 import functools
 import math
 import operator
+import typing
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -33,6 +34,19 @@ from sage_inductor.patterns.graph import as_int
 from sage_inductor.policy import Ruling
 
 
+# What is returned, for type checkers.
+@typing.overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = ..., is_causal: bool = ...,
+    scale: float | None = ..., enable_gqa: bool = ...,
+    *, recipe: str = ..., return_lse: typing.Literal[False] = ...,
+) -> Tensor: ...  # fmt: skip
+@typing.overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = ..., is_causal: bool = ...,
+    scale: float | None = ..., enable_gqa: bool = ...,
+    *, recipe: str = ..., return_lse: typing.Literal[True],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False,
     scale: float | None = None, enable_gqa: bool = False,
