@@ -18,6 +18,7 @@ configures in one thread and compiles in another, so an assignment here is the w
 
 import contextlib
 import contextvars
+import os
 import sys
 import types
 import typing
@@ -35,7 +36,10 @@ def _setting(name: str):
 
 
 recipe: str = _setting("recipe")
-policy: str = _setting("policy")  # or a Policy, ...: torch allows bool and str here
+if typing.TYPE_CHECKING:
+    policy: str | os.PathLike | policies.Policy | dict | list | Callable
+else:
+    policy: str = _setting("policy")  # torch allows bool and str here
 emulate: bool = _setting("emulate")
 force: bool = _setting("force")
 strict: bool = _setting("strict")

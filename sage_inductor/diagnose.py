@@ -427,7 +427,8 @@ def _merged(suggested: dict[str, str]) -> tuple[Rule, ...]:
         return ()
     usual = collections.Counter(suggested.values()).most_common(1)[0][0]
     others = {module: recipe for module, recipe in suggested.items() if recipe != usual}
-    names = dict.fromkeys("*." + module.rpartition(".")[2] for module in others if module)
+    leaves = (module.rpartition(".")[2] for module in others)
+    names = dict.fromkeys(f"*.{leaf}" for leaf in leaves if leaf and not leaf.isdecimal())
     shapes = [Rule(usual, module=name) for name in names]
     shapes += [shape for name in ("*", *names) for shape in _layers(suggested, name)]
     rules = []

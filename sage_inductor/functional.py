@@ -13,7 +13,9 @@ Shapes: B batch, H_q and H_kv heads, N_q and N_kv sequence, D head_dim (D_v of v
 """
 
 import functools
+import math
 import operator
+import typing
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -21,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sage_inductor import config, options, patterns, report, settings
+from sage_inductor import config, cost, options, patterns, report, settings
 from sage_inductor.decide import decide
 from sage_inductor.errors import SageOptionError
 from sage_inductor.ops import compat
@@ -32,6 +34,19 @@ from sage_inductor.patterns.graph import as_int
 from sage_inductor.policy import Ruling
 
 
+# What is returned, for type checkers.
+@typing.overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = ..., is_causal: bool = ...,
+    scale: float | None = ..., enable_gqa: bool = ...,
+    *, recipe: str = ..., return_lse: typing.Literal[False] = ...,
+) -> Tensor: ...  # fmt: skip
+@typing.overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = ..., is_causal: bool = ...,
+    scale: float | None = ..., enable_gqa: bool = ...,
+    *, recipe: str = ..., return_lse: typing.Literal[True],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False,
     scale: float | None = None, enable_gqa: bool = False,
@@ -49,7 +64,7 @@ def attention(
     Raises SageOptionError for an unknown recipe, SageRefused under ``config.strict``, and what SDPA
     raises.
     """
-    if type(q).__name__ == "FakeTensor" and compat.proxy_mode() is None:  # Dynamo asks for shapes
+    if type(q) is compat.FakeTensor and compat.proxy_mode() is None:  # Dynamo asks for shapes
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -80,7 +95,7 @@ class _Kind(NamedTuple):
         reason = ""
         if compat.functorch.is_functorch_wrapped_tensor(x):
             reason = "inside a torch.func transform"
-        elif type(x) not in _PLAIN and type(x).__name__ != "FakeTensor" or x.is_sparse:
+        elif type(x) not in _PLAIN or x.layout != torch.strided:
             reason = f"tensor subclasses are not supported, got {type(x).__name__}"
         stride = None if reason else x.stride()
         return cls(
@@ -95,24 +110,48 @@ class _Kind(NamedTuple):
         return x.requires_grad_(self.needs_grad)
 
 
-_PLAIN = (Tensor, torch.nn.Parameter, compat.FunctionalTensor)
+_TRACED = (compat.FakeTensor, compat.FunctionalTensor)
+_PLAIN = (Tensor, torch.nn.Parameter, *_TRACED)
 
 
 def _run_of(tensors: tuple[Tensor, ...], asked: tuple) -> Callable:
     """The graph's function that computes a call with these tensors, the decision taken."""
     grad, device = torch.is_grad_enabled(), tensors[0].device.type
     kinds = tuple(_Kind.of(x, grad) for x in tensors)
+    exporting = torch.compiler.is_exporting()
+    if exporting or torch.compiler.is_compiling() or type(tensors[0]) in _TRACED:
+        portable = exporting or compat.virtualized.aot_compilation is True
+        return _decided(kinds, asked, compat.detect_fake_mode(tensors), portable)
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    exporting = torch.compiler.is_exporting() or compat.virtualized.aot_compilation is True
-    given = tuple(getattr(config, name) for name in options.SETTINGS)
-    if torch.compiler.is_compiling() or exporting:
-        return _decided(kinds, asked, compat.detect_fake_mode(tensors), exporting)
-    return _remembered(kinds, asked, grad, autocast, given)
+    given = tuple(getattr(config, name) for name in settings.FROM_CONFIG)
+    key = _but_lengths(kinds) if _is_short(kinds, *given) else kinds, asked, grad, autocast, given
+    run = _runs.get(key)
+    if run is None:
+        if len(_runs) >= MAX_KINDS:
+            _runs.clear()
+        run = _runs[key] = _decided(kinds, asked, None, False)
+    return run
 
 
-@functools.lru_cache(maxsize=4096)
-def _remembered(kinds, asked, grad, autocast, given) -> Callable:
-    return _decided(kinds, asked, None, False)
+MAX_KINDS = 4096  # of calls that are remembered, some 10 KiB each
+_runs: dict[tuple, Callable] = {}
+
+
+def _is_short(kinds: tuple[_Kind, ...], recipe, emulate: bool, force: bool, *_) -> bool:
+    """Whether a call stays SDPA at its length and at any other as short, by every policy. Decoding
+    makes a call of another length for each token, and deciding takes 3 ms."""
+    lengths = (kind.shape[-2] for kind in kinds[:2] if len(kind.shape) > 1)
+    return not (emulate or force) and min(lengths, default=0) < _shortest(kinds[0].device)
+
+
+def _but_lengths(kinds: tuple[_Kind, ...]) -> tuple:
+    shapes = (kind.shape[:-2] + (kind.shape[-1:] if i < 3 else ()) for i, kind in enumerate(kinds))
+    return tuple(k._replace(shape=s, stride=None) for k, s in zip(kinds, shapes, strict=True))
+
+
+@functools.cache
+def _shortest(device: torch.device) -> float:
+    return cost.shortest(cost.gpu_name(device)) if device.type == "cuda" else math.inf
 
 
 def _decided(kinds, asked, fake_mode, portable: bool) -> Callable:
@@ -126,10 +165,10 @@ def _decided(kinds, asked, fake_mode, portable: bool) -> Callable:
         gm = _graph_of(kinds, asked, fake_mode)
         reason = next((kind.reason for kind in kinds if kind.reason), "")
         decision = functools.partial(_decision, wanted=wanted, reason=reason)
-        (site,) = patterns.rewrite(gm, decision, portable)
-    _record(site, wanted.policy)
+        sites = patterns.rewrite(gm, decision, portable)
+    _record(sites, wanted.policy)
     if wanted.strict:
-        report.raise_if_refused([site])
+        report.raise_if_refused(sites)
     for node in gm.graph.nodes:  # fake tensors, which nobody needs any more
         node.meta.clear()
     return gm.forward
@@ -170,10 +209,12 @@ def _decision(call: Call, wanted: settings.Settings, reason: str) -> Decision:
 _recorded: set[tuple[str, Site]] = set()
 
 
-def _record(site: Site, policy: Ruling) -> None:
-    """Add a site to the report, once for each graph that has such calls."""
+def _record(sites: list[Site], policy: Ruling) -> None:
+    """Add the call's site to the report, once for each graph that has such calls."""
     graph = str(compat.CompileContext.current_compile_id())
-    if (graph, site) not in _recorded:
+    for site in sites:
+        if (graph, site) in _recorded:
+            continue
         _recorded.add((graph, site))
         report.record([site], policy)
         # torch._dynamo.reset() empties the report, and what is decided later is to be in it again.
@@ -184,4 +225,5 @@ class _ForgetOnReset:
     @staticmethod
     def reset() -> None:
         _recorded.clear()
-        _remembered.cache_clear()
+        _runs.clear()
+        _shortest.cache_clear()

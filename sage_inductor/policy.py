@@ -44,7 +44,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -120,7 +120,7 @@ class Policy:
     """Rules in order; the first that fits a call decides its recipe. Raises ValueError for rules
     that a file may not hold."""
 
-    rules: tuple[Rule, ...] = ()
+    rules: Sequence[Rule] = ()  # kept as a tuple
 
     def __post_init__(self):
         for number, rule in enumerate(self.rules, 1):

@@ -10,6 +10,7 @@ from sage_inductor.ops.compat import inductor_config
 from sage_inductor.options import AUTO, OFF, OPTIONS, PREFIX
 from sage_inductor.policy import Ruling, ruling
 
+FROM_CONFIG = ("recipe", "emulate", "force", "strict", "policy")
 AUTOTUNED = ("max-autotune", "max-autotune-no-cudagraphs")  # modes that time calls, not read tables
 
 
@@ -30,8 +31,7 @@ class Settings:
 
 def resolve(given: dict, **overrides) -> Settings:
     """The settings of a compilation with the options `given` (without their prefix)."""
-    names = ("recipe", "emulate", "force", "strict")
-    values = {name: given.get(name, getattr(config, name)) for name in names}
+    values = {name: given.get(name, getattr(config, name)) for name in FROM_CONFIG[:-1]}
     if not given.get("enabled", True):
         return Settings(**values | {"recipe": OFF}, **overrides)
     if given.get("mode") in AUTOTUNED:

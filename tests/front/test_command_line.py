@@ -151,8 +151,10 @@ def test_progress_goes_on_while_a_step_runs(monkeypatch, on_terminal):
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr(Progress, "EVERY", {on_terminal: 0.01})
     for _ in track(["compiling"], str):
-        while stream.getvalue().count("step 1 of 1: compiling, 0 s") < 2:  # a hang, if never
+        deadline = time.monotonic() + 10
+        while (shown := stream.getvalue()).count(", 0 s") < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
+        assert shown.count("step 1 of 1: compiling, 0 s") >= 2
     shown = stream.getvalue()
     assert shown.startswith("\r"[:on_terminal] + "step 1 of 1: compiling")
     assert "\n" not in shown if on_terminal else "\r" not in shown

@@ -18,7 +18,7 @@ from typing import assert_type
 import torch
 
 import sage_inductor
-from sage_inductor import Diagnosis, Policy, Report, config
+from sage_inductor import Diagnosis, Policy, Report, Rule, config
 
 model, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
 
@@ -38,6 +38,14 @@ assert_type(sage_inductor.explain(model, x, options={"sage.recipe": "sage1"}), R
 assert_type(sage_inductor.rewrite(torch.export.export(model, (x,))), Report)
 assert_type(sage_inductor.diagnose(model, x), Diagnosis)
 assert_type(Policy.load("policy.json"), Policy)
+assert_type(sage_inductor.attention(x, x, x, is_causal=True, recipe="sage1"), torch.Tensor)
+out, lse = sage_inductor.attention(x, x, x, return_lse=True)
+assert_type(lse, torch.Tensor)
+policy = Policy([Rule("sage1", module="*.attn", layer=(0, 3))])
+config.policy = policy
+config.policy = lambda call: "off" if call.head_dim == 64 else None
+sage_inductor.register("diffusers")
+sage_inductor.register("vllm")  # refused
 config.recpie = "sage1"  # refused
 answer(1)  # refused
 sage_inductor.explain(model, x, options="sage1")  # refused
