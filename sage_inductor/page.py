@@ -55,8 +55,7 @@ def _cell(cell: Cell) -> str:
         return f"<td><details><summary>{short}</summary>{text}</details></td>"
     if isinstance(cell, str):
         return f"<td>{escape(cell)}</td>"
-    order = "Infinity" if math.isnan(cell) else repr(cell)
-    return f'<td class="number" data-order="{order}">{cell:.6g}</td>'
+    return f'<td class="number">{cell:.6g}</td>'
 
 
 def heat_map(
@@ -120,7 +119,7 @@ for (const table of document.querySelectorAll("table")) {
     const down = head.dataset.sorted === "up" ? -1 : 1;
     heads.forEach(other => delete other.dataset.sorted);
     head.dataset.sorted = down === 1 ? "up" : "down";
-    const key = row => row.cells[i].dataset.order ?? row.cells[i].textContent;
+    const key = row => row.cells[i].textContent;
     const compare = (a, b) => isNaN(a) || isNaN(b) ? a.localeCompare(b, "en", {numeric: true})
                                                    : (+a > +b) - (+a < +b);
     body.append(...[...body.rows].sort((a, b) => down * compare(key(a), key(b))));

@@ -1,13 +1,7 @@
 """What became of every attention call: the sites that the pass saw, also when a cache was warm.
 
 Told without being asked: where all calls stay as they were, a warning says why and what to do
-(`record`). Asked: `report()`. While it happens, a line a call:
-
-    TORCH_LOGS="sage_inductor" python program.py
-    torch._logging.set_logs(modules={"sage_inductor": logging.INFO})
-    logging.getLogger("sage_inductor").setLevel(logging.INFO)  # where Python's logging is set up
-
-With torch's logging the line begins with the graph's number.
+(`record`). Asked: `report`. While it happens: the log "sage_inductor", a line a call.
 """
 
 import atexit
@@ -199,7 +193,15 @@ def table(rows: list[tuple[str, ...]]) -> str:
 
 
 def report() -> Report:
-    """Every attention call compiled so far in this process (since `torch._dynamo.reset()`)."""
+    """Every attention call compiled so far in this process (since `torch._dynamo.reset()`).
+
+    The same as a log, a line for each call while it is compiled, begins with the graph's number:
+
+        TORCH_LOGS="sage_inductor" python program.py
+        torch._logging.set_logs(modules={"sage_inductor": logging.INFO})
+
+    Where Python's own logging is set up, the logger "sage_inductor" at level INFO has it.
+    """
     with _lock:
         notes = [line for rules, modules in _modules.items() for line in unmatched(rules, modules)]
         return Report(_sites, notes)

@@ -230,6 +230,20 @@ def test_strict_raises_for_a_call_that_stays_sdpa_before_it_is_compiled(monkeypa
     assert compiled
 
 
+def test_strict_does_not_judge_a_graph_that_dynamo_abandons():
+    """A scale that changes is symbolic in a graph that Dynamo traces again, with a number."""
+
+    def attend(q, k, v, scale):
+        out = (q @ k.transpose(-1, -2) * scale).softmax(-1) @ v
+        return out + F.scaled_dot_product_attention(q, k, v, scale=scale)
+
+    q, k, v = (torch.randn(1, 2, 16, 64) for _ in range(3))
+    f = torch.compile(attend, backend="sage", options={**EMULATE, "sage.strict": True})
+    for scale in (0.1, 0.2, 0.5):
+        f(q, k, v, scale)
+    assert [site.rewritten for site in sage_inductor.report()] == [True] * 6
+
+
 @pytest.mark.parametrize("off", ["recipe", "enabled", "policy"])
 def test_strict_accepts_what_the_user_switched_off(off, tmp_path):
     path = tmp_path / "policy.json"

@@ -516,6 +516,7 @@ def test_a_measurement_that_takes_long_shows_where_it_is(tqdm, capfd, monkeypatc
     if not tqdm:
         monkeypatch.setitem(sys.modules, "tqdm", None)
     model, x = Transformer(None, None), torch.randn(1, 20, 64)
+    monkeypatch.setattr(DIAGNOSE, "QUIET_S", 600.0)
     diagnose(model, x, recipes="sage1")
     assert capfd.readouterr().err == ""
     compare = DIAGNOSE.compare

@@ -424,6 +424,7 @@ def test_torch_logs_of_our_name_say_each_call_and_its_graph_once():
         env={**os.environ, "TORCH_LOGS": "sage_inductor"},
     )  # fmt: skip
     (line,) = (line for line in result.stderr.splitlines() if "stays as it was" in line)
+    assert line.count("[0/0]") == 1
     assert line.endswith(
         "] [0/0] scaled_dot_product_attention stays as it was: the recipe is 'off'"
     )
