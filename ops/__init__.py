@@ -1,5 +1,6 @@
 """What a sage op means, and its kernels. Importing this package registers ``torch.ops.sage``."""
 
+from sage_inductor.ops import compat  # noqa: F401  (first: it says what is missing)
 from sage_inductor.ops.attention.select import attention, attention_opaque
 from sage_inductor.ops.lse import exact_lse
 from sage_inductor.ops.quantize.op import (

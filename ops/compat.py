@@ -11,6 +11,14 @@ import importlib
 
 import torch
 
+try:
+    import triton
+except ImportError as error:
+    raise ImportError(
+        "sage_inductor needs Triton 3.6 or newer, which torch installs on Linux alone "
+        f"(pip install 'triton>=3.6'): {error}"
+    ) from error
+
 
 @dataclasses.dataclass(frozen=True)
 class Private:
@@ -47,8 +55,22 @@ def _find(place: str):
     return found
 
 
-TORCH = "torch 2.11, 2.13"
-TRITON = "Triton 3.6, 3.7"
+TORCH = "torch 2.11 to 2.15"
+TRITON = "Triton 3.6 to 3.9"
+# torch -> the Triton it comes with, of the pairs in which the whole suite ran.
+TESTED = {"2.11": "3.6", "2.13": "3.7", "2.15": "3.9"}
+
+
+def untested(
+    torch_version: str = torch.__version__, triton_version: str = triton.__version__
+) -> str:
+    """What to say of this torch with this Triton; nothing if the suite ran with both."""
+    here = [".".join(version.split(".")[:2]) for version in (torch_version, triton_version)]
+    if TESTED.get(here[0]) == here[1]:
+        return ""
+    pairs = ", ".join(f"{ours} with {theirs}" for ours, theirs in TESTED.items())
+    return f"untested: torch {here[0]} with Triton {here[1]} (tested: {pairs})"
+
 
 # fmt: off
 
@@ -125,6 +147,10 @@ exporting = _take("torch.export._trace:custom_triton_ops_decomposition_disabled"
 triton_kernel_wrap = _take("torch._higher_order_ops:triton_kernel_wrap",
     seen=TORCH, optional=True,
     without="what a kernel writes is analysed anew for each call: 24 layers trace 12 s longer")
+launch_options = _take(
+    "torch._inductor.runtime.triton_helpers:try_filter_backend_options_for_target",
+    seen="torch 2.15 on", optional=True,
+    without="Inductor cannot pass a launch's options on: portable kernels round as Triton chooses")
 DispatchKey = _take("torch._C:DispatchKey",
     seen=TORCH, without="autocast has no rule for our ops")
 DispatchKeySet = _take("torch._C:DispatchKeySet",
@@ -147,7 +173,13 @@ gluon_barrier = _take(
     "triton.experimental.gluon.language:barrier",
     "triton.experimental.gluon.language:thread_barrier",
     seen=TRITON, without="as gluon", optional=True)
-tma_load = _take("triton.experimental.gluon.language.nvidia.hopper:tma.async_copy_global_to_shared",
+tma_load = _take(
+    "triton.experimental.gluon.language.nvidia.hopper:tma.async_load",
+    "triton.experimental.gluon.language.nvidia.hopper:tma.async_copy_global_to_shared",
+    seen=TRITON, without="as gluon", optional=True)
+reinterpret = _take(
+    "triton.experimental.gluon.language:shared_memory_descriptor.reinterpret",
+    "triton.experimental.gluon.language:shared_memory_descriptor._reinterpret",
     seen=TRITON, without="as gluon", optional=True)
 GluonDescriptor = _take("triton.experimental.gluon.nvidia.hopper:TensorDescriptor",
     seen=TRITON, without="as gluon", optional=True)

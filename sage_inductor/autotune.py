@@ -26,7 +26,12 @@ from sage_inductor.patterns.call import CAUSAL, FULL, Band
 
 _log = logging.getLogger("sage_inductor")
 
-BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
+# SDPA's backends, by their names in SDPBackend -> whether the user has them switched on.
+BACKENDS = {
+    "CUDNN_ATTENTION": torch.backends.cuda.cudnn_sdp_enabled,
+    "FLASH_ATTENTION": torch.backends.cuda.flash_sdp_enabled,
+    "EFFICIENT_ATTENTION": torch.backends.cuda.mem_efficient_sdp_enabled,
+}
 ROUNDS = 3
 GRAPH_MS = 5  # how long a CUDA graph of repeated calls runs; a median is over ten of its replays
 ONE_ROUND_MS = 50  # a call as long as this gets one round: it heats the card by itself
@@ -59,6 +64,14 @@ class BenchmarkCase:
     mask: tuple[int, ...] | None  # attn_mask's shape
     mask_dtype: torch.dtype | None
     candidates: tuple[Candidate, ...]
+    rivals: tuple[str, ...] = tuple(BACKENDS)  # of SDPA
+    flash_attention: str = ""  # what SDPA's flash backend runs: cost.flash_attention()
+
+
+def rivals() -> tuple[str, ...]:
+    """What SDPA may run: backends that are switched off, globally or by `sdpa_kernel` around the
+    call that compiles, are none of a call's rivals. MATH where all are."""
+    return tuple(name for name, is_on in BACKENDS.items() if is_on()) or ("MATH",)
 
 
 Times = dict[Candidate | str, float | str]  # ms, or the message of an error
@@ -138,15 +151,16 @@ def _calls(case: BenchmarkCase) -> dict[Candidate | str, Callable]:
     elif case.mask_dtype is not None:
         attn_mask = torch.randn(case.mask, dtype=case.mask_dtype, **make)
 
-    backends, band = BACKENDS, (case.band.left, case.band.right, False)
+    band = (case.band.left, case.band.right, False)
     is_causal, sdpa_mask = attn_mask is None and case.band == CAUSAL, attn_mask
     if case.band != FULL and not is_causal:  # SDPA is given the band in its mask
         zeros = torch.zeros(q.shape[2], k.shape[2], device=q.device, dtype=q.dtype)
         sdpa_mask = masked(zeros, attn_mask, *band)
         if attn_mask is None or attn_mask.dtype == torch.bool:
             sdpa_mask = sdpa_mask == 0
-    if sdpa_mask is not None or q.shape[3] != v.shape[3]:
-        backends = (*BACKENDS, SDPBackend.EFFICIENT_ATTENTION)
+    names = case.rivals
+    if sdpa_mask is None and q.shape[3] == v.shape[3]:  # it is the slowest of three there
+        names = tuple(n for n in names if n != "EFFICIENT_ATTENTION") or names
 
     def sdpa():
         return F.scaled_dot_product_attention(
@@ -163,7 +177,7 @@ def _calls(case: BenchmarkCase) -> dict[Candidate | str, Callable]:
         )[0]  # fmt: skip
 
     return {
-        **{backend.name: sdpa_kernel(backend)(sdpa) for backend in backends},
+        **{name: sdpa_kernel(SDPBackend.__members__[name])(sdpa) for name in names},
         **{each: functools.partial(sage, each) for each in case.candidates},
     }
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 import triton
+from torch.nn.attention import current_flash_attention_impl
 
 from sage_inductor.ops.formats import HEAD_DIMS
 from sage_inductor.ops.recipe import NAMED, source_tag
@@ -88,6 +89,7 @@ PACKAGED = {
     (H200, "sage2-8b", 128, "keys"): [(24, 4096), (8, 8192)],
 }
 
+TORCHS_FLASH = "FA2"  # CROSSOVER was measured against it, and against cuDNN
 Row = list[tuple[int, int]]  # (B * H_q at least, N at least), the shortest N first
 
 
@@ -95,11 +97,16 @@ def gpu_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device)
 
 
-def crossover(gpu: str, recipe: str, head_dim: int, kind: str) -> Row:
-    """The row of this GPU's tuned table, or of CROSSOVER."""
-    return tuned(gpu).get(
-        (recipe, head_dim, kind), CROSSOVER.get((gpu, recipe, head_dim, kind), [])
-    )
+def flash_attention() -> str:
+    """What SDPA's flash backend runs: torch's own, or what the user has activated in its place."""
+    return current_flash_attention_impl() or TORCHS_FLASH
+
+
+def crossover(gpu: str, recipe: str, head_dim: int, kind: str, packaged: bool = False) -> Row:
+    """The row of this GPU's tuned table, or of CROSSOVER. packaged: of PACKAGED alone."""
+    ours = {} if flash_attention() != TORCHS_FLASH else PACKAGED if packaged else CROSSOVER
+    row = ours.get((gpu, recipe, head_dim, kind), [])
+    return row if packaged else tuned(gpu).get((recipe, head_dim, kind), row)
 
 
 def shortest(gpu: str) -> float:
@@ -110,20 +117,26 @@ def shortest(gpu: str) -> float:
 
 
 def is_measured(gpu: str) -> bool:
-    """Whether there is any row for the GPU."""
-    return bool(tuned(gpu)) or any(name == gpu for name, *_ in CROSSOVER)
+    """Whether there is any row for the GPU, against the flash attention that SDPA runs."""
+    built_in = flash_attention() == TORCHS_FLASH and any(name == gpu for name, *_ in CROSSOVER)
+    return built_in or bool(tuned(gpu))
 
 
 def in_force() -> tuple:
-    """The rows of the tuned tables of the GPUs that are here, for keys of caches."""
+    """What decides besides the settings, for keys of caches: SDPA's flash attention, and the rows
+    of the tuned tables of the GPUs that are here."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = dict.fromkeys(torch.cuda.get_device_name(i) for i in range(count))
-    return tuple((gpu, *sorted(map(str, tuned(gpu).items()))) for gpu in gpus)
+    rows = ((gpu, *sorted(map(str, tuned(gpu).items()))) for gpu in gpus)
+    return flash_attention(), *rows
 
 
 def versions() -> dict[str, str]:
     """What a measurement depends on: the kernels too, between releases."""
-    return {"sage_inductor": source_tag(), "torch": torch.__version__, "triton": triton.__version__}
+    return {
+        "sage_inductor": source_tag(), "torch": torch.__version__, "triton": triton.__version__,
+        "flash attention": flash_attention(),
+    }  # fmt: skip
 
 
 # -- tuned tables ----
@@ -160,14 +173,18 @@ def save(table: dict) -> Path:
     path = tuned_path(table["gpu"])
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(table, indent=1) + "\n")
-    tuned.cache_clear()
+    forget()
     return path
 
 
-@functools.cache
 def tuned(gpu: str) -> dict[tuple, Row]:
     """(recipe, head_dim, kind) -> row, of the GPU's table. One that holds anything else than valid
     rows of these versions is ignored as a whole, with a warning."""
+    return _tuned(gpu, flash_attention())
+
+
+@functools.cache
+def _tuned(gpu: str, _flash_attention: str) -> dict[tuple, Row]:
     path = f"the tuned table of {gpu}"
     try:
         path = tuned_path(gpu)
@@ -177,6 +194,9 @@ def tuned(gpu: str) -> dict[tuple, Row]:
     except (OSError, ValueError, RuntimeError) as error:
         _log.warning("%s is ignored: %s (python -m sage_inductor tune writes it anew)", path, error)
         return {}
+
+
+forget = _tuned.cache_clear  # the tables are read again
 
 
 def _rows(table, gpu: str) -> dict[tuple, Row]:

@@ -14,7 +14,7 @@ import sys
 import torch
 
 from sage_inductor import cost, patterns
-from sage_inductor.autotune import BenchmarkCase, Candidate
+from sage_inductor.autotune import BenchmarkCase, Candidate, rivals
 from sage_inductor.errors import SageOptionError
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.attention import tiles
@@ -93,12 +93,14 @@ def _asked(call: Call, settings: Settings, wanted: str) -> tuple[Candidate | Non
 
     names = autos(call, settings.portable) if wanted == AUTO else (wanted,)
     refused = {}  # each reason once, in order
+    lost = tiles.hopper_is_lost(tiles.capability(q.device)) if call.attn_mask is None else None
+    lost = [lost] if lost else []
     for recipe in names:
         taken, reason = _on_gpu(call, settings, recipe, names)
         if taken is not None:
-            return taken, reason
+            return taken, "; ".join([reason, *lost])
         refused[reason] = None
-    return None, "; ".join(refused)
+    return None, "; ".join([*refused, *lost])
 
 
 def _left_behind(call: Call, recipe: str) -> str:
@@ -169,7 +171,16 @@ def _case(call: Call, names: tuple[str, ...]) -> BenchmarkCase | None:
     of_mask = (None, None) if mask is None else (shapes.pop(), mask.dtype)
     band = dataclasses.replace(call.band, bottom_right=False)
     candidates = tuple(each for name in names for each in _tiles(call, name))
-    return BenchmarkCase(q.device, call.out.dtype, *shapes, band, *of_mask, candidates)
+    return BenchmarkCase(
+        q.device,
+        call.out.dtype,
+        *shapes,
+        band,
+        *of_mask,
+        candidates,
+        rivals(),
+        cost.flash_attention(),
+    )
 
 
 def _tiles(call: Call, recipe: str) -> list[Candidate]:
@@ -203,6 +214,8 @@ def _autotuned(call, found, recipe, candidates) -> tuple[Candidate | None, str]:
         return None, f"{what}: SDPA is {'faster' if ratio < 1 else 'as fast'} ({ratio:.2f}x){why}"
     fastest = min(ours, key=ours.get)
     reason = f"{what}: {ratio:.2f}x the fastest of SDPA{fastest.tile and ','}{fastest.tile}{why}"
+    if cost.flash_attention() != cost.TORCHS_FLASH:
+        reason += f"; SDPA's flash attention is {cost.flash_attention()}"
     return fastest if fastest.recipe == recipe else None, reason
 
 
@@ -212,14 +225,18 @@ def _never_slower(call, settings, recipe, capability, head_dim) -> tuple[Candida
     key = gpu, recipe, head_dim, kind
     packaged = settings.portable and _left_behind(call, recipe) != ""
     one = q.shape[3] == call.out.shape[3]  # v of another head_dim was not measured
-    rows = (cost.PACKAGED.get(key, []) if packaged else cost.crossover(*key)) if one else []
+    rows = cost.crossover(*key, packaged) if one else []
     shortest = next((N for B_H, N in rows if _at_least(heads, B_H, settings)), None)
     sm = "sm_{}{}".format(*capability)
     what = f"{recipe} with head_dim {head_dim if one else (q.shape[3], call.out.shape[3])}"
     what += f"{f', {kind}' * (kind != 'full')}{' in a package' * packaged} on {sm}"
     if shortest is None:
         reason = f"never slower: no length was measured from which {what}, B*H={heads} wins"
-        if not cost.is_measured(gpu):
+        if cost.flash_attention() != cost.TORCHS_FLASH and not cost.is_measured(gpu):
+            reason += (
+                f"; nothing was measured against {cost.flash_attention()}, SDPA's flash attention"
+            )
+        elif not cost.is_measured(gpu):
             reason += f"; nothing was measured on {gpu}: run `python -m sage_inductor tune` there"
         return None, reason
     if not all(_at_least(x.shape[2], shortest, settings) for x in (q, k)):

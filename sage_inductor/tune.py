@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import sdpa_kernel
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sage_inductor import cost
-from sage_inductor.autotune import BACKENDS, time_calls
+from sage_inductor.autotune import time_calls
 from sage_inductor.decide import auto_recipes
 from sage_inductor.ops.attention import tiles
 
@@ -101,7 +101,8 @@ def _compiled(B, H, D, is_causal, recipes) -> dict[str, Callable]:
     def sdpa(q, k, v):
         return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
 
-    calls = {backend.name: sdpa_kernel(backend)(sdpa) for backend in BACKENDS}
+    backends = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
+    calls = {backend.name: sdpa_kernel(backend)(sdpa) for backend in backends}
     for recipe in recipes:
         options = {"sage.recipe": recipe, "sage.force": True, "sage.strict": True}
         calls[recipe] = torch.compile(sdpa, backend="sage", options=options)

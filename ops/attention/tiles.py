@@ -6,11 +6,12 @@ Every row names the GPU and the day that measured it (`python bench/attention.py
 
 import dataclasses
 import functools
+import logging
 
 import torch
 import triton
 
-from sage_inductor.ops.compat import gluon
+from sage_inductor.ops.compat import gluon, gluon_barrier, reinterpret, tma_load
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +78,7 @@ def multiplies_nvfp4(capability: tuple[int, int]) -> bool:
 
 
 WARPGROUPS = (0, 2, 3)  # what may be asked for; 0: not the Hopper kernel
-GLUON = ((3, 6), (3, 7))  # versions of Triton whose Gluon hopper/ compiles with: it moves
+GLUON = (3, 6), (3, 9)  # the oldest and newest Triton whose Gluon hopper/ compiles with: it moves
 
 # Tiles of the Hopper kernel: (pv, head_dim up to, is_causal, N_q from) -> tile, the last that
 # holds. Those of one pv, head_dim and is_causal differ in their warpgroups, which name them. For
@@ -113,6 +114,27 @@ def hopper(
     return next(chosen, None) or next((tile for first, tile in rows if n_q >= first), None)
 
 
+def hopper_is_lost(capability: tuple[int, int]) -> str | None:
+    """Why a GPU that the Hopper kernel is for does not get it, and what would bring it back: its
+    Triton is none that the kernel was tested with. Said once in a process, as a warning."""
+    return _lost(triton.__version__) if capability == (9, 0) else None
+
+
+@functools.cache
+def _lost(version: str) -> str | None:
+    oldest, newest = (".".join(map(str, each)) for each in GLUON)
+    known = GLUON[0] <= tuple(map(int, version.split(".")[:2])) <= GLUON[1]
+    if known and None not in (gluon, gluon_barrier, reinterpret, tma_load):
+        return None
+    lost = (
+        f"the Hopper kernel is tested with Triton {oldest} to {newest}, not {version}: calls run"
+        " in the portable kernel, about as fast as cuDNN. Install one of those, or a"
+        " sage_inductor that is tested with yours"
+    )
+    logging.getLogger("sage_inductor").warning(lost)
+    return lost
+
+
 def rivals(
     capability: tuple[int, int], pv: str, head_dim: int, is_causal: bool
 ) -> tuple[int | None, ...]:
@@ -129,11 +151,7 @@ def _hopper(
     capability: tuple[int, int], pv: str, head_dim: int, is_causal: bool, version: str
 ) -> tuple[tuple[int, Tile], ...]:
     """(N_q from, tile) of the smallest head_dim that holds this one, the longest N_q first."""
-    if (
-        gluon is None
-        or capability != (9, 0)
-        or tuple(map(int, version.split(".")[:2])) not in GLUON
-    ):
+    if capability != (9, 0) or _lost(version):
         return ()
     rows = [r for r in HOPPER if r[0] == pv and head_dim <= r[1] and r[2] == is_causal]
     widest = min((r[1] for r in rows), default=0)

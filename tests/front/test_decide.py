@@ -2,13 +2,22 @@
 the clock of max-autotune."""
 
 import re
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.nn.attention import (
+    SDPBackend,
+    activate_flash_attention_impl,
+    register_flash_attention_impl,
+    restore_flash_attention_impl,
+    sdpa_kernel,
+)
 
 from sage_inductor import Policy, autotune, cost, options, patterns
 from sage_inductor import settings as asked_for
@@ -140,6 +149,48 @@ def test_what_auto_and_policies_do_on_a_gpu(
 ):
     site = decide(shape, capability, monkeypatch, **settings)
     assert site.recipe == recipe and re.search(reason, site.reason), site.reason
+
+
+@pytest.mark.parametrize("shape", [(4, 32, 32, 16384, 128), (4, 32, 32, 128, 128)])
+def test_the_reason_says_that_the_hopper_kernel_is_lost(shape, monkeypatch):
+    before = decide(shape, (9, 0), monkeypatch)
+    monkeypatch.setattr(triton, "__version__", "3.10.0")
+    lost = "; the Hopper kernel is tested with Triton 3.6 to 3.9, not 3.10.0: calls run in the port"
+    assert "Hopper kernel" not in before.reason
+    assert lost in decide(shape, (9, 0), monkeypatch).reason
+    for capability, kind in (((10, 0), "full"), ((9, 0), "mask")):  # which it does not compute
+        assert "Hopper" not in decide(shape, capability, monkeypatch, kind).reason
+
+
+@pytest.fixture
+def flash_attention_3():
+    """SDPA's flash attention as `activate_flash_attention_impl` would have it, without a kernel."""
+    register_flash_attention_impl("FA3 of a test", register_fn=Mock)
+    activate_flash_attention_impl("FA3 of a test")
+    yield "FA3 of a test"
+    restore_flash_attention_impl()
+
+
+def test_against_an_activated_flash_attention_only_what_was_measured_is_faster(
+    flash_attention_3, monkeypatch
+):
+    shape = (4, 32, 32, 16384, 128)
+    for portable in (False, True):
+        site = decide(shape, (9, 0), monkeypatch, kind="window", portable=portable)
+        assert not site.rewritten, site.reason
+    assert site.reason.endswith(
+        "; nothing was measured against FA3 of a test, SDPA's flash attention"
+    )
+    clock = Clock(sage2_8b_per_token=0.5, sage2_8b=0.8)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        site = decide(shape, (9, 0), monkeypatch, benchmark=clock)
+    assert site.reason.endswith("warpgroups; SDPA's flash attention is FA3 of a test")
+    assert (clock.cases[0].flash_attention, clock.cases[0].rivals) == (
+        "FA3 of a test", ("FLASH_ATTENTION",)
+    )  # fmt: skip
+    monkeypatch.setattr(cost, "tuned", lambda gpu: {("sage2-8b-per-token", 128, "full"): [(1, 1)]})
+    assert decide(shape, (9, 0), monkeypatch).rewritten  # measured against it: cost.versions()
+    assert cost.versions()["flash attention"] == cost.in_force()[0] == "FA3 of a test"
 
 
 def test_a_head_dim_of_v_that_was_not_measured_stays_unless_forced(monkeypatch):

@@ -82,6 +82,7 @@ NOT_REASONS = {
     "11", "causal1", "window(1, 1)", ", bottom right", "1: 1", "a tensor", "a dynamic number",
     "flex window", "no recipe", "no backend of SDPA", "; 11 failed: 1", " at 1", "autotuned1",
     "1 with head_dim 1", "11 on 1", "N >= 1", "1: 1x the fastest of SDPA111",
+    "; SDPA's flash attention is 1",
     "1 (1 of the policy)", "; by the portable kernel: 1's faster one cannot travel in a package",
 }  # fmt: skip
 TEXTS = {
@@ -91,7 +92,9 @@ TEXTS = {
 }
 REASONS = TEXTS - NOT_REASONS
 REASONS |= {
-    text for text in strings(ROOT / "ops/attention/tiles.py") if text.startswith("no kernel")
+    text
+    for text in strings(ROOT / "ops/attention/tiles.py")
+    if text.startswith(("no kernel", "the Hopper"))
 }
 REASONS |= {
     text for text in strings(ROOT / "sage_inductor/diagnose.py") if text.startswith("was not run")

@@ -18,6 +18,7 @@ import pytest
 import torch
 from support import cos_sim
 from support import sdpa as support_sdpa
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sage_inductor
 from sage_inductor import autotune, backend, cost, tune
@@ -38,9 +39,9 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: GPU)
     monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
-    cost.tuned.cache_clear()
+    cost.forget()
     yield torch.device("cuda", 0)
-    cost.tuned.cache_clear()
+    cost.forget()
 
 
 def clock(B, H, N, D, is_causal, recipes):
@@ -93,7 +94,7 @@ def test_a_table_with_anything_wrong_is_ignored_as_a_whole_with_a_warning(
 ):
     path = cost.tuned_path(GPU)
     path.write_text(json.dumps({**tune.tune(gpu, (64,), (2048,), clock), **change}))
-    cost.tuned.cache_clear()
+    cost.forget()
     with caplog.at_level(logging.WARNING, "sage_inductor"):
         for _ in range(2):
             found = cost.crossover(GPU, "sage2-8b", 64, "full")
@@ -106,7 +107,7 @@ def test_a_table_with_anything_wrong_is_ignored_as_a_whole_with_a_warning(
 def test_a_table_of_other_kernels_is_ignored(gpu, monkeypatch):
     cost.save(tune.tune(gpu, (64,), (2048,), clock))
     assert cost.tuned(GPU)
-    cost.tuned.cache_clear()
+    cost.forget()
     monkeypatch.setattr(cost, "source_tag", lambda: "0.1.0+another")
     assert not cost.tuned(GPU)
 
@@ -147,7 +148,8 @@ def test_gpus_of_one_capability_keep_their_tables_apart(gpu):
     cost.save(tune.tune(gpu, (64,), (2048,), clock))
     assert cost.crossover(GPU, "sage2-8b", 64, "full") == []  # no length of the table's wins
     assert not cost.is_measured("NVIDIA H100") and cost.tuned("NVIDIA H100") == {}
-    assert cost.in_force() == ((GPU, *sorted(map(str, cost.tuned(GPU).items()))),)
+    rows = (GPU, *sorted(map(str, cost.tuned(GPU).items())))
+    assert cost.in_force() == (cost.TORCHS_FLASH, rows)
 
 
 @pytest.mark.parametrize(
@@ -262,6 +264,21 @@ def test_all_that_is_timed_is_the_same_attention(asked, count, on_cpu):
         assert error < 0.08
 
 
+def test_what_the_user_switched_off_is_no_rival(on_cpu):
+    assert autotune.rivals() == tuple(autotune.BACKENDS)
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+        assert autotune.rivals() == ("FLASH_ATTENTION",)
+    with sdpa_kernel(SDPBackend.MATH):
+        assert autotune.rivals() == ("MATH",)
+    for given, timed in (
+        (("MATH",), {"MATH"}),
+        (("FLASH_ATTENTION", "EFFICIENT_ATTENTION"), {"FLASH_ATTENTION"}),
+        (("EFFICIENT_ATTENTION",), {"EFFICIENT_ATTENTION"}),
+    ):
+        asked = dataclasses.replace(case(), rivals=given)
+        assert autotune.benchmark(asked).keys() == timed | {*asked.candidates}
+
+
 def test_a_case_is_timed_once_and_leaves_the_users_random_numbers(on_cpu):
     torch.manual_seed(3)
     expected = torch.randn(4)
@@ -271,6 +288,8 @@ def test_a_case_is_timed_once_and_leaves_the_users_random_numbers(on_cpu):
     assert torch.equal(torch.randn(4), expected)
     autotune.benchmark(case(D_v=16))
     assert len(on_cpu) == 4 + 5
+    autotune.benchmark(dataclasses.replace(case(), flash_attention="FA3"))
+    assert len(on_cpu) == 4 + 5 + 4
 
 
 def test_each_tile_is_timed_as_such(on_cpu, monkeypatch):

@@ -2,9 +2,12 @@
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from sage_inductor.ops import compat
 
@@ -25,7 +28,12 @@ DOCUMENTED = {
 
 @pytest.mark.parametrize("row", compat.TABLE, ids=lambda row: row.places[0])
 def test_every_name_is_there_on_this_torch_and_triton(row):
-    assert row.value is not None, f"without it {row.without} (seen in {row.seen})"
+    since = re.fullmatch(r"torch (\d+)\.(\d+) on", row.seen)  # older ones have it not
+    here = tuple(map(int, torch.__version__.split(".")[:2]))
+    if since and here < tuple(map(int, since.groups())):
+        assert row.value is None, f"it is there from {here} on"
+    else:
+        assert row.value is not None, f"without it {row.without} (seen in {row.seen})"
     assert sum(row.places[0] in each.places for each in compat.TABLE) == 1
 
 
@@ -61,3 +69,24 @@ def test_a_needed_name_that_is_gone_is_said_with_what_it_costs(monkeypatch):
     assert compat._take("torch:_gone", seen="1.0", without="less", optional=True) is None
     assert compat._take("torch:_gone", "torch:Tensor", seen="1.0", without="").__name__ == "Tensor"
     assert [row.value is None for row in compat.TABLE] == [True, False]
+
+
+def test_without_triton_the_import_says_what_is_needed():
+    run = "import sys; sys.modules['triton'] = None; import sage_inductor"
+    failed = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True)
+    assert failed.returncode == 1
+    assert "ImportError: sage_inductor needs Triton 3.6 or newer, which torch" in failed.stderr
+
+
+@pytest.mark.parametrize(
+    "torch, triton, said",
+    [
+        ("2.13.0+cpu", "3.7.1", ""),
+        ("2.15.0", "3.9.0+git12", ""),
+        ("2.13.0", "3.9.0", "untested: torch 2.13 with Triton 3.9 (tested: 2.11 with 3.6, 2.13 wi"),
+        ("2.16.0.dev2", "3.10.0", "untested: torch 2.16 with Triton 3.10 (tested: "),
+    ],
+)
+def test_a_pair_that_was_not_tested_is_said_to_be_untested(torch, triton, said):
+    assert compat.untested(torch, triton)[: len(said)] == said
+    assert bool(compat.untested(torch, triton)) == bool(said)

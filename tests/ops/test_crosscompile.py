@@ -3,23 +3,26 @@ instruction that was meant and without spills in the register file."""
 
 import functools
 import re
-import subprocess
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
 import triton
 from support import attention_call
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonASTSource
 
+from bench.tritons import (
+    VARIANTS as VARIANTS_OF_HOPPER,
+)
+from bench.tritons import (
+    about,
+    compile_hopper,
+    compile_kernel,
+    loops_over_keys,
+    spilled,
+    stack_bytes,
+)
 from sage_inductor.ops.attention import nvfp4 as attention_nvfp4
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention import triton as portable
-from sage_inductor.ops.attention.hopper import kernel as hopper
 from sage_inductor.ops.attention.hopper import plan
 from sage_inductor.ops.attention.select import Problem, hopper_tile, select
 from sage_inductor.ops.formats import pad_head_dim
@@ -33,28 +36,7 @@ SHARED_MEMORY = {  # bytes that a program may have
 }  # fmt: skip
 ARCHITECTURES = list(SHARED_MEMORY)
 QK_MAX = {"i8": 127.0, "fp8e4nv": 448.0, "u8": 7.0}  # by the type of k
-DIVISIBLE = ("N_pad", "D2", "D2_V")  # by 16, where the head_dim is by 8
 HEADS = ("stride_qh", "stride_vh", "stride_oh")  # of heads of 40 channels side by side
-
-
-def compile_kernel(
-    kernel, architecture, constexprs, types, source=ASTSource, unaligned=(), **options
-):  # fmt: skip
-    """Compile as the JIT would: strides, but for the unaligned, and padded sizes divisible by 16,
-    pointers aligned."""
-    signature, constants, attributes = {}, {}, {}
-    for i, name in enumerate(kernel.arg_names):
-        if name in constexprs:
-            signature[name], constants[(i,)] = "constexpr", constexprs[name]
-        else:
-            signature[name] = types.get(name, "i32")
-            aligned = name.startswith("stride") and name not in unaligned
-            if signature[name][0] == "*" or aligned or name in DIVISIBLE:
-                attributes[(i,)] = [["tt.divisibility", 16]]
-    source = source(kernel, signature, constants, attributes)
-    major, minor = architecture
-    target = GPUTarget("cuda", 10 * major + minor, 32)
-    return triton.compile(source, target=target, options=options)
 
 
 def compile_attention(
@@ -101,7 +83,9 @@ CASES = [(a, r) for a in ARCHITECTURES for r in NAMED if r != "sage3" and runs_o
 def test_attention_compiles_to_the_matrix_instructions(architecture, recipe, D, is_causal):
     compiled = compile_attention(architecture, recipe, D, is_causal)
     assert compiled.metadata.shared <= SHARED_MEMORY[architecture]
-    assert stack_bytes(compiled) <= 128  # 0 but for FP8 on sm_90, where the capped variant runs
+    assert (
+        stack_bytes(compiled.asm["cubin"]) <= 128
+    )  # 0 but for FP8 on sm_90, where the capped variant runs
     ptx = compiled.asm["ptx"]
     r = NAMED[recipe]
     if architecture == (10, 0):
@@ -128,7 +112,7 @@ def test_the_register_cap_keeps_spills_small(D):
     """At most 8 bytes a thread when this was timed."""
     compiled = compile_attention((9, 0), "sage2-8b", D, tma=True)
     assert "cp.async.bulk.tensor.2d" in compiled.asm["ptx"]
-    assert stack_bytes(compiled) <= 64
+    assert stack_bytes(compiled.asm["cubin"]) <= 64
 
 
 @pytest.mark.parametrize("recipe", ["sage2-8b", "sage2-8b-fp8qk", "sage2-4b"])
@@ -146,77 +130,7 @@ def test_fp8_products_are_accumulated_in_two_levels(architecture, recipe):
     assert products and all(re.search(fresh, line) for line in products), products
 
 
-def stack_bytes(compiled) -> int:
-    """What ptxas spilled, from the resource report of the cubin."""
-    return int(re.search(r"STACK:(\d+)", about(compiled, "cuobjdump", "-res-usage")).group(1))
-
-
-def about(compiled, tool, *options) -> str:
-    """What a tool of CUDA's, as Triton brings it, prints about the cubin."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin" / tool
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        run = subprocess.run(
-            [tool, *options, file.name], capture_output=True, text=True, check=True
-        )
-    return run.stdout
-
-
 # -- hopper/ ----
-
-
-@functools.cache
-def compile_hopper(pv, head_dim, is_causal, tile, dtype="bf16", split=False):
-    BLOCK = pad_head_dim(head_dim)
-    element = {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype]
-
-    def descriptor(name, shape, element):
-        layout = gl.NVMMASharedLayout.get_default_for(shape, element)
-        return f"tensordesc<{name}{shape},{layout!r}>"
-
-    if pv == "fp8":
-        v = descriptor("fp8e4nv", [BLOCK, tile.BLOCK_N], gl.float8e4nv)
-    else:
-        v = descriptor(dtype, [1, 1, tile.BLOCK_N, BLOCK], element)
-    types = dict(
-        Q=f"*{dtype}", K=descriptor("i8", [tile.BLOCK_N, BLOCK], gl.int8), K_scale="*fp32", V=v,
-        V_scale="*fp32", V_mean="*fp32", Out=f"*{dtype}", Lse="*fp32", Part="*fp32",
-        Part_ml="*fp32",
-    )  # fmt: skip
-    at_launch, consumer = plan.REGISTERS[tile.warpgroups]
-    constexprs = dict(
-        D=head_dim, D_V=head_dim, SCALE=head_dim**-0.5, CAUSAL=is_causal, SPLIT=split,
-        FP8=pv == "fp8", BLOCK_N=tile.BLOCK_N, BLOCK_D=BLOCK, BLOCK_DV=BLOCK,
-        WARPGROUPS=tile.warpgroups, STAGES=tile.num_stages, REGISTERS=consumer,
-    )  # fmt: skip
-    return compile_kernel(
-        hopper._hopper_kernel, (9, 0), constexprs, types, GluonASTSource,
-        num_warps=tile.num_warps, maxnreg=at_launch,
-    )  # fmt: skip
-
-
-def loops_over_keys(compiled) -> list[list[str]]:
-    """The instructions of each innermost loop with matrix products."""
-    instructions, labels, found = [], {}, []
-    for line in about(compiled, "nvdisasm", "-c").splitlines():
-        if label := re.match(r"\s*(\.L_x_\d+):", line):
-            labels[label.group(1)] = len(instructions)
-        elif instruction := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?);", line):
-            instructions.append(instruction.group(1))
-            jump = re.search(r"BRA.*`\((\.L_x_\d+)\)", line)
-            if jump and jump.group(1) in labels:  # backwards
-                found.append((labels[jump.group(1)], len(instructions)))
-    inner = [
-        (a, b)
-        for a, b in found
-        if not any((c, d) != (a, b) and a <= c and d <= b for c, d in found)
-        and any("GMMA" in x for x in instructions[a:b])
-    ]
-    return [instructions[a:b] for a, b in inner]
-
-
-VARIANTS_OF_HOPPER = [(row, split) for row in tiles.HOPPER for split in (False, True)[: 2 - row[2]]]
 
 
 @pytest.mark.parametrize("row, split", VARIANTS_OF_HOPPER, ids=str)
@@ -230,11 +144,10 @@ def test_hopper_kernel_keeps_its_tiles_in_registers(row, split):
     assert (".f32.e4m3.e4m3" if pv == "fp8" else "k16.f32.bf16.bf16") in ptx
     assert "setmaxnreg.inc" in ptx and "cp.async.bulk.tensor" in ptx
     assert compiled.metadata.shared <= 227 * 1024
-    loops = loops_over_keys(compiled)
+    loops = loops_over_keys(compiled.asm["cubin"])
     assert len(loops) == 2 * tile.warpgroups  # whole blocks and the rest, for each warpgroup
     for loop in loops:
-        spilled = sum(bool(re.search(r"\b(LDL|STL)\b", x)) for x in loop)
-        assert spilled <= (8 if pv == "fp8" else 16), (len(loop), spilled)
+        assert spilled(loop) <= (8 if pv == "fp8" else 16), (len(loop), spilled(loop))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -349,18 +262,35 @@ def test_warpgroups_name_a_tile():
     assert tiles.hopper((9, 0), "fp8", 256, False, 4096, 3) == of_256 and of_256.warpgroups == 2
 
 
-def test_hopper_kernel_falls_back_where_gluon_is_another(monkeypatch):
+def test_hopper_kernel_falls_back_where_gluon_is_another(monkeypatch, caplog):
     assert tiles.hopper((9, 0), "fp8", 128, False, 4096)
     assert tiles.hopper((9, 0), "fp8", 64, False, 1535) is None
     assert tiles.hopper((9, 0), "fp8", 64, False, 1536).warpgroups == 3
     assert [tiles.hopper((9, 0), "fp8", 128, True, N).warpgroups for N in (3071, 3072)] == [2, 3]
     assert tiles.hopper((10, 0), "fp8", 128, False, 4096) is None
     assert tiles.hopper((9, 0), "16bit", 256, False, 4096) is None
-    for version in ("3.5.1", "3.8.0+git1234", "4.6.0"):
+    assert tiles.hopper_is_lost((9, 0)) is None and not caplog.records
+    for version in ("3.5.1", "3.10.0+git1234", "4.6.0"):
         monkeypatch.setattr(triton, "__version__", version)
+        assert tiles.hopper_is_lost((10, 0)) is None
+        lost = tiles.hopper_is_lost((9, 0))
+        assert f"with Triton 3.6 to 3.9, not {version}: calls run in the portable kernel" in lost
         assert tiles.hopper((9, 0), "fp8", 128, False, 4096) is None, version
         assert tiles.hopper((9, 0), "fp8", 128, False, 4096, 3) is None, version
         assert tiles.rivals((9, 0), "fp8", 128, False) == (None,), version
+        assert [x.getMessage() for x in caplog.records] == [lost]  # once
+        caplog.clear()
+    for version in ("3.6.0", "3.8.0+git1234", "3.9.1"):
+        monkeypatch.setattr(triton, "__version__", version)
+        assert tiles.hopper((9, 0), "fp8", 128, False, 4096), version
+    assert not caplog.records
+
+
+def test_a_name_of_gluon_that_is_gone_costs_the_hopper_kernel_alone(monkeypatch):
+    tiles._lost.cache_clear()
+    monkeypatch.setattr(tiles, "tma_load", None)
+    assert "the Hopper kernel is tested with" in tiles.hopper_is_lost((9, 0))
+    tiles._lost.cache_clear()
 
 
 def test_fp8_recipes_are_refused_before_sm_89():
@@ -423,7 +353,7 @@ def test_nvfp4_compiles_to_block_scaled_products_or_to_fp16(architecture, D):
     assert ("cvt.rn.satfinite.e2m1x2.f32" in ptx) == native
     assert compiled.metadata.shared <= SHARED_MEMORY[architecture]
     # Registers hold p in fp32 beside the accumulator: with 256 channels, more than there are.
-    assert stack_bytes(compiled) <= (32 if D <= 128 else 1280)
+    assert stack_bytes(compiled.asm["cubin"]) <= (32 if D <= 128 else 1280)
 
 
 @pytest.mark.parametrize("D", [64, 128, 256])
@@ -441,7 +371,7 @@ def test_masked_nvfp4_compiles_everywhere(architecture, variant):
     mask, additive, left = variant
     compiled = compile_nvfp4(architecture, 128, mask=mask, additive=additive, left=left)
     assert compiled.metadata.shared <= SHARED_MEMORY[architecture]
-    assert stack_bytes(compiled) <= 344
+    assert stack_bytes(compiled.asm["cubin"]) <= 344
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=str)
@@ -449,7 +379,7 @@ def test_masked_nvfp4_compiles_everywhere(architecture, variant):
 def test_preparation_in_nvfp4_compiles(architecture, D):
     for along_n in (False, True):
         compiled = compile_preparation_nvfp4(architecture, D, along_n)
-        assert stack_bytes(compiled) <= (0 if D <= 128 else 256)
+        assert stack_bytes(compiled.asm["cubin"]) <= (0 if D <= 128 else 256)
 
 
 def compile_preparation_nvfp4(architecture, D, along_n):
@@ -521,7 +451,7 @@ def test_no_conversion_to_fp8_merges_with_an_unrelated_register(kernel, D):
     else:
         compiled = compile_quantize_k((9, 0), D, False, 1, "fp8e4nv")
     writer, conversions = {"RZ": "zero"}, 0
-    for line in about(compiled, "nvdisasm", "-c").splitlines():
+    for line in about(compiled.asm["cubin"], "nvdisasm", "-c").splitlines():
         instruction = re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@\S+ )?(\S+) (R\d+)(.*?)\s*;", line)
         if instruction is None:
             continue
@@ -566,8 +496,8 @@ def test_preparation_compiles(architecture, D, masked):
     if architecture >= (8, 9):
         compile_quantize_v(architecture, D, masked)
         compiled = compile_quantize_kv(D, masked, "i8", architecture)
-        assert stack_bytes(compiled) == 0
-        assert stack_bytes(compile_quantize_v_again(D, masked, architecture)) == 0
+        assert stack_bytes(compiled.asm["cubin"]) == 0
+        assert stack_bytes(compile_quantize_v_again(D, masked, architecture).asm["cubin"]) == 0
     compile_estimate(D, masked, architecture)
 
 
@@ -617,7 +547,7 @@ def test_kernels_of_the_preparation_overlap_where_they_may(D, masked):
     wanted = "|".join((wait, launch, "ld.global", "st.global"))
 
     def order(compiled):
-        assert stack_bytes(compiled) == 0
+        assert stack_bytes(compiled.asm["cubin"]) == 0
         return re.findall(wanted, compiled.asm["ptx"])
 
     estimate = order(compile_estimate(D, masked, pdl=True))

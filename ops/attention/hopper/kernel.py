@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sage_inductor.ops.compat import gluon_barrier, tma_load
+from sage_inductor.ops.compat import gluon_barrier, reinterpret, tma_load
 from sage_inductor.ops.formats import E4M3_MAX, LOG2E, QK, TINY
 
 _INT8_MAX = gl.constexpr(QK["int8"].largest)
@@ -229,18 +229,18 @@ def _add_pv(p, v, o, alpha, FP8: gl.constexpr):
 
 @gluon.jit
 def _store(
-    o0, o1, m, total, row0, b, h, head_kv, V_scale, V_mean, Out, Lse,
+    chunks, m, total, row0, b, h, head_kv, V_scale, V_mean, Out, Lse,
     stride_ob, stride_oh, stride_on, H_q, N_q,
     D_V: gl.constexpr, FP8: gl.constexpr, BLOCK_DV: gl.constexpr, CHUNK: gl.constexpr,
     O: gl.constexpr, LO: gl.constexpr,
 ):  # fmt: skip
-    """o0, o1 [64, CHUNK], m, total [64] -> Out, Lse."""
+    """chunks of o, each [64, CHUNK], m, total [64] -> Out, Lse."""
     inverse = 1.0 / gl.convert_layout(total, gl.SliceLayout(1, O), assert_trivial=True)
     rows = row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, LO))
     out = Out + b.to(gl.int64) * stride_ob + h.to(gl.int64) * stride_oh
     out = out + gl.expand_dims(rows.to(gl.int64) * stride_on, 1)
     for chunk in gl.static_range(BLOCK_DV // CHUNK):
-        o = (o1 if chunk == 1 else o0) * gl.expand_dims(inverse, 1)
+        o = chunks[chunk] * gl.expand_dims(inverse, 1)
         if FP8:
             dv = chunk * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(0, O))
             channel = head_kv * D_V
@@ -261,15 +261,15 @@ def _store(
 
 @gluon.jit
 def _store_part(
-    o0, o1, m, total, slot, row0, Part, Part_ml,
+    chunks, m, total, slot, row0, Part, Part_ml,
     BLOCK_M: gl.constexpr, BLOCK_DV: gl.constexpr, CHUNK: gl.constexpr, O: gl.constexpr,
 ):  # fmt: skip
-    """o0, o1 [64, CHUNK], m, total [64] of a piece of a tile -> rows row0 .. of its slot."""
+    """chunks of o, each [64, CHUNK], m, total [64] of a piece of a tile -> rows row0 .. of slot."""
     rows = slot.to(gl.int64) * BLOCK_M + row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, O))
     for chunk in gl.static_range(BLOCK_DV // CHUNK):
         dv = chunk * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(0, O))
         ptrs = Part + gl.expand_dims(rows * BLOCK_DV, 1) + gl.expand_dims(dv, 0)
-        gl.store(ptrs, o1 if chunk == 1 else o0)
+        gl.store(ptrs, chunks[chunk])
     rows = slot * 2 * BLOCK_M + row0 + gl.arange(0, 64, layout=m.type.layout)
     gl.store(Part_ml + rows, m)
     total = gl.convert_layout(total, m.type.layout, assert_trivial=True)
@@ -289,7 +289,10 @@ def _consumer(
     stride_qb, stride_qh, stride_qn, stride_ob, stride_oh, stride_on = strides
     H_q, H_kv, N_q, N_kv, N_pad, num_m, heads, group, whole_tiles = shape
     BLOCK_M: gl.constexpr = 64 * WARPGROUPS
-    CHUNK: gl.constexpr = BLOCK_DV if BLOCK_DV < 128 else 128  # channels of o in one product
+    # Channels of o in one product. At 256, four of 64: with two of 128 the ptxas of CUDA 13.4
+    # (Triton 3.9) spills 44 registers a loop: 1.44x the time of Triton 3.6's, which four make 1.11x
+    # (H200, 2026-11-22). Triton 3.6's own is as fast with four.
+    CHUNK: gl.constexpr = 64 if BLOCK_DV == 256 else BLOCK_DV
     BLOCKS: gl.constexpr = BLOCK_N // 64
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 32 if FP8 else 16])
@@ -322,8 +325,8 @@ def _consumer(
         q_scale = gl.convert_layout(_quantize_q(q, q_tile, SCALE), ROW, assert_trivial=True)
         m = gl.full([64], -float("inf"), gl.float32, ROW)
         l = gl.full([64, 4], 0.0, gl.float32, QUAD)
-        o0 = gl.full([64, CHUNK], 0.0, gl.float32, O)
-        o1 = o0
+        zeros = gl.full([64, CHUNK], 0.0, gl.float32, O)
+        o = (zeros, zeros, zeros, zeros) if BLOCK_DV > CHUNK else (zeros,)
         scale_row = head_kv * (N_pad // 64)
         scale_ptrs = K_scale + scale_row + gl.arange(0, BLOCKS, layout=BLOCK)
         if not SPLIT:
@@ -378,13 +381,17 @@ def _consumer(
                     p = p.reshape([64, BLOCK_N]).to(v_smem.dtype)
                     p = gl.convert_layout(p, P, assert_trivial=True)
                     v = v_smem.index(stage)
-                    o0 = o0 * alpha
+                    o = (o[0] * alpha,)
                 mbarrier.wait(order.index(wg), (taken + j + 1) & 1)
                 if BLOCK_DV == CHUNK:
-                    o0 = _add_pv(p, v, o0, alpha, FP8)
+                    o = (_add_pv(p, v, o[0], alpha, FP8),)
                 else:
-                    o0 = _add_pv(p, v.slice(0, CHUNK, dim=1), o0, alpha, FP8)
-                    o1 = _add_pv(p, v.slice(CHUNK, CHUNK, dim=1), o1, alpha, FP8)
+                    o = (
+                        _add_pv(p, v.slice(0, CHUNK, dim=1), o[0], alpha, FP8),
+                        _add_pv(p, v.slice(CHUNK, CHUNK, dim=1), o[1], alpha, FP8),
+                        _add_pv(p, v.slice(2 * CHUNK, CHUNK, dim=1), o[2], alpha, FP8),
+                        _add_pv(p, v.slice(3 * CHUNK, CHUNK, dim=1), o[3], alpha, FP8),
+                    )
         read, any_read = empty.index((fetched + mine + STAGES - 1) % STAGES), mine > begin
         mbarrier.arrive(next_order, count=1)
         mbarrier.arrive(read, count=1, pred=any_read)
@@ -414,10 +421,10 @@ def _consumer(
         if SPLIT and (begin > 0 or end < blocks):
             # Of a program the first piece may lack its tile's beginning, the last one its end.
             slot = gl.program_id(0) * 2 + (begin == 0).to(gl.int32)
-            _store_part(o0, o1, m, total, slot, wg * 64, Part, Part_ml, BLOCK_M, BLOCK_DV, CHUNK, O)
+            _store_part(o, m, total, slot, wg * 64, Part, Part_ml, BLOCK_M, BLOCK_DV, CHUNK, O)
         else:
             _store(
-                o0, o1, m, total, row0, b, h, head_kv, V_scale, V_mean, Out, Lse,
+                o, m, total, row0, b, h, head_kv, V_scale, V_mean, Out, Lse,
                 stride_ob, stride_oh, stride_on, H_q, N_q, D_V, FP8, BLOCK_DV, CHUNK, O, LO,
             )  # fmt: skip
         begin, end = next_begin, next_end
@@ -452,7 +459,7 @@ def _producer(
             if FP8:
                 tma_load(V, [head_kv * BLOCK_DV, j * BLOCK_N], bar, v_smem.index(stage))
             else:
-                v = v_smem.index(stage)._reinterpret(V.dtype, V.block_type.shape, V.layout)
+                v = reinterpret(v_smem.index(stage), V.dtype, V.block_type.shape, V.layout)
                 tma_load(V, [b, h_kv, j * BLOCK_N, 0], bar, v)
         fetched += end - begin
 

@@ -1,0 +1,293 @@
+"""The Hopper kernel as several versions of Triton compile it, beside each other on one GPU.
+
+$ python bench/tritons.py compile FOLDER           # under any Triton, without a GPU
+$ python bench/tritons.py run FOLDER --json FILE   # on a Hopper GPU, under one of them
+
+A new Triton may come with a torch that the GPU's machine has not. Its cubins need neither: `run`
+launches those in FOLDER in the place of its own Triton's, and times all in turn. A cubin that takes
+other parameters than the same kernel of this Triton is refused.
+"""
+
+import argparse
+import datetime
+import functools
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from bench import machine
+from bench.cases import Case
+from bench.measure import Exact, Provider, Runner, draw, interleave
+from sage_inductor.ops.attention import tiles
+from sage_inductor.ops.attention.hopper import kernel, plan
+from sage_inductor.ops.attention.tiles import Tile
+from sage_inductor.ops.formats import pad_head_dim
+from sage_inductor.ops.launch import FP_FUSION, launch_cached
+from sage_inductor.ops.recipe import NAMED
+from sage_inductor.ops.sdpa import SdpaCall, kernel_inputs
+
+DIVISIBLE = ("N_pad", "D2", "D2_V")  # by 16, where the head_dim is by 8
+RECIPES = {"fp8": "sage2-8b-per-token", "16bit": "sage1-per-token"}  # by pv
+# Of the Hopper kernel: a row of its table, and whether tiles are split.
+VARIANTS = [(row, split) for row in tiles.HOPPER for split in (False, True)[: 2 - row[2]]]
+HEADS, LENGTHS = (2, 16), (4096, 8192, 2048, 3072, 1024, 5120, 6144)
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("compile", "run"))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--label", default=triton.__version__, help="of what is compiled")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--target-ms", type=float, default=20.0, help="of a turn")
+    parser.add_argument("--json", metavar="FILE")
+    args = parser.parse_args(argv)
+    return save(args.folder / args.label) if args.what == "compile" else run(args)
+
+
+# -- without a GPU ----
+
+
+def compile_kernel(
+    kernel, architecture, constexprs, types, source=ASTSource, unaligned=(), **options
+):  # fmt: skip
+    """Compile as the JIT would: strides, but for the unaligned, and padded sizes divisible by 16,
+    pointers aligned."""
+    signature, constants, attributes = {}, {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        if name in constexprs:
+            signature[name], constants[(i,)] = "constexpr", constexprs[name]
+        else:
+            signature[name] = types.get(name, "i32")
+            aligned = name.startswith("stride") and name not in unaligned
+            if signature[name][0] == "*" or aligned or name in DIVISIBLE:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+    source = source(kernel, signature, constants, attributes)
+    major, minor = architecture
+    target = GPUTarget("cuda", 10 * major + minor, 32)
+    return triton.compile(source, target=target, options=FP_FUSION | options)
+
+
+@functools.cache
+def compile_hopper(
+    pv: str, head_dim: int, is_causal: bool, tile: Tile, dtype="bf16", split=False
+):  # fmt: skip
+    BLOCK = pad_head_dim(head_dim)
+    element = {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype]
+
+    def descriptor(name, shape, element):
+        layout = gl.NVMMASharedLayout.get_default_for(shape, element)
+        return f"tensordesc<{name}{shape},{layout!r}>"
+
+    if pv == "fp8":
+        v = descriptor("fp8e4nv", [BLOCK, tile.BLOCK_N], gl.float8e4nv)
+    else:
+        v = descriptor(dtype, [1, 1, tile.BLOCK_N, BLOCK], element)
+    types = dict(
+        Q=f"*{dtype}", K=descriptor("i8", [tile.BLOCK_N, BLOCK], gl.int8), K_scale="*fp32", V=v,
+        V_scale="*fp32", V_mean="*fp32", Out=f"*{dtype}", Lse="*fp32", Part="*fp32",
+        Part_ml="*fp32",
+    )  # fmt: skip
+    at_launch, consumer = plan.REGISTERS[tile.warpgroups]
+    constexprs = dict(
+        D=head_dim, D_V=head_dim, SCALE=head_dim**-0.5, CAUSAL=is_causal, SPLIT=split,
+        FP8=pv == "fp8", BLOCK_N=tile.BLOCK_N, BLOCK_D=BLOCK, BLOCK_DV=BLOCK,
+        WARPGROUPS=tile.warpgroups, STAGES=tile.num_stages, REGISTERS=consumer,
+    )  # fmt: skip
+    return compile_kernel(
+        kernel._hopper_kernel, (9, 0), constexprs, types, GluonASTSource,
+        num_warps=tile.num_warps, maxnreg=at_launch,
+    )  # fmt: skip
+
+
+def about(cubin: bytes, tool: str, *options) -> str:
+    """What a tool of CUDA's, as Triton brings it, prints about the cubin."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin" / tool
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        run = subprocess.run(
+            [tool, *options, file.name], capture_output=True, text=True, check=True
+        )
+    return run.stdout
+
+
+def stack_bytes(cubin: bytes) -> int:
+    """What ptxas spilled, from the resource report."""
+    return int(re.search(r"STACK:(\d+)", about(cubin, "cuobjdump", "-res-usage")).group(1))
+
+
+def loops_over_keys(cubin: bytes) -> list[list[str]]:
+    """The instructions of each innermost loop with matrix products."""
+    instructions, labels, found = [], {}, []
+    for line in about(cubin, "nvdisasm", "-c").splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label.group(1)] = len(instructions)
+        elif instruction := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?);", line):
+            instructions.append(instruction.group(1))
+            jump = re.search(r"BRA.*`\((\.L_x_\d+)\)", line)
+            if jump and jump.group(1) in labels:  # backwards
+                found.append((labels[jump.group(1)], len(instructions)))
+    inner = [
+        (a, b)
+        for a, b in found
+        if not any((c, d) != (a, b) and a <= c and d <= b for c, d in found)
+        and any("GMMA" in x for x in instructions[a:b])
+    ]
+    return [instructions[a:b] for a, b in inner]
+
+
+def spilled(loop: list[str]) -> int:
+    """Loads and stores of spilled registers."""
+    return sum(bool(re.search(r"\b(LDL|STL)\b", x)) for x in loop)
+
+
+def save(folder: Path) -> int:
+    """Each variant's cubin and what a launch has to know of it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for row, split in VARIANTS:
+        compiled, cubin = _compile(row, split)
+        loops = loops_over_keys(cubin)
+        about = {
+            "entry": entry(compiled),
+            "shared": compiled.metadata.shared,
+            "loops": [[len(loop), spilled(loop)] for loop in loops],
+        }
+        (folder / f"{name_of(row, split)}.cubin").write_bytes(cubin)
+        (folder / f"{name_of(row, split)}.json").write_text(json.dumps(about))
+        print(f"{folder.name} {name_of(row, split)}: {about['loops']}")
+    return 0
+
+
+def _compile(row, split: bool):
+    pv, head_dim, is_causal, _, tile = row
+    compiled = compile_hopper(pv, head_dim, is_causal, tile, split=split)
+    return compiled, compiled.asm["cubin"]
+
+
+def name_of(row, split: bool) -> str:
+    pv, head_dim, is_causal, _, tile = row
+    kind = "causal" if is_causal else "split" if split else "full"
+    return f"{pv}-{head_dim}-{kind}-{tile.warpgroups}"
+
+
+def entry(compiled) -> str:
+    """The kernel's name and the types of its parameters, as the cubin's caller sees them."""
+    text = re.search(r"\.entry (.*?)\)", compiled.asm["ptx"], re.DOTALL).group(1)
+    return " ".join(re.sub(r"//.*", "", text).split())
+
+
+# -- on a GPU ----
+
+
+def run(args) -> int:
+    device = torch.device("cuda")
+    result = {
+        "date": datetime.date.today().isoformat(), "device": machine.describe(device),
+        "versions": machine.versions(), "rows": [],
+    }  # fmt: skip
+    folders = sorted(each for each in args.folder.iterdir() if each.is_dir())
+    for row, split in VARIANTS:
+        result["rows"] += measure(row, split, folders, args, device)
+    if args.json:
+        Path(args.json).write_text(json.dumps(result, indent=1))
+    return 0
+
+
+def measure(row, split: bool, folders: list[Path], args, device) -> list[dict]:
+    """The variant by this Triton's JIT and by each folder's cubin."""
+    pv, D, is_causal, _, tile = row
+    found = next((inputs for n in LENGTHS if (inputs := _call(row, n, split, device))), None)
+    if found is None:
+        print(f"{name_of(row, split)}: no length of {LENGTHS} has it", file=sys.stderr)
+        return []
+    call, qkv = found
+    exact = Exact(*qkv, is_causal=is_causal)
+    compiled, _ = _compile(row, split)
+    ways = {"JIT": launch_cached}
+    for folder in folders:
+        if not (folder / f"{name_of(row, split)}.json").exists():
+            continue
+        told = json.loads((folder / f"{name_of(row, split)}.json").read_text())
+        if told["entry"] != entry(compiled):
+            expected = entry(compiled)
+            raise ValueError(f"{folder}: parameters must be\n{expected}\ngot\n{told['entry']}")
+        cubin = (folder / f"{name_of(row, split)}.cubin").read_bytes()
+        ways[folder.name] = with_cubin(row, split, cubin, told["shared"])
+    runners = {
+        name: Runner(Provider(name, functools.partial(_attend, call, tile, way)), [()])
+        for name, way in ways.items()
+    }
+    outputs = {name: runner.output().clone() for name, runner in runners.items()}
+    times = interleave(runners, args.rounds, args.target_ms)
+    rows = []
+    for name in runners:
+        ratios = [a / b for a, b in zip(times[name], times["JIT"], strict=True)]
+        difference = (outputs[name].float() - outputs["JIT"].float()).abs().max().item()
+        rows.append({
+            "triton": name, "variant": name_of(row, split), "N": call.q.shape[2],
+            "ms": statistics.median(times[name]), "ratio": statistics.median(ratios),
+            "equal": bool(torch.equal(outputs[name], outputs["JIT"])),
+            "largest_difference": difference, "rel_l1": exact.compare(outputs[name])["rel_l1"],
+        })  # fmt: skip
+        print(
+            "{variant:18} N={N:<5} {triton:16} {ms:.4f} ms {ratio:.3f}x, equal: {equal} "
+            "({largest_difference:.2g}), rel. L1 {rel_l1:.4f}".format(**rows[-1]),
+            flush=True,
+        )
+    return rows
+
+
+def _call(row, N: int, split: bool, device):
+    """(an AttentionCall that runs as this variant, q, k and v), or None."""
+    pv, D, is_causal, _, tile = row
+    torch.manual_seed(0)
+    q, k, v = draw(Case(HEADS[0], HEADS[1], HEADS[1], N, D), "normal", device)
+    arguments = SdpaCall(
+        q, k, v, None, [], None, 0 if is_causal else None, False, D**-0.5,
+        NAMED[RECIPES[pv]].encode(), None, True, False,
+    )  # fmt: skip
+    call, _, _ = kernel_inputs(arguments)
+    seen = []
+    plan.launch(call, tile, lambda *args, **options: seen.append(args), device)
+    return (call, (q, k, v)) if split == (len(seen) == 2) else None
+
+
+def _attend(call, tile: Tile, way) -> torch.Tensor:
+    return plan.launch(call, tile, way)[0]
+
+
+def with_cubin(row, split: bool, cubin: bytes, shared: int):
+    """A way to launch (as ops/launch.py's) in which the kernel is that of `cubin`."""
+    compile_hopper.cache_clear()
+    compiled, _ = _compile(row, split)
+    compiled._init_handles()
+    utils = triton.runtime.driver.active.utils
+    compiled.module, compiled.function, *_ = utils.load_binary(
+        compiled.metadata.name, cubin, shared, torch.cuda.current_device()
+    )
+
+    def launch(jit, grid, tensors, numbers, **options):
+        if jit is kernel._hopper_kernel:
+            compiled[grid](*tensors, *numbers)
+        else:
+            launch_cached(jit, grid, tensors, numbers, **options)
+
+    return launch
+
+
+if __name__ == "__main__":
+    sys.exit(main())
