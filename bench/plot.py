@@ -218,7 +218,7 @@ def remedies(gpus: dict[str, dict]) -> str:
 
 def wordings(pattern: str) -> list[str]:
     """What a cause's regular expression is about, readable: dots where a reason varies."""
-    pattern = re.sub(r"\(\\[dw]\+\)|\\[dw]\+|\.\*", "...", pattern.replace("^", ""))
+    pattern = re.sub(r"\((\\[dw]\+|\.\*\?)\)|\\[dw]\+|\.\*", "...", pattern.replace("^", ""))
     texts = []
     for text in re.split(r"\|(?![^(]*\))", pattern):
         group = re.search(r"\((.*?)\)", text)
