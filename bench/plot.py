@@ -1,26 +1,55 @@
-"""README tables and plots from the newest results of each GPU.
+"""The tables in README.md and docs/, and the plots, from the newest results of each GPU.
 
-$ python bench/plot.py            # rewrites README.md between the bench markers, draws the plots
-$ python bench/plot.py --check    # exits 1 if README.md says something else than the results
+$ python bench/plot.py            # rewrites every page between its markers, draws the plots
+$ python bench/plot.py --check    # exits 1 if a page says something else than the results
+
+A page says ``<!-- table:NAME -->`` and ``<!-- table:end -->`` where it wants a table of TABLES.
 """
 
 import argparse
+import ast
+import inspect
 import json
+import re
 import sys
+import textwrap
+import types
 from pathlib import Path
 
+import sage_inductor
+from sage_inductor import cost
 from sage_inductor.ops.recipe import ALIASES
+from sage_inductor.remedies import CAUSES
 
 ROOT = Path(__file__).parent.parent
-BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
-SHOWN = (
-    *("paper", "load", "models", "model", "preparation", "fusion", "masks"),
-    *("accuracy", "defaults", "end-to-end"),
-)
-PLOT = "attention.svg"
+END = "<!-- table:end -->"
+MARKED = re.compile(rf"(<!-- table:(\w+) -->\n).*?({END})", re.S)
+SPEED = ("paper", "load", "models", "model", "preparation", "fusion", "masks")
+ACCURACY = ("accuracy", "defaults", "end-to-end")
+PLOT, OVERVIEW = "attention.svg", "overview.svg"
 ACCURACY_PLOT, MODELS_PLOT = "accuracy.svg", "end-to-end.svg"
 COLOURS = {"cuDNN": "0.15", "flash": "0.65", "flex": "tab:orange", "inductor": "tab:blue"}
 SAGE_COLOURS = ("tab:green", "tab:purple", "tab:red")  # one per recipe
+METHODS = property, classmethod, types.FunctionType
+HEADS = (8, 24, 128)  # B * H of the columns of `lengths`
+BLOCKS = {
+    "flux_double": "Flux, double block",
+    "flux_single": "Flux, single block",
+    "wan14b_480p": "Wan 14B, 480p",
+    "wan14b_720p": "Wan 14B, 720p",
+    "hunyuan": "HunyuanVideo",
+    "cogvideox": "CogVideoX",
+    "llama3_8k": "Llama 3 8B, prefill of 8K",
+    "llama3_32k": "Llama 3 8B, prefill of 32K",
+    "vit_l_1024px": "ViT-L, 1024 px",
+}
+# The rows of the README's table of accuracy, and what each is.
+IN_SHORT = {
+    "bf16 SDPA": "exact attention in bf16",
+    "sage2-8b-per-token": "`sage2-8b-per-token`, the default on Hopper",
+    "sage2-8b": "`sage2-8b`, the default elsewhere and in packages",
+    "sage1-per-token": "`sage1-per-token`, the most accurate",
+}
 
 
 def main(argv=None) -> int:
@@ -28,42 +57,47 @@ def main(argv=None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true")
-    parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--root", type=Path, default=ROOT, help="holds README.md, docs/, bench/")
     args = parser.parse_args(argv)
-    gpus = {path.name: newest(path) for path in sorted(args.results.glob("*")) if path.is_dir()}
+    results = args.root / "bench" / "results"
+    gpus = {path.name: newest(path) for path in sorted(results.glob("*")) if path.is_dir()}
     gpus = {name: plans for name, plans in gpus.items() if plans}
     if not gpus:
-        print(f"plot: no results under {args.results}: run bench/attention.py", file=sys.stderr)
+        print(f"plot: no results under {results}: run bench/attention.py", file=sys.stderr)
         return 2
 
-    text = args.readme.read_text()
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        print(f"plot: {args.readme} needs one {BEGIN} and one {END}", file=sys.stderr)
-        return 2
-    head, rest = text.split(BEGIN)
-    old, tail = rest.split(END)
-    new = "\n" + "\n".join(section(name, plans) for name, plans in gpus.items())
+    stale = False
+    for page in (args.root / "README.md", *sorted(args.root.glob("docs/*.md"))):
+        old = page.read_text()
+        marked = MARKED.findall(old)
+        unknown = {name for _, name, _ in marked} - TABLES.keys()
+        if unknown or old.count("<!-- table:") != 2 * len(marked):
+            print(f"plot: {page} needs {END} after each marker of {[*TABLES]}", file=sys.stderr)
+            return 2
+        new = MARKED.sub(lambda found: f"{found[1]}{TABLES[found[2]](gpus)}{found[3]}", old)
+        if new != old and args.check:
+            print(f"plot: {page} is not what bench/plot.py writes", file=sys.stderr)
+            stale = True
+        elif new != old:
+            page.write_text(new)
     if args.check:
-        if old != new:
-            print(f"plot: {args.readme} is not what bench/plot.py writes", file=sys.stderr)
-        return int(old != new)
-    args.readme.write_text(head + BEGIN + new + END + tail)
+        return int(stale)
     for name, plans in gpus.items():
-        for plan, drawn, file in (
-            ("paper", draw, PLOT), ("accuracy", draw_accuracy, ACCURACY_PLOT),
-            ("end-to-end", draw_models, MODELS_PLOT),
+        for needed, drawn, file in (
+            (("paper",), draw, PLOT), (("paper", "model"), draw_overview, OVERVIEW),
+            (("accuracy",), draw_accuracy, ACCURACY_PLOT),
+            (("end-to-end",), draw_models, MODELS_PLOT),
         ):  # fmt: skip
-            if plan in plans:
-                drawn(plans[plan], args.results / name / file)
+            if plans.keys() >= set(needed):
+                drawn(*(plans[plan] for plan in needed), results / name / file)
     return 0
 
 
 def newest(folder: Path) -> dict[str, dict]:
-    """SHOWN plan -> the newest result that holds rows of it, with those rows alone."""
+    """Plan -> the newest result that holds rows of it, with those rows alone."""
     found = {}
     for result in sorted(map(load, folder.glob("*.json")), key=date):
-        for plan in {row.get("plan") for row in result["rows"]}.intersection(SHOWN):
+        for plan in {row.get("plan") for row in result["rows"]}.intersection(SPEED + ACCURACY):
             rows = [row for row in result["rows"] if row.get("plan") == plan]
             found[plan] = {**result, "rows": rows}
     return found
@@ -81,15 +115,173 @@ def date(result: dict) -> str:
     return result["date"]
 
 
-# -- the README ----
+# -- the pages ----
 
 
-def section(name: str, plans: dict[str, dict]) -> str:
-    gpu = next(iter(plans.values()))["machine"]["gpu"]
-    parts = [f"### {'CPU, emulated' if gpu == 'cpu' else gpu}\n"]
+def blocks_in_short(gpus: dict[str, dict]) -> str:
+    """Whole transformer blocks, a line each, the slowest gains too."""
+    parts = []
+    for plans in gpus.values():
+        if "model" in plans:
+            lines = [[
+                "block", "B x H x N x D", '`"inductor"`', '`"sage"`', "faster", "attention",
+                "CosSim",
+            ]]  # fmt: skip
+            for row in plans["model"]["rows"]:
+                inductor, sage = (row["times"][name]["ms"] for name in ("inductor", "sage"))
+                lines.append([
+                    BLOCKS[row["model"]], row["shape"], f"{inductor:#.4g} ms", f"{sage:#.4g} ms",
+                    f"**{inductor / sage:.2f}x**", f"{row['share']:.0%}",
+                    f"{row['accuracy']['sage']['cos_sim']:.5f}",
+                ])  # fmt: skip
+            parts += [markdown(lines), where_and_when(plans["model"])]
+    return "\n".join(parts)
+
+
+def accuracy_in_short(gpus: dict[str, dict]) -> str:
+    """A line for each entry of IN_SHORT, by the GPU's measurements."""
+    parts = []
+    for plans in gpus.values():
+        gpu = next(iter(plans.values()))["machine"]["gpu"]
+        if gpu == "cpu" or not plans.keys() >= set(ACCURACY):
+            continue
+        figures = {
+            (row["entry"], row["family"]): row["figures"] or {}
+            for row in plans["end-to-end"]["rows"]
+        }
+        lines = [[
+            "", "random inputs, N=1024", "N=8192", "q, k, v of models", "GPT: perplexity",
+            "ViT: accuracy", "DiT: PSNR to exact", "MiniLM: worst cosine",
+        ]]  # fmt: skip
+        for entry, name in IN_SHORT.items():
+            normal = {
+                row["N"]: row["figure"]
+                for row in plans["defaults"]["rows"]
+                if (row["entry"], row["family"]) == (entry, "normal")
+            }
+            of_models = [
+                row["average"]["rel_l1"]
+                for row in recipes(plans["accuracy"]["rows"])
+                if row["entry"] == entry and row["family"] in plans["accuracy"]["models"]
+            ]
+            lines.append([
+                name, f"{normal[1024]:.2%}", f"{normal[8192]:.2%}",
+                " to ".join(dict.fromkeys(f"{f(of_models):.2%}" for f in (min, max))),
+                f"{figures[entry, 'gpt']['perplexity']:.4f}",
+                f"{figures[entry, 'vit']['accuracy']:.1%}",
+                f"{figures[entry, 'dit']['psnr']:.1f} dB",
+                f"{figures[entry, 'minilm']['worst_cosine']:.5f}",
+            ])  # fmt: skip
+        parts += [markdown(lines), where_and_when(plans["accuracy"])]
+    return "\n".join(parts)
+
+
+def api(gpus: dict[str, dict]) -> str:
+    """The public names, each with its signature and what its docstring says."""
+    parts = []
+    for name in sorted(sage_inductor.__all__):
+        entry = getattr(sage_inductor, name)
+        if inspect.isfunction(entry):
+            parts += [f"## {name}\n\n```text\n{signature(entry)}\n```\n\n{described(entry)}\n"]
+        elif inspect.isclass(entry):
+            parts += [f"## {name}\n\n{described(entry)}\n"]
+            methods = [
+                f"* `{key}{'()' * (not isinstance(member, property))}`: {described(member)}"
+                for key, member in vars(entry).items()
+                if not key.startswith("_") and isinstance(member, METHODS) and described(member)
+            ]
+            parts += ["\n".join(methods) + "\n"] if methods else []
+    return "\n".join(parts)
+
+
+def signature(function) -> str:
+    """As the source has it."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    returns = f" -> {ast.unparse(tree.returns)}" if tree.returns else ""
+    text = f"{tree.name}({ast.unparse(tree.args).replace('=', ' = ')}){returns}"
+    return textwrap.fill(text, 120, subsequent_indent=" " * (len(tree.name) + 1))
+
+
+def described(entry) -> str:
+    """The docstring, as Markdown."""
+    return (inspect.getdoc(entry) or "").replace("``", "`")
+
+
+def remedies(gpus: dict[str, dict]) -> str:
+    """Every cause why a call stays, in the words of the report, and what to do about it."""
+    lines = [["the report says", "what to do"]]
+    for cause in CAUSES:
+        for text in wordings(cause.pattern):
+            lines.append([f"`{text}`", cause.remedy.replace("|", "\\|")])
+    return markdown(lines, "---")
+
+
+def wordings(pattern: str) -> list[str]:
+    """What a cause's regular expression is about, readable: dots where a reason varies."""
+    pattern = re.sub(r"\((\\[dw]\+|\.\*\?)\)|\\[dw]\+|\.\*", "...", pattern.replace("^", ""))
+    texts = []
+    for text in re.split(r"\|(?![^(]*\))", pattern):
+        group = re.search(r"\((.*?)\)", text)
+        each = group[1].split("|") if group else [""]
+        texts += [text.replace(group[0], one) if group else text for one in each]
+    return texts
+
+
+def lengths(gpus: dict[str, dict]) -> str:
+    """From which length "auto" rewrites, of the built-in table."""
+    of_call = {}  # (GPU, head_dim, kind) -> the rows of what "auto" may become there, first first
+    for (gpu, recipe, head_dim, kind), row in cost.CROSSOVER.items():
+        if recipe in ("sage2-8b-per-token", "sage2-8b"):
+            call = gpu, head_dim, cost.KINDS.index(kind)
+            of_call.setdefault(call, []).append((row, "*" * (recipe != "sage2-8b")))
+    lines = [["GPU", "head_dim", "kind of call", *(f"B·H ≥ {heads}" for heads in HEADS)]]
+    for (gpu, head_dim, kind), rows in sorted(of_call.items()):
+        cells = []
+        for heads in HEADS:
+            found = [
+                (next(N for B_H, N in row if heads >= B_H), mark)
+                for row, mark in rows
+                if heads >= min(B_H for B_H, _ in row)
+            ]
+            cells.append("{}{}".format(*min(found, key=lambda pair: pair[0])) if found else "")
+        lines.append([gpu, str(head_dim), cost.KINDS[kind], *cells])
+    return markdown(lines)
+
+
+def speed(gpus: dict[str, dict]) -> str:
+    return sections(gpus, SPEED, speed_section)
+
+
+def errors_of_recipes(gpus: dict[str, dict]) -> str:
+    return sections(gpus, ACCURACY, accuracy_section)
+
+
+TABLES = {
+    "accuracy": errors_of_recipes,
+    "api": api,
+    "blocks": blocks_in_short,
+    "lengths": lengths,
+    "remedies": remedies,
+    "short": accuracy_in_short,
+    "speed": speed,
+}
+
+
+def sections(gpus: dict[str, dict], wanted: tuple[str, ...], section) -> str:
+    """A section for each GPU that has results of the `wanted` plans."""
+    parts = []
+    for name, plans in gpus.items():
+        if plans.keys() & set(wanted):
+            gpu = next(iter(plans.values()))["machine"]["gpu"]
+            parts += [f"### {'CPU, emulated' if gpu == 'cpu' else gpu}\n", section(name, plans)]
+    return "\n".join(parts)
+
+
+def speed_section(name: str, plans: dict[str, dict]) -> str:
+    parts = []
     if "paper" in plans:
         parts += [provenance(plans["paper"])]
-        parts += [f"![TFLOP/s against sequence length](bench/results/{name}/{PLOT})\n"]
+        parts += [f"![TFLOP/s against sequence length](../bench/results/{name}/{PLOT})\n"]
         for title, rows in groups(plans["paper"]["rows"], "table").items():
             parts += [f"{title}: TFLOP/s (x cuDNN)\n", speed_table(rows, tflops_cell)]
         parts += ["Accuracy, the worst of the rows above\n"]
@@ -118,18 +310,33 @@ def section(name: str, plans: dict[str, dict]) -> str:
             title = f"B={its[0]['B']} H={its[0]['H_q']} D={D}"
             parts += [f"Masks, {title}: ms (x cuDNN)\n", speed_table(its, ms_cell, "mask, N")]
         parts += [provenance(plans["masks"])]
+    return "\n".join(parts)
+
+
+def accuracy_section(name: str, plans: dict[str, dict]) -> str:
+    parts = []
     if "accuracy" in plans:
-        parts += [recipes_table(recipes(plans["accuracy"]["rows"]))]
-        parts += [f"![Relative L1 of each recipe](bench/results/{name}/{ACCURACY_PLOT})\n"]
+        parts += [recipes_table(plans["accuracy"])]
+        parts += [f"![Relative L1 of each recipe](../bench/results/{name}/{ACCURACY_PLOT})\n"]
     if "defaults" in plans:
         parts += [defaults_table(plans["defaults"]["rows"])]
     if "end-to-end" in plans:
         parts += [models_table(plans["end-to-end"])]
-        parts += [f"![Whole models by each recipe](bench/results/{name}/{MODELS_PLOT})\n"]
-    for plan in ("accuracy", "defaults", "end-to-end"):
+        parts += [f"![Whole models by each recipe](../bench/results/{name}/{MODELS_PLOT})\n"]
+    for plan in ACCURACY:
         if plan in plans:  # mostly of one run
             parts += [provenance(plans[plan])] * (provenance(plans[plan]) not in parts)
     return "\n".join(parts)
+
+
+def where_and_when(result: dict) -> str:
+    versions = ", ".join(f"{k} {result['versions'][k]}" for k in ("torch", "triton", "cudnn"))
+    return f"One {result['machine']['gpu']}, {result['date'][:10]}, {versions}.\n"
+
+
+def wrapped(text: str) -> str:
+    """Lines of at most 120 columns."""
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def provenance(result: dict) -> str:
@@ -139,7 +346,8 @@ def provenance(result: dict) -> str:
     if isinstance(method, dict):
         shown = [name for name in ("time", "inputs", "blocks") if name in method]
         method = ". ".join(f"{name.capitalize()}: {method[name]}" for name in shown)
-    return f"{result['date'][:10]}, {f'driver {driver}, ' if driver else ''}{versions}. {method}.\n"
+    when = f"{result['date'][:10]}, {f'driver {driver}, ' if driver else ''}{versions}"
+    return wrapped(f"{when}. {method}.") + "\n"
 
 
 def groups(rows: list[dict], key: str) -> dict[str, list[dict]]:
@@ -203,7 +411,7 @@ def blocks_table(rows: list[dict]) -> str:
         'backend="sage". Share: of attention in the block, and what the kernel alone gains over '
         "SDPA; allowed: the block's gain with that kernel in SDPA's place, both timed back to back"
     )
-    return f"{title}\n\n{markdown(lines)}"
+    return f"{wrapped(title)}\n\n{markdown(lines)}"
 
 
 def preparation_table(rows: list[dict]) -> str:
@@ -213,7 +421,7 @@ def preparation_table(rows: list[dict]) -> str:
             two = row["ratio"] * 6 / 10
             lines.append([case_of(row), f"{row['ms']:#.3g}", f"{row['ratio']:.2f}", f"{two:.2f}"])
     title = "Preparation of k and v, beside what a copy takes for 6 (one pass) and 10 bytes (two)"
-    return f"{title}\n\n{markdown(lines)}"
+    return f"{wrapped(title)}\n\n{markdown(lines)}"
 
 
 def fusion_table(rows: list[dict]) -> str:
@@ -227,7 +435,7 @@ def fusion_table(rows: list[dict]) -> str:
         "What it adds to a graph of RMSNorm and RoPE, by how RoPE is written: ms (x the floor of "
         "two passes)"
     )
-    return f"{title}\n\n{markdown(lines)}"
+    return f"{wrapped(title)}\n\n{markdown(lines)}"
 
 
 def case_of(row: dict) -> str:
@@ -257,18 +465,24 @@ def recipes(rows: list[dict]) -> list[dict]:
     return [row for row in rows if row["table"] == "recipes"]
 
 
-def recipes_table(rows: list[dict]) -> str:
-    """A line per recipe, a column per family and model."""
-    lines = [["", *groups(rows, "family")]]
-    for entry, its in groups(rows, "entry").items():
-        pairs = ((row["average"]["rel_l1"], row["worst"]["rel_l1"]) for row in its)
-        lines.append([entry, *(f"{average:.2%} ({worst:.2%})" for average, worst in pairs)])
+def recipes_table(result: dict) -> str:
+    """A line per recipe, a column per family; then a column per model."""
     title = (
         "Relative L1 of attention, average (worst) over layers, on families of random inputs (of "
         "which each seed is a layer) and on q, k, v of models. All emulated, not rounded to bf16; "
         "capitals: the papers' recipes; bf16 SDPA: what rounding costs"
     )
-    return f"{title}\n\n{markdown(lines)}"
+    parts = [wrapped(title), ""]
+    rows = recipes(result["rows"])
+    for of_model in (False, True):
+        its = [row for row in rows if (row["family"] in result["models"]) == of_model]
+        if its:
+            lines = [["", *groups(its, "family")]]
+            for entry, cells in groups(its, "entry").items():
+                pairs = ((row["average"]["rel_l1"], row["worst"]["rel_l1"]) for row in cells)
+                lines.append([entry, *(f"{average:.2%} ({worst:.2%})" for average, worst in pairs)])
+            parts += [markdown(lines)]
+    return "\n".join(parts)
 
 
 def defaults_table(rows: list[dict]) -> str:
@@ -282,7 +496,7 @@ def defaults_table(rows: list[dict]) -> str:
         "bf16. Relative L1; of biased_v (v + 8) centred, x bf16's. In brackets: what it is to be "
         "at most"
     )
-    return f"{title}\n\n{markdown(lines)}"
+    return f"{wrapped(title)}\n\n{markdown(lines)}"
 
 
 def default_cell(row: dict) -> str:
@@ -308,7 +522,7 @@ def models_table(result: dict) -> str:
         "the classes, psnr (dB): with the samples, cosine: with the embeddings that exact "
         f"attention gives; frechet: of samples to images. {notes}"
     )
-    return f"{title}\n\n{markdown(lines)}"
+    return f"{wrapped(title)}\n\n{markdown(lines)}"
 
 
 def figures_of(rows: list[dict]) -> list[tuple[str, str]]:
@@ -317,8 +531,8 @@ def figures_of(rows: list[dict]) -> list[tuple[str, str]]:
     return list(dict.fromkeys(pairs))
 
 
-def markdown(lines: list[list[str]]) -> str:
-    rule = ["---"] + ["--:"] * (len(lines[0]) - 1)
+def markdown(lines: list[list[str]], align: str = "--:") -> str:
+    rule = ["---"] + [align] * (len(lines[0]) - 1)
     return "".join(f"| {' | '.join(line)} |\n" for line in (lines[0], rule, *lines[1:]))
 
 
@@ -373,6 +587,40 @@ def draw(result: dict, path: Path) -> None:
     lines, labels = axes[0, 0].get_legend_handles_labels()
     figure.legend(lines, labels, loc="lower center", ncol=len(labels), frameon=False)
     keep(figure, "Attention forward, bf16", result, path)
+
+
+def draw_overview(paper: dict, blocks: dict, path: Path) -> None:
+    """For the top of the README: attention at head_dim 128 against N, and blocks' speed."""
+    figure, axes = subplots(path, 1, 2, figsize=(10, 3.2), width_ratios=(1, 1.1))
+    lines, bars = axes[0]
+    title, rows = next(
+        (title, rows)
+        for title, rows in groups(paper["rows"], "table").items()
+        if rows[0]["D"] == 128 and "causal" not in title
+    )
+    for provider, column in groups(rows, "provider").items():
+        if not provider.endswith(" kernel"):
+            points = [(row["N"], row["tflops"]) for row in column if row["ms"]]
+            label = provider.replace(" op", ", with its preparation")
+            lines.plot(*zip(*points, strict=True), label=label, **line_style(provider, rows))
+    ticks = sorted({row["N"] for row in rows})
+    lines.set_xscale("log", base=2)
+    lines.set_xticks(ticks, [f"{n // 1024}K" for n in ticks])
+    lines.set_ylim(bottom=0)
+    lines.set_title(f"Attention, {title}: TFLOP/s against N", fontsize=10)
+    lines.legend(fontsize=8, frameon=False)
+    lines.grid(alpha=0.3)
+    times = [[row["times"][name]["ms"] for name in ("inductor", "sage")] for row in blocks["rows"]]
+    faster = [inductor / sage for inductor, sage in times]
+    names = [BLOCKS[row["model"]] for row in blocks["rows"]]
+    drawn = bars.barh(names, faster, color=SAGE_COLOURS[0], height=0.65)
+    bars.bar_label(drawn, [f"{x:.2f}x" for x in faster], padding=3, fontsize=8)
+    bars.axvline(1, color="0.15", linewidth=1)
+    bars.set_xlim(0, max(faster) + 0.2)
+    bars.invert_yaxis()
+    bars.tick_params(axis="y", labelsize=8)
+    bars.set_title('Whole blocks: backend="sage" over "inductor"', fontsize=10)
+    keep(figure, "bf16 inference", blocks, path)
 
 
 def draw_accuracy(result: dict, path: Path) -> None:

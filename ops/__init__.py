@@ -2,6 +2,7 @@
 
 from sage_inductor.ops import compat  # noqa: F401  (first: it says what is missing)
 from sage_inductor.ops.attention.select import attention, attention_opaque
+from sage_inductor.ops.lse import exact_lse
 from sage_inductor.ops.quantize.op import (
     quantize_k,
     quantize_kv,
@@ -15,6 +16,7 @@ from sage_inductor.ops.sdpa import prepare_kv, sdpa
 __all__ = [
     "attention",
     "attention_opaque",
+    "exact_lse",
     "prepare_kv",
     "quantize_k",
     "quantize_kv",

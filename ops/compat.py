@@ -113,6 +113,21 @@ functorch = _take("torch._C:_functorch",
     seen=TORCH, without="tensors inside torch.func transforms cannot be told from others")
 encoder_layer = _take("torch:_transformer_encoder_layer_fwd",
     seen=TORCH, without="nn.TransformerEncoderLayer's fast path is not recognised")
+InstructionTranslator = _take("torch._dynamo.symbolic_convert:InstructionTranslator",
+    seen=TORCH, optional=True,
+    without="the path of a module that an object holds (pipe.transformer) starts at the object")
+FakeTensorMode = _take("torch._subclasses.fake_tensor:FakeTensorMode",
+    seen=TORCH, without="sage_inductor.attention cannot decide what becomes of a call")
+FakeTensor = _take("torch._subclasses.fake_tensor:FakeTensor",
+    seen=TORCH, without="as FakeTensorMode")
+detect_fake_mode = _take("torch._guards:detect_fake_mode",
+    seen=TORCH, without="sage_inductor.attention cannot be traced with dynamic shapes")
+disable_modes = _take("torch.utils._python_dispatch:_disable_current_modes",
+    seen=TORCH, without="what sage_inductor.attention looks at ends up in the graph being traced")
+proxy_mode = _take("torch.fx.experimental.proxy_tensor:get_proxy_mode",
+    seen=TORCH, without="sage_inductor.attention decides while Dynamo only asks for shapes")
+FunctionalTensor = _take("torch._subclasses.functional_tensor:FunctionalTensor",
+    seen=TORCH, without="sage_inductor.attention stays SDPA under other backends")
 OpOverload = _take("torch._ops:OpOverload",
     seen=TORCH, without="an aten op is not recognised")
 OpOverloadPacket = _take("torch._ops:OpOverloadPacket",

@@ -3,6 +3,10 @@
 A recipe travels through a graph as a string argument of the ops. The string names every semantic
 choice and the sources it was made by, so that any cache keyed on the graph is right by
 construction: change a recipe or the library, and the key changes.
+
+A program that was exported and saved outlives the sources. What its strings mean is declared in
+MEANING: where that is still the same, `renewed` gives the string of today's sources, and the graph
+is again what today's library would have made.
 """
 
 import dataclasses
@@ -14,6 +18,9 @@ from pathlib import Path
 from sage_inductor.ops.formats import GRANULARITIES, PV, QK, Format, Granularity
 
 VERSION = "0.1.0"
+# Goes up by one when a string, or an argument of sage::sdpa and sage::prepare, comes to mean
+# something else: numbers, formats, what is prepared. tests/ops/test_ops.py holds what they say.
+MEANING = 1
 
 
 @functools.cache
@@ -71,21 +78,36 @@ class Recipe:
         return GRANULARITIES[self.granularity]
 
     def encode(self) -> str:
-        """The canonical string: ``int8/per_thread,fp8@0.1.0+1a2b3c4d``."""
-        return f"{self.qk}/{self.granularity},{self.pv}@{source_tag()}"
+        """The canonical string: ``int8/per_thread,fp8@1+1a2b3c4d``: MEANING, and the sources."""
+        return f"{self.qk}/{self.granularity},{self.pv}@{_tag()}"
 
 
 @functools.cache
 def decode(text: str) -> Recipe:
     """The inverse of ``Recipe.encode``. A string of other sources is refused, not reinterpreted."""
-    fields, _, tag = text.partition("@")
-    if tag != source_tag():
+    if text != renewed(text):
         raise ValueError(
-            f"recipe: {text!r} was made by sage_inductor {tag or '(no version)'}, "
-            f"this is {source_tag()}: rewrite the model again"
+            f"recipe: {text!r} was made by other sources of sage_inductor, these are {_tag()}: "
+            "call sage_inductor.rewrite(program) on the loaded program, which brings it up to them"
         )
-    qk, granularity, pv = re.split("[/,]", fields)
+    qk, granularity, pv = re.split("[/,]", text.partition("@")[0])
     return Recipe(granularity, pv, qk)
+
+
+def renewed(text: str) -> str:
+    """The same recipe's string by these sources. Raises ValueError where it would mean something
+    else than by those that made it."""
+    fields, _, tag = text.partition("@")
+    if tag.partition("+")[0] != str(MEANING):
+        raise ValueError(
+            f"recipe: {text!r} was made by a sage_inductor in which it means something else than "
+            f"in this one ({_tag()}): export the original model again"
+        )
+    return f"{fields}@{_tag()}"
+
+
+def _tag() -> str:
+    return f"{MEANING}+{source_tag().rpartition('+')[2]}"
 
 
 def _one_of(field: str, value, valid: tuple, beside: str = "") -> None:

@@ -13,7 +13,8 @@ from collections.abc import Callable
 
 import torch
 
-from sage_inductor.patterns import flex, modules, sdpa
+from sage_inductor.ops import compat
+from sage_inductor.patterns import flex, functional, modules, sdpa
 from sage_inductor.patterns.bands import prove
 from sage_inductor.patterns.call import FULL, Call, Decision, Site, unreadable
 from sage_inductor.patterns.graph import GraphIndex, value_of
@@ -39,6 +40,7 @@ def rewrite(
     what is done to a call that gets a recipe, instead of replacing it.
 
     Never raises for a graph: a call that anything fails for stays as it was, and its site says so.
+    Raises what `decide` says of the user's options (a ShortenTraceback).
     """
 
     def replaced(call: Call, site: Site) -> None:
@@ -47,16 +49,18 @@ def rewrite(
     sites = []
     for module in gm.modules():
         if isinstance(module, torch.fx.GraphModule):
-            found = _rewrite_graph(module.graph, decide, put or replaced)
-            if any(site.rewritten for site in found):
+            asked = functional.as_sdpa(module.graph)
+            found = _rewrite_graph(module.graph, asked, decide, put or replaced)
+            if asked or any(site.rewritten for site in found):
                 module.recompile()
             sites += found
     return sites
 
 
-def _rewrite_graph(graph: torch.fx.Graph, decide: Callable, put: Callable) -> list[Site]:
+def _rewrite_graph(graph: torch.fx.Graph, asked: dict, decide, put) -> list[Site]:
     try:
         sites, index = [], GraphIndex(graph)
+        index.asked = asked
     except Exception:
         _log.exception("a graph stays as it was: it could not be read, which is a fault of ours")
         return []
@@ -65,6 +69,8 @@ def _rewrite_graph(graph: torch.fx.Graph, decide: Callable, put: Callable) -> li
             continue  # decided in an earlier pass over the graph
         try:
             site = _rewrite_call(node, index, decide, put)
+        except compat.ShortenTraceback:  # of what the user asked for
+            raise
         except Exception as error:  # a graph that nobody has seen yet must not stop a compilation
             site = unreadable(node, error)
             node.meta["sage"] = "kept"

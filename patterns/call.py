@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch.fx import Node
 
+from sage_inductor.ops import compat
 from sage_inductor.patterns.graph import Emitter, dims, value_of
 
 
@@ -65,6 +66,8 @@ class Call:
     finish: Callable[[Node], Node] = lambda out: out  # from attention's output to `node`'s value
     refused: str | None = None  # why this call cannot be written as SDPA
     dead: list[Node] = dataclasses.field(default_factory=list)  # without uses once it is, in order
+    recipe: str | None = None  # the argument of sage_inductor.attention
+    lse: Node | None = None  # the exact one [B, H_q, N_q], fp32, where the call returns it
 
 
 class Decision(NamedTuple):
@@ -123,16 +126,40 @@ def unreadable(node, error: Exception) -> Site:
 
 
 def module_path(node) -> str:
-    """``layers.0.attn``, as the model's named_modules() says, of the innermost module entered.
+    """``layers.0.attn``, as the model's named_modules() says, of the innermost module entered: its
+    path within the outermost module that the compiled code reaches it by.
 
-    Dynamo says ``L['self'].layers[0].attn``, ``G['model'].layers[0].attn`` where a function calls
-    the model, or ``L['self'].__dict__['_modules']['layers'][0].attn`` under a __getattr__."""
+    Dynamo says ``L['self'].layers.0.attn``, ``G['model'].layers.0.attn`` where a function calls the
+    model, ``L['pipe'].parts['model'].layers.0.attn`` where an object holds it, or
+    ``L['self'].__dict__['_modules']['layers'].0.attn`` under a __getattr__."""
     stack = node.meta.get("nn_module_stack") or {"": ("", None)}
     path = list(stack.values())[-1][0]
     names = re.findall(r"\w+", path)
     if path.startswith(("L[", "G[")):
-        names = names[2:]  # the scope and the variable
-    return ".".join(name for name in names if name not in ("__dict__", "_modules"))
+        names = names[_length_of_root(path) :]
+    return ".".join(name for name in names if name not in UNNAMED)
+
+
+# What Dynamo's path goes through, and named_modules() of the module as it was written does not.
+UNNAMED = (
+    "__dict__", "_modules", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module",
+)  # fmt: skip
+
+
+def _length_of_root(path: str) -> int:
+    """How many words of Dynamo's path lead to the outermost module in it: the scope, the variable,
+    and what lies between that and a module, looked up in the frame that is being compiled."""
+    steps = re.findall(r"\.?(\w+)|\[(?:'([^']*)'|(\d+))\]", path)
+    try:
+        output = compat.InstructionTranslator.current_tx().output
+        value = {"L": output.local_scope, "G": output.global_scope}[path[0]]
+        for i, (attribute, key, index) in enumerate(steps[1:], 2):
+            value = getattr(value, attribute) if attribute else value[key or int(index)]
+            if isinstance(value, torch.nn.Module):
+                return len(re.findall(r"\w+", " ".join(map("".join, steps[:i]))))
+    except Exception:  # no frame is being compiled, or the path is written in another way
+        pass
+    return 2
 
 
 def _mask(call: Call) -> str:

@@ -39,7 +39,8 @@ def value_of(x):
 
 def dims(x) -> tuple:
     """A tensor's shape, symbols as text."""
-    return tuple(n if isinstance(n, int) else str(n) for n in getattr(x, "shape", ()))
+    sizes = map(as_int, getattr(x, "shape", ()))
+    return tuple(n if isinstance(n, int) else str(n) for n in sizes)
 
 
 def statically_true(condition) -> bool:
@@ -156,6 +157,7 @@ class GraphIndex:
         self.autocasts = [node for node, name in names if name in AUTOCAST]
         self.nesting = [node for node, name in names if name.endswith(NESTING)]
         self.block_lists = {}  # what flex.py has evaluated
+        self.asked = {}  # what functional.py has written as SDPA, and what it asks for
         self.unsettled = []  # Emitters whose calls may still be taken out
 
     @functools.cached_property

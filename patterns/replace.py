@@ -37,6 +37,10 @@ def replace(call: Call, decision: Decision, portable: bool) -> None:
         first = emit(torch.ops.aten.clone.default, first, memory_format=torch.contiguous_format)
         back = [order.index(d) for d in BHND]
         first = emit(torch.ops.aten.permute.default, first, back)
+    if call.lse is not None:
+        second = emit.insert(operator.getitem, (new, 1), lse)
+        call.lse.replace_all_uses_with(call.finish(second))
+        call.dead.insert(0, call.lse)
     call.node.replace_all_uses_with(call.finish(first))
     for dead in (call.node, *call.dead, *reversed(emit.nodes)):
         if not dead.users:

@@ -6,21 +6,27 @@ from sage_inductor.backend import explain, sage_backend
 from sage_inductor.diagnose import Diagnosis, diagnose
 from sage_inductor.errors import SageOptionError, SageRefused
 from sage_inductor.export import aoti_compile_and_package, rewrite
+from sage_inductor.functional import attention
+from sage_inductor.integrations import register
 from sage_inductor.ops.recipe import VERSION as __version__
-from sage_inductor.policy import Policy
+from sage_inductor.policy import CallDescription, Policy, Rule
 from sage_inductor.report import Report, report
 
 __all__ = [
+    "CallDescription",
     "Diagnosis",
     "Policy",
     "Report",
+    "Rule",
     "SageOptionError",
     "SageRefused",
     "__version__",
     "aoti_compile_and_package",
+    "attention",
     "config",
     "diagnose",
     "explain",
+    "register",
     "report",
     "rewrite",
     "sage_backend",

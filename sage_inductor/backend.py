@@ -24,6 +24,7 @@ from sage_inductor.report import (
     not_asked,
     raise_if_refused,
     record,
+    whole,
 )
 
 
@@ -52,7 +53,7 @@ def sage_backend(gm: torch.fx.GraphModule, example_inputs, *, mode=None, options
     if not (refused and final):  # else Inductor's minutes would be for nothing
         compiled = InductorWrapper(ours["mode"], theirs, None)(gm, example_inputs)
     # Recorded after compiling: until then Dynamo may abandon the graph, see _has_symbolic_floats.
-    record(sites, graph_break)
+    record(sites, asked.policy, graph_break)
     if asked.strict:
         raise_if_refused(sites)
     return compiled
@@ -73,14 +74,14 @@ def explain(model, *args, options: dict | None = None, **kwargs) -> Report:
 
     Nothing is compiled. Like ``torch._dynamo.explain``, it resets Dynamo's caches.
     """
-    sites = []
+    sites, asked = [], settings.resolve(settings.split(options or {})[0])
 
     def see(gm: torch.fx.GraphModule) -> None:
-        found = rewrite(gm, settings.resolve(settings.split(options or {})[0]))
+        found = rewrite(gm, asked)
         sites.extend((str(CompileContext.current_compile_id()), site) for site in found)
 
     run_graphs(see, model, args, kwargs)
-    return Report(sites)
+    return whole(sites, asked.policy)
 
 
 def run_graphs(see, model, args: tuple, kwargs: dict) -> None:

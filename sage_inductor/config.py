@@ -6,7 +6,10 @@
     torch.compile(model, backend="sage", options={"sage.strict": True})     # one model
 
 What each one means: sage_inductor/options.py. The environment is read when sage_inductor is
-imported.
+imported, by the program or by torch for ``backend="sage"``. So ``SAGE_INDUCTOR_ENABLED=1`` does
+nothing in a program that does neither: it needs one line, ``import sage_inductor``. (torch could
+import us with itself, by an entry point of its group "torch.backends". But then `import torch`
+fails wherever what is installed of us is broken or was moved, also for who never asked for us.)
 
 From torch 2.13 on, torch's configs keep what is assigned for the thread that assigned it. A server
 configures in one thread and compiles in another, so an assignment here is the whole process's;
@@ -15,9 +18,12 @@ configures in one thread and compiles in another, so an assignment here is the w
 
 import contextlib
 import contextvars
+import os
 import sys
 import types
+import typing
 from collections.abc import Callable
+from typing import Any
 
 from sage_inductor import options
 from sage_inductor import policy as policies
@@ -30,7 +36,10 @@ def _setting(name: str):
 
 
 recipe: str = _setting("recipe")
-policy: str = _setting("policy")
+if typing.TYPE_CHECKING:
+    policy: str | os.PathLike | policies.Policy | dict | list | Callable
+else:
+    policy: str = _setting("policy")  # torch allows bool and str here
 emulate: bool = _setting("emulate")
 force: bool = _setting("force")
 strict: bool = _setting("strict")
@@ -49,6 +58,7 @@ class _CheckedConfig(type(sys.modules[__name__])):
     def __setattr__(self, name, value):
         if name in self._config:
             check(name, value)
+            value = policies.settled(value) if name == "policy" else value
         elif name not in self._bypass_keys:
             raise AttributeError(options.unknown(name, self._config, _PREFIX))
         super().__setattr__(name, value)
@@ -58,7 +68,7 @@ class _CheckedConfig(type(sys.modules[__name__])):
         if name in _followers:
             _followers[name](value, not _patching.get())
 
-    def patch(self, arg1=None, arg2=None, **kwargs):
+    def patch(self, arg1=None, arg2=None, **kwargs):  # typed below
         changes = arg1 if isinstance(arg1, dict) else {arg1: arg2} if arg1 else kwargs
         for name in changes:
             if name not in self._config:
@@ -72,10 +82,10 @@ class _Patch(contextlib.ContextDecorator):
     def __init__(self, patch):
         self.patch = patch
 
-    def __enter__(self):
+    def __enter__(self) -> None:
         return self._run(self.patch.__enter__)
 
-    def __exit__(self, *error):
+    def __exit__(self, *error: object) -> None:  # None: an error within is never swallowed
         return self._run(self.patch.__exit__, *error)
 
     @staticmethod
@@ -87,6 +97,19 @@ class _Patch(contextlib.ContextDecorator):
             _patching.reset(token)
 
 
+if typing.TYPE_CHECKING:  # imported by itself, the bool TYPE_CHECKING would become a setting
+    # What install_config_module puts into this module, which no type checker sees. torch's own
+    # stub (torch.utils._config_typing) leaves open what patch returns.
+
+    def patch(
+        arg1: str | dict[str, Any] | None = None, arg2: Any = None, **kwargs: Any
+    ) -> _Patch: ...
+    def to_dict() -> dict[str, Any]: ...
+    def save_config() -> bytes: ...
+    def load_config(config: bytes | dict[str, Any]) -> None: ...
+    def get_hash() -> bytes: ...
+
+
 _PREFIX = "sage_inductor.config."
 
 
@@ -94,8 +117,11 @@ def check(name: str, value, prefix: str = _PREFIX) -> None:
     """Raise ValueError unless `value` may be given to the setting `name`; of a policy its file is
     read."""
     options.check(name, value, prefix)
-    if name == "policy" and value:
-        policies.Policy.load(value)
+    if name == "policy":
+        try:
+            policies.ruling(value)
+        except ValueError as error:
+            raise ValueError(f"{prefix}policy: {error}") from None
 
 
 def follow(name: str, call: Callable[[object, bool], None]) -> None:
@@ -108,3 +134,6 @@ def follow(name: str, call: Callable[[object, bool], None]) -> None:
 types.ModuleType.__setattr__(sys.modules[__name__], "__class__", _CheckedConfig)
 for _option in options.SETTINGS.values():  # what the environment says
     check(_option.name, getattr(sys.modules[__name__], _option.name), f"{_option.variable}: ")
+_self = sys.modules[__name__]
+if _self.policy:
+    _self._config["policy"].env_value_default = policies.settled(_self.policy)

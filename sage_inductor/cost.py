@@ -9,6 +9,7 @@ capability (an H100 and an H200) differ in their lengths.
 import functools
 import json
 import logging
+import math
 import os
 import re
 from pathlib import Path
@@ -106,6 +107,13 @@ def crossover(gpu: str, recipe: str, head_dim: int, kind: str, packaged: bool = 
     ours = {} if flash_attention() != TORCHS_FLASH else PACKAGED if packaged else CROSSOVER
     row = ours.get((gpu, recipe, head_dim, kind), [])
     return row if packaged else tuned(gpu).get((recipe, head_dim, kind), row)
+
+
+def shortest(gpu: str) -> float:
+    """The shortest length in any row of the GPU: no recipe is known to win below it."""
+    built_in = (row for (name, *_), row in CROSSOVER.items() if name == gpu)
+    rows = (*tuned(gpu).values(), *built_in)
+    return min((N for row in rows for _, N in row), default=math.inf)
 
 
 def is_measured(gpu: str) -> bool:

@@ -3,7 +3,7 @@
 A call is rewritten if `sage::sdpa` can stand for it (patterns/eligible.py) and is measured to be
 faster there, by the table (cost.py) or here and now (Settings.benchmark), unless the settings say
 otherwise. Which recipe it asks for is said by the first rule of the policy that it fits, else by
-the settings' recipe.
+the call itself (``sage_inductor.attention(recipe=...)``), else by the settings' recipe.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ import torch
 
 from sage_inductor import cost, patterns
 from sage_inductor.autotune import BenchmarkCase, Candidate, rivals
+from sage_inductor.errors import SageOptionError
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.select import Problem, select
@@ -23,6 +24,7 @@ from sage_inductor.options import AUTO, OFF
 from sage_inductor.patterns.call import CAUSAL, FULL, Call, Decision, Site, module_path, value_of
 from sage_inductor.patterns.eligible import why_not
 from sage_inductor.patterns.graph import guarded
+from sage_inductor.policy import CallDescription, ask, layer_of
 from sage_inductor.settings import Settings
 
 
@@ -48,17 +50,34 @@ def _choose(call: Call, settings: Settings) -> tuple[Candidate | None, str]:
     reason = call.refused or why_not(call)
     if reason:
         return None, reason
-    q = value_of(call.q)
-    about = module_path(call.node), int(q.shape[3]), lambda n: _at_least(q.shape[2], n, settings)
-    rules = enumerate(settings.policy, 1)
-    number = next((i for i, rule in rules if rule.fits(*about)), None)
-    if number is None:
-        return _asked(call, settings, settings.recipe)
-    wanted = settings.policy[number - 1].recipe
+    wanted, rule = _ruled(call, settings)
+    if wanted is None:
+        named = settings.recipe != OFF and call.recipe not in (None, AUTO)
+        return _asked(call, settings, call.recipe if named else settings.recipe)
     if wanted == OFF:
-        return None, f"the policy says off (rule {number})"
+        return None, f"the policy says off ({rule})"
     candidate, reason = _asked(call, settings, wanted)
-    return candidate, f"{reason} (rule {number} of the policy)"
+    return candidate, f"{reason} ({rule} of the policy)"
+
+
+def _ruled(call: Call, settings: Settings) -> tuple[str | None, str]:
+    """What the policy says of a call, and what in it does; (None, "") where nothing does."""
+    q, module = value_of(call.q), module_path(call.node)
+    head_dim = int(q.shape[3])
+    if not callable(settings.policy):
+        about = module, head_dim, lambda n: _at_least(q.shape[2], n, settings)
+        rules = enumerate(settings.policy, 1)
+        fits = ((rule.recipe, f"rule {i}") for i, rule in rules if rule.fits(*about))
+        return next(fits, (None, ""))
+    lengths = (_length(value_of(x).shape[2], settings) for x in (call.q, call.k))
+    described = CallDescription(
+        module, layer_of(module), head_dim, *lengths, _kind(call), call.out.dtype, q.device
+    )
+    try:
+        recipe = ask(settings.policy, described)
+    except ValueError as error:
+        raise SageOptionError(str(error)) from error.__cause__
+    return recipe, "the function" if recipe else ""
 
 
 def _asked(call: Call, settings: Settings, wanted: str) -> tuple[Candidate | None, str]:
@@ -249,6 +268,13 @@ def _at_least(n, minimum: int, settings: Settings) -> bool:
     if hint is None:
         return statically_known_true(n >= minimum)
     return bool((hint if settings.portable else n) >= minimum)
+
+
+def _length(n, settings: Settings):
+    """What a function is told of a length: as `_at_least` takes it, comparing is a guard, but for
+    exported programs; of what depends on data no more is known than that it is."""
+    hint = _hint(n)
+    return 1 if hint is None else hint if settings.portable else n
 
 
 def _hint(n) -> int | None:

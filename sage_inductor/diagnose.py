@@ -421,19 +421,22 @@ def _suggested(probes: list[_Probe], tolerance: float) -> dict[str, str]:
 
 def _merged(suggested: dict[str, str]) -> tuple[Rule, ...]:
     """Rules that give each module its recipe: what most get comes last, and before it the others,
-    together where all calls of one name ("*.cross_attention") or of neighbouring layers agree."""
+    by their name where all calls of one name agree ("*.cross_attention", which also holds where
+    blocks are compiled alone), else together where those of neighbouring layers do."""
     if not suggested:
         return ()
     usual = collections.Counter(suggested.values()).most_common(1)[0][0]
     others = {module: recipe for module, recipe in suggested.items() if recipe != usual}
-    names = dict.fromkeys("*." + module.rpartition(".")[2] for module in others if "." in module)
+    leaves = (module.rpartition(".")[2] for module in others)
+    names = dict.fromkeys(f"*.{leaf}" for leaf in leaves if leaf and not leaf.isdecimal())
     shapes = [Rule(usual, module=name) for name in names]
     shapes += [shape for name in ("*", *names) for shape in _layers(suggested, name)]
     rules = []
     for shape in shapes:
         inside = [module for module in suggested if shape.fits_module(module)]
         recipes = {suggested[module] for module in inside}
-        if len(recipes) == 1 and sum(module in others for module in inside) > 1:
+        least = 1 if shape.layer == (None, None) else 2  # a name holds in blocks compiled alone too
+        if len(recipes) == 1 and sum(module in others for module in inside) >= least:
             rules.append(dataclasses.replace(shape, recipe=recipes.pop()))
             others = {module: r for module, r in others.items() if module not in inside}
     rules += [Rule(recipe, module=module) for module, recipe in others.items()]

@@ -11,20 +11,27 @@ from sage_inductor import settings
 from sage_inductor.decide import rewrite as _rewrite
 from sage_inductor.errors import SageOptionError
 from sage_inductor.ops.launch import OPAQUE
-from sage_inductor.report import Report, raise_if_refused, record
+from sage_inductor.ops.recipe import renewed
+from sage_inductor.report import Report, raise_if_refused, record, whole
 
 _log = logging.getLogger("sage_inductor")
 
 
-def rewrite(exported_program: torch.export.ExportedProgram, *, options: dict | None = None):
+def rewrite(
+    exported_program: torch.export.ExportedProgram, *, options: dict | None = None
+) -> Report:
     """Rewrite the attention calls of a program from ``torch.export.export``, in place.
+
+    A program that was rewritten, saved and loaded is brought up to the sage_inductor that is
+    installed, which refuses to run it before; options play no part in that.
 
     options: the ``sage.`` options of ``torch.compile(..., backend="sage")``. Which call is
     rewritten is decided by the example's lengths. Only kernels that travel in a package are used.
 
     Returns the Report of its sites. The program then goes to torch's own
     ``aoti_compile_and_package`` or, for several models in one package, to its ``aot_compile`` and
-    ``package_aoti``. Raises ValueError if the program calls a sage op that needs Python to run.
+    ``package_aoti``. Raises ValueError if the program calls a sage op that needs Python to run, or
+    was rewritten by a version whose recipes mean something else.
     """
     ours, theirs = settings.split(options or {})
     if theirs or "mode" in ours:
@@ -33,12 +40,24 @@ def rewrite(exported_program: torch.export.ExportedProgram, *, options: dict | N
             "aoti_compile_and_package(inductor_configs=...)"
         )
     asked = settings.resolve(ours, portable=True)
+    _renew(exported_program.graph_module)
     sites = _rewrite(exported_program.graph_module, asked)
     _check_travels(exported_program.graph_module)
-    record(sites)
+    record(sites, asked.policy)
     if asked.strict:
         raise_if_refused(sites)
-    return Report([("export", site) for site in sites])
+    return whole([("export", site) for site in sites], asked.policy)
+
+
+def _renew(gm: torch.fx.GraphModule) -> None:
+    """Give the sage ops of a program the recipes' strings of today. Raises ValueError where one
+    means something else than when it was made."""
+    for module in gm.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            if node.target in (torch.ops.sage.sdpa.default, torch.ops.sage.prepare.default):
+                given = node.normalized_arguments(module, normalize_to_only_use_kwargs=True).kwargs
+                at = list(given).index("recipe")
+                node.update_arg(at, renewed(given["recipe"]))
 
 
 def _check_travels(gm: torch.fx.GraphModule) -> None:

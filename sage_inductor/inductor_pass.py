@@ -31,12 +31,15 @@ class SagePass(CustomGraphPass):
         asked = self._settings()
         # Inductor applies a pre-grad pass to nested graphs too; a site is decided once.
         sites = rewrite(graph.owning_module, asked)
-        record(sites, ends_in_graph_break(graph.owning_module))
+        record(sites, asked.policy, ends_in_graph_break(graph.owning_module))
         if asked.strict:
             raise_if_refused(sites)
 
     def uuid(self):
-        asked = dataclasses.astuple(self._settings())
+        settings = self._settings()
+        if callable(settings.policy):  # nothing says whether its answers are those of last time
+            return None
+        asked = dataclasses.astuple(settings)
         return sources_tag(), cost.in_force(), config.enabled, asked
 
     @staticmethod

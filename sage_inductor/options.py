@@ -7,7 +7,6 @@ An option of `torch.compile` overrides the config, which overrides the environme
 """
 
 import difflib
-import os
 from typing import NamedTuple
 
 import torch
@@ -33,8 +32,8 @@ class Option(NamedTuple):
 _TABLE = (
     Option("recipe", AUTO, str,
            'how attention calls are quantized: "auto" (by device), a recipe\'s name, or "off"'),
-    Option("policy", "", os.PathLike,
-           "the path of a file of rules: which recipe which attention call gets"),
+    Option("policy", "", object,
+           "which recipe which attention call gets: a file of rules, or what policy.py says"),
     Option("emulate", False, bool,
            "run the recipes' bit-faithful emulation where there is no kernel (CPU), at any length"),
     Option("force", False, bool,
@@ -52,15 +51,12 @@ SETTINGS = {name: option for name, option in OPTIONS.items() if option.is_settin
 
 
 def check(name: str, value, prefix: str) -> None:
-    """Raise ValueError unless `value` may be given to the option `name`. What is in a policy's file
-    is not looked at."""
+    """Raise ValueError unless `value` may be given to the option `name`. Of policies
+    sage_inductor/policy.py judges."""
     if name == "mode":
         modes = list(torch._inductor.list_mode_options())
         if value not in modes:
             raise ValueError(f"{prefix}mode must be one of {modes}, got {value!r}")
-    elif name == "policy":
-        if not isinstance(value, (str, os.PathLike, type(None))):
-            raise ValueError(f"{prefix}policy must be a path, got {value!r}")
     elif name == "recipe":
         valid = (AUTO, OFF, *NAMED)
         if not isinstance(value, str) or value not in (*valid, *ALIASES):
@@ -68,7 +64,7 @@ def check(name: str, value, prefix: str) -> None:
             raise ValueError(
                 f"{prefix}{name} must be one of {valid}, got {value!r}: did you mean {near!r}?"
             )
-    elif not isinstance(value, bool):
+    elif name != "policy" and not isinstance(value, bool):
         raise ValueError(f"{prefix}{name} must be True or False, got {value!r}")
 
 

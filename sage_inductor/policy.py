@@ -1,4 +1,4 @@
-"""Which recipe each attention call gets: rules in a JSON file, the first that fits decides.
+"""Which recipe each attention call gets: rules, the first that fits decides; or a function.
 
     {
       "version": 1,
@@ -11,12 +11,20 @@
 
     torch.compile(model, backend="sage", options={"sage.policy": "policy.json"})
 
+``sage.policy`` and ``sage_inductor.config.policy`` take the path of such a file, what is in it (a
+dict, or the list of its rules), a Policy, or a function that is called with a CallDescription and
+returns what "recipe" may say, or None: no opinion.
+
 A rule fits a call if each of its fields does; ranges are inclusive, null leaves a side open:
 
     recipe      "auto", a recipe's name or "off": what the fitting calls ask for, in the place of
                 ``sage.recipe``, and with its meaning: below the measured crossover they stay SDPA
-    module      a glob of the path of the calling module within the compiled one: "layers.*.attn";
-                * also stands for dots. A call that no module makes has the path ""
+    module      a glob of the path of the calling module: "layers.*.attn"; * also stands for dots,
+                and "*.attn" for "attn" too. The path is that of named_modules() of the outermost
+                module that the compiled code reaches: the model, whether it is compiled itself, by
+                a method, or by a function that calls it. Blocks that are compiled alone
+                (compile_repeated_blocks) know no more than their own: "attn", which "*.attn" fits
+                both ways. A call by the outermost module itself, or by none, has the path ""
     layer       a number or [from, to], of the first number in that path
     head_dim    a number or several, of q's
     length      [from, to], of the rows of q. A dynamic length is guarded: each side of a bound gets
@@ -25,20 +33,26 @@ A rule fits a call if each of its fields does; ranges are inclusive, null leaves
                 it measured
 
 A call that no rule fits asks for ``sage.recipe``. The file is read when a graph is compiled: change
-it, and graphs compiled after `torch._dynamo.reset()` are its, whatever caches hold.
+it, and graphs compiled after `torch._dynamo.reset()` are its, whatever caches hold. A relative path
+stays the file that it was at first, and a file that can no longer be read stays what it said last,
+with a warning. A rule that names modules and fits none is told of by the report, at its foot.
 """
 
 import dataclasses
 import fnmatch
 import json
+import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
 
 from sage_inductor import options
 from sage_inductor.ops.formats import HEAD_DIMS
 
 VERSION = 1
+_log = logging.getLogger("sage_inductor")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +81,9 @@ class Rule:
         layer, (first, last) = layer_of(module), self.layer
         if layer is None and self.layer != (None, None):
             return False
+        globs = self.module, self.module.removeprefix("*.")
         return (
-            fnmatch.fnmatchcase(module, self.module)
+            any(fnmatch.fnmatchcase(module, glob) for glob in globs)
             and (first is None or layer >= first)
             and (last is None or layer <= last)
         )
@@ -83,10 +98,35 @@ FIELDS = tuple(field.name for field in dataclasses.fields(Rule))
 
 
 @dataclasses.dataclass(frozen=True)
-class Policy:
-    """Rules in order; the first that fits a call decides its recipe."""
+class CallDescription:
+    """What a policy that is a function is told of an attention call.
 
-    rules: tuple[Rule, ...] = ()
+    length and length_kv are numbers, or symbols where the shape is dynamic: what is asked of a
+    symbol (``call.length >= 4096``) becomes a guard of the graph, and each answer gets its own. A
+    length that depends on data is 1: nothing more is known of it."""
+
+    module: str  # the path, as for a rule
+    layer: int | None  # the first number in it
+    head_dim: int  # of q and k
+    length: int | torch.SymInt  # N_q
+    length_kv: int | torch.SymInt  # N_kv
+    kind: str  # "full", "causal", "window", "flex window", "keys", "mask" or "bias"
+    dtype: torch.dtype  # that attention returns
+    device: torch.device
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """Rules in order; the first that fits a call decides its recipe. Raises ValueError for rules
+    that a file may not hold."""
+
+    rules: Sequence[Rule] = ()  # kept as a tuple
+
+    def __post_init__(self):
+        for number, rule in enumerate(self.rules, 1):
+            if not isinstance(rule, Rule):
+                raise ValueError(f"Policy: rule {number}: must be a Rule, got {rule!r}")
+        object.__setattr__(self, "rules", from_python([_given(rule) for rule in self.rules]))
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Policy":
@@ -103,9 +143,10 @@ class Policy:
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
         try:
-            return cls(_rules(whole))
+            rules = _rules(whole)
         except _Invalid as error:
             raise ValueError(f"{path}:{error.line}: {error}") from None
+        return cls(rules)
 
     def save(self, path: str | os.PathLike, note=None) -> None:
         """Write the file that `load` reads, with a `note`: any JSON."""
@@ -114,15 +155,112 @@ class Policy:
 
     def text(self, note=None) -> str:
         """What `save` writes: a line for each rule."""
-        rules = []
-        for rule in self.rules:
-            given = {f.name: getattr(rule, f.name) for f in dataclasses.fields(Rule)[1:]}
-            given = {name: x for name, x in given.items() if x != getattr(Rule, name)}
-            rules.append("\n    " + json.dumps(given | {"recipe": rule.recipe}))
+        rules = ["\n    " + json.dumps(_given(rule)) for rule in self.rules]
         whole = [f'"version": {VERSION}', f'"rules": [{",".join(rules)}\n  ]']
         if note is not None:
             whole.append('"note": ' + json.dumps(note, indent=2).replace("\n", "\n  "))
         return "{\n  " + ",\n  ".join(whole) + "\n}\n"
+
+
+def _given(rule: Rule) -> dict:
+    """What a file says for a rule."""
+    given = {f.name: getattr(rule, f.name) for f in dataclasses.fields(Rule)[1:]}
+    return {name: x for name, x in given.items() if x != getattr(Rule, name)} | {
+        "recipe": rule.recipe
+    }
+
+
+def unmatched(rules: tuple[Rule, ...], modules: Iterable[str]) -> list[str]:
+    """A line for each rule that names modules and fits none of those that make attention calls."""
+    lines, seen = [], sorted(set(modules))
+    calls = (
+        "attention is called by " + ", ".join(map(json.dumps, seen[:4])) + ", ..." * (len(seen) > 4)
+    )
+    for number, rule in enumerate(rules, 1):
+        if seen and not any(map(rule.fits_module, seen)):
+            where = {name: x for name, x in _given(rule).items() if name in ("module", "layer")}
+            what = f"rule {number} of the policy fits no module so far: {json.dumps(where)}"
+            lines.append(f"{what}; {calls}")
+    return lines
+
+
+# -- what may be given ----
+
+# A policy in force: rules, or a function.
+Ruling = tuple[Rule, ...] | Callable[[CallDescription], str | None]
+_files: dict[str, tuple[Rule, ...]] = {}  # by path: what each file said when it could be read
+_places: dict[int, tuple[object, str]] = {}  # by id of what holds a relative path: it, and the file
+_warned: set[str] = set()
+
+
+def ruling(given, holder: object = None) -> Ruling:
+    """What ``sage.policy`` may be given, ready to be asked. holder: what keeps `given`, an options
+    dict: a relative path is resolved once for each. Raises ValueError."""
+    if given is None or given == "":
+        return ()
+    if isinstance(given, (str, os.PathLike)):
+        return _of_file(os.fspath(given), holder)
+    if isinstance(given, Policy):
+        return given.rules
+    if isinstance(given, (dict, list, tuple)):
+        return from_python(given)
+    if callable(given) and not isinstance(given, type):
+        return given
+    what = "a path, a Policy, a dict, a list of rules or a function of a CallDescription"
+    raise ValueError(f"must be {what}, got {given!r}")
+
+
+def settled(given):
+    """`given`, to be kept where it cannot change: what `ruling` makes of it will not depend on the
+    folder that the process is in, nor on what becomes of a dict."""
+    if isinstance(given, (str, os.PathLike)):
+        return given and os.path.abspath(given)
+    return Policy(from_python(given)) if isinstance(given, (dict, list, tuple)) else given
+
+
+def _of_file(path: str, holder: object) -> tuple[Rule, ...]:
+    place = _places.get(id(holder), (None, None))[1] if holder is not None else None
+    place = place or os.path.abspath(path)
+    try:
+        _files[place] = Policy.load(place).rules
+    except ValueError as error:
+        if place not in _files:
+            raise
+        if str(error) not in _warned:
+            _warned.add(str(error))
+            _log.warning("%s: the policy stays what this file said before", error)
+    if holder is not None and not os.path.isabs(path):
+        _places[id(holder)] = holder, place  # the holder is kept, so that its id stays its own
+    return _files[place]
+
+
+def from_python(given: dict | list | tuple) -> tuple[Rule, ...]:
+    """The rules in what a file may hold, or in the list of its rules. Raises ValueError."""
+    if not isinstance(given, dict):
+        rules = [_given(rule) if isinstance(rule, Rule) else rule for rule in given]
+        given = {"version": VERSION, "rules": rules}
+    try:
+        return _rules(_parse(json.dumps(given)))
+    except _Invalid as error:
+        raise ValueError(str(error)) from None
+    except TypeError as error:
+        raise ValueError(f"must be what JSON can say: {error}") from None
+
+
+def ask(function: Callable, call: CallDescription) -> str | None:
+    """What a function says of a call. Raises ValueError for an answer that is no recipe."""
+    try:
+        recipe = function(call)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"sage.policy: the function raised {reason}, for {call}") from error
+    if recipe is not None:
+        try:
+            options.check("recipe", recipe, "")
+        except ValueError as error:
+            what = "the function must return None, or what a rule's recipe may be"
+            raise ValueError(f"sage.policy: {what}: {error}, for {call}") from None
+    return recipe
 
 
 # -- what a file may say ----

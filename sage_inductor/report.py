@@ -18,12 +18,14 @@ from sage_inductor import cost, page
 from sage_inductor.errors import SageRefused
 from sage_inductor.ops.compat import CompileContext, cached_backends, counters
 from sage_inductor.patterns import Site
+from sage_inductor.policy import Rule, Ruling, unmatched
 from sage_inductor.remedies import Cause, cause_of
 
 log = logging.getLogger("sage_inductor")
 
 _sites: list[tuple[str, Site]] = []  # (graph, site)
 _told: set[str] = set()  # patterns of the causes that were warned of
+_modules: dict[tuple[Rule, ...], set[str]] = {}  # that make attention calls, by the policy's rules
 _lock = threading.Lock()
 
 COLUMNS = ("graph", "module", "count", "call", "q", "k", "dtype", "mask", "recipe", "reason")
@@ -33,8 +35,9 @@ class Report(Sequence):
     """The sites of some graphs, in the order they were compiled. `print` it for a verdict and a
     table, in which calls that are equal but for the numbers in their module's path are one row."""
 
-    def __init__(self, sites: Sequence[tuple[str, Site]]):
+    def __init__(self, sites: Sequence[tuple[str, Site]], notes: Sequence[str] = ()):
         self._sites = tuple(sites)
+        self._notes = tuple(notes)  # lines at the foot of the table
 
     def __len__(self):
         return len(self._sites)
@@ -68,6 +71,7 @@ class Report(Sequence):
             return self.verdict
         rows, remedies = [row for row, _ in self._grouped()], self._remedies()
         lines = [self.verdict, "", table([COLUMNS, *rows]), *([""] if remedies else []), *remedies]
+        lines += self._notes
         return "\n".join(lines)
 
     def __repr__(self):
@@ -113,7 +117,7 @@ class Report(Sequence):
         """(cells of a row, its calls with their graphs)."""
         groups = grouped(
             self._sites,
-            path=lambda each: path_of(each[1]),
+            path=lambda each: _module(each[1]),
             # A reason may name nodes of its layer: the scores `softmax_3`.
             same=lambda each: [re.sub(r"_\d+`", "`", cell) for cell in _cells([each[1]])[2:]],
         )
@@ -136,9 +140,14 @@ def _cells(sites: list[Site]) -> tuple[str, ...]:
     q, k = (str(list(x)).replace("'", "") for x in (site.q, site.k))
     recipe = site.recipe or "-"
     return (
-        path_of(site), f"x{len(sites)}", site.spelling, q, k, site.dtype, site.mask, recipe,
+        _module(site), f"x{len(sites)}", site.spelling, q, k, site.dtype, site.mask, recipe,
         site.reason,
     )  # fmt: skip
+
+
+def _module(site: Site) -> str:
+    """As a policy says it."""
+    return site.module or '""'
 
 
 def folded(site: Site) -> page.Cell:
@@ -194,7 +203,8 @@ def report() -> Report:
     Where Python's own logging is set up, the logger "sage_inductor" at level INFO has it.
     """
     with _lock:
-        return Report(_sites)
+        notes = [line for rules, modules in _modules.items() for line in unmatched(rules, modules)]
+        return Report(_sites, notes)
 
 
 def ends_in_graph_break(gm: torch.fx.GraphModule) -> bool:
@@ -203,8 +213,8 @@ def ends_in_graph_break(gm: torch.fx.GraphModule) -> bool:
     return reason is not None and reason.graph_break
 
 
-def record(sites: list[Site], graph_break: bool = False) -> None:
-    """Add the sites of the graph that is being compiled: report, counters, log.
+def record(sites: list[Site], policy: Ruling = (), graph_break: bool = False) -> None:
+    """Add the sites of the graph that is being compiled, by `policy`: report, counters, log.
 
     Where every call of the report stays as it was, this warns: once in a process for each cause
     (a row of remedies.py), and not of what the user asked for himself. A warning says why the calls
@@ -218,6 +228,8 @@ def record(sites: list[Site], graph_break: bool = False) -> None:
     graph = str(compile_id) if compile_id is not None else "-"
     with _lock:
         _sites.extend((graph, site) for site in sites)
+        if sites and isinstance(policy, tuple):
+            _modules.setdefault(policy, set()).update(site.module for site in sites)
     for site in sites:
         counters["sage"]["rewritten" if site.rewritten else "refused"] += 1
         what = f"becomes {site.recipe}" if site.rewritten else "stays as it was"
@@ -264,6 +276,16 @@ def not_asked(sites: list[Site]) -> list[Site]:
     return [s for s in sites if not s.rewritten and not cause_of(s.reason).asked]
 
 
+def whole(sites: list[tuple[str, Site]], policy: Ruling) -> Report:
+    """The report of a model of which nothing more is to be compiled: a rule that fits none of its
+    calls is warned of at once."""
+    modules = [site.module for _, site in sites]
+    notes = unmatched(policy, modules) if isinstance(policy, tuple) else []
+    for line in notes:
+        log.warning("%s", line)
+    return Report(sites, notes)
+
+
 def raise_if_refused(sites: list[Site]) -> None:
     refused = [f"{path_of(site)}: {site.reason}" for site in not_asked(sites)]
     if refused:
@@ -274,6 +296,7 @@ def raise_if_refused(sites: list[Site]) -> None:
 def clear() -> None:
     with _lock:
         _sites.clear()
+        _modules.clear()
 
 
 class _ClearOnReset:

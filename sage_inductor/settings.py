@@ -1,13 +1,16 @@
 """What one compilation is asked for: its options, over sage_inductor.config."""
 
 import dataclasses
+import re
 from collections.abc import Callable
 
 from sage_inductor import autotune, config, options
 from sage_inductor.errors import SageOptionError
+from sage_inductor.ops.compat import inductor_config
 from sage_inductor.options import AUTO, OFF, OPTIONS, PREFIX
-from sage_inductor.policy import Policy, Rule
+from sage_inductor.policy import Ruling, ruling
 
+FROM_CONFIG = ("recipe", "emulate", "force", "strict", "policy")
 AUTOTUNED = ("max-autotune", "max-autotune-no-cudagraphs")  # modes that time calls, not read tables
 
 
@@ -19,7 +22,7 @@ class Settings:
     emulate: bool = False
     force: bool = False
     strict: bool = False
-    policy: tuple[Rule, ...] = ()
+    policy: Ruling = ()
     portable: bool = False  # exporting: no guards on lengths, only kernels that travel
     # Instead of the table: ms of a case's candidates and of SDPA's backends, these by name; an
     # error's message for one that failed.
@@ -28,18 +31,16 @@ class Settings:
 
 def resolve(given: dict, **overrides) -> Settings:
     """The settings of a compilation with the options `given` (without their prefix)."""
-    names = ("recipe", "emulate", "force", "strict")
-    values = {name: given.get(name, getattr(config, name)) for name in names}
+    values = {name: given.get(name, getattr(config, name)) for name in FROM_CONFIG[:-1]}
     if not given.get("enabled", True):
         return Settings(**values | {"recipe": OFF}, **overrides)
     if given.get("mode") in AUTOTUNED:
         values["benchmark"] = autotune.benchmark
-    path = given.get("policy", config.policy)
     try:
-        rules = Policy.load(path).rules if path else ()
-    except ValueError as error:  # the file has changed since it was checked
-        raise SageOptionError(str(error)) from None
-    return Settings(**values, policy=rules, **overrides)
+        policy = ruling(given.get("policy", config.policy))
+    except ValueError as error:
+        raise SageOptionError(f"{PREFIX}policy: {error}") from None
+    return Settings(**values, policy=policy, **overrides)
 
 
 def split(given: dict) -> tuple[dict, dict]:
@@ -50,7 +51,27 @@ def split(given: dict) -> tuple[dict, dict]:
         if name not in OPTIONS:
             raise SageOptionError(f"{options.unknown(name, OPTIONS, PREFIX)} (got {value!r})")
         try:
-            config.check(name, value, PREFIX)
+            options.check(name, value, PREFIX)
         except ValueError as error:
             raise SageOptionError(str(error)) from None
+    if "policy" in ours:
+        try:
+            ours["policy"] = ruling(ours["policy"], holder=given)
+        except ValueError as error:
+            raise SageOptionError(f"{PREFIX}policy: {error}") from None
+    _check_inductors(theirs)
     return ours, theirs
+
+
+def _check_inductors(given: dict) -> None:
+    """Raise SageOptionError for an option that Inductor does not have. Inductor's own message lists
+    its 600 options in 20,000 characters, and none of ours."""
+    known = inductor_config.get_config_copy()
+    names = {name: PREFIX + name for name in OPTIONS} | {name: name for name in known}
+    for name, value in given.items():
+        if name.replace("-", "_") not in known:
+            near = names[options.nearest(re.sub("^sage[-_]", "", name), names)]
+            raise SageOptionError(
+                f'option "{name}" does not exist: did you mean "{near}"? (got {value!r}; '
+                f'"{PREFIX}" begins options of sage, all others are Inductor\'s)'
+            )

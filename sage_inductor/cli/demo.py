@@ -9,13 +9,13 @@ Shapes: B batch, N tokens, C channels, H heads, D head_dim.
 import copy
 import functools
 import statistics
-import sys
 
 import torch
 import torch.nn.functional as F
 import triton
 from torch import Tensor, nn
 
+from sage_inductor.cli.progress import Progress, track
 from sage_inductor.diagnose import compare
 from sage_inductor.report import report
 
@@ -105,12 +105,6 @@ class Denoiser(nn.Module):
 
 
 def demo(recipe: str, size: int | None, layers: int, force: bool) -> int:
-    try:
-        from tqdm import tqdm
-    except ModuleNotFoundError:
-        print("the demo needs tqdm to show its progress: pip install tqdm", file=sys.stderr)
-        return 1
-
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     dtype = torch.bfloat16 if on_gpu else torch.float32
@@ -130,22 +124,20 @@ def demo(recipe: str, size: int | None, layers: int, force: bool) -> int:
     options = {"sage.recipe": recipe, "sage.emulate": not on_gpu, "sage.force": force and on_gpu}
     compiled = torch.compile(model, backend="sage", options=options, fullgraph=True)
     outputs = {}
-    steps = tqdm(total=4 if on_gpu else 3, bar_format="{desc}step {n} of {total}, {elapsed}")
 
-    def step(what: str, run):
-        steps.set_description(what)
+    def step(what: str, run) -> None:
+        progress.step(what)
         with torch.no_grad():
             outputs[what] = run()
-        steps.update()
 
-    step("exact attention, float32", lambda: model32(latents, times))
-    if on_gpu:
-        step("SDPA", lambda: model(*inputs))
-    for block in model32.blocks:  # a control: how much of the output is what attention selects
-        torch.nn.init.zeros_(block.attention.norm_q.weight)
-    step("attending to all keys alike", lambda: model32(latents, times))
-    step('backend="sage" (first call: compiles)', lambda: compiled(*inputs))
-    steps.close()
+    with Progress(4 if on_gpu else 3) as progress:
+        step("exact attention, float32", lambda: model32(latents, times))
+        if on_gpu:
+            step("SDPA", lambda: model(*inputs))
+        for block in model32.blocks:  # a control: how much of the output is what attention selects
+            torch.nn.init.zeros_(block.attention.norm_q.weight)
+        step("attending to all keys alike", lambda: model32(latents, times))
+        step('backend="sage" (first call: compiles)', lambda: compiled(*inputs))
 
     found = report()
     print(f"\nwhat became of its attention calls (sage_inductor.report()):\n{found}")
@@ -156,7 +148,7 @@ def demo(recipe: str, size: int | None, layers: int, force: bool) -> int:
         print(f"{name.removesuffix(' (first call: compiles)'):40}", end="")
         print(f"{error['CosSim']:<11.6f}{error['relative L1']:<13.5f}{error['RMSE']:.5f}")
     if on_gpu:
-        _time_both(model, compiled, inputs, tqdm)
+        _time_both(model, compiled, inputs)
     else:
         print("\nno GPU: the emulation shows accuracy, not speed")
     if on_gpu and not found.rewritten:
@@ -164,12 +156,12 @@ def demo(recipe: str, size: int | None, layers: int, force: bool) -> int:
     return 0
 
 
-def _time_both(model, compiled, inputs, tqdm) -> None:
+def _time_both(model, compiled, inputs) -> None:
     """The two backends in turn, so that a clock that drifts drifts for both."""
     stock = torch.compile(model, backend="inductor", fullgraph=True)
     times = {'backend="inductor"': [], 'backend="sage"': []}
     with torch.no_grad():
-        for _ in tqdm(range(5), desc="speed, in turn"):
+        for _ in track(range(5), lambda _: "the speed of both backends, in turn"):
             for found, run in zip(times.values(), (stock, compiled), strict=True):
                 forward = functools.partial(run, *inputs)
                 found.append(triton.testing.do_bench(forward, return_mode="median"))

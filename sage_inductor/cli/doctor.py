@@ -1,14 +1,17 @@
 """``python -m sage_inductor doctor``: what is installed, whether each recipe runs on each device,
 and what the policy chooses there."""
 
+import itertools
 import platform
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 import triton
 
-from sage_inductor import cost
+from sage_inductor import config, cost
 from sage_inductor.backend import explain
+from sage_inductor.cli.progress import track
 from sage_inductor.decide import auto_recipes
 from sage_inductor.diagnose import compare
 from sage_inductor.ops import recipe as recipes
@@ -21,51 +24,106 @@ from sage_inductor.ops.reference.exact import attention_exact
 WRONG = {"int8": 0.1, "fp8": 0.1, "int4": 0.5, "nvfp4": 0.4}
 
 
+class Probe(NamedTuple):
+    """What a small call of a recipe gave on a device."""
+
+    recipe: str
+    head_dim: int
+    kind: str
+    runs: bool | None  # None: the device has no kernel for it. False: it should have run
+    finding: str
+
+
 def doctor() -> int:
-    print(f"sage_inductor {recipes.source_tag()}")
+    registered = "sage" in torch._dynamo.list_backends()
+    devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    asked = list(itertools.product(devices or [torch.device("cpu")], recipes.NAMED))
+    probes: dict[torch.device, list[Probe]] = {device: [] for device, _ in asked}
+    for device, name in track(asked, lambda each: f"{each[1]} on {each[0]}"):
+        probes[device] += _probe_all(device, name)
+    policies = {device: _policy(device) for device in probes}
+
+    print(verdict(registered, [(d, probes[d], policies[d][1]) for d in probes]))
+    print(f"\nsage_inductor {recipes.source_tag()}")
     print(f"torch {torch.__version__}, triton {triton.__version__}", end=", ")
     print(f"Python {platform.python_version()}, {platform.platform()}")
-    registered = "sage" in torch._dynamo.list_backends()
     print('backend="sage":', "registered" if registered else "NOT registered: install the package")
-
-    devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    if config.enabled:
+        print("sage_inductor.config.enabled: set; of use where a program imports sage_inductor")
     if not devices:
         print("no CUDA device: attention stays SDPA; what follows is the recipes' emulation")
-    healthy = [_examine(device) for device in devices or [torch.device("cpu")]]
-    return 0 if registered and all(healthy) else 1
+    for device in probes:
+        print(f"\n{_name(device)}")
+        print(f"  {'recipe':20}{'head_dim':10}{'kind':8}relative L1 error to exact attention")
+        for probe in probes[device]:
+            print(f"  {probe.recipe:20}{probe.head_dim:<10}{probe.kind:8}{probe.finding}")
+        print(f"  recipe 'auto': {policies[device][0]}")
+    return (
+        0
+        if registered and all(x.runs is not False for each in probes.values() for x in each)
+        else 1
+    )
 
 
-def _examine(device: torch.device) -> bool:
-    """Print what `device` is, that each recipe runs on it, and what the policy chooses for it."""
-    print()
-    if device.type == "cuda":
-        print(f"{device}: {torch.cuda.get_device_name(device)}, sm_{_sm(device)}")
-    else:
-        print(device)
-    healthy = True
-    print(f"  {'recipe':20}{'head_dim':10}{'kind':8}relative L1 error to exact attention")
-    for name, recipe in recipes.NAMED.items():
-        for head_dim in HEAD_DIMS:
-            for kind in ("full", "causal", "mask"):
-                verdict, runs = _probe(device, recipe, head_dim, kind)
-                print(f"  {name:20}{head_dim:<10}{kind:8}{verdict}")
-                healthy &= runs
-    print(f"  recipe 'auto': {_policy(device)}")
-    return healthy
+def verdict(registered: bool, found: list[tuple[torch.device, list[Probe], bool]]) -> str:
+    """One line: what runs here, what does not, and what to do. found: of each device its probes,
+    and whether "auto" rewrites anything there."""
+    if not registered:
+        return 'BROKEN: torch does not know backend="sage". Install the package: pip install .'
+    return "; ".join(dict.fromkeys(_verdict(*each) for each in found))
+
+
+def _verdict(device: torch.device, probes: list[Probe], auto_rewrites: bool) -> str:
+    where = "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    broken = list(dict.fromkeys(x.recipe for x in probes if x.runs is False))
+    run = list(dict.fromkeys(x.recipe for x in probes if x.runs))
+    if broken:
+        count = f"{sum(x.runs is False for x in probes)} of {len(probes)} probes fail"
+        return f"BROKEN: {count} on {where}. Do not ask for {', '.join(broken)}: see the rows below"
+    if device.type == "cpu":
+        cuda = torch.version.cuda
+        why = "torch sees no GPU" if cuda else "this torch is built without CUDA"
+        return (
+            f"NO SPEED HERE: {why}, so attention stays SDPA. The accuracy of all {len(run)} "
+            "recipes can be studied (sage.emulate); for speed use an NVIDIA GPU, sm_80 or newer"
+        )
+    if not run:
+        return f"NOTHING RUNS HERE: {where} (sm_{_sm(device)}) is older than sm_80: all stays SDPA"
+    some = f"{len(run)} of {len(recipes.NAMED)} recipes run on {where}"
+    if not auto_rewrites:
+        return (
+            f'NOT MEASURED: {some}, but "auto" rewrites nothing until '
+            "`python -m sage_inductor tune` has found from which lengths it is faster"
+        )
+    return f'READY: {some}, and "auto" rewrites the calls that are measured to be faster'
+
+
+def _name(device: torch.device) -> str:
+    if device.type == "cpu":
+        return str(device)
+    return f"{device}: {torch.cuda.get_device_name(device)}, sm_{_sm(device)}"
 
 
 def _sm(device: torch.device) -> str:
     return "{}{}".format(*tiles.capability(device))
 
 
-def _probe(device, recipe: recipes.Recipe, head_dim: int, kind: str) -> tuple[str, bool]:
-    """(what a small call of `recipe` gives, False if it should have run and did not)."""
+def _probe_all(device: torch.device, name: str) -> list[Probe]:
+    """Small calls of the recipe `name`, of each head_dim and kind."""
+    cases = itertools.product(HEAD_DIMS, ("full", "causal", "mask"))
+    return [
+        Probe(name, D, kind, *_probe(device, recipes.NAMED[name], D, kind)) for D, kind in cases
+    ]
+
+
+def _probe(device, recipe: recipes.Recipe, head_dim: int, kind: str) -> tuple[bool | None, str]:
+    """(runs, finding) of a Probe."""
     if device.type == "cuda":
         try:
             capability, masked = tiles.capability(device), kind == "mask"
             tiles.tile(capability, recipe.qk, recipe.pv, head_dim, masked)
         except ValueError as error:
-            return f"stays SDPA: {error}", True
+            return None, f"stays SDPA: {error}"
     q, k, v = _inputs(device, 333, head_dim)
     scale, right = head_dim**-0.5, 0 if kind == "causal" else None
     padding = torch.arange(333, device=device)[None] < 300 if kind == "mask" else None
@@ -75,10 +133,10 @@ def _probe(device, recipe: recipes.Recipe, head_dim: int, kind: str) -> tuple[st
         )
         error = compare(out, attention_exact(q, k, v, scale, padding, right=right)[0])
     except Exception as exception:  # whatever a driver or a compiler makes of it is the finding
-        return f"FAILED: {type(exception).__name__}: {str(exception).partition(chr(10))[0]}", False
+        return False, f"FAILED: {type(exception).__name__}: {str(exception).partition(chr(10))[0]}"
     wrong = WRONG[recipe.qk]
     right = error["relative L1"] <= wrong  # also False for NaN
-    return f"{error['relative L1']:.4f}" + ("" if right else f"  WRONG: above {wrong}"), right
+    return right, f"{error['relative L1']:.4f}" + ("" if right else f"  WRONG: above {wrong}")
 
 
 def _inputs(device: torch.device, length: int, head_dim: int):
@@ -89,8 +147,9 @@ def _inputs(device: torch.device, length: int, head_dim: int):
     return (torch.randn(1, length, H, head_dim, **make).transpose(1, 2) for H in (4, 2, 2))
 
 
-def _policy(device: torch.device) -> str:
-    """What "auto" does on `device`: asked of the pass itself, with a call that it has to decide."""
+def _policy(device: torch.device) -> tuple[str, bool]:
+    """What "auto" does on `device`, and whether that is ever to rewrite: asked of the pass itself,
+    with a call that it has to decide."""
 
     def attention(q, k, v):
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
@@ -99,15 +158,15 @@ def _policy(device: torch.device) -> str:
         inputs = list(_inputs(device, 128, HEAD_DIMS[-1]))
         if device.type == "cpu":
             (site,) = explain(attention, *inputs)
-            return f"SDPA: {site.reason}"
+            return f"SDPA: {site.reason}", False
         (site,) = explain(attention, *inputs, options={"sage.force": True})
     if not site.rewritten:
-        return f"SDPA: {site.reason}"
+        return f"SDPA: {site.reason}", False
     rows = crossovers(cost.gpu_name(device), tiles.capability(device))
     if not rows:
         missing = f"no length was measured from which {site.recipe} is faster on this device"
-        return f"SDPA: {missing} (`python -m sage_inductor tune` measures it)"
-    return "what was measured to be faster, else SDPA" + "".join(f"\n    {row}" for row in rows)
+        return f"SDPA: {missing} (`python -m sage_inductor tune` measures it)", False
+    return "what was measured to be faster, else SDPA" + "".join(f"\n    {x}" for x in rows), True
 
 
 def crossovers(gpu: str, capability: tuple[int, int]) -> list[str]:

@@ -236,7 +236,8 @@ def test_results_are_kept_and_plotted(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(accuracy, "LENGTHS", (256,))
     presets = {"SAGE2_8B": SAGE2_8B, "SAGE2_4B": SAGE2_4B}
     monkeypatch.setattr(accuracy, "PRESETS", presets)
-    path, readme = tmp_path / "results" / "cpu" / "found.json", tmp_path / "README.md"
+    path = tmp_path / "bench" / "results" / "cpu" / "found.json"
+    page = tmp_path / "docs" / "accuracy.md"
     args = "--families normal --tables recipes defaults end-to-end --models gpt dit --N 128 --D 64 --layers 2"
     assert accuracy.main([*args.split(), "--device", "cpu", "--json", str(path)]) == 0
 
@@ -259,12 +260,18 @@ def test_results_are_kept_and_plotted(tmp_path, monkeypatch, capsys):
     text = capsys.readouterr().out
     assert "End to end: gpt" in text and "The defaults and accurate" in text
 
-    readme.write_text(f"a{plot.BEGIN}{plot.END}b")
-    where = ["--results", str(tmp_path / "results"), "--readme", str(readme)]
+    page.parent.mkdir()
+    (tmp_path / "README.md").write_text("no table here\n")
+    where = ["--root", str(tmp_path)]
+    for wrong in ("<!-- table:acuracy -->\n<!-- table:end -->", "<!-- table:accuracy -->\n"):
+        page.write_text(wrong)
+        assert plot.main(where) == 2 and page.read_text() == wrong
+        assert "accuracy.md needs" in capsys.readouterr().err
+    page.write_text("a\n<!-- table:accuracy -->\n<!-- table:end -->\nb")
     assert plot.main([*where, "--check"]) == 1
     pytest.importorskip("matplotlib")
     assert plot.main(where) == 0 and plot.main([*where, "--check"]) == 0
-    shown = readme.read_text()
+    shown = page.read_text()
     assert "### CPU, emulated" in shown and "| SAGE2_4B |" in shown and "dit: frechet" in shown
     for name in (plot.ACCURACY_PLOT, plot.MODELS_PLOT):
         drawn = (path.parent / name).read_text()

@@ -1,15 +1,22 @@
 """``python -m sage_inductor``, as a person runs it: in a process of its own."""
 
+import functools
+import io
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
 
 from sage_inductor import cost
-from sage_inductor.cli.doctor import crossovers
+from sage_inductor.cli.doctor import Probe, crossovers, verdict
+from sage_inductor.cli.progress import Progress, track
+from sage_inductor.cli.tune import describe
 from sage_inductor.ops import recipe as recipes
+from sage_inductor.ops.attention import tiles
+from sage_inductor.tune import tune as measure
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what is said without a GPU")
 
@@ -58,6 +65,9 @@ def test_doctor_names_versions_and_runs_every_recipe():
     result = run("doctor")
     assert result.returncode == 0, result.stdout + result.stderr
     assert f"torch {torch.__version__}, triton " in result.stdout
+    assert result.stdout.splitlines()[0].startswith("NO SPEED HERE: ")
+    assert "accuracy of all 7 recipes can be studied" in result.stdout.splitlines()[0]
+    assert "step 7 of 7: sage3 on cpu" in result.stderr
     assert 'backend="sage": registered' in result.stdout
     assert "no CUDA device: attention stays SDPA" in result.stdout
     errors = re.findall(
@@ -92,6 +102,33 @@ def test_doctor_fails_where_a_kernel_does(broken, finding):
     result = run(code=code)
     assert result.returncode == 1, result.stdout + result.stderr
     assert finding in result.stdout
+    assert re.match(r"BROKEN: 63 of 63 probes fail on CPU. Do not ask for sage1, ", result.stdout)
+
+
+def a_probe(recipe, runs):
+    return Probe(recipe, 64, "full", runs, "")
+
+
+@pytest.mark.parametrize(
+    "probes, auto_rewrites, expected",
+    [
+        ([a_probe("sage1", True), a_probe("sage3", None)], True,
+         'READY: 1 of 7 recipes run on NVIDIA Test, and "auto" rewrites the calls'),
+        ([a_probe("sage1", True)], False,
+         'NOT MEASURED: 1 of 7 recipes run on NVIDIA Test, but "auto" rewrites nothing until `python'),
+        ([a_probe("sage1", True), a_probe("sage2-8b", False)], True,
+         "BROKEN: 1 of 2 probes fail on NVIDIA Test. Do not ask for sage2-8b: see"),
+        ([a_probe("sage1", None)], False, "NOTHING RUNS HERE: NVIDIA Test (sm_75) is older"),
+    ],
+    ids=["ready", "not measured", "broken", "too old"],
+)  # fmt: skip
+def test_the_verdict_says_what_runs_and_what_to_do(monkeypatch, probes, auto_rewrites, expected):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
+    monkeypatch.setattr(tiles, "capability", lambda device: (7, 5))
+    each = [(torch.device("cuda", i), probes, auto_rewrites) for i in range(2)]
+    line = verdict(True, each)  # of two like GPUs one verdict
+    assert line.startswith(expected) and line.count("NVIDIA Test") == 1 and "\n" not in line
+    assert verdict(False, each).startswith('BROKEN: torch does not know backend="sage"')
 
 
 @on_cpu
@@ -104,13 +141,29 @@ def test_demo_reports_its_calls_and_how_far_they_are_from_exact():
     cos_sim = dict(re.findall(r"^(\S.*?) {2,}(0\.\d+) +0\.\d+ +0\.\d+$", result.stdout, re.M))
     assert float(cos_sim['backend="sage"']) > 0.999
     assert float(cos_sim["attending to all keys alike"]) < 0.99
-    assert 'backend="sage"' in result.stderr, "no progress was shown"
+    assert 'step 3 of 3: backend="sage" (first call: compiles)' in result.stderr
 
 
-def test_demo_without_tqdm_says_what_is_missing():
-    code = "import sys; sys.modules['tqdm'] = None; "
-    code += "from sage_inductor.__main__ import main; sys.exit(main(['demo', '--layers', '1']))"
-    result = run(code=code)
-    assert result.returncode == 1
-    assert "the demo needs tqdm" in result.stderr
-    assert "Traceback" not in result.stderr
+@pytest.mark.parametrize("on_terminal", [True, False])
+def test_progress_goes_on_while_a_step_runs(monkeypatch, on_terminal):
+    stream = io.StringIO()
+    stream.isatty = lambda: on_terminal
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(Progress, "EVERY", {on_terminal: 0.01})
+    for _ in track(["compiling"], str):
+        deadline = time.monotonic() + 10
+        while (shown := stream.getvalue()).count(", 0 s") < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert shown.count("step 1 of 1: compiling, 0 s") >= 2
+    shown = stream.getvalue()
+    assert shown.startswith("\r"[:on_terminal] + "step 1 of 1: compiling")
+    assert "\n" not in shown if on_terminal else "\r" not in shown
+    assert not on_terminal or not shown.split("\r")[-2].strip()  # the line is cleared
+
+
+def test_tune_says_what_it_measures(monkeypatch, capsys):
+    monkeypatch.setattr(tiles, "capability", lambda device: (8, 0))
+    gpu, ms = torch.device("cpu"), {"sage1": 1.0, "CUDNN_ATTENTION": 2.0}
+    progress = functools.partial(track, describe=describe)
+    measure(gpu, (64,), (1024,), lambda *case: ms, progress)
+    assert "step 4 of 6: head_dim 64, causal, B=4 H=32 N=1024\n" in capsys.readouterr().err

@@ -195,6 +195,16 @@ def test_neighbouring_layers_and_calls_of_one_name_share_a_rule():
     assert _merged(of) == (Rule("sage1-per-token", module="*.cross"), Rule("auto"))
 
 
+def test_one_module_is_named_so_that_its_block_may_be_compiled_alone():
+    of = {"mid.attn1": "off", "mid.attn2": "auto", "pool": "sage1", "last.0": "sage3"}
+    assert _merged(of) == (
+        Rule("auto", module="*.attn2"),
+        Rule("sage1", module="*.pool"),
+        Rule("sage3", module="last.0"),
+        Rule("off"),
+    )
+
+
 def row(module, recipe, error, suggested="auto"):
     site = Site(
         module,

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 import sage_inductor
 from sage_inductor.export import _check_travels, _holds_its_own_libstdcxx
+from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.launch import OPAQUE
 
 EMULATE = {"sage.emulate": True}
@@ -636,6 +637,27 @@ def test_rewritten_programs_can_be_saved(tmp_path):
     done = python("import torch; torch.export.load('program.pt2')", cwd=tmp_path)
     assert done.returncode == 1 and "failed to resolve torch.ops.sage" in done.stderr, done.stderr
     assert "Please import the custom op to register it before deserializing" in done.stderr
+
+
+def test_a_saved_program_outlives_the_sources_that_made_it(tmp_path, monkeypatch):
+    model = Masked(128, 32)
+    args, _ = call(model, 64)
+    program = export(model, args, {})
+    sage_inductor.rewrite(program, options=EMULATE)
+    expected = program.module()(*args)
+    torch.export.save(program, tmp_path / "program.pt2")
+    monkeypatch.setattr(recipes, "source_tag", lambda: "0.2.0+11111111")
+    recipes.decode.cache_clear()
+    again = torch.export.load(tmp_path / "program.pt2")
+    with pytest.raises(ValueError, match=r"call sage_inductor.rewrite\(program\) on the loaded"):
+        again.module()(*args)
+    assert not sage_inductor.rewrite(again)  # nothing is decided anew
+    assert torch.equal(again.module()(*args), expected)
+    monkeypatch.setattr(recipes, "MEANING", recipes.MEANING + 1)
+    recipes.decode.cache_clear()
+    for run in (again.module(), lambda *_: sage_inductor.rewrite(again)):
+        with pytest.raises(ValueError, match="export the original model again"):
+            run(*args)
 
 
 def test_rewrite_refuses_what_is_not_its_option():

@@ -8,10 +8,12 @@ model has real weights. Needs the extra 'models'; nothing is downloaded.
 import collections
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import os
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -21,6 +23,8 @@ from support import cos_sim
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import sage_inductor
+from sage_inductor import Rule, decide
+from sage_inductor.settings import Settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 pytestmark = pytest.mark.models
@@ -609,3 +613,41 @@ def test_sentences_are_as_similar_under_a_recipe_as_its_number_formats_allow(min
     assert not report.refused, f"\n{report}"
     print(f"{recipe}: similarities change by {error:.5f} at most, the budget is {budget:.5f}")
     assert error <= budget
+
+
+@pytest.mark.parametrize("make", [flux, wan])
+@torch.no_grad()
+def test_one_rule_hits_the_same_modules_however_a_model_is_compiled(make, diffusers):
+    """Of blocks that are compiled alone a path begins within the block."""
+    policy = [
+        Rule("off", module="*.attn2"),
+        Rule("sage1", module="*.attn"),
+        Rule("sage1-per-token"),
+    ]
+    asked = Settings(emulate=True, policy=tuple(policy))
+    model, inputs = make(diffusers)
+    found = {}
+
+    def backend(gm, _):
+        found.update((site.module, site.recipe) for site in decide.rewrite(gm, asked))
+        return gm.forward
+
+    def recipes(compiled) -> dict:
+        found.clear()
+        torch._dynamo.reset()
+        compiled(**inputs)
+        return dict(found)
+
+    whole = recipes(torch.compile(model, backend=backend))
+    if make is flux:
+        blocks = "transformer_blocks", "single_transformer_blocks"
+        assert whole == {f"{block}.0.attn": "sage1" for block in blocks}
+    else:
+        assert whole == {"blocks.0.attn1": "sage1-per-token", "blocks.0.attn2": None}
+    assert recipes(torch.compile(lambda **x: model(**x), backend=backend)) == whole
+    called = torch.compile(lambda model, **x: model(**x), backend=backend)
+    assert recipes(functools.partial(called, model)) == whole
+    held = SimpleNamespace(transformer=model)
+    assert recipes(torch.compile(lambda **x: held.transformer(**x), backend=backend)) == whole
+    model.compile_repeated_blocks(backend=backend)
+    assert recipes(model) == {path.split(".")[-1]: recipe for path, recipe in whole.items()}

@@ -2,12 +2,17 @@
 imports whom."""
 
 import ast
+import importlib.metadata
+import os
 import re
 import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("sage_inductor", "patterns", "lowering", "ops")
@@ -34,18 +39,32 @@ print(len(sage_inductor.report()))
     assert python(code).stdout.split() == ["1"]
 
 
-def test_the_wheel_is_pure_and_holds_every_module(tmp_path):
-    source = tmp_path / "source"  # a build leaves files beside the sources, and takes old ones in
+def test_the_environments_switch_needs_an_import_of_us(monkeypatch):
+    """As config.py says: torch itself imports nothing of ours, whatever the environment asks."""
+    monkeypatch.setenv("SAGE_INDUCTOR_ENABLED", "1")
+    installed = "import torch._inductor.config as c; print(type(c.pre_grad_custom_pass).__name__)"
+    assert python(installed).stdout.split() == ["NoneType"]
+    assert python(f"import sage_inductor; {installed}").stdout.split() == ["SagePass"]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"  # a build leaves files beside the sources, and takes old ones in
     for room in BELOW:
         shutil.copytree(ROOT / room, source / room)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     subprocess.run(
         [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation",
-         "-w", tmp_path, source],
+         "-w", folder, source],
         check=True, capture_output=True,
     )  # fmt: skip
-    (wheel,) = tmp_path.glob("*.whl")
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def test_the_wheel_is_pure_and_holds_every_module(wheel):
     assert wheel.name.endswith("-py3-none-any.whl")
     packed = {n for n in zipfile.ZipFile(wheel).namelist() if not n.split("/")[0].endswith("info")}
     sources = {f"{m.replace('.', '/')}.py" for m, (_, p) in SOURCES.items() if p.stem != "__init__"}
@@ -55,6 +74,31 @@ def test_the_wheel_is_pure_and_holds_every_module(tmp_path):
         if p.stem == "__init__"
     }
     assert packed == sources | {"sage_inductor/py.typed"}
+
+
+def test_the_demo_runs_from_the_wheel_beside_torch_and_triton_alone(wheel, tmp_path):
+    """In a folder of links to what these two require, the wheel unpacked among them."""
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    todo, done = ["torch", "triton"], set()
+    while todo:
+        name = todo.pop()
+        if name in done:
+            continue
+        done.add(name)
+        distribution = importlib.metadata.distribution(name)
+        for requirement in map(Requirement, distribution.requires or ()):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                todo.append(requirement.name)
+        for top in {file.parts[0] for file in distribution.files} - {".."}:
+            if not (tmp_path / top).exists():
+                (tmp_path / top).symlink_to(distribution.locate_file(top))
+    assert "tqdm" not in done
+    result = subprocess.run(  # -S: without the environment's own packages
+        [sys.executable, "-S", "-m", "sage_inductor", "demo", "--size", "16", "--layers", "1"],
+        capture_output=True, text=True, cwd="/", env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert "blocks.0.attention" in result.stdout and "Traceback" not in result.stderr
 
 
 # room -> the rooms that it may import, besides itself

@@ -106,6 +106,7 @@ def fits(rule: Rule, module: str, head_dim: int, length: int) -> bool:
     """What sage_inductor/policy.py says, said again."""
     parts = re.split(r"([*?])", rule.module)
     glob = "".join({"*": ".*", "?": "."}.get(part, re.escape(part)) for part in parts)
+    glob = re.sub(r"^\.\*\\\.", r"(.*\\.)?", glob)
     numbers = re.findall(r"(?:^|\.)(\d+)(?=\.|$)", module)
     layers = range(
         0 if rule.layer[0] is None else rule.layer[0],
@@ -161,9 +162,9 @@ def test_what_is_saved_is_loaded(tmp_path_factory, policy, note):
     assert json.loads(path.read_text()).get("note") == note
 
 
-def test_the_readmes_format_is_read(tmp_path):
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    text = re.search(r"```json\n(.*?)```", readme, re.S)
+def test_the_documented_format_is_read(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "policy.md").read_text()
+    text = re.search(r"```json\n(.*?)```", page, re.S)
     assert Policy.load(written(tmp_path, text=text[1])).rules == (
         Rule("off", module="*.cross_attention"),
         Rule("sage1-per-token", layer=(0, 3), head_dim=(64, 128), length=(4096, None)),
@@ -214,6 +215,212 @@ def test_each_side_of_a_length_gets_its_own_graph(tmp_path):
         exact = F.scaled_dot_product_attention(x, x, x)
         assert ((compiled(x, x) - exact).abs().max() < 1e-5) == (64 <= N < 128), N
     assert [s.recipe for s in sage_inductor.report()] == ["sage1", None, "sage1"]
+
+
+# -- the path of a module ----
+
+
+class Pipeline:
+    """Not a module: it holds one."""
+
+    def __init__(self, model):
+        self.parts = {"transformer": model}
+
+    def run(self, *inputs):
+        return self.parts["transformer"](*inputs)
+
+
+class Watching(Model):
+    """Its modules are found by a __getattr__ of its own."""
+
+    def __getattr__(self, name):
+        return super().__getattr__(name)
+
+
+def by_a_function(model):
+    return functools.partial(lambda model, *inputs: model(*inputs), model)
+
+
+def in_a_closure(model):
+    return lambda *inputs: model(*inputs)
+
+
+WAYS = {
+    "itself": lambda model: model,
+    "with a __getattr__": lambda model: Watching(),
+    "by its forward": lambda model: model.forward,
+    "by a function": by_a_function,
+    "in a closure": in_a_closure,
+    "by an object's method": lambda model: Pipeline(model).run,
+    "from a list": lambda model: functools.partial(lambda models, *x: models[0](*x), [model]),
+    "within a compiled one": lambda model: torch.compile(model, backend="eager"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_path_of_a_module_is_the_same_however_it_is_reached(way):
+    report = sage_inductor.explain(WAYS[way](Model()), *INPUTS)
+    assert [s.module for s in report] == MODULES
+
+
+def test_a_layers_path_is_within_the_model_that_a_function_takes_it_from():
+    def second(model, *inputs):
+        return model.layers[1](*inputs)
+
+    report = sage_inductor.explain(second, Model(), *INPUTS)
+    assert [s.module for s in report] == ["layers.1.attn", "layers.1.cross"]
+
+
+def test_one_rule_holds_for_the_whole_model_and_for_layers_compiled_alone():
+    policy = [Rule("off", module="*.cross"), Rule("sage1", module="*.attn")]
+    options = EMULATE | {"sage.policy": policy}
+    whole, regional = Model(), Model()
+    torch.compile(whole, backend="sage", options=options)(*INPUTS)
+    expected = {s.module: s.recipe for s in sage_inductor.report()}
+    assert expected["layers.1.cross"] is None and expected["layers.1.attn"] == "sage1"
+    torch._dynamo.reset()
+    for layer in regional.layers:
+        layer.compile(backend="sage", options=options)
+    regional(*INPUTS)
+    found = {s.module: s.recipe for s in sage_inductor.report()}
+    assert found == {"attn": "sage1", "cross": None}
+
+
+def test_a_root_call_is_reported_by_what_a_policy_must_say():
+    (line,) = [line for line in str(explain()).splitlines() if "48]" in line]
+    assert line.split()[1] == '""'
+    report = explain([{"module": "", "recipe": "off"}])
+    assert [s.module for s in report.refused] == [""]
+
+
+def warnings(caplog) -> list[str]:
+    return [
+        r.message for r in caplog.records if r.name == "sage_inductor" and r.levelname == "WARNING"
+    ]
+
+
+def test_a_rule_that_fits_no_module_is_told_of(caplog):
+    policy = Policy(
+        (Rule("off", module="L.*.attn"), Rule("off", layer=7), Rule("auto", head_dim=9))
+    )
+    line = 'rule 1 of the policy fits no module so far: {"module": "L.*.attn"}; attention is called by '
+    report = explain(policy)
+    assert f'{line}"", "layers.0.attn", "layers.0.cross", "layers.1.attn", ...' in str(report)
+    assert [line.split(":")[0] for line in warnings(caplog)] == [
+        f"rule {i} of the policy fits no module so far" for i in (1, 2)
+    ]
+    caplog.clear()
+    report = explain([Rule("off", module="*.attn"), Rule("off", module="pool")])
+    assert "fits no module" not in str(report) and not warnings(caplog)
+
+
+def test_a_rule_for_a_later_graph_is_no_miss(caplog):
+    """Graphs come one by one: nobody is warned before the report is asked for."""
+    policy = [Rule("off", module="layers.*"), Rule("sage1", module="pool")]
+    model, options = Model(), EMULATE | {"sage.policy": policy}
+    torch.compile(lambda x, c: model.layers[0](x, c), backend="sage", options=options)(*INPUTS)
+    missing = 'rule 2 of the policy fits no module so far: {"module": "pool"}'
+    assert missing in str(sage_inductor.report()) and not warnings(caplog)
+    torch.compile(model, backend="sage", options=options)(*INPUTS)
+    assert "fits no module" not in str(sage_inductor.report()) and not warnings(caplog)
+
+
+# -- policies in Python ----
+
+RULES_IN_PYTHON = [{"module": "*.cross", "recipe": "off"}, {"layer": 1, "recipe": "sage1"}]
+FORMS = {
+    "a Policy": Policy([Rule("off", module="*.cross"), Rule("sage1", layer=1)]),
+    "rules": [Rule("off", module="*.cross"), Rule("sage1", layer=(1, 1))],
+    "a dict": {"version": 1, "rules": RULES_IN_PYTHON, "note": "why"},
+    "a list of dicts": RULES_IN_PYTHON,
+    "a function": lambda call: (
+        "off" if call.module.endswith(".cross") else "sage1" if call.layer == 1 else None
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_policy_is_what_python_says(form):
+    expected = ["sage2-8b", None, "sage1", None, "sage2-8b", None, "sage2-8b", "sage2-8b"]
+    report = explain(FORMS[form])
+    assert [s.recipe for s in report] == expected
+    who = "the function" if form == "a function" else "rule 2"
+    assert report[2].reason == f"emulated ({who} of the policy)"
+    with config.patch(policy=FORMS[form]):
+        assert [s.recipe for s in explain()] == expected
+    x = torch.randn(1, 2, 8, 16)
+    compiled = torch.compile(
+        Attend(), backend="sage", options={**EMULATE, "sage.policy": FORMS[form]}
+    )
+    assert not torch.equal(compiled(x, x), F.scaled_dot_product_attention(x, x, x))
+
+
+def test_a_function_is_told_what_a_call_is():
+    seen = []
+    explain(lambda call: seen.append(call))
+    assert [(call.module, call.head_dim, call.length) for call in seen] == SITES
+    assert [call.layer for call in seen] == [0, 0, 1, 1, 2, 2, None, None]
+    assert [call.length_kv for call in seen[:2]] == [40, 7]
+    assert {(call.kind, call.dtype, call.device.type) for call in seen} == {
+        ("full", torch.float32, "cpu")
+    }
+
+
+@torch.no_grad()
+def test_what_a_function_asks_of_a_dynamic_length_is_a_guard():
+    options = EMULATE | {"sage.policy": lambda call: "off" if call.length >= 64 else "sage1"}
+    compiled = torch.compile(Attend(), backend="sage", options=options, dynamic=True)
+    for N in (32, 40, 64, 500, 63):
+        x = torch.randn(1, 2, N, 16)
+        exact = F.scaled_dot_product_attention(x, x, x)
+        assert torch.allclose(compiled(x, x), exact, atol=1e-5) == (N >= 64), N
+    first, *others = [s.recipe for s in sage_inductor.report()]
+    assert first == "sage1" and set(others) == {None}  # Inductor splits SDPA's lengths once more
+
+
+def raises(call):
+    raise KeyError(call.module)
+
+
+@pytest.mark.parametrize(
+    "policy, message",
+    [
+        (Policy, "sage.policy: must be a path, a Policy, a dict, .* got <class"),
+        ([{"recipe": "sage4"}], "sage.policy: rule 1: recipe must be one of .* got 'sage4'"),
+        (
+            [{"recipe": "off"}, Rule("off", layer=(3, 1))],
+            "rule 2: layer must not be an empty range",
+        ),
+        ({"rules": []}, "sage.policy: version is missing"),
+        ([{"recipe": {1}}], "sage.policy: must be what JSON can say: .*set"),
+        (
+            lambda call: "sage4",
+            "must return None, .* got 'sage4'.* for CallDescription.module='layers.0",
+        ),
+        (raises, "the function raised KeyError: 'layers.0.attn', for CallDescription"),
+    ],
+)
+def test_a_policy_in_python_that_cannot_be_is_refused(policy, message):
+    with pytest.raises(SageOptionError, match=message):
+        torch.compile(Model(), backend="sage", options={**EMULATE, "sage.policy": policy})(*INPUTS)
+    with pytest.raises(ValueError, match="Policy: rule 1: must be a Rule, got 3"):
+        Policy([3])
+    with pytest.raises(ValueError, match="recipe must be one of .* got 'sage4'"):
+        Policy([Rule("sage4")])
+
+
+def test_under_inductor_a_functions_answers_are_asked_for_anew():
+    """What it answered last time is no part of any key, so nothing is cached."""
+    answers = {"recipe": "sage1"}
+    x, outs = torch.randn(1, 2, 64, 64), []
+    for recipe in ("sage1", "sage2-8b"):
+        answers["recipe"] = recipe
+        torch._dynamo.reset()
+        with config.patch(enabled=True, emulate=True, policy=lambda call: answers["recipe"]):
+            assert SagePass().uuid() is None
+            outs.append(torch.compile(Attend(), backend="inductor")(x, x))
+        assert [s.recipe for s in sage_inductor.report()] == [recipe]
+    assert not torch.equal(*outs)
 
 
 # -- where the path comes from ----
@@ -352,18 +559,32 @@ def test_every_way_in_refuses_an_invalid_file(tmp_path):
         explain(path)
     with pytest.raises(ValueError, match=message):
         config.policy = path
-    with pytest.raises(SageOptionError, match="sage.policy must be a path, got 3"):
+    with pytest.raises(SageOptionError, match="sage.policy: must be a path, a Policy, .*, got 3"):
         explain(3)
     assert config.policy == ""
 
 
-def test_a_file_that_breaks_after_it_was_configured_is_the_compilations_error(tmp_path):
+@torch.no_grad()
+def test_a_running_service_keeps_its_policy(tmp_path, monkeypatch, caplog):
+    """Whatever becomes of the file and of the folder that the process is in."""
     path = written(tmp_path, {"recipe": "sage1"})
-    q = torch.randn(1, 2, 8, 16)
-    with config.patch(policy=path):
-        written(tmp_path, text="{")
-        with pytest.raises(SageOptionError, match=re.escape(f"{path}:1: not JSON")):
-            torch.compile(Attend(), backend="sage")(q, q)
+    (tmp_path / "elsewhere").mkdir()
+    written(tmp_path / "elsewhere", {"recipe": "off"})
+    monkeypatch.chdir(tmp_path)
+    options = {**EMULATE, "sage.policy": "policy.json"}
+    with config.patch(policy="policy.json", emulate=True):
+        by_option = torch.compile(Attend(), backend="sage", options=options, dynamic=False)
+        by_config = torch.compile(Attend(), backend="sage", dynamic=False)
+        for i, change in enumerate((None, "{", None, "gone")):
+            if change is not None:
+                monkeypatch.chdir(tmp_path / "elsewhere")
+                Path(path).unlink() if change == "gone" else Path(path).write_text(change)
+            x = torch.randn(1, 2, 8 + i, 16)
+            by_option(x, x), by_config(x, x)
+        assert [s.recipe for s in sage_inductor.report()] == ["sage1"] * 8
+    for reason in (f"{path}:1: not JSON", f"{path}: cannot be read"):
+        assert sum(reason in r.message for r in caplog.records) == 1, caplog.text
+    assert "stays what this file said before" in caplog.text
 
 
 # -- caches ----

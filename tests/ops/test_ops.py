@@ -253,8 +253,12 @@ def test_prepare_refuses_what_sdpa_refuses():
 
 
 def test_a_recipe_of_other_sources_is_refused():
-    with pytest.raises(ValueError, match="made by sage_inductor 0.0.1.0000, this is"):
-        sdpa(q, k, v, recipe="int8/per_thread,fp8@0.0.1+0000")
+    with pytest.raises(ValueError, match="means something else .* export the original model again"):
+        sdpa(q, k, v, recipe="int8/per_thread,fp8@0.1.0+00000000")
+    other = f"int8/per_thread,fp8@{recipes.MEANING}+00000000"
+    with pytest.raises(ValueError, match=r"by other sources .* sage_inductor.rewrite\(program\)"):
+        sdpa(q, k, v, recipe=other)
+    assert recipes.renewed(other) == NAMED["sage2-8b"].encode()
 
 
 def test_a_recipe_is_tagged_by_every_source_that_decides_what_it_means(monkeypatch):
@@ -264,6 +268,102 @@ def test_a_recipe_is_tagged_by_every_source_that_decides_what_it_means(monkeypat
     recipes.source_tag.__wrapped__()
     rooms = [folder / "ops", Path(lowering.__file__).parent]
     assert read >= {f.name for room in rooms for f in room.rglob("*.py")} and len(read) > 12
+
+
+def waves(H: int, N: int, phase: float) -> torch.Tensor:
+    """[1, H, N, 64], the same with every torch."""
+    i = torch.arange(H * N * 64, dtype=torch.float64)
+    x = (1.7 * i + phase).sin() + (0.31 * i * (1 + phase)).cos()
+    return x.float().view(1, H, N, 64)
+
+
+# recipes.MEANING -> of each recipe: the error at some elements, and what is prepared of k and v, with
+# its mean magnitude.
+MEANINGS = {
+    1: {
+        "sage1": ([-0.0012, -0.0062, 0.0046, -0.0001, 0.0045, -0.0013], [
+            ("int8", [1, 2, 256, 64], 30.06),
+            ("float32", [1, 2, 4, 1], 0.01185),
+            ("float32", [1, 2, 64], 0.9999),
+        ]),
+        "sage2-8b": ([-0.0187, -0.0147, 0.0036, -0.0035, -0.0382, -0.01], [
+            ("int8", [1, 2, 256, 64], 30.12),
+            ("float32", [1, 2, 4, 4], 0.01181),
+            ("float32", [1, 2, 64], 0.9999),
+            ("float8_e4m3fn", [1, 2, 64, 256], 210.1),
+            ("float32", [1, 2, 64], 0.004237),
+            ("float32", [1, 2, 64], 1.0),
+        ]),
+        "sage2-8b-per-token": ([-0.0436, -0.0081, -0.0013, -0.0473, -0.0311, -0.0011], [
+            ("int8", [1, 2, 256, 64], 27.36),
+            ("float32", [1, 2, 4, 1], 0.01321),
+            ("float32", [1, 2, 64], 0.9288),
+            ("float8_e4m3fn", [1, 2, 64, 256], 49.65),
+            ("float32", [1, 2, 64], 0.01759),
+            ("float32", [1, 2, 64], 0.9294),
+        ]),
+        "sage2-8b-fp8qk": ([-0.0316, 0.0143, -0.0509, -0.036, -0.0428, -0.0041], [
+            ("float8_e4m3fn", [1, 2, 256, 64], 96.52),
+            ("float32", [1, 2, 4, 1], 0.003746),
+            ("float32", [1, 2, 64], 0.9288),
+            ("float8_e4m3fn", [1, 2, 64, 256], 49.65),
+            ("float32", [1, 2, 64], 0.01759),
+            ("float32", [1, 2, 64], 0.9294),
+        ]),
+        "sage2-4b": ([-0.0201, -0.0482, 0.0526, -0.0251, -0.0104, -0.0195], [
+            ("uint8", [1, 2, 256, 32], 68.33),
+            ("float32", [1, 2, 4, 4], 0.2143),
+            ("float32", [1, 2, 64], 0.9999),
+            ("float8_e4m3fn", [1, 2, 64, 256], 210.1),
+            ("float32", [1, 2, 64], 0.004237),
+            ("float32", [1, 2, 64], 1.0),
+        ]),
+        "sage1-per-token": ([-0.0013, -0.0057, 0.0048, -0.0001, 0.0034, -0.0002], [
+            ("int8", [1, 2, 256, 64], 27.36),
+            ("float32", [1, 2, 4, 1], 0.01321),
+            ("float32", [1, 2, 64], 0.9288),
+        ]),
+        "sage3": ([-0.1229, 0.0877, -0.0185, 0.1046, 0.1199, -0.0455], [
+            ("uint8", [1, 2, 256, 32], 78.75),
+            ("float32", [1, 2], 0.001953),
+            ("float32", [1, 2, 64], 0.9999),
+            ("uint8", [1, 2, 64, 128], 79.67),
+            ("float32", [1, 2, 64], 0.001038),
+            ("float32", [1, 2, 64], 1.0),
+            ("uint8", [1, 2, 256, 4], 66.78),
+            ("uint8", [1, 2, 64, 16], 75.72),
+        ]),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", NAMED)
+def test_what_a_recipe_means_is_what_was_declared(recipe):
+    """Where this fails, programs that were saved mean something else now: add one to
+    recipes.MEANING, and its row here. (The kernels are held to this emulation.)"""
+    q, k, v = waves(4, 70, 0.1), waves(2, 150, 0.2) + 1, waves(2, 150, 0.3) + 1
+    errors, prepared = MEANINGS[recipes.MEANING][recipe]
+    error = sdpa(q, k, v, True, 0.125, recipe)[0] - exactly(q, k, v, True, 0.125)[0]
+    assert_close(
+        error[0, 1, 5::13, 7::20].flatten()[:6], torch.tensor(errors).double(), atol=3e-4, rtol=0
+    )
+    found = torch.ops.sage.prepare(k, v, None, NAMED[recipe].encode(), False)
+    assert [(str(x.dtype)[6:], list(x.shape)) for x in found] == [(d, s) for d, s, _ in prepared]
+    for x, (_, _, size) in zip(found, prepared):
+        assert x.double().abs().mean().item() == pytest.approx(size, rel=1e-3)
+
+
+def test_the_arguments_of_saved_programs_are_what_was_declared():
+    """Where this fails: as above."""
+    names = {
+        op: [a.name for a in getattr(torch.ops.sage, op).default._schema.arguments]
+        for op in ("sdpa", "prepare")
+    }
+    assert (recipes.MEANING, names) == (1, {
+        "sdpa": ["q", "k", "v", "attn_mask", "prepared", "left", "right", "bottom_right", "scale",
+                 "recipe", "warpgroups", "out_bnhd", "portable"],
+        "prepare": ["k", "v", "attn_mask", "recipe", "portable"],
+    })  # fmt: skip
 
 
 def test_recipes_encode_to_what_decodes_to_them():

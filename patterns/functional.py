@@ -1,0 +1,68 @@
+"""Calls of ``sage_inductor.attention``, which Dynamo leaves as one call. They are written as SDPA
+first, whatever becomes of them: sdpa.py finds them then, with what they ask for in `index.asked`.
+
+    before:  both = attention(q, k, v, is_causal=True, recipe="sage1", return_lse=True)
+             out = both[0]
+             lse = both[1]
+    after:   out = scaled_dot_product_attention(q, k, v, is_causal=True)
+             lse = sage.lse(q, k, None, True, None)
+
+Where the call gets a recipe, replace.py takes ``sage.sdpa(...)[1]`` instead of the second.
+"""
+
+import inspect
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.fx import Graph, Node
+
+from sage_inductor.patterns.graph import value_of
+
+# The functions so called: that room is above this one, and enters its own.
+ENTRIES: set = set()
+
+
+class Asked(NamedTuple):
+    """What a call says beside SDPA's arguments."""
+
+    recipe: str  # its argument
+    lse: Node | None  # where it is asked for
+
+
+def as_sdpa(graph: Graph) -> dict[Node, Asked]:
+    """Write every call of an entry as SDPA, in place; the new calls and what they ask for."""
+    asked = {}
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target in ENTRIES:
+            given = inspect.signature(node.target).bind(*node.args, **node.kwargs)
+            given.apply_defaults()
+            out, lse = _written(node, **given.arguments)
+            node.graph.erase_node(node)
+            asked[out] = Asked(given.arguments["recipe"], lse)
+    return asked
+
+
+def _written(
+    node: Node, q, k, v, attn_mask, is_causal, scale, enable_gqa, recipe, return_lse
+) -> tuple[Node, Node | None]:
+    key = "val" if "val" in node.meta else "example_value"
+    values = value_of(node) if return_lse else (value_of(node), None)
+
+    def insert(target, args, value) -> Node:
+        new = node.graph.call_function(target, args)
+        new.meta = {**node.meta, key: value}
+        return new
+
+    with node.graph.inserting_before(node):
+        sdpa = (q, k, v, attn_mask, 0.0, is_causal)
+        out = insert(F.scaled_dot_product_attention, sdpa, values[0])
+        out.kwargs = {"scale": scale, "enable_gqa": enable_gqa}
+        if not return_lse:
+            node.replace_all_uses_with(out)
+            return out, None
+        lse = insert(torch.ops.sage.lse.default, (q, k, attn_mask, is_causal, scale), values[1])
+    for item in list(node.users):  # Dynamo takes a tuple apart, so each is a getitem
+        item.replace_all_uses_with((out, lse)[item.args[1]])
+        node.graph.erase_node(item)
+    return out, lse

@@ -1,0 +1,229 @@
+"""``sage_inductor.attention``: scaled_dot_product_attention that asks for a recipe, called by name.
+
+    out = sage_inductor.attention(q, k, v, is_causal=True)
+
+What becomes of the call is decided as for one that ``backend="sage"`` finds, by a graph that holds
+nothing else: `patterns.rewrite` makes of it what it would make of a model's, and what is left runs.
+
+    eager                       decided once for each kind of call, and remembered
+    backend="sage"              Dynamo leaves the call whole, and the pass finds it like any other
+    other backends, export      decided while the call is traced, of the traced tensors
+
+Shapes: B batch, H_q and H_kv heads, N_q and N_kv sequence, D head_dim (D_v of v).
+"""
+
+import functools
+import math
+import operator
+import typing
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sage_inductor import config, cost, options, patterns, report, settings
+from sage_inductor.decide import decide
+from sage_inductor.errors import SageOptionError
+from sage_inductor.ops import compat
+from sage_inductor.options import AUTO
+from sage_inductor.patterns.call import Call, Decision, Site
+from sage_inductor.patterns.functional import ENTRIES
+from sage_inductor.patterns.graph import as_float, as_int
+from sage_inductor.policy import Ruling
+
+
+# What is returned, for type checkers.
+@typing.overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = ..., is_causal: bool = ...,
+    scale: float | None = ..., enable_gqa: bool = ...,
+    *, recipe: str = ..., return_lse: typing.Literal[False] = ...,
+) -> Tensor: ...  # fmt: skip
+@typing.overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = ..., is_causal: bool = ...,
+    scale: float | None = ..., enable_gqa: bool = ...,
+    *, recipe: str = ..., return_lse: typing.Literal[True],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False,
+    *, recipe: str = AUTO, return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """softmax(scale * q k^T + mask) v, quantized where that is faster, else by
+    ``torch.nn.functional.scaled_dot_product_attention``, whose arguments these are.
+
+    q [B, H_q, N_q, D], k [B, H_kv, N_kv, D], v [B, H_kv, N_kv, D_v]. recipe: "auto" (what
+    ``sage_inductor.config.recipe`` says), or what to ask for in its place; a rule of the policy
+    that fits comes first, and so does a config that switches everything off.
+
+    Returns out [B, H_q, N_q, D_v], with return_lse also the row logsumexp [B, H_q, N_q]: fp32,
+    natural log, not differentiable. Where SDPA computes out, ``sage::lse`` computes lse besides.
+    Raises SageOptionError for an unknown recipe, SageRefused under ``config.strict``, and what SDPA
+    raises.
+    """
+    if type(q) is compat.FakeTensor and compat.proxy_mode() is None:  # Dynamo asks for shapes
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        lse = (q, k, attn_mask, is_causal, scale)
+        return (out, torch.ops.sage.lse(*lse)) if return_lse else out
+    asked = is_causal, as_float(scale), enable_gqa, recipe, return_lse
+    tensors = (q, k, v) if attn_mask is None else (q, k, v, attn_mask)
+    return _run_of(tensors, asked)(*tensors)
+
+
+# Dynamo puts the call into its graph as it is; AOTAutograd and export trace what it does.
+torch.compiler.allow_in_graph(attention)
+ENTRIES.add(attention)
+
+
+class _Kind(NamedTuple):
+    """What a decision may depend on, of one tensor."""
+
+    shape: tuple
+    stride: tuple | None
+    dtype: torch.dtype
+    device: torch.device
+    needs_grad: bool
+    reason: str  # why no recipe may compute with it, or ""
+
+    @classmethod
+    def of(cls, x: Tensor, grad: bool) -> "_Kind":
+        reason = ""
+        if compat.functorch.is_functorch_wrapped_tensor(x):
+            reason = "inside a torch.func transform"
+        elif type(x) not in _PLAIN or x.layout != torch.strided:
+            reason = f"tensor subclasses are not supported, got {type(x).__name__}"
+        stride = None if reason else x.stride()
+        return cls(
+            tuple(map(as_int, x.shape)), stride, x.dtype, x.device, grad and x.requires_grad, reason
+        )
+
+    def stand_in(self) -> Tensor:
+        """A tensor of this kind; to be called where tensors are fake."""
+        if self.stride is None:
+            return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        x = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        return x.requires_grad_(self.needs_grad)
+
+
+_TRACED = (compat.FakeTensor, compat.FunctionalTensor)
+_PLAIN = (Tensor, torch.nn.Parameter, *_TRACED)
+
+
+def _run_of(tensors: tuple[Tensor, ...], asked: tuple) -> Callable:
+    """The graph's function that computes a call with these tensors, the decision taken."""
+    grad, device = torch.is_grad_enabled(), tensors[0].device.type
+    kinds = tuple(_Kind.of(x, grad) for x in tensors)
+    exporting = torch.compiler.is_exporting()
+    if exporting or torch.compiler.is_compiling() or type(tensors[0]) in _TRACED:
+        portable = exporting or compat.virtualized.aot_compilation is True
+        return _decided(kinds, asked, compat.detect_fake_mode(tensors), portable)
+    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+    given = tuple(getattr(config, name) for name in settings.FROM_CONFIG)
+    key = _but_lengths(kinds) if _is_short(kinds, *given) else kinds, asked, grad, autocast, given
+    run = _runs.get(key)
+    if run is None:
+        if len(_runs) >= MAX_KINDS:
+            _runs.clear()
+        run = _runs[key] = _decided(kinds, asked, None, False)
+    return run
+
+
+MAX_KINDS = 4096  # of calls that are remembered, some 10 KiB each
+_runs: dict[tuple, Callable] = {}
+
+
+def _is_short(kinds: tuple[_Kind, ...], recipe, emulate: bool, force: bool, *_) -> bool:
+    """Whether a call stays SDPA at its length and at any other as short, by every policy. Decoding
+    makes a call of another length for each token, and deciding takes 3 ms."""
+    lengths = (kind.shape[-2] for kind in kinds[:2] if len(kind.shape) > 1)
+    return not (emulate or force) and min(lengths, default=0) < _shortest(kinds[0].device)
+
+
+def _but_lengths(kinds: tuple[_Kind, ...]) -> tuple:
+    shapes = (kind.shape[:-2] + (kind.shape[-1:] if i < 3 else ()) for i, kind in enumerate(kinds))
+    return tuple(k._replace(shape=s, stride=None) for k, s in zip(kinds, shapes, strict=True))
+
+
+@functools.cache
+def _shortest(device: torch.device) -> float:
+    return cost.shortest(cost.gpu_name(device)) if device.type == "cuda" else math.inf
+
+
+def _decided(kinds, asked, fake_mode, portable: bool) -> Callable:
+    """What computes the call; its site goes to the report."""
+    try:
+        options.check("recipe", asked[3], "sage_inductor.attention: ")
+    except ValueError as error:
+        raise SageOptionError(str(error)) from None
+    wanted = settings.resolve({}, portable=portable)
+    with compat.disable_modes():
+        gm = _graph_of(kinds, asked, fake_mode)
+        reason = next((kind.reason for kind in kinds if kind.reason), "")
+        decision = functools.partial(_decision, wanted=wanted, reason=reason)
+        sites = patterns.rewrite(gm, decision, portable)
+    _record(sites, wanted.policy)
+    if wanted.strict:
+        report.raise_if_refused(sites)
+    for node in gm.graph.nodes:  # fake tensors, which nobody needs any more
+        node.meta.clear()
+    return gm.forward
+
+
+def _graph_of(kinds, asked, fake_mode) -> torch.fx.GraphModule:
+    """The call alone, its inputs stand-ins of these kinds."""
+    is_causal, scale, enable_gqa, recipe, return_lse = asked
+    graph = torch.fx.Graph()
+    with fake_mode or compat.FakeTensorMode():
+        values = [kind.stand_in() for kind in kinds]
+        q, k, v, attn_mask = (*values, None)[:4]
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        lse = torch.ops.sage.lse(q, k, attn_mask, is_causal, scale) if return_lse else None
+    nodes = [graph.placeholder(name) for name, _ in zip("qkvm", values, strict=False)]
+    q, k, v, attn_mask = (*nodes, None)[:4]
+    call = graph.call_function(
+        attention, (q, k, v, attn_mask, is_causal, scale, enable_gqa),
+        {"recipe": recipe, "return_lse": return_lse},
+    )  # fmt: skip
+    for node, value in zip(nodes, values, strict=True):
+        node.meta["example_value"] = value
+    call.meta["example_value"] = (out, lse) if return_lse else out
+    if return_lse:
+        items = tuple(graph.call_function(operator.getitem, (call, i)) for i in range(2))
+        for node, value in zip(items, (out, lse), strict=True):
+            node.meta["example_value"] = value
+    graph.output(items if return_lse else call)
+    return torch.fx.GraphModule({}, graph)
+
+
+def _decision(call: Call, wanted: settings.Settings, reason: str) -> Decision:
+    return Decision(None, reason) if reason else decide(call, wanted)
+
+
+_recorded: set[tuple[str, Site]] = set()
+
+
+def _record(sites: list[Site], policy: Ruling) -> None:
+    """Add the call's site to the report, once for each graph that has such calls."""
+    graph = str(compat.CompileContext.current_compile_id())
+    for site in sites:
+        if (graph, site) in _recorded:
+            continue
+        _recorded.add((graph, site))
+        report.record([site], policy)
+        # torch._dynamo.reset() empties the report, and what is decided later is to be in it again.
+        compat.cached_backends.setdefault(id(_ForgetOnReset), _ForgetOnReset)
+
+
+class _ForgetOnReset:
+    @staticmethod
+    def reset() -> None:
+        _recorded.clear()
+        _runs.clear()
+        _shortest.cache_clear()

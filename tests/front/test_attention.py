@@ -1,0 +1,371 @@
+"""``sage_inductor.attention``: SDPA's meaning, the decision of a rewritten call, and the same under
+every compiler."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import exactly, heads, relative_l1, sdpa
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing import assert_close
+
+import sage_inductor
+from sage_inductor import (
+    Rule,
+    SageOptionError,
+    SageRefused,
+    attention,
+    config,
+    cost,
+    functional,
+)
+from sage_inductor.ops.attention import tiles
+
+BACKENDS = ("eager", "aot_eager", "inductor", "sage")
+
+
+def inputs(H_q=4, H_kv=4, N_q=40, N_kv=24, D=32, B=2, dtype=torch.float32):
+    return tuple(heads(B, H, N, D, dtype) for H, N in ((H_q, N_q), (H_kv, N_kv), (H_kv, N_kv)))
+
+
+def masks(N_q=40, N_kv=24, B=2, H=4):
+    keys = torch.rand(B, 1, 1, N_kv) > 0.3
+    keys[..., 0] = True
+    return {"none": None, "keys": keys, "bias": torch.randn(H, N_q, N_kv)}
+
+
+# -- what it computes ----
+
+
+@pytest.mark.parametrize("mask", masks())
+@pytest.mark.parametrize("given", [{}, {"is_causal": True}, {"scale": 0.5}])
+def test_where_nothing_is_quantized_it_is_sdpa_to_the_bit(mask, given):
+    q, k, v = inputs()
+    attn_mask = masks()[mask]
+    if attn_mask is not None and "is_causal" in given:
+        given = {}  # SDPA takes one of the two
+    assert torch.equal(
+        attention(q, k, v, attn_mask, **given),
+        F.scaled_dot_product_attention(q, k, v, attn_mask, **given),
+    )
+
+
+@config.patch(emulate=True)
+@pytest.mark.parametrize("recipe", ["sage1", "sage2-8b"])
+def test_a_recipe_computes_what_its_op_computes(recipe):
+    q, k, v = inputs(H_kv=2)
+    given = {"is_causal": True, "scale": 0.125}
+    out, lse = attention(q, k, v, **given, enable_gqa=True, recipe=recipe, return_lse=True)
+    expected = sdpa(q, k, v, **given, recipe=recipe)
+    assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+    assert torch.equal(out, attention(q, k, v, **given, enable_gqa=True, recipe=recipe))
+    assert 1e-4 < relative_l1(out, exactly(q, k, v, True, 0.125)[0]) < 0.1
+
+
+@pytest.mark.parametrize("shape", ["[B, H, N, D]", "[H, N, D]", "one k and v"])
+@pytest.mark.parametrize("emulate", [False, True])
+def test_lse_is_that_of_exact_attention(shape, emulate):
+    q, k, v = inputs()
+    if shape == "[H, N, D]":
+        q, k, v = q[0], k[0], v[0]
+    if shape == "one k and v":
+        k, v = k[:1, :1], v[:1, :1]
+    with config.patch(emulate=emulate):
+        out, lse = attention(q, k, v, scale=0.3, return_lse=True)
+    expected = (q.double() @ k.double().mT * 0.3).logsumexp(-1)
+    assert lse.shape == expected.shape == out.shape[:-1] and lse.dtype == torch.float32
+    assert_close(lse.double(), expected, atol=0.05 if emulate else 1e-5, rtol=0)
+
+
+def test_lse_of_masks_bands_groups_and_of_long_rows(monkeypatch):
+    monkeypatch.setattr("sage_inductor.ops.lse.MAX_SCORES", 7 * 2 * 24)  # 7 rows at a time
+    q, k, v = inputs(H_kv=2)
+    hidden = torch.ones(40, 24, dtype=torch.bool)
+    hidden[3] = False
+    for given in ({"is_causal": True}, {"attn_mask": masks()["bias"]}, {"attn_mask": hidden}):
+        _, lse = attention(q, k, v, **given, scale=0.2, enable_gqa=True, return_lse=True)
+        given = {"is_causal": False, **given}
+        assert_close(lse.double(), exactly(q, k, v, scale=0.2, **given)[1], atol=1e-5, rtol=0)
+    assert (lse[:, :, 3] == -math.inf).all()
+
+
+# -- under every compiler ----
+
+
+@pytest.mark.parametrize("recipe", ["sage1", "off"])
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+@torch.no_grad()
+def test_a_compiled_call_is_the_eager_one(backend, dynamic, recipe):
+    q, k, v = inputs(N_kv=40)
+    with config.patch(emulate=True):
+        asked = {"is_causal": True, "recipe": recipe, "return_lse": True}
+        compiled = torch.compile(
+            lambda q, k, v: attention(q, k, v, **asked), backend=backend, fullgraph=True,
+            dynamic=dynamic,
+        )  # fmt: skip
+        actual = compiled(q, k, v)
+        (site,) = sage_inductor.report()
+        assert (site.spelling, site.module) == ("sage_inductor.attention", "")
+        assert site.recipe == (None if recipe == "off" else recipe), site
+        for x, y in zip(actual, attention(q, k, v, **asked)):
+            assert_close(x, y, atol=1e-6, rtol=0)
+
+
+@pytest.mark.filterwarnings("error:Raw SymFloat")
+@torch.no_grad()
+def test_a_scale_that_changes_is_another_graph():
+    q, k, v = inputs(N_kv=40)
+    compiled = torch.compile(
+        lambda scale: attention(q, k, v, scale=scale), backend="aot_eager", fullgraph=True
+    )
+    for scale in (0.1, 0.2, 0.3):
+        assert_close(compiled(scale), F.scaled_dot_product_attention(q, k, v, scale=scale))
+
+
+def attend(q, k, v):
+    return attention(q, k, v, is_causal=True)
+
+
+@torch.no_grad()
+def test_the_options_of_the_compilation_decide_and_not_the_config():
+    """The call is decided once: what the backend leaves as SDPA is not asked about again."""
+    q, k, v = inputs(N_kv=40)
+    exact = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    with config.patch(emulate=True, strict=True):
+        options = {"sage.recipe": "off", "sage.strict": False}
+        out = torch.compile(attend, backend="sage", options=options)(q, k, v)
+        assert [s.reason for s in sage_inductor.report()] == ["the recipe is 'off'"]
+    assert_close(out, exact, atol=1e-6, rtol=0)
+    torch._dynamo.reset()
+    options = {"sage.emulate": True, "sage.recipe": "sage1", "sage.strict": True}
+    torch.compile(attend, backend="sage", options=options)(q, k, v)
+    assert [s.recipe for s in sage_inductor.report()] == ["sage1"]
+
+
+@torch.no_grad()
+def test_the_pass_of_backend_inductor_finds_it_once():
+    q, k, v = inputs(N_kv=40)
+    with config.patch(enabled=True, emulate=True):
+        out = torch.compile(attend, backend="inductor", fullgraph=True)(q, k, v)
+        assert [s.recipe for s in sage_inductor.report()] == ["sage2-8b"]
+        assert_close(out, attend(q, k, v), atol=1e-6, rtol=0)
+
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q = torch.nn.Linear(32, 32)
+
+    def forward(self, x, return_lse=False):
+        q = self.q(x)
+        return attention(q, q, x, return_lse=return_lse)
+
+
+@torch.no_grad()
+def test_under_backend_sage_it_has_its_modules_path_and_shares_k_and_v():
+    model = torch.nn.Sequential(Layer(), Layer())
+    x = torch.randn(1, 2, 24, 32)
+    report = sage_inductor.explain(model, x, options={"sage.emulate": True})
+    assert [s.module for s in report] == ["0", "1"]
+    found = sage_inductor.diagnose(model, x, recipes=["sage1"])
+    assert {row.site.module for row in found.rows} == {"0", "1"}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "sage"])
+def test_gradients_are_sdpas(backend):
+    q, k, v = (x.requires_grad_() for x in inputs(N_kv=40))
+    cotangent = torch.randn(2, 4, 40, 32)
+
+    def gradients(function):
+        (function(q, k, v) * cotangent).sum().backward()
+        return [x.grad.clone() for x in (q, k, v) if (x.grad is not None)]
+
+    expected = gradients(lambda *x: F.scaled_dot_product_attention(*x, is_causal=True))
+    with config.patch(emulate=True):
+        for x in (q, k, v):
+            x.grad = None
+        compiled = torch.compile(
+            lambda *x: attention(*x, is_causal=True, return_lse=True)[0], backend=backend
+        )
+        for found, exact in zip(gradients(compiled), expected, strict=True):
+            assert_close(found, exact, atol=1e-5, rtol=1e-4)
+        assert sage_inductor.report().rewritten
+
+
+@torch.no_grad()
+def test_each_side_of_a_length_is_a_graph_under_another_backend():
+    rules = [{"length": [64, None], "recipe": "off"}, {"recipe": "sage1"}]
+    with config.patch(emulate=True, policy=rules):
+        compiled = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=True)
+        for N in (33, 40, 64, 500, 63):
+            q, k, v = inputs(N_q=N, N_kv=N)
+            exact = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            assert torch.allclose(compiled(q, k, v), exact, atol=1e-5) == (N >= 64), N
+        assert [s.recipe for s in sage_inductor.report()] == ["sage1", None]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@torch.no_grad()
+def test_an_exported_call_is_decided_by_the_example_and_travels(strict):
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v):
+            return attend(q, k, v)
+
+    q, k, v = inputs(N_kv=40)
+    N = torch.export.Dim("N", min=2, max=100)
+    shapes = {name: {2: N} for name in "qkv"}
+    rules = [{"length": [40, None], "recipe": "sage1"}, {"recipe": "off"}]
+    with config.patch(emulate=True, policy=rules):
+        program = torch.export.export(Model(), (q, k, v), dynamic_shapes=shapes, strict=strict)
+        (call,) = (n for n in program.graph.nodes if n.target is torch.ops.sage.sdpa.default)
+        assert call.args[-1] and [s.recipe for s in sage_inductor.report()] == ["sage1"]
+    with config.patch(emulate=True):
+        short = tuple(x[:, :, :7] for x in (q, k, v))
+        assert torch.equal(
+            program.module()(*short), attention(*short, is_causal=True, recipe="sage1")
+        )
+
+
+# -- what is decided, and how often ----
+
+
+def test_a_kind_of_call_is_decided_once_and_reported_once(monkeypatch):
+    asked = []
+    decided = functional.decide
+    monkeypatch.setattr(functional, "decide", lambda *x: asked.append(x) or decided(*x))
+    q, k, v = inputs()
+    for _ in range(3):
+        attention(q, k, v)
+        attention(q.clone(), k, v, is_causal=True)
+    assert len(asked) == 2
+    assert [(s.module, s.spelling, s.mask) for s in sage_inductor.report()] == [
+        ("", "sage_inductor.attention", "none"),
+        ("", "sage_inductor.attention", "causal"),
+    ]
+    torch._dynamo.reset()
+    assert not sage_inductor.report()
+    attention(q, k, v)
+    assert len(sage_inductor.report()) == 1
+
+
+def test_the_lengths_of_decoding_are_decided_once(monkeypatch):
+    """Where a length is below every row of the GPU's table; on CPU each is."""
+    q, k, v = inputs(N_q=1)
+    for N in (1, 3, 4, 24):
+        keys = torch.ones(2, 1, 1, N, dtype=torch.bool)
+        given = q, k[:, :, :N], v[:, :, :N], keys
+        assert torch.equal(attention(*given), F.scaled_dot_product_attention(*given))
+    assert len(sage_inductor.report()) == 1
+    kinds = functional._Kind.of(q, False), functional._Kind.of(k, False)
+    monkeypatch.setattr(functional, "_shortest", lambda device: 1)
+    assert not functional._is_short(kinds, "auto", False, False, False, ())
+    monkeypatch.setattr(functional, "_shortest", lambda device: 2)
+    assert functional._is_short(kinds, "auto", False, False, False, ())
+    assert not functional._is_short(kinds, "auto", True, False, False, ())
+    assert not functional._is_short(kinds, "auto", False, True, False, ())
+    assert cost.shortest(cost.H200) == min(N for row in cost.CROSSOVER.values() for _, N in row)
+    assert cost.shortest("NVIDIA H100") == math.inf
+
+
+def test_whatever_a_decision_depends_on_is_asked_about_anew():
+    q, k, v = inputs()
+    sites = []
+
+    def call(*x, **given):
+        attention(*x, **given)
+        sites.append(sage_inductor.report()[-1])
+        return len(sage_inductor.report())
+
+    assert call(q, k, v) == 1
+    assert call(q[..., :16], k[..., :16], v) == 2
+    with torch.autocast("cpu", torch.bfloat16):
+        assert call(q, k, v) == 3 and sites[-1].dtype == "bfloat16"
+    with config.patch(emulate=True):
+        assert call(q, k, v) == 4 and sites[-1].recipe == "sage2-8b"
+        assert call(q, k, v, recipe="sage1") == 5 and sites[-1].recipe == "sage1"
+        with config.patch(recipe="sage1-per-token"):
+            assert call(q, k, v) == 6 and sites[-1].recipe == "sage1-per-token"
+        with config.patch(policy=[Rule("sage1", length=(None, 9)), Rule("off", head_dim=32)]):
+            assert call(q, k, v, recipe="sage1") == 7 and sites[-1].recipe is None
+            assert "rule 2" in sites[-1].reason
+        with config.patch(recipe="off"):
+            assert call(q, k, v, recipe="sage1") == 8 and sites[-1].recipe is None
+    assert call(q, k, v) == 8
+
+
+def test_strict_refuses_a_call_that_stays():
+    q, k, v = inputs()
+    with config.patch(strict=True):
+        for _ in range(2):
+            with pytest.raises(SageRefused, match="on CPU attention stays as it was"):
+                attention(q, k, v)
+        with config.patch(emulate=True):
+            attention(q, k, v)
+
+
+def test_an_unknown_recipe_is_refused():
+    message = r"sage_inductor.attention: recipe must be one of .* did you mean 'sage2-8b'\?"
+    with pytest.raises(SageOptionError, match=message):
+        attention(*inputs(), recipe="sage2")
+
+
+def test_what_no_recipe_computes_stays_sdpa():
+    q, k, v = inputs()
+    with config.patch(emulate=True):
+        out = torch.func.vmap(attention)(*(x[:, None] for x in (q, k, v)))
+        assert_close(out[:, 0], F.scaled_dot_product_attention(q, k, v))
+
+        class Tagged(torch.Tensor):
+            pass
+
+        out = attention(q.as_subclass(Tagged), k, v)
+        assert type(out) is Tagged and torch.equal(out, F.scaled_dot_product_attention(q, k, v))
+        wide = torch.randn(1, 2, 8, 300)
+        attention(wide, wide, wide)
+    assert [s.reason for s in sage_inductor.report()] == [
+        "inside a torch.func transform",
+        "tensor subclasses are not supported, got Tagged",
+        "head_dim of q and k must be one number up to 256, as v's, got 300, 300, 300",
+    ]
+    with pytest.raises(RuntimeError):  # SDPA's own
+        attention(q, k[..., :8], v)
+
+
+@torch.no_grad()
+def test_on_a_gpu_it_is_decided_by_the_table(monkeypatch):
+    """Of tensors that are not there: an export of fake ones."""
+
+    class Model(torch.nn.Module):
+        def forward(self, q):
+            return attention(q, q, q)
+
+    monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(cost, "gpu_name", lambda device: cost.H200)
+    for N, force, expected in ((16384, False, None), (16384, True, "sage2-8b")):
+        torch._dynamo.reset()
+        with config.patch(force=force), FakeTensorMode():
+            q = torch.empty(4, N, 32, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+            torch.export.export(Model(), (q,))
+        (site,) = sage_inductor.report()
+        assert site.recipe == expected and "in a package" in site.reason or force, site
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("given", [{}, {"is_causal": True}, {"enable_gqa": True}])
+@torch.no_grad()
+def test_on_a_gpu_eager_computes_what_backend_sage_does(given):
+    H_kv = 2 if given.get("enable_gqa") else 8
+    q, k, v = (heads(1, H, 2048, 128, torch.bfloat16, "cuda") for H in (8, H_kv, H_kv))
+    exact = exactly(q, k, v, given.get("is_causal", False), 128**-0.5)
+    for force in (False, True):
+        torch._dynamo.reset()
+        with config.patch(force=force):
+            out, lse = attention(q, k, v, **given, return_lse=True)
+            assert bool(sage_inductor.report().rewritten) == force
+            compiled = torch.compile(attention, backend="sage")(q, k, v, **given, return_lse=True)
+        assert_close(lse.double(), exact[1], atol=0.05 if force else 1e-3, rtol=0)
+        assert relative_l1(out, exact[0]) < 0.06
+        assert torch.equal(out, compiled[0])
+        assert_close(lse, compiled[1], atol=1e-3, rtol=0)

@@ -1,0 +1,309 @@
+"""README.md and docs/: what is printed there runs, and prints what is printed there.
+
+EXPECTTEST_ACCEPT=1 writes into the pages what their snippets print.
+"""
+
+import contextlib
+import doctest
+import functools
+import io
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+import sage_inductor
+from bench import plot
+from sage_inductor import cost, options
+from sage_inductor.policy import Policy
+from sage_inductor.remedies import CAUSES
+
+ROOT = Path(__file__).parents[2]
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+FENCED = re.compile(r"^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.M | re.S)
+LANGUAGES = {"python", "bash", "cpp", "cmake", "json", "text"}
+
+# Commands that are run elsewhere, or only where there is more than a test may ask for.
+ELSEWHERE = {
+    "pip install .": "tests/front/test_packaging.py::test_the_wheel_is_pure_and_holds_every_module",
+}
+# Words of snippets that take a package of the extra "models".
+NEEDED = {"diffusers": "diffusers", "transformers": "transformers", "lora": "peft"}
+ACCEPT = os.environ.get("EXPECTTEST_ACCEPT") == "1"
+
+
+class Block(NamedTuple):
+    start: int  # of the text in the page
+    language: str
+    text: str
+    file: str  # that the line before says it is: "`main.cpp`:"
+
+
+def blocks_of(page: str) -> list[Block]:
+    blocks = []
+    for found in FENCED.finditer(page):
+        named = re.search(r"`([\w.]+)`:\n\n$", page[: found.start()])
+        text = found["text"]
+        blocks += [Block(found.start("text"), found["language"], text, named[1] if named else "")]
+    return blocks
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty folder to work in, and the settings of before when the test is over."""
+    monkeypatch.chdir(tmp_path)
+    before = {name: getattr(sage_inductor.config, name) for name in options.SETTINGS}
+    yield tmp_path
+    for name, value in before.items():
+        setattr(sage_inductor.config, name, value)
+
+
+# -- stand-ins for what is downloaded ----
+
+
+@pytest.fixture
+def small(monkeypatch, here):
+    """What from_pretrained gives: models of the same classes, small and of random weights."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with contextlib.suppress(ImportError):
+        import diffusers
+
+        monkeypatch.setattr(diffusers, "FluxPipeline", SmallFlux)
+    with contextlib.suppress(ImportError):
+        import transformers
+
+        monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", small_tokenizer)
+        monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", small_llama)
+
+
+class SmallFlux:
+    """A pipeline whose transformer is real, and all that is around it noise."""
+
+    def __init__(self, dtype):
+        import diffusers
+
+        self.dtype = dtype
+        self.transformer = diffusers.FluxTransformer2DModel(
+            patch_size=1, in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=64,
+            num_attention_heads=2, joint_attention_dim=32, pooled_projection_dim=32,
+            axes_dims_rope=(16, 24, 24),
+        ).to(dtype)  # fmt: skip
+        for name in ("first", "second"):
+            self.save_lora(f"{name}.safetensors")
+
+    @classmethod
+    def from_pretrained(cls, name: str, torch_dtype):
+        assert name.count("/") == 1
+        return cls(torch_dtype)
+
+    def save_lora(self, file: str) -> None:
+        from safetensors.torch import save_file
+
+        A, B = torch.randn(8, 128), torch.randn(128, 8)
+        key = "transformer.transformer_blocks.0.attn.to_q"
+        state = {f"{key}.lora_A.weight": A, f"{key}.lora_B.weight": B}
+        save_file(state, file)
+
+    def to(self, device: str):
+        self.transformer.to(device)
+        return self
+
+    @torch.no_grad()
+    def __call__(self, prompt: str, height: int, width: int):
+        device, tokens = self.transformer.device, height * width // 256**2
+        make = functools.partial(torch.randn, device=device, dtype=self.dtype)
+        image = self.transformer(
+            hidden_states=make(1, tokens, 16), encoder_hidden_states=make(1, 16, 32),
+            pooled_projections=make(1, 32), timestep=torch.tensor([0.5], device=device),
+            img_ids=make(tokens, 3), txt_ids=make(16, 3),
+        ).sample  # fmt: skip
+        return SimpleNamespace(images=[image])
+
+
+def small_llama(name: str, dtype, attn_implementation=None):
+    import transformers
+
+    config = transformers.LlamaConfig(
+        hidden_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=64, intermediate_size=128, vocab_size=100, pad_token_id=0, eos_token_id=None,
+        bos_token_id=None, attn_implementation=attn_implementation,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval().to(dtype)
+
+
+def small_tokenizer(name: str, padding_side="right"):
+    import transformers
+
+    def tokenize(texts: list[str], padding=False, return_tensors="pt"):
+        ids = [torch.arange(1, 1 + len(text)) for text in texts]
+        ids = torch.nn.utils.rnn.pad_sequence(ids, True, padding_side=padding_side)
+        return transformers.BatchEncoding({"input_ids": ids, "attention_mask": (ids > 0).long()})
+
+    return tokenize
+
+
+# -- snippets ----
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_runs_from_top_to_bottom(page, here, small):
+    """Each Python snippet on its own, as in a new interpreter; files stay for the next one. Without a
+    GPU "cuda" is read as "cpu"."""
+    text = page.read_text()
+    out, renewed = None, []
+    for block in blocks_of(text):
+        if block.language == "text":
+            if out is not None and not torch.cuda.is_available():  # the pages show a CPU's output
+                renewed.append((block, checked(block.text, out)))
+            out = None
+        elif block.language == "python":
+            out = run_python(block, text, page)
+        elif block.language == "bash":
+            out = "".join(map(run_command, block.text.splitlines()))
+        else:
+            name = block.file or f"snippet.{block.language}"
+            Path(name).write_text(block.text)
+    if ACCEPT:
+        for block, new in reversed(renewed):
+            text = text[: block.start] + new + text[block.start + len(block.text) :]
+        page.write_text(text)
+
+
+def run_python(block: Block, text: str, page: Path) -> str | None:
+    """What it prints; None where a package that it is about is not installed."""
+    if any(word in block.text and not find_spec(name) for word, name in NEEDED.items()):
+        return None
+    torch._dynamo.reset()
+    counters.clear()
+    lines = "\n" * text.count("\n", 0, block.start)  # so that errors name the page's lines
+    code = block.text if torch.cuda.is_available() else block.text.replace('"cuda"', '"cpu"')
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile(lines + code, str(page), "exec"), {"__name__": "__main__"})
+    return out.getvalue()
+
+
+def run_command(line: str) -> str:
+    """What it prints."""
+    command = line.partition(" #")[0].strip()
+    if command in ELSEWHERE:
+        return ""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    result = subprocess.run(
+        command, shell=True, env={**os.environ, "PATH": path}, text=True,
+        capture_output=True,
+    )  # fmt: skip
+    assert result.returncode == 0, f"{command}\n{result.stdout}{result.stderr}"
+    return result.stdout
+
+
+def checked(shown: str, printed: str) -> str:
+    """What a page is to show: what it shows, if that is what was printed. Decimal fractions and the
+    widths of columns may differ; "..." fits anything."""
+    if doctest.OutputChecker().check_output(rough(shown), rough(printed), doctest.ELLIPSIS):
+        return shown
+    if ACCEPT and "..." not in shown:
+        return printed
+    pytest.fail(f"the page shows\n{shown}\nbut this was printed\n{printed}")
+
+
+def rough(text: str) -> str:
+    text = re.sub(r"\d+\.\d+(e[-+]?\d+)?", "0.0", text)
+    return re.sub(r" {2,}", "  ", re.sub(r"-{3,}", "---", text))
+
+
+def test_a_policy_in_json_is_one(here):
+    found = [b.text for page in PAGES for b in blocks_of(page.read_text()) if b.language == "json"]
+    for text in found:
+        Path("policy.json").write_text(text)
+        assert Policy.load("policy.json").rules
+    assert found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_fence_has_a_language_and_an_end(page):
+    text = page.read_text()
+    blocks = blocks_of(text)
+    assert len(re.findall(r"^```", text, re.M)) == 2 * len(blocks)
+    assert {block.language for block in blocks} <= LANGUAGES
+
+
+def test_commands_that_are_run_elsewhere_are_printed_and_run_there():
+    commands = {
+        line.partition(" #")[0].strip()
+        for page in PAGES
+        for block in blocks_of(page.read_text())
+        if block.language == "bash"
+        for line in block.text.splitlines()
+    }
+    assert ELSEWHERE.keys() <= commands
+    for where in ELSEWHERE.values():
+        file, name = where.split("::")
+        assert f"def {name}(" in (ROOT / file).read_text()
+
+
+# -- the rest ----
+
+
+def test_tables_are_what_the_results_say():
+    assert plot.main(["--check"]) == 0
+
+
+def test_every_cause_why_a_call_stays_has_a_line_with_its_remedy():
+    """tests/front/test_report.py: every reason in the code has a cause."""
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    for cause in CAUSES:
+        for text in plot.wordings(cause.pattern):
+            assert re.search(cause.pattern, text.replace("...", "3")), (cause.pattern, text)
+            assert f"| `{text}` | {cause.remedy} |" in page
+
+
+def test_the_readme_is_short_and_lines_are_not_long():
+    assert len(PAGES[0].read_text().splitlines()) <= 190
+    for page in PAGES:
+        text = FENCED.sub("", page.read_text())
+        long = [line for line in text.splitlines() if len(line) > 160]
+        assert not long, (page, long)
+
+
+def test_links_lead_somewhere():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)]+)\)", FENCED.sub("", page.read_text())):
+            if not target.startswith("https://"):
+                file, _, anchor = target.partition("#")
+                path = page.parent / file if file else page
+                assert path.exists(), (page, target)
+                assert not anchor or anchor in anchors(path), (page, target)
+    names = {page.name for page in PAGES[1:]}
+    assert names == set(re.findall(r"\]\(docs/([\w-]+\.md)\)", PAGES[0].read_text()))
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
+
+
+def test_every_option_is_explained():
+    text = (ROOT / "docs/options.md").read_text()
+    for option in options.OPTIONS.values():
+        assert f"`sage.{option.name}`" in text
+        assert not option.is_setting or f"`{option.variable}`" in text
+
+
+@pytest.mark.gpu
+def test_the_quick_start_is_rewritten_on_a_gpu_that_was_measured(here):
+    if not cost.is_measured(torch.cuda.get_device_name()):
+        pytest.skip("no length is measured on this GPU")
+    page = PAGES[0].read_text()
+    (block,) = (each for each in blocks_of(page) if "gpu = torch.cuda" in each.text)
+    assert "relative L1 of the output: " in run_python(block, page, PAGES[0])
+    assert len(sage_inductor.report()) == 3 and not sage_inductor.report().refused

@@ -1,0 +1,398 @@
+"""Our attention under names of diffusers and transformers, and the ways their users compile.
+
+Small models of random weights. On CPU recipes are emulated, on a GPU they are forced.
+"""
+
+import os
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import relative_l2
+from torch._dynamo.utils import counters
+
+import sage_inductor
+from sage_inductor import config
+from sage_inductor.integrations.diffusers import register_backend
+from sage_inductor.integrations.diffusers import sage_attention as diffusers_attention
+from sage_inductor.integrations.transformers import sage_attention_forward
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+pytestmark = pytest.mark.models
+diffusers = pytest.importorskip("diffusers")
+transformers = pytest.importorskip("transformers")
+attention_backend = pytest.importorskip("diffusers.models.attention_dispatch").attention_backend
+
+LENGTHS = (5, 6, 8)  # of an image's side in patches, for a text tens of tokens
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    """Where models are made; their attention is rewritten at any length."""
+    on_cpu = request.param == "cpu"
+    with config.patch(emulate=on_cpu, force=not on_cpu), torch.no_grad():
+        yield request.param
+
+
+@pytest.fixture(autouse=True)
+def default_of_diffusers():
+    """set_attention_backend changes the process's default, too."""
+    with attention_backend("native"):
+        yield
+
+
+def ready(model, device):
+    return model.eval().to(device, torch.float32 if device == "cpu" else torch.bfloat16)
+
+
+def cast(inputs, device) -> dict:
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    return {k: x.to(device, dtype if x.is_floating_point() else None) for k, x in inputs.items()}
+
+
+# -- the models ----
+
+
+def flux(device):
+    model = diffusers.FluxTransformer2DModel(
+        patch_size=1, in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=64,
+        num_attention_heads=2, joint_attention_dim=32, pooled_projection_dim=32,
+        axes_dims_rope=(16, 24, 24),
+    )  # fmt: skip
+    return ready(model, device), [
+        cast({
+            "hidden_states": torch.randn(1, side**2, 16),
+            "encoder_hidden_states": torch.randn(1, 16, 32),
+            "pooled_projections": torch.randn(1, 32),
+            "timestep": torch.tensor([0.5]),
+            "img_ids": torch.randn(side**2, 3),
+            "txt_ids": torch.zeros(16, 3),
+        }, device)
+        for side in LENGTHS
+    ]  # fmt: skip
+
+
+def wan(device):
+    model = diffusers.WanTransformer3DModel(
+        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=64, in_channels=4,
+        out_channels=4, text_dim=32, freq_dim=32, ffn_dim=256, num_layers=1, cross_attn_norm=True,
+        rope_max_seq_len=32,
+    )  # fmt: skip
+    return ready(model, device), [
+        cast({
+            "hidden_states": torch.randn(1, 4, 3, 2 * side, 2 * side),
+            "encoder_hidden_states": torch.randn(1, 16, 32),
+            "timestep": torch.tensor([500]),
+        }, device)
+        for side in LENGTHS
+    ]  # fmt: skip
+
+
+SIZES = dict(
+    hidden_size=256, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=64, intermediate_size=256, vocab_size=100, pad_token_id=0, eos_token_id=None,
+    bos_token_id=None,
+)  # fmt: skip
+
+
+def tokens(device, length: int, padded: bool = True) -> dict:
+    mask = torch.ones(2, length, dtype=torch.long)
+    mask[1, : 10 * padded] = 0
+    return cast({"input_ids": torch.randint(1, 100, (2, length)), "attention_mask": mask}, device)
+
+
+def llama(device, padded=False):
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    inputs = [{**tokens(device, 10 * n, padded), "use_cache": False} for n in LENGTHS]
+    return ready(model, device), inputs
+
+
+def llama_padded(device):
+    return llama(device, padded=True)
+
+
+def qwen(device):
+    model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SIZES))
+    return ready(model, device), [
+        {**tokens(device, 10 * n, False), "use_cache": False} for n in LENGTHS
+    ]
+
+
+# -- the same as backend="sage" ----
+
+
+def use_sdpa(model):
+    if isinstance(model, diffusers.ModelMixin):
+        model.set_attention_backend("native")
+    else:
+        model.set_attn_implementation("sdpa")
+
+
+def use_ours(model):
+    if isinstance(model, diffusers.ModelMixin):
+        sage_inductor.register("diffusers")
+        model.set_attention_backend("sage_inductor")
+    else:
+        sage_inductor.register("transformers")
+        model.set_attn_implementation("sage")
+
+
+def outputs(model, inputs, backend=None) -> list:
+    """Of each of the inputs; of as many graphs as were compiled, all but the first dynamic."""
+    torch._dynamo.reset()
+    counters.clear()
+    run = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
+    found = [run(**each)[0] for each in inputs]
+    assert counters["stats"]["unique_graphs"] == (0 if backend is None else 2)
+    return found
+
+
+@pytest.mark.parametrize("make", [flux, wan, llama, llama_padded, qwen])
+def test_registered_attention_gives_what_the_backend_gives(make, device):
+    model, inputs = make(device)
+    use_sdpa(model)
+    exact = outputs(model, inputs)
+    expected = outputs(model, inputs, "sage")
+    use_ours(model)
+    for backend in (None, "sage", "inductor"):
+        found = outputs(model, inputs, backend)
+        sites = sage_inductor.report()
+        assert len(sites) and len(sites.rewritten) == len(sites), str(sites)
+        assert {site.spelling for site in sites} == {"sage_inductor.attention"}
+        for actual, same, sdpas in zip(found, expected, exact):
+            difference = relative_l2(same, sdpas)
+            error = relative_l2(actual, same)
+            # Rounded q and k may fall on another code. In bf16 the rest of the model rounds, too.
+            assert error < 0.2 * difference if device == "cpu" else error < 0.03, (
+                error,
+                difference,
+            )
+
+
+@pytest.mark.parametrize("given", [{"dropout_p": 1.0}, {"return_lse": True}, {"of_keys": True}])
+def test_arguments_of_diffusers_are_honoured(given):
+    q, k, v = (torch.randn(2, 70, 2, 64) for _ in range(3))  # [B, N, H, D]
+    mask = torch.arange(70)[None].expand(2, -1) < 50
+    mask = mask if given.pop("of_keys", False) else mask[:, None, None].expand(-1, 2, 70, -1)
+    with config.patch(emulate=True):
+        found = diffusers_attention(q, k, v, mask, **given)
+    if "dropout_p" in given:
+        assert not found.any()  # every weight is dropped
+        return
+    out, lse = found if "return_lse" in given else (found, None)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    visible = mask.reshape(2, -1, mask.shape[-2] if mask.ndim == 4 else 1, 70)
+    exact = F.scaled_dot_product_attention(q, k, v, visible)
+    assert 0 < relative_l2(out, exact.transpose(1, 2)) < 0.1
+    if lse is not None:
+        scores = (q @ k.mT / 8).masked_fill(~visible, -torch.inf)
+        torch.testing.assert_close(lse, scores.logsumexp(-1), atol=0.02, rtol=0.01)
+
+
+def test_context_parallelism_of_diffusers_is_refused():
+    with pytest.raises(ValueError, match="context parallelism is not supported"):
+        diffusers_attention(*[torch.randn(1, 8, 2, 64)] * 3, _parallel_config=object())
+
+
+@pytest.mark.parametrize("name", ["softcap", "s_aux"])
+def test_what_transformers_asks_beyond_sdpa_is_refused(name):
+    q = torch.randn(1, 2, 8, 64)
+    with pytest.raises(ValueError, match=f'attention "sage" does not support {name}: use "eager"'):
+        sage_attention_forward(torch.nn.Module(), q, q, q, None, **{name: torch.ones(2)})
+
+
+def test_what_only_transformers_sdpa_has_goes_there():
+    q, bias = torch.randn(1, 2, 8, 64), torch.randn(1, 2, 8, 8)
+    exact = F.scaled_dot_product_attention(q, q, q, bias).transpose(1, 2)
+    with config.patch(emulate=True):
+        given = dict(is_causal=False, position_bias=bias, softcap=None)
+        out, _ = sage_attention_forward(torch.nn.Module(), q, q, q, None, **given)
+        torch.testing.assert_close(out, exact)
+        out, _ = sage_attention_forward(torch.nn.Module(), q, q, q, None, dropout=1.0)
+        assert not out.any()
+    assert len(sage_inductor.report()) == 0
+
+
+# -- registering ----
+
+
+def test_neither_library_is_imported_before_it_is_registered_with():
+    code = "import sys, sage_inductor; print([x in sys.modules for x in ('diffusers', 'transformers')])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert out.stdout.split() == ["[False,", "False]"], out.stderr
+
+
+def test_another_library_is_refused_by_name():
+    with pytest.raises(ValueError, match='must be "diffusers" or "transformers", got \'vllm\''):
+        sage_inductor.register("vllm")
+
+
+@pytest.mark.parametrize("library", ["diffusers", "transformers"])
+def test_a_library_that_is_missing_is_named(library, monkeypatch):
+    register_backend.cache_clear()
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(ImportError, match=library):
+        sage_inductor.register(library)
+
+
+@pytest.mark.parametrize(
+    "library, module, name",
+    [
+        ("diffusers", "models.attention_dispatch", "_AttentionBackendRegistry"),
+        ("diffusers", "models.attention_dispatch", "_check_shape"),
+        ("transformers", "masking_utils", "sdpa_mask"),
+        ("transformers", "integrations.sdpa_attention", "use_gqa_in_sdpa"),
+    ],
+)
+def test_a_library_that_has_changed_is_named_with_what_works(library, module, name, monkeypatch):
+    register_backend.cache_clear()
+    monkeypatch.delattr(f"{library}.{module}.{name}")
+    with pytest.raises(ImportError, match=f'for {library} [0-9.]+ .* backend="sage".*{name}'):
+        sage_inductor.register(library)
+
+
+# -- the snippets of the documents, as they are printed there ----
+
+WHOLE = """
+pipe.transformer.compile(backend="sage", fullgraph=True)
+image = pipe(prompt, height=1024, width=1024).images[0]
+"""
+BLOCKS = """
+pipe.transformer.compile_repeated_blocks(backend="sage", fullgraph=True, dynamic=True)
+image = pipe(prompt, height=1024, width=1024).images[0]
+"""
+RESOLUTIONS = """
+pipe.transformer.compile(backend="sage", fullgraph=True)
+for side in (640, 768, 1024):  # the first is compiled for its size, the second for any
+    image = pipe(prompt, height=side, width=side).images[0]
+"""
+BACKEND_OF_DIFFUSERS = """
+import sage_inductor
+
+sage_inductor.register("diffusers")
+pipe.transformer.set_attention_backend("sage_inductor")
+image = pipe(prompt, height=1024, width=1024).images[0]
+"""
+LORA = """
+pipe.transformer.enable_lora_hotswap(target_rank=8)  # the largest rank of all that follow
+pipe.transformer.load_lora_adapter(first, adapter_name="style")
+pipe.transformer.compile(backend="sage", fullgraph=True)
+image = pipe(prompt, height=1024, width=1024).images[0]
+
+with torch._dynamo.config.patch(error_on_recompile=True):
+    pipe.transformer.load_lora_adapter(second, adapter_name="style", hotswap=True)
+    image = pipe(prompt, height=1024, width=1024).images[0]
+"""
+
+FLUX_BLOCKS = ["single_transformer_blocks.0.attn", "transformer_blocks.0.attn"]
+
+
+class Pipe:
+    """What the snippets call of a pipeline: one step of its transformer, 128 pixels a patch."""
+
+    def __init__(self):
+        self.transformer, (self.inputs, *_) = flux("cpu")
+
+    def __call__(self, prompt, height, width):
+        patches = (height // 128) * (width // 128)
+        torch.manual_seed(0)
+        inputs = self.inputs | {
+            "hidden_states": torch.randn(1, patches, 16), "img_ids": torch.randn(patches, 3)
+        }  # fmt: skip
+        return types.SimpleNamespace(images=self.transformer(**inputs)[0])
+
+
+def lora(rank: int) -> dict:
+    """An adapter of `rank` for a projection of the transformer that `flux` makes."""
+    name = "transformer.transformer_blocks.0.attn.to_q"
+    down, up = torch.randn(rank, 128), torch.randn(128, rank)
+    return {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}
+
+
+@pytest.mark.parametrize(
+    "snippet, graphs, modules",
+    [
+        (WHOLE, 1, FLUX_BLOCKS),
+        (BLOCKS, 2, ["attn", "attn"]),  # a block of each class is compiled, by itself
+        (RESOLUTIONS, 2, 2 * FLUX_BLOCKS),
+        (BACKEND_OF_DIFFUSERS, 0, [""]),
+        (LORA, 1, FLUX_BLOCKS),
+    ],
+    ids=["whole", "blocks", "resolutions", "registered", "lora"],
+)
+def test_snippets_with_diffusers(snippet, graphs, modules):
+    if snippet is LORA:
+        pytest.importorskip("peft")
+    torch.manual_seed(0)
+    given = {"pipe": Pipe(), "prompt": "", "torch": torch, "first": lora(8), "second": lora(4)}
+    counters.clear()
+    with config.patch(emulate=True), torch.no_grad():
+        exec(snippet, given)
+        assert counters["stats"]["unique_graphs"] == graphs
+        sites = sage_inductor.report()
+        assert sorted(site.module for site in sites.rewritten) == sorted(modules), str(sites)
+        torch.manual_seed(0)
+        exact = Pipe()
+        use_sdpa(exact.transformer)
+        if snippet is LORA:
+            exact.transformer.load_lora_adapter(given["second"], adapter_name="style")
+        expected = exact("", 1024, 1024).images[0]
+    assert 0 < relative_l2(given["image"], expected) < 0.02
+
+
+SAGE_OF_TRANSFORMERS = """
+import sage_inductor
+
+sage_inductor.register("transformers")
+model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="sage")
+generated = model.generate(**tokens, max_new_tokens=8, cache_implementation="static")
+"""
+PREFILL = """
+model = AutoModelForCausalLM.from_pretrained(name)
+model.forward = torch.compile(model.forward, backend="sage")
+generated = model.generate(
+    **tokens, max_new_tokens=8, cache_implementation="static", disable_compile=True
+)
+"""
+CHUNKED_PREFILL = """
+from transformers import CompileConfig
+
+model = AutoModelForCausalLM.from_pretrained(name)
+compile_config = CompileConfig(backend="sage", mode=None, options={"sage.recipe": "sage1"})
+generated = model.generate(
+    **tokens, max_new_tokens=8, cache_implementation="static", prefill_chunk_size=35,
+    compile_config=compile_config,
+)
+"""  # fmt: skip
+DECODE = CHUNKED_PREFILL.replace(" prefill_chunk_size=35,", "")
+
+
+@pytest.mark.parametrize(
+    "snippet, queries",
+    [
+        (SAGE_OF_TRANSFORMERS, [70]),
+        (PREFILL, [70, 1]),
+        (CHUNKED_PREFILL, [35, 1]),
+        (DECODE, [1]),  # mode=None alone: the prefill is not compiled
+    ],
+    ids=["registered", "prefill", "chunked prefill", "decode"],
+)
+def test_snippets_with_transformers(snippet, queries, tmp_path, monkeypatch):
+    """Batches are padded on the left. generate compiles by itself on a GPU only."""
+    monkeypatch.setattr(transformers.CompileConfig, "_compile_all_devices", True)
+    torch.manual_seed(0)
+    model, _ = llama("cpu")
+    model.save_pretrained(tmp_path)
+    given = {
+        "AutoModelForCausalLM": transformers.AutoModelForCausalLM, "torch": torch,
+        "name": tmp_path, "tokens": tokens("cpu", 70),
+    }  # fmt: skip
+    with config.patch(emulate=True), torch.no_grad():
+        expected = model.generate(**given["tokens"], max_new_tokens=8)
+        exec(snippet, given)
+    assert torch.equal(given["generated"], expected)
+    sites = sage_inductor.report()
+    assert [site.q[2] for site in sites.rewritten] == queries and not sites.refused, str(sites)

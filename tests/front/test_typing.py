@@ -1,0 +1,97 @@
+"""What type checkers make of a user's file: mypy, and pyright as basedpyright ships it (pyright's
+own package downloads node and itself when it runs)."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# What each line must be: a type, by assert_type, or the error that its comment asks to be given.
+USERS = """\
+from typing import assert_type
+
+import torch
+
+import sage_inductor
+from sage_inductor import Diagnosis, Policy, Report, Rule, config
+
+model, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
+
+with config.patch(emulate=True, recipe="sage1"):
+    assert_type(sage_inductor.report(), Report)
+
+
+@config.patch("force", True)
+def answer(question: str) -> int:
+    return len(question)
+
+
+assert_type(answer("?"), int)
+assert_type(config.recipe, str)
+assert_type(config.force, bool)
+assert_type(sage_inductor.explain(model, x, options={"sage.recipe": "sage1"}), Report)
+assert_type(sage_inductor.rewrite(torch.export.export(model, (x,))), Report)
+assert_type(sage_inductor.diagnose(model, x), Diagnosis)
+assert_type(Policy.load("policy.json"), Policy)
+assert_type(sage_inductor.attention(x, x, x, is_causal=True, recipe="sage1"), torch.Tensor)
+out, lse = sage_inductor.attention(x, x, x, return_lse=True)
+assert_type(lse, torch.Tensor)
+policy = Policy([Rule("sage1", module="*.attn", layer=(0, 3))])
+config.policy = policy
+config.policy = lambda call: "off" if call.head_dim == 64 else None
+sage_inductor.register("diffusers")
+sage_inductor.register("vllm")  # refused
+config.recpie = "sage1"  # refused
+answer(1)  # refused
+sage_inductor.explain(model, x, options="sage1")  # refused
+"""
+REFUSED = [i for i, line in enumerate(USERS.splitlines(), 1) if line.endswith("# refused")]
+
+
+@pytest.fixture
+def user(tmp_path):
+    """(a user's file, the folder in which a type checker finds the package as a wheel lays it
+    out). An editable install is seen by none: its finder is code, not a folder."""
+    site = tmp_path / "site"
+    for room in ("sage_inductor", "patterns", "lowering", "ops"):
+        front = room == "sage_inductor"
+        shutil.copytree(
+            ROOT / room, site / "sage_inductor" / ("" if front else room), dirs_exist_ok=True
+        )
+    (tmp_path / "user.py").write_text(USERS)
+    return tmp_path / "user.py", site
+
+
+def mypy(file: Path, site: Path) -> list[tuple[int, str]]:
+    pytest.importorskip("mypy")
+    found = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "--no-color-output",
+         "--no-error-summary", f"--cache-dir={file.parent / 'cache'}", file],
+        capture_output=True, text=True, cwd=file.parent, env={"MYPYPATH": str(site)},
+    )  # fmt: skip
+    assert not found.stderr, found.stderr
+    return [(int(line.split(":")[1]), line) for line in found.stdout.splitlines()]
+
+
+def pyright(file: Path, site: Path) -> list[tuple[int, str]]:
+    pytest.importorskip("basedpyright")
+    settings = {"typeCheckingMode": "standard", "extraPaths": [str(site)], "include": [file.name]}
+    (file.parent / "pyrightconfig.json").write_text(json.dumps(settings))
+    found = subprocess.run(
+        [sys.executable, "-m", "basedpyright", "--outputjson", "--pythonpath", sys.executable],
+        capture_output=True, text=True, cwd=file.parent,
+    )  # fmt: skip
+    assert found.stdout, found.stderr
+    each = json.loads(found.stdout)["generalDiagnostics"]
+    return [(x["range"]["start"]["line"] + 1, x["message"]) for x in each]
+
+
+@pytest.mark.parametrize("checker", [mypy, pyright])
+def test_a_users_file_has_the_types_that_it_says_and_errors_where_it_is_wrong(checker, user):
+    found = checker(*user)
+    assert sorted({line for line, _ in found}) == REFUSED, found
