@@ -30,7 +30,7 @@ from sage_inductor.ops import compat
 from sage_inductor.options import AUTO
 from sage_inductor.patterns.call import Call, Decision, Site
 from sage_inductor.patterns.functional import ENTRIES
-from sage_inductor.patterns.graph import as_int
+from sage_inductor.patterns.graph import as_float, as_int
 from sage_inductor.policy import Ruling
 
 
@@ -70,7 +70,7 @@ def attention(
         )
         lse = (q, k, attn_mask, is_causal, scale)
         return (out, torch.ops.sage.lse(*lse)) if return_lse else out
-    asked = is_causal, scale, enable_gqa, recipe, return_lse
+    asked = is_causal, as_float(scale), enable_gqa, recipe, return_lse
     tensors = (q, k, v) if attn_mask is None else (q, k, v, attn_mask)
     return _run_of(tensors, asked)(*tensors)
 

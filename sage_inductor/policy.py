@@ -173,7 +173,9 @@ def _given(rule: Rule) -> dict:
 def unmatched(rules: tuple[Rule, ...], modules: Iterable[str]) -> list[str]:
     """A line for each rule that names modules and fits none of those that make attention calls."""
     lines, seen = [], sorted(set(modules))
-    calls = "the calls are of " + ", ".join(map(json.dumps, seen[:4])) + ", ..." * (len(seen) > 4)
+    calls = (
+        "attention is called by " + ", ".join(map(json.dumps, seen[:4])) + ", ..." * (len(seen) > 4)
+    )
     for number, rule in enumerate(rules, 1):
         if seen and not any(map(rule.fits_module, seen)):
             where = {name: x for name, x in _given(rule).items() if name in ("module", "layer")}

@@ -113,6 +113,17 @@ def test_a_compiled_call_is_the_eager_one(backend, dynamic, recipe):
             assert_close(x, y, atol=1e-6, rtol=0)
 
 
+@pytest.mark.filterwarnings("error:Raw SymFloat")
+@torch.no_grad()
+def test_a_scale_that_changes_is_another_graph():
+    q, k, v = inputs(N_kv=40)
+    compiled = torch.compile(
+        lambda scale: attention(q, k, v, scale=scale), backend="aot_eager", fullgraph=True
+    )
+    for scale in (0.1, 0.2, 0.3):
+        assert_close(compiled(scale), F.scaled_dot_product_attention(q, k, v, scale=scale))
+
+
 def attend(q, k, v):
     return attention(q, k, v, is_causal=True)
 

@@ -303,7 +303,7 @@ def test_a_rule_that_fits_no_module_is_told_of(caplog):
     policy = Policy(
         (Rule("off", module="L.*.attn"), Rule("off", layer=7), Rule("auto", head_dim=9))
     )
-    line = 'rule 1 of the policy fits no module so far: {"module": "L.*.attn"}; the calls are of '
+    line = 'rule 1 of the policy fits no module so far: {"module": "L.*.attn"}; attention is called by '
     report = explain(policy)
     assert f'{line}"", "layers.0.attn", "layers.0.cross", "layers.1.attn", ...' in str(report)
     assert [line.split(":")[0] for line in warnings(caplog)] == [
