@@ -151,6 +151,8 @@ launch_options = _take(
     "torch._inductor.runtime.triton_helpers:try_filter_backend_options_for_target",
     seen="torch 2.14 on", optional=True,
     without="Inductor cannot pass a launch's options on: portable kernels round as Triton chooses")
+fused_sdp_choice = _take("torch:_fused_sdp_choice",
+    seen=TORCH, optional=True, without="doctor does not name the backend that SDPA runs")
 DispatchKey = _take("torch._C:DispatchKey",
     seen=TORCH, without="autocast has no rule for our ops")
 DispatchKeySet = _take("torch._C:DispatchKeySet",

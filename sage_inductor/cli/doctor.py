@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 import triton
+from torch.nn.attention import SDPBackend
 
 from sage_inductor import cost
 from sage_inductor.backend import explain
@@ -16,6 +17,7 @@ from sage_inductor.decide import auto_recipes
 from sage_inductor.diagnose import compare
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.attention import tiles
+from sage_inductor.ops.compat import fused_sdp_choice, untested
 from sage_inductor.ops.formats import HEAD_DIMS
 from sage_inductor.ops.reference.exact import attention_exact
 
@@ -47,11 +49,16 @@ def doctor() -> int:
     print(f"\nsage_inductor {recipes.source_tag()}")
     print(f"torch {torch.__version__}, triton {triton.__version__}", end=", ")
     print(f"Python {platform.python_version()}, {platform.platform()}")
+    if untested():
+        print(untested())
     print('backend="sage":', "registered" if registered else "NOT registered: install the package")
     if not devices:
         print("no CUDA device: attention stays SDPA; what follows is the recipes' emulation")
     for device in probes:
         print(f"\n{_name(device)}")
+        print(
+            f"  SDPA runs {sdpa_backend(device)}; its flash attention is {cost.flash_attention()}"
+        )
         print(f"  {'recipe':20}{'head_dim':10}{'kind':8}relative L1 error to exact attention")
         for probe in probes[device]:
             print(f"  {probe.recipe:20}{probe.head_dim:<10}{probe.kind:8}{probe.finding}")
@@ -88,6 +95,8 @@ def _verdict(device: torch.device, probes: list[Probe], auto_rewrites: bool) -> 
     if not run:
         return f"NOTHING RUNS HERE: {where} (sm_{_sm(device)}) is older than sm_80: all stays SDPA"
     some = f"{len(run)} of {len(recipes.NAMED)} recipes run on {where}"
+    if lost := tiles.hopper_is_lost(tiles.capability(device)):
+        return f"SLOWER THAN IT COULD BE: {some}, but {lost}"
     if not auto_rewrites:
         return (
             f'NOT MEASURED: {some}, but "auto" rewrites nothing until '
@@ -100,6 +109,17 @@ def _name(device: torch.device) -> str:
     if device.type == "cpu":
         return str(device)
     return f"{device}: {torch.cuda.get_device_name(device)}, sm_{_sm(device)}"
+
+
+def sdpa_backend(device: torch.device) -> str:
+    """The backend of SDPA that computes a self-attention in 16 bits here; "?" where torch does not
+    say."""
+    if fused_sdp_choice is None:
+        return "?"
+    q, *_ = _inputs(device, 333, 128)
+    name = SDPBackend(fused_sdp_choice(q, q, q)).name
+    several = device.type == "cuda" and name == "FLASH_ATTENTION"
+    return name if not several else f"{name} ({cost.flash_attention()})"
 
 
 def _sm(device: torch.device) -> str:

@@ -9,8 +9,10 @@ import time
 
 import pytest
 import torch
+import triton
 
 from sage_inductor import cost
+from sage_inductor.cli import doctor
 from sage_inductor.cli.doctor import Probe, crossovers, verdict
 from sage_inductor.cli.progress import Progress, track
 from sage_inductor.cli.tune import describe
@@ -129,6 +131,33 @@ def test_the_verdict_says_what_runs_and_what_to_do(monkeypatch, probes, auto_rew
     line = verdict(True, each)  # of two like GPUs one verdict
     assert line.startswith(expected) and line.count("NVIDIA Test") == 1 and "\n" not in line
     assert verdict(False, each).startswith('BROKEN: torch does not know backend="sage"')
+
+
+def test_the_verdict_says_that_the_hopper_kernel_is_lost(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
+    each = [(torch.device("cuda"), [a_probe("sage1", True)], True)]
+    assert verdict(True, each).startswith("READY")
+    monkeypatch.setattr(triton, "__version__", "3.10.0")
+    assert verdict(True, each).startswith(
+        "SLOWER THAN IT COULD BE: 1 of 7 recipes run on NVIDIA H200, but the Hopper kernel is"
+    )
+
+
+def test_doctor_names_what_sdpa_runs_and_an_untested_torch(monkeypatch, capsys):
+    assert doctor.sdpa_backend(torch.device("cpu")) == "FLASH_ATTENTION"
+    q = torch.zeros(1, 1, 8, 64)
+    monkeypatch.setattr(doctor, "_inputs", lambda *args: (q, q, q))
+    monkeypatch.setattr(doctor.cost, "flash_attention", lambda: "FA3")
+    assert doctor.sdpa_backend(torch.device("cuda")) == "FLASH_ATTENTION (FA3)"
+    monkeypatch.setattr(doctor, "fused_sdp_choice", lambda *args: 3)
+    assert doctor.sdpa_backend(torch.device("cuda")) == "CUDNN_ATTENTION"
+    monkeypatch.setattr(doctor, "fused_sdp_choice", None)
+    assert doctor.sdpa_backend(torch.device("cuda")) == "?"
+    monkeypatch.setattr(doctor, "untested", lambda: "untested: so and so")
+    monkeypatch.setattr(recipes, "NAMED", {})
+    doctor.doctor()
+    assert "\nuntested: so and so\n" in capsys.readouterr().out
 
 
 @on_cpu
