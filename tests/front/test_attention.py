@@ -292,6 +292,9 @@ def test_whatever_a_decision_depends_on_is_asked_about_anew():
             assert "rule 2" in sites[-1].reason
         with config.patch(recipe="off"):
             assert call(q, k, v, recipe="sage1") == 8 and sites[-1].recipe is None
+        with config.patch(recipe="off", policy=[Rule("sage1", head_dim=8)]):  # fits no call here
+            out = attention(q, k, v, recipe="sage1")
+            assert torch.equal(out, F.scaled_dot_product_attention(q, k, v))
     assert call(q, k, v) == 8
 
 
