@@ -134,9 +134,14 @@ def _transpose(analysis, node, x, dim0, dim1):
     return analysis.moved(x, {a: _axis(b), b: _axis(a)})
 
 
-@rule("t")
+@rule("t", "numpy_T")  # x.T from torch 2.15 on
 def _t(analysis, node, x):
     return _transpose(analysis, node, x, 0, 1) if value_of(x).dim() == 2 else None
+
+
+@rule("mT")
+def _mT(analysis, node, x):
+    return _transpose(analysis, node, x, -2, -1)
 
 
 @rule("getattr")

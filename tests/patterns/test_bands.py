@@ -126,6 +126,7 @@ SQUARE = {
     "not triu(1)": (lambda n, m, p, d: ~ones(n).triu(1), CAUSAL),
     "logical_not of triu(1)": (lambda n, m, p, d: ones(n).triu(1).logical_not().contiguous(), CAUSAL),
     "triu transposed": (lambda n, m, p, d: ones(n).triu().T, CAUSAL),
+    "triu and mT": (lambda n, m, p, d: ones(n).triu().mT, CAUSAL),
     "triu permuted": (lambda n, m, p, d: ones(n).triu()[None].permute(0, 2, 1), CAUSAL),
     "the corner of a larger mask": (
         lambda n, m, p, d: ones(64)[None, None].tril()[:, :, :n, :m].to(torch.bool), CAUSAL),
