@@ -149,7 +149,7 @@ triton_kernel_wrap = _take("torch._higher_order_ops:triton_kernel_wrap",
     without="what a kernel writes is analysed anew for each call: 24 layers trace 12 s longer")
 launch_options = _take(
     "torch._inductor.runtime.triton_helpers:try_filter_backend_options_for_target",
-    seen="torch 2.15 on", optional=True,
+    seen="torch 2.14 on", optional=True,
     without="Inductor cannot pass a launch's options on: portable kernels round as Triton chooses")
 DispatchKey = _take("torch._C:DispatchKey",
     seen=TORCH, without="autocast has no rule for our ops")

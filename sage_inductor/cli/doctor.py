@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 import triton
 
-from sage_inductor import config, cost
+from sage_inductor import cost
 from sage_inductor.backend import explain
 from sage_inductor.cli.progress import track
 from sage_inductor.decide import auto_recipes
@@ -48,8 +48,6 @@ def doctor() -> int:
     print(f"torch {torch.__version__}, triton {triton.__version__}", end=", ")
     print(f"Python {platform.python_version()}, {platform.platform()}")
     print('backend="sage":', "registered" if registered else "NOT registered: install the package")
-    if config.enabled:
-        print("sage_inductor.config.enabled: set; of use where a program imports sage_inductor")
     if not devices:
         print("no CUDA device: attention stays SDPA; what follows is the recipes' emulation")
     for device in probes:

@@ -172,9 +172,14 @@ def test_registered_attention_gives_what_the_backend_gives(make, device):
             )
 
 
-@pytest.mark.parametrize("given", [{"dropout_p": 1.0}, {"return_lse": True}, {"of_keys": True}])
+@pytest.mark.parametrize(
+    "given",
+    [{"dropout_p": 1.0}, {"return_lse": True}, {"of_keys": True}, {"enable_gqa": True}, {"scale": 1.0}],
+    ids="-".join,
+)  # fmt: skip
 def test_arguments_of_diffusers_are_honoured(given):
-    q, k, v = (torch.randn(2, 70, 2, 64) for _ in range(3))  # [B, N, H, D]
+    H_kv = 1 if "enable_gqa" in given else 2
+    q, k, v = (torch.randn(2, 70, H, 64) for H in (2, H_kv, H_kv))  # [B, N, H, D]
     mask = torch.arange(70)[None].expand(2, -1) < 50
     mask = mask if given.pop("of_keys", False) else mask[:, None, None].expand(-1, 2, 70, -1)
     with config.patch(emulate=True):
@@ -185,7 +190,9 @@ def test_arguments_of_diffusers_are_honoured(given):
     out, lse = found if "return_lse" in given else (found, None)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     visible = mask.reshape(2, -1, mask.shape[-2] if mask.ndim == 4 else 1, 70)
-    exact = F.scaled_dot_product_attention(q, k, v, visible)
+    exact = F.scaled_dot_product_attention(
+        q, k, v, visible, scale=given.get("scale"), enable_gqa=H_kv == 1
+    )
     assert 0 < relative_l2(out, exact.transpose(1, 2)) < 0.1
     if lse is not None:
         scores = (q @ k.mT / 8).masked_fill(~visible, -torch.inf)
