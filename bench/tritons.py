@@ -41,7 +41,7 @@ DIVISIBLE = ("N_pad", "D2", "D2_V")  # by 16, where the head_dim is by 8
 RECIPES = {"fp8": "sage2-8b-per-token", "16bit": "sage1-per-token"}  # by pv
 # Of the Hopper kernel: a row of its table, and whether tiles are split.
 VARIANTS = [(row, split) for row in tiles.HOPPER for split in (False, True)[: 2 - row[2]]]
-HEADS, LENGTHS = (2, 16), (4096, 8192, 2048, 3072, 1024, 5120, 6144)
+HEADS, LENGTHS = (2, 16), (4096, 4352, 8192, 2048, 3072, 1024, 5120, 6144)
 
 
 def main(argv=None) -> int:

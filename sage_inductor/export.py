@@ -94,7 +94,8 @@ def aoti_compile_and_package(
     path = torch._inductor.aoti_compile_and_package(
         program, package_path=package_path, inductor_configs=inductor_configs
     )
-    if sys.platform == "linux" and _holds_its_own_libstdcxx(path):
+    crashes = sys.platform == "linux" and torch.__version__ < "2.15"
+    if crashes and _holds_its_own_libstdcxx(path):
         _log.warning(
             "%s: the C++ compiler linked libstdc++ into the package. Python crashes when it loads "
             "that (torch parses the device by a std::regex of two libraries) unless it did "

@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 import torch
 
@@ -8,6 +10,14 @@ def fresh():
     torch.manual_seed(0)
     torch._dynamo.reset()
     yield
+
+
+@pytest.fixture(autouse=True)
+def default_of_diffusers():
+    """A model's set_attention_backend changes the process's default, too."""
+    yield
+    if dispatch := sys.modules.get("diffusers.models.attention_dispatch"):
+        dispatch._AttentionBackendRegistry.set_active_backend(dispatch.AttentionBackendName.NATIVE)
 
 
 @pytest.fixture

@@ -201,6 +201,8 @@ def run_command(line: str) -> str:
         command, shell=True, env={**os.environ, "PATH": path}, text=True,
         capture_output=True,
     )  # fmt: skip
+    if torch.version.cuda and "I cannot find the CUDA" in result.stderr:
+        pytest.skip("this torch's C++ needs the CUDA toolkit, and there is none")
     assert result.returncode == 0, f"{command}\n{result.stdout}{result.stderr}"
     return result.stdout
 

@@ -24,7 +24,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 pytestmark = pytest.mark.models
 diffusers = pytest.importorskip("diffusers")
 transformers = pytest.importorskip("transformers")
-attention_backend = pytest.importorskip("diffusers.models.attention_dispatch").attention_backend
+pytest.importorskip("diffusers")
 
 LENGTHS = (5, 6, 8)  # of an image's side in patches, for a text tens of tokens
 
@@ -35,13 +35,6 @@ def device(request):
     on_cpu = request.param == "cpu"
     with config.patch(emulate=on_cpu, force=not on_cpu), torch.no_grad():
         yield request.param
-
-
-@pytest.fixture(autouse=True)
-def default_of_diffusers():
-    """set_attention_backend changes the process's default, too."""
-    with attention_backend("native"):
-        yield
 
 
 def ready(model, device):

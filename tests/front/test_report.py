@@ -413,10 +413,10 @@ def model(q):
 torch.compile(model, backend="sage", options={{"sage.emulate": True}})(torch.randn(1, 2, 16, 64))
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.returncode == 0 and result.stderr.count("\n") == 1, result.stderr
-    assert result.stderr.startswith(
-        "sage_inductor: 0 of 1 attention calls use sage on CPU: dropout_p"
-    )
+    # A torch built for CUDA has a word of its own where there is none (2.15).
+    lines = [x for x in result.stderr.splitlines() if "No CUDA runtime is found" not in x]
+    assert result.returncode == 0 and len(lines) == 1, result.stderr
+    assert lines[0].startswith("sage_inductor: 0 of 1 attention calls use sage on CPU: dropout_p")
 
 
 def test_torch_logs_of_our_name_say_each_call_and_its_graph_once():

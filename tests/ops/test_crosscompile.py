@@ -35,6 +35,7 @@ SHARED_MEMORY = {  # bytes that a program may have
     (12, 0): 99 << 10,
 }  # fmt: skip
 ARCHITECTURES = list(SHARED_MEMORY)
+TRITON_3_9 = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
 QK_MAX = {"i8": 127.0, "fp8e4nv": 448.0, "u8": 7.0}  # by the type of k
 HEADS = ("stride_qh", "stride_vh", "stride_oh")  # of heads of 40 channels side by side
 
@@ -83,14 +84,15 @@ CASES = [(a, r) for a in ARCHITECTURES for r in NAMED if r != "sage3" and runs_o
 def test_attention_compiles_to_the_matrix_instructions(architecture, recipe, D, is_causal):
     compiled = compile_attention(architecture, recipe, D, is_causal)
     assert compiled.metadata.shared <= SHARED_MEMORY[architecture]
-    assert (
-        stack_bytes(compiled.asm["cubin"]) <= 128
-    )  # 0 but for FP8 on sm_90, where the capped variant runs
+    # 0 but for FP8 on sm_90, where the capped variant runs, and INT8 on sm_100 with Triton 3.9: 184.
+    spills = architecture == (10, 0) and TRITON_3_9
+    assert stack_bytes(compiled.asm["cubin"]) <= (192 if spills else 128)
     ptx = compiled.asm["ptx"]
     r = NAMED[recipe]
     if architecture == (10, 0):
-        # INT8 q k^T is mma.sync there with Triton 3.7 (slow), tcgen05 kind::i8 with 3.9.
-        q_k = "kind::f8f6f4" if r.qk == "fp8" else "m16n8k32.row.col.satfinite.s32.s8.s8"
+        # INT8 q k^T is mma.sync there before Triton 3.9 (slow), then tcgen05's kind::i8.
+        int8 = "kind::i8" if TRITON_3_9 else "m16n8k32.row.col.satfinite.s32.s8.s8"
+        q_k = "kind::f8f6f4" if r.qk == "fp8" else int8
         p_v = "tcgen05.mma.cta_group::1.kind::" + ("f8f6f4" if r.pv == "fp8" else "f16")
     elif architecture == (9, 0):
         q_k = "f32.e4m3.e4m3" if r.qk == "fp8" else "s32.s8.s8"
@@ -135,8 +137,8 @@ def test_fp8_products_are_accumulated_in_two_levels(architecture, recipe):
 
 @pytest.mark.parametrize("row, split", VARIANTS_OF_HOPPER, ids=str)
 def test_hopper_kernel_keeps_its_tiles_in_registers(row, split):
-    """A loop holds at most 6 loads and stores of spilled registers in FP8, 12 in 16 bits. A variant
-    for head_dim 256 that held 117 was 40 % slower."""
+    """A loop holds at most 9 loads and stores of spilled registers in FP8, 16 in 16 bits; with
+    Triton 3.8 and head_dim 256, 25. Variants for it that held 88 and 117 were 44 and 40 % slower."""
     pv, head_dim, is_causal, _, tile = row
     compiled = compile_hopper(pv, head_dim, is_causal, tile, split=split)
     ptx = compiled.asm["ptx"]
@@ -147,7 +149,8 @@ def test_hopper_kernel_keeps_its_tiles_in_registers(row, split):
     loops = loops_over_keys(compiled.asm["cubin"])
     assert len(loops) == 2 * tile.warpgroups  # whole blocks and the rest, for each warpgroup
     for loop in loops:
-        assert spilled(loop) <= (8 if pv == "fp8" else 16), (len(loop), spilled(loop))
+        allowed = 28 if head_dim == 256 else 10 if pv == "fp8" else 16
+        assert spilled(loop) <= allowed, (len(loop), spilled(loop))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -336,7 +339,8 @@ def compile_nvfp4(architecture, D, is_causal=True, mask=0, additive=False, left=
 
 
 BLOCK_SCALED = {
-    (10, 0): "tcgen05.mma.cta_group::1.kind::mxf4nvf4.block_scale.scale_vec::4X",
+    (10, 0): "tcgen05.mma.cta_group::1.kind::mxf4nvf4.block_scale."
+    + ("block16" if TRITON_3_9 else "scale_vec::4X"),
     (12, 0): "m16n8k64.row.col.kind::mxf4nvf4.block_scale.scale_vec::4X.f32.e2m1.e2m1.f32.ue4m3",
 }
 

@@ -80,7 +80,7 @@ def test_a_kernel_is_looked_up_once(current):
         y = torch.zeros(64)
         launch.launch_cached(kernel, (5,), (x, y), (1, 2.0, True), num_warps=8)
     assert kernel.looked_up == [
-        ((5,), (x, kernel.looked_up[0][1][1], 1, 2.0, True), {"num_warps": 8})
+        ((5,), (x, kernel.looked_up[0][1][1], 1, 2.0, True), {"num_warps": 8} | launch.FP_FUSION)
     ]
     assert [grid for grid, _ in kernel.launched] == [(5, 1, 1)] * 2
     assert kernel.launched[-1][1][1] is y
@@ -119,7 +119,12 @@ def test_a_kernel_is_launched_on_the_device_of_its_tensors(current):
 def test_a_kernel_that_torch_sees_is_launched_on_the_device_of_its_tensors(current, monkeypatch):
     x, where = torch.zeros(64).as_subclass(OnGpu), []
     x.index = 1
-    kernel = {(5,): lambda *args: where.append(tuple(current))}
+
+    def kernel(*args, **options):
+        assert options == (launch.FP_FUSION if launch.launch_options else {})
+        where.append(tuple(current))
+
+    kernel = {(5,): kernel}
     monkeypatch.setattr(launch, "wrap_triton", lambda kernel: kernel)
     monkeypatch.setattr(torch.cuda, "device_of", lambda x: torch.cuda.device(x.device.index))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -177,6 +182,7 @@ def test_what_is_compiled_ahead_is_what_is_launched(recipe, band, N, warpgroups,
 
     def run(kernel, grid, tensors, numbers, **options):
         kinds = [x.dtype if isinstance(x, torch.Tensor) else x.block_shape for x in tensors]
+        options |= launch.FP_FUSION
         launched.append((kernel.fn.__name__, grid, [*kinds, *numbers], options))
 
     q, k, v = (torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in qkv(N, "cpu"))

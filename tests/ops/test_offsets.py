@@ -249,7 +249,7 @@ def ir_alone(monkeypatch):
         functions = backend.get_codegen_implementation(parsed)
         module = source.make_ir(target, parsed, functions, backend.get_module_map(), context)
         backend.add_stages(stages, parsed, source.language)
-        return str(next(iter(stages.values()))(module, {}))
+        return str(stages["ttir" if "ttir" in stages else "ttgir"](module, {}))
 
     def anything(kernel, architecture, constexprs, types, *rest, **options):
         strides = [name for name in constexprs if name.startswith("stride")]
