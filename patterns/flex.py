@@ -188,7 +188,7 @@ def _evaluate(needed: tuple, nodes: tuple) -> tuple[list, str | None]:
 
 def _covers(band: Band, lists, n_q: int, n_kv: int, block_q: int, block_kv: int) -> bool:
     """Whether every block that the band touches is listed once, and all full ones lie inside it."""
-    i = torch.arange(n_q) + (n_kv - n_q) * band.bottom_right
+    i = torch.arange(n_q) + (n_kv - n_q if band.bottom_right else 0)
     first = torch.zeros_like(i) if band.left is None else i - band.left  # [N_q], the first key
     last = torch.full_like(i, n_kv) if band.right is None else i + band.right
     start = torch.arange(0, n_kv, block_kv)

@@ -381,7 +381,8 @@ def test_an_assignment_is_every_threads_and_a_patch_is_its_own():
     assert torch._inductor.config.pre_grad_custom_pass is None
     assert in_a_thread(lambda: torch._inductor.config.pre_grad_custom_pass) is None
     with config.patch(recipe="sage1"):
-        assert config.recipe == "sage1" and in_a_thread(lambda: config.recipe) == "auto"
+        elsewhere = "sage1" if torch.__version__ < "2.13" else "auto"  # a process's, or a thread's
+        assert config.recipe == "sage1" and in_a_thread(lambda: config.recipe) == elsewhere
 
 
 def test_the_users_list_of_passes_stays_what_it_is_while_we_are_off():
