@@ -97,8 +97,8 @@ def op_name(node) -> str:
     "" for what is not a call."""
     if not isinstance(node, Node) or node.op not in ("call_function", "call_method"):
         return ""
-    if node.op == "call_method":  # torch 2.11 has `==` as __eq__
-        return node.target.strip("_") if node.target.startswith("__") else node.target
+    if node.op == "call_method":
+        return node.target
     if isinstance(node.target, compat.OpOverload):
         return node.target._schema.name.split("::")[1]
     return getattr(node.target, "__name__", "")

@@ -238,6 +238,7 @@ def _gather(analysis, node, x, index):
 COMPARE = {
     "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
     "eq": operator.eq, "ne": operator.ne,
+    "__eq__": operator.eq, "__ne__": operator.ne,  # methods with torch 2.11
 }  # fmt: skip
 ARITHMETIC = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "neg": operator.neg,
@@ -300,8 +301,8 @@ def _compare(analysis, node, name: str, a, b) -> TwoValued | None:
     if name in ("gt", "ge"):
         name, a, b = {"gt": "lt", "ge": "le"}[name], b, a
     distances = isinstance(a, Distance) + isinstance(b, Distance)
-    if name in ("eq", "ne"):
-        yes = name == "eq"
+    if name.strip("_") in ("eq", "ne"):
+        yes = name.strip("_") == "eq"
         return None if distances else analysis.decide((b - a, a - b), node, yes, not yes)
     strict = Affine(-1 if name == "lt" else 0, {})
     if distances == 2:
