@@ -92,6 +92,10 @@ def storages(node: Node) -> dict:
 # -- calls ----
 
 
+# Methods by which operators are called in a graph; the others (__ior__, __setitem__) may write.
+READS = ("__and__", "__or__", "__xor__", "__invert__", "__eq__", "__ne__")
+
+
 def op_name(node) -> str:
     """``matmul`` of ``torch.matmul``, ``@``, ``Tensor.matmul`` and ``aten.matmul.default`` alike;
     "" for what is not a call."""
@@ -134,7 +138,7 @@ def may_write(node: Node) -> bool:
         reads = ("invert", "inv", "is_", "is_not")
         return name == "setitem" or name.startswith("i") and name not in reads
     foreign = home.split(".")[0] not in ("", "torch", "builtins", "math") or "_dynamo" in home
-    dunder = name.endswith("__") and name not in ("__and__", "__or__", "__xor__", "__invert__")
+    dunder = name.endswith("__") and name not in READS
     inplace = any(node.kwargs.get(name) not in (None, False) for name in ("out", "inplace"))
     positional = home == "torch.nn.functional" and any(arg is True for arg in node.args)
     named = name.endswith("_") and not name.endswith("__")

@@ -28,6 +28,7 @@ CALLS = [  # target, args (True: the tensor), kwargs, whether it may write
     ("mul_", (), {}, True),
     ("__ior__", (), {}, True),
     ("__or__", (), {}, False),
+    ("__eq__", (), {}, False),
     (F.relu, (), {"inplace": True}, True),
     (F.relu, (), {"inplace": False}, False),
     (F.relu, (True,), {}, True),
