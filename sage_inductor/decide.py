@@ -93,8 +93,10 @@ def _asked(call: Call, settings: Settings, wanted: str) -> tuple[Candidate | Non
 
     names = autos(call, settings.portable) if wanted == AUTO else (wanted,)
     refused = {}  # each reason once, in order
-    lost = tiles.hopper_is_lost(tiles.capability(q.device)) if call.attn_mask is None else None
-    lost = [lost] if lost else []
+    lost = []
+    by_hopper = "sage2-8b-per-token" if wanted == AUTO else wanted
+    if not settings.portable and _suits_hopper(call, by_hopper):
+        lost = [text for text in [tiles.hopper_is_lost(tiles.capability(q.device))] if text]
     for recipe in names:
         taken, reason = _on_gpu(call, settings, recipe, names)
         if taken is not None:
@@ -186,14 +188,20 @@ def _case(call: Call, names: tuple[str, ...]) -> BenchmarkCase | None:
 def _tiles(call: Call, recipe: str) -> list[Candidate]:
     """`recipe` by each tile that may be the fastest. With a dynamic N_q only one length would be
     timed; there the tile is left to the table, which is read when the call runs."""
-    r, n_q = recipes.NAMED[recipe], value_of(call.q).shape[2]
+    if not (_suits_hopper(call, recipe) and isinstance(value_of(call.q).shape[2], int)):
+        return [Candidate(recipe)]
+    capability, pv = tiles.capability(value_of(call.q).device), recipes.NAMED[recipe].pv
+    rivals = tiles.rivals(capability, pv, _head_dim(call), call.band == CAUSAL)
+    return [Candidate(recipe, warpgroups) for warpgroups in rivals]
+
+
+def _suits_hopper(call: Call, recipe: str) -> bool:
+    """Whether the Hopper kernel computes such calls, where it is there."""
+    r = recipes.NAMED[recipe]
     unmasked = call.attn_mask is None and call.band in (FULL, CAUSAL)
     by_token = (r.qk, r.granularity) == ("int8", "per_token")
-    if not (unmasked and by_token and isinstance(n_q, int)):
-        return [Candidate(recipe)]
-    capability = tiles.capability(value_of(call.q).device)
-    rivals = tiles.rivals(capability, r.pv, _head_dim(call), call.band == CAUSAL)
-    return [Candidate(recipe, warpgroups) for warpgroups in rivals]
+    served = any(row[0] == r.pv and _head_dim(call) <= row[1] for row in tiles.HOPPER)
+    return unmasked and by_token and served
 
 
 def _autotuned(call, found, recipe, candidates) -> tuple[Candidate | None, str]:

@@ -269,7 +269,7 @@ def test_the_lengths_of_decoding_are_decided_once(monkeypatch):
     assert cost.shortest("NVIDIA H100") == math.inf
 
 
-def test_whatever_a_decision_depends_on_is_asked_about_anew():
+def test_whatever_a_decision_depends_on_is_asked_about_anew(monkeypatch):
     q, k, v = inputs()
     sites = []
 
@@ -296,6 +296,9 @@ def test_whatever_a_decision_depends_on_is_asked_about_anew():
             out = attention(q, k, v, recipe="sage1")
             assert torch.equal(out, F.scaled_dot_product_attention(q, k, v))
     assert call(q, k, v) == 8
+    kinds = len(functional._runs)
+    monkeypatch.setattr(cost, "flash_attention", lambda: "FA3")
+    assert call(q, k, v) == 8 and len(functional._runs) == kinds + 1
 
 
 def test_strict_refuses_a_call_that_stays():

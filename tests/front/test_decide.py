@@ -158,8 +158,19 @@ def test_the_reason_says_that_the_hopper_kernel_is_lost(shape, monkeypatch):
     lost = "; the Hopper kernel is tested with Triton 3.6 to 3.9, not 3.10.0: calls run in the port"
     assert "Hopper kernel" not in before.reason
     assert lost in decide(shape, (9, 0), monkeypatch).reason
-    for capability, kind in (((10, 0), "full"), ((9, 0), "mask")):  # which it does not compute
-        assert "Hopper" not in decide(shape, capability, monkeypatch, kind).reason
+    causal = decide(shape, (9, 0), monkeypatch, "causal", recipe="sage1-per-token")
+    assert lost in causal.reason
+    wide = (*shape[:4], 256)
+    for not_its, given, capability, kind, settings in (
+        ("another GPU", shape, (10, 0), "full", {}),
+        ("a mask", shape, (9, 0), "mask", {}),
+        ("a window", shape, (9, 0), "window", {}),
+        ("another granularity", shape, (9, 0), "full", {"recipe": "sage2-8b"}),
+        ("16-bit p v of head_dim 256", wide, (9, 0), "full", {"recipe": "sage1-per-token"}),
+        ("a package", shape, (9, 0), "full", {"portable": True}),
+    ):
+        reason = decide(given, capability, monkeypatch, kind, **settings).reason
+        assert "Hopper" not in reason, not_its
 
 
 @pytest.fixture
