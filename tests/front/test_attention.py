@@ -349,13 +349,17 @@ def test_on_a_gpu_it_is_decided_by_the_table(monkeypatch):
 
     monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
     monkeypatch.setattr(cost, "gpu_name", lambda device: cost.H200)
-    for N, force, expected in ((16384, False, None), (16384, True, "sage2-8b")):
+    for N, force, expected in (
+        (16384, False, "sage2-8b-per-token"),
+        (1024, False, None),
+        (1024, True, "sage2-8b-per-token"),
+    ):
         torch._dynamo.reset()
         with config.patch(force=force), FakeTensorMode():
             q = torch.empty(4, N, 32, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
             torch.export.export(Model(), (q,))
         (site,) = sage_inductor.report()
-        assert site.recipe == expected and "in a package" in site.reason or force, site
+        assert site.recipe == expected, site
 
 
 @pytest.mark.gpu
