@@ -30,7 +30,7 @@ inline void check(CUresult code, const std::string& what) {
        std::to_string(driver / 1000) + "." + std::to_string(driver % 1000 / 10) + ")");
 }
 
-inline void check(AOTITorchError code, const char* what) {
+inline void check_torch(AOTITorchError code, const char* what) {
   if (code != AOTI_TORCH_SUCCESS) fail(std::string("torch failed at ") + what);
 }
 
@@ -46,10 +46,10 @@ struct Gpu {
 
   // capability: 10 * major + minor, of which the package's kernels are.
   Gpu(AtenTensorHandle x, int capability) {
-    check(aoti_torch_get_device_index(x, &index), "a tensor's device");
+    check_torch(aoti_torch_get_device_index(x, &index), "a tensor's device");
     if (index < 0 || index >= MAX_DEVICES) fail("a tensor must be on one of 64 GPUs");
     void* current;
-    check(aoti_torch_get_current_cuda_stream(index, &current), "the current stream");
+    check_torch(aoti_torch_get_current_cuda_stream(index, &current), "the current stream");
     stream = static_cast<CUstream>(current);
     static std::array<std::atomic<int>, MAX_DEVICES> known;  // processors; 0: not asked yet
     processors = known[index].load(std::memory_order_relaxed);
@@ -187,16 +187,16 @@ struct Given {
   int64_t *sizes, *strides;
 
   Given(const char* its_name, AtenTensorHandle x) : name(its_name) {
-    check(aoti_torch_get_data_ptr(x, &data), name);
+    check_torch(aoti_torch_get_data_ptr(x, &data), name);
     if (reinterpret_cast<uintptr_t>(data) % 16) {
       AtenTensorHandle aligned;
-      check(aoti_torch_clone_preserve_strides(x, &aligned), name);
+      check_torch(aoti_torch_clone_preserve_strides(x, &aligned), name);
       copy = RAIIAtenTensorHandle(aligned);
       x = copy.get();
-      check(aoti_torch_get_data_ptr(x, &data), name);
+      check_torch(aoti_torch_get_data_ptr(x, &data), name);
     }
-    check(aoti_torch_get_sizes(x, &sizes), name);
-    check(aoti_torch_get_strides(x, &strides), name);
+    check_torch(aoti_torch_get_sizes(x, &sizes), name);
+    check_torch(aoti_torch_get_strides(x, &strides), name);
   }
 
   // What was known while packaging, and kernels were compiled for.
@@ -243,15 +243,15 @@ struct Made {
       step *= sizes.begin()[i];
     }
     AtenTensorHandle x;
-    check(aoti_torch_empty_strided(rank, sizes.begin(), strides, dtype, aoti_torch_device_type_cuda(), gpu.index, &x), "memory");
+    check_torch(aoti_torch_empty_strided(rank, sizes.begin(), strides, dtype, aoti_torch_device_type_cuda(), gpu.index, &x), "memory");
     handle = RAIIAtenTensorHandle(x);
-    check(aoti_torch_get_data_ptr(x, &data), "memory");
+    check_torch(aoti_torch_get_data_ptr(x, &data), "memory");
   }
 
   AtenTensorHandle give() { return handle.release(); }
   AtenTensorHandle give(std::initializer_list<int64_t> sizes, std::initializer_list<int64_t> strides) {
     AtenTensorHandle x;
-    check(aoti_torch__reinterpret_tensor(handle, sizes.size(), sizes.begin(), strides.begin(), 0, &x), "a view");
+    check_torch(aoti_torch__reinterpret_tensor(handle, sizes.size(), sizes.begin(), strides.begin(), 0, &x), "a view");
     return x;
   }
 };

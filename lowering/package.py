@@ -95,21 +95,22 @@ def _described(x):
     if hasattr(x, "get_stride"):
         shape, strides = (tuple(map(_facts, each)) for each in (x.get_size(), x.get_stride()))
         return TensorArgument(x.get_dtype(), shape, strides)
-    if isinstance(x, sympy.Expr):
+    if isinstance(x, (torch.SymInt, sympy.Expr)):
         facts = _facts(x)
         return facts.low if facts.low == facts.high else facts
     return x
 
 
 def _facts(x) -> Facts:
-    x = sympy.sympify(x)
+    x = sympy.sympify(x.node.expr if isinstance(x, torch.SymInt) else x)
     if x.is_Integer:
         return Facts(int(x), int(x), abs(int(x)))
     sizes = virtualized.graph.sizevars
     bounds = sizes.shape_env.bound_sympy(x)
-    low, high = (int(n) if n.is_Integer else math.inf for n in (bounds.lower, bounds.upper))
+    # torch's bounds begin at 2, whatever Dim(min=1) says, and packages run at 1 all the same.
+    low, high = min(1, int(bounds.lower)), bounds.upper
     divisor = next((n for n in DIVISORS if sizes.statically_known_multiple_of(x, n)), 1)
-    return Facts(max(0, low) if low != math.inf else 0, high, divisor)
+    return Facts(max(0, low), int(high) if high.is_Integer else math.inf, divisor)
 
 
 def _function(wrapper, op, arguments: dict, device: torch.device) -> str:

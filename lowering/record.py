@@ -222,12 +222,12 @@ class Handle:
         return self._as([self.shape[i] for i in order], [self.strides[i] for i in order])
 
     def view(self, rows: int, columns) -> "Handle":
-        """view(-1, columns) of a contiguous tensor."""
-        if rows != -1:
+        """view(-1, shape[-1]) of a contiguous tensor."""
+        if rows != -1 or columns != self.shape[-1]:
             raise NotImplementedError("views of a tensor as its rows alone")
         if not self.was_made:
             self.recording.steps.append(f"{self.name}.contiguous({self.dim()});")
-        return self._as((self.shape.numel() // columns, columns), (columns, 1))
+        return self._as((self.shape[:-1].numel(), columns), (columns, 1))
 
     def expand(self, *shape) -> "Handle":
         strides = []
@@ -473,7 +473,7 @@ def kernel_source(name: str, compiled, compilation: Compilation) -> str:
         f"{{{d['swizzle']}, {d['elem_size']}, {_TMA_ELEMENT.get(d['elem_type'], d['elem_type'])}}}"
         for d in getattr(m, "tensordesc_meta", None) or ()
     )
-    digest, overlaps = _fnv(image), str(bool(compilation.options.get("launch_pdl"))).lower()
+    digest, overlaps = _fnv(image), str(bool(dict(compilation.options).get("launch_pdl"))).lower()
     return (
         f"alignas(16) const char {name}_image[] =\n{_literal(image)};\n"
         f'Kernel {name} = {{"{m.name}", {name}_image, {len(image)}u, {digest}ull, '
