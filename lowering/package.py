@@ -49,10 +49,10 @@ LAUNCHES = {attention_opaque: _attention, quantize_kv_opaque: _quantize_kv}
 
 
 class Packaged(FallbackKernel):
-    """A call of an opaque op; in a package, of C++ that is spliced into its wrapper."""
+    """A call of an opaque op; where the wrapper is C++, of C++ that is spliced into it."""
 
     def codegen(self, wrapper) -> None:
-        if not virtualized.graph.aot_mode:
+        if not virtualized.graph.cpp_wrapper:
             super().codegen(wrapper)
             return
         nodes, constants = self.unflatten_args(self.inputs, self.constant_args)
