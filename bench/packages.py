@@ -41,9 +41,9 @@ from bench.measure import SEES, Provider, Runner, draw_sets, interleave, order, 
 from bench.model import Wrong, arguments, backends, check, shape, start
 from bench.providers import EAGER
 
-# Relative L2 to the compiled model, from which a package computes something else: an INT8 code that
-# rounds the other way moves what follows.
-SAME = 1e-2
+# Relative L2 to the compiled model, from which a package computes something else. 0.5 to 1.2 % was
+# seen of bf16 blocks that Inductor fused otherwise: INT8 codes then round the other way.
+SAME = 3e-2
 OTHERS = (1, 1001)  # tokens at which packages are compared besides those that are timed
 # How calls are asked for. Of sage.force only where "auto" leaves every call as it was.
 KINDS = {"sage": {}, "sage.force": {"sage.force": True}, "SDPA": {"sage.recipe": "off"}}

@@ -49,7 +49,7 @@ BLOCKS = {
 IN_SHORT = {
     "bf16 SDPA": "exact attention in bf16",
     "sage2-8b-per-token": "`sage2-8b-per-token`, the default on Hopper",
-    "sage2-8b": "`sage2-8b`, the default elsewhere and in packages",
+    "sage2-8b": "`sage2-8b`, the default elsewhere",
     "sage1-per-token": "`sage1-per-token`, the most accurate",
 }
 

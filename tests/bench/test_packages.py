@@ -44,40 +44,42 @@ def test_nobody_sees_the_padding():
 
 
 def test_a_package_is_built_and_measured(tmp_path, monkeypatch):
-    """Llama's, at two lengths; in SDPA's place a model that is not compiled."""
+    """Llama's, at two lengths; with SDPA a model that is neither packaged nor compiled."""
     row, name = packages.row_of("llama3_8k", CPU), "llama3_8k"
+    load, compiled, eager = packages.load, packages.compiled, packages.block_of(row, CPU)
+    monkeypatch.setattr(packages, "OTHERS", (33,))
     monkeypatch.setattr(packages, "CONFIGS", {"aot_inductor.compile_wrapper_opt_level": "O0"})
+    monkeypatch.setattr(packages, "load", lambda path: eager if "SDPA" in path else load(path))
+    monkeypatch.setattr(
+        packages, "compiled",
+        lambda row, kind, device: compiled(row, kind, device) if "force" in kind else eager,
+    )  # fmt: skip
     built = {
         part: packages.work(name, part, str(tmp_path), "cpu", [])
         for part in ("sage.force", "expected")
     }
-    ours, weights = (
-        built["sage.force"],
-        sum(x.nbytes for x in packages.block_of(row, CPU).parameters()),
-    )
+    ours, weights = built["sage.force"], sum(x.nbytes for x in eager.parameters())
     assert ours["kind"] == built["expected"]["kind"] == "sage.force"  # on a CPU "auto" leaves all
     assert [site["recipe"] for site in ours["sites"]] == ["sage2-8b"]
     assert ours["weights_bytes"] == weights and 0 < ours["code_bytes"] < ours["bytes"]
     built |= {"sage": {"kind": None}, "SDPA": {**ours, "kind": "SDPA", "sites": []}}
-    load, eager = packages.load, packages.block_of(row, CPU)
-    monkeypatch.setattr(packages, "load", lambda path: eager if "SDPA" in path else load(path))
     found = packages.measure(row, built, ["cuDNN"], str(tmp_path), ARGS, CPU)
     assert [(each["N"], each["error"]) for each in found] == [(192, None), (256, None)]
     for each in json.loads(json.dumps(found)):
         assert list(each["times"]) == [
             "package sage.force", "compiled sage.force", "package SDPA", "compiled SDPA"
         ]  # fmt: skip
-        assert list(each["others"]) == ["1", "1001"] and list(each["equal"]) == [
+        assert list(each["others"]) == ["33"] and list(each["equal"]) == [
             "sage.force",
             "SDPA",
         ]
         text = packages.lines(each)
-        assert "package sage.force at 1001 tokens: " in text and "compiled: ['1', '4'" in text
+        assert "package sage.force at 33 tokens: " in text and "compiled: ['1', '4'" in text
     # What a package gives elsewhere than where it is timed, is looked at too.
     right = torch.load(tmp_path / f"{name}.expected")
-    torch.save({**right, 1001: 1.1 * right[1001]}, tmp_path / f"{name}.expected")
+    torch.save({**right, 33: 1.1 * right[33]}, tmp_path / f"{name}.expected")
     for each in packages.measure(row, built, [], str(tmp_path), ARGS, CPU):
-        assert each["error"].startswith("package sage.force at 1001 tokens: 9.1e-02 from the")
+        assert each["error"].startswith("package sage.force at 33 tokens: 9.1e-02 from the")
         assert each["error"] in packages.lines(each)
 
 
