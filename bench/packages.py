@@ -14,6 +14,7 @@ output must be near that of backend="inductor".
 
 import argparse
 import concurrent.futures
+import contextlib
 import copy
 import ctypes
 import dataclasses
@@ -224,7 +225,7 @@ def fastest_sdpa(row: Row, args, device: torch.device) -> list[str]:
     return list(backends(case, draw_sets(case, device, dynamic=False), args.target_ms))
 
 
-def sdpa_first(names: list[str]) -> sdpa_kernel:
+def sdpa_first(names: list[str]) -> contextlib.AbstractContextManager:
     """A context in which SDPA takes the first of `names` that it can."""
     rest = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
     wanted = [EAGER[name] for name in names]
