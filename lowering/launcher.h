@@ -20,17 +20,17 @@ using torch::aot_inductor::RAIIAtenTensorHandle;
   throw std::runtime_error("sage_inductor: " + message);
 }
 
-inline void check(CUresult code, const std::string& what) {
+inline void check(CUresult code, const char* what) {
   if (code == CUDA_SUCCESS) return;
   const char* text = nullptr;
   cuGetErrorString(code, &text);
   int driver = 0;
   cuDriverGetVersion(&driver);
-  fail(what + ": " + (text ? text : "unknown error") + " (the driver is for CUDA " +
+  fail(std::string(what) + ": " + (text ? text : "unknown error") + " (the driver is for CUDA " +
        std::to_string(driver / 1000) + "." + std::to_string(driver % 1000 / 10) + ")");
 }
 
-inline void check(AOTITorchError code, const char* what) {
+inline void check_torch(AOTITorchError code, const char* what) {
   if (code != AOTI_TORCH_SUCCESS) fail(std::string("torch failed at ") + what);
 }
 
@@ -46,10 +46,10 @@ struct Gpu {
 
   // capability: 10 * major + minor, of which the package's kernels are.
   Gpu(AtenTensorHandle x, int capability) {
-    check(aoti_torch_get_device_index(x, &index), "a tensor's device");
+    check_torch(aoti_torch_get_device_index(x, &index), "a tensor's device");
     if (index < 0 || index >= MAX_DEVICES) fail("a tensor must be on one of 64 GPUs");
     void* current;
-    check(aoti_torch_get_current_cuda_stream(index, &current), "the current stream");
+    check_torch(aoti_torch_get_current_cuda_stream(index, &current), "the current stream");
     stream = static_cast<CUstream>(current);
     static std::array<std::atomic<int>, MAX_DEVICES> known;  // processors; 0: not asked yet
     processors = known[index].load(std::memory_order_relaxed);
@@ -102,7 +102,7 @@ struct Kernel {
     if (found != digest) fail(std::string("the kernel ") + name + " in this package is damaged");
     CUmodule module;
     CUfunction function;
-    check(cuModuleLoadData(&module, image), std::string("loading the kernel ") + name);
+    check(cuModuleLoadData(&module, image), (std::string("loading the kernel ") + name).c_str());
     check(cuModuleGetFunction(&function, module, name), name);
     if (shared > 48 * 1024) {
       check(cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared), name);
@@ -209,20 +209,20 @@ struct Given {
   Given(const char* its_name, AtenTensorHandle x, int64_t rank, int32_t dtype) : name(its_name) {
     int64_t its_rank;
     int32_t its_dtype;
-    check(aoti_torch_get_dim(x, &its_rank), name);
-    check(aoti_torch_get_dtype(x, &its_dtype), name);
+    check_torch(aoti_torch_get_dim(x, &its_rank), name);
+    check_torch(aoti_torch_get_dtype(x, &its_dtype), name);
     if (its_rank != rank) refuse(std::string(name) + ": its rank", its_rank, rank, rank, 1);
     if (its_dtype != dtype) fail(std::string(name) + " must have the dtype that it had when the package was made");
-    check(aoti_torch_get_data_ptr(x, &data), name);
+    check_torch(aoti_torch_get_data_ptr(x, &data), name);
     if (reinterpret_cast<uintptr_t>(data) % 16) {
       AtenTensorHandle aligned;
-      check(aoti_torch_clone_preserve_strides(x, &aligned), name);
+      check_torch(aoti_torch_clone_preserve_strides(x, &aligned), name);
       copy = RAIIAtenTensorHandle(aligned);
       x = copy.get();
-      check(aoti_torch_get_data_ptr(x, &data), name);
+      check_torch(aoti_torch_get_data_ptr(x, &data), name);
     }
-    check(aoti_torch_get_sizes(x, &sizes), name);
-    check(aoti_torch_get_strides(x, &strides), name);
+    check_torch(aoti_torch_get_sizes(x, &sizes), name);
+    check_torch(aoti_torch_get_strides(x, &strides), name);
   }
 
   void size(int dim, int64_t low, int64_t high, int64_t divisor) const {
@@ -257,15 +257,15 @@ struct Made {
       step *= sizes.begin()[i];
     }
     AtenTensorHandle x;
-    check(aoti_torch_empty_strided(rank, sizes.begin(), strides, dtype, aoti_torch_device_type_cuda(), gpu.index, &x), "memory");
+    check_torch(aoti_torch_empty_strided(rank, sizes.begin(), strides, dtype, aoti_torch_device_type_cuda(), gpu.index, &x), "memory");
     handle = RAIIAtenTensorHandle(x);
-    check(aoti_torch_get_data_ptr(x, &data), "memory");
+    check_torch(aoti_torch_get_data_ptr(x, &data), "memory");
   }
 
   AtenTensorHandle give() { return handle.release(); }
   AtenTensorHandle give(std::initializer_list<int64_t> sizes, std::initializer_list<int64_t> strides) {
     AtenTensorHandle x;
-    check(aoti_torch__reinterpret_tensor(handle, sizes.size(), sizes.begin(), strides.begin(), 0, &x), "a view");
+    check_torch(aoti_torch__reinterpret_tensor(handle, sizes.size(), sizes.begin(), strides.begin(), 0, &x), "a view");
     return x;
   }
 };

@@ -19,6 +19,7 @@ class Facts:
     low: int | float  # or -math.inf
     high: int | float  # or math.inf
     divisor: int = 1  # 0: the number is 0
+    name: str = ""  # numbers of one name are equal
 
     @classmethod
     def of(cls, x) -> "Facts":

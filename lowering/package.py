@@ -110,7 +110,7 @@ def _facts(x) -> Facts:
     low = int(bounds.lower) if bounds.lower.is_Integer else 0
     high = int(bounds.upper) if bounds.upper.is_Integer else math.inf
     divisor = next((n for n in DIVISORS if sizes.statically_known_multiple_of(x, n)), 1)
-    return Facts(max(0, low), high, divisor)
+    return Facts(max(0, low), high, divisor, str(x))
 
 
 def _function(wrapper, op, arguments: dict, device: torch.device) -> str:

@@ -4,13 +4,14 @@
 `Number` for each size that is not known yet. What the function computes of them becomes C++, and so
 does each launch. Where it asks a question whose answer is not known (is N_q at least 1536?), it is
 called once for each answer, and the C++ function asks when it runs. So there is one plan, Python's,
-and one place where it is written.
+and one place where it is written. Where it raises, so does the C++ function.
 
 What is known of a number decides what can be decided now; the C++ function checks it of its
 arguments before it does anything.
 """
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -43,13 +44,19 @@ def record(name: str, launch: Callable, arguments: dict, gpu: Gpu) -> Recorded:
     their order and tensors first, and where to put the handles of the outputs.
 
     arguments: by name, `TensorArgument` for tensors, `Facts` for numbers that are not known; any
-    other value is compiled in. gpu: what the package is for; the number of its processors is
-    asked when it runs.
+    other value is compiled in. Numbers, and sizes, of one name are equal. gpu: what the package is
+    for; the number of its processors is asked when it runs.
     """
+    firsts = _firsts(arguments)
     todo, ways, compilations, outputs = [[]], [], {}, 0
     while todo:
-        recording = _Recording(todo.pop())
-        outputs = recording.call(launch, arguments, gpu)
+        recording = _Recording(todo.pop(), firsts)
+        try:
+            outputs = recording.call(launch, arguments, gpu)
+        except (ValueError, AssertionError) as error:  # as Python, if that way is ever taken
+            if not recording.answers:
+                raise
+            recording.steps.append(f"fail({json.dumps(str(error))});")
         todo += recording.other_ways()
         ways.append(recording.steps)
         compilations |= recording.compilations
@@ -63,7 +70,7 @@ def record(name: str, launch: Callable, arguments: dict, gpu: Gpu) -> Recorded:
     major, minor = gpu.capability
     body = [
         f"const Gpu gpu({tensors[0]}_, {10 * major + minor});",
-        *(line for each, x in arguments.items() for line in _declared(each, x)),
+        *(line for each, x in arguments.items() for line in _declared(each, x, firsts)),
         # All kernels now: loading one at a new length might fall into a CUDA graph's capture.
         *(f"kernel_{digest}.on(gpu.index);" for digest in compilations),
         *_joined(ways),
@@ -73,20 +80,38 @@ def record(name: str, launch: Callable, arguments: dict, gpu: Gpu) -> Recorded:
     return Recorded(head + "\n".join(_indented(body)) + "\n}\n", compilations)
 
 
-def _declared(name: str, x) -> list[str]:
+def _firsts(arguments: dict) -> dict[str, str]:
+    """The C++ of the first number of each name."""
+    found = {}
+    for name, x in arguments.items():
+        if isinstance(x, Facts):
+            found.setdefault(x.name, name)
+        elif isinstance(x, TensorArgument):
+            for i, facts in enumerate(x.shape):
+                found.setdefault(facts.name, f"{name}.sizes[{i}]")
+    return {name: text for name, text in found.items() if name}
+
+
+def _declared(name: str, x, firsts: dict[str, str]) -> list[str]:
     """An argument, and that it is what it was known to be."""
     if isinstance(x, Facts):
-        return [f'expect("{name}", {name}, {_checked(x)});']
+        return [f'expect("{name}", {name}, {_checked(name, x, firsts)});']
     if not isinstance(x, TensorArgument):
         return []
     return [
         f'const Given {name}("{name}", {name}_, {len(x.shape)}, {_dtype(x.dtype)});',
-        *(f"{name}.size({i}, {_checked(facts)});" for i, facts in enumerate(x.shape)),
-        *(f"{name}.stride({i}, {_checked(facts)});" for i, facts in enumerate(x.strides)),
+        *(
+            f"{name}.size({i}, {_checked(f'{name}.sizes[{i}]', facts, firsts)});"
+            for i, facts in enumerate(x.shape)
+        ),
+        *(f"{name}.stride({i}, {_checked('', facts, {})});" for i, facts in enumerate(x.strides)),
     ]
 
 
-def _checked(facts: Facts) -> str:
+def _checked(text: str, facts: Facts, firsts: dict[str, str]) -> str:
+    first = firsts.get(facts.name, text)
+    if first != text:
+        return f"{first}, {first}, 1"
     high = "INT64_MAX" if facts.high > 2**63 - 1 else f"{facts.high}ll"
     return f"{facts.low}ll, {high}, {facts.divisor or 1}ll"
 
@@ -102,8 +127,9 @@ class _Question(NamedTuple):
 class _Recording:
     """C++ lines and, between them, questions with the answer of this way."""
 
-    def __init__(self, answers: list[bool]):
+    def __init__(self, answers: list[bool], firsts: dict[str, str]):
         self.given = answers  # to the first questions; the answer to others is yes
+        self.firsts = firsts
         self.steps: list[str | _Question] = []
         self.answers: dict[str, bool] = {}  # by question
         self.names: dict[str, str] = {}  # by what is computed
@@ -128,7 +154,9 @@ class _Recording:
         return Handle(self, name, x.dtype, tuple(shape), tuple(strides))
 
     def _number(self, text: str, facts: Facts) -> int | Number:
-        return facts.low if facts.low == facts.high else Number(self, text, facts)
+        if facts.low == facts.high:
+            return facts.low
+        return Number(self, self.firsts.get(facts.name, text), facts)
 
     def other_ways(self) -> list[list[bool]]:
         """The answers with which ways begin that part from this one after those given."""
@@ -218,18 +246,20 @@ class Handle:
         """view(-1, columns) of a contiguous tensor."""
         if rows != -1:
             raise NotImplementedError("views of a tensor as its rows alone")
+        if self.shape[-1] != columns:
+            raise ValueError(f"{self.name} must have the same length as what it is read with")
         if not self.was_made:
             self.recording.steps.append(f"{self.name}.contiguous({self.dim()});")
-        return self._as((self.shape.numel() // columns, columns), (columns, 1))
+        return self._as((self.shape[:-1].numel(), columns), (columns, 1))
 
     def expand(self, *shape) -> "Handle":
         strides = []
-        for n, stride in zip(self.shape, self.strides, strict=True):
-            if isinstance(n, Number):
-                facts = Facts.of(stride)
-                once = self.recording.name(f"{n.text} == 1 ? 0 : {text_of(stride)}")
-                stride = Number(self.recording, once, Facts(0, facts.high, facts.divisor))
-            strides.append(0 if isinstance(n, int) and n == 1 else stride)
+        for n, wanted, stride in zip(self.shape, shape, self.strides, strict=True):
+            if text_of(n) != text_of(wanted):
+                text = f"{text_of(n)} == {text_of(wanted)} ? {text_of(stride)} : 0"
+                facts = Facts(0, Facts.of(stride).high, Facts.of(stride).divisor)
+                stride = Number(self.recording, self.recording.name(text), facts)
+            strides.append(stride)
         return self._as(shape, strides)
 
     def _as(self, shape, strides) -> "Handle":
