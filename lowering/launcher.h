@@ -159,7 +159,6 @@ struct Arguments {
 };
 
 inline void launch(Kernel& kernel, const Gpu& gpu, int64_t x, int64_t y, int64_t z, Arguments& a) {
-  if (x == 0 || y == 0 || z == 0) return;  // as Triton: there is nothing to compute
   if (x > std::numeric_limits<int32_t>::max() || y > 65535 || z > 65535) fail("a grid is too large");
   a.pointer(nullptr);  // Triton's scratch memory, of which our kernels ask for none
   a.pointer(nullptr);

@@ -22,7 +22,9 @@ from sage_inductor.ops.attention.select import Problem, attention_opaque, run_op
 from sage_inductor.ops.compat import (
     FallbackKernel,
     TensorBox,
+    ValueRanges,
     add_layout_constraint,
+    bound_sympy,
     constrain_to_fx_strides,
     register_lowering,
     virtualized,
@@ -94,23 +96,29 @@ def _described(x):
     if hasattr(x, "get_stride"):
         shape, strides = (tuple(map(_facts, each)) for each in (x.get_size(), x.get_stride()))
         return TensorArgument(x.get_dtype(), shape, strides)
-    if isinstance(x, sympy.Expr):
+    if isinstance(x, (torch.SymInt, sympy.Expr)):
         facts = _facts(x)
         return facts.low if facts.low == facts.high else facts
     return x
 
 
 def _facts(x) -> Facts:
-    """Of a size, a stride or an argument that is not negative, which is checked."""
-    x = sympy.sympify(x)
+    """Of a size, a stride or an argument, which must be 1 or more: that is checked when it runs."""
+    x = sympy.sympify(x.node.expr if isinstance(x, torch.SymInt) else x)
     if x.is_Integer:
         return Facts.of(x)
     sizes = virtualized.graph.sizevars
-    bounds = sizes.shape_env.bound_sympy(x)
-    low = int(bounds.lower) if bounds.lower.is_Integer else 0
+    known = sizes.shape_env.var_to_range
+    bounds = bound_sympy(x, {symbol: _from_one(known[symbol]) for symbol in x.free_symbols})
+    low = int(bounds.lower) if bounds.lower.is_Integer else 1
     high = int(bounds.upper) if bounds.upper.is_Integer else math.inf
     divisor = next((n for n in DIVISORS if sizes.statically_known_multiple_of(x, n)), 1)
-    return Facts(max(0, low), high, divisor, str(x))
+    return Facts(max(1, low), high, divisor, str(x))
+
+
+def _from_one(known: ValueRanges) -> ValueRanges:
+    """torch takes sizes for 2 or more while it traces, and runs what it traced with 1, too."""
+    return known if known.lower > 2 else ValueRanges(1, known.upper)
 
 
 def _function(wrapper, op, arguments: dict, device: torch.device) -> str:
