@@ -355,7 +355,7 @@ def quantize(
     }
 
 
-ANY, SHORT, TWO = Facts(1, math.inf), Facts(1, 32768), Facts(2, 32768)
+ANY, SHORT = Facts(1, math.inf), Facts(1, 32768)
 FP8, BITS16 = "sage2-8b-per-token", "sage1-per-token"
 CAUSAL = {"right": 0}
 ATTENTION = {  # name -> B, N, the others of `attention`
@@ -377,8 +377,8 @@ ATTENTION = {  # name -> B, N, the others of `attention`
     "b16_unaligned": (Facts(1, 64), SHORT, dict(recipe=BITS16, D=64, v="unaligned")),
     "b16_72": (Facts(1, 64), SHORT, dict(recipe=BITS16, D=72, heads=(5, 5), dtype=torch.float16)),
     "keys": (Facts(1, 64), SHORT, dict(recipe=FP8, D=128, mask="keys", out_bnhd=True)),
-    "rows": (Facts.of(2), TWO, dict(recipe=FP8, D=64, mask="rows")),
-    "bias": (Facts(1, 64), TWO, dict(recipe=FP8, D=128, mask="bias", q="chunked")),
+    "rows": (Facts.of(2), SHORT, dict(recipe=FP8, D=64, mask="rows")),
+    "bias": (Facts(1, 64), SHORT, dict(recipe=FP8, D=128, mask="bias", q="chunked")),
     "window": (Facts(1, 64), SHORT, dict(recipe=FP8, D=128, left=1024, right=0, out_bnhd=True)),
     "band": (Facts(1, 64), SHORT, dict(recipe="sage2-8b", D=64, left=5, right=7, bottom_right=True)),
 }  # fmt: skip
