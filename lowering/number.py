@@ -19,7 +19,6 @@ class Facts:
     low: int | float  # or -math.inf
     high: int | float  # or math.inf
     divisor: int = 1  # 0: the number is 0
-    name: str = ""  # numbers of one name are equal
 
     @classmethod
     def of(cls, x) -> "Facts":
@@ -70,8 +69,15 @@ class Number:
 
     __hash__ = None  # equal to what, is a question for the C++ function
 
-    def __init__(self, recording, text: str, facts: Facts):
+    def __init__(self, recording, text: str, facts: Facts, is_size: bool = False):
         self.recording, self.text, self.facts = recording, text, facts
+        self.is_size = is_size  # of a tensor that was given
+
+    def at_most(self, most: int) -> "Number":
+        """It, which is checked when it runs."""
+        self.recording.expect(f'"{self.text}", {self.text}, {self.facts.low}, {most}, 1')
+        high = min(self.facts.high, most)
+        return Number(self.recording, self.text, dataclasses.replace(self.facts, high=high))
 
     def __add__(self, y):
         return _computed("{} + {}", operator.add, self, y)
@@ -124,7 +130,9 @@ class Number:
     def __eq__(self, y):
         def never(a: Facts, b: Facts) -> bool:
             remainder = b.low == b.high and (b.low % a.divisor if a.divisor else b.low)
-            return a.low > b.high or a.high < b.low or bool(remainder)
+            # Of a size that is not known torch took for granted that it is not 1, for all around.
+            one = self.is_size and b == Facts.of(1)
+            return one or a.low > b.high or a.high < b.low or bool(remainder)
 
         return self._is("==", y, lambda a, b: text_of(y) == self.text, never)
 

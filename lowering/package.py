@@ -22,9 +22,7 @@ from sage_inductor.ops.attention.select import Problem, attention_opaque, run_op
 from sage_inductor.ops.compat import (
     FallbackKernel,
     TensorBox,
-    ValueRanges,
     add_layout_constraint,
-    bound_sympy,
     constrain_to_fx_strides,
     register_lowering,
     virtualized,
@@ -36,7 +34,6 @@ from sage_inductor.ops.quantize.op import quantize_kv_opaque
 from sage_inductor.ops.recipe import decode
 
 HEADER = Path(__file__).with_name("launcher.h")
-DIVISORS = (16, 8, 4, 2)  # elements that a stride may be a multiple of: 16 bytes of any dtype
 LAUNCHES: dict = {}  # op -> what it launches, as `record` calls it
 
 
@@ -63,10 +60,10 @@ def quantize_kv(given: dict, run: Callable, gpu: tiles.Gpu) -> list:
 
 
 class Packaged(FallbackKernel):
-    """A call of an opaque op; in a package, of C++ that is spliced into its wrapper."""
+    """A call of an opaque op; where the wrapper is C++, of C++ that is spliced into it."""
 
     def codegen(self, wrapper) -> None:
-        if not virtualized.graph.aot_mode:
+        if not virtualized.graph.cpp_wrapper:
             super().codegen(wrapper)
             return
         given, by_name = self.unflatten_args(self.inputs, self.constant_args)
@@ -103,22 +100,13 @@ def _described(x):
 
 
 def _facts(x) -> Facts:
-    """Of a size, a stride or an argument, which must be 1 or more: that is checked when it runs."""
+    """Of a size or stride. No more than its form says: Inductor narrows the range of a symbol by
+    the example's choices, which a package does not check (N < 128 of Dim(max=2048) was seen)."""
     x = sympy.sympify(x.node.expr if isinstance(x, torch.SymInt) else x)
     if x.is_Integer:
         return Facts.of(x)
-    sizes = virtualized.graph.sizevars
-    known = sizes.shape_env.var_to_range
-    bounds = bound_sympy(x, {symbol: _from_one(known[symbol]) for symbol in x.free_symbols})
-    low = int(bounds.lower) if bounds.lower.is_Integer else 1
-    high = int(bounds.upper) if bounds.upper.is_Integer else math.inf
-    divisor = next((n for n in DIVISORS if sizes.statically_known_multiple_of(x, n)), 1)
-    return Facts(max(1, low), high, divisor, str(x))
-
-
-def _from_one(known: ValueRanges) -> ValueRanges:
-    """torch takes sizes for 2 or more while it traces, and runs what it traced with 1, too."""
-    return known if known.lower > 2 else ValueRanges(1, known.upper)
+    terms = sympy.Add.make_args(sympy.expand(x))
+    return Facts(1, math.inf, math.gcd(*(int(term.as_coeff_Mul()[0]) for term in terms)))
 
 
 def _function(wrapper, op, arguments: dict, device: torch.device) -> str:

@@ -147,10 +147,6 @@ FallbackKernel = _take("torch._inductor.ir:FallbackKernel",
     seen=TORCH, without="as add_layout_constraint")
 TensorBox = _take("torch._inductor.ir:TensorBox",
     seen=TORCH, without="as add_layout_constraint")
-bound_sympy = _take("torch.utils._sympy.value_ranges:bound_sympy",
-    seen=TORCH, without="as add_layout_constraint")
-ValueRanges = _take("torch.utils._sympy.value_ranges:ValueRanges",
-    seen=TORCH, without="as add_layout_constraint")
 FunctionalTensorMode = _take("torch._subclasses.functional_tensor:FunctionalTensorMode",
     seen=TORCH, without="sage::sdpa does not open into kernels that Inductor sees")
 exporting = _take("torch.export._trace:custom_triton_ops_decomposition_disabled",
