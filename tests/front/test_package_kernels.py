@@ -196,6 +196,34 @@ def test_threads_with_streams_of_their_own(tmp_path):
     assert not wrong
 
 
+@torch.no_grad()
+def test_weights_outside_the_package_are_given_where_it_is_loaded(tmp_path):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = nn.Linear(512, 3 * 512)
+
+        def forward(self, x):
+            q, k, v = (y.unflatten(-1, (4, 128)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+            return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+    model, x = Model().cuda().bfloat16(), torch.randn(2, 600, 512).cuda().bfloat16()
+    paths = []
+    for inside in (True, False):
+        paths.append(
+            sage_inductor.aoti_compile_and_package(
+                torch.export.export(model, (x,)),
+                package_path=str(tmp_path / f"{inside}.pt2"),
+                inductor_configs={**QUICK, "aot_inductor.package_constants_in_so": inside},
+                options={"sage.force": True},
+            )
+        )
+    expected, run = load(paths[0])(x), load(paths[1])
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+    run.load_constants(weights, check_full_update=True, user_managed=True)
+    assert torch.equal(run(x), expected)
+
+
 @pytest.mark.skipif("torch.cuda.device_count() < 2")
 @torch.no_grad()
 def test_a_package_runs_on_each_gpu_at_once(tmp_path):
