@@ -31,7 +31,6 @@ from sage_inductor.ops.quantize.op import quantize_kv_opaque
 from sage_inductor.ops.recipe import decode
 
 HEADER = Path(__file__).with_name("launcher.h")
-DIVISORS = (16, 8, 4, 2)  # elements that a stride may be a multiple of: 16 bytes of any dtype
 
 
 def _attention(given: dict, run) -> tuple:
@@ -50,10 +49,10 @@ LAUNCHES = {attention_opaque: _attention, quantize_kv_opaque: _quantize_kv}
 
 
 class Packaged(FallbackKernel):
-    """A call of an opaque op; in a package, of C++ that is spliced into its wrapper."""
+    """A call of an opaque op; where the wrapper is C++, of C++ that is spliced into it."""
 
     def codegen(self, wrapper) -> None:
-        if not virtualized.graph.aot_mode:
+        if not virtualized.graph.cpp_wrapper:
             super().codegen(wrapper)
             return
         nodes, constants = self.unflatten_args(self.inputs, self.constant_args)
@@ -102,15 +101,13 @@ def _described(x):
 
 
 def _facts(x) -> Facts:
+    """Of a size or stride. No more than its form says: Inductor narrows the range of a symbol by
+    the example's choices, which a package does not check (N < 128 of Dim(max=2048) was seen)."""
     x = sympy.sympify(x.node.expr if isinstance(x, torch.SymInt) else x)
     if x.is_Integer:
         return Facts(int(x), int(x), abs(int(x)))
-    sizes = virtualized.graph.sizevars
-    bounds = sizes.shape_env.bound_sympy(x)
-    # torch's bounds begin at 2, whatever Dim(min=1) says, and packages run at 1 all the same.
-    low, high = min(1, int(bounds.lower)), bounds.upper
-    divisor = next((n for n in DIVISORS if sizes.statically_known_multiple_of(x, n)), 1)
-    return Facts(max(0, low), int(high) if high.is_Integer else math.inf, divisor)
+    terms = sympy.Add.make_args(sympy.expand(x))
+    return Facts(1, math.inf, math.gcd(*(int(term.as_coeff_Mul()[0]) for term in terms)))
 
 
 def _function(wrapper, op, arguments: dict, device: torch.device) -> str:

@@ -30,6 +30,9 @@ CPP_DTYPES = {
     torch.bool: "aoti_torch_dtype_bool()",
 }
 LARGEST = 2**63 - 1
+# Of a tensor of codes, their rows in all heads: with 64 channels, and v and the inputs beside them,
+# 384 GiB. So what kernels are for such tensors need not travel.
+MAX_ROWS_IN_ALL_HEADS = 2**30 - 1
 
 
 class Facts(NamedTuple):
@@ -51,9 +54,9 @@ class Number:
 
     __hash__ = None  # equal to what, is a question for the C++ function
 
-    def __init__(self, recording: "_Recording", text: str, facts: Facts, is_stride: bool = False):
+    def __init__(self, recording: "_Recording", text: str, facts: Facts, kind: str = ""):
         self.recording, self.text, self.facts = recording, text, facts
-        self.is_stride = is_stride  # may need 64 bits; sizes do not, which is checked
+        self.kind = kind  # "size" of a tensor that was given; "stride", which may need 64 bits
 
     def __add__(self, other):
         if type(other) is int and other == 0:
@@ -112,6 +115,8 @@ class Number:
     def __eq__(self, other):
         if isinstance(other, Number) and other.text == self.text:
             return True
+        if self.kind == "size" and type(other) is int and other == 1:
+            return False  # as torch traced the graph around: of a size that is not known
         a, b = self.facts, _facts(other)
         apart = a.low > b.high or a.high < b.low
         if apart or isinstance(other, int) and other % a.divisor:
@@ -183,7 +188,9 @@ def _ask(x: Number, operator: str, y) -> bool:
 
 class Shape(tuple):
     def numel(self):
-        return math.prod(self)
+        """Of what is not known, checked when it runs."""
+        n = math.prod(self)
+        return n.recording.at_most(n, MAX_ROWS_IN_ALL_HEADS) if isinstance(n, Number) else n
 
     def __getitem__(self, index):
         found = super().__getitem__(index)
@@ -244,7 +251,7 @@ class Handle:
 
 
 def _as_stride(x):
-    return Number(x.recording, x.text, x.facts, is_stride=True) if isinstance(x, Number) else x
+    return Number(x.recording, x.text, x.facts, "stride") if isinstance(x, Number) else x
 
 
 def _contiguous(shape) -> tuple:
@@ -279,6 +286,13 @@ class _Recording:
             self.names[text] = f"n{len(self.names)}"
             self.steps.append(f"const int64_t {self.names[text]} = {text};")
         return self.names[text]
+
+    def at_most(self, n: Number, most: int) -> Number:
+        """n, checked when it runs."""
+        if n.facts.high > most:
+            self.steps.append(f'expect("rows in all heads", {n.text}, 0, {most}ll);')
+        facts = n.facts._replace(high=min(n.facts.high, most))
+        return Number(self, n.text, facts, n.kind)
 
     def ask(self, text: str) -> bool:
         if text not in self.known:
@@ -320,7 +334,7 @@ class _Recording:
     def _kind(x):
         """An argument as `describe` takes it."""
         if isinstance(x, Number):
-            wide = x.is_stride and x.facts.high >= 2**31
+            wide = x.kind == "stride" and x.facts.high >= 2**31
             return ("i64" if wide else "i32"), x.facts.divisor % 16 == 0
         return x
 
@@ -402,11 +416,11 @@ def _value(recording: _Recording, name: str, x, gpu):
     def numbers(what: str, facts: tuple[Facts, ...]) -> list:
         return [
             f.low if f.low == f.high
-            else Number(recording, f"{name}.{what}[{i}]", f)
+            else Number(recording, f"{name}.{what}s[{i}]", f, what)
             for i, f in enumerate(facts)
         ]  # fmt: skip
 
-    shape, strides = numbers("sizes", x.shape), numbers("strides", x.strides)
+    shape, strides = numbers("size", x.shape), numbers("stride", x.strides)
     return Handle(recording, name, x.dtype, gpu, shape, strides)
 
 

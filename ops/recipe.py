@@ -27,7 +27,8 @@ MEANING = 1
 def source_tag() -> str:
     """``version+hash`` of the sources that decide what a recipe means."""
     ops = Path(__file__).parent
-    files = sorted([*ops.rglob("*.py"), *(ops.parent / "lowering").rglob("*.py")])
+    lowering = ops.parent / "lowering"
+    files = sorted([*ops.rglob("*.py"), *lowering.glob("*.py"), *lowering.glob("*.h")])
     digest = hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()
     return f"{VERSION}+{digest[:8]}"
 
