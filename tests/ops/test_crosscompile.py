@@ -318,9 +318,12 @@ def test_hopper_kernel_falls_back_where_gluon_is_another(monkeypatch, caplog):
     assert not caplog.records
 
 
-def test_a_name_of_gluon_that_is_gone_costs_the_hopper_kernel_alone(monkeypatch):
+@pytest.mark.parametrize(
+    "name", ["gluon", "gluon_barrier", "reinterpret", "tma_load", "GluonDescriptor"]
+)
+def test_a_name_of_gluon_that_is_gone_costs_the_hopper_kernel_alone(name, monkeypatch):
     tiles._lost.cache_clear()
-    monkeypatch.setattr(tiles, "tma_load", None)
+    monkeypatch.setattr(tiles, name, None)
     assert "the Hopper kernel is tested with" in tiles.hopper_is_lost((9, 0))
     tiles._lost.cache_clear()
 
