@@ -93,7 +93,7 @@ def storages(node: Node) -> dict:
 
 
 # Methods by which operators are called in a graph; the others (__ior__, __setitem__) may write.
-READS = ("__and__", "__or__", "__xor__", "__invert__", "__eq__", "__ne__")
+READS = ("__and__", "__or__", "__xor__", "__invert__", "__eq__", "__ne__", "__abs__")
 
 
 def op_name(node) -> str:
