@@ -170,12 +170,12 @@ def _kernel(case: Case, name: str) -> Provider:
     def prepare(q, k, v, mask=None):
         kernel, tile = _select(case, name, q.device)
         seen = Visibility.of(mask if case.masked else None, band(case), k.shape[2], tile.BLOCK_M)
-        prepared = prepare_kv(k, v, seen, recipe, not kernel.travels)
+        prepared = prepare_kv(k, v, seen, recipe, not kernel.traced)
         return attention_call(q, k, v, prepared, seen, q.shape[3] ** -0.5, recipe)
 
     def call(*inputs):
-        travels = _select(case, name, inputs[0].device).kernel.travels
-        return (attention if travels else attention_opaque)(*inputs)[0]
+        traced = _select(case, name, inputs[0].device).kernel.traced
+        return (attention if traced else attention_opaque)(*inputs)[0]
 
     return Provider(f"{name} kernel", call, prepare, name)
 
@@ -231,7 +231,7 @@ def gate(case: Case, name: str, device: torch.device) -> float:
 
 def tile_of(a: AttentionCall, N: int, selected: Selected) -> Tile:
     """The tile of a call like `a`, of N queries."""
-    if selected.kernel.travels:
+    if selected.kernel.traced:
         return selected.tile
     B, H, _, D = a.q.shape
     longer = a._replace(q=a.q.new_empty(B, H, 1, D).expand(B, H, N, D))

@@ -27,7 +27,8 @@ def precompile(call: SdpaCall) -> None:
     selected = select(Problem.of(call.k, call.v, recipe, masked, call.portable))
     likes = tuple((x.dtype, tuple(x.shape), tuple(x.stride())) for x in (call.q, call.k, call.v))
     known = all(isinstance(n, int) for _, *sizes in likes for n in itertools.chain(*sizes))
-    if not selected.kernel.travels and recipe.sharing.one_pass and not masked and known:
+    runs_here = not (selected.kernel.traced or call.portable)
+    if runs_here and recipe.sharing.one_pass and not masked and known:
         plain = call._replace(q=None, k=None, v=None, prepared=None)
         _start(call.q.device, likes, bool(call.prepared), plain, selected.tile)
 

@@ -139,6 +139,14 @@ HigherOrderOperator = _take("torch._ops:HigherOrderOperator",
 
 register_lowering = _take("torch._inductor.lowering:register_lowering",
     seen=TORCH, without="Inductor writes a RoPE's k twice: sage::stored has no lowering")
+add_layout_constraint = _take("torch._inductor.lowering:add_layout_constraint",
+    seen=TORCH, without="packages cannot hold the kernels of opaque ops")
+constrain_to_fx_strides = _take("torch._inductor.lowering:constrain_to_fx_strides",
+    seen=TORCH, without="as add_layout_constraint")
+FallbackKernel = _take("torch._inductor.ir:FallbackKernel",
+    seen=TORCH, without="as add_layout_constraint")
+TensorBox = _take("torch._inductor.ir:TensorBox",
+    seen=TORCH, without="as add_layout_constraint")
 FunctionalTensorMode = _take("torch._subclasses.functional_tensor:FunctionalTensorMode",
     seen=TORCH, without="sage::sdpa does not open into kernels that Inductor sees")
 exporting = _take("torch.export._trace:custom_triton_ops_decomposition_disabled",
@@ -185,3 +193,11 @@ reinterpret = _take(
     seen=TRITON, without="as gluon", optional=True)
 GluonDescriptor = _take("triton.experimental.gluon.nvidia.hopper:TensorDescriptor",
     seen=TRITON, without="as gluon", optional=True)
+GluonJITFunction = _take("triton.experimental.gluon._runtime:GluonJITFunction",
+    seen=TRITON, without="as gluon, in packages", optional=True)
+GluonASTSource = _take("triton.experimental.gluon._runtime:GluonASTSource",
+    seen=TRITON, without="as gluon, in packages", optional=True)
+ASTSource = _take("triton.compiler:ASTSource",
+    seen=TRITON, without="packages hold only kernels that Inductor launches", optional=True)
+GPUTarget = _take("triton.backends.compiler:GPUTarget",
+    seen=TRITON, without="as ASTSource", optional=True)

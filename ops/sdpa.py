@@ -179,7 +179,7 @@ def _shape(x: Tensor) -> list:
 def compose(call: SdpaCall) -> tuple[Tensor, Tensor]:
     """`sdpa` in terms of the ops that do the work."""
     out, lse, k_mean, is_opaque = attend(call)
-    correct = unsmoothed_lse_opaque if is_opaque else unsmoothed_lse
+    correct = unsmoothed_lse_opaque if is_opaque and not call.portable else unsmoothed_lse
     return out, correct(lse, call.q, k_mean, call.scale)
 
 
@@ -246,7 +246,7 @@ def compose_prepare(
 def _plan(k, v, attn_mask, band, recipe: Recipe, portable: bool) -> tuple[bool, Visibility]:
     """Whether an opaque op computes the call, and what its tiles of queries see."""
     kernel, tile = select(Problem.of(k, v, recipe, attn_mask is not None, portable))
-    return not kernel.travels, Visibility.of(attn_mask, band, k.shape[2], tile.BLOCK_M)
+    return not kernel.traced, Visibility.of(attn_mask, band, k.shape[2], tile.BLOCK_M)
 
 
 def prepare(

@@ -92,10 +92,6 @@ def storages(node: Node) -> dict:
 # -- calls ----
 
 
-# Methods by which operators are called in a graph; the others (__ior__, __setitem__) may write.
-READS = ("__and__", "__or__", "__xor__", "__invert__", "__eq__", "__ne__", "__abs__")
-
-
 def op_name(node) -> str:
     """``matmul`` of ``torch.matmul``, ``@``, ``Tensor.matmul`` and ``aten.matmul.default`` alike;
     "" for what is not a call."""
@@ -117,6 +113,10 @@ def arguments(node: Node, *names, **defaults) -> list:
         default = next((node.kwargs[x] for x in aliases if x in node.kwargs), defaults.get(first))
         found.append(node.args[i] if i < len(node.args) else default)
     return found
+
+
+# Methods by which operators are called in a graph; the others (__ior__, __setitem__) may write.
+READS = ("__and__", "__or__", "__xor__", "__invert__", "__eq__", "__ne__", "__abs__")
 
 
 def may_write(node: Node) -> bool:

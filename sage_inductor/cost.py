@@ -81,14 +81,6 @@ CROSSOVER = {
 }
 
 
-# The same for packages, where the kernels that CROSSOVER was measured with cannot travel (they are
-# Gluon, or need a register cap): of the portable one. H200, 2026-11-21, `bench/attention.py
-# --shapes crossover_masks --providers cuDNN inductor package`.
-PACKAGED = {
-    (H200, "sage2-8b", 128, "window"): [(24, 1024), (8, 2048)],
-    (H200, "sage2-8b", 128, "keys"): [(24, 4096), (8, 8192)],
-}
-
 TORCHS_FLASH = "FA2"  # CROSSOVER was measured against it, and against cuDNN
 Row = list[tuple[int, int]]  # (B * H_q at least, N at least), the shortest N first
 
@@ -102,11 +94,11 @@ def flash_attention() -> str:
     return current_flash_attention_impl() or TORCHS_FLASH
 
 
-def crossover(gpu: str, recipe: str, head_dim: int, kind: str, packaged: bool = False) -> Row:
-    """The row of this GPU's tuned table, or of CROSSOVER. packaged: of PACKAGED alone."""
-    ours = {} if flash_attention() != TORCHS_FLASH else PACKAGED if packaged else CROSSOVER
+def crossover(gpu: str, recipe: str, head_dim: int, kind: str) -> Row:
+    """The row of this GPU's tuned table, or of CROSSOVER."""
+    ours = CROSSOVER if flash_attention() == TORCHS_FLASH else {}
     row = ours.get((gpu, recipe, head_dim, kind), [])
-    return row if packaged else tuned(gpu).get((recipe, head_dim, kind), row)
+    return tuned(gpu).get((recipe, head_dim, kind), row)
 
 
 def shortest(gpu: str) -> float:

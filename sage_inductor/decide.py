@@ -12,6 +12,7 @@ import itertools
 import sys
 
 import torch
+import triton
 
 from sage_inductor import cost, patterns
 from sage_inductor.autotune import BenchmarkCase, Candidate, rivals
@@ -20,6 +21,7 @@ from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.select import Problem, select
 from sage_inductor.ops.compat import statically_known_true
+from sage_inductor.ops.compile import travels
 from sage_inductor.options import AUTO, OFF
 from sage_inductor.patterns.call import CAUSAL, FULL, Call, Decision, Site, module_path, value_of
 from sage_inductor.patterns.eligible import why_not
@@ -91,10 +93,12 @@ def _asked(call: Call, settings: Settings, wanted: str) -> tuple[Candidate | Non
             return None, "on CPU attention stays as it was (sage.emulate=True studies the accuracy)"
         return Candidate("sage2-8b" if wanted == AUTO else wanted), "emulated"
 
-    names = autos(call, settings.portable) if wanted == AUTO else (wanted,)
+    names = autos(call) if wanted == AUTO else (wanted,)
     refused = {}  # each reason once, in order
-    lost = tiles.hopper_is_lost(tiles.capability(q.device)) if call.attn_mask is None else None
-    lost = [lost] if lost else []
+    lost = []
+    by_hopper = "sage2-8b-per-token" if wanted == AUTO else wanted
+    if _suits_hopper(call, by_hopper):
+        lost = [text for text in [tiles.hopper_is_lost(tiles.capability(q.device))] if text]
     for recipe in names:
         taken, reason = _on_gpu(call, settings, recipe, names)
         if taken is not None:
@@ -104,32 +108,31 @@ def _asked(call: Call, settings: Settings, wanted: str) -> tuple[Candidate | Non
 
 
 def _left_behind(call: Call, recipe: str) -> str:
-    """What a package's reason adds where a faster kernel exists that cannot travel."""
+    """What a package's reason adds where a faster kernel exists that cannot travel: its Triton
+    may call kernels in another way than lowering/launcher.h."""
     device, masked = value_of(call.q).device, call.attn_mask is not None
-    if device.type == "cpu":
+    if device.type == "cpu" or travels():
         return ""
     capability = tiles.capability(device)
     problem = Problem(capability, recipes.NAMED[recipe], _head_dim(call), masked)
-    if select(problem).kernel.travels:
+    if select(problem).kernel.traced:
         return ""
-    sm = "sm_{}{}".format(*capability)
-    return f"; by the portable kernel: {sm}'s faster one cannot travel in a package"
+    sm, version = "sm_{}{}".format(*capability), triton.__version__
+    return f"; with Triton {version} the faster kernel of {sm} cannot travel in a package"
 
 
-def autos(call: Call, portable: bool) -> tuple[str, ...]:
+def autos(call: Call) -> tuple[str, ...]:
     """What "auto" may become for `call`; on CPU, what it may on the GPU that was measured."""
     device = value_of(call.q).device
     capability = tiles.capability(device) if device.type == "cuda" else cost.MEASURED
-    return auto_recipes(capability, _head_dim(call), _kind(call), portable)
+    return auto_recipes(capability, _head_dim(call), _kind(call))
 
 
-def auto_recipes(
-    capability: tuple[int, int], head_dim: int, kind: str, portable: bool
-) -> tuple[str, ...]:
+def auto_recipes(capability: tuple[int, int], head_dim: int, kind: str) -> tuple[str, ...]:
     """The recipes of "auto": the first that is measured to be faster."""
     if capability < (8, 9):
         return ("sage1",)
-    if capability == (9, 0) and not portable:
+    if capability == (9, 0):
         masked = kind not in ("full", "causal")  # which the portable kernel computes
         if masked or tiles.hopper(capability, "fp8", head_dim, kind == "causal", sys.maxsize):
             return "sage2-8b-per-token", "sage2-8b"
@@ -186,14 +189,20 @@ def _case(call: Call, names: tuple[str, ...]) -> BenchmarkCase | None:
 def _tiles(call: Call, recipe: str) -> list[Candidate]:
     """`recipe` by each tile that may be the fastest. With a dynamic N_q only one length would be
     timed; there the tile is left to the table, which is read when the call runs."""
-    r, n_q = recipes.NAMED[recipe], value_of(call.q).shape[2]
+    if not (_suits_hopper(call, recipe) and isinstance(value_of(call.q).shape[2], int)):
+        return [Candidate(recipe)]
+    capability, pv = tiles.capability(value_of(call.q).device), recipes.NAMED[recipe].pv
+    rivals = tiles.rivals(capability, pv, _head_dim(call), call.band == CAUSAL)
+    return [Candidate(recipe, warpgroups) for warpgroups in rivals]
+
+
+def _suits_hopper(call: Call, recipe: str) -> bool:
+    """Whether the Hopper kernel computes such calls, where it is there."""
+    r = recipes.NAMED[recipe]
     unmasked = call.attn_mask is None and call.band in (FULL, CAUSAL)
     by_token = (r.qk, r.granularity) == ("int8", "per_token")
-    if not (unmasked and by_token and isinstance(n_q, int)):
-        return [Candidate(recipe)]
-    capability = tiles.capability(value_of(call.q).device)
-    rivals = tiles.rivals(capability, r.pv, _head_dim(call), call.band == CAUSAL)
-    return [Candidate(recipe, warpgroups) for warpgroups in rivals]
+    served = any(row[0] == r.pv and _head_dim(call) <= row[1] for row in tiles.HOPPER)
+    return unmasked and by_token and served
 
 
 def _autotuned(call, found, recipe, candidates) -> tuple[Candidate | None, str]:
@@ -223,15 +232,15 @@ def _never_slower(call, settings, recipe, capability, head_dim) -> tuple[Candida
     q, k = value_of(call.q), value_of(call.k)
     heads, kind, gpu = q.shape[0] * q.shape[1], _kind(call), cost.gpu_name(q.device)
     key = gpu, recipe, head_dim, kind
-    packaged = settings.portable and _left_behind(call, recipe) != ""
+    behind = _left_behind(call, recipe) if settings.portable else ""
     one = q.shape[3] == call.out.shape[3]  # v of another head_dim was not measured
-    rows = cost.crossover(*key, packaged) if one else []
+    rows = cost.crossover(*key) if one and not behind else []
     shortest = next((N for B_H, N in rows if _at_least(heads, B_H, settings)), None)
     sm = "sm_{}{}".format(*capability)
     what = f"{recipe} with head_dim {head_dim if one else (q.shape[3], call.out.shape[3])}"
-    what += f"{f', {kind}' * (kind != 'full')}{' in a package' * packaged} on {sm}"
+    what += f"{f', {kind}' * (kind != 'full')}{' in a package' * bool(behind)} on {sm}"
     if shortest is None:
-        reason = f"never slower: no length was measured from which {what}, B*H={heads} wins"
+        reason = f"never slower: no length was measured from which {what}, B*H={heads} wins{behind}"
         if cost.flash_attention() != cost.TORCHS_FLASH and not cost.is_measured(gpu):
             reason += (
                 f"; nothing was measured against {cost.flash_attention()}, SDPA's flash attention"

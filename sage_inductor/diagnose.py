@@ -272,7 +272,7 @@ class _Probe:
     def __init__(self, call: Call, site: Site, recipes: tuple[str, ...], done: Callable[[], None]):
         each = {name: dataclasses.replace(STUDY, recipe=name) for name in recipes}
         self.recipes = [name for name in recipes if decide(call, each[name]).recipe is not None]
-        self.autos = autos(call, portable=False)
+        self.autos = autos(call)
         self.site, self.band, self.scale = site, call.band, call.scale
         self.rows: dict[str, Row] = {}
         self.done = done

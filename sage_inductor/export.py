@@ -94,6 +94,7 @@ def aoti_compile_and_package(
     path = torch._inductor.aoti_compile_and_package(
         program, package_path=package_path, inductor_configs=inductor_configs
     )
+    # It crashes with torch 2.11 and 2.13, not with 2.15; those between were not tried.
     crashes = sys.platform == "linux" and torch.__version__ < "2.15"
     if crashes and _holds_its_own_libstdcxx(path):
         _log.warning(

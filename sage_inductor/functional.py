@@ -124,7 +124,8 @@ def _run_of(tensors: tuple[Tensor, ...], asked: tuple) -> Callable:
         return _decided(kinds, asked, compat.detect_fake_mode(tensors), portable)
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
     given = tuple(getattr(config, name) for name in settings.FROM_CONFIG)
-    key = _but_lengths(kinds) if _is_short(kinds, *given) else kinds, asked, grad, autocast, given
+    kinds_of = _but_lengths(kinds) if _is_short(kinds, *given) else kinds
+    key = kinds_of, asked, grad, autocast, given, cost.flash_attention()
     run = _runs.get(key)
     if run is None:
         if len(_runs) >= MAX_KINDS:

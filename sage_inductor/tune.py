@@ -42,7 +42,7 @@ def tune(
         (D, kind, recipes, B, H, N)
         for D in head_dims
         for kind in ("full", "causal")
-        if (recipes := auto_recipes(capability, D, kind, portable=False))
+        if (recipes := auto_recipes(capability, D, kind))
         for B, H in BATCHES
         for N in sorted(lengths)
     ]

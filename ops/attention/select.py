@@ -16,6 +16,7 @@ from torch.library import triton_op
 from sage_inductor.ops.attention import nvfp4, tiles, triton
 from sage_inductor.ops.attention.arguments import AttentionCall, as_stored, schema_of
 from sage_inductor.ops.attention.tiles import Tile
+from sage_inductor.ops.compile import travels
 from sage_inductor.ops.launch import define_opaque, launch_cached, launch_traced
 from sage_inductor.ops.recipe import Recipe
 from sage_inductor.ops.reference import attention as reference
@@ -28,13 +29,14 @@ class Problem(NamedTuple):
     recipe: Recipe
     head_dim: int  # the wider of k's and v's
     masked: bool
-    portable: bool = False  # only kernels that travel in a package
+    traced: bool = False  # only kernels that Inductor sees
 
     @classmethod
     def of(cls, k: Tensor, v: Tensor, recipe: Recipe, masked: bool, portable: bool) -> "Problem":
+        """portable: only what travels in a package."""
         capability = None if k.device.type == "cpu" else tiles.capability(k.device)
         head_dim = max(int(k.shape[3]), int(v.shape[3]))
-        return cls(capability, recipe, head_dim, masked, portable)
+        return cls(capability, recipe, head_dim, masked, portable and not travels())
 
 
 class Kernel(NamedTuple):
@@ -42,7 +44,7 @@ class Kernel(NamedTuple):
 
     name: str
     why_not: Callable[[Problem], str | None]
-    travels: bool  # in a package, and so is seen by Inductor
+    traced: bool  # Inductor sees and launches it; lowering/package.py brings the other to packages
     launch: Callable[[AttentionCall, Tile], tuple[Tensor, Tensor]]
 
 
@@ -57,7 +59,7 @@ def _emulate(a: AttentionCall, tile: Tile) -> tuple[Tensor, Tensor]:
 
 
 EMULATION = Selected(
-    Kernel("emulation", lambda problem: None, travels=True, launch=_emulate), Tile(128, 128, 1, 1)
+    Kernel("emulation", lambda problem: None, traced=True, launch=_emulate), Tile(128, 128, 1, 1)
 )
 
 
@@ -72,8 +74,8 @@ def _not_block_scaled(problem: Problem) -> str | None:
 
 
 def _no_cap(problem: Problem) -> str | None:
-    if problem.portable:
-        return "only kernels that travel are asked for"
+    if problem.traced:
+        return "only kernels that Inductor sees are asked for"
     uncapped = _tile(problem).maxnreg is None
     return _not_block_scaled(problem) or ("the tile has no register cap" if uncapped else None)
 
@@ -120,9 +122,9 @@ def _run_nvfp4(a: AttentionCall, tile: Tile) -> tuple[Tensor, Tensor]:
 
 
 KERNELS = (
-    Kernel("opaque", _no_cap, travels=False, launch=run_opaque),
-    Kernel("triton", _not_block_scaled, travels=True, launch=_run_triton),
-    Kernel("nvfp4", lambda problem: None, travels=True, launch=_run_nvfp4),
+    Kernel("opaque", _no_cap, traced=False, launch=run_opaque),
+    Kernel("triton", _not_block_scaled, traced=True, launch=_run_triton),
+    Kernel("nvfp4", lambda problem: None, traced=True, launch=_run_nvfp4),
 )
 
 
@@ -138,10 +140,10 @@ def select(problem: Problem) -> Selected:
 # -- the ops ----
 
 
-def _run(a: AttentionCall, portable: bool) -> tuple[Tensor, Tensor]:
+def _run(a: AttentionCall, traced: bool) -> tuple[Tensor, Tensor]:
     capability = None if a.q.device.type == "cpu" else tiles.capability(a.q.device)
     masked = a.attn_mask is not None
-    kernel, tile = select(Problem(capability, a.decoded, a.head_dim, masked, portable))
+    kernel, tile = select(Problem(capability, a.decoded, a.head_dim, masked, traced))
     return kernel.launch(a, tile)
 
 
@@ -152,13 +154,13 @@ def _attention(a: AttentionCall) -> tuple[Tensor, Tensor]:
     Returns out [B, H_q, N_q, D_v] of q's dtype, lse [B, H_q, N_q] fp32: natural log, over the keys
     as they were quantized (the caller knows what smoothing took off).
     """
-    return _run(a, portable=True)
+    return _run(a, traced=True)
 
 
 def _attention_opaque(a: AttentionCall) -> tuple[Tensor, Tensor]:
     """`attention` by the fastest kernel of a device whose tiles ask for what Inductor cannot pass
-    on. Opaque to Inductor, so it does not export."""
-    return _run(a, portable=False)
+    on. Opaque to Inductor; a package launches it by C++ of ours (lowering/package.py)."""
+    return _run(a, traced=False)
 
 
 OUTPUTS = tuple[Tensor, Tensor]

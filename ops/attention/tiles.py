@@ -7,6 +7,7 @@ Every row names the GPU and the day that measured it (`python bench/attention.py
 import dataclasses
 import functools
 import logging
+from typing import NamedTuple
 
 import torch
 import triton
@@ -170,6 +171,30 @@ def tile(capability: tuple[int, int], qk: str, pv: str, head_dim: int, masked: b
     return max(rows, key=lambda row: (row[0], row[1] != pv, -row[2]))[4]
 
 
+class Gpu(NamedTuple):
+    """A GPU that need not be here, in a device's place: what a package is compiled for."""
+
+    capability: tuple[int, int]
+    processors: int
+
+    @property
+    def type(self) -> str:
+        return "cuda"
+
+
+def capability(device: torch.device | Gpu) -> tuple[int, int]:
+    return device.capability if isinstance(device, Gpu) else _capability(device)
+
+
+def processors(device: torch.device | Gpu) -> int:
+    return device.processors if isinstance(device, Gpu) else _multiprocessors(device)
+
+
 @functools.cache
-def capability(device: torch.device) -> tuple[int, int]:
+def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

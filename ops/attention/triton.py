@@ -284,7 +284,7 @@ def launch(
     if tma:
         k = TensorDescriptor.from_tensor(k.view(-1, width), [tile.BLOCK_N, width])
         if fp8:
-            v = TensorDescriptor.from_tensor(v.view(-1, N_pad), [v.shape[2], tile.BLOCK_N])
+            v = TensorDescriptor.from_tensor(v.view(-1, v.shape[3]), [v.shape[2], tile.BLOCK_N])
     out, lse = a.empty_outputs()
     mask, mask_strides, mask_kind, additive = a.mask_arguments(tile.BLOCK_M)
     run(

@@ -190,7 +190,7 @@ def crossovers(gpu: str, capability: tuple[int, int]) -> list[str]:
     rows = []
     for head_dim in range(1, HEAD_DIMS[-1] + 1):
         for kind in cost.KINDS:
-            for recipe in auto_recipes(capability, head_dim, kind, portable=False):
+            for recipe in auto_recipes(capability, head_dim, kind):
                 found = cost.crossover(gpu, recipe, head_dim, kind)
                 lengths = ", ".join(f"N={n} with B*H >= {heads}" for heads, n in reversed(found))
                 if lengths:

@@ -269,7 +269,7 @@ def test_the_lengths_of_decoding_are_decided_once(monkeypatch):
     assert cost.shortest("NVIDIA H100") == math.inf
 
 
-def test_whatever_a_decision_depends_on_is_asked_about_anew():
+def test_whatever_a_decision_depends_on_is_asked_about_anew(monkeypatch):
     q, k, v = inputs()
     sites = []
 
@@ -296,6 +296,9 @@ def test_whatever_a_decision_depends_on_is_asked_about_anew():
             out = attention(q, k, v, recipe="sage1")
             assert torch.equal(out, F.scaled_dot_product_attention(q, k, v))
     assert call(q, k, v) == 8
+    kinds = len(functional._runs)
+    monkeypatch.setattr(cost, "flash_attention", lambda: "FA3")
+    assert call(q, k, v) == 8 and len(functional._runs) == kinds + 1
 
 
 def test_strict_refuses_a_call_that_stays():
@@ -346,13 +349,17 @@ def test_on_a_gpu_it_is_decided_by_the_table(monkeypatch):
 
     monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
     monkeypatch.setattr(cost, "gpu_name", lambda device: cost.H200)
-    for N, force, expected in ((16384, False, None), (16384, True, "sage2-8b")):
+    for N, force, expected in (
+        (16384, False, "sage2-8b-per-token"),
+        (1024, False, None),
+        (1024, True, "sage2-8b-per-token"),
+    ):
         torch._dynamo.reset()
         with config.patch(force=force), FakeTensorMode():
             q = torch.empty(4, N, 32, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
             torch.export.export(Model(), (q,))
         (site,) = sage_inductor.report()
-        assert site.recipe == expected and "in a package" in site.reason or force, site
+        assert site.recipe == expected, site
 
 
 @pytest.mark.gpu

@@ -1,6 +1,7 @@
 """What becomes of a call, on tensors of a GPU that is not there: the crossover table, policies, and
 the clock of max-autotune."""
 
+import itertools
 import re
 from unittest.mock import Mock
 
@@ -87,12 +88,9 @@ def decide(
 
 
 def test_every_row_of_the_crossover_table_decides_at_its_length(monkeypatch):
-    for (name, recipe, D, kind), rows, portable in [
-        *((key, rows, False) for key, rows in cost.CROSSOVER.items()),
-        *((key, rows, True) for key, rows in cost.PACKAGED.items()),
-    ]:
+    for (name, recipe, D, kind), rows in cost.CROSSOVER.items():
         assert kind in cost.KINDS and name == cost.H200
-        for heads, N in rows:
+        for (heads, N), portable in itertools.product(rows, (False, True)):
             for n, expected in ((N, True), (N - 1, False)):
                 site = decide(
                     (1, heads, heads, n, D), (9, 0), monkeypatch, kind, recipe=recipe,
@@ -109,10 +107,8 @@ def test_every_row_of_the_crossover_table_decides_at_its_length(monkeypatch):
         ((1, 8, 8, 16384, 128), (9, 0), {}, "sage2-8b-per-token", "N >= 5120"),
         ((1, 24, 24, 16384, 96), (9, 0), {}, "sage2-8b-per-token", "N >= 6144"),
         ((4, 32, 32, 4096, 256), (9, 0), {}, "sage2-8b-per-token", "N >= 4096"),
-        ((4, 32, 32, 16384, 128), (9, 0), {"portable": True}, None,
-         "never slower: no length was measured .* in a package on sm_90, B\\*H=128 wins"),
-        ((4, 32, 32, 16384, 128), (9, 0), {"portable": True, "force": True}, "sage2-8b",
-         "forced; by the portable kernel: sm_90's faster one cannot travel in a package$"),
+        ((4, 32, 32, 16384, 128), (9, 0), {"portable": True}, "sage2-8b-per-token", "^N >= 3072$"),
+        ((4, 32, 32, 16384, 128), (9, 0), {"portable": True, "force": True}, "sage2-8b-per-token", "^forced$"),
         ((4, 32, 32, 16384, 128), (8, 9), {"portable": True, "force": True}, "sage2-8b", "forced$"),
         ((4, 32, 32, 16384, 64), (9, 0), {"recipe": "sage1-per-token"}, "sage1-per-token", "N >= 3072"),
         ((1, 4, 4, 65536, 128), (9, 0), {}, None, "never slower: no length .* B\\*H=4 wins"),
@@ -158,8 +154,32 @@ def test_the_reason_says_that_the_hopper_kernel_is_lost(shape, monkeypatch):
     lost = "; the Hopper kernel is tested with Triton 3.6 to 3.9, not 3.10.0: calls run in the port"
     assert "Hopper kernel" not in before.reason
     assert lost in decide(shape, (9, 0), monkeypatch).reason
-    for capability, kind in (((10, 0), "full"), ((9, 0), "mask")):  # which it does not compute
-        assert "Hopper" not in decide(shape, capability, monkeypatch, kind).reason
+    causal = decide(shape, (9, 0), monkeypatch, "causal", recipe="sage1-per-token")
+    assert lost in causal.reason
+    wide = (*shape[:4], 256)
+    for not_its, given, capability, kind, settings in (
+        ("another GPU", shape, (10, 0), "full", {}),
+        ("a mask", shape, (9, 0), "mask", {}),
+        ("a window", shape, (9, 0), "window", {}),
+        ("another granularity", shape, (9, 0), "full", {"recipe": "sage2-8b"}),
+        ("16-bit p v of head_dim 256", wide, (9, 0), "full", {"recipe": "sage1-per-token"}),
+    ):
+        reason = decide(given, capability, monkeypatch, kind, **settings).reason
+        assert "Hopper" not in reason, not_its
+
+
+def test_a_package_of_an_unknown_triton_holds_what_inductor_sees(monkeypatch):
+    """Nobody measured that kernel, and the reason says which is lost."""
+    shape = 4, 32, 32, 16384, 128
+    monkeypatch.setattr(triton, "__version__", "3.10.0")
+    behind = "with Triton 3.10.0 the faster kernel of sm_90 cannot travel in a package"
+    site = decide(shape, (9, 0), monkeypatch, recipe="sage2-8b", portable=True)
+    assert not site.rewritten and "never slower: no length" in site.reason and behind in site.reason
+    site = decide(shape, (9, 0), monkeypatch, recipe="sage2-8b", portable=True, force=True)
+    assert site.rewritten and site.reason == f"forced; {behind}"
+    for given in ({"portable": False}, {"portable": True, "capability": (8, 9)}):
+        site = decide(shape, given.pop("capability", (9, 0)), monkeypatch, force=True, **given)
+        assert site.rewritten and "travel" not in site.reason
 
 
 @pytest.fixture

@@ -83,7 +83,7 @@ NOT_REASONS = {
     "flex window", "no recipe", "no backend of SDPA", "; 11 failed: 1", " at 1", "autotuned1",
     "1 with head_dim 1", "11 on 1", "N >= 1", "1: 1x the fastest of SDPA111",
     "; SDPA's flash attention is 1",
-    "1 (1 of the policy)", "rule 1", "the function", "; by the portable kernel: 1's faster one cannot travel in a package",
+    "1 (1 of the policy)", "rule 1", "the function", "; with Triton 1 the faster kernel of 1 cannot travel in a package",
 }  # fmt: skip
 TEXTS = {
     text

@@ -164,18 +164,19 @@ def test_hopper_kernel_compiles_for_both_dtypes(dtype):
 def test_shares_of_blocks_are_equal_and_make_up_the_tiles(processors):
     for num_tiles in (1, 5, 131, 132, 133, 200, 576):
         for blocks in (1, 7, 36, 600):
-            programs, whole = plan.schedule(num_tiles, blocks, processors)
-            assert 1 <= programs <= processors and 0 <= whole <= num_tiles
+            shared = plan.schedule(num_tiles, blocks, processors)
+            if shared is None:
+                continue
+            programs, whole = shared
+            assert 1 <= programs <= processors and 0 <= whole < num_tiles
             dealt = (num_tiles - whole) * blocks
             shares = [(c + 1) * dealt // programs - c * dealt // programs for c in range(programs)]
             assert sum(shares) == dealt and max(shares) - min(shares) <= 1
-            if dealt:
-                assert whole % programs == 0 and min(shares) >= min(
-                    plan.MIN_BLOCKS_OF_A_PIECE, dealt
-                )
-                longest = whole // programs * blocks + max(shares)
-                assert longest <= -(-num_tiles // processors) * blocks - plan.MIN_BLOCKS_SAVED + 1
-    assert plan.schedule(10 * processors, 600, processors) == (processors, 10 * processors)
+            assert whole % programs == 0 and min(shares) >= min(plan.MIN_BLOCKS_OF_A_PIECE, dealt)
+            longest = whole // programs * blocks + max(shares)
+            assert longest <= -(-num_tiles // processors) * blocks - plan.MIN_BLOCKS_SAVED + 1
+    assert plan.schedule(10 * processors, 600, processors) is None
+    assert (plan.schedule(5, 600, processors) is None) == (processors == 1)
 
 
 def calls():
@@ -243,7 +244,7 @@ def test_the_kernel_of_a_call_is_selected_by_what_is_known_while_compiling():
             ("sage1", (9, 0), False, True), ("sage1", None, True, False),
         )
     }  # fmt: skip
-    kinds = [(each.kernel.name, each.kernel.travels) for each in found.values()]
+    kinds = [(each.kernel.name, each.kernel.traced) for each in found.values()]
     assert kinds == [
         ("opaque", False), ("triton", True), ("nvfp4", True), ("triton", True), ("triton", True),
         ("emulation", True),

@@ -255,7 +255,7 @@ def check_kernel(op, recipe, name, band, shape, scale=0.1, D_v=None):
     capability, portable = torch.cuda.get_device_capability(), op is attention
     problem = Problem(capability, r, max(D, D_v), name != "none", portable)
     kernel, tile = select(problem)
-    if not portable and kernel.travels:
+    if not portable and kernel.traced:
         pytest.skip(f"the tile of {recipe} asks for no register cap here")
     q, k, _ = qkv(*shape)
     _, _, v = qkv(*shape[:5], D_v)
@@ -300,7 +300,7 @@ def cuts(B, H_q, H_kv, N_q, N_kv, tile) -> dict[int, list[int]]:
     """tile -> the blocks at which it is handed from program to program, of those that are."""
     num_tiles, blocks = B * H_q * -(-N_q // tile.BLOCK_M), -(-N_kv // tile.BLOCK_N)
     processors = torch.cuda.get_device_properties(0).multi_processor_count
-    programs, whole = hopper().schedule(num_tiles, blocks, processors)
+    programs, whole = hopper().schedule(num_tiles, blocks, processors) or (1, num_tiles)
     starts = [c * (num_tiles - whole) * blocks // programs for c in range(1, programs)]
     found = {}
     for start in starts:

@@ -16,7 +16,6 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from sage_inductor.lowering import precompile
 from sage_inductor.ops import launch
 from sage_inductor.ops.attention import tiles
-from sage_inductor.ops.attention.hopper import plan
 from sage_inductor.ops.attention.select import Problem, run_opaque, select
 from sage_inductor.ops.quantize.one_pass import launch_kv
 from sage_inductor.ops.recipe import NAMED
@@ -144,7 +143,7 @@ def h200(monkeypatch):
         compiled.append((self.fn.__name__, grid, kinds, options))
 
     monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(plan, "_processors", lambda device: 132)
+    monkeypatch.setattr(tiles, "processors", lambda device: 132)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(launch, "_compiling", launch._Compiling())

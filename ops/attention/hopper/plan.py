@@ -7,7 +7,6 @@ tiles are computed whole, and the launch that adds up the pieces of the others.
 import copy
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
+from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.arguments import AttentionCall
 from sage_inductor.ops.attention.hopper.kernel import _combine_kernel, _hopper_kernel
 from sage_inductor.ops.attention.tiles import Tile
@@ -62,10 +62,12 @@ def launch(
     a: AttentionCall, tile: Tile, run: Callable, device: torch.device | None = None
 ) -> tuple[Tensor, Tensor]:
     """out [B, H_q, N_q, D_v] of q's dtype and lse [B, H_q, N_q] fp32, of a call that nothing speaks
-    against (`why_not`). device: q's, if that is on meta."""
+    against (`why_not`). device: q's, if that is on meta. Sizes may be known only later
+    (lowering/record.py): no plan is kept for those."""
     q, k, v, is_causal = a.q, a.k, a.v, a.right == 0
     out, lse = a.empty_outputs()
-    plan = _plan(
+    plan_of = _plan if isinstance(q, Tensor) else _plan.__wrapped__
+    plan = plan_of(
         device or q.device, q.dtype, q.shape, q.stride(), k.shape, v.dtype, v.shape, v.stride(),
         out.shape[3], out.stride(), is_causal, a.scale, a.n_kv, tile,
     )  # fmt: skip
@@ -119,16 +121,17 @@ def _plan(
         v = _descriptor(v_dtype, (rows, N_pad), (N_pad, 1), [BLOCK_DV, tile.BLOCK_N])
     else:
         v = _descriptor(v_dtype, v_shape, v_stride, [1, 1, tile.BLOCK_N, BLOCK_DV])
-    num_m, blocks = -(-N_q // tile.BLOCK_M), -(-n_kv // tile.BLOCK_N)
-    num_tiles, processors = B * H_q * num_m, _processors(device)
-    programs, whole_tiles, group = min(num_tiles, processors), num_tiles, 1
-    if is_causal:  # an even number of groups: see _tile
+    num_m, blocks = triton.cdiv(N_q, tile.BLOCK_M), triton.cdiv(n_kv, tile.BLOCK_N)
+    num_tiles, processors, group = B * H_q * num_m, tiles.processors(device), 1
+    shares = None
+    if is_causal:  # an even number of groups: see _tile_coords
         fit = L2_BYTES // (n_kv * (BLOCK_D + BLOCK_DV * v_dtype.itemsize)) * (H_q // H_kv)
-        groups = -(-B * H_q // max(1, fit))
-        group = -(-B * H_q // (groups + groups % 2))
+        groups = triton.cdiv(B * H_q, torch.sym_max(1, fit))
+        group = triton.cdiv(B * H_q, torch.sym_max(1, groups + groups % 2))
     else:
-        programs, whole_tiles = schedule(num_tiles, blocks, processors)
-    split = whole_tiles < num_tiles
+        shares = schedule(num_tiles, blocks, processors)
+    split = shares is not None
+    programs, whole_tiles = shares or (torch.sym_min(num_tiles, processors), num_tiles)
     at_launch, consumer = REGISTERS[tile.warpgroups]
     attend = _Launch(
         _hopper_kernel,
@@ -169,17 +172,18 @@ def _at(descriptor: GluonDescriptor, x: Tensor) -> GluonDescriptor:
     return descriptor
 
 
-def schedule(num_tiles: int, blocks: int, processors: int) -> tuple[int, int]:
-    """(programs, tiles that are computed whole): the blocks of the other tiles are dealt out where
-    that saves every program MIN_BLOCKS_SAVED blocks and 4 %."""
-    rounds = num_tiles / processors
-    saved = (math.ceil(rounds) - rounds) * blocks
-    if saved < max(MIN_BLOCKS_SAVED, 0.04 * rounds * blocks):
-        return min(num_tiles, processors), num_tiles
-    whole_tiles = max(num_tiles // processors - 1, 0) * processors
-    if whole_tiles:
-        return processors, whole_tiles
-    return max(1, min(processors, num_tiles * blocks // MIN_BLOCKS_OF_A_PIECE)), 0
+def schedule(num_tiles: int, blocks: int, processors: int) -> tuple[int, int] | None:
+    """(programs, tiles that are computed whole), where the blocks of the other tiles are dealt out:
+    where that saves every program MIN_BLOCKS_SAVED blocks and 4 %. None: all tiles are whole."""
+    idle = triton.cdiv(num_tiles, processors) * processors - num_tiles  # in the last round
+    # Each program saves idle * blocks / processors blocks of num_tiles * blocks / processors.
+    least = torch.sym_max(25 * MIN_BLOCKS_SAVED * processors, num_tiles * blocks)
+    if 25 * idle * blocks < least:
+        return None
+    whole_tiles = torch.sym_max(num_tiles // processors - 1, 0) * processors
+    # Where tiles are whole, there are more pieces than programs.
+    pieces = num_tiles * blocks // MIN_BLOCKS_OF_A_PIECE
+    return torch.sym_max(1, torch.sym_min(processors, pieces)), whole_tiles
 
 
 _DTYPES = {
@@ -188,8 +192,3 @@ _DTYPES = {
     torch.float16: gl.float16,
     torch.bfloat16: gl.bfloat16,
 }
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

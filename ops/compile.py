@@ -1,0 +1,103 @@
+"""Compiling a kernel for a GPU that need not be here, as the JIT would for such arguments."""
+
+import dataclasses
+import functools
+import hashlib
+import re
+from collections.abc import Sequence
+
+import torch
+import triton
+
+from sage_inductor.ops import compat
+from sage_inductor.ops.attention.tiles import GLUON
+from sage_inductor.ops.launch import FP_FUSION
+
+TYPES = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.int8: "i8",
+    torch.int32: "i32",
+    torch.uint8: "u8",
+    torch.bool: "i1",
+}
+_BYTES = {"b8": 1, "u8": 1, "b32": 4, "u32": 4, "s32": 4, "f32": 4, "b64": 8, "u64": 8, "s64": 8}
+
+
+@dataclasses.dataclass(frozen=True)
+class Compilation:
+    """What a kernel is compiled for."""
+
+    kernel: triton.JITFunction
+    types: tuple[str, ...]  # of each parameter, in Triton's signature; "constexpr"
+    constants: tuple[tuple[int, object], ...]  # parameter -> value
+    aligned: tuple[int, ...]  # parameters that are multiples of 16
+    options: tuple[tuple[str, object], ...]  # num_warps, maxnreg, launch_pdl
+
+    @functools.cached_property
+    def digest(self) -> str:
+        of = self.kernel.__name__, self.types, self.constants, self.aligned, self.options
+        return hashlib.sha256(repr(of).encode()).hexdigest()[:12]
+
+    def compile(self, capability: tuple[int, int]):
+        """Triton's CompiledKernel, from its cache where it is there."""
+        names = self.kernel.arg_names
+        is_gluon = compat.gluon is not None and isinstance(self.kernel, compat.GluonJITFunction)
+        source = (compat.GluonASTSource if is_gluon else compat.ASTSource)(
+            self.kernel,
+            dict(zip(names, self.types, strict=True)),
+            {(i,): value for i, value in self.constants},
+            {(i,): [["tt.divisibility", 16]] for i in self.aligned},
+        )
+        target = compat.GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+        return triton.compile(source, target=target, options=FP_FUSION | dict(self.options))
+
+    def parameters(self, ptx: str) -> tuple[list[int], list[int]]:
+        """Bytes of each parameter of the compiled kernel: what they are, and what a launcher that
+        calls kernels as Triton 3.6 to 3.9 do passes."""
+        entry = re.search(r"\.entry (.*?)\)", ptx, re.DOTALL).group(1)
+        pattern = r"\.param\s+(?:\.align \d+\s+)?\.(\w+)[^\[,\n]*(?:\[(\d+)\])?"
+        found = [int(n) if n else _BYTES[t] for t, n in re.findall(pattern, entry)]
+        expected = []
+        for each in self.types:
+            if each.startswith("tensordesc"):  # the descriptor, its shape and its strides
+                rank = each[each.index("[") : each.index("]")].count(",") + 1
+                expected += [128, *[4] * rank, *[8] * rank]
+            elif each != "constexpr":
+                expected.append(4 if each == "i32" else 8)
+        return found, [*expected, 8, 8]  # two pointers to scratch memory
+
+
+def describe(kernel: triton.JITFunction, arguments: Sequence, options: dict) -> Compilation:
+    """arguments: tensors (of any kind that has a dtype), all aligned; host descriptors; numbers;
+    and (type, multiple of 16) for a number that is not known. A number that is known is compiled
+    for as the JIT does: 1 is compiled in."""
+    types, constants, aligned = [], [], []
+    for i, (parameter, x) in enumerate(zip(kernel.params, arguments, strict=True)):
+        if parameter.is_constexpr or type(x) is int and x == 1:
+            types.append("constexpr")
+            constants.append((i, x))
+        elif type(x) is int:
+            types.append("i32" if -(2**31) <= x < 2**31 else "i64")
+            aligned += [i] if x % 16 == 0 else []
+        elif isinstance(x, tuple):
+            types.append(x[0])
+            aligned += [i] if x[1] else []
+        elif hasattr(x, "block_shape"):
+            layout = f",{x.layout!r}" if hasattr(x, "layout") else ""
+            types.append(f"tensordesc<{TYPES[x.base.dtype]}{list(x.block_shape)}{layout}>")
+        else:
+            types.append(f"*{TYPES[x.dtype]}")
+            aligned.append(i)
+    return Compilation(
+        kernel, tuple(types), tuple(constants), tuple(aligned), tuple(sorted(options.items()))
+    )
+
+
+def travels() -> bool:
+    """Whether what opaque ops launch can be compiled into a package: with the Triton that is here
+    it was seen how compiled kernels are called."""
+    version = tuple(map(int, triton.__version__.split(".")[:2]))
+    return GLUON[0] <= version <= GLUON[1] and None not in (compat.ASTSource, compat.GPUTarget)
