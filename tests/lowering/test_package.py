@@ -3,11 +3,12 @@ writes down what it is asked (fake_driver.h), against the Python that it was wri
 
 import ctypes
 import dataclasses
-import functools
 import json
 import math
+import operator
 import random
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -23,9 +24,9 @@ from sage_inductor.lowering.number import Facts, Number
 from sage_inductor.lowering.record import Recorded, TensorArgument, record
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.arguments import AttentionCall
+from sage_inductor.ops.compile import Unknown, describe
 from sage_inductor.ops.formats import pad_head_dim
 from sage_inductor.ops.recipe import NAMED
-from sage_inductor.ops.visibility import num_tiles
 
 H200 = tiles.Gpu((9, 0), 132)
 PROCESSORS = 132, 1, 78, 114  # of the fake driver's devices
@@ -57,39 +58,41 @@ def fake_kernel(digest: str, compilation) -> str:
     )  # fmt: skip
 
 
+def build(folder: Path, functions: dict[str, Recorded]) -> Path:
+    """A shared library of the functions and the fake driver."""
+    compilations = {d: c for f in functions.values() for d, c in f.compilations.items()}
+    text = '#include "fake_driver.h"\n' + package.HEADER.read_text()
+    text += "namespace sage_inductor {\nnamespace {\n"
+    text += "".join(fake_kernel(d, c) for d, c in compilations.items())
+    text += "".join(f.source for f in functions.values()) + "}\n}\n"
+    for name, f in functions.items():
+        head = re.search(rf"{name}\((.*?)\) {{", f.source, re.DOTALL)[1]
+        counts = [len(re.findall(kind, head)) for kind in (r"Handle \w", "int64_t", r"Handle\*")]
+        given = [f"(AtenTensorHandle)tensors[{i}]" for i in range(counts[0])]
+        given += [f"numbers[{i}]" for i in range(counts[1])]
+        given += [f"(AtenTensorHandle*)&outputs[{i}]" for i in range(counts[2])]
+        text += (
+            f'extern "C" const char* call_{name}(void** tensors, const int64_t* numbers, void** outputs)'
+            f" {{\n  return failure([&] {{ return sage_inductor::{name}({', '.join(given)}); }});\n}}\n"
+        )
+    (folder / "test.cpp").write_text(text)
+    includes = [Path(__file__).parent, Path(torch.__file__).parent / "include",
+                Path(triton.__file__).parent / "backends/nvidia/include"]  # fmt: skip
+    subprocess.run(
+        ["g++", "-std=c++20", "-O0", "-Wall", "-Werror", "-Wno-unused-variable", "-shared", "-fPIC",
+         "-Wl,-Bsymbolic", *(f"-I{x}" for x in includes), "test.cpp", "-o", "test.so"],
+        check=True, cwd=folder,
+    )  # fmt: skip
+    return folder / "test.so"
+
+
 class Library:
     """C++ functions, as Python calls them."""
 
-    def __init__(self, folder: Path, functions: dict[str, Recorded], edit=lambda text: text):
-        self.functions = functions
+    def __init__(self, path: Path, functions: dict[str, Recorded]):
+        self.path, self.functions = path, functions
         self.compilations = {d: c for f in functions.values() for d, c in f.compilations.items()}
-        text = '#include "fake_driver.h"\n' + package.HEADER.read_text()
-        text += "namespace sage_inductor {\nnamespace {\n"
-        text += "".join(fake_kernel(d, c) for d, c in self.compilations.items())
-        text += "".join(f.source for f in functions.values()) + "}\n}\n"
-        for name, f in functions.items():
-            head = re.search(rf"{name}\((.*?)\) {{", f.source, re.DOTALL)[1]
-            counts = [
-                len(re.findall(kind, head)) for kind in (r"Handle \w", "int64_t", r"Handle\*")
-            ]
-            of = (
-                [f"(AtenTensorHandle)tensors[{i}]" for i in range(counts[0])]
-                + [f"numbers[{i}]" for i in range(counts[1])]
-                + [f"(AtenTensorHandle*)&outputs[{i}]" for i in range(counts[2])]
-            )
-            text += f'extern "C" const char* call_{name}(void** tensors, const int64_t* numbers, void** outputs) {{\n'
-            text += (
-                f"  return failure([&] {{ return sage_inductor::{name}({', '.join(of)}); }});\n}}\n"
-            )
-        (folder / "test.cpp").write_text(edit(text))
-        includes = [Path(__file__).parent, Path(torch.__file__).parent / "include",
-                    Path(triton.__file__).parent / "backends/nvidia/include"]  # fmt: skip
-        subprocess.run(
-            ["g++", "-std=c++20", "-O0", "-Wall", "-Werror", "-Wno-unused-variable", "-shared", "-fPIC",
-             "-Wl,-Bsymbolic", *(f"-I{x}" for x in includes), "test.cpp", "-o", "test.so"],
-            check=True, cwd=folder,
-        )  # fmt: skip
-        self.cpp = ctypes.CDLL(str(folder / "test.so"))
+        self.cpp = ctypes.CDLL(str(path))
         self.cpp.new_tensor.restype = ctypes.c_void_p
         self.cpp.taken.restype = ctypes.c_char_p
         for name in functions:
@@ -425,7 +428,7 @@ def library(tmp_path_factory):
         name: record(name, launch_of(name), arguments(name, B, N, N), H200)
         for name, (B, N, _) in (ATTENTION | QUANTIZE).items()
     }
-    return Library(tmp_path_factory.mktemp("library"), functions)
+    return Library(build(tmp_path_factory.mktemp("library"), functions), functions)
 
 
 def drawn(name: str, rng: random.Random) -> tuple[dict, int]:
@@ -462,11 +465,294 @@ def test_a_mask_of_one_query_is_read_as_that_of_many(name, library):
     """As the graph around was traced, which makes a summary of many queries."""
     B = ATTENTION[name][0].low
     given = known(arguments(name, *map(Facts.of, (B, 1, 1))))
-    (of_one,), _, _ = library.plan(name, given)[0]
+    ((of_one,), *_), _ = library.plan(name, given)
     many = known(arguments(name, *map(Facts.of, (B, 2, 2))))
-    (of_many,), _, _ = library.plan(name, many)[0]
-    names = of_one[0].arg_names
-    of_one, of_many = (dict(zip(names, each[2])) for each in (of_one, of_many))
-    assert of_one["MASK"] == of_many["MASK"] == (1 if name == "keys" else 2)
-    strides = given["attn_mask"].strides
-    assert [of_one[f"stride_m{n}"] for n in "bhmn"][-2:] == [0 if name == "keys" else strides[2], 1]
+    ((of_many,), *_), _ = library.plan(name, many)
+    of_one, of_many = (dict(zip(kernel.arg_names, x)) for kernel, _, x, _ in (of_one, of_many))
+    kind, row = (1, 0) if name == "keys" else (2, given["attn_mask"].strides[2])
+    assert of_one["MASK"] == of_many["MASK"] == kind
+    assert (of_one["stride_mm"], of_one["stride_mn"]) == (row, 1)
+
+
+# -- failures ----
+
+
+@pytest.fixture
+def fresh(library, tmp_path):
+    """The library again, with no kernel loaded and no device known."""
+    return Library(shutil.copy(library.path, tmp_path), library.functions)
+
+
+def call_of(name: str, N: int, B: int = 2) -> dict:
+    return known(arguments(name, *map(Facts.of, (B, N, N))))
+
+
+def changed(given: dict, name: str, at: int | None = None, **fields) -> dict:
+    """Another dtype, shape or strides of a tensor; at: in one dimension."""
+    x = given[name]
+    for field, value in fields.items():
+        if at is not None:
+            value = (*getattr(x, field)[:at], value, *getattr(x, field)[at + 1 :])
+        x = x._replace(**{field: value})
+    return given | {name: x}
+
+
+def test_another_gpu_is_refused(fresh):
+    library = fresh
+    library.set("capability", 100)
+    with pytest.raises(RuntimeError, match=r"sage_inductor: this package holds kernels for compute "
+                       r"capability 9\.0, got a GPU of 10\.0: package the model again on such a GPU"):  # fmt: skip
+        library.call("full", call_of("full", 128))
+    library.set("capability", 90)
+    library.call("full", call_of("full", 128))
+    with pytest.raises(RuntimeError, match="a tensor must be on one of 64 GPUs"):
+        library.call("full", call_of("full", 128), device=64)
+
+
+def test_a_damaged_kernel_is_refused(library, tmp_path):
+    """One bit of an image, in the library's file."""
+    digest = next(iter(library.functions["full"].compilations))
+    damaged = library.path.read_bytes().replace(f"{digest} 8".encode(), f"{digest} 9".encode())
+    (tmp_path / "test.so").write_bytes(damaged)
+    library = Library(tmp_path / "test.so", library.functions)
+    with pytest.raises(RuntimeError, match=f"the kernel name_{digest} in this package is damaged"):
+        library.call("full", call_of("full", 128))
+
+
+def test_an_error_of_the_driver_or_of_torch_says_where(fresh):
+    library, given = fresh, call_of("full", 128)
+    library.set("load_fails", 1)
+    with pytest.raises(RuntimeError, match=r"loading the kernel name_\w+: no kernel image "
+                       r"\(the driver is for CUDA 12\.8\)$"):  # fmt: skip
+        library.call("full", given)
+    library.set("load_fails", 0)
+    library.set("launch_fails", 1)
+    with pytest.raises(RuntimeError, match=r"name_\w+: launch failed \(the driver"):
+        library.call("full", given)
+    library.set("launch_fails", 0)
+    library.set("torch_fails", 1)
+    with pytest.raises(RuntimeError, match="sage_inductor: torch failed at q$"):
+        library.call("full", given)
+    library.set("torch_fails", 0)
+    assert library.call("full", given)
+    assert library.cpp.live() == 0
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(name="q", dtype=torch.float16), "q must have the dtype that it had when the package was made"),
+        (dict(name="q", shape=(2, 16, 128), strides=(16, 1, 1)), "q: its rank must be 4, as when the package was made, got 3"),
+        (dict(name="q", at=1, shape=8), "q: its size in dimension 1 must be 16, as when the package was made, got 8"),
+        (dict(name="k", at=2, shape=130), "k: its size in dimension 2 must be 128 to 32768 and a multiple of 16, as .* got 130"),
+        (dict(name="q", at=0, shape=65), "q: its size in dimension 0 must be 1 to 64, as .* got 65"),
+        (dict(name="q", at=3, strides=2), "q: its stride in dimension 3 must be 1, .* got 2"),
+        (dict(name="q", at=0, strides=2048 * 128 + 8), "q: its stride in dimension 0 must be .* a multiple of 16, .* got 262152"),
+        (dict(name="k", at=2, strides=256), "k: its stride in dimension 2 must be 128, .* got 256"),
+        (dict(name="k", at=1, strides=128 * 256), "k: its stride in dimension 1 must be 16384, .* got 32768"),
+        (dict(name="v_mean", at=2, shape=64), "v_mean: its size in dimension 2 must be 128, .* got 64"),
+    ],
+)  # fmt: skip
+def test_what_is_not_as_when_the_package_was_made_is_refused(change, message, library):
+    name = "portable" if "stride in dimension 1" in message else "full"
+    given = changed(call_of(name, 128), **change)
+    with pytest.raises(RuntimeError, match=f"^sage_inductor: {message}$"):
+        library.call(name, given)
+
+
+def test_numbers_that_are_not_as_when_the_package_was_made_are_refused(tmp_path):
+    given = arguments("full", Facts.of(2), Facts(1, 512), Facts(16, 512, 16))
+    functions = {"f": record("f", package.attention, given, H200)}
+    library = Library(build(tmp_path, functions), functions)
+    for n in (0, 513, 17):
+        with pytest.raises(RuntimeError, match="n_kv must be 16 to 512 and a multiple of 16, as when "
+                           f"the package was made, got {n}"):  # fmt: skip
+            library.call("f", call_of("full", 128) | {"n_kv": n})
+    library.call("f", call_of("full", 128) | {"n_kv": 112})
+
+
+def test_the_stride_of_one_row_is_not_looked_at(library):
+    given = changed(call_of("full", 128, B=1), "q", at=0, strides=3)
+    assert library.call("full", given)
+
+
+def test_numbers_beyond_32_bits_are_refused(library):
+    given = call_of("causal", 1)
+    given = changed(given, "q", at=2, shape=2**31)
+    with pytest.raises(RuntimeError, match="a size must fit in 32 bits, got 4294967296"):
+        library.call("causal", given)
+    given = changed(call_of("causal", 128), "k", at=2, shape=2**30)
+    with pytest.raises(RuntimeError, match=f"must be .* to {2**30 - 1}"):
+        library.call("causal", given)
+    with pytest.raises(RuntimeError, match="a grid is too large"):
+        library.call("kv_far", call_of("kv_far", 2**30 - 128, B=64))
+
+
+def test_a_tensor_at_an_odd_address_is_copied(library):
+    given = call_of("full", 128)
+    written = library.call("full", given, moved={"k_scale": 4})
+    (clone,) = (x for x in written if "clone" in x)
+    at = (list(x for x in given if type(given[x]) is Tensor).index("k_scale") + 1) * ALIGNED
+    assert clone["of"] == at + 4
+    (launch,) = (x["arguments"] for x in written if "launch" in x)
+    assert clone["clone"] in launch and at + 4 not in launch
+    assert not [x for x in library.call("full", given) if "clone" in x]
+
+
+# -- loading ----
+
+
+def test_all_kernels_are_loaded_at_the_first_call_on_a_device(fresh):
+    library = fresh
+    of = library.functions["full"].compilations
+    for device in (0, 1):
+        written = library.call("full", call_of("full", 128), device)
+        loads = [(x["load"], x["on"]) for x in written if "load" in x]
+        assert sorted(loads) == sorted((digest, device) for digest in of)
+        shared = [x["shared_of"] for x in written if "shared_of" in x]
+        assert sorted(shared) == sorted(of)
+        first = next(i for i, x in enumerate(written) if "made" in x or "launch" in x)
+        assert not any("load" in x for x in written[first:])
+    for N in LENGTHS:
+        for device in (0, 1):
+            assert not [x for x in library.call("full", call_of("full", N), device) if "load" in x]
+
+
+def test_threads_load_a_kernel_once(fresh):
+    library, given, errors = fresh, call_of("full", 128), []
+    library.set("loading_ms", 20)
+    tensors = [library.tensor(x, (i + 1) * ALIGNED) for i, x in enumerate(given.values()) if type(x) is Tensor]  # fmt: skip
+    start, call = threading.Barrier(4), library.cpp.call_full
+
+    def run():
+        outputs = (ctypes.c_void_p * 8)()
+        start.wait()
+        errors.append(
+            call((ctypes.c_void_p * len(tensors))(*tensors), (ctypes.c_int64 * 1)(128), outputs)
+        )
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    written = [json.loads(line) for line in library.cpp.taken(None, 0).decode().splitlines()]
+    assert errors == [b""] * 4 and sum("launch" in x for x in written) == 4
+    loads = [x["load"] for x in written if "load" in x]
+    assert sorted(loads) == sorted(library.functions["full"].compilations)
+
+
+# -- numbers ----
+
+
+class Recorder:
+    """As record.py's, of numbers that are known here: what C++ computes, computed by Python."""
+
+    def __init__(self, values: dict[str, int]):
+        self.values, self.asked = values, 0
+
+    def evaluate(self, text: str) -> int:
+        def divided(a, b):
+            assert a >= 0 and b > 0
+            return a // b, a % b
+
+        text = text.replace("std::max<int64_t>", "max").replace("std::min<int64_t>", "min")
+        if found := re.fullmatch(r"(\w+) ([/%]) (\w+)", text):
+            a, b = (eval(found[i], {}, self.values) for i in (1, 3))
+            return divided(a, b)[found[2] == "%"]
+        return eval(text, {"max": max, "min": min}, self.values)
+
+    def name(self, text: str) -> str:
+        name = f"n{len(self.values)}"
+        self.values[name] = self.evaluate(text)
+        return name
+
+    def ask(self, text: str) -> bool:
+        self.asked += 1
+        return self.evaluate(text)
+
+
+ARITHMETIC = [operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod,
+              torch.sym_max, torch.sym_min]  # fmt: skip
+COMPARISONS = [operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne]
+
+
+def test_numbers_are_what_python_computes():
+    rng, decided, counts = random.Random(0), 0, dict.fromkeys(ARITHMETIC + COMPARISONS, 0)
+    for _ in range(400):
+        recorder, known = Recorder({}), []  # pairs: a Number, what it is
+        for i in range(3):
+            divisor = rng.choice((1, 2, 16))
+            low = divisor * rng.randrange(0, 4)
+            high = rng.choice((low + divisor * rng.randrange(1, 6), math.inf))
+            top = low + 10 * divisor if high == math.inf else high
+            recorder.values[f"x{i}"] = value = rng.randrange(low, top + 1, divisor)
+            known.append((Number(recorder, f"x{i}", Facts(low, high, divisor)), value))
+        known += [(n, n) for n in (0, 1, 2, 7, 16)]
+        for _ in range(12):
+            (x, a), (y, b) = rng.choice(known), rng.choice(known)
+            if not (isinstance(x, Number) or isinstance(y, Number)):
+                continue
+            operation = rng.choice(ARITHMETIC)
+            try:
+                found = operation(x, y)
+            except ArithmeticError:
+                low, divisor = Facts.of(x).low, Facts.of(y)
+                assert operation in (operator.floordiv, operator.mod)
+                assert low < 0 or divisor.low <= 0
+                continue
+            counts[operation] += 1
+            value = operation(a, b)
+            facts = Facts.of(found)
+            assert (
+                recorder.evaluate(found.text) == value
+                if isinstance(found, Number)
+                else found == value
+            )
+            assert facts.low <= value <= facts.high
+            assert value % facts.divisor == 0 if facts.divisor else value == 0
+            known.append((found, value))
+            compare, before = rng.choice(COMPARISONS), recorder.asked
+            (x, a), (y, b) = rng.choice(known), rng.choice(known)
+            answer = compare(x, y)
+            assert answer == compare(a, b), (compare, x, y)
+            if isinstance(x, Number) or isinstance(y, Number):
+                counts[compare] += 1
+                decided += recorder.asked == before
+    assert min(counts.values()) > 50 and decided > 300, (counts, decided)
+
+
+def test_what_is_decided_is_not_asked():
+    recorder = Recorder({"n": 8})
+    n = Number(recorder, "n", Facts(4, 32, 4))
+    assert n > 3 and n >= 4 and not n < 4 and n <= 32 and not n > 32 and n != 5 and n != 36
+    assert n == n and n % 4 == 0 and bool(n) and (n * 4) % 16 == 0 and n * 1 is n and 3 < n
+    assert Number(recorder, "n", Facts(1, math.inf), is_size=True) != 1
+    assert not recorder.asked
+    assert n == 8 and recorder.asked == 1
+    assert Number(recorder, "n", Facts(1, math.inf)) != 1 and recorder.asked == 2
+
+
+def test_numbers_where_python_needs_to_know_them_raise():
+    n = Number(Recorder({"n": 8}), "n", Facts(0, 32))
+    for use in (int, float, range, math.ceil, math.sqrt, hash, [1, 2].__getitem__, "{:d}".format,
+                lambda n: n + 0.5, lambda n: n < 0.5, lambda n: n == None, lambda n: -n):  # noqa: E711  # fmt: skip
+        with pytest.raises((TypeError, ValueError)):
+            use(n)
+    for divide in (lambda: 5 // n, lambda: 5 % n, lambda: (n - 1) // 2, lambda: (n - 1) % 2, lambda: n // -1):  # fmt: skip
+        with pytest.raises(ArithmeticError, match="divides by zero or rounds otherwise"):
+            divide()
+
+
+def test_a_constexpr_must_be_known():
+    """head_dim, of which a tile is made; and in general, of any kernel."""
+    given = arguments("full", Facts.of(2), Facts.of(128), Facts.of(128))
+    q = given["q"]
+    unknown = dataclasses.replace(q, shape=(*q.shape[:3], Facts(1, 128)))
+    with pytest.raises(TypeError, match="known only when a package runs: q.sizes\\[3\\]"):
+        record("f", package.attention, given | {"q": unknown}, H200)
+    ((kernel, _, values, _), *_), *_ = planned(package.attention, known(given), 132)
+    (at,) = (i for i, each in enumerate(kernel.params) if each.name == "D")
+    values = [torch.empty(1) if isinstance(x, (str, tuple)) else x for x in values]
+    with pytest.raises(TypeError, match="_hopper_kernel: D must be known to compile it"):
+        describe(kernel, [*values[:at], Unknown(math.inf, 1), *values[at + 1 :]], {})
