@@ -478,7 +478,7 @@ def test_a_mask_of_one_query_is_read_as_that_of_many(name, library):
 
 
 @pytest.fixture
-def fresh(library, tmp_path):
+def unloaded(library, tmp_path):
     """The library again, with no kernel loaded and no device known."""
     return Library(shutil.copy(library.path, tmp_path), library.functions)
 
@@ -497,8 +497,8 @@ def changed(given: dict, name: str, at: int | None = None, **fields) -> dict:
     return given | {name: x}
 
 
-def test_another_gpu_is_refused(fresh):
-    library = fresh
+def test_another_gpu_is_refused(unloaded):
+    library = unloaded
     library.set("capability", 100)
     with pytest.raises(RuntimeError, match=r"sage_inductor: this package holds kernels for compute "
                        r"capability 9\.0, got a GPU of 10\.0: package the model again on such a GPU"):  # fmt: skip
@@ -519,8 +519,8 @@ def test_a_damaged_kernel_is_refused(library, tmp_path):
         library.call("full", call_of("full", 128))
 
 
-def test_an_error_of_the_driver_or_of_torch_says_where(fresh):
-    library, given = fresh, call_of("full", 128)
+def test_an_error_of_the_driver_or_of_torch_says_where(unloaded):
+    library, given = unloaded, call_of("full", 128)
     library.set("load_fails", 1)
     with pytest.raises(RuntimeError, match=r"loading the kernel name_\w+: no kernel image "
                        r"\(the driver is for CUDA 12\.8\)$"):  # fmt: skip
@@ -602,8 +602,8 @@ def test_a_tensor_at_an_odd_address_is_copied(library):
 # -- loading ----
 
 
-def test_all_kernels_are_loaded_at_the_first_call_on_a_device(fresh):
-    library = fresh
+def test_all_kernels_are_loaded_at_the_first_call_on_a_device(unloaded):
+    library = unloaded
     of = library.functions["full"].compilations
     for device in (0, 1):
         written = library.call("full", call_of("full", 128), device)
@@ -618,8 +618,8 @@ def test_all_kernels_are_loaded_at_the_first_call_on_a_device(fresh):
             assert not [x for x in library.call("full", call_of("full", N), device) if "load" in x]
 
 
-def test_threads_load_a_kernel_once(fresh):
-    library, given, errors = fresh, call_of("full", 128), []
+def test_threads_load_a_kernel_once(unloaded):
+    library, given, errors = unloaded, call_of("full", 128), []
     library.set("loading_ms", 20)
     tensors = [library.tensor(x, (i + 1) * ALIGNED) for i, x in enumerate(given.values()) if type(x) is Tensor]  # fmt: skip
     start, call = threading.Barrier(4), library.cpp.call_full
