@@ -5,7 +5,6 @@ library. In a package the call is a call of C++ that `record` writes of the op's
 the compiled kernels beside it: no other file, no Python, no compiler. launcher.h launches them.
 """
 
-import concurrent.futures
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -129,9 +128,10 @@ def _source(
     gpu = tiles.Gpu(tiles.capability(device), processors=0)
     recorded = record(name, LAUNCHES[op], arguments, gpu)
     new = [each for digest, each in recorded.compilations.items() if digest not in kernels]
-    with knobs.compilation.scope(), concurrent.futures.ThreadPoolExecutor(4) as pool:
+    # One after the other: in four threads CPython's parser (3.11) and a pass of Triton 3.6 failed.
+    with knobs.compilation.scope():
         knobs.compilation.disable_line_info = True  # 156 kB a cubin, not 538
-        compiled = list(pool.map(lambda each: each.compile(gpu.capability), new))
+        compiled = [each.compile(gpu.capability) for each in new]
     text = "" if kernels else HEADER.read_text()
     text += "namespace sage_inductor {\nnamespace {\n"
     text += "".join(map(kernel_source, new, compiled))
