@@ -18,6 +18,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import triton
+from torch._inductor.package import package_aoti
 
 from sage_inductor.lowering import package
 from sage_inductor.lowering.number import Facts, Number
@@ -478,7 +479,7 @@ def test_a_mask_of_one_query_is_read_as_that_of_many(name, library):
 
 
 @pytest.fixture
-def fresh(library, tmp_path):
+def unloaded(library, tmp_path):
     """The library again, with no kernel loaded and no device known."""
     return Library(shutil.copy(library.path, tmp_path), library.functions)
 
@@ -497,8 +498,8 @@ def changed(given: dict, name: str, at: int | None = None, **fields) -> dict:
     return given | {name: x}
 
 
-def test_another_gpu_is_refused(fresh):
-    library = fresh
+def test_another_gpu_is_refused(unloaded):
+    library = unloaded
     library.set("capability", 100)
     with pytest.raises(RuntimeError, match=r"sage_inductor: this package holds kernels for compute "
                        r"capability 9\.0, got a GPU of 10\.0: package the model again on such a GPU"):  # fmt: skip
@@ -519,8 +520,8 @@ def test_a_damaged_kernel_is_refused(library, tmp_path):
         library.call("full", call_of("full", 128))
 
 
-def test_an_error_of_the_driver_or_of_torch_says_where(fresh):
-    library, given = fresh, call_of("full", 128)
+def test_an_error_of_the_driver_or_of_torch_says_where(unloaded):
+    library, given = unloaded, call_of("full", 128)
     library.set("load_fails", 1)
     with pytest.raises(RuntimeError, match=r"loading the kernel name_\w+: no kernel image "
                        r"\(the driver is for CUDA 12\.8\)$"):  # fmt: skip
@@ -602,8 +603,8 @@ def test_a_tensor_at_an_odd_address_is_copied(library):
 # -- loading ----
 
 
-def test_all_kernels_are_loaded_at_the_first_call_on_a_device(fresh):
-    library = fresh
+def test_all_kernels_are_loaded_at_the_first_call_on_a_device(unloaded):
+    library = unloaded
     of = library.functions["full"].compilations
     for device in (0, 1):
         written = library.call("full", call_of("full", 128), device)
@@ -618,8 +619,8 @@ def test_all_kernels_are_loaded_at_the_first_call_on_a_device(fresh):
             assert not [x for x in library.call("full", call_of("full", N), device) if "load" in x]
 
 
-def test_threads_load_a_kernel_once(fresh):
-    library, given, errors = fresh, call_of("full", 128), []
+def test_threads_load_a_kernel_once(unloaded):
+    library, given, errors = unloaded, call_of("full", 128), []
     library.set("loading_ms", 20)
     tensors = [library.tensor(x, (i + 1) * ALIGNED) for i, x in enumerate(given.values()) if type(x) is Tensor]  # fmt: skip
     start, call = threading.Barrier(4), library.cpp.call_full
@@ -756,3 +757,158 @@ def test_a_constexpr_must_be_known():
     values = [torch.empty(1) if isinstance(x, (str, tuple)) else x for x in values]
     with pytest.raises(TypeError, match="_hopper_kernel: D must be known to compile it"):
         describe(kernel, [*values[:at], Unknown(math.inf, 1), *values[at + 1 :]], {})
+
+
+# -- in Inductor: a package of ops whose C++ is in its own wrapper, on CPU ----
+
+
+def _scale(x, bias, by, n, negate=False):
+    """A tuple of outputs; an optional tensor, numbers known and not, a default."""
+    return (-by if negate else by) * x + n, x + (0 if bias is None else bias)
+
+
+def _pair(x):
+    """A list of outputs."""
+    return [x / 2, x * 2]
+
+
+_TEST_OPS = torch.library.Library("sage_test", "DEF")
+for _function, _schema in (
+    (_scale, "scale(Tensor x, Tensor? bias, float by, SymInt n, bool negate=False) -> (Tensor, Tensor)"),
+    (_pair, "pair(Tensor x) -> Tensor[]"),
+):  # fmt: skip
+    _TEST_OPS.define(_schema)
+    _TEST_OPS.impl(_function.__name__[1:], _function, "CPU")
+    torch.library.register_fake(f"sage_test::{_function.__name__[1:]}", _function, lib=_TEST_OPS)
+SCALE, PAIR = torch.ops.sage_test.scale.default, torch.ops.sage_test.pair.default
+for _op in (SCALE, PAIR):
+    package.register(_op, None)
+
+LOOP = """
+AOTITorchError NAME(PARAMETERS) {
+  int64_t *sizes, *strides;
+  aoti_torch_get_sizes(x, &sizes);
+  aoti_torch_get_strides(x, &strides);
+  float *from, *to0, *to1, *added = nullptr;
+  int64_t* steps = nullptr;
+  aoti_torch_get_data_ptr(x, (void**)&from);
+  BIAS
+  aoti_torch_empty_strided(2, sizes, strides, aoti_torch_dtype_float32(), aoti_torch_device_type_cpu(), 0, out0);
+  aoti_torch_empty_strided(2, sizes, strides, aoti_torch_dtype_float32(), aoti_torch_device_type_cpu(), 0, out1);
+  aoti_torch_get_data_ptr(*out0, (void**)&to0);
+  aoti_torch_get_data_ptr(*out1, (void**)&to1);
+  for (int64_t i = 0; i < sizes[0]; ++i) {
+    for (int64_t j = 0; j < sizes[1]; ++j) {
+      const int64_t at = i * strides[0] + j * strides[1];
+      to0[at] = FIRST;
+      to1[at] = SECOND;
+    }
+  }
+  return AOTI_TORCH_SUCCESS;
+}
+"""
+
+
+@pytest.fixture
+def sources(monkeypatch):
+    """What C++ was asked for, of the test's ops."""
+    asked = []
+
+    def source(name, op, arguments, device, kernels):
+        asked.append((name, op, arguments))
+        tensors = [k for k, x in arguments.items() if isinstance(x, TensorArgument)]
+        numbers = [k for k, x in arguments.items() if isinstance(x, Facts)]
+        parameters = [f"AtenTensorHandle {k}" for k in tensors] + [f"int64_t {k}" for k in numbers]
+        first, second, bias = "from[at] / 2", "from[at] * 2", ""
+        if op is SCALE:
+            n = "n" if "n" in numbers else arguments["n"]
+            first = (
+                f"{-arguments['by'] if arguments['negate'] else arguments['by']}f * from[at] + {n}"
+            )
+            second = "from[at]"
+        if "bias" in tensors:
+            bias = "aoti_torch_get_data_ptr(bias, (void**)&added); aoti_torch_get_strides(bias, &steps);"
+            second += " + added[i * steps[0]]"
+        parameters += ["AtenTensorHandle* out0", "AtenTensorHandle* out1"]
+        text = LOOP.replace("NAME", name).replace("PARAMETERS", ", ".join(parameters))
+        return text.replace("BIAS", bias).replace("FIRST", first).replace("SECOND", second)
+
+    monkeypatch.setattr(package, "_source", source)
+    return asked
+
+
+class Scales(torch.nn.Module):
+    def forward(self, x, bias):
+        a, b = SCALE(x, None, 2.5, x.shape[0])
+        c, d = SCALE(a, None, 2.5, x.shape[0])  # the same function
+        e, f = SCALE((b + d).t(), bias[:, :1], 0.5, 3, True)
+        return a, c, d, e, f, *PAIR(f)
+
+
+class Pairs(torch.nn.Module):
+    def forward(self, x):
+        (a, b), (c, _) = PAIR(x), SCALE(x, None, 2.0, 1)
+        return a, b, c
+
+
+O0 = {"aot_inductor.compile_wrapper_opt_level": "O0"}
+
+
+def test_a_package_calls_cpp_of_its_own(sources, tmp_path):
+    """Two models: each has its functions, from 0 on. torch has no op to call in another process."""
+    x, bias, models = torch.randn(3, 8), torch.randn(8, 2), {"scales": Scales(), "pairs": Pairs()}
+    batch = {0: torch.export.Dim("batch", max=100)}
+    programs = {
+        "scales": torch.export.export(models["scales"], (x, bias), dynamic_shapes=(batch, None)),
+        "pairs": torch.export.export(models["pairs"], (x,), dynamic_shapes=(batch,)),
+    }
+    files = {
+        name: torch._inductor.aot_compile(
+            each.module(), each.example_inputs[0], options={"aot_inductor.package": True, **O0}
+        )
+        for name, each in programs.items()
+    }
+    path = package_aoti(str(tmp_path / "test.pt2"), files)
+    first, second, third, *others = sources
+    assert [(name, op) for name, op, _ in sources] == [
+        ("aoti_torch_sage_0", SCALE), ("aoti_torch_sage_1", SCALE), ("aoti_torch_sage_2", PAIR),
+        ("aoti_torch_sage_0", PAIR), ("aoti_torch_sage_1", SCALE),
+    ]  # fmt: skip
+    eight, one, batch = Facts.of(8), Facts.of(1), Facts(1, math.inf)
+    given = first[2]
+    assert given["x"] == TensorArgument(torch.float32, (batch, eight), (eight, one))
+    assert given == {"x": given["x"], "bias": None, "by": 2.5, "n": batch, "negate": False}
+    given = second[2]
+    assert given["bias"].strides == (Facts.of(2), one) and given["negate"] and given["n"] == 3
+    assert given["x"].shape == (eight, batch) and given["x"].strides == (one, eight)
+    code = """
+import sys, torch
+path, inputs = sys.argv[1:]
+found = {}
+for name, each in torch.load(inputs).items():
+    model = torch._inductor.aoti_load_package(path, model_name=name)
+    found[name] = [model(*given) for given in each]
+torch.save(found, inputs)
+"""
+    sizes = (3, 1, 2, 17)
+    inputs = {
+        "scales": [(torch.randn(n, 8), bias) for n in sizes],
+        "pairs": [(torch.randn(n, 8),) for n in sizes],
+    }
+    torch.save(inputs, tmp_path / "inputs")
+    subprocess.run([sys.executable, "-c", code, path, tmp_path / "inputs"], check=True, cwd="/")
+    for name, outputs in torch.load(tmp_path / "inputs").items():
+        for given, found in zip(inputs[name], outputs):
+            for y, expected in zip(found, models[name](*given), strict=True):
+                torch.testing.assert_close(y, expected)
+
+
+def test_a_compiled_model_calls_the_op_itself(sources):
+    """Where the wrapper is Python there is no C++ to add to."""
+    x, bias = torch.randn(3, 8), torch.randn(8, 2)
+    for y, expected in zip(torch.compile(Scales())(x, bias), Scales()(x, bias), strict=True):
+        torch.testing.assert_close(y, expected)
+    assert not sources
+
+
+# -- real kernels, for a GPU that is not here ----
