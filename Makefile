@@ -1,6 +1,7 @@
 # Needs Python 3.11 with venv and a C++ compiler, which Inductor uses on CPU. No GPU, no torch:
 #   make demo     install into .venv, check it, and compile a diffusion transformer
 #   make test     install into .venv, then everything that runs without a GPU
+#   make tritons  of that, the kernels with the oldest and the newest Triton
 #   make lint     ruff alone
 #   make gpu      the tests that need a GPU, with the current python and its torch
 #
@@ -13,7 +14,7 @@ VENV := .venv$(addprefix -,$(TORCH))
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint gpu
+.PHONY: demo test tritons lint gpu
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -29,6 +30,25 @@ WITHOUT := not gpu$(if $(shell command -v chromium), , and not browser)
 test: lint
 	$(PYTEST) --durations=15 -m "$(strip $(WITHOUT))" --ignore tests/ops/test_interpreter.py
 	TRITON_INTERPRET=1 $(PYTEST) tests/ops/test_interpreter.py
+	$(if $(TORCH),,$(MAKE) tritons)
+
+# The oldest and the newest Triton that the kernels are for, each beside the installed one: they
+# cross-compile under the same torch. 1.6 GB, from the index that pip is configured with. Nothing is
+# taken from Triton's cache, which does not see that a name of its own was taken elsewhere.
+TRITONS := 3.6.0 3.9.0
+BESIDE := $(VENV)/tritons
+
+tritons: $(TRITONS:%=$(BESIDE)/%/.installed)
+	set -e; for version in $(TRITONS); do \
+		export PYTHONPATH=$(CURDIR)/$(BESIDE)/$$version; \
+		export TRITON_CACHE_DIR=$$PYTHONPATH/.cache TRITON_ALWAYS_COMPILE=1; \
+		$(BIN)/python -c "import triton; assert triton.__version__ == '$$version'"; \
+		$(PYTEST) -m tritons tests/ops/test_crosscompile.py; \
+	done
+
+$(BESIDE)/%/.installed: $(INSTALLED)
+	$(BIN)/python -m pip install --no-deps --upgrade --target $(@D) triton==$*
+	touch $@
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

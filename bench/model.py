@@ -27,7 +27,7 @@ from bench import machine
 from bench.attention import RESULTS, cuda_device, save
 from bench.blocks import MODELS, SHARP, Model, draw
 from bench.measure import Provider, Runner, draw_sets, interleave, summary
-from bench.providers import EAGER, GATE_TOLERANCE, build, gate
+from bench.providers import GATE_TOLERANCE, backend_of, build, gate
 
 # CosSim of a block's output with inductor's, below which it is wrong: it was 0.9998 and more for
 # every block in emulation (N=512), 0.88 to 0.986 with uniform weights instead of softmax's, 0.997
@@ -138,7 +138,7 @@ def measure(model: Model, args, device) -> dict:
         block, inputs = draw(model, device)
         sets = draw_sets(model.case, device, dynamic=False)
         alone = backends(model.case, sets, args.target_ms)
-        priority = [EAGER[name] for name in alone]
+        priority = list(map(backend_of, alone))
         runners = {}
         for column in COLUMNS:
             if column == "sage.force" and all(s["recipe"] for s in row["sites"]["sage"]):

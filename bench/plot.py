@@ -736,8 +736,8 @@ def list_entries(axes, entries: list[str]) -> None:
 
 
 def line_style(provider: str, rows: list[dict]) -> dict:
-    if provider in COLOURS:
-        return {"color": COLOURS[provider], "marker": ".", "linewidth": 1.2}
+    if colour := COLOURS.get(provider.partition(" (")[0]):  # of "flash (FA3)" too
+        return {"color": colour, "marker": ".", "linewidth": 1.2}
     recipes = list(dict.fromkeys(row["recipe"] for row in rows if row["recipe"]))
     recipe, kind = provider.rsplit(" ", 1)
     return {

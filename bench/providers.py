@@ -2,7 +2,8 @@
 on the same tensors.
 
 cuDNN, flash,  SDPA restricted to one backend, in eager mode: Inductor's caches do not know
-efficient      the restriction and would answer with another backend's graph
+efficient      the restriction and would answer with another backend's graph. "flash (FA3)": where
+               the process has activated another flash attention than torch's own
 flex           compiled FlexAttention; causal, keys, documents and windows through a block mask
 inductor       F.scaled_dot_product_attention compiled with backend="inductor"
 RECIPE kernel  the attention kernel alone: k and v smoothed and quantized, and the mask summarized,
@@ -28,6 +29,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import sage_inductor
 from bench.cases import Case
 from bench.measure import SEES, WINDOW, Provider, draw, draw_mask
+from sage_inductor import cost
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.arguments import AttentionCall
 from sage_inductor.ops.attention.select import (
@@ -73,7 +75,9 @@ def _build(case: Case, kind: str, recipes) -> list[Provider]:
 
     match kind:
         case "cuDNN" | "flash" | "efficient":
-            return [Provider(kind, sdpa_kernel(EAGER[kind])(sdpa))]
+            activated = kind == "flash" and cost.flash_attention() != cost.TORCHS_FLASH
+            name = f"{kind} ({cost.flash_attention()})" if activated else kind
+            return [Provider(name, sdpa_kernel(EAGER[kind])(sdpa))]
         case "flex":
             sayable = not case.mask or case.mask in SEES
             return [Provider(kind, _flex(case), _unmarked)] if sayable else []
@@ -105,6 +109,11 @@ def _build(case: Case, kind: str, recipes) -> list[Provider]:
             ]
         case _:
             raise ValueError(f"provider must be one of cases.ALL, got {kind!r}")
+
+
+def backend_of(name: str) -> SDPBackend:
+    """That of a provider of this name."""
+    return EAGER[name.partition(" (")[0]]
 
 
 def _packaged(function: Callable, recipe: str) -> Callable:

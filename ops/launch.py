@@ -31,7 +31,6 @@ HAS_PDL = gdc_wait is not None
 # Asked for at every launch: Triton 3.9 warns where nothing is said, and 3.10 will say no. Without
 # it the Hopper kernel's loop grows from 496 to 637 instructions, and roundings change.
 FP_FUSION = {"enable_fp_fusion": True}
-_TRACED = FP_FUSION if launch_options is not None else {}
 OPAQUE: set = set()  # ops that Inductor does not look into: none of them travels in a package
 
 
@@ -51,10 +50,11 @@ def define_opaque(name: str, function: Callable, fake: Callable):
 def launch_traced(
     kernel: triton.JITFunction, grid: tuple, tensors: tuple, numbers: tuple, **options
 ) -> None:
+    fp_fusion = FP_FUSION if launch_options is not None else {}
     # On the tensors' device; on a machine without a GPU they are fake, and there is none to set.
     is_there = torch.cuda.is_initialized()
     with torch.cuda.device_of(tensors[0]) if is_there else contextlib.nullcontext():
-        wrap_triton(kernel)[grid](*tensors, *numbers, **options, **_TRACED)
+        wrap_triton(kernel)[grid](*tensors, *numbers, **options, **fp_fusion)
 
 
 def launch_cached(

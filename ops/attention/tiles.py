@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from sage_inductor.ops.compat import gluon, gluon_barrier, reinterpret, tma_load
+from sage_inductor.ops.compat import GluonDescriptor, gluon, gluon_barrier, reinterpret, tma_load
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +125,7 @@ def hopper_is_lost(capability: tuple[int, int]) -> str | None:
 def _lost(version: str) -> str | None:
     oldest, newest = (".".join(map(str, each)) for each in GLUON)
     known = GLUON[0] <= tuple(map(int, version.split(".")[:2])) <= GLUON[1]
-    if known and None not in (gluon, gluon_barrier, reinterpret, tma_load):
+    if known and None not in (gluon, gluon_barrier, reinterpret, tma_load, GluonDescriptor):
         return None
     lost = (
         f"the Hopper kernel is tested with Triton {oldest} to {newest}, not {version}: calls run"

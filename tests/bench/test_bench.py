@@ -15,7 +15,7 @@ from bench import attention as bench
 from bench import blocks, compile_time, fusion, measure, plot, preparation, providers
 from bench import model as whole
 from bench.cases import MASKS, PLANS, Case
-from sage_inductor import report
+from sage_inductor import cost, report
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.select import Problem, select
 from sage_inductor.ops.recipe import NAMED
@@ -121,6 +121,18 @@ def test_compiled_providers_take_masks_with_a_symbolic_length(mask, monkeypatch,
     kinds = {"": "none", "window": "window(15, 0)"}
     assert len(sites) == 2  # of the op and of the package
     assert all(site.rewritten and kinds.get(mask, site.mask) == site.mask for site in sites)
+
+
+def test_an_activated_flash_attention_is_named(monkeypatch):
+    """As torch.nn.attention.activate_flash_attention_impl("FA3") does, where FA3 is installed."""
+    case, each = Case(1, 2, 2, 64, 64), ("cuDNN", "flash", "efficient")
+    monkeypatch.setattr(cost, "current_flash_attention_impl", lambda: "FA3")
+    names = [provider.name for provider in providers.build(case, each, [])]
+    assert names == ["cuDNN", "flash (FA3)", "efficient"]
+    assert [providers.backend_of(name) for name in names] == list(providers.EAGER.values())
+    assert plot.line_style("flash (FA3)", []) == plot.line_style("flash", [])
+    monkeypatch.setattr(cost, "current_flash_attention_impl", lambda: None)
+    assert [provider.name for provider in providers.build(case, each, [])] == list(each)
 
 
 def test_flex_is_asked_what_a_block_mask_can_say(narrow):

@@ -72,6 +72,7 @@ def test_doctor_names_versions_and_runs_every_recipe():
     assert "step 7 of 7: sage3 on cpu" in result.stderr
     assert 'backend="sage": registered' in result.stdout
     assert "no CUDA device: attention stays SDPA" in result.stdout
+    assert "\ncpu\n  SDPA runs " in result.stdout
     errors = re.findall(
         r"^ +(\S+) +(64|128|256) +(full|causal|mask) +0\.(\d)\d+$", result.stdout, re.M
     )
@@ -156,8 +157,11 @@ def test_doctor_names_what_sdpa_runs_and_an_untested_torch(monkeypatch, capsys):
     assert doctor.sdpa_backend(torch.device("cuda")) == "?"
     monkeypatch.setattr(doctor, "untested", lambda: "untested: so and so")
     monkeypatch.setattr(recipes, "NAMED", {})
-    doctor.doctor()
+    assert doctor.doctor() == 0
     assert "\nuntested: so and so\n" in capsys.readouterr().out
+    monkeypatch.setattr(torch._dynamo, "list_backends", lambda: ["inductor"])
+    assert doctor.doctor() == 1
+    assert capsys.readouterr().out.startswith("BROKEN: torch does not know")
 
 
 @on_cpu

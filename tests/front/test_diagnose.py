@@ -14,6 +14,7 @@ import pytest
 import support
 import torch
 import torch.nn.functional as F
+import tqdm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -511,9 +512,9 @@ def test_a_path_that_cannot_be_written_is_found_before_the_model_runs(tmp_path):
     assert not list(tmp_path.iterdir()), "no empty policy is left"
 
 
-@pytest.mark.parametrize("tqdm", [True, False], ids=["tqdm", "plain"])
-def test_a_measurement_that_takes_long_shows_where_it_is(tqdm, capfd, monkeypatch):
-    if not tqdm:
+@pytest.mark.parametrize("has_tqdm", [True, False], ids=["tqdm", "plain"])
+def test_a_measurement_that_takes_long_shows_where_it_is(has_tqdm, capfd, monkeypatch):
+    if not has_tqdm:
         monkeypatch.setitem(sys.modules, "tqdm", None)
     model, x = Transformer(None, None), torch.randn(1, 20, 64)
     monkeypatch.setattr(DIAGNOSE, "QUIET_S", 600.0)
@@ -524,7 +525,31 @@ def test_a_measurement_that_takes_long_shows_where_it_is(tqdm, capfd, monkeypatc
     monkeypatch.setattr(DIAGNOSE, "QUIET_S", 0.01)
     diagnose(model, x, recipes="sage1")
     err = capfd.readouterr().err
-    assert ("| 2/2 [" in err) if tqdm else err.endswith("diagnose: 2 of 2 calls measured\n"), err
+    assert ("| 2/2 [" in err) if has_tqdm else err.endswith("diagnose: 2 of 2 calls measured\n"), (
+        err
+    )
+
+
+def test_the_bar_is_closed_when_the_model_raises_too(monkeypatch):
+    bars = []
+
+    class Bar(tqdm.tqdm):
+        def __init__(self, **given):
+            super().__init__(**given)
+            bars.append(self)
+
+    def model(q, fails):
+        q = sdpa(q, q, q)
+        if fails:
+            raise RuntimeError("in the model")
+        return q
+
+    monkeypatch.setattr(tqdm, "tqdm", Bar)
+    q = torch.randn(1, 2, 8, 16)
+    diagnose(model, q, False)
+    with pytest.raises(RuntimeError, match="in the model"):
+        diagnose(model, q, True)
+    assert [bar.disable for bar in bars] == [True, True]  # what closing does
 
 
 def test_mistakes_are_refused():

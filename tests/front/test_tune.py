@@ -112,6 +112,15 @@ def test_a_table_of_other_kernels_is_ignored(gpu, monkeypatch):
     assert not cost.tuned(GPU)
 
 
+def test_a_table_measured_against_another_flash_attention_is_ignored(gpu, monkeypatch):
+    cost.save(tune.tune(gpu, (64,), (2048,), clock))
+    assert cost.tuned(GPU)
+    monkeypatch.setattr(cost, "current_flash_attention_impl", lambda: "FA3")
+    assert not cost.tuned(GPU)
+    monkeypatch.setattr(cost, "current_flash_attention_impl", lambda: None)
+    assert cost.tuned(GPU)
+
+
 @pytest.mark.parametrize("case", ["not JSON", "a file for a folder", "no home", "unreadable home"])
 def test_a_table_that_cannot_be_read_is_ignored_with_one_warning(
     gpu, case, caplog, monkeypatch, tmp_path

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
 
 from sage_inductor.ops import compat
 
@@ -90,3 +91,7 @@ def test_without_triton_the_import_says_what_is_needed():
 def test_a_pair_that_was_not_tested_is_said_to_be_untested(torch, triton, said):
     assert compat.untested(torch, triton)[: len(said)] == said
     assert bool(compat.untested(torch, triton)) == bool(said)
+
+
+def test_the_pair_that_is_here_is_asked_about():
+    assert compat.untested.__defaults__ == (torch.__version__, triton.__version__)

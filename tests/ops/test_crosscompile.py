@@ -3,6 +3,7 @@ instruction that was meant and without spills in the register file."""
 
 import functools
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from bench.tritons import (
 from sage_inductor.ops.attention import nvfp4 as attention_nvfp4
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention import triton as portable
+from sage_inductor.ops.attention.hopper import kernel as hopper
 from sage_inductor.ops.attention.hopper import plan
 from sage_inductor.ops.attention.select import Problem, hopper_tile, select
 from sage_inductor.ops.formats import pad_head_dim
@@ -30,14 +32,18 @@ from sage_inductor.ops.quantize import keys, nvfp4, one_pass, smooth, values
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.visibility import Visibility
 
+ROOT = Path(__file__).parents[2]
 SHARED_MEMORY = {  # bytes that a program may have
     (8, 0): 163 << 10, (8, 6): 99 << 10, (8, 9): 99 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10,
     (12, 0): 99 << 10,
 }  # fmt: skip
 ARCHITECTURES = list(SHARED_MEMORY)
-TRITON_3_9 = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
+TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
 QK_MAX = {"i8": 127.0, "fp8e4nv": 448.0, "u8": 7.0}  # by the type of k
 HEADS = ("stride_qh", "stride_vh", "stride_oh")  # of heads of 40 channels side by side
+# Run under the oldest and the newest Triton too: each kernel on each architecture once.
+on_every_triton = pytest.mark.tritons
+OF_128 = pytest.param(128, marks=on_every_triton)
 
 
 def compile_attention(
@@ -79,19 +85,25 @@ def runs_on(recipe, architecture):
 CASES = [(a, r) for a in ARCHITECTURES for r in NAMED if r != "sage3" and runs_on(r, a)]
 
 
-@pytest.mark.parametrize("D, is_causal", [(128, True), (64, False)], ids=["128-causal", "64-full"])
+@pytest.mark.parametrize(
+    "D, is_causal",
+    [
+        pytest.param(128, True, marks=on_every_triton, id="128-causal"),
+        pytest.param(64, False, id="64-full"),
+    ],
+)
 @pytest.mark.parametrize("architecture, recipe", CASES, ids=str)
 def test_attention_compiles_to_the_matrix_instructions(architecture, recipe, D, is_causal):
     compiled = compile_attention(architecture, recipe, D, is_causal)
     assert compiled.metadata.shared <= SHARED_MEMORY[architecture]
-    # 0 but for FP8 on sm_90, where the capped variant runs, and INT8 on sm_100 with Triton 3.9: 184.
-    spills = architecture == (10, 0) and TRITON_3_9
+    # 0 but for FP8 on sm_90, where the capped variant runs, and INT8 on sm_100: 184 with Triton 3.9.
+    spills = architecture == (10, 0) and TRITON >= (3, 8)
     assert stack_bytes(compiled.asm["cubin"]) <= (192 if spills else 128)
     ptx = compiled.asm["ptx"]
     r = NAMED[recipe]
     if architecture == (10, 0):
-        # INT8 q k^T is mma.sync there before Triton 3.9 (slow), then tcgen05's kind::i8.
-        int8 = "kind::i8" if TRITON_3_9 else "m16n8k32.row.col.satfinite.s32.s8.s8"
+        # INT8 q k^T is mma.sync there before Triton 3.8 (slow), then tcgen05's kind::i8.
+        int8 = "kind::i8" if TRITON >= (3, 8) else "m16n8k32.row.col.satfinite.s32.s8.s8"
         q_k = "kind::f8f6f4" if r.qk == "fp8" else int8
         p_v = "tcgen05.mma.cta_group::1.kind::" + ("f8f6f4" if r.pv == "fp8" else "f16")
     elif architecture == (9, 0):
@@ -135,7 +147,13 @@ def test_fp8_products_are_accumulated_in_two_levels(architecture, recipe):
 # -- hopper/ ----
 
 
-@pytest.mark.parametrize("row, split", VARIANTS_OF_HOPPER, ids=str)
+def marked(variant):
+    """What a variant that is not split does, one that is split does too."""
+    (_, _, is_causal, *_), split = variant
+    return pytest.param(*variant, marks=on_every_triton if is_causal or split else ())
+
+
+@pytest.mark.parametrize("row, split", [marked(each) for each in VARIANTS_OF_HOPPER], ids=str)
 def test_hopper_kernel_keeps_its_tiles_in_registers(row, split):
     """A loop holds at most 9 loads and stores of spilled registers in FP8, 16 in 16 bits; with
     Triton 3.8 and head_dim 256, 25. Variants for it that held 88 and 117 were 44 and 40 % slower."""
@@ -158,6 +176,16 @@ def test_hopper_kernel_compiles_for_both_dtypes(dtype):
     tile = tiles.hopper((9, 0), "16bit", 128, False, 4096)
     ptx = compile_hopper("16bit", 128, False, tile, dtype).asm["ptx"]
     assert f"k16.f32.{dtype.replace('fp', 'f')}" in ptx
+
+
+@on_every_triton
+@pytest.mark.parametrize("fp8", [False, True])
+def test_the_sum_of_a_split_tiles_pieces_compiles(fp8):
+    pointers = ("Part", "Part_ml", "V_scale", "V_mean", "Lse")
+    types = {**dict.fromkeys(pointers, "*fp32"), "Out": "*bf16"}
+    constexprs = dict(D_V=128, FP8=fp8, BLOCK_M=192, BLOCK_DV=128, ROWS=16)
+    compiled = compile_kernel(hopper._combine_kernel, (9, 0), constexprs, types)
+    assert stack_bytes(compiled.asm["cubin"]) == 0
 
 
 @pytest.mark.parametrize("processors", [1, 7, 132])
@@ -290,9 +318,12 @@ def test_hopper_kernel_falls_back_where_gluon_is_another(monkeypatch, caplog):
     assert not caplog.records
 
 
-def test_a_name_of_gluon_that_is_gone_costs_the_hopper_kernel_alone(monkeypatch):
+@pytest.mark.parametrize(
+    "name", ["gluon", "gluon_barrier", "reinterpret", "tma_load", "GluonDescriptor"]
+)
+def test_a_name_of_gluon_that_is_gone_costs_the_hopper_kernel_alone(name, monkeypatch):
     tiles._lost.cache_clear()
-    monkeypatch.setattr(tiles, "tma_load", None)
+    monkeypatch.setattr(tiles, name, None)
     assert "the Hopper kernel is tested with" in tiles.hopper_is_lost((9, 0))
     tiles._lost.cache_clear()
 
@@ -341,12 +372,12 @@ def compile_nvfp4(architecture, D, is_causal=True, mask=0, additive=False, left=
 
 BLOCK_SCALED = {
     (10, 0): "tcgen05.mma.cta_group::1.kind::mxf4nvf4.block_scale."
-    + ("block16" if TRITON_3_9 else "scale_vec::4X"),
+    + ("block16" if TRITON >= (3, 8) else "scale_vec::4X"),
     (12, 0): "m16n8k64.row.col.kind::mxf4nvf4.block_scale.scale_vec::4X.f32.e2m1.e2m1.f32.ue4m3",
 }
 
 
-@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("D", [64, OF_128, 256])
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=str)
 def test_nvfp4_compiles_to_block_scaled_products_or_to_fp16(architecture, D):
     compiled = compile_nvfp4(architecture, D)
@@ -376,11 +407,13 @@ def test_masked_nvfp4_compiles_everywhere(architecture, variant):
     mask, additive, left = variant
     compiled = compile_nvfp4(architecture, 128, mask=mask, additive=additive, left=left)
     assert compiled.metadata.shared <= SHARED_MEMORY[architecture]
-    assert stack_bytes(compiled.asm["cubin"]) <= 344
+    # With Triton 3.8 up to 648 on sm_100, with 3.7 and 3.9 344.
+    spills = architecture == (10, 0) and TRITON == (3, 8)
+    assert stack_bytes(compiled.asm["cubin"]) <= (648 if spills else 344)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=str)
-@pytest.mark.parametrize("D", [8, 128, 256])
+@pytest.mark.parametrize("D", [8, OF_128, 256])
 def test_preparation_in_nvfp4_compiles(architecture, D):
     for along_n in (False, True):
         compiled = compile_preparation_nvfp4(architecture, D, along_n)
@@ -481,7 +514,7 @@ def test_no_byte_is_stored_of_a_float(recipe):
         compiled = compile_attention((9, 0), recipe, D=40, unaligned=HEADS)
     writer, bytes_stored = {}, 0
     for line in compiled.asm["ptx"].splitlines():
-        name, *operands = line.replace(",", " ").replace(";", " ").split() or [""]
+        name, *operands = re.sub("[,;]", " ", line.replace("::cta", "")).split() or [""]
         if name in ("st.shared.b8", "cvt.s8.s32"):  # one (Triton 3.6), the other first (3.7)
             assert ".f32" not in writer[operands[-1]], line
             bytes_stored += name == "st.shared.b8"
@@ -492,7 +525,7 @@ def test_no_byte_is_stored_of_a_float(recipe):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=str)
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
-@pytest.mark.parametrize("D", [64, 80, 128, 256])
+@pytest.mark.parametrize("D", [64, 80, OF_128, 256])
 def test_preparation_compiles(architecture, D, masked):
     compile_smooth(architecture, D, masked)
     formats = ((1, "i8"), (4, "i8"), (4, "u8"), (1, "fp8e4nv"))
@@ -501,7 +534,9 @@ def test_preparation_compiles(architecture, D, masked):
     if architecture >= (8, 9):
         compile_quantize_v(architecture, D, masked)
         compiled = compile_quantize_kv(D, masked, "i8", architecture)
-        assert stack_bytes(compiled.asm["cubin"]) == 0
+        # Of one kernel Triton 3.6 spills two registers.
+        spills = (TRITON, architecture, D, masked) == ((3, 6), (8, 9), 256, True)
+        assert stack_bytes(compiled.asm["cubin"]) == (8 if spills else 0)
         assert stack_bytes(compile_quantize_v_again(D, masked, architecture).asm["cubin"]) == 0
     compile_estimate(D, masked, architecture)
 
@@ -569,6 +604,12 @@ def test_kernels_of_the_preparation_overlap_where_they_may(D, masked):
         assert all(part.split()[-1] == "ld.global" for part in rest[:-1])
     for compiled in (compile_estimate(D, masked), compile_quantize_kv(D, masked, "i8")):
         assert "griddepcontrol" not in compiled.asm["ptx"]
+
+
+def test_every_kernel_compiles_with_the_oldest_and_the_newest_triton():
+    """By the Makefile, which runs the tests marked "tritons" under each."""
+    (line,) = re.findall(r"^TRITONS := (.*)$", (ROOT / "Makefile").read_text(), re.M)
+    assert tuple(tuple(map(int, each.split(".")[:2])) for each in line.split()) == tiles.GLUON
 
 
 def test_the_kernel_is_that_of_the_wider_head_dim():

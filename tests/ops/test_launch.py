@@ -17,12 +17,15 @@ from sage_inductor.lowering import precompile
 from sage_inductor.ops import launch
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.select import Problem, run_opaque, select
+from sage_inductor.ops.compile import Compilation
+from sage_inductor.ops.quantize import smooth
 from sage_inductor.ops.quantize.one_pass import launch_kv
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.sdpa import SdpaCall
 
 RIGHT_BELOW = None, 0, False  # causal
 FULL = None, None, False
+FP_FUSION = {"enable_fp_fusion": True}  # what every launch asks for
 
 
 class Kernel:
@@ -79,7 +82,7 @@ def test_a_kernel_is_looked_up_once(current):
         y = torch.zeros(64)
         launch.launch_cached(kernel, (5,), (x, y), (1, 2.0, True), num_warps=8)
     assert kernel.looked_up == [
-        ((5,), (x, kernel.looked_up[0][1][1], 1, 2.0, True), {"num_warps": 8} | launch.FP_FUSION)
+        ((5,), (x, kernel.looked_up[0][1][1], 1, 2.0, True), {"num_warps": 8} | FP_FUSION)
     ]
     assert [grid for grid, _ in kernel.launched] == [(5, 1, 1)] * 2
     assert kernel.launched[-1][1][1] is y
@@ -116,21 +119,32 @@ def test_a_kernel_is_launched_on_the_device_of_its_tensors(current):
 
 
 def test_a_kernel_that_torch_sees_is_launched_on_the_device_of_its_tensors(current, monkeypatch):
-    x, where = torch.zeros(64).as_subclass(OnGpu), []
+    x, where, told = torch.zeros(64).as_subclass(OnGpu), [], []
     x.index = 1
 
     def kernel(*args, **options):
-        assert options == (launch.FP_FUSION if launch.launch_options else {})
+        told.append(options)
         where.append(tuple(current))
 
     kernel = {(5,): kernel}
     monkeypatch.setattr(launch, "wrap_triton", lambda kernel: kernel)
     monkeypatch.setattr(torch.cuda, "device_of", lambda x: torch.cuda.device(x.device.index))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(launch, "launch_options", None)  # a torch that cannot pass options on
     launch.launch_traced(kernel, (5,), (x,), (1,))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)  # fake tensors
+    monkeypatch.setattr(launch, "launch_options", object())
     launch.launch_traced(kernel, (5,), (x,), (1,))
-    assert where == [(1, 0), (0,)]
+    assert where == [(1, 0), (0,)] and told == [{}, FP_FUSION]
+
+
+def test_a_kernel_of_a_package_rounds_as_a_launched_one(monkeypatch):
+    told = []
+    monkeypatch.setattr(triton, "compile", lambda *args, options, **_: told.append(options))
+    kernel = smooth._final_kernel
+    types = ("constexpr",) * len(kernel.arg_names)
+    Compilation(kernel, types, (), (), (("num_warps", 8),)).compile((9, 0))
+    assert told == [{"num_warps": 8} | FP_FUSION]
 
 
 @pytest.fixture
@@ -181,7 +195,7 @@ def test_what_is_compiled_ahead_is_what_is_launched(recipe, band, N, warpgroups,
 
     def run(kernel, grid, tensors, numbers, **options):
         kinds = [x.dtype if isinstance(x, torch.Tensor) else x.block_shape for x in tensors]
-        options |= launch.FP_FUSION
+        options |= FP_FUSION
         launched.append((kernel.fn.__name__, grid, [*kinds, *numbers], options))
 
     q, k, v = (torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in qkv(N, "cpu"))
