@@ -96,6 +96,25 @@ def test_what_fails_in_a_process_is_the_rows_error(tmp_path):
     assert row["error"].startswith("Wrong: sage: exit 1") and row["error"] in packages.lines(row)
 
 
+def test_every_part_of_a_row_has_a_process_and_a_package_its_own_caches(monkeypatch, tmp_path):
+    jobs = []
+
+    def fail(job, cache):
+        jobs.append((job["name"], job["part"], bool(cache) and job["name"] in cache))
+        return {"error": "no compiler"}
+
+    monkeypatch.setattr(packages, "in_a_process", fail)
+    monkeypatch.setattr(packages.sage_inductor.config, "enabled", False)  # as main does
+    path = tmp_path / "found.json"
+    names = ["vit_l_1024px", "padded"]
+    assert packages.main(["--dry-run", "--rows", *names, "--json", str(path)]) == 1
+    parts = [(part, part != "expected") for part in ("expected", *packages.KINDS)]
+    assert sorted(jobs) == sorted((name, *part) for name in names for part in parts)
+    found = json.loads(path.read_text())["rows"]
+    assert [row["model"] for row in found] == names
+    assert {row["error"] for row in found} == {"Wrong: expected: no compiler"}
+
+
 def test_launched_calls_are_timed_until_they_are_done():
     """The work of `slow` is done where the clock waits for it."""
     waiting = []
