@@ -135,7 +135,7 @@ def _source(
     text = "" if kernels else HEADER.read_text()
     text += "namespace sage_inductor {\nnamespace {\n"
     text += "".join(map(kernel_source, new, compiled))
-    kernels |= recorded.compilations.keys()
+    kernels.update(recorded.compilations)
     return f"{text}{recorded.source}}}\n}}\nusing sage_inductor::{name};\n"
 
 

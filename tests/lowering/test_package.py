@@ -3,6 +3,7 @@ writes down what it is asked (fake_driver.h), against the Python that it was wri
 
 import ctypes
 import dataclasses
+import functools
 import json
 import math
 import operator
@@ -12,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import types
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,8 +27,11 @@ from sage_inductor.lowering.number import Facts, Number
 from sage_inductor.lowering.record import Recorded, TensorArgument, record
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.arguments import AttentionCall
-from sage_inductor.ops.compile import Unknown, describe
+from sage_inductor.ops.attention.select import attention_opaque
+from sage_inductor.ops.compile import Compilation, Unknown, describe
 from sage_inductor.ops.formats import pad_head_dim
+from sage_inductor.ops.quantize.op import quantize_kv_opaque
+from sage_inductor.ops.quantize.smooth import _estimate_kernel as estimate_kernel
 from sage_inductor.ops.recipe import NAMED
 
 H200 = tiles.Gpu((9, 0), 132)
@@ -912,3 +917,81 @@ def test_a_compiled_model_calls_the_op_itself(sources):
 
 
 # -- real kernels, for a GPU that is not here ----
+
+
+KERNEL = re.compile(
+    r'image_(\w+)\[\] =\n([^;]*);\nKernel kernel_\1 = {"(\w+)", image_\1, (\d+)u, (\d+)ull, '
+    r"(\d+)u, (\d+)u, (\w+), {(.*)}};"
+)
+
+
+def test_kernels_travel_as_the_jit_compiles_them(monkeypatch, tmp_path):
+    """head_dim 256: a row of k is read in two boxes. head_dim 64: kernels of both kinds."""
+    kernels, texts, compiled = set(), [], {}
+    whole = Compilation.compile
+
+    def compile(self, capability):
+        assert capability == (9, 0)
+        compiled[self.digest] = self, whole(self, capability)
+        return compiled[self.digest][1]
+
+    monkeypatch.setattr(Compilation, "compile", compile)
+    for name in ("d64_causal", "kv", "d256"):
+        B, N, _ = (ATTENTION | QUANTIZE)[name]
+        op = attention_opaque if name in ATTENTION else quantize_kv_opaque
+        texts.append(package._source(name, op, arguments(name, B, N, N), H200, kernels))
+    texts.append(package._source("again", quantize_kv_opaque, arguments("kv", Facts.of(2), N, N), H200, kernels))  # fmt: skip
+    text = "".join(texts)
+    assert text.count(package.HEADER.read_text()) == 1 and texts[0].startswith("// Launches")
+    found = {each[1]: each for each in KERNEL.finditer(text)}
+    assert found.keys() == compiled.keys() == kernels and not KERNEL.search(texts[-1])
+    for digest, (compilation, kernel) in compiled.items():
+        image, _, size, checksum, threads, shared, overlaps, descriptors = found[digest].groups()[
+            1:
+        ]
+        image = bytes(int(n, 8) for n in re.findall(r"\\(\d{3})", image))
+        assert image == kernel.asm["cubin"] and len(image) == int(size)
+        assert int(checksum) == functools.reduce(
+            lambda x, byte: (x ^ byte) * 0x100000001B3 % 2**64, image, 1469598103934665603
+        )
+        m, ptx, options = kernel.metadata, kernel.asm["ptx"], dict(compilation.options)
+        assert f".reqntid {threads}\n" in ptx and int(shared) == m.shared
+        assert m.enable_fp_fusion and not re.search(r"\.loc\s", ptx)
+        assert f".maxnreg {options.get('maxnreg')}\n" in ptx or "maxnreg" not in options
+        assert overlaps == ("true" if "griddepcontrol.wait" in ptx else "false")
+        boxes = re.findall(r"{3, 1, 0, {(\d+), (\d+)}}", descriptors)
+        assert len(boxes) == sum(each.startswith("tensordesc") for each in compilation.types)
+        if m.name == "_hopper_kernel":
+            wide = "fp8e4nv[256, 128]" in str(compilation.types)
+            expected = [["128", "128"], ["256", "128"]] if wide else [["128", "64"], ["64", "128"]]
+            assert [list(x) for x in boxes] == expected
+    names = sorted(kernel.metadata.name for _, kernel in compiled.values())
+    assert names == ["_attention_kernel", "_estimate_kernel", *["_hopper_kernel"] * 2,
+                     "_quantize_kv_kernel", "quantize_v_again_kernel"]  # fmt: skip
+    for compilation, kernel in compiled.values():
+        options = dict(compilation.options)
+        assert ("launch_pdl" in options) == ("quantize" in kernel.metadata.name or "estimate" in kernel.metadata.name)  # fmt: skip
+
+    # The text compiles, and what it holds is what was compiled.
+    (tmp_path / "test.cpp").write_text('#include "fake_driver.h"\n' + text)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [dict(num_ctas=2), dict(global_scratch_size=16), dict(profile_scratch_size=8),
+     dict(launch_cooperative_grid=True), dict(ptx="(.param .u64 a, .param .u32 b)")],
+)  # fmt: skip
+def test_a_kernel_that_is_called_in_another_way_is_refused(what):
+    compilation = Compilation(estimate_kernel, ("*fp32", "constexpr"), (), (), ())
+    assert compilation.parameters == [8, 8, 8]
+
+    def compiled(ptx=".param .u64 .ptr .global .align 16 a, .param .u64 b, .param .u64 c", **given):
+        usual = dict(name="k", num_warps=4, shared=0, num_ctas=1, launch_cooperative_grid=False,
+                     global_scratch_size=0, profile_scratch_size=0)  # fmt: skip
+        asm = {"ptx": f".visible .entry k(\n{ptx}\n)\n", "cubin": b"ELF"}
+        return types.SimpleNamespace(metadata=types.SimpleNamespace(**usual | given), asm=asm)
+
+    assert "Kernel kernel_" in package.kernel_source(compilation, compiled())
+    with pytest.raises(RuntimeError, match="^k: the parameters of the compiled kernel must be "
+                       r"\[8, 8, 8\] bytes.* this Triton calls kernels in another way"):  # fmt: skip
+        package.kernel_source(compilation, compiled(**what))
