@@ -888,10 +888,11 @@ def test_a_package_calls_cpp_of_its_own(sources, tmp_path):
     assert given["x"].shape == (eight, batch) and given["x"].strides == (one, eight)
     code = """
 import sys, torch
+from torch._inductor.package import load_package
 path, inputs = sys.argv[1:]
 found = {}
 for name, each in torch.load(inputs).items():
-    model = torch._inductor.aoti_load_package(path, model_name=name)
+    model = load_package(path, name)
     found[name] = [model(*given) for given in each]
 torch.save(found, inputs)
 """
@@ -940,7 +941,8 @@ def test_kernels_travel_as_the_jit_compiles_them(monkeypatch, tmp_path):
         B, N, _ = (ATTENTION | QUANTIZE)[name]
         op = attention_opaque if name in ATTENTION else quantize_kv_opaque
         texts.append(package._source(name, op, arguments(name, B, N, N), H200, kernels))
-    texts.append(package._source("again", quantize_kv_opaque, arguments("kv", Facts.of(2), N, N), H200, kernels))  # fmt: skip
+    again = arguments("kv", *(QUANTIZE["kv"][i] for i in (0, 1, 1)))
+    texts.append(package._source("again", quantize_kv_opaque, again, H200, kernels))
     text = "".join(texts)
     assert text.count(package.HEADER.read_text()) == 1 and texts[0].startswith("// Launches")
     found = {each[1]: each for each in KERNEL.finditer(text)}
@@ -959,21 +961,19 @@ def test_kernels_travel_as_the_jit_compiles_them(monkeypatch, tmp_path):
         assert m.enable_fp_fusion and not re.search(r"\.loc\s", ptx)
         assert f".maxnreg {options.get('maxnreg')}\n" in ptx or "maxnreg" not in options
         assert overlaps == ("true" if "griddepcontrol.wait" in ptx else "false")
-        boxes = re.findall(r"{3, 1, 0, {(\d+), (\d+)}}", descriptors)
+        found_in = re.findall(r"{(\d), 1, 0, {(\d+), (\d+)}}", descriptors)
+        boxes = [[int(rows), int(row)] for _, rows, row in found_in]
+        assert all(16 << int(swizzle) == int(row) for swizzle, _, row in found_in)
         assert len(boxes) == sum(each.startswith("tensordesc") for each in compilation.types)
         if m.name == "_hopper_kernel":
             wide = "fp8e4nv[256, 128]" in str(compilation.types)
-            expected = [["128", "128"], ["256", "128"]] if wide else [["128", "64"], ["64", "128"]]
-            assert [list(x) for x in boxes] == expected
+            assert boxes == ([[128, 128], [256, 128]] if wide else [[128, 64], [64, 128]])
     names = sorted(kernel.metadata.name for _, kernel in compiled.values())
     assert names == ["_attention_kernel", "_estimate_kernel", *["_hopper_kernel"] * 2,
                      "_quantize_kv_kernel", "quantize_v_again_kernel"]  # fmt: skip
     for compilation, kernel in compiled.values():
         options = dict(compilation.options)
         assert ("launch_pdl" in options) == ("quantize" in kernel.metadata.name or "estimate" in kernel.metadata.name)  # fmt: skip
-
-    # The text compiles, and what it holds is what was compiled.
-    (tmp_path / "test.cpp").write_text('#include "fake_driver.h"\n' + text)
 
 
 @pytest.mark.parametrize(
