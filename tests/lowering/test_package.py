@@ -3,15 +3,16 @@ writes down what it is asked (fake_driver.h), against the Python that it was wri
 
 import ctypes
 import dataclasses
+import functools
 import json
 import math
-import operator
 import random
 import re
 import shutil
 import subprocess
 import sys
 import threading
+import types
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,12 +22,15 @@ import triton
 from torch._inductor.package import package_aoti
 
 from sage_inductor.lowering import package
-from sage_inductor.lowering.number import Facts, Number
+from sage_inductor.lowering.number import Facts
 from sage_inductor.lowering.record import Recorded, TensorArgument, record
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.arguments import AttentionCall
-from sage_inductor.ops.compile import Unknown, describe
+from sage_inductor.ops.attention.select import attention_opaque
+from sage_inductor.ops.compile import Compilation, Unknown, describe
 from sage_inductor.ops.formats import pad_head_dim
+from sage_inductor.ops.quantize.op import quantize_kv_opaque
+from sage_inductor.ops.quantize.smooth import _estimate_kernel as estimate_kernel
 from sage_inductor.ops.recipe import NAMED
 
 H200 = tiles.Gpu((9, 0), 132)
@@ -643,108 +647,6 @@ def test_threads_load_a_kernel_once(unloaded):
     assert sorted(loads) == sorted(library.functions["full"].compilations)
 
 
-# -- numbers ----
-
-
-class Recorder:
-    """As record.py's, of numbers that are known here: what C++ computes, computed by Python."""
-
-    def __init__(self, values: dict[str, int]):
-        self.values, self.asked = values, 0
-
-    def evaluate(self, text: str) -> int:
-        def divided(a, b):
-            assert a >= 0 and b > 0
-            return a // b, a % b
-
-        text = text.replace("std::max<int64_t>", "max").replace("std::min<int64_t>", "min")
-        if found := re.fullmatch(r"(\w+) ([/%]) (\w+)", text):
-            a, b = (eval(found[i], {}, self.values) for i in (1, 3))
-            return divided(a, b)[found[2] == "%"]
-        return eval(text, {"max": max, "min": min}, self.values)
-
-    def name(self, text: str) -> str:
-        name = f"n{len(self.values)}"
-        self.values[name] = self.evaluate(text)
-        return name
-
-    def ask(self, text: str) -> bool:
-        self.asked += 1
-        return self.evaluate(text)
-
-
-ARITHMETIC = [operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod,
-              torch.sym_max, torch.sym_min]  # fmt: skip
-COMPARISONS = [operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne]
-
-
-def test_numbers_are_what_python_computes():
-    rng, decided, counts = random.Random(0), 0, dict.fromkeys(ARITHMETIC + COMPARISONS, 0)
-    for _ in range(400):
-        recorder, known = Recorder({}), []  # pairs: a Number, what it is
-        for i in range(3):
-            divisor = rng.choice((1, 2, 16))
-            low = divisor * rng.randrange(0, 4)
-            high = rng.choice((low + divisor * rng.randrange(1, 6), math.inf))
-            top = low + 10 * divisor if high == math.inf else high
-            recorder.values[f"x{i}"] = value = rng.randrange(low, top + 1, divisor)
-            known.append((Number(recorder, f"x{i}", Facts(low, high, divisor)), value))
-        known += [(n, n) for n in (0, 1, 2, 7, 16)]
-        for _ in range(12):
-            (x, a), (y, b) = rng.choice(known), rng.choice(known)
-            if not (isinstance(x, Number) or isinstance(y, Number)):
-                continue
-            operation = rng.choice(ARITHMETIC)
-            try:
-                found = operation(x, y)
-            except ArithmeticError:
-                low, divisor = Facts.of(x).low, Facts.of(y)
-                assert operation in (operator.floordiv, operator.mod)
-                assert low < 0 or divisor.low <= 0
-                continue
-            counts[operation] += 1
-            value = operation(a, b)
-            facts = Facts.of(found)
-            assert (
-                recorder.evaluate(found.text) == value
-                if isinstance(found, Number)
-                else found == value
-            )
-            assert facts.low <= value <= facts.high
-            assert value % facts.divisor == 0 if facts.divisor else value == 0
-            known.append((found, value))
-            compare, before = rng.choice(COMPARISONS), recorder.asked
-            (x, a), (y, b) = rng.choice(known), rng.choice(known)
-            answer = compare(x, y)
-            assert answer == compare(a, b), (compare, x, y)
-            if isinstance(x, Number) or isinstance(y, Number):
-                counts[compare] += 1
-                decided += recorder.asked == before
-    assert min(counts.values()) > 50 and decided > 300, (counts, decided)
-
-
-def test_what_is_decided_is_not_asked():
-    recorder = Recorder({"n": 8})
-    n = Number(recorder, "n", Facts(4, 32, 4))
-    assert n > 3 and n >= 4 and not n < 4 and n <= 32 and not n > 32 and n != 5 and n != 36
-    assert n == n and n % 4 == 0 and bool(n) and (n * 4) % 16 == 0 and n * 1 is n and 3 < n
-    assert Number(recorder, "n", Facts(1, math.inf), is_size=True) != 1
-    assert not recorder.asked
-    assert n == 8 and recorder.asked == 1
-    assert Number(recorder, "n", Facts(1, math.inf)) != 1 and recorder.asked == 2
-
-
-def test_numbers_where_python_needs_to_know_them_raise():
-    n = Number(Recorder({"n": 8}), "n", Facts(0, 32))
-    for use in (int, float, range, math.ceil, math.sqrt, hash, [1, 2].__getitem__, "{:d}".format,
-                lambda n: n + 0.5, lambda n: n < 0.5, lambda n: n == None, lambda n: -n):  # noqa: E711  # fmt: skip
-        with pytest.raises((TypeError, ValueError)):
-            use(n)
-    for divide in (lambda: 5 // n, lambda: 5 % n, lambda: (n - 1) // 2, lambda: (n - 1) % 2, lambda: n // -1):  # fmt: skip
-        with pytest.raises(ArithmeticError, match="divides by zero or rounds otherwise"):
-            divide()
-
-
 def test_a_constexpr_must_be_known():
     """head_dim, of which a tile is made; and in general, of any kernel."""
     given = arguments("full", Facts.of(2), Facts.of(128), Facts.of(128))
@@ -883,10 +785,11 @@ def test_a_package_calls_cpp_of_its_own(sources, tmp_path):
     assert given["x"].shape == (eight, batch) and given["x"].strides == (one, eight)
     code = """
 import sys, torch
+from torch._inductor.package import load_package
 path, inputs = sys.argv[1:]
 found = {}
 for name, each in torch.load(inputs).items():
-    model = torch._inductor.aoti_load_package(path, model_name=name)
+    model = load_package(path, name)
     found[name] = [model(*given) for given in each]
 torch.save(found, inputs)
 """
@@ -912,3 +815,80 @@ def test_a_compiled_model_calls_the_op_itself(sources):
 
 
 # -- real kernels, for a GPU that is not here ----
+
+
+KERNEL = re.compile(
+    r'image_(\w+)\[\] =\n([^;]*);\nKernel kernel_\1 = {"(\w+)", image_\1, (\d+)u, (\d+)ull, '
+    r"(\d+)u, (\d+)u, (\w+), {(.*)}};"
+)
+
+
+def test_kernels_travel_as_the_jit_compiles_them(monkeypatch, tmp_path):
+    """head_dim 256: a row of k is read in two boxes. head_dim 64: kernels of both kinds."""
+    kernels, texts, compiled = set(), [], {}
+    whole = Compilation.compile
+
+    def compile(self, capability):
+        assert capability == (9, 0)
+        compiled[self.digest] = self, whole(self, capability)
+        return compiled[self.digest][1]
+
+    monkeypatch.setattr(Compilation, "compile", compile)
+    for name in ("d64_causal", "kv", "d256"):
+        B, N, _ = (ATTENTION | QUANTIZE)[name]
+        op = attention_opaque if name in ATTENTION else quantize_kv_opaque
+        texts.append(package._source(name, op, arguments(name, B, N, N), H200, kernels))
+    again = arguments("kv", *(QUANTIZE["kv"][i] for i in (0, 1, 1)))
+    texts.append(package._source("again", quantize_kv_opaque, again, H200, kernels))
+    text = "".join(texts)
+    assert text.count(package.HEADER.read_text()) == 1 and texts[0].startswith("// Launches")
+    found = {each[1]: each for each in KERNEL.finditer(text)}
+    assert found.keys() == compiled.keys() == kernels and not KERNEL.search(texts[-1])
+    for digest, (compilation, kernel) in compiled.items():
+        image, _, size, checksum, threads, shared, overlaps, descriptors = found[digest].groups()[
+            1:
+        ]
+        image = bytes(int(n, 8) for n in re.findall(r"\\(\d{3})", image))
+        assert image == kernel.asm["cubin"] and len(image) == int(size)
+        assert int(checksum) == functools.reduce(
+            lambda x, byte: (x ^ byte) * 0x100000001B3 % 2**64, image, 1469598103934665603
+        )
+        m, ptx, options = kernel.metadata, kernel.asm["ptx"], dict(compilation.options)
+        assert f".reqntid {threads}\n" in ptx and int(shared) == m.shared
+        assert m.enable_fp_fusion and not re.search(r"\.loc\s", ptx)
+        assert f".maxnreg {options.get('maxnreg')}\n" in ptx or "maxnreg" not in options
+        assert overlaps == ("true" if "griddepcontrol.wait" in ptx else "false")
+        found_in = re.findall(r"{(\d), 1, 0, {(\d+), (\d+)}}", descriptors)
+        boxes = [[int(rows), int(row)] for _, rows, row in found_in]
+        assert all(16 << int(swizzle) == int(row) for swizzle, _, row in found_in)
+        assert len(boxes) == sum(each.startswith("tensordesc") for each in compilation.types)
+        if m.name == "_hopper_kernel":
+            wide = "fp8e4nv[256, 128]" in str(compilation.types)
+            assert boxes == ([[128, 128], [256, 128]] if wide else [[128, 64], [64, 128]])
+    names = sorted(kernel.metadata.name for _, kernel in compiled.values())
+    assert names == ["_attention_kernel", "_estimate_kernel", *["_hopper_kernel"] * 2,
+                     "_quantize_kv_kernel", "quantize_v_again_kernel"]  # fmt: skip
+    for compilation, kernel in compiled.values():
+        options = dict(compilation.options)
+        assert ("launch_pdl" in options) == ("quantize" in kernel.metadata.name or "estimate" in kernel.metadata.name)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "what",
+    [dict(num_ctas=2), dict(global_scratch_size=16), dict(profile_scratch_size=8),
+     dict(launch_cooperative_grid=True), dict(ptx="(.param .u64 a, .param .u32 b)")],
+)  # fmt: skip
+def test_a_kernel_that_is_called_in_another_way_is_refused(what):
+    compilation = Compilation(estimate_kernel, ("*fp32", "constexpr"), (), (), ())
+    assert compilation.parameters == [8, 8, 8]
+
+    def compiled(ptx=".param .u64 .ptr .global .align 16 a, .param .u64 b, .param .u64 c", **given):
+        usual = dict(name="k", num_warps=4, shared=0, num_ctas=1, launch_cooperative_grid=False,
+                     global_scratch_size=0, profile_scratch_size=0)  # fmt: skip
+        asm = {"ptx": f".visible .entry k(\n{ptx}\n)\n", "cubin": b"ELF"}
+        return types.SimpleNamespace(metadata=types.SimpleNamespace(**usual | given), asm=asm)
+
+    assert "Kernel kernel_" in package.kernel_source(compilation, compiled())
+    with pytest.raises(RuntimeError, match="^k: the parameters of the compiled kernel must be "
+                       r"\[8, 8, 8\] bytes.* this Triton calls kernels in another way"):  # fmt: skip
+        package.kernel_source(compilation, compiled(**what))
