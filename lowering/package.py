@@ -75,9 +75,8 @@ class Packaged(FallbackKernel):
             [values[name] for name, x in arguments.items() if isinstance(x, kind)]
             for kind in (TensorArgument, Facts)
         )
-        passed = [x.codegen_reference() for x in tensors] + list(
-            map(wrapper.val_to_arg_str, numbers)
-        )
+        passed = [x.codegen_reference() for x in tensors]
+        passed += map(wrapper.val_to_arg_str, numbers)
         self.codegen_comment(wrapper)
         wrapper.generate_c_shim_fallback_kernel(self, passed)
         self.codegen_unbacked_symbol_defs(wrapper)
