@@ -666,7 +666,7 @@ def test_a_constexpr_must_be_known():
 # -- in Inductor: a package of ops whose C++ is in its own wrapper, on CPU ----
 
 
-def _scale(x, bias, by, n, negate=False):
+def _scale(x, bias, by, n, *, negate=False):
     """A tuple of outputs; an optional tensor, numbers known and not, a default."""
     return (-by if negate else by) * x + n, x + (0 if bias is None else bias)
 
@@ -678,7 +678,7 @@ def _pair(x):
 
 _TEST_OPS = torch.library.Library("sage_test", "DEF")
 for _function, _schema in (
-    (_scale, "scale(Tensor x, Tensor? bias, float by, SymInt n, bool negate=False) -> (Tensor, Tensor)"),
+    (_scale, "scale(Tensor x, Tensor? bias, float by, SymInt n, *, bool negate=False) -> (Tensor, Tensor)"),
     (_pair, "pair(Tensor x) -> Tensor[]"),
 ):  # fmt: skip
     _TEST_OPS.define(_schema)
