@@ -395,10 +395,10 @@ class ViT(nn.Module):
     def inputs(self):
         return (normal(self.m.B, self.m.N, self.m.C),)
 
-    def forward(self, x):
+    def forward(self, x, mask=None):
         qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.m.H_q, self.m.D))
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        out = F.scaled_dot_product_attention(q, k, v)
+        out = F.scaled_dot_product_attention(q, k, v, mask)
         x = x + self.proj(out.transpose(1, 2).flatten(2))
         return x + self.mlp(self.norm2(x))
 

@@ -26,6 +26,7 @@ END = "<!-- table:end -->"
 MARKED = re.compile(rf"(<!-- table:(\w+) -->\n).*?({END})", re.S)
 SPEED = ("paper", "load", "models", "model", "preparation", "fusion", "masks")
 ACCURACY = ("accuracy", "defaults", "end-to-end")
+PLANS = (*SPEED, *ACCURACY, "packages")
 PLOT, OVERVIEW = "attention.svg", "overview.svg"
 ACCURACY_PLOT, MODELS_PLOT = "accuracy.svg", "end-to-end.svg"
 COLOURS = {"cuDNN": "0.15", "flash": "0.65", "flex": "tab:orange", "inductor": "tab:blue"}
@@ -42,12 +43,13 @@ BLOCKS = {
     "llama3_8k": "Llama 3 8B, prefill of 8K",
     "llama3_32k": "Llama 3 8B, prefill of 32K",
     "vit_l_1024px": "ViT-L, 1024 px",
+    "padded": "batch of 4, padded",
 }
 # The rows of the README's table of accuracy, and what each is.
 IN_SHORT = {
     "bf16 SDPA": "exact attention in bf16",
     "sage2-8b-per-token": "`sage2-8b-per-token`, the default on Hopper",
-    "sage2-8b": "`sage2-8b`, the default elsewhere and in packages",
+    "sage2-8b": "`sage2-8b`, the default elsewhere",
     "sage1-per-token": "`sage1-per-token`, the most accurate",
 }
 
@@ -97,7 +99,7 @@ def newest(folder: Path) -> dict[str, dict]:
     """Plan -> the newest result that holds rows of it, with those rows alone."""
     found = {}
     for result in sorted(map(load, folder.glob("*.json")), key=date):
-        for plan in {row.get("plan") for row in result["rows"]}.intersection(SPEED + ACCURACY):
+        for plan in {row.get("plan") for row in result["rows"]}.intersection(PLANS):
             rows = [row for row in result["rows"] if row.get("plan") == plan]
             found[plan] = {**result, "rows": rows}
     return found
@@ -174,6 +176,60 @@ def accuracy_in_short(gpus: dict[str, dict]) -> str:
             ])  # fmt: skip
         parts += [markdown(lines), where_and_when(plans["accuracy"])]
     return "\n".join(parts)
+
+
+def packages(gpus: dict[str, dict]) -> str:
+    """A package beside the compiled model and beside the same package with SDPA: time, then what
+    it gives, weighs and takes. Nothing where it was not measured."""
+    parts = []
+    for plans in gpus.values():
+        rows = [row for row in plans.get("packages", {"rows": ()})["rows"] if not row["error"]]
+        if rows:
+            parts += [markdown(package_times(rows)), markdown(package_sizes(rows), "---")]
+            parts += [provenance(plans["packages"])]
+    return "\n".join(parts)
+
+
+def package_times(rows: list[dict]) -> list[list[str]]:
+    lines = [[
+        "ms a call", "B x H x N x D", "package", "compiled", "package, SDPA", "faster",
+        "launched: package", "compiled", "package, SDPA",
+    ]]  # fmt: skip
+    for row in rows:
+        times, kind = row["times"], row["kind"]
+        names = f"package {kind}", f"compiled {kind}", "package SDPA"
+        replayed, launched = (
+            [times[name][way]["ms"] for name in names] for way in ("replayed", "launched")
+        )
+        lines.append([
+            package_name(row), row["shape"], *(f"{ms:#.4g}" for ms in replayed),
+            f"**{replayed[2] / replayed[0]:.2f}x**", *(f"{ms:#.4g}" for ms in launched),
+        ])  # fmt: skip
+    return lines
+
+
+def package_sizes(rows: list[dict]) -> list[list[str]]:
+    lines = [["", "beside the compiled model", "code, MB (SDPA's)", "packaging, s (SDPA's)"]]
+    for its in groups(rows, "model").values():
+        kind = its[0]["kind"]
+        ours, sdpa = its[0]["packages"][kind], its[0]["packages"]["SDPA"]
+        found = its[0]["others"] | {str(row["N"]): row["equal"][kind] for row in its}
+        equal = ", ".join(
+            f"N={n}: {'bit-equal' if x['bit_equal'] else format(x['rel_l2'], '.1e')}"
+            for n, x in sorted(found.items(), key=lambda each: int(each[0]))
+        )
+        lines.append([
+            package_name(its[0]), equal,
+            f"{ours['code_bytes'] / 1e6:.1f} ({sdpa['code_bytes'] / 1e6:.1f})",
+            f"{ours['seconds']:.0f} ({sdpa['seconds']:.0f})",
+        ])  # fmt: skip
+    return lines
+
+
+def package_name(row: dict) -> str:
+    """The block; with what was asked for, where "auto" leaves it SDPA."""
+    name = BLOCKS[row["model"]].partition(", prefill")[0]
+    return name + ", `sage.force`" * (row["kind"] == "sage.force")
 
 
 def api(gpus: dict[str, dict]) -> str:
@@ -261,6 +317,7 @@ TABLES = {
     "api": api,
     "blocks": blocks_in_short,
     "lengths": lengths,
+    "packages": packages,
     "remedies": remedies,
     "short": accuracy_in_short,
     "speed": speed,
@@ -344,7 +401,7 @@ def provenance(result: dict) -> str:
     driver = result["machine"].get("driver")
     method = result["method"]
     if isinstance(method, dict):
-        shown = [name for name in ("time", "inputs", "blocks") if name in method]
+        shown = [name for name in ("time", "inputs", "blocks", "packages") if name in method]
         method = ". ".join(f"{name.capitalize()}: {method[name]}" for name in shown)
     when = f"{result['date'][:10]}, {f'driver {driver}, ' if driver else ''}{versions}"
     return wrapped(f"{when}. {method}.") + "\n"

@@ -20,13 +20,13 @@ using torch::aot_inductor::RAIIAtenTensorHandle;
   throw std::runtime_error("sage_inductor: " + message);
 }
 
-inline void check(CUresult code, const std::string& what) {
+inline void check(CUresult code, const char* what) {
   if (code == CUDA_SUCCESS) return;
   const char* text = nullptr;
   cuGetErrorString(code, &text);
   int driver = 0;
   cuDriverGetVersion(&driver);
-  fail(what + ": " + (text ? text : "unknown error") + " (the driver is for CUDA " +
+  fail(std::string(what) + ": " + (text ? text : "unknown error") + " (the driver is for CUDA " +
        std::to_string(driver / 1000) + "." + std::to_string(driver % 1000 / 10) + ")");
 }
 
@@ -73,6 +73,7 @@ struct Gpu {
 
 struct Descriptor {  // as Triton's tensordesc_meta
   int swizzle, element_size, element_type;
+  cuuint32_t box[5];  // at most a block: TMA reads as many bytes of a row as it swizzles
 };
 
 // A cubin. It is loaded once for each device.
@@ -101,7 +102,7 @@ struct Kernel {
     if (found != digest) fail(std::string("the kernel ") + name + " in this package is damaged");
     CUmodule module;
     CUfunction function;
-    check(cuModuleLoadData(&module, image), std::string("loading the kernel ") + name);
+    check(cuModuleLoadData(&module, image), (std::string("loading the kernel ") + name).c_str());
     check(cuModuleGetFunction(&function, module, name), name);
     if (shared > 48 * 1024) {
       check(cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared), name);
@@ -135,13 +136,13 @@ struct Arguments {
   // The descriptor of a tensor, and what Triton passes after it: its shape and strides.
   void descriptor(
       const Descriptor& d, void* base, std::initializer_list<int64_t> shape,
-      std::initializer_list<int64_t> strides, std::initializer_list<uint32_t> block) {
+      std::initializer_list<int64_t> strides) {
     const int rank = static_cast<int>(shape.size());
     cuuint64_t sizes[5], steps[5];
     cuuint32_t box[5], ones[5] = {1, 1, 1, 1, 1};
     for (int i = 0; i < rank; ++i) {  // TMA counts dimensions from the last
       sizes[i] = shape.begin()[rank - 1 - i];
-      box[i] = block.begin()[rank - 1 - i];
+      box[i] = d.box[rank - 1 - i];
       if (i) steps[i - 1] = strides.begin()[rank - 1 - i] * d.element_size;
     }
     CUtensorMap* map = &maps[used_maps++];
@@ -179,6 +180,24 @@ inline void launch(Kernel& kernel, const Gpu& gpu, int64_t x, int64_t y, int64_t
 
 // -- tensors ----
 
+// What was known of a number while packaging, and kernels were compiled for.
+inline bool holds(int64_t x, int64_t low, int64_t high, int64_t divisor) {
+  return x >= low && x <= high && x % divisor == 0;
+}
+
+[[noreturn]] inline void refuse(
+    const std::string& what, int64_t got, int64_t low, int64_t high, int64_t divisor) {
+  std::string must = std::to_string(low);
+  if (high == std::numeric_limits<int64_t>::max()) must = "at least " + must;
+  else if (low != high) must += " to " + std::to_string(high);
+  if (divisor > 1 && low != high) must += " and a multiple of " + std::to_string(divisor);
+  fail(what + " must be " + must + ", as when the package was made, got " + std::to_string(got));
+}
+
+inline void expect(const char* name, int64_t x, int64_t low, int64_t high, int64_t divisor) {
+  if (!holds(x, low, high, divisor)) refuse(name, x, low, high, divisor);
+}
+
 // A tensor that was given, at an address that kernels may rely on: a multiple of 16.
 struct Given {
   const char* name;
@@ -186,7 +205,13 @@ struct Given {
   void* data;
   int64_t *sizes, *strides;
 
-  Given(const char* its_name, AtenTensorHandle x) : name(its_name) {
+  Given(const char* its_name, AtenTensorHandle x, int64_t rank, int32_t dtype) : name(its_name) {
+    int64_t its_rank;
+    int32_t its_dtype;
+    check_torch(aoti_torch_get_dim(x, &its_rank), name);
+    check_torch(aoti_torch_get_dtype(x, &its_dtype), name);
+    if (its_rank != rank) refuse(std::string(name) + ": its rank", its_rank, rank, rank, 1);
+    if (its_dtype != dtype) fail(std::string(name) + " must have the dtype that it had when the package was made");
     check_torch(aoti_torch_get_data_ptr(x, &data), name);
     if (reinterpret_cast<uintptr_t>(data) % 16) {
       AtenTensorHandle aligned;
@@ -199,13 +224,12 @@ struct Given {
     check_torch(aoti_torch_get_strides(x, &strides), name);
   }
 
-  // What was known while packaging, and kernels were compiled for.
   void size(int dim, int64_t low, int64_t high, int64_t divisor) const {
-    if (sizes[dim] < low || sizes[dim] > high || sizes[dim] % divisor) refuse("size", dim, sizes[dim], low, high, divisor);
+    if (!holds(sizes[dim], low, high, divisor)) refuse(its("size", dim), sizes[dim], low, high, divisor);
   }
   void stride(int dim, int64_t low, int64_t high, int64_t divisor) const {
     if (sizes[dim] == 1) return;  // not used
-    if (strides[dim] < low || strides[dim] > high || strides[dim] % divisor) refuse("stride", dim, strides[dim], low, high, divisor);
+    if (!holds(strides[dim], low, high, divisor)) refuse(its("stride", dim), strides[dim], low, high, divisor);
   }
   void contiguous(int rank) const {
     int64_t step = 1;
@@ -214,21 +238,10 @@ struct Given {
       step *= sizes[i];
     }
   }
-  [[noreturn]] void refuse(const char* what, int dim, int64_t got, int64_t low, int64_t high, int64_t divisor) const {
-    std::string must = std::to_string(low);
-    if (high == std::numeric_limits<int64_t>::max()) must = "at least " + must;
-    else if (low != high) must += " to " + std::to_string(high);
-    if (divisor > 1 && low != high) must += " and a multiple of " + std::to_string(divisor);
-    fail(std::string(name) + ": its " + what + " in dimension " + std::to_string(dim) +
-         " must be " + must + ", as when the package was made, got " + std::to_string(got));
+  std::string its(const char* what, int dim) const {
+    return std::string(name) + ": its " + what + " in dimension " + std::to_string(dim);
   }
 };
-
-inline void expect(const char* name, int64_t x, int64_t low, int64_t high) {
-  if (x < low || x > high) {
-    fail(std::string(name) + " must be " + std::to_string(low) + " to " + std::to_string(high) + ", got " + std::to_string(x));
-  }
-}
 
 // Memory of torch's allocator, contiguous.
 struct Made {

@@ -5,15 +5,16 @@ library. In a package the call is a call of C++ that `record` writes of the op's
 the compiled kernels beside it: no other file, no Python, no compiler. launcher.h launches them.
 """
 
-import concurrent.futures
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import sympy
 import torch
 from triton import knobs
 
-from sage_inductor.lowering.record import Facts, TensorArgument, kernel_source, record
+from sage_inductor.lowering.number import Facts
+from sage_inductor.lowering.record import TensorArgument, record
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.arguments import AttentionCall
 from sage_inductor.ops.attention.select import Problem, attention_opaque, run_opaque, select
@@ -25,27 +26,36 @@ from sage_inductor.ops.compat import (
     register_lowering,
     virtualized,
 )
+from sage_inductor.ops.compile import Compilation, parameters
 from sage_inductor.ops.launch import HAS_PDL
 from sage_inductor.ops.quantize.one_pass import launch_kv
 from sage_inductor.ops.quantize.op import quantize_kv_opaque
 from sage_inductor.ops.recipe import decode
 
 HEADER = Path(__file__).with_name("launcher.h")
+LAUNCHES: dict = {}  # op -> what it launches, as `record` calls it
 
 
-def _attention(given: dict, run) -> tuple:
+def register(op: torch._ops.OpOverload, launch: Callable) -> None:
+    """From now on packages hold what ``launch(arguments, run, gpu)`` launches for a call of op."""
+    LAUNCHES[op] = launch
+    add_layout_constraint(op, constrain_to_fx_strides)  # as of an op without a lowering
+
+    @register_lowering(op, type_promotion_kind=None)
+    def lower(*args, **kwargs):
+        outputs = Packaged.create(op, *args, **kwargs)  # a list, or a tuple
+        return type(outputs)(map(TensorBox.create, outputs))
+
+
+def attention(given: dict, run: Callable, gpu: tiles.Gpu) -> tuple:
     a = AttentionCall(**given)
-    problem = Problem(a.q.device.capability, a.decoded, a.head_dim, a.attn_mask is not None)
-    return run_opaque(a, select(problem).tile, run)
+    problem = Problem(gpu.capability, a.decoded, a.head_dim, a.attn_mask is not None)
+    return run_opaque(a, select(problem).tile, run, gpu)
 
 
-def _quantize_kv(given: dict, run) -> list:
-    given["recipe"] = decode(given["recipe"])
+def quantize_kv(given: dict, run: Callable, gpu: tiles.Gpu) -> list:
+    given = given | {"recipe": decode(given["recipe"])}
     return launch_kv(**given, run=run, pdl=HAS_PDL).tensors()
-
-
-# op -> what it launches, as `record` calls it
-LAUNCHES = {attention_opaque: _attention, quantize_kv_opaque: _quantize_kv}
 
 
 class Packaged(FallbackKernel):
@@ -55,38 +65,26 @@ class Packaged(FallbackKernel):
         if not virtualized.graph.cpp_wrapper:
             super().codegen(wrapper)
             return
-        nodes, constants = self.unflatten_args(self.inputs, self.constant_args)
-        names = [each.name for each in self.op_overload._schema.arguments]
-        given = {
-            each.name: each.default_value
-            for each in self.op_overload._schema.arguments
-            if each.has_default_value()
-        }
-        given |= dict(zip(names, nodes, strict=False)) | constants
-        arguments = {name: _described(given[name]) for name in names}
+        given, by_name = self.unflatten_args(self.inputs, self.constant_args)
+        schema = self.op_overload._schema.arguments
+        values = {each.name: each.default_value for each in schema if each.has_default_value()}
+        values |= {each.name: x for each, x in zip(schema, given, strict=False)} | by_name
+        arguments = {each.name: _described(values[each.name]) for each in schema}
         self.cpp_kernel_name = _function(wrapper, self.op_overload, arguments, self.get_device())
-        tensors = [
-            given[name].codegen_reference()
-            for name, x in arguments.items()
-            if isinstance(x, TensorArgument)
-        ]
-        numbers = [
-            wrapper.val_to_arg_str(given[name])
-            for name, x in arguments.items()
-            if isinstance(x, Facts)
-        ]
+        tensors, numbers = (
+            [values[name] for name, x in arguments.items() if isinstance(x, kind)]
+            for kind in (TensorArgument, Facts)
+        )
+        passed = [x.codegen_reference() for x in tensors] + list(
+            map(wrapper.val_to_arg_str, numbers)
+        )
         self.codegen_comment(wrapper)
-        wrapper.generate_c_shim_fallback_kernel(self, tensors + numbers)
+        wrapper.generate_c_shim_fallback_kernel(self, passed)
         self.codegen_unbacked_symbol_defs(wrapper)
 
 
-for _op in LAUNCHES:
-    add_layout_constraint(_op, constrain_to_fx_strides)  # as of an op without a lowering
-
-    @register_lowering(_op, type_promotion_kind=None)
-    def _(*args, _op=_op, **kwargs):
-        outputs = Packaged.create(_op, *args, **kwargs)  # a list, or a tuple
-        return type(outputs)(map(TensorBox.create, outputs))
+register(attention_opaque, attention)
+register(quantize_kv_opaque, quantize_kv)
 
 
 def _described(x):
@@ -105,7 +103,7 @@ def _facts(x) -> Facts:
     the example's choices, which a package does not check (N < 128 of Dim(max=2048) was seen)."""
     x = sympy.sympify(x.node.expr if isinstance(x, torch.SymInt) else x)
     if x.is_Integer:
-        return Facts(int(x), int(x), abs(int(x)))
+        return Facts.of(x)
     terms = sympy.Add.make_args(sympy.expand(x))
     return Facts(1, math.inf, math.gcd(*(int(term.as_coeff_Mul()[0]) for term in terms)))
 
@@ -113,28 +111,88 @@ def _facts(x) -> Facts:
 def _function(wrapper, op, arguments: dict, device: torch.device) -> str:
     """The name of the C++ function of such a call, which the wrapper has from now on."""
     functions = wrapper.__dict__.setdefault("sage_functions", {})
+    kernels = wrapper.__dict__.setdefault("sage_kernels", set())
     key = op, *arguments.items()
     if key not in functions:
-        if not functions:
-            wrapper.header.splice(HEADER.read_text())
         # Of torch's, names that begin so are called as they are.
         functions[key] = f"aoti_torch_sage_{len(functions)}"
-        kernels = wrapper.__dict__.setdefault("sage_kernels", {})
-        gpu = tiles.Gpu(tiles.capability(device), processors=0)
-        wrapper.header.splice(_source(functions[key], op, arguments, gpu, kernels))
+        wrapper.header.splice(_source(functions[key], op, arguments, device, kernels))
     return functions[key]
 
 
-def _source(name: str, op, arguments: dict, gpu: tiles.Gpu, kernels: dict[str, str]) -> str:
-    """The C++ of one function, and of the kernels that are not among `kernels` yet."""
-    recorded = record(LAUNCHES[op], arguments, gpu)
-    new = {d: each for d, each in recorded.compilations.items() if d not in kernels}
-    with knobs.compilation.scope(), concurrent.futures.ThreadPoolExecutor(4) as pool:
+def _source(
+    name: str, op, arguments: dict, device: torch.device | tiles.Gpu, kernels: set[str]
+) -> str:
+    """The C++ of one function, and of what it needs that is not there yet; kernels: those that are,
+    by digest, to which its own are added."""
+    gpu = tiles.Gpu(tiles.capability(device), processors=0)
+    recorded = record(name, LAUNCHES[op], arguments, gpu)
+    new = [each for digest, each in recorded.compilations.items() if digest not in kernels]
+    # One after the other: in four threads CPython's parser (3.11) and a pass of Triton 3.6 failed.
+    with knobs.compilation.scope():
         knobs.compilation.disable_line_info = True  # 156 kB a cubin, not 538
-        compiled = pool.map(lambda each: each.compile(gpu.capability), new.values())
-        sources = []
-        for (digest, each), found in zip(new.items(), compiled, strict=True):
-            kernels[digest] = f"sage_kernel_{digest}"
-            sources.append(kernel_source(kernels[digest], found, each))
-    text = "".join(sources) + recorded.text(name, kernels)
-    return f"namespace sage_inductor {{\nnamespace {{\n{text}}}\n}}\nusing sage_inductor::{name};\n"
+        compiled = [each.compile(gpu.capability) for each in new]
+    text = "" if kernels else HEADER.read_text()
+    text += "namespace sage_inductor {\nnamespace {\n"
+    text += "".join(map(kernel_source, new, compiled))
+    kernels.update(recorded.compilations)
+    return f"{text}{recorded.source}}}\n}}\nusing sage_inductor::{name};\n"
+
+
+# -- cubins ----
+
+
+def kernel_source(compilation: Compilation, compiled) -> str:
+    """C++ that holds a compiled kernel. Raises RuntimeError if its parameters are not those that
+    launcher.h passes: a Triton that calls kernels otherwise."""
+    m, image = compiled.metadata, compiled.asm["cubin"]
+    found, expected = parameters(compiled.asm["ptx"]), compilation.parameters
+    scratch = (m.global_scratch_size, getattr(m, "profile_scratch_size", 0) or 0)
+    if found != expected or scratch != (0, 0) or m.num_ctas != 1 or m.launch_cooperative_grid:
+        raise RuntimeError(
+            f"{m.name}: the parameters of the compiled kernel must be {expected} bytes, one program"
+            f" a block and no scratch memory, got {found}, {m.num_ctas}, {scratch}: this Triton"
+            " calls kernels in another way than the launcher of packages"
+        )
+    descriptors = (
+        (d["swizzle"], d["elem_size"], _TMA_ELEMENT.get(d["elem_type"], d["elem_type"]),
+         d["block_size"])
+        for d in getattr(m, "tensordesc_meta", None) or ()
+    )  # fmt: skip
+    return kernel_definition(
+        compilation.digest, m.name, image, 32 * m.num_warps, m.shared,
+        bool(dict(compilation.options).get("launch_pdl")), list(descriptors),
+    )  # fmt: skip
+
+
+def kernel_definition(
+    digest: str, name: str, image: bytes, threads: int, shared: int, overlaps: bool, descriptors
+) -> str:
+    """launcher.h's Kernel, as `record` calls it. descriptors: swizzle, bytes of an element, its
+    CUtensorMapDataType, and the box, of each."""
+    text = ", ".join(
+        f"{{{swizzle}, {size}, {kind}, {{{', '.join(map(str, box))}}}}}"
+        for swizzle, size, kind, box in descriptors
+    )
+    return (
+        f"alignas(16) const char image_{digest}[] =\n{_literal(image)};\n"
+        f'Kernel kernel_{digest} = {{"{name}", image_{digest}, {len(image)}u, {_fnv(image)}ull, '
+        f"{threads}u, {shared}u, {str(overlaps).lower()}, {{{text}}}}};\n"
+    )
+
+
+# Triton's numbers of element types, where they are not CUtensorMapDataType's: it has the signed
+# and small types among them.
+_TMA_ELEMENT = {8: 10, 9: 8, 10: 9}
+
+
+def _literal(data: bytes) -> str:
+    text = [f"\\{byte:03o}" for byte in data]
+    return "\n".join(f'"{"".join(text[i : i + 120])}"' for i in range(0, len(text), 120))
+
+
+def _fnv(data: bytes) -> int:
+    found = 1469598103934665603
+    for byte in data:
+        found = (found ^ byte) * 1099511628211 & (1 << 64) - 1
+    return found

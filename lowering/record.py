@@ -1,13 +1,13 @@
 """A Python function that launches kernels, written down as a C++ function that launches the same.
 
-`record(function, arguments)` calls ``function(*arguments, run)``, as the op itself would, with a
-`Handle` for each tensor and a `Number` for each size that is not known yet. What the function
-computes of them becomes C++, and so does each launch that reaches `run`. Where it asks a question
-whose answer is not known (is N_q at least 1536?), it is called once for each answer, and the C++
-function asks when it runs. So there is one plan, Python's, and one place where it is written.
+`record` calls the function as the op itself would, but with a `Handle` for each tensor and a
+`Number` for each size that is not known yet. What the function computes of them becomes C++, and so
+does each launch. Where it asks a question whose answer is not known (is N_q at least 1536?), it is
+called once for each answer, and the C++ function asks when it runs. So there is one plan, Python's,
+and one place where it is written.
 
-What is known of a number (its bounds, what divides it) decides what can be decided now; the C++
-function checks it of its arguments before it does anything.
+What is known of a number decides what can be decided now; the C++ function checks it of its
+arguments before it does anything.
 """
 
 import dataclasses
@@ -17,195 +17,192 @@ from typing import NamedTuple
 
 import torch
 
-from sage_inductor.ops.compile import Compilation, describe
+from sage_inductor.lowering.number import Facts, Number, text_of
+from sage_inductor.ops.attention.tiles import Gpu
+from sage_inductor.ops.compile import Compilation, Unknown, describe
 
-CPP_DTYPES = {
-    torch.float16: "aoti_torch_dtype_float16()",
-    torch.bfloat16: "aoti_torch_dtype_bfloat16()",
-    torch.float32: "aoti_torch_dtype_float32()",
-    torch.float8_e4m3fn: "aoti_torch_dtype_float8_e4m3fn()",
-    torch.int8: "aoti_torch_dtype_int8()",
-    torch.int32: "aoti_torch_dtype_int32()",
-    torch.uint8: "aoti_torch_dtype_uint8()",
-    torch.bool: "aoti_torch_dtype_bool()",
-}
-LARGEST = 2**63 - 1
 # Of a tensor of codes, their rows in all heads: with 64 channels, and v and the inputs beside them,
 # 384 GiB. So what kernels are for such tensors need not travel.
 MAX_ROWS_IN_ALL_HEADS = 2**30 - 1
 
 
-class Facts(NamedTuple):
-    """What is known of a number while packaging."""
+@dataclasses.dataclass(frozen=True)
+class TensorArgument:
+    """A tensor that the C++ function is called with, as far as it is known."""
 
-    low: int
-    high: int | float  # math.inf: nothing
-    divisor: int = 1
-
-    @property
-    def checked(self) -> str:
-        high = "INT64_MAX" if self.high >= LARGEST else f"{int(self.high)}ll"
-        return f"{self.low}ll, {high}, {self.divisor}ll"
+    dtype: torch.dtype
+    shape: tuple[Facts, ...]
+    strides: tuple[Facts, ...]
 
 
-class Number:
-    """A whole number that is known when the C++ function runs. Sizes are not negative, so that C++
-    divides as Python does; what would not be so raises."""
-
-    __hash__ = None  # equal to what, is a question for the C++ function
-
-    def __init__(self, recording: "_Recording", text: str, facts: Facts, kind: str = ""):
-        self.recording, self.text, self.facts = recording, text, facts
-        self.kind = kind  # "size" of a tensor that was given; "stride", which may need 64 bits
-
-    def __add__(self, other):
-        if type(other) is int and other == 0:
-            return self
-        a, b = self.facts, _facts(other)
-        facts = Facts(a.low + b.low, a.high + b.high, math.gcd(a.divisor, b.divisor))
-        return self._make(f"{self.text} + {_text(other)}", facts)
-
-    def __sub__(self, other):
-        if type(other) is int and other == 0:
-            return self
-        a, b = self.facts, _facts(other)
-        facts = Facts(a.low - b.high, a.high - b.low, math.gcd(a.divisor, b.divisor))
-        return self._make(f"{self.text} - {_text(other)}", facts)
-
-    def __rsub__(self, other):
-        a, b = _facts(other), self.facts
-        facts = Facts(a.low - b.high, a.high - b.low, math.gcd(a.divisor, b.divisor))
-        return self._make(f"{_text(other)} - {self.text}", facts)
-
-    def __mul__(self, other):
-        if type(other) is int and other == 1:
-            return self
-        a, b = self.facts, _facts(other)
-        corners = [x * y if x and y else 0 for x in a[:2] for y in b[:2]]  # inf * 0
-        facts = Facts(min(corners), max(corners), a.divisor * b.divisor)
-        return self._make(f"{self.text} * {_text(other)}", facts)
-
-    def __floordiv__(self, other):
-        return _divided(self, other)
-
-    def __rfloordiv__(self, other):
-        return _divided(other, self)
-
-    def __mod__(self, other):
-        a, b = self.facts, _facts(other)
-        _check_division(a, b)
-        if isinstance(other, int) and a.divisor % other == 0:
-            return 0
-        return self._make(f"{self.text} % {_text(other)}", Facts(0, min(a.high, b.high - 1)))
-
-    __radd__, __rmul__ = __add__, __mul__
-
-    def __lt__(self, other):
-        return _ask(self, "<", other)
-
-    def __le__(self, other):
-        return _ask(self, "<=", other)
-
-    def __gt__(self, other):
-        return not self <= other
-
-    def __ge__(self, other):
-        return not self < other
-
-    def __eq__(self, other):
-        if isinstance(other, Number) and other.text == self.text:
-            return True
-        if self.kind == "size" and type(other) is int and other == 1:
-            return False  # as torch traced the graph around: of a size that is not known
-        a, b = self.facts, _facts(other)
-        apart = a.low > b.high or a.high < b.low
-        if apart or isinstance(other, int) and other % a.divisor:
-            return False
-        return self.recording.ask(f"{self.text} == {_text(other)}")
-
-    def __ne__(self, other):
-        return not self == other
-
-    def __bool__(self):
-        return self != 0
-
-    def __index__(self):
-        raise TypeError(f"a number that is known only when a package runs: {self.text}")
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        names = {torch.sym_max: "std::max", torch.sym_min: "std::min"}
-        if function not in names:
-            return NotImplemented
-        pick = max if function is torch.sym_max else min
-        a, b = map(_facts, args)
-        number = next(x for x in args if isinstance(x, Number))
-        facts = Facts(pick(a.low, b.low), pick(a.high, b.high), math.gcd(a.divisor, b.divisor))
-        return number._make(f"{names[function]}<int64_t>({', '.join(map(_text, args))})", facts)
-
-    def _make(self, text: str, facts: Facts):
-        if facts.low == facts.high:
-            return facts.low
-        return Number(self.recording, self.recording.name(text), facts)
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+    source: str  # C++, which calls the kernel of a Compilation kernel_DIGEST
+    compilations: dict[str, Compilation]  # by digest
 
 
-def _facts(x) -> Facts:
-    return x.facts if isinstance(x, Number) else Facts(x, x, abs(x))
+def record(name: str, launch: Callable, arguments: dict, gpu: Gpu) -> Recorded:
+    """The C++ function `name` of ``launch(arguments, run, gpu)``, which returns tensors that it
+    made; `run` is as ops/launch.py's. It takes the tensors and the numbers among arguments, in
+    their order and tensors first, and where to put the handles of the outputs.
+
+    arguments: by name, `TensorArgument` for tensors, `Facts` for numbers that are not known; any
+    other value is compiled in. gpu: what the package is for; the number of its processors is
+    asked when it runs.
+    """
+    todo, ways, compilations, outputs = [[]], [], {}, 0
+    while todo:
+        recording = _Recording(todo.pop())
+        outputs = recording.call(launch, arguments, gpu)
+        todo += recording.other_ways()
+        ways.append(recording.steps)
+        compilations |= recording.compilations
+    tensors = [name for name, x in arguments.items() if isinstance(x, TensorArgument)]
+    numbers = [name for name, x in arguments.items() if isinstance(x, Facts)]
+    parameters = [
+        *(f"AtenTensorHandle {each}_" for each in tensors),
+        *(f"int64_t {each}" for each in numbers),
+        *(f"AtenTensorHandle* out{i}" for i in range(outputs)),
+    ]
+    major, minor = gpu.capability
+    body = [
+        f"const Gpu gpu({tensors[0]}_, {10 * major + minor});",
+        *(line for each, x in arguments.items() for line in _declared(each, x)),
+        # All kernels now: loading one at a new length might fall into a CUDA graph's capture.
+        *(f"kernel_{digest}.on(gpu.index);" for digest in compilations),
+        *_joined(ways),
+        "return AOTI_TORCH_SUCCESS;",
+    ]
+    head = f"AOTITorchError {name}(\n    {', '.join(parameters)}) {{\n"
+    return Recorded(head + "\n".join(_indented(body)) + "\n}\n", compilations)
 
 
-def _text(x) -> str:
-    return x.text if isinstance(x, Number) else f"{int(x)}"
+def _declared(name: str, x) -> list[str]:
+    """An argument, and that it is what it was known to be."""
+    if isinstance(x, Facts):
+        return [f'expect("{name}", {name}, {_checked(x)});']
+    if not isinstance(x, TensorArgument):
+        return []
+    return [
+        f'const Given {name}("{name}", {name}_, {len(x.shape)}, {_dtype(x.dtype)});',
+        *(f"{name}.size({i}, {_checked(facts)});" for i, facts in enumerate(x.shape)),
+        *(f"{name}.stride({i}, {_checked(facts)});" for i, facts in enumerate(x.strides)),
+    ]
 
 
-def _check_division(a: Facts, b: Facts) -> None:
-    if a.low < 0 or b.low <= 0:
-        raise ArithmeticError(f"C++ divides by zero or rounds otherwise: {a} by {b}")
+def _checked(facts: Facts) -> str:
+    high = "INT64_MAX" if facts.high > 2**63 - 1 else f"{facts.high}ll"
+    return f"{facts.low}ll, {high}, {facts.divisor or 1}ll"
 
 
-def _divided(x, y):
-    a, b = _facts(x), _facts(y)
-    _check_division(a, b)
-    number = x if isinstance(x, Number) else y
-    exact = isinstance(y, int) and a.divisor % y == 0
-    high = a.high if a.high == math.inf else a.high // b.low
-    low = 0 if b.high == math.inf else a.low // b.high
-    facts = Facts(low, high, a.divisor // y if exact else 1)
-    return number._make(f"{_text(x)} / {_text(y)}", facts)
+# -- one way through the function ----
 
 
-def _ask(x: Number, operator: str, y) -> bool:
-    """x < y or x <= y."""
-    a, b = x.facts, _facts(y)
-    if operator == "<":
-        always, never = a.high < b.low, a.low >= b.high
-    else:
-        always, never = a.high <= b.low, a.low > b.high
-    return always or not never and x.recording.ask(f"{x.text} {operator} {_text(y)}")
+class _Question(NamedTuple):
+    text: str
+    answer: bool
 
 
-# -- tensors ----
+class _Recording:
+    """C++ lines and, between them, questions with the answer of this way."""
 
+    def __init__(self, answers: list[bool]):
+        self.given = answers  # to the first questions; the answer to others is yes
+        self.steps: list[str | _Question] = []
+        self.answers: dict[str, bool] = {}  # by question
+        self.names: dict[str, str] = {}  # by what is computed
+        self.made = 0  # tensors
+        self.compilations: dict[str, Compilation] = {}
 
-class Shape(tuple):
-    def numel(self):
-        """Of what is not known, checked when it runs."""
-        n = math.prod(self)
-        return n.recording.at_most(n, MAX_ROWS_IN_ALL_HEADS) if isinstance(n, Number) else n
+    def call(self, launch: Callable, arguments: dict, gpu: Gpu) -> int:
+        """Record all of it. Returns the number of outputs."""
+        processors = Number(self, "gpu.processors", Facts(1, 2**15))
+        values = {name: self._value(name, x) for name, x in arguments.items()}
+        outputs = launch(values, self.launch, gpu._replace(processors=processors))
+        self.steps += [f"*out{i} = {x.given()};" for i, x in enumerate(outputs)]
+        return len(outputs)
 
-    def __getitem__(self, index):
-        found = super().__getitem__(index)
-        return Shape(found) if isinstance(index, slice) else found
+    def _value(self, name: str, x):
+        if isinstance(x, Facts):
+            return self._number(name, x)
+        if not isinstance(x, TensorArgument):
+            return x
+        shape = (
+            self._number(f"{name}.sizes[{i}]", facts, is_size=True)
+            for i, facts in enumerate(x.shape)
+        )
+        strides = (self._number(f"{name}.strides[{i}]", facts) for i, facts in enumerate(x.strides))
+        return Handle(self, name, x.dtype, tuple(shape), tuple(strides))
+
+    def _number(self, text: str, facts: Facts, is_size: bool = False) -> int | Number:
+        return facts.low if facts.low == facts.high else Number(self, text, facts, is_size)
+
+    def other_ways(self) -> list[list[bool]]:
+        """The answers with which ways begin that part from this one after those given."""
+        answers = list(self.answers.values())
+        return [answers[:i] + [False] for i in range(len(self.given), len(answers))]
+
+    def name(self, text: str) -> str:
+        """The C++ name of a value, which is computed once."""
+        if text not in self.names:
+            self.names[text] = f"n{len(self.names)}"
+            self.steps.append(f"const int64_t {self.names[text]} = {text};")
+        return self.names[text]
+
+    def ask(self, text: str) -> bool:
+        if text not in self.answers:
+            at = len(self.answers)
+            self.answers[text] = self.given[at] if at < len(self.given) else True
+            self.steps.append(_Question(text, self.answers[text]))
+        return self.answers[text]
+
+    def expect(self, text: str) -> None:
+        if f"expect({text});" not in self.steps:
+            self.steps.append(f"expect({text});")
+
+    def make(self, shape: tuple, dtype: torch.dtype) -> "Handle":
+        name = f"t{self.made}"
+        self.made += 1
+        self.steps.append(f"Made {name}({_list(shape)}, {_dtype(dtype)}, gpu);")
+        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+        return Handle(self, name, dtype, shape, tuple(strides), was_made=True)
+
+    def launch(self, kernel, grid: tuple, tensors: tuple, numbers: tuple, **options) -> None:
+        """As ops/launch.py's ways to launch."""
+        arguments = *tensors, *numbers
+        kinds = [
+            Unknown(x.facts.high, x.facts.divisor) if isinstance(x, Number) else x
+            for x in arguments
+        ]
+        compilation = describe(kernel, kinds, options)
+        self.compilations[compilation.digest] = compilation
+        name, lines, descriptors = f"kernel_{compilation.digest}", ["Arguments a;"], 0
+        for x, kind in zip(arguments, compilation.types, strict=True):
+            if kind == "constexpr":
+                continue
+            if isinstance(x, Handle):
+                lines.append(f"a.pointer({x.name}.data);")
+            elif hasattr(x, "block_shape"):
+                of = f"{name}.descriptors[{descriptors}], {x.base.name}.data"
+                lines.append(f"a.descriptor({of}, {_list(x.shape)}, {_list(x.strides)});")
+                descriptors += 1
+            else:
+                lines.append(f"a.{kind}({text_of(x)});")
+        x, y, z = map(text_of, (*grid, 1, 1)[:3])
+        lines.append(f"launch({name}, gpu, {x}, {y}, {z}, a);")
+        self.steps += ["{", *_indented(lines), "}"]
 
 
 class Handle:
     """A tensor of the C++ function, as what launches read of tensors: all at 16-byte addresses."""
 
     def __init__(
-        self, recording, name: str, dtype: torch.dtype, device, shape, strides, was_made=False
+        self, recording: _Recording, name: str, dtype: torch.dtype, shape: tuple, strides: tuple,
+        was_made: bool = False,
     ):  # fmt: skip
-        self.recording, self.name, self.dtype, self.device = recording, name, dtype, device
-        self.shape, self.strides = Shape(shape), tuple(map(_as_stride, strides))
-        self.was_made = was_made  # here, and so is contiguous
+        self.recording, self.name, self.dtype = recording, name, dtype
+        self.shape, self.strides = Shape(shape), strides
+        self.was_made = was_made  # by the C++ function, and is not a view: contiguous
 
     def stride(self, dim: int | None = None):
         return self.strides if dim is None else self.strides[dim]
@@ -221,7 +218,7 @@ class Handle:
 
     def new_empty(self, *shape, dtype: torch.dtype | None = None) -> "Handle":
         shape = shape[0] if isinstance(shape[0], tuple) else shape
-        return self.recording.allocate(shape, dtype or self.dtype, self.device)
+        return self.recording.make(shape, dtype or self.dtype)
 
     def transpose(self, a: int, b: int) -> "Handle":
         order = list(range(self.dim()))
@@ -238,275 +235,55 @@ class Handle:
 
     def expand(self, *shape) -> "Handle":
         strides = []
-        for n, stride in zip(self.shape, self.strides, strict=True):
-            if isinstance(n, Number):
-                once = self.recording.name(f"{n.text} == 1 ? 0 : {_text(stride)}")
-                facts = Facts(0, _facts(stride).high, _facts(stride).divisor)
-                stride = Number(self.recording, once, facts)
-            strides.append(0 if isinstance(n, int) and n == 1 else stride)
+        for n, wanted, stride in zip(self.shape, shape, self.strides, strict=True):
+            if text_of(n) != text_of(wanted):
+                text = f"{text_of(n)} == {text_of(wanted)} ? {text_of(stride)} : 0"
+                facts = Facts(0, Facts.of(stride).high, Facts.of(stride).divisor)
+                stride = Number(self.recording, self.recording.name(text), facts)
+            strides.append(stride)
         return self._as(shape, strides)
 
     def _as(self, shape, strides) -> "Handle":
-        return Handle(self.recording, self.name, self.dtype, self.device, shape, strides)
+        return Handle(self.recording, self.name, self.dtype, tuple(shape), tuple(strides))
+
+    def given(self) -> str:
+        """C++ that gives it away, as an output."""
+        view = "" if self.was_made else f"{_list(self.shape)}, {_list(self.strides)}"
+        return f"{self.name}.give({view})"
 
 
-def _as_stride(x):
-    return Number(x.recording, x.text, x.facts, "stride") if isinstance(x, Number) else x
+class Shape(tuple):
+    def numel(self):
+        n = math.prod(self)
+        return n.at_most(MAX_ROWS_IN_ALL_HEADS) if isinstance(n, Number) else n
+
+    def __getitem__(self, index):
+        found = super().__getitem__(index)
+        return Shape(found) if isinstance(index, slice) else found
 
 
-def _contiguous(shape) -> tuple:
-    strides = [1]
-    for n in reversed(shape[1:]):
-        strides.insert(0, strides[0] * n)
-    return tuple(strides)
+# -- C++ ----
 
 
-# -- what is recorded ----
-
-
-class Launch(NamedTuple):
-    compilation: Compilation
-    source: str  # C++ with the kernel's name for KERNEL
-
-
-class Question(NamedTuple):
-    text: str
-    answer: bool
-
-
-class _Recording:
-    """One way through the function: C++ lines, launches, and questions with an answer each."""
-
-    def __init__(self, answers: list[bool]):
-        self.given, self.steps, self.known, self.names = answers, [], {}, {}
-
-    def name(self, text: str) -> str:
-        """The C++ name of a value, computed once."""
-        if text not in self.names:
-            self.names[text] = f"n{len(self.names)}"
-            self.steps.append(f"const int64_t {self.names[text]} = {text};")
-        return self.names[text]
-
-    def at_most(self, n: Number, most: int) -> Number:
-        """n, checked when it runs."""
-        if n.facts.high > most:
-            self.steps.append(f'expect("rows in all heads", {n.text}, 0, {most}ll);')
-        facts = n.facts._replace(high=min(n.facts.high, most))
-        return Number(self, n.text, facts, n.kind)
-
-    def ask(self, text: str) -> bool:
-        if text not in self.known:
-            at = len(self.known)
-            self.known[text] = self.given[at] if at < len(self.given) else True
-            self.steps.append(Question(text, self.known[text]))
-        return self.known[text]
-
-    def allocate(self, shape, dtype: torch.dtype, device) -> Handle:
-        name = f"t{sum(isinstance(x, str) and x.startswith('Made ') for x in self.steps)}"
-        sizes = ", ".join(map(_text, shape))
-        self.steps.append(f"Made {name}({{{sizes}}}, {CPP_DTYPES[dtype]}, gpu);")
-        return Handle(self, name, dtype, device, shape, _contiguous(shape), was_made=True)
-
-    def launch(self, kernel, grid: tuple, tensors: tuple, numbers: tuple, **options) -> None:
-        """As ops/launch.py's ways to launch."""
-        arguments = [self._kind(x) for x in (*tensors, *numbers)]
-        compilation = describe(kernel, arguments, options)
-        lines, descriptors = ["Arguments a;"], 0
-        for x, kind in zip((*tensors, *numbers), compilation.types, strict=True):
-            if kind == "constexpr":
-                continue
-            if isinstance(x, Handle):
-                lines.append(f"a.pointer({x.name}.data);")
-            elif hasattr(x, "block_shape"):
-                shape, strides, block = (
-                    ", ".join(map(_text, each)) for each in (x.shape, x.strides, x.block_shape)
-                )
-                at = f"KERNEL.descriptors[{descriptors}], {x.base.name}.data"
-                lines.append(f"a.descriptor({at}, {{{shape}}}, {{{strides}}}, {{{block}}});")
-                descriptors += 1
-            else:
-                lines.append(f"a.{kind}({_text(x)});")
-        x, y, z = (_text(n) for n in (*grid, 1, 1)[:3])
-        lines.append(f"launch(KERNEL, gpu, {x}, {y}, {z}, a);")
-        self.steps.append(Launch(compilation, "\n".join(lines)))
-
-    @staticmethod
-    def _kind(x):
-        """An argument as `describe` takes it."""
-        if isinstance(x, Number):
-            wide = x.kind == "stride" and x.facts.high >= 2**31
-            return ("i64" if wide else "i32"), x.facts.divisor % 16 == 0
-        return x
-
-    def give(self, outputs) -> None:
-        for i, x in enumerate(outputs):
-            sizes, strides = (", ".join(map(_text, each)) for each in (x.shape, x.strides))
-            view = "" if x.was_made else f"{{{sizes}}}, {{{strides}}}"
-            self.steps.append(f"*out{i} = {x.name}.give({view});")
-
-
-@dataclasses.dataclass(frozen=True)
-class TensorArgument:
-    """A tensor that the op is called with, as far as it is known."""
-
-    dtype: torch.dtype
-    shape: tuple[Facts, ...]
-    strides: tuple[Facts, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Recorded:
-    """A C++ function. `source` has {name} for its own name and {kernel-DIGEST} for kernels'."""
-
-    source: str
-    compilations: dict[str, Compilation]  # by digest
-    outputs: int
-
-    def text(self, name: str, kernels: dict[str, str]) -> str:
-        text = self.source.replace("{name}", name)
-        for digest, kernel in kernels.items():
-            text = text.replace(f"{{kernel-{digest}}}", kernel)
-        return text
-
-
-def record(function: Callable, arguments: dict, gpu) -> Recorded:
-    """The C++ function of ``function(arguments, run)``, which returns tensors that it made.
-
-    arguments: by name, `TensorArgument` for tensors, `Facts` for numbers that are not known; any
-    other value is compiled in. gpu: tiles.Gpu, of what the package is for, but the number of its
-    processors, which is asked when it runs.
-    """
-    todo, ways, outputs = [[]], [], 0
-    while todo:
-        given = todo.pop()
-        recording = _Recording(given)
-        here = gpu._replace(processors=Number(recording, "gpu.processors", Facts(1, 2**15)))
-        values = {name: _value(recording, name, x, here) for name, x in arguments.items()}
-        found = function(values, recording.launch)
-        recording.give(found)
-        outputs = len(found)
-        answers = list(recording.known.values())
-        todo += [answers[:i] + [False] for i in range(len(given), len(answers))]
-        ways.append(recording.steps)
-    compilations = {
-        step.compilation.digest: step.compilation
-        for way in ways
-        for step in way
-        if isinstance(step, Launch)
-    }
-    body = _declare(arguments, gpu) + _loads(compilations) + _join(ways)
-    head = [f"AtenTensorHandle {name}_" for name, x in arguments.items() if _is_tensor(x)]
-    head += [f"int64_t {name}" for name, x in arguments.items() if isinstance(x, Facts)]
-    head += [f"AtenTensorHandle* out{i}" for i in range(outputs)]
-    lines = "\n".join(f"  {line}" for line in body)
-    source = f"AOTITorchError {{name}}(\n    {', '.join(head)}) {{\n{lines}\n"
-    return Recorded(source + "  return AOTI_TORCH_SUCCESS;\n}\n", compilations, outputs)
-
-
-def _is_tensor(x) -> bool:
-    return isinstance(x, TensorArgument)
-
-
-def _value(recording: _Recording, name: str, x, gpu):
-    if isinstance(x, Facts):
-        return Number(recording, name, x)
-    if not _is_tensor(x):
-        return x
-
-    def numbers(what: str, facts: tuple[Facts, ...]) -> list:
-        return [
-            f.low if f.low == f.high
-            else Number(recording, f"{name}.{what}s[{i}]", f, what)
-            for i, f in enumerate(facts)
-        ]  # fmt: skip
-
-    shape, strides = numbers("size", x.shape), numbers("stride", x.strides)
-    return Handle(recording, name, x.dtype, gpu, shape, strides)
-
-
-def _declare(arguments: dict, gpu) -> list[str]:
-    """Arguments, and that they are what they were known to be."""
-    first = next(name for name, x in arguments.items() if _is_tensor(x))
-    major, minor = gpu.capability
-    lines = [f"const Gpu gpu({first}_, {10 * major + minor});"]
-    for name, x in arguments.items():
-        if isinstance(x, Facts):
-            low, high, _ = x.checked.split(", ")
-            lines.append(f'expect("{name}", {name}, {low}, {high});')
-        elif _is_tensor(x):
-            lines.append(f'const Given {name}("{name}", {name}_);')
-            for what, facts in (("size", x.shape), ("stride", x.strides)):
-                lines += [f"{name}.{what}({i}, {f.checked});" for i, f in enumerate(facts)]
-    return lines
-
-
-def _loads(compilations: dict) -> list[str]:
-    """All kernels now: loading one at a new length might fall into the capture of a CUDA graph."""
-    return [f"{{kernel-{digest}}}.on(gpu.index);" for digest in compilations]
-
-
-def _join(ways: list[list]) -> list[str]:
+def _joined(ways: list[list]) -> list[str]:
     """The C++ of all ways, which are the same up to each question."""
-    lines = []
     for i, step in enumerate(ways[0]):
-        if isinstance(step, Question):
+        if isinstance(step, _Question):
             yes, no = (
-                [way[i + 1 :] for way in ways if way[i].answer == answer]
+                _indented(_joined([way[i + 1 :] for way in ways if way[i].answer == answer]))
                 for answer in (True, False)
             )
-            inside = [_indented(_join(each)) for each in (yes, no)]
-            return [*lines, f"if ({step.text}) {{", *inside[0], "} else {", *inside[1], "}"]
-        if isinstance(step, Launch):
-            text = step.source.replace("KERNEL", f"{{kernel-{step.compilation.digest}}}")
-            lines += ["{", *_indented(text.splitlines()), "}"]
-        else:
-            lines.append(step)
-    return lines
+            return [*ways[0][:i], f"if ({step.text}) {{", *yes, "} else {", *no, "}"]
+    return ways[0]
 
 
 def _indented(lines: list[str]) -> list[str]:
     return [f"  {line}" for line in lines]
 
 
-# -- cubins ----
+def _list(numbers) -> str:
+    return f"{{{', '.join(map(text_of, numbers))}}}"
 
 
-def kernel_source(name: str, compiled, compilation: Compilation) -> str:
-    """C++ that holds a compiled kernel. Raises RuntimeError if its parameters are not those that
-    launcher.h passes: a Triton that calls kernels otherwise."""
-    m, image = compiled.metadata, compiled.asm["cubin"]
-    found, expected = compilation.parameters(compiled.asm["ptx"])
-    scratch = (m.global_scratch_size, getattr(m, "profile_scratch_size", 0) or 0)
-    if found != expected or scratch != (0, 0) or m.num_ctas != 1 or m.launch_cooperative_grid:
-        raise RuntimeError(
-            f"{m.name}: the parameters of the compiled kernel must be {expected} bytes, one program"
-            f" a block and no scratch memory, got {found}, {m.num_ctas}, {scratch}: this Triton"
-            " calls kernels in another way than the launcher of packages"
-        )
-    descriptors = ", ".join(
-        f"{{{d['swizzle']}, {d['elem_size']}, {_TMA_ELEMENT.get(d['elem_type'], d['elem_type'])}}}"
-        for d in getattr(m, "tensordesc_meta", None) or ()
-    )
-    digest, overlaps = _fnv(image), str(bool(dict(compilation.options).get("launch_pdl"))).lower()
-    return (
-        f"alignas(16) const char {name}_image[] =\n{_literal(image)};\n"
-        f'Kernel {name} = {{"{m.name}", {name}_image, {len(image)}u, {digest}ull, '
-        f"{32 * m.num_warps}u, {m.shared}u, {overlaps}, {{{descriptors}}}}};\n"
-    )
-
-
-# Triton's numbers of element types, where they are not CUtensorMapDataType's: it has the signed
-# and small types among them.
-_TMA_ELEMENT = {8: 10, 9: 8, 10: 9}
-
-
-def _literal(data: bytes) -> str:
-    text = [f"\\{byte:03o}" for byte in data]
-    return "\n".join(f'"{"".join(text[i : i + 120])}"' for i in range(0, len(text), 120))
-
-
-def _fnv(data: bytes) -> int:
-    found = 1469598103934665603
-    for byte in data:
-        found = (found ^ byte) * 1099511628211 & (1 << 64) - 1
-    return found
+def _dtype(dtype: torch.dtype) -> str:
+    return f"aoti_torch_dtype_{str(dtype).removeprefix('torch.')}()"

@@ -5,6 +5,7 @@ import functools
 import hashlib
 import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -34,11 +35,18 @@ class Compilation:
     types: tuple[str, ...]  # of each parameter, in Triton's signature; "constexpr"
     constants: tuple[tuple[int, object], ...]  # parameter -> value
     aligned: tuple[int, ...]  # parameters that are multiples of 16
-    options: tuple[tuple[str, object], ...]  # num_warps, maxnreg, launch_pdl
+    options: tuple[tuple[str, object], ...]  # num_warps, maxnreg, launch_pdl, by name
 
     @functools.cached_property
     def digest(self) -> str:
-        of = self.kernel.__name__, self.types, self.constants, self.aligned, self.options
+        of = (
+            self.kernel.__module__,
+            self.kernel.__name__,
+            self.types,
+            self.constants,
+            self.aligned,
+            self.options,
+        )
         return hashlib.sha256(repr(of).encode()).hexdigest()[:12]
 
     def compile(self, capability: tuple[int, int]):
@@ -54,37 +62,54 @@ class Compilation:
         target = compat.GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
         return triton.compile(source, target=target, options=FP_FUSION | dict(self.options))
 
-    def parameters(self, ptx: str) -> tuple[list[int], list[int]]:
-        """Bytes of each parameter of the compiled kernel: what they are, and what a launcher that
-        calls kernels as Triton 3.6 to 3.9 do passes."""
-        entry = re.search(r"\.entry (.*?)\)", ptx, re.DOTALL).group(1)
-        pattern = r"\.param\s+(?:\.align \d+\s+)?\.(\w+)[^\[,\n]*(?:\[(\d+)\])?"
-        found = [int(n) if n else _BYTES[t] for t, n in re.findall(pattern, entry)]
-        expected = []
+    @property
+    def parameters(self) -> list[int]:
+        """Bytes of each parameter of the compiled kernel, for a launcher that calls kernels as
+        Triton 3.6 to 3.9 do."""
+        found = []
         for each in self.types:
             if each.startswith("tensordesc"):  # the descriptor, its shape and its strides
                 rank = each[each.index("[") : each.index("]")].count(",") + 1
-                expected += [128, *[4] * rank, *[8] * rank]
+                found += [128, *[4] * rank, *[8] * rank]
             elif each != "constexpr":
-                expected.append(4 if each == "i32" else 8)
-        return found, [*expected, 8, 8]  # two pointers to scratch memory
+                found.append(4 if each == "i32" else 8)
+        return [*found, 8, 8]  # two pointers to scratch memory
+
+
+def parameters(ptx: str) -> list[int]:
+    """Bytes of each parameter that a compiled kernel has."""
+    entry = re.search(r"\.entry (.*?)\)", ptx, re.DOTALL).group(1)
+    pattern = r"\.param\s+(?:\.align \d+\s+)?\.(\w+)[^\[,\n]*(?:\[(\d+)\])?"
+    return [int(n) if n else _BYTES[t] for t, n in re.findall(pattern, entry)]
+
+
+class Unknown(NamedTuple):
+    """An argument: a whole number that is not known yet."""
+
+    high: int | float  # it is at most that
+    divisor: int
 
 
 def describe(kernel: triton.JITFunction, arguments: Sequence, options: dict) -> Compilation:
     """arguments: tensors (of any kind that has a dtype), all aligned; host descriptors; numbers;
-    and (type, multiple of 16) for a number that is not known. A number that is known is compiled
-    for as the JIT does: 1 is compiled in."""
+    `Unknown`. A number that is known is compiled for as the JIT does: 1 is compiled in. One that is
+    not has 32 bits, but strides as many as they may need. Raises TypeError for a constexpr that is
+    not known."""
     types, constants, aligned = [], [], []
     for i, (parameter, x) in enumerate(zip(kernel.params, arguments, strict=True)):
+        unknown = isinstance(x, Unknown)
+        if parameter.is_constexpr and unknown:
+            raise TypeError(f"{kernel.__name__}: {parameter.name} must be known to compile it")
         if parameter.is_constexpr or type(x) is int and x == 1:
             types.append("constexpr")
             constants.append((i, x))
+        elif unknown:
+            wide = parameter.name.startswith("stride_") and x.high >= 2**31
+            types.append("i64" if wide else "i32")
+            aligned += [i] if x.divisor % 16 == 0 else []
         elif type(x) is int:
             types.append("i32" if -(2**31) <= x < 2**31 else "i64")
             aligned += [i] if x % 16 == 0 else []
-        elif isinstance(x, tuple):
-            types.append(x[0])
-            aligned += [i] if x[1] else []
         elif hasattr(x, "block_shape"):
             layout = f",{x.layout!r}" if hasattr(x, "layout") else ""
             types.append(f"tensordesc<{TYPES[x.base.dtype]}{list(x.block_shape)}{layout}>")

@@ -116,7 +116,7 @@ def arguments(node: Node, *names, **defaults) -> list:
 
 
 # Methods by which operators are called in a graph; the others (__ior__, __setitem__) may write.
-READS = ("__and__", "__or__", "__xor__", "__invert__", "__eq__", "__ne__")
+READS = ("__and__", "__or__", "__xor__", "__invert__", "__eq__", "__ne__", "__abs__")
 
 
 def may_write(node: Node) -> bool:

@@ -1,6 +1,9 @@
 """What tests of several rooms share: inputs in the layout that models give, calls, measures."""
 
+import os
 import re
+import subprocess
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +38,35 @@ def relative_l2(actual: Tensor, expected: Tensor) -> float:
 
 def cos_sim(actual: Tensor, expected: Tensor) -> float:
     return F.cosine_similarity(actual.double().flatten(), expected.double().flatten(), 0).item()
+
+
+# -- programs ----
+
+
+def compile_cpp(source, program) -> str:
+    """A C++ program that uses torch, by g++ alone. On a GPU with what CUDA graphs need (WITH_CUDA),
+    unless that is missing: returns what is missing, else ""."""
+    root = Path(torch.__file__).parent
+    cuda, missing = [], "there is no GPU"
+    if torch.cuda.is_available():
+        homes = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))]
+        homes[:0] = sorted((root.parent / "nvidia").glob("*"))  # pip's, of torch's own version
+        headers = [home / "include" for home in homes if (home / "include/cuda_runtime.h").exists()]
+        libraries = [path for home in homes for path in home.glob("lib*/libcudart.so*")]
+        cuda = ["-ltorch_cuda", "-lc10_cuda"]
+        missing = "CUDA graphs in C++ need cuda_runtime.h and libcudart.so of the CUDA toolkit"
+        if headers and libraries:
+            cuda += ["-DWITH_CUDA", *(f"-I{path}" for path in reversed(headers)), libraries[0]]
+            cuda += [f"-Wl,-rpath,{libraries[0].parent}"]
+            missing = ""
+    subprocess.run(
+        ["g++", "-std=c++20", "-O0", source, "-o", program, f"-I{root}/include",
+         f"-I{root}/include/torch/csrc/api/include", f"-L{root}/lib", f"-Wl,-rpath,{root}/lib",
+         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", "-pthread",
+         "-Wl,--no-as-needed", "-ltorch_cpu", *cuda, "-lc10", "-ltorch"],
+        check=True,
+    )  # fmt: skip
+    return missing
 
 
 # -- inputs ----

@@ -4,11 +4,13 @@ EXPECTTEST_ACCEPT=1 writes into the pages what their snippets print.
 """
 
 import contextlib
+import ctypes
 import doctest
 import functools
 import io
 import os
 import re
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -18,11 +20,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from support import compile_cpp
 from torch._dynamo.utils import counters
 
 import sage_inductor
 from bench import plot
 from sage_inductor import cost, options
+from sage_inductor import lowering as launchers
 from sage_inductor.policy import Policy
 from sage_inductor.remedies import CAUSES
 
@@ -308,3 +312,38 @@ def test_the_quick_start_is_rewritten_on_a_gpu_that_was_measured(here):
     (block,) = (each for each in blocks_of(page) if "gpu = torch.cuda" in each.text)
     assert "relative L1 of the output: " in run_python(block, page, PAGES[0])
     assert len(sage_inductor.report()) == 3 and not sage_inductor.report().refused
+
+
+# -- packages ----
+
+
+@pytest.mark.gpu
+def test_the_deployment_replays_a_cuda_graph(here):
+    """As printed, by cmake; where that or the CUDA toolkit is missing, by g++ and what is there."""
+    page = ROOT / "docs" / "packages.md"
+    text = page.read_text()
+    ctypes.CDLL("libstdc++.so.6", ctypes.RTLD_GLOBAL)  # see "Known troubles"
+    commands, without = [], ""
+    for block in blocks_of(text[: text.index("## What it gains")]):
+        if block.language == "python":
+            run_python(block, text, page)
+        elif block.language == "bash":
+            commands = block.text.splitlines()
+        elif block.file:
+            Path(block.file).write_text(block.text)
+    if not (shutil.which("cmake") and shutil.which("nvcc")):
+        without, commands = compile_cpp("main.cpp", "run"), ["./run"]
+    out = "".join(map(run_command, commands))
+    assert "[1, 1024, 128]" in out
+    if without:
+        pytest.skip(without)
+    assert float(re.search(r"replayed, differs by (\S+)", out)[1]) == 0
+
+
+def test_every_error_of_a_package_is_explained():
+    page = (ROOT / "docs" / "packages.md").read_text()
+    launcher = Path(launchers.__file__).with_name("launcher.h").read_text()
+    failures = re.findall(r"fail\((.*?)\);\n", launcher, re.S)
+    texts = {text for each in failures for text in re.findall(r'"([^"\n]*)"', each)}
+    long = {text.strip() for text in texts if len(text) > 14}
+    assert len(long) > 5 and not {text for text in long if text not in page}

@@ -73,7 +73,8 @@ def test_the_wheel_is_pure_and_holds_every_module(wheel):
         for m, (_, p) in SOURCES.items()
         if p.stem == "__init__"
     }
-    assert packed == sources | {"sage_inductor/py.typed"}
+    data = {"sage_inductor/py.typed", "sage_inductor/lowering/launcher.h"}
+    assert packed == sources | data
 
 
 def test_the_demo_runs_from_the_wheel_beside_torch_and_triton_alone(wheel, tmp_path):

@@ -38,7 +38,7 @@ SHARED_MEMORY = {  # bytes that a program may have
     (12, 0): 99 << 10,
 }  # fmt: skip
 ARCHITECTURES = list(SHARED_MEMORY)
-TRITON_3_9 = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
+TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
 QK_MAX = {"i8": 127.0, "fp8e4nv": 448.0, "u8": 7.0}  # by the type of k
 HEADS = ("stride_qh", "stride_vh", "stride_oh")  # of heads of 40 channels side by side
 # Run under the oldest and the newest Triton too: each kernel on each architecture once.
@@ -96,14 +96,14 @@ CASES = [(a, r) for a in ARCHITECTURES for r in NAMED if r != "sage3" and runs_o
 def test_attention_compiles_to_the_matrix_instructions(architecture, recipe, D, is_causal):
     compiled = compile_attention(architecture, recipe, D, is_causal)
     assert compiled.metadata.shared <= SHARED_MEMORY[architecture]
-    # 0 but for FP8 on sm_90, where the capped variant runs, and INT8 on sm_100 with Triton 3.9: 184.
-    spills = architecture == (10, 0) and TRITON_3_9
+    # 0 but for FP8 on sm_90, where the capped variant runs, and INT8 on sm_100: 184 with Triton 3.9.
+    spills = architecture == (10, 0) and TRITON >= (3, 8)
     assert stack_bytes(compiled.asm["cubin"]) <= (192 if spills else 128)
     ptx = compiled.asm["ptx"]
     r = NAMED[recipe]
     if architecture == (10, 0):
-        # INT8 q k^T is mma.sync there before Triton 3.9 (slow), then tcgen05's kind::i8.
-        int8 = "kind::i8" if TRITON_3_9 else "m16n8k32.row.col.satfinite.s32.s8.s8"
+        # INT8 q k^T is mma.sync there before Triton 3.8 (slow), then tcgen05's kind::i8.
+        int8 = "kind::i8" if TRITON >= (3, 8) else "m16n8k32.row.col.satfinite.s32.s8.s8"
         q_k = "kind::f8f6f4" if r.qk == "fp8" else int8
         p_v = "tcgen05.mma.cta_group::1.kind::" + ("f8f6f4" if r.pv == "fp8" else "f16")
     elif architecture == (9, 0):
@@ -372,7 +372,7 @@ def compile_nvfp4(architecture, D, is_causal=True, mask=0, additive=False, left=
 
 BLOCK_SCALED = {
     (10, 0): "tcgen05.mma.cta_group::1.kind::mxf4nvf4.block_scale."
-    + ("block16" if TRITON_3_9 else "scale_vec::4X"),
+    + ("block16" if TRITON >= (3, 8) else "scale_vec::4X"),
     (12, 0): "m16n8k64.row.col.kind::mxf4nvf4.block_scale.scale_vec::4X.f32.e2m1.e2m1.f32.ue4m3",
 }
 
@@ -407,7 +407,9 @@ def test_masked_nvfp4_compiles_everywhere(architecture, variant):
     mask, additive, left = variant
     compiled = compile_nvfp4(architecture, 128, mask=mask, additive=additive, left=left)
     assert compiled.metadata.shared <= SHARED_MEMORY[architecture]
-    assert stack_bytes(compiled.asm["cubin"]) <= 344
+    # With Triton 3.8 up to 648 on sm_100, with 3.7 and 3.9 344.
+    spills = architecture == (10, 0) and TRITON == (3, 8)
+    assert stack_bytes(compiled.asm["cubin"]) <= (648 if spills else 344)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=str)
@@ -512,7 +514,7 @@ def test_no_byte_is_stored_of_a_float(recipe):
         compiled = compile_attention((9, 0), recipe, D=40, unaligned=HEADS)
     writer, bytes_stored = {}, 0
     for line in compiled.asm["ptx"].splitlines():
-        name, *operands = line.replace(",", " ").replace(";", " ").split() or [""]
+        name, *operands = re.sub("[,;]", " ", line.replace("::cta", "")).split() or [""]
         if name in ("st.shared.b8", "cvt.s8.s32"):  # one (Triton 3.6), the other first (3.7)
             assert ".f32" not in writer[operands[-1]], line
             bytes_stored += name == "st.shared.b8"
@@ -532,7 +534,9 @@ def test_preparation_compiles(architecture, D, masked):
     if architecture >= (8, 9):
         compile_quantize_v(architecture, D, masked)
         compiled = compile_quantize_kv(D, masked, "i8", architecture)
-        assert stack_bytes(compiled.asm["cubin"]) == 0
+        # Of one kernel Triton 3.6 spills two registers.
+        spills = (TRITON, architecture, D, masked) == ((3, 6), (8, 9), 256, True)
+        assert stack_bytes(compiled.asm["cubin"]) == (8 if spills else 0)
         assert stack_bytes(compile_quantize_v_again(D, masked, architecture).asm["cubin"]) == 0
     compile_estimate(D, masked, architecture)
 

@@ -29,6 +29,7 @@ CALLS = [  # target, args (True: the tensor), kwargs, whether it may write
     ("__ior__", (), {}, True),
     ("__or__", (), {}, False),
     ("__eq__", (), {}, False),
+    ("__abs__", (), {}, False),
     (F.relu, (), {"inplace": True}, True),
     (F.relu, (), {"inplace": False}, False),
     (F.relu, (True,), {}, True),

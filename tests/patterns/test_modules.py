@@ -482,7 +482,18 @@ def test_autocast_regions_nest_and_end():
     assert enabled == {"sin": [], "cos": [True], "tan": [True, False], "exp": [True], "log": []}
 
 
-@pytest.mark.parametrize("kind", ["attention", "fast path"])
+FAST_PATH = pytest.param(
+    "fast path",
+    marks=pytest.mark.xfail(
+        torch.__version__ < "2.13",
+        raises=torch._dynamo.exc.Unsupported,
+        strict=True,
+        reason="torch 2.11: aten::_transformer_encoder_layer_fwd has no fake impl or Meta kernel",
+    ),
+)
+
+
+@pytest.mark.parametrize("kind", ["attention", FAST_PATH])
 def test_dynamic_lengths_make_one_graph(kind):
     if kind == "attention":
         module = nn.MultiheadAttention(E, H, batch_first=True, add_bias_kv=True)

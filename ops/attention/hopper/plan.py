@@ -175,6 +175,8 @@ def _at(descriptor: GluonDescriptor, x: Tensor) -> GluonDescriptor:
 def schedule(num_tiles: int, blocks: int, processors: int) -> tuple[int, int] | None:
     """(programs, tiles that are computed whole), where the blocks of the other tiles are dealt out:
     where that saves every program MIN_BLOCKS_SAVED blocks and 4 %. None: all tiles are whole."""
+    if blocks <= MIN_BLOCKS_SAVED:  # as idle < processors; said, it is known while packaging
+        return None
     idle = triton.cdiv(num_tiles, processors) * processors - num_tiles  # in the last round
     # Each program saves idle * blocks / processors blocks of num_tiles * blocks / processors.
     least = torch.sym_max(25 * MIN_BLOCKS_SAVED * processors, num_tiles * blocks)

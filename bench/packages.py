@@ -1,0 +1,527 @@
+"""What a package gains: blocks of transformers as AOTInductor packages, with sage and with SDPA,
+beside the compiled models.
+
+$ python bench/packages.py --json                 # bench/results/GPU/DATE-packages.json, 4 minutes
+$ python bench/packages.py --rows flux_double wan14b_480p
+$ python bench/packages.py --dry-run              # small blocks on the CPU, emulated: that it runs
+
+A package is exported with a dynamic number of tokens and built in a process of its own with empty
+caches, all of them side by side; meanwhile other processes compile the models and compute what the
+packages must give. Then this process loads the packages and times them and the compiled models in
+turn. Speed is reported behind two gates: a package must give what the compiled model gives, and its
+output must be near that of backend="inductor".
+"""
+
+import argparse
+import concurrent.futures
+import contextlib
+import copy
+import ctypes
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import types
+import zipfile
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import sage_inductor
+from bench import blocks, machine
+from bench.attention import save
+from bench.blocks import MODELS, Model
+from bench.measure import SEES, Provider, Runner, draw_sets, interleave, order, summary
+from bench.model import Wrong, arguments, backends, check, shape, start
+from bench.providers import EAGER
+
+# Relative L2 to the compiled model, from which a package computes something else. 0.5 to 1.2 % was
+# seen of bf16 blocks that Inductor fused otherwise: INT8 codes then round the other way.
+SAME = 3e-2
+OTHERS = (1, 1001)  # tokens at which packages are compared besides those that are timed
+# How calls are asked for. Of sage.force only where "auto" leaves every call as it was.
+KINDS = {"sage": {}, "sage.force": {"sage.force": True}, "SDPA": {"sage.recipe": "off"}}
+# Each package's caches are empty: precompiled headers would be made for one use.
+CONFIGS = {"aot_inductor.precompile_headers": False}
+CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+TIMEOUT_S = 300  # of a process
+
+
+class Padded(blocks.ViT):
+    """A batch of sequences of other lengths, whose keys at the end nobody sees."""
+
+    def inputs(self):
+        b, j = torch.arange(self.m.B)[:, None, None, None], torch.arange(self.m.N)
+        return *blocks.ViT.inputs(self), SEES["keys"](self.m.B, self.m.N, b, 0, j)
+
+
+class Row(NamedTuple):
+    """A block. Of tokens are counted those whose number is dynamic: Flux's without its text."""
+
+    model: Model
+    longest: int  # that the package is made for
+    tokens: tuple[int, ...]  # that are timed; the first is the export's example
+
+    @property
+    def beside(self) -> int:
+        """Tokens of text in the model's N."""
+        return self.model.text if self.model.block is blocks.FluxDouble else 0
+
+    def at(self, n: int) -> Model:
+        return dataclasses.replace(self.model, N=n + self.beside)
+
+
+PADDED = Model("padded", Padded, 4, 16, 16, 4096, 128, 8192)
+ROWS = {
+    row.model.name: row
+    for row in (
+        Row(MODELS["flux_double"], 8192, (4096,)),
+        Row(MODELS["wan14b_480p"], 32768, (32760,)),
+        Row(MODELS["llama3_8k"], 16384, (8192, 16384)),
+        Row(MODELS["vit_l_1024px"], 8192, (4097,)),
+        Row(PADDED, 8192, (4096,)),
+    )
+}
+
+
+def main(argv=None) -> int:
+    parser = arguments(__doc__)
+    parser.set_defaults(rounds=6, target_ms=60.0)
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--dry-run", action="store_true", help="small blocks on the CPU")
+    parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)  # be a process of it
+    args = parser.parse_args(argv)
+    torch.set_grad_enabled(False)
+    sage_inductor.config.enabled = False  # it would rewrite the baseline
+    if args.job:
+        print(json.dumps(work(**args.job)))
+        return 0
+    if not (args.dry_run or torch.cuda.is_available()):
+        print("bench/packages.py times GPU kernels: torch sees no CUDA device", file=sys.stderr)
+        return 2
+    if args.dry_run:
+        result, path, device = {"state": {}, "rows": []}, args.json or None, torch.device("cpu")
+    else:
+        result, path, device = start("packages", method(args), args)
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        rows = {name: row_of(name, device) for name in args.rows}
+        fastest = {name: fastest_sdpa(row, args, device) for name, row in rows.items()}
+        built = build(rows, fastest, folder, device)
+        print(f"  built     {time.perf_counter() - started:.0f} s after the start")
+        for name, row in rows.items():
+            for found in measure(row, built[name], fastest[name], folder, args, device):
+                result["rows"].append(found)
+                print(lines(found))
+            save(result, path)
+            torch.cuda.empty_cache()
+    if device.type == "cuda":
+        result["state"]["end"] = machine.state(device)
+    result["elapsed_s"] = round(time.perf_counter() - started, 1)
+    save(result, path)
+    print(f"\nstate at the end: {result['state'].get('end')}\nelapsed: {result['elapsed_s']} s")
+    return 1 if any(row["error"] for row in result["rows"]) else 0
+
+
+def method(args) -> dict[str, str]:
+    return {
+        "units": "ms a call",
+        "time": f"median of {args.rounds} rounds of {args.target_ms:g} ms, after a third of the "
+        "turn untimed; all take turns. Replayed: CUDA graphs between two events. Launched: the "
+        "wall clock over repeated calls from Python, until the GPU is done",
+        "blocks": "one block, inference, bf16, random weights; N is dynamic in packages and in "
+        "compiled models; SDPA's fastest backend first for all of them",
+        "columns": "sage: as a user gets it; sage.force: every call that the kernels can run, only "
+        "where sage left all; SDPA: sage.recipe off, and backend inductor",
+        "accuracy": "of the replayed graph's output, poisoned with NaN before; equal: to the "
+        "compiled model at the timed N, to the compiled exported program at others",
+        "packages": f"seconds: with {len(os.sched_getaffinity(0))} CPU cores for all packages at "
+        "once, of a process with empty caches and one compile thread, without precompiled headers; "
+        "bytes: weights are in the package's .so",
+    }
+
+
+# -- the blocks ----
+
+
+def row_of(name: str, device: torch.device) -> Row:
+    row = ROWS[name]
+    if device.type == "cuda":
+        return row
+    m = row.model
+    small = dataclasses.replace(
+        m, B=min(m.B, 2), H_q=4, H_kv=max(1, 4 * m.H_kv // m.H_q), D=64, mlp=256,
+        text=m.text and 32,
+    )  # fmt: skip
+    return Row(small, 2048, (192, 256)[: len(row.tokens)])
+
+
+def block_of(row: Row, device: torch.device) -> nn.Module:
+    """The same weights in every process."""
+    torch.manual_seed(0)
+    return blocks.draw(row.at(64), device)[0]
+
+
+def inputs(row: Row, n: int, device) -> tuple[Tensor, ...]:
+    """The same in every process."""
+    torch.manual_seed(n)
+    with torch.device(device):
+        return row.model.block.inputs(types.SimpleNamespace(m=row.at(n)))
+
+
+def dynamic_dims(row: Row) -> list[dict[int, int]]:
+    """For each input, dimension -> what it has more than tokens."""
+    few, more = ([x.shape for x in inputs(row, n, "meta")] for n in (64, 65))
+    return [
+        {d: a - 64 for d, (a, b) in enumerate(zip(x, y, strict=True)) if a != b}
+        for x, y in zip(few, more, strict=True)
+    ]
+
+
+def exported(row: Row, device: torch.device) -> torch.export.ExportedProgram:
+    N = torch.export.Dim("tokens", min=1, max=row.longest)  # N is a function of sympy's
+    shapes = [{d: N + k if k else N for d, k in dims.items()} for dims in dynamic_dims(row)]
+    given = inputs(row, row.tokens[0], device)
+    return torch.export.export(block_of(row, device), given, dynamic_shapes=tuple(shapes))
+
+
+def marked(row: Row, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """`given`, for whose first compilation N is dynamic."""
+    for x, dims in zip(given, dynamic_dims(row), strict=True):
+        torch._dynamo.mark_dynamic(x, list(dims))
+    return given
+
+
+def options(kind: str, device: torch.device) -> dict:
+    if kind == "sage.force" and device.type == "cpu":
+        return {"sage.emulate": True}
+    return KINDS[kind]
+
+
+def compiled(row: Row, kind: str, device: torch.device) -> Callable:
+    block = block_of(row, device)
+    if kind == "SDPA":
+        return torch.compile(block, fullgraph=True)
+    return torch.compile(block, backend="sage", fullgraph=True, options=options(kind, device))
+
+
+def first(out) -> Tensor:
+    """Of two streams the image's."""
+    return out[0] if isinstance(out, (tuple, list)) else out
+
+
+def fastest_sdpa(row: Row, args, device: torch.device) -> list[str]:
+    """The names of SDPA's backends that compute the block's attention, the fastest first."""
+    if device.type == "cpu":
+        return []
+    case = dataclasses.replace(row.model.case, mask="keys" if row.model is PADDED else "")
+    return list(backends(case, draw_sets(case, device, dynamic=False), args.target_ms))
+
+
+def sdpa_first(names: list[str]) -> contextlib.AbstractContextManager:
+    """A context in which SDPA takes the first of `names` that it can."""
+    rest = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+    wanted = [EAGER[name] for name in names]
+    return sdpa_kernel([*wanted, *(b for b in rest if b not in wanted)], set_priority=True)
+
+
+# -- what other processes do ----
+
+
+def build(rows: dict[str, Row], fastest: dict, folder: str, device) -> dict[str, dict]:
+    """For each row, what became of "expected" and of each of KINDS."""
+    jobs = [(name, part) for part in ("sage", "expected", "SDPA", "sage.force") for name in rows]
+
+    def run(job):
+        name, part = job
+        given = dict(name=name, part=part, folder=folder, device=str(device), first=fastest[name])
+        # What is compiled, is compiled again here: from the cache.
+        cache = f"{folder}/cache-{name}-{part}" if part in KINDS else None
+        return in_a_process(given, cache)
+
+    with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        found = zip(jobs, pool.map(run, jobs), strict=True)
+        done = {name: {} for name in rows}
+        for (name, part), answer in found:
+            done[name][part] = answer
+    return done
+
+
+def in_a_process(job: dict, cache: str | None) -> dict:
+    """What `work` gives for a job; {"error": ...} where it fails. cache: a folder for its caches,
+    which is removed: the weights are in it."""
+    env = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    env |= {name: f"{cache}/{name}" for name in CACHES if cache}
+    try:
+        done = subprocess.run(
+            [sys.executable, __file__, "--job", json.dumps(job)],
+            env=env, capture_output=True, text=True, timeout=TIMEOUT_S,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        return {"error": str(error)}
+    finally:
+        if cache:
+            shutil.rmtree(cache, ignore_errors=True)
+    if done.returncode:
+        said = done.stderr.strip().splitlines()
+        return {"error": f"exit {done.returncode}: {' / '.join(said[-3:])}"[:500]}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def work(name: str, part: str, folder: str, device: str, first: list[str]) -> dict:
+    """One process's part of a row: "expected", or a package of one of KINDS."""
+    device = torch.device(device)
+    row = row_of(name, device)
+    with sdpa_first(first):
+        if part == "expected":
+            return expect(row, device, f"{folder}/{name}.expected")
+        return package(row, part, device, f"{folder}/{name}-{part}.pt2")
+
+
+def package(row: Row, kind: str, device: torch.device, path: str) -> dict:
+    """Makes a package: how long it took, what it weighs, what became of its calls. {"kind": None}
+    where it is not needed."""
+    program = exported(row, device)
+    if kind == "sage.force" and decided(program, device)[0] == "sage":
+        return {"kind": None}
+    torch._dynamo.reset()  # empties the report
+    begin = time.perf_counter()
+    sage_inductor.aoti_compile_and_package(
+        program, package_path=path, inductor_configs=dict(CONFIGS), options=options(kind, device)
+    )
+    seconds = time.perf_counter() - begin
+    tensors = [x for x in (program.state_dict | program.constants).values() if hasattr(x, "nbytes")]
+    with zipfile.ZipFile(path) as archive:
+        (code,) = (x.file_size for x in archive.infolist() if x.filename.endswith(".so"))
+    weights = sum(x.nbytes for x in tensors)
+    return {
+        "kind": kind,
+        "seconds": seconds,
+        "bytes": os.path.getsize(path),
+        "code_bytes": code - weights,  # the .so without them
+        "weights_bytes": weights,
+        "sites": sites(sage_inductor.report()),
+    }
+
+
+def decided(program, device) -> tuple[str, torch.export.ExportedProgram]:
+    """The kind whose package has sage ops, and the program of it."""
+    for kind in ("sage", "sage.force"):
+        rewritten = copy.deepcopy(program)
+        report = sage_inductor.rewrite(rewritten, options=options(kind, device))
+        if report.rewritten:
+            return kind, rewritten
+    raise Wrong(f"no call can be rewritten: {sites(report)}")
+
+
+def expect(row: Row, device: torch.device, path: str) -> dict:
+    """Writes what the package must give at OTHERS, and compiles what will be timed: into the
+    caches. The rewritten program is compiled, as its lengths are decided by the example's."""
+    kind, program = decided(exported(row, device), device)
+    run = torch.compile(program.module(check_guards=False), dynamic=True, fullgraph=True)
+    torch.save({n: first(run(*inputs(row, n, device))).cpu() for n in OTHERS}, path)
+    given = inputs(row, row.tokens[0], device)
+    for each in dict.fromkeys(("SDPA", "sage", kind)):
+        compiled(row, each, device)(*marked(row, given))
+    return {"kind": kind}
+
+
+def sites(report) -> list[dict]:
+    return [
+        {"q": [*map(str, site.q)], "k": [*map(str, site.k)], "recipe": site.recipe,
+         "reason": site.reason}
+        for site in report
+    ]  # fmt: skip
+
+
+# -- the measurement ----
+
+
+def measure(row: Row, built: dict, fastest: list[str], folder: str, args, device) -> list[dict]:
+    """A result for each timed N; where it failed or is wrong, with an error instead of times."""
+    kinds = [kind for kind in KINDS if built[kind].get("kind") or "error" in built[kind]]
+    found = []
+    for n in row.tokens:
+        model = row.at(n)
+        found.append({
+            "plan": "packages", "model": model.name, "shape": shape(model), "N": n, "error": None,
+            "attention": next(iter(fastest), None), "kind": built["expected"].get("kind"),
+            "packages": {kind: built[kind] for kind in kinds},
+        })  # fmt: skip
+    try:
+        for part in ("expected", *kinds):
+            if "error" in built[part]:
+                raise Wrong(f"{part}: {built[part]['error']}")
+        torch._dynamo.reset()
+        with sdpa_first(fastest):
+            calls, of_compiled = {}, {}
+            for kind in kinds:
+                calls[f"package {kind}"] = load(f"{folder}/{row.model.name}-{kind}.pt2")
+                before = len(sage_inductor.report())
+                calls[f"compiled {kind}"] = compiled(row, kind, device)
+                given = marked(row, inputs(row, row.tokens[0], device))
+                calls[f"compiled {kind}"](*given)
+                of_compiled[kind] = sites(list(sage_inductor.report())[before:])
+            others = compare_others(row, calls, found[0]["kind"], folder, device)
+            for each in found:
+                each.update(compiled=of_compiled, others=others)
+                each.update(timed(row, each["N"], calls, kinds, args, device))
+                wrong = [f"{what}: {x['error']}" for what, x in compared(each) if x["error"]]
+                if device.type == "cuda":
+                    times = each["times"].items()
+                    wrong += [f"{what}: not captured" for what, x in times if not x["captured"]]
+                each["error"] = "; ".join(wrong) or None
+    except Exception as error:  # a row that fails must not cost the others
+        for each in found:
+            if "times" not in each:
+                each["error"] = f"{type(error).__name__}: {error}".split("\n")[0]
+    return found
+
+
+def compared(row: dict) -> list[tuple[str, dict]]:
+    """What was compared, and how it came out."""
+    others = [(f"package {row['kind']} at {n} tokens", x) for n, x in row["others"].items()]
+    return [
+        (f"package {kind} at {row['N']} tokens", x) for kind, x in row["equal"].items()
+    ] + others
+
+
+def load(path: str) -> Callable:
+    """A package, as a function that a CUDA graph can capture: the ordinary run records events."""
+    # Where the compiler linked libstdc++ into the package, torch 2.11 crashes without.
+    if sys.platform == "linux":
+        ctypes.CDLL("libstdc++.so.6", ctypes.RTLD_GLOBAL)
+    return torch._inductor.aoti_load_package(path, run_single_threaded=True)
+
+
+def compare_others(row: Row, calls: dict, kind: str, folder: str, device) -> dict[str, dict]:
+    """The package beside the compiled program at OTHERS."""
+    right = torch.load(f"{folder}/{row.model.name}.expected")
+    found = {}
+    for n in OTHERS:
+        try:
+            out = first(calls[f"package {kind}"](*inputs(row, n, device)))
+            found[str(n)] = same(out, right[n].to(device))
+        except RuntimeError as error:  # other lengths may still do
+            found[str(n)] = {"error": f"{error}".split("\n")[0]}
+    return found
+
+
+def same(out: Tensor, right: Tensor) -> dict:
+    """How far `out` is from `right`; with an error if it is something else."""
+    distance = (out - right).double().norm().div(right.double().norm()).item()
+    error = None if distance < SAME else f"{distance:.1e} from the compiled model"
+    return {"bit_equal": torch.equal(out, right), "rel_l2": distance, "error": error}
+
+
+def timed(row: Row, n: int, calls: dict, kinds: list[str], args, device) -> dict:
+    """Accuracy and times of all `calls` with n tokens."""
+    given, on_gpu = inputs(row, n, device), device.type == "cuda"
+    runners = {
+        name: (Runner if on_gpu else Launched)(
+            Provider(name, lambda *x, run=run: first(run(*x))), [given]
+        )
+        for name, run in calls.items()
+    }
+    outputs = {name: runner.output() for name, runner in runners.items()}
+    equal = {kind: same(outputs[f"package {kind}"], outputs[f"compiled {kind}"]) for kind in kinds}
+    accuracy = check({**outputs, "inductor": outputs["compiled SDPA"]})
+    turns = args.rounds, args.target_ms
+    launched = {name: lambda run=run: run(*given) for name, run in calls.items()}
+    launched = in_turns(launched, *turns, torch.cuda.synchronize if on_gpu else int)
+    replayed = interleave(runners, *turns) if on_gpu else launched
+    times = {
+        name: {
+            "captured": runners[name].captured,
+            "replayed": summary(replayed[name]),
+            "launched": summary(launched[name]),
+        }
+        for name in calls
+    }
+    return {"equal": equal, "accuracy": accuracy, "times": times}
+
+
+class Launched:
+    """What `timed` asks of a Runner, on a CPU."""
+
+    captured = False
+
+    def __init__(self, provider: Provider, sets):
+        self.output = lambda: provider.call(*sets[0])
+
+
+def in_turns(
+    calls: dict[str, Callable], rounds: int, target_ms: float, synchronize: Callable
+) -> dict[str, list[float]]:
+    """Wall-clock ms per call of each in each round, the host's share included."""
+
+    def wall(call, repeats: int) -> float:
+        synchronize()
+        begin = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        synchronize()
+        return (time.perf_counter() - begin) / repeats * 1e3
+
+    repeats = {name: max(3, round(target_ms / wall(call, 3))) for name, call in calls.items()}
+    times = {name: [] for name in calls}
+    for turn in range(rounds):
+        for name in order(list(calls), turn):
+            wall(calls[name], max(1, repeats[name] // 3))
+            times[name].append(wall(calls[name], repeats[name]))
+    return times
+
+
+# -- the table ----
+
+
+def lines(row: dict) -> str:
+    found = [f"\n{row['model']} {row['shape']}, SDPA by {row['attention']}"]
+    if row["error"]:
+        found.append(f"  failed: {row['error']}")
+    if "times" in row:
+        base = row["times"]["package SDPA"]
+        found.append(f"  {'':20}{'replayed':>13}{'launched':>19}")
+        for name, each in row["times"].items():
+            line = f"  {name:20}"
+            for way in ("replayed", "launched"):
+                ms = each[way]["ms"]
+                line += f"{ms:#10.4g} ms{base[way]['ms'] / ms:5.2f}x"
+            found.append(line)
+        found += [f"  {what}: {equality(x)}" for what, x in compared(row) if not x["error"]]
+    for kind, each in row["packages"].items():
+        if "seconds" in each:
+            found.append(
+                f"  {kind}: packaged in {each['seconds']:.0f} s, {each['bytes'] / 1e6:.1f} MB, "
+                f"its code {each['code_bytes'] / 1e6:.2f} MB"
+            )
+        of_compiled = row.get("compiled", {}).get(kind, [])
+        for where, its in (("package", each.get("sites", [])), ("compiled", of_compiled)):
+            for site in its:
+                what = site["recipe"] or "stays SDPA"
+                found.append(f"    {where}: {site['q']} x {site['k'][2]} {what}: {site['reason']}")
+    return "\n".join(found)
+
+
+def equality(found: dict) -> str:
+    if found["bit_equal"]:
+        return "bit-equal to the compiled model"
+    return f"{found['rel_l2']:.1e} from the compiled model (relative L2)"
+
+
+if __name__ == "__main__":
+    sys.stdout.reconfigure(line_buffering=True)
+    if "--job" in sys.argv:
+        sys.exit(main())
+    # Compile from scratch: a warm cache may hold graphs of SDPA's other backends.
+    with tempfile.TemporaryDirectory() as caches:
+        for variable in CACHES:
+            os.environ[variable] = f"{caches}/{variable}"
+        sys.exit(main())

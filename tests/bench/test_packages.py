@@ -1,0 +1,176 @@
+"""What of the bench of packages needs no GPU: the blocks, a package of one, gates, tables."""
+
+import json
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from bench import packages, plot
+
+CPU = torch.device("cpu")
+ARGS = SimpleNamespace(rounds=2, target_ms=1.0)
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.parametrize("name", packages.ROWS)
+def test_a_block_is_exported_for_any_number_of_tokens(name):
+    row = packages.row_of(name, CPU)
+    program = packages.exported(row, CPU)
+    for n in (1, row.tokens[0], 333):
+        given = packages.inputs(row, n, CPU)
+        assert given[0].shape[1] == n
+        out = packages.first(packages.block_of(row, CPU)(*given))
+        found = packages.same(packages.first(program.module()(*given)), out)
+        assert found["error"] is None and torch.equal(given[0], packages.inputs(row, n, CPU)[0])
+    full = packages.ROWS[name]
+    assert max(full.tokens) <= full.longest and packages.dynamic_dims(full)[0] == {1: 0}
+    assert full.at(full.tokens[0]) == full.model
+
+
+def test_nobody_sees_the_padding():
+    row = packages.row_of("padded", CPU)
+    x, mask = packages.inputs(row, 64, CPU)
+    block = packages.block_of(row, CPU)
+    other = x.masked_fill(~mask[:, 0, 0, :, None], 9.0)
+    out, found = block(x, mask), block(other, mask)
+    assert torch.equal(out[0, :48], found[0, :48]) and not torch.equal(out[0, 48:], found[0, 48:])
+
+
+def test_a_package_is_built_and_measured(tmp_path, monkeypatch):
+    """Llama's, at two lengths; with SDPA a model that is neither packaged nor compiled."""
+    row, name = packages.row_of("llama3_8k", CPU), "llama3_8k"
+    load, compiled, eager = packages.load, packages.compiled, packages.block_of(row, CPU)
+    monkeypatch.setattr(packages, "OTHERS", (33,))
+    monkeypatch.setattr(packages, "CONFIGS", {"aot_inductor.compile_wrapper_opt_level": "O0"})
+    monkeypatch.setattr(packages, "load", lambda path: eager if "SDPA" in path else load(path))
+    monkeypatch.setattr(
+        packages, "compiled",
+        lambda row, kind, device: compiled(row, kind, device) if "force" in kind else eager,
+    )  # fmt: skip
+    built = {
+        part: packages.work(name, part, str(tmp_path), "cpu", [])
+        for part in ("sage.force", "expected")
+    }
+    ours, weights = built["sage.force"], sum(x.nbytes for x in eager.parameters())
+    assert ours["kind"] == built["expected"]["kind"] == "sage.force"  # on a CPU "auto" leaves all
+    assert [site["recipe"] for site in ours["sites"]] == ["sage2-8b"]
+    assert ours["weights_bytes"] == weights and 0 < ours["code_bytes"] < ours["bytes"]
+    built |= {"sage": {"kind": None}, "SDPA": {**ours, "kind": "SDPA", "sites": []}}
+    found = packages.measure(row, built, ["cuDNN"], str(tmp_path), ARGS, CPU)
+    assert [(each["N"], each["error"]) for each in found] == [(192, None), (256, None)]
+    for each in json.loads(json.dumps(found)):
+        assert list(each["times"]) == [
+            "package sage.force", "compiled sage.force", "package SDPA", "compiled SDPA"
+        ]  # fmt: skip
+        assert list(each["others"]) == ["33"] and list(each["equal"]) == [
+            "sage.force",
+            "SDPA",
+        ]
+        text = packages.lines(each)
+        assert "package sage.force at 33 tokens: " in text and "compiled: ['1', '4'" in text
+    # What a package gives elsewhere than where it is timed, is looked at too.
+    right = torch.load(tmp_path / f"{name}.expected")
+    torch.save({**right, 33: 1.1 * right[33]}, tmp_path / f"{name}.expected")
+    for each in packages.measure(row, built, [], str(tmp_path), ARGS, CPU):
+        assert each["error"].startswith("package sage.force at 33 tokens: 9.1e-02 from the")
+        assert each["error"] in packages.lines(each)
+
+
+def test_what_fails_in_a_process_is_the_rows_error(tmp_path):
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    job = dict(name="none", part="sage", folder=str(tmp_path), device="cpu", first=[])
+    found = packages.in_a_process(job, str(cache))
+    assert found["error"].startswith("exit 1: ") and "KeyError: 'none'" in found["error"]
+    assert not cache.exists()
+    row = packages.row_of("vit_l_1024px", CPU)
+    built = {part: {"kind": part} for part in (*packages.KINDS, "expected")} | {"sage": found}
+    (row,) = packages.measure(row, built, [], str(tmp_path), ARGS, CPU)
+    assert row["error"].startswith("Wrong: sage: exit 1") and row["error"] in packages.lines(row)
+
+
+def test_every_part_of_a_row_has_a_process_and_a_package_its_own_caches(monkeypatch, tmp_path):
+    jobs = []
+
+    def fail(job, cache):
+        jobs.append((job["name"], job["part"], bool(cache) and job["name"] in cache))
+        return {"error": "no compiler"}
+
+    monkeypatch.setattr(packages, "in_a_process", fail)
+    monkeypatch.setattr(packages.sage_inductor.config, "enabled", False)  # as main does
+    path = tmp_path / "found.json"
+    names = ["vit_l_1024px", "padded"]
+    assert packages.main(["--dry-run", "--rows", *names, "--json", str(path)]) == 1
+    parts = [(part, part != "expected") for part in ("expected", *packages.KINDS)]
+    assert sorted(jobs) == sorted((name, *part) for name in names for part in parts)
+    found = json.loads(path.read_text())["rows"]
+    assert [row["model"] for row in found] == names
+    assert {row["error"] for row in found} == {"Wrong: expected: no compiler"}
+
+
+def test_launched_calls_are_timed_until_they_are_done():
+    """The work of `slow` is done where the clock waits for it."""
+    waiting = []
+
+    def synchronize():
+        time.sleep(0.002 * len(waiting))
+        waiting.clear()
+
+    calls = {"slow": lambda: waiting.append(1), "fast": lambda: None}
+    found = packages.in_turns(calls, 3, 1.0, synchronize)
+    assert len(found["slow"]) == len(found["fast"]) == 3
+    assert min(found["slow"]) >= 2 > 1 > max(found["fast"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what is said without a GPU")
+def test_without_a_gpu_nothing_is_timed(capsys):
+    assert packages.main([]) == 2
+    assert "torch sees no CUDA device" in capsys.readouterr().err
+
+
+def result(model, N, kind, ms, error=None):
+    """ms: of the package, the compiled model and the package with SDPA."""
+    names = f"package {kind}", f"compiled {kind}", "package SDPA"
+    return {
+        "plan": "packages", "model": model, "shape": f"1x2x{N}x64", "N": N, "kind": kind,
+        "error": error,
+        "times": {name: {"replayed": {"ms": x}, "launched": {"ms": 2 * x}}
+                  for name, x in zip(names, ms)},
+        "equal": {kind: {"bit_equal": True, "rel_l2": 0.0}},
+        "others": {"1": {"bit_equal": False, "rel_l2": 1.2e-5}},
+        "packages": {name: {"code_bytes": b, "seconds": s}
+                     for name, b, s in ((kind, 3.21e6, 70.4), ("SDPA", 2e6, 50))},
+    }  # fmt: skip
+
+
+def test_packages_become_a_table_and_none_where_there_are_none(tmp_path):
+    rows = [
+        result("llama3_8k", 8192, "sage", (1.0, 1.01, 1.5)),
+        result("llama3_8k", 16384, "sage", (3.0, 3.0, 6.0)),
+        result("flux_double", 4096, "sage.force", (1.0, 1.0, 1.0)),
+        result("padded", 4096, "sage", (1.0, 1.0, 1.0), "Wrong: x"),
+    ]
+    machine, versions = {"gpu": "H"}, dict(torch="2", triton="3", cudnn="9")
+    plans = {"packages": dict(rows=rows, machine=machine, versions=versions,
+                              date="2026-11-22T00", method={"packages": "at once"})}  # fmt: skip
+    text = plot.packages({"h": plans})
+    assert (
+        "| Llama 3 8B | 1x2x8192x64 | 1.000 | 1.010 | 1.500 | **1.50x** | 2.000 | 2.020 | 3.000 |"
+        in text
+    )
+    assert (
+        "| Llama 3 8B | N=1: 1.2e-05, N=8192: bit-equal, N=16384: bit-equal | 3.2 (2.0) | 70 (50) |"
+        in text
+    )
+    assert "| Flux, double block, `sage.force` | 1x2x4096x64 |" in text
+    assert "padded" not in text and "Packages: at once." in text
+    assert plot.packages({"h": {}}) == ""
+    (tmp_path / "packages.json").write_text(json.dumps({"date": "2026-11-22T00", "rows": rows}))
+    assert list(plot.newest(tmp_path)) == ["packages"]

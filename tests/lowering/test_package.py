@@ -1,0 +1,894 @@
+"""What a package launches, without a GPU: the C++ that `record` writes, compiled with a driver that
+writes down what it is asked (fake_driver.h), against the Python that it was written of."""
+
+import ctypes
+import dataclasses
+import functools
+import json
+import math
+import random
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import types
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import triton
+from torch._inductor.package import package_aoti
+
+from sage_inductor.lowering import package
+from sage_inductor.lowering.number import Facts
+from sage_inductor.lowering.record import Recorded, TensorArgument, record
+from sage_inductor.ops.attention import tiles
+from sage_inductor.ops.attention.arguments import AttentionCall
+from sage_inductor.ops.attention.select import attention_opaque
+from sage_inductor.ops.compile import Compilation, Unknown, describe
+from sage_inductor.ops.formats import pad_head_dim
+from sage_inductor.ops.quantize.op import quantize_kv_opaque
+from sage_inductor.ops.quantize.smooth import _estimate_kernel as estimate_kernel
+from sage_inductor.ops.recipe import NAMED
+
+H200 = tiles.Gpu((9, 0), 132)
+PROCESSORS = 132, 1, 78, 114  # of the fake driver's devices
+KINDS = {torch.uint8: 0, torch.int8: 1, torch.int32: 3, torch.float16: 5, torch.float32: 6,
+         torch.bool: 11, torch.bfloat16: 15, torch.float8_e4m3fn: 24}  # fmt: skip
+TMA = {
+    "i8": (1, 0),
+    "fp8e4nv": (1, 0),
+    "bf16": (2, 9),
+    "fp16": (2, 6),
+}  # bytes, CUtensorMapDataType
+ALIGNED, SHARED = 1 << 44, 100_000  # an address; bytes of shared memory of every kernel
+
+
+# -- C++ with the fake driver ----
+
+
+def fake_kernel(digest: str, compilation) -> str:
+    descriptors = []
+    for each in compilation.types:
+        if found := re.match(r"tensordesc<(\w+)\[([\d, ]+)\]", each):
+            size, kind = TMA[found[1]]
+            descriptors.append((3, size, kind, [int(n) for n in found[2].split(",")]))
+    options = dict(compilation.options)
+    image = " ".join(map(str, [digest, *compilation.parameters])).encode()
+    return package.kernel_definition(
+        digest, f"name_{digest}", image, 32 * options.get("num_warps", 4), SHARED,
+        options.get("launch_pdl", False), descriptors,
+    )  # fmt: skip
+
+
+def build(folder: Path, functions: dict[str, Recorded]) -> Path:
+    """A shared library of the functions and the fake driver."""
+    compilations = {d: c for f in functions.values() for d, c in f.compilations.items()}
+    text = '#include "fake_driver.h"\n' + package.HEADER.read_text()
+    text += "namespace sage_inductor {\nnamespace {\n"
+    text += "".join(fake_kernel(d, c) for d, c in compilations.items())
+    text += "".join(f.source for f in functions.values()) + "}\n}\n"
+    for name, f in functions.items():
+        head = re.search(rf"{name}\((.*?)\) {{", f.source, re.DOTALL)[1]
+        counts = [len(re.findall(kind, head)) for kind in (r"Handle \w", "int64_t", r"Handle\*")]
+        given = [f"(AtenTensorHandle)tensors[{i}]" for i in range(counts[0])]
+        given += [f"numbers[{i}]" for i in range(counts[1])]
+        given += [f"(AtenTensorHandle*)&outputs[{i}]" for i in range(counts[2])]
+        text += (
+            f'extern "C" const char* call_{name}(void** tensors, const int64_t* numbers, void** outputs)'
+            f" {{\n  return failure([&] {{ return sage_inductor::{name}({', '.join(given)}); }});\n}}\n"
+        )
+    (folder / "test.cpp").write_text(text)
+    includes = [Path(__file__).parent, Path(torch.__file__).parent / "include",
+                Path(triton.__file__).parent / "backends/nvidia/include"]  # fmt: skip
+    subprocess.run(
+        ["g++", "-std=c++20", "-O0", "-Wall", "-Werror", "-Wno-unused-variable", "-shared", "-fPIC",
+         "-Wl,-Bsymbolic", *(f"-I{x}" for x in includes), "test.cpp", "-o", "test.so"],
+        check=True, cwd=folder,
+    )  # fmt: skip
+    return folder / "test.so"
+
+
+class Library:
+    """C++ functions, as Python calls them."""
+
+    def __init__(self, path: Path, functions: dict[str, Recorded]):
+        self.path, self.functions = path, functions
+        self.compilations = {d: c for f in functions.values() for d, c in f.compilations.items()}
+        self.cpp = ctypes.CDLL(str(path))
+        self.cpp.new_tensor.restype = ctypes.c_void_p
+        self.cpp.taken.restype = ctypes.c_char_p
+        for name in functions:
+            getattr(self.cpp, f"call_{name}").restype = ctypes.c_char_p
+
+    def set(self, name: str, value: int) -> None:
+        ctypes.c_int.in_dll(self.cpp, name).value = value
+
+    def tensor(self, x: "Tensor", address: int, device: int = 0) -> ctypes.c_void_p:
+        many = ctypes.c_int64 * len(x.shape)
+        return ctypes.c_void_p(
+            self.cpp.new_tensor(
+                ctypes.c_int64(address), ctypes.c_int64(len(x.shape)), many(*x.shape),
+                many(*x.strides), KINDS[x.dtype], device,
+            )
+        )  # fmt: skip
+
+    def call(self, name: str, arguments: dict, device: int = 0, moved: dict | None = None) -> list:
+        """What was written down. Raises RuntimeError with its message. The tensors, in their
+        order, are at ALIGNED, 2 * ALIGNED and so on; moved: bytes that one begins later."""
+        taken = self.functions[name].source.split("{")[0]
+        tensors = [
+            self.tensor(x, (i + 1) * ALIGNED + (moved or {}).get(each, 0), device)
+            for i, (each, x) in enumerate((k, x) for k, x in arguments.items() if type(x) is Tensor)
+        ]
+        numbers = [x for k, x in arguments.items() if f"int64_t {k}" in taken]
+        outputs = (ctypes.c_void_p * 8)()
+        self.set("current", device)
+        error = getattr(self.cpp, f"call_{name}")(
+            (ctypes.c_void_p * len(tensors))(*tensors), (ctypes.c_int64 * len(numbers))(*numbers),
+            outputs,
+        )  # fmt: skip
+        for x in tensors:
+            self.cpp.aoti_torch_delete_tensor_object(x)
+        if error:
+            self.cpp.taken(None, 0)
+            raise RuntimeError(error.decode())
+        text = self.cpp.taken(outputs, sum(x is not None for x in outputs)).decode()
+        assert self.cpp.live() == 0
+        return [json.loads(line) for line in text.splitlines()]
+
+    def plan(self, name: str, arguments: dict, device: int = 0) -> tuple["Plan", set]:
+        """And the digests of what was launched."""
+        written = self.call(name, arguments, device)
+        inputs = (k for k, x in arguments.items() if type(x) is Tensor)
+        label = Labels({(i + 1) * ALIGNED: each for i, each in enumerate(inputs)})
+        launches = []
+        for line in (x for x in written if "launch" in x):
+            compilation = self.compilations[line["launch"]]
+            options = dict(compilation.options)
+            assert line["block"] == [32 * options.get("num_warps", 4), 1, 1]
+            assert line["overlaps"] == options.get("launch_pdl", False)
+            assert (line["shared"], line["stream"]) == (SHARED, 7000 + device)
+            values = read_arguments(compilation, line["arguments"], label)
+            launches.append((compilation.kernel, tuple(line["grid"]), values, options))
+        outputs = [
+            (label(x["address"]), x["sizes"], x["strides"], x["dtype"])
+            for x in written
+            if "output" in x
+        ]
+        made = {
+            label(x["made"]): (math.prod(x["sizes"]), x["dtype"])
+            for x in written
+            if x.get("made") in label.seen
+        }
+        assert all(x["device"] == device for x in written if "made" in x)
+        return Plan(launches, outputs, made), {x["launch"] for x in written if "launch" in x}
+
+
+class Plan(NamedTuple):
+    """What a call launches and gives. Tensors have their arguments' names, or made0 and so on."""
+
+    launches: list  # (kernel, grid, arguments, options)
+    outputs: list  # (tensor, shape, strides, dtype)
+    made: dict  # elements and dtype of each
+
+
+class Labels:
+    """Names of tensors by their addresses; of those without a name, in the order of their use."""
+
+    def __init__(self, seen: dict):
+        self.seen = seen
+
+    def __call__(self, address) -> str:
+        made = sum(x.startswith("made") for x in self.seen.values())
+        return self.seen.setdefault(address, f"made{made}")
+
+
+def read_arguments(compilation, given: list, label: Labels) -> list:
+    """A kernel's arguments, of what the driver was given and what is compiled in."""
+    given, constants, found = iter(given), dict(compilation.constants), []
+    for i, kind in enumerate(compilation.types):
+        if kind == "constexpr":
+            found.append(constants[i])
+        elif kind.startswith("tensordesc"):
+            block = [int(n) for n in re.search(r"\[([\d, ]+)\]", kind)[1].split(",")]
+            map, rank, (size, number) = next(given), len(block), TMA[re.search(r"<(\w+)", kind)[1]]
+            shape, strides = ([next(given) for _ in block] for _ in range(2))
+            assert map["sizes"] == shape[::-1] and map["box"] == block[::-1]
+            assert map["steps"] == [size * n for n in strides[-2::-1]]
+            assert (map["type"], map["swizzle"], map["others"]) == (number, 3, [0, 2, 0])
+            assert map["element_steps"] == [1] * rank
+            assert all(n % 16 == 0 for n in (map["address"], *map["steps"]))
+            found.append((label(map["address"]), shape, strides, block))
+        else:
+            x = next(given)
+            assert x % 16 == 0 or i not in compilation.aligned
+            found.append(label(x) if kind.startswith("*") else x)
+    assert list(given) == [0, 0]  # scratch memory
+    return found
+
+
+# -- the same in Python ----
+
+
+class Tensor(NamedTuple):
+    dtype: torch.dtype
+    shape: tuple
+    strides: tuple
+
+
+def planned(launch, arguments: dict, processors: int) -> Plan:
+    """The plan of an op's launch function, on tensors without memory."""
+    kept, launches, sizes = [], [], {}
+
+    def run(kernel, grid, tensors, numbers, **options):
+        values = [describe(x) for x in (*tensors, *numbers)]
+        launches.append((kernel, (*grid, 1, 1)[:3], values, options))
+
+    def describe(x):
+        if hasattr(x, "block_shape"):
+            return describe(x.base), list(x.shape), list(x.strides), list(x.block_shape)
+        if not isinstance(x, torch.Tensor):
+            return x
+        storage = x.untyped_storage()
+        kept.append(storage)
+        name = label(storage._cdata)
+        sizes[name] = storage.nbytes() // x.element_size(), KINDS[x.dtype]
+        return name
+
+    given = {
+        k: torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device="meta")
+        if type(x) is Tensor
+        else x
+        for k, x in arguments.items()
+    }
+    label = Labels(
+        {x.untyped_storage()._cdata: k for k, x in given.items() if isinstance(x, torch.Tensor)}
+    )
+    found = launch(given, run, H200._replace(processors=processors))
+    outputs = [(describe(x), list(x.shape), list(x.stride()), KINDS[x.dtype]) for x in found]
+    made = {name: size for name, size in sizes.items() if name.startswith("made")}
+    return Plan(launches, outputs, made)
+
+
+# -- calls: known sizes are Facts of one number, the others are drawn ----
+
+
+def tensor(dtype: torch.dtype, shape: tuple, strides: tuple) -> TensorArgument:
+    """As far as Inductor would know it."""
+    shape, strides = (
+        tuple(
+            x if x.low == x.high else dataclasses.replace(x, divisor=math.gcd(x.divisor, 16))
+            for x in each
+        )
+        for each in (shape, strides)
+    )
+    return TensorArgument(dtype, shape, strides)
+
+
+def known(arguments: dict) -> dict:
+    """Arguments of which all is known."""
+
+    def of(x):
+        if isinstance(x, TensorArgument):
+            return Tensor(x.dtype, *(tuple(n.low for n in each) for each in (x.shape, x.strides)))
+        return x.low if isinstance(x, Facts) else x
+
+    return {name: of(x) for name, x in arguments.items()}
+
+
+def strides(layout: str, shape: tuple) -> tuple:
+    """Of [B, H, N, D]."""
+    _, H, N, D = shape
+    one, two, three = map(Facts.of, (1, 2, 3))
+    if layout == "apart":
+        return (*APART, one)
+    return {
+        "bhnd": (H * N * D, N * D, D, one),
+        "bnhd": (N * H * D, D, H * D, one),
+        "chunked": (N * three * H * D, D, three * H * D, one),  # of x[:, :, i] of [B, N, 3, H, D]
+        "unaligned": (N * H * D + one, D, H * D, one),
+        "every_other": (N * H * D * two, D * two, H * D * two, two),  # of 2 D channels
+    }[layout]
+
+
+APART = [Facts(16, math.inf, 16)] * 3  # while recording; then multiples of 16 beyond 2^31, too
+
+
+def contiguous(dtype: torch.dtype, *shape: Facts):
+    found = [Facts.of(1)]
+    for n in shape[:0:-1]:
+        found.insert(0, found[0] * n)
+    return tensor(dtype, shape, tuple(found))
+
+
+def attention(
+    B: Facts, N_q: Facts, N_kv: Facts, recipe: str, D: int, heads=(16, 16), D_v: int | None = None,
+    dtype=torch.bfloat16, q="bnhd", v="bnhd", mask: str | None = None, **given,
+) -> dict:  # fmt: skip
+    """The arguments of attention_opaque."""
+    r, f = NAMED[recipe], Facts.of
+    H_q, H_kv = map(f, heads)
+    D_v = D_v or D
+    N_pad = (N_kv + f(127)) // f(128) * f(128)
+    shape = B, H_q, N_q, f(D)
+    groups = f(r.sharing.k_groups)
+    k = contiguous(torch.int8, B, H_kv, N_pad, f(pad_head_dim(D)))
+    k_scale = contiguous(torch.float32, B, H_kv, N_pad // f(64), groups)
+    v_scale = v_mean = attn_mask = tile_summary = None
+    if r.pv == "fp8":
+        codes = contiguous(torch.float8_e4m3fn, B, H_kv, f(pad_head_dim(D_v)), N_pad)
+        v_scale = v_mean = contiguous(torch.float32, B, H_kv, f(D_v))
+    else:
+        of_v = B, H_kv, N_kv, f(D_v)
+        codes = tensor(dtype, of_v, strides(v, of_v))
+    if mask:
+        block_m = f(tiles.tile((9, 0), r.qk, r.pv, max(D, D_v), True).BLOCK_M)
+        rows = (N_q + f(2) * block_m - f(1)) // block_m
+        one = f(1)
+        of, dtype_of, seen = {
+            "keys": ((B, one, one, N_kv), torch.bool, (B, one, one, N_kv)),
+            "rows": ((one, one, N_q, N_kv), torch.bool, (one, one, rows, N_kv)),
+            "bias": ((B, H_q, N_q, N_kv), dtype, (B, H_q, rows, N_kv)),
+        }[mask]
+        attn_mask = contiguous(dtype_of, *of)
+        tile_summary = contiguous(torch.uint8, *seen)
+    call = AttentionCall(
+        tensor(dtype, shape, strides(q, shape)), k, k_scale, codes, D**-0.5,
+        N_kv, r.encode(), v_scale=v_scale, v_mean=v_mean,
+        attn_mask=attn_mask, tile_summary=tile_summary, **given,
+    )  # fmt: skip
+    return call._asdict()
+
+
+def quantize(
+    B: Facts, N_q: Facts, N_kv: Facts, D: int, D_v: int | None = None, heads: int = 16,
+    layout: str = "bnhd", visible: str | None = None, dtype=torch.bfloat16,
+) -> dict:  # fmt: skip
+    """The arguments of quantize_kv_opaque. D_v 0: k alone."""
+    f, one = Facts.of, Facts.of(1)
+    k, v = ((B, f(heads), N_kv, f(n)) for n in (D, D if D_v is None else D_v))
+    shown = {"batch": (B, one, N_kv), "one": (one, one, N_kv), "all": (B, f(heads), N_kv)}
+    return {
+        "k": tensor(dtype, k, strides(layout, k)),
+        "v": None if D_v == 0 else tensor(dtype, v, strides(layout, v)),
+        "visible": contiguous(torch.uint8, *shown[visible]) if visible else None,
+        "recipe": NAMED["sage2-8b-per-token"].encode(),
+    }
+
+
+ANY, SHORT = Facts(1, math.inf), Facts(1, 32768)
+FP8, BITS16 = "sage2-8b-per-token", "sage1-per-token"
+CAUSAL = {"right": 0}
+ATTENTION = {  # name -> B, N, the others of `attention`
+    "full": (Facts(1, 64), SHORT, dict(recipe=FP8, D=128, out_bnhd=True)),
+    "one_batch": (Facts.of(1), SHORT, dict(recipe=FP8, D=128, q="bhnd")),
+    "causal": (Facts(1, 64), ANY, dict(recipe=FP8, D=128, heads=(32, 8), q="chunked", **CAUSAL)),
+    "far": (Facts(1, 64), ANY, dict(recipe=FP8, D=128, q="apart", out_bnhd=True, dtype=torch.float16)),
+    "d64": (Facts.of(2), SHORT, dict(recipe=FP8, D=64, q="chunked", out_bnhd=True)),
+    "d64_causal": (Facts(1, 64), SHORT, dict(recipe=FP8, D=64, heads=(9, 3), **CAUSAL)),
+    "d72": (Facts(1, 64), SHORT, dict(recipe=FP8, D=72, heads=(5, 5), out_bnhd=True)),
+    "d256": (Facts.of(1), ANY, dict(recipe=FP8, D=256, heads=(8, 4), **CAUSAL)),
+    "d256_full": (Facts(1, 64), SHORT, dict(recipe=FP8, D=256, heads=(4, 4), out_bnhd=True)),
+    "d_v": (Facts(1, 64), SHORT, dict(recipe=FP8, D=128, D_v=64)),
+    "every_other": (Facts(1, 64), SHORT, dict(recipe=FP8, D=128, q="every_other")),
+    "two_groups": (Facts(1, 64), SHORT, dict(recipe=FP8, D=128, warpgroups=2)),
+    "portable": (Facts(1, 64), SHORT, dict(recipe=FP8, D=128, warpgroups=0, out_bnhd=True)),
+    "b16": (Facts(1, 64), SHORT, dict(recipe=BITS16, D=128, v="chunked", out_bnhd=True)),
+    "b16_causal": (Facts(1, 64), SHORT, dict(recipe=BITS16, D=64, heads=(32, 8), v="apart", **CAUSAL)),
+    "b16_unaligned": (Facts(1, 64), SHORT, dict(recipe=BITS16, D=64, v="unaligned")),
+    "b16_72": (Facts(1, 64), SHORT, dict(recipe=BITS16, D=72, heads=(5, 5), dtype=torch.float16)),
+    "keys": (Facts(1, 64), SHORT, dict(recipe=FP8, D=128, mask="keys", out_bnhd=True)),
+    "rows": (Facts.of(2), SHORT, dict(recipe=FP8, D=64, mask="rows")),
+    "bias": (Facts(1, 64), SHORT, dict(recipe=FP8, D=128, mask="bias", q="chunked")),
+    "window": (Facts(1, 64), SHORT, dict(recipe=FP8, D=128, left=1024, right=0, out_bnhd=True)),
+    "band": (Facts(1, 64), SHORT, dict(recipe="sage2-8b", D=64, left=5, right=7, bottom_right=True)),
+}  # fmt: skip
+QUANTIZE = {
+    "kv": (Facts(1, 64), SHORT, dict(D=128)),
+    "kv_far": (Facts(1, 64), ANY, dict(D=128, layout="apart")),
+    "kv_72": (Facts(1, 64), SHORT, dict(D=72, D_v=64, heads=5, layout="chunked")),
+    "kv_256": (Facts.of(1), ANY, dict(D=256, layout="bhnd", dtype=torch.float16)),
+    "k": (Facts(1, 64), SHORT, dict(D=64, D_v=0)),
+    "kv_batch": (Facts(1, 64), SHORT, dict(D=128, visible="batch")),
+    "kv_one": (Facts(1, 64), SHORT, dict(D=128, visible="one", layout="every_other")),
+    "kv_all": (Facts.of(2), SHORT, dict(D=64, visible="all")),
+    "k_batch": (Facts(1, 64), SHORT, dict(D=128, D_v=0, visible="batch")),
+}
+_HOPPER, _PORTABLE, _SPLIT = "_hopper_kernel", "_attention_kernel", "_combine_kernel"
+KERNELS = {
+    **dict.fromkeys(["causal", "d256", "b16_causal"], {_HOPPER}),
+    **dict.fromkeys(
+        ["every_other", "portable", "keys", "rows", "bias", "window", "band"], {_PORTABLE}
+    ),
+    "d64_causal": {_HOPPER, _PORTABLE},
+    **dict.fromkeys(["d64", "b16_unaligned"], {_HOPPER, _PORTABLE, _SPLIT}),
+    **dict.fromkeys(
+        ["full", "one_batch", "far", "d72", "d256_full", "d_v", "two_groups", "b16", "b16_72"],
+        {_HOPPER, _SPLIT},
+    ),
+    **dict.fromkeys(["k", "k_batch"], {"_estimate_kernel", "_quantize_k_kernel"}),
+    **dict.fromkeys(
+        ["kv", "kv_far", "kv_72", "kv_256", "kv_batch", "kv_one", "kv_all"],
+        {"_estimate_kernel", "_quantize_kv_kernel", "quantize_v_again_kernel"},
+    ),
+}
+LENGTHS = 1, 2, 5, 77, 128, 1000, 1535, 1536, 3071, 3072, 4096, 12345
+
+
+def arguments(name: str, *sizes: Facts) -> dict:
+    of = attention if name in ATTENTION else quantize
+    return of(*sizes, **(ATTENTION | QUANTIZE)[name][2])
+
+
+def launch_of(name: str):
+    return package.attention if name in ATTENTION else package.quantize_kv
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    functions = {
+        name: record(name, launch_of(name), arguments(name, B, N, N), H200)
+        for name, (B, N, _) in (ATTENTION | QUANTIZE).items()
+    }
+    return Library(build(tmp_path_factory.mktemp("library"), functions), functions)
+
+
+def drawn(name: str, rng: random.Random) -> tuple[dict, int]:
+    """Arguments, and a device."""
+    B, _, options = (ATTENTION | QUANTIZE)[name]
+    least = 2 if "mask" in options else 1  # of 1, Python's mask has other strides: see below
+    lengths = LENGTHS[least - 1 :]
+    N_q = rng.choice(lengths) if rng.random() < 0.8 else rng.randint(2, 9000)
+    N_kv = N_q if rng.random() < 0.6 else rng.choice(lengths)
+    B = B.low if B.low == B.high else rng.choice((1, 2, 3, 17)[least - 1 :])
+    return known(arguments(name, *map(Facts.of, (B, N_q, N_kv)))), rng.randrange(len(PROCESSORS))
+
+
+# -- equal ----
+
+
+@pytest.mark.parametrize("name", [*ATTENTION, *QUANTIZE])
+def test_cpp_launches_what_python_launches(name, library, monkeypatch):
+    rng, reached = random.Random(name), set()
+    for _ in range(200):
+        far = [Facts.of(16 * rng.randrange(1, 2**30)) for _ in range(3)]
+        monkeypatch.setattr(sys.modules[__name__], "APART", far)
+        given, device = drawn(name, rng)
+        plan, digests = library.plan(name, given, device)
+        assert plan == planned(launch_of(name), given, PROCESSORS[device])
+        reached |= digests
+    of = library.functions[name].compilations
+    assert reached == of.keys()
+    assert {of[digest].kernel.__name__ for digest in reached} == KERNELS[name]
+
+
+@pytest.mark.parametrize("name", ["keys", "rows", "bias"])
+def test_a_mask_of_one_query_is_read_as_that_of_many(name, library):
+    """As the graph around was traced, which makes a summary of many queries."""
+    B = ATTENTION[name][0].low
+    given = known(arguments(name, *map(Facts.of, (B, 1, 1))))
+    ((of_one,), *_), _ = library.plan(name, given)
+    many = known(arguments(name, *map(Facts.of, (B, 2, 2))))
+    ((of_many,), *_), _ = library.plan(name, many)
+    of_one, of_many = (dict(zip(kernel.arg_names, x)) for kernel, _, x, _ in (of_one, of_many))
+    kind, row = (1, 0) if name == "keys" else (2, given["attn_mask"].strides[2])
+    assert of_one["MASK"] == of_many["MASK"] == kind
+    assert (of_one["stride_mm"], of_one["stride_mn"]) == (row, 1)
+
+
+# -- failures ----
+
+
+@pytest.fixture
+def unloaded(library, tmp_path):
+    """The library again, with no kernel loaded and no device known."""
+    return Library(shutil.copy(library.path, tmp_path), library.functions)
+
+
+def call_of(name: str, N: int, B: int = 2) -> dict:
+    return known(arguments(name, *map(Facts.of, (B, N, N))))
+
+
+def changed(given: dict, name: str, at: int | None = None, **fields) -> dict:
+    """Another dtype, shape or strides of a tensor; at: in one dimension."""
+    x = given[name]
+    for field, value in fields.items():
+        if at is not None:
+            value = (*getattr(x, field)[:at], value, *getattr(x, field)[at + 1 :])
+        x = x._replace(**{field: value})
+    return given | {name: x}
+
+
+def test_another_gpu_is_refused(unloaded):
+    library = unloaded
+    library.set("capability", 100)
+    with pytest.raises(RuntimeError, match=r"sage_inductor: this package holds kernels for compute "
+                       r"capability 9\.0, got a GPU of 10\.0: package the model again on such a GPU"):  # fmt: skip
+        library.call("full", call_of("full", 128))
+    library.set("capability", 90)
+    library.call("full", call_of("full", 128))
+    with pytest.raises(RuntimeError, match="a tensor must be on one of 64 GPUs"):
+        library.call("full", call_of("full", 128), device=64)
+
+
+def test_a_damaged_kernel_is_refused(library, tmp_path):
+    """One bit of an image, in the library's file."""
+    digest = next(iter(library.functions["full"].compilations))
+    damaged = library.path.read_bytes().replace(f"{digest} 8".encode(), f"{digest} 9".encode())
+    (tmp_path / "test.so").write_bytes(damaged)
+    library = Library(tmp_path / "test.so", library.functions)
+    with pytest.raises(RuntimeError, match=f"the kernel name_{digest} in this package is damaged"):
+        library.call("full", call_of("full", 128))
+
+
+def test_an_error_of_the_driver_or_of_torch_says_where(unloaded):
+    library, given = unloaded, call_of("full", 128)
+    library.set("load_fails", 1)
+    with pytest.raises(RuntimeError, match=r"loading the kernel name_\w+: no kernel image "
+                       r"\(the driver is for CUDA 12\.8\)$"):  # fmt: skip
+        library.call("full", given)
+    library.set("load_fails", 0)
+    library.set("launch_fails", 1)
+    with pytest.raises(RuntimeError, match=r"name_\w+: launch failed \(the driver"):
+        library.call("full", given)
+    library.set("launch_fails", 0)
+    library.set("torch_fails", 1)
+    with pytest.raises(RuntimeError, match="sage_inductor: torch failed at q$"):
+        library.call("full", given)
+    library.set("torch_fails", 0)
+    assert library.call("full", given)
+    assert library.cpp.live() == 0
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(name="q", dtype=torch.float16), "q must have the dtype that it had when the package was made"),
+        (dict(name="q", shape=(2, 16, 128), strides=(16, 1, 1)), "q: its rank must be 4, as when the package was made, got 3"),
+        (dict(name="q", at=1, shape=8), "q: its size in dimension 1 must be 16, as when the package was made, got 8"),
+        (dict(name="k", at=2, shape=130), "k: its size in dimension 2 must be 128 to 32768 and a multiple of 16, as .* got 130"),
+        (dict(name="q", at=0, shape=65), "q: its size in dimension 0 must be 1 to 64, as .* got 65"),
+        (dict(name="q", at=3, strides=2), "q: its stride in dimension 3 must be 1, .* got 2"),
+        (dict(name="q", at=0, strides=2048 * 128 + 8), "q: its stride in dimension 0 must be .* a multiple of 16, .* got 262152"),
+        (dict(name="k", at=2, strides=256), "k: its stride in dimension 2 must be 128, .* got 256"),
+        (dict(name="k", at=1, strides=128 * 256), "k: its stride in dimension 1 must be 16384, .* got 32768"),
+        (dict(name="v_mean", at=2, shape=64), "v_mean: its size in dimension 2 must be 128, .* got 64"),
+    ],
+)  # fmt: skip
+def test_what_is_not_as_when_the_package_was_made_is_refused(change, message, library):
+    name = "portable" if "stride in dimension 1" in message else "full"
+    given = changed(call_of(name, 128), **change)
+    with pytest.raises(RuntimeError, match=f"^sage_inductor: {message}$"):
+        library.call(name, given)
+
+
+def test_numbers_that_are_not_as_when_the_package_was_made_are_refused(tmp_path):
+    given = arguments("full", Facts.of(2), Facts(1, 512), Facts(16, 512, 16))
+    functions = {"f": record("f", package.attention, given, H200)}
+    library = Library(build(tmp_path, functions), functions)
+    for n in (0, 513, 17):
+        with pytest.raises(RuntimeError, match="n_kv must be 16 to 512 and a multiple of 16, as when "
+                           f"the package was made, got {n}"):  # fmt: skip
+            library.call("f", call_of("full", 128) | {"n_kv": n})
+    library.call("f", call_of("full", 128) | {"n_kv": 112})
+
+
+def test_the_stride_of_one_row_is_not_looked_at(library):
+    given = changed(call_of("full", 128, B=1), "q", at=0, strides=3)
+    assert library.call("full", given)
+
+
+def test_numbers_beyond_32_bits_are_refused(library):
+    given = call_of("causal", 1)
+    given = changed(given, "q", at=2, shape=2**31)
+    with pytest.raises(RuntimeError, match="a size must fit in 32 bits, got 4294967296"):
+        library.call("causal", given)
+    given = changed(call_of("causal", 128), "k", at=2, shape=2**30)
+    with pytest.raises(RuntimeError, match=f"must be .* to {2**30 - 1}"):
+        library.call("causal", given)
+    with pytest.raises(RuntimeError, match="a grid is too large"):
+        library.call("kv_far", call_of("kv_far", 2**30 - 128, B=64))
+
+
+def test_a_tensor_at_an_odd_address_is_copied(library):
+    given = call_of("full", 128)
+    written = library.call("full", given, moved={"k_scale": 4})
+    (clone,) = (x for x in written if "clone" in x)
+    at = (list(x for x in given if type(given[x]) is Tensor).index("k_scale") + 1) * ALIGNED
+    assert clone["of"] == at + 4
+    (launch,) = (x["arguments"] for x in written if "launch" in x)
+    assert clone["clone"] in launch and at + 4 not in launch
+    assert not [x for x in library.call("full", given) if "clone" in x]
+
+
+# -- loading ----
+
+
+def test_all_kernels_are_loaded_at_the_first_call_on_a_device(unloaded):
+    library = unloaded
+    of = library.functions["full"].compilations
+    for device in (0, 1):
+        written = library.call("full", call_of("full", 128), device)
+        loads = [(x["load"], x["on"]) for x in written if "load" in x]
+        assert sorted(loads) == sorted((digest, device) for digest in of)
+        shared = [x["shared_of"] for x in written if "shared_of" in x]
+        assert sorted(shared) == sorted(of)
+        first = next(i for i, x in enumerate(written) if "made" in x or "launch" in x)
+        assert not any("load" in x for x in written[first:])
+    for N in LENGTHS:
+        for device in (0, 1):
+            assert not [x for x in library.call("full", call_of("full", N), device) if "load" in x]
+
+
+def test_threads_load_a_kernel_once(unloaded):
+    library, given, errors = unloaded, call_of("full", 128), []
+    library.set("loading_ms", 20)
+    tensors = [library.tensor(x, (i + 1) * ALIGNED) for i, x in enumerate(given.values()) if type(x) is Tensor]  # fmt: skip
+    start, call = threading.Barrier(4), library.cpp.call_full
+
+    def run():
+        outputs = (ctypes.c_void_p * 8)()
+        start.wait()
+        errors.append(
+            call((ctypes.c_void_p * len(tensors))(*tensors), (ctypes.c_int64 * 1)(128), outputs)
+        )
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    written = [json.loads(line) for line in library.cpp.taken(None, 0).decode().splitlines()]
+    assert errors == [b""] * 4 and sum("launch" in x for x in written) == 4
+    loads = [x["load"] for x in written if "load" in x]
+    assert sorted(loads) == sorted(library.functions["full"].compilations)
+
+
+def test_a_constexpr_must_be_known():
+    """head_dim, of which a tile is made; and in general, of any kernel."""
+    given = arguments("full", Facts.of(2), Facts.of(128), Facts.of(128))
+    q = given["q"]
+    unknown = dataclasses.replace(q, shape=(*q.shape[:3], Facts(1, 128)))
+    with pytest.raises(TypeError, match="known only when a package runs: q.sizes\\[3\\]"):
+        record("f", package.attention, given | {"q": unknown}, H200)
+    ((kernel, _, values, _), *_), *_ = planned(package.attention, known(given), 132)
+    (at,) = (i for i, each in enumerate(kernel.params) if each.name == "D")
+    values = [torch.empty(1) if isinstance(x, (str, tuple)) else x for x in values]
+    with pytest.raises(TypeError, match="_hopper_kernel: D must be known to compile it"):
+        describe(kernel, [*values[:at], Unknown(math.inf, 1), *values[at + 1 :]], {})
+
+
+# -- in Inductor: a package of ops whose C++ is in its own wrapper, on CPU ----
+
+
+def _scale(x, bias, by, n, negate=False):
+    """A tuple of outputs; an optional tensor, numbers known and not, a default."""
+    return (-by if negate else by) * x + n, x + (0 if bias is None else bias)
+
+
+def _pair(x):
+    """A list of outputs."""
+    return [x / 2, x * 2]
+
+
+_TEST_OPS = torch.library.Library("sage_test", "DEF")
+for _function, _schema in (
+    (_scale, "scale(Tensor x, Tensor? bias, float by, SymInt n, bool negate=False) -> (Tensor, Tensor)"),
+    (_pair, "pair(Tensor x) -> Tensor[]"),
+):  # fmt: skip
+    _TEST_OPS.define(_schema)
+    _TEST_OPS.impl(_function.__name__[1:], _function, "CPU")
+    torch.library.register_fake(f"sage_test::{_function.__name__[1:]}", _function, lib=_TEST_OPS)
+SCALE, PAIR = torch.ops.sage_test.scale.default, torch.ops.sage_test.pair.default
+for _op in (SCALE, PAIR):
+    package.register(_op, None)
+
+LOOP = """
+AOTITorchError NAME(PARAMETERS) {
+  int64_t *sizes, *strides;
+  aoti_torch_get_sizes(x, &sizes);
+  aoti_torch_get_strides(x, &strides);
+  float *from, *to0, *to1, *added = nullptr;
+  int64_t* steps = nullptr;
+  aoti_torch_get_data_ptr(x, (void**)&from);
+  BIAS
+  aoti_torch_empty_strided(2, sizes, strides, aoti_torch_dtype_float32(), aoti_torch_device_type_cpu(), 0, out0);
+  aoti_torch_empty_strided(2, sizes, strides, aoti_torch_dtype_float32(), aoti_torch_device_type_cpu(), 0, out1);
+  aoti_torch_get_data_ptr(*out0, (void**)&to0);
+  aoti_torch_get_data_ptr(*out1, (void**)&to1);
+  for (int64_t i = 0; i < sizes[0]; ++i) {
+    for (int64_t j = 0; j < sizes[1]; ++j) {
+      const int64_t at = i * strides[0] + j * strides[1];
+      to0[at] = FIRST;
+      to1[at] = SECOND;
+    }
+  }
+  return AOTI_TORCH_SUCCESS;
+}
+"""
+
+
+@pytest.fixture
+def sources(monkeypatch):
+    """What C++ was asked for, of the test's ops."""
+    asked = []
+
+    def source(name, op, arguments, device, kernels):
+        asked.append((name, op, arguments))
+        tensors = [k for k, x in arguments.items() if isinstance(x, TensorArgument)]
+        numbers = [k for k, x in arguments.items() if isinstance(x, Facts)]
+        parameters = [f"AtenTensorHandle {k}" for k in tensors] + [f"int64_t {k}" for k in numbers]
+        first, second, bias = "from[at] / 2", "from[at] * 2", ""
+        if op is SCALE:
+            n = "n" if "n" in numbers else arguments["n"]
+            first = (
+                f"{-arguments['by'] if arguments['negate'] else arguments['by']}f * from[at] + {n}"
+            )
+            second = "from[at]"
+        if "bias" in tensors:
+            bias = "aoti_torch_get_data_ptr(bias, (void**)&added); aoti_torch_get_strides(bias, &steps);"
+            second += " + added[i * steps[0]]"
+        parameters += ["AtenTensorHandle* out0", "AtenTensorHandle* out1"]
+        text = LOOP.replace("NAME", name).replace("PARAMETERS", ", ".join(parameters))
+        return text.replace("BIAS", bias).replace("FIRST", first).replace("SECOND", second)
+
+    monkeypatch.setattr(package, "_source", source)
+    return asked
+
+
+class Scales(torch.nn.Module):
+    def forward(self, x, bias):
+        a, b = SCALE(x, None, 2.5, x.shape[0])
+        c, d = SCALE(a, None, 2.5, x.shape[0])  # the same function
+        e, f = SCALE((b + d).t(), bias[:, :1], 0.5, 3, True)
+        return a, c, d, e, f, *PAIR(f)
+
+
+class Pairs(torch.nn.Module):
+    def forward(self, x):
+        (a, b), (c, _) = PAIR(x), SCALE(x, None, 2.0, 1)
+        return a, b, c
+
+
+O0 = {"aot_inductor.compile_wrapper_opt_level": "O0"}
+
+
+def test_a_package_calls_cpp_of_its_own(sources, tmp_path):
+    """Two models: each has its functions, from 0 on. torch has no op to call in another process."""
+    x, bias, models = torch.randn(3, 8), torch.randn(8, 2), {"scales": Scales(), "pairs": Pairs()}
+    batch = {0: torch.export.Dim("batch", max=100)}
+    programs = {
+        "scales": torch.export.export(models["scales"], (x, bias), dynamic_shapes=(batch, None)),
+        "pairs": torch.export.export(models["pairs"], (x,), dynamic_shapes=(batch,)),
+    }
+    files = {
+        name: torch._inductor.aot_compile(
+            each.module(), each.example_inputs[0], options={"aot_inductor.package": True, **O0}
+        )
+        for name, each in programs.items()
+    }
+    path = package_aoti(str(tmp_path / "test.pt2"), files)
+    first, second, third, *others = sources
+    assert [(name, op) for name, op, _ in sources] == [
+        ("aoti_torch_sage_0", SCALE), ("aoti_torch_sage_1", SCALE), ("aoti_torch_sage_2", PAIR),
+        ("aoti_torch_sage_0", PAIR), ("aoti_torch_sage_1", SCALE),
+    ]  # fmt: skip
+    eight, one, batch = Facts.of(8), Facts.of(1), Facts(1, math.inf)
+    given = first[2]
+    assert given["x"] == TensorArgument(torch.float32, (batch, eight), (eight, one))
+    assert given == {"x": given["x"], "bias": None, "by": 2.5, "n": batch, "negate": False}
+    given = second[2]
+    assert given["bias"].strides == (Facts.of(2), one) and given["negate"] and given["n"] == 3
+    assert given["x"].shape == (eight, batch) and given["x"].strides == (one, eight)
+    code = """
+import sys, torch
+from torch._inductor.package import load_package
+path, inputs = sys.argv[1:]
+found = {}
+for name, each in torch.load(inputs).items():
+    model = load_package(path, name)
+    found[name] = [model(*given) for given in each]
+torch.save(found, inputs)
+"""
+    sizes = (3, 1, 2, 17)
+    inputs = {
+        "scales": [(torch.randn(n, 8), bias) for n in sizes],
+        "pairs": [(torch.randn(n, 8),) for n in sizes],
+    }
+    torch.save(inputs, tmp_path / "inputs")
+    subprocess.run([sys.executable, "-c", code, path, tmp_path / "inputs"], check=True, cwd="/")
+    for name, outputs in torch.load(tmp_path / "inputs").items():
+        for given, found in zip(inputs[name], outputs):
+            for y, expected in zip(found, models[name](*given), strict=True):
+                torch.testing.assert_close(y, expected)
+
+
+def test_a_compiled_model_calls_the_op_itself(sources):
+    """Where the wrapper is Python there is no C++ to add to."""
+    x, bias = torch.randn(3, 8), torch.randn(8, 2)
+    for y, expected in zip(torch.compile(Scales())(x, bias), Scales()(x, bias), strict=True):
+        torch.testing.assert_close(y, expected)
+    assert not sources
+
+
+# -- real kernels, for a GPU that is not here ----
+
+
+KERNEL = re.compile(
+    r'image_(\w+)\[\] =\n([^;]*);\nKernel kernel_\1 = {"(\w+)", image_\1, (\d+)u, (\d+)ull, '
+    r"(\d+)u, (\d+)u, (\w+), {(.*)}};"
+)
+
+
+def test_kernels_travel_as_the_jit_compiles_them(monkeypatch, tmp_path):
+    """head_dim 256: a row of k is read in two boxes. head_dim 64: kernels of both kinds."""
+    kernels, texts, compiled = set(), [], {}
+    whole = Compilation.compile
+
+    def compile(self, capability):
+        assert capability == (9, 0)
+        compiled[self.digest] = self, whole(self, capability)
+        return compiled[self.digest][1]
+
+    monkeypatch.setattr(Compilation, "compile", compile)
+    for name in ("d64_causal", "kv", "d256"):
+        B, N, _ = (ATTENTION | QUANTIZE)[name]
+        op = attention_opaque if name in ATTENTION else quantize_kv_opaque
+        texts.append(package._source(name, op, arguments(name, B, N, N), H200, kernels))
+    again = arguments("kv", *(QUANTIZE["kv"][i] for i in (0, 1, 1)))
+    texts.append(package._source("again", quantize_kv_opaque, again, H200, kernels))
+    text = "".join(texts)
+    assert text.count(package.HEADER.read_text()) == 1 and texts[0].startswith("// Launches")
+    found = {each[1]: each for each in KERNEL.finditer(text)}
+    assert found.keys() == compiled.keys() == kernels and not KERNEL.search(texts[-1])
+    for digest, (compilation, kernel) in compiled.items():
+        image, _, size, checksum, threads, shared, overlaps, descriptors = found[digest].groups()[
+            1:
+        ]
+        image = bytes(int(n, 8) for n in re.findall(r"\\(\d{3})", image))
+        assert image == kernel.asm["cubin"] and len(image) == int(size)
+        assert int(checksum) == functools.reduce(
+            lambda x, byte: (x ^ byte) * 0x100000001B3 % 2**64, image, 1469598103934665603
+        )
+        m, ptx, options = kernel.metadata, kernel.asm["ptx"], dict(compilation.options)
+        assert f".reqntid {threads}\n" in ptx and int(shared) == m.shared
+        assert m.enable_fp_fusion and not re.search(r"\.loc\s", ptx)
+        assert f".maxnreg {options.get('maxnreg')}\n" in ptx or "maxnreg" not in options
+        assert overlaps == ("true" if "griddepcontrol.wait" in ptx else "false")
+        found_in = re.findall(r"{(\d), 1, 0, {(\d+), (\d+)}}", descriptors)
+        boxes = [[int(rows), int(row)] for _, rows, row in found_in]
+        assert all(16 << int(swizzle) == int(row) for swizzle, _, row in found_in)
+        assert len(boxes) == sum(each.startswith("tensordesc") for each in compilation.types)
+        if m.name == "_hopper_kernel":
+            wide = "fp8e4nv[256, 128]" in str(compilation.types)
+            assert boxes == ([[128, 128], [256, 128]] if wide else [[128, 64], [64, 128]])
+    names = sorted(kernel.metadata.name for _, kernel in compiled.values())
+    assert names == ["_attention_kernel", "_estimate_kernel", *["_hopper_kernel"] * 2,
+                     "_quantize_kv_kernel", "quantize_v_again_kernel"]  # fmt: skip
+    for compilation, kernel in compiled.values():
+        options = dict(compilation.options)
+        assert ("launch_pdl" in options) == ("quantize" in kernel.metadata.name or "estimate" in kernel.metadata.name)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "what",
+    [dict(num_ctas=2), dict(global_scratch_size=16), dict(profile_scratch_size=8),
+     dict(launch_cooperative_grid=True), dict(ptx="(.param .u64 a, .param .u32 b)")],
+)  # fmt: skip
+def test_a_kernel_that_is_called_in_another_way_is_refused(what):
+    compilation = Compilation(estimate_kernel, ("*fp32", "constexpr"), (), (), ())
+    assert compilation.parameters == [8, 8, 8]
+
+    def compiled(ptx=".param .u64 .ptr .global .align 16 a, .param .u64 b, .param .u64 c", **given):
+        usual = dict(name="k", num_warps=4, shared=0, num_ctas=1, launch_cooperative_grid=False,
+                     global_scratch_size=0, profile_scratch_size=0)  # fmt: skip
+        asm = {"ptx": f".visible .entry k(\n{ptx}\n)\n", "cubin": b"ELF"}
+        return types.SimpleNamespace(metadata=types.SimpleNamespace(**usual | given), asm=asm)
+
+    assert "Kernel kernel_" in package.kernel_source(compilation, compiled())
+    with pytest.raises(RuntimeError, match="^k: the parameters of the compiled kernel must be "
+                       r"\[8, 8, 8\] bytes.* this Triton calls kernels in another way"):  # fmt: skip
+        package.kernel_source(compilation, compiled(**what))
