@@ -55,6 +55,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 
 gpu:
+	@$(PYTHON) -c "import sys, torch; torch.cuda.is_available() or sys.exit('torch sees no CUDA device')"
 	$(PYTHON) -m pytest -v -m gpu
 
 # Whatever the environment held before, it holds the pinned versions after. timm and the packaged

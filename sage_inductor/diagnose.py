@@ -123,7 +123,7 @@ class Diagnosis:
             lines.append(f"{where} x{len(sites)} ({sites[0].spelling}): {sites[0].reason}")
         if self.suggested:
             lines += ["", f"the fastest recipes with a relative L1 of at most {self.tolerance}:"]
-            lines.append(self.policy.text())
+            lines.append(self.policy.text().rstrip())
         return "\n".join(lines)
 
     def details(self) -> str:

@@ -64,7 +64,8 @@ class Report(Sequence):
         causes = collections.Counter(cause_of(site.reason).short for site in self.refused)
         used = counts(recipes) if recipes else f"sage on {_device_name(self[0])}"
         text = f"{len(self.rewritten)} of {len(self)} attention calls use {used}"
-        return text + (f"; {len(self.refused)} stay: {counts(causes)}" if causes else "")
+        stay = "stays" if len(self.refused) == 1 else "stay"
+        return text + (f"; {len(self.refused)} {stay}: {counts(causes)}" if causes else "")
 
     def __str__(self):
         if not self:

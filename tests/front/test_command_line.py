@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -200,3 +201,13 @@ def test_tune_says_what_it_measures(monkeypatch, capsys):
     progress = functools.partial(track, describe=describe)
     measure(gpu, (64,), (1024,), lambda *case: ms, progress)
     assert "step 4 of 6: head_dim 64, causal, B=4 H=32 N=1024\n" in capsys.readouterr().err
+
+
+@on_cpu
+def test_make_gpu_refuses_a_machine_without_one():
+    command = ["make", "gpu", f"PYTHON={sys.executable}"]
+    made = subprocess.run(
+        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60
+    )
+    assert made.returncode == 2 and "torch sees no CUDA device" in made.stderr
+    assert "test session starts" not in made.stdout

@@ -181,7 +181,7 @@ def test_verdicts(monkeypatch):
     )
     assert verdict([]).startswith("no attention call was seen")
     off = str(Report([("-", site(reason=RULE))]))
-    assert "1 stay: the policy says off" in off and cause_of(RULE).remedy not in off
+    assert "1 stays: the policy says off" in off and cause_of(RULE).remedy not in off
 
 
 def test_dicts_hold_every_call_and_are_json():
