@@ -25,7 +25,7 @@ from sage_inductor.ops import (
     visibility,
 )
 from sage_inductor.ops import recipe as recipes
-from sage_inductor.ops.attention import tiles
+from sage_inductor.ops.attention import select, tiles
 from sage_inductor.ops.attention.arguments import AttentionCall
 from sage_inductor.ops.formats import PV, Format, Prepared
 from sage_inductor.ops.quantize.smooth import smooth_q
@@ -457,7 +457,7 @@ def test_what_kernels_are_given_in_a_graph(recipe, masked, monkeypatch):
     before = triton.runtime.driver._active
     monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
     # As with a Triton of which packages do not hold opaque ops: every kernel is in the graph.
-    monkeypatch.setattr("sage_inductor.ops.attention.select.travels", lambda: False)
+    monkeypatch.setattr(select, "travels", lambda: False)
     graphs = []
 
     def grab(graph, _):
