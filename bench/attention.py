@@ -2,6 +2,7 @@
 
 $ python bench/attention.py --shapes paper --json          # bench/results/GPU/DATE-paper.json
 $ python bench/attention.py --shapes load                  # the tiles that HOPPER chooses from
+$ python bench/attention.py --shapes peers --json          # beside FA3, FA4 and SageAttention
 $ python bench/attention.py --shapes crossover             # rows for cost.CROSSOVER
 $ python bench/attention.py --shapes crossover_masks       # its rows for masks and windows
 
@@ -24,7 +25,7 @@ from pathlib import Path
 import torch
 
 import sage_inductor
-from bench import machine
+from bench import machine, peers
 from bench.cases import ALL, PLANS, Case, Plan
 from bench.measure import WINDOW, WRONG, Exact, Runner, draw, draw_sets, interleave, summary
 from bench.providers import GATE_TOLERANCE, build, gate
@@ -59,7 +60,7 @@ def main(argv=None) -> int:
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "shapes": args.shapes,
         "machine": machine.describe(device),
-        "versions": machine.versions(),
+        "versions": machine.versions() | peers.versions(wanted(args)),
         "state": {"start": machine.state(device)},
         "method": method(args),
         "rows": [],
@@ -68,7 +69,7 @@ def main(argv=None) -> int:
     if args.json == "":
         slug = result["machine"]["gpu"].lower().replace(" ", "-")
         path = RESULTS / slug / f"{result['date'][:10]}-{args.shapes}.json"
-    print_header(result)
+    print_header(result, peers.absent(wanted(args)))
     check_kernels(args, device)
     for name in SHAPES[args.shapes]:
         run(name, overridden(PLANS[name], args), args.recipes, device, result, path)
@@ -105,6 +106,8 @@ def parse(argv) -> argparse.Namespace:
     for family in args.families or ():
         if family not in known:
             parser.error(f"--families must be of {list(known)}, got {family!r}")
+    for kind, why in peers.absent(args.providers or ()).items():
+        parser.error(f"--providers {kind} is not installed: {why}")
     return args
 
 
@@ -114,12 +117,21 @@ def cuda_device(text: str) -> torch.device:
     return torch.device(text)
 
 
+def wanted(args) -> list[str]:
+    """The kinds of providers, installed or not."""
+    plans = [PLANS[name].providers for name in SHAPES[args.shapes]]
+    return list(dict.fromkeys(args.providers or itertools.chain(*plans)))
+
+
 def overridden(plan: Plan, args) -> Plan:
+    """Without the peers that are not installed."""
+    providers = args.providers or plan.providers
+    absent = peers.absent(providers)
     cases = [c for c in plan.cases if args.families is None or c.family in args.families]
     return dataclasses.replace(
         plan,
         cases=tuple(cases),
-        providers=tuple(args.providers or plan.providers),
+        providers=tuple(kind for kind in providers if kind not in absent),
         rounds=args.rounds or plan.rounds,
         target_ms=args.target_ms or plan.target_ms,
     )
@@ -136,7 +148,8 @@ def method(args) -> dict[str, str]:
         "it under a mask; "
         f"x: speed over {BASELINE} in the same row",
         "time": "median over rounds of CUDA graphs replayed between two events, after a third of "
-        f"the turn untimed; providers take turns ({turns}); *: launched, it could not be captured",
+        f"the turn untimed; providers take turns ({turns}); *: launched, it could or must not be "
+        "captured",
         "inputs": "bf16, [B, H, N, D] contiguous, N(0, 1), one or more sets in turn: with their "
         "outputs twice the L2 cache"
         + MASKS_ARE
@@ -149,7 +162,7 @@ def method(args) -> dict[str, str]:
     }
 
 
-def print_header(result: dict) -> None:
+def print_header(result: dict, absent: dict[str, str]) -> None:
     gpu, versions = result["machine"], result["versions"]
     lines = {
         "machine": f"{gpu['gpu']}, {gpu['sms']} SMs, {gpu['memory_gib']} GiB, "
@@ -158,6 +171,8 @@ def print_header(result: dict) -> None:
         "state": f"{result['state']['start']} (SM and memory clock, power of limit, Celsius)",
         **result["method"],
     }
+    if absent:
+        lines["left out"] = "; ".join(f"{kind}: {why}" for kind, why in absent.items())
     print(f"attention forward, {result['date']}")
     for name, line in lines.items():
         print(textwrap.fill(line, 100, initial_indent=f"  {name:9} ", subsequent_indent=" " * 12))

@@ -2,9 +2,11 @@
 
 import dataclasses
 
-ALL = ("cuDNN", "flash", "efficient", "flex", "inductor", "kernel", "tiles", "op", "package")
+BUILT_IN = ("cuDNN", "flash", "efficient", "flex", "inductor", "kernel", "tiles", "op", "package")
+PEERS = ("FA3", "FA3-fp8", "FA4", "sageattention")  # where they are installed: peers.py
+ALL = (*BUILT_IN, *PEERS)
 # Of efficient and flash, flash is the faster one there.
-UNMASKED = tuple(name for name in ALL if name not in ("efficient", "tiles", "package"))
+UNMASKED = tuple(name for name in BUILT_IN if name not in ("efficient", "tiles", "package"))
 MASKS = ("keys", "rows", "documents", "bias", "window")  # what each is: measure.py
 
 
@@ -130,6 +132,25 @@ PLANS = {
         providers=("cuDNN", "tiles"),
         rounds=3,
         target_ms=100.0,
+    ),
+    # Beside other packages, in turns long enough to warm the card.
+    "peers": Plan(
+        (
+            *(
+                Case(4, 32, 32, N, D, is_causal)
+                for D in (128, 64)
+                for is_causal in (False, True)
+                for N in (1024, 2048, 4096, 8192, 32768)
+            ),
+            *(case for case in MODELS if case.model not in ("hunyuan", "vit")),
+            Case(3, 20, 20, 11111, 128),
+            Case(2, 8, 2, 5003, 128, is_causal=True),
+            Case(1, 16, 16, 6000, 96),
+            Case(1, 12, 12, 20000, 80),
+        ),
+        providers=("cuDNN", *PEERS, "kernel", "op"),
+        rounds=12,
+        target_ms=60.0,
     ),
     # For recipes with 16-bit p v: --recipes accurate.
     "16bit": Plan(

@@ -145,11 +145,12 @@ class Provider:
     call: Callable  # what is timed: (*prepared) -> out [B, H_q, N, D]
     prepare: Callable = lambda *inputs: inputs  # done before the clock starts
     recipe: str | None = None
+    captures: bool = True  # False: a CUDA graph of it would be wrong
 
 
 class Runner:
     """One provider over all input sets, as a CUDA graph: each call once, one after the other. If it
-    cannot be captured, `captured` is False and `run` launches the calls."""
+    cannot or must not be captured, `captured` is False and `run` launches the calls."""
 
     def __init__(self, provider: Provider, sets):
         self.provider = provider
@@ -158,13 +159,15 @@ class Runner:
         self._launch()  # compiles
         self._launch()
         torch.cuda.synchronize()
+        self.run, self.captured = self._launch, False
+        if not provider.captures:
+            return
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):
                 self._launch()
             self.run, self.captured = graph.replay, True
         except RuntimeError:
-            self.run, self.captured = self._launch, False
             self._launch()
 
     def _launch(self) -> None:

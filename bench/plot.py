@@ -17,6 +17,7 @@ import types
 from pathlib import Path
 
 import sage_inductor
+from bench.cases import Case
 from sage_inductor import cost
 from sage_inductor.ops.recipe import ALIASES
 from sage_inductor.remedies import CAUSES
@@ -26,10 +27,12 @@ END = "<!-- table:end -->"
 MARKED = re.compile(rf"(<!-- table:(\w+) -->\n).*?({END})", re.S)
 SPEED = ("paper", "load", "models", "model", "preparation", "fusion", "masks")
 ACCURACY = ("accuracy", "defaults", "end-to-end")
-PLANS = (*SPEED, *ACCURACY, "packages")
+PLANS = (*SPEED, *ACCURACY, "packages", "peers")
 PLOT, OVERVIEW = "attention.svg", "overview.svg"
 ACCURACY_PLOT, MODELS_PLOT = "accuracy.svg", "end-to-end.svg"
-COLOURS = {"cuDNN": "0.15", "flash": "0.65", "flex": "tab:orange", "inductor": "tab:blue"}
+COLOURS = {"cuDNN": "0.15", "flash": "0.65", "flex": "tab:orange", "inductor": "tab:blue",
+           "FA3": "tab:brown", "FA3-fp8": "tab:pink", "FA4": "tab:olive",
+           "sageattention": "tab:cyan"}  # fmt: skip
 SAGE_COLOURS = ("tab:green", "tab:purple", "tab:red")  # one per recipe
 METHODS = property, classmethod, types.FunctionType
 HEADS = (8, 24, 128)  # B * H of the columns of `lengths`
@@ -232,6 +235,71 @@ def package_name(row: dict) -> str:
     return name + ", `sage.force`" * (row["kind"] == "sage.force")
 
 
+def peers(gpus: dict[str, dict]) -> str:
+    """Other packages beside ours: kernels alone, then with all preparation; means and errors where
+    the result has them. Bold: ahead of ours, or of a mean, behind it."""
+    parts = []
+    for plans in gpus.values():
+        if "peers" in plans:
+            result = plans["peers"]
+            versions = ", ".join(
+                f"{name} {version}" for name, version in result["versions"].items()
+            )
+            method = ". ".join(
+                f"{name.capitalize()}: {result['method'][name]}"
+                for name in ("time", "columns", "accuracy")
+                if name in result["method"]
+            )
+            for kind, other, title in (
+                ("kernel", " op", "The kernel alone"), ("op", " kernel", "With all preparation"),
+            ):  # fmt: skip
+                rows = [row for row in result["rows"] if not row["provider"].endswith(other)]
+                parts += [f"{title}: TFLOP/s (x cuDNN)\n", peers_table(rows, f" {kind}")]
+            if "means" in result:
+                parts += ["Ours over theirs, geometric means\n", means_table(result["means"])]
+                parts += [
+                    "Relative L1 in %: normal / k_bias / v_bias, centred\n",
+                    families_table(result["accuracy"]),
+                ]
+            where = f"One {result['machine']['gpu']}, {result['date'][:10]}, {versions}"
+            parts += [wrapped(f"{where}. {method}.") + "\n"]
+    return "\n".join(parts)
+
+
+def peers_table(rows: list[dict], kind: str) -> str:
+    rows = [{**row, "case": f"{case_of(row)}{' causal' * row['is_causal']}"} for row in rows]
+    providers = list(groups(rows, "provider"))
+    lines = [["B x H x N x D", *(name.removesuffix(kind) for name in providers)]]
+    for case, its in groups(rows, "case").items():
+        ours = max(row["tflops"] or 0 for row in its if row["recipe"])
+        cells = {}
+        for row in its:
+            cell = with_speedup(row, f"{row['tflops']:.0f}") if row["tflops"] else "-"
+            ahead = row["tflops"] and row["tflops"] > ours
+            cells[row["provider"]] = f"**{cell}**" if ahead else cell
+        lines.append([case, *(cells.get(name, "") for name in providers)])
+    return markdown(lines)
+
+
+def means_table(means: list[dict]) -> str:
+    pairs = groups([{**row, "pair": f"{row['of']} / {row['over']}"} for row in means], "pair")
+    lines = [["", *groups(means, "cases")]]
+    for pair, its in pairs.items():
+        ratios = (f"{row['speedup']:.2f}x" for row in its)
+        marks = ("**" * (row["speedup"] < 1) for row in its)
+        lines.append([pair, *(f"{m}{ratio}{m}" for ratio, m in zip(ratios, marks, strict=True))])
+    return markdown(lines)
+
+
+def families_table(accuracy: list[dict]) -> str:
+    """In %, a line per provider: normal, k_bias and, with v's mean taken off, v_bias."""
+    lines = [["", *groups(accuracy, "family")]]
+    for provider, its in groups(accuracy, "provider").items():
+        cells = ((row[kind] for kind in ("normal", "k_bias", "v_bias_centred")) for row in its)
+        lines.append([provider, *(" / ".join(f"{100 * x:.3g}" for x in each) for each in cells)])
+    return markdown(lines)
+
+
 def api(gpus: dict[str, dict]) -> str:
     """The public names, each with its signature and what its docstring says."""
     parts = []
@@ -318,6 +386,7 @@ TABLES = {
     "blocks": blocks_in_short,
     "lengths": lengths,
     "packages": packages,
+    "peers": peers,
     "remedies": remedies,
     "short": accuracy_in_short,
     "speed": speed,
@@ -496,7 +565,8 @@ def fusion_table(rows: list[dict]) -> str:
 
 
 def case_of(row: dict) -> str:
-    return f"{row['model']} {row['B']}x{row['H']}x{row['N']}x{row['D']}".strip()
+    heads = row.get("H") or Case(*(row[key] for key in ("B", "H_q", "H_kv", "N", "D"))).heads
+    return f"{row['model']} {row['B']}x{heads}x{row['N']}x{row['D']}".strip()
 
 
 def accuracy_table(rows: list[dict]) -> str:
@@ -736,7 +806,7 @@ def list_entries(axes, entries: list[str]) -> None:
 
 
 def line_style(provider: str, rows: list[dict]) -> dict:
-    if colour := COLOURS.get(provider.partition(" (")[0]):  # of "flash (FA3)" too
+    if colour := COLOURS.get(provider.partition(" ")[0]):  # of "flash (FA3)" and "FA3-fp8 op" too
         return {"color": colour, "marker": ".", "linewidth": 1.2}
     recipes = list(dict.fromkeys(row["recipe"] for row in rows if row["recipe"]))
     recipe, kind = provider.rsplit(" ", 1)

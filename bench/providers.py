@@ -11,6 +11,7 @@ RECIPE kernel  the attention kernel alone: k and v smoothed and quantized, and t
 RECIPE MxNxS   the same by each tile of the Hopper kernel, of M rows, N keys and S stages
 RECIPE op      the same F.scaled_dot_product_attention compiled with backend="sage": what a
                user gets, with all its preparation
+FA3, FA4, sageattention  other packages, where they are installed: peers.py
 RECIPE package what an AOTInductor package of it runs: exported, rewritten and then compiled here
 
 A window is given to the kernel as a band; the op proves it, of a mask made of aranges in the
@@ -27,7 +28,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import sage_inductor
-from bench.cases import Case
+from bench import peers
+from bench.cases import PEERS, Case
 from bench.measure import SEES, WINDOW, Provider, draw, draw_mask
 from sage_inductor import cost
 from sage_inductor.ops.attention import tiles
@@ -107,6 +109,8 @@ def _build(case: Case, kind: str, recipes) -> list[Provider]:
                 Provider(f"{recipe} package", _packaged(function, recipe), recipe=recipe)
                 for recipe in recipes
             ]
+        case _ if kind in PEERS:
+            return peers.build(case, kind)
         case _:
             raise ValueError(f"provider must be one of cases.ALL, got {kind!r}")
 

@@ -1,0 +1,193 @@
+"""Other packages' attention as providers, by fake modules that compute what the real ones do."""
+
+import json
+import re
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from bench import attention as bench
+from bench import measure, peers, plot, providers
+from bench.cases import PEERS, PLANS, Case
+
+CPU = torch.device("cpu")
+CASES = [Case(2, 4, 2, 96, 64), Case(2, 4, 2, 96, 64, is_causal=True)]
+calls = []
+
+
+def fake_flash(q, k, v, *, softmax_scale, causal, **descales):
+    """[B, N, H, D], E4M3 by descales [B, H_kv]; anything else is an error or a wrong answer."""
+    calls.append((tuple(q.shape), tuple(k.shape), q.dtype, sorted(descales)))
+    x = [each.transpose(1, 2).float() for each in (q, k, v)]
+    for i, name in enumerate(("q_descale", "k_descale", "v_descale")):
+        if descales:
+            scale = descales[name]
+            assert scale.dtype == torch.float32 and tuple(scale.shape) == (x[1].shape[:2])
+            scale = scale.repeat_interleave(x[i].shape[1] // scale.shape[1], 1)
+            x[i] = x[i] * scale[..., None, None]
+    out = F.scaled_dot_product_attention(
+        *x, is_causal=causal, scale=softmax_scale, enable_gqa=True
+    )  # fmt: skip
+    return out.transpose(1, 2).bfloat16()
+
+
+@torch.library.custom_op("fake_sage::qk_int8_sv_f8_attn", mutates_args=("output",))
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor, causal: int, s: float
+) -> torch.Tensor:
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=bool(causal), scale=s, enable_gqa=True)
+    output.copy_(out)
+    return output.new_empty(0)
+
+
+def fake_sage(q, k, v, tensor_layout="NHD", is_causal=False, sm_scale=None, qk_quant_gran=""):
+    """As 2.2: head_dim padded, one torch op at the end that writes its fourth argument."""
+    calls.append((tensor_layout, is_causal, sm_scale, qk_quant_gran))
+    assert tensor_layout == "HND"
+    q, k, v = (F.pad(x, (0, 128 - x.shape[3])) for x in (q, k, v))
+    out = torch.empty_like(q)
+    attend(q, k, v, out, int(is_causal), sm_scale)
+    return out[..., :64]
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """All peers, on a Hopper."""
+    calls.clear()
+    for name in ("flash_attn", "flash_attn.cute", *peers.MODULES.values()):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["flash_attn_interface"].flash_attn_func = fake_flash
+    sys.modules["flash_attn.cute.interface"].flash_attn_func = lambda *args, **kwargs: (
+        fake_flash(*args, **kwargs), None
+    )  # fmt: skip
+    sys.modules["sageattention"].sageattn = fake_sage
+    sys.modules["sageattention"].sageattn_qk_int8_pv_fp8_cuda_sm90 = fake_sage
+    monkeypatch.setattr(peers, "on_hopper", lambda: True)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.family)
+def test_each_peer_is_attention_with_grouped_heads(case, installed):
+    """From [B, H, N, D] to [B, H, N, D]; on inputs whose heads differ in size, so that a scale of
+    another head or batch shows."""
+    q, k, v = measure.draw(case, "normal", CPU)
+    sizes = torch.tensor([1.0, 2.0], dtype=q.dtype)
+    q = q * sizes.repeat_interleave(2)[:, None, None]
+    k, v = k * sizes.view(2, 1, 1, 1), v * (4 * sizes)[:, None, None]
+    exact = measure.Exact(q, k, v, is_causal=case.is_causal)
+    names = []
+    for provider in providers.build(case, PEERS, []):
+        args = provider.prepare(q, k, v)
+        calls.clear()
+        out = provider.call(*args)
+        assert out.shape == q.shape
+        assert exact.compare(out)["rel_l1"] < (0.09 if "fp8" in provider.name else 0.01)
+        kernel_alone = provider.name.startswith("sageattention") and "kernel" in provider.name
+        assert len(calls) == (0 if kernel_alone else 1)
+        assert provider.captures != provider.name.startswith("sageattention")
+        names.append(provider.name)
+    grains = ("per_warp", "per_thread")
+    sage = [f"sageattention {grain} {kind}" for grain in grains for kind in ("kernel", "op")]
+    assert names == ["FA3", "FA3-fp8 kernel", "FA3-fp8 op", "FA4", *sage]
+
+
+def test_what_peers_are_given(installed):
+    case = CASES[1]
+    given = measure.draw(case, "normal", CPU)
+    for provider in providers.build(case, PEERS, []):
+        provider.call(*provider.prepare(*given))
+    flash = [call for call in calls if isinstance(call[0], tuple)]
+    shapes = (2, 96, 4, 64), (2, 96, 2, 64)
+    descales = ["k_descale", "q_descale", "v_descale"]
+    bf16, fp8 = (*shapes, torch.bfloat16, []), (*shapes, torch.float8_e4m3fn, descales)
+    assert flash == [bf16, fp8, fp8, bf16]
+    grains = [call for call in calls if call[0] == "HND"]
+    assert [call[1:] for call in grains] == [
+        (True, 0.125, grain) for grain in ("per_warp", "per_warp", "per_thread", "per_thread")
+    ]
+
+
+def test_the_largest_of_each_group_is_the_largest_of_e4m3(installed):
+    """FA3 has one scale for all heads of q that share a kv head."""
+    case = CASES[0]
+    kernel = providers.build(case, ("FA3-fp8",), [])[0]
+    qkv = measure.draw(case, "outlier", CPU)
+    *x, q_scale, k_scale, v_scale = kernel.prepare(*qkv)
+    for each, exact, scale in zip(x, qkv, (q_scale, k_scale, v_scale), strict=True):
+        groups = each.float().view(2, 2, -1)
+        assert (groups.abs().amax(-1) == 448).all() and tuple(scale.shape) == (2, 2)
+        back = groups * scale[..., None]
+        torch.testing.assert_close(back, exact.float().view(2, 2, -1), rtol=2**-4, atol=0.1)
+    zero = torch.zeros_like(qkv[0]), *qkv[1:]
+    assert kernel.prepare(*zero)[0].float().eq(0).all()
+
+
+def test_elsewhere_than_on_hopper_sageattention_chooses(installed, monkeypatch):
+    monkeypatch.setattr(peers, "on_hopper", lambda: False)
+    (op,) = providers.build(CASES[0], ("sageattention",), [])
+    assert op.name == "sageattention op" and not op.captures
+    monkeypatch.setattr(peers, "on_hopper", lambda: True)
+    sys.modules["sageattention"].sageattn_qk_int8_pv_fp8_cuda_sm90 = lambda q, *_, **__: q
+    kernel = providers.build(CASES[0], ("sageattention",), [])[0]
+    with pytest.raises(RuntimeError, match="no torch op named qk_int8_sv_f8"):
+        kernel.prepare(*measure.draw(CASES[0], "normal", CPU))
+
+
+def test_a_peer_is_asked_no_mask(installed):
+    assert not providers.build(Case(2, 4, 2, 96, 64, mask="keys"), PEERS, [])
+
+
+def test_who_is_not_installed_is_named_and_left_out(monkeypatch, capsys):
+    for name in peers.MODULES.values():
+        monkeypatch.setitem(sys.modules, name, None)  # importing it raises ImportError
+    monkeypatch.setitem(sys.modules, "sageattention", ModuleType("sageattention"))
+    args = bench.parse(["--shapes", "peers"])
+    assert bench.wanted(args) == ["cuDNN", *PEERS, "kernel", "op"]
+    plan = bench.overridden(PLANS["peers"], args)
+    assert plan.providers == ("cuDNN", "sageattention", "kernel", "op")
+    machine = {"gpu": "H200", "sms": 1, "memory_gib": 1, "l2_mib": 1, "driver": "1"}
+    result = {"machine": machine, "versions": {}, "state": {"start": ""}, "date": "", "method": {}}
+    bench.print_header(result, peers.absent(bench.wanted(args)))
+    line = " ".join(capsys.readouterr().out.split("left out")[1].split())
+    assert re.findall(r"(\S+): ", line) == ["FA3", "FA3-fp8", "FA4"]
+    assert "flash_attn_interface" in line
+    with pytest.raises(SystemExit):
+        bench.parse(["--providers", "cuDNN", "FA4"])
+    assert "--providers FA4 is not installed: " in capsys.readouterr().err
+    assert bench.parse(["--providers", "sageattention"]).providers == ["sageattention"]
+
+
+def test_versions_are_of_the_distributions(monkeypatch):
+    monkeypatch.setitem(peers.MODULES, "FA4", "torch.nn")
+    assert peers.versions(["cuDNN", "FA4"]) == {"torch": torch.__version__}
+
+
+def test_what_must_not_be_captured_is_launched(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: pytest.fail("captured"))
+    runner = measure.Runner(
+        measure.Provider("p", lambda x: x + 1, captures=False), [(torch.ones(2),)]
+    )
+    assert not runner.captured and runner.output().tolist() == [2, 2]
+
+
+def test_cells_where_a_peer_leads_are_bold():
+    """Each table has ours of its own kind, beside those that have no kinds."""
+    case = {"plan": "peers", "model": "", "B": 1, "H_q": 4, "H_kv": 2, "N": 9, "D": 8,
+            "is_causal": True, "captured": True, "ms": 1.0, "accuracy": {}}  # fmt: skip
+    figures = [("cuDNN", 50), ("FA3", 70), ("FA3-fp8 kernel", 99), ("FA3-fp8 op", 59), ("FA4", None),
+               ("sage2-8b kernel", 80), ("sage2-8b op", 60)]  # fmt: skip
+    rows = [
+        {**case, "provider": p, "tflops": t, "speedup": t and t / 50,
+         "recipe": "sage2-8b" if p.startswith("sage2") else None}
+        for p, t in figures
+    ]  # fmt: skip
+    result = {"rows": json.loads(json.dumps(rows)), "date": "2026-11-22", "method": {},
+              "machine": {"gpu": "X"}, "versions": {}}  # fmt: skip
+    lines = [line for line in plot.peers({"x": {"peers": result}}).splitlines() if "|" in line]
+    name = "1x4/2x9x8 causal"
+    assert lines[0] == "| B x H x N x D | cuDNN | FA3 | FA3-fp8 | FA4 | sage2-8b |" == lines[3]
+    assert lines[2] == f"| {name} | 50 | 70 (1.40x) | **99 (1.98x)** | - | 80 (1.60x) |"
+    assert lines[5] == f"| {name} | 50 | **70 (1.40x)** | 59 (1.18x) | - | 60 (1.20x) |"
