@@ -258,7 +258,7 @@ def peers(gpus: dict[str, dict]) -> str:
             if "means" in result:
                 parts += ["Ours over theirs, geometric means\n", means_table(result["means"])]
                 parts += [
-                    "Relative L1 in %: normal / k_bias / v_bias, centred\n",
+                    "Relative L1 in %: normal, k_bias, v_bias (centred)\n",
                     families_table(result["accuracy"]),
                 ]
             where = f"One {result['machine']['gpu']}, {result['date'][:10]}, {versions}"
@@ -296,7 +296,7 @@ def families_table(accuracy: list[dict]) -> str:
     lines = [["", *groups(accuracy, "family")]]
     for provider, its in groups(accuracy, "provider").items():
         cells = ((row[kind] for kind in ("normal", "k_bias", "v_bias_centred")) for row in its)
-        lines.append([provider, *(" / ".join(f"{100 * x:.3g}" for x in each) for each in cells)])
+        lines.append([provider, *(", ".join(f"{100 * x:.3g}" for x in each) for each in cells)])
     return markdown(lines)
 
 

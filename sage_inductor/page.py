@@ -105,7 +105,8 @@ _STYLE = """
 :root { color-scheme: light dark; font-family: sans-serif }
 table { border-collapse: collapse; font-size: 13px }
 th { text-align: left; cursor: pointer; border-bottom: 1px solid; padding: 3px 8px }
-td { vertical-align: top; padding: 2px 8px }
+td { vertical-align: top; padding: 2px 8px; white-space: nowrap }
+details { min-width: 24em; white-space: normal }
 td.number { text-align: right }
 tbody tr:nth-child(even) { background: #8881 }
 input { display: block; margin: 8px 0; width: 24em }

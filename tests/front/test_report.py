@@ -329,7 +329,9 @@ def test_in_a_browser_a_page_sorts_filters_and_unfolds(tmp_path):
 LOOK = """
 told.title = document.title; told.rows = document.querySelectorAll("tbody tr").length;
 told.scripts = document.scripts.length; told.last = [...document.querySelectorAll("tbody tr")].at(-1).cells[1].innerText;
-told.map = document.querySelector("svg")?.getBoundingClientRect().height ?? 0
+told.map = document.querySelector("svg")?.getBoundingClientRect().height ?? 0;
+const lines = cell => { const all = new Range(); all.selectNodeContents(cell); return all.getClientRects().length };
+told.lines = Math.max(...[...document.querySelectorAll("td:not(:has(details))")].map(lines))
 """
 
 
@@ -338,7 +340,7 @@ def test_in_a_browser_reports_and_diagnoses_are_whole_and_run_nothing_of_a_model
     Report([*twenty_three()._sites, ("2/0", site(HOSTILE))]).to_html(tmp_path / "report.html")
     told = in_chromium(tmp_path / "report.html", LOOK)
     title = "sage_inductor: attention calls"
-    assert told == {"title": title, "rows": 24, "scripts": 2, "last": HOSTILE, "map": 0}
+    assert told == {"title": title, "rows": 24, "scripts": 2, "last": HOSTILE, "map": 0, "lines": 1}
     found = sage_inductor.diagnose(
         lambda q: sdpa(q, q, q), torch.randn(1, 1, 8, 16), recipes="sage1"
     )
