@@ -28,7 +28,7 @@ def source_tag() -> str:
     """``version+hash`` of the sources that decide what a recipe means."""
     ops = Path(__file__).parent
     lowering = ops.parent / "lowering"
-    files = sorted([*ops.rglob("*.py"), *lowering.glob("*.py"), *lowering.glob("*.h")])
+    files = sorted([*ops.rglob("*.py"), *lowering.rglob("*.py"), *lowering.rglob("*.h")])
     digest = hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()
     return f"{VERSION}+{digest[:8]}"
 

@@ -510,7 +510,8 @@ def test_warm_caches_hit_with_the_same_settings_and_miss_with_others(tmp_path):
 
 def test_a_recipes_tag_is_of_every_source_that_says_what_it_means(tmp_path, monkeypatch):
     here, tags = tmp_path / "ops" / "recipe.py", set()
-    for changed in (None, "ops/a.py", "ops/nested/b.py", "lowering/c.py", "lowering/nested/d.py"):
+    sources = "ops/a.py", "ops/nested/b.py", "lowering/c.py", "lowering/nested/d.py", "lowering/e.h"
+    for changed in (None, *sources):
         if changed:
             (tmp_path / changed).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / changed).write_text(f"# {changed}")
@@ -519,7 +520,7 @@ def test_a_recipes_tag_is_of_every_source_that_says_what_it_means(tmp_path, monk
     (tmp_path / "patterns").mkdir()
     (tmp_path / "patterns" / "e.py").write_text("# of what is found, not of what it means")
     tags.add(recipes.source_tag.__wrapped__())
-    assert len(tags) == 5 and all(tag.startswith(recipes.VERSION + "+") for tag in tags)
+    assert len(tags) == 6 and all(tag.startswith(recipes.VERSION + "+") for tag in tags)
 
 
 def test_environment_sets_the_config(tmp_path):
