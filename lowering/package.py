@@ -20,6 +20,7 @@ from sage_inductor.ops.attention.arguments import AttentionCall
 from sage_inductor.ops.attention.select import Problem, attention_opaque, run_opaque, select
 from sage_inductor.ops.compat import (
     FallbackKernel,
+    OpOverload,
     TensorBox,
     add_layout_constraint,
     constrain_to_fx_strides,
@@ -36,7 +37,7 @@ HEADER = Path(__file__).with_name("launcher.h")
 LAUNCHES: dict = {}  # op -> what it launches, as `record` calls it
 
 
-def register(op: torch._ops.OpOverload, launch: Callable) -> None:
+def register(op: OpOverload, launch: Callable) -> None:
     """From now on packages hold what ``launch(arguments, run, gpu)`` launches for a call of op."""
     LAUNCHES[op] = launch
     add_layout_constraint(op, constrain_to_fx_strides)  # as of an op without a lowering
