@@ -128,7 +128,7 @@ def _source(
     gpu = tiles.Gpu(tiles.capability(device), processors=0)
     recorded = record(name, LAUNCHES[op], arguments, gpu)
     new = [each for digest, each in recorded.compilations.items() if digest not in kernels]
-    # One after the other: in four threads CPython's parser (3.11) and a pass of Triton 3.6 failed.
+    # One after the other: in four threads CPython 3.11's parser, which Triton calls, failed.
     with knobs.compilation.scope():
         knobs.compilation.disable_line_info = True  # 156 kB a cubin, not 538
         compiled = [each.compile(gpu.capability) for each in new]

@@ -52,7 +52,7 @@ class Compilation:
     def compile(self, capability: tuple[int, int]):
         """Triton's CompiledKernel, from its cache where it is there."""
         names = self.kernel.arg_names
-        is_gluon = compat.gluon is not None and isinstance(self.kernel, compat.GluonJITFunction)
+        is_gluon = isinstance(self.kernel, compat.GluonJITFunction)
         source = (compat.GluonASTSource if is_gluon else compat.ASTSource)(
             self.kernel,
             dict(zip(names, self.types, strict=True)),
@@ -125,4 +125,5 @@ def travels() -> bool:
     """Whether what opaque ops launch can be compiled into a package: with the Triton that is here
     it was seen how compiled kernels are called."""
     version = tuple(map(int, triton.__version__.split(".")[:2]))
-    return GLUON[0] <= version <= GLUON[1] and None not in (compat.ASTSource, compat.GPUTarget)
+    names = compat.ASTSource, compat.GPUTarget, compat.GluonASTSource, compat.GluonJITFunction
+    return GLUON[0] <= version <= GLUON[1] and None not in names

@@ -31,7 +31,7 @@ HAS_PDL = gdc_wait is not None
 # Asked for at every launch: Triton 3.9 warns where nothing is said, and 3.10 will say no. Without
 # it the Hopper kernel's loop grows from 496 to 637 instructions, and roundings change.
 FP_FUSION = {"enable_fp_fusion": True}
-OPAQUE: set = set()  # ops that Inductor does not look into: none of them travels in a package
+OPAQUE: set = set()  # ops that Inductor does not look into: no exported program may call one
 
 
 def define_opaque(name: str, function: Callable, fake: Callable):

@@ -95,10 +95,9 @@ def _asked(call: Call, settings: Settings, wanted: str) -> tuple[Candidate | Non
 
     names = autos(call) if wanted == AUTO else (wanted,)
     refused = {}  # each reason once, in order
-    lost = []
-    by_hopper = "sage2-8b-per-token" if wanted == AUTO else wanted
-    if _suits_hopper(call, by_hopper):
-        lost = [text for text in [tiles.hopper_is_lost(tiles.capability(q.device))] if text]
+    suits = _suits_hopper(call, "sage2-8b-per-token" if wanted == AUTO else wanted)
+    lost = tiles.hopper_is_lost(tiles.capability(q.device)) if suits else None
+    lost = [lost] if lost else []
     for recipe in names:
         taken, reason = _on_gpu(call, settings, recipe, names)
         if taken is not None:
