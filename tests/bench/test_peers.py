@@ -191,3 +191,41 @@ def test_cells_where_a_peer_leads_are_bold():
     assert lines[0] == "| B x H x N x D | cuDNN | FA3 | FA3-fp8 | FA4 | sage2-8b |" == lines[3]
     assert lines[2] == f"| {name} | 50 | 70 (1.40x) | **99 (1.98x)** | - | 80 (1.60x) |"
     assert lines[5] == f"| {name} | 50 | **70 (1.40x)** | 59 (1.18x) | - | 60 (1.20x) |"
+
+
+def test_the_plot_of_peers_rings_what_is_ahead_of_ours(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    figures = {"cuDNN": (50, 80), "FA4": (None, 20), "FA3-fp8 kernel": (99, 60), "FA3-fp8 op": (30, 30),
+               "sage kernel": (70, 90), "sage op": (40, 85)}  # fmt: skip
+    rows = [
+        {"plan": "peers", "model": "flux" * (N == 4096), "B": 1, "H_q": 4, "H_kv": 2, "N": N, "D": D,
+         "is_causal": D == 64, "provider": name, "recipe": "sage" if name[:4] == "sage" else None,
+         "tflops": tflops and tflops + D}
+        for D in (64, 128) for name, (short, long) in figures.items()
+        for N, tflops in ((1024, short), (2048, long), (4096, 1000))
+    ] + [{"plan": "peers", "model": "", "B": 9, "H_q": 4, "H_kv": 2, "N": 9, "D": 96, "is_causal": False,
+          "provider": "sage op", "recipe": "sage", "tflops": 1}]  # fmt: skip
+    drawn, keep = [], plot.keep
+    monkeypatch.setattr(
+        plot, "keep", lambda figure, *rest: drawn.append(figure) or keep(figure, *rest)
+    )
+    result = {
+        "rows": rows,
+        "date": "2026-11-22T00",
+        "machine": {"gpu": "X"},
+        "versions": {"FA3": "3"},
+    }
+    plot.draw_peers(result, tmp_path / "peers.svg")
+    titles = [axis.get_title() for axis in drawn[0].axes]
+    families = "B=1 H=4/2 D=64, causal", "B=1 H=4/2 D=128"
+    assert titles == [f"{kind}: {f}" for kind in plot.KINDS_OF_PEERS.values() for f in families]
+    for i, axis in enumerate(drawn[0].axes):
+        lines = {line.get_label(): list(zip(*line.get_data())) for line in axis.lines}
+        assert list(lines) == ["cuDNN", "FA4", "FA3-fp8", "sage", "ahead of ours"]
+        (peer,), D = [("FA3-fp8",), ("cuDNN",)][i // 2], (64, 128)[i % 2]
+        assert lines["ahead of ours"] == [
+            (1024, figures["cuDNN" if i > 1 else "FA3-fp8 kernel"][0] + D)
+        ]
+        assert lines["ahead of ours"][0] in lines[peer] and len(lines["FA4"]) == 1
+    assert "X, FA3 3, 2026-11-22" in drawn[0].get_suptitle()
+    assert "<svg" in (tmp_path / "peers.svg").read_text()
