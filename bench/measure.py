@@ -174,6 +174,16 @@ class Runner:
         for args in self.args:
             self.out = self.provider.call(*args)
 
+    def peak_bytes(self) -> int:
+        """What one call has allocated at most, beside its inputs: its output too. Launched, because
+        graphs keep what they allocate."""
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        self.provider.call(*self.args[-1])
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
     def output(self) -> Tensor:
         """What the timed code makes of the last set; NaN where it writes nothing."""
         self.out.fill_(math.nan)

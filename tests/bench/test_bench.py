@@ -135,6 +135,54 @@ def test_an_activated_flash_attention_is_named(monkeypatch):
     assert [provider.name for provider in providers.build(case, each, [])] == list(each)
 
 
+def test_the_peak_is_of_one_call_beside_its_inputs(monkeypatch):
+    """Of an allocator in which something else had its peak before."""
+    allocated, peak = [1000], [9000]
+
+    def allocate(n):
+        allocated[0] += n
+        peak[0] = max(peak[0], allocated[0])
+
+    def call(x):
+        allocate(50)
+        allocate(-20)
+        allocate(40)
+        allocate(-70)
+        return x + 1
+
+    for name, function in {
+        "synchronize": lambda: None,
+        "memory_allocated": lambda: allocated[0],
+        "max_memory_allocated": lambda: peak[0],
+        "reset_peak_memory_stats": lambda: peak.__setitem__(0, allocated[0]),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    provider = measure.Provider("p", call, lambda x: allocate(700) or (x,), captures=False)
+    runner = measure.Runner(provider, [(torch.ones(2),)] * 3)
+    assert runner.peak_bytes() == 70
+
+
+def test_rows_have_times_and_peaks_of_those_that_run(monkeypatch):
+    monkeypatch.setattr(bench, "Runner", OnCPU)
+    monkeypatch.setattr(
+        bench, "interleave", lambda runners, *_: {name: [2.0, 4.0, 3.0] for name in runners}
+    )
+    case = Case(1, 2, 2, 64, 64)
+    monkeypatch.setattr(bench, "draw_sets", lambda *_: [inputs(case)])
+    given = [
+        measure.Provider("cuDNN", F.scaled_dot_product_attention),
+        measure.Provider("wrong", lambda q, k, v: q),
+        measure.Provider("failing", lambda q, k, v: [][0]),
+    ]
+    found = {row["provider"]: row for row in bench.measure(case, PLANS["quick"], given, CPU)}
+    assert {name: (row["ms"], row["peak_bytes"]) for name, row in found.items()} == {
+        "cuDNN": (3.0, 12), "wrong": (None, 12), "failing": (None, None)
+    }  # fmt: skip
+    assert found["failing"]["error"].startswith("IndexError")
+    assert found["wrong"]["error"].startswith("wrong on normal inputs")
+    assert "peak_bytes" in bench.method(bench.parse([]))["memory"]
+
+
 def test_flex_is_asked_what_a_block_mask_can_say(narrow):
     case = Case(2, 4, 4, 256, 64, is_causal=True)
     assert len(providers.build(case, ("flex",), [])) == 1
@@ -337,6 +385,13 @@ class OnCPU:
 
     def output(self):
         return self.out
+
+    def peak_bytes(self):
+        return 12
+
+    def load(self, *inputs):
+        self.args[-1] = self.provider.prepare(*inputs)
+        self.run()
 
 
 @pytest.fixture
