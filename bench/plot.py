@@ -47,6 +47,16 @@ BLOCKS = {
     "llama3_8k": "Llama 3 8B, prefill of 8K",
     "llama3_32k": "Llama 3 8B, prefill of 32K",
     "vit_l_1024px": "ViT-L, 1024 px",
+    "sd3_1024px": "SD3, 1024 px",
+    "sdxl_64x64": "SDXL UNet, 64 x 64",
+    "sdxl_32x32": "SDXL UNet, 32 x 32",
+    "hunyuan_padded": "HunyuanVideo, padded text",
+    "whisper_large": "Whisper, encoder",
+    "vit_h_224px": "ViT-H, 224 px",
+    "vit_h_1024px": "ViT-H, 1024 px",
+    "bert_large_512": "BERT, N=512",
+    "llama3_2k": "Llama 3 8B, prefill of 2K",
+    "qwen_vl_980px": "Qwen2.5-VL, vision",
     "padded": "batch of 4, padded",
 }
 # The rows of the README's table of accuracy, and what each is.
