@@ -3,7 +3,13 @@
 import dataclasses
 
 BUILT_IN = ("cuDNN", "flash", "efficient", "flex", "inductor", "kernel", "tiles", "op", "package")
-PEERS = ("FA3", "FA3-fp8", "FA4", "sageattention")  # where they are installed: peers.py
+PEERS = (
+    "FA3",
+    "FA3-fp8",
+    "FA4",
+    "sageattention",
+    "cuDNN-fp8",
+)  # where they are installed: peers.py
 ALL = (*BUILT_IN, *PEERS)
 # Of efficient and flash, flash is the faster one there.
 UNMASKED = tuple(name for name in BUILT_IN if name not in ("efficient", "tiles", "package"))

@@ -32,7 +32,7 @@ PLOT, OVERVIEW = "attention.svg", "overview.svg"
 ACCURACY_PLOT, MODELS_PLOT, PEERS_PLOT = "accuracy.svg", "end-to-end.svg", "peers.svg"
 COLOURS = {"cuDNN": "0.15", "flash": "0.65", "flex": "tab:orange", "inductor": "tab:blue",
            "FA3": "tab:brown", "FA3-fp8": "tab:pink", "FA4": "tab:olive",
-           "sageattention": "tab:cyan"}  # fmt: skip
+           "sageattention": "tab:cyan", "cuDNN-fp8": "tab:gray"}  # fmt: skip
 KINDS_OF_PEERS = {"kernel": "The kernel alone", "op": "With all preparation"}
 SAGE_COLOURS = ("tab:green", "tab:purple", "tab:red")  # one per recipe
 METHODS = property, classmethod, types.FunctionType
