@@ -154,6 +154,8 @@ def method(args) -> dict[str, str]:
         "outputs twice the L2 cache"
         + MASKS_ARE
         * any(c.mask for p in plans.values() for c in p.cases),
+        "memory": "peak_bytes: what one call has allocated at most, beside its inputs (for kernel: "
+        "beside what was prepared)",
         "compiled": "once per shape, static; crossover and masks: once per table, N dynamic, flex "
         "static",
         "accuracy": "of the timed graph's output, poisoned with NaN before, against float64 on the "
@@ -237,6 +239,7 @@ def measure(case: Case, plan: Plan, providers, device) -> list[dict]:
     for provider in providers:
         try:
             runners[provider.name] = Runner(provider, sets)
+            rows[provider.name]["peak_bytes"] = runners[provider.name].peak_bytes()
         except Exception as error:
             rows[provider.name]["error"] = f"{type(error).__name__}: {error}".split("\n")[0]
 
@@ -264,6 +267,7 @@ def blank_row(case: Case, provider) -> dict:
         "recipe": provider.recipe,
         "ms": None,
         "tflops": None,
+        "peak_bytes": None,
         "accuracy": {},
         "error": None,
     }

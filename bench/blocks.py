@@ -32,8 +32,9 @@ class Model:
     N: int
     D: int
     mlp: int  # channels between the two layers of the MLP
-    text: int = 0  # tokens of text: the first or last ones of N; for Wan beside them
+    text: int = 0  # tokens of text: the first or last ones of N; for Wan and SDXL beside them
     is_causal: bool = False
+    mask: str = ""  # Case's
 
     @property
     def C(self) -> int:
@@ -42,7 +43,8 @@ class Model:
     @property
     def case(self) -> Case:
         """The block's self-attention."""
-        return Case(self.B, self.H_q, self.H_kv, self.N, self.D, self.is_causal, self.name)
+        shape = self.B, self.H_q, self.H_kv, self.N, self.D
+        return Case(*shape, self.is_causal, self.name, self.mask)
 
 
 def draw(model: Model, device) -> tuple[nn.Module, tuple[Tensor, ...]]:

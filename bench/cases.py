@@ -3,11 +3,18 @@
 import dataclasses
 
 BUILT_IN = ("cuDNN", "flash", "efficient", "flex", "inductor", "kernel", "tiles", "op", "package")
-PEERS = ("FA3", "FA3-fp8", "FA4", "sageattention")  # where they are installed: peers.py
+PEERS = (
+    "FA3",
+    "FA3-fp8",
+    "FA4",
+    "sageattention",
+    "cuDNN-fp8",
+)  # where they are installed: peers.py
 ALL = (*BUILT_IN, *PEERS)
 # Of efficient and flash, flash is the faster one there.
 UNMASKED = tuple(name for name in BUILT_IN if name not in ("efficient", "tiles", "package"))
 MASKS = ("keys", "rows", "documents", "bias", "window")  # what each is: measure.py
+KEYS = {"keys": "keys", "padding": "keys"}  # masks with one row for all queries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,13 +28,13 @@ class Case:
     D: int
     is_causal: bool = False
     model: str = ""
-    mask: str = ""  # one of MASKS; not with is_causal
+    mask: str = ""  # one of MASKS, or "padding"; not with is_causal
 
     @property
     def kind(self) -> str:
         """What CROSSOVER in sage_inductor/cost.py calls it."""
         if self.mask:
-            return self.mask if self.mask in ("window", "keys", "bias") else "mask"
+            return {"window": "window", "bias": "bias", **KEYS}.get(self.mask, "mask")
         return "causal" if self.is_causal else "full"
 
     @property

@@ -142,6 +142,9 @@ def measure(sides: dict, args, started: float) -> int:
     for name in names:
         result["rows"].append(compare(sides, name, args.rounds))
         print(line(result["rows"][-1]), flush=True)
+    result["host over SDPA"] = over_sdpa(result["rows"])
+    for name, ratios in result["host over SDPA"].items():
+        print("{:44}{base:9.2f}x{this:9.2f}x of SDPA's".format(name, **ratios))
     result["state"]["end"] = at_once(sides, "describe")["this"]["state"]
     result["elapsed_s"] = round(time.perf_counter() - started, 1)
     if args.json:
@@ -182,6 +185,17 @@ def difference(prepared: dict[str, dict]) -> str | None:
     if not abs(this["norm"] - base["norm"]) <= NEAR * abs(base["norm"]):
         return f"norm of the output: {base['norm']:.6g}, now {this['norm']:.6g}"
     return None
+
+
+def over_sdpa(rows: list[dict]) -> dict[str, dict[str, float]]:
+    """The host's time of a compiled call over that of the same with SDPA, on each side."""
+    ms = {row["case"]: row["ms"] for row in rows if row["ratio"]}
+    pairs = {name: name.replace("host sage", "host SDPA") for name in ms}
+    return {
+        name: {side: ms[name][side] / ms[sdpa][side] for side in ms[name]}
+        for name, sdpa in pairs.items()
+        if name != sdpa and sdpa in ms
+    }
 
 
 def line(row: dict) -> str:

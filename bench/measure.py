@@ -12,6 +12,7 @@ from bench.cases import Case
 
 WRONG = 0.1  # relative L1 on normal inputs from which an output is wrong, not inaccurate
 WINDOW = 1024  # keys that a query sees
+PADDED = 160  # keys at the end that nobody sees: of 256 tokens of text
 
 # Masks that are a rule: whether query i of batch b sees key j, of B batches and n keys. Of numbers
 # and of index tensors alike: the mask, FlexAttention's mask_mod and what the pass proves are one.
@@ -19,6 +20,7 @@ SEES = {
     "causal": lambda B, n, b, i, j: j <= i,
     # 3/4 of the keys in batch 0, evenly more in each of the others, not all in the last
     "keys": lambda B, n, b, i, j: j * (4 * B) < n * (3 * B + b),
+    "padding": lambda B, n, b, i, j: j < n - PADDED,
     "documents": lambda B, n, b, i, j: i * 4 // n == j * 4 // n,
     "window": lambda B, n, b, i, j: (j <= i) & (j > i - WINDOW),
 }
@@ -42,8 +44,9 @@ def draw(case: Case, kind: str, device) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def draw_mask(case: Case, device) -> tuple[Tensor, ...]:
-    """The attn_mask of a case, if it has one: keys bool [B, 1, 1, N], the others [1, 1, N, N]: rows
-    bool, half of it at random; documents (four, one after the other) and window bool; bias bf16."""
+    """The attn_mask of a case, if it has one: keys bool [B, 1, 1, N], padding bool [1, 1, 1, N],
+    the others [1, 1, N, N]: rows bool, half of it at random; documents (four, one after the other)
+    and window bool; bias bf16."""
     match case.mask:
         case "":
             return ()
@@ -173,6 +176,16 @@ class Runner:
     def _launch(self) -> None:
         for args in self.args:
             self.out = self.provider.call(*args)
+
+    def peak_bytes(self) -> int:
+        """What one call has allocated at most, beside its inputs: its output too. Launched, because
+        graphs keep what they allocate."""
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        self.provider.call(*self.args[-1])
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
 
     def output(self) -> Tensor:
         """What the timed code makes of the last set; NaN where it writes nothing."""

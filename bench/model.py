@@ -25,7 +25,8 @@ from torch.nn.attention import sdpa_kernel
 import sage_inductor
 from bench import machine
 from bench.attention import RESULTS, cuda_device, save
-from bench.blocks import MODELS, SHARP, Model, draw
+from bench.blocks import SHARP, Model, draw
+from bench.library import MODELS
 from bench.measure import Provider, Runner, draw_sets, interleave, summary
 from bench.providers import GATE_TOLERANCE, backend_of, build, gate
 
@@ -178,7 +179,7 @@ def shape(model: Model) -> str:
 def backends(case, sets, target_ms: float) -> dict[str, Runner]:
     """SDPA's backends that run this attention, the fastest first."""
     runners = {}
-    for provider in build(case, ("cuDNN", "flash"), ()):
+    for provider in build(case, ("cuDNN", "efficient" if case.mask else "flash"), ()):
         try:
             runners[provider.name] = Runner(provider, sets)
         except RuntimeError:

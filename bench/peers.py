@@ -6,11 +6,15 @@ FA3-fp8 op           the same with that quantization, which Inductor compiles
 sageattention G op   sageattn_qk_int8_pv_fp8_cuda_sm90 with scales of granularity G, per_warp or
                      per_thread; on other GPUs than Hopper "sageattention op", what sageattn takes
 sageattention G kernel  the one op of it that attends, on what it was given: Hopper only
+cuDNN-fp8 kernel     by cudnn-frontend, q, k and v in E4M3 beforehand, by a scale per tensor; it
+                     finds amax of p and of the output. Output in bf16 where cuDNN has that (from
+                     Blackwell on), else in E4M3 by v's scale, whose average it is, and a cast
+cuDNN-fp8 op         the same with that quantization, which Inductor compiles
 
-No masks. cuDNN in FP8 is not among them: cudnn-frontend wants a graph built for each shape, with a
-scale and an amax tensor for q, k, v, p and the output.
+No masks.
 """
 
+import functools
 import importlib
 import importlib.metadata
 from collections.abc import Callable
@@ -27,8 +31,10 @@ MODULES = {
     "FA3-fp8": "flash_attn_interface",
     "FA4": "flash_attn.cute.interface",
     "sageattention": "sageattention",
+    "cuDNN-fp8": "cudnn",
 }
 E4M3 = torch.float8_e4m3fn
+P_SCALE = 256.0  # of p, which is at most 1: a power of two below E4M3's largest
 
 
 def absent(kinds) -> dict[str, str]:
@@ -59,10 +65,15 @@ def build(case: Case, kind: str) -> list[Provider]:
         case "FA3" | "FA4":
             return [Provider(kind, _flash(module, case))]
         case "FA3-fp8":
-            attend, quantize = _flash(module, case), _quantizer(case)
-            op = lambda *qkv: attend(*quantize(*qkv))  # noqa: E731
-            return [Provider("FA3-fp8 kernel", attend, quantize), Provider("FA3-fp8 op", op)]
+            return _quantized(kind, _flash(module, case), _quantizer(case, (2, 3, 4)))
+        case "cuDNN-fp8":
+            return _quantized(kind, _cudnn(module, case), _quantizer(case, (0, 1, 2, 3, 4)))
     return _sageattention(module, case)
+
+
+def _quantized(name: str, attend: Callable, quantize: Callable) -> list[Provider]:
+    op = lambda *qkv: attend(*quantize(*qkv))  # noqa: E731
+    return [Provider(f"{name} kernel", attend, quantize), Provider(f"{name} op", op)]
 
 
 def _flash(module, case: Case) -> Callable:
@@ -79,21 +90,79 @@ def _flash(module, case: Case) -> Callable:
     return call
 
 
-def _quantizer(case: Case) -> Callable:
+def _quantizer(case: Case, shared: tuple[int, ...]) -> Callable:
+    """shared: the dimensions of [B, H_kv, H / H_kv, N, D] that have one scale."""
+
     def quantize(x):
-        """x [B, H, N, D] in E4M3, and its scale fp32 [B, H_kv]: FA3 has one for all heads of q
-        that share a kv head."""
+        """x [B, H, N, D] in E4M3, and its scale fp32: [B, H_kv], FA3 has one for all heads of q
+        that share a kv head, or of all of x [1, 1]."""
         B, H, N, D = x.shape
         groups = x.view(B, case.H_kv, H // case.H_kv, N, D)
-        amax = groups.abs().amax((2, 3, 4), keepdim=True).float()
+        amax = groups.abs().amax(shared, keepdim=True).float()
         scale = amax.clamp(min=1e-12) / torch.finfo(E4M3).max
-        return (groups / scale).to(E4M3).view(B, H, N, D), scale.view(B, case.H_kv)
+        return (groups / scale).to(E4M3).view(B, H, N, D), scale.view(scale.shape[:2])
 
     def quantize_all(q, k, v):
         x, scales = zip(*map(quantize, (q, k, v)), strict=True)
         return *x, *scales
 
     return torch.compile(quantize_all, fullgraph=True)
+
+
+def _cudnn(module, case: Case) -> Callable:
+    """(q, k, v, their scales) -> out [B, H_q, N, D] in bf16."""
+    dequantize = torch.compile(lambda x, scale: (x.float() * scale).bfloat16(), fullgraph=True)
+
+    @functools.cache
+    def built(device: torch.device) -> tuple:  # at the first call, whose error is a row's
+        handle = module.create_handle()
+        try:
+            found = torch.bfloat16, *_cudnn_graph(module, case, module.data_type.BFLOAT16, handle)
+        except Exception:  # which one depends on the version; E4M3's is the one to report
+            found = E4M3, *_cudnn_graph(module, case, module.data_type.FP8_E4M3, handle)
+        one = torch.ones(1, 1, 1, 1, device=device)
+        return handle, one, (one / P_SCALE, one * P_SCALE), (0 * one, 0 * one), *found
+
+    def call(q, k, v, *scales):
+        handle, one, of_p, amax, dtype, graph, symbols = built(q.device)
+        descales = [scale.view(1, 1, 1, 1) for scale in scales]
+        of_out = one if dtype == torch.bfloat16 else descales[2].reciprocal()
+        out = torch.empty(q.shape, dtype=dtype, device=q.device)
+        workspace = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device=q.device)
+        tensors = q, k, v, *descales, *of_p, of_out, out, *amax
+        module.set_stream(handle=handle, stream=torch.cuda.current_stream(q.device).cuda_stream)
+        graph.execute(dict(zip(symbols, tensors, strict=True)), workspace, handle=handle)
+        return out if dtype == torch.bfloat16 else dequantize(out, descales[2])
+
+    return call
+
+
+def _cudnn_graph(module, case: Case, out_type, handle) -> tuple:
+    """cuDNN's graph, and its symbols: q, k, v, their descales, descale and scale of p, scale of the
+    output, output, amax of p and of the output. All of q, k, v, out contiguous [B, H, N, D]."""
+    fp32, e4m3 = module.data_type.FLOAT, module.data_type.FP8_E4M3
+    graph = module.pygraph(
+        io_data_type=e4m3, intermediate_data_type=fp32, compute_data_type=fp32, handle=handle
+    )
+
+    def layout(H: int) -> dict[str, list[int]]:
+        N, D = case.N, case.D
+        return {"dim": [case.B, H, N, D], "stride": [H * N * D, N * D, D, 1]}
+
+    heads = {"q": case.H_q, "k": case.H_kv, "v": case.H_kv}
+    numbers = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
+    one = {"dim": [1, 1, 1, 1], "stride": [1, 1, 1, 1]}
+    given = {
+        name: graph.tensor(name=name, data_type=e4m3, **layout(H)) for name, H in heads.items()
+    }
+    given |= {name: graph.tensor(name=name, data_type=fp32, **one) for name in numbers}
+    out, _, *amax = graph.sdpa_fp8(
+        **given, generate_stats=False, attn_scale=case.D**-0.5, use_causal_mask=case.is_causal
+    )
+    for symbol, dtype, of in ((out, out_type, layout(case.H_q)), *((x, fp32, one) for x in amax)):
+        symbol.set_output(True).set_dim(of["dim"]).set_stride(of["stride"]).set_data_type(dtype)
+    graph.build([module.heur_mode.A, module.heur_mode.FALLBACK])
+    return graph, (*given.values(), out, *amax)
 
 
 def _sageattention(module, case: Case) -> list[Provider]:

@@ -29,10 +29,11 @@ SPEED = ("paper", "load", "models", "model", "preparation", "fusion", "masks")
 ACCURACY = ("accuracy", "defaults", "end-to-end")
 PLANS = (*SPEED, *ACCURACY, "packages", "peers")
 PLOT, OVERVIEW = "attention.svg", "overview.svg"
-ACCURACY_PLOT, MODELS_PLOT = "accuracy.svg", "end-to-end.svg"
+ACCURACY_PLOT, MODELS_PLOT, PEERS_PLOT = "accuracy.svg", "end-to-end.svg", "peers.svg"
 COLOURS = {"cuDNN": "0.15", "flash": "0.65", "flex": "tab:orange", "inductor": "tab:blue",
            "FA3": "tab:brown", "FA3-fp8": "tab:pink", "FA4": "tab:olive",
-           "sageattention": "tab:cyan"}  # fmt: skip
+           "sageattention": "tab:cyan", "cuDNN-fp8": "tab:gray"}  # fmt: skip
+KINDS_OF_PEERS = {"kernel": "The kernel alone", "op": "With all preparation"}
 SAGE_COLOURS = ("tab:green", "tab:purple", "tab:red")  # one per recipe
 METHODS = property, classmethod, types.FunctionType
 HEADS = (8, 24, 128)  # B * H of the columns of `lengths`
@@ -46,6 +47,16 @@ BLOCKS = {
     "llama3_8k": "Llama 3 8B, prefill of 8K",
     "llama3_32k": "Llama 3 8B, prefill of 32K",
     "vit_l_1024px": "ViT-L, 1024 px",
+    "sd3_1024px": "SD3, 1024 px",
+    "sdxl_64x64": "SDXL UNet, 64 x 64",
+    "sdxl_32x32": "SDXL UNet, 32 x 32",
+    "hunyuan_padded": "HunyuanVideo, padded text",
+    "whisper_large": "Whisper, encoder",
+    "vit_h_224px": "ViT-H, 224 px",
+    "vit_h_1024px": "ViT-H, 1024 px",
+    "bert_large_512": "BERT, N=512",
+    "llama3_2k": "Llama 3 8B, prefill of 2K",
+    "qwen_vl_980px": "Qwen2.5-VL, vision",
     "padded": "batch of 4, padded",
 }
 # The rows of the README's table of accuracy, and what each is.
@@ -91,7 +102,7 @@ def main(argv=None) -> int:
         for needed, drawn, file in (
             (("paper",), draw, PLOT), (("paper", "model"), draw_overview, OVERVIEW),
             (("accuracy",), draw_accuracy, ACCURACY_PLOT),
-            (("end-to-end",), draw_models, MODELS_PLOT),
+            (("end-to-end",), draw_models, MODELS_PLOT), (("peers",), draw_peers, PEERS_PLOT),
         ):  # fmt: skip
             if plans.keys() >= set(needed):
                 drawn(*(plans[plan] for plan in needed), results / name / file)
@@ -239,9 +250,10 @@ def peers(gpus: dict[str, dict]) -> str:
     """Other packages beside ours: kernels alone, then with all preparation; means and errors where
     the result has them. Bold: ahead of ours, or of a mean, behind it."""
     parts = []
-    for plans in gpus.values():
+    for gpu, plans in gpus.items():
         if "peers" in plans:
             result = plans["peers"]
+            parts += [f"![TFLOP/s beside other packages](../bench/results/{gpu}/{PEERS_PLOT})\n"]
             versions = ", ".join(
                 f"{name} {version}" for name, version in result["versions"].items()
             )
@@ -250,11 +262,9 @@ def peers(gpus: dict[str, dict]) -> str:
                 for name in ("time", "columns", "accuracy")
                 if name in result["method"]
             )
-            for kind, other, title in (
-                ("kernel", " op", "The kernel alone"), ("op", " kernel", "With all preparation"),
-            ):  # fmt: skip
-                rows = [row for row in result["rows"] if not row["provider"].endswith(other)]
-                parts += [f"{title}: TFLOP/s (x cuDNN)\n", peers_table(rows, f" {kind}")]
+            for kind, title in KINDS_OF_PEERS.items():
+                table = peers_table(of_kind(result["rows"], kind), f" {kind}")
+                parts += [f"{title}: TFLOP/s (x cuDNN)\n", table]
             if "means" in result:
                 parts += ["Ours over theirs, geometric means\n", means_table(result["means"])]
                 parts += [
@@ -266,17 +276,27 @@ def peers(gpus: dict[str, dict]) -> str:
     return "\n".join(parts)
 
 
+def of_kind(rows: list[dict], kind: str) -> list[dict]:
+    """The rows of one kind of providers, and of those that have no kinds."""
+    others = tuple(f" {other}" for other in KINDS_OF_PEERS if other != kind)
+    return [row for row in rows if not row["provider"].endswith(others)]
+
+
+def leading(rows: list[dict]) -> list[dict]:
+    """Of the rows of one case those that are ahead of ours."""
+    ours = max(row["tflops"] or 0 for row in rows if row["recipe"])
+    return [row for row in rows if (row["tflops"] or 0) > ours]
+
+
 def peers_table(rows: list[dict], kind: str) -> str:
     rows = [{**row, "case": f"{case_of(row)}{' causal' * row['is_causal']}"} for row in rows]
     providers = list(groups(rows, "provider"))
     lines = [["B x H x N x D", *(name.removesuffix(kind) for name in providers)]]
     for case, its in groups(rows, "case").items():
-        ours = max(row["tflops"] or 0 for row in its if row["recipe"])
-        cells = {}
+        ahead, cells = leading(its), {}
         for row in its:
             cell = with_speedup(row, f"{row['tflops']:.0f}") if row["tflops"] else "-"
-            ahead = row["tflops"] and row["tflops"] > ours
-            cells[row["provider"]] = f"**{cell}**" if ahead else cell
+            cells[row["provider"]] = f"**{cell}**" if row in ahead else cell
         lines.append([case, *(cells.get(name, "") for name in providers)])
     return markdown(lines)
 
@@ -681,12 +701,10 @@ def keep(figure, title: str, result: dict, path: Path) -> None:
     """Write the figure under a title that says where and when."""
     from matplotlib import pyplot as plt
 
-    versions = result["versions"]
-    figure.suptitle(
-        f"{title}, {result['machine']['gpu']}, torch {versions['torch']}, "
-        f"triton {versions['triton']}, {result['date'][:10]}",
-        fontsize=11,
-    )
+    shown = ("torch", "triton", "FA3", "SageAttention")
+    versions = [f"{k} {result['versions'][k]}" for k in shown if k in result["versions"]]
+    where = result["machine"]["gpu"], *versions, result["date"][:10]
+    figure.suptitle(f"{title}, {', '.join(where)}", fontsize=11)
     figure.tight_layout(rect=(0, 0.04, 1, 1))
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
@@ -714,6 +732,50 @@ def draw(result: dict, path: Path) -> None:
     lines, labels = axes[0, 0].get_legend_handles_labels()
     figure.legend(lines, labels, loc="lower center", ncol=len(labels), frameon=False)
     keep(figure, "Attention forward, bf16", result, path)
+
+
+def draw_peers(result: dict, path: Path) -> None:
+    """TFLOP/s against N beside other packages: a row of panels for kernels alone and one with all
+    preparation, a column for each family of shapes. A ring: ahead of ours."""
+    rows = [{**row, "family": family_of(row)} for row in result["rows"] if not row["model"]]
+    families = {
+        name: its for name, its in groups(rows, "family").items() if len(groups(its, "N")) > 1
+    }
+    size = (3.4 * len(families), 6.6)
+    figure, axes = subplots(path, 2, len(families), figsize=size, sharex=True, sharey="col")
+    for i, (kind, title) in enumerate(KINDS_OF_PEERS.items()):
+        for axis, (family, its) in zip(axes[i], families.items(), strict=True):
+            its = of_kind(its, kind)
+            for provider, column in groups(its, "provider").items():
+                points = [(row["N"], row["tflops"]) for row in column if row["tflops"]]
+                style = line_style(provider, its) | {
+                    "linestyle": ":" if "thread" in provider else "-"
+                }
+                axis.plot(
+                    *zip(*points, strict=True), label=provider.removesuffix(f" {kind}"), **style
+                )
+            ahead = [row for each in groups(its, "N").values() for row in leading(each)]
+            axis.plot(
+                [row["N"] for row in ahead], [row["tflops"] for row in ahead], "o", color="tab:red",
+                fillstyle="none", markersize=9, label="ahead of ours",
+            )  # fmt: skip
+            ticks = sorted(groups(its, "N"))
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(ticks, [f"{n // 1024}K" for n in ticks])
+            axis.set_ylim(bottom=0)
+            axis.set_title(f"{title}: {family}", fontsize=9)
+            axis.grid(alpha=0.3)
+        axes[i, 0].set_ylabel("TFLOP/s")
+    for axis in axes[-1]:
+        axis.set_xlabel("N")
+    lines, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(lines, labels, loc="lower center", ncol=len(labels), frameon=False)
+    keep(figure, "Attention forward, bf16 in and out", result, path)
+
+
+def family_of(row: dict) -> str:
+    case = Case(*(row[key] for key in ("B", "H_q", "H_kv", "N", "D", "is_causal")))
+    return f"B={case.B} H={case.heads} {case.family}"
 
 
 def draw_overview(paper: dict, blocks: dict, path: Path) -> None:

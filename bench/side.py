@@ -26,6 +26,8 @@ from sage_inductor.backend import sage_backend  # not by name: that asks what is
 RECIPE = "sage2-8b-rows"  # the name at either commit
 MODELS = ("flux_double", "wan14b_480p", "llama3_8k")
 HOST = Case(1, 8, 8, 1024, 128)  # the GPU is done before the host is
+HOST_SMALL = Case(1, 2, 2, 64, 64)  # the rows of which compare.py makes ratios
+SAGE_OPTIONS = {"sage.force": True, "sage.recipe": RECIPE}
 HOST_CALLS = 20  # between two looks at the clock, and at what the GPU has yet to do
 
 
@@ -43,11 +45,19 @@ Case_ = Callable[[torch.device, float], Timed]  # with a turn's ms
 def cases() -> dict[str, Case_]:
     found = {name_of(case): attention(case) for case in PLANS["load"].cases}
     found |= {f"block {name}": block(blocks.MODELS[name]) for name in MODELS}
-    return found | {
+    found |= {
         "host eager sage::sdpa": host(eager),
-        "host compiled call": host(compiled),
+        "host compiled call": host(compiled(sage_backend, SAGE_OPTIONS)),
         "host torch.add (control)": host(lambda q, k, v: lambda: q + k),
     }
+    for wrapper, of_inductor in (("", {}), (", cpp_wrapper", {"cpp_wrapper": True})):
+        sdpa = compiled("inductor", of_inductor)
+        sage = compiled(sage_backend, SAGE_OPTIONS | of_inductor)
+        found |= {
+            f"host SDPA{wrapper}": host(sdpa, HOST_SMALL),
+            f"host sage{wrapper}": host(sage, HOST_SMALL),
+        }
+    return found
 
 
 def name_of(case: Case) -> str:
@@ -102,12 +112,12 @@ def replayed(call: Callable, sets: list[tuple], target_ms: float) -> Timed:
     return Timed(time_turn, runner.output(), runner.captured)
 
 
-def host(make: Callable[..., Callable[[], Tensor]]) -> Case_:
+def host(make: Callable[..., Callable[[], Tensor]], case: Case = HOST) -> Case_:
     """The time until a call returns, the least of HOST_CALLS each that fill a turn: whatever else
     the host does only adds to it."""
 
     def prepare(device, target_ms):
-        call = make(*draw(HOST, "normal", device))
+        call = make(*draw(case, "normal", device))
         synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
         def time_turn():
@@ -132,14 +142,16 @@ def eager(q, k, v) -> Callable[[], Tensor]:
     return lambda: torch.ops.sage.sdpa(*given)[0]
 
 
-def compiled(q, k, v) -> Callable[[], Tensor]:
-    options = {"sage.force": True, "sage.recipe": RECIPE}
-    # A function of its own: what is timed includes Dynamo's guards, as in a user's call.
-    run = torch.compile(
-        lambda q, k, v: F.scaled_dot_product_attention(q, k, v), backend=sage_backend,
-        fullgraph=True, options=options,
-    )  # fmt: skip
-    return lambda: run(q, k, v)
+def compiled(backend, options: dict) -> Callable[..., Callable[[], Tensor]]:
+    def make(q, k, v):
+        # A function of its own: what is timed includes Dynamo's guards, as in a user's call.
+        run = torch.compile(
+            lambda q, k, v: F.scaled_dot_product_attention(q, k, v), backend=backend,
+            fullgraph=True, options=options,
+        )  # fmt: skip
+        return lambda: run(q, k, v)
+
+    return make
 
 
 # -- the protocol ----

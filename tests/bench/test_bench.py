@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
 from bench import attention as bench
-from bench import blocks, compile_time, fusion, measure, plot, preparation, providers
+from bench import blocks, compile_time, fusion, library, measure, plot, preparation, providers
 from bench import model as whole
 from bench.cases import MASKS, PLANS, Case
 from sage_inductor import measured, report
@@ -44,6 +44,18 @@ def test_masks_hide_what_they_say(narrow):
     assert masks["window"][0, 0].equal(torch.ones(64, 64).tril().triu(-15).bool())
     assert 0.4 < masks["rows"].float().mean() < 0.6
     assert masks["bias"].dtype == torch.bfloat16
+    padding = Case(4, 2, 2, 200, 8, mask="padding")
+    (mask,) = measure.draw_mask(padding, CPU)
+    assert mask.shape == (1, 1, 1, 200) and mask.flatten().tolist() == [True] * 40 + [False] * 160
+    kinds = {
+        "keys": "keys",
+        "rows": "mask",
+        "documents": "mask",
+        "window": "window",
+        "bias": "bias",
+    }
+    assert {m: dataclasses.replace(padding, mask=m).kind for m in kinds} == kinds
+    assert padding.kind == "keys" and padding.masked
 
 
 @pytest.mark.parametrize("mask", ["", *MASKS])
@@ -135,6 +147,54 @@ def test_an_activated_flash_attention_is_named(monkeypatch):
     assert [provider.name for provider in providers.build(case, each, [])] == list(each)
 
 
+def test_the_peak_is_of_one_call_beside_its_inputs(monkeypatch):
+    """Of an allocator in which something else had its peak before."""
+    allocated, peak = [1000], [9000]
+
+    def allocate(n):
+        allocated[0] += n
+        peak[0] = max(peak[0], allocated[0])
+
+    def call(x):
+        allocate(50)
+        allocate(-20)
+        allocate(40)
+        allocate(-70)
+        return x + 1
+
+    for name, function in {
+        "synchronize": lambda: None,
+        "memory_allocated": lambda: allocated[0],
+        "max_memory_allocated": lambda: peak[0],
+        "reset_peak_memory_stats": lambda: peak.__setitem__(0, allocated[0]),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    provider = measure.Provider("p", call, lambda x: allocate(700) or (x,), captures=False)
+    runner = measure.Runner(provider, [(torch.ones(2),)] * 3)
+    assert runner.peak_bytes() == 70
+
+
+def test_rows_have_times_and_peaks_of_those_that_run(monkeypatch):
+    monkeypatch.setattr(bench, "Runner", OnCPU)
+    monkeypatch.setattr(
+        bench, "interleave", lambda runners, *_: {name: [2.0, 4.0, 3.0] for name in runners}
+    )
+    case = Case(1, 2, 2, 64, 64)
+    monkeypatch.setattr(bench, "draw_sets", lambda *_: [inputs(case)])
+    given = [
+        measure.Provider("cuDNN", F.scaled_dot_product_attention),
+        measure.Provider("wrong", lambda q, k, v: q),
+        measure.Provider("failing", lambda q, k, v: [][0]),
+    ]
+    found = {row["provider"]: row for row in bench.measure(case, PLANS["quick"], given, CPU)}
+    assert {name: (row["ms"], row["peak_bytes"]) for name, row in found.items()} == {
+        "cuDNN": (3.0, 12), "wrong": (None, 12), "failing": (None, None)
+    }  # fmt: skip
+    assert found["failing"]["error"].startswith("IndexError")
+    assert found["wrong"]["error"].startswith("wrong on normal inputs")
+    assert "peak_bytes" in bench.method(bench.parse([]))["memory"]
+
+
 def test_flex_is_asked_what_a_block_mask_can_say(narrow):
     case = Case(2, 4, 4, 256, 64, is_causal=True)
     assert len(providers.build(case, ("flex",), [])) == 1
@@ -221,17 +281,22 @@ def test_the_floor_of_a_step_is_its_bytes_at_the_rate_of_a_copy():
 
 
 def tiny(name):
-    m = blocks.MODELS[name]
+    m = library.MODELS[name]
     heads = {"H_q": 4, "H_kv": 4 * m.H_kv // m.H_q}
     return dataclasses.replace(m, B=1, **heads, N=192, D=64, mlp=256, text=m.text and 32)
 
 
-BLOCKS = {type_: name for name, type_ in ((m.name, m.block) for m in blocks.MODELS.values())}
+BLOCKS = {type_: name for name, type_ in ((m.name, m.block) for m in library.MODELS.values())}
+OTHERS = {"bert": "transformers", "whisper": "transformers", "sd": "diffusers",
+          "hunyuan_padded": "diffusers"}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BLOCKS.values())
 def test_a_block_is_rewritten_and_near_eager(name, monkeypatch):
     """And whose attention is not its own, is not near: the bound sees what the rewrite can break."""
+    for of, package in OTHERS.items():
+        if name.startswith(of):
+            pytest.importorskip(package)
     m = tiny(name)
     block, given = blocks.draw(m, CPU)
     options = {"sage.emulate": True, "sage.recipe": "sage2-8b-per-token"}
@@ -245,7 +310,7 @@ def test_a_block_is_rewritten_and_near_eager(name, monkeypatch):
         monkeypatch.setattr(
             F,
             "scaled_dot_product_attention",
-            lambda q, *args, **kwargs: exact(0 * q, *args, **kwargs),
+            lambda query, *args, **kwargs: exact(0 * query, *args, **kwargs),
         )
         uniform = block(*given)
         uniform = uniform[0] if isinstance(uniform, tuple) else uniform
@@ -253,9 +318,9 @@ def test_a_block_is_rewritten_and_near_eager(name, monkeypatch):
     with pytest.raises(whole.Wrong, match="uniform is not near inductor"):
         whole.check({"inductor": eager, "uniform": uniform})
     sites = whole.sites(0)
-    assert len(sites) == (2 if m.block is blocks.Wan else 1)
+    assert len(sites) == (2 if m.block in library.BESIDE else 1)
     assert whole.kernel_recipe(m, {"sage": sites}) == "sage2-8b-per-token"
-    assert out.shape == (1, m.N - m.text * (m.block is not blocks.Wan), m.C)
+    assert out.shape == (1, m.N - m.text * (m.block not in library.BESIDE), m.C)
 
 
 def test_rope_keeps_what_it_rotates_and_each_writing_is_one():
@@ -276,8 +341,15 @@ def test_rope_keeps_what_it_rotates_and_each_writing_is_one():
 
 
 def test_models_have_their_own_shapes():
-    hidden = {"wan14b_480p": 5120, "llama3_8k": 4096, "vit_l_1024px": 1024, "cogvideox": 3072}
-    assert {name: blocks.MODELS[name].C for name in hidden} == hidden
+    hidden = {
+        "wan14b_480p": 5120, "llama3_8k": 4096, "vit_l_1024px": 1024, "cogvideox": 3072,
+        "sd3_1024px": 1536, "sdxl_64x64": 640, "sdxl_32x32": 1280, "hunyuan_padded": 3072,
+        "whisper_large": 1280, "vit_h_1024px": 1280, "bert_large_512": 1024, "qwen_vl_980px": 1280,
+    }  # fmt: skip
+    assert {name: library.MODELS[name].C for name in hidden} == hidden
+    assert library.MODELS.keys() == plot.BLOCKS.keys() - {"padded"}
+    padded = library.MODELS["hunyuan_padded"]
+    assert padded.case.mask == "padding" and padded.text > measure.PADDED
     m = blocks.MODELS["llama3_32k"]
     assert m.case == Case(1, 32, 8, 32768, 128, is_causal=True, model="llama3_32k")
     assert whole.shape(m) == "1x32/8x32768x128 causal"
@@ -313,6 +385,16 @@ def test_what_times_come_to():
     assert "failed: Wrong: off" in whole.lines({**row, "error": "Wrong: off"})
 
 
+@pytest.mark.parametrize(
+    "mask, kinds", [("", ["cuDNN", "flash"]), ("keys", ["cuDNN", "efficient"])]
+)
+def test_a_masks_rival_is_who_computes_it(mask, kinds, monkeypatch):
+    monkeypatch.setattr(whole, "Runner", lambda provider, sets: provider.name)
+    monkeypatch.setattr(whole, "interleave", lambda runners, *_: {n: -len(n) for n in runners})
+    found = whole.backends(Case(1, 2, 2, 64, 64, mask=mask), [], 1.0)
+    assert list(found) == sorted(kinds, key=len, reverse=True)
+
+
 def test_a_block_that_is_not_rewritten_gives_no_recipe_and_nan_is_not_near():
     m = tiny("wan14b_480p")
     cross = {"q": [1, 4, 192, 64], "k": [1, 4, 32, 64], "recipe": "sage1", "reason": ""}
@@ -337,6 +419,13 @@ class OnCPU:
 
     def output(self):
         return self.out
+
+    def peak_bytes(self):
+        return 12
+
+    def load(self, *inputs):
+        self.args[-1] = self.provider.prepare(*inputs)
+        self.run()
 
 
 @pytest.fixture

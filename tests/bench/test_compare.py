@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import compare
+from bench import compare, side
+from bench.cases import Case
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,15 +22,15 @@ def test_each_side_has_the_sources_of_its_folder(tmp_path, capsys):
     sides = {name: compare.Side(folders[name], str(tmp_path / name), 1.0) for name in folders}
     found = compare.at_once(sides, "describe")
     base, this = (found[name]["versions"].pop("sage_inductor") for name in folders)
-    assert base != this and found["base"] == found["this"] and len(found["this"]["cases"]) == 32
+    assert base != this and found["base"] == found["this"] and len(found["this"]["cases"]) == 36
     assert compare.measure(sides, args, 0.0) == (0 if torch.cuda.is_available() else 2)
     row = compare.compare(sides, "host torch.add (control)", 3)
     assert row["error"] is None and [len(each) for each in row["times"].values()] == [3, 3]
     unknown = compare.compare(sides, "no such case", 3)
     assert "KeyError: 'no such case'" in unknown["error"] and unknown["ratio"] is None
-    for side in sides.values():
-        side.close()
-        assert side.process.returncode == 0
+    for each in sides.values():
+        each.close()
+        assert each.process.returncode == 0
     with pytest.raises(SystemExit, match="has ended"):
         sides["base"].receive()
     with pytest.raises(SystemExit):
@@ -100,3 +101,57 @@ def test_sides_are_timed_strictly_in_turn(tmp_path, monkeypatch, capsys):
 def test_what_makes_times_those_of_two_things_is_said(changed, said):
     base = {"norm": 2.0, "captured": True, "rewritten": 1}
     assert compare.difference({"base": base, "this": base | changed}) == said
+
+
+def test_the_hosts_time_of_a_call_is_the_least_of_many_without_waiting(monkeypatch):
+    """A clock of which each call takes what is given, and looking at it nothing."""
+    durations = iter([9.0] * 21 + [2.0] * 20 + [1.0] * 20 + [3.0] * 1000)  # ms
+    now, waits = [0.0], []
+
+    def call():
+        now[0] += next(durations) / 1e3
+        return torch.ones(1)
+
+    def make(q, k, v):
+        assert q.shape == (1, 2, 64, 64)
+        return call
+
+    monkeypatch.setattr(side.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(now[0]))
+    monkeypatch.setattr(side, "draw", lambda case, *_: torch.empty(3, *shape_of(case)))
+    timed = side.host(make, side.HOST_SMALL)(torch.device("cuda"), 100.0)
+    assert len(waits) == 1 and timed.captured is None  # the warm-up: one burst of 9 ms a call
+    assert timed.time() == pytest.approx(1.0)
+    gaps = [end - start for start, end in zip(waits[1:], waits[2:])]
+    assert gaps == pytest.approx([0.04, 0.02] + [0.06] * (len(gaps) - 2))  # after 20 calls each
+
+
+def shape_of(case: Case) -> tuple:
+    return case.B, case.H_q, case.N, case.D
+
+
+def test_sage_is_set_beside_sdpa_on_each_side():
+    def row(case, base, this):
+        return {"case": case, "ms": {"base": base, "this": this}, "ratio": this / base}
+
+    rows = [
+        row("host SDPA", 4.0, 5.0), row("host sage", 24.0, 6.0), row("attention x", 1.0, 1.0),
+        row("host SDPA, cpp_wrapper", 2.0, 2.0), {"case": "host sage, cpp_wrapper", "ratio": None},
+    ]  # fmt: skip
+    assert compare.over_sdpa(rows) == {"host sage": {"base": 6.0, "this": 1.2}}
+    rows[-1] = row("host sage, cpp_wrapper", 3.0, 2.5)
+    expected = {"base": 1.5, "this": 1.25}
+    assert compare.over_sdpa(rows)["host sage, cpp_wrapper"] == expected
+    assert not compare.over_sdpa(rows[1:3])
+
+
+@pytest.mark.parametrize("name", ["host SDPA", "host sage", "host sage, cpp_wrapper"])
+def test_the_hosts_rows_are_of_compiled_calls(name, monkeypatch):
+    given = []
+    monkeypatch.setattr(torch, "compile", lambda f, **options: given.append(options) or f)
+    timed = side.cases()[name](torch.device("cpu"), 1.0)
+    (options,) = given
+    assert (options["backend"] == "inductor") == (name == "host SDPA") and options["fullgraph"]
+    assert options["options"].get("cpp_wrapper", False) == name.endswith("cpp_wrapper")
+    assert options["options"].get("sage.force", False) == ("sage" in name)
+    assert timed.out.shape == (1, 2, 64, 64)

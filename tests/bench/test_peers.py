@@ -3,7 +3,7 @@
 import json
 import re
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -53,12 +53,109 @@ def fake_sage(q, k, v, tensor_layout="NHD", is_causal=False, sm_scale=None, qk_q
     return out[..., :64]
 
 
+class FakeSymbol:
+    def __init__(self, dim=None, stride=None, data_type=None, name=""):
+        self.dim, self.stride, self.dtype, self.name, self.is_output = (
+            dim,
+            stride,
+            data_type,
+            name,
+            False,
+        )
+
+    def set_output(self, is_output):
+        self.is_output = is_output
+        return self
+
+    def set_dim(self, dim):
+        self.dim = dim
+        return self
+
+    def set_stride(self, stride):
+        self.stride = stride
+        return self
+
+    def set_data_type(self, data_type):
+        self.dtype = data_type
+        return self
+
+
+class FakeCudnn(ModuleType):
+    """cudnn-frontend of one GPU: E4M3 in; out in bf16 only if `has_bf16`."""
+
+    data_type = SimpleNamespace(
+        FLOAT=torch.float32, FP8_E4M3=torch.float8_e4m3fn, BFLOAT16=torch.bfloat16
+    )
+    heur_mode = SimpleNamespace(A="A", FALLBACK="fallback")
+    has_bf16, has_shape = False, True
+
+    def create_handle(self):
+        self.stream = None
+        return "handle"
+
+    def set_stream(self, handle, stream):
+        assert handle == "handle"
+        self.stream = stream
+
+    def pygraph(self, io_data_type, intermediate_data_type, compute_data_type, handle):
+        assert (io_data_type, compute_data_type) == (torch.float8_e4m3fn, torch.float32)
+        return FakeGraph(self)
+
+
+class FakeGraph:
+    def __init__(self, module):
+        self.module, self.is_built = module, False
+
+    def tensor(self, **given):
+        return FakeSymbol(**given)
+
+    def sdpa_fp8(self, *, generate_stats, attn_scale, use_causal_mask, **given):
+        assert not generate_stats and all(name == symbol.name for name, symbol in given.items())
+        self.given, self.options = given, (attn_scale, use_causal_mask)
+        self.out = [FakeSymbol(name=name) for name in ("out", "amax_s", "amax_o")]
+        return self.out[0], None, *self.out[1:]
+
+    def build(self, modes):
+        assert modes == ["A", "fallback"] and all(symbol.is_output for symbol in self.out)
+        is_bf16 = self.out[0].dtype == torch.bfloat16
+        if not self.module.has_shape or is_bf16 and not self.module.has_bf16:
+            raise LookupError(f"no {self.out[0].dtype}")
+        self.is_built = True
+
+    def get_workspace_size(self):
+        return 16
+
+    def execute(self, tensors, workspace, handle):
+        assert self.is_built and workspace.numel() == 16 and self.module.stream == 7
+        for symbol, x in tensors.items():
+            assert list(x.shape) == symbol.dim and list(x.stride()) == symbol.stride, symbol.name
+            assert x.dtype == symbol.dtype, symbol.name
+        x = {symbol.name: tensors[symbol].float() for symbol in (*self.given.values(), *self.out)}
+        calls.append({name: x[name].item() for name in self.given if x[name].numel() == 1})
+        q, k, v = (x[name] * x[f"descale_{name}"] for name in "qkv")
+        k, v = (y.repeat_interleave(q.shape[1] // y.shape[1], 1) for y in (k, v))
+        scale, is_causal = self.options
+        s = q @ k.mT * scale
+        s = s.masked_fill(~torch.ones_like(s).tril().bool(), -torch.inf) if is_causal else s
+        p = (s - s.amax(-1, keepdim=True)).exp()
+        p_fp8 = (p * x["scale_s"]).to(torch.float8_e4m3fn).float()
+        out = (p_fp8 @ v) * x["descale_s"] / p.sum(-1, keepdim=True)
+        scaled = out * x["scale_o"]
+        assert scaled.abs().max() <= 448 * 1.05  # and no NaN of E4M3
+        found = scaled.clamp(-448, 448), p.max(), out.abs().max()
+        for symbol, y in zip(self.out, found):
+            tensors[symbol].copy_(y.to(symbol.dtype).view_as(tensors[symbol]))
+
+
 @pytest.fixture
 def installed(monkeypatch):
     """All peers, on a Hopper."""
     calls.clear()
     for name in ("flash_attn", "flash_attn.cute", *peers.MODULES.values()):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        made = FakeCudnn(name) if name == "cudnn" else ModuleType(name)
+        monkeypatch.setitem(sys.modules, name, made)
+    stream = SimpleNamespace(cuda_stream=7)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     sys.modules["flash_attn_interface"].flash_attn_func = fake_flash
     sys.modules["flash_attn.cute.interface"].flash_attn_func = lambda *args, **kwargs: (
         fake_flash(*args, **kwargs), None
@@ -90,7 +187,8 @@ def test_each_peer_is_attention_with_grouped_heads(case, installed):
         names.append(provider.name)
     grains = ("per_warp", "per_thread")
     sage = [f"sageattention {grain} {kind}" for grain in grains for kind in ("kernel", "op")]
-    assert names == ["FA3", "FA3-fp8 kernel", "FA3-fp8 op", "FA4", *sage]
+    cudnn = [f"cuDNN-fp8 {kind}" for kind in ("kernel", "op")]
+    assert names == ["FA3", "FA3-fp8 kernel", "FA3-fp8 op", "FA4", *sage, *cudnn]
 
 
 def test_what_peers_are_given(installed):
@@ -98,6 +196,9 @@ def test_what_peers_are_given(installed):
     given = measure.draw(case, "normal", CPU)
     for provider in providers.build(case, PEERS, []):
         provider.call(*provider.prepare(*given))
+    cudnn = [call for call in calls if isinstance(call, dict)]
+    assert len(cudnn) == 2 and cudnn[0] == cudnn[1]
+    calls[:] = [call for call in calls if isinstance(call, tuple)]
     flash = [call for call in calls if isinstance(call[0], tuple)]
     shapes = (2, 96, 4, 64), (2, 96, 2, 64)
     descales = ["k_descale", "q_descale", "v_descale"]
@@ -122,6 +223,35 @@ def test_the_largest_of_each_group_is_the_largest_of_e4m3(installed):
         torch.testing.assert_close(back, exact.float().view(2, 2, -1), rtol=2**-4, atol=0.1)
     zero = torch.zeros_like(qkv[0]), *qkv[1:]
     assert kernel.prepare(*zero)[0].float().eq(0).all()
+
+
+@pytest.mark.parametrize("has_bf16", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.family)
+def test_cudnns_output_is_bf16_or_by_the_scale_of_v(case, has_bf16, installed):
+    """With one scale a tensor: the largest of all heads and batches is E4M3's largest."""
+    sys.modules["cudnn"].has_bf16 = has_bf16
+    qkv = measure.draw(case, "outlier", CPU)
+    exact = measure.Exact(*qkv, is_causal=case.is_causal)
+    kernel, op = providers.build(case, ("cuDNN-fp8",), [])
+    for provider in (kernel, op):
+        args = provider.prepare(*qkv)
+        out = provider.call(*args)
+        assert out.dtype == torch.bfloat16 and exact.compare(out)["rel_l1"] < 0.04
+    given = calls[-1]
+    amax = {name: x.abs().max().item() for name, x in zip("qkv", qkv)}
+    assert {name: given[f"descale_{name}"] for name in "qkv"} == pytest.approx(
+        {name: x / 448 for name, x in amax.items()}
+    )
+    assert given["scale_s"] * given["descale_s"] == 1 and given["scale_s"] <= 448
+    assert given["scale_o"] == pytest.approx(1.0 if has_bf16 else 448 / amax["v"])
+    assert all(x.float().abs().max() == 448 for x in kernel.prepare(*qkv)[:3])
+
+
+def test_what_cudnn_does_not_have_is_an_error_of_the_first_call(installed):
+    sys.modules["cudnn"].has_shape = False
+    kernel, _ = providers.build(CASES[0], ("cuDNN-fp8",), [])
+    with pytest.raises(LookupError, match="no torch.float8_e4m3fn"):
+        kernel.call(*kernel.prepare(*measure.draw(CASES[0], "normal", CPU)))
 
 
 def test_elsewhere_than_on_hopper_sageattention_chooses(installed, monkeypatch):
@@ -151,7 +281,7 @@ def test_who_is_not_installed_is_named_and_left_out(monkeypatch, capsys):
     result = {"machine": machine, "versions": {}, "state": {"start": ""}, "date": "", "method": {}}
     bench.print_header(result, peers.absent(bench.wanted(args)))
     line = " ".join(capsys.readouterr().out.split("left out")[1].split())
-    assert re.findall(r"(\S+): ", line) == ["FA3", "FA3-fp8", "FA4"]
+    assert re.findall(r"(\S+): ", line) == ["FA3", "FA3-fp8", "FA4", "cuDNN-fp8"]
     assert "flash_attn_interface" in line
     with pytest.raises(SystemExit):
         bench.parse(["--providers", "cuDNN", "FA4"])
@@ -194,3 +324,41 @@ def test_cells_where_a_peer_leads_are_bold():
     assert lines[0] == "| B x H x N x D | cuDNN | FA3 | FA3-fp8 | FA4 | sage2-8b |" == lines[3]
     assert lines[2] == f"| {name} | 50 | 70 (1.40x) | **99 (1.98x)** | - | 80 (1.60x) |"
     assert lines[5] == f"| {name} | 50 | **70 (1.40x)** | 59 (1.18x) | - | 60 (1.20x) |"
+
+
+def test_the_plot_of_peers_rings_what_is_ahead_of_ours(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    figures = {"cuDNN": (50, 80), "FA4": (None, 20), "FA3-fp8 kernel": (99, 60), "FA3-fp8 op": (30, 30),
+               "sage kernel": (70, 90), "sage op": (40, 85)}  # fmt: skip
+    rows = [
+        {"plan": "peers", "model": "flux" * (N == 4096), "B": 1, "H_q": 4, "H_kv": 2, "N": N, "D": D,
+         "is_causal": D == 64, "provider": name, "recipe": "sage" if name[:4] == "sage" else None,
+         "tflops": tflops and tflops + D}
+        for D in (64, 128) for name, (short, long) in figures.items()
+        for N, tflops in ((1024, short), (2048, long), (4096, 1000))
+    ] + [{"plan": "peers", "model": "", "B": 9, "H_q": 4, "H_kv": 2, "N": 9, "D": 96, "is_causal": False,
+          "provider": "sage op", "recipe": "sage", "tflops": 1}]  # fmt: skip
+    drawn, keep = [], plot.keep
+    monkeypatch.setattr(
+        plot, "keep", lambda figure, *rest: drawn.append(figure) or keep(figure, *rest)
+    )
+    result = {
+        "rows": rows,
+        "date": "2026-11-22T00",
+        "machine": {"gpu": "X"},
+        "versions": {"FA3": "3"},
+    }
+    plot.draw_peers(result, tmp_path / "peers.svg")
+    titles = [axis.get_title() for axis in drawn[0].axes]
+    families = "B=1 H=4/2 D=64, causal", "B=1 H=4/2 D=128"
+    assert titles == [f"{kind}: {f}" for kind in plot.KINDS_OF_PEERS.values() for f in families]
+    for i, axis in enumerate(drawn[0].axes):
+        lines = {line.get_label(): list(zip(*line.get_data())) for line in axis.lines}
+        assert list(lines) == ["cuDNN", "FA4", "FA3-fp8", "sage", "ahead of ours"]
+        (peer,), D = [("FA3-fp8",), ("cuDNN",)][i // 2], (64, 128)[i % 2]
+        assert lines["ahead of ours"] == [
+            (1024, figures["cuDNN" if i > 1 else "FA3-fp8 kernel"][0] + D)
+        ]
+        assert lines["ahead of ours"][0] in lines[peer] and len(lines["FA4"]) == 1
+    assert "X, FA3 3, 2026-11-22" in drawn[0].get_suptitle()
+    assert "<svg" in (tmp_path / "peers.svg").read_text()

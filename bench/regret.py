@@ -1,0 +1,392 @@
+"""Regret: how far what `auto` decides is from the best there is, on calls drawn at random.
+
+$ python bench/regret.py --seed 1 --calls 300 --json       # bench/results/GPU/DATE-regret.json
+$ python bench/regret.py --seed 2 --calls 300 --budget 120 # as many as two minutes allow
+
+Each call is a function of its own that calls F.scaled_dot_product_attention. Dynamo captures it on
+fake tensors, and the pass decides as for a user's `backend="sage"`. Then everything that the call
+may run is timed: SDPA's backends and each recipe that `auto` may become, by each of its tiles, with
+all preparation.
+
+    best     the least of these times
+    decided  the time of what the pass took; the least of SDPA's, where the call stays
+    regret   decided / best - 1
+    x        the least of SDPA's / decided
+
+Kernels compile in other processes meanwhile, which compute no attention.
+"""
+
+import argparse
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import datetime
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from bench import machine
+from bench.attention import RESULTS, cuda_device, save
+from bench.measure import Provider, Runner, interleave
+from sage_inductor import autotune, settings
+from sage_inductor.autotune import BenchmarkCase, Candidate
+from sage_inductor.backend import run_graphs
+from sage_inductor.decide import rewrite
+from sage_inductor.ops.attention import tiles
+from sage_inductor.ops.recipe import NAMED
+from sage_inductor.patterns.call import CAUSAL, Site
+
+COMMON_DIMS = (64, 128)
+OTHER_DIMS = (40, 48, 72, 80, 96, 112, 160, 192, 256)
+KINDS = {"full": 45, "causal": 25, "keys": 15, "window": 15}  # of sage_inductor.cost; in percent
+MAX_FLOPS = 2.5e13  # 0.05 s of an H200, and under a mask less than 0.5 s
+MAX_BYTES = 4 << 30  # q, k, v and out: as many calls as there are processes fit in memory
+MAX_MASK = 2**29  # elements of a window's mask, which SDPA is given
+
+ROUNDS, TARGET_MS = 5, 4.0
+LONG_MS, LONG_ROUNDS = 20.0, 3  # a call that long warms the card by itself
+GRAPH_S = 3e-4  # how long a CUDA graph runs, about: of so many calls that gaps do not count
+
+
+def main(argv=None) -> int:
+    args = parse(argv)
+    if not torch.cuda.is_available():
+        print("bench/regret.py times GPU kernels: torch sees no CUDA device", file=sys.stderr)
+        return 2
+    device = torch.device("cuda", args.device.index or 0)
+    torch.cuda.set_device(device)
+    torch.set_grad_enabled(False)
+    result = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "machine": machine.describe(device),
+        "versions": machine.versions(),
+        "state": {"start": machine.state(device)},
+        "method": {
+            "calls": f"{args.calls} of seed {args.seed}; masks of padding hide half of the keys at"
+            " random",
+            "time": f"ms, median of {ROUNDS} rounds of {TARGET_MS:g} ms of CUDA graphs, in turns",
+        },
+    }
+    path = args.json or None
+    if args.json == "":
+        slug = result["machine"]["gpu"].lower().replace(" ", "-")
+        path = Path(RESULTS) / slug / f"{result['date'][:10]}-regret.json"
+    print(f"{result['machine']['gpu']}, {result['versions']}\n{result['method']}")
+    started, rows = time.monotonic(), []
+    workers = max(1, (os.cpu_count() or 1) - 1)
+    # Not forked: CUDA is initialised here.
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(workers, spawn) as pool:
+        calls = draw(args.seed, args.calls)
+        for row in measure(calls, device, pool, 4 * workers, args.budget):
+            rows.append(row)
+            if len(rows) % 50 == 0:
+                save(result | {"rows": rows}, path)
+                print(f"{len(rows)} calls in {time.monotonic() - started:.0f} s", file=sys.stderr)
+    result["state"]["end"] = machine.state(device)
+    result["elapsed_s"] = round(time.monotonic() - started, 1)
+    result["summary"] = summary(rows, args.calls)
+    save(result | {"rows": rows}, path)
+    print_summary(result["summary"], rows)
+    print(f"state at the end: {result['state']['end']}\nelapsed: {result['elapsed_s']} s")
+    return 0 if rows else 1
+
+
+def parse(argv) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--calls", type=int, default=300)
+    parser.add_argument(
+        "--budget", type=float, default=math.inf, metavar="SECONDS", help="stop then"
+    )
+    parser.add_argument("--device", type=cuda_device, default="cuda", help="cuda, or cuda:INDEX")
+    parser.add_argument(
+        "--json", nargs="?", const="", metavar="FILE", help="default: bench/results/GPU/DATE-regret"
+    )
+    return parser.parse_args(argv)
+
+
+# -- the calls ----
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """q [B, H_q, N_q, D], k and v [B, H_kv, N_kv, D], in memory [B, N, H, D]."""
+
+    B: int
+    H_q: int
+    H_kv: int
+    N_q: int
+    N_kv: int
+    D: int
+    kind: str  # one of KINDS
+    window: tuple[int, int] | None  # query i sees keys i - window[0] .. i + window[1]
+    dtype: str
+
+    @property
+    def flops(self) -> float:
+        """Two products of 2 N_q N_kv D a head, whatever is hidden."""
+        return 4.0 * self.B * self.H_q * self.N_q * self.N_kv * self.D
+
+    def __str__(self):
+        heads = f"{self.H_q}" if self.H_q == self.H_kv else f"{self.H_q}/{self.H_kv}"
+        lengths = f"{self.N_q}" if self.N_q == self.N_kv else f"{self.N_q}:{self.N_kv}"
+        kind = self.kind if self.window is None else "window({}, {})".format(*self.window)
+        return f"{self.B}x{heads}x{lengths}x{self.D} {kind} {self.dtype}"
+
+
+def draw(seed: int, count: int) -> list[Call]:
+    """The same calls for the same seed. N and B * H are log-uniform, from 256 to 131072 and from 1
+    to 256 or what MAX_FLOPS and MAX_BYTES leave."""
+    dice = random.Random(seed)
+    return [_draw(dice) for _ in range(count)]
+
+
+def _draw(dice: random.Random) -> Call:
+    D = dice.choice(
+        dice.choices((COMMON_DIMS, OTHER_DIMS, range(33, 257)), weights=(45, 35, 20))[0]
+    )
+    N_q = N_kv = _length(dice)
+    (kind,) = dice.choices(list(KINDS), weights=KINDS.values())
+    if kind == "window" and N_q * N_kv > MAX_MASK:
+        kind = "causal"
+    if kind in ("full", "keys") and dice.random() < 0.4:
+        N_kv = _length(dice)
+    most = MAX_FLOPS / (4 * N_q * N_kv * D), MAX_BYTES / (4 * (N_q + N_kv) * D), 256
+    heads = int(2 ** dice.uniform(0, math.log2(max(1, min(most)))))
+    H_q = dice.choice([n for n in range(1, heads + 1) if heads % n == 0])
+    groups = [n for n in range(2, 9) if H_q % n == 0]
+    H_kv = H_q // dice.choice(groups) if groups and dice.random() < 0.4 else H_q
+    window = None
+    if kind == "window":
+        width = round(2 ** dice.uniform(6, math.log2(N_kv)))
+        window = dice.choice(((width, 0), (width // 2, width // 2)))
+    dtype = "float16" if dice.random() < 0.2 else "bfloat16"
+    return Call(heads // H_q, H_q, H_kv, N_q, N_kv, D, kind, window, dtype)
+
+
+def _length(dice: random.Random) -> int:
+    """Half of them are multiples of 64, as many models' are."""
+    N = 2 ** dice.uniform(8, 17)
+    return max(256, round(N / 64) * 64) if dice.random() < 0.5 else round(N)
+
+
+# -- what becomes of a call ----
+
+
+class Planned(NamedTuple):
+    call: Call
+    site: Site  # what the pass says
+    case: BenchmarkCase  # what is timed
+
+
+def plan(call: Call, device: torch.device) -> Planned:
+    """The call decided by the pass as a user's would be. What it may become is what
+    max-autotune would time of it."""
+    site, cases = decided(call, device), []
+
+    def record(case: BenchmarkCase) -> dict:
+        cases.append(case)
+        return dict.fromkeys((*case.candidates, *case.rivals), 1.0)
+
+    decided(call, device, benchmark=record)
+    if not cases:
+        raise ValueError(f"{call} cannot be timed: {site.reason}")
+    return Planned(call, site, cases[0])
+
+
+def decided(call: Call, device: torch.device, **overrides) -> Site:
+    sites, asked = [], settings.resolve({}, **overrides)
+    with FakeTensorMode():
+        run_graphs(lambda gm: sites.extend(rewrite(gm, asked)), *graph_of(call, device), {})
+    (site,) = sites
+    return site
+
+
+def graph_of(call: Call, device: torch.device) -> tuple[Callable, tuple]:
+    """The function that makes the call, and its arguments; to be called where tensors are fake."""
+
+    def function(q, k, v, attn_mask=None):
+        if call.window is not None:
+            i = torch.arange(call.N_q, device=device).unsqueeze(1)
+            j = torch.arange(call.N_kv, device=device)
+            attn_mask = (j >= i - call.window[0]) & (j <= i + call.window[1])
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask, is_causal=call.kind == "causal", enable_gqa=call.H_q != call.H_kv
+        )
+
+    dtype = getattr(torch, call.dtype)
+    shapes = (call.N_q, call.H_q), (call.N_kv, call.H_kv), (call.N_kv, call.H_kv)
+    inputs = [
+        torch.empty(call.B, N, H, call.D, device=device, dtype=dtype).transpose(1, 2)
+        for N, H in shapes
+    ]
+    if call.kind == "keys":
+        inputs.append(torch.empty(call.B, 1, 1, call.N_kv, device=device, dtype=torch.bool))
+    return function, tuple(inputs)
+
+
+def taken(site: Site, case: BenchmarkCase) -> Candidate | None:
+    """Which of the case's candidates runs; None: SDPA. Where the decision names no tile and there
+    are several, the one that the table names when the call runs."""
+    if not site.rewritten:
+        return None
+    found = Candidate(site.recipe, site.decision.warpgroups)
+    if found in case.candidates:
+        return found
+    (N_q, D), pv = case.q[2:], NAMED[site.recipe].pv
+    tile = tiles.hopper(tiles.capability(case.device), pv, D, case.band == CAUSAL, N_q)
+    return Candidate(site.recipe, tile.warpgroups if tile else 0)
+
+
+# -- the measurement ----
+
+
+def measure(
+    calls: Iterable[Call], device: torch.device, pool: concurrent.futures.Executor, ahead: int,
+    budget: float = math.inf,
+) -> Iterator[dict]:  # fmt: skip
+    """A row for each call, in order, until the budget of seconds is spent. The kernels of the next
+    calls, so many as `ahead`, compile meanwhile."""
+    end, calls, waiting = time.monotonic() + budget, iter(calls), collections.deque()
+    while True:
+        for call in itertools.islice(calls, ahead - len(waiting)):
+            planned = plan(call, device)
+            waiting.append((planned, pool.submit(compile_kernels, planned.case)))
+        if not waiting:
+            return
+        planned, compiled = waiting.popleft()
+        concurrent.futures.wait([compiled], max(0.0, end - time.monotonic()))
+        if time.monotonic() >= end:
+            pool.shutdown(wait=False, cancel_futures=True)
+            return
+        yield judge(planned, time_case(planned.case, planned.call.flops))
+
+
+def compile_kernels(case: BenchmarkCase) -> None:
+    """Fill Triton's cache with the kernels of the case's candidates. A kernel is launched only
+    where a second candidate prepares with it as the first did."""
+    run = triton.JITFunction.run
+
+    def compile_only(kernel, *args, warmup=False, **kwargs):
+        return run(kernel, *args, warmup=True, **kwargs)
+
+    torch.set_num_threads(1)
+    torch.cuda.set_device(case.device)
+    with torch.no_grad(), mock.patch.object(triton.JITFunction, "run", compile_only):
+        calls = autotune._calls(case)
+        for candidate in case.candidates:
+            with contextlib.suppress(Exception):  # the process that times it says so
+                calls[candidate]()
+    del calls
+    torch.cuda.empty_cache()
+
+
+def time_case(case: BenchmarkCase, flops: float) -> dict[Candidate | str, float | str]:
+    """ms of each of the case's candidates and of SDPA's backends, or the message of an error."""
+    try:
+        calls = autotune._calls(case)
+    except Exception as error:  # out of memory for the inputs
+        return dict.fromkeys((*case.rivals, *case.candidates), message(error))
+    found, runners = {}, {}
+    repeats = max(1, min(32, round(GRAPH_S / max(1e-5, flops / 5e14))))
+    for name, call in calls.items():
+        try:
+            runners[name] = Runner(Provider(str(name), call), [()] * repeats)
+        except Exception as error:  # a backend that does not have such calls, ...
+            found[name] = message(error)
+    rounds = LONG_ROUNDS if flops / 5e11 > LONG_MS else ROUNDS
+    times = interleave(runners, rounds, TARGET_MS) if runners else {}
+    found |= {name: statistics.median(each) for name, each in times.items()}
+    del calls, runners
+    torch.cuda.empty_cache()
+    return found
+
+
+def message(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".split("\n")[0]
+
+
+def judge(planned: Planned, times: dict[Candidate | str, float | str]) -> dict:
+    """A row. Its regret and x are None where SDPA, or what was decided, has no time."""
+    call, site, case = planned
+    ms = {name: each for name, each in times.items() if not isinstance(each, str)}
+    sdpa = min((ms[name] for name in case.rivals if name in ms), default=None)
+    candidate = taken(site, case)
+    ours = sdpa if candidate is None else ms.get(candidate)
+    best = min(ms, key=ms.get, default=None)
+    known = sdpa is not None and ours is not None
+    return {
+        "name": str(call),
+        **dataclasses.asdict(call),
+        "decided": "SDPA" if candidate is None else label(candidate),
+        "reason": site.reason,
+        "best": best and label(best),
+        "ms": {label(name): each for name, each in ms.items()},
+        "errors": {label(name): each for name, each in times.items() if name not in ms},
+        "regret": ours / ms[best] - 1 if known else None,
+        "x": sdpa / ours if known else None,
+    }
+
+
+def label(name: Candidate | str) -> str:
+    return name if isinstance(name, str) else f"{name.recipe}{name.tile}"
+
+
+# -- the summary ----
+
+
+def summary(rows: list[dict], wanted: int) -> dict:
+    regrets = [row["regret"] for row in rows if row["regret"] is not None]
+    n = max(1, len(regrets))
+    return {
+        "calls": wanted,
+        "measured": len(regrets),
+        "failed": len(rows) - len(regrets),
+        "rewritten": sum(row["decided"] != "SDPA" for row in rows),
+        "within_3_percent": sum(regret <= 0.03 for regret in regrets) / n,
+        "within_5_percent": sum(regret <= 0.05 for regret in regrets) / n,
+        "mean_regret": sum(regrets) / n,
+        "below_0_97x": sum(row["x"] is not None and row["x"] < 0.97 for row in rows),
+    }
+
+
+def print_summary(found: dict, rows: list[dict]) -> None:
+    print(
+        "\n{measured} of {calls} calls measured, {failed} failed, {rewritten} rewritten\n"
+        "within 3 %: {within_3_percent:.1%}, within 5 %: {within_5_percent:.1%}, mean regret "
+        "{mean_regret:.2%}\nbelow 0.97x of SDPA: {below_0_97x}".format(**found)
+    )
+    known = [row for row in rows if row["regret"] is not None]
+    for title, key, order in (("regret", "regret", -1), ("x of SDPA", "x", 1)):
+        print(f"the worst by {title}")
+        for row in sorted(known, key=lambda row: order * row[key])[:10]:
+            print("  {regret:7.1%} {x:6.2f}x  {name}: {decided}, best {best}".format(**row))
+            print(f"{'':18}{row['reason']}\n{'':18}{json.dumps(_rounded(row['ms']))}")
+
+
+def _rounded(ms: dict[str, float]) -> dict[str, float]:
+    return {name: float(f"{each:.4g}") for name, each in ms.items()}
+
+
+if __name__ == "__main__":
+    sys.stdout.reconfigure(line_buffering=True)
+    sys.exit(main())

@@ -1,0 +1,318 @@
+"""The regret of what `auto` decides, by a clock whose times are known, on a GPU that is not there."""
+
+import collections
+import concurrent.futures
+import json
+import math
+import statistics
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+import triton
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from bench import regret
+from sage_inductor import autotune, cost
+from sage_inductor.autotune import BenchmarkCase, Candidate
+from sage_inductor.ops.attention import tiles
+from sage_inductor.patterns.call import CAUSAL, FULL, Band
+
+CUDA = torch.device("cuda", 0)
+LONG = regret.Call(4, 32, 32, 16384, 16384, 128, "full", None, "bfloat16")
+SHORT = regret.Call(1, 4, 2, 300, 300, 80, "causal", None, "float16")
+
+
+@pytest.fixture
+def h200(monkeypatch):
+    monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(cost, "gpu_name", lambda device: cost.H200)
+
+
+class Pool(concurrent.futures.Executor):
+    """Compiles nothing, at once."""
+
+    def __init__(self):
+        self.cases, self.is_shut = [], False
+
+    def submit(self, function, case):
+        assert function is regret.compile_kernels
+        self.cases.append(case)
+        done = concurrent.futures.Future()
+        done.set_result(None)
+        return done
+
+    def shutdown(self, wait=True, *, cancel_futures=False):
+        self.is_shut = not wait and cancel_futures
+
+
+def test_a_seed_draws_the_same_calls_within_the_bounds():
+    calls = regret.draw(7, 2000)
+    assert calls == regret.draw(7, 2000) != regret.draw(8, 2000)
+    assert calls[:10] == regret.draw(7, 10)
+    for call in calls:
+        assert 1 <= call.B * call.H_q <= 256 and call.H_q % call.H_kv == 0
+        assert 33 <= call.D <= 256 and call.flops <= regret.MAX_FLOPS
+        assert all(256 <= n <= 131072 for n in (call.N_q, call.N_kv))
+        assert 4 * call.B * call.H_q * (call.N_q + call.N_kv) * call.D <= regret.MAX_BYTES
+        assert (call.window is not None) == (call.kind == "window")
+        if call.kind in ("causal", "window"):
+            assert call.N_q == call.N_kv
+        if call.window:
+            assert call.N_q**2 <= regret.MAX_MASK
+            assert call.window[0] >= 32 and call.window[1] in (0, call.window[0])
+
+
+def test_each_kind_of_call_has_its_share():
+    calls = regret.draw(7, 4000)
+
+    def share(holds):
+        return sum(bool(holds(call)) for call in calls) / len(calls)
+
+    assert min(collections.Counter(call.kind for call in calls).values()) > 0.05 * len(calls)
+    assert {call.kind for call in calls} == set(regret.KINDS) <= set(cost.KINDS)
+    assert 0.1 < share(lambda call: call.H_q != call.H_kv) < 0.4
+    assert 0.1 < share(lambda call: call.N_q != call.N_kv) < 0.4
+    assert 0.1 < share(lambda call: call.dtype == "float16") < 0.3
+    assert 0.4 < share(lambda call: call.D in regret.COMMON_DIMS) < 0.6
+    assert share(lambda call: call.D % 2 == 1) > 0.05
+    assert 0.3 < share(lambda call: call.N_q % 64) < 0.6
+    assert share(lambda call: call.B > 1 and call.H_q > 1) > 0.1
+    assert 12 < statistics.median(math.log2(call.N_q) for call in calls) < 13
+    assert share(lambda call: call.window and call.window[1] == 0) > 0.02
+    assert share(lambda call: call.B * call.H_q > 64) > 0.05
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_pass_decides_each_call_and_says_what_is_timed(seed, h200):
+    for call in regret.draw(seed, 12):
+        planned = regret.plan(call, CUDA)
+        case, site = planned.case, planned.site
+        assert site.spelling == "SDPA" and site.dtype == call.dtype == str(case.dtype)[6:]
+        assert case.q == (call.B, call.H_q, call.N_q, call.D)
+        assert case.k == case.v == (call.B, call.H_kv, call.N_kv, call.D)
+        band = Band(*call.window) if call.window else CAUSAL if call.kind == "causal" else FULL
+        keys = (call.B, 1, 1, call.N_kv) if call.kind == "keys" else None
+        assert (case.band, case.mask) == (band, keys) and case.device == CUDA
+        assert {each.recipe for each in case.candidates} >= {"sage2-8b-per-token", "sage2-8b"}
+        assert site.reason.startswith(("never slower", "N >= "))
+        assert regret.taken(site, case) in (None, *case.candidates)
+
+
+@pytest.mark.parametrize("window", [(100, 0), (40, 30)])
+def test_a_window_shows_what_it_says(window):
+    call = regret.Call(1, 2, 1, 200, 200, 64, "window", window, "bfloat16")
+    function, inputs = regret.graph_of(call, torch.device("cpu"))
+    q, k, v = (torch.randn_like(x) for x in inputs)
+    ones = torch.ones(200, 200).bool()
+    mask = ones.tril(window[1]).triu(-window[0])
+    expected = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+    assert function(q, k, v).equal(expected)
+
+
+def test_a_causal_call_and_one_with_padding_are_what_they_say():
+    call = regret.Call(1, 2, 2, 64, 64, 64, "causal", None, "bfloat16")
+    function, inputs = regret.graph_of(call, torch.device("cpu"))
+    q, k, v = (torch.randn_like(x) for x in inputs)
+    assert function(q, k, v).equal(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+    with FakeTensorMode():
+        call = regret.Call(2, 2, 1, 64, 96, 64, "keys", None, "float16")
+        *qkv, mask = regret.graph_of(call, torch.device("cpu"))[1]
+    assert mask.dtype == torch.bool and mask.shape == (2, 1, 1, 96)
+    assert [x.stride() for x in qkv] == [(8192, 64, 128, 1), (6144, 64, 64, 1), (6144, 64, 64, 1)]
+
+
+def test_where_no_tile_is_decided_the_tables_is_taken(h200):
+    site, case = regret.plan(LONG, CUDA)[1:]
+    assert site.rewritten and site.decision.warpgroups is None
+    tiles_of = {each.warpgroups for each in case.candidates if each.recipe == site.recipe}
+    assert regret.taken(site, case) == Candidate("sage2-8b-per-token", 3) and tiles_of == {2, 3}
+    short = regret.Call(8, 32, 32, 1024, 1024, 64, "full", None, "bfloat16")
+    case = regret.plan(short, CUDA).case
+    assert regret.taken(site, case) == Candidate("sage2-8b-per-token", 0)
+    assert regret.taken(regret.plan(SHORT, CUDA).site, case) is None
+
+
+TABLE, OTHER, TRITON = (
+    Candidate("sage2-8b-per-token", 3), Candidate("sage2-8b-per-token", 2), Candidate("sage2-8b"),
+)  # fmt: skip
+SDPA = {"CUDNN_ATTENTION": 2.0, "FLASH_ATTENTION": 3.0}
+
+
+@pytest.mark.parametrize(
+    "call, times, decided, best, wanted, x",
+    [
+        (LONG, {TABLE: 1.0, OTHER: 1.1, TRITON: 1.5}, TABLE, TABLE, 0.0, 2.0),
+        (LONG, {TABLE: 1.25, OTHER: 1.0, TRITON: 1.5}, TABLE, OTHER, 0.25, 1.6),
+        (LONG, {TABLE: 4.0, OTHER: 5.0, TRITON: 6.0}, TABLE, "CUDNN_ATTENTION", 1.0, 0.5),
+        (LONG, {TABLE: "E: 1", OTHER: 1.0, TRITON: 1.5}, TABLE, OTHER, None, None),
+        (LONG, {TABLE: 1.0, "CUDNN_ATTENTION": "E"}, TABLE, TABLE, 0.0, 3.0),
+        (LONG, {TABLE: 1.0, **dict.fromkeys(SDPA, "E")}, TABLE, TABLE, None, None),
+        (SHORT, {TABLE: 1.6, OTHER: "E: 1", TRITON: 2.5}, "SDPA", TABLE, 0.25, 1.0),
+        (SHORT, {TABLE: 2.1, OTHER: 2.2, TRITON: 2.5}, "SDPA", "CUDNN_ATTENTION", 0.0, 1.0),
+        (SHORT, {TABLE: "E: 1", **dict.fromkeys(SDPA, "E")}, "SDPA", None, None, None),
+    ],
+)
+def test_a_row_says_how_far_the_decision_is_from_the_best(
+    call, times, decided, best, wanted, x, h200
+):
+    row = regret.judge(regret.plan(call, CUDA), SDPA | times)
+    labels = [each and regret.label(each) for each in (decided, best)]
+    assert [row["decided"], row["best"]] == labels
+    assert (row["regret"], row["x"]) == pytest.approx((wanted, x))
+    assert set(row["ms"]) | set(row["errors"]) == {regret.label(each) for each in SDPA | times}
+    assert set(row["errors"].values()) <= {"E", "E: 1"} and row["reason"]
+    assert json.loads(json.dumps(row))["name"] == str(call)
+
+
+def test_calls_are_timed_in_order_while_the_next_ones_compile(h200, monkeypatch):
+    calls, pool, timed = regret.draw(3, 7), Pool(), []
+
+    def time_case(case, flops):
+        timed.append((case, flops, len(pool.cases)))
+        return {**SDPA, **dict.fromkeys(case.candidates, 1.0)}
+
+    monkeypatch.setattr(regret, "time_case", time_case)
+    rows = list(regret.measure(calls, CUDA, pool, 3))
+    assert [row["name"] for row in rows] == [str(call) for call in calls]
+    assert [case for case, *_ in timed] == pool.cases
+    assert [flops for _, flops, _ in timed] == [call.flops for call in calls]
+    assert [compiling for *_, compiling in timed] == [3, 4, 5, 6, 7, 7, 7]
+    assert not pool.is_shut
+
+
+def test_a_budget_ends_the_measurement(h200, monkeypatch):
+    now = SimpleNamespace(seconds=100.0)
+    monkeypatch.setattr(regret.time, "monotonic", lambda: now.seconds)
+
+    def time_case(case, flops):
+        now.seconds += 4.0
+        return {**SDPA, **dict.fromkeys(case.candidates, 1.0)}
+
+    monkeypatch.setattr(regret, "time_case", time_case)
+    pool = Pool()
+    assert len(list(regret.measure(regret.draw(3, 9), CUDA, pool, 2, budget=11.0))) == 3
+    assert pool.is_shut and len(pool.cases) < 9
+    waited = []
+    monkeypatch.setattr(concurrent.futures, "wait", lambda futures, s: waited.append(s))
+    list(regret.measure(regret.draw(3, 9), CUDA, Pool(), 2, budget=6.0))
+    assert waited == [6.0, 2.0, 0.0]
+
+
+def test_a_call_that_cannot_be_timed_is_an_error(h200):
+    with pytest.raises(ValueError, match="cannot be timed: .*head_dim"):
+        regret.plan(regret.Call(1, 1, 1, 512, 512, 264, "full", None, "bfloat16"), CUDA)
+
+
+def test_kernels_compile_without_a_launch(monkeypatch):
+    """Whatever one of them raises."""
+    ran, seen = [], []
+
+    def run(kernel, *args, grid, warmup, **options):
+        ran.append((args, warmup, options))
+
+    monkeypatch.setattr(triton.JITFunction, "run", run)
+    monkeypatch.setattr(torch.cuda, "set_device", seen.append)
+
+    @triton.jit
+    def kernel(X, N: triton.language.constexpr):
+        pass
+
+    def fails():
+        raise RuntimeError("no such kernel")
+
+    candidates = Candidate("sage1"), Candidate("sage2-8b", 2), Candidate("sage2-8b", 3)
+    calls = {
+        "CUDNN_ATTENTION": lambda: pytest.fail("SDPA ran"),
+        candidates[0]: fails,
+        candidates[1]: lambda: kernel[(1,)](1, N=2),
+        candidates[2]: lambda: kernel[(1,)](3, N=4, num_warps=8),
+    }
+    monkeypatch.setattr(autotune, "_calls", lambda case: calls)
+    threads = torch.get_num_threads()
+    regret.compile_kernels(SimpleNamespace(device=CUDA, candidates=candidates))
+    torch.set_num_threads(threads)
+    assert ran == [((1,), True, {"N": 2}), ((3,), True, {"N": 4, "num_warps": 8})]
+    assert seen == [CUDA]
+    kernel[(1,)](5, N=6)
+    assert ran[-1] == ((5,), False, {"N": 6})  # as it was
+
+
+def case_of(**given):
+    shape = (1, 2, 64, 64)
+    fields = dict(q=shape, k=shape, v=shape, band=FULL, mask=None, mask_dtype=None)
+    return BenchmarkCase(CUDA, torch.bfloat16, candidates=(TABLE, OTHER), **fields | given)
+
+
+@pytest.mark.parametrize(
+    "flops, repeats, rounds", [(1e9, 30, 5), (7e10, 2, 5), (6e12, 1, 5), (2e13, 1, 3)]
+)
+def test_the_time_is_the_median_of_interleaved_rounds(flops, repeats, rounds, monkeypatch):
+    calls = {"CUDNN_ATTENTION": "a", "FLASH_ATTENTION": "b", TABLE: "c", OTHER: "d"}
+    built = []
+
+    def runner(provider, sets):
+        if provider.call == "b":
+            raise RuntimeError("No available kernel\nsecond line")
+        assert sets == [()] * len(sets)
+        built.append((provider.call, len(sets)))
+        return provider.call
+
+    def interleave(runners, n, target_ms):
+        assert (n, target_ms) == (rounds, regret.TARGET_MS)
+        return {name: [9.0, float(i), 0.5] for i, name in enumerate(runners, 1)}
+
+    monkeypatch.setattr(autotune, "_calls", lambda case: calls)
+    monkeypatch.setattr(regret, "Runner", runner)
+    monkeypatch.setattr(regret, "interleave", interleave)
+    assert regret.time_case(case_of(), flops) == {
+        "CUDNN_ATTENTION": 1.0, TABLE: 2.0, OTHER: 3.0,
+        "FLASH_ATTENTION": "RuntimeError: No available kernel",
+    }  # fmt: skip
+    assert built == [(name, repeats) for name in "acd"]
+
+
+def test_without_memory_for_the_inputs_nothing_has_a_time(monkeypatch):
+    def full(case):
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(autotune, "_calls", full)
+    found = regret.time_case(case_of(rivals=("CUDNN_ATTENTION",)), 1.0)
+    assert found == dict.fromkeys(("CUDNN_ATTENTION", TABLE, OTHER), "OutOfMemoryError: full")
+
+
+def test_the_summary_counts(capsys):
+    figures = [(0.0, 2.0), (0.03, 1.0), (0.031, 0.97), (0.05, 0.9699), (0.5, 0.5), (None, None)]
+    rows = [
+        {"name": f"call {i}", "regret": regret_, "x": x, "decided": "SDPA" if i < 2 else "sage1",
+         "best": "sage1", "reason": f"because {i}", "ms": {"sage1": 1 / 3}}
+        for i, (regret_, x) in enumerate(figures)
+    ]  # fmt: skip
+    found = regret.summary(rows, 9)
+    assert found == {
+        "calls": 9, "measured": 5, "failed": 1, "rewritten": 4, "within_3_percent": 0.4,
+        "within_5_percent": 0.8, "mean_regret": pytest.approx(0.1222), "below_0_97x": 2,
+    }  # fmt: skip
+    regret.print_summary(found, rows)
+    printed = capsys.readouterr().out
+    assert "5 of 9 calls measured, 1 failed, 4 rewritten" in printed
+    assert "within 3 %: 40.0%, within 5 %: 80.0%, mean regret 12.22%" in printed
+    assert "below 0.97x of SDPA: 2" in printed and '{"sage1": 0.3333}' in printed
+    for part in printed.split("the worst by ")[1:]:
+        lines = [line for line in part.splitlines() if ": " in line and "x  call " in line]
+        assert [int(line.split("call ")[1][0]) for line in lines] == [4, 3, 2, 1, 0]
+    assert regret.summary([], 3)["measured"] == 0
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_calls_are_measured():
+    """The candidates run by kernels that another process has compiled."""
+    spawn = regret.multiprocessing.get_context("spawn")
+    calls = [call for call in regret.draw(5, 60) if call.flops < 1e11][:3]
+    with torch.no_grad(), concurrent.futures.ProcessPoolExecutor(2, spawn) as pool:
+        rows = list(regret.measure(calls, CUDA, pool, 3))
+    assert len(rows) == 3
+    for row in rows:
+        assert row["regret"] >= 0 and row["x"] > 0 and len(row["ms"]) >= 3, row
+        assert not any(name.startswith("sage") for name in row["errors"]), row["errors"]
