@@ -155,10 +155,10 @@ _here: dict[tuple[str, str], Table] = {}  # measured in this process, or by anot
 def tables(gpu: str) -> tuple[Table, ...]:
     """Of this GPU: what was measured in this process, the user's table, the built-in one."""
     flash = flash_attention()
-    built_in = _built_in().get(gpu) if flash == TORCHS_FLASH else None
-    if built_in is not None and tiles.hopper_is_lost(MEASURED):
-        built_in = None  # another kernel would compute the calls
-    found = _here.get((gpu, flash)), _users(gpu, flash), built_in
+    ours = built_in().get(gpu) if flash == TORCHS_FLASH else None
+    if ours is not None and tiles.hopper_is_lost(MEASURED):
+        ours = None  # another kernel would compute the calls
+    found = _here.get((gpu, flash)), _users(gpu, flash), ours
     return tuple(table for table in found if table is not None)
 
 
@@ -172,8 +172,8 @@ def in_force() -> tuple:
     tables of the GPUs that are here."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = dict.fromkeys(torch.cuda.get_device_name(i) for i in range(count))
-    built_in = _built_in()
-    found = (table for gpu in gpus for table in tables(gpu) if table is not built_in.get(gpu))
+    ours = built_in()
+    found = (table for gpu in gpus for table in tables(gpu) if table is not ours.get(gpu))
     return flash_attention(), *(repr(table.families) for table in found)
 
 
@@ -208,7 +208,7 @@ BUILT_IN = Path(__file__).parent / "tables"
 
 
 @functools.cache
-def _built_in() -> dict[str, Table]:
+def built_in() -> dict[str, Table]:
     read = (_table(json.loads(path.read_text())) for path in sorted(BUILT_IN.glob("*.json")))
     return {table.gpu: table for table in read}
 

@@ -194,7 +194,7 @@ def test_more_batches_than_the_power_of_2_below_the_first_ones_need_no_other_gra
 
 def test_the_built_in_table_says_what_it_measured():
     """Each fit is near the times that it was made of."""
-    for built_in in measured._built_in().values():
+    for built_in in measured.built_in().values():
         for family, times in built_in.families.items():
             assert len(times) >= 12, family
             for recipe in {name for ms in times.values() for name in ms if name in recipes.NAMED}:

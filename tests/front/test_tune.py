@@ -93,7 +93,7 @@ def test_a_table_is_measured_written_and_read(gpu):
     (users, built_in) = measured.tables(GPU)
     assert users.families.keys() == table.families.keys()
     assert users.families[FULL_64] == table.families[FULL_64]
-    assert built_in is measured._built_in()[GPU]
+    assert built_in is measured.built_in()[GPU]
 
 
 def test_what_is_measured_again_takes_the_place_of_what_was(gpu):
@@ -167,7 +167,7 @@ def test_a_table_of_other_kernels_is_ignored(gpu, monkeypatch):
     assert len(measured.tables(GPU)) == 2
     measured.forget()
     monkeypatch.setattr(measured, "source_tag", lambda: "0.1.0+another")
-    assert measured.tables(GPU) == (measured._built_in()[GPU],)
+    assert measured.tables(GPU) == (measured.built_in()[GPU],)
 
 
 def test_a_table_measured_against_another_flash_attention_is_ignored(gpu, monkeypatch):
@@ -712,7 +712,7 @@ def test_every_way_of_a_case_is_timed(monkeypatch, tmp_path):
 def test_a_family_of_this_gpu_is_measured_while_a_call_of_it_compiles(monkeypatch, tmp_path):
     monkeypatch.setenv("SAGE_INDUCTOR_TABLES", str(tmp_path))
     calibrated_by_another_process()
-    monkeypatch.setattr(measured, "_built_in", dict)
+    monkeypatch.setattr(measured, "built_in", dict)
     q, k, v = (torch.randn(1, 24, 8192, 48, device="cuda", dtype=torch.bfloat16) for _ in "qkv")
     with torch.no_grad(), sage_inductor.config.patch(calibrate=False):
         (site,) = sage_inductor.explain(support_sdpa, q, k, v)
