@@ -26,7 +26,7 @@ from sage_inductor.ops.attention.select import Problem, select
 from sage_inductor.ops.compat import statically_known_true
 from sage_inductor.ops.compile import travels
 from sage_inductor.options import AUTO, OFF
-from sage_inductor.patterns.call import CAUSAL, FULL, Call, Decision, Site, module_path, value_of
+from sage_inductor.patterns.call import Call, Decision, Site, module_path, value_of
 from sage_inductor.patterns.eligible import why_not
 from sage_inductor.patterns.graph import guarded
 from sage_inductor.policy import CallDescription, ask, layer_of
@@ -137,7 +137,7 @@ def auto_recipes(capability: tuple[int, int], head_dim: int, kind: str) -> tuple
     if capability < (8, 9):
         return ("sage1",)
     if capability == (9, 0):
-        masked = kind not in ("full", "causal")  # which the portable kernel computes
+        masked = kind not in ("full", "causal")
         if masked or tiles.hopper(capability, "fp8", head_dim, kind == "causal", sys.maxsize):
             return "sage2-8b-per-token", "sage2-8b"
     if capability[0] == 10:  # INT8 is slow there: see ops/attention/triton.py
@@ -196,17 +196,18 @@ def _tiles(call: Call, recipe: str) -> list[Candidate]:
     if not (_suits_hopper(call, recipe) and isinstance(value_of(call.q).shape[2], int)):
         return [Candidate(recipe)]
     capability, pv = tiles.capability(value_of(call.q).device), recipes.NAMED[recipe].pv
-    rivals = tiles.rivals(capability, pv, _head_dim(call), call.band == CAUSAL)
+    rivals = tiles.rivals(capability, pv, _head_dim(call), call.band.right == 0)
     return [Candidate(recipe, warpgroups) for warpgroups in rivals]
 
 
 def _suits_hopper(call: Call, recipe: str) -> bool:
     """Whether the Hopper kernel computes such calls, where it is there."""
     r = recipes.NAMED[recipe]
-    unmasked = call.attn_mask is None and call.band in (FULL, CAUSAL)
+    mask = call.attn_mask is not None and value_of(call.attn_mask).dtype
+    read = not mask or (mask == torch.bool and r.pv == "fp8")
     by_token = (r.qk, r.granularity) == ("int8", "per_token")
     served = any(row[0] == r.pv and _head_dim(call) <= row[1] for row in tiles.HOPPER)
-    return unmasked and by_token and served
+    return read and by_token and served
 
 
 def _autotuned(call, found, recipe, candidates) -> tuple[Candidate | None, str]:

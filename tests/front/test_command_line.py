@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from sage_inductor import measured
 from sage_inductor.cli import doctor
 from sage_inductor.cli.doctor import Probe, verdict
 from sage_inductor.cli.progress import Progress, track
-from sage_inductor.cli.tune import describe, lines
+from sage_inductor.cli.tune import lines
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.attention import tiles
 from sage_inductor.tune import tune as measure
@@ -199,11 +200,18 @@ def test_progress_goes_on_while_a_step_runs(monkeypatch, on_terminal):
 
 
 def test_tune_says_what_it_measures(monkeypatch, capsys):
+    times = {"sage1": 1.0, "CUDNN_ATTENTION": 2.0}
     monkeypatch.setattr(tiles, "capability", lambda device: (8, 0))
-    gpu, ms = torch.device("cpu"), {"sage1": 1.0, "CUDNN_ATTENTION": 2.0}
-    progress = functools.partial(track, describe=describe)
-    measure(gpu, (64,), (1024,), lambda *case: ms, progress)
-    assert "step 4 of 6: head_dim 64, causal, B=4 H=32 N=1024\n" in capsys.readouterr().err
+    monkeypatch.setattr(measured, "gpu_name", lambda device: "NVIDIA A100")
+    monkeypatch.setattr(
+        measured, "measure", lambda device, family, recipes, sizes: {sizes[0]: times}
+    )
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=9)
+    )
+    progress = functools.partial(track, describe=str)
+    measure(torch.device("cpu"), (64,), ("full", "causal"), progress)
+    assert "step 2 of 2: head_dim 64, causal\n" in capsys.readouterr().err
 
 
 @on_cpu

@@ -268,13 +268,13 @@ def test_the_reason_says_that_the_hopper_kernel_is_lost(shape, monkeypatch):
     lost = "; the Hopper kernel is tested with Triton 3.6 to 3.9, not 3.10.0: calls run in the port"
     assert "Hopper kernel" not in before.reason
     assert lost in decide(shape, (9, 0), monkeypatch).reason
-    causal = decide(shape, (9, 0), monkeypatch, "causal", recipe="sage1-per-token")
-    assert lost in causal.reason
+    for kind, recipe in (("causal", "sage1-per-token"), ("mask", "auto"), ("window", "auto")):
+        assert lost in decide(shape, (9, 0), monkeypatch, kind, recipe=recipe).reason, kind
     wide = (*shape[:4], 256)
     for not_its, given, capability, kind, settings in (
         ("another GPU", shape, (10, 0), "full", {}),
-        ("a mask", shape, (9, 0), "mask", {}),
-        ("a window", shape, (9, 0), "window", {}),
+        ("a bias", shape, (9, 0), "bias", {}),
+        ("a mask over 16-bit v", shape, (9, 0), "mask", {"recipe": "sage1-per-token"}),
         ("another granularity", shape, (9, 0), "full", {"recipe": "sage2-8b"}),
         ("16-bit p v of head_dim 256", wide, (9, 0), "full", {"recipe": "sage1-per-token"}),
     ):
@@ -406,8 +406,10 @@ def test_the_fastest_by_the_clock_is_taken(ms, recipe, reason, monkeypatch):
         (80, "causal", (2, 3)),
         (128, "full", (2, 3)),
         (256, "full", (None,)),
-        (128, "window", (None,)),
-        (128, "keys", (None,)),
+        (128, "window", (2, 3)),
+        (64, "window", (0, 3)),
+        (128, "keys", (2, 3)),
+        (128, "mask", (2, 3)),
         (128, "bias", (None,)),
     ],
 )
