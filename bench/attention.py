@@ -3,8 +3,6 @@
 $ python bench/attention.py --shapes paper --json          # bench/results/GPU/DATE-paper.json
 $ python bench/attention.py --shapes load                  # the tiles that HOPPER chooses from
 $ python bench/attention.py --shapes peers --json          # beside FA3, FA4 and SageAttention
-$ python bench/attention.py --shapes crossover             # rows for cost.CROSSOVER
-$ python bench/attention.py --shapes crossover_masks       # its rows for masks and windows
 
 Speed is reported behind two gates: the kernel must agree with its emulation before anything is
 timed, and every output that is timed must be near exact attention.
@@ -29,9 +27,7 @@ from bench import machine, peers
 from bench.cases import ALL, PLANS, Case, Plan
 from bench.measure import WINDOW, WRONG, Exact, Runner, draw, draw_sets, interleave, summary
 from bench.providers import GATE_TOLERANCE, build, gate
-from sage_inductor.cost import MIN_SPEEDUP
 from sage_inductor.ops.recipe import NAMED
-from sage_inductor.tune import shortest
 
 FIELDS = ("model", "B", "H_q", "H_kv", "N", "D", "is_causal", "mask", "kind", "family")  # of a case
 RESULTS = Path(__file__).parent / "results"
@@ -41,7 +37,7 @@ MASKS_ARE = (
     "others; all else [1, 1, N, N]: rows bool, half at random; documents bool, four; bias bf16, "
     f"N(0, 1); window bool, the last {WINDOW} keys, made in the graph for the op"
 )
-SHAPES = {**{name: (name,) for name in PLANS}, "all": ("paper", "models", "crossover")}
+SHAPES = {**{name: (name,) for name in PLANS}, "all": ("paper", "models")}
 
 
 def main(argv=None) -> int:
@@ -73,8 +69,6 @@ def main(argv=None) -> int:
     check_kernels(args, device)
     for name in SHAPES[args.shapes]:
         run(name, overridden(PLANS[name], args), args.recipes, device, result, path)
-        if name.startswith("crossover"):
-            print_crossover(name, result)
     result["state"]["end"] = machine.state(device)
     result["elapsed_s"] = round(time.perf_counter() - started, 1)
     save(result, path)
@@ -334,50 +328,6 @@ def accuracy_cells(rows: list[dict]) -> str:
         worst["cos_sim"] = min(each["cos_sim"] for each in found)
         cells.append("{cos_sim:10.5f}{rel_l1:10.4f}{rmse:10.1e}".format(**worst))
     return "".join(cells) + f"{worst['centred_rel_l1']:18.3f}"
-
-
-# -- the crossover ----
-
-
-def print_crossover(plan: str, result: dict) -> None:
-    """Of each family of cases, and of each key of CROSSOVER: where it has several families, from
-    the longest of their lengths on, and not at all if one of them never wins."""
-    rows = [row for row in result["rows"] if row["plan"] == plan]
-    gpu = result["machine"]["gpu"]
-    ops = {row["provider"]: row["recipe"] for row in rows if row["recipe"]}
-    what = "shortest N from which the op beats SDPA's best, there and at all longer N"
-    print(f"\n{what}, {MIN_SPEEDUP}x")
-    for op, recipe in sorted(ops.items()):
-        keys = {}  # (D, kind) -> {B * H_q: [N of each family]}
-        for family in dict.fromkeys(row["family"] for row in rows):
-            its = [row for row in rows if row["family"] == family]
-            found = crossovers(its, op)
-            each = ", ".join(f"B*H={heads}: {n or 'never'}" for heads, n in found.items())
-            print(f"  {op} {family}: {each}")
-            lengths = keys.setdefault((its[0]["D"], its[0]["kind"]), {})
-            for heads, n in found.items():
-                lengths.setdefault(heads, []).append(n)
-        for (D, kind), lengths in keys.items():
-            row = [(heads, max(ns)) for heads, ns in lengths.items() if all(ns)]
-            print(f"    {(gpu, recipe, D, kind)}: {row},")
-
-
-def crossovers(rows: list[dict], op: str) -> dict[int, int | None]:
-    """B * H_q -> the shortest N from which `op` is MIN_SPEEDUP times as fast as the fastest of
-    the others at every N measured, or None if it is not at the longest."""
-    found = {}
-    for heads in sorted({row["B"] * row["H_q"] for row in rows}, reverse=True):
-        times = {}  # N -> provider -> ms
-        for row in rows:
-            if row["B"] * row["H_q"] == heads and (row["provider"] == op or not row["recipe"]):
-                times.setdefault(row["N"], {})[row["provider"]] = row["ms"]
-        ratios = {}
-        for n in times:
-            ours = times[n].pop(op)
-            best = min((ms for ms in times[n].values() if ms), default=None)
-            ratios[n] = best / ours if ours and best else None
-        found[heads] = shortest(ratios)
-    return found
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ class Case:
 
     @property
     def kind(self) -> str:
-        """What CROSSOVER in sage_inductor/cost.py calls it."""
+        """What sage_inductor/cost.py calls it."""
         if self.mask:
             return {"window": "window", "bias": "bias", **KEYS}.get(self.mask, "mask")
         return "causal" if self.is_causal else "full"
@@ -83,25 +83,7 @@ class Plan:
 
 
 PAPER_N = (1024, 2048, 4096, 8192, 16384, 32768)
-CROSSOVER_N = (1024, 2048, 3072, 4096, 5120, 6144, 8192, 12288, 16384)
 MASKS_N = (1024, 2048, 4096, 8192, 16384)
-
-
-def head_dims(*Ds: int) -> Plan:
-    """What fills CROSSOVER for other head_dims: 24 cases each."""
-    return Plan(
-        tuple(
-            Case(B, H, H, N, D, is_causal)
-            for D in Ds
-            for is_causal in (False, True)
-            for B, H in ((4, 32), (1, 24))
-            for N in (2048, 4096, 6144, 8192, 12288, 16384)
-        ),
-        providers=("cuDNN", "inductor", "op"),
-        rounds=3,
-        target_ms=15.0,
-        dynamic=True,
-    )
 
 
 MODELS = (
@@ -169,35 +151,6 @@ PLANS = {
         ),
         providers=("cuDNN", "flash", "kernel", "op"),
     ),
-    # 108 cases: what fills CROSSOVER in sage_inductor/cost.py.
-    "crossover": Plan(
-        tuple(
-            Case(B, H, H, N, D, is_causal)
-            for D in (64, 128)
-            for is_causal in (False, True)
-            for B, H in ((4, 32), (1, 24), (1, 8))
-            for N in CROSSOVER_N
-        ),
-        providers=("cuDNN", "inductor", "op"),
-        target_ms=15.0,
-        dynamic=True,
-    ),
-    # 120 cases: its rows for masks and windows. Of the bool masks, documents is not the slowest.
-    "crossover_masks": Plan(
-        tuple(
-            Case(B, H, H, N, D, mask=mask)
-            for D in (64, 128)
-            for mask in ("keys", "rows", "bias", "window")
-            for B, H in ((4, 32), (1, 24), (1, 8))
-            for N in MASKS_N
-        ),
-        providers=("cuDNN", "inductor", "op"),
-        rounds=3,
-        target_ms=15.0,
-        dynamic=True,
-    ),
-    "crossover_dims": head_dims(72, 80, 96, 112),
-    "crossover_256": head_dims(256),
     "masks": Plan(
         tuple(
             Case(4, 32, 32, N, D, mask=mask) for D in (64, 128) for mask in MASKS for N in MASKS_N

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import sage_inductor
 from bench.cases import Case
-from sage_inductor import cost
+from sage_inductor import cost, measured
 from sage_inductor.ops.recipe import ALIASES
 from sage_inductor.remedies import CAUSES
 
@@ -372,23 +372,15 @@ def wordings(pattern: str) -> list[str]:
 
 
 def lengths(gpus: dict[str, dict]) -> str:
-    """From which length "auto" rewrites, of the built-in table."""
-    of_call = {}  # (GPU, head_dim, kind) -> the rows of what "auto" may become there, first first
-    for (gpu, recipe, head_dim, kind), row in cost.CROSSOVER.items():
-        if recipe in ("sage2-8b-per-token", "sage2-8b"):
-            call = gpu, head_dim, cost.KINDS.index(kind)
-            of_call.setdefault(call, []).append((row, "*" * (recipe != "sage2-8b")))
-    lines = [["GPU", "head_dim", "kind of call", *(f"B·H ≥ {heads}" for heads in HEADS)]]
-    for (gpu, head_dim, kind), rows in sorted(of_call.items()):
-        cells = []
-        for heads in HEADS:
-            found = [
-                (next(N for B_H, N in row if heads >= B_H), mark)
-                for row, mark in rows
-                if heads >= min(B_H for B_H, _ in row)
-            ]
-            cells.append("{}{}".format(*min(found, key=lambda pair: pair[0])) if found else "")
-        lines.append([gpu, str(head_dim), cost.KINDS[kind], *cells])
+    """From which length "auto" rewrites self-attention, of the built-in tables."""
+    lines = [["GPU", "head_dim", "kind of call", *(f"B·H ≥ {heads}" for heads in HEADS), "error"]]
+    recipe = "sage2-8b-per-token"
+    for gpu, table in measured.built_in().items():
+        families = [each for each in table.families if table.find(each, recipe) == each]
+        for each in sorted(families, key=lambda each: (each.head_dim, cost.KINDS.index(each.kind))):
+            cells = [str(table.first_length(each, recipe, heads) or "") for heads in HEADS]
+            ours, *_ = measured.fits(table, each, recipe)
+            lines.append([gpu, str(each.head_dim), each.kind, *cells, f"{ours.error:.1%}"])
     return markdown(lines)
 
 

@@ -83,8 +83,10 @@ def compile_kernel(
 
 @functools.cache
 def compile_hopper(
-    pv: str, head_dim: int, is_causal: bool, tile: Tile, dtype="bf16", split=False
+    pv: str, head_dim: int, is_causal: bool, tile: Tile, dtype="bf16", split=False, band=None,
+    mask=False,
 ):  # fmt: skip
+    """band: (left, right, bottom_right), -1 for no bound, where it is another than is_causal's."""
     BLOCK = pad_head_dim(head_dim)
     element = {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype]
 
@@ -99,11 +101,12 @@ def compile_hopper(
     types = dict(
         Q=f"*{dtype}", K=descriptor("i8", [tile.BLOCK_N, BLOCK], gl.int8), K_scale="*fp32", V=v,
         V_scale="*fp32", V_mean="*fp32", Out=f"*{dtype}", Lse="*fp32", Part="*fp32",
-        Part_ml="*fp32",
+        Part_ml="*fp32", Words="*i32", List="*i32",
     )  # fmt: skip
     at_launch, consumer = plan.REGISTERS[tile.warpgroups]
     constexprs = dict(
-        D=head_dim, D_V=head_dim, SCALE=head_dim**-0.5, CAUSAL=is_causal, SPLIT=split,
+        D=head_dim, D_V=head_dim, SCALE=head_dim**-0.5, MASK=mask, SPLIT=split,
+        BAND=band or (-1, 0 if is_causal else -1, False),
         FP8=pv == "fp8", BLOCK_N=tile.BLOCK_N, BLOCK_D=BLOCK, BLOCK_DV=BLOCK,
         WARPGROUPS=tile.warpgroups, STAGES=tile.num_stages, REGISTERS=consumer,
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """The command line.
 
 python -m sage_inductor doctor     what is installed, and whether each recipe really runs here
-python -m sage_inductor tune       measure from which lengths "auto" is faster on this GPU
+python -m sage_inductor tune       measure what "auto" decides by on this GPU
 python -m sage_inductor demo       a diffusion transformer, compiled: report, accuracy, speed
 """
 
@@ -11,9 +11,10 @@ import sys
 from sage_inductor.cli.demo import PATCH, demo
 from sage_inductor.cli.doctor import doctor
 from sage_inductor.cli.tune import tune
+from sage_inductor.cost import TIMED
 from sage_inductor.ops.recipe import NAMED, canonical
 from sage_inductor.options import AUTO
-from sage_inductor.tune import HEAD_DIMS, LENGTHS
+from sage_inductor.tune import HEAD_DIMS, KINDS
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -31,13 +32,13 @@ def main(arguments: list[str] | None = None) -> int:
     )
     command = commands.add_parser(
         "tune",
-        help='measure from which lengths "auto" is faster on this GPU',
-        description="Measure self-attention with all preparation against SDPA's backends on every "
-        "GPU, and write the lengths from which 'auto' may rewrite a call to where later processes "
-        "read them. Minutes a GPU; nothing else should run on it.",
+        help='measure what "auto" decides by on this GPU',
+        description="Measure attention with all preparation against SDPA's backends on every GPU, "
+        "and write the times by which 'auto' predicts a call's to where later processes read "
+        "them. Three minutes a GPU; nothing else should run on it.",
     )
     command.add_argument("--head-dims", type=_positive, nargs="+", default=HEAD_DIMS)
-    command.add_argument("--lengths", type=_positive, nargs="+", default=LENGTHS)
+    command.add_argument("--kinds", choices=TIMED, nargs="+", default=KINDS)
     command = commands.add_parser(
         "demo",
         help="compile a diffusion transformer: report, accuracy, speed",

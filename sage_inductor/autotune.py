@@ -65,7 +65,7 @@ class BenchmarkCase:
     mask_dtype: torch.dtype | None
     candidates: tuple[Candidate, ...]
     rivals: tuple[str, ...] = tuple(BACKENDS)  # of SDPA
-    flash_attention: str = ""  # what SDPA's flash backend runs: cost.flash_attention()
+    flash_attention: str = ""  # what SDPA's flash backend runs: measured.flash_attention()
 
 
 def rivals() -> tuple[str, ...]:
@@ -86,49 +86,52 @@ def benchmark(case: BenchmarkCase) -> Times:
     Nothing is compiled (Dynamo is at work on the call itself), and the random numbers of the
     user's generators stay as they are.
     """
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return _measure(case)
-    return _agree(case, default_store())
-
-
-def _agree(case: BenchmarkCase, store) -> Times:
-    """What the first rank to come to the case measures, on every rank: with times of their own,
-    ranks would choose different recipes.
-
-    Through the job's key-value store and not by a collective, which would hang where the ranks
-    compile different graphs (stages of a pipeline) or one of them compiles again.
-    """
     # Not the index: each rank has another. GPUs of another kind measure for themselves.
     device = case.device.type
     if device == "cuda":
         device = torch.cuda.get_device_name(case.device)
-    key = f"sage_inductor/{dataclasses.replace(case, device=device)!r}"
+    key = repr(dataclasses.replace(case, device=device))
+    found = agreed(key, lambda: list(measure(case).items()))
+    return {name if isinstance(name, str) else Candidate(*name): ms for name, ms in found}
+
+
+def agreed(key: str, measure: Callable):
+    """What `measure` finds, which JSON can say. Where torch.distributed is initialised, all ranks
+    have what the first of them to ask for the key finds: with times of their own, they would choose
+    different recipes."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return _agreed(key, measure, default_store())
+    return measure()
+
+
+def _agreed(key: str, measure: Callable, store):
+    """Through the job's key-value store and not by a collective, which would hang where the ranks
+    compile different graphs (stages of a pipeline) or one of them compiles again."""
+    key = f"sage_inductor/{key}"
     if store.add(f"{key}/ranks", 1) <= 1:  # 0: the store of a fake process group
-        found = {}
+        found = None
         try:
-            found = _measure(case)
+            found = measure()
         finally:
-            store.set(key, json.dumps(list(found.items())))
+            store.set(key, json.dumps(found))
         return found
     try:
-        text = store.get(key)  # waits
+        found = json.loads(store.get(key))  # waits
     except RuntimeError as error:  # the rank that came first has died, or measures for too long
         _log.warning("no rank has timed %s: %s; this rank does it for itself", key, error)
-        return _measure(case)
-    found = {
-        name if isinstance(name, str) else Candidate(*name): ms for name, ms in json.loads(text)
-    }
-    return found or _measure(case)
+        found = None
+    return measure() if found is None else found
 
 
 _one_at_a_time = threading.Lock()  # threads that compile would time each other's work
 
 
-def _measure(case: BenchmarkCase) -> Times:
+def measure(case: BenchmarkCase, rounds: int = ROUNDS) -> Times:
+    """As `benchmark`, here and now."""
     off = torch.autocast(case.device.type, enabled=False)  # the case has what autocast makes
     with _one_at_a_time, torch.no_grad(), torch.cuda.device(case.device), off:
         try:
-            found = time_calls(_calls(case))
+            found = time_calls(_calls(case), rounds)
         except Exception as error:  # out of memory for the inputs, say
             found = dict.fromkeys(case.candidates, error)
     return {
@@ -185,11 +188,11 @@ def _calls(case: BenchmarkCase) -> dict[Candidate | str, Callable]:
 # -- the clock ----
 
 
-def time_calls(calls: dict) -> dict:
-    """ms of each, the median of ROUNDS rounds, in which they change places: power limits the card.
+def time_calls(calls: dict, rounds: int = ROUNDS) -> dict:
+    """ms of each, the median of so many rounds, in which they change places: power limits the card.
     Of what fails, the error."""
     times, failed, names = {name: [] for name in calls}, {}, list(calls)
-    for i in range(ROUNDS):
+    for i in range(rounds):
         for name in names[i:] + names[:i]:
             if name in failed or max(times[name], default=0) > ONE_ROUND_MS:
                 continue

@@ -43,6 +43,7 @@ else:
 emulate: bool = _setting("emulate")
 force: bool = _setting("force")
 strict: bool = _setting("strict")
+calibrate: bool = _setting("calibrate")
 enabled: bool = _setting("enabled")
 
 install_config_module(sys.modules[__name__])

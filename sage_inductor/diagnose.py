@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sage_inductor import cost, page
+from sage_inductor import measured, page
 from sage_inductor.backend import run_graphs
 from sage_inductor.decide import autos, decide
 from sage_inductor.ops.recipe import NAMED, canonical
@@ -95,7 +95,7 @@ class Diagnosis:
             errors[row.site.module].append(f"{row.recipe} {row.relative_l1:.4g}")
         note = {
             "tolerance": self.tolerance,
-            "versions": cost.versions(),
+            "versions": measured.versions(),
             "relative L1": {module: ", ".join(each) for module, each in sorted(errors.items())},
         }
         self.policy.save(path, note)
@@ -227,7 +227,7 @@ def diagnose(
     if not 0 < tolerance < math.inf:
         raise ValueError(f"diagnose: tolerance must be a positive number, got {tolerance}")
     if path is not None:
-        cost.check_file(path)
+        measured.check_file(path)
     probes, refused = [], []
     progress = _Progress()
 

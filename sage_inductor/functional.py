@@ -13,7 +13,6 @@ Shapes: B batch, H_q and H_kv heads, N_q and N_kv sequence, D head_dim (D_v of v
 """
 
 import functools
-import math
 import operator
 import typing
 from collections.abc import Callable
@@ -23,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sage_inductor import config, cost, options, patterns, report, settings
+from sage_inductor import config, cost, measured, options, patterns, report, settings
 from sage_inductor.decide import decide
 from sage_inductor.errors import SageOptionError
 from sage_inductor.ops import compat
@@ -125,7 +124,7 @@ def _run_of(tensors: tuple[Tensor, ...], asked: tuple) -> Callable:
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
     given = tuple(getattr(config, name) for name in settings.FROM_CONFIG)
     kinds_of = _but_lengths(kinds) if _is_short(kinds, *given) else kinds
-    key = kinds_of, asked, grad, autocast, given, cost.flash_attention()
+    key = kinds_of, asked, grad, autocast, given, measured.flash_attention()
     run = _runs.get(key)
     if run is None:
         if len(_runs) >= MAX_KINDS:
@@ -142,17 +141,12 @@ def _is_short(kinds: tuple[_Kind, ...], recipe, emulate: bool, force: bool, *_) 
     """Whether a call stays SDPA at its length and at any other as short, by every policy. Decoding
     makes a call of another length for each token, and deciding takes 3 ms."""
     lengths = (kind.shape[-2] for kind in kinds[:2] if len(kind.shape) > 1)
-    return not (emulate or force) and min(lengths, default=0) < _shortest(kinds[0].device)
+    return not (emulate or force) and min(lengths, default=0) < cost.SHORTEST
 
 
 def _but_lengths(kinds: tuple[_Kind, ...]) -> tuple:
     shapes = (kind.shape[:-2] + (kind.shape[-1:] if i < 3 else ()) for i, kind in enumerate(kinds))
     return tuple(k._replace(shape=s, stride=None) for k, s in zip(kinds, shapes, strict=True))
-
-
-@functools.cache
-def _shortest(device: torch.device) -> float:
-    return cost.shortest(cost.gpu_name(device)) if device.type == "cuda" else math.inf
 
 
 def _decided(kinds, asked, fake_mode, portable: bool) -> Callable:
@@ -227,4 +221,3 @@ class _ForgetOnReset:
     def reset() -> None:
         _recorded.clear()
         _runs.clear()
-        _shortest.cache_clear()

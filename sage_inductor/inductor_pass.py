@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from sage_inductor import config, cost, lowering, ops, patterns
+from sage_inductor import config, lowering, measured, ops, patterns
 from sage_inductor.decide import rewrite
 from sage_inductor.ops.compat import CustomGraphPass, inductor_config, virtualized
 from sage_inductor.report import ends_in_graph_break, raise_if_refused, record
@@ -40,7 +40,7 @@ class SagePass(CustomGraphPass):
         if callable(settings.policy):  # nothing says whether its answers are those of last time
             return None
         asked = dataclasses.astuple(settings)
-        return sources_tag(), cost.in_force(), config.enabled, asked
+        return sources_tag(), measured.in_force(), config.enabled, asked
 
     @staticmethod
     def _settings() -> Settings:

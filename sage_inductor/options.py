@@ -37,7 +37,10 @@ _TABLE = (
     Option("emulate", False, bool,
            "run the recipes' bit-faithful emulation where there is no kernel (CPU), at any length"),
     Option("force", False, bool,
-           "rewrite all that the kernels can run, below the measured crossover and in training"),
+           "rewrite all that the kernels can run, also what is slower and in training"),
+    Option("calibrate", True, bool,
+           "a kind of call of which no times are known on this GPU is measured when it first "
+           "compiles, for some seconds, and the times are kept; False: it stays SDPA"),
     Option("strict", False, bool, "raise SageRefused when a call stays as it was"),
     Option("enabled", False, bool,
            'setting: rewrite graphs of backend="inductor" too, by a pass beside the user\'s own; '

@@ -26,7 +26,7 @@ CAUSES = (
           "please report it with this message: the call itself is computed as it was"),
     Cause("the BlockMask could not be evaluated", _BLOCK_MASK),
     Cause("could be timed",
-          "see the errors in the reason; without max-autotune the measured table decides",
+          "see the errors in the reason; without max-autotune predicted times decide",
           "it could not be timed"),
     Cause(r"SDPA is (as fast|\w+)",
           "nothing to gain at this size; sage.force=True rewrites it all the same"),
@@ -40,18 +40,24 @@ CAUSES = (
     Cause("the Hopper kernel is tested with Triton (.*?), not",
           "install a Triton that it is tested with, or a newer sage_inductor",
           r"the Hopper kernel needs Triton \1"),
-    Cause("nothing was measured against",
-          "give sage.mode=\"max-autotune-no-cudagraphs\", which times SDPA with it while compiling",
-          "SDPA's flash attention is not the one that was measured"),
-    Cause("nothing was measured on .*: run",
-          "run `python -m sage_inductor tune` or set options={'sage.force': True}",
-          "no length was measured there"),
+    Cause("in a package was not measured", "export with a Triton that it is tested with, or set "
+          "options={'sage.force': True}", "no kernel that travels was measured"),
+    Cause("run `python -m sage_inductor tune` there",
+          "run `python -m sage_inductor tune`, leave sage.calibrate on, or set "
+          "options={'sage.force': True}", "nothing was measured there"),
+    Cause("flex_attention computes such a window itself",
+          "set options={'sage.force': True}, and compare",
+          "flex_attention's windows were not measured"),
+    Cause("was not measured on", "see the error in the reason; "
+          'sage.mode="max-autotune-no-cudagraphs" times each call while compiling',
+          "measuring it failed"),
     Cause(r"wins from N=(\d+)",
           "nothing to gain at this length; sage.force=True rewrites it all the same", r"N < \1"),
-    Cause("no length was measured from which",
-          'give sage.mode="max-autotune-no-cudagraphs", which times the call while compiling, or '
-          "set options={'sage.force': True}",
-          "no length was measured from which it wins"),
+    Cause(r"never slower: .* (wins at no length|is \d)",
+          "nothing to gain at this size; sage.force=True rewrites it all the same",
+          "SDPA is predicted to be as fast"),
+    Cause(r"fewer than (\d+) queries or keys",
+          "nothing to gain at this length; sage.force=True rewrites it all the same", r"N < \1"),
     Cause("no kernel for", 'leave the choice of the recipe to sage.recipe="auto"; '
           "`python -m sage_inductor doctor` says which recipes run on this GPU"),
     Cause("fp32 is asked for", "run the model in bfloat16 or float16, or under torch.autocast; "

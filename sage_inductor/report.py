@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from sage_inductor import cost, page
+from sage_inductor import measured, page
 from sage_inductor.errors import SageRefused
 from sage_inductor.ops.compat import CompileContext, cached_backends, counters
 from sage_inductor.patterns import Site
@@ -268,7 +268,7 @@ def _warning(calls: list[tuple[Cause, Site]], total: int) -> str:
 
 def _device_name(site: Site) -> str:
     if site.device.startswith("cuda") and torch.cuda.is_available():
-        return cost.gpu_name(torch.device(site.device))
+        return measured.gpu_name(torch.device(site.device))
     return site.device.upper()
 
 

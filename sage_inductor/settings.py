@@ -10,8 +10,8 @@ from sage_inductor.ops.compat import inductor_config
 from sage_inductor.options import AUTO, OFF, OPTIONS, PREFIX
 from sage_inductor.policy import Ruling, ruling
 
-FROM_CONFIG = ("recipe", "emulate", "force", "strict", "policy")
-AUTOTUNED = ("max-autotune", "max-autotune-no-cudagraphs")  # modes that time calls, not read tables
+FROM_CONFIG = ("recipe", "emulate", "force", "strict", "calibrate", "policy")
+AUTOTUNED = ("max-autotune", "max-autotune-no-cudagraphs")  # modes that time every call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,9 +22,10 @@ class Settings:
     emulate: bool = False
     force: bool = False
     strict: bool = False
+    calibrate: bool = True
     policy: Ruling = ()
     portable: bool = False  # exporting: no guards on lengths, only kernels that travel
-    # Instead of the table: ms of a case's candidates and of SDPA's backends, these by name; an
+    # Instead of predictions: ms of a case's candidates and of SDPA's backends, these by name; an
     # error's message for one that failed.
     benchmark: Callable[[autotune.BenchmarkCase], dict] | None = None
 

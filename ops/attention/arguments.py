@@ -85,11 +85,9 @@ class AttentionCall(NamedTuple):
                 f"sage::attention: tile_summary must have {rows} rows for tiles of {block_m} "
                 f"queries, got {summary.shape[2]}"
             )
-        repeated = [n == 1 for n in mask.shape]  # by broadcasting
         strides = [
-            0 if once else stride
-            for x in (mask.stride(), summary.stride()[:3])
-            for once, stride in zip(repeated, x, strict=False)
+            *broadcast_strides(mask.shape, mask.stride()),
+            *broadcast_strides(mask.shape, summary.stride()[:3]),
         ]
         kind = 1 if mask.shape[2] == 1 else 2
         return (mask, summary), strides, kind, mask.dtype != torch.bool
@@ -97,6 +95,11 @@ class AttentionCall(NamedTuple):
     def band_arguments(self) -> tuple[int, int, bool]:
         """LEFT, RIGHT (-1: no bound) and BOTTOM_RIGHT."""
         return *(-1 if x is None else x for x in (self.left, self.right)), self.bottom_right
+
+
+def broadcast_strides(shape, strides) -> list:
+    """strides, of the first dimensions, with 0 where a tensor of this shape is repeated."""
+    return [0 if n == 1 else stride for n, stride in zip(shape, strides, strict=False)]
 
 
 def empty_outputs(q: Tensor, D_v: int, out_bnhd: bool) -> tuple[Tensor, Tensor]:

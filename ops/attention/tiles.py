@@ -46,7 +46,7 @@ TILES = [
     ((9, 0), "fp8", 128, True, Tile(64, 64, 4, 3, maxnreg=168)),  # H200, 2026-11-21
     ((9, 0), "fp8", 256, False, Tile(64, 64, 4, 2, maxnreg=255)),  # H200, 2026-11-21
     ((9, 0), "16bit", 256, True, Tile(128, 64, 8, 2)),  # untimed
-    ((9, 0), "fp8", 256, True, Tile(64, 64, 4, 2)),  # untimed
+    ((9, 0), "fp8", 256, True, Tile(64, 64, 4, 2, maxnreg=255)),  # untimed
     ((9, 0), "int4 fp8", 128, False, Tile(128, 64, 8, 2)),  # untimed
     ((9, 0), "int4 fp8", 128, True, Tile(128, 64, 8, 2)),  # untimed
     ((9, 0), "int4 fp8", 256, False, Tile(64, 64, 8, 2)),  # untimed

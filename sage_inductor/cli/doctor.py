@@ -10,10 +10,10 @@ import torch.nn.functional as F
 import triton
 from torch.nn.attention import SDPBackend
 
-from sage_inductor import cost
+from sage_inductor import config, measured
 from sage_inductor.backend import explain
 from sage_inductor.cli.progress import track
-from sage_inductor.decide import auto_recipes
+from sage_inductor.cli.tune import lines
 from sage_inductor.diagnose import compare
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.attention import tiles
@@ -117,7 +117,7 @@ def sdpa_backend(device: torch.device) -> str:
     q, *_ = _inputs(device, 333, 128)
     name = SDPBackend(fused_sdp_choice(q, q, q)).name
     several = device.type == "cuda" and name == "FLASH_ATTENTION"
-    return name if not several else f"{name} ({cost.flash_attention()})"
+    return name if not several else f"{name} ({measured.flash_attention()})"
 
 
 def _sm(device: torch.device) -> str:
@@ -178,21 +178,10 @@ def _policy(device: torch.device) -> tuple[str, bool]:
         (site,) = explain(attention, *inputs, options={"sage.force": True})
     if not site.rewritten:
         return f"SDPA: {site.reason}", False
-    rows = crossovers(cost.gpu_name(device), tiles.capability(device))
-    if not rows:
-        missing = f"no length was measured from which {site.recipe} is faster on this device"
+    rows = [row for table in measured.tables(measured.gpu_name(device)) for row in lines(table)]
+    if not (rows or config.calibrate):
+        missing = f"nothing was measured on this device, of {site.recipe} or another recipe"
         return f"SDPA: {missing} (`python -m sage_inductor tune` measures it)", False
-    return "what was measured to be faster, else SDPA" + "".join(f"\n    {x}" for x in rows), True
-
-
-def crossovers(gpu: str, capability: tuple[int, int]) -> list[str]:
-    """From where "auto" chooses a recipe, a line for each kind of call."""
-    rows = []
-    for head_dim in range(1, HEAD_DIMS[-1] + 1):
-        for kind in cost.KINDS:
-            for recipe in auto_recipes(capability, head_dim, kind):
-                found = cost.crossover(gpu, recipe, head_dim, kind)
-                lengths = ", ".join(f"N={n} with B*H >= {heads}" for heads, n in reversed(found))
-                if lengths:
-                    rows.append(f"head_dim {head_dim}, {kind}: {recipe} from {lengths}")
-    return rows
+    else_ = "SDPA; what is not in this list is measured when it first compiles"
+    what = "what is predicted to be faster, else " + (else_ if config.calibrate else "SDPA")
+    return what + "".join(f"\n    {row}" for row in rows), True

@@ -14,7 +14,7 @@ import triton
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bench import regret
-from sage_inductor import autotune, cost
+from sage_inductor import autotune, cost, measured
 from sage_inductor.autotune import BenchmarkCase, Candidate
 from sage_inductor.ops.attention import tiles
 from sage_inductor.patterns.call import CAUSAL, FULL, Band
@@ -27,7 +27,7 @@ SHORT = regret.Call(1, 4, 2, 300, 300, 80, "causal", None, "float16")
 @pytest.fixture
 def h200(monkeypatch):
     monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(cost, "gpu_name", lambda device: cost.H200)
+    monkeypatch.setattr(measured, "gpu_name", lambda device: measured.H200)
 
 
 class Pool(concurrent.futures.Executor):

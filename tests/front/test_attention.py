@@ -19,6 +19,7 @@ from sage_inductor import (
     config,
     cost,
     functional,
+    measured,
 )
 from sage_inductor.ops.attention import tiles
 
@@ -259,14 +260,12 @@ def test_the_lengths_of_decoding_are_decided_once(monkeypatch):
         assert torch.equal(attention(*given), F.scaled_dot_product_attention(*given))
     assert len(sage_inductor.report()) == 1
     kinds = functional._Kind.of(q, False), functional._Kind.of(k, False)
-    monkeypatch.setattr(functional, "_shortest", lambda device: 1)
+    monkeypatch.setattr(cost, "SHORTEST", 1)
     assert not functional._is_short(kinds, "auto", False, False, False, ())
-    monkeypatch.setattr(functional, "_shortest", lambda device: 2)
+    monkeypatch.setattr(cost, "SHORTEST", 2)
     assert functional._is_short(kinds, "auto", False, False, False, ())
     assert not functional._is_short(kinds, "auto", True, False, False, ())
     assert not functional._is_short(kinds, "auto", False, True, False, ())
-    assert cost.shortest(cost.H200) == min(N for row in cost.CROSSOVER.values() for _, N in row)
-    assert cost.shortest("NVIDIA H100") == math.inf
 
 
 def test_whatever_a_decision_depends_on_is_asked_about_anew(monkeypatch):
@@ -297,7 +296,7 @@ def test_whatever_a_decision_depends_on_is_asked_about_anew(monkeypatch):
             assert torch.equal(out, F.scaled_dot_product_attention(q, k, v))
     assert call(q, k, v) == 8
     kinds = len(functional._runs)
-    monkeypatch.setattr(cost, "flash_attention", lambda: "FA3")
+    monkeypatch.setattr(measured, "flash_attention", lambda: "FA3")
     assert call(q, k, v) == 8 and len(functional._runs) == kinds + 1
 
 
@@ -348,7 +347,7 @@ def test_on_a_gpu_it_is_decided_by_the_table(monkeypatch):
             return attention(q, q, q)
 
     monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(cost, "gpu_name", lambda device: cost.H200)
+    monkeypatch.setattr(measured, "gpu_name", lambda device: measured.H200)
     for N, force, expected in (
         (16384, False, "sage2-8b-per-token"),
         (1024, False, None),

@@ -12,11 +12,11 @@ import pytest
 import torch
 import triton
 
-from sage_inductor import cost
+from sage_inductor import measured
 from sage_inductor.cli import doctor
-from sage_inductor.cli.doctor import Probe, crossovers, verdict
+from sage_inductor.cli.doctor import Probe, verdict
 from sage_inductor.cli.progress import Progress, track
-from sage_inductor.cli.tune import describe
+from sage_inductor.cli.tune import describe, lines
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.attention import tiles
 from sage_inductor.tune import tune as measure
@@ -84,10 +84,13 @@ def test_doctor_names_versions_and_runs_every_recipe():
 
 
 def test_doctor_says_from_which_lengths_a_recipe_is_chosen():
-    assert crossovers(cost.H200, (9, 0))[0].startswith(
-        "head_dim 64, full: sage2-8b-per-token from N="
+    (table,) = measured.tables(measured.H200)
+    assert any(
+        re.fullmatch(
+            r"head_dim 128: sage2-8b-per-token from N=\d+ with B\*H >= 128, .* \(\+-\d\.\d%\)", line
+        )
+        for line in lines(table)
     )
-    assert crossovers("NVIDIA Test", (8, 0)) == []
 
 
 @on_cpu
@@ -150,7 +153,7 @@ def test_doctor_names_what_sdpa_runs_and_an_untested_torch(monkeypatch, capsys):
     assert doctor.sdpa_backend(torch.device("cpu")) == "FLASH_ATTENTION"
     q = torch.zeros(1, 1, 8, 64)
     monkeypatch.setattr(doctor, "_inputs", lambda *args: (q, q, q))
-    monkeypatch.setattr(doctor.cost, "flash_attention", lambda: "FA3")
+    monkeypatch.setattr(doctor.measured, "flash_attention", lambda: "FA3")
     assert doctor.sdpa_backend(torch.device("cuda")) == "FLASH_ATTENTION (FA3)"
     monkeypatch.setattr(doctor, "fused_sdp_choice", lambda *args: 3)
     assert doctor.sdpa_backend(torch.device("cuda")) == "CUDNN_ATTENTION"

@@ -1,7 +1,6 @@
 """What becomes of a call, on tensors of a GPU that is not there: the crossover table, policies, and
 the clock of max-autotune."""
 
-import itertools
 import re
 from unittest.mock import Mock
 
@@ -20,9 +19,10 @@ from torch.nn.attention import (
     sdpa_kernel,
 )
 
-from sage_inductor import Policy, autotune, cost, options, patterns
+from sage_inductor import Policy, autotune, cost, measured, options, patterns
 from sage_inductor import settings as asked_for
 from sage_inductor.decide import rewrite
+from sage_inductor.measured import Family
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.attention import tiles
 from sage_inductor.patterns import bands
@@ -43,9 +43,9 @@ AUTO_FROM_8192 = (Rule("sage1", head_dim=(64,)), Rule("auto", length=(8192, None
 
 def gpu(capability, monkeypatch):
     """Of capability (9, 0) the H200, which the built-in table knows."""
-    name = cost.H200 if capability == (9, 0) else f"NVIDIA Test {capability}"
+    name = measured.H200 if capability == (9, 0) else f"NVIDIA Test {capability}"
     monkeypatch.setattr(tiles, "capability", lambda device: capability)
-    monkeypatch.setattr(cost, "gpu_name", lambda device: name)
+    monkeypatch.setattr(measured, "gpu_name", lambda device: name)
 
 
 def decide(
@@ -87,55 +87,169 @@ def decide(
     return site
 
 
-def test_every_row_of_the_crossover_table_decides_at_its_length(monkeypatch):
-    for (name, recipe, D, kind), rows in cost.CROSSOVER.items():
-        assert kind in cost.KINDS and name == cost.H200
-        for (heads, N), portable in itertools.product(rows, (False, True)):
-            for n, expected in ((N, True), (N - 1, False)):
-                site = decide(
-                    (1, heads, heads, n, D), (9, 0), monkeypatch, kind, recipe=recipe,
-                    portable=portable,
-                )  # fmt: skip
-                assert site.rewritten == expected, (heads, n, site.reason)
+LAUNCH, KEYS = 0.05, 1e-5  # ms, and ms a key that a processor's tiles of 128 rows see
+
+
+def table(*kinds, recipes=("sage2-8b-per-token",), D=128, gpu_name=measured.H200):
+    """SDPA takes as long as keys are seen, a recipe half of that and a launch more."""
+    families = {}
+    for kind in kinds or ("full",):
+        family = Family(D, D, kind)
+        families[family] = {}
+        for sizes in measured.sizes_of(family, measured.MANY):
+            seen = sizes if kind in measured.SEES_A_BAND else sizes.dense
+            sdpa = KEYS * cost.features(seen, 128, False, 132)[1]
+            ours = LAUNCH + KEYS / 2 * cost.features(sizes, 128, False, 132)[1]
+            times = {"CUDNN_ATTENTION": sdpa, "FLASH_ATTENTION": 2 * sdpa}
+            families[family][sizes] = times | dict.fromkeys(recipes, ours)
+    return measured.Table(gpu_name, 132, families)
+
+
+def known(monkeypatch, *tables):
+    """These tables, and nothing else."""
+    monkeypatch.setattr(
+        measured, "tables", lambda gpu: tuple(each for each in tables if each.gpu == gpu)
+    )
+
+
+@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize("kind", ["full", "causal"])
+def test_a_call_is_rewritten_where_the_fit_says_that_it_is_faster(kind, portable, monkeypatch):
+    known(monkeypatch, table("full", "causal"))
+    for N in (1024, 2000, 4096, 5000, 16384):
+        site = decide((2, 8, 8, N, 128), (9, 0), monkeypatch, kind, portable=portable)
+        sdpa = KEYS * 16 * sum(
+            min(N, row + 128) if kind == "causal" else N for row in range(0, N, 128)
+        ) / 132  # fmt: skip
+        expected = sdpa / (LAUNCH + sdpa / 2)
+        assert f"{expected:.2f}x SDPA by the fit" in site.reason
+        assert site.rewritten == (expected >= cost.MIN_SPEEDUP), site.reason
+
+
+def test_the_margin_is_the_error_of_the_fit(monkeypatch):
+    noisy = table()
+    (times,) = noisy.families.values()
+    for i, ms in enumerate(times.values()):
+        ms["sage2-8b-per-token"] *= 1.3 if i % 2 else 0.75
+    known(monkeypatch, noisy)
+    (error,) = {
+        each.error for each in measured.fits(noisy, *noisy.families, "sage2-8b-per-token")[:1]
+    }
+    assert 0.15 < error < 0.35
+    for N in range(2048, 9000, 256):
+        site = decide((2, 8, 8, N, 128), (9, 0), monkeypatch)
+        speedup = float(re.search(r"([\d.]+)x SDPA", site.reason)[1])
+        assert site.rewritten == (speedup > 1 + error), (site.reason, error)
+
+
+def test_the_fastest_recipe_is_taken(monkeypatch):
+    both = table(recipes=("sage2-8b-per-token", "sage2-8b"))
+    (times,) = both.families.values()
+    for ms in times.values():
+        ms["sage2-8b"] = LAUNCH / 5 + 0.6 * ms["CUDNN_ATTENTION"]
+    known(monkeypatch, both)
+    for N, recipe in ((16384, "sage2-8b-per-token"), (1600, "sage2-8b")):
+        site = decide((2, 32, 32, N, 128), (9, 0), monkeypatch)
+        assert site.recipe == recipe, site.reason
+
+
+@pytest.mark.parametrize("portable", [False, True])
+def test_a_dynamic_length_is_guarded_where_the_recipe_begins_to_win(portable, monkeypatch):
+    known(monkeypatch, table())
+    first = table().first_length(Family(128, 128, "full"), "sage2-8b-per-token", 16)
+    assert 1024 < first < 16384
+    for hint, rewritten, reason in (
+        (16384, True, f"N >= {first}"),
+        (1536, False, f"wins from N={first} (sage.force=True overrides)"),
+    ):
+        shape_env = ShapeEnv()
+        source = ConstantSource("N")
+        N = shape_env.create_symintnode(
+            shape_env.create_symbol(hint, source, DimDynamic.DYNAMIC), hint=hint, source=source
+        )
+        site = decide(
+            (2, 8, 8, N, 128), (9, 0), monkeypatch, shape_env=shape_env, portable=portable
+        )
+        assert site.rewritten == rewritten
+        guards = [str(guard.expr) for guard in shape_env.guards]
+        if portable:
+            assert not any(str(first) in guard for guard in guards)
+            assert "x SDPA by the fit" in site.reason
+        else:
+            assert site.reason.endswith(reason), site.reason
+            assert any(str(first) in guard for guard in guards), guards
+
+
+def test_more_batches_than_the_power_of_2_below_the_first_ones_need_no_other_graph(monkeypatch):
+    known(monkeypatch, table())
+    shape_env, source = ShapeEnv(), ConstantSource("B")
+    B = shape_env.create_symintnode(
+        shape_env.create_symbol(11, source, DimDynamic.DYNAMIC), hint=11, source=source
+    )
+    site = decide((B, 8, 8, 4096, 128), (9, 0), monkeypatch, shape_env=shape_env)
+    of_8 = decide((8, 8, 8, 4096, 128), (9, 0), monkeypatch)
+    assert site.rewritten and site.reason == of_8.reason
+    assert [str(guard.expr) for guard in shape_env.guards if "8" in str(guard.expr)]
+
+
+def test_the_built_in_table_says_what_it_measured():
+    """Each fit is near the times that it was made of."""
+    for built_in in measured.built_in().values():
+        for family, times in built_in.families.items():
+            assert len(times) >= 12, family
+            for recipe in {name for ms in times.values() for name in ms if name in recipes.NAMED}:
+                ours = measured.fits(built_in, family, recipe)[0]
+                assert ours.error < 0.1, (family, recipe, ours.error)
+                for sizes, ms in times.items():
+                    if recipe not in ms:
+                        continue
+                    found = built_in.predict(family, recipe, sizes)
+                    assert abs(found.ours / ms[recipe] - 1) < 0.3, (family, recipe, sizes)
+
+
+FASTER = r"^[12]\.\d\dx SDPA by the fit .[\d.]+ and [\d.]+ ms."
 
 
 @pytest.mark.parametrize(
     "shape, capability, settings, recipe, reason",
     [
-        ((4, 32, 32, 16384, 128), (9, 0), {}, "sage2-8b-per-token", "N >= 3072"),
-        ((4, 32, 8, 16384, 128), (9, 0), {}, "sage2-8b-per-token", "N >= 3072"),
-        ((1, 8, 8, 16384, 128), (9, 0), {}, "sage2-8b-per-token", "N >= 5120"),
-        ((1, 24, 24, 16384, 96), (9, 0), {}, "sage2-8b-per-token", "N >= 6144"),
-        ((4, 32, 32, 4096, 256), (9, 0), {}, "sage2-8b-per-token", "N >= 4096"),
-        ((4, 32, 32, 16384, 128), (9, 0), {"portable": True}, "sage2-8b-per-token", "^N >= 3072$"),
+        ((4, 32, 32, 16384, 128), (9, 0), {}, "sage2-8b-per-token", FASTER),
+        ((4, 32, 8, 16384, 128), (9, 0), {}, "sage2-8b-per-token", FASTER),
+        ((1, 8, 8, 16384, 128), (9, 0), {}, "sage2-8b-per-token", FASTER),
+        ((1, 24, 24, 16384, 96), (9, 0), {}, "sage2-8b-per-token", FASTER),
+        ((4, 32, 32, 4096, 256), (9, 0), {}, "sage2-8b-per-token", FASTER),
+        ((4, 32, 32, 16384, 128), (9, 0), {"portable": True}, "sage2-8b-per-token", FASTER),
         ((4, 32, 32, 16384, 128), (9, 0), {"portable": True, "force": True}, "sage2-8b-per-token", "^forced$"),
         ((4, 32, 32, 16384, 128), (8, 9), {"portable": True, "force": True}, "sage2-8b", "forced$"),
-        ((4, 32, 32, 16384, 64), (9, 0), {"recipe": "sage1-per-token"}, "sage1-per-token", "N >= 3072"),
-        ((1, 4, 4, 65536, 128), (9, 0), {}, None, "never slower: no length .* B\\*H=4 wins"),
-        ((4, 32, 32, 16384, 40), (9, 0), {}, None, "never slower: no length"),
+        ((4, 32, 32, 16384, 64), (9, 0), {"recipe": "sage1-per-token"}, None,
+         "^never slower: sage1-per-token with head_dim 64, B\\*H=128 was not measured on NVIDIA H200: run"),
+        ((1, 4, 4, 65536, 128), (9, 0), {}, "sage2-8b-per-token", FASTER),
+        ((4, 32, 32, 16384, 40), (9, 0), {}, "sage2-8b-per-token", FASTER),
+        ((4, 32, 32, 16384, 41), (9, 0), {}, "sage2-8b-per-token", FASTER),
+        ((4, 32, 32, 1000, 128), (9, 0), {}, None, "no recipe was ever measured to win with fewer than 1024"),
         ((4, 32, 32, 1024, 128), (9, 0), {}, None,
-         "never slower: sage2-8b-per-token .* wins from N=3072.*; never slower: .* wins from N=5120"),
+         "^never slower: sage2-8b-per-token with head_dim 128, B\\*H=128 is 0.\\d\\dx SDPA by the fit"),
         ((4, 32, 32, 1024, 128), (9, 0), {"force": True}, "sage2-8b-per-token", "forced"),
-        ((4, 32, 32, 16384, 128), (8, 9), {}, None, "on sm_89"),
+        ((4, 32, 32, 16384, 128), (8, 9), {}, None, "sage2-8b .* was not measured on NVIDIA Test .8, 9.: run"),
         ((4, 32, 32, 16384, 128), (8, 6), {"force": True}, "sage1", "forced"),
         ((4, 32, 32, 16384, 128), (10, 0), {"force": True}, "sage2-8b-fp8qk", "forced"),
         ((4, 32, 32, 16384, 256), (10, 3), {"force": True, "portable": True}, "sage2-8b-fp8qk", "forced"),
         ((4, 32, 32, 16384, 128), (10, 0), {}, None,
-         "never slower: no length was measured from which sage2-8b-fp8qk with head_dim 128 on sm_100"),
+         "never slower: sage2-8b-fp8qk with head_dim 128, B\\*H=128 was not measured on"),
         ((4, 32, 32, 16384, 128), (12, 0), {"force": True}, "sage2-8b", "forced"),
         ((4, 32, 32, 16384, 128), (8, 9), {"force": True, "recipe": "sage2-8b-fp8qk"}, "sage2-8b-fp8qk",
          "forced"),
-        ((4, 32, 32, 16384, 128), (9, 0), {"recipe": "sage2-8b-fp8qk"}, None, "never slower: no length"),
+        ((4, 32, 32, 16384, 128), (9, 0), {"recipe": "sage2-8b-fp8qk"}, None, "never slower: .* not measured"),
         ((4, 32, 32, 16384, 128), (8, 6), {"force": True, "recipe": "sage2-8b-fp8qk"}, None,
          "no kernel for pv='fp8', head_dim=128 on compute capability"),
         ((4, 32, 32, 16384, 128), (8, 6), {"force": True, "recipe": "sage2-8b"}, None,
          "no kernel for pv='fp8', head_dim=128 on compute capability"),
         ((4, 32, 32, 16384, 128), (7, 5), {"force": True}, None, "no kernel for pv='16bit'"),
         ((4, 32, 32, 16384, 128), (9, 0), {"recipe": "off", "policy": AUTO_FROM_8192}, "sage2-8b-per-token",
-         "^N >= 3072 .rule 2 of the policy.$"),
+         FASTER + ".*rule 2 of the policy.$"),
         ((4, 32, 32, 8191, 128), (9, 0), {"recipe": "off", "policy": AUTO_FROM_8192}, None, "the recipe is 'off'"),
-        ((4, 32, 32, 2048, 128), (9, 0), {"policy": (Rule("auto"),)}, None, "never slower.*rule 1 of the policy"),
-        ((4, 32, 32, 16384, 128), (9, 0), {"policy": (Rule("sage1-per-token"),)}, None, "never slower: no length .*rule 1"),
+        ((4, 32, 32, 1024, 128), (9, 0), {"policy": (Rule("auto"),)}, None, "never slower.*rule 1 of the policy"),
+        ((4, 32, 32, 16384, 128), (9, 0), {"policy": (Rule("sage1-per-token"),)}, None, "was not measured .*rule 1"),
         ((4, 32, 32, 16, 128), (9, 0), {"policy": (Rule("sage1-per-token"),), "force": True}, "sage1-per-token", "forced .rule 1"),
         ((4, 32, 32, 16384, 128), (9, 0), {"policy": (Rule("off"),), "force": True}, None, "the policy says off .rule 1."),
     ],
@@ -174,7 +288,7 @@ def test_a_package_of_an_unknown_triton_holds_what_inductor_sees(monkeypatch):
     monkeypatch.setattr(triton, "__version__", "3.10.0")
     behind = "with Triton 3.10.0 the faster kernel of sm_90 cannot travel in a package"
     site = decide(shape, (9, 0), monkeypatch, recipe="sage2-8b", portable=True)
-    assert not site.rewritten and "never slower: no length" in site.reason and behind in site.reason
+    assert not site.rewritten and "was not measured" in site.reason and behind in site.reason
     site = decide(shape, (9, 0), monkeypatch, recipe="sage2-8b", portable=True, force=True)
     assert site.rewritten and site.reason == f"forced; {behind}"
     for given in ({"portable": False}, {"portable": True, "capability": (8, 9)}):
@@ -198,9 +312,7 @@ def test_against_an_activated_flash_attention_only_what_was_measured_is_faster(
     for portable in (False, True):
         site = decide(shape, (9, 0), monkeypatch, kind="window", portable=portable)
         assert not site.rewritten, site.reason
-    assert site.reason.endswith(
-        "; nothing was measured against FA3 of a test, SDPA's flash attention"
-    )
+    assert "was not measured on NVIDIA H200" in site.reason
     clock = Clock(sage2_8b_per_token=0.5, sage2_8b=0.8)
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         site = decide(shape, (9, 0), monkeypatch, benchmark=clock)
@@ -208,21 +320,21 @@ def test_against_an_activated_flash_attention_only_what_was_measured_is_faster(
     assert (clock.cases[0].flash_attention, clock.cases[0].rivals) == (
         "FA3 of a test", ("FLASH_ATTENTION",)
     )  # fmt: skip
-    monkeypatch.setattr(cost, "tuned", lambda gpu: {("sage2-8b-per-token", 128, "full"): [(1, 1)]})
-    assert decide(shape, (9, 0), monkeypatch).rewritten  # measured against it: cost.versions()
-    assert cost.versions()["flash attention"] == cost.in_force()[0] == "FA3 of a test"
+    monkeypatch.setattr(measured, "_users", lambda gpu, flash: table())
+    assert decide(shape, (9, 0), monkeypatch).rewritten  # measured against it: measured.versions()
+    assert measured.versions()["flash attention"] == measured.in_force()[0] == "FA3 of a test"
 
 
 def test_a_head_dim_of_v_that_was_not_measured_stays_unless_forced(monkeypatch):
     shape = (4, 32, 32, 16384, 128)
     site = decide(shape, (9, 0), monkeypatch, D_v=64)
-    assert not site.rewritten and "no length was measured" in site.reason, site.reason
+    assert not site.rewritten and "head_dim (128, 64)" in site.reason, site.reason
     assert decide(shape, (9, 0), monkeypatch, D_v=64, force=True).rewritten
 
 
 def test_short_keys_stay_whatever_the_queries(monkeypatch):
     site = decide((4, 32, 32, 16384, 128), (9, 0), monkeypatch, N_kv=77)
-    assert not site.rewritten and "wins from N=3072" in site.reason
+    assert not site.rewritten and "fewer than 1024 queries or keys" in site.reason
 
 
 def test_training_stays_sdpa_unless_forced(monkeypatch):
@@ -421,27 +533,29 @@ def test_a_length_that_depends_on_data_is_no_fault_and_no_guard(portable, monkey
     shape_env = ShapeEnv()
     N = shape_env.create_unbacked_symint()
     torch._check(N >= 2)
+    known(monkeypatch, table("keys", recipes=("sage2-8b",)))
+    first = table("keys").first_length(Family(128, 128, "keys"), "sage2-8b-per-token", 24)
     given = {"shape_env": shape_env, "portable": portable, "recipe": "sage2-8b", "kind": "keys"}
     site = decide((1, 24, 24, N, 128), (9, 0), monkeypatch, **given)
-    assert "wins from N=4096" in site.reason, site.reason
+    assert f"wins from N={first}" in site.reason, site.reason
     assert "of ours" not in decide((N, 24, 24, 9, 128), (9, 0), monkeypatch, **given).reason
     rule = (Rule("off", length=(5000, None)), Rule("sage2-8b", length=(None, 99)))
     site = decide((1, 24, 24, N, 128), (9, 0), monkeypatch, **given, policy=rule, force=True)
     assert site.reason.startswith("forced"), site.reason
-    torch._check(N >= 4096)
+    torch._check(N >= first)
     site = decide((1, 24, 24, N, 128), (9, 0), monkeypatch, **given)
-    assert site.reason.startswith("N >= 4096"), site.reason
+    assert site.reason.startswith(f"N >= {first}"), site.reason
 
 
 def test_a_gpu_that_nobody_measured_has_no_row_and_is_told_how_to_get_one(monkeypatch):
-    shape, gpu_name = (4, 32, 32, 16384, 128), cost.gpu_name
+    shape, gpu_name = (4, 32, 32, 16384, 128), measured.gpu_name
     assert decide(shape, (9, 0), monkeypatch).rewritten
     name = "NVIDIA H100 80GB HBM3"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    monkeypatch.setattr(cost, "H200", name)  # of capability (9, 0) in `gpu`
+    monkeypatch.setattr(measured, "H200", name)  # of capability (9, 0) in `gpu`
     site = decide(shape, (9, 0), monkeypatch)
     assert not site.rewritten and site.reason.endswith(
-        f"nothing was measured on {name}: run `python -m sage_inductor tune` there"
+        f" was not measured on {name}: run `python -m sage_inductor tune` there"
     )
     assert gpu_name(torch.device("cuda", 0)) == name
     assert "tune" not in decide((1, 4, 4, 65536, 128), (8, 9), monkeypatch, force=True).reason

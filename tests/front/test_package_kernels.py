@@ -224,7 +224,7 @@ def test_weights_outside_the_package_are_given_where_it_is_loaded(tmp_path):
     assert torch.equal(run(x), expected)
 
 
-@pytest.mark.skipif("torch.cuda.device_count() < 2")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @torch.no_grad()
 def test_a_package_runs_on_each_gpu_at_once(tmp_path):
     of = CALLS["full"]

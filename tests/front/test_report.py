@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 import sage_inductor
-from sage_inductor import Report, config, cost, page
+from sage_inductor import Report, config, measured, page
 from sage_inductor import report as asked_for  # the function: `report` is the module below
 from sage_inductor.patterns import Decision, Site
 from sage_inductor.remedies import CAUSES, cause_of
@@ -28,11 +28,11 @@ EMULATE = {"sage.emulate": True}
 sdpa = F.scaled_dot_product_attention
 
 SHORT = (
-    "never slower: sage2-8b with head_dim 128 on sm_90 wins from N=3072 (sage.force=True overrides)"
+    "never slower: sage2-8b with head_dim 128, B*H=24 wins from N=3072 (sage.force=True overrides)"
 )
 UNMEASURED = (
-    "never slower: no length was measured from which sage2-8b with head_dim 128 on sm_89, B*H=24 "
-    "wins; nothing was measured on NVIDIA L40S: run `python -m sage_inductor tune` there"
+    "never slower: sage2-8b with head_dim 128, B*H=24 was not measured on NVIDIA L40S: "
+    "run `python -m sage_inductor tune` there"
 )
 OFF, RULE = "the recipe is 'off'", "the policy says off (rule 2)"
 
@@ -81,7 +81,7 @@ def strings(path):
 NOT_REASONS = {
     "11", "causal1", "window(1, 1)", ", bottom right", "1: 1", "a tensor", "a dynamic number",
     "flex window", "no recipe", "no backend of SDPA", "; 11 failed: 1", " at 1", "autotuned1",
-    "1 with head_dim 1", "11 on 1", "N >= 1", "1: 1x the fastest of SDPA111",
+    "1 with 1, B*H=1", "N >= 1", "1: 1x the fastest of SDPA111",
     "; SDPA's flash attention is 1",
     "1 (1 of the policy)", "rule 1", "the function", "; with Triton 1 the faster kernel of 1 cannot travel in a package",
 }  # fmt: skip
@@ -115,7 +115,15 @@ def test_a_cause_is_known_by_a_whole_reason():
         cause_of(f"{SHORT}; {SHORT.replace('3072', '5120')} (rule 1 of the policy)").short
         == "N < 3072"
     )
-    assert cause_of(UNMEASURED).short == "no length was measured there"
+    assert cause_of(UNMEASURED).short == "nothing was measured there"
+    slower = (
+        "never slower: sage2-8b with head_dim 128, B*H=24 is 0.93x SDPA by the fit (2 and 1.9 ms)"
+    )
+    assert cause_of(slower).short == "SDPA is predicted to be as fast"
+    failed = (
+        UNMEASURED.partition("run")[0] + "RuntimeError: 0 sizes could be timed, 5 are needed: E"
+    )
+    assert cause_of(failed).short == "measuring it failed"
     assert "sage_inductor tune" in cause_of(UNMEASURED).remedy
     assert (
         cause_of("the scores `softmax_3` are also used by `getitem_7`").short
@@ -163,7 +171,7 @@ def test_a_row_of_many_graphs_counts_them_and_nodes_in_reasons_do_not_part_calls
 def test_verdicts(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(
-        cost, "gpu_name", lambda device: f"NVIDIA {device.type.upper()}{device.index}"
+        measured, "gpu_name", lambda device: f"NVIDIA {device.type.upper()}{device.index}"
     )
     both = [site(recipe="sage1", reason="forced"), *layers(2, recipe="sage2-8b", reason="forced")]
 
@@ -362,11 +370,11 @@ def warnings(caplog, monkeypatch):
 
 def test_calls_that_all_stay_are_warned_of_once_for_each_cause(warnings, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(cost, "gpu_name", lambda device: "NVIDIA L40S")
+    monkeypatch.setattr(measured, "gpu_name", lambda device: "NVIDIA L40S")
     report.record(layers(57, reason=UNMEASURED))
     assert warnings() == [
-        "sage_inductor: 0 of 57 attention calls use sage on NVIDIA L40S: no length was measured there; "
-        "run `python -m sage_inductor tune` or set options={'sage.force': True}"
+        "sage_inductor: 0 of 57 attention calls use sage on NVIDIA L40S: nothing was measured there; "
+        "run `python -m sage_inductor tune`, leave sage.calibrate on, or set options={'sage.force': True}"
     ]
     report.record(layers(3, reason=UNMEASURED.replace("128", "64")))
     torch._dynamo.reset()

@@ -21,14 +21,17 @@ from support import sdpa as support_sdpa
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sage_inductor
-from sage_inductor import autotune, backend, cost, tune
+from sage_inductor import autotune, backend, cost, measured, tune
 from sage_inductor.__main__ import main
 from sage_inductor.autotune import BenchmarkCase, Candidate
+from sage_inductor.cost import Sizes
+from sage_inductor.measured import Family
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.patterns.call import FULL, Band
 
-GPU = cost.H200
+GPU = measured.H200
+PROPERTIES = SimpleNamespace(multi_processor_count=132)
 
 
 @pytest.fixture
@@ -39,36 +42,81 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: GPU)
     monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
-    cost.forget()
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: PROPERTIES)
+    monkeypatch.setattr(autotune, "measure", clock)
+    for known in (measured._here, measured._failed):
+        known.clear()
+    measured.forget()
     yield torch.device("cuda", 0)
-    cost.forget()
+    for known in (measured._here, measured._failed):
+        known.clear()
+    measured.forget()
 
 
-def clock(B, H, N, D, is_causal, recipes):
-    """SDPA takes N^2, a recipe a fixed time more and half of that; causal ones never win."""
-    ms = {"CUDNN_ATTENTION": N**2, "FLASH_ATTENTION": 2 * N**2}
-    extra = 4096**2 / 2 / B if not is_causal else N**2
-    return ms | {recipe: N**2 / 2 + extra for recipe in recipes}
+def clock(case, rounds=3):
+    """SDPA takes N_q N_kv, a recipe a fixed time more and half of that; causal ones never win."""
+    B, H, N, _ = case.q
+    sdpa = B * H * N * case.k[2] * 1e-9
+    ours = 2 * sdpa if case.band == Band(None, 0) else 0.1 + sdpa / 2
+    return {"CUDNN_ATTENTION": sdpa, "FLASH_ATTENTION": 2 * sdpa} | dict.fromkeys(
+        case.candidates, ours
+    )
+
+
+def tuned(gpu, head_dims=(64,), kinds=("full",)):
+    return tune.tune(gpu, head_dims, kinds)
+
+
+FULL_64 = Family(64, 64, "full")
+LONG = Sizes(1, 24, 24, 30000, 30000)
+
+
+def predicted(family=FULL_64, sizes=LONG, recipe="sage2-8b-per-token"):
+    return measured.predict(GPU, family, recipe, sizes)
 
 
 def test_a_table_is_measured_written_and_read(gpu):
-    table = tune.tune(gpu, (64, 80), (2048, 8192, 4096), clock)
-    rows = {tuple(row[:3]): row[3] for row in table["crossover"]}
-    assert rows["sage2-8b-per-token", 64, "full"] == [[128, 4096], [24, 8192], [8, 8192]]
-    assert rows["sage2-8b", 80, "causal"] == []
+    before = predicted()
+    table = tuned(gpu, (64, 80), ("full", "causal", "window", "keys"))
+    assert len(table.families) == 8
+    windows = {sizes.left for sizes in table.families[Family(64, 64, "window")]}
+    assert windows == {1023, 4095}
+    path = measured.save(table)
+    assert path == measured.path_of(GPU) and json.loads(path.read_text())["processors"] == 132
+    now = predicted()
+    assert now != before and abs(now.sdpa / (24 * 30000**2 * 1e-9) - 1) < 0.05
+    assert now.wins and not predicted(sizes=Sizes(1, 8, 8, 1024, 1024)).wins
+    assert not predicted(Family(80, 80, "causal"), LONG._replace(right=0)).wins
+    of_65 = predicted(Family(65, 65, "full"))
+    assert of_65 and of_65 != predicted(Family(72, 72, "full"))  # rows 16 bytes apart, or not
+    assert predicted(Family(72, 72, "full")) == predicted(Family(80, 80, "full"))
+    (users, built_in) = measured.tables(GPU)
+    assert users.families.keys() == table.families.keys()
+    assert users.families[FULL_64] == table.families[FULL_64]
+    assert built_in is measured.built_in()[GPU]
 
-    assert cost.crossover(GPU, "sage2-8b-per-token", 64, "full") != [(128, 4096)]
-    path = cost.save(table)
-    assert json.loads(path.read_text()) == table
-    tuned = [(128, 4096), (24, 8192), (8, 8192)]
-    assert cost.crossover(GPU, "sage2-8b-per-token", 64, "full") == tuned
-    assert cost.crossover(GPU, "sage2-8b", 80, "causal") == []  # measured: no longer built in
-    built_in = cost.CROSSOVER[cost.H200, "sage2-8b", 128, "window"]
-    assert cost.crossover(GPU, "sage2-8b", 128, "window") == built_in
+
+def test_what_is_measured_again_takes_the_place_of_what_was(gpu):
+    measured.save(tuned(gpu, kinds=("full", "causal")))
+    other = tuned(gpu)
+    for ms in other.families[FULL_64].values():
+        ms["CUDNN_ATTENTION"], ms["sage1"] = 7.0, 9.0
+        del ms["sage2-8b"]
+    measured.save(other)
+    found = measured.tables(GPU)[0].families
+    assert set(found) == {FULL_64, Family(64, 64, "causal")}
+    for ms in found[FULL_64].values():
+        assert ms["CUDNN_ATTENTION"] == 7.0 and ms["sage1"] == 9.0 and "sage2-8b" in ms
 
 
-def row(*pairs, recipe="sage1", head_dim=64, kind="full"):
-    return {"crossover": [["sage2-8b", 64, "full", []], [recipe, head_dim, kind, list(pairs)]]}
+def family(**given):
+    row = [1, 8, 8, 1024, 1024, None, None, {"sage1": 1.0, "CUDNN_ATTENTION": 1.0}]
+    given = {"head_dim": 64, "head_dim_v": 64, "kind": "full", "times": [row]} | given
+    return {"families": [given]}
+
+
+def times(*sizes, **ms):
+    return family(times=[[*sizes, ms or {"sage1": 1.0}]])
 
 
 @pytest.mark.parametrize(
@@ -76,49 +124,64 @@ def row(*pairs, recipe="sage1", head_dim=64, kind="full"):
     [
         ({"versions": {"triton": "3.0.0"}}, "measured with {'triton': '3.0.0'}, this is"),
         ({"gpu": "NVIDIA H100"}, f"measured on NVIDIA H100, this is {GPU}"),
-        ({"crossover": None}, "must be {"),
-        ({"crossover": [["sage2-8b", 64, "full", []], ["sage1", 64]]}, "got ['sage1', 64]"),
-        (row([8, float("inf")]), "[[8, inf]]"),
-        (row([8, -1024]), "[[8, -1024]]"),
-        (row([8, 1024.5]), "[[8, 1024.5]]"),
-        (row([True, 1024]), "[[True, 1024]]"),
-        (row([8]), "[[8]]"),
-        (row(recipe="sage9"), "sage9"),
-        (row(recipe=["sage1"]), "[['sage1'],"),
-        (row(head_dim=257), "257"),
-        (row(kind="fill"), "fill"),
+        ({"families": None}, "must be {"),
+        ({"processors": 0}, "processors must be a positive number, got 0"),
+        ({"processors": True}, "processors must be a positive number, got True"),
+        ({"families": [[]]}, "must hold {"),
+        (family(head_dim=257), "head_dim (257, 64)"),
+        (family(head_dim_v=0), "head_dim (64, 0)"),
+        (family(kind="fill"), "fill"),
+        (family(kinds="full"), "kinds"),
+        (family(times=[]), "times of"),
+        (times(8, 1024), "times of"),
+        (times(1, 8, 8, 1024, -1, None, None), "times of"),
+        (times(1, 8, 8, 1024, 1024.5, None, None), "times of"),
+        (times(1, 8, 8, 1024, True, None, None), "times of"),
+        (times(1, 8, 8, 1024, 1024, "", None), "times of"),
+        (times(1, 8, 8, 1024, 1024, None, None, sage9=1.0), "times of"),
+        (times(1, 8, 8, 1024, 1024, None, None, sage1=float("inf")), "times of"),
+        (times(1, 8, 8, 1024, 1024, None, None, sage1=0.0), "times of"),
+        (times(1, 8, 8, 1024, 1024, None, None, sage1="1.0"), "times of"),
     ],
 )
 def test_a_table_with_anything_wrong_is_ignored_as_a_whole_with_a_warning(
     gpu, change, reason, caplog
 ):
-    path = cost.tuned_path(GPU)
-    path.write_text(json.dumps({**tune.tune(gpu, (64,), (2048,), clock), **change}))
-    cost.forget()
+    before = predicted()
+    path = measured.path_of(GPU)
+    path.write_text(json.dumps(tuned(gpu).to_json()))
+    measured.forget()
+    assert predicted() != before
+    path.write_text(json.dumps(tuned(gpu).to_json() | change))
+    measured.forget()
     with caplog.at_level(logging.WARNING, "sage_inductor"):
         for _ in range(2):
-            found = cost.crossover(GPU, "sage2-8b", 64, "full")
-    assert found == cost.CROSSOVER[cost.H200, "sage2-8b", 64, "full"] != []
+            assert predicted() == before
     (message,) = [record.getMessage() for record in caplog.records]  # once
     assert f"{path} is ignored" in message and "tune writes it anew" in message
     assert reason in message
 
 
 def test_a_table_of_other_kernels_is_ignored(gpu, monkeypatch):
-    cost.save(tune.tune(gpu, (64,), (2048,), clock))
-    assert cost.tuned(GPU)
-    cost.forget()
-    monkeypatch.setattr(cost, "source_tag", lambda: "0.1.0+another")
-    assert not cost.tuned(GPU)
+    measured.save(tuned(gpu))
+    assert len(measured.tables(GPU)) == 2
+    measured.forget()
+    monkeypatch.setattr(measured, "source_tag", lambda: "0.1.0+another")
+    assert measured.tables(GPU) == (measured.built_in()[GPU],)
 
 
 def test_a_table_measured_against_another_flash_attention_is_ignored(gpu, monkeypatch):
-    cost.save(tune.tune(gpu, (64,), (2048,), clock))
-    assert cost.tuned(GPU)
-    monkeypatch.setattr(cost, "current_flash_attention_impl", lambda: "FA3")
-    assert not cost.tuned(GPU)
-    monkeypatch.setattr(cost, "current_flash_attention_impl", lambda: None)
-    assert cost.tuned(GPU)
+    measured.save(tuned(gpu))
+    assert len(measured.tables(GPU)) == 2
+    monkeypatch.setattr(measured, "current_flash_attention_impl", lambda: "FA3")
+    assert measured.tables(GPU) == ()  # the built-in one is, too
+    monkeypatch.setattr(measured, "current_flash_attention_impl", lambda: None)
+    assert len(measured.tables(GPU)) == 2
+
+
+def test_the_built_in_table_is_of_the_hopper_kernel(gpu, monkeypatch):
+    monkeypatch.setattr(tiles, "hopper_is_lost", lambda capability: "lost")
+    assert measured.tables(GPU) == ()
 
 
 @pytest.mark.parametrize("case", ["not JSON", "a file for a folder", "no home", "unreadable home"])
@@ -126,7 +189,7 @@ def test_a_table_that_cannot_be_read_is_ignored_with_one_warning(
     gpu, case, caplog, monkeypatch, tmp_path
 ):
     if case == "not JSON":
-        cost.tuned_path(GPU).write_text("{")
+        measured.path_of(GPU).write_text("{")
     elif case == "a file for a folder":
         (tmp_path / "file").write_text("")
         monkeypatch.setenv("SAGE_INDUCTOR_TABLES", str(tmp_path / "file"))
@@ -138,61 +201,47 @@ def test_a_table_that_cannot_be_read_is_ignored_with_one_warning(
         def home():
             raise error("Could not determine home directory.")
 
-        monkeypatch.setattr(cost.Path, "home", home)
+        monkeypatch.setattr(measured.Path, "home", home)
     for kind in ("full", "causal"):
-        assert cost.crossover(GPU, "sage2-8b-per-token", 64, kind)
+        assert predicted(Family(64, 64, kind))
     assert [record.getMessage().count("is ignored") for record in caplog.records] == [1]
 
 
 def test_tables_lie_in_the_users_cache(monkeypatch):
     monkeypatch.delenv("SAGE_INDUCTOR_TABLES", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
-    assert str(cost.tuned_path("NVIDIA H200")) == "/cache/sage_inductor/nvidia-h200.json"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/home/me")
-    assert str(cost.tuned_path("a b")) == "/home/me/.cache/sage_inductor/a-b.json"
+    assert str(measured.path_of("NVIDIA H200")) == "/cache/sage_inductor/nvidia-h200.json"
 
 
 def test_gpus_of_one_capability_keep_their_tables_apart(gpu):
-    cost.save(tune.tune(gpu, (64,), (2048,), clock))
-    assert cost.crossover(GPU, "sage2-8b", 64, "full") == []  # no length of the table's wins
-    assert not cost.is_measured("NVIDIA H100") and cost.tuned("NVIDIA H100") == {}
-    rows = (GPU, *sorted(map(str, cost.tuned(GPU).items())))
-    assert cost.in_force() == (cost.TORCHS_FLASH, rows)
-
-
-@pytest.mark.parametrize(
-    "ratios, N",
-    [
-        ({1: 2.0, 2: 1.0, 4: 1.02, 8: 2.0}, 4),
-        ({1: 2.0, 2: 2.0}, 1),
-        ({1: 2.0, 2: None}, None),
-        ({1: 2.0, 2: 1.01}, None),
-        ({}, None),
-    ],
-)
-def test_the_shortest_length_is_that_from_which_on_all_win(ratios, N):
-    assert tune.shortest(ratios) == N
+    before = measured.in_force()
+    measured.save(tuned(gpu))
+    assert not measured.is_measured("NVIDIA H100") and measured.tables("NVIDIA H100") == ()
+    now = measured.in_force()
+    assert before == (measured.TORCHS_FLASH,) and now[0] == measured.TORCHS_FLASH
+    assert now[1:] == (repr(measured.tables(GPU)[0].families),)
 
 
 def test_the_command_writes_every_gpus_table(gpu, monkeypatch, capsys):
-    monkeypatch.setattr(tune, "_time_case", lambda device, *case: clock(*case))
-    assert main(["tune", "--head-dims", "64", "--lengths", "2048", "4096"]) == 0
+    assert main(["tune", "--head-dims", "64", "--kinds", "full", "causal"]) == 0
     printed = capsys.readouterr().out
-    assert f"{GPU}: head_dim 64, full: sage2-8b-per-token from N=4096 with B*H >= 128" in printed
-    assert f"{GPU}: head_dim 64, causal: sage2-8b from never" in printed
-    assert cost.tuned_path(GPU).exists()
+    assert re.search(
+        rf"{GPU}: head_dim 64: sage2-8b-per-token from N=\d+ with B\*H >= 128", printed
+    )
+    assert f"{GPU}: head_dim 64, causal: sage2-8b from no length" in printed
+    assert measured.path_of(GPU).exists()
 
 
-def test_what_was_measured_before_an_interruption_is_kept(gpu):
-    def until_128(*case):
-        if case[3] == 128:
+def test_what_was_measured_before_an_interruption_is_kept(gpu, monkeypatch):
+    def until_128(case, rounds):
+        if case.q[3] == 128:
             raise KeyboardInterrupt
-        return clock(*case)
+        return clock(case)
 
+    monkeypatch.setattr(autotune, "measure", until_128)
     with pytest.raises(KeyboardInterrupt):
-        tune.tune(gpu, (64, 128), (2048,), until_128, save=cost.save)
-    assert {key[1:] for key in cost.tuned(GPU)} == {(64, "full"), (64, "causal")}
+        tune.tune(gpu, (64, 128), ("full",), save=measured.save)
+    assert set(measured.tables(GPU)[0].families) == {FULL_64}
 
 
 def test_a_folder_that_cannot_be_written_is_known_before_measuring(
@@ -209,6 +258,119 @@ def test_a_folder_that_cannot_be_written_is_known_before_measuring(
 def test_without_a_gpu_nothing_is_measured(capsys):
     assert main(["tune"]) == 2
     assert "torch sees no CUDA device" in capsys.readouterr().err
+
+
+# -- a family that nothing is known of ----
+
+
+NEW = Family(48, 32, "full")
+PER_TOKEN = ("sage2-8b-per-token",)
+
+
+@pytest.fixture
+def timed(gpu, monkeypatch):
+    """Cases that are timed, by `clock`."""
+    cases = []
+
+    def benchmark(case, rounds):
+        cases.append(case)
+        return clock(case)
+
+    monkeypatch.setattr(autotune, "measure", benchmark)
+    return cases
+
+
+def calibrated_by_another_process():
+    """As if this process had just begun."""
+    measured._here.clear()
+    measured._failed.clear()
+    measured.forget()
+
+
+def test_a_family_is_measured_once_and_kept_for_other_processes(timed, gpu, caplog):
+    assert predicted(NEW) is None
+    assert measured.calibrate(gpu, NEW, PER_TOKEN) is None
+    assert predicted(NEW).wins and len(timed) == len(measured.FEW)
+    assert timed[0].q == (1, 24, 4096, 48) and timed[0].v == (1, 24, 4096, 32)
+    assert [each.recipe for each in timed[0].candidates] == list(PER_TOKEN)
+    first, second = (record.getMessage() for record in caplog.records)
+    assert "head_dim (48, 32) is measured on NVIDIA H200, once, for up to 10 s" in first
+    assert f"measured {len(measured.FEW)} sizes" in second
+    kept = predicted(NEW)
+    calibrated_by_another_process()
+    assert measured.calibrate(gpu, NEW, PER_TOKEN) is None and predicted(NEW) == kept
+    assert len(timed) == len(measured.FEW)
+
+
+def test_while_one_process_measures_the_others_wait_for_what_it_finds(timed, gpu, monkeypatch):
+    """As processes, threads have locks of their own."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(case, rounds):
+        begun.set()
+        go_on.wait(10)
+        timed.append(case)
+        return clock(case)
+
+    monkeypatch.setattr(autotune, "measure", slow)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        first = pool.submit(measured._calibrated, gpu, NEW, PER_TOKEN)
+        assert begun.wait(10)
+        second = pool.submit(measured._calibrated, gpu, NEW, PER_TOKEN)
+        time.sleep(0.2)
+        assert not second.done() and not timed
+        go_on.set()
+        assert first.result()["families"] == second.result()["families"]
+    assert len(timed) == len(measured.FEW)
+
+
+def test_what_is_known_is_not_measured(timed, gpu):
+    for D in (128, 126, 104, 50):
+        assert measured.calibrate(gpu, Family(D, D, "full"), PER_TOKEN) is None
+    assert not timed
+
+
+def test_time_that_is_over_leaves_the_sizes_that_were_timed(timed, gpu, monkeypatch):
+    now = iter(range(0, 100, 2))
+    monkeypatch.setattr(measured.time, "monotonic", lambda: next(now))
+    found = measured.measure(gpu, NEW, PER_TOKEN, measured.sizes_of(NEW, measured.FEW), 1, 10)
+    assert [sizes[:5] for sizes in found] == list(measured.FEW[:5])
+    with pytest.raises(RuntimeError, match="4 sizes could be timed, 5 are needed: 8 s were over"):
+        measured.measure(gpu, NEW, PER_TOKEN, measured.sizes_of(NEW, measured.FEW), 1, 8)
+
+
+def test_what_cannot_be_measured_is_tried_once_and_the_reason_kept(timed, gpu, monkeypatch):
+    def fails(case, rounds):
+        timed.append(case)
+        return {"CUDNN_ATTENTION": 1.0} | dict.fromkeys(case.candidates, "OutOfMemoryError: 1 GiB")
+
+    monkeypatch.setattr(autotune, "measure", fails)
+    for _ in range(2):
+        error = measured.calibrate(gpu, NEW, PER_TOKEN)
+        assert error == (
+            "RuntimeError: 0 sizes could be timed, 5 are needed: OutOfMemoryError: 1 GiB"
+        )
+    assert len(timed) == len(measured.FEW) and predicted(NEW) is None
+
+
+def test_where_nothing_can_be_written_it_is_known_in_this_process(
+    timed, gpu, monkeypatch, tmp_path, caplog
+):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SAGE_INDUCTOR_TABLES", str(tmp_path / "file"))
+    assert measured.calibrate(gpu, NEW, PER_TOKEN) is None
+    assert predicted(NEW).wins and "is kept for this process alone" in caplog.text
+
+
+def test_ranks_predict_by_the_times_of_one_of_them(timed, gpu, monkeypatch):
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(autotune, "agreed", lambda key, find: autotune._agreed(key, find, store))
+    assert measured.calibrate(gpu, NEW, PER_TOKEN) is None
+    first = predicted(NEW)
+    calibrated_by_another_process()
+    measured.path_of(GPU).unlink()  # another host's
+    assert measured.calibrate(gpu, NEW, PER_TOKEN) is None
+    assert predicted(NEW) == first and len(timed) == len(measured.FEW)
 
 
 # -- mode="max-autotune" ----
@@ -231,7 +393,7 @@ def on_cpu(monkeypatch):
     as (name, output)."""
     runs = []
 
-    def medians(calls):
+    def medians(calls, rounds):
         runs.extend((name, call()) for name, call in calls.items())
         return dict.fromkeys(calls, 1.0)
 
@@ -318,7 +480,7 @@ def test_each_tile_is_timed_as_such(on_cpu, monkeypatch):
 def test_what_fails_has_its_error_instead_of_a_time(on_cpu, monkeypatch):
     medians, (rows, accurate) = autotune.time_calls, case().candidates
     monkeypatch.setattr(
-        autotune, "time_calls", lambda calls: medians(calls) | {accurate: OSError("a\nb")}
+        autotune, "time_calls", lambda calls, n: medians(calls, n) | {accurate: OSError("a\nb")}
     )
     assert autotune.benchmark(case()) == {
         "CUDNN_ATTENTION": 1.0, "FLASH_ATTENTION": 1.0, rows: 1.0, accurate: "OSError: a"
@@ -377,7 +539,7 @@ def measure(case):  # the ranks would choose differently
     a, b = case.candidates
     return {"FLASH_ATTENTION": 2.0, a: 1.0 + rank, b: 2.0 - rank, "CUDNN_ATTENTION": f"rank {rank}"}
 
-autotune._measure = measure
+autotune.measure = measure
 print([autotune.benchmark(case(N)) for N in ((8, 9) if rank else (9, 8))][::1 if rank else -1])
 if rank:
     autotune.benchmark(case(10))  # a graph that the other rank does not have
@@ -403,18 +565,18 @@ def test_ranks_choose_by_the_times_of_one_of_them(tmp_path):
 
 def test_ranks_share_times_by_the_kind_of_gpu(monkeypatch):
     names = {0: "NVIDIA H200", 1: "NVIDIA H200", 2: "NVIDIA H100"}
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[device.index])
-    monkeypatch.setattr(autotune, "_measure", lambda case: {"measured": case.device.index})
     store = torch.distributed.HashStore()
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[device.index])
+    monkeypatch.setattr(autotune, "measure", lambda case: {"measured": case.device.index})
+    monkeypatch.setattr(autotune, "agreed", lambda key, find: autotune._agreed(key, find, store))
     cases = [dataclasses.replace(case(), device=torch.device("cuda", i)) for i in names]
-    found = [autotune._agree(each, store)["measured"] for each in cases]
-    assert found == [0, 0, 2]
+    assert [autotune.benchmark(each)["measured"] for each in cases] == [0, 0, 2]
 
 
 def test_threads_are_timed_one_at_a_time(on_cpu, monkeypatch):
     running = []
 
-    def time_calls(calls):
+    def time_calls(calls, rounds):
         running.append(1)
         time.sleep(0.05)
         assert running == [1]
@@ -427,13 +589,16 @@ def test_threads_are_timed_one_at_a_time(on_cpu, monkeypatch):
     assert all(set(times.values()) == {1.0} for times in found)
 
 
-def test_a_rank_times_for_itself_where_the_one_that_was_to_do_it_is_gone(caplog, monkeypatch):
+@pytest.mark.parametrize("first", ["is gone", "has failed"])
+def test_a_rank_times_for_itself_where_the_one_that_was_to_do_it(first, caplog):
     store = torch.distributed.HashStore()
     store.set_timeout(datetime.timedelta(milliseconds=10))
-    monkeypatch.setattr(autotune, "_measure", lambda case: {"FLASH_ATTENTION": 1.0})
+    if first == "has failed":
+        with pytest.raises(ZeroDivisionError):
+            autotune._agreed("key", lambda: 1 / 0, store)
     second = SimpleNamespace(add=lambda key, n: 2, get=store.get)
-    assert autotune._agree(case(), second) == {"FLASH_ATTENTION": 1.0}
-    assert "this rank does it for itself" in caplog.text
+    assert autotune._agreed("key", lambda: [1.0], second) == [1.0]
+    assert ("this rank does it for itself" in caplog.text) == (first == "is gone")
 
 
 @pytest.mark.parametrize(
@@ -533,5 +698,27 @@ def test_a_call_is_timed_while_another_thread_allocates():
 
 @pytest.mark.gpu
 def test_every_way_of_a_case_is_timed(monkeypatch, tmp_path):
-    times = tune._time_case(torch.device("cuda", 0), 1, 8, 1024, 64, False, ("sage2-8b",))
-    assert set(times) >= {"sage2-8b", "FLASH_ATTENTION"} and min(times.values()) > 0
+    monkeypatch.setenv("SAGE_INDUCTOR_TABLES", str(tmp_path))
+    device = torch.device("cuda", 0)
+    for kind in cost.TIMED:
+        family = Family(64, 64, kind)
+        sizes = [(1, 8, 8, N, N) for N in (1024, 1280, 1536, 2048, 4096)]
+        found = measured.measure(device, family, ("sage2-8b",), measured.sizes_of(family, sizes), 1)
+        for ms in found.values():
+            assert {"sage2-8b"} < set(ms) and min(ms.values()) > 0
+
+
+@pytest.mark.gpu
+def test_a_family_of_this_gpu_is_measured_while_a_call_of_it_compiles(monkeypatch, tmp_path):
+    monkeypatch.setenv("SAGE_INDUCTOR_TABLES", str(tmp_path))
+    calibrated_by_another_process()
+    monkeypatch.setattr(measured, "built_in", dict)
+    q, k, v = (torch.randn(1, 24, 8192, 48, device="cuda", dtype=torch.bfloat16) for _ in "qkv")
+    with torch.no_grad(), sage_inductor.config.patch(calibrate=False):
+        (site,) = sage_inductor.explain(support_sdpa, q, k, v)
+        assert not site.rewritten and "was not measured on" in site.reason
+    with torch.no_grad(), sage_inductor.config.patch(calibrate=True):
+        (site,) = sage_inductor.explain(support_sdpa, q, k, v)
+        assert "x SDPA by the fit" in site.reason, site.reason
+    assert list(tmp_path.glob("*.json"))
+    calibrated_by_another_process()

@@ -24,6 +24,7 @@ from bench.tritons import (
 from sage_inductor.ops.attention import nvfp4 as attention_nvfp4
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention import triton as portable
+from sage_inductor.ops.attention.hopper import blocks as blocks_of_hopper
 from sage_inductor.ops.attention.hopper import kernel as hopper
 from sage_inductor.ops.attention.hopper import plan
 from sage_inductor.ops.attention.select import Problem, hopper_tile, select
@@ -171,11 +172,62 @@ def test_hopper_kernel_keeps_its_tiles_in_registers(row, split):
         assert spilled(loop) <= allowed, (len(loop), spilled(loop))
 
 
+BANDS = {  # left, right, bottom_right; -1: no bound
+    "window": (1024, 0, False), "both": (300, 200, True), "bottom right": (-1, 0, True),
+    "none": (-1, -1, False), "causal": (-1, 0, False),
+}  # fmt: skip
+ROWS = [row for row in tiles.HOPPER if not row[2]]
+
+
+@pytest.mark.parametrize(
+    "band, mask",
+    [pytest.param("both", False, marks=on_every_triton), ("bottom right", False), ("none", True),
+     pytest.param("causal", True, marks=on_every_triton)],
+)  # fmt: skip
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(map(str, row[:4])))
+def test_hopper_kernel_with_a_mask_keeps_its_tiles_in_registers(row, band, mask):
+    """One loop a warpgroup, and what hides keys in a branch of it."""
+    pv, head_dim, _, _, tile = row
+    if mask and pv == "16bit":
+        pytest.skip("triton.py computes those")
+    compiled = compile_hopper(pv, head_dim, False, tile, band=BANDS[band], mask=mask)
+    assert compiled.metadata.shared <= 227 * 1024
+    loops = loops_over_keys(compiled.asm["cubin"])
+    assert len(loops) == tile.warpgroups
+    for loop in loops:
+        assert {"IGMMA", "QGMMA" if pv == "fp8" else "HGMMA"} <= {
+            x for x in re.findall("[IQH]GMMA", " ".join(loop))
+        }
+        assert spilled(loop) <= (28 if head_dim == 256 else 10), (len(loop), spilled(loop))
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_hopper_kernel_compiles_for_both_dtypes(dtype):
     tile = tiles.hopper((9, 0), "16bit", 128, False, 4096)
     ptx = compile_hopper("16bit", 128, False, tile, dtype).asm["ptx"]
     assert f"k16.f32.{dtype.replace('fp', 'f')}" in ptx
+
+
+def compile_pack_mask(rows=64, **given):
+    types = {"Mask": "*i1", "Words": "*i32", "Codes": "*u8"}
+    constexprs = dict(ROWS=rows, BLOCK_N=128, **given)
+    return compile_kernel(blocks_of_hopper._pack_mask_kernel, (9, 0), constexprs, types)
+
+
+def compile_list_blocks():
+    types = {"Codes": "*u8", "List": "*i32"}
+    constexprs = dict(BAND=(300, 200, True), WARPGROUPS=3, BLOCK_N=128, CHUNK=128)
+    return compile_kernel(blocks_of_hopper._list_blocks_kernel, (9, 0), constexprs, types)
+
+
+@on_every_triton
+@pytest.mark.parametrize(
+    "compile",
+    [compile_pack_mask, functools.partial(compile_pack_mask, 1),
+     functools.partial(compile_pack_mask, stride_mn=1), compile_list_blocks],
+)  # fmt: skip
+def test_what_is_made_of_a_mask_compiles(compile):
+    assert stack_bytes(compile().asm["cubin"]) == 0
 
 
 @on_every_triton
@@ -211,7 +263,10 @@ def calls():
     """(AttentionCall, whether the Hopper kernel computes it)."""
     q, k, v = (torch.randn(2, 300, 4, 128, dtype=torch.bfloat16).transpose(1, 2) for _ in range(3))
     wide = torch.empty(2, 300, 4, 129, dtype=torch.bfloat16).transpose(1, 2)
-    mask = Visibility.of(torch.ones(2, 1, 1, 300, dtype=torch.bool), (None, None, False), 300, 64)
+    every = torch.ones(2, 1, 1, 300, dtype=torch.bool)
+    mask, bias = (
+        Visibility.of(x, (None, None, False), 300, 64)._asdict() for x in (every, every.bfloat16())
+    )
     apart = torch.empty(*q.shape, 2, dtype=q.dtype)[..., 0]
 
     def call(recipe="sage2-8b-per-token", **given):
@@ -228,10 +283,14 @@ def calls():
         "INT4 k": (call("sage2-4b"), False),
         "FP8 k": (call("sage2-8b-fp8qk"), False),
         "another granularity": (call("sage2-8b"), False),
-        "a mask": (call(**mask._asdict()), False),
-        "a window": (call(left=9, right=0), False),
-        "a wider band": (call(right=1), False),
-        "bottom right": (call(right=0, bottom_right=True), False),
+        "a mask": (call(**mask), True),
+        "a mask and a band": (call(**mask | {"right": 0}), True),
+        "a bias": (call(**bias), False),
+        "16-bit v with a mask": (call("sage1-per-token", **mask), False),
+        "a window": (call(left=9, right=0), True),
+        "16-bit v in a window": (call("sage1-per-token", left=9, right=5), True),
+        "a wider band": (call(right=1), True),
+        "bottom right": (call(right=0, bottom_right=True), True),
         "fp32": (call(q=q.float()), False),
         "q's channels apart": (call(q=apart), False),
         "v's rows unaligned": of_v(wide[..., :128]),

@@ -153,12 +153,14 @@ MASKS = {
     "2-D": lambda B, H, N_q, N_kv: rand(N_q, N_kv) > 0.7,
     "transposed": lambda B, H, N_q, N_kv: (rand(H, N_kv, N_q) > 0.7).mT,
     "documents": lambda B, H, N_q, N_kv: documents(N_q)[:, None] == documents(N_kv),
+    "blocks": lambda B, H, N_q, N_kv: blocks(B, H, N_q, N_kv),
     "fp32": lambda B, H, N_q, N_kv: torch.randn(1, H, N_q, N_kv, device="cuda"),
     "bf16, expanded": lambda B, H, N_q, N_kv: rand(B, 1, 1, N_kv).bfloat16().expand(B, H, N_q, N_kv),
     "lowest": lambda B, H, N_q, N_kv: torch.where(rand(B, 1, 1, N_kv) > 0.5, 0.0, -65504.0).half(),
     "-inf": lambda B, H, N_q, N_kv: torch.where(rand(1, 1, N_q, N_kv) > 0.5, 0.0, -math.inf),
     "nothing": lambda B, H, N_q, N_kv: torch.zeros(N_q, N_kv, dtype=torch.bool, device="cuda"),
 }  # fmt: skip
+BOOL = "keys", "left padding", "rows", "2-D", "transposed", "documents", "blocks", "nothing"
 BANDS = {  # left, right, bottom_right
     "full": (None, None, False),
     "causal": (None, 0, False),
@@ -171,6 +173,13 @@ BANDS = {  # left, right, bottom_right
 
 def rand(*shape):
     return torch.rand(*shape, device="cuda")
+
+
+def blocks(B, H, N_q, N_kv):
+    """Each 64 queries see of each 128 keys nothing, a part or all."""
+    seen = 3 * rand(B, H, -(-N_q // 64), -(-N_kv // 128)) - 1
+    seen = seen.repeat_interleave(64, 2).repeat_interleave(128, 3)[:, :, :N_q, :N_kv]
+    return rand(B, H, N_q, N_kv) < seen
 
 
 def documents(N):
@@ -217,10 +226,11 @@ def test_kernel_in_a_band_equals_its_emulation(op, recipe, band, shape):
 @pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[5], (1, 2, 1, 200, 300, 256)], ids=str)
 @pytest.mark.parametrize("name", [name for name in MASKS if MASKS[name]])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_masked_kernel_equals_its_emulation(recipe, name, shape):
-    check_kernel(attention, recipe, name, "full", shape)
+@both_ops
+def test_masked_kernel_equals_its_emulation(op, recipe, name, shape):
+    check_kernel(op, recipe, name, "full", shape)
     if name in ("keys", "-inf"):
-        check_kernel(attention, recipe, name, "narrow", shape)
+        check_kernel(op, recipe, name, "narrow", shape)
 
 
 @pytest.mark.parametrize("D, D_v", [(64, 128), (128, 64), (40, 200), (256, 16)])
@@ -312,7 +322,7 @@ def cuts(B, H_q, H_kv, N_q, N_kv, tile) -> dict[int, list[int]]:
 def hopper_emulation(a, tile):
     """What the kernel computes: a piece of a tile has its own running maximum, from its first block
     on, which decides how its p is rounded."""
-    (B, H_q, N_q, _), H_kv, is_causal = a.q.shape, a.k.shape[1], a.right == 0
+    (B, H_q, N_q, _), H_kv = a.q.shape, a.k.shape[1]
 
     def emulate(q, b, heads, begin, end):
         keys = slice(begin * tile.BLOCK_N, end * tile.BLOCK_N)
@@ -329,7 +339,7 @@ def hopper_emulation(a, tile):
 
     every, blocks, num_m = slice(None), -(-a.n_kv // tile.BLOCK_N), -(-N_q // tile.BLOCK_M)
     out, lse = emulate(a.q, every, every, 0, blocks)
-    if is_causal:
+    if (a.attn_mask, a.left, a.right) != (None, None, None):
         return out, lse
     for t, inner in cuts(B, H_q, H_kv, N_q, a.n_kv, tile).items():
         head, m = divmod(t, num_m)
@@ -345,12 +355,21 @@ def hopper_emulation(a, tile):
     return out, lse
 
 
-def check_hopper(row, shape, scale=0.1, dtype=torch.bfloat16, make=lambda x: x):
-    """The kernel with the tile of a row of tiles.HOPPER, for whatever lengths the row is."""
+def check_hopper(
+    row, shape, scale=0.1, dtype=torch.bfloat16, make=lambda x: x, band="", mask="none"
+):
+    """The kernel with the tile of a row of tiles.HOPPER, for whatever lengths the row is. Keys that
+    the mask hides from every query hold NaN and Inf."""
     pv, head_dim, is_causal, _, tile = row
     q, k, v = (make(x) for x in qkv(*shape, head_dim, dtype=dtype))
-    band = Visibility(right=0 if is_causal else None)
-    a = attention_call(q, k, v, Recipe("per_token", pv), band, scale)
+    (B, H_q, H_kv, N_q, N_kv), band = shape, BANDS[band or ("causal" if is_causal else "full")]
+    attn_mask = None if mask == "none" else MASKS[mask](B, H_q, N_q, N_kv)
+    visibility = Visibility.of(attn_mask, band, N_kv, tile.BLOCK_M)
+    if attn_mask is not None:
+        seen = visibility.tile_summary.amax(2) == 0
+        hidden = seen.expand(B, H_q, N_kv).unflatten(1, (H_kv, -1)).all(2)
+        k[hidden], v[hidden] = math.inf, math.nan
+    a = attention_call(q, k, v, Recipe("per_token", pv), visibility, scale)
     assert hopper().why_not(a) is None
     out, lse = hopper().launch(a, tile, launch_cached)
     out_ref, lse_ref = hopper_emulation(a, tile)
@@ -407,6 +426,31 @@ def test_hopper_kernel_split_over_keys(row, heads, rows):
     shape = (1, heads, heads // 2, int(rows * tile.BLOCK_M), 5000)
     assert cuts(*shape, tile)
     check_hopper(row, shape)
+
+
+MASKED = (2, 8, 2, 700, 300), (1, 4, 4, 333, 1000), (2, 2, 1, 65, 129), (1, 30, 10, 1500, 1700)
+ONE = (1, 2, 2, 1, 300), (1, 2, 2, 300, 1), (1, 1, 1, 1, 1)
+of_full = [row for row in tiles.HOPPER if not row[2]]
+
+
+@on_hopper
+@pytest.mark.parametrize("shape", MASKED + ONE, ids=str)
+@pytest.mark.parametrize("band", BANDS)
+@pytest.mark.parametrize("row", of_full, ids=lambda row: "-".join(map(str, row[:4])))
+def test_hopper_kernel_in_a_band(row, band, shape):
+    check_hopper(row, shape, band=band)
+
+
+@on_hopper
+@pytest.mark.parametrize("shape", MASKED + ONE, ids=str)
+@pytest.mark.parametrize("mask", BOOL)
+@pytest.mark.parametrize("row", of_full, ids=lambda row: "-".join(map(str, row[:4])))
+def test_hopper_kernel_with_a_mask(row, mask, shape):
+    if row[0] == "16bit":
+        pytest.skip("triton.py computes those")
+    for band in ("full", "causal", "narrow"):
+        check_hopper(row, shape, band=band, mask=mask)
+    check_hopper(row, shape, scale=0.0, mask=mask)
 
 
 @on_hopper

@@ -10,6 +10,7 @@ compared loosely; a GPU compares exactly (test_gpu.py).
 import itertools
 import math
 import os
+import random
 
 import pytest
 import support
@@ -21,6 +22,7 @@ from torch.testing import assert_close
 
 from sage_inductor.ops import visibility
 from sage_inductor.ops.attention import triton as triton_kernel
+from sage_inductor.ops.attention.hopper import blocks, plan
 from sage_inductor.ops.attention.hopper import kernel as hopper
 from sage_inductor.ops.attention.tiles import Tile
 from sage_inductor.ops.formats import E4M3_MAX, Prepared
@@ -410,3 +412,122 @@ def test_pieces_of_a_tile_of_hoppers_kernel_make_up_the_tile(monkeypatch):
             expected = (weights @ v[t])[:, :D_V] * v_scale[head] + v_mean[head]
             assert_close(here[0], expected, rtol=1e-4, atol=1e-5)
             assert_close(here[1], (x[t] * math.log(2)).logsumexp(1)[: len(here[0])])
+
+
+# -- blocks of keys that the Hopper kernel reads ----
+
+
+@triton.jit
+def _walk_kernel(
+    First, Count, Codes, N_q, N_kv, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    BOTTOM_RIGHT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Grid: (tiles,). First, Count [tiles]; Codes [tiles, BLOCK_M / 64, BLOCKS]."""
+    row = tl.program_id(0) * BLOCK_M
+    first, count = blocks.walk(row, N_q, N_kv, (LEFT, RIGHT, BOTTOM_RIGHT), BLOCK_M, 128)
+    tl.store(First + tl.program_id(0), first)
+    tl.store(Count + tl.program_id(0), count)
+    for i in range(0, BLOCK_M // 64):
+        j = tl.arange(0, BLOCKS)
+        code = blocks.band_code(j, row + 64 * i, N_q, N_kv, (LEFT, RIGHT, BOTTOM_RIGHT), 128)
+        tl.store(Codes + (row // 64 + i) * BLOCKS + j, code)
+
+
+def sees(n_q: int, n_kv: int, left: int, right: int, bottom_right: bool) -> torch.Tensor:
+    """bool [n_q, n_kv]"""
+    i = torch.arange(n_q)[:, None] + (n_kv - n_q if bottom_right else 0)
+    j = torch.arange(n_kv)
+    return ((left < 0) | (j >= i - left)) & ((right < 0) | (j <= i + right))
+
+
+def expected_codes(seen: torch.Tensor, block_m: int) -> torch.Tensor:
+    """seen [N_q, N_kv] -> [tiles * block_m / 64, blocks], of blocks that nothing lies beyond."""
+    n_q, n_kv = seen.shape
+    tiles, count = -(-n_q // block_m), -(-n_kv // 128)
+    some, every = torch.zeros(2, tiles * block_m, count * 128, dtype=torch.bool)
+    some[:n_q, :n_kv] = seen
+    every[:n_q, :n_kv] = seen
+    every[n_q:] = True
+    some, every = (x.unflatten(0, (-1, 64)).unflatten(2, (-1, 128)) for x in (some, every))
+    some, every = some.any(3).any(1), every.all(3).all(1)
+    return torch.where(some, torch.where(every, 3, 1), 0).int()
+
+
+@pytest.mark.parametrize("block_m", [128, 192])
+@pytest.mark.parametrize("bottom_right", [False, True])
+def test_blocks_of_a_band_are_those_in_sight(bottom_right, block_m):
+    """Against brute force. A row that a tile has beyond N_q may leave a block a part that its others
+    see whole; no block is left out, none is whole that is not, and at most one a side is for
+    nothing."""
+    rng = random.Random(block_m)
+    for _ in range(60):
+        n_q, n_kv = rng.choice((1, 64, 65, 300, 513)), rng.choice((1, 127, 128, 300, 700))
+        band = rng.choice((-1, 0, 3, 130, 400)), rng.choice((-1, 0, 5, 128, 300)), bottom_right
+        count, tiles = -(-n_kv // 128), -(-n_q // block_m)
+        first, number = torch.zeros(2, tiles, dtype=torch.int32)
+        codes = torch.zeros(tiles * block_m // 64, 8, dtype=torch.int32)
+        _walk_kernel[(tiles,)](first, number, codes, n_q, n_kv, *band, block_m, 8)
+        assert not codes[:, count:].any()
+        codes, expected = codes[:, :count], expected_codes(sees(n_q, n_kv, *band), block_m)
+        assert ((codes > 0) >= (expected > 0)).all()
+        assert ((codes == 3) <= (expected == 3)).all()
+        inside = (torch.arange(len(codes)) + 1) * 64 <= n_q
+        assert torch.equal(codes[inside] == 3, expected[inside] == 3)
+        assert ((codes > 0) & (expected == 0)).sum(1).max() <= 1
+        j = torch.arange(count)
+        read = (j >= first[:, None]) & (j < (first + number)[:, None])
+        of_tile = (codes > 0).unflatten(0, (tiles, -1)).any(1)
+        assert (of_tile <= read).all() and (number >= 0).all()
+        assert number.sum() <= of_tile.sum() + tiles
+
+
+@pytest.mark.parametrize("warpgroups", [2, 3])
+@pytest.mark.parametrize("kind", ["keys", "rows", "documents", "expanded", "transposed"])
+def test_blocks_and_words_of_a_mask_are_what_it_shows(kind, warpgroups):
+    """Against brute force. With a band a block may be read that each shows a part of and both
+    nothing; none is left out, none is whole that is not."""
+    tile = Tile(64 * warpgroups, 128, 4, 2, warpgroups=warpgroups)
+    rng = random.Random(kind)
+    for _ in range(8):
+        B, H = rng.choice((1, 2)), rng.choice((1, 3))
+        n_q, n_kv = rng.choice((1, 64, 200, 300)), rng.choice((1, 127, 300, 700))
+        n_q = 300 if kind == "documents" else n_q
+        band = rng.choice([(-1, -1, False), (-1, 0, False), (130, 5, True)])
+        of_block = torch.rand(B, H, -(-n_q // 64), -(-n_kv // 128)) * 3 - 1  # nothing, part, all
+        shown = of_block.repeat_interleave(64, 2).repeat_interleave(128, 3)[..., :n_q, :n_kv]
+        mask = torch.rand(B, H, n_q, n_kv) < shown
+        if kind == "keys":
+            mask = mask[:, :, :1]
+        elif kind == "documents":
+            i, j = torch.arange(n_q) * 4 // n_q, torch.arange(n_kv) * 4 // n_kv
+            mask = (i[:, None] == j)[None, None]
+        elif kind == "expanded":
+            mask = mask[:, :, :1, :1].expand(-1, -1, n_q, n_kv)
+        elif kind == "transposed":
+            mask = mask.mT.contiguous().mT
+        m = plan._mask(mask.shape, mask.stride(), n_q, n_kv, band, tile)
+        words, codes, blocks_ = (torch.full((n,), 85, dtype=dtype) for n, dtype in m.made)
+        m.pack.kernel[m.pack.grid](mask, words, codes, *m.pack.numbers)
+        m.list.kernel[m.list.grid](codes, blocks_, *m.list.numbers)
+
+        b, h, i = (torch.arange(n).view(shape) for n, shape in
+                   ((B, (-1, 1, 1, 1)), (H, (1, -1, 1, 1)), (n_q, (1, 1, -1, 1))))  # fmt: skip
+        j = torch.arange(n_kv)
+        of_words = m.strides[0] * b + m.strides[1] * h + m.strides[2] * i + j // 32
+        assert torch.equal((words[of_words] >> j % 32 & 1).bool(), mask.expand(B, H, n_q, n_kv))
+
+        count, num_m = -(-n_kv // 128), -(-n_q // tile.BLOCK_M)
+        for b, h, tile_m in itertools.product(range(B), range(H), range(num_m)):
+            of_list = m.strides[3] * b + m.strides[4] * h + tile_m * (count + 1)
+            found = blocks_[of_list + 1 : of_list + 1 + blocks_[of_list]]
+            assert torch.equal(found >> 6, (found >> 6).unique())  # in their order, each once
+            given = torch.zeros(warpgroups, count, dtype=torch.int32)
+            for entry in found.tolist():
+                given[:, entry >> 6] = torch.tensor([entry >> 2 * w & 3 for w in range(warpgroups)])
+            assert (given != 2).all() and given[:, found >> 6].any(0).all()
+            seen = mask.expand(B, H, n_q, n_kv)[b, h] & sees(n_q, n_kv, *band)
+            expected = expected_codes(seen, tile.BLOCK_M)[tile_m * warpgroups :][:warpgroups]
+            assert ((given > 0) >= (expected > 0)).all()
+            assert ((given == 3) <= (expected == 3)).all()
+            if band == (-1, -1, False):
+                assert torch.equal(given, expected)

@@ -108,8 +108,9 @@ class Function:
         while not self.lines[i].startswith("}"):
             line = self.lines[i]
             if line.startswith(
-                ("scf.yield", "tt.reduce.return", "ttg.warp_yield", "ttg.warp_return")
-            ):
+                ("scf.yield", "tt.reduce.return", "tt.scan.return", "ttg.warp_yield",
+                 "ttg.warp_return")
+            ):  # fmt: skip
                 yielded = self.operands(line)
             elif "scf.for" in line:
                 i = self.loop(i)
@@ -120,7 +121,7 @@ class Function:
                     i, other = self.block(i + 1)
                     found = [self.union(*pair) for pair in zip(found, other)]
                 self.results(line, found)
-            elif "tt.reduce" in line:
+            elif "tt.reduce" in line or "tt.scan" in line:
                 end, _ = self.block(i + 1)
                 source = self.operands(re.search(r"\((%\w+.*?)\) <", line).group(1))
                 self.results(line, source)
@@ -298,13 +299,29 @@ def test_no_offset_wraps(name):
     assert function.offsets > 3 and not function.unproved, "\n".join(function.unproved)
 
 
-@pytest.mark.parametrize("split", [False, True], ids=["", "split"])
-@pytest.mark.parametrize("pv", ["fp8", "16bit"])
-def test_no_offset_of_the_hopper_kernel_wraps(pv, split):
+@pytest.mark.parametrize(
+    "pv, given",
+    [("fp8", {}), ("16bit", {}), ("fp8", dict(split=True)), ("16bit", dict(split=True)),
+     ("fp8", dict(band=kernels.BANDS["both"])),
+     ("fp8", dict(band=kernels.BANDS["causal"], mask=True))],
+    ids=["fp8", "16bit", "fp8 split", "16bit split", "band", "mask"],
+)  # fmt: skip
+def test_no_offset_of_the_hopper_kernel_wraps(pv, given):
     tile = tiles.hopper(SM90, pv, 128, False, 8192)
-    text = kernels.compile_hopper.__wrapped__(pv, 128, False, tile, split=split)
+    text = kernels.compile_hopper.__wrapped__(pv, 128, False, tile, **given)
     function = Function(text, OF_HOPPER).run()
     assert function.offsets > 20 and not function.unproved, "\n".join(function.unproved)
+
+
+@pytest.mark.parametrize("compile", [kernels.compile_pack_mask, kernels.compile_list_blocks])
+def test_no_offset_of_what_is_made_of_a_mask_wraps(compile):
+    """Of at most MAX_ROWS queries and keys; what is counted and where it goes are of the blocks."""
+    bounds = {
+        "row_tiles": (1, 2**24), "blocks": (1, 2**23), "words": (4, 2**25), "num_m": (1, 2**23),
+        "count": (0, 2**23), "place": (1, 2**23), "m": (0, 2**23),
+    }  # fmt: skip
+    function = Function(compile(), bounds).run()
+    assert function.offsets > 2 and not function.unproved, "\n".join(function.unproved)
 
 
 def test_no_offset_of_the_pieces_sum_wraps():

@@ -10,7 +10,7 @@ num_programs-th tile, and of those that do not go round, a share of the blocks.
   rows, so its scale is as free as one per thread. k has one scale per 64 rows.
 * q of the next tile is loaded before o of this one is stored.
 
-Only what its schedule is worth: no mask, no band but SDPA's causal one, q in 16 bits (plan.py says
+Only what its schedule is worth: bool masks, and those with FP8 p v, q in 16 bits (plan.py says
 exactly); the rest is triton.py's, as is every call where Gluon, which is experimental, is another
 than GLUON's in tiles.py.
 """
@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from sage_inductor.ops.attention.hopper.blocks import block_of, walk
 from sage_inductor.ops.compat import gluon_barrier, reinterpret, tma_load
 from sage_inductor.ops.formats import E4M3_MAX, LOG2E, QK, TINY
 
@@ -37,6 +38,7 @@ _LOG2E = gl.constexpr(LOG2E)
 _LN2 = gl.constexpr(1 / LOG2E)
 _LOG2_FP8_MAX = gl.constexpr(math.log2(E4M3_MAX))
 _ROUND = gl.constexpr(12582912.0)  # 1.5 * 2^23
+_LEAST = gl.constexpr(2.0**-126)  # normal number of fp32
 
 
 @gluon.jit
@@ -82,6 +84,14 @@ def _num_blocks(row_end, N_kv, CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr):
     if CAUSAL:
         end = gl.minimum(end, row_end)
     return (end + BLOCK_N - 1) // BLOCK_N
+
+
+@gluon.constexpr_function
+def _is_bounded(band, mask):
+    """There is a mask, or a band (left, right, bottom_right; -1: no bound) that is not SDPA's
+    causal one."""
+    left, right, bottom_right = band
+    return mask or left >= 0 or right > 0 or (right == 0 and bottom_right)
 
 
 @gluon.constexpr_function
@@ -184,27 +194,74 @@ def _columns_below(limit, L5: gl.constexpr, BLOCKS: gl.constexpr):
 
 
 @gluon.jit
-def _softmax(
-    s, m, l, q_scale, k_scale, keep,
-    M3: gl.constexpr, FP8: gl.constexpr, MASK: gl.constexpr,
+def _hide_by_words(
+    x, row0, j, words, stride_wm, BLOCK_N: gl.constexpr, L5: gl.constexpr
 ):  # fmt: skip
-    """s [64, blocks, 8, 4, 2] int32; m, q_scale [64]; k_scale [blocks]; l [64, 4], a sum a thread
-    -> p, m, l, alpha."""
-    OFFSET: gl.constexpr = _LOG2_FP8_MAX if FP8 else 0.0
-    c = gl.expand_dims(gl.expand_dims(q_scale, 1), 2) * gl.expand_dims(
-        gl.expand_dims(k_scale, 0), 2
-    )
-    c5 = gl.expand_dims(gl.expand_dims(c, 3), 2)  # [64, blocks, 1, 1, 1]
+    """`_hide` by the mask. A thread's constants of a register are on the right, as in
+    `_columns_below`: a score takes one test of a bit."""
+    WORDS: gl.constexpr = BLOCK_N // 32
+    x = x.reshape([64, WORDS, 4, 4, 2])
+    L: gl.constexpr = x.type.layout
+    E: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))))
+    Q: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(4, L))))
+    C: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, gl.SliceLayout(4, L))))
+    W: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, L)))  # [64, words]
+    even_odd = gl.arange(0, 2, layout=E)[None, None, None, None, :]
+    quad = gl.arange(0, 4, layout=Q)[None, None, None, :, None]
+    core = gl.arange(0, 4, layout=C)[None, None, :, None, None]
+    rows = row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, W))
+    word = j * WORDS + gl.arange(0, WORDS, layout=gl.SliceLayout(0, W))
+    found = gl.load(words + (rows.to(gl.int64) * stride_wm)[:, None] + word[None, :])
+    found = gl.expand_dims(gl.expand_dims(gl.expand_dims(found, 2), 3), 4) >> (quad * 2)
+    x = gl.where((found & (1 << (core * 8 + even_odd))) != 0, x, -float("inf"))
+    return gl.convert_layout(x.reshape([64, BLOCK_N // 64, 8, 4, 2]), L5, assert_trivial=True)
+
+
+@gluon.jit
+def _hide(
+    x, row0, j, N_q, N_kv, words, stride_wm,
+    BAND: gl.constexpr, MASK: gl.constexpr, BLOCK_N: gl.constexpr, ROW: gl.constexpr,
+    L5: gl.constexpr,
+):  # fmt: skip
+    """x [64, blocks, 8, 4, 2] fp32, of block j, with -inf where band or mask hide a key. words: of
+    the head's first row."""
+    BLOCKS: gl.constexpr = BLOCK_N // 64
     if MASK:
-        x = gl.where(keep, s.to(gl.float32) * c5, -float("inf"))
-        highest = gl.max(gl.max(x, axis=2), axis=3)
-    else:
-        x = s.to(gl.float32) * c5
-        highest = gl.max(gl.max(s, axis=2), axis=3).to(gl.float32) * c
+        x = _hide_by_words(x, row0, j, words, stride_wm, BLOCK_N, L5)
+    limit = gl.full([64], N_kv, gl.int32, ROW)
+    here = row0 + gl.arange(0, 64, layout=ROW)
+    if BAND[2]:
+        here += N_kv - N_q
+    if BAND[1] >= 0:
+        limit = gl.minimum(limit, here + (BAND[1] + 1))
+    if BAND[1] >= 0 or not MASK:  # no bit shows a key beyond N_kv
+        x = gl.where(_columns_below(limit - j * BLOCK_N, L5, BLOCKS), x, -float("inf"))
+    if BAND[0] >= 0:
+        left = here - BAND[0] - j * BLOCK_N
+        x = gl.where(_columns_below(left, L5, BLOCKS), -float("inf"), x)
+    return x
+
+
+@gluon.jit
+def _row_maximum(s):
+    """[64, blocks, 8, 4, 2] -> [64, blocks, 4], of a thread."""
+    return gl.max(gl.max(s, axis=2), axis=3)
+
+
+@gluon.jit
+def _softmax(
+    x, highest, m, l, FP8: gl.constexpr, MAY_BE_EMPTY: gl.constexpr
+):  # fmt: skip
+    """x [64, blocks, 8, 4, 2], its maxima of a thread [64, blocks, 4], m [64], l [64, 4], a sum a
+    thread -> p, m, l, alpha."""
+    OFFSET: gl.constexpr = _LOG2_FP8_MAX if FP8 else 0.0
     highest = gl.max(gl.max(highest, axis=1), axis=1)
     m_new = gl.maximum(m, gl.convert_layout(highest, m.type.layout, assert_trivial=True))
-    alpha = _exp2(m - m_new)
-    shift = gl.expand_dims(gl.expand_dims(m_new - OFFSET, 1), 2)
+    shift = m_new
+    if MAY_BE_EMPTY:  # a row that has seen nothing yet has no maximum: m - m_new would be NaN
+        shift = gl.where(m_new == -float("inf"), 0.0, m_new)
+    alpha = _exp2(m - shift)
+    shift = gl.expand_dims(gl.expand_dims(shift - OFFSET, 1), 2)
     shift = gl.expand_dims(gl.expand_dims(shift, 3), 2)
     p = _exp2(x - shift)
     total = gl.convert_layout(
@@ -228,14 +285,76 @@ def _add_pv(p, v, o, alpha, FP8: gl.constexpr):
 
 
 @gluon.jit
+def _attend(
+    q_tile, k_smem, v_smem, stage, zero, m, l, o, q_scale, k_scale,
+    next_order, read, any_read, turn, phase, row0, j, code, N_q, N_kv, words, stride_wm,
+    BAND: gl.constexpr, MASK: gl.constexpr, PART: gl.constexpr, FP8: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_DV: gl.constexpr, CHUNK: gl.constexpr, L5: gl.constexpr,
+    ROW: gl.constexpr, P: gl.constexpr, OROW: gl.constexpr,
+):  # fmt: skip
+    """m, l and o after block j of k and v, in two turns at the tensor cores: the one that this
+    warpgroup has, which it passes on, and that of `phase`, which it keeps. PART: 0 all of the block
+    is in sight, 1 a part, 2 a part where code is 1."""
+    BLOCKS: gl.constexpr = BLOCK_N // 64
+    k = k_smem.index(stage).permute((1, 0))
+    s = warpgroup_mma(q_tile, k, zero, use_acc=False, is_async=True)
+    # Side by side: around each of them Triton lets the warpgroup wait for itself.
+    mbarrier.arrive(next_order, count=1)
+    mbarrier.arrive(read, count=1, pred=any_read)
+    s = warpgroup_mma_wait(0, [s]).reshape([64, BLOCKS, 8, 4, 2])
+    c = gl.expand_dims(gl.expand_dims(q_scale, 1), 2) * gl.expand_dims(
+        gl.expand_dims(k_scale, 0), 2
+    )
+    if PART == 2:  # -inf * 0
+        c = gl.where(c < _LEAST, _LEAST, c)
+    c5 = gl.expand_dims(gl.expand_dims(c, 3), 2)  # [64, blocks, 1, 1, 1]
+    x = s.to(gl.float32)
+    if PART == 1:  # scaled first: the other way takes more registers
+        x = _hide(x * c5, row0, j, N_q, N_kv, words, stride_wm, BAND, MASK, BLOCK_N, ROW, L5)
+        highest = _row_maximum(x)
+    else:  # scaled in the exponential, by an fma
+        if code == 1:
+            x = _hide(x, row0, j, N_q, N_kv, words, stride_wm, BAND, MASK, BLOCK_N, ROW, L5)
+        # Of integers it takes half the instructions.
+        highest = _row_maximum(x if PART else s).to(gl.float32) * c
+        x = x * c5
+    p, m, l, alpha = _softmax(x, highest, m, l, FP8, PART == 2)
+    alpha = gl.expand_dims(gl.convert_layout(alpha, OROW, assert_trivial=True), 1)
+    if FP8:
+        p = p.reshape([64, BLOCK_N // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4])
+        p = gl.convert_layout(p.reshape([64, BLOCK_N]), P, assert_trivial=True)
+        p = _to_fp8(p)
+        v = v_smem.index(stage).permute((1, 0))
+    else:
+        p = p.reshape([64, BLOCK_N]).to(v_smem.dtype)
+        p = gl.convert_layout(p, P, assert_trivial=True)
+        v = v_smem.index(stage)
+        o = (o[0] * alpha,)
+    mbarrier.wait(turn, phase)
+    if BLOCK_DV == CHUNK:
+        o = (_add_pv(p, v, o[0], alpha, FP8),)
+    else:
+        o = (
+            _add_pv(p, v.slice(0, CHUNK, dim=1), o[0], alpha, FP8),
+            _add_pv(p, v.slice(CHUNK, CHUNK, dim=1), o[1], alpha, FP8),
+            _add_pv(p, v.slice(2 * CHUNK, CHUNK, dim=1), o[2], alpha, FP8),
+            _add_pv(p, v.slice(3 * CHUNK, CHUNK, dim=1), o[3], alpha, FP8),
+        )
+    return m, l, o
+
+
+@gluon.jit
 def _store(
     chunks, m, total, row0, b, h, head_kv, V_scale, V_mean, Out, Lse,
     stride_ob, stride_oh, stride_on, H_q, N_q,
     D_V: gl.constexpr, FP8: gl.constexpr, BLOCK_DV: gl.constexpr, CHUNK: gl.constexpr,
-    O: gl.constexpr, LO: gl.constexpr,
+    O: gl.constexpr, LO: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     """chunks of o, each [64, CHUNK], m, total [64] -> Out, Lse."""
-    inverse = 1.0 / gl.convert_layout(total, gl.SliceLayout(1, O), assert_trivial=True)
+    of_row = gl.convert_layout(total, gl.SliceLayout(1, O), assert_trivial=True)
+    inverse = 1.0 / of_row
+    if BOUNDED:  # a row that sees nothing is 0
+        inverse = gl.where(of_row == 0, 0.0, inverse)
     rows = row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, LO))
     out = Out + b.to(gl.int64) * stride_ob + h.to(gl.int64) * stride_oh
     out = out + gl.expand_dims(rows.to(gl.int64) * stride_on, 1)
@@ -247,6 +366,8 @@ def _store(
             v_scale = gl.load(V_scale + channel + dv, mask=dv < D_V, other=0.0)
             v_mean = gl.load(V_mean + channel + dv, mask=dv < D_V, other=0.0)
             o = o * gl.expand_dims(v_scale, 0) + gl.expand_dims(v_mean, 0)
+            if BOUNDED:
+                o = gl.where(gl.expand_dims(of_row == 0, 1), 0.0, o)
         o = gl.convert_layout(o.to(Out.dtype.element_ty), LO)
         dv = chunk * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(0, LO))
         keep = gl.expand_dims(rows < N_q, 1) & gl.expand_dims(dv < D_V, 0)
@@ -278,17 +399,20 @@ def _store_part(
 
 @gluon.jit
 def _consumer(
-    wg: gl.constexpr, shared, tensors, strides, shape,
-    D: gl.constexpr, D_V: gl.constexpr, SCALE: gl.constexpr, CAUSAL: gl.constexpr,
-    SPLIT: gl.constexpr, FP8: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
-    BLOCK_DV: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
+    wg: gl.constexpr, shared, tensors, of_mask, strides, shape,
+    D: gl.constexpr, D_V: gl.constexpr, SCALE: gl.constexpr, BAND: gl.constexpr,
+    MASK: gl.constexpr, SPLIT: gl.constexpr, FP8: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup `wg`: rows 64 wg .. of each of the program's tiles."""
     q_smem, k_smem, v_smem, full, empty, order = shared
     Q, K_scale, V_scale, V_mean, Out, Lse, Part, Part_ml = tensors
+    Words, List, stride_wb, stride_wh, stride_wm, stride_lb, stride_lh = of_mask
     stride_qb, stride_qh, stride_qn, stride_ob, stride_oh, stride_on = strides
     H_q, H_kv, N_q, N_kv, N_pad, num_m, heads, group, whole_tiles = shape
     BLOCK_M: gl.constexpr = 64 * WARPGROUPS
+    BOUNDED: gl.constexpr = _is_bounded(BAND, MASK)
+    CAUSAL: gl.constexpr = BAND[1] == 0
     # Channels of o in one product. At 256, four of 64: with two of 128 the ptxas of CUDA 13.4
     # (Triton 3.9) spills 44 registers a loop: 1.44x the time of Triton 3.6's, which four make 1.11x
     # (H200, 2026-11-22). Triton 3.6's own takes 1.016x with four, 1.000x causal.
@@ -329,73 +453,69 @@ def _consumer(
         o = (zeros, zeros, zeros, zeros) if BLOCK_DV > CHUNK else (zeros,)
         scale_row = head_kv * (N_pad // 64)
         scale_ptrs = K_scale + scale_row + gl.arange(0, BLOCKS, layout=BLOCK)
-        if not SPLIT:
-            begin, end = 0, _num_blocks(row + BLOCK_M, N_kv, CAUSAL, BLOCK_N)
-        seen = N_kv
-        if WARPGROUPS == 3:  # a third of a tile may be beyond N_q; ptxas spills for it at D=256
-            seen = gl.where(row0 < N_q, N_kv, 0)
-        mine = _num_blocks(row0 + 64, seen, CAUSAL, BLOCK_N)
-        whole = seen // BLOCK_N
-        if CAUSAL:
-            whole = gl.minimum(whole, (row0 + 1) // BLOCK_N)
-        if SPLIT:
-            mine = gl.minimum(gl.maximum(mine, begin), end)
-            whole = gl.minimum(gl.maximum(whole, begin), mine)
-            fetched -= begin  # block j is the ring's fetched + j
-            taken -= begin
+        if BOUNDED:
+            begin = 0
+            words = Words + b.to(gl.int64) * stride_wb + h.to(gl.int64) * stride_wh
+            lists = List + b.to(gl.int64) * stride_lb + h.to(gl.int64) * stride_lh
+            first_block, end = walk(lists, row, blocks, N_q, N_kv, BAND, MASK, BLOCK_M, BLOCK_N)
+            mine, whole = end, end
+        else:
+            if not SPLIT:
+                begin, end = 0, _num_blocks(row + BLOCK_M, N_kv, CAUSAL, BLOCK_N)
+            seen = N_kv
+            if WARPGROUPS == 3:  # a third of a tile may be beyond N_q; ptxas spills for it at D=256
+                seen = gl.where(row0 < N_q, N_kv, 0)
+            mine = _num_blocks(row0 + 64, seen, CAUSAL, BLOCK_N)
+            whole = seen // BLOCK_N
+            if CAUSAL:
+                whole = gl.minimum(whole, (row0 + 1) // BLOCK_N)
+            if SPLIT:
+                mine = gl.minimum(gl.maximum(mine, begin), end)
+                whole = gl.minimum(gl.maximum(whole, begin), mine)
+                fetched -= begin  # block j is the ring's fetched + j
+                taken -= begin
 
         mbarrier.wait(order.index(wg), (taken + begin) & 1)
-        for part in gl.static_range(2):  # the whole blocks; the diagonal and the tail
+        # The whole blocks; the diagonal and the tail. Or (BOUNDED) those of the walk.
+        for part in gl.static_range(1 if BOUNDED else 2):
             lo, hi = begin, whole
             if part == 1:
                 lo, hi = whole, mine
             for j in range(lo, hi):
                 i = fetched + j
                 stage = i % STAGES
-                k_scale = gl.load(scale_ptrs + j * BLOCKS)
-                mbarrier.wait(full.index(stage), (i // STAGES) & 1)
-                k = k_smem.index(stage).permute((1, 0))
-                s = warpgroup_mma(q_tile, k, zero, use_acc=False, is_async=True)
-                # Side by side: around each of them Triton lets the warpgroup wait for itself.
                 read, any_read = empty.index((i + STAGES - 1) % STAGES), j > begin
-                mbarrier.arrive(next_order, count=1)
-                mbarrier.arrive(read, count=1, pred=any_read)
-                s = warpgroup_mma_wait(0, [s])
-                keep = 0
-                if part == 1:
-                    limit = gl.full([64], N_kv, gl.int32, ROW)
-                    if CAUSAL:
-                        limit = gl.minimum(limit, row0 + gl.arange(0, 64, layout=ROW) + 1)
-                    keep = _columns_below(limit - j * BLOCK_N, L5, BLOCKS)
-                p, m, l, alpha = _softmax(
-                    s.reshape([64, BLOCKS, 8, 4, 2]), m, l, q_scale, k_scale, keep, M3, FP8,
-                    part == 1,
-                )  # fmt: skip
-                alpha = gl.expand_dims(gl.convert_layout(alpha, OROW, assert_trivial=True), 1)
-                if FP8:
-                    p = p.reshape([64, BLOCK_N // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4])
-                    p = gl.convert_layout(p.reshape([64, BLOCK_N]), P, assert_trivial=True)
-                    p = _to_fp8(p)
-                    v = v_smem.index(stage).permute((1, 0))
+                turn, phase = order.index(wg), (taken + j + 1) & 1
+                if BOUNDED:
+                    block, code = block_of(first_block, j, wg, row0, N_q, N_kv, BAND, MASK, BLOCK_N)
+                    k_scale = gl.load(scale_ptrs + block * BLOCKS)
+                    mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+                    if code > 0:
+                        m, l, o = _attend(
+                            q_tile, k_smem, v_smem, stage, zero,
+                            m, l, o, q_scale, k_scale,
+                            next_order, read, any_read, turn, phase, row0, block, code, N_q, N_kv,
+                            words, stride_wm, BAND, MASK, 2, FP8, BLOCK_N, BLOCK_DV, CHUNK, L5, ROW,
+                            P, OROW,
+                        )  # fmt: skip
+                    else:
+                        mbarrier.arrive(next_order, count=1)
+                        mbarrier.arrive(read, count=1, pred=any_read)
+                        mbarrier.wait(turn, phase)
                 else:
-                    p = p.reshape([64, BLOCK_N]).to(v_smem.dtype)
-                    p = gl.convert_layout(p, P, assert_trivial=True)
-                    v = v_smem.index(stage)
-                    o = (o[0] * alpha,)
-                mbarrier.wait(order.index(wg), (taken + j + 1) & 1)
-                if BLOCK_DV == CHUNK:
-                    o = (_add_pv(p, v, o[0], alpha, FP8),)
-                else:
-                    o = (
-                        _add_pv(p, v.slice(0, CHUNK, dim=1), o[0], alpha, FP8),
-                        _add_pv(p, v.slice(CHUNK, CHUNK, dim=1), o[1], alpha, FP8),
-                        _add_pv(p, v.slice(2 * CHUNK, CHUNK, dim=1), o[2], alpha, FP8),
-                        _add_pv(p, v.slice(3 * CHUNK, CHUNK, dim=1), o[3], alpha, FP8),
-                    )
+                    k_scale = gl.load(scale_ptrs + j * BLOCKS)
+                    mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+                    m, l, o = _attend(
+                        q_tile, k_smem, v_smem, stage, zero,
+                        m, l, o, q_scale, k_scale,
+                        next_order, read, any_read, turn, phase, row0, j, 0, N_q, N_kv,
+                        Words, 0, BAND, False, part, FP8, BLOCK_N, BLOCK_DV, CHUNK, L5, ROW, P,
+                        OROW,
+                    )  # fmt: skip
         read, any_read = empty.index((fetched + mine + STAGES - 1) % STAGES), mine > begin
         mbarrier.arrive(next_order, count=1)
         mbarrier.arrive(read, count=1, pred=any_read)
-        for j in range(mine, end):  # what these rows do not see: pass the turn on
+        for j in range(mine, end):  # (not BOUNDED) what these rows do not see: pass the turn on
             i = fetched + j
             mbarrier.wait(full.index(i % STAGES), (i // STAGES) & 1)
             mbarrier.wait(order.index(wg), (taken + j + 1) & 1)
@@ -426,6 +546,7 @@ def _consumer(
             _store(
                 o, m, total, row0, b, h, head_kv, V_scale, V_mean, Out, Lse,
                 stride_ob, stride_oh, stride_on, H_q, N_q, D_V, FP8, BLOCK_DV, CHUNK, O, LO,
+                BOUNDED,
             )  # fmt: skip
         begin, end = next_begin, next_end
         b, h, h_kv, row = next_b, next_h, next_h_kv, next_row
@@ -433,13 +554,14 @@ def _consumer(
 
 @gluon.jit
 def _producer(
-    K, V, shared, shape,
-    CAUSAL: gl.constexpr, SPLIT: gl.constexpr, FP8: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr,
+    K, V, shared, of_mask, shape,
+    BAND: gl.constexpr, MASK: gl.constexpr, SPLIT: gl.constexpr, FP8: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One warp: k and v of each of the program's tiles, block by block."""
     q_smem, k_smem, v_smem, full, empty, order = shared
     H_q, H_kv, N_q, N_kv, N_pad, num_m, heads, group, whole_tiles = shape
+    _, List, _, _, _, stride_lb, stride_lh = of_mask
     fetched = 0
     blocks = (N_kv + BLOCK_N - 1) // BLOCK_N
     count, pieces, first, last = _work_items(whole_tiles, num_m * heads, blocks)
@@ -447,10 +569,17 @@ def _producer(
         t, begin, end = _work_item(item, count, first, last, whole_tiles, blocks)
         b, h, h_kv, row = _tile_coords(t, num_m, heads, group, H_q, H_kv, BLOCK_M)
         head_kv = b * H_kv + h_kv
-        if not SPLIT:
-            end = _num_blocks(row + BLOCK_M, N_kv, CAUSAL, BLOCK_N)
-        for j in range(begin, end):
-            i = fetched + j - begin
+        if _is_bounded(BAND, MASK):
+            lists = List + b.to(gl.int64) * stride_lb + h.to(gl.int64) * stride_lh
+            first_block, end = walk(lists, row, blocks, N_q, N_kv, BAND, MASK, BLOCK_M, BLOCK_N)
+            begin = 0
+        elif not SPLIT:
+            end = _num_blocks(row + BLOCK_M, N_kv, BAND[1] == 0, BLOCK_N)
+        for n in range(begin, end):
+            j = n
+            if _is_bounded(BAND, MASK):
+                j, _ = block_of(first_block, n, 0, row, N_q, N_kv, BAND, MASK, BLOCK_N)
+            i = fetched + n - begin
             stage = i % STAGES
             mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
             bar = full.index(stage)
@@ -470,13 +599,16 @@ def _hopper_kernel(
     K, K_scale,  # descriptor of [B * H_kv * N_pad, BLOCK_D] int8; [B, H_kv, N_pad / 64] fp32
     V, V_scale, V_mean,  # descriptor of [B * H_kv * BLOCK_DV, N_pad] FP8; [B, H_kv, D_V] twice
     # 16-bit: descriptor of [B, H_kv, N_kv, D_V]; the other two unread
+    Words, List,  # blocks.py; unread without a mask
     Out, Lse,  # [B, H_q, N_q, D_V], [B, H_q, N_q] fp32
     Part, Part_ml,  # [2 * programs, BLOCK_M, BLOCK_DV], [2 * programs, 2, BLOCK_M] fp32: o, m, l
     stride_qb, stride_qh, stride_qn, stride_ob, stride_oh, stride_on,
+    stride_wb, stride_wh, stride_wm, stride_lb, stride_lh,
     heads, H_q, H_kv, N2_q, N2_kv, N_pad, group, whole_tiles,  # heads: B * H_q. N2: 2 N
-    D: gl.constexpr, D_V: gl.constexpr, SCALE: gl.constexpr, CAUSAL: gl.constexpr,
-    SPLIT: gl.constexpr, FP8: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
-    BLOCK_DV: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    D: gl.constexpr, D_V: gl.constexpr, SCALE: gl.constexpr, BAND: gl.constexpr,
+    MASK: gl.constexpr, SPLIT: gl.constexpr, FP8: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid: (programs,), as many as run at once."""
     N_q, N_kv = N2_q // 2, N2_kv // 2
@@ -499,28 +631,29 @@ def _hopper_kernel(
     mbarrier.arrive(order.index(0), count=1)
     shared = (q_smem, k_smem, v_smem, full, empty, order)
     tensors = (Q, K_scale, V_scale, V_mean, Out, Lse, Part, Part_ml)
+    of_mask = (Words, List, stride_wb, stride_wh, stride_wm, stride_lb, stride_lh)
     strides = (stride_qb, stride_qh, stride_qn, stride_ob, stride_oh, stride_on)
     shape = (H_q, H_kv, N_q, N_kv, N_pad, num_m, heads, group, whole_tiles)
     # Written out, because what a local name holds is no constexpr any more.
     if WARPGROUPS == 2:
         gl.warp_specialize([
-            (_consumer, (0, shared, tensors, strides, shape, D, D_V, SCALE, CAUSAL, SPLIT,
-                         FP8, BLOCK_N, BLOCK_D, BLOCK_DV, WARPGROUPS, STAGES)),
-            (_consumer, (1, shared, tensors, strides, shape, D, D_V, SCALE, CAUSAL, SPLIT,
-                         FP8, BLOCK_N, BLOCK_D, BLOCK_DV, WARPGROUPS, STAGES)),
-            (_producer, (K, V, shared, shape, CAUSAL, SPLIT, FP8, BLOCK_M, BLOCK_N, BLOCK_DV,
-                         STAGES)),
+            (_consumer, (0, shared, tensors, of_mask, strides, shape, D, D_V, SCALE,
+                         BAND, MASK, SPLIT, FP8, BLOCK_N, BLOCK_D, BLOCK_DV, WARPGROUPS, STAGES)),
+            (_consumer, (1, shared, tensors, of_mask, strides, shape, D, D_V, SCALE,
+                         BAND, MASK, SPLIT, FP8, BLOCK_N, BLOCK_D, BLOCK_DV, WARPGROUPS, STAGES)),
+            (_producer, (K, V, shared, of_mask, shape, BAND, MASK, SPLIT, FP8, BLOCK_M,
+                         BLOCK_N, BLOCK_DV, STAGES)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consumer, (0, shared, tensors, strides, shape, D, D_V, SCALE, CAUSAL, SPLIT,
-                         FP8, BLOCK_N, BLOCK_D, BLOCK_DV, WARPGROUPS, STAGES)),
-            (_consumer, (1, shared, tensors, strides, shape, D, D_V, SCALE, CAUSAL, SPLIT,
-                         FP8, BLOCK_N, BLOCK_D, BLOCK_DV, WARPGROUPS, STAGES)),
-            (_consumer, (2, shared, tensors, strides, shape, D, D_V, SCALE, CAUSAL, SPLIT,
-                         FP8, BLOCK_N, BLOCK_D, BLOCK_DV, WARPGROUPS, STAGES)),
-            (_producer, (K, V, shared, shape, CAUSAL, SPLIT, FP8, BLOCK_M, BLOCK_N, BLOCK_DV,
-                         STAGES)),
+            (_consumer, (0, shared, tensors, of_mask, strides, shape, D, D_V, SCALE,
+                         BAND, MASK, SPLIT, FP8, BLOCK_N, BLOCK_D, BLOCK_DV, WARPGROUPS, STAGES)),
+            (_consumer, (1, shared, tensors, of_mask, strides, shape, D, D_V, SCALE,
+                         BAND, MASK, SPLIT, FP8, BLOCK_N, BLOCK_D, BLOCK_DV, WARPGROUPS, STAGES)),
+            (_consumer, (2, shared, tensors, of_mask, strides, shape, D, D_V, SCALE,
+                         BAND, MASK, SPLIT, FP8, BLOCK_N, BLOCK_D, BLOCK_DV, WARPGROUPS, STAGES)),
+            (_producer, (K, V, shared, of_mask, shape, BAND, MASK, SPLIT, FP8, BLOCK_M,
+                         BLOCK_N, BLOCK_DV, STAGES)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
 
 

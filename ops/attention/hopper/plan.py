@@ -16,7 +16,8 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from sage_inductor.ops.attention import tiles
-from sage_inductor.ops.attention.arguments import AttentionCall
+from sage_inductor.ops.attention.arguments import AttentionCall, broadcast_strides
+from sage_inductor.ops.attention.hopper.blocks import _list_blocks_kernel, _pack_mask_kernel
 from sage_inductor.ops.attention.hopper.kernel import _combine_kernel, _hopper_kernel
 from sage_inductor.ops.attention.tiles import Tile
 from sage_inductor.ops.compat import GluonDescriptor
@@ -39,10 +40,10 @@ def why_not(a: AttentionCall) -> str | None:
         return f"it multiplies INT8 with a scale per token, not {recipe.qk}, {recipe.granularity}"
     if recipe.pv not in ("fp8", "16bit"):
         return f"it multiplies p and v in FP8 or 16 bits, not {recipe.pv}"
-    if a.attn_mask is not None:
-        return "there is a mask"
-    if a.left is not None or a.right not in (None, 0) or a.right == 0 and a.bottom_right:
-        return "of the bands it knows SDPA's causal one alone"
+    if a.attn_mask is not None and a.attn_mask.dtype != torch.bool:
+        return "of masks it reads bool ones alone"
+    if a.attn_mask is not None and recipe.pv == "16bit":
+        return "with a mask, v must have 8 bits: in 16, it may hold NaN where no query sees it"
     if q.dtype not in (torch.float16, torch.bfloat16) or q.stride(3) != 1:
         return "q must have 16 bits and its channels side by side"
     if a.k.shape[:3].numel() >= MAX_K_ROWS:
@@ -64,19 +65,25 @@ def launch(
     """out [B, H_q, N_q, D_v] of q's dtype and lse [B, H_q, N_q] fp32, of a call that nothing speaks
     against (`why_not`). device: q's, if that is on meta. Sizes may be known only later
     (lowering/record.py): no plan is kept for those."""
-    q, k, v, is_causal = a.q, a.k, a.v, a.right == 0
+    q, k, v = a.q, a.k, a.v
     out, lse = a.empty_outputs()
     plan_of = _plan if isinstance(q, Tensor) else _plan.__wrapped__
     plan = plan_of(
         device or q.device, q.dtype, q.shape, q.stride(), k.shape, v.dtype, v.shape, v.stride(),
-        out.shape[3], out.stride(), is_causal, a.scale, a.n_kv, tile,
+        out.shape[3], out.stride(), a.band_arguments(), a.scale, a.n_kv, tile,
+        None if a.attn_mask is None else (a.attn_mask.shape, a.attn_mask.stride()),
     )  # fmt: skip
     part = part_ml = lse  # not touched
     if plan.parts:
         part, part_ml = (lse.new_empty(n) for n in plan.parts)
     v_scale, v_mean = (lse, lse) if a.v_mean is None else (a.v_scale, a.v_mean)
     k, v = _at(plan.k, k), _at(plan.v, v)
-    tensors = q, k, a.k_scale, v, v_scale, v_mean, out, lse, part, part_ml
+    words = blocks = lse  # not touched
+    if plan.mask:
+        words, codes, blocks = (lse.new_empty(n, dtype=dtype) for n, dtype in plan.mask.made)
+        run(*plan.mask.pack.of((a.attn_mask, words, codes)))
+        run(*plan.mask.list.of((codes, blocks)))
+    tensors = q, k, a.k_scale, v, v_scale, v_mean, words, blocks, out, lse, part, part_ml
     run(*plan.attend.of(tensors), **plan.attend.options)
     if plan.combine:
         tensors = part, part_ml, v_scale, v_mean, out, lse
@@ -96,12 +103,22 @@ class _Launch(NamedTuple):
         return self.kernel, self.grid, tensors, self.numbers
 
 
+class _Mask(NamedTuple):
+    """What is made of a mask before: blocks.py."""
+
+    made: tuple  # (elements, dtype) of Words, Codes and List
+    strides: tuple  # of Words and List, as the kernel takes them
+    pack: _Launch
+    list: _Launch
+
+
 @dataclasses.dataclass(frozen=True)
 class _Plan:
     """What `launch` does for all calls with the same shapes and strides."""
 
     k: GluonDescriptor  # of no tensor yet
     v: GluonDescriptor
+    mask: _Mask | None
     attend: _Launch
     parts: tuple[int, int] | None  # elements of Part and of Part_ml, if tiles are split
     combine: _Launch | None
@@ -110,7 +127,7 @@ class _Plan:
 @functools.lru_cache(maxsize=4096)
 def _plan(
     device, dtype, q_shape, q_stride, k_shape, v_dtype, v_shape, v_stride, D_v, out_stride,
-    is_causal, scale, n_kv, tile,
+    band, scale, n_kv, tile, of_mask,
 ) -> _Plan:  # fmt: skip
     B, H_q, N_q, D = q_shape
     H_kv, N_pad, BLOCK_D = k_shape[1:]
@@ -123,12 +140,13 @@ def _plan(
         v = _descriptor(v_dtype, v_shape, v_stride, [1, 1, tile.BLOCK_N, BLOCK_DV])
     num_m, blocks = triton.cdiv(N_q, tile.BLOCK_M), triton.cdiv(n_kv, tile.BLOCK_N)
     num_tiles, processors, group = B * H_q * num_m, tiles.processors(device), 1
-    shares = None
-    if is_causal:  # an even number of groups: see _tile_coords
+    mask = None if of_mask is None else _mask(*of_mask, N_q, n_kv, band, tile)
+    shares, (left, right, _) = None, band
+    if left < 0 <= right:  # rows of other lengths; an even number of groups: see _tile_coords
         fit = L2_BYTES // (n_kv * (BLOCK_D + BLOCK_DV * v_dtype.itemsize)) * (H_q // H_kv)
         groups = triton.cdiv(B * H_q, torch.sym_max(1, fit))
         group = triton.cdiv(B * H_q, torch.sym_max(1, groups + groups % 2))
-    else:
+    elif left < 0 and mask is None:
         shares = schedule(num_tiles, blocks, processors)
     split = shares is not None
     programs, whole_tiles = shares or (torch.sym_min(num_tiles, processors), num_tiles)
@@ -136,14 +154,14 @@ def _plan(
     attend = _Launch(
         _hopper_kernel,
         (programs, 1, 1),
-        (*q_stride[:3], *out_stride[:3],
+        (*q_stride[:3], *out_stride[:3], *(mask.strides if mask else (0,) * 5),
          B * H_q, H_q, H_kv, 2 * N_q, 2 * n_kv, N_pad, group, whole_tiles,  # shape
-         D, D_v, scale, is_causal, split, fp8,  # semantics
+         D, D_v, scale, band, mask is not None, split, fp8,  # semantics
          tile.BLOCK_N, BLOCK_D, BLOCK_DV, tile.warpgroups, tile.num_stages, consumer),  # tile
         dict(num_warps=tile.num_warps, maxnreg=at_launch),
     )  # fmt: skip
     if not split:
-        return _Plan(k, v, attend, None, None)
+        return _Plan(k, v, mask, attend, None, None)
     rows = 2048 // BLOCK_DV
     combine = _Launch(
         _combine_kernel,
@@ -155,7 +173,40 @@ def _plan(
         {},
     )  # fmt: skip
     slots = 2 * programs * tile.BLOCK_M
-    return _Plan(k, v, attend, (slots * BLOCK_DV, slots * 2), combine)
+    return _Plan(k, v, mask, attend, (slots * BLOCK_DV, slots * 2), combine)
+
+
+def _mask(shape, strides, N_q, n_kv, band, tile) -> _Mask:
+    """Of attn_mask's shape and strides."""
+    heads, a_row_each = shape[0] * shape[1], shape[2] != 1
+    row_tiles = triton.cdiv(N_q, 64) if a_row_each else 1
+    rows = 64 if a_row_each else 1  # of each of them
+    blocks, num_m = triton.cdiv(n_kv, tile.BLOCK_N), triton.cdiv(N_q, tile.BLOCK_M)
+    words = triton.cdiv(blocks * tile.BLOCK_N, 512) * 16  # of a row: whole vectors
+    pack = _Launch(
+        _pack_mask_kernel,
+        (heads * row_tiles * blocks, 1, 1),
+        (*broadcast_strides(shape, strides), shape[1], 2 * N_q, 2 * n_kv, row_tiles, blocks, words,
+         rows, tile.BLOCK_N),
+        {},
+    )  # fmt: skip
+    lists = _Launch(
+        _list_blocks_kernel,
+        (heads * num_m, 1, 1),
+        (2 * N_q, 2 * n_kv, num_m, row_tiles, blocks, band, tile.warpgroups, tile.BLOCK_N, 128),
+        {},
+    )
+    of_words, of_list = row_tiles * rows * words, num_m * (blocks + 1)
+    made = (
+        (heads * of_words, torch.int32), (heads * row_tiles * blocks, torch.uint8),
+        (heads * of_list, torch.int32),
+    )  # fmt: skip
+    of_batch, of_head = (0 if n == 1 else 1 for n in shape[:2])
+    found = (
+        of_batch * shape[1] * of_words, of_head * of_words, words if a_row_each else 0,
+        of_batch * shape[1] * of_list, of_head * of_list,
+    )  # fmt: skip
+    return _Mask(made, found, pack, lists)
 
 
 def _descriptor(dtype: torch.dtype, shape, strides, block: list[int]) -> GluonDescriptor:

@@ -1,0 +1,490 @@
+"""What was measured, by the GPU that measured it: a table for each, of families of calls.
+
+A family is calls of one head_dim and kind. Its times are of the recipes that "auto" may take and of
+SDPA's backends, at a few sizes; `predict` fits cost.py's model to them. There are three sources:
+
+    sage_inductor/tables/*.json      built in: what `python -m sage_inductor tune` measured
+    the user's cache                 what `tune` measured there; replaces what is built in
+    the first call of a new family   is measured while it compiles, some seconds, and kept in the
+                                     user's cache (sage_inductor.config.calibrate = False: never)
+
+Two GPUs of one compute capability (an H100 and an H200) differ, so a table is a GPU's own.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import functools
+import json
+import logging
+import os
+import re
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+import triton
+from filelock import FileLock  # torch itself asks for it
+from torch.nn.attention import current_flash_attention_impl
+
+from sage_inductor import autotune, cost
+from sage_inductor.autotune import BenchmarkCase, Candidate
+from sage_inductor.cost import KINDS, Fit, Prediction, Sizes
+from sage_inductor.ops.attention import tiles
+from sage_inductor.ops.formats import HEAD_DIMS, pad_head_dim
+from sage_inductor.ops.recipe import NAMED, source_tag
+from sage_inductor.patterns.call import Band
+
+_log = logging.getLogger("sage_inductor")
+
+H200 = "NVIDIA H200"
+MEASURED = (9, 0)  # the compute capability of the GPUs whose tables are built in
+TORCHS_FLASH = "FA2"  # the built-in tables were measured against it, and against cuDNN
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """Calls whose times one `Fit` a recipe describes."""
+
+    head_dim: int  # of q and k
+    head_dim_v: int
+    kind: str  # one of cost.KINDS
+
+    def stands_for(self, other: "Family") -> bool:
+        """Whether times measured of this family are taken for the other's: the same kernels, with a
+        head_dim as wide or wider, of rows that both are 16 bytes apart or both are not."""
+        if self == other:
+            return True
+        one = self.head_dim == self.head_dim_v, other.head_dim == other.head_dim_v
+        return (
+            all(one)
+            and self.kind == other.kind
+            and self.head_dim >= other.head_dim
+            and pad_head_dim(self.head_dim) == pad_head_dim(other.head_dim)
+            and (self.head_dim % 8 == 0) == (other.head_dim % 8 == 0)
+        )
+
+    def __str__(self):
+        one = self.head_dim == self.head_dim_v
+        dims = self.head_dim if one else (self.head_dim, self.head_dim_v)
+        return f"head_dim {dims}" + f", {self.kind}" * (self.kind != "full")
+
+
+SEES_A_BAND = ("full", "causal")  # kinds in which SDPA is not given the band in a mask
+Times = dict[Sizes, dict[str, float]]  # ms, by a recipe's or an SDPA backend's name
+
+
+@dataclasses.dataclass(eq=False)
+class Table:
+    """What was measured on one GPU."""
+
+    gpu: str
+    processors: int
+    families: dict[Family, Times]
+
+    def find(self, family: Family, recipe: str) -> Family | None:
+        """The narrowest measured family that stands for this one, with the recipe among it."""
+        found = [
+            each for each, times in self.families.items()
+            if each.stands_for(family) and any(recipe in ms for ms in times.values())
+        ]  # fmt: skip
+        return min(found, key=lambda each: each.head_dim, default=None)
+
+    def predict(self, family: Family, recipe: str, sizes: Sizes) -> Prediction:
+        """Of a family of the table's, measured with the recipe."""
+        ours, *rivals = fits(self, family, recipe)
+        of_sdpa = sizes if family.kind in SEES_A_BAND else sizes.dense
+        fastest = min(rivals, key=lambda fit: fit.ms(of_sdpa))
+        error = (ours.error**2 + fastest.error**2) ** 0.5
+        return Prediction(recipe, ours.ms(sizes), fastest.ms(of_sdpa), error)
+
+    def first_length(self, family: Family, recipe: str, heads: int) -> int | None:
+        """The N of self-attention with so many heads from which on the recipe wins."""
+
+        def wins(N: int) -> bool:
+            (sizes,) = sizes_of(family, [(1, heads, heads, N, N)])
+            return self.predict(family, recipe, sizes).wins
+
+        return cost.first_length(wins)
+
+    def with_families(self, more: dict[Family, Times]) -> "Table":
+        """The same with these times beside or, of the same sizes and names, in the place of its."""
+        families = dict(self.families)
+        for family, times in more.items():
+            old = families.get(family, {})
+            sizes = dict.fromkeys((*old, *times))
+            families[family] = {each: old.get(each, {}) | times.get(each, {}) for each in sizes}
+        return dataclasses.replace(self, families=families)
+
+    def to_json(self) -> dict:
+        families = [
+            {
+                **dataclasses.asdict(family),
+                "times": [[*sizes, ms] for sizes, ms in times.items()],
+            }
+            for family, times in self.families.items()
+        ]
+        return {"gpu": self.gpu, "processors": self.processors, "versions": versions(),
+                "date": datetime.date.today().isoformat(), "families": families}  # fmt: skip
+
+
+def gpu_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device)
+
+
+def flash_attention() -> str:
+    """What SDPA's flash backend runs: torch's own, or what the user has activated in its place."""
+    return current_flash_attention_impl() or TORCHS_FLASH
+
+
+def versions() -> dict[str, str]:
+    """What a measurement depends on: the kernels too, between releases."""
+    return {
+        "sage_inductor": source_tag(), "torch": torch.__version__, "triton": triton.__version__,
+        "flash attention": flash_attention(),
+    }  # fmt: skip
+
+
+# -- what is known ----
+
+
+_here: dict[tuple[str, str], Table] = {}  # measured in this process, or by another rank for it
+
+
+def tables(gpu: str) -> tuple[Table, ...]:
+    """Of this GPU: what was measured in this process, the user's table, the built-in one."""
+    flash = flash_attention()
+    ours = built_in().get(gpu) if flash == TORCHS_FLASH else None
+    if ours is not None and tiles.hopper_is_lost(MEASURED):
+        ours = None  # another kernel would compute the calls
+    found = _here.get((gpu, flash)), _users(gpu, flash), ours
+    return tuple(table for table in found if table is not None)
+
+
+def is_measured(gpu: str) -> bool:
+    """Whether there is any time of the GPU, against the flash attention that SDPA runs."""
+    return any(table.families for table in tables(gpu))
+
+
+def in_force() -> tuple:
+    """What decides besides the settings, for keys of caches: SDPA's flash attention, and the users'
+    tables of the GPUs that are here."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = dict.fromkeys(torch.cuda.get_device_name(i) for i in range(count))
+    ours = built_in()
+    found = (table for gpu in gpus for table in tables(gpu) if table is not ours.get(gpu))
+    return flash_attention(), *(repr(table.families) for table in found)
+
+
+def predict(gpu: str, family: Family, recipe: str, sizes: Sizes) -> Prediction | None:
+    """None where no family that stands for this one was measured with the recipe."""
+    for table in tables(gpu):
+        found = table.find(family, recipe)
+        if found is not None:
+            return table.predict(found, recipe, sizes)
+    return None
+
+
+@functools.cache
+def fits(table: Table, family: Family, recipe: str) -> tuple[Fit, ...]:
+    """The recipe's fit, and those of SDPA's backends, of a measured family."""
+    times = table.families[family]
+    names = dict.fromkeys(name for ms in times.values() for name in ms if name not in NAMED)
+    found = []
+    for name in (recipe, *names):
+        dense = name not in NAMED and family.kind not in SEES_A_BAND
+        of_name = {
+            (sizes.dense if dense else sizes): ms[name] for sizes, ms in times.items() if name in ms
+        }
+        if name == recipe or len(of_name) >= cost.ENOUGH:  # a backend that runs out of memory
+            found.append(cost.fit(of_name, table.processors))
+    return tuple(found)
+
+
+# -- tables in files ----
+
+BUILT_IN = Path(__file__).parent / "tables"
+
+
+@functools.cache
+def built_in() -> dict[str, Table]:
+    read = (_table(json.loads(path.read_text())) for path in sorted(BUILT_IN.glob("*.json")))
+    return {table.gpu: table for table in read}
+
+
+def path_of(gpu: str) -> Path:
+    """Where the user's table of a GPU is: under $SAGE_INDUCTOR_TABLES, or the user's cache. Raises
+    RuntimeError if the user has no home."""
+    folder = os.environ.get("SAGE_INDUCTOR_TABLES")
+    if not folder:
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        folder = Path(cache) / "sage_inductor"
+    return Path(folder) / f"{re.sub(r'[^a-z0-9]+', '-', gpu.lower())}.json"
+
+
+def check_writable(gpu: str) -> None:
+    """Raise OSError or RuntimeError unless `save` can write the GPU's table: known before minutes
+    of measuring."""
+    path = path_of(gpu)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    check_file(path)
+
+
+def check_file(path: str | os.PathLike) -> None:
+    """Raise OSError unless a file can be written there."""
+    existed = Path(path).exists()
+    Path(path).open("a").close()
+    if not existed:
+        Path(path).unlink()
+
+
+def save(table: Table) -> Path:
+    """Add the families to the user's table, which `tables` of this and later processes reads."""
+    path = path_of(table.gpu)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    forget()
+    before = _users(table.gpu, flash_attention())
+    if before is not None:
+        table = before.with_families(table.families)
+    whole = path.with_suffix(f".{os.getpid()}")  # put in place at once: others may be reading
+    whole.write_text(to_text(table))
+    whole.replace(path)
+    forget()
+    return path
+
+
+def to_text(table: Table) -> str:
+    """The table's file: a line for each size."""
+    given = table.to_json()
+    families = given.pop("families")
+    lines = []
+    for family in families:
+        times = ",\n  ".join(map(json.dumps, family.pop("times")))
+        lines.append(f'{json.dumps(family)[:-1]}, "times": [\n  {times}]}}')
+    return f'{json.dumps(given)[:-1]}, "families": [\n ' + ",\n ".join(lines) + "]}\n"
+
+
+@functools.cache
+def _users(gpu: str, _flash_attention: str) -> Table | None:
+    """The user's table. One that holds anything else than times of these versions is ignored as a
+    whole, with a warning."""
+    path = f"the table of {gpu}"
+    try:
+        path = path_of(gpu)
+        return _table(json.loads(path.read_text()), gpu)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RuntimeError) as error:
+        _log.warning("%s is ignored: %s (python -m sage_inductor tune writes it anew)", path, error)
+        return None
+
+
+def forget() -> None:
+    """The user's tables are read again."""
+    _users.cache_clear()
+
+
+def _table(given, gpu: str | None = None) -> Table:
+    """gpu: of the user's table, which must be of these versions. Raises ValueError unless all of it
+    is valid."""
+    if not isinstance(given, dict) or not isinstance(given.get("families"), list):
+        raise ValueError('must be {"gpu": ..., "versions": ..., "families": [...]}')
+    if gpu is not None and given.get("gpu") != gpu:
+        raise ValueError(f"measured on {given.get('gpu')}, this is {gpu}")
+    if gpu is not None and given.get("versions") != versions():
+        raise ValueError(f"measured with {given.get('versions')}, this is {versions()}")
+    if not _is_positive(given.get("processors")):
+        raise ValueError(f"processors must be a positive number, got {given.get('processors')}")
+    families = dict(map(_family, given["families"]))
+    return Table(given["gpu"], given["processors"], families)
+
+
+def _family(given) -> tuple[Family, Times]:
+    what = 'must hold {"head_dim": ..., "head_dim_v": ..., "kind": ..., "times": [...]}'
+    names = {field.name for field in dataclasses.fields(Family)} | {"times"}
+    if not isinstance(given, dict) or set(given) != names:
+        raise ValueError(f"{what}, got {given}")
+    times = given.pop("times")
+    family = Family(**given)
+    dims = family.head_dim, family.head_dim_v
+    if not all(_is_positive(D) and D <= HEAD_DIMS[-1] for D in dims) or family.kind not in KINDS:
+        raise ValueError(f"{what}, got {family}")
+    if not isinstance(times, list) or not times or not all(map(_is_row, times)):
+        raise ValueError(f"times of {family} must be [[{', '.join(Sizes._fields)}, {{name: ms}}]]")
+    return family, {Sizes(*sizes): ms for *sizes, ms in times}
+
+
+def _is_row(row) -> bool:
+    if not isinstance(row, list) or len(row) != len(Sizes._fields) + 1:
+        return False
+    *sizes, left, right, ms = row
+    return (
+        all(map(_is_positive, sizes))
+        and all(x is None or isinstance(x, int) for x in (left, right))
+        and isinstance(ms, dict)
+        and set(ms) <= {*NAMED, *autotune.BACKENDS}
+        and all(isinstance(x, float) and 0 < x < float("inf") for x in ms.values())
+    )
+
+
+def _is_positive(x) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool) and x > 0
+
+
+# -- measuring ----
+
+# B, H_q, H_kv, N_q, N_kv. Few and many tiles, short and long, several heads to one of k and v,
+# fewer keys than queries: what the coefficients of `cost.features` can be told apart by. On Hopper
+# the first six need one compilation of its kernel, 4 s, the next two another, the last two a third:
+# a measurement that runs out of time has the first.
+FEW = (
+    (1, 24, 24, 4096, 4096),
+    (1, 8, 8, 2048, 2048),
+    (4, 32, 32, 2048, 2048),
+    (2, 32, 8, 4096, 4096),
+    (1, 24, 24, 12288, 12288),
+    (1, 24, 24, 6144, 1024),
+    (1, 8, 8, 8192, 8192),
+    (1, 2, 2, 16384, 16384),
+    (1, 24, 24, 1024, 1024),
+    (4, 32, 32, 1024, 1024),
+)
+MANY = (
+    *FEW,
+    (4, 32, 32, 8192, 8192),
+    (1, 1, 1, 8192, 8192),
+    (1, 4, 4, 4096, 4096),
+    (1, 16, 16, 3072, 3072),
+    (1, 12, 12, 20000, 20000),
+    (8, 32, 32, 1024, 1024),
+    (1, 40, 40, 6000, 6000),
+    (1, 32, 4, 10000, 10000),
+    (2, 24, 24, 1024, 8192),
+    (1, 4, 4, 40000, 40000),
+)
+SECONDS = 10.0  # after which no size is begun while a call's compilation waits
+
+
+WINDOWS = 1024, 4096  # keys that a query of a measured window sees, by turns
+
+
+def sizes_of(family: Family, shapes: Iterable[tuple[int, ...]]) -> list[Sizes]:
+    """The shapes with the family's band. Where it has one, those of other keys than queries are
+    left out: they are rare."""
+    found = []
+    for i, shape in enumerate(shapes):
+        left = WINDOWS[i % 2] - 1 if family.kind == "window" else None
+        right = 0 if family.kind in ("causal", "window") else None
+        found.append(Sizes(*shape, left, right))
+    return [each for each in found if each.right is None or each.N_q == each.N_kv]
+
+
+def measure(
+    device: torch.device, family: Family, recipes: tuple[str, ...], sizes: Iterable[Sizes],
+    rounds: int = autotune.ROUNDS, seconds: float = float("inf"),
+) -> Times:  # fmt: skip
+    """ms of the recipes and of SDPA's backends; what could not be timed is left out. seconds: no
+    size is begun after so many. Raises RuntimeError where that are too few, with an error."""
+    began, found, errors = time.monotonic(), {}, []
+    for each in sizes:
+        if time.monotonic() - began > seconds:
+            break
+        times = autotune.measure(_case(device, family, recipes, each), rounds)
+        named = {getattr(name, "recipe", name): ms for name, ms in times.items()}
+        errors += [ms for ms in named.values() if isinstance(ms, str)]
+        timed = {name: ms for name, ms in named.items() if not isinstance(ms, str)}
+        if any(name in NAMED for name in timed) and any(name not in NAMED for name in timed):
+            found[each] = timed
+    if len(found) < cost.ENOUGH:
+        why = next(iter(errors), f"{seconds:g} s were over")
+        raise RuntimeError(f"{len(found)} sizes could be timed, {cost.ENOUGH} are needed: {why}")
+    return found
+
+
+def _case(device, family: Family, recipes, sizes: Sizes) -> BenchmarkCase:
+    B, H_q, H_kv, N_q, N_kv = sizes[:5]
+    mask = {"keys": (B, 1, 1, N_kv), "mask": (1, 1, N_q, N_kv), "bias": (1, 1, N_q, N_kv)}
+    dtype = torch.bfloat16
+    return BenchmarkCase(
+        device,
+        dtype,
+        (B, H_q, N_q, family.head_dim),
+        (B, H_kv, N_kv, family.head_dim),
+        (B, H_kv, N_kv, family.head_dim_v),
+        Band(sizes.left, sizes.right),
+        mask.get(family.kind),
+        (dtype if family.kind == "bias" else torch.bool) if family.kind in mask else None,
+        tuple(map(Candidate, recipes)),
+        flash_attention=flash_attention(),
+    )
+
+
+_failed: dict[tuple, str] = {}  # what could not be measured in this process, and why
+
+
+def calibrate(device: torch.device, family: Family, recipes: tuple[str, ...]) -> str | None:
+    """Measure a family that nothing is known of, and keep it: once for all processes of the user,
+    and by one rank for all. None, or why there is nothing to predict by."""
+    gpu, key = gpu_name(device), (device, family, recipes)
+    if key not in _failed:
+        if any(knows(gpu, family, (recipe,)) for recipe in recipes):
+            return None
+        try:
+            given = autotune.agreed(
+                f"{gpu} {family} {recipes}", lambda: _calibrated(device, family, recipes)
+            )
+            table, place = _table(given), (gpu, flash_attention())
+            before = _here.get(place)
+            _here[place] = before.with_families(table.families) if before else table
+            return None
+        except (RuntimeError, ValueError) as error:  # of CUDA, out of memory, of the other rank
+            _failed[key] = f"{type(error).__name__}: {error}".split("\n")[0]
+    return _failed[key]
+
+
+def knows(gpu: str, family: Family, recipes: tuple[str, ...]) -> Table | None:
+    """The table that has times of all the recipes."""
+    known = (t for t in tables(gpu) if all(t.find(family, recipe) for recipe in recipes))
+    return next(known, None)
+
+
+def _calibrated(device: torch.device, family: Family, recipes: tuple[str, ...]) -> dict:
+    """As `Table.to_json`, of this one family."""
+    gpu = gpu_name(device)
+    with _locked(gpu):
+        forget()  # another process may have measured it meanwhile
+        table = knows(gpu, family, recipes)
+        if table is not None:
+            found = {each: table.families[each] for r in recipes if (each := table.find(family, r))}
+            return dataclasses.replace(table, families=found).to_json()
+        _log.warning(
+            "attention with %s is measured on %s, once, for up to %g s"
+            " (sage_inductor.config.calibrate = False: never)", family, gpu, SECONDS,
+        )  # fmt: skip
+        began = time.monotonic()
+        times = measure(device, family, recipes, sizes_of(family, FEW), 1, SECONDS)
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        _log.warning("measured %d sizes in %.1f s", len(times), time.monotonic() - began)
+        table = Table(gpu, processors, {family: times})
+        try:
+            save(table)
+        except (OSError, RuntimeError) as error:
+            _log.warning("what was measured is kept for this process alone: %s", error)
+        return table.to_json()
+
+
+@contextlib.contextmanager
+def _locked(gpu: str):
+    """While one process of the user measures, the others wait for what it finds. Where nothing can
+    be written, or the one that measures hangs, each measures for itself."""
+    with contextlib.ExitStack() as stack:
+        try:
+            check_writable(gpu)
+            stack.enter_context(FileLock(f"{path_of(gpu)}.lock", timeout=PATIENCE))
+        except (OSError, RuntimeError) as error:  # a timeout is an OSError, too
+            _log.debug("nothing is locked: %s", error)
+        yield
+
+
+PATIENCE = 60.0  # seconds
