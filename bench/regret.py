@@ -214,10 +214,12 @@ def plan(call: Call, device: torch.device) -> Planned:
 
 
 def decided(call: Call, device: torch.device, **overrides) -> Site:
-    sites, asked = [], settings.resolve({}, **overrides)
+    graphs = []
     with FakeTensorMode():
-        run_graphs(lambda gm: sites.extend(rewrite(gm, asked)), *graph_of(call, device), {})
-    (site,) = sites
+        run_graphs(graphs.append, *graph_of(call, device), {})
+    (graph,) = graphs
+    # Where tensors are real: what nobody has measured yet may be measured now.
+    (site,) = rewrite(graph, settings.resolve({}, **overrides))
     return site
 
 

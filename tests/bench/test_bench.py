@@ -291,14 +291,35 @@ OTHERS = {"bert": "transformers", "whisper": "transformers", "sd": "diffusers",
           "hunyuan_padded": "diffusers"}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BLOCKS.values())
-def test_a_block_is_rewritten_and_near_eager(name, monkeypatch):
-    """And whose attention is not its own, is not near: the bound sees what the rewrite can break."""
+def drawn(name):
     for of, package in OTHERS.items():
         if name.startswith(of):
             pytest.importorskip(package)
     m = tiny(name)
-    block, given = blocks.draw(m, CPU)
+    return m, *blocks.draw(m, CPU)
+
+
+@pytest.mark.parametrize("name", BLOCKS.values())
+def test_a_blocks_scores_are_sharp(name, monkeypatch):
+    """SD3's modulation, of random channels, widens what it normalizes."""
+    exact, found = F.scaled_dot_product_attention, []
+
+    def see(query, key, *args, **kwargs):
+        scale = kwargs.get("scale") or query.shape[3] ** -0.5  # Whisper scales q itself
+        found.append((query[:, 0].float() @ key[:, 0].float().mT * scale).std().item())
+        return exact(query, key, *args, **kwargs)
+
+    m, block, given = drawn(name)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", see)
+    with torch.no_grad():
+        block(*given)
+    assert all(0.8 * blocks.SHARP < each < 1.8 * blocks.SHARP for each in found) and found
+
+
+@pytest.mark.parametrize("name", BLOCKS.values())
+def test_a_block_is_rewritten_and_near_eager(name, monkeypatch):
+    """And whose attention is not its own, is not near: the bound sees what the rewrite can break."""
+    m, block, given = drawn(name)
     options = {"sage.emulate": True, "sage.recipe": "sage2-8b-per-token"}
     monkeypatch.setitem(whole.COLUMNS, "sage", {"backend": "sage", "options": options})
     with torch.no_grad():
