@@ -30,7 +30,7 @@ from sage_inductor.ops.attention.select import Problem, hopper_tile, select
 from sage_inductor.ops.formats import pad_head_dim
 from sage_inductor.ops.quantize import keys, nvfp4, one_pass, smooth, values
 from sage_inductor.ops.recipe import NAMED
-from sage_inductor.ops.visibility import Visibility
+from sage_inductor.ops.visibility import BlockLists, Visibility
 
 ROOT = Path(__file__).parents[2]
 SHARED_MEMORY = {  # bytes that a program may have
@@ -48,15 +48,18 @@ OF_128 = pytest.param(128, marks=on_every_triton)
 
 def compile_attention(
     architecture, recipe, D=128, is_causal=True, tma=False, mask=0, additive=False, left=-1,
-    **options,
+    blocks=None, full=True, **options,
 ):  # fmt: skip
+    """blocks: (block_q, block_kv) of lists; full: they name full blocks, too."""
     r = NAMED[recipe]
-    tile = tiles.tile(architecture, r.qk, r.pv, D, mask > 0)
+    tile = tiles.tile(architecture, r.qk, r.pv, D, mask > 0 or blocks is not None)
+    tile = tiles.of_blocks(tile, *blocks) if blocks else tile
     fp8, BLOCK_D = r.pv == "fp8", pad_head_dim(D)
     qk = {"fp8": "fp8e4nv", "int8": "i8", "int4": "u8"}[r.qk]
     types = dict(
         Q="*bf16", Q_mean="*bf16", Delta="*bf16", K=f"*{qk}", K_scale="*fp32", V="*fp8e4nv" if fp8 else "*bf16", V_scale="*fp32",
         V_mean="*fp32", Out="*bf16", Lse="*fp32", Mask="*bf16" if additive else "*i1", Seen="*u8",
+        **dict.fromkeys(("Kv_count", "Kv_index", "Full_count", "Full_index"), "*i32" if blocks else "*bf16"),
     )  # fmt: skip
     if tma:
         width = BLOCK_D // 2 if r.qk == "int4" else BLOCK_D
@@ -67,7 +70,8 @@ def compile_attention(
     constexprs = dict(
         D=D, D_V=D, SCALE=D**-0.5, LEFT=left, RIGHT=0 if is_causal else -1, BOTTOM_RIGHT=left >= 0,
         MASK=mask, ADDITIVE=additive, QK_MAX=r.of_qk.largest, FP8=fp8, TMA=tma, BLOCK_DV=BLOCK_D, stride_mn=1,
-        Q_ROWS=r.sharing.q_span // r.sharing.q_groups, GROUPS=r.sharing.k_groups,
+        BLOCK_Q=blocks[0] if blocks else 0, BLOCK_KV=blocks[1] if blocks else 0,
+        FULL=blocks is not None and full, Q_ROWS=r.sharing.q_span // r.sharing.q_groups, GROUPS=r.sharing.k_groups,
         BLOCK_M=tile.BLOCK_M,
         BLOCK_N=tile.BLOCK_N, BLOCK_D=BLOCK_D, NUM_STAGES=tile.num_stages,
         stride_qd=1, stride_vd=1,
@@ -212,10 +216,12 @@ def calls():
     q, k, v = (torch.randn(2, 300, 4, 128, dtype=torch.bfloat16).transpose(1, 2) for _ in range(3))
     wide = torch.empty(2, 300, 4, 129, dtype=torch.bfloat16).transpose(1, 2)
     mask = Visibility.of(torch.ones(2, 1, 1, 300, dtype=torch.bool), (None, None, False), 300, 64)
+    lists = torch.ones(1, 1, 3, dtype=torch.int32), torch.ones(1, 1, 3, 2, dtype=torch.int32)
+    lists = BlockLists(*lists, block_q=128, block_kv=128)
     apart = torch.empty(*q.shape, 2, dtype=q.dtype)[..., 0]
 
-    def call(recipe="sage2-8b-per-token", **given):
-        return attention_call(q, k, v, recipe)._replace(**given)
+    def call(recipe="sage2-8b-per-token", visibility=None, **given):
+        return attention_call(q, k, v, recipe, visibility)._replace(**given)
 
     def of_v(v):
         return call("sage1-per-token", v=v), False
@@ -228,7 +234,8 @@ def calls():
         "INT4 k": (call("sage2-4b"), False),
         "FP8 k": (call("sage2-8b-fp8qk"), False),
         "another granularity": (call("sage2-8b"), False),
-        "a mask": (call(**mask._asdict()), False),
+        "a mask": (call(visibility=mask), False),
+        "block lists": (call(visibility=Visibility(blocks=lists)), False),
         "a window": (call(left=9, right=0), False),
         "a wider band": (call(right=1), False),
         "bottom right": (call(right=0, bottom_right=True), False),

@@ -33,7 +33,7 @@ from sage_inductor.ops.recipe import NAMED, Recipe, decode
 from sage_inductor.ops.reference import attention as emulation
 from sage_inductor.ops.reference import quantize as reference
 from sage_inductor.ops.sdpa import SdpaCall, compose
-from sage_inductor.ops.visibility import Visibility
+from sage_inductor.ops.visibility import BlockLists, Visibility
 
 RECIPES = list(NAMED)
 
@@ -361,7 +361,7 @@ def test_the_arguments_of_saved_programs_are_what_was_declared():
     }
     assert (recipes.MEANING, names) == (1, {
         "sdpa": ["q", "k", "v", "attn_mask", "prepared", "left", "right", "bottom_right", "scale",
-                 "recipe", "warpgroups", "out_bnhd", "portable"],
+                 "recipe", "warpgroups", "out_bnhd", "portable", *BlockLists._fields],
         "prepare": ["k", "v", "attn_mask", "recipe", "portable"],
     })  # fmt: skip
 
