@@ -70,9 +70,7 @@ EMULATION = Selected(
 def _tile(problem: Problem) -> Tile:
     """The table's; a ValueError if the recipe cannot run on the device."""
     r, size = problem.recipe, problem.block_size
-    tile = tiles.tile(
-        problem.capability, r.qk, r.pv, problem.head_dim, problem.masked or size is not None
-    )
+    tile = tiles.tile(problem.capability, r.qk, r.pv, problem.head_dim, problem.masked)
     return tile if size is None else tiles.of_blocks(tile, *size)
 
 

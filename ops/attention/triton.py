@@ -170,10 +170,10 @@ def _attention_kernel(
     for _ in tl.range(0, tl.minimum(N_kv, 1), num_stages=1):
         # Part 0: the tiles left of the whole ones, which need a mask; 1: the whole ones; 2: those
         # right of them (the diagonal, the tail), or all of them if there is a mask. Of lists part 1
-        # is the full blocks, 2 the partial ones. Any block may be the last, with a tail.
+        # is the full blocks, 2 the partial ones; each may name the last block, with the tail.
         for part in tl.static_range(FIRST_PART, 3):
-            masked = part != 1 or LISTED
             if LISTED:
+                masked = MASK > 0 or (part == 2 and (LEFT >= 0 or RIGHT >= 0))
                 lo = 0
                 if part == 1:
                     Listed, hi = listed_tiles(
@@ -183,12 +183,14 @@ def _attention_kernel(
                     Listed, hi = listed_tiles(
                         Kv_count, Kv_index, list_row, kv_width, BLOCK_KV, BLOCK_N
                     )
-            elif part == 0:
-                lo, hi = begin, tl.minimum(whole, end)
-            elif part == 1:
-                lo, hi = whole, whole_end
             else:
-                lo, hi = begin if MASK > 0 else tl.maximum(whole, whole_end), end
+                masked = part != 1
+                if part == 0:
+                    lo, hi = begin, tl.minimum(whole, end)
+                elif part == 1:
+                    lo, hi = whole, whole_end
+                else:
+                    lo, hi = begin if MASK > 0 else tl.maximum(whole, whole_end), end
             for i in tl.range(lo, hi, num_stages=NUM_STAGES):
                 j = i
                 at = j  # a tile that is there
@@ -242,9 +244,16 @@ def _attention_kernel(
                             tl.max(tl.max(tl.max(s, 4), 2), 2, keep_dims=True).to(tl.float32) * c
                         )
                     m_new = tl.maximum(m, tl.max(tl.max(highest, 2), 1))
+                    if LISTED:
+                        if (j + 1) * BLOCK_N > N_kv:  # the tail
+                            x = hide(
+                                x, mask_ptrs, rows, rows, j * BLOCK_N + n, N_q, N_kv, -1, -1, 0,
+                                False,
+                            )  # fmt: skip
+                            m_new = tl.maximum(m, tl.max(tl.max(tl.max(tl.max(x, 4), 2), 2), 1))
                 # A row that has seen nothing yet has no maximum: x - m would be NaN.
                 shift = m_new
-                if masked and MAY_BE_EMPTY:
+                if (masked or LISTED) and MAY_BE_EMPTY:
                     shift = tl.where(m_new == -float("inf"), 0.0, m_new)
                 p = tl.exp2(x - (shift - offset)[:, None, None, None, None])
                 p = p.reshape([BLOCK_M, BLOCK_N])
@@ -265,7 +274,7 @@ def _attention_kernel(
                     acc = tl.fma(acc, alpha[:, None].broadcast_to(acc.shape), tl.dot(p, v.T))
                 else:
                     row = (j * BLOCK_N + n).to(tl.int64)[:, None]
-                    if masked:
+                    if masked or LISTED:
                         present = j * BLOCK_N + n < N_kv
                         if MASK > 0:  # 0 * NaN
                             present = tl.load(Seen + j * BLOCK_N + n, mask=present, other=0) != 0

@@ -56,7 +56,7 @@ def listed_tiles(
 ):  # fmt: skip
     """Where the row-th list of blocks begins, and how many tiles it names. Of a count beyond the
     list's width, the width."""
-    count = tl.minimum(tl.load(Counts + row), width)
+    count = tl.maximum(tl.minimum(tl.load(Counts + row), width), 0)
     return Indices + row * width, count * (BLOCK_KV // BLOCK_N)
 
 

@@ -22,11 +22,14 @@ from torch.nn.attention import (
 
 from sage_inductor import Policy, autotune, cost, options, patterns
 from sage_inductor import settings as asked_for
+from sage_inductor.decide import decide as decide_call
 from sage_inductor.decide import rewrite
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.attention import tiles
+from sage_inductor.ops.visibility import BlockLists
 from sage_inductor.patterns import bands
-from sage_inductor.patterns.call import Band
+from sage_inductor.patterns.call import Band, Call
+from sage_inductor.patterns.graph import Emitter, GraphIndex
 from sage_inductor.policy import Rule
 from sage_inductor.settings import Settings
 
@@ -85,6 +88,49 @@ def decide(
     graph.output(call)
     (site,) = rewrite(torch.fx.GraphModule({}, graph), Settings(**settings))
     return site
+
+
+def by_lists(monkeypatch, requires_grad=False, shape=(2, 8, 256), **settings):
+    """Of a call by block lists of 128, each of `shape`: q has 2 batches, 8 heads, 32768 rows."""
+    gpu((9, 0), monkeypatch)
+    graph = torch.fx.Graph()
+    with FakeTensorMode():
+        q, out = (
+            torch.empty(2, 32768, 8, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+            for _ in range(2)
+        )
+        lists = [torch.empty(*shape, *w, device="cuda", dtype=torch.int32) for w in ((), (9,))]
+    nodes = [graph.placeholder(f"x{i}") for i in range(3)]
+    anchor = graph.call_function(torch.relu, (nodes[0],))
+    for node, value in zip((*nodes, anchor), (q, *lists, out), strict=True):
+        node.meta["example_value"] = value
+    q, *lists = nodes
+    call = Call(
+        anchor, "flex_attention", Emitter(anchor, GraphIndex(graph)), q, q, q,
+        out.requires_grad_(requires_grad), blocks=BlockLists(*lists, None, None, 128, 128),
+    )  # fmt: skip
+    return decide_call(call, Settings(**settings))
+
+
+@pytest.mark.parametrize(
+    "given, recipe, reason",
+    [
+        ({}, None, "never slower: sage2-8b-per-token by block lists was not measured"),
+        (dict(recipe="sage2-8b"), None, "sage2-8b by block lists was not measured"),
+        (dict(benchmark=Mock(side_effect=AssertionError)), None, "was not measured"),
+        (dict(force=True), "sage2-8b-per-token", "forced"),
+        (dict(force=True, recipe="sage2-4b"), "sage2-4b", "forced"),
+        (dict(force=True, recipe="sage3"), None, "no kernel for block lists with qk="),
+        (dict(force=True, requires_grad=True), None, "training: block lists have no backward"),
+        (dict(force=True, shape=(2, 4, 256)), None, "block lists must have q's batch and heads"),
+        (dict(force=True, shape=(1, 1, 255)), None, "block lists must be for all queries"),
+    ],
+)
+def test_calls_by_block_lists_are_rewritten_only_where_that_is_forced(
+    given, recipe, reason, monkeypatch
+):
+    found = by_lists(monkeypatch, **given)
+    assert found.recipe == recipe and reason in found.reason
 
 
 def test_every_row_of_the_crossover_table_decides_at_its_length(monkeypatch):

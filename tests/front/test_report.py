@@ -79,7 +79,7 @@ def strings(path):
 
 # What is not a reason, but a part of one, the description of a mask, or why a call is rewritten.
 NOT_REASONS = {
-    "11", "causal1", "window(1, 1)", ", bottom right", "1: 1", "a tensor", "a dynamic number",
+    "11", "blocks of {} x {}", "causal1", "window(1, 1)", ", bottom right", "a tensor", "a dynamic number",
     "flex window", "no recipe", "no backend of SDPA", "; 11 failed: 1", " at 1", "autotuned1",
     "1 with head_dim 1", "11 on 1", "N >= 1", "1: 1x the fastest of SDPA111",
     "; SDPA's flash attention is 1",
@@ -93,7 +93,8 @@ TEXTS = {
 REASONS = TEXTS - NOT_REASONS
 REASONS |= {
     text
-    for text in strings(ROOT / "ops/attention/tiles.py")
+    for name in ("tiles", "select")
+    for text in strings(ROOT / f"ops/attention/{name}.py")
     if text.startswith(("no kernel", "the Hopper"))
 }
 REASONS |= {

@@ -52,7 +52,7 @@ def compile_attention(
 ):  # fmt: skip
     """blocks: (block_q, block_kv) of lists; full: they name full blocks, too."""
     r = NAMED[recipe]
-    tile = tiles.tile(architecture, r.qk, r.pv, D, mask > 0 or blocks is not None)
+    tile = tiles.tile(architecture, r.qk, r.pv, D, mask > 0)
     tile = tiles.of_blocks(tile, *blocks) if blocks else tile
     fp8, BLOCK_D = r.pv == "fp8", pad_head_dim(D)
     qk = {"fp8": "fp8e4nv", "int8": "i8", "int4": "u8"}[r.qk]
@@ -123,6 +123,17 @@ def test_attention_compiles_to_the_matrix_instructions(architecture, recipe, D, 
     ]
     assert all(any(meant in x for x in products) for meant in (q_k, p_v))
     assert all(q_k in x or p_v in x for x in products), products
+
+
+@pytest.mark.parametrize("blocks", [(128, 128), (64, 192)], ids=str)
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=str)
+def test_attention_by_block_lists_keeps_its_tiles_in_registers(architecture, blocks):
+    """At most 16 bytes a thread when this was written, with lists of full and of partial blocks."""
+    recipe = "sage2-8b-per-token" if architecture >= (8, 9) else "sage1-per-token"
+    tma = architecture == (9, 0)
+    compiled = compile_attention(architecture, recipe, tma=tma, blocks=blocks)
+    assert compiled.metadata.shared <= SHARED_MEMORY[architecture]
+    assert stack_bytes(compiled.asm["cubin"]) <= 16
 
 
 @pytest.mark.parametrize("D", [64, 128])
