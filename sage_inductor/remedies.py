@@ -99,9 +99,8 @@ CAUSES = (
           "for each block of queries"),
     Cause("block lists have no backward", "for inference, call the model under torch.no_grad()",
           "training"),
-    Cause("by block lists was not measured", "set options={'sage.force': True}; of a band (causal, "
-          "a window) make the BlockMask inside the compiled function, of static lengths, and no "
-          "lists are left"),
+    Cause("by block lists was not measured", "set options={'sage.force': True}; make a causal or "
+          "window BlockMask inside the compiled function"),
     Cause("diagnose knows no exact attention by block lists", "compare the call with "
           "flex_attention itself; sage.force=True rewrites it"),
 
