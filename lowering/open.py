@@ -20,12 +20,12 @@ from sage_inductor.ops.compat import FunctionalTensorMode, exporting
 from sage_inductor.ops.sdpa import SdpaCall, compose, compose_prepare
 
 
-def _opens(custom_op, into, tensors: slice) -> None:
-    """tensors: which of the arguments are k and v."""
+def _opens(custom_op, into, tensors: slice, portable_at: int) -> None:
+    """tensors: which of the arguments are k and v; portable_at: which is `portable`."""
 
     @custom_op.register_torch_dispatch(FunctionalTensorMode)
     def open_(mode, op, types, args, kwargs):
-        x, portable = args[0], args[-1]
+        x, portable = args[0], args[portable_at]
         if exporting() or (x.device.type == "cpu" and not portable):
             return mode.__torch_dispatch__(op, types, args, kwargs)
         with mode:
@@ -41,5 +41,5 @@ def _compose(*args):
     return compose(call)
 
 
-_opens(sdpa, _compose, slice(1, 3))
-_opens(prepare_kv, compose_prepare, slice(0, 2))
+_opens(sdpa, _compose, slice(1, 3), SdpaCall._fields.index("portable"))
+_opens(prepare_kv, compose_prepare, slice(0, 2), 4)

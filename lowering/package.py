@@ -17,7 +17,7 @@ from sage_inductor.lowering.number import Facts
 from sage_inductor.lowering.record import TensorArgument, record
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.arguments import AttentionCall
-from sage_inductor.ops.attention.select import Problem, attention_opaque, run_opaque, select
+from sage_inductor.ops.attention.select import attention_opaque, problem_of, run_opaque, select
 from sage_inductor.ops.compat import (
     FallbackKernel,
     OpOverload,
@@ -50,8 +50,7 @@ def register(op: OpOverload, launch: Callable) -> None:
 
 def attention(given: dict, run: Callable, gpu: tiles.Gpu) -> tuple:
     a = AttentionCall(**given)
-    problem = Problem(gpu.capability, a.decoded, a.head_dim, a.attn_mask is not None)
-    return run_opaque(a, select(problem).tile, run, gpu)
+    return run_opaque(a, select(problem_of(a, gpu.capability)).tile, run, gpu)
 
 
 def quantize_kv(given: dict, run: Callable, gpu: tiles.Gpu) -> list:

@@ -22,8 +22,9 @@ from sage_inductor.ops.visibility import Visibility
 
 def precompile(call: SdpaCall) -> None:
     """Start to compile what the call will launch and Inductor does not compile, if its sizes are
-    known and no mask is in the way."""
-    recipe, masked = decode(call.recipe), call.attn_mask is not None
+    known and neither a mask nor block lists are in the way."""
+    recipe = decode(call.recipe)
+    masked = call.attn_mask is not None or call.blocks.size is not None
     selected = select(Problem.of(call.k, call.v, recipe, masked, call.portable))
     likes = tuple((x.dtype, tuple(x.shape), tuple(x.stride())) for x in (call.q, call.k, call.v))
     known = all(isinstance(n, int) for _, *sizes in likes for n in itertools.chain(*sizes))

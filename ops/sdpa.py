@@ -51,7 +51,7 @@ from sage_inductor.ops.quantize.op import (
 from sage_inductor.ops.quantize.smooth import smooth_q
 from sage_inductor.ops.recipe import Recipe, decode
 from sage_inductor.ops.reference.exact import masked
-from sage_inductor.ops.visibility import Visibility
+from sage_inductor.ops.visibility import BLOCK_SIZES, NO_LISTS, BlockLists, Visibility
 
 
 class SdpaCall(NamedTuple):
@@ -75,6 +75,16 @@ class SdpaCall(NamedTuple):
     warpgroups: int | None  # the schedule of the Hopper kernel: select.hopper_tile
     out_bnhd: bool  # store out in [B, N, H, D] order
     portable: bool  # only kernels that travel in an exported package
+    kv_num_blocks: Tensor | None = None  # lists of blocks that queries see: BlockLists, any strides
+    kv_indices: Tensor | None = None
+    full_kv_num_blocks: Tensor | None = None
+    full_kv_indices: Tensor | None = None
+    block_q: int | None = None
+    block_kv: int | None = None
+
+    @property
+    def blocks(self) -> BlockLists:
+        return BlockLists(*self[-len(BlockLists._fields) :])
 
     @property
     def band(self) -> tuple[int | None, int | None, bool]:
@@ -162,9 +172,33 @@ def check(call: SdpaCall) -> None:
     valid = (None, *WARPGROUPS)
     _require(call.warpgroups in valid, f"warpgroups must be one of {valid}, got {call.warpgroups}")
     _require(math.isfinite(scale), f"scale must be finite, got {scale}")
+    if call.blocks.size is not None:
+        _check_blocks(call.blocks, q, k)
     if prepared:
         n = Prepared.count(decode(recipe).of_pv)
         _require(len(prepared) == n, f"prepared must be empty or {n} tensors, got {len(prepared)}")
+
+
+def _check_blocks(blocks: BlockLists, q: Tensor, k: Tensor) -> None:
+    valid = all(size in BLOCK_SIZES for size in blocks.size)
+    _require(valid, f"block_q and block_kv must be of {BLOCK_SIZES}, got {blocks.size}")
+    for count, index in blocks.lists:
+        if not count.dtype == index.dtype == torch.int32:
+            raise TypeError(f"sage::sdpa: block lists must be int32, got {index.dtype}")
+        _require(
+            count.device == index.device == q.device,
+            f"block lists must be on q's device {q.device}, got {count.device}, {index.device}",
+        )
+        of_q = count.dim() == 3 and all(
+            m == 1 or m == n for m, n in zip(count.shape[:2], q.shape[:2], strict=True)
+        )
+        _require(
+            of_q and index.shape[:-1] == count.shape == blocks.kv_num_blocks.shape,
+            "block lists must be [B or 1, H_q or 1, M_q] and [B or 1, H_q or 1, M_q, width] of "
+            f"q {_shape(q)}, got {_shape(count)} and {_shape(index)}",
+        )
+        rows = count.shape[2] * blocks.block_q
+        _require(rows >= q.shape[2], f"block lists must be for {q.shape[2]} queries, got {rows}")
 
 
 def _require(holds, message: str) -> None:
@@ -193,7 +227,9 @@ def attend(call: SdpaCall) -> tuple[Tensor, Tensor, Tensor, bool]:
 def kernel_inputs(call: SdpaCall) -> tuple[AttentionCall, Tensor, bool]:
     """What the attention op takes, k_mean, and whether that op is opaque."""
     q, k, v, recipe = call.q, call.k, call.v, decode(call.recipe)
-    is_opaque, visibility = _plan(k, v, call.attn_mask, call.band, recipe, call.portable)
+    is_opaque, visibility = _plan(
+        k, v, call.attn_mask, call.band, recipe, call.portable, call.blocks
+    )
     if call.prepared:
         prepared = Prepared(*call.prepared)
     else:
@@ -243,10 +279,13 @@ def compose_prepare(
     return prepare(k, v, visibility, r, is_opaque).tensors()
 
 
-def _plan(k, v, attn_mask, band, recipe: Recipe, portable: bool) -> tuple[bool, Visibility]:
+def _plan(
+    k, v, attn_mask, band, recipe: Recipe, portable: bool, blocks: BlockLists = NO_LISTS
+) -> tuple[bool, Visibility]:
     """Whether an opaque op computes the call, and what its tiles of queries see."""
-    kernel, tile = select(Problem.of(k, v, recipe, attn_mask is not None, portable))
-    return not kernel.traced, Visibility.of(attn_mask, band, k.shape[2], tile.BLOCK_M)
+    problem = Problem.of(k, v, recipe, attn_mask is not None, portable, blocks.size)
+    kernel, tile = select(problem)
+    return not kernel.traced, Visibility.of(attn_mask, band, k.shape[2], tile.BLOCK_M, blocks)
 
 
 def prepare(
@@ -307,12 +346,15 @@ def _(k, v, attn_mask, recipe, portable):
 def _save_inputs(ctx, inputs, output):
     call = SdpaCall(*inputs)
     ctx.prepared, ctx.band, ctx.scale = len(call.prepared), call.band, call.scale
+    ctx.listed = call.blocks.size is not None
     ctx.save_for_backward(call.q, call.k, call.v, call.attn_mask)
     ctx.mark_non_differentiable(output[1])
 
 
 def _backward(ctx, grad_out, _grad_lse):
     """Exact attention's gradient, by SDPA's own backward on a recomputed forward."""
+    if ctx.listed:
+        raise NotImplementedError("sage::sdpa: attention by block lists has no backward")
     saved = [x if x is None else x.detach() for x in ctx.saved_tensors]
     q, k, v, attn_mask = saved
     needed = [i for i in range(4) if ctx.needs_input_grad[i]]
@@ -332,7 +374,7 @@ def _backward(ctx, grad_out, _grad_lse):
         )
     grads = torch.autograd.grad(out, [saved[i] for i in needed], grad_out)
     found = dict(zip(needed, grads, strict=True))
-    of_others = (None,) * (len(SdpaCall._fields) - 5)
+    of_others = (None,) * (len(ctx.needs_input_grad) - 5)  # torch leaves out trailing defaults
     return *(found.get(i) for i in range(4)), [None] * ctx.prepared, *of_others
 
 

@@ -1,4 +1,5 @@
-"""Which keys a query sees: a band, and an attn_mask with what its tiles hide, told once.
+"""Which keys a query sees: a band, an attn_mask with what its tiles hide, told once, and lists of
+blocks.
 
 Band (left, right, bottom_right): query i sees keys i - left .. i + right (None: no bound), with
 i = 0 at the first key or (bottom_right) the last query at the last key. SDPA's is_causal is
@@ -10,11 +11,17 @@ i = 0 at the first key or (bottom_right) the last query at the last key. SDPA's 
                  3   any other
     tile_summary[m, j] = max of code over the BLOCK_M rows i of a tile m of queries
 
-A key counts in smoothing and scales if any row sees it with code 3: what padding holds does not
-matter, be it NaN. A tile of queries reads the keys from its first to its last code above 0.
-Plain PyTorch: one reduction for Inductor, which reads the mask once.
+Block lists, as FlexAttention's BlockMask has them: a block of block_q queries sees the blocks of
+block_kv keys that its lists name, and no other. The band holds for what kv_indices names (partial
+blocks, which flex_attention gives to mask_mod), not for what full_kv_indices names; attn_mask holds
+for both. A block that is named twice counts twice, as in flex_attention.
 
-Shapes: B batch, H heads, N sequence.
+A key counts in smoothing and scales if any row sees it with code 3: what padding holds does not
+matter, be it NaN. Lists are not read for that: all blocks count. A tile of queries reads the keys
+from its first to its last code above 0. Plain PyTorch: one reduction for Inductor, which reads the
+mask once.
+
+Shapes: B batch, H heads, N sequence, M blocks of a sequence.
 """
 
 import math
@@ -27,22 +34,64 @@ from torch import Tensor
 REACHED, COUNTS = 1, 3
 
 
+BLOCK_SIZES = (64, 128, 192, 256)
+
+
+class BlockLists(NamedTuple):
+    """The six arguments by which ops take it, in their order; all None: there are no lists.
+
+    Row m names the blocks indices[..., m, :num_blocks[..., m]]. An index beyond the keys names no
+    key. The number of rows may exceed what N_q takes, and the full lists may be missing.
+    """
+
+    kv_num_blocks: Tensor | None = None  # [B or 1, H_q or 1, M_q], int32
+    kv_indices: Tensor | None = None  # [B or 1, H_q or 1, M_q, any width], int32
+    full_kv_num_blocks: Tensor | None = None  # as the first two, with a width of their own
+    full_kv_indices: Tensor | None = None
+    block_q: int | None = None  # of BLOCK_SIZES, as the next
+    block_kv: int | None = None
+
+    @property
+    def size(self) -> tuple[int, int] | None:
+        """(block_q, block_kv); None: there are no lists."""
+        return None if self.kv_num_blocks is None else (self.block_q, self.block_kv)
+
+    @property
+    def lists(self) -> list[tuple[Tensor, Tensor]]:
+        """(counts, indices) of the partial blocks and, if there are any, of the full ones."""
+        found = [(self.kv_num_blocks, self.kv_indices)]
+        if self.full_kv_num_blocks is not None:
+            found.append((self.full_kv_num_blocks, self.full_kv_indices))
+        return found
+
+    def contiguous(self) -> "BlockLists":
+        return BlockLists(*(x.contiguous() if isinstance(x, Tensor) else x for x in self))
+
+
+NO_LISTS = BlockLists()
+
+
 class Visibility(NamedTuple):
-    """The five arguments by which ops take it, in their order."""
+    """The arguments by which ops take it, in their order, but that they take BlockLists' apart."""
 
     attn_mask: Tensor | None = None  # [B or 1, H_q or 1, N_q or 1, N_kv or 1], bool or additive
     tile_summary: Tensor | None = None  # [B or 1, H_q or 1, tiles and one more, or 1, N_kv] uint8
     left: int | None = None
     right: int | None = None
     bottom_right: bool = False
+    blocks: BlockLists = NO_LISTS
 
     @classmethod
-    def of(cls, attn_mask: Tensor | None, band: tuple, n_kv: int, block_m: int) -> "Visibility":
+    def of(
+        cls, attn_mask: Tensor | None, band: tuple, n_kv: int, block_m: int,
+        blocks: BlockLists = NO_LISTS,
+    ) -> "Visibility":  # fmt: skip
         """attn_mask: two to four dimensions. block_m: rows of the kernel's tile of queries."""
+        blocks = blocks.contiguous()
         if attn_mask is None:
-            return cls(None, None, *band)
+            return cls(None, None, *band, blocks)
         attn_mask = as_4d(attn_mask)
-        return cls(attn_mask, summarize(attn_mask, n_kv, block_m), *band)
+        return cls(attn_mask, summarize(attn_mask, n_kv, block_m), *band, blocks)
 
     @property
     def band(self) -> tuple[int | None, int | None, bool]:

@@ -15,6 +15,7 @@ import torch
 from torch.fx import Node
 
 from sage_inductor.ops import compat
+from sage_inductor.ops.visibility import NO_LISTS, BlockLists
 from sage_inductor.patterns.graph import Emitter, dims, value_of
 
 
@@ -49,7 +50,7 @@ FULL, CAUSAL = Band(), Band(None, 0)
 @dataclasses.dataclass
 class Call:
     """q [B, H_q, N_q, D], k [B, H_kv, N_kv, D], v [B, H_kv, N_kv, D_v]: nodes of the graph. A query
-    sees the keys that both mask and band show it."""
+    sees the keys that mask, band and block lists show it (ops/visibility.py)."""
 
     node: Node  # its uses become `finish(out)`
     spelling: str  # "SDPA", "softmax", "nn.MultiheadAttention", "flex_attention", ...
@@ -61,6 +62,7 @@ class Call:
     attn_mask: Node | None = None
     dropout_p: float = 0.0
     band: Band = FULL
+    blocks: BlockLists = NO_LISTS  # of nodes; the band holds for the partial ones alone
     scale: float | None = None
     enable_gqa: bool = False
     finish: Callable[[Node], Node] = lambda out: out  # from attention's output to `node`'s value
@@ -164,6 +166,8 @@ def _length_of_root(path: str) -> int:
 
 def _mask(call: Call) -> str:
     parts = [] if call.band.kind == "full" else [str(call.band)]
+    if call.blocks.size is not None:
+        parts.append("blocks of {} x {}".format(*call.blocks.size))
     if call.attn_mask is not None:
         mask = value_of(call.attn_mask)
         dtype = str(getattr(mask, "dtype", "?")).removeprefix("torch.")

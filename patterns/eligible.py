@@ -25,7 +25,8 @@ def why_not(call: Call) -> str | None:
     scale = call.scale
     if not (scale is None or isinstance(scale, (int, float)) and math.isfinite(scale)):
         return f"scale must be a finite number known when compiling, got {scale}"
-    tensors = [x for x in (q, k, v, mask) if x is not None]
+    lists = [value_of(x) for pair in call.blocks.lists for x in pair] if call.blocks.size else []
+    tensors = [x for x in (q, k, v, mask, *lists) if x is not None]
     for x in tensors:
         if type(x).__name__ != "FakeTensor" or x.layout != torch.strided:
             return f"tensor subclasses are not supported, got {type(x).__name__}"
@@ -60,8 +61,31 @@ def why_not(call: Call) -> str | None:
         broadcasts = all(guarded(m == 1) or guarded(m == n) for m, n in sizes)
         if not 2 <= mask.dim() <= 4 or not broadcasts:
             return f"attn_mask must broadcast to [B, H_q, N_q, N_kv], got {dims(mask)}"
+    if lists and (reason := _why_not_listed(call, lists)):
+        return reason
     if stored_order(call) is None:
         return f"the output must be contiguous in some order of B, H, N: strides {out.stride()}"
+    return None
+
+
+def _why_not_listed(call: Call, lists: list[torch.Tensor]) -> str | None:
+    q, (counts, *_) = value_of(call.q), lists
+    if call.out.requires_grad:
+        return "training: block lists have no backward here"
+    if any(x.dtype != torch.int32 for x in lists):
+        return f"block lists must be int32, got {[str(x.dtype)[6:] for x in lists]}"
+    broadcast = all(
+        guarded(m == 1) or guarded(m == n) for m, n in zip(counts.shape[:2], q.shape, strict=False)
+    )
+    alike = all(
+        len(x.shape) == 3 + i % 2
+        and all(guarded(m == n) for m, n in zip(x.shape, counts.shape, strict=False))
+        for i, x in enumerate(lists)
+    )
+    if not alike or not broadcast:
+        return f"block lists must have q's batch and heads, or 1, got {dims(counts)}, q {dims(q)}"
+    if not guarded(counts.shape[2] * call.blocks.block_q >= q.shape[2]):
+        return f"block lists must be for all queries, got {dims(counts)}, q {dims(q)}"
     return None
 
 

@@ -1,4 +1,4 @@
-"""flex_attention that is attention under a band, proven from the graph alone.
+"""flex_attention that is attention under a band, proven from the graph alone, or by block lists.
 
     before:  block_mask = create_block_mask(lambda b, h, i, j: j <= i, None, None, N, N)
              out = flex_attention(q, k, v, block_mask=block_mask)
@@ -6,9 +6,17 @@
 
 mask_mod is a graph of four numbers b, h, i and j, and is read like a mask (masks.py). But flex
 looks at the blocks of keys that the BlockMask lists, and applies mask_mod within the partial ones
-only. So the lists must say the same: every block that the band touches is listed once, and every
-block listed as full lies inside the band. They are known when they are constants of the graph:
-create_block_mask inside the compiled function, with static lengths. It is then run, on the CPU.
+only. So a band is all there is only where the lists say the same: every block that the band touches
+is listed once, and every block listed as full lies inside the band. They are known when they are
+constants of the graph: create_block_mask inside the compiled function, with static lengths. It is
+then run, on the CPU. All other lists are operands, whatever made them:
+
+    before:  block_mask = BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=128)
+             out = flex_attention(q, k, v, block_mask=block_mask)
+    found:   Call(q, k, v, blocks=BlockLists(counts, indices, None, None, 128, 128))
+
+That is what compiled flex_attention computes. In eager mode it applies mask_mod to all keys and
+does not read the lists (seen, torch 2.13).
 """
 
 import torch
@@ -16,8 +24,9 @@ from torch.fx import Node
 from torch.fx.node import map_aggregate, map_arg
 
 from sage_inductor.ops import compat
+from sage_inductor.ops.visibility import BLOCK_SIZES, BlockLists
 from sage_inductor.patterns.bands import as_additive, read_band
-from sage_inductor.patterns.call import FULL, Band, Call
+from sage_inductor.patterns.call import Band, Call
 from sage_inductor.patterns.graph import (
     NESTING,
     Emitter,
@@ -59,8 +68,7 @@ def find(node: Node, index: GraphIndex) -> Call | None:
     elif score_inputs or mask_inputs:
         call.refused = "score_mod or mask_mod captures tensors or symbolic lengths"
     else:
-        band, call.refused = _block_band(hop, block_mask, value_of(q), value_of(k), index)
-        call.band = band or FULL
+        _read_block_mask(call, hop, block_mask, index)
     return call
 
 
@@ -77,40 +85,46 @@ def _is_identity(score_mod: torch.fx.Graph) -> bool:
     return _result(score_mod) is next(iter(score_mod.nodes))
 
 
-def _block_band(
-    hop: Node, block_mask: tuple, q, k, index: GraphIndex
-) -> tuple[Band | None, str | None]:
-    """(the band, None), or (None, why the block mask is not known to be one)."""
-    n_q, n_kv = q.shape[2], k.shape[2]
+def _read_block_mask(call: Call, hop: Node, block_mask: tuple, index: GraphIndex) -> None:
+    """Say in `call` which keys its queries see, or why that is not known."""
+    q, k = value_of(call.q), value_of(call.k)
     band = _mask_band(_subgraph(block_mask[-1]), q, k)
     if band is None:
-        return None, "mask_mod is not full, causal or a sliding window"
-    lists, block_q, block_kv = block_mask[2:6], *block_mask[-3:-1]
+        call.refused = "mask_mod is not full, causal or a sliding window"
+        return
+    call.band = band
+    blocks = BlockLists(*block_mask[2:6], *block_mask[-3:-1])
+    if _says_the_same(band, blocks, hop, q.shape[2], k.shape[2], index):
+        return
+    call.blocks = blocks
+    if not all(size in BLOCK_SIZES for size in blocks.size):
+        call.refused = f"a BlockMask must have blocks of {BLOCK_SIZES}, got {blocks.size}"
+
+
+def _says_the_same(
+    band: Band, blocks: BlockLists, hop: Node, n_q, n_kv, index: GraphIndex
+) -> bool:  # fmt: skip
+    """Whether the lists are known to be those of the band."""
+    lists, (block_q, block_kv) = blocks[:4], blocks.size
     fits = statically_true(n_q <= block_q) and statically_true(n_kv <= block_kv)
     if fits and _is_one_block(lists, index):
-        return band, None
+        return True
     needed = _needed(hop, [node for node in lists if node is not None], index)
-    if any(node.op == "get_attr" or _is_input(node) for node in needed):
-        return None, (
-            "a BlockMask made outside the compiled function is data: make it inside, "
-            "or call scaled_dot_product_attention with is_causal"
-        )
-    if any(word in op_name(node) for node in needed for word in RANDOM):
-        return None, "a BlockMask of random numbers is data"
-    if any(node.op == "placeholder" for node in needed):
-        return None, "a BlockMask of dynamic lengths cannot be evaluated"
-    if any(_is_bookkeeping(node) and "vmap" not in op_name(node) for node in needed):
-        return None, "inside a torch.func transform"
-    if n_q * n_kv > MAX_EVALUATED:
-        return None, f"a BlockMask this large is not evaluated: {n_q} x {n_kv}"
+    if any(map(_is_data, needed)) or n_q * n_kv > MAX_EVALUATED:
+        return False
     if (needed, lists) not in index.block_lists:  # the layers of a model share a BlockMask
         index.block_lists[needed, lists] = _evaluate(needed, lists)
-    lists, error = index.block_lists[needed, lists]
-    if error:
-        return None, f"the BlockMask could not be evaluated: {error}"
-    if not _covers(band, lists, n_q, n_kv, block_q, block_kv):
-        return None, "the BlockMask's blocks are not those of its mask_mod"
-    return band, None
+    lists = index.block_lists[needed, lists]
+    return lists is not None and _covers(band, lists, n_q, n_kv, block_q, block_kv)
+
+
+def _is_data(node: Node) -> bool:
+    """Whether a node may have another value in each call: an input, be it a length, and a random
+    number. And whether it cannot be run here: a torch.func transform other than vmap."""
+    name = op_name(node)
+    transform = name.endswith(NESTING) and "vmap" not in name
+    random = any(word in name for word in RANDOM)
+    return node.op in ("get_attr", "placeholder") or random or transform
 
 
 def _mask_band(mask_mod: torch.fx.Graph, q, k) -> Band | None:
@@ -134,10 +148,6 @@ def _is_one_block(lists, index: GraphIndex) -> bool:
     return constants and count.yes == 1 and index.yes == 0
 
 
-def _is_input(node: Node) -> bool:
-    return node.op == "placeholder" and isinstance(value_of(node), torch.Tensor)
-
-
 def _needed(hop: Node, nodes, index: GraphIndex) -> tuple[Node, ...]:
     """What must run before `hop` to have `nodes`: what they are made of, what writes to that, and
     vmap's own bookkeeping. In graph order."""
@@ -155,12 +165,8 @@ def _needed(hop: Node, nodes, index: GraphIndex) -> tuple[Node, ...]:
     return tuple(sorted(needed.union(node for node in index.nesting if node < hop)))
 
 
-def _is_bookkeeping(node: Node) -> bool:
-    return op_name(node).endswith(NESTING)
-
-
-def _evaluate(needed: tuple, nodes: tuple) -> tuple[list, str | None]:
-    """(the tensors that `nodes` are, None), or ([], why `needed` could not be run)."""
+def _evaluate(needed: tuple, nodes: tuple) -> list | None:
+    """The tensors that `nodes` are; None if `needed` cannot be run."""
     values, depth = {}, 0
     here = torch.device("cpu")
 
@@ -178,12 +184,12 @@ def _evaluate(needed: tuple, nodes: tuple) -> tuple[list, str | None]:
                     values[node] = node.target(*concrete(node.args), **concrete(node.kwargs))
                 depth += op_name(node) == "_vmap_increment_nesting"
                 depth -= op_name(node) == "_vmap_decrement_nesting"
-        except Exception as error:  # of whatever the user wrote
-            return [], f"{type(error).__name__}: {error}"
+        except Exception:  # of whatever the user wrote: it is data then
+            return None
         finally:
             for _ in range(depth):
                 compat.functorch._vmap_decrement_nesting()
-    return [None if node is None else values[node] for node in nodes], None
+    return [None if node is None else values[node] for node in nodes]
 
 
 def _covers(band: Band, lists, n_q: int, n_kv: int, block_q: int, block_kv: int) -> bool:

@@ -25,12 +25,13 @@ def replace(call: Call, decision: Decision, portable: bool) -> None:
     args = SdpaCall(
         q, k, v, attn_mask, [], call.band.left, call.band.right, call.band.bottom_right,
         float(scale), NAMED[decision.recipe].encode(), decision.warpgroups,
-        out_bnhd=order != BHND, portable=portable,
+        order != BHND, portable, *call.blocks,
     )  # fmt: skip
+    args = tuple(args) if call.blocks.size else tuple(args)[: -len(call.blocks)]  # the defaults
     if order not in (BHND, BNHD):
         out = out.new_empty([out.shape[d] for d in BNHD]).permute(BNHD)
     lse = out.new_empty(out.shape[:3], dtype=torch.float32)
-    new = emit.insert(torch.ops.sage.sdpa.default, tuple(args), (out, lse))
+    new = emit.insert(torch.ops.sage.sdpa.default, args, (out, lse))
     first = emit.insert(operator.getitem, (new, 0), out)
     if order not in (BHND, BNHD):
         first = emit(torch.ops.aten.permute.default, first, order)

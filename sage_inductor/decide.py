@@ -94,7 +94,12 @@ def _asked(call: Call, settings: Settings, wanted: str) -> tuple[Candidate | Non
     if q.device.type == "cpu":
         if not settings.emulate:
             return None, "on CPU attention stays as it was (sage.emulate=True studies the accuracy)"
-        return Candidate("sage2-8b" if wanted == AUTO else wanted), "emulated"
+        recipe = "sage2-8b" if wanted == AUTO else wanted
+        try:
+            select(_problem(call, recipe, None))
+        except ValueError as error:
+            return None, str(error)
+        return Candidate(recipe), "emulated"
 
     names = autos(call) if wanted == AUTO else (wanted,)
     refused = {}  # each reason once, in order
@@ -113,15 +118,19 @@ def _asked(call: Call, settings: Settings, wanted: str) -> tuple[Candidate | Non
 def _left_behind(call: Call, recipe: str) -> str:
     """What a package's reason adds where a faster kernel exists that cannot travel: its Triton
     may call kernels in another way than lowering/launcher.h."""
-    device, masked = value_of(call.q).device, call.attn_mask is not None
+    device = value_of(call.q).device
     if device.type == "cpu" or travels():
         return ""
     capability = tiles.capability(device)
-    problem = Problem(capability, recipes.NAMED[recipe], _head_dim(call), masked)
-    if select(problem).kernel.traced:
+    if select(_problem(call, recipe, capability)).kernel.traced:
         return ""
     sm, version = "sm_{}{}".format(*capability), triton.__version__
     return f"; with Triton {version} the faster kernel of {sm} cannot travel in a package"
+
+
+def _problem(call: Call, recipe: str, capability: tuple[int, int] | None) -> Problem:
+    masked, size = call.attn_mask is not None, call.blocks.size
+    return Problem(capability, recipes.NAMED[recipe], _head_dim(call), masked, block_size=size)
 
 
 def autos(call: Call) -> tuple[str, ...]:
@@ -148,10 +157,9 @@ def auto_recipes(capability: tuple[int, int], head_dim: int, kind: str) -> tuple
 def _on_gpu(
     call: Call, settings: Settings, recipe: str, names: tuple[str, ...]
 ) -> tuple[Candidate | None, str]:
-    capability, head_dim = tiles.capability(value_of(call.q).device), _head_dim(call)
+    capability = tiles.capability(value_of(call.q).device)
     try:
-        r = recipes.NAMED[recipe]
-        tiles.tile(capability, r.qk, r.pv, head_dim, call.attn_mask is not None)
+        select(_problem(call, recipe, capability))
     except ValueError as error:
         return None, str(error)
     if settings.emulate or settings.force:
@@ -167,13 +175,13 @@ def _on_gpu(
 
 
 def _case(call: Call, names: tuple[str, ...]) -> BenchmarkCase | None:
-    """What is timed in the call's place. None where the table decides: for a size that depends on
-    data, and for calls that none of SDPA's backends computes (flex_attention's windows, bands at
-    the bottom right)."""
+    """What is timed in the call's place. None where times are predicted: for a size that depends on
+    data, and for calls that none of SDPA's backends computes (flex_attention's windows and block
+    lists, bands at the bottom right)."""
     q, k, v, mask = (value_of(x) for x in (call.q, call.k, call.v, call.attn_mask))
     shapes = [tuple(_hint(n) for n in x.shape) for x in (q, k, v, mask) if x is not None]
     shifted = call.band.bottom_right and shapes[0][2] != shapes[1][2]
-    if None in itertools.chain(*shapes) or shifted or _kind(call) == "flex window":
+    if None in itertools.chain(*shapes) or shifted or _kind(call) in ("flex window", "blocks"):
         return None
     of_mask = (None, None) if mask is None else (shapes.pop(), mask.dtype)
     band = dataclasses.replace(call.band, bottom_right=False)
@@ -204,7 +212,7 @@ def _suits_hopper(call: Call, recipe: str) -> bool:
     """Whether the Hopper kernel computes such calls, where it is there."""
     r = recipes.NAMED[recipe]
     mask = call.attn_mask is not None and value_of(call.attn_mask).dtype
-    read = not mask or (mask == torch.bool and r.pv == "fp8")
+    read = _kind(call) != "blocks" and (not mask or (mask == torch.bool and r.pv == "fp8"))
     by_token = (r.qk, r.granularity) == ("int8", "per_token")
     served = any(row[0] == r.pv and _head_dim(call) <= row[1] for row in tiles.HOPPER)
     return read and by_token and served
@@ -239,6 +247,8 @@ def _never_slower(
     """The recipe, where it is predicted to be the fastest of `names` and faster than SDPA: by
     measured.py. A dynamic length is guarded, with the length from which the recipe wins. Of one
     that was not measured, where another was, there is nothing to say."""
+    if _kind(call) == "blocks":
+        return None, f"never slower: {recipe} by block lists was not measured"
     q, k, v = (value_of(x) for x in (call.q, call.k, call.v))
     family, gpu = Family(int(q.shape[3]), int(v.shape[3]), _kind(call)), measured.gpu_name(q.device)
     what = f"{recipe} with {family}, B*H={q.shape[0] * q.shape[1]}"
@@ -306,7 +316,9 @@ def _head_dim(call: Call) -> int:
 
 
 def _kind(call: Call) -> str:
-    """One of cost.KINDS."""
+    """One of cost.KINDS, or "blocks": lists of them."""
+    if call.blocks.size is not None:
+        return "blocks"
     if call.attn_mask is None:
         flex = call.spelling == "flex_attention" and call.band.kind == "window"
         return "flex window" if flex else call.band.kind

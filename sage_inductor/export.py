@@ -55,9 +55,14 @@ def _renew(gm: torch.fx.GraphModule) -> None:
     for module in gm.modules():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
             if node.target in (torch.ops.sage.sdpa.default, torch.ops.sage.prepare.default):
-                given = node.normalized_arguments(module, normalize_to_only_use_kwargs=True).kwargs
+                given = _given(node, module)
                 at = list(given).index("recipe")
                 node.update_arg(at, renewed(given["recipe"]))
+
+
+def _given(node: torch.fx.Node, module: torch.fx.GraphModule) -> dict:
+    """The arguments of a call of an op, by name."""
+    return node.normalized_arguments(module, normalize_to_only_use_kwargs=True).kwargs
 
 
 def _check_travels(gm: torch.fx.GraphModule) -> None:
@@ -68,7 +73,7 @@ def _check_travels(gm: torch.fx.GraphModule) -> None:
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
             portable = node.target not in OPAQUE
             if node.target in (sage.sdpa.default, sage.prepare.default):
-                portable = node.kwargs["portable"] if "portable" in node.kwargs else node.args[-1]
+                portable = _given(node, module)["portable"]
             if not portable:
                 raise ValueError(
                     f"rewrite: every sage op must be portable to travel in a package, got "

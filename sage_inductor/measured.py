@@ -403,7 +403,7 @@ def measure(
             found[each] = timed
     if len(found) < cost.ENOUGH:
         why = next(iter(errors), f"{seconds:g} s were over")
-        raise RuntimeError(f"{len(found)} sizes could be timed, {cost.ENOUGH} are needed: {why}")
+        raise RuntimeError(f"{len(found)} sizes were timed, {cost.ENOUGH} are needed: {why}")
     return found
 
 

@@ -110,7 +110,7 @@ class CallDescription:
     head_dim: int  # of q and k
     length: int | torch.SymInt  # N_q
     length_kv: int | torch.SymInt  # N_kv
-    kind: str  # "full", "causal", "window", "flex window", "keys", "mask" or "bias"
+    kind: str  # "full", "causal", "window", "flex window", "keys", "mask", "bias" or "blocks"
     dtype: torch.dtype  # that attention returns
     device: torch.device
 

@@ -17,14 +17,12 @@ class Cause(NamedTuple):
 
 
 _AS_SDPA = "write this attention as one F.scaled_dot_product_attention call, if it is one"
-_BLOCK_MASK = "make the BlockMask inside the compiled function, of static lengths"
 
 # The first row that fits says it. An error's message may hold any words, so rows that quote one
 # come first.
 CAUSES = (
     Cause("could not be read, which is a fault of ours",
           "please report it with this message: the call itself is computed as it was"),
-    Cause("the BlockMask could not be evaluated", _BLOCK_MASK),
     Cause("could be timed",
           "see the errors in the reason; without max-autotune predicted times decide",
           "it could not be timed"),
@@ -100,10 +98,17 @@ CAUSES = (
     Cause("score_mod or mask_mod captures", "write mask_mod of b, h, q_idx, kv_idx and constants"),
     Cause("mask_mod is not full, causal or", "give other masks to F.scaled_dot_product_attention, "
           "as attn_mask"),
-    Cause("a BlockMask made outside the compiled function|a BlockMask of random numbers|"
-          "a BlockMask of dynamic lengths", _BLOCK_MASK),
-    Cause("a BlockMask this large is not evaluated|blocks are not those of its mask_mod",
-          "call F.scaled_dot_product_attention with is_causal, or with the mask as attn_mask"),
+    Cause("a BlockMask must have blocks of",
+          "give create_block_mask or from_kv_blocks one of these as BLOCK_SIZE"),
+    Cause("block lists must be int32", "convert counts and indices: .to(torch.int32)"),
+    Cause("block lists must (have|be for)", "give the lists q's batch and heads, or 1, and a row "
+          "for each block of queries"),
+    Cause("block lists have no backward", "for inference, call the model under torch.no_grad()",
+          "training"),
+    Cause("by block lists was not measured", "set options={'sage.force': True}; make a causal or "
+          "window BlockMask inside the compiled function"),
+    Cause("diagnose knows no exact attention by block lists", "compare the call with "
+          "flex_attention itself; sage.force=True rewrites it"),
 
     Cause("softcap", "nothing to do where the model needs its softcap"),
     Cause("a learned sink", "nothing to do where the model needs its sink"),

@@ -19,7 +19,7 @@ from sage_inductor.ops.reference import attention as reference
 from sage_inductor.ops.reference.exact import attention_exact
 from sage_inductor.ops.sdpa import attention_call as composed
 from sage_inductor.ops.sdpa import prepare
-from sage_inductor.ops.visibility import Visibility
+from sage_inductor.ops.visibility import NO_LISTS, BlockLists, Visibility
 from sage_inductor.patterns.graph import op_name
 
 # -- measures ----
@@ -87,6 +87,28 @@ def qkv(B=2, H_q=4, H_kv=2, N_q=65, N_kv=70, D=64, dtype=torch.float32, device="
     return q, k + k_bias, v + 3
 
 
+def block_lists(
+    B, H, n_q, n_kv, block_q, block_kv, density, full=True, device="cpu", unread=2**30
+) -> BlockLists:  # fmt: skip
+    """Random lists of blocks in random order, for B or 1 batches and H or 1 heads of q: a block is
+    named with probability `density` in each of the two lists. One row of eight names none, one of
+    four names a block twice. What lies beyond a list's count is `unread`."""
+
+    def lists():
+        M, blocks = -(-n_q // block_q), -(-n_kv // block_kv)
+        named = torch.rand(B, H, M, blocks) < density * (torch.rand(B, H, M, 1) > 1 / 8)
+        order = torch.where(named, torch.rand(named.shape), 2).argsort(-1)
+        count = named.sum(-1)
+        twice = (torch.rand(B, H, M) < 1 / 4) & (count > 0)
+        index = torch.cat([order, order[..., :1]], -1)
+        index = torch.where(twice[..., None], index.roll(1, -1), index)
+        count = count + twice
+        index = torch.where(torch.arange(blocks + 1) < count[..., None], index, unread)
+        return count.int().to(device), index.int().to(device)
+
+    return BlockLists(*lists(), *(lists() if full else (None, None)), block_q, block_kv)
+
+
 # -- calls ----
 
 
@@ -98,7 +120,7 @@ def arguments(q, k, v, is_causal=False, scale=0.125, recipe="sage2-8b", **given)
     values = dict(
         q=q, k=k, v=v, attn_mask=None, prepared=[], left=None, right=0 if is_causal else None,
         bottom_right=False, scale=scale, recipe=recipe, warpgroups=None, out_bnhd=True,
-        portable=False,
+        portable=False, **NO_LISTS._asdict(),
     )  # fmt: skip
     assert given.keys() <= values.keys(), given.keys()
     return tuple((values | given)[x.name] for x in torch.ops.sage.sdpa.default._schema.arguments)
@@ -129,11 +151,11 @@ def attention_call(
 
 def run_portable(
     q, k, v, recipe, tile, scale=0.1, attn_mask=None, band=(None, None, False), prepared=None,
-    tma=False,
+    tma=False, blocks=NO_LISTS,
 ):  # fmt: skip
     """(out, lse) of the portable kernel of a recipe, and those of its emulation: of the same
     quantized k and v, lse that of the smoothed keys."""
-    visibility = Visibility.of(attn_mask, band, k.shape[2], tile.BLOCK_M)
+    visibility = Visibility.of(attn_mask, band, k.shape[2], tile.BLOCK_M, blocks)
     a = attention_call(q, k, v, recipe, visibility, scale, prepared=prepared)
     if a.decoded.of_qk.block_scaled:
         found = nvfp4.launch(a, tile, launch_traced, native=False)

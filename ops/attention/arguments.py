@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sage_inductor.ops.formats import Prepared
 from sage_inductor.ops.recipe import Recipe, decode
-from sage_inductor.ops.visibility import Visibility, num_tiles
+from sage_inductor.ops.visibility import BlockLists, Visibility, num_tiles
 
 
 class AttentionCall(NamedTuple):
@@ -26,7 +26,7 @@ class AttentionCall(NamedTuple):
     n_kv: int  # keys without padding
     recipe: str  # Recipe.encode()
     out_bnhd: bool = False  # store out in [B, N, H, D] order
-    attn_mask: Tensor | None = None  # Visibility's five
+    attn_mask: Tensor | None = None  # Visibility's first five
     tile_summary: Tensor | None = None
     left: int | None = None
     right: int | None = None
@@ -38,6 +38,12 @@ class AttentionCall(NamedTuple):
     q_mean: Tensor | None = None  # [B, H_q, T, D] and delta [B, H_q, T, N_pad] of `smooth_q`, where
     delta: Tensor | None = None  # q is smoothed
     warpgroups: int | None = None  # a schedule: see select.py; it changes speed, not the result
+    kv_num_blocks: Tensor | None = None  # BlockLists' six, contiguous
+    kv_indices: Tensor | None = None
+    full_kv_num_blocks: Tensor | None = None
+    full_kv_indices: Tensor | None = None
+    block_q: int | None = None
+    block_kv: int | None = None
 
     @classmethod
     def of(
@@ -48,7 +54,8 @@ class AttentionCall(NamedTuple):
         p = prepared
         return cls(
             q, p.k, p.k_scale, v_16bit if p.v is None else p.v, scale, n_kv, recipe.encode(),
-            out_bnhd, *visibility, p.v_scale, p.v_mean, p.k_blocks, p.v_blocks, *of_q, warpgroups,
+            out_bnhd, *visibility[:5], p.v_scale, p.v_mean, p.k_blocks, p.v_blocks, *of_q,
+            warpgroups, *visibility.blocks,
         )  # fmt: skip
 
     @property
@@ -58,8 +65,12 @@ class AttentionCall(NamedTuple):
     @property
     def visibility(self) -> Visibility:
         return Visibility(
-            self.attn_mask, self.tile_summary, self.left, self.right, self.bottom_right
+            self.attn_mask, self.tile_summary, self.left, self.right, self.bottom_right, self.blocks
         )
+
+    @property
+    def blocks(self) -> BlockLists:
+        return BlockLists(*(getattr(self, name) for name in BlockLists._fields))
 
     @property
     def head_dim_v(self) -> int:
@@ -91,6 +102,20 @@ class AttentionCall(NamedTuple):
         ]
         kind = 1 if mask.shape[2] == 1 else 2
         return (mask, summary), strides, kind, mask.dtype != torch.bool
+
+    def list_arguments(self) -> tuple:
+        """Kv_count, Kv_index, Full_count and Full_index, as kernels take them; the strides of a
+        batch and a head of counts, and the widths of the two lists; BLOCK_Q, BLOCK_KV (0: there are
+        no lists) and FULL."""
+        if self.blocks.size is None:
+            return (self.q,) * 4, (0,) * 4, (0, 0, False)  # none is read
+        lists = self.blocks.lists
+        (counts, indices), (full_counts, full_indices) = lists[0], lists[-1]
+        B, H, M = counts.shape
+        strides = (0 if B == 1 else H * M), (0 if H == 1 else M)
+        widths = indices.shape[3], full_indices.shape[3]
+        tensors = counts, indices, full_counts, full_indices
+        return tensors, (*strides, *widths), (*self.blocks.size, len(lists) == 2)
 
     def band_arguments(self) -> tuple[int, int, bool]:
         """LEFT, RIGHT (-1: no bound) and BOTTOM_RIGHT."""

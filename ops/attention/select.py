@@ -30,13 +30,17 @@ class Problem(NamedTuple):
     head_dim: int  # the wider of k's and v's
     masked: bool
     traced: bool = False  # only kernels that Inductor sees
+    block_size: tuple[int, int] | None = None  # of lists of blocks, of queries and of keys
 
     @classmethod
-    def of(cls, k: Tensor, v: Tensor, recipe: Recipe, masked: bool, portable: bool) -> "Problem":
+    def of(
+        cls, k: Tensor, v: Tensor, recipe: Recipe, masked: bool, portable: bool,
+        block_size: tuple[int, int] | None = None,
+    ) -> "Problem":  # fmt: skip
         """portable: only what travels in a package."""
         capability = None if k.device.type == "cpu" else tiles.capability(k.device)
         head_dim = max(int(k.shape[3]), int(v.shape[3]))
-        return cls(capability, recipe, head_dim, masked, portable and not travels())
+        return cls(capability, recipe, head_dim, masked, portable and not travels(), block_size)
 
 
 class Kernel(NamedTuple):
@@ -65,8 +69,9 @@ EMULATION = Selected(
 
 def _tile(problem: Problem) -> Tile:
     """The table's; a ValueError if the recipe cannot run on the device."""
-    r = problem.recipe
-    return tiles.tile(problem.capability, r.qk, r.pv, problem.head_dim, problem.masked)
+    r, size = problem.recipe, problem.block_size
+    tile = tiles.tile(problem.capability, r.qk, r.pv, problem.head_dim, problem.masked)
+    return tile if size is None else tiles.of_blocks(tile, *size)
 
 
 def _not_block_scaled(problem: Problem) -> str | None:
@@ -100,7 +105,8 @@ def hopper_tile(a: AttentionCall, device: torch.device | None = None) -> Tile | 
     capability = tiles.capability(device or a.q.device)
     pv, is_causal, n_q = a.decoded.pv, a.right == 0, a.q.shape[2]
     tile = tiles.hopper(capability, pv, a.head_dim, is_causal, n_q, a.warpgroups)
-    return tile if tile is not None and _hopper().why_not(a) is None else None
+    listed = a.blocks.size is not None
+    return tile if tile is not None and not listed and _hopper().why_not(a) is None else None
 
 
 @functools.cache
@@ -131,19 +137,38 @@ KERNELS = (
 @functools.cache
 def select(problem: Problem) -> Selected:
     """The kernel and tile of a call. Raises ValueError where there is none for the recipe."""
+    if problem.block_size is not None and (reason := why_not_listed(problem)):
+        raise ValueError(reason)
     if problem.capability is None:
-        return EMULATION
+        size = problem.block_size
+        tile = EMULATION.tile if size is None else tiles.of_blocks(EMULATION.tile, *size)
+        return EMULATION._replace(tile=tile)
     kernel = next(each for each in KERNELS if each.why_not(problem) is None)
     return Selected(kernel, _tile(problem))
+
+
+def why_not_listed(problem: Problem) -> str | None:
+    """The reason that no kernel of a recipe takes lists of blocks of this size, if there is one."""
+    block_q, _ = problem.block_size
+    if problem.recipe.of_qk.block_scaled:
+        return f"no kernel for block lists with qk={problem.recipe.qk!r}"
+    span = problem.recipe.sharing.q_span
+    if block_q % span:
+        return f"no kernel for block lists of {block_q} queries where {span} share a scale"
+    return None
 
 
 # -- the ops ----
 
 
+def problem_of(a: AttentionCall, capability: tuple[int, int] | None, traced=False) -> Problem:
+    masked = a.attn_mask is not None
+    return Problem(capability, a.decoded, a.head_dim, masked, traced, a.blocks.size)
+
+
 def _run(a: AttentionCall, traced: bool) -> tuple[Tensor, Tensor]:
     capability = None if a.q.device.type == "cpu" else tiles.capability(a.q.device)
-    masked = a.attn_mask is not None
-    kernel, tile = select(Problem(capability, a.decoded, a.head_dim, masked, traced))
+    kernel, tile = select(problem_of(a, capability, traced))
     return kernel.launch(a, tile)
 
 

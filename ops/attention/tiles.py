@@ -7,6 +7,7 @@ Every row names the GPU and the day that measured it (`python bench/attention.py
 import dataclasses
 import functools
 import logging
+import math
 from typing import NamedTuple
 
 import torch
@@ -169,6 +170,13 @@ def tile(capability: tuple[int, int], qk: str, pv: str, head_dim: int, masked: b
             f"no kernel for pv={pv!r}, head_dim={head_dim} on compute capability {capability}"
         )
     return max(rows, key=lambda row: (row[0], row[1] != pv, -row[2]))[4]
+
+
+def of_blocks(tile: Tile, block_q: int, block_kv: int) -> Tile:
+    """`tile`, cut to what divides blocks of so many queries and keys."""
+    rows, keys = math.gcd(tile.BLOCK_M, block_q), math.gcd(tile.BLOCK_N, block_kv)
+    num_warps = max(4, tile.num_warps * rows // tile.BLOCK_M)
+    return dataclasses.replace(tile, BLOCK_M=rows, BLOCK_N=keys, num_warps=num_warps)
 
 
 class Gpu(NamedTuple):

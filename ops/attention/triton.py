@@ -18,6 +18,8 @@
 * Query i sees keys i - LEFT .. i + RIGHT (-1: no bound), counted from the first query and the first
   key, or (BOTTOM_RIGHT) from the last of both; and what the mask shows it. Whole tiles out of sight
   are not read: `Seen` (Visibility.tile_summary) tells from where to where a tile of queries reads.
+* Lists of blocks take the place of "from where to where": a tile of queries reads the tiles of keys
+  that its block's two lists name, first the full blocks, which no band cuts, then the partial ones.
 * A row that sees nothing is 0, its lse -inf.
 * p's columns are reordered inside a thread (`reference.quantize.interleave`) instead of exchanged
   between threads; v_fp8 is stored in that order.
@@ -35,7 +37,13 @@ from torch import Tensor
 
 from sage_inductor.ops.attention.arguments import AttentionCall
 from sage_inductor.ops.attention.tiles import Tile
-from sage_inductor.ops.attention.visible_tiles import heads_of, hide, tiles_in_sight
+from sage_inductor.ops.attention.visible_tiles import (
+    heads_of,
+    hide,
+    listed_tile,
+    listed_tiles,
+    tiles_in_sight,
+)
 from sage_inductor.ops.compat import TensorDescriptor
 from sage_inductor.ops.formats import E4M3_MAX, LOG2E, Q_BLOCK, QK, pad_head_dim
 from sage_inductor.ops.quantize.codes import abs_bits, scale_of, to_8bit
@@ -57,16 +65,20 @@ def _attention_kernel(
     # 16-bit: V [B, H_kv, N_kv, D_V], the other two unread. TMA: K and FP8 V are 2-D descriptors
     Mask,  # [B or 1, H_q or 1, N_q or 1, N_kv] bool or floating (additive)
     Seen,  # [B or 1, H_q or 1, tiles or 1, N_kv] uint8: mask.summarize
+    Kv_count, Kv_index,  # int32 [B or 1, H_q or 1, M_q], [B or 1, H_q or 1, M_q, kv_width]
+    Full_count, Full_index,  # with full_width; contiguous: BlockLists
     Out, Lse,  # [B, H_q, N_q, D_V], [B, H_q, N_q] fp32
     stride_qb, stride_qh, stride_qn, stride_qd,
     stride_vb, stride_vh, stride_vn, stride_vd,
     stride_mb, stride_mh, stride_mm, stride_mn,
     stride_sb, stride_sh, stride_sm,
+    stride_lb, stride_lh, kv_width, full_width,  # of counts, in rows; of a row of indices
     stride_ob, stride_oh, stride_on,
     H_q, H_kv, N2_q, N2_kv, N_pad,  # N2: 2 N
     D: tl.constexpr, D_V: tl.constexpr, SCALE: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
     MASK: tl.constexpr, ADDITIVE: tl.constexpr,  # MASK: 0 none, 1 one row for all, 2 a row each
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, FULL: tl.constexpr,  # 0: no lists; full ones
     QK_MAX: tl.constexpr,  # of q and k: their format's largest number, which tells it
     FP8: tl.constexpr,  # p and v
     Q_ROWS: tl.constexpr, GROUPS: tl.constexpr,  # Q_ROWS share a scale
@@ -82,8 +94,11 @@ def _attention_kernel(
     """
     N_q, N_kv = N2_q // 2, N2_kv // 2
     INT4: tl.constexpr = QK_MAX == _INT4_MAX
-    MAY_BE_EMPTY: tl.constexpr = MASK > 0 or LEFT >= 0 or BOTTOM_RIGHT  # rows that see no key
-    FIRST_PART: tl.constexpr = 2 if MASK > 0 else (0 if LEFT >= 0 else 1)
+    LISTED: tl.constexpr = BLOCK_KV > 0
+    # Rows that see no key:
+    MAY_BE_EMPTY: tl.constexpr = MASK > 0 or LEFT >= 0 or BOTTOM_RIGHT or LISTED
+    OF_ALL: tl.constexpr = 2 if MASK > 0 else (0 if LEFT >= 0 else 1)
+    FIRST_PART: tl.constexpr = (1 if FULL else 2) if LISTED else OF_ALL
     num_tiles = tl.cdiv(N_q, BLOCK_M)
     head, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
     if RIGHT >= 0:
@@ -136,8 +151,10 @@ def _attention_kernel(
     # -- which tiles, and where the mask is ----
     Seen += b * stride_sb + h * stride_sh + tile.to(tl.int64) * stride_sm
     begin, end, whole, whole_end, diagonal = tiles_in_sight(
-        Seen, row0, N_q, N_kv, LEFT, RIGHT, BOTTOM_RIGHT, MASK, BLOCK_M, BLOCK_N
+        Seen, row0, N_q, N_kv, LEFT, RIGHT, BOTTOM_RIGHT, 0 if LISTED else MASK, BLOCK_M, BLOCK_N
     )
+    if LISTED:
+        list_row = b * stride_lb + h * stride_lh + row0 // BLOCK_Q
     mask_ptrs = Mask + b * stride_mb + h * stride_mh + n[None, :].to(tl.int64) * stride_mn
     if MASK == 2:
         mask_ptrs = mask_ptrs + rows.to(tl.int64)[:, None] * stride_mm
@@ -152,23 +169,41 @@ def _attention_kernel(
     # 8K keys: 823 against 773 TFLOP/s).
     for _ in tl.range(0, tl.minimum(N_kv, 1), num_stages=1):
         # Part 0: the tiles left of the whole ones, which need a mask; 1: the whole ones; 2: those
-        # right of them (the diagonal, the tail), or all of them if there is a mask.
+        # right of them (the diagonal, the tail), or all of them if there is a mask. Of lists part 1
+        # is the full blocks, 2 the partial ones; each may name the last block, with the tail.
         for part in tl.static_range(FIRST_PART, 3):
-            masked = part != 1
-            if part == 0:
-                lo, hi = begin, tl.minimum(whole, end)
-            elif part == 1:
-                lo, hi = whole, whole_end
+            if LISTED:
+                masked = MASK > 0 or (part == 2 and (LEFT >= 0 or RIGHT >= 0))
+                lo = 0
+                if part == 1:
+                    Listed, hi = listed_tiles(
+                        Full_count, Full_index, list_row, full_width, BLOCK_KV, BLOCK_N
+                    )
+                else:
+                    Listed, hi = listed_tiles(
+                        Kv_count, Kv_index, list_row, kv_width, BLOCK_KV, BLOCK_N
+                    )
             else:
-                lo, hi = begin if MASK > 0 else tl.maximum(whole, whole_end), end
-            for j in tl.range(lo, hi, num_stages=NUM_STAGES):
+                masked = part != 1
+                if part == 0:
+                    lo, hi = begin, tl.minimum(whole, end)
+                elif part == 1:
+                    lo, hi = whole, whole_end
+                else:
+                    lo, hi = begin if MASK > 0 else tl.maximum(whole, whole_end), end
+            for i in tl.range(lo, hi, num_stages=NUM_STAGES):
+                j = i
+                at = j  # a tile that is there
+                if LISTED:
+                    j = listed_tile(Listed, i, N_kv, BLOCK_KV, BLOCK_N)
+                    at = tl.minimum(j, N_pad // BLOCK_N - 1)
                 # -- s = q k^T, with its scales ----
                 if TMA:
-                    k = K.load([k_row + j * BLOCK_N, 0])
+                    k = K.load([k_row + at * BLOCK_N, 0])
                 else:
-                    k = tl.load(k_ptrs + tl.cast(j, tl.int64) * (BLOCK_N * width))
+                    k = tl.load(k_ptrs + tl.cast(at, tl.int64) * (BLOCK_N * width))
                 if INT4:
-                    delta = tl.load(Delta + j * BLOCK_N + n)  # arrives during the product
+                    delta = tl.load(Delta + at * BLOCK_N + n)  # arrives during the product
                     k = tl.join(k << 4, k & 0xF0).reshape([BLOCK_N, BLOCK_D])
                     k = k.to(tl.int8, bitcast=True)
                 s = tl.dot(q_8bit, k.T)  # [BLOCK_M, BLOCK_N] int32 or fp32
@@ -176,9 +211,9 @@ def _attention_kernel(
                 s = s.reshape([BLOCK_M, BLOCK_N // 64, 8, 4, 2])
                 block = tl.arange(0, BLOCK_N // 64)
                 if GROUPS == 4:
-                    group = j * (BLOCK_N // 16) + block[:, None] * 4 + tl.arange(0, 4)[None, :]
+                    group = at * (BLOCK_N // 16) + block[:, None] * 4 + tl.arange(0, 4)[None, :]
                 else:
-                    group = j * (BLOCK_N // 64) + block[:, None]
+                    group = at * (BLOCK_N // 64) + block[:, None]
                 k_scale = tl.load(K_scale + group)  # [BLOCK_N / 64, GROUPS]
                 c = q_scale[:, None, None] * k_scale[None, :, :]  # [BLOCK_M, BLOCK_N / 64, GROUPS]
                 c5 = c[:, :, None, :, None]
@@ -193,8 +228,8 @@ def _attention_kernel(
                         x += delta
                     here = mask_ptrs + tl.cast(j, tl.int64) * BLOCK_N * stride_mn
                     x = hide(
-                        x, here, rows, rows - row0 + diagonal, j * BLOCK_N + n, N_q, N_kv, LEFT,
-                        RIGHT, MASK, ADDITIVE,
+                        x, here, rows, rows - row0 + diagonal, j * BLOCK_N + n, N_q, N_kv,
+                        -1 if part == 1 else LEFT, -1 if part == 1 else RIGHT, MASK, ADDITIVE,
                     )  # fmt: skip
                     m_new = tl.maximum(m, tl.max(tl.max(tl.max(tl.max(x, 4), 2), 2), 1))
                 else:
@@ -209,9 +244,16 @@ def _attention_kernel(
                             tl.max(tl.max(tl.max(s, 4), 2), 2, keep_dims=True).to(tl.float32) * c
                         )
                     m_new = tl.maximum(m, tl.max(tl.max(highest, 2), 1))
+                    if LISTED:
+                        if (j + 1) * BLOCK_N > N_kv:  # the tail
+                            x = hide(
+                                x, mask_ptrs, rows, rows, j * BLOCK_N + n, N_q, N_kv, -1, -1, 0,
+                                False,
+                            )  # fmt: skip
+                            m_new = tl.maximum(m, tl.max(tl.max(tl.max(tl.max(x, 4), 2), 2), 1))
                 # A row that has seen nothing yet has no maximum: x - m would be NaN.
                 shift = m_new
-                if masked and MAY_BE_EMPTY:
+                if (masked or LISTED) and MAY_BE_EMPTY:
                     shift = tl.where(m_new == -float("inf"), 0.0, m_new)
                 p = tl.exp2(x - (shift - offset)[:, None, None, None, None])
                 p = p.reshape([BLOCK_M, BLOCK_N])
@@ -224,15 +266,15 @@ def _attention_kernel(
                     p = p.reshape([BLOCK_M, BLOCK_N // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4])
                     p = p.reshape([BLOCK_M, BLOCK_N]).to(tl.float8e4nv)
                     if TMA:
-                        v = V.load([v_row, j * BLOCK_N])
+                        v = V.load([v_row, at * BLOCK_N])
                     else:
-                        v = tl.load(v_ptrs + j * BLOCK_N)
+                        v = tl.load(v_ptrs + at * BLOCK_N)
                     # An fma, because Triton folds `acc * alpha + dot` into the dot's accumulator on
                     # sm_89 and sm_120: one level again.
                     acc = tl.fma(acc, alpha[:, None].broadcast_to(acc.shape), tl.dot(p, v.T))
                 else:
                     row = (j * BLOCK_N + n).to(tl.int64)[:, None]
-                    if masked:
+                    if masked or LISTED:
                         present = j * BLOCK_N + n < N_kv
                         if MASK > 0:  # 0 * NaN
                             present = tl.load(Seen + j * BLOCK_N + n, mask=present, other=0) != 0
@@ -287,13 +329,15 @@ def launch(
             v = TensorDescriptor.from_tensor(v.view(-1, v.shape[3]), [v.shape[2], tile.BLOCK_N])
     out, lse = a.empty_outputs()
     mask, mask_strides, mask_kind, additive = a.mask_arguments(tile.BLOCK_M)
+    lists, list_strides, list_sizes = a.list_arguments()
     run(
         _attention_kernel,
         (B * H_q * triton.cdiv(N_q, tile.BLOCK_M),),
-        (a.q, q_mean, delta, k, a.k_scale, v, v_scale, v_mean, *mask, out, lse),
-        (*a.q.stride(), *a.v.stride(), *mask_strides, *out.stride()[:3],
+        (a.q, q_mean, delta, k, a.k_scale, v, v_scale, v_mean, *mask, *lists, out,
+         lse),
+        (*a.q.stride(), *a.v.stride(), *mask_strides, *list_strides, *out.stride()[:3],
          H_q, H_kv, 2 * N_q, 2 * a.n_kv, N_pad,  # shape
-         D, D_v, a.scale, *a.band_arguments(), mask_kind, additive,  # semantics
+         D, D_v, a.scale, *a.band_arguments(), mask_kind, additive, *list_sizes,  # semantics
          qk.largest, fp8, sharing.q_span // sharing.q_groups, sharing.k_groups, tma,
          tile.BLOCK_M, tile.BLOCK_N, pad_head_dim(D), pad_head_dim(D_v), tile.num_stages),  # tile
         num_warps=tile.num_warps, **options,

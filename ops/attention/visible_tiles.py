@@ -1,5 +1,5 @@
 """Which keys a tile of queries reads, and what band and mask hide in them: for every kernel that
-has masks."""
+has masks; and by lists of blocks."""
 
 import triton
 import triton.language as tl
@@ -48,6 +48,25 @@ def tiles_in_sight(
         end = tl.minimum(end, diagonal + BLOCK_M + RIGHT)
         whole_end = tl.maximum(tl.minimum(N_kv, diagonal + 1 + RIGHT), 0) // BLOCK_N
     return begin // BLOCK_N, tl.cdiv(tl.maximum(end, 0), BLOCK_N), whole, whole_end, diagonal
+
+
+@triton.jit
+def listed_tiles(
+    Counts, Indices, row, width, BLOCK_KV: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """Where the row-th list of blocks begins, and how many tiles it names. Of a count beyond the
+    list's width, the width."""
+    count = tl.maximum(tl.minimum(tl.load(Counts + row), width), 0)
+    return Indices + row * width, count * (BLOCK_KV // BLOCK_N)
+
+
+@triton.jit
+def listed_tile(Listed, i, N_kv, BLOCK_KV: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The i-th tile of keys that a list names. Beyond the keys: the first there, of no key."""
+    TILES: tl.constexpr = BLOCK_KV // BLOCK_N
+    block = tl.load(Listed + i // TILES)
+    block = tl.maximum(tl.minimum(block, tl.cdiv(N_kv, BLOCK_KV)), 0)
+    return block * TILES + i % TILES
 
 
 @triton.jit

@@ -48,8 +48,13 @@ def attention(a: AttentionCall, block_n: int = 128) -> tuple[Tensor, Tensor]:
     if a.delta is not None:
         delta = a.delta.float() * (scale * LOG2E)
         x = x + delta.repeat_interleave(Q_BLOCK, 2)[:, :, :N_q]
-    x = masked(x[..., :n_kv], a.attn_mask, *a.visibility.band, LOG2E)
-    x = F.pad(x, (0, n.shape[0] - n_kv), value=-math.inf)
+    x = x[..., :n_kv]
+    if a.blocks.size is None:
+        keys, x = None, masked(x, a.attn_mask, *a.visibility.band, LOG2E)
+        x = F.pad(x, (0, n.shape[0] - n_kv), value=-math.inf)
+    else:
+        x, keys = _as_listed(masked(x, a.attn_mask, None, None, False, LOG2E), a)
+        n = torch.arange(x.shape[3], device=q.device)
 
     # The running maximum at the end of a tile decides how the tile's p is rounded; what later
     # tiles do to the accumulator is an exact rescaling. A row that has seen nothing has no maximum.
@@ -61,20 +66,39 @@ def attention(a: AttentionCall, block_n: int = 128) -> tuple[Tensor, Tensor]:
     rescale = torch.where(p > 0, torch.exp2(m - m_last), 0.0)
     l = (p * rescale).sum(-1, keepdim=True)  # [B, H_q, N_q, 1]
     inverse = torch.where(l == 0, 0.0, divide(1.0, l))
+    dtype = torch.bfloat16 if v.dtype == torch.float32 else v.dtype
+    p = p.to(dtype).float() * rescale
+    if keys is not None:
+        p = p.new_zeros(*p.shape[:3], k.shape[2]).scatter_add(3, keys, p)
     if quantized:
-        o = (interleave(p).to(v.dtype).float() * interleave(rescale)) @ v.float().mT
+        o = interleave(p) @ v.float().mT
         of_v = (a.v_scale, a.v_mean)
         v_scale, v_mean = (x.repeat_interleave(heads, 1)[:, :, None] for x in of_v)
         o = o[..., : v_mean.shape[3]] * inverse * v_scale + torch.where(l == 0, 0.0, v_mean)
     else:
-        dtype = v.dtype if v.dtype != torch.float32 else torch.bfloat16
-        p = p.to(dtype).float() * rescale
         v = v.to(dtype).float()
         if a.tile_summary is not None:  # 0 * NaN
             v = torch.where((a.tile_summary > 0).any(2)[..., None], v, 0.0)
         o = p[..., :n_kv] @ v * inverse
     lse = (m_last + l.log2())[..., 0] / LOG2E - math.log(pv.largest)
     return o.to(q.dtype), lse
+
+
+def _as_listed(x: Tensor, a: AttentionCall) -> tuple[Tensor, Tensor]:
+    """x [B, H_q, N_q, N_kv] in the order in which each query's lists name the keys, -inf where they
+    name none, [B, H_q, N_q, all that they have room for]; and the keys, there 0."""
+    n_q, n_kv = x.shape[2:]
+    block, (block_q, block_kv) = torch.arange(n_q, device=x.device), a.blocks.size
+    x_partial = masked(x, None, *a.visibility.band)
+    listed = []
+    for (count, index), each in [*zip(a.blocks.lists, (x_partial, x), strict=False)][::-1]:
+        j = torch.arange(index.shape[3] * block_kv, device=x.device)
+        key = index.long()[:, :, block // block_q].clamp(0, -(-n_kv // block_kv))
+        key = key[..., j // block_kv] * block_kv + j % block_kv
+        names = (j // block_kv < count[:, :, block // block_q, None]) & (key < n_kv)
+        key = torch.where(names, key, 0).expand(*x.shape[:3], -1)
+        listed.append((each.gather(3, key).masked_fill(~names, -math.inf), key))
+    return tuple(torch.cat(each, 3) for each in zip(*listed, strict=True))
 
 
 def _block_scaled(a: AttentionCall, block_n: int) -> tuple[Tensor, Tensor]:

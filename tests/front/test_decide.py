@@ -21,12 +21,15 @@ from torch.nn.attention import (
 
 from sage_inductor import Policy, autotune, cost, measured, options, patterns
 from sage_inductor import settings as asked_for
+from sage_inductor.decide import decide as decide_call
 from sage_inductor.decide import rewrite
 from sage_inductor.measured import Family
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.attention import tiles
+from sage_inductor.ops.visibility import BlockLists
 from sage_inductor.patterns import bands
-from sage_inductor.patterns.call import Band
+from sage_inductor.patterns.call import Band, Call
+from sage_inductor.patterns.graph import Emitter, GraphIndex
 from sage_inductor.policy import Rule
 from sage_inductor.settings import Settings
 
@@ -199,7 +202,7 @@ def test_the_built_in_table_says_what_it_measured():
             assert len(times) >= 12, family
             for recipe in {name for ms in times.values() for name in ms if name in recipes.NAMED}:
                 ours = measured.fits(built_in, family, recipe)[0]
-                assert ours.error < 0.1, (family, recipe, ours.error)
+                assert ours.error < (0.15 if family.kind == "window" else 0.1), (family, recipe, ours.error)
                 for sizes, ms in times.items():
                     if recipe not in ms:
                         continue
@@ -208,6 +211,49 @@ def test_the_built_in_table_says_what_it_measured():
 
 
 FASTER = r"^[12]\.\d\dx SDPA by the fit .[\d.]+ and [\d.]+ ms."
+
+
+def by_lists(monkeypatch, requires_grad=False, shape=(2, 8, 256), **settings):
+    """Of a call by block lists of 128, each of `shape`: q has 2 batches, 8 heads, 32768 rows."""
+    gpu((9, 0), monkeypatch)
+    graph = torch.fx.Graph()
+    with FakeTensorMode():
+        q, out = (
+            torch.empty(2, 32768, 8, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+            for _ in range(2)
+        )
+        lists = [torch.empty(*shape, *w, device="cuda", dtype=torch.int32) for w in ((), (9,))]
+    nodes = [graph.placeholder(f"x{i}") for i in range(3)]
+    anchor = graph.call_function(torch.relu, (nodes[0],))
+    for node, value in zip((*nodes, anchor), (q, *lists, out), strict=True):
+        node.meta["example_value"] = value
+    q, *lists = nodes
+    call = Call(
+        anchor, "flex_attention", Emitter(anchor, GraphIndex(graph)), q, q, q,
+        out.requires_grad_(requires_grad), blocks=BlockLists(*lists, None, None, 128, 128),
+    )  # fmt: skip
+    return decide_call(call, Settings(**settings))
+
+
+@pytest.mark.parametrize(
+    "given, recipe, reason",
+    [
+        ({}, None, "never slower: sage2-8b-per-token by block lists was not measured"),
+        (dict(recipe="sage2-8b"), None, "sage2-8b by block lists was not measured"),
+        (dict(benchmark=Mock(side_effect=AssertionError)), None, "was not measured"),
+        (dict(force=True), "sage2-8b-per-token", "forced"),
+        (dict(force=True, recipe="sage2-4b"), "sage2-4b", "forced"),
+        (dict(force=True, recipe="sage3"), None, "no kernel for block lists with qk="),
+        (dict(force=True, requires_grad=True), None, "training: block lists have no backward"),
+        (dict(force=True, shape=(2, 4, 256)), None, "block lists must have q's batch and heads"),
+        (dict(force=True, shape=(1, 1, 255)), None, "block lists must be for all queries"),
+    ],
+)
+def test_calls_by_block_lists_are_rewritten_only_where_that_is_forced(
+    given, recipe, reason, monkeypatch
+):
+    found = by_lists(monkeypatch, **given)
+    assert found.recipe == recipe and reason in found.reason
 
 
 @pytest.mark.parametrize(
@@ -226,7 +272,7 @@ FASTER = r"^[12]\.\d\dx SDPA by the fit .[\d.]+ and [\d.]+ ms."
         ((1, 4, 4, 65536, 128), (9, 0), {}, "sage2-8b-per-token", FASTER),
         ((4, 32, 32, 16384, 40), (9, 0), {}, "sage2-8b-per-token", FASTER),
         ((4, 32, 32, 16384, 41), (9, 0), {}, "sage2-8b-per-token", FASTER),
-        ((4, 32, 32, 1000, 128), (9, 0), {}, None, "no recipe was ever measured to win with fewer than 1024"),
+        ((4, 32, 32, 1000, 128), (9, 0), {}, None, "^never slower: a call with fewer than 1024 queries or keys$"),
         ((4, 32, 32, 1024, 128), (9, 0), {}, None,
          "^never slower: sage2-8b-per-token with head_dim 128, B\\*H=128 is 0.\\d\\dx SDPA by the fit"),
         ((4, 32, 32, 1024, 128), (9, 0), {"force": True}, "sage2-8b-per-token", "forced"),

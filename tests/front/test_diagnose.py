@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 import sage_inductor
 from sage_inductor import Diagnosis, Policy, diagnose
@@ -595,3 +596,15 @@ def test_dynamo_is_reset_when_the_model_raises():
     with pytest.raises(RuntimeError, match="in the model"):
         diagnose(model, q)
     assert torch.is_grad_enabled() and not torch._dynamo.eval_frame.cached_backends
+
+
+def test_calls_by_block_lists_are_refused_with_a_reason():
+    q, k, v = support.random_qkv(1, 2, N=256)
+    lists = support.block_lists(1, 1, 256, 256, 64, 64, 0.5, unread=0)
+
+    def attend(q, k, v):
+        blocks = BlockMask.from_kv_blocks(*lists[:4], BLOCK_SIZE=64, seq_lengths=(256, 256))
+        return flex_attention(q, k, v, block_mask=blocks)
+
+    (site,) = diagnose(attend, q, k, v, recipes="sage2-8b").unmeasured
+    assert site.reason == "was not run: diagnose knows no exact attention by block lists"

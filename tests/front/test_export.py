@@ -440,11 +440,14 @@ def test_a_package_calls_nothing_that_needs_python(make, device, build):
     assert (kernels > 0) == (device == "cuda")
 
 
-def test_a_sage_op_that_needs_python_is_refused():
+@pytest.mark.parametrize("lists", [False, True], ids=["dense", "lists"])
+def test_a_sage_op_that_needs_python_is_refused(lists):
     class Opaque(nn.Module):
         def forward(self, x):
-            args = arguments(x, x, x, recipe="sage1", is_causal=True)
-            return torch.ops.sage.sdpa(*args[:-1], portable=False)[0]
+            one = x.new_ones(1, 1, 1, dtype=torch.int32)
+            given = dict(kv_num_blocks=one, kv_indices=one[..., None], block_q=128, block_kv=128)
+            args = arguments(x, x, x, recipe="sage1", is_causal=True, **(given if lists else {}))
+            return torch.ops.sage.sdpa(*args)[0]
 
     program = torch.export.export(Opaque(), (torch.randn(1, 2, 64, 64),))
     with pytest.raises(ValueError, match="every sage op must be portable .* got `sdpa`, a call of"):

@@ -74,6 +74,7 @@ def test_the_wheel_is_pure_and_holds_every_module(wheel):
         if p.stem == "__init__"
     }
     data = {"sage_inductor/py.typed", "sage_inductor/lowering/launcher.h"}
+    data |= {f"sage_inductor/tables/{path.name}" for path in measured.BUILT_IN.iterdir()}
     assert packed == sources | data
 
 

@@ -79,7 +79,7 @@ def strings(path):
 
 # What is not a reason, but a part of one, the description of a mask, or why a call is rewritten.
 NOT_REASONS = {
-    "11", "causal1", "window(1, 1)", ", bottom right", "1: 1", "a tensor", "a dynamic number",
+    "11", "blocks of {} x {}", "causal1", "window(1, 1)", ", bottom right", "a tensor", "a dynamic number",
     "flex window", "no recipe", "no backend of SDPA", "; 11 failed: 1", " at 1", "autotuned1",
     "1 with 1, B*H=1", "N >= 1", "1: 1x the fastest of SDPA111",
     "; SDPA's flash attention is 1",
@@ -93,7 +93,8 @@ TEXTS = {
 REASONS = TEXTS - NOT_REASONS
 REASONS |= {
     text
-    for text in strings(ROOT / "ops/attention/tiles.py")
+    for name in ("tiles", "select")
+    for text in strings(ROOT / f"ops/attention/{name}.py")
     if text.startswith(("no kernel", "the Hopper"))
 }
 REASONS |= {
@@ -121,7 +122,7 @@ def test_a_cause_is_known_by_a_whole_reason():
     )
     assert cause_of(slower).short == "SDPA is predicted to be as fast"
     failed = (
-        UNMEASURED.partition("run")[0] + "RuntimeError: 0 sizes could be timed, 5 are needed: E"
+        UNMEASURED.partition("run")[0] + "RuntimeError: 0 sizes were timed, 5 are needed: E"
     )
     assert cause_of(failed).short == "measuring it failed"
     assert "sage_inductor tune" in cause_of(UNMEASURED).remedy

@@ -335,7 +335,7 @@ def test_time_that_is_over_leaves_the_sizes_that_were_timed(timed, gpu, monkeypa
     monkeypatch.setattr(measured.time, "monotonic", lambda: next(now))
     found = measured.measure(gpu, NEW, PER_TOKEN, measured.sizes_of(NEW, measured.FEW), 1, 10)
     assert [sizes[:5] for sizes in found] == list(measured.FEW[:5])
-    with pytest.raises(RuntimeError, match="4 sizes could be timed, 5 are needed: 8 s were over"):
+    with pytest.raises(RuntimeError, match="4 sizes were timed, 5 are needed: 8 s were over"):
         measured.measure(gpu, NEW, PER_TOKEN, measured.sizes_of(NEW, measured.FEW), 1, 8)
 
 
@@ -348,7 +348,7 @@ def test_what_cannot_be_measured_is_tried_once_and_the_reason_kept(timed, gpu, m
     for _ in range(2):
         error = measured.calibrate(gpu, NEW, PER_TOKEN)
         assert error == (
-            "RuntimeError: 0 sizes could be timed, 5 are needed: OutOfMemoryError: 1 GiB"
+            "RuntimeError: 0 sizes were timed, 5 are needed: OutOfMemoryError: 1 GiB"
         )
     assert len(timed) == len(measured.FEW) and predicted(NEW) is None
 

@@ -32,6 +32,7 @@ from sage_inductor.ops.formats import pad_head_dim
 from sage_inductor.ops.quantize.op import quantize_kv_opaque
 from sage_inductor.ops.quantize.smooth import _estimate_kernel as estimate_kernel
 from sage_inductor.ops.recipe import NAMED
+from sage_inductor.ops.visibility import BlockLists
 
 H200 = tiles.Gpu((9, 0), 132)
 PROCESSORS = 132, 1, 78, 114  # of the fake driver's devices
@@ -307,9 +308,10 @@ def contiguous(dtype: torch.dtype, *shape: Facts):
 
 def attention(
     B: Facts, N_q: Facts, N_kv: Facts, recipe: str, D: int, heads=(16, 16), D_v: int | None = None,
-    dtype=torch.bfloat16, q="bnhd", v="bnhd", mask: str | None = None, **given,
+    dtype=torch.bfloat16, q="bnhd", v="bnhd", mask: str | None = None,
+    lists: tuple = (), **given,
 ) -> dict:  # fmt: skip
-    """The arguments of attention_opaque."""
+    """The arguments of attention_opaque. lists: of blocks of 128, for each head or for all."""
     r, f = NAMED[recipe], Facts.of
     H_q, H_kv = map(f, heads)
     D_v = D_v or D
@@ -336,6 +338,16 @@ def attention(
         }[mask]
         attn_mask = contiguous(dtype_of, *of)
         tile_summary = contiguous(torch.uint8, *seen)
+    if lists:
+        one, rows, columns = f(1), (N_q + f(127)) // f(128), (N_kv + f(127)) // f(128)
+        of = {"heads": (B, H_q), "one": (one, one)}
+        tensors = [
+            contiguous(torch.int32, *of[each], rows, *width)
+            for each in lists
+            for width in ((), (columns,))
+        ]
+        names = BlockLists(*tensors, *[None] * (4 - len(tensors)), 128, 128)
+        given |= names._asdict()
     call = AttentionCall(
         tensor(dtype, shape, strides(q, shape)), k, k_scale, codes, D**-0.5,
         N_kv, r.encode(), v_scale=v_scale, v_mean=v_mean,
@@ -388,6 +400,8 @@ ATTENTION = {  # name -> B, N, the others of `attention`
     "bias": (Facts(1, 64), SHORT, dict(recipe=FP8, D=128, mask="bias", q="chunked")),
     "window": (Facts(1, 64), SHORT, dict(recipe=FP8, D=128, left=1024, right=0, out_bnhd=True)),
     "bottom_right": (Facts(1, 64), ANY, dict(recipe=FP8, D=128, heads=(32, 8), right=0, bottom_right=True)),
+    "lists": (Facts(1, 64), SHORT, dict(recipe=FP8, D=128, lists=("heads", "heads"))),
+    "lists_of_one": (Facts(1, 64), SHORT, dict(recipe=FP8, D=64, lists=("one",), **CAUSAL)),
     "band": (Facts(1, 64), SHORT, dict(recipe="sage2-8b", D=64, left=5, right=7, bottom_right=True)),
 }  # fmt: skip
 QUANTIZE = {
@@ -410,7 +424,9 @@ KERNELS = {
     "keys": {_HOPPER, *_OF_MASK},
     "rows": {_HOPPER, _PORTABLE, *_OF_MASK},
     "keys_256": {_HOPPER, *_OF_MASK},
-    **dict.fromkeys(["every_other", "portable", "bias", "band"], {_PORTABLE}),
+    **dict.fromkeys(
+        ["every_other", "portable", "bias", "band", "lists", "lists_of_one"], {_PORTABLE}
+    ),
     "d64_causal": {_HOPPER, _PORTABLE},
     **dict.fromkeys(["d64", "b16_unaligned"], {_HOPPER, _PORTABLE, _SPLIT}),
     **dict.fromkeys(
@@ -447,7 +463,8 @@ def library(tmp_path_factory):
 def drawn(name: str, rng: random.Random) -> tuple[dict, int]:
     """Arguments, and a device."""
     B, _, options = (ATTENTION | QUANTIZE)[name]
-    least = 2 if "mask" in options else 1  # of 1, Python's mask has other strides: see below
+    # Of 1, Python's masks and lists have other strides: see below.
+    least = 2 if "mask" in options or "lists" in options else 1
     lengths = LENGTHS[least - 1 :]
     N_q = rng.choice(lengths) if rng.random() < 0.8 else rng.randint(2, 9000)
     N_kv = N_q if rng.random() < 0.6 else rng.choice(lengths)

@@ -31,7 +31,7 @@ from sage_inductor.ops.attention.select import Problem, hopper_tile, select
 from sage_inductor.ops.formats import pad_head_dim
 from sage_inductor.ops.quantize import keys, nvfp4, one_pass, smooth, values
 from sage_inductor.ops.recipe import NAMED
-from sage_inductor.ops.visibility import Visibility
+from sage_inductor.ops.visibility import BlockLists, Visibility
 
 ROOT = Path(__file__).parents[2]
 SHARED_MEMORY = {  # bytes that a program may have
@@ -49,15 +49,18 @@ OF_128 = pytest.param(128, marks=on_every_triton)
 
 def compile_attention(
     architecture, recipe, D=128, is_causal=True, tma=False, mask=0, additive=False, left=-1,
-    **options,
+    blocks=None, full=True, **options,
 ):  # fmt: skip
+    """blocks: (block_q, block_kv) of lists; full: they name full blocks, too."""
     r = NAMED[recipe]
     tile = tiles.tile(architecture, r.qk, r.pv, D, mask > 0)
+    tile = tiles.of_blocks(tile, *blocks) if blocks else tile
     fp8, BLOCK_D = r.pv == "fp8", pad_head_dim(D)
     qk = {"fp8": "fp8e4nv", "int8": "i8", "int4": "u8"}[r.qk]
     types = dict(
         Q="*bf16", Q_mean="*bf16", Delta="*bf16", K=f"*{qk}", K_scale="*fp32", V="*fp8e4nv" if fp8 else "*bf16", V_scale="*fp32",
         V_mean="*fp32", Out="*bf16", Lse="*fp32", Mask="*bf16" if additive else "*i1", Seen="*u8",
+        **dict.fromkeys(("Kv_count", "Kv_index", "Full_count", "Full_index"), "*i32" if blocks else "*bf16"),
     )  # fmt: skip
     if tma:
         width = BLOCK_D // 2 if r.qk == "int4" else BLOCK_D
@@ -68,7 +71,8 @@ def compile_attention(
     constexprs = dict(
         D=D, D_V=D, SCALE=D**-0.5, LEFT=left, RIGHT=0 if is_causal else -1, BOTTOM_RIGHT=left >= 0,
         MASK=mask, ADDITIVE=additive, QK_MAX=r.of_qk.largest, FP8=fp8, TMA=tma, BLOCK_DV=BLOCK_D, stride_mn=1,
-        Q_ROWS=r.sharing.q_span // r.sharing.q_groups, GROUPS=r.sharing.k_groups,
+        BLOCK_Q=blocks[0] if blocks else 0, BLOCK_KV=blocks[1] if blocks else 0,
+        FULL=blocks is not None and full, Q_ROWS=r.sharing.q_span // r.sharing.q_groups, GROUPS=r.sharing.k_groups,
         BLOCK_M=tile.BLOCK_M,
         BLOCK_N=tile.BLOCK_N, BLOCK_D=BLOCK_D, NUM_STAGES=tile.num_stages,
         stride_qd=1, stride_vd=1,
@@ -120,6 +124,17 @@ def test_attention_compiles_to_the_matrix_instructions(architecture, recipe, D, 
     ]
     assert all(any(meant in x for x in products) for meant in (q_k, p_v))
     assert all(q_k in x or p_v in x for x in products), products
+
+
+@pytest.mark.parametrize("blocks", [(128, 128), (64, 192)], ids=str)
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=str)
+def test_attention_by_block_lists_keeps_its_tiles_in_registers(architecture, blocks):
+    """At most 16 bytes a thread when this was written, with lists of full and of partial blocks."""
+    recipe = "sage2-8b-per-token" if architecture >= (8, 9) else "sage1-per-token"
+    tma = architecture == (9, 0)
+    compiled = compile_attention(architecture, recipe, tma=tma, blocks=blocks)
+    assert compiled.metadata.shared <= SHARED_MEMORY[architecture]
+    assert stack_bytes(compiled.asm["cubin"]) <= 16
 
 
 @pytest.mark.parametrize("D", [64, 128])
@@ -264,13 +279,13 @@ def calls():
     q, k, v = (torch.randn(2, 300, 4, 128, dtype=torch.bfloat16).transpose(1, 2) for _ in range(3))
     wide = torch.empty(2, 300, 4, 129, dtype=torch.bfloat16).transpose(1, 2)
     every = torch.ones(2, 1, 1, 300, dtype=torch.bool)
-    mask, bias = (
-        Visibility.of(x, (None, None, False), 300, 64)._asdict() for x in (every, every.bfloat16())
-    )
+    mask, bias = (Visibility.of(x, (None, None, False), 300, 64) for x in (every, every.bfloat16()))
+    lists = torch.ones(1, 1, 3, dtype=torch.int32), torch.ones(1, 1, 3, 2, dtype=torch.int32)
+    lists = BlockLists(*lists, block_q=128, block_kv=128)
     apart = torch.empty(*q.shape, 2, dtype=q.dtype)[..., 0]
 
-    def call(recipe="sage2-8b-per-token", **given):
-        return attention_call(q, k, v, recipe)._replace(**given)
+    def call(recipe="sage2-8b-per-token", visibility=None, **given):
+        return attention_call(q, k, v, recipe, visibility)._replace(**given)
 
     def of_v(v):
         return call("sage1-per-token", v=v), False
@@ -283,10 +298,11 @@ def calls():
         "INT4 k": (call("sage2-4b"), False),
         "FP8 k": (call("sage2-8b-fp8qk"), False),
         "another granularity": (call("sage2-8b"), False),
-        "a mask": (call(**mask), True),
-        "a mask and a band": (call(**mask | {"right": 0}), True),
-        "a bias": (call(**bias), False),
-        "16-bit v with a mask": (call("sage1-per-token", **mask), False),
+        "a mask": (call(visibility=mask), True),
+        "a mask and a band": (call(visibility=mask, right=0), True),
+        "a bias": (call(visibility=bias), False),
+        "16-bit v with a mask": (call("sage1-per-token", mask), False),
+        "block lists": (call(visibility=Visibility(blocks=lists)), False),
         "a window": (call(left=9, right=0), True),
         "16-bit v in a window": (call("sage1-per-token", left=9, right=5), True),
         "a wider band": (call(right=1), True),

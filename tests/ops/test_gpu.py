@@ -6,6 +6,7 @@ bias and v a mean, because random normal inputs hide wrong smoothing and one-lev
 
 import functools
 import math
+import random
 import re
 import threading
 
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 import triton
 from support import arguments, attention_call, exactly, relative_l1, relative_l2, sdpa
 from torch._inductor.utils import run_and_get_code
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.profiler import ProfilerActivity, profile
 from torch.testing import assert_close
 
@@ -37,7 +39,7 @@ from sage_inductor.ops.quantize.smooth import launch_estimate
 from sage_inductor.ops.recipe import NAMED, Recipe
 from sage_inductor.ops.reference import attention as emulation
 from sage_inductor.ops.reference import quantize as reference
-from sage_inductor.ops.visibility import Visibility
+from sage_inductor.ops.visibility import BLOCK_SIZES, Visibility
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 
@@ -290,6 +292,91 @@ def check_kernel(op, recipe, name, band, shape, scale=0.1, D_v=None):
     assert_close(lse, lse_ref, rtol=1e-5, atol=atol)
     again = op(*a)
     assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+
+
+# -- block lists ----
+
+
+@pytest.mark.parametrize("seed", range(150))
+@both_ops
+def test_attention_by_block_lists(op, seed):
+    """Densities from 2 to 100 %, empty rows, duplicates, tails, GQA, bands, masks, block sizes."""
+    check_lists(op, seed)
+
+
+def check_lists(op, seed: int, longest: int = 1500) -> None:
+    """The kernel of one random call and its emulation, as `check_kernel` compares them; what lies
+    beyond a list's count is no block."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    recipe = draw.choice([name for name, r in NAMED.items() if not r.of_qk.block_scaled])
+    r, portable = NAMED[recipe], op is attention
+    sizes = [size for size in BLOCK_SIZES if size % r.sharing.q_span == 0]
+    size = draw.choice(sizes), draw.choice(BLOCK_SIZES)
+    H_q, H_kv, D = *draw.choice([(4, 4), (4, 2), (3, 1)]), draw.choice([64, 72, 128, 256])
+    N_q, N_kv = (draw.randint(1, longest) for _ in range(2))
+    masked, band = draw.random() < 0.3, draw.choice(list(BANDS.values()))
+    problem = Problem(torch.cuda.get_device_capability(), r, D, masked, portable, size)
+    kernel, tile = select(problem)
+    if not portable and kernel.traced:
+        pytest.skip(f"the tile of {recipe} asks for no register cap here")
+    q, k, v = qkv(2, H_q, H_kv, N_q, N_kv, D)
+    density = draw.choice([0.02, 0.1, 0.3, 0.5, 0.9, 1])
+    B, H, full = draw.choice([1, 2]), draw.choice([1, H_q]), draw.random() < 0.7
+    lists = support.block_lists(B, H, N_q, N_kv, *size, density, full, "cuda")
+    attn_mask = torch.rand(2, 1, 1, N_kv, device="cuda") > 0.3 if masked else None
+    visibility = Visibility.of(attn_mask, band, N_kv, tile.BLOCK_M, lists)
+    a = attention_call(q, k, v, recipe, visibility, 0.1)
+    out, lse = op(*a)
+    out_ref, lse_ref = emulation.attention(a, tile.BLOCK_N)
+    empty = lse_ref == -math.inf
+    assert out.isfinite().all() and (out[empty] == 0).all() and (lse[empty] == -math.inf).all()
+    few, atol = 1e-3, 1e-4
+    if r.qk == "fp8":
+        few, atol = 4e-3, 1e-4 + 2**-10 * lse_ref.nan_to_num(neginf=0.0).abs().max().item()
+    assert (out.double() - out_ref.double()).norm() <= few * out_ref.double().norm()
+    assert_close(lse, lse_ref, rtol=1e-5, atol=atol)
+    again = op(*a)
+    assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+
+
+def test_a_cuda_graph_replays_on_new_block_lists():
+    q, k, v = qkv(1, 4, 2, 1000, 1000, 128)
+    size, recipe = (128, 64), "sage2-8b-per-token"
+    lists = support.block_lists(1, 4, 1000, 1000, *size, 1, device="cuda")
+    sdpa(q, k, v, recipe=recipe, **lists._asdict())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = sdpa(q, k, v, recipe=recipe, **lists._asdict())
+    for density in (0.05, 0.3, 1):
+        new = support.block_lists(1, 4, 1000, 1000, *size, density, device="cuda")
+        for x, y in zip(lists[:4], new[:4], strict=True):
+            x.copy_(y)
+        graph.replay()
+        expected = sdpa(q, k, v, recipe=recipe, **new._asdict())
+        assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_flex_attention_by_block_lists_is_what_inductor_compiles(mode):
+    """Its lists are cut where they have more tiles than there are keys: without duplicates."""
+    q, k, v = qkv(1, 4, 4, 1024, 1024, 128)
+
+    def function(q, k, v, *lists):
+        blocks = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=128, seq_lengths=(1024, 1024))
+        return flex_attention(q, k, v, block_mask=blocks)
+
+    ours = torch.compile(function, backend="sage", mode=mode)
+    theirs = torch.compile(function)
+    for density in (0.2, 0.6):
+        named = torch.rand(1, 4, 8, 8, device="cuda") < density
+        count, index = named.sum(-1).int(), named.int().argsort(-1, descending=True).int()
+        lists = torch.zeros_like(count), index, count, index
+        with torch.no_grad(), sage_inductor.config.patch(force=True):
+            out, expected = ours(q, k, v, *lists).clone(), theirs(q, k, v, *lists)
+        assert relative_l1(out, expected) < 0.05
+        assert (out[expected == 0] == 0).all()
+    assert sage_inductor.report()[0].recipe == "sage2-8b-per-token"
 
 
 # -- the Hopper kernel ----

@@ -24,7 +24,7 @@ from sage_inductor.ops import visibility
 from sage_inductor.ops.attention import triton as triton_kernel
 from sage_inductor.ops.attention.hopper import blocks, plan
 from sage_inductor.ops.attention.hopper import kernel as hopper
-from sage_inductor.ops.attention.tiles import Tile
+from sage_inductor.ops.attention.tiles import Tile, of_blocks
 from sage_inductor.ops.formats import E4M3_MAX, Prepared
 from sage_inductor.ops.launch import launch_traced
 from sage_inductor.ops.quantize import nvfp4
@@ -34,6 +34,7 @@ from sage_inductor.ops.quantize.smooth import launch_estimate, launch_smooth
 from sage_inductor.ops.quantize.values import launch_v
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.reference import quantize as reference
+from sage_inductor.ops.visibility import BlockLists
 
 pytestmark = [
     pytest.mark.skipif(
@@ -327,6 +328,52 @@ def test_a_row_of_nothing_but_the_lowest_number_averages_over_all_keys(recipe, d
     mean = v.double().mean(2, keepdim=True)
     assert relative_l2(out[:, :, 3:7], mean.expand(2, 1, 4, 16)) < 0.05
     assert relative_l2(out, expected) < 2e-3
+
+
+@pytest.mark.parametrize("seed", range(64))
+def test_attention_by_block_lists(seed):
+    """Densities from 2 to 100 %, empty rows, duplicates, tails, GQA, bands, masks, block sizes."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    recipe = draw.choice([*RECIPES[:4], "sage1-per-token"])
+    r, size = NAMED[recipe], [draw.choice(visibility.BLOCK_SIZES) for _ in range(2)]
+    (H_q, H_kv), D = draw.choice([(4, 2), (2, 2), (3, 1)]), draw.choice([16, 64, 80])
+    N_q, N_kv = (draw.randint(1, 400) for _ in range(2))
+    q, k, v = qkv(H_q, H_kv, N_q, N_kv, D)
+    q = rounded_alike(q, r.qk)
+    density = draw.choice([0.02, 0.1, 0.3, 0.5, 1])
+    lists = support.block_lists(
+        draw.choice([1, 2]), draw.choice([1, H_q]), N_q, N_kv, *size, density, draw.random() < 0.7
+    )
+    attn_mask = draw.choice([None, None, torch.rand(2, 1, 1, N_kv) > 0.3])
+    tile = Tile(64, 128, 4, 2) if r.pv == "fp8" else Tile(128, 64, 8, 2)
+    tile = of_blocks(tile, *size)
+    (out, lse), (expected, expected_lse) = run_portable(
+        q, k, v, recipe, tile, 0.1, attn_mask, draw.choice(BANDS), tma=draw.random() < 0.5,
+        blocks=lists,
+    )  # fmt: skip
+    assert_close(lse, expected_lse, rtol=1e-4, atol=0.02)
+    empty = expected_lse == -math.inf
+    assert (out[empty] == 0).all() and out.isfinite().all()
+    if not empty.all():
+        assert relative_l2(out, expected) < (1e-2 if r.pv == "fp8" else 2e-3)
+
+
+def test_indices_beyond_the_keys_name_no_key_and_counts_beyond_a_list_end_with_it():
+    q, k, v = qkv(1, 1, 64, 130, 16)
+    tile = Tile(64, 64, 4, 2)
+
+    def run(counts, indices):
+        lists = [torch.tensor(x, dtype=torch.int32)[None, None] for x in (counts, indices)]
+        return run_portable(
+            q, k, v, "sage1-per-token", tile, blocks=BlockLists(*lists, None, None, 64, 128)
+        )
+
+    (out, lse), (expected, expected_lse) = run([9], [[5, 1, 2**30]])
+    assert_close(lse, expected_lse, rtol=1e-4, atol=0.02)
+    assert relative_l2(out, expected) < 2e-3
+    (alone, _), _ = run([1], [[1, 0, 0]])
+    assert torch.equal(out, alone)
 
 
 def check_masked(make, band, recipe, N_q, N_kv, D, D_v):

@@ -25,7 +25,7 @@ DOUBLED = (2, 2 * MAX_ROWS)
 ARGUMENTS = {  # what the launchers pass; the rest (strides) may be any 32-bit number
     "H": HEADS, "H_q": HEADS, "H_kv": HEADS, "heads": HEADS, "N": ROWS, "N_q": ROWS, "N_kv": ROWS,
     "N2": DOUBLED, "N2_q": DOUBLED, "N2_kv": DOUBLED, "N_pad": (128, MAX_ROWS + 127),
-    "D2": (2, 512), "D2_V": (2, 512),
+    "D2": (2, 512), "D2_V": (2, 512), "kv_width": (1, MAX_ROWS // 64), "full_width": (1, MAX_ROWS // 64),
 }  # fmt: skip
 # The Hopper kernel's loops carry a tile's place from one tile to the next, which intervals cannot
 # follow. Its row is at most a tile beyond N_q, its blocks of keys at most MAX_ROWS / 128, and a head of q one of
@@ -273,6 +273,12 @@ KERNELS = {
             (0, False, -1, True, False), (2, True, -1, False, False), (2, False, 9, True, False),
             (1, False, -1, False, False), (0, False, -1, False, True),
         )
+    },
+    **{
+        f"{recipe} by lists of {blocks}": lambda r=recipe, b=blocks: kernels.compile_attention(
+            SM90, r, mask=1, blocks=b
+        )
+        for recipe, blocks in (("sage2-8b", (64, 64)), ("sage1", (128, 256)), ("sage2-4b", (64, 192)))
     },
     **{
         f"nvfp4 {v}": lambda v=v: kernels.compile_nvfp4.__wrapped__(SM90, 128, v[3], *v[:3])

@@ -1,16 +1,20 @@
 """The ops as torch sees them: registration, fake outputs, errors, gradients, autocast."""
 
+import math
+import random
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import support
 import torch
 import torch.nn.functional as F
 import triton
-from support import arguments, attention_call, exactly, qkv, relative_l1, sdpa
+from support import arguments, attention_call, exactly, qkv, relative_l1, relative_l2, sdpa
 from torch._functorch.aot_autograd import aot_function, make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.testing import assert_close
 from triton.backends.compiler import GPUTarget
 
@@ -33,7 +37,7 @@ from sage_inductor.ops.recipe import NAMED, Recipe, decode
 from sage_inductor.ops.reference import attention as emulation
 from sage_inductor.ops.reference import quantize as reference
 from sage_inductor.ops.sdpa import SdpaCall, compose
-from sage_inductor.ops.visibility import Visibility
+from sage_inductor.ops.visibility import BlockLists, Visibility
 
 RECIPES = list(NAMED)
 
@@ -361,7 +365,7 @@ def test_the_arguments_of_saved_programs_are_what_was_declared():
     }
     assert (recipes.MEANING, names) == (1, {
         "sdpa": ["q", "k", "v", "attn_mask", "prepared", "left", "right", "bottom_right", "scale",
-                 "recipe", "warpgroups", "out_bnhd", "portable"],
+                 "recipe", "warpgroups", "out_bnhd", "portable", *BlockLists._fields],
         "prepare": ["k", "v", "attn_mask", "recipe", "portable"],
     })  # fmt: skip
 
@@ -594,3 +598,84 @@ def test_a_summary_for_other_tiles_is_refused():
     assert strides == [200 * 70, 0, 70, 1, 5 * 70, 0, 70]
     with pytest.raises(ValueError, match="must have 3 rows for tiles of 128 queries, got 5"):
         a.mask_arguments(128)
+
+
+# -- block lists ----
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_attention_by_block_lists_is_exact_attention_of_what_they_name(seed):
+    """A block that is named twice counts twice; the band holds for the partial blocks alone."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    size = [draw.choice(visibility.BLOCK_SIZES) for _ in range(2)]
+    N_q, N_kv = (draw.randint(1, 600) for _ in range(2))
+    B, H, density, full = (draw.choice(x) for x in ((1, 2), (1, 4), (0.1, 0.5, 1), (False, True)))
+    lists = support.block_lists(B, H, N_q, N_kv, *size, density, full)
+    bands = (None, None, False), (None, 0, False), (None, 0, True), (70, 0, False), (30, 20, True)
+    left, right, bottom_right = draw.choice(bands)
+    band = dict(left=left, right=right, bottom_right=bottom_right)
+    attn_mask = draw.choice([None, torch.rand(2, 1, 1, N_kv) > 0.3])
+    q, k, v = qkv(2, 4, 2, N_q, N_kv, 64)
+    for recipe in ("sage2-8b", "sage2-8b-per-token", "sage1-per-token", "sage2-4b"):
+        given = dict(attn_mask=attn_mask, **band)
+        out, lse = sdpa(q, k, v, recipe=recipe, **given, **lists._asdict())
+        expected, expected_lse = exactly(q, k, v, False, 0.125, **given, blocks=lists)
+        empty = expected_lse == -math.inf
+        assert torch.equal(lse == -math.inf, empty) and (out[empty] == 0).all()
+        if not empty.all():
+            assert relative_l2(out, expected) < (0.05 if recipe == "sage2-4b" else 0.01)
+            atol = 1 if recipe == "sage2-4b" else 0.1
+            assert_close(lse[~empty].double(), expected_lse[~empty], rtol=0, atol=atol)
+
+
+def test_block_lists_without_duplicates_are_flex_attentions_mask():
+    """In eager mode flex reads no lists: it gets a mask_mod that says the same."""
+    q, k, v = qkv(1, 4, 2, 300, 400, 64)
+    named = torch.rand(1, 4, 5, 7) < 0.5
+    named[:, :, :, 0] = True
+    count, index = named.sum(-1).int(), named.int().argsort(-1, descending=True).int()
+    out, _ = sdpa(
+        q, k, v, recipe="sage1-per-token", kv_num_blocks=count, kv_indices=index, block_q=64,
+        block_kv=64, right=0,
+    )  # fmt: skip
+
+    def mask_mod(b, h, i, j):
+        return named[b, h, i // 64, j // 64] & (j <= i)
+
+    mask = create_block_mask(mask_mod, 1, 4, 300, 400, device="cpu")
+    expected = flex_attention(q, k, v, block_mask=mask, scale=0.125, enable_gqa=True)
+    assert relative_l2(out, expected) < 5e-3
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (dict(block_q=32), r"block_q and block_kv must be of \(64, .* got \(32, 128\)"),
+        (dict(kv_indices=torch.zeros(1, 1, 1, 2).long()), "block lists must be int32, got .*int64"),
+        (dict(kv_num_blocks=torch.zeros(3, 1, 1).int()), "block lists must be .B or 1, H_q or 1"),
+        (dict(kv_indices=torch.zeros(1, 1, 2, 2).int()), "block lists must be .B or 1, H_q or 1"),
+        (
+            dict(full_kv_num_blocks=torch.zeros(1, 1, 2).int(),
+                 full_kv_indices=torch.zeros(1, 1, 2, 1).int()),
+            "block lists must be .B or 1, H_q or 1",
+        ),
+        (dict(q=qkv(N_q=129)[0]), "block lists must be for 129 queries, got 128"),
+        (dict(recipe="sage3"), "no kernel for block lists with qk="),
+        (dict(recipe="sage1", block_q=64), "of 64 queries where 128 share a scale"),
+    ],
+)  # fmt: skip
+def test_block_lists_are_checked(given, message):
+    q, k, v = qkv(N_q=64 if given.get("block_q") == 64 else 65)
+    lists = dict(kv_num_blocks=torch.ones(1, 1, 1).int(), kv_indices=torch.zeros(1, 1, 1, 2).int())
+    call = dict(q=q, k=k, v=v, block_q=128, block_kv=128) | lists | given
+    with pytest.raises((ValueError, TypeError), match=message):
+        sdpa(call.pop("q"), call.pop("k"), call.pop("v"), **call)
+
+
+def test_there_is_no_gradient_through_block_lists():
+    q, k, v = (x.requires_grad_() for x in qkv())
+    lists = support.block_lists(1, 1, 65, 70, 128, 128, 1)
+    out, _ = sdpa(q, k, v, **lists._asdict())
+    with pytest.raises(NotImplementedError, match="block lists has no backward"):
+        out.sum().backward()

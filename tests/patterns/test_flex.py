@@ -1,6 +1,9 @@
-"""flex_attention calls that are attention under a band: which are found, and that they are.
+"""flex_attention calls that are attention under a band, or by block lists: which are found, and that
+they are.
 
-`found` replaces what was found by SDPA under the claimed band and compares with eager flex.
+`found` replaces what was found by SDPA under the claimed band and compares with eager flex. That
+does not read block lists (torch 2.13): rewritten calls by lists are compared with exact attention
+and with what Inductor compiles.
 """
 
 import gc
@@ -13,12 +16,16 @@ import torch.nn.functional as F
 from support import band_mask, run_seen
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+import sage_inductor
 from sage_inductor import cost
-from sage_inductor.decide import _kind
+from sage_inductor.decide import _kind, rewrite
+from sage_inductor.ops.reference.exact import attention_exact
+from sage_inductor.ops.visibility import BlockLists
 from sage_inductor.patterns import flex
 from sage_inductor.patterns.call import CAUSAL, FULL, Band
 from sage_inductor.patterns.flex import find
 from sage_inductor.patterns.graph import GraphIndex
+from sage_inductor.settings import Settings
 
 
 def causal(b, h, i, j):
@@ -43,7 +50,8 @@ def find_all(graph) -> list:
 
 
 def found(function, *inputs, **options):
-    """(band, reason) of the only call, which is replaced where a band was found."""
+    """(band, reason) of the only call, which is replaced where a band was found. By block lists:
+    ((band, their size), None)."""
     calls = []
 
     def see(gm):
@@ -51,7 +59,7 @@ def found(function, *inputs, **options):
         calls.append(call)
         assert GraphIndex(gm.graph).functorch_depth(call.node) == 0
         assert tuple(call.out.shape) == tuple(call.node.meta["example_value"].shape)
-        if call.refused:
+        if call.refused or call.blocks.size:
             return
 
         def attention(q, k, v):
@@ -70,7 +78,12 @@ def found(function, *inputs, **options):
 
     out = run_seen(function, *inputs, see=see, **options)
     torch.testing.assert_close(out, function(*inputs))
-    return None if calls[-1].refused else calls[-1].band, calls[-1].refused
+    return meaning(calls[-1])
+
+
+def meaning(call):
+    visible = (call.band, call.blocks.size) if call.blocks.size else call.band
+    return None if call.refused else visible, call.refused
 
 
 def random_qkv(N=300, N_kv=None, H=2, H_kv=2):
@@ -149,15 +162,39 @@ def test_a_captured_tensor_is_refused():
     assert found(function, *random_qkv(), torch.arange(300) // 100) == (None, reason)
 
 
-def test_a_block_mask_made_outside_is_refused():
+BY_LISTS = (CAUSAL, (128, 128)), None
+
+
+def test_a_block_mask_made_outside_is_data():
     blocks = create_block_mask(causal, None, None, 300, 300, device="cpu")
+    function = lambda q, k, v: flex_attention(q, k, v, block_mask=blocks)  # noqa: E731
+    assert found(function, *random_qkv()) == BY_LISTS
+
+
+def test_a_block_mask_of_dynamic_lengths_is_data():
+    assert found(masked(causal), *random_qkv(), dynamic=True) == BY_LISTS
+
+
+def test_blocks_of_another_size_are_refused():
+    blocks = create_block_mask(causal, None, None, 300, 300, device="cpu", BLOCK_SIZE=(128, 32))
     band, reason = found(lambda q, k, v: flex_attention(q, k, v, block_mask=blocks), *random_qkv())
-    assert band is None and "made outside the compiled function is data" in reason
+    assert band is None
+    assert reason == "a BlockMask must have blocks of (64, 128, 192, 256), got (128, 32)"
 
 
-def test_a_block_mask_of_dynamic_lengths_is_refused():
-    reason = "a BlockMask of dynamic lengths cannot be evaluated"
-    assert found(masked(causal), *random_qkv(), dynamic=True) == (None, reason)
+def test_a_block_mask_that_cannot_be_run_here_is_data():
+    def function(q, k, v):
+        counts = torch.tensor([3, 3, 3]).sub(torch.linalg.cholesky(-torch.eye(3))[0, 0].int())
+        index = torch.arange(3, dtype=torch.int32).expand(1, 1, 3, 3)
+        blocks = BlockMask.from_kv_blocks(
+            counts.int()[None, None], index, mask_mod=causal, seq_lengths=(300, 300)
+        )
+        return flex_attention(q, k, v, block_mask=blocks)
+
+    calls = []
+    with pytest.raises(torch.linalg.LinAlgError):
+        run_seen(function, *random_qkv(), see=lambda gm: calls.extend(find_all(gm.graph)))
+    assert [meaning(call) for call in calls] == [BY_LISTS]
 
 
 def test_another_mask_is_refused():
@@ -199,16 +236,15 @@ def from_blocks(partial, full=None):
         ([[0], [0, 1]], [[], [0]], False),  # a block is seen twice
     ],
 )
-def test_listed_blocks_must_be_those_of_the_band(partial, full, valid):
-    reason = "the BlockMask's blocks are not those of its mask_mod"
-    expected = (CAUSAL, None) if valid else (None, reason)
+def test_listed_blocks_are_data_unless_they_are_those_of_the_band(partial, full, valid):
+    expected = (CAUSAL, None) if valid else BY_LISTS
     calls = []
     run_seen(
         from_blocks(partial, full),
         *random_qkv(256),
         see=lambda gm: calls.extend(find_all(gm.graph)),
     )
-    assert [(None if call.refused else call.band, call.refused) for call in calls] == [expected]
+    assert [meaning(call) for call in calls] == [expected]
 
 
 def test_one_listed_block_is_all_there_is_only_up_to_its_size():
@@ -222,18 +258,17 @@ def test_one_listed_block_is_all_there_is_only_up_to_its_size():
         )
         return flex_attention(q, k, v, block_mask=blocks)
 
-    reason = "the BlockMask's blocks are not those of its mask_mod"
-    assert found(function, *random_qkv(128, 256)) == (None, reason)
+    assert found(function, *random_qkv(128, 256)) == ((FULL, (128, 128)), None)
 
 
-def test_a_block_mask_of_random_numbers_is_refused():
+def test_a_block_mask_of_random_numbers_is_data():
     def function(q, k, v):
         index = torch.randperm(2, dtype=torch.int32).expand(1, 1, 2, 2)
         counts = torch.full((1, 1, 2), 2, dtype=torch.int32)
         blocks = BlockMask.from_kv_blocks(counts, index, BLOCK_SIZE=128, mask_mod=causal)
         return flex_attention(q, k, v, block_mask=blocks)
 
-    assert found(function, *random_qkv(256)) == (None, "a BlockMask of random numbers is data")
+    assert found(function, *random_qkv(256)) == BY_LISTS
 
 
 def test_a_used_logsumexp_is_refused():
@@ -241,10 +276,9 @@ def test_a_used_logsumexp_is_refused():
     assert found(function, *random_qkv()) == (None, "the logsumexp or the maxima are used")
 
 
-def test_a_block_mask_too_large_to_evaluate_is_refused(monkeypatch):
+def test_a_block_mask_too_large_to_evaluate_is_data(monkeypatch):
     monkeypatch.setattr("sage_inductor.patterns.flex.MAX_EVALUATED", 1000)
-    reason = "a BlockMask this large is not evaluated: 300 x 300"
-    assert found(masked(causal), *random_qkv()) == (None, reason)
+    assert found(masked(causal), *random_qkv()) == BY_LISTS
 
 
 def test_exported_calls_are_found():
@@ -303,3 +337,118 @@ def test_a_window_that_flex_computes_is_not_measured_by_sdpas_mask():
 
     run_seen(masked(window), *random_qkv(256), see=see)
     assert "flex window" not in cost.TIMED
+
+
+# -- rewritten calls by block lists ----
+
+
+EMULATE = {"sage.emulate": True, "sage.recipe": "sage1-per-token"}
+
+
+def rewritten(function, *inputs, **options):
+    """What `function` returns with its only call rewritten."""
+    torch._dynamo.reset()
+    with torch.no_grad():
+        out = torch.compile(function, backend="sage", options=EMULATE, **options)(*inputs)
+    (site,) = sage_inductor.report()
+    assert (site.spelling, site.recipe) == ("flex_attention", "sage1-per-token"), site.reason
+    return out, site
+
+
+def listed(lists, mask_mod=None, lengths=None, **options):
+    """flex_attention by BlockLists, made into a BlockMask outside."""
+    blocks = BlockMask.from_kv_blocks(
+        *lists[:4], BLOCK_SIZE=lists.size, mask_mod=mask_mod, seq_lengths=lengths
+    )
+    return lambda q, k, v: flex_attention(q, k, v, block_mask=blocks, **options)
+
+
+def exact(q, k, v, lists, band=FULL):
+    return attention_exact(
+        q, k, v, q.shape[3] ** -0.5, None, band.left, band.right, band.bottom_right, lists
+    )[0]
+
+
+@pytest.mark.parametrize("mask_mod, band", [(None, FULL), (causal, CAUSAL), (window, Band(99, 0))])
+@pytest.mark.parametrize("size", [(128, 128), (64, 64), (192, 256)], ids=str)
+def test_lists_made_outside_are_operands(mask_mod, band, size):
+    """Duplicates, empty rows, tails, a head of its own each; full blocks that the band cuts."""
+    q, k, v = random_qkv(300, 400, 4)
+    lists = support.block_lists(1, 4, 300, 400, *size, 0.5, unread=0)
+    function = listed(lists, mask_mod, (300, 400), enable_gqa=True)
+    out, site = rewritten(function, q, k, v)
+    assert support.relative_l2(out, exact(q, k, v, lists, band)) < 2e-2
+    assert f"blocks of {size[0]} x {size[1]}" in site.mask
+
+
+def test_lists_made_inside_of_q_and_k_are_operands():
+    """As NABLA: the blocks of the highest pooled scores, all of them full."""
+
+    def function(q, k, v):
+        pooled_q, pooled_k = (x.unflatten(2, (-1, 64)).mean(3) for x in (q, k))
+        index = (pooled_q @ pooled_k.mT).argsort(-1, descending=True).int()
+        counts = 1 + (torch.arange(6, device=q.device) % 3).expand(1, 2, 6).int()
+        blocks = BlockMask.from_kv_blocks(
+            torch.zeros_like(counts), index, counts, index, BLOCK_SIZE=64
+        )
+        made.append((counts, index))
+        return flex_attention(q, k, v, block_mask=blocks)
+
+    made = []
+    q, k, v = random_qkv(384)
+    function(q, k, v)
+    lists = BlockLists(torch.zeros_like(made[0][0]), made[0][1], *made[0], 64, 64)
+    out, _ = rewritten(lambda q, k, v: function(q, k, v), q, k, v)
+    assert support.relative_l2(out, exact(q, k, v, lists)) < 2e-2
+
+
+def test_a_graph_takes_new_lists():
+    q, k, v = random_qkv(256)
+
+    def function(q, k, v, *lists):
+        blocks = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=(128, 64), seq_lengths=(256, 256))
+        return flex_attention(q, k, v, block_mask=blocks)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="sage", options=EMULATE)
+    for density in (0.2, 0.5, 1):
+        lists = support.block_lists(1, 1, 256, 256, 128, 64, density, unread=0)
+        with torch.no_grad():
+            out = compiled(q, k, v, *lists[:4])
+        assert support.relative_l2(out, exact(q, k, v, lists)) < 2e-2
+    assert len(sage_inductor.report()) == 1
+
+
+def test_what_inductor_compiles_reads_the_lists_as_we_do():
+    """It counts a block that is listed twice twice, and gives rows without blocks 0."""
+    q, k, v = random_qkv(256)
+
+    def function(q, k, v, *lists):
+        blocks = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=128, seq_lengths=(256, 256))
+        return flex_attention(q, k, v, block_mask=blocks)
+
+    compiled = torch.compile(function, backend="inductor")
+    for density in (0.3, 0.6, 1):
+        lists = support.block_lists(1, 2, 256, 256, 128, 128, density, unread=0)
+        with torch.no_grad():
+            out = compiled(q, k, v, *lists[:4])
+        torch.testing.assert_close(out.double(), exact(q, k, v, lists), rtol=1e-4, atol=1e-5)
+
+
+def test_block_lists_that_the_op_does_not_take_are_refused_with_a_reason():
+    def reason(lists, **options):
+        sites = []
+
+        def see(gm):
+            sites.extend(rewrite(gm, Settings(**{"emulate": True, "force": True} | options)))
+
+        run_seen(listed(lists, None, (256, 256)), *random_qkv(256), see=see)
+        (site,) = sites
+        assert not site.rewritten
+        return site.reason
+
+    lists = support.block_lists(1, 1, 256, 256, 64, 64, 0.5, unread=0)
+    long = lists._replace(kv_indices=lists.kv_indices.long())
+    assert reason(long).startswith("block lists must be int32, got ['int32', 'int64'")
+    assert "no kernel for block lists with qk=" in reason(lists, recipe="sage3")
+    assert "of 64 queries where 128 share a scale" in reason(lists, recipe="sage1")
