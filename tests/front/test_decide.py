@@ -202,7 +202,11 @@ def test_the_built_in_table_says_what_it_measured():
             assert len(times) >= 12, family
             for recipe in {name for ms in times.values() for name in ms if name in recipes.NAMED}:
                 ours = measured.fits(built_in, family, recipe)[0]
-                assert ours.error < (0.15 if family.kind == "window" else 0.1), (family, recipe, ours.error)
+                assert ours.error < (0.15 if family.kind == "window" else 0.1), (
+                    family,
+                    recipe,
+                    ours.error,
+                )
                 for sizes, ms in times.items():
                     if recipe not in ms:
                         continue

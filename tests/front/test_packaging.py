@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from sage_inductor import measured
+
 ROOT = Path(__file__).parents[2]
 ROOMS = ("sage_inductor", "patterns", "lowering", "ops")
 
@@ -34,7 +36,6 @@ f = torch.compile(F.scaled_dot_product_attention, backend="sage")
 q = torch.randn(1, 2, 16, 64)
 assert torch.equal(f(q, q, q), F.scaled_dot_product_attention(q, q, q))
 import sage_inductor
-from sage_inductor import measured
 print(len(sage_inductor.report()))
 """
     assert python(code).stdout.split() == ["1"]

@@ -121,9 +121,7 @@ def test_a_cause_is_known_by_a_whole_reason():
         "never slower: sage2-8b with head_dim 128, B*H=24 is 0.93x SDPA by the fit (2 and 1.9 ms)"
     )
     assert cause_of(slower).short == "SDPA is predicted to be as fast"
-    failed = (
-        UNMEASURED.partition("run")[0] + "RuntimeError: 0 sizes were timed, 5 are needed: E"
-    )
+    failed = UNMEASURED.partition("run")[0] + "RuntimeError: 0 sizes were timed, 5 are needed: E"
     assert cause_of(failed).short == "measuring it failed"
     assert "sage_inductor tune" in cause_of(UNMEASURED).remedy
     assert (

@@ -347,9 +347,7 @@ def test_what_cannot_be_measured_is_tried_once_and_the_reason_kept(timed, gpu, m
     monkeypatch.setattr(autotune, "measure", fails)
     for _ in range(2):
         error = measured.calibrate(gpu, NEW, PER_TOKEN)
-        assert error == (
-            "RuntimeError: 0 sizes were timed, 5 are needed: OutOfMemoryError: 1 GiB"
-        )
+        assert error == ("RuntimeError: 0 sizes were timed, 5 are needed: OutOfMemoryError: 1 GiB")
     assert len(timed) == len(measured.FEW) and predicted(NEW) is None
 
 
