@@ -57,7 +57,7 @@ def _find(place: str):
 
 TORCH = "torch 2.11 to 2.15"
 TRITON = "Triton 3.6 to 3.9"
-# torch -> the Triton it comes with, of the pairs in which the suite ran: 2.15's in parts.
+# torch -> the Triton it comes with, of the pairs in which the suite ran.
 TESTED = {"2.11": "3.6", "2.13": "3.7", "2.15": "3.9"}
 
 
