@@ -296,7 +296,8 @@ def _calibrate(device: torch.device, family: Family, names: tuple[str, ...], set
     """Measure the family, or say why not."""
     if family.kind == "flex window":
         return "flex_attention computes such a window itself"
-    if not settings.calibrate or not torch.cuda.is_available():
+    cannot = not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing()
+    if cannot or not settings.calibrate:
         return "run `python -m sage_inductor tune` there"
     return measured.calibrate(device, family, names[:1]) or ""  # the first mostly is the fastest
 

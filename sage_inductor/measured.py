@@ -11,6 +11,7 @@ SDPA's backends, at a few sizes; `predict` fits cost.py's model to them. There a
 Two GPUs of one compute capability (an H100 and an H200) differ, so a table is a GPU's own.
 """
 
+import collections
 import contextlib
 import dataclasses
 import datetime
@@ -84,10 +85,11 @@ class Table:
     families: dict[Family, Times]
 
     def find(self, family: Family, recipe: str) -> Family | None:
-        """The narrowest measured family that stands for this one, with the recipe among it."""
+        """The narrowest family that stands for this one and has enough times of the recipe and of a
+        backend of SDPA's."""
         found = [
             each for each, times in self.families.items()
-            if each.stands_for(family) and any(recipe in ms for ms in times.values())
+            if each.stands_for(family) and _are_enough(times, recipe)
         ]  # fmt: skip
         return min(found, key=lambda each: each.head_dim, default=None)
 
@@ -129,6 +131,12 @@ class Table:
                 "date": datetime.date.today().isoformat(), "families": families}  # fmt: skip
 
 
+def _are_enough(times: Times, recipe: str) -> bool:
+    counts = collections.Counter(name for ms in times.values() for name in ms)
+    of_sdpa = (count for name, count in counts.items() if name not in NAMED)
+    return min(counts[recipe], max(of_sdpa, default=0)) >= cost.ENOUGH
+
+
 def gpu_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device)
 
@@ -162,11 +170,6 @@ def tables(gpu: str) -> tuple[Table, ...]:
     return tuple(table for table in found if table is not None)
 
 
-def is_measured(gpu: str) -> bool:
-    """Whether there is any time of the GPU, against the flash attention that SDPA runs."""
-    return any(table.families for table in tables(gpu))
-
-
 def in_force() -> tuple:
     """What decides besides the settings, for keys of caches: SDPA's flash attention, and the users'
     tables of the GPUs that are here."""
@@ -197,7 +200,7 @@ def fits(table: Table, family: Family, recipe: str) -> tuple[Fit, ...]:
         of_name = {
             (sizes.dense if dense else sizes): ms[name] for sizes, ms in times.items() if name in ms
         }
-        if name == recipe or len(of_name) >= cost.ENOUGH:  # a backend that runs out of memory
+        if len(of_name) >= cost.ENOUGH:  # a backend may run out of memory
             found.append(cost.fit(of_name, table.processors))
     return tuple(found)
 
@@ -364,8 +367,7 @@ MANY = (
     (1, 4, 4, 40000, 40000),
 )
 SECONDS = 10.0  # after which no size is begun while a call's compilation waits
-
-
+PATIENCE = 60.0  # seconds that a process waits for another that measures
 WINDOWS = 1024, 4096  # keys that a query of a measured window sees, by turns
 
 
@@ -401,7 +403,7 @@ def measure(
         timed = {name: ms for name, ms in named.items() if not isinstance(ms, str)}
         if any(name in NAMED for name in timed) and any(name not in NAMED for name in timed):
             found[each] = timed
-    if len(found) < cost.ENOUGH:
+    if not any(_are_enough(found, recipe) for recipe in recipes):
         why = next(iter(errors), f"{seconds:g} s were over")
         raise RuntimeError(f"{len(found)} sizes were timed, {cost.ENOUGH} are needed: {why}")
     return found
@@ -490,6 +492,3 @@ def _locked(gpu: str):
         except (OSError, RuntimeError) as error:  # a timeout is an OSError, too
             _log.debug("nothing is locked: %s", error)
         yield
-
-
-PATIENCE = 60.0  # seconds

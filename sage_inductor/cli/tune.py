@@ -2,6 +2,7 @@
 processes read it."""
 
 import functools
+import itertools
 import sys
 
 import torch
@@ -40,8 +41,8 @@ HEADS = 128, 24, 8  # B*H
 def lines(table: measured.Table) -> list[str]:
     """From where each recipe is predicted to be faster than SDPA, a line for each of a family."""
     found = []
-    for family, times in table.families.items():
-        for recipe in dict.fromkeys(name for ms in times.values() for name in ms if name in NAMED):
+    for family, recipe in itertools.product(table.families, NAMED):
+        if table.find(family, recipe) == family:
             first = {heads: table.first_length(family, recipe, heads) for heads in HEADS}
             where = ", ".join(f"N={N} with B*H >= {heads}" for heads, N in first.items() if N)
             fit = measured.fits(table, family, recipe)[0]

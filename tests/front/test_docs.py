@@ -306,7 +306,7 @@ def test_every_option_is_explained():
 
 @pytest.mark.gpu
 def test_the_quick_start_is_rewritten_on_a_gpu_that_was_measured(here):
-    if not measured.is_measured(torch.cuda.get_device_name()):
+    if not measured.tables(torch.cuda.get_device_name()):
         pytest.skip("no length is measured on this GPU")
     page = PAGES[0].read_text()
     (block,) = (each for each in blocks_of(page) if "gpu = torch.cuda" in each.text)

@@ -24,6 +24,7 @@ import sage_inductor
 from sage_inductor import autotune, backend, cost, measured, tune
 from sage_inductor.__main__ import main
 from sage_inductor.autotune import BenchmarkCase, Candidate
+from sage_inductor.cli.tune import lines
 from sage_inductor.cost import Sizes
 from sage_inductor.measured import Family
 from sage_inductor.ops.attention import tiles
@@ -216,7 +217,7 @@ def test_tables_lie_in_the_users_cache(monkeypatch):
 def test_gpus_of_one_capability_keep_their_tables_apart(gpu):
     before = measured.in_force()
     measured.save(tuned(gpu))
-    assert not measured.is_measured("NVIDIA H100") and measured.tables("NVIDIA H100") == ()
+    assert measured.tables("NVIDIA H100") == ()
     now = measured.in_force()
     assert before == (measured.TORCHS_FLASH,) and now[0] == measured.TORCHS_FLASH
     assert now[1:] == (repr(measured.tables(GPU)[0].families),)
@@ -322,6 +323,25 @@ def test_while_one_process_measures_the_others_wait_for_what_it_finds(timed, gpu
         go_on.set()
         assert first.result()["families"] == second.result()["families"]
     assert len(timed) == len(measured.FEW)
+
+
+def test_times_of_too_few_sizes_predict_nothing(gpu):
+    """As many as a fit needs must be of the recipe, and as many of one backend of SDPA's."""
+    sizes = measured.sizes_of(NEW, measured.FEW)
+    for ours, cudnn, flash, known in ((5, 5, 0, True), (4, 9, 9, False), (9, 4, 4, False)):
+        measured._here.clear()
+        times = {each: {} for each in sizes}
+        of = {
+            "sage1": sizes[:ours],
+            "CUDNN_ATTENTION": sizes[:cudnn],
+            "FLASH_ATTENTION": sizes[-flash:] if flash else [],
+        }
+        for name, timed_ones in of.items():
+            for each in timed_ones:
+                times[each][name] = 1.0
+        measured._here[GPU, measured.flash_attention()] = measured.Table(GPU, 132, {NEW: times})
+        assert (predicted(NEW, recipe="sage1") is not None) == known
+        assert bool(lines(measured.tables(GPU)[0])) == known
 
 
 def test_what_is_known_is_not_measured(timed, gpu):
