@@ -289,7 +289,9 @@ def _never_slower(
         return None, f"never slower: {what} wins at no length (sage.force=True overrides)"
     if not all(_at_least(n, first, settings) for n in lengths):
         return None, f"never slower: {what} wins from N={first} (sage.force=True overrides)"
-    return Candidate(recipe), f"N >= {first}"
+    hint = _hint(lengths[0])
+    now = "" if None in map(_hint, lengths) else f", {predict(recipe)} at N={hint}"
+    return Candidate(recipe), f"N >= {first}{now}"
 
 
 def _calibrate(device: torch.device, family: Family, names: tuple[str, ...], settings) -> str:

@@ -162,8 +162,8 @@ def test_a_dynamic_length_is_guarded_where_the_recipe_begins_to_win(portable, mo
     first = table().first_length(Family(128, 128, "full"), "sage2-8b-per-token", 16)
     assert 1024 < first < 16384
     for hint, rewritten, reason in (
-        (16384, True, f"N >= {first}"),
-        (1536, False, f"wins from N={first} (sage.force=True overrides)"),
+        (16384, True, rf"^N >= {first}, 1\.\d\dx SDPA by the fit \(.* ms\) at N=16384$"),
+        (1536, False, rf"wins from N={first} \(sage.force=True overrides\)$"),
     ):
         shape_env = ShapeEnv()
         source = ConstantSource("N")
@@ -179,7 +179,7 @@ def test_a_dynamic_length_is_guarded_where_the_recipe_begins_to_win(portable, mo
             assert not any(str(first) in guard for guard in guards)
             assert "x SDPA by the fit" in site.reason
         else:
-            assert site.reason.endswith(reason), site.reason
+            assert re.search(reason, site.reason), site.reason
             assert any(str(first) in guard for guard in guards), guards
 
 
