@@ -171,7 +171,8 @@ def arguments(recipe: str, call: Call, how: str, inputs: tuple) -> tuple:
         bottom_right=bottom_right, scale=call.scale or call.D**-0.5, recipe=named(recipe).encode(),
         warpgroups=None, out_bnhd=call.layout != "BHND", portable=how == "portable",
     )  # fmt: skip
-    return tuple(values[x.name] for x in torch.ops.sage.sdpa.default._schema.arguments)
+    schema = torch.ops.sage.sdpa.default._schema  # what is younger than the cases has a default
+    return tuple(values.get(x.name, x.default_value) for x in schema.arguments)
 
 
 @torch.no_grad()

@@ -154,13 +154,15 @@ def _quantize_kernel(
     if ALONG_N:
         inverse, scale = power_of_two(abs_bits(amax))
         x_fp4, x_e4m3 = quantize_blocks((x * inverse[None, :]).T, False)
-        tl.store(X_scale + head * D + d, scale, mask=(d < D) & (block == 0))
+        if block == 0:  # not in the mask: Triton 3.9's interpreter takes no scalar there
+            tl.store(X_scale + head * D + d, scale, mask=d < D)
         first, rows, columns = head * BLOCK_D, d, blocks * BLOCK_N
         column = block * BLOCK_N
     else:
         inverse, scale = power_of_two(tl.max(abs_bits(amax), 0))
         x_fp4, x_e4m3 = quantize_blocks(x * inverse, False)
-        tl.store(X_scale + head, scale, mask=block == 0)
+        if block == 0:
+            tl.store(X_scale + head, scale)
         first, rows, columns = (head * blocks + block) * BLOCK_N, i, BLOCK_D
         column = 0
     rows = (first + rows)[:, None] * columns + column

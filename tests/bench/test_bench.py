@@ -1,4 +1,4 @@
-"""The bench's own parts that need no GPU: masks, the exact reference, and the crossover summary."""
+"""The bench's own parts that need no GPU: masks, and the exact reference."""
 
 import dataclasses
 import functools
@@ -227,7 +227,7 @@ def test_results_become_tables():
     ]
 
 
-def test_plans_are_what_the_crossover_table_asks_for():
+def test_plans_have_each_kind_of_call():
     cases = [case for plan in PLANS.values() for case in plan.cases]
     assert {(case.D, case.kind) for case in cases} >= {
         (D, kind) for D in (64, 128) for kind in ("full", "causal", "mask", "window")
@@ -525,38 +525,13 @@ def test_without_a_gpu_nothing_is_timed(main, capsys):
     assert "torch sees no CUDA device" in capsys.readouterr().err
 
 
-def rows(family, times, D=64, kind="mask"):
-    """times: N -> (cuDNN, op)."""
-    return [
-        {"plan": "crossover_masks", "family": family, "D": D, "kind": kind, "B": 1, "H_q": 8, "N": N,
-         "provider": provider, "recipe": recipe, "ms": ms}
-        for N, pair in times.items()
-        for provider, recipe, ms in zip(("cuDNN", "op"), (None, "sage2-8b"), pair)
-    ]  # fmt: skip
-
-
 def test_families_choose_cases(capsys):
-    arguments = bench.parse(["--shapes", "crossover", "--families", "D=64, causal"])
-    cases = bench.overridden(PLANS["crossover"], arguments).cases
+    arguments = bench.parse(["--shapes", "paper", "--families", "D=64, causal"])
+    cases = bench.overridden(PLANS["paper"], arguments).cases
     assert cases and {(case.D, case.is_causal) for case in cases} == {(64, True)}
     with pytest.raises(SystemExit):
-        bench.parse(["--shapes", "crossover", "--families", "D=96"])
+        bench.parse(["--shapes", "paper", "--families", "D=96"])
     assert "must be of ['D=64', 'D=64, causal', 'D=128'" in capsys.readouterr().err
-
-
-def test_the_crossover_is_from_where_on_the_op_wins(capsys):
-    keys = rows("D=64, keys", {1: (2, 1), 2: (1, 1), 4: (1.02, 1), 8: (None, 1), 16: (2, 1)})
-    assert bench.crossovers(keys, "op") == {8: 16}
-    keys = rows("D=64, keys", {1: (2, 1), 2: (1.01, 1), 4: (1.02, 1), 8: (9, 1)})
-    assert bench.crossovers(keys, "op") == {8: 4}
-    bias = rows("D=64, bias", {4: (1, 1), 8: (9, 1)})
-    window = rows("D=64, window", {4: (1, 1), 8: (1, 1)}, kind="window")
-    result = {"rows": keys + bias + window, "machine": {"gpu": "NVIDIA H200"}}
-    bench.print_crossover("crossover_masks", result)
-    printed = capsys.readouterr().out
-    assert "op D=64, keys: B*H=8: 4\n" in printed and "op D=64, window: B*H=8: never\n" in printed
-    assert "('NVIDIA H200', 'sage2-8b', 64, 'mask'): [(8, 8)],\n" in printed
-    assert "('NVIDIA H200', 'sage2-8b', 64, 'window'): [],\n" in printed
 
 
 def test_compile_time_is_of_cold_and_warm_processes(tmp_path):
