@@ -51,7 +51,7 @@ CAUSES = (
           "measuring it failed"),
     Cause(r"wins from N=(\d+)",
           "nothing to gain at this length; sage.force=True rewrites it all the same", r"N < \1"),
-    Cause(r"never slower: .* (wins at no length|is \d)",
+    Cause(r"wins at no length|never slower: .* is \d+",
           "nothing to gain at this size; sage.force=True rewrites it all the same",
           "SDPA is predicted to be as fast"),
     Cause(r"fewer than (\d+) queries or keys",
