@@ -471,7 +471,8 @@ def _walk_kernel(
 ):  # fmt: skip
     """Grid: (tiles,). First, Count [tiles]; Codes [tiles, BLOCK_M / 64, BLOCKS]."""
     row = tl.program_id(0) * BLOCK_M
-    first, count = blocks.walk(row, N_q, N_kv, (LEFT, RIGHT, BOTTOM_RIGHT), BLOCK_M, 128)
+    band: tl.constexpr = (LEFT, RIGHT, BOTTOM_RIGHT)
+    first, count = blocks.walk(First, row, 0, N_q, N_kv, band, False, BLOCK_M, 128)
     tl.store(First + tl.program_id(0), first)
     tl.store(Count + tl.program_id(0), count)
     for i in range(0, BLOCK_M // 64):
