@@ -154,15 +154,14 @@ def _quantize_kernel(
     if ALONG_N:
         inverse, scale = power_of_two(abs_bits(amax))
         x_fp4, x_e4m3 = quantize_blocks((x * inverse[None, :]).T, False)
-        if block == 0:  # not in the mask: Triton 3.9's interpreter takes no scalar there
-            tl.store(X_scale + head * D + d, scale, mask=d < D)
+        # Not "& (block == 0)": Triton 3.9's interpreter takes no mask that a scalar is part of.
+        tl.store(X_scale + head * D + d, scale, mask=d < tl.where(block == 0, D, 0))
         first, rows, columns = head * BLOCK_D, d, blocks * BLOCK_N
         column = block * BLOCK_N
     else:
         inverse, scale = power_of_two(tl.max(abs_bits(amax), 0))
         x_fp4, x_e4m3 = quantize_blocks(x * inverse, False)
-        if block == 0:
-            tl.store(X_scale + head, scale)
+        tl.store(X_scale + head, scale, mask=block == 0)
         first, rows, columns = (head * blocks + block) * BLOCK_N, i, BLOCK_D
         column = 0
     rows = (first + rows)[:, None] * columns + column
