@@ -150,8 +150,7 @@ def method(args) -> dict[str, str]:
         * any(c.mask for p in plans.values() for c in p.cases),
         "memory": "peak_bytes: what one call has allocated at most, beside its inputs (for kernel: "
         "beside what was prepared)",
-        "compiled": "once per shape, static; crossover and masks: once per table, N dynamic, flex "
-        "static",
+        "compiled": "once per shape, static; masks: once per table, N dynamic, flex static",
         "accuracy": "of the timed graph's output, poisoned with NaN before, against float64 on the "
         "first and last head of the last batch; outlier: q + 2 N(0, 1) and k + 8 N(0, 1) per "
         "(head, channel), v + 8; centred: v's mean over the sequence taken off both outputs",

@@ -30,7 +30,7 @@ class Band:
 
     @property
     def kind(self) -> str:
-        """What the crossover table calls it."""
+        """What sage_inductor/cost.py calls it."""
         if self.left is None:
             return "full" if self.right is None else "causal"
         return "window"

@@ -284,7 +284,7 @@ def _never_slower(
         if fastest.recipe != recipe:
             return None, ""  # that one is asked, too
         return Candidate(recipe), str(fastest)
-    first = cost.first_length(lambda N: (each := predict(recipe, N)) is not None and each.wins)
+    first = cost.first_length(lambda N: predict(recipe, N).wins)
     if first is None:
         return None, f"never slower: {what} wins at no length (sage.force=True overrides)"
     if not all(_at_least(n, first, settings) for n in lengths):

@@ -54,14 +54,15 @@ class Family:
 
     def stands_for(self, other: "Family") -> bool:
         """Whether times measured of this family are taken for the other's: the same kernels, with a
-        head_dim as wide or wider, of rows that both are 16 bytes apart or both are not."""
+        head_dim as wide or up to twice as wide, of rows that both are 16 bytes apart or both are
+        not."""
         if self == other:
             return True
         one = self.head_dim == self.head_dim_v, other.head_dim == other.head_dim_v
         return (
             all(one)
             and self.kind == other.kind
-            and self.head_dim >= other.head_dim
+            and other.head_dim <= self.head_dim < 2 * other.head_dim
             and pad_head_dim(self.head_dim) == pad_head_dim(other.head_dim)
             and (self.head_dim % 8 == 0) == (other.head_dim % 8 == 0)
         )

@@ -18,7 +18,7 @@ returns what "recipe" may say, or None: no opinion.
 A rule fits a call if each of its fields does; ranges are inclusive, null leaves a side open:
 
     recipe      "auto", a recipe's name or "off": what the fitting calls ask for, in the place of
-                ``sage.recipe``, and with its meaning: below the measured crossover they stay SDPA
+                ``sage.recipe``, and with its meaning: where SDPA is as fast they stay SDPA
     module      a glob of the path of the calling module: "layers.*.attn"; * also stands for dots,
                 and "*.attn" for "attn" too. The path is that of named_modules() of the outermost
                 module that the compiled code reaches: the model, whether it is compiled itself, by

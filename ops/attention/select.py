@@ -105,8 +105,7 @@ def hopper_tile(a: AttentionCall, device: torch.device | None = None) -> Tile | 
     capability = tiles.capability(device or a.q.device)
     pv, is_causal, n_q = a.decoded.pv, a.right == 0, a.q.shape[2]
     tile = tiles.hopper(capability, pv, a.head_dim, is_causal, n_q, a.warpgroups)
-    listed = a.blocks.size is not None
-    return tile if tile is not None and not listed and _hopper().why_not(a) is None else None
+    return tile if tile is not None and _hopper().why_not(a) is None else None
 
 
 @functools.cache

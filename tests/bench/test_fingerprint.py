@@ -29,13 +29,14 @@ def test_calls_are_of_every_kind():
         }
 
 
-@pytest.mark.parametrize("names", [("q", "scale", "out_bnhd"), ("right", "warpgroups", "portable")])
+@pytest.mark.parametrize("names", [("q", "scale", "out_bnhd"), ("right", "younger", "portable")])
 def test_arguments_are_those_of_the_schema_in_its_order(names, monkeypatch):
-    schema = SimpleNamespace(arguments=[SimpleNamespace(name=name) for name in names])
+    """One that is younger than the cases takes its default."""
+    schema = SimpleNamespace(arguments=[SimpleNamespace(name=x, default_value=5) for x in names])
     op = SimpleNamespace(default=SimpleNamespace(_schema=schema))
     monkeypatch.setattr(torch.ops, "sage", SimpleNamespace(sdpa=op))
     found = arguments("sage1", Call(63, 64, "causal"), "portable", ("q", "k", "v", None))
-    assert found == (("q", 0.125, True) if names[0] == "q" else (0, None, True))
+    assert found == (("q", 0.125, True) if names[0] == "q" else (0, 5, True))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What becomes of a call, on tensors of a GPU that is not there: the crossover table, policies, and
+"""What becomes of a call, on tensors of a GPU that is not there: predicted times, policies, and
 the clock of max-autotune."""
 
 import re
@@ -20,6 +20,7 @@ from torch.nn.attention import (
 )
 
 from sage_inductor import Policy, autotune, cost, measured, options, patterns
+from sage_inductor import decide as decisions
 from sage_inductor import settings as asked_for
 from sage_inductor.decide import decide as decide_call
 from sage_inductor.decide import rewrite
@@ -611,6 +612,87 @@ def test_a_gpu_that_nobody_measured_has_no_row_and_is_told_how_to_get_one(monkey
     )
     assert gpu_name(torch.device("cuda", 0)) == name
     assert "tune" not in decide((1, 4, 4, 65536, 128), (8, 9), monkeypatch, force=True).reason
+
+
+class Measuring:
+    """In the place of `measured.calibrate`, on a GPU that is there: what is asked of it, and the
+    table that it finds."""
+
+    def __init__(self, monkeypatch, table=None, error=None, capturing=False):
+        self.asked, self.tables, self.table, self.error = [], [], table, error
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+        monkeypatch.setattr(measured, "tables", lambda gpu: tuple(self.tables))
+        monkeypatch.setattr(measured, "calibrate", self)
+
+    def __call__(self, device, family, recipes):
+        self.asked.append((device.type, family, recipes))
+        self.tables = [self.table] if self.error is None else []
+        return self.error
+
+
+@pytest.mark.parametrize("kind", ["full", "causal", "window", "keys", "mask", "bias"])
+def test_a_call_that_nothing_is_known_of_is_measured_while_it_compiles(kind, monkeypatch):
+    measuring = Measuring(monkeypatch, table(kind))
+    site = decide((1, 24, 24, 16384, 128), (9, 0), monkeypatch, kind)
+    assert site.rewritten and "x SDPA by the fit" in site.reason
+    assert measuring.asked == [("cuda", Family(128, 128, kind), ("sage2-8b-per-token",))]
+    decide((1, 24, 24, 8192, 128), (9, 0), monkeypatch, kind)
+    assert len(measuring.asked) == 1  # it is known now
+
+
+def test_what_was_measured_of_the_call_may_say_that_sdpa_is_faster(monkeypatch):
+    measuring = Measuring(monkeypatch, table())
+    site = decide((1, 1, 1, 1024, 128), (9, 0), monkeypatch)
+    assert not site.rewritten and "x SDPA by the fit" in site.reason and len(measuring.asked) == 1
+
+
+def test_the_reason_says_why_a_call_could_not_be_measured(monkeypatch):
+    Measuring(monkeypatch, error="OutOfMemoryError: 1 GiB")
+    site = decide((1, 24, 24, 16384, 128), (9, 0), monkeypatch)
+    assert not site.rewritten
+    assert site.reason.endswith(" was not measured on NVIDIA H200: OutOfMemoryError: 1 GiB")
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"calibrate": False},
+        {"capturing": True},
+        {"shape": (1, 24, 24, 1023, 128)},
+        {"N_kv": 1023},
+        {"requires_grad": True},
+        {"force": True},
+        {"emulate": True},
+        {"recipe": "off"},
+        {"benchmark": lambda case: {each: 1.0 for each in (*case.candidates, "CUDNN_ATTENTION")}},
+    ],
+    ids=lambda asked: next(iter(asked)),
+)
+def test_nothing_is_measured_where_it_cannot_or_need_not_be(asked, monkeypatch):
+    asked = dict(asked)
+    measuring = Measuring(monkeypatch, table(), capturing=asked.pop("capturing", False))
+    shape = asked.pop("shape", (1, 24, 24, 16384, 128))
+    decide(shape, (9, 0), monkeypatch, **asked)
+    assert not measuring.asked
+
+
+def test_nothing_is_measured_without_a_gpu_or_of_a_window_of_flex_attentions(monkeypatch):
+    shape = (1, 24, 24, 16384, 128)
+    measuring = Measuring(monkeypatch, table())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    site = decide(shape, (9, 0), monkeypatch)
+    assert site.reason.endswith("run `python -m sage_inductor tune` there")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(decisions, "_kind", lambda call: "flex window")
+    site = decide(shape, (9, 0), monkeypatch)
+    assert site.reason.endswith("flex_attention computes such a window itself")
+    assert not measuring.asked
+
+
+def test_users_who_say_nothing_have_their_calls_measured(monkeypatch):
+    """The tests switch it off for themselves: tests/conftest.py."""
+    assert options.OPTIONS["calibrate"].default is True and Settings().calibrate is True
 
 
 @pytest.mark.parametrize(

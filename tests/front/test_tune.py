@@ -350,6 +350,43 @@ def test_what_is_known_is_not_measured(timed, gpu):
     assert not timed
 
 
+@pytest.mark.parametrize(
+    "measured_D, D, known",
+    [
+        (128, 128, True), (128, 120, True), (128, 72, True), (128, 64, False),
+        (128, 121, False), (127, 121, True), (127, 128, False), (256, 136, True),
+        (160, 152, True), (160, 168, False), (255, 129, True), (63, 33, True), (63, 31, False),
+    ],
+)  # fmt: skip
+def test_a_wider_head_dim_of_the_same_kernel_stands_for_a_narrower_one(measured_D, D, known):
+    """Up to twice as wide, its rows aligned as the other's are."""
+    wide, narrow = Family(measured_D, measured_D, "full"), Family(D, D, "full")
+    assert wide.stands_for(narrow) == known
+    assert not wide.stands_for(dataclasses.replace(narrow, kind="causal"))
+    assert not wide.stands_for(dataclasses.replace(narrow, head_dim_v=D - 1))
+    assert not dataclasses.replace(wide, head_dim_v=measured_D - 1).stands_for(narrow)
+
+
+def test_where_no_backend_computes_a_call_sdpas_math_is_timed(gpu, monkeypatch):
+    """SDPA itself falls back to it."""
+    cases = []
+
+    def timed(case, rounds):
+        cases.append(case)
+        if case.rivals == ("MATH",):
+            return {"MATH": 2.0}
+        none = dict.fromkeys(case.rivals, "RuntimeError: no kernel")
+        return none | dict.fromkeys(case.candidates, 1.0)
+
+    monkeypatch.setattr(autotune, "measure", timed)
+    family = Family(63, 63, "mask")
+    sizes = measured.sizes_of(family, measured.FEW[:5])
+    found = measured.measure(gpu, family, PER_TOKEN, sizes)
+    assert found == dict.fromkeys(sizes, {"sage2-8b-per-token": 1.0, "MATH": 2.0})
+    assert [each.rivals == ("MATH",) for each in cases] == [False, True] * 5
+    assert not any(each.candidates for each in cases[1::2])
+
+
 def test_time_that_is_over_leaves_the_sizes_that_were_timed(timed, gpu, monkeypatch):
     now = iter(range(0, 100, 2))
     monkeypatch.setattr(measured.time, "monotonic", lambda: next(now))

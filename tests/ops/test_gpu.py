@@ -915,7 +915,7 @@ def test_fp32_stays_sdpa_unless_forced():
             assert sage_inductor.report().rewritten
 
 
-def test_below_the_crossover_and_in_training_a_call_stays_sdpa():
+def test_short_and_in_training_a_call_stays_sdpa():
     m = model()
     compiled = torch.compile(m, backend="sage")
     with torch.no_grad():

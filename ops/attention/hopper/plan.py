@@ -40,6 +40,8 @@ def why_not(a: AttentionCall) -> str | None:
         return f"it multiplies INT8 with a scale per token, not {recipe.qk}, {recipe.granularity}"
     if recipe.pv not in ("fp8", "16bit"):
         return f"it multiplies p and v in FP8 or 16 bits, not {recipe.pv}"
+    if a.blocks.size is not None:
+        return "it reads no block lists"
     if a.attn_mask is not None and a.attn_mask.dtype != torch.bool:
         return "of masks it reads bool ones alone"
     if a.attn_mask is not None and recipe.pv == "16bit":
