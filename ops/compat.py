@@ -82,6 +82,10 @@ ShortenTraceback = _take("torch._dynamo.exc:ShortenTraceback",
     seen=TORCH, without="Dynamo wraps errors of options, which should reach the user as they are")
 CompileContext = _take("torch._guards:CompileContext",
     seen=TORCH, without="a report cannot say which graph a call is in")
+TracingContext = _take("torch._guards:TracingContext",
+    seen=TORCH, without="a policy with stages cannot be had: see tracing")
+tracing = _take("torch._guards:tracing",
+    seen=TORCH, without="backwards of a graph's stages mistake each other's tensors for their own")
 cached_backends = _take("torch._dynamo.eval_frame:cached_backends",
     seen=TORCH, without="torch._dynamo.reset() does not empty the report")
 counters = _take("torch._dynamo.utils:counters",

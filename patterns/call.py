@@ -93,6 +93,7 @@ class Site:
     mask: str  # "none", "causal", a window, the mask's dtype and shape; "+" where both
     decision: Decision
     device: str = "?"  # of q: "cpu", "cuda:0"
+    stage: str | None = None  # in which this becomes of it; None: in all that have no site
 
     @classmethod
     def of(cls, call: Call, decision: Decision) -> "Site":

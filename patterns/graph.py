@@ -10,6 +10,7 @@ Values are fake tensors. Their sizes may be symbols: what is said of them must h
 """
 
 import contextlib
+import copy
 import functools
 import itertools
 from collections.abc import Callable
@@ -217,6 +218,15 @@ class GraphIndex:
         """Take out what was inserted since `settle`, by whichever Emitter."""
         while self.unsettled:
             self.unsettled.pop().undo()
+
+
+def copied(graph: torch.fx.Graph) -> torch.fx.Graph:
+    """A deep copy that keeps what Dynamo wrote at the nodes: where inputs come from, without which
+    AOTAutograd takes none of them for parameters."""
+    found = copy.deepcopy(graph)
+    for old, new in zip(graph.nodes, found.nodes, strict=True):
+        vars(new).update({name: x for name, x in vars(old).items() if name not in vars(new)})
+    return found
 
 
 # -- insertion ----

@@ -11,6 +11,7 @@ from sage_inductor.integrations import register
 from sage_inductor.ops.recipe import VERSION as __version__
 from sage_inductor.policy import CallDescription, Policy, Rule
 from sage_inductor.report import Report, report
+from sage_inductor.stages import Schedule, stage
 
 __all__ = [
     "CallDescription",
@@ -20,6 +21,7 @@ __all__ = [
     "Rule",
     "SageOptionError",
     "SageRefused",
+    "Schedule",
     "__version__",
     "aoti_compile_and_package",
     "attention",
@@ -30,4 +32,5 @@ __all__ = [
     "report",
     "rewrite",
     "sage_backend",
+    "stage",
 ]

@@ -5,7 +5,11 @@ node with all its arguments, whatever the device, dtype and grad mode, and the r
 what every cache is keyed on.
 """
 
+import copy
+import dataclasses
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -14,10 +18,12 @@ from sage_inductor import (
     patterns,
     settings,
 )
-from sage_inductor.decide import decide, rewrite
+from sage_inductor.decide import decide
 from sage_inductor.errors import SageOptionError
-from sage_inductor.ops.compat import CompileContext, InductorWrapper
-from sage_inductor.patterns.graph import value_of
+from sage_inductor.ops.compat import CompileContext, InductorWrapper, TracingContext, tracing
+from sage_inductor.patterns.call import Site
+from sage_inductor.patterns.graph import copied, value_of
+from sage_inductor.policy import stages_of
 from sage_inductor.report import (
     Report,
     ends_in_graph_break,
@@ -26,6 +32,7 @@ from sage_inductor.report import (
     record,
     whole,
 )
+from sage_inductor.stages import by_stage
 
 
 def sage_backend(gm: torch.fx.GraphModule, example_inputs, *, mode=None, options=None, **unknown):
@@ -35,6 +42,8 @@ def sage_backend(gm: torch.fx.GraphModule, example_inputs, *, mode=None, options
     their tiles are timed beside SDPA's backends while compiling. options: Inductor's, beside
     ``sage.recipe``, ``sage.policy``, ``sage.emulate``, ``sage.force``, ``sage.strict``,
     ``sage.enabled`` and ``sage.mode`` (see sage_inductor/options.py).
+
+    A policy that names stages (stages.py) gets a variant of the graph for each of them.
 
     Raises SageOptionError (a ValueError) for unknown arguments and for an unknown or ill-typed
     ``sage.`` option, and SageRefused under ``sage.strict``: before Inductor compiles the graph, and
@@ -47,16 +56,84 @@ def sage_backend(gm: torch.fx.GraphModule, example_inputs, *, mode=None, options
     ours = {"mode": mode, **ours}
     asked, graph_break = settings.resolve(ours), ends_in_graph_break(gm)
     final = not _has_symbolic_floats(gm)
-    sites = patterns.rewrite(gm, functools.partial(decide, settings=asked))
+    variants = _variants(gm, asked)
+    sites = _told(variants)
     refused = asked.strict and not_asked(sites)
     compiled = None
     if not (refused and final):  # else Inductor's minutes would be for nothing
-        compiled = InductorWrapper(ours["mode"], theirs, None)(gm, example_inputs)
+        inductor = InductorWrapper(ours["mode"], theirs, None)
+        compiled = _compile(variants, lambda: inductor(gm, example_inputs))
     # Recorded after compiling: until then Dynamo may abandon the graph, see _has_symbolic_floats.
     record(sites, asked.policy, graph_break)
     if asked.strict:
         raise_if_refused(sites)
     return compiled
+
+
+class _Variant(NamedTuple):
+    """What a graph becomes in a stage."""
+
+    sites: list[Site]
+    graphs: list[tuple[torch.fx.GraphModule, torch.fx.Graph]]  # it, and those nested in it
+
+    @property
+    def decisions(self) -> list[tuple]:
+        """Variants with the same of these are the same graph."""
+        return [(x.module, x.call, x.recipe, x.decision.warpgroups) for x in self.sites]
+
+    def install(self) -> None:
+        """Make the modules compute it."""
+        for module, graph in self.graphs:
+            if module.graph is not graph:
+                module.graph = graph
+
+
+def _variants(gm: torch.fx.GraphModule, asked: settings.Settings) -> dict[str | None, _Variant]:
+    """`gm` rewritten for no stage and for each that the policy names. Its modules keep what they
+    hold, parameters too: only the graphs are several."""
+    stages = (None, *stages_of(asked.policy))
+    modules = [each for each in gm.modules() if isinstance(each, torch.fx.GraphModule)]
+    graphs, found = [each.graph for each in modules], {}
+    for stage in stages:
+        if len(stages) > 1:
+            for module, graph in zip(modules, graphs, strict=True):
+                module.graph = copied(graph)
+        sites = patterns.rewrite(
+            gm, functools.partial(decide, settings=dataclasses.replace(asked, stage=stage))
+        )
+        found[stage] = _Variant(sites, [(module, module.graph) for module in modules])
+    return found
+
+
+def _compile(variants: dict[str | None, _Variant], inductor: Callable) -> Callable:
+    """All of them, each once: what is compiled later would be without guards on lengths."""
+    done, of_stage = [], {}
+    for stage, variant in variants.items():
+        known = (run for decisions, run in done if decisions == variant.decisions)
+        run = next(known, None)
+        if run is None:
+            variant.install()
+            context = TracingContext.try_get()
+            # AOTAutograd writes into it which tensors a backward may overwrite, and a backward is
+            # compiled later, when it first runs. Taking the last variant's for its own, one wrote
+            # into the user's gradient.
+            with tracing(copy.copy(context) if done else context):
+                run = inductor()
+            done.append((variant.decisions, run))
+        of_stage[stage] = run
+    return done[0][1] if len(done) == 1 else by_stage(of_stage)
+
+
+def _told(variants: dict[str | None, _Variant]) -> list[Site]:
+    """The sites of no stage, and of each stage those that become something else there."""
+    usual = variants[None].sites
+    known = {(site.module, site.call): site.decision for site in usual}
+    return usual + [
+        dataclasses.replace(site, stage=stage)
+        for stage, variant in variants.items()
+        for site in variant.sites
+        if stage is not None and known.get((site.module, site.call)) != site.decision
+    ]
 
 
 def _has_symbolic_floats(gm: torch.fx.GraphModule) -> bool:
@@ -77,8 +154,10 @@ def explain(model, *args, options: dict | None = None, **kwargs) -> Report:
     sites, asked = [], settings.resolve(settings.split(options or {})[0])
 
     def see(gm: torch.fx.GraphModule) -> None:
-        found = rewrite(gm, asked)
-        sites.extend((str(CompileContext.current_compile_id()), site) for site in found)
+        variants = _variants(gm, asked)
+        variants[None].install()
+        graph = str(CompileContext.current_compile_id())
+        sites.extend((graph, site) for site in _told(variants))
 
     run_graphs(see, model, args, kwargs)
     return whole(sites, asked.policy)

@@ -70,14 +70,15 @@ def _ruled(call: Call, settings: Settings) -> tuple[str | None, str]:
     q, module = value_of(call.q), module_path(call.node)
     head_dim = int(q.shape[3])
     if not callable(settings.policy):
-        about = module, head_dim, lambda n: _at_least(q.shape[2], n, settings)
+        about = module, head_dim, lambda n: _at_least(q.shape[2], n, settings), settings.stage
         rules = enumerate(settings.policy, 1)
         fits = ((rule.recipe, f"rule {i}") for i, rule in rules if rule.fits(*about))
         return next(fits, (None, ""))
     lengths = (_length(value_of(x).shape[2], settings) for x in (call.q, call.k))
     described = CallDescription(
-        module, layer_of(module), head_dim, *lengths, _kind(call), call.out.dtype, q.device
-    )
+        module, layer_of(module), head_dim, *lengths, _kind(call), call.out.dtype, q.device,
+        settings.stage,
+    )  # fmt: skip
     try:
         recipe = ask(settings.policy, described)
     except ValueError as error:

@@ -7,7 +7,7 @@ import zipfile
 
 import torch
 
-from sage_inductor import settings
+from sage_inductor import settings, stages
 from sage_inductor.decide import rewrite as _rewrite
 from sage_inductor.errors import SageOptionError
 from sage_inductor.ops.launch import OPAQUE
@@ -26,7 +26,8 @@ def rewrite(
     installed, which refuses to run it before; options play no part in that.
 
     options: the ``sage.`` options of ``torch.compile(..., backend="sage")``. Which call is
-    rewritten is decided by the example's lengths. Only kernels that travel in a package are used.
+    rewritten is decided by the example's lengths and by the stage in force (a package of several
+    models can have one for each stage). Only kernels that travel in a package are used.
 
     Returns the Report of its sites. The program then goes to torch's own
     ``aoti_compile_and_package`` or, for several models in one package, to its ``aot_compile`` and
@@ -39,7 +40,7 @@ def rewrite(
             f"rewrite takes sage.* options, got {sorted(options)}: give Inductor's to "
             "aoti_compile_and_package(inductor_configs=...)"
         )
-    asked = settings.resolve(ours, portable=True)
+    asked = settings.resolve(ours, portable=True, stage=stages.current())
     _renew(exported_program.graph_module)
     sites = _rewrite(exported_program.graph_module, asked)
     _check_travels(exported_program.graph_module)

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sage_inductor import config, cost, measured, options, patterns, report, settings
+from sage_inductor import config, cost, measured, options, patterns, report, settings, stages
 from sage_inductor.decide import decide
 from sage_inductor.errors import SageOptionError
 from sage_inductor.ops import compat
@@ -120,16 +120,18 @@ def _run_of(tensors: tuple[Tensor, ...], asked: tuple) -> Callable:
     exporting = torch.compiler.is_exporting()
     if exporting or torch.compiler.is_compiling() or type(tensors[0]) in _TRACED:
         portable = exporting or compat.virtualized.aot_compilation is True
-        return _decided(kinds, asked, compat.detect_fake_mode(tensors), portable)
+        stage = stages.current() if portable else None
+        return _decided(kinds, asked, compat.detect_fake_mode(tensors), portable, stage)
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
     given = tuple(getattr(config, name) for name in settings.FROM_CONFIG)
     kinds_of = _but_lengths(kinds) if _is_short(kinds, *given) else kinds
-    key = kinds_of, asked, grad, autocast, given, measured.flash_attention()
+    stage = stages.current()
+    key = kinds_of, asked, grad, autocast, given, measured.flash_attention(), stage
     run = _runs.get(key)
     if run is None:
         if len(_runs) >= MAX_KINDS:
             _runs.clear()
-        run = _runs[key] = _decided(kinds, asked, None, False)
+        run = _runs[key] = _decided(kinds, asked, None, False, stage)
     return run
 
 
@@ -149,13 +151,13 @@ def _but_lengths(kinds: tuple[_Kind, ...]) -> tuple:
     return tuple(k._replace(shape=s, stride=None) for k, s in zip(kinds, shapes, strict=True))
 
 
-def _decided(kinds, asked, fake_mode, portable: bool) -> Callable:
+def _decided(kinds, asked, fake_mode, portable: bool, stage: str | None) -> Callable:
     """What computes the call; its site goes to the report."""
     try:
         options.check("recipe", asked[3], "sage_inductor.attention: ")
     except ValueError as error:
         raise SageOptionError(str(error)) from None
-    wanted = settings.resolve({}, portable=portable)
+    wanted = settings.resolve({}, portable=portable, stage=stage)
     with compat.disable_modes():
         gm = _graph_of(kinds, asked, fake_mode)
         reason = next((kind.reason for kind in kinds if kind.reason), "")

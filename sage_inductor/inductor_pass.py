@@ -5,6 +5,7 @@
 import dataclasses
 import functools
 import hashlib
+import logging
 from pathlib import Path
 
 import torch
@@ -12,8 +13,11 @@ import torch
 from sage_inductor import config, lowering, measured, ops, patterns
 from sage_inductor.decide import rewrite
 from sage_inductor.ops.compat import CustomGraphPass, inductor_config, virtualized
+from sage_inductor.policy import stages_of
 from sage_inductor.report import ends_in_graph_break, raise_if_refused, record
 from sage_inductor.settings import Settings, resolve
+
+_log = logging.getLogger("sage_inductor")
 
 
 class SagePass(CustomGraphPass):
@@ -29,11 +33,19 @@ class SagePass(CustomGraphPass):
         if not config.enabled:
             return
         asked = self._settings()
+        if stages_of(asked.policy):
+            self._told_of_stages()
         # Inductor applies a pre-grad pass to nested graphs too; a site is decided once.
         sites = rewrite(graph.owning_module, asked)
         record(sites, asked.policy, ends_in_graph_break(graph.owning_module))
         if asked.strict:
             raise_if_refused(sites)
+
+    @staticmethod
+    @functools.cache
+    def _told_of_stages() -> None:
+        """A pass makes of a graph one other graph."""
+        _log.warning('rules of a policy that name a stage need backend="sage": they are left out')
 
     def uuid(self):
         settings = self._settings()

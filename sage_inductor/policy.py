@@ -29,6 +29,10 @@ A rule fits a call if each of its fields does; ranges are inclusive, null leaves
     head_dim    a number or several, of q's
     length      [from, to], of the rows of q. A dynamic length is guarded: each side of a bound gets
                 its own graph. An exported program is decided by its example's lengths
+    stage       a name: the rule holds while ``sage_inductor.stage`` says it (stages.py). Without
+                it a rule holds in every stage. An exported program, and an eager call of
+                ``sage_inductor.attention``, is decided by the stage in force; under
+                ``backend="inductor"`` such a rule never holds
     note        anything, not read; also beside "rules". ``sage_inductor.diagnose`` writes here what
                 it measured
 
@@ -48,7 +52,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from sage_inductor import options
+from sage_inductor import options, stages
 from sage_inductor.ops.formats import HEAD_DIMS
 
 VERSION = 1
@@ -64,13 +68,17 @@ class Rule:
     layer: tuple[int | None, int | None] = (None, None)  # the first number in Site.module
     head_dim: tuple[int, ...] = ()  # q's; none: any
     length: tuple[int | None, int | None] = (None, None)  # N_q
+    stage: str | None = None  # None: every one
 
-    def fits(self, module: str, head_dim: int, at_least: Callable[[int], bool]) -> bool:
-        """Whether this rule is about a call. ``at_least(n)``: whether its N_q is; asked last, for
-        the answer about a dynamic length is a guard."""
+    def fits(
+        self, module: str, head_dim: int, at_least: Callable[[int], bool], stage: str | None = None
+    ) -> bool:
+        """Whether this rule is about a call in a stage. ``at_least(n)``: whether its N_q is; asked
+        last, for the answer about a dynamic length is a guard."""
         first, last = self.length
         return (
-            self.fits_module(module)
+            self.stage in (None, stage)
+            and self.fits_module(module)
             and (not self.head_dim or head_dim in self.head_dim)
             and (first is None or at_least(first))
             and (last is None or not at_least(last + 1))
@@ -113,6 +121,7 @@ class CallDescription:
     kind: str  # "full", "causal", "window", "flex window", "keys", "mask", "bias" or "blocks"
     dtype: torch.dtype  # that attention returns
     device: torch.device
+    stage: str | None = None  # one of the function's own, its attribute `stages`; None: any other
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,6 +179,16 @@ def _given(rule: Rule) -> dict:
     }
 
 
+def stages_of(ruling: "Ruling") -> tuple[str, ...]:
+    """The stages that its rules name or, of a function, that its attribute ``stages`` does."""
+    if callable(ruling):
+        given = getattr(ruling, "stages", ())
+        if isinstance(given, str) or not all(isinstance(name, str) and name for name in given):
+            raise ValueError(f"a function's stages must be a tuple of names, got {given!r}")
+        return tuple(dict.fromkeys(given))
+    return tuple(dict.fromkeys(rule.stage for rule in ruling if rule.stage is not None))
+
+
 def unmatched(rules: tuple[Rule, ...], modules: Iterable[str]) -> list[str]:
     """A line for each rule that names modules and fits none of those that make attention calls."""
     lines, seen = [], sorted(set(modules))
@@ -205,6 +224,7 @@ def ruling(given, holder: object = None) -> Ruling:
     if isinstance(given, (dict, list, tuple)):
         return from_python(given)
     if callable(given) and not isinstance(given, type):
+        stages_of(given)
         return given
     what = "a path, a Policy, a dict, a list of rules or a function of a CallDescription"
     raise ValueError(f"must be {what}, got {given!r}")
@@ -308,6 +328,12 @@ def _field(name: str, given: "_Located"):
     if name == "module":
         if not isinstance(value, str):
             raise _Invalid(given.line, f"module must be a string, got {given.text}")
+        return value
+    if name == "stage":
+        try:
+            stages.check(value)
+        except ValueError as error:
+            raise _Invalid(given.line, str(error)) from None
         return value
     if name == "head_dim":
         several = value if isinstance(value, list) else [value]

@@ -6,6 +6,8 @@ Told without being asked: where all calls stay as they were, a warning says why 
 
 import atexit
 import collections
+import itertools
+import json
 import logging
 import os
 import re
@@ -14,11 +16,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from sage_inductor import measured, page
+from sage_inductor import measured, page, stages
 from sage_inductor.errors import SageRefused
 from sage_inductor.ops.compat import CompileContext, cached_backends, counters
 from sage_inductor.patterns import Site
-from sage_inductor.policy import Rule, Ruling, unmatched
+from sage_inductor.policy import Rule, Ruling, stages_of, unmatched
 from sage_inductor.remedies import Cause, cause_of
 
 log = logging.getLogger("sage_inductor")
@@ -26,9 +28,12 @@ log = logging.getLogger("sage_inductor")
 _sites: list[tuple[str, Site]] = []  # (graph, site)
 _told: set[str] = set()  # patterns of the causes that were warned of
 _modules: dict[tuple[Rule, ...], set[str]] = {}  # that make attention calls, by the policy's rules
+_policies: list[Ruling] = []
 _lock = threading.Lock()
 
-COLUMNS = ("graph", "module", "count", "call", "q", "k", "dtype", "mask", "recipe", "reason")
+COLUMNS = ("graph", "module", "count", "call", "q", "k", "dtype", "mask", "stage", "recipe",
+           "reason")  # fmt: skip
+STAGE = COLUMNS.index("stage")
 
 
 class Report(Sequence):
@@ -57,21 +62,30 @@ class Report(Sequence):
 
     @property
     def verdict(self) -> str:
-        """One line: "114 of 171 attention calls use sage1; 57 stay: N < 3072"."""
+        """One line: "114 of 171 attention calls use sage1; 57 stay: N < 3072", and what is
+        different in stages: "in edge 171 stay: the policy says off"."""
         if not self:
             return "no attention call was seen: nothing was compiled, or no graph has one"
-        recipes = collections.Counter(site.recipe for site in self.rewritten)
-        causes = collections.Counter(cause_of(site.reason).short for site in self.refused)
-        used = counts(recipes) if recipes else f"sage on {_device_name(self[0])}"
-        text = f"{len(self.rewritten)} of {len(self)} attention calls use {used}"
-        stay = "stays" if len(self.refused) == 1 else "stay"
-        return text + (f"; {len(self.refused)} {stay}: {counts(causes)}" if causes else "")
+        by_stage = collections.defaultdict(list)
+        for site in self:
+            by_stage[site.stage].append(site)
+        usual = by_stage.pop(None, [])
+        used, stay = _verdict(usual)
+        text = [f"{sum(x.rewritten for x in usual)} of {len(usual)} attention calls use "
+                + (used or f"sage on {_device_name(self[0])}"), *stay]  # fmt: skip
+        for stage, sites in by_stage.items():
+            used, stay = _verdict(sites)
+            rewritten = sum(site.rewritten for site in sites)
+            use = f"{rewritten} {'uses' if rewritten == 1 else 'use'} {used}"
+            text.append(f"in {stage} " + ", ".join([use] * bool(used) + stay))
+        return "; ".join(text)
 
     def __str__(self):
         if not self:
             return self.verdict
         rows, remedies = [row for row, _ in self._grouped()], self._remedies()
-        lines = [self.verdict, "", table([COLUMNS, *rows]), *([""] if remedies else []), *remedies]
+        rows = self._shown([COLUMNS, *rows])
+        lines = [self.verdict, "", table(rows), *([""] if remedies else []), *remedies]
         lines += self._notes
         return "\n".join(lines)
 
@@ -80,14 +94,16 @@ class Report(Sequence):
 
     def _repr_html_(self):
         rows = [row[:-1] + (folded(group[0][1]),) for row, group in self._grouped()]
-        parts = [page.paragraph(self.verdict), page.table(COLUMNS, rows) if rows else ""]
+        columns, *rows = self._shown([COLUMNS, *rows])
+        parts = [page.paragraph(self.verdict), page.table(columns, rows) if rows else ""]
         return "\n".join([*parts, *map(page.paragraph, self._remedies())])
 
     def to_dicts(self) -> list[dict]:
         """A dict for each call, of what JSON has: graph, module, call (the node's name), spelling,
-        q, k (lists of numbers, text where dynamic), dtype, mask, device, recipe (None: it stays),
-        reason, remedy (None: it is rewritten)."""
-        before, after = ("module", "call", "spelling"), ("dtype", "mask", "device", "recipe")
+        q, k (lists of numbers, text where dynamic), dtype, mask, device, stage (None: all that
+        have no entry), recipe (None: it stays), reason, remedy (None: it is rewritten)."""
+        before = "module", "call", "spelling"
+        after = "dtype", "mask", "device", "stage", "recipe"
         return [
             {
                 "graph": graph,
@@ -104,15 +120,20 @@ class Report(Sequence):
     def to_html(self, path: str | os.PathLike) -> None:
         """Write one page that needs no other file: a row for each call, which sort by any column,
         a filter by module, reasons and remedies folded."""
-        columns = [name for name in COLUMNS if name != "count"]
-        rows = []
+        rows = [COLUMNS]
         for graph, site in self._sites:
-            where, *rest = _cells([site])
-            rows.append((graph, where, *rest[1:-1], folded(site)))
+            rows.append((graph, *_cells([site])[:-1], folded(site)))
+        columns, *rows = ((row[0], row[1], *row[3:]) for row in self._shown(rows))  # no "count"
         parts = page.paragraph(self.verdict), page.table(columns, rows)
         text = page.page("sage_inductor: attention calls", *parts)
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
+
+    def _shown(self, rows: list[tuple]) -> list[tuple]:
+        """Rows with COLUMNS, without that of stages where there are none."""
+        if any(site.stage for site in self):
+            return rows
+        return [(*row[:STAGE], *row[STAGE + 1 :]) for row in rows]
 
     def _grouped(self) -> list[tuple[tuple, list[tuple[str, Site]]]]:
         """(cells of a row, its calls with their graphs)."""
@@ -141,9 +162,18 @@ def _cells(sites: list[Site]) -> tuple[str, ...]:
     q, k = (str(list(x)).replace("'", "") for x in (site.q, site.k))
     recipe = site.recipe or "-"
     return (
-        _module(site), f"x{len(sites)}", site.spelling, q, k, site.dtype, site.mask, recipe,
-        site.reason,
+        _module(site), f"x{len(sites)}", site.spelling, q, k, site.dtype, site.mask,
+        site.stage or "", recipe, site.reason,
     )  # fmt: skip
+
+
+def _verdict(sites: list[Site]) -> tuple[str, list[str]]:
+    """Recipes, and what stays and why, if anything does."""
+    recipes = collections.Counter(site.recipe for site in sites if site.rewritten)
+    causes = collections.Counter(cause_of(x.reason).short for x in sites if not x.rewritten)
+    n = causes.total()
+    stay = [f"{n} {'stays' if n == 1 else 'stay'}: {counts(causes)}"] if causes else []
+    return counts(recipes) if recipes else "", stay
 
 
 def _module(site: Site) -> str:
@@ -205,6 +235,9 @@ def report() -> Report:
     """
     with _lock:
         notes = [line for rules, modules in _modules.items() for line in unmatched(rules, modules)]
+        known = set(itertools.chain(*map(stages_of, _policies)))
+        unknown = sorted(stages.named() - known) if _sites else []
+        notes += [f"stage {json.dumps(name)} is named by no rule of a policy" for name in unknown]
         return Report(_sites, notes)
 
 
@@ -229,6 +262,8 @@ def record(sites: list[Site], policy: Ruling = (), graph_break: bool = False) ->
     graph = str(compile_id) if compile_id is not None else "-"
     with _lock:
         _sites.extend((graph, site) for site in sites)
+        if sites and policy not in _policies:
+            _policies.append(policy)
         if sites and isinstance(policy, tuple):
             _modules.setdefault(policy, set()).update(site.module for site in sites)
     for site in sites:
@@ -298,6 +333,8 @@ def clear() -> None:
     with _lock:
         _sites.clear()
         _modules.clear()
+        _policies.clear()
+        stages.named().clear()
 
 
 class _ClearOnReset:

@@ -24,6 +24,7 @@ class Settings:
     strict: bool = False
     calibrate: bool = True
     policy: Ruling = ()
+    stage: str | None = None  # that rules of the policy may name; None: of none
     portable: bool = False  # exporting: no guards on lengths, only kernels that travel
     # Instead of predictions: ms of a case's candidates and of SDPA's backends, these by name; an
     # error's message for one that failed.

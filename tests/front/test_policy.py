@@ -134,20 +134,28 @@ rules = st.builds(
     layer=ranges(0, 3),
     head_dim=st.sampled_from([(), (32,), (48,), (16, 64), (48, 32)]),
     length=ranges(1, 41),
+    stage=st.sampled_from([None, "edge", "warm"]),
 )  # fmt: skip
 
 
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)
-@given(policy=st.lists(rules, max_size=4), recipe=st.sampled_from(["auto", "off", "sage1"]))
-def test_the_first_rule_that_fits_decides_and_the_recipe_where_none_does(graph, policy, recipe):
-    wanted = Settings(emulate=True, recipe=recipe, policy=tuple(policy))
+@given(
+    policy=st.lists(rules, max_size=4),
+    recipe=st.sampled_from(["auto", "off", "sage1"]),
+    stage=st.sampled_from([None, "edge"]),
+)
+def test_the_first_rule_that_fits_decides_and_the_recipe_where_none_does(
+    graph, policy, recipe, stage
+):
+    wanted = Settings(emulate=True, recipe=recipe, policy=tuple(policy), stage=stage)
     asked = functools.partial(decide, settings=wanted)
     sites = patterns.rewrite(graph, asked, put=lambda call, site: None)
     for node in graph.graph.nodes:  # decided, but not for the next example
         node.meta.pop("sage", None)
     assert [(s.module, s.q[3], s.q[2]) for s in sites] == SITES
     for site, where in zip(sites, SITES):
-        number = next((i for i, rule in enumerate(policy, 1) if fits(rule, *where)), None)
+        in_force = [i for i, rule in enumerate(policy, 1) if rule.stage in (None, stage)]
+        number = next((i for i in in_force if fits(policy[i - 1], *where)), None)
         asked = recipe if number is None else policy[number - 1].recipe
         assert site.recipe == {"auto": "sage2-8b", "off": None}.get(asked, asked), site
         assert re.findall(r"rule \d+", site.reason) == ([f"rule {number}"] if number else []), site
@@ -515,6 +523,8 @@ RULES = {  # the rule's second line, reason
     '"length": 64': "length must be [from, to], numbers from 1 on or null, got 64",
     '"length": [0, 64]': "length must be [from, to], numbers from 1 on or null, got [0, 64]",
     '"length": [128, 64]': "length must not be an empty range, got [128, 64]",
+    '"stage": 3': "a stage must have a name that is a string, or be None, got 3",
+    '"stage": ""': "a stage must have a name that is a string, or be None, got ''",
 }  # fmt: skip
 BEFORE = '{"version": 1, "rules": [\n{"recipe": "off", "note": "\\n}]{"},\n{"recipe": "off",\n'
 INVALID |= {own: (f"{BEFORE}{own}}}]}}", 4, f"rule 2: {reason}") for own, reason in RULES.items()}

@@ -198,7 +198,7 @@ def test_dicts_hold_every_call_and_are_json():
     one, two = json.loads(json.dumps(found.to_dicts()))
     assert one == {
         "graph": "0/0", "module": "", "call": "scaled_dot_product_attention", "spelling": "SDPA",
-        "q": [1, 2, 16, 64], "k": [1, 2, 16, 64], "dtype": "float32", "mask": "none", "device": "cpu",
+        "q": [1, 2, 16, 64], "k": [1, 2, 16, 64], "dtype": "float32", "mask": "none", "device": "cpu", "stage": None,
         "recipe": "sage2-8b", "reason": "emulated", "remedy": None,
     }  # fmt: skip
     assert two["recipe"] is None and two["remedy"] == cause_of("dropout_p must be 0").remedy

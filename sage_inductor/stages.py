@@ -1,0 +1,124 @@
+"""Stages of a run, which the rules of a policy may name: the first and last steps of a diffusion.
+
+    {"rules": [{"stage": "edge", "recipe": "off"}, {"recipe": "sage2-4b"}]}
+
+    with sage_inductor.stage("edge"):
+        model(x)
+
+A graph that is compiled with such a policy is decided for each stage of it and for none, and
+compiled once for each that comes out different: all of them at once, from one trace, so that going
+from stage to stage compiles nothing. Which one runs is looked up when the graph is called.
+"""
+
+import contextlib
+import contextvars
+import logging
+from collections.abc import Callable, Iterator
+
+_log = logging.getLogger("sage_inductor")
+
+_current: contextvars.ContextVar[str | None] = contextvars.ContextVar("stage", default=None)
+_named: set[str] = set()  # all that were in force since the report is empty
+
+
+def current() -> str | None:
+    """The stage in force in this thread (or task); None: none was named."""
+    return _current.get()
+
+
+def named() -> set[str]:
+    """The stages that were in force at any time, of which `report` names those of no rule."""
+    return _named
+
+
+def check(name: str | None) -> None:
+    """Raise ValueError unless a stage may be called so."""
+    if name is not None and not (isinstance(name, str) and name):
+        raise ValueError(f"a stage must have a name that is a string, or be None, got {name!r}")
+
+
+def _begin(name: str | None) -> contextvars.Token:
+    if name is not None:
+        _named.add(name)
+    return _current.set(name)
+
+
+@contextlib.contextmanager
+def stage(name: str | None) -> Iterator[None]:
+    """What is called within runs in this stage, in this thread or task; None: in none. Afterwards
+    the stage is what it was before. A policy that names no such stage does not mind."""
+    check(name)
+    token = _begin(name)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def by_stage(variants: dict[str | None, Callable]) -> Callable:
+    """A function that calls the variant of the stage in force, or that of None."""
+    default, get, in_force = variants[None], variants.get, _current.get
+
+    def run(*args):
+        return get(in_force(), default)(*args)
+
+    return run
+
+
+class Schedule:
+    """Stages by the step of a diffusers pipeline, which calls it at the end of each.
+
+        pipe(prompt, callback_on_step_end=sage_inductor.Schedule(edge=(5, 2)))
+
+    edge=(5, 2): the first 5 steps and the last 2 are in the stage "edge", the others in none. With
+    several stages, the first that claims a step has it.
+
+    A callback comes after its step, so the stage of the first step begins when the Schedule is
+    made: in the thread that then calls the pipeline. After the last step it is that of the first
+    again, for the next call. ``with sage_inductor.stage(None): pipe(...)`` ends it with the block.
+
+    Raises ValueError for anything else than two numbers of steps.
+    """
+
+    def __init__(self, **stages: tuple[int, int]):
+        for name, ends in stages.items():
+            if not (
+                isinstance(ends, (tuple, list)) and len(ends) == 2 and all(map(_is_count, ends))
+            ):
+                raise ValueError(
+                    f"Schedule: {name} must be (first steps, last steps), two numbers from 0 on, "
+                    f"got {ends!r}"
+                )
+        if not stages:
+            raise ValueError("Schedule: at least one stage must be given, such as edge=(5, 2)")
+        self.stages = stages
+        # Without the number of steps it is not known whether the first is among the last.
+        _begin(self.of(0, 1 + sum(last for _, last in stages.values())))
+
+    def of(self, step: int, steps: int) -> str | None:
+        """The stage of a step, of so many."""
+        for name, (first, last) in self.stages.items():
+            if step < first or step >= steps - last:
+                return name
+        return None
+
+    def __call__(self, pipe, step: int, timestep, callback_kwargs: dict) -> dict:
+        """As ``callback_on_step_end``: the stage of the next step begins."""
+        steps = getattr(pipe, "num_timesteps", None)
+        if not _is_count(steps):
+            raise ValueError(
+                f"Schedule: {type(pipe).__name__}.num_timesteps must be the number of steps, got "
+                f"{steps!r}"
+            )
+        was, expected = current(), self.of(step, steps)
+        if was != expected:
+            _log.warning(
+                "Schedule: step %d of %d ran in stage %r, not in %r: make the Schedule in the "
+                "thread that calls the pipeline, right before", step, steps, was, expected,
+            )  # fmt: skip
+        _begin(self.of(step + 1 if step + 1 < steps else 0, steps))
+        return callback_kwargs
+
+
+def _is_count(x) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool) and x >= 0

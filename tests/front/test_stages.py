@@ -1,0 +1,483 @@
+"""Stages: what becomes of a graph in each, that one trace serves all, and a pipeline's schedule."""
+
+import asyncio
+import concurrent.futures
+import timeit
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import relative_l1
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+import sage_inductor
+from sage_inductor import Policy, Rule, SageOptionError, SageRefused, Schedule, backend, config
+from sage_inductor.inductor_pass import SagePass
+from sage_inductor.ops.compat import InductorWrapper
+from sage_inductor.stages import by_stage, current
+
+EDGE = [{"stage": "edge", "recipe": "off"}, {"recipe": "sage2-4b"}]
+THREE = [
+    {"stage": "edge", "recipe": "off"},
+    {"stage": "warm", "layer": 0, "recipe": "sage1"},
+    {"recipe": "sage2-4b"},
+]
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, checkpointed=False):
+        super().__init__()
+        self.qkv = torch.nn.Linear(32, 96)
+        self.checkpointed = checkpointed
+
+    def attend(self, x):
+        return F.scaled_dot_product_attention(*self.qkv(x).chunk(3, -1))
+
+    def forward(self, x):
+        if self.checkpointed:
+            return x + checkpoint(self.attend, x, use_reentrant=False)
+        return x + self.attend(x)
+
+
+class Model(torch.nn.Module):
+    def __init__(self, layers=2, **given):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Layer(**given) for _ in range(layers))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def options(policy=THREE, **given) -> dict:
+    return {"sage.policy": policy, "sage.emulate": True} | {
+        f"sage.{k}": v for k, v in given.items()
+    }
+
+
+def compiled(model, policy=THREE, **given):
+    return torch.compile(model, backend="sage", fullgraph=True, options=options(policy), **given)
+
+
+def in_stage(stage, call, *args):
+    with sage_inductor.stage(stage):
+        return call(*args)
+
+
+@pytest.fixture
+def compilations(monkeypatch):
+    """One entry for each graph that Inductor compiles."""
+    found = []
+
+    def count(self, gm, example_inputs):
+        found.append([node.target for node in gm.graph.nodes])
+        return original(self, gm, example_inputs)
+
+    original = InductorWrapper.__call__
+    monkeypatch.setattr(InductorWrapper, "__call__", count)
+    return found
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_one_trace_serves_all_stages_each_with_the_bits_of_a_model_compiled_for_it(
+    dynamic, compilations
+):
+    model, inputs = Model(), [torch.randn(1, 2, N, 32) for N in (70, 133)]
+    alone = {}
+    for stage, policy in (
+        ("edge", [{"recipe": "off"}]),
+        ("warm", [{"layer": 0, "recipe": "sage1"}, {"recipe": "sage2-4b"}]),
+        (None, [{"recipe": "sage2-4b"}]),
+    ):
+        torch._dynamo.reset()
+        run = compiled(model, policy, dynamic=dynamic)
+        alone[stage] = [run(x) for x in inputs]
+    assert not torch.equal(alone[None][0], alone["warm"][0])
+
+    torch._dynamo.reset()
+    counters.clear()
+    compilations.clear()
+    run = compiled(model, dynamic=dynamic)
+    in_stage("warm", run, inputs[0])  # the first call compiles all, whatever stage it is in
+    if not dynamic:
+        run(inputs[1])
+    graphs = 1 if dynamic else 2
+    for stage in (None, "edge", "warm", "edge", None, "a name of no rule", "warm"):
+        for x, expected in zip(inputs, alone.get(stage, alone[None])):
+            torch.testing.assert_close(in_stage(stage, run, x), expected, rtol=0, atol=0)
+    assert counters["stats"]["unique_graphs"] == graphs and len(compilations) == 3 * graphs
+
+
+def test_what_is_equal_in_two_stages_is_compiled_once(compilations):
+    policy = [
+        {"stage": "edge", "recipe": "off"},
+        {"stage": "same", "recipe": "sage2-4b"},
+        {"stage": "end", "recipe": "off"},
+        {"stage": "elsewhere", "module": "decoder.*", "recipe": "off"},
+        {"recipe": "sage2-4b"},
+    ]
+    x = torch.randn(1, 2, 70, 32)
+    run = compiled(Model(), policy)
+    for stage, like in (("same", None), ("end", "edge"), ("elsewhere", None)):
+        torch.testing.assert_close(in_stage(stage, run, x), in_stage(like, run, x), rtol=0, atol=0)
+    assert len(compilations) == 2
+    found = {(site.stage, site.recipe) for site in sage_inductor.report()}
+    assert found == {
+        (None, "sage2-4b"), ("same", "sage2-4b"), ("edge", None), ("end", None)
+    }  # of "same" another rule is the reason  # fmt: skip
+
+
+def test_where_no_stage_changes_a_graph_nothing_is_looked_up_when_it_runs(monkeypatch):
+    monkeypatch.setattr(backend, "by_stage", None)
+    policy = [{"stage": "edge", "layer": 7, "recipe": "off"}, {"recipe": "sage1"}]
+    compiled(Model(), policy)(torch.randn(1, 2, 70, 32))
+    assert {(site.stage, site.recipe) for site in sage_inductor.report()} == {(None, "sage1")}
+
+
+def test_lengths_of_a_stages_rule_are_guarded_from_the_first_call_on():
+    policy = [{"stage": "edge", "length": [None, 100], "recipe": "off"}, {"recipe": "sage2-4b"}]
+    model = Model()
+    run = compiled(model, policy, dynamic=True)
+    for N, stays in ((70, True), (133, False), (100, True), (101, False)):
+        x = torch.randn(1, 2, N, 32)
+        run(x)
+        error = relative_l1(in_stage("edge", run, x), model(x))
+        assert (error < 1e-5) == stays, (N, error)
+
+
+def test_the_stage_in_force_when_a_graph_compiles_is_not_the_one_it_keeps():
+    model, x = Model(), torch.randn(1, 2, 70, 32)
+    run = compiled(model)
+    in_stage("edge", run, x)
+    assert relative_l1(run(x), model(x)) > 1e-3
+    assert relative_l1(in_stage("edge", run, x), model(x)) < 1e-5
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@torch._inductor.config.patch(fx_graph_cache=False)
+@torch._functorch.config.patch(enable_autograd_cache=False)
+def test_gradients_are_of_the_stage_that_ran(checkpointed):
+    """Also where attention is in a graph nested in the model's. A backward is compiled when it
+    first runs, after the forwards of all stages were."""
+    model, x = Model(checkpointed=checkpointed), torch.randn(1, 2, 70, 32)
+    given = {"policy": EDGE, "force": True}
+    run = torch.compile(model, backend="sage", options=options(**given), fullgraph=True)
+    cotangent = torch.randn(1, 2, 70, 32)
+    kept = cotangent.clone()
+
+    def gradients(call):
+        model.zero_grad()
+        call(x).backward(cotangent)
+        return [p.grad.clone() for p in model.parameters()]
+
+    exact = gradients(model)
+    for stage in ("edge", None, "edge"):
+        errors = [
+            relative_l1(*each) for each in zip(in_stage(stage, gradients, run), exact, strict=True)
+        ]
+        assert (max(errors) < 1e-4) == (stage == "edge"), errors
+        assert max(errors) < 0.5
+        torch.testing.assert_close(cotangent, kept, rtol=0, atol=0)
+
+
+def test_calls_are_dispatched_within_two_microseconds():
+    run = by_stage({None: lambda x: x, "edge": lambda x: -x})
+    assert (run(1), in_stage("edge", run, 1), in_stage("other", run, 1)) == (1, -1, 1)
+    seconds = min(timeit.repeat(lambda: run(1), number=10_000, repeat=20)) / 10_000
+    assert seconds < 2e-6
+
+
+def test_a_stage_is_its_threads_and_its_tasks_and_ends_with_its_block():
+    def name_in(stage):
+        with sage_inductor.stage(stage):
+            return current()
+
+    async def task(name):
+        with sage_inductor.stage(name):
+            await asyncio.sleep(0.01)
+            return current()
+
+    async def tasks():
+        return await asyncio.gather(task("a"), task("b"))
+
+    with sage_inductor.stage("outer"):
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            assert pool.submit(current).result() is None
+            assert list(pool.map(name_in, "ab")) == ["a", "b"]
+        assert asyncio.run(tasks()) == ["a", "b"]
+        with pytest.raises(KeyError), sage_inductor.stage(None):
+            assert current() is None
+            raise KeyError
+        assert current() == "outer"
+    assert current() is None
+
+    @sage_inductor.stage("decorated")
+    def decorated(depth):
+        assert current() == "decorated"
+        return depth and decorated(depth - 1)
+
+    decorated(2)
+    assert current() is None
+
+
+@pytest.mark.parametrize("name", ["", 3])
+def test_a_stage_that_has_no_name_is_refused(name):
+    with pytest.raises(ValueError, match="a stage must have a name that is a string"):
+        with sage_inductor.stage(name):
+            pass
+    with pytest.raises(ValueError, match="rule 1: a stage must have a name"):
+        Policy([Rule("off", stage=name)])
+
+
+# -- who else decides ----
+
+
+def test_a_function_says_which_stages_it_knows():
+    def policy(call):
+        return "off" if call.stage == "edge" else "sage2-4b"
+
+    model, x = Model(), torch.randn(1, 2, 70, 32)
+    run = compiled(model, policy)
+    torch.testing.assert_close(in_stage("edge", run, x), run(x), rtol=0, atol=0)
+    torch._dynamo.reset()
+    policy.stages = ("edge",)
+    run = compiled(model, policy)
+    assert relative_l1(in_stage("edge", run, x), model(x)) < 1e-5 < relative_l1(run(x), model(x))
+    policy.stages = "edge"
+    with pytest.raises(SageOptionError, match="stages must be a tuple of names, got 'edge'"):
+        compiled(model, policy)(torch.randn(1, 2, 71, 32))
+
+
+def test_explain_tells_of_every_stage_and_runs_none_of_them():
+    model, x = Model(), torch.randn(1, 2, 70, 32)
+    report = sage_inductor.explain(model, x, options=options())
+    assert report.verdict == (
+        "2 of 2 attention calls use sage2-4b; in edge 2 stay: the policy says off; "
+        "in warm 1 uses sage1"
+    )
+    expected = [("sage2-4b", None)] * 2 + [(None, "edge")] * 2 + [("sage1", "warm")]
+    assert [(site.recipe, site.stage) for site in report] == expected
+    assert [each["stage"] for each in report.to_dicts()] == [stage for _, stage in expected]
+    header, _, *rows = str(report).splitlines()[2:]
+    assert header.split()[8:] == ["stage", "recipe", "reason"]
+    assert [row.split("none", 1)[1].split()[0] for row in rows] == ["sage2-4b", "edge", "warm"]
+    plain = sage_inductor.explain(model, x, options=options([]))
+    assert "stage" not in str(plain) and "stage" not in plain._repr_html_()
+    assert "stage" in report._repr_html_()
+
+
+def test_an_explained_model_computes_what_it_computes_in_no_stage():
+    seen, x = [], torch.randn(1, 2, 70, 32)
+
+    class Watched(Model):
+        def forward(self, x):
+            out = super().forward(x)
+            torch._dynamo.graph_break()
+            seen.append(out)
+            return out
+
+    model = Watched()
+    sage_inductor.explain(model, x, options=options())
+    torch.testing.assert_close(seen[0], compiled(Model.forward)(model, x), rtol=0, atol=0)
+
+
+def test_the_report_tells_of_a_stage_that_no_rule_names():
+    x = torch.randn(1, 2, 70, 32)
+    run = compiled(Model())
+    in_stage("egde", run, x)
+    note = 'stage "egde" is named by no rule of a policy'
+    assert note in str(sage_inductor.report()) and '"edge"' not in str(sage_inductor.report())
+    torch._dynamo.reset()
+    compiled(Model(), [{"stage": "egde", "recipe": "off"}])(x)
+    assert note not in str(sage_inductor.report())
+
+
+def test_a_program_is_exported_in_the_stage_in_force():
+    model, x = Model(), torch.randn(1, 2, 70, 32)
+    found = {}
+    for stage in (None, "edge", "warm"):
+        program = torch.export.export(model, (x,))
+        with sage_inductor.stage(stage):
+            report = sage_inductor.rewrite(program, options=options())
+        found[stage] = [site.recipe for site in report]
+        torch.testing.assert_close(
+            program.module()(x), in_stage(stage, compiled(model), x), rtol=1e-5, atol=1e-5
+        )
+    assert found == {
+        None: ["sage2-4b"] * 2, "edge": [None] * 2, "warm": ["sage1", "sage2-4b"]
+    }  # fmt: skip
+
+
+def test_an_eager_call_is_decided_in_the_stage_in_force():
+    q, k, v = torch.randn(3, 1, 2, 70, 32)
+    exact = F.scaled_dot_product_attention(q, k, v)
+    with config.patch(policy=Policy([Rule("off", stage="edge")]), emulate=True):
+        for stage in (None, "edge", None):
+            found = in_stage(stage, sage_inductor.attention, q, k, v)
+            assert torch.equal(found, exact) == (stage == "edge")
+
+
+def test_under_inductor_rules_of_a_stage_never_hold_and_a_warning_says_so(caplog):
+    model, x = Model(), torch.randn(1, 2, 70, 32)
+    with config.patch(enabled=True, emulate=True, policy=Policy([Rule("off", stage="edge")])):
+        run = torch.compile(model, backend="inductor")
+        in_stage("edge", run, x)
+        assert relative_l1(in_stage("edge", run, x), model(x)) > 1e-3
+        SagePass._told_of_stages.cache_clear()
+    assert caplog.text.count('need backend="sage"') == 1
+
+
+def test_strict_is_about_every_stage():
+    policy = [{"stage": "edge", "recipe": "sage1"}, {"recipe": "off"}]
+    x = torch.randn(1, 2, 70, 32)
+    given = {"emulate": False, "strict": True}
+    with pytest.raises(SageRefused, match="2 attention calls stay as they were: layers.0: on CPU"):
+        torch.compile(Model(), backend="sage", options=options(policy, **given))(x)
+
+
+def test_blocks_compiled_alone_have_their_stages():
+    model, x = Model(3), torch.randn(1, 2, 70, 32)
+    exact = model(x)
+    for layer in model.layers:
+        layer.compile(backend="sage", options=options(EDGE), fullgraph=True)
+    assert relative_l1(in_stage("edge", model, x), exact) < 1e-5 < relative_l1(model(x), exact)
+
+
+def test_a_stage_that_begins_in_a_compiled_function_is_the_one_that_runs():
+    """Dynamo breaks the graph there."""
+    model = Model()
+
+    def function(x):
+        with sage_inductor.stage("edge"):
+            return model(x)
+
+    x = torch.randn(1, 2, 70, 32)
+    run = torch.compile(function, backend="sage", options=options(EDGE))
+    for _ in range(2):
+        assert relative_l1(run(x), model(x)) < 1e-5
+    assert current() is None
+
+
+# -- a pipeline's schedule ----
+
+
+def stages_of(schedule, steps: int) -> list[str | None]:
+    """Of each step of a run, as a pipeline calls it."""
+    pipe, found = SimpleNamespace(num_timesteps=steps), []
+    for step in range(steps):
+        found.append(current())
+        given = {"latents": step}
+        assert schedule(pipe, step, 1000 - step, given) is given
+    return found
+
+
+@pytest.fixture
+def contained():
+    with sage_inductor.stage(None):
+        yield
+
+
+def test_a_schedule_names_the_stage_of_each_step_and_rewinds_itself(contained, caplog):
+    schedule = Schedule(edge=(3, 2), warm=(4, 0))
+    for steps in (10, 5, 4, 12):
+        expected = [
+            "edge" if i < 3 or i >= steps - 2 else "warm" if i < 4 else None for i in range(steps)
+        ]
+        assert stages_of(schedule, steps) == expected
+    assert current() == "edge"
+    assert stages_of(Schedule(end=(0, 1)), 3) == [None, None, "end"]
+    assert not caplog.records
+
+
+def test_a_step_that_ran_in_another_stage_is_warned_of(contained, caplog):
+    schedule = Schedule(edge=(2, 0))
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        found = pool.submit(stages_of, schedule, 4).result()
+    assert found == [None, "edge", None, None]
+    (record,) = caplog.records
+    assert "step 0 of 4 ran in stage None, not in 'edge'" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"edge": 5}, {"edge": (1, -1)}, {"edge": (1, 2, 3)}, {"edge": (0.1, 0)}]
+)
+def test_a_schedule_of_anything_else_than_two_numbers_is_refused(given):
+    with pytest.raises(ValueError, match="^Schedule: "):
+        Schedule(**given)
+
+
+def test_a_pipeline_that_does_not_know_its_steps_is_refused(contained):
+    with pytest.raises(ValueError, match="SimpleNamespace.num_timesteps must be the number"):
+        Schedule(edge=(1, 1))(SimpleNamespace(), 0, 1000, {})
+
+
+def wan(transformer, steps: int, callback=None):
+    """The latents of a small Wan pipeline, with guidance: two calls of its transformer a step."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
+
+    pipe = WanPipeline(
+        tokenizer=None, text_encoder=None, vae=None, transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+    )  # fmt: skip
+    pipe.set_progress_bar_config(disable=True)
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randn(2, 1, 6, 16, generator=generator)
+    return pipe(
+        prompt_embeds=prompts[0], negative_prompt_embeds=prompts[1], height=32, width=32,
+        num_frames=5, num_inference_steps=steps, guidance_scale=5.0, output_type="latent",
+        generator=generator, callback_on_step_end=callback,
+    ).frames  # fmt: skip
+
+
+def test_a_wan_pipeline_goes_from_stage_to_stage_without_compiling(contained, caplog):
+    from diffusers import WanTransformer3DModel
+
+    transformer = WanTransformer3DModel(
+        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4,
+        out_channels=4, text_dim=16, freq_dim=16, ffn_dim=32, num_layers=1,
+    ).eval()  # fmt: skip
+    exact = wan(transformer, 50)
+    ran, schedule = [], Schedule(edge=(5, 2))
+
+    def callback(*step):
+        ran.append(current())
+        return schedule(*step)
+
+    transformer.compile(backend="sage", options=options(EDGE), fullgraph=True)
+    wan(transformer, 1)
+    counters.clear()
+    scheduled = wan(transformer, 50, callback)
+    assert ran == ["edge"] * 5 + [None] * 43 + ["edge"] * 2
+    with sage_inductor.stage("edge"):
+        all_exact = wan(transformer, 50)
+    with sage_inductor.stage(None):
+        all_quantized = wan(transformer, 50)
+    assert not counters["stats"]  # nothing was traced
+    assert not [each for each in caplog.records if each.name == "sage_inductor"]
+    errors = [relative_l1(x, exact) for x in (all_exact, scheduled, all_quantized)]
+    assert errors[0] < 1e-4 < errors[1] < errors[2], errors
+
+
+@pytest.mark.gpu
+def test_stages_alternate_under_cuda_graphs_with_new_data():
+    model = Model(3).cuda().half()
+    inputs = [torch.randn(1, 2, 4096, 32, device="cuda", dtype=torch.float16) for _ in range(6)]
+    given = {"sage.force": True, "sage.mode": "reduce-overhead"}
+    policy = [{"stage": "edge", "recipe": "off"}, {"recipe": "sage2-8b"}]
+    with torch.no_grad():
+        alone = {}
+        for stage, recipe in (("edge", "off"), (None, "sage2-8b")):
+            torch._dynamo.reset()
+            run = torch.compile(model, backend="sage", options=given | {"sage.recipe": recipe})
+            alone[stage] = [run(x).clone() for x in inputs]
+        torch._dynamo.reset()
+        run = torch.compile(model, backend="sage", options=given | {"sage.policy": policy})
+        for _ in range(3):
+            for i, x in enumerate(inputs):
+                stage = "edge" if i % 3 == 0 else None
+                torch.compiler.cudagraph_mark_step_begin()
+                found = in_stage(stage, run, x).clone()
+                torch.testing.assert_close(found, alone[stage][i], rtol=0, atol=0)
