@@ -19,13 +19,14 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sage_inductor import measured, page
+from sage_inductor import measured, page, stages
 from sage_inductor.backend import run_graphs
 from sage_inductor.decide import autos, decide
 from sage_inductor.ops.recipe import NAMED, canonical
@@ -81,17 +82,27 @@ class Diagnosis:
     suggested: dict[str, str]  # path of a module: the recipe of its calls, or "off"
     tolerance: float
     shown: tuple[str, ...]  # recipes that the table has a column for
+    # The same of each stage in which something ran, or which is suggested (stages.py).
+    by_stage: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
+    # Suggested: how many of the first and of the last steps should be in the stage "edge".
+    edge: tuple[int, int] | None = None
 
     @property
     def policy(self) -> Policy:
         """The suggested recipes, in few rules."""
-        return Policy(_merged(self.suggested))
+        rules = [
+            dataclasses.replace(rule, stage=stage)
+            for stage, suggested in self.by_stage.items()
+            if suggested != self.suggested
+            for rule in _merged(suggested)
+        ]
+        return Policy((*rules, *_merged(self.suggested)))
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the policy where ``sage.policy`` finds it, with what was measured as a note."""
         errors = collections.defaultdict(list)
         for row in self.rows:
-            errors[row.site.module].append(f"{row.recipe} {row.relative_l1:.4g}")
+            errors[_where(row.site, row.site.module)].append(f"{row.recipe} {row.relative_l1:.4g}")
         note = {
             "tolerance": self.tolerance,
             "versions": measured.versions(),
@@ -102,9 +113,11 @@ class Diagnosis:
     @property
     def verdict(self) -> str:
         """One line: "57 modules, relative L1 <= 0.05: auto (56), off (1)"."""
-        text = f"{len(self.suggested)} modules, relative L1 <= {self.tolerance}"
+        text = f"{len(self._modules)} modules, relative L1 <= {self.tolerance}"
         if self.suggested:
             text += f": {counts(collections.Counter(self.suggested.values()))}"
+        for stage, suggested in self.by_stage.items():
+            text += f"; in {stage}: {counts(collections.Counter(suggested.values()))}"
         if self.unmeasured:
             text += f"; not measured: {len(self.unmeasured)} calls"
         return text
@@ -120,10 +133,16 @@ class Diagnosis:
             lines.append("relative L1, the worst of each row's calls; more: print(found.details())")
         for where, sites in grouped(self.unmeasured, path_of, lambda x: (x.spelling, x.reason)):
             lines.append(f"{where} x{len(sites)} ({sites[0].spelling}): {sites[0].reason}")
-        if self.suggested:
+        if self._modules:
             lines += ["", f"the fastest recipes with a relative L1 of at most {self.tolerance}:"]
             lines.append(self.policy.text().rstrip())
+        if self.edge is not None:
+            lines.append(f"with callback_on_step_end=sage_inductor.Schedule(edge={self.edge})")
         return "\n".join(lines)
+
+    @property
+    def _modules(self) -> list[str]:
+        return list(dict.fromkeys(itertools.chain(self.suggested, *self.by_stage.values())))
 
     def details(self) -> str:
         """A table of every measured call and recipe, the worst relative L1 first."""
@@ -135,10 +154,10 @@ class Diagnosis:
         above."""
         errors = {}
         for row in reversed(self.rows):  # of a module's calls the worst comes last
-            errors[path_of(row.site), row.recipe] = row.relative_l1
-        order = list(self.suggested)
+            errors[_where(row.site), row.recipe] = row.relative_l1
+        order = self._modules
         in_order = sorted(self.rows, key=lambda row: order.index(row.site.module))
-        modules = dict.fromkeys(path_of(row.site) for row in in_order)
+        modules = dict.fromkeys(_where(row.site) for row in in_order)
         recipes = [name for name in (SDPA, *NAMED) if any(name == r for _, r in errors)]
         return page.heat_map(list(modules), recipes, errors, self.tolerance)
 
@@ -165,10 +184,11 @@ class Diagnosis:
         """Cells of the printed table, the worst error of a shown recipe first."""
 
         def same(row: Row) -> tuple:
-            return *_cells(row)[1:6], self.suggested[row.site.module]
+            suggested = self.by_stage.get(row.site.stage, self.suggested)
+            return *_cells(row)[1:6], suggested[row.site.module]
 
         lines = []
-        for where, rows in grouped(self.rows, lambda row: path_of(row.site), same):
+        for where, rows in grouped(self.rows, lambda row: _where(row.site), same):
             worst = {row.recipe: row for row in reversed(rows)}  # self.rows: the worst comes first
             shown = [worst[name] for name in self.shown if name in worst]
             calls = {(row.site.module, row.site.call) for row in rows}
@@ -183,10 +203,15 @@ COLUMNS = ("module", "call", "q", "k", "dtype", "mask", "recipe", "CosSim", "rel
 UNMEASURED = ("module", "call", "not measured")
 
 
+def _where(site: Site, path: str | None = None) -> str:
+    path = path_of(site) if path is None else path
+    return path if site.stage is None else f"{path} in {site.stage}"
+
+
 def _cells(row: Row) -> tuple[page.Cell, ...]:
     site, (head, of_head), (*where, of_row) = row.site, row.worst_head, row.worst_row
     return (
-        path_of(site), site.spelling, str(list(site.q)), str(list(site.k)), site.dtype, site.mask,
+        _where(site), site.spelling, str(list(site.q)), str(list(site.k)), site.dtype, site.mask,
         row.recipe, row.cos_sim, row.relative_l1, row.rmse, head, of_head, str(where), of_row,
     )  # fmt: skip
 
@@ -210,6 +235,10 @@ def diagnose(
     relative L1 up to which a recipe is suggested. A module's calls get the fastest recipe that is
     within it at each of them: "auto" if all that it may become there are (on CPU: that it may
     become on the GPU that was measured), else a named one, else "off".
+
+    model may be a pipeline of diffusers. With ``callback_on_step_end=sage_inductor.Schedule()``
+    the errors are those of each step, and where it makes the rest faster, a stage "edge" of the
+    first and last steps is suggested; with a Schedule's own stages each gets its recipes.
 
     Gradients are off. The model's code, parameters and mode stay as they are, and what a forward
     pass changes it changes. Dynamo's caches are reset. After three seconds stderr shows how many
@@ -254,8 +283,17 @@ def diagnose(
     rows = tuple(sorted(rows, key=lambda row: -row.badness))
     if given is None:  # of all that is measured, what a policy may come to
         recipes = [r for r in recipes if r in BY_SPEED or any(r in p.autos for p in probes)]
-    shown = tuple(name for name in (SDPA, *recipes) if any(name in p.rows for p in probes))
-    found = Diagnosis(rows, tuple(refused), _suggested(probes, tolerance), tolerance, shown)
+    seen = {name for probe in probes for _, name in probe.rows}
+    shown = tuple(name for name in (SDPA, *recipes) if name in seen)
+    times = list(dict.fromkeys(when for probe in probes for when in probe.errors))
+    parts = {stage: (lambda when, stage=stage: when.stage == stage) for stage, _ in times}
+    edge = _edge(probes, tolerance) if set(parts) == {None} else None
+    if edge is not None:
+        in_edge = _in_edge(edge, times)
+        parts = {None: lambda when: not in_edge(when), "edge": in_edge}
+    by_stage = {stage: _suggested(probes, tolerance, wanted) for stage, wanted in parts.items()}
+    suggested = by_stage.pop(None, {})
+    found = Diagnosis(rows, tuple(refused), suggested, tolerance, shown, by_stage, edge)
     if path is not None:
         found.save(path)
     return found
@@ -270,6 +308,13 @@ def _studied(call: Call) -> Decision:
     return decide(call, STUDY)
 
 
+class _When(NamedTuple):
+    """When a call ran."""
+
+    stage: str | None
+    step: int | None  # of the pipeline that a Schedule counts
+
+
 class _Probe:
     """Measures an attention call whenever the graph is about to make it."""
 
@@ -278,7 +323,8 @@ class _Probe:
         self.recipes = [name for name in recipes if decide(call, each[name]).recipe is not None]
         self.autos = autos(call)
         self.site, self.band, self.scale = site, call.band, call.scale
-        self.rows: dict[str, Row] = {}
+        self.rows: dict[tuple[str | None, str], Row] = {}  # by stage and recipe
+        self.errors: dict[_When, dict[str, float]] = {}  # by recipe, as Row.badness
         self.done = done
         call.emit.insert(self.measure, (call.q, call.k, call.v, call.attn_mask), None)
 
@@ -286,7 +332,11 @@ class _Probe:
     def measure(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None) -> None:
         scale = float(q.shape[3] ** -0.5 if self.scale is None else self.scale)
         inputs = q, k, v, attn_mask, self.band, scale
-        site = dataclasses.replace(self.site, q=tuple(q.shape), k=tuple(k.shape))
+        when = _When(stages.current(), stages.step())
+        errors = self.errors.setdefault(when, {})
+        site = dataclasses.replace(
+            self.site, q=tuple(q.shape), k=tuple(k.shape), stage=when.stage
+        )  # fmt: skip
         exact = _exact(*inputs)
         for name in (SDPA, *self.recipes):
             out = _sdpa(*inputs) if name == SDPA else _quantized(*inputs, NAMED[name].encode())
@@ -295,7 +345,9 @@ class _Probe:
                 site, name, error["CosSim"], error["relative L1"], error["RMSE"],
                 *_worst(out, exact),
             )  # fmt: skip
-            self.rows[name] = max(self.rows.get(name, row), row, key=lambda row: row.badness)
+            key = when.stage, name
+            self.rows[key] = max(self.rows.get(key, row), row, key=lambda row: row.badness)
+            errors[name] = max(errors.get(name, 0.0), row.badness)
         self.done()
 
 
@@ -403,24 +455,67 @@ def _ratio(error: Tensor, size: Tensor) -> Tensor:
 # -- suggesting ----
 
 
-def _suggested(probes: list[_Probe], tolerance: float) -> dict[str, str]:
-    """The recipe of each measured module."""
+def _suggested(
+    probes: list[_Probe], tolerance: float, wanted: Callable[[_When], bool]
+) -> dict[str, str]:
+    """The recipe of each module measured at the times that are wanted."""
     modules = collections.defaultdict(list)
     for probe in probes:
-        if probe.rows:
-            modules[probe.site.module].append(probe)
+        errors = collections.defaultdict(float)
+        for when, found in probe.errors.items():
+            for recipe, error in found.items() if wanted(when) else ():
+                errors[recipe] = max(errors[recipe], error)
+        if errors:
+            modules[probe.site.module].append((errors, probe.autos))
 
-    def serves(recipe: str, probe: _Probe) -> bool:
-        return recipe in probe.rows and probe.rows[recipe].relative_l1 <= tolerance
+    def serves(recipe: str, errors: dict[str, float]) -> bool:
+        return recipe in errors and errors[recipe] <= tolerance
 
     suggested = {}
     for module, calls in modules.items():
-        if all(serves(recipe, probe) for probe in calls for recipe in probe.autos):
+        if all(serves(recipe, errors) for errors, autos in calls for recipe in autos):
             suggested[module] = AUTO
         else:
-            serving = (r for r in BY_SPEED if all(serves(r, probe) for probe in calls))
+            serving = (r for r in BY_SPEED if all(serves(r, errors) for errors, _ in calls))
             suggested[module] = next(serving, OFF)
     return suggested
+
+
+def _in_edge(edge: tuple[int, int], times: Iterable[_When]) -> Callable[[_When], bool]:
+    """Whether a step is among the first or the last of all that ran."""
+    (first, last), steps = edge, {when.step for when in times} - {None}
+    inside = {*range(first), *range(len(steps) - last, len(steps))}
+    return lambda when: when.step in inside
+
+
+def _edge(probes: list[_Probe], tolerance: float) -> tuple[int, int] | None:
+    """(first steps, last steps) of a pipeline: the split by which the calls of all steps come to
+    the fastest recipes, in their order, where edges and middle have one each for a module. None:
+    no split is better than none, or no steps were counted."""
+    steps = {when.step for probe in probes for when in probe.errors} - {None}
+    n, order = len(steps), (AUTO, *BY_SPEED, OFF)
+    if not steps or steps != set(range(n)):
+        return None
+    modules = {probe.site.module: i for i, probe in enumerate(probes) if probe.errors}
+    beyond = torch.zeros(len(probes), len(order), n + 1)  # calls up to a step
+    for probe in probes:
+        for when, errors in probe.errors.items():
+            for i, recipe in enumerate(order[:-1] if when.step is not None else ()):
+                names = probe.autos if recipe == AUTO else (recipe,)
+                if not all(errors.get(name, math.inf) <= tolerance for name in names):
+                    beyond[modules[probe.site.module], i, when.step + 1] += 1
+    beyond = beyond.cumsum(2)
+
+    def cost(split: tuple[int, int]) -> tuple[int, int]:
+        first, last = split
+        middle = beyond[:, :, n - last] - beyond[:, :, first]
+        edges = beyond[:, :, n] - middle
+        places = [(calls == 0).int().argmax(1).sum().item() for calls in (edges, middle)]
+        return places[0] * (first + last) + places[1] * (n - first - last), first + last
+
+    splits = [(first, last) for first in range(n) for last in range(n - first)]
+    best = min(splits, key=cost, default=(0, 0))
+    return best if best != (0, 0) else None
 
 
 def _merged(suggested: dict[str, str]) -> tuple[Rule, ...]:

@@ -18,12 +18,18 @@ from collections.abc import Callable, Iterator
 _log = logging.getLogger("sage_inductor")
 
 _current: contextvars.ContextVar[str | None] = contextvars.ContextVar("stage", default=None)
+_step: contextvars.ContextVar[int | None] = contextvars.ContextVar("step", default=None)
 _named: set[str] = set()  # all that were in force since the report is empty
 
 
 def current() -> str | None:
     """The stage in force in this thread (or task); None: none was named."""
     return _current.get()
+
+
+def step() -> int | None:
+    """The step of the pipeline that a Schedule counts in this thread; None: there is none."""
+    return _step.get()
 
 
 def named() -> set[str]:
@@ -71,7 +77,8 @@ class Schedule:
         pipe(prompt, callback_on_step_end=sage_inductor.Schedule(edge=(5, 2)))
 
     edge=(5, 2): the first 5 steps and the last 2 are in the stage "edge", the others in none. With
-    several stages, the first that claims a step has it.
+    several stages, the first that claims a step has it. ``Schedule()`` counts the steps, for
+    ``sage_inductor.diagnose``.
 
     A callback comes after its step, so the stage of the first step begins when the Schedule is
     made: in the thread that then calls the pipeline. After the last step it is that of the first
@@ -89,11 +96,13 @@ class Schedule:
                     f"Schedule: {name} must be (first steps, last steps), two numbers from 0 on, "
                     f"got {ends!r}"
                 )
-        if not stages:
-            raise ValueError("Schedule: at least one stage must be given, such as edge=(5, 2)")
         self.stages = stages
         # Without the number of steps it is not known whether the first is among the last.
-        _begin(self.of(0, 1 + sum(last for _, last in stages.values())))
+        self._begin(0, 1 + sum(last for _, last in stages.values()))
+
+    def _begin(self, step: int, steps: int) -> None:
+        _step.set(step)
+        _begin(self.of(step, steps))
 
     def of(self, step: int, steps: int) -> str | None:
         """The stage of a step, of so many."""
@@ -116,7 +125,7 @@ class Schedule:
                 "Schedule: step %d of %d ran in stage %r, not in %r: make the Schedule in the "
                 "thread that calls the pipeline, right before", step, steps, was, expected,
             )  # fmt: skip
-        _begin(self.of(step + 1 if step + 1 < steps else 0, steps))
+        self._begin(step + 1 if step + 1 < steps else 0, steps)
         return callback_kwargs
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import json
 import math
+import random
 import re
 import sys
 import time
@@ -144,18 +145,141 @@ def test_calls_that_agree_get_one_rule_and_the_table_shows_it():
     assert only.policy == Policy((Rule("sage2-8b"),))  # of "auto" not all was measured
 
 
+def probe(module: str, *steps: dict[str, float]) -> SimpleNamespace:
+    """Of one call with these errors in these steps of a pipeline."""
+    errors = {
+        DIAGNOSE._When(None, i): {name.replace("_", "-"): e for name, e in each.items()}
+        for i, each in enumerate(steps)
+    }
+    site = SimpleNamespace(module=module)
+    return SimpleNamespace(site=site, errors=errors, autos=BY_SPEED[:2])
+
+
 def test_auto_is_suggested_only_if_all_that_it_may_become_is_within_the_tolerance():
     def suggested(**errors):
-        rows = {
-            name.replace("_", "-"): SimpleNamespace(relative_l1=e) for name, e in errors.items()
-        }
-        probe = SimpleNamespace(site=SimpleNamespace(module="m"), rows=rows, autos=BY_SPEED[:2])
-        return DIAGNOSE._suggested([probe], 0.05)["m"]
+        return DIAGNOSE._suggested([probe("m", errors)], 0.05, lambda when: True)["m"]
 
     assert suggested(sage2_8b_per_token=0.04, sage2_8b=0.05) == "auto"
     assert suggested(sage2_8b_per_token=0.04, sage2_8b=0.06) == "sage2-8b-per-token"
     assert suggested(sage2_8b_per_token=0.06, sage2_8b=0.04) == "sage2-8b"
     assert suggested(sage2_8b_per_token=0.06, sage1_per_token=0.06) == "off"
+
+
+def errors(auto: float, sage1: float = 0.01) -> dict[str, float]:
+    return {"sage2-8b-per-token": auto, "sage2-8b": auto, "sage1": sage1}
+
+
+GOOD, FAIR, BAD = errors(0.04), errors(0.06), errors(0.06, 0.06)
+
+
+@pytest.mark.parametrize(
+    "steps, edge",
+    [
+        ([BAD, BAD, GOOD, GOOD, GOOD, BAD], (2, 1)),
+        ([GOOD, GOOD, GOOD, GOOD], None),
+        ([BAD, BAD, BAD], None),
+        ([GOOD, BAD, BAD, GOOD, GOOD], (1, 2)),  # the middle may be what is slow
+        ([GOOD, GOOD, GOOD, GOOD, FAIR], (0, 1)),
+        ([BAD, FAIR, GOOD, GOOD, GOOD, GOOD, GOOD, GOOD, GOOD, GOOD], (2, 0)),
+        # Those of one kind with the edges' recipe: sparing one step is not worth eight slow ones.
+        ([BAD, FAIR, FAIR, FAIR, FAIR, FAIR, FAIR, FAIR, GOOD], (1, 0)),
+        ([BAD], None),
+        ([], None),
+    ],
+)
+def test_the_edges_are_those_by_which_all_steps_together_are_fastest(steps, edge):
+    calls = [probe("a", *steps), probe("b", *[GOOD] * len(steps))]
+    assert DIAGNOSE._edge(calls, 0.05) == edge
+    assert DIAGNOSE._edge(calls[::-1], 0.05) == edge
+
+
+def place(calls: list[dict[str, float]]) -> int:
+    """Of the fastest recipe that is within the tolerance in all of these."""
+    order = [BY_SPEED[:2], *([name] for name in BY_SPEED), []]
+    serving = (all(c.get(name, 1) <= 0.05 for c in calls for name in names) for names in order)
+    return list(serving).index(True)
+
+
+def cost(split, calls: list[tuple[str, list[dict]]]) -> tuple[int, int]:
+    first, last = split
+    found, n = 0, len(calls[0][1])
+    for module in {module for module, _ in calls}:
+        steps = [each for m, each in calls if m == module]
+        middle = [each for s in steps for each in s[first : n - last]]
+        edges = [each for s in steps for each in (*s[:first], *s[n - last :])]
+        found += place(middle) * (n - first - last) + place(edges) * (first + last)
+    return found, first + last
+
+
+def test_the_edges_cost_what_a_search_over_all_finds():
+    generator = random.Random(0)
+    for _ in range(50):
+        n = generator.randint(1, 6)
+        calls = [
+            (generator.choice("abc"), generator.choices([GOOD, FAIR, BAD], [6, 2, 1], k=n))
+            for _ in range(4)
+        ]
+        least = min(cost((a, b), calls) for a in range(n) for b in range(n - a))
+        found = DIAGNOSE._edge([probe(module, *steps) for module, steps in calls], 0.05)
+        assert cost(found or (0, 0), calls) == least
+
+
+class Denoiser(nn.Module):
+    """In the first steps it has values that 8 bits do not cope with."""
+
+    def __init__(self, hard):
+        super().__init__()
+        self.hard = hard
+
+    def forward(self, x, step):
+        q, k, v = with_values_that_cancel(x, x, x)
+        hard = step < self.hard
+        return sdpa(torch.where(hard, q, x), k, torch.where(hard, v, x))
+
+
+def pipeline(model, steps, callback):
+    pipe = SimpleNamespace(num_timesteps=steps)
+    x = torch.randn(1, 2, 40, 32)
+    for step in range(steps):
+        model(x, torch.tensor(step))
+        torch._dynamo.graph_break()
+        callback(pipe, step, None, {})
+
+
+def test_a_schedule_is_suggested_from_the_errors_of_the_steps(tmp_path):
+    with sage_inductor.stage(None):
+        path = tmp_path / "policy.json"
+        found = diagnose(pipeline, Denoiser(2), 6, sage_inductor.Schedule(), path=path)
+    assert found.edge == (2, 0)
+    assert found.suggested == {"": "auto"} and set(found.by_stage) == {"edge"}
+    edge = found.by_stage["edge"][""]
+    assert edge in ("sage1", "sage1-per-token", "off")
+    assert found.policy.rules == (Rule(edge, stage="edge"), Rule("auto"))
+    assert Policy.load(path) == found.policy
+    assert str(found).endswith("callback_on_step_end=sage_inductor.Schedule(edge=(2, 0))")
+    assert found.verdict == f"1 modules, relative L1 <= 0.05: auto; in edge: {edge}"
+    with sage_inductor.stage(None):
+        easy = diagnose(pipeline, Denoiser(0), 6, sage_inductor.Schedule())
+    assert easy.edge is None and not easy.by_stage and easy.policy.rules == (Rule("auto"),)
+
+
+def test_errors_and_suggestions_are_by_stage(tmp_path):
+    with sage_inductor.stage(None):
+        found = diagnose(pipeline, Denoiser(2), 4, sage_inductor.Schedule(first=(1, 0)))
+    assert found.edge is None and set(found.by_stage) == {"first"}
+    worst = {(r.site.stage, r.recipe): r.relative_l1 for r in found.rows}
+    assert {stage for stage, _ in worst} == {None, "first"}
+    assert worst[None, "sage2-8b"] > 0.05 < worst["first", "sage2-8b"]  # step 1 is in none
+    assert found.suggested == {"": found.by_stage["first"][""]} and len(found.policy.rules) == 1
+    for text in (str(found), found.details(), found.heat_map()):
+        assert " in first" in text
+    found.to_html(tmp_path / "page.html")
+    with sage_inductor.stage("only"):
+        model, inputs = Denoiser(0), (torch.randn(1, 2, 40, 32), torch.tensor(0))
+        found = diagnose(model, *inputs)
+    assert not found.suggested and found.policy.rules == (Rule("auto", stage="only"),)
+    assert found.verdict.startswith("1 modules") and "sdpa in only" not in str(found)
+    assert found.heat_map() and found.details()
 
 
 def test_a_nan_is_worse_than_any_error():
