@@ -534,30 +534,34 @@ def test_families_choose_cases(capsys):
     assert "must be of ['D=64', 'D=64, causal', 'D=128'" in capsys.readouterr().err
 
 
-def test_compile_time_is_of_cold_and_warm_processes(tmp_path):
+@pytest.mark.parametrize("backend", ["sage", "stages"])
+def test_compile_time_is_of_cold_and_warm_processes(backend, tmp_path):
     """What `check` wants: the warm process is served by torch's cache, with every call rewritten."""
     sizes = ["--layers", "2", "--hidden", "64", "--heads", "1", "--length", "32"]
     args = compile_time.parse(sizes)
     for start in ("cold", "warm"):
-        found = compile_time.in_a_process("sage", args, str(tmp_path))
-        compile_time.check("sage", start, found, layers=2)
+        found = compile_time.in_a_process(backend, args, str(tmp_path))
+        compile_time.check(backend, start, found, layers=2)
         assert found["seconds"] > 0
     assert {"fxgraph", "triton"} & {
         path.name for path in (tmp_path / "TORCHINDUCTOR_CACHE_DIR").iterdir()
     }
-    with pytest.raises(SystemExit, match="no time is reported: sage, cold must be .*'hits': 0"):
-        compile_time.check("sage", "cold", found, layers=2)
+    with pytest.raises(
+        SystemExit, match=f"no time is reported: {backend}, cold must be .*'hits': 0"
+    ):
+        compile_time.check(backend, "cold", found, layers=2)
 
 
 def test_compile_times_are_compared_by_their_medians():
     seconds = {("sage", "cold"): (3, 9, 4), ("inductor", "cold"): (2, 2, 8),
-               ("sage", "warm"): (1, 1, 1), ("inductor", "warm"): (1, 2, 2)}  # fmt: skip
+               ("sage", "warm"): (1, 1, 1), ("inductor", "warm"): (1, 2, 2),
+               ("stages", "cold"): (6, 5, 7), ("stages", "warm"): (3, 1, 2)}  # fmt: skip
     rows = [
         {"backend": backend, "start": start, "seconds": s}
         for (backend, start), times in seconds.items()
         for s in times
     ]
     assert compile_time.summary(rows) == {
-        "cold": {"inductor": 2, "sage": 4, "ratio": 2.0},
-        "warm": {"inductor": 2, "sage": 1, "ratio": 0.5},
+        "cold": {"inductor": 2, "sage": 4, "stages": 6, "ratio": 2.0, "stages_ratio": 1.5},
+        "warm": {"inductor": 2, "sage": 1, "stages": 2, "ratio": 0.5, "stages_ratio": 2.0},
     }
