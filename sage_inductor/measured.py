@@ -427,7 +427,6 @@ def _case(device, family: Family, recipes, sizes: Sizes) -> BenchmarkCase:
         mask.get(family.kind),
         (dtype if family.kind == "bias" else torch.bool) if family.kind in mask else None,
         tuple(map(Candidate, recipes)),
-        flash_attention=flash_attention(),
     )
 
 
@@ -491,8 +490,9 @@ def _locked(gpu: str):
     be written, or the one that measures hangs, each measures for itself."""
     with contextlib.ExitStack() as stack:
         try:
-            check_writable(gpu)
-            stack.enter_context(FileLock(f"{path_of(gpu)}.lock", timeout=PATIENCE))
+            path = path_of(gpu)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(FileLock(f"{path}.lock", timeout=PATIENCE))
         except (OSError, RuntimeError) as error:  # a timeout is an OSError, too
             _log.debug("nothing is locked: %s", error)
         yield
