@@ -79,7 +79,7 @@ def predicted(family=FULL_64, sizes=LONG, recipe="sage2-8b-per-token"):
 def test_a_table_is_measured_written_and_read(gpu):
     before = predicted()
     table = tuned(gpu, (64, 80), ("full", "causal", "window", "keys"))
-    assert len(table.families) == 8
+    assert len(table.families) == 8 and len(table.families[FULL_64]) == len(measured.MANY)
     windows = {sizes.left for sizes in table.families[Family(64, 64, "window")]}
     assert windows == {1023, 4095}
     path = measured.save(table)
@@ -231,6 +231,18 @@ def test_the_command_writes_every_gpus_table(gpu, monkeypatch, capsys):
     )
     assert f"{GPU}: head_dim 64, causal: sage2-8b from no length" in printed
     assert measured.path_of(GPU).exists()
+
+
+def test_progress_is_shown_of_each_family(gpu):
+    shown = []
+
+    def progress(families):
+        for each in families:
+            shown.append(each)
+            yield each
+
+    table = tune.tune(gpu, (64, 80), ("full", "causal"), progress)
+    assert shown == list(table.families) and len(shown) == 4
 
 
 def test_what_was_measured_before_an_interruption_is_kept(gpu, monkeypatch):
@@ -829,6 +841,12 @@ def test_threads_are_timed_one_at_a_time(on_cpu, monkeypatch):
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         found = list(pool.map(autotune.benchmark, (case(), case(D_v=16))))
     assert all(set(times.values()) == {1.0} for times in found)
+
+
+def test_with_a_fake_process_group_there_is_no_other_rank_to_wait_for():
+    """Its store counts nothing and holds nothing."""
+    store = SimpleNamespace(add=lambda key, n: 0, set=lambda key, value: None, get=None)
+    assert autotune._agreed("key", lambda: [1.0], store) == [1.0]
 
 
 @pytest.mark.parametrize("first", ["is gone", "has failed"])
