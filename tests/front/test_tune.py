@@ -743,7 +743,7 @@ def test_what_fails_has_its_error_instead_of_a_time(on_cpu, monkeypatch):
     def no_memory(case):
         raise torch.OutOfMemoryError("of 80 GiB")
 
-    monkeypatch.setattr(autotune, "_calls", no_memory)
+    monkeypatch.setattr(autotune, "calls_of", no_memory)
     found = autotune.benchmark(case(D_v=16))
     assert found == dict.fromkeys((rows, accurate), "OutOfMemoryError: of 80 GiB")
 
