@@ -557,8 +557,11 @@ def test_what_another_process_has_measured_meanwhile_is_not_measured(timed, gpu)
 
 def test_a_process_does_not_wait_for_ever_for_one_that_hangs(timed, gpu, monkeypatch):
     monkeypatch.setattr(measured, "PATIENCE", 0.05)
-    with measured.FileLock(f"{measured.path_of(GPU)}.lock"):
+    lock = measured.FileLock(f"{measured.path_of(GPU)}.lock")
+    with concurrent.futures.ThreadPoolExecutor(1) as other:  # one thread would be told at once
+        other.submit(lock.acquire).result()
         assert measured.calibrate(gpu, NEW, PER_TOKEN) is None
+        other.submit(lock.release).result()
     assert predicted(NEW).wins and len(timed) == len(measured.FEW)
 
 
