@@ -294,7 +294,7 @@ def compile_kernels(case: BenchmarkCase) -> None:
     torch.set_num_threads(1)
     torch.cuda.set_device(case.device)
     with torch.no_grad(), mock.patch.object(triton.JITFunction, "run", compile_only):
-        calls = autotune._calls(case)
+        calls = autotune.calls_of(case)
         for candidate in case.candidates:
             with contextlib.suppress(Exception):  # the process that times it says so
                 calls[candidate]()
@@ -305,7 +305,7 @@ def compile_kernels(case: BenchmarkCase) -> None:
 def time_case(case: BenchmarkCase, flops: float) -> dict[Candidate | str, float | str]:
     """ms of each of the case's candidates and of SDPA's backends, or the message of an error."""
     try:
-        calls = autotune._calls(case)
+        calls = autotune.calls_of(case)
     except Exception as error:  # out of memory for the inputs
         return dict.fromkeys((*case.rivals, *case.candidates), message(error))
     found, runners = {}, {}

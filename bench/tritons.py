@@ -21,10 +21,7 @@ from pathlib import Path
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonASTSource
 
 from bench import machine
 from bench.cases import Case
@@ -32,8 +29,9 @@ from bench.measure import Exact, Provider, Runner, draw, interleave
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.hopper import kernel, plan
 from sage_inductor.ops.attention.tiles import Tile
+from sage_inductor.ops.compile import Compilation
 from sage_inductor.ops.formats import pad_head_dim
-from sage_inductor.ops.launch import FP_FUSION, launch_cached
+from sage_inductor.ops.launch import launch_cached
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.sdpa import SdpaCall, kernel_inputs
 
@@ -61,24 +59,21 @@ def main(argv=None) -> int:
 # -- without a GPU ----
 
 
-def compile_kernel(
-    kernel, architecture, constexprs, types, source=ASTSource, unaligned=(), **options
-):  # fmt: skip
+def compile_kernel(kernel, architecture, constexprs, types, unaligned=(), **options):
     """Compile as the JIT would: strides, but for the unaligned, and padded sizes divisible by 16,
-    pointers aligned."""
-    signature, constants, attributes = {}, {}, {}
+    pointers aligned. types: of what is neither a constexpr nor an i32, by name."""
+    found, constants, aligned = [], [], []
     for i, name in enumerate(kernel.arg_names):
         if name in constexprs:
-            signature[name], constants[(i,)] = "constexpr", constexprs[name]
-        else:
-            signature[name] = types.get(name, "i32")
-            aligned = name.startswith("stride") and name not in unaligned
-            if signature[name][0] == "*" or aligned or name in DIVISIBLE:
-                attributes[(i,)] = [["tt.divisibility", 16]]
-    source = source(kernel, signature, constants, attributes)
-    major, minor = architecture
-    target = GPUTarget("cuda", 10 * major + minor, 32)
-    return triton.compile(source, target=target, options=FP_FUSION | options)
+            found.append("constexpr")
+            constants.append((i, constexprs[name]))
+            continue
+        found.append(types.get(name, "i32"))
+        is_stride = name.startswith("stride") and name not in unaligned
+        if found[-1][0] == "*" or is_stride or name in DIVISIBLE:
+            aligned.append(i)
+    parts = map(tuple, (found, constants, aligned, options.items()))
+    return Compilation(kernel, *parts).compile(architecture)
 
 
 @functools.cache
@@ -111,7 +106,7 @@ def compile_hopper(
         WARPGROUPS=tile.warpgroups, STAGES=tile.num_stages, REGISTERS=consumer,
     )  # fmt: skip
     return compile_kernel(
-        kernel._hopper_kernel, (9, 0), constexprs, types, GluonASTSource,
+        kernel._hopper_kernel, (9, 0), constexprs, types,
         num_warps=tile.num_warps, maxnreg=at_launch,
     )  # fmt: skip
 

@@ -22,16 +22,21 @@ from sage_inductor.ops.visibility import Visibility
 
 def precompile(call: SdpaCall) -> None:
     """Start to compile what the call will launch and Inductor does not compile, if its sizes are
-    known and neither a mask nor block lists are in the way."""
-    recipe = decode(call.recipe)
-    masked = call.attn_mask is not None or call.blocks.size is not None
-    selected = select(Problem.of(call.k, call.v, recipe, masked, call.portable))
-    likes = tuple((x.dtype, tuple(x.shape), tuple(x.stride())) for x in (call.q, call.k, call.v))
-    known = all(isinstance(n, int) for _, *sizes in likes for n in itertools.chain(*sizes))
+    known and it has no block lists."""
+    recipe, masked = decode(call.recipe), call.attn_mask is not None
+    listed = call.blocks.size is not None
+    selected = select(Problem.of(call.k, call.v, recipe, masked or listed, call.portable))
+    likes = tuple(map(_like, (call.q, call.k, call.v, call.attn_mask)))
+    sizes = itertools.chain(*(each for like in likes if like is not None for each in like[1:]))
+    known = all(isinstance(n, int) for n in sizes)
     runs_here = not (selected.kernel.traced or call.portable)
-    if runs_here and recipe.sharing.one_pass and not masked and known:
-        plain = call._replace(q=None, k=None, v=None, prepared=None)
+    if runs_here and recipe.sharing.one_pass and not listed and known:
+        plain = call._replace(q=None, k=None, v=None, attn_mask=None, prepared=None)
         _start(call.q.device, likes, bool(call.prepared), plain, selected.tile)
+
+
+def _like(x: torch.Tensor | None) -> tuple | None:
+    return None if x is None else (x.dtype, tuple(x.shape), tuple(x.stride()))
 
 
 @functools.cache  # started once
@@ -45,16 +50,18 @@ def _start(device: torch.device, likes: tuple, is_prepared: bool, *of_call) -> N
 
 def _launch(device: torch.device, likes: tuple, is_prepared: bool, call: SdpaCall, tile) -> None:
     recipe = decode(call.recipe)
-    q, k, v = (
-        torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        for dtype, shape, stride in likes
+    q, k, v, attn_mask = (
+        like and torch.empty_strided(like[1], like[2], dtype=like[0], device="meta")
+        for like in likes
     )
+    visibility = Visibility.of(attn_mask, call.band, k.shape[2], tile.BLOCK_M)
     of_v = None if recipe.of_pv.dtype is None else v
     inputs = AttentionCall.of(
-        q, empty_kv(k, of_v, call.recipe), v, Visibility(None, None, *call.band), call.scale,
-        k.shape[2], recipe, call.out_bnhd, warpgroups=call.warpgroups,
+        q, empty_kv(k, of_v, call.recipe), v, visibility, call.scale, k.shape[2], recipe,
+        call.out_bnhd, warpgroups=call.warpgroups,
     )  # fmt: skip
     with torch.cuda.device(device):
-        run_opaque(inputs, tile, compile_ahead, device)
+        run_opaque(inputs.without_idle_bounds(), tile, compile_ahead, device)
         if not is_prepared:
-            launch_kv(k, of_v, None, recipe, compile_ahead, pdl=HAS_PDL)
+            visible = visibility.keys(k.shape[1])
+            launch_kv(k, of_v, visible, recipe, compile_ahead, pdl=HAS_PDL)

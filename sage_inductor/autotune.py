@@ -131,7 +131,7 @@ def measure(case: BenchmarkCase, rounds: int = ROUNDS) -> Times:
     off = torch.autocast(case.device.type, enabled=False)  # the case has what autocast makes
     with _one_at_a_time, torch.no_grad(), torch.cuda.device(case.device), off:
         try:
-            found = time_calls(_calls(case), rounds)
+            found = time_calls(calls_of(case), rounds)
         except Exception as error:  # out of memory for the inputs, say
             found = dict.fromkeys(case.candidates, error)
     return {
@@ -140,8 +140,9 @@ def measure(case: BenchmarkCase, rounds: int = ROUNDS) -> Times:
     }
 
 
-def _calls(case: BenchmarkCase) -> dict[Candidate | str, Callable]:
-    """Candidate or backend -> a call without arguments, each on the same inputs."""
+def calls_of(case: BenchmarkCase) -> dict[Candidate | str, Callable]:
+    """Candidate or backend -> a call without arguments, each on the same inputs, which are random
+    and take the case's memory. Raises what allocating them does."""
     generator = torch.Generator(case.device).manual_seed(0)
     make = {"generator": generator, "device": case.device}
     q, k, v = (

@@ -133,7 +133,6 @@ def _fit(measured: dict[Sizes, float], rows: int, longest_first: bool, processor
     )
     ms = torch.tensor(list(measured.values()), dtype=torch.float64)
     scale = (parts / ms[:, None]).mean(0)
-    scale = torch.where(scale > 0, scale, 1)  # a feature that is 0 everywhere
     relative = parts / ms[:, None] / scale  # times the coefficients, it should be 1
     found = _nonnegative(relative)
     error = (relative @ found - 1).square().mean().sqrt().item()

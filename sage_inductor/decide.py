@@ -138,18 +138,16 @@ def autos(call: Call) -> tuple[str, ...]:
     """What "auto" may become for `call`; on CPU, what it may on the GPUs that were measured."""
     device = value_of(call.q).device
     capability = tiles.capability(device) if device.type == "cuda" else measured.MEASURED
-    return auto_recipes(capability, _head_dim(call), _kind(call))
+    return auto_recipes(capability, _head_dim(call))
 
 
-def auto_recipes(capability: tuple[int, int], head_dim: int, kind: str) -> tuple[str, ...]:
+def auto_recipes(capability: tuple[int, int], head_dim: int) -> tuple[str, ...]:
     """The recipes of "auto": the fastest of them, if it is faster than SDPA. The first mostly is:
     sage2-8b-per-token in 54 of 56 sizes (H200, 2026-11-23)."""
     if capability < (8, 9):
         return ("sage1",)
-    if capability == (9, 0):
-        masked = kind not in ("full", "causal")
-        if masked or tiles.hopper(capability, "fp8", head_dim, kind == "causal", sys.maxsize):
-            return "sage2-8b-per-token", "sage2-8b"
+    if tiles.hopper(capability, "fp8", head_dim, False, sys.maxsize):
+        return "sage2-8b-per-token", "sage2-8b"
     if capability[0] == 10:  # INT8 is slow there: see ops/attention/triton.py
         return ("sage2-8b-fp8qk",)
     return ("sage2-8b",)
@@ -288,7 +286,8 @@ def _never_slower(
     first = cost.first_length(lambda N: predict(recipe, N).wins)
     if first is None:
         return None, f"never slower: {what} wins at no length (sage.force=True overrides)"
-    if not all(_at_least(n, first, settings) for n in lengths):
+    least = (cost.SHORTEST if isinstance(n, int) else first for n in lengths)
+    if not all(_at_least(n, at, settings) for n, at in zip(lengths, least, strict=True)):
         return None, f"never slower: {what} wins from N={first} (sage.force=True overrides)"
     hint = _hint(lengths[0])
     now = "" if None in map(_hint, lengths) else f", {predict(recipe)} at N={hint}"

@@ -106,8 +106,8 @@ class Table:
         """The N of self-attention with so many heads from which on the recipe wins."""
 
         def wins(N: int) -> bool:
-            (sizes,) = sizes_of(family, [(1, heads, heads, N, N)])
-            return self.predict(family, recipe, sizes).wins
+            sizes = sizes_of(family, [(1, heads, heads, N, N)])
+            return any(self.predict(family, recipe, each).wins for each in sizes)
 
         return cost.first_length(wins)
 
@@ -369,18 +369,21 @@ MANY = (
 )
 SECONDS = 10.0  # after which no size is begun while a call's compilation waits
 PATIENCE = 60.0  # seconds that a process waits for another that measures
-WINDOWS = 1024, 4096  # keys that a query of a measured window sees, by turns
+WINDOWS = 1024, 4096  # keys that a query of a measured window sees, where it is longer by turns
 
 
 def sizes_of(family: Family, shapes: Iterable[tuple[int, ...]]) -> list[Sizes]:
     """The shapes with the family's band. Where it has one, those of other keys than queries are
-    left out: they are rare."""
+    left out: they are rare. So are lengths that are no longer than a window: it is causal there."""
     found = []
     for i, shape in enumerate(shapes):
-        left = WINDOWS[i % 2] - 1 if family.kind == "window" else None
+        *_, N_q, N_kv = shape
+        window = WINDOWS[i % 2 if N_q > WINDOWS[1] else 0]
+        left = window - 1 if family.kind == "window" else None
         right = 0 if family.kind in ("causal", "window") else None
-        found.append(Sizes(*shape, left, right))
-    return [each for each in found if each.right is None or each.N_q == each.N_kv]
+        if right is None or N_q == N_kv and (left is None or N_q > window):
+            found.append(Sizes(*shape, left, right))
+    return found
 
 
 def measure(
@@ -424,7 +427,6 @@ def _case(device, family: Family, recipes, sizes: Sizes) -> BenchmarkCase:
         mask.get(family.kind),
         (dtype if family.kind == "bias" else torch.bool) if family.kind in mask else None,
         tuple(map(Candidate, recipes)),
-        flash_attention=flash_attention(),
     )
 
 
@@ -488,8 +490,9 @@ def _locked(gpu: str):
     be written, or the one that measures hangs, each measures for itself."""
     with contextlib.ExitStack() as stack:
         try:
-            check_writable(gpu)
-            stack.enter_context(FileLock(f"{path_of(gpu)}.lock", timeout=PATIENCE))
+            path = path_of(gpu)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(FileLock(f"{path}.lock", timeout=PATIENCE))
         except (OSError, RuntimeError) as error:  # a timeout is an OSError, too
             _log.debug("nothing is locked: %s", error)
         yield

@@ -33,7 +33,7 @@ def tune(
     table = Table(measured.gpu_name(device), processors, {})
     families = [Family(D, D, kind) for D in head_dims for kind in kinds]
     for family in progress(families):
-        recipes = auto_recipes(tiles.capability(device), family.head_dim, family.kind)
+        recipes = auto_recipes(tiles.capability(device), family.head_dim)
         sizes = measured.sizes_of(family, MANY)
         times = measured.measure(device, family, recipes, sizes)
         table = table.with_families({family: times})

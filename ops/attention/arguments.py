@@ -81,6 +81,21 @@ class AttentionCall(NamedTuple):
         """The wider of k's and v's."""
         return max(int(self.q.shape[3]), self.head_dim_v)
 
+    def without_idle_bounds(self) -> "AttentionCall":
+        """The same call without the bounds of its band that hide no key: a window as long as the
+        sequence is causal, whose tiles the Hopper kernel deals out by their lengths. A length that
+        is a symbol leaves its bound."""
+
+        def hides(bound: int | None, n) -> bool:
+            return bound is not None and not (isinstance(n, int) and bound >= n - 1)
+
+        n_q, n_kv = self.q.shape[2], self.n_kv
+        far_left, far_right = (n_kv, n_q) if self.bottom_right else (n_q, n_kv)
+        return self._replace(
+            left=self.left if hides(self.left, far_left) else None,
+            right=self.right if hides(self.right, far_right) else None,
+        )
+
     def empty_outputs(self) -> tuple[Tensor, Tensor]:
         return empty_outputs(self.q, self.head_dim_v, self.out_bnhd)
 

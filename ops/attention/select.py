@@ -168,7 +168,7 @@ def problem_of(a: AttentionCall, capability: tuple[int, int] | None, traced=Fals
 def _run(a: AttentionCall, traced: bool) -> tuple[Tensor, Tensor]:
     capability = None if a.q.device.type == "cpu" else tiles.capability(a.q.device)
     kernel, tile = select(problem_of(a, capability, traced))
-    return kernel.launch(a, tile)
+    return kernel.launch(a.without_idle_bounds(), tile)
 
 
 def _attention(a: AttentionCall) -> tuple[Tensor, Tensor]:

@@ -207,7 +207,7 @@ def test_a_recipe_that_fails_does_not_cost_the_others(tiny):
 
 
 def test_the_defaults_are_what_auto_takes():
-    firsts = {auto_recipes(capability, 128, "full")[0] for capability in ((8, 9), (9, 0))}
+    firsts = {auto_recipes(capability, 128)[0] for capability in ((8, 9), (9, 0))}
     assert firsts == set(accuracy.DEFAULT)
 
 

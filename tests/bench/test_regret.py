@@ -239,7 +239,7 @@ def test_kernels_compile_without_a_launch(monkeypatch):
         candidates[1]: lambda: kernel[(1,)](1, N=2),
         candidates[2]: lambda: kernel[(1,)](3, N=4, num_warps=8),
     }
-    monkeypatch.setattr(autotune, "_calls", lambda case: calls)
+    monkeypatch.setattr(autotune, "calls_of", lambda case: calls)
     threads = torch.get_num_threads()
     regret.compile_kernels(SimpleNamespace(device=CUDA, candidates=candidates))
     torch.set_num_threads(threads)
@@ -273,7 +273,7 @@ def test_the_time_is_the_median_of_interleaved_rounds(flops, repeats, rounds, mo
         assert (n, target_ms) == (rounds, regret.TARGET_MS)
         return {name: [9.0, float(i), 0.5] for i, name in enumerate(runners, 1)}
 
-    monkeypatch.setattr(autotune, "_calls", lambda case: calls)
+    monkeypatch.setattr(autotune, "calls_of", lambda case: calls)
     monkeypatch.setattr(regret, "Runner", runner)
     monkeypatch.setattr(regret, "interleave", interleave)
     assert regret.time_case(case_of(), flops) == {
@@ -287,7 +287,7 @@ def test_without_memory_for_the_inputs_nothing_has_a_time(monkeypatch):
     def full(case):
         raise torch.OutOfMemoryError("full")
 
-    monkeypatch.setattr(autotune, "_calls", full)
+    monkeypatch.setattr(autotune, "calls_of", full)
     found = regret.time_case(case_of(rivals=("CUDNN_ATTENTION",)), 1.0)
     assert found == dict.fromkeys(("CUDNN_ATTENTION", TABLE, OTHER), "OutOfMemoryError: full")
 

@@ -5,6 +5,7 @@ import re
 from unittest.mock import Mock
 
 import pytest
+import support
 import torch
 import torch.nn.functional as F
 import triton
@@ -20,7 +21,6 @@ from torch.nn.attention import (
 )
 
 from sage_inductor import Policy, autotune, cost, measured, options, patterns
-from sage_inductor import decide as decisions
 from sage_inductor import settings as asked_for
 from sage_inductor.decide import decide as decide_call
 from sage_inductor.decide import rewrite
@@ -117,15 +117,20 @@ def known(monkeypatch, *tables):
 
 
 @pytest.mark.parametrize("portable", [False, True])
-@pytest.mark.parametrize("kind", ["full", "causal"])
+@pytest.mark.parametrize("kind", ["full", "causal", "window"])
 def test_a_call_is_rewritten_where_the_fit_says_that_it_is_faster(kind, portable, monkeypatch):
-    known(monkeypatch, table("full", "causal"))
+    """A window SDPA computes with a mask, every key of it."""
+    known(monkeypatch, table("full", "causal", "window"))
     for N in (1024, 2000, 4096, 5000, 16384):
         site = decide((2, 8, 8, N, 128), (9, 0), monkeypatch, kind, portable=portable)
-        sdpa = KEYS * 16 * sum(
-            min(N, row + 128) if kind == "causal" else N for row in range(0, N, 128)
-        ) / 132  # fmt: skip
-        expected = sdpa / (LAUNCH + sdpa / 2)
+        first = {"full": N, "causal": N, "window": 1023}[kind]
+        seen = [
+            N if kind == "full" else min(N, row + 128) - max(0, row - first)
+            for row in range(0, N, 128)
+        ]
+        ours = KEYS * 16 * sum(seen) / 132
+        sdpa = KEYS * 16 * len(seen) * N / 132 if kind == "window" else ours
+        expected = sdpa / (LAUNCH + ours / 2)
         assert f"{expected:.2f}x SDPA by the fit" in site.reason
         assert site.rewritten == (expected >= cost.MIN_SPEEDUP), site.reason
 
@@ -152,9 +157,90 @@ def test_the_fastest_recipe_is_taken(monkeypatch):
     for ms in times.values():
         ms["sage2-8b"] = LAUNCH / 5 + 0.6 * ms["CUDNN_ATTENTION"]
     known(monkeypatch, both)
-    for N, recipe in ((16384, "sage2-8b-per-token"), (1600, "sage2-8b")):
+    for N, recipe in ((16384, "sage2-8b-per-token"), (1600, "sage2-8b"), (2200, "sage2-8b")):
         site = decide((2, 32, 32, N, 128), (9, 0), monkeypatch)
         assert site.recipe == recipe, site.reason
+    assert decide(
+        (2, 32, 32, 2200, 128), (9, 0), monkeypatch, recipe="sage2-8b-per-token"
+    ).rewritten
+
+
+def said(site) -> float:
+    """ms of the recipe, by the reason."""
+    return float(re.search(r"x SDPA by the fit \(([\d.e-]+) and", site.reason)[1])
+
+
+def test_the_heads_of_k_and_v_are_counted(monkeypatch):
+    """What is prepared once for several heads of q."""
+    of_kv = table()
+    (times,) = of_kv.families.values()
+    for sizes, ms in times.items():
+        ms["sage2-8b-per-token"] += 1e-3 * cost.features(sizes, 128, False, 132)[5]
+    known(monkeypatch, of_kv)
+    for H_kv in (32, 8, 1):
+        site = decide((1, 32, H_kv, 4096, 128), (9, 0), monkeypatch)
+        ours = LAUNCH + (KEYS / 2 * 32 * 32 * 4096 + 1e-3 * H_kv * 4096) / 132
+        assert said(site) == pytest.approx(ours, rel=0.02)
+
+
+@pytest.mark.parametrize("bottom_right", [False, True])
+@pytest.mark.parametrize("left", [None, 1023])
+def test_a_band_of_other_keys_than_queries_is_predicted_by_what_it_shows(
+    left, bottom_right, monkeypatch
+):
+    N_q, N_kv = 2048, 8192
+    known(monkeypatch, table("causal", "window"))
+    site = decide(
+        (4, 32, 32, N_q, 128), (9, 0), monkeypatch, "window",
+        band=Band(left, 0, bottom_right), N_kv=N_kv,
+    )  # fmt: skip
+    seen = support.band_mask(Band(left, 0, bottom_right), N_q, N_kv)
+    keys = sum(int(tile.any(0).sum()) for tile in seen.split(128))
+    assert said(site) == pytest.approx(LAUNCH + KEYS / 2 * 128 * keys / 132, rel=0.02)
+
+
+def dynamic(shape_env: ShapeEnv, name: str, hint: int):
+    source = ConstantSource(name)
+    symbol = shape_env.create_symbol(hint, source, DimDynamic.DYNAMIC)
+    return shape_env.create_symintnode(symbol, hint=hint, source=source)
+
+
+def test_only_lengths_that_are_dynamic_are_guarded(monkeypatch):
+    """Where there are always 4096 keys, more queries are needed than in self-attention."""
+    known(monkeypatch, table())
+
+    def wins(N_q):
+        sdpa = KEYS * 4 * -(-N_q // 128) * 4096 / 132
+        return sdpa / (LAUNCH + sdpa / 2) >= cost.MIN_SPEEDUP
+
+    first = cost.first_length(wins)
+    assert first > table().first_length(Family(128, 128, "full"), "sage2-8b-per-token", 4)
+    shape_env = ShapeEnv()
+    N = dynamic(shape_env, "N", 2 * first)
+    site = decide((1, 4, 4, N, 128), (9, 0), monkeypatch, shape_env=shape_env, N_kv=4096)
+    assert site.reason.startswith(f"N >= {first}, "), site.reason
+    given = {"shape_env": shape_env, "N_kv": 1000}
+    assert not decide((1, 64, 64, N, 128), (9, 0), monkeypatch, **given).rewritten
+
+
+def test_both_dynamic_lengths_must_reach_where_the_recipe_begins_to_win(monkeypatch):
+    known(monkeypatch, table())
+    first = table().first_length(Family(128, 128, "full"), "sage2-8b-per-token", 16)
+    for hints in ((16384, first - 1), (first - 1, 16384), (first, first)):
+        shape_env = ShapeEnv()
+        N_q, N_kv = (dynamic(shape_env, name, hint) for name, hint in zip("qk", hints))
+        site = decide((2, 8, 8, N_q, 128), (9, 0), monkeypatch, shape_env=shape_env, N_kv=N_kv)
+        assert site.rewritten == (hints == (first, first)), site.reason
+
+
+def test_a_package_is_predicted_by_its_examples_batch(monkeypatch):
+    known(monkeypatch, table())
+    shape_env = ShapeEnv()
+    B = dynamic(shape_env, "B", 11)
+    given = {"shape_env": shape_env, "portable": True}
+    site = decide((B, 8, 8, 4096, 128), (9, 0), monkeypatch, **given)
+    assert site.reason == decide((11, 8, 8, 4096, 128), (9, 0), monkeypatch).reason
+    assert not [guard for guard in shape_env.guards if "8" in str(guard.expr)]
 
 
 @pytest.mark.parametrize("portable", [False, True])
@@ -237,6 +323,23 @@ def by_lists(monkeypatch, requires_grad=False, shape=(2, 8, 256), **settings):
         anchor, "flex_attention", Emitter(anchor, GraphIndex(graph)), q, q, q,
         out.requires_grad_(requires_grad), blocks=BlockLists(*lists, None, None, 128, 128),
     )  # fmt: skip
+    return decide_call(call, Settings(**settings))
+
+
+def by_flex(monkeypatch, band: Band, **settings):
+    """Of a call of flex_attention's under a band."""
+    gpu((9, 0), monkeypatch)
+    graph = torch.fx.Graph()
+    with FakeTensorMode():
+        q, out = (
+            torch.empty(2, 32768, 8, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+            for _ in range(2)
+        )
+    x = graph.placeholder("x")
+    anchor = graph.call_function(torch.relu, (x,))
+    x.meta["example_value"], anchor.meta["example_value"] = q, out
+    emit = Emitter(anchor, GraphIndex(graph))
+    call = Call(anchor, "flex_attention", emit, x, x, x, out, band=band)
     return decide_call(call, Settings(**settings))
 
 
@@ -595,6 +698,9 @@ def test_a_length_that_depends_on_data_is_no_fault_and_no_guard(portable, monkey
     rule = (Rule("off", length=(5000, None)), Rule("sage2-8b", length=(None, 99)))
     site = decide((1, 24, 24, N, 128), (9, 0), monkeypatch, **given, policy=rule, force=True)
     assert site.reason.startswith("forced"), site.reason
+    clock = Clock()
+    decide((1, 24, 24, N, 128), (9, 0), monkeypatch, **given, benchmark=clock)
+    assert not clock.cases  # there is no size to time
     torch._check(N >= first)
     site = decide((1, 24, 24, N, 128), (9, 0), monkeypatch, **given)
     assert site.reason.startswith(f"N >= {first}"), site.reason
@@ -677,17 +783,32 @@ def test_nothing_is_measured_where_it_cannot_or_need_not_be(asked, monkeypatch):
     assert not measuring.asked
 
 
-def test_nothing_is_measured_without_a_gpu_or_of_a_window_of_flex_attentions(monkeypatch):
-    shape = (1, 24, 24, 16384, 128)
+def test_nothing_is_measured_without_a_gpu(monkeypatch):
     measuring = Measuring(monkeypatch, table())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    site = decide(shape, (9, 0), monkeypatch)
+    site = decide((1, 24, 24, 16384, 128), (9, 0), monkeypatch)
     assert site.reason.endswith("run `python -m sage_inductor tune` there")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(decisions, "_kind", lambda call: "flex window")
-    site = decide(shape, (9, 0), monkeypatch)
+    assert not measuring.asked
+
+
+@pytest.mark.parametrize("hint, asked", [(1023, 0), (2048, 1)])
+def test_nothing_is_measured_while_a_dynamic_length_is_short(hint, asked, monkeypatch):
+    measuring, shape_env = Measuring(monkeypatch, table()), ShapeEnv()
+    N = dynamic(shape_env, "N", hint)
+    site = decide((1, 24, 24, N, 128), (9, 0), monkeypatch, shape_env=shape_env)
+    assert len(measuring.asked) == asked
+    assert ("fewer than 1024 queries or keys" in site.reason) == (not asked)
+
+
+@pytest.mark.parametrize("benchmark", [None, Mock(side_effect=AssertionError)])
+def test_a_window_of_flex_attentions_is_not_measured(benchmark, monkeypatch):
+    """SDPA has none to compare it with; a causal call of flex_attention's is as SDPA's."""
+    measuring = Measuring(monkeypatch, table("causal"))
+    site = by_flex(monkeypatch, Band(99, 0), benchmark=benchmark)
     assert site.reason.endswith("flex_attention computes such a window itself")
     assert not measuring.asked
+    assert by_flex(monkeypatch, Band(None, 0)).recipe == "sage2-8b-per-token"
+    assert [family.kind for _, family, _ in measuring.asked] == ["causal"]
 
 
 def test_users_who_say_nothing_have_their_calls_measured(monkeypatch):

@@ -79,7 +79,7 @@ def predicted(family=FULL_64, sizes=LONG, recipe="sage2-8b-per-token"):
 def test_a_table_is_measured_written_and_read(gpu):
     before = predicted()
     table = tuned(gpu, (64, 80), ("full", "causal", "window", "keys"))
-    assert len(table.families) == 8
+    assert len(table.families) == 8 and len(table.families[FULL_64]) == len(measured.MANY)
     windows = {sizes.left for sizes in table.families[Family(64, 64, "window")]}
     assert windows == {1023, 4095}
     path = measured.save(table)
@@ -233,6 +233,18 @@ def test_the_command_writes_every_gpus_table(gpu, monkeypatch, capsys):
     assert measured.path_of(GPU).exists()
 
 
+def test_progress_is_shown_of_each_family(gpu):
+    shown = []
+
+    def progress(families):
+        for each in families:
+            shown.append(each)
+            yield each
+
+    table = tune.tune(gpu, (64, 80), ("full", "causal"), progress)
+    assert shown == list(table.families) and len(shown) == 4
+
+
 def test_what_was_measured_before_an_interruption_is_kept(gpu, monkeypatch):
     def until_128(case, rounds):
         if case.q[3] == 128:
@@ -259,6 +271,101 @@ def test_a_folder_that_cannot_be_written_is_known_before_measuring(
 def test_without_a_gpu_nothing_is_measured(capsys):
     assert main(["tune"]) == 2
     assert "torch sees no CUDA device" in capsys.readouterr().err
+
+
+def test_a_table_that_is_there_can_be_written_and_stays(gpu):
+    path = measured.save(tuned(gpu))
+    before = path.read_text()
+    measured.check_writable(GPU)
+    assert path.read_text() == before
+    path.unlink()
+    measured.check_writable(GPU)
+    assert not path.exists()
+
+
+def test_what_another_process_wrote_meanwhile_is_kept(gpu):
+    ours, theirs = tuned(gpu, kinds=("causal",)), tuned(gpu)
+    assert len(measured.tables(GPU)) == 1  # there is none of the user's yet
+    measured.path_of(GPU).write_text(measured.to_text(theirs))
+    measured.save(ours)
+    assert set(measured.tables(GPU)[0].families) == {FULL_64, Family(64, 64, "causal")}
+
+
+def test_a_table_half_written_is_never_read(gpu, monkeypatch):
+    """A full disk, or a reader while it is written."""
+    path = measured.save(tuned(gpu))
+    before, write_text = path.read_text(), measured.Path.write_text
+
+    def half(self, text):
+        write_text(self, text[: len(text) // 2])
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(measured.Path, "write_text", half)
+    with pytest.raises(OSError, match="No space left"):
+        measured.save(tuned(gpu, kinds=("causal",)))
+    assert path.read_text() == before
+
+
+def test_sizes_with_a_band_are_self_attention_longer_than_the_band():
+    of = {kind: measured.sizes_of(Family(64, 64, kind), measured.MANY) for kind in cost.TIMED}
+    for kind, shapes in (("full", 20), ("keys", 20), ("mask", 20), ("bias", 20), ("causal", 18)):
+        assert len(of[kind]) == shapes and {each.left for each in of[kind]} == {None}
+    assert {each.right for each in of["full"] + of["keys"]} == {None}
+    banded = of["causal"] + of["window"]
+    assert all(each.right == 0 and each.N_q == each.N_kv for each in banded)
+    assert all(each.left < each.N_q - 1 for each in of["window"])
+    assert {each.left for each in of["window"]} == {1023, 4095}
+    for kind in cost.TIMED:
+        assert len(measured.sizes_of(Family(64, 64, kind), measured.FEW)) >= cost.ENOUGH + 2
+
+
+def test_the_built_in_table_has_no_window_as_long_as_the_sequence():
+    tables = measured.built_in().values()
+    windows = [
+        sizes
+        for table in tables
+        for family, times in table.families.items()
+        for sizes in times
+        if family.kind == "window"
+    ]
+    assert windows and all(0 < each.left < each.N_q - 1 for each in windows)
+
+
+@pytest.mark.parametrize("kind", ["full", "causal", "window", "keys", "mask", "bias"])
+def test_what_is_timed_of_a_family_are_calls_of_its_kind(kind, timed, gpu):
+    measured.measure(gpu, Family(64, 32, kind), PER_TOKEN, [Sizes(2, 4, 2, 30, 50)] * 5 + [
+        Sizes(2, 4, 2, N, 50, 7 if kind == "window" else None) for N in range(30, 36)
+    ])  # fmt: skip
+    case = timed[0]
+    assert (case.q, case.k, case.v) == ((2, 4, 30, 64), (2, 2, 50, 64), (2, 2, 50, 32))
+    expected = {
+        "keys": ((2, 1, 1, 50), torch.bool), "mask": ((1, 1, 30, 50), torch.bool),
+        "bias": ((1, 1, 30, 50), torch.bfloat16),
+    }  # fmt: skip
+    assert (case.mask, case.mask_dtype) == expected.get(kind, (None, None))
+    assert case.dtype == torch.bfloat16 and case.device == gpu
+
+
+def test_the_narrowest_family_stands_for_a_call(gpu):
+    wide, narrow = Family(128, 128, "full"), Family(112, 112, "full")
+    families = {each: tuned(gpu).families[FULL_64] for each in (wide, narrow, wide)}
+    table = measured.Table(GPU, 132, families)
+    assert table.find(Family(104, 104, "full"), *PER_TOKEN) == narrow
+    assert table.find(Family(120, 120, "full"), *PER_TOKEN) == wide
+
+
+def test_a_prediction_is_as_wrong_as_both_its_fits(gpu):
+    table = tuned(gpu)
+    times = table.families[FULL_64]
+    for i, ms in enumerate(times.values()):
+        for name in ("CUDNN_ATTENTION", "FLASH_ATTENTION"):
+            ms[name] *= 1.2 if i % 2 else 0.85
+    ours, *rivals = measured.fits(table, FULL_64, *PER_TOKEN)
+    assert ours.error < 0.02 < 0.1 < min(fit.error for fit in rivals)
+    for sizes in (LONG, Sizes(2, 8, 8, 3000, 3000)):
+        found = table.predict(FULL_64, *PER_TOKEN, sizes)
+        fastest = min(rivals, key=lambda fit: fit.ms(sizes))
+        assert found.error == pytest.approx((ours.error**2 + fastest.error**2) ** 0.5)
 
 
 # -- a family that nothing is known of ----
@@ -328,7 +435,9 @@ def test_while_one_process_measures_the_others_wait_for_what_it_finds(timed, gpu
 def test_times_of_too_few_sizes_predict_nothing(gpu):
     """As many as a fit needs must be of the recipe, and as many of one backend of SDPA's."""
     sizes = measured.sizes_of(NEW, measured.FEW)
-    for ours, cudnn, flash, known in ((5, 5, 0, True), (4, 9, 9, False), (9, 4, 4, False)):
+    for ours, cudnn, flash, known in (
+        (5, 5, 0, True), (4, 9, 9, False), (9, 4, 4, False), (9, 9, 2, True)
+    ):  # fmt: skip
         measured._here.clear()
         times = {each: {} for each in sizes}
         of = {
@@ -387,6 +496,17 @@ def test_where_no_backend_computes_a_call_sdpas_math_is_timed(gpu, monkeypatch):
     assert not any(each.candidates for each in cases[1::2])
 
 
+def test_a_size_that_sdpa_cannot_compute_is_left_out(gpu, monkeypatch):
+    def fails(case, rounds):
+        none = dict.fromkeys(case.rivals, "OutOfMemoryError: 80 GiB")
+        return clock(case) if case.q[2] < 8000 else none | dict.fromkeys(case.candidates, 1.0)
+
+    monkeypatch.setattr(autotune, "measure", fails)
+    sizes = measured.sizes_of(NEW, measured.FEW)
+    found = measured.measure(gpu, NEW, PER_TOKEN, sizes)
+    assert list(found) == [each for each in sizes if each.N_q < 8000]
+
+
 def test_time_that_is_over_leaves_the_sizes_that_were_timed(timed, gpu, monkeypatch):
     now = iter(range(0, 100, 2))
     monkeypatch.setattr(measured.time, "monotonic", lambda: next(now))
@@ -406,6 +526,70 @@ def test_what_cannot_be_measured_is_tried_once_and_the_reason_kept(timed, gpu, m
         error = measured.calibrate(gpu, NEW, PER_TOKEN)
         assert error == ("RuntimeError: 0 sizes were timed, 5 are needed: OutOfMemoryError: 1 GiB")
     assert len(timed) == len(measured.FEW) and predicted(NEW) is None
+    monkeypatch.setattr(autotune, "measure", lambda case, rounds: clock(case))
+    other = Family(40, 24, "full")  # may work
+    assert measured.calibrate(gpu, other, PER_TOKEN) is None and predicted(other).wins
+    assert measured.calibrate(gpu, NEW, PER_TOKEN) == error
+
+
+def test_what_takes_too_long_is_not_measured(timed, gpu, monkeypatch):
+    monkeypatch.setattr(measured, "SECONDS", -1.0)
+    assert measured.calibrate(gpu, NEW, PER_TOKEN).endswith("5 are needed: -1 s were over")
+    assert not timed
+
+
+def test_what_another_rank_says_may_make_no_sense(gpu, monkeypatch):
+    monkeypatch.setattr(autotune, "agreed", lambda key, find: {"families": []})
+    assert measured.calibrate(gpu, NEW, PER_TOKEN).startswith("ValueError: processors must be")
+
+
+def test_what_another_process_has_measured_meanwhile_is_not_measured(timed, gpu):
+    """This process has looked for a table before there was one."""
+    theirs = tuned(gpu)
+    wide, narrow = Family(128, 128, "mask"), Family(120, 120, "mask")
+    theirs = dataclasses.replace(theirs, families={wide: theirs.families[FULL_64]})
+    timed.clear()
+    assert predicted(narrow) is None
+    measured.path_of(GPU).write_text(measured.to_text(theirs))
+    assert measured.calibrate(gpu, narrow, PER_TOKEN) is None and not timed
+    assert predicted(narrow).wins
+
+
+def test_a_process_does_not_wait_for_ever_for_one_that_hangs(timed, gpu, monkeypatch):
+    monkeypatch.setattr(measured, "PATIENCE", 0.05)
+    lock = measured.FileLock(f"{measured.path_of(GPU)}.lock")
+    with concurrent.futures.ThreadPoolExecutor(1) as other:  # one thread would be told at once
+        other.submit(lock.acquire).result()
+        assert measured.calibrate(gpu, NEW, PER_TOKEN) is None
+        other.submit(lock.release).result()
+    assert predicted(NEW).wins and len(timed) == len(measured.FEW)
+
+
+def test_what_this_process_has_measured_stays_in_force_in_it(timed, gpu):
+    """As the ranks of a job have agreed, whatever their hosts' tables say later."""
+    assert measured.calibrate(gpu, NEW, PER_TOKEN) is None
+    before, (table, *_) = predicted(NEW), measured.tables(GPU)
+    twice = {
+        sizes: {name: 2 * each for name, each in ms.items()}
+        for sizes, ms in table.families[NEW].items()
+    }
+    measured.save(dataclasses.replace(table, families={NEW: twice}))
+    assert predicted(NEW) == before
+    calibrated_by_another_process()
+    assert predicted(NEW).ours == pytest.approx(2 * before.ours)
+
+
+def test_what_was_measured_against_a_flash_attention_holds_for_no_other(timed, gpu, monkeypatch):
+    monkeypatch.setattr(measured, "current_flash_attention_impl", lambda: "FA3")
+    assert measured.calibrate(gpu, NEW, PER_TOKEN) is None and predicted(NEW).wins
+    monkeypatch.setattr(measured, "current_flash_attention_impl", lambda: None)
+    assert predicted(NEW) is None
+
+
+def test_what_is_known_of_all_recipes_that_are_asked_for(gpu):
+    measured.save(tuned(gpu))
+    assert measured.knows(GPU, FULL_64, ("sage2-8b-per-token", "sage2-8b")) is not None
+    assert measured.knows(GPU, FULL_64, ("sage2-8b-per-token", "sage1")) is None
 
 
 def test_where_nothing_can_be_written_it_is_known_in_this_process(
@@ -415,6 +599,8 @@ def test_where_nothing_can_be_written_it_is_known_in_this_process(
     monkeypatch.setenv("SAGE_INDUCTOR_TABLES", str(tmp_path / "file"))
     assert measured.calibrate(gpu, NEW, PER_TOKEN) is None
     assert predicted(NEW).wins and "is kept for this process alone" in caplog.text
+    assert measured.calibrate(gpu, Family(40, 24, "full"), PER_TOKEN) is None
+    assert predicted(NEW).wins and predicted(Family(40, 24, "full")).wins
 
 
 def test_ranks_predict_by_the_times_of_one_of_them(timed, gpu, monkeypatch):
@@ -426,6 +612,22 @@ def test_ranks_predict_by_the_times_of_one_of_them(timed, gpu, monkeypatch):
     measured.path_of(GPU).unlink()  # another host's
     assert measured.calibrate(gpu, NEW, PER_TOKEN) is None
     assert predicted(NEW) == first and len(timed) == len(measured.FEW)
+    # What it did not find it finds now: of another family, recipe or GPU.
+    for i, (family, recipe, name) in enumerate((
+        (Family(40, 24, "full"), "sage2-8b-per-token", GPU), (NEW, "sage2-8b", GPU),
+        (NEW, "sage2-8b-per-token", "NVIDIA H100"),
+    )):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_, name=name: name)
+        calibrated_by_another_process()
+        assert measured.calibrate(gpu, family, (recipe,)) is None
+        assert measured.predict(name, family, recipe, LONG).wins
+        assert len(timed) == (i + 2) * len(measured.FEW)
+
+
+def test_ranks_ask_each_other_of_nothing_that_they_know(gpu, monkeypatch):
+    """Another rank, of another host, may never ask."""
+    monkeypatch.setattr(autotune, "agreed", None)
+    assert measured.calibrate(gpu, Family(128, 128, "full"), PER_TOKEN) is None
 
 
 # -- mode="max-autotune" ----
@@ -544,7 +746,7 @@ def test_what_fails_has_its_error_instead_of_a_time(on_cpu, monkeypatch):
     def no_memory(case):
         raise torch.OutOfMemoryError("of 80 GiB")
 
-    monkeypatch.setattr(autotune, "_calls", no_memory)
+    monkeypatch.setattr(autotune, "calls_of", no_memory)
     found = autotune.benchmark(case(D_v=16))
     assert found == dict.fromkeys((rows, accurate), "OutOfMemoryError: of 80 GiB")
 
@@ -642,6 +844,12 @@ def test_threads_are_timed_one_at_a_time(on_cpu, monkeypatch):
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         found = list(pool.map(autotune.benchmark, (case(), case(D_v=16))))
     assert all(set(times.values()) == {1.0} for times in found)
+
+
+def test_with_a_fake_process_group_there_is_no_other_rank_to_wait_for():
+    """Its store counts nothing and holds nothing."""
+    store = SimpleNamespace(add=lambda key, n: 0, set=lambda key, value: None, get=None)
+    assert autotune._agreed("key", lambda: [1.0], store) == [1.0]
 
 
 @pytest.mark.parametrize("first", ["is gone", "has failed"])

@@ -22,6 +22,7 @@ from sage_inductor.ops.quantize import smooth
 from sage_inductor.ops.quantize.one_pass import launch_kv
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.sdpa import SdpaCall
+from sage_inductor.ops.visibility import Visibility
 
 RIGHT_BELOW = None, 0, False  # causal
 FULL = None, None, False
@@ -179,18 +180,36 @@ def finished():
     assert not concurrent.futures.wait(running, 60).not_done
 
 
-@pytest.mark.parametrize("band", [FULL, RIGHT_BELOW], ids=["full", "causal"])
+BANDS = {"full": FULL, "causal": RIGHT_BELOW, "a long window": (5000, 0, False)}
+MASKS = {
+    "none": lambda N: None,
+    "keys": lambda N: torch.empty(2, 1, 1, N, dtype=torch.bool),
+    "rows": lambda N: torch.empty(N, N, dtype=torch.bool),
+    "heads": lambda N: torch.empty(2, 8, 1, N, dtype=torch.bool).expand(2, 8, N, N),
+    "bias": lambda N: torch.empty(1, 1, N, N, dtype=torch.bfloat16).mT,
+}
+
+
+@pytest.mark.parametrize("band", BANDS)
+@pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("recipe", ["sage2-8b-per-token", "sage1-per-token"])
 @pytest.mark.parametrize("warpgroups", [None, 0, 2, 3], ids=str)
 @pytest.mark.parametrize("N", [1000, 2048])
-def test_what_is_compiled_ahead_is_what_is_launched(recipe, band, N, warpgroups, h200):
+def test_what_is_compiled_ahead_is_what_is_launched(recipe, mask, band, N, warpgroups, h200):
     precompile._start.cache_clear()
-    r, given = NAMED[recipe], dict(recipe=recipe, warpgroups=warpgroups)
+    r, given, band = NAMED[recipe], dict(recipe=recipe, warpgroups=warpgroups), BANDS[band]
     for _ in range(2):  # as layers do
-        args = arguments(*qkv(N, "cuda"), band == RIGHT_BELOW, 0.1, **given)
+        left, right, _ = band
         with FakeTensorMode():
-            precompile.precompile(SdpaCall(*args))
+            bounds = dict(attn_mask=MASKS[mask](N), left=left, right=right)
+            precompile.precompile(
+                SdpaCall(*arguments(*qkv(N, "cuda"), False, 0.1, **given, **bounds))
+            )
     finished()
+    kernel, tile = select(Problem((9, 0), r, 64, masked=mask != "none"))
+    if kernel.traced:  # Inductor compiles it: 16-bit v with a mask
+        assert not h200 and r.pv == "16bit" and mask != "none"
+        return
     launched = []
 
     def run(kernel, grid, tensors, numbers, **options):
@@ -199,27 +218,30 @@ def test_what_is_compiled_ahead_is_what_is_launched(recipe, band, N, warpgroups,
         launched.append((kernel.fn.__name__, grid, [*kinds, *numbers], options))
 
     q, k, v = (torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in qkv(N, "cpu"))
-    prepared = launch_kv(k, v if r.pv == "fp8" else None, None, r, run, True)
-    a = attention_call(q, k, v, recipe, prepared=prepared, warpgroups=warpgroups)
-    tile = select(Problem((9, 0), r, 64, masked=False)).tile
-    run_opaque(a._replace(right=band[1]), tile, run, torch.device("cuda", 0))
+    visibility = Visibility.of(MASKS[mask](N), band, N, tile.BLOCK_M)
+    visible = visibility.keys(k.shape[1])
+    prepared = launch_kv(k, v if r.pv == "fp8" else None, visible, r, run, True)
+    a = attention_call(q, k, v, recipe, visibility, prepared=prepared, warpgroups=warpgroups)
+    run_opaque(a.without_idle_bounds(), tile, run, torch.device("cuda", 0))
     names = [name for name, *_ in launched]
     short = recipe == "sage2-8b-per-token" and N < 1536 and warpgroups != 3  # no tile here has 2
-    attend = "_attention_kernel" if short or warpgroups == 0 else "_hopper_kernel"
+    other = short or mask == "bias" or warpgroups == 0
+    attend = "_attention_kernel" if other else "_hopper_kernel"
     assert len(names) >= 3 and attend in names
+    assert ("_pack_mask_kernel" in names) == (mask != "none" and attend == "_hopper_kernel")
     assert sorted(h200, key=repr) == sorted(launched, key=repr)
 
 
 @pytest.mark.parametrize(
-    "what", ["portable", "prepared by per_thread", "on CPU", "masked", "unknown"]
+    "what", ["portable", "prepared by per_thread", "on CPU", "block lists", "unknown"]
 )
 def test_nothing_is_compiled_ahead_that_inductor_compiles_or_that_is_not_known(what, h200):
     precompile._start.cache_clear()
     recipe = "sage2-8b" if what == "prepared by per_thread" else "sage2-8b-per-token"
     x = qkv(1000, "cpu" if what == "on CPU" else "cuda")
     args = list(arguments(*x, False, 0.1, recipe, portable=what == "portable"))
-    if what == "masked":
-        args[3] = torch.ones(1000, 1000, dtype=torch.bool)
+    if what == "block lists":
+        args[-6:] = torch.ones(1, 1, 8).int(), torch.zeros(1, 1, 8, 8).int(), None, None, 128, 128
     if what == "unknown":
         with FakeTensorMode(shape_env=ShapeEnv()) as mode:
             symbol = mode.shape_env.create_unbacked_symint()

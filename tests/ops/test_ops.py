@@ -11,9 +11,11 @@ import torch
 import torch.nn.functional as F
 import triton
 from support import arguments, attention_call, exactly, qkv, relative_l1, relative_l2, sdpa
+from torch._dynamo.source import ConstantSource
 from torch._functorch.aot_autograd import aot_function, make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.testing import assert_close
 from triton.backends.compiler import GPUTarget
@@ -36,6 +38,7 @@ from sage_inductor.ops.quantize.smooth import smooth_q
 from sage_inductor.ops.recipe import NAMED, Recipe, decode
 from sage_inductor.ops.reference import attention as emulation
 from sage_inductor.ops.reference import quantize as reference
+from sage_inductor.ops.reference.exact import masked
 from sage_inductor.ops.sdpa import SdpaCall, compose
 from sage_inductor.ops.visibility import BlockLists, Visibility
 
@@ -598,6 +601,70 @@ def test_a_summary_for_other_tiles_is_refused():
     assert strides == [200 * 70, 0, 70, 1, 5 * 70, 0, 70]
     with pytest.raises(ValueError, match="must have 3 rows for tiles of 128 queries, got 5"):
         a.mask_arguments(128)
+
+
+# -- bands ----
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_a_bound_of_a_band_is_left_out_where_it_hides_no_key_and_only_there(seed):
+    draw = random.Random(seed)
+    n_q, n_kv = draw.randint(1, 9), draw.randint(1, 9)
+    near = [n + shift for n in (n_q, n_kv) for shift in (-2, -1, 0, 1)]
+    bounds = [None, *(n for n in near if n >= 0)]
+    band = draw.choice(bounds), draw.choice(bounds), draw.random() < 0.5
+
+    def seen(left, right, bottom_right):
+        return masked(torch.zeros(n_q, n_kv), None, left, right, bottom_right)
+
+    q = torch.empty(1, 1, n_q, 8)
+    a = AttentionCall(q, None, None, None, 1.0, n_kv, "", False, None, None, *band)
+    found = a.without_idle_bounds()
+    left, right, bottom_right = found[10:13]
+    assert torch.equal(seen(left, right, bottom_right), seen(*band))
+    assert found[:10] == a[:10] and found[12:] == a[12:]
+    for bound in (left, None, False), (None, right, False):
+        idle = (seen(*bound[:2], bottom_right) == 0).all()
+        assert idle == (bound == (None, None, False))
+
+
+@pytest.mark.parametrize("recipe", ["sage2-8b-per-token", "sage1"])
+@pytest.mark.parametrize(
+    "N_q, N_kv, bottom_right", [(70, 70, False), (33, 70, True), (70, 33, False)]
+)
+def test_a_window_about_as_long_as_the_sequence(N_q, N_kv, bottom_right, recipe):
+    """From N - 1 on it is causal, to the bit."""
+    q, k, v = qkv(N_q=N_q, N_kv=N_kv)
+    given = dict(recipe=recipe, bottom_right=bottom_right)
+    causal = sdpa(q, k, v, True, **given)
+    last = (N_kv if bottom_right else N_q) - 1
+    for left in range(last - 2, last + 3):
+        out, lse = sdpa(q, k, v, True, left=left, **given)
+        exact, exact_lse = exactly(q, k, v, True, 0.125, left=left, bottom_right=bottom_right)
+        assert relative_l1(out - 3, exact - 3) < 0.1 and (lse - exact_lse).abs().max() < 0.05
+        same = torch.equal(out, causal[0]) and torch.equal(lse, causal[1])
+        assert same == (left >= last)
+
+
+def test_a_kernel_is_told_of_no_bound_that_hides_no_key(monkeypatch):
+    told, attention = [], emulation.attention
+    monkeypatch.setattr(
+        emulation, "attention", lambda a, *args: told.append(a) or attention(a, *args)
+    )
+    x = torch.randn(1, 2, 70, 16)
+    for left in (68, 69, 4095):
+        sdpa(x, x, x, True, left=left)
+    assert [(a.left, a.right) for a in told] == [(68, 0), (None, 0), (None, 0)]
+
+
+def test_a_band_of_lengths_that_are_not_known_stays_without_a_guard():
+    shape_env, source = ShapeEnv(), ConstantSource("N")
+    symbol = shape_env.create_symbol(16, source, DimDynamic.DYNAMIC)
+    N = shape_env.create_symintnode(symbol, hint=16, source=source)
+    with FakeTensorMode(shape_env=shape_env):
+        q = torch.empty(1, 1, N, 8)
+    a = AttentionCall(q, None, None, None, 1.0, N, "", left=4095, right=0)
+    assert a.without_idle_bounds() == a and not shape_env.guards
 
 
 # -- block lists ----

@@ -166,6 +166,40 @@ def test_a_square_mask_is_proven_whatever_its_spelling(case, dynamic):
     assert proven(program, (12, 12), (9, 9), options={"dynamic": dynamic}) == (band, None)
 
 
+@pytest.mark.parametrize("n_q, n_kv", [(6, 6), (4, 7), (7, 4)])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_bound_that_hides_no_key_is_none(side, n_q, n_kv):
+    """A window as long as the sequence is causal, or nothing."""
+    n = n_q if side == "left" else n_kv
+    for bound in range(n - 3, n + 2):
+        band, left_over = proven(
+            lambda n_q, n_kv, p, d, b=bound: window(n_q, n_kv, **{"right": 0, side: b}), (n_q, n_kv)
+        )
+        assert left_over is None and (getattr(band, side) is None) == (bound >= n - 1)
+
+
+@pytest.mark.parametrize("most, band", [(9, CAUSAL), (10, Band(8, 0))])
+def test_a_window_is_causal_where_a_dynamic_length_is_known_to_be_no_longer(most, band):
+    """No guard is added for it."""
+    found = []
+
+    def see(gm):
+        ((mask, n_q, n_kv),) = sdpa_masks(gm.graph)
+        guards = len(n_q.node.shape_env.guards)
+        found.append(prove(mask, n_q, n_kv, GraphIndex(gm.graph)))
+        assert len(n_q.node.shape_env.guards) == guards
+
+    x = torch.randn(1, 2, 7, 8)
+    torch._dynamo.mark_dynamic(x, 2, min=2, max=most)
+
+    def call(x):
+        mask = window(x.shape[2], x.shape[2], 8, 0)
+        return F.scaled_dot_product_attention(x, x, x, mask)
+
+    run_seen(call, x, see=see)
+    assert found == [(band, None)]
+
+
 OBLONG = {
     "top left": (lambda n, m, p, d: torch.arange(m) <= torch.arange(n)[:, None], CAUSAL),
     "tril is top left": (lambda n, m, p, d: ones(n, m).tril(), CAUSAL),
@@ -543,6 +577,16 @@ GOLDEN = [
     (bert, PADDED, [(FULL, (2, 1, 1, 12))] * 2),
     (whisper, NO_CACHE, [(CAUSAL, None)]),
 ]
+
+
+# Their windows, of 4096 keys, are longer than the prompt.
+LONG_WINDOWS = [
+    lambda lib: lib.MistralModel(lib.MistralConfig(**TEXT)),
+    lambda lib: lib.Gemma3TextModel(
+        lib.Gemma3TextConfig(sliding_window=4096, layer_types=["sliding_attention"] * 2, **TEXT)
+    ),
+]
+GOLDEN += [(model, PADDED, [(CAUSAL, (2, 1, 1, 12))] * 2) for model in LONG_WINDOWS]
 
 
 @pytest.mark.models
