@@ -86,7 +86,8 @@ class Report(Sequence):
     def to_dicts(self) -> list[dict]:
         """A dict for each call, of what JSON has: graph, module, call (the node's name), spelling,
         q, k (lists of numbers, text where dynamic), dtype, mask, device, recipe (None: it stays),
-        reason, remedy (None: it is rewritten)."""
+        keep (the blocks of keys, as a policy says it; None: all), reason, remedy (None: it is
+        rewritten)."""
         before, after = ("module", "call", "spelling"), ("dtype", "mask", "device", "recipe")
         return [
             {
@@ -95,6 +96,7 @@ class Report(Sequence):
                 "q": list(site.q),
                 "k": list(site.k),
                 **{name: getattr(site, name) for name in after},
+                "keep": site.decision.selection and site.decision.selection.given(),
                 "reason": site.reason,
                 "remedy": None if site.rewritten else cause_of(site.reason).remedy,
             }
