@@ -36,13 +36,16 @@ class Selection(NamedTuple):
 
     top_k: float = 0.0  # the fraction of the blocks that are not always kept
     top_p: float = 0.0  # and more, until the softmax over all blocks sums to this
-    similarity: float = 0.0  # self-similarity below which a block's tokens are not alike
+    # Self-similarity below which a block's tokens are not alike. At one density 0.1 gives the
+    # bench's diffusion transformer a PSNR some 6 dB above that of 0, and 0.2 that of 0.1. The least
+    # that there is, of independent tokens, is one by their number.
+    similarity: float = 0.1
     dense_first: int = 0  # tokens at the beginning that see all and that all see: text
     dense_last: int = 0  # and at the end
 
     def given(self) -> float | dict:
-        """As a policy says it: the fields that are not 0, or top_k alone."""
-        fields = {name: x for name, x in self._asdict().items() if x}
+        """As a policy says it: the fields that are not the defaults, or top_k alone."""
+        fields = {name: x for name, x in self._asdict().items() if x != self._field_defaults[name]}
         return self.top_k if fields.keys() == {"top_k"} else fields
 
 
@@ -57,7 +60,7 @@ def select_blocks(
     and not differentiable, of which row m has the blocks indices[..., m, :num_blocks[..., m]]:
     BlockLists' first two.
     """
-    with torch.autocast(q.device.type, enabled=False), torch.no_grad():
+    with torch.autocast(q.device.type, enabled=False):
         q, k = q.float(), k.float()
         k = k - k.mean(2, keepdim=True)
         (q_mean, q_always, _), (k_mean, k_always, k_tokens) = (
@@ -70,10 +73,10 @@ def select_blocks(
         scores = scores + (k_tokens / block_kv).log()
 
         k_always = k_always.repeat_interleave(H_q // H_kv, 1)
-        first_q = torch.arange(M_q, device=q.device)[:, None] * block_q
+        first_q = (torch.arange(M_q, device=q.device) * block_q).unsqueeze(1)
         first_kv = torch.arange(M_kv, device=q.device) * block_kv
         diagonal = (first_q < first_kv + block_kv) & (first_kv < first_q + block_q)
-        always = diagonal | q_always[..., None] | k_always[:, :, None]
+        always = diagonal | q_always.unsqueeze(3) | k_always.unsqueeze(2)
         indices = torch.where(always, torch.inf, scores).sort(stable=True, descending=True)[1]
         num_blocks = always.sum(-1)
         rest = (M_kv - num_blocks) * round(top_k * PARTS)
@@ -96,7 +99,8 @@ def _pool(
     tokens = (N - first).clamp(max=block)
 
     def mean(x: Tensor) -> Tensor:
-        return F.pad(x, (0, 0, 0, M * block - N)).unflatten(2, (M, block)).sum(3) / tokens[:, None]
+        blocks = F.pad(x, (0, 0, 0, M * block - N)).unflatten(2, (M, block))
+        return blocks.sum(3) / tokens.unsqueeze(1)
 
     always = ((first < dense_first) | (first + tokens > N - dense_last)).expand(*x.shape[:2], M)
     if similarity > 0:

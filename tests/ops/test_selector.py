@@ -122,9 +122,10 @@ def test_the_selected_blocks_are_those_that_loops_select(seed):
 def test_under_autocast_means_and_scores_stay_fp32():
     torch.manual_seed(0)
     q, k = torch.randn(2, 1, 2, 700, 64).unbind(0)
-    expected = select(q, k, Selection(0.3))
+    selection = Selection(0.3, similarity=0)
+    expected = select(q, k, selection)
     with torch.autocast("cpu", torch.bfloat16):
-        found = select(q, k, Selection(0.3))
+        found = select(q, k, selection)
     assert all(map(torch.equal, found, expected))
 
 
@@ -132,7 +133,7 @@ def test_a_common_part_of_the_keys_changes_nothing():
     """Nor does it make blocks alike: softmax does not see it."""
     torch.manual_seed(0)
     q, k = torch.randint(-4, 5, (2, 1, 2, 512, 16)).float().unbind(0)
-    selection = Selection(0.3, similarity=0.2)
+    selection = Selection(0.3)
     expected = select(q, k, selection)
     assert all(map(torch.equal, select(q, k + 64, selection), expected))
     assert (expected[0] == 8).all()  # random tokens are not alike
@@ -160,7 +161,7 @@ def at_random(counts: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
 DENSITIES = 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 1.0
 
 
-@pytest.mark.parametrize("similarity", [0.0, 0.25])
+@pytest.mark.parametrize("similarity", [0.0, 0.1, 0.25])
 def test_the_error_falls_with_the_density_and_is_far_below_that_of_random_blocks(similarity):
     torch.manual_seed(0)
     q, k, v = video()
@@ -182,11 +183,11 @@ def test_blocks_of_unlike_tokens_are_dense_and_random_inputs_therefore_exact():
     exact, _ = attention_exact(q, k, v, 0.25)
     errors = []
     for top_k in DENSITIES:
-        lists = as_lists(select(q, k, Selection(top_k), 0.25))
+        lists = as_lists(select(q, k, Selection(top_k, similarity=0), 0.25))
         out, _ = attention_exact(q, k, v, 0.25, blocks=lists)
         errors.append(support.relative_l1(out, exact))
     assert errors == sorted(errors, reverse=True) and errors[0] > 0.5 and errors[-1] < 1e-12
-    counts, _ = select(q, k, Selection(0.1, similarity=0.05), 0.25)
+    counts, _ = select(q, k, Selection(0.1), 0.25)
     assert (counts == 16).all()
 
 
@@ -201,4 +202,4 @@ def test_sdpa_takes_what_is_selected(recipe):
         return support.relative_l1(out, attention_exact(q, k, v, 0.25, blocks=blocks)[0])
 
     for top_k in (0.1, 0.4, 1.0):
-        assert error(as_lists(select(q, k, Selection(top_k), 0.25))) < 1.2 * error()
+        assert error(as_lists(select(q, k, Selection(top_k, similarity=0), 0.25))) < 1.2 * error()
