@@ -27,7 +27,7 @@ END = "<!-- table:end -->"
 MARKED = re.compile(rf"(<!-- table:(\w+) -->\n).*?({END})", re.S)
 SPEED = ("paper", "load", "models", "model", "preparation", "fusion", "masks")
 ACCURACY = ("accuracy", "defaults", "end-to-end")
-PLANS = (*SPEED, *ACCURACY, "packages", "peers")
+PLANS = (*SPEED, *ACCURACY, "packages", "peers", "sparse")
 PLOT, OVERVIEW = "attention.svg", "overview.svg"
 ACCURACY_PLOT, MODELS_PLOT, PEERS_PLOT = "accuracy.svg", "end-to-end.svg", "peers.svg"
 COLOURS = {"cuDNN": "0.15", "flash": "0.65", "flex": "tab:orange", "inductor": "tab:blue",
@@ -371,6 +371,19 @@ def wordings(pattern: str) -> list[str]:
     return texts
 
 
+def sparse(gpus: dict[str, dict]) -> str:
+    return sections(gpus, ("sparse",), lambda name, plans: sparse_section(plans["sparse"]))
+
+
+def sparse_section(result: dict) -> str:
+    """A line per way to choose blocks and fraction: how much is computed, and what it costs."""
+    lines = [["choice", "top_k", "computed", "PSNR, dB", "first 3 of 12 steps dense, dB"]]
+    for row in result["rows"]:
+        figures = (f"{row[f'from {n}']['psnr']:.1f}" for n in (0, 3))
+        lines += [[row["choice"], str(row["top_k"]), f"{row['density']:.2f}", *figures]]
+    return f"{markdown(lines)}\n{wrapped(result['model'] + '.')}\n{provenance(result)}"
+
+
 def lengths(gpus: dict[str, dict]) -> str:
     """From which length "auto" rewrites self-attention, of the built-in tables."""
     lines = [["GPU", "head_dim", "kind of call", *(f"B·H ≥ {heads}" for heads in HEADS), "error"]]
@@ -401,6 +414,7 @@ TABLES = {
     "peers": peers,
     "remedies": remedies,
     "short": accuracy_in_short,
+    "sparse": sparse,
     "speed": speed,
 }
 
