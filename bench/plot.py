@@ -376,12 +376,14 @@ def sparse(gpus: dict[str, dict]) -> str:
 
 
 def sparse_section(result: dict) -> str:
-    """A line per way to choose blocks and fraction: how much is computed, and what it costs."""
-    lines = [["choice", "top_k", "computed", "PSNR, dB", "first 3 of 12 steps dense, dB"]]
-    for row in result["rows"]:
-        figures = (f"{row[f'from {n}']['psnr']:.1f}" for n in (0, 3))
-        lines += [[row["choice"], str(row["top_k"]), f"{row['density']:.2f}", *figures]]
-    return f"{markdown(lines)}\n{wrapped(result['model'] + '.')}\n{provenance(result)}"
+    """A line per way to choose blocks, a column per top_k."""
+    lines = [["choice", *(f"top_k {x}" for x in groups(result["rows"], "top_k"))]]
+    for choice, rows in groups(result["rows"], "choice").items():
+        cells = ("{density:.2f}: {psnr_from_0:.1f}, {psnr_from_3:.1f}".format(**x) for x in rows)
+        lines += [[choice, *cells]]
+    what = "The part that is computed: PSNR in dB, and with the first 3 of 12 steps dense."
+    where = wrapped(f"{result['model']}.")
+    return f"{what}\n\n{markdown(lines)}\n{where}\n{provenance(result)}"
 
 
 def lengths(gpus: dict[str, dict]) -> str:

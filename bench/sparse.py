@@ -67,7 +67,7 @@ class Selected:
 
 @torch.no_grad()
 def measure(subject: Subject) -> list[dict]:
-    """A row for each choice of blocks, printed as it comes."""
+    """A row for each choice of blocks, printed as it comes. density: in the last of EXACT_STEPS."""
     exact = subject.run(subject.model)
     choices = [(f"similarity {x}", x, False) for x in SIMILARITIES] + [("random", 0.0, True)]
     rows = []
@@ -78,18 +78,13 @@ def measure(subject: Subject) -> list[dict]:
                 selection = Selection(top_k, similarity=similarity)
                 selected = Selected(subject, selection, first_step, at_random)
                 with attending(selected):
-                    score = subject.score(subject.run(subject.model), exact)
-                row["density"] = sum(selected.densities) / len(selected.densities)
-                row[f"from {first_step}"] = score
+                    psnr = subject.score(subject.run(subject.model), exact)["psnr"]
+                row[f"psnr_from_{first_step}"] = psnr  # None: equal
+                row["density"] = sum(selected.densities) / max(1, len(selected.densities))
             rows.append(row)
-            figures = "   ".join(
-                f"from {n}: {row[f'from {n}']['psnr'] or math.inf:5.1f} dB, "
-                f"Frechet {row[f'from {n}']['frechet']:.3g}"
-                for n in EXACT_STEPS
-            )
-            print(
-                f"  {name:15} top_k {top_k}: density {row['density']:.2f}   {figures}", flush=True
-            )
+            figures = (f"from {n}: {row[f'psnr_from_{n}'] or math.inf:.1f} dB" for n in EXACT_STEPS)
+            density = f"density {row['density']:.2f}"
+            print(f"  {name:15} top_k {top_k}: {density}, {', '.join(figures)}", flush=True)
     return rows
 
 
