@@ -27,7 +27,7 @@ END = "<!-- table:end -->"
 MARKED = re.compile(rf"(<!-- table:(\w+) -->\n).*?({END})", re.S)
 SPEED = ("paper", "load", "models", "model", "preparation", "fusion", "masks")
 ACCURACY = ("accuracy", "defaults", "end-to-end")
-PLANS = (*SPEED, *ACCURACY, "packages", "peers")
+PLANS = (*SPEED, *ACCURACY, "packages", "peers", "sparse")
 PLOT, OVERVIEW = "attention.svg", "overview.svg"
 ACCURACY_PLOT, MODELS_PLOT, PEERS_PLOT = "accuracy.svg", "end-to-end.svg", "peers.svg"
 COLOURS = {"cuDNN": "0.15", "flash": "0.65", "flex": "tab:orange", "inductor": "tab:blue",
@@ -371,6 +371,21 @@ def wordings(pattern: str) -> list[str]:
     return texts
 
 
+def sparse(gpus: dict[str, dict]) -> str:
+    return sections(gpus, ("sparse",), lambda name, plans: sparse_section(plans["sparse"]))
+
+
+def sparse_section(result: dict) -> str:
+    """A line per way to choose blocks, a column per top_k."""
+    lines = [["choice", *(f"top_k {x}" for x in groups(result["rows"], "top_k"))]]
+    for choice, rows in groups(result["rows"], "choice").items():
+        cells = ("{density:.2f}: {psnr_from_0:.1f}, {psnr_from_3:.1f}".format(**x) for x in rows)
+        lines += [[choice, *cells]]
+    what = "The part that is computed: PSNR in dB, and with the first 3 of 12 steps dense."
+    where = wrapped(f"{result['model']}.")
+    return f"{what}\n\n{markdown(lines)}\n{where}\n{provenance(result)}"
+
+
 def lengths(gpus: dict[str, dict]) -> str:
     """From which length "auto" rewrites self-attention, of the built-in tables."""
     lines = [["GPU", "head_dim", "kind of call", *(f"B·H ≥ {heads}" for heads in HEADS), "error"]]
@@ -401,6 +416,7 @@ TABLES = {
     "peers": peers,
     "remedies": remedies,
     "short": accuracy_in_short,
+    "sparse": sparse,
     "speed": speed,
 }
 

@@ -12,6 +12,7 @@ from sage_inductor.ops.quantize.op import (
     smooth,
 )
 from sage_inductor.ops.sdpa import prepare_kv, sdpa
+from sage_inductor.ops.selector import select_blocks
 
 __all__ = [
     "attention",
@@ -24,5 +25,6 @@ __all__ = [
     "quantize_nvfp4",
     "quantize_v",
     "sdpa",
+    "select_blocks",
     "smooth",
 ]

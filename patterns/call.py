@@ -15,6 +15,7 @@ import torch
 from torch.fx import Node
 
 from sage_inductor.ops import compat
+from sage_inductor.ops.selector import BLOCK_SIZE, Selection
 from sage_inductor.ops.visibility import NO_LISTS, BlockLists
 from sage_inductor.patterns.graph import Emitter, dims, value_of
 
@@ -70,6 +71,12 @@ class Call:
     dead: list[Node] = dataclasses.field(default_factory=list)  # without uses once it is, in order
     recipe: str | None = None  # the argument of sage_inductor.attention
     lse: Node | None = None  # the exact one [B, H_q, N_q], fp32, where the call returns it
+    selection: Selection | None = None  # which blocks of keys are kept, where that is asked for
+
+    @property
+    def block_size(self) -> tuple[int, int] | None:
+        """Of queries and of keys, where lists say which blocks are computed."""
+        return self.blocks.size if self.selection is None else BLOCK_SIZE
 
 
 class Decision(NamedTuple):
@@ -78,6 +85,7 @@ class Decision(NamedTuple):
     recipe: str | None  # a name in recipe.NAMED; None: it stays as it was
     reason: str  # why it stays, or what chose the recipe
     warpgroups: int | None = None  # a schedule, where times were measured: SdpaCall's
+    selection: Selection | None = None  # the blocks of keys that are kept; None: all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +112,7 @@ class Site:
             q=dims(value_of(call.q)),
             k=dims(value_of(call.k)),
             dtype=str(getattr(call.out, "dtype", "?")).removeprefix("torch."),
-            mask=_mask(call),
+            mask=mask_text(call),
             decision=decision,
             device=str(getattr(value_of(call.q), "device", "?")),
         )
@@ -165,7 +173,8 @@ def _length_of_root(path: str) -> int:
     return 2
 
 
-def _mask(call: Call) -> str:
+def mask_text(call: Call) -> str:
+    """What hides keys, for people: "causal + bool[1, 1, 64, 64]"."""
     parts = [] if call.band.kind == "full" else [str(call.band)]
     if call.blocks.size is not None:
         parts.append("blocks of {} x {}".format(*call.blocks.size))

@@ -6,7 +6,7 @@ import math
 import torch
 
 from sage_inductor.ops.formats import HEAD_DIMS
-from sage_inductor.patterns.call import Call
+from sage_inductor.patterns.call import Call, mask_text
 from sage_inductor.patterns.graph import dims, guarded, statically_true, value_of
 
 BHND, BNHD = [0, 1, 2, 3], [0, 2, 1, 3]  # orders in which an output is stored
@@ -68,10 +68,27 @@ def why_not(call: Call) -> str | None:
     return None
 
 
+def why_not_selected(call: Call) -> str | None:
+    """The reason that no blocks may be selected for a call that sage::sdpa can stand for."""
+    n_q, n_kv = (value_of(x).shape[2] for x in (call.q, call.k))
+    if call.out.requires_grad:
+        return LISTS_IN_TRAINING
+    if mask_text(call) != "none":
+        return f"blocks are selected where there is no mask, got {mask_text(call)}"
+    if not statically_true(n_q == n_kv):
+        return f"blocks are selected for self-attention, got {n_q} queries and {n_kv} keys"
+    if call.lse is not None:
+        return "blocks are selected where no logsumexp is returned"
+    return None
+
+
+LISTS_IN_TRAINING = "training: block lists have no backward here"
+
+
 def _why_not_listed(call: Call, lists: list[torch.Tensor]) -> str | None:
     q, (counts, *_) = value_of(call.q), lists
     if call.out.requires_grad:
-        return "training: block lists have no backward here"
+        return LISTS_IN_TRAINING
     if any(x.dtype != torch.int32 for x in lists):
         return f"block lists must be int32, got {[str(x.dtype)[6:] for x in lists]}"
     broadcast = all(

@@ -4,6 +4,8 @@ v share what is made of them too.
     before:  out = scaled_dot_product_attention(q, k, v, is_causal=True)
     after:   sdpa = sage.sdpa(q, k, v, None, [], None, 0, False, 0.125, "int8/...@...", ...)
              out = sdpa[0]
+
+Where blocks of keys are selected, ``sage.select_blocks(q, k, ...)`` gives it their lists.
 """
 
 import operator
@@ -12,6 +14,8 @@ import torch
 
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.sdpa import SdpaCall
+from sage_inductor.ops.selector import BLOCK_SIZE
+from sage_inductor.ops.visibility import BlockLists
 from sage_inductor.patterns.call import Call, Decision
 from sage_inductor.patterns.eligible import BHND, BNHD, stored_order
 from sage_inductor.patterns.graph import Emitter, GraphIndex, may_write, value_of
@@ -21,13 +25,19 @@ def replace(call: Call, decision: Decision, portable: bool) -> None:
     """Put ``sage.sdpa(...)[0]`` in the place of `call`, stored as its output is."""
     emit, out, order = call.emit, call.out, stored_order(call)
     q, k, v, attn_mask = call.q, call.k, call.v, call.attn_mask
-    scale = call.scale if call.scale is not None else value_of(q).shape[3] ** -0.5
+    scale = float(call.scale if call.scale is not None else value_of(q).shape[3] ** -0.5)
+    blocks = call.blocks
+    if decision.selection is not None:
+        select, fields = torch.ops.sage.select_blocks.default, (*decision.selection, *BLOCK_SIZE)
+        selected = emit(select, q, k, scale, *fields)
+        lists = (emit(operator.getitem, selected, i) for i in range(2))
+        blocks = BlockLists(*lists, None, None, *BLOCK_SIZE)
     args = SdpaCall(
         q, k, v, attn_mask, [], call.band.left, call.band.right, call.band.bottom_right,
-        float(scale), NAMED[decision.recipe].encode(), decision.warpgroups,
-        order != BHND, portable, *call.blocks,
+        scale, NAMED[decision.recipe].encode(), decision.warpgroups,
+        order != BHND, portable, *blocks,
     )  # fmt: skip
-    args = tuple(args) if call.blocks.size else tuple(args)[: -len(call.blocks)]  # the defaults
+    args = tuple(args) if blocks.size else tuple(args)[: -len(blocks)]  # the defaults
     if order not in (BHND, BNHD):
         out = out.new_empty([out.shape[d] for d in BNHD]).permute(BNHD)
     lse = out.new_empty(out.shape[:3], dtype=torch.float32)

@@ -25,9 +25,10 @@ from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.select import Problem, select
 from sage_inductor.ops.compat import statically_known_true
 from sage_inductor.ops.compile import travels
+from sage_inductor.ops.selector import Selection
 from sage_inductor.options import AUTO, OFF
 from sage_inductor.patterns.call import Call, Decision, Site, module_path, value_of
-from sage_inductor.patterns.eligible import why_not
+from sage_inductor.patterns.eligible import why_not, why_not_selected
 from sage_inductor.patterns.graph import guarded
 from sage_inductor.policy import CallDescription, ask, layer_of
 from sage_inductor.settings import Settings
@@ -40,40 +41,53 @@ def rewrite(gm: torch.fx.GraphModule, settings: Settings) -> list[Site]:
 
 def decide(call: Call, settings: Settings) -> Decision:
     """What becomes of `call`; nothing is changed yet."""
-    candidate, reason = _choose(call, settings)
+    if settings.recipe == OFF and not settings.policy:
+        return Decision(None, "the recipe is 'off'")
+    reason = call.refused or why_not(call)
+    if reason:
+        return Decision(None, reason)
+    wanted, rule, selection = _ruled(call, settings)
+    call = dataclasses.replace(call, selection=selection)
+    candidate, reason = _choose(call, settings, wanted, rule)
     if candidate is None:
         return Decision(None, reason)
     if settings.portable:
         reason += _left_behind(call, candidate.recipe)
-    return Decision(candidate.recipe, reason, candidate.warpgroups)
+    return Decision(candidate.recipe, reason, candidate.warpgroups, selection)
 
 
-def _choose(call: Call, settings: Settings) -> tuple[Candidate | None, str]:
-    """(the recipe, why this one) or (None, why the call stays as it was)."""
-    if settings.recipe == OFF and not settings.policy:
-        return None, "the recipe is 'off'"
-    reason = call.refused or why_not(call)
-    if reason:
-        return None, reason
-    wanted, rule = _ruled(call, settings)
+def _choose(
+    call: Call, settings: Settings, wanted: str | None, rule: str
+) -> tuple[Candidate | None, str]:
+    """(the recipe, why this one) or (None, why the call stays as it was). wanted and rule: what the
+    policy says."""
     if wanted is None:
         named = settings.recipe != OFF and call.recipe not in (None, AUTO)
         return _asked(call, settings, call.recipe if named else settings.recipe)
     if wanted == OFF:
         return None, f"the policy says off ({rule})"
+    reason = call.selection and why_not_selected(call)
+    if reason:
+        return None, f"{reason} ({rule} of the policy)"
     candidate, reason = _asked(call, settings, wanted)
+    if call.selection is not None:
+        reason += f"; keep {call.selection.given()}"
     return candidate, f"{reason} ({rule} of the policy)"
 
 
-def _ruled(call: Call, settings: Settings) -> tuple[str | None, str]:
-    """What the policy says of a call, and what in it does; (None, "") where nothing does."""
+def _ruled(call: Call, settings: Settings) -> tuple[str | None, str, Selection | None]:
+    """What the policy says of a call, what in it does, and the blocks of keys that are kept;
+    (None, "", None) where nothing does."""
     q, module = value_of(call.q), module_path(call.node)
     head_dim = int(q.shape[3])
     if not callable(settings.policy):
         about = module, head_dim, lambda n: _at_least(q.shape[2], n, settings), settings.stage
         rules = enumerate(settings.policy, 1)
-        fits = ((rule.recipe, f"rule {i}") for i, rule in rules if rule.fits(*about))
-        return next(fits, (None, ""))
+        number, rule = next((each for each in rules if each[1].fits(*about)), (0, None))
+        if rule is None:
+            return None, "", None
+        keeps_all = rule.keep is None or rule.keep.top_k == 1
+        return rule.recipe, f"rule {number}", None if keeps_all else rule.keep
     lengths = (_length(value_of(x).shape[2], settings) for x in (call.q, call.k))
     described = CallDescription(
         module, layer_of(module), head_dim, *lengths, _kind(call), call.out.dtype, q.device,
@@ -83,7 +97,7 @@ def _ruled(call: Call, settings: Settings) -> tuple[str | None, str]:
         recipe = ask(settings.policy, described)
     except ValueError as error:
         raise SageOptionError(str(error)) from error.__cause__
-    return recipe, "the function" if recipe else ""
+    return recipe, "the function" if recipe else "", None
 
 
 def _asked(call: Call, settings: Settings, wanted: str) -> tuple[Candidate | None, str]:
@@ -130,7 +144,7 @@ def _left_behind(call: Call, recipe: str) -> str:
 
 
 def _problem(call: Call, recipe: str, capability: tuple[int, int] | None) -> Problem:
-    masked, size = call.attn_mask is not None, call.blocks.size
+    masked, size = call.attn_mask is not None, call.block_size
     return Problem(capability, recipes.NAMED[recipe], _head_dim(call), masked, block_size=size)
 
 
@@ -320,7 +334,7 @@ def _head_dim(call: Call) -> int:
 
 def _kind(call: Call) -> str:
     """One of cost.KINDS, or "blocks": lists of them."""
-    if call.blocks.size is not None:
+    if call.block_size is not None:
         return "blocks"
     if call.attn_mask is None:
         flex = call.spelling == "flex_attention" and call.band.kind == "window"

@@ -33,6 +33,9 @@ A rule fits a call if each of its fields does; ranges are inclusive, null leaves
                 it a rule holds in every stage. An exported program, and an eager call of
                 ``sage_inductor.attention``, is decided by the stage in force; under
                 ``backend="inductor"`` such a rule never holds
+    keep        a fraction: self-attention computes only the blocks of keys that score highest for
+                each block of queries (ops/selector.py). Or {"top_k": ..., "top_p": ..., ...}:
+                Selection's fields. Beside it, recipe must be a name
     note        anything, not read; also beside "rules". ``sage_inductor.diagnose`` writes here what
                 it measured
 
@@ -54,6 +57,7 @@ import torch
 
 from sage_inductor import options, stages
 from sage_inductor.ops.formats import HEAD_DIMS
+from sage_inductor.ops.selector import Selection
 
 VERSION = 1
 _log = logging.getLogger("sage_inductor")
@@ -69,6 +73,7 @@ class Rule:
     head_dim: tuple[int, ...] = ()  # q's; none: any
     length: tuple[int | None, int | None] = (None, None)  # N_q
     stage: str | None = None  # None: every one
+    keep: Selection | dict | float | None = None  # of the blocks of keys; a Policy has Selections
 
     def fits(
         self, module: str, head_dim: int, at_least: Callable[[int], bool], stage: str | None = None
@@ -174,6 +179,8 @@ class Policy:
 def _given(rule: Rule) -> dict:
     """What a file says for a rule."""
     given = {f.name: getattr(rule, f.name) for f in dataclasses.fields(Rule)[1:]}
+    if isinstance(rule.keep, Selection):
+        given["keep"] = rule.keep.given()
     return {name: x for name, x in given.items() if x != getattr(Rule, name)} | {
         "recipe": rule.recipe
     }
@@ -309,9 +316,13 @@ def _rule(number: int, rule: "_Located") -> Rule:
         if not isinstance(rule.value, dict):
             raise _Invalid(rule.line, f'must be {{"recipe": ..., ...}}, got {rule.text}')
         _check_keys(rule, (*FIELDS, "note"), ("recipe",))
-        return Rule(
+        found = Rule(
             **{name: _field(name, rule.value[name]) for name in FIELDS if name in rule.value}
         )
+        if found.keep is not None and found.recipe in (options.AUTO, options.OFF):
+            what = "beside keep, recipe must be the name of one"
+            raise _Invalid(rule.value["recipe"].line, f"{what}, got {found.recipe!r}")
+        return found
     except _Invalid as error:
         raise _Invalid(error.line, f"rule {number}: {error}") from None
 
@@ -341,6 +352,8 @@ def _field(name: str, given: "_Located"):
             what = f"head_dim must be a number of 1 to {HEAD_DIMS[-1]}, or a list of such"
             raise _Invalid(given.line, f"{what}, got {given.text}")
         return tuple(several)
+    if name == "keep":
+        return _keep(given)
     minimum, one = (0, "a number or ") if name == "layer" else (1, "")
     if name == "layer" and _is_integer(value, minimum):
         return value, value
@@ -356,6 +369,23 @@ def _field(name: str, given: "_Located"):
     return tuple(value)
 
 
+def _keep(given: "_Located") -> Selection:
+    fields = {"top_k": given}
+    if isinstance(given.value, dict):
+        _check_keys(given, Selection._fields, ())
+        fields = given.value
+    keep = Selection(**{name: each.value for name, each in fields.items()})
+    fractions, tokens = keep[:3], keep[3:]
+    valid = all(_is_number(x) and 0 <= x <= 1 for x in fractions) and keep[:2] != (0, 0)
+    if not valid or not all(_is_integer(x, 0) for x in tokens):
+        raise _Invalid(
+            given.line,
+            f"keep must be a fraction above 0, or {{...}} of {', '.join(Selection._fields)}: three "
+            f"fractions, the first two not both 0, and two numbers of tokens, got {given.text}",
+        )
+    return keep
+
+
 def _check_keys(given: "_Located", valid: tuple[str, ...], needed: tuple[str, ...]) -> None:
     for name, (line, count) in given.keys.items():
         if name not in valid:
@@ -369,6 +399,10 @@ def _check_keys(given: "_Located", valid: tuple[str, ...], needed: tuple[str, ..
 
 def _is_integer(x, minimum: int, maximum: float = float("inf")) -> bool:
     return isinstance(x, int) and not isinstance(x, bool) and minimum <= x <= maximum
+
+
+def _is_number(x) -> bool:
+    return isinstance(x, float) or _is_integer(x, 0)
 
 
 # -- JSON, with lines ----

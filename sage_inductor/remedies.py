@@ -107,6 +107,8 @@ CAUSES = (
           "training"),
     Cause("by block lists was not measured", "set options={'sage.force': True}; make a causal or "
           "window BlockMask inside the compiled function"),
+    Cause("blocks are selected (for|where)", 'give this call a rule of its own, without "keep" and '
+          "before the one that the reason names", "keep is not for this call"),
     Cause("diagnose knows no exact attention by block lists", "compare the call with "
           "flex_attention itself; sage.force=True rewrites it"),
 

@@ -101,7 +101,8 @@ class Report(Sequence):
     def to_dicts(self) -> list[dict]:
         """A dict for each call, of what JSON has: graph, module, call (the node's name), spelling,
         q, k (lists of numbers, text where dynamic), dtype, mask, device, stage (None: all that
-        have no entry), recipe (None: it stays), reason, remedy (None: it is rewritten)."""
+        have no entry), recipe (None: it stays), keep (the blocks of keys, as a policy says it;
+        None: all), reason, remedy (None: it is rewritten)."""
         before = "module", "call", "spelling"
         after = "dtype", "mask", "device", "stage", "recipe"
         return [
@@ -111,6 +112,7 @@ class Report(Sequence):
                 "q": list(site.q),
                 "k": list(site.k),
                 **{name: getattr(site, name) for name in after},
+                "keep": site.decision.selection and site.decision.selection.given(),
                 "reason": site.reason,
                 "remedy": None if site.rewritten else cause_of(site.reason).remedy,
             }

@@ -27,6 +27,7 @@ from sage_inductor.decide import rewrite
 from sage_inductor.measured import Family
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.attention import tiles
+from sage_inductor.ops.selector import Selection
 from sage_inductor.ops.visibility import BlockLists
 from sage_inductor.patterns import bands
 from sage_inductor.patterns.call import Band, Call
@@ -42,6 +43,7 @@ MASKS = {
 }
 
 
+KEEPING = Rule("sage2-8b-per-token", keep=Selection(0.3))
 AUTO_FROM_8192 = (Rule("sage1", head_dim=(64,)), Rule("auto", length=(8192, None)))
 
 
@@ -406,6 +408,15 @@ def test_calls_by_block_lists_are_rewritten_only_where_that_is_forced(
         ((4, 32, 32, 16384, 128), (9, 0), {"policy": (Rule("sage1-per-token"),)}, None, "was not measured .*rule 1"),
         ((4, 32, 32, 16, 128), (9, 0), {"policy": (Rule("sage1-per-token"),), "force": True}, "sage1-per-token", "forced .rule 1"),
         ((4, 32, 32, 16384, 128), (9, 0), {"policy": (Rule("off"),), "force": True}, None, "the policy says off .rule 1."),
+        ((4, 32, 32, 16384, 128), (9, 0), {"policy": (KEEPING,)}, None,
+         "^never slower: sage2-8b-per-token by block lists was not measured; keep 0.3 .rule 1 of the policy.$"),
+        ((4, 32, 32, 16384, 128), (9, 0), {"policy": (KEEPING,), "benchmark": Mock(side_effect=AssertionError)}, None,
+         "by block lists was not measured"),
+        ((4, 32, 8, 16384, 128), (9, 0), {"policy": (KEEPING,), "force": True}, "sage2-8b-per-token",
+         "^forced; keep 0.3 .rule 1 of the policy.$"),
+        ((4, 32, 32, 16384, 128), (9, 0), {"policy": (KEEPING,), "force": True, "portable": True}, "sage2-8b-per-token",
+         "^forced; keep 0.3"),
+        ((4, 32, 32, 16384, 128), (8, 6), {"policy": (KEEPING,), "force": True}, None, "no kernel for pv='fp8'"),
     ],
 )  # fmt: skip
 def test_what_auto_and_policies_do_on_a_gpu(

@@ -21,6 +21,7 @@ from sage_inductor import Policy, SageOptionError, config, patterns
 from sage_inductor.decide import decide, rewrite
 from sage_inductor.inductor_pass import SagePass
 from sage_inductor.ops.recipe import NAMED
+from sage_inductor.ops.selector import Selection
 from sage_inductor.policy import Rule
 from sage_inductor.settings import Settings
 
@@ -161,7 +162,16 @@ def test_the_first_rule_that_fits_decides_and_the_recipe_where_none_does(
         assert re.findall(r"rule \d+", site.reason) == ([f"rule {number}"] if number else []), site
 
 
-@given(policy=st.lists(rules, max_size=4), note=st.none() | st.just({"a": ["b\n", 1.5]}))
+fraction, tokens = st.sampled_from([0, 0.0, 0.05, 0.1, 0.3, 1, 1.0]), st.integers(0, 300)
+selections = st.builds(Selection, fraction, fraction, fraction, tokens, tokens).filter(
+    lambda keep: keep.top_k or keep.top_p
+)
+keeping = st.builds(
+    Rule, recipe=st.sampled_from([*NAMED]), layer=ranges(0, 3), keep=st.none() | selections
+)
+
+
+@given(policy=st.lists(rules | keeping, max_size=4), note=st.none() | st.just({"a": ["b\n", 1.5]}))
 @settings(max_examples=100, deadline=None, derandomize=True, database=None)
 def test_what_is_saved_is_loaded(tmp_path_factory, policy, note):
     path = tmp_path_factory.mktemp("saved") / "policy.json"
@@ -335,6 +345,26 @@ def test_a_rule_for_a_later_graph_is_no_miss(caplog):
 
 # -- policies in Python ----
 
+
+def test_what_is_kept_is_said_in_python_as_in_a_file(tmp_path):
+    said = [0.3, {"top_p": 0.9, "dense_first": 226}, {"top_k": 0.3, "similarity": 0}]
+    meant = (
+        Selection(0.3, similarity=0.1),
+        Selection(top_p=0.9, dense_first=226),
+        Selection(0.3, 0, 0),
+    )
+    rules = [{"recipe": "sage1", "keep": keep} for keep in said]
+    for each in (
+        [Rule("sage1", keep=keep) for keep in said],
+        [Rule("sage1", keep=x) for x in meant],
+    ):
+        assert [rule.keep for rule in Policy(each).rules] == list(meant)
+    assert Policy.load(written(tmp_path, *rules)) == Policy([Rule("sage1", keep=x) for x in meant])
+    assert '{"keep": 0.3, "recipe": "sage1"}' in Policy([Rule("sage1", keep=meant[0])]).text()
+    with pytest.raises(ValueError, match="beside keep, recipe must be the name of one, got 'auto'"):
+        Policy([Rule("auto", keep=0.3)])
+
+
 RULES_IN_PYTHON = [{"module": "*.cross", "recipe": "off"}, {"layer": 1, "recipe": "sage1"}]
 FORMS = {
     "a Policy": Policy([Rule("off", module="*.cross"), Rule("sage1", layer=1)]),
@@ -506,6 +536,10 @@ INVALID = {  # text, line, reason
     "key": ('{"version": 1,\n"rule": []}', 2, "rule does not exist: did you mean rules?"),
     "twice": ('{"version": 1, "rules": [],\n"rules": []}', 2, "rules is given 2 times"),
 }
+KEEP = (
+    "keep must be a fraction above 0, or {{...}} of top_k, top_p, similarity, dense_first, "
+    "dense_last: three fractions, the first two not both 0, and two numbers of tokens, got {}"
+)
 RULES = {  # the rule's second line, reason
     '"modul": "*"': "modul does not exist: did you mean module?",
     '"recipe": "sage1"': "recipe is given 2 times",
@@ -525,6 +559,19 @@ RULES = {  # the rule's second line, reason
     '"length": [128, 64]': "length must not be an empty range, got [128, 64]",
     '"stage": 3': "a stage must have a name that is a string, or be None, got 3",
     '"stage": ""': "a stage must have a name that is a string, or be None, got ''",
+    '"keep": 0': KEEP.format("0"),
+    '"keep": 1.5': KEEP.format("1.5"),
+    '"keep": NaN': KEEP.format("NaN"),
+    '"keep": true': KEEP.format("true"),
+    '"keep": "0.3"': KEEP.format('"0.3"'),
+    '"keep": [0.3]': KEEP.format("[0.3]"),
+    '"keep": {}': KEEP.format("{}"),
+    '"keep": {"similarity": 0.3}': KEEP.format('{"similarity": 0.3}'),
+    '"keep": {"top_k": 0.3, "top_p": -0.1}': KEEP.format('{"top_k": 0.3, "top_p": -0.1}'),
+    '"keep": {"top_k": 0.3, "dense_first": 0.5}': KEEP.format('{"top_k": 0.3, "dense_first": 0.5}'),
+    '"keep": {"top_k": 0.3, "dense_last": -1}': KEEP.format('{"top_k": 0.3, "dense_last": -1}'),
+    '"keep": {"topk": 0.3}': "topk does not exist: did you mean top_k?",
+    '"keep": {"top_k": 0.3, "top_k": 0.4}': "top_k is given 2 times",
 }  # fmt: skip
 BEFORE = '{"version": 1, "rules": [\n{"recipe": "off", "note": "\\n}]{"},\n{"recipe": "off",\n'
 INVALID |= {own: (f"{BEFORE}{own}}}]}}", 4, f"rule 2: {reason}") for own, reason in RULES.items()}
@@ -533,6 +580,10 @@ INVALID |= {
     "a rule's type": ('{"version": 1, "rules": [\n"off"]}', 2, 'rule 1: must be {"recipe": ..., ...}, got "off"'),
     "recipe": ('{"version": 1, "rules": [\n{\n"recipe":\n"sage4"}]}', 4,
                "rule 1: recipe must be one of ('auto', 'off', 'sage1', "),
+    "keep with auto": ('{"version": 1, "rules": [{"keep": 0.3,\n"recipe": "auto"}]}', 2,
+                       "rule 1: beside keep, recipe must be the name of one, got 'auto'"),
+    "keep with off": ('{"version": 1, "rules": [{"keep": 1, "recipe": "off"}]}', 1,
+                      "rule 1: beside keep, recipe must be the name of one, got 'off'"),
     "recipe's type": ('{"version": 1, "rules": [{"recipe": ["off"]}]}', 1, "rule 1: recipe must be one of"),
 }  # fmt: skip
 

@@ -83,7 +83,7 @@ NOT_REASONS = {
     "flex window", "no recipe", "no backend of SDPA", "; 11 failed: 1", " at 1", "autotuned1",
     "1 with 1, B*H=1", "N >= 11", ", 1 at N=1", "1: 1x the fastest of SDPA111",
     "; SDPA's flash attention is 1",
-    "1 (1 of the policy)", "rule 1", "the function", "; with Triton 1 the faster kernel of 1 cannot travel in a package",
+    "1 (1 of the policy)", "; keep 1", "rule 1", "the function", "; with Triton 1 the faster kernel of 1 cannot travel in a package",
 }  # fmt: skip
 TEXTS = {
     text
@@ -199,7 +199,7 @@ def test_dicts_hold_every_call_and_are_json():
     assert one == {
         "graph": "0/0", "module": "", "call": "scaled_dot_product_attention", "spelling": "SDPA",
         "q": [1, 2, 16, 64], "k": [1, 2, 16, 64], "dtype": "float32", "mask": "none", "device": "cpu", "stage": None,
-        "recipe": "sage2-8b", "reason": "emulated", "remedy": None,
+        "recipe": "sage2-8b", "keep": None, "reason": "emulated", "remedy": None,
     }  # fmt: skip
     assert two["recipe"] is None and two["remedy"] == cause_of("dropout_p must be 0").remedy
     assert [each["graph"] for each in twenty_three().to_dicts()] == ["0/0"] * 22 + ["1/0"]

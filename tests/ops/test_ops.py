@@ -40,6 +40,7 @@ from sage_inductor.ops.reference import attention as emulation
 from sage_inductor.ops.reference import quantize as reference
 from sage_inductor.ops.reference.exact import masked
 from sage_inductor.ops.sdpa import SdpaCall, compose
+from sage_inductor.ops.selector import Selection
 from sage_inductor.ops.visibility import BlockLists, Visibility
 
 RECIPES = list(NAMED)
@@ -364,12 +365,13 @@ def test_the_arguments_of_saved_programs_are_what_was_declared():
     """Where this fails: as above."""
     names = {
         op: [a.name for a in getattr(torch.ops.sage, op).default._schema.arguments]
-        for op in ("sdpa", "prepare")
+        for op in ("sdpa", "prepare", "select_blocks")
     }
     assert (recipes.MEANING, names) == (1, {
         "sdpa": ["q", "k", "v", "attn_mask", "prepared", "left", "right", "bottom_right", "scale",
                  "recipe", "warpgroups", "out_bnhd", "portable", *BlockLists._fields],
         "prepare": ["k", "v", "attn_mask", "recipe", "portable"],
+        "select_blocks": ["q", "k", "scale", *Selection._fields, "block_q", "block_kv"],
     })  # fmt: skip
 
 

@@ -1,0 +1,112 @@
+"""Which blocks of keys each block of queries computes, chosen from q and k alone, untrained. The
+result is attention's only nearly: nobody gets it who does not ask for it.
+
+    q_mean, k_mean = means of the tokens of each block          k's with its mean over N taken off
+    scores         = scale * q_mean k_mean^T + log(tokens of the block of keys / block_kv)
+    always         = the diagonal, blocks with dense tokens, blocks whose tokens are not alike
+    kept           = always, of the rest the top_k by scores, and what top_p asks for besides
+
+A mean stands for its block if the tokens are alike: a block's self-similarity is the mean cosine of
+all pairs of its tokens, which is the squared norm of the mean of its tokens, each scaled to norm 1.
+A block of queries below `similarity` computes all keys, a block of keys below it is computed by all
+queries. Blocks are kept in the order of their scores, those that always are first.
+
+From SpargeAttn (arXiv:2502.18137, section 3.3; self-similarity as its code computes it: its formula
+divides by the largest product). The diagonal and dense tokens are from Sparse VideoGen
+(arXiv:2502.01776), and the weight of a tail, which is shorter, is ours.
+
+Plain PyTorch: AOTAutograd traces into the op and Inductor fuses it; nothing waits for the device.
+
+Shapes: B batch, H_q and H_kv heads, N sequence, D head_dim, M_q blocks of queries, M_kv of keys.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Queries and keys, SpargeAttn's: 128 queries share a scale in sage1, 64 keys do in every recipe.
+BLOCK_SIZE = (128, 64)
+PARTS = 10_000  # top_k is counted in these: a length times a float is no exact number
+
+
+class Selection(NamedTuple):
+    """What is kept of the blocks of keys, for each block of queries. Fractions are 0 to 1."""
+
+    top_k: float = 0.0  # the fraction of the blocks that are not always kept
+    top_p: float = 0.0  # and more, until the softmax over all blocks sums to this
+    # Self-similarity below which a block's tokens are not alike; 1 / block for independent ones. At
+    # equal work 0.1 is 3 to 12 dB above 0, and up to 0.7 of the blocks above 0.2 (bench/sparse.py).
+    similarity: float = 0.1
+    dense_first: int = 0  # tokens at the beginning that see all and that all see: text
+    dense_last: int = 0  # and at the end
+
+    def given(self) -> float | dict:
+        """As a policy says it: the fields that are not the defaults, or top_k alone."""
+        fields = {name: x for name, x in self._asdict().items() if x != self._field_defaults[name]}
+        return self.top_k if fields.keys() == {"top_k"} else fields
+
+
+def select_blocks(
+    q: Tensor, k: Tensor, scale: float, top_k: float, top_p: float, similarity: float,
+    dense_first: int, dense_last: int, block_q: int, block_kv: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """``sage::select_blocks``: for self-attention without a mask, the blocks of keys that are kept.
+
+    q [B, H_q, N, D], k [B, H_kv, N, D] of any floating dtypes and strides, scale of the softmax;
+    then Selection's fields. Returns num_blocks [B, H_q, M_q] and indices [B, H_q, M_q, M_kv], int32
+    and not differentiable, of which row m has the blocks indices[..., m, :num_blocks[..., m]]:
+    BlockLists' first two.
+    """
+    with torch.autocast(q.device.type, enabled=False):
+        q, k = q.float(), k.float()
+        k = k - k.mean(2, keepdim=True)
+        (q_mean, q_always, _), (k_mean, k_always, k_tokens) = (
+            _pool(x, block, similarity, dense_first, dense_last)
+            for x, block in ((q, block_q), (k, block_kv))
+        )
+        (B, H_q, M_q, _), (H_kv, M_kv) = q_mean.shape, k_mean.shape[1:3]
+        group = q_mean.unflatten(1, (H_kv, -1)).flatten(2, 3)  # [B, H_kv, H_q / H_kv * M_q, D]
+        scores = (scale * group @ k_mean.mT).view(B, H_q, M_q, M_kv)
+        scores = scores + (k_tokens / block_kv).log()
+
+        k_always = k_always.repeat_interleave(H_q // H_kv, 1)
+        first_q = (torch.arange(M_q, device=q.device) * block_q).unsqueeze(1)
+        first_kv = torch.arange(M_kv, device=q.device) * block_kv
+        diagonal = (first_q < first_kv + block_kv) & (first_kv < first_q + block_q)
+        always = diagonal | q_always.unsqueeze(3) | k_always.unsqueeze(2)
+        indices = torch.where(always, torch.inf, scores).sort(stable=True, descending=True)[1]
+        num_blocks = always.sum(-1)
+        rest = (M_kv - num_blocks) * round(top_k * PARTS)
+        num_blocks = num_blocks + (rest + PARTS - 1) // PARTS
+        if top_p > 0:
+            reached = scores.softmax(-1).gather(-1, indices).cumsum(-1)
+            enough = (reached < top_p).sum(-1) + 1
+            num_blocks = torch.maximum(num_blocks, enough.clamp(max=M_kv))
+        return num_blocks.int(), indices.int()
+
+
+def _pool(
+    x: Tensor, block: int, similarity: float, dense_first: int, dense_last: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each block of x [B, H, N, D]: the mean of its tokens [B, H, M, D], whether it is always
+    computed [B, H, M], bool, and how many tokens it has [M]."""
+    N = x.shape[2]
+    M = (N + block - 1) // block
+    first = torch.arange(M, device=x.device) * block
+    tokens = (N - first).clamp(max=block)
+
+    def mean(x: Tensor) -> Tensor:
+        blocks = F.pad(x, (0, 0, 0, M * block - N)).unflatten(2, (M, block))
+        return blocks.sum(3) / tokens.unsqueeze(1)
+
+    always = ((first < dense_first) | (first + tokens > N - dense_last)).expand(*x.shape[:2], M)
+    if similarity > 0:
+        always = always | (mean(F.normalize(x, dim=3)).square().sum(3) < similarity)
+    return mean(x), always, tokens
+
+
+_schema = torch.library.infer_schema(select_blocks, mutates_args=())
+torch.library.define("sage::select_blocks", _schema, tags=(torch.Tag.pt2_compliant_tag,))
+torch.library.impl("sage::select_blocks", "CompositeImplicitAutograd", select_blocks)
