@@ -402,7 +402,7 @@ def test_a_step_that_ran_in_another_stage_is_warned_of(contained, caplog):
 
 
 @pytest.mark.parametrize(
-    "given", [{}, {"edge": 5}, {"edge": (1, -1)}, {"edge": (1, 2, 3)}, {"edge": (0.1, 0)}]
+    "given", [{"edge": 5}, {"edge": (1, -1)}, {"edge": (1, 2, 3)}, {"edge": (0.1, 0)}]
 )
 def test_a_schedule_of_anything_else_than_two_numbers_is_refused(given):
     with pytest.raises(ValueError, match="^Schedule: "):
