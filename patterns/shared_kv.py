@@ -44,7 +44,8 @@ def stacks(call: Call, recipe: Recipe) -> bool:
     return (
         by_row
         and is_view
-        and statically_true(B > 1)
+        and statically_true(B >= 1)  # of no batch nothing is computed
+        and not statically_true(B == 1)
         and stored_order(call) == BNHD
         and _see_the_same(call)
         and all(_is_one_batch(x, call.emit.index) for x in (call.k, call.v))

@@ -371,3 +371,45 @@ def test_diagnose_measures_the_batches_as_they_are():
     (row,) = (row for row in found.rows if row.recipe == "sage2-8b-per-token")
     assert row.site.q == (3, 4, 40, 32) and row.site.k == (3, 2, 24, 32)
     assert 1e-3 < row.relative_l1 < 0.1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [(3, 512, 700, 128), (2, 1664, 1000, 64)], ids=str)
+@pytest.mark.parametrize("recipe", STACKED)
+@torch.no_grad()
+def test_kernels_give_the_same_bits(recipe, sizes):
+    """Where tiles are computed whole: a few keys, and a length from which one kernel serves."""
+    B, N, N_kv, D = sizes
+    q, k, v = (x.cuda() for x in inputs(B, N, N_kv, D=D, dtype=torch.bfloat16))
+    options = {"sage.force": True, "sage.strict": True, "sage.recipe": recipe}
+    stacked, apart = (
+        torch.compile(function, backend="sage", fullgraph=True, options=options)
+        for function in (any_batch, sdpa)
+    )
+    repeated = [x.transpose(1, 2).repeat(B, 1, 1, 1).transpose(1, 2) for x in (k, v)]
+    peaks, results = [], []
+    for compiled, given in ((stacked, (q, k, v)), (apart, (q, *repeated))):
+        compiled(*given)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        results.append(compiled(*given))
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert ["share" in site.reason for site in sage_inductor.report()] == [True, False]
+    assert torch.equal(*results) and results[0].stride() == results[1].stride()
+    assert peaks[0] < peaks[1]  # no copy of q or out, and k and v of one batch
+    exact = sdpa(q, *repeated)
+    assert (results[0] - exact).abs().sum() / exact.abs().sum() < 0.1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@torch.no_grad()
+def test_a_long_stacked_call_is_near_exact_attention(mode):
+    """Where the Hopper kernel deals out pieces of tiles, sums are in another order."""
+    options = {"sage.force": True, "sage.strict": True, "sage.mode": mode}
+    compiled = torch.compile(any_batch, backend="sage", fullgraph=True, options=options)
+    for _ in range(3):  # as new data in the same graph
+        q, k, v = (x.cuda() for x in inputs(4, 4096, 4096, 6, 3, 128, torch.bfloat16))
+        exact = any_batch(q, k, v)
+        out = compiled(q, k, v)
+        assert (out - exact).abs().sum() / exact.abs().sum() < 0.1
