@@ -272,6 +272,7 @@ def _never_slower(
         return None, ""
 
     heads = tuple(_floor(n, settings) for n in (q.shape[0], q.shape[1], k.shape[1]))
+    stacked = {name: _stacks(call, name) for name in names}
 
     def predict(name: str, N: int | None = None) -> Prediction | None:
         """With the lengths that are not fixed all of N."""
@@ -280,7 +281,7 @@ def _never_slower(
         left = None if call.band.left is None else call.band.left - shift
         right = None if call.band.right is None else call.band.right + shift
         sizes = Sizes(*heads, N_q, N_kv, left, right)
-        return measured.predict(gpu, family, name, sizes, _stacks(call, name))
+        return measured.predict(gpu, family, name, sizes, stacked[name])
 
     if fixed:
         found = {name: each for name in names if (each := predict(name))}

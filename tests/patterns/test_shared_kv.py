@@ -255,6 +255,26 @@ def test_an_output_that_is_stored_otherwise_is_not_copied():
     assert batches(node) == [2, 2, 2]
 
 
+def test_a_batch_that_depends_on_data_may_be_empty():
+    def function(q, k, v, keep):
+        return any_batch(q[keep].transpose(1, 2), k, v)
+
+    nodes, (q, k, v) = [], inputs(B=4)
+
+    def backend(gm, _):
+        rewrite(gm, PER_TOKEN)
+        nodes.extend(gm.graph.find_nodes(op="call_function", target=torch.ops.sage.sdpa.default))
+        return gm.forward
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(function, backend=backend, fullgraph=True)
+        for keep in ([True, False, True, True], [False] * 4):
+            given = q.transpose(1, 2).contiguous(), k, v, torch.tensor(keep)
+            assert compiled(*given).shape == (sum(keep), 4, 40, 32)
+    (node,) = nodes
+    assert batches(node)[0] == batches(node)[1]
+
+
 def test_more_rows_than_a_sequence_may_have_are_not_stacked(monkeypatch):
     for most, expected in ((80, 1), (79, 2)):
         monkeypatch.setattr(shared_kv, "MAX_ROWS", most)
