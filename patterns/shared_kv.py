@@ -69,15 +69,12 @@ def _is_one_batch(x: Node, index: GraphIndex) -> bool:
     value = value_of(x)
     if statically_true(value.stride(0) == 0):
         return storage_of(value) not in index.given_repeated
-    source, name = arguments(x, "input")[0], op_name(x)
-    if name not in ("contiguous", "clone", "repeat", "repeat_interleave"):
-        return False
-    if index.written_after(x, x):
-        return False
+    source, name, one = arguments(x, "input")[0], op_name(x), False
     if name in ("contiguous", "clone"):
-        return _is_one_batch(source, index)
-    one = value_of(source).dim() == 4 and statically_true(value_of(source).shape[0] == 1)
-    return one and (name == "repeat" or arguments(x, "input", "repeats", "dim")[2] in (0, -4))
+        one = _is_one_batch(source, index)
+    elif name in ("repeat", "repeat_interleave"):  # by whatever number: x has q's batches
+        one = statically_true(value_of(source).shape[0] == 1)
+    return one and not index.written_after(x, x)
 
 
 def stack(call: Call) -> None:

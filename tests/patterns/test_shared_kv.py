@@ -12,7 +12,7 @@ from functorch.compile import make_boxed_func
 from support import calls, heads, run_seen
 from torch._dynamo.backends.common import aot_autograd
 from torch._guards import detect_fake_mode
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.testing import assert_close
 
 import sage_inductor
@@ -200,8 +200,11 @@ def of_two_batches(q, k, v):
 
 
 def of_lists(q, k, v):
-    mask = create_block_mask(lambda b, h, i, j: j <= i, None, None, 40, 24, "cpu", BLOCK_SIZE=64)
-    return flex_attention(q, *expanded(k, v), block_mask=mask, enable_gqa=True)
+    count = (q[:1, :1, :1, 0].abs() >= 0).int()
+    blocks = BlockMask.from_kv_blocks(
+        count, count[..., None] - 1, BLOCK_SIZE=64, seq_lengths=(40, 24)
+    )
+    return flex_attention(q, *expanded(k, v), block_mask=blocks, enable_gqa=True)
 
 
 APART = {
@@ -215,15 +218,15 @@ APART = {
     "of two batches": of_two_batches,
     "two batches repeated": lambda q, k, v: sdpa(
         torch.cat([q, q]), *(torch.cat([x, x + 1]).repeat(2, 1, 1, 1) for x in (k, v))),
-    "heads repeated": lambda q, k, v: F.scaled_dot_product_attention(
-        q, *(torch.cat([x, x + 1]).repeat_interleave(2, 1) for x in (k, v))),
     "a copy written to": lambda q, k, v: (
         k := k.repeat(2, 1, 1, 1), k[1].add_(1), sdpa(q, k, v.expand(2, -1, -1, -1)))[-1],
     "the copy of a copy written to": lambda q, k, v: (
         v := v.repeat(2, 1, 1, 1), v[1].add_(1), sdpa(q, k.expand(2, -1, -1, -1), v.clone()))[-1],
     "q in another order": lambda q, k, v: sdpa(
         q.contiguous(), *expanded(k, v)).transpose(1, 2).contiguous(),
-    "q is not dense": lambda q, k, v: sdpa(torch.cat([q, q], 2)[:, :, :40], *expanded(k, v)),
+    "q is not dense": lambda q, k, v: sdpa(
+        torch.cat([q.transpose(1, 2)] * 2, 1)[:, :40].transpose(1, 2), *expanded(k, v)),
+    "block lists": of_lists,
     "by hand, which stores heads side by side": by_hand,
     "one batch": lambda q, k, v: sdpa(q[:1], k, v),
 }  # fmt: skip
@@ -291,7 +294,8 @@ def test_what_a_graph_is_given_may_have_other_strides_next_time():
 
     q, k, v = inputs()
     program = torch.export.export(Attention(), (q, *expanded(k, v)))
-    sage_inductor.rewrite(program, options={"sage.emulate": True})
+    options = {"sage.emulate": True, "sage.recipe": "sage2-8b-per-token"}
+    sage_inductor.rewrite(program, options=options)
     k, v = (torch.cat([x, x + torch.randn_like(x)]) for x in (k, v))
     exact = sdpa(q, k, v)
     assert (program.module()(q, k, v) - exact).abs().sum() / exact.abs().sum() < 0.1
