@@ -37,6 +37,7 @@ MASKS_ARE = (
     "others; all else [1, 1, N, N]: rows bool, half at random; documents bool, four; bias bf16, "
     f"N(0, 1); window bool, the last {WINDOW} keys, made in the graph for the op"
 )
+SHARED_ARE = "; one k and v: [1, H, N, D], expanded by the call, all stored as [B, N, H, D]"
 SHAPES = {**{name: (name,) for name in PLANS}, "all": ("paper", "models")}
 
 
@@ -146,8 +147,8 @@ def method(args) -> dict[str, str]:
         "captured",
         "inputs": "bf16, [B, H, N, D] contiguous, N(0, 1), one or more sets in turn: with their "
         "outputs twice the L2 cache"
-        + MASKS_ARE
-        * any(c.mask for p in plans.values() for c in p.cases),
+        + MASKS_ARE * any(c.mask for p in plans.values() for c in p.cases)
+        + SHARED_ARE * any(c.shared for p in plans.values() for c in p.cases),
         "memory": "peak_bytes: what one call has allocated at most, beside its inputs (for kernel: "
         "beside what was prepared)",
         "compiled": "once per shape, static; masks: once per table, N dynamic, flex static",

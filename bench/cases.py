@@ -2,7 +2,9 @@
 
 import dataclasses
 
-BUILT_IN = ("cuDNN", "flash", "efficient", "flex", "inductor", "kernel", "tiles", "op", "package")
+BUILT_IN = (
+    "cuDNN", "flash", "efficient", "flex", "inductor", "kernel", "tiles", "op", "apart", "package",
+)  # fmt: skip
 PEERS = (
     "FA3",
     "FA3-fp8",
@@ -12,7 +14,9 @@ PEERS = (
 )  # where they are installed: peers.py
 ALL = (*BUILT_IN, *PEERS)
 # Of efficient and flash, flash is the faster one there.
-UNMASKED = tuple(name for name in BUILT_IN if name not in ("efficient", "tiles", "package"))
+UNMASKED = tuple(
+    name for name in BUILT_IN if name not in ("efficient", "tiles", "apart", "package")
+)
 MASKS = ("keys", "rows", "documents", "bias", "window")  # what each is: measure.py
 KEYS = {"keys": "keys", "padding": "keys"}  # masks with one row for all queries
 
@@ -29,6 +33,7 @@ class Case:
     is_causal: bool = False
     model: str = ""
     mask: str = ""  # one of MASKS, or "padding"; not with is_causal
+    shared: bool = False  # k and v are of one batch, which the call expands to B
 
     @property
     def kind(self) -> str:
@@ -56,7 +61,8 @@ class Case:
 
     @property
     def family(self) -> str:
-        return f"D={self.D}{', causal' * self.is_causal}{self.mask and f', {self.mask}'}"
+        shared = ", one k and v" * self.shared
+        return f"D={self.D}{', causal' * self.is_causal}{self.mask and f', {self.mask}'}{shared}"
 
     @property
     def row(self) -> str:
@@ -140,6 +146,11 @@ PLANS = {
         providers=("cuDNN", *PEERS, "kernel", "op"),
         rounds=12,
         target_ms=60.0,
+    ),
+    # What batches gain that share k and v: "apart" is given as many k and v as q.
+    "shared": Plan(
+        tuple(Case(B, 24, 24, 4096, D, shared=True) for D in (64, 128) for B in (2, 4)),
+        providers=("cuDNN", "flash", "apart", "op"),
     ),
     # For recipes with 16-bit p v: --recipes accurate.
     "16bit": Plan(

@@ -30,12 +30,16 @@ SEES = {
 
 
 def draw(case: Case, kind: str, device) -> tuple[Tensor, Tensor, Tensor]:
-    """q [B, H_q, N, D], k and v [B, H_kv, N, D], bf16. normal: N(0, 1). outlier: what smoothing is
+    """q [B, H_q, N, D], k and v [B, H_kv, N, D], bf16; of a shared case [1, H_kv, N, D], all stored
+    as [B, N, H, D]. normal: N(0, 1). outlier: what smoothing is
     for: q + 2 N(0, 1) and k + 8 N(0, 1) per (head, channel), v + 8."""
-    q, k, v = (
-        torch.randn(case.B, H, case.N, case.D, device=device, dtype=torch.bfloat16)
-        for H in (case.H_q, case.H_kv, case.H_kv)
-    )
+    make = {"device": device, "dtype": torch.bfloat16}
+    heads = (case.H_q, case.H_kv, case.H_kv)
+    if case.shared:
+        of = zip((case.B, 1, 1), heads, strict=True)
+        q, k, v = (torch.randn(B, case.N, H, case.D, **make).transpose(1, 2) for B, H in of)
+    else:
+        q, k, v = (torch.randn(case.B, H, case.N, case.D, **make) for H in heads)
     if kind == "outlier":
         q += 2 * torch.randn(1, case.H_q, 1, case.D, device=device)
         k += 8 * torch.randn(1, case.H_kv, 1, case.D, device=device)

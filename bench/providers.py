@@ -12,6 +12,7 @@ RECIPE MxNxS   the same by each tile of the Hopper kernel, of M rows, N keys and
 RECIPE op      the same F.scaled_dot_product_attention compiled with backend="sage": what a
                user gets, with all its preparation
 FA3, FA4, sageattention, cuDNN-fp8  other packages, where they are installed: peers.py
+RECIPE apart   the op where k and v are of one batch: given so many copies of them
 RECIPE package what an AOTInductor package of it runs: exported, rewritten and then compiled here
 
 A window is given to the kernel as a band; the op proves it, of a mask made of aranges in the
@@ -19,6 +20,7 @@ compiled function. The others read it as an attn_mask made beforehand, flex as a
 """
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -67,6 +69,8 @@ def build(case: Case, kinds, recipes) -> list[Provider]:
 
 def _build(case: Case, kind: str, recipes) -> list[Provider]:
     def sdpa(q, k, v, mask=None):
+        if case.shared:
+            k, v = (x.expand(case.B, -1, -1, -1) for x in (k, v))
         return F.scaled_dot_product_attention(
             q, k, v, mask, is_causal=case.is_causal, enable_gqa=case.H_q != case.H_kv
         )
@@ -102,6 +106,12 @@ def _build(case: Case, kind: str, recipes) -> list[Provider]:
                     recipe=recipe,
                 )
                 for recipe in recipes
+            ]
+        case "apart":
+            ops = _build(dataclasses.replace(case, shared=False), "op", recipes)
+            return [
+                dataclasses.replace(op, name=f"{op.recipe} apart", prepare=_apart)
+                for op in ops * case.shared
             ]
         case "package":
             function = window if case.mask == "window" else sdpa
@@ -143,6 +153,12 @@ def _packaged(function: Callable, recipe: str) -> Callable:
         return compiled[0](*inputs)
 
     return call
+
+
+def _apart(q, k, v):
+    """k and v [1, H, N, D], stored as [1, N, H, D], for each batch of q."""
+    repeated = (x.transpose(1, 2).repeat(q.shape[0], 1, 1, 1).transpose(1, 2) for x in (k, v))
+    return q, *repeated
 
 
 def _unmarked(q, k, v, mask=None):

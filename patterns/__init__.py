@@ -3,7 +3,7 @@
 find     sdpa.py, softmax/, modules.py, flex.py    node -> Call, in SDPA's terms
 prove    bands.py                                  what its mask says
 judge    eligible.py                               can `sage::sdpa` stand for it
-replace  replace.py                                and what calls share, once
+replace  replace.py, shared_kv.py                  and what calls or batches share, once
 
 What a call becomes is said by the `decide` that the caller gives: Call -> Decision.
 """

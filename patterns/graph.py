@@ -179,6 +179,15 @@ class GraphIndex:
                 found.setdefault(storage, (value, []))[1].append(node)
         return found
 
+    @functools.cached_property
+    def given_repeated(self) -> set:
+        """The storages of what the graph is given with a stride of 0. An exported program may be
+        given another stride later."""
+        given = (node for node in self.graph.nodes if node.op in ("placeholder", "get_attr"))
+        values = (x for x in map(value_of, given) if isinstance(x, torch.Tensor))
+        values = (x for x in values if x.layout == torch.strided)
+        return {storage_of(x) for x in values if any(statically_true(s == 0) for s in x.stride())}
+
     def writers_of(self, x: Node) -> list[Node]:
         """The nodes that may write to x, or to a tensor that shares its memory."""
         value = value_of(x)
@@ -264,6 +273,11 @@ class Emitter:
         node.meta[self.key] = value
         self.nodes.append(node)
         return node
+
+    def size(self, x: Node, d: int):
+        """A dynamic one needs a node of its own: Dynamo's graphs hold no symbols as arguments."""
+        n = value_of(x).shape[d]
+        return n if isinstance(n, int) else self(torch.ops.aten.sym_size.int, x, d)
 
     def undo(self) -> None:
         while self.nodes:

@@ -18,11 +18,15 @@ from sage_inductor.ops.selector import BLOCK_SIZE
 from sage_inductor.ops.visibility import BlockLists
 from sage_inductor.patterns.call import Call, Decision
 from sage_inductor.patterns.eligible import BHND, BNHD, stored_order
-from sage_inductor.patterns.graph import Emitter, GraphIndex, may_write, value_of
+from sage_inductor.patterns.graph import Emitter, GraphIndex, may_write, op_name, value_of
+from sage_inductor.patterns.shared_kv import stack, stacks
 
 
 def replace(call: Call, decision: Decision, portable: bool) -> None:
     """Put ``sage.sdpa(...)[0]`` in the place of `call`, stored as its output is."""
+    recipe = NAMED[decision.recipe]
+    if decision.selection is None and stacks(call, recipe):
+        stack(call)
     emit, out, order = call.emit, call.out, stored_order(call)
     q, k, v, attn_mask = call.q, call.k, call.v, call.attn_mask
     scale = float(call.scale if call.scale is not None else value_of(q).shape[3] ** -0.5)
@@ -34,8 +38,7 @@ def replace(call: Call, decision: Decision, portable: bool) -> None:
         blocks = BlockLists(*lists, None, None, *BLOCK_SIZE)
     args = SdpaCall(
         q, k, v, attn_mask, [], call.band.left, call.band.right, call.band.bottom_right,
-        scale, NAMED[decision.recipe].encode(), decision.warpgroups,
-        order != BHND, portable, *blocks,
+        scale, recipe.encode(), decision.warpgroups, order != BHND, portable, *blocks,
     )  # fmt: skip
     args = tuple(args) if blocks.size else tuple(args)[: -len(blocks)]  # the defaults
     if order not in (BHND, BNHD):
@@ -68,16 +71,21 @@ def share(index: GraphIndex) -> None:
         if node.target is torch.ops.sage.sdpa.default and not node.args[4]:
             emit = Emitter(node, index)
             call = SdpaCall(*node.args)
-            shared = call.k, call.v, call.attn_mask, call.recipe, call.portable
-            key = shared, writes, tuple(emit.autocasts)
-            groups.setdefault(key, []).append((node, emit))
+            args = call.k, call.v, call.attn_mask, call.recipe, call.portable
+            key = tuple(map(_view, args)), writes, tuple(emit.autocasts)
+            groups.setdefault(key, []).append((node, emit, args))
     prepared = []
-    for (args, *_), calls in groups.items():
+    for calls in groups.values():
         if len(calls) > 1:
-            emit = calls[0][1]
+            _, emit, args = calls[0]
             prepare = emit(torch.ops.sage.prepare.default, *args)
             parts = [emit(operator.getitem, prepare, i) for i in range(len(value_of(prepare)))]
-            prepared += [(node, parts) for node, _ in calls]
+            prepared += [(node, parts) for node, *_ in calls]
     index.settle()
     for node, parts in prepared:
         node.update_arg(4, parts)
+
+
+def _view(x):
+    """In the place of a `narrow` what it is made of: each stacked call has its own, of one k."""
+    return (x.target, x.args, *x.kwargs.items()) if op_name(x) == "narrow" else x

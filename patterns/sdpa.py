@@ -67,16 +67,10 @@ def _broadcast(call: Call) -> None:
         for d in range(1 if call.enable_gqa else 2):
             wide = [y for y, one in zip(inputs, is_one, strict=True) if not one[d]]
             if ones[d] and wide:
-                sizes[d] = _size(call.emit, wide[0], d)
+                sizes[d] = call.emit.size(wide[0], d)
         if sizes != [-1, -1, -1, -1]:
             inputs[i] = call.emit(torch.ops.aten.expand.default, x, sizes)
     call.q, call.k, call.v = inputs
-
-
-def _size(emit: Emitter, x: Node, d: int):
-    """A dynamic size needs a node of its own: Dynamo's graphs hold no symbols as arguments."""
-    n = value_of(x).shape[d]
-    return n if isinstance(n, int) else emit(torch.ops.aten.sym_size.int, x, d)
 
 
 def _arguments(

@@ -58,8 +58,8 @@ class BenchmarkCase:
     device: torch.device
     dtype: torch.dtype
     q: tuple[int, ...]  # [B, H_q, N_q, D]
-    k: tuple[int, ...]  # [B, H_kv, N_kv, D]
-    v: tuple[int, ...]  # [B, H_kv, N_kv, D_v]
+    k: tuple[int, ...]  # [B, H_kv, N_kv, D], or [1, ...]: batches share it, ours are stacked
+    v: tuple[int, ...]  # [B, H_kv, N_kv, D_v], as k
     band: Band  # not at the bottom right
     mask: tuple[int, ...] | None  # attn_mask's shape
     mask_dtype: torch.dtype | None
@@ -149,6 +149,9 @@ def calls_of(case: BenchmarkCase) -> dict[Candidate | str, Callable]:
         torch.randn(B, N, H, D, dtype=case.dtype, **make).transpose(1, 2)
         for B, H, N, D in (case.q, case.k, case.v)
     )
+    q_stacked, k_of_q, v_of_q = q, *(x.expand(q.shape[0], -1, -1, -1) for x in (k, v))
+    if k.shape[0] != q.shape[0]:
+        q_stacked = q.transpose(1, 2).flatten(0, 1)[None].transpose(1, 2)
     attn_mask = None
     if case.mask_dtype == torch.bool:
         attn_mask = torch.rand(case.mask, **make) < 0.5
@@ -168,15 +171,17 @@ def calls_of(case: BenchmarkCase) -> dict[Candidate | str, Callable]:
 
     def sdpa():
         return F.scaled_dot_product_attention(
-            q, k, v, sdpa_mask, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1]
-        )
+            q, k_of_q, v_of_q, sdpa_mask, is_causal=is_causal,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )  # fmt: skip
 
     def sage(candidate):
         # Without the correction of lse: nobody reads it in a rewritten call.
         return attend(
             SdpaCall(
-                q, k, v, attn_mask, [], *band, q.shape[3] ** -0.5, NAMED[candidate.recipe].encode(),
-                candidate.warpgroups, out_bnhd=False, portable=False,
+                q_stacked, k, v, attn_mask, [], *band, q.shape[3] ** -0.5,
+                NAMED[candidate.recipe].encode(), candidate.warpgroups, out_bnhd=False,
+                portable=False,
             )
         )[0]  # fmt: skip
 

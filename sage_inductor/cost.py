@@ -44,6 +44,11 @@ class Sizes(NamedTuple):
         """The same where the band is hidden in a mask: every key is computed."""
         return self._replace(left=None, right=None)
 
+    @property
+    def stacked(self) -> "Sizes":
+        """The same where all batches share k and v, and the recipe computes them as one."""
+        return self._replace(B=1, N_q=self.B * self.N_q)
+
 
 ROWS = (64, 128, 192, 256)  # of a tile; two programs of 64 that share a processor are one of 128
 HEATS = 2e5  # keys a processor, from which a call lasts long enough to slow the card's clock

@@ -30,6 +30,7 @@ from sage_inductor.options import AUTO, OFF
 from sage_inductor.patterns.call import Call, Decision, Site, module_path, value_of
 from sage_inductor.patterns.eligible import why_not, why_not_selected
 from sage_inductor.patterns.graph import guarded
+from sage_inductor.patterns.shared_kv import stacks
 from sage_inductor.policy import CallDescription, ask, layer_of
 from sage_inductor.settings import Settings
 
@@ -51,6 +52,8 @@ def decide(call: Call, settings: Settings) -> Decision:
     candidate, reason = _choose(call, settings, wanted, rule)
     if candidate is None:
         return Decision(None, reason)
+    if _stacks(call, candidate.recipe):
+        reason += "; all batches share k and v, which are prepared once"
     if settings.portable:
         reason += _left_behind(call, candidate.recipe)
     return Decision(candidate.recipe, reason, candidate.warpgroups, selection)
@@ -197,6 +200,8 @@ def _case(call: Call, names: tuple[str, ...]) -> BenchmarkCase | None:
     if None in itertools.chain(*shapes) or shifted or _kind(call) in ("flex window", "blocks"):
         return None
     of_mask = (None, None) if mask is None else (shapes.pop(), mask.dtype)
+    if all(_stacks(call, name) for name in names):
+        shapes[1:] = ((1, *shape[1:]) for shape in shapes[1:])
     band = dataclasses.replace(call.band, bottom_right=False)
     candidates = tuple(each for name in names for each in _tiles(call, name))
     return BenchmarkCase(
@@ -280,6 +285,7 @@ def _never_slower(
         return None, ""
 
     heads = tuple(_floor(n, settings) for n in (q.shape[0], q.shape[1], k.shape[1]))
+    stacked = {name: _stacks(call, name) for name in names}
 
     def predict(name: str, N: int | None = None) -> Prediction | None:
         """With the lengths that are not fixed all of N."""
@@ -287,7 +293,8 @@ def _never_slower(
         shift = N_kv - N_q if call.band.bottom_right else 0
         left = None if call.band.left is None else call.band.left - shift
         right = None if call.band.right is None else call.band.right + shift
-        return measured.predict(gpu, family, name, Sizes(*heads, N_q, N_kv, left, right))
+        sizes = Sizes(*heads, N_q, N_kv, left, right)
+        return measured.predict(gpu, family, name, sizes, stacked[name])
 
     if fixed:
         found = {name: each for name in names if (each := predict(name))}
@@ -316,6 +323,10 @@ def _calibrate(device: torch.device, family: Family, names: tuple[str, ...], set
     if cannot or not settings.calibrate:
         return "run `python -m sage_inductor tune` there"
     return measured.calibrate(device, family, names[:1]) or ""  # the first mostly is the fastest
+
+
+def _stacks(call: Call, recipe: str) -> bool:
+    return stacks(call, recipes.NAMED[recipe])
 
 
 def _floor(n, settings: Settings) -> int:

@@ -94,13 +94,16 @@ class Table:
         ]  # fmt: skip
         return min(found, key=lambda each: each.head_dim, default=None)
 
-    def predict(self, family: Family, recipe: str, sizes: Sizes) -> Prediction:
-        """Of a family of the table's, measured with the recipe."""
+    def predict(
+        self, family: Family, recipe: str, sizes: Sizes, stacked: bool = False
+    ) -> Prediction:
+        """Of a family of the table's, measured with the recipe. stacked: as Sizes has it."""
         ours, *rivals = fits(self, family, recipe)
         of_sdpa = sizes if family.kind in SEES_A_BAND else sizes.dense
         fastest = min(rivals, key=lambda fit: fit.ms(of_sdpa))
         error = (ours.error**2 + fastest.error**2) ** 0.5
-        return Prediction(recipe, ours.ms(sizes), fastest.ms(of_sdpa), error)
+        of_ours = sizes.stacked if stacked else sizes
+        return Prediction(recipe, ours.ms(of_ours), fastest.ms(of_sdpa), error)
 
     def first_length(self, family: Family, recipe: str, heads: int) -> int | None:
         """The N of self-attention with so many heads from which on the recipe wins."""
@@ -181,12 +184,14 @@ def in_force() -> tuple:
     return flash_attention(), *(repr(table.families) for table in found)
 
 
-def predict(gpu: str, family: Family, recipe: str, sizes: Sizes) -> Prediction | None:
-    """None where no family that stands for this one was measured with the recipe."""
+def predict(
+    gpu: str, family: Family, recipe: str, sizes: Sizes, stacked: bool = False
+) -> Prediction | None:
+    """As Table.predict; None where no family that stands for this one was measured with it."""
     for table in tables(gpu):
         found = table.find(family, recipe)
         if found is not None:
-            return table.predict(found, recipe, sizes)
+            return table.predict(found, recipe, sizes, stacked)
     return None
 
 

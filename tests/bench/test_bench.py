@@ -135,6 +135,22 @@ def test_compiled_providers_take_masks_with_a_symbolic_length(mask, monkeypatch,
     assert all(site.rewritten and kinds.get(mask, site.mask) == site.mask for site in sites)
 
 
+def test_shared_k_and_v_are_stacked_by_the_op_and_repeated_for_what_it_is_compared_with(
+    monkeypatch,
+):
+    monkeypatch.setattr(providers, "SAGE_OPTIONS", {**providers.SAGE_OPTIONS, "sage.emulate": True})
+    case = Case(2, 4, 4, 256, 64, shared=True)
+    each = inputs(case)
+    assert [x.shape[0] for x in each] == [2, 1, 1] and case.table == "B=2 H=4 D=64, one k and v"
+    built = providers.build(case, ("inductor", "apart", "op"), ["sage2-8b-per-token"])
+    assert len(built) == 3 and providers.build(Case(2, 4, 4, 256, 64), ("apart",), ["sage1"]) == []
+    with torch.no_grad():
+        _, apart, op = (provider.call(*provider.prepare(*each)) for provider in built)
+    assert torch.equal(apart, op)
+    assert measure.Exact(*each, is_causal=False).compare(op)["rel_l1"] < measure.WRONG
+    assert ["share" in site.reason for site in report()] == [False, True]
+
+
 def test_an_activated_flash_attention_is_named(monkeypatch):
     """As torch.nn.attention.activate_flash_attention_impl("FA3") does, where FA3 is installed."""
     case, each = Case(1, 2, 2, 64, 64), ("cuDNN", "flash", "efficient")

@@ -1,6 +1,7 @@
 """What becomes of a call, on tensors of a GPU that is not there: predicted times, policies, and
 the clock of max-autotune."""
 
+import dataclasses
 import re
 from unittest.mock import Mock
 
@@ -9,6 +10,7 @@ import support
 import torch
 import torch.nn.functional as F
 import triton
+from support import relative_l1
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
@@ -56,19 +58,20 @@ def gpu(capability, monkeypatch):
 
 def decide(
     shape, capability, monkeypatch, kind="full", requires_grad=False, D_v=None, shape_env=None,
-    band=None, N_kv=None, **settings,
+    band=None, N_kv=None, shared=False, **settings,
 ):  # fmt: skip
+    """shared: k and v are of one batch, which the graph expands."""
     gpu(capability, monkeypatch)
     graph = torch.fx.Graph()
     with FakeTensorMode(shape_env=shape_env):
         B, H_q, H_kv, N, D = shape
         values = [
-            torch.empty(B, n, H, d, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
-            for H, n, d in (
-                (H_q, N, D),
-                (H_kv, N_kv or N, D),
-                (H_kv, N_kv or N, D_v or D),
-                (H_q, N, D_v or D),
+            torch.empty(b, n, H, d, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+            for b, H, n, d in (
+                (B, H_q, N, D),
+                (1 if shared else B, H_kv, N_kv or N, D),
+                (1 if shared else B, H_kv, N_kv or N, D_v or D),
+                (B, H_q, N, D_v or D),
             )
         ]
         out = values.pop().requires_grad_(requires_grad)
@@ -77,6 +80,10 @@ def decide(
     nodes = [graph.placeholder(f"x{i}") for i in range(len(values))]
     for node, value in zip(nodes, values):
         node.meta["example_value"] = value
+    if shared:
+        emit = Emitter(graph.call_function(torch.neg, (nodes[0],)), GraphIndex(graph))
+        size = emit.size(nodes[0], 0), -1, -1, -1
+        nodes[1:3] = (emit(torch.ops.aten.expand.default, x, size) for x in nodes[1:3])
     # A window is as if its mask had been made of aranges.
     if kind == "window":
         monkeypatch.setattr(patterns, "prove", lambda *args: (band or Band(1023, 0), None))
@@ -282,6 +289,46 @@ def test_more_batches_than_the_power_of_2_below_the_first_ones_need_no_other_gra
     of_8 = decide((8, 8, 8, 4096, 128), (9, 0), monkeypatch)
     assert site.rewritten and site.reason == of_8.reason
     assert [str(guard.expr) for guard in shape_env.guards if "8" in str(guard.expr)]
+
+
+def test_shared_k_and_v_are_prepared_once_in_the_prediction_too(monkeypatch):
+    """Where preparation decides: k and v of 8 batches cost more than attention saves."""
+    with_preparation = table()
+    (times,) = with_preparation.families.values()
+    for sizes, ms in times.items():
+        rows = cost.features(sizes, 128, False, 132)[-1]
+        ms["sage2-8b-per-token"] = 0.5 * ms["CUDNN_ATTENTION"] + 3e-4 * rows
+    known(monkeypatch, with_preparation)
+    shape = (8, 16, 16, 2048, 128)
+    apart = decide(shape, (9, 0), monkeypatch)
+    assert not apart.rewritten and "0." in apart.reason, apart.reason
+    site = decide(shape, (9, 0), monkeypatch, shared=True)
+    assert site.rewritten and site.q == (8, 16, 2048, 128) and site.k == (8, 16, 2048, 128)
+    assert site.reason.endswith("; all batches share k and v, which are prepared once")
+    sdpa = re.compile(r"and (\S+) ms")
+    assert sdpa.search(site.reason)[1] == sdpa.search(apart.reason)[1]
+    # Whose scales would be shared by queries of two batches is predicted, and computed, as apart.
+    of_blocks = (8, 16, 16, 2048 + 16, 128)
+    asked = {"recipe": "sage2-8b", "force": True, "shared": True}
+    assert "share" in decide(shape, (9, 0), monkeypatch, **asked).reason
+    assert "share" not in decide(of_blocks, (9, 0), monkeypatch, **asked).reason
+
+
+def test_shared_k_and_v_are_timed_as_such(monkeypatch):
+    clock = Clock(sage2_8b=0.5, sage2_8b_per_token=0.7)
+    assert decide((4, 4, 2, 64, 128), (9, 0), monkeypatch, benchmark=clock, shared=True).rewritten
+    case = clock.cases[0]
+    assert (case.q, case.k, case.v) == ((4, 4, 64, 128), (1, 2, 64, 128), (1, 2, 64, 128))
+    here = dataclasses.replace(case, device=torch.device("cpu"), rivals=("MATH",))
+    sdpa, *ours = (call() for call in autotune._calls(here).values())
+    assert len(ours) == len(case.candidates) and sdpa.shape == case.q
+    for out in ours:
+        assert out.shape == (1, 4, 256, 128)
+        out = out.transpose(1, 2).unflatten(1, (4, 64))[0].transpose(1, 2)
+        assert relative_l1(out, sdpa) < 0.1
+    # Where one of the recipes would have another graph, all are timed apart.
+    decide((4, 4, 2, 63, 128), (9, 0), monkeypatch, benchmark=clock, shared=True)
+    assert clock.cases[-1].k == (4, 2, 63, 128)
 
 
 def test_the_built_in_table_says_what_it_measured():

@@ -33,6 +33,7 @@ class Attention:
     mask: str = ""
     recipe: str = "auto"
     bnhd: bool = True
+    shared: bool = False  # k and v are those of the first batch
 
     def module(self) -> nn.Module:
         return _Module(self)
@@ -53,6 +54,8 @@ class _Module(nn.Module):
     def forward(self, qkv):
         of, N = self.of, qkv.shape[1]
         q, k, v = (x.transpose(1, 2) for x in qkv.split([of.H_q, of.H_kv, of.H_kv], 2))
+        if of.shared:
+            k, v = (x[:1].expand(qkv.shape[0], -1, -1, -1) for x in (k, v))
         i = torch.arange(N, device=qkv.device)
         mask = {
             "": lambda: None,
@@ -84,6 +87,8 @@ CALLS = {
     "bool": Attention(D=64, mask="bool"),
     "bias": Attention(mask="bias"),
     "window": Attention(16, 4, mask="window"),
+    "one k and v": Attention(16, 4, shared=True),
+    "one k and v, keys": Attention(mask="keys", shared=True),
 }
 SIZES = (2, 64), (1, 1), (3, 77), (1, 1535), (2, 1536), (1, 3071), (1, 4096), (5, 1000)
 
