@@ -5,6 +5,7 @@ node with all its arguments, whatever the device, dtype and grad mode, and the r
 what every cache is keyed on.
 """
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -113,15 +114,18 @@ def _compile(variants: dict[str | None, _Variant], inductor: Callable) -> Callab
         run = next(known, None)
         if run is None:
             variant.install()
-            context = TracingContext.try_get()
-            # AOTAutograd writes into it which tensors a backward may overwrite, and a backward is
-            # compiled later, when it first runs. Taking the last variant's for its own, one wrote
-            # into the user's gradient.
-            with tracing(copy.copy(context) if done else context):
+            with _own_context() if done else contextlib.nullcontext():
                 run = inductor()
             done.append((variant.decisions, run))
         of_stage[stage] = run
     return done[0][1] if len(done) == 1 else by_stage(of_stage)
+
+
+def _own_context() -> contextlib.AbstractContextManager:
+    """In the place of Dynamo's, which AOTAutograd writes into: which tensors a backward may
+    overwrite, say. A backward is compiled later, when it first runs. Taking the last variant's
+    tensors for its own, one wrote into the user's gradient."""
+    return tracing(copy.copy(TracingContext.try_get()))
 
 
 def _told(variants: dict[str | None, _Variant]) -> list[Site]:
