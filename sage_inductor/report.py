@@ -336,7 +336,6 @@ def clear() -> None:
         _sites.clear()
         _modules.clear()
         _policies.clear()
-        stages.named().clear()
 
 
 class _ClearOnReset:

@@ -15,11 +15,13 @@ import contextvars
 import logging
 from collections.abc import Callable, Iterator
 
+from sage_inductor.ops.compat import cached_backends
+
 _log = logging.getLogger("sage_inductor")
 
 _current: contextvars.ContextVar[str | None] = contextvars.ContextVar("stage", default=None)
 _step: contextvars.ContextVar[int | None] = contextvars.ContextVar("step", default=None)
-_named: set[str] = set()  # all that were in force since the report is empty
+_named: set[str] = set()  # all that were in force since `torch._dynamo.reset()`
 
 
 def current() -> str | None:
@@ -33,7 +35,8 @@ def step() -> int | None:
 
 
 def named() -> set[str]:
-    """The stages that were in force at any time, of which `report` names those of no rule."""
+    """The stages that were in force since `torch._dynamo.reset()`; `report` tells of those that no
+    rule names."""
     return _named
 
 
@@ -44,9 +47,14 @@ def check(name: str | None) -> None:
 
 
 def _begin(name: str | None) -> contextvars.Token:
-    if name is not None:
+    if name is not None and name not in _named:
         _named.add(name)
+        cached_backends.setdefault(id(_named), _ForgetOnReset)
     return _current.set(name)
+
+
+class _ForgetOnReset:
+    reset = staticmethod(_named.clear)
 
 
 @contextlib.contextmanager

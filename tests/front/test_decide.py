@@ -320,7 +320,7 @@ def test_shared_k_and_v_are_timed_as_such(monkeypatch):
     case = clock.cases[0]
     assert (case.q, case.k, case.v) == ((4, 4, 64, 128), (1, 2, 64, 128), (1, 2, 64, 128))
     here = dataclasses.replace(case, device=torch.device("cpu"), rivals=("MATH",))
-    sdpa, *ours = (call() for call in autotune._calls(here).values())
+    sdpa, *ours = (call() for call in autotune.calls_of(here).values())
     assert len(ours) == len(case.candidates) and sdpa.shape == case.q
     for out in ours:
         assert out.shape == (1, 4, 256, 128)

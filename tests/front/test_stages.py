@@ -13,7 +13,16 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import sage_inductor
-from sage_inductor import Policy, Rule, SageOptionError, SageRefused, Schedule, backend, config
+from sage_inductor import (
+    Policy,
+    Rule,
+    SageOptionError,
+    SageRefused,
+    Schedule,
+    backend,
+    config,
+    stages,
+)
 from sage_inductor.inductor_pass import SagePass
 from sage_inductor.ops.compat import InductorWrapper
 from sage_inductor.stages import by_stage, current
@@ -291,7 +300,12 @@ def test_the_report_tells_of_a_stage_that_no_rule_names():
     note = 'stage "egde" is named by no rule of a policy'
     assert note in str(sage_inductor.report()) and '"edge"' not in str(sage_inductor.report())
     torch._dynamo.reset()
-    compiled(Model(), [{"stage": "egde", "recipe": "off"}])(x)
+    assert not stages.named()
+    run(x)
+    assert note not in str(sage_inductor.report())
+    torch._dynamo.reset()
+    run = compiled(Model(), [{"stage": "egde", "recipe": "off"}])
+    in_stage("egde", run, x)
     assert note not in str(sage_inductor.report())
 
 
@@ -388,7 +402,10 @@ def test_a_schedule_names_the_stage_of_each_step_and_rewinds_itself(contained, c
         ]
         assert stages_of(schedule, steps) == expected
     assert current() == "edge"
-    assert stages_of(Schedule(end=(0, 1)), 3) == [None, None, "end"]
+    for ends, expected in (((0, 1), [None, None, "end"]), ((1, 0), ["end", None, None])):
+        schedule = Schedule(end=ends)
+        for _ in range(2):
+            assert stages_of(schedule, 3) == expected
     assert not caplog.records
 
 
