@@ -41,13 +41,22 @@ def rewrite(
             "aoti_compile_and_package(inductor_configs=...)"
         )
     asked = settings.resolve(ours, portable=True, stage=stages.current())
-    _renew(exported_program.graph_module)
-    sites = _rewrite(exported_program.graph_module, asked)
-    _check_travels(exported_program.graph_module)
+    gm, signature = exported_program.graph_module, exported_program.graph_signature
+    _renew(gm)
+    outputs = _outputs(gm)
+    sites = _rewrite(gm, asked)
+    for before, now in zip(outputs, _outputs(gm), strict=True):
+        signature.replace_all_uses(before, now)  # of a call that is itself an output
+    _check_travels(gm)
     record(sites, asked.policy)
     if asked.strict:
         raise_if_refused(sites)
     return whole([("export", site) for site in sites], asked.policy)
+
+
+def _outputs(gm: torch.fx.GraphModule) -> list[str]:
+    """The names by which a program's signature knows them."""
+    return [node.name for node in gm.graph.output_node().args[0] if isinstance(node, torch.fx.Node)]
 
 
 def _renew(gm: torch.fx.GraphModule) -> None:

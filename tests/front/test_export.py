@@ -647,6 +647,23 @@ def test_rewritten_programs_can_be_saved(tmp_path):
     assert "Please import the custom op to register it before deserializing" in done.stderr
 
 
+def test_a_call_that_is_an_output_keeps_its_place_in_the_signature():
+    class Model(nn.Module):
+        def forward(self, q, k):
+            one = F.scaled_dot_product_attention(q, k, k)
+            return {"a": one, "b": 3, "c": [q + 1, one]}, F.scaled_dot_product_attention(k, q, q)
+
+    q, k = torch.randn(2, 1, 2, 64, 32)
+    program = torch.export.export(Model(), (q, k))
+    assert len(sage_inductor.rewrite(program, options=EMULATE).rewritten) == 2
+    expected, saved = program.module()(q, k), io.BytesIO()
+    torch.export.save(program, saved)
+    saved.seek(0)
+    found = torch.export.load(saved).module()(q, k)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    torch.testing.assert_close(found, Model()(q, k), rtol=0, atol=0.1)
+
+
 def test_a_saved_program_outlives_the_sources_that_made_it(tmp_path, monkeypatch):
     model = Masked(128, 32)
     args, _ = call(model, 64)
