@@ -184,8 +184,10 @@ class Diagnosis:
         """Cells of the printed table, the worst error of a shown recipe first."""
 
         def same(row: Row) -> tuple:
-            suggested = self.by_stage.get(row.site.stage, self.suggested)
-            return *_cells(row)[1:6], suggested[row.site.module]
+            module, of_stage = row.site.module, self.by_stage.get(row.site.stage, {})
+            # What ran in no stage may have run in the steps alone that are suggested as one.
+            every = of_stage, self.suggested, *self.by_stage.values()
+            return *_cells(row)[1:6], next(each[module] for each in every if module in each)
 
         lines = []
         for where, rows in grouped(self.rows, lambda row: _where(row.site), same):

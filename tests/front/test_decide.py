@@ -353,15 +353,17 @@ def test_the_built_in_table_says_what_it_measured():
 FASTER = r"^[12]\.\d\dx SDPA by the fit .[\d.]+ and [\d.]+ ms."
 
 
+def long_and_wide() -> torch.Tensor:
+    """2 batches, 8 heads, 32768 rows; where tensors are fake."""
+    return torch.empty(2, 32768, 8, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+
+
 def by_lists(monkeypatch, requires_grad=False, shape=(2, 8, 256), **settings):
     """Of a call by block lists of 128, each of `shape`: q has 2 batches, 8 heads, 32768 rows."""
     gpu((9, 0), monkeypatch)
     graph = torch.fx.Graph()
     with FakeTensorMode():
-        q, out = (
-            torch.empty(2, 32768, 8, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
-            for _ in range(2)
-        )
+        q, out = long_and_wide(), long_and_wide()
         lists = [torch.empty(*shape, *w, device="cuda", dtype=torch.int32) for w in ((), (9,))]
     nodes = [graph.placeholder(f"x{i}") for i in range(3)]
     anchor = graph.call_function(torch.relu, (nodes[0],))
@@ -380,10 +382,7 @@ def by_flex(monkeypatch, band: Band, **settings):
     gpu((9, 0), monkeypatch)
     graph = torch.fx.Graph()
     with FakeTensorMode():
-        q, out = (
-            torch.empty(2, 32768, 8, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
-            for _ in range(2)
-        )
+        q, out = long_and_wide(), long_and_wide()
     x = graph.placeholder("x")
     anchor = graph.call_function(torch.relu, (x,))
     x.meta["example_value"], anchor.meta["example_value"] = q, out

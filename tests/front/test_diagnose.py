@@ -263,6 +263,34 @@ def test_a_schedule_is_suggested_from_the_errors_of_the_steps(tmp_path):
     assert easy.edge is None and not easy.by_stage and easy.policy.rules == (Rule("auto"),)
 
 
+def test_what_ran_in_the_edges_alone_is_shown_with_what_they_get(tmp_path):
+    """A text encoder runs before the first step ends, the decoder after the last."""
+
+    class Encoder(nn.Module):
+        def forward(self, x):
+            return sdpa(x, x, x)
+
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder, self.denoiser = Encoder(), Denoiser(2)
+
+        def forward(self, x, step):
+            return self.encoder(x) if step is None else self.denoiser(x, step)
+
+    def encoded(model, *rest):
+        model(torch.randn(1, 2, 40, 32), None)
+        torch._dynamo.graph_break()
+        pipeline(model, *rest)
+
+    with sage_inductor.stage(None):
+        found = diagnose(encoded, Whole(), 6, sage_inductor.Schedule())
+    assert found.edge == (2, 0) and set(found.suggested) == {"denoiser"}
+    assert found.by_stage["edge"]["encoder"] == "auto"
+    assert re.search(r"^encoder .* auto ", str(found), re.MULTILINE)
+    found.to_html(tmp_path / "page.html")
+
+
 def test_errors_and_suggestions_are_by_stage(tmp_path):
     with sage_inductor.stage(None):
         found = diagnose(pipeline, Denoiser(2), 4, sage_inductor.Schedule(first=(1, 0)))
