@@ -105,7 +105,11 @@ def hopper_tile(a: AttentionCall, device: torch.device | None = None) -> Tile | 
     capability = tiles.capability(device or a.q.device)
     pv, is_causal, n_q = a.decoded.pv, a.right == 0, a.q.shape[2]
     tile = tiles.hopper(capability, pv, a.head_dim, is_causal, n_q, a.warpgroups)
-    return tile if tile is not None and _hopper().why_not(a) is None else None
+    if tile is None or _hopper().why_not(a) is not None:
+        return None
+    return (
+        tile if a.blocks.size is None else tiles.hopper_of_blocks(tile, a.head_dim, *a.blocks.size)
+    )
 
 
 @functools.cache

@@ -179,6 +179,17 @@ def of_blocks(tile: Tile, block_q: int, block_kv: int) -> Tile:
     return dataclasses.replace(tile, BLOCK_M=rows, BLOCK_N=keys, num_warps=num_warps)
 
 
+def hopper_of_blocks(tile: Tile, head_dim: int, block_q: int, block_kv: int) -> Tile:
+    """The Hopper kernel's `tile` of head_dim for lists of blocks of so many queries and keys: its
+    warpgroups, two or three, share a list where they can."""
+    keys = math.gcd(tile.BLOCK_N, block_kv)
+    warpgroups = 2 if head_dim > 128 or block_q % 128 == 0 else 3
+    stages = (tile.num_stages + (warpgroups == 2 and tile.warpgroups == 3)) * tile.BLOCK_N // keys
+    return dataclasses.replace(
+        tile, BLOCK_M=64 * warpgroups, BLOCK_N=keys, num_stages=stages, warpgroups=warpgroups
+    )
+
+
 class Gpu(NamedTuple):
     """A GPU that need not be here, in a device's place: what a package is compiled for."""
 

@@ -24,9 +24,13 @@ from sage_inductor.ops.reference.quantize import (
 )
 
 
-def attention(a: AttentionCall, block_n: int = 128) -> tuple[Tensor, Tensor]:
+def attention(
+    a: AttentionCall, block_n: int = 128, lists_in_order: bool = False
+) -> tuple[Tensor, Tensor]:
     """The kernel that `a.recipe` names, reading `block_n` keys at a time: out [B, H_q, N_q, D_v] of
-    q's dtype, lse [B, H_q, N_q] fp32, of the keys as they were quantized."""
+    q's dtype, lse [B, H_q, N_q] fp32, of the keys as they were quantized. lists_in_order: as the
+    Hopper kernel reads up to 512 blocks of lists, in the order of their keys, and then again those
+    that are named again."""
     if a.decoded.of_qk.block_scaled:
         return _block_scaled(a, block_n)
     q, k, v, n_kv, recipe, pv = a.q, a.k, a.v, a.n_kv, a.decoded, a.decoded.of_pv
@@ -54,6 +58,9 @@ def attention(a: AttentionCall, block_n: int = 128) -> tuple[Tensor, Tensor]:
         x = F.pad(x, (0, n.shape[0] - n_kv), value=-math.inf)
     else:
         x, keys = _as_listed(masked(x, a.attn_mask, None, None, False, LOG2E), a)
+        if lists_in_order:
+            place = _places(keys, x, a.blocks.block_kv, block_n)
+            x, keys = x.gather(3, place), keys.gather(3, place)
         n = torch.arange(x.shape[3], device=q.device)
 
     # The running maximum at the end of a tile decides how the tile's p is rounded; what later
@@ -99,6 +106,20 @@ def _as_listed(x: Tensor, a: AttentionCall) -> tuple[Tensor, Tensor]:
         key = torch.where(names, key, 0).expand(*x.shape[:3], -1)
         listed.append((each.gather(3, key).masked_fill(~names, -math.inf), key))
     return tuple(torch.cat(each, 3) for each in zip(*listed, strict=True))
+
+
+def _places(keys: Tensor, x: Tensor, block_kv: int, block_n: int) -> Tensor:
+    """Where in a list is what comes n-th: by how often its block was named before, then by its tile
+    of block_n keys in the block, then by the block. What is not named is last."""
+    first = slice(None, None, block_kv)
+    block, named = keys[..., first] // block_kv, (x > -math.inf).unflatten(3, (-1, block_kv)).any(4)
+    same = (block[..., None] == block[..., None, :]) & named[..., None, :]
+    before = same.tril(-1).sum(-1)
+    tile = torch.arange(block_kv, device=x.device) // block_n
+    blocks = int(block.max()) + 1
+    order = (before[..., None] * (block_kv // block_n) + tile) * blocks + block[..., None]
+    order = torch.where(named[..., None], order, order.max() + 1)
+    return order.flatten(3).argsort(3, stable=True)
 
 
 def _block_scaled(a: AttentionCall, block_n: int) -> tuple[Tensor, Tensor]:

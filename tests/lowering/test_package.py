@@ -416,7 +416,8 @@ QUANTIZE = {
     "k_batch": (Facts(1, 64), SHORT, dict(D=128, D_v=0, visible="batch")),
 }
 _HOPPER, _PORTABLE, _SPLIT = "_hopper_kernel", "_attention_kernel", "_combine_kernel"
-_OF_MASK = "_pack_mask_kernel", "_list_blocks_kernel"
+_OF_LISTS = "_list_tiles_kernel", "_rank_tiles_kernel"
+_OF_MASK = "_pack_mask_kernel", *_OF_LISTS
 KERNELS = {
     **dict.fromkeys(
         ["causal", "repeated", "d256", "b16_causal", "window", "bottom_right"], {_HOPPER}
@@ -424,9 +425,9 @@ KERNELS = {
     "keys": {_HOPPER, *_OF_MASK},
     "rows": {_HOPPER, _PORTABLE, *_OF_MASK},
     "keys_256": {_HOPPER, *_OF_MASK},
-    **dict.fromkeys(
-        ["every_other", "portable", "bias", "band", "lists", "lists_of_one"], {_PORTABLE}
-    ),
+    **dict.fromkeys(["every_other", "portable", "bias", "band"], {_PORTABLE}),
+    "lists": {_HOPPER, *_OF_LISTS},
+    "lists_of_one": {_HOPPER, _PORTABLE, *_OF_LISTS},
     "d64_causal": {_HOPPER, _PORTABLE},
     **dict.fromkeys(["d64", "b16_unaligned"], {_HOPPER, _PORTABLE, _SPLIT}),
     **dict.fromkeys(

@@ -216,6 +216,28 @@ def test_hopper_kernel_with_a_mask_keeps_its_tiles_in_registers(row, band, mask)
         assert spilled(loop) <= (28 if head_dim == 256 else 10), (len(loop), spilled(loop))
 
 
+@pytest.mark.parametrize(
+    "blocks",
+    [pytest.param((192, 128), marks=on_every_triton), (128, 128), (64, 64), (256, 192)],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "head_dim, band", [(64, "none"), (128, "none"), (128, "both"), (256, "none")]
+)
+@pytest.mark.parametrize("pv", ["fp8", "16bit"])
+def test_hopper_kernel_by_lists_keeps_its_tiles_in_registers(pv, head_dim, band, blocks):
+    rows = [row for row in ROWS if (pv, head_dim) == row[:2]]
+    if not rows:
+        pytest.skip("triton.py computes those")
+    for tile in {tiles.hopper_of_blocks(row[4], head_dim, *blocks) for row in rows}:
+        compiled = compile_hopper(pv, head_dim, False, tile, band=BANDS[band], listed=True)
+        assert compiled.metadata.shared <= 227 * 1024
+        loops = loops_over_keys(compiled.asm["cubin"])
+        assert len(loops) == tile.warpgroups
+        allowed = 4 if band == "none" else 10
+        assert all(spilled(loop) <= allowed for loop in loops), [spilled(loop) for loop in loops]
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_hopper_kernel_compiles_for_both_dtypes(dtype):
     tile = tiles.hopper((9, 0), "16bit", 128, False, 4096)
@@ -229,19 +251,33 @@ def compile_pack_mask(rows=64, **given):
     return compile_kernel(blocks_of_hopper._pack_mask_kernel, (9, 0), constexprs, types)
 
 
-def compile_list_blocks():
-    types = {"Codes": "*u8", "List": "*i32"}
-    constexprs = dict(BAND=(300, 200, True), WARPGROUPS=3, BLOCK_N=128, CHUNK=128)
-    return compile_kernel(blocks_of_hopper._list_blocks_kernel, (9, 0), constexprs, types)
+def compile_list_tiles(mask=True, blocks=None, full=True):
+    """blocks: (block_q, block_kv) of the caller's lists."""
+    pointers = ("Kv_count", "Kv_index", "Full_count", "Full_index", "List")
+    types = {"Codes": "*u8", **dict.fromkeys(pointers, "*i32")}
+    block_q, block_kv = blocks or (0, 0)
+    constexprs = dict(
+        BAND=(300, 200, True), MASK=mask, BLOCK_Q=block_q, BLOCK_KV=block_kv,
+        FULL=blocks is not None and full, WARPGROUPS=3, BLOCK_N=64 if block_kv == 192 else 128,
+        CHUNK=512,
+    )  # fmt: skip
+    return compile_kernel(blocks_of_hopper._list_tiles_kernel, (9, 0), constexprs, types)
+
+
+def compile_rank_tiles():
+    constexprs, types = dict(CHUNK=64), {"List": "*i32"}
+    return compile_kernel(blocks_of_hopper._rank_tiles_kernel, (9, 0), constexprs, types)
 
 
 @on_every_triton
 @pytest.mark.parametrize(
     "compile",
     [compile_pack_mask, functools.partial(compile_pack_mask, 1),
-     functools.partial(compile_pack_mask, stride_mn=1), compile_list_blocks],
+     functools.partial(compile_pack_mask, stride_mn=1), compile_list_tiles,
+     functools.partial(compile_list_tiles, False, (64, 192)),
+     functools.partial(compile_list_tiles, True, (192, 128), False), compile_rank_tiles],
 )  # fmt: skip
-def test_what_is_made_of_a_mask_compiles(compile):
+def test_what_is_made_of_mask_and_lists_compiles(compile):
     assert stack_bytes(compile().asm["cubin"]) == 0
 
 
@@ -302,7 +338,7 @@ def calls():
         "a mask and a band": (call(visibility=mask, right=0), True),
         "a bias": (call(visibility=bias), False),
         "16-bit v with a mask": (call("sage1-per-token", mask), False),
-        "block lists": (call(visibility=Visibility(blocks=lists)), False),
+        "block lists": (call(visibility=Visibility(blocks=lists)), True),
         "a window": (call(left=9, right=0), True),
         "16-bit v in a window": (call("sage1-per-token", left=9, right=5), True),
         "a wider band": (call(right=1), True),
@@ -329,7 +365,7 @@ def test_the_chosen_tile_is_that_of_the_calls_it_computes(name, monkeypatch):
     of_table = hopper_tile(a)
     for warpgroups in (2, 3):
         tile = hopper_tile(a._replace(warpgroups=warpgroups))
-        if computes and a.decoded.pv == "fp8":  # 16 bits: all of 3
+        if computes and a.decoded.pv == "fp8" and a.blocks.size is None:  # 16 bits: all of 3
             assert tile.warpgroups == warpgroups and tile.BLOCK_M == 64 * warpgroups
         else:
             assert tile == of_table

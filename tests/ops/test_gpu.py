@@ -297,20 +297,48 @@ def check_kernel(op, recipe, name, band, shape, scale=0.1, D_v=None):
 
 # -- block lists ----
 
+on_hopper = pytest.mark.skipif(
+    "torch.cuda.get_device_capability() != (9, 0)", reason="the Hopper kernel is for sm_90"
+)
+
 
 @pytest.mark.parametrize("seed", range(150))
 @both_ops
 def test_attention_by_block_lists(op, seed):
     """Densities from 2 to 100 %, empty rows, duplicates, tails, GQA, bands, masks, block sizes."""
-    check_lists(op, seed)
+    check_lists(op, seed, [name for name, r in NAMED.items() if not r.of_qk.block_scaled])
 
 
-def check_lists(op, seed: int, longest: int = 1500) -> None:
+@pytest.mark.parametrize("seed", range(300))
+@on_hopper
+def test_hopper_kernel_by_block_lists(seed):
+    assert check_lists(attention_opaque, seed, OF_HOPPER)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@on_hopper
+def test_hopper_kernel_by_long_lists(seed):
+    """More blocks than a program that joins lists takes at a time, in more rounds of tiles."""
+    q, k, v = qkv(1, 1, 1, 2000, 70_000, 128)
+    lists = support.block_lists(1, 1, 2000, 70_000, 64, 64, 0.02, True, "cuda")
+    a = attention_call(q, k, v, OF_HOPPER[seed], Visibility(blocks=lists), 0.1)
+    assert hopper_tile(a) is not None
+    out, lse = attention_opaque(*a)
+    out_ref, lse_ref = attention(*a)
+    assert relative_l2(out, out_ref) <= 2e-2
+    assert_close(lse, lse_ref, rtol=1e-5, atol=1e-4)
+
+
+OF_HOPPER = "sage2-8b-per-token", "sage1-per-token"
+
+
+def check_lists(op, seed: int, recipes, longest: int = 1500) -> bool:
     """The kernel of one random call and its emulation, as `check_kernel` compares them; what lies
-    beyond a list's count is no block."""
+    beyond a list's count is no block. Whether it was the Hopper kernel, or is not for such a
+    call."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
-    recipe = draw.choice([name for name, r in NAMED.items() if not r.of_qk.block_scaled])
+    recipe = draw.choice(recipes)
     r, portable = NAMED[recipe], op is attention
     sizes = [size for size in BLOCK_SIZES if size % r.sharing.q_span == 0]
     size = draw.choice(sizes), draw.choice(BLOCK_SIZES)
@@ -327,9 +355,11 @@ def check_lists(op, seed: int, longest: int = 1500) -> None:
     lists = support.block_lists(B, H, N_q, N_kv, *size, density, full, "cuda")
     attn_mask = torch.rand(2, 1, 1, N_kv, device="cuda") > 0.3 if masked else None
     visibility = Visibility.of(attn_mask, band, N_kv, tile.BLOCK_M, lists)
-    a = attention_call(q, k, v, recipe, visibility, 0.1)
+    a = attention_call(q, k, v, recipe, visibility, 0.1)._replace(warpgroups=3)
+    of_hopper = None if portable else hopper_tile(a)
+    tile = of_hopper or tile
     out, lse = op(*a)
-    out_ref, lse_ref = emulation.attention(a, tile.BLOCK_N)
+    out_ref, lse_ref = emulation.attention(a, tile.BLOCK_N, of_hopper is not None)
     empty = lse_ref == -math.inf
     assert out.isfinite().all() and (out[empty] == 0).all() and (lse[empty] == -math.inf).all()
     few, atol = 1e-3, 1e-4
@@ -339,6 +369,7 @@ def check_lists(op, seed: int, longest: int = 1500) -> None:
     assert_close(lse, lse_ref, rtol=1e-5, atol=atol)
     again = op(*a)
     assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+    return of_hopper is not None or (r.pv == "16bit" and (masked or D > 128))
 
 
 def test_a_cuda_graph_replays_on_new_block_lists():
@@ -381,10 +412,6 @@ def test_flex_attention_by_block_lists_is_what_inductor_compiles(mode):
 
 
 # -- the Hopper kernel ----
-
-on_hopper = pytest.mark.skipif(
-    "torch.cuda.get_device_capability() != (9, 0)", reason="the Hopper kernel is for sm_90"
-)
 
 
 @functools.cache

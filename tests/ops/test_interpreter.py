@@ -7,6 +7,7 @@ keeps NaN, so 16-bit means fp16 here, INT8 codes may differ by one and FP8 is
 compared loosely; a GPU compares exactly (test_gpu.py).
 """
 
+import collections
 import itertools
 import math
 import os
@@ -15,9 +16,10 @@ import random
 import pytest
 import support
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
-from support import relative_l2, run_portable
+from support import attention_call, relative_l2, run_portable
 from torch.testing import assert_close
 
 from sage_inductor.ops import visibility
@@ -34,7 +36,7 @@ from sage_inductor.ops.quantize.smooth import launch_estimate, launch_smooth
 from sage_inductor.ops.quantize.values import launch_v
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.reference import quantize as reference
-from sage_inductor.ops.visibility import BlockLists
+from sage_inductor.ops.visibility import BLOCK_SIZES, BlockLists, Visibility
 
 pytestmark = [
     pytest.mark.skipif(
@@ -476,7 +478,7 @@ def _walk_kernel(
     """Grid: (tiles,). First, Count [tiles]; Codes [tiles, BLOCK_M / 64, BLOCKS]."""
     row = tl.program_id(0) * BLOCK_M
     band: tl.constexpr = (LEFT, RIGHT, BOTTOM_RIGHT)
-    first, count = blocks.walk(First, row, 0, N_q, N_kv, band, False, BLOCK_M, 128)
+    first, count = blocks.walk(First, 0, row, N_q, N_kv, band, False, BLOCK_M, 128)
     tl.store(First + tl.program_id(0), first)
     tl.store(Count + tl.program_id(0), count)
     for i in range(0, BLOCK_M // 64):
@@ -533,6 +535,48 @@ def test_blocks_of_a_band_are_those_in_sight(bottom_right, block_m):
         assert number.sum() <= of_tile.sum() + tiles
 
 
+def a_mask(kind, rng, B, H, n_q, n_kv):
+    """bool [B, H, n_q or 1, n_kv]"""
+    of_block = torch.rand(B, H, -(-n_q // 64), -(-n_kv // 128)) * 3 - 1  # nothing, part, all
+    shown = of_block.repeat_interleave(64, 2).repeat_interleave(128, 3)[..., :n_q, :n_kv]
+    mask = torch.rand(B, H, n_q, n_kv) < shown
+    if kind == "keys":
+        return mask[:, :, :1]
+    if kind == "documents":
+        i, j = torch.arange(n_q) * 4 // n_q, torch.arange(n_kv) * 4 // n_kv
+        return (i[:, None] == j)[None, None]
+    if kind == "expanded":
+        return mask[:, :, :1, :1].expand(-1, -1, n_q, n_kv)
+    return mask.mT.contiguous().mT if kind == "transposed" else mask
+
+
+def run_of_mask(m, mask) -> list[torch.Tensor]:
+    """Words and Codes of plan._mask's m."""
+    words, codes = (torch.full((n,), 85, dtype=dtype) for n, dtype in m.made)
+    m.pack.kernel[m.pack.grid](mask, words, codes, *m.pack.numbers)
+    return words, codes
+
+
+def run_lists(of, codes, lists) -> list[list[int]]:
+    """plan._lists's `of` -> the numbers of each row of List. One ahead of the last can be read."""
+    found = torch.full((of.made,), 85, dtype=torch.int32)
+    of.make.kernel[of.make.grid](codes, *lists, found, *of.make.numbers)
+    of.rank.kernel[of.rank.grid](found, *of.rank.numbers)
+    rows = found.view(-1, of.strides[2])
+    assert (2 + rows[:, 0] < of.strides[2]).all()
+    return [row[: 2 + row[0]].tolist() for row in rows]
+
+
+def check_order(rows, num_m):
+    """The tiles of each head from the shortest list to the longest."""
+    for first in range(0, len(rows), num_m):
+        of_head = rows[first : first + num_m]
+        order = [row[1] for row in of_head]
+        assert sorted(order) == list(range(num_m))
+        lengths = [of_head[m][0] for m in order]
+        assert lengths == sorted(lengths)
+
+
 @pytest.mark.parametrize("warpgroups", [2, 3])
 @pytest.mark.parametrize("kind", ["keys", "rows", "documents", "expanded", "transposed"])
 def test_blocks_and_words_of_a_mask_are_what_it_shows(kind, warpgroups):
@@ -545,22 +589,11 @@ def test_blocks_and_words_of_a_mask_are_what_it_shows(kind, warpgroups):
         n_q, n_kv = rng.choice((1, 64, 200, 300)), rng.choice((1, 127, 300, 700))
         n_q = 300 if kind == "documents" else n_q
         band = rng.choice([(-1, -1, False), (-1, 0, False), (130, 5, True)])
-        of_block = torch.rand(B, H, -(-n_q // 64), -(-n_kv // 128)) * 3 - 1  # nothing, part, all
-        shown = of_block.repeat_interleave(64, 2).repeat_interleave(128, 3)[..., :n_q, :n_kv]
-        mask = torch.rand(B, H, n_q, n_kv) < shown
-        if kind == "keys":
-            mask = mask[:, :, :1]
-        elif kind == "documents":
-            i, j = torch.arange(n_q) * 4 // n_q, torch.arange(n_kv) * 4 // n_kv
-            mask = (i[:, None] == j)[None, None]
-        elif kind == "expanded":
-            mask = mask[:, :, :1, :1].expand(-1, -1, n_q, n_kv)
-        elif kind == "transposed":
-            mask = mask.mT.contiguous().mT
-        m = plan._mask(mask.shape, mask.stride(), n_q, n_kv, band, tile)
-        words, codes, blocks_ = (torch.full((n,), 85, dtype=dtype) for n, dtype in m.made)
-        m.pack.kernel[m.pack.grid](mask, words, codes, *m.pack.numbers)
-        m.list.kernel[m.list.grid](codes, blocks_, *m.list.numbers)
+        mask = a_mask(kind, rng, B, H, n_q, n_kv)
+        m = plan._mask(mask.shape, mask.stride(), n_q, n_kv, tile)
+        of = plan._lists(m, None, (B, H), n_q, n_kv, band, tile)
+        words, codes = run_of_mask(m, mask)
+        rows = run_lists(of, codes, (codes,) * 4)
 
         b, h, i = (torch.arange(n).view(shape) for n, shape in
                    ((B, (-1, 1, 1, 1)), (H, (1, -1, 1, 1)), (n_q, (1, 1, -1, 1))))  # fmt: skip
@@ -569,9 +602,10 @@ def test_blocks_and_words_of_a_mask_are_what_it_shows(kind, warpgroups):
         assert torch.equal((words[of_words] >> j % 32 & 1).bool(), mask.expand(B, H, n_q, n_kv))
 
         count, num_m = -(-n_kv // 128), -(-n_q // tile.BLOCK_M)
+        check_order(rows, num_m)
         for b, h, tile_m in itertools.product(range(B), range(H), range(num_m)):
-            of_list = m.strides[3] * b + m.strides[4] * h + tile_m * (count + 1)
-            found = blocks_[of_list + 1 : of_list + 1 + blocks_[of_list]]
+            row = (of.strides[0] * b + of.strides[1] * h) // of.strides[2] + tile_m
+            found = torch.tensor(rows[row][2:], dtype=torch.int64)
             assert torch.equal(found >> 6, (found >> 6).unique())  # in their order, each once
             given = torch.zeros(warpgroups, count, dtype=torch.int32)
             for entry in found.tolist():
@@ -583,3 +617,78 @@ def test_blocks_and_words_of_a_mask_are_what_it_shows(kind, warpgroups):
             assert ((given == 3) <= (expected == 3)).all()
             if band == (-1, -1, False):
                 assert torch.equal(given, expected)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("block_q", BLOCK_SIZES)
+@pytest.mark.parametrize("warpgroups", [2, 3])
+def test_a_tile_reads_the_blocks_that_its_lists_name(warpgroups, block_q, masked):
+    """Against brute force: each as often as it is named, by a full block's list whatever the band
+    says, by a partial one's in the band; and only where a mask shows a key."""
+    rng = random.Random(block_q + masked)
+    for draw in range(4):
+        block_kv, keys = rng.choice(BLOCK_SIZES), rng.choice((64, 128))
+        n_q, n_kv = rng.choice((1, 200, 400)), rng.choice((1, 200, 641))
+        if draw == 0:  # more blocks than a program takes at a time
+            block_kv, n_q, n_kv = 64, 65, 33_000
+        keys = math.gcd(keys, block_kv)
+        tile = Tile(64 * warpgroups, keys, 4, 2, warpgroups=warpgroups)
+        B, H, full = 2, 2, rng.random() < 0.7
+        band = rng.choice([(-1, -1, False), (-1, 0, False), (130, 5, True), (100, -1, False)])
+        heads = rng.choice((1, B)), rng.choice((1, H))
+        lists = support.block_lists(*heads, n_q, n_kv, block_q, block_kv, 0.4, full)
+        mask = m = None
+        if masked:
+            mask = a_mask("rows", rng, rng.choice((1, B)), rng.choice((1, H)), n_q, n_kv)
+            m = plan._mask(mask.shape, mask.stride(), n_q, n_kv, tile)
+        a = attention_call(
+            torch.zeros(B, H, n_q, 64), *torch.zeros(2, B, H, 1, 64), "sage2-8b-per-token",
+            Visibility(blocks=lists),
+        )  # fmt: skip
+        tensors, *numbers = a.list_arguments()
+        of_lists = heads, sum(map(tuple, numbers), ())
+        of = plan._lists(m, of_lists, (B, H), n_q, n_kv, band, tile)
+        codes = run_of_mask(m, mask)[1] if masked else tensors[0]
+        rows = run_lists(of, codes, tensors)
+        num_m = -(-n_q // tile.BLOCK_M)
+        check_order(rows, num_m)
+        shown = mask.expand(B, H, n_q, n_kv) if masked else torch.ones(B, H, n_q, n_kv).bool()
+        for b, h, tile_m in itertools.product(range(B), range(H), range(num_m)):
+            row = (of.strides[0] * b + of.strides[1] * h) // of.strides[2] + tile_m
+            given = [collections.Counter() for _ in range(warpgroups)]
+            for entry in rows[row][2:]:
+                for wg, counter in enumerate(given):
+                    counter[entry >> 6, entry >> 2 * wg & 3] += entry >> 2 * wg & 3 != 0
+            for wg, counter in enumerate(given):
+                first = tile_m * tile.BLOCK_M + 64 * wg
+                expected = named_of(lists, b, h, first, n_q, n_kv, keys, band, shown)
+                assert +counter == expected, (band, block_kv, keys)
+
+
+def named_of(lists, b, h, first, n_q, n_kv, keys, band, shown) -> collections.Counter:
+    """How often 64 rows from `first` read (block of `keys` keys, with code)."""
+    expected = collections.Counter()
+    if first >= n_q:
+        return expected
+    end, (block_q, block_kv) = min(first + 64, n_q), lists.size
+    parts = -(-n_kv // keys)
+    here = torch.arange(first, first + 64)[:, None] + (n_kv - n_q if band[2] else 0)
+    j = torch.arange(parts * keys)
+    in_band = ((band[0] < 0) | (j >= here - band[0])) & ((band[1] < 0) | (j <= here + band[1]))
+
+    def some_and_every(seen):
+        seen = seen.unflatten(1, (-1, keys))
+        return seen.any(2).any(0), seen.all(2).all(0)
+
+    some, every = some_and_every(F.pad(shown[b, h, first:end], (0, parts * keys - n_kv)))
+    band_some, band_every = some_and_every(in_band)  # counts what lies beyond N_q and N_kv
+    for is_full, (counts, indices) in zip((False, True), lists.lists):
+        B, H, _ = counts.shape
+        at = min(b, B - 1), min(h, H - 1), first // block_q
+        for block in indices[at][: counts[at]].tolist():
+            for j in range(block * block_kv // keys, (block + 1) * block_kv // keys):
+                if j >= parts or not some[j] or not (is_full or band_some[j]):
+                    continue
+                whole = every[j] and (is_full or band_every[j])
+                expected[j, 3 if whole else 2 if is_full else 1] += 1
+    return expected

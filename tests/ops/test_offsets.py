@@ -6,6 +6,7 @@ to MAX_ROWS rows (`sage::sdpa` refuses more). Every 32-bit sum, difference or pr
 """
 
 import dataclasses
+import functools
 import re
 
 import pytest
@@ -35,7 +36,7 @@ PLACE, BLOCKS = (0, 2**31 - 1), (0, 2**23)
 OF_HOPPER = {
     "row": (0, 2**30 + 192), "b": PLACE, "h": PLACE, "h_kv": PLACE, "head": PLACE,
     "head_kv": (0, 2**23), "channel": (0, 2**31 - 257), "scale_row": (0, 2**24),
-    "slot": (0, 2**16), "begin": BLOCKS, "end": BLOCKS,
+    "slot": (0, 2**16), "begin": BLOCKS, "end": BLOCKS, "m": BLOCKS,
 }  # fmt: skip
 
 
@@ -91,7 +92,8 @@ class Function:
     """The intervals of a kernel's integers, line by line; `unproved` in the end."""
 
     def __init__(self, text: str, bounds: dict):
-        self.lines = [re.sub(r" loc\(.*", "", line).strip() for line in text.splitlines()]
+        location = r" loc\((?:[^()]|\([^()]*\))*\)"
+        self.lines = [re.sub(location, "", line).strip() for line in text.splitlines()]
         self.bounds, self.unproved, self.offsets, self.captured = bounds, set(), 0, []
         names = re.findall(r"%(\w+): i(?:32|64)\b", text[text.index("tt.func public") :])
         known = ARGUMENTS | bounds
@@ -108,12 +110,15 @@ class Function:
         while not self.lines[i].startswith("}"):
             line = self.lines[i]
             if line.startswith(
-                ("scf.yield", "tt.reduce.return", "tt.scan.return", "ttg.warp_yield",
+                ("scf.yield", "scf.condition", "tt.reduce.return", "tt.scan.return", "ttg.warp_yield",
                  "ttg.warp_return")
             ):  # fmt: skip
                 yielded = self.operands(line)
             elif "scf.for" in line:
                 i = self.loop(i)
+                continue
+            elif "scf.while" in line:
+                i = self.while_loop(i)
                 continue
             elif "scf.if" in line:
                 i, found = self.block(i + 1)
@@ -150,21 +155,38 @@ class Function:
             if "iter_args" in line
             else []
         )
-        state = [self.operands(start)[0] for _, start in carried]
-        for _ in range(3):
+
+        def body():
             self.bind(name[1:], index)
+            return self.block(i + 1)
+
+        return self.repeated(line, carried, body)
+
+    def while_loop(self, i):
+        carried = re.findall(r"%(\w+) = (%[\w#]+)", self.lines[i].split("scf.while")[1])
+
+        def body():
+            end, (_, *passed) = self.block(i + 1)
+            names = re.findall(r"%(\w+):", self.lines[end + 1])
+            for name, value in zip(names, passed):
+                self.bind(name, value)
+            return self.block(end + 2)
+
+        return self.repeated(self.lines[i], carried, body)
+
+    def repeated(self, line, carried, body):
+        """Run a loop's body until what it carries stays; the line after it."""
+        state = [self.operands(start)[0] for _, start in carried]
+        for turn in range(4):
+            if turn == 3:
+                state = [Value(*INT32, each.wraps) for each in state]
             for (each, _), value in zip(carried, state):
                 self.bind(each, value)
-            end, found = self.block(i + 1)
+            end, found = body()
             new = [self.union(*pair) for pair in zip(state, found)]
             if new == state:
                 break
-            state = new
-        else:
-            state = [Value(*INT32, each.wraps) for each in state]
-            for (each, _), value in zip(carried, state):
-                self.bind(each, value)
-            end, found = self.block(i + 1)
+            state = new if turn < 3 else state
         self.results(line, state)
         return end + 1
 
@@ -309,8 +331,8 @@ def test_no_offset_wraps(name):
     "pv, given",
     [("fp8", {}), ("16bit", {}), ("fp8", dict(split=True)), ("16bit", dict(split=True)),
      ("fp8", dict(band=kernels.BANDS["both"])),
-     ("fp8", dict(band=kernels.BANDS["causal"], mask=True))],
-    ids=["fp8", "16bit", "fp8 split", "16bit split", "band", "mask"],
+     ("fp8", dict(band=kernels.BANDS["causal"], mask=True)), ("16bit", dict(listed=True))],
+    ids=["fp8", "16bit", "fp8 split", "16bit split", "band", "mask", "lists"],
 )  # fmt: skip
 def test_no_offset_of_the_hopper_kernel_wraps(pv, given):
     tile = tiles.hopper(SM90, pv, 128, False, 8192)
@@ -319,12 +341,17 @@ def test_no_offset_of_the_hopper_kernel_wraps(pv, given):
     assert function.offsets > 20 and not function.unproved, "\n".join(function.unproved)
 
 
-@pytest.mark.parametrize("compile", [kernels.compile_pack_mask, kernels.compile_list_blocks])
-def test_no_offset_of_what_is_made_of_a_mask_wraps(compile):
+@pytest.mark.parametrize(
+    "compile",
+    [kernels.compile_pack_mask, kernels.compile_list_tiles, kernels.compile_rank_tiles,
+     functools.partial(kernels.compile_list_tiles, False, (64, 192))],
+)  # fmt: skip
+def test_no_offset_of_what_is_made_of_mask_and_lists_wraps(compile):
     """Of at most MAX_ROWS queries and keys; what is counted and where it goes are of the blocks."""
     bounds = {
         "row_tiles": (1, 2**24), "blocks": (1, 2**23), "words": (4, 2**25), "num_m": (1, 2**23),
-        "count": (0, 2**23), "place": (1, 2**23), "m": (0, 2**23),
+        "count": (0, 2**25), "place": (1, 2**28), "found": (0, 2**25), "m": (0, 2**23),
+        "rank": (0, 2**23),
     }  # fmt: skip
     function = Function(compile(), bounds).run()
     assert function.offsets > 2 and not function.unproved, "\n".join(function.unproved)

@@ -1,15 +1,21 @@
-"""Which blocks of keys a tile of queries reads, where a band shows it less than all.
+"""Which blocks of keys a tile of queries reads, where it reads less than all.
 
 Of block j and the 64 rows of a warpgroup a code says what is in sight,
 
     0   nothing: the warpgroup passes its turn on
-    1   a part: it computes with a mask
+    1   a part: it computes with band and mask
+    2   a part, whatever the band says: it computes with the mask, up to the last key
     3   all
 
-so that the code of two things that both must show a key is that of one `and` that of the other.
 Producer and warpgroups walk the same blocks: by a band alone those from the first to the last in
-sight of any row of the tile; by a mask those of a list, which two kernels make of it before. They
-also pack the mask into bits: a thread of a wgmma accumulator reads a word for 8 of its scores.
+sight of any row of the tile. By a mask, or by lists of blocks of the caller's, those of a list of
+the tile's own, which kernels make before: of all that its warpgroups see. They also pack the mask
+into bits (a thread of a wgmma accumulator reads a word for 8 of its scores), and tell which tiles
+have the longest lists, so that each program gets about as much as the others.
+
+    List[head, m] = count, tile, 64 j + 4^wg codes of each of count blocks j
+
+tile: the one whose list is the m-th shortest of the head's, which is no matter of this row's.
 """
 
 import triton
@@ -17,17 +23,19 @@ import triton.language as tl
 
 from sage_inductor.ops.attention.visible_tiles import tiles_in_sight
 
+BEFORE_ENTRIES = tl.constexpr(2)  # numbers of a row of List
+
 
 @triton.jit
 def walk(
-    List, row, blocks, N_q, N_kv,
-    BAND: tl.constexpr, MASK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    lists, stride_lm, row, N_q, N_kv,
+    BAND: tl.constexpr, LISTED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The first block that the tile of BLOCK_M rows from `row` reads, as `block_of` takes it (MASK:
-    where the head's List has it), and how many it reads."""
-    if MASK:
-        here = List + (row // BLOCK_M).to(tl.int64) * (blocks + 1)
-        return here + 1, tl.load(here)
+    """The first block that the tile of BLOCK_M rows from `row` reads, as `block_of` takes it
+    (LISTED: where the head's lists have it), and how many it reads."""
+    if LISTED:
+        here = lists + (row // BLOCK_M).to(tl.int64) * stride_lm
+        return here + BEFORE_ENTRIES, tl.load(here)
     else:
         begin, end, _, _, _ = tiles_in_sight(
             row, row, N_q, N_kv, BAND[0], BAND[1], BAND[2], 0, BLOCK_M, BLOCK_N
@@ -47,19 +55,18 @@ def band_code(j, row, N_q, N_kv, BAND: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def block_of(
-    first, n, wg, row, N_q, N_kv,
-    BAND: tl.constexpr, MASK: tl.constexpr, BLOCK_N: tl.constexpr,
+    first, n, entry, wg, row, N_q, N_kv,
+    BAND: tl.constexpr, LISTED: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The n-th block of a walk from `first`, and its code for warpgroup wg, whose rows are those
-    from `row`."""
-    if MASK:
-        entry = tl.load(first + n)
+    from `row`. entry: what a list has there."""
+    if LISTED:
         return entry >> 6, (entry >> (2 * wg)) & 3
     else:
         return first + n, band_code(first + n, row, N_q, N_kv, BAND, BLOCK_N)
 
 
-# -- what a mask shows, once before the kernel ----
+# -- what mask and lists show, once before the kernel ----
 
 
 @triton.jit
@@ -98,28 +105,99 @@ def _pack_mask_kernel(
 
 
 @triton.jit
-def _list_blocks_kernel(
-    Codes,  # as above, in
-    List,  # [heads, num_m, blocks + 1] int32 out: how many, then 64 j + 4^wg codes of each block j
-    N2_q, N2_kv, num_m, row_tiles, blocks,
-    BAND: tl.constexpr, WARPGROUPS: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
+def _how_often(
+    Counts, Indices, row, width, start, blocks, here, CHUNK: tl.constexpr, READ: tl.constexpr
 ):  # fmt: skip
-    """Grid: (heads * num_m,). The blocks of which a tile sees something, in their order."""
+    """How often the row-th list of the caller's names each of CHUNK blocks from start. An index
+    beyond the keys names none. Of a count beyond the list's width, the width. here: there is such a
+    row."""
+    count = tl.minimum(tl.load(Counts + row, here, 0), width)
+    found = tl.zeros([CHUNK], tl.int32)
+    for first in range(0, count, READ):
+        n = first + tl.arange(0, READ)
+        block = tl.maximum(tl.load(Indices + row * width + n, n < count, blocks), 0)
+        inside = (start <= block) & (block < tl.minimum(start + CHUNK, blocks))
+        found += tl.histogram(tl.where(inside, block - start, 0), CHUNK, inside)
+    return found
+
+
+@triton.jit
+def _list_tiles_kernel(
+    Codes,  # as above, in; unread unless MASK
+    Kv_count, Kv_index, Full_count, Full_index,  # the caller's, as ../triton.py has them
+    List,  # [B or 1, H or 1, num_m, width] int32 out, but for the tiles by length
+    stride_cb, stride_ch, stride_kb, stride_kh, kv_width, full_width,
+    H, N2_q, N2_kv, num_m, row_tiles, blocks, width,  # H: of List. blocks: of BLOCK_N keys
+    BAND: tl.constexpr, MASK: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, FULL: tl.constexpr,  # 0: there are no lists
+    WARPGROUPS: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Grid: (heads of List * num_m,). The blocks of which a tile sees something. One that a list
+    names twice is there twice."""
     N_q, N_kv = N2_q // 2, N2_kv // 2
+    PARTS: tl.constexpr = BLOCK_KV // BLOCK_N if BLOCK_KV else 1  # of a block of the caller's
     head, m = (tl.program_id(0) // num_m).to(tl.int64), tl.program_id(0) % num_m
-    here = List + tl.program_id(0).to(tl.int64) * (blocks + 1)
-    count = 0
-    for start in range(0, blocks, CHUNK):
-        j = start + tl.arange(0, CHUNK)
-        codes = tl.zeros([CHUNK], tl.int32)
-        for wg in tl.static_range(WARPGROUPS):
-            row_tile = tl.minimum(m * WARPGROUPS + wg, row_tiles - 1)
-            code = tl.load(Codes + (head * row_tiles + row_tile) * blocks + j, j < blocks, 0)
-            row = (m * WARPGROUPS + wg) * 64
-            code = code.to(tl.int32) & band_code(j, row, N_q, N_kv, BAND, BLOCK_N)
-            codes |= code << (2 * wg)
-        found = (codes != 0).to(tl.int32)
-        place = 1 + count + tl.cumsum(found, 0) - found
-        tl.store(here + place, j * 64 + codes, found != 0)
-        count += tl.sum(found, 0)
-    tl.store(here, count)
+    b, h = head // H, head % H
+    Codes += b * stride_cb + h * stride_ch
+    here = List + tl.program_id(0).to(tl.int64) * width
+    place = BEFORE_ENTRIES
+    for start in range(0, tl.cdiv(blocks, PARTS), CHUNK):
+        k, most = 0, 1
+        while k < most:  # the k-th time that a list names a block
+            for part in tl.static_range(PARTS):
+                j = (start + tl.arange(0, CHUNK)) * PARTS + part
+                codes = tl.zeros([CHUNK], tl.int32)
+                for wg in tl.static_range(WARPGROUPS):
+                    row = (m * WARPGROUPS + wg) * 64
+                    code = band_code(j, row, N_q, N_kv, BAND, BLOCK_N)
+                    if MASK:
+                        row_tile = tl.minimum(m * WARPGROUPS + wg, row_tiles - 1)
+                        shown = tl.load(Codes + row_tile.to(tl.int64) * blocks + j, j < blocks, 0)
+                        shown = shown.to(tl.int32)
+                        code &= shown
+                    if BLOCK_Q:
+                        if wg == 0 or BLOCK_Q % (64 * WARPGROUPS) != 0:  # else they share a list
+                            listed = b * stride_kb + h * stride_kh + row // BLOCK_Q
+                            of_all = tl.cdiv(blocks, PARTS)
+                            in_part = _how_often(
+                                Kv_count, Kv_index, listed, kv_width, start, of_all, row < N_q,
+                                CHUNK, 256,
+                            )  # fmt: skip
+                            whole = tl.zeros([CHUNK], tl.int32)
+                            if FULL:
+                                whole = _how_often(
+                                    Full_count, Full_index, listed, full_width, start, of_all,
+                                    row < N_q, CHUNK, 256,
+                                )  # fmt: skip
+                            most = tl.maximum(most, tl.max(whole + in_part, 0))
+                        of_whole = band_code(j, row, N_q, N_kv, (-1, -1, False), BLOCK_N)
+                        if MASK:
+                            of_whole &= shown
+                        of_whole = tl.where(of_whole == 1, 2, of_whole)
+                        code = tl.where(k < whole + in_part, code, 0)
+                        code = tl.where(k < whole, of_whole, code)
+                    codes |= code << (2 * wg)
+                found = (codes != 0).to(tl.int32)
+                tl.store(here + place + tl.cumsum(found, 0) - found, j * 64 + codes, found != 0)
+                place += tl.sum(found, 0)
+            k += 1
+    tl.store(here, place - BEFORE_ENTRIES)
+
+
+@triton.jit
+def _rank_tiles_kernel(
+    List,  # as above, in; the tiles by length out
+    num_m, width,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Grid: (heads of List, cdiv(num_m, CHUNK))."""
+    lists = List + tl.program_id(0).to(tl.int64) * num_m * width
+    m = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    count = tl.load(lists + m.to(tl.int64) * width, m < num_m, 0)
+    rank = tl.zeros([CHUNK], tl.int32)
+    for start in range(0, num_m, CHUNK):
+        n = start + tl.arange(0, CHUNK)
+        other = tl.load(lists + n.to(tl.int64) * width, n < num_m, 0x7FFFFFFF)
+        first = (other[None, :] == count[:, None]) & (n[None, :] < m[:, None])
+        rank += tl.sum(((other[None, :] < count[:, None]) | first).to(tl.int32), 1)
+    tl.store(lists + rank.to(tl.int64) * width + 1, m, m < num_m)

@@ -59,7 +59,16 @@ def _to_fp8(x):
 
 
 @triton.jit
-def _tile_coords(t, num_m, heads, group, H_q, H_kv, BLOCK_M: tl.constexpr):
+def _lists_of(b, h, of_list):
+    """A head's List (blocks.py)."""
+    List, stride_lb, stride_lh, _ = of_list
+    return List + b.to(tl.int64) * stride_lb + h.to(tl.int64) * stride_lh
+
+
+@triton.jit
+def _tile_coords(
+    t, num_m, heads, group, H_q, H_kv, of_list, LISTED: tl.constexpr, BLOCK_M: tl.constexpr
+):  # fmt: skip
     """Tile t -> (b, h, h_kv, first row). Tiles of `group` heads, whose k and v share L2, follow
     each other by length: upwards in one group, downwards in the next and in the last. So each
     program, which takes every num_programs-th, gets about as much as the others."""
@@ -73,6 +82,8 @@ def _tile_coords(t, num_m, heads, group, H_q, H_kv, BLOCK_M: tl.constexpr):
     b = head // H_q
     h = head - b * H_q
     h_kv = h // (H_q // H_kv)
+    if LISTED:
+        m = tl.load(_lists_of(b, h, of_list) + m.to(tl.int64) * of_list[3] + 1)
     row = m * BLOCK_M
     return b, h, h_kv, row
 
@@ -87,11 +98,11 @@ def _num_blocks(row_end, N_kv, CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _is_bounded(band, mask):
-    """There is a mask, or a band (left, right, bottom_right; -1: no bound) that is not SDPA's
+def _is_bounded(band, listed):
+    """There are lists, or a band (left, right, bottom_right; -1: no bound) that is not SDPA's
     causal one."""
     left, right, bottom_right = band
-    return mask or left >= 0 or right > 0 or (right == 0 and bottom_right)
+    return listed or left >= 0 or right > 0 or (right == 0 and bottom_right)
 
 
 @gluon.constexpr_function
@@ -219,12 +230,12 @@ def _hide_by_words(
 
 @gluon.jit
 def _hide(
-    x, row0, j, N_q, N_kv, words, stride_wm,
-    BAND: gl.constexpr, MASK: gl.constexpr, BLOCK_N: gl.constexpr, ROW: gl.constexpr,
-    L5: gl.constexpr,
+    x, row0, j, code, N_q, N_kv, words, stride_wm,
+    BAND: gl.constexpr, LISTED: gl.constexpr, MASK: gl.constexpr, BLOCK_N: gl.constexpr,
+    ROW: gl.constexpr, L5: gl.constexpr,
 ):  # fmt: skip
-    """x [64, blocks, 8, 4, 2] fp32, of block j, with -inf where band or mask hide a key. words: of
-    the head's first row."""
+    """x [64, blocks, 8, 4, 2] fp32, of block j, with -inf where band (unless its code is 2) or mask
+    hide a key. words: of the head's first row."""
     BLOCKS: gl.constexpr = BLOCK_N // 64
     if MASK:
         x = _hide_by_words(x, row0, j, words, stride_wm, BLOCK_N, L5)
@@ -233,11 +244,14 @@ def _hide(
     if BAND[2]:
         here += N_kv - N_q
     if BAND[1] >= 0:
-        limit = gl.minimum(limit, here + (BAND[1] + 1))
+        right = gl.minimum(limit, here + (BAND[1] + 1))
+        limit = gl.where(code == 2, limit, right) if LISTED else right
     if BAND[1] >= 0 or not MASK:  # no bit shows a key beyond N_kv
         x = gl.where(_columns_below(limit - j * BLOCK_N, L5, BLOCKS), x, -float("inf"))
     if BAND[0] >= 0:
         left = here - BAND[0] - j * BLOCK_N
+        if LISTED:
+            left = gl.where(code == 2, 0, left)
         x = gl.where(_columns_below(left, L5, BLOCKS), -float("inf"), x)
     return x
 
@@ -288,13 +302,13 @@ def _add_pv(p, v, o, alpha, FP8: gl.constexpr):
 def _attend(
     q_tile, k_smem, v_smem, stage, zero, m, l, o, q_scale, k_scale,
     next_order, read, any_read, turn, phase, row0, j, code, N_q, N_kv, words, stride_wm,
-    BAND: gl.constexpr, MASK: gl.constexpr, PART: gl.constexpr, FP8: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_DV: gl.constexpr, CHUNK: gl.constexpr, L5: gl.constexpr,
-    ROW: gl.constexpr, P: gl.constexpr, OROW: gl.constexpr,
+    BAND: gl.constexpr, LISTED: gl.constexpr, MASK: gl.constexpr, PART: gl.constexpr,
+    FP8: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_DV: gl.constexpr, CHUNK: gl.constexpr,
+    L5: gl.constexpr, ROW: gl.constexpr, P: gl.constexpr, OROW: gl.constexpr,
 ):  # fmt: skip
     """m, l and o after block j of k and v, in two turns at the tensor cores: the one that this
     warpgroup has, which it passes on, and that of `phase`, which it keeps. PART: 0 all of the block
-    is in sight, 1 a part, 2 a part where code is 1."""
+    is in sight, 1 a part, 2 what its code (blocks.py) says."""
     BLOCKS: gl.constexpr = BLOCK_N // 64
     k = k_smem.index(stage).permute((1, 0))
     s = warpgroup_mma(q_tile, k, zero, use_acc=False, is_async=True)
@@ -310,11 +324,17 @@ def _attend(
     c5 = gl.expand_dims(gl.expand_dims(c, 3), 2)  # [64, blocks, 1, 1, 1]
     x = s.to(gl.float32)
     if PART == 1:  # scaled first: the other way takes more registers
-        x = _hide(x * c5, row0, j, N_q, N_kv, words, stride_wm, BAND, MASK, BLOCK_N, ROW, L5)
+        x = _hide(
+            x * c5, row0, j, 1, N_q, N_kv, words, stride_wm, BAND, False, False, BLOCK_N, ROW, L5
+        )
         highest = _row_maximum(x)
     else:  # scaled in the exponential, by an fma
-        if code == 1:
-            x = _hide(x, row0, j, N_q, N_kv, words, stride_wm, BAND, MASK, BLOCK_N, ROW, L5)
+        if PART == 2:
+            if code < 3:
+                x = _hide(
+                    x, row0, j, code, N_q, N_kv, words, stride_wm, BAND, LISTED, MASK, BLOCK_N, ROW,
+                    L5,
+                )  # fmt: skip
         # Of integers it takes half the instructions.
         highest = _row_maximum(x if PART else s).to(gl.float32) * c
         x = x * c5
@@ -399,19 +419,20 @@ def _store_part(
 
 @gluon.jit
 def _consumer(
-    wg: gl.constexpr, shared, tensors, of_mask, strides, shape,
+    wg: gl.constexpr, shared, tensors, of_mask, of_list, strides, shape,
     D: gl.constexpr, D_V: gl.constexpr, SCALE: gl.constexpr, BAND: gl.constexpr,
-    MASK: gl.constexpr, SPLIT: gl.constexpr, FP8: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
+    LISTED: gl.constexpr, MASK: gl.constexpr, SPLIT: gl.constexpr, FP8: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, WARPGROUPS: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup `wg`: rows 64 wg .. of each of the program's tiles."""
     q_smem, k_smem, v_smem, full, empty, order = shared
     Q, K_scale, V_scale, V_mean, Out, Lse, Part, Part_ml = tensors
-    Words, List, stride_wb, stride_wh, stride_wm, stride_lb, stride_lh = of_mask
+    Words, stride_wb, stride_wh, stride_wm = of_mask
     stride_qb, stride_qh, stride_qn, stride_ob, stride_oh, stride_on = strides
     H_q, H_kv, N_q, N_kv, N_pad, num_m, heads, group, whole_tiles = shape
     BLOCK_M: gl.constexpr = 64 * WARPGROUPS
-    BOUNDED: gl.constexpr = _is_bounded(BAND, MASK)
+    BOUNDED: gl.constexpr = _is_bounded(BAND, LISTED)
     CAUSAL: gl.constexpr = BAND[1] == 0
     # Channels of o in one product. At 256, four of 64: with two of 128 the ptxas of CUDA 13.4
     # (Triton 3.9) spills 44 registers a loop: 1.44x the time of Triton 3.6's, which four make 1.11x
@@ -438,7 +459,7 @@ def _consumer(
     blocks = (N_kv + BLOCK_N - 1) // BLOCK_N
     count, pieces, first, last = _work_items(whole_tiles, num_tiles, blocks)
     t, begin, end = _work_item(0, count, first, last, whole_tiles, blocks)
-    b, h, h_kv, row = _tile_coords(t, num_m, heads, group, H_q, H_kv, BLOCK_M)
+    b, h, h_kv, row = _tile_coords(t, num_m, heads, group, H_q, H_kv, of_list, LISTED, BLOCK_M)
     q = _load_q(Q, b, h, row + wg * 64, stride_qb, stride_qh, stride_qn, N_q, D, LQ, BLOCK_D)
     next_order = order.index((wg + 1) % WARPGROUPS)
     taken = 0  # turns at the tensor cores so far: one a block, one a tile
@@ -456,9 +477,13 @@ def _consumer(
         if BOUNDED:
             begin = 0
             words = Words + b.to(gl.int64) * stride_wb + h.to(gl.int64) * stride_wh
-            lists = List + b.to(gl.int64) * stride_lb + h.to(gl.int64) * stride_lh
-            first_block, end = walk(lists, row, blocks, N_q, N_kv, BAND, MASK, BLOCK_M, BLOCK_N)
+            first_block, end = walk(
+                _lists_of(b, h, of_list), of_list[3], row, N_q, N_kv, BAND, LISTED, BLOCK_M, BLOCK_N
+            )
             mine, whole = end, end
+            entry = 0
+            if LISTED:
+                entry = gl.load(first_block)
         else:
             if not SPLIT:
                 begin, end = 0, _num_blocks(row + BLOCK_M, N_kv, CAUSAL, BLOCK_N)
@@ -487,16 +512,20 @@ def _consumer(
                 read, any_read = empty.index((i + STAGES - 1) % STAGES), j > begin
                 turn, phase = order.index(wg), (taken + j + 1) & 1
                 if BOUNDED:
-                    block, code = block_of(first_block, j, wg, row0, N_q, N_kv, BAND, MASK, BLOCK_N)
+                    block, code = block_of(
+                        first_block, j, entry, wg, row0, N_q, N_kv, BAND, LISTED, BLOCK_N
+                    )
                     k_scale = gl.load(scale_ptrs + block * BLOCKS)
+                    if LISTED:  # of the next one, which arrives meanwhile; a list is one longer
+                        entry = gl.load(first_block + j + 1)
                     mbarrier.wait(full.index(stage), (i // STAGES) & 1)
                     if code > 0:
                         m, l, o = _attend(
                             q_tile, k_smem, v_smem, stage, zero,
                             m, l, o, q_scale, k_scale,
                             next_order, read, any_read, turn, phase, row0, block, code, N_q, N_kv,
-                            words, stride_wm, BAND, MASK, 2, FP8, BLOCK_N, BLOCK_DV, CHUNK, L5, ROW,
-                            P, OROW,
+                            words, stride_wm, BAND, LISTED, MASK, 2, FP8, BLOCK_N, BLOCK_DV, CHUNK,
+                            L5, ROW, P, OROW,
                         )  # fmt: skip
                     else:
                         mbarrier.arrive(next_order, count=1)
@@ -509,8 +538,8 @@ def _consumer(
                         q_tile, k_smem, v_smem, stage, zero,
                         m, l, o, q_scale, k_scale,
                         next_order, read, any_read, turn, phase, row0, j, 0, N_q, N_kv,
-                        Words, 0, BAND, False, part, FP8, BLOCK_N, BLOCK_DV, CHUNK, L5, ROW, P,
-                        OROW,
+                        Words, 0, BAND, False, False, part, FP8, BLOCK_N, BLOCK_DV, CHUNK, L5, ROW,
+                        P, OROW,
                     )  # fmt: skip
         read, any_read = empty.index((fetched + mine + STAGES - 1) % STAGES), mine > begin
         mbarrier.arrive(next_order, count=1)
@@ -529,7 +558,7 @@ def _consumer(
             gl.minimum(item + 1, count + pieces - 1), count, first, last, whole_tiles, blocks
         )
         next_b, next_h, next_h_kv, next_row = _tile_coords(
-            next_t, num_m, heads, group, H_q, H_kv, BLOCK_M
+            next_t, num_m, heads, group, H_q, H_kv, of_list, LISTED, BLOCK_M
         )
         q = _load_q(
             Q, next_b, next_h, next_row + wg * 64,
@@ -554,31 +583,34 @@ def _consumer(
 
 @gluon.jit
 def _producer(
-    K, V, shared, of_mask, shape,
-    BAND: gl.constexpr, MASK: gl.constexpr, SPLIT: gl.constexpr, FP8: gl.constexpr,
+    K, V, shared, of_list, shape,
+    BAND: gl.constexpr, LISTED: gl.constexpr, SPLIT: gl.constexpr, FP8: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One warp: k and v of each of the program's tiles, block by block."""
     q_smem, k_smem, v_smem, full, empty, order = shared
     H_q, H_kv, N_q, N_kv, N_pad, num_m, heads, group, whole_tiles = shape
-    _, List, _, _, _, stride_lb, stride_lh = of_mask
     fetched = 0
     blocks = (N_kv + BLOCK_N - 1) // BLOCK_N
     count, pieces, first, last = _work_items(whole_tiles, num_m * heads, blocks)
     for item in range(count + pieces):
         t, begin, end = _work_item(item, count, first, last, whole_tiles, blocks)
-        b, h, h_kv, row = _tile_coords(t, num_m, heads, group, H_q, H_kv, BLOCK_M)
+        b, h, h_kv, row = _tile_coords(t, num_m, heads, group, H_q, H_kv, of_list, LISTED, BLOCK_M)
         head_kv = b * H_kv + h_kv
-        if _is_bounded(BAND, MASK):
-            lists = List + b.to(gl.int64) * stride_lb + h.to(gl.int64) * stride_lh
-            first_block, end = walk(lists, row, blocks, N_q, N_kv, BAND, MASK, BLOCK_M, BLOCK_N)
+        entry = 0
+        if _is_bounded(BAND, LISTED):
+            first_block, end = walk(
+                _lists_of(b, h, of_list), of_list[3], row, N_q, N_kv, BAND, LISTED, BLOCK_M, BLOCK_N
+            )
             begin = 0
         elif not SPLIT:
             end = _num_blocks(row + BLOCK_M, N_kv, BAND[1] == 0, BLOCK_N)
         for n in range(begin, end):
             j = n
-            if _is_bounded(BAND, MASK):
-                j, _ = block_of(first_block, n, 0, row, N_q, N_kv, BAND, MASK, BLOCK_N)
+            if _is_bounded(BAND, LISTED):
+                if LISTED:
+                    entry = gl.load(first_block + n)
+                j, _ = block_of(first_block, n, entry, 0, row, N_q, N_kv, BAND, LISTED, BLOCK_N)
             i = fetched + n - begin
             stage = i % STAGES
             mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
@@ -599,16 +631,16 @@ def _hopper_kernel(
     K, K_scale,  # descriptor of [B * H_kv * N_pad, BLOCK_D] int8; [B, H_kv, N_pad / 64] fp32
     V, V_scale, V_mean,  # descriptor of [B * H_kv * BLOCK_DV, N_pad] FP8; [B, H_kv, D_V] twice
     # 16-bit: descriptor of [B, H_kv, N_kv, D_V]; the other two unread
-    Words, List,  # blocks.py; unread without a mask
+    Words, List,  # blocks.py; unread but for MASK and LISTED
     Out, Lse,  # [B, H_q, N_q, D_V], [B, H_q, N_q] fp32
     Part, Part_ml,  # [2 * programs, BLOCK_M, BLOCK_DV], [2 * programs, 2, BLOCK_M] fp32: o, m, l
     stride_qb, stride_qh, stride_qn, stride_ob, stride_oh, stride_on,
-    stride_wb, stride_wh, stride_wm, stride_lb, stride_lh,
+    stride_wb, stride_wh, stride_wm, stride_lb, stride_lh, stride_lm,
     heads, H_q, H_kv, N2_q, N2_kv, N_pad, group, whole_tiles,  # heads: B * H_q. N2: 2 N
     D: gl.constexpr, D_V: gl.constexpr, SCALE: gl.constexpr, BAND: gl.constexpr,
-    MASK: gl.constexpr, SPLIT: gl.constexpr, FP8: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    LISTED: gl.constexpr, MASK: gl.constexpr, SPLIT: gl.constexpr, FP8: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, WARPGROUPS: gl.constexpr,
+    STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid: (programs,), as many as run at once."""
     N_q, N_kv = N2_q // 2, N2_kv // 2
@@ -631,28 +663,34 @@ def _hopper_kernel(
     mbarrier.arrive(order.index(0), count=1)
     shared = (q_smem, k_smem, v_smem, full, empty, order)
     tensors = (Q, K_scale, V_scale, V_mean, Out, Lse, Part, Part_ml)
-    of_mask = (Words, List, stride_wb, stride_wh, stride_wm, stride_lb, stride_lh)
+    of_mask = (Words, stride_wb, stride_wh, stride_wm)
+    of_list = (List, stride_lb, stride_lh, stride_lm)
     strides = (stride_qb, stride_qh, stride_qn, stride_ob, stride_oh, stride_on)
     shape = (H_q, H_kv, N_q, N_kv, N_pad, num_m, heads, group, whole_tiles)
     # Written out, because what a local name holds is no constexpr any more.
     if WARPGROUPS == 2:
         gl.warp_specialize([
-            (_consumer, (0, shared, tensors, of_mask, strides, shape, D, D_V, SCALE,
-                         BAND, MASK, SPLIT, FP8, BLOCK_N, BLOCK_D, BLOCK_DV, WARPGROUPS, STAGES)),
-            (_consumer, (1, shared, tensors, of_mask, strides, shape, D, D_V, SCALE,
-                         BAND, MASK, SPLIT, FP8, BLOCK_N, BLOCK_D, BLOCK_DV, WARPGROUPS, STAGES)),
-            (_producer, (K, V, shared, of_mask, shape, BAND, MASK, SPLIT, FP8, BLOCK_M,
+            (_consumer, (0, shared, tensors, of_mask, of_list, strides, shape, D, D_V, SCALE,
+                         BAND, LISTED, MASK, SPLIT, FP8, BLOCK_N, BLOCK_D, BLOCK_DV, WARPGROUPS,
+                         STAGES)),
+            (_consumer, (1, shared, tensors, of_mask, of_list, strides, shape, D, D_V, SCALE,
+                         BAND, LISTED, MASK, SPLIT, FP8, BLOCK_N, BLOCK_D, BLOCK_DV, WARPGROUPS,
+                         STAGES)),
+            (_producer, (K, V, shared, of_list, shape, BAND, LISTED, SPLIT, FP8, BLOCK_M,
                          BLOCK_N, BLOCK_DV, STAGES)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consumer, (0, shared, tensors, of_mask, strides, shape, D, D_V, SCALE,
-                         BAND, MASK, SPLIT, FP8, BLOCK_N, BLOCK_D, BLOCK_DV, WARPGROUPS, STAGES)),
-            (_consumer, (1, shared, tensors, of_mask, strides, shape, D, D_V, SCALE,
-                         BAND, MASK, SPLIT, FP8, BLOCK_N, BLOCK_D, BLOCK_DV, WARPGROUPS, STAGES)),
-            (_consumer, (2, shared, tensors, of_mask, strides, shape, D, D_V, SCALE,
-                         BAND, MASK, SPLIT, FP8, BLOCK_N, BLOCK_D, BLOCK_DV, WARPGROUPS, STAGES)),
-            (_producer, (K, V, shared, of_mask, shape, BAND, MASK, SPLIT, FP8, BLOCK_M,
+            (_consumer, (0, shared, tensors, of_mask, of_list, strides, shape, D, D_V, SCALE,
+                         BAND, LISTED, MASK, SPLIT, FP8, BLOCK_N, BLOCK_D, BLOCK_DV, WARPGROUPS,
+                         STAGES)),
+            (_consumer, (1, shared, tensors, of_mask, of_list, strides, shape, D, D_V, SCALE,
+                         BAND, LISTED, MASK, SPLIT, FP8, BLOCK_N, BLOCK_D, BLOCK_DV, WARPGROUPS,
+                         STAGES)),
+            (_consumer, (2, shared, tensors, of_mask, of_list, strides, shape, D, D_V, SCALE,
+                         BAND, LISTED, MASK, SPLIT, FP8, BLOCK_N, BLOCK_D, BLOCK_DV, WARPGROUPS,
+                         STAGES)),
+            (_producer, (K, V, shared, of_list, shape, BAND, LISTED, SPLIT, FP8, BLOCK_M,
                          BLOCK_N, BLOCK_DV, STAGES)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
 
@@ -692,7 +730,7 @@ def _combine_kernel(
         l = l * alpha + l_part * beta
         m = m_new
 
-    b, h, h_kv, row = _tile_coords(whole_tiles + n, num_m, heads, 1, H_q, H_kv, BLOCK_M)
+    b, h, h_kv, row = _tile_coords(whole_tiles + n, num_m, heads, 1, H_q, H_kv, 0, False, BLOCK_M)
     rows = row + r
     o = acc * (1.0 / l)[:, None]
     if FP8:

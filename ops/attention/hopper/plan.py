@@ -17,7 +17,12 @@ from triton.experimental.gluon import language as gl
 
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.arguments import AttentionCall, broadcast_strides
-from sage_inductor.ops.attention.hopper.blocks import _list_blocks_kernel, _pack_mask_kernel
+from sage_inductor.ops.attention.hopper.blocks import (
+    BEFORE_ENTRIES,
+    _list_tiles_kernel,
+    _pack_mask_kernel,
+    _rank_tiles_kernel,
+)
 from sage_inductor.ops.attention.hopper.kernel import _combine_kernel, _hopper_kernel
 from sage_inductor.ops.attention.tiles import Tile
 from sage_inductor.ops.compat import GluonDescriptor
@@ -40,8 +45,6 @@ def why_not(a: AttentionCall) -> str | None:
         return f"it multiplies INT8 with a scale per token, not {recipe.qk}, {recipe.granularity}"
     if recipe.pv not in ("fp8", "16bit"):
         return f"it multiplies p and v in FP8 or 16 bits, not {recipe.pv}"
-    if a.blocks.size is not None:
-        return "it reads no block lists"
     if a.attn_mask is not None and a.attn_mask.dtype != torch.bool:
         return "of masks it reads bool ones alone"
     if a.attn_mask is not None and recipe.pv == "16bit":
@@ -69,23 +72,29 @@ def launch(
     (lowering/record.py): no plan is kept for those."""
     q, k, v = a.q, a.k, a.v
     out, lse = a.empty_outputs()
+    lists, *list_numbers = a.list_arguments()
+    list_numbers = sum(map(tuple, list_numbers), ())
     plan_of = _plan if isinstance(q, Tensor) else _plan.__wrapped__
     plan = plan_of(
         device or q.device, q.dtype, q.shape, q.stride(), k.shape, v.dtype, v.shape, v.stride(),
         out.shape[3], out.stride(), a.band_arguments(), a.scale, a.n_kv, tile,
         None if a.attn_mask is None else (a.attn_mask.shape, a.attn_mask.stride()),
+        None if a.blocks.size is None else (a.blocks.kv_num_blocks.shape[:2], list_numbers),
     )  # fmt: skip
     part = part_ml = lse  # not touched
     if plan.parts:
         part, part_ml = (lse.new_empty(n) for n in plan.parts)
     v_scale, v_mean = (lse, lse) if a.v_mean is None else (a.v_scale, a.v_mean)
     k, v = _at(plan.k, k), _at(plan.v, v)
-    words = blocks = lse  # not touched
+    words = codes = list_ = lse  # not touched
     if plan.mask:
-        words, codes, blocks = (lse.new_empty(n, dtype=dtype) for n, dtype in plan.mask.made)
+        words, codes = (lse.new_empty(n, dtype=dtype) for n, dtype in plan.mask.made)
         run(*plan.mask.pack.of((a.attn_mask, words, codes)))
-        run(*plan.mask.list.of((codes, blocks)))
-    tensors = q, k, a.k_scale, v, v_scale, v_mean, words, blocks, out, lse, part, part_ml
+    if plan.lists:
+        list_ = lse.new_empty(plan.lists.made, dtype=torch.int32)
+        run(*plan.lists.make.of((codes, *lists, list_)))
+        run(*plan.lists.rank.of((list_,)))
+    tensors = q, k, a.k_scale, v, v_scale, v_mean, words, list_, out, lse, part, part_ml
     run(*plan.attend.of(tensors), **plan.attend.options)
     if plan.combine:
         tensors = part, part_ml, v_scale, v_mean, out, lse
@@ -108,10 +117,20 @@ class _Launch(NamedTuple):
 class _Mask(NamedTuple):
     """What is made of a mask before: blocks.py."""
 
-    made: tuple  # (elements, dtype) of Words, Codes and List
-    strides: tuple  # of Words and List, as the kernel takes them
+    made: tuple  # (elements, dtype) of Words and Codes
+    strides: tuple  # of Words, as the kernel takes them
+    heads: tuple  # of the mask: B or 1, H_q or 1
+    of_codes: tuple  # their strides of a batch and a head, and how many row_tiles
     pack: _Launch
-    list: _Launch
+
+
+class _Lists(NamedTuple):
+    """What is made of a mask, or of the caller's lists, or of both: blocks.py."""
+
+    made: int  # elements of List
+    strides: tuple  # as the kernel takes them
+    make: _Launch
+    rank: _Launch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +140,7 @@ class _Plan:
     k: GluonDescriptor  # of no tensor yet
     v: GluonDescriptor
     mask: _Mask | None
+    lists: _Lists | None
     attend: _Launch
     parts: tuple[int, int] | None  # elements of Part and of Part_ml, if tiles are split
     combine: _Launch | None
@@ -129,7 +149,7 @@ class _Plan:
 @functools.lru_cache(maxsize=4096)
 def _plan(
     device, dtype, q_shape, q_stride, k_shape, v_dtype, v_shape, v_stride, D_v, out_stride,
-    band, scale, n_kv, tile, of_mask,
+    band, scale, n_kv, tile, of_mask, of_lists,
 ) -> _Plan:  # fmt: skip
     B, H_q, N_q, D = q_shape
     H_kv, N_pad, BLOCK_D = k_shape[1:]
@@ -142,13 +162,16 @@ def _plan(
         v = _descriptor(v_dtype, v_shape, v_stride, [1, 1, tile.BLOCK_N, BLOCK_DV])
     num_m, blocks = triton.cdiv(N_q, tile.BLOCK_M), triton.cdiv(n_kv, tile.BLOCK_N)
     num_tiles, processors, group = B * H_q * num_m, tiles.processors(device), 1
-    mask = None if of_mask is None else _mask(*of_mask, N_q, n_kv, band, tile)
+    mask = None if of_mask is None else _mask(*of_mask, N_q, n_kv, tile)
+    lists = None
+    if mask or of_lists:
+        lists = _lists(mask, of_lists, (B, H_q), N_q, n_kv, band, tile)
     shares, (left, right, _) = None, band
-    if left < 0 <= right:  # rows of other lengths; an even number of groups: see _tile_coords
+    if lists or left < 0 <= right:  # rows of other lengths; an even number of groups: _tile_coords
         fit = L2_BYTES // (n_kv * (BLOCK_D + BLOCK_DV * v_dtype.itemsize)) * (H_q // H_kv)
         groups = triton.cdiv(B * H_q, torch.sym_max(1, fit))
         group = triton.cdiv(B * H_q, torch.sym_max(1, groups + groups % 2))
-    elif left < 0 and mask is None:
+    elif left < 0:
         shares = schedule(num_tiles, blocks, processors)
     split = shares is not None
     programs, whole_tiles = shares or (torch.sym_min(num_tiles, processors), num_tiles)
@@ -156,14 +179,15 @@ def _plan(
     attend = _Launch(
         _hopper_kernel,
         (programs, 1, 1),
-        (*q_stride[:3], *out_stride[:3], *(mask.strides if mask else (0,) * 5),
+        (*q_stride[:3], *out_stride[:3], *(mask.strides if mask else (0,) * 3),
+         *(lists.strides if lists else (0,) * 3),
          B * H_q, H_q, H_kv, 2 * N_q, 2 * n_kv, N_pad, group, whole_tiles,  # shape
-         D, D_v, scale, band, mask is not None, split, fp8,  # semantics
+         D, D_v, scale, band, lists is not None, mask is not None, split, fp8,  # semantics
          tile.BLOCK_N, BLOCK_D, BLOCK_DV, tile.warpgroups, tile.num_stages, consumer),  # tile
         dict(num_warps=tile.num_warps, maxnreg=at_launch),
     )  # fmt: skip
     if not split:
-        return _Plan(k, v, mask, attend, None, None)
+        return _Plan(k, v, mask, lists, attend, None, None)
     rows = 2048 // BLOCK_DV
     combine = _Launch(
         _combine_kernel,
@@ -175,40 +199,64 @@ def _plan(
         {},
     )  # fmt: skip
     slots = 2 * programs * tile.BLOCK_M
-    return _Plan(k, v, mask, attend, (slots * BLOCK_DV, slots * 2), combine)
+    return _Plan(k, v, None, None, attend, (slots * BLOCK_DV, slots * 2), combine)
 
 
-def _mask(shape, strides, N_q, n_kv, band, tile) -> _Mask:
+def _mask(shape, strides, N_q, n_kv, tile) -> _Mask:
     """Of attn_mask's shape and strides."""
-    heads, a_row_each = shape[0] * shape[1], shape[2] != 1
+    (B, H), a_row_each = shape[:2], shape[2] != 1
     row_tiles = triton.cdiv(N_q, 64) if a_row_each else 1
     rows = 64 if a_row_each else 1  # of each of them
-    blocks, num_m = triton.cdiv(n_kv, tile.BLOCK_N), triton.cdiv(N_q, tile.BLOCK_M)
+    blocks = triton.cdiv(n_kv, tile.BLOCK_N)
     words = triton.cdiv(blocks * tile.BLOCK_N, 512) * 16  # of a row: whole vectors
     pack = _Launch(
         _pack_mask_kernel,
-        (heads * row_tiles * blocks, 1, 1),
-        (*broadcast_strides(shape, strides), shape[1], 2 * N_q, 2 * n_kv, row_tiles, blocks, words,
+        (B * H * row_tiles * blocks, 1, 1),
+        (*broadcast_strides(shape, strides), H, 2 * N_q, 2 * n_kv, row_tiles, blocks, words,
          rows, tile.BLOCK_N),
         {},
     )  # fmt: skip
-    lists = _Launch(
-        _list_blocks_kernel,
-        (heads * num_m, 1, 1),
-        (2 * N_q, 2 * n_kv, num_m, row_tiles, blocks, band, tile.warpgroups, tile.BLOCK_N, 128),
-        {},
-    )
-    of_words, of_list = row_tiles * rows * words, num_m * (blocks + 1)
     made = (
-        (heads * of_words, torch.int32), (heads * row_tiles * blocks, torch.uint8),
-        (heads * of_list, torch.int32),
+        (B * H * row_tiles * rows * words, torch.int32),
+        (B * H * row_tiles * blocks, torch.uint8),
+    )
+    of_words = *_strides_of_heads((B, H), row_tiles * rows * words), words if a_row_each else 0
+    of_codes = *_strides_of_heads((B, H), row_tiles * blocks), row_tiles
+    return _Mask(made, of_words, (B, H), of_codes, pack)
+
+
+def _lists(mask: _Mask | None, of_lists, heads, N_q, n_kv, band, tile) -> _Lists:
+    """of_lists: the caller's lists' heads (B or 1, H_q or 1) and `AttentionCall.list_arguments`'s
+    numbers, or None. heads: B, H_q."""
+    blocks, num_m = triton.cdiv(n_kv, tile.BLOCK_N), triton.cdiv(N_q, tile.BLOCK_M)
+    of_caller, numbers = of_lists or ((1, 1), (0,) * 6 + (False,))
+    *list_strides, kv_width, full_width, block_q, block_kv, full = numbers
+    of_mask = mask.heads if mask else (1, 1)
+    B, H = (n if any(x != 1 for x in found) else 1
+            for n, *found in zip(heads, of_caller, of_mask, strict=True))  # fmt: skip
+    entries = blocks
+    if of_lists:
+        apart = 1 if block_q % tile.BLOCK_M == 0 else tile.warpgroups if block_q == 64 else 2
+        entries = apart * (kv_width + full * full_width) * (block_kv // tile.BLOCK_N)
+    width = BEFORE_ENTRIES.value + entries + 1  # the kernel reads one ahead
+    make = _Launch(
+        _list_tiles_kernel,
+        (B * H * num_m, 1, 1),
+        (*(mask.of_codes[:2] if mask else (0, 0)), *list_strides, kv_width, full_width,
+         H, 2 * N_q, 2 * n_kv, num_m, mask.of_codes[2] if mask else 1, blocks, width,
+         band, mask is not None, block_q, block_kv, full,
+         tile.warpgroups, tile.BLOCK_N, 512),
+        {},
     )  # fmt: skip
-    of_batch, of_head = (0 if n == 1 else 1 for n in shape[:2])
-    found = (
-        of_batch * shape[1] * of_words, of_head * of_words, words if a_row_each else 0,
-        of_batch * shape[1] * of_list, of_head * of_list,
-    )  # fmt: skip
-    return _Mask(made, found, pack, lists)
+    rank = _Launch(_rank_tiles_kernel, (B * H, triton.cdiv(num_m, 64), 1), (num_m, width, 64), {})
+    strides = *_strides_of_heads((B, H), num_m * width), width
+    return _Lists(B * H * num_m * width, strides, make, rank)
+
+
+def _strides_of_heads(heads, of_one) -> tuple:
+    """Of a batch and a head, where so many elements are of one: 0 where there is one for all."""
+    B, H = heads
+    return 0 if B == 1 else H * of_one, 0 if H == 1 else of_one
 
 
 def _descriptor(dtype: torch.dtype, shape, strides, block: list[int]) -> GluonDescriptor:

@@ -1,0 +1,194 @@
+"""Attention by lists of blocks: time against the share of blocks that the lists name.
+
+$ python bench/lists.py          # on a GPU about two minutes
+$ python bench/lists.py --json   # and bench/results/GPU/DATE-lists.json
+
+Every block of keys is named with the same probability, by every block of queries of every head on
+its own, and the one on the diagonal always. Without a probability: blocks of 64 tokens of a video,
+those near in time, height and width, and 5 % of the others, as NABLA names them.
+
+    dense    the kernel on the same tile without lists
+    lists    the same kernel by lists, and what is made of them before
+    flex     compiled flex_attention by the same lists
+    density  the share of blocks that the lists name
+    per work dense's ms * density / lists' ms: 1, if time went with what is computed
+
+k and v are quantized beforehand. Shapes: B = 1, H heads, N tokens, head_dim 128.
+"""
+
+import argparse
+import datetime
+import itertools
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from bench import machine
+from bench.attention import RESULTS, save
+from bench.measure import WRONG, Provider, Runner, interleave, summary
+from sage_inductor.ops.attention import tiles
+from sage_inductor.ops.attention.arguments import AttentionCall
+from sage_inductor.ops.attention.select import attention_opaque, hopper_tile
+from sage_inductor.ops.launch import launch_cached
+from sage_inductor.ops.recipe import NAMED
+from sage_inductor.ops.sdpa import attention_call, prepare
+from sage_inductor.ops.visibility import BlockLists, Visibility
+
+H, D = 24, 128
+DENSITIES = 1.0, 0.5, 0.3, 0.1
+GRID = 16, 48, 80  # of a video of 61,440 tokens, of which 4 x 4 x 4 are a block
+
+
+class Setup(NamedTuple):
+    N: int
+    block_q: int
+    block_kv: int
+    density: float | None  # the probability
+    with_flex: bool
+
+
+SETUPS = [
+    *(
+        Setup(N, *size, density, N <= 32768 and size[0] == 128)
+        for N, size in itertools.product((32768, 75600, 118800), ((128, 128), (192, 128)))
+        for density in DENSITIES
+    ),
+    Setup(61440, 64, 64, None, True),
+]
+RECIPE = "sage2-8b-per-token"
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--target-ms", type=float, default=60.0)
+    parser.add_argument("--json", nargs="?", const="", metavar="FILE")
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("bench/lists.py times GPU kernels: torch sees no CUDA device", file=sys.stderr)
+        return 2
+    device = torch.device("cuda")
+    torch.manual_seed(0)
+    result = {
+        "date": datetime.date.today().isoformat(),
+        "machine": machine.describe(device),
+        "versions": machine.versions(),
+        "rounds": args.rounds,
+        "rows": [],
+    }
+    path = args.json or None
+    if args.json == "":
+        slug = result["machine"]["gpu"].lower().replace(" ", "-")
+        path = RESULTS / slug / f"{result['date']}-lists.json"
+    for setup in SETUPS:
+        result["rows"].append(measure(setup, device, args.rounds, args.target_ms))
+        print(line_of(result["rows"][-1]))
+        save(result, path)
+        torch.cuda.empty_cache()
+    return 0
+
+
+def line_of(row: dict) -> str:
+    ms = "".join(f" {name} {each['ms']:8.3f} ms" for name, each in row["times"].items())
+    return (
+        f"N {row['N']:6} blocks {row['block_q']:3} x {row['block_kv']:3} density"
+        f" {row['density']:.3f}{ms} per work {row['per_work']:.3f} rel. L1 {row['rel_l1']:.4f}"
+    )
+
+
+# -- lists ----
+
+
+def named(setup: Setup, device) -> Tensor:
+    """bool [1, H, blocks of queries, blocks of keys]"""
+    rows, columns = -(-setup.N // setup.block_q), -(-setup.N // setup.block_kv)
+    drawn = torch.rand(1, H, rows, columns, device=device)
+    if setup.density is None:
+        return (drawn < 0.05) | near(device)
+    block = torch.arange(rows, device=device) * setup.block_q // setup.block_kv
+    return (drawn < setup.density) | (block[:, None] == torch.arange(columns, device=device))
+
+
+def near(device) -> Tensor:
+    """bool [blocks, blocks]: at most 1, 2 and 3 blocks apart in time, height and width."""
+    T, Y, X = (n // 4 for n in GRID)
+    i = torch.arange(T * Y * X, device=device)
+    places = i // (Y * X), i // X % Y, i % X
+    apart = [(x[:, None] - x).abs() for x in places]
+    return (apart[0] <= 1) & (apart[1] <= 2) & (apart[2] <= 3)
+
+
+def lists_of(blocks: Tensor, block_q: int, block_kv: int) -> BlockLists:
+    """Full blocks, in the order of their keys."""
+    index = torch.argsort(~blocks, dim=-1, stable=True).int()
+    count = blocks.sum(-1, dtype=torch.int32)
+    return BlockLists(torch.zeros_like(count), index, count, index, block_q, block_kv)
+
+
+# -- the measurement ----
+
+
+def measure(setup: Setup, device, rounds: int, target_ms: float) -> dict:
+    q, k, v = (torch.randn(1, H, setup.N, D, device=device, dtype=torch.bfloat16) for _ in range(3))
+    size = setup.block_q, setup.block_kv
+    blocks = named(setup, device)
+    lists = lists_of(blocks, *size)
+    recipe, visibility = NAMED[RECIPE], Visibility(blocks=lists)
+    prepared = prepare(k, v, visibility, recipe, True)
+    a = attention_call(q, k, v, prepared, visibility, D**-0.5, recipe)
+    providers = {"lists": Provider("lists", lambda *a: attention_opaque(*a)[0], lambda *_: a)}
+    if (tile := hopper_tile(a)) is not None:
+        dense = a._replace(**dict.fromkeys(BlockLists._fields))
+        providers["dense"] = Provider("dense", on(tile), lambda *_: dense)
+    if setup.with_flex:
+        providers["flex"] = Provider("flex", by_flex(lists, setup.N))
+    runners = {name: Runner(each, [(q, k, v)]) for name, each in providers.items()}
+    by_lists = [runner for name, runner in runners.items() if name != "dense"]
+    rel_l1 = max(error(each.output(), q, k, v, blocks, size) for each in by_lists)
+    if not rel_l1 < WRONG:
+        sys.exit(f"wrong at {setup}: relative L1 {rel_l1}")
+    times = interleave(runners, rounds, target_ms)
+    row = {
+        **setup._asdict(),
+        "density": blocks.float().mean().item(),
+        "rel_l1": rel_l1,
+        "tile": str(tile),
+        "times": {name: summary(each) for name, each in times.items()},
+    }
+    ms = {name: each["ms"] for name, each in row["times"].items()}
+    row["per_work"] = ms["dense"] * row["density"] / ms["lists"] if "dense" in ms else None
+    return row
+
+
+def on(tile: tiles.Tile) -> Callable:
+    from sage_inductor.ops.attention.hopper import plan  # imports Gluon, which may be missing
+
+    return lambda *a: plan.launch(AttentionCall(*a), tile, launch_cached)[0]
+
+
+def by_flex(lists: BlockLists, n: int) -> Callable:
+    mask = BlockMask.from_kv_blocks(
+        *lists[:4], BLOCK_SIZE=(lists.block_q, lists.block_kv), seq_lengths=(n, n)
+    )
+    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    return lambda q, k, v: compiled(q, k, v, block_mask=mask)
+
+
+def error(out: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, size) -> float:
+    """Relative L1 of out's last head at 256 rows, against float64."""
+    rows = torch.randint(q.shape[2], (256,), device=q.device)
+    s = q[0, -1, rows].double() @ k[0, -1].double().mT * D**-0.5
+    seen = blocks[0, -1, rows // size[0]].repeat_interleave(size[1], 1)[:, : s.shape[1]]
+    exact = s.masked_fill(~seen, float("-inf")).softmax(-1) @ v[0, -1].double()
+    return ((out[0, -1, rows] - exact).abs().sum() / exact.abs().sum()).item()
+
+
+if __name__ == "__main__":
+    sys.stdout.reconfigure(line_buffering=True)
+    sys.exit(main())
