@@ -53,10 +53,11 @@ class Setup(NamedTuple):
 
 SETUPS = [
     *(
-        Setup(N, *size, density, N <= 32768 and size[0] == 128)
+        Setup(N, *size, density, N <= 75600 and size[0] == 128)
         for N, size in itertools.product((32768, 75600, 118800), ((128, 128), (192, 128)))
         for density in DENSITIES
     ),
+    Setup(32768, 128, 64, 0.3, True),  # as sage::select_blocks makes them
     Setup(61440, 64, 64, None, True),
 ]
 RECIPE = "sage2-8b-per-token"
@@ -177,7 +178,10 @@ def by_flex(lists: BlockLists, n: int) -> Callable:
         *lists[:4], BLOCK_SIZE=(lists.block_q, lists.block_kv), seq_lengths=(n, n)
     )
     compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-    return lambda q, k, v: compiled(q, k, v, block_mask=mask)
+    tile = (
+        {"BLOCK_M": 64, "BLOCK_N": 64} if lists.block_kv == 64 else None
+    )  # its own do not divide it
+    return lambda q, k, v: compiled(q, k, v, block_mask=mask, kernel_options=tile)
 
 
 def error(out: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, size) -> float:

@@ -22,6 +22,7 @@ compiled function. The others read it as an attn_mask made beforehand, flex as a
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -252,7 +253,8 @@ def gate(case: Case, name: str, device: torch.device) -> float:
         a = a._replace(warpgroups=tile.warpgroups or 0)
         with _poisoned_empty():
             out = kernel.call(*a)
-        emulated = emulation.attention(a, tile.BLOCK_N)[0].double()
+        walk = walk_of(a, tile) if a.attn_mask is not None and tile.warpgroups else None
+        emulated = emulation.attention(a, tile.BLOCK_N, walk)[0].double()
         errors.append(((out.double() - emulated).norm() / emulated.norm()).item())
     # max() would skip a NaN.
     return max(errors) if all(error == error for error in errors) else float("nan")
@@ -265,6 +267,30 @@ def tile_of(a: AttentionCall, N: int, selected: Selected) -> Tile:
     B, H, _, D = a.q.shape
     longer = a._replace(q=a.q.new_empty(B, H, 1, D).expand(B, H, N, D))
     return hopper_tile(longer) or selected.tile
+
+
+def walk_of(a: AttentionCall, tile: Tile) -> torch.Tensor:
+    """What the Hopper kernel reads by lists, its own or the caller's, as the emulation takes it."""
+    from sage_inductor.ops.attention.hopper import plan  # imports Gluon, which may be missing
+
+    given = {}
+
+    def run(kernel, grid, tensors, numbers, **options):
+        launch_cached(kernel, grid, tensors, numbers, **options)
+        given.update(zip(kernel.arg_names, (*tensors, *numbers), strict=True))
+
+    plan.launch(a, tile, run)
+    B, H, num_m = *a.q.shape[:2], given["num_m"]
+    strides = given["stride_lb"], given["stride_lh"], given["stride_lm"], 1
+    rows = given["List"].as_strided((B, H, num_m, strides[2]), strides).tolist()
+    walk = torch.zeros(B, H, num_m * tile.warpgroups, strides[2], dtype=torch.int64)
+    for b, h, m in itertools.product(range(B), range(H), range(num_m)):
+        whole, count, _, *entries = rows[b][h][m]
+        read = torch.tensor([*entries[:whole], *entries[::-1][: count - whole]], dtype=torch.int64)
+        for wg in range(tile.warpgroups):
+            code = read >> 2 * wg & 3
+            walk[b, h, m * tile.warpgroups + wg, :count] = (read >> 6) * 4 + code
+    return walk.to(a.q.device)
 
 
 @contextlib.contextmanager

@@ -25,12 +25,12 @@ from sage_inductor.ops.reference.quantize import (
 
 
 def attention(
-    a: AttentionCall, block_n: int = 128, lists_in_order: bool = False
+    a: AttentionCall, block_n: int = 128, walk: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The kernel that `a.recipe` names, reading `block_n` keys at a time: out [B, H_q, N_q, D_v] of
-    q's dtype, lse [B, H_q, N_q] fp32, of the keys as they were quantized. lists_in_order: as the
-    Hopper kernel reads up to 512 blocks of lists, in the order of their keys, and then again those
-    that are named again."""
+    q's dtype, lse [B, H_q, N_q] fp32, of the keys as they were quantized. walk [B, H_q, tiles of 64
+    queries, n]: the n blocks of block_n keys that each tile reads, in their order, as 4 j + code;
+    the code is the Hopper kernel's (hopper/blocks.py), which makes it of mask and lists."""
     if a.decoded.of_qk.block_scaled:
         return _block_scaled(a, block_n)
     q, k, v, n_kv, recipe, pv = a.q, a.k, a.v, a.n_kv, a.decoded, a.decoded.of_pv
@@ -53,14 +53,15 @@ def attention(
         delta = a.delta.float() * (scale * LOG2E)
         x = x + delta.repeat_interleave(Q_BLOCK, 2)[:, :, :N_q]
     x = x[..., :n_kv]
-    if a.blocks.size is None:
+    if walk is not None:
+        x = masked(x, a.attn_mask, None, None, False, LOG2E)
+        x, keys = _as_walked(x, masked(x, None, *a.visibility.band), walk, block_n)
+        n = torch.arange(x.shape[3], device=q.device)
+    elif a.blocks.size is None:
         keys, x = None, masked(x, a.attn_mask, *a.visibility.band, LOG2E)
         x = F.pad(x, (0, n.shape[0] - n_kv), value=-math.inf)
     else:
         x, keys = _as_listed(masked(x, a.attn_mask, None, None, False, LOG2E), a)
-        if lists_in_order:
-            place = _places(keys, x, a.blocks.block_kv, block_n)
-            x, keys = x.gather(3, place), keys.gather(3, place)
         n = torch.arange(x.shape[3], device=q.device)
 
     # The running maximum at the end of a tile decides how the tile's p is rounded; what later
@@ -108,18 +109,16 @@ def _as_listed(x: Tensor, a: AttentionCall) -> tuple[Tensor, Tensor]:
     return tuple(torch.cat(each, 3) for each in zip(*listed, strict=True))
 
 
-def _places(keys: Tensor, x: Tensor, block_kv: int, block_n: int) -> Tensor:
-    """Where in a list is what comes n-th: by how often its block was named before, then by its tile
-    of block_n keys in the block, then by the block. What is not named is last."""
-    first = slice(None, None, block_kv)
-    block, named = keys[..., first] // block_kv, (x > -math.inf).unflatten(3, (-1, block_kv)).any(4)
-    same = (block[..., None] == block[..., None, :]) & named[..., None, :]
-    before = same.tril(-1).sum(-1)
-    tile = torch.arange(block_kv, device=x.device) // block_n
-    blocks = int(block.max()) + 1
-    order = (before[..., None] * (block_kv // block_n) + tile) * blocks + block[..., None]
-    order = torch.where(named[..., None], order, order.max() + 1)
-    return order.flatten(3).argsort(3, stable=True)
+def _as_walked(x: Tensor, x_banded: Tensor, walk: Tensor, block_n: int) -> tuple[Tensor, Tensor]:
+    """x [B, H_q, N_q, N_kv] in the order of a walk, x_banded where its code is 1, -inf where it is
+    0 or beyond the keys; and the keys, there 0."""
+    n_q, n_kv = x.shape[2:]
+    entry = walk[:, :, torch.arange(n_q, device=x.device) // 64].repeat_interleave(block_n, 3)
+    key = entry // 4 * block_n + torch.arange(entry.shape[3], device=x.device) % block_n
+    seen = (entry % 4 > 0) & (key < n_kv)
+    key = torch.where(seen, key, 0)
+    x = torch.where(entry % 4 == 1, x_banded.gather(3, key), x.gather(3, key))
+    return x.masked_fill(~seen, -math.inf), key
 
 
 def _block_scaled(a: AttentionCall, block_n: int) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.testing import assert_close
 
 import sage_inductor
+from bench.providers import walk_of
 from sage_inductor.ops import (
     attention,
     attention_opaque,
@@ -359,7 +360,8 @@ def check_lists(op, seed: int, recipes, longest: int = 1500) -> bool:
     of_hopper = None if portable else hopper_tile(a)
     tile = of_hopper or tile
     out, lse = op(*a)
-    out_ref, lse_ref = emulation.attention(a, tile.BLOCK_N, of_hopper is not None)
+    walk = of_hopper and walk_of(a, tile)
+    out_ref, lse_ref = emulation.attention(a, tile.BLOCK_N, walk)
     empty = lse_ref == -math.inf
     assert out.isfinite().all() and (out[empty] == 0).all() and (lse[empty] == -math.inf).all()
     few, atol = 1e-3, 1e-4
@@ -453,8 +455,10 @@ def hopper_emulation(a, tile):
         )  # fmt: skip
 
     every, blocks, num_m = slice(None), -(-a.n_kv // tile.BLOCK_N), -(-N_q // tile.BLOCK_M)
+    if a.attn_mask is not None:
+        return emulation.attention(a, tile.BLOCK_N, walk_of(a, tile))
     out, lse = emulate(a.q, every, every, 0, blocks)
-    if (a.attn_mask, a.left, a.right) != (None, None, None):
+    if (a.left, a.right) != (None, None):
         return out, lse
     for t, inner in cuts(B, H_q, H_kv, N_q, a.n_kv, tile).items():
         head, m = divmod(t, num_m)

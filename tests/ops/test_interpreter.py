@@ -478,7 +478,7 @@ def _walk_kernel(
     """Grid: (tiles,). First, Count [tiles]; Codes [tiles, BLOCK_M / 64, BLOCKS]."""
     row = tl.program_id(0) * BLOCK_M
     band: tl.constexpr = (LEFT, RIGHT, BOTTOM_RIGHT)
-    first, count = blocks.walk(First, 0, row, N_q, N_kv, band, False, BLOCK_M, 128)
+    first, _, count = blocks.walk(First, 0, row, N_q, N_kv, band, False, BLOCK_M, 128)
     tl.store(First + tl.program_id(0), first)
     tl.store(Count + tl.program_id(0), count)
     for i in range(0, BLOCK_M // 64):
@@ -558,22 +558,26 @@ def run_of_mask(m, mask) -> list[torch.Tensor]:
 
 
 def run_lists(of, codes, lists) -> list[list[int]]:
-    """plan._lists's `of` -> the numbers of each row of List. One ahead of the last can be read."""
+    """plan._lists's `of` -> of each row of List the tile, then the blocks in their order."""
     found = torch.full((of.made,), 85, dtype=torch.int32)
     of.make.kernel[of.make.grid](codes, *lists, found, *of.make.numbers)
     of.rank.kernel[of.rank.grid](found, *of.rank.numbers)
     rows = found.view(-1, of.strides[2])
-    assert (2 + rows[:, 0] < of.strides[2]).all()
-    return [row[: 2 + row[0]].tolist() for row in rows]
+    read = []
+    for whole, count, tile, *entries in rows.tolist():
+        read.append([tile, *entries[:whole], *entries[::-1][: count - whole]])
+        every = 4 ** of.make.numbers[-3] - 1  # all warpgroups' codes are 3
+        assert [entry & 63 == every for entry in read[-1][1:]] == [n < whole for n in range(count)]
+    return read
 
 
 def check_order(rows, num_m):
     """The tiles of each head from the shortest list to the longest."""
     for first in range(0, len(rows), num_m):
         of_head = rows[first : first + num_m]
-        order = [row[1] for row in of_head]
+        order = [row[0] for row in of_head]
         assert sorted(order) == list(range(num_m))
-        lengths = [of_head[m][0] for m in order]
+        lengths = [len(of_head[m]) for m in order]
         assert lengths == sorted(lengths)
 
 
@@ -605,8 +609,8 @@ def test_blocks_and_words_of_a_mask_are_what_it_shows(kind, warpgroups):
         check_order(rows, num_m)
         for b, h, tile_m in itertools.product(range(B), range(H), range(num_m)):
             row = (of.strides[0] * b + of.strides[1] * h) // of.strides[2] + tile_m
-            found = torch.tensor(rows[row][2:], dtype=torch.int64)
-            assert torch.equal(found >> 6, (found >> 6).unique())  # in their order, each once
+            found = torch.tensor(rows[row][1:], dtype=torch.int64)
+            assert len(found) == len((found >> 6).unique())  # each once
             given = torch.zeros(warpgroups, count, dtype=torch.int32)
             for entry in found.tolist():
                 given[:, entry >> 6] = torch.tensor([entry >> 2 * w & 3 for w in range(warpgroups)])
@@ -626,11 +630,11 @@ def test_a_tile_reads_the_blocks_that_its_lists_name(warpgroups, block_q, masked
     """Against brute force: each as often as it is named, by a full block's list whatever the band
     says, by a partial one's in the band; and only where a mask shows a key."""
     rng = random.Random(block_q + masked)
-    for draw in range(4):
+    for draw in range(3):
         block_kv, keys = rng.choice(BLOCK_SIZES), rng.choice((64, 128))
         n_q, n_kv = rng.choice((1, 200, 400)), rng.choice((1, 200, 641))
         if draw == 0:  # more blocks than a program takes at a time
-            block_kv, n_q, n_kv = 64, 65, 33_000
+            block_kv, n_q, n_kv = 64, 30, 33_000
         keys = math.gcd(keys, block_kv)
         tile = Tile(64 * warpgroups, keys, 4, 2, warpgroups=warpgroups)
         B, H, full = 2, 2, rng.random() < 0.7
@@ -656,7 +660,7 @@ def test_a_tile_reads_the_blocks_that_its_lists_name(warpgroups, block_q, masked
         for b, h, tile_m in itertools.product(range(B), range(H), range(num_m)):
             row = (of.strides[0] * b + of.strides[1] * h) // of.strides[2] + tile_m
             given = [collections.Counter() for _ in range(warpgroups)]
-            for entry in rows[row][2:]:
+            for entry in rows[row][1:]:
                 for wg, counter in enumerate(given):
                     counter[entry >> 6, entry >> 2 * wg & 3] += entry >> 2 * wg & 3 != 0
             for wg, counter in enumerate(given):

@@ -37,6 +37,7 @@ OF_HOPPER = {
     "row": (0, 2**30 + 192), "b": PLACE, "h": PLACE, "h_kv": PLACE, "head": PLACE,
     "head_kv": (0, 2**23), "channel": (0, 2**31 - 257), "scale_row": (0, 2**24),
     "slot": (0, 2**16), "begin": BLOCKS, "end": BLOCKS, "m": BLOCKS,
+    "place": (-1, 2**28),
 }  # fmt: skip
 
 
@@ -350,8 +351,8 @@ def test_no_offset_of_what_is_made_of_mask_and_lists_wraps(compile):
     """Of at most MAX_ROWS queries and keys; what is counted and where it goes are of the blocks."""
     bounds = {
         "row_tiles": (1, 2**24), "blocks": (1, 2**23), "words": (4, 2**25), "num_m": (1, 2**23),
-        "count": (0, 2**25), "place": (1, 2**28), "found": (0, 2**25), "m": (0, 2**23),
-        "rank": (0, 2**23),
+        "count": (0, 2**25), "wholes": (0, 2**28), "parts": (0, 2**28), "found": (0, 2**25),
+        "place": (-1, 2**30), "m": (0, 2**23), "rank": (0, 2**23), "width": (4, 2**28),
     }  # fmt: skip
     function = Function(compile(), bounds).run()
     assert function.offsets > 2 and not function.unproved, "\n".join(function.unproved)

@@ -13,9 +13,11 @@ the tile's own, which kernels make before: of all that its warpgroups see. They 
 into bits (a thread of a wgmma accumulator reads a word for 8 of its scores), and tell which tiles
 have the longest lists, so that each program gets about as much as the others.
 
-    List[head, m] = count, tile, 64 j + 4^wg codes of each of count blocks j
+    List[head, m] = whole, count, tile, 64 j + 4^wg codes of each of count blocks j
 
-tile: the one whose list is the m-th shortest of the head's, which is no matter of this row's.
+The first `whole` blocks are those of which all warpgroups see all. They begin the row, the others
+end it, the first of them last. tile: the one whose list is the m-th shortest of the head's, which
+is no matter of this row's.
 """
 
 import triton
@@ -23,7 +25,7 @@ import triton.language as tl
 
 from sage_inductor.ops.attention.visible_tiles import tiles_in_sight
 
-BEFORE_ENTRIES = tl.constexpr(2)  # numbers of a row of List
+BEFORE_ENTRIES = tl.constexpr(3)  # numbers of a row of List
 
 
 @triton.jit
@@ -32,15 +34,16 @@ def walk(
     BAND: tl.constexpr, LISTED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The first block that the tile of BLOCK_M rows from `row` reads, as `block_of` takes it
-    (LISTED: where the head's lists have it), and how many it reads."""
+    (LISTED: where the head's lists have it), how many it reads whole (LISTED; else 0) and how many
+    in all."""
     if LISTED:
         here = lists + (row // BLOCK_M).to(tl.int64) * stride_lm
-        return here + BEFORE_ENTRIES, tl.load(here)
+        return here + BEFORE_ENTRIES, tl.load(here), tl.load(here + 1)
     else:
         begin, end, _, _, _ = tiles_in_sight(
             row, row, N_q, N_kv, BAND[0], BAND[1], BAND[2], 0, BLOCK_M, BLOCK_N
         )
-        return begin, tl.maximum(end - begin, 0)
+        return begin, 0, tl.maximum(end - begin, 0)
 
 
 @triton.jit
@@ -51,6 +54,14 @@ def band_code(j, row, N_q, N_kv, BAND: tl.constexpr, BLOCK_N: tl.constexpr):
     )
     some = (begin <= j) & (j < end) & (row < N_q)
     return tl.where(some, tl.where((whole <= j) & (j < whole_end), 3, 1), 0)
+
+
+@triton.jit
+def entry_of(first, n, whole, stride_lm):
+    """The n-th entry of a list. Of n one beyond the last, any number."""
+    place = stride_lm - (BEFORE_ENTRIES + 1) - (n - whole)
+    place = tl.where(n < whole, n, place)
+    return tl.load(first + place)
 
 
 @triton.jit
@@ -140,12 +151,13 @@ def _list_tiles_kernel(
     b, h = head // H, head % H
     Codes += b * stride_cb + h * stride_ch
     here = List + tl.program_id(0).to(tl.int64) * width
-    place = BEFORE_ENTRIES
+    EVERY: tl.constexpr = 4**WARPGROUPS - 1  # all codes are 3
+    wholes, parts = 0, 0  # entries so far
     for start in range(0, tl.cdiv(blocks, PARTS), CHUNK):
         k, most = 0, 1
         while k < most:  # the k-th time that a list names a block
-            for part in tl.static_range(PARTS):
-                j = (start + tl.arange(0, CHUNK)) * PARTS + part
+            for nth in tl.static_range(PARTS):
+                j = (start + tl.arange(0, CHUNK)) * PARTS + nth
                 codes = tl.zeros([CHUNK], tl.int32)
                 for wg in tl.static_range(WARPGROUPS):
                     row = (m * WARPGROUPS + wg) * 64
@@ -159,29 +171,35 @@ def _list_tiles_kernel(
                         if wg == 0 or BLOCK_Q % (64 * WARPGROUPS) != 0:  # else they share a list
                             listed = b * stride_kb + h * stride_kh + row // BLOCK_Q
                             of_all = tl.cdiv(blocks, PARTS)
-                            in_part = _how_often(
+                            partial = _how_often(
                                 Kv_count, Kv_index, listed, kv_width, start, of_all, row < N_q,
                                 CHUNK, 256,
                             )  # fmt: skip
-                            whole = tl.zeros([CHUNK], tl.int32)
+                            full = tl.zeros([CHUNK], tl.int32)
                             if FULL:
-                                whole = _how_often(
+                                full = _how_often(
                                     Full_count, Full_index, listed, full_width, start, of_all,
                                     row < N_q, CHUNK, 256,
                                 )  # fmt: skip
-                            most = tl.maximum(most, tl.max(whole + in_part, 0))
-                        of_whole = band_code(j, row, N_q, N_kv, (-1, -1, False), BLOCK_N)
+                            most = tl.maximum(most, tl.max(full + partial, 0))
+                        of_full = band_code(j, row, N_q, N_kv, (-1, -1, False), BLOCK_N)
                         if MASK:
-                            of_whole &= shown
-                        of_whole = tl.where(of_whole == 1, 2, of_whole)
-                        code = tl.where(k < whole + in_part, code, 0)
-                        code = tl.where(k < whole, of_whole, code)
+                            of_full &= shown
+                        of_full = tl.where(of_full == 1, 2, of_full)
+                        code = tl.where(k < full + partial, code, 0)
+                        code = tl.where(k < full, of_full, code)
                     codes |= code << (2 * wg)
-                found = (codes != 0).to(tl.int32)
-                tl.store(here + place + tl.cumsum(found, 0) - found, j * 64 + codes, found != 0)
-                place += tl.sum(found, 0)
+                entry, whole = j * 64 + codes, (codes == EVERY).to(tl.int32)
+                place = BEFORE_ENTRIES - 1 + wholes + tl.cumsum(whole, 0)
+                tl.store(here + place, entry, whole != 0)
+                wholes += tl.sum(whole, 0)
+                part = ((codes != EVERY) & (codes != 0)).to(tl.int32)
+                place = width - parts - tl.cumsum(part, 0)
+                tl.store(here + place, entry, part != 0)
+                parts += tl.sum(part, 0)
             k += 1
-    tl.store(here, place - BEFORE_ENTRIES)
+    tl.store(here, wholes)
+    tl.store(here + 1, wholes + parts)
 
 
 @triton.jit
@@ -193,11 +211,11 @@ def _rank_tiles_kernel(
     """Grid: (heads of List, cdiv(num_m, CHUNK))."""
     lists = List + tl.program_id(0).to(tl.int64) * num_m * width
     m = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    count = tl.load(lists + m.to(tl.int64) * width, m < num_m, 0)
+    count = tl.load(lists + m.to(tl.int64) * width + 1, m < num_m, 0)
     rank = tl.zeros([CHUNK], tl.int32)
     for start in range(0, num_m, CHUNK):
         n = start + tl.arange(0, CHUNK)
-        other = tl.load(lists + n.to(tl.int64) * width, n < num_m, 0x7FFFFFFF)
+        other = tl.load(lists + n.to(tl.int64) * width + 1, n < num_m, 0x7FFFFFFF)
         first = (other[None, :] == count[:, None]) & (n[None, :] < m[:, None])
         rank += tl.sum(((other[None, :] < count[:, None]) | first).to(tl.int32), 1)
-    tl.store(lists + rank.to(tl.int64) * width + 1, m, m < num_m)
+    tl.store(lists + rank.to(tl.int64) * width + 2, m, m < num_m)

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sage_inductor.ops.attention.hopper.blocks import block_of, walk
+from sage_inductor.ops.attention.hopper.blocks import block_of, entry_of, walk
 from sage_inductor.ops.compat import gluon_barrier, reinterpret, tma_load
 from sage_inductor.ops.formats import E4M3_MAX, LOG2E, QK, TINY
 
@@ -83,7 +83,7 @@ def _tile_coords(
     h = head - b * H_q
     h_kv = h // (H_q // H_kv)
     if LISTED:
-        m = tl.load(_lists_of(b, h, of_list) + m.to(tl.int64) * of_list[3] + 1)
+        m = tl.load(_lists_of(b, h, of_list) + m.to(tl.int64) * of_list[3] + 2)
     row = m * BLOCK_M
     return b, h, h_kv, row
 
@@ -335,8 +335,10 @@ def _attend(
                     x, row0, j, code, N_q, N_kv, words, stride_wm, BAND, LISTED, MASK, BLOCK_N, ROW,
                     L5,
                 )  # fmt: skip
-        # Of integers it takes half the instructions.
-        highest = _row_maximum(x if PART else s).to(gl.float32) * c
+            highest = _row_maximum(x)  # where s stays, up to 100 registers are spilled
+        else:
+            highest = _row_maximum(s).to(gl.float32)  # of integers it takes half the instructions
+        highest = highest * c
         x = x * c5
     p, m, l, alpha = _softmax(x, highest, m, l, FP8, PART == 2)
     alpha = gl.expand_dims(gl.convert_layout(alpha, OROW, assert_trivial=True), 1)
@@ -477,13 +479,12 @@ def _consumer(
         if BOUNDED:
             begin = 0
             words = Words + b.to(gl.int64) * stride_wb + h.to(gl.int64) * stride_wh
-            first_block, end = walk(
+            first_block, whole, end = walk(
                 _lists_of(b, h, of_list), of_list[3], row, N_q, N_kv, BAND, LISTED, BLOCK_M, BLOCK_N
             )
-            mine, whole = end, end
-            entry = 0
+            mine, entry = end, 0
             if LISTED:
-                entry = gl.load(first_block)
+                entry = entry_of(first_block, 0, whole, of_list[3])
         else:
             if not SPLIT:
                 begin, end = 0, _num_blocks(row + BLOCK_M, N_kv, CAUSAL, BLOCK_N)
@@ -501,8 +502,8 @@ def _consumer(
                 taken -= begin
 
         mbarrier.wait(order.index(wg), (taken + begin) & 1)
-        # The whole blocks; the diagonal and the tail. Or (BOUNDED) those of the walk.
-        for part in gl.static_range(1 if BOUNDED else 2):
+        # The whole blocks; the diagonal and the tail, or (BOUNDED) what codes say.
+        for part in gl.static_range(1 if BOUNDED and not LISTED else 0, 2):
             lo, hi = begin, whole
             if part == 1:
                 lo, hi = whole, mine
@@ -511,14 +512,16 @@ def _consumer(
                 stage = i % STAGES
                 read, any_read = empty.index((i + STAGES - 1) % STAGES), j > begin
                 turn, phase = order.index(wg), (taken + j + 1) & 1
+                block, code = j, 0
                 if BOUNDED:
                     block, code = block_of(
                         first_block, j, entry, wg, row0, N_q, N_kv, BAND, LISTED, BLOCK_N
                     )
-                    k_scale = gl.load(scale_ptrs + block * BLOCKS)
-                    if LISTED:  # of the next one, which arrives meanwhile; a list is one longer
-                        entry = gl.load(first_block + j + 1)
-                    mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+                if LISTED:  # of the next one, which arrives meanwhile
+                    entry = entry_of(first_block, j + 1, whole, of_list[3])
+                k_scale = gl.load(scale_ptrs + block * BLOCKS)
+                mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+                if BOUNDED and part == 1:
                     if code > 0:
                         m, l, o = _attend(
                             q_tile, k_smem, v_smem, stage, zero,
@@ -532,12 +535,10 @@ def _consumer(
                         mbarrier.arrive(read, count=1, pred=any_read)
                         mbarrier.wait(turn, phase)
                 else:
-                    k_scale = gl.load(scale_ptrs + j * BLOCKS)
-                    mbarrier.wait(full.index(stage), (i // STAGES) & 1)
                     m, l, o = _attend(
                         q_tile, k_smem, v_smem, stage, zero,
                         m, l, o, q_scale, k_scale,
-                        next_order, read, any_read, turn, phase, row0, j, 0, N_q, N_kv,
+                        next_order, read, any_read, turn, phase, row0, block, 0, N_q, N_kv,
                         Words, 0, BAND, False, False, part, FP8, BLOCK_N, BLOCK_DV, CHUNK, L5, ROW,
                         P, OROW,
                     )  # fmt: skip
@@ -599,7 +600,7 @@ def _producer(
         head_kv = b * H_kv + h_kv
         entry = 0
         if _is_bounded(BAND, LISTED):
-            first_block, end = walk(
+            first_block, whole, end = walk(
                 _lists_of(b, h, of_list), of_list[3], row, N_q, N_kv, BAND, LISTED, BLOCK_M, BLOCK_N
             )
             begin = 0
@@ -609,7 +610,7 @@ def _producer(
             j = n
             if _is_bounded(BAND, LISTED):
                 if LISTED:
-                    entry = gl.load(first_block + n)
+                    entry = entry_of(first_block, n, whole, of_list[3])
                 j, _ = block_of(first_block, n, entry, 0, row, N_q, N_kv, BAND, LISTED, BLOCK_N)
             i = fetched + n - begin
             stage = i % STAGES

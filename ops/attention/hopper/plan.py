@@ -169,6 +169,8 @@ def _plan(
     shares, (left, right, _) = None, band
     if lists or left < 0 <= right:  # rows of other lengths; an even number of groups: _tile_coords
         fit = L2_BYTES // (n_kv * (BLOCK_D + BLOCK_DV * v_dtype.itemsize)) * (H_q // H_kv)
+        if lists:  # as many as give each program a tile
+            fit = torch.sym_min(fit, triton.cdiv(processors, num_m))
         groups = triton.cdiv(B * H_q, torch.sym_max(1, fit))
         group = triton.cdiv(B * H_q, torch.sym_max(1, groups + groups % 2))
     elif left < 0:
@@ -238,7 +240,7 @@ def _lists(mask: _Mask | None, of_lists, heads, N_q, n_kv, band, tile) -> _Lists
     if of_lists:
         apart = 1 if block_q % tile.BLOCK_M == 0 else tile.warpgroups if block_q == 64 else 2
         entries = apart * (kv_width + full * full_width) * (block_kv // tile.BLOCK_N)
-    width = BEFORE_ENTRIES.value + entries + 1  # the kernel reads one ahead
+    width = BEFORE_ENTRIES.value + entries
     make = _Launch(
         _list_tiles_kernel,
         (B * H * num_m, 1, 1),
