@@ -9,11 +9,12 @@ those near in time, height and width, and 5 % of the others, as NABLA names them
 
     dense    the kernel on the same tile without lists
     lists    the same kernel by lists, and what is made of them before
+    op       ``sage::sdpa`` by the lists: with all preparation of k and v
     flex     compiled flex_attention by the same lists
     density  the share of blocks that the lists name
     per work dense's ms * density / lists' ms: 1, if time went with what is computed
 
-k and v are quantized beforehand. Shapes: B = 1, H heads, N tokens, head_dim 128.
+But for "op", k and v are quantized beforehand. Shapes: B = 1, H heads, N tokens, head_dim 128.
 """
 
 import argparse
@@ -57,6 +58,7 @@ SETUPS = [
         for N, size in itertools.product((32768, 75600, 118800), ((128, 128), (192, 128)))
         for density in DENSITIES
     ),
+    *(Setup(N, 128, 128, 0.3, True) for N in (1024, 2048, 4096, 8192, 16384)),
     Setup(32768, 128, 64, 0.3, True),  # as sage::select_blocks makes them
     Setup(61440, 64, 64, None, True),
 ]
@@ -147,6 +149,7 @@ def measure(setup: Setup, device, rounds: int, target_ms: float) -> dict:
     if (tile := hopper_tile(a)) is not None:
         dense = a._replace(**dict.fromkeys(BlockLists._fields))
         providers["dense"] = Provider("dense", on(tile), lambda *_: dense)
+    providers["op"] = Provider("op", by_op(lists))
     if setup.with_flex:
         providers["flex"] = Provider("flex", by_flex(lists, setup.N))
     runners = {name: Runner(each, [(q, k, v)]) for name, each in providers.items()}
@@ -171,6 +174,11 @@ def on(tile: tiles.Tile) -> Callable:
     from sage_inductor.ops.attention.hopper import plan  # imports Gluon, which may be missing
 
     return lambda *a: plan.launch(AttentionCall(*a), tile, launch_cached)[0]
+
+
+def by_op(lists: BlockLists) -> Callable:
+    of_call = None, [], None, None, False, D**-0.5, NAMED[RECIPE].encode(), None, False, False
+    return lambda q, k, v: torch.ops.sage.sdpa(q, k, v, *of_call, *lists)[0]
 
 
 def by_flex(lists: BlockLists, n: int) -> Callable:

@@ -204,14 +204,14 @@ ROWS = [row for row in tiles.HOPPER if not row[2]]
 )  # fmt: skip
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(map(str, row[:4])))
 def test_hopper_kernel_with_a_mask_keeps_its_tiles_in_registers(row, band, mask):
-    """One loop a warpgroup, and what hides keys in a branch of it."""
+    """What hides keys is in a branch of a loop."""
     pv, head_dim, _, _, tile = row
     if mask and pv == "16bit":
         pytest.skip("triton.py computes those")
     compiled = compile_hopper(pv, head_dim, False, tile, band=BANDS[band], mask=mask)
     assert compiled.metadata.shared <= 227 * 1024
     loops = loops_over_keys(compiled.asm["cubin"])
-    assert len(loops) == tile.warpgroups
+    assert len(loops) == tile.warpgroups * (1 + mask)  # whole blocks and the rest, or all
     for loop in loops:
         assert {"IGMMA", "QGMMA" if pv == "fp8" else "HGMMA"} <= {
             x for x in re.findall("[IQH]GMMA", " ".join(loop))
@@ -236,9 +236,8 @@ def test_hopper_kernel_by_lists_keeps_its_tiles_in_registers(pv, head_dim, band,
         compiled = compile_hopper(pv, head_dim, False, tile, band=BANDS[band], listed=True)
         assert compiled.metadata.shared <= 227 * 1024
         loops = loops_over_keys(compiled.asm["cubin"])
-        assert len(loops) == tile.warpgroups
-        allowed = 4 if band == "none" else 10
-        assert all(spilled(loop) <= allowed for loop in loops), [spilled(loop) for loop in loops]
+        assert len(loops) == 2 * tile.warpgroups  # whole blocks and the rest
+        assert all(spilled(loop) <= 10 for loop in loops), [spilled(loop) for loop in loops]
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
