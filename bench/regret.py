@@ -2,6 +2,7 @@
 
 $ python bench/regret.py --seed 1 --calls 300 --json       # bench/results/GPU/DATE-regret.json
 $ python bench/regret.py --seed 2 --calls 300 --budget 120 # as many as two minutes allow
+$ python bench/regret.py --data calibrated # as on a GPU that has no times built in
 
 Each call is a function of its own that calls F.scaled_dot_product_attention. Dynamo captures it on
 fake tensors, and the pass decides as for a user's `backend="sage"`. Then everything that the call
@@ -13,7 +14,8 @@ all preparation.
     regret   decided / best - 1
     x        the least of SDPA's / decided
 
-Kernels compile in other processes meanwhile, which compute no attention.
+A call that cannot be decided or timed is a row, too, and counts as failed. Kernels compile in other
+processes meanwhile, which compute no attention.
 """
 
 import argparse
@@ -30,6 +32,7 @@ import os
 import random
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -44,7 +47,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from bench import machine
 from bench.attention import RESULTS, cuda_device, save
 from bench.measure import Provider, Runner, interleave
-from sage_inductor import autotune, settings
+from sage_inductor import autotune, config, measured, settings
 from sage_inductor.autotune import BenchmarkCase, Candidate
 from sage_inductor.backend import run_graphs
 from sage_inductor.decide import rewrite
@@ -59,8 +62,15 @@ MAX_FLOPS = 2.5e13  # 0.05 s of an H200, and under a mask less than 0.5 s
 MAX_BYTES = 4 << 30  # q, k, v and out: as many calls as there are processes fit in memory
 MAX_MASK = 2**29  # elements of a window's mask, which SDPA is given
 
+DATA = {
+    "built-in": "the package's times alone; a kind of call that they lack stays SDPA",
+    "calibrated": "what is measured when a kind of call is first met, as on any other GPU",
+    "both": "the package's times and, of what they lack, what is measured when it is first met",
+}
+
 ROUNDS, TARGET_MS = 5, 4.0
 LONG_MS, LONG_ROUNDS = 20.0, 3  # a call that long warms the card by itself
+SAVE_EVERY = 10  # rows
 GRAPH_S = 3e-4  # how long a CUDA graph runs, about: of so many calls that gaps do not count
 
 
@@ -81,31 +91,38 @@ def main(argv=None) -> int:
             "calls": f"{args.calls} of seed {args.seed}; masks of padding hide half of the keys at"
             " random",
             "time": f"ms, median of {ROUNDS} rounds of {TARGET_MS:g} ms of CUDA graphs, in turns",
+            "decided by": DATA[args.data],
         },
     }
     path = args.json or None
     if args.json == "":
         slug = result["machine"]["gpu"].lower().replace(" ", "-")
-        path = Path(RESULTS) / slug / f"{result['date'][:10]}-regret.json"
+        kind = "regret" if args.data == "built-in" else f"regret-{args.data}"
+        path = Path(RESULTS) / slug / f"{result['date'][:10]}-{kind}.json"
     print(f"{result['machine']['gpu']}, {result['versions']}\n{result['method']}")
     started, rows = time.monotonic(), []
-    workers = max(1, (os.cpu_count() or 1) - 1)
+
+    def save_rows() -> None:
+        result["elapsed_s"] = round(time.monotonic() - started, 1)
+        result["summary"] = summary(rows, args.calls)
+        save(result | {"rows": rows}, path)
+
     # Not forked: CUDA is initialised here.
     spawn = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(workers, spawn) as pool:
+    pool = concurrent.futures.ProcessPoolExecutor(args.processes, spawn)
+    with decisions_by(args.data), pool:
         calls = draw(args.seed, args.calls)
-        for row in measure(calls, device, pool, 4 * workers, args.budget):
+        for row in measure(calls, device, pool, 4 * args.processes, args.budget):
             rows.append(row)
-            if len(rows) % 50 == 0:
-                save(result | {"rows": rows}, path)
-                print(f"{len(rows)} calls in {time.monotonic() - started:.0f} s", file=sys.stderr)
-    result["state"]["end"] = machine.state(device)
-    result["elapsed_s"] = round(time.monotonic() - started, 1)
-    result["summary"] = summary(rows, args.calls)
-    save(result | {"rows": rows}, path)
-    print_summary(result["summary"], rows)
-    print(f"state at the end: {result['state']['end']}\nelapsed: {result['elapsed_s']} s")
-    return 0 if rows else 1
+            if len(rows) % SAVE_EVERY == 0:
+                save_rows()
+                print(f"{len(rows)} calls in {result['elapsed_s']:.0f} s", file=sys.stderr)
+        # Within: to leave the pool takes as long as what it still compiles.
+        result["state"]["end"] = machine.state(device)
+        save_rows()
+        print_summary(result["summary"], rows)
+        print(f"state at the end: {result['state']['end']}\nelapsed: {result['elapsed_s']} s")
+    return 0 if result["summary"]["measured"] else 1
 
 
 def parse(argv) -> argparse.Namespace:
@@ -117,6 +134,14 @@ def parse(argv) -> argparse.Namespace:
     parser.add_argument(
         "--budget", type=float, default=math.inf, metavar="SECONDS", help="stop then"
     )
+    parser.add_argument(
+        "--data", choices=DATA, default="built-in",
+        help="; ".join(f"{name}: {what}" for name, what in DATA.items()),
+    )  # fmt: skip
+    parser.add_argument(
+        "--processes", type=int, default=max(1, min(14, (os.cpu_count() or 1) - 1)),
+        help="that compile",
+    )  # fmt: skip
     parser.add_argument("--device", type=cuda_device, default="cuda", help="cuda, or cuda:INDEX")
     parser.add_argument(
         "--json", nargs="?", const="", metavar="FILE", help="default: bench/results/GPU/DATE-regret"
@@ -198,6 +223,20 @@ class Planned(NamedTuple):
     case: BenchmarkCase  # what is timed
 
 
+@contextlib.contextmanager
+def decisions_by(data: str) -> Iterator[None]:
+    """What `auto` knows is what DATA says, and nothing that the user has measured before."""
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        stack.enter_context(mock.patch.dict(os.environ, SAGE_INDUCTOR_TABLES=folder))
+        stack.enter_context(config.patch(calibrate=data != "built-in"))
+        if data == "calibrated":
+            stack.enter_context(mock.patch.object(measured, "built_in", dict))
+        measured.forget()
+        stack.callback(measured.forget)
+        yield
+
+
 def plan(call: Call, device: torch.device) -> Planned:
     """The call decided by the pass as a user's would be. What it may become is what
     max-autotune would time of it."""
@@ -218,7 +257,7 @@ def decided(call: Call, device: torch.device, **overrides) -> Site:
     with FakeTensorMode():
         run_graphs(graphs.append, *graph_of(call, device), {})
     (graph,) = graphs
-    # Where tensors are real: what nobody has measured yet may be measured now.
+    # Where tensors are real: what nobody has measured yet may be measured now (--data).
     (site,) = rewrite(graph, settings.resolve({}, **overrides))
     return site
 
@@ -271,16 +310,26 @@ def measure(
     end, calls, waiting = time.monotonic() + budget, iter(calls), collections.deque()
     while True:
         for call in itertools.islice(calls, ahead - len(waiting)):
-            planned = plan(call, device)
-            waiting.append((planned, pool.submit(compile_kernels, planned.case)))
+            try:
+                planned = plan(call, device)
+            except Exception as error:  # in one of some hundred calls
+                waiting.append((unplanned(call, error), None))
+            else:
+                waiting.append((planned, pool.submit(compile_kernels, planned.case)))
+            if time.monotonic() >= end:  # to plan may be to measure
+                break
         if not waiting:
             return
         planned, compiled = waiting.popleft()
-        concurrent.futures.wait([compiled], max(0.0, end - time.monotonic()))
+        if compiled is not None:
+            concurrent.futures.wait([compiled], max(0.0, end - time.monotonic()))
         if time.monotonic() >= end:
             pool.shutdown(wait=False, cancel_futures=True)
             return
-        yield judge(planned, time_case(planned.case, planned.call.flops))
+        if compiled is None:
+            yield planned  # the row itself
+        else:
+            yield judge(planned, time_case(planned.case, planned.call.flops))
 
 
 def compile_kernels(case: BenchmarkCase) -> None:
@@ -349,6 +398,13 @@ def judge(planned: Planned, times: dict[Candidate | str, float | str]) -> dict:
     }
 
 
+def unplanned(call: Call, error: Exception) -> dict:
+    """The row of a call that is not timed."""
+    unknown = dict.fromkeys(("decided", "best", "regret", "x"))
+    row = {"name": str(call), **dataclasses.asdict(call), "reason": message(error)}
+    return row | unknown | {"ms": {}, "errors": {}}
+
+
 def label(name: Candidate | str) -> str:
     return name if isinstance(name, str) else f"{name.recipe}{name.tile}"
 
@@ -363,7 +419,7 @@ def summary(rows: list[dict], wanted: int) -> dict:
         "calls": wanted,
         "measured": len(regrets),
         "failed": len(rows) - len(regrets),
-        "rewritten": sum(row["decided"] != "SDPA" for row in rows),
+        "rewritten": sum(row["decided"] not in (None, "SDPA") for row in rows),
         "within_3_percent": sum(regret <= 0.03 for regret in regrets) / n,
         "within_5_percent": sum(regret <= 0.05 for regret in regrets) / n,
         "mean_regret": sum(regrets) / n,
@@ -383,6 +439,9 @@ def print_summary(found: dict, rows: list[dict]) -> None:
         for row in sorted(known, key=lambda row: order * row[key])[:10]:
             print("  {regret:7.1%} {x:6.2f}x  {name}: {decided}, best {best}".format(**row))
             print(f"{'':18}{row['reason']}\n{'':18}{json.dumps(_rounded(row['ms']))}")
+    for row in rows:
+        if row["regret"] is None:
+            print(f"failed: {row['name']}: {row['reason']} {json.dumps(row['errors'])}")
 
 
 def _rounded(ms: dict[str, float]) -> dict[str, float]:

@@ -63,8 +63,11 @@ def why_not(call: Call) -> str | None:
             return f"attn_mask must broadcast to [B, H_q, N_q, N_kv], got {dims(mask)}"
     if lists and (reason := _why_not_listed(call, lists)):
         return reason
-    if stored_order(call) is None:
-        return f"the output must be contiguous in some order of B, H, N: strides {out.stride()}"
+    if stored(call) is None:
+        return (
+            "the output must be contiguous in some order of B, H, N, but for gaps between rows: "
+            f"strides {out.stride()}"
+        )
     return None
 
 
@@ -110,18 +113,25 @@ def _has_kernel(x: torch.Tensor) -> bool:
     return guarded(x.shape[3] <= HEAD_DIMS[-1])
 
 
-def stored_order(call: Call) -> list[int] | None:
-    """The order in which the output is stored, outermost dimension first. What follows may view it,
-    so ours must be stored alike: the op writes BHND and BNHD, the rest is copied."""
-    out = call.out
+def stored(call: Call) -> tuple[list[int], int] | None:
+    """(the order of the output's dimensions in memory, outermost first; the elements from one row
+    to the next). SDPA on CUDA leaves rows of D elements further apart where D is no multiple of 8:
+    it computes with padded ones. What follows may view the output, so ours must be stored alike:
+    the op writes BHND and BNHD without gaps, the rest is copied."""
     others = ([*outer, 3] for outer in itertools.permutations(range(3)))
     for order in (BNHD, BHND, *others):
-        inner = 1
-        for d in reversed(order):
-            fits = statically_true(out.stride(d) == inner)
-            if not fits and not statically_true(out.shape[d] == 1):
-                break
-            inner = inner * out.shape[d]
-        else:
-            return order
+        width = _row_stride(call.out, order)
+        if width is not None:
+            return order, width
     return None
+
+
+def _row_stride(out: torch.Tensor, order: list[int]) -> int | None:
+    """The elements from one row to the next, if `out` is stored in this order."""
+    rows = [d for d in order[:3] if not statically_true(out.shape[d] == 1)]
+    width = inner = out.stride(rows[-1]) if rows else out.shape[3]
+    fits = statically_true(out.stride(3) == 1) or statically_true(out.shape[3] == 1)
+    for d in reversed(rows):
+        fits = fits and statically_true(out.stride(d) == inner)
+        inner = inner * out.shape[d]
+    return width if fits and statically_true(width >= out.shape[3]) else None

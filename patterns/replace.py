@@ -11,15 +11,18 @@ Where blocks of keys are selected, ``sage.select_blocks(q, k, ...)`` gives it th
 import operator
 
 import torch
+from torch.fx import Node
 
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.sdpa import SdpaCall
 from sage_inductor.ops.selector import BLOCK_SIZE
 from sage_inductor.ops.visibility import BlockLists
 from sage_inductor.patterns.call import Call, Decision
-from sage_inductor.patterns.eligible import BHND, BNHD, stored_order
+from sage_inductor.patterns.eligible import BHND, BNHD, stored
 from sage_inductor.patterns.graph import Emitter, GraphIndex, may_write, op_name, value_of
 from sage_inductor.patterns.shared_kv import stack, stacks
+
+aten = torch.ops.aten
 
 
 def replace(call: Call, decision: Decision, portable: bool) -> None:
@@ -27,7 +30,9 @@ def replace(call: Call, decision: Decision, portable: bool) -> None:
     recipe = NAMED[decision.recipe]
     if decision.selection is None and stacks(call, recipe):
         stack(call)
-    emit, out, order = call.emit, call.out, stored_order(call)
+    emit, out, (order, width) = call.emit, call.out, stored(call)
+    gap = int(width - out.shape[3])
+    is_copied = gap > 0 or order not in (BHND, BNHD)
     q, k, v, attn_mask = call.q, call.k, call.v, call.attn_mask
     scale = float(call.scale if call.scale is not None else value_of(q).shape[3] ** -0.5)
     blocks = call.blocks
@@ -41,16 +46,14 @@ def replace(call: Call, decision: Decision, portable: bool) -> None:
         scale, recipe.encode(), decision.warpgroups, order != BHND, portable, *blocks,
     )  # fmt: skip
     args = tuple(args) if blocks.size else tuple(args)[: -len(blocks)]  # the defaults
-    if order not in (BHND, BNHD):
-        out = out.new_empty([out.shape[d] for d in BNHD]).permute(BNHD)
+    if is_copied:
+        written = BHND if order == BHND else BNHD
+        out = out.new_empty([out.shape[d] for d in written]).permute(written)
     lse = out.new_empty(out.shape[:3], dtype=torch.float32)
     new = emit.insert(torch.ops.sage.sdpa.default, args, (out, lse))
     first = emit.insert(operator.getitem, (new, 0), out)
-    if order not in (BHND, BNHD):
-        first = emit(torch.ops.aten.permute.default, first, order)
-        first = emit(torch.ops.aten.clone.default, first, memory_format=torch.contiguous_format)
-        back = [order.index(d) for d in BHND]
-        first = emit(torch.ops.aten.permute.default, first, back)
+    if is_copied:
+        first = _copied(emit, first, order, gap)
     if call.lse is not None:
         second = emit.insert(operator.getitem, (new, 1), lse)
         call.lse.replace_all_uses_with(call.finish(second))
@@ -59,6 +62,17 @@ def replace(call: Call, decision: Decision, portable: bool) -> None:
     for dead in (call.node, *call.dead, *reversed(emit.nodes)):
         if not dead.users:
             dead.graph.erase_node(dead)
+
+
+def _copied(emit: Emitter, x: Node, order: list[int], gap: int) -> Node:
+    """x [B, H, N, D], stored in this order, with so many elements between its rows."""
+    x = emit(aten.permute.default, x, order)
+    if gap:
+        x = emit(aten.constant_pad_nd.default, x, [0, gap])
+        x = emit(aten.slice.Tensor, x, 3, 0, -gap)
+    else:
+        x = emit(aten.clone.default, x, memory_format=torch.contiguous_format)
+    return emit(aten.permute.default, x, [order.index(d) for d in BHND])
 
 
 def share(index: GraphIndex) -> None:

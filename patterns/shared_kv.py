@@ -20,7 +20,7 @@ from torch.fx import Node
 from sage_inductor.ops.formats import MAX_ROWS
 from sage_inductor.ops.recipe import Recipe
 from sage_inductor.patterns.call import FULL, Call
-from sage_inductor.patterns.eligible import BNHD, stored_order
+from sage_inductor.patterns.eligible import BNHD, stored
 from sage_inductor.patterns.graph import (
     GraphIndex,
     arguments,
@@ -46,7 +46,7 @@ def stacks(call: Call, recipe: Recipe) -> bool:
         and is_view
         and statically_true(B >= 1)  # of no batch nothing is computed
         and not statically_true(B == 1)
-        and stored_order(call) == BNHD
+        and stored(call)[0] == BNHD
         and _see_the_same(call)
         and all(_is_one_batch(x, call.emit.index) for x in (call.k, call.v))
         and guarded(B * N <= MAX_ROWS)

@@ -109,6 +109,13 @@ def block_lists(
     return BlockLists(*lists(), *(lists() if full else (None, None)), block_q, block_kv)
 
 
+def with_gaps(x: Tensor, order=(0, 1, 2, 3), gap=3) -> Tensor:
+    """x [B, H, N, D], stored in this order with so many elements between its rows: SDPA's output on
+    CUDA, where D is no multiple of 8."""
+    rows = F.pad(x.permute(order), (0, gap))[..., : x.shape[3]]
+    return rows.permute([order.index(d) for d in range(4)])
+
+
 # -- calls ----
 
 

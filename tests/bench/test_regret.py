@@ -210,9 +210,94 @@ def test_a_budget_ends_the_measurement(h200, monkeypatch):
     assert waited == [6.0, 2.0, 0.0]
 
 
-def test_a_call_that_cannot_be_timed_is_an_error(h200):
-    with pytest.raises(ValueError, match="cannot be timed: .*head_dim"):
-        regret.plan(regret.Call(1, 1, 1, 512, 512, 264, "full", None, "bfloat16"), CUDA)
+def test_no_call_is_planned_when_the_budget_is_spent(h200, monkeypatch):
+    """To plan a call of a new kind may be to measure it for seconds."""
+    now, plan, pool = SimpleNamespace(seconds=0.0), regret.plan, Pool()
+
+    def slowly(*given):
+        now.seconds += 5.0
+        return plan(*given)
+
+    monkeypatch.setattr(regret.time, "monotonic", lambda: now.seconds)
+    monkeypatch.setattr(regret, "plan", slowly)
+    assert list(regret.measure(regret.draw(3, 9), CUDA, pool, 8, budget=11.0)) == []
+    assert len(pool.cases) == 3 and pool.is_shut
+
+
+def test_a_call_that_cannot_be_planned_is_a_failed_row_in_its_place(h200, monkeypatch, capsys):
+    times = {**SDPA, TABLE: 1.0}
+    monkeypatch.setattr(regret, "time_case", lambda case, flops: times)
+    wide = regret.Call(1, 1, 1, 512, 512, 264, "full", None, "bfloat16")
+    pool = Pool()
+    rows = list(regret.measure([LONG, wide, wide, LONG], CUDA, pool, 2))
+    assert [row["name"] for row in rows] == [str(call) for call in (LONG, wide, wide, LONG)]
+    assert len(pool.cases) == 2 and rows[0] == rows[3] and rows[0].keys() == rows[1].keys()
+    assert "cannot be timed: head_dim of q and k" in rows[1]["reason"]
+    assert [rows[1][name] for name in ("decided", "best", "regret", "x")] == [None] * 4
+    found = regret.summary(rows, 4)
+    assert [found[x] for x in ("measured", "failed", "rewritten")] == [2, 2, 2]
+    regret.print_summary(found, rows)
+    assert capsys.readouterr().out.count(f"failed: {wide}: ValueError: {wide} cannot be") == 2
+
+
+@pytest.mark.parametrize("budget, rows", [(math.inf, 25), (50.0, 13)])
+def test_rows_are_saved_meanwhile_and_before_the_pool_is_left(
+    budget, rows, h200, monkeypatch, tmp_path
+):
+    """Leaving the pool takes as long as what it still compiles."""
+    now, path, seen = SimpleNamespace(seconds=0.0), tmp_path / "regret.json", []
+
+    def read() -> int:
+        seen.append(len(json.loads(path.read_text())["rows"]) if path.exists() else 0)
+
+    class Leaves(Pool):
+        def __exit__(self, *_):
+            read()
+
+    def time_case(case, flops):
+        read()
+        now.seconds += 4.0
+        return {**SDPA, **dict.fromkeys(case.candidates, 1.0)}
+
+    def pool(processes, context):
+        assert processes == 3
+        return Leaves()
+
+    is_asked = iter([True])  # by main; fake tensors are made as on a CPU
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: next(is_asked, False))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch, "set_grad_enabled", lambda enabled: None)
+    monkeypatch.setattr(regret.machine, "describe", lambda device: {"gpu": measured.H200})
+    monkeypatch.setattr(regret.machine, "state", lambda device: "idle")
+    monkeypatch.setattr(regret.time, "monotonic", lambda: now.seconds)
+    monkeypatch.setattr(regret, "time_case", time_case)
+    monkeypatch.setattr(concurrent.futures, "ProcessPoolExecutor", pool)
+    args = f"--json {path} --calls 25 --processes 3 --budget {budget}".split()
+    with torch.no_grad():
+        assert regret.main(args) == 0
+    assert seen == [*(n // 10 * 10 for n in range(rows)), rows]
+    found = json.loads(path.read_text())
+    assert found["state"]["end"] == "idle" and found["elapsed_s"] == 4.0 * rows
+    assert found["summary"]["measured"] == rows and found["summary"]["calls"] == 25
+
+
+@pytest.mark.parametrize("data", regret.DATA)
+def test_what_decides_is_as_asked_and_never_what_the_user_has_measured(
+    data, h200, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("SAGE_INDUCTOR_TABLES", str(tmp_path))
+    built_in = measured.built_in()[measured.H200]
+    measured.save(built_in)
+    assert len(measured.tables(measured.H200)) == 2
+    with regret.decisions_by(data):
+        found = measured.tables(measured.H200)
+        assert found == (() if data == "calibrated" else (built_in,))
+        assert regret.settings.resolve({}).calibrate == (data != "built-in")
+        site = regret.decided(LONG, CUDA)
+        assert site.rewritten == (data != "calibrated"), site.reason
+        assert not list(measured.path_of(measured.H200).parent.iterdir())
+    assert len(measured.tables(measured.H200)) == 2
+    measured.forget()
 
 
 def test_kernels_compile_without_a_launch(monkeypatch):
@@ -296,7 +381,7 @@ def test_the_summary_counts(capsys):
     figures = [(0.0, 2.0), (0.03, 1.0), (0.031, 0.97), (0.05, 0.9699), (0.5, 0.5), (None, None)]
     rows = [
         {"name": f"call {i}", "regret": regret_, "x": x, "decided": "SDPA" if i < 2 else "sage1",
-         "best": "sage1", "reason": f"because {i}", "ms": {"sage1": 1 / 3}}
+         "best": "sage1", "reason": f"because {i}", "ms": {"sage1": 1 / 3}, "errors": {}}
         for i, (regret_, x) in enumerate(figures)
     ]  # fmt: skip
     found = regret.summary(rows, 9)
@@ -308,6 +393,7 @@ def test_the_summary_counts(capsys):
     printed = capsys.readouterr().out
     assert "5 of 9 calls measured, 1 failed, 4 rewritten" in printed
     assert "within 3 %: 40.0%, within 5 %: 80.0%, mean regret 12.22%" in printed
+    assert printed.endswith("failed: call 5: because 5 {}\n") and printed.count("failed:") == 1
     assert "below 0.97x of SDPA: 2" in printed and '{"sage1": 0.3333}' in printed
     for part in printed.split("the worst by ")[1:]:
         lines = [line for line in part.splitlines() if ": " in line and "x  call " in line]

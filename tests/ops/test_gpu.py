@@ -987,6 +987,23 @@ def test_another_device_of_the_process():
     assert relative_l2(out, exactly(q, k, v, False, 0.125)[0]) < 0.05
 
 
+@pytest.mark.parametrize("D", [37, 83, 165])
+def test_an_output_is_stored_as_sdpas_and_its_heads_are_joined(D):
+    """SDPA leaves gaps between rows whose length is no multiple of 8."""
+
+    def joined(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+    inputs = qkv(2, 4, 4, 1000, 1000, D)
+    for function in (F.scaled_dot_product_attention, joined):
+        torch._dynamo.reset()
+        out = torch.compile(function, backend="sage", options=FORCE)(*inputs)
+        expected = function(*inputs)
+        assert len(sage_inductor.report().rewritten) == 1
+        assert out.stride() == expected.stride() and relative_l2(out, expected) < 0.08
+    assert F.scaled_dot_product_attention(*inputs).stride(2) > D
+
+
 # -- masks and bands, as models use them ----
 
 

@@ -4,6 +4,7 @@ Update the golden graphs with EXPECTTEST_ACCEPT=1.
 """
 
 import functools
+import itertools
 import math
 import operator
 import re
@@ -13,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import TestCase
-from support import calls, random_qkv, relative_l1, run_seen
+from support import calls, random_qkv, relative_l1, run_seen, with_gaps
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -217,6 +218,65 @@ def test_output_keeps_sdpas_memory_order_for_what_views_it():
         (gm,), (site,) = capture(function, *inputs)
         assert site.rewritten
         torch.testing.assert_close(gm(*inputs)[0], function(*inputs), rtol=0.05, atol=0.05)
+
+
+def run_as_on_cuda(function, *inputs, order=(0, 1, 2, 3), gap=3, **compile_options):
+    """What `function` returns, rewritten where SDPA leaves gaps between the rows of its output: on
+    CUDA, if head_dim is no multiple of 8."""
+
+    def see(gm):
+        (node,) = gm.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention)
+        node.meta["example_value"] = with_gaps(value_of(node), order, gap)
+        (site,) = rewrite(gm, EMULATE)
+        assert site.rewritten, site.reason
+        gm.graph.lint()
+
+    return run_seen(function, *inputs, see=see, **compile_options)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+@pytest.mark.parametrize("sizes", [(2, 3, 32, 37), (1, 1, 9, 37), (2, 1, 5, 7), (3, 4, 1, 1)])
+def test_an_output_has_the_gaps_of_sdpas(sizes, order, dynamic):
+    B, H, N, D = sizes
+    given, order = random_qkv(B, H, N=N, D=D), (*order, 3)
+    plain = run_seen(sdpa(), *given, see=lambda gm: rewrite(gm, EMULATE))
+    for gap in (0, 3, 500):
+        out = run_as_on_cuda(sdpa(), *given, order=order, gap=gap, dynamic=dynamic)
+        strides = zip(sizes, out.stride(), with_gaps(plain, order, gap).stride(), strict=True)
+        assert out.equal(plain) and all(n == 1 or a == b for n, a, b in strides)
+
+
+def test_what_looks_at_the_gaps_finds_them():
+    """A reshape is a copy there, as it is of SDPA's, and a stride that Dynamo has read holds."""
+
+    def overwrites_a_copy(q, k, v):
+        out = F.scaled_dot_product_attention(q, k, v)
+        out.flatten(1).zero_()
+        return out
+
+    def reads_memory(q, k, v):
+        out = F.scaled_dot_product_attention(q, k, v)
+        return out.as_strided(out.shape, (4 * 32 * 40, 32 * 40, 40, 1))
+
+    given = random_qkv(D=37)
+    plain = run_seen(sdpa(), *given, see=lambda gm: rewrite(gm, EMULATE))
+    assert run_as_on_cuda(overwrites_a_copy, *given).equal(plain) and plain.any()
+    assert run_as_on_cuda(reads_memory, *given).equal(plain)
+
+
+def test_an_output_that_overlaps_or_has_other_gaps_stays_sdpas():
+    given = random_qkv(D=37)
+    shape = given[0].shape
+    for strides in ((4736, 1184, 37, 2), (4608, 1152, 36, 1), (4737, 1184, 37, 1)):
+
+        def see(gm, strides=strides):
+            (node,) = gm.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention)
+            node.meta["example_value"] = value_of(node).new_empty_strided(shape, strides)
+            (site,) = rewrite(gm, EMULATE)
+            assert site.reason.endswith(f"but for gaps between rows: strides {strides}")
+
+        run_seen(sdpa(), *given, see=see)
 
 
 def test_checkpointed_and_conditional_calls_are_found_in_their_graphs():
