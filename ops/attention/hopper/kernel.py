@@ -463,12 +463,19 @@ def _consumer(
     t, begin, end = _work_item(0, count, first, last, whole_tiles, blocks)
     b, h, h_kv, row = _tile_coords(t, num_m, heads, group, H_q, H_kv, of_list, LISTED, BLOCK_M)
     q = _load_q(Q, b, h, row + wg * 64, stride_qb, stride_qh, stride_qn, N_q, D, LQ, BLOCK_D)
+    if BOUNDED:
+        first_block, read_whole, read_all = walk(
+            _lists_of(b, h, of_list), of_list[3], row, N_q, N_kv, BAND, LISTED, BLOCK_M, BLOCK_N
+        )
     next_order = order.index((wg + 1) % WARPGROUPS)
     taken = 0  # turns at the tensor cores so far: one a block, one a tile
     fetched = 0  # blocks of k and v so far
     for item in range(count + pieces):
         row0 = row + wg * 64
         head_kv = b * H_kv + h_kv
+        entry = 0
+        if LISTED:
+            entry = entry_of(first_block, 0, read_whole, of_list[3])
         q_scale = gl.convert_layout(_quantize_q(q, q_tile, SCALE), ROW, assert_trivial=True)
         m = gl.full([64], -float("inf"), gl.float32, ROW)
         l = gl.full([64, 4], 0.0, gl.float32, QUAD)
@@ -479,12 +486,7 @@ def _consumer(
         if BOUNDED:
             begin = 0
             words = Words + b.to(gl.int64) * stride_wb + h.to(gl.int64) * stride_wh
-            first_block, whole, end = walk(
-                _lists_of(b, h, of_list), of_list[3], row, N_q, N_kv, BAND, LISTED, BLOCK_M, BLOCK_N
-            )
-            mine, entry = end, 0
-            if LISTED:
-                entry = entry_of(first_block, 0, whole, of_list[3])
+            whole, mine, end = read_whole, read_all, read_all
         else:
             if not SPLIT:
                 begin, end = 0, _num_blocks(row + BLOCK_M, N_kv, CAUSAL, BLOCK_N)
@@ -565,6 +567,11 @@ def _consumer(
             Q, next_b, next_h, next_row + wg * 64,
             stride_qb, stride_qh, stride_qn, N_q, D, LQ, BLOCK_D,
         )  # fmt: skip
+        if BOUNDED:
+            first_block, read_whole, read_all = walk(
+                _lists_of(next_b, next_h, of_list), of_list[3], next_row,
+                N_q, N_kv, BAND, LISTED, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
 
         # -- epilogue ----
         total = gl.sum(l, axis=1)
