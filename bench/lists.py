@@ -9,12 +9,12 @@ those near in time, height and width, and 5 % of the others, as NABLA names them
 
     dense    the kernel on the same tile without lists
     lists    the same kernel by lists, and what is made of them before
-    op       ``sage::sdpa`` by the lists: with all preparation of k and v
+    op       lists, and the preparation of k and v: what a compiled model runs
     flex     compiled flex_attention by the same lists
     density  the share of blocks that the lists name
     per work dense's ms * density / lists' ms: 1, if time went with what is computed
 
-But for "op", k and v are quantized beforehand. Shapes: B = 1, H heads, N tokens, head_dim 128.
+But for "op", k and v are quantized beforehand. Shapes: B = 1, H heads, N tokens, head_dim D.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.sdpa import attention_call, prepare
 from sage_inductor.ops.visibility import BlockLists, Visibility
 
-H, D = 24, 128
+H = 24
 DENSITIES = 1.0, 0.5, 0.3, 0.1
 GRID = 16, 48, 80  # of a video of 61,440 tokens, of which 4 x 4 x 4 are a block
 
@@ -50,6 +50,7 @@ class Setup(NamedTuple):
     block_kv: int
     density: float | None  # the probability
     with_flex: bool
+    D: int = 128
 
 
 SETUPS = [
@@ -58,7 +59,9 @@ SETUPS = [
         for N, size in itertools.product((32768, 75600, 118800), ((128, 128), (192, 128)))
         for density in DENSITIES
     ),
-    *(Setup(N, 128, 128, 0.3, True) for N in (1024, 2048, 4096, 8192, 16384)),
+    *(Setup(N, 128, 128, 0.3, True) for N in (1024, 2048, 4096, 8192)),
+    *(Setup(16384, 128, 128, density, True, D) for density in (0.3, 0.1) for D in (128, 64)),
+    Setup(16384, 192, 128, 0.1, False, 64),
     Setup(32768, 128, 64, 0.3, True),  # as sage::select_blocks makes them
     Setup(61440, 64, 64, None, True),
 ]
@@ -100,7 +103,7 @@ def main(argv=None) -> int:
 def line_of(row: dict) -> str:
     ms = "".join(f" {name} {each['ms']:8.3f} ms" for name, each in row["times"].items())
     return (
-        f"N {row['N']:6} blocks {row['block_q']:3} x {row['block_kv']:3} density"
+        f"N {row['N']:6} D {row['D']:3} blocks {row['block_q']:3} x {row['block_kv']:3} density"
         f" {row['density']:.3f}{ms} per work {row['per_work']:.3f} rel. L1 {row['rel_l1']:.4f}"
     )
 
@@ -138,18 +141,20 @@ def lists_of(blocks: Tensor, block_q: int, block_kv: int) -> BlockLists:
 
 
 def measure(setup: Setup, device, rounds: int, target_ms: float) -> dict:
-    q, k, v = (torch.randn(1, H, setup.N, D, device=device, dtype=torch.bfloat16) for _ in range(3))
+    q, k, v = (
+        torch.randn(1, H, setup.N, setup.D, device=device, dtype=torch.bfloat16) for _ in range(3)
+    )
     size = setup.block_q, setup.block_kv
     blocks = named(setup, device)
     lists = lists_of(blocks, *size)
     recipe, visibility = NAMED[RECIPE], Visibility(blocks=lists)
     prepared = prepare(k, v, visibility, recipe, True)
-    a = attention_call(q, k, v, prepared, visibility, D**-0.5, recipe)
+    a = attention_call(q, k, v, prepared, visibility, setup.D**-0.5, recipe)
     providers = {"lists": Provider("lists", lambda *a: attention_opaque(*a)[0], lambda *_: a)}
     if (tile := hopper_tile(a)) is not None:
         dense = a._replace(**dict.fromkeys(BlockLists._fields))
         providers["dense"] = Provider("dense", on(tile), lambda *_: dense)
-    providers["op"] = Provider("op", by_op(lists))
+    providers["op"] = Provider("op", by_op(visibility))
     if setup.with_flex:
         providers["flex"] = Provider("flex", by_flex(lists, setup.N))
     runners = {name: Runner(each, [(q, k, v)]) for name, each in providers.items()}
@@ -176,15 +181,22 @@ def on(tile: tiles.Tile) -> Callable:
     return lambda *a: plan.launch(AttentionCall(*a), tile, launch_cached)[0]
 
 
-def by_op(lists: BlockLists) -> Callable:
-    of_call = None, [], None, None, False, D**-0.5, NAMED[RECIPE].encode(), None, False, False
-    return lambda q, k, v: torch.ops.sage.sdpa(q, k, v, *of_call, *lists)[0]
+def by_op(visibility: Visibility) -> Callable:
+    recipe = NAMED[RECIPE]
+
+    def call(q, k, v):
+        prepared = prepare(k, v, visibility, recipe, True)
+        scale = q.shape[3] ** -0.5
+        return attention_opaque(*attention_call(q, k, v, prepared, visibility, scale, recipe))[0]
+
+    return call
 
 
 def by_flex(lists: BlockLists, n: int) -> Callable:
     mask = BlockMask.from_kv_blocks(
         *lists[:4], BLOCK_SIZE=(lists.block_q, lists.block_kv), seq_lengths=(n, n)
     )
+    torch._dynamo.reset()  # a graph for each shape
     compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
     tile = (
         {"BLOCK_M": 64, "BLOCK_N": 64} if lists.block_kv == 64 else None
@@ -195,7 +207,7 @@ def by_flex(lists: BlockLists, n: int) -> Callable:
 def error(out: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, size) -> float:
     """Relative L1 of out's last head at 256 rows, against float64."""
     rows = torch.randint(q.shape[2], (256,), device=q.device)
-    s = q[0, -1, rows].double() @ k[0, -1].double().mT * D**-0.5
+    s = q[0, -1, rows].double() @ k[0, -1].double().mT * q.shape[3] ** -0.5
     seen = blocks[0, -1, rows // size[0]].repeat_interleave(size[1], 1)[:, : s.shape[1]]
     exact = s.masked_fill(~seen, float("-inf")).softmax(-1) @ v[0, -1].double()
     return ((out[0, -1, rows] - exact).abs().sum() / exact.abs().sum()).item()
