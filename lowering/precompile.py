@@ -17,21 +17,23 @@ from sage_inductor.ops.quantize.one_pass import launch_kv
 from sage_inductor.ops.quantize.op import empty_kv
 from sage_inductor.ops.recipe import decode
 from sage_inductor.ops.sdpa import SdpaCall
-from sage_inductor.ops.visibility import Visibility
+from sage_inductor.ops.visibility import BlockLists, Visibility
 
 
 def precompile(call: SdpaCall) -> None:
     """Start to compile what the call will launch and Inductor does not compile, if its sizes are
-    known and it has no block lists."""
-    recipe, masked = decode(call.recipe), call.attn_mask is not None
-    listed = call.blocks.size is not None
-    selected = select(Problem.of(call.k, call.v, recipe, masked or listed, call.portable))
-    likes = tuple(map(_like, (call.q, call.k, call.v, call.attn_mask)))
+    known."""
+    recipe, masked, size = decode(call.recipe), call.attn_mask is not None, call.blocks.size
+    selected = select(Problem.of(call.k, call.v, recipe, masked, call.portable, size))
+    likes = tuple(map(_like, (call.q, call.k, call.v, call.attn_mask, *call.blocks[:4])))
     sizes = itertools.chain(*(each for like in likes if like is not None for each in like[1:]))
     known = all(isinstance(n, int) for n in sizes)
     runs_here = not (selected.kernel.traced or call.portable)
-    if runs_here and recipe.sharing.one_pass and not listed and known:
-        plain = call._replace(q=None, k=None, v=None, attn_mask=None, prepared=None)
+    if runs_here and recipe.sharing.one_pass and known:
+        plain = call._replace(
+            q=None, k=None, v=None, attn_mask=None, prepared=None,
+            **BlockLists(block_q=call.block_q, block_kv=call.block_kv)._asdict(),
+        )  # fmt: skip
         _start(call.q.device, likes, bool(call.prepared), plain, selected.tile)
 
 
@@ -50,11 +52,12 @@ def _start(device: torch.device, likes: tuple, is_prepared: bool, *of_call) -> N
 
 def _launch(device: torch.device, likes: tuple, is_prepared: bool, call: SdpaCall, tile) -> None:
     recipe = decode(call.recipe)
-    q, k, v, attn_mask = (
+    q, k, v, attn_mask, *lists = (
         like and torch.empty_strided(like[1], like[2], dtype=like[0], device="meta")
         for like in likes
     )
-    visibility = Visibility.of(attn_mask, call.band, k.shape[2], tile.BLOCK_M)
+    blocks = BlockLists(*lists, call.block_q, call.block_kv)
+    visibility = Visibility.of(attn_mask, call.band, k.shape[2], tile.BLOCK_M, blocks)
     of_v = None if recipe.of_pv.dtype is None else v
     inputs = AttentionCall.of(
         q, empty_kv(k, of_v, call.recipe), v, visibility, call.scale, k.shape[2], recipe,

@@ -25,6 +25,7 @@ from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.select import Problem, select
 from sage_inductor.ops.compat import statically_known_true
 from sage_inductor.ops.compile import travels
+from sage_inductor.ops.formats import pad_head_dim
 from sage_inductor.ops.selector import Selection
 from sage_inductor.options import AUTO, OFF
 from sage_inductor.patterns.call import Call, Decision, Site, module_path, value_of
@@ -33,6 +34,11 @@ from sage_inductor.patterns.graph import guarded
 from sage_inductor.patterns.shared_kv import stacks
 from sage_inductor.policy import CallDescription, ask, layer_of
 from sage_inductor.settings import Settings
+
+# Queries and keys from which block lists beat compiled flex_attention. The preparation of k and v
+# weighs more in shorter ones, and more where fewer blocks are listed. H200, 2026-11-23, torch 2.11:
+# bench/lists.py, with 10 to 100 % of the blocks.
+LISTS_FROM = 16384
 
 
 def rewrite(gm: torch.fx.GraphModule, settings: Settings) -> list[Site]:
@@ -230,7 +236,7 @@ def _suits_hopper(call: Call, recipe: str) -> bool:
     """Whether the Hopper kernel computes such calls, where it is there."""
     r = recipes.NAMED[recipe]
     mask = call.attn_mask is not None and value_of(call.attn_mask).dtype
-    read = _kind(call) != "blocks" and (not mask or (mask == torch.bool and r.pv == "fp8"))
+    read = not mask or (mask == torch.bool and r.pv == "fp8")
     by_token = (r.qk, r.granularity) == ("int8", "per_token")
     served = any(row[0] == r.pv and _head_dim(call) <= row[1] for row in tiles.HOPPER)
     return read and by_token and served
@@ -266,7 +272,7 @@ def _never_slower(
     measured.py. A dynamic length is guarded, with the length from which the recipe wins. Of one
     that was not measured, where another was, there is nothing to say."""
     if _kind(call) == "blocks":
-        return None, f"never slower: {recipe} by block lists was not measured"
+        return _by_lists(call, settings, recipe)
     q, k, v = (value_of(x) for x in (call.q, call.k, call.v))
     family, gpu = Family(int(q.shape[3]), int(v.shape[3]), _kind(call)), measured.gpu_name(q.device)
     what = f"{recipe} with {family}, B*H={q.shape[0] * q.shape[1]}"
@@ -313,6 +319,20 @@ def _never_slower(
     hint = _hint(lengths[0])
     now = "" if None in map(_hint, lengths) else f", {predict(recipe)} at N={hint}"
     return Candidate(recipe), f"N >= {first}{now}"
+
+
+def _by_lists(call: Call, settings: Settings, recipe: str) -> tuple[Candidate | None, str]:
+    """The recipe, where it was measured to be faster by block lists than flex_attention is."""
+    device = value_of(call.q).device
+    behind = _left_behind(call, recipe) if settings.portable else ""
+    lost = behind or tiles.hopper_is_lost(tiles.capability(device))
+    known = measured.gpu_name(device) == measured.H200 and _suits_hopper(call, recipe) and not lost
+    if not known or pad_head_dim(_head_dim(call)) not in (64, 128):
+        return None, f"never slower: {recipe} by block lists was not measured{behind}"
+    lengths = value_of(call.q).shape[2], value_of(call.k).shape[2]
+    if not all(_at_least(n, LISTS_FROM, settings) for n in lengths):
+        return None, f"never slower: {recipe} by block lists wins from N={LISTS_FROM}"
+    return Candidate(recipe), f"by block lists, N >= {LISTS_FROM}"
 
 
 def _calibrate(device: torch.device, family: Family, names: tuple[str, ...], settings) -> str:

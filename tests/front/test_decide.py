@@ -353,17 +353,22 @@ def test_the_built_in_table_says_what_it_measured():
 FASTER = r"^[12]\.\d\dx SDPA by the fit .[\d.]+ and [\d.]+ ms."
 
 
-def long_and_wide() -> torch.Tensor:
-    """2 batches, 8 heads, 32768 rows; where tensors are fake."""
-    return torch.empty(2, 32768, 8, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+def long_and_wide(N=32768, D=128) -> torch.Tensor:
+    """2 batches, 8 heads, N rows; where tensors are fake."""
+    return torch.empty(2, N, 8, D, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
 
 
-def by_lists(monkeypatch, requires_grad=False, shape=(2, 8, 256), **settings):
-    """Of a call by block lists of 128, each of `shape`: q has 2 batches, 8 heads, 32768 rows."""
-    gpu((9, 0), monkeypatch)
+def by_lists(
+    monkeypatch, requires_grad=False, shape=(2, 8, 256), N=32768, D=128, capability=(9, 0),
+    version=None, **settings,
+):  # fmt: skip
+    """Of a call by block lists of 128, each of `shape`: q has 2 batches, 8 heads, N rows."""
+    gpu(capability, monkeypatch)
+    if version:
+        monkeypatch.setattr(triton, "__version__", version)
     graph = torch.fx.Graph()
     with FakeTensorMode():
-        q, out = long_and_wide(), long_and_wide()
+        q, out = (long_and_wide(N, D) for _ in range(2))
         lists = [torch.empty(*shape, *w, device="cuda", dtype=torch.int32) for w in ((), (9,))]
     nodes = [graph.placeholder(f"x{i}") for i in range(3)]
     anchor = graph.call_function(torch.relu, (nodes[0],))
@@ -394,9 +399,19 @@ def by_flex(monkeypatch, band: Band, **settings):
 @pytest.mark.parametrize(
     "given, recipe, reason",
     [
-        ({}, None, "never slower: sage2-8b-per-token by block lists was not measured"),
+        ({}, "sage2-8b-per-token", "by block lists, N >= 16384"),
+        (dict(N=16383), None, "sage2-8b-per-token by block lists wins from N=16384"),
+        (dict(D=48), "sage2-8b-per-token", "by block lists, N >= 16384"),
+        (dict(D=160), None, "sage2-8b-per-token by block lists was not measured"),
+        (dict(capability=(8, 9)), None, "sage2-8b by block lists was not measured"),
+        (
+            dict(version="3.5.0"),
+            None,
+            "sage2-8b by block lists was not measured; the Hopper kernel",
+        ),
+        (dict(portable=True), "sage2-8b-per-token", "by block lists, N >= 16384"),
         (dict(recipe="sage2-8b"), None, "sage2-8b by block lists was not measured"),
-        (dict(benchmark=Mock(side_effect=AssertionError)), None, "was not measured"),
+        (dict(benchmark=Mock(side_effect=AssertionError)), "sage2-8b-per-token", "by block lists"),
         (dict(force=True), "sage2-8b-per-token", "forced"),
         (dict(force=True, recipe="sage2-4b"), "sage2-4b", "forced"),
         (dict(force=True, recipe="sage3"), None, "no kernel for block lists with qk="),
@@ -405,7 +420,7 @@ def by_flex(monkeypatch, band: Band, **settings):
         (dict(force=True, shape=(1, 1, 255)), None, "block lists must be for all queries"),
     ],
 )
-def test_calls_by_block_lists_are_rewritten_only_where_that_is_forced(
+def test_calls_by_block_lists_are_rewritten_where_they_were_measured_and_where_forced(
     given, recipe, reason, monkeypatch
 ):
     found = by_lists(monkeypatch, **given)
@@ -454,10 +469,12 @@ def test_calls_by_block_lists_are_rewritten_only_where_that_is_forced(
         ((4, 32, 32, 16384, 128), (9, 0), {"policy": (Rule("sage1-per-token"),)}, None, "was not measured .*rule 1"),
         ((4, 32, 32, 16, 128), (9, 0), {"policy": (Rule("sage1-per-token"),), "force": True}, "sage1-per-token", "forced .rule 1"),
         ((4, 32, 32, 16384, 128), (9, 0), {"policy": (Rule("off"),), "force": True}, None, "the policy says off .rule 1."),
-        ((4, 32, 32, 16384, 128), (9, 0), {"policy": (KEEPING,)}, None,
-         "^never slower: sage2-8b-per-token by block lists was not measured; keep 0.3 .rule 1 of the policy.$"),
-        ((4, 32, 32, 16384, 128), (9, 0), {"policy": (KEEPING,), "benchmark": Mock(side_effect=AssertionError)}, None,
-         "by block lists was not measured"),
+        ((4, 32, 32, 16384, 128), (9, 0), {"policy": (KEEPING,)}, "sage2-8b-per-token",
+         "^by block lists, N >= 16384; keep 0.3 .rule 1 of the policy.$"),
+        ((4, 32, 32, 8192, 128), (9, 0), {"policy": (KEEPING,)}, None,
+         "^never slower: sage2-8b-per-token by block lists wins from N=16384; keep 0.3 .rule 1 of the policy.$"),
+        ((4, 32, 32, 16384, 128), (9, 0), {"policy": (KEEPING,), "benchmark": Mock(side_effect=AssertionError)}, "sage2-8b-per-token",
+         "by block lists"),
         ((4, 32, 8, 16384, 128), (9, 0), {"policy": (KEEPING,), "force": True}, "sage2-8b-per-token",
          "^forced; keep 0.3 .rule 1 of the policy.$"),
         ((4, 32, 32, 16384, 128), (9, 0), {"policy": (KEEPING,), "force": True, "portable": True}, "sage2-8b-per-token",
