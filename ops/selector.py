@@ -23,8 +23,10 @@ Shapes: B batch, H_q and H_kv heads, N sequence, D head_dim, M_q blocks of queri
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from sage_inductor.ops.blocks import largest, pool_blocks
+from sage_inductor.ops.quantize.op import smooth
 
 # Queries and keys, SpargeAttn's: 128 queries share a scale in sage1, 64 keys do in every recipe.
 BLOCK_SIZE = (128, 64)
@@ -60,11 +62,11 @@ def select_blocks(
     BlockLists' first two.
     """
     with torch.autocast(q.device.type, enabled=False):
-        q, k = q.float(), k.float()
-        k = k - k.mean(2, keepdim=True)
-        (q_mean, q_always, _), (k_mean, k_always, k_tokens) = (
-            _pool(x, block, similarity, dense_first, dense_last)
-            for x, block in ((q, block_q), (k, block_kv))
+        q, k = q.detach(), k.detach()
+        shift = smooth([k], None)[0][0]
+        (q_mean, q_always, first_q, _), (k_mean, k_always, first_kv, k_tokens) = (
+            _pool(*x, similarity, dense_first, dense_last)
+            for x in ((q, None, block_q), (k, shift, block_kv))
         )
         (B, H_q, M_q, _), (H_kv, M_kv) = q_mean.shape, k_mean.shape[1:3]
         group = q_mean.unflatten(1, (H_kv, -1)).flatten(2, 3)  # [B, H_kv, H_q / H_kv * M_q, D]
@@ -72,39 +74,34 @@ def select_blocks(
         scores = scores + (k_tokens / block_kv).log()
 
         k_always = k_always.repeat_interleave(H_q // H_kv, 1)
-        first_q = (torch.arange(M_q, device=q.device) * block_q).unsqueeze(1)
-        first_kv = torch.arange(M_kv, device=q.device) * block_kv
+        first_q = first_q.unsqueeze(1)
         diagonal = (first_q < first_kv + block_kv) & (first_kv < first_q + block_q)
         always = diagonal | q_always.unsqueeze(3) | k_always.unsqueeze(2)
-        indices = torch.where(always, torch.inf, scores).sort(stable=True, descending=True)[1]
+        ranked = torch.where(always, torch.inf, scores)
         num_blocks = always.sum(-1)
         rest = (M_kv - num_blocks) * round(top_k * PARTS)
         num_blocks = num_blocks + (rest + PARTS - 1) // PARTS
         if top_p > 0:
-            reached = scores.softmax(-1).gather(-1, indices).cumsum(-1)
+            order = ranked.sort(stable=True, descending=True)[1]
+            reached = scores.softmax(-1).gather(-1, order).cumsum(-1)
             enough = (reached < top_p).sum(-1) + 1
             num_blocks = torch.maximum(num_blocks, enough.clamp(max=M_kv))
-        return num_blocks.int(), indices.int()
+        num_blocks = num_blocks.int()
+        return num_blocks, largest(ranked, num_blocks)
 
 
 def _pool(
-    x: Tensor, block: int, similarity: float, dense_first: int, dense_last: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each block of x [B, H, N, D]: the mean of its tokens [B, H, M, D], whether it is always
-    computed [B, H, M], bool, and how many tokens it has [M]."""
+    x: Tensor, shift: Tensor | None, block: int, similarity: float, dense_first: int,
+    dense_last: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Of each block of x [B, H, N, D], less shift [B, H, D]: the mean of its tokens [B, H, M, D],
+    whether it is always computed [B, H, M], bool, its first token and how many it has [M]."""
+    mean, alike = pool_blocks(x, shift, block)
     N = x.shape[2]
-    M = (N + block - 1) // block
-    first = torch.arange(M, device=x.device) * block
+    first = torch.arange(mean.shape[2], device=x.device) * block
     tokens = (N - first).clamp(max=block)
-
-    def mean(x: Tensor) -> Tensor:
-        blocks = F.pad(x, (0, 0, 0, M * block - N)).unflatten(2, (M, block))
-        return blocks.sum(3) / tokens.unsqueeze(1)
-
-    always = ((first < dense_first) | (first + tokens > N - dense_last)).expand(*x.shape[:2], M)
-    if similarity > 0:
-        always = always | (mean(F.normalize(x, dim=3)).square().sum(3) < similarity)
-    return mean(x), always, tokens
+    dense = (first < dense_first) | (first + tokens > N - dense_last)
+    return mean, dense | (alike < similarity), first, tokens
 
 
 _schema = torch.library.infer_schema(select_blocks, mutates_args=())

@@ -44,10 +44,12 @@ def check_row(count, order, scores, tokens, always, selection, block_kv) -> None
     scores, tokens: of each block; always: those that are kept in any case."""
     M, first = len(scores), len(always)
     assert sorted(order) == list(range(M))
-    assert order[:first] == always
+    assert order[:count] == sorted(order[:count]) and order[count:] == sorted(order[count:])
+    assert set(always) <= set(order[:count])
     scores = [s + math.log(n / block_kv) for s, n in zip(scores, tokens, strict=True)]
-    for a, b in itertools.pairwise(order[first:]):
-        assert scores[a] >= scores[b] - 1e-4
+    worst = min((scores[j] for j in order[:count] if j not in always), default=math.inf)
+    assert all(scores[j] <= worst + 1e-4 for j in order[count:])
+    order = always + sorted(set(order) - set(always), key=lambda j: -scores[j])
     kept = first + math.ceil(Fraction(str(selection.top_k)) * (M - first))
     weights = [math.exp(s - max(scores)) for s in scores]
     reached = list(itertools.accumulate(weights[j] / sum(weights) for j in order))
@@ -157,9 +159,11 @@ def video(frames=8, height=12, width=16, heads=2, D=32, noise=0.3) -> tuple[Tens
 
 
 def at_random(counts: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """As many blocks, drawn; the first in each list, on the diagonal, stays."""
-    others = torch.rand(indices.shape).index_fill(-1, torch.tensor([0]), -1).argsort(-1)
-    return counts, indices.gather(-1, others)
+    """As many blocks, drawn; one on the diagonal stays."""
+    drawn = torch.rand(indices.shape)
+    m = torch.arange(indices.shape[2])
+    drawn[..., m, m * BLOCK_SIZE[0] // BLOCK_SIZE[1]] = -1
+    return counts, drawn.argsort(-1).int()
 
 
 DENSITIES = 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 1.0
