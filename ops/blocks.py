@@ -18,8 +18,7 @@ from torch.library import triton_op
 
 from sage_inductor.ops.launch import launch_traced
 
-_ELEMENTS = 8192  # of a block in the registers of a program's 4 warps: 64 rows of head_dim 128
-_CHUNK = 512  # of a row of scores in those of one warp
+CHUNK = 512  # scores in the registers of one warp
 _SIGN, _ALL = tl.constexpr(1 << 31), tl.constexpr((1 << 32) - 1)
 
 
@@ -87,20 +86,25 @@ def _launch_pool(x: Tensor, shift: Tensor | None, block: int) -> tuple[Tensor, T
     launch_traced(
         _pool_kernel,
         (B * H * M,),
-        (x, mean if shift is None else shift, mean, alike),
+        (x, x if shift is None else shift, mean, alike),
         (*x.stride(),
          H, N,  # shape
          shift is not None,  # semantics
-         D, block, min(64, _ELEMENTS // BLOCK_D), BLOCK_D),  # tile
+         D, block, rows_at_once(BLOCK_D), BLOCK_D),  # tile
     )  # fmt: skip
     return mean, alike
+
+
+def rows_at_once(block_d: int) -> int:
+    """Of a block, in the registers of 4 warps."""
+    return min(64, 8192 // block_d)
 
 
 @triton_op("sage::largest", mutates_args=())
 def largest(scores: Tensor, counts: Tensor) -> Tensor:
     """scores [..., M] in fp32, counts [...] int32, 0 to M -> indices [..., M], int32: the largest
     counts[...] of each row first, of equal ones those before the others, and then the rest, both in
-    ascending order. Of a row with NaN as many, but any."""
+    ascending order. Of a row with NaN or -infinity as many, but any."""
     return (_largest_plain if scores.device.type == "cpu" else _launch_largest)(scores, counts)
 
 
@@ -165,6 +169,6 @@ def _launch_largest(scores: Tensor, counts: Tensor) -> Tensor:
     indices = torch.empty_like(scores, dtype=torch.int32)
     M = scores.shape[-1]
     launch_traced(
-        _largest_kernel, (counts.numel(),), (scores, counts, indices), (M, _CHUNK), num_warps=1
+        _largest_kernel, (counts.numel(),), (scores, counts, indices), (M, CHUNK), num_warps=1
     )
     return indices

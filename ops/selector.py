@@ -9,13 +9,15 @@ result is attention's only nearly: nobody gets it who does not ask for it.
 A mean stands for its block if the tokens are alike: a block's self-similarity is the mean cosine of
 all pairs of its tokens, which is the squared norm of the mean of its tokens, each scaled to norm 1.
 A block of queries below `similarity` computes all keys, a block of keys below it is computed by all
-queries. Blocks are kept in the order of their scores, those that always are first.
+queries. What is kept is listed in ascending order.
 
 From SpargeAttn (arXiv:2502.18137, section 3.3; self-similarity as its code computes it: its formula
 divides by the largest product). The diagonal and dense tokens are from Sparse VideoGen
 (arXiv:2502.01776), and the weight of a tail, which is shorter, is ours.
 
-Plain PyTorch: AOTAutograd traces into the op and Inductor fuses it; nothing waits for the device.
+Means, self-similarity and the choice of the largest scores are ops/blocks.py's, kernels on CUDA: q
+is read once and k twice. The rest is plain PyTorch. AOTAutograd traces into the op, and nothing
+waits for the device.
 
 Shapes: B batch, H_q and H_kv heads, N sequence, D head_dim, M_q blocks of queries, M_kv of keys.
 """
@@ -50,7 +52,7 @@ class Selection(NamedTuple):
         return self.top_k if fields.keys() == {"top_k"} else fields
 
 
-def select_blocks(
+def compose_select(
     q: Tensor, k: Tensor, scale: float, top_k: float, top_p: float, similarity: float,
     dense_first: int, dense_last: int, block_q: int, block_kv: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -58,11 +60,10 @@ def select_blocks(
 
     q [B, H_q, N, D], k [B, H_kv, N, D] of any floating dtypes and strides, scale of the softmax;
     then Selection's fields. Returns num_blocks [B, H_q, M_q] and indices [B, H_q, M_q, M_kv], int32
-    and not differentiable, of which row m has the blocks indices[..., m, :num_blocks[..., m]]:
-    BlockLists' first two.
+    and not differentiable, of which row m has the blocks indices[..., m, :num_blocks[..., m]], in
+    ascending order, and then the others: BlockLists' first two.
     """
     with torch.autocast(q.device.type, enabled=False):
-        q, k = q.detach(), k.detach()
         shift = smooth([k], None)[0][0]
         (q_mean, q_always, first_q, _), (k_mean, k_always, first_kv, k_tokens) = (
             _pool(*x, similarity, dense_first, dense_last)
@@ -104,6 +105,12 @@ def _pool(
     return mean, dense | (alike < similarity), first, tokens
 
 
-_schema = torch.library.infer_schema(select_blocks, mutates_args=())
-torch.library.define("sage::select_blocks", _schema, tags=(torch.Tag.pt2_compliant_tag,))
-torch.library.impl("sage::select_blocks", "CompositeImplicitAutograd", select_blocks)
+select_blocks = torch.library.custom_op("sage::select_blocks", compose_select, mutates_args=())
+
+
+@select_blocks.register_fake
+def _(q, k, scale, top_k, top_p, similarity, dense_first, dense_last, block_q, block_kv):
+    N = q.shape[2]
+    rows = *q.shape[:2], (N + block_q - 1) // block_q
+    counts = q.new_empty(rows, dtype=torch.int32)
+    return counts, q.new_empty((*rows, (N + block_kv - 1) // block_kv), dtype=torch.int32)
