@@ -72,7 +72,7 @@ def test_the_selected_blocks_are_those_that_loops_select(seed):
     B, H_kv, G = draw.choice([1, 2]), draw.choice([1, 2]), draw.choice([1, 2, 3])
     N, D = draw.choice([1, 63, 64, 65, 192, *(draw.randint(60, 900) for _ in range(5))]), 8
     dtype = draw.choice([torch.float32, torch.bfloat16])
-    text = [*[0] * 6, 1, 70, N + 5]
+    text = [*[0] * 5, 1, 1, 70, N + 5]
     scale = draw.choice([0.02, 0.1, -0.5])
     whole = torch.full((B, N + 2, H_kv * (G + 1) + 1, D), torch.nan, dtype=dtype)
     tokens = whole[:, 1:-1, : H_kv * (G + 1)]
@@ -143,6 +143,18 @@ def test_a_common_part_of_the_keys_changes_nothing():
     expected = select(q, k, selection)
     assert all(map(torch.equal, select(q, k + 64, selection), expected))
     assert (expected[0] == 8).all()  # random tokens are not alike
+
+
+def test_what_torch_asks_of_an_op():
+    q, k = torch.randn(2, 1, 2, 300, 16, requires_grad=True).unbind(0)
+    given = q, k, 0.1, *Selection(0.3, 0.5), *BLOCK_SIZE
+    torch.library.opcheck(torch.ops.sage.select_blocks.default, given)
+    torch.library.opcheck(
+        torch.ops.sage.pool_blocks.default, (k.detach(), torch.ones(1, 2, 16), 64)
+    )
+    counts, scores = torch.tensor([[0, 9, 5]]).int(), torch.randn(1, 3, 9)
+    torch.library.opcheck(torch.ops.sage.largest.default, (scores, counts))
+    assert not any(x.requires_grad for x in torch.ops.sage.select_blocks(*given))
 
 
 # -- what they cost --
