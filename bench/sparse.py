@@ -55,10 +55,11 @@ class Selected:
             return self.sdpa(q, k, v)
         found = q, k, q.shape[3] ** -0.5, *self.selection, *BLOCK_SIZE
         counts, indices = torch.ops.sage.select_blocks(*found)
-        if self.at_random:  # the first in a list is on the diagonal
+        if self.at_random:  # but one on the diagonal
             drawn = torch.rand(indices.shape, generator=self.generator, device=q.device)
-            drawn[..., 0] = -1
-            indices = indices.gather(3, drawn.argsort(3))
+            m = torch.arange(indices.shape[2])
+            drawn[..., m, m * BLOCK_SIZE[0] // BLOCK_SIZE[1]] = -1
+            indices = drawn.argsort(3).int()
         self.densities.append(counts.sum().item() / indices.numel())
         lists = BlockLists(counts, indices, None, None, *BLOCK_SIZE)
         seen = how_often(lists, q.shape[2], k.shape[2], None, None, False) > 0

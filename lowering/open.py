@@ -1,5 +1,5 @@
 """``sage::sdpa`` (and ``sage::prepare``, its first half) opens into smooth + quantize + attention
-when AOTAutograd traces a graph.
+when AOTAutograd traces a graph, ``sage::select_blocks`` into what it is made of.
 
 Inductor then sees what there is to see: on CUDA the Triton kernels themselves (they are
 ``triton_op``) or, where it cannot launch the fastest ones, calls of opaque ops
@@ -9,23 +9,25 @@ up. Two cases stay whole:
 
 * while ``torch.export`` traces, like every ``triton_op``: an exported program keeps what the model
   means and opens when it is compiled;
-* on CPU, unless it is for a package: the emulation is for studies, and as one opaque call it
-  compiles in no time (opened, a dynamic length cost 100 s).
+* attention on CPU, unless it is for a package: the emulation is for studies, and as one opaque call
+  it compiles in no time (opened, a dynamic length cost 100 s).
 """
 
 from sage_inductor.lowering.precompile import precompile
 from sage_inductor.lowering.realize import stored
-from sage_inductor.ops import prepare_kv, sdpa
+from sage_inductor.ops import prepare_kv, sdpa, select_blocks
 from sage_inductor.ops.compat import FunctionalTensorMode, exporting
 from sage_inductor.ops.sdpa import SdpaCall, compose, compose_prepare
+from sage_inductor.ops.selector import compose_select
 
 
-def _opens(custom_op, into, tensors: slice, portable_at: int) -> None:
-    """tensors: which of the arguments are k and v; portable_at: which is `portable`."""
+def _opens(custom_op, into, tensors: slice, portable_at: int | None = None) -> None:
+    """tensors: which of the arguments several kernels read; portable_at: which is `portable`; None:
+    it opens on CPU too."""
 
     @custom_op.register_torch_dispatch(FunctionalTensorMode)
     def open_(mode, op, types, args, kwargs):
-        x, portable = args[0], args[portable_at]
+        x, portable = args[0], portable_at is None or args[portable_at]
         if exporting() or (x.device.type == "cpu" and not portable):
             return mode.__torch_dispatch__(op, types, args, kwargs)
         with mode:
@@ -43,3 +45,4 @@ def _compose(*args):
 
 _opens(sdpa, _compose, slice(1, 3), SdpaCall._fields.index("portable"))
 _opens(prepare_kv, compose_prepare, slice(0, 2), 4)
+_opens(select_blocks, compose_select, slice(0, 2))

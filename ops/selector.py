@@ -9,13 +9,15 @@ result is attention's only nearly: nobody gets it who does not ask for it.
 A mean stands for its block if the tokens are alike: a block's self-similarity is the mean cosine of
 all pairs of its tokens, which is the squared norm of the mean of its tokens, each scaled to norm 1.
 A block of queries below `similarity` computes all keys, a block of keys below it is computed by all
-queries. Blocks are kept in the order of their scores, those that always are first.
+queries. What is kept is listed in ascending order.
 
 From SpargeAttn (arXiv:2502.18137, section 3.3; self-similarity as its code computes it: its formula
 divides by the largest product). The diagonal and dense tokens are from Sparse VideoGen
 (arXiv:2502.01776), and the weight of a tail, which is shorter, is ours.
 
-Plain PyTorch: AOTAutograd traces into the op and Inductor fuses it; nothing waits for the device.
+Means, self-similarity and the choice of the largest scores are ops/blocks.py's, kernels on CUDA: q
+is read once and k twice. The rest is plain PyTorch. AOTAutograd traces into the op, and nothing
+waits for the device.
 
 Shapes: B batch, H_q and H_kv heads, N sequence, D head_dim, M_q blocks of queries, M_kv of keys.
 """
@@ -23,8 +25,10 @@ Shapes: B batch, H_q and H_kv heads, N sequence, D head_dim, M_q blocks of queri
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from sage_inductor.ops.blocks import largest, pool_blocks
+from sage_inductor.ops.quantize.op import smooth
 
 # Queries and keys, SpargeAttn's: 128 queries share a scale in sage1, 64 keys do in every recipe.
 BLOCK_SIZE = (128, 64)
@@ -48,7 +52,7 @@ class Selection(NamedTuple):
         return self.top_k if fields.keys() == {"top_k"} else fields
 
 
-def select_blocks(
+def compose_select(
     q: Tensor, k: Tensor, scale: float, top_k: float, top_p: float, similarity: float,
     dense_first: int, dense_last: int, block_q: int, block_kv: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -56,15 +60,14 @@ def select_blocks(
 
     q [B, H_q, N, D], k [B, H_kv, N, D] of any floating dtypes and strides, scale of the softmax;
     then Selection's fields. Returns num_blocks [B, H_q, M_q] and indices [B, H_q, M_q, M_kv], int32
-    and not differentiable, of which row m has the blocks indices[..., m, :num_blocks[..., m]]:
-    BlockLists' first two.
+    and not differentiable, of which row m has the blocks indices[..., m, :num_blocks[..., m]], in
+    ascending order, and then the others: BlockLists' first two.
     """
     with torch.autocast(q.device.type, enabled=False):
-        q, k = q.float(), k.float()
-        k = k - k.mean(2, keepdim=True)
-        (q_mean, q_always, _), (k_mean, k_always, k_tokens) = (
-            _pool(x, block, similarity, dense_first, dense_last)
-            for x, block in ((q, block_q), (k, block_kv))
+        shift = smooth([k], None)[0][0]
+        (q_mean, q_always, first_q, _), (k_mean, k_always, first_kv, k_tokens) = (
+            _pool(*x, similarity, dense_first, dense_last)
+            for x in ((q, None, block_q), (k, shift, block_kv))
         )
         (B, H_q, M_q, _), (H_kv, M_kv) = q_mean.shape, k_mean.shape[1:3]
         group = q_mean.unflatten(1, (H_kv, -1)).flatten(2, 3)  # [B, H_kv, H_q / H_kv * M_q, D]
@@ -72,41 +75,42 @@ def select_blocks(
         scores = scores + (k_tokens / block_kv).log()
 
         k_always = k_always.repeat_interleave(H_q // H_kv, 1)
-        first_q = (torch.arange(M_q, device=q.device) * block_q).unsqueeze(1)
-        first_kv = torch.arange(M_kv, device=q.device) * block_kv
+        first_q = first_q.unsqueeze(1)
         diagonal = (first_q < first_kv + block_kv) & (first_kv < first_q + block_q)
         always = diagonal | q_always.unsqueeze(3) | k_always.unsqueeze(2)
-        indices = torch.where(always, torch.inf, scores).sort(stable=True, descending=True)[1]
+        ranked = torch.where(always, torch.inf, scores)
         num_blocks = always.sum(-1)
         rest = (M_kv - num_blocks) * round(top_k * PARTS)
         num_blocks = num_blocks + (rest + PARTS - 1) // PARTS
         if top_p > 0:
-            reached = scores.softmax(-1).gather(-1, indices).cumsum(-1)
+            order = ranked.sort(stable=True, descending=True)[1]
+            reached = scores.softmax(-1).gather(-1, order).cumsum(-1)
             enough = (reached < top_p).sum(-1) + 1
             num_blocks = torch.maximum(num_blocks, enough.clamp(max=M_kv))
-        return num_blocks.int(), indices.int()
+        num_blocks = num_blocks.int()
+        return num_blocks, largest(ranked, num_blocks)
 
 
 def _pool(
-    x: Tensor, block: int, similarity: float, dense_first: int, dense_last: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each block of x [B, H, N, D]: the mean of its tokens [B, H, M, D], whether it is always
-    computed [B, H, M], bool, and how many tokens it has [M]."""
+    x: Tensor, shift: Tensor | None, block: int, similarity: float, dense_first: int,
+    dense_last: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Of each block of x [B, H, N, D], less shift [B, H, D]: the mean of its tokens [B, H, M, D],
+    whether it is always computed [B, H, M], bool, its first token and how many it has [M]."""
+    mean, alike = pool_blocks(x, shift, block)
     N = x.shape[2]
-    M = (N + block - 1) // block
-    first = torch.arange(M, device=x.device) * block
+    first = torch.arange(mean.shape[2], device=x.device) * block
     tokens = (N - first).clamp(max=block)
-
-    def mean(x: Tensor) -> Tensor:
-        blocks = F.pad(x, (0, 0, 0, M * block - N)).unflatten(2, (M, block))
-        return blocks.sum(3) / tokens.unsqueeze(1)
-
-    always = ((first < dense_first) | (first + tokens > N - dense_last)).expand(*x.shape[:2], M)
-    if similarity > 0:
-        always = always | (mean(F.normalize(x, dim=3)).square().sum(3) < similarity)
-    return mean(x), always, tokens
+    dense = (first < dense_first) | (first + tokens > N - dense_last)
+    return mean, dense | (alike < similarity), first, tokens
 
 
-_schema = torch.library.infer_schema(select_blocks, mutates_args=())
-torch.library.define("sage::select_blocks", _schema, tags=(torch.Tag.pt2_compliant_tag,))
-torch.library.impl("sage::select_blocks", "CompositeImplicitAutograd", select_blocks)
+select_blocks = torch.library.custom_op("sage::select_blocks", compose_select, mutates_args=())
+
+
+@select_blocks.register_fake
+def _(q, k, scale, top_k, top_p, similarity, dense_first, dense_last, block_q, block_kv):
+    N = q.shape[2]
+    rows = *q.shape[:2], (N + block_q - 1) // block_q
+    counts = q.new_empty(rows, dtype=torch.int32)
+    return counts, q.new_empty((*rows, (N + block_kv - 1) // block_kv), dtype=torch.int32)

@@ -21,6 +21,7 @@ from bench.tritons import (
     spilled,
     stack_bytes,
 )
+from sage_inductor.ops import blocks as blocks_of_tokens
 from sage_inductor.ops.attention import nvfp4 as attention_nvfp4
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention import triton as portable
@@ -652,6 +653,39 @@ def test_preparation_compiles(architecture, D, masked):
         assert stack_bytes(compiled.asm["cubin"]) == (8 if spills else 0)
         assert stack_bytes(compile_quantize_v_again(D, masked, architecture).asm["cubin"]) == 0
     compile_estimate(D, masked, architecture)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=str)
+@pytest.mark.parametrize("D", [80, OF_128, 256])
+def test_pooling_compiles_to_loads_of_16_bytes(architecture, D):
+    for block, shift in ((128, False), (64, True)):
+        compiled = compile_pool(architecture, D, block, shift)
+        assert stack_bytes(compiled.asm["cubin"]) == 0
+        assert compiled.asm["ptx"].count("ld.global.v4.b32") * 128 * 8 >= block * D
+
+
+@on_every_triton
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=str)
+def test_the_choice_of_the_largest_compiles(architecture):
+    assert stack_bytes(compile_largest(architecture).asm["cubin"]) == 0
+
+
+def compile_pool(architecture, D, block, shift):
+    types = dict(X="*bf16", Shift="*fp32", Mean="*fp32", Alike="*fp32")
+    BLOCK_D = pad_head_dim(D)
+    constexprs = dict(
+        SHIFT=shift, D=D, BLOCK=block, ROWS=blocks_of_tokens.rows_at_once(BLOCK_D),
+        BLOCK_D=BLOCK_D, stride_d=1,
+    )  # fmt: skip
+    return compile_kernel(blocks_of_tokens._pool_kernel, architecture, constexprs, types)
+
+
+def compile_largest(architecture):
+    types = dict(Scores="*fp32", Counts="*i32", Indices="*i32")
+    constexprs = dict(CHUNK=blocks_of_tokens.CHUNK)
+    return compile_kernel(
+        blocks_of_tokens._largest_kernel, architecture, constexprs, types, num_warps=1
+    )
 
 
 def compile_smooth(architecture, D, masked):

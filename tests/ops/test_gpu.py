@@ -33,6 +33,7 @@ from sage_inductor.ops import (
     quantize_v,
     smooth,
 )
+from sage_inductor.ops import blocks as of_tokens
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.select import Problem, hopper_tile, select
 from sage_inductor.ops.launch import launch_cached
@@ -40,6 +41,7 @@ from sage_inductor.ops.quantize.smooth import launch_estimate
 from sage_inductor.ops.recipe import NAMED, Recipe
 from sage_inductor.ops.reference import attention as emulation
 from sage_inductor.ops.reference import quantize as reference
+from sage_inductor.ops.selector import BLOCK_SIZE, Selection
 from sage_inductor.ops.visibility import BLOCK_SIZES, Visibility
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
@@ -411,6 +413,113 @@ def test_flex_attention_by_block_lists_is_what_inductor_compiles(mode):
         assert relative_l1(out, expected) < 0.05
         assert (out[expected == 0] == 0).all()
     assert sage_inductor.report()[0].recipe == "sage2-8b-per-token"
+
+
+# -- selected blocks ----
+
+
+def alike_tokens(*shape, dtype=torch.bfloat16):
+    """[B, H, N, D], stored as [B, N, H, D], each token much like the one before it."""
+    B, H, N, D = shape
+    x = torch.randn(B, N, H, D, device="cuda").cumsum(1)
+    return (x / x.std()).to(dtype).transpose(1, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("D", [8, 72, 128, 256])
+def test_pooled_blocks_are_those_of_plain_pytorch(D, dtype):
+    for N, block in ((1, 64), (64, 128), (777, 192), (2049, 256), (5000, 128)):
+        x = alike_tokens(2, 3, N, D + 1, dtype=dtype)[..., 1:]  # no row is aligned
+        for y in (x, x[..., : D // 8 * 8].contiguous()):
+            for shift in (None, torch.randn(2, 3, y.shape[3], device="cuda")):
+                found = of_tokens.pool_blocks(y, shift, block)
+                expected = of_tokens._pool_plain(y, shift, block)
+                assert_close(found, expected, rtol=2e-6, atol=5e-6)
+
+
+@pytest.mark.parametrize("M", [1, 47, 512, 513, 1182, 1857, 20_000])
+def test_the_largest_scores_are_those_of_a_sort(M):
+    for rounded in (False, True):
+        scores = 3 * torch.randn(2, 3, 40, M, device="cuda")
+        scores = scores.round() if rounded else scores
+        for infinite in (0, 0.1, 0.9):
+            scores[torch.rand_like(scores) < infinite] = math.inf
+            counts = torch.randint(0, M + 1, scores.shape[:3], device="cuda").int()
+            counts[0, 0, :2] = torch.tensor([0, M])
+            found = of_tokens.largest(scores, counts)
+            assert torch.equal(found, of_tokens._largest_plain(scores, counts))
+
+
+def which(counts, indices):
+    """bool [..., M_kv] of lists [...], [..., M_kv]"""
+    listed = torch.arange(indices.shape[-1], device="cuda") < counts.unsqueeze(-1)
+    return torch.zeros_like(listed).scatter(-1, indices.long(), listed)
+
+
+KEEP = Selection(0.3)
+
+
+def select_blocks(q, k, selection=KEEP):
+    return torch.ops.sage.select_blocks(q, k, 0.1, *selection, *BLOCK_SIZE)
+
+
+def assert_same_blocks(found, expected):
+    """But one in a thousand, of scores and similarities that rounding cannot tell apart."""
+    assert (which(*found) != which(*expected)).float().mean() < 1e-3
+    assert torch.equal(found[1].sort(-1)[0], expected[1].sort(-1)[0])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_selected_blocks_are_those_of_plain_pytorch(seed, monkeypatch):
+    """And compiled, with a dynamic length."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    H_q, H_kv, D = *draw.choice([(4, 4), (4, 2), (3, 1)]), draw.choice([64, 72, 128])
+    dtype = draw.choice([torch.bfloat16, torch.float16, torch.float32])
+    selection = Selection(
+        draw.choice([0.1, 0.3, 0.9]), draw.choice([0, 0, 0.7]), draw.choice([0, 0.1, 0.3]),
+        draw.choice([0, 100]), draw.choice([0, 100]),
+    )  # fmt: skip
+    compiled = torch.compile(lambda q, k: select_blocks(q, k, selection), dynamic=True)
+    for N in (draw.randint(2000, 9000), draw.randint(129, 9000)):
+        q, k = (alike_tokens(2, H, N, D, dtype=dtype) for H in (H_q, H_kv))
+        found, by_inductor = select_blocks(q, k, selection), compiled(q, k)
+        with monkeypatch.context() as plain:
+            plain.setattr(of_tokens, "_launch_pool", of_tokens._pool_plain)
+            plain.setattr(of_tokens, "_launch_largest", of_tokens._largest_plain)
+            expected = select_blocks(q, k, selection)
+        assert_same_blocks(found, expected)
+        assert_same_blocks(by_inductor, expected)
+
+
+def test_a_cuda_graph_selects_of_new_tokens():
+    q, k = (alike_tokens(1, H, 3000, 128) for H in (4, 2))
+    select_blocks(q, k)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = select_blocks(q, k)
+    for _ in range(3):
+        for x in (q, k):
+            x.copy_(alike_tokens(1, x.shape[1], 3000, 128))
+        graph.replay()
+        assert_same_blocks(found, select_blocks(q, k))
+
+
+def test_for_the_selector_q_and_k_are_stored_once(monkeypatch):
+    def rotate(q, k, cos, sin):
+        return tuple(rotate_halves(x, cos, sin).bfloat16() for x in (q, k))
+
+    def stored(function):
+        out, (code,) = run_and_get_code(torch.compile(function), *x)
+        return out, len(re.findall(r"= empty_strided_cuda\(.*torch\.bfloat16\)", code))
+
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    x = [alike_tokens(1, 8, 3000, 128) for _ in range(2)]
+    x += torch.rand(2, 3000, 64, device="cuda").unbind(0)
+    _, expected = stored(rotate)
+    out, buffers = stored(lambda *x: select_blocks(*rotate(*x)))
+    assert buffers == expected
+    assert (which(*out) != which(*select_blocks(*rotate(*x)))).float().mean() < 1e-2
 
 
 # -- the Hopper kernel ----

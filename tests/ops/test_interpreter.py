@@ -22,6 +22,7 @@ import triton.language as tl
 from support import attention_call, relative_l2, run_portable
 from torch.testing import assert_close
 
+from sage_inductor.ops import blocks as of_tokens
 from sage_inductor.ops import visibility
 from sage_inductor.ops.attention import triton as triton_kernel
 from sage_inductor.ops.attention.hopper import blocks, plan
@@ -36,6 +37,7 @@ from sage_inductor.ops.quantize.smooth import launch_estimate, launch_smooth
 from sage_inductor.ops.quantize.values import launch_v
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.reference import quantize as reference
+from sage_inductor.ops.selector import Selection
 from sage_inductor.ops.visibility import BLOCK_SIZES, BlockLists, Visibility
 
 pytestmark = [
@@ -696,3 +698,63 @@ def named_of(lists, b, h, first, n_q, n_kv, keys, band, shown) -> collections.Co
                 whole = every[j] and (is_full or band_every[j])
                 expected[j, 3 if whole else 2 if is_full else 1] += 1
     return expected
+
+
+# -- blocks of tokens ----
+
+
+def between_nan(*shape, dtype=torch.float32):
+    """Random tokens [B, H, N, D], each much like the one before it, in NaN; of other strides."""
+    B, H, N, D = shape
+    whole = torch.full((N + 2, B, H + 1, 2 * D), torch.nan, dtype=dtype)
+    x = whole[1:-1, :, :H, 1::2].permute(1, 2, 0, 3)
+    return x.copy_(torch.randn(shape) + torch.randn(B, 1, N, 1).cumsum(2) / 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("block", visibility.BLOCK_SIZES)
+def test_pooled_blocks(block, dtype):
+    for N, D in ((1, 8), (block, 64), (block + 1, 40), (3 * block - 1, 20), (2 * block, 256)):
+        x = between_nan(2, 3, N, D, dtype=dtype)
+        x[:, 0, 0] = 0  # has no direction
+        for shift in (None, torch.randn(2, 3, D)):
+            found = of_tokens._launch_pool(x, shift, block)
+            for y, expected in zip(found, of_tokens._pool_plain(x, shift, block), strict=True):
+                assert_close(y, expected, rtol=2e-6, atol=5e-6)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_the_largest_scores(seed):
+    """Bit by bit: any length, equal scores, infinity and zeros of both signs."""
+    draw = random.Random(seed)
+    M = draw.choice([1, 2, 37, 511, 512, 513, 1100])
+    scores = torch.randn(2, 2, 3, M) * draw.choice([1e-30, 1, 1e30])
+    if draw.random() < 0.5:
+        scores = scores.sign() * (scores.abs() / scores.std()).floor()  # zeros of both signs
+    scores = torch.where(torch.rand(scores.shape) < draw.choice([0, 0.2, 0.9]), torch.inf, scores)
+    counts = torch.randint(0, M + 1, scores.shape[:3]).int()
+    counts[0] = draw.choice([0, M])
+    scores = scores.mT.contiguous().mT if draw.random() < 0.3 else scores
+    found = of_tokens._launch_largest(scores, counts)
+    assert torch.equal(found, of_tokens._largest_plain(scores, counts))
+
+
+def test_of_a_row_with_nan_each_block_is_listed_once():
+    scores = torch.where(torch.rand(12, 600) < torch.rand(12, 1), torch.nan, torch.randn(12, 600))
+    scores[0], scores[1] = torch.nan, -torch.inf
+    counts = torch.randint(0, 601, (12,)).int()
+    found = of_tokens._launch_largest(scores, counts)
+    assert torch.equal(found.sort(-1)[0], torch.arange(600).int().expand(12, -1))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_blocks_are_selected_by_kernels_as_by_plain_pytorch(seed, monkeypatch):
+    draw = random.Random(seed)
+    q, k = (between_nan(1, H, 700, 24, dtype=torch.float16) for H in (4, 2))
+    selection = Selection(0.3, draw.choice([0, 0.7]), 0.1, draw.choice([0, 70]))
+    arguments = q, k + 5, 0.2, *selection, *draw.sample(visibility.BLOCK_SIZES, 2)
+    expected = torch.ops.sage.select_blocks(*arguments)
+    monkeypatch.setattr(of_tokens, "_pool_plain", of_tokens._launch_pool)
+    monkeypatch.setattr(of_tokens, "_largest_plain", of_tokens._launch_largest)
+    assert all(map(torch.equal, torch.ops.sage.select_blocks(*arguments), expected))
+    assert (expected[0] < expected[1].shape[3]).any()

@@ -7,6 +7,7 @@ import os
 import threading
 
 import pytest
+import support
 import torch
 import triton
 from support import arguments, attention_call
@@ -232,16 +233,41 @@ def test_what_is_compiled_ahead_is_what_is_launched(recipe, mask, band, N, warpg
     assert sorted(h200, key=repr) == sorted(launched, key=repr)
 
 
-@pytest.mark.parametrize(
-    "what", ["portable", "prepared by per_thread", "on CPU", "block lists", "unknown"]
-)
+@pytest.mark.parametrize("full", [False, True])
+def test_the_kernels_of_block_lists_are_compiled_ahead(full, h200):
+    precompile._start.cache_clear()
+    N, recipe = 2048, "sage2-8b-per-token"
+    lists = support.block_lists(1, 8, N, N, 128, 64, 0.5, full)
+    with FakeTensorMode():
+        fake = [
+            x if x is None else torch.empty(x.shape, dtype=x.dtype, device="cuda")
+            for x in lists[:4]
+        ]
+        of_lists = dict(zip(lists._fields, (*fake, 128, 64), strict=True))
+        call = SdpaCall(*arguments(*qkv(N, "cuda"), False, 0.1, recipe=recipe, **of_lists))
+        precompile.precompile(call)
+    finished()
+    launched = []
+
+    def run(kernel, grid, tensors, numbers, **options):
+        kinds = [x.dtype if isinstance(x, torch.Tensor) else x.block_shape for x in tensors]
+        launched.append((kernel.fn.__name__, grid, [*kinds, *numbers], options | FP_FUSION))
+
+    q, k, v = (torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in qkv(N, "cpu"))
+    prepared = launch_kv(k, v, None, NAMED[recipe], run, True)
+    a = attention_call(q, k, v, recipe, Visibility(blocks=lists), prepared=prepared)
+    run_opaque(a, tiles.Tile(128, 64, 4, 2), run, torch.device("cuda", 0))
+    names = {"_list_tiles_kernel", "_rank_tiles_kernel", "_hopper_kernel"}
+    assert names <= {name for name, *_ in launched}
+    assert sorted(h200, key=repr) == sorted(launched, key=repr)
+
+
+@pytest.mark.parametrize("what", ["portable", "prepared by per_thread", "on CPU", "unknown"])
 def test_nothing_is_compiled_ahead_that_inductor_compiles_or_that_is_not_known(what, h200):
     precompile._start.cache_clear()
     recipe = "sage2-8b" if what == "prepared by per_thread" else "sage2-8b-per-token"
     x = qkv(1000, "cpu" if what == "on CPU" else "cuda")
     args = list(arguments(*x, False, 0.1, recipe, portable=what == "portable"))
-    if what == "block lists":
-        args[-6:] = torch.ones(1, 1, 8).int(), torch.zeros(1, 1, 8, 8).int(), None, None, 128, 128
     if what == "unknown":
         with FakeTensorMode(shape_env=ShapeEnv()) as mode:
             symbol = mode.shape_env.create_unbacked_symint()

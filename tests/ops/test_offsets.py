@@ -37,7 +37,7 @@ OF_HOPPER = {
     "row": (0, 2**30 + 192), "b": PLACE, "h": PLACE, "h_kv": PLACE, "head": PLACE,
     "head_kv": (0, 2**23), "channel": (0, 2**31 - 257), "scale_row": (0, 2**24),
     "slot": (0, 2**16), "begin": BLOCKS, "end": BLOCKS, "m": BLOCKS,
-    "place": (-1, 2**28),
+    "place": (-1, 2**28), "first_block": BLOCKS,
 }  # fmt: skip
 
 
@@ -315,6 +315,8 @@ KERNELS = {
     "quantize_kv": lambda: kernels.compile_quantize_kv(80, True, "i8"),
     "quantize_v_again": lambda: kernels.compile_quantize_v_again(80, True),
     "estimate": lambda: kernels.compile_estimate(80, True),
+    "pool": lambda: kernels.compile_pool(SM90, 80, 192, True),
+    "largest": lambda: kernels.compile_largest(SM90),
     "smooth": lambda: kernels.compile_smooth(SM90, 80, True)[0],
     "smooth's end": lambda: kernels.compile_smooth(SM90, 80, True)[1],
 }  # fmt: skip
@@ -324,6 +326,8 @@ KERNELS = {
 def test_no_offset_wraps(name):
     fewer = (128, MAX_KEYS)  # rows of k that nvfp4.launch takes
     bounds = {"N_pad": fewer, "N_kv": fewer} if name.startswith("nvfp4") else {}
+    if name == "largest":  # what is counted is of a row's blocks
+        bounds = dict.fromkeys(("M", "count", "kept", "before"), (0, MAX_ROWS // 64))
     function = Function(KERNELS[name](), bounds).run()
     assert function.offsets > 3 and not function.unproved, "\n".join(function.unproved)
 

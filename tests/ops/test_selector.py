@@ -44,10 +44,12 @@ def check_row(count, order, scores, tokens, always, selection, block_kv) -> None
     scores, tokens: of each block; always: those that are kept in any case."""
     M, first = len(scores), len(always)
     assert sorted(order) == list(range(M))
-    assert order[:first] == always
+    assert order[:count] == sorted(order[:count]) and order[count:] == sorted(order[count:])
+    assert set(always) <= set(order[:count])
     scores = [s + math.log(n / block_kv) for s, n in zip(scores, tokens, strict=True)]
-    for a, b in itertools.pairwise(order[first:]):
-        assert scores[a] >= scores[b] - 1e-4
+    worst = min((scores[j] for j in order[:count] if j not in always), default=math.inf)
+    assert all(scores[j] <= worst + 1e-4 for j in order[count:])
+    order = always + sorted(set(order) - set(always), key=lambda j: -scores[j])
     kept = first + math.ceil(Fraction(str(selection.top_k)) * (M - first))
     weights = [math.exp(s - max(scores)) for s in scores]
     reached = list(itertools.accumulate(weights[j] / sum(weights) for j in order))
@@ -70,7 +72,7 @@ def test_the_selected_blocks_are_those_that_loops_select(seed):
     B, H_kv, G = draw.choice([1, 2]), draw.choice([1, 2]), draw.choice([1, 2, 3])
     N, D = draw.choice([1, 63, 64, 65, 192, *(draw.randint(60, 900) for _ in range(5))]), 8
     dtype = draw.choice([torch.float32, torch.bfloat16])
-    text = [*[0] * 6, 1, 70, N + 5]
+    text = [*[0] * 5, 1, 1, 70, N + 5]
     scale = draw.choice([0.02, 0.1, -0.5])
     whole = torch.full((B, N + 2, H_kv * (G + 1) + 1, D), torch.nan, dtype=dtype)
     tokens = whole[:, 1:-1, : H_kv * (G + 1)]
@@ -143,6 +145,18 @@ def test_a_common_part_of_the_keys_changes_nothing():
     assert (expected[0] == 8).all()  # random tokens are not alike
 
 
+def test_what_torch_asks_of_an_op():
+    q, k = torch.randn(2, 1, 2, 300, 16, requires_grad=True).unbind(0)
+    given = q, k, 0.1, *Selection(0.3, 0.5), *BLOCK_SIZE
+    torch.library.opcheck(torch.ops.sage.select_blocks.default, given)
+    torch.library.opcheck(
+        torch.ops.sage.pool_blocks.default, (k.detach(), torch.ones(1, 2, 16), 64)
+    )
+    counts, scores = torch.tensor([[0, 9, 5]]).int(), torch.randn(1, 3, 9)
+    torch.library.opcheck(torch.ops.sage.largest.default, (scores, counts))
+    assert not any(x.requires_grad for x in torch.ops.sage.select_blocks(*given))
+
+
 # -- what they cost --
 
 
@@ -157,9 +171,11 @@ def video(frames=8, height=12, width=16, heads=2, D=32, noise=0.3) -> tuple[Tens
 
 
 def at_random(counts: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """As many blocks, drawn; the first in each list, on the diagonal, stays."""
-    others = torch.rand(indices.shape).index_fill(-1, torch.tensor([0]), -1).argsort(-1)
-    return counts, indices.gather(-1, others)
+    """As many blocks, drawn; one on the diagonal stays."""
+    drawn = torch.rand(indices.shape)
+    m = torch.arange(indices.shape[2])
+    drawn[..., m, m * BLOCK_SIZE[0] // BLOCK_SIZE[1]] = -1
+    return counts, drawn.argsort(-1).int()
 
 
 DENSITIES = 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 1.0

@@ -1,0 +1,174 @@
+"""Blocks of tokens: what each has in common, and which of them are the largest by a score.
+
+    mean  = of the tokens x of a block
+    alike = squared norm of the mean of the tokens, each scaled to norm 1: the mean cosine of all
+            pairs, 1 / block for independent ones
+
+On CPU each op is plain PyTorch; the kernels are held to it.
+
+Shapes: B batch, H heads, N sequence, D head_dim, M blocks of a sequence, or of a row of scores.
+"""
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.library import triton_op
+
+from sage_inductor.ops.launch import launch_traced
+
+CHUNK = 512  # scores in the registers of one warp
+_SIGN, _ALL = tl.constexpr(1 << 31), tl.constexpr((1 << 32) - 1)
+
+
+@triton_op("sage::pool_blocks", mutates_args=())
+def pool_blocks(x: Tensor, shift: Tensor | None, block: int) -> tuple[Tensor, Tensor]:
+    """x [B, H, N, D], any dtype and strides, of which shift [B, H, D] in fp32 is taken off ->
+    mean [B, H, M, D] and alike [B, H, M] of each `block` tokens, in fp32."""
+    return (_pool_plain if x.device.type == "cpu" else _launch_pool)(x, shift, block)
+
+
+def _pool_plain(x: Tensor, shift: Tensor | None, block: int) -> tuple[Tensor, Tensor]:
+    N = x.shape[2]
+    M = (N + block - 1) // block
+    tokens = (N - torch.arange(M, device=x.device) * block).clamp(max=block)
+    x = x.float() if shift is None else x.float() - shift.unsqueeze(2)
+
+    def mean(x: Tensor) -> Tensor:
+        blocks = F.pad(x, (0, 0, 0, M * block - N)).unflatten(2, (M, block))
+        return blocks.sum(3) / tokens.unsqueeze(1)
+
+    return mean(x), mean(F.normalize(x, dim=3)).square().sum(3)
+
+
+@triton.jit
+def _pool_kernel(
+    X,  # [B, H, N, D] in
+    Shift,  # [B, H, D] in, fp32; if SHIFT
+    Mean, Alike,  # [B, H, M, D], [B, H, M] out, fp32
+    stride_b, stride_h, stride_n, stride_d,
+    H, N,
+    SHIFT: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Grid: (B * H * M,). One block of one head, ROWS tokens at a time."""
+    pid = tl.program_id(0).to(tl.int64)
+    M = tl.cdiv(N, BLOCK)
+    head, first = pid // M, pid % M * BLOCK
+    tokens = tl.minimum(N - first, BLOCK)
+    i, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    x = X + head // H * stride_b + head % H * stride_h + first * stride_n
+    x = x + i.to(tl.int64)[:, None] * stride_n + d.to(tl.int64)[None, :] * stride_d
+    if SHIFT:
+        shift = tl.load(Shift + head * D + d, mask=d < D, other=0.0)
+    total, units = tl.zeros([BLOCK_D], tl.float32), tl.zeros([BLOCK_D], tl.float32)
+    for start in tl.static_range(0, BLOCK, ROWS):
+        mask = (start + i < tokens)[:, None] & (d < D)[None, :]
+        rows = tl.load(x + tl.cast(start, tl.int64) * stride_n, mask=mask, other=0.0)
+        rows = rows.to(tl.float32)
+        if SHIFT:
+            rows = tl.where(mask, rows - shift[None, :], 0.0)
+        norm = tl.sqrt(tl.sum(rows * rows, 1))
+        total += tl.sum(rows, 0)
+        units += tl.sum(rows * (1.0 / tl.maximum(norm, 1e-12))[:, None], 0)
+    units /= tokens
+    tl.store(Mean + pid * D + d, total / tokens, mask=d < D)
+    tl.store(Alike + pid, tl.sum(units * units, 0))
+
+
+def _launch_pool(x: Tensor, shift: Tensor | None, block: int) -> tuple[Tensor, Tensor]:
+    B, H, N, D = x.shape
+    D = int(D)  # a tile needs a number
+    M, BLOCK_D = triton.cdiv(N, block), triton.next_power_of_2(D)
+    mean = x.new_empty((B, H, M, D), dtype=torch.float32)
+    alike = x.new_empty((B, H, M), dtype=torch.float32)
+    launch_traced(
+        _pool_kernel,
+        (B * H * M,),
+        (x, x if shift is None else shift, mean, alike),
+        (*x.stride(),
+         H, N,  # shape
+         shift is not None,  # semantics
+         D, block, rows_at_once(BLOCK_D), BLOCK_D),  # tile
+    )  # fmt: skip
+    return mean, alike
+
+
+def rows_at_once(block_d: int) -> int:
+    """Of a block, in the registers of 4 warps."""
+    return min(64, 8192 // block_d)
+
+
+@triton_op("sage::largest", mutates_args=())
+def largest(scores: Tensor, counts: Tensor) -> Tensor:
+    """scores [..., M] in fp32, counts [...] int32, 0 to M -> indices [..., M], int32: the largest
+    counts[...] of each row first, of equal ones those before the others, and then the rest, both in
+    ascending order. Of a row with NaN or -infinity as many, but any."""
+    return (_largest_plain if scores.device.type == "cpu" else _launch_largest)(scores, counts)
+
+
+def _largest_plain(scores: Tensor, counts: Tensor) -> Tensor:
+    M = scores.shape[-1]
+    order = scores.sort(stable=True, descending=True)[1]
+    rest = torch.arange(M, device=scores.device) >= counts.unsqueeze(-1)
+    return ((order + M * rest).sort()[0] % M).int()
+
+
+@triton.jit
+def _float_at(place):
+    """The number at a place of the order of all floats, uint32; beyond the infinities NaN."""
+    return (place ^ tl.where(place >= _SIGN, _SIGN, _ALL)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _largest_kernel(
+    Scores,  # [rows, M] in, fp32
+    Counts,  # [rows] in, int32
+    Indices,  # [rows, M] out, int32
+    M,
+    CHUNK: tl.constexpr,
+):
+    """Grid: (rows,). The least score that is kept is found bit by bit, by counting; no sort."""
+    row = tl.program_id(0).to(tl.int64)
+    scores, indices = Scores + row * M, Indices + row * M
+    count = tl.load(Counts + row)
+    i = tl.arange(0, CHUNK)
+
+    # `count` scores and more are at `place` or above it, `above`, fewer, at a higher one: in the
+    # end at the next. It is found before the end where no other score has to be told from it.
+    place, bit, above = tl.cast(0, tl.uint32), tl.cast(_SIGN, tl.uint32), tl.cast(0, tl.int32)
+    while bit != 0:
+        x = _float_at(place | bit)
+        reached = tl.zeros([CHUNK], tl.int32)
+        for start in range(0, M, CHUNK):
+            chunk = tl.load(scores + start + i, mask=start + i < M, other=float("nan"))
+            reached += (chunk >= x).to(tl.int32)
+        found = tl.sum(reached, 0)
+        place = tl.where(found >= count, place | bit, place)
+        above = tl.where(found >= count, above, found)
+        bit = tl.where(found == count, 0, bit >> 1)
+
+    least = tl.full([CHUNK], _float_at(place), tl.float32)
+    any_score = least != least  # fewer than `count` are numbers, or `count` is 0
+    kept, equal = tl.cast(0, tl.int32), tl.cast(0, tl.int32)  # so far
+    for start in range(0, M, CHUNK):
+        j = start + i
+        chunk = tl.load(scores + j, mask=j < M, other=float("nan"))
+        is_equal = (chunk == least) | any_score
+        nth = equal + tl.cumsum(is_equal.to(tl.int32), 0)
+        is_kept = (chunk > least) | (is_equal & (nth <= count - above))
+        before = kept + tl.cumsum(is_kept.to(tl.int32), 0)
+        at = tl.where(is_kept, before - 1, count + j - before)
+        tl.store(indices + at, j, mask=j < M)
+        equal, kept = tl.max(nth, 0), tl.max(before, 0)
+
+
+def _launch_largest(scores: Tensor, counts: Tensor) -> Tensor:
+    scores, counts = scores.contiguous(), counts.contiguous()
+    indices = torch.empty_like(scores, dtype=torch.int32)
+    M = scores.shape[-1]
+    launch_traced(
+        _largest_kernel, (counts.numel(),), (scores, counts, indices), (M, CHUNK), num_warps=1
+    )
+    return indices
