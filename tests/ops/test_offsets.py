@@ -37,7 +37,7 @@ OF_HOPPER = {
     "row": (0, 2**30 + 192), "b": PLACE, "h": PLACE, "h_kv": PLACE, "head": PLACE,
     "head_kv": (0, 2**23), "channel": (0, 2**31 - 257), "scale_row": (0, 2**24),
     "slot": (0, 2**16), "begin": BLOCKS, "end": BLOCKS, "m": BLOCKS,
-    "place": (-1, 2**28), "first_block": BLOCKS,
+    "place": (-1, 2**28), "first_block": BLOCKS, "read_all": BLOCKS, "read_whole": BLOCKS,
 }  # fmt: skip
 
 
