@@ -34,6 +34,7 @@ class Attention:
     recipe: str = "auto"
     bnhd: bool = True
     shared: bool = False  # k and v are those of the first batch
+    keep: float | None = None  # as in a policy; on tokens as random as these, blocks are listed all
 
     def module(self) -> nn.Module:
         return _Module(self)
@@ -89,6 +90,8 @@ CALLS = {
     "window": Attention(16, 4, mask="window"),
     "one k and v": Attention(16, 4, shared=True),
     "one k and v, keys": Attention(mask="keys", shared=True),
+    "block lists": Attention(16, 4, recipe="sage2-8b-per-token", keep=0.5),
+    "block lists, 64": Attention(D=64, recipe="sage2-8b-per-token", keep=0.5),
 }
 SIZES = (2, 64), (1, 1), (3, 77), (1, 1535), (2, 1536), (1, 3071), (1, 4096), (5, 1000)
 
@@ -106,7 +109,8 @@ def exported(of: Attention) -> torch.export.ExportedProgram:
 
 
 def options(of: Attention) -> dict:
-    return {"sage.force": True, "sage.recipe": of.recipe}
+    rule = {"recipe": of.recipe} | ({} if of.keep is None else {"keep": of.keep})
+    return {"sage.force": True, "sage.policy": [rule]}
 
 
 @torch.no_grad()
