@@ -27,7 +27,7 @@ END = "<!-- table:end -->"
 MARKED = re.compile(rf"(<!-- table:(\w+) -->\n).*?({END})", re.S)
 SPEED = ("paper", "load", "models", "model", "preparation", "fusion", "masks")
 ACCURACY = ("accuracy", "defaults", "end-to-end")
-PLANS = (*SPEED, *ACCURACY, "packages", "peers", "sparse")
+PLANS = (*SPEED, *ACCURACY, "packages", "peers", "sparse", "lists")
 PLOT, OVERVIEW = "attention.svg", "overview.svg"
 ACCURACY_PLOT, MODELS_PLOT, PEERS_PLOT = "accuracy.svg", "end-to-end.svg", "peers.svg"
 COLOURS = {"cuDNN": "0.15", "flash": "0.65", "flex": "tab:orange", "inductor": "tab:blue",
@@ -386,6 +386,27 @@ def sparse_section(result: dict) -> str:
     return f"{what}\n\n{markdown(lines)}\n{where}\n{provenance(result)}"
 
 
+def lists(gpus: dict[str, dict]) -> str:
+    return sections(gpus, ("lists",), lambda name, plans: lists_section(plans["lists"]))
+
+
+def lists_section(result: dict) -> str:
+    """A line per kind of lists."""
+    lines = [
+        ["N", "head_dim", "blocks", "listed", "kernel, ms", "with preparation", "flex",
+         "flex / ours", "dense kernel", "time by work"],
+    ]  # fmt: skip
+    for row in result["rows"]:
+        ms = {name: each["ms"] for name, each in row["times"].items()}
+        flex = (f"{ms['flex']:.3f}", f"{ms['flex'] / ms['op']:.2f}") if "flex" in ms else ("", "")
+        lines.append([
+            str(row["N"]), str(row["D"]), f"{row['block_q']} x {row['block_kv']}",
+            f"{row['density']:.0%}", f"{ms['lists']:.3f}", f"{ms['op']:.3f}", *flex,
+            f"{ms['dense']:.3f}", f"{row['per_work']:.2f}",
+        ])  # fmt: skip
+    return f"{markdown(lines)}\n{provenance(result)}"
+
+
 def lengths(gpus: dict[str, dict]) -> str:
     """From which length "auto" rewrites self-attention, of the built-in tables."""
     lines = [["GPU", "head_dim", "kind of call", *(f"B·H ≥ {heads}" for heads in HEADS), "error"]]
@@ -417,6 +438,7 @@ TABLES = {
     "remedies": remedies,
     "short": accuracy_in_short,
     "sparse": sparse,
+    "lists": lists,
     "speed": speed,
 }
 

@@ -1,12 +1,14 @@
-"""bench/sparse.py: the attention that it measures, its rows, and their table."""
+"""bench/sparse.py and bench/lists.py: what they measure, their rows, and their tables."""
 
+import itertools
 import math
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.nn.functional as F
 
-from bench import plot, sparse
+from bench import lists, plot, sparse
 from bench.capture import attending
 from sage_inductor.ops.selector import Selection
 
@@ -57,3 +59,46 @@ def test_a_row_for_each_choice_and_the_table_of_them(capsys, monkeypatch):
     table = plot.sparse({"cpu": {"sparse": {**result, "rows": [
         {**row, "psnr_from_0": 8.0, "psnr_from_3": 9.0} for row in rows]}}})  # fmt: skip
     assert table.count("\n| similarity") == 4 and table.count(": 8.0, 9.0 |") == 10
+
+
+@pytest.mark.parametrize(
+    "setup", [lists.Setup(1000, 192, 128, 0.3, False), lists.Setup(1000, 64, 64, 0.1, False)]
+)
+def test_lists_name_the_drawn_blocks(setup):
+    size = setup.block_q, setup.block_kv
+    blocks = lists.named(setup, "cpu")
+    assert blocks.shape == (1, lists.H, *(-(-1000 // n) for n in size))
+    rows = torch.arange(blocks.shape[2]) * size[0] // size[1]
+    assert blocks[:, :, torch.arange(len(rows)), rows].all()
+    assert abs(blocks.float().mean() - setup.density) < 0.15
+    of = lists.lists_of(blocks, *size)
+    listed = torch.zeros_like(blocks)
+    for row in itertools.product(*map(range, blocks.shape[:3])):
+        listed[row][of.full_kv_indices[row][: of.full_kv_num_blocks[row]].long()] = True
+    assert torch.equal(listed, blocks) and not of.kv_num_blocks.any()
+
+
+def test_near_blocks_of_a_video():
+    near = lists.near("cpu")
+    assert near.shape == (960, 960) and near.diagonal().all() and torch.equal(near, near.T)
+    assert near[0].sum() == 2 * 3 * 4 and near[240 + 6 * 20 + 10].sum() == 3 * 5 * 7
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_the_error_of_attention_by_lists(wrong):
+    setup = lists.Setup(300, 128, 64, 0.4, False, 16)
+    q, k, v = torch.randn(3, 1, lists.H, 300, 16)
+    blocks = lists.named(setup, "cpu")
+    mask = blocks.repeat_interleave(128, 2)[:, :, :300].repeat_interleave(64, 3)[..., :300]
+    out = F.scaled_dot_product_attention(q, k, v, mask ^ wrong)
+    assert (lists.error(out, q, k, v, blocks, (128, 64)) < 1e-5) != wrong
+
+
+def test_the_table_of_lists():
+    times = {name: {"ms": ms} for name, ms in dict(lists=1.5, dense=4, op=2, flex=3).items()}
+    row = dict(N=1024, D=64, block_q=128, block_kv=64, density=0.3, per_work=0.8, times=times)
+    result = dict(rows=[row, row | dict(times={**times, "flex": times["op"]})], date="2026-01-01",
+                  versions=dict(torch="2", triton="3", cudnn="1"), machine={"gpu": "A"}, method="m")  # fmt: skip
+    table = plot.lists({"a": {"lists": result}})
+    cells = "| 1024 | 64 | 128 x 64 | 30% | 1.500 | 2.000 | 3.000 | 1.50 | 4.000 | 0.80 |"
+    assert cells in table and "| 2.000 | 1.00 |" in table
