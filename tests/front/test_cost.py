@@ -110,17 +110,20 @@ def test_no_coefficient_is_negative_and_no_other_are_better(seed):
 
 
 @pytest.mark.parametrize(
-    "speedup, error, wins",
+    "ours, speedup, error, wins",
     [
-        (1.019, 0.0, False),
-        (1.02, 0.0, True),
-        (1.09, 0.1, False),
-        (1.11, 0.1, True),
-        (0.9, 0, False),
+        (100.0, 1.019, 0.0, False),
+        (100.0, 1.021, 0.0, True),
+        (100.0, 1.09, 0.1, False),
+        (100.0, 1.11, 0.1, True),
+        (100.0, 0.9, 0, False),
+        (0.05, 1.2, 0.02, False),  # some microseconds
+        (0.05, 1.25, 0.02, True),
+        (0.05, 1.25, 0.1, False),
     ],
 )
-def test_what_is_faster_by_more_than_chance_wins(speedup, error, wins):
-    assert Prediction("sage1", 1.0, speedup, error).wins == wins
+def test_what_is_faster_by_more_than_chance_wins(ours, speedup, error, wins):
+    assert Prediction("sage1", ours, ours * speedup, error).wins == wins
 
 
 def test_the_first_length_is_that_from_which_on_all_win():

@@ -220,7 +220,7 @@ def test_only_lengths_that_are_dynamic_are_guarded(monkeypatch):
 
     def wins(N_q):
         sdpa = KEYS * 4 * -(-N_q // 128) * 4096 / 132
-        return sdpa / (LAUNCH + sdpa / 2) >= cost.MIN_SPEEDUP
+        return cost.Prediction("sage1", LAUNCH + sdpa / 2, sdpa, 0.0).wins
 
     first = cost.first_length(wins)
     assert first > table().first_length(Family(128, 128, "full"), "sage2-8b-per-token", 4)
@@ -228,7 +228,7 @@ def test_only_lengths_that_are_dynamic_are_guarded(monkeypatch):
     N = dynamic(shape_env, "N", 2 * first)
     site = decide((1, 4, 4, N, 128), (9, 0), monkeypatch, shape_env=shape_env, N_kv=4096)
     assert site.reason.startswith(f"N >= {first}, "), site.reason
-    given = {"shape_env": shape_env, "N_kv": 1000}
+    given = {"shape_env": shape_env, "N_kv": cost.SHORTEST - 1}
     assert not decide((1, 64, 64, N, 128), (9, 0), monkeypatch, **given).rewritten
 
 
@@ -428,7 +428,7 @@ def test_calls_by_block_lists_are_rewritten_only_where_that_is_forced(
         ((1, 4, 4, 65536, 128), (9, 0), {}, "sage2-8b-per-token", FASTER),
         ((4, 32, 32, 16384, 40), (9, 0), {}, "sage2-8b-per-token", FASTER),
         ((4, 32, 32, 16384, 41), (9, 0), {}, "sage2-8b-per-token", FASTER),
-        ((4, 32, 32, 1000, 128), (9, 0), {}, None, "^never slower: a call with fewer than 1024 queries or keys$"),
+        ((4, 32, 32, 255, 128), (9, 0), {}, None, "^never slower: a call with fewer than 256 queries or keys$"),
         ((4, 32, 32, 1024, 128), (9, 0), {}, None,
          "^never slower: sage2-8b-per-token with head_dim 128, B\\*H=128 is 0.\\d\\dx SDPA by the fit"),
         ((4, 32, 32, 1024, 128), (9, 0), {"force": True}, "sage2-8b-per-token", "forced"),
@@ -545,7 +545,7 @@ def test_a_head_dim_of_v_that_was_not_measured_stays_unless_forced(monkeypatch):
 
 def test_short_keys_stay_whatever_the_queries(monkeypatch):
     site = decide((4, 32, 32, 16384, 128), (9, 0), monkeypatch, N_kv=77)
-    assert not site.rewritten and "fewer than 1024 queries or keys" in site.reason
+    assert not site.rewritten and "fewer than 256 queries or keys" in site.reason
 
 
 def test_training_stays_sdpa_unless_forced(monkeypatch):
@@ -822,8 +822,8 @@ def test_the_reason_says_why_a_call_could_not_be_measured(monkeypatch):
     [
         {"calibrate": False},
         {"capturing": True},
-        {"shape": (1, 24, 24, 1023, 128)},
-        {"N_kv": 1023},
+        {"shape": (1, 24, 24, 255, 128)},
+        {"N_kv": 255},
         {"requires_grad": True},
         {"force": True},
         {"emulate": True},
@@ -848,13 +848,13 @@ def test_nothing_is_measured_without_a_gpu(monkeypatch):
     assert not measuring.asked
 
 
-@pytest.mark.parametrize("hint, asked", [(1023, 0), (2048, 1)])
+@pytest.mark.parametrize("hint, asked", [(255, 0), (256, 1)])
 def test_nothing_is_measured_while_a_dynamic_length_is_short(hint, asked, monkeypatch):
     measuring, shape_env = Measuring(monkeypatch, table()), ShapeEnv()
     N = dynamic(shape_env, "N", hint)
     site = decide((1, 24, 24, N, 128), (9, 0), monkeypatch, shape_env=shape_env)
     assert len(measuring.asked) == asked
-    assert ("fewer than 1024 queries or keys" in site.reason) == (not asked)
+    assert ("fewer than 256 queries or keys" in site.reason) == (not asked)
 
 
 @pytest.mark.parametrize("benchmark", [None, Mock(side_effect=AssertionError)])
