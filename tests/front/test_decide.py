@@ -174,6 +174,19 @@ def test_the_fastest_recipe_is_taken(monkeypatch):
     ).rewritten
 
 
+@pytest.mark.parametrize("ms, recipe", [(0.95, "sage2-8b-per-token"), (0.85, "sage2-8b")])
+def test_another_recipe_than_the_first_is_faster_by_its_fits_error(ms, recipe, monkeypatch):
+    known(monkeypatch, table(recipes=("sage2-8b-per-token", "sage2-8b")))
+    ours = {"sage2-8b-per-token": 1.0, "sage2-8b": ms}
+    monkeypatch.setattr(
+        measured,
+        "predict",
+        lambda gpu, family, name, *_: cost.Prediction(name, ours[name], 2.0, 0.1),
+    )
+    site = decide((2, 32, 32, 4096, 128), (9, 0), monkeypatch)
+    assert site.recipe == recipe, site.reason
+
+
 def said(site) -> float:
     """ms of the recipe, by the reason."""
     return float(re.search(r"x SDPA by the fit \(([\d.e-]+) and", site.reason)[1])
