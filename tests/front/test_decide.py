@@ -309,7 +309,7 @@ def test_shared_k_and_v_are_prepared_once_in_the_prediction_too(monkeypatch):
     with_preparation = table()
     (times,) = with_preparation.families.values()
     for sizes, ms in times.items():
-        rows = cost.features(sizes, 128, False, 132)[-1]
+        rows = cost.features(sizes, 128, False, 132)[5]
         ms["sage2-8b-per-token"] = 0.5 * ms["CUDNN_ATTENTION"] + 3e-4 * rows
     known(monkeypatch, with_preparation)
     shape = (8, 16, 16, 2048, 128)
