@@ -293,8 +293,9 @@ def taken(site: Site, case: BenchmarkCase) -> Candidate | None:
     found = Candidate(site.recipe, site.decision.warpgroups)
     if found in case.candidates:
         return found
-    (N_q, D), pv = case.q[2:], NAMED[site.recipe].pv
-    tile = tiles.hopper(tiles.capability(case.device), pv, D, case.band == CAUSAL, N_q)
+    (B, H_q, N_q, D), pv, band = case.q, NAMED[site.recipe].pv, (case.band.left, case.band.right)
+    load = tiles.Load.of(B * H_q, N_q, case.k[2], band, case.mask is not None, case.device)
+    tile = tiles.hopper(tiles.capability(case.device), pv, D, case.band == CAUSAL, load)
     return Candidate(site.recipe, tile.warpgroups if tile else 0)
 
 

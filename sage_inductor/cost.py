@@ -1,7 +1,7 @@
 """How long a call takes: a model of every recipe and of SDPA's backends, fitted to measurements.
 
 Attention kernels deal row tiles to the GPU's processors; a tile takes as long as the keys it sees
-are many. Of a call's sizes that gives six numbers (`features`), and a time is their sum, each
+are many. Of a call's sizes that gives seven numbers (`features`), and a time is their sum, each
 times a coefficient of its own that is not negative. The coefficients are fitted to times measured
 on that GPU (sage_inductor/measured.py has those), by least squares of the relative error.
 
@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 MIN_SPEEDUP = 1.02  # faster by more than the spread of the medians
+MIN_GAIN = 0.01  # ms: of calls of 0.02 to 0.06 ms the fits err by more (H200, 2026-11-23)
 
 # Kinds of calls: without a mask ("full", "causal", "window": a band), with one row for all queries
 # ("keys": padding), with a bool ("mask") or an additive ("bias") one. A window that flex_attention
@@ -23,8 +24,8 @@ MIN_SPEEDUP = 1.02  # faster by more than the spread of the medians
 TIMED = ("full", "causal", "window", "keys", "mask", "bias")
 KINDS = (*TIMED, "flex window")
 
-# No shorter call was ever faster (H200, 2026-11-21): queries or keys, whichever are fewer.
-SHORTEST = 1024
+# Queries or keys, whichever are fewer: bench/regret.py draws no shorter call.
+SHORTEST = 256
 
 
 class Sizes(NamedTuple):
@@ -57,9 +58,11 @@ HEATS = 2e5  # keys a processor, from which a call lasts long enough to slow the
 def features(sizes: Sizes, rows: int, longest_first: bool, processors: int) -> tuple[float, ...]:
     """What a time is a sum of, for each processor: 1 (launches), keys that tiles see, evenly dealt;
     these once more, as the card heats; as tiles are dealt, one after the other; tiles (their q and
-    o); rows of k and v (which are prepared)."""
+    o); rows of k and v (which are prepared); the evenly dealt keys where all are seen and they are
+    no multiple of 128 (cuDNN takes 5 to 20 % longer)."""
     heads, seen = sizes.B * sizes.H_q, _seen(*sizes[3:], rows)
     even = heads * sum(seen) / processors
+    ragged = sizes.left is None and sizes.right is None and sizes.N_kv % 128 > 0
     return (
         1.0,
         even,
@@ -67,6 +70,7 @@ def features(sizes: Sizes, rows: int, longest_first: bool, processors: int) -> t
         _busiest(seen, heads, longest_first, processors),
         heads * len(seen) / processors,
         sizes.B * sizes.H_kv * sizes.N_kv / processors,
+        even * ragged,
     )
 
 
@@ -137,7 +141,7 @@ def _fit(measured: dict[Sizes, float], rows: int, longest_first: bool, processor
         dtype=torch.float64,
     )
     ms = torch.tensor(list(measured.values()), dtype=torch.float64)
-    scale = (parts / ms[:, None]).mean(0)
+    scale = (parts / ms[:, None]).mean(0).clamp_min(1e-30)  # of a column of zeros
     relative = parts / ms[:, None] / scale  # times the coefficients, it should be 1
     found = _nonnegative(relative)
     error = (relative @ found - 1).square().mean().sqrt().item()
@@ -146,7 +150,7 @@ def _fit(measured: dict[Sizes, float], rows: int, longest_first: bool, processor
 
 def _nonnegative(relative: torch.Tensor) -> torch.Tensor:
     """x >= 0 that minimises |relative x - 1|: the best least-squares solution of any subset of the
-    columns that has no negative number. Of six columns that is 63 of them, solved at once."""
+    columns that has no negative number. Of seven columns that is 127 of them, solved at once."""
     width = relative.shape[1]
     subsets = torch.tensor(list(itertools.product((0.0, 1.0), repeat=width)))[1:].double()
     square = relative.mT @ relative * subsets[:, :, None] * subsets[:, None, :]
@@ -174,9 +178,9 @@ class Prediction(NamedTuple):
 
     @property
     def wins(self) -> bool:
-        """Whether the recipe is faster by more than chance: by the spread of the medians, and where
-        the fit is worse than that, by its error."""
-        return self.speedup >= max(MIN_SPEEDUP, 1 + self.error)
+        """Whether the recipe is faster by more than chance: by the spread of the medians, or where
+        the fit is worse than that, by its error; and by MIN_GAIN more."""
+        return self.sdpa >= self.ours * max(MIN_SPEEDUP, 1 + self.error) + MIN_GAIN
 
     def __str__(self):
         return f"{self.speedup:.2f}x SDPA by the fit ({self.ours:.3g} and {self.sdpa:.3g} ms)"
@@ -188,7 +192,7 @@ def first_length(wins, limit: int = 2**20) -> int | None:
     grid, N = [], SHORTEST
     while N <= limit:
         grid.append(N)
-        N = round(N * 2 ** (1 / 8) / 128) * 128 if N > SHORTEST else SHORTEST + 128
+        N = max(N + 128, round(N * 2 ** (1 / 8) / 128) * 128)
     found = None
     for N in reversed(grid):
         if not wins(N):

@@ -102,9 +102,10 @@ def hopper_tile(a: AttentionCall, device: torch.device | None = None) -> Tile | 
     """The Hopper kernel's tile for a call; None where it does not compute it, or is slower.
     a.warpgroups asks for the tile of so many (0: none); where this call has no such tile, the
     table's is taken."""
-    capability = tiles.capability(device or a.q.device)
-    pv, is_causal, n_q = a.decoded.pv, a.right == 0, a.q.shape[2]
-    tile = tiles.hopper(capability, pv, a.head_dim, is_causal, n_q, a.warpgroups)
+    device, band, (B, H_q, N_q, _) = device or a.q.device, (a.left, a.right), a.q.shape
+    load = tiles.Load.of(B * H_q, N_q, a.n_kv, band, a.attn_mask is not None, device)
+    capability, is_causal = tiles.capability(device), band == (None, 0)
+    tile = tiles.hopper(capability, a.decoded.pv, a.head_dim, is_causal, load, a.warpgroups)
     if tile is None or _hopper().why_not(a) is not None:
         return None
     return (

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import logging
 import math
+import sys
 from typing import NamedTuple
 
 import torch
@@ -82,38 +83,74 @@ def multiplies_nvfp4(capability: tuple[int, int]) -> bool:
 WARPGROUPS = (0, 2, 3)  # what may be asked for; 0: not the Hopper kernel
 GLUON = (3, 6), (3, 9)  # the oldest and newest Triton whose Gluon hopper/ compiles with: it moves
 
-# Tiles of the Hopper kernel: (pv, head_dim up to, is_causal, N_q from) -> tile, the last that
-# holds. Those of one pv, head_dim and is_causal differ in their warpgroups, which name them. For
-# shorter N_q the other kernel is faster: at head_dim 64 and N=1024, full and causal, 1.02x and
-# 0.94x cuDNN against 0.97x and 0.88x; ViT's 577, 1.04x against 0.61x.
-# H200, 2026-11-21, torch 2.11, Triton 3.6: `bench/attention.py --shapes load`.
+
+class Load(NamedTuple):
+    """What of a call's sizes its tile depends on; of a row of HOPPER, the least of each."""
+
+    keys: int = 0  # that a query sees, on average
+    heads: int = 0  # of q, in all batches
+    pairs: int = 0  # of a query and a key that it sees
+    saved: int = 0  # rounds of tiles that 192 rows a tile save over 128, where rounds count
+
+    @classmethod
+    def of(
+        cls, heads: int, n_q: int, n_kv: int, band: tuple[int | None, int | None], masked: bool,
+        device: "torch.device | Gpu",
+    ) -> "Load":  # fmt: skip
+        """band: query i sees keys i - left .. i + right. Rounds count where each tile takes about
+        as long and none is shared: not in a causal call, nor in one that sees all keys."""
+        left, right = band
+        bounds = (left is not None) + (right is not None)
+        keys, rounds = n_kv // 2 if bounds == 1 else n_kv, (2, 1)
+        if bounds == 2:
+            keys = torch.sym_min(n_kv, left + right + 1)
+        if bounds == 2 or masked:
+            of_rows = (heads * triton.cdiv(n_q, rows) for rows in (128, 192))
+            rounds = [triton.cdiv(tiles, processors(device)) for tiles in of_rows]
+        return cls(keys, heads, heads * n_q * keys, rounds[0] - rounds[1])
+
+    def reaches(self, least: "Load") -> bool:
+        return all(not n or x >= n for x, n in zip(self, least, strict=True))
+
+
+ANY = Load(*[sys.maxsize] * 4)  # reaches every row
+# For a tile of 192 rows at head_dim 128. Few keys (a narrow window): its longer beginning and end
+# count. Few pairs, 2^20 for each processor of an H200: few tiles, of which some are shared.
+WIDER = Load(keys=1280, pairs=132 << 20, saved=1)
+
+# Tiles of the Hopper kernel: (pv, head_dim up to, is_causal, from which Load) -> tile, the last
+# that holds. Those of one pv, head_dim and is_causal differ in their warpgroups, which name them.
+# is_causal: bounded on the right at 0 alone. At head_dim 64 the other kernel is faster for fewer
+# keys (ViT's 577: 1.04x cuDNN against 0.61x), and for one causal head, whose long tiles cannot be
+# dealt with another head's short ones (70516 queries: 1.21 ms against 1.35).
+# H200, 2026-11-23, torch 2.11, Triton 3.6: `bench/attention.py --shapes load`, `bench/regret.py`.
 HOPPER = [
-    ("fp8", 64, False, 1536, Tile(192, 128, 4, 3, warpgroups=3)),
-    ("fp8", 64, True, 1536, Tile(192, 128, 4, 3, warpgroups=3)),
-    ("fp8", 128, False, 1, Tile(128, 128, 4, 4, warpgroups=2)),
-    ("fp8", 128, False, 1536, Tile(192, 128, 4, 3, warpgroups=3)),
-    ("fp8", 128, True, 1, Tile(128, 128, 4, 4, warpgroups=2)),
-    ("fp8", 128, True, 3072, Tile(192, 128, 4, 3, warpgroups=3)),
-    ("fp8", 256, False, 1, Tile(128, 128, 4, 2, warpgroups=2)),
-    ("fp8", 256, True, 1, Tile(128, 128, 4, 2, warpgroups=2)),
-    ("16bit", 64, False, 1, Tile(192, 128, 4, 3, warpgroups=3)),
-    ("16bit", 64, True, 1, Tile(192, 128, 4, 3, warpgroups=3)),
-    ("16bit", 128, False, 1, Tile(192, 128, 4, 3, warpgroups=3)),
-    ("16bit", 128, True, 1, Tile(192, 128, 4, 3, warpgroups=3)),
+    ("fp8", 64, False, Load(keys=2048), Tile(192, 128, 4, 3, warpgroups=3)),
+    ("fp8", 64, True, Load(keys=1024, heads=2), Tile(192, 128, 4, 3, warpgroups=3)),
+    ("fp8", 128, False, Load(), Tile(128, 128, 4, 4, warpgroups=2)),
+    ("fp8", 128, False, WIDER, Tile(192, 128, 4, 3, warpgroups=3)),
+    ("fp8", 128, True, Load(), Tile(128, 128, 4, 4, warpgroups=2)),
+    ("fp8", 128, True, WIDER, Tile(192, 128, 4, 3, warpgroups=3)),
+    ("fp8", 256, False, Load(), Tile(128, 128, 4, 2, warpgroups=2)),
+    ("fp8", 256, True, Load(), Tile(128, 128, 4, 2, warpgroups=2)),
+    ("16bit", 64, False, Load(), Tile(192, 128, 4, 3, warpgroups=3)),
+    ("16bit", 64, True, Load(), Tile(192, 128, 4, 3, warpgroups=3)),
+    ("16bit", 128, False, Load(), Tile(192, 128, 4, 3, warpgroups=3)),
+    ("16bit", 128, True, Load(), Tile(192, 128, 4, 3, warpgroups=3)),
 ]
 
 
 def hopper(
-    capability: tuple[int, int], pv: str, head_dim: int, is_causal: bool, n_q: int,
+    capability: tuple[int, int], pv: str, head_dim: int, is_causal: bool, load: Load,
     warpgroups: int | None = None,
 ) -> Tile | None:  # fmt: skip
     """The tile with which the Hopper kernel computes a call that it may, if it can here: the one
-    of so many warpgroups (0: none), if they are among this call's, else the one of this N_q."""
+    of so many warpgroups (0: none), if they are among this call's, else the one of this load."""
     if warpgroups == 0:
         return None
     rows = _hopper(capability, pv, head_dim, is_causal, triton.__version__)
     chosen = (tile for _, tile in rows if tile.warpgroups == warpgroups)
-    return next(chosen, None) or next((tile for first, tile in rows if n_q >= first), None)
+    return next(chosen, None) or next((tile for least, tile in rows if load.reaches(least)), None)
 
 
 def hopper_is_lost(capability: tuple[int, int]) -> str | None:
@@ -141,23 +178,23 @@ def rivals(
     capability: tuple[int, int], pv: str, head_dim: int, is_causal: bool
 ) -> tuple[int | None, ...]:
     """What may be the fastest for a call that the Hopper kernel may compute, as `hopper`'s
-    warpgroups: the tiles of all its rows and, where N_q is too short for any, the other kernel.
-    (None,) where that is one thing or none."""
+    warpgroups: the tiles of all its rows and, where no row may hold, the other kernel. (None,)
+    where that is one thing or none."""
     rows = _hopper(capability, pv, head_dim, is_causal, triton.__version__)
-    found = {tile.warpgroups for _, tile in rows} | {0 for first, _ in rows[-1:] if first > 1}
+    found = {tile.warpgroups for _, tile in rows} | {0 for least, _ in rows[-1:] if any(least)}
     return tuple(sorted(found)) if len(found) > 1 else (None,)
 
 
 @functools.cache
 def _hopper(
     capability: tuple[int, int], pv: str, head_dim: int, is_causal: bool, version: str
-) -> tuple[tuple[int, Tile], ...]:
-    """(N_q from, tile) of the smallest head_dim that holds this one, the longest N_q first."""
+) -> tuple[tuple[Load, Tile], ...]:
+    """(from which Load, tile) of the smallest head_dim that holds this one, the last first."""
     if capability != (9, 0) or _lost(version):
         return ()
     rows = [r for r in HOPPER if r[0] == pv and head_dim <= r[1] and r[2] == is_causal]
     widest = min((r[1] for r in rows), default=0)
-    return tuple(sorted(((r[3], r[4]) for r in rows if r[1] == widest), key=lambda r: -r[0]))
+    return tuple((r[3], r[4]) for r in reversed(rows) if r[1] == widest)
 
 
 def tile(capability: tuple[int, int], qk: str, pv: str, head_dim: int, masked: bool) -> Tile:

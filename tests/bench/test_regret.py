@@ -27,6 +27,7 @@ SHORT = regret.Call(1, 4, 2, 300, 300, 80, "causal", None, "float16")
 @pytest.fixture
 def h200(monkeypatch):
     monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(tiles, "processors", lambda device: 132)
     monkeypatch.setattr(measured, "gpu_name", lambda device: measured.H200)
 
 

@@ -45,9 +45,10 @@ def test_what_a_time_is_made_of_is_what_is_dealt_out(seed):
     processors = max(8, -(-len(tiles) // ROUNDS))
     found = features(sizes, rows, longest_first, processors)
     even = sum(tiles) / processors
+    ragged = sizes.left is sizes.right is None and sizes.N_kv % 128 != 0
     expected = (
         1, even, even * even / cost.HEATS, busiest(tiles, processors), len(tiles) / processors,
-        sizes.B * sizes.H_kv * sizes.N_kv / processors,
+        sizes.B * sizes.H_kv * sizes.N_kv / processors, even * ragged,
     )  # fmt: skip
     assert found == pytest.approx(expected)
 
@@ -81,7 +82,7 @@ def test_a_fit_finds_how_a_kernel_deals_its_tiles_out(rows, longest_first):
     """Of times that the model made, the model."""
     lengths = 1000, 1100, 1500, 2300, 3000, 4100, 6000, 9000, 12345
     sizes = [Sizes(1, H, H, N, N, left, 0) for N in lengths for H, left in ((9, None), (40, 700))]
-    coefficients = 0.05, 0.0, 2e-6, 1e-5, 1e-4, 0.0
+    coefficients = 0.05, 0.0, 2e-6, 1e-5, 1e-4, 0.0, 1e-6
 
     def ms(each):
         parts = features(each, rows, longest_first, 132)
@@ -91,6 +92,15 @@ def test_a_fit_finds_how_a_kernel_deals_its_tiles_out(rows, longest_first):
     assert (found.rows, found.longest_first) == (rows, longest_first) and found.error < 1e-6
     other = Sizes(2, 12, 4, 5000, 5000, 900, 0)
     assert found.ms(other) == pytest.approx(ms(other), rel=1e-3)
+
+
+def test_a_fit_tells_ragged_keys():
+    sizes = [Sizes(1, 8, 8, 2048, N) for N in (1024, 1500, 2048, 2500, 4096, 5000, 8192, 9000)]
+    times = {each: 1e-3 * each.N_kv * (1.1 if each.N_kv % 128 else 1.0) for each in sizes}
+    found = cost.fit(times, 132)
+    assert found.error < 1e-6
+    for N, expected in ((3072, 3.072), (3073, 1.1 * 3.073)):
+        assert found.ms(Sizes(1, 8, 8, 2048, N)) == pytest.approx(expected, rel=1e-3)
 
 
 def test_the_error_of_a_fit_is_the_root_mean_square():
@@ -110,17 +120,20 @@ def test_no_coefficient_is_negative_and_no_other_are_better(seed):
 
 
 @pytest.mark.parametrize(
-    "speedup, error, wins",
+    "ours, speedup, error, wins",
     [
-        (1.019, 0.0, False),
-        (1.02, 0.0, True),
-        (1.09, 0.1, False),
-        (1.11, 0.1, True),
-        (0.9, 0, False),
+        (100.0, 1.019, 0.0, False),
+        (100.0, 1.021, 0.0, True),
+        (100.0, 1.09, 0.1, False),
+        (100.0, 1.11, 0.1, True),
+        (100.0, 0.9, 0, False),
+        (0.05, 1.2, 0.02, False),  # some microseconds
+        (0.05, 1.25, 0.02, True),
+        (0.05, 1.25, 0.1, False),
     ],
 )
-def test_what_is_faster_by_more_than_chance_wins(speedup, error, wins):
-    assert Prediction("sage1", 1.0, speedup, error).wins == wins
+def test_what_is_faster_by_more_than_chance_wins(ours, speedup, error, wins):
+    assert Prediction("sage1", ours, ours * speedup, error).wins == wins
 
 
 def test_the_first_length_is_that_from_which_on_all_win():

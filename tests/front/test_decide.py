@@ -174,6 +174,19 @@ def test_the_fastest_recipe_is_taken(monkeypatch):
     ).rewritten
 
 
+@pytest.mark.parametrize("ms, recipe", [(0.95, "sage2-8b-per-token"), (0.85, "sage2-8b")])
+def test_another_recipe_than_the_first_is_faster_by_its_fits_error(ms, recipe, monkeypatch):
+    known(monkeypatch, table(recipes=("sage2-8b-per-token", "sage2-8b")))
+    ours = {"sage2-8b-per-token": 1.0, "sage2-8b": ms}
+    monkeypatch.setattr(
+        measured,
+        "predict",
+        lambda gpu, family, name, *_: cost.Prediction(name, ours[name], 2.0, 0.1),
+    )
+    site = decide((2, 32, 32, 4096, 128), (9, 0), monkeypatch)
+    assert site.recipe == recipe, site.reason
+
+
 def said(site) -> float:
     """ms of the recipe, by the reason."""
     return float(re.search(r"x SDPA by the fit \(([\d.e-]+) and", site.reason)[1])
@@ -220,7 +233,7 @@ def test_only_lengths_that_are_dynamic_are_guarded(monkeypatch):
 
     def wins(N_q):
         sdpa = KEYS * 4 * -(-N_q // 128) * 4096 / 132
-        return sdpa / (LAUNCH + sdpa / 2) >= cost.MIN_SPEEDUP
+        return cost.Prediction("sage1", LAUNCH + sdpa / 2, sdpa, 0.0).wins
 
     first = cost.first_length(wins)
     assert first > table().first_length(Family(128, 128, "full"), "sage2-8b-per-token", 4)
@@ -228,7 +241,7 @@ def test_only_lengths_that_are_dynamic_are_guarded(monkeypatch):
     N = dynamic(shape_env, "N", 2 * first)
     site = decide((1, 4, 4, N, 128), (9, 0), monkeypatch, shape_env=shape_env, N_kv=4096)
     assert site.reason.startswith(f"N >= {first}, "), site.reason
-    given = {"shape_env": shape_env, "N_kv": 1000}
+    given = {"shape_env": shape_env, "N_kv": cost.SHORTEST - 1}
     assert not decide((1, 64, 64, N, 128), (9, 0), monkeypatch, **given).rewritten
 
 
@@ -296,7 +309,7 @@ def test_shared_k_and_v_are_prepared_once_in_the_prediction_too(monkeypatch):
     with_preparation = table()
     (times,) = with_preparation.families.values()
     for sizes, ms in times.items():
-        rows = cost.features(sizes, 128, False, 132)[-1]
+        rows = cost.features(sizes, 128, False, 132)[5]
         ms["sage2-8b-per-token"] = 0.5 * ms["CUDNN_ATTENTION"] + 3e-4 * rows
     known(monkeypatch, with_preparation)
     shape = (8, 16, 16, 2048, 128)
@@ -443,7 +456,7 @@ def test_calls_by_block_lists_are_rewritten_where_they_were_measured_and_where_f
         ((1, 4, 4, 65536, 128), (9, 0), {}, "sage2-8b-per-token", FASTER),
         ((4, 32, 32, 16384, 40), (9, 0), {}, "sage2-8b-per-token", FASTER),
         ((4, 32, 32, 16384, 41), (9, 0), {}, "sage2-8b-per-token", FASTER),
-        ((4, 32, 32, 1000, 128), (9, 0), {}, None, "^never slower: a call with fewer than 1024 queries or keys$"),
+        ((4, 32, 32, 255, 128), (9, 0), {}, None, "^never slower: a call with fewer than 256 queries or keys$"),
         ((4, 32, 32, 1024, 128), (9, 0), {}, None,
          "^never slower: sage2-8b-per-token with head_dim 128, B\\*H=128 is 0.\\d\\dx SDPA by the fit"),
         ((4, 32, 32, 1024, 128), (9, 0), {"force": True}, "sage2-8b-per-token", "forced"),
@@ -562,7 +575,7 @@ def test_a_head_dim_of_v_that_was_not_measured_stays_unless_forced(monkeypatch):
 
 def test_short_keys_stay_whatever_the_queries(monkeypatch):
     site = decide((4, 32, 32, 16384, 128), (9, 0), monkeypatch, N_kv=77)
-    assert not site.rewritten and "fewer than 1024 queries or keys" in site.reason
+    assert not site.rewritten and "fewer than 256 queries or keys" in site.reason
 
 
 def test_training_stays_sdpa_unless_forced(monkeypatch):
@@ -839,8 +852,8 @@ def test_the_reason_says_why_a_call_could_not_be_measured(monkeypatch):
     [
         {"calibrate": False},
         {"capturing": True},
-        {"shape": (1, 24, 24, 1023, 128)},
-        {"N_kv": 1023},
+        {"shape": (1, 24, 24, 255, 128)},
+        {"N_kv": 255},
         {"requires_grad": True},
         {"force": True},
         {"emulate": True},
@@ -865,13 +878,13 @@ def test_nothing_is_measured_without_a_gpu(monkeypatch):
     assert not measuring.asked
 
 
-@pytest.mark.parametrize("hint, asked", [(1023, 0), (2048, 1)])
+@pytest.mark.parametrize("hint, asked", [(255, 0), (256, 1)])
 def test_nothing_is_measured_while_a_dynamic_length_is_short(hint, asked, monkeypatch):
     measuring, shape_env = Measuring(monkeypatch, table()), ShapeEnv()
     N = dynamic(shape_env, "N", hint)
     site = decide((1, 24, 24, N, 128), (9, 0), monkeypatch, shape_env=shape_env)
     assert len(measuring.asked) == asked
-    assert ("fewer than 1024 queries or keys" in site.reason) == (not asked)
+    assert ("fewer than 256 queries or keys" in site.reason) == (not asked)
 
 
 @pytest.mark.parametrize("benchmark", [None, Mock(side_effect=AssertionError)])

@@ -29,6 +29,7 @@ from sage_inductor.ops.attention.hopper import blocks as blocks_of_hopper
 from sage_inductor.ops.attention.hopper import kernel as hopper
 from sage_inductor.ops.attention.hopper import plan
 from sage_inductor.ops.attention.select import Problem, hopper_tile, select
+from sage_inductor.ops.attention.tiles import Load
 from sage_inductor.ops.formats import pad_head_dim
 from sage_inductor.ops.quantize import keys, nvfp4, one_pass, smooth, values
 from sage_inductor.ops.recipe import NAMED
@@ -243,7 +244,7 @@ def test_hopper_kernel_by_lists_keeps_its_tiles_in_registers(pv, head_dim, band,
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_hopper_kernel_compiles_for_both_dtypes(dtype):
-    tile = tiles.hopper((9, 0), "16bit", 128, False, 4096)
+    tile = tiles.hopper((9, 0), "16bit", 128, False, tiles.ANY)
     ptx = compile_hopper("16bit", 128, False, tile, dtype).asm["ptx"]
     assert f"k16.f32.{dtype.replace('fp', 'f')}" in ptx
 
@@ -357,6 +358,7 @@ def calls():
 @pytest.mark.parametrize("name", calls())
 def test_hopper_kernel_takes_the_calls_it_computes(name, monkeypatch):
     monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(tiles, "processors", lambda device: 132)
     a, computes = calls()[name]
     assert (hopper_tile(a) is not None) == computes
 
@@ -364,6 +366,7 @@ def test_hopper_kernel_takes_the_calls_it_computes(name, monkeypatch):
 @pytest.mark.parametrize("name", calls())
 def test_the_chosen_tile_is_that_of_the_calls_it_computes(name, monkeypatch):
     monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(tiles, "processors", lambda device: 132)
     a, computes = calls()[name]
     of_table = hopper_tile(a)
     for warpgroups in (2, 3):
@@ -401,19 +404,58 @@ def test_warpgroups_name_a_tile():
         assert len(named) == len(rows) and named.keys() <= plan.REGISTERS.keys()
         for n, tile in named.items():
             assert n in tiles.WARPGROUPS
-            for N in (1, 10**6):
-                assert tiles.hopper((9, 0), pv, head_dim, is_causal, N, n) == tile
+            for load in (Load(), tiles.ANY):
+                assert tiles.hopper((9, 0), pv, head_dim, is_causal, load, n) == tile
     # A choice of what is not there is the table's.
-    of_256 = tiles.hopper((9, 0), "fp8", 256, False, 4096)
-    assert tiles.hopper((9, 0), "fp8", 256, False, 4096, 3) == of_256 and of_256.warpgroups == 2
+    of_256 = tiles.hopper((9, 0), "fp8", 256, False, tiles.ANY)
+    assert (
+        tiles.hopper((9, 0), "fp8", 256, False, tiles.ANY, 3) == of_256 and of_256.warpgroups == 2
+    )
+
+
+FULL, CAUSAL, BAND = (None, None), (None, 0), (700, 500)
+
+
+@pytest.mark.parametrize(
+    "D, heads, N_q, N_kv, band, masked, warpgroups",
+    [
+        (64, 1, 256, 2048, FULL, False, 3),
+        (64, 99, 9999, 2047, FULL, False, 0),  # few keys
+        (64, 2, 2048, 2048, CAUSAL, False, 3),
+        (64, 99, 2047, 2047, CAUSAL, False, 0),
+        (64, 1, 9999, 9999, CAUSAL, False, 0),  # one head
+        (64, 99, 9999, 9999, (1000, 1046), False, 0),
+        (64, 99, 9999, 9999, (1000, 1047), False, 3),
+        (128, 99, 9999, 1279, FULL, False, 2),
+        (128, 99, 9999, 1280, FULL, False, 3),
+        (128, 99, 2559, 2559, CAUSAL, False, 2),
+        (128, 99, 2560, 2560, CAUSAL, False, 3),
+        (128, 99, 9999, 9999, (1278, 0), False, 2),
+        (128, 99, 9999, 9999, (1279, 0), False, 3),
+        (128, 99, 9999, 1279, (9000, 9000), False, 2),  # fewer keys than the band is wide
+        (128, 3, 5372, 5372, FULL, False, 2),  # few pairs
+        (128, 5, 5372, 5372, FULL, False, 3),
+        (128, 1, 10560, 10560, CAUSAL, False, 2),
+        (128, 2, 18000, 18000, CAUSAL, False, 3),
+        (128, 1, 30465, 30465, FULL, True, 2),  # two rounds of tiles by either
+        (128, 1, 30465, 30465, FULL, False, 3),  # the last round is shared
+        (128, 1, 36000, 36000, FULL, True, 3),  # three rounds or two
+        (128, 1, 30465, 30465, CAUSAL, True, 2),
+        (128, 1, 30465, 30465, CAUSAL, False, 3),
+        (128, 1, 30465, 30465, (9000, 9000), False, 2),
+        (256, 1, 1, 1, FULL, False, 2),
+    ],
+)
+def test_a_calls_load_chooses_its_tile(D, heads, N_q, N_kv, band, masked, warpgroups, monkeypatch):
+    monkeypatch.setattr(tiles, "processors", lambda device: 132)
+    load = Load.of(heads, N_q, N_kv, band, masked, torch.device("cuda"))
+    tile = tiles.hopper((9, 0), "fp8", D, band == CAUSAL, load)
+    assert (tile.warpgroups if tile else 0) == warpgroups
 
 
 def test_hopper_kernel_falls_back_where_gluon_is_another(monkeypatch, caplog):
-    assert tiles.hopper((9, 0), "fp8", 128, False, 4096)
-    assert tiles.hopper((9, 0), "fp8", 64, False, 1535) is None
-    assert tiles.hopper((9, 0), "fp8", 64, False, 1536).warpgroups == 3
-    assert [tiles.hopper((9, 0), "fp8", 128, True, N).warpgroups for N in (3071, 3072)] == [2, 3]
-    assert tiles.hopper((10, 0), "fp8", 128, False, 4096) is None
+    assert tiles.hopper((9, 0), "fp8", 128, False, tiles.ANY)
+    assert tiles.hopper((10, 0), "fp8", 128, False, tiles.ANY) is None
     assert tiles.hopper((9, 0), "16bit", 256, False, 4096) is None
     assert tiles.hopper_is_lost((9, 0)) is None and not caplog.records
     for version in ("3.5.1", "3.10.0+git1234", "4.6.0"):
@@ -421,14 +463,14 @@ def test_hopper_kernel_falls_back_where_gluon_is_another(monkeypatch, caplog):
         assert tiles.hopper_is_lost((10, 0)) is None
         lost = tiles.hopper_is_lost((9, 0))
         assert f"with Triton 3.6 to 3.9, not {version}: calls run in the portable kernel" in lost
-        assert tiles.hopper((9, 0), "fp8", 128, False, 4096) is None, version
-        assert tiles.hopper((9, 0), "fp8", 128, False, 4096, 3) is None, version
+        assert tiles.hopper((9, 0), "fp8", 128, False, tiles.ANY) is None, version
+        assert tiles.hopper((9, 0), "fp8", 128, False, tiles.ANY, 3) is None, version
         assert tiles.rivals((9, 0), "fp8", 128, False) == (None,), version
         assert [x.getMessage() for x in caplog.records] == [lost]  # once
         caplog.clear()
     for version in ("3.6.0", "3.8.0+git1234", "3.9.1"):
         monkeypatch.setattr(triton, "__version__", version)
-        assert tiles.hopper((9, 0), "fp8", 128, False, 4096), version
+        assert tiles.hopper((9, 0), "fp8", 128, False, tiles.ANY), version
     assert not caplog.records
 
 
@@ -623,7 +665,9 @@ def test_no_byte_is_stored_of_a_float(recipe):
     start anywhere, as of 40 channels side by side, so that a thread has single bytes of a row.
     """
     if recipe == "hopper":
-        compiled = compile_hopper("fp8", 128, True, tiles.hopper((9, 0), "fp8", 128, True, 8192))
+        compiled = compile_hopper(
+            "fp8", 128, True, tiles.hopper((9, 0), "fp8", 128, True, tiles.ANY)
+        )
     else:
         compiled = compile_attention((9, 0), recipe, D=40, unaligned=HEADS)
     writer, bytes_stored = {}, 0
