@@ -167,6 +167,7 @@ def measure(setup: Setup, device, rounds: int, target_ms: float) -> dict:
         sys.exit(f"wrong at {setup}: relative L1 {rel_l1}")
     times = interleave(runners, rounds, target_ms)
     row = {
+        "plan": "lists",
         **setup._asdict(),
         "density": blocks.float().mean().item(),
         "rel_l1": rel_l1,
