@@ -205,6 +205,9 @@ def test_inductor_compiles_it_once_for_every_length():
     assert (told["recipe"], told["keep"], told["mask"]) == (RECIPE, KEEP, "none")
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="torch 2.11's Inductor writes C++ with an undeclared name"
+)
 @torch.no_grad()
 def test_a_package_selects_as_the_model_does(tmp_path):
     layer = Layer().eval()
