@@ -244,12 +244,12 @@ def small(case: Case) -> Case:
 def gate(case: Case, name: str, device: torch.device) -> float:
     """The kernel's distance from its bit-faithful emulation, ||o - e|| / ||e||, the larger of
     normal and outlier inputs: on a small case, with the tile that the case itself runs with."""
-    N, case = case.N, small(case)
+    timed, case = case, small(case)
     kernel = _kernel(case, name)
     errors = []
     for kind in ("normal", "outlier"):
         a = kernel.prepare(*draw(case, kind, device), *draw_mask(case, device))
-        tile = tile_of(a, N, _select(case, name, device))
+        tile = tile_of(a, timed, _select(case, name, device))
         a = a._replace(warpgroups=tile.warpgroups or 0)
         with _poisoned_empty():
             out = kernel.call(*a)
@@ -260,13 +260,12 @@ def gate(case: Case, name: str, device: torch.device) -> float:
     return max(errors) if all(error == error for error in errors) else float("nan")
 
 
-def tile_of(a: AttentionCall, N: int, selected: Selected) -> Tile:
-    """The tile of a call like `a`, of N queries."""
+def tile_of(a: AttentionCall, case: Case, selected: Selected) -> Tile:
+    """The tile of a call like `a`, of the case's sizes."""
     if selected.kernel.traced:
         return selected.tile
-    B, H, _, D = a.q.shape
-    longer = a._replace(q=a.q.new_empty(B, H, 1, D).expand(B, H, N, D))
-    return hopper_tile(longer) or selected.tile
+    q = a.q.new_empty(case.D).expand(case.B, case.H_q, case.N, case.D)
+    return hopper_tile(a._replace(q=q, n_kv=case.N)) or selected.tile
 
 
 def walk_of(a: AttentionCall, tile: Tile) -> torch.Tensor:
