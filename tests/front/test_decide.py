@@ -422,6 +422,11 @@ def by_flex(monkeypatch, band: Band, **settings):
             None,
             "sage2-8b by block lists was not measured; the Hopper kernel",
         ),
+        (
+            dict(recipe="sage2-8b-per-token", version="3.5.0"),
+            None,
+            "by block lists was not measured",
+        ),
         (dict(portable=True), "sage2-8b-per-token", "by block lists, N >= 16384"),
         (dict(recipe="sage2-8b"), None, "sage2-8b by block lists was not measured"),
         (dict(benchmark=Mock(side_effect=AssertionError)), "sage2-8b-per-token", "by block lists"),

@@ -239,7 +239,22 @@ def test_hopper_kernel_by_lists_keeps_its_tiles_in_registers(pv, head_dim, band,
         assert compiled.metadata.shared <= 227 * 1024
         loops = loops_over_keys(compiled.asm["cubin"])
         assert len(loops) == 2 * tile.warpgroups  # whole blocks and the rest
-        assert all(spilled(loop) <= 10 for loop in loops), [spilled(loop) for loop in loops]
+        allowed = 10 if pv == "fp8" else 16  # as without lists
+        assert all(spilled(loop) <= allowed for loop in loops), [spilled(loop) for loop in loops]
+
+
+@pytest.mark.parametrize(
+    "head_dim, blocks, warpgroups, keys",
+    [(128, (64, 64), 3, 64), (128, (128, 128), 2, 128), (64, (192, 256), 3, 128),
+     (128, (256, 192), 2, 64), (256, (192, 128), 2, 128)],
+)  # fmt: skip
+def test_tiles_of_lists_share_a_list_where_they_can(head_dim, blocks, warpgroups, keys):
+    for row in tiles.HOPPER:
+        if row[1] == head_dim:
+            tile = tiles.hopper_of_blocks(row[4], head_dim, *blocks)
+            found = tile.BLOCK_M, tile.BLOCK_N, tile.warpgroups
+            assert found == (64 * warpgroups, keys, warpgroups)
+            assert tile.num_stages * keys <= 512
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
