@@ -122,7 +122,7 @@ def _how_often(
     """How often the row-th list of the caller's names each of CHUNK blocks from start. An index
     beyond the keys names none. Of a count beyond the list's width, the width. here: there is such a
     row."""
-    count = tl.minimum(tl.load(Counts + row), width)
+    count = tl.minimum(tl.load(Counts + row, here, 0), width)
     found = tl.zeros([CHUNK], tl.int32)
     for first in range(0, count, READ):
         n = first + tl.arange(0, READ)
