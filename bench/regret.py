@@ -354,21 +354,28 @@ def compile_kernels(case: BenchmarkCase) -> None:
 
 def time_case(case: BenchmarkCase, flops: float) -> dict[Candidate | str, float | str]:
     """ms of each of the case's candidates and of SDPA's backends, or the message of an error."""
-    try:
-        calls = autotune.calls_of(case)
-    except Exception as error:  # out of memory for the inputs
-        return dict.fromkeys((*case.rivals, *case.candidates), message(error))
     found, runners = {}, {}
     repeats = max(1, min(32, round(GRAPH_S / max(1e-5, flops / 5e14))))
-    for name, call in calls.items():
+
+    def add(case: BenchmarkCase) -> None:
         try:
-            runners[name] = Runner(Provider(str(name), call), [()] * repeats)
-        except Exception as error:  # a backend that does not have such calls, ...
-            found[name] = message(error)
+            calls = autotune.calls_of(case)
+        except Exception as error:  # out of memory for the inputs
+            found.update(dict.fromkeys((*case.rivals, *case.candidates), message(error)))
+            return
+        for name, call in calls.items():
+            try:
+                runners[name] = Runner(Provider(str(name), call), [()] * repeats)
+            except Exception as error:  # a backend that does not have such calls, ...
+                found[name] = message(error)
+
+    add(case)
+    if runners.keys().isdisjoint(case.rivals):  # SDPA falls back to it
+        add(dataclasses.replace(case, rivals=("MATH",), candidates=()))
     rounds = LONG_ROUNDS if flops / 5e11 > LONG_MS else ROUNDS
     times = interleave(runners, rounds, TARGET_MS) if runners else {}
     found |= {name: statistics.median(each) for name, each in times.items()}
-    del calls, runners
+    runners.clear()
     torch.cuda.empty_cache()
     return found
 
@@ -381,7 +388,7 @@ def judge(planned: Planned, times: dict[Candidate | str, float | str]) -> dict:
     """A row. Its regret and x are None where SDPA, or what was decided, has no time."""
     call, site, case = planned
     ms = {name: each for name, each in times.items() if not isinstance(each, str)}
-    sdpa = min((ms[name] for name in case.rivals if name in ms), default=None)
+    sdpa = min((x for name, x in ms.items() if isinstance(name, str)), default=None)
     candidate = taken(site, case)
     ours = sdpa if candidate is None else ms.get(candidate)
     best = min(ms, key=ms.get, default=None)

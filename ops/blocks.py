@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op
 
-from sage_inductor.ops.launch import launch_traced
+from sage_inductor.ops.launch import doubled, launch_traced
 
 CHUNK = 512  # scores in the registers of one warp
 _SIGN, _ALL = tl.constexpr(1 << 31), tl.constexpr((1 << 32) - 1)
@@ -58,7 +58,8 @@ def _pool_kernel(
     head, first = pid // M, pid % M * BLOCK
     tokens = tl.minimum(N - first, BLOCK)
     i, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
-    x = X + head // H * stride_b + head % H * stride_h + first * stride_n
+    stride_n = stride_n // 2
+    x = X + head // H * (stride_b // 2) + head % H * (stride_h // 2) + first * stride_n
     x = x + i.to(tl.int64)[:, None] * stride_n + d.to(tl.int64)[None, :] * stride_d
     if SHIFT:
         shift = tl.load(Shift + head * D + d, mask=d < D, other=0.0)
@@ -87,7 +88,7 @@ def _launch_pool(x: Tensor, shift: Tensor | None, block: int) -> tuple[Tensor, T
         _pool_kernel,
         (B * H * M,),
         (x, x if shift is None else shift, mean, alike),
-        (*x.stride(),
+        (*doubled(x.stride()),
          H, N,  # shape
          shift is not None,  # semantics
          D, block, rows_at_once(BLOCK_D), BLOCK_D),  # tile

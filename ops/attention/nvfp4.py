@@ -25,6 +25,7 @@ from sage_inductor.ops.attention.arguments import AttentionCall
 from sage_inductor.ops.attention.tiles import Tile
 from sage_inductor.ops.attention.visible_tiles import heads_of, hide, tiles_in_sight
 from sage_inductor.ops.formats import FP4_BLOCK, LOG2_FP4_MAX, LOG2E, Q_BLOCK, pad_head_dim
+from sage_inductor.ops.launch import doubled
 from sage_inductor.ops.quantize.codes import abs_bits
 from sage_inductor.ops.quantize.nvfp4 import block_scaled_dot, power_of_two, quantize_blocks
 
@@ -62,6 +63,8 @@ def _attention_kernel(
     """Grid: (B * H_q * cdiv(N_q, BLOCK_M),): BLOCK_M rows of one head, BLOCK_M a divisor of 128."""
     MAY_BE_EMPTY: tl.constexpr = MASK > 0 or LEFT >= 0 or BOTTOM_RIGHT  # rows that see no key
     FIRST_PART: tl.constexpr = 2 if MASK > 0 else (0 if LEFT >= 0 else 1)
+    stride_qb, stride_qh, stride_qn = stride_qb // 2, stride_qh // 2, stride_qn // 2
+    stride_ob, stride_oh, stride_on = stride_ob // 2, stride_oh // 2, stride_on // 2
     num_tiles = tl.cdiv(N_q, BLOCK_M)
     head, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
     if RIGHT >= 0:
@@ -188,7 +191,7 @@ def launch(a: AttentionCall, tile: Tile, run: Callable, native: bool) -> tuple[T
         (B * H_q * triton.cdiv(N_q, tile.BLOCK_M),),
         (a.q, a.k, a.k_blocks, a.k_scale, a.v, a.v_blocks, a.v_scale, a.v_mean, a.q_mean, a.delta,
          *mask, out, lse),
-        (*a.q.stride(), *mask_strides, *out.stride()[:3],
+        (*doubled(a.q.stride()), *mask_strides, *doubled(out.stride())[:3],
          H_q, H_kv, N_q, a.n_kv, N_pad,  # shape
          D, D_v, a.scale, *a.band_arguments(), mask_kind, additive, native,  # semantics
          tile.BLOCK_M, tile.BLOCK_N, pad_head_dim(D), pad_head_dim(D_v), tile.num_stages),  # tile

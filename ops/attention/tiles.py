@@ -88,7 +88,6 @@ class Load(NamedTuple):
     """What of a call's sizes its tile depends on; of a row of HOPPER, the least of each."""
 
     keys: int = 0  # that a query sees, on average
-    heads: int = 0  # of q, in all batches
     pairs: int = 0  # of a query and a key that it sees
     saved: int = 0  # rounds of tiles that 192 rows a tile save over 128, where rounds count
 
@@ -98,35 +97,39 @@ class Load(NamedTuple):
         device: "torch.device | Gpu",
     ) -> "Load":  # fmt: skip
         """band: query i sees keys i - left .. i + right. Rounds count where each tile takes about
-        as long and none is shared: not in a causal call, nor in one that sees all keys."""
+        as long and none is shared: not in a call that sees all keys. In a causal one, whose tiles
+        are dealt by length, 192 rows save one from 1.5 such tiles for each processor on."""
         left, right = band
         bounds = (left is not None) + (right is not None)
-        keys, rounds = n_kv // 2 if bounds == 1 else n_kv, (2, 1)
+        keys = n_kv // 2 if bounds == 1 else n_kv
         if bounds == 2:
             keys = torch.sym_min(n_kv, left + right + 1)
+        saved, of_128, of_192 = 1, *(heads * triton.cdiv(n_q, rows) for rows in (128, 192))
         if bounds == 2 or masked:
-            of_rows = (heads * triton.cdiv(n_q, rows) for rows in (128, 192))
-            rounds = [triton.cdiv(tiles, processors(device)) for tiles in of_rows]
-        return cls(keys, heads, heads * n_q * keys, rounds[0] - rounds[1])
+            at_once = processors(device)
+            saved = triton.cdiv(of_128, at_once) - triton.cdiv(of_192, at_once)
+        elif bounds == 1:
+            saved = 2 * of_192 // processors(device) - 2
+        return cls(keys, heads * n_q * keys, saved)
 
     def reaches(self, least: "Load") -> bool:
         return all(not n or x >= n for x, n in zip(self, least, strict=True))
 
 
-ANY = Load(*[sys.maxsize] * 4)  # reaches every row
-# For a tile of 192 rows at head_dim 128. Few keys (a narrow window): its longer beginning and end
-# count. Few pairs, 2^20 for each processor of an H200: few tiles, of which some are shared.
-WIDER = Load(keys=1280, pairs=132 << 20, saved=1)
+ANY = Load(*[sys.maxsize] * 3)  # reaches every row
+PAIRS = 132 << 20  # fewer, 2^20 for each processor of an H200, are few tiles: some are shared
+# For a tile of 192 rows at head_dim 128. With few keys (a narrow window) its longer beginning and
+# end count.
+WIDER = Load(keys=1280, pairs=PAIRS, saved=1)
 
 # Tiles of the Hopper kernel: (pv, head_dim up to, is_causal, from which Load) -> tile, the last
 # that holds. Those of one pv, head_dim and is_causal differ in their warpgroups, which name them.
 # is_causal: bounded on the right at 0 alone. At head_dim 64 the other kernel is faster for fewer
-# keys (ViT's 577: 1.04x cuDNN against 0.61x), and for one causal head, whose long tiles cannot be
-# dealt with another head's short ones (70516 queries: 1.21 ms against 1.35).
+# keys (ViT's 577: 1.04x cuDNN against 0.61x), and for few causal tiles.
 # H200, 2026-11-23, torch 2.11, Triton 3.6: `bench/attention.py --shapes load`, `bench/regret.py`.
 HOPPER = [
     ("fp8", 64, False, Load(keys=2048), Tile(192, 128, 4, 3, warpgroups=3)),
-    ("fp8", 64, True, Load(keys=1024, heads=2), Tile(192, 128, 4, 3, warpgroups=3)),
+    ("fp8", 64, True, Load(keys=1024, pairs=PAIRS // 2), Tile(192, 128, 4, 3, warpgroups=3)),
     ("fp8", 128, False, Load(), Tile(128, 128, 4, 4, warpgroups=2)),
     ("fp8", 128, False, WIDER, Tile(192, 128, 4, 3, warpgroups=3)),
     ("fp8", 128, True, Load(), Tile(128, 128, 4, 4, warpgroups=2)),

@@ -46,6 +46,7 @@ from sage_inductor.ops.attention.visible_tiles import (
 )
 from sage_inductor.ops.compat import TensorDescriptor
 from sage_inductor.ops.formats import E4M3_MAX, LOG2E, Q_BLOCK, QK, pad_head_dim
+from sage_inductor.ops.launch import doubled
 from sage_inductor.ops.quantize.codes import abs_bits, scale_of, to_8bit
 
 _INT4_MAX = tl.constexpr(QK["int4"].largest)
@@ -90,9 +91,12 @@ def _attention_kernel(
     so that k and v stay in L2; within a causal head the longest rows go first.
 
     Lengths come doubled: see _quantize_v_kernel. Of a length that is known to be 1 follow pairs of
-    p that are known to be equal.
+    p that are known to be equal. Strides of q, v and o come doubled, too: see `doubled`.
     """
     N_q, N_kv = N2_q // 2, N2_kv // 2
+    stride_qb, stride_qh, stride_qn = stride_qb // 2, stride_qh // 2, stride_qn // 2
+    stride_vb, stride_vh, stride_vn = stride_vb // 2, stride_vh // 2, stride_vn // 2
+    stride_ob, stride_oh, stride_on = stride_ob // 2, stride_oh // 2, stride_on // 2
     INT4: tl.constexpr = QK_MAX == _INT4_MAX
     LISTED: tl.constexpr = BLOCK_KV > 0
     # Rows that see no key:
@@ -335,7 +339,8 @@ def launch(
         (B * H_q * triton.cdiv(N_q, tile.BLOCK_M),),
         (a.q, q_mean, delta, k, a.k_scale, v, v_scale, v_mean, *mask, *lists, out,
          lse),
-        (*a.q.stride(), *a.v.stride(), *mask_strides, *list_strides, *out.stride()[:3],
+        (*doubled(a.q.stride()), *doubled(a.v.stride()), *mask_strides, *list_strides,
+         *doubled(out.stride())[:3],
          H_q, H_kv, 2 * N_q, 2 * a.n_kv, N_pad,  # shape
          D, D_v, a.scale, *a.band_arguments(), mask_kind, additive, *list_sizes,  # semantics
          qk.largest, fp8, sharing.q_span // sharing.q_groups, sharing.k_groups, tma,

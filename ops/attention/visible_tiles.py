@@ -47,7 +47,9 @@ def tiles_in_sight(
     if RIGHT >= 0:
         end = tl.minimum(end, diagonal + BLOCK_M + RIGHT)
         whole_end = tl.maximum(tl.minimum(N_kv, diagonal + 1 + RIGHT), 0) // BLOCK_N
-    return begin // BLOCK_N, tl.cdiv(tl.maximum(end, 0), BLOCK_N), whole, whole_end, diagonal
+    begin = begin // BLOCK_N
+    end = tl.cdiv(tl.maximum(end, 0), BLOCK_N)
+    return begin, end, whole, whole_end, diagonal
 
 
 @triton.jit

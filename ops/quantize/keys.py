@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sage_inductor.ops.compat import gdc_wait
 from sage_inductor.ops.formats import E4M3_MAX, K_BLOCK, PAD_N, QK, TINY, pad_head_dim, pad_rows
-from sage_inductor.ops.launch import launch_traced, pdl_option
+from sage_inductor.ops.launch import doubled, launch_traced, pdl_option
 from sage_inductor.ops.quantize.codes import abs_bits, saturate, scale_of, to_8bit
 from sage_inductor.ops.recipe import Recipe
 
@@ -97,10 +97,10 @@ def _quantize_k_kernel(
     blocks = tl.cdiv(N, PAD_N) * (PAD_N // K_BLOCK)
     head, block = pid // blocks, pid % blocks
     quantize_k_block(
-        K + head // H * stride_b + head % H * stride_h, K_mean,
+        K + head // H * (stride_b // 2) + head % H * (stride_h // 2), K_mean,
         Visible + head // H * stride_visible_b + head % H * stride_visible_h, K_8bit, K_scale,
-        stride_n, stride_d, head, block, blocks, N, channels, MASK, QK_MAX, GROUPS, PDL, K_BLOCK,
-        BLOCK_D,
+        stride_n // 2, stride_d, head, block, blocks, N, channels, MASK, QK_MAX, GROUPS, PDL,
+        K_BLOCK, BLOCK_D,
     )  # fmt: skip
 
 
@@ -128,7 +128,7 @@ def launch_k(
         _quantize_k_kernel,
         (B * H * k_scale.shape[2],),
         (k, k_mean, k_mean if visible is None else visible, codes, k_scale),
-        (*k.stride(), *((0, 0) if visible is None else visible.stride()[:2]),
+        (*doubled(k.stride()), *((0, 0) if visible is None else visible.stride()[:2]),
          H, 2 * N, 2 * D,  # shape
          visible is not None, recipe.of_qk.largest, pdl,  # semantics
          D, recipe.sharing.k_groups, K_BLOCK, PAD_N, pad_head_dim(D)),  # tile

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sage_inductor.ops.formats import FP4_BLOCK, PAD_N, pad_head_dim, pad_rows
-from sage_inductor.ops.launch import launch_traced
+from sage_inductor.ops.launch import doubled, launch_traced
 from sage_inductor.ops.quantize.codes import abs_bits, saturate
 
 _BLOCK = tl.constexpr(FP4_BLOCK)
@@ -142,8 +142,8 @@ def _quantize_kernel(
     i, d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     n = block * BLOCK_N + i
     mask = (n < N)[:, None] & (d < D)[None, :]
-    x = X + head // H * stride_b + head % H * stride_h
-    x = x + n[:, None] * stride_n + d.to(tl.int64)[None, :] * stride_d
+    x = X + head // H * (stride_b // 2) + head % H * (stride_h // 2)
+    x = x + n[:, None] * (stride_n // 2) + d.to(tl.int64)[None, :] * stride_d
     x = tl.load(x, mask=mask, other=0.0)
     mean = tl.load(Mean + head * D + d, mask=d < D, other=0.0)
     amax = tl.load(Amax + head * D + d, mask=d < D, other=0.0)
@@ -187,7 +187,7 @@ def launch_nvfp4(
         _quantize_kernel,
         (B * H * (N_pad // ROWS),),
         (x, mean, amax, x_fp4, x_e4m3, x_scale),
-        (*x.stride(),
+        (*doubled(x.stride()),
          H, N,  # shape
          along_n, saturate,  # semantics
          D, PAD_N, ROWS, BLOCK_D),  # tile

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sage_inductor.ops.formats import K_BLOCK, PAD_N, Prepared, pad_head_dim
-from sage_inductor.ops.launch import launch_traced, pdl_option
+from sage_inductor.ops.launch import doubled, launch_traced, pdl_option
 from sage_inductor.ops.quantize.keys import empty_k, launch_k, quantize_k_block
 from sage_inductor.ops.quantize.smooth import launch_estimate
 from sage_inductor.ops.quantize.values import empty_v, quantize_v_again_kernel, quantize_v_block
@@ -36,6 +36,8 @@ def _quantize_kv_kernel(
     """Grid: (B * H * num_blocks * 2,). K_BLOCK rows of one head, of k and of v in turn: 128 rows of
     v cost so many registers that half as many programs run at once."""
     N = N2 // 2
+    stride_kb, stride_kh, stride_kn = stride_kb // 2, stride_kh // 2, stride_kn // 2
+    stride_vb, stride_vh, stride_vn = stride_vb // 2, stride_vh // 2, stride_vn // 2
     pid = tl.program_id(0).to(tl.int64)
     blocks = tl.cdiv(N, PAD_N) * (PAD_N // K_BLOCK)
     head, block = pid // 2 // blocks, pid // 2 % blocks
@@ -79,7 +81,7 @@ def launch_kv(
         _quantize_kv_kernel,
         (B * H * k_scale.shape[2] * 2,),
         (k, v, k_mean, v_mean, v_amax, rows, beyond, k_codes, k_scale, v_codes, v_scale),
-        (*k.stride(), *v.stride(), *strides,
+        (*doubled(k.stride()), *doubled(v.stride()), *strides,
          H, 2 * N, 2 * D, 2 * D_v,  # shape
          visible is not None, recipe.of_qk.largest, pdl,  # semantics
          K_BLOCK, PAD_N, pad_head_dim(D), BLOCK_DV),  # tile
@@ -89,7 +91,7 @@ def launch_kv(
         quantize_v_again_kernel,
         (B * H,),
         (v, v_mean, rows, beyond, v_codes, v_scale),
-        (*v.stride(), *strides,
+        (*doubled(v.stride()), *strides,
          H, 2 * N, 2 * D_v,  # shape
          visible is not None, pdl,  # semantics
          PAD_N, K_BLOCK, BLOCK_DV),  # tile

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from sage_inductor.ops.compat import gdc_launch_dependents, gdc_wait
 from sage_inductor.ops.formats import HEADROOM, NO_SHIFT, Q_BLOCK, SAMPLE, pad_rows
-from sage_inductor.ops.launch import launch_traced, pdl_option
+from sage_inductor.ops.launch import doubled, launch_traced, pdl_option
 
 _SAMPLE = tl.constexpr(SAMPLE)
 _NO_SHIFT = tl.constexpr(NO_SHIFT)
@@ -62,11 +62,11 @@ def _partial_kernel(
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     if tl.program_id(1) == 0:
-        x = X0 + b * stride_0b + h * stride_0h + d.to(tl.int64)[None, :] * stride_0d
-        stride_n = stride_0n
+        x = X0 + b * (stride_0b // 2) + h * (stride_0h // 2) + d.to(tl.int64)[None, :] * stride_0d
+        stride_n = stride_0n // 2
     else:
-        x = X1 + b * stride_1b + h * stride_1h + d.to(tl.int64)[None, :] * stride_1d
-        stride_n = stride_1n
+        x = X1 + b * (stride_1b // 2) + h * (stride_1h // 2) + d.to(tl.int64)[None, :] * stride_1d
+        stride_n = stride_1n // 2
 
     columns = (d < D)[None, :]
     total = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -159,7 +159,8 @@ def launch_smooth(xs: list[Tensor], visible: Tensor | None, keep: int = 1) -> tu
         _partial_kernel,
         (B * H * num_chunks, count),
         (x0, x1, mean if visible is None else visible, partial),
-        (*x0.stride(), *x1.stride(), *((0, 0) if visible is None else visible.stride()[:2]),
+        (*doubled(x0.stride()), *doubled(x1.stride()),
+         *((0, 0) if visible is None else visible.stride()[:2]),
          H, N,  # shape
          visible is not None,  # semantics
          D, CHUNK, BLOCK_N, BLOCK_D),  # tile
@@ -200,11 +201,13 @@ def _estimate_kernel(
     head = tl.program_id(0).to(tl.int64)
     b, h = head // H, head % H
     d = tl.arange(0, BLOCK_D)
-    x, stride_n, stride_d = X0 + b * stride_0b + h * stride_0h, stride_0n, stride_0d
+    x = X0 + b * (stride_0b // 2) + h * (stride_0h // 2)
+    stride_n, stride_d = stride_0n // 2, stride_0d
     mean_out, amax_out, channels = Mean0, Amax0, D
     if TWO:
         if tl.program_id(1) == 1:
-            x, stride_n, stride_d = X1 + b * stride_1b + h * stride_1h, stride_1n, stride_1d
+            x = X1 + b * (stride_1b // 2) + h * (stride_1h // 2)
+            stride_n, stride_d = stride_1n // 2, stride_1d
             mean_out, amax_out, channels = Mean1, Amax1, D_1
     i = tl.arange(0, _SAMPLE).to(tl.int64)
     rows = (i * 65536 + (i * 40503 & 65535)) * N // (65536 * _SAMPLE)
@@ -244,7 +247,8 @@ def launch_estimate(
         _estimate_kernel,
         (B * H, len(xs)),
         (x0, x1, out[0] if visible is None else visible, *out[:2], *out[-2:], beyond),
-        (*x0.stride(), *x1.stride(), *((0, 0) if visible is None else visible.stride()[:2]),
+        (*doubled(x0.stride()), *doubled(x1.stride()),
+         *((0, 0) if visible is None else visible.stride()[:2]),
          H, N,  # shape
          visible is not None, len(xs) == 2, pdl,  # semantics
          D, D_1, BLOCK_D),  # tile

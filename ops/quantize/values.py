@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sage_inductor.ops.compat import gdc_wait
 from sage_inductor.ops.formats import E4M3_MAX, PAD_N, TINY, Format, pad_head_dim, pad_rows
-from sage_inductor.ops.launch import launch_traced
+from sage_inductor.ops.launch import doubled, launch_traced
 from sage_inductor.ops.quantize.codes import abs_bits, saturate
 from sage_inductor.ops.recipe import Recipe
 
@@ -95,7 +95,8 @@ def quantize_v_again_kernel(
     head = tl.program_id(0).to(tl.int64)
     channels = D2 // 2
     visible = Visible + head // H * stride_visible_b + head % H * stride_visible_h
-    v = V + head // H * stride_b + head % H * stride_h
+    v = V + head // H * (stride_b // 2) + head % H * (stride_h // 2)
+    stride_n = stride_n // 2
     N_pad = tl.cdiv(N2, 2 * PAD_N) * PAD_N
     d = tl.arange(0, BLOCK_D)
     if tl.load(Beyond + head) != 0:
@@ -135,9 +136,9 @@ def _quantize_v_kernel(
     blocks = tl.cdiv(N2, 2 * BLOCK_N)
     head, block = pid // blocks, pid % blocks
     quantize_v_block(
-        V + head // H * stride_b + head % H * stride_h, V_mean, V_amax, V, V, V_fp8, V_scale,
-        stride_n, stride_d, head, block, blocks, N2, D, False, SATURATE, False, False, BLOCK_N,
-        BLOCK_D,
+        V + head // H * (stride_b // 2) + head % H * (stride_h // 2), V_mean, V_amax, V, V, V_fp8,
+        V_scale, stride_n // 2, stride_d, head, block, blocks, N2, D, False, SATURATE, False, False,
+        BLOCK_N, BLOCK_D,
     )  # fmt: skip
 
 
@@ -160,7 +161,7 @@ def launch_v(
         _quantize_v_kernel,
         (B * H * triton.cdiv(N, PAD_N),),
         (v, v_mean, v_amax, codes, v_scale),
-        (*v.stride(),
+        (*doubled(v.stride()),
          H, 2 * N,  # shape
          saturate,  # semantics
          D, PAD_N, pad_head_dim(D)),  # tile

@@ -476,24 +476,24 @@ def test_a_wider_head_dim_of_the_same_kernel_stands_for_a_narrower_one(measured_
     assert not dataclasses.replace(wide, head_dim_v=measured_D - 1).stands_for(narrow)
 
 
-def test_where_no_backend_computes_a_call_sdpas_math_is_timed(gpu, monkeypatch):
-    """SDPA itself falls back to it."""
+@pytest.mark.parametrize("computed", [(), ("FLASH_ATTENTION",)])
+def test_where_no_backend_computes_a_call_sdpas_math_is_timed(computed, on_cpu, monkeypatch):
+    """SDPA itself falls back to it. EFFICIENT_ATTENTION is not asked."""
     cases = []
+    monkeypatch.setattr(autotune, "calls_of", lambda case: cases.append(case) or case)
 
     def timed(case, rounds):
-        cases.append(case)
+        found = {name: RuntimeError("no kernel") for name in case.rivals[:2]}
         if case.rivals == ("MATH",):
-            return {"MATH": 2.0}
-        none = dict.fromkeys(case.rivals, "RuntimeError: no kernel")
-        return none | dict.fromkeys(case.candidates, 1.0)
+            found = {"MATH": 2.0}
+        return found | dict.fromkeys((*case.candidates, *computed), 1.0)
 
-    monkeypatch.setattr(autotune, "measure", timed)
-    family = Family(63, 63, "mask")
-    sizes = measured.sizes_of(family, measured.FEW[:5])
-    found = measured.measure(gpu, family, PER_TOKEN, sizes)
-    assert found == dict.fromkeys(sizes, {"sage2-8b-per-token": 1.0, "MATH": 2.0})
-    assert [each.rivals == ("MATH",) for each in cases] == [False, True] * 5
-    assert not any(each.candidates for each in cases[1::2])
+    monkeypatch.setattr(autotune, "time_calls", timed)
+    case = measured._case(torch.device("cpu"), Family(63, 63, "mask"), PER_TOKEN, LONG)
+    times = autotune.measure(case)
+    assert times[case.candidates[0]] == 1.0
+    assert times.get("MATH") == (None if computed else 2.0)
+    assert len(cases) == (1 if computed else 2) and not any(each.candidates for each in cases[1:])
 
 
 def test_a_size_that_sdpa_cannot_compute_is_left_out(gpu, monkeypatch):

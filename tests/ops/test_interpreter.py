@@ -29,7 +29,7 @@ from sage_inductor.ops.attention.hopper import blocks, plan
 from sage_inductor.ops.attention.hopper import kernel as hopper
 from sage_inductor.ops.attention.tiles import Tile, of_blocks
 from sage_inductor.ops.formats import E4M3_MAX, Prepared
-from sage_inductor.ops.launch import launch_traced
+from sage_inductor.ops.launch import doubled, launch_traced
 from sage_inductor.ops.quantize import nvfp4
 from sage_inductor.ops.quantize.keys import launch_k
 from sage_inductor.ops.quantize.one_pass import launch_kv
@@ -453,7 +453,7 @@ def test_pieces_of_a_tile_of_hoppers_kernel_make_up_the_tile(monkeypatch):
         out = torch.full((B, H_q, N_q, D_V), torch.nan)
         lse = torch.full((B, H_q, N_q), torch.nan)
         hopper._combine_kernel[(heads * num_m, 2)](
-            part, part_ml, v_scale, v_mean, out, lse, *out.stride()[:3], heads, H_q, H_kv, N_q,
+            part, part_ml, v_scale, v_mean, out, lse, *doubled(out.stride())[:3], heads, H_q, H_kv, N_q,
             num_m, 0, blocks, programs, D_V, True, BLOCK_M, 16, 32,
         )  # fmt: skip
         for t in range(heads * num_m):

@@ -43,7 +43,8 @@ def walk(
         begin, end, _, _, _ = tiles_in_sight(
             row, row, N_q, N_kv, BAND[0], BAND[1], BAND[2], 0, BLOCK_M, BLOCK_N
         )
-        return begin, 0, tl.maximum(end - begin, 0)
+        read_all = tl.maximum(end - begin, 0)
+        return begin, 0, read_all
 
 
 @triton.jit

@@ -70,8 +70,9 @@ def _tile_coords(
     t, num_m, heads, group, H_q, H_kv, of_list, LISTED: tl.constexpr, BLOCK_M: tl.constexpr
 ):  # fmt: skip
     """Tile t -> (b, h, h_kv, first row). Tiles of `group` heads, whose k and v share L2, follow
-    each other by length: upwards in one group, downwards in the next and in the last. So each
-    program, which takes every num_programs-th, gets about as much as the others."""
+    each other by length: upwards in one group, downwards in the next and in the last. Of one head
+    every other tile goes up and the rest down. So each program, which takes every num_programs-th,
+    gets about as much as the others."""
     g = t // (group * num_m)
     r = t - g * group * num_m
     size = tl.minimum(group, heads - g * group)
@@ -79,6 +80,8 @@ def _tile_coords(
     head = g * group + r - m * size
     if ((heads - 1) // group - g) % 2 == 0:
         m = num_m - 1 - m
+    if heads == 1:
+        m = tl.minimum(2 * m, 2 * (num_m - m) - 1)
     b = head // H_q
     h = head - b * H_q
     h_kv = h // (H_q // H_kv)
@@ -650,7 +653,7 @@ def _hopper_kernel(
     BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, WARPGROUPS: gl.constexpr,
     STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Grid: (programs,), as many as run at once."""
+    """Grid: (programs,), as many as run at once. Strides of q and o come doubled: see `doubled`."""
     N_q, N_kv = N2_q // 2, N2_kv // 2
     BLOCK_M: gl.constexpr = 64 * WARPGROUPS
     num_m = (N_q + BLOCK_M - 1) // BLOCK_M
@@ -673,7 +676,10 @@ def _hopper_kernel(
     tensors = (Q, K_scale, V_scale, V_mean, Out, Lse, Part, Part_ml)
     of_mask = (Words, stride_wb, stride_wh, stride_wm)
     of_list = (List, stride_lb, stride_lh, stride_lm)
-    strides = (stride_qb, stride_qh, stride_qn, stride_ob, stride_oh, stride_on)
+    strides = (
+        stride_qb // 2, stride_qh // 2, stride_qn // 2,
+        stride_ob // 2, stride_oh // 2, stride_on // 2,
+    )  # fmt: skip
     shape = (H_q, H_kv, N_q, N_kv, N_pad, num_m, heads, group, whole_tiles)
     # Written out, because what a local name holds is no constexpr any more.
     if WARPGROUPS == 2:
@@ -746,8 +752,8 @@ def _combine_kernel(
         v_scale = tl.load(V_scale + channel + dv, mask=dv < D_V, other=0.0)
         v_mean = tl.load(V_mean + channel + dv, mask=dv < D_V, other=0.0)
         o = o * v_scale[None, :] + v_mean[None, :]
-    out = Out + b.to(tl.int64) * stride_ob + h.to(tl.int64) * stride_oh
-    out = out + rows.to(tl.int64)[:, None] * stride_on + dv[None, :]
+    out = Out + b.to(tl.int64) * (stride_ob // 2) + h.to(tl.int64) * (stride_oh // 2)
+    out = out + rows.to(tl.int64)[:, None] * (stride_on // 2) + dv[None, :]
     tl.store(out, o.to(Out.dtype.element_ty), mask=(rows < N_q)[:, None] & (dv < D_V)[None, :])
     offset: tl.constexpr = _LOG2_FP8_MAX if FP8 else 0.0
     lse = (m - offset + tl.log2(l)) * _LN2

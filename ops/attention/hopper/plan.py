@@ -27,6 +27,7 @@ from sage_inductor.ops.attention.hopper.kernel import _combine_kernel, _hopper_k
 from sage_inductor.ops.attention.tiles import Tile
 from sage_inductor.ops.compat import GluonDescriptor
 from sage_inductor.ops.formats import pad_head_dim
+from sage_inductor.ops.launch import doubled
 
 REGISTERS = {2: (168, 240), 3: (128, 160)}  # by warpgroups: at launch, then of a consumer
 MIN_BLOCKS_SAVED = 8  # blocks of a tile; combining the pieces takes about as long as 4
@@ -181,7 +182,7 @@ def _plan(
     attend = _Launch(
         _hopper_kernel,
         (programs, 1, 1),
-        (*q_stride[:3], *out_stride[:3], *(mask.strides if mask else (0,) * 3),
+        (*doubled(q_stride)[:3], *doubled(out_stride)[:3], *(mask.strides if mask else (0,) * 3),
          *(lists.strides if lists else (0,) * 3),
          B * H_q, H_q, H_kv, 2 * N_q, 2 * n_kv, N_pad, group, whole_tiles,  # shape
          D, D_v, scale, band, lists is not None, mask is not None, split, fp8,  # semantics
@@ -194,7 +195,7 @@ def _plan(
     combine = _Launch(
         _combine_kernel,
         (num_tiles - whole_tiles, tile.BLOCK_M // rows, 1),
-        (*out_stride[:3],
+        (*doubled(out_stride)[:3],
          B * H_q, H_q, H_kv, N_q, num_m, whole_tiles, blocks, programs,  # shape
          D_v, fp8,  # semantics
          tile.BLOCK_M, BLOCK_DV, rows),  # tile
