@@ -488,8 +488,7 @@ def test_a_wan_pipeline_goes_from_stage_to_stage_without_compiling(
     assert not [each for each in caplog.records if each.name == "sage_inductor"]
     found = (all_in["edge"], scheduled, all_in[None])
     errors = [relative_l1(x, exact) for x in found]
-    print(errors, relative_l1(all_in["warm"], exact))
-    assert errors[0] < 1e-4 < errors[1] < errors[2], errors
+    assert 10 * errors[0] < errors[1] < errors[2], errors
     assert not torch.equal(all_in["warm"], all_in[None])
 
 
