@@ -278,53 +278,21 @@ class CogVideoX(nn.Module):
         return torch.cat([text, x], 1), gate, text_gate
 
 
-class Wan(nn.Module):
-    """Self-attention, cross-attention to text, MLP; norms and modulation in fp32."""
+class WanAttention(nn.Module):
+    """Of x [B, N, C] to itself, rotated, or to text."""
 
     def __init__(self, m: Model):
         super().__init__()
         self.m = m
-        self.attention, self.cross = (nn.ModuleDict(self._attention(m)) for _ in range(2))
-        self.norm2 = nn.LayerNorm(m.C, eps=1e-6)
-        self.mlp = mlp(m.C, m.mlp)
-        self.table = nn.Parameter(torch.randn(1, 6, m.C) / m.C**0.5)
+        self.to_q, self.to_k, self.to_v, self.to_out = (nn.Linear(m.C, m.C) for _ in range(4))
+        self.norm_q, self.norm_k = (nn.RMSNorm(m.C, eps=1e-6) for _ in range(2))
 
-    @staticmethod
-    def _attention(m: Model) -> dict[str, nn.Module]:
-        return {
-            **{name: nn.Linear(m.C, m.C) for name in ("to_q", "to_k", "to_v", "to_out")},
-            **{name: nn.RMSNorm(m.C, eps=1e-6) for name in ("norm_q", "norm_k")},
-        }
-
-    def sharpen(self):
-        normed(*(a[name] for a in (self.attention, self.cross) for name in ("norm_q", "norm_k")))
-
-    def inputs(self):
-        B, N, C = self.m.B, self.m.N, self.m.C
-        table = (x[None, :, None] for x in pairs(N, self.m.D))
-        return normal(B, N, C), normal(B, self.m.text, C), normal(B, 6, C), *table
-
-    def forward(self, x, text, temb, cos, sin):
-        parts = (self.table + temb.float()).chunk(6, 1)
-        shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = parts
-        h = (self._norm(x) * (1 + scale) + shift).type_as(x)
-        x = (x.float() + self._attend(self.attention, h, h, cos, sin) * gate).type_as(x)
-        h = self._norm(x, self.norm2.weight.float(), self.norm2.bias.float()).type_as(x)
-        x = x + self._attend(self.cross, h, text)
-        h = (self._norm(x) * (1 + scale_mlp) + shift_mlp).type_as(x)
-        return (x.float() + self.mlp(h).float() * gate_mlp).type_as(x)
-
-    def _norm(self, x, weight=None, bias=None):
-        return F.layer_norm(x.float(), (self.m.C,), weight, bias, 1e-6)
-
-    def _attend(self, layers, x, context, *table):
-        q = layers["norm_q"](layers["to_q"](x))
-        k = layers["norm_k"](layers["to_k"](context))
-        v = layers["to_v"](context)
+    def forward(self, x, context, *table):
+        q, k, v = self.norm_q(self.to_q(x)), self.norm_k(self.to_k(context)), self.to_v(context)
         q, k, v = (h.unflatten(2, (self.m.H_q, -1)) for h in (q, k, v))
         if table:
             q, k = (self._rotate(h, *table) for h in (q, k))
-        return layers["to_out"](attend(q, k, v))
+        return self.to_out(attend(q, k, v))
 
     @staticmethod
     def _rotate(x, cos, sin):
@@ -335,6 +303,39 @@ class Wan(nn.Module):
         out[..., 0::2] = x1 * cos - x2 * sin
         out[..., 1::2] = x1 * sin + x2 * cos
         return out
+
+
+class Wan(nn.Module):
+    """Self-attention, cross-attention to text, MLP; norms and modulation in fp32."""
+
+    def __init__(self, m: Model):
+        super().__init__()
+        self.m = m
+        self.attention, self.cross = (WanAttention(m) for _ in range(2))
+        self.norm2 = nn.LayerNorm(m.C, eps=1e-6)
+        self.mlp = mlp(m.C, m.mlp)
+        self.table = nn.Parameter(torch.randn(1, 6, m.C) / m.C**0.5)
+
+    def sharpen(self):
+        normed(*(norm for a in (self.attention, self.cross) for norm in (a.norm_q, a.norm_k)))
+
+    def inputs(self):
+        B, N, C = self.m.B, self.m.N, self.m.C
+        table = (x[None, :, None] for x in pairs(N, self.m.D))
+        return normal(B, N, C), normal(B, self.m.text, C), normal(B, 6, C), *table
+
+    def forward(self, x, text, temb, cos, sin):
+        parts = (self.table + temb.float()).chunk(6, 1)
+        shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = parts
+        h = (self._norm(x) * (1 + scale) + shift).type_as(x)
+        x = (x.float() + self.attention(h, h, cos, sin) * gate).type_as(x)
+        h = self._norm(x, self.norm2.weight.float(), self.norm2.bias.float()).type_as(x)
+        x = x + self.cross(h, text)
+        h = (self._norm(x) * (1 + scale_mlp) + shift_mlp).type_as(x)
+        return (x.float() + self.mlp(h).float() * gate_mlp).type_as(x)
+
+    def _norm(self, x, weight=None, bias=None):
+        return F.layer_norm(x.float(), (self.m.C,), weight, bias, 1e-6)
 
 
 class Llama(nn.Module):

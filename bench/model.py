@@ -2,14 +2,16 @@
 
 $ python bench/model.py --json              # bench/results/GPU/DATE-model.json
 $ python bench/model.py --models flux_double wan14b_480p
+$ python bench/model.py --plan selected --json    # a policy's `keep`: DATE-selected.json
 
 Beside each block the attention in it alone: its share of the block, what the sage kernel gains over
 SDPA's fastest backend there, how much faster that allows the block to be, and how much of it the
 block gets. Speed is reported behind two gates: the kernel must agree with its emulation, and the
-block's output must be near that of backend="inductor".
+block's output must be near that of backend="inductor", unless blocks of keys are left out.
 """
 
 import argparse
+import dataclasses
 import datetime
 import os
 import sys
@@ -42,19 +44,48 @@ COLUMNS = {
 }
 
 
+def keeping(top_k: float) -> dict:
+    """Arguments of torch.compile: this fraction of the blocks of keys, in self-attention."""
+    keep = {"top_k": top_k, "similarity": 0}
+    rules = [
+        {"module": "cross", "recipe": "auto"},
+        {"recipe": "sage2-8b-per-token", "keep": keep},
+    ]
+    return {"backend": "sage", "options": {"sage.policy": rules}}
+
+
+KEEPING = {f"keep {top_k:g}": keeping(top_k) for top_k in (1, 0.5, 0.3, 0.2)}
+LEAVING_OUT = [column for column in KEEPING if column != "keep 1"]
+LONG = {
+    f"wan14b_{N}": dataclasses.replace(MODELS["wan14b_720p"], name=f"wan14b_{N}", N=N)
+    for N in (75600, 32768)
+}
+# The columns of each plan, and what it times unless --models says it.
+PLANS = {
+    "model": (COLUMNS, MODELS),
+    "selected": ({name: COLUMNS[name] for name in ("inductor", "sage")} | KEEPING, LONG),
+}
+KEEP_IS = (
+    "the part of the blocks of keys that is computed (but for some on the diagonal), with "
+    '"similarity": 0: random tokens do not resemble each other, so that by the default nearly all '
+    "blocks would be computed; cross-attention is decided by auto"
+)
+
+
 def main(argv=None) -> int:
     parser = arguments(__doc__)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--plan", choices=PLANS, default="model")
+    parser.add_argument("--models", nargs="+", choices=MODELS | LONG, help="default: the plan's")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("bench/model.py times GPU kernels: torch sees no CUDA device", file=sys.stderr)
         return 2
-    result, path, device = start("model", method(args), args)
+    result, path, device = start(args.plan, method(args), args)
     torch.set_grad_enabled(False)
     sage_inductor.config.enabled = False  # it would rewrite the baseline
     started = time.perf_counter()
-    for name in args.models:
-        row = measure(MODELS[name], args, device)
+    for name in args.models or PLANS[args.plan][1]:
+        row = measure((MODELS | LONG)[name], args.plan, args, device)
         torch.cuda.empty_cache()
         result["rows"].append(row)
         print(lines(row))
@@ -124,16 +155,20 @@ def method(args) -> dict[str, str]:
         "columns": "sage: as a user gets it; sage.force: every call that the kernels can run, only "
         "where sage left one",
         "accuracy": "of the timed graph's output, poisoned with NaN before, beside inductor's: of "
-        f"two streams the image's or video's. CosSim above {NEAR} or no speed",
+        f"two streams the image's or video's. CosSim above {NEAR} or no speed, but where keys are "
+        "left out: there it is finite and not opposite",
+        "memory": "peak_bytes: what one call has allocated at most, beside inputs and weights",
+        **({"keep": KEEP_IS} if args.plan == "selected" else {}),
     }
 
 
 # -- the measurement ----
 
 
-def measure(model: Model, args, device) -> dict:
+def measure(model: Model, plan: str, args, device) -> dict:
     """A row; where it failed or is wrong, with an error instead of times."""
-    row = {"plan": "model", "model": model.name, "shape": shape(model), "sites": {}, "error": None}
+    columns, _ = PLANS[plan]
+    row = {"plan": plan, "model": model.name, "shape": shape(model), "sites": {}, "error": None}
     torch._dynamo.reset()
     try:
         block, inputs = draw(model, device)
@@ -141,13 +176,15 @@ def measure(model: Model, args, device) -> dict:
         alone = backends(model.case, sets, args.target_ms)
         priority = list(map(backend_of, alone))
         runners = {}
-        for column in COLUMNS:
+        for column, given in columns.items():
             if column == "sage.force" and all(s["recipe"] for s in row["sites"]["sage"]):
                 break  # the same
-            call = compiled(block, column, priority)
+            call = compiled(block, given, priority)
             before = len(sage_inductor.report())
             runners[column] = Runner(Provider(column, call), [inputs])
             row["sites"][column] = sites(before)
+            if column in KEEPING:
+                kernel_recipe(model, {column: row["sites"][column]})
         row["accuracy"] = check({name: runner.output() for name, runner in runners.items()})
         recipe = kernel_recipe(model, row["sites"])
         error = gate(model.case, recipe, device)
@@ -158,7 +195,11 @@ def measure(model: Model, args, device) -> dict:
         runners["kernel"] = Runner(build(model.case, ("kernel",), [recipe])[0], sets)
         times = interleave(runners, args.rounds, args.target_ms)
         row["times"] = {
-            name: {**summary(each), "captured": runners[name].captured}
+            name: {
+                **summary(each),
+                "captured": runners[name].captured,
+                "peak_bytes": runners[name].peak_bytes(),
+            }
             for name, each in times.items()
         }
         row.update(figures({name: each["ms"] for name, each in row["times"].items()}))
@@ -188,10 +229,10 @@ def backends(case, sets, target_ms: float) -> dict[str, Runner]:
     return {name: runners[name] for name in sorted(runners, key=lambda name: times[name])}
 
 
-def compiled(block, column: str, priority: list):
-    """(*inputs) -> the block's output, of two the first, where SDPA takes the first of `priority`
-    that it can."""
-    run = torch.compile(block, fullgraph=True, **COLUMNS[column])
+def compiled(block, given: dict, priority: list):
+    """(*inputs) -> the block's output, of two the first, compiled as `given` says, where SDPA takes
+    the first of `priority` that it can."""
+    run = torch.compile(block, fullgraph=True, **given)
 
     def call(*inputs):
         with sdpa_kernel(priority, set_priority=True):
@@ -218,7 +259,8 @@ def kernel_recipe(model: Model, found: dict[str, list[dict]]) -> str:
 
 
 def check(outputs: dict[str, Tensor]) -> dict[str, dict[str, float]]:
-    """Each output's CosSim with inductor's and relative L1; raises Wrong if one is not near it."""
+    """Each output's CosSim with inductor's and relative L1; raises Wrong if one is not near it, or
+    where keys are left out, is not finite."""
     right = outputs["inductor"].float()
     found = {}
     for name, out in outputs.items():
@@ -227,7 +269,7 @@ def check(outputs: dict[str, Tensor]) -> dict[str, dict[str, float]]:
             "cos_sim": (out * right).sum().div(out.norm() * right.norm()).item(),
             "rel_l1": (out - right).abs().sum().div(right.abs().sum()).item(),
         }
-        if not found[name]["cos_sim"] > NEAR:
+        if not found[name]["cos_sim"] > (0 if name in LEAVING_OUT else NEAR):  # a NaN is not
             raise Wrong(f"{name} is not near inductor: {found[name]}")
     return found
 
@@ -246,7 +288,7 @@ def figures(ms: dict[str, float]) -> dict:
                 if kernel < attention
                 else None,
             }
-            for name in COLUMNS
+            for name in COLUMNS | KEEPING
             if name in ms and name != "inductor"
         },
     }
@@ -277,6 +319,8 @@ def lines(row: dict) -> str:
             f"  {'attention':12}{ms['attention']:#9.4g} ms {row['share']:6.1%} of the block, "
             f"{row['attention']}; {row['recipe']} kernel {ms['kernel']:#.4g} ms, {row['gain']:.2f}x"
         )
+        peaks = (f"{name} {x['peak_bytes'] / 2**30:.2f}" for name, x in row["times"].items())
+        found.append(f"  peak, GiB: {', '.join(peaks)}")
     for column, calls in row["sites"].items():
         for site in calls:
             what = site["recipe"] or "stays SDPA"

@@ -25,9 +25,9 @@ from sage_inductor.remedies import CAUSES
 ROOT = Path(__file__).parent.parent
 END = "<!-- table:end -->"
 MARKED = re.compile(rf"(<!-- table:(\w+) -->\n).*?({END})", re.S)
-SPEED = ("paper", "load", "models", "model", "preparation", "fusion", "masks")
+SPEED = ("paper", "load", "models", "model", "preparation", "fusion", "masks", "shared")
 ACCURACY = ("accuracy", "defaults", "end-to-end")
-PLANS = (*SPEED, *ACCURACY, "packages", "peers", "sparse", "lists")
+PLANS = (*SPEED, *ACCURACY, "packages", "peers", "sparse", "lists", "selected")
 PLOT, OVERVIEW = "attention.svg", "overview.svg"
 ACCURACY_PLOT, MODELS_PLOT, PEERS_PLOT = "accuracy.svg", "end-to-end.svg", "peers.svg"
 COLOURS = {"cuDNN": "0.15", "flash": "0.65", "flex": "tab:orange", "inductor": "tab:blue",
@@ -407,6 +407,24 @@ def lists_section(result: dict) -> str:
     return f"{markdown(lines)}\n{provenance(result)}"
 
 
+def selected(gpus: dict[str, dict]) -> str:
+    return sections(gpus, ("selected",), lambda name, plans: selected_section(plans["selected"]))
+
+
+def selected_section(result: dict) -> str:
+    """A line per block and way to compile it."""
+    lines = [["B x H x N x D", "compiled by", "ms", "over inductor", "over sage", "peak, GiB"]]
+    for row in result["rows"]:
+        for name in () if row["error"] else row["sites"]:
+            its, ms = row["times"][name], row["times"][name]["ms"]
+            ratios = (row["times"][of]["ms"] / ms for of in ("inductor", "sage"))
+            lines.append([
+                row["shape"], name, f"{ms:#.4g}", *(f"{x:.2f}x" for x in ratios),
+                f"{its['peak_bytes'] / 2**30:.2f}",
+            ])  # fmt: skip
+    return f"{markdown(lines)}\n{provenance(result)}"
+
+
 def lengths(gpus: dict[str, dict]) -> str:
     """From which length "auto" rewrites self-attention, of the built-in tables."""
     lines = [["GPU", "head_dim", "kind of call", *(f"B·H ≥ {heads}" for heads in HEADS), "error"]]
@@ -439,6 +457,7 @@ TABLES = {
     "short": accuracy_in_short,
     "sparse": sparse,
     "lists": lists,
+    "selected": selected,
     "speed": speed,
 }
 
@@ -486,6 +505,11 @@ def speed_section(name: str, plans: dict[str, dict]) -> str:
             title = f"B={its[0]['B']} H={its[0]['H_q']} D={D}"
             parts += [f"Masks, {title}: ms (x cuDNN)\n", speed_table(its, ms_cell, "mask, N")]
         parts += [provenance(plans["masks"])]
+    if "shared" in plans:
+        rows = [{**row, "row": case_of(row)} for row in plans["shared"]["rows"]]
+        title = 'Batches of one k and v; "apart": as many k and v as q: ms (x cuDNN)'
+        parts += [f"{title}\n", speed_table(rows, ms_cell, "B x H x N x D")]
+        parts += [provenance(plans["shared"])]
     return "\n".join(parts)
 
 
@@ -520,7 +544,9 @@ def provenance(result: dict) -> str:
     driver = result["machine"].get("driver")
     method = result["method"]
     if isinstance(method, dict):
-        shown = [name for name in ("time", "inputs", "blocks", "packages") if name in method]
+        shown = [
+            name for name in ("time", "inputs", "blocks", "keep", "packages") if name in method
+        ]
         method = ". ".join(f"{name.capitalize()}: {method[name]}" for name in shown)
     when = f"{result['date'][:10]}, {f'driver {driver}, ' if driver else ''}{versions}"
     return wrapped(f"{when}. {method}.") + "\n"

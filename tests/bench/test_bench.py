@@ -15,10 +15,11 @@ from bench import attention as bench
 from bench import blocks, compile_time, fusion, library, measure, plot, preparation, providers
 from bench import model as whole
 from bench.cases import MASKS, PLANS, Case
-from sage_inductor import measured, report
+from sage_inductor import config, measured, report
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.select import Problem, select
 from sage_inductor.ops.recipe import NAMED
+from sage_inductor.ops.selector import BLOCK_SIZE, Selection
 from sage_inductor.ops.visibility import Visibility
 
 CPU = torch.device("cpu")
@@ -246,6 +247,20 @@ def test_results_become_tables():
     ]
 
 
+def test_batches_that_share_k_and_v_become_a_table():
+    case = dataclasses.asdict(Case(2, 24, 24, 4096, 64, shared=True))
+    row = {**case, "captured": True, "accuracy": {"normal": {"rel_l1": 0.04}}}
+    found = (("cuDNN", None, 2.0), ("sage1 apart", "sage1", 1.0), ("sage1 op", "sage1", 0.5))
+    rows = [
+        {**row, "provider": name, "recipe": recipe, "ms": ms, "speedup": 2 / ms}
+        for name, recipe, ms in found
+    ]
+    result = {"rows": rows, "date": "2026-11-23", "machine": {}, "method": {"time": "t"},
+              "versions": dict.fromkeys(("torch", "triton", "cudnn"), "1")}  # fmt: skip
+    table = plot.speed_section("gpu", {"shared": result})
+    assert "| 2x24x4096x64 | 2.00 | 1.00 (2.00x) | 0.500 (4.00x) | 4.0% (4.0%) |" in table
+
+
 def test_plans_have_each_kind_of_call():
     cases = [case for plan in PLANS.values() for case in plan.cases]
     assert {(case.D, case.kind) for case in cases} >= {
@@ -340,11 +355,11 @@ def test_a_block_is_rewritten_and_near_eager(name, monkeypatch):
     """And whose attention is not its own, is not near: the bound sees what the rewrite can break."""
     m, block, given = drawn(name)
     options = {"sage.emulate": True, "sage.recipe": "sage2-8b-per-token"}
-    monkeypatch.setitem(whole.COLUMNS, "sage", {"backend": "sage", "options": options})
+    asked = {"backend": "sage", "options": options}
     with torch.no_grad():
         eager = block(*given)
         eager = eager[0] if isinstance(eager, tuple) else eager
-        out = whole.compiled(block, "sage", [SDPBackend.MATH])(*given)
+        out = whole.compiled(block, asked, [SDPBackend.MATH])(*given)
         found = whole.check({"inductor": eager, "sage": out})
         exact = F.scaled_dot_product_attention
         monkeypatch.setattr(
@@ -373,7 +388,7 @@ def test_rope_keeps_what_it_rotates_and_each_writing_is_one():
     torch.testing.assert_close(fusion.rotated_half(x, cos, sin), expected)
     found = blocks.interleaved(x[..., order], *blocks.pairs(16, 8))
     torch.testing.assert_close(found, expected[..., order])
-    stored = blocks.Wan._rotate(x[..., order], *blocks.pairs(16, 8))
+    stored = blocks.WanAttention._rotate(x[..., order], *blocks.pairs(16, 8))
     torch.testing.assert_close(stored, expected[..., order])
     table = (table.repeat(1, 2) for table in (cos, sin))
     c, s = table
@@ -410,7 +425,10 @@ def test_what_times_come_to():
         "error": None,
         "attention": "cuDNN",
         "recipe": "sage2-8b",
-        "times": {name: {"ms": x, "captured": name != "sage"} for name, x in ms.items()},
+        "times": {
+            name: {"ms": x, "captured": name != "sage", "peak_bytes": 2**29}
+            for name, x in ms.items()
+        },
         **found,
         "accuracy": dict.fromkeys(("sage", "sage.force"), {"cos_sim": 0.9999, "rel_l1": 0.01}),
         "sites": {
@@ -422,6 +440,7 @@ def test_what_times_come_to():
     assert "60.0% of the block, cuDNN; sage2-8b kernel 40.00 ms, 1.50x" in table
     assert "sage: [1, 2, 3, 4] x 5 stays SDPA: short" in table
     assert "could not be captured, launched: sage\n" in table
+    assert "peak, GiB: inductor 0.50, sage 0.50," in table
     assert "failed: Wrong: off" in whole.lines({**row, "error": "Wrong: off"})
 
 
@@ -443,6 +462,8 @@ def test_a_block_that_is_not_rewritten_gives_no_recipe_and_nan_is_not_near():
         whole.kernel_recipe(m, {"sage": [own, cross]})
     with pytest.raises(whole.Wrong, match="sage is not near inductor"):
         whole.check({"inductor": torch.ones(4), "sage": torch.full((4,), math.nan)})
+    with pytest.raises(whole.Wrong, match="keep 0.3 is not near inductor"):
+        whole.check({"inductor": torch.ones(4), "keep 0.3": torch.full((4,), math.nan)})
 
 
 class OnCPU:
@@ -492,7 +513,7 @@ def timed(monkeypatch):
 
 def test_a_model_is_measured(timed, monkeypatch):
     with torch.no_grad():
-        row = whole.measure(tiny("vit_l_1024px"), timed, CPU)
+        row = whole.measure(tiny("vit_l_1024px"), "model", timed, CPU)
         assert row["error"] is None
         assert [len(row["sites"][column]) for column in row["sites"]] == [0, 1, 1]
         assert [site["recipe"] for site in row["sites"]["sage"]] == [None]
@@ -500,12 +521,91 @@ def test_a_model_is_measured(timed, monkeypatch):
         assert (row["attention"], row["recipe"], row["share"]) == ("cuDNN", "sage2-8b", 4.0)
         assert set(row["speed"]) == set(row["accuracy"]) - {"inductor"} == {"sage", "sage.force"}
         monkeypatch.setitem(whole.COLUMNS, "sage", whole.COLUMNS["sage.force"])
-        row = whole.measure(tiny("vit_l_1024px"), timed, CPU)
+        row = whole.measure(tiny("vit_l_1024px"), "model", timed, CPU)
         assert list(row["times"]) == ["inductor", "sage", "attention", "kernel"]  # force: the same
         monkeypatch.setattr(whole, "gate", lambda *_: math.nan)
-        row = whole.measure(tiny("vit_l_1024px"), timed, CPU)
+        row = whole.measure(tiny("vit_l_1024px"), "model", timed, CPU)
         assert "sage2-8b kernel is nan from its emulation" in row["error"] and "times" not in row
     assert json.dumps(row)
+
+
+def test_a_model_is_measured_by_the_blocks_that_a_policy_keeps(timed, monkeypatch):
+    columns = whole.PLANS["selected"][0]
+    for name in ("sage", "keep 1", "keep 0.3"):
+        emulated = {"sage.emulate": True, **columns[name].get("options", {})}
+        monkeypatch.setitem(columns, name, {"backend": "sage", "options": emulated})
+    for name in ("keep 0.5", "keep 0.2"):
+        monkeypatch.delitem(columns, name)
+    m = dataclasses.replace(whole.LONG["wan14b_32768"], H_q=2, H_kv=2, N=700, D=32, mlp=64, text=9)
+    with torch.no_grad():
+        row = whole.measure(m, "selected", timed, CPU)
+        assert row["error"] is None and row["plan"] == "selected"
+        assert list(row["times"]) == [
+            "inductor",
+            "sage",
+            "keep 1",
+            "keep 0.3",
+            "attention",
+            "kernel",
+        ]
+        assert row["accuracy"]["keep 1"]["cos_sim"] > whole.NEAR
+        assert 0.5 < row["accuracy"]["keep 0.3"]["cos_sim"] < whole.NEAR
+        for name in ("keep 1", "keep 0.3"):
+            own, cross = row["sites"][name]
+            assert (own["recipe"], own["k"][2]) == ("sage2-8b-per-token", 700)
+            assert ("keep {" in own["reason"]) == (name in whole.LEAVING_OUT)
+            assert (cross["recipe"], cross["k"][2]) == ("sage2-8b", 9)  # that of auto
+        monkeypatch.setattr(whole, "compiled", lambda block, *_: block)
+        failed = whole.measure(m, "selected", timed, CPU)
+    assert "no column rewrites the self-attention: {'keep 1': []}" in failed["error"]
+    result = {
+        "rows": [json.loads(json.dumps(row)), failed], "date": "2026-11-23", "machine": {},
+        "versions": dict.fromkeys(("torch", "triton", "cudnn"), "1"), "method": {"time": "t"},
+    }  # fmt: skip
+    assert plot.selected_section(result).splitlines()[2:] == [
+        "| 1x2x700x32 | inductor | 1.000 | 1.00x | 2.00x | 0.00 |",
+        "| 1x2x700x32 | sage | 2.000 | 0.50x | 1.00x | 0.00 |",
+        "| 1x2x700x32 | keep 1 | 3.000 | 0.33x | 0.67x | 0.00 |",
+        "| 1x2x700x32 | keep 0.3 | 4.000 | 0.25x | 0.50x | 0.00 |",
+        "",
+        "2026-11-23, torch 1, triton 1, cudnn 1. Time: t.",
+    ]
+
+
+@pytest.mark.parametrize("plan", whole.PLANS)
+def test_a_plan_of_whole_models_is_saved_as_it_goes(plan, tmp_path, monkeypatch, capsys):
+    path, seen = tmp_path / "found.json", []
+
+    def measured(model, plan, args, device):
+        rows = json.loads(path.read_text())["rows"] if seen else []
+        assert [row["model"] for row in rows] == seen
+        seen.append(model.name)
+        return {"plan": plan, "model": model.name, "shape": "", "sites": {}, "error": "x"}
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(whole, "measure", measured)
+    monkeypatch.setattr(whole.machine, "state", lambda device: "")
+    monkeypatch.setattr(
+        whole, "start", lambda plan, method, args: (
+            {"plan": plan, "method": method, "state": {}, "rows": []}, args.json, CPU
+        )
+    )  # fmt: skip
+    with torch.no_grad(), config.patch(enabled=False):
+        assert whole.main(["--plan", plan, "--json", str(path)]) == 1
+    assert seen == list(whole.PLANS[plan][1])
+    found = json.loads(path.read_text())
+    assert found["plan"] == plan and ("keep" in found["method"]) == (plan == "selected")
+
+
+@pytest.mark.parametrize("column", whole.KEEPING)
+def test_a_policy_of_the_bench_keeps_what_it_is_called_of_random_tokens(column):
+    _, rule = whole.KEEPING[column]["options"]["sage.policy"]
+    q, k = torch.randn(2, 1, 2, 4096, 16)
+    selection = Selection(**rule["keep"])
+    counts, indices = torch.ops.sage.select_blocks(q, k, 0.25, *selection, *BLOCK_SIZE)
+    density = counts.sum().item() / indices.numel()
+    blocks_of_keys = indices.shape[3]
+    assert selection.top_k <= density <= selection.top_k + 3 / blocks_of_keys
 
 
 def test_what_preparation_adds_is_measured(timed, monkeypatch):

@@ -33,6 +33,11 @@ THREE = [
     {"stage": "warm", "layer": 0, "recipe": "sage1"},
     {"recipe": "sage2-4b"},
 ]
+ALONE = {  # what is each stage's of THREE
+    "edge": [{"recipe": "off"}],
+    "warm": [{"layer": 0, "recipe": "sage1"}, {"recipe": "sage2-4b"}],
+    None: [{"recipe": "sage2-4b"}],
+}
 
 
 class Layer(torch.nn.Module):
@@ -76,6 +81,12 @@ def in_stage(stage, call, *args):
         return call(*args)
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    """Where a model runs; on a GPU `sage.emulate` runs the kernels."""
+    return request.param
+
+
 @pytest.fixture
 def compilations(monkeypatch):
     """One entry for each graph that Inductor compiles."""
@@ -92,15 +103,12 @@ def compilations(monkeypatch):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_one_trace_serves_all_stages_each_with_the_bits_of_a_model_compiled_for_it(
-    dynamic, compilations
+    dynamic, device, compilations
 ):
-    model, inputs = Model(), [torch.randn(1, 2, N, 32) for N in (70, 133)]
+    model = Model().to(device)
+    inputs = [torch.randn(1, 2, N, 32, device=device) for N in (70, 133)]
     alone = {}
-    for stage, policy in (
-        ("edge", [{"recipe": "off"}]),
-        ("warm", [{"layer": 0, "recipe": "sage1"}, {"recipe": "sage2-4b"}]),
-        (None, [{"recipe": "sage2-4b"}]),
-    ):
+    for stage, policy in ALONE.items():
         torch._dynamo.reset()
         run = compiled(model, policy, dynamic=dynamic)
         alone[stage] = [run(x) for x in inputs]
@@ -352,8 +360,8 @@ def test_strict_is_about_every_stage():
         torch.compile(Model(), backend="sage", options=options(policy, **given))(x)
 
 
-def test_blocks_compiled_alone_have_their_stages():
-    model, x = Model(3), torch.randn(1, 2, 70, 32)
+def test_blocks_compiled_alone_have_their_stages(device):
+    model, x = Model(3).to(device), torch.randn(1, 2, 70, 32, device=device)
     exact = model(x)
     for layer in model.layers:
         layer.compile(backend="sage", options=options(EDGE), fullgraph=True)
@@ -441,7 +449,7 @@ def wan(transformer, steps: int, callback=None):
     )  # fmt: skip
     pipe.set_progress_bar_config(disable=True)
     generator = torch.Generator().manual_seed(0)
-    prompts = torch.randn(2, 1, 6, 16, generator=generator)
+    prompts = torch.randn(2, 1, 6, 16, generator=generator).to(transformer.device)
     return pipe(
         prompt_embeds=prompts[0], negative_prompt_embeds=prompts[1], height=32, width=32,
         num_frames=5, num_inference_steps=steps, guidance_scale=5.0, output_type="latent",
@@ -449,52 +457,64 @@ def wan(transformer, steps: int, callback=None):
     ).frames  # fmt: skip
 
 
-def test_a_wan_pipeline_goes_from_stage_to_stage_without_compiling(contained, caplog):
+def test_a_wan_pipeline_goes_from_stage_to_stage_without_compiling(
+    device, contained, compilations, caplog
+):
     from diffusers import WanTransformer3DModel
 
     transformer = WanTransformer3DModel(
         patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4,
         out_channels=4, text_dim=16, freq_dim=16, ffn_dim=32, num_layers=1,
-    ).eval()  # fmt: skip
+    ).eval().to(device)  # fmt: skip
     exact = wan(transformer, 50)
-    ran, schedule = [], Schedule(edge=(5, 2))
+    ran, schedule = [], Schedule(edge=(5, 2), warm=(8, 0))
 
     def callback(*step):
         ran.append(current())
         return schedule(*step)
 
-    transformer.compile(backend="sage", options=options(EDGE), fullgraph=True)
+    counters.clear()
+    transformer.compile(backend="sage", options=options(), fullgraph=True)
     wan(transformer, 1)
+    assert counters["stats"]["unique_graphs"] == 1 and len(compilations) == 3
     counters.clear()
     scheduled = wan(transformer, 50, callback)
-    assert ran == ["edge"] * 5 + [None] * 43 + ["edge"] * 2
-    with sage_inductor.stage("edge"):
-        all_exact = wan(transformer, 50)
-    with sage_inductor.stage(None):
-        all_quantized = wan(transformer, 50)
-    assert not counters["stats"]  # nothing was traced
+    assert ran == ["edge"] * 5 + ["warm"] * 3 + [None] * 40 + ["edge"] * 2
+    all_in = {}
+    for stage in ("edge", "warm", None):
+        with sage_inductor.stage(stage):
+            all_in[stage] = wan(transformer, 50)
+    assert not counters["stats"] and len(compilations) == 3  # nothing was traced
     assert not [each for each in caplog.records if each.name == "sage_inductor"]
-    errors = [relative_l1(x, exact) for x in (all_exact, scheduled, all_quantized)]
-    assert errors[0] < 1e-4 < errors[1] < errors[2], errors
+    found = (all_in["edge"], scheduled, all_in[None])
+    errors = [relative_l1(x, exact) for x in found]
+    assert 10 * errors[0] < errors[1] < errors[2], errors
+    assert not torch.equal(all_in["warm"], all_in[None])
 
 
 @pytest.mark.gpu
-def test_stages_alternate_under_cuda_graphs_with_new_data():
+@torch.no_grad()
+def test_stages_alternate_under_cuda_graphs_with_new_data(compilations):
     model = Model(3).cuda().half()
-    inputs = [torch.randn(1, 2, 4096, 32, device="cuda", dtype=torch.float16) for _ in range(6)]
-    given = {"sage.force": True, "sage.mode": "reduce-overhead"}
-    policy = [{"stage": "edge", "recipe": "off"}, {"recipe": "sage2-8b"}]
-    with torch.no_grad():
-        alone = {}
-        for stage, recipe in (("edge", "off"), (None, "sage2-8b")):
-            torch._dynamo.reset()
-            run = torch.compile(model, backend="sage", options=given | {"sage.recipe": recipe})
-            alone[stage] = [run(x).clone() for x in inputs]
+    inputs = [torch.randn(1, 2, 4096, 32, device="cuda", dtype=torch.float16) for _ in range(7)]
+
+    def compiled(policy):
+        given = options(policy, mode="reduce-overhead")
+        return torch.compile(model, backend="sage", options=given, fullgraph=True)
+
+    alone = {}
+    for stage, policy in ALONE.items():
         torch._dynamo.reset()
-        run = torch.compile(model, backend="sage", options=given | {"sage.policy": policy})
-        for _ in range(3):
-            for i, x in enumerate(inputs):
-                stage = "edge" if i % 3 == 0 else None
-                torch.compiler.cudagraph_mark_step_begin()
-                found = in_stage(stage, run, x).clone()
-                torch.testing.assert_close(found, alone[stage][i], rtol=0, atol=0)
+        run = compiled(policy)
+        alone[stage] = [run(x).clone() for x in inputs]
+    torch._dynamo.reset()
+    counters.clear()
+    compilations.clear()
+    run = compiled(THREE)
+    for turn in range(3):
+        for i, x in enumerate(inputs):
+            stage = ("edge", "warm", None)[(turn + i) % 3]
+            torch.compiler.cudagraph_mark_step_begin()
+            found = in_stage(stage, run, x).clone()
+            torch.testing.assert_close(found, alone[stage][i], rtol=0, atol=0)
+    assert counters["stats"]["unique_graphs"] == 1 and len(compilations) == 3
