@@ -30,6 +30,7 @@ ACCURACY = ("accuracy", "defaults", "end-to-end")
 PLANS = (*SPEED, *ACCURACY, "packages", "peers", "sparse", "lists", "selected")
 PLOT, OVERVIEW = "attention.svg", "overview.svg"
 ACCURACY_PLOT, MODELS_PLOT, PEERS_PLOT = "accuracy.svg", "end-to-end.svg", "peers.svg"
+SPARSE_PLOT = "sparse.svg"
 COLOURS = {"cuDNN": "0.15", "flash": "0.65", "flex": "tab:orange", "inductor": "tab:blue",
            "FA3": "tab:brown", "FA3-fp8": "tab:pink", "FA4": "tab:olive",
            "sageattention": "tab:cyan", "cuDNN-fp8": "tab:gray"}  # fmt: skip
@@ -103,6 +104,7 @@ def main(argv=None) -> int:
             (("paper",), draw, PLOT), (("paper", "model"), draw_overview, OVERVIEW),
             (("accuracy",), draw_accuracy, ACCURACY_PLOT),
             (("end-to-end",), draw_models, MODELS_PLOT), (("peers",), draw_peers, PEERS_PLOT),
+            (("sparse",), draw_sparse, SPARSE_PLOT),
         ):  # fmt: skip
             if plans.keys() >= set(needed):
                 drawn(*(plans[plan] for plan in needed), results / name / file)
@@ -372,18 +374,37 @@ def wordings(pattern: str) -> list[str]:
 
 
 def sparse(gpus: dict[str, dict]) -> str:
-    return sections(gpus, ("sparse",), lambda name, plans: sparse_section(plans["sparse"]))
+    return sections(gpus, ("sparse",), lambda name, plans: sparse_section(name, plans["sparse"]))
 
 
-def sparse_section(result: dict) -> str:
-    """A line per way to choose blocks, a column per top_k."""
-    lines = [["choice", *(f"top_k {x}" for x in groups(result["rows"], "top_k"))]]
-    for choice, rows in groups(result["rows"], "choice").items():
-        cells = ("{density:.2f}: {psnr_from_0:.1f}, {psnr_from_3:.1f}".format(**x) for x in rows)
-        lines += [[choice, *cells]]
-    what = "The part that is computed: PSNR in dB, and with the first 3 of 12 steps dense."
+def sparse_section(name: str, result: dict) -> str:
+    """A line per way to choose keys, a column per top_k."""
+    columns = groups(result["rows"], "top_k")
+    lines = [["keys", *(f"top_k {x:g}" for x in columns)]]
+    for title, rows in by_choice(result["rows"]).items():
+        cells = {row["top_k"]: sparse_cell(row) for row in rows}
+        lines += [[title, *(cells.get(x, "") for x in columns)]]
+    image = f"![Quality of samples against density](../bench/results/{name}/{SPARSE_PLOT})"
+    distance = ", Frechet distance" * ("frechet" in result["rows"][0])
+    what = f"The part of the keys that is computed: PSNR in dB{distance}."
     where = wrapped(f"{result['model']}.")
-    return f"{what}\n\n{markdown(lines)}\n{where}\n{provenance(result)}"
+    return f"{image}\n\n{what}\n\n{markdown(lines)}\n{where}\n{provenance(result)}"
+
+
+def by_choice(rows: list[dict]) -> dict[str, list[dict]]:
+    """What a line of the table, and of the plot, is called -> its rows."""
+    return groups([{**row, "title": choice_of(row)} for row in rows], "title")
+
+
+def choice_of(row: dict) -> str:
+    steps = row["dense_steps"]
+    return row["choice"] + (f", first {steps} steps dense" if steps else "")
+
+
+def sparse_cell(row: dict) -> str:
+    figures = ["equal" if row["psnr"] is None else f"{row['psnr']:.1f}"]
+    figures += [f"{row['frechet']:.2f}"] if "frechet" in row else []
+    return f"{row['density']:.2f}: {', '.join(figures)}"
 
 
 def lists(gpus: dict[str, dict]) -> str:
@@ -913,6 +934,29 @@ def draw_models(result: dict, path: Path) -> None:
         axis.set_axis_off()
     list_entries(axes, entries)
     keep(figure, "Whole models by each recipe", result, path)
+
+
+def draw_sparse(result: dict, path: Path) -> None:
+    """A panel per figure against density, a line per choice; dashed: the first steps dense. A
+    figure that is equal at density 1 is left out."""
+    titles = {"psnr": "PSNR to samples of exact attention, dB", "frechet": "Frechet distance"}
+    shown = [name for name in titles if any(row.get(name) for row in result["rows"])]
+    figure, axes = subplots(path, 1, len(shown), figsize=(7 * len(shown), 5.5))
+    choices = list(groups(result["rows"], "choice"))
+    for axis, name in zip(axes[0], shown, strict=True):
+        for title, rows in by_choice(result["rows"]).items():
+            points = sorted((row["density"], row[name]) for row in rows if row[name] is not None)
+            axis.plot(
+                *zip(*points, strict=True), label=title, marker=".",
+                color=f"C{choices.index(rows[0]['choice'])}",
+                linestyle="--" if rows[0]["dense_steps"] else "-",
+            )  # fmt: skip
+        axis.set_xlabel("part of the keys that is computed")
+        axis.set_title(titles[name], fontsize=10)
+        axis.grid(alpha=0.3)
+    lines, labels = axes[0, 0].get_legend_handles_labels()
+    axes[0, 0].legend(lines, labels, fontsize=7, frameon=False)
+    keep(figure, "A small diffusion transformer", result, path)
 
 
 def list_entries(axes, entries: list[str]) -> None:

@@ -1,21 +1,29 @@
-"""What dropping blocks of keys costs a diffusion transformer: PSNR against density.
+"""What leaving out keys costs a diffusion transformer: quality of its samples against density.
 
-$ python bench/sparse.py          # on a GPU minutes, on two CPU cores half an hour
-$ python bench/sparse.py --json   # and bench/results/cpu or GPU/DATE-sparse.json
+$ python bench/sparse.py                       # on two CPU cores an hour
+$ python bench/sparse.py --json --budget 220   # and bench/results/GPU/DATE-sparse.json
 
-The model is bench/trained.py's dit with 1,024 tokens. Attention is exact in all (SDPA in bf16, a
-mask in the place of the lists), so that what is measured is the choice of blocks alone: by
-``sage::select_blocks``, with thresholds of self-similarity, and as many blocks drawn at random, the
-diagonal among them. From 0: all steps; from 3: the first 3 of 12 steps compute all blocks.
+The model is bench/trained.py's dit with 1,024 tokens, in bf16; psnr and frechet are its, beside
+samples of exact attention. Density is the part of the keys that a query computes, the mean over
+heads, layers and all steps. With dense steps so many first ones of 12 compute all keys.
 
-Shapes: B batch, H heads, N tokens, D head_dim.
+RECIPES: blocks by ``sage::select_blocks`` in exact attention (SDPA, a mask in the place of the
+lists), or in ``sage::sdpa`` by the lists: its kernels, on CPU the emulation. With two names the
+second computes the steps of EDGE.
+OTHERS: exact attention by other keys than those, at the density that the selector has.
+
+Shapes: B batch, H heads, N tokens, D head_dim, M_q blocks of queries, M_kv of keys.
 """
 
 import argparse
 import datetime
+import functools
 import math
 import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,94 +33,185 @@ from bench import machine, trained
 from bench.attention import RESULTS, save
 from bench.capture import attending
 from bench.trained import EULER, Size, Subject
+from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.reference.exact import how_often
 from sage_inductor.ops.selector import BLOCK_SIZE, Selection
-from sage_inductor.ops.visibility import BlockLists
+from sage_inductor.ops.visibility import NO_LISTS, BlockLists
 
-EYES = Size(2, 2, 64, 256, 16, 100, 1)
+EYES = {"cpu": Size(2, 2, 64, 256, 16, 100, 1), "cuda": Size(2, 2, 64, 256, 64, 600, 1, 10)}
 SIZES = {
     "cpu": Size(3, 2, 64, 1024, 4, 400, 4),
-    "cuda": Size(4, 4, 128, 1024, 32, 2000, 64),
+    "cuda": Size(4, 4, 128, 1024, 32, 4000, 256, 80),
 }
-TOP_K = 0.7, 0.5, 0.3, 0.2, 0.1
-SIMILARITIES = 0.0, 0.1, 0.2, 0.3
-EXACT_STEPS = 0, 3
+TOP_K = 1.0, 0.7, 0.5, 0.3, 0.2
+DENSE_STEPS = 0, 3
+EDGE = 3, 1  # the first steps and the last
 
 
-class Selected:
-    """Attention by selected blocks from a step on. densities: of the calls so far."""
+# -- the keys, as lists of blocks or bool [B, H, 1, N] ----
 
-    def __init__(self, subject: Subject, selection: Selection, first_step: int, at_random: bool):
-        self.selection, self.at_random = selection, at_random
-        self.exact = first_step * subject.calls
+
+def selected(q: Tensor, k: Tensor, top_k: float, density: float, similarity=0.1) -> BlockLists:
+    selection = Selection(top_k, similarity=similarity)
+    found = torch.ops.sage.select_blocks(q, k, q.shape[3] ** -0.5, *selection, *BLOCK_SIZE)
+    return BlockLists(*found, None, None, *BLOCK_SIZE)
+
+
+def drawn(q: Tensor, k: Tensor, top_k: float, density: float) -> BlockLists:
+    """As many as are selected, and one of them on the diagonal."""
+    lists = selected(q, k, top_k, density)
+    scores = torch.rand(lists.kv_indices.shape, device=q.device)
+    m = torch.arange(scores.shape[2])
+    scores[..., m, m * BLOCK_SIZE[0] // BLOCK_SIZE[1]] = -1
+    return lists._replace(kv_indices=scores.argsort(3).int())
+
+
+def windows(q: Tensor, k: Tensor, top_k: float, density: float) -> BlockLists:
+    """Every s-th block for half of the density, then those nearest to the diagonal. The same for
+    all heads."""
+    M_q, M_kv = (-(-x.shape[2] // n) for x, n in zip((q, k), BLOCK_SIZE, strict=True))
+    of_q, of_kv = (
+        (torch.arange(M, device=q.device) + 0.5) * n
+        for M, n in zip((M_q, M_kv), BLOCK_SIZE, strict=True)
+    )
+    apart = (of_q[:, None] - of_kv).abs()
+    apart[:, :: round(2 / density)] = -1
+    counts = torch.full((1, 1, M_q), round(density * M_kv), dtype=torch.int32, device=q.device)
+    return BlockLists(counts, apart.argsort(1).int()[None, None], None, None, *BLOCK_SIZE)
+
+
+def pruned(q: Tensor, k: Tensor, top_k: float, density: float) -> Tensor:
+    """The keys of a head that its queries attend to most, on average: the same for all queries."""
+    attention = (q @ k.mT * q.shape[3] ** -0.5).softmax(-1, dtype=torch.float32).mean(2)
+    most = attention.topk(round(density * k.shape[2])).indices
+    return torch.zeros_like(attention, dtype=torch.bool).scatter_(2, most, True).unsqueeze(2)
+
+
+# -- the cases ----
+
+RECIPES = {
+    "exact": None,
+    "sage2-8b-per-token": ("sage2-8b-per-token",) * 2,
+    "sage2-4b, edges sage1-per-token": ("sage2-4b", "sage1-per-token"),
+}
+OTHERS = {
+    "pruned keys": pruned,
+    "window and stride": windows,
+    "similarity 0": functools.partial(selected, similarity=0.0),
+    "similarity 0.2": functools.partial(selected, similarity=0.2),
+    "random": drawn,
+}
+
+
+class Case(NamedTuple):
+    choice: str
+    top_k: float
+    dense_steps: int
+    keys: Callable
+    recipes: tuple[str, str] | None  # of the steps between and at the edges; None: exact
+
+
+def cases() -> Iterator[Case]:
+    for choice, recipes in RECIPES.items():
+        for dense_steps in DENSE_STEPS:
+            for top_k in TOP_K:
+                if top_k < 1 or not dense_steps:
+                    yield Case(choice, top_k, dense_steps, selected, recipes)
+    for choice, keys in OTHERS.items():
+        yield from (Case(choice, top_k, 0, keys, None) for top_k in TOP_K if top_k < 1)
+
+
+class Sparse:
+    """Attention of a case. density: of the selector, for keys that are to be as many. densities: of
+    the calls so far."""
+
+    def __init__(self, case: Case, calls: int, density: float = 0.0):
+        self.case, self.calls, self.density = case, calls, density
         self.made, self.densities = 0, []
-        self.generator = torch.Generator(subject.example[0].device).manual_seed(0)
         self.sdpa = F.scaled_dot_product_attention
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+        step, case = self.made // self.calls, self.case
         self.made += 1
-        if self.made <= self.exact:
+        keys, density = NO_LISTS, torch.ones((), device=q.device)
+        if case.top_k < 1 and step >= case.dense_steps:
+            keys = case.keys(q, k, case.top_k, self.density)
+            density = keys.float().mean() if isinstance(keys, Tensor) else share(keys)
+        self.densities.append(density)
+        if case.recipes:
+            at_edge = step < EDGE[0] or step >= EULER - EDGE[1]
+            recipe = NAMED[case.recipes[at_edge]].encode()
+            scale = q.shape[3] ** -0.5
+            return torch.ops.sage.sdpa(
+                q, k, v, None, [], None, None, False, scale, recipe, None, False, False, *keys
+            )[0]
+        if keys is NO_LISTS:
             return self.sdpa(q, k, v)
-        found = q, k, q.shape[3] ** -0.5, *self.selection, *BLOCK_SIZE
-        counts, indices = torch.ops.sage.select_blocks(*found)
-        if self.at_random:  # but one on the diagonal
-            drawn = torch.rand(indices.shape, generator=self.generator, device=q.device)
-            m = torch.arange(indices.shape[2])
-            drawn[..., m, m * BLOCK_SIZE[0] // BLOCK_SIZE[1]] = -1
-            indices = drawn.argsort(3).int()
-        self.densities.append(counts.sum().item() / indices.numel())
-        lists = BlockLists(counts, indices, None, None, *BLOCK_SIZE)
-        seen = how_often(lists, q.shape[2], k.shape[2], None, None, False) > 0
-        return self.sdpa(q, k, v, attn_mask=seen)
+        if isinstance(keys, BlockLists):
+            keys = how_often(keys, q.shape[2], k.shape[2], None, None, False) > 0
+        return self.sdpa(q, k, v, attn_mask=keys)
+
+
+def share(lists: BlockLists) -> Tensor:
+    return lists.kv_num_blocks.sum() / lists.kv_indices.numel()
 
 
 @torch.no_grad()
-def measure(subject: Subject) -> list[dict]:
-    """A row for each choice of blocks, printed as it comes. density: in the last of EXACT_STEPS."""
-    exact = subject.run(subject.model)
-    choices = [(f"similarity {x}", x, False) for x in SIMILARITIES] + [("random", 0.0, True)]
-    rows = []
-    for name, similarity, at_random in choices:
-        for top_k in TOP_K:
-            row = dict(plan="sparse", choice=name, top_k=top_k)
-            for first_step in EXACT_STEPS:
-                selection = Selection(top_k, similarity=similarity)
-                selected = Selected(subject, selection, first_step, at_random)
-                with attending(selected):
-                    psnr = subject.score(subject.run(subject.model), exact)["psnr"]
-                row[f"psnr_from_{first_step}"] = psnr  # None: equal
-                row["density"] = sum(selected.densities) / max(1, len(selected.densities))
-            rows.append(row)
-            figures = (f"from {n}: {row[f'psnr_from_{n}'] or math.inf:.1f} dB" for n in EXACT_STEPS)
-            density = f"density {row['density']:.2f}"
-            print(f"  {name:15} top_k {top_k}: {density}, {', '.join(figures)}", flush=True)
-    return rows
+def measure(subject: Subject, until: float = math.inf) -> Iterator[dict]:
+    """A row for each case that can be computed, printed as it comes; none that would begin after
+    `until` of time.perf_counter()."""
+    exact, densities = subject.run(subject.model), {}
+    for case in cases():
+        if time.perf_counter() > until:
+            print("the budget is spent: the other cases are left out", flush=True)
+            return
+        attention = Sparse(case, subject.calls, densities.get(case.top_k, 0.0))
+        torch.manual_seed(0)
+        what = f"  {case.choice:32} top_k {case.top_k}, {case.dense_steps} dense steps"
+        try:
+            with attending(attention):
+                figures = subject.score(subject.run(subject.model), exact)
+        except Exception as error:  # one that fails must not cost the others
+            print(f"{what}: {type(error).__name__}: {error}", flush=True)
+            continue
+        density = torch.stack(attention.densities).mean().item()
+        densities.setdefault(case.top_k, density)  # the first is the selector's
+        row = case._asdict() | figures | {"plan": "sparse", "density": density}
+        del row["keys"]
+        shown = (f"{name} {x or math.inf:.2f}" for name, x in figures.items())  # None: equal
+        print(f"{what}: density {density:.2f}, {', '.join(shown)}", flush=True)
+        yield row
 
 
-def main() -> int:
+def main(argv=None) -> int:
+    started = time.perf_counter()
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", nargs="?", const="", help="write the results, here or to a file")
-    args = parser.parse_args()
+    parser.add_argument(
+        "--budget", type=float, default=math.inf, help="no new case after so many s"
+    )
+    args = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    on_gpu = device.type == "cuda"
-    eyes = trained.vit(EYES, device).model
     size = SIZES[device.type]
-    subject = trained.dit(size, device, eyes)
+    subject = trained.dit(size, device, trained.vit(EYES[device.type], device).model)
     result = {
         "date": datetime.datetime.now().isoformat(timespec="seconds"),
-        "machine": machine.describe(device) if on_gpu else {"gpu": "cpu"},
+        "machine": machine.describe(device) if device.type == "cuda" else {"gpu": "cpu"},
         "versions": machine.versions(),
         "model": f"dit, {size.N} tokens, {size.layers} layers, {subject.note}",
-        "method": f"{size.evaluated} images, {EULER} steps; blocks of {BLOCK_SIZE} in exact "
-        "attention; PSNR to samples of all blocks",
+        "method": f"{size.evaluated} images, {EULER} steps; edges: the first {EDGE[0]} and the "
+        f"last {EDGE[1]}; blocks of {BLOCK_SIZE}; PSNR to samples of exact attention, Frechet "
+        "distance of their features to other images'",
+        "rows": [],
     }
     print(f"{result['model']}\n{result['method']}")
-    result["rows"] = measure(subject)
     path = args.json
     if path == "":
         folder = Path(RESULTS) / result["machine"]["gpu"].lower().replace(" ", "-")
         path = folder / f"{result['date'][:10]}-sparse.json"
-    save(result, path)
+    for row in measure(subject, started + args.budget):
+        result["rows"].append(row)
+        save(result, path)
     return 0
 
 

@@ -41,7 +41,8 @@ DTYPE = torch.bfloat16  # that models are evaluated in
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """A model, its training and its evaluation. N: of images, IMAGE^2 / patch^2."""
+    """A model, its training and its evaluation. N: of images, IMAGE^2 / patch^2. seconds: that the
+    training may take, with which one result is no longer another's."""
 
     layers: int
     heads: int
@@ -50,6 +51,7 @@ class Size:
     batch: int
     steps: int
     evaluated: int  # texts or images
+    seconds: float = math.inf
 
 
 SIZES = {
@@ -248,23 +250,28 @@ def noise_like(x: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def train(
-    name: str, model: nn.Module, loss_of: Callable[[], Tensor], steps: int, device: torch.device
+    name: str, model: nn.Module, loss_of: Callable[[], Tensor], size: Size, device: torch.device
 ) -> str:
-    """Minimize loss_of(); the model is in DTYPE, and for inference, after. Returns a note."""
+    """Minimize loss_of(); the model is in DTYPE, and for inference, after. Where `size.seconds` do
+    not suffice for `size.steps`, steps of the schedule are left out evenly. Returns a note."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     rate = 1e-3
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps + 1)
-    recent, started = [], time.perf_counter()
-    for _ in range(steps):
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=size.steps + 1)
+    recent, steps, done, started = [], 0, 0, time.perf_counter()
+    while done < size.steps:
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             loss = loss_of()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        schedule.step()
+        spent = (time.perf_counter() - started) / size.seconds
+        was, done = done, min(size.steps, max(done + 1, int(spent * size.steps)))
+        for _ in range(done - was):
+            schedule.step()
+        steps += 1
         recent = [*recent[-19:], loss.detach()]
     torch.use_deterministic_algorithms(deterministic)
     model.to(DTYPE).eval().requires_grad_(False)
@@ -300,7 +307,7 @@ def gpt(size: Size, device: torch.device) -> Subject:
         starts = torch.randint(len(train_on) - size.N, (size.batch,), generator=generator)
         return losses(model, *windows(train_on, starts.tolist())).mean()
 
-    note = train("gpt", model, loss_of, size.steps, device)
+    note = train("gpt", model, loss_of, size, device)
     stride = (len(held_out) - size.N) // size.evaluated
     tokens, following = windows(held_out, range(0, stride * size.evaluated, stride))
     return Subject(
@@ -324,7 +331,7 @@ def vit(size: Size, device: torch.device) -> Subject:
         images, labels = batch(size.batch)
         return F.cross_entropy(model(images).float(), labels)
 
-    note = train("vit", model, loss_of, size.steps, device)
+    note = train("vit", model, loss_of, size, device)
     images, labels = batch(size.evaluated)
     images = images.to(DTYPE)
 
@@ -353,7 +360,7 @@ def dit(size: Size, device: torch.device, eyes: ViT) -> Subject:
         at = torch.lerp(images, noise, times[:, None, None, None])
         return F.mse_loss(model(at, times, labels).float(), noise - images)
 
-    note = train("dit", model, loss_of, size.steps, device)
+    note = train("dit", model, loss_of, size, device)
     images, _ = digits(size.evaluated, generator)
     labels = torch.arange(size.evaluated, device=device) % CLASSES
     noise = noise_like(images, generator)

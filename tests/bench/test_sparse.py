@@ -1,20 +1,24 @@
 """bench/sparse.py and bench/lists.py: what they measure, their rows, and their tables."""
 
 import itertools
+import json
 import math
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from bench import lists, plot, sparse
+from bench import lists, plot, sparse, trained
 from bench.capture import attending
-from sage_inductor.ops.selector import Selection
+from bench.trained import Size
+from sage_inductor.ops.recipe import NAMED, decode
+from sage_inductor.ops.reference.exact import how_often
 
 
 def subject():
-    """Two steps with two calls each, of tokens that resemble their neighbours."""
+    """Four steps with two calls each, of tokens that resemble their neighbours."""
     q, k, v = torch.randn(3, 1, 2, 700, 16).cumsum(3).div(4).unbind(0)
 
     def model(scale):
@@ -22,43 +26,132 @@ def subject():
 
     def score(out, exact):
         error = (out - exact).square().mean().item()
-        return {"psnr": -10 * math.log10(error) if error else None}
+        return {"psnr": -10 * math.log10(error) if error else None, "frechet": error}
 
     return SimpleNamespace(
-        model=model, run=lambda call: call(1.0) + call(0.5), score=score, calls=2, example=(q,)
+        model=model, run=lambda call: sum(call(1 / (1 + i)) for i in range(4)), score=score, calls=2
     )
 
 
-def test_the_first_steps_are_exact_and_random_blocks_are_as_many():
+@pytest.fixture(autouse=True)
+def four_steps(monkeypatch):
+    monkeypatch.setattr(sparse, "EULER", 4)
+    monkeypatch.setattr(sparse, "EDGE", (1, 1))
+    monkeypatch.setattr(sparse, "DENSE_STEPS", (0, 2))
+    monkeypatch.setattr(sparse, "TOP_K", (1.0, 0.3))
+
+
+def recorded(of, case, density=0.0):
+    """The output, and per step the recipes and the parts of the keys that were asked for."""
+    attention, called, op = sparse.Sparse(case, of.calls, density), [], torch.ops.sage.sdpa
+
+    def record(*args):
+        called.append((decode(args[9]), args[-2]))
+        return op(*args)
+
+    with mock.patch.object(torch.ops.sage, "sdpa", record), attending(attention):
+        out = of.run(of.model)
+    return out, called[::2], torch.stack(attention.densities)[::2].tolist()
+
+
+def test_the_first_steps_are_dense_and_random_blocks_are_as_many():
     of, densities = subject(), {}
     exact = of.run(of.model)
-    for at_random in (False, True):
-        for first_step, calls in ((0, 4), (1, 2), (2, 0)):
-            selected = sparse.Selected(of, Selection(0.3), first_step, at_random)
-            with attending(selected):
-                out = of.run(of.model)
-            assert len(selected.densities) == calls and torch.equal(out, exact) == (calls == 0)
-            densities[at_random, first_step] = selected.densities
-    assert densities[False, 0] == densities[True, 0]
-    assert 0.3 < densities[False, 0][0] < 0.6
+    for keys in (sparse.selected, sparse.drawn):
+        for steps in (0, 1, 4):
+            out, _, found = recorded(of, sparse.Case("", 0.3, steps, keys, None))
+            assert found[:steps] == [1] * steps and torch.equal(out, exact) == (steps == 4)
+            densities[keys, steps] = found[steps:]
+    assert densities[sparse.selected, 0] == densities[sparse.drawn, 0]
+    assert 0.3 < densities[sparse.selected, 1][0] < 0.6
 
 
-def test_a_row_for_each_choice_and_the_table_of_them(capsys, monkeypatch):
-    monkeypatch.setattr(sparse, "TOP_K", (1.0, 0.3))
-    monkeypatch.setattr(sparse, "EXACT_STEPS", (0, 1))
-    rows = sparse.measure(subject())
-    names = [f"similarity {x}" for x in sparse.SIMILARITIES] + ["random"]
-    assert [row["choice"] for row in rows] == [name for name in names for _ in range(2)]
-    for every, some in zip(rows[::2], rows[1::2]):
-        assert every["density"] == 1 and some["density"] < 0.7
-        assert (every["psnr_from_0"] or 999) > 80 > some["psnr_from_1"] > some["psnr_from_0"]
-    assert rows[1]["psnr_from_0"] > rows[-1]["psnr_from_0"] + 3  # than blocks at random
+def test_recipes_at_the_edges_and_between_by_lists():
+    case = sparse.Case("", 0.3, 2, sparse.selected, ("sage2-4b", "sage1-per-token"))
+    out, called, densities = recorded(subject(), case)
+    names = "sage1-per-token", "sage2-4b", "sage2-4b", "sage1-per-token"
+    assert called == [(NAMED[x], y) for x, y in zip(names, (None, None, 128, 128))]
+    assert densities[:2] == [1, 1] and max(densities[2:]) < 0.6 and out.isfinite().all()
+
+
+@pytest.mark.parametrize("density", [0.2, 0.5, 0.8])
+def test_pruned_keys_are_those_of_most_attention(density):
+    q, k = torch.randn(2, 1, 2, 300, 16)
+    kept = sparse.pruned(q, k, 0.0, density)
+    assert kept.shape == (1, 2, 1, 300) and (kept.sum(3) == round(density * 300)).all()
+    weight = (q @ k.mT / 4).softmax(-1).mean(2, keepdim=True)
+    assert weight[kept].view(1, 2, -1).amin(2).ge(weight[~kept].view(1, 2, -1).amax(2)).all()
+
+
+@pytest.mark.parametrize("density", [0.2, 0.5, 0.8])
+def test_windows_hold_every_sth_block_and_the_diagonal(density):
+    q = torch.randn(1, 2, 2000, 16)  # 16 blocks of queries, 32 of keys
+    lists = sparse.windows(q, q, 0.0, density)
+    assert abs(sparse.share(lists) - density) < 1 / 32
+    seen = how_often(lists, 2000, 2000, None, None, False)
+    assert seen.max() == 1 and seen.diagonal(dim1=2, dim2=3).all()
+    every = torch.arange(2000) // 64 % round(2 / density) == 0
+    assert seen[..., every].all() and 0 < seen[..., ~every].mean() < density
+
+
+def test_a_row_for_each_case_its_table_and_plot(capsys, tmp_path):
+    rows = list(sparse.measure(subject()))
+    found = [(row["choice"], row["dense_steps"], row["top_k"]) for row in rows]
+    recipes = [(name, *x) for name in sparse.RECIPES for x in ((0, 1.0), (0, 0.3), (2, 0.3))]
+    assert found == recipes + [(name, 0, 0.3) for name in sparse.OTHERS]
+    every, some, later, *_, random = rows
+    assert every["density"] == 1 and every["psnr"] is None and some["density"] < 0.7
+    assert later["density"] == pytest.approx((1 + some["density"]) / 2)
+    assert later["psnr"] > some["psnr"] > random["psnr"] + 3
+    equal = [row for row in rows if row["choice"] in ("pruned keys", "random")]
+    assert [row["density"] for row in equal] == pytest.approx([some["density"]] * 2, abs=0.01)
     assert capsys.readouterr().out.count("density") == len(rows)
     result = dict(rows=rows, date="2026-01-01", versions=dict(torch="2", triton="3", cudnn="none"),
                   machine={"gpu": "cpu"}, model="a model", method="a method")  # fmt: skip
-    table = plot.sparse({"cpu": {"sparse": {**result, "rows": [
-        {**row, "psnr_from_0": 8.0, "psnr_from_3": 9.0} for row in rows]}}})  # fmt: skip
-    assert table.count("\n| similarity") == 4 and table.count(": 8.0, 9.0 |") == 10
+    assert json.loads(json.dumps(rows)) == [{**row, "recipes": row["recipes"] and [
+        *row["recipes"]]} for row in rows]  # fmt: skip
+    table = plot.sparse({"cpu": {"sparse": result}})
+    assert table.count("\n| ") == 2 + len(rows) - len(sparse.RECIPES)
+    assert "| exact | 1.00: equal, 0.00 | 0." in table
+    assert "| exact, first 2 steps dense |  | 0." in table
+    pytest.importorskip("matplotlib")
+    plot.draw_sparse(result, tmp_path / "sparse.svg")
+    assert "first 2 steps dense" in (tmp_path / "sparse.svg").read_text()
+
+
+def test_a_case_that_fails_and_a_budget_cost_no_other_row(capsys, monkeypatch):
+    def fails(*args):
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(sparse, "RECIPES", {"exact": None})
+    monkeypatch.setattr(sparse, "OTHERS", {"bad": fails, "random": sparse.drawn})
+    assert [row["choice"] for row in sparse.measure(subject())] == ["exact"] * 3 + ["random"]
+    assert "no kernel" in capsys.readouterr().out
+    assert not list(sparse.measure(subject(), until=0.0))
+
+
+def test_the_whole_run_on_a_model_of_nothing(tmp_path, monkeypatch):
+    size = Size(1, 1, 16, 256, 2, 2, 2)
+    for name in ("EYES", "SIZES"):
+        monkeypatch.setattr(sparse, name, {"cpu": size, "cuda": size})
+    monkeypatch.setattr(sparse, "RECIPES", {"exact": None})
+    monkeypatch.setattr(sparse, "OTHERS", {})
+    sparse.main(["--json", str(tmp_path / "x.json")])
+    rows = plot.newest(tmp_path)["sparse"]["rows"]
+    assert len(rows) == 3 and all(row["frechet"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("seconds", [math.inf, 1e-9])
+def test_training_that_has_no_time_leaves_out_steps(seconds):
+    model, steps = torch.nn.Linear(4, 1), []
+
+    def loss_of():
+        steps.append(1)
+        return model(torch.ones(2, 4)).square().mean()
+
+    size = Size(1, 1, 16, 16, 2, 50, 2, seconds)
+    note = trained.train("a", model, loss_of, size, torch.device("cpu"))
+    assert len(steps) == (50 if seconds == math.inf else 1) and f" {len(steps)} steps" in note
 
 
 @pytest.mark.parametrize(
