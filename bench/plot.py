@@ -454,8 +454,8 @@ def lengths(gpus: dict[str, dict]) -> str:
         families = [each for each in table.families if table.find(each, recipe) == each]
         for each in sorted(families, key=lambda each: (each.head_dim, cost.KINDS.index(each.kind))):
             cells = [str(table.first_length(each, recipe, heads) or "") for heads in HEADS]
-            ours, *_ = measured.fits(table, each, recipe)
-            lines.append([gpu, str(each.head_dim), each.kind, *cells, f"{ours.error:.1%}"])
+            error = table.error(each, recipe)
+            lines.append([gpu, str(each.head_dim), each.kind, *cells, f"{error:.1%}"])
     return markdown(lines)
 
 

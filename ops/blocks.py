@@ -63,7 +63,8 @@ def _pool_kernel(
     x = x + i.to(tl.int64)[:, None] * stride_n + d.to(tl.int64)[None, :] * stride_d
     if SHIFT:
         shift = tl.load(Shift + head * D + d, mask=d < D, other=0.0)
-    total, units = tl.zeros([BLOCK_D], tl.float32), tl.zeros([BLOCK_D], tl.float32)
+    total = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    units = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for start in tl.static_range(0, BLOCK, ROWS):
         mask = (start + i < tokens)[:, None] & (d < D)[None, :]
         rows = tl.load(x + tl.cast(start, tl.int64) * stride_n, mask=mask, other=0.0)
@@ -71,10 +72,10 @@ def _pool_kernel(
         if SHIFT:
             rows = tl.where(mask, rows - shift[None, :], 0.0)
         norm = tl.sqrt(tl.sum(rows * rows, 1))
-        total += tl.sum(rows, 0)
-        units += tl.sum(rows * (1.0 / tl.maximum(norm, 1e-12))[:, None], 0)
-    units /= tokens
-    tl.store(Mean + pid * D + d, total / tokens, mask=d < D)
+        total += rows
+        units += rows * (1.0 / tl.maximum(norm, 1e-12))[:, None]
+    units = tl.sum(units, 0) / tokens
+    tl.store(Mean + pid * D + d, tl.sum(total, 0) / tokens, mask=d < D)
     tl.store(Alike + pid, tl.sum(units * units, 0))
 
 
@@ -98,7 +99,7 @@ def _launch_pool(x: Tensor, shift: Tensor | None, block: int) -> tuple[Tensor, T
 
 def rows_at_once(block_d: int) -> int:
     """Of a block, in the registers of 4 warps."""
-    return min(64, 8192 // block_d)
+    return min(16, 2048 // block_d)
 
 
 @triton_op("sage::largest", mutates_args=())

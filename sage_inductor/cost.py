@@ -55,14 +55,14 @@ ROWS = (64, 128, 192, 256)  # of a tile; two programs of 64 that share a process
 HEATS = 2e5  # keys a processor, from which a call lasts long enough to slow the card's clock
 
 
-def features(sizes: Sizes, rows: int, longest_first: bool, processors: int) -> tuple[float, ...]:
+def features(
+    sizes: Sizes, rows: int, longest_first: bool, processors: int, kind: str = "full"
+) -> tuple[float, ...]:
     """What a time is a sum of, for each processor: 1 (launches), keys that tiles see, evenly dealt;
     these once more, as the card heats; as tiles are dealt, one after the other; tiles (their q and
-    o); rows of k and v (which are prepared); the evenly dealt keys where all are seen and they are
-    no multiple of 128 (cuDNN takes 5 to 20 % longer)."""
+    o); rows of k and v (which are prepared); the evenly dealt keys once more where `_is_ragged`."""
     heads, seen = sizes.B * sizes.H_q, _seen(*sizes[3:], rows)
     even = heads * sum(seen) / processors
-    ragged = sizes.left is None and sizes.right is None and sizes.N_kv % 128 > 0
     return (
         1.0,
         even,
@@ -70,8 +70,16 @@ def features(sizes: Sizes, rows: int, longest_first: bool, processors: int) -> t
         _busiest(seen, heads, longest_first, processors),
         heads * len(seen) / processors,
         sizes.B * sizes.H_kv * sizes.N_kv / processors,
-        even * ragged,
+        even * _is_ragged(sizes, kind),
     )
+
+
+def _is_ragged(sizes: Sizes, kind: str) -> bool:
+    """Whether cuDNN takes longer for the number of keys: 5 to 20 % where all are seen and they are
+    no multiple of 128, 1.6 to 2 times as long under a mask with several rows, of odd lengths."""
+    if kind in ("full", "causal"):
+        return sizes.left is None and sizes.right is None and sizes.N_kv % 128 > 0
+    return sizes.N_kv % 2 > 0 and (kind != "keys" or sizes.B > 1)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -116,28 +124,32 @@ class Fit(NamedTuple):
     coefficients: tuple[float, ...]  # ms, of `features`
     error: float  # root mean square of predicted / measured - 1
     processors: int  # of the GPU that was measured
+    kind: str  # of the calls: one of KINDS
 
     def ms(self, sizes: Sizes) -> float:
-        parts = features(sizes, self.rows, self.longest_first, self.processors)
+        parts = features(sizes, self.rows, self.longest_first, self.processors, self.kind)
         return sum(c * x for c, x in zip(self.coefficients, parts, strict=True))
 
 
 ENOUGH = 5  # sizes that a fit needs
 
 
-def fit(measured: dict[Sizes, float], processors: int) -> Fit:
+def fit(measured: dict[Sizes, float], processors: int, kind: str = "full") -> Fit:
     """The best of those with another tile. measured: ms. Raises ValueError if there are fewer than
     ENOUGH."""
     if len(measured) < ENOUGH:
         raise ValueError(f"{len(measured)} sizes were timed, a prediction needs {ENOUGH}")
     bands = any(sizes.right is not None for sizes in measured)
-    kinds = itertools.product(ROWS, (False, True) if bands else (False,))
-    return min((_fit(measured, *kind, processors) for kind in kinds), key=lambda fit: fit.error)
+    ways = itertools.product(ROWS, (False, True) if bands else (False,))
+    fits = (_fit(measured, *dealt, processors, kind) for dealt in ways)
+    return min(fits, key=lambda fit: fit.error)
 
 
-def _fit(measured: dict[Sizes, float], rows: int, longest_first: bool, processors: int) -> Fit:
+def _fit(
+    measured: dict[Sizes, float], rows: int, longest_first: bool, processors: int, kind: str
+) -> Fit:
     parts = torch.tensor(
-        [features(sizes, rows, longest_first, processors) for sizes in measured],
+        [features(sizes, rows, longest_first, processors, kind) for sizes in measured],
         dtype=torch.float64,
     )
     ms = torch.tensor(list(measured.values()), dtype=torch.float64)
@@ -145,7 +157,8 @@ def _fit(measured: dict[Sizes, float], rows: int, longest_first: bool, processor
     relative = parts / ms[:, None] / scale  # times the coefficients, it should be 1
     found = _nonnegative(relative)
     error = (relative @ found - 1).square().mean().sqrt().item()
-    return Fit(rows, longest_first, tuple((found / scale).tolist()), error, processors)
+    coefficients = tuple((found / scale).tolist())
+    return Fit(rows, longest_first, coefficients, error, processors, kind)
 
 
 def _nonnegative(relative: torch.Tensor) -> torch.Tensor:

@@ -233,12 +233,8 @@ def _tiles(call: Call, recipe: str) -> list[Candidate]:
 
 def _suits_hopper(call: Call, recipe: str) -> bool:
     """Whether the Hopper kernel computes such calls, where it is there."""
-    r = recipes.NAMED[recipe]
-    mask = call.attn_mask is not None and value_of(call.attn_mask).dtype
-    read = not mask or (mask == torch.bool and r.pv == "fp8")
-    by_token = (r.qk, r.granularity) == ("int8", "per_token")
-    served = any(row[0] == r.pv and _head_dim(call) <= row[1] for row in tiles.HOPPER)
-    return read and by_token and served
+    mask = None if call.attn_mask is None else value_of(call.attn_mask).dtype
+    return tiles.suits_hopper(recipes.NAMED[recipe], _head_dim(call), mask)
 
 
 def _autotuned(call, found, recipe, candidates) -> tuple[Candidate | None, str]:

@@ -20,6 +20,7 @@ import json
 import logging
 import os
 import re
+import statistics
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -33,6 +34,7 @@ from sage_inductor import autotune, cost
 from sage_inductor.autotune import BenchmarkCase, Candidate
 from sage_inductor.cost import KINDS, Fit, Prediction, Sizes
 from sage_inductor.ops.attention import tiles
+from sage_inductor.ops.attention.tiles import Gpu
 from sage_inductor.ops.formats import HEAD_DIMS, pad_head_dim
 from sage_inductor.ops.recipe import NAMED, source_tag
 from sage_inductor.patterns.call import Band
@@ -82,7 +84,7 @@ class Table:
     """What was measured on one GPU."""
 
     gpu: str
-    processors: int
+    device: Gpu
     families: dict[Family, Times]
 
     def find(self, family: Family, recipe: str) -> Family | None:
@@ -98,12 +100,20 @@ class Table:
         self, family: Family, recipe: str, sizes: Sizes, stacked: bool = False
     ) -> Prediction:
         """Of a family of the table's, measured with the recipe. stacked: as Sizes has it."""
-        ours, *rivals = fits(self, family, recipe)
+        by_tile, rivals = fits(self, family, recipe)
         of_sdpa = sizes if family.kind in SEES_A_BAND else sizes.dense
+        of_ours = sizes.stacked if stacked else sizes
+        ours = by_tile.get(_warpgroups(self.device, family, recipe, of_ours), by_tile[None])
         fastest = min(rivals, key=lambda fit: fit.ms(of_sdpa))
         error = (ours.error**2 + fastest.error**2) ** 0.5
-        of_ours = sizes.stacked if stacked else sizes
         return Prediction(recipe, ours.ms(of_ours), fastest.ms(of_sdpa), error)
+
+    def error(self, family: Family, recipe: str) -> float:
+        """Of the recipe's predictions: root mean square of predicted / measured - 1."""
+        times = self.families[family].items()
+        timed = ((sizes, ms[recipe]) for sizes, ms in times if recipe in ms)
+        errors = [self.predict(family, recipe, sizes).ours / ms - 1 for sizes, ms in timed]
+        return statistics.fmean(x * x for x in errors) ** 0.5
 
     def first_length(self, family: Family, recipe: str, heads: int) -> int | None:
         """The N of self-attention with so many heads from which on the recipe wins."""
@@ -131,7 +141,8 @@ class Table:
             }
             for family, times in self.families.items()
         ]
-        return {"gpu": self.gpu, "processors": self.processors, "versions": versions(),
+        return {"gpu": self.gpu, "capability": [*self.device.capability],
+                "processors": self.device.processors, "versions": versions(),
                 "date": datetime.date.today().isoformat(), "families": families}  # fmt: skip
 
 
@@ -143,6 +154,11 @@ def _are_enough(times: Times, recipe: str) -> bool:
 
 def gpu_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device)
+
+
+def gpu_of(device: torch.device) -> Gpu:
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return Gpu(tiles.capability(device), processors)
 
 
 def flash_attention() -> str:
@@ -196,19 +212,45 @@ def predict(
 
 
 @functools.cache
-def fits(table: Table, family: Family, recipe: str) -> tuple[Fit, ...]:
-    """The recipe's fit, and those of SDPA's backends, of a measured family."""
+def fits(table: Table, family: Family, recipe: str) -> tuple[dict[int | None, Fit], list[Fit]]:
+    """Of a measured family: the recipe's fit for each tile that enough sizes ran with (as
+    `_warpgroups` names it), and for all of them (None); and those of SDPA's backends."""
+
+    def fit(of_name: dict[Sizes, float]) -> Fit:
+        return cost.fit(of_name, table.device.processors, family.kind)
+
     times = table.families[family]
-    names = dict.fromkeys(name for ms in times.values() for name in ms if name not in NAMED)
-    found = []
-    for name in (recipe, *names):
-        dense = name not in NAMED and family.kind not in SEES_A_BAND
+    ours = {sizes: ms[recipe] for sizes, ms in times.items() if recipe in ms}
+    of_tiles = collections.defaultdict(dict)
+    for sizes, ms in ours.items():
+        of_tiles[_warpgroups(table.device, family, recipe, sizes)][sizes] = ms
+    by_tile = {n: fit(x) for n, x in of_tiles.items() if len(x) >= ENOUGH_OF_A_TILE}
+    rivals = []
+    for name in dict.fromkeys(name for ms in times.values() for name in ms if name not in NAMED):
         of_name = {
-            (sizes.dense if dense else sizes): ms[name] for sizes, ms in times.items() if name in ms
-        }
+            (sizes if family.kind in SEES_A_BAND else sizes.dense): ms[name]
+            for sizes, ms in times.items() if name in ms
+        }  # fmt: skip
         if len(of_name) >= cost.ENOUGH:  # a backend may run out of memory
-            found.append(cost.fit(of_name, table.processors))
-    return tuple(found)
+            rivals.append(fit(of_name))
+    return by_tile | {None: fit(ours)}, rivals
+
+
+ENOUGH_OF_A_TILE = (
+    8  # sizes, more than a fit has coefficients: else one fit for all tiles is better
+)
+
+
+def _warpgroups(device: Gpu, family: Family, recipe: str, sizes: Sizes) -> int:
+    """Of the tile that a call runs with, which names it; 0: the portable kernel's."""
+    mask = {"keys": torch.bool, "mask": torch.bool, "bias": torch.bfloat16}.get(family.kind)
+    head_dim, band = max(family.head_dim, family.head_dim_v), (sizes.left, sizes.right)
+    r, heads = NAMED[recipe], sizes.B * sizes.H_q
+    if not tiles.suits_hopper(r, head_dim, mask):
+        return 0
+    load = tiles.Load.of(heads, sizes.N_q, sizes.N_kv, band, mask is not None, device)
+    tile = tiles.hopper(device.capability, r.pv, head_dim, band == (None, 0), load)
+    return tile.warpgroups if tile else 0
 
 
 # -- tables in files ----
@@ -303,10 +345,15 @@ def _table(given, gpu: str | None = None) -> Table:
         raise ValueError(f"measured on {given.get('gpu')}, this is {gpu}")
     if gpu is not None and given.get("versions") != versions():
         raise ValueError(f"measured with {given.get('versions')}, this is {versions()}")
-    if not _is_positive(given.get("processors")):
-        raise ValueError(f"processors must be a positive number, got {given.get('processors')}")
+    capability, processors = given.get("capability"), given.get("processors")
+    if not _is_positive(processors):
+        raise ValueError(f"processors must be a positive number, got {processors}")
+    if not (
+        isinstance(capability, list) and len(capability) == 2 and isinstance(capability[0], int)
+    ):
+        raise ValueError(f"capability must be [major, minor], got {capability}")
     families = dict(map(_family, given["families"]))
-    return Table(given["gpu"], given["processors"], families)
+    return Table(given["gpu"], Gpu(tuple(capability), processors), families)
 
 
 def _family(given) -> tuple[Family, Times]:
@@ -381,6 +428,8 @@ MANY = (
     (3, 2, 2, 9001, 9001),
     (2, 16, 16, 1023, 1023),
     (1, 8, 8, 5121, 5121),
+    (2, 32, 32, 1792, 1792),
+    (1, 40, 40, 1536, 1536),
 )
 SECONDS = 10.0  # after which no size is begun while a call's compilation waits
 PATIENCE = 60.0  # seconds that a process waits for another that measures
@@ -486,9 +535,8 @@ def _calibrated(device: torch.device, family: Family, recipes: tuple[str, ...]) 
         )  # fmt: skip
         began = time.monotonic()
         times = measure(device, family, recipes, sizes_of(family, FEW), 1, SECONDS)
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
         _log.warning("measured %d sizes in %.1f s", len(times), time.monotonic() - began)
-        table = Table(gpu, processors, {family: times})
+        table = Table(gpu, gpu_of(device), {family: times})
         try:
             save(table)
         except (OSError, RuntimeError) as error:

@@ -29,8 +29,7 @@ def tune(
     progress: is given the families, and yields them. save: is given the table as far as it goes,
     after each of them.
     """
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    table = Table(measured.gpu_name(device), processors, {})
+    table = Table(measured.gpu_name(device), measured.gpu_of(device), {})
     families = [Family(D, D, kind) for D in head_dims for kind in kinds]
     for family in progress(families):
         recipes = auto_recipes(tiles.capability(device), family.head_dim)

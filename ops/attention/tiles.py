@@ -177,6 +177,14 @@ def _lost(version: str) -> str | None:
     return lost
 
 
+def suits_hopper(recipe, head_dim: int, mask: torch.dtype | None) -> bool:
+    """Whether the Hopper kernel computes such calls of a recipe, where it is there. mask: its
+    attn_mask's dtype."""
+    read = mask is None or (mask == torch.bool and recipe.pv == "fp8")
+    by_token = (recipe.qk, recipe.granularity) == ("int8", "per_token")
+    return read and by_token and any(r[0] == recipe.pv and head_dim <= r[1] for r in HOPPER)
+
+
 def rivals(
     capability: tuple[int, int], pv: str, head_dim: int, is_causal: bool
 ) -> tuple[int | None, ...]:

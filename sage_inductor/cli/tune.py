@@ -44,7 +44,7 @@ def lines(table: measured.Table) -> list[str]:
     for family, recipe in itertools.product(table.families, NAMED):
         if table.find(family, recipe) == family:
             first = {heads: table.first_length(family, recipe, heads) for heads in HEADS}
+            error = table.error(family, recipe)
             where = ", ".join(f"N={N} with B*H >= {heads}" for heads, N in first.items() if N)
-            fit = measured.fits(table, family, recipe)[0]
-            found.append(f"{family}: {recipe} from {where or 'no length'} (+-{fit.error:.1%})")
+            found.append(f"{family}: {recipe} from {where or 'no length'} (+-{error:.1%})")
     return found

@@ -369,13 +369,35 @@ def test_the_time_is_the_median_of_interleaved_rounds(flops, repeats, rounds, mo
     assert built == [(name, repeats) for name in "acd"]
 
 
+def test_where_no_backend_computes_a_call_sdpas_math_is_its_rival(monkeypatch):
+    def runner(provider, sets):
+        if provider.name in ("CUDNN_ATTENTION", "FLASH_ATTENTION"):
+            raise RuntimeError("No available kernel")
+        return provider.name
+
+    def calls_of(case):
+        return dict.fromkeys((*case.rivals, *case.candidates))
+
+    monkeypatch.setattr(autotune, "calls_of", calls_of)
+    monkeypatch.setattr(regret, "Runner", runner)
+    monkeypatch.setattr(regret, "interleave", lambda found, n, ms: {name: [2.0] for name in found})
+    rivals = "CUDNN_ATTENTION", "FLASH_ATTENTION"
+    found = regret.time_case(case_of(rivals=rivals), 1.0)
+    assert found == dict.fromkeys(rivals, "RuntimeError: No available kernel") | dict.fromkeys(
+        ("MATH", TABLE, OTHER), 2.0
+    )
+    assert "MATH" not in regret.time_case(case_of(rivals=(*rivals, "EFFICIENT_ATTENTION")), 1.0)
+
+
 def test_without_memory_for_the_inputs_nothing_has_a_time(monkeypatch):
     def full(case):
         raise torch.OutOfMemoryError("full")
 
     monkeypatch.setattr(autotune, "calls_of", full)
     found = regret.time_case(case_of(rivals=("CUDNN_ATTENTION",)), 1.0)
-    assert found == dict.fromkeys(("CUDNN_ATTENTION", TABLE, OTHER), "OutOfMemoryError: full")
+    assert found == dict.fromkeys(
+        ("CUDNN_ATTENTION", TABLE, OTHER, "MATH"), "OutOfMemoryError: full"
+    )
 
 
 def test_the_summary_counts(capsys):

@@ -83,7 +83,9 @@ def test_a_table_is_measured_written_and_read(gpu):
     windows = {sizes.left for sizes in table.families[Family(64, 64, "window")]}
     assert windows == {1023, 4095, 255, 254, 127, 95}  # a quarter of 1024, 1023, 512 and 384
     path = measured.save(table)
-    assert path == measured.path_of(GPU) and json.loads(path.read_text())["processors"] == 132
+    written = json.loads(path.read_text())
+    assert path == measured.path_of(GPU)
+    assert (written["capability"], written["processors"]) == ([9, 0], 132)
     now = predicted()
     assert now != before and abs(now.sdpa / (24 * 30000**2 * 1e-9) - 1) < 0.05
     assert now.wins and not predicted(sizes=Sizes(1, 8, 8, 1024, 1024)).wins
@@ -128,6 +130,9 @@ def times(*sizes, **ms):
         ({"families": None}, "must be {"),
         ({"processors": 0}, "processors must be a positive number, got 0"),
         ({"processors": True}, "processors must be a positive number, got True"),
+        ({"capability": None}, "capability must be [major, minor], got None"),
+        ({"capability": [9]}, "capability must be [major, minor], got [9]"),
+        ({"capability": ["9", 0]}, "capability must be [major, minor], got ['9', 0]"),
         ({"families": [[]]}, "must hold {"),
         (family(head_dim=257), "head_dim (257, 64)"),
         (family(head_dim_v=0), "head_dim (64, 0)"),
@@ -308,7 +313,7 @@ def test_a_table_half_written_is_never_read(gpu, monkeypatch):
 
 def test_sizes_with_a_band_are_self_attention_longer_than_the_band():
     of = {kind: measured.sizes_of(Family(64, 64, kind), measured.MANY) for kind in cost.TIMED}
-    for kind, shapes in (("full", 30), ("keys", 30), ("mask", 30), ("bias", 30), ("causal", 25)):
+    for kind, shapes in (("full", 32), ("keys", 32), ("mask", 32), ("bias", 32), ("causal", 27)):
         assert len(of[kind]) == shapes and {each.left for each in of[kind]} == {None}
     assert {each.right for each in of["full"] + of["keys"]} == {None}
     banded = of["causal"] + of["window"]
@@ -350,9 +355,30 @@ def test_what_is_timed_of_a_family_are_calls_of_its_kind(kind, timed, gpu):
 def test_the_narrowest_family_stands_for_a_call(gpu):
     wide, narrow = Family(128, 128, "full"), Family(112, 112, "full")
     families = {each: tuned(gpu).families[FULL_64] for each in (wide, narrow, wide)}
-    table = measured.Table(GPU, 132, families)
+    table = measured.Table(GPU, tiles.Gpu((9, 0), 132), families)
     assert table.find(Family(104, 104, "full"), *PER_TOKEN) == narrow
     assert table.find(Family(120, 120, "full"), *PER_TOKEN) == wide
+
+
+@pytest.mark.parametrize("short_ones", [measured.ENOUGH_OF_A_TILE - 1, measured.ENOUGH_OF_A_TILE])
+def test_a_tile_is_a_kernel_with_times_of_its_own(short_ones, gpu):
+    """Below 2,048 keys head_dim 64 runs in the portable kernel. With few sizes of it there is one
+    fit for both."""
+    table, name = tuned(gpu), *PER_TOKEN
+    times, short = table.families[FULL_64], []
+    for sizes, ms in list(times.items()):
+        if sizes.N_kv < 2048 and len(short) == short_ones:
+            del times[sizes]
+        elif sizes.N_kv < 2048:
+            short.append(sizes)
+            ms[name] *= 7
+    by_tile, _ = measured.fits(table, FULL_64, name)
+    own = short_ones == measured.ENOUGH_OF_A_TILE
+    assert len(short) == short_ones and by_tile.keys() == ({None, 0, 3} if own else {None, 3})
+    for sizes, ms in times.items():
+        wrong = abs(table.predict(FULL_64, name, sizes).ours / ms[name] - 1)
+        assert wrong < 0.03 or (not own and sizes in short), sizes
+    assert (table.error(FULL_64, name) < 0.03) == own
 
 
 def test_a_prediction_is_as_wrong_as_both_its_fits(gpu):
@@ -361,7 +387,8 @@ def test_a_prediction_is_as_wrong_as_both_its_fits(gpu):
     for i, ms in enumerate(times.values()):
         for name in ("CUDNN_ATTENTION", "FLASH_ATTENTION"):
             ms[name] *= 1.2 if i % 2 else 0.85
-    ours, *rivals = measured.fits(table, FULL_64, *PER_TOKEN)
+    by_tile, rivals = measured.fits(table, FULL_64, *PER_TOKEN)
+    ours = by_tile[3]
     assert ours.error < 0.02 < 0.1 < min(fit.error for fit in rivals)
     for sizes in (LONG, Sizes(2, 8, 8, 3000, 3000)):
         found = table.predict(FULL_64, *PER_TOKEN, sizes)
@@ -449,7 +476,9 @@ def test_times_of_too_few_sizes_predict_nothing(gpu):
         for name, timed_ones in of.items():
             for each in timed_ones:
                 times[each][name] = 1.0
-        measured._here[GPU, measured.flash_attention()] = measured.Table(GPU, 132, {NEW: times})
+        measured._here[GPU, measured.flash_attention()] = measured.Table(
+            GPU, tiles.Gpu((9, 0), 132), {NEW: times}
+        )
         assert (predicted(NEW, recipe="sage1") is not None) == known
         assert bool(lines(measured.tables(GPU)[0])) == known
 

@@ -738,6 +738,19 @@ def test_preparation_compiles(architecture, D, masked):
     compile_estimate(D, masked, architecture)
 
 
+@on_every_triton
+def test_rows_of_72_channels_are_read_16_bytes_at_a_time():
+    """Strides come doubled, so 16 divides them: test_launch.py."""
+    tile = tiles.hopper((9, 0), "fp8", 72, False, Load())
+    for compiled in (
+        compile_hopper("fp8", 72, False, tile), compile_quantize_kv(72, False, "i8", (9, 0)),
+        compile_attention((9, 0), "sage2-8b-per-token", 72), compile_pool((9, 0), 72, 128, False),
+        compile_quantize_k((9, 0), 72, False, 1, "i8"), compile_smooth((9, 0), 72, False)[0],
+    ):  # fmt: skip
+        ptx = compiled.asm["ptx"]
+        assert "ld.global.v4.b32" in ptx and not re.search(r"[ls][dt]\.global\.b16", ptx)
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=str)
 @pytest.mark.parametrize("D", [80, OF_128, 256])
 def test_pooling_compiles_to_loads_of_16_bytes(architecture, D):

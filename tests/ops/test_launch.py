@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import logging
 import os
+import re
 import threading
 
 import pytest
@@ -232,6 +233,29 @@ def test_what_is_compiled_ahead_is_what_is_launched(recipe, mask, band, N, warpg
     assert len(names) >= 3 and attend in names
     assert ("_pack_mask_kernel" in names) == (mask != "none" and attend == "_hopper_kernel")
     assert sorted(h200, key=repr) == sorted(launched, key=repr)
+
+
+@pytest.mark.parametrize("warpgroups", [0, 2])
+def test_strides_are_launched_as_multiples_of_16_where_rows_are_of_16_bytes(warpgroups, h200):
+    launched = []
+
+    def run(kernel, grid, tensors, numbers, **options):
+        launched.append((kernel.arg_names[len(tensors) :], numbers))
+
+    q, k, v = (torch.empty(2, 300, 3, 72, dtype=torch.float16).transpose(1, 2) for _ in range(3))
+    r, full = NAMED["sage2-8b-per-token"], Visibility.of(None, (None, None, False), 300, 128)
+    prepared = launch_kv(k, v, None, r, run, True)
+    a = attention_call(
+        q, k, v, "sage2-8b-per-token", full, prepared=prepared, warpgroups=warpgroups
+    )
+    run_opaque(a, select(Problem((9, 0), r, 72, masked=False))[1], run, torch.device("cuda", 0))
+    strides = [
+        n
+        for names, numbers in launched
+        for name, n in zip(names, numbers, strict=True)
+        if re.fullmatch("stride_[qkvo01]?[bhn]", name)
+    ]
+    assert 72 % 16 and len(strides) >= 20 and all(n % 16 == 0 for n in strides)
 
 
 @pytest.mark.parametrize("full", [False, True])
