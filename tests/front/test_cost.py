@@ -1,5 +1,6 @@
 """The model of times, held against dealing the tiles out one by one."""
 
+import itertools
 import math
 import random
 
@@ -92,6 +93,30 @@ def test_a_fit_finds_how_a_kernel_deals_its_tiles_out(rows, longest_first):
     assert (found.rows, found.longest_first) == (rows, longest_first) and found.error < 1e-6
     other = Sizes(2, 12, 4, 5000, 5000, 900, 0)
     assert found.ms(other) == pytest.approx(ms(other), rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", cost.KINDS)
+def test_which_keys_are_ragged(kind):
+    """Under a mask with several rows, odd ones; without a mask, what is no multiple of 128."""
+    for B, N_kv in itertools.product((1, 2), (1024, 1025, 1026, 1152)):
+        sizes = Sizes(B, 2, 2, 512, N_kv)
+        expected = N_kv % 2 == 1 and (kind != "keys" or B == 2)
+        if kind in ("full", "causal"):
+            expected = N_kv in (1025, 1026)
+        even, *_, ragged = features(sizes, 128, False, 132, kind)[1:]
+        assert ragged == expected * even
+        band = sizes._replace(left=9, right=0)
+        if kind == "causal":  # a band's keys are not all seen
+            assert features(band._replace(left=None), 128, False, 132, kind)[-1] == 0
+
+
+def test_a_fit_knows_its_kind():
+    sizes = [Sizes(2, 8, 8, 2048, N) for N in (1024, 1501, 2048, 2501, 4096, 5001, 8192, 9001)]
+    times = {each: 1e-3 * each.N_kv * (1.8 if each.N_kv % 2 else 1.0) for each in sizes}
+    found = cost.fit(times, 132, "keys")
+    assert found.error < 1e-6
+    assert found.ms(Sizes(2, 8, 8, 2048, 3073)) == pytest.approx(1.8 * 3.073, rel=1e-3)
+    assert found.ms(Sizes(1, 8, 8, 2048, 3073)) == pytest.approx(3.073 / 2, rel=1e-3)
 
 
 def test_a_fit_tells_ragged_keys():
