@@ -162,8 +162,8 @@ def _load_q(
 ):  # fmt: skip
     rows = row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
     d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, L))
-    q = Q + b.to(gl.int64) * stride_b + h.to(gl.int64) * stride_h
-    q = q + rows.to(gl.int64)[:, None] * stride_n + d[None, :]
+    q = Q + b.to(gl.int64) * (stride_b // 2) + h.to(gl.int64) * (stride_h // 2)
+    q = q + rows.to(gl.int64)[:, None] * (stride_n // 2) + d[None, :]
     return gl.load(q, mask=(rows < N_q)[:, None] & (d < D)[None, :], other=0.0)
 
 
@@ -381,8 +381,8 @@ def _store(
     if BOUNDED:  # a row that sees nothing is 0
         inverse = gl.where(of_row == 0, 0.0, inverse)
     rows = row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, LO))
-    out = Out + b.to(gl.int64) * stride_ob + h.to(gl.int64) * stride_oh
-    out = out + gl.expand_dims(rows.to(gl.int64) * stride_on, 1)
+    out = Out + b.to(gl.int64) * (stride_ob // 2) + h.to(gl.int64) * (stride_oh // 2)
+    out = out + gl.expand_dims(rows.to(gl.int64) * (stride_on // 2), 1)
     for chunk in gl.static_range(BLOCK_DV // CHUNK):
         o = chunks[chunk] * gl.expand_dims(inverse, 1)
         if FP8:
@@ -676,10 +676,7 @@ def _hopper_kernel(
     tensors = (Q, K_scale, V_scale, V_mean, Out, Lse, Part, Part_ml)
     of_mask = (Words, stride_wb, stride_wh, stride_wm)
     of_list = (List, stride_lb, stride_lh, stride_lm)
-    strides = (
-        stride_qb // 2, stride_qh // 2, stride_qn // 2,
-        stride_ob // 2, stride_oh // 2, stride_on // 2,
-    )  # fmt: skip
+    strides = (stride_qb, stride_qh, stride_qn, stride_ob, stride_oh, stride_on)
     shape = (H_q, H_kv, N_q, N_kv, N_pad, num_m, heads, group, whole_tiles)
     # Written out, because what a local name holds is no constexpr any more.
     if WARPGROUPS == 2:
