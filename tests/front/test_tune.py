@@ -360,6 +360,28 @@ def test_the_narrowest_family_stands_for_a_call(gpu):
     assert table.find(Family(120, 120, "full"), *PER_TOKEN) == wide
 
 
+@pytest.mark.parametrize(
+    "dims, kind, recipe, sizes, expected",
+    [
+        ((64, 64), "causal", "sage2-8b-per-token", (33, 1, 1, 2048, 2048, None, 0), 3),
+        ((64, 64), "causal", "sage2-8b-per-token", (16, 2, 2, 2048, 2048, None, 0), 0),
+        ((64, 64), "causal", "sage2-8b", (33, 1, 1, 2048, 2048, None, 0), 0),
+        ((64, 128), "full", "sage2-8b-per-token", (1, 1, 1, 30465, 1000), 2),
+        ((128, 128), "full", "sage2-8b-per-token", (1, 1, 1, 30465, 30465), 3),
+        ((128, 128), "keys", "sage2-8b-per-token", (1, 1, 1, 30465, 30465), 2),
+        ((128, 128), "bias", "sage2-8b-per-token", (1, 1, 1, 30465, 30465), 0),
+        ((128, 128), "mask", "sage1-per-token", (1, 1, 1, 30465, 30465), 0),
+        ((128, 128), "window", "sage2-8b-per-token", (8, 9, 9, 9999, 9999, 1278, 0), 2),
+        ((128, 128), "window", "sage2-8b-per-token", (8, 9, 9, 9999, 9999, 1279, 0), 3),
+    ],
+)
+def test_a_size_is_of_the_tile_that_it_runs_with(dims, kind, recipe, sizes, expected):
+    gpu, family, sizes = tiles.Gpu((9, 0), 132), Family(*dims, kind), Sizes(*sizes)
+    assert measured._warpgroups(gpu, family, recipe, sizes) == expected
+    other = tiles.Gpu((8, 9), 132)
+    assert measured._warpgroups(other, family, recipe, sizes) == 0
+
+
 @pytest.mark.parametrize("short_ones", [measured.ENOUGH_OF_A_TILE - 1, measured.ENOUGH_OF_A_TILE])
 def test_a_tile_is_a_kernel_with_times_of_its_own(short_ones, gpu):
     """Below 2,048 keys head_dim 64 runs in the portable kernel. With few sizes of it there is one
