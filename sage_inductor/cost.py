@@ -1,7 +1,7 @@
 """How long a call takes: a model of every recipe and of SDPA's backends, fitted to measurements.
 
 Attention kernels deal row tiles to the GPU's processors; a tile takes as long as the keys it sees
-are many. Of a call's sizes that gives seven numbers (`features`), and a time is their sum, each
+are many. Of a call's sizes that gives eight numbers (`features`), and a time is their sum, each
 times a coefficient of its own that is not negative. The coefficients are fitted to times measured
 on that GPU (sage_inductor/measured.py has those), by least squares of the relative error.
 
@@ -60,7 +60,8 @@ def features(
 ) -> tuple[float, ...]:
     """What a time is a sum of, for each processor: 1 (launches), keys that tiles see, evenly dealt;
     these once more, as the card heats; as tiles are dealt, one after the other; tiles (their q and
-    o); rows of k and v (which are prepared); the evenly dealt keys once more where `_is_ragged`."""
+    o); rows of k and v (which are prepared); the evenly dealt keys once more where `_is_ragged`;
+    elements of a mask with a row for each query, which SDPA reads and converts."""
     heads, seen = sizes.B * sizes.H_q, _seen(*sizes[3:], rows)
     even = heads * sum(seen) / processors
     return (
@@ -71,7 +72,14 @@ def features(
         heads * len(seen) / processors,
         sizes.B * sizes.H_kv * sizes.N_kv / processors,
         even * _is_ragged(sizes, kind),
+        sizes.N_q * sizes.N_kv / processors * _has_rows(sizes, kind),
     )
+
+
+def _has_rows(sizes: Sizes, kind: str) -> bool:
+    """Whether there is a mask with a row for each query: a window's in SDPA (`Sizes.dense`)."""
+    is_dense = sizes.left is None and sizes.right is None
+    return kind in ("mask", "bias") or (kind == "window" and is_dense)
 
 
 def _is_ragged(sizes: Sizes, kind: str) -> bool:
@@ -79,7 +87,8 @@ def _is_ragged(sizes: Sizes, kind: str) -> bool:
     no multiple of 128, 1.6 to 2 times as long under a mask with several rows, of odd lengths."""
     if kind in ("full", "causal"):
         return sizes.left is None and sizes.right is None and sizes.N_kv % 128 > 0
-    return sizes.N_kv % 2 > 0 and (kind != "keys" or sizes.B > 1)
+    several = sizes.B > 1 if kind == "keys" else _has_rows(sizes, kind)
+    return several and sizes.N_kv % 2 > 0
 
 
 @functools.lru_cache(maxsize=4096)
@@ -163,7 +172,7 @@ def _fit(
 
 def _nonnegative(relative: torch.Tensor) -> torch.Tensor:
     """x >= 0 that minimises |relative x - 1|: the best least-squares solution of any subset of the
-    columns that has no negative number. Of seven columns that is 127 of them, solved at once."""
+    columns that has no negative number. Of eight columns that is 255 of them, solved at once."""
     width = relative.shape[1]
     subsets = torch.tensor(list(itertools.product((0.0, 1.0), repeat=width)))[1:].double()
     square = relative.mT @ relative * subsets[:, :, None] * subsets[:, None, :]

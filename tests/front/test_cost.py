@@ -49,7 +49,7 @@ def test_what_a_time_is_made_of_is_what_is_dealt_out(seed):
     ragged = sizes.left is sizes.right is None and sizes.N_kv % 128 != 0
     expected = (
         1, even, even * even / cost.HEATS, busiest(tiles, processors), len(tiles) / processors,
-        sizes.B * sizes.H_kv * sizes.N_kv / processors, even * ragged,
+        sizes.B * sizes.H_kv * sizes.N_kv / processors, even * ragged, 0,
     )  # fmt: skip
     assert found == pytest.approx(expected)
 
@@ -83,7 +83,7 @@ def test_a_fit_finds_how_a_kernel_deals_its_tiles_out(rows, longest_first):
     """Of times that the model made, the model."""
     lengths = 1000, 1100, 1500, 2300, 3000, 4100, 6000, 9000, 12345
     sizes = [Sizes(1, H, H, N, N, left, 0) for N in lengths for H, left in ((9, None), (40, 700))]
-    coefficients = 0.05, 0.0, 2e-6, 1e-5, 1e-4, 0.0, 1e-6
+    coefficients = 0.05, 0.0, 2e-6, 1e-5, 1e-4, 0.0, 1e-6, 0.0
 
     def ms(each):
         parts = features(each, rows, longest_first, 132)
@@ -97,17 +97,19 @@ def test_a_fit_finds_how_a_kernel_deals_its_tiles_out(rows, longest_first):
 
 @pytest.mark.parametrize("kind", cost.KINDS)
 def test_which_keys_are_ragged(kind):
-    """Under a mask with several rows, odd ones; without a mask, what is no multiple of 128."""
+    """Under a mask with several rows, odd ones; without a mask, what is no multiple of 128. A mask
+    with a row for each query is what a window is in SDPA."""
     for B, N_kv in itertools.product((1, 2), (1024, 1025, 1026, 1152)):
         sizes = Sizes(B, 2, 2, 512, N_kv)
-        expected = N_kv % 2 == 1 and (kind != "keys" or B == 2)
+        has_rows = kind in ("window", "mask", "bias")
+        expected = N_kv % 2 == 1 and (has_rows or (kind == "keys" and B == 2))
         if kind in ("full", "causal"):
             expected = N_kv in (1025, 1026)
-        even, *_, ragged = features(sizes, 128, False, 132, kind)[1:]
-        assert ragged == expected * even
-        band = sizes._replace(left=9, right=0)
-        if kind == "causal":  # a band's keys are not all seen
-            assert features(band._replace(left=None), 128, False, 132, kind)[-1] == 0
+        even, *_, ragged, mask = features(sizes, 128, False, 132, kind)[1:]
+        assert ragged == expected * even and mask == has_rows * 512 * N_kv / 132
+        band = sizes._replace(left=9 if kind == "window" else None, right=0)
+        if kind in ("causal", "window"):  # not all keys are seen, and ours has no mask
+            assert features(band, 128, False, 132, kind)[-2:] == (0, 0)
 
 
 def test_a_fit_knows_its_kind():
