@@ -161,8 +161,11 @@ def _fit(
         [features(sizes, rows, longest_first, processors, kind) for sizes in measured],
         dtype=torch.float64,
     )
+    if parts[:, 1].max() < HEATS / 8:  # none heats the card: it would be a term of any curvature
+        parts[:, 2] = 0
     ms = torch.tensor(list(measured.values()), dtype=torch.float64)
-    scale = (parts / ms[:, None]).mean(0).clamp_min(1e-30)  # of a column of zeros
+    scale = (parts / ms[:, None]).mean(0)
+    scale[scale == 0] = torch.inf  # of what is in none of them nothing is known: 0
     relative = parts / ms[:, None] / scale  # times the coefficients, it should be 1
     found = _nonnegative(relative)
     error = (relative @ found - 1).square().mean().sqrt().item()

@@ -130,6 +130,18 @@ def test_a_fit_tells_ragged_keys():
         assert found.ms(Sizes(1, 8, 8, 2048, N)) == pytest.approx(expected, rel=1e-3)
 
 
+def test_of_what_no_size_has_a_fit_says_nothing():
+    """No ragged keys, no mask, nothing that heats the card: a hot call takes as long as its keys."""
+    lengths = itertools.product((512, 1408, 2048), (1024, 2048, 4096), (8, 20, 33))
+    sizes = [Sizes(1, H, H, N_q, N_kv) for N_q, N_kv, H in lengths]
+    times = {each: 1e-3 + 1e-6 * features(each, 128, False, 132)[1] for each in sizes}
+    found = cost.fit(times, 132)
+    assert found.error < 1e-6 and [found.coefficients[i] for i in (2, 6, 7)] == [0, 0, 0]
+    for other in (Sizes(1, 8, 8, 2048, 3001), Sizes(8, 64, 64, 30000, 30080)):
+        expected = 1e-3 + 1e-6 * features(other, 128, False, 132)[1]
+        assert found.ms(other) == pytest.approx(expected, rel=0.02)
+
+
 def test_the_error_of_a_fit_is_the_root_mean_square():
     noisy = {Sizes(1, 1, 1, 128 * (i + 8), 1000): 1 + 0.1 * (-1) ** i for i in range(40)}
     assert cost.fit(noisy, 132).error == pytest.approx(0.1, rel=0.1)
