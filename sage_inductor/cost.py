@@ -161,7 +161,7 @@ def _fit(
         [features(sizes, rows, longest_first, processors, kind) for sizes in measured],
         dtype=torch.float64,
     )
-    if parts[:, 1].max() < HEATS / 8:  # none heats the card: it would be a term of any curvature
+    if parts[:, 1].max() < HEATS / 10:  # none heats the card: it would be a term of any curvature
         parts[:, 2] = 0
     ms = torch.tensor(list(measured.values()), dtype=torch.float64)
     scale = (parts / ms[:, None]).mean(0)
