@@ -164,18 +164,20 @@ def _fit(
     if parts[:, 1].max() < HEATS / 10:  # none heats the card: it would be a term of any curvature
         parts[:, 2] = 0
     ms = torch.tensor(list(measured.values()), dtype=torch.float64)
-    scale = (parts / ms[:, None]).mean(0)
-    scale[scale == 0] = torch.inf  # of what is in none of them nothing is known: 0
-    relative = parts / ms[:, None] / scale  # times the coefficients, it should be 1
+    known = parts.any(0)  # of what is in none of them nothing is: 0
+    relative = parts[:, known] / ms[:, None]
+    scale = relative.mean(0)
+    relative /= scale  # times the coefficients, it should be 1
     found = _nonnegative(relative)
     error = (relative @ found - 1).square().mean().sqrt().item()
-    coefficients = tuple((found / scale).tolist())
-    return Fit(rows, longest_first, coefficients, error, processors, kind)
+    coefficients = torch.zeros(len(known), dtype=torch.float64)
+    coefficients[known] = found / scale
+    return Fit(rows, longest_first, tuple(coefficients.tolist()), error, processors, kind)
 
 
 def _nonnegative(relative: torch.Tensor) -> torch.Tensor:
     """x >= 0 that minimises |relative x - 1|: the best least-squares solution of any subset of the
-    columns that has no negative number. Of eight columns that is 255 of them, solved at once."""
+    columns that has no negative number. Of eight columns those are 255, solved at once."""
     width = relative.shape[1]
     subsets = torch.tensor(list(itertools.product((0.0, 1.0), repeat=width)))[1:].double()
     square = relative.mT @ relative * subsets[:, :, None] * subsets[:, None, :]

@@ -236,9 +236,7 @@ def fits(table: Table, family: Family, recipe: str) -> tuple[dict[int | None, Fi
     return by_tile | {None: fit(ours)}, rivals
 
 
-ENOUGH_OF_A_TILE = (
-    8  # sizes, more than a fit has coefficients: else one fit for all tiles is better
-)
+ENOUGH_OF_A_TILE = 8  # sizes; with fewer, one fit for all tiles errs less
 
 
 def _warpgroups(device: Gpu, family: Family, recipe: str, sizes: Sizes) -> int:
