@@ -1,7 +1,7 @@
 """Which blocks of keys each block of queries computes, chosen from q and k alone, untrained. The
 result is attention's only nearly: nobody gets it who does not ask for it.
 
-    q_mean, k_mean = means of the tokens of each block      k's less its mean over N, estimated
+    q_mean, k_mean = means of the tokens of each block          k's with its mean over N taken off
     scores         = scale * q_mean k_mean^T + log(tokens of the block of keys / block_kv)
     always         = the diagonal, blocks with dense tokens, blocks whose tokens are not alike
     kept           = always, of the rest the top_k by scores, and what top_p asks for besides
@@ -16,8 +16,8 @@ divides by the largest product). The diagonal and dense tokens are from Sparse V
 (arXiv:2502.01776), and the weight of a tail, which is shorter, is ours.
 
 Means, self-similarity and the choice of the largest scores are ops/blocks.py's, kernels on CUDA: q
-and k are read once, and a sample of k. The rest is plain PyTorch. AOTAutograd traces into the op,
-and nothing waits for the device.
+is read once and k twice. The rest is plain PyTorch. AOTAutograd traces into the op, and nothing
+waits for the device.
 
 Shapes: B batch, H_q and H_kv heads, N sequence, D head_dim, M_q blocks of queries, M_kv of keys.
 """
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from sage_inductor.ops.blocks import largest, pool_blocks
-from sage_inductor.ops.reference.quantize import estimate
+from sage_inductor.ops.quantize.op import smooth
 
 # Queries and keys, SpargeAttn's: 128 queries share a scale in sage1, 64 keys do in every recipe.
 BLOCK_SIZE = (128, 64)
@@ -64,7 +64,7 @@ def compose_select(
     ascending order, and then the others: BlockLists' first two.
     """
     with torch.autocast(q.device.type, enabled=False):
-        shift, _ = estimate(k)
+        shift = smooth([k], None)[0][0]
         (q_mean, q_always, first_q, _), (k_mean, k_always, first_kv, k_tokens) = (
             _pool(*x, similarity, dense_first, dense_last)
             for x in ((q, None, block_q), (k, shift, block_kv))
