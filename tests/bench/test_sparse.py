@@ -130,15 +130,20 @@ def test_a_case_that_fails_and_a_budget_cost_no_other_row(capsys, monkeypatch):
     assert not list(sparse.measure(subject(), until=0.0))
 
 
-def test_the_whole_run_on_a_model_of_nothing(tmp_path, monkeypatch):
+@pytest.mark.parametrize("enough", [2, 3])
+def test_the_whole_run_on_a_model_of_nothing(enough, tmp_path, monkeypatch):
+    """Of two images. Of fewer than `enough` no Frechet distance is told."""
+    monkeypatch.setattr(sparse, "ENOUGH", enough)
     size = Size(1, 1, 16, 256, 2, 2, 2)
     for name in ("EYES", "SIZES"):
         monkeypatch.setattr(sparse, name, {"cpu": size, "cuda": size})
     monkeypatch.setattr(sparse, "RECIPES", {"exact": None})
     monkeypatch.setattr(sparse, "OTHERS", {})
     sparse.main(["--json", str(tmp_path / "x.json")])
-    rows = plot.newest(tmp_path)["sparse"]["rows"]
-    assert len(rows) == 3 and all(row["frechet"] > 0 for row in rows)
+    result = plot.newest(tmp_path)["sparse"]
+    rows, told = result["rows"], enough == 2
+    assert len(rows) == 3 and ("Frechet" in result["method"]) == told
+    assert all(row.get("frechet", 0) > 0 if told else "frechet" not in row for row in rows)
 
 
 @pytest.mark.parametrize("seconds", [math.inf, 1e-9])
