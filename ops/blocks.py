@@ -58,16 +58,15 @@ def _pool_kernel(
     head, first = pid // M, pid % M * BLOCK
     tokens = tl.minimum(N - first, BLOCK)
     i, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
-    stride_n = stride_n // 2
-    x = X + head // H * (stride_b // 2) + head % H * (stride_h // 2) + first * stride_n
-    x = x + i.to(tl.int64)[:, None] * stride_n + d.to(tl.int64)[None, :] * stride_d
+    x = X + ((head // H * stride_b + head % H * stride_h + first * stride_n) >> 1)
+    x = x + ((i.to(tl.int64) * stride_n) >> 1)[:, None] + d.to(tl.int64)[None, :] * stride_d
     if SHIFT:
         shift = tl.load(Shift + head * D + d, mask=d < D, other=0.0)
     total = tl.zeros([ROWS, BLOCK_D], tl.float32)
     units = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for start in tl.static_range(0, BLOCK, ROWS):
         mask = (start + i < tokens)[:, None] & (d < D)[None, :]
-        rows = tl.load(x + tl.cast(start, tl.int64) * stride_n, mask=mask, other=0.0)
+        rows = tl.load(x + ((tl.cast(start, tl.int64) * stride_n) >> 1), mask=mask, other=0.0)
         rows = rows.to(tl.float32)
         if SHIFT:
             rows = tl.where(mask, rows - shift[None, :], 0.0)

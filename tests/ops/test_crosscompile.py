@@ -176,7 +176,7 @@ def marked(variant):
 
 @pytest.mark.parametrize("row, split", [marked(each) for each in VARIANTS_OF_HOPPER], ids=str)
 def test_hopper_kernel_keeps_its_tiles_in_registers(row, split):
-    """A loop holds at most 9 loads and stores of spilled registers in FP8, 18 in 16 bits; with
+    """A loop holds at most 9 loads and stores of spilled registers in FP8, 16 in 16 bits; with
     Triton 3.8 and head_dim 256, 25. Variants for it that held 88 and 117 were 44 and 40 % slower."""
     pv, head_dim, is_causal, _, tile = row
     compiled = compile_hopper(pv, head_dim, is_causal, tile, split=split)
@@ -188,7 +188,7 @@ def test_hopper_kernel_keeps_its_tiles_in_registers(row, split):
     loops = loops_over_keys(compiled.asm["cubin"])
     assert len(loops) == 2 * tile.warpgroups  # whole blocks and the rest, for each warpgroup
     for loop in loops:
-        allowed = 28 if head_dim == 256 else 10 if pv == "fp8" else 18
+        allowed = 28 if head_dim == 256 else 10 if pv == "fp8" else 16
         assert spilled(loop) <= allowed, (len(loop), spilled(loop))
 
 
@@ -218,7 +218,7 @@ def test_hopper_kernel_with_a_mask_keeps_its_tiles_in_registers(row, band, mask)
         assert {"IGMMA", "QGMMA" if pv == "fp8" else "HGMMA"} <= {
             x for x in re.findall("[IQH]GMMA", " ".join(loop))
         }
-        assert spilled(loop) <= (28 if head_dim == 256 else 13), (len(loop), spilled(loop))
+        assert spilled(loop) <= (28 if head_dim == 256 else 10), (len(loop), spilled(loop))
 
 
 @pytest.mark.parametrize(
@@ -756,7 +756,7 @@ def test_rows_of_72_channels_are_read_16_bytes_at_a_time():
 def test_pooling_compiles_to_loads_of_16_bytes(architecture, D):
     for block, shift in ((128, False), (64, True)):
         compiled = compile_pool(architecture, D, block, shift)
-        assert stack_bytes(compiled.asm["cubin"]) <= 8  # on sm_120 with Triton 3.6
+        assert stack_bytes(compiled.asm["cubin"]) == 0
         assert compiled.asm["ptx"].count("ld.global.v4.b32") * 128 * 8 >= block * D
 
 

@@ -9,6 +9,8 @@ num_programs-th tile, and of those that do not go round, a share of the blocks.
 * q is quantized where it is used, one scale a row: a thread of a wgmma accumulator holds whole
   rows, so its scale is as free as one per thread. k has one scale per 64 rows.
 * q of the next tile is loaded before o of this one is stored.
+* Of doubled strides (launch.py) it is the offset that is halved: halved strides would be in
+  registers through the loop, and 16-bit causal would spill 18 instead of 12.
 
 Only what its schedule is worth: bool masks, and those with FP8 p v, q in 16 bits (plan.py says
 exactly); the rest is triton.py's, as is every call where Gluon, which is experimental, is another
@@ -162,8 +164,8 @@ def _load_q(
 ):  # fmt: skip
     rows = row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
     d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, L))
-    q = Q + b.to(gl.int64) * (stride_b // 2) + h.to(gl.int64) * (stride_h // 2)
-    q = q + rows.to(gl.int64)[:, None] * (stride_n // 2) + d[None, :]
+    q = Q + ((b.to(gl.int64) * stride_b + h.to(gl.int64) * stride_h) >> 1)
+    q = q + ((rows.to(gl.int64) * stride_n) >> 1)[:, None] + d[None, :]
     return gl.load(q, mask=(rows < N_q)[:, None] & (d < D)[None, :], other=0.0)
 
 
@@ -381,8 +383,8 @@ def _store(
     if BOUNDED:  # a row that sees nothing is 0
         inverse = gl.where(of_row == 0, 0.0, inverse)
     rows = row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, LO))
-    out = Out + b.to(gl.int64) * (stride_ob // 2) + h.to(gl.int64) * (stride_oh // 2)
-    out = out + gl.expand_dims(rows.to(gl.int64) * (stride_on // 2), 1)
+    out = Out + ((b.to(gl.int64) * stride_ob + h.to(gl.int64) * stride_oh) >> 1)
+    out = out + gl.expand_dims((rows.to(gl.int64) * stride_on) >> 1, 1)
     for chunk in gl.static_range(BLOCK_DV // CHUNK):
         o = chunks[chunk] * gl.expand_dims(inverse, 1)
         if FP8:
@@ -749,8 +751,8 @@ def _combine_kernel(
         v_scale = tl.load(V_scale + channel + dv, mask=dv < D_V, other=0.0)
         v_mean = tl.load(V_mean + channel + dv, mask=dv < D_V, other=0.0)
         o = o * v_scale[None, :] + v_mean[None, :]
-    out = Out + b.to(tl.int64) * (stride_ob // 2) + h.to(tl.int64) * (stride_oh // 2)
-    out = out + rows.to(tl.int64)[:, None] * (stride_on // 2) + dv[None, :]
+    out = Out + ((b.to(tl.int64) * stride_ob + h.to(tl.int64) * stride_oh) >> 1)
+    out = out + ((rows.to(tl.int64) * stride_on) >> 1)[:, None] + dv[None, :]
     tl.store(out, o.to(Out.dtype.element_ty), mask=(rows < N_q)[:, None] & (dv < D_V)[None, :])
     offset: tl.constexpr = _LOG2_FP8_MAX if FP8 else 0.0
     lse = (m - offset + tl.log2(l)) * _LN2
