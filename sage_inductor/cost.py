@@ -206,8 +206,9 @@ class Prediction(NamedTuple):
     @property
     def wins(self) -> bool:
         """Whether the recipe is faster by more than chance: by the spread of the medians, or where
-        the fit is worse than that, by its error; and by MIN_GAIN more."""
-        return self.sdpa >= self.ours * max(MIN_SPEEDUP, 1 + self.error) + MIN_GAIN
+        the fit is worse than that, by half its error; and by MIN_GAIN more. By all of its error,
+        1.5 % fewer of 491 calls were within 3 % of the best, and no fewer below 0.97x."""
+        return self.sdpa >= self.ours * max(MIN_SPEEDUP, 1 + self.error / 2) + MIN_GAIN
 
     def __str__(self):
         return f"{self.speedup:.2f}x SDPA by the fit ({self.ours:.3g} and {self.sdpa:.3g} ms)"

@@ -98,12 +98,13 @@ class Load(NamedTuple):
     ) -> "Load":  # fmt: skip
         """band: query i sees keys i - left .. i + right. Rounds count where each tile takes about
         as long and none is shared: not in a call that sees all keys. In a causal one, whose tiles
-        are dealt by length, 192 rows save one from 1.5 such tiles for each processor on."""
+        are dealt by length, 192 rows save one from 1.5 such tiles for each processor on. In a
+        window one key in IN_A_WINDOW counts: a wider tile computes more beyond its edges."""
         left, right = band
         bounds = (left is not None) + (right is not None)
         keys = n_kv // 2 if bounds == 1 else n_kv
         if bounds == 2:
-            keys = torch.sym_min(n_kv, left + right + 1)
+            keys = torch.sym_min(n_kv, left + right + 1) // IN_A_WINDOW
         saved, of_128, of_192 = 1, *(heads * triton.cdiv(n_q, rows) for rows in (128, 192))
         if bounds == 2 or masked:
             at_once = processors(device)
@@ -118,6 +119,7 @@ class Load(NamedTuple):
 
 ANY = Load(*[sys.maxsize] * 3)  # reaches every row
 PAIRS = 132 << 20  # fewer, 2^20 for each processor of an H200, are few tiles: some are shared
+IN_A_WINDOW = 4
 # For a tile of 192 rows at head_dim 128. With few keys (a narrow window) its longer beginning and
 # end count.
 WIDER = Load(keys=1280, pairs=PAIRS, saved=1)
@@ -129,9 +131,11 @@ WIDER = Load(keys=1280, pairs=PAIRS, saved=1)
 # H200, 2026-11-23, torch 2.11, Triton 3.6: `bench/attention.py --shapes load`, `bench/regret.py`.
 HOPPER = [
     ("fp8", 64, False, Load(keys=2048), Tile(192, 128, 4, 3, warpgroups=3)),
-    ("fp8", 64, True, Load(keys=1024, pairs=PAIRS // 2), Tile(192, 128, 4, 3, warpgroups=3)),
+    ("fp8", 64, False, Load(keys=896, pairs=4 * PAIRS), Tile(192, 128, 4, 3, warpgroups=3)),
+    ("fp8", 64, True, Load(keys=1024, pairs=PAIRS), Tile(192, 128, 4, 3, warpgroups=3)),
     ("fp8", 128, False, Load(), Tile(128, 128, 4, 4, warpgroups=2)),
     ("fp8", 128, False, WIDER, Tile(192, 128, 4, 3, warpgroups=3)),
+    ("fp8", 128, False, Load(1024, 4 * PAIRS, 1), Tile(192, 128, 4, 3, warpgroups=3)),
     ("fp8", 128, True, Load(), Tile(128, 128, 4, 4, warpgroups=2)),
     ("fp8", 128, True, WIDER, Tile(192, 128, 4, 3, warpgroups=3)),
     ("fp8", 256, False, Load(), Tile(128, 128, 4, 2, warpgroups=2)),

@@ -40,6 +40,7 @@ _SAMPLE = tl.constexpr(SAMPLE)
 _NO_SHIFT = tl.constexpr(NO_SHIFT)
 _HEADROOM = tl.constexpr(HEADROOM)
 CHUNK, BLOCK_N, NUM_WARPS = 256, 8, 2  # H200, 2026-11-21: 1.3x of the bytes' floor at 8K
+BLOCK_C, CHANNELS = 64, 32  # of the chunks: few heads are many programs, few rounds of loads
 
 
 @triton.jit
@@ -108,11 +109,11 @@ def _final_kernel(
     MASK: tl.constexpr, KEEP: tl.constexpr,
     D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (tensors * B * H,). Reduce the chunks of one head."""
+    """Grid: (tensors * B * H, D / BLOCK_D). Reduce the chunks of BLOCK_D channels of one head."""
     head = tl.program_id(0).to(tl.int64)
     num_chunks = tl.cdiv(N, CHUNK)
     c = tl.arange(0, BLOCK_C)
-    d = tl.arange(0, BLOCK_D)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     total = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)
     high = tl.full([BLOCK_C, BLOCK_D], -float("inf"), tl.float32)
     low = tl.full([BLOCK_C, BLOCK_D], float("inf"), tl.float32)
@@ -168,11 +169,11 @@ def launch_smooth(xs: list[Tensor], visible: Tensor | None, keep: int = 1) -> tu
     )  # fmt: skip
     launch_traced(
         _final_kernel,
-        (count * B * H,),
+        (count * B * H, triton.cdiv(D, CHANNELS)),
         (partial, rows, mean, amax),
         (B * H, N,  # shape
          visible is not None, keep,  # semantics
-         D, CHUNK, 16, BLOCK_D),  # tile
+         D, CHUNK, BLOCK_C, CHANNELS),  # tile
     )  # fmt: skip
     return mean, amax
 

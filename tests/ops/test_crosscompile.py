@@ -757,7 +757,8 @@ def test_pooling_compiles_to_loads_of_16_bytes(architecture, D):
     for block, shift in ((128, False), (64, True)):
         compiled = compile_pool(architecture, D, block, shift)
         assert stack_bytes(compiled.asm["cubin"]) == 0
-        assert compiled.asm["ptx"].count("ld.global.v4.b32") * 128 * 8 >= block * D
+        threads = 32 * blocks_of_tokens.pool_warps(pad_head_dim(D))
+        assert compiled.asm["ptx"].count("ld.global.v4.b32") * threads * 8 >= block * D
 
 
 @on_every_triton
@@ -773,7 +774,10 @@ def compile_pool(architecture, D, block, shift):
         SHIFT=shift, D=D, BLOCK=block, ROWS=blocks_of_tokens.rows_at_once(BLOCK_D),
         BLOCK_D=BLOCK_D, stride_d=1,
     )  # fmt: skip
-    return compile_kernel(blocks_of_tokens._pool_kernel, architecture, constexprs, types)
+    warps = blocks_of_tokens.pool_warps(BLOCK_D)
+    return compile_kernel(
+        blocks_of_tokens._pool_kernel, architecture, constexprs, types, num_warps=warps
+    )
 
 
 def compile_largest(architecture):
@@ -791,9 +795,10 @@ def compile_smooth(architecture, D, masked):
     )  # fmt: skip
     tile = dict(D=D, MASK=masked, CHUNK=256, BLOCK_D=pad_head_dim(D))
     partial = dict(tile, BLOCK_N=8, stride_0d=1, stride_1d=1)
+    final = dict(tile, KEEP=1, BLOCK_C=smooth.BLOCK_C) | dict(BLOCK_D=smooth.CHANNELS)
     return (
         compile_kernel(smooth._partial_kernel, architecture, partial, types),
-        compile_kernel(smooth._final_kernel, architecture, dict(tile, KEEP=1, BLOCK_C=16), types),
+        compile_kernel(smooth._final_kernel, architecture, final, types),
     )
 
 
