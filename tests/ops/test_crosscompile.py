@@ -462,16 +462,24 @@ FULL, CAUSAL, BAND = (None, None), (None, 0), (700, 500)
         (64, 32, 2048, 2048, CAUSAL, False, 0),  # few pairs
         (64, 33, 2048, 2048, CAUSAL, False, 3),
         (64, 99, 2047, 2047, CAUSAL, False, 0),
-        (64, 1, 16640, 16640, CAUSAL, False, 3),
-        (64, 99, 9999, 9999, (1000, 1046), False, 0),
-        (64, 99, 9999, 9999, (1000, 1047), False, 3),
-        (128, 99, 9999, 1279, FULL, False, 2),
-        (128, 99, 9999, 1280, FULL, False, 3),
+        (64, 1, 16640, 16640, CAUSAL, False, 0),  # few tiles
+        (64, 1, 37825, 37825, CAUSAL, False, 3),
+        (64, 99, 99999, 99999, (14000, 334), False, 0),  # one key in 16 counts
+        (64, 99, 99999, 99999, (14000, 335), False, 3),
+        (64, 16, 9999, 1024, FULL, True, 3),  # seven rounds or ten
+        (64, 16, 9999, 895, FULL, True, 0),
+        (64, 2, 9999, 1024, FULL, True, 0),  # one round or two
+        (128, 50, 8000, 1279, FULL, False, 2),
+        (128, 50, 8000, 1280, FULL, False, 3),
         (128, 99, 2559, 2559, CAUSAL, False, 2),
         (128, 99, 2560, 2560, CAUSAL, False, 3),
-        (128, 99, 9999, 9999, (1278, 0), False, 2),
-        (128, 99, 9999, 9999, (1279, 0), False, 3),
-        (128, 99, 9999, 1279, (9000, 9000), False, 2),  # fewer keys than the band is wide
+        (128, 99, 8000, 1024, FULL, False, 3),  # many pairs
+        (128, 99, 8000, 1023, FULL, False, 2),
+        (128, 60, 8000, 896, FULL, True, 3),  # 29 rounds or 20
+        (128, 60, 8000, 895, FULL, True, 2),
+        (128, 99, 99999, 99999, (14334, 0), False, 2),
+        (128, 99, 99999, 99999, (14335, 0), False, 3),
+        (128, 99, 99999, 14335, (90000, 90000), False, 2),  # fewer keys than the band is wide
         (128, 3, 5372, 5372, FULL, False, 2),  # few pairs
         (128, 5, 5372, 5372, FULL, False, 3),
         (128, 1, 10560, 10560, CAUSAL, False, 2),
