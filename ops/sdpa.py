@@ -38,7 +38,7 @@ from sage_inductor.ops.formats import (
     pad_head_dim,
     pad_rows,
 )
-from sage_inductor.ops.launch import define_opaque
+from sage_inductor.ops.launch import define_opaque, fix_head_dims
 from sage_inductor.ops.quantize.op import (
     empty_kv,
     quantize_k,
@@ -317,6 +317,7 @@ def prepare(
 
 def _sdpa_fake(call: SdpaCall) -> tuple[Tensor, Tensor]:
     check(call)
+    fix_head_dims(call.q, call.v)
     return empty_outputs(call.q, call.v.shape[3], call.out_bnhd)
 
 
@@ -326,6 +327,7 @@ sdpa.register_fake(schema_of(SdpaCall, tuple[Tensor, Tensor], _sdpa_fake))
 @prepare_kv.register_fake
 def _(k, v, attn_mask, recipe, portable):
     _check_kv(k, v, attn_mask, recipe, portable)
+    fix_head_dims(k, v)
     r, (B, H, N, D), D_v = decode(recipe), k.shape, v.shape[3]
     if not r.of_pv.block_scaled:
         return empty_kv(k, None if r.of_pv.dtype is None else v, recipe).tensors()

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from sage_inductor.ops.blocks import largest, pool_blocks
+from sage_inductor.ops.launch import fix_head_dims
 from sage_inductor.ops.quantize.op import smooth
 
 # Queries and keys, SpargeAttn's: 128 queries share a scale in sage1, 64 keys do in every recipe.
@@ -110,6 +111,7 @@ select_blocks = torch.library.custom_op("sage::select_blocks", compose_select, m
 
 @select_blocks.register_fake
 def _(q, k, scale, top_k, top_p, similarity, dense_first, dense_last, block_q, block_kv):
+    fix_head_dims(q, k)
     N = q.shape[2]
     rows = *q.shape[:2], (N + block_q - 1) // block_q
     counts = q.new_empty(rows, dtype=torch.int32)

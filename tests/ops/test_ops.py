@@ -748,3 +748,28 @@ def test_there_is_no_gradient_through_block_lists():
     out, _ = sdpa(q, k, v, **lists._asdict())
     with pytest.raises(NotImplementedError, match="block lists has no backward"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda q, k, v: sdpa(q, k, v),
+        lambda q, k, v: torch.ops.sage.prepare(k, v, None, NAMED["sage2-8b"].encode(), False),
+        lambda q, k, v: torch.ops.sage.select_blocks(q, k, 0.1, 0.5, 0, 0.1, 0, 0, 128, 128),
+    ],
+    ids=["sdpa", "prepare", "select_blocks"],
+)
+def test_a_graph_is_of_one_head_dim(op):
+    """A tile needs a number. What guards on it must be there before AOTAutograd's cache is asked:
+    on a GPU a graph of 72 channels was taken from it for 128."""
+    dims = []
+
+    def backend(graph, inputs):
+        dims.append({x.shape[-1] for x in inputs if isinstance(x, torch.Tensor) and x.dim()})
+        return graph
+
+    torch._dynamo.reset()
+    run = torch.compile(op, backend=backend, dynamic=True)
+    for D in (72, 128, 72):
+        run(*(torch.randn(2, 2, N, D) for N in (150, 150, 150)))
+    assert dims == [{72}, {128}]
