@@ -165,7 +165,7 @@ def autos(call: Call) -> tuple[str, ...]:
 
 def auto_recipes(capability: tuple[int, int], head_dim: int) -> tuple[str, ...]:
     """The recipes of "auto": the fastest of them, if it is faster than SDPA. The first mostly is:
-    sage2-8b-per-token in 230 of 234 calls (H200, 2026-11-23: bench/regret.py)."""
+    sage2-8b-per-token in 512 of 524 calls (H200, 2026-11-23: bench/regret.py)."""
     if capability < (8, 9):
         return ("sage1",)
     if tiles.hopper(capability, "fp8", head_dim, False, tiles.ANY):

@@ -236,7 +236,7 @@ def fits(table: Table, family: Family, recipe: str) -> tuple[dict[int | None, Fi
     return by_tile | {None: fit(ours)}, rivals
 
 
-ENOUGH_OF_A_TILE = 8  # sizes; with fewer, one fit for all tiles errs less
+ENOUGH_OF_A_TILE = 7  # sizes; with fewer, one fit for all tiles errs less
 
 
 def _warpgroups(device: Gpu, family: Family, recipe: str, sizes: Sizes) -> int:

@@ -371,8 +371,8 @@ def test_the_narrowest_family_stands_for_a_call(gpu):
         ((128, 128), "keys", "sage2-8b-per-token", (1, 1, 1, 30465, 30465), 2),
         ((128, 128), "bias", "sage2-8b-per-token", (1, 1, 1, 30465, 30465), 0),
         ((128, 128), "mask", "sage1-per-token", (1, 1, 1, 30465, 30465), 0),
-        ((128, 128), "window", "sage2-8b-per-token", (8, 9, 9, 9999, 9999, 1278, 0), 2),
-        ((128, 128), "window", "sage2-8b-per-token", (8, 9, 9, 9999, 9999, 1279, 0), 3),
+        ((128, 128), "window", "sage2-8b-per-token", (8, 9, 9, 30000, 30000, 14334, 0), 2),
+        ((128, 128), "window", "sage2-8b-per-token", (8, 9, 9, 30000, 30000, 14335, 0), 3),
     ],
 )
 def test_a_size_is_of_the_tile_that_it_runs_with(dims, kind, recipe, sizes, expected):
