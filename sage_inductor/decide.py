@@ -24,7 +24,7 @@ from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.select import Problem, select
 from sage_inductor.ops.compat import statically_known_true
 from sage_inductor.ops.compile import travels
-from sage_inductor.ops.formats import pad_head_dim
+from sage_inductor.ops.formats import Q_BLOCK, pad_head_dim
 from sage_inductor.ops.selector import Selection
 from sage_inductor.options import AUTO, OFF
 from sage_inductor.patterns.call import Call, Decision, Site, module_path, value_of
@@ -57,6 +57,8 @@ def decide(call: Call, settings: Settings) -> Decision:
     candidate, reason = _choose(call, settings, wanted, rule)
     if candidate is None:
         return Decision(None, reason)
+    if settings.portable and (refused := _of_one_block(call, candidate.recipe)):
+        return Decision(None, refused)
     if _stacks(call, candidate.recipe):
         reason += "; all batches share k and v, which are prepared once"
     if settings.portable:
@@ -136,6 +138,17 @@ def _asked(call: Call, settings: Settings, wanted: str) -> tuple[Candidate | Non
         if reason:
             refused[reason] = None
     return None, "; ".join([*refused, *lost])
+
+
+def _of_one_block(call: Call, recipe: str) -> str | None:
+    """Why a package cannot be made by its example. Where aten works on blocks of queries, one block
+    is a dimension of 1, which torch takes for one that stays 1; and a package checks no guard."""
+    n_q = _hint(value_of(call.q).shape[2])
+    by_blocks = call.selection is not None or recipes.NAMED[recipe].of_qk.block_scaled
+    is_dynamic = isinstance(value_of(call.q).shape[2], torch.SymInt)
+    if not by_blocks or not is_dynamic or n_q is None or n_q > Q_BLOCK:
+        return None
+    return f"the example of a package's dynamic length must have more than {Q_BLOCK} queries, got {n_q}"
 
 
 def _left_behind(call: Call, recipe: str) -> str:

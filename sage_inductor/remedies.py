@@ -109,6 +109,7 @@ CAUSES = (
           "window BlockMask inside the compiled function"),
     Cause("blocks are selected (for|where)", 'give this call a rule of its own, without "keep" and '
           "before the one that the reason names", "keep is not for this call"),
+    Cause("the example of a package's dynamic length", "export the model with a longer example"),
     Cause("diagnose knows no exact attention by block lists", "compare the call with "
           "flex_attention itself; sage.force=True rewrites it"),
 

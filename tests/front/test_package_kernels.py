@@ -105,7 +105,8 @@ def one_libstdcxx():
 def exported(of: Attention) -> torch.export.ExportedProgram:
     Dim = torch.export.Dim
     shapes = ({0: Dim("B", min=1, max=8), 1: Dim("N", min=1, max=8192)},)
-    return torch.export.export(of.module(), (of.draw(2, 64),), dynamic_shapes=shapes)
+    example = of.draw(2, 64 if of.keep is None else 129)
+    return torch.export.export(of.module(), (example,), dynamic_shapes=shapes)
 
 
 def options(of: Attention) -> dict:

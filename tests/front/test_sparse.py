@@ -205,14 +205,31 @@ def test_inductor_compiles_it_once_for_every_length():
     assert (told["recipe"], told["keep"], told["mask"]) == (RECIPE, KEEP, "none")
 
 
+def exported(layer, N: int) -> torch.export.ExportedProgram:
+    shapes = {"x": {1: torch.export.Dim("N", min=2, max=2000)}}
+    return torch.export.export(layer, (tokens(N, 2, 1, 128)[:, 0],), dynamic_shapes=shapes)
+
+
+@pytest.mark.parametrize("given", [options(KEEP), {"sage.recipe": "sage3", "sage.emulate": True}])
+@torch.no_grad()
+def test_a_package_is_not_made_by_an_example_of_one_block(given):
+    """It would be for one block alone: its code is not that of two."""
+    for N, rewritten in ((128, False), (129, True)):
+        program = exported(Layer().eval(), N)
+        (site,) = sage_inductor.rewrite(program, options=given)
+        assert site.rewritten == rewritten, site.reason
+        assert rewritten or site.reason == (
+            "the example of a package's dynamic length must have more than 128 queries, got 128"
+        )
+
+
 @pytest.mark.skipif(
     torch.__version__ < "2.12", reason="torch 2.11's Inductor writes C++ with an undeclared name"
 )
 @torch.no_grad()
 def test_a_package_selects_as_the_model_does(tmp_path):
     layer = Layer().eval()
-    shapes = {"x": {1: torch.export.Dim("N", min=2, max=2000)}}
-    program = torch.export.export(layer, (tokens(300, 2, 1, 128)[:, 0],), dynamic_shapes=shapes)
+    program = exported(layer, 129)
     path = sage_inductor.aoti_compile_and_package(
         program,
         package_path=str(tmp_path / "model.pt2"),
