@@ -148,7 +148,7 @@ def _of_one_block(call: Call, recipe: str) -> str | None:
     is_dynamic = isinstance(value_of(call.q).shape[2], torch.SymInt)
     if not by_blocks or not is_dynamic or n_q is None or n_q > Q_BLOCK:
         return None
-    return f"the example of a package's dynamic length must have more than {Q_BLOCK} queries, got {n_q}"
+    return f"the example of a package's dynamic length must be more than {Q_BLOCK}, got {n_q}"
 
 
 def _left_behind(call: Call, recipe: str) -> str:

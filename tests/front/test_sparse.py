@@ -219,7 +219,7 @@ def test_a_package_is_not_made_by_an_example_of_one_block(given):
         (site,) = sage_inductor.rewrite(program, options=given)
         assert site.rewritten == rewritten, site.reason
         assert rewritten or site.reason == (
-            "the example of a package's dynamic length must have more than 128 queries, got 128"
+            "the example of a package's dynamic length must be more than 128, got 128"
         )
 
 
