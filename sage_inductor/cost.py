@@ -207,7 +207,7 @@ class Prediction(NamedTuple):
     def wins(self) -> bool:
         """Whether the recipe is faster by more than chance: by the spread of the medians, or where
         the fit is worse than that, by half its error; and by MIN_GAIN more. By all of its error,
-        1.5 % fewer of 491 calls were within 3 % of the best, and no fewer below 0.97x."""
+        1 % fewer of 491 calls were within 3 % of the best, and no fewer below 0.97x."""
         return self.sdpa >= self.ours * max(MIN_SPEEDUP, 1 + self.error / 2) + MIN_GAIN
 
     def __str__(self):

@@ -205,8 +205,8 @@ def test_inductor_compiles_it_once_for_every_length():
     assert (told["recipe"], told["keep"], told["mask"]) == (RECIPE, KEEP, "none")
 
 
-def exported(layer, N: int) -> torch.export.ExportedProgram:
-    shapes = {"x": {1: torch.export.Dim("N", min=2, max=2000)}}
+def exported(layer, N: int, is_dynamic: bool = True) -> torch.export.ExportedProgram:
+    shapes = {"x": {1: torch.export.Dim("N", min=2, max=2000)} if is_dynamic else None}
     return torch.export.export(layer, (tokens(N, 2, 1, 128)[:, 0],), dynamic_shapes=shapes)
 
 
@@ -214,8 +214,8 @@ def exported(layer, N: int) -> torch.export.ExportedProgram:
 @torch.no_grad()
 def test_a_package_is_not_made_by_an_example_of_one_block(given):
     """It would be for one block alone: its code is not that of two."""
-    for N, rewritten in ((128, False), (129, True)):
-        program = exported(Layer().eval(), N)
+    for N, is_dynamic, rewritten in ((128, True, False), (129, True, True), (128, False, True)):
+        program = exported(Layer().eval(), N, is_dynamic)
         (site,) = sage_inductor.rewrite(program, options=given)
         assert site.rewritten == rewritten, site.reason
         assert rewritten or site.reason == (
