@@ -10,7 +10,8 @@ heads, layers and all steps. With dense steps so many first ones of 12 compute a
 RECIPES: blocks by ``sage::select_blocks`` in exact attention (SDPA, a mask in the place of the
 lists), or in ``sage::sdpa`` by the lists: its kernels, on CPU the emulation. With two names the
 second computes the steps of EDGE.
-OTHERS: exact attention by other keys than those, at the density that the selector has.
+OTHERS: exact attention by other keys than those, at the density that the selector has. Of
+skip-softmax that is the part of p v: q k^T, the other half of the work, is computed for all keys.
 
 Shapes: B batch, H heads, N tokens, D head_dim, M_q blocks of queries, M_kv of keys.
 """
@@ -45,6 +46,7 @@ SIZES = {
 }
 TOP_K = 1.0, 0.7, 0.5, 0.3, 0.2
 DENSE_STEPS = 0, 3
+STEP = 64, 128  # queries and keys: a warpgroup's in the Hopper kernel
 EDGE = 3, 1  # the first steps and the last
 ENOUGH = 64  # images: of fewer a Frechet distance says nothing (of 4, samples "beat" exact ones)
 
@@ -88,6 +90,22 @@ def pruned(q: Tensor, k: Tensor, top_k: float, density: float) -> Tensor:
     return torch.zeros_like(attention, dtype=torch.bool).scatter_(2, most, True).unsqueeze(2)
 
 
+def skipped(q: Tensor, k: Tensor, top_k: float, density: float) -> Tensor:
+    """Skip-softmax (BLASST, arXiv:2512.12087): a step of the kernel leaves out p v where its scores
+    are far enough below the largest so far, in each row. The threshold is a call's, and leaves
+    `density` of the steps; q k^T they compute all the same."""
+    (N_q, N_kv), (rows, keys) = (q.shape[2], k.shape[2]), STEP
+    scores = (q @ k.mT).float() * q.shape[3] ** -0.5
+    scores = F.pad(scores, (0, -N_kv % keys, 0, -N_q % rows), value=-math.inf)
+    largest = scores.unflatten(3, (-1, keys)).amax(4)
+    before = F.pad(largest.cummax(3).values[..., :-1], (1, 0), value=-math.inf)
+    above = (largest - before).nan_to_num(-math.inf, math.inf)  # nan: rows that are padding
+    above = above.unflatten(2, (-1, rows)).amax(3)
+    least = above.flatten().kthvalue(above.numel() - round(density * above.numel()) + 1).values
+    kept = (above >= least).repeat_interleave(rows, 2).repeat_interleave(keys, 3)
+    return kept[:, :, :N_q, :N_kv]
+
+
 # -- the cases ----
 
 RECIPES = {
@@ -97,6 +115,7 @@ RECIPES = {
 }
 OTHERS = {
     "pruned keys": pruned,
+    "skip-softmax": skipped,
     "window and stride": windows,
     "similarity 0": functools.partial(selected, similarity=0.0),
     "similarity 0.2": functools.partial(selected, similarity=0.2),

@@ -83,6 +83,26 @@ def test_pruned_keys_are_those_of_most_attention(density):
     assert weight[kept].view(1, 2, -1).amin(2).ge(weight[~kept].view(1, 2, -1).amax(2)).all()
 
 
+@pytest.mark.parametrize("density", [0.3, 0.6, 0.9])
+def test_skip_softmax_leaves_out_the_steps_that_are_furthest_below_the_largest_so_far(density):
+    q, k = torch.randn(2, 1, 2, 700, 16).cumsum(2).div(4)
+    kept, scores = sparse.skipped(q, k, 0.0, density), q @ k.mT / 4
+    assert kept.shape == (1, 2, 700, 700)
+    found, steps = {True: [], False: []}, []
+    for h, m, n in itertools.product(range(2), range(0, 700, 64), range(0, 700, 128)):
+        here = kept[0, h, m : m + 64, n : n + 128]
+        assert here.all() or not here.any()
+        steps.append(here.all().item())
+        of = scores[0, h, m : m + 64]
+        if n == 0:
+            assert here.all()
+        else:
+            above = of[:, n : n + 128].amax(1) - of[:, :n].amax(1)
+            found[steps[-1]].append(above.max().item())
+    assert sum(steps) == round(density * len(steps))
+    assert min(found[True], default=math.inf) >= max(found[False]) - 1e-5
+
+
 @pytest.mark.parametrize("density", [0.2, 0.5, 0.8])
 def test_windows_hold_every_sth_block_and_the_diagonal(density):
     q = torch.randn(1, 2, 2000, 16)  # 16 blocks of queries, 32 of keys
