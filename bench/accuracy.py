@@ -4,6 +4,7 @@ can train; and what the default promises.
 $ python bench/accuracy.py                   # all of it, on CPU or the GPU
 $ python bench/accuracy.py --tables recipes --families real_like --models --N 8192 --layers 1
 $ python bench/accuracy.py --json            # bench/results/cpu or GPU/DATE-accuracy.json
+$ python bench/accuracy.py --training --N 2048 --json    # DATE-training.json
 
 Tables: CosSim, relative L1 and RMSE against float64, average and worst over layers (of a family
 each is a seed); centred: relative L1 with v's mean taken off both. Inputs hold bf16 values; outputs
@@ -14,11 +15,14 @@ named below ours. Its figures are of CogVideoX's layers: only the order can be c
 
 defaults: outputs in bf16, as a user gets them; shipped recipes run their kernels where there is a
 GPU. end-to-end: whole models in bf16; shipped recipes by backend="sage", the others emulated.
+
+--training: the gradients of bench/gradients.py's recipes instead, on families alone.
 """
 
 import argparse
 import dataclasses
 import datetime
+import itertools
 import sys
 import time
 from collections.abc import Callable
@@ -27,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench import laboratory, machine, trained
+from bench import gradients, laboratory, machine, trained
 from bench.attention import RESULTS, save
 from bench.capture import Call, capture, end_to_end
 from bench.laboratory import FA3_FP8, FAMILIES, PRESETS, SAGE2_4B, Technique, attend
@@ -190,7 +194,8 @@ def main(argv=None) -> int:
     path = args.json
     if path == "":
         slug = result["machine"]["gpu"].lower().replace(" ", "-")
-        path = RESULTS / slug / f"{result['date'][:10]}-accuracy.json"
+        name = "training" if args.training else "accuracy"
+        path = RESULTS / slug / f"{result['date'][:10]}-{name}.json"
     print(f"{result['machine']['gpu']}, {result['versions']}\n{result['method']}")
     started = time.perf_counter()
 
@@ -199,6 +204,15 @@ def main(argv=None) -> int:
         result["elapsed_s"] = round(time.perf_counter() - started, 1)
         save(result, path)
 
+    if args.training:
+        result["method"] = TRAINING_METHOD.format(**vars(args))
+        for causal, family, kind in itertools.product(
+            (False, True), args.families, gradients.OUTPUTS
+        ):
+            rows = measure_training(family, kind, causal, args, device)
+            keep("training", rows)
+            print_training(rows)
+        return 0
     names = [name for name in args.tables if name not in PLANS]
     for family in args.families:
         for name, table in tables(args.D).items():
@@ -238,6 +252,7 @@ def parse(argv) -> argparse.Namespace:
     parser.add_argument("--heads", type=positive, default=2)
     parser.add_argument("--layers", type=positive, default=3, help="of a family: seeds")
     parser.add_argument("--causal", action="store_true", help="families")
+    parser.add_argument("--training", action="store_true", help="gradients, of families alone")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
         "--size", choices=trained.SIZES, help="of the models; default: full on a GPU, else small"
@@ -394,6 +409,48 @@ def print_defaults(rows: list[dict]) -> None:
         cells.setdefault((row["entry"], row["N"]), []).append(f"{row['figure']:.4f}{aim:10}")
     for (entry, N), figures in sorted(cells.items(), key=lambda each: each[0][1]):
         print(f"  {entry:16}{N:6}" + "".join(f"{each:>19}" for each in figures))
+
+
+# -- gradients ----
+
+TRAINING_METHOD = (
+    "{layers} seeds from 0 of laboratory.draw and gradients.draw_do, bf16, [1, {heads}, {N}, {D}]"
+    "; relative L1 to autograd in float64, the mean over seeds"
+)
+
+
+def measure_training(family: str, kind: str, causal: bool, args, device) -> list[dict]:
+    """A row for each of gradients.ENTRIES."""
+    found = {}
+    for seed in range(args.layers):
+        size = seed, args.heads, args.N, args.D
+        inputs = *laboratory.draw(family, *size), gradients.draw_do(kind, *size)
+        inputs = [x.to(device).float() for x in inputs]
+        exact = gradients.exact(*inputs, causal)
+        torch.manual_seed(seed)  # of stochastic rounding
+        for entry, training in gradients.ENTRIES.items():
+            its = gradients.gradients(*inputs, training, causal)
+            errors = [(x - y).abs().sum() / y.abs().sum() for x, y in zip(its, exact, strict=True)]
+            found.setdefault(entry, []).append(torch.stack(errors).cpu())
+    of = dict(family=family, do=kind, N=args.N, D=args.D, causal=causal, layers=args.layers)
+    return [
+        {**of, "entry": entry, "rel_l1": dict(zip(exact._fields, mean, strict=True))}
+        for entry, its in found.items()
+        for mean in [torch.stack(its).mean(0).tolist()]
+    ]
+
+
+def print_training(rows: list[dict]) -> None:
+    causal = ", causal" * rows[0]["causal"]
+    print(
+        "\nGradients: {family}, dO {do}, N={N}, D={D}{c}, layers: {layers}".format(
+            c=causal, **rows[0]
+        )
+    )
+    print(f"  {'':28}{'o':>9}{'dQ':>9}{'dK':>9}{'dV':>9}")
+    for row in rows:
+        errors = "".join(f"{x:9.4f}" for x in row["rel_l1"].values())
+        print(f"  {row['entry']:28}{errors}")
 
 
 # -- whole models ----

@@ -27,7 +27,7 @@ END = "<!-- table:end -->"
 MARKED = re.compile(rf"(<!-- table:(\w+) -->\n).*?({END})", re.S)
 SPEED = ("paper", "load", "models", "model", "preparation", "fusion", "masks", "shared")
 ACCURACY = ("accuracy", "defaults", "end-to-end")
-PLANS = (*SPEED, *ACCURACY, "packages", "peers", "sparse", "lists", "selected")
+PLANS = (*SPEED, *ACCURACY, "packages", "peers", "sparse", "lists", "selected", "training")
 PLOT, OVERVIEW = "attention.svg", "overview.svg"
 ACCURACY_PLOT, MODELS_PLOT, PEERS_PLOT = "accuracy.svg", "end-to-end.svg", "peers.svg"
 SPARSE_PLOT = "sparse.svg"
@@ -422,6 +422,23 @@ def sparse_cell(row: dict) -> str:
     return f"{row['density']:.2f}: {', '.join(figures)}"
 
 
+def training(gpus: dict[str, dict]) -> str:
+    return sections(gpus, ("training",), lambda name, plans: training_section(plans["training"]))
+
+
+def training_section(result: dict) -> str:
+    """Of dO whose tokens differ in size: a line per recipe, a column per family."""
+    parts = []
+    rows = [row for row in result["rows"] if row["do"] == "varied"]
+    for causal, its in groups(rows, "causal").items():
+        lines = [["entry", *groups(its, "family")]]
+        for entry, cells in groups(its, "entry").items():
+            errors = ([row["rel_l1"][name] for name in ("dq", "dk", "dv")] for row in cells)
+            lines.append([entry, *(" / ".join(f"{100 * x:.1f}" for x in each) for each in errors)])
+        parts += [("Causal" if causal else "Not causal") + f":\n\n{markdown(lines)}"]
+    return "\n".join([*parts, provenance(result)])
+
+
 def lists(gpus: dict[str, dict]) -> str:
     return sections(gpus, ("lists",), lambda name, plans: lists_section(plans["lists"]))
 
@@ -492,6 +509,7 @@ TABLES = {
     "remedies": remedies,
     "short": accuracy_in_short,
     "sparse": sparse,
+    "training": training,
     "lists": lists,
     "selected": selected,
     "speed": speed,

@@ -1,0 +1,236 @@
+"""The laboratory of training: attention, forward and backward, by 8-bit recipes of the papers and
+of ours, on values that have been rounded to a format and scaled back where a kernel would do so.
+
+    s  = scale q k^T        p  = exp(s - lse)       o  = p v
+    dV = p^T dO             dP = dO v^T             delta = sum over D of dO o
+    dS = p (dP - delta)     dQ = scale dS k         dK = scale dS^T q
+
+Where `row_scaled`, what is rounded inside the loop is at most 1, by scales known before it, which
+are multiplied into what is read beside it: no amax, no rescaling.
+
+    m = max of s in a row   w = exp(m - lse)        r = w |dO| (max |v| + |o|) >= |dS|
+    dV = (p / w)^T (w dO)   dQ = scale r (dS / r) k    dK = scale (dS / r)^T (r q)
+
+It is for accuracy and says nothing of speed. bench/accuracy.py --training prints tables of it.
+
+Sources: SageBwd (SageAttention3, arXiv:2505.11594, section 4), TransformerEngine's FP8 attention (a
+scale a tensor, here a head; E5M2 for dO and dS).
+
+Shapes: B batch, H heads, N sequence, D head_dim; q, k, v, dO [B, H, N, D], s [B, H, N, N].
+"""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.laboratory import DTYPES, MAX, rounded
+from sage_inductor.ops.formats import TINY
+from sage_inductor.ops.reference.exact import masked
+
+
+class Rounding(NamedTuple):
+    """A format, and what shares a scale: so many rows, a ``head``, a ``channel`` of a head, a
+    ``tile`` of scores; ``one``: the scale 1, of what is at most 1. none, bf16: no scale."""
+
+    fmt: str = "none"
+    share: int | str = "one"
+
+
+EXACT, BF16 = Rounding(), Rounding("bf16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """What is rounded, by product. The default is nothing."""
+
+    # Forward: s, which the backward computes again of the same codes, and o.
+    q: Rounding = EXACT
+    k: Rounding = EXACT
+    smooth_k: bool = False  # k less its mean over N, which takes nothing off any gradient
+    p: Rounding = EXACT  # relative to the row's maximum
+    v: Rounding = EXACT
+    smooth_v: bool = False  # v less its mean over N, which o gets back
+    again: str = (
+        "codes"  # p of the backward: ``codes``; ``exact`` s, the forward's lse; ``softmax``
+    )
+    # Backward: dV = p^T dO, dP = dO v^T, delta of dO and o, dQ = dS k, dK = dS^T q.
+    p_of_dv: Rounding = EXACT
+    do_of_dv: Rounding = EXACT
+    do_of_dp: Rounding = EXACT
+    v_of_dp: Rounding = EXACT
+    o_of_delta: Rounding = EXACT  # as it is stored
+    smooth_dp: bool = False  # v and o less v's mean in dP and delta, whose difference keeps
+    ds: Rounding = EXACT
+    k_of_dq: Rounding = EXACT
+    q_of_dk: Rounding = EXACT
+    row_scaled: bool = False
+    tile: tuple[int, int] = (64, 128)
+    stochastic: bool = False  # rounding of dO and dS, and of k and q beside it
+
+
+INT8, E4M3, E5M2 = (lambda share, fmt=fmt: Rounding(fmt, share) for fmt in ("int8", "e4m3", "e5m2"))
+
+AS_FLASH = Training(p=BF16, v=BF16, p_of_dv=BF16, o_of_delta=BF16, ds=BF16)
+SAGE_BWD = Training(
+    q=INT8(128), k=INT8(64), smooth_k=True, p=INT8("one"), v=INT8(64), tile=(128, 64),
+    p_of_dv=INT8("tile"), do_of_dv=INT8(128), o_of_delta=BF16, ds=INT8("tile"), k_of_dq=INT8(64),
+    q_of_dk=INT8(128),
+)  # fmt: skip
+PER_HEAD = Training(
+    q=E4M3("head"), k=E4M3("head"), p=E4M3("one"), v=E4M3("head"), p_of_dv=E4M3("one"),
+    do_of_dv=E5M2("head"), do_of_dp=E5M2("head"), v_of_dp=E4M3("head"), o_of_delta=BF16,
+    ds=E5M2("head"), k_of_dq=E4M3("head"), q_of_dk=E4M3("head"),
+)  # fmt: skip
+SCORES = Training(q=INT8(1), k=INT8(64), smooth_k=True, p=BF16, v=BF16, o_of_delta=BF16)
+PER_TILE = dataclasses.replace(
+    SCORES, p_of_dv=E4M3("one"), do_of_dv=E4M3(64), ds=E4M3("tile"), k_of_dq=E4M3(64),
+    q_of_dk=E4M3(64),
+)  # fmt: skip
+G = dataclasses.replace(
+    SCORES, row_scaled=True, p_of_dv=E4M3("one"), do_of_dv=E4M3("channel"), ds=E4M3("one"),
+    k_of_dq=E4M3("channel"), q_of_dk=E4M3("channel"),
+)  # fmt: skip
+G_INT8 = dataclasses.replace(G, do_of_dp=INT8(1), v_of_dp=INT8(1), smooth_dp=True)
+FORWARD = dataclasses.replace(
+    SCORES, p=E4M3("one"), v=E4M3("channel"), smooth_v=True, again="exact", p_of_dv=BF16, ds=BF16
+)
+
+ENTRIES = {
+    "bf16": AS_FLASH,
+    "SageBwd": SAGE_BWD,
+    "SageBwd, k not smoothed": dataclasses.replace(SAGE_BWD, smooth_k=False),
+    "FP8, a scale a head": PER_HEAD,
+    "FP8, dS by tile": PER_TILE,
+    "G": G,
+    "G, dP INT8": G_INT8,
+    "G, dP INT8, v not smoothed": dataclasses.replace(G_INT8, smooth_dp=False),
+    "G, dS E5M2": dataclasses.replace(G, ds=E5M2("one")),
+    "G, stochastic": dataclasses.replace(G, stochastic=True),
+    "G, dV in bf16": dataclasses.replace(G, p_of_dv=BF16, do_of_dv=BF16),
+    "only q k^T in INT8": dataclasses.replace(SCORES, p_of_dv=BF16, ds=BF16),
+    "8-bit forward, its lse": FORWARD,
+    "8-bit forward, exact lse": dataclasses.replace(FORWARD, again="softmax"),
+}
+
+
+class Gradients(NamedTuple):
+    o: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+@torch.no_grad()
+def gradients(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, t: Training, is_causal: bool = False
+) -> Gradients:
+    """Attention and its gradients, for dO, in the inputs' dtype."""
+    scale = q.shape[3] ** -0.5
+    k = k - k.mean(2, keepdim=True) if t.smooth_k else k
+    v_mean = v.mean(2, keepdim=True)
+
+    def scores(q: Tensor, k: Tensor) -> Tensor:
+        return masked(scale * (q @ k.mT), None, None, 0 if is_causal else None, False)
+
+    s = scores(apply(q, t.q, t), apply(k, t.k, t))
+    m = s.amax(3, keepdim=True)
+    e = (s - m).exp()
+    l = e.sum(3, keepdim=True)
+    lse, shift = m + l.log(), v_mean if t.smooth_v else 0.0
+    o = apply(e, t.p, t) @ apply(v - shift, t.v, t) / l + shift
+
+    if t.again != "codes":
+        s = scores(q, k)
+        m = s.amax(3, keepdim=True)
+        lse = s.logsumexp(3, keepdim=True) if t.again == "softmax" else lse
+    p = (s - lse).exp()
+    shift = v_mean if t.smooth_dp else 0.0
+    v_shifted, o_shifted = v - shift, apply(o, t.o_of_delta, t) - shift
+    dp = apply(do, t.do_of_dp, t) @ apply(v_shifted, t.v_of_dp, t).mT
+    ds = p * (dp - (do * o_shifted).sum(3, keepdim=True))
+
+    w = r = torch.ones_like(m)
+    if t.row_scaled:
+        w = (m - lse).exp()
+        most = v_shifted.norm(dim=3).amax(2)[..., None, None] + o_shifted.norm(dim=3, keepdim=True)
+        r = w * do.norm(dim=3, keepdim=True) * most
+        r = torch.where(r > 0, r, 1.0)
+    noisy = t.stochastic
+    dv = apply(p / w, t.p_of_dv, t).mT @ apply(w * do, t.do_of_dv, t, noisy)
+    ds = apply(ds / r, t.ds, t, noisy)
+    dq = scale * r * (ds @ apply(k, t.k_of_dq, t, noisy))
+    dk = scale * (ds.mT @ apply(r * q, t.q_of_dk, t, noisy))
+    return Gradients(o, dq, dk, dv)
+
+
+def apply(x: Tensor, how: Rounding, t: Training, stochastic: bool = False) -> Tensor:
+    """x [B, H, R, C] rounded to the format and scaled back."""
+    if how.fmt not in MAX:
+        return x if how.fmt == "none" else x.to(DTYPES[how.fmt]).to(x.dtype)
+    amax = 1.0 if how.share == "one" else shared_amax(x, how.share, t.tile)
+    return (stochastically if stochastic else rounded)(x, how.fmt, amax)
+
+
+def shared_amax(x: Tensor, share: int | str, tile: tuple[int, int]) -> Tensor:
+    """The largest |x| of those that share a scale, for each of x [B, H, R, C]."""
+    R, C = x.shape[2:]
+    window = {"head": (R, C), "channel": (R, 1), "tile": tile}.get(share, (share, C))
+    rows, columns = (min(a, b) for a, b in zip(window, (R, C), strict=True))
+    amax = F.max_pool2d(x.abs(), (rows, columns), ceil_mode=True)
+    amax = amax.repeat_interleave(rows, 2)[:, :, :R]
+    return amax.repeat_interleave(columns, 3)[..., :C]
+
+
+def stochastically(x: Tensor, fmt: str, amax: Tensor | float) -> Tensor:
+    """As `rounded`, but up or down at random, right on average."""
+    amax = torch.as_tensor(amax, dtype=x.dtype, device=x.device).clamp(min=TINY)
+    x, step = x * (MAX[fmt] / amax), torch.ones((), dtype=x.dtype, device=x.device)
+    if fmt in DTYPES:
+        info = torch.finfo(DTYPES[fmt])
+        _, exponent = torch.frexp(x.abs().clamp(min=info.smallest_normal))
+        step = torch.ldexp(torch.full_like(x, info.eps), exponent - 1)
+    x = ((x / step + torch.rand_like(x)).floor() * step).clamp(-MAX[fmt], MAX[fmt])
+    return x * (amax / MAX[fmt])
+
+
+def exact(q: Tensor, k: Tensor, v: Tensor, do: Tensor, is_causal: bool = False) -> Gradients:
+    """By autograd, in float64."""
+    q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
+    s = q @ k.mT / math.sqrt(q.shape[3])
+    o = masked(s, None, None, 0 if is_causal else None, False).softmax(3) @ v
+    return Gradients(o.detach(), *torch.autograd.grad(o, (q, k, v), do.double()))
+
+
+# -- inputs: laboratory's, and dO ----
+
+
+def plain(randn, N: int, D: int) -> Tensor:
+    """N(0, 1)."""
+    return randn(N, D)
+
+
+def biased(randn, N: int, D: int) -> Tensor:
+    """2 N(0, 1) added to each channel."""
+    return randn(N, D) + 2 * randn(1, D)
+
+
+def varied(randn, N: int, D: int) -> Tensor:
+    """Tokens of different size, by e^(1.5 N(0, 1)): as the gradients of a loss by token are."""
+    return randn(N, D) * (1.5 * randn(N, 1)).exp()
+
+
+OUTPUTS = {"plain": plain, "biased": biased, "varied": varied}
+
+
+def draw_do(kind: str, seed: int, H: int, N: int, D: int) -> Tensor:
+    """dO of a kind [1, H, N, D] in bf16, the same on any machine."""
+    generator = torch.Generator().manual_seed(1000 + seed)  # not laboratory.draw's numbers again
+
+    def randn(*shape):
+        return torch.randn(1, H, *shape, generator=generator)
+
+    return OUTPUTS[kind](randn, N, D).to(torch.bfloat16)

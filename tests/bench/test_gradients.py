@@ -1,0 +1,248 @@
+"""The laboratory of training: without rounding its formulas are autograd's, each rounding is where
+and what it should be, and the orders that are told of it hold."""
+
+import dataclasses
+import itertools
+import json
+import math
+
+import pytest
+import torch
+from support import relative_l1
+from torch.testing import assert_close
+
+from bench import accuracy, gradients, laboratory, plot
+from bench.gradients import BF16, E4M3, E5M2, ENTRIES, INT8, Rounding, Training
+from bench.laboratory import DTYPES, MAX
+
+NAMES = gradients.Gradients._fields
+TILE = (64, 128)
+
+
+def draw(family="real_like", kind="varied", N=300, D=32, seed=0):
+    return [
+        x.float()
+        for x in (*laboratory.draw(family, seed, 2, N, D), gradients.draw_do(kind, seed, 2, N, D))
+    ]
+
+
+def errors(entry, inputs, is_causal=False) -> dict[str, float]:
+    training = ENTRIES[entry] if isinstance(entry, str) else entry
+    torch.manual_seed(0)
+    found = gradients.gradients(*inputs, training, is_causal)
+    exact = gradients.exact(*inputs, is_causal)
+    return {name: relative_l1(x, y) for name, x, y in zip(NAMES, found, exact, strict=True)}
+
+
+# -- the formulas ----
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"smooth_k": True},
+        {"smooth_v": True},
+        {"smooth_dp": True},
+        {"row_scaled": True},
+        {"again": "exact"},
+        {"again": "softmax"},
+        {"smooth_k": True, "smooth_v": True, "smooth_dp": True, "row_scaled": True},
+    ],
+    ids=lambda changes: " ".join(f"{name}={x}" for name, x in changes.items()),
+)
+def test_without_rounding_gradients_are_autograds(changes, is_causal):
+    inputs = [x.double() for x in draw("channel_bias", N=70, D=16)]
+    found = gradients.gradients(*inputs, Training(**changes), is_causal)
+    for name, x, y in zip(NAMES, found, gradients.exact(*inputs, is_causal), strict=True):
+        assert relative_l1(x, y) < 1e-12, name
+
+
+@pytest.mark.parametrize("again", ["exact", "softmax"])
+def test_whose_lse_the_backward_takes(again):
+    """Of exact scores: with the forward's, rows of p do not sum to 1, and dV is not exact."""
+    inputs = [x.double() for x in draw("token_outliers", N=200)]
+    found = errors(Training(q=INT8(1), k=INT8(64), smooth_k=True, again=again), inputs)
+    assert (found["dv"] < 1e-12) == (again == "softmax") and found["o"] > 1e-3
+
+
+def rounded_in(entry, inputs, monkeypatch):
+    """What a recipe rounds with the scale 1: of G p / w and dS / r."""
+    apply, seen = gradients.apply, []
+
+    def record(x, how, t, stochastic=False):
+        if how == E4M3("one"):
+            seen.append(x.abs())
+        return apply(x, how, t, stochastic)
+
+    monkeypatch.setattr(gradients, "apply", record)
+    gradients.gradients(*inputs, ENTRIES[entry])
+    return seen
+
+
+@pytest.mark.parametrize("entry", ["G", "G, dP INT8"])
+@pytest.mark.parametrize("family", ["normal", "sinks", "biased_v"])
+def test_what_a_row_scaled_recipe_rounds_is_at_most_one_and_not_much_less(
+    entry, family, monkeypatch
+):
+    p, ds = rounded_in(entry, draw(family), monkeypatch)
+    assert_close(p.amax(3), torch.ones_like(p[..., 0]))
+    assert ds.max() <= 1 and ds.amax(3).median() > 0.01
+
+
+def test_the_bound_of_ds_is_reached(monkeypatch):
+    """Where all see all alike, one v is opposite to the others and dO is along it."""
+    v = torch.ones(1, 1, 400, 16)
+    v[:, :, 7] = -1
+    q = torch.zeros_like(v)
+    _, ds = rounded_in("G", (q, torch.randn_like(v), v, v), monkeypatch)
+    assert 0.99 < ds.max() <= 1
+
+
+# -- the roundings ----
+
+
+@pytest.mark.parametrize("share", [1, 7, 64, 1000, "head", "channel", "tile"])
+def test_what_shares_a_scale(share):
+    R, C = 150, 130
+    x = torch.randn(2, 3, R, C)
+    found = gradients.shared_amax(x, share, TILE)
+    assert found.shape == x.shape
+    rows, columns = {"head": (R, C), "channel": (R, 1), "tile": TILE}.get(share, (share, C))
+    for r, c in itertools.product(range(0, R, rows), range(0, C, columns)):
+        here = (slice(None), slice(None), slice(r, r + rows), slice(c, c + columns))
+        expected = x[here].abs().amax((2, 3), keepdim=True)
+        assert torch.equal(found[here], expected.expand_as(found[here]))
+
+
+@pytest.mark.parametrize("fmt", MAX)
+def test_stochastic_rounding_is_right_on_average(fmt):
+    torch.manual_seed(0)
+    x = torch.cat([torch.linspace(-1, 1, 41), torch.tensor([1e-3, -3e-3])])
+    drawn = torch.stack([gradients.stochastically(x, fmt, 1.0) for _ in range(4000)])
+    codes = drawn * MAX[fmt]
+    if fmt in DTYPES:
+        assert_close(codes, codes.to(DTYPES[fmt]).float(), rtol=1e-6, atol=0)
+        step = (x.abs() * torch.finfo(DTYPES[fmt]).eps).clamp(min=1e-3)
+    else:
+        assert_close(codes, codes.round())
+        step = torch.full_like(x, 1 / MAX[fmt])
+    assert ((drawn - x).abs() <= 1.01 * step).all()
+    assert ((drawn.mean(0) - x).abs() <= 5 * step / math.sqrt(4000)).all()
+    assert drawn[:, 7].unique().numel() == 2
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("power", [-23, -9, 13])
+def test_gradients_are_as_large_as_what_they_are_of(entry, power):
+    """dO * 2^power: from 1e-7 to 1e4."""
+    q, k, v, do = draw()
+
+    def of(do):
+        torch.manual_seed(0)
+        return gradients.gradients(q, k, v, do, ENTRIES[entry])
+
+    for name, x, y in zip(NAMES[1:], of(do)[1:], of(do * 2.0**power)[1:], strict=True):
+        assert x.abs().max() > 0 and torch.equal(x * 2.0**power, y), name
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_rows_without_a_gradient_have_none(entry):
+    q, k, v, do = draw(N=256)  # whole tiles: a tile without gradients too
+    do[:, :, 64:192] = 0
+    found = gradients.gradients(q, k, v, do, ENTRIES[entry])
+    assert not found.dq[:, :, 64:192].any() and found.dq[:, :, :64].any()
+    assert all(x.isfinite().all() for x in found)
+    nothing = gradients.gradients(q, k, v, torch.zeros_like(do), ENTRIES[entry])
+    assert not any(x.any() for x in nothing[1:])
+
+
+@pytest.mark.parametrize("entry", ["SageBwd", "G", "G, dP INT8"])
+def test_what_all_keys_have_in_common_changes_nothing_but_rounding(entry):
+    q, k, v, do = draw("normal")
+    there, here = (gradients.gradients(q, x, v, do, ENTRIES[entry]) for x in (k, k + 4))
+    for x, y in zip(there, here, strict=True):
+        assert relative_l1(y, x) < 0.02
+
+
+FIELDS = [field.name for field in dataclasses.fields(Training) if field.type is Rounding]
+CHANGES = {  # field -> what it alone changes
+    "q": NAMES, "k": NAMES, "p": ("o", "dq", "dk"), "v": ("o", "dq", "dk"), "p_of_dv": ("dv",),
+    "do_of_dv": ("dv",), "do_of_dp": ("dq", "dk"), "v_of_dp": ("dq", "dk"), "o_of_delta": ("dq", "dk"), "ds": ("dq", "dk"),
+    "k_of_dq": ("dq",), "q_of_dk": ("dk",),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", [BF16, INT8(16), E5M2("head")], ids=str)
+@pytest.mark.parametrize("field", CHANGES)
+def test_each_operand_is_rounded_in_its_product_alone(field, how):
+    assert list(CHANGES) == FIELDS
+    inputs = [x.double() + torch.rand_like(x.double()) / 1000 for x in draw(N=128)]
+    base = Training()
+    before = gradients.gradients(*inputs, base)
+    after = gradients.gradients(*inputs, dataclasses.replace(base, **{field: how}))
+    changed = [
+        name for name, x, y in zip(NAMES, before, after, strict=True) if not torch.equal(x, y)
+    ]
+    assert changed == list(CHANGES[field])
+    for name in changed:
+        assert relative_l1(getattr(after, name), getattr(before, name)) < 0.4
+
+
+# -- the orders ----
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("kind", gradients.OUTPUTS)
+@pytest.mark.parametrize("family", ["normal", "channel_bias", "token_outliers", "sinks"])
+def test_g_is_nearer_than_sage_bwd(family, kind, is_causal):
+    inputs = draw(family, kind, 512, 64)
+    ours, theirs = (errors(entry, inputs, is_causal) for entry in ("G", "SageBwd"))
+    assert all(ours[name] < theirs[name] for name in NAMES), (ours, theirs)
+    assert max(ours.values()) < 0.15
+
+
+def test_what_smoothing_is_worth():
+    """k's: dQ where q and k have biases. v's: dP in INT8 where v has one."""
+    inputs = draw("channel_bias", "plain", 512, 64)
+    with_it, without = (errors(x, inputs)["dq"] for x in ("SageBwd", "SageBwd, k not smoothed"))
+    assert without > 3 * with_it
+    inputs = draw("biased_v", "varied", 512, 64)
+    with_it, without = (
+        errors(x, inputs)["dq"] for x in ("G, dP INT8", "G, dP INT8, v not smoothed")
+    )
+    assert without > 1.5 * with_it
+
+
+def test_a_scale_a_head_is_not_enough_for_tokens_of_different_size():
+    inputs = draw("biased_v", "varied", 512, 64)
+    assert errors("FP8, a scale a head", inputs)["dq"] > 5 * errors("G", inputs)["dq"]
+
+
+def test_the_kinds_of_do():
+    plain, biased, varied = (gradients.draw_do(kind, 0, 2, 4096, 8) for kind in gradients.OUTPUTS)
+    assert plain.dtype == torch.bfloat16 and plain.shape == (1, 2, 4096, 8)
+    assert plain.float().mean(2).abs().max() < 0.1 < biased.float().mean(2).abs().max()
+    sizes = varied.float().norm(dim=3).log()
+    assert 1.3 < sizes.std() < 1.7
+
+
+def test_the_table(tmp_path, capsys):
+    given = "--training --N 130 --D 64 --heads 1 --layers 2 --families normal sinks --json"
+    assert accuracy.main([*given.split(), str(tmp_path / "x.json")]) == 0
+    result = json.loads((tmp_path / "x.json").read_text())
+    rows = result["rows"]
+    assert len(rows) == 2 * 2 * len(gradients.OUTPUTS) * len(ENTRIES)
+    assert {row["causal"] for row in rows} == {False, True}
+    assert all(0 <= x < 1 for row in rows for x in row["rel_l1"].values())
+    row = next(row for row in rows if row["entry"] == "G" and row["do"] == "varied")
+    mean = [
+        errors("G", draw("normal", "varied", 130, 64, seed), False)["dq"] for seed in range(2)
+    ]  # of two heads: near, not equal
+    assert row["rel_l1"]["dq"] == pytest.approx(sum(mean) / 2, rel=0.5)
+    assert capsys.readouterr().out.count("Gradients: ") == 2 * 2 * len(gradients.OUTPUTS)
+    table = plot.training({"cpu": plot.newest(tmp_path)})
+    assert table.count("\n| G |") == 2 and "| entry | normal | sinks |" in table
+    dq, dk, dv = (f"{100 * row['rel_l1'][name]:.1f}" for name in ("dq", "dk", "dv"))
+    assert f"| G | {dq} / {dk} / {dv} |" in table
