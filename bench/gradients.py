@@ -34,7 +34,7 @@ from sage_inductor.ops.reference.exact import masked
 
 class Rounding(NamedTuple):
     """A format, and what shares a scale: so many rows, a ``head``, a ``channel`` of a head, a
-    ``tile`` of scores; ``one``: the scale 1, of what is at most 1. none, bf16: no scale."""
+    ``tile`` of scores; ``one``: 1 is the largest code, ``code``: 1 is 1. none, bf16: no scale."""
 
     fmt: str = "none"
     share: int | str = "one"
@@ -68,6 +68,7 @@ class Training:
     k_of_dq: Rounding = EXACT
     q_of_dk: Rounding = EXACT
     row_scaled: bool = False
+    of_earlier: bool = False  # causal: max |v| of the keys that a row sees, not of all
     tile: tuple[int, int] = (64, 128)
     stochastic: bool = False  # rounding of dO and dS, and of k and q beside it
 
@@ -95,6 +96,8 @@ G = dataclasses.replace(
     k_of_dq=E4M3("channel"), q_of_dk=E4M3("channel"),
 )  # fmt: skip
 G_INT8 = dataclasses.replace(G, do_of_dp=INT8(1), v_of_dp=INT8(1), smooth_dp=True)
+# For causal training: o and dQ of a row depend on rows up to it alone, bit for bit.
+G_CAUSAL = dataclasses.replace(G, k=INT8(1), smooth_k=False, k_of_dq=E4M3("code"), of_earlier=True)
 FORWARD = dataclasses.replace(
     SCORES, p=E4M3("one"), v=E4M3("channel"), smooth_v=True, again="exact", p_of_dv=BF16, ds=BF16
 )
@@ -108,6 +111,7 @@ ENTRIES = {
     "G": G,
     "G, dP INT8": G_INT8,
     "G, dP INT8, v not smoothed": dataclasses.replace(G_INT8, smooth_dp=False),
+    "G, of earlier rows alone": G_CAUSAL,
     "G, dS E5M2": dataclasses.replace(G, ds=E5M2("one")),
     "G, stochastic": dataclasses.replace(G, stochastic=True),
     "G, dV in bf16": dataclasses.replace(G, p_of_dv=BF16, do_of_dv=BF16),
@@ -156,7 +160,9 @@ def gradients(
     w = r = torch.ones_like(m)
     if t.row_scaled:
         w = (m - lse).exp()
-        most = v_shifted.norm(dim=3).amax(2)[..., None, None] + o_shifted.norm(dim=3, keepdim=True)
+        of_v = v_shifted.norm(dim=3, keepdim=True).cummax(2).values
+        of_v = of_v if t.of_earlier and is_causal else of_v[:, :, -1:]
+        most = of_v + o_shifted.norm(dim=3, keepdim=True)
         r = w * do.norm(dim=3, keepdim=True) * most
         r = torch.where(r > 0, r, 1.0)
     noisy = t.stochastic
@@ -171,7 +177,10 @@ def apply(x: Tensor, how: Rounding, t: Training, stochastic: bool = False) -> Te
     """x [B, H, R, C] rounded to the format and scaled back."""
     if how.fmt not in MAX:
         return x if how.fmt == "none" else x.to(DTYPES[how.fmt]).to(x.dtype)
-    amax = 1.0 if how.share == "one" else shared_amax(x, how.share, t.tile)
+    if how.share in ("one", "code"):
+        amax = 1.0 if how.share == "one" else MAX[how.fmt]
+    else:
+        amax = shared_amax(x, how.share, t.tile)
     return (stochastically if stochastic else rounded)(x, how.fmt, amax)
 
 

@@ -434,7 +434,7 @@ def training_section(result: dict) -> str:
         lines = [["entry", *groups(its, "family")]]
         for entry, cells in groups(its, "entry").items():
             errors = ([row["rel_l1"][name] for name in ("dq", "dk", "dv")] for row in cells)
-            lines.append([entry, *(" / ".join(f"{100 * x:.1f}" for x in each) for each in errors)])
+            lines.append([entry, *("/".join(f"{100 * x:.1f}" for x in each) for each in errors)])
         parts += [("Causal" if causal else "Not causal") + f":\n\n{markdown(lines)}"]
     return "\n".join([*parts, provenance(result)])
 

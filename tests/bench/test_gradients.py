@@ -67,7 +67,7 @@ def test_whose_lse_the_backward_takes(again):
     assert (found["dv"] < 1e-12) == (again == "softmax") and found["o"] > 1e-3
 
 
-def rounded_in(entry, inputs, monkeypatch):
+def rounded_in(entry, inputs, monkeypatch, is_causal=False):
     """What a recipe rounds with the scale 1: of G p / w and dS / r."""
     apply, seen = gradients.apply, []
 
@@ -77,16 +77,17 @@ def rounded_in(entry, inputs, monkeypatch):
         return apply(x, how, t, stochastic)
 
     monkeypatch.setattr(gradients, "apply", record)
-    gradients.gradients(*inputs, ENTRIES[entry])
+    gradients.gradients(*inputs, ENTRIES[entry], is_causal)
     return seen
 
 
-@pytest.mark.parametrize("entry", ["G", "G, dP INT8"])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("entry", ["G", "G, dP INT8", "G, of earlier rows alone"])
 @pytest.mark.parametrize("family", ["normal", "sinks", "biased_v"])
 def test_what_a_row_scaled_recipe_rounds_is_at_most_one_and_not_much_less(
-    entry, family, monkeypatch
+    entry, family, is_causal, monkeypatch
 ):
-    p, ds = rounded_in(entry, draw(family), monkeypatch)
+    p, ds = rounded_in(entry, draw(family), monkeypatch, is_causal)
     assert_close(p.amax(3), torch.ones_like(p[..., 0]))
     assert ds.max() <= 1 and ds.amax(3).median() > 0.01
 
@@ -98,6 +99,16 @@ def test_the_bound_of_ds_is_reached(monkeypatch):
     q = torch.zeros_like(v)
     _, ds = rounded_in("G", (q, torch.randn_like(v), v, v), monkeypatch)
     assert 0.99 < ds.max() <= 1
+
+
+@pytest.mark.parametrize("entry", ["G", "G, of earlier rows alone"])
+def test_what_later_keys_change_of_earlier_rows(entry):
+    q, k, v, do = draw("normal", N=200)
+    later = [torch.cat([x[:, :, :90], 3 * x[:, :, 90:].flip(2)], 2) for x in (k, v)]
+    here, there = (gradients.gradients(q, *kv, do, ENTRIES[entry], True) for kv in ((k, v), later))
+    same = [torch.equal(x[:, :, :90], y[:, :, :90]) for x, y in zip(here, there, strict=True)]
+    assert same[:2] == [entry != "G"] * 2 and not any(same[2:])  # dK, dV: of later queries
+    assert relative_l1(here.dq, gradients.exact(q, k, v, do, True).dq) < 0.06
 
 
 # -- the roundings ----
@@ -245,4 +256,4 @@ def test_the_table(tmp_path, capsys):
     table = plot.training({"cpu": plot.newest(tmp_path)})
     assert table.count("\n| G |") == 2 and "| entry | normal | sinks |" in table
     dq, dk, dv = (f"{100 * row['rel_l1'][name]:.1f}" for name in ("dq", "dk", "dv"))
-    assert f"| G | {dq} / {dk} / {dv} |" in table
+    assert f"| G | {dq}/{dk}/{dv} |" in table
