@@ -54,9 +54,8 @@ class Training:
     p: Rounding = EXACT  # relative to the row's maximum
     v: Rounding = EXACT
     smooth_v: bool = False  # v less its mean over N, which o gets back
-    again: str = (
-        "codes"  # p of the backward: ``codes``; ``exact`` s, the forward's lse; ``softmax``
-    )
+    # p of the backward: ``codes``, of the same s; ``exact`` s, the forward's lse; ``softmax``.
+    again: str = "codes"
     # Backward: dV = p^T dO, dP = dO v^T, delta of dO and o, dQ = dS k, dK = dS^T q.
     p_of_dv: Rounding = EXACT
     do_of_dv: Rounding = EXACT
