@@ -16,7 +16,7 @@ named below ours. Its figures are of CogVideoX's layers: only the order can be c
 defaults: outputs in bf16, as a user gets them; shipped recipes run their kernels where there is a
 GPU. end-to-end: whole models in bf16; shipped recipes by backend="sage", the others emulated.
 
---training: the gradients of bench/gradients.py's recipes instead, on families alone.
+--training: gradients by the recipes of bench/gradients.py instead, of families, causal and not.
 """
 
 import argparse

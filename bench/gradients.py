@@ -20,7 +20,6 @@ Shapes: B batch, H heads, N sequence, D head_dim; q, k, v, dO [B, H, N, D], s [B
 """
 
 import dataclasses
-import math
 from typing import NamedTuple
 
 import torch
@@ -29,7 +28,7 @@ from torch import Tensor
 
 from bench.laboratory import DTYPES, MAX, rounded
 from sage_inductor.ops.formats import TINY
-from sage_inductor.ops.reference.exact import masked
+from sage_inductor.ops.reference.exact import attention_exact, masked
 
 
 class Rounding(NamedTuple):
@@ -62,7 +61,7 @@ class Training:
     do_of_dp: Rounding = EXACT
     v_of_dp: Rounding = EXACT
     o_of_delta: Rounding = EXACT  # as it is stored
-    smooth_dp: bool = False  # v and o less v's mean in dP and delta, whose difference keeps
+    smooth_dp: bool = False  # v and o less v's mean: dP and delta lose the same
     ds: Rounding = EXACT
     k_of_dq: Rounding = EXACT
     q_of_dk: Rounding = EXACT
@@ -208,8 +207,7 @@ def stochastically(x: Tensor, fmt: str, amax: Tensor | float) -> Tensor:
 def exact(q: Tensor, k: Tensor, v: Tensor, do: Tensor, is_causal: bool = False) -> Gradients:
     """By autograd, in float64."""
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
-    s = q @ k.mT / math.sqrt(q.shape[3])
-    o = masked(s, None, None, 0 if is_causal else None, False).softmax(3) @ v
+    o, _ = attention_exact(q, k, v, q.shape[3] ** -0.5, right=0 if is_causal else None)
     return Gradients(o.detach(), *torch.autograd.grad(o, (q, k, v), do.double()))
 
 

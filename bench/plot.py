@@ -164,9 +164,9 @@ def blocks_in_short(gpus: dict[str, dict]) -> str:
 
 
 def rewritten(rows: list[dict]) -> tuple[list[dict], list[dict]]:
-    """The blocks in which a call is rewritten for a user, and the others."""
+    """The blocks in which a call is rewritten for a user, and the others; none that failed."""
     found = [], []
-    for row in rows:
+    for row in (row for row in rows if not row["error"]):
         found[not any(site["recipe"] for site in row["sites"]["sage"])].append(row)
     return found
 

@@ -444,6 +444,27 @@ def test_what_times_come_to():
     assert "failed: Wrong: off" in whole.lines({**row, "error": "Wrong: off"})
 
 
+def test_the_readme_has_a_line_for_what_is_rewritten_and_names_the_rest():
+    def row(model, *recipes, x):
+        ms = {"inductor": {"ms": x}, "sage": {"ms": 1.0}}
+        sites = {"sage": [{"recipe": recipe} for recipe in recipes], "sage.force": []}
+        of = dict(model=model, shape="s", error=None, sites=sites, times=ms, share=0.5)
+        return of | dict(accuracy={"sage": {"cos_sim": 0.999}}, speed={"sage": {"x": x}})
+
+    rows = [
+        row("wan14b_480p", None, "sage2-8b", x=1.25), row("bert_large_512", None, x=0.9876),
+        row("llama3_2k", None, None, x=1.0049), {"model": "hunyuan", "error": "x", "sites": {}},
+    ]  # fmt: skip
+    result = dict(rows=rows, date="2026-01-01", machine={"gpu": "A"},
+                  versions=dict(torch="2", triton="3", cudnn="1"))  # fmt: skip
+    text = plot.blocks_in_short({"a": {"model": result}})
+    assert "| Wan 14B, 480p | s | 1.250 ms | 1.000 ms | **1.25x** | 50% | 0.99900 |" in text
+    others = "All calls stay SDPA (0.988x to 1.005x) in: BERT, N=512; Llama 3 8B, prefill of 2K.\n"
+    assert text.count("\n| ") == 2 and text.endswith(others) and "Hunyuan" not in text
+    result["rows"] = rows[:1]
+    assert "stay SDPA" not in plot.blocks_in_short({"a": {"model": result}})
+
+
 @pytest.mark.parametrize(
     "mask, kinds", [("", ["cuDNN", "flash"]), ("keys", ["cuDNN", "efficient"])]
 )
