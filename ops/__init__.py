@@ -13,6 +13,7 @@ from sage_inductor.ops.quantize.op import (
 )
 from sage_inductor.ops.sdpa import prepare_kv, sdpa
 from sage_inductor.ops.selector import select_blocks
+from sage_inductor.ops.training.op import sagebwd, sagebwd_backward
 
 __all__ = [
     "attention",
@@ -24,6 +25,8 @@ __all__ = [
     "quantize_kv_opaque",
     "quantize_nvfp4",
     "quantize_v",
+    "sagebwd",
+    "sagebwd_backward",
     "sdpa",
     "select_blocks",
     "smooth",

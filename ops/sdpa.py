@@ -387,10 +387,14 @@ prepare_kv.register_autograd(
 )
 
 
-def _autocast(op: str, device_type: str):
-    """SDPA's autocast rule: compute in autocast's dtype, whatever the inputs have."""
-    key = getattr(compat.DispatchKey, f"Autocast{'CUDA' if device_type == 'cuda' else 'CPU'}")
+def register_autocast(op: str) -> None:
+    """SDPA's autocast rule for an op: compute in autocast's dtype, whatever the inputs have."""
+    for device_type in ("cuda", "cpu"):
+        key = f"Autocast{device_type.upper()}"
+        _library.impl(op, _cast(op, device_type, getattr(compat.DispatchKey, key)), key)
 
+
+def _cast(op: str, device_type: str, key):
     def cast(*args):
         dtype = torch.get_autocast_dtype(device_type)
         floating = (isinstance(x, Tensor) and x.is_floating_point() for x in args)
@@ -402,6 +406,5 @@ def _autocast(op: str, device_type: str):
 
 
 _library = torch.library.Library("sage", "FRAGMENT")
-for _op in ("sdpa", "prepare"):
-    _library.impl(_op, _autocast(_op, "cuda"), "AutocastCUDA")
-    _library.impl(_op, _autocast(_op, "cpu"), "AutocastCPU")
+register_autocast("sdpa")
+register_autocast("prepare")

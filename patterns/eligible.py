@@ -5,7 +5,7 @@ import math
 
 import torch
 
-from sage_inductor.ops.formats import HEAD_DIMS
+from sage_inductor.ops.formats import HEAD_DIMS, TRAINED_HEAD_DIM
 from sage_inductor.patterns.call import Call, mask_text
 from sage_inductor.patterns.graph import dims, guarded, statically_true, value_of
 
@@ -86,6 +86,33 @@ def why_not_selected(call: Call) -> str | None:
 
 
 LISTS_IN_TRAINING = "training: block lists have no backward here"
+
+
+def why_not_trained(call: Call, capability: tuple[int, int] | None) -> str | None:
+    """The reason that sage::sagebwd cannot stand for a call that sage::sdpa can stand for, on a
+    GPU, or (None) on CPU."""
+    q, k, v = (value_of(x) for x in (call.q, call.k, call.v))
+    if call.attn_mask is not None or call.block_size is not None or is_causal(call) is None:
+        return f"sagebwd trains calls without a mask but the causal one, got {mask_text(call)}"
+    if call.lse is not None:
+        return "sagebwd trains calls that return no logsumexp"
+    if not (guarded(k.shape[3] == v.shape[3]) and guarded(q.shape[3] <= TRAINED_HEAD_DIM)):
+        return (
+            f"sagebwd trains head_dims up to {TRAINED_HEAD_DIM}, one of q, k and v, "
+            f"got {q.shape[3]} and {v.shape[3]}"
+        )
+    if capability is not None and capability < (8, 0):
+        return "sagebwd trains from compute capability 8.0 on, got {}.{}".format(*capability)
+    return None
+
+
+def is_causal(call: Call) -> bool | None:
+    """Whether a call's band hides the keys after a query, and nothing else; None: other keys."""
+    band, (n_q, n_kv) = call.band, (value_of(x).shape[2] for x in (call.q, call.k))
+    if band.kind == "full":
+        return False
+    at_the_top = not band.bottom_right or statically_true(n_q == n_kv)
+    return True if band.kind == "causal" and band.right == 0 and at_the_top else None
 
 
 def _why_not_listed(call: Call, lists: list[torch.Tensor]) -> str | None:

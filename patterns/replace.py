@@ -1,5 +1,5 @@
-"""What stands in the place of a call that gets a recipe: one ``sage::sdpa``. Calls that share k and
-v share what is made of them too.
+"""What stands in the place of a call that gets a recipe: one ``sage::sdpa``, or ``sage::sagebwd``
+where that is asked for in training. Calls that share k and v share what is made of them too.
 
     before:  out = scaled_dot_product_attention(q, k, v, is_causal=True)
     after:   sdpa = sage.sdpa(q, k, v, None, [], None, 0, False, 0.125, "int8/...@...", ...)
@@ -18,7 +18,7 @@ from sage_inductor.ops.sdpa import SdpaCall
 from sage_inductor.ops.selector import BLOCK_SIZE
 from sage_inductor.ops.visibility import BlockLists
 from sage_inductor.patterns.call import Call, Decision
-from sage_inductor.patterns.eligible import BHND, BNHD, stored
+from sage_inductor.patterns.eligible import BHND, BNHD, is_causal, stored
 from sage_inductor.patterns.graph import Emitter, GraphIndex, may_write, op_name, value_of
 from sage_inductor.patterns.shared_kv import stack, stacks
 
@@ -27,14 +27,17 @@ aten = torch.ops.aten
 
 def replace(call: Call, decision: Decision, portable: bool) -> None:
     """Put ``sage.sdpa(...)[0]`` in the place of `call`, stored as its output is."""
-    recipe = NAMED[decision.recipe]
-    if decision.selection is None and stacks(call, recipe):
+    recipe = NAMED.get(decision.recipe)  # None: of training
+    if recipe is not None and decision.selection is None and stacks(call, recipe):
         stack(call)
     emit, out, (order, width) = call.emit, call.out, stored(call)
     gap = int(width - out.shape[3])
     is_copied = gap > 0 or order not in (BHND, BNHD)
     q, k, v, attn_mask = call.q, call.k, call.v, call.attn_mask
     scale = float(call.scale if call.scale is not None else value_of(q).shape[3] ** -0.5)
+    if recipe is None:
+        new = emit(torch.ops.sage.sagebwd.default, q, k, v, is_causal(call), scale, order != BHND)
+        return _finish(call, emit(operator.getitem, new, 0), order, gap)
     blocks = call.blocks
     if decision.selection is not None:
         select, fields = torch.ops.sage.select_blocks.default, (*decision.selection, *BLOCK_SIZE)
@@ -52,12 +55,18 @@ def replace(call: Call, decision: Decision, portable: bool) -> None:
     lse = out.new_empty(out.shape[:3], dtype=torch.float32)
     new = emit.insert(torch.ops.sage.sdpa.default, args, (out, lse))
     first = emit.insert(operator.getitem, (new, 0), out)
-    if is_copied:
-        first = _copied(emit, first, order, gap)
     if call.lse is not None:
         second = emit.insert(operator.getitem, (new, 1), lse)
         call.lse.replace_all_uses_with(call.finish(second))
         call.dead.insert(0, call.lse)
+    _finish(call, first, order, gap)
+
+
+def _finish(call: Call, first: Node, order: list[int], gap: int) -> None:
+    """`first` [B, H_q, N_q, D_v] for what attention returned, stored as that was."""
+    emit = call.emit
+    if gap > 0 or order not in (BHND, BNHD):
+        first = _copied(emit, first, order, gap)
     call.node.replace_all_uses_with(call.finish(first))
     for dead in (call.node, *call.dead, *reversed(emit.nodes)):
         if not dead.users:

@@ -42,6 +42,7 @@ else:
     policy: str = _setting("policy")  # torch allows bool and str here
 emulate: bool = _setting("emulate")
 force: bool = _setting("force")
+training: str = _setting("training")
 strict: bool = _setting("strict")
 calibrate: bool = _setting("calibrate")
 enabled: bool = _setting("enabled")

@@ -28,7 +28,12 @@ from sage_inductor.ops.formats import Q_BLOCK, pad_head_dim
 from sage_inductor.ops.selector import Selection
 from sage_inductor.options import AUTO, OFF
 from sage_inductor.patterns.call import Call, Decision, Site, module_path, value_of
-from sage_inductor.patterns.eligible import why_not, why_not_selected
+from sage_inductor.patterns.eligible import (
+    LISTS_IN_TRAINING,
+    why_not,
+    why_not_selected,
+    why_not_trained,
+)
 from sage_inductor.patterns.graph import guarded
 from sage_inductor.patterns.shared_kv import stacks
 from sage_inductor.policy import CallDescription, ask, layer_of
@@ -52,7 +57,9 @@ def decide(call: Call, settings: Settings) -> Decision:
     reason = call.refused or why_not(call)
     if reason:
         return Decision(None, reason)
-    wanted, rule, selection = _ruled(call, settings)
+    wanted, rule, selection, training = _ruled(call, settings)
+    if training != OFF and call.out.requires_grad and not settings.portable:
+        return _trained(call, settings, wanted, rule, selection, training)
     call = dataclasses.replace(call, selection=selection)
     candidate, reason = _choose(call, settings, wanted, rule)
     if candidate is None:
@@ -85,9 +92,32 @@ def _choose(
     return candidate, f"{reason} ({rule} of the policy)"
 
 
-def _ruled(call: Call, settings: Settings) -> tuple[str | None, str, Selection | None]:
-    """What the policy says of a call, what in it does, and the blocks of keys that are kept;
-    (None, "", None) where nothing does."""
+def _trained(
+    call: Call, settings: Settings, wanted: str | None, rule: str, selection: Selection | None,
+    training: str,
+) -> Decision:  # fmt: skip
+    """What becomes of a call that needs gradients, where it is said how they are computed."""
+    if wanted == OFF:
+        return Decision(None, f"the policy says off ({rule})")
+    if wanted is None and OFF in (settings.recipe, call.recipe):
+        return Decision(None, "the recipe is 'off'")
+    q = value_of(call.q)
+    if q.device.type == "cpu" and not settings.emulate:
+        return Decision(None, ON_CPU)
+    if call.out.dtype == torch.float32 and not (settings.emulate or settings.force):
+        return Decision(None, FP32)
+    capability = None if q.device.type == "cpu" else tiles.capability(q.device)
+    reason = LISTS_IN_TRAINING if selection else why_not_trained(call, capability)
+    return Decision(None if reason else training, reason or "trained by it, as asked")
+
+
+ON_CPU = "on CPU attention stays as it was (sage.emulate=True studies the accuracy)"
+FP32 = "fp32 is asked for (sage.force=True overrides; autocast decides otherwise)"
+
+
+def _ruled(call: Call, settings: Settings) -> tuple[str | None, str, Selection | None, str]:
+    """What the policy says of a call, what in it does, the blocks of keys that are kept, and how it
+    is trained; (None, "", None, the settings') where nothing does."""
     q, module = value_of(call.q), module_path(call.node)
     head_dim = int(q.shape[3])
     if not callable(settings.policy):
@@ -95,9 +125,10 @@ def _ruled(call: Call, settings: Settings) -> tuple[str | None, str, Selection |
         rules = enumerate(settings.policy, 1)
         number, rule = next((each for each in rules if each[1].fits(*about)), (0, None))
         if rule is None:
-            return None, "", None
+            return None, "", None, settings.training
         keeps_all = rule.keep is None or rule.keep.top_k == 1
-        return rule.recipe, f"rule {number}", None if keeps_all else rule.keep
+        training = settings.training if rule.training is None else rule.training
+        return rule.recipe, f"rule {number}", None if keeps_all else rule.keep, training
     lengths = (_length(value_of(x).shape[2], settings) for x in (call.q, call.k))
     described = CallDescription(
         module, layer_of(module), head_dim, *lengths, _kind(call), call.out.dtype, q.device,
@@ -107,7 +138,7 @@ def _ruled(call: Call, settings: Settings) -> tuple[str | None, str, Selection |
         recipe = ask(settings.policy, described)
     except ValueError as error:
         raise SageOptionError(str(error)) from error.__cause__
-    return recipe, "the function" if recipe else "", None
+    return recipe, "the function" if recipe else "", None, settings.training
 
 
 def _asked(call: Call, settings: Settings, wanted: str) -> tuple[Candidate | None, str]:
@@ -118,7 +149,7 @@ def _asked(call: Call, settings: Settings, wanted: str) -> tuple[Candidate | Non
     q = value_of(call.q)
     if q.device.type == "cpu":
         if not settings.emulate:
-            return None, "on CPU attention stays as it was (sage.emulate=True studies the accuracy)"
+            return None, ON_CPU
         recipe = "sage2-8b" if wanted == AUTO else wanted
         try:
             select(_problem(call, recipe, None))
@@ -199,7 +230,7 @@ def _on_gpu(
     if settings.emulate or settings.force:
         return Candidate(recipe), "forced"
     if call.out.dtype == torch.float32:
-        return None, "fp32 is asked for (sage.force=True overrides; autocast decides otherwise)"
+        return None, FP32
     if call.out.requires_grad:
         return None, "training: the backward recomputes exact attention (sage.force=True overrides)"
     case = _case(call, names) if settings.benchmark and not settings.portable else None

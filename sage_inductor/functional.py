@@ -143,7 +143,8 @@ def _is_short(kinds: tuple[_Kind, ...], recipe, emulate: bool, force: bool, *_) 
     """Whether a call stays SDPA at its length and at any other as short, by every policy. Decoding
     makes a call of another length for each token, and deciding takes 3 ms."""
     lengths = (kind.shape[-2] for kind in kinds[:2] if len(kind.shape) > 1)
-    return not (emulate or force) and min(lengths, default=0) < cost.SHORTEST
+    trains = any(kind.needs_grad for kind in kinds)
+    return not (emulate or force or trains) and min(lengths, default=0) < cost.SHORTEST
 
 
 def _but_lengths(kinds: tuple[_Kind, ...]) -> tuple:

@@ -15,6 +15,7 @@ from sage_inductor.ops.recipe import ALIASES, NAMED
 
 PREFIX = "sage."
 AUTO, OFF = "auto", "off"
+TRAINING = (OFF, "sagebwd")
 
 
 class Option(NamedTuple):
@@ -41,6 +42,9 @@ _TABLE = (
     Option("calibrate", True, bool,
            "a kind of call of which no times are known on this GPU is measured when it first "
            "compiles, for some seconds, and the times are kept; False: it stays SDPA"),
+    Option("training", OFF, str,
+           'how calls that need gradients are computed: "off": exactly (SDPA, or what force does); '
+           '"sagebwd": in INT8, forward and backward'),
     Option("strict", False, bool, "raise SageRefused when a call stays as it was"),
     Option("enabled", False, bool,
            'setting: rewrite graphs of backend="inductor" too, by a pass beside the user\'s own; '
@@ -67,6 +71,9 @@ def check(name: str, value, prefix: str) -> None:
             raise ValueError(
                 f"{prefix}{name} must be one of {valid}, got {value!r}: did you mean {near!r}?"
             )
+    elif name == "training":
+        if value not in TRAINING:
+            raise ValueError(f"{prefix}{name} must be one of {TRAINING}, got {value!r}")
     elif name != "policy" and not isinstance(value, bool):
         raise ValueError(f"{prefix}{name} must be True or False, got {value!r}")
 

@@ -36,6 +36,7 @@ A rule fits a call if each of its fields does; ranges are inclusive, null leaves
     keep        a fraction: self-attention computes only the blocks of keys that score highest for
                 each block of queries (ops/selector.py). Or {"top_k": ..., "top_p": ..., ...}:
                 Selection's fields. Beside it, recipe must be a name
+    training    in the place of ``sage.training``, for the fitting calls that need gradients
     note        anything, not read; also beside "rules". ``sage_inductor.diagnose`` writes here what
                 it measured
 
@@ -74,6 +75,7 @@ class Rule:
     length: tuple[int | None, int | None] = (None, None)  # N_q
     stage: str | None = None  # None: every one
     keep: Selection | dict | float | None = None  # of the blocks of keys; a Policy has Selections
+    training: str | None = None  # None: as the settings say
 
     def fits(
         self, module: str, head_dim: int, at_least: Callable[[int], bool], stage: str | None = None
@@ -330,7 +332,7 @@ def _rule(number: int, rule: "_Located") -> Rule:
 def _field(name: str, given: "_Located"):
     """A field of Rule from what the file says."""
     value = given.to_python()
-    if name == "recipe":
+    if name in ("recipe", "training"):
         try:
             options.check(name, value, "")
         except ValueError as error:

@@ -10,7 +10,7 @@ from sage_inductor.ops.compat import inductor_config
 from sage_inductor.options import AUTO, OFF, OPTIONS, PREFIX
 from sage_inductor.policy import Ruling, ruling
 
-FROM_CONFIG = ("recipe", "emulate", "force", "strict", "calibrate", "policy")
+FROM_CONFIG = ("recipe", "emulate", "force", "strict", "calibrate", "training", "policy")
 AUTOTUNED = ("max-autotune", "max-autotune-no-cudagraphs")  # modes that time every call
 
 
@@ -23,6 +23,7 @@ class Settings:
     force: bool = False
     strict: bool = False
     calibrate: bool = True
+    training: str = OFF
     policy: Ruling = ()
     stage: str | None = None  # that rules of the policy may name; None: of none
     portable: bool = False  # exporting: no guards on lengths, only kernels that travel

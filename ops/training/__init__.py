@@ -1,0 +1,1 @@
+"""Attention whose backward is computed in 8 bits, too."""

@@ -1,0 +1,162 @@
+"""``sage::sagebwd``: attention that trains by SageBwd's recipe, INT8 forward and backward.
+
+    k_mean                 = smooth(k)
+    q, k, v                = quantize(q), quantize(k - k_mean), quantize(v)
+    out, lse               = forward(q, k, v)
+    delta, grad            = sum of grad out over D, quantize(grad)
+    dq, dk, dv             = backward(q, k, v in 16 bits, grad in 16 and 8 bits, lse, delta)
+
+What k is smoothed by takes nothing off a gradient: a row of dS sums to 0. Kept for the backward
+are the codes of q and k, v as it came, out and lse: 6 bytes for each channel and token, of which 2
+are v's.
+
+With causal attention k's mean and the scales of 64 rows depend on later rows, too: an output or a
+gradient of an earlier row is not bit for bit the same where later ones change.
+
+Shapes: B batch, H_q and H_kv heads, N_q and N_kv sequence, D head_dim.
+"""
+
+import torch
+from torch import Tensor
+
+from sage_inductor.ops.attention.arguments import as_stored, empty_outputs
+from sage_inductor.ops.formats import TRAINED_HEAD_DIM, TRAINING_BLOCK, pad_head_dim, pad_rows
+from sage_inductor.ops.quantize.smooth import launch_smooth
+from sage_inductor.ops.recipe import NAMED
+from sage_inductor.ops.reference import quantize
+from sage_inductor.ops.reference import training as reference
+from sage_inductor.ops.sdpa import SdpaCall, check, register_autocast
+from sage_inductor.ops.training.kernels import (
+    launch_backward,
+    launch_forward,
+    launch_quantize,
+)
+
+_CHECKED_AS = NAMED["sage1"].encode()
+Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+@torch.library.custom_op("sage::sagebwd", mutates_args=())
+def sagebwd(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, out_bnhd: bool
+) -> Saved:
+    """softmax(scale * q k^T) v in INT8, to be differentiated.
+
+    q [B, H_q, N_q, D], k and v [B, H_kv, N_kv, D] of one dtype (fp16, bf16, fp32), any strides; D
+    up to 128; H_q a multiple of H_kv. is_causal: query i sees keys 0 to i. out_bnhd: out and dq are
+    stored in [B, N, H, D] order, and dk and dv.
+
+    Returns out [B, H_q, N_q, D] and, not differentiable, what the backward reads: lse [B, H_q, N_q]
+    of the codes (log2, fp32), the codes [B, H, N_pad, D_pad] and scales [B, H, N_pad / 64] of q
+    and of k. Raises ValueError or TypeError saying what must hold and what was got.
+    """
+    _check(q, k, v, is_causal, scale, out_bnhd)
+    out, lse = empty_outputs(q, v.shape[3], out_bnhd)
+    if q.device.type == "cpu":
+        k_mean = quantize.smooth([k])[0][0]
+        of_q, of_k, of_v = (
+            reference.quantize(q),
+            reference.quantize(k, k_mean),
+            reference.quantize(v),
+        )
+        shape = q.shape[2], k.shape[2], q.shape[3]
+        exactly, lse = reference.forward(of_q, of_k, of_v, shape, scale, is_causal)
+        return as_stored(exactly.to(q.dtype), out_bnhd), lse, *of_q, *of_k
+    with torch.cuda.device_of(q):
+        k_mean = launch_smooth([k], None)[0][0]
+        q_codes, q_scale, _ = launch_quantize(q)
+        k_codes, k_scale, _ = launch_quantize(k, k_mean)
+        v_codes, v_scale, _ = launch_quantize(v, turned=True)
+        launch_forward(
+            q_codes, q_scale, k_codes, k_scale, v_codes, v_scale, k.shape[2], scale, is_causal,
+            out, lse,
+        )  # fmt: skip
+    return out, lse, q_codes, q_scale, k_codes, k_scale
+
+
+@torch.library.custom_op("sage::sagebwd_backward", mutates_args=())
+def sagebwd_backward(
+    grad: Tensor, v: Tensor, out: Tensor, lse: Tensor, q_codes: Tensor, q_scale: Tensor,
+    k_codes: Tensor, k_scale: Tensor, is_causal: bool, scale: float, out_bnhd: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk and dv of `sagebwd`, of v's dtype. grad [B, H_q, N_q, D]: of out, any strides; the
+    rest: what `sagebwd` was given and gave."""
+    dq, dk, dv = _empty_gradients(grad, v, out_bnhd)
+    if v.dtype == torch.float32:  # dP is of 16 bits
+        v, grad = v.bfloat16(), grad.bfloat16()
+    if v.device.type == "cpu":
+        of_q, of_k = reference.Quantized(q_codes, q_scale), reference.Quantized(k_codes, k_scale)
+        found = reference.backward(of_q, of_k, v, grad, out, lse, scale, is_causal)
+        return tuple(as_stored(x.to(dq.dtype), out_bnhd) for x in found)
+    with torch.cuda.device_of(v):
+        grad_codes, grad_scale, delta = launch_quantize(grad, out=out, turned=True)
+        launch_backward(
+            q_codes, q_scale, k_codes, k_scale, v, grad, grad_codes, grad_scale, lse, delta,
+            scale, is_causal, dq, dk, dv,
+        )  # fmt: skip
+    return dq, dk, dv
+
+
+def _check(q, k, v, is_causal, scale, out_bnhd) -> None:
+    right = 0 if is_causal else None
+    check(
+        SdpaCall(q, k, v, None, [], None, right, False, scale, _CHECKED_AS, None, out_bnhd, False)
+    )
+    D, D_v = q.shape[3], v.shape[3]
+    if D != D_v or D > TRAINED_HEAD_DIM:
+        raise ValueError(
+            f"sage::sagebwd: head_dim must be one number up to {TRAINED_HEAD_DIM}, got {D}, {D_v}"
+        )
+
+
+def _empty_gradients(grad: Tensor, v: Tensor, out_bnhd: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def like(x: Tensor) -> Tensor:
+        B, H, N, D = x.shape
+        if out_bnhd:
+            return v.new_empty((B, N, H, D)).transpose(1, 2)
+        return v.new_empty((B, H, N, D))
+
+    return like(grad), like(v), like(v)
+
+
+@sagebwd.register_fake
+def _(q, k, v, is_causal, scale, out_bnhd):
+    _check(q, k, v, is_causal, scale, out_bnhd)
+
+    def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+        B, H, N, D = x.shape
+        N_pad = pad_rows(N)
+        codes = x.new_empty((B, H, N_pad, pad_head_dim(int(D))), dtype=torch.int8)
+        return codes, x.new_empty((B, H, N_pad // TRAINING_BLOCK), dtype=torch.float32)
+
+    of_qk = *quantized(q), *quantized(k)
+    return *empty_outputs(q, v.shape[3], out_bnhd), *of_qk
+
+
+@sagebwd_backward.register_fake
+def _(grad, v, out, lse, q_codes, q_scale, k_codes, k_scale, is_causal, scale, out_bnhd):
+    return _empty_gradients(grad, v, out_bnhd)
+
+
+def _save(ctx, inputs, output) -> None:
+    _, _, v, ctx.is_causal, ctx.scale, ctx.out_bnhd = inputs
+    ctx.save_for_backward(v, *output)
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _backward(ctx, grad, *_):
+    given = ctx.saved_tensors
+    gradients = sagebwd_backward(grad, *given, ctx.is_causal, ctx.scale, ctx.out_bnhd)
+    return *gradients, None, None, None
+
+
+def _refuse(ctx, *_):
+    raise NotImplementedError(
+        "sage::sagebwd: no gradient of the gradient: leave create_graph out, or set "
+        'options={"sage.training": "off"}'
+    )
+
+
+sagebwd.register_autograd(_backward, setup_context=_save)
+sagebwd_backward.register_autograd(_refuse)
+register_autocast("sagebwd")
