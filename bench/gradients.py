@@ -32,11 +32,12 @@ from sage_inductor.ops.reference.exact import attention_exact, masked
 
 
 class Rounding(NamedTuple):
-    """A format, and what shares a scale: so many rows, a ``head``, a ``channel`` of a head, a
-    ``tile`` of scores; ``one``: 1 is the largest code, ``code``: 1 is 1. none, bf16: no scale."""
+    """A format, and what shares a scale: so many rows (or rows and columns), a ``head``, a
+    ``channel`` of a head, a ``tile`` of scores; ``one``: 1 is the largest code, ``code``: 1 is 1.
+    none, bf16: no scale."""
 
     fmt: str = "none"
-    share: int | str = "one"
+    share: int | tuple[int, int] | str = "one"
 
 
 EXACT, BF16 = Rounding(), Rounding("bf16")
@@ -182,10 +183,11 @@ def apply(x: Tensor, how: Rounding, t: Training, stochastic: bool = False) -> Te
     return (stochastically if stochastic else rounded)(x, how.fmt, amax)
 
 
-def shared_amax(x: Tensor, share: int | str, tile: tuple[int, int]) -> Tensor:
+def shared_amax(x: Tensor, share: int | tuple[int, int] | str, tile: tuple[int, int]) -> Tensor:
     """The largest |x| of those that share a scale, for each of x [B, H, R, C]."""
     R, C = x.shape[2:]
-    window = {"head": (R, C), "channel": (R, 1), "tile": tile}.get(share, (share, C))
+    window = {"head": (R, C), "channel": (R, 1), "tile": tile}.get(share, share)
+    window = window if isinstance(window, tuple) else (window, C)
     rows, columns = (min(a, b) for a, b in zip(window, (R, C), strict=True))
     amax = F.max_pool2d(x.abs(), (rows, columns), ceil_mode=True)
     amax = amax.repeat_interleave(rows, 2)[:, :, :R]

@@ -30,16 +30,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sage_inductor.ops.attention.tiles import capability
 from sage_inductor.ops.attention.visible_tiles import heads_of
 from sage_inductor.ops.formats import LOG2E, PAD_N, pad_head_dim, pad_rows
 from sage_inductor.ops.formats import TRAINING_BLOCK as BLOCK
 from sage_inductor.ops.launch import doubled, launch_cached
 from sage_inductor.ops.quantize.codes import abs_bits, scale_of, to_8bit
 
+# Of a program. With 64 rows and 4 warps dQ and dK take 1.4 times as long (H200, 2026-11-23).
+ROWS, NUM_WARPS = 128, 8
 _BLOCK = tl.constexpr(BLOCK)
-FORWARD, DQ, OVER_ROWS = (128, 8, 3), (128, 8, 3), (128, 8, 3)  # rows of a program, warps, stages
 _LOG2E = tl.constexpr(LOG2E)
 _MAX = tl.constexpr(127.0)
+
+
+def num_stages(device: torch.device) -> int:
+    """Of loads: what fits the shared memory of a program, 99 KiB if not known to be more. Two are
+    up to 1.2x as slow as three (H200, 2026-11-23)."""
+    roomy = device.type == "cuda" and capability(device) in ((8, 0), (9, 0), (10, 0))
+    return 3 if roomy else 2
 
 
 @triton.jit
@@ -154,7 +163,7 @@ def _forward_kernel(
     q = tl.load(Q + (head * M_pad + rows)[:, None] * BLOCK_D + d[None, :])
     q_scale = tl.load(Q_scale + (head * M_pad + rows) // _BLOCK)
     k_ptrs = K + head_kv * N_pad * BLOCK_D + n[:, None] * BLOCK_D + d[None, :]
-    v_ptrs = V + head_kv * N_pad * BLOCK_D + d[:, None] * N_pad + n[None, :]
+    v_ptrs = V + (head_kv * BLOCK_D + d)[:, None] * N_pad + n[None, :]
     K_scale += head_kv * (N_pad // _BLOCK)
     V_scale += head_kv * (N_pad // _BLOCK)
 
@@ -218,7 +227,7 @@ def _dq_kernel(
     lse = tl.load(Lse + head * N_q + rows, mask=rows < N_q, other=float("inf"))
     delta = tl.load(Delta + head * N_q + rows, mask=rows < N_q, other=0.0)
     k_ptrs = K + head_kv * N_pad * BLOCK_D + n[:, None] * BLOCK_D + d[None, :]
-    turned_ptrs = K_turned + head_kv * N_pad * BLOCK_D + d[:, None] * N_pad + n[None, :]
+    turned_ptrs = K_turned + (head_kv * BLOCK_D + d)[:, None] * N_pad + n[None, :]
     v_ptrs = V + b * stride_vb + h_kv * stride_vh + d.to(tl.int64)[None, :] * stride_vd
     K_scale += head_kv * (N_pad // _BLOCK)
 
@@ -275,17 +284,19 @@ def _over_rows_kernel(
     if not OF_V:
         v = tl.load(v + d.to(tl.int64)[None, :] * stride_vd, mask=inside, other=0.0)
 
-    tiles, begin = tl.cdiv(N_q, _BLOCK), 0  # of rows; those before `begin` see none of these keys
+    tiles = tl.cdiv(N_q, _BLOCK)  # of rows; those before `begin` see none of these keys
+    begin = 0
     if IS_CAUSAL:
         begin = tl.minimum(key0 // _BLOCK, tiles)
-    count, group = tiles - begin, H_q // H_kv
+    count = tiles - begin
+    group = H_q // H_kv
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for step in tl.range(0, group * count, num_stages=NUM_STAGES):
-        h = h_kv * group + step // count
-        row0 = (begin + step % count) * _BLOCK
-        head = b * H_q + h
-        rows = r + row0
-        block = (head * M_pad + row0) // _BLOCK
+    steps = group * count  # one loop: of two, one within the other, up to 350 bytes are spilled
+    for step in tl.range(0, steps, num_stages=NUM_STAGES):
+        head = b * H_q + h_kv * group + step // count
+        i = tiles - 1 - step % count
+        rows = r + i * _BLOCK
+        block = head * (M_pad // _BLOCK) + i
         q = tl.load(Q + (head * M_pad + rows)[:, None] * BLOCK_D + d[None, :])
         scale = (tl.load(Q_scale + block) * k_scale * (SCALE * _LOG2E))[:, None]
         s = _scores(k, q, scale, rows[None, :], keys[:, None], N_kv, IS_CAUSAL, True)
@@ -293,13 +304,18 @@ def _over_rows_kernel(
         lse = tl.load(Lse + head * N_q + rows, mask=rows < N_q, other=float("inf"))
         x = tl.exp2(s - lse[None, :])
         if not OF_V:
-            grad = Grad + b * stride_gb + h * stride_gh + rows.to(tl.int64)[:, None] * stride_gn
+            grad = (
+                Grad
+                + b * stride_gb
+                + (head - b * H_q) * stride_gh
+                + rows.to(tl.int64)[:, None] * stride_gn
+            )
             there = (rows < N_q)[:, None] & (d < D)[None, :]
             grad = tl.load(grad + d.to(tl.int64)[None, :] * stride_gd, mask=there, other=0.0)
             delta = tl.load(Delta + head * N_q + rows, mask=rows < N_q, other=0.0)
             x = x * (tl.dot(v, grad.T) - delta[None, :])
         codes, x_scale = _to_codes(x)
-        turned = Turned + head * M_pad * BLOCK_D + row0 + d[:, None] * M_pad + r[None, :]
+        turned = Turned + (head * BLOCK_D + d)[:, None] * M_pad + rows[None, :]
         product = tl.dot(codes, tl.load(turned).T).to(tl.float32)
         acc += product * (x_scale * tl.load(Turned_scale + block))[:, None]
     at = b * stride_ob + h_kv * stride_oh + keys.to(tl.int64)[:, None] * stride_on + d[None, :]
@@ -345,16 +361,16 @@ def launch_forward(
     run: Callable = launch_cached,
 ) -> None:  # fmt: skip
     """Codes and scales of q, k and (transposed) v -> out [B, H_q, N_q, D] and lse [B, H_q, N_q]."""
-    (B, H_q, N_q, D), (rows, num_warps, stages) = out.shape, FORWARD
+    B, H_q, N_q, D = out.shape
     run(
         _forward_kernel,
-        (B * H_q * triton.cdiv(N_q, rows),),
+        (B * H_q * triton.cdiv(N_q, ROWS),),
         (q, q_scale, k, k_scale, v, v_scale, out, lse),
         (*doubled(out.stride())[:3],
          H_q, k.shape[1], N_q, N_kv, q.shape[2], k.shape[2],  # shape
          D, scale, is_causal,  # semantics
-         rows, k.shape[3], stages),  # tile
-        num_warps=num_warps,
+         ROWS, k.shape[3], num_stages(q.device)),  # tile
+        num_warps=NUM_WARPS,
     )  # fmt: skip
 
 
@@ -368,23 +384,22 @@ def launch_backward(
     (B, H_q, N_q, D), (H_kv, N_kv), BLOCK_D = dq.shape, dk.shape[1:3], k.shape[3]
     shape = (H_q, H_kv, N_q, N_kv, q.shape[2], k.shape[2])
     semantics = (D, scale, is_causal)
+    tile = (ROWS, BLOCK_D, num_stages(q.device))
     read = (*doubled(v.stride()), *doubled(grad.stride()))
-    rows, num_warps, stages = DQ
     run(
         _dq_kernel,
-        (B * H_q * triton.cdiv(N_q, rows),),
+        (B * H_q * triton.cdiv(N_q, ROWS),),
         (q, q_scale, k, k_scale, _turned(k, run), v, grad, lse, delta, dq),
-        (*read, *doubled(dq.stride())[:3], *shape, *semantics, rows, BLOCK_D, stages),
-        num_warps=num_warps,
+        (*read, *doubled(dq.stride())[:3], *shape, *semantics, *tile),
+        num_warps=NUM_WARPS,
     )
-    rows, num_warps, stages = OVER_ROWS
     for of_v, turned, turned_scale, dx in (
         (False, _turned(q, run), q_scale, dk), (True, grad_turned, grad_scale, dv)
     ):  # fmt: skip
         run(
             _over_rows_kernel,
-            (B * H_kv * triton.cdiv(N_kv, rows),),
+            (B * H_kv * triton.cdiv(N_kv, ROWS),),
             (q, q_scale, k, k_scale, turned, turned_scale, v, grad, lse, delta, dx),
-            (*read, *doubled(dx.stride())[:3], *shape, *semantics, of_v, rows, BLOCK_D, stages),
-            num_warps=num_warps,
+            (*read, *doubled(dx.stride())[:3], *shape, *semantics, of_v, *tile),
+            num_warps=NUM_WARPS,
         )

@@ -33,6 +33,7 @@ from sage_inductor.ops.attention.tiles import Load
 from sage_inductor.ops.formats import pad_head_dim
 from sage_inductor.ops.quantize import keys, nvfp4, one_pass, smooth, values
 from sage_inductor.ops.recipe import NAMED
+from sage_inductor.ops.training import kernels as training
 from sage_inductor.ops.visibility import BlockLists, Visibility
 
 ROOT = Path(__file__).parents[2]
@@ -873,3 +874,61 @@ def test_the_kernel_is_that_of_the_wider_head_dim():
     for pair in ((k, v), (v, k)):
         problem = Problem.of(*pair, NAMED["sage2-8b"], masked=True, portable=False)
         assert problem.head_dim == 200 and problem.capability is None
+
+
+TRAINING = {  # sage::sagebwd's kernels, and whether they compute dP, in 16 bits
+    "forward": (training._forward_kernel, {}, False),
+    "dq": (training._dq_kernel, {}, True),
+    "dk": (training._over_rows_kernel, {"OF_V": False}, True),
+    "dv": (training._over_rows_kernel, {"OF_V": True}, False),
+}
+
+
+def compile_training(architecture, name, D=128, is_causal=True):
+    kernel, given, *_ = TRAINING[name]
+    fp32 = ("Q_scale", "K_scale", "V_scale", "Turned_scale", "Lse", "Delta")
+    types = dict.fromkeys(("Q", "K", "Turned", "K_turned"), "*i8") | dict.fromkeys(fp32, "*fp32")
+    types |= dict.fromkeys(("V", "Grad", "Out", "Dq", "Dx"), "*bf16")
+    types["V"] = "*i8" if name == "forward" else "*bf16"
+    stages = 3 if architecture in ((8, 0), (9, 0), (10, 0)) else 2
+    constexprs = dict(
+        D=D, SCALE=D**-0.5, IS_CAUSAL=is_causal, BLOCK_M=training.ROWS, BLOCK_D=pad_head_dim(D),
+        NUM_STAGES=stages, stride_vd=1, stride_gd=1, **given,
+    )  # fmt: skip
+    return compile_kernel(kernel, architecture, constexprs, types, num_warps=training.NUM_WARPS)
+
+
+@pytest.mark.parametrize("D", [64, OF_128])
+@pytest.mark.parametrize("name", TRAINING)
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=str)
+def test_training_compiles_to_the_matrix_instructions(architecture, name, D):
+    compiled = compile_training(architecture, name, D)
+    is_16_bit = TRAINING[name][2]
+    assert compiled.metadata.shared <= SHARED_MEMORY[architecture]
+    # 0 on sm_90. 1400 where dK and dV were one kernel.
+    assert stack_bytes(compiled.asm["cubin"]) <= (0 if architecture == (9, 0) else 128)
+    ptx = compiled.asm["ptx"]
+    if architecture == (9, 0):
+        assert "wgmma.mma_async.sync.aligned" in ptx and ".s32.s8.s8" in ptx
+        assert (".f32.bf16.bf16" in ptx) == is_16_bit and "mma.sync" not in ptx
+    else:
+        assert "s8.s8" in ptx or "kind::i8" in ptx
+        assert is_16_bit == ("bf16.bf16" in ptx or "kind::f16" in ptx)
+
+
+def compile_quantize_for_training(turned=True):
+    types = dict(X="*bf16", Mean="*fp32", Out="*bf16", Codes="*i8", Scale="*fp32", Delta="*fp32")
+    constexprs = dict(SMOOTH=True, DELTA=True, TURNED=turned, D=80, PAD_N=128, BLOCK_D=128)
+    return compile_kernel(training._quantize_kernel, (9, 0), constexprs, types)
+
+
+def compile_turn():
+    types = dict(Codes="*i8", Turned="*i8")
+    return compile_kernel(training._turn_kernel, (9, 0), dict(BLOCK_D=128), types)
+
+
+@pytest.mark.parametrize("compile", [compile_quantize_for_training, compile_turn])
+def test_transposed_codes_are_stored_16_bytes_at_a_time(compile):
+    compiled = compile()
+    assert re.search(r"st\.global\.v[24]\.b32", compiled.asm["ptx"])
+    assert stack_bytes(compiled.asm["cubin"]) <= 16  # quantize: 16 with Triton 3.7

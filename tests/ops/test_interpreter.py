@@ -37,7 +37,9 @@ from sage_inductor.ops.quantize.smooth import launch_estimate, launch_smooth
 from sage_inductor.ops.quantize.values import launch_v
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.reference import quantize as reference
+from sage_inductor.ops.reference import training as of_training
 from sage_inductor.ops.selector import Selection
+from sage_inductor.ops.training import kernels as training
 from sage_inductor.ops.visibility import BLOCK_SIZES, BlockLists, Visibility
 
 pytestmark = [
@@ -759,3 +761,41 @@ def test_blocks_are_selected_by_kernels_as_by_plain_pytorch(seed, monkeypatch):
     monkeypatch.setattr(of_tokens, "_largest_plain", of_tokens._launch_largest)
     assert all(map(torch.equal, torch.ops.sage.select_blocks(*arguments), expected))
     assert (expected[0] < expected[1].shape[3]).any()
+
+
+@pytest.mark.parametrize("scale", [0.1, -0.2])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("shape", [*SHAPES, (2, 1, 300, 70, 128), (2, 2, 70, 300, 64)], ids=str)
+def test_training(shape, is_causal, scale):
+    """sage::sagebwd's five kernels; `reference` is poisoned too, so nothing is read that is not
+    written."""
+    q, k, v = qkv(*shape)
+    grad, (_, _, N_q, N_kv, D), run = torch.randn_like(q), shape, launch_traced
+    k_mean = reference.smooth([k])[0][0]
+    of = [of_training.quantize(*x) for x in ((q,), (k, k_mean), (v,))]
+    q_codes, q_scale, _ = training.launch_quantize(q, run=run)
+    k_codes, k_scale, _ = training.launch_quantize(k, k_mean, run=run)
+    v_codes, v_scale, _ = training.launch_quantize(v, turned=True, run=run)
+    found = (q_codes, q_scale), (k_codes, k_scale), (v_codes.mT, v_scale)
+    for (codes, scales), expected in zip(found, of, strict=True):
+        assert_close(scales, expected.scale, rtol=0, atol=0)
+        assert (codes.int() - expected.codes.int()).abs().max() <= 1
+        assert (codes != expected.codes).float().mean() < 1e-3
+    of_q, of_k, of_v = (of_training.Quantized(*each) for each in found)
+
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:3])
+    given = q_codes, q_scale, k_codes, k_scale
+    training.launch_forward(*given, v_codes, v_scale, N_kv, scale, is_causal, out, lse, run)
+    out_ref, lse_ref = of_training.forward(of_q, of_k, of_v, (N_q, N_kv, D), scale, is_causal)
+    assert relative_l2(out, out_ref) < 1e-3
+    assert_close(lse, lse_ref, rtol=1e-5, atol=1e-5)
+
+    turned, grad_scale, delta = training.launch_quantize(grad, out=out, turned=True, run=run)
+    assert_close(delta, (grad.float() * out.float()).sum(3), rtol=1e-4, atol=1e-3)
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    training.launch_backward(
+        *given, v, grad, turned, grad_scale, lse, delta, scale, is_causal, dq, dk, dv, run
+    )
+    expected = of_training.backward(of_q, of_k, v, grad, out, lse, scale, is_causal)
+    for x, y in zip((dq, dk, dv), expected, strict=True):
+        assert relative_l2(x, y) < 1e-3 if y.norm() > 0 else not x.any()

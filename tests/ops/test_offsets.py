@@ -25,7 +25,7 @@ HEADS, ROWS = (1, 2**31 - 1), (1, MAX_ROWS)
 DOUBLED = (2, 2 * MAX_ROWS)
 ARGUMENTS = {  # what the launchers pass; the rest (strides) may be any 32-bit number
     "H": HEADS, "H_q": HEADS, "H_kv": HEADS, "heads": HEADS, "N": ROWS, "N_q": ROWS, "N_kv": ROWS,
-    "N2": DOUBLED, "N2_q": DOUBLED, "N2_kv": DOUBLED, "N_pad": (128, MAX_ROWS + 127),
+    "N2": DOUBLED, "N2_q": DOUBLED, "N2_kv": DOUBLED, "N_pad": (128, MAX_ROWS + 127), "M_pad": (128, MAX_ROWS + 127),
     "D2": (2, 512), "D2_V": (2, 512), "kv_width": (1, MAX_ROWS // 64), "full_width": (1, MAX_ROWS // 64),
 }  # fmt: skip
 # The Hopper kernel's loops carry a tile's place from one tile to the next, which intervals cannot
@@ -319,6 +319,12 @@ KERNELS = {
     "largest": lambda: kernels.compile_largest(SM90),
     "smooth": lambda: kernels.compile_smooth(SM90, 80, True)[0],
     "smooth's end": lambda: kernels.compile_smooth(SM90, 80, True)[1],
+    "quantize for training": kernels.compile_quantize_for_training,
+    "turn": kernels.compile_turn,
+    **{
+        f"training {name}": lambda name=name: kernels.compile_training(SM90, name)
+        for name in kernels.TRAINING
+    },
 }  # fmt: skip
 
 
@@ -328,6 +334,8 @@ def test_no_offset_wraps(name):
     bounds = {"N_pad": fewer, "N_kv": fewer} if name.startswith("nvfp4") else {}
     if name == "largest":  # what is counted is of a row's blocks
         bounds = dict.fromkeys(("M", "count", "kept", "before"), (0, MAX_ROWS // 64))
+    if name in ("training dk", "training dv"):  # a row of codes has 64 bytes: no 2^36 are in memory
+        bounds = {"count": (1, 2**24), "steps": (0, 2**30)}
     function = Function(KERNELS[name](), bounds).run()
     assert function.offsets > 3 and not function.unproved, "\n".join(function.unproved)
 

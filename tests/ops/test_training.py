@@ -1,0 +1,245 @@
+"""``sage::sagebwd``: its emulation against the laboratory's, the op, and (gpu) its kernels."""
+
+import dataclasses
+import math
+
+import pytest
+import support
+import torch
+from support import relative_l1, relative_l2
+from torch.testing import assert_close
+
+from bench import gradients
+from bench.laboratory import draw
+from sage_inductor.ops.reference import quantize as of_inference
+from sage_inductor.ops.reference import training as reference
+from sage_inductor.ops.training.kernels import launch_quantize
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+SAGEBWD = torch.ops.sage.sagebwd
+BACKWARD = torch.ops.sage.sagebwd_backward
+INT8 = gradients.INT8
+# The laboratory's SageBwd by the kernels' blocks: 64 rows, and a row's 64 numbers of p forward.
+OF_64 = dataclasses.replace(
+    gradients.SAGE_BWD, q=INT8(64), p=INT8((1, 64)), do_of_dv=INT8(64), q_of_dk=INT8(64),
+    tile=(64, 64), o_of_delta=gradients.EXACT,
+)  # fmt: skip
+
+
+def inputs(B, H_q, H_kv, N_q, N_kv, D, dtype=torch.bfloat16, device="cpu"):
+    """q, k, v and dO, stored as [B, N, H, D], k with a bias in each channel."""
+    q, k, v = support.qkv(B, H_q, H_kv, N_q, N_kv, D, dtype, device)
+    return 2 * q, k, v, support.heads(B, H_q, N_q, D, dtype, device)
+
+
+def attend(q, k, v, grad, is_causal=False, scale=0.125, out_bnhd=True):
+    """out, and the gradients by autograd."""
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    out = SAGEBWD(q, k, v, is_causal, scale, out_bnhd)[0]
+    return out.detach(), *torch.autograd.grad(out, (q, k, v), grad)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("family", ["normal", "token_outliers", "sinks", "real_like"])
+@pytest.mark.parametrize("kind", gradients.OUTPUTS)
+def test_the_emulation_is_the_laboratorys(family, kind, is_causal):
+    """Written twice: there a number is rounded and scaled back, here codes are multiplied."""
+    q, k, v = (x.float() for x in draw(family, 0, 2, 200, 64))
+    grad = gradients.draw_do(kind, 0, 2, 200, 64).float()
+    k_mean = of_inference.smooth([k])[0][0]
+    of = reference.quantize(q), reference.quantize(k, k_mean), reference.quantize(v)
+    out, lse = reference.forward(*of, (200, 200, 64), 64**-0.5, is_causal)
+    found = reference.backward(*of[:2], v, grad, out, lse, 64**-0.5, is_causal)
+    expected = gradients.gradients(q, k, v, grad, OF_64, is_causal)
+    for x, y in zip((out, *found), expected, strict=True):
+        assert relative_l2(x, y) < 3e-3  # a code differs where a number is between two
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_gradients_are_near_exact_ones(is_causal):
+    q, k, v = draw("normal", 0, 2, 300, 64)
+    grad = gradients.draw_do("varied", 0, 2, 300, 64)
+    found = attend(q, k, v, grad, is_causal)
+    exactly = gradients.exact(q, k, v, grad, is_causal)
+    errors = [relative_l1(x, y) for x, y in zip(found, exactly, strict=True)]
+    assert errors[0] < 0.03 and all(0.01 < error < 0.16 for error in errors[1:]), errors
+
+
+@pytest.mark.parametrize("exponent", [-23, -5, 13])
+def test_scaling_the_cotangent_by_a_power_of_two_scales_gradients_exactly(exponent):
+    q, k, v, grad = inputs(1, 2, 1, 130, 200, 64)
+    here, there = (attend(q, k, v, x)[1:] for x in (grad, grad * 2.0**exponent))
+    for x, y in zip(here, there, strict=True):
+        assert_close(x * 2.0**exponent, y, rtol=0, atol=0)
+
+
+def test_rows_without_a_cotangent_get_no_gradient():
+    q, k, v, grad = inputs(1, 2, 2, 200, 150, 32)
+    grad[:, :, 64:190] = 0
+    _, dq, dk, dv = attend(q, k, v, grad)
+    assert not dq[:, :, 64:190].any() and dq[:, :, :64].any() and dk.any() and dv.any()
+    assert not any(x.any() for x in attend(q, k, v, 0 * grad)[1:])
+
+
+@pytest.mark.parametrize("N_q, N_kv", [(70, 300), (300, 70), (1, 1), (128, 128)])
+def test_causal_attention_sees_the_first_keys(N_q, N_kv):
+    q, k, v, grad = inputs(1, 2, 2, N_q, N_kv, 64)
+    out, dq, dk, dv = attend(q, k, v, grad, True)
+    expected = gradients.exact(q, k, v, grad, True)
+    assert relative_l1(out, support.exactly(q, k, v, True, 0.125)[0]) < 0.05
+    assert not dk[:, :, N_q:].any() and not dv[:, :, N_q:].any()
+    if N_q > 1:
+        for x, y in zip((dq, dk, dv), expected[1:], strict=True):
+            assert relative_l1(x, y) < 0.2
+    else:  # of one key p is 1, and dS what o was rounded by
+        assert_close(dv, grad, rtol=0.01, atol=0.02)
+        assert not dq.any() and dk.abs().max() < 0.5
+
+
+def test_a_constant_in_all_keys_changes_nothing():
+    """Of numbers that bf16 adds exactly."""
+    q, k, v, grad = inputs(1, 2, 2, 100, 128, 64)
+    k = k.clamp(-8, 8).mul(8).round().div(8)
+    here, there = attend(q, k, v, grad), attend(q, k + 4, v, grad)
+    assert_close(k + 4 - 4, k, rtol=0, atol=0)
+    for x, y in zip(here, there, strict=True):
+        assert relative_l2(x, y) < 2e-3
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_heads_of_q_that_share_a_head_of_k(is_causal):
+    q, k, v, grad = inputs(2, 6, 2, 130, 150, 64, torch.float32)
+    out, dq, dk, dv = attend(q, k, v, grad, is_causal)
+    repeated = [x.repeat_interleave(3, 1) for x in (k, v)]
+    expected = attend(q, *repeated, grad, is_causal)
+    of_groups = (x.unflatten(1, (2, 3)).sum(2) for x in expected[2:])
+    for x, y in zip((out, dq, dk, dv), (*expected[:2], *of_groups), strict=True):
+        assert_close(x, y, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("out_bnhd", [False, True])
+def test_opcheck(dtype, is_causal, out_bnhd):
+    q, k, v, grad = inputs(2, 4, 2, 70, 130, 48, dtype)
+    given = [x.requires_grad_() for x in (q, k, v)]
+    torch.library.opcheck(SAGEBWD.default, (*given, is_causal, 0.1, out_bnhd))
+    saved = SAGEBWD(*(x.detach() for x in given), is_causal, 0.1, out_bnhd)
+    found = BACKWARD(grad, v.detach(), *saved, is_causal, 0.1, out_bnhd)
+    utils = "test_schema", "test_faketensor"  # it has no gradient
+    args = (grad, v.detach(), *saved, is_causal, 0.1, out_bnhd)
+    torch.library.opcheck(BACKWARD.default, args, test_utils=utils)
+    for x, y in zip(found, (q, k, v), strict=True):
+        assert x.shape == y.shape and x.dtype == dtype
+        assert (x.transpose(1, 2) if out_bnhd else x).is_contiguous()
+
+
+@pytest.mark.parametrize("stride", ["expanded", "transposed", "step"])
+def test_cotangents_of_any_strides(stride):
+    q, k, v, _ = inputs(1, 2, 2, 90, 90, 64)
+    grad = {
+        "expanded": torch.ones((), dtype=q.dtype).expand(q.shape),  # what sum() gives
+        "transposed": torch.randn(1, 2, 64, 90).to(q.dtype).mT,
+        "step": torch.randn(1, 2, 90, 128).to(q.dtype)[..., ::2],
+    }[stride]
+    for x, y in zip(attend(q, k, v, grad), attend(q, k, v, grad.contiguous()), strict=True):
+        assert_close(x, y, rtol=0, atol=0)
+
+
+def test_nan_reaches_what_it_touches():
+    q, k, v, grad = inputs(1, 1, 1, 128, 128, 64)
+    q[:, :, 3] = math.nan
+    out, dq, dk, dv = attend(q, k, v, grad)
+    assert out[:, :, 3].isnan().all() and out[:, :, 64:].isfinite().all()
+    assert dq[:, :, 3].isnan().all() and dq[:, :, 64:].isfinite().all()
+    assert dk.isnan().any() and dv.isnan().any()
+
+
+def test_what_is_refused():
+    q, k, v, _ = inputs(1, 2, 2, 10, 10, 64)
+    with pytest.raises(ValueError, match="one number up to 128, got 64, 32"):
+        SAGEBWD(q, k, v[..., :32], False, 0.1, False)
+    wide = torch.randn(1, 2, 10, 160)
+    with pytest.raises(ValueError, match="up to 128, got 160"):
+        SAGEBWD(wide, wide, wide, False, 0.1, False)
+    with pytest.raises(ValueError, match="q's batch and head_dim"):
+        SAGEBWD(q, k[..., :32], v, False, 0.1, False)
+    with pytest.raises(TypeError, match="dtype must be one of"):
+        SAGEBWD(q.double(), k.double(), v.double(), False, 0.1, False)
+    q = q.requires_grad_()
+    (dq,) = torch.autograd.grad(SAGEBWD(q, k, v, False, 0.1, False)[0].sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no gradient of the gradient"):
+        dq.sum().backward()
+
+
+def test_only_the_output_has_a_gradient():
+    q, k, v, _ = inputs(1, 2, 2, 10, 10, 64)
+    out, *others = SAGEBWD(q.requires_grad_(), k, v, False, 0.1, False)
+    assert out.requires_grad and not any(x.requires_grad for x in others)
+
+
+def test_under_autocast_the_op_computes_in_its_dtype():
+    q, k, v, grad = inputs(1, 2, 2, 70, 70, 64, torch.float32)
+    given = [x.requires_grad_() for x in (q, k, v)]
+    with torch.autocast("cpu", torch.bfloat16):
+        out = SAGEBWD(*given, False, 0.125, True)[0]
+    assert out.dtype == torch.bfloat16
+    found = torch.autograd.grad(out, given, grad.bfloat16())
+    rounded = [x.detach().bfloat16() for x in given]
+    expected = attend(*rounded, grad.bfloat16())
+    for x, y in zip(found, expected[1:], strict=True):
+        assert x.dtype == torch.float32
+        assert_close(x, y.float(), rtol=0, atol=0)
+
+
+# -- the kernels ----
+
+SHAPES = [  # B, H_q, H_kv, N_q, N_kv, D
+    (2, 4, 2, 150, 130, 64),
+    (1, 6, 2, 1000, 777, 128),
+    (2, 2, 1, 300, 1100, 72),
+    (1, 1, 1, 1, 1, 32),
+    (1, 2, 2, 130, 70, 128),
+    (1, 4, 4, 2048, 2048, 128),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("scale", [0.1, -0.2])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_kernels_are_their_emulation(shape, is_causal, scale, dtype):
+    q, k, v, grad = inputs(*shape, dtype, "cuda")
+    k_mean = of_inference.smooth([k])[0][0]
+    saved = SAGEBWD(q, k, v, is_causal, scale, True)
+    of = reference.quantize(q), reference.quantize(k, k_mean), reference.quantize(v)
+    for x, y in zip((*saved[2:], *launch_quantize(v)[:2]), (*of[0], *of[1], *of[2]), strict=True):
+        differ = (x != y).float().mean()  # k's mean is added up in another order
+        assert x.shape == y.shape and differ < 1e-3 and (x.float() - y.float()).abs().max() <= 1
+    of = reference.Quantized(*saved[2:4]), reference.Quantized(*saved[4:]), of[2]
+    out, lse = reference.forward(*of, (shape[3], shape[4], shape[5]), scale, is_causal)
+    found = BACKWARD(grad, v, *saved, is_causal, scale, True)
+    rounded = [x.bfloat16() if dtype == torch.float32 else x for x in (v, grad)]
+    expected = reference.backward(*of[:2], *rounded, *saved[:2], scale, is_causal)
+    assert_close(saved[1], lse, rtol=1e-5, atol=1e-4)
+    for x, y in zip((saved[0], *found), (out, *expected), strict=True):
+        if y.norm() == 0:
+            assert not x.any()
+        else:  # rounded to the output's dtype, and codes that lie between two
+            assert relative_l2(x, y) < {torch.float16: 1e-3}.get(dtype, 3e-3)
+    again = BACKWARD(grad, v, *saved, is_causal, scale, True)
+    assert all(torch.equal(x, y) for x, y in zip(found, again, strict=True))
+
+
+@pytest.mark.gpu
+def test_cotangents_of_any_strides_on_a_gpu():
+    q, k, v, _ = inputs(1, 2, 2, 90, 90, 64, device="cuda")
+    for grad in (
+        torch.ones((), dtype=q.dtype, device="cuda").expand(q.shape),
+        torch.randn(1, 2, 64, 90, device="cuda").to(q.dtype).mT,
+        torch.randn(1, 2, 90, 128, device="cuda").to(q.dtype)[..., ::2],
+    ):
+        for x, y in zip(attend(q, k, v, grad), attend(q, k, v, grad.contiguous()), strict=True):
+            assert_close(x, y, rtol=0, atol=0)
