@@ -36,8 +36,13 @@ def replace(call: Call, decision: Decision, portable: bool) -> None:
     q, k, v, attn_mask = call.q, call.k, call.v, call.attn_mask
     scale = float(call.scale if call.scale is not None else value_of(q).shape[3] ** -0.5)
     if recipe is None:
-        new = emit(torch.ops.sage.sagebwd.default, q, k, v, is_causal(call), scale, order != BHND)
-        return _finish(call, emit(operator.getitem, new, 0), order, gap)
+        args = (q, k, v, is_causal(call), scale, order != BHND)
+        # What autograd saved here would be counted by a checkpoint around the compiled model.
+        with torch.no_grad():
+            new = emit(torch.ops.sage.sagebwd.default, *args)
+            first = emit(operator.getitem, new, 0)
+        first.meta[emit.key].requires_grad_(out.requires_grad)
+        return _finish(call, first, order, gap)
     blocks = call.blocks
     if decision.selection is not None:
         select, fields = torch.ops.sage.select_blocks.default, (*decision.selection, *BLOCK_SIZE)

@@ -108,7 +108,7 @@ def _trained(
         return Decision(None, FP32)
     capability = None if q.device.type == "cpu" else tiles.capability(q.device)
     reason = LISTS_IN_TRAINING if selection else why_not_trained(call, capability)
-    return Decision(None if reason else training, reason or "trained by it, as asked")
+    return Decision(None if reason else training, reason or "asked for")
 
 
 ON_CPU = "on CPU attention stays as it was (sage.emulate=True studies the accuracy)"

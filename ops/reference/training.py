@@ -28,7 +28,7 @@ def quantize(x: Tensor, mean: Tensor | None = None) -> Quantized:
     x = pad(x.float() if mean is None else x.float() - mean[:, :, None])
     blocks = x.unflatten(2, (-1, BLOCK))
     codes, scale = _to_codes(blocks, (3, 4))
-    return Quantized(codes.flatten(2, 3).to(torch.int8), scale.flatten(2))
+    return Quantized(codes.flatten(2, 3).to(torch.int8).contiguous(), scale.flatten(2).contiguous())
 
 
 def _to_codes(x: Tensor, shared: tuple[int, ...]) -> tuple[Tensor, Tensor]:

@@ -585,6 +585,42 @@ def test_training_stays_sdpa_unless_forced(monkeypatch):
     assert decide(shape, (9, 0), monkeypatch, requires_grad=True, force=True).rewritten
 
 
+TRAINED = (2, 8, 8, 4096, 128)
+
+
+@pytest.mark.parametrize(
+    "given, capability, reason",
+    [
+        ({}, (9, 0), None),
+        ({"kind": "causal"}, (8, 0), None),
+        ({"N_kv": 100, "kind": "causal"}, (12, 0), None),
+        ({"kind": "keys"}, (9, 0), "without a mask but the causal one, got bool"),
+        ({"kind": "window"}, (9, 0), "got window(1023, 0)"),
+        ({"kind": "window", "band": Band(None, 0, True)}, (9, 0), None),
+        ({"kind": "window", "band": Band(None, 0, True), "N_kv": 9}, (9, 0), "got causal, bottom"),
+        ({"kind": "window", "band": Band(None, 2)}, (9, 0), "got causal + 2"),
+        ({"D_v": 64}, (9, 0), "one of q, k and v, got 128 and 64"),
+        (
+            {"shape": (2, 8, 8, 4096, 160)},
+            (9, 0),
+            "head_dims up to 128, one of q, k and v, got 160",
+        ),
+        ({}, (7, 5), "from compute capability 8.0 on, got 7.5"),
+    ],
+    ids=str,
+)
+def test_which_calls_are_trained_by_sagebwd(given, capability, reason, monkeypatch):
+    given = dict(given)
+    shape = given.pop("shape", TRAINED)
+    site = decide(shape, capability, monkeypatch, requires_grad=True, training="sagebwd", **given)
+    if reason is None:
+        assert site.recipe == "sagebwd" and site.reason == "asked for"
+    else:
+        assert not site.rewritten and reason in site.reason
+    if not given and shape == TRAINED and capability == (9, 0):
+        assert decide(shape, capability, monkeypatch, training="sagebwd").recipe != "sagebwd"
+
+
 # -- where a clock decides instead of the table ----
 
 

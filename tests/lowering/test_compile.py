@@ -151,16 +151,6 @@ def executions(monkeypatch):
     return counted
 
 
-@pytest.fixture
-def gloo(tmp_path):
-    import torch.distributed as dist
-
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield dist
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("layers, below", [(1, 0.6), (2, 0.985), (3, 0.985), (6, 0.985)])
 def test_the_models_of_this_file_depend_on_attention(layers, below):
     """The next layer's average hides most of what a layer does: `follows` must see the rest."""

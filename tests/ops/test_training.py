@@ -121,8 +121,10 @@ def test_heads_of_q_that_share_a_head_of_k(is_causal):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("out_bnhd", [False, True])
-def test_opcheck(dtype, is_causal, out_bnhd):
-    q, k, v, grad = inputs(2, 4, 2, 70, 130, 48, dtype)
+@pytest.mark.parametrize("lengths, D", [((70, 130), 48), ((128, 256), 64)], ids=str)
+def test_opcheck(dtype, is_causal, out_bnhd, lengths, D):
+    """Of lengths that are padded, and that are not: strides too."""
+    q, k, v, grad = inputs(2, 4, 2, *lengths, D, dtype)
     given = [x.requires_grad_() for x in (q, k, v)]
     torch.library.opcheck(SAGEBWD.default, (*given, is_causal, 0.1, out_bnhd))
     saved = SAGEBWD(*(x.detach() for x in given), is_causal, 0.1, out_bnhd)

@@ -1,0 +1,311 @@
+"""sage.training under torch.compile, on CPU with the emulation, and (gpu) with the kernels."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import relative_l1
+from torch._dynamo.utils import counters
+from torch.testing import assert_close
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+import sage_inductor
+from sage_inductor import config
+from sage_inductor.policy import Policy, Rule
+
+ASKED = {"sage.training": "sagebwd", "sage.emulate": True}
+SAGEBWD = torch.ops.sage.sagebwd.default
+
+
+class Attention(torch.nn.Module):
+    def __init__(self, dim=128, heads=2, is_causal=True):
+        super().__init__()
+        self.qkv = torch.nn.Linear(dim, 3 * dim)
+        self.out = torch.nn.Linear(dim, dim)
+        self.heads, self.is_causal = heads, is_causal
+        with torch.no_grad():
+            self.qkv.weight.mul_(2.0)
+
+    def forward(self, x):
+        B, N, C = x.shape
+        q, k, v = self.qkv(x).view(B, N, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal)
+        return x + self.out(o.transpose(1, 2).reshape(B, N, C))
+
+
+class ByOp(Attention):
+    """The same, the op called by itself."""
+
+    def forward(self, x):
+        B, N, C = x.shape
+        q, k, v = self.qkv(x).view(B, N, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        o = torch.ops.sage.sagebwd(q, k, v, self.is_causal, q.shape[3] ** -0.5, True)[0]
+        return x + self.out(o.transpose(1, 2).reshape(B, N, C))
+
+
+def pair(layers=1, dim=128):
+    """(the model with SDPA, with the op)."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(Attention(dim) for _ in range(layers)))
+    by_op = torch.nn.Sequential(*(ByOp(dim) for _ in range(layers)))
+    by_op.load_state_dict(model.state_dict())
+    return model, by_op
+
+
+def gradients(f, x, cotangent, parameters):
+    return torch.autograd.grad(f(x), [x, *parameters], cotangent)
+
+
+def same(actual, expected):
+    return all(relative_l1(x, y) < 1e-3 for x, y in zip(actual, expected, strict=True))
+
+
+def inputs(N=90, dim=128):
+    return torch.randn(2, N, dim, requires_grad=True), torch.randn(2, N, dim)
+
+
+def rewritten():
+    return [site.recipe for site in sage_inductor.report().rewritten]
+
+
+def test_a_compiled_model_trains_by_the_op_at_any_length_in_two_graphs():
+    model, by_op = pair(2)
+    compiled = torch.compile(model, backend="sage", options=ASKED, fullgraph=True)
+    for N in (90, 64, 17, 2, 200):
+        x, cotangent = inputs(N)
+        found = gradients(compiled, x, cotangent, model.parameters())
+        expected = gradients(by_op, x, cotangent, by_op.parameters())
+        assert same(found, expected)
+        exact = gradients(model, x, cotangent, model.parameters())
+        assert 1e-4 < relative_l1(found[0], exact[0]) < 0.1
+    graphs = {graph for graph, _ in sage_inductor.report()._sites}
+    assert len(graphs) == 2 and set(rewritten()) == {"sagebwd"}
+
+
+def test_inference_keeps_its_recipe():
+    model, _ = pair()
+    compiled = torch.compile(model, backend="sage", options=ASKED, fullgraph=True)
+    with torch.no_grad():
+        compiled(inputs()[0])
+    assert rewritten() == ["sage2-8b"]
+
+
+def test_off_is_the_default_and_leaves_what_was():
+    assert config.training == "off"
+    model, _ = pair()
+    torch.compile(model, backend="sage", options={"sage.emulate": True})(inputs()[0])
+    assert rewritten() == ["sage2-8b"]  # whose backward is exact attention's
+    torch._dynamo.reset()
+    torch.compile(model, backend="sage", options={"sage.training": "sagebwd"})(inputs()[0])
+    (site,) = sage_inductor.report().refused
+    assert "on CPU attention stays as it was" in site.reason
+
+
+def test_the_setting_and_the_eager_call():
+    q = torch.randn(1, 2, 70, 64, requires_grad=True)
+    with config.patch(training="sagebwd", emulate=True):
+        out = sage_inductor.attention(q, q, q, is_causal=True)
+    (found,) = torch.autograd.grad(out.sum(), q)
+    by_op = torch.ops.sage.sagebwd(q, q, q, True, 0.125, False)[0]
+    (expected,) = torch.autograd.grad(by_op.sum(), q)
+    assert_close(found, expected, rtol=0, atol=0)
+    with pytest.raises(ValueError, match="training must be one of .'off', 'sagebwd'.*got 'g'"):
+        config.training = "g"
+
+
+def test_a_policy_says_which_calls_train_how():
+    model, _ = pair(3)
+    rules = [
+        {"module": "0", "recipe": "auto", "training": "off"},
+        {"module": "1", "recipe": "off"},
+        {"recipe": "auto"},
+    ]
+    given = ASKED | {"sage.policy": rules}
+    torch.compile(model, backend="sage", options=given, fullgraph=True)(inputs()[0])
+    found = {site.module: site.recipe for site in sage_inductor.report()}
+    assert found == {"0": "sage2-8b", "1": None, "2": "sagebwd"}
+    assert Policy([Rule("auto", training="sagebwd")]).text().count('"training": "sagebwd"') == 1
+    with pytest.raises(ValueError, match="rule 1: training must be one of"):
+        Policy([Rule("auto", training="fp8")])
+    torch._dynamo.reset()
+    given = {"sage.emulate": True, "sage.policy": [{"recipe": "auto", "training": "sagebwd"}]}
+    torch.compile(model, backend="sage", options=given, fullgraph=True)(inputs()[0])
+    assert rewritten() == ["sagebwd"] * 3
+
+
+def test_recipe_off_is_off_in_training_too():
+    model, _ = pair()
+    given = ASKED | {"sage.recipe": "off", "sage.policy": [{"module": "other", "recipe": "auto"}]}
+    torch.compile(model, backend="sage", options=given)(inputs()[0])
+    (site,) = sage_inductor.report().refused
+    assert site.reason == "the recipe is 'off'"
+
+
+def test_fp32_is_trained_where_it_is_forced():
+    model, _ = pair()
+    x, _ = inputs()
+    given = {"sage.training": "sagebwd"}
+    torch.compile(model, backend="sage", options=given | {"sage.force": True})(x)
+    (site,) = sage_inductor.report().refused
+    assert "on CPU" in site.reason  # force brings no kernel
+
+
+def test_autocast_and_a_grad_scaler():
+    model, _ = pair()
+    x, cotangent = inputs()
+    compiled = torch.compile(model, backend="sage", options=ASKED, fullgraph=True)
+
+    def found(factor):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = compiled(x)
+        return torch.autograd.grad(out, [x], factor * cotangent)[0]
+
+    assert_close(found(2.0**12), found(1.0) * 2.0**12, rtol=0.02, atol=1.0)
+    assert {site.dtype for site in sage_inductor.report().rewritten} == {"bfloat16"}
+    assert rewritten() == ["sagebwd"]
+
+
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_checkpointing(where):
+    model, by_op = pair(2)
+    x, cotangent = inputs()
+    expected = gradients(by_op, x, cotangent, by_op.parameters())
+    if where == "inside":
+        f = torch.compile(
+            lambda x: checkpoint(model, x, use_reentrant=False), backend="sage", options=ASKED,
+            fullgraph=True,
+        )  # fmt: skip
+    else:
+        compiled = torch.compile(model, backend="sage", options=ASKED, fullgraph=True)
+        f = lambda x: checkpoint(compiled, x, use_reentrant=False)  # noqa: E731
+    assert same(gradients(f, x, cotangent, model.parameters()), expected)
+
+
+def calls_of(monkeypatch):
+    """How often the op runs."""
+    from sage_inductor.ops.reference import training
+
+    seen, forward = [], training.forward
+
+    def count(*args):
+        seen.append(args)
+        return forward(*args)
+
+    monkeypatch.setattr(training, "forward", count)
+    return seen
+
+
+def saves_the_op(ctx, op, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE if op == SAGEBWD else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def test_a_selective_policy_saves_what_the_op_returns(monkeypatch):
+    model, by_op = pair()
+    x, cotangent = inputs()
+
+    context = functools.partial(create_selective_checkpoint_contexts, saves_the_op)
+
+    def f(x):
+        return checkpoint(model, x, use_reentrant=False, context_fn=context)
+
+    seen = calls_of(monkeypatch)
+    compiled = torch.compile(f, backend="sage", options=ASKED, fullgraph=True)
+    found = gradients(compiled, x, cotangent, model.parameters())
+    assert len(seen) == 1
+    assert same(found, gradients(by_op, x, cotangent, by_op.parameters()))
+
+
+@pytest.mark.parametrize("budget, times", [(1.0, 1), (0.1, 2)])
+def test_the_activation_memory_budget(budget, times, monkeypatch):
+    model, by_op = pair()
+    x, cotangent = inputs()
+    seen = calls_of(monkeypatch)
+    with torch._functorch.config.patch(activation_memory_budget=budget):
+        compiled = torch.compile(model, backend="sage", options=ASKED, fullgraph=True)
+        found = gradients(compiled, x, cotangent, model.parameters())
+    assert len(seen) == times
+    assert same(found, gradients(by_op, x, cotangent, by_op.parameters()))
+
+
+def test_what_is_saved_is_in_8_bits():
+    """Of q and k their codes alone; of SDPA both, in 16 bits."""
+    model, _ = pair()
+    model, x = model.bfloat16(), torch.randn(2, 128, 128, dtype=torch.bfloat16, requires_grad=True)
+    saved = {}
+    for name, options in (("sagebwd", ASKED), ("sdpa", {"sage.recipe": "off"})):
+        torch._dynamo.reset()
+        kept = saved[name] = []
+        compiled = torch.compile(model, backend="sage", options=options, fullgraph=True)
+        compiled(x)
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, kept=kept: (kept.append(t.detach().clone()), t)[1], lambda t: t
+        ):
+            compiled(x)
+    codes = [t for t in saved["sagebwd"] if t.dtype == torch.int8]
+    assert sorted(t.shape for t in codes) == [(2, 2, 128, 64)] * 2
+    heads = {"sagebwd": 0, "sdpa": 0}
+    for name, kept in saved.items():
+        heads[name] = sum(t.numel() for t in kept if t.dtype == torch.bfloat16 and t.dim() == 4)
+    assert heads["sagebwd"] < heads["sdpa"]
+
+
+def test_gradients_accumulate_and_repeat_bit_for_bit():
+    model, _ = pair()
+    compiled = torch.compile(model, backend="sage", options=ASKED, fullgraph=True)
+    x, cotangent = inputs()
+    once = gradients(compiled, x, cotangent, model.parameters())
+    for _ in range(2):
+        compiled(x).backward(cotangent)
+    for parameter, gradient in zip((x, *model.parameters()), once, strict=True):
+        assert_close(parameter.grad, 2 * gradient, rtol=0, atol=0)
+
+
+def test_fsdp2_with_compiled_blocks(gloo):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model, by_op = pair(2)
+    x, cotangent = inputs()
+    expected = gradients(by_op, x, cotangent, by_op.parameters())
+    mesh = init_device_mesh("cpu", (1,))
+    for block in model:
+        block.compile(backend="sage", options=ASKED)
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model(x).backward(cotangent)
+    found = [x.grad, *(p.grad.full_tensor() for p in model.parameters())]
+    assert same(found, expected) and set(rewritten()) == {"sagebwd"}
+
+
+def test_compiled_autograd():
+    model, by_op = pair()
+    x, cotangent = inputs()
+    compiled = torch.compile(model, backend="sage", options=ASKED, dynamic=False)
+    captures = counters["compiled_autograd"]["captures"]
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager", dynamic=False)):
+        compiled(x).backward(cotangent)
+    assert counters["compiled_autograd"]["captures"] > captures
+    found = [x.grad, *(p.grad for p in model.parameters())]
+    assert same(found, gradients(by_op, x, cotangent, by_op.parameters()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_a_model_trains_on_a_gpu(mode):
+    model, by_op = (each.to("cuda", torch.bfloat16) for each in pair(2))
+    given = {"sage.training": "sagebwd"} | ({"sage.mode": mode} if mode else {})
+    compiled = torch.compile(model, backend="sage", options=given, fullgraph=True)
+    for _ in range(4):
+        x = torch.randn(2, 300, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        cotangent = torch.randn_like(x)
+        model.zero_grad()
+        compiled(x).backward(cotangent)
+        found = [x.grad, *(p.grad for p in model.parameters())]
+        expected = gradients(by_op, x, cotangent, by_op.parameters())
+        assert all(relative_l1(a, b) < 0.02 for a, b in zip(found, expected, strict=True))
+    assert rewritten() == ["sagebwd"] * 2
