@@ -2,6 +2,7 @@
 
 from sage_inductor.ops import compat  # noqa: F401  (first: it says what is missing)
 from sage_inductor.ops.attention.select import attention, attention_opaque
+from sage_inductor.ops.gather import gather_sdpa
 from sage_inductor.ops.lse import exact_lse
 from sage_inductor.ops.quantize.op import (
     quantize_k,
@@ -18,6 +19,7 @@ __all__ = [
     "attention",
     "attention_opaque",
     "exact_lse",
+    "gather_sdpa",
     "prepare_kv",
     "quantize_k",
     "quantize_kv",

@@ -402,6 +402,13 @@ def _autocast(op: str, device_type: str):
 
 
 _library = torch.library.Library("sage", "FRAGMENT")
+
+
+def autocasts(op: str) -> None:
+    """Give the op ``sage::{op}`` SDPA's autocast rule."""
+    _library.impl(op, _autocast(op, "cuda"), "AutocastCUDA")
+    _library.impl(op, _autocast(op, "cpu"), "AutocastCPU")
+
+
 for _op in ("sdpa", "prepare"):
-    _library.impl(_op, _autocast(_op, "cuda"), "AutocastCUDA")
-    _library.impl(_op, _autocast(_op, "cpu"), "AutocastCPU")
+    autocasts(_op)
