@@ -18,9 +18,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
 from support import exactly, qkv, relative_l1, sdpa
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.testing import assert_close
 
+import sage_inductor
 from sage_inductor import SageOptionError, gather_attention
 from sage_inductor.ops import gather
 from sage_inductor.ops.formats import K_BLOCK, MAX_ROWS
@@ -79,11 +89,11 @@ def serve(count: str, store: str, rank: str) -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)  # conftest.poisoned
     torch.utils.deterministic.fill_uninitialized_memory = True
+    store, timeout = f"file://{store}", timedelta(seconds=TIMEOUT)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(count),
-        timeout=timedelta(seconds=TIMEOUT),
-    )  # fmt: skip
-    groups = [dist.new_group(range(P)) for P in range(1, int(count) + 1)]
+        "gloo", init_method=store, rank=int(rank), world_size=int(count), timeout=timeout
+    )
+    groups = [dist.new_group(range(P), timeout=timeout) for P in range(1, int(count) + 1)]
     while True:
         name, P, args, given = receive(sys.stdin.buffer)
         try:
@@ -227,9 +237,8 @@ def test_strides_of_a_projection_are_taken_as_they_are(ranks):
 def test_an_outlier_of_v_on_one_rank_alone_is_decided_together(ranks, rank, sign):
     lengths = 70, 90, 64, 33
     q, k, v = inputs(lengths)
-    rows = gather.sample_rows(sum(lengths)).tolist()
-    first = sum(lengths[:rank])
-    row = next(n for n in range(first, first + lengths[rank]) if n not in rows)
+    row = unsampled(sum(lengths), sum(lengths[:rank]))
+    assert row < sum(lengths[: rank + 1])
     v[1, 1, row, 5] = sign * 1000
     of_ranks = sharded(lengths, q, k, v)
     one = torch.ops.sage.prepare(k, v, None, NAMED[RECIPE].encode(), False)
@@ -238,12 +247,26 @@ def test_an_outlier_of_v_on_one_rank_alone_is_decided_together(ranks, rank, sign
         check_prepared(found, one, sum(lengths))
 
 
+def unsampled(N: int, first: int) -> int:
+    """The next row that the sample does not have."""
+    rows = gather.sample_rows(N).tolist()
+    return next(n for n in range(first, N) if n not in rows)
+
+
 def test_a_nan_in_v_is_seen_by_every_rank(ranks):
     q, k, v = inputs((64, 64))
     v[0, 0, 100, 7] = math.nan
     for out, lse in ranks(attend, *sharded((64, 64), q, k, v)):
         assert out[0, :2, :, 7].isnan().all() and lse.isfinite().all()
         assert out.isnan().sum() == out[0, :2, :, 7].numel()
+
+
+def test_a_nan_does_not_hide_an_outlier_of_its_channel(ranks):
+    """Saturated, the outlier would be a wrong number to causal queries that do not see the NaN."""
+    q, k, v = inputs((200, 200))
+    v[0, 0, unsampled(400, 0), 7], v[0, 0, 399, 7] = 1000, math.nan
+    for found in ranks(prepared, *sharded((200, 200), q, k, v)):
+        assert found[4][0, 0, 7].isnan() and found[4].isnan().sum() == 1
 
 
 @pytest.mark.parametrize("lengths", [(64, 128), (70, 1, 50, 33)])
@@ -343,6 +366,64 @@ def test_the_op_is_what_it_says_to_torch(ranks):
     q, k, v = inputs((40,), D_v=24)
     (found,) = ranks(checked, (q, k, v))
     assert set(found.values()) == {"SUCCESS"}, found
+
+
+# -- models whose attention is local: the backend finds it ----
+
+
+class Attention(nn.Module):
+    """Its heads may be spread over ranks, by its weights or between two all-to-alls."""
+
+    def __init__(self, dim: int, head_dim: int, group=None):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
+        self.head_dim, self.group = head_dim, group
+
+    def forward(self, x):
+        q, k, v = (f(x).unflatten(2, (-1, self.head_dim)) for f in (self.q, self.k, self.v))
+        if self.group is not None:  # Ulysses: all rows of some heads, [B, N, H / P, D]
+            q, k, v = (exchanged(each, 2, 1, self.group) for each in (q, k, v))
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        if self.group is not None:
+            out = exchanged(out, 1, 2, self.group)
+        return self.o(out.flatten(2))
+
+
+def exchanged(x, scattered: int, gathered: int, group):
+    """x, of which each rank gets a part of one dimension and all of another."""
+    parts = torch.stack(x.chunk(group.size(), scattered)).contiguous()
+    parts = funcol.wait_tensor(funcol.all_to_all_single(parts, None, None, group))
+    return torch.cat(parts.unbind(0), gathered)
+
+
+@torch.no_grad()
+def run_model(group, how: str, weights: dict, x):
+    """What a compiled model computes of its rows of x, or of x by its heads, and the report."""
+    model = Attention(x.shape[2], 32, group if how == "Ulysses" else None)
+    model.load_state_dict(weights)
+    if how == "tensor parallel":
+        plan = dict.fromkeys("qkv", ColwiseParallel()) | {"o": RowwiseParallel()}
+        model = parallelize_module(model, DeviceMesh.from_group(group, "cpu"), plan)
+    else:
+        x = x.chunk(group.size(), 1)[group.rank()]
+    torch._dynamo.reset()
+    options = {"sage.emulate": True, "sage.recipe": RECIPE}
+    out = torch.compile(model, backend="sage", options=options, fullgraph=True)(x)
+    return out, sage_inductor.report().verdict
+
+
+@pytest.mark.parametrize("how", ["tensor parallel", "Ulysses"])
+@torch.no_grad()
+def test_local_attention_of_a_parallel_model_is_rewritten(ranks, how):
+    model, x = Attention(128, 32), torch.randn(2, 96, 128)
+    with sage_inductor.config.patch(emulate=True, recipe=RECIPE):
+        expected = torch.compile(model, backend="sage")(x)
+    found = ranks(run_model, *[(how, model.state_dict(), x)] * 2)
+    for (out, verdict), rows in zip(found, expected.chunk(2, 1)):
+        assert verdict == f"1 of 1 attention calls use {RECIPE}"
+        assert_close(out, expected if how == "tensor parallel" else rows, atol=1e-5, rtol=0)
+    assert 1e-5 < relative_l1(expected, model(x)) < 0.1
 
 
 # -- what is sent ----
