@@ -1,5 +1,7 @@
 """What a sage op means, and its kernels. Importing this package registers ``torch.ops.sage``."""
 
+import torch
+
 from sage_inductor.ops import compat  # noqa: F401  (first: it says what is missing)
 from sage_inductor.ops.attention.select import attention, attention_opaque
 from sage_inductor.ops.gather import gather_sdpa
@@ -14,6 +16,9 @@ from sage_inductor.ops.quantize.op import (
 )
 from sage_inductor.ops.sdpa import prepare_kv, sdpa
 from sage_inductor.ops.selector import select_blocks
+
+if torch.distributed.is_available():
+    from sage_inductor.ops import sharding  # noqa: F401  (registers)
 
 __all__ = [
     "attention",

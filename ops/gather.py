@@ -245,8 +245,8 @@ def _with_rows(x: Tensor, count: int) -> Tensor:
 
 
 def _all_gather(xs: list[Tensor], group) -> list[Tensor]:
-    """Every rank's x, [P, *x.shape], for each x, in one collective of bytes. Shapes are equal on all
-    ranks."""
+    """Every rank's x, [P, *x.shape], for each x, in one collective of bytes. Its shape is equal
+    on all ranks."""
     parts = [x.contiguous().view(-1).view(torch.uint8) for x in xs]
     parts = [F.pad(part, (0, -part.numel() % ALIGN)) for part in parts]
     mine = torch.cat(parts)

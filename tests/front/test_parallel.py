@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
-from support import exactly, qkv, relative_l1, sdpa
+from support import block_lists, exactly, qkv, relative_l1, sdpa
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -35,6 +36,7 @@ from sage_inductor import SageOptionError, gather_attention
 from sage_inductor.ops import gather
 from sage_inductor.ops.formats import K_BLOCK, MAX_ROWS
 from sage_inductor.ops.gather import Shards
+from sage_inductor.ops.launch import OPAQUE
 from sage_inductor.ops.recipe import NAMED
 
 RECIPE = "sage2-8b-per-token"
@@ -216,11 +218,11 @@ def test_heads_dimensions_dtypes_and_recipes(ranks, given):
 
 
 def test_queries_need_not_be_as_many_as_keys(ranks):
-    q, k, v = inputs((40, 90))
+    q, k, v = inputs((40, 90), D=32)
     queries = q[:, :, :3], q[:, :, 3:9]
     of_ranks = [(q_r, *of_kv) for q_r, of_kv in zip(queries, sharded((40, 90), k, v))]
     for (q_r, _, _), (out, _) in zip(of_ranks, ranks(attend, *of_ranks)):
-        assert torch.equal(out, sdpa(q_r, k, v, recipe=RECIPE)[0])
+        assert torch.equal(out, sdpa(q_r, k, v, scale=32**-0.5, recipe=RECIPE)[0])
 
 
 def test_strides_of_a_projection_are_taken_as_they_are(ranks):
@@ -366,6 +368,7 @@ def test_the_op_is_what_it_says_to_torch(ranks):
     q, k, v = inputs((40,), D_v=24)
     (found,) = ranks(checked, (q, k, v))
     assert set(found.values()) == {"SUCCESS"}, found
+    assert torch.ops.sage.gather_sdpa.default in OPAQUE  # no package may hold it
 
 
 # -- models whose attention is local: the backend finds it ----
@@ -424,6 +427,83 @@ def test_local_attention_of_a_parallel_model_is_rewritten(ranks, how):
         assert verdict == f"1 of 1 attention calls use {RECIPE}"
         assert_close(out, expected if how == "tensor parallel" else rows, atol=1e-5, rtol=0)
     assert 1e-5 < relative_l1(expected, model(x)) < 0.1
+
+
+# -- DTensors ----
+
+
+ALL = Replicate()
+
+
+@torch.no_grad()
+def on_dtensors(group, placements: dict, tensors: dict, given: dict):
+    """sage::sdpa of DTensors, replicated where no placement is given: out and lse as a whole, and
+    where out is."""
+    mesh = DeviceMesh.from_group(group, "cpu")
+
+    def distributed(x, name):
+        if isinstance(x, list):
+            return [distributed(each, name) for each in x]
+        placement = placements.get(name, ALL)
+        if placement != ALL:  # not distribute_tensor: gloo does not scatter FP8
+            x = x.chunk(group.size(), placement.dim)[group.rank()]
+        return DTensor.from_local(x, mesh, [placement])
+
+    shard = {name: distributed(x, name) for name, x in tensors.items()}
+    out, lse = sdpa(**shard, **given, recipe=RECIPE)
+    return out.full_tensor(), lse.full_tensor(), str(out.placements[0])
+
+
+SHARDED = {
+    "replicated": ((ALL, ALL), {}, "R"),
+    "batch": ((Shard(0), Shard(0)), {}, "S(0)"),
+    "heads": ((Shard(1), Shard(1)), {}, "S(1)"),
+    "heads, one of k": ((Shard(1), ALL), {"H_kv": 1}, None),
+    "queries": ((Shard(2), ALL), {}, "S(2)"),
+    "queries and keys": ((Shard(2), Shard(2)), {}, "S(2)"),
+    "queries and keys, causal": ((Shard(2), Shard(2)), {"right": 0}, None),
+}
+
+
+@pytest.mark.parametrize("case", SHARDED)
+@pytest.mark.parametrize(
+    "mask", [None, (2, 1, 1, 64), (64, 64), (4, 1, 64), (1, 4, 64, 1)], ids=str
+)
+def test_sdpa_of_dtensors_is_that_of_whole_tensors(ranks, case, mask):
+    (of_q, of_kv), given, placed = SHARDED[case]
+    q, k, v = inputs((64,), H_kv=given.get("H_kv", 2))
+    tensors, given = dict(q=q, k=k, v=v), {"right": given.get("right")}
+    if mask is not None:
+        tensors["attn_mask"] = torch.rand(mask) > 0.3
+    check_on_dtensors(ranks, {"q": of_q, "k": of_kv, "v": of_kv}, tensors, given, placed)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_what_is_prepared_is_sharded_as_k(ranks, dim):
+    q, k, v = inputs((64,))
+    prepared = torch.ops.sage.prepare(k, v, None, NAMED[RECIPE].encode(), False)
+    tensors = dict(q=q, k=k, v=v, prepared=prepared)
+    check_on_dtensors(ranks, dict.fromkeys(tensors, Shard(dim)), tensors, {}, f"S({dim})")
+
+
+@pytest.mark.parametrize("of_q, placed", [(Shard(0), "S(0)"), (Shard(1), "S(1)"), (Shard(2), None)])
+@pytest.mark.parametrize("B, H, full", [(2, 4, False), (1, 4, True), (2, 1, True)])
+def test_block_lists_are_sharded_by_what_they_tell_apart(ranks, of_q, placed, B, H, full):
+    q, k, v = inputs((256,))
+    lists = block_lists(B, H, 256, 256, 64, 64, 0.5, full, unread=3)._asdict()
+    sizes = {name: lists.pop(name) for name in ("block_q", "block_kv")}
+    tensors = dict(q=q, k=k, v=v, **{name: x for name, x in lists.items() if x is not None})
+    check_on_dtensors(ranks, dict.fromkeys("qkv", of_q), tensors, sizes, placed)
+
+
+def check_on_dtensors(ranks, placements: dict, tensors: dict, given: dict, placed) -> None:
+    """placed: where out is; None: it does not matter."""
+    expected = sdpa(**tensors, **given, recipe=RECIPE)
+    for found in ranks(on_dtensors, *[(placements, tensors, given)] * 2):
+        assert isinstance(found, tuple), found
+        out, lse, of_out = found
+        assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+        assert placed is None or of_out == placed
 
 
 # -- what is sent ----
