@@ -262,6 +262,8 @@ def _all_gather(xs: list[Tensor], group) -> list[Tensor]:
 @gather_sdpa.register_fake
 def _(q, k, v, group_name, is_causal, scale, recipe):
     # Nothing is checked: an error on the one rank that compiles would leave the others waiting.
+    if not q.dim() == v.dim() == 4:
+        return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
     return empty_outputs(q, v.shape[-1], out_bnhd=True)
 
 

@@ -609,10 +609,12 @@ def wrong():
 
 
 @pytest.mark.parametrize("case", wrong())
-def test_what_is_wrong_on_one_rank_is_an_error_on_every_rank(ranks, case):
+@pytest.mark.parametrize("backend", ["eager", "compiled"])
+def test_what_is_wrong_on_one_rank_is_an_error_on_every_rank(ranks, case, backend):
     tensors, options, message = wrong()[case]
     right = inputs((40,), **SHAPE), {}
-    for found in ranks(called, right, right, (tensors, options)):
+    run = called if backend == "eager" else called_compiled
+    for found in ranks(run, right, right, (tensors, options)):
         assert found.kind == "ValueError"
         assert found.text.startswith("sage::gather_sdpa: ") and message in found.text
     check_that_they_still_meet(ranks)
