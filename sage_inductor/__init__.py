@@ -9,6 +9,7 @@ from sage_inductor.export import aoti_compile_and_package, rewrite
 from sage_inductor.functional import attention
 from sage_inductor.integrations import register
 from sage_inductor.ops.recipe import VERSION as __version__
+from sage_inductor.parallel import gather_attention
 from sage_inductor.policy import CallDescription, Policy, Rule
 from sage_inductor.report import Report, report
 from sage_inductor.stages import Schedule, stage
@@ -28,6 +29,7 @@ __all__ = [
     "config",
     "diagnose",
     "explain",
+    "gather_attention",
     "register",
     "report",
     "rewrite",

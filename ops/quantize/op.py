@@ -9,7 +9,7 @@ from sage_inductor.ops.launch import HAS_PDL, define_opaque, launch_cached
 from sage_inductor.ops.quantize.keys import empty_k, launch_k
 from sage_inductor.ops.quantize.nvfp4 import launch_nvfp4
 from sage_inductor.ops.quantize.one_pass import launch_kv
-from sage_inductor.ops.quantize.smooth import launch_smooth
+from sage_inductor.ops.quantize.smooth import launch_estimate, launch_smooth
 from sage_inductor.ops.quantize.values import empty_v, launch_v
 from sage_inductor.ops.recipe import decode
 from sage_inductor.ops.reference import quantize as reference
@@ -60,6 +60,14 @@ quantize_kv_opaque = define_opaque(
     _quantize_kv_opaque,
     lambda k, v, visible, recipe: empty_kv(k, v, recipe).tensors(),
 )
+
+
+def estimate(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """k_mean, v_mean and v_amax as `quantize_kv` estimates them."""
+    if _on_cpu(k):
+        return reference.estimate(k)[0], *reference.estimate(v)
+    k_mean, _, v_mean, v_amax, _ = launch_estimate([k, v], None)
+    return k_mean, v_mean, v_amax
 
 
 @triton_op("sage::quantize_nvfp4", mutates_args=())

@@ -160,7 +160,7 @@ def small_tokenizer(name: str, padding_side="right"):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_page_runs_from_top_to_bottom(page, here, small):
     """Each Python snippet on its own, as in a new interpreter; files stay for the next one. Without a
-    GPU "cuda" is read as "cpu"."""
+    GPU "cuda" is read as "cpu". A snippet in a file is for torchrun, where the page has that command."""
     text = page.read_text()
     out, renewed = None, []
     for block in blocks_of(text):
@@ -168,7 +168,7 @@ def test_a_page_runs_from_top_to_bottom(page, here, small):
             if out is not None and not torch.cuda.is_available():  # the pages show a CPU's output
                 renewed.append((block, checked(block.text, out)))
             out = None
-        elif block.language == "python":
+        elif block.language == "python" and not (block.file and "\ntorchrun " in text):
             out = run_python(block, text, page)
         elif block.language == "bash":
             out = "".join(map(run_command, block.text.splitlines()))

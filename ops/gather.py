@@ -1,0 +1,274 @@
+"""``sage::gather_sdpa``: the queries of one rank against the keys of every rank of a process group.
+
+    lengths                = agree(q, k, v, ...)             what differs is an error on every rank
+    sample, lent, extremes = all_gather(rows of k and v)     small, in their own dtype
+    k_mean, v_mean, v_amax = estimate(sample)                equal on all ranks
+    codes, k_scale         = quantize(own blocks of k and v)
+    prepared               = all_gather(codes, k_scale)      8 bits, the only large collective
+    out, lse               = sdpa(q, prepared)
+
+prepared is bit for bit what one device makes of the whole k and v, whatever the shards' lengths:
+
+* The sample has the rows that one device samples, and every rank estimates from all of them.
+* Whether rows of v are beyond the estimated amax is decided by the extremes of all ranks.
+* K_BLOCK keys share a scale. The rank where such a block begins quantizes all of it, and the ranks
+  after it lend the rows that complete it: none, where shards are multiples of K_BLOCK.
+
+Opaque to torch.compile: the other ranks' lengths are known when it runs, not while it is traced.
+
+Shapes: B batch, H_q and H_kv heads, D head_dim (D_v of v). N_q queries and N_r keys of this rank, N
+keys of all P ranks. M: the most blocks that any rank quantizes.
+"""
+
+import bisect
+import json
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sage_inductor.ops import compat
+from sage_inductor.ops.attention.arguments import empty_outputs
+from sage_inductor.ops.formats import K_BLOCK, MAX_ROWS, TINY, Prepared, pad_head_dim, pad_rows
+from sage_inductor.ops.launch import OPAQUE
+from sage_inductor.ops.quantize.op import estimate, quantize_k, quantize_v
+from sage_inductor.ops.recipe import Recipe, decode
+from sage_inductor.ops.reference.quantize import sample_rows
+from sage_inductor.ops.sdpa import SdpaCall, check, compose, register_autocast
+
+FACTS = 1024  # bytes in which a rank tells the others what it was called with
+ALIGN = 16  # bytes, of each tensor in a collective
+
+
+# No part of a CUDA graph: the host reads the other ranks' lengths.
+@torch.library.custom_op("sage::gather_sdpa", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def gather_sdpa(
+    q: Tensor, k: Tensor, v: Tensor, group_name: str, is_causal: bool, scale: float, recipe: str
+) -> tuple[Tensor, Tensor]:
+    """softmax(scale * q k^T) v over the keys of all ranks of a group, in the order of its ranks.
+
+    q [B, H_q, N_q, D], k [B, H_kv, N_r, D], v [B, H_kv, N_r, D_v], any strides: as `sdpa` has them.
+    N_q and N_r may differ from rank to rank, nothing else may. is_causal: the queries of a rank are
+    where its keys are, so N_q is N_r. recipe: Recipe.encode(), of one that `why_not` accepts.
+
+    Returns out [B, H_q, N_q, D_v], stored as [B, N, H, D], and lse [B, H_q, N_q] (natural log,
+    fp32); no gradient. Every rank of the group has to call it. Raises ValueError on all of them,
+    which names a rank and what is wrong with its arguments, or what rank 0 has instead.
+    """
+    group = compat.process_group(group_name)
+    with torch.cuda.device_of(q):
+        shards = _agree(q, k, v, group, is_causal, scale, recipe)
+        prepared = _gather_prepared(k, v, shards, group, recipe)
+        # What is prepared takes the place of k and v, of which only the shapes are read.
+        k, v = (x.new_empty(()).expand(*x.shape[:2], shards.N, x.shape[3]) for x in (k, v))
+        right = shards.offset(group.rank()) if is_causal else None
+        return compose(
+            SdpaCall(
+                q, k, v, None, prepared.tensors(), None, right, False, scale, recipe, None,
+                out_bnhd=True, portable=False,
+            )
+        )  # fmt: skip
+
+
+class Shards(NamedTuple):
+    """Who has which keys, and who quantizes them."""
+
+    lengths: tuple[int, ...]  # keys of each rank
+
+    @property
+    def N(self) -> int:
+        return sum(self.lengths)
+
+    def offset(self, rank: int) -> int:
+        """The number of its first key."""
+        return sum(self.lengths[:rank])
+
+    def first_block(self, rank: int) -> int:
+        """The first block that begins at this rank or at a later one."""
+        return -(-self.offset(rank) // K_BLOCK)
+
+    def blocks(self, rank: int) -> int:
+        """Blocks that begin at this rank, which quantizes them."""
+        return self.first_block(rank + 1) - self.first_block(rank)
+
+    def lent(self, rank: int) -> int:
+        """Its first rows, those of a block that began at an earlier rank."""
+        return min(self.lengths[rank], self.first_block(rank) * K_BLOCK - self.offset(rank))
+
+    def lenders(self, rank: int) -> list[int]:
+        """The ranks that complete its last block."""
+        end = self.first_block(rank + 1) * K_BLOCK if self.blocks(rank) else 0
+        return [r for r in range(rank + 1, len(self.lengths)) if self.offset(r) < end]
+
+    def samples(self) -> list[range]:
+        """Which of the rows of the sample each rank has."""
+        rows = sample_rows(self.N).tolist()
+        ends = [bisect.bisect_left(rows, self.offset(r)) for r in range(len(self.lengths) + 1)]
+        return [range(first, end) for first, end in zip(ends, ends[1:], strict=False)]
+
+    def most(self, count) -> int:
+        return max(count(rank) for rank in range(len(self.lengths)))
+
+
+# -- what the ranks agree on ----
+
+
+def _agree(q, k, v, group, is_causal: bool, scale: float, recipe: str) -> Shards:
+    """The lengths of all ranks. Raises ValueError on all, if any was called wrongly or unlike rank
+    0: before a collective whose size depends on it."""
+    try:
+        _check(q, k, v, is_causal, scale, recipe)
+        facts = {
+            "length": k.shape[2], "batch": q.shape[0], "heads": q.shape[1],
+            "heads of k": k.shape[1], "head_dim": q.shape[3], "head_dim of v": v.shape[3],
+            "dtype": str(q.dtype), "is_causal": is_causal, "scale": scale, "recipe": recipe,
+        }  # fmt: skip
+    except (TypeError, ValueError) as error:
+        facts = {"error": str(error)[: FACTS // 2]}
+    text = json.dumps(facts).encode().ljust(FACTS)
+    (texts,) = _all_gather([torch.tensor(list(text), dtype=torch.uint8, device=q.device)], group)
+    told = [json.loads(bytes(each)) for each in texts.tolist()]
+    for rank, facts in enumerate(told):
+        if "error" in facts:
+            raise ValueError(f"sage::gather_sdpa: rank {rank}: {facts['error']}")
+    lengths = tuple(facts.pop("length") for facts in told)
+    for rank, facts in enumerate(told):
+        names = [name for name in facts if facts[name] != told[0][name]]
+        if names:
+            its, first = (", ".join(f"{n} {x[n]}" for n in names) for x in (facts, told[0]))
+            raise ValueError(f"sage::gather_sdpa: rank {rank} has {its}, rank 0 has {first}")
+    if sum(lengths) > MAX_ROWS:
+        raise ValueError(
+            f"sage::gather_sdpa: the ranks must have at most {MAX_ROWS} keys, got {sum(lengths)}"
+        )
+    return Shards(lengths)
+
+
+def _check(q, k, v, is_causal: bool, scale: float, recipe: str) -> None:
+    check(SdpaCall(q, k, v, None, [], None, None, False, scale, recipe, None, True, False))
+    if reason := why_not(decode(recipe)):
+        raise ValueError(reason)
+    if is_causal and q.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"is_causal needs as many queries as keys, got {q.shape[2]} and {k.shape[2]}"
+        )
+
+
+def why_not(recipe: Recipe) -> str | None:
+    """The reason that keys are not gathered by this recipe, if there is one."""
+    if not recipe.sharing.one_pass:
+        return f"granularity {recipe.granularity!r} asks for statistics of all rows"
+    if recipe.of_pv.dtype is None:
+        return f"pv={recipe.pv!r} would be gathered in 16 bits"
+    return None
+
+
+# -- what is made of the keys of all ranks ----
+
+
+def _gather_prepared(k: Tensor, v: Tensor, shards: Shards, group, recipe: str) -> Prepared:
+    """What one device makes of the k and v of all ranks."""
+    k, v, k_mean, v_mean, v_amax = _statistics(k, v, shards, group)
+    r, (B, H, _, D), D_v = decode(recipe), k.shape, v.shape[3]
+    k_parts, scale_parts, v_parts = _all_gather(
+        _quantized(k, v, k_mean, v_mean, v_amax, shards.most(shards.blocks), recipe), group
+    )
+    N_pad = pad_rows(shards.N)
+    k_codes = k_parts.new_zeros(B, H, N_pad, pad_head_dim(D))
+    k_scale = scale_parts.new_zeros(B, H, N_pad // K_BLOCK, 1)
+    v_codes = v_parts.new_zeros(B, H, pad_head_dim(D_v), N_pad)
+    for rank in range(group.size()):
+        first, count = shards.first_block(rank), shards.blocks(rank)
+        rows, n = slice(first * K_BLOCK, (first + count) * K_BLOCK), count * K_BLOCK
+        k_codes[:, :, rows, :D] = k_parts[rank, :, :, :n]
+        k_scale[:, :, first : first + count] = scale_parts[rank, :, :, :count]
+        v_codes[:, :, :D_v, rows] = v_parts[rank, :, :, :, :n]
+    k_codes, v_codes = k_codes.view(r.of_qk.dtype), v_codes.view(r.of_pv.dtype)
+    return Prepared(k_codes, k_scale, k_mean, v_codes, v_amax * (1 / r.of_pv.largest), v_mean)
+
+
+def _statistics(k: Tensor, v: Tensor, shards: Shards, group) -> tuple[Tensor, ...]:
+    """The rows of k and v that this rank quantizes, and k_mean, v_mean and v_amax of all ranks."""
+    rank, samples, lent = group.rank(), shards.samples(), shards.lent(group.rank())
+    rows = sample_rows(shards.N, k.device)[samples[rank].start : samples[rank].stop]
+    most_sampled, most_lent = max(map(len, samples)), shards.most(shards.lent)
+    *sampled, k_lent, v_lent, extremes = _all_gather(
+        [*(_with_rows(x[:, :, rows - shards.offset(rank)], most_sampled) for x in (k, v)),
+         *(_with_rows(x[:, :, :lent], most_lent) for x in (k, v)),
+         torch.stack([v.amax(2), v.amin(2)])],
+        group,
+    )  # fmt: skip
+    k_mean, v_mean, v_amax = estimate(
+        *(
+            torch.cat([y[:, :, : len(s)] for y, s in zip(x, samples, strict=True)], 2)
+            for x in sampled
+        )
+    )
+    v_amax = v_amax.clamp(min=TINY)
+    away = (extremes.float() - v_mean).abs().amax((0, 1))  # [B, H_kv, D_v], of all rows
+    beyond = ~(away <= v_amax).all(2, keepdim=True)  # so is NaN
+    v_amax = torch.where(beyond, away, v_amax).clamp(min=TINY)
+
+    lenders = shards.lenders(rank)
+    if lent or lenders:
+        k, v = (
+            torch.cat([x[:, :, lent:], *(y[r][:, :, : shards.lent(r)] for r in lenders)], 2)
+            for x, y in ((k, k_lent), (v, v_lent))
+        )
+    return k, v, k_mean, v_mean, v_amax
+
+
+def _quantized(
+    k: Tensor, v: Tensor, k_mean: Tensor, v_mean: Tensor, v_amax: Tensor, M: int, recipe: str
+) -> list[Tensor]:
+    """Codes of k [B, H_kv, M * K_BLOCK, D], its scales [B, H_kv, M, 1] and codes of v [B, H_kv,
+    D_v, M * K_BLOCK], with zeros behind this rank's blocks; codes as bytes."""
+    (B, H, N, D), D_v = k.shape, v.shape[3]
+    k_bytes = k.new_zeros(B, H, M * K_BLOCK, D, dtype=torch.uint8)
+    k_scale = k.new_zeros(B, H, M, 1, dtype=torch.float32)
+    v_bytes = k.new_zeros(B, H, D_v, M * K_BLOCK, dtype=torch.uint8)
+    if N:  # else all rows are lent
+        count = -(-N // K_BLOCK)
+        n = count * K_BLOCK
+        codes, scale = quantize_k(k, k_mean, recipe, None)
+        k_bytes[:, :, :n] = codes.view(torch.uint8)[:, :, :n, :D]
+        k_scale[:, :, :count] = scale[:, :, :count]
+        codes, _ = quantize_v(v, v_mean, v_amax, recipe, False)
+        v_bytes[..., :n] = codes.view(torch.uint8)[:, :, :D_v, :n]
+    return [k_bytes, k_scale, v_bytes]
+
+
+def _with_rows(x: Tensor, count: int) -> Tensor:
+    """x [B, H, n, D] with zeros behind its rows, [B, H, count, D]."""
+    return F.pad(x, (0, 0, 0, count - x.shape[2]))
+
+
+def _all_gather(xs: list[Tensor], group) -> list[Tensor]:
+    """Every rank's x, [P, *x.shape], for each x, in one collective of bytes. Its shape is equal
+    on all ranks."""
+    parts = [x.contiguous().view(-1).view(torch.uint8) for x in xs]
+    parts = [F.pad(part, (0, -part.numel() % ALIGN)) for part in parts]
+    mine = torch.cat(parts)
+    everyones = mine.new_empty(group.size(), mine.numel())
+    compat.all_gather_single(everyones.view(-1), mine, group=group)
+    of_each = everyones.split([part.numel() for part in parts], 1)
+    return [
+        each[:, : x.numel() * x.element_size()].view(x.dtype).unflatten(1, x.shape)
+        for each, x in zip(of_each, xs, strict=True)
+    ]
+
+
+@gather_sdpa.register_fake
+def _(q, k, v, group_name, is_causal, scale, recipe):
+    # Nothing is checked: an error on the one rank that compiles would leave the others waiting.
+    if not q.dim() == v.dim() == 4:
+        return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+    return empty_outputs(q, v.shape[-1], out_bnhd=True)
+
+
+register_autocast("gather_sdpa")
+OPAQUE.add(torch.ops.sage.gather_sdpa.default)
+if compat.register_effectful_op is not None:
+    # Ranks meet in the order of their calls, which Inductor could change on one of them.
+    compat.register_effectful_op(torch.ops.sage.gather_sdpa.default, compat.EffectType.ORDERED)

@@ -1,0 +1,73 @@
+"""``sage_inductor.gather_attention``: attention over keys that are spread over several devices.
+
+    out = sage_inductor.gather_attention(q, k, v)      # this rank's rows of the sequence
+
+Each rank quantizes its keys, and 8-bit codes are gathered instead of 16-bit numbers.
+"""
+
+import typing
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sage_inductor.errors import SageOptionError
+from sage_inductor.ops.recipe import NAMED, canonical
+
+if typing.TYPE_CHECKING:  # a torch may be built without it
+    from torch.distributed import ProcessGroup
+
+
+@typing.overload
+def gather_attention(
+    q: Tensor, k: Tensor, v: Tensor, group: "ProcessGroup | None" = ..., is_causal: bool = ...,
+    scale: float | None = ..., *, recipe: str = ..., return_lse: typing.Literal[False] = ...,
+) -> Tensor: ...  # fmt: skip
+@typing.overload
+def gather_attention(
+    q: Tensor, k: Tensor, v: Tensor, group: "ProcessGroup | None" = ..., is_causal: bool = ...,
+    scale: float | None = ..., *, recipe: str = ..., return_lse: typing.Literal[True],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+def gather_attention(
+    q: Tensor, k: Tensor, v: Tensor, group: "ProcessGroup | None" = None, is_causal: bool = False,
+    scale: float | None = None, *, recipe: str = "sage2-8b-per-token", return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """softmax(scale * q k^T) v of this rank's queries, over the keys of all ranks of a group.
+
+    The keys are in the order of the ranks. q [B, H_q, N_q, D], k [B, H_kv, N_r, D], v
+    [B, H_kv, N_r, D_v] of fp16, bf16 or fp32; H_q a multiple of H_kv. N_q and N_r are this rank's,
+    and may differ from rank to rank; the rest is equal on all. group: None is the default one.
+    is_causal: a rank's queries are where its keys are, so N_q is N_r. recipe: one whose statistics
+    are estimated, with 8-bit v. It is computed as asked: nothing is decided, by length or policy.
+
+    Returns out [B, H_q, N_q, D_v], with return_lse also the row logsumexp [B, H_q, N_q]: fp32,
+    natural log. Every rank of the group has to call it. Each waits for all in each call, so it is
+    no part of a CUDA graph. There is no gradient.
+
+    Raises SageOptionError for an unknown recipe, RuntimeError without a process group or where a
+    gradient is needed. Raises ValueError on every rank, with a rank and what is wrong with its
+    arguments or differs from rank 0's. If a rank does not come, the collective of torch.distributed
+    raises on the others, after its time-out.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(
+            "sage_inductor.gather_attention needs torch.distributed.init_process_group()"
+        )
+    if dist.get_rank(group) < 0:
+        raise RuntimeError("sage_inductor.gather_attention: this rank is not in the group")
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        raise RuntimeError("sage_inductor.gather_attention has no gradient: use torch.no_grad()")
+    name = (group or dist.group.WORLD).group_name
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    out, lse = torch.ops.sage.gather_sdpa(q, k, v, name, is_causal, scale, _encoded(recipe))
+    return (out, lse) if return_lse else out
+
+
+@torch.compiler.assume_constant_result
+def _encoded(recipe: str) -> str:
+    if canonical(recipe) not in NAMED:
+        valid = tuple(NAMED)
+        raise SageOptionError(
+            f"sage_inductor.gather_attention: recipe must be one of {valid}, got {recipe!r}"
+        )
+    return NAMED[canonical(recipe)].encode()

@@ -1,0 +1,690 @@
+"""``sage_inductor.gather_attention`` and its op, on CPU with gloo: what ranks compute together is what
+one device computes alone, and what they are called with wrongly is an error on all of them.
+
+Four processes live as long as this module's tests. Each runs functions of this file, by name.
+"""
+
+import io
+import itertools
+import math
+import os
+import pickle
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
+from support import block_lists, exactly, qkv, relative_l1, sdpa
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.testing import assert_close
+
+import sage_inductor
+from sage_inductor import SageOptionError, gather_attention
+from sage_inductor.ops import gather
+from sage_inductor.ops.formats import K_BLOCK, MAX_ROWS
+from sage_inductor.ops.gather import Shards
+from sage_inductor.ops.launch import OPAQUE
+from sage_inductor.ops.recipe import NAMED
+
+RECIPE = "sage2-8b-per-token"
+TIMEOUT = 20  # seconds, of a collective
+BACKENDS = ("eager", "aot_eager", "inductor", "sage")
+
+
+# -- processes ----
+
+
+class Ranks:
+    """Processes that run functions of this file, each with the same group of the first P ranks."""
+
+    def __init__(self, count: int, folder: Path):
+        tests = str(Path(__file__).parents[1])
+        path = os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        command = [sys.executable, __file__, str(count), str(folder / "store")]
+        self.processes = [
+            subprocess.Popen([*command, str(rank)], stdin=-1, stdout=-1, env=environment)
+            for rank in range(count)
+        ]
+
+    def __call__(self, function, *of_ranks, **given) -> list:
+        """What function(group, *of_ranks[rank], **given) returns, or its error, on each rank."""
+        asked = self.processes[: len(of_ranks)]
+        for process, each in zip(asked, of_ranks):
+            send(process.stdin, (function.__name__, len(asked), each, given))
+        return [receive(process.stdout) for process in asked]
+
+    def stop(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+
+
+def send(file, message) -> None:
+    buffer = io.BytesIO()  # torch.save: pickle alone has no FP8
+    torch.save(message, buffer)
+    pickle.dump(buffer.getvalue(), file)
+    file.flush()
+
+
+def receive(file):
+    return torch.load(io.BytesIO(pickle.load(file)), weights_only=False)
+
+
+def serve(count: str, store: str, rank: str) -> None:
+    """The loop of one of the processes."""
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what is printed
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # conftest.poisoned
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    store, timeout = f"file://{store}", timedelta(seconds=TIMEOUT)
+    dist.init_process_group(
+        "gloo", init_method=store, rank=int(rank), world_size=int(count), timeout=timeout
+    )
+    groups = [dist.new_group(range(P), timeout=timeout) for P in range(1, int(count) + 1)]
+    while True:
+        name, P, args, given = receive(sys.stdin.buffer)
+        try:
+            found = globals()[name](groups[P - 1], *args, **given)
+        except Exception as error:
+            found = SimpleNamespace(kind=type(error).__name__, text=str(error))
+        send(replies, found)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    ranks = Ranks(4, tmp_path_factory.mktemp("ranks"))
+    yield ranks
+    ranks.stop()
+
+
+# -- what they run ----
+
+
+@torch.no_grad()
+def attend(group, q, k, v, recipe=RECIPE, **given):
+    return gather_attention(q, k, v, group, recipe=recipe, return_lse=True, **given)
+
+
+def prepared(group, q, k, v, recipe=RECIPE):
+    shards = Shards(tuple(each["n"] for each in told(group, n=k.shape[2])))
+    return gather._gather_prepared(k, v, shards, group, NAMED[recipe].encode()).tensors()
+
+
+def told(group, **facts) -> list:
+    found = [None] * group.size()
+    dist.all_gather_object(found, facts, group)
+    return found
+
+
+# -- inputs ----
+
+
+def sharded(lengths, *tensors) -> list[tuple]:
+    """Each rank's rows of each tensor."""
+    return list(zip(*(x.split(list(lengths), 2) for x in tensors)))
+
+
+def inputs(lengths, dtype=torch.bfloat16, D_v=None, **shape):
+    N = sum(lengths)
+    q, k, v = qkv(**{"B": 2, "H_q": 4, "H_kv": 2, "D": 64, **shape}, N_q=N, N_kv=N, dtype=dtype)
+    # Contiguous: CPU's sums over rows depend on their strides in the last bit.
+    return q.contiguous(), k.contiguous(), v[..., :D_v].contiguous()
+
+
+LENGTHS = {
+    "two of whole blocks": (128, 128),
+    "four of whole blocks": (64, 64, 64, 64),
+    "whole blocks, uneven": (192, 64, 128, 17),
+    "uneven": (70, 1, 200, 33),
+    "uneven, two": (100, 27),
+    "short": (10, 10, 10, 10),
+    "short within": (65, 5, 40, 130),
+    "one row each": (1, 1, 1, 1),
+    "three": (63, 66, 64),
+    "alone": (150,),
+}
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
+def test_ranks_compute_what_one_device_does(ranks, lengths):
+    q, k, v = inputs(lengths)
+    of_ranks = sharded(lengths, q, k, v)
+    one = torch.ops.sage.prepare(k, v, None, NAMED[RECIPE].encode(), False)
+    for found in ranks(prepared, *of_ranks):
+        check_prepared(found, one, sum(lengths))
+    for (q_r, _, _), (out, lse) in zip(of_ranks, ranks(attend, *of_ranks)):
+        expected = sdpa(q_r, k, v, recipe=RECIPE)
+        assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+        assert out.transpose(1, 2).is_contiguous() and lse.dtype == torch.float32
+
+
+def check_prepared(found, one, N: int) -> None:
+    """Bit for bit, but for padding: no block of it has a scale, and no p reads its v."""
+    blocks = -(-N // K_BLOCK)
+    (k, k_scale, k_mean, v, v_scale, v_mean), expected = found, one
+    for x, y in (
+        (k, expected[0]), (k_scale[:, :, :blocks], expected[1][:, :, :blocks]), (k_mean, expected[2]),
+        (v_scale, expected[4]), (v_mean, expected[5]),
+    ):  # fmt: skip
+        assert x.dtype == y.dtype and torch.equal(x, y)
+    assert v.shape == expected[3].shape and v.dtype == expected[3].dtype
+    v, v_one = (x.view(torch.uint8)[..., : blocks * K_BLOCK] for x in (v, expected[3]))
+    D_v = v_scale.shape[2]
+    assert torch.equal(v[:, :, :D_v], v_one[:, :, :D_v])
+    assert not k_scale[:, :, blocks:].any() and not v[:, :, D_v:].any()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"H_q": 6, "H_kv": 1},
+        {"H_q": 3, "H_kv": 3, "D": 72},
+        {"D": 128, "D_v": 40},
+        {"D": 24, "B": 1, "dtype": torch.float32},
+        {"dtype": torch.float16, "recipe": "sage2-8b-fp8qk"},
+    ],
+    ids=str,
+)
+def test_heads_dimensions_dtypes_and_recipes(ranks, given):
+    given, lengths = dict(given), (70, 30, 129, 64)
+    recipe = given.pop("recipe", RECIPE)
+    q, k, v = inputs(lengths, **given)
+    of_ranks = sharded(lengths, q, k, v)
+    one = torch.ops.sage.prepare(k, v, None, NAMED[recipe].encode(), False)
+    check_prepared(ranks(prepared, *of_ranks, recipe=recipe)[3], one, sum(lengths))
+    found = ranks(attend, *of_ranks, recipe=recipe, scale=0.2)
+    for (q_r, _, _), (out, lse) in zip(of_ranks, found):
+        expected = sdpa(q_r, k, v, scale=0.2, recipe=recipe)
+        assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+    out, lse = (torch.cat(each, 2) for each in zip(*found))
+    exact = exactly(q, k, v, False, 0.2)
+    assert relative_l1(out, exact[0]) < 0.03
+    assert_close(lse.double(), exact[1], atol=0.2, rtol=0)  # FP8 rounds scores of 5 by so much
+
+
+def test_queries_need_not_be_as_many_as_keys(ranks):
+    q, k, v = inputs((40, 90), D=32)
+    queries = q[:, :, :3], q[:, :, 3:9]
+    of_ranks = [(q_r, *of_kv) for q_r, of_kv in zip(queries, sharded((40, 90), k, v))]
+    for (q_r, _, _), (out, _) in zip(of_ranks, ranks(attend, *of_ranks)):
+        assert torch.equal(out, sdpa(q_r, k, v, scale=32**-0.5, recipe=RECIPE)[0])
+
+
+def test_strides_of_a_projection_are_taken_as_they_are(ranks):
+    q, k, v = qkv(N_q=130, N_kv=130, dtype=torch.bfloat16)
+    of_ranks = sharded((67, 63), q, k, v)
+    for (q_r, _, _), (out, lse) in zip(of_ranks, ranks(attend, *of_ranks)):
+        expected = sdpa(q_r, k, v, recipe=RECIPE)
+        assert_close(out, expected[0], atol=0.02, rtol=0.01)  # a last bit of a mean may differ
+        assert_close(lse, expected[1], atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("rank", range(4))
+def test_an_outlier_of_v_on_one_rank_alone_is_decided_together(ranks, rank, sign):
+    lengths = 70, 90, 64, 33
+    q, k, v = inputs(lengths)
+    row = unsampled(sum(lengths), sum(lengths[:rank]))
+    assert row < sum(lengths[: rank + 1])
+    v[1, 1, row, 5] = sign * 1000
+    of_ranks = sharded(lengths, q, k, v)
+    one = torch.ops.sage.prepare(k, v, None, NAMED[RECIPE].encode(), False)
+    assert one[4][1, 1, 5] > 2 and one[4][0].max() < 0.2  # a head that had to be done again
+    for found in ranks(prepared, *of_ranks):
+        check_prepared(found, one, sum(lengths))
+
+
+def unsampled(N: int, first: int) -> int:
+    """The next row that the sample does not have."""
+    rows = gather.sample_rows(N).tolist()
+    return next(n for n in range(first, N) if n not in rows)
+
+
+def test_a_nan_in_v_is_seen_by_every_rank(ranks):
+    q, k, v = inputs((64, 64))
+    v[0, 0, 100, 7] = math.nan
+    for out, lse in ranks(attend, *sharded((64, 64), q, k, v)):
+        assert out[0, :2, :, 7].isnan().all() and lse.isfinite().all()
+        assert out.isnan().sum() == out[0, :2, :, 7].numel()
+
+
+def test_a_nan_does_not_hide_an_outlier_of_its_channel(ranks):
+    """Saturated, the outlier would be a wrong number to causal queries that do not see the NaN."""
+    q, k, v = inputs((200, 200))
+    v[0, 0, unsampled(400, 0), 7], v[0, 0, 399, 7] = 1000, math.nan
+    for found in ranks(prepared, *sharded((200, 200), q, k, v)):
+        assert found[4][0, 0, 7].isnan() and found[4].isnan().sum() == 1
+
+
+@pytest.mark.parametrize("lengths", [(64, 128), (70, 1, 50, 33)])
+def test_causal_counts_the_queries_of_earlier_ranks(ranks, lengths):
+    q, k, v = inputs(lengths)
+    of_ranks, first = sharded(lengths, q, k, v), 0
+    found = ranks(attend, *of_ranks, is_causal=True)
+    for (q_r, k_r, _), (out, lse) in zip(of_ranks, found):
+        expected = sdpa(q_r, k, v, right=first, recipe=RECIPE)
+        assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+        first += k_r.shape[2]
+    exact = exactly(q, k, v, True, 0.125)[0]
+    assert relative_l1(torch.cat([out for out, _ in found], 2), exact) < 0.03
+
+
+# -- under torch.compile ----
+
+
+@torch.no_grad()
+def compiled(group, backend, *calls, dynamic=None):
+    """Each call by one compiled function, and the same in eager; how many graphs there were."""
+
+    def function(q, k, v):
+        out, lse = gather_attention(q * 1.0, k, v, group, return_lse=True)
+        return out.transpose(1, 2).flatten(2) + 1, lse
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    by_backend = torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)
+    found = [(by_backend(*call), function(*call)) for call in calls]
+    return found, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_compiled_call_is_the_eager_one(ranks, backend):
+    of_ranks = [((backend, each)) for each in sharded((70, 27), *inputs((70, 27)))]
+    for found, _ in ranks(compiled, *of_ranks):
+        for actual, expected in found:
+            for x, y in zip(actual, expected):
+                assert torch.equal(x, y) and x.stride() == y.stride()
+
+
+def test_a_compiled_call_takes_other_lengths_of_any_rank(ranks):
+    calls = [sharded(lengths, *inputs(lengths)) for lengths in ((70, 27), (71, 27), (40, 90))]
+    of_ranks = [("inductor", *(call[rank] for call in calls)) for rank in range(2)]
+    for found, graphs in ranks(compiled, *of_ranks, dynamic=True):
+        assert graphs == 1 and len(found) == 3
+        for actual, expected in found:
+            assert all(torch.equal(x, y) for x, y in zip(actual, expected))
+
+
+@torch.no_grad()
+def graph_of_two(group, q, k, v) -> str:
+    """The graph, after AOTAutograd, of two calls that know nothing of each other."""
+    texts = []
+
+    def see(gm, _):
+        texts.append(gm.print_readable(print_output=False))
+        return gm.forward
+
+    def function(q, k, v):
+        return gather_attention(q, k, v, group), gather_attention(q, v, k, group)
+
+    from torch._dynamo.backends.common import aot_autograd
+
+    torch.compile(function, backend=aot_autograd(fw_compiler=see), fullgraph=True)(q, k, v)
+    return texts[0]
+
+
+def test_two_calls_keep_their_order(ranks):
+    q, k, v = inputs((64,))
+    (text,) = ranks(graph_of_two, (q, k, v))
+    assert text.count("with_effects(") == 2, text  # the second takes the first's token
+
+
+@torch.no_grad()
+def autocast(group, q, k, v):
+    with torch.autocast("cpu", torch.bfloat16):
+        return gather_attention(q, k, v, group)
+
+
+def test_under_autocast_it_computes_in_its_dtype(ranks):
+    q, k, v = inputs((40, 60), dtype=torch.float32)
+    cast = sharded((40, 60), *(x.bfloat16() for x in (q, k, v)))
+    found = ranks(autocast, *sharded((40, 60), q, k, v))
+    for x, (y, _) in zip(found, ranks(attend, *cast)):
+        assert x.dtype == torch.bfloat16 and torch.equal(x, y)
+
+
+def checked(group, q, k, v):
+    args = q, k, v, group.group_name, False, 0.125, NAMED[RECIPE].encode()
+    utils = "test_schema", "test_autograd_registration", "test_faketensor"
+    return torch.library.opcheck(torch.ops.sage.gather_sdpa.default, args, test_utils=utils)
+
+
+def test_the_op_is_what_it_says_to_torch(ranks):
+    q, k, v = inputs((40,), D_v=24)
+    (found,) = ranks(checked, (q, k, v))
+    assert set(found.values()) == {"SUCCESS"}, found
+    assert torch.ops.sage.gather_sdpa.default in OPAQUE  # no package may hold it
+
+
+# -- models whose attention is local: the backend finds it ----
+
+
+class Attention(nn.Module):
+    """Its heads may be spread over ranks, by its weights or between two all-to-alls."""
+
+    def __init__(self, dim: int, head_dim: int, group=None):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
+        self.head_dim, self.group = head_dim, group
+
+    def forward(self, x):
+        q, k, v = (f(x).unflatten(2, (-1, self.head_dim)) for f in (self.q, self.k, self.v))
+        if self.group is not None:  # Ulysses: all rows of some heads, [B, N, H / P, D]
+            q, k, v = (exchanged(each, 2, 1, self.group) for each in (q, k, v))
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        if self.group is not None:
+            out = exchanged(out, 1, 2, self.group)
+        return self.o(out.flatten(2))
+
+
+def exchanged(x, scattered: int, gathered: int, group):
+    """x, of which each rank gets a part of one dimension and all of another."""
+    parts = torch.stack(x.chunk(group.size(), scattered)).contiguous()
+    parts = funcol.wait_tensor(funcol.all_to_all_single(parts, None, None, group))
+    return torch.cat(parts.unbind(0), gathered)
+
+
+@torch.no_grad()
+def run_model(group, how: str, weights: dict, x):
+    """What a compiled model computes of its rows of x, or of x by its heads, and the report."""
+    model = Attention(x.shape[2], 32, group if how == "Ulysses" else None)
+    model.load_state_dict(weights)
+    if how == "tensor parallel":
+        plan = dict.fromkeys("qkv", ColwiseParallel()) | {"o": RowwiseParallel()}
+        model = parallelize_module(model, DeviceMesh.from_group(group, "cpu"), plan)
+    else:
+        x = x.chunk(group.size(), 1)[group.rank()]
+    torch._dynamo.reset()
+    options = {"sage.emulate": True, "sage.recipe": RECIPE}
+    out = torch.compile(model, backend="sage", options=options, fullgraph=True)(x)
+    return out, sage_inductor.report().verdict
+
+
+@pytest.mark.parametrize("how", ["tensor parallel", "Ulysses"])
+@torch.no_grad()
+def test_local_attention_of_a_parallel_model_is_rewritten(ranks, how):
+    model, x = Attention(128, 32), torch.randn(2, 96, 128)
+    with sage_inductor.config.patch(emulate=True, recipe=RECIPE):
+        expected = torch.compile(model, backend="sage")(x)
+    found = ranks(run_model, *[(how, model.state_dict(), x)] * 2)
+    for (out, verdict), rows in zip(found, expected.chunk(2, 1)):
+        assert verdict == f"1 of 1 attention calls use {RECIPE}"
+        assert_close(out, expected if how == "tensor parallel" else rows, atol=1e-5, rtol=0)
+    assert 1e-5 < relative_l1(expected, model(x)) < 0.1
+
+
+# -- DTensors ----
+
+
+ALL = Replicate()
+
+
+@torch.no_grad()
+def on_dtensors(group, placements: dict, tensors: dict, given: dict):
+    """sage::sdpa of DTensors, replicated where no placement is given: out and lse as a whole, and
+    where out is."""
+    mesh = DeviceMesh.from_group(group, "cpu")
+
+    def distributed(x, name):
+        if isinstance(x, list):
+            return [distributed(each, name) for each in x]
+        placement = placements.get(name, ALL)
+        if placement != ALL:  # not distribute_tensor: gloo does not scatter FP8
+            x = x.chunk(group.size(), placement.dim)[group.rank()]
+        return DTensor.from_local(x, mesh, [placement])
+
+    shard = {name: distributed(x, name) for name, x in tensors.items()}
+    out, lse = sdpa(**shard, **given, recipe=RECIPE)
+    return out.full_tensor(), lse.full_tensor(), str(out.placements[0])
+
+
+SHARDED = {
+    "replicated": ((ALL, ALL), {}, "R"),
+    "batch": ((Shard(0), Shard(0)), {}, "S(0)"),
+    "heads": ((Shard(1), Shard(1)), {}, "S(1)"),
+    "heads, one of k": ((Shard(1), ALL), {"H_kv": 1}, None),
+    "queries": ((Shard(2), ALL), {}, "S(2)"),
+    "queries and keys": ((Shard(2), Shard(2)), {}, "S(2)"),
+    "queries and keys, causal": ((Shard(2), Shard(2)), {"right": 0}, None),
+}
+
+
+@pytest.mark.parametrize("case", SHARDED)
+@pytest.mark.parametrize(
+    "mask", [None, (2, 1, 1, 64), (64, 64), (4, 1, 64), (1, 4, 64, 1)], ids=str
+)
+def test_sdpa_of_dtensors_is_that_of_whole_tensors(ranks, case, mask):
+    (of_q, of_kv), given, placed = SHARDED[case]
+    q, k, v = inputs((64,), H_kv=given.get("H_kv", 2))
+    tensors, given = dict(q=q, k=k, v=v), {"right": given.get("right")}
+    if mask is not None:
+        tensors["attn_mask"] = torch.rand(mask) > 0.3
+    check_on_dtensors(ranks, {"q": of_q, "k": of_kv, "v": of_kv}, tensors, given, placed)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_what_is_prepared_is_sharded_as_k(ranks, dim):
+    q, k, v = inputs((64,))
+    prepared = torch.ops.sage.prepare(k, v, None, NAMED[RECIPE].encode(), False)
+    tensors = dict(q=q, k=k, v=v, prepared=prepared)
+    check_on_dtensors(ranks, dict.fromkeys(tensors, Shard(dim)), tensors, {}, f"S({dim})")
+
+
+@pytest.mark.parametrize("of_q, placed", [(Shard(0), "S(0)"), (Shard(1), "S(1)"), (Shard(2), None)])
+@pytest.mark.parametrize("B, H, full", [(2, 4, False), (1, 4, True), (2, 1, True)])
+def test_block_lists_are_sharded_by_what_they_tell_apart(ranks, of_q, placed, B, H, full):
+    q, k, v = inputs((254,))  # half of it is no whole number of blocks
+    lists = block_lists(B, H, 254, 254, 64, 64, 0.5, full, unread=3)._asdict()
+    sizes = {name: lists.pop(name) for name in ("block_q", "block_kv")}
+    tensors = dict(q=q, k=k, v=v, **{name: x for name, x in lists.items() if x is not None})
+    check_on_dtensors(ranks, dict.fromkeys("qkv", of_q), tensors, sizes, placed)
+
+
+def check_on_dtensors(ranks, placements: dict, tensors: dict, given: dict, placed) -> None:
+    """placed: where out is; None: it does not matter."""
+    expected = sdpa(**tensors, **given, recipe=RECIPE)
+    for found in ranks(on_dtensors, *[(placements, tensors, given)] * 2):
+        assert isinstance(found, tuple), found
+        out, lse, of_out = found
+        assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+        assert placed is None or of_out == placed
+
+
+# -- what is sent ----
+
+
+@torch.no_grad()
+def sent(group, q, k, v) -> list[int]:
+    """Bytes of each collective."""
+    sizes, send = [], gather.compat.all_gather_single
+
+    def counted(output, input, group):
+        assert output.numel() == group.size() * input.numel()
+        sizes.append(input.numel() * input.element_size())
+        return send(output, input, group=group)
+
+    gather.compat.all_gather_single = counted
+    try:
+        gather_attention(q, k, v, group)
+    finally:
+        gather.compat.all_gather_single = send
+    return sizes
+
+
+@pytest.mark.parametrize("P, D", [(2, 64), (4, 128), (2, 72)])
+def test_half_the_bytes_of_bf16_are_sent(ranks, P, D):
+    N, H = 8192, 2
+    q, k, v = (torch.randn(1, H, n, D, dtype=torch.bfloat16) for n in (1, P * N, P * N))
+    of_ranks = [(q, *each) for each in sharded([N] * P, k, v)]
+    in_16_bits = 2 * H * N * D * 2
+    for facts, small, large in ranks(sent, *of_ranks):
+        assert facts == gather.FACTS
+        assert large <= 0.501 * in_16_bits
+        assert facts + small + large <= 0.51 * in_16_bits
+
+
+# -- errors ----
+
+
+SHAPE = {"B": 1, "H_q": 2, "H_kv": 2, "D": 32, "dtype": torch.bfloat16}
+
+# What the call of one rank has unlike the others', and what all of them are told.
+DIFFERENT = [
+    ({"dtype": torch.float16}, {}, "dtype torch.float16, rank 0 has dtype torch.bfloat16"),
+    ({"D": 48}, {}, "head_dim 48, head_dim of v 48, rank 0 has head_dim 32, head_dim of v 32"),
+    ({"D_v": 16}, {}, "head_dim of v 16, rank 0 has head_dim of v 32"),
+    ({"H_q": 4}, {}, "heads 4, rank 0 has heads 2"),
+    ({"H_kv": 1}, {}, "heads of k 1, rank 0 has heads of k 2"),
+    ({"B": 2}, {}, "batch 2, rank 0 has batch 1"),
+    ({}, {"recipe": "sage2-8b-fp8qk"}, "recipe fp8/per_token,fp8@"),
+    ({}, {"scale": 0.25}, "scale 0.25, rank 0 has scale 0.125"),
+    ({}, {"is_causal": True}, "is_causal True, rank 0 has is_causal False"),
+]
+
+
+def called(group, tensors, options):
+    return attend(group, *tensors, **options)
+
+
+@pytest.mark.parametrize("shape, options, message", DIFFERENT, ids=lambda x: str(x)[:30])
+@pytest.mark.parametrize("backend", ["eager", "compiled"])
+def test_what_differs_is_an_error_on_every_rank(ranks, shape, options, message, backend):
+    alike = inputs((40,), **SHAPE), {"scale": 0.125}
+    other = inputs((40,), **{**SHAPE, **shape}), {"scale": 0.125, **options}
+    run = called if backend == "eager" else called_compiled
+    for found in ranks(run, alike, other, alike):
+        assert found.kind == "ValueError"
+        assert f"sage::gather_sdpa: rank 1 has {message}" in found.text
+    check_that_they_still_meet(ranks)
+
+
+def called_compiled(group, tensors, options):
+    torch._dynamo.reset()
+    function = torch.compile(lambda q, k, v: attend(group, q, k, v, **options), backend="aot_eager")
+    return function(*tensors)
+
+
+def check_that_they_still_meet(ranks) -> None:
+    q, k, v = inputs((10, 20, 30))
+    of_ranks = sharded((10, 20, 30), q, k, v)
+    for (q_r, _, _), (out, _) in zip(of_ranks, ranks(attend, *of_ranks)):
+        assert torch.equal(out, sdpa(q_r, k, v, recipe=RECIPE)[0])
+
+
+def wrong():
+    """What is wrong with the call of one rank, and what all of them are told."""
+    q, k, v = inputs((40,), **SHAPE)
+    whole = torch.zeros(1, 2, 1, 32, dtype=torch.bfloat16).expand(1, 2, MAX_ROWS, 32)
+    return {
+        "dimensions": ((q[0], k, v), {}, "rank 2: sage::sdpa: q must be [B, H, N, D]"),
+        "one dtype": ((q, k, v.float()), {}, "rank 2: sage::sdpa: v must have q's dtype"),
+        "any dtype": ([x.double() for x in (q, k, v)], {}, "rank 2: sage::sdpa: dtype must be one"),
+        "lengths": ((q, k, v[:, :, 1:]), {}, "rank 2: sage::sdpa: k and v must have one batch"),
+        "no keys": ((q, k[:, :, :0], v[:, :, :0]), {}, "rank 2: sage::sdpa: k must have 1 to"),
+        "no queries": ((q[:, :, :0], k, v), {}, "rank 2: sage::sdpa: q must have 1 to"),
+        "groups": ((q, k[:, [0, 0, 1]], v[:, [0, 0, 1]]), {}, "must be a multiple of k's"),
+        "scale": ((q, k, v), {"scale": math.inf}, "rank 2: sage::sdpa: scale must be finite"),
+        "causal": ((q[:, :, :9], k, v), {"is_causal": True}, "rank 2: is_causal needs as many"),
+        "16 bits": ((q, k, v), {"recipe": "sage1-per-token"}, "rank 2: pv='16bit' would be"),
+        "all rows": ((q, k, v), {"recipe": "sage2-8b"}, "rank 2: granularity 'per_thread' asks"),
+        "4 bits": ((q, k, v), {"recipe": "sage3"}, "rank 2: granularity 'per_16' asks"),
+        "too many keys": ((q, whole, whole), {}, f"at most {MAX_ROWS} keys, got {MAX_ROWS + 80}"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("case", wrong())
+@pytest.mark.parametrize("backend", ["eager", "compiled"])
+def test_what_is_wrong_on_one_rank_is_an_error_on_every_rank(ranks, case, backend):
+    tensors, options, message = wrong()[case]
+    right = inputs((40,), **SHAPE), {}
+    run = called if backend == "eager" else called_compiled
+    for found in ranks(run, right, right, (tensors, options)):
+        assert found.kind == "ValueError"
+        assert found.text.startswith("sage::gather_sdpa: ") and message in found.text
+    check_that_they_still_meet(ranks)
+
+
+def test_every_recipe_is_gathered_or_refused_with_a_reason():
+    gathered = {name for name, recipe in NAMED.items() if gather.why_not(recipe) is None}
+    assert gathered == {"sage2-8b-per-token", "sage2-8b-fp8qk"}
+
+
+def with_gradient(group, q, k, v):
+    return gather_attention(q, k.requires_grad_(), v, group)
+
+
+def outside(group, q, k, v):
+    """Of a group of the first rank alone."""
+    alone = dist.new_group([0])
+    return gather_attention(q, k, v, alone) if dist.get_rank() else None
+
+
+def misnamed(group, q, k, v):
+    return gather_attention(q, k, v, group, recipe="sage2")
+
+
+def test_errors_that_need_no_other_rank(ranks):
+    q, k, v = inputs((40,), **SHAPE)
+    with pytest.raises(RuntimeError, match="needs torch.distributed.init_process_group"):
+        gather_attention(q, k, v)
+    (found,) = ranks(with_gradient, (q, k, v))
+    assert (found.kind, "has no gradient" in found.text) == ("RuntimeError", True)
+    (found,) = ranks(misnamed, (q, k, v))
+    assert found.kind == SageOptionError.__name__ and "got 'sage2'" in found.text
+    *_, found = ranks(outside, *[(q, k, v)] * 4)
+    assert (found.kind, "not in the group" in found.text) == ("RuntimeError", True)
+
+
+def leave(group, q, k, v):
+    if group.rank():
+        os._exit(0)
+    return attend(group, q, k, v)
+
+
+def test_a_rank_that_is_gone_is_an_error_within_the_time_out(tmp_path):
+    pair, call = Ranks(2, tmp_path), inputs((40,), **SHAPE)
+    for process in pair.processes:
+        send(process.stdin, ("leave", 2, call, {}))
+    found = receive(pair.processes[0].stdout)
+    assert found.kind in ("RuntimeError", "DistBackendError"), found
+    assert "gloo" in found.text.lower(), found
+    pair.stop()
+
+
+# -- who has what ----
+
+
+def test_every_block_is_quantized_once_of_all_its_rows():
+    for lengths in itertools.product((1, 2, 63, 64, 65, 130), repeat=3):
+        shards, rows = Shards(lengths), []
+        for rank, n in enumerate(lengths):
+            first, lent = shards.offset(rank), shards.lent(rank)
+            own = [*range(first + lent, first + n)]
+            for lender in shards.lenders(rank):
+                at = shards.offset(lender)
+                own += range(at, at + shards.lent(lender))
+            assert -(-len(own) // K_BLOCK) == shards.blocks(rank)
+            assert not own or own[0] == shards.first_block(rank) * K_BLOCK
+            rows += own
+        assert rows == [*range(shards.N)]
+        assert sum(map(len, shards.samples())) == 128
+
+
+if __name__ == "__main__":
+    serve(*sys.argv[1:])
