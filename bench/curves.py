@@ -68,8 +68,7 @@ RATE, WARM, LAST_RATE = 1e-3, 0.05, 0.1  # the peak, the part of the steps befor
 CLIP = 1.0  # the largest norm of a run's gradient
 EAGER_STEPS = 3  # before the capture: AdamW makes its state in the first
 # Relative L1 between a compiled recipe and the eager one. They differ by the order of sums and by
-# rounding that tips over (1e-5). Without p's rounding to bf16, which Inductor would leave out, they
-# differ by 2e-3.
+# rounding that tips over: 1e-6 on CPU. Were p's rounding to bf16 left out, it would be 2e-3.
 AGREE = 5e-4
 END = 10  # of a curve its last 1 / END counts
 
@@ -197,7 +196,7 @@ def attention_of(recipe: str, compiled: bool) -> Callable[[Tensor, Tensor, Tenso
 
 @functools.cache
 def compiled_steps(recipe: str) -> Steps:
-    return Steps(*(compile_it(step, exact_casts=True) for step in steps_of(ENTRIES[recipe])))
+    return Steps(*map(compile_it, steps_of(ENTRIES[recipe])))
 
 
 @functools.cache
@@ -205,11 +204,9 @@ def compiled_layers() -> "Layers":
     return Layers(*map(compile_it, Layers()))
 
 
-def compile_it(function: Callable, exact_casts: bool = False) -> Callable:
-    """exact_casts: Inductor keeps conversions to bf16 and back, which it takes for needless."""
+def compile_it(function: Callable) -> Callable:
     torch._dynamo.config.recompile_limit = 64  # all recipes share one code object
-    options = {"emulate_precision_casts": exact_casts}
-    return torch.compile(function, dynamic=False, fullgraph=True, options=options)
+    return torch.compile(function, dynamic=False, fullgraph=True)
 
 
 @torch.no_grad()

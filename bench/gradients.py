@@ -202,13 +202,23 @@ def smoothed(k: Tensor, t: Training) -> Tensor:
 def apply(x: Tensor, how: Rounding, t: Training, stochastic: bool = False) -> Tensor:
     """x [B, H, R, C] rounded to the format and scaled back."""
     if how.fmt not in MAX:
-        return x if how.fmt == "none" else x.to(DTYPES[how.fmt]).to(x.dtype)
+        return x if how.fmt == "none" else stored(x, DTYPES[how.fmt])
     if how.share in ("one", "code"):
         # Made on the device: a copy from the host cannot be captured into a CUDA graph.
         amax = x.new_full((), 1.0 if how.share == "one" else MAX[how.fmt])
     else:
         amax = shared_amax(x, how.share, t.tile)
     return (stochastically if stochastic else rounded)(x, how.fmt, amax)
+
+
+def stored(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x rounded to a 16-bit dtype and back. Of fp32 to bf16 in integers: Inductor leaves out a mere
+    conversion there and back."""
+    if (x.dtype, dtype) != (torch.float32, torch.bfloat16):
+        return x.to(dtype).to(x.dtype)
+    bits = x.view(torch.int32)
+    bits = (bits + 0x7FFF + (bits >> 16 & 1)) & -0x10000  # to the nearest, ties to even
+    return torch.where(x.isfinite(), bits.view(torch.float32), x)
 
 
 def shared_amax(x: Tensor, share: int | str, tile: tuple[int, int]) -> Tensor:
