@@ -1,6 +1,6 @@
-"""Loss curves of small GPTs that are trained from scratch with attention by each of several recipes.
+"""Loss curves of small GPTs, trained from scratch with attention by each of several recipes.
 
-$ python bench/curves.py                       # tiny models, on two CPU cores a minute
+$ python bench/curves.py                       # tiny models, on two CPU cores half a minute
 $ python bench/curves.py --json --budget 420   # on a GPU; and bench/results/GPU/DATE-curves.json
 $ python bench/curves.py --recipes exact G --seeds 5 --tokens 8192 65536 --no-qk-norm
 
@@ -17,9 +17,9 @@ The models of all seeds are trained side by side: each weight has a first dimens
 each product is a batched one. On a GPU a whole step is one CUDA graph, which reads its batch, its
 learning rate and its place in the list of losses by a counter on the device.
 
-Prediction for an H200, of a step of 3 models with 8,192 tokens each (10.7 M parameters each, N=256):
+Prediction for an H200, of a step of 3 models (10.8 M parameters, 8,192 tokens of N=256 each):
 
-    products of the model      6 * 10.7 M * 24,576 = 1.6 TFLOP at 300 TFLOP/s           5 ms
+    products of the model      6 * 10.8 M * 24,576 = 1.6 TFLOP at 300 TFLOP/s           5 ms
     the rest of the model      about 6 GB of activations, 1 GB of AdamW at 3.5 TB/s     2 ms
     emulated: products         6 a layer, 4.8 GFLOP each in fp32 at 35 TFLOP/s          5 ms
     emulated: scores           15 passes a layer over 151 MB, compiled, at 3.5 TB/s     4 ms
@@ -64,7 +64,8 @@ DEFAULT = ("exact", "SageBwd", "G", "G, of earlier rows alone")
 BYTES = 256  # the vocabulary
 HEAD_DIM = 64
 EPS = 1e-6  # of the norms
-RATE, WARM, LAST_RATE = 1e-3, 0.05, 0.1  # the peak, the part of the steps before it, the last's part
+RATE, LAST_RATE = 1e-3, 0.1  # the peak, and the last as a part of it
+WARM = 0.05  # the part of the steps before the peak
 CLIP = 1.0  # the largest norm of a run's gradient
 EAGER_STEPS = 3  # before the capture: AdamW makes its state in the first
 # Relative L1 between a compiled recipe and the eager one. They differ by the order of sums and by
@@ -334,7 +335,9 @@ def rates(steps: int) -> Tensor:
 class Trainer:
     """Runs of one recipe and several seeds side by side. losses [steps, R]: 0 of steps to come."""
 
-    def __init__(self, model: GPTs, attention: Callable, layers: Layers, starts: Tensor, text: Text):
+    def __init__(
+        self, model: GPTs, attention: Callable, layers: Layers, starts: Tensor, text: Text
+    ):
         """starts [steps, R, B]."""
         device = text.train.device
         self.model, self.attention, self.layers = model, attention, layers
@@ -438,7 +441,7 @@ def finite(x: float) -> float | None:
 def train(
     recipe: str, qk_norm: bool, seeds: list[int], size: Size, text: Text, compiled: bool,
     until: float = math.inf,
-) -> Iterator[list[dict]]:
+) -> Iterator[list[dict]]:  # fmt: skip
     """Yields a row for each seed, again and again while they train, last with the held-out losses.
     Stops at the first point of the curve after `until` of time.perf_counter()."""
     device = text.train.device
@@ -510,8 +513,8 @@ def gap(row: dict, beside: dict, name: str) -> float | None:
 
 
 def summarize(rows: list[dict]) -> list[dict]:
-    """For each recipe, of one number of tokens and with or without QK-norm, and for each figure: the
-    mean loss over seeds, the mean gap to exact, the deviation of the gap between seeds, and the
+    """A line for each recipe, number of tokens, and with or without QK-norm. Of each figure it has
+    the mean loss over seeds, the mean gap to exact, the deviation of the gap between seeds, and the
     deviation of exact's loss between seeds. None where there are too few runs."""
     lines = []
     settings = dict.fromkeys((row["tokens"], row["qk_norm"]) for row in rows)
@@ -616,7 +619,8 @@ def main(argv=None) -> int:
     if path == "":
         folder = Path(RESULTS) / result["machine"]["gpu"].lower().replace(" ", "-")
         path = folder / f"{result['date'][:10]}-curves.json"
-    print(f"{result['machine']['gpu']}, {result['versions']}\n{result['model']}\n{result['method']}")
+    print(f"{result['machine']['gpu']}, {result['versions']}")
+    print(f"{result['model']}\n{result['method']}")
     print(f"text: {result['text']}, read in {time.perf_counter() - started:.1f} s", flush=True)
     text = Text(*(part.to(device) for part in text))
     with deterministic():
@@ -656,8 +660,8 @@ def print_rows(rows: list[dict], seconds: float) -> None:
             losses = f"diverged at step {row['diverged']}"
         partial = f" of {row['of_steps']}: partial" * (row["steps"] < row["of_steps"])
         print(
-            f"  {row['recipe']:26} {'QK-norm' if row['qk_norm'] else 'none':8} {row['tokens']} tokens"
-            f", seed {row['seed']}: {row['steps']} steps{partial}; {losses}"
+            f"  {row['recipe']:26} {'QK-norm' if row['qk_norm'] else 'none':8} {row['tokens']} "
+            f"tokens, seed {row['seed']}: {row['steps']} steps{partial}; {losses}"
         )
     for row in rows[:1]:
         agreement = row["beside_eager"]

@@ -127,7 +127,7 @@ class Gradients(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """o [B, H, N, D] and what the backward takes from the forward: s, and m and lse [B, H, N, 1]."""
+    """o [B, H, N, D], and what else the backward takes: s [B, H, N, N], m and lse [B, H, N, 1]."""
 
     o: Tensor
     s: Tensor
