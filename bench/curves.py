@@ -71,6 +71,7 @@ EAGER_STEPS = 3  # before the capture: AdamW makes its state in the first
 # Relative L1 between a compiled recipe and the eager one. They differ by the order of sums and by
 # rounding that tips over: 1e-6 on CPU. Were p's rounding to bf16 left out, it would be 2e-3.
 AGREE = 5e-4
+SAVE_S = 5  # between two saves of a training: each takes some ms, in which the GPU waits
 END = 10  # of a curve its last 1 / END counts
 
 
@@ -443,7 +444,7 @@ def train(
     until: float = math.inf,
 ) -> Iterator[list[dict]]:  # fmt: skip
     """Yields a row for each seed, again and again while they train, last with the held-out losses.
-    Stops at the first point of the curve after `until` of time.perf_counter()."""
+    Stops at the first point of the curve that is after `until` of time.perf_counter()."""
     device = text.train.device
     layers, attention = Layers(), attention_of(recipe, compiled)
     agreement = None
@@ -465,7 +466,7 @@ def train(
     ]  # fmt: skip
     took = []
     with tqdm(total=size.steps, desc=recipe, leave=False, disable=None) as bar:
-        while trainer.done < size.steps and time.perf_counter() < until:
+        while trainer.done < size.steps:
             started, first = time.perf_counter(), trainer.done
             trainer.advance(min(size.every, size.steps - first))
             losses = trainer.losses[first : trainer.done].T.tolist()  # waits for them
@@ -479,12 +480,13 @@ def train(
                 row["steps"] = trainer.done
                 row["ms"] = round(statistics.median(took), 3)
             yield rows
-    if trainer.done:
-        ways = {"held_out": attention, "held_out_exact": exact}
-        for name, way in ways.items():
-            for row, loss in zip(rows, trainer.held_out(way), strict=True):
-                row[name] = finite(loss)
-        yield rows
+            if time.perf_counter() > until:
+                break
+    ways = {"held_out": attention, "held_out_exact": exact}
+    for name, way in ways.items():
+        for row, loss in zip(rows, trainer.held_out(way), strict=True):
+            row[name] = finite(loss)
+    yield rows
 
 
 # -- what comes of it ----
@@ -641,15 +643,22 @@ def measure(
                 if time.perf_counter() > until:
                     print("the budget is spent: the other runs are left out", flush=True)
                     return
-                before, began, rows = result["rows"], time.perf_counter(), []
+                began = saved = time.perf_counter()
+                before, rows = result["rows"], []
                 its = dataclasses.replace(size, tokens=tokens)
                 seeds = list(range(args.seeds))
                 for rows in train(recipe, qk_norm, seeds, its, text, args.compile, until):
-                    result["rows"] = [*before, *rows]
-                    result["summary"] = summarize(result["rows"])
-                    result["elapsed_s"] = round(time.perf_counter() - started, 1)
-                    save(result, path)
+                    if time.perf_counter() > saved + SAVE_S:
+                        keep(result, [*before, *rows], path, started)
+                        saved = time.perf_counter()
+                keep(result, [*before, *rows], path, started)
                 print_rows(rows, time.perf_counter() - began)
+
+
+def keep(result: dict, rows: list[dict], path, started: float) -> None:
+    result["rows"], result["summary"] = rows, summarize(rows)
+    result["elapsed_s"] = round(time.perf_counter() - started, 1)
+    save(result, path)
 
 
 def print_rows(rows: list[dict], seconds: float) -> None:

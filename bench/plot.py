@@ -1052,9 +1052,10 @@ def draw_curves(result: dict, path: Path) -> None:
                 for each in zip(*pairs, strict=False)
             ]
             gaps.plot(*numbers(enumerate(means, 1), runs[0]["every"]), **style)
+        gaps.axhline(0, color="0.15", linewidth=0.8)
+        gaps.set_ylim(gaps.get_ylim())  # of the gaps, however far the seeds are apart
         if deviation := exact_deviation[setting]:
             gaps.axhspan(-deviation, deviation, color="0.9", zorder=0)
-        gaps.axhline(0, color="0.15", linewidth=0.8)
         losses.set_yscale("log")
         losses.set_title(f"loss, {setting}", fontsize=10)
         gaps.set_title(f"gap to exact, mean over seeds, {setting}", fontsize=10)
