@@ -127,31 +127,50 @@ class Gradients(NamedTuple):
     dv: Tensor
 
 
+class Forward(NamedTuple):
+    """o [B, H, N, D], and what else the backward takes: s [B, H, N, N], m and lse [B, H, N, 1]."""
+
+    o: Tensor
+    s: Tensor
+    m: Tensor
+    lse: Tensor
+
+
 @torch.no_grad()
 def gradients(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, t: Training, is_causal: bool = False
 ) -> Gradients:
     """Attention and its gradients, for dO, in the inputs' dtype."""
-    scale = q.shape[3] ** -0.5
-    k = k - k.mean(2, keepdim=True) if t.smooth_k else k
-    v_mean = v.mean(2, keepdim=True)
+    found = forward(q, k, v, t, is_causal)
+    return Gradients(found.o, *backward(q, k, v, do, found, t, is_causal))
 
-    def scores(q: Tensor, k: Tensor) -> Tensor:
-        return masked(scale * (q @ k.mT), None, None, 0 if is_causal else None, False)
 
-    s = scores(apply(q, t.q, t), apply(k, t.k, t))
+@torch.no_grad()
+def forward(q: Tensor, k: Tensor, v: Tensor, t: Training, is_causal: bool = False) -> Forward:
+    """Attention, in the inputs' dtype."""
+    s = scores(apply(q, t.q, t), apply(smoothed(k, t), t.k, t), is_causal)
     m = s.amax(3, keepdim=True)
     e = (s - m).exp()
     l = e.sum(3, keepdim=True)
-    lse, shift = m + l.log(), v_mean if t.smooth_v else 0.0
+    shift = v.mean(2, keepdim=True) if t.smooth_v else 0.0
     o = apply(e, t.p, t) @ apply(v - shift, t.v, t) / l + shift
+    return Forward(o, s, m, m + l.log())
 
+
+@torch.no_grad()
+def backward(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, found: Forward, t: Training, is_causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv for dO, in the inputs' dtype. found: of the same q, k and v."""
+    scale = q.shape[3] ** -0.5
+    k = smoothed(k, t)
+    o, s, m, lse = found
     if t.again != "codes":
-        s = scores(q, k)
+        s = scores(q, k, is_causal)
         m = s.amax(3, keepdim=True)
         lse = s.logsumexp(3, keepdim=True) if t.again == "softmax" else lse
     p = (s - lse).exp()
-    shift = v_mean if t.smooth_dp else 0.0
+    shift = v.mean(2, keepdim=True) if t.smooth_dp else 0.0
     v_shifted, o_shifted = v - shift, apply(o, t.o_of_delta, t) - shift
     dp = apply(do, t.do_of_dp, t) @ apply(v_shifted, t.v_of_dp, t).mT
     ds = p * (dp - (do * o_shifted).sum(3, keepdim=True))
@@ -169,18 +188,38 @@ def gradients(
     ds = apply(ds / r, t.ds, t, noisy)
     dq = scale * r * (ds @ apply(k, t.k_of_dq, t, noisy))
     dk = scale * (ds.mT @ apply(r * q, t.q_of_dk, t, noisy))
-    return Gradients(o, dq, dk, dv)
+    return dq, dk, dv
+
+
+def scores(q: Tensor, k: Tensor, is_causal: bool) -> Tensor:
+    s = q.shape[3] ** -0.5 * (q @ k.mT)
+    return masked(s, None, None, 0 if is_causal else None, False)
+
+
+def smoothed(k: Tensor, t: Training) -> Tensor:
+    return k - k.mean(2, keepdim=True) if t.smooth_k else k
 
 
 def apply(x: Tensor, how: Rounding, t: Training, stochastic: bool = False) -> Tensor:
     """x [B, H, R, C] rounded to the format and scaled back."""
     if how.fmt not in MAX:
-        return x if how.fmt == "none" else x.to(DTYPES[how.fmt]).to(x.dtype)
+        return x if how.fmt == "none" else stored(x, DTYPES[how.fmt])
     if how.share in ("one", "code"):
-        amax = 1.0 if how.share == "one" else MAX[how.fmt]
+        # Made on the device: a copy from the host cannot be captured into a CUDA graph.
+        amax = x.new_full((), 1.0 if how.share == "one" else MAX[how.fmt])
     else:
         amax = shared_amax(x, how.share, t.tile)
     return (stochastically if stochastic else rounded)(x, how.fmt, amax)
+
+
+def stored(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x rounded to a 16-bit dtype and back. Of fp32 to bf16 in integers: Inductor leaves out a mere
+    conversion there and back."""
+    if (x.dtype, dtype) != (torch.float32, torch.bfloat16):
+        return x.to(dtype).to(x.dtype)
+    bits = x.view(torch.int32)
+    bits = (bits + 0x7FFF + (bits >> 16 & 1)) & -0x10000  # to the nearest, ties to even
+    return torch.where(x.isfinite(), bits.view(torch.float32), x)
 
 
 def shared_amax(x: Tensor, share: int | tuple[int, int] | str, tile: tuple[int, int]) -> Tensor:
@@ -189,9 +228,10 @@ def shared_amax(x: Tensor, share: int | tuple[int, int] | str, tile: tuple[int, 
     window = {"head": (R, C), "channel": (R, 1), "tile": tile}.get(share, share)
     window = window if isinstance(window, tuple) else (window, C)
     rows, columns = (min(a, b) for a, b in zip(window, (R, C), strict=True))
-    amax = F.max_pool2d(x.abs(), (rows, columns), ceil_mode=True)
-    amax = amax.repeat_interleave(rows, 2)[:, :, :R]
-    return amax.repeat_interleave(columns, 3)[..., :C]
+    parts = F.pad(x.abs(), (0, -C % columns, 0, -R % rows))
+    parts = parts.unflatten(3, (-1, columns)).unflatten(2, (-1, rows))
+    amax = parts.amax((3, 5), keepdim=True).expand_as(parts)
+    return amax.flatten(4).flatten(2, 3)[:, :, :R, :C]
 
 
 def stochastically(x: Tensor, fmt: str, amax: Tensor | float) -> Tensor:

@@ -27,10 +27,11 @@ END = "<!-- table:end -->"
 MARKED = re.compile(rf"(<!-- table:(\w+) -->\n).*?({END})", re.S)
 SPEED = ("paper", "load", "models", "model", "preparation", "fusion", "masks", "shared")
 ACCURACY = ("accuracy", "defaults", "end-to-end")
-PLANS = (*SPEED, *ACCURACY, "packages", "peers", "sparse", "lists", "selected", "training")
+TRAINING = ("training", "curves")
+PLANS = (*SPEED, *ACCURACY, *TRAINING, "packages", "peers", "sparse", "lists", "selected")
 PLOT, OVERVIEW = "attention.svg", "overview.svg"
 ACCURACY_PLOT, MODELS_PLOT, PEERS_PLOT = "accuracy.svg", "end-to-end.svg", "peers.svg"
-SPARSE_PLOT = "sparse.svg"
+SPARSE_PLOT, CURVES_PLOT = "sparse.svg", "curves.svg"
 COLOURS = {"cuDNN": "0.15", "flash": "0.65", "flex": "tab:orange", "inductor": "tab:blue",
            "FA3": "tab:brown", "FA3-fp8": "tab:pink", "FA4": "tab:olive",
            "sageattention": "tab:cyan", "cuDNN-fp8": "tab:gray"}  # fmt: skip
@@ -104,7 +105,7 @@ def main(argv=None) -> int:
             (("paper",), draw, PLOT), (("paper", "model"), draw_overview, OVERVIEW),
             (("accuracy",), draw_accuracy, ACCURACY_PLOT),
             (("end-to-end",), draw_models, MODELS_PLOT), (("peers",), draw_peers, PEERS_PLOT),
-            (("sparse",), draw_sparse, SPARSE_PLOT),
+            (("sparse",), draw_sparse, SPARSE_PLOT), (("curves",), draw_curves, CURVES_PLOT),
         ):  # fmt: skip
             if plans.keys() >= set(needed):
                 drawn(*(plans[plan] for plan in needed), results / name / file)
@@ -439,6 +440,35 @@ def training_section(result: dict) -> str:
     return "\n".join([*parts, provenance(result)])
 
 
+def curves(gpus: dict[str, dict]) -> str:
+    return sections(gpus, ("curves",), lambda name, plans: curves_section(name, plans["curves"]))
+
+
+def curves_section(name: str, result: dict) -> str:
+    """A line per recipe in each setting: the mean gaps to exact attention, beside deviations."""
+    lines = [[
+        "tokens a step", "QK-norm", "recipe", "seeds", "loss", "gap to exact", "its deviation",
+        "exact between seeds", "held out: loss", "gap", "its deviation", "exact between seeds",
+    ]]  # fmt: skip
+    for line in result["summary"]:
+        marks = [f"{line[mark]} {mark}" for mark in ("diverged", "partial") if line[mark]]
+        lines.append([
+            str(line["tokens"]), "yes" if line["qk_norm"] else "no", line["recipe"],
+            ", ".join([str(line["seeds"]), *marks]),
+            *(loss_cell(line[of], key) for of in ("train", "held_out") for key in line[of]),
+        ])  # fmt: skip
+    image = f"![Loss curves by recipe](../bench/results/{name}/{CURVES_PLOT})"
+    where = wrapped(f"{result['model']}.")
+    return f"{image}\n\n{markdown(lines)}\n{where}\n{provenance(result)}"
+
+
+def loss_cell(figures: dict, key: str) -> str:
+    """A loss in 4 decimals, differences in 5."""
+    if figures[key] is None:
+        return "-"
+    return f"{figures[key]:{'.4f' if key == 'mean' else '+.5f' if key == 'gap' else '.5f'}}"
+
+
 def lists(gpus: dict[str, dict]) -> str:
     return sections(gpus, ("lists",), lambda name, plans: lists_section(plans["lists"]))
 
@@ -510,6 +540,7 @@ TABLES = {
     "short": accuracy_in_short,
     "sparse": sparse,
     "training": training,
+    "curves": curves,
     "lists": lists,
     "selected": selected,
     "speed": speed,
@@ -990,6 +1021,65 @@ def draw_sparse(result: dict, path: Path) -> None:
     lines, labels = axes[0, 0].get_legend_handles_labels()
     axes[0, 0].legend(lines, labels, fontsize=7, frameon=False)
     keep(figure, "A small diffusion transformer", result, path)
+
+
+def draw_curves(result: dict, path: Path) -> None:
+    """A row of panels per setting. Left: the loss, a line per run. Right: the mean gap to exact
+    attention over seeds; grey: up to the deviation of exact's loss between seeds, at the end."""
+    rows = [{**row, "setting": setting_of(row)} for row in result["rows"]]
+    exact_deviation = {
+        setting_of(line): line["train"]["exact_deviation"] for line in result["summary"]
+    }
+    settings = groups(rows, "setting")
+    colours = {name: f"C{i}" for i, name in enumerate(groups(rows, "recipe"))}
+    size = (11, 3.4 * len(settings) + 0.5)
+    figure, axes = subplots(path, len(settings), 2, figsize=size, sharex="row")
+    for (losses, gaps), (setting, its) in zip(axes, settings.items(), strict=True):
+        recipes = groups(its, "recipe")
+        beside = {row["seed"]: row["curve"] for row in recipes.get("exact", ())}
+        for recipe, runs in recipes.items():
+            style = {"color": colours[recipe], "linewidth": 0.9}
+            for i, run in enumerate(runs):
+                points = numbers(enumerate(run["curve"], 1), run["every"])
+                losses.plot(*points, label="" if i else recipe, **style)
+            pairs = [
+                [apart(*pair) for pair in zip(run["curve"], exact, strict=False)]
+                for run in runs
+                if (exact := beside.get(run["seed"])) and recipe != "exact"
+            ]
+            means = [
+                None if None in each else sum(each) / len(each)
+                for each in zip(*pairs, strict=False)
+            ]
+            gaps.plot(*numbers(enumerate(means, 1), runs[0]["every"]), **style)
+        gaps.axhline(0, color="0.15", linewidth=0.8)
+        gaps.set_ylim(gaps.get_ylim())  # of the gaps, however far the seeds are apart
+        if deviation := exact_deviation[setting]:
+            gaps.axhspan(-deviation, deviation, color="0.9", zorder=0)
+        losses.set_yscale("log")
+        losses.set_title(f"loss, {setting}", fontsize=10)
+        gaps.set_title(f"gap to exact, mean over seeds, {setting}", fontsize=10)
+    for axis in axes[-1]:
+        axis.set_xlabel("step")
+    for axis in axes.flat:
+        axis.grid(alpha=0.3)
+    lines, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(lines, labels, loc="lower center", ncol=len(labels), frameon=False)
+    keep(figure, "GPTs from scratch by each recipe", result, path)
+
+
+def setting_of(row: dict) -> str:
+    return f"{row['tokens']} tokens a step, {'' if row['qk_norm'] else 'no '}QK-norm"
+
+
+def apart(a: float | None, b: float | None) -> float | None:
+    return None if None in (a, b) else a - b
+
+
+def numbers(points, every: int) -> tuple[list[int], list[float]]:
+    """Steps and values of points (i, value), of those that have a value."""
+    found = [(i * every, value) for i, value in points if value is not None]
+    return [step for step, _ in found], [value for _, value in found]
 
 
 def list_entries(axes, entries: list[str]) -> None:

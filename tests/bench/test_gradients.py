@@ -125,6 +125,15 @@ def test_what_shares_a_scale(share):
         assert torch.equal(found[here], expected.expand_as(found[here]))
 
 
+def test_what_is_stored_in_bf16_is_what_torch_stores():
+    """Also ties, subnormal numbers, and what is not finite."""
+    bits = torch.randint(-(2**31), 2**31, (100_000,), generator=torch.Generator().manual_seed(0))
+    bits = torch.cat([bits, bits & ~0xFFFF | 0x8000, torch.tensor([0x7FFFFFFF, 0x7F7FFFFF])])
+    x = bits.to(torch.int32).view(torch.float32)
+    found, expected = gradients.stored(x, torch.bfloat16), x.to(torch.bfloat16).float()
+    assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("fmt", MAX)
 def test_stochastic_rounding_is_right_on_average(fmt):
     torch.manual_seed(0)
