@@ -447,8 +447,8 @@ def curves(gpus: dict[str, dict]) -> str:
 def curves_section(name: str, result: dict) -> str:
     """A line per recipe in each setting: the mean gaps to exact attention, beside deviations."""
     lines = [[
-        "tokens a step", "QK-norm", "recipe", "seeds", "loss", "gap to exact", "its deviation",
-        "exact between seeds", "held out: loss", "gap", "its deviation", "exact between seeds",
+        "tokens", "QK-norm", "recipe", "seeds", "loss", "gap", "deviation", "of exact",
+        "held out: loss", "gap", "deviation", "of exact",
     ]]  # fmt: skip
     for line in result["summary"]:
         marks = [f"{line[mark]} {mark}" for mark in ("diverged", "partial") if line[mark]]

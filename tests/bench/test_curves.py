@@ -83,7 +83,7 @@ def test_exact_attention_and_one_without_rounding_have_autograds_gradients():
 
 def test_a_compiled_recipe_that_differs_is_refused(monkeypatch):
     eager = curves.steps_of(ENTRIES["G"])
-    for factor in (1.0, 1.001):
+    for factor in (1.0, 1.01):
         steps = eager._replace(
             backward=lambda *x, by=factor: tuple(by * each for each in eager.backward(*x))
         )
@@ -91,7 +91,7 @@ def test_a_compiled_recipe_that_differs_is_refused(monkeypatch):
         if factor == 1:
             assert curves.beside_eager("G", (2, 1, 64, 64), torch.device("cpu")) == 0
         else:
-            with pytest.raises(RuntimeError, match=r"G differs from eager by 1\.0e-03.*no-compile"):
+            with pytest.raises(RuntimeError, match=r"G differs from eager by 1\.0e-02.*no-compile"):
                 curves.beside_eager("G", (2, 1, 64, 64), torch.device("cpu"))
 
 

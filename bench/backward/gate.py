@@ -1,0 +1,93 @@
+"""The kernels' values and times on a Hopper GPU, beside cuDNN's and flash attention's backward.
+
+$ python bench/backward/gate.py 8192 16384
+
+Values: relative L1 to the emulation, and to exact gradients beside the emulation's own. Times: the
+median of ROUNDS turns of TURN_MS, all in turn, of what was prepared before.
+"""
+
+import statistics
+import sys
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from bench.backward import launch, recipe
+
+DQ = dict(BLOCK_N=64, WARPGROUPS=3, STAGES=3, FLUSH=8, UNROLL=1, S_AHEAD=1)
+DKDV = dict(STAGES=3, FLUSH=8, UNROLL=2, FLUSH_DK=32)
+CASES = (("normal", 2, 1024), ("biased", 2, 1000), ("biased", 1, 4160), ("normal", 1, 72))
+HEADS, D = 32, 128
+ROUNDS, TURN_MS = 5, 40.0
+
+
+def calls(x: recipe.Inputs) -> tuple[dict, list[torch.Tensor]]:
+    """What launches each kernel, and the dQ, dK and dV that they write."""
+    outs = [torch.full((len(x.q8), x.N, D), float("nan"), device="cuda").bfloat16() for _ in "qkv"]
+    return {"dq": launch.dq(x, outs[0], **DQ), "dkdv": launch.dkdv(x, *outs[1:], **DKDV)}, outs
+
+
+def check(kind: str, heads: int, N: int) -> None:
+    case = recipe.draw(heads, N, D, kind, "cuda")
+    x = recipe.prepare(*case)
+    its, outs = calls(x)
+    for call in its.values():
+        call()
+    first = [each.clone() for each in outs]
+    for call in its.values():
+        call()
+    if not all(map(torch.equal, first, outs)):
+        sys.exit(f"{kind} {N}: two runs differ")
+    names = zip(("dQ", "dK", "dV"), outs, recipe.emulate(x), recipe.exact(*case), strict=True)
+    for name, out, emulated, exact in names:
+        far, own = recipe.l1(out, emulated), recipe.l1(emulated, exact)
+        print(f"{kind} {N} {name}: {far:.4f}, exact {recipe.l1(out, exact):.4f} ({own:.4f})")
+        if not far < 0.02:
+            sys.exit("not the emulation's")
+
+
+def rivals(case: tuple) -> dict:
+    """SDPA's backward alone, by backend."""
+    *leaves, do = (each[None] for each in case)
+    leaves, found = [each.detach().requires_grad_() for each in leaves], {}
+    for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
+        with sdpa_kernel(backend):
+            out = F.scaled_dot_product_attention(*leaves)
+        found[backend.name] = lambda out=out: torch.autograd.grad(
+            out, leaves, do, retain_graph=True
+        )
+    return found
+
+
+def measure(its: dict) -> dict[str, float]:
+    """ms of each."""
+    found = {name: [] for name in its}
+    for _ in range(ROUNDS):
+        for name, call in its.items():
+            count = max(2, int(TURN_MS / found[name][-1])) if found[name] else 2
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            for i in range(count + count // 2):
+                if i == count // 2:  # a third of the turn is untimed
+                    start.record()
+                call()
+            end.record()
+            torch.cuda.synchronize()
+            found[name].append(start.elapsed_time(end) / count)
+    return {name: statistics.median(times[1:]) for name, times in found.items()}
+
+
+def main(lengths: list[int]) -> None:
+    print(torch.cuda.get_device_name(), torch.__version__)
+    for case in CASES:
+        check(*case)
+    for N in lengths:
+        case = recipe.draw(1, N, D, "normal", "cuda")
+        its, _ = calls(recipe.prepare(*case).repeat(HEADS))
+        ms = measure(its | rivals(tuple(x.expand(HEADS, N, D).contiguous() for x in case)))
+        both, cudnn = ms["dq"] + ms["dkdv"], ms["CUDNN_ATTENTION"]
+        print(N, {name: round(t, 3) for name, t in ms.items()}, f"{cudnn / both:.2f}x cuDNN")
+
+
+if __name__ == "__main__":
+    main([int(N) for N in sys.argv[1:]] or [8192])
