@@ -1,7 +1,5 @@
 """What a sage op means, and its kernels. Importing this package registers ``torch.ops.sage``."""
 
-import torch
-
 from sage_inductor.ops import compat  # noqa: F401  (first: it says what is missing)
 from sage_inductor.ops.attention.select import attention, attention_opaque
 from sage_inductor.ops.gather import gather_sdpa
@@ -18,7 +16,7 @@ from sage_inductor.ops.sdpa import prepare_kv, sdpa
 from sage_inductor.ops.selector import select_blocks
 from sage_inductor.ops.training.op import sagebwd, sagebwd_backward
 
-if torch.distributed.is_available():
+if compat.register_sharding is not None:
     from sage_inductor.ops import sharding  # noqa: F401  (registers)
 
 __all__ = [

@@ -105,17 +105,20 @@ default_store = _take("torch.distributed.distributed_c10d:_get_default_store",
     seen=TORCH, optional=True,
     without="each rank times recipes for itself, and ranks may choose different ones")
 process_group = _take("torch.distributed.distributed_c10d:_resolve_process_group",
-    seen="torch 2.13", optional=True,
+    seen="torch 2.11 and 2.13", optional=True,
     without="sage::gather_sdpa cannot find its process group by name")
 all_gather_single = _take(
     "torch.distributed:all_gather_single",
     "torch.distributed:all_gather_into_tensor",
-    seen="torch 2.13", without="as process_group", optional=True)
+    seen="torch 2.11 and 2.13", without="as process_group", optional=True)
 register_effectful_op = _take("torch._higher_order_ops.effects:_register_effectful_op",
-    seen="torch 2.13", optional=True,
+    seen="torch 2.11 and 2.13", optional=True,
     without="Inductor may exchange two calls of sage::gather_sdpa on one rank alone")
+register_sharding = _take("torch.distributed.tensor.experimental:register_sharding",
+    seen="torch 2.11 and 2.13", optional=True,
+    without="torch.ops.sage.sdpa takes no DTensors")
 EffectType = _take("torch._higher_order_ops.effects:_EffectType",
-    seen="torch 2.13", without="as register_effectful_op", optional=True)
+    seen="torch 2.11 and 2.13", without="as register_effectful_op", optional=True)
 
 # -- torch: graphs ----
 

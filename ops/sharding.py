@@ -7,14 +7,14 @@ heads of k alone, stays whole. A band counts from the first query, so it goes wi
 
 import torch
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.experimental import register_sharding
 
+from sage_inductor.ops import compat
 from sage_inductor.ops.sdpa import SdpaCall
 
 BATCH, HEADS, QUERIES = range(3)
 
 
-@register_sharding(torch.ops.sage.sdpa.default)
+@compat.register_sharding(torch.ops.sage.sdpa.default)
 def sdpa_shardings(*args) -> list[tuple[list, list]]:
     """(placements of out and lse, placements of the tensors among the arguments) of each way."""
     call = SdpaCall(*args)
