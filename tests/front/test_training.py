@@ -15,7 +15,7 @@ from torch.utils.checkpoint import (
 )
 
 import sage_inductor
-from sage_inductor import config
+from sage_inductor import config, functional, settings
 from sage_inductor.policy import Policy, Rule
 
 ASKED = {"sage.training": "sagebwd", "sage.emulate": True}
@@ -116,6 +116,15 @@ def test_the_setting_and_the_eager_call():
     assert_close(found, expected, rtol=0, atol=0)
     with pytest.raises(ValueError, match="training must be one of .'off', 'sagebwd'.*got 'g'"):
         config.training = "g"
+
+
+def test_a_short_eager_call_that_needs_a_gradient_is_decided_by_its_own_length():
+    """Others of fewer than 256 rows stay SDPA whatever their length, and share a decision."""
+    q = torch.randn(1, 2, 16, 64)
+    for needs_grad in (False, True):
+        kinds = tuple(functional._Kind.of(x, True) for x in (q.requires_grad_(needs_grad), q, q))
+        given = (getattr(config, name) for name in settings.FROM_CONFIG)
+        assert functional._is_short(kinds, *given) != needs_grad
 
 
 def test_a_policy_says_which_calls_train_how():

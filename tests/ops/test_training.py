@@ -137,6 +137,15 @@ def test_opcheck(dtype, is_causal, out_bnhd, lengths, D):
         assert (x.transpose(1, 2) if out_bnhd else x).is_contiguous()
 
 
+def test_of_fp32_inputs_the_backward_reads_16_bits():
+    q, k, v, grad = inputs(1, 2, 2, 70, 130, 64, torch.float32)
+    given = *SAGEBWD(q, k, v, False, 0.125, False), False, 0.125, False
+    rounded = (x.bfloat16().float() for x in (grad, v))
+    for x, y in zip(BACKWARD(grad, v, *given), BACKWARD(*rounded, *given), strict=True):
+        assert x.dtype == torch.float32
+        assert_close(x, y, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("stride", ["expanded", "transposed", "step"])
 def test_cotangents_of_any_strides(stride):
     q, k, v, _ = inputs(1, 2, 2, 90, 90, 64)
