@@ -41,33 +41,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+from sage_inductor.ops.attention.hopper.kernel import _exp2, _to_fp8
+from sage_inductor.ops.compat import tma_load
 
-FP8_MAX = 448.0
-PAD_M = 1e30
 REGISTERS = {2: (168, 240), 3: (128, 160)}  # by warpgroups: at launch, then of a consumer
-
-
-@gluon.jit
-def _exp2(x):
-    return gl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def _to_fp8(x):
-    """Four at a time, in place: Triton's own conversion adds a byte permutation for each."""
-    return gl.inline_asm_elementwise(
-        "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1;"
-        " cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; mov.b32 $0, {a, b}; }",
-        "=r,f,f,f,f", [x], dtype=gl.float8e4nv, is_pure=True, pack=4,
-    )  # fmt: skip
 
 
 @gluon.jit

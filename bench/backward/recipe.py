@@ -8,7 +8,10 @@ import math
 import torch
 from torch import Tensor
 
-FP8_MAX, LOG2E, PAD_M, TINY = 448.0, 1 / math.log(2), 1e30, 1e-30
+from sage_inductor.ops.formats import E4M3_MAX as FP8_MAX
+from sage_inductor.ops.formats import LOG2E, TINY
+
+PAD_M = 1e30  # of rows that are not there: their P is 0
 E4M3 = torch.float8_e4m3fn
 
 
