@@ -114,11 +114,11 @@ all_gather_single = _take(
 register_effectful_op = _take("torch._higher_order_ops.effects:_register_effectful_op",
     seen="torch 2.11 and 2.13", optional=True,
     without="Inductor may exchange two calls of sage::gather_sdpa on one rank alone")
+EffectType = _take("torch._higher_order_ops.effects:_EffectType",
+    seen="torch 2.11 and 2.13", without="as register_effectful_op", optional=True)
 register_sharding = _take("torch.distributed.tensor.experimental:register_sharding",
     seen="torch 2.11 and 2.13", optional=True,
     without="torch.ops.sage.sdpa takes no DTensors")
-EffectType = _take("torch._higher_order_ops.effects:_EffectType",
-    seen="torch 2.11 and 2.13", without="as register_effectful_op", optional=True)
 
 # -- torch: graphs ----
 

@@ -92,7 +92,7 @@ def why_not_trained(call: Call, capability: tuple[int, int] | None) -> str | Non
     """The reason that sage::sagebwd cannot stand for a call that sage::sdpa can stand for, on a
     GPU, or (None) on CPU."""
     q, k, v = (value_of(x) for x in (call.q, call.k, call.v))
-    if call.attn_mask is not None or call.block_size is not None or is_causal(call) is None:
+    if call.attn_mask is not None or is_causal(call) is None:
         return f"sagebwd trains calls without a mask but the causal one, got {mask_text(call)}"
     if call.lse is not None:
         return "sagebwd trains calls that return no logsumexp"

@@ -43,6 +43,8 @@ from sage_inductor.settings import Settings
 # weighs more in shorter ones, and more where fewer blocks are listed. H200, 2026-11-23, torch 2.11:
 # bench/lists.py, with 10 to 100 % of the blocks.
 LISTS_FROM = 16384
+ON_CPU = "on CPU attention stays as it was (sage.emulate=True studies the accuracy)"
+FP32 = "fp32 is asked for (sage.force=True overrides; autocast decides otherwise)"
 
 
 def rewrite(gm: torch.fx.GraphModule, settings: Settings) -> list[Site]:
@@ -109,10 +111,6 @@ def _trained(
     capability = None if q.device.type == "cpu" else tiles.capability(q.device)
     reason = LISTS_IN_TRAINING if selection else why_not_trained(call, capability)
     return Decision(None if reason else training, reason or "asked for")
-
-
-ON_CPU = "on CPU attention stays as it was (sage.emulate=True studies the accuracy)"
-FP32 = "fp32 is asked for (sage.force=True overrides; autocast decides otherwise)"
 
 
 def _ruled(call: Call, settings: Settings) -> tuple[str | None, str, Selection | None, str]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sage_inductor.errors import SageOptionError
+from sage_inductor.ops import compat
 from sage_inductor.ops.recipe import NAMED, canonical
 
 if typing.TYPE_CHECKING:  # a torch may be built without it
@@ -52,6 +53,11 @@ def gather_attention(
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
             "sage_inductor.gather_attention needs torch.distributed.init_process_group()"
+        )
+    if None in (compat.process_group, compat.all_gather_single):
+        raise RuntimeError(
+            f"sage_inductor.gather_attention: torch {torch.__version__} has not what it needs of "
+            "torch.distributed (ops/compat.py): use a torch that it was tested with, 2.11 or 2.13"
         )
     if dist.get_rank(group) < 0:
         raise RuntimeError("sage_inductor.gather_attention: this rank is not in the group")

@@ -58,7 +58,7 @@ def gpu(capability, monkeypatch):
 
 def decide(
     shape, capability, monkeypatch, kind="full", requires_grad=False, D_v=None, shape_env=None,
-    band=None, N_kv=None, shared=False, **settings,
+    band=None, N_kv=None, shared=False, dtype=torch.bfloat16, **settings,
 ):  # fmt: skip
     """shared: k and v are of one batch, which the graph expands."""
     gpu(capability, monkeypatch)
@@ -66,7 +66,7 @@ def decide(
     with FakeTensorMode(shape_env=shape_env):
         B, H_q, H_kv, N, D = shape
         values = [
-            torch.empty(b, n, H, d, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+            torch.empty(b, n, H, d, device="cuda", dtype=dtype).transpose(1, 2)
             for b, H, n, d in (
                 (B, H_q, N, D),
                 (1 if shared else B, H_kv, N_kv or N, D),
@@ -594,6 +594,8 @@ TRAINED = (2, 8, 8, 4096, 128)
         ({}, (9, 0), None),
         ({"kind": "causal"}, (8, 0), None),
         ({"N_kv": 100, "kind": "causal"}, (12, 0), None),
+        ({"dtype": torch.float32}, (9, 0), "fp32 is asked for"),
+        ({"dtype": torch.float32, "force": True}, (9, 0), None),
         ({"kind": "keys"}, (9, 0), "without a mask but the causal one, got bool"),
         ({"kind": "window"}, (9, 0), "got window(1023, 0)"),
         ({"kind": "window", "band": Band(None, 0, True)}, (9, 0), None),

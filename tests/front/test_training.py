@@ -34,18 +34,17 @@ class Attention(torch.nn.Module):
     def forward(self, x):
         B, N, C = x.shape
         q, k, v = self.qkv(x).view(B, N, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        o = F.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal)
-        return x + self.out(o.transpose(1, 2).reshape(B, N, C))
+        return x + self.out(self.attend(q, k, v).transpose(1, 2).reshape(B, N, C))
+
+    def attend(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal)
 
 
 class ByOp(Attention):
     """The same, the op called by itself."""
 
-    def forward(self, x):
-        B, N, C = x.shape
-        q, k, v = self.qkv(x).view(B, N, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        o = torch.ops.sage.sagebwd(q, k, v, self.is_causal, q.shape[3] ** -0.5, True)[0]
-        return x + self.out(o.transpose(1, 2).reshape(B, N, C))
+    def attend(self, q, k, v):
+        return torch.ops.sage.sagebwd(q, k, v, self.is_causal, q.shape[3] ** -0.5, True)[0]
 
 
 def pair(layers=1, dim=128):
@@ -155,13 +154,18 @@ def test_recipe_off_is_off_in_training_too():
     assert site.reason == "the recipe is 'off'"
 
 
-def test_fp32_is_trained_where_it_is_forced():
-    model, _ = pair()
-    x, _ = inputs()
-    given = {"sage.training": "sagebwd"}
-    torch.compile(model, backend="sage", options=given | {"sage.force": True})(x)
+def test_what_is_not_trained_says_why():
+    q = torch.randn(1, 2, 300, 64, requires_grad=True)
+    with config.patch(training="sagebwd", emulate=True):
+        sage_inductor.attention(q, q, q, return_lse=True)
     (site,) = sage_inductor.report().refused
-    assert "on CPU" in site.reason  # force brings no kernel
+    assert site.reason == "sagebwd trains calls that return no logsumexp"
+    torch._dynamo.reset()
+    model, _ = pair()
+    given = ASKED | {"sage.policy": [{"recipe": "sage2-8b-per-token", "keep": 0.5}]}
+    torch.compile(model, backend="sage", options=given)(inputs()[0])
+    (site,) = sage_inductor.report().refused
+    assert site.reason == "training: block lists have no backward here"
 
 
 def test_autocast_and_a_grad_scaler():
