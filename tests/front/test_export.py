@@ -356,6 +356,20 @@ def test_packages_run_in_python_without_us_at_any_length(device, build, tmp_path
         check(actual, package.expected)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_package_of_sources_is_built_where_it_is_loaded(device, tmp_path):
+    """By torch's loader, with the compiler that it finds."""
+    configs = QUICK | {"aot_inductor.package_cpp_only": True}
+    package = package_alone(Llama, device, tmp_path, configs=configs)
+    assert package.report.rewritten and not package.report.refused, f"\n{package.report}"
+    names = {Path(name).name.split(".", 1)[-1] for name in zipfile.ZipFile(package.path).namelist()}
+    assert {"wrapper.cpp", "txt"} <= names and "wrapper.so" not in names, names
+    torch.save([(package.path, package.name, package.calls)], tmp_path / "calls.pt")
+    done = python(f"{REMEDY}\n{LOAD}" if device == "cuda" else LOAD, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    check(torch.load(tmp_path / "outputs.pt")[0], package.expected)
+
+
 @pytest.mark.parametrize("mode", ["twice", "threads"])
 @devices(Llama)
 def test_a_package_opens_twice_and_runs_in_two_threads(make, device, mode, build, runner):
