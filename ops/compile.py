@@ -1,18 +1,25 @@
 """Compiling a kernel for a GPU that need not be here, as the JIT would for such arguments."""
 
+import concurrent.futures
 import dataclasses
 import functools
 import hashlib
+import importlib
+import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 import triton
+from triton import knobs
+from triton.runtime import driver
 
 from sage_inductor.ops import compat
 from sage_inductor.ops.attention.tiles import GLUON
-from sage_inductor.ops.launch import FP_FUSION
+from sage_inductor.ops.launch import FP_FUSION, Launch
+
+_log = logging.getLogger("sage_inductor")
 
 TYPES = {
     torch.float16: "fp16",
@@ -127,3 +134,84 @@ def travels() -> bool:
     version = tuple(map(int, triton.__version__.split(".")[:2]))
     names = compat.ASTSource, compat.GPUTarget, compat.GluonASTSource, compat.GluonJITFunction
     return GLUON[0] <= version <= GLUON[1] and None not in names
+
+
+# -- many at once ----
+
+LONGEST = 120.0  # seconds; what is not compiled then compiles where it is launched
+
+
+def compile_together(launches: Iterable[Launch], capability: tuple[int, int]) -> None:
+    """Fill Triton's cache with the kernels of the launches, in the processes that Inductor compiles
+    in, if there are any. What fails there compiles, and fails, where it is launched."""
+    distinct = {describe(e.kernel, e.arguments, e.options).digest: e for e in launches}
+    try:
+        compat.AsyncCompile.wait_pool_ready(LONGEST)
+        if not compat.AsyncCompile.use_process_pool():  # one thread was asked for
+            return
+        pool = compat.AsyncCompile.process_pool()
+        jobs = [
+            pool.submit(
+                _warm_up, each.kernel.__module__, each.kernel.__name__, each.grid,
+                tuple(map(_picklable, each.arguments)), each.options, capability, knobs.cache.dir,
+            )
+            for each in distinct.values()
+        ]  # fmt: skip
+        done, running = concurrent.futures.wait(jobs, LONGEST)
+        errors = [error for job in done if (error := job.exception())]
+        if errors or running:
+            _log.debug("%d of %d kernels: %s", len(errors) + len(running), len(jobs), errors)
+    except Exception as error:  # of a pool: a process that died, a daemon that may have none
+        _log.debug("kernels compile one after the other: %s", error)
+
+
+def _picklable(x):
+    """An argument as `_argument` takes it: of tensors and descriptors, what is compiled for."""
+    if isinstance(x, torch.Tensor):
+        return x.dtype
+    if hasattr(x, "block_shape"):
+        fields = {each.name: getattr(x, each.name) for each in dataclasses.fields(x)}
+        return type(x), fields | {"base": (x.base.dtype, tuple(x.base.shape), x.base.stride())}
+    return x
+
+
+def _argument(x):
+    if isinstance(x, tuple) and isinstance(x[0], type):
+        kind, fields = x
+        dtype, shape, strides = fields["base"]
+        base = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+        return kind(**fields | {"base": base})
+    return x
+
+
+class _Elsewhere:
+    """A driver of Triton's for a GPU of which only the capability is known."""
+
+    def __init__(self, capability: tuple[int, int]):
+        self.target = compat.GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+
+    def get_current_target(self):
+        return self.target
+
+    def get_current_device(self):
+        return self.target  # a key
+
+    def get_current_stream(self, device):
+        return 0
+
+
+def _warm_up(module, name, grid, arguments, options, capability, folder) -> None:
+    """In another process, which may have no GPU in use. Not `Compilation.compile`: the key in
+    Triton's cache is of what the JIT specialises by, whatever the version."""
+    kernel = getattr(importlib.import_module(module), name)
+    try:
+        before = driver.active
+    except RuntimeError:  # there is no GPU
+        before = None
+    with knobs.cache.scope():
+        knobs.cache.dir = folder
+        driver.set_active(_Elsewhere(capability))
+        try:
+            kernel.warmup(*map(_argument, arguments), grid=grid, **options)
+        finally:
+            driver.set_active(before)

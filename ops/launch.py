@@ -6,6 +6,8 @@ launch_cached   from an op that is opaque to torch, without Triton's look-up of 
 compile_ahead   starts to compile, in a thread, what `launch_cached` would launch. Tensors may be
                 on meta.
 
+Inside `noted` the first two launch nothing and write down what they would.
+
 The first launch of an opaque op compiles its kernel while the GPU waits: the Hopper kernel takes
 4 to 6 s on an H200's host. `compile_ahead` does it while Inductor compiles the graph around it.
 """
@@ -16,7 +18,8 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 import triton
@@ -55,10 +58,39 @@ def fix_head_dims(*tensors: Tensor) -> None:
         int(x.shape[-1])
 
 
+class Launch(NamedTuple):
+    kernel: triton.JITFunction
+    grid: tuple
+    arguments: tuple
+    options: dict
+
+
+_noting = threading.local()
+
+
+@contextlib.contextmanager
+def noted() -> Iterator[list[Launch]]:
+    """What this thread would launch. Its outputs keep what was in memory."""
+    _noting.launches = launches = []
+    try:
+        yield launches
+    finally:
+        del _noting.launches
+
+
+def _note(*launch) -> bool:
+    launches = getattr(_noting, "launches", None)
+    if launches is not None:
+        launches.append(Launch(*launch))
+    return launches is not None
+
+
 def launch_traced(
     kernel: triton.JITFunction, grid: tuple, tensors: tuple, numbers: tuple, **options
 ) -> None:
     fp_fusion = FP_FUSION if launch_options is not None else {}
+    if _note(kernel, grid, (*tensors, *numbers), options | fp_fusion):
+        return
     # On the tensors' device; on a machine without a GPU they are fake, and there is none to set.
     is_there = torch.cuda.is_initialized()
     with torch.cuda.device_of(tensors[0]) if is_there else contextlib.nullcontext():
@@ -73,6 +105,8 @@ def launch_cached(
     Triton's look-up takes 20 of the 36 us of a launch with 36 arguments (an H200's host, 3.6). It
     is done once for what differs in addresses alone, if all are aligned.
     """
+    if _note(kernel, grid, (*tensors, *numbers), options | FP_FUSION):
+        return
     addresses, dtypes = 0, []
     for x in tensors:
         x = x if isinstance(x, Tensor) else x.base  # of a descriptor

@@ -5,20 +5,24 @@ backends are timed.
 measures of it.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
 import logging
 import statistics
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.compat import default_store
+from sage_inductor.ops.compile import compile_together
+from sage_inductor.ops.launch import noted
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.reference.exact import masked
 from sage_inductor.ops.sdpa import SdpaCall, attend
@@ -199,6 +203,22 @@ def calls_of(case: BenchmarkCase) -> dict[Candidate | str, Callable]:
         **{name: sdpa_kernel(SDPBackend.__members__[name])(sdpa) for name in names},
         **{each: functools.partial(sage, each) for each in case.candidates},
     }
+
+
+def compile_kernels(cases: Sequence[BenchmarkCase]) -> None:
+    """What the candidates will launch, in several processes at once. To compile them where they are
+    first timed took most of a minute for ten sizes."""
+    launches = []
+    for case in cases:
+        off = torch.autocast(case.device.type, enabled=False)
+        with _one_at_a_time, torch.no_grad(), torch.cuda.device(case.device), off:
+            with contextlib.suppress(Exception), noted() as found:  # `measure` says what fails
+                calls = calls_of(case)
+                for each in case.candidates:
+                    calls[each]()
+            launches += found
+    if launches:
+        compile_together(launches, tiles.capability(cases[0].device))
 
 
 # -- the clock ----

@@ -429,7 +429,7 @@ MANY = (
     (2, 32, 32, 1792, 1792),
     (1, 40, 40, 1536, 1536),
 )
-SECONDS = 10.0  # after which no size is begun while a call's compilation waits
+SECONDS = 10.0  # after which no more sizes than are needed are begun: a compilation waits
 PATIENCE = 60.0  # seconds that a process waits for another that measures
 # Keys that a query of a measured window sees: by turns, the first for up to 4,096 queries, and for
 # up to 1,024 a quarter of them.
@@ -455,19 +455,23 @@ def measure(
     rounds: int = autotune.ROUNDS, seconds: float = float("inf"),
 ) -> Times:  # fmt: skip
     """ms of the recipes and of SDPA's backends; what could not be timed is left out. seconds: no
-    size is begun after so many. Raises RuntimeError where that are too few, with an error."""
+    size is begun after so many, once there are enough for a fit. Raises RuntimeError where there
+    never are, with an error."""
+    cases = {each: _case(device, family, recipes, each) for each in sizes}
+    autotune.compile_kernels(tuple(cases.values()))
     began, found, errors = time.monotonic(), {}, []
-    for each in sizes:
-        if time.monotonic() - began > seconds:
+    for each, case in cases.items():
+        enough = any(_are_enough(found, recipe) for recipe in recipes)
+        if enough and time.monotonic() - began > seconds:
             break
-        times = autotune.measure(_case(device, family, recipes, each), rounds)
+        times = autotune.measure(case, rounds)
         named = {getattr(name, "recipe", name): ms for name, ms in times.items()}
         errors += [ms for ms in named.values() if isinstance(ms, str)]
         timed = {name: ms for name, ms in named.items() if not isinstance(ms, str)}
         if any(name in NAMED for name in timed) and any(name not in NAMED for name in timed):
             found[each] = timed
     if not any(_are_enough(found, recipe) for recipe in recipes):
-        why = next(iter(errors), f"{seconds:g} s were over")
+        why = next(iter(errors), "no more were given")
         raise RuntimeError(f"{len(found)} sizes were timed, {cost.ENOUGH} are needed: {why}")
     return found
 
@@ -528,7 +532,7 @@ def _calibrated(device: torch.device, family: Family, recipes: tuple[str, ...]) 
             found = {each: table.families[each] for r in recipes if (each := table.find(family, r))}
             return dataclasses.replace(table, families=found).to_json()
         _log.warning(
-            "attention with %s is measured on %s, once, for up to %g s"
+            "attention with %s is measured on %s, once, for about %g s"
             " (sage_inductor.config.calibrate = False: never)", family, gpu, SECONDS,
         )  # fmt: skip
         began = time.monotonic()

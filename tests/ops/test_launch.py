@@ -12,14 +12,18 @@ import support
 import torch
 import triton
 from support import arguments, attention_call
+from torch._inductor.async_compile import AsyncCompile
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from triton import knobs
+from triton.runtime import driver
 
 from sage_inductor.lowering import precompile
+from sage_inductor.ops import compile as compile_module
 from sage_inductor.ops import launch
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.select import Problem, run_opaque, select
-from sage_inductor.ops.compile import Compilation
+from sage_inductor.ops.compile import Compilation, compile_together
 from sage_inductor.ops.quantize import smooth
 from sage_inductor.ops.quantize.one_pass import launch_kv
 from sage_inductor.ops.recipe import NAMED
@@ -362,3 +366,53 @@ def test_calls_of_one_shape_do_not_see_each_others_tensors(h200):
     assert numbers == {name: first_of_two[name] for name in numbers}
     rows = 2 * first_of_two["programs"] * 64 * first_of_two["WARPGROUPS"]
     assert combine["Part"].numel() == rows * 64 and combine["Part_ml"].numel() == rows * 2
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Of one attention call, prepared, that is not launched; twice, of two lengths."""
+    monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(tiles, "processors", lambda device: 132)
+    with launch.noted() as launches:
+        for n in (1600, 1664):
+            q, v = (torch.empty(1, 2, n, 64, dtype=torch.bfloat16, device="meta") for _ in "qv")
+            prepared = launch_kv(v, v, None, NAMED["sage2-8b-per-token"], launch.launch_cached)
+            a = attention_call(q, v, v, "sage2-8b-per-token", prepared=prepared)
+            run_opaque(a, tiles.Tile(128, 64, 8, 3), launch.launch_cached, torch.device("cuda", 0))
+    assert not hasattr(launch._noting, "launches")
+    return launches
+
+
+def test_what_would_be_launched_compiles_in_other_processes(launches, monkeypatch, tmp_path):
+    """Once each, under the key by which the JIT looks it up. Here is no GPU: the JIT is told one."""
+    hits = []
+    assert len(launches) == 8 and len({each.kernel for each in launches}) == 4
+    with knobs.cache.scope(), knobs.compilation.scope():
+        knobs.cache.dir = str(tmp_path)
+        compile_together(launches, (9, 0))
+        names = [path.stem for path in tmp_path.rglob("*.cubin")]
+        assert sorted(names) == sorted({each.kernel.__name__ for each in launches}), names
+        knobs.compilation.listener = lambda *_, cache_hit, **__: hits.append(cache_hit)
+        monkeypatch.setattr(driver, "_active", compile_module._Elsewhere((9, 0)))
+        for each in launches:
+            arguments = map(
+                compile_module._argument, map(compile_module._picklable, each.arguments)
+            )
+            each.kernel.warmup(*arguments, grid=each.grid, **each.options)
+    assert len(hits) >= 4 and all(hits)
+
+
+def test_kernels_that_fail_elsewhere_are_left_to_their_launch(
+    launches, monkeypatch, tmp_path, caplog
+):  # fmt: skip
+    with caplog.at_level(logging.DEBUG, "sage_inductor"), knobs.cache.scope():
+        knobs.cache.dir = str(tmp_path)
+        broken = [each._replace(options=each.options | {"num_warps": 3}) for each in launches]
+        compile_together(broken, (9, 0))
+        assert "4 of 4 kernels" in caplog.text and not list(tmp_path.rglob("*.cubin"))
+        monkeypatch.setattr(AsyncCompile, "use_process_pool", lambda: False)
+        compile_together(launches, (9, 0))
+        assert not list(tmp_path.rglob("*.cubin"))
+        monkeypatch.setattr(AsyncCompile, "use_process_pool", lambda: 1 / 0)
+        compile_together(launches, (9, 0))
+    assert "one after the other: division by zero" in caplog.text
