@@ -223,3 +223,5 @@ ASTSource = _take("triton.compiler:ASTSource",
     seen=TRITON, without="packages hold only kernels that Inductor launches", optional=True)
 GPUTarget = _take("triton.backends.compiler:GPUTarget",
     seen=TRITON, without="as ASTSource", optional=True)
+ptxas_version = _take("triton.backends.nvidia.compiler:get_ptxas_version",
+    seen=TRITON, without="as AsyncCompile", optional=True)

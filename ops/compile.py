@@ -6,9 +6,11 @@ import functools
 import hashlib
 import importlib
 import logging
+import os
 import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 import triton
@@ -152,8 +154,9 @@ def compile_together(launches: Iterable[Launch], capability: tuple[int, int]) ->
         pool = compat.AsyncCompile.process_pool()
         jobs = [
             pool.submit(
-                _warm_up, each.kernel.__module__, each.kernel.__name__, each.grid,
-                tuple(map(_picklable, each.arguments)), each.options, capability, knobs.cache.dir,
+                _warm_up, each.kernel.__module__, each.kernel.__name__, each.kernel.cache_key,
+                each.grid, tuple(map(_picklable, each.arguments)), each.options, capability,
+                knobs.cache.dir, knobs.nvidia.ptxas.path,
             )
             for each in distinct.values()
         ]  # fmt: skip
@@ -200,18 +203,24 @@ class _Elsewhere:
         return 0
 
 
-def _warm_up(module, name, grid, arguments, options, capability, folder) -> None:
+def _warm_up(module, name, key, grid, arguments, options, capability, folder, ptxas) -> None:
     """In another process, which may have no GPU in use. Not `Compilation.compile`: the key in
-    Triton's cache is of what the JIT specialises by, whatever the version."""
+    Triton's cache is of what the JIT specialises by, whatever the version, and of ptxas: torch 2.11
+    gives its workers one of its own. And of a kernel's key, which depends on whether functions that
+    it calls had theirs before (Triton 3.7, DependenciesFinder._update_hash)."""
     kernel = getattr(importlib.import_module(module), name)
+    assert kernel.cache_key  # sets more than that
+    kernel.hash = key
     try:
         before = driver.active
     except RuntimeError:  # there is no GPU
         before = None
-    with knobs.cache.scope():
+    with knobs.cache.scope(), mock.patch.dict(os.environ, TRITON_PTXAS_PATH=ptxas):
         knobs.cache.dir = folder
+        compat.ptxas_version.cache_clear()
         driver.set_active(_Elsewhere(capability))
         try:
             kernel.warmup(*map(_argument, arguments), grid=grid, **options)
         finally:
             driver.set_active(before)
+            compat.ptxas_version.cache_clear()

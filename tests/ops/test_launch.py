@@ -23,6 +23,7 @@ from sage_inductor.ops import compile as compile_module
 from sage_inductor.ops import launch
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.select import Problem, run_opaque, select
+from sage_inductor.ops.compat import ptxas_version
 from sage_inductor.ops.compile import Compilation, compile_together
 from sage_inductor.ops.quantize import smooth
 from sage_inductor.ops.quantize.one_pass import launch_kv
@@ -385,10 +386,16 @@ def launches(monkeypatch):
 
 def test_what_would_be_launched_compiles_in_other_processes(launches, monkeypatch, tmp_path):
     """Once each, under the key by which the JIT looks it up. Here is no GPU: the JIT is told one."""
-    hits = []
+    hits, ptxas = [], tmp_path / "ptxas"
+    text = "#!/bin/sh\n[ $1 = --version ] && echo 'release 12.8 of ours' && exit\n"
+    ptxas.write_text(f'{text}exec {knobs.nvidia.ptxas.path} "$@"\n')
+    ptxas.chmod(0o755)
+    AsyncCompile.wait_pool_ready()  # with another ptxas
+    monkeypatch.setenv("TRITON_PTXAS_PATH", str(ptxas))
+    ptxas_version.cache_clear()
     assert len(launches) == 8 and len({each.kernel for each in launches}) == 4
     with knobs.cache.scope(), knobs.compilation.scope():
-        knobs.cache.dir = str(tmp_path)
+        knobs.cache.dir = str(tmp_path / "cache")
         compile_together(launches, (9, 0))
         names = [path.stem for path in tmp_path.rglob("*.cubin")]
         assert sorted(names) == sorted({each.kernel.__name__ for each in launches}), names
@@ -400,6 +407,7 @@ def test_what_would_be_launched_compiles_in_other_processes(launches, monkeypatc
             )
             each.kernel.warmup(*arguments, grid=each.grid, **each.options)
     assert len(hits) >= 4 and all(hits)
+    ptxas_version.cache_clear()
 
 
 def test_kernels_that_fail_elsewhere_are_left_to_their_launch(
