@@ -57,7 +57,7 @@ def _inverse(amax, LARGEST: tl.constexpr):
     return tl.div_rn(tl.full(amax.shape, LARGEST, tl.float32), amax)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "H", "blocks"])  # a 1 would be no tensor
 def _statistics_kernel(
     Q, K, V, G,  # [H, N, D] in
     W,  # [H, N] in
@@ -89,7 +89,7 @@ def _statistics_kernel(
         tl.store(out + _MAX_Q * plane, tl.max(q * wa[:, None], 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "H", "blocks"])  # a 1 would be no tensor
 def _reduce_kernel(
     Part,  # [6, H, blocks, D] in
     Channels,  # [5, H, D] out
@@ -139,7 +139,7 @@ def _store_turned(x, amax, Out, head, column, N_pad, D: tl.constexpr):
     tl.store(Out + rows[:, None] * N_pad + column[None, :], x.T)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "H"])  # a 1 would be no tensor
 def _quantize_kernel(
     Q, K, V, G, O,  # [H, N, D] in
     M, W,  # [H, N] in
@@ -219,7 +219,7 @@ def _quantize_kernel(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["H"])  # a 1 would be no tensor
 def _finish_kernel(
     Norms, V_norm, Channels,  # in
     Vectors, Row_scale, V_scale,  # in and out
