@@ -2,10 +2,13 @@
 
 $ python bench/backward/gate.py 8192 16384
 
-Values: relative L1 to the emulation, and to exact gradients beside the emulation's own. Times: the
-median of ROUNDS turns of TURN_MS, all in turn, of what was prepared before.
+Values: the preparation's against recipe.py's; of the gradients relative L1 to the emulation, and to
+exact ones beside the emulation's own. Times: the median of ROUNDS turns of TURN_MS, all in turn.
+"whole" is the preparation and both kernels, launched one after another, with all that they
+allocate; the parts are timed alone besides, the two kernels on what was prepared before.
 """
 
+import dataclasses
 import statistics
 import sys
 
@@ -13,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.backward import launch, recipe
+from bench.backward import launch, preparation, recipe
 
 DQ = dict(BLOCK_N=64, WARPGROUPS=3, STAGES=3, FLUSH=8, UNROLL=1, S_AHEAD=1)
 DKDV = dict(STAGES=3, FLUSH=8, UNROLL=2, FLUSH_DK=32)
@@ -28,9 +31,47 @@ def calls(x: recipe.Inputs) -> tuple[dict, list[torch.Tensor]]:
     return {"dq": launch.dq(x, outs[0], **DQ), "dkdv": launch.dkdv(x, *outs[1:], **DKDV)}, outs
 
 
+def whole(case: tuple, forward: recipe.Forward) -> list[torch.Tensor]:
+    """dQ, dK and dV of 16-bit tensors."""
+    x = preparation.prepare(*case, forward)
+    outs = [torch.empty_like(each) for each in case[:3]]
+    launch.dq(x, outs[0], **DQ)()
+    launch.dkdv(x, *outs[1:], **DKDV)()
+    return outs
+
+
+def different(x: recipe.Inputs, y: recipe.Inputs, step: float = 1 / 8) -> list[str]:
+    """What of x is not y's within rounding: of at most 1 % of INT8 codes and 2 % of E4M3's a step,
+    of scales and the like 1e-5 of the largest. step: of E4M3, relative to the larger code."""
+    found = []
+    for field in dataclasses.fields(x):
+        a, b = getattr(x, field.name), getattr(y, field.name)
+        if not isinstance(a, torch.Tensor):
+            same = a == b
+        elif a.dtype == torch.int8:
+            far = (a.int() - b.int()).abs()
+            same = far.max() <= 1 and (far > 0).float().mean() <= 0.01
+        elif a.dtype == recipe.E4M3:
+            a, b = a.float(), b.float()
+            far = (a - b).abs() > step * torch.maximum(a.abs(), b.abs()) + 2**-6
+            same = not far.any() and a.isfinite().all()
+            if a.is_cuda:
+                same = same and (a != b).float().mean() <= 0.02
+        else:
+            a, b = (t.flatten(0, -2) for t in (a, b))
+            far = (a - b).abs() <= 1e-5 * b.abs().amax(-1, keepdim=True) + 1e-5 * b.abs()
+            same = far.all()
+        if not same:
+            found.append(field.name)
+    return found
+
+
 def check(kind: str, heads: int, N: int) -> None:
     case = recipe.draw(heads, N, D, kind, "cuda")
-    x = recipe.prepare(*case)
+    forward = recipe.forward(*case[:3])
+    x, own = preparation.prepare(*case, forward), recipe.prepare(*case, forward)
+    if names := different(x, own):
+        sys.exit(f"{kind} {N}: not the recipe's {names}")
     its, outs = calls(x)
     for call in its.values():
         call()
@@ -40,6 +81,8 @@ def check(kind: str, heads: int, N: int) -> None:
     if not all(map(torch.equal, first, outs)):
         sys.exit(f"{kind} {N}: two runs differ")
     names = zip(("dQ", "dK", "dV"), outs, recipe.emulate(x), recipe.exact(*case), strict=True)
+    if not all(map(torch.equal, first, whole(case, forward))):
+        sys.exit(f"{kind} {N}: the whole differs from its parts")
     for name, out, emulated, exact in names:
         far, own = recipe.l1(out, emulated), recipe.l1(emulated, exact)
         print(f"{kind} {N} {name}: {far:.4f}, exact {recipe.l1(out, exact):.4f} ({own:.4f})")
@@ -83,10 +126,17 @@ def main(lengths: list[int]) -> None:
         check(*case)
     for N in lengths:
         case = recipe.draw(1, N, D, "normal", "cuda")
-        its, _ = calls(recipe.prepare(*case).repeat(HEADS))
-        ms = measure(its | rivals(tuple(x.expand(HEADS, N, D).contiguous() for x in case)))
-        both, cudnn = ms["dq"] + ms["dkdv"], ms["CUDNN_ATTENTION"]
-        print(N, {name: round(t, 3) for name, t in ms.items()}, f"{cudnn / both:.2f}x cuDNN")
+        forward = recipe.Forward(
+            *(x.expand(HEADS, *x.shape[1:]).contiguous() for x in recipe.forward(*case[:3]))
+        )
+        case = tuple(x.expand(HEADS, N, D).contiguous() for x in case)
+        its, _ = calls(preparation.prepare(*case, forward))
+        its["prepare"] = lambda case=case, forward=forward: preparation.prepare(*case, forward)
+        its["whole"] = lambda case=case, forward=forward: whole(case, forward)
+        ms = measure(its | rivals(case))
+        best = min(ms["CUDNN_ATTENTION"], ms["FLASH_ATTENTION"])
+        print(N, {name: round(t, 3) for name, t in ms.items()}, end=" ")
+        print(f"{best / (ms['dq'] + ms['dkdv']):.3f}x without, {best / ms['whole']:.3f}x whole")
 
 
 if __name__ == "__main__":

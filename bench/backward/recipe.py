@@ -4,6 +4,7 @@ Tensors are [H, N, D] (heads of one batch). See kernels.py for the formulas."""
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,6 +45,14 @@ class Inputs:
         return Inputs(*(more(getattr(self, f.name)) for f in dataclasses.fields(self)))
 
 
+class Forward(NamedTuple):
+    """What the forward on the codes leaves."""
+
+    o: Tensor  # [H, N, D] 16-bit
+    m: Tensor  # [H, N] fp32: max_j x_ij, as kernels.py has it
+    w: Tensor  # [H, N] fp32: 1 / sum_j 2^(x_ij - m_i)
+
+
 def permute_tokens(x: Tensor) -> Tensor:
     """[..., N]: place 4t + 2h + e of 16 gets token 8h + 2t + e."""
     return x.unflatten(-1, (-1, 2, 4, 2)).transpose(-3, -2).flatten(-4)
@@ -71,21 +80,20 @@ def _transposed(x: Tensor, pad: int) -> tuple[Tensor, Tensor]:
     return permute_tokens(codes).contiguous().to(E4M3), scale
 
 
-def prepare(q, k, v, do, softmax_scale=None, chunk=4096) -> Inputs:
-    H, N, D = q.shape
-    pad = -(-N // 256) * 256
-    sm = D**-0.5 if softmax_scale is None else softmax_scale
-    q, k, v, do = (x.float() for x in (q, k, v, do))
+def _rows(q, k, sm):
+    """INT8 codes and scales of q and of k, whose mean is off."""
     q_scale = q.abs().amax(2).clamp(min=TINY) / 127
-    q8 = _int8(q, q_scale[..., None])
-    q_scale = q_scale * (sm * LOG2E)
-    k = k - k.mean(1, keepdim=True)
-    k_scale = _pad(k, pad).unflatten(1, (-1, 64)).abs().amax((2, 3)).clamp(min=TINY) / 127
-    k8 = _int8(_pad(k, pad), k_scale.repeat_interleave(64, 1)[..., None])
-    v_mean = v.mean(1, keepdim=True)
-    vs = v - v_mean
-    v_scale = vs.abs().amax(2).clamp(min=TINY) / 127
-    v8 = _int8(vs, v_scale[..., None])
+    k_scale = _pad(k, -(-k.shape[1] // 256) * 256).unflatten(1, (-1, 64)).abs().amax((2, 3))
+    k_scale = k_scale.clamp(min=TINY) / 127
+    k8 = _int8(_pad(k, k_scale.shape[1] * 64), k_scale.repeat_interleave(64, 1)[..., None])
+    return _int8(q, q_scale[..., None]), q_scale * (sm * LOG2E), k8, k_scale
+
+
+def forward(q, k, v, softmax_scale=None, chunk=4096) -> Forward:
+    H, N, D = q.shape
+    sm = D**-0.5 if softmax_scale is None else softmax_scale
+    q, k, v = (x.float() for x in (q, k, v))
+    q8, q_scale, k8, k_scale = _rows(q, k - k.mean(1, keepdim=True), sm)
     m, w, o = (torch.empty_like(t) for t in (q_scale, q_scale, q))
     columns = k_scale.repeat_interleave(64, 1)[:, None, :N]
     for h in range(H):
@@ -98,7 +106,21 @@ def prepare(q, k, v, do, softmax_scale=None, chunk=4096) -> Inputs:
             total = p.sum(1)
             w[h, rows] = 1 / total
             o[h, rows] = (p @ v[h]) / total[:, None]
-    o = o.to(torch.bfloat16).float()
+    return Forward(o.to(torch.bfloat16), m, w)
+
+
+def prepare(q, k, v, do, of_forward: Forward | None = None, softmax_scale=None) -> Inputs:
+    H, N, D = q.shape
+    pad = -(-N // 256) * 256
+    sm = D**-0.5 if softmax_scale is None else softmax_scale
+    o, m, w = of_forward or forward(q, k, v, sm)
+    q, k, v, do, o = (x.float() for x in (q, k, v, do, o))
+    k = k - k.mean(1, keepdim=True)
+    q8, q_scale, k8, k_scale = _rows(q, k, sm)
+    v_mean = v.mean(1, keepdim=True)
+    vs = v - v_mean
+    v_scale = vs.abs().amax(2).clamp(min=TINY) / 127
+    v8 = _int8(vs, v_scale[..., None])
     a = do.abs().amax(2).clamp(min=TINY) / 127
     g8 = _int8(do, a[..., None])
     delta = (do * (o - v_mean)).sum(2) / a
