@@ -11,7 +11,7 @@ A scale a channel (kT, qT, oT) and the means need all rows of a head, so 16-bit 
     quantize     q, k, v, dO, o -> all codes, what is a number a row, without beta
     finish                      -> beta; delta, row_scale, v_scale and qT's scale with it
 
-qT's codes are those of w_i a_i q_i: beta and the softmax's scale are the same in all rows and cancel.
+qT's codes are those of w_i a_i q_i: beta and the softmax's scale are one for all rows and cancel.
 Nothing is added in an order that changes: the same bits each time.
 
 m_i, w_i and o come from the forward. Where they are of other codes of q and k than these, P is off.

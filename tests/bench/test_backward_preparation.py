@@ -14,7 +14,8 @@ from bench.backward import gate, preparation, recipe
 
 pytestmark = [
     pytest.mark.skipif(
-        os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1 (make test does)"
+        os.environ.get("TRITON_INTERPRET") != "1",
+        reason="needs TRITON_INTERPRET=1 (make test does)",
     ),
     pytest.mark.usefixtures("poisoned"),
 ]
