@@ -5,6 +5,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import datetime
+import functools
 import json
 import logging
 import re
@@ -28,6 +29,7 @@ from sage_inductor.autotune import BenchmarkCase, Candidate
 from sage_inductor.cli.tune import lines
 from sage_inductor.cost import Sizes
 from sage_inductor.measured import Family
+from sage_inductor.ops import launch
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.patterns.call import FULL, Band
@@ -562,8 +564,11 @@ def test_a_size_that_sdpa_cannot_compute_is_left_out(gpu, monkeypatch):
 
 
 def test_time_that_is_over_leaves_the_sizes_that_were_timed(timed, gpu, monkeypatch):
-    """A size takes two seconds; the clock is asked once five of them are timed."""
-    monkeypatch.setattr(measured.time, "monotonic", lambda: 2.0 * len(timed))
+    """A size takes two seconds; the clock is asked once five of them are timed. It does not run
+    while kernels compile, which takes as long as it takes."""
+    compiling = []
+    monkeypatch.setattr(autotune, "compile_kernels", lambda cases: compiling.append(100.0))
+    monkeypatch.setattr(measured.time, "monotonic", lambda: 2.0 * len(timed) + sum(compiling))
     sizes = measured.sizes_of(NEW, measured.FEW)
     for seconds, count in ((15, 8), (10, 6), (8, 5), (0, 5)):
         timed.clear()
@@ -593,6 +598,29 @@ def test_where_time_is_over_as_many_sizes_are_measured_as_a_fit_needs(timed, gpu
     monkeypatch.setattr(measured, "SECONDS", -1.0)
     assert measured.calibrate(gpu, NEW, PER_TOKEN) is None
     assert len(timed) == cost.ENOUGH and predicted(NEW).wins
+
+
+def test_what_the_candidates_launch_is_compiled_and_not_launched(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
+    given, x = [], torch.zeros(4)
+    monkeypatch.setattr(autotune, "compile_together", lambda *args: given.append(args))
+
+    def calls_of(case):
+        if case.q[2] == 1024:
+            raise RuntimeError("out of memory")
+        run = functools.partial(launch.launch_cached, "kernel", (1,), (x,))
+        return {each: functools.partial(run, (case.q[2], each.recipe)) for each in case.candidates}
+
+    monkeypatch.setattr(autotune, "calls_of", calls_of)
+    cases = [
+        measured._case(torch.device("cuda", 0), NEW, PER_TOKEN, Sizes(1, 2, 2, N, N))
+        for N in (1024, 2048)
+    ]
+    autotune.compile_kernels(cases)
+    ((launches, capability),) = given
+    assert capability == (9, 0)
+    assert [each.arguments[1:] for each in launches] == [(2048, *PER_TOKEN)]
 
 
 def test_all_kernels_compile_before_the_first_size_is_timed(timed, gpu, monkeypatch):
