@@ -146,8 +146,8 @@ LONGEST = 120.0  # seconds; what is not compiled then compiles where it is launc
 def compile_together(launches: Iterable[Launch], capability: tuple[int, int]) -> None:
     """Fill Triton's cache with the kernels of the launches, in the processes that Inductor compiles
     in, if there are any. What fails there compiles, and fails, where it is launched."""
-    distinct = {describe(e.kernel, e.arguments, e.options).digest: e for e in launches}
     try:
+        distinct = {describe(e.kernel, e.arguments, e.options).digest: e for e in launches}
         compat.AsyncCompile.wait_pool_ready(LONGEST)
         if not compat.AsyncCompile.use_process_pool():  # one thread was asked for
             return
@@ -164,7 +164,7 @@ def compile_together(launches: Iterable[Launch], capability: tuple[int, int]) ->
         errors = [error for job in done if (error := job.exception())]
         if errors or running:
             _log.debug("%d of %d kernels: %s", len(errors) + len(running), len(jobs), errors)
-    except Exception as error:  # of a pool: a process that died, a daemon that may have none
+    except Exception as error:  # a dtype that is not known, a process that died, a daemon
         _log.debug("kernels compile one after the other: %s", error)
 
 

@@ -14,6 +14,7 @@ The first launch of an opaque op compiles its kernel while the GPU waits: the Ho
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import logging
 import os
@@ -81,8 +82,16 @@ def noted() -> Iterator[list[Launch]]:
 def _note(*launch) -> bool:
     launches = getattr(_noting, "launches", None)
     if launches is not None:
-        launches.append(Launch(*launch))
+        kernel, grid, arguments, options = launch
+        launches.append(Launch(kernel, grid, tuple(map(_like, arguments)), options))
     return launches is not None
+
+
+def _like(x):
+    """On meta: what is noted keeps no memory."""
+    if isinstance(x, Tensor):
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    return dataclasses.replace(x, base=_like(x.base)) if hasattr(x, "block_shape") else x
 
 
 def launch_traced(

@@ -621,6 +621,7 @@ def test_what_the_candidates_launch_is_compiled_and_not_launched(monkeypatch):
     ((launches, capability),) = given
     assert capability == (9, 0)
     assert [each.arguments[1:] for each in launches] == [(2048, *PER_TOKEN)]
+    assert launches[0].arguments[0].is_meta  # the inputs of ten sizes are not kept
 
 
 def test_all_kernels_compile_before_the_first_size_is_timed(timed, gpu, monkeypatch):
