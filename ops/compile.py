@@ -155,8 +155,8 @@ def compile_together(launches: Iterable[Launch], capability: tuple[int, int]) ->
         jobs = [
             pool.submit(
                 _warm_up, each.kernel.__module__, each.kernel.__name__, each.kernel.cache_key,
-                each.grid, tuple(map(_picklable, each.arguments)), each.options, capability,
-                knobs.cache.dir, knobs.nvidia.ptxas.path,
+                each.grid, each.arguments, each.options, capability, knobs.cache.dir,
+                knobs.nvidia.ptxas.path,
             )
             for each in distinct.values()
         ]  # fmt: skip
@@ -166,25 +166,6 @@ def compile_together(launches: Iterable[Launch], capability: tuple[int, int]) ->
             _log.debug("%d of %d kernels: %s", len(errors) + len(running), len(jobs), errors)
     except Exception as error:  # a dtype that is not known, a process that died, a daemon
         _log.debug("kernels compile one after the other: %s", error)
-
-
-def _picklable(x):
-    """An argument as `_argument` takes it: of tensors and descriptors, what is compiled for."""
-    if isinstance(x, torch.Tensor):
-        return x.dtype
-    if hasattr(x, "block_shape"):
-        fields = {each.name: getattr(x, each.name) for each in dataclasses.fields(x)}
-        return type(x), fields | {"base": (x.base.dtype, tuple(x.base.shape), x.base.stride())}
-    return x
-
-
-def _argument(x):
-    if isinstance(x, tuple) and isinstance(x[0], type):
-        kind, fields = x
-        dtype, shape, strides = fields["base"]
-        base = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-        return kind(**fields | {"base": base})
-    return x
 
 
 class _Elsewhere:
@@ -220,7 +201,8 @@ def _warm_up(module, name, key, grid, arguments, options, capability, folder, pt
         compat.ptxas_version.cache_clear()
         driver.set_active(_Elsewhere(capability))
         try:
-            kernel.warmup(*map(_argument, arguments), grid=grid, **options)
+            kinds = (x.dtype if isinstance(x, torch.Tensor) else x for x in arguments)
+            kernel.warmup(*kinds, grid=grid, **options)
         finally:
             driver.set_active(before)
             compat.ptxas_version.cache_clear()

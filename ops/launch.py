@@ -79,16 +79,12 @@ def noted() -> Iterator[list[Launch]]:
         del _noting.launches
 
 
-def _note(*launch) -> bool:
-    launches = getattr(_noting, "launches", None)
-    if launches is not None:
-        kernel, grid, arguments, options = launch
-        launches.append(Launch(kernel, grid, tuple(map(_like, arguments)), options))
-    return launches is not None
+def _note(kernel: triton.JITFunction, grid: tuple, arguments: tuple, options: dict) -> None:
+    _noting.launches.append(Launch(kernel, grid, tuple(map(_like, arguments)), options))
 
 
 def _like(x):
-    """On meta: what is noted keeps no memory."""
+    """On meta: what is noted keeps no memory, and can be pickled."""
     if isinstance(x, Tensor):
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
     return dataclasses.replace(x, base=_like(x.base)) if hasattr(x, "block_shape") else x
@@ -98,8 +94,8 @@ def launch_traced(
     kernel: triton.JITFunction, grid: tuple, tensors: tuple, numbers: tuple, **options
 ) -> None:
     fp_fusion = FP_FUSION if launch_options is not None else {}
-    if _note(kernel, grid, (*tensors, *numbers), options | fp_fusion):
-        return
+    if hasattr(_noting, "launches"):
+        return _note(kernel, grid, (*tensors, *numbers), options | fp_fusion)
     # On the tensors' device; on a machine without a GPU they are fake, and there is none to set.
     is_there = torch.cuda.is_initialized()
     with torch.cuda.device_of(tensors[0]) if is_there else contextlib.nullcontext():
@@ -114,8 +110,8 @@ def launch_cached(
     Triton's look-up takes 20 of the 36 us of a launch with 36 arguments (an H200's host, 3.6). It
     is done once for what differs in addresses alone, if all are aligned.
     """
-    if _note(kernel, grid, (*tensors, *numbers), options | FP_FUSION):
-        return
+    if hasattr(_noting, "launches"):
+        return _note(kernel, grid, (*tensors, *numbers), options | FP_FUSION)
     addresses, dtypes = 0, []
     for x in tensors:
         x = x if isinstance(x, Tensor) else x.base  # of a descriptor
