@@ -29,7 +29,7 @@ WITHOUT := not gpu$(if $(shell command -v chromium), , and not browser)
 
 test: lint
 	$(PYTEST) --durations=15 -m "$(strip $(WITHOUT))" --ignore tests/ops/test_interpreter.py
-	TRITON_INTERPRET=1 $(PYTEST) tests/ops/test_interpreter.py tests/bench/test_backward_preparation.py
+	TRITON_INTERPRET=1 $(PYTEST) tests/ops/test_interpreter.py tests/ops/test_rowscaled_interpreter.py
 	$(if $(TORCH),,$(MAKE) tritons)
 
 # The oldest and the newest Triton that the kernels are for, each beside the installed one: they

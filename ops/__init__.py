@@ -14,7 +14,8 @@ from sage_inductor.ops.quantize.op import (
 )
 from sage_inductor.ops.sdpa import prepare_kv, sdpa
 from sage_inductor.ops.selector import select_blocks
-from sage_inductor.ops.training.op import sagebwd, sagebwd_backward
+from sage_inductor.ops.training.rowscaled import rowscaled, rowscaled_backward
+from sage_inductor.ops.training.sagebwd import sagebwd, sagebwd_backward
 
 if compat.register_sharding is not None:
     from sage_inductor.ops import sharding  # noqa: F401  (registers)
@@ -30,6 +31,8 @@ __all__ = [
     "quantize_kv_opaque",
     "quantize_nvfp4",
     "quantize_v",
+    "rowscaled",
+    "rowscaled_backward",
     "sagebwd",
     "sagebwd_backward",
     "sdpa",

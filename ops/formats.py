@@ -94,6 +94,19 @@ class Prepared(NamedTuple):
         return 3 if pv.dtype is None else 8 if pv.block_scaled else 6
 
 
+class Kept(NamedTuple):
+    """What ``sage::rowscaled`` keeps for its backward, beside out. M_pad: pad_rows of N_q."""
+
+    stats: Tensor  # [2, B, H_q, N_q] fp32: lse (natural log) and the largest score (log2 units)
+    q: Tensor  # [B, H_q, M_pad, D_pad] INT8
+    q_scale: Tensor  # [B, H_q, M_pad] fp32
+    k: Tensor  # [B, H_kv, N_pad, D_pad] INT8, of k less its mean
+    k_scale: Tensor  # [B, H_kv, N_pad / TRAINING_BLOCK] fp32
+    v: Tensor  # [B, H_kv, N_pad, D_pad] INT8, of v less v_mean
+    v_scale: Tensor  # [B, H_kv, N_pad] fp32
+    v_mean: Tensor  # [B, H_kv, D] fp32
+
+
 # -- what kernels and oracle agree on ----
 
 PAD_N = 128  # rows of k and v the kernels read in one tile, at most

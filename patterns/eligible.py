@@ -5,6 +5,7 @@ import math
 
 import torch
 
+from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.formats import HEAD_DIMS, TRAINED_HEAD_DIM
 from sage_inductor.patterns.call import Call, mask_text
 from sage_inductor.patterns.graph import dims, guarded, statically_true, value_of
@@ -88,20 +89,34 @@ def why_not_selected(call: Call) -> str | None:
 LISTS_IN_TRAINING = "training: block lists have no backward here"
 
 
-def why_not_trained(call: Call, capability: tuple[int, int] | None) -> str | None:
-    """The reason that sage::sagebwd cannot stand for a call that sage::sdpa can stand for, on a
-    GPU, or (None) on CPU."""
+def why_not_trained(call: Call, training: str, capability: tuple[int, int] | None) -> str | None:
+    """The reason that ``sage.training``'s op of this name cannot stand for a call that sage::sdpa
+    can stand for, on a GPU, or (None) on CPU."""
     q, k, v = (value_of(x) for x in (call.q, call.k, call.v))
-    if call.attn_mask is not None or is_causal(call) is None:
+    causal = is_causal(call)
+    masked = call.attn_mask is not None or causal is None
+    if training == "g" and (masked or causal):
+        return f"g trains calls without a mask, got {mask_text(call)}"
+    if masked:
         return f"sagebwd trains calls without a mask but the causal one, got {mask_text(call)}"
     if call.lse is not None:
-        return "sagebwd trains calls that return no logsumexp"
+        return f"{training} trains calls that return no logsumexp"
     if not (guarded(k.shape[3] == v.shape[3]) and guarded(q.shape[3] <= TRAINED_HEAD_DIM)):
         return (
-            f"sagebwd trains head_dims up to {TRAINED_HEAD_DIM}, one of q, k and v, "
+            f"{training} trains head_dims up to {TRAINED_HEAD_DIM}, one of q, k and v, "
             f"got {q.shape[3]} and {v.shape[3]}"
         )
-    if capability is not None and capability < (8, 0):
+    if training == "g" and call.scale is not None and call.scale <= 0:
+        return f"g trains calls whose scale is more than 0, got {call.scale}"
+    if capability is None:
+        return None
+    if training == "g" and call.out.dtype == torch.float32:
+        return "g trains in 16 bits on a GPU, got float32"
+    if training == "g" and capability != (9, 0):
+        return "g trains on compute capability 9.0, got {}.{}".format(*capability)
+    if training == "g" and (lost := tiles.hopper_is_lost(capability)):
+        return f"g trains with the Hopper kernel: {lost}"
+    if capability < (8, 0):
         return "sagebwd trains from compute capability 8.0 on, got {}.{}".format(*capability)
     return None
 

@@ -1,5 +1,6 @@
-"""What stands in the place of a call that gets a recipe: one ``sage::sdpa``, or ``sage::sagebwd``
-where that is asked for in training. Calls that share k and v share what is made of them too.
+"""What stands in the place of a call that gets a recipe: one ``sage::sdpa``, or in training what is
+asked for, ``sage::sagebwd`` or ``sage::rowscaled``. Calls that share k and v share what is made of
+them too.
 
     before:  out = scaled_dot_product_attention(q, k, v, is_causal=True)
     after:   sdpa = sage.sdpa(q, k, v, None, [], None, 0, False, 0.125, "int8/...@...", ...)
@@ -36,10 +37,14 @@ def replace(call: Call, decision: Decision, portable: bool) -> None:
     q, k, v, attn_mask = call.q, call.k, call.v, call.attn_mask
     scale = float(call.scale if call.scale is not None else value_of(q).shape[3] ** -0.5)
     if recipe is None:
-        args = (q, k, v, is_causal(call), scale, order != BHND)
+        if decision.recipe == "g":
+            op, args = torch.ops.sage.rowscaled.default, (q, k, v, scale, order != BHND)
+        else:
+            op = torch.ops.sage.sagebwd.default
+            args = (q, k, v, is_causal(call), scale, order != BHND)
         # What autograd saved here would be counted by a checkpoint around the compiled model.
         with torch.no_grad():
-            new = emit(torch.ops.sage.sagebwd.default, *args)
+            new = emit(op, *args)
             first = emit(operator.getitem, new, 0)
         first.meta[emit.key].requires_grad_(out.requires_grad)
         return _finish(call, first, order, gap)

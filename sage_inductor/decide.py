@@ -109,7 +109,7 @@ def _trained(
     if call.out.dtype == torch.float32 and not (settings.emulate or settings.force):
         return Decision(None, FP32)
     capability = None if q.device.type == "cpu" else tiles.capability(q.device)
-    reason = LISTS_IN_TRAINING if selection else why_not_trained(call, capability)
+    reason = LISTS_IN_TRAINING if selection else why_not_trained(call, training, capability)
     return Decision(None if reason else training, reason or "asked for")
 
 

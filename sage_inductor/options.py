@@ -15,7 +15,7 @@ from sage_inductor.ops.recipe import ALIASES, NAMED
 
 PREFIX = "sage."
 AUTO, OFF = "auto", "off"
-TRAINING = (OFF, "sagebwd")
+TRAINING = (OFF, "sagebwd", "g")
 
 
 class Option(NamedTuple):
@@ -44,7 +44,7 @@ _TABLE = (
            "compiles, for some seconds, and the times are kept; False: it stays SDPA"),
     Option("training", OFF, str,
            'how calls that need gradients are computed: "off": exactly (SDPA, or what force does); '
-           '"sagebwd": in INT8, forward and backward'),
+           '"sagebwd": in INT8, forward and backward; "g": by a row-scaled FP8 backward (Hopper)'),
     Option("strict", False, bool, "raise SageRefused when a call stays as it was"),
     Option("enabled", False, bool,
            'setting: rewrite graphs of backend="inductor" too, by a pass beside the user\'s own; '

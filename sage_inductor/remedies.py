@@ -63,8 +63,9 @@ CAUSES = (
     Cause("training: the backward recomputes", "for inference, call the model under "
           "torch.no_grad(); to train all the same set options={'sage.force': True}", "training"),
 
-    Cause("sagebwd trains ", 'give this call a rule of the policy with "training": "off"',
-          "sagebwd is not for it"),
+    Cause("trains (calls|head_dims|in 16 bits|on compute|with the Hopper|from compute)",
+          'give this call a rule of the policy with "training": "off"',
+          "what sage.training asks for is not for it"),
 
     Cause("dropout_p must be 0|dropout is active", "call model.eval(), or set its dropout to 0"),
     Cause("scale must be a finite number|(is_causal|num_heads) must be known when compiling",

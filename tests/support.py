@@ -227,3 +227,27 @@ def calls(graph: Graph, known=()) -> str:
 
     lines = [f"{node.name} = {expression(node)}" for node in graph.nodes if node in named]
     return re.sub(r"@[0-9.]+\+[0-9a-f]{8}", "@VERSION", "\n".join(lines))
+
+
+# -- training ----
+
+
+def same_operands(found, expected, e4m3_step: float = 1 / 8) -> None:
+    """What prepares ``sage::rowscaled``'s backward, found, is expected within rounding: a step in
+    at most 1 % of the INT8 codes and 2 % of E4M3's, and 1e-5 of the largest scale and the like.
+    e4m3_step: relative to the larger code; more than 1/8 for the interpreter, which may round all
+    of them otherwise."""
+    for name, a, b in zip(found._fields, found, expected, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype and a.is_contiguous(), name
+        if a.dtype == torch.int8:
+            far = (a.int() - b.int()).abs()
+            assert far.max() <= 1 and (far > 0).float().mean() <= 0.01, name
+        elif a.dtype == torch.float8_e4m3fn:
+            a, b = a.float(), b.float()
+            far = (a - b).abs() > e4m3_step * torch.maximum(a.abs(), b.abs()) + 2**-6
+            assert a.isfinite().all() and not far.any(), name
+            assert e4m3_step > 1 / 8 or (a != b).float().mean() <= 0.02, name
+        else:
+            a, b = (x.flatten(0, -2) for x in (a, b))
+            far = (a - b).abs() > 1e-5 * b.abs().amax(-1, keepdim=True) + 1e-5 * b.abs()
+            assert not far.any(), name

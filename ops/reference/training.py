@@ -20,13 +20,13 @@ LARGEST = 127.0
 
 class Quantized(NamedTuple):
     codes: Tensor  # [B, H, N_pad, D_pad] INT8
-    scale: Tensor  # [B, H, N_pad / BLOCK] fp32
+    scale: Tensor  # [B, H, N_pad / shared] fp32
 
 
-def quantize(x: Tensor, mean: Tensor | None = None) -> Quantized:
-    """x [B, H, N, D] less mean [B, H, D]."""
+def quantize(x: Tensor, mean: Tensor | None = None, shared: int = BLOCK) -> Quantized:
+    """x [B, H, N, D] less mean [B, H, D]; so many rows share a scale."""
     x = pad(x.float() if mean is None else x.float() - mean[:, :, None])
-    blocks = x.unflatten(2, (-1, BLOCK))
+    blocks = x.unflatten(2, (-1, shared))
     codes, scale = _to_codes(blocks, (3, 4))
     return Quantized(codes.flatten(2, 3).to(torch.int8).contiguous(), scale.flatten(2).contiguous())
 

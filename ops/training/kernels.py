@@ -52,12 +52,13 @@ def num_stages(device: torch.device) -> int:
 
 
 @triton.jit
-def _to_codes(x):
-    """Codes of x [M, C], of which each BLOCK rows share a scale, and the scales [M]."""
+def _to_codes(x, SHARED: tl.constexpr):
+    """Codes of x [M, C], of which each SHARED rows share a scale, and the scales [M]."""
     M: tl.constexpr = x.shape[0]
-    BLOCKS: tl.constexpr = M // _BLOCK
-    amax = tl.max(tl.max(abs_bits(x), 1).reshape([BLOCKS, _BLOCK]), 1, keep_dims=True)
-    amax = amax.broadcast_to([BLOCKS, _BLOCK]).reshape([M])
+    amax = tl.max(abs_bits(x), 1)
+    if SHARED > 1:
+        amax = tl.max(amax.reshape([M // SHARED, SHARED]), 1, keep_dims=True)
+        amax = amax.broadcast_to([M // SHARED, SHARED]).reshape([M])
     inverse, scale = scale_of(amax, _MAX)
     return to_8bit(x, inverse[:, None], _MAX), scale
 
@@ -68,15 +69,15 @@ def _quantize_kernel(
     Mean,  # [B, H, D] in, fp32: taken off X; if SMOOTH
     Out,  # [B, H, N, D] in; if DELTA
     Codes,  # [B, H, N_pad, BLOCK_D] out, TURNED: [B, H, BLOCK_D, N_pad]
-    Scale,  # [B, H, N_pad / BLOCK] out, fp32
+    Scale,  # [B, H, N_pad / SHARED] out, fp32
     Delta,  # [B, H, N] out, fp32: the sum of X Out over D; if DELTA
     stride_b, stride_h, stride_n, stride_d,
     stride_ob, stride_oh, stride_on, stride_od,
     H, N,
-    SMOOTH: tl.constexpr, DELTA: tl.constexpr, TURNED: tl.constexpr,
+    SMOOTH: tl.constexpr, DELTA: tl.constexpr, TURNED: tl.constexpr, SHARED: tl.constexpr,
     D: tl.constexpr, PAD_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (B * H * N_pad / BLOCK,). The BLOCK rows of one head that share a scale."""
+    """Grid: (B * H * N_pad / BLOCK,). BLOCK rows of one head, of which SHARED share a scale."""
     stride_b, stride_h, stride_n = stride_b // 2, stride_h // 2, stride_n // 2
     stride_ob, stride_oh, stride_on = stride_ob // 2, stride_oh // 2, stride_on // 2
     pid = tl.program_id(0).to(tl.int64)
@@ -96,8 +97,9 @@ def _quantize_kernel(
     if SMOOTH:
         mean = tl.load(Mean + head * D + d, mask=d < D, other=0.0)
         x = tl.where(inside, x - mean[None, :], 0.0)
-    codes, scale = _to_codes(x)
-    tl.store(Scale + pid + i, scale, mask=i == 0)
+    codes, scale = _to_codes(x, SHARED)
+    at = (pid * _BLOCK + i) // SHARED
+    tl.store(Scale + at, scale, mask=i % SHARED == 0)
     N_pad = blocks * _BLOCK
     if TURNED:
         tl.store(Codes + (head * BLOCK_D + d)[:, None] * N_pad + n[None, :], codes.T)
@@ -245,7 +247,7 @@ def _dq_kernel(
             if part == 1:
                 there = there & (keys < N_kv)[:, None]
             v = tl.load(v_ptrs + keys.to(tl.int64)[:, None] * stride_vn, mask=there, other=0.0)
-            ds, ds_scale = _to_codes(p * (tl.dot(grad, v.T) - delta[:, None]))
+            ds, ds_scale = _to_codes(p * (tl.dot(grad, v.T) - delta[:, None]), _BLOCK)
             turned = tl.load(turned_ptrs + j * _BLOCK)
             acc += tl.dot(ds, turned.T).to(tl.float32) * (ds_scale * k_scale)[:, None]
     out = Dq + b * stride_ob + h * stride_oh + rows.to(tl.int64)[:, None] * stride_on + d[None, :]
@@ -314,7 +316,7 @@ def _over_rows_kernel(
             grad = tl.load(grad + d.to(tl.int64)[None, :] * stride_gd, mask=there, other=0.0)
             delta = tl.load(Delta + head * N_q + rows, mask=rows < N_q, other=0.0)
             x = x * (tl.dot(v, grad.T) - delta[None, :])
-        codes, x_scale = _to_codes(x)
+        codes, x_scale = _to_codes(x, _BLOCK)
         turned = Turned + (head * BLOCK_D + d)[:, None] * M_pad + rows[None, :]
         product = tl.dot(codes, tl.load(turned).T).to(tl.float32)
         acc += product * (x_scale * tl.load(Turned_scale + block))[:, None]
@@ -324,25 +326,25 @@ def _over_rows_kernel(
 
 def launch_quantize(
     x: Tensor, mean: Tensor | None = None, out: Tensor | None = None, turned: bool = False,
-    run: Callable = launch_cached,
+    shared: int = BLOCK, run: Callable = launch_cached,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """x [B, H, N, D], any strides, less mean [B, H, D] fp32, in INT8: codes [B, H, N_pad, BLOCK_D]
-    (turned: transposed) and scales [B, H, N_pad / BLOCK] fp32; and, where out is given, the sum
-    over D of x out [B, H, N] (else the scales again)."""
+    (turned: transposed) and scales [B, H, N_pad / shared] fp32, one of so many rows; and, where out
+    is given, the sum over D of x out [B, H, N] (else the scales again)."""
     B, H, N, D = x.shape
     N_pad, BLOCK_D = pad_rows(N), pad_head_dim(D)
     shape = (BLOCK_D, N_pad) if turned else (N_pad, BLOCK_D)
     codes = x.new_empty((B, H, *shape), dtype=torch.int8)
-    scale = x.new_empty((B, H, N_pad // BLOCK), dtype=torch.float32)
+    scale = x.new_empty((B, H, N_pad // shared), dtype=torch.float32)
     delta = scale if out is None else x.new_empty((B, H, N), dtype=torch.float32)
     other = x if out is None else out
     run(
         _quantize_kernel,
-        (scale.numel(),),
+        (B * H * (N_pad // BLOCK),),
         (x, scale if mean is None else mean, other, codes, scale, delta),
         (*doubled(x.stride()), *doubled(other.stride()),
          H, N,  # shape
-         mean is not None, out is not None, turned,  # semantics
+         mean is not None, out is not None, turned, shared,  # semantics
          D, PAD_N, BLOCK_D),  # tile
     )  # fmt: skip
     return codes, scale, delta

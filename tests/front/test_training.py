@@ -19,6 +19,7 @@ from sage_inductor import config, functional, settings
 from sage_inductor.policy import Policy, Rule
 
 ASKED = {"sage.training": "sagebwd", "sage.emulate": True}
+ASKED_G = ASKED | {"sage.training": "g"}
 SAGEBWD = torch.ops.sage.sagebwd.default
 
 
@@ -44,14 +45,18 @@ class ByOp(Attention):
     """The same, the op called by itself."""
 
     def attend(self, q, k, v):
-        return torch.ops.sage.sagebwd(q, k, v, self.is_causal, q.shape[3] ** -0.5, True)[0]
+        if self.is_causal:
+            return torch.ops.sage.sagebwd(q, k, v, True, q.shape[3] ** -0.5, True)[0]
+        return torch.ops.sage.rowscaled(q, k, v, q.shape[3] ** -0.5, True)[0]
 
 
-def pair(layers=1, dim=128):
-    """(the model with SDPA, with the op)."""
+def pair(layers=1, dim=128, is_causal=True):
+    """(the model with SDPA, with the op: sagebwd, or rowscaled where it is not causal)."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*(Attention(dim) for _ in range(layers)))
-    by_op = torch.nn.Sequential(*(ByOp(dim) for _ in range(layers)))
+    model, by_op = (
+        torch.nn.Sequential(*(kind(dim, is_causal=is_causal) for _ in range(layers)))
+        for kind in (Attention, ByOp)
+    )
     by_op.load_state_dict(model.state_dict())
     return model, by_op
 
@@ -72,9 +77,10 @@ def rewritten():
     return [site.recipe for site in sage_inductor.report().rewritten]
 
 
-def test_a_compiled_model_trains_by_the_op_at_any_length_in_two_graphs():
-    model, by_op = pair(2)
-    compiled = torch.compile(model, backend="sage", options=ASKED, fullgraph=True)
+@pytest.mark.parametrize("asked", [ASKED, ASKED_G], ids=["sagebwd", "g"])
+def test_a_compiled_model_trains_by_the_op_at_any_length_in_two_graphs(asked):
+    model, by_op = pair(2, is_causal=asked is ASKED)
+    compiled = torch.compile(model, backend="sage", options=asked, fullgraph=True)
     for N in (90, 64, 17, 2, 200):
         x, cotangent = inputs(N)
         found = gradients(compiled, x, cotangent, model.parameters())
@@ -83,7 +89,7 @@ def test_a_compiled_model_trains_by_the_op_at_any_length_in_two_graphs():
         exact = gradients(model, x, cotangent, model.parameters())
         assert 1e-4 < relative_l1(found[0], exact[0]) < 0.1
     graphs = {graph for graph, _ in sage_inductor.report()._sites}
-    assert len(graphs) == 2 and set(rewritten()) == {"sagebwd"}
+    assert len(graphs) == 2 and set(rewritten()) == {asked["sage.training"]}
 
 
 def test_inference_keeps_its_recipe():
@@ -113,8 +119,8 @@ def test_the_setting_and_the_eager_call():
     by_op = torch.ops.sage.sagebwd(q, q, q, True, 0.125, False)[0]
     (expected,) = torch.autograd.grad(by_op.sum(), q)
     assert_close(found, expected, rtol=0, atol=0)
-    with pytest.raises(ValueError, match="training must be one of .'off', 'sagebwd'.*got 'g'"):
-        config.training = "g"
+    with pytest.raises(ValueError, match="training must be one of .'off', 'sagebwd', 'g'.*got 'G'"):
+        config.training = "G"
 
 
 def test_a_short_eager_call_that_needs_a_gradient_is_decided_by_its_own_length():
@@ -127,23 +133,25 @@ def test_a_short_eager_call_that_needs_a_gradient_is_decided_by_its_own_length()
 
 
 def test_a_policy_says_which_calls_train_how():
-    model, _ = pair(3)
+    model, _ = pair(4)
     rules = [
         {"module": "0", "recipe": "auto", "training": "off"},
         {"module": "1", "recipe": "off"},
+        {"module": "2", "recipe": "auto", "training": "g"},
         {"recipe": "auto"},
     ]
+    model[2].is_causal = False
     given = ASKED | {"sage.policy": rules}
     torch.compile(model, backend="sage", options=given, fullgraph=True)(inputs()[0])
     found = {site.module: site.recipe for site in sage_inductor.report()}
-    assert found == {"0": "sage2-8b", "1": None, "2": "sagebwd"}
+    assert found == {"0": "sage2-8b", "1": None, "2": "g", "3": "sagebwd"}
     assert Policy([Rule("auto", training="sagebwd")]).text().count('"training": "sagebwd"') == 1
     with pytest.raises(ValueError, match="rule 1: training must be one of"):
         Policy([Rule("auto", training="fp8")])
     torch._dynamo.reset()
     given = {"sage.emulate": True, "sage.policy": [{"recipe": "auto", "training": "sagebwd"}]}
     torch.compile(model, backend="sage", options=given, fullgraph=True)(inputs()[0])
-    assert rewritten() == ["sagebwd"] * 3
+    assert rewritten() == ["sagebwd"] * 4
 
 
 def test_recipe_off_is_off_in_training_too():
@@ -166,6 +174,42 @@ def test_what_is_not_trained_says_why():
     torch.compile(model, backend="sage", options=given)(inputs()[0])
     (site,) = sage_inductor.report().refused
     assert site.reason == "training: block lists have no backward here"
+
+
+def reason_of(scale=None, is_causal=False, dim=64, training="g"):
+    q = torch.randn(1, 2, 300, dim, requires_grad=True)
+    torch._dynamo.reset()
+    with config.patch(training=training, emulate=True):
+        sage_inductor.attention(q, q, q, scale=scale, is_causal=is_causal)
+    return [site.reason for site in sage_inductor.report().refused]
+
+
+def test_what_g_does_not_train_says_why():
+    assert reason_of() == []
+    assert reason_of(is_causal=True) == ["g trains calls without a mask, got causal"]
+    assert reason_of(scale=-0.1) == ["g trains calls whose scale is more than 0, got -0.1"]
+    (reason,) = reason_of(dim=160)
+    assert reason.startswith("g trains head_dims up to 128, one of q, k and v, got 160")
+
+
+def test_g_on_a_gpu_needs_hopper_and_16_bits(monkeypatch):
+    from sage_inductor.ops.attention import tiles
+    from sage_inductor.patterns import eligible
+
+    class OfOneCall:
+        attn_mask = lse = scale = None
+        q = k = v = torch.empty(1, 2, 300, 64)
+        out = torch.empty(1, 2, 300, 64, dtype=torch.bfloat16)
+
+    monkeypatch.setattr(eligible, "value_of", lambda x: x)
+    monkeypatch.setattr(eligible, "is_causal", lambda call: False)
+    why_not = functools.partial(eligible.why_not_trained, OfOneCall, "g")
+    assert why_not((9, 0)) is None
+    assert why_not((8, 9)) == "g trains on compute capability 9.0, got 8.9"
+    monkeypatch.setattr(tiles, "hopper_is_lost", lambda capability: "no Gluon")
+    assert why_not((9, 0)) == "g trains with the Hopper kernel: no Gluon"
+    OfOneCall.out = OfOneCall.q
+    assert why_not((9, 0)) == "g trains in 16 bits on a GPU, got float32"
 
 
 def test_autocast_and_a_grad_scaler():
@@ -245,12 +289,13 @@ def test_the_activation_memory_budget(budget, times, monkeypatch):
     assert same(found, gradients(by_op, x, cotangent, by_op.parameters()))
 
 
-def test_what_is_saved_is_in_8_bits():
-    """Of q and k their codes alone; of SDPA both, in 16 bits."""
-    model, _ = pair()
+@pytest.mark.parametrize("asked", [ASKED, ASKED_G], ids=["sagebwd", "g"])
+def test_what_is_saved_is_in_8_bits(asked):
+    """Of q and k their codes alone, and by g of v; of SDPA all, in 16 bits."""
+    model, _ = pair(is_causal=asked is ASKED)
     model, x = model.bfloat16(), torch.randn(2, 128, 128, dtype=torch.bfloat16, requires_grad=True)
     saved = {}
-    for name, options in (("sagebwd", ASKED), ("sdpa", {"sage.recipe": "off"})):
+    for name, options in (("ours", asked), ("sdpa", {"sage.recipe": "off"})):
         torch._dynamo.reset()
         kept = saved[name] = []
         compiled = torch.compile(model, backend="sage", options=options, fullgraph=True)
@@ -259,12 +304,14 @@ def test_what_is_saved_is_in_8_bits():
             lambda t, kept=kept: (kept.append(t.detach().clone()), t)[1], lambda t: t
         ):
             compiled(x)
-    codes = [t for t in saved["sagebwd"] if t.dtype == torch.int8]
-    assert sorted(t.shape for t in codes) == [(2, 2, 128, 64)] * 2
-    heads = {"sagebwd": 0, "sdpa": 0}
+    codes = [t for t in saved["ours"] if t.dtype == torch.int8]
+    assert [t.shape for t in codes] == [(2, 2, 128, 64)] * (2 if asked is ASKED else 3)
+    heads = {"ours": 0, "sdpa": 0}
     for name, kept in saved.items():
         heads[name] = sum(t.numel() for t in kept if t.dtype == torch.bfloat16 and t.dim() == 4)
-    assert heads["sagebwd"] < heads["sdpa"]
+    assert heads["ours"] < heads["sdpa"]
+    if asked is ASKED_G:  # out alone
+        assert heads["ours"] == x.numel()
 
 
 def test_gradients_accumulate_and_repeat_bit_for_bit():
@@ -309,9 +356,11 @@ def test_compiled_autograd():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
-def test_a_model_trains_on_a_gpu(mode):
-    model, by_op = (each.to("cuda", torch.bfloat16) for each in pair(2))
-    given = {"sage.training": "sagebwd"} | ({"sage.mode": mode} if mode else {})
+@pytest.mark.parametrize("training", ["sagebwd", "g"])
+def test_a_model_trains_on_a_gpu(training, mode):
+    pairs = pair(2, is_causal=training == "sagebwd")
+    model, by_op = (each.to("cuda", torch.bfloat16) for each in pairs)
+    given = {"sage.training": training} | ({"sage.mode": mode} if mode else {})
     compiled = torch.compile(model, backend="sage", options=given, fullgraph=True)
     for _ in range(4):
         x = torch.randn(2, 300, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -321,4 +370,4 @@ def test_a_model_trains_on_a_gpu(mode):
         found = [x.grad, *(p.grad for p in model.parameters())]
         expected = gradients(by_op, x, cotangent, by_op.parameters())
         assert all(relative_l1(a, b) < 0.02 for a, b in zip(found, expected, strict=True))
-    assert rewritten() == ["sagebwd"] * 2
+    assert rewritten() == [training] * 2

@@ -310,7 +310,7 @@ def test_what_is_made_of_mask_and_lists_compiles(compile):
 def test_the_sum_of_a_split_tiles_pieces_compiles(fp8):
     pointers = ("Part", "Part_ml", "V_scale", "V_mean", "Lse")
     types = {**dict.fromkeys(pointers, "*fp32"), "Out": "*bf16"}
-    constexprs = dict(D_V=128, FP8=fp8, BLOCK_M=192, BLOCK_DV=128, ROWS=16)
+    constexprs = dict(D_V=128, FP8=fp8, KEEPS_MAX=not fp8, BLOCK_M=192, BLOCK_DV=128, ROWS=16)
     compiled = compile_kernel(hopper._combine_kernel, (9, 0), constexprs, types)
     assert stack_bytes(compiled.asm["cubin"]) == 0
 

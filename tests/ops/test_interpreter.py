@@ -453,15 +453,15 @@ def test_pieces_of_a_tile_of_hoppers_kernel_make_up_the_tile(monkeypatch):
                     p = torch.exp2(x[t, :, keys] - m[:, None] + offset)
                     part_ml[slot], part[slot] = torch.stack([m, p.sum(1)]), p @ v[t, keys]
         out = torch.full((B, H_q, N_q, D_V), torch.nan)
-        lse = torch.full((B, H_q, N_q), torch.nan)
+        lse, maximum = (both := torch.full((2, B, H_q, N_q), torch.nan))
         hopper._combine_kernel[(heads * num_m, 2)](
-            part, part_ml, v_scale, v_mean, out, lse, *doubled(out.stride())[:3], heads, H_q, H_kv, N_q,
-            num_m, 0, blocks, programs, D_V, True, BLOCK_M, 16, 32,
+            part, part_ml, v_scale, v_mean, out, both, *doubled(out.stride())[:3], heads, H_q, H_kv, N_q,
+            num_m, 0, blocks, programs, D_V, True, True, BLOCK_M, 16, 32,
         )  # fmt: skip
         for t in range(heads * num_m):
             head, m = divmod(t, num_m)
             m = num_m - 1 - m if (heads - 1 - head) % 2 == 0 else m
-            here = out[head, 0, m * BLOCK_M :][:BLOCK_M], lse[head, 0, m * BLOCK_M :][:BLOCK_M]
+            here = [y[head, 0, m * BLOCK_M :][:BLOCK_M] for y in (out, lse, maximum)]
             if t in in_one_piece:
                 assert all(y.isnan().all() for y in here)
                 continue
@@ -469,6 +469,7 @@ def test_pieces_of_a_tile_of_hoppers_kernel_make_up_the_tile(monkeypatch):
             expected = (weights @ v[t])[:, :D_V] * v_scale[head] + v_mean[head]
             assert_close(here[0], expected, rtol=1e-4, atol=1e-5)
             assert_close(here[1], (x[t] * math.log(2)).logsumexp(1)[: len(here[0])])
+            assert torch.equal(here[2], x[t].amax(1)[: len(here[0])])
 
 
 # -- blocks of keys that the Hopper kernel reads ----

@@ -373,7 +373,7 @@ def test_no_offset_of_what_is_made_of_mask_and_lists_wraps(compile):
 def test_no_offset_of_the_pieces_sum_wraps():
     pointers = ("Part", "Part_ml", "V_scale", "V_mean", "Lse")
     types = {**dict.fromkeys(pointers, "*fp32"), "Out": "*bf16"}
-    constexprs = dict(D_V=128, FP8=True, BLOCK_M=192, BLOCK_DV=128, ROWS=16)
+    constexprs = dict(D_V=128, FP8=True, KEEPS_MAX=False, BLOCK_M=192, BLOCK_DV=128, ROWS=16)
     text = kernels.compile_kernel(hopper._combine_kernel, SM90, constexprs, types)
     facts = OF_HOPPER | {"program": (0, 2**16), "slot": (0, 2**16)}
     function = Function(text, facts).run()

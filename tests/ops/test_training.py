@@ -1,4 +1,5 @@
-"""``sage::sagebwd``: its emulation against the laboratory's, the op, and (gpu) its kernels."""
+"""``sage::sagebwd`` and ``sage::rowscaled``: what both ops do, SageBwd's emulation against the
+laboratory's, and (gpu) its kernels. test_rowscaled.py has the other's."""
 
 import dataclasses
 import math
@@ -19,6 +20,8 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 
 SAGEBWD = torch.ops.sage.sagebwd
 BACKWARD = torch.ops.sage.sagebwd_backward
+ROWSCALED = torch.ops.sage.rowscaled
+both_ops = pytest.mark.parametrize("op", ["sagebwd", "rowscaled"])
 INT8 = gradients.INT8
 # The laboratory's SageBwd by the kernels' blocks: 64 rows, and a row's 64 numbers of p forward.
 OF_64 = dataclasses.replace(
@@ -33,10 +36,17 @@ def inputs(B, H_q, H_kv, N_q, N_kv, D, dtype=torch.bfloat16, device="cpu"):
     return 2 * q, k, v, support.heads(B, H_q, N_q, D, dtype, device)
 
 
-def attend(q, k, v, grad, is_causal=False, scale=0.125, out_bnhd=True):
+def run(op, q, k, v, is_causal=False, scale=0.125, out_bnhd=True):
+    if op == "rowscaled":
+        assert not is_causal
+        return ROWSCALED(q, k, v, scale, out_bnhd)
+    return SAGEBWD(q, k, v, is_causal, scale, out_bnhd)
+
+
+def attend(q, k, v, grad, is_causal=False, scale=0.125, out_bnhd=True, op="sagebwd"):
     """out, and the gradients by autograd."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    out = SAGEBWD(q, k, v, is_causal, scale, out_bnhd)[0]
+    out = run(op, q, k, v, is_causal, scale, out_bnhd)[0]
     return out.detach(), *torch.autograd.grad(out, (q, k, v), grad)
 
 
@@ -66,20 +76,22 @@ def test_gradients_are_near_exact_ones(is_causal):
     assert errors[0] < 0.03 and all(0.01 < error < 0.16 for error in errors[1:]), errors
 
 
+@both_ops
 @pytest.mark.parametrize("exponent", [-23, -5, 13])
-def test_scaling_the_cotangent_by_a_power_of_two_scales_gradients_exactly(exponent):
+def test_scaling_the_cotangent_by_a_power_of_two_scales_gradients_exactly(exponent, op):
     q, k, v, grad = inputs(1, 2, 1, 130, 200, 64)
-    here, there = (attend(q, k, v, x)[1:] for x in (grad, grad * 2.0**exponent))
+    here, there = (attend(q, k, v, x, op=op)[1:] for x in (grad, grad * 2.0**exponent))
     for x, y in zip(here, there, strict=True):
         assert_close(x * 2.0**exponent, y, rtol=0, atol=0)
 
 
-def test_rows_without_a_cotangent_get_no_gradient():
+@both_ops
+def test_rows_without_a_cotangent_get_no_gradient(op):
     q, k, v, grad = inputs(1, 2, 2, 200, 150, 32)
     grad[:, :, 64:190] = 0
-    _, dq, dk, dv = attend(q, k, v, grad)
+    _, dq, dk, dv = attend(q, k, v, grad, op=op)
     assert not dq[:, :, 64:190].any() and dq[:, :, :64].any() and dk.any() and dv.any()
-    assert not any(x.any() for x in attend(q, k, v, 0 * grad)[1:])
+    assert not any(x.any() for x in attend(q, k, v, 0 * grad, op=op)[1:])
 
 
 @pytest.mark.parametrize("N_q, N_kv", [(70, 300), (300, 70), (1, 1), (128, 128)])
@@ -97,25 +109,30 @@ def test_causal_attention_sees_the_first_keys(N_q, N_kv):
         assert not dq.any() and dk.abs().max() < 0.5
 
 
-def test_a_constant_in_all_keys_changes_nothing():
+@both_ops
+def test_a_constant_in_all_keys_changes_nothing(op):
     """Of numbers that bf16 adds exactly."""
     q, k, v, grad = inputs(1, 2, 2, 100, 128, 64)
     k = k.clamp(-8, 8).mul(8).round().div(8)
-    here, there = attend(q, k, v, grad), attend(q, k + 4, v, grad)
+    here, there = attend(q, k, v, grad, op=op), attend(q, k + 4, v, grad, op=op)
     assert_close(k + 4 - 4, k, rtol=0, atol=0)
     for x, y in zip(here, there, strict=True):
         assert relative_l2(x, y) < 2e-3
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_heads_of_q_that_share_a_head_of_k(is_causal):
+@pytest.mark.parametrize(
+    "op, is_causal", [("sagebwd", False), ("sagebwd", True), ("rowscaled", False)]
+)
+def test_heads_of_q_that_share_a_head_of_k(op, is_causal):
+    """Rowscaled: dS and dO are rounded by a scale of one head or of three."""
     q, k, v, grad = inputs(2, 6, 2, 130, 150, 64, torch.float32)
-    out, dq, dk, dv = attend(q, k, v, grad, is_causal)
+    out, dq, dk, dv = attend(q, k, v, grad, is_causal, op=op)
     repeated = [x.repeat_interleave(3, 1) for x in (k, v)]
-    expected = attend(q, *repeated, grad, is_causal)
+    expected = attend(q, *repeated, grad, is_causal, op=op)
     of_groups = (x.unflatten(1, (2, 3)).sum(2) for x in expected[2:])
-    for x, y in zip((out, dq, dk, dv), (*expected[:2], *of_groups), strict=True):
-        assert_close(x, y, rtol=1e-4, atol=1e-4)
+    assert_close(out, expected[0], rtol=1e-4, atol=1e-4)
+    for x, y in zip((dq, dk, dv), (expected[1], *of_groups), strict=True):
+        assert relative_l2(x, y) < (1e-4 if op == "sagebwd" else 0.05)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -146,15 +163,17 @@ def test_of_fp32_inputs_the_backward_reads_16_bits():
         assert_close(x, y, rtol=0, atol=0)
 
 
+@both_ops
 @pytest.mark.parametrize("stride", ["expanded", "transposed", "step"])
-def test_cotangents_of_any_strides(stride):
+def test_cotangents_of_any_strides(stride, op):
     q, k, v, _ = inputs(1, 2, 2, 90, 90, 64)
     grad = {
         "expanded": torch.ones((), dtype=q.dtype).expand(q.shape),  # what sum() gives
         "transposed": torch.randn(1, 2, 64, 90).to(q.dtype).mT,
         "step": torch.randn(1, 2, 90, 128).to(q.dtype)[..., ::2],
     }[stride]
-    for x, y in zip(attend(q, k, v, grad), attend(q, k, v, grad.contiguous()), strict=True):
+    found, expected = (attend(q, k, v, x, op=op) for x in (grad, grad.contiguous()))
+    for x, y in zip(found, expected, strict=True):
         assert_close(x, y, rtol=0, atol=0)
 
 
@@ -167,38 +186,43 @@ def test_nan_reaches_what_it_touches():
     assert dk.isnan().any() and dv.isnan().any()
 
 
-def test_what_is_refused():
+@both_ops
+def test_what_is_refused(op):
     q, k, v, _ = inputs(1, 2, 2, 10, 10, 64)
-    with pytest.raises(ValueError, match="one number up to 128, got 64, 32"):
-        SAGEBWD(q, k, v[..., :32], False, 0.1, False)
+    with pytest.raises(
+        ValueError, match=f"{op}: head_dim must be one number up to 128, got 64, 32"
+    ):
+        run(op, q, k, v[..., :32])
     wide = torch.randn(1, 2, 10, 160)
     with pytest.raises(ValueError, match="up to 128, got 160"):
-        SAGEBWD(wide, wide, wide, False, 0.1, False)
+        run(op, wide, wide, wide)
     with pytest.raises(ValueError, match="q's batch and head_dim"):
-        SAGEBWD(q, k[..., :32], v, False, 0.1, False)
+        run(op, q, k[..., :32], v)
     with pytest.raises(TypeError, match="dtype must be one of"):
-        SAGEBWD(q.double(), k.double(), v.double(), False, 0.1, False)
+        run(op, q.double(), k.double(), v.double())
     q = q.requires_grad_()
-    (dq,) = torch.autograd.grad(SAGEBWD(q, k, v, False, 0.1, False)[0].sum(), q, create_graph=True)
-    with pytest.raises(NotImplementedError, match="no gradient of the gradient"):
+    (dq,) = torch.autograd.grad(run(op, q, k, v)[0].sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match=f"{op}: no gradient of the gradient"):
         dq.sum().backward()
 
 
-def test_only_the_output_has_a_gradient():
+@both_ops
+def test_only_the_output_has_a_gradient(op):
     q, k, v, _ = inputs(1, 2, 2, 10, 10, 64)
-    out, *others = SAGEBWD(q.requires_grad_(), k, v, False, 0.1, False)
+    out, *others = run(op, q.requires_grad_(), k, v)
     assert out.requires_grad and not any(x.requires_grad for x in others)
 
 
-def test_under_autocast_the_op_computes_in_its_dtype():
+@both_ops
+def test_under_autocast_the_op_computes_in_its_dtype(op):
     q, k, v, grad = inputs(1, 2, 2, 70, 70, 64, torch.float32)
     given = [x.requires_grad_() for x in (q, k, v)]
     with torch.autocast("cpu", torch.bfloat16):
-        out = SAGEBWD(*given, False, 0.125, True)[0]
+        out = run(op, *given)[0]
     assert out.dtype == torch.bfloat16
     found = torch.autograd.grad(out, given, grad.bfloat16())
     rounded = [x.detach().bfloat16() for x in given]
-    expected = attend(*rounded, grad.bfloat16())
+    expected = attend(*rounded, grad.bfloat16(), op=op)
     for x, y in zip(found, expected[1:], strict=True):
         assert x.dtype == torch.float32
         assert_close(x, y.float(), rtol=0, atol=0)

@@ -373,9 +373,9 @@ def _attend(
 @gluon.jit
 def _store(
     chunks, m, total, row0, b, h, head_kv, V_scale, V_mean, Out, Lse,
-    stride_ob, stride_oh, stride_on, H_q, N_q,
-    D_V: gl.constexpr, FP8: gl.constexpr, BLOCK_DV: gl.constexpr, CHUNK: gl.constexpr,
-    O: gl.constexpr, LO: gl.constexpr, BOUNDED: gl.constexpr,
+    stride_ob, stride_oh, stride_on, heads, H_q, N_q,
+    D_V: gl.constexpr, FP8: gl.constexpr, KEEPS_MAX: gl.constexpr, BLOCK_DV: gl.constexpr,
+    CHUNK: gl.constexpr, O: gl.constexpr, LO: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     """chunks of o, each [64, CHUNK], m, total [64] -> Out, Lse."""
     of_row = gl.convert_layout(total, gl.SliceLayout(1, O), assert_trivial=True)
@@ -405,6 +405,8 @@ def _store(
     rows = row0 + gl.arange(0, 64, layout=m.type.layout)
     head = b * H_q + h
     gl.store(Lse + head.to(gl.int64) * N_q + rows, lse, mask=rows < N_q)
+    if KEEPS_MAX:
+        gl.store(Lse + (heads + head).to(gl.int64) * N_q + rows, m, mask=rows < N_q)
 
 
 @gluon.jit
@@ -429,8 +431,8 @@ def _consumer(
     wg: gl.constexpr, shared, tensors, of_mask, of_list, strides, shape,
     D: gl.constexpr, D_V: gl.constexpr, SCALE: gl.constexpr, BAND: gl.constexpr,
     LISTED: gl.constexpr, MASK: gl.constexpr, SPLIT: gl.constexpr, FP8: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, WARPGROUPS: gl.constexpr,
-    STAGES: gl.constexpr,
+    KEEPS_MAX: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup `wg`: rows 64 wg .. of each of the program's tiles."""
     q_smem, k_smem, v_smem, full, empty, order = shared
@@ -587,8 +589,8 @@ def _consumer(
         else:
             _store(
                 o, m, total, row0, b, h, head_kv, V_scale, V_mean, Out, Lse,
-                stride_ob, stride_oh, stride_on, H_q, N_q, D_V, FP8, BLOCK_DV, CHUNK, O, LO,
-                BOUNDED,
+                stride_ob, stride_oh, stride_on, heads, H_q, N_q, D_V, FP8, KEEPS_MAX, BLOCK_DV,
+                CHUNK, O, LO, BOUNDED,
             )  # fmt: skip
         begin, end = next_begin, next_end
         b, h, h_kv, row = next_b, next_h, next_h_kv, next_row
@@ -645,15 +647,15 @@ def _hopper_kernel(
     V, V_scale, V_mean,  # descriptor of [B * H_kv * BLOCK_DV, N_pad] FP8; [B, H_kv, D_V] twice
     # 16-bit: descriptor of [B, H_kv, N_kv, D_V]; the other two unread
     Words, List,  # blocks.py; unread but for MASK and LISTED
-    Out, Lse,  # [B, H_q, N_q, D_V], [B, H_q, N_q] fp32
+    Out, Lse,  # [B, H_q, N_q, D_V], [B, H_q, N_q] fp32; KEEPS_MAX: [2, ...], m is the second
     Part, Part_ml,  # [2 * programs, BLOCK_M, BLOCK_DV], [2 * programs, 2, BLOCK_M] fp32: o, m, l
     stride_qb, stride_qh, stride_qn, stride_ob, stride_oh, stride_on,
     stride_wb, stride_wh, stride_wm, stride_lb, stride_lh, stride_lm,
     heads, H_q, H_kv, N2_q, N2_kv, N_pad, group, whole_tiles,  # heads: B * H_q. N2: 2 N
     D: gl.constexpr, D_V: gl.constexpr, SCALE: gl.constexpr, BAND: gl.constexpr,
     LISTED: gl.constexpr, MASK: gl.constexpr, SPLIT: gl.constexpr, FP8: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, WARPGROUPS: gl.constexpr,
-    STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    KEEPS_MAX: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid: (programs,), as many as run at once. Strides of q and o come doubled: see `doubled`."""
     N_q, N_kv = N2_q // 2, N2_kv // 2
@@ -684,25 +686,25 @@ def _hopper_kernel(
     if WARPGROUPS == 2:
         gl.warp_specialize([
             (_consumer, (0, shared, tensors, of_mask, of_list, strides, shape, D, D_V, SCALE,
-                         BAND, LISTED, MASK, SPLIT, FP8, BLOCK_N, BLOCK_D, BLOCK_DV, WARPGROUPS,
-                         STAGES)),
+                         BAND, LISTED, MASK, SPLIT, FP8, KEEPS_MAX, BLOCK_N, BLOCK_D, BLOCK_DV,
+                         WARPGROUPS, STAGES)),
             (_consumer, (1, shared, tensors, of_mask, of_list, strides, shape, D, D_V, SCALE,
-                         BAND, LISTED, MASK, SPLIT, FP8, BLOCK_N, BLOCK_D, BLOCK_DV, WARPGROUPS,
-                         STAGES)),
+                         BAND, LISTED, MASK, SPLIT, FP8, KEEPS_MAX, BLOCK_N, BLOCK_D, BLOCK_DV,
+                         WARPGROUPS, STAGES)),
             (_producer, (K, V, shared, of_list, shape, BAND, LISTED, SPLIT, FP8, BLOCK_M,
                          BLOCK_N, BLOCK_DV, STAGES)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_consumer, (0, shared, tensors, of_mask, of_list, strides, shape, D, D_V, SCALE,
-                         BAND, LISTED, MASK, SPLIT, FP8, BLOCK_N, BLOCK_D, BLOCK_DV, WARPGROUPS,
-                         STAGES)),
+                         BAND, LISTED, MASK, SPLIT, FP8, KEEPS_MAX, BLOCK_N, BLOCK_D, BLOCK_DV,
+                         WARPGROUPS, STAGES)),
             (_consumer, (1, shared, tensors, of_mask, of_list, strides, shape, D, D_V, SCALE,
-                         BAND, LISTED, MASK, SPLIT, FP8, BLOCK_N, BLOCK_D, BLOCK_DV, WARPGROUPS,
-                         STAGES)),
+                         BAND, LISTED, MASK, SPLIT, FP8, KEEPS_MAX, BLOCK_N, BLOCK_D, BLOCK_DV,
+                         WARPGROUPS, STAGES)),
             (_consumer, (2, shared, tensors, of_mask, of_list, strides, shape, D, D_V, SCALE,
-                         BAND, LISTED, MASK, SPLIT, FP8, BLOCK_N, BLOCK_D, BLOCK_DV, WARPGROUPS,
-                         STAGES)),
+                         BAND, LISTED, MASK, SPLIT, FP8, KEEPS_MAX, BLOCK_N, BLOCK_D, BLOCK_DV,
+                         WARPGROUPS, STAGES)),
             (_producer, (K, V, shared, of_list, shape, BAND, LISTED, SPLIT, FP8, BLOCK_M,
                          BLOCK_N, BLOCK_DV, STAGES)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
@@ -712,10 +714,10 @@ def _hopper_kernel(
 def _combine_kernel(
     Part, Part_ml,  # as above, in
     V_scale, V_mean,  # [B, H_kv, D_V] in, fp32; unread unless FP8
-    Out, Lse,  # [B, H_q, N_q, D_V], [B, H_q, N_q] fp32 out
+    Out, Lse,  # [B, H_q, N_q, D_V], [B, H_q, N_q] fp32 out; KEEPS_MAX: as above
     stride_ob, stride_oh, stride_on,
     heads, H_q, H_kv, N_q, num_m, whole_tiles, blocks, programs,
-    D_V: tl.constexpr, FP8: tl.constexpr,
+    D_V: tl.constexpr, FP8: tl.constexpr, KEEPS_MAX: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tiles that were dealt out, BLOCK_M / ROWS). Adds up the pieces of a tile."""
@@ -758,3 +760,5 @@ def _combine_kernel(
     lse = (m - offset + tl.log2(l)) * _LN2
     head = b * H_q + h
     tl.store(Lse + head.to(tl.int64) * N_q + rows, lse, mask=rows < N_q)
+    if KEEPS_MAX:
+        tl.store(Lse + (heads + head).to(tl.int64) * N_q + rows, m, mask=rows < N_q)

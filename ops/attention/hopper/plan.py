@@ -66,13 +66,17 @@ def _fits_tma(x: Tensor) -> bool:
 
 
 def launch(
-    a: AttentionCall, tile: Tile, run: Callable, device: torch.device | None = None
-) -> tuple[Tensor, Tensor]:
+    a: AttentionCall, tile: Tile, run: Callable, device: torch.device | None = None,
+    keeps_max: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out [B, H_q, N_q, D_v] of q's dtype and lse [B, H_q, N_q] fp32, of a call that nothing speaks
     against (`why_not`). device: q's, if that is on meta. Sizes may be known only later
-    (lowering/record.py): no plan is kept for those."""
+    (lowering/record.py): no plan is kept for those. keeps_max: lse is [2, B, H_q, N_q], and the
+    second is the largest score of each row, in log2 units."""
     q, k, v = a.q, a.k, a.v
     out, lse = a.empty_outputs()
+    if keeps_max:
+        lse = lse.new_empty((2, *lse.shape))
     lists, *list_numbers = a.list_arguments()
     list_numbers = sum(map(tuple, list_numbers), ())
     plan_of = _plan if isinstance(q, Tensor) else _plan.__wrapped__
@@ -81,6 +85,7 @@ def launch(
         out.shape[3], out.stride(), a.band_arguments(), a.scale, a.n_kv, tile,
         None if a.attn_mask is None else (a.attn_mask.shape, a.attn_mask.stride()),
         None if a.blocks.size is None else (a.blocks.kv_num_blocks.shape[:2], list_numbers),
+        keeps_max,
     )  # fmt: skip
     part = part_ml = lse  # not touched
     if plan.parts:
@@ -150,7 +155,7 @@ class _Plan:
 @functools.lru_cache(maxsize=4096)
 def _plan(
     device, dtype, q_shape, q_stride, k_shape, v_dtype, v_shape, v_stride, D_v, out_stride,
-    band, scale, n_kv, tile, of_mask, of_lists,
+    band, scale, n_kv, tile, of_mask, of_lists, keeps_max,
 ) -> _Plan:  # fmt: skip
     B, H_q, N_q, D = q_shape
     H_kv, N_pad, BLOCK_D = k_shape[1:]
@@ -185,7 +190,7 @@ def _plan(
         (*doubled(q_stride)[:3], *doubled(out_stride)[:3], *(mask.strides if mask else (0,) * 3),
          *(lists.strides if lists else (0,) * 3),
          B * H_q, H_q, H_kv, 2 * N_q, 2 * n_kv, N_pad, group, whole_tiles,  # shape
-         D, D_v, scale, band, lists is not None, mask is not None, split, fp8,  # semantics
+         D, D_v, scale, band, lists is not None, mask is not None, split, fp8, keeps_max,
          tile.BLOCK_N, BLOCK_D, BLOCK_DV, tile.warpgroups, tile.num_stages, consumer),  # tile
         dict(num_warps=tile.num_warps, maxnreg=at_launch),
     )  # fmt: skip
@@ -197,7 +202,7 @@ def _plan(
         (num_tiles - whole_tiles, tile.BLOCK_M // rows, 1),
         (*doubled(out_stride)[:3],
          B * H_q, H_q, H_kv, N_q, num_m, whole_tiles, blocks, programs,  # shape
-         D_v, fp8,  # semantics
+         D_v, fp8, keeps_max,  # semantics
          tile.BLOCK_M, BLOCK_DV, rows),  # tile
         {},
     )  # fmt: skip

@@ -20,19 +20,22 @@ import torch
 from torch import Tensor
 
 from sage_inductor.ops.attention.arguments import as_stored, empty_outputs
-from sage_inductor.ops.formats import TRAINED_HEAD_DIM, TRAINING_BLOCK, pad_head_dim, pad_rows
+from sage_inductor.ops.formats import TRAINING_BLOCK, pad_head_dim, pad_rows
 from sage_inductor.ops.quantize.smooth import launch_smooth
-from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.reference import quantize
 from sage_inductor.ops.reference import training as reference
-from sage_inductor.ops.sdpa import SdpaCall, check, register_autocast
+from sage_inductor.ops.sdpa import register_autocast
+from sage_inductor.ops.training.gradients import (
+    check_trained,
+    empty_gradient,
+    no_second_gradient,
+)
 from sage_inductor.ops.training.kernels import (
     launch_backward,
     launch_forward,
     launch_quantize,
 )
 
-_CHECKED_AS = NAMED["sage1"].encode()
 Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -50,7 +53,7 @@ def sagebwd(
     of the codes (log2, fp32), the codes [B, H, N_pad, D_pad] and scales [B, H, N_pad / 64] of q
     and of k. Raises ValueError or TypeError saying what must hold and what was got.
     """
-    _check(q, k, v, is_causal, scale, out_bnhd)
+    check_trained("sagebwd", q, k, v, is_causal, scale, out_bnhd)
     out, lse = empty_outputs(q, v.shape[3], out_bnhd)
     if q.device.type == "cpu":
         k_mean = quantize.smooth([k])[0][0]
@@ -97,31 +100,13 @@ def sagebwd_backward(
     return dq, dk, dv
 
 
-def _check(q, k, v, is_causal, scale, out_bnhd) -> None:
-    right = 0 if is_causal else None
-    check(
-        SdpaCall(q, k, v, None, [], None, right, False, scale, _CHECKED_AS, None, out_bnhd, False)
-    )
-    D, D_v = q.shape[3], v.shape[3]
-    if D != D_v or D > TRAINED_HEAD_DIM:
-        raise ValueError(
-            f"sage::sagebwd: head_dim must be one number up to {TRAINED_HEAD_DIM}, got {D}, {D_v}"
-        )
-
-
 def _empty_gradients(grad: Tensor, v: Tensor, out_bnhd: bool) -> tuple[Tensor, Tensor, Tensor]:
-    def like(x: Tensor) -> Tensor:
-        B, H, N, D = x.shape
-        if out_bnhd:
-            return v.new_empty((B, N, H, D)).transpose(1, 2)
-        return v.new_empty((B, H, N, D))
-
-    return like(grad), like(v), like(v)
+    return tuple(empty_gradient(x, v.dtype, out_bnhd) for x in (grad, v, v))
 
 
 @sagebwd.register_fake
 def _(q, k, v, is_causal, scale, out_bnhd):
-    _check(q, k, v, is_causal, scale, out_bnhd)
+    check_trained("sagebwd", q, k, v, is_causal, scale, out_bnhd)
 
     def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
         B, H, N, D = x.shape
@@ -150,13 +135,6 @@ def _backward(ctx, grad, *_):
     return *gradients, None, None, None
 
 
-def _refuse(ctx, *_):
-    raise NotImplementedError(
-        "sage::sagebwd: no gradient of the gradient: leave create_graph out, or set "
-        'options={"sage.training": "off"}'
-    )
-
-
 sagebwd.register_autograd(_backward, setup_context=_save)
-sagebwd_backward.register_autograd(_refuse)
+sagebwd_backward.register_autograd(no_second_gradient("sagebwd"))
 register_autocast("sagebwd")

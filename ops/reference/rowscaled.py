@@ -1,0 +1,156 @@
+"""The bit-faithful emulation of ``sage::rowscaled`` (ops/training) in plain PyTorch: its forward,
+what its backward reads (hopper/prepare.py), and the backward (hopper/kernel.py).
+
+The scores of all heads are in memory at once: for studies of the accuracy, not for speed. Sums of
+the backward are in fp64: the tensor cores' 13 bits, added up every few blocks, are not emulated.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sage_inductor.ops.attention.arguments import AttentionCall
+from sage_inductor.ops.formats import (
+    E4M3_MAX,
+    LOG2E,
+    TINY,
+    TRAINING_BLOCK,
+    Kept,
+    Prepared,
+)
+from sage_inductor.ops.recipe import NAMED
+from sage_inductor.ops.reference.attention import attention
+from sage_inductor.ops.reference.quantize import divide, pad, smooth
+from sage_inductor.ops.reference.training import LARGEST, quantize
+from sage_inductor.ops.training.hopper.prepare import PAD_M, Operands
+from sage_inductor.ops.visibility import Visibility
+
+FORWARD = NAMED["sage1-per-token"]
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Kept]:
+    """out [B, H_q, N_q, D] of q's dtype, contiguous, and what the backward reads."""
+    k_mean, v_mean = smooth([k, v])[0]
+    (q8, q_scale), (k8, k_scale) = quantize(q, shared=1), quantize(k, k_mean)
+    prepared = Prepared(k8, k_scale[..., None], k_mean)
+    a = AttentionCall.of(q, prepared, v, Visibility(), scale, k.shape[2], FORWARD)
+    out, lse = attention(a)
+    x = _scores(q8, k8)[:, :, : q.shape[2], : k.shape[2]]
+    x = x * (q_scale * (scale * LOG2E))[:, :, : q.shape[2], None]
+    group = q.shape[1] // k.shape[1]
+    x = x * _of_rows(k_scale).repeat_interleave(group, 1)[:, :, None, : k.shape[2]]
+    stats = torch.stack((lse, x.amax(3)))
+    of_v = *quantize(v, v_mean, shared=1), v_mean.clone()
+    return out.contiguous(), Kept(stats, q8, q_scale, k8, k_scale, *of_v)
+
+
+def backward(
+    grad: Tensor, out: Tensor, kept: Kept, n_kv: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq [B, H_q, N_q, D], dk and dv [B, H_kv, N_kv, D] in fp64."""
+    return gradients(kept, prepare(grad, out, kept, scale), out.shape[2], n_kv, out.shape[3])
+
+
+def prepare(grad: Tensor, out: Tensor, kept: Kept, scale: float) -> Operands:
+    """What the two kernels read, as hopper/prepare.py makes it."""
+    (_, H_q, N_q, _), H_kv, M_pad = out.shape, kept.k.shape[1], kept.q.shape[2]
+    group = H_q // H_kv
+
+    def pad_places(x: Tensor, value: float = 0.0) -> Tensor:
+        """[B, H_q, N_q] -> [B, H_q, M_pad]."""
+        return F.pad(x, (0, M_pad - N_q), value=value)
+
+    def of_head(x: Tensor) -> Tensor:
+        """The largest of the heads of q that share k and v: [B, H_q, n] -> [B, H_kv]."""
+        return x.unflatten(1, (H_kv, group)).amax((2, 3))
+
+    def to_heads(x: Tensor) -> Tensor:
+        """[B, H_kv] -> [B, H_q, 1]."""
+        return x.repeat_interleave(group, 1)[:, :, None]
+
+    def least(x: Tensor) -> Tensor:
+        return torch.where(x < TINY, TINY, x)
+
+    g8, a = quantize(grad, shared=1)
+    g = pad(grad.float())
+    g = g * divide(LARGEST, least(g.abs().amax(3)))[..., None]
+    o = pad(out.float() - kept.v_mean.repeat_interleave(group, 1)[:, :, None])
+    u, o_norm = g.square().sum(3).sqrt(), o.square().sum(3).sqrt()
+    lse, m = kept.stats
+    wa = pad_places(torch.exp2(m - lse * LOG2E)) * a
+    v_norm = kept.v.float().square().sum(3).sqrt() * kept.v_scale
+    of_u = of_head(u) * v_norm.amax(2)
+    beta = least(of_u + of_head(u * o_norm))
+    largest, largest_q = least(of_head(wa)), least(of_head(wa * kept.q_scale))
+    largest_k = least(kept.k_scale.amax(2))
+    to_fp8, c = E4M3_MAX / LARGEST, LARGEST / E4M3_MAX**2
+    of_rows = _of_rows(kept.k_scale)
+    vectors = torch.stack(
+        (
+            pad_places(kept.q_scale[:, :, :N_q] * (scale * LOG2E)),
+            pad_places(m - math.log2(E4M3_MAX), PAD_M),
+            (g * o).sum(3) / to_heads(beta),
+        )
+    )
+    return Operands(
+        g8,
+        _turned(kept.q, wa * kept.q_scale * (to_fp8 / to_heads(largest_q)), group),
+        _turned(g8, wa * (to_fp8 / to_heads(largest)), group),
+        _turned(kept.k, of_rows * (to_fp8 / largest_k)[:, :, None], 1),
+        vectors,
+        wa * to_heads(beta * (scale / E4M3_MAX) * (largest_k / to_fp8)),
+        kept.v_scale / beta[:, :, None],
+        largest_q * (c * scale * beta),
+        largest * c,
+    )
+
+
+def gradients(
+    kept: Kept, x: Operands, n_q: int, n_kv: int, head_dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the two kernels compute."""
+    H_kv = kept.k.shape[1]
+    group = kept.q.shape[1] // H_kv
+
+    def e4m3(y: Tensor) -> Tensor:
+        return y.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).double()
+
+    q_scale, m, delta = (y[..., None] for y in x.vectors)
+    k_scale = _of_rows(kept.k_scale).repeat_interleave(group, 1)[:, :, None]
+    v_scale = x.v_scale.repeat_interleave(group, 1)[:, :, None]
+    p = torch.exp2(_scores(kept.q, kept.k) * (q_scale * k_scale) - m)
+    ds = e4m3(p * (_scores(x.g, kept.v) * v_scale - delta))
+    p = e4m3(p)
+    qt, ot, kt = (_unturned(y) for y in (x.qt, x.ot, x.kt))
+    dq = ds @ kt.repeat_interleave(group, 1) * x.row_scale.double()[..., None]
+    of_q, of_o = (y.double()[..., None, None] for y in (x.qt_scale, x.ot_scale))
+    ds, p = (y.unflatten(1, (H_kv, group)).flatten(2, 3) for y in (ds, p))  # one head of more rows
+    dk, dv = ds.mT @ qt * of_q, p.mT @ ot * of_o
+    return dq[:, :, :n_q, :head_dim], dk[:, :, :n_kv, :head_dim], dv[:, :, :n_kv, :head_dim]
+
+
+def _scores(a: Tensor, b: Tensor) -> Tensor:
+    """a b^T of codes [B, H, N, D_pad], b's heads shared; exact in fp32."""
+    return a.float() @ b.float().repeat_interleave(a.shape[1] // b.shape[1], 1).mT
+
+
+def _of_rows(k_scale: Tensor) -> Tensor:
+    return k_scale.repeat_interleave(TRAINING_BLOCK, 2)
+
+
+def permute_tokens(x: Tensor) -> Tensor:
+    """[..., N]: place 4t + 2h + e of 16 gets token 8h + 2t + e."""
+    return x.unflatten(-1, (-1, 2, 4, 2)).transpose(-3, -2).flatten(-4)
+
+
+def _turned(codes: Tensor, factor: Tensor, group: int) -> Tensor:
+    """codes [B, H, N, D] times factor [B, H, N] -> [B, H / group, D, group N]."""
+    x = (codes.float() * factor[..., None]).clamp(-E4M3_MAX, E4M3_MAX)
+    x = x.unflatten(1, (-1, group)).flatten(2, 3).mT
+    return permute_tokens(x).contiguous().to(torch.float8_e4m3fn)
+
+
+def _unturned(x: Tensor) -> Tensor:
+    return x.double().unflatten(-1, (-1, 4, 2, 2)).transpose(-3, -2).flatten(-4).mT

@@ -1,0 +1,46 @@
+"""What the ops that train have in common: which calls they compute, and what their backward gives
+and refuses."""
+
+import torch
+from torch import Tensor
+
+from sage_inductor.ops.formats import TRAINED_HEAD_DIM
+from sage_inductor.ops.recipe import NAMED
+from sage_inductor.ops.sdpa import SdpaCall, check
+
+_CHECKED_AS = NAMED["sage1"].encode()
+
+
+def check_trained(
+    op: str, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, out_bnhd: bool
+) -> None:
+    """Raise ValueError or TypeError unless attention of this kind trains."""
+    right = 0 if is_causal else None
+    check(
+        SdpaCall(q, k, v, None, [], None, right, False, scale, _CHECKED_AS, None, out_bnhd, False)
+    )
+    D, D_v = q.shape[3], v.shape[3]
+    if D != D_v or D > TRAINED_HEAD_DIM:
+        raise ValueError(
+            f"sage::{op}: head_dim must be one number up to {TRAINED_HEAD_DIM}, got {D}, {D_v}"
+        )
+
+
+def empty_gradient(x: Tensor, dtype: torch.dtype, out_bnhd: bool) -> Tensor:
+    """Of x [B, H, N, D], contiguous, or in [B, N, H, D] order."""
+    B, H, N, D = x.shape
+    if out_bnhd:
+        return x.new_empty((B, N, H, D), dtype=dtype).transpose(1, 2)
+    return x.new_empty((B, H, N, D), dtype=dtype)
+
+
+def no_second_gradient(op: str):
+    """For `register_autograd` of the op's backward."""
+
+    def refuse(ctx, *_):
+        raise NotImplementedError(
+            f"sage::{op}: no gradient of the gradient: leave create_graph out, or set "
+            'options={"sage.training": "off"}'
+        )
+
+    return refuse

@@ -1,0 +1,121 @@
+"""How ``sage::rowscaled`` is launched on Hopper: the forward by the attention kernel there, the
+backward by two kernels that prepare and two that multiply."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+
+from sage_inductor.ops.attention.arguments import AttentionCall
+from sage_inductor.ops.attention.hopper import plan
+from sage_inductor.ops.attention.hopper.plan import REGISTERS
+from sage_inductor.ops.attention.select import hopper_tile
+from sage_inductor.ops.compat import GluonDescriptor
+from sage_inductor.ops.formats import Kept, Prepared
+from sage_inductor.ops.launch import doubled, launch_cached
+from sage_inductor.ops.recipe import NAMED
+from sage_inductor.ops.training.hopper.kernel import dkdv_kernel, dq_kernel
+from sage_inductor.ops.training.hopper.prepare import Operands, launch_prepare
+from sage_inductor.ops.visibility import Visibility
+
+FORWARD = NAMED["sage1-per-token"]  # INT8 q k, 16-bit p v
+STAGES, FLUSH = 3, 8  # of loads; blocks of 64 whose sums the tensor cores add up
+UNROLL, FLUSH_DK = 2, 32
+MAX_ROWS = 2**29  # of q, and of k, in all heads: TMA counts them in 32 bits
+
+
+def launch_forward(
+    q: Tensor, k: Tensor, k_scale: Tensor, k_mean: Tensor, v: Tensor, scale: float, out_bnhd: bool,
+    run: Callable = launch_cached,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """q [B, H_q, N_q, D] and v [B, H_kv, N_kv, D] in 16 bits, any strides, and k's codes, scales
+    and mean -> out [B, H_q, N_q, D] and Kept.stats."""
+    prepared, n_kv = Prepared(k, k_scale[..., None], k_mean), v.shape[2]
+
+    def call(q: Tensor, v: Tensor) -> AttentionCall:
+        return AttentionCall.of(q, prepared, v, Visibility(), scale, n_kv, FORWARD, out_bnhd)
+
+    a = call(q, v)
+    if plan.why_not(a):  # q's channels are apart, or v's rows are none that TMA reads
+        a = call(q.contiguous(), F.pad(v, (0, -v.shape[3] % 8))[..., : v.shape[3]])
+    return plan.launch(a, hopper_tile(a), run, keeps_max=True)
+
+
+def launch_backward(
+    grad: Tensor, out: Tensor, kept: Kept, scale: float, dq: Tensor, dk: Tensor, dv: Tensor,
+    run: Callable = launch_cached,
+) -> None:  # fmt: skip
+    """grad, of out, and out [B, H_q, N_q, D], any strides -> dq as out, dk and dv [B, H_kv, N_kv,
+    D], channels side by side."""
+    rows = max(x[..., 0].numel() for x in (kept.q, kept.k))
+    if rows >= MAX_ROWS:
+        raise ValueError(
+            f"sage::rowscaled: q and k must have fewer than {MAX_ROWS} rows in all heads, with "
+            f"those that pad a head to a multiple of 128, got {rows}"
+        )
+    operands = launch_prepare(grad, out, kept, scale, run)
+    launch_dq(kept, operands, dq, run)
+    launch_dkdv(kept, operands, dk, dv, run)
+
+
+def launch_dq(kept: Kept, x: Operands, dq: Tensor, run: Callable = launch_cached) -> None:
+    B, H_q, N_q, D = dq.shape
+    H_kv, K_pad, BLOCK_D = kept.k.shape[1:]
+    at_launch, consumer = REGISTERS[3]
+    run(
+        dq_kernel,
+        (B * H_q * triton.cdiv(N_q, 192),),
+        (_rows(kept.q), _rows(x.g), _rows(kept.k), _rows(kept.v), _turned(x.kt),
+         _numbers(x.v_scale), *x.vectors, x.row_scale, kept.k_scale, dq),
+        (*doubled(dq.stride())[:3],
+         H_q, H_kv, 2 * N_q, kept.q.shape[2], K_pad,  # shape
+         D, BLOCK_D, STAGES, FLUSH, consumer),
+        num_warps=4, maxnreg=at_launch,
+    )  # fmt: skip
+
+
+def launch_dkdv(
+    kept: Kept, x: Operands, dk: Tensor, dv: Tensor, run: Callable = launch_cached
+) -> None:
+    B, H_kv, N_kv, D = dk.shape
+    K_pad, BLOCK_D = kept.k.shape[2:]
+    at_launch, consumer = REGISTERS[2]
+    programs = B * H_kv * triton.cdiv(N_kv, 128)
+    part = x.row_scale.new_empty(programs * 128 * BLOCK_D)
+    run(
+        dkdv_kernel,
+        (programs,),
+        (_rows(kept.k), _rows(kept.v), _rows(kept.q), _rows(x.g), _turned(x.qt), _turned(x.ot),
+         _numbers(x.vectors), kept.k_scale, x.v_scale, x.qt_scale, x.ot_scale, part, dk, dv),
+        (*doubled(dk.stride())[:3], *doubled(dv.stride())[:3],
+         H_kv, 2 * N_kv, x.qt.shape[3], K_pad,  # shape
+         D, BLOCK_D, STAGES, FLUSH, UNROLL, FLUSH_DK, consumer),
+        num_warps=4, maxnreg=at_launch,
+    )  # fmt: skip
+
+
+def _rows(codes: Tensor) -> GluonDescriptor:
+    return _descriptor(codes.flatten(0, 2), [64, codes.shape[3]])
+
+
+def _turned(codes: Tensor) -> GluonDescriptor:
+    return _descriptor(codes.flatten(0, 2), [codes.shape[2], 64])
+
+
+def _numbers(x: Tensor) -> GluonDescriptor:
+    return _descriptor(x.flatten(), [64])
+
+
+def _descriptor(x: Tensor, block: list[int]) -> GluonDescriptor:
+    layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype])
+    return GluonDescriptor.from_tensor(x, block, layout)
+
+
+_DTYPES = {
+    torch.int8: gl.int8,
+    torch.float8_e4m3fn: gl.float8e4nv,
+    torch.float32: gl.float32,
+}

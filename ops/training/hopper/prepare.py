@@ -1,0 +1,252 @@
+"""What the row-scaled backward (kernel.py) reads, in two Triton kernels.
+
+Letters as in kernel.py: of a row i of q's side, a_i is dO's scale, w_i = 2^(m_i - lse_i), qs_i q's
+scale; of a row j of k's side ks_j and vs_j are k's and v's scales; u_i = |dO_i| / a_i,
+n_i = |o_i - v_mean|. A head of k and v, with the heads of q that share it, has
+
+    beta = max_i u_i max_j |v_j| + max_i (u_i n_i)       >= |dP_ij - delta_ij| / a_i
+    c^o  = max_i (w_i a_i) 127 / 448^2                   of oT = e4m3(w_i a_i g8_i / (448 c^o))
+    c^q  = scale beta max_i (w_i a_i qs_i) 127 / 448^2   of qT = e4m3(r_i qs_i q8_i / c^q)
+    c^k  = max_j ks_j 127 / 448                          of kT = e4m3(ks_j k8_j / c^k)
+
+(qs here without the softmax's scale.)
+
+    rows     dO and o, 16 bits: g8, what is a number a row, maxima of each block of rows
+    turn     q8, g8 and k8, 8 bits: qT, oT and kT, and what beta goes into
+
+No channel has a scale of its own: E4M3 has 15 octaves of normal numbers, and on seven families of
+inputs gradients are as near with one scale a head (relative L1 within .0024). So rows of 16 bits
+are read once. Nothing is added in an order that changes: the same bits each time.
+
+Shapes: B batch, H_q and H_kv heads, N_q and N_kv sequence, D head_dim; M_pad, N_pad and BLOCK_D are
+formats.py's pad_rows of N_q and N_kv and pad_head_dim of D.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sage_inductor.ops.formats import E4M3_MAX, LOG2E, TINY, Kept
+from sage_inductor.ops.formats import TRAINING_BLOCK as BLOCK
+from sage_inductor.ops.launch import doubled, launch_cached
+from sage_inductor.ops.quantize.codes import abs_bits, scale_of, to_8bit
+
+PAD_M = 1e30  # m of rows that are not there: their P is 0
+NUM_WARPS = 4
+_BLOCK = tl.constexpr(BLOCK)
+_FP8_MAX = tl.constexpr(E4M3_MAX)
+_LOG2_FP8_MAX = tl.constexpr(math.log2(E4M3_MAX))
+_LOG2E = tl.constexpr(LOG2E)
+_TO_FP8 = tl.constexpr(E4M3_MAX / 127)  # the largest INT8 code becomes the largest E4M3 number
+_OF_FP8 = tl.constexpr(127 / E4M3_MAX)
+_TINY = tl.constexpr(TINY)
+_PAD_M = tl.constexpr(PAD_M)
+# Of each block of rows, and of a head: the largest w a, w a qs, u and u n; |v|.
+MAXIMA = 4
+_WA, _WAQ, _U, _UN = map(tl.constexpr, range(MAXIMA))
+
+
+class Operands(NamedTuple):
+    """What the kernels read beside it."""
+
+    g: Tensor  # [B, H_q, M_pad, BLOCK_D] INT8: dO
+    qt: Tensor  # [B, H_kv, BLOCK_D, group M_pad] E4M3, tokens permuted; so the next two
+    ot: Tensor
+    kt: Tensor  # [B, H_kv, BLOCK_D, N_pad]
+    vectors: Tensor  # [3, B, H_q, M_pad] fp32: q's scale with the softmax's, m - log2 448, delta
+    row_scale: Tensor  # [B, H_q, M_pad] fp32: r c^k
+    v_scale: Tensor  # [B, H_kv, N_pad] fp32: vs / beta
+    qt_scale: Tensor  # [B, H_kv] fp32: c^q
+    ot_scale: Tensor  # c^o
+
+
+@triton.jit
+def _largest(x):
+    """Of numbers that are not negative, NaN above all."""
+    return tl.max(abs_bits(x), 0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _rows_kernel(
+    Grad, Out,  # [B, H_q, N_q, D] in, 16 bits
+    Stats,  # Kept's
+    Q_scale, V, V_scale, V_mean,  # Kept's
+    G,  # [B, H_q, M_pad, BLOCK_D] INT8 out
+    Vectors,  # [3, B, H_q, M_pad] out: Operands', but delta times beta
+    Wa,  # [B, H_q, M_pad] out: w a
+    Part, Part_v,  # [MAXIMA, B, H_q, M_pad / BLOCK], [B, H_kv, N_pad / BLOCK] out
+    stride_gb, stride_gh, stride_gn, stride_gd,
+    stride_ob, stride_oh, stride_on, stride_od,
+    B, H_q, H_kv, N_q, M_pad,
+    SCALE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Grid: ((B H_q M_pad + B H_kv N_pad) / BLOCK,). BLOCK rows of dO and o, then of v."""
+    stride_gb, stride_gh, stride_gn = stride_gb // 2, stride_gh // 2, stride_gn // 2
+    stride_ob, stride_oh, stride_on = stride_ob // 2, stride_oh // 2, stride_on // 2
+    pid, blocks = tl.program_id(0), M_pad // _BLOCK
+    i, d = tl.arange(0, _BLOCK), tl.arange(0, BLOCK_D)
+    if pid >= B * H_q * blocks:
+        block_v = (pid - B * H_q * blocks).to(tl.int64)
+        rows = block_v * _BLOCK + i
+        v = tl.load(V + rows[:, None] * BLOCK_D + d[None, :]).to(tl.float32)
+        norm = tl.sqrt(tl.sum(v * v, 1)) * tl.load(V_scale + rows)
+        tl.store(Part_v + block_v, _largest(norm))
+    else:
+        head, block = (pid // blocks).to(tl.int64), pid % blocks
+        b, h = head // H_q, head % H_q
+        n = block * _BLOCK + i
+        there = n < N_q
+        inside = there[:, None] & (d < D)[None, :]
+        grad = Grad + b * stride_gb + h * stride_gh + n.to(tl.int64)[:, None] * stride_gn
+        grad = tl.load(grad + d.to(tl.int64)[None, :] * stride_gd, mask=inside, other=0.0)
+        grad = grad.to(tl.float32)
+        inverse, a = scale_of(tl.max(abs_bits(grad), 1), 127.0)
+        here = head * M_pad + n
+        tl.store(G + here[:, None] * BLOCK_D + d[None, :], to_8bit(grad, inverse[:, None], 127.0))
+
+        out = Out + b * stride_ob + h * stride_oh + n.to(tl.int64)[:, None] * stride_on
+        out = tl.load(out + d.to(tl.int64)[None, :] * stride_od, mask=inside, other=0.0)
+        mean = V_mean + (b * H_kv + h // (H_q // H_kv)) * D + d
+        mean = tl.load(mean, mask=d < D, other=0.0)
+        out = tl.where(inside, out.to(tl.float32) - mean[None, :], 0.0)
+        grad = grad * inverse[:, None]  # in units of a: its square cannot underflow
+        u = tl.sqrt(tl.sum(grad * grad, 1))
+
+        stats = Stats + head * N_q + n
+        lse = tl.load(stats, mask=there, other=float("inf"))
+        m = tl.load(stats + tl.cast(N_q, tl.int64) * (B * H_q), mask=there, other=0.0)
+        wa = tl.exp2(m - lse * _LOG2E) * a
+        q_scale = tl.load(Q_scale + here)
+        plane = M_pad.to(tl.int64) * (B * H_q)
+        tl.store(Vectors + here, tl.where(there, q_scale * (SCALE * _LOG2E), 0.0))
+        tl.store(Vectors + plane + here, tl.where(there, m - _LOG2_FP8_MAX, _PAD_M))
+        tl.store(Vectors + 2 * plane + here, tl.sum(grad * out, 1))
+        tl.store(Wa + here, wa)
+        part = Part + head * blocks + block
+        plane = blocks.to(tl.int64) * (B * H_q)
+        tl.store(part + _WA * plane, _largest(wa))
+        tl.store(part + _WAQ * plane, _largest(wa * q_scale))
+        tl.store(part + _U * plane, _largest(u))
+        tl.store(part + _UN * plane, _largest(u * tl.sqrt(tl.sum(out * out, 1))))
+
+
+@triton.jit
+def _at_least_tiny(x):
+    return tl.where(x < _TINY, _TINY, x)
+
+
+@triton.jit
+def _store_turned(codes, factor, Turned, head, column, N, BLOCK_D: tl.constexpr):
+    """codes [BLOCK, BLOCK_D] times factor [BLOCK] -> columns of [.., BLOCK_D, N] in E4M3."""
+    x = (codes.to(tl.float32) * factor[:, None]).to(tl.float8e4nv)
+    rows = head * BLOCK_D + tl.arange(0, BLOCK_D)
+    tl.store(Turned + rows[:, None] * N + column[None, :], x.T)
+
+
+@triton.jit
+def _turn_kernel(
+    Q, Q_scale, K, K_scale, V_scale,  # Kept's
+    G, Wa,  # _rows_kernel's
+    Maxima, V_max, K_max,  # [MAXIMA, B, H_kv], [B, H_kv] twice
+    Qt, Ot, Kt,  # Operands', out
+    Vectors,  # in and out: delta
+    Row_scale, V_scaled, Qt_scale, Ot_scale,  # Operands', out
+    B, H_q, H_kv, M_pad, N_pad,
+    SCALE: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Grid: ((B H_q M_pad + B H_kv N_pad) / BLOCK,). BLOCK rows of q and dO, then of k and v.
+
+    A group of 16 columns holds its 16 tokens in another order: place 4t + 2h + e is token
+    8h + 2t + e, so that P and dS go from accumulator to operand within a thread."""
+    pid, q_blocks = tl.program_id(0), B * H_q * (M_pad // _BLOCK)
+    is_key = pid >= q_blocks
+    blocks = tl.where(is_key, N_pad, M_pad) // _BLOCK
+    N = blocks * _BLOCK  # of which Triton knows that 16 divides it
+    block = tl.where(is_key, pid - q_blocks, pid)
+    head, first = (block // blocks).to(tl.int64), block % blocks * _BLOCK
+    group = H_q // H_kv
+    b, h = head // H_q, head % H_q
+    head_kv = tl.where(is_key, head, b * H_kv + h // group)
+    planes = B * H_kv
+    of_head = Maxima + head_kv
+    u = tl.load(of_head + _U * planes) * tl.load(V_max + head_kv)
+    beta = _at_least_tiny(u + tl.load(of_head + _UN * planes))
+    largest_wa = _at_least_tiny(tl.load(of_head + _WA * planes))
+    largest_waq = _at_least_tiny(tl.load(of_head + _WAQ * planes))
+    largest_k = _at_least_tiny(tl.load(K_max + head_kv))
+
+    place = tl.arange(0, _BLOCK)
+    i = (place & ~15) | (place & 2) << 2 | (place & 12) >> 1 | (place & 1)
+    d = tl.arange(0, BLOCK_D)
+    here = head * N + first + i
+    codes = here[:, None] * BLOCK_D + d[None, :]
+    if is_key:
+        factor = tl.load(K_scale + here // _BLOCK) * (_TO_FP8 / largest_k)
+        _store_turned(tl.load(K + codes), factor, Kt, head, first + place, N, BLOCK_D)
+        tl.store(V_scaled + here, tl.load(V_scale + here) / beta)
+        if first == 0:
+            c = _OF_FP8 / _FP8_MAX
+            tl.store(Qt_scale + head_kv, largest_waq * ((c * SCALE) * beta))
+            tl.store(Ot_scale + head_kv, largest_wa * c)
+    else:
+        wa = tl.load(Wa + here)
+        columns, rows = h % group * N + first + place, group * N  # of the group's heads
+        factor = wa * (_TO_FP8 / largest_wa)
+        _store_turned(tl.load(G + codes), factor, Ot, head_kv, columns, rows, BLOCK_D)
+        factor = wa * tl.load(Q_scale + here) * (_TO_FP8 / largest_waq)
+        _store_turned(tl.load(Q + codes), factor, Qt, head_kv, columns, rows, BLOCK_D)
+        scale = beta * (SCALE / _FP8_MAX) * (largest_k * _OF_FP8)
+        tl.store(Row_scale + here, wa * scale)
+        delta = Vectors + M_pad.to(tl.int64) * (2 * B * H_q) + here
+        tl.store(delta, tl.load(delta) / beta)
+
+
+def launch_prepare(
+    grad: Tensor, out: Tensor, kept: Kept, scale: float, run: Callable = launch_cached
+) -> Operands:
+    """grad, of out, and out [B, H_q, N_q, D] in 16 bits, any strides. scale: of the softmax, more
+    than 0."""
+    (B, H_q, N_q, D), (H_kv, N_pad, BLOCK_D), M_pad = out.shape, kept.k.shape[1:], kept.q.shape[2]
+
+    def fp8(rows: int) -> Tensor:
+        return kept.k.new_empty((B, H_kv, BLOCK_D, rows), dtype=torch.float8_e4m3fn)
+
+    def fp32(*shape) -> Tensor:
+        return kept.stats.new_empty(shape)
+
+    operands = Operands(
+        torch.empty_like(kept.q), *(fp8(H_q // H_kv * M_pad) for _ in "qo"), fp8(N_pad),
+        fp32(3, B, H_q, M_pad), fp32(B, H_q, M_pad), fp32(B, H_kv, N_pad),
+        *(fp32(B, H_kv) for _ in "qo"),
+    )  # fmt: skip
+    wa, part = fp32(B, H_q, M_pad), fp32(MAXIMA, B, H_q, M_pad // BLOCK)
+    part_v = fp32(B, H_kv, N_pad // BLOCK)
+    grid = ((B * H_q * M_pad + B * H_kv * N_pad) // BLOCK,)
+    run(
+        _rows_kernel,
+        grid,
+        (grad, out, kept.stats, kept.q_scale, kept.v, kept.v_scale, kept.v_mean,
+         operands.g, operands.vectors, wa, part, part_v),
+        (*doubled(grad.stride()), *doubled(out.stride()),
+         B, H_q, H_kv, N_q, M_pad,  # shape
+         scale, D, BLOCK_D),
+        num_warps=NUM_WARPS,
+    )  # fmt: skip
+    maxima = part.view(MAXIMA, B, H_kv, -1).amax(3)
+    run(
+        _turn_kernel,
+        grid,
+        (kept.q, kept.q_scale, kept.k, kept.k_scale, kept.v_scale, operands.g, wa,
+         maxima, part_v.amax(2), kept.k_scale.amax(2),
+         operands.qt, operands.ot, operands.kt, operands.vectors,
+         operands.row_scale, operands.v_scale, operands.qt_scale, operands.ot_scale),
+        (B, H_q, H_kv, M_pad, N_pad,  # shape
+         scale, BLOCK_D),
+        num_warps=NUM_WARPS,
+    )  # fmt: skip
+    return operands

@@ -1,0 +1,140 @@
+"""``sage::rowscaled``: attention that trains by "G", whose backward multiplies in INT8 and FP8 and
+whose scales are known before its loops.
+
+    k_mean, v_mean         = smooth(k, v)
+    codes                  = quantize(q a row, k - k_mean 64 rows, v - v_mean a row)
+    out, lse, m            = forward(q, k codes, v in 16 bits)
+    dq, dk, dv             = backward(grad, out, lse, m, codes)
+
+The forward is recipe "sage1-per-token": INT8 q k, 16-bit p v. hopper/kernel.py has the backward's
+formulas. What k and v are smoothed by takes nothing off a gradient: a row of dS sums to 0.
+
+Kept for the backward are out and the codes: 5 bytes for each channel and token, of which 2 are
+out's, where 16-bit attention keeps 8.
+
+Not for causal attention: k's and v's means, the scale of 64 rows and beta are of later rows, too,
+and so would be the gradients of earlier ones.
+
+Shapes: B batch, H_q and H_kv heads, N_q and N_kv sequence, D head_dim; M_pad, N_pad and D_pad as in
+hopper/prepare.py.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from sage_inductor.ops.attention.arguments import as_stored, empty_outputs
+from sage_inductor.ops.formats import TRAINING_BLOCK, Kept, pad_head_dim, pad_rows
+from sage_inductor.ops.quantize.smooth import launch_smooth
+from sage_inductor.ops.reference import rowscaled as reference
+from sage_inductor.ops.sdpa import register_autocast
+from sage_inductor.ops.training.gradients import (
+    check_trained,
+    empty_gradient,
+    no_second_gradient,
+)
+from sage_inductor.ops.training.kernels import launch_quantize
+
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+@torch.library.custom_op("sage::rowscaled", mutates_args=())
+def rowscaled(q: Tensor, k: Tensor, v: Tensor, scale: float, out_bnhd: bool) -> Outputs:
+    """softmax(scale * q k^T) v, to be differentiated.
+
+    q [B, H_q, N_q, D], k and v [B, H_kv, N_kv, D] of one dtype (fp16, bf16; fp32 on CPU), any
+    strides; D up to 128; H_q a multiple of H_kv; scale more than 0. out_bnhd: out and dq are stored
+    in [B, N, H, D] order, and dk and dv. On a GPU of compute capability 9.0, or emulated on CPU.
+
+    Returns out [B, H_q, N_q, D] and, not differentiable, what the backward reads: `Kept`'s. Raises
+    ValueError or TypeError saying what must hold and what was got.
+    """
+    _check(q, k, v, scale, out_bnhd)
+    if q.device.type == "cpu":
+        out, kept = reference.forward(q, k, v, scale)
+        return as_stored(out.to(q.dtype), out_bnhd), *kept
+    with torch.cuda.device_of(q):
+        k_mean, v_mean = launch_smooth([k, v], None)[0]
+        of_q = launch_quantize(q, shared=1)[:2]
+        of_k = launch_quantize(k, k_mean)[:2]
+        of_v = launch_quantize(v, v_mean, shared=1)[:2]
+        out, stats = _plan().launch_forward(q, *of_k, k_mean, v, scale, out_bnhd)
+    return out, *Kept(stats, *of_q, *of_k, *of_v, v_mean.clone())
+
+
+@torch.library.custom_op("sage::rowscaled_backward", mutates_args=())
+def rowscaled_backward(
+    grad: Tensor, out: Tensor, stats: Tensor, q: Tensor, q_scale: Tensor, k: Tensor,
+    k_scale: Tensor, v: Tensor, v_scale: Tensor, v_mean: Tensor, n_kv: int, scale: float,
+    out_bnhd: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk and dv of `rowscaled`, of out's dtype. grad [B, H_q, N_q, D]: of out, any strides;
+    n_kv: keys without padding; the rest: what `rowscaled` was given and gave."""
+    kept = Kept(stats, q, q_scale, k, k_scale, v, v_scale, v_mean)
+    if out.device.type == "cpu":
+        found = reference.backward(grad, out, kept, n_kv, scale)
+        return tuple(as_stored(x.to(out.dtype), out_bnhd) for x in found)
+    gradients = _empty_gradients(out, v_mean, n_kv, out_bnhd)
+    with torch.cuda.device_of(out):
+        _plan().launch_backward(grad, out, kept, scale, *gradients)
+    return gradients
+
+
+@functools.cache
+def _plan():
+    from sage_inductor.ops.training.hopper import plan  # imports Gluon, which may be missing
+
+    return plan
+
+
+def _check(q, k, v, scale, out_bnhd) -> None:
+    check_trained("rowscaled", q, k, v, False, scale, out_bnhd)
+    if scale <= 0:
+        raise ValueError(f"sage::rowscaled: scale must be more than 0, got {scale}")
+    if q.device.type != "cpu" and q.dtype == torch.float32:
+        raise TypeError(f"sage::rowscaled: on a GPU q must have 16 bits, got {q.dtype}")
+
+
+def _empty_gradients(out, v_mean, n_kv, out_bnhd) -> tuple[Tensor, Tensor, Tensor]:
+    B, H_kv, D = v_mean.shape
+    of_kv = v_mean[:, :, None].expand(B, H_kv, n_kv, D)
+    return tuple(empty_gradient(x, out.dtype, out_bnhd) for x in (out, of_kv, of_kv))
+
+
+@rowscaled.register_fake
+def _(q, k, v, scale, out_bnhd):
+    _check(q, k, v, scale, out_bnhd)
+
+    def quantized(x: Tensor, shared: int) -> tuple[Tensor, Tensor]:
+        B, H, N, D = x.shape
+        N_pad = pad_rows(N)
+        codes = x.new_empty((B, H, N_pad, pad_head_dim(int(D))), dtype=torch.int8)
+        return codes, x.new_empty((B, H, N_pad // shared), dtype=torch.float32)
+
+    out, lse = empty_outputs(q, v.shape[3], out_bnhd)
+    of = (*quantized(q, 1), *quantized(k, TRAINING_BLOCK), *quantized(v, 1))
+    v_mean = lse.new_empty((*v.shape[:2], v.shape[3]))
+    return out, *Kept(lse.new_empty((2, *lse.shape)), *of, v_mean)
+
+
+@rowscaled_backward.register_fake
+def _(grad, out, stats, q, q_scale, k, k_scale, v, v_scale, v_mean, n_kv, scale, out_bnhd):
+    return _empty_gradients(out, v_mean, n_kv, out_bnhd)
+
+
+def _save(ctx, inputs, output) -> None:
+    _, k, _, ctx.scale, ctx.out_bnhd = inputs
+    ctx.n_kv = k.shape[2]
+    ctx.save_for_backward(*output)
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _backward(ctx, grad, *_):
+    gradients = rowscaled_backward(grad, *ctx.saved_tensors, ctx.n_kv, ctx.scale, ctx.out_bnhd)
+    return *gradients, None, None
+
+
+rowscaled.register_autograd(_backward, setup_context=_save)
+rowscaled_backward.register_autograd(no_second_gradient("rowscaled"))
+register_autocast("rowscaled")

@@ -1,0 +1,201 @@
+"""``sage::rowscaled``: its emulation against the laboratory's and exact gradients, the op, and (gpu)
+its kernels. What it shares with ``sage::sagebwd``: test_training.py."""
+
+import pytest
+import support
+import torch
+from support import relative_l1, relative_l2
+from torch.testing import assert_close
+
+from bench import gradients
+from bench.laboratory import draw
+from bench.tritons import compile_hopper, loops_over_keys, spilled
+from sage_inductor.ops.attention.tiles import Tile
+from sage_inductor.ops.formats import Kept
+from sage_inductor.ops.reference import rowscaled as reference
+from sage_inductor.ops.reference.rowscaled import permute_tokens
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+ROWSCALED = torch.ops.sage.rowscaled
+BACKWARD = torch.ops.sage.rowscaled_backward
+FAMILIES = ("normal", "channel_bias", "k_bias", "biased_v", "token_outliers", "sinks", "real_like")
+
+
+def inputs(B, H_q, H_kv, N_q, N_kv, D, dtype=torch.bfloat16, device="cpu"):
+    """q, k, v and dO, stored as [B, N, H, D], k with a bias in each channel, dO's tokens of
+    different size."""
+    q, k, v = support.qkv(B, H_q, H_kv, N_q, N_kv, D, dtype, device)
+    size = torch.exp(1.5 * torch.randn(B, H_q, N_q, 1, device=device))
+    return 2 * q, k, v, support.heads(B, H_q, N_q, D, dtype, device).mul(size).to(dtype)
+
+
+def attend(q, k, v, grad, scale=0.125, out_bnhd=True):
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    out = ROWSCALED(q, k, v, scale, out_bnhd)[0]
+    return out.detach(), *torch.autograd.grad(out, (q, k, v), grad)
+
+
+@pytest.mark.parametrize("kind", gradients.OUTPUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_as_near_as_the_laboratorys(family, kind):
+    """Whose recipe has a scale a channel in the place of one a head, and takes q and k in 16 bits."""
+    q, k, v = draw(family, 0, 2, 512, 64)
+    grad = gradients.draw_do(kind, 0, 2, 512, 64)
+    found, expected = attend(q, k, v, grad), gradients.exact(q, k, v, grad)
+    as_float = (x.float() for x in (q, k, v, grad))
+    laboratory = gradients.gradients(*as_float, gradients.ENTRIES["G, dP INT8"])
+    for x, y, z in zip(found[1:], laboratory[1:], expected[1:], strict=True):
+        assert relative_l1(x, z) < 1.1 * relative_l1(y, z) + 0.008
+    assert 1e-3 < relative_l1(found[1], expected[1])
+
+
+def test_what_is_kept_for_the_backward():
+    q, k, v, _ = inputs(2, 4, 2, 70, 130, 64, torch.float32)
+    out, *kept = ROWSCALED(q, k, v, 0.125, False)
+    kept = Kept(*kept)
+    out_exact, lse = support.exactly(q, k - k.mean(2, keepdim=True), v, False, 0.125)
+    assert relative_l1(out, out_exact) < 0.03
+    assert_close(kept.stats[0], lse.float(), rtol=0.01, atol=0.05)
+    scores = 0.125 * q @ (k - k.mean(2, keepdim=True)).repeat_interleave(2, 1).mT
+    assert_close(kept.stats[1], scores.amax(3) / torch.tensor(2.0).log(), rtol=0.02, atol=0.2)
+    rows = kept.v.float() * kept.v_scale[..., None] + kept.v_mean[:, :, None]
+    assert_close(rows[:, :, :130], v, rtol=0, atol=0.05)
+    bytes_kept = sum(x.numel() * x.element_size() for x in kept[1:])
+    assert bytes_kept < 1.1 * (kept.q.numel() + 2 * kept.k.numel())
+
+
+@pytest.mark.parametrize("N_q, N_kv", [(70, 300), (300, 70), (1, 200), (200, 1), (1, 1)])
+def test_queries_and_keys_of_different_lengths(N_q, N_kv):
+    q, k, v, grad = inputs(1, 2, 2, N_q, N_kv, 64)
+    found, expected = attend(q, k, v, grad), gradients.exact(q, k, v, grad)
+    for x, y in zip(found, expected, strict=True):
+        if N_kv == 1 and x is not found[0] and x is not found[3]:  # of one key dS is 0
+            assert x.abs().max() < 0.05
+        else:
+            assert relative_l1(x, y) < 0.1
+
+
+def test_a_scale_is_honoured():
+    q, k, v, grad = inputs(1, 2, 2, 100, 130, 48, torch.float32)
+    for scale in (0.02, 0.3):
+        q_, k_, v_ = (x.double().requires_grad_() for x in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(q_, k_, v_, scale=scale)
+        expected = torch.autograd.grad(out, (q_, k_, v_), grad.double())
+        for x, y in zip(attend(q, k, v, grad, scale)[1:], expected, strict=True):
+            assert relative_l1(x, y) < 0.12
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("out_bnhd", [False, True])
+@pytest.mark.parametrize("lengths, D", [((70, 130), 48), ((128, 256), 64)], ids=str)
+def test_opcheck(dtype, out_bnhd, lengths, D):
+    """Of lengths that are padded, and that are not: strides too."""
+    q, k, v, grad = inputs(2, 4, 2, *lengths, D, dtype)
+    given = [x.requires_grad_() for x in (q, k, v)]
+    torch.library.opcheck(ROWSCALED.default, (*given, 0.1, out_bnhd))
+    kept = ROWSCALED(*(x.detach() for x in given), 0.1, out_bnhd)
+    args = (grad, *kept, k.shape[2], 0.1, out_bnhd)
+    torch.library.opcheck(BACKWARD.default, args, test_utils=("test_schema", "test_faketensor"))
+    for x, y in zip(BACKWARD(*args), (q, k, v), strict=True):
+        assert x.shape == y.shape and x.dtype == dtype
+        assert (x.transpose(1, 2) if out_bnhd else x).is_contiguous()
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.1])
+def test_a_scale_that_is_not_positive_is_refused(scale):
+    q, k, v, _ = inputs(1, 2, 2, 10, 10, 64)
+    with pytest.raises(ValueError, match=f"scale must be more than 0, got {scale}"):
+        ROWSCALED(q, k, v, scale, False)
+
+
+def test_tokens_are_permuted_as_accumulators_hold_them():
+    x = permute_tokens(torch.arange(32))
+    for t in range(4):
+        for h in range(2):
+            for e in range(2):
+                assert x[4 * t + 2 * h + e] == 8 * h + 2 * t + e
+                assert x[16 + 4 * t + 2 * h + e] == 16 + 8 * h + 2 * t + e
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("split", [False, True])
+def test_loops_of_the_forward_spill_no_more_for_keeping_maxima(D, split):
+    tile = Tile(192, 128, 4, 3, warpgroups=3)
+    plain, kept = (
+        [spilled(loop) for loop in loops_over_keys(compiled.asm["cubin"])]
+        for compiled in (
+            compile_hopper("16bit", D, False, tile, split=split, keeps_max=keeps)
+            for keeps in (False, True)
+        )
+    )
+    assert len(kept) == len(plain) > 0 and sum(kept) <= sum(plain)
+
+
+# -- the kernels ----
+
+SHAPES = [  # B, H_q, H_kv, N_q, N_kv, D
+    (2, 4, 2, 150, 130, 64),
+    (1, 6, 1, 1000, 777, 128),
+    (2, 2, 1, 300, 1100, 72),
+    (1, 1, 1, 1, 1, 32),
+    (1, 2, 2, 130, 63, 128),
+    (1, 2, 2, 63, 200, 96),
+    (1, 4, 4, 2048, 2048, 128),
+    (1, 2, 2, 4160, 4160, 128),
+    (1, 2, 2, 4160, 4160, 64),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("out_bnhd", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_kernels_are_their_emulation(shape, dtype, out_bnhd):
+    from sage_inductor.ops.training.hopper.prepare import launch_prepare
+
+    scale = 0.9 * shape[-1] ** -0.5
+    q, k, v, grad = inputs(*shape, dtype, "cuda")
+    out, *kept = ROWSCALED(q, k, v, scale, out_bnhd)
+    kept = Kept(*kept)
+    exact_out, expected = reference.forward(q, k, v, scale)
+    assert relative_l2(out, exact_out) < 3e-3
+    assert_close(kept.stats, expected.stats, rtol=1e-4, atol=1e-3)
+    for name in ("q", "k", "v"):
+        codes, its = getattr(kept, name), getattr(expected, name)
+        assert (codes.int() - its.int()).abs().max() <= 1 and (codes != its).float().mean() < 2e-3
+    for name in ("q_scale", "k_scale", "v_scale", "v_mean"):
+        assert_close(getattr(kept, name), getattr(expected, name), rtol=1e-4, atol=1e-5)
+    # From what was kept: each step alone.
+    operands = reference.prepare(grad, out, kept, scale)
+    support.same_operands(launch_prepare(grad, out, kept, scale), operands)
+    found = BACKWARD(grad, out, *kept, k.shape[2], scale, out_bnhd)
+    emulated = reference.backward(grad, out, kept, k.shape[2], scale)
+    for x, y, its in zip(found, emulated, (q, k, v), strict=True):
+        assert x.shape == its.shape and x.dtype == dtype
+        assert (x.transpose(1, 2) if out_bnhd else x).is_contiguous()
+        if k.shape[2] == 1 and its is not v:  # of one key dS is what o was rounded by
+            assert x.abs().max() < 0.5
+        else:  # 13 bits of accumulation
+            assert relative_l1(x, y) < 0.012
+    again = BACKWARD(grad, out, *kept, k.shape[2], scale, out_bnhd)
+    assert all(torch.equal(x, y) for x, y in zip(found, again, strict=True))
+
+
+@pytest.mark.gpu
+def test_strided_inputs_on_a_gpu():
+    """Views of one projection, and cotangents of any strides."""
+    qkv = torch.randn(2, 300, 3, 4, 64, device="cuda", dtype=torch.bfloat16)
+    q, k, v = qkv.permute(2, 0, 3, 1, 4)
+    for grad in (
+        torch.ones((), dtype=q.dtype, device="cuda").expand(q.shape),
+        torch.randn(2, 4, 64, 300, device="cuda").to(q.dtype).mT,
+        torch.randn(2, 4, 300, 128, device="cuda").to(q.dtype)[..., ::2],
+    ):
+        found = attend(q, k, v, grad)
+        expected = attend(*(x.contiguous() for x in (q, k, v, grad)))
+        for x, y in zip(found, expected, strict=True):
+            assert_close(x, y, rtol=0, atol=0)
+    odd = (x.mT.contiguous().mT for x in (q, k, v))  # channels apart
+    for x, y in zip(attend(*odd, grad), expected, strict=True):
+        assert_close(x, y, rtol=0, atol=0)

@@ -1,0 +1,99 @@
+"""What prepares ``sage::rowscaled``'s backward, in Triton's interpreter, against the emulation.
+
+Its rounding to FP8 drops the carry and subnormals: codes are compared within a factor of 2 here.
+test_rowscaled.py compares them on a GPU.
+"""
+
+import os
+
+import pytest
+import support
+import torch
+from torch.testing import assert_close
+
+from sage_inductor.ops.launch import launch_traced
+from sage_inductor.ops.quantize.smooth import launch_smooth
+from sage_inductor.ops.reference import quantize, rowscaled
+from sage_inductor.ops.reference import training as of_training
+from sage_inductor.ops.training.hopper.prepare import launch_prepare
+from sage_inductor.ops.training.kernels import launch_quantize
+
+pytestmark = [
+    pytest.mark.skipif(
+        os.environ.get("TRITON_INTERPRET") != "1",
+        reason="needs TRITON_INTERPRET=1 (make test does)",
+    ),
+    pytest.mark.skipif(
+        torch.__version__ < "2.13",
+        reason="torch 2.11's wrap_triton takes no kernel of the interpreter's",
+    ),
+    pytest.mark.usefixtures("poisoned"),
+]
+
+
+def draw(B, H_q, H_kv, N_q, N_kv, D):
+    """q, k, v and a gradient whose tokens differ in size."""
+    q, k, v = support.qkv(B, H_q, H_kv, N_q, N_kv, D, torch.float16)
+    size = torch.exp(1.5 * torch.randn(B, H_q, N_q, 1))
+    return q, k, v, (size * torch.randn(B, N_q, H_q, D).transpose(1, 2)).half()
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 2, 2, 256, 256, 64), (2, 4, 2, 65, 70, 128), (1, 6, 2, 1, 200, 80), (1, 1, 1, 321, 1, 40)],
+    ids=str,
+)  # fmt: skip
+def test_it_writes_what_the_emulation_does(shape):
+    q, k, v, grad = draw(*shape)
+    scale = 0.7 * shape[-1] ** -0.5
+    out, kept = rowscaled.forward(q, k, v, scale)
+    found = launch_prepare(grad, out, kept, scale, launch_traced)
+    expected = rowscaled.prepare(grad, out, kept, scale)
+    support.same_operands(found, expected, e4m3_step=0.51)
+
+
+@pytest.mark.parametrize("shared", [1, 64])
+@pytest.mark.parametrize("D", [64, 72])
+def test_codes_of_rows(shared, D):
+    _, x, _, _ = draw(2, 2, 2, 70, 130, D)
+    mean = launch_smooth([x], None)[0][0]
+    assert_close(mean, quantize.smooth([x])[0][0])
+    codes, scale, _ = launch_quantize(x, mean, shared=shared, run=launch_traced)
+    expected = of_training.quantize(x, mean, shared)
+    assert codes.shape == expected.codes.shape and scale.shape == expected.scale.shape
+    assert_close(scale, expected.scale, rtol=1e-6, atol=0)
+    far = (codes.int() - expected.codes.int()).abs()
+    assert far.max() <= 1 and (far > 0).float().mean() < 0.01
+
+
+def test_a_gradient_in_other_units_changes_scales_alone():
+    q, k, v, grad = draw(1, 2, 1, 200, 130, 64)
+    out, kept = rowscaled.forward(q, k, v, 0.3)
+    grad = grad.float()
+    plain, small = (launch_prepare(x, out, kept, 0.3, launch_traced) for x in (grad, grad * 2**-40))
+    for name in ("g", "vectors", "v_scale"):
+        assert torch.equal(getattr(plain, name), getattr(small, name)), name
+    for name in ("qt", "ot", "kt"):
+        assert torch.equal(getattr(plain, name).float(), getattr(small, name).float()), name
+    for name in ("row_scale", "qt_scale", "ot_scale"):
+        assert torch.equal(getattr(plain, name) * 2**-40, getattr(small, name)), name
+
+
+def test_no_gradient_gives_zeros():
+    q, k, v, grad = draw(1, 2, 1, 100, 64, 64)
+    out, kept = rowscaled.forward(q, k, v, 0.125)
+    x = launch_prepare(0 * grad, out, kept, 0.125, launch_traced)
+    assert not x.g.any() and not x.ot.float().any() and not x.vectors[2].any()
+    for each in rowscaled.gradients(kept, x, 100, 64, 64):
+        assert_close(each, torch.zeros_like(each))
+
+
+def test_what_is_no_number_reaches_all_gradients():
+    """So a GradScaler skips the step."""
+    q, k, v, grad = draw(1, 2, 2, 100, 64, 64)
+    out, kept = rowscaled.forward(q, k, v, 0.125)
+    for value in (float("inf"), float("nan")):
+        grad[0, 1, 5, 3] = value
+        x = launch_prepare(grad, out, kept, 0.125, launch_traced)
+        assert not x.row_scale[0, 1, 5].isfinite()
+        for scale in (x.qt_scale, x.ot_scale):
+            assert not scale[0, 1].isfinite() and scale[0, 0].isfinite()
