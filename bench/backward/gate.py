@@ -18,8 +18,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.backward import launch, preparation, recipe
 
-DQ = dict(BLOCK_N=64, WARPGROUPS=3, STAGES=3, FLUSH=8, UNROLL=1, S_AHEAD=1)
-DKDV = dict(STAGES=3, FLUSH=8, UNROLL=2, FLUSH_DK=32)
 CASES = (("normal", 2, 1024), ("biased", 2, 1000), ("biased", 1, 4160), ("normal", 1, 72))
 HEADS, D = 32, 128
 ROUNDS, TURN_MS = 5, 40.0
@@ -28,16 +26,17 @@ ROUNDS, TURN_MS = 5, 40.0
 def calls(x: recipe.Inputs) -> tuple[dict, list[torch.Tensor]]:
     """What launches each kernel, and the dQ, dK and dV that they write."""
     outs = [torch.full((len(x.q8), x.N, D), float("nan"), device="cuda").bfloat16() for _ in "qkv"]
-    return {"dq": launch.dq(x, outs[0], **DQ), "dkdv": launch.dkdv(x, *outs[1:], **DKDV)}, outs
+    its, (dq, *dkdv) = x.batched(), (each[None] for each in outs)
+    return {"dq": launch.dq(its, dq), "dkdv": launch.dkdv(its, *dkdv)}, outs
 
 
 def whole(case: tuple, forward: recipe.Forward) -> list[torch.Tensor]:
     """dQ, dK and dV of 16-bit tensors."""
-    x = preparation.prepare(*case, forward)
-    outs = [torch.empty_like(each) for each in case[:3]]
-    launch.dq(x, outs[0], **DQ)()
-    launch.dkdv(x, *outs[1:], **DKDV)()
-    return outs
+    x = preparation.prepare(*case, forward).batched()
+    dq, dk, dv = (torch.empty_like(each)[None] for each in case[:3])
+    launch.dq(x, dq)()
+    launch.dkdv(x, dk, dv)()
+    return [each[0] for each in (dq, dk, dv)]
 
 
 def different(x: recipe.Inputs, y: recipe.Inputs, step: float = 1 / 8) -> list[str]:
@@ -58,7 +57,7 @@ def different(x: recipe.Inputs, y: recipe.Inputs, step: float = 1 / 8) -> list[s
             if a.is_cuda:
                 same = same and (a != b).float().mean() <= 0.02
         else:
-            a, b = (t.flatten(0, -2) for t in (a, b))
+            a, b = (t.view(-1, t.shape[-1]) for t in (a, b))
             far = (a - b).abs() <= 1e-5 * b.abs().amax(-1, keepdim=True) + 1e-5 * b.abs()
             same = far.all()
         if not same:

@@ -1,53 +1,68 @@
-"""Launches the kernels on recipe.py's inputs."""
+"""Launches the kernels on what ops/reference/training_rowscaled.py's `prepare` makes."""
+
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from bench.backward import kernels
+from sage_inductor.ops.launch import FP_FUSION, doubled
+from sage_inductor.ops.reference.training_rowscaled import Inputs
+from sage_inductor.ops.training.hopper import kernel
+
+_DTYPES = {
+    torch.int8: gl.int8,
+    torch.float8_e4m3fn: gl.float8e4nv,
+    torch.float32: gl.float32,
+}
 
 
-def _descriptor(x, block):
-    dtype = {torch.int8: gl.int8, torch.float8_e4m3fn: gl.float8e4nv, torch.float32: gl.float32}
-    layout = gl.NVMMASharedLayout.get_default_for(block, dtype[x.dtype])
+def dq(x: Inputs, out: Tensor, STAGES: int = 3, FLUSH: int = 8) -> Callable[[], object]:
+    """A call that writes dQ to out [B, H_q, N_q, D]."""
+    B, H_q, N_q, D = out.shape
+    H_kv, K_pad, BLOCK_D = x.k.shape[1:]
+    args = (
+        _rows(x.q), _rows(x.g), _rows(x.k), _rows(x.v), _turned(x.kt), _vector(x.v_scale),
+        *x.vectors, x.row_scale, x.k_scale,
+        out, *doubled(out.stride())[:3], H_q, H_kv, 2 * N_q, x.q.shape[2], K_pad,
+        D, BLOCK_D, STAGES, FLUSH, 160,
+    )  # fmt: skip
+    grid = (B * H_q * -(-N_q // 192),)
+    return lambda: kernel.dq_kernel[grid](*args, num_warps=4, maxnreg=128, **FP_FUSION)
+
+
+def dkdv(
+    x: Inputs, dk: Tensor, dv: Tensor, STAGES: int = 3, FLUSH: int = 8, UNROLL: int = 2,
+    FLUSH_DK: int = 32,
+) -> Callable[[], object]:  # fmt: skip
+    """A call that writes dK and dV to dk and dv [B, H_kv, N_kv, D]."""
+    B, H_kv, N_kv, D = dk.shape
+    K_pad, BLOCK_D = x.k.shape[2:]
+    grid = (B * H_kv * -(-N_kv // 128),)
+    part = torch.empty(grid[0] * 128 * BLOCK_D, device=dk.device)
+    args = (
+        _rows(x.k), _rows(x.v), _rows(x.q), _rows(x.g), _turned(x.qt), _turned(x.ot),
+        _vector(x.vectors), x.k_scale, x.v_scale, x.qt_scale, x.ot_scale,
+        part, dk, dv, *doubled(dk.stride())[:3], *doubled(dv.stride())[:3],
+        H_kv, 2 * N_kv, x.qt.shape[3], K_pad,
+        D, BLOCK_D, STAGES, FLUSH, UNROLL, FLUSH_DK, 240,
+    )  # fmt: skip
+    return lambda: kernel.dkdv_kernel[grid](*args, num_warps=4, maxnreg=168, **FP_FUSION)
+
+
+def _descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype])
     return TensorDescriptor.from_tensor(x, block, layout)
 
 
-def dq(x, out, BLOCK_N, WARPGROUPS, STAGES, FLUSH, UNROLL, S_AHEAD, **more):
-    """A call that launches the kernel."""
-    heads, D = x.q8.shape[0], x.q8.shape[2]
-    at_launch, consumer = kernels.REGISTERS[WARPGROUPS]
-
-    def rows(t, n):
-        return _descriptor(t.view(-1, D), [n, D])
-
-    args = (
-        rows(x.q8, 64), rows(x.g8, 64), rows(x.k8, BLOCK_N), rows(x.v8, BLOCK_N),
-        _descriptor(x.kt.view(-1, x.pad), [D, BLOCK_N]), _descriptor(x.v_scale.view(-1), [BLOCK_N]),
-        x.vectors[0], x.vectors[1], x.vectors[2], x.row_scale, x.k_scale, x.kt_scale,
-        out, x.N, x.pad, x.pad,
-    )  # fmt: skip
-    grid = (heads * -(-x.N // (64 * WARPGROUPS)),)
-    constants = dict(D=D, BLOCK_N=BLOCK_N, WARPGROUPS=WARPGROUPS, STAGES=STAGES, FLUSH=FLUSH,
-                     UNROLL=UNROLL, S_AHEAD=bool(S_AHEAD), REGISTERS=consumer, **more)  # fmt: skip
-    return lambda: kernels.dq_kernel[grid](*args, **constants, num_warps=4, maxnreg=at_launch)
+def _rows(x: Tensor) -> TensorDescriptor:
+    return _descriptor(x.view(-1, x.shape[3]), [64, x.shape[3]])
 
 
-def dkdv(x, dk, dv, STAGES, FLUSH, UNROLL, FLUSH_DK, **more):
-    heads, D = x.q8.shape[0], x.q8.shape[2]
+def _turned(x: Tensor) -> TensorDescriptor:
+    return _descriptor(x.view(-1, x.shape[3]), [x.shape[2], 64])
 
-    def rows(t):
-        return _descriptor(t.view(-1, D), [64, D])
 
-    grid = (heads * -(-x.N // 128),)
-    part = torch.empty(grid[0] * 128 * D, device=x.q8.device)
-    args = (
-        rows(x.k8), rows(x.v8), rows(x.q8), rows(x.g8),
-        _descriptor(x.qt.view(-1, x.pad), [D, 64]), _descriptor(x.ot.view(-1, x.pad), [D, 64]),
-        _descriptor(x.vectors.view(-1), [64]), x.k_scale, x.v_scale, x.qt_scale, x.ot_scale,
-        part, dk, dv, x.N, x.pad, x.pad,
-    )  # fmt: skip
-    constants = dict(
-        D=D, STAGES=STAGES, FLUSH=FLUSH, UNROLL=UNROLL, FLUSH_DK=FLUSH_DK, REGISTERS=240, **more
-    )
-    return lambda: kernels.dkdv_kernel[grid](*args, **constants, num_warps=4, maxnreg=168)
+def _vector(x: Tensor) -> TensorDescriptor:
+    return _descriptor(x.view(-1), [64])

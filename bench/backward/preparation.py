@@ -1,15 +1,16 @@
 """What the kernels read, made on the GPU: recipe.py's `prepare` in Triton.
 
-Of one head, beside the letters of kernels.py: u_i = |dO_i| / a_i, n_i = |o_i - v_mean|,
+Of one head, beside the letters of ops/training/hopper/kernel.py: u_i = |dO_i| / a_i,
+n_i = |o_i - v_mean|,
 
     beta_h = max_i u_i (max_j |v_j - v_mean| + n_i)
 
-A scale a channel (kT, qT, oT) and the means need all rows of a head, so 16-bit rows are read twice:
+Scales of kT, qT and oT and the means need all rows of a head, so 16-bit rows are read twice:
 
     statistics   q, k, v, dO    -> of each channel and STATISTICS_ROWS rows: sums, extremes
-    reduce                      -> of each channel: means, amax, scales of kT and oT
+    reduce                      -> of each channel: means, amax
     quantize     q, k, v, dO, o -> all codes, what is a number a row, without beta
-    finish                      -> beta; delta, row_scale, v_scale and qT's scale with it
+    finish                      -> beta; delta, row_scale and v_scale with it; scales of qT and oT
 
 qT's codes are those of w_i a_i q_i: beta and the softmax's scale are one for all rows and cancel.
 Nothing is added in an order that changes: the same bits each time.
@@ -24,8 +25,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bench.backward.recipe import E4M3, PAD_M, Forward, Inputs
-from sage_inductor.ops.formats import E4M3_MAX, LOG2E, TINY
+from bench.backward.recipe import E4M3, Forward, Inputs
+from sage_inductor.ops.formats import E4M3_MAX, LOG2E, NO_QUERY, TINY
 from sage_inductor.ops.quantize.codes import to_8bit
 
 STATISTICS_ROWS, ROWS, FINISH_ROWS = 128, 64, 1024
@@ -33,7 +34,7 @@ WARPS = 8  # 4 would leave _quantize_kernel 232 registers
 _FP8_MAX = tl.constexpr(E4M3_MAX)
 _LOG2_FP8_MAX = tl.constexpr(math.log2(E4M3_MAX))
 _TINY = tl.constexpr(TINY)
-_PAD_M = tl.constexpr(PAD_M)
+_NO_QUERY = tl.constexpr(NO_QUERY)
 # Planes of the partial results [6, H, blocks, D] and of the channels' [5, H, D].
 _SUM_K, _MAX_K, _MIN_K, _SUM_V, _MAX_Q, _MAX_G = map(tl.constexpr, range(6))
 _K_MEAN, _V_MEAN, _K_AMAX, _Q_AMAX, _G_AMAX = map(tl.constexpr, range(5))
@@ -93,7 +94,6 @@ def _statistics_kernel(
 def _reduce_kernel(
     Part,  # [6, H, blocks, D] in
     Channels,  # [5, H, D] out
-    Kt_scale, Ot_scale,  # [H, D] out
     N, H, blocks,
     D: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -127,14 +127,13 @@ def _reduce_kernel(
     tl.store(out + _K_AMAX * plane, amax)
     tl.store(out + _Q_AMAX * plane, max_q)
     tl.store(out + _G_AMAX * plane, max_g)
-    tl.store(Kt_scale + head * D + d, amax * (1.0 / _FP8_MAX))
-    tl.store(Ot_scale + head * D + d, _no_zero(max_g * (1.0 / _FP8_MAX)) * (1.0 / _FP8_MAX))
 
 
 @triton.jit
 def _store_turned(x, amax, Out, head, column, N_pad, D: tl.constexpr):
-    """x [ROWS, D], tokens permuted, by amax [D] -> [H, D, N_pad] e4m3."""
-    x = (x * _inverse(_no_zero(amax), _FP8_MAX)[None, :]).to(tl.float8e4nv)
+    """x [ROWS, D], tokens permuted, by the largest of amax [D] -> [H, D, N_pad] e4m3."""
+    amax = _no_zero(tl.max(amax, 0, keep_dims=True))
+    x = (x * _inverse(amax, _FP8_MAX)[None, :]).to(tl.float8e4nv)
     rows = head * D + tl.arange(0, D)
     tl.store(Out + rows[:, None] * N_pad + column[None, :], x.T)
 
@@ -192,7 +191,7 @@ def _quantize_kernel(
         plane_n = H.to(tl.int64) * N_pad
         w = tl.load(W + head * N + n, mask=n < N, other=0.0)
         m = tl.load(M + head * N + n, mask=n < N, other=0.0)
-        tl.store(Vectors + plane_n + here, tl.where(n < N, m - _LOG2_FP8_MAX, _PAD_M))
+        tl.store(Vectors + plane_n + here, tl.where(n < N, m - _LOG2_FP8_MAX, _NO_QUERY))
         x = _load(G, stride_gh, stride_gn, head, n, N, D)
         amax = _no_zero(tl.max(tl.abs(x), 1))
         inverse = _inverse(amax, 127.0)
@@ -223,7 +222,7 @@ def _quantize_kernel(
 def _finish_kernel(
     Norms, V_norm, Channels,  # in
     Vectors, Row_scale, V_scale,  # in and out
-    Qt_scale,  # [H, D] out
+    Qt_scale, Ot_scale,  # [H] out
     H, N_pad, v_blocks, SOFTMAX_SCALE,
     D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -250,12 +249,16 @@ def _finish_kernel(
     v_scale = tl.load(V_scale + here, mask=n < N_pad)
     tl.store(V_scale + here, v_scale / beta, mask=n < N_pad)
     beta *= SOFTMAX_SCALE * (1.0 / _FP8_MAX)
+    channels = Channels + head * D + tl.arange(0, D)
+    plane = H.to(tl.int64) * D
+    kt_scale = _no_zero(tl.max(tl.load(channels + _K_AMAX * plane), 0)) * (1.0 / _FP8_MAX)
     row_scale = tl.load(Row_scale + here, mask=n < N_pad)
-    tl.store(Row_scale + here, row_scale * beta, mask=n < N_pad)
+    tl.store(Row_scale + here, row_scale * beta * kt_scale, mask=n < N_pad)
     if tl.program_id(1) == 0:
-        d = tl.arange(0, D)
-        amax = tl.load(Channels + (_Q_AMAX * H + head) * D + d)
-        tl.store(Qt_scale + head * D + d, _no_zero(amax * beta) * (1.0 / _FP8_MAX))
+        amax = tl.max(tl.load(channels + _Q_AMAX * plane), 0)
+        tl.store(Qt_scale + head, _no_zero(amax * beta) * (1.0 / _FP8_MAX))
+        amax = tl.max(tl.load(channels + _G_AMAX * plane), 0)
+        tl.store(Ot_scale + head, _no_zero(amax * (1.0 / _FP8_MAX)) * (1.0 / _FP8_MAX))
 
 
 def empty(H: int, N: int, D: int, device) -> Inputs:
@@ -271,7 +274,7 @@ def empty(H: int, N: int, D: int, device) -> Inputs:
         N, pad, *(codes(H, pad, D) for _ in range(4)),
         *(codes(H, D, pad, dtype=E4M3) for _ in range(3)),
         fp32(3, H, pad), fp32(H, pad), fp32(H, pad // 64), fp32(H, pad),
-        *(fp32(H, D) for _ in range(3)),
+        fp32(H), fp32(H),
     )  # fmt: skip
 
 
@@ -299,7 +302,7 @@ def prepare(
         D=D, ROWS=STATISTICS_ROWS, num_warps=WARPS,
     )  # fmt: skip
     _reduce_kernel[(H, D // 32)](
-        part, channels, x.kt_scale, x.ot_scale,
+        part, channels,
         N, H, blocks,
         D=D, BLOCKS=64, BLOCK_D=32, num_warps=4,
     )  # fmt: skip
@@ -311,7 +314,7 @@ def prepare(
         D=D, ROWS=ROWS, num_warps=WARPS,
     )  # fmt: skip
     _finish_kernel[(H, -(-x.pad // FINISH_ROWS))](
-        norms, v_norm, channels, x.vectors, x.row_scale, x.v_scale, x.qt_scale,
+        norms, v_norm, channels, x.vectors, x.row_scale, x.v_scale, x.qt_scale, x.ot_scale,
         H, x.pad, v_blocks, sm,
         D=D, ROWS=FINISH_ROWS, num_warps=4,
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """What the kernels read, in plain torch, and what they compute, in float64.
 
-Tensors are [H, N, D] (heads of one batch). See kernels.py for the formulas."""
+Tensors are [H, N, D] (heads of one batch). See ops/training/hopper/kernel.py for the formulas."""
 
 import dataclasses
 import math
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from sage_inductor.ops.formats import E4M3_MAX as FP8_MAX
-from sage_inductor.ops.formats import LOG2E, TINY
+from sage_inductor.ops.formats import LOG2E, NO_QUERY, TINY
+from sage_inductor.ops.reference import training_rowscaled as reference
+from sage_inductor.ops.reference.training_rowscaled import permute_tokens, unpermute_tokens
 
-PAD_M = 1e30  # of rows that are not there: their P is 0
 E4M3 = torch.float8_e4m3fn
 
 
@@ -28,38 +29,26 @@ class Inputs:
     qt: Tensor
     ot: Tensor
     vectors: Tensor  # [3, H, pad] fp32: q_scale, m - log2 448, delta
-    row_scale: Tensor  # [H, pad]
+    row_scale: Tensor  # [H, pad], with kt's scale in it
     k_scale: Tensor  # [H, pad / 64]
     v_scale: Tensor  # [H, pad]
-    kt_scale: Tensor  # [H, D]
-    qt_scale: Tensor
+    qt_scale: Tensor  # [H]
     ot_scale: Tensor
 
-    def repeat(self, heads: int) -> "Inputs":
-        def more(x):
-            if not isinstance(x, Tensor):
-                return x
-            dim = 1 if x is self.vectors else 0
-            return torch.cat([x] * (heads // x.shape[dim]), dim).contiguous()
-
-        return Inputs(*(more(getattr(self, f.name)) for f in dataclasses.fields(self)))
+    def batched(self) -> reference.Inputs:
+        """As the kernels take them: [1, H, ...]."""
+        plain = (self.q8, self.g8, self.k8, self.v8, self.qt, self.ot, self.kt)
+        rows = (self.row_scale, self.k_scale, self.v_scale, self.qt_scale, self.ot_scale)
+        batched = [x[None] for x in (*plain, *rows)]
+        return reference.Inputs(*batched[:7], self.vectors[:, None], *batched[7:])
 
 
 class Forward(NamedTuple):
     """What the forward on the codes leaves."""
 
     o: Tensor  # [H, N, D] 16-bit
-    m: Tensor  # [H, N] fp32: max_j x_ij, as kernels.py has it
+    m: Tensor  # [H, N] fp32: max_j x_ij
     w: Tensor  # [H, N] fp32: 1 / sum_j 2^(x_ij - m_i)
-
-
-def permute_tokens(x: Tensor) -> Tensor:
-    """[..., N]: place 4t + 2h + e of 16 gets token 8h + 2t + e."""
-    return x.unflatten(-1, (-1, 2, 4, 2)).transpose(-3, -2).flatten(-4)
-
-
-def unpermute_tokens(x: Tensor) -> Tensor:
-    return x.unflatten(-1, (-1, 4, 2, 2)).transpose(-3, -2).flatten(-4)
 
 
 def _pad(x: Tensor, pad: int, value=0.0) -> Tensor:
@@ -74,9 +63,9 @@ def _int8(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def _transposed(x: Tensor, pad: int) -> tuple[Tensor, Tensor]:
-    """[H, N, D] -> e4m3 [H, D, pad], tokens permuted, and a scale a channel."""
-    scale = x.abs().amax(1).clamp(min=TINY) / FP8_MAX
-    codes = (_pad(x, pad) / scale[:, None]).clamp(-FP8_MAX, FP8_MAX).mT
+    """[H, N, D] -> e4m3 [H, D, pad], tokens permuted, and a scale a head."""
+    scale = x.abs().amax((1, 2)).clamp(min=TINY) / FP8_MAX
+    codes = (_pad(x, pad) / scale[:, None, None]).clamp(-FP8_MAX, FP8_MAX).mT
     return permute_tokens(codes).contiguous().to(E4M3), scale
 
 
@@ -131,11 +120,12 @@ def prepare(q, k, v, do, of_forward: Forward | None = None, softmax_scale=None) 
     qt, qt_scale = _transposed(q * row_scale[..., None], pad)
     ot, ot_scale = _transposed(do * (w / FP8_MAX)[..., None], pad)
     vectors = torch.stack(
-        (_pad(q_scale, pad), _pad(m - math.log2(FP8_MAX), pad, PAD_M), _pad(delta / beta, pad))
+        (_pad(q_scale, pad), _pad(m - math.log2(FP8_MAX), pad, NO_QUERY), _pad(delta / beta, pad))
     )
     return Inputs(
         N, pad, _pad(q8, pad), _pad(g8, pad), k8, _pad(v8, pad), kt, qt, ot, vectors,
-        _pad(row_scale, pad), k_scale, _pad(v_scale / beta, pad), kt_scale, qt_scale, ot_scale,
+        _pad(row_scale * kt_scale[:, None], pad), k_scale, _pad(v_scale / beta, pad),
+        qt_scale, ot_scale,
     )  # fmt: skip
 
 
@@ -161,13 +151,10 @@ def emulate(x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         d = x.g8[h].double() @ x.v8[h].double().mT
         ds = (p * (d * x.v_scale[h][None].double() - delta).float().double()).float()
         ds, p = f8(ds), f8(p.float())
-        kt, qt, ot = (
-            unpermute_tokens(y[h].double()).mT * z[h].double()
-            for y, z in ((x.kt, x.kt_scale), (x.qt, x.qt_scale), (x.ot, x.ot_scale))
-        )
+        kt, qt, ot = (unpermute_tokens(y[h].double()).mT for y in (x.kt, x.qt, x.ot))
         dq.append((ds @ kt) * x.row_scale[h].double()[:, None])
-        dk.append(ds.mT @ qt)
-        dv.append(p.mT @ ot)
+        dk.append(ds.mT @ qt * x.qt_scale[h].double())
+        dv.append(p.mT @ ot * x.ot_scale[h].double())
     return tuple(torch.stack(y)[:, : x.N] for y in (dq, dk, dv))
 
 

@@ -27,11 +27,11 @@ def quantize(x: Tensor, mean: Tensor | None = None) -> Quantized:
     """x [B, H, N, D] less mean [B, H, D]."""
     x = pad(x.float() if mean is None else x.float() - mean[:, :, None])
     blocks = x.unflatten(2, (-1, BLOCK))
-    codes, scale = _to_codes(blocks, (3, 4))
+    codes, scale = to_codes(blocks, (3, 4))
     return Quantized(codes.flatten(2, 3).to(torch.int8).contiguous(), scale.flatten(2).contiguous())
 
 
-def _to_codes(x: Tensor, shared: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def to_codes(x: Tensor, shared: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """(integers in fp32, scales, broadcast) of x: all along the dimensions `shared` have one. An
     integer is the exact product rounded once, as by the kernels' fma."""
     amax = x.abs().amax(shared, keepdim=True)
@@ -103,5 +103,5 @@ def _by_tiles(x: Tensor) -> Tensor:
     """x [B, H, N_q, N_kv] rounded: BLOCK x BLOCK numbers have a scale."""
     N_q, N_kv = x.shape[2:]
     x = F.pad(x, (0, pad_rows(N_kv) - N_kv, 0, pad_rows(N_q) - N_q))
-    codes, scale = _to_codes(x.unflatten(3, (-1, BLOCK)).unflatten(2, (-1, BLOCK)), (3, 5))
+    codes, scale = to_codes(x.unflatten(3, (-1, BLOCK)).unflatten(2, (-1, BLOCK)), (3, 5))
     return (codes * scale).flatten(4, 5).flatten(2, 3)[:, :, :N_q, :N_kv]
