@@ -172,7 +172,7 @@ def kept_bytes(attend, leaves) -> int:
 
 
 def errors(attend, shape: Shape, device) -> dict | None:
-    """Of one head of k and v; dO's tokens differ in size, k has a bias in each channel, v a mean."""
+    """One head of k. dO's tokens differ in size, k has a bias in each channel, v a mean."""
     N, D, group = shape.N, shape.D, shape.H_q // shape.H_kv
     if N > MAX_EXACT:
         return None

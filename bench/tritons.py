@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 import triton
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.experimental.gluon import language as gl
 
 from bench import machine
@@ -35,7 +36,7 @@ from sage_inductor.ops.launch import launch_cached
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.sdpa import SdpaCall, kernel_inputs
 
-DIVISIBLE = ("N_pad", "D2", "D2_V")  # by 16, where the head_dim is by 8
+DIVISIBLE = ("N_pad", "Q_pad", "K_pad", "Q_rows", "D2", "D2_V")  # by 16, where the head_dim is by 8
 RECIPES = {"fp8": "sage2-8b-per-token", "16bit": "sage1-per-token"}  # by pv
 # Of the Hopper kernel: a row of its table, and whether tiles are split.
 VARIANTS = [(row, split) for row in tiles.HOPPER for split in (False, True)[: 2 - row[2]]]
@@ -122,6 +123,18 @@ def about(cubin: bytes, tool: str, *options) -> str:
             [tool, *options, file.name], capture_output=True, text=True, check=True
         )
     return run.stdout
+
+
+def assembly_log(ptx: str) -> str:
+    """What ptxas says of the kernel when asked (-v). Triton throws it away."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        run = subprocess.run(
+            [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", source, "-o", source.with_suffix(".o")],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+    return run.stderr
 
 
 def stack_bytes(cubin: bytes) -> int:

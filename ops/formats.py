@@ -116,6 +116,7 @@ HEAD_DIMS = (64, 128, 256)  # what the kernels compute; smaller head_dims are pa
 Q_BLOCK = 128  # rows of q that share a mean, where q is smoothed
 TRAINING_BLOCK = 64  # rows that share a scale in ops/training
 TRAINED_HEAD_DIM = 128  # the largest there
+NO_QUERY = 1e30  # the largest score of a row of queries that only pads, in ops/training: its p is 0
 TINY = 1e-30  # amax of an all-zero group: 448 / TINY is still finite in fp32
 LOG2E = 1.4426950408889634
 SAMPLE = 128  # rows that statistics are estimated from, where one pass prepares k and v

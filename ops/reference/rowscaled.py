@@ -15,6 +15,7 @@ from sage_inductor.ops.attention.arguments import AttentionCall
 from sage_inductor.ops.formats import (
     E4M3_MAX,
     LOG2E,
+    NO_QUERY,
     TINY,
     TRAINING_BLOCK,
     Kept,
@@ -24,7 +25,7 @@ from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.reference.attention import attention
 from sage_inductor.ops.reference.quantize import divide, pad, smooth
 from sage_inductor.ops.reference.training import LARGEST, quantize
-from sage_inductor.ops.training.hopper.prepare import PAD_M, Operands
+from sage_inductor.ops.training.hopper.prepare import Operands
 from sage_inductor.ops.visibility import Visibility
 
 FORWARD = NAMED["sage1-per-token"]
@@ -90,7 +91,7 @@ def prepare(grad: Tensor, out: Tensor, kept: Kept, scale: float) -> Operands:
     vectors = torch.stack(
         (
             pad_places(kept.q_scale[:, :, :N_q] * (scale * LOG2E)),
-            pad_places(m - math.log2(E4M3_MAX), PAD_M),
+            pad_places(m - math.log2(E4M3_MAX), NO_QUERY),
             (g * o).sum(3) / to_heads(beta),
         )
     )

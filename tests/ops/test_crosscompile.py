@@ -9,12 +9,14 @@ import pytest
 import torch
 import triton
 from support import attention_call
+from triton.experimental.gluon import language as gl
 
 from bench.tritons import (
     VARIANTS as VARIANTS_OF_HOPPER,
 )
 from bench.tritons import (
     about,
+    assembly_log,
     compile_hopper,
     compile_kernel,
     loops_over_keys,
@@ -34,6 +36,7 @@ from sage_inductor.ops.formats import pad_head_dim
 from sage_inductor.ops.quantize import keys, nvfp4, one_pass, smooth, values
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.training import kernels as training
+from sage_inductor.ops.training.hopper import kernel as rowscaled
 from sage_inductor.ops.visibility import BlockLists, Visibility
 
 ROOT = Path(__file__).parents[2]
@@ -932,3 +935,53 @@ def test_transposed_codes_are_stored_16_bytes_at_a_time(compile):
     compiled = compile()
     assert re.search(r"st\.global\.v[24]\.b32", compiled.asm["ptx"])
     assert stack_bytes(compiled.asm["cubin"]) <= 16  # quantize: 16 with Triton 3.7
+
+
+def compile_rowscaled(name, D=128, dtype="bf16", registers=None):
+    """The row-scaled FP8 backward's kernel of dq, or of dk and dv."""
+    BLOCK_D = pad_head_dim(D)
+
+    def descriptor(block, name, dtype):
+        layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
+        return f"tensordesc<{name}{block},{layout!r}>"
+
+    rows = descriptor([64, BLOCK_D], "i8", gl.int8)
+    turned = descriptor([BLOCK_D, 64], "fp8e4nv", gl.float8e4nv)
+    vector = descriptor([64], "fp32", gl.float32)
+    types = dict.fromkeys(("Q", "G", "K", "V"), rows) | dict.fromkeys(("Kt", "Qt", "Ot"), turned)
+    types |= dict.fromkeys(("DQ", "DK", "DV"), f"*{dtype}") | {"Vectors": vector}
+    fp32 = ("Q_scale", "M", "Delta", "Row_scale", "K_scale", "Qt_scale", "Ot_scale", "Part")
+    types |= dict.fromkeys(fp32, "*fp32")
+    given = dict(D=D, BLOCK_D=BLOCK_D, STAGES=3, FLUSH=8)
+    if name == "dq":
+        kernel, types["V_scale"], (at_launch, consumer) = rowscaled.dq_kernel, vector, (128, 160)
+    else:
+        kernel, types["V_scale"], (at_launch, consumer) = rowscaled.dkdv_kernel, "*fp32", (168, 240)
+        given |= dict(UNROLL=2, FLUSH_DK=32)
+    at_launch, consumer = registers or (at_launch, consumer)
+    return compile_kernel(
+        kernel, (9, 0), given | {"REGISTERS": consumer}, types, num_warps=4, maxnreg=at_launch
+    )
+
+
+@on_every_triton
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("D", [64, 72, 128])
+@pytest.mark.parametrize("name, warpgroups", [("dq", 3), ("dkdv", 2)])
+def test_the_row_scaled_backward_compiles_without_spills_or_waits(name, warpgroups, D, dtype):
+    """ptxas serializes all wgmma of a kernel where it cannot follow them, and only its log says so."""
+    compiled = compile_rowscaled(name, D, dtype)
+    ptx, cubin = compiled.asm["ptx"], compiled.asm["cubin"]
+    products = set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\S+)", ptx))
+    of_p = f"m64n{pad_head_dim(D)}k32.f32.e4m3.e4m3"
+    assert products == {"m64n64k32.s32.s8.s8", of_p}
+    assert "serialized" not in assembly_log(ptx)
+    loops = loops_over_keys(cubin)
+    assert len(loops) == warpgroups and not any(map(spilled, loops))
+    assert stack_bytes(cubin) <= (8 if TRITON >= (3, 9) else 0)
+    assert compiled.metadata.shared <= SHARED_MEMORY[9, 0]
+
+
+def test_the_log_tells_of_waits():
+    compiled = compile_rowscaled("dkdv", registers=(128, 160))
+    assert "wgmma.mma_async instructions are serialized" in assembly_log(compiled.asm["ptx"])

@@ -370,6 +370,16 @@ def test_no_offset_of_what_is_made_of_mask_and_lists_wraps(compile):
     assert function.offsets > 2 and not function.unproved, "\n".join(function.unproved)
 
 
+@pytest.mark.parametrize("name", ["dq", "dkdv"])
+def test_no_offset_of_the_row_scaled_backward_wraps(name):
+    """Of fewer than 2^29 rows in all heads, of which each has at least 128."""
+    rows, head = (128, 2**29), (0, 2**22)
+    facts = {"Q_pad": rows, "K_pad": rows, "Q_rows": rows, "row0": (0, 2**29 + 192)}
+    facts |= dict.fromkeys(("head", "b", "h"), head) | {"N2_q": (2, 2**30), "N2_kv": (2, 2**30)}
+    function = Function(kernels.compile_rowscaled(name), facts).run()
+    assert function.offsets > 8 and not function.unproved, "\n".join(function.unproved)
+
+
 def test_no_offset_of_the_pieces_sum_wraps():
     pointers = ("Part", "Part_ml", "V_scale", "V_mean", "Lse")
     types = {**dict.fromkeys(pointers, "*fp32"), "Out": "*bf16"}

@@ -143,7 +143,10 @@ SHAPES = [  # B, H_q, H_kv, N_q, N_kv, D
     (1, 2, 2, 63, 200, 96),
     (1, 4, 4, 2048, 2048, 128),
     (1, 2, 2, 4160, 4160, 128),
-    (1, 2, 2, 4160, 4160, 64),
+    (1, 6, 1, 4160, 1000, 64),
+    (3, 4, 2, 128, 256, 128),
+    (1, 2, 2, 4160, 1, 128),
+    (1, 2, 2, 100, 90, 77),
 ]
 
 
@@ -199,3 +202,35 @@ def test_strided_inputs_on_a_gpu():
     odd = (x.mT.contiguous().mT for x in (q, k, v))  # channels apart
     for x, y in zip(attend(*odd, grad), expected, strict=True):
         assert_close(x, y, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+def test_a_batch_is_computed_as_its_parts():
+    """To the bit, where heads have their neighbours' rows beside them."""
+    q, k, v, grad = inputs(3, 4, 2, 200, 333, 64, device="cuda")
+    whole = attend(q, k, v, grad)
+    for b in range(3):
+        part = attend(*(x[b : b + 1] for x in (q, k, v, grad)))
+        for x, y in zip(whole, part, strict=True):
+            assert torch.equal(x[b], y[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bnhd", [False, True])
+def test_nothing_is_written_beside_the_gradients(bnhd):
+    """Of outputs that are parts of others, with a head, rows and channels more."""
+    from sage_inductor.ops.training.hopper import plan
+
+    q, k, v, grad = inputs(2, 4, 2, 200, 333, 72, device="cuda")
+    out, *kept = ROWSCALED(q, k, v, 0.1, False)
+    wholes, parts = [], []
+    for B, H, N, D in (q.shape, k.shape, k.shape):
+        shape = (B, N + 1, H + 1, D + 8) if bnhd else (B, H + 1, N + 1, D + 8)
+        wholes.append(q.new_full(shape, float("nan")))
+        whole = wholes[-1].transpose(1, 2) if bnhd else wholes[-1]
+        parts.append(whole[:, :H, :N, :D])
+    plan.launch_backward(grad, out, Kept(*kept), 0.1, *parts)
+    expected = BACKWARD(grad, out, *kept, 333, 0.1, False)
+    for part, whole, x in zip(parts, wholes, expected, strict=True):
+        assert torch.equal(part, x)
+        assert whole.isnan().sum() == whole.numel() - part.numel()

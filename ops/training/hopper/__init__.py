@@ -1,0 +1,1 @@
+"""The kernels of the row-scaled FP8 backward for Hopper, in Gluon."""

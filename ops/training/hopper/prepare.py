@@ -31,12 +31,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sage_inductor.ops.formats import E4M3_MAX, LOG2E, TINY, Kept
+from sage_inductor.ops.formats import E4M3_MAX, LOG2E, NO_QUERY, TINY, Kept
 from sage_inductor.ops.formats import TRAINING_BLOCK as BLOCK
 from sage_inductor.ops.launch import doubled, launch_cached
 from sage_inductor.ops.quantize.codes import abs_bits, scale_of, to_8bit
 
-PAD_M = 1e30  # m of rows that are not there: their P is 0
 NUM_WARPS = 4
 _BLOCK = tl.constexpr(BLOCK)
 _FP8_MAX = tl.constexpr(E4M3_MAX)
@@ -45,7 +44,7 @@ _LOG2E = tl.constexpr(LOG2E)
 _TO_FP8 = tl.constexpr(E4M3_MAX / 127)  # the largest INT8 code becomes the largest E4M3 number
 _OF_FP8 = tl.constexpr(127 / E4M3_MAX)
 _TINY = tl.constexpr(TINY)
-_PAD_M = tl.constexpr(PAD_M)
+_NO_QUERY = tl.constexpr(NO_QUERY)
 # Of each block of rows, and of a head: the largest w a, w a qs, u and u n; |v|.
 MAXIMA = 4
 _WA, _WAQ, _U, _UN = map(tl.constexpr, range(MAXIMA))
@@ -124,7 +123,7 @@ def _rows_kernel(
         q_scale = tl.load(Q_scale + here)
         plane = M_pad.to(tl.int64) * (B * H_q)
         tl.store(Vectors + here, tl.where(there, q_scale * (SCALE * _LOG2E), 0.0))
-        tl.store(Vectors + plane + here, tl.where(there, m - _LOG2_FP8_MAX, _PAD_M))
+        tl.store(Vectors + plane + here, tl.where(there, m - _LOG2_FP8_MAX, _NO_QUERY))
         tl.store(Vectors + 2 * plane + here, tl.sum(grad * out, 1))
         tl.store(Wa + here, wa)
         part = Part + head * blocks + block
