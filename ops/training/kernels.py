@@ -98,8 +98,8 @@ def _quantize_kernel(
         mean = tl.load(Mean + head * D + d, mask=d < D, other=0.0)
         x = tl.where(inside, x - mean[None, :], 0.0)
     codes, scale = _to_codes(x, SHARED)
-    at = (pid * _BLOCK + i) // SHARED
-    tl.store(Scale + at, scale, mask=i % SHARED == 0)
+    scales = Scale + pid * (_BLOCK // SHARED)
+    tl.store(scales + i // SHARED, scale, mask=i % SHARED == 0)
     N_pad = blocks * _BLOCK
     if TURNED:
         tl.store(Codes + (head * BLOCK_D + d)[:, None] * N_pad + n[None, :], codes.T)

@@ -37,6 +37,7 @@ from sage_inductor.ops.quantize import keys, nvfp4, one_pass, smooth, values
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.training import kernels as training
 from sage_inductor.ops.training.hopper import kernel as rowscaled
+from sage_inductor.ops.training.hopper import prepare
 from sage_inductor.ops.visibility import BlockLists, Visibility
 
 ROOT = Path(__file__).parents[2]
@@ -919,15 +920,43 @@ def test_training_compiles_to_the_matrix_instructions(architecture, name, D):
         assert is_16_bit == ("bf16.bf16" in ptx or "kind::f16" in ptx)
 
 
-def compile_quantize_for_training(turned=True):
+def compile_quantize_for_training(turned=True, shared=64):
     types = dict(X="*bf16", Mean="*fp32", Out="*bf16", Codes="*i8", Scale="*fp32", Delta="*fp32")
-    constexprs = dict(SMOOTH=True, DELTA=True, TURNED=turned, D=80, PAD_N=128, BLOCK_D=128)
+    constexprs = dict(
+        SMOOTH=True, DELTA=True, TURNED=turned, SHARED=shared, D=80, PAD_N=128, BLOCK_D=128
+    )  # fmt: skip
     return compile_kernel(training._quantize_kernel, (9, 0), constexprs, types)
 
 
 def compile_turn():
     types = dict(Codes="*i8", Turned="*i8")
     return compile_kernel(training._turn_kernel, (9, 0), dict(BLOCK_D=128), types)
+
+
+def compile_rows_of_rowscaled():
+    fp32 = ("Stats", "Q_scale", "V_scale", "V_mean", "Vectors", "Wa", "Part", "Part_v")
+    types = dict.fromkeys(fp32, "*fp32") | dict(Grad="*bf16", Out="*bf16", V="*i8", G="*i8")
+    constexprs = dict(SCALE=0.1, D=80, BLOCK_D=128, stride_gd=1, stride_od=1)
+    kernel, warps = prepare._rows_kernel, prepare.NUM_WARPS
+    return compile_kernel(kernel, (9, 0), constexprs, types, num_warps=warps)
+
+
+def compile_turn_of_rowscaled():
+    fp32 = ("Q_scale", "K_scale", "V_scale", "Wa", "Maxima", "V_max", "K_max", "Vectors", "Row_scale",
+            "V_scaled", "Qt_scale", "Ot_scale")  # fmt: skip
+    types = dict.fromkeys(fp32, "*fp32") | dict.fromkeys("QKG", "*i8")
+    types |= dict.fromkeys(("Qt", "Ot", "Kt"), "*fp8e4nv")
+    kernel, warps = prepare._turn_kernel, prepare.NUM_WARPS
+    return compile_kernel(kernel, (9, 0), dict(SCALE=0.1, BLOCK_D=128), types, num_warps=warps)
+
+
+@pytest.mark.parametrize("compile", [compile_rows_of_rowscaled, compile_turn_of_rowscaled])
+def test_codes_of_the_row_scaled_backward_are_read_and_stored_16_bytes_at_a_time(compile):
+    compiled = compile()
+    ptx = compiled.asm["ptx"]
+    assert set(re.findall(r"ld\.global\.(\S+)", ptx)) == {"b32", "v4.b32"}
+    assert set(re.findall(r"st\.global\.(\S+)", ptx)) == {"b32", "v4.b32"}  # b32: of a row
+    assert stack_bytes(compiled.asm["cubin"]) == 0
 
 
 @pytest.mark.parametrize("compile", [compile_quantize_for_training, compile_turn])

@@ -320,7 +320,10 @@ KERNELS = {
     "smooth": lambda: kernels.compile_smooth(SM90, 80, True)[0],
     "smooth's end": lambda: kernels.compile_smooth(SM90, 80, True)[1],
     "quantize for training": kernels.compile_quantize_for_training,
+    "quantize rows for training": lambda: kernels.compile_quantize_for_training(False, 1),
     "turn": kernels.compile_turn,
+    "rows of rowscaled": kernels.compile_rows_of_rowscaled,
+    "turn of rowscaled": kernels.compile_turn_of_rowscaled,
     **{
         f"training {name}": lambda name=name: kernels.compile_training(SM90, name)
         for name in kernels.TRAINING
@@ -336,6 +339,8 @@ def test_no_offset_wraps(name):
         bounds = dict.fromkeys(("M", "count", "kept", "before"), (0, MAX_ROWS // 64))
     if name in ("training dk", "training dv"):  # a row of codes has 64 bytes: no 2^36 are in memory
         bounds = {"count": (1, 2**24), "steps": (0, 2**30)}
+    if name.endswith("of rowscaled"):  # fewer than MAX_ROWS rows in all heads, 128 or more in each
+        bounds = dict.fromkeys(("heads", "heads_kv", "q_blocks"), (0, 2**23))
     function = Function(KERNELS[name](), bounds).run()
     assert function.offsets > 3 and not function.unproved, "\n".join(function.unproved)
 

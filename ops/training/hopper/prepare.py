@@ -81,7 +81,7 @@ def _rows_kernel(
     Part, Part_v,  # [MAXIMA, B, H_q, M_pad / BLOCK], [B, H_kv, N_pad / BLOCK] out
     stride_gb, stride_gh, stride_gn, stride_gd,
     stride_ob, stride_oh, stride_on, stride_od,
-    B, H_q, H_kv, N_q, M_pad,
+    q_blocks, heads, H_q, H_kv, N_q, M_pad,  # heads: B * H_q
     SCALE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Grid: ((B H_q M_pad + B H_kv N_pad) / BLOCK,). BLOCK rows of dO and o, then of v."""
@@ -89,8 +89,8 @@ def _rows_kernel(
     stride_ob, stride_oh, stride_on = stride_ob // 2, stride_oh // 2, stride_on // 2
     pid, blocks = tl.program_id(0), M_pad // _BLOCK
     i, d = tl.arange(0, _BLOCK), tl.arange(0, BLOCK_D)
-    if pid >= B * H_q * blocks:
-        block_v = (pid - B * H_q * blocks).to(tl.int64)
+    if pid >= q_blocks:
+        block_v = (pid - q_blocks).to(tl.int64)
         rows = block_v * _BLOCK + i
         v = tl.load(V + rows[:, None] * BLOCK_D + d[None, :]).to(tl.float32)
         norm = tl.sqrt(tl.sum(v * v, 1)) * tl.load(V_scale + rows)
@@ -118,16 +118,16 @@ def _rows_kernel(
 
         stats = Stats + head * N_q + n
         lse = tl.load(stats, mask=there, other=float("inf"))
-        m = tl.load(stats + tl.cast(N_q, tl.int64) * (B * H_q), mask=there, other=0.0)
+        m = tl.load(stats + tl.cast(N_q, tl.int64) * heads, mask=there, other=0.0)
         wa = tl.exp2(m - lse * _LOG2E) * a
         q_scale = tl.load(Q_scale + here)
-        plane = M_pad.to(tl.int64) * (B * H_q)
+        plane = M_pad.to(tl.int64) * heads
         tl.store(Vectors + here, tl.where(there, q_scale * (SCALE * _LOG2E), 0.0))
         tl.store(Vectors + plane + here, tl.where(there, m - _LOG2_FP8_MAX, _NO_QUERY))
         tl.store(Vectors + 2 * plane + here, tl.sum(grad * out, 1))
         tl.store(Wa + here, wa)
         part = Part + head * blocks + block
-        plane = blocks.to(tl.int64) * (B * H_q)
+        plane = blocks.to(tl.int64) * heads
         tl.store(part + _WA * plane, _largest(wa))
         tl.store(part + _WAQ * plane, _largest(wa * q_scale))
         tl.store(part + _U * plane, _largest(u))
@@ -155,14 +155,14 @@ def _turn_kernel(
     Qt, Ot, Kt,  # Operands', out
     Vectors,  # in and out: delta
     Row_scale, V_scaled, Qt_scale, Ot_scale,  # Operands', out
-    B, H_q, H_kv, M_pad, N_pad,
+    q_blocks, heads, heads_kv, H_q, H_kv, M_pad, N_pad,  # heads_kv: B * H_kv
     SCALE: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Grid: ((B H_q M_pad + B H_kv N_pad) / BLOCK,). BLOCK rows of q and dO, then of k and v.
 
     A group of 16 columns holds its 16 tokens in another order: place 4t + 2h + e is token
     8h + 2t + e, so that P and dS go from accumulator to operand within a thread."""
-    pid, q_blocks = tl.program_id(0), B * H_q * (M_pad // _BLOCK)
+    pid = tl.program_id(0)
     is_key = pid >= q_blocks
     blocks = tl.where(is_key, N_pad, M_pad) // _BLOCK
     N = blocks * _BLOCK  # of which Triton knows that 16 divides it
@@ -171,12 +171,11 @@ def _turn_kernel(
     group = H_q // H_kv
     b, h = head // H_q, head % H_q
     head_kv = tl.where(is_key, head, b * H_kv + h // group)
-    planes = B * H_kv
     of_head = Maxima + head_kv
-    u = tl.load(of_head + _U * planes) * tl.load(V_max + head_kv)
-    beta = _at_least_tiny(u + tl.load(of_head + _UN * planes))
-    largest_wa = _at_least_tiny(tl.load(of_head + _WA * planes))
-    largest_waq = _at_least_tiny(tl.load(of_head + _WAQ * planes))
+    u = tl.load(of_head + _U * heads_kv) * tl.load(V_max + head_kv)
+    beta = _at_least_tiny(u + tl.load(of_head + _UN * heads_kv))
+    largest_wa = _at_least_tiny(tl.load(of_head + _WA * heads_kv))
+    largest_waq = _at_least_tiny(tl.load(of_head + _WAQ * heads_kv))
     largest_k = _at_least_tiny(tl.load(K_max + head_kv))
 
     place = tl.arange(0, _BLOCK)
@@ -194,14 +193,15 @@ def _turn_kernel(
             tl.store(Ot_scale + head_kv, largest_wa * c)
     else:
         wa = tl.load(Wa + here)
-        columns, rows = h % group * N + first + place, group * N  # of the group's heads
+        columns = h % group * N + first + place  # of those of the group's heads
+        rows = N.to(tl.int64) * group
         factor = wa * (_TO_FP8 / largest_wa)
         _store_turned(tl.load(G + codes), factor, Ot, head_kv, columns, rows, BLOCK_D)
         factor = wa * tl.load(Q_scale + here) * (_TO_FP8 / largest_waq)
         _store_turned(tl.load(Q + codes), factor, Qt, head_kv, columns, rows, BLOCK_D)
         scale = beta * (SCALE / _FP8_MAX) * (largest_k * _OF_FP8)
         tl.store(Row_scale + here, wa * scale)
-        delta = Vectors + M_pad.to(tl.int64) * (2 * B * H_q) + here
+        delta = Vectors + 2 * M_pad.to(tl.int64) * heads + here
         tl.store(delta, tl.load(delta) / beta)
 
 
@@ -225,14 +225,15 @@ def launch_prepare(
     )  # fmt: skip
     wa, part = fp32(B, H_q, M_pad), fp32(MAXIMA, B, H_q, M_pad // BLOCK)
     part_v = fp32(B, H_kv, N_pad // BLOCK)
-    grid = ((B * H_q * M_pad + B * H_kv * N_pad) // BLOCK,)
+    q_blocks, kv_blocks = B * H_q * M_pad // BLOCK, B * H_kv * N_pad // BLOCK
+    grid = (q_blocks + kv_blocks,)
     run(
         _rows_kernel,
         grid,
         (grad, out, kept.stats, kept.q_scale, kept.v, kept.v_scale, kept.v_mean,
          operands.g, operands.vectors, wa, part, part_v),
         (*doubled(grad.stride()), *doubled(out.stride()),
-         B, H_q, H_kv, N_q, M_pad,  # shape
+         q_blocks, B * H_q, H_q, H_kv, N_q, M_pad,  # shape
          scale, D, BLOCK_D),
         num_warps=NUM_WARPS,
     )  # fmt: skip
@@ -244,7 +245,7 @@ def launch_prepare(
          maxima, part_v.amax(2), kept.k_scale.amax(2),
          operands.qt, operands.ot, operands.kt, operands.vectors,
          operands.row_scale, operands.v_scale, operands.qt_scale, operands.ot_scale),
-        (B, H_q, H_kv, M_pad, N_pad,  # shape
+        (q_blocks, B * H_q, B * H_kv, H_q, H_kv, M_pad, N_pad,  # shape
          scale, BLOCK_D),
         num_warps=NUM_WARPS,
     )  # fmt: skip
