@@ -77,7 +77,7 @@ def _quantize_kernel(
     SMOOTH: tl.constexpr, DELTA: tl.constexpr, TURNED: tl.constexpr, SHARED: tl.constexpr,
     D: tl.constexpr, PAD_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (B * H * N_pad / BLOCK,). BLOCK rows of one head, of which SHARED share a scale."""
+    """Grid: (B * H * N_pad / BLOCK,). BLOCK rows of one head, which share a scale, or (SHARED 1) have one each."""
     stride_b, stride_h, stride_n = stride_b // 2, stride_h // 2, stride_n // 2
     stride_ob, stride_oh, stride_on = stride_ob // 2, stride_oh // 2, stride_on // 2
     pid = tl.program_id(0).to(tl.int64)
@@ -98,8 +98,8 @@ def _quantize_kernel(
         mean = tl.load(Mean + head * D + d, mask=d < D, other=0.0)
         x = tl.where(inside, x - mean[None, :], 0.0)
     codes, scale = _to_codes(x, SHARED)
-    scales = Scale + pid * (_BLOCK // SHARED)
-    tl.store(scales + i // SHARED, scale, mask=i % SHARED == 0)
+    at = pid * _BLOCK + i if SHARED == 1 else pid + i
+    tl.store(Scale + at, scale, mask=(i == 0) | (SHARED == 1))
     N_pad = blocks * _BLOCK
     if TURNED:
         tl.store(Codes + (head * BLOCK_D + d)[:, None] * N_pad + n[None, :], codes.T)
@@ -329,7 +329,7 @@ def launch_quantize(
     shared: int = BLOCK, run: Callable = launch_cached,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """x [B, H, N, D], any strides, less mean [B, H, D] fp32, in INT8: codes [B, H, N_pad, BLOCK_D]
-    (turned: transposed) and scales [B, H, N_pad / shared] fp32, one of so many rows; and, where out
+    (turned: transposed) and scales [B, H, N_pad / shared] fp32, of BLOCK rows or of 1; and, where out
     is given, the sum over D of x out [B, H, N] (else the scales again)."""
     B, H, N, D = x.shape
     N_pad, BLOCK_D = pad_rows(N), pad_head_dim(D)
