@@ -120,10 +120,13 @@ def measure(shape: Shape, names: list[str], device: torch.device) -> list[dict]:
     for name in names:
         attend = ATTENTION[name]
         out = attend(*leaves)
-        runners[name, "forward"] = Runner(Provider(name, attend), [leaves])
-        runners[name, "backward"] = Runner(of_kept(name), [(out, leaves, do)])
-        step = Provider(name, lambda *x, attend=attend: grad(attend(*x), x, do)[0])
-        runners[name, "step"] = Runner(step, [leaves])
+        parts = {
+            "forward": (attend, leaves),
+            "backward": (lambda *x: grad(*x)[0], (out, leaves, do)),
+            "step": (lambda *x, attend=attend: grad(attend(*x), x, do)[0], leaves),
+        }
+        for part, (call, given) in parts.items():  # launched: a graph captures no kept forward's
+            runners[name, part] = Runner(Provider(name, call, captures=False), [given])
         found[name] = kept_bytes(attend, leaves), errors(attend, shape, device)
     times = interleave(runners, ROUNDS, TARGET_MS)
     rows = []
@@ -151,11 +154,6 @@ def over(times: dict, name: str, part: str) -> str:
 
 def grad(out, leaves, do):
     return torch.autograd.grad(out, leaves, do, retain_graph=True)
-
-
-def of_kept(name: str) -> Provider:
-    """Launched, for autograd computes on the stream of the forward, which no graph captures."""
-    return Provider(name, lambda *x: grad(*x)[0], captures=False)
 
 
 def kept_bytes(attend, leaves) -> int:

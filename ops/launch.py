@@ -117,7 +117,7 @@ def launch_cached(
         x = x if isinstance(x, Tensor) else x.base  # of a descriptor
         addresses |= x.data_ptr()
         dtypes.append(x.dtype)
-    device, found = tensors[0].device.index, None
+    device, found = x.device.index, None
     if addresses % 16 == 0:
         found = _compiled(kernel, device, numbers, *dtypes, *options.items())
     if device == torch.cuda.current_device():
