@@ -77,7 +77,8 @@ def _quantize_kernel(
     SMOOTH: tl.constexpr, DELTA: tl.constexpr, TURNED: tl.constexpr, SHARED: tl.constexpr,
     D: tl.constexpr, PAD_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (B * H * N_pad / BLOCK,). BLOCK rows of one head, which share a scale, or (SHARED 1) have one each."""
+    """Grid: (B * H * N_pad / BLOCK,). BLOCK rows of one head: SHARED is how many share a scale, all
+    BLOCK or 1."""
     stride_b, stride_h, stride_n = stride_b // 2, stride_h // 2, stride_n // 2
     stride_ob, stride_oh, stride_on = stride_ob // 2, stride_oh // 2, stride_on // 2
     pid = tl.program_id(0).to(tl.int64)
@@ -329,8 +330,8 @@ def launch_quantize(
     shared: int = BLOCK, run: Callable = launch_cached,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """x [B, H, N, D], any strides, less mean [B, H, D] fp32, in INT8: codes [B, H, N_pad, BLOCK_D]
-    (turned: transposed) and scales [B, H, N_pad / shared] fp32, of BLOCK rows or of 1; and, where out
-    is given, the sum over D of x out [B, H, N] (else the scales again)."""
+    (turned: transposed) and scales [B, H, N_pad / shared] fp32; and, where out is given, the sum
+    over D of x out [B, H, N] (else the scales again). shared: BLOCK or 1 row."""
     B, H, N, D = x.shape
     N_pad, BLOCK_D = pad_rows(N), pad_head_dim(D)
     shape = (BLOCK_D, N_pad) if turned else (N_pad, BLOCK_D)

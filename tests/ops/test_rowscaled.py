@@ -187,7 +187,8 @@ def test_the_kernels_are_their_emulation(shape, dtype, out_bnhd):
 
 @pytest.mark.gpu
 def test_strided_inputs_on_a_gpu():
-    """Views of one projection, and cotangents of any strides."""
+    """Views of one projection, and cotangents of any strides. Sums over a row are not in one order
+    for all strides: a code may differ."""
     qkv = torch.randn(2, 300, 3, 4, 64, device="cuda", dtype=torch.bfloat16)
     q, k, v = qkv.permute(2, 0, 3, 1, 4)
     for grad in (
@@ -195,13 +196,11 @@ def test_strided_inputs_on_a_gpu():
         torch.randn(2, 4, 64, 300, device="cuda").to(q.dtype).mT,
         torch.randn(2, 4, 300, 128, device="cuda").to(q.dtype)[..., ::2],
     ):
-        found = attend(q, k, v, grad)
         expected = attend(*(x.contiguous() for x in (q, k, v, grad)))
-        for x, y in zip(found, expected, strict=True):
-            assert_close(x, y, rtol=0, atol=0)
-    odd = (x.mT.contiguous().mT for x in (q, k, v))  # channels apart
-    for x, y in zip(attend(*odd, grad), expected, strict=True):
-        assert_close(x, y, rtol=0, atol=0)
+        odd = (x.mT.contiguous().mT for x in (q, k, v))  # channels apart
+        for found in (attend(q, k, v, grad), attend(*odd, grad)):
+            for x, y in zip(found, expected, strict=True):
+                assert relative_l2(x, y) < 2e-3
 
 
 @pytest.mark.gpu
