@@ -479,6 +479,8 @@ def drawn(name: str, rng: random.Random) -> tuple[dict, int]:
 @pytest.mark.parametrize("name", [*ATTENTION, *QUANTIZE])
 def test_cpp_launches_what_python_launches(name, library, monkeypatch):
     rng, reached = random.Random(name), set()
+    # A bound that hides nothing is dropped where the lengths are known: in C++ they are not.
+    monkeypatch.setattr(AttentionCall, "without_idle_bounds", lambda call: call)
     for _ in range(200):
         far = [Facts.of(16 * rng.randrange(1, 2**30)) for _ in range(3)]
         monkeypatch.setattr(sys.modules[__name__], "APART", far)
