@@ -44,6 +44,7 @@ from sage_inductor.ops.launch import FP_FUSION
 
 _log = logging.getLogger("sage_inductor")
 SOURCE = Path(__file__).with_name("replay.cpp")
+DEVICE = "cuda"
 
 
 class Replay:
@@ -73,7 +74,7 @@ class Replay:
         if self.library is False:
             return False
         self.positions = [i for i, x in enumerate(args) if isinstance(x, Tensor)]
-        if args[self.positions[0]].device.type != "cuda":
+        if args[self.positions[0]].device.type != DEVICE:
             return False
         built = library()
         if not built.done():
@@ -88,9 +89,9 @@ class Replay:
     def _note(self, args: tuple, tensors: list[Tensor]) -> None:
         device = tensors[0].device
         gpu = tiles.Gpu(tiles.capability(device), tiles.processors(device))
-        schema = self.op._schema.arguments
-        given = {x.name: x.default_value for x in schema if x.has_default_value()}
-        given |= {each.name: x for each, x in zip(schema, args, strict=False)}
+        defaults = [each.default_value for each in self.op._schema.arguments[len(args) :]]
+        names = (each.name for each in self.op._schema.arguments)
+        given = dict(zip(names, (*args, *defaults), strict=True))
         try:
             noted = note(LAUNCHES[self.op], given, gpu, _compiled)
             self.kernels.update(noted.kernels)
@@ -115,7 +116,8 @@ NUMBER, POINTER, DESCRIPTOR = range(3)
 def note(launch: Callable, given: dict, gpu: tiles.Gpu, compile: Callable) -> Noted:
     """What ``launch(given, run, gpu)`` does, of one of package.LAUNCHES.
 
-    given: by name; tensors at addresses that are multiples of 16. compile: of the arguments of a
+    given: by name, in the order in which replay.cpp gets them; tensors at addresses that are
+    multiples of 16. compile: of the arguments of a
     launch, Triton's CompiledKernel, loaded. Raises NotImplementedError for an output that is not
     the launches' own.
     """
@@ -255,16 +257,17 @@ def _load():
     path = cache.get_file(file)
     if path is None:
         with tempfile.TemporaryDirectory() as folder:
-            built = Path(build(folder, ["torch_cuda", "torch_cpu", "libcuda.so.1"]))
+            libraries = ["torch_cuda", "torch_cpu", "libcuda.so.1"]
+            built = Path(build(folder, libraries, cuda_library_dirs()))
             path = cache.put(built.read_bytes(), file, binary=True)
     return load_module(name, path)
 
 
-def build(folder: str, libraries: list[str]) -> str:
-    """Compile replay.cpp. libraries: what it finds torch's C functions and the driver in."""
+def build(folder: str, libraries: list[str], where: list[str]) -> str:
+    """Compile replay.cpp. libraries: torch's C functions and the driver's."""
     of_torch, of_triton = Path(torch.__file__).parent, Path(triton.__file__).parent
     return triton_build(
-        "sage_replay", str(SOURCE), folder, [str(of_torch / "lib"), *cuda_library_dirs()],
+        "sage_replay", str(SOURCE), folder, [str(of_torch / "lib"), *where],
         [str(of_torch / "include"), str(of_triton / "backends/nvidia/include")],
         ["stdc++", *libraries], ["-std=c++17"],
     )  # fmt: skip
