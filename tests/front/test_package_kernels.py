@@ -358,8 +358,9 @@ def test_what_is_replayed_is_what_python_computed(name, dynamic, replayed, poiso
     inputs = [of.draw(*size) for size in (SIZES if dynamic else SIZES[:1])]
     expected = [run(x).clone() for x in inputs]
     assert not replayed
-    for x, y in zip(inputs, expected, strict=True):  # these are noted
-        assert torch.equal(run(x), y)
+    for _ in range(2):  # a size may be the first that a graph is compiled for; then it is noted
+        for x, y in zip(inputs, expected, strict=True):
+            assert torch.equal(run(x), y)
     for x, y in zip(inputs, expected, strict=True):
         seen = len(replayed)
         out = run(x)
