@@ -28,11 +28,12 @@ from sage_inductor.lowering import package, replay
 from sage_inductor.lowering.number import Facts
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.arguments import AttentionCall
-from sage_inductor.ops.attention.select import attention_opaque
+from sage_inductor.ops.attention.select import _attention_opaque, attention_opaque
 from sage_inductor.ops.compat import load_module
 from sage_inductor.ops.compile import describe
 from sage_inductor.ops.formats import Prepared
-from sage_inductor.ops.quantize.op import empty_kv, quantize_kv_opaque
+from sage_inductor.ops.launch import FP_FUSION, noted
+from sage_inductor.ops.quantize.op import _quantize_kv_opaque, empty_kv, quantize_kv_opaque
 from sage_inductor.ops.recipe import NAMED
 
 TRITONS = {9: 10}  # Triton's number of bf16, by the driver's
@@ -126,14 +127,8 @@ class Site:
         return [pointer_of(x, None) for x in found] if found else found
 
     def note(self, given: dict, device: int = 0) -> None:
-        like = {
-            k: torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device="meta")
-            if type(x) is Tensor
-            else x
-            for k, x in given.items()
-        }
-        noted = replay.note(calls.launch_of(self.name), like, self.gpu, self.module.compile)
-        self.module.python.note(self.site, *self._given(given, device, 0), noted.plan, noted.names)
+        found = replay.note(calls.launch_of(self.name), like(given), self.gpu, self.module.compile)
+        self.module.python.note(self.site, *self._given(given, device, 0), found.plan, found.names)
         assert self.module.cpp.live() == 0
 
     def plan(self, given: dict, device: int = 0) -> calls.Plan:
@@ -169,6 +164,49 @@ def test_cpp_launches_what_python_launched(name, module, monkeypatch):
         expected = calls.planned(calls.launch_of(name), given, PROCESSORS[device])
         assert plan == expected._replace(made={})
         check_memory(site, expected)
+
+
+@pytest.mark.parametrize("name", [*ATTENTION, *QUANTIZE, "idle"])
+def test_what_is_noted_is_what_the_op_itself_launches(name, monkeypatch):
+    rng, op = random.Random(name), quantize_kv_opaque if name in QUANTIZE else attention_opaque
+    monkeypatch.setattr(tiles, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(tiles, "_multiprocessors", lambda device: 132)
+    function = {attention_opaque: _attention_opaque, quantize_kv_opaque: _quantize_kv_opaque}[op]
+    for _ in range(10):
+        if name == "idle":  # bounds that hide no key
+            given = call_of("window", 900) | {"left": 1024, "right": 899}
+        else:
+            given, _ = calls.drawn(name, rng)
+        given, of_replay = like(given), []
+
+        def run(kernel, grid, tensors, numbers, of_replay=of_replay, **options):
+            of_replay.append((kernel, grid, [*map(values, (*tensors, *numbers))], options))
+
+        package.LAUNCHES[op](given, run, H200)
+        with noted() as launches:
+            function(AttentionCall(**given)) if op is attention_opaque else function(**given)
+        assert of_replay == [
+            (each.kernel, each.grid, [*map(values, each.arguments)],
+             {k: x for k, x in each.options.items() if k not in FP_FUSION})
+            for each in launches
+        ]  # fmt: skip
+
+
+def values(x):
+    """All of an argument but its memory."""
+    if hasattr(x, "block_shape"):
+        return values(x.base), list(x.shape), list(x.strides), list(x.block_shape)
+    return (x.dtype, x.shape, x.stride()) if isinstance(x, torch.Tensor) else x
+
+
+def like(given: dict) -> dict:
+    """The same with torch's tensors, without memory."""
+    return {
+        k: torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device="meta")
+        if type(x) is Tensor
+        else x
+        for k, x in given.items()
+    }
 
 
 def check_memory(site: Site, expected: calls.Plan) -> None:
@@ -244,16 +282,10 @@ def test_an_error_of_the_driver_or_of_torch_says_where(module):
 
 def test_a_plan_that_is_not_read_to_its_end_is_refused(module):
     given, site = call_of("full", 128), Site(module, "full")
-    like = {k: x for k, x in given.items() if type(x) is not Tensor}
-    like |= {
-        k: torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device="meta")
-        for k, x in given.items()
-        if type(x) is Tensor
-    }
-    noted = replay.note(package.attention, like, H200, module.compile)
-    for plan in (noted.plan[:-8], noted.plan + bytes(8)):
+    found = replay.note(package.attention, like(given), H200, module.compile)
+    for plan in (found.plan[:-8], found.plan + bytes(8)):
         with pytest.raises(RuntimeError, match="a plan (ends early|goes on)"):
-            module.python.note(site.site, *site._given(given, 0, 0), plan, noted.names)
+            module.python.note(site.site, *site._given(given, 0, 0), plan, found.names)
     assert module.cpp.live() == 0
 
 
@@ -310,11 +342,11 @@ def on_cpu(with_torch, monkeypatch):
     with_torch.written()
 
 
-def layer(q, k, v, left=None, right=0):
+def layer(q, k, v, left=None, right=0, out_bnhd=False):
     p = Prepared(*quantize_kv_opaque(k, v, None, RECIPE))
     call = AttentionCall(
         q, p.k, p.k_scale, p.v, q.shape[3] ** -0.5, k.shape[2], RECIPE, v_scale=p.v_scale,
-        v_mean=p.v_mean, left=left, right=right,
+        v_mean=p.v_mean, left=left, right=right, out_bnhd=out_bnhd,
     )  # fmt: skip
     return attention_opaque(*call)
 
@@ -395,8 +427,8 @@ def test_a_compiled_model_replays_what_it_launched(model, dynamic, with_torch, o
 
 def bands(q, k, v):
     """Two calls whose numbers are the same, in other places."""
-    out, _ = layer(q, k, v, left=5, right=None)
-    return layer(out, k, v, left=None, right=5)
+    out, _ = layer(q, k, v, left=5, right=None, out_bnhd=True)  # where q is
+    return layer(out, k, v, left=None, right=5, out_bnhd=True)
 
 
 def test_calls_of_other_constants_are_not_mixed_up(with_torch, on_cpu):
