@@ -58,19 +58,20 @@ class Replay:
         self.kernels: set = set()  # of Triton's, which are loaded as long as they live
 
     def __call__(self, *args):
-        if not self.library and not self._prepare(args):
+        library = self.library or self._ready(args)
+        if not library:
             return self.op(*args)
         tensors = [args[i] for i in self.positions]
-        found = self.library.run(self.site, handles_of(tensors), args)
+        found = library.run(self.site, handles_of(tensors), args)
         if found:
             return tensors_of(found)
         outputs = self.op(*args)
         if found is None and not torch.cuda.is_current_stream_capturing():
-            self._note(args, tensors)
+            self._note(library, args, tensors)
         return outputs
 
-    def _prepare(self, args: tuple) -> bool:
-        """Whether calls can be replayed from now on."""
+    def _ready(self, args: tuple):
+        """replay.cpp, if it is compiled and can replay these calls."""
         if self.library is False:
             return False
         self.positions = [i for i, x in enumerate(args) if isinstance(x, Tensor)]
@@ -81,12 +82,12 @@ class Replay:
             return False
         if built.exception():
             self.library = False
-            return False
-        self.site = built.result().site()
-        self.library = built.result()
-        return True
+        else:
+            self.site = built.result().site()
+            self.library = built.result()
+        return self.library
 
-    def _note(self, args: tuple, tensors: list[Tensor]) -> None:
+    def _note(self, library, args: tuple, tensors: list[Tensor]) -> None:
         device = tensors[0].device
         gpu = tiles.Gpu(tiles.capability(device), tiles.processors(device))
         defaults = [each.default_value for each in self.op._schema.arguments[len(args) :]]
@@ -95,7 +96,7 @@ class Replay:
         try:
             noted = note(LAUNCHES[self.op], given, gpu, _compiled)
             self.kernels.update(noted.kernels)
-            self.library.note(self.site, handles_of(tensors), args, noted.plan, noted.names)
+            library.note(self.site, handles_of(tensors), args, noted.plan, noted.names)
         except Exception as error:  # a kernel that is called in another way
             _log.debug("%s is not replayed: %s", self.op, error)
             self.library = False
@@ -117,9 +118,8 @@ def note(launch: Callable, given: dict, gpu: tiles.Gpu, compile: Callable) -> No
     """What ``launch(given, run, gpu)`` does, of one of package.LAUNCHES.
 
     given: by name, in the order in which replay.cpp gets them; tensors at addresses that are
-    multiples of 16. compile: of the arguments of a
-    launch, Triton's CompiledKernel, loaded. Raises NotImplementedError for an output that is not
-    the launches' own.
+    multiples of 16. compile: of the arguments of a launch, Triton's CompiledKernel, loaded. Raises
+    NotImplementedError for an output that is not the launches' own.
     """
     tensors, noted, launches, names, kernels = _Tensors(), [], [], [], []
     given = {name: tensors.given(x) if isinstance(x, Tensor) else x for name, x in given.items()}
@@ -127,7 +127,8 @@ def note(launch: Callable, given: dict, gpu: tiles.Gpu, compile: Callable) -> No
     def run(kernel, grid: tuple, of: tuple, numbers: tuple, **options):
         noted.append((kernel, grid, of, numbers, options))
 
-    outputs = [tensors.output(x) for x in launch(given, run, gpu)]
+    found = launch(given, run, gpu)  # all tensors are kept: no storage takes another's place
+    outputs = [tensors.output(x) for x in found]
     for kernel, grid, of, numbers, options in noted:
         compilation = describe(kernel, (*of, *numbers), options)
         compiled = compile(kernel, grid, of, numbers, options)
@@ -162,7 +163,6 @@ class _Tensors:
 
     def __init__(self):
         self.places: dict[int, tuple[int, int]] = {}  # of a storage: which tensor, from which byte
-        self.kept: list[Tensor] = []  # so that no storage takes another's place
         self.count = 0  # of those given and the outputs
         self.outputs: list[list[int]] = []  # what is made
         self.shared = 0  # bytes
@@ -197,7 +197,6 @@ class _Tensors:
         return x.untyped_storage()._cdata
 
     def _place(self, x: Tensor, number: int, byte: int = 0) -> None:
-        self.kept.append(x)
         self.places[self._storage(x)] = number, byte
 
     def made(self) -> list[list[int]]:
@@ -236,8 +235,8 @@ def _compiled(kernel, grid: tuple, tensors: tuple, numbers: tuple, options: dict
 def library() -> concurrent.futures.Future:
     """replay.cpp as a module of Python, from Triton's cache where it is there."""
     future = concurrent.futures.Future()
-    # A daemon: a program that ends does not wait. In a forked child it never comes.
-    threading.Thread(target=_build, args=(future,), name="sage-replay", daemon=True).start()
+    # A program that ends before waits for it, once. In a forked child it never comes.
+    threading.Thread(target=_build, args=(future,), name="sage-replay").start()
     return future
 
 
