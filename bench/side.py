@@ -4,6 +4,8 @@ Of the library it asks for what each commit since 0.1.0 has: `sage::sdpa`, whose
 together by the names in its schema, the backend, the report, and recipes by name.
 """
 
+import concurrent.futures
+import importlib.util
 import json
 import os
 import sys
@@ -118,6 +120,7 @@ def host(make: Callable[..., Callable[[], Tensor]], case: Case = HOST) -> Case_:
 
     def prepare(device, target_ms):
         call = make(*draw(case, "normal", device))
+        await_library(device)
         synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
         def time_turn():
@@ -135,6 +138,14 @@ def host(make: Callable[..., Callable[[], Tensor]], case: Case = HOST) -> Case_:
         return Timed(time_turn, out)
 
     return prepare
+
+
+def await_library(device: torch.device) -> None:
+    """Until then calls are submitted by Python, as by commits that have no such library."""
+    if device.type == "cuda" and importlib.util.find_spec("sage_inductor.lowering.replay"):
+        concurrent.futures.wait(
+            [importlib.import_module("sage_inductor.lowering.replay").library()]
+        )
 
 
 def eager(q, k, v) -> Callable[[], Tensor]:

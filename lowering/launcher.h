@@ -71,6 +71,8 @@ struct Gpu {
 
 // -- kernels ----
 
+constexpr int MAX_ARGUMENTS = 96, MAX_DESCRIPTORS = 2;
+
 struct Descriptor {  // as Triton's tensordesc_meta
   int swizzle, element_size, element_type;
   cuuint32_t box[5];  // at most a block: TMA reads as many bytes of a row as it swizzles
@@ -83,7 +85,7 @@ struct Kernel {
   uint64_t size, digest;  // FNV-1a of the image
   unsigned threads, shared;
   bool overlaps;  // programmatic dependent launch
-  Descriptor descriptors[2];
+  Descriptor descriptors[MAX_DESCRIPTORS];
   std::atomic<CUfunction> loaded[MAX_DEVICES] = {};
 
   CUfunction on(int device) {
@@ -115,9 +117,9 @@ struct Kernel {
 // What a kernel is launched with. Each number has 8 bytes here: the driver copies as many of them as
 // the kernel declares.
 struct Arguments {
-  alignas(64) CUtensorMap maps[2];
-  int64_t numbers[96];
-  void* pointers[96];
+  alignas(64) CUtensorMap maps[MAX_DESCRIPTORS];
+  int64_t numbers[MAX_ARGUMENTS];
+  void* pointers[MAX_ARGUMENTS];
   int used = 0, used_maps = 0;
 
   void i64(int64_t x) {
@@ -137,13 +139,16 @@ struct Arguments {
   void descriptor(
       const Descriptor& d, void* base, std::initializer_list<int64_t> shape,
       std::initializer_list<int64_t> strides) {
-    const int rank = static_cast<int>(shape.size());
+    descriptor(d, base, static_cast<int>(shape.size()), shape.begin(), strides.begin());
+  }
+  void descriptor(
+      const Descriptor& d, void* base, int rank, const int64_t* shape, const int64_t* strides) {
     cuuint64_t sizes[5], steps[5];
     cuuint32_t box[5], ones[5] = {1, 1, 1, 1, 1};
     for (int i = 0; i < rank; ++i) {  // TMA counts dimensions from the last
-      sizes[i] = shape.begin()[rank - 1 - i];
+      sizes[i] = shape[rank - 1 - i];
       box[i] = d.box[rank - 1 - i];
-      if (i) steps[i - 1] = strides.begin()[rank - 1 - i] * d.element_size;
+      if (i) steps[i - 1] = strides[rank - 1 - i] * d.element_size;
     }
     CUtensorMap* map = &maps[used_maps++];
     check(
@@ -153,8 +158,8 @@ struct Arguments {
             CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
         "a tensor descriptor");
     pointers[used++] = map;
-    for (int64_t n : shape) i32(n);
-    for (int64_t n : strides) i64(n);
+    for (int i = 0; i < rank; ++i) i32(shape[i]);
+    for (int i = 0; i < rank; ++i) i64(strides[i]);
   }
 };
 
@@ -248,23 +253,28 @@ struct Made {
   RAIIAtenTensorHandle handle;
   void* data;
 
-  Made(std::initializer_list<int64_t> sizes, int32_t dtype, const Gpu& gpu) {
-    const int rank = static_cast<int>(sizes.size());
+  Made(std::initializer_list<int64_t> sizes, int32_t dtype, const Gpu& gpu)
+      : Made(static_cast<int>(sizes.size()), sizes.begin(), dtype, gpu) {}
+
+  Made(int rank, const int64_t* sizes, int32_t dtype, const Gpu& gpu) {
     int64_t strides[8], step = 1;
     for (int i = rank - 1; i >= 0; --i) {
       strides[i] = step;
-      step *= sizes.begin()[i];
+      step *= sizes[i];
     }
     AtenTensorHandle x;
-    check_torch(aoti_torch_empty_strided(rank, sizes.begin(), strides, dtype, aoti_torch_device_type_cuda(), gpu.index, &x), "memory");
+    check_torch(aoti_torch_empty_strided(rank, sizes, strides, dtype, aoti_torch_device_type_cuda(), gpu.index, &x), "memory");
     handle = RAIIAtenTensorHandle(x);
     check_torch(aoti_torch_get_data_ptr(x, &data), "memory");
   }
 
   AtenTensorHandle give() { return handle.release(); }
   AtenTensorHandle give(std::initializer_list<int64_t> sizes, std::initializer_list<int64_t> strides) {
+    return give(sizes.size(), sizes.begin(), strides.begin());
+  }
+  AtenTensorHandle give(int64_t rank, const int64_t* sizes, const int64_t* strides) {
     AtenTensorHandle x;
-    check_torch(aoti_torch__reinterpret_tensor(handle, sizes.size(), sizes.begin(), strides.begin(), 0, &x), "a view");
+    check_torch(aoti_torch__reinterpret_tensor(handle, rank, sizes, strides, 0, &x), "a view");
     return x;
   }
 };

@@ -1,13 +1,15 @@
-"""Opaque ops in AOTInductor packages: a C++ function each, in the package's own wrapper.
+"""Opaque ops in what Inductor writes.
 
 Inductor would call an op that it does not look into by its name, which needs Python and this
 library. In a package the call is a call of C++ that `record` writes of the op's own Python, with
-the compiled kernels beside it: no other file, no Python, no compiler. launcher.h launches them.
+the compiled kernels beside it: no other file, no Python, no compiler. launcher.h launches them. In
+a wrapper in Python the call is one of a `Replay`, which has launcher.h launch what Python did.
 """
 
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import sympy
 import torch
@@ -24,6 +26,7 @@ from sage_inductor.ops.compat import (
     TensorBox,
     add_layout_constraint,
     constrain_to_fx_strides,
+    handles_of,
     register_lowering,
     virtualized,
 )
@@ -49,7 +52,7 @@ def register(op: OpOverload, launch: Callable) -> None:
 
 
 def attention(given: dict, run: Callable, gpu: tiles.Gpu) -> tuple:
-    a = AttentionCall(**given)
+    a = AttentionCall(**given).without_idle_bounds()
     return run_opaque(a, select(problem_of(a, gpu.capability)).tile, run, gpu)
 
 
@@ -62,10 +65,12 @@ class Packaged(FallbackKernel):
     """A call of an opaque op; where the wrapper is C++, of C++ that is spliced into it."""
 
     def codegen(self, wrapper) -> None:
+        given, by_name = self.unflatten_args(self.inputs, self.constant_args)
         if not virtualized.graph.cpp_wrapper:
+            if handles_of is not None and not by_name:
+                self.python_kernel_name = _replay(wrapper, self.op_overload, given)
             super().codegen(wrapper)
             return
-        given, by_name = self.unflatten_args(self.inputs, self.constant_args)
         schema = self.op_overload._schema.arguments
         values = {each.name: each.default_value for each in schema if each.has_default_value()}
         values |= {each.name: x for each, x in zip(schema, given, strict=False)} | by_name
@@ -84,6 +89,18 @@ class Packaged(FallbackKernel):
 
 register(attention_opaque, attention)
 register(quantize_kv_opaque, quantize_kv)
+
+
+def _replay(wrapper, op: OpOverload, given: list) -> str:
+    """The name of the `Replay` for such a call, which the wrapper has from now on. Calls of equal
+    constants share it, and what is noted of one."""
+    replays = wrapper.__dict__.setdefault("sage_replays", {})
+    key = op, *("tensor" if hasattr(x, "get_stride") else repr(x) for x in given)
+    if key not in replays:
+        replays[key] = f"sage_{wrapper.next_kernel_suffix()}"
+        wrapper.add_import_once("from sage_inductor.lowering.replay import Replay")
+        wrapper.define_kernel(replays[key], f"Replay(torch.ops.{op})", gpu=False)
+    return replays[key]
 
 
 def _described(x):
@@ -141,10 +158,19 @@ def _source(
 # -- cubins ----
 
 
-def kernel_source(compilation: Compilation, compiled) -> str:
-    """C++ that holds a compiled kernel. Raises RuntimeError if its parameters are not those that
-    launcher.h passes: a Triton that calls kernels otherwise."""
-    m, image = compiled.metadata, compiled.asm["cubin"]
+class LaunchedAs(NamedTuple):
+    """What launcher.h launches a kernel with, beside its arguments."""
+
+    threads: int
+    shared: int  # bytes
+    overlaps: bool  # programmatic dependent launch
+    descriptors: list  # of each: swizzle, bytes of an element, its CUtensorMapDataType, the box
+
+
+def launched_as(compilation: Compilation, compiled) -> LaunchedAs:
+    """Raises RuntimeError if the parameters of a compiled kernel are not those that launcher.h
+    passes: a Triton that calls kernels otherwise."""
+    m = compiled.metadata
     found, expected = parameters(compiled.asm["ptx"]), compilation.parameters
     scratch = (m.global_scratch_size, getattr(m, "profile_scratch_size", 0) or 0)
     if found != expected or scratch != (0, 0) or m.num_ctas != 1 or m.launch_cooperative_grid:
@@ -153,22 +179,25 @@ def kernel_source(compilation: Compilation, compiled) -> str:
             f" a block and no scratch memory, got {found}, {m.num_ctas}, {scratch}: this Triton"
             " calls kernels in another way than the launcher of packages"
         )
-    descriptors = (
+    descriptors = [
         (d["swizzle"], d["elem_size"], _TMA_ELEMENT.get(d["elem_type"], d["elem_type"]),
          d["block_size"])
         for d in getattr(m, "tensordesc_meta", None) or ()
-    )  # fmt: skip
-    return kernel_definition(
-        compilation.digest, m.name, image, 32 * m.num_warps, m.shared,
-        bool(dict(compilation.options).get("launch_pdl")), list(descriptors),
-    )  # fmt: skip
+    ]  # fmt: skip
+    overlaps = bool(dict(compilation.options).get("launch_pdl"))
+    return LaunchedAs(32 * m.num_warps, m.shared, overlaps, descriptors)
+
+
+def kernel_source(compilation: Compilation, compiled) -> str:
+    """C++ that holds a compiled kernel. Raises what `launched_as` raises."""
+    image, name = compiled.asm["cubin"], compiled.metadata.name
+    return kernel_definition(compilation.digest, name, image, *launched_as(compilation, compiled))
 
 
 def kernel_definition(
     digest: str, name: str, image: bytes, threads: int, shared: int, overlaps: bool, descriptors
 ) -> str:
-    """launcher.h's Kernel, as `record` calls it. descriptors: swizzle, bytes of an element, its
-    CUtensorMapDataType, and the box, of each."""
+    """launcher.h's Kernel, as `record` calls it."""
     text = ", ".join(
         f"{{{swizzle}, {size}, {kind}, {{{', '.join(map(str, box))}}}}}"
         for swizzle, size, kind, box in descriptors

@@ -166,6 +166,13 @@ FallbackKernel = _take("torch._inductor.ir:FallbackKernel",
     seen=TORCH, without="as add_layout_constraint")
 TensorBox = _take("torch._inductor.ir:TensorBox",
     seen=TORCH, without="as add_layout_constraint")
+handles_of = _take("torch._C:_aoti.unsafe_alloc_void_ptrs_from_tensors",
+    seen=TORCH, optional=True,
+    without="opaque ops in compiled models are submitted by Python, five times as slowly")
+tensors_of = _take("torch._C:_aoti.alloc_tensors_by_stealing_from_void_ptrs",
+    seen=TORCH, without="as handles_of", optional=True)
+c_functions = _take("torch:_C.__file__",
+    seen=TORCH, without="as handles_of", optional=True)
 FunctionalTensorMode = _take("torch._subclasses.functional_tensor:FunctionalTensorMode",
     seen=TORCH, without="sage::sdpa does not open into kernels that Inductor sees")
 exporting = _take("torch.export._trace:custom_triton_ops_decomposition_disabled",
@@ -225,3 +232,11 @@ GPUTarget = _take("triton.backends.compiler:GPUTarget",
     seen=TRITON, without="as ASTSource", optional=True)
 ptxas_version = _take("triton.backends.nvidia.compiler:get_ptxas_version",
     seen=TRITON, without="as AsyncCompile", optional=True)
+triton_build = _take("triton.runtime.build:_build",
+    seen=TRITON, without="as handles_of", optional=True)
+cache_manager = _take("triton.runtime.cache:get_cache_manager",
+    seen=TRITON, without="as handles_of", optional=True)
+load_module = _take("triton.runtime.build:_load_module_from_path",
+    seen=TRITON, without="as handles_of", optional=True)
+cuda_library_dirs = _take("triton.backends.nvidia.driver:library_dirs",
+    seen=TRITON, without="as handles_of", optional=True)

@@ -9,6 +9,7 @@ import inspect
 import io
 import json
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -366,6 +367,33 @@ def test_a_package_of_sources_is_built_where_it_is_loaded(device, tmp_path):
     assert {"wrapper.cpp", "txt"} <= names and "wrapper.so" not in names, names
     torch.save([(package.path, package.name, package.calls)], tmp_path / "calls.pt")
     done = python(f"{REMEDY}\n{LOAD}" if device == "cuda" else LOAD, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    check(torch.load(tmp_path / "outputs.pt")[0], package.expected)
+
+
+def has_cmake(*least: int) -> bool:
+    if shutil.which("cmake") is None:
+        return False
+    said = subprocess.run(["cmake", "--version"], capture_output=True, text=True).stdout
+    return tuple(map(int, re.search(r"(\d+)\.(\d+)", said).groups())) >= least
+
+
+@pytest.mark.skipif(not has_cmake(3, 27), reason="torch writes a CMakeLists.txt for CMake 3.27")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_package_of_sources_is_built_by_its_cmakelists(device, tmp_path):
+    configs = QUICK | {"aot_inductor.package_cpp_only": True}
+    package = package_alone(Llama, device, tmp_path, configs=configs)
+    with zipfile.ZipFile(package.path) as archive:
+        archive.extractall(tmp_path / "sources")
+    (project,) = (tmp_path / "sources").rglob("CMakeLists.txt")
+    torch_is = f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"
+    for step in (["-S", project.parent, "-B", "build", torch_is], ["--build", "build"]):
+        done = subprocess.run(["cmake", *step], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    library = str(tmp_path / "build" / "libaoti_model.so")
+    torch.save([(library, package.name, package.calls)], tmp_path / "calls.pt")
+    load = LOAD.replace("load_package(path, name)", f"torch._export.aot_load(path, {device!r})")
+    done = python(f"{REMEDY}\n{load}" if device == "cuda" else load, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     check(torch.load(tmp_path / "outputs.pt")[0], package.expected)
 

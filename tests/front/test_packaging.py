@@ -75,7 +75,8 @@ def test_the_wheel_is_pure_and_holds_every_module(wheel):
         for m, (_, p) in SOURCES.items()
         if p.stem == "__init__"
     }
-    data = {"sage_inductor/py.typed", "sage_inductor/lowering/launcher.h"}
+    cpp = {f"sage_inductor/lowering/{name}" for name in ("launcher.h", "replay.cpp")}
+    data = cpp | {"sage_inductor/py.typed"}
     data |= {f"sage_inductor/tables/{path.name}" for path in measured.BUILT_IN.iterdir()}
     assert packed == sources | data
 

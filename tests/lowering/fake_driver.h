@@ -1,5 +1,5 @@
-// A CUDA driver and a torch that write down what launcher.h asks of them, a line of JSON each. The
-// headers are the real ones, so that each call has the types of the real function. An address is a
+// A CUDA driver and, but WITH_TORCH, a torch that write down what launcher.h asks of them, a line of
+// JSON each. The headers are the real ones, so that each call has the types of the real function. An address is a
 // number: nothing is ever read from it.
 #include <cuda.h>
 #include <torch/csrc/inductor/aoti_runtime/utils.h>
@@ -141,6 +141,15 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig* c, CUfunction function, void** p
   return CUDA_SUCCESS;
 }
 
+AOTITorchError aoti_torch_get_current_cuda_stream(int32_t index, void** stream) {
+  *stream = reinterpret_cast<void*>(int64_t(7000 + index));
+  return AOTI_TORCH_SUCCESS;
+}
+
+#ifdef WITH_TORCH  // its tensors, on CPU
+int32_t aoti_torch_device_type_cuda() { return 0; }
+AOTITorchError aoti_torch_get_device_index(AtenTensorHandle, int32_t* index) { return *index = 0, AOTI_TORCH_SUCCESS; }
+#else
 int32_t aoti_torch_device_type_cuda() { return 1; }
 #define DTYPE(name, number) \
   int32_t aoti_torch_dtype_##name() { return number; }
@@ -154,10 +163,6 @@ DTYPE(bfloat16, 15)
 DTYPE(float8_e4m3fn, 24)
 
 AOTITorchError aoti_torch_get_device_index(AtenTensorHandle x, int32_t* index) { return *index = fake::of(x).device, AOTI_TORCH_SUCCESS; }
-AOTITorchError aoti_torch_get_current_cuda_stream(int32_t index, void** stream) {
-  *stream = reinterpret_cast<void*>(int64_t(7000 + index));
-  return AOTI_TORCH_SUCCESS;
-}
 AOTITorchError aoti_torch_get_dim(AtenTensorHandle x, int64_t* rank) { return *rank = fake::of(x).sizes.size(), AOTI_TORCH_SUCCESS; }
 AOTITorchError aoti_torch_get_dtype(AtenTensorHandle x, int32_t* dtype) { return *dtype = fake::of(x).dtype, AOTI_TORCH_SUCCESS; }
 AOTITorchError aoti_torch_get_data_ptr(AtenTensorHandle x, void** data) {
@@ -195,6 +200,7 @@ AOTITorchError aoti_torch_delete_tensor_object(AtenTensorHandle x) {
   delete &fake::of(x);
   return AOTI_TORCH_SUCCESS;
 }
+#endif
 
 // For the test.
 void* new_tensor(int64_t address, int64_t rank, const int64_t* sizes, const int64_t* strides, int32_t dtype, int32_t device) {

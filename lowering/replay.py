@@ -1,0 +1,272 @@
+"""Opaque ops in Inductor's Python wrapper: what a call launched, C++ launches again.
+
+What an op makes and launches follows from the sizes, strides and dtypes of its tensors and from its
+numbers. So a call runs as in eager mode until one like it comes again. That one is noted, by the
+op's own Python on tensors without memory, and from then on replay.cpp does what is noted. A tensor
+at an address that is no multiple of 16 has other kernels, and stays with Python.
+
+replay.cpp is compiled once on a machine, by the compiler with which Triton builds its launchers,
+while the first calls run. Where that fails all calls run in Python: slower, and the same.
+"""
+
+import array
+import concurrent.futures
+import ctypes
+import functools
+import hashlib
+import itertools
+import logging
+import sysconfig
+import tempfile
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from sage_inductor.lowering.package import HEADER, LAUNCHES, launched_as
+from sage_inductor.ops.attention import tiles
+from sage_inductor.ops.compat import (
+    OpOverload,
+    c_functions,
+    cache_manager,
+    cuda_library_dirs,
+    handles_of,
+    load_module,
+    tensors_of,
+    triton_build,
+)
+from sage_inductor.ops.compile import describe
+from sage_inductor.ops.launch import FP_FUSION
+
+_log = logging.getLogger("sage_inductor")
+SOURCE = Path(__file__).with_name("replay.cpp")
+DEVICE = "cuda"
+
+
+class Replay:
+    """``op`` in a graph, for calls that differ in tensors and numbers alone. It is called as the op
+    is, by position."""
+
+    def __init__(self, op: OpOverload):
+        self.op = op
+        self.library = None  # replay.cpp; False: calls run in Python
+        self.positions: list[int] = []  # of tensors
+        self.kernels: set = set()  # of Triton's, which are loaded as long as they live
+
+    def __call__(self, *args):
+        library = self.library or self._ready(args)
+        if not library:
+            return self.op(*args)
+        tensors = [args[i] for i in self.positions]
+        found = library.run(self.site, handles_of(tensors), args)
+        if found:
+            return tensors_of(found)
+        outputs = self.op(*args)
+        if found is None and not torch.cuda.is_current_stream_capturing():
+            self._note(library, args, tensors)
+        return outputs
+
+    def _ready(self, args: tuple):
+        """replay.cpp, if it is compiled and can replay these calls."""
+        if self.library is False:
+            return False
+        self.positions = [i for i, x in enumerate(args) if isinstance(x, Tensor)]
+        if args[self.positions[0]].device.type != DEVICE:
+            return False
+        built = library()
+        if not built.done():
+            return False
+        if built.exception():
+            self.library = False
+        else:
+            self.site = built.result().site()
+            self.library = built.result()
+        return self.library
+
+    def _note(self, library, args: tuple, tensors: list[Tensor]) -> None:
+        device = tensors[0].device
+        gpu = tiles.Gpu(tiles.capability(device), tiles.processors(device))
+        defaults = [each.default_value for each in self.op._schema.arguments[len(args) :]]
+        names = (each.name for each in self.op._schema.arguments)
+        given = dict(zip(names, (*args, *defaults), strict=True))
+        try:
+            noted = note(LAUNCHES[self.op], given, gpu, _compiled)
+            self.kernels.update(noted.kernels)
+            library.note(self.site, handles_of(tensors), args, noted.plan, noted.names)
+        except Exception as error:  # a kernel that is called in another way
+            _log.debug("%s is not replayed: %s", self.op, error)
+            self.library = False
+
+
+# -- what is noted ----
+
+
+class Noted(NamedTuple):
+    plan: bytes  # as replay.cpp's Plan reads it
+    names: tuple[str, ...]  # of the kernels, in the order of their launches
+    kernels: tuple
+
+
+NUMBER, POINTER, DESCRIPTOR = range(3)
+
+
+def note(launch: Callable, given: dict, gpu: tiles.Gpu, compile: Callable) -> Noted:
+    """What ``launch(given, run, gpu)`` does, of one of package.LAUNCHES.
+
+    given: by name, in the order in which replay.cpp gets them; tensors at addresses that are
+    multiples of 16. compile: of the arguments of a launch, Triton's CompiledKernel, loaded. Raises
+    NotImplementedError for an output that is not the launches' own.
+    """
+    tensors, noted, launches, names, kernels = _Tensors(), [], [], [], []
+    given = {name: tensors.given(x) if isinstance(x, Tensor) else x for name, x in given.items()}
+
+    def run(kernel, grid: tuple, of: tuple, numbers: tuple, **options):
+        noted.append((kernel, grid, of, numbers, options))
+
+    found = launch(given, run, gpu)  # all tensors are kept: no storage takes another's place
+    outputs = [tensors.output(x) for x in found]
+    for kernel, grid, of, numbers, options in noted:
+        compilation = describe(kernel, (*of, *numbers), options)
+        compiled = compile(kernel, grid, of, numbers, options)
+        how = launched_as(compilation, compiled)
+        descriptors, arguments = iter(how.descriptors), []
+        for x, kind in zip((*of, *numbers), compilation.types, strict=True):
+            if kind == "constexpr":
+                continue
+            if hasattr(x, "block_shape"):
+                swizzle, size, element, box = next(descriptors)
+                of_base = *tensors.pointer(x.base), swizzle, size, element
+                lists = itertools.chain(*map(_many, (box, x.shape, x.strides)))
+                arguments.append([DESCRIPTOR, *of_base, *lists])
+            elif isinstance(x, Tensor):
+                arguments.append([POINTER, *tensors.pointer(x)])
+            else:
+                arguments.append([NUMBER, x])
+        kernels.append(compiled)
+        names.append(compiled.metadata.name)
+        launches.append(
+            [compiled.function, how.threads, how.shared, how.overlaps, *_many((*grid, 1, 1)[:3]),
+             *_all(arguments)]
+        )  # fmt: skip
+    major, minor = gpu.capability
+    plan = [10 * major + minor, *_all(tensors.made()), *_all(launches), *_all(outputs)]
+    return Noted(array.array("q", plan).tobytes(), tuple(names), tuple(kernels))
+
+
+class _Tensors:
+    """Tensors without memory, and where replay.cpp has each: those given, the outputs, and one that
+    all others share."""
+
+    def __init__(self):
+        self.places: dict[int, tuple[int, int]] = {}  # of a storage: which tensor, from which byte
+        self.count = 0  # of those given and the outputs
+        self.outputs: list[list[int]] = []  # what is made
+        self.shared = 0  # bytes
+
+    def given(self, x: Tensor) -> Tensor:
+        like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        self._place(like, self.count)
+        self.count += 1
+        return like
+
+    def output(self, x: Tensor) -> list[int]:
+        """After the given ones, before any `pointer`."""
+        if self._storage(x) in self.places or x.storage_offset():
+            raise NotImplementedError("an output that is a view of another tensor")
+        whole = x.stride() == x.new_empty(x.shape).stride()
+        shape = x.shape if whole else (x.untyped_storage().nbytes() // x.element_size(),)
+        self.outputs.append([_number_of(x.dtype), *_many(shape)])
+        self._place(x, self.count)
+        self.count += 1
+        return [self.count - 1, whole, *_many(x.shape), *_many(x.stride())]
+
+    def pointer(self, x: Tensor) -> tuple[int, int]:
+        """From which byte, and of which tensor."""
+        if self._storage(x) not in self.places:
+            self._place(x, self.count, self.shared)
+            self.shared += x.untyped_storage().nbytes() + 255 & ~255  # as torch aligns memory
+        number, byte = self.places[self._storage(x)]
+        return byte + x.storage_offset() * x.element_size(), number
+
+    @staticmethod
+    def _storage(x: Tensor) -> int:
+        return x.untyped_storage()._cdata
+
+    def _place(self, x: Tensor, number: int, byte: int = 0) -> None:
+        self.places[self._storage(x)] = number, byte
+
+    def made(self) -> list[list[int]]:
+        shared = [_number_of(torch.uint8), 1, self.shared]
+        return [*self.outputs, shared] if self.shared else self.outputs
+
+
+def _many(numbers: Iterable[int]) -> list[int]:
+    """As Reader::many of replay.cpp reads them."""
+    return [len(found := list(numbers)), *found]
+
+
+def _all(rows: list[list[int]]) -> list[int]:
+    return [len(rows), *itertools.chain(*rows)]
+
+
+@functools.cache
+def _number_of(dtype: torch.dtype) -> int:
+    """Torch's, in C++."""
+    name = str(dtype).removeprefix("torch.")
+    return getattr(ctypes.CDLL(c_functions), f"aoti_torch_dtype_{name}")()
+
+
+def _compiled(kernel, grid: tuple, tensors: tuple, numbers: tuple, options: dict):
+    """As launch_cached launches it, of tensors at addresses that are multiples of 16."""
+    kinds = (x.dtype if isinstance(x, Tensor) else x for x in tensors)
+    compiled = kernel.warmup(*kinds, *numbers, grid=grid, **options, **FP_FUSION)
+    compiled[(1, 1, 1)]  # loads it
+    return compiled
+
+
+# -- replay.cpp ----
+
+
+@functools.cache
+def library() -> concurrent.futures.Future:
+    """replay.cpp as a module of Python, from Triton's cache where it is there."""
+    future = concurrent.futures.Future()
+    # A program that ends before waits for it, once. In a forked child it never comes.
+    threading.Thread(target=_build, args=(future,), name="sage-replay").start()
+    return future
+
+
+def _build(future: concurrent.futures.Future) -> None:
+    try:
+        future.set_result(_load())
+    except BaseException as error:
+        _log.debug("opaque ops are submitted by Python: replay.cpp did not compile: %s", error)
+        future.set_exception(error)
+
+
+def _load():
+    of = (SOURCE.read_text(), HEADER.read_text(), torch.__version__, triton.__version__)
+    cache = cache_manager(hashlib.sha256("\0".join(of).encode()).hexdigest())
+    name = "sage_replay"
+    file = name + sysconfig.get_config_var("EXT_SUFFIX")
+    path = cache.get_file(file)
+    if path is None:
+        with tempfile.TemporaryDirectory() as folder:
+            libraries = ["torch_cuda", "torch_cpu", "libcuda.so.1"]
+            built = Path(build(folder, libraries, cuda_library_dirs()))
+            path = cache.put(built.read_bytes(), file, binary=True)
+    return load_module(name, path)
+
+
+def build(folder: str, libraries: list[str], where: list[str]) -> str:
+    """Compile replay.cpp. libraries: torch's C functions and the driver's."""
+    of_torch, of_triton = Path(torch.__file__).parent, Path(triton.__file__).parent
+    return triton_build(
+        "sage_replay", str(SOURCE), folder, [str(of_torch / "lib"), *where],
+        [str(of_torch / "include"), str(of_triton / "backends/nvidia/include")],
+        ["stdc++", *libraries], ["-std=c++17"],
+    )  # fmt: skip

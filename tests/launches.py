@@ -1,0 +1,353 @@
+"""Calls of the opaque ops, as their Python plans them and as fake_driver.h writes them down."""
+
+import dataclasses
+import math
+import random
+import re
+import subprocess
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import triton
+
+from sage_inductor.lowering import package
+from sage_inductor.lowering.number import Facts
+from sage_inductor.lowering.record import TensorArgument
+from sage_inductor.ops.attention import tiles
+from sage_inductor.ops.attention.arguments import AttentionCall
+from sage_inductor.ops.compile import Compilation
+from sage_inductor.ops.formats import pad_head_dim
+from sage_inductor.ops.recipe import NAMED
+from sage_inductor.ops.visibility import BlockLists
+
+H200 = tiles.Gpu((9, 0), 132)
+PROCESSORS = 132, 1, 78, 114  # of the fake driver's devices
+KINDS = {torch.uint8: 0, torch.int8: 1, torch.int32: 3, torch.float16: 5, torch.float32: 6,
+         torch.bool: 11, torch.bfloat16: 15, torch.float8_e4m3fn: 24}  # fmt: skip
+TMA = {
+    "i8": (1, 0),
+    "fp8e4nv": (1, 0),
+    "bf16": (2, 9),
+    "fp16": (2, 6),
+}  # bytes, CUtensorMapDataType
+ALIGNED, SHARED = 1 << 44, 100_000  # an address; bytes of shared memory of every kernel
+
+# -- C++ with the fake driver ----
+
+
+def image_of(digest: str, compilation: Compilation) -> bytes:
+    """What the fake driver reads of a kernel: the bytes of each parameter."""
+    return " ".join(map(str, [digest, *compilation.parameters])).encode()
+
+
+def descriptors_of(compilation: Compilation) -> list:
+    """Of each: swizzle, bytes of an element, its CUtensorMapDataType, the box."""
+    found = []
+    for each in compilation.types:
+        if of := re.match(r"tensordesc<(\w+)\[([\d, ]+)\]", each):
+            found.append((3, *TMA[of[1]], [int(n) for n in of[2].split(",")]))
+    return found
+
+
+def build(source: Path, *flags: str) -> Path:
+    """A shared library of C++ that includes fake_driver.h."""
+    includes = [Path(__file__).parent / "lowering", Path(torch.__file__).parent / "include",
+                Path(triton.__file__).parent / "backends/nvidia/include",
+                Path(sysconfig.get_paths()["include"])]  # fmt: skip
+    subprocess.run(
+        ["g++", "-std=c++20", "-O0", "-Wall", "-Werror", "-Wno-unused-variable", "-shared", "-fPIC",
+         "-Wl,-Bsymbolic", *(f"-I{x}" for x in includes), source, "-o", source.with_suffix(".so"),
+         *flags],
+        check=True,
+    )  # fmt: skip
+    return source.with_suffix(".so")
+
+
+class Plan(NamedTuple):
+    """What a call launches and gives. Tensors have their arguments' names, or made0 and so on."""
+
+    launches: list  # (kernel, grid, arguments, options)
+    outputs: list  # (tensor, shape, strides, dtype)
+    made: dict  # elements and dtype of each
+
+
+class Labels:
+    """Names of tensors by their addresses; of those without a name, in the order of their use."""
+
+    def __init__(self, seen: dict):
+        self.seen = seen
+
+    def __call__(self, address) -> str:
+        made = sum(x.startswith("made") for x in self.seen.values())
+        return self.seen.setdefault(address, f"made{made}")
+
+
+def launches_of(
+    written: list[dict], compilations: dict[str, Compilation], label: "Labels", device: int = 0
+) -> list[tuple]:
+    """Plan.launches, of what the fake driver wrote."""
+    found = []
+    for line in (x for x in written if "launch" in x):
+        compilation = compilations[line["launch"]]
+        options = dict(compilation.options)
+        assert line["block"] == [32 * options.get("num_warps", 4), 1, 1]
+        assert line["overlaps"] == options.get("launch_pdl", False)
+        assert (line["shared"], line["stream"]) == (SHARED, 7000 + device)
+        values = read_arguments(compilation, line["arguments"], label)
+        found.append((compilation.kernel, tuple(line["grid"]), values, options))
+    return found
+
+
+def read_arguments(compilation, given: list, label: Labels) -> list:
+    """A kernel's arguments, of what the driver was given and what is compiled in."""
+    given, constants, found = iter(given), dict(compilation.constants), []
+    for i, kind in enumerate(compilation.types):
+        if kind == "constexpr":
+            found.append(constants[i])
+        elif kind.startswith("tensordesc"):
+            block = [int(n) for n in re.search(r"\[([\d, ]+)\]", kind)[1].split(",")]
+            map, rank, (size, number) = next(given), len(block), TMA[re.search(r"<(\w+)", kind)[1]]
+            shape, strides = ([next(given) for _ in block] for _ in range(2))
+            assert map["sizes"] == shape[::-1] and map["box"] == block[::-1]
+            assert map["steps"] == [size * n for n in strides[-2::-1]]
+            assert (map["type"], map["swizzle"], map["others"]) == (number, 3, [0, 2, 0])
+            assert map["element_steps"] == [1] * rank
+            assert all(n % 16 == 0 for n in (map["address"], *map["steps"]))
+            found.append((label(map["address"]), shape, strides, block))
+        else:
+            x = next(given)
+            assert x % 16 == 0 or i not in compilation.aligned
+            found.append(label(x) if kind.startswith("*") else x)
+    assert list(given) == [0, 0]  # scratch memory
+    return found
+
+
+# -- the same in Python ----
+
+
+class Tensor(NamedTuple):
+    dtype: torch.dtype
+    shape: tuple
+    strides: tuple
+
+
+def planned(launch: Callable, arguments: dict, processors: int) -> Plan:
+    """The plan of an op's launch function, on tensors without memory."""
+    kept, launches, sizes = [], [], {}
+
+    def run(kernel, grid, tensors, numbers, **options):
+        values = [describe(x) for x in (*tensors, *numbers)]
+        launches.append((kernel, (*grid, 1, 1)[:3], values, options))
+
+    def describe(x):
+        if hasattr(x, "block_shape"):
+            return describe(x.base), list(x.shape), list(x.strides), list(x.block_shape)
+        if not isinstance(x, torch.Tensor):
+            return x
+        storage = x.untyped_storage()
+        kept.append(storage)
+        name = label(storage._cdata)
+        sizes[name] = storage.nbytes() // x.element_size(), KINDS[x.dtype]
+        return name
+
+    given = {
+        k: torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device="meta")
+        if type(x) is Tensor
+        else x
+        for k, x in arguments.items()
+    }
+    label = Labels(
+        {x.untyped_storage()._cdata: k for k, x in given.items() if isinstance(x, torch.Tensor)}
+    )
+    found = launch(given, run, H200._replace(processors=processors))
+    outputs = [(describe(x), list(x.shape), list(x.stride()), KINDS[x.dtype]) for x in found]
+    made = {name: size for name, size in sizes.items() if name.startswith("made")}
+    return Plan(launches, outputs, made)
+
+
+# -- calls: known sizes are Facts of one number, the others are drawn ----
+
+
+def tensor(dtype: torch.dtype, shape: tuple, strides: tuple) -> TensorArgument:
+    """As far as Inductor would know it."""
+    shape, strides = (
+        tuple(
+            x if x.low == x.high else dataclasses.replace(x, divisor=math.gcd(x.divisor, 16))
+            for x in each
+        )
+        for each in (shape, strides)
+    )
+    return TensorArgument(dtype, shape, strides)
+
+
+def known(arguments: dict) -> dict:
+    """Arguments of which all is known."""
+
+    def of(x):
+        if isinstance(x, TensorArgument):
+            return Tensor(x.dtype, *(tuple(n.low for n in each) for each in (x.shape, x.strides)))
+        return x.low if isinstance(x, Facts) else x
+
+    return {name: of(x) for name, x in arguments.items()}
+
+
+def strides(layout: str, shape: tuple) -> tuple:
+    """Of [B, H, N, D]."""
+    _, H, N, D = shape
+    one, two, three = map(Facts.of, (1, 2, 3))
+    if layout == "apart":
+        return (*APART, one)
+    return {
+        "bhnd": (H * N * D, N * D, D, one),
+        "bnhd": (N * H * D, D, H * D, one),
+        "chunked": (N * three * H * D, D, three * H * D, one),  # of x[:, :, i] of [B, N, 3, H, D]
+        "repeated": (Facts.of(0), D, H * D, one),  # for each of a batch
+        "unaligned": (N * H * D + one, D, H * D, one),
+        "every_other": (N * H * D * two, D * two, H * D * two, two),  # of 2 D channels
+    }[layout]
+
+
+APART = [Facts(16, math.inf, 16)] * 3  # while recording; then multiples of 16 beyond 2^31, too
+
+
+def contiguous(dtype: torch.dtype, *shape: Facts):
+    found = [Facts.of(1)]
+    for n in shape[:0:-1]:
+        found.insert(0, found[0] * n)
+    return tensor(dtype, shape, tuple(found))
+
+
+def attention(
+    B: Facts, N_q: Facts, N_kv: Facts, recipe: str, D: int, heads=(16, 16), D_v: int | None = None,
+    dtype=torch.bfloat16, q="bnhd", v="bnhd", mask: str | None = None,
+    lists: tuple = (), **given,
+) -> dict:  # fmt: skip
+    """The arguments of attention_opaque. lists: of blocks of 128, for each head or for all."""
+    r, f = NAMED[recipe], Facts.of
+    H_q, H_kv = map(f, heads)
+    D_v = D_v or D
+    N_pad = (N_kv + f(127)) // f(128) * f(128)
+    shape = B, H_q, N_q, f(D)
+    groups = f(r.sharing.k_groups)
+    k = contiguous(torch.int8, B, H_kv, N_pad, f(pad_head_dim(D)))
+    k_scale = contiguous(torch.float32, B, H_kv, N_pad // f(64), groups)
+    v_scale = v_mean = attn_mask = tile_summary = None
+    if r.pv == "fp8":
+        codes = contiguous(torch.float8_e4m3fn, B, H_kv, f(pad_head_dim(D_v)), N_pad)
+        v_scale = v_mean = contiguous(torch.float32, B, H_kv, f(D_v))
+    else:
+        of_v = B, H_kv, N_kv, f(D_v)
+        codes = tensor(dtype, of_v, strides(v, of_v))
+    if mask:
+        block_m = f(tiles.tile((9, 0), r.qk, r.pv, max(D, D_v), True).BLOCK_M)
+        rows = (N_q + f(2) * block_m - f(1)) // block_m
+        one = f(1)
+        of, dtype_of, seen = {
+            "keys": ((B, one, one, N_kv), torch.bool, (B, one, one, N_kv)),
+            "rows": ((one, one, N_q, N_kv), torch.bool, (one, one, rows, N_kv)),
+            "bias": ((B, H_q, N_q, N_kv), dtype, (B, H_q, rows, N_kv)),
+        }[mask]
+        attn_mask = contiguous(dtype_of, *of)
+        tile_summary = contiguous(torch.uint8, *seen)
+    if lists:
+        one, rows, columns = f(1), (N_q + f(127)) // f(128), (N_kv + f(127)) // f(128)
+        of = {"heads": (B, H_q), "one": (one, one)}
+        tensors = [
+            contiguous(torch.int32, *of[each], rows, *width)
+            for each in lists
+            for width in ((), (columns,))
+        ]
+        names = BlockLists(*tensors, *[None] * (4 - len(tensors)), 128, 128)
+        given |= names._asdict()
+    call = AttentionCall(
+        tensor(dtype, shape, strides(q, shape)), k, k_scale, codes, D**-0.5,
+        N_kv, r.encode(), v_scale=v_scale, v_mean=v_mean,
+        attn_mask=attn_mask, tile_summary=tile_summary, **given,
+    )  # fmt: skip
+    return call._asdict()
+
+
+def quantize(
+    B: Facts, N_q: Facts, N_kv: Facts, D: int, D_v: int | None = None, heads: int = 16,
+    layout: str = "bnhd", visible: str | None = None, dtype=torch.bfloat16,
+) -> dict:  # fmt: skip
+    """The arguments of quantize_kv_opaque. D_v 0: k alone."""
+    f, one = Facts.of, Facts.of(1)
+    k, v = ((B, f(heads), N_kv, f(n)) for n in (D, D if D_v is None else D_v))
+    shown = {"batch": (B, one, N_kv), "one": (one, one, N_kv), "all": (B, f(heads), N_kv)}
+    return {
+        "k": tensor(dtype, k, strides(layout, k)),
+        "v": None if D_v == 0 else tensor(dtype, v, strides(layout, v)),
+        "visible": contiguous(torch.uint8, *shown[visible]) if visible else None,
+        "recipe": NAMED["sage2-8b-per-token"].encode(),
+    }
+
+
+ANY, SHORT = Facts(1, math.inf), Facts(1, 32768)
+FP8, BITS16 = "sage2-8b-per-token", "sage1-per-token"
+CAUSAL = {"right": 0}
+ATTENTION = {  # name -> B, N, the others of `attention`
+    "full": (Facts(1, 64), SHORT, dict(recipe=FP8, D=128, out_bnhd=True)),
+    "one_batch": (Facts.of(1), SHORT, dict(recipe=FP8, D=128, q="bhnd")),
+    "causal": (Facts(1, 64), ANY, dict(recipe=FP8, D=128, heads=(32, 8), q="chunked", **CAUSAL)),
+    "far": (Facts(1, 64), ANY, dict(recipe=FP8, D=128, q="apart", out_bnhd=True, dtype=torch.float16)),
+    "d64": (Facts.of(2), SHORT, dict(recipe=FP8, D=64, q="chunked", out_bnhd=True)),
+    "d64_causal": (Facts(1, 64), SHORT, dict(recipe=FP8, D=64, heads=(9, 3), **CAUSAL)),
+    "d72": (Facts(1, 64), SHORT, dict(recipe=FP8, D=72, heads=(5, 5), out_bnhd=True)),
+    "d256": (Facts.of(1), ANY, dict(recipe=FP8, D=256, heads=(8, 4), **CAUSAL)),
+    "d256_full": (Facts(1, 64), SHORT, dict(recipe=FP8, D=256, heads=(4, 4), out_bnhd=True)),
+    "d_v": (Facts(1, 64), SHORT, dict(recipe=FP8, D=128, D_v=64)),
+    "every_other": (Facts(1, 64), SHORT, dict(recipe=FP8, D=128, q="every_other")),
+    "repeated": (Facts(1, 64), SHORT, dict(recipe=FP8, D=128, q="repeated", **CAUSAL)),
+    "two_groups": (Facts(1, 64), SHORT, dict(recipe=FP8, D=128, warpgroups=2)),
+    "portable": (Facts(1, 64), SHORT, dict(recipe=FP8, D=128, warpgroups=0, out_bnhd=True)),
+    "b16": (Facts(1, 64), SHORT, dict(recipe=BITS16, D=128, v="chunked", out_bnhd=True)),
+    "b16_causal": (Facts(1, 64), SHORT, dict(recipe=BITS16, D=64, heads=(32, 8), v="apart", **CAUSAL)),
+    "b16_unaligned": (Facts(1, 64), SHORT, dict(recipe=BITS16, D=64, v="unaligned")),
+    "b16_72": (Facts(1, 64), SHORT, dict(recipe=BITS16, D=72, heads=(5, 5), dtype=torch.float16)),
+    "keys": (Facts(1, 64), SHORT, dict(recipe=FP8, D=128, mask="keys", out_bnhd=True)),
+    "rows": (Facts.of(2), SHORT, dict(recipe=FP8, D=64, mask="rows")),
+    "keys_256": (Facts(1, 64), SHORT, dict(recipe=FP8, D=256, heads=(8, 4), mask="keys", right=0)),
+    "bias": (Facts(1, 64), SHORT, dict(recipe=FP8, D=128, mask="bias", q="chunked")),
+    "window": (Facts(1, 64), SHORT, dict(recipe=FP8, D=128, left=1024, right=0, out_bnhd=True)),
+    "bottom_right": (Facts(1, 64), ANY, dict(recipe=FP8, D=128, heads=(32, 8), right=0, bottom_right=True)),
+    "lists": (Facts(1, 64), SHORT, dict(recipe=FP8, D=128, lists=("heads", "heads"))),
+    "lists_of_one": (Facts(1, 64), SHORT, dict(recipe=FP8, D=64, lists=("one",), **CAUSAL)),
+    "band": (Facts(1, 64), SHORT, dict(recipe="sage2-8b", D=64, left=5, right=7, bottom_right=True)),
+}  # fmt: skip
+QUANTIZE = {
+    "kv": (Facts(1, 64), SHORT, dict(D=128)),
+    "kv_far": (Facts(1, 64), ANY, dict(D=128, layout="apart")),
+    "kv_72": (Facts(1, 64), SHORT, dict(D=72, D_v=64, heads=5, layout="chunked")),
+    "kv_256": (Facts.of(1), ANY, dict(D=256, layout="bhnd", dtype=torch.float16)),
+    "k": (Facts(1, 64), SHORT, dict(D=64, D_v=0)),
+    "kv_batch": (Facts(1, 64), SHORT, dict(D=128, visible="batch")),
+    "kv_one": (Facts(1, 64), SHORT, dict(D=128, visible="one", layout="every_other")),
+    "kv_all": (Facts.of(2), SHORT, dict(D=64, visible="all")),
+    "k_batch": (Facts(1, 64), SHORT, dict(D=128, D_v=0, visible="batch")),
+}
+LENGTHS = 1, 2, 5, 77, 128, 1000, 1535, 1536, 3071, 3072, 4096, 12345
+
+
+def arguments(name: str, *sizes: Facts) -> dict:
+    of = attention if name in ATTENTION else quantize
+    return of(*sizes, **(ATTENTION | QUANTIZE)[name][2])
+
+
+def launch_of(name: str):
+    return package.attention if name in ATTENTION else package.quantize_kv
+
+
+def drawn(name: str, rng: random.Random) -> tuple[dict, int]:
+    """Arguments, and a device."""
+    B, _, options = (ATTENTION | QUANTIZE)[name]
+    # Of 1, Python's masks and lists have other strides: see below.
+    least = 2 if "mask" in options or "lists" in options else 1
+    lengths = LENGTHS[least - 1 :]
+    N_q = rng.choice(lengths) if rng.random() < 0.8 else rng.randint(2, 9000)
+    N_kv = N_q if rng.random() < 0.6 else rng.choice(lengths)
+    B = B.low if B.low == B.high else rng.choice((1, 2, 3, 17)[least - 1 :])
+    return known(arguments(name, *map(Facts.of, (B, N_q, N_kv)))), rng.randrange(len(PROCESSORS))

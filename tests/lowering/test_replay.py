@@ -1,0 +1,576 @@
+"""What a compiled model launches from C++, without a GPU: replay.cpp, compiled with a driver that
+writes down what it is asked (fake_driver.h), against the Python of which it was noted."""
+
+import concurrent.futures
+import ctypes
+import functools
+import json
+import logging
+import math
+import random
+import re
+import shutil
+import sys
+import sysconfig
+import threading
+import types
+from pathlib import Path
+from unittest import mock
+
+import launches as calls
+import pytest
+import torch
+from launches import ALIGNED, ATTENTION, H200, KINDS, PROCESSORS, QUANTIZE, SHARED, Labels, Tensor
+from torch._inductor.utils import fresh_cache, run_and_get_code
+from triton import knobs
+
+from sage_inductor.lowering import package, replay
+from sage_inductor.lowering.number import Facts
+from sage_inductor.ops.attention import tiles
+from sage_inductor.ops.attention.arguments import AttentionCall
+from sage_inductor.ops.attention.select import _attention_opaque, attention_opaque
+from sage_inductor.ops.compat import load_module
+from sage_inductor.ops.compile import describe
+from sage_inductor.ops.formats import Prepared
+from sage_inductor.ops.launch import FP_FUSION, noted
+from sage_inductor.ops.quantize.op import _quantize_kv_opaque, empty_kv, quantize_kv_opaque
+from sage_inductor.ops.recipe import NAMED
+
+TRITONS = {9: 10}  # Triton's number of bf16, by the driver's
+RECIPE = NAMED["sage2-8b-per-token"].encode()
+
+
+class Module:
+    """replay.cpp with the fake driver."""
+
+    def __init__(self, folder, *flags: str):
+        source = folder / "test.cpp"
+        source.write_text(f'#include "fake_driver.h"\n#include "{replay.SOURCE}"\n')
+        self.path = calls.build(source, *flags)
+        self.python = load_module("sage_replay", str(self.path))
+        self.cpp = ctypes.CDLL(str(self.path))
+        self.cpp.new_tensor.restype = ctypes.c_void_p
+        self.cpp.taken.restype = ctypes.c_char_p
+        self.compilations, self.images = {}, {}
+
+    def set(self, name: str, value: int) -> None:
+        ctypes.c_int.in_dll(self.cpp, name).value = value
+
+    def compile(self, kernel, grid, tensors, numbers, options):
+        """In the place of Triton."""
+        compilation = describe(kernel, (*tensors, *numbers), options)
+        digest = compilation.digest
+        if digest not in self.compilations:
+            self.compilations[digest] = compilation
+            self.images[digest] = ctypes.create_string_buffer(calls.image_of(digest, compilation))
+        descriptors = [
+            dict(swizzle=swizzle, elem_size=size, elem_type=TRITONS.get(kind, kind), block_size=box)
+            for swizzle, size, kind, box in calls.descriptors_of(compilation)
+        ]
+        kinds = {4: ".param .u32 x", 8: ".param .u64 x", 128: ".param .align 64 .b8 x[128]"}
+        ptx = f".visible .entry k({', '.join(kinds[n] for n in compilation.parameters)})"
+        metadata = types.SimpleNamespace(
+            name=f"name_{digest}", num_warps=options.get("num_warps", 4), shared=SHARED, num_ctas=1,
+            launch_cooperative_grid=False, global_scratch_size=0, profile_scratch_size=0,
+            tensordesc_meta=descriptors,
+        )  # fmt: skip
+        return Compiled(ctypes.addressof(self.images[digest]), metadata, {"ptx": ptx})
+
+    def written(self, outputs: list[int] = ()) -> list[dict]:
+        text = self.cpp.taken((ctypes.c_void_p * 8)(*outputs), len(outputs)).decode()
+        return [json.loads(line) for line in text.splitlines()]
+
+
+class Compiled:
+    def __init__(self, function, metadata, asm):
+        self.function, self.metadata, self.asm = function, metadata, asm
+
+
+# -- each kind of call, of tensors that are too large to be ----
+
+
+@pytest.fixture(scope="module")
+def module(tmp_path_factory):
+    return Module(tmp_path_factory.mktemp("module"))
+
+
+capsule = ctypes.pythonapi.PyCapsule_New
+capsule.restype, capsule.argtypes = ctypes.py_object, [ctypes.c_void_p] * 3
+pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+
+
+class Site:
+    """A call in a graph, as `Replay` uses the module for it."""
+
+    def __init__(self, module: Module, name: str, processors: int = 132):
+        self.module, self.name, self.gpu = module, name, H200._replace(processors=processors)
+        self.site = module.python.site()
+
+    def _given(self, given: dict, device: int, moved: int) -> tuple[list, tuple]:
+        handles, many = [], ctypes.c_int64 * 8
+        tensors = [x for x in given.values() if type(x) is Tensor]
+        for i, x in enumerate(tensors):
+            handle = self.module.cpp.new_tensor(
+                ctypes.c_int64((i + 1) * ALIGNED + moved * (i == len(tensors) - 1)),
+                ctypes.c_int64(len(x.shape)), many(*x.shape), many(*x.strides), KINDS[x.dtype],
+                device,
+            )  # fmt: skip
+            handles.append(capsule(handle, None, None))
+        return handles, tuple(None if type(x) is Tensor else x for x in given.values())
+
+    def run(self, given: dict, device: int = 0, moved: int = 0, current: int | None = None):
+        """Pointers to the outputs; else what the module says."""
+        self.module.set("current", device if current is None else current)
+        found = self.module.python.run(self.site, *self._given(given, device, moved))
+        assert self.module.cpp.live() == (len(found) if found else 0)
+        return [pointer_of(x, None) for x in found] if found else found
+
+    def note(self, given: dict, device: int = 0) -> None:
+        found = replay.note(calls.launch_of(self.name), like(given), self.gpu, self.module.compile)
+        self.module.python.note(self.site, *self._given(given, device, 0), found.plan, found.names)
+        assert self.module.cpp.live() == 0
+
+    def plan(self, given: dict, device: int = 0) -> calls.Plan:
+        """What is launched, at the third call."""
+        assert self.run(given, device) is False and self.run(given, device) is None
+        assert not self.module.written()
+        self.note(given, device)
+        written = self.module.written(self.run(given, device))
+        assert self.module.cpp.live() == 0
+        inputs = [k for k, x in given.items() if type(x) is Tensor]
+        label = Labels({(i + 1) * ALIGNED: each for i, each in enumerate(inputs)})
+        launches = calls.launches_of(written, self.module.compilations, label, device)
+        outputs = [
+            (label(x["address"]), x["sizes"], x["strides"], x["dtype"])
+            for x in written
+            if "output" in x
+        ]
+        self.made = [x for x in written if "made" in x]
+        assert all(x["device"] == device for x in self.made)
+        self.addresses = {each: address for address, each in label.seen.items()}
+        return calls.Plan(launches, outputs, {})
+
+
+@pytest.mark.parametrize("name", [*ATTENTION, *QUANTIZE])
+def test_cpp_launches_what_python_launched(name, module, monkeypatch):
+    rng = random.Random(name)
+    for _ in range(60):
+        far = [Facts.of(16 * rng.randrange(1, 2**30)) for _ in range(3)]
+        monkeypatch.setattr(calls, "APART", far)
+        given, device = calls.drawn(name, rng)
+        site = Site(module, name, PROCESSORS[device])
+        plan = site.plan(given, device)
+        expected = calls.planned(calls.launch_of(name), given, PROCESSORS[device])
+        assert plan == expected._replace(made={})
+        check_memory(site, expected)
+
+
+@pytest.mark.parametrize("name", [*ATTENTION, *QUANTIZE, "idle"])
+def test_what_is_noted_is_what_the_op_itself_launches(name, monkeypatch):
+    rng, op = random.Random(name), quantize_kv_opaque if name in QUANTIZE else attention_opaque
+    monkeypatch.setattr(tiles, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(tiles, "_multiprocessors", lambda device: 132)
+    function = {attention_opaque: _attention_opaque, quantize_kv_opaque: _quantize_kv_opaque}[op]
+    for _ in range(10):
+        if name == "idle":  # bounds that hide no key
+            given = call_of("window", 900) | {"left": 1024, "right": 899}
+        else:
+            given, _ = calls.drawn(name, rng)
+        given, of_replay = like(given), []
+
+        def run(kernel, grid, tensors, numbers, of_replay=of_replay, **options):
+            of_replay.append((kernel, grid, [*map(values, (*tensors, *numbers))], options))
+
+        package.LAUNCHES[op](given, run, H200)
+        with noted() as launches:
+            function(AttentionCall(**given)) if op is attention_opaque else function(**given)
+        assert of_replay == [
+            (each.kernel, each.grid, [*map(values, each.arguments)],
+             {k: x for k, x in each.options.items() if k not in FP_FUSION})
+            for each in launches
+        ]  # fmt: skip
+
+
+def values(x):
+    """All of an argument but its memory."""
+    if hasattr(x, "block_shape"):
+        return values(x.base), list(x.shape), list(x.strides), list(x.block_shape)
+    return (x.dtype, x.shape, x.stride()) if isinstance(x, torch.Tensor) else x
+
+
+def like(given: dict) -> dict:
+    """The same with torch's tensors, without memory."""
+    return {
+        k: torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device="meta")
+        if type(x) is Tensor
+        else x
+        for k, x in given.items()
+    }
+
+
+def check_memory(site: Site, expected: calls.Plan) -> None:
+    """Each tensor that Python makes has memory of its own."""
+    bytes_of = {number: dtype.itemsize for dtype, number in KINDS.items()}
+    ends = {x["made"]: x["made"] + math.prod(x["sizes"]) * bytes_of[x["dtype"]] for x in site.made}
+    taken = []
+    for label, (count, dtype) in expected.made.items():
+        start = site.addresses[label]
+        taken.append((start, start + count * bytes_of[dtype]))
+        (end,) = (end for begin, end in ends.items() if begin <= start < max(end, begin + 1))
+        assert start % 256 == 0 and taken[-1][1] <= end
+    taken.sort()
+    assert all(a[1] <= b[0] for a, b in zip(taken, taken[1:]))
+
+
+def call_of(name: str, N: int, B: int = 2) -> dict:
+    return calls.known(calls.arguments(name, *map(Facts.of, (B, N, N))))
+
+
+def test_only_a_call_like_one_that_was_noted_is_replayed(module):
+    given = call_of("full", 128)
+    site = Site(module, "full")
+    site.plan(given)
+    assert site.run(given, moved=8) is False  # an address
+    assert site.run(given, device=1, current=0) is False
+    q = given["q"]
+    for other in (
+        call_of("full", 256),
+        call_of("full", 128, B=3),
+        given | {"q": q._replace(dtype=torch.float16)},
+        given | {"q": q._replace(strides=(*q.strides[:2], 2 * q.strides[2], 1))},
+        given | {"n_kv": 127},
+        given | {"scale": 0.25},
+    ):
+        assert site.run(other) is False and site.run(other) is None
+    assert site.run(given, device=1) is False and site.run(given, device=1) is None
+    assert not module.written()
+    assert module.written(site.run(given))
+
+
+def test_a_length_that_comes_once_is_not_noted_and_does_not_stay(module):
+    given, site = call_of("full", 128), Site(module, "full")
+    site.plan(given)
+    for N in range(129, 129 + 127):
+        assert site.run(call_of("full", N)) is False
+    assert module.written(site.run(given))
+    assert site.run(call_of("full", 300)) is False  # with it all are forgotten
+    assert site.run(given) is False and site.run(given) is None
+
+
+def test_an_error_of_the_driver_or_of_torch_says_where(module):
+    given, site = call_of("full", 128), Site(module, "full")
+    site.plan(given)
+    for failing, message in (
+        (
+            "launch_fails",
+            r"^sage_inductor: name_\w+: launch failed \(the driver is for CUDA 12\.8\)$",
+        ),
+        ("torch_fails", "^sage_inductor: torch failed at a tensor$"),
+    ):
+        module.set(failing, 1)
+        with pytest.raises(RuntimeError, match=message):
+            site.run(given)
+        module.set(failing, 0)
+        module.written()
+        assert module.cpp.live() == 0
+    assert module.written(site.run(given))
+    with pytest.raises(RuntimeError, match="a tensor must be on one of 64 GPUs"):
+        site.run(given, device=64)
+    assert module.cpp.live() == 0
+
+
+def test_a_plan_that_is_not_read_to_its_end_is_refused(module):
+    given, site = call_of("full", 128), Site(module, "full")
+    found = replay.note(package.attention, like(given), H200, module.compile)
+    for plan in (found.plan[:-8], found.plan + bytes(8)):
+        with pytest.raises(RuntimeError, match="a plan (ends early|goes on)"):
+            module.python.note(site.site, *site._given(given, 0, 0), plan, found.names)
+    assert module.cpp.live() == 0
+
+
+def test_another_launchs_output_cannot_be_noted():
+    def launch(given, run, gpu):
+        return given["x"], given["x"].new_empty(3)
+
+    with pytest.raises(NotImplementedError, match="a view of another tensor"):
+        replay.note(launch, {"x": torch.empty(3)}, H200, None)
+    with pytest.raises(NotImplementedError, match="a view of another tensor"):
+        replay.note(lambda given, run, gpu: 2 * [torch.empty(3, device="meta")], {}, H200, None)
+
+
+# -- compiled models, with torch's tensors ----
+
+
+@pytest.fixture(scope="module")
+def with_torch(tmp_path_factory):
+    lib = Path(torch.__file__).parent / "lib"
+    folder = tmp_path_factory.mktemp("with_torch")
+    return Module(folder, "-DWITH_TORCH", f"-L{lib}", "-ltorch_cpu")
+
+
+@pytest.fixture
+def on_cpu(with_torch, monkeypatch):
+    """Opaque ops on CPU, as if it were an H200. What is computed of them is nothing; `asked` has
+    the calls that ran in Python."""
+    asked = []
+
+    def quantize(*args):
+        asked.append("quantize_kv")
+        k, v, _, recipe = args
+        return empty_kv(k, v, recipe).tensors()
+
+    def attention(*args):
+        asked.append("attention")
+        return AttentionCall(*args).empty_outputs()
+
+    built = concurrent.futures.Future()
+    built.set_result(with_torch.python)
+    monkeypatch.setattr(replay, "library", lambda: built)
+    monkeypatch.setattr(replay, "DEVICE", "cpu")
+    monkeypatch.setattr(replay, "_compiled", with_torch.compile)
+    whole = tiles.capability, tiles.processors
+    for name, of_cpu, of_gpu in zip(("capability", "processors"), ((9, 0), 132), whole):
+        of = lambda x, of_cpu=of_cpu, of_gpu=of_gpu: of_gpu(x) if type(x) is tiles.Gpu else of_cpu  # noqa: E731
+        monkeypatch.setattr(tiles, name, of)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    with_torch.set("current", 0)
+    with torch.library._scoped_library("sage", "IMPL") as lib:
+        lib.impl("quantize_kv_opaque", quantize, "CPU")
+        lib.impl("attention_opaque", attention, "CPU")
+        yield asked
+    with_torch.written()
+
+
+def layer(q, k, v, left=None, right=0, out_bnhd=False):
+    p = Prepared(*quantize_kv_opaque(k, v, None, RECIPE))
+    call = AttentionCall(
+        q, p.k, p.k_scale, p.v, q.shape[3] ** -0.5, k.shape[2], RECIPE, v_scale=p.v_scale,
+        v_mean=p.v_mean, left=left, right=right, out_bnhd=out_bnhd,
+    )  # fmt: skip
+    return attention_opaque(*call)
+
+
+def layers(q, k, v):
+    """Two that are equal but for what they read."""
+    out, lse = layer(q, k, v)
+    return *layer(out, k, v), lse
+
+
+def of_python(model, *inputs) -> calls.Plan:
+    """What it launches."""
+    names = [f"x{i}" for i in range(len(inputs))]
+
+    def launch(given, run, gpu):
+        def quantize(*args):
+            names = ("k", "v", "visible", "recipe")
+            return package.quantize_kv(dict(zip(names, args)), run, gpu)
+
+        def attention(*args):
+            return package.attention(AttentionCall(*args)._asdict(), run, gpu)
+
+        with mock.patch.multiple(
+            sys.modules[__name__], quantize_kv_opaque=quantize, attention_opaque=attention
+        ):
+            return model(*given.values())
+
+    like = {name: Tensor(x.dtype, x.shape, x.stride()) for name, x in zip(names, inputs)}
+    return calls.planned(launch, like, 132)
+
+
+def draw(B: int, N: int, H: int = 2, D: int = 64) -> list[torch.Tensor]:
+    return [torch.randn(B, N, H, D, dtype=torch.bfloat16).transpose(1, 2) for _ in range(3)]
+
+
+def check_launches(module: Module, inputs, expected: calls.Plan) -> None:
+    """That they were those. What is freed before may be where another tensor is."""
+    label = Labels({x.data_ptr(): f"x{i}" for i, x in enumerate(inputs)})
+    found = calls.launches_of(module.written(), module.compilations, label)
+    places = {f"x{i}": f"x{i}" for i in range(len(inputs))}
+
+    def same(a, b) -> bool:
+        if isinstance(b, (list, tuple)):
+            return len(a) == len(b) and all(map(same, a, b))
+        return places.setdefault(b, a) == a if isinstance(b, str) else a == b
+
+    assert len(found) == len(expected.launches)
+    for a, b in zip(found, expected.launches):
+        assert a[:2] == b[:2] and a[3] == b[3] and same(a[2], b[2]), (a, b)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("model", [layer, layers])
+def test_a_compiled_model_replays_what_it_launched(model, dynamic, with_torch, on_cpu):
+    run = torch.compile(model, dynamic=dynamic, fullgraph=True)
+    sizes = [(3, 100), (4, 640), (5, 1600)] if dynamic else [(2, 100)]
+    inputs = [draw(*size) for size in sizes]
+    _, (code,) = run_and_get_code(run, *inputs[0])
+    assert (
+        len(re.findall(r"^sage_\d+ = Replay\(torch\.ops\.sage\.\w+\.default\)$", code, re.M)) == 2
+    )
+    torch._dynamo.reset()
+    on_cpu.clear()
+    # Equal layers share what is noted: the second layer's first call is the second of its kind.
+    for turn in range(4):
+        for given in inputs:
+            on_cpu.clear()
+            outputs = run(*given)
+            if turn < 2:
+                with_torch.written()
+                continue
+            assert not on_cpu
+            expected = of_python(model, *given)
+            check_launches(with_torch, given, expected)
+            for x, (_, shape, strides, dtype) in zip(outputs, expected.outputs):
+                assert (list(x.shape), list(x.stride()), KINDS[x.dtype]) == (shape, strides, dtype)
+
+
+def bands(q, k, v):
+    """Two calls whose numbers are the same, in other places."""
+    out, _ = layer(q, k, v, left=5, right=None, out_bnhd=True)  # where q is
+    return layer(out, k, v, left=None, right=5, out_bnhd=True)
+
+
+def test_calls_of_other_constants_are_not_mixed_up(with_torch, on_cpu):
+    run, given = torch.compile(bands, fullgraph=True), draw(2, 100)
+    for _ in range(3):
+        with_torch.written()
+        run(*given)
+    check_launches(with_torch, given, of_python(bands, *given))
+
+
+def test_a_cached_graph_replays_too(with_torch, on_cpu):
+    """Its code is of another process; here, of before the reset."""
+    given = draw(2, 100)
+    with fresh_cache(), torch._inductor.config.patch(fx_graph_cache=True):
+        for turn in range(2):
+            torch._dynamo.reset()
+            torch._dynamo.utils.counters.clear()
+            run = torch.compile(layer)
+            for _ in range(3):
+                run(*given)
+            assert torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"] == turn
+            check_launches(with_torch, given, of_python(layer, *given))
+
+
+def test_nothing_keeps_a_tensor(with_torch, on_cpu):
+    given, run = draw(2, 100), replay.Replay(quantize_kv_opaque)
+    k, v = given[1:]
+    args = k, v, None, RECIPE
+
+    def uses():
+        references = [sys.getrefcount(x) for x in args]
+        return references, torch._C._storage_Use_Count(k.untyped_storage()._cdata)
+
+    for _ in range(3):
+        outputs = run(*args)
+    before = uses()
+    for _ in range(5):
+        outputs = run(*args)
+    assert not on_cpu[2:] and uses() == before
+    assert [torch._C._storage_Use_Count(x.untyped_storage()._cdata) for x in outputs] == [2] * 6
+
+
+def test_without_a_compiler_python_submits(on_cpu, with_torch, monkeypatch, caplog):
+    built = concurrent.futures.Future()
+    monkeypatch.setattr(replay, "_load", lambda: 1 / 0)
+    with caplog.at_level(logging.DEBUG, logger="sage_inductor"):
+        replay._build(built)
+    assert "submitted by Python: replay.cpp did not compile: division by zero" in caplog.text
+    monkeypatch.setattr(replay, "library", lambda: built)
+    given, run = draw(2, 100), torch.compile(layer)
+    for _ in range(4):
+        run(*given)
+    assert on_cpu == 4 * ["quantize_kv", "attention"] and not with_torch.written()
+
+
+def test_calls_run_in_python_until_it_is_compiled(on_cpu, with_torch, monkeypatch):
+    built = concurrent.futures.Future()
+    monkeypatch.setattr(replay, "library", lambda: built)
+    given, run = draw(2, 100), torch.compile(layer)
+    for _ in range(4):
+        run(*given)
+    built.set_result(with_torch.python)
+    for _ in range(2):
+        run(*given)
+    assert len(on_cpu) == 12 and not with_torch.written()
+    run(*given)
+    assert len(on_cpu) == 12
+    check_launches(with_torch, given, of_python(layer, *given))
+
+
+def test_nothing_is_noted_while_a_graph_is_captured(on_cpu, with_torch, monkeypatch):
+    """To load a kernel would end the capture."""
+    noted, note = [], replay.note
+    monkeypatch.setattr(replay, "note", lambda *args: noted.append(args) or note(*args))
+    given, run = draw(2, 100), torch.compile(layer)
+    for is_capturing, count in (True, 0), (True, 0), (False, 2), (True, 2):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda x=is_capturing: x)
+        run(*given)
+        assert len(noted) == count
+    assert len(on_cpu) == 6
+    check_launches(with_torch, given, of_python(layer, *given))
+
+
+def test_what_cannot_be_noted_stays_with_python(on_cpu, with_torch, monkeypatch, caplog):
+    """A Triton that calls kernels in another way."""
+    compile = with_torch.compile
+
+    def other(*args):
+        compiled = compile(*args)
+        compiled.metadata.num_ctas = 2
+        return compiled
+
+    monkeypatch.setattr(replay, "_compiled", other)
+    given, run = draw(2, 100), torch.compile(layer)
+    with caplog.at_level(logging.DEBUG, logger="sage_inductor"):
+        for _ in range(5):
+            run(*given)
+    assert len(on_cpu) == 10 and not with_torch.written()
+    (one, two) = (x.message for x in caplog.records if "is not replayed" in x.message)
+    assert "this Triton calls kernels in another way" in one + two
+
+
+# -- the module itself ----
+
+
+def test_it_is_compiled_once_a_machine(with_torch, monkeypatch, tmp_path):
+    built = []
+
+    def build(folder, libraries, where):
+        built.append(libraries)
+        return shutil.copy(with_torch.path, folder)
+
+    monkeypatch.setattr(replay, "build", build)
+    monkeypatch.setattr(replay, "cuda_library_dirs", lambda: [])
+    with knobs.cache.scope():
+        knobs.cache.dir = str(tmp_path)
+        assert replay._load().run and replay._load().site()
+        assert built == [["torch_cuda", "torch_cpu", "libcuda.so.1"]]
+        other = tmp_path / "launcher.h"
+        other.write_text("// another")
+        monkeypatch.setattr(replay, "HEADER", other)
+        replay._load()
+        assert len(built) == 2
+
+
+def test_tritons_compiler_takes_it(tmp_path):
+    """But for the driver's library, which is not here."""
+    path = replay.build(str(tmp_path), [], [])
+    assert path.endswith(sysconfig.get_config_var("EXT_SUFFIX")) and Path(path).exists()
+
+
+def test_its_compilation_is_waited_for_by_none(monkeypatch):
+    started, go = threading.Event(), threading.Event()
+
+    def load():
+        started.set()
+        go.wait()
+        return "a module"
+
+    monkeypatch.setattr(replay, "_load", load)
+    library = functools.cache(replay.library.__wrapped__)
+    future = library()
+    assert started.wait(10) and not future.done() and library() is future
+    go.set()
+    assert future.result(10) == "a module"
