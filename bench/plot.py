@@ -27,7 +27,7 @@ END = "<!-- table:end -->"
 MARKED = re.compile(rf"(<!-- table:(\w+) -->\n).*?({END})", re.S)
 SPEED = ("paper", "load", "models", "model", "preparation", "fusion", "masks", "shared")
 ACCURACY = ("accuracy", "defaults", "end-to-end")
-TRAINING = ("training", "curves")
+TRAINING = ("training", "curves", "backward")
 PLANS = (*SPEED, *ACCURACY, *TRAINING, "packages", "peers", "sparse", "lists", "selected")
 PLOT, OVERVIEW = "attention.svg", "overview.svg"
 ACCURACY_PLOT, MODELS_PLOT, PEERS_PLOT = "accuracy.svg", "end-to-end.svg", "peers.svg"
@@ -35,6 +35,7 @@ SPARSE_PLOT, CURVES_PLOT = "sparse.svg", "curves.svg"
 COLOURS = {"cuDNN": "0.15", "flash": "0.65", "flex": "tab:orange", "inductor": "tab:blue",
            "FA3": "tab:brown", "FA3-fp8": "tab:pink", "FA4": "tab:olive",
            "sageattention": "tab:cyan", "cuDNN-fp8": "tab:gray"}  # fmt: skip
+SDPA = ("cudnn", "flash")  # rivals of bench/training.py
 KINDS_OF_PEERS = {"kernel": "The kernel alone", "op": "With all preparation"}
 SAGE_COLOURS = ("tab:green", "tab:purple", "tab:red")  # one per recipe
 METHODS = property, classmethod, types.FunctionType
@@ -469,6 +470,33 @@ def loss_cell(figures: dict, key: str) -> str:
     return f"{figures[key]:{'.4f' if key == 'mean' else '+.5f' if key == 'gap' else '.5f'}}"
 
 
+def backward(gpus: dict[str, dict]) -> str:
+    return sections(gpus, ("backward",), lambda name, plans: backward_section(plans["backward"]))
+
+
+def backward_section(result: dict) -> str:
+    """A line per shape and way to train: ms, and beside ours how much faster than SDPA's best."""
+    parts = ("forward", "backward", "step")
+    lines = [["B x H x N x D", "", *parts, "kept", "dQ/dK/dV, %"]]
+    for shape, rows in groups(result["rows"], "shape").items():
+        best = {
+            part: min(row["times"][part]["ms"] for row in rows if row["provider"] in SDPA)
+            for part in parts
+        }
+        for row in rows:
+            ms = {part: row["times"][part]["ms"] for part in parts}
+            cells = [f"{ms[part]:#.4g}" for part in parts]
+            if row["provider"] not in SDPA:
+                cells = [
+                    f"{cell} ({best[part] / ms[part]:.2f}x)"
+                    for part, cell in zip(parts, cells, strict=True)
+                ]
+            error = row["rel_l1"]
+            near = "/".join(f"{100 * x:.1f}" for x in error.values()) if error else "-"
+            lines.append([shape, row["provider"], *cells, f"{row['kept']:.1f}", near])
+    return f"{markdown(lines)}\n{provenance(result)}"
+
+
 def lists(gpus: dict[str, dict]) -> str:
     return sections(gpus, ("lists",), lambda name, plans: lists_section(plans["lists"]))
 
@@ -541,6 +569,7 @@ TABLES = {
     "sparse": sparse,
     "training": training,
     "curves": curves,
+    "backward": backward,
     "lists": lists,
     "selected": selected,
     "speed": speed,
