@@ -981,7 +981,7 @@ def compile_rowscaled(name, D=128, dtype="bf16", registers=None):
     types |= dict.fromkeys(("DQ", "DK", "DV"), f"*{dtype}") | {"Vectors": vector}
     fp32 = ("Q_scale", "M", "Delta", "Row_scale", "K_scale", "Qt_scale", "Ot_scale", "Part")
     types |= dict.fromkeys(fp32, "*fp32")
-    given = dict(D=D, BLOCK_D=BLOCK_D, STAGES=3, FLUSH=8)
+    given = dict(D=D, BLOCK_D=BLOCK_D, STAGES=3, FLUSH=8, PDL=True)
     if name == "dq":
         kernel, types["V_scale"], (at_launch, consumer) = rowscaled.dq_kernel, vector, (128, 160)
     else:
@@ -1009,6 +1009,16 @@ def test_the_row_scaled_backward_compiles_without_spills_or_waits(name, warpgrou
     assert len(loops) == warpgroups and not any(map(spilled, loops))
     assert stack_bytes(cubin) <= (8 if TRITON >= (3, 9) else 0)
     assert compiled.metadata.shared <= SHARED_MEMORY[9, 0]
+
+
+def test_the_kernels_of_the_row_scaled_backward_overlap_but_end_in_order():
+    """dK's and dV's starts when all of dQ's programs have, and ends after their end."""
+    dq, dkdv = (compile_rowscaled(name).asm["ptx"] for name in ("dq", "dkdv"))
+    begins, ends = "griddepcontrol.launch_dependents", "griddepcontrol.wait"
+    assert dq.count(begins) == 1 and ends not in dq
+    assert dq.index(begins) < dq.index("mbarrier.init")
+    assert dkdv.count(ends) == 1 and begins not in dkdv
+    assert dkdv.rindex("cp.async.bulk.tensor") < dkdv.index(ends)
 
 
 def test_the_log_tells_of_waits():

@@ -10,9 +10,12 @@ from torch.testing import assert_close
 from bench import gradients
 from bench.laboratory import draw
 from bench.tritons import compile_hopper, loops_over_keys, spilled
+from sage_inductor.ops import launch
+from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.tiles import Tile
 from sage_inductor.ops.formats import Kept
 from sage_inductor.ops.reference import rowscaled as reference
+from sage_inductor.ops.reference import training as of_training
 from sage_inductor.ops.reference.rowscaled import permute_tokens
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -130,6 +133,58 @@ def test_loops_of_the_forward_spill_no_more_for_keeping_maxima(D, split):
         )
     )
     assert len(kept) == len(plain) > 0 and sum(kept) <= sum(plain)
+
+
+def test_what_a_training_step_launches(monkeypatch):
+    """In this order: dK's and dV's kernel, which may begin before dQ's has ended, is right behind."""
+    plan = pytest.importorskip("sage_inductor.ops.training.hopper.plan")
+    monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(tiles, "processors", lambda device: 132)
+    q, k, v, grad = inputs(2, 6, 2, 200, 333, 72)
+    with launch.noted() as of_forward:
+        out, stats = plan.launch_forward(
+            q, *of_training.quantize(k), k.float().mean(2), v, 0.1, True, launch.launch_cached
+        )
+    assert stats.shape == (2, 2, 6, 200) and out.shape == q.shape
+    assert [each.kernel.__name__ for each in of_forward] == ["_hopper_kernel"]
+    _, kept = reference.forward(q, k, v, 0.1)
+    gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    with launch.noted() as launches:
+        plan.launch_backward(grad, q, kept, 0.1, *gradients)
+    names = [each.kernel.__name__ for each in launches]
+    assert names == ["_rows_kernel", "_turn_kernel", "dq_kernel", "dkdv_kernel"]
+    blocks = 2 * 6 * 256 // 64 + 2 * 2 * 384 // 64
+    assert [each.grid for each in launches] == [(blocks,), (blocks,), (2 * 6 * 2,), (2 * 2 * 3,)]
+    given = [dict(zip(each.kernel.arg_names, each.arguments, strict=True)) for each in launches]
+    assert given[2]["PDL"] == given[3]["PDL"] == launch.HAS_PDL
+    pdl = [each.options.get("launch_pdl", False) for each in launches]
+    assert pdl == [False, False, False, launch.HAS_PDL]
+    assert given[3]["Part"].numel() == 2 * 2 * 3 * 128 * 128 and given[3]["Q_rows"] == 3 * 256
+
+
+def test_rows_of_v_that_tma_cannot_read_are_copied(monkeypatch):
+    plan = pytest.importorskip("sage_inductor.ops.training.hopper.plan")
+    monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(tiles, "processors", lambda device: 132)
+    for D, copied in ((72, False), (77, True)):
+        q, k, v, _ = inputs(1, 2, 2, 200, 333, D)
+        with launch.noted() as launches:
+            plan.launch_forward(
+                q, *of_training.quantize(k), k.float().mean(2), v, 0.1, True, launch.launch_cached
+            )
+        (given,) = (dict(zip(e.kernel.arg_names, e.arguments, strict=True)) for e in launches)
+        assert given["V"].shape == [*v.shape]
+        assert all(stride * 2 % 16 == 0 for stride in given["V"].strides[:3])
+        assert (list(given["V"].strides[1:]) != list(v.stride()[1:])) == copied
+
+
+def test_too_many_rows_are_refused(monkeypatch):
+    plan = pytest.importorskip("sage_inductor.ops.training.hopper.plan")
+    monkeypatch.setattr(plan, "MAX_ROWS", 2 * 256)
+    q, k, v, grad = inputs(1, 2, 1, 200, 130, 64)
+    _, kept = reference.forward(q, k, v, 0.1)
+    with pytest.raises(ValueError, match="fewer than 512 rows in all heads.*got 512"):
+        plan.launch_backward(grad, q, kept, 0.1, q, k, v)
 
 
 # -- the kernels ----

@@ -63,7 +63,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sage_inductor.ops.attention.hopper.kernel import _exp2, _to_fp8
-from sage_inductor.ops.compat import tma_load
+from sage_inductor.ops.compat import gdc_launch_dependents, gdc_wait, tma_load
 
 # -- both ----
 
@@ -239,9 +239,12 @@ def dq_kernel(
     stride_b, stride_h, stride_n,  # of DQ, doubled
     H_q, H_kv, N2_q, Q_pad, K_pad,  # N2_q: 2 N_q
     D: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, FLUSH: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    PDL: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Grid: (B * H_q * cdiv(N_q, 192),)."""
+    """Grid: (B * H_q * cdiv(N_q, 192),). PDL: dkdv_kernel, which needs nothing of this one, may
+    begin where processors have no program of this one left."""
+    if PDL:
+        gdc_launch_dependents()
     L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_D], gl.int8)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     q_smem = gl.allocate_shared_memory(gl.int8, [3, 64, BLOCK_D], L)
@@ -351,8 +354,9 @@ def _dkdv_consumer(
 
 @gluon.jit
 def _dkdv_producer(
-    K, V, Q, G, Qt, Ot, Vectors, shared, shape, BLOCK_D: gl.constexpr, STAGES: gl.constexpr
-):
+    K, V, Q, G, Qt, Ot, Vectors, shared, shape,
+    BLOCK_D: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
     k_smem, v_smem, q_smem, g_smem, qt_smem, ot_smem, vectors, totals, loaded, full, empty = shared
     H_kv, N_kv, Q_rows, K_pad = shape
     head, row0 = _tile(N_kv, 128)
@@ -374,6 +378,8 @@ def _dkdv_producer(
         tma_load(G, [row, 0], bar, g_smem.index(stage))
         tma_load(Ot, [head * BLOCK_D, j * 64], bar, ot_smem.index(stage))
         tma_load(Qt, [head * BLOCK_D, j * 64], bar, qt_smem.index(stage))
+    if PDL:  # what follows this kernel reads dQ, too
+        gdc_wait()
 
 
 @gluon.jit
@@ -389,7 +395,7 @@ def dkdv_kernel(
     stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,  # of DK and DV, doubled
     H_kv, N2_kv, Q_rows, K_pad,  # N2_kv: 2 N_kv
     D: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, FLUSH: gl.constexpr,
-    UNROLL: gl.constexpr, FLUSH_DK: gl.constexpr, REGISTERS: gl.constexpr,
+    UNROLL: gl.constexpr, FLUSH_DK: gl.constexpr, PDL: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid: (B * H_kv * cdiv(N_kv, 128),). Every FLUSH blocks dV is added to totals in shared
     memory, every FLUSH_DK dK to those in Part, where each thread adds to its own (there is no room
@@ -423,5 +429,5 @@ def dkdv_kernel(
                           FLUSH, UNROLL, FLUSH_DK)),
         (_dkdv_consumer, (1, shared, tensors, strides_k, strides_v, shape, D, BLOCK_D, STAGES,
                           FLUSH, UNROLL, FLUSH_DK)),
-        (_dkdv_producer, (K, V, Q, G, Qt, Ot, Vectors, shared, shape, BLOCK_D, STAGES)),
+        (_dkdv_producer, (K, V, Q, G, Qt, Ot, Vectors, shared, shape, BLOCK_D, STAGES, PDL)),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip

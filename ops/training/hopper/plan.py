@@ -15,7 +15,7 @@ from sage_inductor.ops.attention.hopper.plan import REGISTERS
 from sage_inductor.ops.attention.select import hopper_tile
 from sage_inductor.ops.compat import GluonDescriptor
 from sage_inductor.ops.formats import Kept, Prepared
-from sage_inductor.ops.launch import doubled, launch_cached
+from sage_inductor.ops.launch import HAS_PDL, doubled, launch_cached, pdl_option
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.training.hopper.kernel import dkdv_kernel, dq_kernel
 from sage_inductor.ops.training.hopper.prepare import Operands, launch_prepare
@@ -57,11 +57,11 @@ def launch_backward(
             f"those that pad a head to a multiple of 128, got {rows}"
         )
     operands = launch_prepare(grad, out, kept, scale, run)
-    launch_dq(kept, operands, dq, run)
-    launch_dkdv(kept, operands, dk, dv, run)
+    _launch_dq(kept, operands, dq, run)
+    _launch_dkdv(kept, operands, dk, dv, run)
 
 
-def launch_dq(kept: Kept, x: Operands, dq: Tensor, run: Callable = launch_cached) -> None:
+def _launch_dq(kept: Kept, x: Operands, dq: Tensor, run: Callable) -> None:
     B, H_q, N_q, D = dq.shape
     H_kv, K_pad, BLOCK_D = kept.k.shape[1:]
     at_launch, consumer = REGISTERS[3]
@@ -72,14 +72,13 @@ def launch_dq(kept: Kept, x: Operands, dq: Tensor, run: Callable = launch_cached
          _numbers(x.v_scale), *x.vectors, x.row_scale, kept.k_scale, dq),
         (*doubled(dq.stride())[:3],
          H_q, H_kv, 2 * N_q, kept.q.shape[2], K_pad,  # shape
-         D, BLOCK_D, STAGES, FLUSH, consumer),
+         D, BLOCK_D, STAGES, FLUSH, HAS_PDL, consumer),
         num_warps=4, maxnreg=at_launch,
     )  # fmt: skip
 
 
-def launch_dkdv(
-    kept: Kept, x: Operands, dk: Tensor, dv: Tensor, run: Callable = launch_cached
-) -> None:
+def _launch_dkdv(kept: Kept, x: Operands, dk: Tensor, dv: Tensor, run: Callable) -> None:
+    """Right after `_launch_dq`: it waits for that kernel's end, so that what follows need not."""
     B, H_kv, N_kv, D = dk.shape
     K_pad, BLOCK_D = kept.k.shape[2:]
     at_launch, consumer = REGISTERS[2]
@@ -92,8 +91,8 @@ def launch_dkdv(
          _numbers(x.vectors), kept.k_scale, x.v_scale, x.qt_scale, x.ot_scale, part, dk, dv),
         (*doubled(dk.stride())[:3], *doubled(dv.stride())[:3],
          H_kv, 2 * N_kv, x.qt.shape[3], K_pad,  # shape
-         D, BLOCK_D, STAGES, FLUSH, UNROLL, FLUSH_DK, consumer),
-        num_warps=4, maxnreg=at_launch,
+         D, BLOCK_D, STAGES, FLUSH, UNROLL, FLUSH_DK, HAS_PDL, consumer),
+        num_warps=4, maxnreg=at_launch, **pdl_option(HAS_PDL),
     )  # fmt: skip
 
 
