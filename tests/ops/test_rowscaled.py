@@ -166,7 +166,7 @@ def test_rows_of_v_that_tma_cannot_read_are_copied(monkeypatch):
     plan = pytest.importorskip("sage_inductor.ops.training.hopper.plan")
     monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
     monkeypatch.setattr(tiles, "processors", lambda device: 132)
-    for D, copied in ((72, False), (77, True)):
+    for D, copied in ((72, False), (74, True)):
         q, k, v, _ = inputs(1, 2, 2, 200, 333, D)
         with launch.noted() as launches:
             plan.launch_forward(
