@@ -177,6 +177,16 @@ def test_cotangents_of_any_strides(stride, op):
         assert_close(x, y, rtol=0, atol=0)
 
 
+@both_ops
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_cotangent_that_is_no_number_reaches_all_gradients_of_its_head(op, value):
+    """So a GradScaler skips the step."""
+    q, k, v, grad = inputs(1, 2, 2, 100, 70, 64)
+    grad[0, 1, 5, 3] = value
+    for x in attend(q, k, v, grad, op=op)[1:]:
+        assert x[0, 0].isfinite().all() and not x[0, 1].isfinite().all()
+
+
 def test_nan_reaches_what_it_touches():
     q, k, v, grad = inputs(1, 1, 1, 128, 128, 64)
     q[:, :, 3] = math.nan
