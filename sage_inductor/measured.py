@@ -12,6 +12,7 @@ Two GPUs of one compute capability (an H100 and an H200) differ, so a table is a
 """
 
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import datetime
@@ -35,6 +36,7 @@ from sage_inductor.autotune import BenchmarkCase, Candidate
 from sage_inductor.cost import KINDS, Fit, Prediction, Sizes
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.tiles import Gpu
+from sage_inductor.ops.compile import LONGEST
 from sage_inductor.ops.formats import HEAD_DIMS, pad_head_dim
 from sage_inductor.ops.recipe import NAMED, source_tag
 from sage_inductor.patterns.call import Band
@@ -457,8 +459,9 @@ def measure(
     """ms of the recipes and of SDPA's backends; what could not be timed is left out. seconds: no
     size is begun after so many, once there are enough for a fit. Raises RuntimeError where there
     never are, with an error."""
+    sizes = tuple(sizes)
+    concurrent.futures.wait(start_compiling(device, family, recipes, sizes), LONGEST)
     cases = {each: _case(device, family, recipes, each) for each in sizes}
-    autotune.compile_kernels(tuple(cases.values()))
     began, found, errors = time.monotonic(), {}, []
     for each, case in cases.items():
         enough = any(_are_enough(found, recipe) for recipe in recipes)
@@ -474,6 +477,14 @@ def measure(
         why = next(iter(errors), "no more were given")
         raise RuntimeError(f"{len(found)} sizes were timed, {cost.ENOUGH} are needed: {why}")
     return found
+
+
+def start_compiling(
+    device: torch.device, family: Family, recipes: tuple[str, ...], sizes: Iterable[Sizes]
+) -> list[concurrent.futures.Future]:
+    """What `measure` launches. Asked for several families first, their kernels share the processes
+    that compile, and those of the next compile while one is timed."""
+    return autotune.start_compiling([_case(device, family, recipes, each) for each in sizes])
 
 
 def _case(device, family: Family, recipes, sizes: Sizes) -> BenchmarkCase:
