@@ -379,6 +379,42 @@ def test_the_narrowest_family_stands_for_a_call(gpu):
 
 
 @pytest.mark.parametrize(
+    "measured_D, D, narrower",
+    [
+        (256, 256, 1), (256, 200, 1), (256, 192, 0.75), (256, 136, 0.75), (128, 72, 1), (64, 40, 1),
+        (127, 97, 1), (127, 95, 0.75), (127, 65, 0.75), (63, 33, 1), (255, 193, 1),
+        (255, 129, 0.75),
+    ],
+)  # fmt: skip
+def test_a_narrower_kernel_of_sdpas_takes_less_time(measured_D, D, narrower, gpu):
+    """cuDNN's are for multiples of 64 channels. Flash attention's, which alone takes odd ones, are
+    for 32, 64, 96, 128, 192 and 256. Ours computes 64, 128 or 256 of both."""
+    table = tuned(gpu, (measured_D,))
+    own, other = (
+        table.predict(Family(each, each, "full"), *PER_TOKEN, LONG) for each in (measured_D, D)
+    )
+    assert own is not None and other.ours == own.ours and other.error == own.error
+    assert other.sdpa == pytest.approx(narrower * own.sdpa)
+    assert table.predict(Family(D, D, "bias"), *PER_TOKEN, LONG) is None
+
+
+@pytest.mark.parametrize("flash", ["FA2", "FA3"])
+def test_a_fit_is_told_which_kernels_cut_tiles(flash, gpu, monkeypatch):
+    """FlashAttention 2, where tiles are few, and the Hopper kernel, where all keys are seen. What
+    the user activates in the first one's place may not."""
+    table = tuned(gpu, (64,), ("full", "causal", "keys"))
+    monkeypatch.setattr(measured, "flash_attention", lambda: flash)
+    of_flash = {cost.FLASH} if flash == "FA2" else {cost.IN_ORDER, cost.LONGEST_FIRST}
+    for family in table.families:
+        by_tile, rivals = measured.fits(table, family, *PER_TOKEN)
+        cudnn, *rest = rivals
+        for n, fit in by_tile.items():
+            assert (fit.dealt == cost.LAST_SHARED) == (n == 3 and family.kind == "full")
+        assert cudnn.dealt in (cost.IN_ORDER, cost.LONGEST_FIRST)
+        assert rest and {fit.dealt for fit in rest} <= of_flash
+
+
+@pytest.mark.parametrize(
     "dims, kind, recipe, sizes, expected",
     [
         ((64, 64), "causal", "sage2-8b-per-token", (33, 1, 1, 2048, 2048, None, 0), 3),
