@@ -2,7 +2,7 @@
 
 $ python bench/regret.py --seed 1 --calls 300 --json       # bench/results/GPU/DATE-regret.json
 $ python bench/regret.py --seed 2 --calls 300 --budget 120 # as many as two minutes allow
-$ python bench/regret.py --data calibrated # as on a GPU that has no times built in
+$ python bench/regret.py --seed 3 --data calibrated # as on a GPU that has no times built in
 
 Each call is a function of its own that calls F.scaled_dot_product_attention. Dynamo captures it on
 fake tensors, and the pass decides as for a user's `backend="sage"`. Then everything that the call
@@ -14,8 +14,8 @@ all preparation.
     regret   decided / best - 1
     x        the least of SDPA's / decided
 
-A call that cannot be decided or timed is a row, too, and counts as failed. Kernels compile in other
-processes meanwhile, which compute no attention.
+A call that cannot be decided or timed is a row, too, and counts as failed. Kernels compile in
+Inductor's processes meanwhile, which use no GPU.
 """
 
 import argparse
@@ -27,21 +27,19 @@ import datetime
 import itertools
 import json
 import math
-import multiprocessing
 import os
 import random
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bench import machine
@@ -50,7 +48,8 @@ from bench.measure import Provider, Runner, interleave
 from sage_inductor import autotune, config, measured, settings
 from sage_inductor.autotune import BenchmarkCase, Candidate
 from sage_inductor.backend import run_graphs
-from sage_inductor.decide import rewrite
+from sage_inductor.decide import auto_recipes, rewrite
+from sage_inductor.measured import Family
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.patterns.call import CAUSAL, Site
@@ -59,7 +58,7 @@ COMMON_DIMS = (64, 128)
 OTHER_DIMS = (40, 48, 72, 80, 96, 112, 160, 192, 256)
 KINDS = {"full": 45, "causal": 25, "keys": 15, "window": 15}  # of sage_inductor.cost; in percent
 MAX_FLOPS = 2.5e13  # 0.05 s of an H200, and under a mask less than 0.5 s
-MAX_BYTES = 4 << 30  # q, k, v and out: as many calls as there are processes fit in memory
+MAX_BYTES = 4 << 30  # q, k, v and out
 MAX_MASK = 2**29  # elements of a window's mask, which SDPA is given
 
 DATA = {
@@ -71,6 +70,7 @@ DATA = {
 ROUNDS, TARGET_MS = 5, 4.0
 LONG_MS, LONG_ROUNDS = 20.0, 3  # a call that long warms the card by itself
 SAVE_EVERY = 10  # rows
+AHEAD = 64  # calls whose kernels compile while one is timed
 GRAPH_S = 3e-4  # how long a CUDA graph runs, about: of so many calls that gaps do not count
 
 
@@ -107,21 +107,19 @@ def main(argv=None) -> int:
         result["summary"] = summary(rows, args.calls)
         save(result | {"rows": rows}, path)
 
-    # Not forked: CUDA is initialised here.
-    spawn = multiprocessing.get_context("spawn")
-    pool = concurrent.futures.ProcessPoolExecutor(args.processes, spawn)
-    with decisions_by(args.data), pool:
-        calls = draw(args.seed, args.calls)
-        for row in measure(calls, device, pool, 4 * args.processes, args.budget):
+    with decisions_by(args.data):
+        for row in measure(draw(args.seed, args.calls), device, AHEAD, args.budget):
             rows.append(row)
             if len(rows) % SAVE_EVERY == 0:
                 save_rows()
                 print(f"{len(rows)} calls in {result['elapsed_s']:.0f} s", file=sys.stderr)
-        # Within: to leave the pool takes as long as what it still compiles.
+        if args.data != "built-in":  # what decided can be asked again
+            of_gpu = measured.tables(result["machine"]["gpu"])
+            result["tables"] = [table.to_json() for table in of_gpu]
         result["state"]["end"] = machine.state(device)
         save_rows()
-        print_summary(result["summary"], rows)
-        print(f"state at the end: {result['state']['end']}\nelapsed: {result['elapsed_s']} s")
+    print_summary(result["summary"], rows)
+    print(f"state at the end: {result['state']['end']}\nelapsed: {result['elapsed_s']} s")
     return 0 if result["summary"]["measured"] else 1
 
 
@@ -137,10 +135,6 @@ def parse(argv) -> argparse.Namespace:
     parser.add_argument(
         "--data", choices=DATA, default="built-in",
         help="; ".join(f"{name}: {what}" for name, what in DATA.items()),
-    )  # fmt: skip
-    parser.add_argument(
-        "--processes", type=int, default=max(1, min(14, (os.cpu_count() or 1) - 1)),
-        help="that compile",
     )  # fmt: skip
     parser.add_argument("--device", type=cuda_device, default="cuda", help="cuda, or cuda:INDEX")
     parser.add_argument(
@@ -303,12 +297,15 @@ def taken(site: Site, case: BenchmarkCase) -> Candidate | None:
 
 
 def measure(
-    calls: Iterable[Call], device: torch.device, pool: concurrent.futures.Executor, ahead: int,
-    budget: float = math.inf,
-) -> Iterator[dict]:  # fmt: skip
+    calls: list[Call], device: torch.device, ahead: int, budget: float = math.inf
+) -> Iterator[dict]:
     """A row for each call, in order, until the budget of seconds is spent. The kernels of the next
-    calls, so many as `ahead`, compile meanwhile."""
-    end, calls, waiting = time.monotonic() + budget, iter(calls), collections.deque()
+    calls, so many as `ahead`, compile meanwhile; first those that kinds of call are measured by."""
+    end, waiting = time.monotonic() + budget, collections.deque()
+    for family, names in kinds_of(calls, device).items():
+        sizes = measured.sizes_of(family, measured.FEW)
+        measured.start_compiling(device, family, names, sizes)
+    calls = iter(calls)
     while True:
         for call in itertools.islice(calls, ahead - len(waiting)):
             try:
@@ -316,40 +313,32 @@ def measure(
             except Exception as error:  # in one of some hundred calls
                 waiting.append((unplanned(call, error), None))
             else:
-                waiting.append((planned, pool.submit(compile_kernels, planned.case)))
+                waiting.append((planned, autotune.start_compiling([planned.case])))
             if time.monotonic() >= end:  # to plan may be to measure
                 break
         if not waiting:
             return
-        planned, compiled = waiting.popleft()
-        if compiled is not None:
-            concurrent.futures.wait([compiled], max(0.0, end - time.monotonic()))
+        planned, compiling = waiting.popleft()
+        if compiling is not None:
+            concurrent.futures.wait(compiling, max(0.0, end - time.monotonic()))
         if time.monotonic() >= end:
-            pool.shutdown(wait=False, cancel_futures=True)
             return
-        if compiled is None:
+        if compiling is None:
             yield planned  # the row itself
         else:
             yield judge(planned, time_case(planned.case, planned.call.flops))
 
 
-def compile_kernels(case: BenchmarkCase) -> None:
-    """Fill Triton's cache with the kernels of the case's candidates. A kernel is launched only
-    where a second candidate prepares with it as the first did."""
-    run = triton.JITFunction.run
-
-    def compile_only(kernel, *args, warmup=False, **kwargs):
-        return run(kernel, *args, warmup=True, **kwargs)
-
-    torch.set_num_threads(1)
-    torch.cuda.set_device(case.device)
-    with torch.no_grad(), mock.patch.object(triton.JITFunction, "run", compile_only):
-        calls = autotune.calls_of(case)
-        for candidate in case.candidates:
-            with contextlib.suppress(Exception):  # the process that times it says so
-                calls[candidate]()
-    del calls
-    torch.cuda.empty_cache()
+def kinds_of(calls: list[Call], device: torch.device) -> dict[Family, tuple[str, ...]]:
+    """The kinds of call that will be measured, and by which recipes; in order."""
+    found = {}
+    for call in calls if config.calibrate else ():
+        family = Family(call.D, call.D, call.kind)
+        names = auto_recipes(tiles.capability(device), call.D)[:1]
+        known = measured.knows(measured.gpu_name(device), family, names)
+        if not (known or any(each.stands_for(family) for each in found)):
+            found[family] = names
+    return found
 
 
 def time_case(case: BenchmarkCase, flops: float) -> dict[Candidate | str, float | str]:

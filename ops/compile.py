@@ -140,32 +140,40 @@ def travels() -> bool:
 
 # -- many at once ----
 
-LONGEST = 120.0  # seconds; what is not compiled then compiles where it is launched
+LONGEST = 120.0  # seconds to wait; what is not compiled then compiles where it is launched
+_started: dict[tuple, concurrent.futures.Future] = {}
 
 
-def compile_together(launches: Iterable[Launch], capability: tuple[int, int]) -> None:
+def compile_elsewhere(
+    launches: Iterable[Launch], capability: tuple[int, int]
+) -> list[concurrent.futures.Future]:
     """Fill Triton's cache with the kernels of the launches, in the processes that Inductor compiles
-    in, if there are any. What fails there compiles, and fails, where it is launched."""
+    in, if there are any: each once for this process, in the order in which they are asked for. What
+    fails there compiles, and fails, where it is launched."""
+    jobs = {}
     try:
         distinct = {describe(e.kernel, e.arguments, e.options).digest: e for e in launches}
         compat.AsyncCompile.wait_pool_ready(LONGEST)
         if not compat.AsyncCompile.use_process_pool():  # one thread was asked for
-            return
-        pool = compat.AsyncCompile.process_pool()
-        jobs = [
-            pool.submit(
-                _warm_up, each.kernel.__module__, each.kernel.__name__, each.kernel.cache_key,
-                each.grid, each.arguments, each.options, capability, knobs.cache.dir,
-                knobs.nvidia.ptxas.path,
-            )
-            for each in distinct.values()
-        ]  # fmt: skip
-        done, running = concurrent.futures.wait(jobs, LONGEST)
-        errors = [error for job in done if (error := job.exception())]
-        if errors or running:
-            _log.debug("%d of %d kernels: %s", len(errors) + len(running), len(jobs), errors)
+            return []
+        pool, place = compat.AsyncCompile.process_pool(), (knobs.cache.dir, knobs.nvidia.ptxas.path)
+        for digest, each in distinct.items():
+            key = digest, capability, *place
+            if key not in _started:
+                _started[key] = pool.submit(
+                    _warm_up, each.kernel.__module__, each.kernel.__name__, each.kernel.cache_key,
+                    each.grid, each.arguments, each.options, capability, *place,
+                )  # fmt: skip
+                _started[key].add_done_callback(functools.partial(_say_why, each.kernel.__name__))
+            jobs[key] = _started[key]
     except Exception as error:  # a dtype that is not known, a process that died, a daemon
         _log.debug("kernels compile one after the other: %s", error)
+    return list(jobs.values())
+
+
+def _say_why(name: str, job: concurrent.futures.Future) -> None:
+    if not job.cancelled() and (error := job.exception()):
+        _log.debug("%s is left to its launch: %s", name, error)
 
 
 class _Elsewhere:

@@ -5,6 +5,7 @@ backends are timed.
 measures of it.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -21,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.compat import default_store
-from sage_inductor.ops.compile import compile_together
+from sage_inductor.ops.compile import compile_elsewhere
 from sage_inductor.ops.launch import noted
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.reference.exact import masked
@@ -205,7 +206,7 @@ def calls_of(case: BenchmarkCase) -> dict[Candidate | str, Callable]:
     }
 
 
-def compile_kernels(cases: Sequence[BenchmarkCase]) -> None:
+def start_compiling(cases: Sequence[BenchmarkCase]) -> list[concurrent.futures.Future]:
     """What the candidates will launch, in several processes at once. To compile them where they are
     first timed took most of a minute for ten sizes."""
     launches = []
@@ -215,10 +216,10 @@ def compile_kernels(cases: Sequence[BenchmarkCase]) -> None:
             with contextlib.suppress(Exception), noted() as found:  # `measure` says what fails
                 calls = calls_of(case)
                 for each in case.candidates:
-                    calls[each]()
+                    with contextlib.suppress(Exception):
+                        calls[each]()
             launches += found
-    if launches:
-        compile_together(launches, tiles.capability(cases[0].device))
+    return compile_elsewhere(launches, tiles.capability(cases[0].device)) if launches else []
 
 
 # -- the clock ----

@@ -1,7 +1,7 @@
 """How long a call takes: a model of every recipe and of SDPA's backends, fitted to measurements.
 
 Attention kernels deal row tiles to the GPU's processors; a tile takes as long as the keys it sees
-are many. Of a call's sizes that gives eight numbers (`features`), and a time is their sum, each
+are many. Of a call's sizes that gives nine numbers (`features`), and a time is their sum, each
 times a coefficient of its own that is not negative. The coefficients are fitted to times measured
 on that GPU (sage_inductor/measured.py has those), by least squares of the relative error.
 
@@ -11,12 +11,17 @@ One `Fit` is for one head_dim and kind of call: over batches, heads and lengths 
 import functools
 import heapq
 import itertools
+import math
 from typing import NamedTuple
 
 import torch
 
+from sage_inductor.ops.attention.hopper.plan import schedule
+
 MIN_SPEEDUP = 1.02  # faster by more than the spread of the medians
-MIN_GAIN = 0.01  # ms: of calls of 0.02 to 0.06 ms the fits err by more (H200, 2026-11-23)
+# ms. Of sizes left out of their fits (965, H200, 2026-11-23) with 2 us 98.0 % are decided within
+# 3 % of the best and two below 0.97x of SDPA, with 10 us 95.0 % and none.
+MIN_GAIN = 0.002
 
 # Kinds of calls: without a mask ("full", "causal", "window": a band), with one row for all queries
 # ("keys": padding), with a bool ("mask") or an additive ("bias") one. A window that flex_attention
@@ -52,27 +57,48 @@ class Sizes(NamedTuple):
 
 
 ROWS = (64, 128, 192, 256)  # of a tile; two programs of 64 that share a processor are one of 128
+KEYS = 128  # that a kernel reads at a time: all of a block are computed, also those beyond the end
 HEATS = 2e5  # keys a processor, from which a call lasts long enough to slow the card's clock
+
+# How tiles are dealt. The last two cut tiles into pieces of keys, added up in one launch more: in
+# the Hopper kernel tiles that do not go round (its `schedule`), in FlashAttention 2 all, where they
+# are too few (`_flash_pieces`).
+IN_ORDER, LONGEST_FIRST, LAST_SHARED, FLASH = DEALT = (
+    "in order", "longest first", "last shared", "flash"
+)  # fmt: skip
 
 
 def features(
-    sizes: Sizes, rows: int, longest_first: bool, processors: int, kind: str = "full"
+    sizes: Sizes, rows: int, dealt: str, processors: int, kind: str = "full"
 ) -> tuple[float, ...]:
     """What a time is a sum of, for each processor: 1 (launches), keys that tiles see, evenly dealt;
     these once more, as the card heats; as tiles are dealt, one after the other; tiles (their q and
-    o); rows of k and v (which are prepared); the evenly dealt keys once more where `_is_ragged`;
-    elements of a mask with a row for each query, which SDPA reads and converts."""
-    heads, seen = sizes.B * sizes.H_q, _seen(*sizes[3:], rows)
-    even = heads * sum(seen) / processors
+    o); rows of k and v (which are prepared); the keys as dealt once more where `_is_ragged`;
+    elements of a mask with a row for each query, which SDPA reads and converts; 1 where pieces of
+    tiles are added up."""
+    heads, seen, weight, is_cut = sizes.B * sizes.H_q, _seen(*sizes[3:], rows), 1.0, False
+    if dealt == FLASH:
+        tiles = heads * -(-sizes.N_q // FLASH_ROWS)
+        pieces = _flash_pieces(tiles, sizes.N_kv, processors)
+        if is_cut := pieces > 1:
+            seen, weight = _cut(*sizes[3:], pieces), FLASH_ROWS / rows
+    busiest = None
+    if dealt == LAST_SHARED:
+        busiest = _last_shared(heads * len(seen), seen[0], processors)
+        is_cut = busiest is not None
+    if busiest is None:
+        busiest = weight * _busiest(seen, heads, dealt == LONGEST_FIRST, processors)
+    even = weight * heads * sum(seen) / processors
     return (
         1.0,
         even,
         even * min(1.0, even / HEATS),
-        _busiest(seen, heads, longest_first, processors),
-        heads * len(seen) / processors,
+        busiest,
+        weight * heads * len(seen) / processors,
         sizes.B * sizes.H_kv * sizes.N_kv / processors,
-        even * _is_ragged(sizes, kind),
+        busiest * _is_ragged(sizes, kind),
         sizes.N_q * sizes.N_kv / processors * _has_rows(sizes, kind),
+        float(is_cut),
     )
 
 
@@ -93,15 +119,55 @@ def _is_ragged(sizes: Sizes, kind: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _seen(N_q: int, N_kv: int, left: int | None, right: int | None, rows: int) -> tuple[int, ...]:
-    """The keys that each tile of one head sees."""
+    """The keys that each tile of one head computes: whole blocks."""
     if left is None and right is None:
-        return (N_kv,) * -(-N_q // rows)
+        return (-(-N_kv // KEYS) * KEYS,) * -(-N_q // rows)
     seen = []
     for row in range(0, N_q, rows):
         begin = 0 if left is None else max(0, row - left)
         end = N_kv if right is None else min(N_kv, min(row + rows, N_q) + right)
-        seen.append(max(0, end - begin))
+        seen.append((-(-end // KEYS) - begin // KEYS) * KEYS if end > begin else 0)
     return tuple(seen)
+
+
+def _last_shared(tiles: int, keys: int, processors: int) -> int | None:
+    """Keys that the busiest processor computes where each tile has so many. None: none is cut."""
+    found = schedule(tiles, keys // KEYS, processors)
+    if found is None:
+        return None
+    programs, whole = found
+    blocks = -(-(tiles - whole) * keys // (KEYS * programs))
+    return whole // processors * keys + blocks * KEYS
+
+
+FLASH_ROWS = 64  # of a tile that is cut; two at a time share a processor
+
+
+@functools.lru_cache(maxsize=4096)
+def _flash_pieces(tiles: int, N_kv: int, processors: int) -> int:
+    """Into how many pieces of keys FlashAttention 2 cuts each tile: where they are too few, as few
+    pieces as keep processors 85 % as busy as any number of pieces would (num_splits_heuristic)."""
+    at_once, blocks = 2 * processors, -(-N_kv // KEYS)
+    if tiles >= 0.8 * at_once:
+        return 1
+
+    def busy(pieces: int) -> float:
+        rounds = tiles * pieces / at_once
+        return rounds / math.ceil(rounds)
+
+    # Of numbers with which the longest piece has as many blocks, the least.
+    counts = range(1, min(128, at_once, blocks) + 1)
+    counts = [n for n in counts if n == 1 or -(-blocks // n) < -(-blocks // (n - 1))]
+    enough = 0.85 * max(map(busy, counts))
+    return next(n for n in counts if busy(n) >= enough)
+
+
+@functools.lru_cache(maxsize=4096)
+def _cut(N_q: int, N_kv: int, left: int | None, right: int | None, pieces: int) -> tuple[int, ...]:
+    """The keys of each piece of each tile of one head: the n-th has the n-th part of all keys."""
+    long = -(-N_kv // (KEYS * pieces)) * KEYS
+    seen = _seen(N_q, N_kv, left, right, FLASH_ROWS)
+    return tuple(min(long, max(0, keys - n * long)) for keys in seen for n in range(pieces))
 
 
 ROUNDS = 16  # of tiles; where a processor gets more, the last one hardly counts
@@ -129,36 +195,38 @@ class Fit(NamedTuple):
     """A time as a function of sizes."""
 
     rows: int  # of a tile, out of ROWS
-    longest_first: bool  # how tiles are dealt
+    dealt: str  # how, one of DEALT
     coefficients: tuple[float, ...]  # ms, of `features`
     error: float  # root mean square of predicted / measured - 1
     processors: int  # of the GPU that was measured
     kind: str  # of the calls: one of KINDS
 
     def ms(self, sizes: Sizes) -> float:
-        parts = features(sizes, self.rows, self.longest_first, self.processors, self.kind)
+        parts = features(sizes, self.rows, self.dealt, self.processors, self.kind)
         return sum(c * x for c, x in zip(self.coefficients, parts, strict=True))
 
 
 ENOUGH = 5  # sizes that a fit needs
 
 
-def fit(measured: dict[Sizes, float], processors: int, kind: str = "full") -> Fit:
-    """The best of those with another tile. measured: ms. Raises ValueError if there are fewer than
+def fit(
+    measured: dict[Sizes, float], processors: int, kind: str = "full", dealt: str | None = None
+) -> Fit:
+    """The best of those with another tile. measured: ms. dealt: as `features` has it; None: in
+    order or, of calls with a band, longest first. Raises ValueError if there are fewer than
     ENOUGH."""
     if len(measured) < ENOUGH:
         raise ValueError(f"{len(measured)} sizes were timed, a prediction needs {ENOUGH}")
     bands = any(sizes.right is not None for sizes in measured)
-    ways = itertools.product(ROWS, (False, True) if bands else (False,))
-    fits = (_fit(measured, *dealt, processors, kind) for dealt in ways)
+    known = (IN_ORDER, LONGEST_FIRST) if bands else (IN_ORDER,)
+    ways = itertools.product(ROWS, (dealt,) if dealt else known)
+    fits = (_fit(measured, *way, processors, kind) for way in ways)
     return min(fits, key=lambda fit: fit.error)
 
 
-def _fit(
-    measured: dict[Sizes, float], rows: int, longest_first: bool, processors: int, kind: str
-) -> Fit:
+def _fit(measured: dict[Sizes, float], rows: int, dealt: str, processors: int, kind: str) -> Fit:
     parts = torch.tensor(
-        [features(sizes, rows, longest_first, processors, kind) for sizes in measured],
+        [features(sizes, rows, dealt, processors, kind) for sizes in measured],
         dtype=torch.float64,
     )
     if parts[:, 1].max() < HEATS / 10:  # none heats the card: it would be a term of any curvature
@@ -172,12 +240,12 @@ def _fit(
     error = (relative @ found - 1).square().mean().sqrt().item()
     coefficients = torch.zeros(len(known), dtype=torch.float64)
     coefficients[known] = found / scale
-    return Fit(rows, longest_first, tuple(coefficients.tolist()), error, processors, kind)
+    return Fit(rows, dealt, tuple(coefficients.tolist()), error, processors, kind)
 
 
 def _nonnegative(relative: torch.Tensor) -> torch.Tensor:
     """x >= 0 that minimises |relative x - 1|: the best least-squares solution of any subset of the
-    columns that has no negative number. Of eight columns those are 255, solved at once."""
+    columns that has no negative number. Of nine columns those are 511, solved at once."""
     width = relative.shape[1]
     subsets = torch.tensor(list(itertools.product((0.0, 1.0), repeat=width)))[1:].double()
     square = relative.mT @ relative * subsets[:, :, None] * subsets[:, None, :]

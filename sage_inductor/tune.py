@@ -30,11 +30,13 @@ def tune(
     after each of them.
     """
     table = Table(measured.gpu_name(device), measured.gpu_of(device), {})
-    families = [Family(D, D, kind) for D in head_dims for kind in kinds]
-    for family in progress(families):
+    asked = {}
+    for family in (Family(D, D, kind) for D in head_dims for kind in kinds):
         recipes = auto_recipes(tiles.capability(device), family.head_dim)
-        sizes = measured.sizes_of(family, MANY)
-        times = measured.measure(device, family, recipes, sizes)
+        asked[family] = device, family, recipes, measured.sizes_of(family, MANY)
+        measured.start_compiling(*asked[family])
+    for family in progress(list(asked)):
+        times = measured.measure(*asked[family])
         table = table.with_families({family: times})
         save(table)
     return table

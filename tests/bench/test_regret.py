@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-import triton
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bench import regret
@@ -31,21 +30,12 @@ def h200(monkeypatch):
     monkeypatch.setattr(measured, "gpu_name", lambda device: measured.H200)
 
 
-class Pool(concurrent.futures.Executor):
-    """Compiles nothing, at once."""
-
-    def __init__(self):
-        self.cases, self.is_shut = [], False
-
-    def submit(self, function, case):
-        assert function is regret.compile_kernels
-        self.cases.append(case)
-        done = concurrent.futures.Future()
-        done.set_result(None)
-        return done
-
-    def shutdown(self, wait=True, *, cancel_futures=False):
-        self.is_shut = not wait and cancel_futures
+@pytest.fixture
+def compiling(monkeypatch):
+    """The cases whose kernels compile: nothing does, at once."""
+    cases = []
+    monkeypatch.setattr(autotune, "start_compiling", lambda given: cases.extend(given) or [])
+    return cases
 
 
 def test_a_seed_draws_the_same_calls_within_the_bounds():
@@ -177,23 +167,46 @@ def test_a_row_says_how_far_the_decision_is_from_the_best(
     assert json.loads(json.dumps(row))["name"] == str(call)
 
 
-def test_calls_are_timed_in_order_while_the_next_ones_compile(h200, monkeypatch):
-    calls, pool, timed = regret.draw(3, 7), Pool(), []
+def test_calls_are_timed_in_order_while_the_next_ones_compile(h200, compiling, monkeypatch):
+    calls, timed = regret.draw(3, 7), []
 
     def time_case(case, flops):
-        timed.append((case, flops, len(pool.cases)))
+        timed.append((case, flops, len(compiling)))
         return {**SDPA, **dict.fromkeys(case.candidates, 1.0)}
 
     monkeypatch.setattr(regret, "time_case", time_case)
-    rows = list(regret.measure(calls, CUDA, pool, 3))
+    with regret.decisions_by("built-in"):
+        rows = list(regret.measure(calls, CUDA, 3))
     assert [row["name"] for row in rows] == [str(call) for call in calls]
-    assert [case for case, *_ in timed] == pool.cases
+    assert [case for case, *_ in timed] == compiling
     assert [flops for _, flops, _ in timed] == [call.flops for call in calls]
-    assert [compiling for *_, compiling in timed] == [3, 4, 5, 6, 7, 7, 7]
-    assert not pool.is_shut
+    assert [ahead for *_, ahead in timed] == [3, 4, 5, 6, 7, 7, 7]
 
 
-def test_a_budget_ends_the_measurement(h200, monkeypatch):
+def test_what_kinds_are_measured_by_compiles_first_and_once(h200, monkeypatch):
+    """Those that nothing is known of and that no other measured kind stands for."""
+    order = []
+
+    def start_compiling(cases):
+        order.append([(each.q[3], each.mask is not None, len(each.candidates)) for each in cases])
+        return []
+
+    monkeypatch.setattr(autotune, "start_compiling", start_compiling)
+    monkeypatch.setattr(regret, "plan", lambda *given: 1 / 0)
+    wide = regret.Call(1, 8, 8, 2048, 2048, 128, "full", None, "bfloat16")
+    padded = regret.Call(2, 8, 8, 2048, 2048, 40, "keys", None, "bfloat16")
+    dims = [dict(D=120), dict(D=64), dict(B=9), dict(D=63)]
+    calls = [wide, *(regret.dataclasses.replace(wide, **each) for each in dims), padded]
+    new = [(128, False), (64, False), (63, False), (40, True)]
+    for data, kinds in (("calibrated", new), ("built-in", []), ("both", [])):
+        order.clear()
+        with regret.decisions_by(data):
+            rows = list(regret.measure(calls, CUDA, 3))
+        assert [row["reason"] for row in rows] == 6 * ["ZeroDivisionError: division by zero"]
+        assert order == [[(*kind, 1)] * len(measured.FEW) for kind in kinds]
+
+
+def test_a_budget_ends_the_measurement(h200, compiling, monkeypatch):
     now = SimpleNamespace(seconds=100.0)
     monkeypatch.setattr(regret.time, "monotonic", lambda: now.seconds)
 
@@ -202,18 +215,17 @@ def test_a_budget_ends_the_measurement(h200, monkeypatch):
         return {**SDPA, **dict.fromkeys(case.candidates, 1.0)}
 
     monkeypatch.setattr(regret, "time_case", time_case)
-    pool = Pool()
-    assert len(list(regret.measure(regret.draw(3, 9), CUDA, pool, 2, budget=11.0))) == 3
-    assert pool.is_shut and len(pool.cases) < 9
+    assert len(list(regret.measure(regret.draw(3, 9), CUDA, 2, budget=11.0))) == 3
+    assert len(compiling) < 9
     waited = []
     monkeypatch.setattr(concurrent.futures, "wait", lambda futures, s: waited.append(s))
-    list(regret.measure(regret.draw(3, 9), CUDA, Pool(), 2, budget=6.0))
+    list(regret.measure(regret.draw(3, 9), CUDA, 2, budget=6.0))
     assert waited == [6.0, 2.0, 0.0]
 
 
-def test_no_call_is_planned_when_the_budget_is_spent(h200, monkeypatch):
+def test_no_call_is_planned_when_the_budget_is_spent(h200, compiling, monkeypatch):
     """To plan a call of a new kind may be to measure it for seconds."""
-    now, plan, pool = SimpleNamespace(seconds=0.0), regret.plan, Pool()
+    now, plan = SimpleNamespace(seconds=0.0), regret.plan
 
     def slowly(*given):
         now.seconds += 5.0
@@ -221,18 +233,20 @@ def test_no_call_is_planned_when_the_budget_is_spent(h200, monkeypatch):
 
     monkeypatch.setattr(regret.time, "monotonic", lambda: now.seconds)
     monkeypatch.setattr(regret, "plan", slowly)
-    assert list(regret.measure(regret.draw(3, 9), CUDA, pool, 8, budget=11.0)) == []
-    assert len(pool.cases) == 3 and pool.is_shut
+    with regret.decisions_by("built-in"):
+        assert list(regret.measure(regret.draw(3, 9), CUDA, 8, budget=11.0)) == []
+    assert len(compiling) == 3
 
 
-def test_a_call_that_cannot_be_planned_is_a_failed_row_in_its_place(h200, monkeypatch, capsys):
+def test_a_call_that_cannot_be_planned_is_a_failed_row_in_its_place(
+    h200, compiling, monkeypatch, capsys
+):
     times = {**SDPA, TABLE: 1.0}
     monkeypatch.setattr(regret, "time_case", lambda case, flops: times)
     wide = regret.Call(1, 1, 1, 512, 512, 264, "full", None, "bfloat16")
-    pool = Pool()
-    rows = list(regret.measure([LONG, wide, wide, LONG], CUDA, pool, 2))
+    rows = list(regret.measure([LONG, wide, wide, LONG], CUDA, 2))
     assert [row["name"] for row in rows] == [str(call) for call in (LONG, wide, wide, LONG)]
-    assert len(pool.cases) == 2 and rows[0] == rows[3] and rows[0].keys() == rows[1].keys()
+    assert len(compiling) == 2 and rows[0] == rows[3] and rows[0].keys() == rows[1].keys()
     assert "cannot be timed: head_dim of q and k" in rows[1]["reason"]
     assert [rows[1][name] for name in ("decided", "best", "regret", "x")] == [None] * 4
     found = regret.summary(rows, 4)
@@ -242,27 +256,14 @@ def test_a_call_that_cannot_be_planned_is_a_failed_row_in_its_place(h200, monkey
 
 
 @pytest.mark.parametrize("budget, rows", [(math.inf, 25), (50.0, 13)])
-def test_rows_are_saved_meanwhile_and_before_the_pool_is_left(
-    budget, rows, h200, monkeypatch, tmp_path
-):
-    """Leaving the pool takes as long as what it still compiles."""
+@pytest.mark.parametrize("data", ["built-in", "both"])
+def test_rows_are_saved_meanwhile(data, budget, rows, h200, compiling, monkeypatch, tmp_path):
     now, path, seen = SimpleNamespace(seconds=0.0), tmp_path / "regret.json", []
 
-    def read() -> int:
-        seen.append(len(json.loads(path.read_text())["rows"]) if path.exists() else 0)
-
-    class Leaves(Pool):
-        def __exit__(self, *_):
-            read()
-
     def time_case(case, flops):
-        read()
+        seen.append(len(json.loads(path.read_text())["rows"]) if path.exists() else 0)
         now.seconds += 4.0
         return {**SDPA, **dict.fromkeys(case.candidates, 1.0)}
-
-    def pool(processes, context):
-        assert processes == 3
-        return Leaves()
 
     is_asked = iter([True])  # by main; fake tensors are made as on a CPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: next(is_asked, False))
@@ -272,14 +273,15 @@ def test_rows_are_saved_meanwhile_and_before_the_pool_is_left(
     monkeypatch.setattr(regret.machine, "state", lambda device: "idle")
     monkeypatch.setattr(regret.time, "monotonic", lambda: now.seconds)
     monkeypatch.setattr(regret, "time_case", time_case)
-    monkeypatch.setattr(concurrent.futures, "ProcessPoolExecutor", pool)
-    args = f"--json {path} --calls 25 --processes 3 --budget {budget}".split()
+    args = f"--json {path} --calls 25 --data {data} --budget {budget}".split()
     with torch.no_grad():
         assert regret.main(args) == 0
-    assert seen == [*(n // 10 * 10 for n in range(rows)), rows]
+    assert seen == [n // 10 * 10 for n in range(rows)]
     found = json.loads(path.read_text())
     assert found["state"]["end"] == "idle" and found["elapsed_s"] == 4.0 * rows
     assert found["summary"]["measured"] == rows and found["summary"]["calls"] == 25
+    names = [table["gpu"] for table in found.get("tables", ())]
+    assert names == ([measured.H200] if data == "both" else [])
 
 
 @pytest.mark.parametrize("data", regret.DATA)
@@ -299,40 +301,6 @@ def test_what_decides_is_as_asked_and_never_what_the_user_has_measured(
         assert not list(measured.path_of(measured.H200).parent.iterdir())
     assert len(measured.tables(measured.H200)) == 2
     measured.forget()
-
-
-def test_kernels_compile_without_a_launch(monkeypatch):
-    """Whatever one of them raises."""
-    ran, seen = [], []
-
-    def run(kernel, *args, grid, warmup, **options):
-        ran.append((args, warmup, options))
-
-    monkeypatch.setattr(triton.JITFunction, "run", run)
-    monkeypatch.setattr(torch.cuda, "set_device", seen.append)
-
-    @triton.jit
-    def kernel(X, N: triton.language.constexpr):
-        pass
-
-    def fails():
-        raise RuntimeError("no such kernel")
-
-    candidates = Candidate("sage1"), Candidate("sage2-8b", 2), Candidate("sage2-8b", 3)
-    calls = {
-        "CUDNN_ATTENTION": lambda: pytest.fail("SDPA ran"),
-        candidates[0]: fails,
-        candidates[1]: lambda: kernel[(1,)](1, N=2),
-        candidates[2]: lambda: kernel[(1,)](3, N=4, num_warps=8),
-    }
-    monkeypatch.setattr(autotune, "calls_of", lambda case: calls)
-    threads = torch.get_num_threads()
-    regret.compile_kernels(SimpleNamespace(device=CUDA, candidates=candidates))
-    torch.set_num_threads(threads)
-    assert ran == [((1,), True, {"N": 2}), ((3,), True, {"N": 4, "num_warps": 8})]
-    assert seen == [CUDA]
-    kernel[(1,)](5, N=6)
-    assert ran[-1] == ((5,), False, {"N": 6})  # as it was
 
 
 def case_of(**given):

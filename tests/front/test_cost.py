@@ -9,15 +9,32 @@ import torch
 from support import band_mask
 
 from sage_inductor import cost
-from sage_inductor.cost import ENOUGH, ROUNDS, ROWS, Prediction, Sizes, features
+from sage_inductor.cost import (
+    DEALT,
+    ENOUGH,
+    FLASH,
+    IN_ORDER,
+    KEYS,
+    LAST_SHARED,
+    LONGEST_FIRST,
+    ROUNDS,
+    ROWS,
+    Prediction,
+    Sizes,
+    features,
+)
+from sage_inductor.ops.attention.hopper.plan import schedule
 from sage_inductor.patterns.call import Band
 
 
 def tiles_of(sizes: Sizes, rows: int) -> list[int]:
-    """Keys that each tile of a head sees: from the first that any row sees to the last."""
+    """Keys that each tile of a head computes: the blocks from the first that any row sees to the
+    last."""
     seen = band_mask(Band(sizes.left, sizes.right), sizes.N_q, sizes.N_kv)
     found = [tile.any(0).nonzero() for tile in seen.split(rows)]
-    return [int(keys[-1] - keys[0]) + 1 if len(keys) else 0 for keys in found]
+    return [
+        KEYS * int(keys[-1] // KEYS - keys[0] // KEYS + 1) if len(keys) else 0 for keys in found
+    ]
 
 
 def busiest(tiles: list[int], processors: int) -> int:
@@ -34,22 +51,22 @@ def drawn(draw: random.Random, longest: int = 900, processors: int = 8):
     N_q, N_kv, rows = draw.randint(1, longest), draw.randint(1, longest), draw.choice(ROWS)
     left, right = draw.choice([None, 0, 100, 300]), draw.choice([None, 0, 7, 200])
     sizes = Sizes(B, H_kv * group, H_kv, N_q, N_kv, left, right)
-    longest_first = draw.random() < 0.5
+    dealt = draw.choice((IN_ORDER, LONGEST_FIRST))
     tiles = tiles_of(sizes, rows) * (sizes.B * sizes.H_q)
-    tiles = sorted(tiles, reverse=True) if longest_first else tiles
-    return sizes, rows, longest_first, tiles
+    tiles = sorted(tiles, reverse=True) if dealt == LONGEST_FIRST else tiles
+    return sizes, rows, dealt, tiles
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_what_a_time_is_made_of_is_what_is_dealt_out(seed):
-    sizes, rows, longest_first, tiles = drawn(random.Random(seed))
+    sizes, rows, dealt, tiles = drawn(random.Random(seed))
     processors = max(8, -(-len(tiles) // ROUNDS))
-    found = features(sizes, rows, longest_first, processors)
-    even = sum(tiles) / processors
+    found = features(sizes, rows, dealt, processors)
+    even, most = sum(tiles) / processors, busiest(tiles, processors)
     ragged = sizes.left is sizes.right is None and sizes.N_kv % 128 != 0
     expected = (
-        1, even, even * even / cost.HEATS, busiest(tiles, processors), len(tiles) / processors,
-        sizes.B * sizes.H_kv * sizes.N_kv / processors, even * ragged, 0,
+        1, even, even * even / cost.HEATS, most, len(tiles) / processors,
+        sizes.B * sizes.H_kv * sizes.N_kv / processors, most * ragged, 0, 0,
     )  # fmt: skip
     assert found == pytest.approx(expected)
 
@@ -59,17 +76,88 @@ def test_of_many_rounds_the_last_is_told_from_how_tiles_are_dealt(seed):
     """Longest first, it hardly counts; else it takes up to the longest tile more."""
     draw = random.Random(seed)
     sizes = Sizes(4, 30, 30, 2000, 2000, None, 0)
-    for longest_first in (False, True):
+    for dealt in (IN_ORDER, LONGEST_FIRST):
         tiles = tiles_of(sizes, 128) * 120
         draw.shuffle(tiles)
-        tiles = sorted(tiles, reverse=True) if longest_first else tiles
+        tiles = sorted(tiles, reverse=True) if dealt == LONGEST_FIRST else tiles
         expected = busiest(tiles, 8)
-        found = features(sizes, 128, longest_first, 8)[3]
-        assert abs(found - expected) <= (0.1 if longest_first else 0.6) * max(tiles)
+        found = features(sizes, 128, dealt, 8)[3]
+        assert abs(found - expected) <= (0.1 if dealt == LONGEST_FIRST else 0.6) * max(tiles)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_last_tiles_are_shared_block_by_block_where_the_hopper_kernel_does(seed):
+    draw = random.Random(seed)
+    H, N_q, N_kv = draw.randint(1, 30), draw.randint(1, 2000), draw.randint(1, 9000)
+    sizes, processors = Sizes(2, H, H, N_q, N_kv), draw.choice((20, 132))
+    tiles = tiles_of(sizes, 192) * 2 * H
+    in_order = features(sizes, 192, IN_ORDER, processors)
+    found = features(sizes, 192, LAST_SHARED, processors)
+    shares = schedule(len(tiles), tiles[0] // KEYS, processors)
+    assert (found[-1], in_order[-1]) == (shares is not None, 0)
+    assert found[:3] == in_order[:3] and found[4:6] == in_order[4:6]
+    if shares is None:
+        assert found == in_order
+        return
+    programs, whole = shares
+    blocks = (len(tiles) - whole) * tiles[0] // KEYS
+    dealt = [1] * blocks + tiles[:whole]  # one by one to the programs, then tiles to all
+    least = max(len(dealt[i:blocks:programs]) for i in range(programs)) * KEYS
+    assert found[3] == least + whole // processors * tiles[0] <= in_order[3]
+
+
+def test_both_ways_to_share_are_among_the_sizes():
+    shared = [features(Sizes(1, H, H, 1500, 4096), 192, LAST_SHARED, 132)[-1] for H in range(40)]
+    assert 0 < sum(shared) < len(shared)
+
+
+def pieces_of(tiles: int, N_kv: int, processors: int) -> int:
+    """As flash_attn's num_splits_heuristic(tiles, 2 * processors, blocks, 128) counts them."""
+    at_once, blocks, best, efficiency = 2 * processors, -(-N_kv // 128), 0.0, []
+    if tiles >= 0.8 * at_once:
+        return 1
+    for n in range(1, min(128, at_once, blocks) + 1):
+        if n > 1 and math.ceil(blocks / n) == math.ceil(blocks / (n - 1)):
+            efficiency.append(0.0)
+            continue
+        waves = tiles * n / at_once
+        efficiency.append(waves / math.ceil(waves))
+        best = max(best, efficiency[-1])
+    return next(n + 1 for n, each in enumerate(efficiency) if each >= 0.85 * best)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_flash_attention_cuts_tiles_where_they_are_few(seed):
+    draw = random.Random(seed)
+    H, N_q, N_kv = draw.randint(1, 6), draw.randint(1, 6000), draw.randint(1, 40000)
+    causal = draw.random() < 0.5
+    sizes = Sizes(1, H, 1, N_q, N_q if causal else N_kv, None, 0 if causal else None)
+    tiles = tiles_of(sizes, 64)
+    pieces = pieces_of(len(tiles) * H, sizes.N_kv, 132)
+    found, rows = features(sizes, rows := draw.choice(ROWS), FLASH, 132), rows
+    assert found[-1] == (pieces > 1)
+    if pieces == 1:
+        assert found == features(sizes, rows, IN_ORDER, 132)
+        return
+    long = math.ceil(sizes.N_kv / (128 * pieces)) * 128
+    cut = [
+        min(long, max(0, keys - begin)) for keys in tiles for begin in range(0, pieces * long, long)
+    ]
+    assert sum(cut) == sum(tiles)  # nothing is lost
+    weight = 64 / rows  # keys of a tile of 64 rows, in those of the fit's
+    even = weight * H * sum(cut) / 132
+    expected = 1, even, even * even / cost.HEATS, weight * busiest(cut * H, 132)
+    assert found[:4] == pytest.approx(expected)
+    assert found[4] == pytest.approx(weight * H * len(cut) / 132)
+
+
+def test_some_calls_are_cut_and_some_are_not():
+    found = [features(Sizes(1, H, H, 3000, 3000), 128, FLASH, 132)[-1] for H in range(1, 9)]
+    assert found == [1, 1, 1, 1, 0, 0, 0, 0]
 
 
 def test_a_card_gets_no_hotter_than_hot():
-    _, even, hot, *_ = features(Sizes(8, 32, 32, 30000, 30000), 128, False, 132)
+    _, even, hot, *_ = features(Sizes(8, 32, 32, 30000, 30000), 128, IN_ORDER, 132)
     assert even > cost.HEATS and hot == even
 
 
@@ -77,21 +165,27 @@ def test_of_a_band_in_a_mask_every_key_is_computed():
     assert Sizes(1, 2, 2, 9, 9, 4, 3).dense == Sizes(1, 2, 2, 9, 9, None, None)
 
 
-@pytest.mark.parametrize("longest_first", [False, True])
+@pytest.mark.parametrize("dealt", DEALT)
 @pytest.mark.parametrize("rows", ROWS)
-def test_a_fit_finds_how_a_kernel_deals_its_tiles_out(rows, longest_first):
-    """Of times that the model made, the model."""
+def test_a_fit_finds_how_a_kernel_deals_its_tiles_out(rows, dealt):
+    """Of times that the model made, the model. Which kernels cut tiles is known, and told."""
     lengths = 1000, 1100, 1500, 2300, 3000, 4100, 6000, 9000, 12345
-    sizes = [Sizes(1, H, H, N, N, left, 0) for N in lengths for H, left in ((9, None), (40, 700))]
-    coefficients = 0.05, 0.0, 2e-6, 1e-5, 1e-4, 0.0, 1e-6, 0.0
+    bands, told = dealt in (IN_ORDER, LONGEST_FIRST), dealt
+    if bands:
+        told = None
+    sizes = [
+        Sizes(1, H, H, N, N, left if bands else None, 0 if bands else None)
+        for N in lengths for H, left in ((1, 90), (9, None), (40, 700))
+    ]  # fmt: skip
+    coefficients = 0.05, 0.0, 2e-6, 1e-5, 1e-4, 0.0, 1e-6, 0.0, 0.01
 
     def ms(each):
-        parts = features(each, rows, longest_first, 132)
-        return sum(c * x for c, x in zip(coefficients, parts))
+        parts = features(each, rows, dealt, 132)
+        return sum(c * x for c, x in zip(coefficients, parts, strict=True))
 
-    found = cost.fit({each: ms(each) for each in sizes[::2] + sizes[1::2]}, 132)
-    assert (found.rows, found.longest_first) == (rows, longest_first) and found.error < 1e-6
-    other = Sizes(2, 12, 4, 5000, 5000, 900, 0)
+    found = cost.fit({each: ms(each) for each in sizes[::2] + sizes[1::2]}, 132, dealt=told)
+    assert (found.rows, found.dealt) == (rows, dealt) and found.error < 1e-6
+    other = Sizes(2, 12, 4, 5000, 5000, *((900, 0) if bands else ()))
     assert found.ms(other) == pytest.approx(ms(other), rel=1e-3)
 
 
@@ -105,28 +199,32 @@ def test_which_keys_are_ragged(kind):
         expected = N_kv % 2 == 1 and (has_rows or (kind == "keys" and B == 2))
         if kind in ("full", "causal"):
             expected = N_kv in (1025, 1026)
-        even, *_, ragged, mask = features(sizes, 128, False, 132, kind)[1:]
-        assert ragged == expected * even and mask == has_rows * 512 * N_kv / 132
+        *_, busiest, _, _, ragged, mask, _ = features(sizes, 128, IN_ORDER, 132, kind)
+        assert ragged == expected * busiest and mask == has_rows * 512 * N_kv / 132
         band = sizes._replace(left=9 if kind == "window" else None, right=0)
         if kind in ("causal", "window"):  # not all keys are seen, and ours has no mask
-            assert features(band, 128, False, 132, kind)[-2:] == (0, 0)
+            assert features(band, 128, IN_ORDER, 132, kind)[-3:] == (0, 0, 0)
+
+
+def blocks(N: int) -> int:
+    return -(-N // KEYS)
 
 
 def test_a_fit_knows_its_kind():
     sizes = [Sizes(2, 8, 8, 2048, N) for N in (1024, 1501, 2048, 2501, 4096, 5001, 8192, 9001)]
-    times = {each: 1e-3 * each.N_kv * (1.8 if each.N_kv % 2 else 1.0) for each in sizes}
+    times = {each: blocks(each.N_kv) * (1.8 if each.N_kv % 2 else 1.0) for each in sizes}
     found = cost.fit(times, 132, "keys")
     assert found.error < 1e-6
-    assert found.ms(Sizes(2, 8, 8, 2048, 3073)) == pytest.approx(1.8 * 3.073, rel=1e-3)
-    assert found.ms(Sizes(1, 8, 8, 2048, 3073)) == pytest.approx(3.073 / 2, rel=1e-3)
+    assert found.ms(Sizes(2, 8, 8, 2048, 3073)) == pytest.approx(1.8 * 25, rel=1e-3)
+    assert found.ms(Sizes(1, 8, 8, 2048, 3073)) == pytest.approx(25 / 2, rel=1e-3)
 
 
 def test_a_fit_tells_ragged_keys():
     sizes = [Sizes(1, 8, 8, 2048, N) for N in (1024, 1500, 2048, 2500, 4096, 5000, 8192, 9000)]
-    times = {each: 1e-3 * each.N_kv * (1.1 if each.N_kv % 128 else 1.0) for each in sizes}
+    times = {each: blocks(each.N_kv) * (1.1 if each.N_kv % 128 else 1.0) for each in sizes}
     found = cost.fit(times, 132)
     assert found.error < 1e-6
-    for N, expected in ((3072, 3.072), (3073, 1.1 * 3.073)):
+    for N, expected in ((3072, 24), (3073, 1.1 * 25)):
         assert found.ms(Sizes(1, 8, 8, 2048, N)) == pytest.approx(expected, rel=1e-3)
 
 
@@ -134,11 +232,11 @@ def test_of_what_no_size_has_a_fit_says_nothing():
     """No ragged keys, no mask, nothing that heats the card: a hot call takes as long as its keys."""
     lengths = itertools.product((512, 1408, 2048), (1024, 2048, 4096), (8, 20, 33))
     sizes = [Sizes(1, H, H, N_q, N_kv) for N_q, N_kv, H in lengths]
-    times = {each: 1e-3 + 1e-6 * features(each, 128, False, 132)[1] for each in sizes}
+    times = {each: 1e-3 + 1e-6 * features(each, 128, IN_ORDER, 132)[1] for each in sizes}
     found = cost.fit(times, 132)
     assert found.error < 1e-6 and [found.coefficients[i] for i in (2, 6, 7)] == [0, 0, 0]
     for other in (Sizes(1, 8, 8, 2048, 3001), Sizes(8, 64, 64, 30000, 30080)):
-        expected = 1e-3 + 1e-6 * features(other, 128, False, 132)[1]
+        expected = 1e-3 + 1e-6 * features(other, 128, IN_ORDER, 132)[1]
         assert found.ms(other) == pytest.approx(expected, rel=0.02)
 
 
@@ -166,9 +264,9 @@ def test_no_coefficient_is_negative_and_no_other_are_better(seed):
         (100.0, 1.049, 0.1, False),  # half of the error
         (100.0, 1.051, 0.1, True),
         (100.0, 0.9, 0, False),
-        (0.05, 1.2, 0.02, False),  # some microseconds
-        (0.05, 1.25, 0.02, True),
-        (0.05, 1.24, 0.1, False),
+        (0.01, 1.2, 0.02, False),  # some microseconds
+        (0.01, 1.25, 0.02, True),
+        (0.01, 1.24, 0.1, False),
     ],
 )
 def test_what_is_faster_by_more_than_chance_wins(ours, speedup, error, wins):

@@ -111,8 +111,8 @@ def table(*kinds, recipes=("sage2-8b-per-token",), D=128, gpu_name=measured.H200
         families[family] = {}
         for sizes in measured.sizes_of(family, measured.MANY):
             seen = sizes if kind in measured.SEES_A_BAND else sizes.dense
-            sdpa = KEYS * cost.features(seen, 128, False, 132)[1]
-            ours = LAUNCH + KEYS / 2 * cost.features(sizes, 128, False, 132)[1]
+            sdpa = KEYS * cost.features(seen, 128, cost.IN_ORDER, 132)[1]
+            ours = LAUNCH + KEYS / 2 * cost.features(sizes, 128, cost.IN_ORDER, 132)[1]
             times = {"CUDNN_ATTENTION": sdpa, "FLASH_ATTENTION": 2 * sdpa}
             families[family][sizes] = times | dict.fromkeys(recipes, ours)
     return measured.Table(gpu_name, tiles.Gpu((9, 0), 132), families)
@@ -133,12 +133,12 @@ def test_a_call_is_rewritten_where_the_fit_says_that_it_is_faster(kind, portable
     for N in (1024, 2000, 4096, 5000, 16384):
         site = decide((2, 8, 8, N, 128), (9, 0), monkeypatch, kind, portable=portable)
         first = {"full": N, "causal": N, "window": 1023}[kind]
-        seen = [
-            N if kind == "full" else min(N, row + 128) - max(0, row - first)
-            for row in range(0, N, 128)
+        seen = [  # whole blocks of 128 keys
+            -(-N // 128) if kind == "full" else row + 1 - max(0, 128 * row - first) // 128
+            for row in range(-(-N // 128))
         ]
-        ours = KEYS * 16 * sum(seen) / 132
-        sdpa = KEYS * 16 * len(seen) * N / 132 if kind == "window" else ours
+        ours = KEYS * 16 * 128 * sum(seen) / 132
+        sdpa = KEYS * 16 * 128 * len(seen) ** 2 / 132 if kind == "window" else ours
         expected = sdpa / (LAUNCH + ours / 2)
         assert f"{expected:.2f}x SDPA by the fit" in site.reason
         assert site.rewritten == (expected >= cost.MIN_SPEEDUP), site.reason
@@ -197,7 +197,7 @@ def test_the_heads_of_k_and_v_are_counted(monkeypatch):
     of_kv = table()
     (times,) = of_kv.families.values()
     for sizes, ms in times.items():
-        ms["sage2-8b-per-token"] += 1e-3 * cost.features(sizes, 128, False, 132)[5]
+        ms["sage2-8b-per-token"] += 1e-3 * cost.features(sizes, 128, cost.IN_ORDER, 132)[5]
     known(monkeypatch, of_kv)
     for H_kv in (32, 8, 1):
         site = decide((1, 32, H_kv, 4096, 128), (9, 0), monkeypatch)
@@ -309,7 +309,7 @@ def test_shared_k_and_v_are_prepared_once_in_the_prediction_too(monkeypatch):
     with_preparation = table()
     (times,) = with_preparation.families.values()
     for sizes, ms in times.items():
-        rows = cost.features(sizes, 128, False, 132)[5]
+        rows = cost.features(sizes, 128, cost.IN_ORDER, 132)[5]
         ms["sage2-8b-per-token"] = 0.5 * ms["CUDNN_ATTENTION"] + 3e-4 * rows
     known(monkeypatch, with_preparation)
     shape = (8, 16, 16, 2048, 128)

@@ -48,7 +48,7 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: PROPERTIES)
     monkeypatch.setattr(autotune, "measure", clock)
-    monkeypatch.setattr(autotune, "compile_kernels", lambda cases: None)
+    monkeypatch.setattr(autotune, "start_compiling", lambda cases: [])
     for known in (measured._here, measured._failed):
         known.clear()
     measured.forget()
@@ -254,6 +254,20 @@ def test_progress_is_shown_of_each_family(gpu):
     assert shown == list(table.families) and len(shown) == 4
 
 
+def test_the_kernels_of_all_families_compile_while_the_first_is_timed(timed, gpu, monkeypatch):
+    compiling = []
+    monkeypatch.setattr(autotune, "start_compiling", lambda cases: compiling.extend(cases) or [])
+
+    def progress(families):
+        assert not timed and {case.q[3] for case in compiling} == {64, 80}
+        assert len(compiling) == sum(map(len, table_of.values()))
+        return families
+
+    table_of = {D: measured.sizes_of(Family(D, D, "full"), measured.MANY) for D in (64, 80)}
+    tune.tune(gpu, (64, 80), ("full",), progress)
+    assert compiling[: len(timed)] == timed and compiling[len(timed) :] == timed
+
+
 def test_what_was_measured_before_an_interruption_is_kept(gpu, monkeypatch):
     def until_128(case, rounds):
         if case.q[3] == 128:
@@ -362,6 +376,42 @@ def test_the_narrowest_family_stands_for_a_call(gpu):
     table = measured.Table(GPU, tiles.Gpu((9, 0), 132), families)
     assert table.find(Family(104, 104, "full"), *PER_TOKEN) == narrow
     assert table.find(Family(120, 120, "full"), *PER_TOKEN) == wide
+
+
+@pytest.mark.parametrize(
+    "measured_D, D, narrower",
+    [
+        (256, 256, 1), (256, 200, 1), (256, 192, 0.75), (256, 136, 0.75), (128, 72, 1), (64, 40, 1),
+        (127, 97, 1), (127, 95, 0.75), (127, 65, 0.75), (63, 33, 1), (255, 193, 1),
+        (255, 129, 0.75),
+    ],
+)  # fmt: skip
+def test_a_narrower_kernel_of_sdpas_takes_less_time(measured_D, D, narrower, gpu):
+    """cuDNN's are for multiples of 64 channels. Flash attention's, which alone takes odd ones, are
+    for 32, 64, 96, 128, 192 and 256. Ours computes 64, 128 or 256 of both."""
+    table = tuned(gpu, (measured_D,))
+    own, other = (
+        table.predict(Family(each, each, "full"), *PER_TOKEN, LONG) for each in (measured_D, D)
+    )
+    assert own is not None and other.ours == own.ours and other.error == own.error
+    assert other.sdpa == pytest.approx(narrower * own.sdpa)
+    assert table.predict(Family(D, D, "bias"), *PER_TOKEN, LONG) is None
+
+
+@pytest.mark.parametrize("flash", ["FA2", "FA3"])
+def test_a_fit_is_told_which_kernels_cut_tiles(flash, gpu, monkeypatch):
+    """FlashAttention 2, where tiles are few, and the Hopper kernel, where all keys are seen. What
+    the user activates in the first one's place may not."""
+    table = tuned(gpu, (64,), ("full", "causal", "keys"))
+    monkeypatch.setattr(measured, "flash_attention", lambda: flash)
+    of_flash = {cost.FLASH} if flash == "FA2" else {cost.IN_ORDER, cost.LONGEST_FIRST}
+    for family in table.families:
+        by_tile, rivals = measured.fits(table, family, *PER_TOKEN)
+        cudnn, *rest = rivals
+        for n, fit in by_tile.items():
+            assert (fit.dealt == cost.LAST_SHARED) == (n == 3 and family.kind == "full")
+        assert cudnn.dealt in (cost.IN_ORDER, cost.LONGEST_FIRST)
+        assert rest and {fit.dealt for fit in rest} <= of_flash
 
 
 @pytest.mark.parametrize(
@@ -567,7 +617,7 @@ def test_time_that_is_over_leaves_the_sizes_that_were_timed(timed, gpu, monkeypa
     """A size takes two seconds; the clock is asked once five of them are timed. It does not run
     while kernels compile, which takes as long as it takes."""
     compiling = []
-    monkeypatch.setattr(autotune, "compile_kernels", lambda cases: compiling.append(100.0))
+    monkeypatch.setattr(autotune, "start_compiling", lambda cases: compiling.append(100.0) or [])
     monkeypatch.setattr(measured.time, "monotonic", lambda: 2.0 * len(timed) + sum(compiling))
     sizes = measured.sizes_of(NEW, measured.FEW)
     for seconds, count in ((15, 8), (10, 6), (8, 5), (0, 5)):
@@ -604,20 +654,22 @@ def test_what_the_candidates_launch_is_compiled_and_not_launched(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
     given, x = [], torch.zeros(4)
-    monkeypatch.setattr(autotune, "compile_together", lambda *args: given.append(args))
+    monkeypatch.setattr(autotune, "compile_elsewhere", lambda *args: given.append(args) or "jobs")
 
     def calls_of(case):
         if case.q[2] == 1024:
             raise RuntimeError("out of memory")
         run = functools.partial(launch.launch_cached, "kernel", (1,), (x,))
-        return {each: functools.partial(run, (case.q[2], each.recipe)) for each in case.candidates}
+        run = {each: functools.partial(run, (case.q[2], each.recipe)) for each in case.candidates}
+        return run | {Candidate("sage1"): lambda: 1 / 0}
 
     monkeypatch.setattr(autotune, "calls_of", calls_of)
+    names = "sage1", *PER_TOKEN
     cases = [
-        measured._case(torch.device("cuda", 0), NEW, PER_TOKEN, Sizes(1, 2, 2, N, N))
+        measured._case(torch.device("cuda", 0), NEW, names, Sizes(1, 2, 2, N, N))
         for N in (1024, 2048)
     ]
-    autotune.compile_kernels(cases)
+    assert autotune.start_compiling(cases) == "jobs"
     ((launches, capability),) = given
     assert capability == (9, 0)
     assert [each.arguments[1:] for each in launches] == [(2048, *PER_TOKEN)]
@@ -625,15 +677,17 @@ def test_what_the_candidates_launch_is_compiled_and_not_launched(monkeypatch):
 
 
 def test_all_kernels_compile_before_the_first_size_is_timed(timed, gpu, monkeypatch):
-    compiled = []
+    compiled, waited = [], []
 
-    def compile_kernels(cases):
+    def start_compiling(cases):
         assert not timed
         compiled.extend(cases)
+        return ["jobs"]
 
-    monkeypatch.setattr(autotune, "compile_kernels", compile_kernels)
+    monkeypatch.setattr(autotune, "start_compiling", start_compiling)
+    monkeypatch.setattr(concurrent.futures, "wait", lambda *args: waited.append((args, len(timed))))
     assert measured.calibrate(gpu, NEW, PER_TOKEN) is None
-    assert compiled == timed
+    assert compiled == timed and waited == [((["jobs"], measured.LONGEST), 0)]
 
 
 def test_what_another_rank_says_may_make_no_sense(gpu, monkeypatch):
@@ -1096,7 +1150,7 @@ def test_what_other_processes_compiled_is_found_when_it_is_timed(D, kind, tmp_pa
     cases = [measured._case(device, family, ("sage2-8b-per-token",), each) for each in sizes]
     with knobs.cache.scope(), knobs.compilation.scope():
         knobs.cache.dir = str(tmp_path)
-        autotune.compile_kernels(cases)
+        concurrent.futures.wait(autotune.start_compiling(cases))
         knobs.compilation.listener = lambda *_, cache_hit, **__: hits.append(cache_hit)
         times = [autotune.measure(case, 1) for case in cases]
     assert all(ms > 0 for each in times for ms in each.values()), times

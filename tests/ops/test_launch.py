@@ -24,7 +24,7 @@ from sage_inductor.ops import launch
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.select import Problem, run_opaque, select
 from sage_inductor.ops.compat import ptxas_version
-from sage_inductor.ops.compile import Compilation, compile_together
+from sage_inductor.ops.compile import Compilation, compile_elsewhere
 from sage_inductor.ops.quantize import smooth
 from sage_inductor.ops.quantize.one_pass import launch_kv
 from sage_inductor.ops.recipe import NAMED
@@ -396,7 +396,9 @@ def test_what_would_be_launched_compiles_in_other_processes(launches, monkeypatc
     assert len(launches) == 8 and len({each.kernel for each in launches}) == 4
     with knobs.cache.scope(), knobs.compilation.scope():
         knobs.cache.dir = str(tmp_path / "cache")
-        compile_together(launches, (9, 0))
+        jobs = compile_elsewhere(launches, (9, 0))
+        assert len(jobs) == 4 and compile_elsewhere(launches, (9, 0)) == jobs  # not once more
+        concurrent.futures.wait(jobs)
         names = [path.stem for path in tmp_path.rglob("*.cubin")]
         assert sorted(names) == sorted({each.kernel.__name__ for each in launches}), names
         knobs.compilation.listener = lambda *_, cache_hit, **__: hits.append(cache_hit)
@@ -414,11 +416,12 @@ def test_kernels_that_fail_elsewhere_are_left_to_their_launch(
     with caplog.at_level(logging.DEBUG, "sage_inductor"), knobs.cache.scope():
         knobs.cache.dir = str(tmp_path)
         broken = [each._replace(options=each.options | {"num_warps": 3}) for each in launches]
-        compile_together(broken, (9, 0))
-        assert "4 of 4 kernels" in caplog.text and not list(tmp_path.rglob("*.cubin"))
+        jobs = compile_elsewhere(broken, (9, 0))
+        concurrent.futures.wait(jobs)
+        assert len(jobs) == 4 and not list(tmp_path.rglob("*.cubin"))
+        assert caplog.text.count("is left to its launch: ") == 4
         monkeypatch.setattr(AsyncCompile, "use_process_pool", lambda: False)
-        compile_together(launches, (9, 0))
-        assert not list(tmp_path.rglob("*.cubin"))
+        assert compile_elsewhere(launches, (9, 0)) == []
         monkeypatch.setattr(AsyncCompile, "use_process_pool", lambda: 1 / 0)
-        compile_together(launches, (9, 0))
+        assert compile_elsewhere(launches, (9, 0)) == []
     assert "one after the other: division by zero" in caplog.text
