@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from sage_inductor.ops.attention.hopper.plan import schedule
+from sage_inductor.ops.attention.tiles import schedule
 
 MIN_SPEEDUP = 1.02  # faster by more than the spread of the medians
 # ms. Of sizes left out of their fits (965, H200, 2026-11-23) with 2 us 98.0 % are decided within

@@ -244,6 +244,27 @@ def hopper_of_blocks(tile: Tile, head_dim: int, block_q: int, block_kv: int) -> 
     )
 
 
+MIN_BLOCKS_SAVED = 8  # blocks of a tile; combining the pieces takes about as long as 4
+MIN_BLOCKS_OF_A_PIECE = 4  # blocks that a program should have at least
+
+
+def schedule(num_tiles: int, blocks: int, processors: int) -> tuple[int, int] | None:
+    """How the Hopper kernel deals out tiles of equal length: (programs, tiles that are computed
+    whole), where the blocks of the other tiles are dealt out, for that saves every program
+    MIN_BLOCKS_SAVED blocks and 4 %. None: all tiles are whole."""
+    if blocks <= MIN_BLOCKS_SAVED:  # as idle < processors; said, it is known while packaging
+        return None
+    idle = triton.cdiv(num_tiles, processors) * processors - num_tiles  # in the last round
+    # Each program saves idle * blocks / processors blocks of num_tiles * blocks / processors.
+    least = torch.sym_max(25 * MIN_BLOCKS_SAVED * processors, num_tiles * blocks)
+    if 25 * idle * blocks < least:
+        return None
+    whole_tiles = torch.sym_max(num_tiles // processors - 1, 0) * processors
+    # Where tiles are whole, there are more pieces than programs.
+    pieces = num_tiles * blocks // MIN_BLOCKS_OF_A_PIECE
+    return torch.sym_max(1, torch.sym_min(processors, pieces)), whole_tiles
+
+
 class Gpu(NamedTuple):
     """A GPU that need not be here, in a device's place: what a package is compiled for."""
 

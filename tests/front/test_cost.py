@@ -23,7 +23,7 @@ from sage_inductor.cost import (
     Sizes,
     features,
 )
-from sage_inductor.ops.attention.hopper.plan import schedule
+from sage_inductor.ops.attention.tiles import schedule
 from sage_inductor.patterns.call import Band
 
 

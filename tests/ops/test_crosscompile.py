@@ -342,7 +342,7 @@ def test_tiles_of_a_causal_call_are_dealt_about_equally(heads, num_m, group, mon
 def test_shares_of_blocks_are_equal_and_make_up_the_tiles(processors):
     for num_tiles in (1, 5, 131, 132, 133, 200, 576):
         for blocks in (1, 7, 36, 600):
-            shared = plan.schedule(num_tiles, blocks, processors)
+            shared = tiles.schedule(num_tiles, blocks, processors)
             if shared is None:
                 continue
             programs, whole = shared
@@ -350,11 +350,11 @@ def test_shares_of_blocks_are_equal_and_make_up_the_tiles(processors):
             dealt = (num_tiles - whole) * blocks
             shares = [(c + 1) * dealt // programs - c * dealt // programs for c in range(programs)]
             assert sum(shares) == dealt and max(shares) - min(shares) <= 1
-            assert whole % programs == 0 and min(shares) >= min(plan.MIN_BLOCKS_OF_A_PIECE, dealt)
+            assert whole % programs == 0 and min(shares) >= min(tiles.MIN_BLOCKS_OF_A_PIECE, dealt)
             longest = whole // programs * blocks + max(shares)
-            assert longest <= -(-num_tiles // processors) * blocks - plan.MIN_BLOCKS_SAVED + 1
-    assert plan.schedule(10 * processors, 600, processors) is None
-    assert (plan.schedule(5, 600, processors) is None) == (processors == 1)
+            assert longest <= -(-num_tiles // processors) * blocks - tiles.MIN_BLOCKS_SAVED + 1
+    assert tiles.schedule(10 * processors, 600, processors) is None
+    assert (tiles.schedule(5, 600, processors) is None) == (processors == 1)
 
 
 def calls():

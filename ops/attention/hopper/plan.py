@@ -30,11 +30,9 @@ from sage_inductor.ops.formats import pad_head_dim
 from sage_inductor.ops.launch import doubled
 
 REGISTERS = {2: (168, 240), 3: (128, 160)}  # by warpgroups: at launch, then of a consumer
-MIN_BLOCKS_SAVED = 8  # blocks of a tile; combining the pieces takes about as long as 4
 # Of k in all heads: TMA counts them in 32 bits, and so does the kernel, of heads (at least 128 rows
 # of k each) times 256 channels.
 MAX_K_ROWS = 2**30
-MIN_BLOCKS_OF_A_PIECE = 4  # blocks that a program should have at least
 L2_BYTES = 24 << 20  # of k and v that the causal tiles in flight may share
 
 
@@ -180,7 +178,7 @@ def _plan(
         groups = triton.cdiv(B * H_q, torch.sym_max(1, fit))
         group = triton.cdiv(B * H_q, torch.sym_max(1, groups + groups % 2))
     elif left < 0:
-        shares = schedule(num_tiles, blocks, processors)
+        shares = tiles.schedule(num_tiles, blocks, processors)
     split = shares is not None
     programs, whole_tiles = shares or (torch.sym_min(num_tiles, processors), num_tiles)
     at_launch, consumer = REGISTERS[tile.warpgroups]
@@ -279,22 +277,6 @@ def _at(descriptor: GluonDescriptor, x: Tensor) -> GluonDescriptor:
     descriptor = copy.copy(descriptor)  # two threads may launch it
     descriptor.base = x
     return descriptor
-
-
-def schedule(num_tiles: int, blocks: int, processors: int) -> tuple[int, int] | None:
-    """(programs, tiles that are computed whole), where the blocks of the other tiles are dealt out:
-    where that saves every program MIN_BLOCKS_SAVED blocks and 4 %. None: all tiles are whole."""
-    if blocks <= MIN_BLOCKS_SAVED:  # as idle < processors; said, it is known while packaging
-        return None
-    idle = triton.cdiv(num_tiles, processors) * processors - num_tiles  # in the last round
-    # Each program saves idle * blocks / processors blocks of num_tiles * blocks / processors.
-    least = torch.sym_max(25 * MIN_BLOCKS_SAVED * processors, num_tiles * blocks)
-    if 25 * idle * blocks < least:
-        return None
-    whole_tiles = torch.sym_max(num_tiles // processors - 1, 0) * processors
-    # Where tiles are whole, there are more pieces than programs.
-    pieces = num_tiles * blocks // MIN_BLOCKS_OF_A_PIECE
-    return torch.sym_max(1, torch.sym_min(processors, pieces)), whole_tiles
 
 
 _DTYPES = {
