@@ -541,7 +541,12 @@ def lengths(gpus: dict[str, dict]) -> str:
     lines = [["GPU", "head_dim", "kind of call", *(f"B·H ≥ {heads}" for heads in HEADS), "error"]]
     recipe = "sage2-8b-per-token"
     for gpu, table in measured.built_in().items():
-        families = [each for each in table.families if table.find(each, recipe) == each]
+        like = measured.built_in().get(measured.ALIKE.get(gpu))
+        families = [
+            each for each, times in table.families.items()
+            if table.find(each, recipe) == each
+            and not (like and times is like.families.get(each))  # its own
+        ]  # fmt: skip
         for each in sorted(families, key=lambda each: (each.head_dim, cost.KINDS.index(each.kind))):
             cells = [str(table.first_length(each, recipe, heads) or "") for heads in HEADS]
             error = table.error(each, recipe)

@@ -114,8 +114,8 @@ def main(argv=None) -> int:
                 save_rows()
                 print(f"{len(rows)} calls in {result['elapsed_s']:.0f} s", file=sys.stderr)
         if args.data != "built-in":  # what decided can be asked again
-            of_gpu = measured.tables(result["machine"]["gpu"])
-            result["tables"] = [table.to_json() for table in of_gpu]
+            for table in measured.tables(result["machine"]["gpu"])[:1]:
+                result["measured"] = table.to_json()
         result["state"]["end"] = machine.state(device)
         save_rows()
     print_summary(result["summary"], rows)

@@ -8,7 +8,8 @@ SDPA's backends, at a few sizes; `predict` fits cost.py's model to them. There a
     the first call of a new family   is measured while it compiles, some seconds, and kept in the
                                      user's cache (sage_inductor.config.calibrate = False: never)
 
-Two GPUs of one compute capability (an H100 and an H200) differ, so a table is a GPU's own.
+Two GPUs of one compute capability may differ, so a table is a GPU's own. Of two that were seen to
+be alike one takes the other's times for what it lacks (ALIKE).
 """
 
 import collections
@@ -44,6 +45,10 @@ from sage_inductor.patterns.call import Band
 _log = logging.getLogger("sage_inductor")
 
 H200 = "NVIDIA H200"
+# GPU -> another, whose times it takes where it has none of its own. An H100 took 1.00 of an H200's
+# time by cuDNN and 1.02 by ours, whose preparation is bound by memory: medians of 342 sizes
+# (2026-11-24).
+ALIKE = {"NVIDIA H100 80GB HBM3": H200}
 MEASURED = (9, 0)  # the compute capability of the GPUs whose tables are built in
 TORCHS_FLASH = "FA2"  # the built-in tables were measured against it, and against cuDNN
 
@@ -276,8 +281,14 @@ BUILT_IN = Path(__file__).parent / "tables"
 
 @functools.cache
 def built_in() -> dict[str, Table]:
-    read = (_table(json.loads(path.read_text())) for path in sorted(BUILT_IN.glob("*.json")))
-    return {table.gpu: table for table in read}
+    """By the GPU's name. One that is like another (ALIKE) has that one's families, where it has
+    none of its own."""
+    read = [_table(json.loads(path.read_text())) for path in sorted(BUILT_IN.glob("*.json"))]
+    found = {table.gpu: table for table in read}
+    for gpu, other in ALIKE.items():
+        families = found[other].families | found[gpu].families
+        found[gpu] = dataclasses.replace(found[gpu], families=families)
+    return found
 
 
 def path_of(gpu: str) -> Path:

@@ -15,6 +15,7 @@ from sage_inductor.ops.attention import tiles
 
 HEAD_DIMS = (64, 96, 128, 256)
 KINDS = ("full", "causal", "window", "keys")
+ROUNDS = 2  # of a size's timing
 
 
 def tune(
@@ -36,7 +37,7 @@ def tune(
         asked[family] = device, family, recipes, measured.sizes_of(family, MANY)
         measured.start_compiling(*asked[family])
     for family in progress(list(asked)):
-        times = measured.measure(*asked[family])
+        times = measured.measure(*asked[family], rounds=ROUNDS)
         table = table.with_families({family: times})
         save(table)
     return table

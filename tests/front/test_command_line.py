@@ -203,8 +203,9 @@ def test_tune_says_what_it_measures(monkeypatch, capsys):
     times = {"sage1": 1.0, "CUDNN_ATTENTION": 2.0}
     monkeypatch.setattr(tiles, "capability", lambda device: (8, 0))
     monkeypatch.setattr(measured, "gpu_name", lambda device: "NVIDIA A100")
+    monkeypatch.setattr(measured, "start_compiling", lambda *given: [])
     monkeypatch.setattr(
-        measured, "measure", lambda device, family, recipes, sizes: {sizes[0]: times}
+        measured, "measure", lambda device, family, recipes, sizes, rounds: {sizes[0]: times}
     )
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=9)

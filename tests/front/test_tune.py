@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -611,6 +612,32 @@ def test_a_size_that_sdpa_cannot_compute_is_left_out(gpu, monkeypatch):
     sizes = measured.sizes_of(NEW, measured.FEW)
     found = measured.measure(gpu, NEW, PER_TOKEN, sizes)
     assert list(found) == [each for each in sizes if each.N_q < 8000]
+
+
+def test_why_a_backend_has_no_such_calls_is_not_told_the_user(on_cpu, monkeypatch, recwarn):
+    """SDPA warns of each cause, on the way to the error that is kept."""
+
+    def fails(calls, rounds):
+        warnings.warn("Flash Attention does not support non-null attn_mask.", stacklevel=1)
+        return dict.fromkeys(calls, RuntimeError("no kernel"))
+
+    monkeypatch.setattr(autotune, "time_calls", fails)
+    autotune.measure(case())
+    assert not recwarn.list
+    warnings.warn("another", stacklevel=1)
+    assert len(recwarn.list) == 1
+
+
+def test_an_h100_takes_an_h200s_times_for_what_it_lacks():
+    ((name, other),) = measured.ALIKE.items()
+    path = measured.BUILT_IN / measured.path_of(name).name
+    own = measured._table(json.loads(path.read_text()))
+    both, others = measured.built_in()[name], measured.built_in()[other]
+    assert own.gpu == both.gpu == name and own.device == both.device == others.device
+    assert both.families == others.families | own.families
+    assert own.families[FULL_64] != others.families[FULL_64]
+    for family in (Family(40, 40, "full"), Family(255, 255, "keys")):
+        assert family not in own.families and measured.predict(name, family, *PER_TOKEN, LONG).wins
 
 
 def test_time_that_is_over_leaves_the_sizes_that_were_timed(timed, gpu, monkeypatch):
