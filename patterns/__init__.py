@@ -16,7 +16,7 @@ import torch
 from sage_inductor.ops import compat
 from sage_inductor.patterns import flex, functional, modules, sdpa
 from sage_inductor.patterns.bands import prove
-from sage_inductor.patterns.call import FULL, Call, Decision, Site, unreadable
+from sage_inductor.patterns.call import FULL, Call, Decision, Site, gathered, unreadable
 from sage_inductor.patterns.graph import GraphIndex, value_of
 from sage_inductor.patterns.replace import replace, share
 from sage_inductor.patterns.softmax import build as softmax
@@ -88,6 +88,9 @@ def _rewrite_graph(graph: torch.fx.Graph, asked: dict, decide, put) -> list[Site
 def _rewrite_call(node: torch.fx.Node, index: GraphIndex, decide, put) -> Site | None:
     """The site of the call that `node` anchors, if it anchors one that was not decided before. What
     was inserted for a call that stays is left to the caller to take out."""
+    if site := gathered(node):
+        node.meta["sage"] = "kept"
+        return site
     call = next((call for find in FINDERS if (call := find(node, index))), None)
     if call is None or "sage" in call.node.meta:
         return None

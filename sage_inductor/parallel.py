@@ -18,6 +18,8 @@ from sage_inductor.ops.recipe import NAMED, canonical
 if typing.TYPE_CHECKING:  # a torch may be built without it
     from torch.distributed import ProcessGroup
 
+DEFAULT = "sage2-8b-per-token"
+
 
 @typing.overload
 def gather_attention(
@@ -31,7 +33,7 @@ def gather_attention(
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def gather_attention(
     q: Tensor, k: Tensor, v: Tensor, group: "ProcessGroup | None" = None, is_causal: bool = False,
-    scale: float | None = None, *, recipe: str = "sage2-8b-per-token", return_lse: bool = False,
+    scale: float | None = None, *, recipe: str = DEFAULT, return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """softmax(scale * q k^T) v of this rank's queries, over the keys of all ranks of a group.
 

@@ -192,11 +192,6 @@ def test_arguments_of_diffusers_are_honoured(given):
         torch.testing.assert_close(lse, scores.logsumexp(-1), atol=0.02, rtol=0.01)
 
 
-def test_context_parallelism_of_diffusers_is_refused():
-    with pytest.raises(ValueError, match="context parallelism is not supported"):
-        diffusers_attention(*[torch.randn(1, 8, 2, 64)] * 3, _parallel_config=object())
-
-
 @pytest.mark.parametrize("name", ["softcap", "s_aux"])
 def test_what_transformers_asks_beyond_sdpa_is_refused(name):
     q = torch.randn(1, 2, 8, 64)

@@ -1,25 +1,19 @@
 """``sage_inductor.gather_attention`` and its op, on CPU with gloo: what ranks compute together is what
 one device computes alone, and what they are called with wrongly is an error on all of them.
 
-Four processes live as long as this module's tests. Each runs functions of this file, by name.
+Four processes live as long as this module's tests (ranks.py).
 """
 
-import io
 import itertools
 import math
 import os
-import pickle
-import subprocess
-import sys
-from datetime import timedelta
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
+from ranks import Ranks, receive, send, serve
 from support import block_lists, exactly, qkv, relative_l1, sdpa
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -40,74 +34,12 @@ from sage_inductor.ops.launch import OPAQUE
 from sage_inductor.ops.recipe import NAMED
 
 RECIPE = "sage2-8b-per-token"
-TIMEOUT = 20  # seconds, of a collective
 BACKENDS = ("eager", "aot_eager", "inductor", "sage")
-
-
-# -- processes ----
-
-
-class Ranks:
-    """Processes that run functions of this file, each with the same group of the first P ranks."""
-
-    def __init__(self, count: int, folder: Path):
-        tests = str(Path(__file__).parents[1])
-        path = os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-        command = [sys.executable, __file__, str(count), str(folder / "store")]
-        self.processes = [
-            subprocess.Popen([*command, str(rank)], stdin=-1, stdout=-1, env=environment)
-            for rank in range(count)
-        ]
-
-    def __call__(self, function, *of_ranks, **given) -> list:
-        """What function(group, *of_ranks[rank], **given) returns, or its error, on each rank."""
-        asked = self.processes[: len(of_ranks)]
-        for process, each in zip(asked, of_ranks):
-            send(process.stdin, (function.__name__, len(asked), each, given))
-        return [receive(process.stdout) for process in asked]
-
-    def stop(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.communicate()
-
-
-def send(file, message) -> None:
-    buffer = io.BytesIO()  # torch.save: pickle alone has no FP8
-    torch.save(message, buffer)
-    pickle.dump(buffer.getvalue(), file)
-    file.flush()
-
-
-def receive(file):
-    return torch.load(io.BytesIO(pickle.load(file)), weights_only=False)
-
-
-def serve(count: str, store: str, rank: str) -> None:
-    """The loop of one of the processes."""
-    replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what is printed
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True, warn_only=True)  # conftest.poisoned
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    store, timeout = f"file://{store}", timedelta(seconds=TIMEOUT)
-    dist.init_process_group(
-        "gloo", init_method=store, rank=int(rank), world_size=int(count), timeout=timeout
-    )
-    groups = [dist.new_group(range(P), timeout=timeout) for P in range(1, int(count) + 1)]
-    while True:
-        name, P, args, given = receive(sys.stdin.buffer)
-        try:
-            found = globals()[name](groups[P - 1], *args, **given)
-        except Exception as error:
-            found = SimpleNamespace(kind=type(error).__name__, text=str(error))
-        send(replies, found)
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    ranks = Ranks(4, tmp_path_factory.mktemp("ranks"))
+    ranks = Ranks(4, __file__, tmp_path_factory.mktemp("ranks"))
     yield ranks
     ranks.stop()
 
@@ -318,6 +250,36 @@ def test_a_compiled_call_takes_other_lengths_of_any_rank(ranks):
         assert graphs == 1 and len(found) == 3
         for actual, expected in found:
             assert all(torch.equal(x, y) for x, y in zip(actual, expected))
+
+
+@torch.no_grad()
+def reported(group, q, k, v) -> list[dict]:
+    torch._dynamo.reset()
+    function = torch.compile(
+        lambda q, k, v: (
+            gather_attention(q, k, v, group, True),
+            torch.ops.sage.gather_sdpa(
+                q, k, v=v, group_name=group.group_name, is_causal=False, scale=1.0,
+                recipe=NAMED["sage2-8b-fp8qk"].encode(),
+            ),
+        ),
+        backend="sage", options={"sage.strict": True},
+    )  # fmt: skip
+    function(q, k, v)
+    return sage_inductor.report().to_dicts()
+
+
+def test_the_report_has_calls_that_gather(ranks):
+    q, k, v = inputs((64,), dtype=torch.float16)
+    (calls,) = ranks(reported, (q, k, v))
+    assert [(call["mask"], call["recipe"]) for call in calls] == [
+        ("causal", RECIPE), ("none", "sage2-8b-fp8qk"),
+    ]  # fmt: skip
+    for call in calls:
+        assert call["spelling"] == "sage_inductor.gather_attention"
+        assert (call["q"], call["k"]) == ([2, 4, 64, 64], [2, 2, 64, 64])
+        assert (call["dtype"], call["device"]) == ("float16", "cpu")
+        assert call["reason"] == "asked for; the keys of all ranks are gathered in 8 bits"
 
 
 @torch.no_grad()
@@ -658,7 +620,7 @@ def leave(group, q, k, v):
 
 
 def test_a_rank_that_is_gone_is_an_error_within_the_time_out(tmp_path):
-    pair, call = Ranks(2, tmp_path), inputs((40,), **SHAPE)
+    pair, call = Ranks(2, __file__, tmp_path), inputs((40,), **SHAPE)
     for process in pair.processes:
         send(process.stdin, ("leave", 2, call, {}))
     found = receive(pair.processes[0].stdout)
@@ -687,4 +649,4 @@ def test_every_block_is_quantized_once_of_all_its_rows():
 
 
 if __name__ == "__main__":
-    serve(*sys.argv[1:])
+    serve(globals())
