@@ -14,6 +14,16 @@ import torch
 import torch.distributed as dist
 from ranks import Ranks, serve
 from support import relative_l2
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 import sage_inductor
 from sage_inductor import config
@@ -346,6 +356,117 @@ def test_what_context_parallelism_does_not_compute_is_refused(degrees, given):
     (name,) = given
     with pytest.raises(ValueError, match=f"context parallelism does not support {name}"):
         sage_attention(*[torch.randn(1, 8, 2, 64)] * 3, **given, _parallel_config=asked)
+
+
+# -- transformers ----
+
+SIZES = dict(
+    hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=32, intermediate_size=128, vocab_size=64, pad_token_id=0, eos_token_id=None,
+    bos_token_id=None,
+)  # fmt: skip
+
+
+def llama():
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)), tokens()
+
+
+def qwen():
+    """Left-padded: a mask."""
+    mask = torch.ones(2, 96, dtype=torch.long)
+    mask[1, :10] = 0
+    model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SIZES))
+    return model, {**tokens(), "attention_mask": mask}
+
+
+def tokens() -> dict:
+    ids = torch.randint(1, 64, (2, 96))
+    return {"input_ids": ids, "use_cache": False, "return_dict": False}
+
+
+def by_heads(model) -> dict:
+    """The plan of a decoder's layer."""
+    colwise = dict.fromkeys(("q_proj", "k_proj", "v_proj"), ColwiseParallel())
+    plan = {f"self_attn.{name}": how for name, how in colwise.items()}
+    plan |= {"mlp.gate_proj": ColwiseParallel(), "mlp.up_proj": ColwiseParallel()}
+    return plan | {"self_attn.o_proj": RowwiseParallel(), "mlp.down_proj": RowwiseParallel()}
+
+
+def tensor_parallel(model, mesh) -> None:
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh, by_heads(model))
+
+
+def sequence_parallel(model, mesh) -> None:
+    """Between its products of heads a layer has some of the rows."""
+    rows, all_rows = Shard(1), Replicate()
+    gathered = PrepareModuleInput(
+        input_kwarg_layouts={"hidden_states": rows},
+        desired_input_kwarg_layouts={"hidden_states": all_rows},
+    )
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh, by_heads(model) | {
+            "input_layernorm": SequenceParallel(),
+            "self_attn": gathered,
+            "self_attn.o_proj": RowwiseParallel(output_layouts=rows),
+            "post_attention_layernorm": SequenceParallel(),
+            "mlp": PrepareModuleInput(input_layouts=rows, desired_input_layouts=all_rows),
+            "mlp.down_proj": RowwiseParallel(output_layouts=rows),
+        })  # fmt: skip
+    parallelize_module(model, mesh, {
+        "model.layers.0": PrepareModuleInput(
+            input_layouts=all_rows, desired_input_layouts=rows, use_local_output=True
+        ),
+        "model.norm": SequenceParallel(),
+        "lm_head": ColwiseParallel(input_layouts=rows, output_layouts=all_rows),
+    })  # fmt: skip
+
+
+def fsdp(model, mesh) -> None:
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def spread(group, name: str, how: str):
+    """The output of a compiled model, and what the report says of each call."""
+    torch._dynamo.reset()
+    model, inputs = made(DECODERS[name])
+    globals()[how](model, DeviceMesh.from_group(group, "cpu"))
+    model = torch.compile(model, backend="sage", options=OPTIONS, fullgraph=how != "fsdp")
+    return run(model, inputs), sage_inductor.report().to_dicts()
+
+
+DECODERS = {"Llama": llama, "Qwen": qwen}
+
+
+@functools.cache
+def compiled_alone(make):
+    """What one process computes, compiled, and exactly."""
+    model, inputs = made(make)
+    torch._dynamo.reset()
+    return run(torch.compile(model, backend="sage", options=OPTIONS), inputs), run(model, inputs)
+
+
+@pytest.mark.parametrize(
+    "name, how",
+    [
+        ("Llama", "tensor_parallel"),
+        ("Llama", "sequence_parallel"),
+        ("Qwen", "sequence_parallel"),
+        ("Qwen", "fsdp"),
+    ],
+)
+def test_decoders_over_two_processes(pair, name, how):
+    for told in pair(spread, *[(name, how)] * 2):
+        assert isinstance(told, tuple), told
+        found, calls = told
+        check(found, *compiled_alone(DECODERS[name]))
+        # FSDP2's hooks break the graph, and one graph serves both layers.
+        count, heads = (1, 4) if how == "fsdp" else (2, 2)
+        assert [(call["recipe"], call["q"]) for call in calls] == [
+            (RECIPE, [2, heads, 96, 32])
+        ] * count
 
 
 if __name__ == "__main__":
