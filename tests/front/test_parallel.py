@@ -7,6 +7,7 @@ Four processes live as long as this module's tests (ranks.py).
 import itertools
 import math
 import os
+from unittest import mock
 
 import pytest
 import torch
@@ -26,8 +27,11 @@ from torch.distributed.tensor.parallel import (
 from torch.testing import assert_close
 
 import sage_inductor
-from sage_inductor import SageOptionError, gather_attention
+from sage_inductor import SageOptionError, autotune, gather_attention, measured
+from sage_inductor.cost import Sizes
+from sage_inductor.measured import Family
 from sage_inductor.ops import gather
+from sage_inductor.ops.attention.tiles import Gpu
 from sage_inductor.ops.formats import K_BLOCK, MAX_ROWS
 from sage_inductor.ops.gather import Shards
 from sage_inductor.ops.launch import OPAQUE
@@ -389,6 +393,42 @@ def test_local_attention_of_a_parallel_model_is_rewritten(ranks, how):
         assert verdict == f"1 of 1 attention calls use {RECIPE}"
         assert_close(out, expected if how == "tensor parallel" else rows, atol=1e-5, rtol=0)
     assert 1e-5 < relative_l1(expected, model(x)) < 0.1
+
+
+# -- what ranks decide ----
+
+
+def decided(group, folder: str, sage: float) -> tuple:
+    """What a rank of a host of its own predicts by times of a GPU that is not there, and what the next
+    job on this host does. sage: ms of a recipe, where SDPA takes 1."""
+
+    def measure(case, rounds):
+        B, H, N, _ = case.q
+        work = B * H * N * case.k[2] * 1e-9
+        return {case.candidates[0]: sage * work, "CUDNN_ATTENTION": work}
+
+    gpu, family, sizes = "GPU", Family(48, 32, "full"), Sizes(1, 24, 24, 30000, 30000)
+    with (
+        mock.patch.dict(os.environ, SAGE_INDUCTOR_TABLES=folder),
+        mock.patch.object(measured, "gpu_name", lambda device: gpu),
+        mock.patch.object(measured, "gpu_of", lambda device: Gpu((9, 0), 132)),
+        mock.patch.object(autotune, "compile_kernels"),
+        mock.patch.object(autotune, "measure", measure),
+    ):
+        error = measured.calibrate(torch.device("cuda", 0), family, (RECIPE,))
+        now = measured.predict(gpu, family, RECIPE, sizes)
+        measured._here.clear()
+        measured.forget()
+        later = measured.predict(gpu, family, RECIPE, sizes)
+    return error, now, later
+
+
+def test_ranks_decide_by_the_times_of_one_of_them(ranks, tmp_path):
+    """The other's say the opposite."""
+    hosts = [str(tmp_path / name) for name in "ab"]
+    (error, now, later), other = ranks(decided, *zip(hosts, (0.5, 2.0)))
+    assert error is None and now.wins in (True, False)
+    assert now == later and other == (error, now, later)
 
 
 # -- DTensors ----
