@@ -5,9 +5,10 @@ $ torchrun --nproc-per-node 2 bench/parallel.py --json   # and bench/results/GPU
 
 Each of P ranks has N / P rows of q, k and v, and makes its rows of the output:
 
-    gather 8 bits   sage_inductor.gather_attention: keys are quantized where they are
-    gather bf16     k and v are gathered as they are, and each rank quantizes all of them
-    Ulysses         rows of all heads become all rows of some heads, and the output's go back
+    gather 8 bits       sage_inductor.gather_attention: keys are quantized where they are
+    lengths asked for   the same, with each rank's length read by the host in each call
+    gather bf16         k and v are gathered as they are, and each rank quantizes all of them
+    Ulysses             rows of all heads become all rows of some heads, and the output's go back
 
 All compute by one recipe, in eager. Their efficiency is what one GPU takes for the whole, over P
 times what they take. Beside the P of this run, other P are computed ("~"): what one GPU takes for a
@@ -250,10 +251,15 @@ def one_device(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return compose(call)[0]
 
 
-def gather_8_bits(link: Link, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    recipe = NAMED[RECIPE].encode()
+def gather_8_bits(link: Link, q: Tensor, k: Tensor, v: Tensor, knows: bool = True) -> Tensor:
+    asked = (
+        False,
+        q.shape[3] ** -0.5,
+        NAMED[RECIPE].encode(),
+        [k.shape[2]] * link.P if knows else None,
+    )
     with link.in_the_library():
-        return torch.ops.sage.gather_sdpa(q, k, v, "", False, q.shape[3] ** -0.5, recipe)[0]
+        return torch.ops.sage.gather_sdpa(q, k, v, "", *asked)[0]
 
 
 def gather_bf16(link: Link, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -277,7 +283,12 @@ def ulysses(link: Link, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out.transpose(1, 2)
 
 
-PROVIDERS = {"gather 8 bits": gather_8_bits, "gather bf16": gather_bf16, "Ulysses": ulysses}
+PROVIDERS = {
+    "gather 8 bits": gather_8_bits,
+    "lengths asked for": functools.partial(gather_8_bits, knows=False),
+    "gather bf16": gather_bf16,
+    "Ulysses": ulysses,
+}
 
 
 def measure(case: Case, clock: Clock, world: int, rank: int, bandwidth: list[dict]) -> list[dict]:

@@ -153,7 +153,7 @@ def gathered(node: Node) -> Site | None:
 
 
 GATHERS = (torch.ops.sage.gather_sdpa, torch.ops.sage.gather_sdpa.default)
-GATHER_ARGUMENTS = "q", "k", "v", "group_name", "is_causal", "scale", "recipe"
+GATHER_ARGUMENTS = "q", "k", "v", "group_name", "is_causal", "scale", "recipe", "lengths"
 
 
 def module_path(node) -> str:

@@ -113,8 +113,10 @@ def _over_devices(q: Tensor, k: Tensor, v: Tensor, scale, parallel_config, given
     if exchanges:
         q, k, v = (dispatch.SeqAllToAllDim.apply(group, x, 2, 1) for x in (q, k, v))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    ring = parallel._ring_mesh.get_group()
-    out = gather_attention(q, k, v, ring, scale=scale, recipe=_recipe()).transpose(1, 2)
+    lengths = None if parallel.ring_anything else [k.shape[2]] * parallel.ring_degree
+    out = gather_attention(
+        q, k, v, parallel._ring_mesh.get_group(), scale=scale, recipe=_recipe(), lengths=lengths
+    ).transpose(1, 2)
     return dispatch.SeqAllToAllDim.apply(group, out, 1, 2) if exchanges else out
 
 

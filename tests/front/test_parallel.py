@@ -109,6 +109,26 @@ def test_ranks_compute_what_one_device_does(ranks, lengths):
         assert out.transpose(1, 2).is_contiguous() and lse.dtype == torch.float32
 
 
+@torch.no_grad()
+def attend_unheard(group, q, k, v, lengths, is_causal=False):
+    """The host reads nothing of the other ranks."""
+    with mock.patch.object(gather, "_told", None):
+        return gather_attention(
+            q, k, v, group, is_causal, recipe=RECIPE, lengths=lengths, return_lse=True
+        )
+
+
+@pytest.mark.parametrize("name", ["two of whole blocks", "uneven", "short", "alone"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_lengths_that_are_given_are_not_asked_for(ranks, name, is_causal):
+    lengths = LENGTHS[name]
+    of_ranks = [(*each, lengths) for each in sharded(lengths, *inputs(lengths))]
+    found = ranks(attend_unheard, *of_ranks, is_causal=is_causal)
+    expected = ranks(attend, *(each[:3] for each in of_ranks), is_causal=is_causal)
+    for (out, lse), (expected_out, expected_lse) in zip(found, expected):
+        assert torch.equal(out, expected_out) and torch.equal(lse, expected_lse)
+
+
 def check_prepared(found, one, N: int) -> None:
     """Bit for bit, but for padding: no block of it has a scale, and no p reads its v."""
     blocks = -(-N // K_BLOCK)
@@ -254,6 +274,28 @@ def test_a_compiled_call_takes_other_lengths_of_any_rank(ranks):
         assert graphs == 1 and len(found) == 3
         for actual, expected in found:
             assert all(torch.equal(x, y) for x, y in zip(actual, expected))
+
+
+@torch.no_grad()
+def compiled_of_equal_lengths(group, *calls):
+    def function(q, k, v):
+        return gather_attention(q, k, v, group, lengths=[k.shape[2]] * group.size())
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(function, backend="sage", fullgraph=True, dynamic=True)
+    with mock.patch.object(gather, "_told", None):
+        found = [compiled(*call) for call in calls]
+    return found, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def test_a_compiled_call_is_given_lengths_of_its_own_shapes(ranks):
+    calls = [sharded(lengths, *inputs(lengths)) for lengths in ((70, 70), (71, 71), (128, 128))]
+    of_ranks = [[call[rank] for call in calls] for rank in range(2)]
+    expected = [ranks(attend, *call) for call in calls]
+    for rank, (found, graphs) in enumerate(ranks(compiled_of_equal_lengths, *of_ranks)):
+        assert graphs == 1
+        assert all(torch.equal(x, of_call[rank][0]) for x, of_call in zip(found, expected))
 
 
 @torch.no_grad()
@@ -622,6 +664,61 @@ def test_what_is_wrong_on_one_rank_is_an_error_on_every_rank(ranks, case, backen
     check_that_they_still_meet(ranks)
 
 
+@pytest.mark.parametrize("shape, options, message", DIFFERENT, ids=lambda x: str(x)[:30])
+def test_what_differs_is_an_error_on_every_rank_that_was_given_lengths(
+    ranks, shape, options, message
+):
+    lengths = {"lengths": (40, 40, 40)}
+    alike = inputs((40,), **SHAPE), {"scale": 0.125, **lengths}
+    other = inputs((40,), **{**SHAPE, **shape}), {"scale": 0.125, **options, **lengths}
+    check_unlike(ranks(called, alike, other, alike))
+    check_that_they_still_meet(ranks)
+
+
+def check_unlike(found) -> None:
+    for each in found:
+        assert each.kind == "RuntimeError"
+        assert "called with different arguments, or one of them wrongly" in each.text
+
+
+@pytest.mark.parametrize("case", wrong())
+def test_what_is_wrong_on_one_rank_is_an_error_on_every_rank_that_was_given_lengths(ranks, case):
+    tensors, options, message = wrong()[case]
+    right = inputs((40,), **SHAPE), {"lengths": (40, 40, MAX_ROWS if "many" in case else 40)}
+    *others, its = ranks(called, right, right, (tensors, {**right[1], **options}))
+    if case == "too many keys":  # which the lengths say on all of them
+        others, its = [], [*others, its]
+        assert all(each.kind == "ValueError" and message in each.text for each in its)
+    else:
+        assert its.kind == "ValueError" and its.text.startswith("sage::gather_sdpa: rank 2: ")
+        assert message in its.text
+    check_unlike(others)
+    check_that_they_still_meet(ranks)
+
+
+@pytest.mark.parametrize("lengths", [(40, 40), (40, 40, 39), (40, 0, 40), (40, 40, 40, 1)])
+def test_lengths_that_no_ranks_have(ranks, lengths):
+    call = inputs((40,), **SHAPE), {"lengths": lengths}
+    found = ranks(called, call, call, call)
+    for rank, each in enumerate(found):
+        wrong_here = len(lengths) != 3 or lengths[rank] != 40 or 0 in lengths
+        assert each.kind == ("ValueError" if wrong_here else "RuntimeError")
+        told = "lengths must be the numbers of keys of 3 ranks, 40 of them rank"
+        assert (told in each.text) == wrong_here
+    check_that_they_still_meet(ranks)
+
+
+def test_lengths_are_given_to_all_ranks_or_to_none(ranks):
+    tensors = inputs((40,), **SHAPE)
+    given, not_given = (tensors, {"lengths": (40, 40, 40)}), (tensors, {})
+    first, its, last = ranks(called, not_given, given, not_given)
+    check_unlike([its])
+    for each in first, last:
+        assert each.kind == "ValueError"
+        assert "rank 1: was called with lengths, and another rank without" in each.text
+    check_that_they_still_meet(ranks)
+
+
 def test_every_recipe_is_gathered_or_refused_with_a_reason():
     gathered = {name for name, recipe in NAMED.items() if gather.why_not(recipe) is None}
     assert gathered == {"sage2-8b-per-token", "sage2-8b-fp8qk"}
@@ -667,6 +764,33 @@ def test_a_rank_that_is_gone_is_an_error_within_the_time_out(tmp_path):
     assert found.kind in ("RuntimeError", "DistBackendError"), found
     assert "gloo" in found.text.lower(), found
     pair.stop()
+
+
+# -- one GPU ----
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_a_call_with_lengths_is_captured_in_a_cuda_graph(tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+    try:
+        tensors = [x.cuda() for x in inputs((1000,), D=128)]
+        others = [torch.randn_like(x) for x in tensors]
+        expected = [gather_attention(*each) for each in (tensors, others)]
+        assert torch.equal(expected[0], sdpa(*tensors, scale=128**-0.5, recipe=RECIPE)[0])
+        gather_attention(*tensors, lengths=[1000])
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = gather_attention(*tensors, lengths=[1000])
+        graph.replay()
+        assert torch.equal(out, expected[0])
+        for x, y in zip(tensors, others):
+            x.copy_(y)
+        graph.replay()
+        assert torch.equal(out, expected[1])
+    finally:
+        dist.destroy_process_group()
 
 
 # -- who has what ----
