@@ -137,12 +137,17 @@ def _recipe() -> str:
 def _let_cogvideox_dispatch() -> None:
     """Give CogVideoX what other models of diffusers have: attention that a backend computes, and a
     plan of what context parallelism splits. Its text and its video are both split, as Flux's."""
-    from diffusers import CogVideoXTransformer3DModel as Model
-    from diffusers.models import _modeling_parallel as parallel
-    from diffusers.models.attention_processor import CogVideoXAttnProcessor2_0 as Processor
+    try:
+        from diffusers import CogVideoXTransformer3DModel as Model
+        from diffusers.models import _modeling_parallel as parallel
+        from diffusers.models import attention_processor as processors
 
-    if Model._cp_plan is not None or hasattr(Processor, "_parallel_config"):
-        return  # of a diffusers that has both
+        known = processors.CogVideoXAttnProcessor2_0, processors.FusedCogVideoXAttnProcessor2_0
+        needed = Model._cp_plan is None and not hasattr(known[0], "_parallel_config")
+    except (ImportError, AttributeError):
+        needed = False
+    if not needed:  # by a diffusers that has both, or by one that has CogVideoX elsewhere
+        return
     rows = parallel.ContextParallelInput(split_dim=1, expected_dims=3)
     rope = parallel.ContextParallelInput(split_dim=0, expected_dims=2)
     Model._cp_plan = {
@@ -150,9 +155,13 @@ def _let_cogvideox_dispatch() -> None:
         "transformer_blocks.*": {"image_rotary_emb": [rope, rope]},  # each block is given all of it
         "proj_out": parallel.ContextParallelOutput(gather_dim=1, expected_dims=3),
     }
-    Processor._attention_backend = Processor._parallel_config = None
-    call = Processor.__call__
+    for processor in known:
+        processor._attention_backend = processor._parallel_config = None
+        processor.__call__ = _dispatching(processor.__call__)
+    Model.set_attn_processor = _keeping_parallel(Model.set_attn_processor)
 
+
+def _dispatching(call):
     @functools.wraps(call)
     def dispatching(self, *args, **kwargs):
         if self._attention_backend is self._parallel_config is None:
@@ -160,7 +169,19 @@ def _let_cogvideox_dispatch() -> None:
         with _Dispatch(self):
             return call(self, *args, **kwargs)
 
-    Processor.__call__ = dispatching
+    return dispatching
+
+
+def _keeping_parallel(set_attn_processor):
+    """Processors of later (`fuse_qkv_projections`) would attend to this rank's rows alone."""
+
+    @functools.wraps(set_attn_processor)
+    def set_and_keep(self, processor):
+        set_attn_processor(self, processor)
+        for each in self.attn_processors.values():
+            each._parallel_config = self._parallel_config
+
+    return set_and_keep
 
 
 class _Dispatch(TorchFunctionMode):

@@ -150,6 +150,23 @@ def eager(group, name: str, **degrees):
     return run(*parallel(MODELS[name], **degrees))
 
 
+def fused(group, when: str):
+    """CogVideoX, whose processors are others after its projections are fused."""
+
+    def make():
+        model, inputs = cogvideox()
+        if when == "before":
+            model.fuse_qkv_projections()
+        return model, inputs
+
+    model, inputs = parallel(make, **RING)
+    if when != "before":
+        model.fuse_qkv_projections()
+    if when == "and back":
+        model.unfuse_qkv_projections()
+    return run(model, inputs)
+
+
 def natively(group, name: str, **degrees):
     """By diffusers' own backend, which the compiler's finds: the output and the report's verdict."""
     model, inputs = parallel(MODELS[name], "native", **degrees)
@@ -235,6 +252,12 @@ def test_context_parallelism_of_diffusers_compiled(pair, name, how, degrees):
             gathers = "ring_degree" in degrees and not call["module"].endswith("attn2")
             by = "sage_inductor.gather_attention" if gathers else "sage_inductor.attention"
             assert (call["recipe"], call["spelling"]) == (RECIPE, by), call
+
+
+@pytest.mark.parametrize("when", ["before", "after", "and back"])
+def test_other_processors_of_cogvideox_attend_to_all_rows(pair, when):
+    for found in pair(fused, *[(when,)] * 2):
+        check(found, *alone(MODELS["CogVideoX"]), order_kept=False)
 
 
 def test_ulysses_of_diffusers_own_backend_is_rewritten(pair):
