@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 from torch.testing import assert_close
 
 import sage_inductor
-from sage_inductor import SageOptionError, autotune, gather_attention, measured
+from sage_inductor import SageOptionError, gather_attention, measured
 from sage_inductor.cost import Sizes
 from sage_inductor.measured import Family
 from sage_inductor.ops import gather
@@ -444,18 +444,16 @@ def decided(group, folder: str, sage: float) -> tuple:
     """What a rank of a host of its own predicts by times of a GPU that is not there, and what the next
     job on this host does. sage: ms of a recipe, where SDPA takes 1."""
 
-    def measure(case, rounds):
-        B, H, N, _ = case.q
-        work = B * H * N * case.k[2] * 1e-9
-        return {case.candidates[0]: sage * work, "CUDNN_ATTENTION": work}
+    def measure(device, family, recipes, sizes, *_):
+        work = {each: each.B * each.H_q * each.N_q * each.N_kv * 1e-9 for each in sizes}
+        return {each: {RECIPE: sage * ms, "CUDNN_ATTENTION": ms} for each, ms in work.items()}
 
     gpu, family, sizes = "GPU", Family(48, 32, "full"), Sizes(1, 24, 24, 30000, 30000)
     with (
         mock.patch.dict(os.environ, SAGE_INDUCTOR_TABLES=folder),
         mock.patch.object(measured, "gpu_name", lambda device: gpu),
         mock.patch.object(measured, "gpu_of", lambda device: Gpu((9, 0), 132)),
-        mock.patch.object(autotune, "compile_kernels"),
-        mock.patch.object(autotune, "measure", measure),
+        mock.patch.object(measured, "measure", measure),
     ):
         error = measured.calibrate(torch.device("cuda", 0), family, (RECIPE,))
         now = measured.predict(gpu, family, RECIPE, sizes)
