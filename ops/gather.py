@@ -14,14 +14,16 @@ prepared is bit for bit what one device makes of the whole k and v, whatever the
 * K_BLOCK keys share a scale. The rank where such a block begins quantizes all of it, and the ranks
   after it lend the rows that complete it: none, where shards are multiples of K_BLOCK.
 
-Opaque to torch.compile: the other ranks' lengths are known when it runs, not while it is traced.
+Opaque to torch.compile: the other ranks' lengths may be known when it runs, not while it is traced.
 
 Shapes: B batch, H_q and H_kv heads, D head_dim (D_v of v). N_q queries and N_r keys of this rank, N
 keys of all P ranks. M: the most blocks that any rank quantizes.
 """
 
 import bisect
+import hashlib
 import json
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -41,24 +43,29 @@ FACTS = 1024  # bytes in which a rank tells the others what it was called with
 ALIGN = 16  # bytes, of each tensor in a collective
 
 
-# No part of a CUDA graph: the host reads the other ranks' lengths.
+# No part of Inductor's CUDA graphs: without lengths the host reads the other ranks'.
 @torch.library.custom_op("sage::gather_sdpa", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def gather_sdpa(
-    q: Tensor, k: Tensor, v: Tensor, group_name: str, is_causal: bool, scale: float, recipe: str
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, group_name: str, is_causal: bool, scale: float, recipe: str,
+    lengths: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """softmax(scale * q k^T) v over the keys of all ranks of a group, in the order of its ranks.
 
     q [B, H_q, N_q, D], k [B, H_kv, N_r, D], v [B, H_kv, N_r, D_v], any strides: as `sdpa` has them.
     N_q and N_r may differ from rank to rank, nothing else may. is_causal: the queries of a rank are
     where its keys are, so N_q is N_r. recipe: Recipe.encode(), of one that `why_not` accepts.
+    lengths: N_r of each rank, where the caller knows them.
 
     Returns out [B, H_q, N_q, D_v], stored as [B, N, H, D], and lse [B, H_q, N_q] (natural log,
     fp32); no gradient. Every rank of the group has to call it. Raises ValueError on all of them,
-    which names a rank and what is wrong with its arguments, or what rank 0 has instead.
+    which names a rank and what is wrong with its arguments, or what rank 0 has instead. With
+    lengths the others are told by an assertion on the device: a RuntimeError, on GPUs where they
+    next synchronize.
     """
     group = compat.process_group(group_name)
     with torch.cuda.device_of(q):
-        shards = _agree(q, k, v, group, is_causal, scale, recipe)
+        facts = _facts(q, k, v, group, is_causal, scale, recipe, lengths)
+        shards = _agree(facts, q.device, group, lengths)
         prepared = _gather_prepared(k, v, shards, group, recipe)
         # What is prepared takes the place of k and v, of which only the shapes are read.
         k, v = (x.new_empty(()).expand(*x.shape[:2], shards.N, x.shape[3]) for x in (k, v))
@@ -114,44 +121,80 @@ class Shards(NamedTuple):
 # -- what the ranks agree on ----
 
 
-def _agree(q, k, v, group, is_causal: bool, scale: float, recipe: str) -> Shards:
-    """The lengths of all ranks. Raises ValueError on all, if any was called wrongly or unlike rank
-    0: before a collective whose size depends on it."""
+def _facts(q, k, v, group, is_causal: bool, scale: float, recipe: str, lengths) -> dict:
+    """What this rank was called with; an error alone, if it is wrong."""
     try:
-        _check(q, k, v, is_causal, scale, recipe)
-        facts = {
-            "length": k.shape[2], "batch": q.shape[0], "heads": q.shape[1],
-            "heads of k": k.shape[1], "head_dim": q.shape[3], "head_dim of v": v.shape[3],
-            "dtype": str(q.dtype), "is_causal": is_causal, "scale": scale, "recipe": recipe,
-        }  # fmt: skip
+        _check(q, k, v, group, is_causal, scale, recipe, lengths)
     except (TypeError, ValueError) as error:
-        facts = {"error": str(error)[: FACTS // 2]}
-    text = json.dumps(facts).encode().ljust(FACTS)
-    (texts,) = _all_gather([torch.tensor(list(text), dtype=torch.uint8, device=q.device)], group)
-    told = [json.loads(bytes(each)) for each in texts.tolist()]
-    for rank, facts in enumerate(told):
+        return {"error": str(error)[: FACTS // 2]}
+    return {
+        "length": k.shape[2], "batch": q.shape[0], "heads": q.shape[1],
+        "heads of k": k.shape[1], "head_dim": q.shape[3], "head_dim of v": v.shape[3],
+        "dtype": str(q.dtype), "is_causal": is_causal, "scale": scale, "recipe": recipe,
+        "lengths": None if lengths is None else list(lengths),
+    }  # fmt: skip
+
+
+def _agree(facts: dict, device: torch.device, group, lengths) -> Shards:
+    """The lengths of all ranks. An error on all, if any was called wrongly or unlike rank 0: before
+    a collective whose size depends on it. Given the lengths, the host reads nothing of the others:
+    a digest is compared on the device."""
+    length = facts.pop("length", None)
+    if lengths is None:
+        lengths = _told({"length": length, **facts}, device, group)
+    else:
+        # Of as many bytes as the facts are: another rank may not have been given the lengths.
+        digest = int.from_bytes(hashlib.sha256(json.dumps(facts).encode()).digest()[:7])
+        mine = torch.full((FACTS // 8,), digest, device=device).view(torch.uint8)
+        (everyones,) = _all_gather([mine], group)
         if "error" in facts:
-            raise ValueError(f"sage::gather_sdpa: rank {rank}: {facts['error']}")
-    lengths = tuple(facts.pop("length") for facts in told)
+            raise ValueError(f"sage::gather_sdpa: rank {group.rank()}: {facts['error']}")
+        compat.assert_async((everyones == mine).all(), UNLIKE)
+    if sum(lengths) > MAX_ROWS:
+        raise ValueError(
+            f"sage::gather_sdpa: the ranks must have at most {MAX_ROWS} keys, got {sum(lengths)}"
+        )
+    return Shards(tuple(lengths))
+
+
+UNLIKE = (
+    "sage::gather_sdpa: the ranks were called with different arguments, or one of them wrongly: "
+    "without lengths an error says which"
+)
+
+
+def _told(facts: dict, device: torch.device, group) -> list[int]:
+    """Every rank's length. Raises ValueError, which names a rank, as `_agree` says."""
+    text = json.dumps(facts).encode().ljust(FACTS)
+    (texts,) = _all_gather([torch.tensor(list(text), dtype=torch.uint8, device=device)], group)
+    told = []
+    for rank, each in enumerate(texts.tolist()):
+        try:
+            told.append(json.loads(bytes(each)))
+        except ValueError:
+            told.append({"error": "was called with lengths, and another rank without"})
+        if "error" in told[-1]:
+            raise ValueError(f"sage::gather_sdpa: rank {rank}: {told[-1]['error']}")
+    lengths = [facts.pop("length") for facts in told]
     for rank, facts in enumerate(told):
         names = [name for name in facts if facts[name] != told[0][name]]
         if names:
             its, first = (", ".join(f"{n} {x[n]}" for n in names) for x in (facts, told[0]))
             raise ValueError(f"sage::gather_sdpa: rank {rank} has {its}, rank 0 has {first}")
-    if sum(lengths) > MAX_ROWS:
-        raise ValueError(
-            f"sage::gather_sdpa: the ranks must have at most {MAX_ROWS} keys, got {sum(lengths)}"
-        )
-    return Shards(lengths)
+    return lengths
 
 
-def _check(q, k, v, is_causal: bool, scale: float, recipe: str) -> None:
+def _check(q, k, v, group, is_causal: bool, scale: float, recipe: str, lengths) -> None:
     check(SdpaCall(q, k, v, None, [], None, None, False, scale, recipe, None, True, False))
     if reason := why_not(decode(recipe)):
         raise ValueError(reason)
-    if is_causal and q.shape[2] != k.shape[2]:
+    N_q, N_r, P, rank = q.shape[2], k.shape[2], group.size(), group.rank()
+    if is_causal and N_q != N_r:
+        raise ValueError(f"is_causal needs as many queries as keys, got {N_q} and {N_r}")
+    if lengths is not None and (len(lengths) != P or min(lengths) < 1 or lengths[rank] != N_r):
         raise ValueError(
-            f"is_causal needs as many queries as keys, got {q.shape[2]} and {k.shape[2]}"
+            f"lengths must be the numbers of keys of {P} ranks, {N_r} of them rank {rank}'s, "
+            f"got {list(lengths)}"
         )
 
 
@@ -260,7 +303,7 @@ def _all_gather(xs: list[Tensor], group) -> list[Tensor]:
 
 
 @gather_sdpa.register_fake
-def _(q, k, v, group_name, is_causal, scale, recipe):
+def _(q, k, v, group_name, is_causal, scale, recipe, lengths=None):
     # Nothing is checked: an error on the one rank that compiles would leave the others waiting.
     if not q.dim() == v.dim() == 4:
         return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)

@@ -1,6 +1,6 @@
 """Which attention calls become sage calls, and why the others do not: graph -> graph.
 
-find     sdpa.py, softmax/, modules.py, flex.py    node -> Call, in SDPA's terms
+find     sdpa.py, backends.py, softmax/, ...       node -> Call, in SDPA's terms
 prove    bands.py                                  what its mask says
 judge    eligible.py                               can `sage::sdpa` stand for it
 replace  replace.py, shared_kv.py                  and what calls or batches share, once
@@ -14,16 +14,16 @@ from collections.abc import Callable
 import torch
 
 from sage_inductor.ops import compat
-from sage_inductor.patterns import flex, functional, modules, sdpa
+from sage_inductor.patterns import backends, flex, functional, modules, sdpa
 from sage_inductor.patterns.bands import prove
-from sage_inductor.patterns.call import FULL, Call, Decision, Site, unreadable
+from sage_inductor.patterns.call import FULL, Call, Decision, Site, gathered, unreadable
 from sage_inductor.patterns.graph import GraphIndex, value_of
 from sage_inductor.patterns.replace import replace, share
 from sage_inductor.patterns.softmax import build as softmax
 
 __all__ = ["Decision", "Site", "rewrite"]
 
-FINDERS = (sdpa.find, softmax.find, modules.find, flex.find)
+FINDERS = (sdpa.find, backends.find, softmax.find, modules.find, flex.find)
 _log = logging.getLogger("sage_inductor")
 
 
@@ -88,6 +88,9 @@ def _rewrite_graph(graph: torch.fx.Graph, asked: dict, decide, put) -> list[Site
 def _rewrite_call(node: torch.fx.Node, index: GraphIndex, decide, put) -> Site | None:
     """The site of the call that `node` anchors, if it anchors one that was not decided before. What
     was inserted for a call that stays is left to the caller to take out."""
+    if site := gathered(node):
+        node.meta["sage"] = "kept"
+        return site
     call = next((call for find in FINDERS if (call := find(node, index))), None)
     if call is None or "sage" in call.node.meta:
         return None

@@ -15,6 +15,7 @@ import torch
 from torch.fx import Node
 
 from sage_inductor.ops import compat
+from sage_inductor.ops.recipe import NAMED, decode
 from sage_inductor.ops.selector import BLOCK_SIZE, Selection
 from sage_inductor.ops.visibility import NO_LISTS, BlockLists
 from sage_inductor.patterns.graph import Emitter, dims, value_of
@@ -136,6 +137,25 @@ def unreadable(node, error: Exception) -> Site:
     return Site(module_path(node), node.name, "?", (), (), "?", "?", Decision(None, reason))
 
 
+def gathered(node: Node) -> Site | None:
+    """The site of a call of ``sage_inductor.gather_attention``, which stays what it is."""
+    if node.op != "call_function" or node.target not in GATHERS:
+        return None
+    given = dict(zip(GATHER_ARGUMENTS, node.args, strict=False)) | node.kwargs
+    q, k, recipe = value_of(given["q"]), value_of(given["k"]), decode(given["recipe"])
+    name = next(name for name, each in NAMED.items() if each == recipe)
+    decision = Decision(name, "asked for; the keys of all ranks are gathered in 8 bits")
+    return Site(
+        module_path(node), node.name, "sage_inductor.gather_attention", dims(q), dims(k),
+        str(q.dtype).removeprefix("torch."), "causal" if given["is_causal"] else "none", decision,
+        str(q.device),
+    )  # fmt: skip
+
+
+GATHERS = (torch.ops.sage.gather_sdpa, torch.ops.sage.gather_sdpa.default)
+GATHER_ARGUMENTS = "q", "k", "v", "group_name", "is_causal", "scale", "recipe", "lengths"
+
+
 def module_path(node) -> str:
     """``layers.0.attn``, as the model's named_modules() says, of the innermost module entered: its
     path within the outermost module that the compiled code reaches it by.
@@ -144,13 +164,15 @@ def module_path(node) -> str:
     model, ``L['pipe'].parts['model'].layers.0.attn`` where an object holds it, or
     ``L['self'].__dict__['_modules']['layers'].0.attn`` under a __getattr__."""
     stack = node.meta.get("nn_module_stack") or {"": ("", None)}
-    path = list(stack.values())[-1][0]
+    path = re.sub(HOOKED, "", list(stack.values())[-1][0])
     names = re.findall(r"\w+", path)
     if path.startswith(("L[", "G[")):
         names = names[_length_of_root(path) :]
     return ".".join(name for name in names if name not in UNNAMED)
 
 
+# Where hooks of diffusers or accelerate have replaced a module's forward, which they then call.
+HOOKED = r"\.forward\.func\.__closure__.*?\.__self__"
 # What Dynamo's path goes through, and named_modules() of the module as it was written does not.
 UNNAMED = (
     "__dict__", "_modules", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module",

@@ -6,6 +6,7 @@ Each rank quantizes its keys, and 8-bit codes are gathered instead of 16-bit num
 """
 
 import typing
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,20 +19,25 @@ from sage_inductor.ops.recipe import NAMED, canonical
 if typing.TYPE_CHECKING:  # a torch may be built without it
     from torch.distributed import ProcessGroup
 
+DEFAULT = "sage2-8b-per-token"
+
 
 @typing.overload
 def gather_attention(
     q: Tensor, k: Tensor, v: Tensor, group: "ProcessGroup | None" = ..., is_causal: bool = ...,
-    scale: float | None = ..., *, recipe: str = ..., return_lse: typing.Literal[False] = ...,
+    scale: float | None = ..., *, recipe: str = ..., lengths: Sequence[int] | None = ...,
+    return_lse: typing.Literal[False] = ...,
 ) -> Tensor: ...  # fmt: skip
 @typing.overload
 def gather_attention(
     q: Tensor, k: Tensor, v: Tensor, group: "ProcessGroup | None" = ..., is_causal: bool = ...,
-    scale: float | None = ..., *, recipe: str = ..., return_lse: typing.Literal[True],
+    scale: float | None = ..., *, recipe: str = ..., lengths: Sequence[int] | None = ...,
+    return_lse: typing.Literal[True],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def gather_attention(
     q: Tensor, k: Tensor, v: Tensor, group: "ProcessGroup | None" = None, is_causal: bool = False,
-    scale: float | None = None, *, recipe: str = "sage2-8b-per-token", return_lse: bool = False,
+    scale: float | None = None, *, recipe: str = DEFAULT, lengths: Sequence[int] | None = None,
+    return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """softmax(scale * q k^T) v of this rank's queries, over the keys of all ranks of a group.
 
@@ -40,21 +46,23 @@ def gather_attention(
     and may differ from rank to rank; the rest is equal on all. group: None is the default one.
     is_causal: a rank's queries are where its keys are, so N_q is N_r. recipe: one whose statistics
     are estimated, with 8-bit v. It is computed as asked: nothing is decided, by length or policy.
+    lengths: N_r of each rank, where the caller knows them: the host then waits for no other rank.
 
     Returns out [B, H_q, N_q, D_v], with return_lse also the row logsumexp [B, H_q, N_q]: fp32,
-    natural log. Every rank of the group has to call it. Each waits for all in each call, so it is
-    no part of a CUDA graph. There is no gradient.
+    natural log. Every rank of the group has to call it. There is no gradient.
 
     Raises SageOptionError for an unknown recipe, RuntimeError without a process group or where a
     gradient is needed. Raises ValueError on every rank, with a rank and what is wrong with its
-    arguments or differs from rank 0's. If a rank does not come, the collective of torch.distributed
-    raises on the others, after its time-out.
+    arguments or differs from rank 0's; with lengths that is a RuntimeError on the ranks that were
+    called rightly, on GPUs where they next synchronize. If a rank does not come, the collective of
+    torch.distributed raises on the others, after its time-out.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
             "sage_inductor.gather_attention needs torch.distributed.init_process_group()"
         )
-    if None in (compat.process_group, compat.all_gather_single):
+    needed = [compat.process_group, compat.all_gather_single]
+    if None in needed + [compat.assert_async] * (lengths is not None):
         raise RuntimeError(
             f"sage_inductor.gather_attention: torch {torch.__version__} has not what it needs of "
             "torch.distributed (ops/compat.py): use a torch that it was tested with, 2.11 or 2.13"
@@ -65,7 +73,8 @@ def gather_attention(
         raise RuntimeError("sage_inductor.gather_attention has no gradient: use torch.no_grad()")
     name = (group or dist.group.WORLD).group_name
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out, lse = torch.ops.sage.gather_sdpa(q, k, v, name, is_causal, scale, _encoded(recipe))
+    asked = is_causal, scale, _encoded(recipe), lengths
+    out, lse = torch.ops.sage.gather_sdpa(q, k, v, name, *asked)
     return (out, lse) if return_lse else out
 
 

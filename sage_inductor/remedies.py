@@ -97,6 +97,8 @@ CAUSES = (
           "unpack it: out, _ = attention(...)"),
     Cause("the attention weights are used", "give need_weights=False, and do not read the weights"),
 
+    Cause("an op of SDPA's backends is used for more than attention",
+          "for inference, call F.scaled_dot_product_attention, or read no more than out and lse"),
     Cause("the logsumexp or the maxima are used", "do not ask flex_attention for them"),
     Cause("score_mod changes the scores", "nothing to do where the model needs its score_mod"),
     Cause("score_mod or mask_mod captures", "write mask_mod of b, h, q_idx, kv_idx and constants"),

@@ -3,15 +3,26 @@
 diffusers' backends are the members of an enum, AttentionBackendName, each with a function in
 _AttentionBackendRegistry. It has no call that adds a name from outside, so the member is made here.
 
+Under diffusers' context parallelism each rank has some rows of the sequence:
+
+    ring_degree       `gather_attention`: keys are quantized where they are, and gathered in 8 bits
+    ulysses_degree    diffusers exchanges rows for heads, and attention is local
+    both              rows are exchanged for heads within, and keys gathered across
+
 Shapes: B batch, N_q and N_kv sequence, H_q and H_kv heads, D head_dim (D_v of v).
 """
 
 import functools
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
+from sage_inductor import config
 from sage_inductor.functional import attention
+from sage_inductor.options import AUTO
+from sage_inductor.parallel import DEFAULT, gather_attention
 
 NAME = "sage_inductor"
 
@@ -28,10 +39,13 @@ def register_backend() -> None:
         constraints = [dispatch._check_device, dispatch._check_shape]
         member = str.__new__(names, NAME)
         member._name_, member._value_ = NAME.upper(), NAME
-        registry.register(member, constraints=constraints)(sage_attention)
+        registry.register(member, constraints=constraints, supports_context_parallel=True)(
+            sage_attention
+        )
         # What Enum does for the members of its class body.
         names._member_map_[member.name] = names._value2member_map_[NAME] = member
         names._member_names_.append(member.name)
+        _let_cogvideox_dispatch()
     except (ImportError, AttributeError, TypeError) as error:
         raise ImportError(
             f"sage_inductor has no attention backend for diffusers {diffusers.__version__} (0.42 "
@@ -47,9 +61,14 @@ def sage_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """``sage_inductor.attention`` in diffusers' order: query [B, N_q, H_q, D], key and value
     [B, N_kv, H_kv, D] and [.., D_v] -> out [B, N_q, H_q, D_v], with return_lse also lse
-    [B, H_q, N_q] in fp32. A mask may be [B, N_kv] too. Dropout is SDPA's."""
+    [B, H_q, N_q] in fp32. A mask may be [B, N_kv] too. Dropout is SDPA's. Under context parallelism
+    N_q and N_kv are this rank's, and the keys are those of all ranks.
+
+    Raises ValueError, before ranks meet, for what context parallelism does not compute."""
     if _parallel_config is not None:
-        raise ValueError("attention backend sage_inductor: context parallelism is not supported")
+        given = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal,
+                 "enable_gqa": enable_gqa, "return_lse": return_lse}  # fmt: skip
+        return _over_devices(query, key, value, scale, _parallel_config, given)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # [B, H, N, D]
     if attn_mask is not None and attn_mask.shape == (q.shape[0], k.shape[2]):
         attn_mask = attn_mask[:, None, None]  # as diffusers' own backend reads it
@@ -63,3 +82,123 @@ def sage_attention(
         return found.transpose(1, 2)
     out, lse = found
     return out.transpose(1, 2), lse
+
+
+# -- over several devices ----
+
+
+def _over_devices(q: Tensor, k: Tensor, v: Tensor, scale, parallel_config, given: dict) -> Tensor:
+    """Attention of q [B, N_q, H_q, D] over the k and v of all ranks of diffusers' ParallelConfig;
+    given: the other arguments of `sage_attention`."""
+    from diffusers.models import attention_dispatch as dispatch
+
+    parallel, mask = parallel_config.context_parallel_config, given.pop("attn_mask")
+    refused = [name for name, value in given.items() if value]
+    if parallel.ring_degree > 1 and mask is not None:
+        refused.append("attn_mask")
+    if refused:
+        raise ValueError(
+            "attention backend sage_inductor: context parallelism does not support "
+            + ", ".join(refused)
+        )
+    if parallel.ring_degree == 1:
+        grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        return dispatch._templated_context_parallel_attention(
+            q, k, v, mask, scale=scale, _parallel_config=parallel_config,
+            # In training attention is SDPA's.
+            forward_op=dispatch._native_attention_forward_op if grad else _local,
+            backward_op=dispatch._native_attention_backward_op,
+        )  # fmt: skip
+    exchanges, group = parallel.ulysses_degree > 1, parallel._ulysses_mesh.get_group()
+    if exchanges:
+        q, k, v = (dispatch.SeqAllToAllDim.apply(group, x, 2, 1) for x in (q, k, v))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    lengths = None if parallel.ring_anything else [k.shape[2]] * parallel.ring_degree
+    out = gather_attention(
+        q, k, v, parallel._ring_mesh.get_group(), scale=scale, recipe=_recipe(), lengths=lengths
+    ).transpose(1, 2)
+    return dispatch.SeqAllToAllDim.apply(group, out, 1, 2) if exchanges else out
+
+
+def _local(ctx, q, k, v, mask, dropout_p, is_causal, scale, enable_gqa, return_lse, **_) -> Tensor:
+    """diffusers' forward_op: between its exchanges."""
+    return sage_attention(q, k, v, mask, scale=scale)
+
+
+@torch.compiler.assume_constant_result
+def _recipe() -> str:
+    """The config's; `gather_attention` refuses what it does not compute with, and "off"."""
+    return DEFAULT if config.recipe == AUTO else config.recipe
+
+
+# -- CogVideoX, whose processor calls SDPA itself ----
+
+
+def _let_cogvideox_dispatch() -> None:
+    """Give CogVideoX what other models of diffusers have: attention that a backend computes, and a
+    plan of what context parallelism splits. Its text and its video are both split, as Flux's."""
+    try:
+        from diffusers import CogVideoXTransformer3DModel as Model
+        from diffusers.models import _modeling_parallel as parallel
+        from diffusers.models import attention_processor as processors
+
+        known = processors.CogVideoXAttnProcessor2_0, processors.FusedCogVideoXAttnProcessor2_0
+        needed = Model._cp_plan is None and not hasattr(known[0], "_parallel_config")
+    except (ImportError, AttributeError):
+        needed = False
+    if not needed:  # by a diffusers that has both, or by one that has CogVideoX elsewhere
+        return
+    rows = parallel.ContextParallelInput(split_dim=1, expected_dims=3)
+    rope = parallel.ContextParallelInput(split_dim=0, expected_dims=2)
+    Model._cp_plan = {
+        "transformer_blocks.0": {"hidden_states": rows, "encoder_hidden_states": rows},
+        "transformer_blocks.*": {"image_rotary_emb": [rope, rope]},  # each block is given all of it
+        "proj_out": parallel.ContextParallelOutput(gather_dim=1, expected_dims=3),
+    }
+    for processor in known:
+        processor._attention_backend = processor._parallel_config = None
+        processor.__call__ = _dispatching(processor.__call__)
+    Model.set_attn_processor = _keeping_parallel(Model.set_attn_processor)
+
+
+def _dispatching(call):
+    @functools.wraps(call)
+    def dispatching(self, *args, **kwargs):
+        if self._attention_backend is self._parallel_config is None:
+            return call(self, *args, **kwargs)
+        with _Dispatch(self):
+            return call(self, *args, **kwargs)
+
+    return dispatching
+
+
+def _keeping_parallel(set_attn_processor):
+    """Processors of later (`fuse_qkv_projections`) would attend to this rank's rows alone."""
+
+    @functools.wraps(set_attn_processor)
+    def set_and_keep(self, processor):
+        set_attn_processor(self, processor)
+        for each in self.attn_processors.values():
+            each._parallel_config = self._parallel_config
+
+    return set_and_keep
+
+
+class _Dispatch(TorchFunctionMode):
+    """SDPA is what diffusers' dispatch computes for a processor."""
+
+    def __init__(self, processor):
+        super().__init__()
+        self.processor = processor
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+        kwargs = kwargs or {}
+        if function is not F.scaled_dot_product_attention:
+            return function(*args, **kwargs)
+        q, k, v = (x.transpose(1, 2) for x in args)
+        return dispatch_attention_fn(
+            q, k, v, **kwargs, backend=self.processor._attention_backend,
+            parallel_config=self.processor._parallel_config,
+        ).transpose(1, 2)  # fmt: skip

@@ -192,11 +192,6 @@ def test_arguments_of_diffusers_are_honoured(given):
         torch.testing.assert_close(lse, scores.logsumexp(-1), atol=0.02, rtol=0.01)
 
 
-def test_context_parallelism_of_diffusers_is_refused():
-    with pytest.raises(ValueError, match="context parallelism is not supported"):
-        diffusers_attention(*[torch.randn(1, 8, 2, 64)] * 3, _parallel_config=object())
-
-
 @pytest.mark.parametrize("name", ["softcap", "s_aux"])
 def test_what_transformers_asks_beyond_sdpa_is_refused(name):
     q = torch.randn(1, 2, 8, 64)
@@ -252,6 +247,13 @@ def test_a_library_that_has_changed_is_named_with_what_works(library, module, na
     monkeypatch.delattr(f"{library}.{module}.{name}")
     with pytest.raises(ImportError, match=f'for {library} [0-9.]+ .* backend="sage".*{name}'):
         sage_inductor.register(library)
+
+
+def test_a_diffusers_whose_cogvideox_is_another_has_the_backend(monkeypatch):
+    assert diffusers.CogVideoXTransformer3DModel  # imported now, it has its processor
+    register_backend.cache_clear()
+    monkeypatch.delattr("diffusers.models.attention_processor.CogVideoXAttnProcessor2_0")
+    sage_inductor.register("diffusers")
 
 
 # -- the snippets of the documents, as they are printed there ----

@@ -1,25 +1,20 @@
 """``sage_inductor.gather_attention`` and its op, on CPU with gloo: what ranks compute together is what
 one device computes alone, and what they are called with wrongly is an error on all of them.
 
-Four processes live as long as this module's tests. Each runs functions of this file, by name.
+Four processes live as long as this module's tests (ranks.py).
 """
 
-import io
 import itertools
 import math
 import os
-import pickle
-import subprocess
-import sys
-from datetime import timedelta
-from pathlib import Path
-from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
+from ranks import Ranks, receive, send, serve
 from support import block_lists, exactly, qkv, relative_l1, sdpa
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -32,82 +27,23 @@ from torch.distributed.tensor.parallel import (
 from torch.testing import assert_close
 
 import sage_inductor
-from sage_inductor import SageOptionError, gather_attention
+from sage_inductor import SageOptionError, gather_attention, measured
+from sage_inductor.cost import Sizes
+from sage_inductor.measured import Family
 from sage_inductor.ops import gather
+from sage_inductor.ops.attention.tiles import Gpu
 from sage_inductor.ops.formats import K_BLOCK, MAX_ROWS
 from sage_inductor.ops.gather import Shards
 from sage_inductor.ops.launch import OPAQUE
 from sage_inductor.ops.recipe import NAMED
 
 RECIPE = "sage2-8b-per-token"
-TIMEOUT = 20  # seconds, of a collective
 BACKENDS = ("eager", "aot_eager", "inductor", "sage")
-
-
-# -- processes ----
-
-
-class Ranks:
-    """Processes that run functions of this file, each with the same group of the first P ranks."""
-
-    def __init__(self, count: int, folder: Path):
-        tests = str(Path(__file__).parents[1])
-        path = os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-        command = [sys.executable, __file__, str(count), str(folder / "store")]
-        self.processes = [
-            subprocess.Popen([*command, str(rank)], stdin=-1, stdout=-1, env=environment)
-            for rank in range(count)
-        ]
-
-    def __call__(self, function, *of_ranks, **given) -> list:
-        """What function(group, *of_ranks[rank], **given) returns, or its error, on each rank."""
-        asked = self.processes[: len(of_ranks)]
-        for process, each in zip(asked, of_ranks):
-            send(process.stdin, (function.__name__, len(asked), each, given))
-        return [receive(process.stdout) for process in asked]
-
-    def stop(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.communicate()
-
-
-def send(file, message) -> None:
-    buffer = io.BytesIO()  # torch.save: pickle alone has no FP8
-    torch.save(message, buffer)
-    pickle.dump(buffer.getvalue(), file)
-    file.flush()
-
-
-def receive(file):
-    return torch.load(io.BytesIO(pickle.load(file)), weights_only=False)
-
-
-def serve(count: str, store: str, rank: str) -> None:
-    """The loop of one of the processes."""
-    replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what is printed
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True, warn_only=True)  # conftest.poisoned
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    store, timeout = f"file://{store}", timedelta(seconds=TIMEOUT)
-    dist.init_process_group(
-        "gloo", init_method=store, rank=int(rank), world_size=int(count), timeout=timeout
-    )
-    groups = [dist.new_group(range(P), timeout=timeout) for P in range(1, int(count) + 1)]
-    while True:
-        name, P, args, given = receive(sys.stdin.buffer)
-        try:
-            found = globals()[name](groups[P - 1], *args, **given)
-        except Exception as error:
-            found = SimpleNamespace(kind=type(error).__name__, text=str(error))
-        send(replies, found)
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    ranks = Ranks(4, tmp_path_factory.mktemp("ranks"))
+    ranks = Ranks(4, __file__, tmp_path_factory.mktemp("ranks"))
     yield ranks
     ranks.stop()
 
@@ -171,6 +107,26 @@ def test_ranks_compute_what_one_device_does(ranks, lengths):
         expected = sdpa(q_r, k, v, recipe=RECIPE)
         assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
         assert out.transpose(1, 2).is_contiguous() and lse.dtype == torch.float32
+
+
+@torch.no_grad()
+def attend_unheard(group, q, k, v, lengths, is_causal=False):
+    """The host reads nothing of the other ranks."""
+    with mock.patch.object(gather, "_told", None):
+        return gather_attention(
+            q, k, v, group, is_causal, recipe=RECIPE, lengths=lengths, return_lse=True
+        )
+
+
+@pytest.mark.parametrize("name", ["two of whole blocks", "uneven", "short", "alone"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_lengths_that_are_given_are_not_asked_for(ranks, name, is_causal):
+    lengths = LENGTHS[name]
+    of_ranks = [(*each, lengths) for each in sharded(lengths, *inputs(lengths))]
+    found = ranks(attend_unheard, *of_ranks, is_causal=is_causal)
+    expected = ranks(attend, *(each[:3] for each in of_ranks), is_causal=is_causal)
+    for (out, lse), (expected_out, expected_lse) in zip(found, expected):
+        assert torch.equal(out, expected_out) and torch.equal(lse, expected_lse)
 
 
 def check_prepared(found, one, N: int) -> None:
@@ -321,6 +277,58 @@ def test_a_compiled_call_takes_other_lengths_of_any_rank(ranks):
 
 
 @torch.no_grad()
+def compiled_of_equal_lengths(group, *calls):
+    def function(q, k, v):
+        return gather_attention(q, k, v, group, lengths=[k.shape[2]] * group.size())
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(function, backend="sage", fullgraph=True, dynamic=True)
+    with mock.patch.object(gather, "_told", None):
+        found = [compiled(*call) for call in calls]
+    return found, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def test_a_compiled_call_is_given_lengths_of_its_own_shapes(ranks):
+    calls = [sharded(lengths, *inputs(lengths)) for lengths in ((70, 70), (71, 71), (128, 128))]
+    of_ranks = [[call[rank] for call in calls] for rank in range(2)]
+    expected = [ranks(attend, *call) for call in calls]
+    for rank, (found, graphs) in enumerate(ranks(compiled_of_equal_lengths, *of_ranks)):
+        assert graphs == 1
+        assert all(torch.equal(x, of_call[rank][0]) for x, of_call in zip(found, expected))
+
+
+@torch.no_grad()
+def reported(group, q, k, v) -> list[dict]:
+    torch._dynamo.reset()
+    function = torch.compile(
+        lambda q, k, v: (
+            gather_attention(q, k, v, group, True),
+            torch.ops.sage.gather_sdpa(
+                q, k, v=v, group_name=group.group_name, is_causal=False, scale=1.0,
+                recipe=NAMED["sage2-8b-fp8qk"].encode(),
+            ),
+        ),
+        backend="sage", options={"sage.strict": True},
+    )  # fmt: skip
+    function(q, k, v)
+    return sage_inductor.report().to_dicts()
+
+
+def test_the_report_has_calls_that_gather(ranks):
+    q, k, v = inputs((64,), dtype=torch.float16)
+    (calls,) = ranks(reported, (q, k, v))
+    assert [(call["mask"], call["recipe"]) for call in calls] == [
+        ("causal", RECIPE), ("none", "sage2-8b-fp8qk"),
+    ]  # fmt: skip
+    for call in calls:
+        assert call["spelling"] == "sage_inductor.gather_attention"
+        assert (call["q"], call["k"]) == ([2, 4, 64, 64], [2, 2, 64, 64])
+        assert (call["dtype"], call["device"]) == ("float16", "cpu")
+        assert call["reason"] == "asked for; the keys of all ranks are gathered in 8 bits"
+
+
+@torch.no_grad()
 def graph_of_two(group, q, k, v) -> str:
     """The graph, after AOTAutograd, of two calls that know nothing of each other."""
     texts = []
@@ -427,6 +435,40 @@ def test_local_attention_of_a_parallel_model_is_rewritten(ranks, how):
         assert verdict == f"1 of 1 attention calls use {RECIPE}"
         assert_close(out, expected if how == "tensor parallel" else rows, atol=1e-5, rtol=0)
     assert 1e-5 < relative_l1(expected, model(x)) < 0.1
+
+
+# -- what ranks decide ----
+
+
+def decided(group, folder: str, sage: float) -> tuple:
+    """What a rank of a host of its own predicts by times of a GPU that is not there, and what the next
+    job on this host does. sage: ms of a recipe, where SDPA takes 1."""
+
+    def measure(device, family, recipes, sizes, *_):
+        work = {each: each.B * each.H_q * each.N_q * each.N_kv * 1e-9 for each in sizes}
+        return {each: {RECIPE: sage * ms, "CUDNN_ATTENTION": ms} for each, ms in work.items()}
+
+    gpu, family, sizes = "GPU", Family(48, 32, "full"), Sizes(1, 24, 24, 30000, 30000)
+    with (
+        mock.patch.dict(os.environ, SAGE_INDUCTOR_TABLES=folder),
+        mock.patch.object(measured, "gpu_name", lambda device: gpu),
+        mock.patch.object(measured, "gpu_of", lambda device: Gpu((9, 0), 132)),
+        mock.patch.object(measured, "measure", measure),
+    ):
+        error = measured.calibrate(torch.device("cuda", 0), family, (RECIPE,))
+        now = measured.predict(gpu, family, RECIPE, sizes)
+        measured._here.clear()
+        measured.forget()
+        later = measured.predict(gpu, family, RECIPE, sizes)
+    return error, now, later
+
+
+def test_ranks_decide_by_the_times_of_one_of_them(ranks, tmp_path):
+    """The other's say the opposite."""
+    hosts = [str(tmp_path / name) for name in "ab"]
+    (error, now, later), other = ranks(decided, *zip(hosts, (0.5, 2.0)))
+    assert error is None and now.wins in (True, False)
+    assert now == later and other == (error, now, later)
 
 
 # -- DTensors ----
@@ -620,6 +662,61 @@ def test_what_is_wrong_on_one_rank_is_an_error_on_every_rank(ranks, case, backen
     check_that_they_still_meet(ranks)
 
 
+@pytest.mark.parametrize("shape, options, message", DIFFERENT, ids=lambda x: str(x)[:30])
+def test_what_differs_is_an_error_on_every_rank_that_was_given_lengths(
+    ranks, shape, options, message
+):
+    lengths = {"lengths": (40, 40, 40)}
+    alike = inputs((40,), **SHAPE), {"scale": 0.125, **lengths}
+    other = inputs((40,), **{**SHAPE, **shape}), {"scale": 0.125, **options, **lengths}
+    check_unlike(ranks(called, alike, other, alike))
+    check_that_they_still_meet(ranks)
+
+
+def check_unlike(found) -> None:
+    for each in found:
+        assert each.kind == "RuntimeError"
+        assert "called with different arguments, or one of them wrongly" in each.text
+
+
+@pytest.mark.parametrize("case", wrong())
+def test_what_is_wrong_on_one_rank_is_an_error_on_every_rank_that_was_given_lengths(ranks, case):
+    tensors, options, message = wrong()[case]
+    right = inputs((40,), **SHAPE), {"lengths": (40, 40, MAX_ROWS if "many" in case else 40)}
+    *others, its = ranks(called, right, right, (tensors, {**right[1], **options}))
+    if case == "too many keys":  # which the lengths say on all of them
+        others, its = [], [*others, its]
+        assert all(each.kind == "ValueError" and message in each.text for each in its)
+    else:
+        assert its.kind == "ValueError" and its.text.startswith("sage::gather_sdpa: rank 2: ")
+        assert message in its.text
+    check_unlike(others)
+    check_that_they_still_meet(ranks)
+
+
+@pytest.mark.parametrize("lengths", [(40, 40), (40, 40, 39), (40, 0, 40), (40, 40, 40, 1)])
+def test_lengths_that_no_ranks_have(ranks, lengths):
+    call = inputs((40,), **SHAPE), {"lengths": lengths}
+    found = ranks(called, call, call, call)
+    for rank, each in enumerate(found):
+        wrong_here = len(lengths) != 3 or lengths[rank] != 40 or 0 in lengths
+        assert each.kind == ("ValueError" if wrong_here else "RuntimeError")
+        told = "lengths must be the numbers of keys of 3 ranks, 40 of them rank"
+        assert (told in each.text) == wrong_here
+    check_that_they_still_meet(ranks)
+
+
+def test_lengths_are_given_to_all_ranks_or_to_none(ranks):
+    tensors = inputs((40,), **SHAPE)
+    given, not_given = (tensors, {"lengths": (40, 40, 40)}), (tensors, {})
+    first, its, last = ranks(called, not_given, given, not_given)
+    check_unlike([its])
+    for each in first, last:
+        assert each.kind == "ValueError"
+        assert "rank 1: was called with lengths, and another rank without" in each.text
+    check_that_they_still_meet(ranks)
+
+
 def test_every_recipe_is_gathered_or_refused_with_a_reason():
     gathered = {name for name, recipe in NAMED.items() if gather.why_not(recipe) is None}
     assert gathered == {"sage2-8b-per-token", "sage2-8b-fp8qk"}
@@ -658,13 +755,40 @@ def leave(group, q, k, v):
 
 
 def test_a_rank_that_is_gone_is_an_error_within_the_time_out(tmp_path):
-    pair, call = Ranks(2, tmp_path), inputs((40,), **SHAPE)
+    pair, call = Ranks(2, __file__, tmp_path), inputs((40,), **SHAPE)
     for process in pair.processes:
         send(process.stdin, ("leave", 2, call, {}))
     found = receive(pair.processes[0].stdout)
     assert found.kind in ("RuntimeError", "DistBackendError"), found
     assert "gloo" in found.text.lower(), found
     pair.stop()
+
+
+# -- one GPU ----
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_a_call_with_lengths_is_captured_in_a_cuda_graph(tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+    try:
+        tensors = [x.cuda() for x in inputs((1000,), D=128)]
+        others = [torch.randn_like(x) for x in tensors]
+        expected = [gather_attention(*each) for each in (tensors, others)]
+        assert torch.equal(expected[0], sdpa(*tensors, scale=128**-0.5, recipe=RECIPE)[0])
+        gather_attention(*tensors, lengths=[1000])
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = gather_attention(*tensors, lengths=[1000])
+        graph.replay()
+        assert torch.equal(out, expected[0])
+        for x, y in zip(tensors, others):
+            x.copy_(y)
+        graph.replay()
+        assert torch.equal(out, expected[1])
+    finally:
+        dist.destroy_process_group()
 
 
 # -- who has what ----
@@ -687,4 +811,4 @@ def test_every_block_is_quantized_once_of_all_its_rows():
 
 
 if __name__ == "__main__":
-    serve(*sys.argv[1:])
+    serve(globals())

@@ -15,6 +15,7 @@ import threading
 import time
 import warnings
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -502,7 +503,9 @@ def calibrated_by_another_process():
 
 def test_a_family_is_measured_once_and_kept_for_other_processes(timed, gpu, caplog):
     assert predicted(NEW) is None
-    assert measured.calibrate(gpu, NEW, PER_TOKEN) is None
+    with mock.patch.object(measured, "save", wraps=measured.save) as saved:
+        assert measured.calibrate(gpu, NEW, PER_TOKEN) is None
+    saved.assert_called_once()
     assert predicted(NEW).wins and len(timed) == len(measured.FEW)
     assert timed[0].q == (1, 24, 4096, 48) and timed[0].v == (1, 24, 4096, 32)
     assert [each.recipe for each in timed[0].candidates] == list(PER_TOKEN)
@@ -791,6 +794,8 @@ def test_ranks_predict_by_the_times_of_one_of_them(timed, gpu, monkeypatch):
     measured.path_of(GPU).unlink()  # another host's
     assert measured.calibrate(gpu, NEW, PER_TOKEN) is None
     assert predicted(NEW) == first and len(timed) == len(measured.FEW)
+    calibrated_by_another_process()  # of the next job of both hosts
+    assert predicted(NEW) == first
     # What it did not find it finds now: of another family, recipe or GPU.
     for i, (family, recipe, name) in enumerate((
         (Family(40, 24, "full"), "sage2-8b-per-token", GPU), (NEW, "sage2-8b", GPU),

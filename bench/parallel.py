@@ -1,0 +1,385 @@
+"""Attention whose sequence is spread over several GPUs: times, bytes and scaling efficiency.
+
+$ torchrun --nproc-per-node 2 bench/parallel.py          # any number of GPUs
+$ torchrun --nproc-per-node 2 bench/parallel.py --json   # and bench/results/GPU/DATE-parallel.json
+
+Each of P ranks has N / P rows of q, k and v, and makes its rows of the output:
+
+    gather 8 bits       sage_inductor.gather_attention: keys are quantized where they are
+    lengths asked for   the same, with each rank's length read by the host in each call
+    gather bf16         k and v are gathered as they are, and each rank quantizes all of them
+    Ulysses             rows of all heads become all rows of some heads, and the output's go back
+
+All compute by one recipe, in eager. Their efficiency is what one GPU takes for the whole, over P
+times what they take. Beside the P of this run, other P are computed ("~"): what one GPU takes for a
+rank's part, with a copy in a collective's place, and the collectives by the bandwidths measured
+here. The computed time of this run's own P says how far to trust that.
+
+Shapes: B = 1, H heads, N tokens, head_dim D; bf16, stored as [B, N, H, D].
+"""
+
+import argparse
+import contextlib
+import datetime
+import functools
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench import machine
+from bench.attention import RESULTS, save
+from bench.measure import WRONG, order
+from sage_inductor.ops import compat
+from sage_inductor.ops.recipe import NAMED
+from sage_inductor.ops.sdpa import SdpaCall, compose
+
+RECIPE = "sage2-8b-per-token"
+
+
+class Case(NamedTuple):
+    name: str
+    N: int
+    H: int
+    D: int
+
+
+CASES = (
+    Case("Wan 14B, 720p", 75600, 40, 128),
+    Case("CogVideoX", 17776, 48, 64),
+    Case("Flux", 4608, 24, 128),
+)
+RANKS = 2, 4, 8
+SHARDS = tuple(2**n for n in (14, 20, 22, 24, 26, 28, 30))  # bytes that a rank sends
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--target-ms", type=float, default=200.0)
+    parser.add_argument("--json", nargs="?", const="", metavar="FILE")
+    args = parser.parse_args(argv)
+    on_gpus, device = torch.cuda.is_available(), torch.device("cpu")
+    if on_gpus:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if on_gpus else "gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.set_grad_enabled(False)
+    say = print if rank == 0 else lambda *_: None
+    clock = Clock(device, args.rounds, args.target_ms)
+    about = machine.describe(device) if on_gpus else {"gpu": "cpu"}
+    result = {
+        "date": datetime.date.today().isoformat(),
+        "machine": about,
+        "world": world,
+        "versions": machine.versions(),
+        "method": f"bf16, {RECIPE}, eager; median of {args.rounds} rounds of {args.target_ms:g} "
+        "ms, in turns, of the slowest rank",
+        "bandwidth": bandwidths(clock, world) if world > 1 else [],
+        "rows": [],
+    }
+    path = args.json or None
+    if args.json == "":
+        slug = about["gpu"].lower().replace(" ", "-")
+        path = RESULTS / slug / f"{result['date']}-parallel.json"
+    for line in table_of_bandwidths(result["bandwidth"]):
+        say(line)
+    for case in CASES:
+        rows = measure(case, clock, world, rank, result["bandwidth"])
+        result["rows"] += rows
+        for line in table_of_case(case, rows, world):
+            say(line)
+        if rank == 0:
+            save(result, path)
+    return 0
+
+
+# -- time ----
+
+
+class Clock:
+    """ms, of the slowest rank. Every rank has to ask for the same."""
+
+    def __init__(self, device: torch.device, rounds: int, target_ms: float):
+        self.device, self.rounds, self.target_ms = device, rounds, target_ms
+
+    def __call__(self, calls: dict[str, Callable]) -> dict[str, float]:
+        """The median of each, which take turns and run a third of a turn before it."""
+        for call in calls.values():
+            call()  # compiles
+        repeats = {n: max(1, round(self.target_ms / self.burst(c, 1))) for n, c in calls.items()}
+        times, names = {name: [] for name in calls}, list(calls)
+        for turn in range(self.rounds):
+            for name in order(names, turn):
+                self.burst(calls[name], max(1, repeats[name] // 3))
+                times[name].append(self.burst(calls[name], repeats[name]))
+        return {name: statistics.median(each) for name, each in times.items()}
+
+    def burst(self, call: Callable, repeats: int) -> float:
+        dist.barrier()
+        self.synchronize()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        self.synchronize()
+        ms = torch.tensor((time.perf_counter() - start) / repeats * 1e3, device=self.device)
+        dist.all_reduce(ms, dist.ReduceOp.MAX)
+        return ms.item()
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+# -- collectives ----
+
+
+class Link:
+    """The collectives that the providers call, counted. Without a group P ranks send what this one
+    sends."""
+
+    def __init__(self, P: int, group=None):
+        self.P, self.group = P, group
+        self.sent: list[tuple[str, int]] = []  # name, and bytes of this rank
+
+    def all_gather(self, out: Tensor, x: Tensor) -> None:
+        """out [P, *x.shape] of every rank's x."""
+        self.sent.append(("all_gather", x.nbytes))
+        if self.group is None:
+            out.view(self.P, -1).copy_(x.view(1, -1))
+        else:
+            dist.all_gather_into_tensor(_bytes(out), _bytes(x), group=self.group)
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """Of x [P, ...] each rank's part for this one."""
+        self.sent.append(("all_to_all", x.nbytes))
+        if self.group is None:
+            return x.clone()
+        out = torch.empty_like(x)
+        dist.all_to_all_single(_bytes(out), _bytes(x), group=self.group)
+        return out
+
+    @contextlib.contextmanager
+    def in_the_library(self):
+        """`sage::gather_sdpa` gathers by this."""
+        group = (
+            SimpleNamespace(size=lambda: self.P, rank=lambda: 0)
+            if self.group is None
+            else self.group
+        )
+        gather = mock.patch.object(
+            compat, "all_gather_single", lambda out, x, group: self.all_gather(out, x)
+        )
+        with gather, mock.patch.object(compat, "process_group", lambda name: group):
+            yield
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.view(-1).view(torch.uint8)
+
+
+def received(name: str, sent: int, P: int) -> float:
+    """Bytes that a rank receives of P, of which each sends as many."""
+    return sent * (P - 1) if name == "all_gather" else sent * (P - 1) / P
+
+
+def bandwidths(clock: Clock, world: int) -> list[dict]:
+    rows = []
+    for shard in SHARDS:
+        x = torch.zeros(shard, dtype=torch.uint8, device=clock.device)
+        link, out = Link(world, dist.group.WORLD), x.new_empty(world, shard)
+        parts = (
+            x.view(world, -1) if shard % world == 0 else x[: shard - shard % world].view(world, -1)
+        )
+        ms = clock({
+            "all_gather": lambda link=link, out=out, x=x: link.all_gather(out, x),
+            "all_to_all": lambda link=link, parts=parts: link.all_to_all(parts),
+        })  # fmt: skip
+        for name, each in ms.items():
+            GBs = received(name, shard, world) / each / 1e6
+            rows.append({"collective": name, "shard": shard, "ms": each, "GBs": GBs})
+    return rows
+
+
+def communication(sent: list[tuple[str, int]], P: int, bandwidth: list[dict]) -> float:
+    """ms of collectives of P ranks, by the measured ones: as many bytes a second are received at a
+    shard's size, and no collective is shorter than the shortest measured."""
+    ms = 0.0
+    for name, shard in sent:
+        rows = [row for row in bandwidth if row["collective"] == name]
+        if rows:
+            GBs = interpolated(shard, [row["shard"] for row in rows], [row["GBs"] for row in rows])
+            least = min(row["ms"] for row in rows)
+            ms += max(least, received(name, shard, P) / GBs / 1e6)
+    return ms
+
+
+def interpolated(x: float, xs: list, ys: list) -> float:
+    """y at x, linear in log x between those that are known; beyond them the nearest."""
+    if x <= xs[0]:
+        return ys[0]
+    for x0, x1, y0, y1 in zip(xs, xs[1:], ys, ys[1:], strict=False):
+        if x <= x1:
+            return y0 + (y1 - y0) * math.log(x / x0) / math.log(x1 / x0)
+    return ys[-1]
+
+
+# -- attention ----
+
+
+def one_device(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """out [1, H, N, D] of q [1, H, N_q, D] and k, v [1, H, N, D]."""
+    recipe = NAMED[RECIPE].encode()
+    call = SdpaCall(
+        q, k, v, None, [], None, None, False, q.shape[3] ** -0.5, recipe, None,
+        out_bnhd=True, portable=False,
+    )  # fmt: skip
+    return compose(call)[0]
+
+
+def gather_8_bits(link: Link, q: Tensor, k: Tensor, v: Tensor, knows: bool = True) -> Tensor:
+    asked = (
+        False,
+        q.shape[3] ** -0.5,
+        NAMED[RECIPE].encode(),
+        [k.shape[2]] * link.P if knows else None,
+    )
+    with link.in_the_library():
+        return torch.ops.sage.gather_sdpa(q, k, v, "", *asked)[0]
+
+
+def gather_bf16(link: Link, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    everyones = []
+    for x in (k, v):
+        rows = x.transpose(1, 2).flatten(0, 1)  # [N_r, H, D], contiguous
+        out = rows.new_empty(link.P, *rows.shape)
+        link.all_gather(out, rows)
+        everyones.append(out.flatten(0, 1)[None].transpose(1, 2))
+    return one_device(q, *everyones)
+
+
+def ulysses(link: Link, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    N_r, H, D = q.shape[2], q.shape[1], q.shape[3]
+    heads = []
+    for x in (q, k, v):
+        parts = x.transpose(1, 2).view(N_r, link.P, H // link.P, D).transpose(0, 1).contiguous()
+        heads.append(link.all_to_all(parts).flatten(0, 1)[None].transpose(1, 2))
+    out = one_device(*heads).transpose(1, 2).view(link.P, N_r, H // link.P, D)
+    out = link.all_to_all(out).transpose(0, 1).reshape(1, N_r, H, D)
+    return out.transpose(1, 2)
+
+
+PROVIDERS = {
+    "gather 8 bits": gather_8_bits,
+    "lengths asked for": functools.partial(gather_8_bits, knows=False),
+    "gather bf16": gather_bf16,
+    "Ulysses": ulysses,
+}
+
+
+def measure(case: Case, clock: Clock, world: int, rank: int, bandwidth: list[dict]) -> list[dict]:
+    """A row for each provider and number of ranks."""
+    torch.manual_seed(0)
+    shape = 1, case.N, case.H, case.D
+    qkv = [torch.randn(shape, device=clock.device).bfloat16().transpose(1, 2) for _ in range(3)]
+    expected = one_device(*qkv)
+    alone = clock({
+        "sage": lambda: one_device(*qkv),
+        "SDPA": lambda: F.scaled_dot_product_attention(*qkv),
+    })  # fmt: skip
+    rows = []
+    for P in sorted({*RANKS, world} - {1}):
+        if case.N % P or case.H % P:
+            continue
+        links = {"local": Link(P)} | ({"together": Link(P, dist.group.WORLD)} if P == world else {})
+        which = rank if P == world else 0
+        part = [x.chunk(P, 2)[which] for x in qkv]
+        calls = {
+            (name, how): functools.partial(call, link, *part)
+            for name, call in PROVIDERS.items()
+            for how, link in links.items()
+        }
+        checked, sent = {}, {}
+        for (name, how), call in calls.items():
+            links[how].sent.clear()
+            error = relative(call(), expected.chunk(P, 2)[which])
+            checked[name, how], sent[name, how] = error, list(links[how].sent)
+            if how == "together" and not error < WRONG:
+                sys.exit(f"{name} of {case} on {P} ranks is wrong: relative L1 {error}")
+        ms = clock(calls)
+        for name in PROVIDERS:
+            local, each = ms[name, "local"], sent[name, "local"]
+            between = communication(each, P, bandwidth)
+            measured = ms.get((name, "together"))
+            rows.append({
+                "case": case.name, "N": case.N, "H": case.H, "D": case.D, "P": P, "provider": name,
+                "ms": measured, "computed_ms": local + between, "local_ms": local,
+                "collectives_ms": between,
+                "received_bytes": sum(received(*x, P) for x in each),
+                "one_device_ms": alone["sage"], "sdpa_ms": alone["SDPA"],
+                "efficiency": alone["sage"] / P / (measured or local + between),
+                "rel_l1": checked.get((name, "together")),
+            })  # fmt: skip
+    return rows
+
+
+def relative(x: Tensor, y: Tensor) -> float:
+    """Relative L1 to y."""
+    return ((x.float() - y.float()).abs().sum() / y.float().abs().sum()).item()
+
+
+# -- tables ----
+
+
+def table_of_bandwidths(rows: list[dict]) -> list[str]:
+    lines = []
+    for name in dict.fromkeys(row["collective"] for row in rows):
+        found = [row for row in rows if row["collective"] == name]
+        cells = (f"{size(row['shard'])} {row['GBs']:.1f} ({row['ms']:.3f} ms)" for row in found)
+        lines.append(f"{name}, GB/s received: " + ", ".join(cells))
+    return lines
+
+
+def size(n: int) -> str:
+    return f"{n // 2**20} MiB" if n >= 2**20 else f"{n // 2**10} KiB"
+
+
+def table_of_case(case: Case, rows: list[dict], world: int) -> list[str]:
+    """A line for each number of ranks: ms, efficiency, MB received; "~": computed."""
+    if not rows:
+        return [f"{case.name}: no number of ranks divides it"]
+    first = rows[0]
+    lines = [
+        f"{case.name}, 1x{case.H}x{case.N}x{case.D}: one device {first['one_device_ms']:.3f} ms "
+        f"(SDPA {first['sdpa_ms']:.3f} ms)",
+        "  P  " + "".join(f"{name:^36}" for name in PROVIDERS),
+    ]
+    for P in dict.fromkeys(row["P"] for row in rows):
+        cells = []
+        for row in (row for row in rows if row["P"] == P):
+            computed = f"~{row['computed_ms']:.3f}"
+            ms = computed if row["ms"] is None else f"{row['ms']:.3f} ({computed})"
+            cells.append(f"{ms} ms, {row['efficiency']:.3f}, {row['received_bytes'] / 1e6:.0f} MB")
+        lines.append(f"  {P:<3}" + "".join(f"{cell:^36}" for cell in cells))
+    return lines
+
+
+if __name__ == "__main__":
+    sys.stdout.reconfigure(line_buffering=True)
+    status = main()
+    dist.destroy_process_group()
+    sys.exit(status)

@@ -1,0 +1,101 @@
+"""bench/parallel.py on two processes with gloo: what it measures, computes and counts."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Ranks, serve
+
+from bench import parallel
+from bench.parallel import Case, communication, interpolated, received
+
+CASE = Case("small", 256, 4, 32)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    ranks = Ranks(2, __file__, tmp_path_factory.mktemp("ranks"))
+    yield ranks
+    ranks.stop()
+
+
+def small() -> None:
+    parallel.CASES, parallel.SHARDS = (CASE, Case("odd", 251, 4, 32)), (2**14, 2**15)
+
+
+def run(group, file: str) -> int:
+    small()
+    return parallel.main(["--rounds", "2", "--target-ms", "1", "--json", file])
+
+
+def test_two_processes_are_measured_and_more_are_computed(pair, tmp_path):
+    files = tmp_path / "0.json", tmp_path / "1.json"
+    assert pair(run, *[(str(file),) for file in files]) == [0, 0]
+    assert not files[1].exists()
+    result = json.loads(files[0].read_text())
+    assert result["world"] == 2 and result["machine"] == {"gpu": "cpu"}
+    assert [(row["collective"], row["shard"]) for row in result["bandwidth"]] == [
+        (name, shard) for shard in (2**14, 2**15) for name in ("all_gather", "all_to_all")
+    ]
+    for row in result["bandwidth"]:
+        bytes_ = row["shard"] / (1 if row["collective"] == "all_gather" else 2)
+        assert row["GBs"] * row["ms"] * 1e6 == pytest.approx(bytes_)
+    rows = {(row["P"], row["provider"]): row for row in result["rows"]}
+    assert set(rows) == {(P, name) for P in (2, 4) for name in parallel.PROVIDERS}
+    for (P, name), row in rows.items():
+        measured = P == 2
+        assert (row["ms"] is not None) == (row["rel_l1"] is not None) == measured
+        assert row["computed_ms"] == row["local_ms"] + row["collectives_ms"]
+        assert min(row["local_ms"], row["collectives_ms"], row["sdpa_ms"]) > 0
+        ms = row["ms"] if measured else row["computed_ms"]
+        assert row["efficiency"] == pytest.approx(row["one_device_ms"] / P / ms)
+        shard = 256 * 4 * 32 * 2 // P  # of one tensor, in bf16
+        if name == "Ulysses":
+            assert row["received_bytes"] == 4 * shard * (P - 1) / P
+        elif name == "gather bf16":
+            assert row["received_bytes"] == 2 * shard * (P - 1)
+        else:  # the sample and the facts weigh here
+            assert shard * (P - 1) < row["received_bytes"]
+    assert rows[2, "gather 8 bits"]["rel_l1"] == rows[2, "gather bf16"]["rel_l1"] == 0
+    assert rows[2, "Ulysses"]["rel_l1"] < 1e-3
+
+
+def wrong(group, name: str) -> str:
+    small()
+    parallel.PROVIDERS = {name: lambda link, q, k, v: torch.zeros_like(q)}
+    try:
+        return str(parallel.main(["--rounds", "1", "--target-ms", "1"]))
+    except SystemExit as error:
+        return str(error)
+
+
+def test_a_wrong_output_is_not_timed(pair):
+    for told in pair(wrong, ("zero",), ("zero",)):
+        assert told.startswith("zero of Case(name='small'") and "wrong: relative L1 1.0" in told
+
+
+def test_one_process_computes_without_collectives(gloo):
+    clock = parallel.Clock(torch.device("cpu"), 1, 1.0)
+    with torch.no_grad():
+        rows = parallel.measure(CASE, clock, dist.get_world_size(), 0, [])
+    assert {row["P"] for row in rows} == {2, 4}
+    assert all(row["ms"] is None and row["collectives_ms"] == 0 for row in rows)
+    assert "~" in parallel.table_of_case(CASE, rows, 1)[-1]
+
+
+def test_the_collectives_of_more_ranks_are_computed_from_measured_ones():
+    rows = [("all_gather", 1000, 1.5, 1e-6), ("all_gather", 100_000, 2.0, 9e-6),
+            ("all_to_all", 1000, 1.0, 1e-6)]  # fmt: skip
+    bandwidth = [dict(zip(("collective", "shard", "ms", "GBs"), row)) for row in rows]
+    assert received("all_gather", 80, 4) == 240 and received("all_to_all", 80, 4) == 60
+    # 30,000 bytes at 5e-6 GB/s: 6 s. The shortest takes 1.5 ms, whatever its size.
+    assert communication([("all_gather", 10_000)], 4, bandwidth) == pytest.approx(6000)
+    assert communication([("all_gather", 1)] * 2, 2, bandwidth) == pytest.approx(3.0)
+    both = [("all_to_all", 4000), ("all_gather", 10_000)]
+    assert communication(both, 4, bandwidth) == pytest.approx(3000 + 6000)
+    assert interpolated(5, [10, 100], [1, 2]) == 1 and interpolated(500, [10, 100], [1, 2]) == 2
+
+
+if __name__ == "__main__":
+    serve(globals())
