@@ -95,7 +95,7 @@ def main(argv=None) -> int:
         f"{result['machine']['gpu']}, {result['versions']}\n{result['model']}\n{result['method']}"
     )
     for turn in range(args.rounds):
-        for backend in BACKENDS if turn % 2 == 0 else reversed(BACKENDS):
+        for backend in args.backends if turn % 2 == 0 else reversed(args.backends):
             with tempfile.TemporaryDirectory() as cache:
                 for start in ("cold", "warm"):
                     found = in_a_process(backend, args, cache)
@@ -108,10 +108,10 @@ def main(argv=None) -> int:
     result["state"]["end"] = machine.state(device)
     save(result, path)
     for start, found in result["summary"].items():
-        print(
-            "{:5} inductor {inductor:.2f} s, sage {sage:.2f} s: {ratio:.3f}x; with a stage "
-            "{stages:.2f} s: {stages_ratio:.3f}x".format(start, **found)
-        )
+        of = (f"{backend} {median:.2f} s ({least:.2f} to {most:.2f})"
+              for backend, (median, least, most) in found["seconds"].items())  # fmt: skip
+        ratios = (f"{name} {x:.3f}x" for name, x in found["ratios"].items())
+        print(f"{start:5}", ", ".join((*of, *ratios)))
     return 0
 
 
@@ -122,6 +122,9 @@ def parse(argv) -> argparse.Namespace:
     for name, default in DEFAULTS.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument(
+        "--backends", choices=BACKENDS, nargs="+", default=BACKENDS, help="default: all"
+    )
     parser.add_argument(
         "--json", nargs="?", const="", metavar="FILE", help="default: bench/results/GPU/DATE-..."
     )
@@ -164,8 +167,10 @@ def first_call(backend: str, args) -> dict:
         torch.cuda.synchronize()
     seconds = time.perf_counter() - start
     counters = torch._dynamo.utils.counters
+    phases = torch._dynamo.utils.compilation_time_metrics
     return {
         "seconds": seconds,
+        "phases": {name: round(sum(each), 2) for name, each in phases.items() if sum(each) > 0.05},
         "finite": bool(out.isfinite().all()),
         "hits": counters["aot_autograd"]["autograd_cache_hit"],
         "graphs": counters["stats"]["unique_graphs"],
@@ -187,19 +192,22 @@ def check(backend: str, start: str, found: dict, layers: int) -> None:
 
 
 def summary(rows: list[dict]) -> dict:
-    """The medians in seconds, by start; ratio: of sage to inductor, stages_ratio: to sage."""
+    """By start: the median, the least and the most seconds of each backend, and what of the medians
+    sage's is to inductor's and that with a stage to sage's, where both were measured."""
     found = {}
     for start in ("cold", "warm"):
-        times = {
-            backend: statistics.median(
-                row["seconds"] for row in rows if (row["backend"], row["start"]) == (backend, start)
-            )
-            for backend in BACKENDS
-        }
+        times = {}
+        for row in rows:
+            if row["start"] == start:
+                times.setdefault(row["backend"], []).append(row["seconds"])
+        medians = {backend: statistics.median(each) for backend, each in times.items()}
         found[start] = {
-            **times,
-            "ratio": times["sage"] / times["inductor"],
-            "stages_ratio": times["stages"] / times["sage"],
+            "seconds": {name: [medians[name], min(x), max(x)] for name, x in times.items()},
+            "ratios": {
+                f"{one}/{other}": medians[one] / medians[other]
+                for one, other in (("sage", "inductor"), ("stages", "sage"))
+                if {one, other} <= medians.keys()
+            },
         }
     return found
 
