@@ -204,6 +204,12 @@ def test_what_kinds_are_measured_by_compiles_first_and_once(h200, monkeypatch):
             rows = list(regret.measure(calls, CUDA, 3))
         assert [row["reason"] for row in rows] == 6 * ["ZeroDivisionError: division by zero"]
         assert order == [[(*kind, 1)] * len(measured.FEW) for kind in kinds]
+    monkeypatch.setattr(measured, "gpu_name", lambda device: "NVIDIA Test")  # no times are built in
+    for data, kinds in (("both", new), ("built-in", [])):
+        order.clear()
+        with regret.decisions_by(data):
+            list(regret.measure(calls, CUDA, 3))
+        assert len(order) == len(kinds)
 
 
 def test_a_budget_ends_the_measurement(h200, compiling, monkeypatch):
