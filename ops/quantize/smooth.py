@@ -138,7 +138,9 @@ def _final_kernel(
     tl.store(Amax + head * D + d, amax, mask=d < D)
 
 
-def launch_smooth(xs: list[Tensor], visible: Tensor | None, keep: int = 1) -> tuple[Tensor, Tensor]:
+def launch_smooth(
+    xs: list[Tensor], visible: Tensor | None, keep: int = 1, run: Callable = launch_traced
+) -> tuple[Tensor, Tensor]:
     """One or two x [B, H, N, D] of one shape, any strides -> mean, amax, each [len(xs), B, H, D] in
     fp32, of the rows that are visible: uint8 [B or 1, H or 1, N], or None for all. The first `keep`
     keep a mean that is noise."""
@@ -156,7 +158,7 @@ def launch_smooth(xs: list[Tensor], visible: Tensor | None, keep: int = 1) -> tu
     if visible is not None:
         visible = visible.expand(B, H, N)
         rows = visible.sum(2, dtype=torch.int32)
-    launch_traced(
+    run(
         _partial_kernel,
         (B * H * num_chunks, count),
         (x0, x1, mean if visible is None else visible, partial),
@@ -167,7 +169,7 @@ def launch_smooth(xs: list[Tensor], visible: Tensor | None, keep: int = 1) -> tu
          D, CHUNK, BLOCK_N, BLOCK_D),  # tile
         num_warps=NUM_WARPS,
     )  # fmt: skip
-    launch_traced(
+    run(
         _final_kernel,
         (count * B * H, triton.cdiv(D, CHANNELS)),
         (partial, rows, mean, amax),

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from sage_inductor.ops.attention.arguments import as_stored, empty_outputs
 from sage_inductor.ops.formats import TRAINING_BLOCK, Kept, pad_head_dim, pad_rows
+from sage_inductor.ops.launch import launch_cached
 from sage_inductor.ops.quantize.smooth import launch_smooth
 from sage_inductor.ops.reference import rowscaled as reference
 from sage_inductor.ops.sdpa import register_autocast
@@ -55,7 +56,7 @@ def rowscaled(q: Tensor, k: Tensor, v: Tensor, scale: float, out_bnhd: bool) -> 
         out, kept = reference.forward(q, k, v, scale)
         return as_stored(out.to(q.dtype), out_bnhd), *kept
     with torch.cuda.device_of(q):
-        k_mean, v_mean = launch_smooth([k, v], None)[0]
+        k_mean, v_mean = launch_smooth([k, v], None, run=launch_cached)[0]
         of_q = launch_quantize(q, shared=1)[:2]
         of_k = launch_quantize(k, k_mean)[:2]
         of_v = launch_quantize(v, v_mean, shared=1)[:2]
@@ -128,6 +129,7 @@ def _save(ctx, inputs, output) -> None:
     ctx.n_kv = k.shape[2]
     ctx.save_for_backward(*output)
     ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # zeros of all codes: 39 us of 4.2 ms, H100, 2026-11-24
 
 
 def _backward(ctx, grad, *_):

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from sage_inductor.ops.attention.arguments import as_stored, empty_outputs
 from sage_inductor.ops.formats import TRAINING_BLOCK, pad_head_dim, pad_rows
+from sage_inductor.ops.launch import launch_cached
 from sage_inductor.ops.quantize.smooth import launch_smooth
 from sage_inductor.ops.reference import quantize
 from sage_inductor.ops.reference import training as reference
@@ -66,7 +67,7 @@ def sagebwd(
         exactly, lse = reference.forward(of_q, of_k, of_v, shape, scale, is_causal)
         return as_stored(exactly.to(q.dtype), out_bnhd), lse, *of_q, *of_k
     with torch.cuda.device_of(q):
-        k_mean = launch_smooth([k], None)[0][0]
+        k_mean = launch_smooth([k], None, run=launch_cached)[0][0]
         q_codes, q_scale, _ = launch_quantize(q)
         k_codes, k_scale, _ = launch_quantize(k, k_mean)
         v_codes, v_scale, _ = launch_quantize(v, turned=True)
@@ -127,6 +128,7 @@ def _save(ctx, inputs, output) -> None:
     _, _, v, ctx.is_causal, ctx.scale, ctx.out_bnhd = inputs
     ctx.save_for_backward(v, *output)
     ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # zeros of all codes
 
 
 def _backward(ctx, grad, *_):
