@@ -178,6 +178,15 @@ def test_rows_of_v_that_tma_cannot_read_are_copied(monkeypatch):
         assert (list(given["V"].strides[1:]) != list(v.stride()[1:])) == copied
 
 
+def test_another_gpu_is_refused(monkeypatch):
+    plan = pytest.importorskip("sage_inductor.ops.training.hopper.plan")
+    monkeypatch.setattr(tiles, "capability", lambda device: (8, 9))
+    monkeypatch.setattr(tiles, "processors", lambda device: 128)
+    q, k, v, _ = inputs(1, 2, 2, 200, 130, 64)
+    with pytest.raises(ValueError, match="needs compute capability 9.0 .*got 8.9 and Triton"):
+        plan.launch_forward(q, *of_training.quantize(k), k.float().mean(2), v, 0.1, True)
+
+
 def test_too_many_rows_are_refused(monkeypatch):
     plan = pytest.importorskip("sage_inductor.ops.training.hopper.plan")
     monkeypatch.setattr(plan, "MAX_ROWS", 2 * 256)

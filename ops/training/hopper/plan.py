@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
+from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.arguments import AttentionCall
 from sage_inductor.ops.attention.hopper import plan
 from sage_inductor.ops.attention.hopper.plan import REGISTERS
@@ -41,7 +42,14 @@ def launch_forward(
     a = call(q, v)
     if plan.why_not(a):  # q's channels are apart, or v's rows are none that TMA reads
         a = call(q.contiguous(), F.pad(v, (0, -v.shape[3] % 8))[..., : v.shape[3]])
-    return plan.launch(a, hopper_tile(a), run, keeps_max=True)
+    tile = hopper_tile(a)
+    if tile is None:
+        raise ValueError(
+            "sage::rowscaled: on a GPU it needs compute capability 9.0 and a Triton that the Hopper "
+            "kernel is tested with, got {}.{}".format(*tiles.capability(q.device))
+            + f" and Triton {triton.__version__}"
+        )
+    return plan.launch(a, tile, run, keeps_max=True)
 
 
 def launch_backward(
