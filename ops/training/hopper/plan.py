@@ -44,10 +44,10 @@ def launch_forward(
         a = call(q.contiguous(), F.pad(v, (0, -v.shape[3] % 8))[..., : v.shape[3]])
     tile = hopper_tile(a)
     if tile is None:
+        major, minor = tiles.capability(q.device)
         raise ValueError(
-            "sage::rowscaled: on a GPU it needs compute capability 9.0 and a Triton that the Hopper "
-            "kernel is tested with, got {}.{}".format(*tiles.capability(q.device))
-            + f" and Triton {triton.__version__}"
+            "sage::rowscaled: on a GPU it needs compute capability 9.0 and a Triton that the "
+            f"Hopper kernel is tested with, got {major}.{minor} and Triton {triton.__version__}"
         )
     return plan.launch(a, tile, run, keeps_max=True)
 
