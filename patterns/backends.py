@@ -12,12 +12,13 @@ Everything else that they return (the state of dropout) is for their own backwar
 """
 
 import operator
+from collections.abc import Iterator
 
 import torch
 from torch.fx import Node
 
 from sage_inductor.patterns.call import CAUSAL, FULL, Call
-from sage_inductor.patterns.graph import Emitter, GraphIndex, equal, guarded, value_of
+from sage_inductor.patterns.graph import Emitter, GraphIndex, equal, guarded, op_name, value_of
 
 aten = torch.ops.aten
 PACKETS = (
@@ -57,6 +58,8 @@ def _more(call: Call, node: Node, items: dict[int, Node], given: dict) -> str | 
     """What sage::sdpa does not give, if there is anything."""
     if len(items) < len(node.users) or items.keys() - {OUT, LSE}:
         return "more than one out and one logsumexp are read"
+    if any(_is_backward(user) for item in items.values() for user in _readers(item)):
+        return "its own backward reads what it returns"
     q, k = value_of(call.q), value_of(call.k)
     if given["is_causal"] and not guarded(q.shape[2] == k.shape[2]):
         return f"is_causal with {q.shape[2]} queries and {k.shape[2]} keys"
@@ -70,6 +73,19 @@ def _more(call: Call, node: Node, items: dict[int, Node], given: dict) -> str | 
         ):
             return f"a logsumexp {list(lse.shape)} of {out.shape[2]} queries is read"
     return None
+
+
+def _readers(node: Node) -> Iterator[Node]:
+    """Who reads it, also by another name."""
+    for user in node.users:
+        yield user
+        if op_name(user) in ("detach", "alias"):
+            yield from _readers(user)
+
+
+def _is_backward(node: Node) -> bool:
+    name = op_name(node)
+    return name.startswith("_scaled_dot_product_") and name.endswith("_backward")
 
 
 def _arguments(node: Node) -> dict:
