@@ -7,11 +7,13 @@ heads or, where nothing counts them, the queries, which then need all keys.
     sagebwd, rowscaled            yes            no: gradients of k and v add up over all queries
 
 DTensor redistributes what is sharded otherwise, also in the backwards, which are ops of their own.
-Heads of q stay with the heads of k that they read. So where q has more of them, the heads are
-sharded if the mesh divides k's. One head of k is for all of q's: it is whole, but in training,
-where its gradient adds up over all heads. What reads a head reads all of it on one device, so the
-bits are those of one device. A block of queries that shares a scale may be cut by a shard of
-queries: there, and there alone, another scale is found.
+Heads of q stay with the heads of k that they read: where q has more of them, the heads are sharded
+if the mesh divides k's. One head of k is whole on each device, but in training, where its gradient
+adds up over all heads.
+
+By batch and heads the bits are those of one device. By queries they need not be: a shard may cut a
+block of queries that shares a scale, and which keys count in k's and v's statistics is told by the
+rows of a mask that are there.
 """
 
 import math
@@ -50,8 +52,8 @@ def _sdpa(*args) -> Ways:
     lists = [x for each in call.blocks.lists for x in each] if call.blocks.size else []
     queries = call.left is None and call.right is None and not lists
     masks = [] if call.attn_mask is None else [_mask(call.attn_mask)]
-    prepared = [_keys(call.k)] * len(call.prepared)
-    inputs = [Shard, *[_keys(call.k)] * 2, *masks, *prepared, *map(_broadcast, lists)]
+    keys = _keys(call.k, masks)
+    inputs = [Shard, keys, keys, *masks, *[keys] * len(call.prepared), *map(_broadcast, lists)]
     return _ways(call.q, call.k, [Shard] * 2, inputs, queries)
 
 
@@ -130,9 +132,15 @@ def _keeps_groups(q, k) -> bool:
     return H_q == H_kv or all(H_kv % n == 0 for n in parts if n <= H_kv)
 
 
-def _keys(k):
-    """Of what belongs to the heads of k."""
-    return lambda dim: Replicate() if dim == QUERIES else _broadcast(k)(dim)
+def _keys(k, masks=()):
+    """Of what belongs to the heads of k. One head is whole, but where masks say for each head of q
+    which keys count in its statistics: then no way to shard them is left."""
+
+    def of(dim: int):
+        shared = k.shape[dim] == 1 and all(mask(dim) == Replicate() for mask in masks)
+        return Replicate() if dim == QUERIES or shared else Shard(dim)
+
+    return of
 
 
 def _mask(x):

@@ -15,15 +15,20 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from ranks import Ranks, receive, send, serve
-from support import block_lists, exactly, qkv, relative_l1, sdpa
+from support import arguments, block_lists, exactly, qkv, relative_l1, sdpa
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.experimental._context_parallel import flex_cp_allgather
+from torch.distributed.tensor.experimental._context_parallel._attention import (
+    _create_cp_block_mask,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     parallelize_module,
 )
+from torch.nn.attention.flex_attention import flex_attention
 from torch.testing import assert_close
 
 import sage_inductor
@@ -508,19 +513,23 @@ def as_dtensor(x, mesh, placements):
 
 
 def call_op(name: str, tensors: dict, given: dict, backend=None):
-    op = sdpa if name == "sdpa" else getattr(torch.ops.sage, name.removesuffix(", causal"))
+    op = getattr(torch.ops.sage, name.removesuffix(", causal"))
     if backend is not None:
         torch._dynamo.reset()
-        op = torch.compile(op, backend=backend, fullgraph=True)
+        eager = op
+        op = torch.compile(lambda *a, **b: eager(*a, **b), backend=backend, fullgraph=True)
     tensors = dict(tensors)
     grad = tensors.pop("grad", None)
+    if grad is not None:
+        tensors = {name: x.detach().requires_grad_() for name, x in tensors.items()}
+    args, given = (), {**tensors, **given}
+    if name == "sdpa":
+        args, given = arguments(**given), {}
+    with torch.set_grad_enabled(grad is not None):
+        found = op(*args, **given)
     if grad is None:
-        with torch.no_grad():
-            found = op(**tensors, **given)
         return [found] if isinstance(found, torch.Tensor) else found
-    leaves = {k: x.detach().requires_grad_() for k, x in tensors.items()}
-    out, *others = op(**leaves, **given)
-    return out, *others, *torch.autograd.grad(out, [*leaves.values()], grad)
+    return *found, *torch.autograd.grad(found[0], [*tensors.values()], grad)
 
 
 def check_on_dtensors(
@@ -564,6 +573,8 @@ def sharded_call(case: str, mask):
     tensors = dict(q=q, k=k, v=v)
     if mask is not None:
         tensors["attn_mask"] = torch.rand(mask) > 0.3
+    if case == "heads, one of k" and mask in MASKS[3:]:  # which keys count, of all heads
+        placed = None
     placed = None if placed is None else (placed,)
     return {"q": of_q, "k": of_kv, "v": of_kv}, tensors, given.get("right"), placed
 
@@ -711,6 +722,42 @@ def test_an_op_opens_on_the_local_tensors_of_dtensors(ranks, name):
     placements, placed = dict.fromkeys(tensors, Shard(1)), (Shard(1),)
     given["portable"] = True  # on CPU, what is not stays whole
     check_on_dtensors(ranks, name, placements, tensors, given, placed, backend="aot_eager")
+
+
+# -- flex_attention under torch's context parallelism ----
+
+
+@torch.no_grad()
+def flex_of_gathered(group, q, k, v, is_causal: bool):
+    """Compiled, as torch's _ContextParallel has it: keys of all ranks, in their own dtype."""
+    mesh, N = DeviceMesh.from_group(group, "cpu"), k.shape[2] * group.size()
+    mask = None
+    if is_causal:
+        mask = _create_cp_block_mask(lambda b, h, i, j: i >= j, 1, q.shape[1], N, N, mesh)
+
+    def function(q, k, v):
+        k, v = flex_cp_allgather(k, v, 2, group.group_name)
+        return flex_attention(q, k, v, block_mask=mask, scale=0.125)
+
+    torch._dynamo.reset()
+    options = {"sage.emulate": True, "sage.recipe": RECIPE}
+    out = torch.compile(function, backend="sage", options=options)(q, k, v)
+    (call,) = sage_inductor.report().to_dicts()
+    return out, call["recipe"], call["reason"]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_flex_attention_over_gathered_keys(ranks, is_causal):
+    q, k, v = inputs((128, 128), B=1, H_kv=4)
+    found = ranks(flex_of_gathered, *sharded((128, 128), q, k, v), is_causal=is_causal)
+    for q_r, each in zip(q.chunk(2, 2), found):
+        assert isinstance(each, tuple), each
+        out, recipe, reason = each
+        if is_causal:  # torch's mask_mod says by captured tensors which queries a rank has
+            assert recipe is None and reason.startswith("score_mod or mask_mod captures")
+        else:
+            assert recipe == RECIPE
+            assert_close(out, sdpa(q_r, k, v, recipe=RECIPE)[0], atol=0.02, rtol=0.01)
 
 
 # -- what is sent ----
