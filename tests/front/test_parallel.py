@@ -487,7 +487,10 @@ def on_dtensors(group, name, placements, tensors, given, backend=None, grid=(2,)
     """A sage op of DTensors, replicated where no placement is given, on a grid of ranks. Returns
     whole tensors and where they are: its outputs and, where `grad` of the first is given, the
     gradients of the other tensors."""
-    mesh = DeviceMesh("cpu", torch.arange(group.size()).view(grid))
+    if len(grid) == 1:
+        mesh = DeviceMesh.from_group(group, "cpu")
+    else:  # makes groups, for which all ranks must come
+        mesh = DeviceMesh("cpu", torch.arange(group.size()).view(grid))
     tensors = {k: as_dtensor(x, mesh, placements.get(k, ALL)) for k, x in tensors.items()}
     found = [*call_op(name, tensors, given, backend)]
     return [whole(x) for x in found], [x.placements for x in found]
