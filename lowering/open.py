@@ -5,12 +5,14 @@ Inductor then sees what there is to see: on CUDA the Triton kernels themselves (
 ``triton_op``) or, where it cannot launch the fastest ones, calls of opaque ops
 (``quantize_kv_opaque``, ``attention_opaque``), whose kernels start to compile here; in a CPU
 package the aten operations of the emulation. Nothing named ``sage`` is left for a package to look
-up. Two cases stay whole:
+up. Three cases stay whole:
 
 * while ``torch.export`` traces, like every ``triton_op``: an exported program keeps what the model
   means and opens when it is compiled;
 * attention on CPU, unless it is for a package: the emulation is for studies, and as one opaque call
-  it compiles in no time (opened, a dynamic length cost 100 s).
+  it compiles in no time (opened, a dynamic length cost 100 s);
+* tensor subclasses: DTensor shards the op (ops/sharding.py) and calls it on local tensors, and that
+  call opens. What the op is made of has no sharding.
 """
 
 from sage_inductor.lowering.precompile import precompile
@@ -28,7 +30,8 @@ def _opens(custom_op, into, tensors: slice, portable_at: int | None = None) -> N
     @custom_op.register_torch_dispatch(FunctionalTensorMode)
     def open_(mode, op, types, args, kwargs):
         x, portable = args[0], portable_at is None or args[portable_at]
-        if exporting() or (x.device.type == "cpu" and not portable):
+        is_subclass = any(hasattr(each, "__tensor_flatten__") for each in types)
+        if is_subclass or exporting() or (x.device.type == "cpu" and not portable):
             return mode.__torch_dispatch__(op, types, args, kwargs)
         with mode:
             if x.device.type != "cpu":  # there the emulation's operations fuse as they may

@@ -121,7 +121,11 @@ EffectType = _take("torch._higher_order_ops.effects:_EffectType",
     seen="torch 2.11 and 2.13", without="as register_effectful_op", optional=True)
 register_sharding = _take("torch.distributed.tensor.experimental:register_sharding",
     seen="torch 2.11 and 2.13", optional=True,
-    without="torch.ops.sage.sdpa takes no DTensors")
+    without="torch.ops.sage takes no DTensors")
+sharding_schemas = _take(
+    "torch.distributed.tensor:DTensor._op_dispatcher.sharding_propagator.op_to_schema_info",
+    seen="torch 2.13", optional=True,
+    without="a call on DTensors gets the sharding of one before with another is_causal or out_bnhd")
 
 # -- torch: graphs ----
 

@@ -1,40 +1,157 @@
-"""How ``sage::sdpa`` is sharded where its tensors are DTensors: along the batch, the heads, or the
-queries, which then need all keys.
+"""How the ops that a user calls are sharded where their tensors are DTensors: along the batch, the
+heads or, where nothing counts them, the queries, which then need all keys.
 
-DTensor redistributes what is sharded otherwise. A dimension that the mesh does not divide, be it
-heads of k alone, stays whole. A band counts from the first query, so it goes with all of them.
+    op                            batch, heads   queries
+    sdpa, lse                     yes            without a band or block lists
+    prepare, select_blocks        yes            no: keys are read across all queries
+    sagebwd, rowscaled            yes            no: gradients of k and v add up over all queries
+
+DTensor redistributes what is sharded otherwise, also in the backwards, which are ops of their own.
+Heads of q stay with the heads of k that they read: where q has more of them, the heads are sharded
+if the mesh divides k's. One head of k is whole on each device, but in training, where its gradient
+adds up over all heads.
+
+By batch and heads the bits are those of one device. By queries they need not be: a shard may cut a
+block of queries that shares a scale, and which keys count in k's and v's statistics is told by the
+rows of a mask that are there.
 """
 
+import math
+
 import torch
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.experimental import local_map
 
 from sage_inductor.ops import compat
-from sage_inductor.ops.sdpa import SdpaCall
+from sage_inductor.ops.formats import Prepared
+from sage_inductor.ops.recipe import decode
+from sage_inductor.ops.sdpa import SdpaCall, prepare_kv
 
 BATCH, HEADS, QUERIES = range(3)
 
+sage = torch.ops.sage
+Ways = list[tuple[list, list]]  # placements of the outputs, of the tensors among the arguments
 
-@compat.register_sharding(torch.ops.sage.sdpa.default)
-def sdpa_shardings(*args) -> list[tuple[list, list]]:
-    """(placements of out and lse, placements of the tensors among the arguments) of each way."""
+
+def _register(op):
+    """register_sharding. DTensor remembers the sharding of a call, with the strides of its outputs,
+    and is told to tell calls apart by all arguments: by itself it does so from the first int on."""
+
+    def register(ways):
+        compat.register_sharding(op)(ways)
+        if compat.sharding_schemas is not None:
+            compat.sharding_schemas[op].static_argnum = 0
+        return ways
+
+    return register
+
+
+@_register(sage.sdpa.default)
+def _sdpa(*args) -> Ways:
     call = SdpaCall(*args)
     lists = [x for each in call.blocks.lists for x in each] if call.blocks.size else []
-    dims = [BATCH, HEADS]
-    if call.left is None and call.right is None and not lists:
-        dims.append(QUERIES)
-    tensors = 3 + (call.attn_mask is not None) + len(call.prepared) + len(lists)
-    ways = [([Replicate()] * 2, [Replicate()] * tensors)]
-    for dim in dims:
-        of_keys = Replicate() if dim == QUERIES else Shard(dim)
-        placements = [Shard(dim), of_keys, of_keys]
-        if call.attn_mask is not None:
-            placements.append(_of_broadcast(call.attn_mask, dim + call.attn_mask.ndim - 4))
-        placements += [of_keys] * len(call.prepared)
-        placements += [_of_broadcast(x, dim) for x in lists]
-        ways.append(([Shard(dim)] * 2, placements))
-    return ways
+    queries = call.left is None and call.right is None and not lists
+    masks = [] if call.attn_mask is None else [_mask(call.attn_mask)]
+    keys = _keys(call.k, masks)
+    inputs = [Shard, keys, keys, *masks, *[keys] * len(call.prepared), *map(_broadcast, lists)]
+    return _ways(call.q, call.k, [Shard] * 2, inputs, queries)
 
 
-def _of_broadcast(x, dim: int):
+@_register(sage.lse.default)
+def _lse(q, k, attn_mask, is_causal: bool, scale: float | None) -> Ways:
+    inputs = [Shard, _keys(k), *([] if attn_mask is None else [_mask(attn_mask)])]
+    return _ways(q, k, [Shard], inputs, queries=not is_causal)
+
+
+@_register(sage.select_blocks.default)
+def _select_blocks(q, k, *_) -> Ways:
+    return _ways(q, k, [Shard] * 2, [Shard] * 2)
+
+
+@_register(sage.sagebwd.default)
+def _sagebwd(q, k, *_) -> Ways:
+    return _ways(q, k, [Shard] * 6, [Shard] * 3)
+
+
+@_register(sage.sagebwd_backward.default)
+def _sagebwd_backward(grad, v, *_) -> Ways:
+    return _ways(grad, v, [Shard] * 3, [Shard] * 8)
+
+
+@_register(sage.rowscaled.default)
+def _rowscaled(q, k, *_) -> Ways:
+    return _ways(q, k, [Shard, _stats, *[Shard] * 7], [Shard] * 3)
+
+
+@_register(sage.rowscaled_backward.default)
+def _rowscaled_backward(grad, out, stats, q, q_scale, k, *_) -> Ways:
+    return _ways(q, k, [Shard] * 3, [Shard, Shard, _stats, *[Shard] * 7])
+
+
+@prepare_kv.register_torch_dispatch(DTensor)  # register_sharding has no lists of outputs
+@torch.no_grad()
+def _prepare(cls, op, types, args, kwargs):
+    """Sharded as k is, along the batch and the heads."""
+    k, _, attn_mask, recipe, _ = args
+    placements = [
+        each if type(each) is Shard and each.dim <= HEADS and _divides(k, each) else Replicate()
+        for each in k.placements
+    ]
+    of_mask = None
+    if attn_mask is not None:
+        of_mask = [_mask(attn_mask)(x.dim) if type(x) is Shard else x for x in placements]
+    count = Prepared.count(decode(recipe).of_pv)
+    return local_map(
+        op, (placements,) * count, (placements, placements, of_mask, None, None),
+        redistribute_inputs=True,
+    )(*args)  # fmt: skip
+
+
+def _divides(x: DTensor, placement: Shard) -> bool:
+    """local_map takes all shards to be alike."""
+    pairs = zip(x.device_mesh.shape, x.placements, strict=True)
+    return x.shape[placement.dim] % math.prod(n for n, each in pairs if each == placement) == 0
+
+
+def _ways(q, k, outputs: list, inputs: list, queries: bool = False) -> Ways:
+    """Of each tensor a function: where a dimension of q is sharded, the tensor's placement."""
+    dims = [BATCH, HEADS, QUERIES] if queries else [BATCH, HEADS]
+    if not _keeps_groups(q, k):
+        dims.remove(HEADS)
+    sharded = [([of(dim) for of in outputs], [of(dim) for of in inputs]) for dim in dims]
+    return [([Replicate()] * len(outputs), [Replicate()] * len(inputs)), *sharded]
+
+
+def _keeps_groups(q, k) -> bool:
+    """Whether any way to shard the heads leaves those of q with theirs of k. DTensor calls a
+    dimension that is long enough shardable: 3 heads on 2 devices would be 2 and 1."""
+    parts = {1}
+    for n in k.mesh.shape:
+        parts |= {n * each for each in parts}
+    H_q, H_kv = q.shape[HEADS], k.shape[HEADS]
+    return H_q == H_kv or all(H_kv % n == 0 for n in parts if n <= H_kv)
+
+
+def _keys(k, masks=()):
+    """Of what belongs to the heads of k. One head is whole, but where masks say for each head of q
+    which keys count in its statistics: then no way to shard them is left."""
+
+    def of(dim: int):
+        shared = k.shape[dim] == 1 and all(mask(dim) == Replicate() for mask in masks)
+        return Replicate() if dim == QUERIES or shared else Shard(dim)
+
+    return of
+
+
+def _mask(x):
+    return lambda dim: _broadcast(x)(dim + x.ndim - 4)
+
+
+def _broadcast(x):
     """Of a tensor whose dimension may be missing, or 1 for all."""
-    return Shard(dim) if dim >= 0 and x.shape[dim] != 1 else Replicate()
+    return lambda dim: Shard(dim) if dim >= 0 and x.shape[dim] != 1 else Replicate()
+
+
+def _stats(dim: int) -> Shard:
+    """Of [2, B, H, N]."""
+    return Shard(dim + 1)

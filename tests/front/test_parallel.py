@@ -15,15 +15,20 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from ranks import Ranks, receive, send, serve
-from support import block_lists, exactly, qkv, relative_l1, sdpa
+from support import arguments, block_lists, exactly, qkv, relative_l1, sdpa
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.experimental._context_parallel import flex_cp_allgather
+from torch.distributed.tensor.experimental._context_parallel._attention import (
+    _create_cp_block_mask,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     parallelize_module,
 )
+from torch.nn.attention.flex_attention import flex_attention
 from torch.testing import assert_close
 
 import sage_inductor
@@ -475,49 +480,136 @@ def test_ranks_decide_by_the_times_of_one_of_them(ranks, tmp_path):
 
 
 ALL = Replicate()
+BY = {"replicated": ALL, "batch": Shard(0), "heads": Shard(1), "sequence": Shard(2)}
 
 
-@torch.no_grad()
-def on_dtensors(group, placements: dict, tensors: dict, given: dict):
-    """sage::sdpa of DTensors, replicated where no placement is given: out and lse as a whole, and
-    where out is."""
-    mesh = DeviceMesh.from_group(group, "cpu")
+def on_dtensors(group, name, placements, tensors, given, backend=None, grid=(2,)):
+    """A sage op of DTensors, replicated where no placement is given, on a grid of ranks. Returns
+    whole tensors and where they are: its outputs and, where `grad` of the first is given, the
+    gradients of the other tensors."""
+    if len(grid) == 1:
+        mesh = DeviceMesh.from_group(group, "cpu")
+    else:  # makes groups, for which all ranks must come
+        mesh = DeviceMesh("cpu", torch.arange(group.size()).view(grid))
+    tensors = {k: as_dtensor(x, mesh, placements.get(k, ALL)) for k, x in tensors.items()}
+    found = [*call_op(name, tensors, given, backend)]
+    return [whole(x) for x in found], [x.placements for x in found]
 
-    def distributed(x, name):
-        if isinstance(x, list):
-            return [distributed(each, name) for each in x]
-        placement = placements.get(name, ALL)
-        if placement != ALL:  # not distribute_tensor: gloo does not scatter FP8
-            x = x.chunk(group.size(), placement.dim)[group.rank()]
-        return DTensor.from_local(x, mesh, [placement])
 
-    shard = {name: distributed(x, name) for name, x in tensors.items()}
-    out, lse = sdpa(**shard, **given, recipe=RECIPE)
-    return out.full_tensor(), lse.full_tensor(), str(out.placements[0])
+def whole(x):
+    if x.dtype != torch.float8_e4m3fn:
+        return x.full_tensor()
+    codes = x.to_local().view(torch.uint8)  # gloo gathers no FP8
+    return DTensor.from_local(codes, x.device_mesh, x.placements).full_tensor().view(x.dtype)
+
+
+def as_dtensor(x, mesh, placements):
+    """x, or each of a list, of which this rank keeps its part."""
+    if isinstance(x, list):
+        return [as_dtensor(each, mesh, placements) for each in x]
+    placements = placements if isinstance(placements, tuple) else (placements,) * mesh.ndim
+    shard = x
+    for i, placement in enumerate(placements):  # not distribute_tensor: gloo does not scatter FP8
+        if placement != ALL:
+            shard = shard.chunk(mesh.size(i), placement.dim)[mesh.get_local_rank(i)]
+    return DTensor.from_local(shard, mesh, placements, shape=x.shape, stride=x.stride())
+
+
+def call_op(name: str, tensors: dict, given: dict, backend=None):
+    op = getattr(torch.ops.sage, name.removesuffix(", causal"))
+    if backend is not None:
+        torch._dynamo.reset()
+        eager = op
+        op = torch.compile(lambda *a, **b: eager(*a, **b), backend=backend, fullgraph=True)
+    tensors = dict(tensors)
+    grad = tensors.pop("grad", None)
+    if grad is not None:
+        tensors = {name: x.detach().requires_grad_() for name, x in tensors.items()}
+    args, given = (), {**tensors, **given}
+    if name == "sdpa":
+        args, given = arguments(**given), {}
+    with torch.set_grad_enabled(grad is not None):
+        found = op(*args, **given)
+    if grad is None:
+        return [found] if isinstance(found, torch.Tensor) else found
+    return *found, *torch.autograd.grad(found[0], [*tensors.values()], grad)
+
+
+def check_on_dtensors(
+    ranks, name, placements: dict, tensors: dict, given: dict, placed=None, grid=(2,), **how
+) -> None:
+    """Bit for bit what one device computes. placed: where outputs are; None: it does not matter."""
+    expected = call_op(name, tensors, given)
+    of_ranks = [(name, placements, tensors, given)] * math.prod(grid)
+    for found in ranks(on_dtensors, *of_ranks, grid=grid, **how):
+        assert isinstance(found, tuple), found
+        outputs, of_outputs = found
+        for x, y in zip(outputs, expected, strict=True):
+            assert x.dtype == y.dtype and torch.equal(as_bytes(x), as_bytes(y))
+        if placed is not None:
+            wanted = [placed] * len(outputs)
+            if name == "rowscaled":  # of [2, B, H, N]
+                wanted[1] = tuple(x if x == ALL else Shard(x.dim + 1) for x in placed)
+            assert of_outputs == wanted
+
+
+def as_bytes(x):
+    return x.contiguous().view(torch.uint8)  # of FP8, too
 
 
 SHARDED = {
-    "replicated": ((ALL, ALL), {}, "R"),
-    "batch": ((Shard(0), Shard(0)), {}, "S(0)"),
-    "heads": ((Shard(1), Shard(1)), {}, "S(1)"),
-    "heads, one of k": ((Shard(1), ALL), {"H_kv": 1}, None),
-    "queries": ((Shard(2), ALL), {}, "S(2)"),
-    "queries and keys": ((Shard(2), Shard(2)), {}, "S(2)"),
+    "replicated": ((ALL, ALL), {}, ALL),
+    "batch": ((Shard(0), Shard(0)), {}, Shard(0)),
+    "heads": ((Shard(1), Shard(1)), {}, Shard(1)),
+    "heads, one of k": ((Shard(1), ALL), {"H_kv": 1}, Shard(1)),
+    "queries": ((Shard(2), ALL), {}, Shard(2)),
+    "queries and keys": ((Shard(2), Shard(2)), {}, Shard(2)),
     "queries and keys, causal": ((Shard(2), Shard(2)), {"right": 0}, None),
 }
+MASKS = [None, (2, 1, 1, 64), (64, 64), (4, 1, 64), (1, 4, 64, 1)]
+
+
+def sharded_call(case: str, mask):
+    """Placements, tensors, what else is given, where outputs are."""
+    (of_q, of_kv), given, placed = SHARDED[case]
+    q, k, v = inputs((64,), H_kv=given.get("H_kv", 2))
+    tensors = dict(q=q, k=k, v=v)
+    if mask is not None:
+        tensors["attn_mask"] = torch.rand(mask) > 0.3
+    if case == "heads, one of k" and mask in MASKS[3:]:  # which keys count, of all heads
+        placed = None
+    placed = None if placed is None else (placed,)
+    return {"q": of_q, "k": of_kv, "v": of_kv}, tensors, given.get("right"), placed
 
 
 @pytest.mark.parametrize("case", SHARDED)
-@pytest.mark.parametrize(
-    "mask", [None, (2, 1, 1, 64), (64, 64), (4, 1, 64), (1, 4, 64, 1)], ids=str
-)
+@pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_sdpa_of_dtensors_is_that_of_whole_tensors(ranks, case, mask):
-    (of_q, of_kv), given, placed = SHARDED[case]
-    q, k, v = inputs((64,), H_kv=given.get("H_kv", 2))
-    tensors, given = dict(q=q, k=k, v=v), {"right": given.get("right")}
-    if mask is not None:
-        tensors["attn_mask"] = torch.rand(mask) > 0.3
-    check_on_dtensors(ranks, {"q": of_q, "k": of_kv, "v": of_kv}, tensors, given, placed)
+    placements, tensors, right, placed = sharded_call(case, mask)
+    given = {"right": right, "recipe": RECIPE}
+    check_on_dtensors(ranks, "sdpa", placements, tensors, given, placed)
+
+
+@pytest.mark.parametrize("case", SHARDED)
+@pytest.mark.parametrize("mask", MASKS[::2], ids=str)
+def test_lse_of_dtensors_is_that_of_whole_tensors(ranks, case, mask):
+    placements, tensors, right, placed = sharded_call(case, mask)
+    del tensors["v"]
+    given = {"is_causal": right == 0, "scale": None}
+    if mask is None:
+        given["attn_mask"] = None
+    check_on_dtensors(ranks, "lse", placements, tensors, given, placed)
+
+
+GROUPS = [(6, 3, None), (3, 3, (Shard(1),)), (6, 2, (Shard(1),))]
+
+
+@pytest.mark.parametrize("H_q, H_kv, placed", GROUPS)
+@pytest.mark.parametrize("of_kv", [ALL, Shard(1)], ids=str)
+def test_heads_that_ranks_do_not_divide_stay_with_theirs_of_k(ranks, H_q, H_kv, placed, of_kv):
+    q, k, v = inputs((64,), B=1, H_q=H_q, H_kv=H_kv)
+    placements, tensors = {"q": Shard(1), "k": of_kv, "v": of_kv}, dict(q=q, k=k, v=v)
+    check_on_dtensors(ranks, "sdpa", placements, tensors, {"recipe": RECIPE}, placed)
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -525,27 +617,150 @@ def test_what_is_prepared_is_sharded_as_k(ranks, dim):
     q, k, v = inputs((64,))
     prepared = torch.ops.sage.prepare(k, v, None, NAMED[RECIPE].encode(), False)
     tensors = dict(q=q, k=k, v=v, prepared=prepared)
-    check_on_dtensors(ranks, dict.fromkeys(tensors, Shard(dim)), tensors, {}, f"S({dim})")
+    placements, given = dict.fromkeys(tensors, Shard(dim)), {"recipe": RECIPE}
+    check_on_dtensors(ranks, "sdpa", placements, tensors, given, (Shard(dim),))
 
 
-@pytest.mark.parametrize("of_q, placed", [(Shard(0), "S(0)"), (Shard(1), "S(1)"), (Shard(2), None)])
+@pytest.mark.parametrize("of_q, placed", [(0, 0), (1, 1), (2, None)])
 @pytest.mark.parametrize("B, H, full", [(2, 4, False), (1, 4, True), (2, 1, True)])
 def test_block_lists_are_sharded_by_what_they_tell_apart(ranks, of_q, placed, B, H, full):
     q, k, v = inputs((254,))  # half of it is no whole number of blocks
     lists = block_lists(B, H, 254, 254, 64, 64, 0.5, full, unread=3)._asdict()
     sizes = {name: lists.pop(name) for name in ("block_q", "block_kv")}
     tensors = dict(q=q, k=k, v=v, **{name: x for name, x in lists.items() if x is not None})
-    check_on_dtensors(ranks, dict.fromkeys("qkv", of_q), tensors, sizes, placed)
+    placements, given = dict.fromkeys("qkv", Shard(of_q)), {**sizes, "recipe": RECIPE}
+    placed = None if placed is None else (Shard(placed),)
+    check_on_dtensors(ranks, "sdpa", placements, tensors, given, placed)
 
 
-def check_on_dtensors(ranks, placements: dict, tensors: dict, given: dict, placed) -> None:
-    """placed: where out is; None: it does not matter."""
-    expected = sdpa(**tensors, **given, recipe=RECIPE)
-    for found in ranks(on_dtensors, *[(placements, tensors, given)] * 2):
-        assert isinstance(found, tuple), found
-        out, lse, of_out = found
-        assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
-        assert placed is None or of_out == placed
+@pytest.mark.parametrize("by", BY)
+@pytest.mark.parametrize("recipe", ["sage1-per-token", RECIPE, "sage3"])
+@pytest.mark.parametrize("mask", [None, (2, 1, 1, 64), (2, 1, 64)], ids=str)
+def test_k_and_v_of_dtensors_are_prepared_where_they_are(ranks, by, recipe, mask):
+    _, k, v = inputs((64,), H_q=2)
+    tensors, given = dict(k=k, v=v), {"recipe": NAMED[recipe].encode(), "portable": False}
+    if mask is None:
+        given["attn_mask"] = None
+    else:
+        tensors["attn_mask"] = torch.rand(mask) > 0.3
+    placed = (ALL if by == "sequence" else BY[by],)
+    placements = dict.fromkeys("kv", BY[by])
+    check_on_dtensors(ranks, "prepare", placements, tensors, given, placed)
+
+
+@pytest.mark.parametrize("of_v", BY)
+def test_k_that_ranks_do_not_divide_is_prepared_whole(ranks, of_v):
+    _, k, v = inputs((64,), H_q=3, H_kv=3)
+    given = {"attn_mask": None, "recipe": NAMED[RECIPE].encode(), "portable": False}
+    placements = {"k": Shard(1), "v": BY[of_v]}
+    check_on_dtensors(ranks, "prepare", placements, dict(k=k, v=v), given, (ALL,))
+
+
+def call_of(name: str, **shape) -> tuple[dict, dict]:
+    """An op's tensors, with a gradient for ops that train, and what else it is given."""
+    q, k, v = inputs((200,), **{"H_kv": 2, **shape})
+    training = {"grad": torch.randn_like(q)}, {"scale": 0.125, "out_bnhd": False}
+    tensors, given = {
+        "sdpa": ({}, {"recipe": RECIPE}),
+        "prepare": ({}, {"attn_mask": None, "recipe": NAMED[RECIPE].encode(), "portable": False}),
+        "lse": ({}, {"attn_mask": None, "is_causal": True, "scale": None}),
+        "select_blocks": ({}, SELECTION),
+        "sagebwd": (training[0], {**training[1], "is_causal": False}),
+        "sagebwd, causal": (training[0], {**training[1], "is_causal": True}),
+        "rowscaled": training,
+    }[name]
+    read = {"prepare": dict(k=k, v=v), "lse": dict(q=q, k=k), "select_blocks": dict(q=q, k=k)}
+    return {**read.get(name, dict(q=q, k=k, v=v)), **tensors}, given
+
+
+SELECTION = dict(
+    scale=0.125, top_k=0.3, top_p=0.2, similarity=0.1, dense_first=0, dense_last=70, block_q=64,
+    block_kv=64,
+)  # fmt: skip
+OPS = ("sdpa", "prepare", "lse", "select_blocks", "sagebwd", "sagebwd, causal", "rowscaled")
+TRAINING = OPS[4:]
+
+
+@pytest.mark.parametrize("name", OPS[3:])
+@pytest.mark.parametrize("by", BY)
+@pytest.mark.parametrize("H_q, H_kv", [(4, 1), (4, 2), (3, 3), (6, 3)])
+def test_ops_of_dtensors_are_those_of_whole_tensors(ranks, name, by, H_q, H_kv):
+    tensors, given = call_of(name, H_q=H_q, H_kv=H_kv)
+    placements = dict.fromkeys(tensors, BY[by])
+    placed = None
+    if by == "heads" and H_kv == 1:
+        placements |= dict.fromkeys("kv", ALL)
+    elif by != "sequence" and (by, H_q, H_kv) != ("heads", 6, 3):
+        placed = (BY[by],)
+    check_on_dtensors(ranks, name, placements, tensors, given, placed)
+
+
+@pytest.mark.parametrize("name", TRAINING)
+@pytest.mark.parametrize("of_grad", BY)
+def test_a_gradient_that_is_placed_otherwise_is_redistributed(ranks, name, of_grad):
+    tensors, given = call_of(name)
+    placements = {**dict.fromkeys("qkv", Shard(1)), "grad": BY[of_grad]}
+    check_on_dtensors(ranks, name, placements, tensors, given, (Shard(1),))
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_batch_and_heads_are_sharded_over_two_dimensions_of_a_mesh(ranks, name):
+    tensors, given = call_of(name)
+    placed = (Shard(0), Shard(1))
+    placements = dict.fromkeys(tensors, placed)
+    check_on_dtensors(ranks, name, placements, tensors, given, placed, grid=(2, 2))
+
+
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("by", ["batch", "heads"])
+def test_compiled_ops_take_dtensors(ranks, name, by):
+    tensors, given = call_of(name)
+    placements, placed = dict.fromkeys(tensors, BY[by]), (BY[by],)
+    check_on_dtensors(ranks, name, placements, tensors, given, placed, backend="aot_eager")
+
+
+@pytest.mark.parametrize("name", OPS[:2])
+def test_an_op_opens_on_the_local_tensors_of_dtensors(ranks, name):
+    tensors, given = call_of(name)
+    placements, placed = dict.fromkeys(tensors, Shard(1)), (Shard(1),)
+    given["portable"] = True  # on CPU, what is not stays whole
+    check_on_dtensors(ranks, name, placements, tensors, given, placed, backend="aot_eager")
+
+
+# -- flex_attention under torch's context parallelism ----
+
+
+@torch.no_grad()
+def flex_of_gathered(group, q, k, v, is_causal: bool):
+    """Compiled, as torch's _ContextParallel has it: keys of all ranks, in their own dtype."""
+    mesh, N = DeviceMesh.from_group(group, "cpu"), k.shape[2] * group.size()
+    mask = None
+    if is_causal:
+        mask = _create_cp_block_mask(lambda b, h, i, j: i >= j, 1, q.shape[1], N, N, mesh)
+
+    def function(q, k, v):
+        k, v = flex_cp_allgather(k, v, 2, group.group_name)
+        return flex_attention(q, k, v, block_mask=mask, scale=0.125)
+
+    torch._dynamo.reset()
+    options = {"sage.emulate": True, "sage.recipe": RECIPE}
+    out = torch.compile(function, backend="sage", options=options)(q, k, v)
+    (call,) = sage_inductor.report().to_dicts()
+    return out, call["recipe"], call["reason"]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_flex_attention_over_gathered_keys(ranks, is_causal):
+    q, k, v = inputs((128, 128), B=1, H_kv=4)
+    found = ranks(flex_of_gathered, *sharded((128, 128), q, k, v), is_causal=is_causal)
+    for q_r, each in zip(q.chunk(2, 2), found):
+        assert isinstance(each, tuple), each
+        out, recipe, reason = each
+        if is_causal:  # torch's mask_mod says by captured tensors which queries a rank has
+            assert recipe is None and reason.startswith("score_mod or mask_mod captures")
+        else:
+            assert recipe == RECIPE
+            assert_close(out, sdpa(q_r, k, v, recipe=RECIPE)[0], atol=0.02, rtol=0.01)
 
 
 # -- what is sent ----
