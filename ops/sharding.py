@@ -39,7 +39,7 @@ def _register(op):
 
     def register(ways):
         compat.register_sharding(op)(ways)
-        if compat.sharding_schemas is not None:
+        if (compat.sharding_schemas or {}).get(op) is not None:
             compat.sharding_schemas[op].static_argnum = 0
         return ways
 
