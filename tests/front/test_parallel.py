@@ -4,6 +4,7 @@ one device computes alone, and what they are called with wrongly is an error on 
 Four processes live as long as this module's tests (ranks.py).
 """
 
+import inspect
 import itertools
 import math
 import os
@@ -736,7 +737,12 @@ def flex_of_gathered(group, q, k, v, is_causal: bool):
     mesh, N = DeviceMesh.from_group(group, "cpu"), k.shape[2] * group.size()
     mask = None
     if is_causal:
-        mask = _create_cp_block_mask(lambda b, h, i, j: i >= j, 1, q.shape[1], N, N, mesh)
+        size = {"BLOCK_SIZE": (128, 128)}  # torch 2.15 asks for it
+        if "BLOCK_SIZE" not in inspect.signature(_create_cp_block_mask).parameters:
+            size = {}
+        mask = _create_cp_block_mask(
+            lambda b, h, i, j: i >= j, 1, q.shape[1], N, N, device_mesh=mesh, **size
+        )
 
     def function(q, k, v):
         k, v = flex_cp_allgather(k, v, 2, group.group_name)
