@@ -142,6 +142,7 @@ def travels() -> bool:
 
 LONGEST = 120.0  # seconds to wait; what is not compiled then compiles where it is launched
 _started: dict[tuple, concurrent.futures.Future] = {}
+os.register_at_fork(after_in_child=_started.clear)  # nobody would tell the child what is done
 
 
 def compile_elsewhere(

@@ -126,6 +126,7 @@ NAMED = {
     "sage1-per-token": Recipe("per_token", "16bit"),
     "sage3": Recipe("per_16", "nvfp4", qk="nvfp4"),
 }
+ROWSCALED_FORWARD = NAMED["sage1-per-token"]  # of sage::rowscaled: INT8 q k, 16-bit p v
 
 # The names of version 0.1, which are understood for one version more.
 ALIASES = {"sage2-8b-rows": "sage2-8b-per-token", "accurate": "sage1-per-token"}

@@ -21,14 +21,12 @@ from sage_inductor.ops.formats import (
     Kept,
     Prepared,
 )
-from sage_inductor.ops.recipe import NAMED
+from sage_inductor.ops.recipe import ROWSCALED_FORWARD
 from sage_inductor.ops.reference.attention import attention
 from sage_inductor.ops.reference.quantize import divide, pad, smooth
 from sage_inductor.ops.reference.training import LARGEST, quantize
 from sage_inductor.ops.training.hopper.prepare import Operands
 from sage_inductor.ops.visibility import Visibility
-
-FORWARD = NAMED["sage1-per-token"]
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Kept]:
@@ -36,7 +34,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Kept
     k_mean, v_mean = smooth([k, v])[0]
     (q8, q_scale), (k8, k_scale) = quantize(q, shared=1), quantize(k, k_mean)
     prepared = Prepared(k8, k_scale[..., None], k_mean)
-    a = AttentionCall.of(q, prepared, v, Visibility(), scale, k.shape[2], FORWARD)
+    a = AttentionCall.of(q, prepared, v, Visibility(), scale, k.shape[2], ROWSCALED_FORWARD)
     out, lse = attention(a)
     x = _scores(q8, k8)[:, :, : q.shape[2], : k.shape[2]]
     x = x * (q_scale * (scale * LOG2E))[:, :, : q.shape[2], None]

@@ -20,7 +20,8 @@ from sage_inductor.policy import Policy, Rule
 
 ASKED = {"sage.training": "sagebwd", "sage.emulate": True}
 ASKED_G = ASKED | {"sage.training": "g"}
-SAGEBWD = torch.ops.sage.sagebwd.default
+both = pytest.mark.parametrize("asked", [ASKED, ASKED_G], ids=["sagebwd", "g"])
+OPS = torch.ops.sage.sagebwd.default, torch.ops.sage.rowscaled.default
 
 
 class Attention(torch.nn.Module):
@@ -77,7 +78,7 @@ def rewritten():
     return [site.recipe for site in sage_inductor.report().rewritten]
 
 
-@pytest.mark.parametrize("asked", [ASKED, ASKED_G], ids=["sagebwd", "g"])
+@both
 def test_a_compiled_model_trains_by_the_op_at_any_length_in_two_graphs(asked):
     model, by_op = pair(2, is_causal=asked is ASKED)
     compiled = torch.compile(model, backend="sage", options=asked, fullgraph=True)
@@ -213,10 +214,11 @@ def test_g_on_a_gpu_needs_hopper_and_16_bits(monkeypatch):
     assert why_not((9, 0)) == "g trains in 16 bits on a GPU, got float32"
 
 
-def test_autocast_and_a_grad_scaler():
-    model, _ = pair()
+@both
+def test_autocast_and_a_grad_scaler(asked):
+    model, _ = pair(is_causal=asked is ASKED)
     x, cotangent = inputs()
-    compiled = torch.compile(model, backend="sage", options=ASKED, fullgraph=True)
+    compiled = torch.compile(model, backend="sage", options=asked, fullgraph=True)
 
     def found(factor):
         with torch.autocast("cpu", torch.bfloat16):
@@ -225,45 +227,48 @@ def test_autocast_and_a_grad_scaler():
 
     assert_close(found(2.0**12), found(1.0) * 2.0**12, rtol=0.02, atol=1.0)
     assert {site.dtype for site in sage_inductor.report().rewritten} == {"bfloat16"}
-    assert rewritten() == ["sagebwd"]
+    assert rewritten() == [asked["sage.training"]]
 
 
+@both
 @pytest.mark.parametrize("where", ["inside", "outside"])
-def test_checkpointing(where):
-    model, by_op = pair(2)
+def test_checkpointing(where, asked):
+    model, by_op = pair(2, is_causal=asked is ASKED)
     x, cotangent = inputs()
     expected = gradients(by_op, x, cotangent, by_op.parameters())
     if where == "inside":
         f = torch.compile(
-            lambda x: checkpoint(model, x, use_reentrant=False), backend="sage", options=ASKED,
+            lambda x: checkpoint(model, x, use_reentrant=False), backend="sage", options=asked,
             fullgraph=True,
         )  # fmt: skip
     else:
-        compiled = torch.compile(model, backend="sage", options=ASKED, fullgraph=True)
+        compiled = torch.compile(model, backend="sage", options=asked, fullgraph=True)
         f = lambda x: checkpoint(compiled, x, use_reentrant=False)  # noqa: E731
     assert same(gradients(f, x, cotangent, model.parameters()), expected)
 
 
-def calls_of(monkeypatch):
+def calls_of(monkeypatch, asked):
     """How often the op runs."""
-    from sage_inductor.ops.reference import training
+    from sage_inductor.ops.reference import rowscaled, training
 
-    seen, forward = [], training.forward
+    its = training if asked is ASKED else rowscaled
+    seen, forward = [], its.forward
 
     def count(*args):
         seen.append(args)
         return forward(*args)
 
-    monkeypatch.setattr(training, "forward", count)
+    monkeypatch.setattr(its, "forward", count)
     return seen
 
 
 def saves_the_op(ctx, op, *args, **kwargs):
-    return CheckpointPolicy.MUST_SAVE if op == SAGEBWD else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if op in OPS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def test_a_selective_policy_saves_what_the_op_returns(monkeypatch):
-    model, by_op = pair()
+@both
+def test_a_selective_policy_saves_what_the_op_returns(monkeypatch, asked):
+    model, by_op = pair(is_causal=asked is ASKED)
     x, cotangent = inputs()
 
     context = functools.partial(create_selective_checkpoint_contexts, saves_the_op)
@@ -271,26 +276,27 @@ def test_a_selective_policy_saves_what_the_op_returns(monkeypatch):
     def f(x):
         return checkpoint(model, x, use_reentrant=False, context_fn=context)
 
-    seen = calls_of(monkeypatch)
-    compiled = torch.compile(f, backend="sage", options=ASKED, fullgraph=True)
+    seen = calls_of(monkeypatch, asked)
+    compiled = torch.compile(f, backend="sage", options=asked, fullgraph=True)
     found = gradients(compiled, x, cotangent, model.parameters())
     assert len(seen) == 1
     assert same(found, gradients(by_op, x, cotangent, by_op.parameters()))
 
 
+@both
 @pytest.mark.parametrize("budget, times", [(1.0, 1), (0.1, 2)])
-def test_the_activation_memory_budget(budget, times, monkeypatch):
-    model, by_op = pair()
+def test_the_activation_memory_budget(budget, times, monkeypatch, asked):
+    model, by_op = pair(is_causal=asked is ASKED)
     x, cotangent = inputs()
-    seen = calls_of(monkeypatch)
+    seen = calls_of(monkeypatch, asked)
     with torch._functorch.config.patch(activation_memory_budget=budget):
-        compiled = torch.compile(model, backend="sage", options=ASKED, fullgraph=True)
+        compiled = torch.compile(model, backend="sage", options=asked, fullgraph=True)
         found = gradients(compiled, x, cotangent, model.parameters())
     assert len(seen) == times
     assert same(found, gradients(by_op, x, cotangent, by_op.parameters()))
 
 
-@pytest.mark.parametrize("asked", [ASKED, ASKED_G], ids=["sagebwd", "g"])
+@both
 def test_what_is_saved_is_in_8_bits(asked):
     """Of q and k their codes alone, and by g of v; of SDPA all, in 16 bits."""
     model, _ = pair(is_causal=asked is ASKED)
@@ -315,9 +321,10 @@ def test_what_is_saved_is_in_8_bits(asked):
         assert heads["ours"] == x.numel()
 
 
-def test_gradients_accumulate_and_repeat_bit_for_bit():
-    model, _ = pair()
-    compiled = torch.compile(model, backend="sage", options=ASKED, fullgraph=True)
+@both
+def test_gradients_accumulate_and_repeat_bit_for_bit(asked):
+    model, _ = pair(is_causal=asked is ASKED)
+    compiled = torch.compile(model, backend="sage", options=asked, fullgraph=True)
     x, cotangent = inputs()
     once = gradients(compiled, x, cotangent, model.parameters())
     for _ in range(2):
@@ -326,27 +333,29 @@ def test_gradients_accumulate_and_repeat_bit_for_bit():
         assert_close(parameter.grad, 2 * gradient, rtol=0, atol=0)
 
 
-def test_fsdp2_with_compiled_blocks(gloo):
+@both
+def test_fsdp2_with_compiled_blocks(gloo, asked):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model, by_op = pair(2)
+    model, by_op = pair(2, is_causal=asked is ASKED)
     x, cotangent = inputs()
     expected = gradients(by_op, x, cotangent, by_op.parameters())
     mesh = init_device_mesh("cpu", (1,))
     for block in model:
-        block.compile(backend="sage", options=ASKED)
+        block.compile(backend="sage", options=asked)
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     model(x).backward(cotangent)
     found = [x.grad, *(p.grad.full_tensor() for p in model.parameters())]
-    assert same(found, expected) and set(rewritten()) == {"sagebwd"}
+    assert same(found, expected) and set(rewritten()) == {asked["sage.training"]}
 
 
-def test_compiled_autograd():
-    model, by_op = pair()
+@both
+def test_compiled_autograd(asked):
+    model, by_op = pair(is_causal=asked is ASKED)
     x, cotangent = inputs()
-    compiled = torch.compile(model, backend="sage", options=ASKED, dynamic=False)
+    compiled = torch.compile(model, backend="sage", options=asked, dynamic=False)
     captures = counters["compiled_autograd"]["captures"]
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager", dynamic=False)):
         compiled(x).backward(cotangent)

@@ -411,6 +411,14 @@ def test_what_would_be_launched_compiles_in_other_processes(launches, monkeypatc
     ptxas_version.cache_clear()
 
 
+def test_a_forked_child_waits_for_nothing_that_its_parent_asked_for(monkeypatch):
+    monkeypatch.setitem(compile_module._started, "key", concurrent.futures.Future())
+    child = os.fork()
+    if child == 0:
+        os._exit(len(compile_module._started))
+    assert os.waitpid(child, 0)[1] == 0 and "key" in compile_module._started
+
+
 def test_kernels_that_fail_elsewhere_are_left_to_their_launch(
     launches, monkeypatch, tmp_path, caplog
 ):  # fmt: skip

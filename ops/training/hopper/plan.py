@@ -17,12 +17,11 @@ from sage_inductor.ops.attention.select import hopper_tile
 from sage_inductor.ops.compat import GluonDescriptor
 from sage_inductor.ops.formats import Kept, Prepared
 from sage_inductor.ops.launch import HAS_PDL, doubled, launch_cached, pdl_option
-from sage_inductor.ops.recipe import NAMED
+from sage_inductor.ops.recipe import ROWSCALED_FORWARD
 from sage_inductor.ops.training.hopper.kernel import dkdv_kernel, dq_kernel
 from sage_inductor.ops.training.hopper.prepare import Operands, launch_prepare
 from sage_inductor.ops.visibility import Visibility
 
-FORWARD = NAMED["sage1-per-token"]  # INT8 q k, 16-bit p v
 STAGES, FLUSH = 3, 8  # of loads; blocks of 64 whose sums the tensor cores add up
 UNROLL, FLUSH_DK = 2, 32
 MAX_ROWS = 2**29  # of q, and of k, in all heads: TMA counts them in 32 bits
@@ -37,7 +36,9 @@ def launch_forward(
     prepared, n_kv = Prepared(k, k_scale[..., None], k_mean), v.shape[2]
 
     def call(q: Tensor, v: Tensor) -> AttentionCall:
-        return AttentionCall.of(q, prepared, v, Visibility(), scale, n_kv, FORWARD, out_bnhd)
+        return AttentionCall.of(
+            q, prepared, v, Visibility(), scale, n_kv, ROWSCALED_FORWARD, out_bnhd
+        )
 
     a = call(q, v)
     if plan.why_not(a):  # q's channels are apart, or v's rows are none that TMA reads

@@ -51,7 +51,7 @@ _WA, _WAQ, _U, _UN = map(tl.constexpr, range(MAXIMA))
 
 
 class Operands(NamedTuple):
-    """What the kernels read beside it."""
+    """What the kernels read beside Kept (formats.py)."""
 
     g: Tensor  # [B, H_q, M_pad, BLOCK_D] INT8: dO
     qt: Tensor  # [B, H_kv, BLOCK_D, group M_pad] E4M3, tokens permuted; so the next two
