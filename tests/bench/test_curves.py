@@ -656,6 +656,35 @@ def test_all_of_it(text, tmp_path, monkeypatch, capsys):
     assert "the budget is spent: exact is left out" in capsys.readouterr().out
 
 
+def test_results_of_several_models_are_one_table_each(tmp_path, monkeypatch):
+    monkeypatch.setitem(learners.SIZES["cpu"], "dit", SMALL_DIT)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    folder = tmp_path / "bench" / "results"
+    monkeypatch.setattr(curves, "RESULTS", folder)
+    assert curves.main(["--model", "dit", "--steps", "2", "--seeds", "2", "--json"]) == 0
+    (path,) = folder.rglob("*.json")
+    assert path.name.endswith("-curves-dit.json")
+    result = json.loads(path.read_text())
+    assert [row["recipe"] for row in result["rows"]] == [
+        recipe for recipe in curves.DEFAULT["dit"] for _ in range(2)
+    ]
+    gpts = json.loads(path.read_text().replace("curves-dit", "curves"))
+    (path.parent / "2026-01-01-curves.json").write_text(json.dumps(gpts))
+    page = tmp_path / "README.md"
+    page.write_text("<!-- table:curves -->\n<!-- table:end -->\n")
+    assert plot.main(["--root", str(tmp_path)]) == 0
+    assert page.read_text().count("### CPU") == 1
+    found = [line for line in page.read_text().splitlines() if line.startswith("!")]
+    assert found == [
+        "![GPTs from scratch: loss curves by recipe](../bench/results/cpu/curves.svg)",
+        "![Diffusion transformers from scratch: loss curves by recipe]"
+        "(../bench/results/cpu/curves-dit.svg)",
+    ]
+    for name in ("curves.svg", "curves-dit.svg"):
+        assert (path.parent / name).exists()
+    assert plot.main(["--root", str(tmp_path), "--check"]) == 0
+
+
 @pytest.mark.parametrize(
     "asked, said",
     [
