@@ -37,11 +37,9 @@ def replace(call: Call, decision: Decision, portable: bool) -> None:
     q, k, v, attn_mask = call.q, call.k, call.v, call.attn_mask
     scale = float(call.scale if call.scale is not None else value_of(q).shape[3] ** -0.5)
     if recipe is None:
-        if decision.recipe == "g":
-            op, args = torch.ops.sage.rowscaled.default, (q, k, v, scale, order != BHND)
-        else:
-            op = torch.ops.sage.sagebwd.default
-            args = (q, k, v, is_causal(call), scale, order != BHND)
+        sage = torch.ops.sage
+        op = sage.rowscaled.default if decision.recipe == "g" else sage.sagebwd.default
+        args = (q, k, v, is_causal(call), scale, order != BHND)
         # What autograd saved here would be counted by a checkpoint around the compiled model.
         with torch.no_grad():
             new = emit(op, *args)

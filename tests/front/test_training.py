@@ -48,7 +48,7 @@ class ByOp(Attention):
     def attend(self, q, k, v):
         if self.is_causal:
             return torch.ops.sage.sagebwd(q, k, v, True, q.shape[3] ** -0.5, True)[0]
-        return torch.ops.sage.rowscaled(q, k, v, q.shape[3] ** -0.5, True)[0]
+        return torch.ops.sage.rowscaled(q, k, v, False, q.shape[3] ** -0.5, True)[0]
 
 
 def pair(layers=1, dim=128, is_causal=True):
@@ -177,17 +177,21 @@ def test_what_is_not_trained_says_why():
     assert site.reason == "training: block lists have no backward here"
 
 
-def reason_of(scale=None, is_causal=False, dim=64, training="g"):
+def reason_of(scale=None, is_causal=False, dim=64, training="g", n_kv=300):
     q = torch.randn(1, 2, 300, dim, requires_grad=True)
+    k = torch.randn(1, 2, n_kv, dim)
     torch._dynamo.reset()
     with config.patch(training=training, emulate=True):
-        sage_inductor.attention(q, q, q, scale=scale, is_causal=is_causal)
+        sage_inductor.attention(q, k, k, scale=scale, is_causal=is_causal)
     return [site.reason for site in sage_inductor.report().refused]
 
 
 def test_what_g_does_not_train_says_why():
     assert reason_of() == []
-    assert reason_of(is_causal=True) == ["g trains calls without a mask, got causal"]
+    assert reason_of(is_causal=True) == []
+    assert reason_of(is_causal=True, n_kv=400) == [
+        "g trains causal calls of as many queries as keys, got 300 and 400"
+    ]
     assert reason_of(scale=-0.1) == ["g trains calls whose scale is more than 0, got -0.1"]
     (reason,) = reason_of(dim=160)
     assert reason.startswith("g trains head_dims up to 128, one of q, k and v, got 160")

@@ -35,7 +35,7 @@ ARGUMENTS = {  # what the launchers pass; the rest (strides) may be any 32-bit n
 PLACE, BLOCKS = (0, 2**31 - 1), (0, 2**23)
 OF_HOPPER = {
     "row": (0, 2**30 + 192), "b": PLACE, "h": PLACE, "h_kv": PLACE, "head": PLACE,
-    "head_kv": (0, 2**23), "channel": (0, 2**31 - 257), "scale_row": (0, 2**24),
+    "heads": (0, 2**23), "head_kv": (0, 2**23), "channel": (0, 2**31 - 257), "scale_row": (0, 2**24),
     "slot": (0, 2**16), "begin": BLOCKS, "end": BLOCKS, "m": BLOCKS,
     "place": (-1, 2**28), "first_block": BLOCKS, "read_all": BLOCKS, "read_whole": BLOCKS,
 }  # fmt: skip
@@ -324,6 +324,9 @@ KERNELS = {
     "turn": kernels.compile_turn,
     "rows of rowscaled": kernels.compile_rows_of_rowscaled,
     "turn of rowscaled": kernels.compile_turn_of_rowscaled,
+    "rows of causal of rowscaled": lambda: kernels.compile_rows_of_rowscaled(True),
+    "bounds of rowscaled": kernels.compile_bounds_of_rowscaled,
+    "turn of causal of rowscaled": lambda: kernels.compile_turn_of_rowscaled(True),
     **{
         f"training {name}": lambda name=name: kernels.compile_training(SM90, name)
         for name in kernels.TRAINING
@@ -349,8 +352,9 @@ def test_no_offset_wraps(name):
     "pv, given",
     [("fp8", {}), ("16bit", {}), ("fp8", dict(split=True)), ("16bit", dict(split=True)),
      ("fp8", dict(band=kernels.BANDS["both"])),
-     ("fp8", dict(band=kernels.BANDS["causal"], mask=True)), ("16bit", dict(listed=True))],
-    ids=["fp8", "16bit", "fp8 split", "16bit split", "band", "mask", "lists"],
+     ("16bit", dict(keeps_max=True, k_rows=True)), ("fp8", dict(band=kernels.BANDS["causal"], mask=True)), ("16bit", dict(listed=True))],
+    ids=["fp8", "16bit", "fp8 split", "16bit split", "band", "k_rows", "mask",
+         "lists"],
 )  # fmt: skip
 def test_no_offset_of_the_hopper_kernel_wraps(pv, given):
     tile = tiles.hopper(SM90, pv, 128, False, tiles.ANY)
@@ -375,14 +379,15 @@ def test_no_offset_of_what_is_made_of_mask_and_lists_wraps(compile):
     assert function.offsets > 2 and not function.unproved, "\n".join(function.unproved)
 
 
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", ["dq", "dkdv"])
-def test_no_offset_of_the_row_scaled_backward_wraps(name):
+def test_no_offset_of_the_row_scaled_backward_wraps(name, causal):
     """Of fewer than 2^29 rows in all heads, of which each has at least 128."""
     rows, head = (128, 2**29), (0, 2**22)
     facts = {"Q_pad": rows, "K_pad": rows, "Q_rows": rows, "row0": (0, 2**29 + 192)}
     facts |= dict.fromkeys(("head", "b", "h"), head) | {"N2_q": (2, 2**30), "N2_kv": (2, 2**30)}
-    function = Function(kernels.compile_rowscaled(name), facts).run()
-    assert function.offsets > 8 and not function.unproved, "\n".join(function.unproved)
+    function = Function(kernels.compile_rowscaled(name, causal=causal), facts).run()
+    assert function.offsets > 6 and not function.unproved, "\n".join(function.unproved)
 
 
 def test_no_offset_of_the_pieces_sum_wraps():
