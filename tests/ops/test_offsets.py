@@ -35,7 +35,7 @@ ARGUMENTS = {  # what the launchers pass; the rest (strides) may be any 32-bit n
 PLACE, BLOCKS = (0, 2**31 - 1), (0, 2**23)
 OF_HOPPER = {
     "row": (0, 2**30 + 192), "b": PLACE, "h": PLACE, "h_kv": PLACE, "head": PLACE,
-    "heads": (0, 2**23), "head_kv": (0, 2**23), "channel": (0, 2**31 - 257), "scale_row": (0, 2**24),
+    "head_kv": (0, 2**23), "channel": (0, 2**31 - 257), "scale_row": (0, 2**24),
     "slot": (0, 2**16), "begin": BLOCKS, "end": BLOCKS, "m": BLOCKS,
     "place": (-1, 2**28), "first_block": BLOCKS, "read_all": BLOCKS, "read_whole": BLOCKS,
 }  # fmt: skip
