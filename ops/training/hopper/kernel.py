@@ -117,6 +117,16 @@ def _flush(total, acc, is_first):
 
 
 @gluon.jit
+def _add_part(acc, part, is_more, is_less, O: gl.constexpr):
+    """acc, with what is in part if is_more; which it is stored to if is_less than all."""
+    if is_more:
+        acc += _from_thread(gl.load(part), O)
+    if is_less:
+        gl.store(part, _by_thread(acc))
+    return acc
+
+
+@gluon.jit
 def _from_thread(x, O: gl.constexpr):
     D: gl.constexpr = x.shape[0] * 4
     x = x.reshape([2, D // 8, 4, 8, 4, 2]).permute([2, 0, 3, 1, 4, 5])
@@ -385,14 +395,16 @@ def _queries(
 
 @gluon.jit
 def _own_queries(
-    wg: gl.constexpr, shared, k_tile, v_tile, s, d, dv, dk, j0, blocks, k_scale, v_scale,
+    wg: gl.constexpr, shared, k_tile, v_tile, s, d, zero_o, j0, blocks, k_scale, v_scale,
     STAGES: gl.constexpr, S: gl.constexpr, A: gl.constexpr,
 ):  # fmt: skip
-    """(CAUSAL) `_queries` of the two blocks of the tile's own rows, of which none sees a later one.
-    One product after the other: with a mask in `_queries` registers do not suffice."""
+    """(CAUSAL) `_queries` of the two blocks of the tile's own rows, of which none sees a later one;
+    dv and dk of them alone. One product after the other: with a mask in `_queries` registers do not
+    suffice, and as the two branches of a loop ptxas (CUDA 12.8) gives NaN in dv."""
     k_smem, v_smem, q_smem, g_smem, qt_smem, ot_smem, vectors, totals, loaded, full, empty = shared
     COLUMN: gl.constexpr = gl.SliceLayout(0, S)
     zero = gl.full([64, 64], 0, gl.int32, S)
+    dv, dk = zero_o, zero_o
     for u in gl.static_range(2):
         j = j0 + u
         stage, after = j % STAGES, (j + 1) % STAGES
@@ -459,30 +471,29 @@ def _dkdv_consumer(
     d = _score(v_tile, g_smem, 0, zero)
     s, d = warpgroup_mma_wait(0, [s, d])
     dk = zero_o
-    for far in range(0, blocks, FLUSH_DK):
-        dk = zero_o
-        end = gl.minimum(far + FLUSH_DK, blocks)
-        for first in range(far, end, FLUSH):
-            dv = zero_o
-            for j0 in range(first, gl.minimum(first + FLUSH, end), UNROLL):
-                own = False
-                if CAUSAL:
-                    own = j0 % per_head == 0
-                if own:
-                    s, d, dv, dk = _own_queries(
-                        wg, shared, k_tile, v_tile, s, d, dv, dk, j0, blocks, k_scale, v_scale,
-                        STAGES, S, A,
-                    )  # fmt: skip
-                else:
+    for first_block in range(0, blocks, per_head):  # of a query head; not CAUSAL: of all as one
+        begin = first_block
+        if CAUSAL:
+            s, d, dv, dk = _own_queries(
+                wg, shared, k_tile, v_tile, s, d, zero_o, begin, blocks, k_scale, v_scale,
+                STAGES, S, A,
+            )  # fmt: skip
+            _flush(total, dv, begin == 0)
+            dk = _add_part(dk, part, begin > 0, begin + 2 < blocks, O)
+            begin += 2
+        end = first_block + per_head
+        for far in range(begin, end, FLUSH_DK):
+            dk = zero_o
+            far_end = gl.minimum(far + FLUSH_DK, end)
+            for first in range(far, far_end, FLUSH):
+                dv = zero_o
+                for j in range(first, gl.minimum(first + FLUSH, far_end), UNROLL):
                     s, d, dv, dk = _queries(
-                        shared, k_tile, v_tile, s, d, dv, dk, j0, blocks, k_scale, v_scale,
+                        shared, k_tile, v_tile, s, d, dv, dk, j, blocks, k_scale, v_scale,
                         CAUSAL, STAGES, UNROLL, S, A,
                     )  # fmt: skip
-            _flush(total, dv, first == 0)
-        if far > 0:
-            dk += _from_thread(gl.load(part), O)
-        if end < blocks:
-            gl.store(part, _by_thread(dk))
+                _flush(total, dv, first == 0)
+            dk = _add_part(dk, part, far > 0, far_end < blocks, O)
     warpgroup_mma_wait(0, [s, d])
     dv = _from_thread(total.load(L), O) * gl.load(Ot_scale + head)
     _store(dv, DV, row0, head, H_kv, N_kv, strides_v, D, O)
