@@ -400,7 +400,7 @@ def _own_queries(
 ):  # fmt: skip
     """(CAUSAL) `_queries` of the two blocks of the tile's own rows, of which none sees a later one;
     dv and dk of them alone. One product after the other: with a mask in `_queries` registers do not
-    suffice, and as the two branches of a loop ptxas (CUDA 12.8) gives NaN in dv."""
+    suffice."""
     k_smem, v_smem, q_smem, g_smem, qt_smem, ot_smem, vectors, totals, loaded, full, empty = shared
     COLUMN: gl.constexpr = gl.SliceLayout(0, S)
     zero = gl.full([64, 64], 0, gl.int32, S)
@@ -408,21 +408,20 @@ def _own_queries(
     for u in gl.static_range(2):
         j = j0 + u
         stage, after = j % STAGES, (j + 1) % STAGES
-        q_scale = gl.expand_dims(vectors.index(stage * 3).load(COLUMN), 0)
-        m = gl.expand_dims(vectors.index(stage * 3 + 1).load(COLUMN), 0)
-        p = _exp2(s.to(gl.float32) * k_scale * q_scale - m)
-        if wg == u:
-            p = gl.where(_above(S), p, 0.0)
-        elif wg > u:
-            p = gl.zeros_like(p)
-        dv = warpgroup_mma(
-            _to_operand(p, A), ot_smem.index(stage).permute((1, 0)), dv, is_async=True
-        )
-        dv = warpgroup_mma_wait(0, [dv])
-        delta = gl.expand_dims(vectors.index(stage * 3 + 2).load(COLUMN), 0)
-        ds = _to_operand(p * (d.to(gl.float32) * v_scale - delta), A)
-        dk = warpgroup_mma(ds, qt_smem.index(stage).permute((1, 0)), dk, is_async=True)
-        dk = warpgroup_mma_wait(0, [dk])
+        if u >= wg:  # no product of a p of zeros: its dv was wrong, dk was not (Triton 3.6)
+            q_scale = gl.expand_dims(vectors.index(stage * 3).load(COLUMN), 0)
+            m = gl.expand_dims(vectors.index(stage * 3 + 1).load(COLUMN), 0)
+            p = _exp2(s.to(gl.float32) * k_scale * q_scale - m)
+            if u == wg:
+                p = gl.where(_above(S), p, 0.0)
+            dv = warpgroup_mma(
+                _to_operand(p, A), ot_smem.index(stage).permute((1, 0)), dv, is_async=True
+            )
+            dv = warpgroup_mma_wait(0, [dv])
+            delta = gl.expand_dims(vectors.index(stage * 3 + 2).load(COLUMN), 0)
+            ds = _to_operand(p * (d.to(gl.float32) * v_scale - delta), A)
+            dk = warpgroup_mma(ds, qt_smem.index(stage).permute((1, 0)), dk, is_async=True)
+            dk = warpgroup_mma_wait(0, [dk])
         mbarrier.arrive(empty.index(stage), count=1)
         mbarrier.wait(full.index(after), ((j + 1) // STAGES) & 1, pred=j + 1 < blocks)
         s = _score(k_tile, q_smem, after, zero)  # of no block: not read
