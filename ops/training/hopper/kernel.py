@@ -192,6 +192,38 @@ def _blocks_of_keys(row_end, K_pad, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
+def _keys(
+    shared, q_tile, g_tile, s, dq, j, blocks, q_scale, k_scale, k_scales, m, delta,
+    CAUSAL: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr, S: gl.constexpr,
+    A: gl.constexpr,
+):  # fmt: skip
+    """s and k_scale of block j + 1, dq after block j. CAUSAL: k_scale is of j, of each key."""
+    q_smem, g_smem, k_smem, v_smem, kt_smem, vectors, totals, loaded, full, empty = shared
+    COLUMN: gl.constexpr = gl.SliceLayout(0, S)
+    zero = gl.full([64, 64], 0, gl.int32, S)
+    stage, after = j % STAGES, (j + 1) % STAGES
+    d = _score(g_tile, v_smem, stage, zero)
+    if CAUSAL:
+        of_key = gl.expand_dims(k_scale, 0)
+        p = _exp2(s.to(gl.float32) * of_key * gl.expand_dims(q_scale, 1) - m) * of_key
+        if MASKED:
+            p = gl.where(_below(S), p, 0.0)
+    else:
+        c = gl.expand_dims(q_scale * k_scale, 1)
+        k_scale = gl.load(k_scales + gl.minimum(j + 1, blocks - 1))
+        p = _exp2(s.to(gl.float32) * c - m)
+    d = warpgroup_mma_wait(0, [d])
+    v_scale = gl.expand_dims(vectors.index(stage).load(COLUMN), 0)
+    ds = _to_operand(p * (d.to(gl.float32) * v_scale - delta), A)
+    mbarrier.wait(full.index(after), ((j + 1) // STAGES) & 1, pred=j + 1 < blocks)
+    s = _score(q_tile, k_smem, after, zero)  # of no block: not read
+    dq = warpgroup_mma(ds, kt_smem.index(stage).permute((1, 0)), dq, is_async=True)
+    s, dq = warpgroup_mma_wait(0, [s, dq])
+    mbarrier.arrive(empty.index(stage), count=1)
+    return s, dq, k_scale
+
+
+@gluon.jit
 def _dq_consumer(
     wg: gl.constexpr, shared, tensors, strides, shape,
     CAUSAL: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
@@ -220,8 +252,9 @@ def _dq_consumer(
     q_scale = gl.load(Q_scale + here, mask=rows < Q_pad, other=0.0)
     m = gl.expand_dims(gl.load(M + here, mask=rows < Q_pad, other=0.0), 1)
     delta = gl.expand_dims(gl.load(Delta + here, mask=rows < Q_pad, other=0.0), 1)
+    k_scales = K_scale
     if not CAUSAL:
-        k_scales = K_scale + (head // group).to(gl.int64) * blocks
+        k_scales += (head // group).to(gl.int64) * blocks
 
     q_tile, g_tile, total = q_smem.index(wg), g_smem.index(wg), totals.index(wg)
     mbarrier.wait(loaded, 0)
@@ -229,30 +262,24 @@ def _dq_consumer(
         k_scale = gl.load(k_scales)
     mbarrier.wait(full.index(0), 0)
     s = warpgroup_mma_wait(0, [_score(q_tile, k_smem, 0, zero)])
-    for first in range(0, blocks, FLUSH):
+    whole = blocks - 1 if CAUSAL else blocks
+    for first in range(0, whole, FLUSH):
         dq = zero_o
-        for j in range(first, gl.minimum(first + FLUSH, blocks)):
-            stage, after = j % STAGES, (j + 1) % STAGES
-            d = _score(g_tile, v_smem, stage, zero)
+        for j in range(first, gl.minimum(first + FLUSH, whole)):
             if CAUSAL:
-                k_scale = gl.expand_dims(vectors.index(STAGES + stage).load(COLUMN), 0)
-                p = _exp2(s.to(gl.float32) * k_scale * gl.expand_dims(q_scale, 1) - m)
-                p *= k_scale
-                if j == row0 // 64:
-                    p = gl.where(_below(S), p, 0.0)
-            else:
-                c = gl.expand_dims(q_scale * k_scale, 1)
-                k_scale = gl.load(k_scales + gl.minimum(j + 1, blocks - 1))
-                p = _exp2(s.to(gl.float32) * c - m)
-            d = warpgroup_mma_wait(0, [d])
-            v_scale = gl.expand_dims(vectors.index(stage).load(COLUMN), 0)
-            ds = _to_operand(p * (d.to(gl.float32) * v_scale - delta), A)
-            mbarrier.wait(full.index(after), ((j + 1) // STAGES) & 1, pred=j + 1 < blocks)
-            s = _score(q_tile, k_smem, after, zero)  # of no block: not read
-            dq = warpgroup_mma(ds, kt_smem.index(stage).permute((1, 0)), dq, is_async=True)
-            s, dq = warpgroup_mma_wait(0, [s, dq])
-            mbarrier.arrive(empty.index(stage), count=1)
+                k_scale = vectors.index(STAGES + j % STAGES).load(COLUMN)
+            s, dq, k_scale = _keys(
+                shared, q_tile, g_tile, s, dq, j, blocks, q_scale, k_scale, k_scales, m, delta,
+                CAUSAL, False, STAGES, S, A,
+            )  # fmt: skip
         _flush(total, dq, first == 0)
+    if CAUSAL:
+        k_scale = vectors.index(STAGES + whole % STAGES).load(COLUMN)
+        s, dq, k_scale = _keys(
+            shared, q_tile, g_tile, s, zero_o, whole, blocks, q_scale, k_scale, k_scales, m, delta,
+            True, True, STAGES, S, A,
+        )  # fmt: skip
+        _flush(total, dq, whole == 0)
     for j in range(blocks, fetched):  # what these rows do not see
         mbarrier.wait(full.index(j % STAGES), (j // STAGES) & 1)
         mbarrier.arrive(empty.index(j % STAGES), count=1)

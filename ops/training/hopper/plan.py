@@ -3,11 +3,9 @@ backward by two kernels that prepare and two that multiply."""
 
 from collections.abc import Callable
 
-import torch
 import torch.nn.functional as F
 import triton
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.arguments import AttentionCall
@@ -110,24 +108,12 @@ def _launch_dkdv(kept: Kept, x: Operands, dk: Tensor, dv: Tensor, run: Callable)
 
 
 def _rows(codes: Tensor) -> GluonDescriptor:
-    return _descriptor(codes.flatten(0, 2), [64, codes.shape[3]])
+    return plan.described(codes.flatten(0, 2), (64, codes.shape[3]))
 
 
 def _turned(codes: Tensor) -> GluonDescriptor:
-    return _descriptor(codes.flatten(0, 2), [codes.shape[2], 64])
+    return plan.described(codes.flatten(0, 2), (codes.shape[2], 64))
 
 
 def _numbers(x: Tensor) -> GluonDescriptor:
-    return _descriptor(x.flatten(), [64])
-
-
-def _descriptor(x: Tensor, block: list[int]) -> GluonDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype])
-    return GluonDescriptor.from_tensor(x, block, layout)
-
-
-_DTYPES = {
-    torch.int8: gl.int8,
-    torch.float8_e4m3fn: gl.float8e4nv,
-    torch.float32: gl.float32,
-}
+    return plan.described(x.flatten(), (64,))
