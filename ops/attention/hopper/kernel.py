@@ -411,7 +411,7 @@ def _store(
     head = b * H_q + h
     gl.store(Lse + head.to(gl.int64) * N_q + rows, lse, mask=rows < N_q)
     if KEEPS_MAX:
-        gl.store(Lse + (head.to(gl.int64) + heads) * N_q + rows, m, mask=rows < N_q)
+        gl.store(Lse + (heads + head).to(gl.int64) * N_q + rows, m, mask=rows < N_q)
 
 
 @gluon.jit
@@ -781,4 +781,4 @@ def _combine_kernel(
     head = b * H_q + h
     tl.store(Lse + head.to(tl.int64) * N_q + rows, lse, mask=rows < N_q)
     if KEEPS_MAX:
-        tl.store(Lse + (head.to(tl.int64) + heads) * N_q + rows, m, mask=rows < N_q)
+        tl.store(Lse + (heads + head).to(tl.int64) * N_q + rows, m, mask=rows < N_q)
