@@ -175,6 +175,14 @@ def test_loops_of_the_forward_spill_no_more_for_keeping_maxima(D, split):
     assert len(kept) == len(plain) > 0 and sum(kept) <= sum(plain)
 
 
+@pytest.mark.parametrize("D", [64, 128])
+def test_loops_of_the_causal_forward_do_not_spill_where_nothing_is_masked(D):
+    tile = Tile(192, 128, 4, 3, warpgroups=3)
+    compiled = compile_hopper("16bit", D, True, tile, keeps_max=True, k_rows=True)
+    loops = [spilled(loop) for loop in loops_over_keys(compiled.asm["cubin"])]
+    assert len(loops) == 6 and not any(loops[::2])  # whole blocks and others, three times
+
+
 def test_what_a_training_step_launches(monkeypatch):
     """In this order: dK's and dV's kernel, which may begin before dQ's has ended, is right behind."""
     plan = pytest.importorskip("sage_inductor.ops.training.hopper.plan")
@@ -199,6 +207,29 @@ def test_what_a_training_step_launches(monkeypatch):
     pdl = [each.options.get("launch_pdl", False) for each in launches]
     assert pdl == [False, False, False, launch.HAS_PDL]
     assert given[3]["Part"].numel() == 2 * 2 * 3 * 128 * 128 and given[3]["Q_rows"] == 3 * 256
+
+
+def test_what_a_causal_training_step_launches(monkeypatch):
+    plan = pytest.importorskip("sage_inductor.ops.training.hopper.plan")
+    monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(tiles, "processors", lambda device: 132)
+    q, k, v, grad = inputs(2, 6, 2, 200, 200, 72)
+    _, kept = reference.forward(q, k, v, True, 0.1)
+    assert kept.is_causal and kept.k_scale.shape == (2, 2, 256) and not kept.v_mean.any()
+    with launch.noted() as launches:
+        plan.launch_forward(q, kept.k, kept.k_scale, kept.v_mean, v, True, 0.1, True)
+        plan.launch_backward(grad, q, kept, 0.1, *(torch.empty_like(x) for x in (q, k, v)))
+    names = [each.kernel.__name__ for each in launches]
+    assert names == [
+        "_hopper_kernel", "_rows_kernel", "_bounds_kernel", "_turn_kernel", "dq_kernel",
+        "dkdv_kernel",
+    ]  # fmt: skip
+    given = [dict(zip(each.kernel.arg_names, each.arguments, strict=True)) for each in launches]
+    assert given[0]["K_ROWS"] and given[0]["BAND"] == (-1, 0, False)
+    assert all(each["CAUSAL"] for each in (given[1], *given[3:])) and launches[2].grid == (4,)
+    for name, of in (("M", given[2]["M"]), ("V_scale", kept.v_scale), ("Delta", given[1]["Delta"])):
+        x = given[4][name]
+        assert (x.base if name == "V_scale" else x).numel() == of.numel()
 
 
 def test_rows_of_v_that_tma_cannot_read_are_copied(monkeypatch):
