@@ -9,9 +9,9 @@ The recipes are ``exact``, which is SDPA; those of bench/gradients.py, emulated:
 their backward; and the ops that `sage.training` puts in the place of a call, as ``(kernel)``. G's
 op is "G, dP INT8", causal that of earlier rows alone. The models are those of bench/learners.py.
 All recipes start from the same weights and see the same batches, which a seed determines. So the
-gap of a recipe to exact attention is taken seed by seed. It is to be held beside the deviation between the seeds of
-exact. The recipe ``bf16`` is a control: its gap is what another rounding of the same mathematics
-does.
+gap of a recipe to exact attention is taken seed by seed. It is to be held beside the deviation
+between the seeds of exact. The recipe ``bf16`` is a control: its gap is what another rounding of
+the same mathematics does.
 
 held_out: the loss on data that was held out, with the attention that the model was trained with.
 held_out_exact: the same with exact attention.

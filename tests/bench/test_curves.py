@@ -716,7 +716,7 @@ def test_what_does_not_go_together_is_refused(asked, said, capsys):
 
 def test_each_model_has_its_recipes_a_plan_and_a_plot():
     assert list(curves.PLANS.values()) == list(plot.CURVES)
-    for model, recipes in curves.DEFAULT.items():
+    for recipes in curves.DEFAULT.values():
         assert recipes[0] == "exact" and set(recipes) <= set(curves.RECIPES)
     assert curves.DEFAULT.keys() == curves.PLANS.keys() == learners.SIZES["cpu"].keys()
 
