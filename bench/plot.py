@@ -27,7 +27,7 @@ END = "<!-- table:end -->"
 MARKED = re.compile(rf"(<!-- table:(\w+) -->\n).*?({END})", re.S)
 SPEED = ("paper", "load", "models", "model", "preparation", "fusion", "masks", "shared")
 ACCURACY = ("accuracy", "defaults", "end-to-end")
-TRAINING = ("training", "curves", "backward")
+TRAINING = ("training", "curves", "backward", "memory")
 PLANS = (*SPEED, *ACCURACY, *TRAINING, "packages", "peers", "sparse", "lists", "selected")
 PLOT, OVERVIEW = "attention.svg", "overview.svg"
 ACCURACY_PLOT, MODELS_PLOT, PEERS_PLOT = "accuracy.svg", "end-to-end.svg", "peers.svg"
@@ -497,6 +497,26 @@ def backward_section(result: dict) -> str:
     return f"{markdown(lines)}\n{provenance(result)}"
 
 
+def memory(gpus: dict[str, dict]) -> str:
+    return sections(gpus, ("memory",), lambda name, plans: memory_section(plans["memory"]))
+
+
+def memory_section(result: dict) -> str:
+    """A line per model and way to compile it, the others beside inductor."""
+    lines = [["", "compiled by", "step, ms", "kept, GiB", "peak, GiB", "weights, GiB", "CosSim"]]
+    for shape, rows in groups(result["rows"], "shape").items():
+        first = rows[0]
+        for row in rows:
+            ms, inductors = (each["times"]["step"]["ms"] for each in (row, first))
+            cells = [f"{ms:#.4g}" + (f" ({inductors / ms:.2f}x)" if row is not first else "")]
+            for part in ("kept_bytes", "peak_bytes"):
+                less = f" ({row[part] / first[part] - 1:+.1%})" if row is not first else ""
+                cells.append(f"{row[part] / 2**30:.2f}{less}")
+            weights = f"{row['weight_bytes'] / 2**30:.2f}"
+            lines.append([shape, row["provider"], *cells, weights, f"{row['cos_sim']:.4f}"])
+    return f"{markdown(lines)}\n{provenance(result)}"
+
+
 def lists(gpus: dict[str, dict]) -> str:
     return sections(gpus, ("lists",), lambda name, plans: lists_section(plans["lists"]))
 
@@ -575,6 +595,7 @@ TABLES = {
     "training": training,
     "curves": curves,
     "backward": backward,
+    "memory": memory,
     "lists": lists,
     "selected": selected,
     "speed": speed,
