@@ -109,6 +109,30 @@ def test_gradients_are_near_inductors(two_layers):
     assert inductor["cos_sim"] == pytest.approx(1) and 0.99 < g["cos_sim"] < 0.99999
 
 
+def test_tables_and_weights_are_beside_what_is_kept(monkeypatch):
+    model, seen = training.Model(2, 1, 2, 64, 64), []
+    monkeypatch.setattr(training, "kept_bytes", lambda *_, beside: seen.append(beside) or 0)
+    training.measure_steps(model, torch.device("cpu"), {"inductor": {"backend": "eager"}})
+    assert sum(x.nbytes for x in seen[0]) == (
+        2 * 64 * 128  # x
+        + 2 * 2 * (12 * 128**2 + 7 * 128 + 2 * 64)  # weights
+        + 2 * 4 * 64 * 64  # cos and sin
+    )
+
+
+def test_a_layer_has_qk_norm_and_rope():
+    layer, x = training.Layer(128, 64), torch.randn(1, 30, 128)
+    tables, order = training.blocks.pairs(30, 64), torch.randperm(30)
+    out = layer(x, *tables)
+    ahead = layer(x[:, order], *(table[order] for table in tables))
+    torch.testing.assert_close(ahead, out[:, order], rtol=1e-4, atol=1e-5)
+    assert (layer(x[:, order], *tables) - out[:, order]).abs().max() > 0.01, "places matter"
+    with torch.no_grad():
+        layer.to_q.weight *= 3
+        layer.to_k.weight *= 0.5
+    torch.testing.assert_close(layer(x, *tables), out, rtol=1e-3, atol=1e-4)
+
+
 def test_a_call_that_stays_is_an_error():
     with pytest.raises(SageRefused, match="on CPU attention stays as it was"):
         training.measure_steps(training.Model(1, 1, 2, 64, 64), torch.device("cpu"))
