@@ -87,9 +87,10 @@ class TrainingDiagnosis:
     def verdict(self) -> str:
         """One line: "24 calls, |error| / noise of the gradient at most: sdpa 0.01, g 0.09"."""
         worst = {row.recipe: row for row in reversed(self.rows)}
-        each = (f"{name} {worst[name].ratio:.3g}" for name in (SDPA, *RECIPES) if name in worst)
-        calls = {(row.site.module, row.site.call) for row in self.rows}
-        text = f"{len(calls)} calls, |error| / noise of the gradient at most: {', '.join(each)}"
+        each = [f"{name} {worst[name].ratio:.3g}" for name in (SDPA, *RECIPES) if name in worst]
+        text = f"{len({(row.site.module, row.site.call) for row in self.rows})} calls"
+        if each:
+            text += f", |error| / noise of the gradient at most: {', '.join(each)}"
         if self.unmeasured:
             text += f"; not measured: {len(self.unmeasured)} calls"
         return text
@@ -299,29 +300,30 @@ class _Probe:
         return out
 
     def end(self) -> list[_Run]:
-        """The runs that can be measured. What a checkpoint runs again later is none."""
+        """The runs so far. What a checkpoint runs again later is none."""
         runs, self.runs = self.runs, None
-        if runs:
-            self.reason = NO_GRADIENT
-        return [run for run in runs if run.out.requires_grad]
+        return runs
 
     def measure(self, model: nn.Module, run: _Run, grad: Tensor | None) -> None:
         """grad [B, H_q, N_q, D]: what reaches run.out."""
-        B = run.q.shape[0]
-        if B == 1:
+        if run.q.shape[0] == 1:
             self.reason = "was not measured: a batch of 1 has no gradient noise"
             return
-        if grad is None or not grad.count_nonzero():
-            self.reason = "was not measured: its gradient is 0"
+        self.reason = "was not measured: its gradient is 0"
+        if grad is None:
             return
         site = dataclasses.replace(self.site, q=tuple(run.q.shape), k=tuple(run.k.shape))
         scale = float(run.q.shape[3] ** -0.5 if self.scale is None else self.scale)
         q, k, v = (x.detach().to(run.out.dtype) for x in run[:3])  # as autocast gives them to SDPA
+        # Backward, the emulation runs outside of its op, where autocast would reach it.
         with torch.autocast(q.device.type, enabled=False):
             exact = _exact(q, k, v, grad, self.is_causal, scale)
             path, parameters = _parameters_of(model, self.site.module, run, exact)
             gradient = _followed(run, exact, parameters)
-            noise, size = _noise(run, exact, parameters, gradient), _norm(gradient)
+            size = _norm(gradient)
+            if not size:
+                return
+            noise = _noise(run, exact, parameters, gradient)
             for name in (SDPA, *self.recipes):
                 found = _by(name, q, k, v, grad, self.is_causal, scale)
                 errors = tuple(x - y for x, y in zip(found, exact, strict=True))
@@ -345,7 +347,7 @@ def _parameters_of(
     while True:
         module = modules.get(path)
         trained = [p for p in module.parameters() if p.requires_grad] if module is not None else []
-        found = _followed(run, gradients, trained) if trained else []
+        found = _followed(run, gradients, trained)
         reached = [p for p, x in zip(trained, found, strict=True) if x is not None]
         if reached or not path:
             return path, reached
@@ -354,6 +356,8 @@ def _parameters_of(
 
 def _followed(run: _Run, gradients: Gradients, parameters: list) -> list[Tensor | None]:
     """What `gradients` at q, k and v are at the parameters; None of one that is not reached."""
+    if not parameters:
+        return []
     needed = [
         (x, gradient.to(x.dtype))
         for x, gradient in zip(run[:3], gradients, strict=True)

@@ -327,6 +327,12 @@ def test_frozen_weights_leave_the_parameters_around_the_call():
     assert [site.reason for site in found.unmeasured] == ["was not measured: it needs no gradient"]
     exact = torch.autograd.grad((model(x) - y).square().mean(), model.layers[0].out.weight)
     assert found.rows[0].gradient < joined(exact).norm().item()  # not by the residual
+    model.requires_grad_(False)
+    found = found_by(model, x.requires_grad_(), y)  # gradients, but of no parameter
+    assert not found.rows and {site.reason for site in found.unmeasured} == {
+        "was not measured: its gradient is 0"
+    }
+    assert found.verdict == "0 calls; not measured: 2 calls" and str(found) and found.details()
 
 
 def test_a_call_that_runs_several_times_is_shown_at_its_worst(monkeypatch):
