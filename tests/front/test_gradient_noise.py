@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from support import random_qkv
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
 from sage_inductor import diagnose_training
@@ -315,6 +316,35 @@ def test_checkpoints_change_nothing(monkeypatch):
             same = pytest.approx(getattr(row, name), rel=1e-4, abs=1e-9)
             assert getattr(found[key], name) == same
     assert len(probes) == 4 and not any(probe.runs for probe in probes), "what ran again is kept"
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mix, self.attn = nn.Linear(64, 64), Attention()
+
+    def forward(self, x):
+        return self.attn(self.mix(x))
+
+
+def test_in_a_wrapper_a_module_is_found_by_the_path_that_the_report_shows():
+    x, y = batch(3)
+    model = nn.Sequential(checkpoint_wrapper(Block()))
+    found = found_by(model, x, y)
+    paths = {(row.site.module, row.parameters) for row in found.rows}
+    assert paths == {("0.attn", "0.attn")} and len(found.rows) == 3
+
+
+def test_a_call_that_the_loss_does_not_depend_on_is_listed():
+    class Two(Transformer):
+        def forward(self, x):
+            return self.layers[0](x), self.layers[1](x)
+
+    x, y = batch(3)
+    found = diagnose_training(Two(plain, plain), x, loss=lambda out: (out[1] - y).square().mean())
+    assert {row.site.module for row in found.rows} == {"layers.1"}
+    (site,) = found.unmeasured
+    assert (site.module, site.reason) == ("layers.0", "was not measured: its gradient is 0")
 
 
 def test_frozen_weights_leave_the_parameters_around_the_call():
