@@ -25,6 +25,7 @@ compile, each once for all of them.
 
 import argparse
 import datetime
+import functools
 import os
 import statistics
 import sys
@@ -52,10 +53,11 @@ class Shape(NamedTuple):
     H_kv: int
     N: int
     D: int
+    is_causal: bool = False
 
     def __str__(self):
         heads = f"{self.H_q}" if self.H_q == self.H_kv else f"{self.H_q}/{self.H_kv}"
-        return f"{self.B}x{heads}x{self.N}x{self.D}"
+        return f"{self.B}x{heads}x{self.N}x{self.D}" + " causal" * self.is_causal
 
 
 SHAPES = (
@@ -67,21 +69,28 @@ SHAPES = (
     Shape(1, 32, 8, 8192, 128),
     Shape(8, 16, 16, 4096, 64),
     Shape(2, 32, 32, 16384, 64),
+    Shape(1, 32, 32, 4096, 128, is_causal=True),
+    Shape(1, 32, 32, 8192, 128, is_causal=True),
+    Shape(1, 32, 8, 8192, 128, is_causal=True),
+    Shape(1, 32, 32, 16384, 128, is_causal=True),
+    Shape(1, 32, 32, 32768, 128, is_causal=True),
+    Shape(8, 16, 16, 4096, 64, is_causal=True),
 )
 
 
 def by_sdpa(backend: SDPBackend):
-    def attend(q, k, v):
+    def attend(q, k, v, is_causal=False):
         with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
+            return F.scaled_dot_product_attention(
+                q, k, v, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1]
+            )
 
     return attend
 
 
 def by_op(name: str):
     op = getattr(torch.ops.sage, name)
-    more = {"rowscaled": (), "sagebwd": (False,)}[name]  # is_causal
-    return lambda q, k, v: op(q, k, v, *more, q.shape[3] ** -0.5, False)[0]
+    return lambda q, k, v, is_causal=False: op(q, k, v, is_causal, q.shape[3] ** -0.5, False)[0]
 
 
 ATTENTION = {
@@ -134,14 +143,14 @@ def main(argv=None) -> int:
 
 def measure(shape: Shape, names: list[str], device: torch.device) -> list[dict]:
     """A row for each way to attend."""
-    B, H_q, H_kv, N, D = shape
+    B, H_q, H_kv, N, D, is_causal = shape
     q, k, v, do = (
         torch.randn(B, H, N, D, device=device, dtype=torch.bfloat16) for H in (H_q, H_kv, H_kv, H_q)
     )
     leaves = [x.requires_grad_() for x in (q, k, v)]
     runners, found = {}, {}
     for name in names:
-        attend = ATTENTION[name]
+        attend = functools.partial(ATTENTION[name], is_causal=is_causal)
         out = attend(*leaves)
         parts = {
             "forward": (attend, leaves),
@@ -205,7 +214,7 @@ def errors(attend, shape: Shape, device) -> dict | None:
     q, k, v, do = (x.bfloat16() for x in (q, k, v, do))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     found = grad(attend(*leaves), leaves, do)
-    exact = gradients.exact(q, k, v, do)[1:]
+    exact = gradients.exact(q, k, v, do, shape.is_causal)[1:]
     return {
         name: ((x.double() - y).abs().sum() / y.abs().sum()).item()
         for name, x, y in zip(GRADIENTS, found, exact, strict=True)

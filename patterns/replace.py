@@ -37,10 +37,10 @@ def replace(call: Call, decision: Decision, portable: bool) -> None:
     q, k, v, attn_mask = call.q, call.k, call.v, call.attn_mask
     scale = float(call.scale if call.scale is not None else value_of(q).shape[3] ** -0.5)
     if recipe is None:
-        op, more = trained_by(decision.recipe, is_causal(call), scale, order != BHND)
+        op = trained_by(decision.recipe)
         # What autograd saved here would be counted by a checkpoint around the compiled model.
         with torch.no_grad():
-            new = emit(op, q, k, v, *more)
+            new = emit(op, q, k, v, is_causal(call), scale, order != BHND)
             first = emit(operator.getitem, new, 0)
         first.meta[emit.key].requires_grad_(out.requires_grad)
         return _finish(call, first, order, gap)
@@ -68,11 +68,9 @@ def replace(call: Call, decision: Decision, portable: bool) -> None:
     _finish(call, first, order, gap)
 
 
-def trained_by(recipe: str, causal: bool, scale: float, out_bnhd: bool) -> tuple:
-    """(the op of ``sage.training``'s `recipe`, its arguments after q, k and v)."""
-    if recipe == "g":
-        return torch.ops.sage.rowscaled.default, (scale, out_bnhd)
-    return torch.ops.sage.sagebwd.default, (causal, scale, out_bnhd)
+def trained_by(recipe: str):
+    """The op of ``sage.training``'s `recipe`."""
+    return (torch.ops.sage.rowscaled if recipe == "g" else torch.ops.sage.sagebwd).default
 
 
 def stand_in(call: Call, out: Node) -> None:

@@ -417,8 +417,7 @@ def _by(recipe: str, q, k, v, grad, causal: bool, scale: float) -> Gradients:
             return F.scaled_dot_product_attention(
                 q, k, v, is_causal=causal, scale=scale, enable_gqa=True
             )
-        op, more = trained_by(recipe, causal, scale, False)
-        return op(q, k, v, *more)[0]
+        return trained_by(recipe)(q, k, v, causal, scale, False)[0]
 
     H_kv, G = k.shape[1], q.shape[1] // k.shape[1]
     batches = (

@@ -58,7 +58,7 @@ def test_ratios_are_to_the_faster_rival():
 
 def test_shapes_are_named_by_their_heads():
     assert str(training.Shape(1, 32, 8, 8192, 128)) == "1x32/8x8192x128"
-    assert str(training.Shape(8, 16, 16, 4096, 64)) == "8x16x4096x64"
+    assert str(training.Shape(8, 16, 16, 4096, 64, True)) == "8x16x4096x64 causal"
 
 
 # -- a step of a whole transformer ----

@@ -87,7 +87,7 @@ def test_noise_is_that_of_the_gradients_of_one_example_at_a_time(attend):
                                        layer.qkv.parameters()))
             for b in range(5)
         ])  # fmt: skip
-        for recipe in ("sdpa", "sagebwd"):
+        for recipe in ("sdpa", "sagebwd", "g"):
             row = rows[f"layers.{i}", recipe]
             assert row.parameters == f"layers.{i}"
             assert row.gradient == pytest.approx(each.mean(0).norm().item(), rel=1e-4)
@@ -104,7 +104,7 @@ def test_errors_are_those_of_a_model_that_is_compiled_to_train_by_the_recipe(att
     exact = joined(torch.autograd.grad(loss(model.double()(x.double())), parameters))
     model.float()
     rows = {recipe: row for (_, recipe), row in of(diagnose_training(model, x, loss=loss)).items()}
-    assert {"sdpa", "sagebwd"} <= rows.keys() and ("g" in rows or attend is causal)
+    assert rows.keys() == {"sdpa", "sagebwd", "g"}
     assert rows.pop("sdpa").ratio < 1e-5
     for recipe, row in rows.items():
         torch._dynamo.reset()
@@ -176,19 +176,19 @@ def test_exact_gradients_are_autograds_in_float64(is_causal, at_once, monkeypatc
         torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("recipe", ["sdpa", "g", "sagebwd"])
-def test_a_head_and_an_example_at_a_time_are_all_of_them(recipe):
+def test_a_head_and_an_example_at_a_time_are_all_of_them(recipe, is_causal):
     q, k, v = random_qkv(2, 4, H_kv=2, N=70, D=32)
     grad = torch.randn_like(q)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     if recipe == "sdpa":
-        out = sdpa(*leaves, scale=0.3, enable_gqa=True)
-    elif recipe == "g":
-        out = torch.ops.sage.rowscaled(*leaves, 0.3, False)[0]
+        out = sdpa(*leaves, is_causal=is_causal, scale=0.3, enable_gqa=True)
     else:
-        out = torch.ops.sage.sagebwd(*leaves, False, 0.3, False)[0]
+        op = {"g": torch.ops.sage.rowscaled, "sagebwd": torch.ops.sage.sagebwd}[recipe]
+        out = op(*leaves, is_causal, 0.3, False)[0]
     expected = torch.autograd.grad(out, leaves, grad)
-    found = NOISE._by(recipe, q, k, v, grad, False, 0.3)
+    found = NOISE._by(recipe, q, k, v, grad, is_causal, 0.3)
     torch.testing.assert_close(found, expected)
     assert not any(x.requires_grad for x in (q, k, v))
 
@@ -439,7 +439,7 @@ def of_one_example(q, k, v):
 @pytest.mark.parametrize(
     "attend, reason",
     [
-        (masked, "sagebwd trains calls without a mask but .*; g trains calls without a mask, got"),
+        (masked, "sagebwd trains calls without a mask but .*; g trains calls without a mask but"),
         (dropped, "dropout_p must be 0, got 0.5$"),
         (without, "was not measured: it needs no gradient"),
         (without_and_masked, "was not measured: it needs no gradient"),
