@@ -216,20 +216,31 @@ def test_what_a_causal_training_step_launches(monkeypatch):
     q, k, v, grad = inputs(2, 6, 2, 200, 200, 72)
     _, kept = reference.forward(q, k, v, True, 0.1)
     assert kept.is_causal and kept.k_scale.shape == (2, 2, 256) and not kept.v_mean.any()
-    with launch.noted() as launches:
-        plan.launch_forward(q, kept.k, kept.k_scale, kept.v_mean, v, True, 0.1, True)
-        plan.launch_backward(grad, q, kept, 0.1, *(torch.empty_like(x) for x in (q, k, v)))
-    names = [each.kernel.__name__ for each in launches]
-    assert names == [
+    launches = []
+
+    def run(kernel, grid, tensors, numbers, **options):
+        of = dict(zip(kernel.arg_names, (*tensors, *numbers), strict=True))
+        launches.append((kernel.__name__, grid, of))
+
+    plan.launch_forward(q, kept.k, kept.k_scale, kept.v_mean, v, True, 0.1, True, run)
+    plan.launch_backward(grad, q, kept, 0.1, *(torch.empty_like(x) for x in (q, k, v)), run)
+    names, grids, (forward, rows, bounds, turn, dq, dkdv) = zip(*launches, strict=True)
+    assert names == (
         "_hopper_kernel", "_rows_kernel", "_bounds_kernel", "_turn_kernel", "dq_kernel",
         "dkdv_kernel",
-    ]  # fmt: skip
-    given = [dict(zip(each.kernel.arg_names, each.arguments, strict=True)) for each in launches]
-    assert given[0]["K_ROWS"] and given[0]["BAND"] == (-1, 0, False)
-    assert all(each["CAUSAL"] for each in (given[1], *given[3:])) and launches[2].grid == (4,)
-    for name, of in (("M", given[2]["M"]), ("V_scale", kept.v_scale), ("Delta", given[1]["Delta"])):
-        x = given[4][name]
-        assert (x.base if name == "V_scale" else x).numel() == of.numel()
+    )  # fmt: skip
+    assert forward["K_ROWS"] and forward["BAND"] == (-1, 0, False) and grids[2] == (4,)
+    assert all(each["CAUSAL"] for each in (rows, turn, dq, dkdv))
+
+    def same(x, y):
+        x, y = (getattr(each, "base", each) for each in (x, y))
+        return x.data_ptr() == y.data_ptr() and x.numel() == y.numel()
+
+    assert same(dq["M"], bounds["M"]) and same(dq["Row_scale"], bounds["Row_scale"])
+    assert same(dq["Delta"], rows["Delta"]) and not same(rows["Delta"], turn["Vectors"][2])
+    assert same(dq["V_scale"], kept.v_scale) and same(dkdv["V_scale"], turn["V_scaled"])
+    assert same(dq["K_scale"], kept.k_scale) and same(dkdv["K_scale"], kept.k_scale)
+    assert same(turn["V_max"], bounds["Beta"]) and same(dkdv["Vectors"], turn["Vectors"])
 
 
 def test_rows_of_v_that_tma_cannot_read_are_copied(monkeypatch):
