@@ -33,7 +33,7 @@ CURVES = {  # plans of bench/curves.py, and what their models are
     "curves-dit": "Diffusion transformers from scratch",
     "curves-minilm": "MiniLM fine-tuned",
 }
-TRAINING = ("training", *CURVES, "backward")
+TRAINING = ("training", *CURVES, "backward", "memory")
 PLANS = (*SPEED, *ACCURACY, *TRAINING, "packages", "peers", "sparse", "lists", "selected")
 PLOT, OVERVIEW = "attention.svg", "overview.svg"
 ACCURACY_PLOT, MODELS_PLOT, PEERS_PLOT = "accuracy.svg", "end-to-end.svg", "peers.svg"
@@ -508,6 +508,26 @@ def backward_section(result: dict) -> str:
     return f"{markdown(lines)}\n{provenance(result)}"
 
 
+def memory(gpus: dict[str, dict]) -> str:
+    return sections(gpus, ("memory",), lambda name, plans: memory_section(plans["memory"]))
+
+
+def memory_section(result: dict) -> str:
+    """A line per model and way to compile it, the others beside inductor."""
+    lines = [["", "compiled by", "step, ms", "kept, GiB", "peak, GiB", "weights, GiB", "CosSim"]]
+    for shape, rows in groups(result["rows"], "shape").items():
+        first = rows[0]
+        for row in rows:
+            ms, inductors = (each["times"]["step"]["ms"] for each in (row, first))
+            cells = [f"{ms:#.4g}" + (f" ({inductors / ms:.2f}x)" if row is not first else "")]
+            for part in ("kept_bytes", "peak_bytes"):
+                less = f" ({row[part] / first[part] - 1:+.1%})" if row is not first else ""
+                cells.append(f"{row[part] / 2**30:.2f}{less}")
+            weights = f"{row['weight_bytes'] / 2**30:.2f}"
+            lines.append([shape, row["provider"], *cells, weights, f"{row['cos_sim']:.4f}"])
+    return f"{markdown(lines)}\n{provenance(result)}"
+
+
 def lists(gpus: dict[str, dict]) -> str:
     return sections(gpus, ("lists",), lambda name, plans: lists_section(plans["lists"]))
 
@@ -586,6 +606,7 @@ TABLES = {
     "training": training,
     "curves": curves,
     "backward": backward,
+    "memory": memory,
     "lists": lists,
     "selected": selected,
     "speed": speed,

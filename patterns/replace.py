@@ -37,14 +37,10 @@ def replace(call: Call, decision: Decision, portable: bool) -> None:
     q, k, v, attn_mask = call.q, call.k, call.v, call.attn_mask
     scale = float(call.scale if call.scale is not None else value_of(q).shape[3] ** -0.5)
     if recipe is None:
-        if decision.recipe == "g":
-            op, args = torch.ops.sage.rowscaled.default, (q, k, v, scale, order != BHND)
-        else:
-            op = torch.ops.sage.sagebwd.default
-            args = (q, k, v, is_causal(call), scale, order != BHND)
+        op = trained_by(decision.recipe)
         # What autograd saved here would be counted by a checkpoint around the compiled model.
         with torch.no_grad():
-            new = emit(op, *args)
+            new = emit(op, q, k, v, is_causal(call), scale, order != BHND)
             first = emit(operator.getitem, new, 0)
         first.meta[emit.key].requires_grad_(out.requires_grad)
         return _finish(call, first, order, gap)
@@ -70,6 +66,19 @@ def replace(call: Call, decision: Decision, portable: bool) -> None:
         call.lse.replace_all_uses_with(call.finish(second))
         call.dead.insert(0, call.lse)
     _finish(call, first, order, gap)
+
+
+def trained_by(recipe: str):
+    """The op of ``sage.training``'s `recipe`."""
+    return (torch.ops.sage.rowscaled if recipe == "g" else torch.ops.sage.sagebwd).default
+
+
+def stand_in(call: Call, out: Node) -> None:
+    """Put a copy of `out` [B, H_q, N_q, D_v], whichever way it is stored, in the place of `call`:
+    stored as its output is, and what writes into it leaves `out` alone."""
+    order, width = stored(call)
+    copy = _copied(call.emit, out, order, int(width - call.out.shape[3]))
+    _finish(call, copy, BHND, 0)
 
 
 def _finish(call: Call, first: Node, order: list[int], gap: int) -> None:

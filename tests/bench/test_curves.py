@@ -435,15 +435,15 @@ def test_copies_train_by_each_recipe(model, recipe):
 
 def test_kernels_are_the_ops_that_users_train_with():
     *inputs, do = draw(2, 2, 70, 64)
-    for recipe, op, more in (
-        ("SageBwd (kernel)", torch.ops.sage.sagebwd, (True,)),
-        ("SageBwd (kernel)", torch.ops.sage.sagebwd, (False,)),
-        ("G (kernel)", torch.ops.sage.rowscaled, ()),
+    for recipe, op, is_causal in (
+        ("SageBwd (kernel)", torch.ops.sage.sagebwd, True),
+        ("SageBwd (kernel)", torch.ops.sage.sagebwd, False),
+        ("G (kernel)", torch.ops.sage.rowscaled, True),
+        ("G (kernel)", torch.ops.sage.rowscaled, False),
     ):
         leaves = [x.clone().requires_grad_() for x in inputs]
-        is_causal = bool(more and more[0])
         o = curves.attention_of(recipe, is_causal, False)(*leaves)
-        expected = op(*leaves, *more, 1 / 8, False)[0]
+        expected = op(*leaves, is_causal, 1 / 8, False)[0]
         assert torch.equal(o, expected)
         gradients_of = [torch.autograd.grad(x, leaves, do) for x in (o, expected)]
         assert all(map(torch.equal, *gradients_of))
@@ -740,8 +740,6 @@ def test_results_of_several_models_are_one_table_each(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "asked, said",
     [
-        (["--recipes", "G (kernel)"], "'G (kernel)' is not causal, gpt is"),
-        (["--model", "gpt-large", "--recipes", "exact", "G (kernel)"], "gpt-large is"),
         (["--model", "dit", "--qk-norm"], "--qk-norm is of gpt and gpt-large, got dit"),
         (["--model", "minilm", "--no-qk-norm"], "got minilm"),
     ],
@@ -754,9 +752,8 @@ def test_what_does_not_go_together_is_refused(asked, said, capsys):
 
 def test_each_model_has_its_recipes_a_plan_and_a_plot():
     assert list(curves.PLANS.values()) == list(plot.CURVES)
-    for model, recipes in curves.DEFAULT.items():
+    for recipes in curves.DEFAULT.values():
         assert recipes[0] == "exact" and set(recipes) <= set(curves.RECIPES)
-        assert not (model.startswith("gpt") and "G (kernel)" in recipes)
     assert curves.DEFAULT.keys() == curves.PLANS.keys() == learners.SIZES["cpu"].keys()
 
 
