@@ -27,6 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from bench import gradients, machine
 from bench.attention import RESULTS, save
 from bench.measure import Provider, Runner, interleave, summary
+from sage_inductor.ops.training.gradients import training_call
 
 ROUNDS, TARGET_MS = 5, 40.0
 MAX_EXACT = 16384  # of a head in float64: N x N numbers at once
@@ -65,16 +66,18 @@ def by_sdpa(backend: SDPBackend):
     return attend
 
 
-def by_op(name: str):
-    op = getattr(torch.ops.sage, name)
-    more = {"rowscaled": (), "sagebwd": (False,)}[name]  # is_causal
-    return lambda q, k, v: op(q, k, v, *more, q.shape[3] ** -0.5, False)[0]
+def by_op(training: str):
+    def attend(q, k, v):
+        op, args = training_call(training, q, k, v, False, q.shape[3] ** -0.5, out_bnhd=False)
+        return op(*args)[0]
+
+    return attend
 
 
 ATTENTION = {
     "cudnn": by_sdpa(SDPBackend.CUDNN_ATTENTION),
     "flash": by_sdpa(SDPBackend.FLASH_ATTENTION),
-    "g": by_op("rowscaled"),
+    "g": by_op("g"),
     "sagebwd": by_op("sagebwd"),
 }
 RIVALS = ("cudnn", "flash")

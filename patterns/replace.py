@@ -17,6 +17,7 @@ from torch.fx import Node
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.sdpa import SdpaCall
 from sage_inductor.ops.selector import BLOCK_SIZE
+from sage_inductor.ops.training.gradients import training_call
 from sage_inductor.ops.visibility import BlockLists
 from sage_inductor.patterns.call import Call, Decision
 from sage_inductor.patterns.eligible import BHND, BNHD, is_causal, stored
@@ -37,11 +38,8 @@ def replace(call: Call, decision: Decision, portable: bool) -> None:
     q, k, v, attn_mask = call.q, call.k, call.v, call.attn_mask
     scale = float(call.scale if call.scale is not None else value_of(q).shape[3] ** -0.5)
     if recipe is None:
-        if decision.recipe == "g":
-            op, args = torch.ops.sage.rowscaled.default, (q, k, v, scale, order != BHND)
-        else:
-            op = torch.ops.sage.sagebwd.default
-            args = (q, k, v, is_causal(call), scale, order != BHND)
+        causal = is_causal(call)
+        op, args = training_call(decision.recipe, q, k, v, causal, scale, order != BHND)
         # What autograd saved here would be counted by a checkpoint around the compiled model.
         with torch.no_grad():
             new = emit(op, *args)
