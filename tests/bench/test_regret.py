@@ -427,13 +427,13 @@ def test_the_summary_counts(capsys):
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_calls_are_measured():
+@pytest.mark.parametrize("kinds", [regret.KINDS, regret.STEPS], ids=["inference", "training"])
+def test_on_a_gpu_calls_are_measured(kinds):
     """The candidates run by kernels that another process has compiled."""
-    spawn = regret.multiprocessing.get_context("spawn")
-    calls = [call for call in regret.draw(5, 60) if call.flops < 1e11][:3]
-    with torch.no_grad(), concurrent.futures.ProcessPoolExecutor(2, spawn) as pool:
-        rows = list(regret.measure(calls, CUDA, pool, 3))
+    calls = [call for call in regret.draw(5, 60, kinds) if call.flops < 1e11][:3]
+    with torch.no_grad():
+        rows = list(regret.measure(calls, CUDA, 3))
     assert len(rows) == 3
     for row in rows:
-        assert row["regret"] >= 0 and row["x"] > 0 and len(row["ms"]) >= 3, row
-        assert not any(name.startswith("sage") for name in row["errors"]), row["errors"]
+        assert row["regret"] >= 0 and row["x"] > 0 and len(row["ms"]) >= 2, row
+        assert {*row["errors"]} <= {*autotune.OF_SDPA}, row["errors"]
