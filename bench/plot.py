@@ -20,6 +20,7 @@ import sage_inductor
 from bench.cases import Case
 from sage_inductor import cost, measured
 from sage_inductor.ops.recipe import ALIASES
+from sage_inductor.options import TRAINED_BY
 from sage_inductor.remedies import CAUSES
 
 ROOT = Path(__file__).parent.parent
@@ -570,15 +571,17 @@ def selected_section(result: dict) -> str:
 def lengths(gpus: dict[str, dict]) -> str:
     """From which length "auto" rewrites self-attention, of the built-in tables."""
     lines = [["GPU", "head_dim", "kind of call", *(f"B·H ≥ {heads}" for heads in HEADS), "error"]]
-    recipe = "sage2-8b-per-token"
     for gpu, table in measured.built_in().items():
         like = measured.built_in().get(measured.ALIKE.get(gpu))
-        families = [
-            each for each, times in table.families.items()
-            if table.find(each, recipe) == each
-            and not (like and times is like.families.get(each))  # its own
-        ]  # fmt: skip
+        families = {
+            each: TRAINED_BY if each.kind in cost.TRAINED else "sage2-8b-per-token"
+            for each, times in table.families.items()
+            if not (like and times is like.families.get(each))  # its own
+        }
         for each in sorted(families, key=lambda each: (each.head_dim, cost.KINDS.index(each.kind))):
+            recipe = families[each]
+            if table.find(each, recipe) != each:
+                continue
             cells = [str(table.first_length(each, recipe, heads) or "") for heads in HEADS]
             error = table.error(each, recipe)
             lines.append([gpu, str(each.head_dim), each.kind, *cells, f"{error:.1%}"])

@@ -3,6 +3,7 @@
 $ python bench/regret.py --seed 1 --calls 300 --json       # bench/results/GPU/DATE-regret.json
 $ python bench/regret.py --seed 2 --calls 300 --budget 120 # as many as two minutes allow
 $ python bench/regret.py --seed 3 --data calibrated # as on a GPU that has no times built in
+$ python bench/regret.py --seed 4 --data both --training # of calls that train, by "auto"
 
 Each call is a function of its own that calls F.scaled_dot_product_attention. Dynamo captures it on
 fake tensors, and the pass decides as for a user's `backend="sage"`. Then everything that the call
@@ -48,15 +49,19 @@ from bench.measure import Provider, Runner, interleave
 from sage_inductor import autotune, config, measured, settings
 from sage_inductor.autotune import BenchmarkCase, Candidate
 from sage_inductor.backend import run_graphs
-from sage_inductor.decide import auto_recipes, rewrite
+from sage_inductor.cost import TRAINED
+from sage_inductor.decide import recipes_of, rewrite
 from sage_inductor.measured import Family
 from sage_inductor.ops.attention import tiles
+from sage_inductor.ops.formats import TRAINED_HEAD_DIM
 from sage_inductor.ops.recipe import NAMED
+from sage_inductor.options import AUTO
 from sage_inductor.patterns.call import CAUSAL, Site
 
 COMMON_DIMS = (64, 128)
 OTHER_DIMS = (40, 48, 72, 80, 96, 112, 160, 192, 256)
 KINDS = {"full": 45, "causal": 25, "keys": 15, "window": 15}  # of sage_inductor.cost; in percent
+STEPS = {"full-training": 100}
 MAX_FLOPS = 2.5e13  # 0.05 s of an H200, and under a mask less than 0.5 s
 MAX_BYTES = 4 << 30  # q, k, v and out
 MAX_MASK = 2**29  # elements of a window's mask, which SDPA is given
@@ -98,6 +103,7 @@ def main(argv=None) -> int:
     if args.json == "":
         slug = result["machine"]["gpu"].lower().replace(" ", "-")
         kind = "regret" if args.data == "built-in" else f"regret-{args.data}"
+        kind += "-training" * args.training
         path = Path(RESULTS) / slug / f"{result['date'][:10]}-{kind}.json"
     print(f"{result['machine']['gpu']}, {result['versions']}\n{result['method']}")
     started, rows = time.monotonic(), []
@@ -108,7 +114,8 @@ def main(argv=None) -> int:
         save(result | {"rows": rows}, path)
 
     with decisions_by(args.data):
-        for row in measure(draw(args.seed, args.calls), device, AHEAD, args.budget):
+        calls = draw(args.seed, args.calls, STEPS if args.training else KINDS)
+        for row in measure(calls, device, AHEAD, args.budget):
             rows.append(row)
             if len(rows) % SAVE_EVERY == 0:
                 save_rows()
@@ -136,6 +143,7 @@ def parse(argv) -> argparse.Namespace:
         "--data", choices=DATA, default="built-in",
         help="; ".join(f"{name}: {what}" for name, what in DATA.items()),
     )  # fmt: skip
+    parser.add_argument("--training", action="store_true", help="of calls that train")
     parser.add_argument("--device", type=cuda_device, default="cuda", help="cuda, or cuda:INDEX")
     parser.add_argument(
         "--json", nargs="?", const="", metavar="FILE", help="default: bench/results/GPU/DATE-regret"
@@ -156,14 +164,15 @@ class Call:
     N_q: int
     N_kv: int
     D: int
-    kind: str  # one of KINDS
+    kind: str  # one of KINDS, or of STEPS
     window: tuple[int, int] | None  # query i sees keys i - window[0] .. i + window[1]
     dtype: str
 
     @property
     def flops(self) -> float:
-        """Two products of 2 N_q N_kv D a head, whatever is hidden."""
-        return 4.0 * self.B * self.H_q * self.N_q * self.N_kv * self.D
+        """Two products of 2 N_q N_kv D a head, in training seven, whatever is hidden."""
+        products = 7 if self.kind in TRAINED else 2
+        return 2.0 * products * self.B * self.H_q * self.N_q * self.N_kv * self.D
 
     def __str__(self):
         heads = f"{self.H_q}" if self.H_q == self.H_kv else f"{self.H_q}/{self.H_kv}"
@@ -172,24 +181,27 @@ class Call:
         return f"{self.B}x{heads}x{lengths}x{self.D} {kind} {self.dtype}"
 
 
-def draw(seed: int, count: int) -> list[Call]:
-    """The same calls for the same seed. N and B * H are log-uniform, from 256 to 131072 and from 1
-    to 256 or what MAX_FLOPS and MAX_BYTES leave."""
+def draw(seed: int, count: int, kinds: dict[str, int] = KINDS) -> list[Call]:
+    """The same calls for the same seed and kinds. N and B * H are log-uniform, from 256 to 131072
+    and from 1 to 256 or what MAX_FLOPS and MAX_BYTES leave."""
     dice = random.Random(seed)
-    return [_draw(dice) for _ in range(count)]
+    return [_draw(dice, kinds) for _ in range(count)]
 
 
-def _draw(dice: random.Random) -> Call:
+def _draw(dice: random.Random, kinds: dict[str, int]) -> Call:
     D = dice.choice(
         dice.choices((COMMON_DIMS, OTHER_DIMS, range(33, 257)), weights=(45, 35, 20))[0]
     )
     N_q = N_kv = _length(dice)
-    (kind,) = dice.choices(list(KINDS), weights=KINDS.values())
+    (kind,) = dice.choices(list(kinds), weights=kinds.values())
+    if kind in TRAINED and D > TRAINED_HEAD_DIM:
+        D //= 2
     if kind == "window" and N_q * N_kv > MAX_MASK:
         kind = "causal"
-    if kind in ("full", "keys") and dice.random() < 0.4:
+    if kind in ("full", "keys", "full-training") and dice.random() < 0.4:
         N_kv = _length(dice)
-    most = MAX_FLOPS / (4 * N_q * N_kv * D), MAX_BYTES / (4 * (N_q + N_kv) * D), 256
+    of_one_head = Call(1, 1, 1, N_q, N_kv, D, kind, None, "").flops
+    most = MAX_FLOPS / of_one_head, MAX_BYTES / (4 * (N_q + N_kv) * D), 256
     heads = int(2 ** dice.uniform(0, math.log2(max(1, min(most)))))
     H_q = dice.choice([n for n in range(1, heads + 1) if heads % n == 0])
     groups = [n for n in range(2, 9) if H_q % n == 0]
@@ -248,11 +260,12 @@ def plan(call: Call, device: torch.device) -> Planned:
 
 def decided(call: Call, device: torch.device, **overrides) -> Site:
     graphs = []
-    with FakeTensorMode():
+    trains = torch.enable_grad() if call.kind in TRAINED else contextlib.nullcontext()
+    with FakeTensorMode(), trains:
         run_graphs(graphs.append, *graph_of(call, device), {})
     (graph,) = graphs
     # Where tensors are real: what nobody has measured yet may be measured now (--data).
-    (site,) = rewrite(graph, settings.resolve({}, **overrides))
+    (site,) = rewrite(graph, settings.resolve({"training": AUTO}, **overrides))
     return site
 
 
@@ -274,6 +287,8 @@ def graph_of(call: Call, device: torch.device) -> tuple[Callable, tuple]:
         torch.empty(call.B, N, H, call.D, device=device, dtype=dtype).transpose(1, 2)
         for N, H in shapes
     ]
+    for x in inputs if call.kind in TRAINED else ():
+        x.requires_grad_()
     if call.kind == "keys":
         inputs.append(torch.empty(call.B, 1, 1, call.N_kv, device=device, dtype=torch.bool))
     return function, tuple(inputs)
@@ -334,9 +349,9 @@ def kinds_of(calls: list[Call], device: torch.device) -> dict[Family, tuple[str,
     found = {}
     for call in calls if config.calibrate else ():
         family = Family(call.D, call.D, call.kind)
-        names = auto_recipes(tiles.capability(device), call.D)[:1]
+        names = recipes_of(tiles.capability(device), family)[:1]
         known = measured.knows(measured.gpu_name(device), family, names)
-        if not (known or any(each.stands_for(family) for each in found)):
+        if names and not (known or any(each.stands_for(family) for each in found)):
             found[family] = names
     return found
 

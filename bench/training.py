@@ -41,6 +41,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from bench import blocks, gradients, machine
 from bench.attention import RESULTS, save
 from bench.measure import Provider, Runner, interleave, summary
+from sage_inductor.ops.training.gradients import trained_by
 
 ROUNDS, TARGET_MS = 5, 40.0
 MAX_EXACT = 16384  # of a head in float64: N x N numbers at once
@@ -88,15 +89,15 @@ def by_sdpa(backend: SDPBackend):
     return attend
 
 
-def by_op(name: str):
-    op = getattr(torch.ops.sage, name)
+def by_op(training: str):
+    op = trained_by(training)
     return lambda q, k, v, is_causal=False: op(q, k, v, is_causal, q.shape[3] ** -0.5, False)[0]
 
 
 ATTENTION = {
     "cudnn": by_sdpa(SDPBackend.CUDNN_ATTENTION),
     "flash": by_sdpa(SDPBackend.FLASH_ATTENTION),
-    "g": by_op("rowscaled"),
+    "g": by_op("g"),
     "sagebwd": by_op("sagebwd"),
 }
 RIVALS = ("cudnn", "flash")

@@ -182,6 +182,8 @@ c_functions = _take("torch:_C.__file__",
     seen=TORCH, without="as handles_of", optional=True)
 FunctionalTensorMode = _take("torch._subclasses.functional_tensor:FunctionalTensorMode",
     seen=TORCH, without="sage::sdpa does not open into kernels that Inductor sees")
+disable_compiled_autograd = _take("torch._dynamo.compiled_autograd:_disable",
+    seen=TORCH, without="what a GPU is measured by would be compiled, by the thread that waits")
 exporting = _take("torch.export._trace:custom_triton_ops_decomposition_disabled",
     seen=TORCH,
     without="torch.export opens sage::sdpa, and a program holds kernels instead of the op")

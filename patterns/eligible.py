@@ -114,13 +114,19 @@ def why_not_trained(call: Call, training: str, capability: tuple[int, int] | Non
         return None
     if training == "g" and call.out.dtype == torch.float32:
         return "g trains in 16 bits on a GPU, got float32"
-    if training == "g" and capability != (9, 0):
-        return "g trains on compute capability 9.0, got {}.{}".format(*capability)
-    if training == "g" and (lost := tiles.hopper_is_lost(capability)):
-        return f"g trains with the Hopper kernel: {lost}"
+    if training == "g":
+        return why_no_g(capability)
     if capability < (8, 0):
         return "sagebwd trains from compute capability 8.0 on, got {}.{}".format(*capability)
     return None
+
+
+def why_no_g(capability: tuple[int, int]) -> str | None:
+    """The reason that no call trains by "g" on a GPU."""
+    if capability != (9, 0):
+        return "g trains on compute capability 9.0, got {}.{}".format(*capability)
+    lost = tiles.hopper_is_lost(capability)
+    return f"g trains with the Hopper kernel: {lost}" if lost else None
 
 
 def is_causal(call: Call) -> bool | None:

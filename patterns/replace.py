@@ -17,6 +17,7 @@ from torch.fx import Node
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.sdpa import SdpaCall
 from sage_inductor.ops.selector import BLOCK_SIZE
+from sage_inductor.ops.training.gradients import trained_by
 from sage_inductor.ops.visibility import BlockLists
 from sage_inductor.patterns.call import Call, Decision
 from sage_inductor.patterns.eligible import BHND, BNHD, is_causal, stored
@@ -66,11 +67,6 @@ def replace(call: Call, decision: Decision, portable: bool) -> None:
         call.lse.replace_all_uses_with(call.finish(second))
         call.dead.insert(0, call.lse)
     _finish(call, first, order, gap)
-
-
-def trained_by(recipe: str):
-    """The op of ``sage.training``'s `recipe`."""
-    return (torch.ops.sage.rowscaled if recipe == "g" else torch.ops.sage.sagebwd).default
 
 
 def stand_in(call: Call, out: Node) -> None:

@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
         help='measure what "auto" decides by on this GPU',
         description="Measure attention with all preparation against SDPA's backends on every GPU, "
         "and write the times by which 'auto' predicts a call's to where later processes read "
-        "them. Three minutes a GPU; nothing else should run on it.",
+        "them. Some minutes a GPU; nothing else should run on it.",
     )
     command.add_argument("--head-dims", type=_positive, nargs="+", default=HEAD_DIMS)
     command.add_argument("--kinds", choices=TIMED, nargs="+", default=KINDS)

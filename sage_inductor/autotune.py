@@ -22,12 +22,13 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sage_inductor.ops.attention import tiles
-from sage_inductor.ops.compat import default_store
+from sage_inductor.ops.compat import default_store, disable_compiled_autograd
 from sage_inductor.ops.compile import compile_elsewhere
 from sage_inductor.ops.launch import noted
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.reference.exact import masked
 from sage_inductor.ops.sdpa import SdpaCall, attend
+from sage_inductor.ops.training.gradients import trained_by
 from sage_inductor.patterns.call import CAUSAL, FULL, Band
 
 _log = logging.getLogger("sage_inductor")
@@ -38,6 +39,7 @@ BACKENDS = {
     "FLASH_ATTENTION": torch.backends.cuda.flash_sdp_enabled,
     "EFFICIENT_ATTENTION": torch.backends.cuda.mem_efficient_sdp_enabled,
 }
+OF_SDPA = (*BACKENDS, "MATH")
 ROUNDS = 3
 GRAPH_MS = 5  # how long a CUDA graph of repeated calls runs; a median is over REPLAYS of it
 ONE_ROUND_MS = 50  # a call as long as this gets one round: it heats the card by itself
@@ -47,7 +49,7 @@ REPLAYS = 6
 class Candidate(NamedTuple):
     """What a call may become."""
 
-    recipe: str  # a name in NAMED
+    recipe: str  # a name in NAMED; of what trains, as `trained_by` has it
     warpgroups: int | None = None  # SdpaCall's
 
     @property
@@ -72,6 +74,7 @@ class BenchmarkCase:
     candidates: tuple[Candidate, ...]
     rivals: tuple[str, ...] = tuple(BACKENDS)  # of SDPA
     flash_attention: str = ""  # what SDPA's flash backend runs: measured.flash_attention()
+    trains: bool = False  # forward and backward are timed together
 
 
 def rivals() -> tuple[str, ...]:
@@ -132,12 +135,24 @@ def _agreed(key: str, measure: Callable, store):
 _one_at_a_time = threading.Lock()  # threads that compile would time each other's work
 
 
+def _apart(function: Callable) -> Callable:
+    """The same in a thread of its own: the caller's autocast and inference mode, and a checkpoint's
+    dispatch modes and hooks on what autograd saves, are not for what is timed here."""
+
+    @functools.wraps(function)
+    def run(*args):
+        with concurrent.futures.ThreadPoolExecutor(1) as apart:
+            return apart.submit(function, *args).result()
+
+    return run
+
+
+@_apart
 def measure(case: BenchmarkCase, rounds: int = ROUNDS) -> Times:
     """As `benchmark`, here and now. Where no backend computes the call (with a mask none has rows
     of, say, 63 channels), SDPA's "math" is timed as well, which it falls back to."""
-    off = torch.autocast(case.device.type, enabled=False)  # the case has what autocast makes
     quiet = warnings.catch_warnings()
-    with _one_at_a_time, torch.no_grad(), torch.cuda.device(case.device), off, quiet:
+    with _one_at_a_time, torch.no_grad(), torch.cuda.device(case.device), quiet:
         warnings.simplefilter("ignore", UserWarning)  # why a backend has no such calls
         found = _measured(case, rounds)
         of_sdpa = [found[name] for name in case.rivals if name in found]
@@ -163,12 +178,15 @@ def calls_of(case: BenchmarkCase) -> dict[Candidate | str, Callable]:
     and take the case's memory. Raises what allocating them does."""
     generator = torch.Generator(case.device).manual_seed(0)
     make = {"generator": generator, "device": case.device}
-    q, k, v = (
-        torch.randn(B, N, H, D, dtype=case.dtype, **make).transpose(1, 2)
-        for B, H, N, D in (case.q, case.k, case.v)
-    )
-    q_stacked, k_of_q, v_of_q = q, *(x.expand(q.shape[0], -1, -1, -1) for x in (k, v))
+
+    def random(shape):
+        B, H, N, D = shape
+        return torch.randn(B, N, H, D, dtype=case.dtype, **make).transpose(1, 2)
+
+    q, k, v = map(random, (case.q, case.k, case.v))
+    q_stacked, k_of_q, v_of_q = q, k, v
     if k.shape[0] != q.shape[0]:
+        k_of_q, v_of_q = (x.expand(q.shape[0], -1, -1, -1) for x in (k, v))
         q_stacked = q.transpose(1, 2).flatten(0, 1)[None].transpose(1, 2)
     attn_mask = None
     if case.mask_dtype == torch.bool:
@@ -186,36 +204,56 @@ def calls_of(case: BenchmarkCase) -> dict[Candidate | str, Callable]:
     names = case.rivals
     if sdpa_mask is None and q.shape[3] == v.shape[3]:  # it is the slowest of three there
         names = tuple(n for n in names if n != "EFFICIENT_ATTENTION") or names
+    enable_gqa, scale = q.shape[1] != k.shape[1], q.shape[3] ** -0.5
 
     def sdpa():
         return F.scaled_dot_product_attention(
-            q, k_of_q, v_of_q, sdpa_mask, is_causal=is_causal,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )  # fmt: skip
+            q, k_of_q, v_of_q, sdpa_mask, is_causal=is_causal, enable_gqa=enable_gqa
+        )
 
     def sage(candidate):
+        if case.trains:
+            return trained_by(candidate.recipe)(q, k, v, is_causal, scale, True)[0]
         # Without the correction of lse: nobody reads it in a rewritten call.
         return attend(
             SdpaCall(
-                q_stacked, k, v, attn_mask, [], *band, q.shape[3] ** -0.5,
-                NAMED[candidate.recipe].encode(), candidate.warpgroups, out_bnhd=False,
-                portable=False,
+                q_stacked, k, v, attn_mask, [], *band, scale, NAMED[candidate.recipe].encode(),
+                candidate.warpgroups, out_bnhd=False, portable=False,
             )
         )[0]  # fmt: skip
 
-    return {
+    calls = {
         **{name: sdpa_kernel(SDPBackend.__members__[name])(sdpa) for name in names},
         **{each: functools.partial(sage, each) for each in case.candidates},
     }
+    if not case.trains:
+        return calls
+    grad = random((*case.q[:3], case.v[3]))
+    return {name: _step(call, (q, k, v), grad) for name, call in calls.items()}
 
 
+def _step(attend: Callable, inputs: tuple[torch.Tensor, ...], grad: torch.Tensor) -> Callable:
+    """A call without arguments: `attend` and its backward, launched by this thread, as `noted` and
+    the capture of a graph are a thread's own. It is not compiled: Dynamo, at work in another
+    thread, holds its lock."""
+    for x in inputs:
+        x.requires_grad_()
+
+    def step():
+        one_thread = torch.autograd.set_multithreading_enabled(False)
+        with torch.enable_grad(), one_thread, disable_compiled_autograd():
+            return torch.autograd.grad(attend(), inputs, grad)
+
+    return step
+
+
+@_apart
 def start_compiling(cases: Sequence[BenchmarkCase]) -> list[concurrent.futures.Future]:
     """What the candidates will launch, in several processes at once. To compile them where they are
     first timed took most of a minute for ten sizes."""
     launches = []
     for case in cases:
-        off = torch.autocast(case.device.type, enabled=False)
-        with _one_at_a_time, torch.no_grad(), torch.cuda.device(case.device), off:
+        with _one_at_a_time, torch.no_grad(), torch.cuda.device(case.device):
             with contextlib.suppress(Exception), noted() as found:  # `measure` says what fails
                 calls = calls_of(case)
                 for each in case.candidates:

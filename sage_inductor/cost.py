@@ -1,7 +1,7 @@
 """How long a call takes: a model of every recipe and of SDPA's backends, fitted to measurements.
 
 Attention kernels deal row tiles to the GPU's processors; a tile takes as long as the keys it sees
-are many. Of a call's sizes that gives nine numbers (`features`), and a time is their sum, each
+are many. Of a call's sizes that gives ten numbers (`features`), and a time is their sum, each
 times a coefficient of its own that is not negative. The coefficients are fitted to times measured
 on that GPU (sage_inductor/measured.py has those), by least squares of the relative error.
 
@@ -26,7 +26,9 @@ MIN_GAIN = 0.002
 # Kinds of calls: without a mask ("full", "causal", "window": a band), with one row for all queries
 # ("keys": padding), with a bool ("mask") or an additive ("bias") one. A window that flex_attention
 # computes is not SDPA's with a mask, and nothing here times it.
-TIMED = ("full", "causal", "window", "keys", "mask", "bias")
+# Of those that train, forward and backward are one time: kind -> that of the attention.
+TRAINED = {f"{kind}-training": kind for kind in ("full", "causal")}
+TIMED = ("full", "causal", "window", "keys", "mask", "bias", *TRAINED)
 KINDS = (*TIMED, "flex window")
 
 # Queries or keys, whichever are fewer: bench/regret.py draws no shorter call.
@@ -49,6 +51,11 @@ class Sizes(NamedTuple):
     def dense(self) -> "Sizes":
         """The same where the band is hidden in a mask: every key is computed."""
         return self._replace(left=None, right=None)
+
+    @property
+    def ungrouped(self) -> "Sizes":
+        """The same where k and v have a head for each of q's."""
+        return self._replace(H_kv=self.H_q)
 
     @property
     def stacked(self) -> "Sizes":
@@ -75,7 +82,8 @@ def features(
     these once more, as the card heats; as tiles are dealt, one after the other; tiles (their q and
     o); rows of k and v (which are prepared); the keys as dealt once more where `_is_ragged`;
     elements of a mask with a row for each query, which SDPA reads and converts; 1 where pieces of
-    tiles are added up."""
+    tiles are added up; in training, where dK and dV are computed by tiles of keys, the queries that
+    these see, as dealt."""
     heads, seen, weight, is_cut = sizes.B * sizes.H_q, _seen(*sizes[3:], rows), 1.0, False
     if dealt == FLASH:
         tiles = heads * -(-sizes.N_q // FLASH_ROWS)
@@ -93,6 +101,12 @@ def features(
         busiest = _busiest(seen, heads, dealt == LONGEST_FIRST, at_once * processors)
         busiest *= weight * at_once
     even = weight * heads * sum(seen) / processors
+    by_keys = 0
+    if kind in TRAINED:
+        seen_by = _seen(sizes.N_kv, sizes.N_q, sizes.right, sizes.left, KEYS)
+        of_kv = sizes.B * sizes.H_kv
+        by_keys = _busiest(seen_by, of_kv, dealt == LONGEST_FIRST, processors)
+        by_keys *= sizes.H_q / sizes.H_kv
     return (
         1.0,
         even,
@@ -103,6 +117,7 @@ def features(
         busiest * _is_ragged(sizes, kind),
         sizes.N_q * sizes.N_kv / processors * _has_rows(sizes, kind),
         float(is_cut),
+        by_keys,
     )
 
 
@@ -115,7 +130,7 @@ def _has_rows(sizes: Sizes, kind: str) -> bool:
 def _is_ragged(sizes: Sizes, kind: str) -> bool:
     """Whether cuDNN takes longer for the number of keys: 5 to 20 % where all are seen and they are
     no multiple of 128, 1.6 to 2 times as long under a mask with several rows, of odd lengths."""
-    if kind in ("full", "causal"):
+    if TRAINED.get(kind, kind) in ("full", "causal"):
         return sizes.left is None and sizes.right is None and sizes.N_kv % 128 > 0
     several = sizes.B > 1 if kind == "keys" else _has_rows(sizes, kind)
     return several and sizes.N_kv % 2 > 0
@@ -212,7 +227,7 @@ class Fit(NamedTuple):
         theirs the channels are that the kernel computes, and the time that reading takes, a tile's
         q (and writing its o) and a row of k and v."""
         parts = features(sizes, self.rows, self.dealt, self.processors, self.kind)
-        of_channels = (1, computed, computed, computed, of_q, of_kv, computed, 1, 1)
+        of_channels = (1, computed, computed, computed, of_q, of_kv, computed, 1, 1, computed)
         terms = zip(self.coefficients, parts, of_channels, strict=True)
         return sum(c * x * channels for c, x, channels in terms)
 
@@ -266,7 +281,7 @@ def _fit(
 
 def _nonnegative(relative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """x >= 0 that minimises |relative x - target|: the best least-squares solution of any subset of
-    the columns that has no negative number. Of nine columns those are 511, solved at once."""
+    the columns that has no negative number. Of ten columns those are 1,023, solved at once."""
     width = relative.shape[1]
     subsets = torch.tensor(list(itertools.product((0.0, 1.0), repeat=width)))[1:].double()
     square = relative.mT @ relative * subsets[:, :, None] * subsets[:, None, :]

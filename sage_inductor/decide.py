@@ -24,12 +24,13 @@ from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.select import Problem, select
 from sage_inductor.ops.compat import statically_known_true
 from sage_inductor.ops.compile import travels
-from sage_inductor.ops.formats import Q_BLOCK, pad_head_dim
+from sage_inductor.ops.formats import Q_BLOCK, TRAINED_HEAD_DIM, pad_head_dim
 from sage_inductor.ops.selector import Selection
-from sage_inductor.options import AUTO, OFF
+from sage_inductor.options import AUTO, OFF, TRAINED_BY
 from sage_inductor.patterns.call import Call, Decision, Site, module_path, value_of
 from sage_inductor.patterns.eligible import (
     LISTS_IN_TRAINING,
+    why_no_g,
     why_not,
     why_not_selected,
     why_not_trained,
@@ -109,8 +110,16 @@ def _trained(
     if call.out.dtype == torch.float32 and not (settings.emulate or settings.force):
         return Decision(None, FP32)
     capability = None if q.device.type == "cpu" else tiles.capability(q.device)
-    reason = LISTS_IN_TRAINING if selection else why_not_trained(call, training, capability)
-    return Decision(None if reason else training, reason or "asked for")
+    by = TRAINED_BY if training == AUTO else training
+    reason = LISTS_IN_TRAINING if selection else why_not_trained(call, by, capability)
+    if reason:
+        return Decision(None, reason)
+    if training != AUTO:
+        return Decision(by, "asked for")
+    if settings.emulate or settings.force:
+        return Decision(by, "emulated" if capability is None else "forced")
+    candidate, reason = _timed(call, settings, by, (by,))
+    return Decision(candidate and candidate.recipe, reason)
 
 
 def _ruled(call: Call, settings: Settings) -> tuple[str | None, str, Selection | None, str]:
@@ -205,6 +214,15 @@ def autos(call: Call) -> tuple[str, ...]:
     return auto_recipes(capability, _head_dim(call))
 
 
+def recipes_of(capability: tuple[int, int], family: Family) -> tuple[str, ...]:
+    """What "auto" may become for the calls of a family, the first mostly the fastest; of those that
+    train, () where there is nothing but SDPA."""
+    if family.kind not in cost.TRAINED:
+        return auto_recipes(capability, max(family.head_dim, family.head_dim_v))
+    one = family.head_dim == family.head_dim_v <= TRAINED_HEAD_DIM
+    return (TRAINED_BY,) if one and why_no_g(capability) is None else ()
+
+
 def auto_recipes(capability: tuple[int, int], head_dim: int) -> tuple[str, ...]:
     """The recipes of "auto": the fastest of them, if it is faster than SDPA. The first mostly is:
     sage2-8b-per-token in 512 of 524 calls (H200, 2026-11-23: bench/regret.py)."""
@@ -231,6 +249,14 @@ def _on_gpu(
         return None, FP32
     if call.out.requires_grad:
         return None, "training: the backward recomputes exact attention (sage.force=True overrides)"
+    return _timed(call, settings, recipe, names)
+
+
+def _timed(
+    call: Call, settings: Settings, recipe: str, names: tuple[str, ...]
+) -> tuple[Candidate | None, str]:
+    """The recipe, where it is the fastest of `names` and faster than SDPA, as timed here and now or
+    as predicted."""
     case = _case(call, names) if settings.benchmark and not settings.portable else None
     if case is not None:
         return _autotuned(call, settings.benchmark(case), recipe, case.candidates)
@@ -260,13 +286,15 @@ def _case(call: Call, names: tuple[str, ...]) -> BenchmarkCase | None:
         candidates,
         rivals(),
         measured.flash_attention(),
+        names == (TRAINED_BY,),
     )
 
 
 def _tiles(call: Call, recipe: str) -> list[Candidate]:
     """`recipe` by each tile that may be the fastest. With a dynamic N_q only one length would be
     timed; there the tile is left to the table, which is read when the call runs."""
-    if not (_suits_hopper(call, recipe) and isinstance(value_of(call.q).shape[2], int)):
+    is_fixed = isinstance(value_of(call.q).shape[2], int)
+    if recipe == TRAINED_BY or not (is_fixed and _suits_hopper(call, recipe)):
         return [Candidate(recipe)]
     capability, pv = tiles.capability(value_of(call.q).device), recipes.NAMED[recipe].pv
     rivals = tiles.rivals(capability, pv, _head_dim(call), call.band.kind == "causal")
@@ -311,7 +339,8 @@ def _never_slower(
     if _kind(call) == "blocks":
         return _by_lists(call, settings, recipe)
     q, k, v = (value_of(x) for x in (call.q, call.k, call.v))
-    family, gpu = Family(int(q.shape[3]), int(v.shape[3]), _kind(call)), measured.gpu_name(q.device)
+    kind = _kind(call) + "-training" * (recipe == TRAINED_BY)
+    family, gpu = Family(int(q.shape[3]), int(v.shape[3]), kind), measured.gpu_name(q.device)
     what = f"{recipe} with {family}, B*H={q.shape[0] * q.shape[1]}"
     if settings.portable and (behind := _left_behind(call, recipe)):
         return None, f"never slower: {what} in a package was not measured{behind}"
@@ -387,7 +416,7 @@ def _calibrate(device: torch.device, family: Family, names: tuple[str, ...], set
 
 
 def _stacks(call: Call, recipe: str) -> bool:
-    return stacks(call, recipes.NAMED[recipe])
+    return recipe in recipes.NAMED and stacks(call, recipes.NAMED[recipe])
 
 
 def _floor(n, settings: Settings) -> int:

@@ -35,12 +35,13 @@ from sage_inductor.backend import run_graphs
 from sage_inductor.decide import decide
 from sage_inductor.diagnose import MAX_SCORES, MOST_SHOWN, SDPA, Progress
 from sage_inductor.ops.reference.exact import attention_exact
+from sage_inductor.ops.training.gradients import trained_by
 from sage_inductor.options import AUTO, OFF
 from sage_inductor.patterns import Decision, Site, rewrite
 from sage_inductor.patterns.call import UNNAMED, Call
 from sage_inductor.patterns.eligible import is_causal
 from sage_inductor.patterns.graph import value_of
-from sage_inductor.patterns.replace import stand_in, trained_by
+from sage_inductor.patterns.replace import stand_in
 from sage_inductor.report import grouped, path_of, table
 from sage_inductor.settings import Settings
 

@@ -1,7 +1,8 @@
 """What was measured, by the GPU that measured it: a table for each, of families of calls.
 
-A family is calls of one head_dim and kind. Its times are of the recipes that "auto" may take and of
-SDPA's backends, at a few sizes; `predict` fits cost.py's model to them. There are three sources:
+A family is calls of one head_dim and kind. Its times are of the recipes that "auto" may take (what
+may train them, where they train) and of SDPA's backends, at a few sizes; `predict` fits cost.py's
+model to them. There are three sources:
 
     sage_inductor/tables/*.json      built in: what `python -m sage_inductor tune` measured
     the user's cache                 what `tune` measured there; replaces what is built in
@@ -33,13 +34,14 @@ from filelock import FileLock  # torch itself asks for it
 from torch.nn.attention import current_flash_attention_impl
 
 from sage_inductor import autotune, cost
-from sage_inductor.autotune import BenchmarkCase, Candidate
-from sage_inductor.cost import KINDS, Fit, Prediction, Sizes
+from sage_inductor.autotune import OF_SDPA, BenchmarkCase, Candidate
+from sage_inductor.cost import KINDS, TRAINED, Fit, Prediction, Sizes
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.tiles import Gpu
 from sage_inductor.ops.compile import LONGEST
 from sage_inductor.ops.formats import HEAD_DIMS, pad_head_dim
 from sage_inductor.ops.recipe import NAMED, source_tag
+from sage_inductor.options import TRAINED_BY
 from sage_inductor.patterns.call import Band
 
 _log = logging.getLogger("sage_inductor")
@@ -60,6 +62,12 @@ class Family:
     head_dim: int  # of q and k
     head_dim_v: int
     kind: str  # one of cost.KINDS
+
+    def of_sdpa(self, sizes: Sizes) -> Sizes:
+        """What SDPA computes: every key where it is given a band in a mask; in training, dK and dV
+        for each head of q, which are then added up."""
+        sizes = sizes if TRAINED.get(self.kind, self.kind) in SEES_A_BAND else sizes.dense
+        return sizes.ungrouped if self.kind in TRAINED else sizes
 
     def stands_for(self, other: "Family") -> bool:
         """Whether times measured of this family are taken for the other's: the same kernels, with a
@@ -112,7 +120,7 @@ class Table:
         if found is None:
             return None
         by_tile, rivals = fits(self, found, recipe)
-        of_sdpa = sizes if family.kind in SEES_A_BAND else sizes.dense
+        of_sdpa = family.of_sdpa(sizes)
         of_ours = sizes.stacked if stacked else sizes
         ours = by_tile.get(_warpgroups(self.device, family, recipe, of_ours), by_tile[None])
         # Ours computes as many channels for both, SDPA's kernels may have fewer. What is read in
@@ -168,8 +176,8 @@ class Table:
 
 def _are_enough(times: Times, recipe: str) -> bool:
     counts = collections.Counter(name for ms in times.values() for name in ms)
-    of_sdpa = (count for name, count in counts.items() if name not in NAMED)
-    return min(counts[recipe], max(of_sdpa, default=0)) >= cost.ENOUGH
+    of_sdpa = (counts[name] for name in OF_SDPA)
+    return min(counts[recipe], max(of_sdpa)) >= cost.ENOUGH
 
 
 def gpu_name(device: torch.device) -> str:
@@ -252,12 +260,10 @@ def fits(table: Table, family: Family, recipe: str) -> tuple[dict[int | None, Fi
         if len(x) >= ENOUGH_OF_A_TILE:
             by_tile[n] = fit(x, shares if n else None, prepared)
     rivals = {}
-    for name in dict.fromkeys(name for ms in times.values() for name in ms if name not in NAMED):
-        of_name = {
-            (sizes if family.kind in SEES_A_BAND else sizes.dense): ms[name]
-            for sizes, ms in times.items() if name in ms
-        }  # fmt: skip
+    for name in dict.fromkeys(name for ms in times.values() for name in ms if name in OF_SDPA):
+        of_name = {family.of_sdpa(sizes): ms[name] for sizes, ms in times.items() if name in ms}
         cuts = name == "FLASH_ATTENTION" and flash_attention() == TORCHS_FLASH
+        cuts = cuts and family.kind not in TRAINED  # its backward cuts none
         if len(of_name) >= cost.ENOUGH:  # a backend may run out of memory
             rivals[name] = fit(of_name, cost.FLASH if cuts else None)
     return by_tile | {None: of_all}, rivals
@@ -285,7 +291,10 @@ def _channels(backend: str, head_dim: int) -> float:
 
 
 def _warpgroups(device: Gpu, family: Family, recipe: str, sizes: Sizes) -> int:
-    """Of the tile that a call runs with, which names it; 0: the portable kernel's."""
+    """Of the tile that a call runs with, which names it; 0: the portable kernel's. Of what trains,
+    most of whose time are kernels of one tile, all calls have one name."""
+    if family.kind in TRAINED:
+        return 0
     mask = {"keys": torch.bool, "mask": torch.bool, "bias": torch.bfloat16}.get(family.kind)
     head_dim, band = max(family.head_dim, family.head_dim_v), (sizes.left, sizes.right)
     r, heads = NAMED[recipe], sizes.B * sizes.H_q
@@ -428,7 +437,7 @@ def _is_row(row) -> bool:
         all(map(_is_positive, sizes))
         and all(x is None or isinstance(x, int) for x in (left, right))
         and isinstance(ms, dict)
-        and set(ms) <= {*NAMED, *autotune.BACKENDS, "MATH"}
+        and set(ms) <= {*NAMED, TRAINED_BY, *OF_SDPA}
         and all(isinstance(x, float) and 0 < x < float("inf") for x in ms.values())
     )
 
@@ -490,12 +499,12 @@ WINDOWS = 1024, 4096
 def sizes_of(family: Family, shapes: Iterable[tuple[int, ...]]) -> list[Sizes]:
     """The shapes with the family's band. Where it has one, those of other keys than queries are
     left out: they are rare. So are lengths that are no longer than a window: it is causal there."""
-    found = []
+    found, kind = [], TRAINED.get(family.kind, family.kind)
     for i, shape in enumerate(shapes):
         *_, N_q, N_kv = shape
         window = WINDOWS[i % 2 if N_q > WINDOWS[1] else 0] if N_q > WINDOWS[0] else N_q // 4
-        left = window - 1 if family.kind == "window" else None
-        right = 0 if family.kind in ("causal", "window") else None
+        left = window - 1 if kind == "window" else None
+        right = 0 if kind in ("causal", "window") else None
         if right is None or N_q == N_kv and (left is None or N_q > window):
             found.append(Sizes(*shape, left, right))
     return found
@@ -520,7 +529,7 @@ def measure(
         named = {getattr(name, "recipe", name): ms for name, ms in times.items()}
         errors += [ms for ms in named.values() if isinstance(ms, str)]
         timed = {name: ms for name, ms in named.items() if not isinstance(ms, str)}
-        if any(name in NAMED for name in timed) and any(name not in NAMED for name in timed):
+        if len({name in OF_SDPA for name in timed}) == 2:
             found[each] = timed
     if not any(_are_enough(found, recipe) for recipe in recipes):
         why = next(iter(errors), "no more were given")
@@ -550,6 +559,7 @@ def _case(device, family: Family, recipes, sizes: Sizes) -> BenchmarkCase:
         mask.get(family.kind),
         (dtype if family.kind == "bias" else torch.bool) if family.kind in mask else None,
         tuple(map(Candidate, recipes)),
+        trains=family.kind in TRAINED,
     )
 
 

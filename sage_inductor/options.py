@@ -15,7 +15,8 @@ from sage_inductor.ops.recipe import ALIASES, NAMED
 
 PREFIX = "sage."
 AUTO, OFF = "auto", "off"
-TRAINING = (OFF, "sagebwd", "g")
+TRAINED_BY = "g"  # what "auto" may become in training
+TRAINING = (OFF, AUTO, "sagebwd", TRAINED_BY)
 
 
 class Option(NamedTuple):
@@ -44,7 +45,8 @@ _TABLE = (
            "compiles, for some seconds, and the times are kept; False: it stays SDPA"),
     Option("training", OFF, str,
            'how calls that need gradients are computed: "off": exactly (SDPA, or what force does); '
-           '"sagebwd": in INT8, forward and backward; "g": by a row-scaled FP8 backward (Hopper)'),
+           '"sagebwd": in INT8, forward and backward; "g": by a row-scaled FP8 backward (Hopper); '
+           '"auto": by "g" where forward and backward are predicted to be faster than SDPA\'s'),
     Option("strict", False, bool, "raise SageRefused when a call stays as it was"),
     Option("enabled", False, bool,
            'setting: rewrite graphs of backend="inductor" too, by a pass beside the user\'s own; '

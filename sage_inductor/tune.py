@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable
 import torch
 
 from sage_inductor import measured
-from sage_inductor.decide import auto_recipes
+from sage_inductor.decide import recipes_of
 from sage_inductor.measured import MANY, Family, Table
 from sage_inductor.ops.attention import tiles
 
 HEAD_DIMS = (64, 96, 128, 256)
-KINDS = ("full", "causal", "window", "keys")
+KINDS = ("full", "causal", "window", "keys", "full-training")
 ROUNDS = 2  # of a size's timing
 
 
@@ -33,7 +33,9 @@ def tune(
     table = Table(measured.gpu_name(device), measured.gpu_of(device), {})
     asked = {}
     for family in (Family(D, D, kind) for D in head_dims for kind in kinds):
-        recipes = auto_recipes(tiles.capability(device), family.head_dim)
+        recipes = recipes_of(tiles.capability(device), family)
+        if not recipes:
+            continue
         asked[family] = device, family, recipes, measured.sizes_of(family, MANY)
         measured.start_compiling(*asked[family])
     for family in progress(list(asked)):

@@ -1,5 +1,5 @@
-"""What the ops that train have in common: which calls they compute, and what their backward gives
-and refuses."""
+"""What the ops that train have in common: how they are called, which calls they compute, and what
+their backward gives and refuses."""
 
 import torch
 from torch import Tensor
@@ -24,6 +24,15 @@ def check_trained(
         raise ValueError(
             f"sage::{op}: head_dim must be one number up to {TRAINED_HEAD_DIM}, got {D}, {D_v}"
         )
+
+
+OPS = {"g": "rowscaled", "sagebwd": "sagebwd"}  # of each ``sage.training``
+
+
+def trained_by(training: str):
+    """The op of a ``sage.training``: op(q, k, v, is_causal, scale, out_bnhd), out first of what it
+    returns."""
+    return getattr(torch.ops.sage, OPS[training]).default
 
 
 def empty_gradient(x: Tensor, dtype: torch.dtype, out_bnhd: bool) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from sage_inductor import measured
 from sage_inductor.cli.progress import track
 from sage_inductor.ops.recipe import NAMED
+from sage_inductor.options import TRAINED_BY
 from sage_inductor.tune import tune as measure
 
 
@@ -41,7 +42,7 @@ HEADS = 128, 24, 8  # B*H
 def lines(table: measured.Table) -> list[str]:
     """From where each recipe is predicted to be faster than SDPA, a line for each of a family."""
     found = []
-    for family, recipe in itertools.product(table.families, NAMED):
+    for family, recipe in itertools.product(table.families, (*NAMED, TRAINED_BY)):
         if table.find(family, recipe) == family:
             first = {heads: table.first_length(family, recipe, heads) for heads in HEADS}
             error = table.error(family, recipe)

@@ -28,7 +28,7 @@ def test_what_is_kept_is_counted_once():
     codes = 64 * (of_q + 2 * of_kv)
     scales = 4 * (of_q + of_kv // 64 + of_kv)
     stats, means = 4 * 2 * of_q, 4 * 2 * 64
-    found = training.kept_bytes(training.by_op("rowscaled"), (q, k, v))
+    found = training.kept_bytes(training.by_op("g"), (q, k, v))
     assert found == 2 * q.numel() + codes + scales + stats + means
     square = training.kept_bytes(lambda q, k, v: q * q, (q, k, v))
     assert square == 2 * q.numel()
@@ -37,7 +37,7 @@ def test_what_is_kept_is_counted_once():
 @pytest.mark.parametrize("H_kv", [1, 4])
 def test_errors_are_of_the_gradients(H_kv):
     shape = training.Shape(2, 4, H_kv, 300, 64)
-    of_op = training.errors(training.by_op("rowscaled"), shape, "cpu")
+    of_op = training.errors(training.by_op("g"), shape, "cpu")
     assert list(of_op) == ["dq", "dk", "dv"] and all(0.02 < x < 0.06 for x in of_op.values())
     exact = training.errors(
         lambda q, k, v: F.scaled_dot_product_attention(

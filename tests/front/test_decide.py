@@ -24,8 +24,8 @@ from torch.nn.attention import (
 
 from sage_inductor import Policy, autotune, cost, measured, options, patterns
 from sage_inductor import settings as asked_for
-from sage_inductor.decide import auto_recipes, rewrite
 from sage_inductor.decide import decide as decide_call
+from sage_inductor.decide import recipes_of, rewrite
 from sage_inductor.measured import Family
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.attention import tiles
@@ -350,8 +350,8 @@ def test_the_built_in_table_says_what_it_measured():
     for built_in in measured.built_in().values():
         for family, times in built_in.families.items():
             assert len(times) >= cost.ENOUGH, family
-            for recipe in {name for ms in times.values() for name in ms if name in recipes.NAMED}:
-                first = recipe == auto_recipes((9, 0), family.head_dim)[0]
+            for recipe in {name for ms in times.values() for name in ms} - {*autotune.OF_SDPA}:
+                first = recipe in recipes_of((9, 0), family)[:1]
                 error = built_in.error(family, recipe)
                 assert error < (0.06 if first else 0.1), (family, recipe, error)
                 for sizes, ms in times.items():
@@ -625,6 +625,138 @@ def test_which_calls_are_trained_by_sagebwd(given, capability, reason, monkeypat
         assert not site.rewritten and reason in site.reason
     if not given and shape == TRAINED and capability == (9, 0):
         assert decide(shape, capability, monkeypatch, training="sagebwd").recipe != "sagebwd"
+
+
+# -- training by "auto" ----
+
+LONG_STEP = (1, 32, 32, 16384, 128)
+
+
+def trained_table():
+    return table("full-training", "causal-training", recipes=("g",))
+
+
+def step(monkeypatch, shape=LONG_STEP, capability=(9, 0), **given):
+    given = {"requires_grad": True, "training": "auto"} | given
+    return decide(shape, capability, monkeypatch, **given)
+
+
+def test_a_call_trains_by_g_where_the_fit_says_that_a_step_is_faster(monkeypatch):
+    known(monkeypatch, trained_table())
+    site = step(monkeypatch)
+    found = re.fullmatch(r"([\d.]+)x SDPA by the fit \(([\d.]+) and ([\d.]+) ms\)", site.reason)
+    assert site.recipe == "g"
+    speedup, ours, sdpa = map(float, found.groups())
+    assert speedup > 1.5 and sdpa / ours == pytest.approx(speedup, rel=0.01)
+    site = step(monkeypatch, (1, 2, 2, 512, 128))
+    assert not site.rewritten
+    assert re.fullmatch(
+        r"never slower: g with head_dim 128, full-training, B\*H=2 is 0\.\d+x SDPA by the fit "
+        r"\([\d.]+ and [\d.]+ ms\)", site.reason,
+    )  # fmt: skip
+    site = step(monkeypatch, (1, 32, 32, 255, 128))
+    assert site.reason == "never slower: a call with fewer than 256 queries or keys"
+
+
+def test_g_wins_by_the_margin_of_inference(monkeypatch):
+    known(monkeypatch, trained_table())
+    shown = []
+    monkeypatch.setattr(
+        cost.Prediction, "wins", property(lambda self: shown.append(self) or self.ours > 1e9)
+    )
+    assert not step(monkeypatch).rewritten and {each.recipe for each in shown} == {"g"}
+
+
+@pytest.mark.parametrize(
+    "given, reason",
+    [
+        ({"kind": "keys"}, "g trains calls without a mask, got bool"),
+        ({"kind": "window"}, "g trains calls without a mask, got window"),
+        ({"shape": (1, 32, 32, 16384, 160)}, "g trains head_dims up to 128"),
+        ({"capability": (8, 9)}, "g trains on compute capability 9.0, got 8.9"),
+        ({"dtype": torch.float32}, "fp32 is asked for"),
+        ({"recipe": "off", "policy": (Rule("auto", head_dim=(64,)),)}, "the recipe is 'off'"),
+        ({"policy": (Rule("off"),)}, "the policy says off"),
+        ({"policy": (Rule("auto", training="off"),)}, "training: the backward recomputes"),
+    ],
+    ids=str,
+)
+def test_what_g_does_not_train_stays_and_is_not_measured(given, reason, monkeypatch):
+    measuring = Measuring(monkeypatch, trained_table())
+    site = step(monkeypatch, **given)
+    assert not site.rewritten and site.reason.startswith(reason)
+    assert not measuring.asked
+
+
+def test_a_policy_may_say_auto_in_training(monkeypatch):
+    known(monkeypatch, trained_table())
+    site = step(monkeypatch, training="off", policy=(Rule("auto", training="auto"),))
+    assert site.recipe == "g"
+
+
+def test_a_step_that_nothing_is_known_of_is_measured_while_it_compiles(monkeypatch):
+    measuring = Measuring(monkeypatch, trained_table())
+    assert step(monkeypatch).recipe == "g"
+    assert measuring.asked == [("cuda", Family(128, 128, "full-training"), ("g",))]
+    step(monkeypatch, (1, 32, 32, 8192, 128))
+    assert len(measuring.asked) == 1  # it is known now
+    measuring.tables.clear()
+    for given in ({"training": "g"}, {"force": True}, {"training": "off"}):
+        step(monkeypatch, **given)
+    assert len(measuring.asked) == 1
+
+
+def test_times_of_inference_say_nothing_of_training(monkeypatch):
+    known(monkeypatch, table())
+    site = step(monkeypatch, calibrate=False)
+    assert not site.rewritten and site.reason == (
+        "never slower: g with head_dim 128, full-training, B*H=32 was not measured on NVIDIA H200: "
+        "run `python -m sage_inductor tune` there"
+    )
+    assert decide(LONG_STEP, (9, 0), monkeypatch, training="auto").recipe == "sage2-8b-per-token"
+
+
+def test_why_a_step_could_not_be_measured(monkeypatch):
+    Measuring(monkeypatch, error="OutOfMemoryError: 1 GiB")
+    site = step(monkeypatch)
+    assert not site.rewritten and site.reason.endswith("H200: OutOfMemoryError: 1 GiB")
+
+
+def test_forced_training_by_auto_is_g_without_a_prediction(monkeypatch):
+    known(monkeypatch)
+    site = step(monkeypatch, force=True)
+    assert (site.recipe, site.reason) == ("g", "forced")
+
+
+def test_a_dynamic_length_trains_from_where_g_begins_to_win(monkeypatch):
+    known(monkeypatch, trained_table())
+    sites, envs = {}, {}
+    for hint in (300, 16384):
+        envs[hint] = ShapeEnv()
+        N = dynamic(envs[hint], "N", hint)
+        sites[hint] = step(monkeypatch, (1, 8, 8, N, 128), shape_env=envs[hint])
+        assert envs[hint].guards
+    assert not sites[300].rewritten and "full-training, B*H=8 wins from N=" in sites[300].reason
+    first = int(re.search(r"wins from N=(\d+)", sites[300].reason)[1])
+    assert 256 < first < 16384
+    assert sites[16384].recipe == "g" and sites[16384].reason.startswith(f"N >= {first}, ")
+
+
+def test_under_max_autotune_a_step_is_timed(monkeypatch):
+    for ms, recipe, reason in (
+        (0.5, "g", "autotuned: 2.00x the fastest of SDPA"),
+        (1.25, None, "autotuned: SDPA is faster (0.80x)"),
+        ("E: 1", None, "autotuned: no recipe could be timed; g failed: E: 1"),
+    ):
+        clock = Clock(g=ms)
+        site = step(monkeypatch, (2, 8, 4, 1000, 64), benchmark=clock)
+        assert (site.recipe, site.reason) == (recipe, reason)
+        (case,) = clock.cases
+        assert case.trains and case.candidates == (("g", None),)
+        assert (case.q, case.k) == ((2, 8, 1000, 64), (2, 4, 1000, 64))
+    clock = Clock(sage2_8b_per_token=0.5, sage2_8b=0.8)
+    decide((2, 8, 4, 1000, 64), (9, 0), monkeypatch, training="auto", benchmark=clock)
+    assert not clock.cases[0].trains
 
 
 # -- where a clock decides instead of the table ----

@@ -124,6 +124,20 @@ def test_off_is_the_default_and_leaves_what_was():
     assert "on CPU attention stays as it was" in site.reason
 
 
+def test_auto_is_g_where_it_is_emulated_and_sdpa_on_a_cpu():
+    model, by_op = pair(is_causal=False)
+    compiled = torch.compile(model, backend="sage", options=ASKED | {"sage.training": "auto"})
+    x, cotangent = inputs()
+    found = gradients(compiled, x, cotangent, model.parameters())
+    assert same(found, gradients(by_op, x, cotangent, by_op.parameters()))
+    (site,) = sage_inductor.report().rewritten
+    assert (site.recipe, site.reason) == ("g", "emulated")
+    torch._dynamo.reset()
+    torch.compile(model, backend="sage", options={"sage.training": "auto"})(x)
+    (site,) = sage_inductor.report().refused
+    assert "on CPU attention stays as it was" in site.reason
+
+
 def test_the_setting_and_the_eager_call():
     q = torch.randn(1, 2, 70, 64, requires_grad=True)
     with config.patch(training="sagebwd", emulate=True):
@@ -132,7 +146,7 @@ def test_the_setting_and_the_eager_call():
     by_op = torch.ops.sage.sagebwd(q, q, q, True, 0.125, False)[0]
     (expected,) = torch.autograd.grad(by_op.sum(), q)
     assert_close(found, expected, rtol=0, atol=0)
-    with pytest.raises(ValueError, match="training must be one of .'off', 'sagebwd', 'g'.*got 'G'"):
+    with pytest.raises(ValueError, match="one of .'off', 'auto', 'sagebwd', 'g'.*got 'G'"):
         config.training = "G"
 
 

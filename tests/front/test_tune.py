@@ -244,6 +244,46 @@ def test_the_command_writes_every_gpus_table(gpu, monkeypatch, capsys):
     assert measured.path_of(GPU).exists()
 
 
+def test_what_trains_is_tuned_where_there_is_something_that_trains_it(gpu, monkeypatch, capsys):
+    table = tuned(gpu, (96, 256), ("full", "full-training"))
+    assert list(table.families) == [FULL_96, FULL_96_TRAINING, Family(256, 256, "full")]
+    times = table.families[FULL_96_TRAINING]
+    assert len(times) == len(measured.MANY)
+    assert {*times[next(iter(times))]} == {"CUDNN_ATTENTION", "FLASH_ATTENTION", "g"}
+    assert "g" not in {name for ms in table.families[FULL_96].values() for name in ms}
+    monkeypatch.setattr(tiles, "capability", lambda device: (8, 9))
+    assert tuned(gpu, (96,), ("full-training",)).families == {}
+    monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
+    assert "full-training" in tune.KINDS
+    assert main(["tune", "--head-dims", "96", "--kinds", "full-training"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(rf"{GPU}: head_dim 96, full-training: g from N=\d+ with B\*H >= 128", printed)
+    read = measured.tables(GPU)[0]
+    assert read.families == {FULL_96_TRAINING: times}
+    monkeypatch.setattr(tiles, "hopper_is_lost", lambda capability: "no Gluon")
+    assert tuned(gpu, (96,), ("full-training",)).families == {}
+
+
+FULL_96, FULL_96_TRAINING = (Family(96, 96, kind) for kind in ("full", "full-training"))
+
+
+def test_what_trains_is_predicted_by_its_own_times(gpu):
+    """SDPA computes dK and dV for each head of q: sizes that share k and v are one size to it."""
+    measured.save(tuned(gpu, (96,), ("full", "full-training")))
+    assert predicted(FULL_96, recipe="g") is None
+    assert predicted(FULL_96_TRAINING) is None
+    found = predicted(FULL_96_TRAINING, recipe="g")
+    assert found.wins and abs(found.sdpa / (24 * 30000**2 * 1e-9) - 1) < 0.05
+    grouped = LONG._replace(H_kv=3)
+    assert predicted(FULL_96_TRAINING, grouped, "g").sdpa == found.sdpa
+    assert predicted(Family(80, 80, "full-training"), recipe="g").ours == found.ours
+    assert predicted(Family(80, 80, "causal-training"), recipe="g") is None
+    assert FULL_96_TRAINING.of_sdpa(grouped) == LONG
+    assert FULL_96.of_sdpa(grouped) == grouped
+    of_causal = Family(96, 96, "causal-training").of_sdpa(grouped._replace(right=0))
+    assert of_causal == LONG._replace(right=0)
+
+
 def test_progress_is_shown_of_each_family(gpu):
     shown = []
 
@@ -333,6 +373,7 @@ def test_a_table_half_written_is_never_read(gpu, monkeypatch):
 
 def test_sizes_with_a_band_are_self_attention_longer_than_the_band():
     of = {kind: measured.sizes_of(Family(64, 64, kind), measured.MANY) for kind in cost.TIMED}
+    assert of["full-training"] == of["full"] and of["causal-training"] == of["causal"]
     for kind, shapes in (("full", 32), ("keys", 32), ("mask", 32), ("bias", 32), ("causal", 27)):
         assert len(of[kind]) == shapes and {each.left for each in of[kind]} == {None}
     assert {each.right for each in of["full"] + of["keys"]} == {None}
@@ -369,7 +410,16 @@ def test_what_is_timed_of_a_family_are_calls_of_its_kind(kind, timed, gpu):
         "bias": ((1, 1, 30, 50), torch.bfloat16),
     }  # fmt: skip
     assert (case.mask, case.mask_dtype) == expected.get(kind, (None, None))
-    assert case.dtype == torch.bfloat16 and case.device == gpu
+    assert case.dtype == torch.bfloat16 and case.device == gpu and not case.trains
+
+
+@pytest.mark.parametrize("kind", cost.TRAINED)
+def test_of_a_family_that_trains_steps_are_timed(kind, timed, gpu):
+    family = Family(64, 64, kind)
+    measured.measure(gpu, family, ("g",), measured.sizes_of(family, measured.FEW))
+    assert all(case.trains and case.candidates == (Candidate("g"),) for case in timed)
+    right = {case.band for case in timed}
+    assert right == {Band(None, 0 if kind == "causal-training" else None)}
 
 
 def test_the_narrowest_family_stands_for_a_call(gpu):
@@ -906,6 +956,83 @@ def test_all_that_is_timed_is_the_same_attention(asked, count, on_cpu):
         assert error < 0.08
 
 
+TRAINS = dataclasses.replace(case(recipes=("g",)), trains=True)
+
+
+def test_of_a_case_that_trains_all_that_is_timed_are_the_same_gradients(on_cpu):
+    assert len(autotune.benchmark(TRAINS)) == 3
+    exact = on_cpu[0][1]
+    assert [x.shape for x in exact] == [TRAINS.q, TRAINS.k, TRAINS.v]
+    for _, found in on_cpu:
+        for x, y in zip(found, exact, strict=True):
+            assert (x.float() - y.float()).abs().sum() < 0.08 * y.float().abs().sum()
+    assert not torch.equal(on_cpu[2][1][0], exact[0])  # which is g's
+
+
+def test_a_causal_case_that_trains_is_sdpas_causal_gradient(on_cpu):
+    asked = dataclasses.replace(TRAINS, band=Band(None, 0), candidates=(Candidate("sagebwd"),))
+    autotune.benchmark(asked)
+    (_, exact), _, (_, found) = on_cpu
+    for x, y in zip(found, exact, strict=True):
+        assert (x.float() - y.float()).abs().sum() < 0.1 * y.float().abs().sum()
+    assert not exact[1][:, :, 0].isnan().any() and (exact[0][:, :, 0].abs().max() < 1e-3)
+
+
+def test_nothing_of_the_users_is_in_force_where_a_step_is_timed(on_cpu):
+    """The measurement runs while a model compiles: inside its checkpoint, in eager or by compiled
+    autograd, under its autocast, inference_mode and dispatch modes."""
+    seen = []
+
+    class Mode(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **kwargs or {})
+
+    def note(x):
+        seen.append(x)
+        return x
+
+    compiled_autograd = torch._dynamo.compiled_autograd._enable(lambda gm: seen.append(gm) or gm)
+    hooks = torch.autograd.graph.saved_tensors_hooks(note, note)
+    with compiled_autograd, hooks, torch.autocast("cpu", torch.float16), Mode():
+        assert all(isinstance(ms, float) for ms in autotune.measure(TRAINS).values())
+    with torch.inference_mode():
+        assert all(isinstance(ms, float) for ms in autotune.measure(TRAINS).values())
+    assert not seen and len(on_cpu) == 6
+    assert {x.dtype for _, found in on_cpu for x in found} == {torch.bfloat16}
+
+
+def test_the_kernels_of_a_step_are_all_compiled_before(on_cpu, monkeypatch):
+    """Those of the backward too, which autograd launches: in the thread that notes."""
+    given, threads = [], []
+    monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(autotune, "compile_elsewhere", lambda launches, _: given.append(launches))
+
+    class Launches(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v):
+            launch.launch_cached("forward", (1,), (q,), ())
+            return q.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            threads.append(threading.get_ident())
+            launch.launch_cached("backward", (1,), (grad,), ())
+            return grad, None, None
+
+    def trained_by(training):
+        threads.append(threading.get_ident())
+        return lambda q, k, v, *_: (Launches.apply(q, k, v),)
+
+    monkeypatch.setattr(autotune, "trained_by", trained_by)
+    monkeypatch.setattr(
+        torch.autograd, "grad", functools.partial(torch.autograd.grad, allow_unused=True)
+    )
+    autotune.start_compiling([TRAINS])
+    assert [each.kernel for each in given[0]] == ["forward", "backward"]
+    assert len(set(threads)) == 1 and threads[0] != threading.get_ident()
+
+
 def test_what_the_user_switched_off_is_no_rival(on_cpu):
     assert autotune.rivals() == tuple(autotune.BACKENDS)
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
@@ -1177,25 +1304,29 @@ def test_a_call_is_timed_while_another_thread_allocates():
 def test_every_way_of_a_case_is_timed(monkeypatch, tmp_path):
     monkeypatch.setenv("SAGE_INDUCTOR_TABLES", str(tmp_path))
     device = torch.device("cuda", 0)
-    for kind in cost.TIMED:
-        family = Family(64, 64, kind)
+    for kind in (*tune.KINDS, "mask", "bias"):
+        family, recipe = Family(64, 64, kind), "g" if kind in cost.TRAINED else "sage2-8b"
         sizes = [(1, 8, 8, N, N) for N in (1024, 1280, 1536, 2048, 3072, 4096)]
-        found = measured.measure(device, family, ("sage2-8b",), measured.sizes_of(family, sizes), 1)
+        found = measured.measure(device, family, (recipe,), measured.sizes_of(family, sizes), 1)
         for ms in found.values():
-            assert {"sage2-8b"} < set(ms) and min(ms.values()) > 0
+            assert {recipe} < set(ms) and min(ms.values()) > 0
 
 
 @pytest.mark.gpu
-def test_a_family_of_this_gpu_is_measured_while_a_call_of_it_compiles(monkeypatch, tmp_path):
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_family_of_this_gpu_is_measured_while_a_call_of_it_compiles(
+    trains, monkeypatch, tmp_path
+):
     monkeypatch.setenv("SAGE_INDUCTOR_TABLES", str(tmp_path))
     calibrated_by_another_process()
     monkeypatch.setattr(measured, "built_in", dict)
     sdpa = torch.nn.functional.scaled_dot_product_attention
     q, k, v = (torch.randn(1, 24, 8192, 48, device="cuda", dtype=torch.bfloat16) for _ in "qkv")
-    with torch.no_grad(), sage_inductor.config.patch(calibrate=False):
+    q.requires_grad_(trains)
+    with sage_inductor.config.patch(calibrate=False, training="auto"):
         (site,) = sage_inductor.explain(sdpa, q, k, v)
         assert not site.rewritten and "was not measured on" in site.reason
-    with torch.no_grad(), sage_inductor.config.patch(calibrate=True):
+    with sage_inductor.config.patch(calibrate=True, training="auto"):
         (site,) = sage_inductor.explain(sdpa, q, k, v)
         assert "x SDPA by the fit" in site.reason, site.reason
     assert list(tmp_path.glob("*.json"))
@@ -1203,13 +1334,16 @@ def test_a_family_of_this_gpu_is_measured_while_a_call_of_it_compiles(monkeypatc
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("D, kind", [(104, "full"), (96, "causal")])  # of no other test here
-def test_what_other_processes_compiled_is_found_when_it_is_timed(D, kind, tmp_path):
+@pytest.mark.parametrize(  # of no other test here
+    "D, kind, recipe",
+    [(104, "full", *PER_TOKEN), (96, "causal", *PER_TOKEN), (104, "full-training", "g")],
+)
+def test_what_other_processes_compiled_is_found_when_it_is_timed(D, kind, recipe, tmp_path):
     """By Triton's key: of the kernels that are timed none compiles here."""
     device, hits = torch.device("cuda", 0), []
     family = Family(D, D, kind)
     sizes = measured.sizes_of(family, measured.FEW[:2])
-    cases = [measured._case(device, family, ("sage2-8b-per-token",), each) for each in sizes]
+    cases = [measured._case(device, family, (recipe,), each) for each in sizes]
     with knobs.cache.scope(), knobs.compilation.scope():
         knobs.cache.dir = str(tmp_path)
         concurrent.futures.wait(autotune.start_compiling(cases))
