@@ -459,6 +459,15 @@ def test_a_narrower_kernel_of_sdpas_takes_less_time(measured_D, D, cudnn, flash,
     assert table.predict(Family(D, D, "bias"), *PER_TOKEN, LONG) is None
 
 
+def test_the_fastest_backend_is_that_of_the_narrower_kernels(gpu):
+    """cuDNN's, at 128; at 96 flash attention's, which has a kernel for it."""
+    table = tuned(gpu, (128,))
+    for ms in table.families[Family(128, 128, "full")].values():
+        ms["FLASH_ATTENTION"] = 1.1 * ms["CUDNN_ATTENTION"]
+    own, other = (table.predict(Family(D, D, "full"), *PER_TOKEN, LONG) for D in (128, 96))
+    assert other.sdpa == pytest.approx(1.1 * 0.75 * own.sdpa, rel=0.05)
+
+
 def test_what_the_preparation_takes_is_told_by_all_tiles(gpu):
     """The portable kernel ran with sizes that have as many rows of q as of k, where it cannot be
     told; the other one did not."""
@@ -478,6 +487,23 @@ def test_what_the_preparation_takes_is_told_by_all_tiles(gpu):
     more = 1e-3 * 4 * 1024 / 132
     plain = measured.fits(tuned(gpu, (64,), ("causal",)), family, name)[0][0].ms(grouped)
     assert by_tile[0].ms(grouped) == pytest.approx(plain + more, rel=0.15)
+
+
+def test_a_tile_whose_sizes_tell_the_preparation_has_its_own(gpu):
+    """By other lengths of k than of q, if not by fewer heads."""
+    table, name = tuned(gpu), *PER_TOKEN
+    of_0 = {
+        sizes: ms
+        for sizes, ms in table.families[FULL_64].items()
+        if measured._warpgroups(table.device, FULL_64, name, sizes) == 0
+    }
+    assert all(each.H_q == each.H_kv for each in of_0)
+    assert any(each.N_q != each.N_kv for each in of_0)
+    for sizes, ms in of_0.items():
+        ms[name] += 1e-3 * cost.features(sizes, 128, cost.IN_ORDER, 132)[5]
+    by_tile, _ = measured.fits(table, FULL_64, name)
+    assert by_tile[0].coefficients[5] == pytest.approx(1e-3, rel=0.05)
+    assert by_tile[None].coefficients[5] != by_tile[0].coefficients[5]
 
 
 @pytest.mark.parametrize("flash", ["FA2", "FA3"])
