@@ -32,7 +32,7 @@ That is 8 ms with SDPA and 16 ms emulated; not compiled, the scores take some 60
 
 Prediction for an H100, ms a step of 3 models: by SDPA, by a kernel, emulated; and all of it:
 
-    gpt-large   65,536 tokens: larger products, else 8 times     55    62   130    600 steps, 190 s
+    gpt-large   65,536 tokens: larger products, else 8 times     55    62   130    600 steps, 130 s
     dit         eager; 10 GB of activations and 1,000 kernels    14    15    22  1,000 steps,  85 s
     minilm      eager; 9 GB, 1,100 kernels                       14    15    20    400 steps,  45 s
 

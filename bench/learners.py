@@ -226,7 +226,6 @@ class Copies(nn.Module):
 
     def forward(self, batch: tuple[Tensor, ...], attention: Callable, layers: Layers) -> Tensor:
         """Losses [R] of a batch whose parts are [R, B, ...]. layers: not of these models."""
-
         device, half = batch[0].device.type, self.dtype == torch.bfloat16
 
         def attend(q, k, v, is_causal):

@@ -788,7 +788,7 @@ def test_the_plot_and_the_table_of_runs_that_failed(tmp_path, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "model, recipe",
-    [("gpt", recipe) for recipe in ("exact", "SageBwd", "G", "SageBwd (kernel)")]
+    [("gpt", recipe) for recipe in ("exact", "SageBwd", "G", "SageBwd (kernel)", "G (kernel)")]
     + [("dit", recipe) for recipe in ("exact", "bf16", "SageBwd (kernel)", "G (kernel)")]
     + [("minilm", recipe) for recipe in ("exact", "SageBwd (kernel)", "G (kernel)")],
 )
