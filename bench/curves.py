@@ -1,23 +1,26 @@
-"""Loss curves of small GPTs, trained from scratch with attention by each of several recipes.
+"""Loss curves of small models, trained with attention by each of several recipes.
 
-$ python bench/curves.py                       # tiny models, on two CPU cores half a minute
+$ python bench/curves.py                       # tiny GPTs, on two CPU cores half a minute
 $ python bench/curves.py --json --budget 420   # on a GPU; and bench/results/GPU/DATE-curves.json
-$ python bench/curves.py --recipes exact G --seeds 5 --tokens 8192 65536 --no-qk-norm
+$ python bench/curves.py --model dit --json    # and bench/results/GPU/DATE-curves-dit.json
+$ python bench/curves.py --recipes exact G --seeds 5 --no-qk-norm
 
-The recipes are ``exact``, which is SDPA, and those of bench/gradients.py, emulated: their forward
-and their backward. The text is the sources of Python and of torch, as bytes. All recipes start from
-the same weights and see the same batches, which a seed determines. So the gap of a recipe to exact
-attention is taken seed by seed. It is to be held beside the deviation between the seeds of exact.
-The recipe ``bf16`` is a control: its gap is what another rounding of the same mathematics does.
+The recipes are ``exact``, which is SDPA; those of bench/gradients.py, emulated: their forward and
+their backward; and the ops that `sage.training` puts in the place of a call, as ``(kernel)``. G's
+op is "G, dP INT8", causal that of earlier rows alone. The models are those of bench/learners.py.
+All recipes start from the same weights and see the same batches, which a seed determines. So the
+gap of a recipe to exact attention is taken seed by seed. It is to be held beside the deviation
+between the seeds of exact. The recipe ``bf16`` is a control: its gap is what another rounding of
+the same mathematics does.
 
-held_out: the loss on text that was held out, with the attention that the model was trained with.
+held_out: the loss on data that was held out, with the attention that the model was trained with.
 held_out_exact: the same with exact attention.
 
 The models of all seeds are trained side by side: each weight has a first dimension for them, and
-each product is a batched one. On a GPU a whole step is one CUDA graph, which reads its batch, its
-learning rate and its place in the list of losses by a counter on the device.
+each product of GPTs is a batched one. On a GPU a whole step is one CUDA graph, which reads its
+batch, its learning rate and its place in the list of losses by a counter on the device.
 
-Prediction for an H200, of a step of 3 models (10.8 M parameters, 8,192 tokens of N=256 each):
+Prediction for an H200, of a step of 3 GPTs (10.8 M parameters, 8,192 tokens of N=256 each):
 
     products of the model      6 * 10.8 M * 24,576 = 1.6 TFLOP at 300 TFLOP/s           5 ms
     the rest of the model      about 6 GB of activations, 1 GB of AdamW at 3.5 TB/s     2 ms
@@ -27,6 +30,12 @@ Prediction for an H200, of a step of 3 models (10.8 M parameters, 8,192 tokens o
 That is 8 ms with SDPA and 16 ms emulated; not compiled, the scores take some 60 passes more: 50 ms.
 18 runs of 2,000 steps (2 times 8, 4 times 16 ms) take 160 s, and compilation about 60 s.
 
+Prediction for an H100, ms a step of 3 models: by SDPA, by a kernel, emulated; and all of it:
+
+    gpt-large   65,536 tokens: larger products, else 8 times     55    62   130    600 steps, 130 s
+    dit         eager; 10 GB of activations and 1,000 kernels    14    15    22  1,000 steps,  85 s
+    minilm      eager; 9 GB, 1,100 kernels                       14    15    20    400 steps,  45 s
+
 Shapes: R runs side by side, B batch, N tokens, C channels, H heads, D head_dim.
 """
 
@@ -35,12 +44,10 @@ import contextlib
 import dataclasses
 import datetime
 import functools
-import hashlib
 import math
 import os
 import statistics
 import sys
-import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -48,23 +55,27 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from bench import gradients, machine
 from bench.attention import RESULTS, save
 from bench.gradients import ENTRIES, Training
-from sage_inductor.cli.demo import rotate
+from bench.learners import DTYPES, MODELS, SIZES, Layers, Task, drawn_places, tasks_of
 
 # Without it cuBLAS is not deterministic, and torch refuses. It is read once, at the first product.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-RECIPES = ("exact", *ENTRIES)
-DEFAULT = ("exact", "SageBwd", "G", "G, of earlier rows alone")
-BYTES = 256  # the vocabulary
-HEAD_DIM = 64
-EPS = 1e-6  # of the norms
-RATE, LAST_RATE = 1e-3, 0.1  # the peak, and the last as a part of it
+KERNELS = {"SageBwd (kernel)": "sagebwd", "G (kernel)": "rowscaled"}
+RECIPES = ("exact", *ENTRIES, *KERNELS)
+DEFAULT = {
+    "gpt": ("exact", "SageBwd", "G", "G, of earlier rows alone"),
+    "gpt-large": ("exact", "G (kernel)", "SageBwd (kernel)"),
+    "dit": ("exact", "G (kernel)", "SageBwd (kernel)", "bf16"),
+    "minilm": ("exact", "G (kernel)", "SageBwd (kernel)", "bf16"),
+}
+PLANS = {model: "curves" if model == "gpt" else f"curves-{model}" for model in MODELS}
+LAST_RATE = 0.1  # as a part of the peak
 WARM = 0.05  # the part of the steps before the peak
 CLIP = 1.0  # the largest norm of a run's gradient
 EAGER_STEPS = 3  # before the capture: AdamW makes its state in the first
@@ -73,69 +84,7 @@ EAGER_STEPS = 3  # before the capture: AdamW makes its state in the first
 AGREE = 4e-3  # codes that lie between two: 1.2e-3 of SageBwd on an H200, whose error is 6e-2
 SAVE_S = 5  # between two saves of a training: each takes some ms, in which the GPU waits
 END = 10  # of a curve its last 1 / END counts
-
-
-@dataclasses.dataclass(frozen=True)
-class Size:
-    """A model and its training. tokens: of a step, in rows of N. every: steps of a point of the
-    curve. evaluated: tokens that are held out."""
-
-    layers: int
-    heads: int
-    N: int
-    tokens: int
-    steps: int
-    every: int
-    evaluated: int
-
-
-SIZES = {
-    "cpu": Size(2, 1, 64, 512, 60, 5, 4096),
-    "cuda": Size(6, 6, 256, 8192, 2000, 20, 2**18),
-}
-DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}  # of products and of q, k and v
-
-
-# -- data that every machine has ----
-
-
-class Text(NamedTuple):
-    """Bytes [M], uint8."""
-
-    train: Tensor
-    held_out: Tensor
-
-
-def sources() -> Text:
-    """The sources of Python's library and of torch. Every tenth file is held out."""
-    folders = Path(sysconfig.get_path("stdlib")), Path(torch.__file__).parent
-    files = [
-        file
-        for folder in folders
-        for file in sorted(folder.rglob("*.py"))
-        if not {"site-packages", "dist-packages"}.intersection(file.relative_to(folder).parts)
-    ]
-    texts = [file.read_bytes() for file in files]
-    train = b"".join(text for i, text in enumerate(texts) if i % 10 != 9)
-    held_out = b"".join(texts[9::10])
-    return Text(*(torch.frombuffer(bytearray(x), dtype=torch.uint8) for x in (train, held_out)))
-
-
-def digest(text: Text) -> str:
-    """Names the text: it differs with the versions of Python and torch."""
-    return hashlib.sha256(b"".join(part.cpu().numpy() for part in text)).hexdigest()[:12]
-
-
-def drawn_starts(seed: int, size: Size, length: int) -> Tensor:
-    """Where each row of each step begins [steps, B], in a text of that length."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = size.steps, size.tokens // size.N
-    return torch.randint(length - size.N, shape, generator=generator)
-
-
-def windows(text: Tensor, starts: Tensor, N: int) -> Tensor:
-    """The N + 1 bytes from each start: starts [...] -> int64 [..., N + 1]."""
-    return text[starts[..., None] + torch.arange(N + 1, device=text.device)].long()
+_sdpa = F.scaled_dot_product_attention  # also where a model's calls are replaced
 
 
 # -- attention ----
@@ -152,23 +101,23 @@ class Steps(NamedTuple):
     backward: Callable
 
 
-def steps_of(t: Training) -> Steps:
+def steps_of(t: Training, is_causal: bool) -> Steps:
     """In fp32 inside."""
 
     def forward(q, k, v):
-        found = gradients.forward(q.float(), k.float(), v.float(), t, True)
+        found = gradients.forward(q.float(), k.float(), v.float(), t, is_causal)
         return found.o.to(q.dtype), *found
 
     def backward(q, k, v, do, *found):
         inputs = (x.float() for x in (q, k, v, do))
-        its = gradients.backward(*inputs, gradients.Forward(*found), t, True)
+        its = gradients.backward(*inputs, gradients.Forward(*found), t, is_causal)
         return tuple(x.to(q.dtype) for x in its)
 
     return Steps(forward, backward)
 
 
 class Emulated(torch.autograd.Function):
-    """Causal attention of q, k and v [B, H, N, D] by `Steps`."""
+    """Attention of q, k and v [B, H, N, D] by `Steps`."""
 
     @staticmethod
     def forward(ctx, q, k, v, steps: Steps):
@@ -184,25 +133,34 @@ class Emulated(torch.autograd.Function):
         return *ctx.steps.backward(q, k, v, do.contiguous(), *found), None
 
 
-def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
-def attention_of(recipe: str, compiled: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def attention_of(
+    recipe: str, is_causal: bool, compiled: bool
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """attention(q, k, v) -> o, with the recipe's gradients."""
     if recipe == "exact":
-        return exact
-    steps = compiled_steps(recipe) if compiled else steps_of(ENTRIES[recipe])
+        return functools.partial(_sdpa, is_causal=is_causal)
+    if recipe in KERNELS:
+        return functools.partial(by_kernel, recipe, is_causal)
+    steps = (compiled_steps if compiled else emulated_steps)(recipe, is_causal)
     return lambda q, k, v: Emulated.apply(q, k, v, steps)
 
 
-@functools.cache
-def compiled_steps(recipe: str) -> Steps:
-    return Steps(*map(compile_it, steps_of(ENTRIES[recipe])))
+def by_kernel(recipe: str, is_causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    op = getattr(torch.ops.sage, KERNELS[recipe])
+    return op(q, k, v, is_causal, q.shape[3] ** -0.5, False)[0]
+
+
+def emulated_steps(recipe: str, is_causal: bool) -> Steps:
+    return steps_of(ENTRIES[recipe], is_causal)
 
 
 @functools.cache
-def compiled_layers() -> "Layers":
+def compiled_steps(recipe: str, is_causal: bool) -> Steps:
+    return Steps(*map(compile_it, emulated_steps(recipe, is_causal)))
+
+
+@functools.cache
+def compiled_layers() -> Layers:
     return Layers(*map(compile_it, Layers()))
 
 
@@ -212,7 +170,9 @@ def compile_it(function: Callable) -> Callable:
 
 
 @torch.no_grad()
-def beside_eager(recipe: str, shape: tuple[int, ...], device: torch.device) -> float:
+def beside_eager(
+    recipe: str, is_causal: bool, shape: tuple[int, ...], device: torch.device
+) -> float:
     """The largest relative L1 of o, dq, dk and dv between the compiled recipe and the eager one, on
     normal inputs [B, H, N, D]. Raises RuntimeError where it is over AGREE."""
     generator = torch.Generator(device).manual_seed(0)
@@ -221,7 +181,7 @@ def beside_eager(recipe: str, shape: tuple[int, ...], device: torch.device) -> f
         torch.randn(shape, generator=generator, device=device).to(dtype) for _ in range(4)
     )
     results = []
-    for steps in (compiled_steps(recipe), steps_of(ENTRIES[recipe])):
+    for steps in (compiled_steps(recipe, is_causal), emulated_steps(recipe, is_causal)):
         o, *found = steps.forward(*inputs)
         results.append([found[0], *steps.backward(*inputs, do, *found)])
     most = max(
@@ -235,123 +195,36 @@ def beside_eager(recipe: str, shape: tuple[int, ...], device: torch.device) -> f
     return most
 
 
-# -- the model ----
-
-
-def normed(x: Tensor) -> Tensor:
-    """RMSNorm without a gain: the product that follows has it."""
-    return F.rms_norm(x, x.shape[-1:], eps=EPS)
-
-
-def heads_of(x: Tensor, qkv: Tensor, gains: Tensor | None, angles: Tensor) -> tuple[Tensor, ...]:
-    """q, k and v [R B, H, N, D] in qkv's dtype. x [R, B, N, C], qkv [R, C, 3 C]; gains [R, 2, D] of
-    the norms of q and k, None: no norm; angles [N, D / 2]."""
-    each = torch.bmm(normed(x).to(qkv.dtype).flatten(1, 2), qkv)
-    each = each.view(*x.shape[:3], 3, -1, 2 * angles.shape[1])
-    q, k, v = each.unbind(3)  # [R, B, N, H, D]
-    if gains is not None:
-        q, k = (normed(y.float()) * gains[:, None, None, i, None] for i, y in enumerate((q, k)))
-    q, k = rotate(q, angles), rotate(k, angles)
-    return tuple(y.to(qkv.dtype).flatten(0, 1).transpose(1, 2).contiguous() for y in (q, k, v))
-
-
-def rest_of(x: Tensor, o: Tensor, out: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """The layer after attention's o [R B, H, N, D]."""
-    o = o.transpose(1, 2).reshape(len(x), -1, x.shape[3])  # [R, B N, C]
-    x = x + torch.bmm(o, out).view_as(x)
-    hidden = F.gelu(torch.bmm(normed(x).to(up.dtype).flatten(1, 2), up))
-    return x + torch.bmm(hidden, down).view_as(x)
-
-
-def losses_of(x: Tensor, head: Tensor, following: Tensor) -> Tensor:
-    """[R], of the following bytes [R, B, N]."""
-    logits = torch.bmm(normed(x).to(head.dtype).flatten(1, 2), head).float()
-    each = F.cross_entropy(logits.flatten(0, 1), following.flatten(), reduction="none")
-    return each.view(len(x), -1).mean(1)
-
-
-class Layers(NamedTuple):
-    """The functions that a model is made of, as they are or compiled."""
-
-    heads_of: Callable = heads_of
-    rest_of: Callable = rest_of
-    losses_of: Callable = losses_of
-
-
-class GPTs(nn.Module):
-    """A GPT for each seed: causal, pre-norm, RoPE. Weights in fp32 are cast to `dtype`."""
-
-    def __init__(self, size: Size, seeds: list[int], qk_norm: bool, dtype: torch.dtype):
-        super().__init__()
-        C = size.heads * HEAD_DIM
-        layer = [(C, 3 * C), (C, C), (C, 4 * C), (4 * C, C)]
-        self.shapes = [(BYTES, C), *layer * size.layers, (C, BYTES)]
-        self.size, self.dtype = size, dtype
-        # One tensor for all: to cast it, to clip it and to update it takes one kernel each.
-        self.matrices = nn.Parameter(torch.stack([self._drawn(seed) for seed in seeds]))
-        self.gains = None
-        if qk_norm:
-            self.gains = nn.Parameter(torch.ones(len(seeds), size.layers, 2, HEAD_DIM))
-        turns = 1e4 ** -torch.linspace(0, 1, HEAD_DIM // 2)
-        self.register_buffer("angles", torch.outer(torch.arange(size.N), turns))
-        self.register_buffer("bytes", torch.arange(BYTES))
-
-    def _drawn(self, seed: int) -> Tensor:
-        """All matrices [P] as GPT-2 draws them: what adds to the residual stream is smaller."""
-        generator = torch.Generator().manual_seed(10_000 + seed)  # not the batches' numbers again
-        parts = []
-        for i, shape in enumerate(self.shapes):
-            adds = 0 < i < len(self.shapes) - 1 and i % 2 == 0
-            std = 0.02 / math.sqrt(2 * self.size.layers) if adds else 0.02
-            parts.append(std * torch.randn(shape, generator=generator).flatten())
-        return torch.cat(parts)
-
-    def forward(self, batch: Tensor, attention: Callable, layers: Layers) -> Tensor:
-        """Losses [R] of a batch of bytes [R, B, N + 1]."""
-        parts = self.matrices.to(self.dtype).split([math.prod(each) for each in self.shapes], 1)
-        matrices = [part.unflatten(1, each) for part, each in zip(parts, self.shapes, strict=True)]
-        tokens, following = batch[..., :-1], batch[..., 1:]
-        # A product, not a look-up: the gradient of that is a sort, or atomics in any order.
-        one_hot = (tokens.flatten(1)[..., None] == self.bytes).to(self.dtype)
-        x = torch.bmm(one_hot, matrices[0]).float().view(*tokens.shape, -1)
-        for i in range(self.size.layers):
-            qkv, *others = matrices[1 + 4 * i : 5 + 4 * i]
-            gains = None if self.gains is None else self.gains[:, i]
-            o = attention(*layers.heads_of(x, qkv, gains, self.angles))
-            x = layers.rest_of(x, o, *others)
-        return layers.losses_of(x, matrices[-1], following.contiguous())
-
-
 # -- training ----
 
 
-def rates(steps: int) -> Tensor:
+def rates(steps: int, peak: float) -> Tensor:
     """The learning rate of each step: up in a line, down by a cosine."""
     i = torch.arange(steps, dtype=torch.float64)
     cosine = (1 + torch.cos(torch.pi * i / steps)) / 2
     warm = ((i + 1) / max(1, WARM * steps)).clamp(max=1)
-    return (RATE * warm * (LAST_RATE + (1 - LAST_RATE) * cosine)).float()
+    return (peak * warm * (LAST_RATE + (1 - LAST_RATE) * cosine)).float()
 
 
 class Trainer:
     """Runs of one recipe and several seeds side by side. losses [steps, R]: 0 of steps to come."""
 
-    def __init__(
-        self, model: GPTs, attention: Callable, layers: Layers, starts: Tensor, text: Text
-    ):
-        """starts [steps, R, B]."""
-        device = text.train.device
-        self.model, self.attention, self.layers = model, attention, layers
-        self.starts, self.text = starts.to(device), text
-        self.losses = torch.zeros(starts.shape[:2], device=device)
-        self.done, self.at = 0, torch.zeros(1, dtype=torch.int64, device=device)
-        self.places = torch.arange(len(starts), device=device)[:, None]
-        self.rates = rates(len(starts)).to(device)
-        kinds = [(model.matrices, 0.1)] + [(model.gains, 0.0)] * (model.gains is not None)
+    def __init__(self, task: Task, seeds: list[int], attention: Callable, layers: Layers):
+        size, count = task.size, task.places(task.train)
+        drawn = [drawn_places(seed, size.steps, task.rows, count) for seed in seeds]
+        self.places = torch.stack(drawn, 1).to(task.device)  # [steps, R, B]
+        self.task, self.model = task, task.models(seeds)
+        self.attention, self.layers = attention, layers
+        self.losses = torch.zeros(self.places.shape[:2], device=task.device)
+        self.done, self.at = 0, torch.zeros(1, dtype=torch.int64, device=task.device)
+        self.steps = torch.arange(size.steps, device=task.device)[:, None]
+        self.rates = rates(size.steps, size.rate).to(task.device)
+        self.weights, decays = zip(*self.model.decays(), strict=True)
         self.optimizer = torch.optim.AdamW(
-            [{"params": [x], "weight_decay": decay} for x, decay in kinds],
-            lr=torch.zeros((), device=device), betas=(0.9, 0.95), fused=True,
-            capturable=device.type == "cuda",
+            [{"params": [x for x, its in zip(self.weights, decays, strict=True) if its == decay],
+              "weight_decay": decay} for decay in sorted(set(decays), reverse=True)],
+            lr=torch.zeros((), device=task.device), betas=(0.9, 0.95), fused=True,
+            capturable=task.device.type == "cuda",
         )  # fmt: skip
         self.graph = None
 
@@ -365,7 +238,7 @@ class Trainer:
             self.done += 1
 
     def _eager_or_capture(self) -> None:
-        if not self.text.train.is_cuda:
+        if self.task.device.type != "cuda":
             self._step()
         elif self.done < EAGER_STEPS:
             self._on_stream(self._step)
@@ -389,35 +262,34 @@ class Trainer:
 
     def _step(self) -> None:
         """Nothing here may read a tensor's value: a replay does what the capture did."""
-        starts = self.starts.index_select(0, self.at)[0]
-        batch = windows(self.text.train, starts, self.model.size.N)
+        places = self.places.index_select(0, self.at)[0]
+        batch = self.task.read(self.task.train, places)
         losses = self.model(batch, self.attention, self.layers)  # [R]
-        parameters = list(self.model.parameters())
-        found = torch.autograd.grad(losses.sum(), parameters)
+        found = torch.autograd.grad(losses.sum(), self.weights)
         norms = torch.stack([g.flatten(1).norm(dim=1) for g in found]).norm(dim=0)
         factor = (CLIP / norms).clamp(max=1)
-        for x, g in zip(parameters, found, strict=True):
+        for x, g in zip(self.weights, found, strict=True):
             x.grad = g * factor.view(-1, *[1] * (g.ndim - 1))
         for group in self.optimizer.param_groups:
             group["lr"].copy_(self.rates.index_select(0, self.at)[0])
         self.optimizer.step()
         self.optimizer.zero_grad()
-        here = self.places == self.at
+        here = self.steps == self.at
         self.losses.copy_(torch.where(here, losses.detach(), self.losses))
         self.at.add_(1)
 
     def held_out(self, attention: Callable) -> list[float]:
-        """The mean loss of each run, on windows all over the text."""
-        size, text = self.model.size, self.text.held_out
-        B, R = self.starts.shape[2], self.starts.shape[1]
-        count = max(1, size.evaluated // size.tokens) * B
-        starts = torch.linspace(0, len(text) - size.N - 1, count, device=text.device).long()
+        """The mean loss of each run, at places all over what is held out."""
+        task, R = self.task, self.places.shape[1]
+        count = max(1, task.size.evaluated // task.size.tokens) * task.rows
+        last = task.places(task.held_out) - 1
+        places = torch.linspace(0, last, count, device=task.device).long()
         total = 0.0
         # Gradients stay enabled: without, all that is compiled would be compiled again.
-        for some in starts.split(B):
-            batch = windows(text, some, size.N).expand(R, -1, -1)
+        for some in places.split(task.rows):
+            batch = task.read(task.held_out, some.expand(R, -1))
             total = total + self.model(batch, attention, self.layers).detach()
-        return (total * B / count).tolist()
+        return (total * task.rows / count).tolist()
 
 
 @contextlib.contextmanager
@@ -440,27 +312,23 @@ def finite(x: float) -> float | None:
 
 
 def train(
-    recipe: str, qk_norm: bool, seeds: list[int], size: Size, text: Text, compiled: bool,
-    until: float = math.inf,
-) -> Iterator[list[dict]]:  # fmt: skip
+    model: str, recipe: str, task: Task, seeds: list[int], compiled: bool, until: float = math.inf
+) -> Iterator[list[dict]]:
     """Yields a row for each seed, again and again while they train, last with the held-out losses.
     Stops at the first point of the curve that is after `until` of time.perf_counter()."""
-    device = text.train.device
-    layers, attention = Layers(), attention_of(recipe, compiled)
-    agreement = None
-    if compiled:
-        layers = compiled_layers()
-        shape = len(seeds) * (size.tokens // size.N), size.heads, size.N, HEAD_DIM
-        agreement = None if recipe == "exact" else beside_eager(recipe, shape, device)
-    model = GPTs(size, seeds, qk_norm, DTYPES[device.type]).to(device)
-    starts = torch.stack([drawn_starts(seed, size, len(text.train)) for seed in seeds], 1)
-    trainer = Trainer(model, attention, layers, starts, text)
+    size, agreement = task.size, None
+    attention = attention_of(recipe, task.is_causal, compiled)
+    if compiled and recipe in ENTRIES:
+        shape = size.tokens // size.N, size.heads, size.N, size.head_dim
+        shape = (shape[0] * (len(seeds) if task.together else 1), *shape[1:])
+        agreement = beside_eager(recipe, task.is_causal, shape, task.device)
+    trainer = Trainer(task, seeds, attention, compiled_layers() if compiled else Layers())
     rows = [
         {
-            "plan": "curves", "recipe": recipe, "qk_norm": qk_norm, "tokens": size.tokens,
-            "seed": seed, "parameters": model.matrices.shape[1], "of_steps": size.steps, "steps": 0,
-            "every": size.every, "curve": [], "diverged": None, "held_out": None,
-            "held_out_exact": None, "beside_eager": agreement, "ms": None,
+            "plan": PLANS[model], "recipe": recipe, "qk_norm": task.qk_norm, "tokens": size.tokens,
+            "seed": seed, "parameters": sum(x[0].numel() for x in trainer.weights),
+            "of_steps": size.steps, "steps": 0, "every": size.every, "curve": [], "diverged": None,
+            "held_out": None, "held_out_exact": None, "beside_eager": agreement, "ms": None,
         }
         for seed in seeds
     ]  # fmt: skip
@@ -482,6 +350,7 @@ def train(
             yield rows
             if time.perf_counter() > until:
                 break
+    exact = attention_of("exact", task.is_causal, compiled)
     ways = {"held_out": attention, "held_out_exact": exact}
     for name, way in ways.items():
         for row, loss in zip(rows, trainer.held_out(way), strict=True):
@@ -576,43 +445,42 @@ def positive(text: str) -> int:
     return value
 
 
-def parse(argv, cuda: bool) -> argparse.Namespace:
-    size = SIZES["cuda" if cuda else "cpu"]
+def parse(argv, sizes: dict, cuda: bool) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=DEFAULT, metavar="RECIPE",
+    parser.add_argument("--model", choices=MODELS, default=MODELS[0])
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, metavar="RECIPE",
                         help=f"of {', '.join(map(repr, RECIPES))}")  # fmt: skip
     parser.add_argument("--seeds", type=positive, default=3, help="how many, from 0")
-    parser.add_argument("--steps", type=positive, default=size.steps)
-    parser.add_argument("--tokens", type=positive, nargs="+", default=[size.tokens],
-                        help=f"of a step, multiples of {size.N}")  # fmt: skip
-    parser.add_argument("--qk-norm", action=argparse.BooleanOptionalAction, help="default: both")
+    parser.add_argument("--steps", type=positive, help="default: the model's")
+    parser.add_argument("--qk-norm", action=argparse.BooleanOptionalAction,
+                        help="of gpt and gpt-large; default: both of gpt")  # fmt: skip
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=cuda,
                         help="by Inductor; default: on a GPU")  # fmt: skip
     parser.add_argument("--budget", type=float, default=math.inf, help="stop after so many seconds")
     parser.add_argument("--json", nargs="?", const="", help="write the results, here or to a file")
     args = parser.parse_args(argv)
-    if any(tokens % size.N for tokens in args.tokens):
-        parser.error(f"--tokens must be multiples of {size.N}, got {args.tokens}")
+    args.recipes = args.recipes or DEFAULT[args.model]
+    args.steps = args.steps or sizes[args.model].steps
+    if not args.model.startswith("gpt") and args.qk_norm is not None:
+        parser.error(f"--qk-norm is of gpt and gpt-large, got {args.model}")
     return args
 
 
 def main(argv=None) -> int:
     started = time.perf_counter()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    args = parse(argv, device.type == "cuda")
-    size = dataclasses.replace(SIZES[device.type], steps=args.steps)
-    text = sources()
+    sizes = SIZES[device.type]
+    args = parse(argv, sizes, device.type == "cuda")
+    size = dataclasses.replace(sizes[args.model], steps=args.steps)
     result = {
         "date": datetime.datetime.now().isoformat(timespec="seconds"),
         "machine": machine.describe(device) if device.type == "cuda" else {"gpu": "cpu"},
         "versions": machine.versions(),
-        "model": f"GPT, causal, {size.layers} layers, {size.heads} heads of {HEAD_DIM}, RoPE, N="
-        f"{size.N}, of bytes; AdamW, {size.steps} steps, peak rate {RATE:g}",
-        "text": {"train": len(text.train), "held_out": len(text.held_out), "sha256": digest(text)},
+        "model": "",
         "method": f"{args.seeds} seeds, with which all recipes have the same weights at first and "
-        f"the same batches; recipes but exact (SDPA) emulated; products in "
+        f"the same batches; recipes but exact (SDPA) and those of a kernel emulated; products in "
         f"{DTYPES[device.type]}; train: the mean over the last {1 / END:.0%} of the steps",
         "rows": [],
         "summary": [],
@@ -620,39 +488,34 @@ def main(argv=None) -> int:
     path = args.json
     if path == "":
         folder = Path(RESULTS) / result["machine"]["gpu"].lower().replace(" ", "-")
-        path = folder / f"{result['date'][:10]}-curves.json"
-    print(f"{result['machine']['gpu']}, {result['versions']}")
-    print(f"{result['model']}\n{result['method']}")
-    print(f"text: {result['text']}, read in {time.perf_counter() - started:.1f} s", flush=True)
-    text = Text(*(part.to(device) for part in text))
+        path = folder / f"{result['date'][:10]}-{PLANS[args.model]}.json"
+    print(f"{result['machine']['gpu']}, {result['versions']}\n{result['method']}")
     with deterministic():
-        measure(args, size, text, result, path, started)
+        for task in tasks_of(args.model, size, args.qk_norm, device):
+            result["model"] = f"{task.about}; AdamW, {size.steps} steps, peak rate {size.rate:g}"
+            print(f"{result['model']}; read {time.perf_counter() - started:.1f} s", flush=True)
+            measure(args, task, result, path, started)
     print_summary(result["summary"])
     print(f"elapsed: {result.get('elapsed_s', 0)} s")
     return 0
 
 
-def measure(
-    args: argparse.Namespace, size: Size, text: Text, result: dict, path, started: float
-) -> None:
+def measure(args: argparse.Namespace, task: Task, result: dict, path, started: float) -> None:
     """Train what `args` ask for, and keep it in the result, which is saved as it goes."""
     until = started + args.budget
-    for tokens in args.tokens:
-        for qk_norm in (True, False) if args.qk_norm is None else (args.qk_norm,):
-            for recipe in args.recipes:
-                if time.perf_counter() > until:
-                    print("the budget is spent: the other runs are left out", flush=True)
-                    return
-                began = saved = time.perf_counter()
-                before, rows = result["rows"], []
-                its = dataclasses.replace(size, tokens=tokens)
-                seeds = list(range(args.seeds))
-                for rows in train(recipe, qk_norm, seeds, its, text, args.compile, until):
-                    if time.perf_counter() > saved + SAVE_S:
-                        keep(result, [*before, *rows], path, started)
-                        saved = time.perf_counter()
+    for recipe in args.recipes:
+        if time.perf_counter() > until:
+            print(f"the budget is spent: {recipe} is left out", flush=True)
+            continue
+        began = saved = time.perf_counter()
+        before, rows = result["rows"], []
+        seeds = list(range(args.seeds))
+        for rows in train(args.model, recipe, task, seeds, args.compile, until):
+            if time.perf_counter() > saved + SAVE_S:
                 keep(result, [*before, *rows], path, started)
-                print_rows(rows, time.perf_counter() - began)
+                saved = time.perf_counter()
+        keep(result, [*before, *rows], path, started)
+        print_rows(rows, time.perf_counter() - began)
 
 
 def keep(result: dict, rows: list[dict], path, started: float) -> None:

@@ -28,11 +28,17 @@ END = "<!-- table:end -->"
 MARKED = re.compile(rf"(<!-- table:(\w+) -->\n).*?({END})", re.S)
 SPEED = ("paper", "load", "models", "model", "preparation", "fusion", "masks", "shared")
 ACCURACY = ("accuracy", "defaults", "end-to-end")
-TRAINING = ("training", "curves", "backward")
+CURVES = {  # plans of bench/curves.py, and what their models are
+    "curves": "GPTs from scratch",
+    "curves-gpt-large": "GPTs from scratch, large steps",
+    "curves-dit": "Diffusion transformers from scratch",
+    "curves-minilm": "MiniLM fine-tuned",
+}
+TRAINING = ("training", *CURVES, "backward", "memory")
 PLANS = (*SPEED, *ACCURACY, *TRAINING, "packages", "peers", "sparse", "lists", "selected")
 PLOT, OVERVIEW = "attention.svg", "overview.svg"
 ACCURACY_PLOT, MODELS_PLOT, PEERS_PLOT = "accuracy.svg", "end-to-end.svg", "peers.svg"
-SPARSE_PLOT, CURVES_PLOT = "sparse.svg", "curves.svg"
+SPARSE_PLOT = "sparse.svg"
 COLOURS = {"cuDNN": "0.15", "flash": "0.65", "flex": "tab:orange", "inductor": "tab:blue",
            "FA3": "tab:brown", "FA3-fp8": "tab:pink", "FA4": "tab:olive",
            "sageattention": "tab:cyan", "cuDNN-fp8": "tab:gray"}  # fmt: skip
@@ -107,7 +113,8 @@ def main(argv=None) -> int:
             (("paper",), draw, PLOT), (("paper", "model"), draw_overview, OVERVIEW),
             (("accuracy",), draw_accuracy, ACCURACY_PLOT),
             (("end-to-end",), draw_models, MODELS_PLOT), (("peers",), draw_peers, PEERS_PLOT),
-            (("sparse",), draw_sparse, SPARSE_PLOT), (("curves",), draw_curves, CURVES_PLOT),
+            (("sparse",), draw_sparse, SPARSE_PLOT),
+            *(((plan,), draw_curves, f"{plan}.svg") for plan in CURVES),
         ):  # fmt: skip
             if plans.keys() >= set(needed):
                 drawn(*(plans[plan] for plan in needed), results / name / file)
@@ -443,11 +450,15 @@ def training_section(result: dict) -> str:
 
 
 def curves(gpus: dict[str, dict]) -> str:
-    return sections(gpus, ("curves",), lambda name, plans: curves_section(name, plans["curves"]))
+    def section(name: str, plans: dict[str, dict]) -> str:
+        return "\n".join(curves_part(name, plans[plan]) for plan in CURVES if plan in plans)
+
+    return sections(gpus, tuple(CURVES), section)
 
 
-def curves_section(name: str, result: dict) -> str:
+def curves_part(name: str, result: dict) -> str:
     """A line per recipe in each setting: the mean gaps to exact attention, beside deviations."""
+    plan = result["rows"][0]["plan"]
     lines = [[
         "tokens", "QK-norm", "recipe", "seeds", "loss", "gap", "deviation", "of exact",
         "held out: loss", "gap", "deviation", "of exact",
@@ -459,7 +470,7 @@ def curves_section(name: str, result: dict) -> str:
             ", ".join([str(line["seeds"]), *marks]),
             *(loss_cell(line[of], key) for of in ("train", "held_out") for key in line[of]),
         ])  # fmt: skip
-    image = f"![Loss curves by recipe](../bench/results/{name}/{CURVES_PLOT})"
+    image = f"![{CURVES[plan]}: loss curves by recipe](../bench/results/{name}/{plan}.svg)"
     where = wrapped(f"{result['model']}.")
     return f"{image}\n\n{markdown(lines)}\n{where}\n{provenance(result)}"
 
@@ -495,6 +506,26 @@ def backward_section(result: dict) -> str:
             error = row["rel_l1"]
             near = "/".join(f"{100 * x:.1f}" for x in error.values()) if error else "-"
             lines.append([shape, row["provider"], *cells, f"{row['kept']:.1f}", near])
+    return f"{markdown(lines)}\n{provenance(result)}"
+
+
+def memory(gpus: dict[str, dict]) -> str:
+    return sections(gpus, ("memory",), lambda name, plans: memory_section(plans["memory"]))
+
+
+def memory_section(result: dict) -> str:
+    """A line per model and way to compile it, the others beside inductor."""
+    lines = [["", "compiled by", "step, ms", "kept, GiB", "peak, GiB", "weights, GiB", "CosSim"]]
+    for shape, rows in groups(result["rows"], "shape").items():
+        first = rows[0]
+        for row in rows:
+            ms, inductors = (each["times"]["step"]["ms"] for each in (row, first))
+            cells = [f"{ms:#.4g}" + (f" ({inductors / ms:.2f}x)" if row is not first else "")]
+            for part in ("kept_bytes", "peak_bytes"):
+                less = f" ({row[part] / first[part] - 1:+.1%})" if row is not first else ""
+                cells.append(f"{row[part] / 2**30:.2f}{less}")
+            weights = f"{row['weight_bytes'] / 2**30:.2f}"
+            lines.append([shape, row["provider"], *cells, weights, f"{row['cos_sim']:.4f}"])
     return f"{markdown(lines)}\n{provenance(result)}"
 
 
@@ -578,6 +609,7 @@ TABLES = {
     "training": training,
     "curves": curves,
     "backward": backward,
+    "memory": memory,
     "lists": lists,
     "selected": selected,
     "speed": speed,
@@ -1102,7 +1134,7 @@ def draw_curves(result: dict, path: Path) -> None:
         axis.grid(alpha=0.3)
     lines, labels = axes[0, 0].get_legend_handles_labels()
     figure.legend(lines, labels, loc="lower center", ncol=len(labels), frameon=False)
-    keep(figure, "GPTs from scratch by each recipe", result, path)
+    keep(figure, f"{CURVES[rows[0]['plan']]} by each recipe", result, path)
 
 
 def setting_of(row: dict) -> str:

@@ -3,6 +3,9 @@ and how near the gradients are.
 
 $ python bench/training.py          # on a GPU about a minute
 $ python bench/training.py --json   # and bench/results/GPU/DATE-backward.json
+$ python bench/training.py --plan memory --json    # DATE-memory.json
+
+Plan "backward": attention alone.
 
     forward   what a forward under autograd takes, with all preparation
     step      forward and backward
@@ -11,23 +14,34 @@ $ python bench/training.py --json   # and bench/results/GPU/DATE-backward.json
     dq, ...   relative L1 of the gradients to float64, of one head of the shape's length
 
 SDPA's backends are timed alone; "best" is the faster. Turns and medians: bench/measure.py.
+
+Plan "memory": a step of a whole transformer, whose layers backend="inductor" and backend="sage"
+compile, each once for all of them.
+
+    kept      bytes a forward leaves for its backward, beside the weights
+    peak      what a step has allocated at most, beside weights and inputs: the gradients too
+    near      the least CosSim of a weight's gradient with inductor's
 """
 
 import argparse
 import datetime
+import functools
+import os
 import statistics
 import sys
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench import gradients, machine
+from bench import blocks, gradients, machine
 from bench.attention import RESULTS, save
 from bench.measure import Provider, Runner, interleave, summary
-from sage_inductor.ops.training.gradients import training_call
+from sage_inductor.ops.training.gradients import trained_by
 
 ROUNDS, TARGET_MS = 5, 40.0
 MAX_EXACT = 16384  # of a head in float64: N x N numbers at once
@@ -40,10 +54,11 @@ class Shape(NamedTuple):
     H_kv: int
     N: int
     D: int
+    is_causal: bool = False
 
     def __str__(self):
         heads = f"{self.H_q}" if self.H_q == self.H_kv else f"{self.H_q}/{self.H_kv}"
-        return f"{self.B}x{heads}x{self.N}x{self.D}"
+        return f"{self.B}x{heads}x{self.N}x{self.D}" + " causal" * self.is_causal
 
 
 SHAPES = (
@@ -55,23 +70,28 @@ SHAPES = (
     Shape(1, 32, 8, 8192, 128),
     Shape(8, 16, 16, 4096, 64),
     Shape(2, 32, 32, 16384, 64),
+    Shape(1, 32, 32, 4096, 128, is_causal=True),
+    Shape(1, 32, 32, 8192, 128, is_causal=True),
+    Shape(1, 32, 8, 8192, 128, is_causal=True),
+    Shape(1, 32, 32, 16384, 128, is_causal=True),
+    Shape(1, 32, 32, 32768, 128, is_causal=True),
+    Shape(8, 16, 16, 4096, 64, is_causal=True),
 )
 
 
 def by_sdpa(backend: SDPBackend):
-    def attend(q, k, v):
+    def attend(q, k, v, is_causal=False):
         with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
+            return F.scaled_dot_product_attention(
+                q, k, v, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1]
+            )
 
     return attend
 
 
 def by_op(training: str):
-    def attend(q, k, v):
-        op, args = training_call(training, q, k, v, False, q.shape[3] ** -0.5, out_bnhd=False)
-        return op(*args)[0]
-
-    return attend
+    op = trained_by(training)
+    return lambda q, k, v, is_causal=False: op(q, k, v, is_causal, q.shape[3] ** -0.5, False)[0]
 
 
 ATTENTION = {
@@ -85,9 +105,12 @@ RIVALS = ("cudnn", "flash")
 
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--plan", choices=("backward", "memory"), default="backward")
     parser.add_argument("--json", nargs="?", const="", metavar="FILE", help="write the results")
-    parser.add_argument("--only", nargs="+", default=list(ATTENTION), choices=ATTENTION)
-    parser.add_argument("--shapes", type=int, nargs="+", help="of the list, by number")
+    parser.add_argument(
+        "--only", nargs="+", default=list(ATTENTION), choices=ATTENTION, help="of plan backward"
+    )
+    parser.add_argument("--shapes", type=int, nargs="+", help="of its list, by number")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("bench/training.py times GPU kernels: torch sees no CUDA device", file=sys.stderr)
@@ -103,8 +126,12 @@ def main(argv=None) -> int:
     path = args.json
     if path == "":
         slug = result["machine"]["gpu"].lower().replace(" ", "-")
-        path = Path(RESULTS) / slug / f"{result['date'][:10]}-backward.json"
+        path = Path(RESULTS) / slug / f"{result['date'][:10]}-{args.plan}.json"
     print(f"{result['machine']['gpu']}, {result['versions']}")
+    if args.plan == "memory":
+        result["rows"] = measure_steps(Model(), device)
+        save(result, path)
+        return 0
     for number, shape in enumerate(SHAPES):
         if args.shapes is None or number in args.shapes:
             result["rows"] += measure(shape, args.only, device)
@@ -112,16 +139,19 @@ def main(argv=None) -> int:
     return 0
 
 
+# -- attention alone ----
+
+
 def measure(shape: Shape, names: list[str], device: torch.device) -> list[dict]:
     """A row for each way to attend."""
-    B, H_q, H_kv, N, D = shape
+    B, H_q, H_kv, N, D, is_causal = shape
     q, k, v, do = (
         torch.randn(B, H, N, D, device=device, dtype=torch.bfloat16) for H in (H_q, H_kv, H_kv, H_q)
     )
     leaves = [x.requires_grad_() for x in (q, k, v)]
     runners, found = {}, {}
     for name in names:
-        attend = ATTENTION[name]
+        attend = functools.partial(ATTENTION[name], is_causal=is_causal)
         out = attend(*leaves)
         parts = {
             "forward": (attend, leaves),
@@ -159,17 +189,19 @@ def grad(out, leaves, do):
     return torch.autograd.grad(out, leaves, do, retain_graph=True)
 
 
-def kept_bytes(attend, leaves) -> int:
-    """Of the tensors that a forward saves; a storage that two of them share counts once."""
-    storages = {}
+def kept_bytes(call, inputs, beside=()) -> int:
+    """Of the tensors that a forward saves, but for those in `beside`; a storage that two of them
+    share counts once."""
+    storages, known = {}, {x.untyped_storage().data_ptr() for x in beside}
 
     def note(x):
         storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-        attend(*leaves)
-    return sum(storages.values())
+        out = call(*inputs)  # holds what it saved until all is counted
+    del out
+    return sum(size for storage, size in storages.items() if storage not in known)
 
 
 def errors(attend, shape: Shape, device) -> dict | None:
@@ -183,12 +215,140 @@ def errors(attend, shape: Shape, device) -> dict | None:
     q, k, v, do = (x.bfloat16() for x in (q, k, v, do))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     found = grad(attend(*leaves), leaves, do)
-    exact = gradients.exact(q, k, v, do)[1:]
+    exact = gradients.exact(q, k, v, do, shape.is_causal)[1:]
     return {
         name: ((x.double() - y).abs().sum() / y.abs().sum()).item()
         for name, x, y in zip(GRADIENTS, found, exact, strict=True)
     }
 
 
+# -- a step of a whole transformer ----
+
+
+class Model(NamedTuple):
+    """The layers of a transformer for video or images. A token has H D channels."""
+
+    layers: int = 24
+    B: int = 1
+    H: int = 16
+    N: int = 8192
+    D: int = 128
+
+    def __str__(self):
+        return f"{self.layers} layers, {self.B}x{self.H}x{self.N}x{self.D}"
+
+
+class Layer(nn.Module):
+    """Attention with QK-norm and RoPE, and an MLP."""
+
+    def __init__(self, C: int, D: int):
+        super().__init__()
+        self.D = D
+        self.norm1, self.norm2 = (nn.RMSNorm(C, eps=1e-6) for _ in range(2))
+        self.to_q, self.to_k, self.to_v, self.to_out = (
+            nn.Linear(C, C, bias=False) for _ in range(4)
+        )
+        self.norm_q, self.norm_k = (nn.RMSNorm(D, eps=1e-6) for _ in range(2))
+        self.mlp = blocks.mlp(C, 4 * C)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x [B, N, C], cos and sin [N, D]."""
+        h, cos, sin = self.norm1(x), cos[None, :, None], sin[None, :, None]
+        q, k, v = (to(h).unflatten(-1, (-1, self.D)) for to in (self.to_q, self.to_k, self.to_v))
+        q, k = (blocks.interleaved(h, cos, sin) for h in (self.norm_q(q), self.norm_k(k)))
+        x = x + self.to_out(blocks.attend(q, k, v))
+        return x + self.mlp(self.norm2(x))
+
+
+COMPILED = {
+    "inductor": {"backend": "inductor"},
+    "g": {"backend": "sage", "options": {"sage.training": "g", "sage.strict": True}},
+}
+# The fastest first, by this bench: both columns take the first that a call can have.
+PRIORITY = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+
+
+def measure_steps(model: Model, device: torch.device, compiled: dict = COMPILED) -> list[dict]:
+    """A row for each way to compile, inductor's first; without a GPU no times and peaks."""
+    layers, tables = draw(model, device)
+    x, grad = (
+        torch.randn(model.B, model.N, model.H * model.D, device=device, dtype=torch.bfloat16)
+        for _ in range(2)
+    )
+    x.requires_grad_()  # as behind an embedding: the first layer's graph is that of all
+    leaves = [x, *layers.parameters()]
+    forwards, rows, exact = {}, [], None
+    for name, given in compiled.items():
+        forwards[name] = forward = by_compiler(layers, tables, given)
+        found = torch.autograd.grad(forward(x), leaves, grad)
+        exact = found if exact is None else exact
+        rows.append({
+            "plan": "memory", "provider": name, "shape": str(model), **model._asdict(),
+            "kept_bytes": kept_bytes(forward, [x], beside=[*leaves, *tables]),
+            "weight_bytes": sum(p.nbytes for p in layers.parameters()),
+            "cos_sim": min(map(cos_sim, found, exact)),
+        })  # fmt: skip
+    del found, exact
+    for row, more in zip(rows, timed(forwards, x, leaves, grad), strict=True):
+        row.update(more)
+        its = f" step {row['times']['step']['ms']:8.2f} ms" if more else ""
+        for part in ("kept", "peak") if more else ("kept",):
+            its += f" {part} {row[f'{part}_bytes'] / 2**30:.3f} GiB"
+        print(f"{row['shape']:26} {row['provider']:8}{its} near {row['cos_sim']:.5f}")
+    return rows
+
+
+def timed(forwards: dict, x: Tensor, leaves: list[Tensor], grad: Tensor) -> list[dict]:
+    """The times and the peak of a step by each; nothing without a GPU."""
+    if not torch.cuda.is_available():
+        return [{} for _ in forwards]
+    runners = {
+        name: Runner(Provider(name, step_of(forward, leaves, grad), captures=False), [(x,)])
+        for name, forward in forwards.items()
+    }
+    times = interleave(runners, ROUNDS, TARGET_MS)
+    return [
+        {"times": {"step": summary(times[name])}, "peak_bytes": runners[name].peak_bytes()}
+        for name in forwards
+    ]
+
+
+def draw(model: Model, device: torch.device) -> tuple[nn.ModuleList, list[Tensor]]:
+    """Layers of random weights in bf16, and cos and sin."""
+    with torch.device(device):
+        layers = nn.ModuleList(Layer(model.H * model.D, model.D) for _ in range(model.layers))
+        return layers.bfloat16(), blocks.pairs(model.N, model.D)
+
+
+def by_compiler(layers: nn.ModuleList, tables: list[Tensor], given: dict):
+    """x -> the last layer's output."""
+    runs = [torch.compile(layer, fullgraph=True, **given) for layer in layers]
+
+    def forward(x: Tensor) -> Tensor:
+        with sdpa_kernel(PRIORITY, set_priority=True):
+            for run in runs:
+                x = run(x, *tables)
+        return x
+
+    return forward
+
+
+def step_of(forward, leaves: list[Tensor], grad: Tensor):
+    """What is timed: it leaves nothing behind."""
+
+    def step(x: Tensor) -> None:
+        torch.autograd.grad(forward(x), leaves, grad)
+
+    return step
+
+
+def cos_sim(x: Tensor, y: Tensor) -> float:
+    x, y = x.double(), y.double()
+    return (x * y).sum().div(x.norm() * y.norm()).item()
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    # Compile from scratch: a warm cache may hold graphs of SDPA's other backends.
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+        sys.exit(main())

@@ -77,7 +77,8 @@ class Prepared(NamedTuple):
     """What is made of k and v before a kernel looks at q. Contiguous."""
 
     k: Tensor  # codes [B, H, N_pad, D_pad / packed]
-    k_scale: Tensor  # [B, H, N_pad / K_BLOCK, k_groups] fp32; block-scaled: [B, H]
+    # [B, H, N_pad / K_BLOCK, k_groups] fp32; K_BLOCK of them: a row each; block-scaled: [B, H]
+    k_scale: Tensor
     k_mean: Tensor  # [B, H, D] fp32: the shift, by which lse is corrected
     v: Tensor | None = None  # codes [B, H, D_pad, N_pad / packed]; None: v is read as it is
     v_scale: Tensor | None = None  # [B, H, D_v] fp32
@@ -100,11 +101,15 @@ class Kept(NamedTuple):
     stats: Tensor  # [2, B, H_q, N_q] fp32: lse (natural log) and the largest score (log2 units)
     q: Tensor  # [B, H_q, M_pad, D_pad] INT8
     q_scale: Tensor  # [B, H_q, M_pad] fp32
-    k: Tensor  # [B, H_kv, N_pad, D_pad] INT8, of k less its mean
-    k_scale: Tensor  # [B, H_kv, N_pad / TRAINING_BLOCK] fp32
+    k: Tensor  # [B, H_kv, N_pad, D_pad] INT8, of k less its mean; causal: of k
+    k_scale: Tensor  # [B, H_kv, N_pad / TRAINING_BLOCK] fp32; causal: [B, H_kv, N_pad]
     v: Tensor  # [B, H_kv, N_pad, D_pad] INT8, of v less v_mean
     v_scale: Tensor  # [B, H_kv, N_pad] fp32
-    v_mean: Tensor  # [B, H_kv, D] fp32
+    v_mean: Tensor  # [B, H_kv, D] fp32; causal: 0
+
+    @property
+    def is_causal(self) -> bool:
+        return self.k_scale.shape == self.v_scale.shape
 
 
 # -- what kernels and oracle agree on ----

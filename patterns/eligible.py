@@ -95,10 +95,12 @@ def why_not_trained(call: Call, training: str, capability: tuple[int, int] | Non
     q, k, v = (value_of(x) for x in (call.q, call.k, call.v))
     causal = is_causal(call)
     masked = call.attn_mask is not None or causal is None
-    if training == "g" and (masked or causal):
-        return f"g trains calls without a mask, got {mask_text(call)}"
     if masked:
-        return f"sagebwd trains calls without a mask but the causal one, got {mask_text(call)}"
+        return f"{training} trains calls without a mask but the causal one, got {mask_text(call)}"
+    if training == "g" and causal and not statically_true(q.shape[2] == k.shape[2]):
+        return (
+            f"g trains causal calls of as many queries as keys, got {q.shape[2]} and {k.shape[2]}"
+        )
     if call.lse is not None:
         return f"{training} trains calls that return no logsumexp"
     if not (guarded(k.shape[3] == v.shape[3]) and guarded(q.shape[3] <= TRAINED_HEAD_DIM)):

@@ -17,7 +17,7 @@ from torch.fx import Node
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.sdpa import SdpaCall
 from sage_inductor.ops.selector import BLOCK_SIZE
-from sage_inductor.ops.training.gradients import training_call
+from sage_inductor.ops.training.gradients import trained_by
 from sage_inductor.ops.visibility import BlockLists
 from sage_inductor.patterns.call import Call, Decision
 from sage_inductor.patterns.eligible import BHND, BNHD, is_causal, stored
@@ -38,11 +38,10 @@ def replace(call: Call, decision: Decision, portable: bool) -> None:
     q, k, v, attn_mask = call.q, call.k, call.v, call.attn_mask
     scale = float(call.scale if call.scale is not None else value_of(q).shape[3] ** -0.5)
     if recipe is None:
-        causal = is_causal(call)
-        op, args = training_call(decision.recipe, q, k, v, causal, scale, order != BHND)
+        op = trained_by(decision.recipe)
         # What autograd saved here would be counted by a checkpoint around the compiled model.
         with torch.no_grad():
-            new = emit(op, *args)
+            new = emit(op, q, k, v, is_causal(call), scale, order != BHND)
             first = emit(operator.getitem, new, 0)
         first.meta[emit.key].requires_grad_(out.requires_grad)
         return _finish(call, first, order, gap)
@@ -68,6 +67,14 @@ def replace(call: Call, decision: Decision, portable: bool) -> None:
         call.lse.replace_all_uses_with(call.finish(second))
         call.dead.insert(0, call.lse)
     _finish(call, first, order, gap)
+
+
+def stand_in(call: Call, out: Node) -> None:
+    """Put a copy of `out` [B, H_q, N_q, D_v], whichever way it is stored, in the place of `call`:
+    stored as its output is, and what writes into it leaves `out` alone."""
+    order, width = stored(call)
+    copy = _copied(call.emit, out, order, int(width - call.out.shape[3]))
+    _finish(call, copy, BHND, 0)
 
 
 def _finish(call: Call, first: Node, order: list[int], gap: int) -> None:

@@ -7,6 +7,7 @@ from sage_inductor.diagnose import Diagnosis, diagnose
 from sage_inductor.errors import SageOptionError, SageRefused
 from sage_inductor.export import aoti_compile_and_package, rewrite
 from sage_inductor.functional import attention
+from sage_inductor.gradient_noise import TrainingDiagnosis, diagnose_training
 from sage_inductor.integrations import register
 from sage_inductor.ops.recipe import VERSION as __version__
 from sage_inductor.parallel import gather_attention
@@ -23,11 +24,13 @@ __all__ = [
     "SageOptionError",
     "SageRefused",
     "Schedule",
+    "TrainingDiagnosis",
     "__version__",
     "aoti_compile_and_package",
     "attention",
     "config",
     "diagnose",
+    "diagnose_training",
     "explain",
     "gather_attention",
     "register",

@@ -28,7 +28,7 @@ from sage_inductor.ops.launch import noted
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.reference.exact import masked
 from sage_inductor.ops.sdpa import SdpaCall, attend
-from sage_inductor.ops.training.gradients import training_call
+from sage_inductor.ops.training.gradients import trained_by
 from sage_inductor.patterns.call import CAUSAL, FULL, Band
 
 _log = logging.getLogger("sage_inductor")
@@ -49,7 +49,7 @@ REPLAYS = 6
 class Candidate(NamedTuple):
     """What a call may become."""
 
-    recipe: str  # a name in NAMED; of what trains, as `training_call` has it
+    recipe: str  # a name in NAMED; of what trains, as `trained_by` has it
     warpgroups: int | None = None  # SdpaCall's
 
     @property
@@ -213,8 +213,7 @@ def calls_of(case: BenchmarkCase) -> dict[Candidate | str, Callable]:
 
     def sage(candidate):
         if case.trains:
-            op, args = training_call(candidate.recipe, q, k, v, is_causal, scale, out_bnhd=True)
-            return op(*args)[0]
+            return trained_by(candidate.recipe)(q, k, v, is_causal, scale, True)[0]
         # Without the correction of lse: nobody reads it in a rewritten call.
         return attend(
             SdpaCall(

@@ -167,8 +167,9 @@ def explain(model, *args, options: dict | None = None, **kwargs) -> Report:
     return whole(sites, asked.policy)
 
 
-def run_graphs(see, model, args: tuple, kwargs: dict) -> None:
-    """Run `model` once, op by op, with ``see(gm)`` called for each graph before it runs."""
+def run_graphs(see, model, args: tuple, kwargs: dict):
+    """What `model` returns, run once, op by op, with ``see(gm)`` called for each graph before it
+    runs."""
 
     def look(gm, example_inputs):
         see(gm)
@@ -176,6 +177,6 @@ def run_graphs(see, model, args: tuple, kwargs: dict) -> None:
 
     torch._dynamo.reset()
     try:
-        torch.compile(model, backend=look)(*args, **kwargs)
+        return torch.compile(model, backend=look)(*args, **kwargs)
     finally:
         torch._dynamo.reset()

@@ -95,7 +95,11 @@ def features(
         busiest = _last_shared(heads * len(seen), seen[0], processors)
         is_cut = busiest is not None
     if busiest is None:
-        busiest = weight * _busiest(seen, heads, dealt == LONGEST_FIRST, processors)
+        # Pieces share a processor two at a time, from the start: the longest are not dealt to who
+        # is first done. One causal head of 8,192, cut in two, takes as long as four of 4,096.
+        at_once = 2 if is_cut and dealt == FLASH else 1
+        busiest = _busiest(seen, heads, dealt == LONGEST_FIRST, at_once * processors)
+        busiest *= weight * at_once
     even = weight * heads * sum(seen) / processors
     by_keys = 0
     if kind in TRAINED:
@@ -212,34 +216,45 @@ class Fit(NamedTuple):
     rows: int  # of a tile, out of ROWS
     dealt: str  # how, one of DEALT
     coefficients: tuple[float, ...]  # ms, of `features`
-    error: float  # root mean square of predicted / measured - 1
+    error: float  # of predicted / measured - 1, the residual standard error
     processors: int  # of the GPU that was measured
     kind: str  # of the calls: one of KINDS
 
-    def ms(self, sizes: Sizes) -> float:
+    def ms(
+        self, sizes: Sizes, computed: float = 1.0, of_q: float = 1.0, of_kv: float = 1.0
+    ) -> float:
+        """computed, of_q, of_kv: where head_dim is another than the measured calls', how many times
+        theirs the channels are that the kernel computes, and the time that reading takes, a tile's
+        q (and writing its o) and a row of k and v."""
         parts = features(sizes, self.rows, self.dealt, self.processors, self.kind)
-        return sum(c * x for c, x in zip(self.coefficients, parts, strict=True))
+        of_channels = (1, computed, computed, computed, of_q, of_kv, computed, 1, 1, computed)
+        terms = zip(self.coefficients, parts, of_channels, strict=True)
+        return sum(c * x * channels for c, x, channels in terms)
 
 
 ENOUGH = 5  # sizes that a fit needs
 
 
 def fit(
-    measured: dict[Sizes, float], processors: int, kind: str = "full", dealt: str | None = None
-) -> Fit:
+    measured: dict[Sizes, float], processors: int, kind: str = "full", dealt: str | None = None,
+    prepared: float | None = None,
+) -> Fit:  # fmt: skip
     """The best of those with another tile. measured: ms. dealt: as `features` has it; None: in
-    order or, of calls with a band, longest first. Raises ValueError if there are fewer than
-    ENOUGH."""
+    order or, of calls with a band, longest first. prepared: the coefficient of rows of k and v,
+    where it is known. Raises ValueError if there are fewer than ENOUGH."""
     if len(measured) < ENOUGH:
         raise ValueError(f"{len(measured)} sizes were timed, a prediction needs {ENOUGH}")
     bands = any(sizes.right is not None for sizes in measured)
     known = (IN_ORDER, LONGEST_FIRST) if bands else (IN_ORDER,)
     ways = itertools.product(ROWS, (dealt,) if dealt else known)
-    fits = (_fit(measured, *way, processors, kind) for way in ways)
+    fits = (_fit(measured, *way, processors, kind, prepared) for way in ways)
     return min(fits, key=lambda fit: fit.error)
 
 
-def _fit(measured: dict[Sizes, float], rows: int, dealt: str, processors: int, kind: str) -> Fit:
+def _fit(
+    measured: dict[Sizes, float], rows: int, dealt: str, processors: int, kind: str,
+    prepared: float | None,
+) -> Fit:  # fmt: skip
     parts = torch.tensor(
         [features(sizes, rows, dealt, processors, kind) for sizes in measured],
         dtype=torch.float64,
@@ -247,26 +262,32 @@ def _fit(measured: dict[Sizes, float], rows: int, dealt: str, processors: int, k
     if parts[:, 1].max() < HEATS / 10:  # none heats the card: it would be a term of any curvature
         parts[:, 2] = 0
     ms = torch.tensor(list(measured.values()), dtype=torch.float64)
-    known = parts.any(0)  # of what is in none of them nothing is: 0
+    rest = 1 - (prepared or 0.0) * parts[:, 5] / ms
+    if prepared is not None:
+        parts[:, 5] = 0
+    # What none of them has is 0. So is what one of them has, whose whole rest it would take up.
+    known = (parts != 0).sum(0) > 1
     relative = parts[:, known] / ms[:, None]
     scale = relative.mean(0)
-    relative /= scale  # times the coefficients, it should be 1
-    found = _nonnegative(relative)
-    error = (relative @ found - 1).square().mean().sqrt().item()
+    relative /= scale  # times the coefficients, it should be the rest
+    found = _nonnegative(relative, rest)
+    free = max(1, len(measured) - int((found > 0).sum()))  # a fit to few sizes errs more elsewhere
+    error = ((relative @ found - rest).square().sum() / free).sqrt().item()
     coefficients = torch.zeros(len(known), dtype=torch.float64)
     coefficients[known] = found / scale
+    coefficients[5] += prepared or 0.0
     return Fit(rows, dealt, tuple(coefficients.tolist()), error, processors, kind)
 
 
-def _nonnegative(relative: torch.Tensor) -> torch.Tensor:
-    """x >= 0 that minimises |relative x - 1|: the best least-squares solution of any subset of the
-    columns that has no negative number. Of ten columns those are 1,023, solved at once."""
+def _nonnegative(relative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """x >= 0 that minimises |relative x - target|: the best least-squares solution of any subset of
+    the columns that has no negative number. Of ten columns those are 1,023, solved at once."""
     width = relative.shape[1]
     subsets = torch.tensor(list(itertools.product((0.0, 1.0), repeat=width)))[1:].double()
     square = relative.mT @ relative * subsets[:, :, None] * subsets[:, None, :]
-    x = torch.linalg.pinv(square, hermitian=True) @ (relative.sum(0) * subsets)[:, :, None]
+    x = torch.linalg.pinv(square, hermitian=True) @ ((target @ relative) * subsets)[:, :, None]
     x = x[:, :, 0] * subsets
-    error = (x @ relative.mT - 1).square().sum(1)
+    error = (x @ relative.mT - target).square().sum(1)
     error[(x < 0).any(1)] = torch.inf
     return x[error.argmin()]
 

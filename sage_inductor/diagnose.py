@@ -259,7 +259,7 @@ def diagnose(
     if path is not None:
         measured.check_file(path)
     probes, refused = [], []
-    progress = _Progress()
+    progress = Progress()
 
     def see(gm: torch.fx.GraphModule) -> None:
         calls = []
@@ -353,7 +353,7 @@ class _Probe:
         self.done()
 
 
-class _Progress:
+class Progress:
     """How many calls are measured, on stderr; nothing is shown in the first seconds."""
 
     def __init__(self):

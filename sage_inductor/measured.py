@@ -123,12 +123,18 @@ class Table:
         of_sdpa = family.of_sdpa(sizes)
         of_ours = sizes.stacked if stacked else sizes
         ours = by_tile.get(_warpgroups(self.device, family, recipe, of_ours), by_tile[None])
-        fastest = min(rivals, key=lambda fit: fit.ms(of_sdpa))
-        # Ours computes as many channels for both. Where SDPA's kernel has fewer, its time is less:
-        # with 3/4 of them 0.78 of the wider's, by the median of 33 calls (H200, 2026-11-23).
-        narrower = _of_sdpa(family.head_dim) / _of_sdpa(found.head_dim)
+        # Ours computes as many channels for both, SDPA's kernels may have fewer. What is read in
+        # single elements, as rows that are not 16 bytes apart, or padded by SDPA, is fewer, too;
+        # ours prepares k and v in tiles as wide.
+        D, wider = family.head_dim, found.head_dim
+        read = D / wider if D % 8 else 1.0
+        sdpa = {
+            fit: fit.ms(of_sdpa, _channels(name, D) / _channels(name, wider), read, read)
+            for name, fit in rivals.items()
+        }
+        fastest = min(sdpa, key=sdpa.get)
         error = (ours.error**2 + fastest.error**2) ** 0.5
-        return Prediction(recipe, ours.ms(of_ours), narrower * fastest.ms(of_sdpa), error)
+        return Prediction(recipe, ours.ms(of_ours, of_q=read), sdpa[fastest], error)
 
     def error(self, family: Family, recipe: str) -> float:
         """Of the recipe's predictions: root mean square of predicted / measured - 1."""
@@ -231,12 +237,12 @@ def predict(
 
 
 @functools.cache
-def fits(table: Table, family: Family, recipe: str) -> tuple[dict[int | None, Fit], list[Fit]]:
+def fits(table: Table, family: Family, recipe: str) -> tuple[dict[int | None, Fit], dict[str, Fit]]:
     """Of a measured family: the recipe's fit for each tile that enough sizes ran with (as
     `_warpgroups` names it), and for all of them (None); and those of SDPA's backends."""
 
-    def fit(of_name: dict[Sizes, float], dealt: str | None = None) -> Fit:
-        return cost.fit(of_name, table.device.processors, family.kind, dealt)
+    def fit(of_name: dict[Sizes, float], *known) -> Fit:
+        return cost.fit(of_name, table.device.processors, family.kind, *known)
 
     times = table.families[family]
     ours = {sizes: ms[recipe] for sizes, ms in times.items() if recipe in ms}
@@ -244,28 +250,44 @@ def fits(table: Table, family: Family, recipe: str) -> tuple[dict[int | None, Fi
     for sizes, ms in ours.items():
         of_tiles[_warpgroups(table.device, family, recipe, sizes)][sizes] = ms
     shares = cost.LAST_SHARED if family.kind == "full" else None  # of the Hopper kernel
-    by_tile = {
-        n: fit(x, shares if n else None)
-        for n, x in of_tiles.items() if len(x) >= ENOUGH_OF_A_TILE
-    }  # fmt: skip
-    rivals = []
+    of_all = fit(ours)
+    by_tile = {}
+    for n, x in of_tiles.items():
+        # k and v are prepared alike whatever the tile. By sizes that have as many rows of q as of k
+        # it cannot be told from what takes time for each tile.
+        alike = all(each.H_q * each.N_q == each.H_kv * each.N_kv for each in x)
+        prepared = of_all.coefficients[5] if alike else None
+        if len(x) >= ENOUGH_OF_A_TILE:
+            by_tile[n] = fit(x, shares if n else None, prepared)
+    rivals = {}
     for name in dict.fromkeys(name for ms in times.values() for name in ms if name in OF_SDPA):
         of_name = {family.of_sdpa(sizes): ms[name] for sizes, ms in times.items() if name in ms}
         cuts = name == "FLASH_ATTENTION" and flash_attention() == TORCHS_FLASH
         cuts = cuts and family.kind not in TRAINED  # its backward cuts none
         if len(of_name) >= cost.ENOUGH:  # a backend may run out of memory
-            rivals.append(fit(of_name, cost.FLASH if cuts else None))
-    return by_tile | {None: fit(ours)}, rivals
+            rivals[name] = fit(of_name, cost.FLASH if cuts else None)
+    return by_tile | {None: of_all}, rivals
 
 
 ENOUGH_OF_A_TILE = 7  # sizes; with fewer, one fit for all tiles errs less
 
 
-def _of_sdpa(head_dim: int) -> int:
-    """The channels that SDPA's kernel computes: cuDNN's are for multiples of 64, flash attention's,
-    which alone takes rows that are not 16 bytes apart, up to 128 for multiples of 32."""
-    step = 64 if head_dim % 8 == 0 or head_dim > 128 else 32
-    return -(-head_dim // step) * step
+# Channels that FlashAttention 2 has kernels for, and how many times as long one takes that is not
+# filled: with 40 of 64 1.20 and 1.15 (causal), 72 of 96 1.13 and 1.11, 112 of 128 1.10 and 1.08,
+# 160 of 192 1.11 and 1.11 (medians of 25 to 32 sizes of the H200's table).
+FLASH_CHANNELS = 32, 64, 96, 128, 192, 256
+UNEVEN = 1.1
+
+
+def _channels(backend: str, head_dim: int) -> float:
+    """That a backend of SDPA's computes; of one that has no kernels of its own for some, 1."""
+    if backend == "CUDNN_ATTENTION":
+        return -(-head_dim // 64) * 64
+    if backend == "FLASH_ATTENTION":
+        padded = -(-head_dim // 8) * 8  # by SDPA
+        channels = next(each for each in FLASH_CHANNELS if each >= padded)
+        return channels * (UNEVEN if padded < channels else 1.0)
+    return 1
 
 
 def _warpgroups(device: Gpu, family: Family, recipe: str, sizes: Sizes) -> int:

@@ -135,6 +135,12 @@ CAUSES = (
           "between the products|the scores are moved by", _AS_SDPA),
 
     Cause("was not run with these inputs", "give diagnose inputs that reach this call"),
+    Cause("was not measured: it needs no gradient",
+          "call model.train(), and let what it depends on require gradients"),
+    Cause("was not measured: its gradient is 0",
+          "give a loss that depends on this call, parameters before it that train, and weights "
+          "behind it that are not 0"),
+    Cause("was not measured: a batch of 1", "give inputs of 2 examples or more"),
 )  # fmt: skip
 
 

@@ -46,7 +46,8 @@ def attention(
 
     n = torch.arange(k.shape[2], device=q.device)
     groups = k_scale.shape[3]
-    k_scale = k_scale.flatten(2)[:, :, n // K_BLOCK * groups + n % 8 // 2 % groups]
+    of_block = n % K_BLOCK if groups == K_BLOCK else n % 8 // 2 % groups
+    k_scale = k_scale.flatten(2)[:, :, n // K_BLOCK * groups + of_block]
     s = q_8bit.float() @ k[..., :D].float().mT  # [B, H_q, N_q, N_pad]; INT8: exact
     x = s * (q_scale * k_scale[:, :, None])
     if a.delta is not None:

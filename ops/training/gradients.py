@@ -1,8 +1,6 @@
 """What the ops that train have in common: how they are called, which calls they compute, and what
 their backward gives and refuses."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -31,17 +29,10 @@ def check_trained(
 OPS = {"g": "rowscaled", "sagebwd": "sagebwd"}  # of each ``sage.training``
 
 
-def training_call(
-    training: str, q, k, v, is_causal: bool, scale: float, out_bnhd: bool
-) -> tuple[Callable, tuple]:
-    """The op of a ``sage.training`` and its arguments. q, k and v may be what stands for tensors in
-    a graph. The first that the op returns is out."""
-    op = getattr(torch.ops.sage, OPS[training]).default
-    if training == "g":
-        if is_causal:
-            raise ValueError("sage::rowscaled: is_causal must be False")
-        return op, (q, k, v, scale, out_bnhd)
-    return op, (q, k, v, is_causal, scale, out_bnhd)
+def trained_by(training: str):
+    """The op of a ``sage.training``: op(q, k, v, is_causal, scale, out_bnhd), out first of what it
+    returns."""
+    return getattr(torch.ops.sage, OPS[training]).default
 
 
 def empty_gradient(x: Tensor, dtype: torch.dtype, out_bnhd: bool) -> Tensor:

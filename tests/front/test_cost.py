@@ -182,9 +182,17 @@ def test_flash_attention_cuts_tiles_where_they_are_few(seed):
     assert sum(cut) == sum(tiles)  # nothing is lost
     weight = 64 / rows  # keys of a tile of 64 rows, in those of the fit's
     even = weight * H * sum(cut) / 132
-    expected = 1, even, even * even / cost.HEATS, weight * busiest(cut * H, 132)
+    # Two at a time share a processor, each at half its speed.
+    expected = 1, even, even * even / cost.HEATS, weight * 2 * busiest(cut * H, 2 * 132)
     assert found[:4] == pytest.approx(expected)
     assert found[4] == pytest.approx(weight * H * len(cut) / 132)
+
+
+def test_the_longest_pieces_of_a_causal_head_run_at_once():
+    """Two halves of a head of 8,192 take as long as four heads of 4,096, uncut."""
+    cut, uncut = (Sizes(1, H, H, N, N, None, 0) for H, N in ((1, 8192), (4, 4096)))
+    found, other = (features(each, 128, FLASH, 132) for each in (cut, uncut))
+    assert (found[-1], other[-1]) == (1, 0) and found[3] == other[3] == 4096
 
 
 def test_some_calls_are_cut_and_some_are_not():
@@ -276,6 +284,62 @@ def test_of_what_no_size_has_a_fit_says_nothing():
         assert found.ms(other) == pytest.approx(expected, rel=0.02)
 
 
+def test_of_what_one_size_has_a_fit_says_nothing():
+    """The one call that is cut takes 0.5 ms more, for a reason of its own."""
+    sizes = [Sizes(1, 24, 24, N, N) for N in (1024, 2048, 2500, 4096, 5001, 8192)]
+    cut = Sizes(1, 1, 1, 4096, 4096)
+    assert [features(each, 128, FLASH, 132)[-1] for each in (*sizes, cut)] == [0] * 6 + [1]
+    times = {each: 1e-3 + 1e-5 * features(each, 128, FLASH, 132)[3] for each in (*sizes, cut)}
+    times[cut] += 0.5
+    assert cost.fit(times, 132, dealt=FLASH).coefficients[-1] == 0
+    times[Sizes(1, 2, 2, 4096, 4096)] = times[cut]
+    assert cost.fit(times, 132, dealt=FLASH).coefficients[-1] > 0.1
+
+
+def test_a_fit_takes_what_is_known_of_the_preparation():
+    """With as many rows of q as of k, the times are the same for tiles as for rows of k and v."""
+    sizes = [Sizes(1, H, H, N, N, None, 0) for H in (8, 40) for N in (1024, 1500, 4096, 9000)]
+
+    def ms(each):
+        parts = features(each, 192, LONGEST_FIRST, 132)
+        return 0.01 + 1e-5 * parts[3] + 2e-3 * parts[4] + 7e-5 * parts[5]
+
+    times = {each: ms(each) for each in sizes}
+    found = cost.fit(times, 132, "causal", prepared=7e-5)
+    assert found.coefficients[5] == 7e-5 and found.coefficients[4] == pytest.approx(2e-3, rel=0.01)
+    grouped = Sizes(4, 32, 2, 3000, 3000, None, 0)
+    assert found.ms(grouped) == pytest.approx(ms(grouped), rel=1e-3)
+    assert (
+        found.error
+        < 1e-6
+        < abs(cost.fit(times, 132, "causal", prepared=0.0).ms(grouped) - ms(grouped))
+    )
+
+
+@pytest.mark.parametrize("kind", ["full", "window"])
+def test_another_head_dim_has_its_share_of_a_time(kind):
+    """Of the terms that channels count in: not of launches, of a mask, or of what is added up."""
+    sizes, coefficients = Sizes(2, 8, 4, 1000, 1001), tuple(2.0**-n for n in range(9))
+    fit = cost.Fit(128, IN_ORDER, coefficients, 0.0, 132, kind)
+    parts = features(sizes, 128, IN_ORDER, 132, kind)
+    assert parts[6] > 0 and (parts[7] > 0) == (kind == "window")
+    terms = [c * x for c, x in zip(coefficients, parts, strict=True)]
+    assert fit.ms(sizes) == pytest.approx(sum(terms))
+    found = fit.ms(sizes, computed=3, of_q=5, of_kv=7)
+    more = 2 * (terms[1] + terms[2] + terms[3] + terms[6]) + 4 * terms[4] + 6 * terms[5]
+    assert found == pytest.approx(sum(terms) + more)
+
+
+def test_the_error_of_a_fit_to_few_sizes_is_that_of_others():
+    """The residual standard error: two numbers are found, by six."""
+    sizes = [Sizes(1, 1, 1, 128 * (i + 8), 1024) for i in range(6)]
+    noisy = {each: 1 + 0.1 * (-1) ** i for i, each in enumerate(sizes)}
+    found = cost.fit(noisy, 132)
+    used = sum(c > 0 for c in found.coefficients)
+    squares = sum((found.ms(each) / ms - 1) ** 2 for each, ms in noisy.items())
+    assert used > 0 and found.error == pytest.approx((squares / (6 - used)) ** 0.5)
+
+
 def test_the_error_of_a_fit_is_the_root_mean_square():
     noisy = {Sizes(1, 1, 1, 128 * (i + 8), 1000): 1 + 0.1 * (-1) ** i for i in range(40)}
     assert cost.fit(noisy, 132).error == pytest.approx(0.1, rel=0.1)
@@ -286,8 +350,9 @@ def test_no_coefficient_is_negative_and_no_other_are_better(seed):
     """The conditions of Karush, Kuhn and Tucker."""
     generator = torch.Generator().manual_seed(seed)
     relative = torch.rand(12, 6, generator=generator, dtype=torch.float64)
-    x = cost._nonnegative(relative)
-    gradient = relative.mT @ (relative @ x - 1)
+    target = torch.rand(12, generator=generator, dtype=torch.float64) + 0.5
+    x = cost._nonnegative(relative, target)
+    gradient = relative.mT @ (relative @ x - target)
     assert (x >= 0).all() and (gradient > -1e-6).all()
     assert (gradient * x).abs().max() < 1e-6 and (seed or (x == 0).any())
 

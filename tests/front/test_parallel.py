@@ -549,7 +549,7 @@ def check_on_dtensors(
             assert x.dtype == y.dtype and torch.equal(as_bytes(x), as_bytes(y))
         if placed is not None:
             wanted = [placed] * len(outputs)
-            if name == "rowscaled":  # of [2, B, H, N]
+            if name.startswith("rowscaled"):  # of [2, B, H, N]
                 wanted[1] = tuple(x if x == ALL else Shard(x.dim + 1) for x in placed)
             assert of_outputs == wanted
 
@@ -668,7 +668,8 @@ def call_of(name: str, **shape) -> tuple[dict, dict]:
         "select_blocks": ({}, SELECTION),
         "sagebwd": (training[0], {**training[1], "is_causal": False}),
         "sagebwd, causal": (training[0], {**training[1], "is_causal": True}),
-        "rowscaled": training,
+        "rowscaled": (training[0], {**training[1], "is_causal": False}),
+        "rowscaled, causal": (training[0], {**training[1], "is_causal": True}),
     }[name]
     read = {"prepare": dict(k=k, v=v), "lse": dict(q=q, k=k), "select_blocks": dict(q=q, k=k)}
     return {**read.get(name, dict(q=q, k=k, v=v)), **tensors}, given
@@ -678,7 +679,10 @@ SELECTION = dict(
     scale=0.125, top_k=0.3, top_p=0.2, similarity=0.1, dense_first=0, dense_last=70, block_q=64,
     block_kv=64,
 )  # fmt: skip
-OPS = ("sdpa", "prepare", "lse", "select_blocks", "sagebwd", "sagebwd, causal", "rowscaled")
+OPS = (
+    "sdpa", "prepare", "lse", "select_blocks", "sagebwd", "sagebwd, causal", "rowscaled",
+    "rowscaled, causal",
+)  # fmt: skip
 TRAINING = OPS[4:]
 
 

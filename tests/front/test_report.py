@@ -101,7 +101,10 @@ REASONS |= {
     if text.startswith(("no kernel", "the Hopper"))
 }
 REASONS |= {
-    text for text in strings(ROOT / "sage_inductor/diagnose.py") if text.startswith("was not run")
+    text
+    for name in ("diagnose", "gradient_noise")
+    for text in strings(ROOT / f"sage_inductor/{name}.py")
+    if text.startswith(("was not run", "was not measured"))
 }
 
 

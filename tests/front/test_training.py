@@ -46,19 +46,19 @@ class ByOp(Attention):
     """The same, the op called by itself."""
 
     def attend(self, q, k, v):
-        if self.is_causal:
-            return torch.ops.sage.sagebwd(q, k, v, True, q.shape[3] ** -0.5, True)[0]
-        return torch.ops.sage.rowscaled(q, k, v, q.shape[3] ** -0.5, True)[0]
+        return self.op(q, k, v, self.is_causal, q.shape[3] ** -0.5, True)[0]
 
 
-def pair(layers=1, dim=128, is_causal=True):
-    """(the model with SDPA, with the op: sagebwd, or rowscaled where it is not causal)."""
+def pair(layers=1, dim=128, is_causal=True, op=None):
+    """(the model with SDPA, with the op: by default sagebwd, or rowscaled where it is not causal)."""
     torch.manual_seed(0)
     model, by_op = (
         torch.nn.Sequential(*(kind(dim, is_causal=is_causal) for _ in range(layers)))
         for kind in (Attention, ByOp)
     )
     by_op.load_state_dict(model.state_dict())
+    for block in by_op:
+        block.op = OPS[not is_causal] if op is None else op
     return model, by_op
 
 
@@ -91,6 +91,18 @@ def test_a_compiled_model_trains_by_the_op_at_any_length_in_two_graphs(asked):
         assert 1e-4 < relative_l1(found[0], exact[0]) < 0.1
     graphs = {graph for graph, _ in sage_inductor.report()._sites}
     assert len(graphs) == 2 and set(rewritten()) == {asked["sage.training"]}
+
+
+def test_a_compiled_causal_model_trains_by_g():
+    model, by_op = pair(2, op=OPS[1])
+    compiled = torch.compile(model, backend="sage", options=ASKED_G, fullgraph=True)
+    for N in (90, 200, 17):
+        x, cotangent = inputs(N)
+        found = gradients(compiled, x, cotangent, model.parameters())
+        assert same(found, gradients(by_op, x, cotangent, by_op.parameters()))
+        exact = gradients(model, x, cotangent, model.parameters())
+        assert 1e-4 < relative_l1(found[0], exact[0]) < 0.1
+    assert set(rewritten()) == {"g"}
 
 
 def test_inference_keeps_its_recipe():
@@ -191,17 +203,21 @@ def test_what_is_not_trained_says_why():
     assert site.reason == "training: block lists have no backward here"
 
 
-def reason_of(scale=None, is_causal=False, dim=64, training="g"):
+def reason_of(scale=None, is_causal=False, dim=64, training="g", n_kv=300):
     q = torch.randn(1, 2, 300, dim, requires_grad=True)
+    k = torch.randn(1, 2, n_kv, dim)
     torch._dynamo.reset()
     with config.patch(training=training, emulate=True):
-        sage_inductor.attention(q, q, q, scale=scale, is_causal=is_causal)
+        sage_inductor.attention(q, k, k, scale=scale, is_causal=is_causal)
     return [site.reason for site in sage_inductor.report().refused]
 
 
 def test_what_g_does_not_train_says_why():
     assert reason_of() == []
-    assert reason_of(is_causal=True) == ["g trains calls without a mask, got causal"]
+    assert reason_of(is_causal=True) == []
+    assert reason_of(is_causal=True, n_kv=400) == [
+        "g trains causal calls of as many queries as keys, got 300 and 400"
+    ]
     assert reason_of(scale=-0.1) == ["g trains calls whose scale is more than 0, got -0.1"]
     (reason,) = reason_of(dim=160)
     assert reason.startswith("g trains head_dims up to 128, one of q, k and v, got 160")
@@ -380,9 +396,9 @@ def test_compiled_autograd(asked):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
-@pytest.mark.parametrize("training", ["sagebwd", "g"])
-def test_a_model_trains_on_a_gpu(training, mode):
-    pairs = pair(2, is_causal=training == "sagebwd")
+@pytest.mark.parametrize("training, is_causal", [("sagebwd", True), ("g", False), ("g", True)])
+def test_a_model_trains_on_a_gpu(training, is_causal, mode):
+    pairs = pair(2, is_causal=is_causal, op=OPS[training == "g"])
     model, by_op = (each.to("cuda", torch.bfloat16) for each in pairs)
     given = {"sage.training": training} | ({"sage.mode": mode} if mode else {})
     compiled = torch.compile(model, backend="sage", options=given, fullgraph=True)

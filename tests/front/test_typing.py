@@ -18,7 +18,7 @@ from typing import assert_type
 import torch
 
 import sage_inductor
-from sage_inductor import Diagnosis, Policy, Report, Rule, config
+from sage_inductor import Diagnosis, Policy, Report, Rule, TrainingDiagnosis, config
 
 model, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
 
@@ -37,6 +37,7 @@ assert_type(config.force, bool)
 assert_type(sage_inductor.explain(model, x, options={"sage.recipe": "sage1"}), Report)
 assert_type(sage_inductor.rewrite(torch.export.export(model, (x,))), Report)
 assert_type(sage_inductor.diagnose(model, x), Diagnosis)
+assert_type(sage_inductor.diagnose_training(model, x, loss=torch.mean), TrainingDiagnosis)
 assert_type(Policy.load("policy.json"), Policy)
 assert_type(sage_inductor.attention(x, x, x, is_causal=True, recipe="sage1"), torch.Tensor)
 out, lse = sage_inductor.attention(x, x, x, return_lse=True)

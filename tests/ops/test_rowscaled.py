@@ -1,6 +1,8 @@
 """``sage::rowscaled``: its emulation against the laboratory's and exact gradients, the op, and (gpu)
 its kernels. What it shares with ``sage::sagebwd``: test_training.py."""
 
+import dataclasses
+
 import pytest
 import support
 import torch
@@ -33,21 +35,29 @@ def inputs(B, H_q, H_kv, N_q, N_kv, D, dtype=torch.bfloat16, device="cpu"):
     return 2 * q, k, v, support.heads(B, H_q, N_q, D, dtype, device).mul(size).to(dtype)
 
 
-def attend(q, k, v, grad, scale=0.125, out_bnhd=True):
+def attend(q, k, v, grad, is_causal=False, scale=0.125, out_bnhd=True):
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    out = ROWSCALED(q, k, v, scale, out_bnhd)[0]
+    out = ROWSCALED(q, k, v, is_causal, scale, out_bnhd)[0]
     return out.detach(), *torch.autograd.grad(out, (q, k, v), grad)
 
 
+# The laboratory's recipes: with a scale a channel in the place of one a head, and q and k in 16 bits.
+G = gradients.ENTRIES["G, dP INT8"]
+G_CAUSAL = dataclasses.replace(
+    gradients.ENTRIES["G, of earlier rows alone"], do_of_dp=G.do_of_dp, v_of_dp=G.v_of_dp
+)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("kind", gradients.OUTPUTS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_are_as_near_as_the_laboratorys(family, kind):
-    """Whose recipe has a scale a channel in the place of one a head, and takes q and k in 16 bits."""
+def test_gradients_are_as_near_as_the_laboratorys(family, kind, is_causal):
     q, k, v = draw(family, 0, 2, 512, 64)
     grad = gradients.draw_do(kind, 0, 2, 512, 64)
-    found, expected = attend(q, k, v, grad), gradients.exact(q, k, v, grad)
+    found = attend(q, k, v, grad, is_causal)
+    expected = gradients.exact(q, k, v, grad, is_causal)
     as_float = (x.float() for x in (q, k, v, grad))
-    laboratory = gradients.gradients(*as_float, gradients.ENTRIES["G, dP INT8"])
+    laboratory = gradients.gradients(*as_float, G_CAUSAL if is_causal else G, is_causal)
     for x, y, z in zip(found[1:], laboratory[1:], expected[1:], strict=True):
         assert relative_l1(x, z) < 1.1 * relative_l1(y, z) + 0.008
     assert 1e-3 < relative_l1(found[1], expected[1])
@@ -55,7 +65,7 @@ def test_gradients_are_as_near_as_the_laboratorys(family, kind):
 
 def test_what_is_kept_for_the_backward():
     q, k, v, _ = inputs(2, 4, 2, 70, 130, 64, torch.float32)
-    out, *kept = ROWSCALED(q, k, v, 0.125, False)
+    out, *kept = ROWSCALED(q, k, v, False, 0.125, False)
     kept = Kept(*kept)
     out_exact, lse = support.exactly(q, k - k.mean(2, keepdim=True), v, False, 0.125)
     assert relative_l1(out, out_exact) < 0.03
@@ -85,19 +95,22 @@ def test_a_scale_is_honoured():
         q_, k_, v_ = (x.double().requires_grad_() for x in (q, k, v))
         out = torch.nn.functional.scaled_dot_product_attention(q_, k_, v_, scale=scale)
         expected = torch.autograd.grad(out, (q_, k_, v_), grad.double())
-        for x, y in zip(attend(q, k, v, grad, scale)[1:], expected, strict=True):
+        for x, y in zip(attend(q, k, v, grad, False, scale)[1:], expected, strict=True):
             assert relative_l1(x, y) < 0.12
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("out_bnhd", [False, True])
-@pytest.mark.parametrize("lengths, D", [((70, 130), 48), ((128, 256), 64)], ids=str)
-def test_opcheck(dtype, out_bnhd, lengths, D):
+@pytest.mark.parametrize(
+    "lengths, D, is_causal",
+    [((70, 130), 48, False), ((128, 256), 64, False), ((130, 130), 48, True)], ids=str,
+)  # fmt: skip
+def test_opcheck(dtype, out_bnhd, lengths, D, is_causal):
     """Of lengths that are padded, and that are not: strides too."""
     q, k, v, grad = inputs(2, 4, 2, *lengths, D, dtype)
     given = [x.requires_grad_() for x in (q, k, v)]
-    torch.library.opcheck(ROWSCALED.default, (*given, 0.1, out_bnhd))
-    kept = ROWSCALED(*(x.detach() for x in given), 0.1, out_bnhd)
+    torch.library.opcheck(ROWSCALED.default, (*given, is_causal, 0.1, out_bnhd))
+    kept = ROWSCALED(*(x.detach() for x in given), is_causal, 0.1, out_bnhd)
     args = (grad, *kept, k.shape[2], 0.1, out_bnhd)
     torch.library.opcheck(BACKWARD.default, args, test_utils=("test_schema", "test_faketensor"))
     for x, y in zip(BACKWARD(*args), (q, k, v), strict=True):
@@ -109,7 +122,34 @@ def test_opcheck(dtype, out_bnhd, lengths, D):
 def test_a_scale_that_is_not_positive_is_refused(scale):
     q, k, v, _ = inputs(1, 2, 2, 10, 10, 64)
     with pytest.raises(ValueError, match=f"scale must be more than 0, got {scale}"):
-        ROWSCALED(q, k, v, scale, False)
+        ROWSCALED(q, k, v, False, scale, False)
+
+
+def test_causal_needs_as_many_queries_as_keys():
+    q, k, v, _ = inputs(1, 2, 2, 100, 101, 64)
+    with pytest.raises(ValueError, match="causal, q and k must have as many rows, got 100 and 101"):
+        ROWSCALED(q, k, v, True, 0.1, False)
+
+
+def check_that_nothing_leaks(device):
+    """Rows before 150 when those after change: theirs are the same bits; dK and dV where no later
+    row has a gradient."""
+    q, k, v, grad = inputs(1, 4, 2, 200, 200, 64, device=device)
+    later = [x.clone() for x in (q, k, v, grad)]
+    for x, factor in zip(later, (-3, 50, 20, 1000), strict=True):
+        x[:, :, 150:] *= factor
+    here, there = attend(q, k, v, grad, True), attend(*later, True)
+    for n, (x, y) in enumerate(zip(here, there, strict=True)):
+        assert torch.equal(x[:, :, 150:], y[:, :, 150:]) is False
+        assert n > 1 or torch.equal(x[:, :, :150], y[:, :, :150])
+    grad[:, :, 150:], later[3][:, :, 150:] = 0, 0
+    here, there = attend(q, k, v, grad, True), attend(*later, True)
+    for x, y in zip(here, there, strict=True):
+        assert torch.equal(x[:, :, :150], y[:, :, :150]) and x[:, :, :150].any()
+
+
+def test_nothing_of_later_rows_is_in_earlier_ones():
+    check_that_nothing_leaks("cpu")
 
 
 def test_tokens_are_permuted_as_accumulators_hold_them():
@@ -135,6 +175,14 @@ def test_loops_of_the_forward_spill_no_more_for_keeping_maxima(D, split):
     assert len(kept) == len(plain) > 0 and sum(kept) <= sum(plain)
 
 
+@pytest.mark.parametrize("D", [64, 128])
+def test_loops_of_the_causal_forward_do_not_spill_where_nothing_is_masked(D):
+    tile = Tile(192, 128, 4, 3, warpgroups=3)
+    compiled = compile_hopper("16bit", D, True, tile, keeps_max=True, k_rows=True)
+    loops = [spilled(loop) for loop in loops_over_keys(compiled.asm["cubin"])]
+    assert len(loops) == 6 and not any(loops[::2])  # whole blocks and others, three times
+
+
 def test_what_a_training_step_launches(monkeypatch):
     """In this order: dK's and dV's kernel, which may begin before dQ's has ended, is right behind."""
     plan = pytest.importorskip("sage_inductor.ops.training.hopper.plan")
@@ -142,12 +190,11 @@ def test_what_a_training_step_launches(monkeypatch):
     monkeypatch.setattr(tiles, "processors", lambda device: 132)
     q, k, v, grad = inputs(2, 6, 2, 200, 333, 72)
     with launch.noted() as of_forward:
-        out, stats = plan.launch_forward(
-            q, *of_training.quantize(k), k.float().mean(2), v, 0.1, True, launch.launch_cached
-        )
+        of_k = *of_training.quantize(k), k.float().mean(2)
+        out, stats = plan.launch_forward(q, *of_k, v, False, 0.1, True)
     assert stats.shape == (2, 2, 6, 200) and out.shape == q.shape
     assert [each.kernel.__name__ for each in of_forward] == ["_hopper_kernel"]
-    _, kept = reference.forward(q, k, v, 0.1)
+    _, kept = reference.forward(q, k, v, False, 0.1)
     gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     with launch.noted() as launches:
         plan.launch_backward(grad, q, kept, 0.1, *gradients)
@@ -162,6 +209,40 @@ def test_what_a_training_step_launches(monkeypatch):
     assert given[3]["Part"].numel() == 2 * 2 * 3 * 128 * 128 and given[3]["Q_rows"] == 3 * 256
 
 
+def test_what_a_causal_training_step_launches(monkeypatch):
+    plan = pytest.importorskip("sage_inductor.ops.training.hopper.plan")
+    monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(tiles, "processors", lambda device: 132)
+    q, k, v, grad = inputs(2, 6, 2, 200, 200, 72)
+    _, kept = reference.forward(q, k, v, True, 0.1)
+    assert kept.is_causal and kept.k_scale.shape == (2, 2, 256) and not kept.v_mean.any()
+    launches = []
+
+    def run(kernel, grid, tensors, numbers, **options):
+        of = dict(zip(kernel.arg_names, (*tensors, *numbers), strict=True))
+        launches.append((kernel.__name__, grid, of))
+
+    plan.launch_forward(q, kept.k, kept.k_scale, kept.v_mean, v, True, 0.1, True, run)
+    plan.launch_backward(grad, q, kept, 0.1, *(torch.empty_like(x) for x in (q, k, v)), run)
+    names, grids, (forward, rows, bounds, turn, dq, dkdv) = zip(*launches, strict=True)
+    assert names == (
+        "_hopper_kernel", "_rows_kernel", "_bounds_kernel", "_turn_kernel", "dq_kernel",
+        "dkdv_kernel",
+    )  # fmt: skip
+    assert forward["K_ROWS"] and forward["BAND"] == (-1, 0, False) and grids[2] == (4,)
+    assert all(each["CAUSAL"] for each in (rows, turn, dq, dkdv))
+
+    def same(x, y):
+        x, y = (getattr(each, "base", each) for each in (x, y))
+        return x.data_ptr() == y.data_ptr() and x.numel() == y.numel()
+
+    assert same(dq["M"], bounds["M"]) and same(dq["Row_scale"], bounds["Row_scale"])
+    assert same(dq["Delta"], rows["Delta"]) and not same(rows["Delta"], turn["Vectors"][2])
+    assert same(dq["V_scale"], kept.v_scale) and same(dkdv["V_scale"], turn["V_scaled"])
+    assert same(dq["K_scale"], kept.k_scale) and same(dkdv["K_scale"], kept.k_scale)
+    assert same(turn["V_max"], bounds["Beta"]) and same(dkdv["Vectors"], turn["Vectors"])
+
+
 def test_rows_of_v_that_tma_cannot_read_are_copied(monkeypatch):
     plan = pytest.importorskip("sage_inductor.ops.training.hopper.plan")
     monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
@@ -169,13 +250,18 @@ def test_rows_of_v_that_tma_cannot_read_are_copied(monkeypatch):
     for D, copied in ((72, False), (74, True)):
         q, k, v, _ = inputs(1, 2, 2, 200, 333, D)
         with launch.noted() as launches:
-            plan.launch_forward(
-                q, *of_training.quantize(k), k.float().mean(2), v, 0.1, True, launch.launch_cached
-            )
+            of_k = *of_training.quantize(k), k.float().mean(2)
+            plan.launch_forward(q, *of_k, v, False, 0.1, True)
         (given,) = (dict(zip(e.kernel.arg_names, e.arguments, strict=True)) for e in launches)
         assert given["V"].shape == [*v.shape]
         assert all(stride * 2 % 16 == 0 for stride in given["V"].strides[:3])
         assert (list(given["V"].strides[1:]) != list(v.stride()[1:])) == copied
+    q, k, v, _ = inputs(1, 2, 2, 200, 333, 64)
+    apart, of_k = v.mT.contiguous().mT, (*of_training.quantize(k), k.float().mean(2))
+    with launch.noted() as launches:
+        plan.launch_forward(q, *of_k, apart, False, 0.1, True)
+    (given,) = (dict(zip(e.kernel.arg_names, e.arguments, strict=True)) for e in launches)
+    assert given["V"].strides[3] == 1 and given["V"].shape == [*apart.shape]
 
 
 def test_another_gpu_is_refused(monkeypatch):
@@ -184,14 +270,14 @@ def test_another_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(tiles, "processors", lambda device: 128)
     q, k, v, _ = inputs(1, 2, 2, 200, 130, 64)
     with pytest.raises(ValueError, match="needs compute capability 9.0 .*got 8.9 and Triton"):
-        plan.launch_forward(q, *of_training.quantize(k), k.float().mean(2), v, 0.1, True)
+        plan.launch_forward(q, *of_training.quantize(k), k.float().mean(2), v, False, 0.1, True)
 
 
 def test_too_many_rows_are_refused(monkeypatch):
     plan = pytest.importorskip("sage_inductor.ops.training.hopper.plan")
     monkeypatch.setattr(plan, "MAX_ROWS", 2 * 256)
     q, k, v, grad = inputs(1, 2, 1, 200, 130, 64)
-    _, kept = reference.forward(q, k, v, 0.1)
+    _, kept = reference.forward(q, k, v, False, 0.1)
     with pytest.raises(ValueError, match="fewer than 512 rows in all heads.*got 512"):
         plan.launch_backward(grad, q, kept, 0.1, q, k, v)
 
@@ -214,18 +300,37 @@ SHAPES = [  # B, H_q, H_kv, N_q, N_kv, D
 ]
 
 
+CAUSAL = [  # B, H_q, H_kv, N, D
+    (2, 4, 2, 150, 64),
+    (1, 6, 1, 1000, 128),
+    (2, 2, 1, 300, 72),
+    (1, 1, 1, 1, 32),
+    (1, 2, 2, 64, 128),
+    (1, 2, 2, 63, 96),
+    (1, 4, 4, 2048, 128),
+    (1, 3, 1, 4160, 128),
+    (1, 6, 1, 4200, 64),
+    (3, 4, 2, 128, 128),
+    (1, 2, 2, 100, 77),
+    (1, 2, 1, 193, 128),
+]
+CASES = [(shape, False) for shape in SHAPES] + [
+    ((*shape[:4], *shape[3:]), True) for shape in CAUSAL
+]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("out_bnhd", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_kernels_are_their_emulation(shape, dtype, out_bnhd):
+@pytest.mark.parametrize("shape, is_causal", CASES, ids=str)
+def test_the_kernels_are_their_emulation(shape, is_causal, dtype, out_bnhd):
     from sage_inductor.ops.training.hopper.prepare import launch_prepare
 
     scale = 0.9 * shape[-1] ** -0.5
     q, k, v, grad = inputs(*shape, dtype, "cuda")
-    out, *kept = ROWSCALED(q, k, v, scale, out_bnhd)
+    out, *kept = ROWSCALED(q, k, v, is_causal, scale, out_bnhd)
     kept = Kept(*kept)
-    exact_out, expected = reference.forward(q, k, v, scale)
+    exact_out, expected = reference.forward(q, k, v, is_causal, scale)
     assert relative_l2(out, exact_out) < 3e-3
     assert_close(kept.stats, expected.stats, rtol=1e-4, atol=1e-3)
     for name in ("q", "k", "v"):
@@ -268,12 +373,18 @@ def test_strided_inputs_on_a_gpu():
 
 
 @pytest.mark.gpu
-def test_a_batch_is_computed_as_its_parts():
+def test_nothing_of_later_rows_is_in_earlier_ones_on_a_gpu():
+    check_that_nothing_leaks("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_batch_is_computed_as_its_parts(is_causal):
     """To the bit, where heads have their neighbours' rows beside them."""
-    q, k, v, grad = inputs(3, 4, 2, 200, 333, 64, device="cuda")
-    whole = attend(q, k, v, grad)
+    q, k, v, grad = inputs(3, 4, 2, 200, 200 if is_causal else 333, 64, device="cuda")
+    whole = attend(q, k, v, grad, is_causal)
     for b in range(3):
-        part = attend(*(x[b : b + 1] for x in (q, k, v, grad)))
+        part = attend(*(x[b : b + 1] for x in (q, k, v, grad)), is_causal)
         for x, y in zip(whole, part, strict=True):
             assert torch.equal(x[b], y[0])
 
@@ -285,7 +396,7 @@ def test_nothing_is_written_beside_the_gradients(bnhd):
     from sage_inductor.ops.training.hopper import plan
 
     q, k, v, grad = inputs(2, 4, 2, 200, 333, 72, device="cuda")
-    out, *kept = ROWSCALED(q, k, v, 0.1, False)
+    out, *kept = ROWSCALED(q, k, v, False, 0.1, False)
     wholes, parts = [], []
     for B, H, N, D in (q.shape, k.shape, k.shape):
         shape = (B, N + 1, H + 1, D + 8) if bnhd else (B, H + 1, N + 1, D + 8)

@@ -39,13 +39,19 @@ def draw(B, H_q, H_kv, N_q, N_kv, D):
 
 
 @pytest.mark.parametrize(
-    "shape", [(1, 2, 2, 256, 256, 64), (2, 4, 2, 65, 70, 128), (1, 6, 2, 1, 200, 80), (1, 1, 1, 321, 1, 40)],
+    "shape, is_causal",
+    [((1, 2, 2, 256, 256, 64), False), ((2, 4, 2, 65, 70, 128), False),
+     ((1, 6, 2, 1, 200, 80), False), ((1, 1, 1, 321, 1, 40), False),
+     ((2, 4, 2, 150, 150, 72), True), ((1, 3, 1, 1200, 1200, 40), True)],
     ids=str,
 )  # fmt: skip
-def test_it_writes_what_the_emulation_does(shape):
+def test_it_writes_what_the_emulation_does(shape, is_causal):
     q, k, v, grad = draw(*shape)
+    if is_causal:  # the largest are seen late
+        v[:, :, -1] *= 30
+        k[:, :, -2] *= 30
     scale = 0.7 * shape[-1] ** -0.5
-    out, kept = rowscaled.forward(q, k, v, scale)
+    out, kept = rowscaled.forward(q, k, v, is_causal, scale)
     found = launch_prepare(grad, out, kept, scale, launch_traced)
     expected = rowscaled.prepare(grad, out, kept, scale)
     support.same_operands(found, expected, e4m3_step=0.51)
@@ -65,9 +71,10 @@ def test_codes_of_rows(shared, D):
     assert far.max() <= 1 and (far > 0).float().mean() < 0.01
 
 
-def test_a_gradient_in_other_units_changes_scales_alone():
-    q, k, v, grad = draw(1, 2, 1, 200, 130, 64)
-    out, kept = rowscaled.forward(q, k, v, 0.3)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_gradient_in_other_units_changes_scales_alone(is_causal):
+    q, k, v, grad = draw(1, 2, 1, 200, 200, 64)
+    out, kept = rowscaled.forward(q, k, v, is_causal, 0.3)
     grad = grad.float()
     plain, small = (launch_prepare(x, out, kept, 0.3, launch_traced) for x in (grad, grad * 2**-40))
     for name in ("g", "vectors", "v_scale"):
@@ -78,19 +85,21 @@ def test_a_gradient_in_other_units_changes_scales_alone():
         assert torch.equal(getattr(plain, name) * 2**-40, getattr(small, name)), name
 
 
-def test_no_gradient_gives_zeros():
-    q, k, v, grad = draw(1, 2, 1, 100, 64, 64)
-    out, kept = rowscaled.forward(q, k, v, 0.125)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_no_gradient_gives_zeros(is_causal):
+    q, k, v, grad = draw(1, 2, 1, 100, 100, 64)
+    out, kept = rowscaled.forward(q, k, v, is_causal, 0.125)
     x = launch_prepare(0 * grad, out, kept, 0.125, launch_traced)
     assert not x.g.any() and not x.ot.float().any() and not x.vectors[2].any()
-    for each in rowscaled.gradients(kept, x, 100, 64, 64):
+    for each in rowscaled.gradients(kept, x, 100, 100, 64):
         assert_close(each, torch.zeros_like(each))
 
 
-def test_what_is_no_number_reaches_all_gradients():
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_what_is_no_number_reaches_all_gradients(is_causal):
     """So a GradScaler skips the step."""
-    q, k, v, grad = draw(1, 2, 2, 100, 64, 64)
-    out, kept = rowscaled.forward(q, k, v, 0.125)
+    q, k, v, grad = draw(1, 2, 2, 100, 100, 64)
+    out, kept = rowscaled.forward(q, k, v, is_causal, 0.125)
     for value in (float("inf"), float("nan")):
         grad[0, 1, 5, 3] = value
         x = launch_prepare(grad, out, kept, 0.125, launch_traced)

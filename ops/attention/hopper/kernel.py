@@ -7,7 +7,8 @@ num_programs-th tile, and of those that do not go round, a share of the blocks.
 * The warpgroups take turns at the tensor cores (`order`): while one multiplies p v and then the
   next q k^T, the others are in their softmax.
 * q is quantized where it is used, one scale a row: a thread of a wgmma accumulator holds whole
-  rows, so its scale is as free as one per thread. k has one scale per 64 rows.
+  rows, so its scale is as free as one per thread. k has one scale per 64 rows, or (K_ROWS, where
+  training is causal) one a row, which comes with its codes and costs a multiplication a score.
 * q of the next tile is loaded before o of this one is stored.
 * Of doubled strides (launch.py) it is the offset that is halved: halved strides would be in
   registers through the loop, and 16-bit causal would spill 18 instead of 12.
@@ -308,22 +309,26 @@ def _attend(
     q_tile, k_smem, v_smem, stage, zero, m, l, o, q_scale, k_scale,
     next_order, read, any_read, turn, phase, row0, j, code, N_q, N_kv, words, stride_wm,
     BAND: gl.constexpr, LISTED: gl.constexpr, MASK: gl.constexpr, PART: gl.constexpr,
-    FP8: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_DV: gl.constexpr, CHUNK: gl.constexpr,
-    L5: gl.constexpr, ROW: gl.constexpr, P: gl.constexpr, OROW: gl.constexpr,
+    FP8: gl.constexpr, K_ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_DV: gl.constexpr,
+    CHUNK: gl.constexpr, L5: gl.constexpr, ROW: gl.constexpr, P: gl.constexpr, OROW: gl.constexpr,
 ):  # fmt: skip
     """m, l and o after block j of k and v, in two turns at the tensor cores: the one that this
     warpgroup has, which it passes on, and that of `phase`, which it keeps. PART: 0 all of the block
-    is in sight, 1 a part, 2 what its code (blocks.py) says."""
+    is in sight, 1 a part, 2 what its code (blocks.py) says. k_scale: of each 64 keys; K_ROWS: in
+    shared memory, of each key."""
     BLOCKS: gl.constexpr = BLOCK_N // 64
     k = k_smem.index(stage).permute((1, 0))
     s = warpgroup_mma(q_tile, k, zero, use_acc=False, is_async=True)
     # Side by side: around each of them Triton lets the warpgroup wait for itself.
     mbarrier.arrive(next_order, count=1)
     mbarrier.arrive(read, count=1, pred=any_read)
-    s = warpgroup_mma_wait(0, [s]).reshape([64, BLOCKS, 8, 4, 2])
-    c = gl.expand_dims(gl.expand_dims(q_scale, 1), 2) * gl.expand_dims(
-        gl.expand_dims(k_scale, 0), 2
-    )
+    s = warpgroup_mma_wait(0, [s])
+    c = gl.expand_dims(gl.expand_dims(q_scale, 1), 2)
+    if K_ROWS:
+        s = s.to(gl.float32) * gl.expand_dims(k_scale.load(gl.SliceLayout(0, zero.type.layout)), 0)
+    else:
+        c = c * gl.expand_dims(gl.expand_dims(k_scale, 0), 2)
+    s = s.reshape([64, BLOCKS, 8, 4, 2])
     if PART == 2:  # -inf * 0
         c = gl.where(c < _LEAST, _LEAST, c)
     c5 = gl.expand_dims(gl.expand_dims(c, 3), 2)  # [64, blocks, 1, 1, 1]
@@ -431,11 +436,11 @@ def _consumer(
     wg: gl.constexpr, shared, tensors, of_mask, of_list, strides, shape,
     D: gl.constexpr, D_V: gl.constexpr, SCALE: gl.constexpr, BAND: gl.constexpr,
     LISTED: gl.constexpr, MASK: gl.constexpr, SPLIT: gl.constexpr, FP8: gl.constexpr,
-    KEEPS_MAX: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-    WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
+    KEEPS_MAX: gl.constexpr, K_ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
+    BLOCK_DV: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup `wg`: rows 64 wg .. of each of the program's tiles."""
-    q_smem, k_smem, v_smem, full, empty, order = shared
+    q_smem, k_smem, v_smem, scale_smem, full, empty, order = shared
     Q, K_scale, V_scale, V_mean, Out, Lse, Part, Part_ml = tensors
     Words, stride_wb, stride_wh, stride_wm = of_mask
     stride_qb, stride_qh, stride_qn, stride_ob, stride_oh, stride_on = strides
@@ -488,8 +493,9 @@ def _consumer(
         l = gl.full([64, 4], 0.0, gl.float32, QUAD)
         zeros = gl.full([64, CHUNK], 0.0, gl.float32, O)
         o = (zeros, zeros, zeros, zeros) if BLOCK_DV > CHUNK else (zeros,)
-        scale_row = head_kv * (N_pad // 64)
-        scale_ptrs = K_scale + scale_row + gl.arange(0, BLOCKS, layout=BLOCK)
+        if not K_ROWS:
+            scale_row = head_kv * (N_pad // 64)
+            scale_ptrs = K_scale + scale_row + gl.arange(0, BLOCKS, layout=BLOCK)
         if BOUNDED:
             begin = 0
             words = Words + b.to(gl.int64) * stride_wb + h.to(gl.int64) * stride_wh
@@ -528,7 +534,10 @@ def _consumer(
                     )
                 if LISTED:  # of the next one, which arrives meanwhile
                     entry = entry_of(first_block, j + 1, whole, of_list[3])
-                k_scale = gl.load(scale_ptrs + block * BLOCKS)
+                if K_ROWS:
+                    k_scale = scale_smem.index(stage)
+                else:
+                    k_scale = gl.load(scale_ptrs + block * BLOCKS)
                 mbarrier.wait(full.index(stage), (i // STAGES) & 1)
                 if BOUNDED and part == 1:
                     if code > 0:
@@ -536,8 +545,8 @@ def _consumer(
                             q_tile, k_smem, v_smem, stage, zero,
                             m, l, o, q_scale, k_scale,
                             next_order, read, any_read, turn, phase, row0, block, code, N_q, N_kv,
-                            words, stride_wm, BAND, LISTED, MASK, 2, FP8, BLOCK_N, BLOCK_DV, CHUNK,
-                            L5, ROW, P, OROW,
+                            words, stride_wm, BAND, LISTED, MASK, 2, FP8, K_ROWS, BLOCK_N, BLOCK_DV,
+                            CHUNK, L5, ROW, P, OROW,
                         )  # fmt: skip
                     else:
                         mbarrier.arrive(next_order, count=1)
@@ -548,8 +557,8 @@ def _consumer(
                         q_tile, k_smem, v_smem, stage, zero,
                         m, l, o, q_scale, k_scale,
                         next_order, read, any_read, turn, phase, row0, block, 0, N_q, N_kv,
-                        Words, 0, BAND, False, False, part, FP8, BLOCK_N, BLOCK_DV, CHUNK, L5, ROW,
-                        P, OROW,
+                        Words, 0, BAND, False, False, part, FP8, K_ROWS, BLOCK_N, BLOCK_DV, CHUNK,
+                        L5, ROW, P, OROW,
                     )  # fmt: skip
         read, any_read = empty.index((fetched + mine + STAGES - 1) % STAGES), mine > begin
         mbarrier.arrive(next_order, count=1)
@@ -598,12 +607,13 @@ def _consumer(
 
 @gluon.jit
 def _producer(
-    K, V, shared, of_list, shape,
+    K, K_scale, V, shared, of_list, shape,
     BAND: gl.constexpr, LISTED: gl.constexpr, SPLIT: gl.constexpr, FP8: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr,
+    K_ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_DV: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """One warp: k and v of each of the program's tiles, block by block."""
-    q_smem, k_smem, v_smem, full, empty, order = shared
+    q_smem, k_smem, v_smem, scale_smem, full, empty, order = shared
     H_q, H_kv, N_q, N_kv, N_pad, num_m, heads, group, whole_tiles = shape
     fetched = 0
     blocks = (N_kv + BLOCK_N - 1) // BLOCK_N
@@ -630,8 +640,13 @@ def _producer(
             stage = i % STAGES
             mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
             bar = full.index(stage)
-            mbarrier.expect(bar, K.block_type.nbytes + V.block_type.nbytes)
-            tma_load(K, [head_kv * N_pad + j * BLOCK_N, 0], bar, k_smem.index(stage))
+            row_k = head_kv * N_pad + j * BLOCK_N
+            mbarrier.expect(
+                bar, K.block_type.nbytes + V.block_type.nbytes + (4 * BLOCK_N if K_ROWS else 0)
+            )
+            tma_load(K, [row_k, 0], bar, k_smem.index(stage))
+            if K_ROWS:
+                tma_load(K_scale, [row_k], bar, scale_smem.index(stage))
             if FP8:
                 tma_load(V, [head_kv * BLOCK_DV, j * BLOCK_N], bar, v_smem.index(stage))
             else:
@@ -644,6 +659,7 @@ def _producer(
 def _hopper_kernel(
     Q,  # [B, H_q, N_q, D] in, 16-bit, its last stride 1
     K, K_scale,  # descriptor of [B * H_kv * N_pad, BLOCK_D] int8; [B, H_kv, N_pad / 64] fp32
+    # K_ROWS: descriptor of [B * H_kv * N_pad] fp32
     V, V_scale, V_mean,  # descriptor of [B * H_kv * BLOCK_DV, N_pad] FP8; [B, H_kv, D_V] twice
     # 16-bit: descriptor of [B, H_kv, N_kv, D_V]; the other two unread
     Words, List,  # blocks.py; unread but for MASK and LISTED
@@ -654,8 +670,9 @@ def _hopper_kernel(
     heads, H_q, H_kv, N2_q, N2_kv, N_pad, group, whole_tiles,  # heads: B * H_q. N2: 2 N
     D: gl.constexpr, D_V: gl.constexpr, SCALE: gl.constexpr, BAND: gl.constexpr,
     LISTED: gl.constexpr, MASK: gl.constexpr, SPLIT: gl.constexpr, FP8: gl.constexpr,
-    KEEPS_MAX: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-    WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    KEEPS_MAX: gl.constexpr, K_ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
+    BLOCK_DV: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid: (programs,), as many as run at once. Strides of q and o come doubled: see `doubled`."""
     N_q, N_kv = N2_q // 2, N2_kv // 2
@@ -667,6 +684,9 @@ def _hopper_kernel(
     q_smem = gl.allocate_shared_memory(gl.int8, [WARPGROUPS, 64, BLOCK_D], L)
     k_smem = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_N, BLOCK_D], K.layout)
     v_smem = gl.allocate_shared_memory(V.dtype, [STAGES, VS[0], VS[1]], VL)
+    scale_smem = k_smem  # not touched
+    if K_ROWS:
+        scale_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_N], K_scale.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     order = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], mbarrier.MBarrierLayout())
@@ -676,7 +696,7 @@ def _hopper_kernel(
     for i in gl.static_range(WARPGROUPS):
         mbarrier.init(order.index(i), count=1)
     mbarrier.arrive(order.index(0), count=1)
-    shared = (q_smem, k_smem, v_smem, full, empty, order)
+    shared = (q_smem, k_smem, v_smem, scale_smem, full, empty, order)
     tensors = (Q, K_scale, V_scale, V_mean, Out, Lse, Part, Part_ml)
     of_mask = (Words, stride_wb, stride_wh, stride_wm)
     of_list = (List, stride_lb, stride_lh, stride_lm)
@@ -686,27 +706,27 @@ def _hopper_kernel(
     if WARPGROUPS == 2:
         gl.warp_specialize([
             (_consumer, (0, shared, tensors, of_mask, of_list, strides, shape, D, D_V, SCALE,
-                         BAND, LISTED, MASK, SPLIT, FP8, KEEPS_MAX, BLOCK_N, BLOCK_D, BLOCK_DV,
-                         WARPGROUPS, STAGES)),
+                         BAND, LISTED, MASK, SPLIT, FP8, KEEPS_MAX, K_ROWS, BLOCK_N, BLOCK_D,
+                         BLOCK_DV, WARPGROUPS, STAGES)),
             (_consumer, (1, shared, tensors, of_mask, of_list, strides, shape, D, D_V, SCALE,
-                         BAND, LISTED, MASK, SPLIT, FP8, KEEPS_MAX, BLOCK_N, BLOCK_D, BLOCK_DV,
-                         WARPGROUPS, STAGES)),
-            (_producer, (K, V, shared, of_list, shape, BAND, LISTED, SPLIT, FP8, BLOCK_M,
-                         BLOCK_N, BLOCK_DV, STAGES)),
+                         BAND, LISTED, MASK, SPLIT, FP8, KEEPS_MAX, K_ROWS, BLOCK_N, BLOCK_D,
+                         BLOCK_DV, WARPGROUPS, STAGES)),
+            (_producer, (K, K_scale, V, shared, of_list, shape, BAND, LISTED, SPLIT, FP8, K_ROWS,
+                         BLOCK_M, BLOCK_N, BLOCK_DV, STAGES)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_consumer, (0, shared, tensors, of_mask, of_list, strides, shape, D, D_V, SCALE,
-                         BAND, LISTED, MASK, SPLIT, FP8, KEEPS_MAX, BLOCK_N, BLOCK_D, BLOCK_DV,
-                         WARPGROUPS, STAGES)),
+                         BAND, LISTED, MASK, SPLIT, FP8, KEEPS_MAX, K_ROWS, BLOCK_N, BLOCK_D,
+                         BLOCK_DV, WARPGROUPS, STAGES)),
             (_consumer, (1, shared, tensors, of_mask, of_list, strides, shape, D, D_V, SCALE,
-                         BAND, LISTED, MASK, SPLIT, FP8, KEEPS_MAX, BLOCK_N, BLOCK_D, BLOCK_DV,
-                         WARPGROUPS, STAGES)),
+                         BAND, LISTED, MASK, SPLIT, FP8, KEEPS_MAX, K_ROWS, BLOCK_N, BLOCK_D,
+                         BLOCK_DV, WARPGROUPS, STAGES)),
             (_consumer, (2, shared, tensors, of_mask, of_list, strides, shape, D, D_V, SCALE,
-                         BAND, LISTED, MASK, SPLIT, FP8, KEEPS_MAX, BLOCK_N, BLOCK_D, BLOCK_DV,
-                         WARPGROUPS, STAGES)),
-            (_producer, (K, V, shared, of_list, shape, BAND, LISTED, SPLIT, FP8, BLOCK_M,
-                         BLOCK_N, BLOCK_DV, STAGES)),
+                         BAND, LISTED, MASK, SPLIT, FP8, KEEPS_MAX, K_ROWS, BLOCK_N, BLOCK_D,
+                         BLOCK_DV, WARPGROUPS, STAGES)),
+            (_producer, (K, K_scale, V, shared, of_list, shape, BAND, LISTED, SPLIT, FP8, K_ROWS,
+                         BLOCK_M, BLOCK_N, BLOCK_DV, STAGES)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
 
 

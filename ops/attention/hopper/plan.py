@@ -70,7 +70,8 @@ def launch(
     """out [B, H_q, N_q, D_v] of q's dtype and lse [B, H_q, N_q] fp32, of a call that nothing speaks
     against (`why_not`). device: q's, if that is on meta. Sizes may be known only later
     (lowering/record.py): no plan is kept for those. keeps_max: lse is [2, B, H_q, N_q], and the
-    second is the largest score of each row, in log2 units."""
+    second is the largest score of each row, in log2 units. k_scale may be [.., K_BLOCK]: a row's
+    each."""
     q, k, v = a.q, a.k, a.v
     out, lse = a.empty_outputs()
     if keeps_max:
@@ -83,13 +84,15 @@ def launch(
         out.shape[3], out.stride(), a.band_arguments(), a.scale, a.n_kv, tile,
         None if a.attn_mask is None else (a.attn_mask.shape, a.attn_mask.stride()),
         None if a.blocks.size is None else (a.blocks.kv_num_blocks.shape[:2], list_numbers),
-        keeps_max,
+        keeps_max, a.k_scale.shape[3] > 1,
     )  # fmt: skip
     part = part_ml = lse  # not touched
     if plan.parts:
         part, part_ml = (lse.new_empty(n) for n in plan.parts)
     v_scale, v_mean = (lse, lse) if a.v_mean is None else (a.v_scale, a.v_mean)
-    k, v = _at(plan.k, k), _at(plan.v, v)
+    k, k_scale, v = _at(plan.k, k), a.k_scale, _at(plan.v, v)
+    if plan.k_scale:
+        k_scale = _at(plan.k_scale, k_scale)
     words = codes = list_ = lse  # not touched
     if plan.mask:
         words, codes = (lse.new_empty(n, dtype=dtype) for n, dtype in plan.mask.made)
@@ -98,7 +101,7 @@ def launch(
         list_ = lse.new_empty(plan.lists.made, dtype=torch.int32)
         run(*plan.lists.make.of((codes, *lists, list_)))
         run(*plan.lists.rank.of((list_,)))
-    tensors = q, k, a.k_scale, v, v_scale, v_mean, words, list_, out, lse, part, part_ml
+    tensors = q, k, k_scale, v, v_scale, v_mean, words, list_, out, lse, part, part_ml
     run(*plan.attend.of(tensors), **plan.attend.options)
     if plan.combine:
         tensors = part, part_ml, v_scale, v_mean, out, lse
@@ -142,6 +145,7 @@ class _Plan:
     """What `launch` does for all calls with the same shapes and strides."""
 
     k: GluonDescriptor  # of no tensor yet
+    k_scale: GluonDescriptor | None  # where each row has one
     v: GluonDescriptor
     mask: _Mask | None
     lists: _Lists | None
@@ -153,12 +157,15 @@ class _Plan:
 @functools.lru_cache(maxsize=4096)
 def _plan(
     device, dtype, q_shape, q_stride, k_shape, v_dtype, v_shape, v_stride, D_v, out_stride,
-    band, scale, n_kv, tile, of_mask, of_lists, keeps_max,
+    band, scale, n_kv, tile, of_mask, of_lists, keeps_max, k_rows,
 ) -> _Plan:  # fmt: skip
     B, H_q, N_q, D = q_shape
     H_kv, N_pad, BLOCK_D = k_shape[1:]
     fp8, BLOCK_DV = v_dtype == torch.float8_e4m3fn, pad_head_dim(D_v)
     k = _descriptor(torch.int8, (B * H_kv * N_pad, BLOCK_D), (BLOCK_D, 1), [tile.BLOCK_N, BLOCK_D])
+    k_scale = None
+    if k_rows:
+        k_scale = _descriptor(torch.float32, (B * H_kv * N_pad,), (1,), [tile.BLOCK_N])
     if fp8:
         rows = B * H_kv * BLOCK_DV
         v = _descriptor(v_dtype, (rows, N_pad), (N_pad, 1), [BLOCK_DV, tile.BLOCK_N])
@@ -189,11 +196,12 @@ def _plan(
          *(lists.strides if lists else (0,) * 3),
          B * H_q, H_q, H_kv, 2 * N_q, 2 * n_kv, N_pad, group, whole_tiles,  # shape
          D, D_v, scale, band, lists is not None, mask is not None, split, fp8, keeps_max,
+         k_rows,
          tile.BLOCK_N, BLOCK_D, BLOCK_DV, tile.warpgroups, tile.num_stages, consumer),  # tile
         dict(num_warps=tile.num_warps, maxnreg=at_launch),
     )  # fmt: skip
     if not split:
-        return _Plan(k, v, mask, lists, attend, None, None)
+        return _Plan(k, k_scale, v, mask, lists, attend, None, None)
     rows = 2048 // BLOCK_DV
     combine = _Launch(
         _combine_kernel,
@@ -205,7 +213,7 @@ def _plan(
         {},
     )  # fmt: skip
     slots = 2 * programs * tile.BLOCK_M
-    return _Plan(k, v, None, None, attend, (slots * BLOCK_DV, slots * 2), combine)
+    return _Plan(k, k_scale, v, None, None, attend, (slots * BLOCK_DV, slots * 2), combine)
 
 
 def _mask(shape, strides, N_q, n_kv, tile) -> _Mask:
@@ -265,6 +273,17 @@ def _strides_of_heads(heads, of_one) -> tuple:
     return 0 if B == 1 else H * of_one, 0 if H == 1 else of_one
 
 
+def described(x: Tensor, block: tuple[int, ...]) -> GluonDescriptor:
+    """x, for TMA by blocks. Checked once for tensors of the same shape, strides and dtype: that
+    takes 10 us (an H200's host, 2026-11-24)."""
+    return _at(_described(x.dtype, x.shape, x.stride(), block), x)
+
+
+@functools.lru_cache(maxsize=4096)
+def _described(dtype: torch.dtype, shape, strides, block: tuple[int, ...]) -> GluonDescriptor:
+    return _descriptor(dtype, shape, strides, list(block))
+
+
 def _descriptor(dtype: torch.dtype, shape, strides, block: list[int]) -> GluonDescriptor:
     """Checked, but of no tensor: `_at` says of which."""
     layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[dtype])
@@ -282,6 +301,7 @@ def _at(descriptor: GluonDescriptor, x: Tensor) -> GluonDescriptor:
 _DTYPES = {
     torch.int8: gl.int8,
     torch.float8_e4m3fn: gl.float8e4nv,
+    torch.float32: gl.float32,
     torch.float16: gl.float16,
     torch.bfloat16: gl.bfloat16,
 }

@@ -30,6 +30,18 @@ keeps its relative precision. A beta a row would cost the dK/dV kernel a multipl
 
 To the dK/dV kernel the query heads of a group are one head of so many more rows.
 
+CAUSAL, of as many queries as keys: nothing of an earlier row may tell of later ones. So k and v are
+not less their means, k has a scale ks_j a row, and dQ has bounds of its own, by what a row sees:
+
+    dS_ij = ks_j P_ij (D_ij vs_j - delta_i)        P_ij = 2^(x_ij - m_i) 448 / beta_i, vs_j and
+                                                   delta_i here without beta
+    dQ_i  = r_i sum_j e4m3(dS_ij) kT_j             kT_j = e4m3(k8_j 448 / 127)
+
+    beta_i >= max ks_j |dP_ij - delta_ij| / a_i over j <= i
+
+What a head has one of, beta, c^q and c^o, is then of rows whose dO is not 0, and of the v that they
+see: dK_j and dV_j tell of no row without a gradient.
+
 The tensor cores accumulate FP8 products in 13 bits of mantissa: every FLUSH blocks the sums are
 added to FP32 totals in shared memory, where a thread finds its own again without a bank conflict
 (dK's, for which there is no room, every FLUSH_DK blocks to totals in global memory).
@@ -48,7 +60,7 @@ place 4t + 2h + e of a group holds token 8h + 2t + e.
 
 Padding, of rows to Q_pad and K_pad (multiples of 128) and of channels to BLOCK_D: codes are 0. Of
 queries qs and delta are 0 and m is NO_QUERY, so that P is 0. Of keys P is 2^-m_i 448, which is
-finite because k is less its mean: m_i >= 0 up to rounding.
+finite because k is less its mean: m_i >= 0 up to rounding. CAUSAL, no query sees them.
 
 TMA counts in 32 bits: the rows of q in all heads must be fewer than 2^29, of k too, and those of
 transposed codes (BLOCK_D a head) fewer than 2^31.
@@ -105,6 +117,16 @@ def _flush(total, acc, is_first):
 
 
 @gluon.jit
+def _add_part(acc, part, is_more, is_less, O: gl.constexpr):
+    """acc, with what is in part if is_more; which it is stored to if is_less than all."""
+    if is_more:
+        acc += _from_thread(gl.load(part), O)
+    if is_less:
+        gl.store(part, _by_thread(acc))
+    return acc
+
+
+@gluon.jit
 def _from_thread(x, O: gl.constexpr):
     D: gl.constexpr = x.shape[0] * 4
     x = x.reshape([2, D // 8, 4, 8, 4, 2]).permute([2, 0, 3, 1, 4, 5])
@@ -132,22 +154,80 @@ def _score(a, b, stage, zero):
 
 
 @gluon.jit
-def _tile(N, ROWS: gl.constexpr):
+def _tile(N, ROWS: gl.constexpr, DOWN: gl.constexpr):
     """(head, first row) of this program: tiles of a head follow each other, and so do heads that
-    share k and v, which stay in L2."""
+    share k and v, which stay in L2. DOWN: the last rows first."""
     tiles = (N + ROWS - 1) // ROWS
     head = gl.program_id(0) // tiles
     row0 = (gl.program_id(0) - head * tiles) * ROWS
+    if DOWN:
+        row0 = (tiles - 1) * ROWS - row0
     return head, row0
+
+
+@gluon.jit
+def _above(S: gl.constexpr):
+    """[64, 64]: the column is the row's or a later one."""
+    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, S))
+    return rows[:, None] <= gl.arange(0, 64, layout=gl.SliceLayout(0, S))[None, :]
+
+
+@gluon.jit
+def _below(S: gl.constexpr):
+    """[64, 64]: the column is the row's or an earlier one."""
+    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, S))
+    return rows[:, None] >= gl.arange(0, 64, layout=gl.SliceLayout(0, S))[None, :]
 
 
 # -- dQ ----
 
 
 @gluon.jit
+def _blocks_of_keys(row_end, K_pad, CAUSAL: gl.constexpr):
+    """That the rows before row_end see."""
+    end = K_pad
+    if CAUSAL:
+        end = gl.minimum(end, row_end)
+    return end // 64
+
+
+@gluon.jit
+def _keys(
+    shared, q_tile, g_tile, s, dq, j, blocks, q_scale, k_scale, k_scales, m, delta,
+    CAUSAL: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr, S: gl.constexpr,
+    A: gl.constexpr,
+):  # fmt: skip
+    """s and k_scale of block j + 1, dq after block j. CAUSAL: k_scale is of j, of each key."""
+    q_smem, g_smem, k_smem, v_smem, kt_smem, vectors, totals, loaded, full, empty = shared
+    COLUMN: gl.constexpr = gl.SliceLayout(0, S)
+    zero = gl.full([64, 64], 0, gl.int32, S)
+    stage, after = j % STAGES, (j + 1) % STAGES
+    d = _score(g_tile, v_smem, stage, zero)
+    if CAUSAL:
+        of_key = gl.expand_dims(k_scale, 0)
+        p = _exp2(s.to(gl.float32) * of_key * gl.expand_dims(q_scale, 1) - m) * of_key
+        if MASKED:
+            p = gl.where(_below(S), p, 0.0)
+    else:
+        c = gl.expand_dims(q_scale * k_scale, 1)
+        k_scale = gl.load(k_scales + gl.minimum(j + 1, blocks - 1))
+        p = _exp2(s.to(gl.float32) * c - m)
+    d = warpgroup_mma_wait(0, [d])
+    v_scale = gl.expand_dims(vectors.index(stage).load(COLUMN), 0)
+    ds = _to_operand(p * (d.to(gl.float32) * v_scale - delta), A)
+    mbarrier.wait(full.index(after), ((j + 1) // STAGES) & 1, pred=j + 1 < blocks)
+    s = _score(q_tile, k_smem, after, zero)  # of no block: not read
+    dq = warpgroup_mma(ds, kt_smem.index(stage).permute((1, 0)), dq, is_async=True)
+    s, dq = warpgroup_mma_wait(0, [s, dq])
+    mbarrier.arrive(empty.index(stage), count=1)
+    return s, dq, k_scale
+
+
+@gluon.jit
 def _dq_consumer(
     wg: gl.constexpr, shared, tensors, strides, shape,
-    D: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, FLUSH: gl.constexpr,
+    CAUSAL: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+    FLUSH: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup wg: 64 queries. D runs beside the exponentials; S of the next block is started
     before the product with kT of this one."""
@@ -163,38 +243,46 @@ def _dq_consumer(
     zero = gl.full([64, 64], 0, gl.int32, S)
     zero_o = gl.full([64, BLOCK_D], 0.0, gl.float32, O)
 
-    head, row0 = _tile(N_q, 192)
+    head, row0 = _tile(N_q, 192, CAUSAL)
+    fetched = _blocks_of_keys(row0 + 192, K_pad, CAUSAL)
     row0 += wg * 64
+    blocks = _blocks_of_keys(row0 + 64, K_pad, CAUSAL)
     rows = row0 + gl.arange(0, 64, layout=ROW)
     here = head.to(gl.int64) * Q_pad + rows
     q_scale = gl.load(Q_scale + here, mask=rows < Q_pad, other=0.0)
     m = gl.expand_dims(gl.load(M + here, mask=rows < Q_pad, other=0.0), 1)
     delta = gl.expand_dims(gl.load(Delta + here, mask=rows < Q_pad, other=0.0), 1)
-    blocks = K_pad // 64
-    k_scales = K_scale + (head // group).to(gl.int64) * blocks
+    k_scales = K_scale
+    if not CAUSAL:
+        k_scales += (head // group).to(gl.int64) * blocks
 
     q_tile, g_tile, total = q_smem.index(wg), g_smem.index(wg), totals.index(wg)
     mbarrier.wait(loaded, 0)
-    k_scale = gl.load(k_scales)
+    if not CAUSAL:
+        k_scale = gl.load(k_scales)
     mbarrier.wait(full.index(0), 0)
     s = warpgroup_mma_wait(0, [_score(q_tile, k_smem, 0, zero)])
-    for first in range(0, blocks, FLUSH):
+    whole = blocks - 1 if CAUSAL else blocks
+    for first in range(0, whole, FLUSH):
         dq = zero_o
-        for j in range(first, gl.minimum(first + FLUSH, blocks)):
-            stage, after = j % STAGES, (j + 1) % STAGES
-            d = _score(g_tile, v_smem, stage, zero)
-            c = gl.expand_dims(q_scale * k_scale, 1)
-            k_scale = gl.load(k_scales + gl.minimum(j + 1, blocks - 1))
-            p = _exp2(s.to(gl.float32) * c - m)
-            d = warpgroup_mma_wait(0, [d])
-            v_scale = gl.expand_dims(vectors.index(stage).load(COLUMN), 0)
-            ds = _to_operand(p * (d.to(gl.float32) * v_scale - delta), A)
-            mbarrier.wait(full.index(after), ((j + 1) // STAGES) & 1, pred=j + 1 < blocks)
-            s = _score(q_tile, k_smem, after, zero)  # of no block: not read
-            dq = warpgroup_mma(ds, kt_smem.index(stage).permute((1, 0)), dq, is_async=True)
-            s, dq = warpgroup_mma_wait(0, [s, dq])
-            mbarrier.arrive(empty.index(stage), count=1)
+        for j in range(first, gl.minimum(first + FLUSH, whole)):
+            if CAUSAL:
+                k_scale = vectors.index(STAGES + j % STAGES).load(COLUMN)
+            s, dq, k_scale = _keys(
+                shared, q_tile, g_tile, s, dq, j, blocks, q_scale, k_scale, k_scales, m, delta,
+                CAUSAL, False, STAGES, S, A,
+            )  # fmt: skip
         _flush(total, dq, first == 0)
+    if CAUSAL:
+        k_scale = vectors.index(STAGES + whole % STAGES).load(COLUMN)
+        s, dq, k_scale = _keys(
+            shared, q_tile, g_tile, s, zero_o, whole, blocks, q_scale, k_scale, k_scales, m, delta,
+            True, True, STAGES, S, A,
+        )  # fmt: skip
+        _flush(total, dq, whole == 0)
+    for j in range(blocks, fetched):  # what these rows do not see
+        mbarrier.wait(full.index(j % STAGES), (j // STAGES) & 1)
+        mbarrier.arrive(empty.index(j % STAGES), count=1)
     rows = row0 + gl.arange(0, 64, layout=OROW)
     here = head.to(gl.int64) * Q_pad + rows
     scale = gl.expand_dims(gl.load(Row_scale + here, mask=rows < Q_pad, other=0.0), 1)
@@ -204,23 +292,27 @@ def _dq_consumer(
 
 @gluon.jit
 def _dq_producer(
-    Q, G, K, V, Kt, V_scale, shared, shape, BLOCK_D: gl.constexpr, STAGES: gl.constexpr
-):
+    Q, G, K, V, Kt, K_scale, V_scale, shared, shape,
+    CAUSAL: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
     q_smem, g_smem, k_smem, v_smem, kt_smem, vectors, totals, loaded, full, empty = shared
     H_q, group, N_q, Q_pad, K_pad = shape
-    head, row0 = _tile(N_q, 192)
+    head, row0 = _tile(N_q, 192, CAUSAL)
+    blocks = _blocks_of_keys(row0 + 192, K_pad, CAUSAL)
     head_kv = head // group
     row0 += head * Q_pad
     mbarrier.expect(loaded, 3 * 2 * 64 * BLOCK_D)
     for wg in gl.static_range(3):
         tma_load(Q, [row0 + wg * 64, 0], loaded, q_smem.index(wg))
         tma_load(G, [row0 + wg * 64, 0], loaded, g_smem.index(wg))
-    for j in range(0, K_pad // 64):
+    for j in range(0, blocks):
         stage = j % STAGES
         mbarrier.wait(empty.index(stage), ((j // STAGES) & 1) ^ 1)
         bar = full.index(stage)
-        mbarrier.expect(bar, 3 * 64 * BLOCK_D + 64 * 4)
+        mbarrier.expect(bar, 3 * 64 * BLOCK_D + 64 * 4 * (2 if CAUSAL else 1))
         row = head_kv * K_pad + j * 64
+        if CAUSAL:
+            tma_load(K_scale, [row], bar, vectors.index(STAGES + stage))
         tma_load(V_scale, [row], bar, vectors.index(stage))
         tma_load(K, [row, 0], bar, k_smem.index(stage))
         tma_load(V, [row, 0], bar, v_smem.index(stage))
@@ -234,12 +326,13 @@ def dq_kernel(
     Kt,  # of [B * H_kv * BLOCK_D, K_pad] FP8, blocks of BLOCK_D rows and 64 tokens
     V_scale,  # of [B * H_kv * K_pad] fp32, blocks of 64
     Q_scale, M, Delta, Row_scale,  # [B, H_q, Q_pad] fp32: qs; m - log2 448; delta; r c^k
-    K_scale,  # [B, H_kv, K_pad / 64] fp32
+    # CAUSAL: the second m - log2 448 + log2 beta_i, the last r
+    K_scale,  # [B, H_kv, K_pad / 64] fp32; CAUSAL: as V_scale
     DQ,  # [B, H_q, N_q, D] out, fp16 or bf16, its last stride 1
     stride_b, stride_h, stride_n,  # of DQ, doubled
     H_q, H_kv, N2_q, Q_pad, K_pad,  # N2_q: 2 N_q
-    D: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, FLUSH: gl.constexpr,
-    PDL: gl.constexpr, REGISTERS: gl.constexpr,
+    CAUSAL: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+    FLUSH: gl.constexpr, PDL: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid: (B * H_q * cdiv(N_q, 192),). PDL: dkdv_kernel, which needs nothing of this one, may
     begin where processors have no program of this one left."""
@@ -252,7 +345,8 @@ def dq_kernel(
     k_smem = gl.allocate_shared_memory(gl.int8, [STAGES, 64, BLOCK_D], L)
     v_smem = gl.allocate_shared_memory(gl.int8, [STAGES, 64, BLOCK_D], L)
     kt_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_D, 64], Kt.layout)
-    vectors = gl.allocate_shared_memory(gl.float32, [STAGES, 64], V_scale.layout)
+    VECTORS: gl.constexpr = STAGES * (2 if CAUSAL else 1)  # of v, then of k
+    vectors = gl.allocate_shared_memory(gl.float32, [VECTORS, 64], V_scale.layout)
     totals = gl.allocate_shared_memory(gl.float32, [3, BLOCK_D // 4, 256], PLAIN)
     loaded = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -266,10 +360,10 @@ def dq_kernel(
     strides = (stride_b, stride_h, stride_n)
     shape = (H_q, H_q // H_kv, N2_q // 2, Q_pad, K_pad)
     gl.warp_specialize([
-        (_dq_consumer, (0, shared, tensors, strides, shape, D, BLOCK_D, STAGES, FLUSH)),
-        (_dq_consumer, (1, shared, tensors, strides, shape, D, BLOCK_D, STAGES, FLUSH)),
-        (_dq_consumer, (2, shared, tensors, strides, shape, D, BLOCK_D, STAGES, FLUSH)),
-        (_dq_producer, (Q, G, K, V, Kt, V_scale, shared, shape, BLOCK_D, STAGES)),
+        (_dq_consumer, (0, shared, tensors, strides, shape, CAUSAL, D, BLOCK_D, STAGES, FLUSH)),
+        (_dq_consumer, (1, shared, tensors, strides, shape, CAUSAL, D, BLOCK_D, STAGES, FLUSH)),
+        (_dq_consumer, (2, shared, tensors, strides, shape, CAUSAL, D, BLOCK_D, STAGES, FLUSH)),
+        (_dq_producer, (Q, G, K, V, Kt, K_scale, V_scale, shared, shape, CAUSAL, BLOCK_D, STAGES)),
     ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
 
 
@@ -277,10 +371,97 @@ def dq_kernel(
 
 
 @gluon.jit
+def _blocks_of_queries(row0, Q_rows, K_pad, CAUSAL: gl.constexpr):
+    """That see the keys from row0: of a query head, and of the group."""
+    per_head = Q_rows // 64
+    blocks = per_head
+    if CAUSAL:
+        per_head = (K_pad - row0) // 64
+        blocks = Q_rows // K_pad * per_head
+    return per_head, blocks
+
+
+@gluon.jit
+def _queries(
+    shared, k_tile, v_tile, s, d, dv, dk, j0, blocks, k_scale, v_scale,
+    CAUSAL: gl.constexpr, STAGES: gl.constexpr, UNROLL: gl.constexpr, S: gl.constexpr,
+    A: gl.constexpr,
+):  # fmt: skip
+    """s and d of block j0 + UNROLL, dv and dk after UNROLL blocks."""
+    k_smem, v_smem, q_smem, g_smem, qt_smem, ot_smem, vectors, totals, loaded, full, empty = shared
+    COLUMN: gl.constexpr = gl.SliceLayout(0, S)
+    zero = gl.full([64, 64], 0, gl.int32, S)
+    for u in gl.static_range(UNROLL):
+        j = j0 + u
+        stage, after = j % STAGES, (j + 1) % STAGES
+        if u > 0:  # in flight: the last block's dV, S, the last block's dK, D
+            s, dv = warpgroup_mma_wait(2, [s, dv])
+        q_scale = vectors.index(stage * 3).load(COLUMN)
+        m = vectors.index(stage * 3 + 1).load(COLUMN)
+        if CAUSAL:
+            x = s.to(gl.float32) * k_scale
+        else:
+            x, q_scale = s.to(gl.float32), q_scale * k_scale
+        p = _exp2(x * gl.expand_dims(q_scale, 0) - gl.expand_dims(m, 0))
+        p8 = _to_operand(p, A)
+        dv = warpgroup_mma(p8, ot_smem.index(stage).permute((1, 0)), dv, is_async=True)
+        if u > 0:
+            d, dk = warpgroup_mma_wait(1, [d, dk])
+            mbarrier.arrive(empty.index((j + STAGES - 1) % STAGES), count=1)
+        delta = vectors.index(stage * 3 + 2).load(COLUMN)
+        ds = p * (d.to(gl.float32) * v_scale - gl.expand_dims(delta, 0))
+        ds = _to_operand(ds, A)
+        mbarrier.wait(full.index(after), ((j + 1) // STAGES) & 1, pred=j + 1 < blocks)
+        s = _score(k_tile, q_smem, after, zero)  # of no block: not read
+        dk = warpgroup_mma(ds, qt_smem.index(stage).permute((1, 0)), dk, is_async=True)
+        d = _score(v_tile, g_smem, after, zero)
+    dv, s, dk, d = warpgroup_mma_wait(0, [dv, s, dk, d])
+    mbarrier.arrive(empty.index((j0 + UNROLL - 1) % STAGES), count=1)
+    return s, d, dv, dk
+
+
+@gluon.jit
+def _own_queries(
+    wg: gl.constexpr, shared, k_tile, v_tile, s, d, zero_o, j0, blocks, k_scale, v_scale,
+    STAGES: gl.constexpr, S: gl.constexpr, A: gl.constexpr,
+):  # fmt: skip
+    """(CAUSAL) `_queries` of the two blocks of the tile's own rows, of which none sees a later one;
+    dv and dk of them alone. One product after the other: with a mask in `_queries` registers do not
+    suffice."""
+    k_smem, v_smem, q_smem, g_smem, qt_smem, ot_smem, vectors, totals, loaded, full, empty = shared
+    COLUMN: gl.constexpr = gl.SliceLayout(0, S)
+    zero = gl.full([64, 64], 0, gl.int32, S)
+    dv, dk = zero_o, zero_o
+    for u in gl.static_range(2):
+        j = j0 + u
+        stage, after = j % STAGES, (j + 1) % STAGES
+        if u >= wg:  # no product of a p of zeros: its dv was wrong, dk was not (Triton 3.6)
+            q_scale = gl.expand_dims(vectors.index(stage * 3).load(COLUMN), 0)
+            m = gl.expand_dims(vectors.index(stage * 3 + 1).load(COLUMN), 0)
+            p = _exp2(s.to(gl.float32) * k_scale * q_scale - m)
+            if u == wg:
+                p = gl.where(_above(S), p, 0.0)
+            dv = warpgroup_mma(
+                _to_operand(p, A), ot_smem.index(stage).permute((1, 0)), dv, is_async=True
+            )
+            dv = warpgroup_mma_wait(0, [dv])
+            delta = gl.expand_dims(vectors.index(stage * 3 + 2).load(COLUMN), 0)
+            ds = _to_operand(p * (d.to(gl.float32) * v_scale - delta), A)
+            dk = warpgroup_mma(ds, qt_smem.index(stage).permute((1, 0)), dk, is_async=True)
+            dk = warpgroup_mma_wait(0, [dk])
+        mbarrier.arrive(empty.index(stage), count=1)
+        mbarrier.wait(full.index(after), ((j + 1) // STAGES) & 1, pred=j + 1 < blocks)
+        s = _score(k_tile, q_smem, after, zero)  # of no block: not read
+        d = _score(v_tile, g_smem, after, zero)
+        s, d = warpgroup_mma_wait(0, [s, d])
+    return s, d, dv, dk
+
+
+@gluon.jit
 def _dkdv_consumer(
     wg: gl.constexpr, shared, tensors, strides_k, strides_v, shape,
-    D: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, FLUSH: gl.constexpr,
-    UNROLL: gl.constexpr, FLUSH_DK: gl.constexpr,
+    CAUSAL: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+    FLUSH: gl.constexpr, UNROLL: gl.constexpr, FLUSH_DK: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup wg: 64 keys. dV's product runs beside the arithmetic of dS, dK's beside S and D of
     the next block of 64 queries."""
@@ -290,62 +471,55 @@ def _dkdv_consumer(
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 32])
     A: gl.constexpr = gl.DotOperandLayout(0, O, 4)
-    COLUMN: gl.constexpr = gl.SliceLayout(0, S)
     zero = gl.full([64, 64], 0, gl.int32, S)
     zero_o = gl.full([64, BLOCK_D], 0.0, gl.float32, O)
     L: gl.constexpr = _by_thread(zero_o).type.layout
 
-    head, row0 = _tile(N_kv, 128)
+    head, row0 = _tile(N_kv, 128, False)
+    per_head, blocks = _blocks_of_queries(row0, Q_rows, K_pad, CAUSAL)
     row0 += wg * 64
     here = head.to(gl.int64) * K_pad + row0
     v_scale = gl.load(V_scale + here + gl.arange(0, 64, layout=gl.SliceLayout(1, S)))
     v_scale = gl.expand_dims(v_scale, 1)
-    k_scale = gl.load(K_scale + here // 64)
+    if CAUSAL:
+        k_scale = gl.load(K_scale + here + gl.arange(0, 64, layout=gl.SliceLayout(1, S)))
+        k_scale = gl.expand_dims(k_scale, 1)
+    else:
+        k_scale = gl.load(K_scale + here // 64)
     places = gl.arange(0, BLOCK_D // 4, layout=gl.SliceLayout(1, L))[:, None] * 256
     places += gl.arange(0, 256, layout=gl.SliceLayout(0, L))[None, :]
     part = Part + (gl.program_id(0).to(gl.int64) * 2 + wg) * (64 * BLOCK_D) + places
 
     k_tile, v_tile, total = k_smem.index(wg), v_smem.index(wg), totals.index(wg)
-    blocks = Q_rows // 64
     mbarrier.wait(loaded, 0)
     mbarrier.wait(full.index(0), 0)
     s = _score(k_tile, q_smem, 0, zero)
     d = _score(v_tile, g_smem, 0, zero)
     s, d = warpgroup_mma_wait(0, [s, d])
     dk = zero_o
-    for far in range(0, blocks, FLUSH_DK):
-        dk = zero_o
-        end = gl.minimum(far + FLUSH_DK, blocks)
-        for first in range(far, end, FLUSH):
-            dv = zero_o
-            for j0 in range(first, gl.minimum(first + FLUSH, end), UNROLL):
-                for u in gl.static_range(UNROLL):
-                    j = j0 + u
-                    stage, after = j % STAGES, (j + 1) % STAGES
-                    if u > 0:  # in flight: the last block's dV, S, the last block's dK, D
-                        s, dv = warpgroup_mma_wait(2, [s, dv])
-                    q_scale = vectors.index(stage * 3).load(COLUMN) * k_scale
-                    m = vectors.index(stage * 3 + 1).load(COLUMN)
-                    p = _exp2(s.to(gl.float32) * gl.expand_dims(q_scale, 0) - gl.expand_dims(m, 0))
-                    p8 = _to_operand(p, A)
-                    dv = warpgroup_mma(p8, ot_smem.index(stage).permute((1, 0)), dv, is_async=True)
-                    if u > 0:
-                        d, dk = warpgroup_mma_wait(1, [d, dk])
-                        mbarrier.arrive(empty.index((j + STAGES - 1) % STAGES), count=1)
-                    delta = vectors.index(stage * 3 + 2).load(COLUMN)
-                    ds = p * (d.to(gl.float32) * v_scale - gl.expand_dims(delta, 0))
-                    ds = _to_operand(ds, A)
-                    mbarrier.wait(full.index(after), ((j + 1) // STAGES) & 1, pred=j + 1 < blocks)
-                    s = _score(k_tile, q_smem, after, zero)  # of no block: not read
-                    dk = warpgroup_mma(ds, qt_smem.index(stage).permute((1, 0)), dk, is_async=True)
-                    d = _score(v_tile, g_smem, after, zero)
-                dv, s, dk, d = warpgroup_mma_wait(0, [dv, s, dk, d])
-                mbarrier.arrive(empty.index((j0 + UNROLL - 1) % STAGES), count=1)
-            _flush(total, dv, first == 0)
-        if far > 0:
-            dk += _from_thread(gl.load(part), O)
-        if end < blocks:
-            gl.store(part, _by_thread(dk))
+    for first_block in range(0, blocks, per_head):  # of a query head; not CAUSAL: of all as one
+        begin = first_block
+        if CAUSAL:
+            s, d, dv, dk = _own_queries(
+                wg, shared, k_tile, v_tile, s, d, zero_o, begin, blocks, k_scale, v_scale,
+                STAGES, S, A,
+            )  # fmt: skip
+            _flush(total, dv, begin == 0)
+            dk = _add_part(dk, part, begin > 0, begin + 2 < blocks, O)
+            begin += 2
+        end = first_block + per_head
+        for far in range(begin, end, FLUSH_DK):
+            dk = zero_o
+            far_end = gl.minimum(far + FLUSH_DK, end)
+            for first in range(far, far_end, FLUSH):
+                dv = zero_o
+                for j in range(first, gl.minimum(first + FLUSH, far_end), UNROLL):
+                    s, d, dv, dk = _queries(
+                        shared, k_tile, v_tile, s, d, dv, dk, j, blocks, k_scale, v_scale,
+                        CAUSAL, STAGES, UNROLL, S, A,
+                    )  # fmt: skip
+                _flush(total, dv, first == 0)
+            dk = _add_part(dk, part, far > 0, far_end < blocks, O)
     warpgroup_mma_wait(0, [s, d])
     dv = _from_thread(total.load(L), O) * gl.load(Ot_scale + head)
     _store(dv, DV, row0, head, H_kv, N_kv, strides_v, D, O)
@@ -355,29 +529,33 @@ def _dkdv_consumer(
 @gluon.jit
 def _dkdv_producer(
     K, V, Q, G, Qt, Ot, Vectors, shared, shape,
-    BLOCK_D: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+    CAUSAL: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     k_smem, v_smem, q_smem, g_smem, qt_smem, ot_smem, vectors, totals, loaded, full, empty = shared
     H_kv, N_kv, Q_rows, K_pad = shape
-    head, row0 = _tile(N_kv, 128)
-    row0 += head * K_pad
+    head, first = _tile(N_kv, 128, False)
+    per_head, blocks = _blocks_of_queries(first, Q_rows, K_pad, CAUSAL)
+    row0 = head * K_pad + first
     plane = gl.num_programs(0) // ((N_kv + 127) // 128) * Q_rows  # rows of q in all heads
     mbarrier.expect(loaded, 4 * 64 * BLOCK_D)
     for wg in gl.static_range(2):
         tma_load(K, [row0 + wg * 64, 0], loaded, k_smem.index(wg))
         tma_load(V, [row0 + wg * 64, 0], loaded, v_smem.index(wg))
-    for j in range(0, Q_rows // 64):
+    for j in range(0, blocks):
         stage = j % STAGES
         mbarrier.wait(empty.index(stage), ((j // STAGES) & 1) ^ 1)
         bar = full.index(stage)
         mbarrier.expect(bar, 4 * 64 * BLOCK_D + 3 * 64 * 4)
-        row = head * Q_rows + j * 64
+        column = j * 64
+        if CAUSAL:
+            column = j // per_head * K_pad + first + j % per_head * 64
+        row = head * Q_rows + column
         tma_load(Q, [row, 0], bar, q_smem.index(stage))
         for n in gl.static_range(3):
             tma_load(Vectors, [n * plane + row], bar, vectors.index(stage * 3 + n))
         tma_load(G, [row, 0], bar, g_smem.index(stage))
-        tma_load(Ot, [head * BLOCK_D, j * 64], bar, ot_smem.index(stage))
-        tma_load(Qt, [head * BLOCK_D, j * 64], bar, qt_smem.index(stage))
+        tma_load(Ot, [head * BLOCK_D, column], bar, ot_smem.index(stage))
+        tma_load(Qt, [head * BLOCK_D, column], bar, qt_smem.index(stage))
     if PDL:  # what follows this kernel reads dQ, too
         gdc_wait()
 
@@ -388,19 +566,21 @@ def dkdv_kernel(
     Q, G,  # of [B * H_kv * Q_rows, BLOCK_D] INT8, blocks of 64 rows; Q_rows: H_q / H_kv * Q_pad
     Qt, Ot,  # of [B * H_kv * BLOCK_D, Q_rows] FP8, blocks of BLOCK_D rows and 64 tokens
     Vectors,  # of [3 * B * H_kv * Q_rows] fp32, blocks of 64: Q_scale, M, Delta as dq_kernel's
-    K_scale, V_scale,  # [B, H_kv, K_pad / 64], [B, H_kv, K_pad] fp32
+    K_scale, V_scale,  # [B, H_kv, K_pad / 64] (CAUSAL: K_pad), [B, H_kv, K_pad] fp32
     Qt_scale, Ot_scale,  # [B, H_kv] fp32: c^q, c^o
     Part,  # [programs, 2, 64 * BLOCK_D] fp32: totals of dK
     DK, DV,  # [B, H_kv, N_kv, D] out, fp16 or bf16, their last stride 1
     stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,  # of DK and DV, doubled
     H_kv, N2_kv, Q_rows, K_pad,  # N2_kv: 2 N_kv
-    D: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, FLUSH: gl.constexpr,
-    UNROLL: gl.constexpr, FLUSH_DK: gl.constexpr, PDL: gl.constexpr, REGISTERS: gl.constexpr,
+    CAUSAL: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+    FLUSH: gl.constexpr, UNROLL: gl.constexpr, FLUSH_DK: gl.constexpr, PDL: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid: (B * H_kv * cdiv(N_kv, 128),). Every FLUSH blocks dV is added to totals in shared
     memory, every FLUSH_DK dK to those in Part, where each thread adds to its own (there is no room
     in shared memory, and dS, unlike P, has both signs)."""
     gl.static_assert(FLUSH % UNROLL == 0 and FLUSH_DK % FLUSH == 0 and UNROLL <= 2)
+    gl.static_assert(UNROLL == 2 or not CAUSAL, "the tile's own queries are two blocks")
     L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_D], gl.int8)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     k_smem = gl.allocate_shared_memory(gl.int8, [2, 64, BLOCK_D], L)
@@ -425,9 +605,10 @@ def dkdv_kernel(
     strides_k, strides_v = (stride_kb, stride_kh, stride_kn), (stride_vb, stride_vh, stride_vn)
     shape = (H_kv, N2_kv // 2, Q_rows, K_pad)
     gl.warp_specialize([
-        (_dkdv_consumer, (0, shared, tensors, strides_k, strides_v, shape, D, BLOCK_D, STAGES,
-                          FLUSH, UNROLL, FLUSH_DK)),
-        (_dkdv_consumer, (1, shared, tensors, strides_k, strides_v, shape, D, BLOCK_D, STAGES,
-                          FLUSH, UNROLL, FLUSH_DK)),
-        (_dkdv_producer, (K, V, Q, G, Qt, Ot, Vectors, shared, shape, BLOCK_D, STAGES, PDL)),
+        (_dkdv_consumer, (0, shared, tensors, strides_k, strides_v, shape, CAUSAL, D, BLOCK_D,
+                          STAGES, FLUSH, UNROLL, FLUSH_DK)),
+        (_dkdv_consumer, (1, shared, tensors, strides_k, strides_v, shape, CAUSAL, D, BLOCK_D,
+                          STAGES, FLUSH, UNROLL, FLUSH_DK)),
+        (_dkdv_producer, (K, V, Q, G, Qt, Ot, Vectors, shared, shape, CAUSAL, BLOCK_D, STAGES,
+                          PDL)),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip

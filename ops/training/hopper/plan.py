@@ -3,11 +3,9 @@ backward by two kernels that prepare and two that multiply."""
 
 from collections.abc import Callable
 
-import torch
 import torch.nn.functional as F
 import triton
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.arguments import AttentionCall
@@ -15,7 +13,7 @@ from sage_inductor.ops.attention.hopper import plan
 from sage_inductor.ops.attention.hopper.plan import REGISTERS
 from sage_inductor.ops.attention.select import hopper_tile
 from sage_inductor.ops.compat import GluonDescriptor
-from sage_inductor.ops.formats import Kept, Prepared
+from sage_inductor.ops.formats import K_BLOCK, Kept, Prepared
 from sage_inductor.ops.launch import HAS_PDL, doubled, launch_cached, pdl_option
 from sage_inductor.ops.recipe import ROWSCALED_FORWARD
 from sage_inductor.ops.training.hopper.kernel import dkdv_kernel, dq_kernel
@@ -28,21 +26,24 @@ MAX_ROWS = 2**29  # of q, and of k, in all heads: TMA counts them in 32 bits
 
 
 def launch_forward(
-    q: Tensor, k: Tensor, k_scale: Tensor, k_mean: Tensor, v: Tensor, scale: float, out_bnhd: bool,
-    run: Callable = launch_cached,
+    q: Tensor, k: Tensor, k_scale: Tensor, k_mean: Tensor, v: Tensor, is_causal: bool,
+    scale: float, out_bnhd: bool, run: Callable = launch_cached,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """q [B, H_q, N_q, D] and v [B, H_kv, N_kv, D] in 16 bits, any strides, and k's codes, scales
-    and mean -> out [B, H_q, N_q, D] and Kept.stats."""
-    prepared, n_kv = Prepared(k, k_scale[..., None], k_mean), v.shape[2]
+    and mean (Kept's) -> out [B, H_q, N_q, D] and Kept.stats."""
+    k_scale = k_scale.unflatten(2, (-1, K_BLOCK)) if is_causal else k_scale[..., None]
+    prepared, n_kv = Prepared(k, k_scale, k_mean), v.shape[2]
+    visibility = Visibility(right=0 if is_causal else None)
 
     def call(q: Tensor, v: Tensor) -> AttentionCall:
         return AttentionCall.of(
-            q, prepared, v, Visibility(), scale, n_kv, ROWSCALED_FORWARD, out_bnhd
+            q, prepared, v, visibility, scale, n_kv, ROWSCALED_FORWARD, out_bnhd
         )
 
     a = call(q, v)
     if plan.why_not(a):  # q's channels are apart, or v's rows are none that TMA reads
-        a = call(q.contiguous(), F.pad(v, (0, -v.shape[3] % 8))[..., : v.shape[3]])
+        v_padded = F.pad(v, (0, -v.shape[3] % 8)).contiguous()  # of no padding v's strides
+        a = call(q.contiguous(), v_padded[..., : v.shape[3]])
     tile = hopper_tile(a)
     if tile is None:
         major, minor = tiles.capability(q.device)
@@ -78,10 +79,11 @@ def _launch_dq(kept: Kept, x: Operands, dq: Tensor, run: Callable) -> None:
         dq_kernel,
         (B * H_q * triton.cdiv(N_q, 192),),
         (_rows(kept.q), _rows(x.g), _rows(kept.k), _rows(kept.v), _turned(x.kt),
-         _numbers(x.v_scale), *x.vectors, x.row_scale, kept.k_scale, dq),
+         _numbers(x.v_scale_of_dq), x.vectors[0], x.m, x.delta, x.row_scale,
+         _numbers(kept.k_scale) if kept.is_causal else kept.k_scale, dq),
         (*doubled(dq.stride())[:3],
          H_q, H_kv, 2 * N_q, kept.q.shape[2], K_pad,  # shape
-         D, BLOCK_D, STAGES, FLUSH, HAS_PDL, consumer),
+         kept.is_causal, D, BLOCK_D, STAGES, FLUSH, HAS_PDL, consumer),
         num_warps=4, maxnreg=at_launch,
     )  # fmt: skip
 
@@ -100,30 +102,18 @@ def _launch_dkdv(kept: Kept, x: Operands, dk: Tensor, dv: Tensor, run: Callable)
          _numbers(x.vectors), kept.k_scale, x.v_scale, x.qt_scale, x.ot_scale, part, dk, dv),
         (*doubled(dk.stride())[:3], *doubled(dv.stride())[:3],
          H_kv, 2 * N_kv, x.qt.shape[3], K_pad,  # shape
-         D, BLOCK_D, STAGES, FLUSH, UNROLL, FLUSH_DK, HAS_PDL, consumer),
+         kept.is_causal, D, BLOCK_D, STAGES, FLUSH, UNROLL, FLUSH_DK, HAS_PDL, consumer),
         num_warps=4, maxnreg=at_launch, **pdl_option(HAS_PDL),
     )  # fmt: skip
 
 
 def _rows(codes: Tensor) -> GluonDescriptor:
-    return _descriptor(codes.flatten(0, 2), [64, codes.shape[3]])
+    return plan.described(codes.flatten(0, 2), (64, codes.shape[3]))
 
 
 def _turned(codes: Tensor) -> GluonDescriptor:
-    return _descriptor(codes.flatten(0, 2), [codes.shape[2], 64])
+    return plan.described(codes.flatten(0, 2), (codes.shape[2], 64))
 
 
 def _numbers(x: Tensor) -> GluonDescriptor:
-    return _descriptor(x.flatten(), [64])
-
-
-def _descriptor(x: Tensor, block: list[int]) -> GluonDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype])
-    return GluonDescriptor.from_tensor(x, block, layout)
-
-
-_DTYPES = {
-    torch.int8: gl.int8,
-    torch.float8_e4m3fn: gl.float8e4nv,
-    torch.float32: gl.float32,
-}
+    return plan.described(x.flatten(), (64,))

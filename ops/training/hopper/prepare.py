@@ -14,6 +14,14 @@ n_i = |o_i - v_mean|. A head of k and v, with the heads of q that share it, has
     rows     dO and o, 16 bits: g8, what is a number a row, maxima of each block of rows
     turn     q8, g8 and k8, 8 bits: qT, oT and kT, and what beta goes into
 
+CAUSAL (kernel.py), Norm_j = |v_j|, and with maxima over the keys j <= i that a row sees:
+
+    beta   = max_i (u_i max_j |v_j| + u_i n_i)
+    beta_i = u_i max_j (|v_j| ks_j) + u_i n_i max_j ks_j     of dQ, in m and in row_scale
+    c^k    = 127 / 448
+
+    bounds   between the two: beta, and what dQ's kernel reads of beta_i
+
 No channel has a scale of its own: E4M3 has 15 octaves of normal numbers, and on seven families of
 inputs gradients are as near with one scale a head (relative L1 within .0024). So rows of 16 bits
 are read once. Nothing is added in an order that changes: the same bits each time.
@@ -37,6 +45,7 @@ from sage_inductor.ops.launch import doubled, launch_cached
 from sage_inductor.ops.quantize.codes import abs_bits, scale_of, to_8bit
 
 NUM_WARPS = 4
+BOUNDS_ROWS = 1024
 _BLOCK = tl.constexpr(BLOCK)
 _FP8_MAX = tl.constexpr(E4M3_MAX)
 _LOG2_FP8_MAX = tl.constexpr(math.log2(E4M3_MAX))
@@ -62,6 +71,10 @@ class Operands(NamedTuple):
     v_scale: Tensor  # [B, H_kv, N_pad] fp32: vs / beta
     qt_scale: Tensor  # [B, H_kv] fp32: c^q
     ot_scale: Tensor  # c^o
+    # What dQ's kernel reads for the last two of vectors, and for v_scale: causal, others.
+    m: Tensor  # [B, H_q, M_pad] fp32: m - log2 448 + log2 beta_i
+    delta: Tensor  # [B, H_q, M_pad] fp32: without beta
+    v_scale_of_dq: Tensor  # [B, H_kv, N_pad] fp32: vs
 
 
 @triton.jit
@@ -76,13 +89,16 @@ def _rows_kernel(
     Stats,  # Kept's
     Q_scale, V, V_scale, V_mean,  # Kept's
     G,  # [B, H_q, M_pad, BLOCK_D] INT8 out
-    Vectors,  # [3, B, H_q, M_pad] out: Operands', but delta times beta
+    Vectors,  # [3, B, H_q, M_pad] out: Operands'; the last is Delta's
+    Delta,  # [B, H_q, M_pad] out: delta times beta; the last of Vectors, or CAUSAL another
     Wa,  # [B, H_q, M_pad] out: w a
+    Of_rows,  # [2, B, H_q, M_pad] out: u and u n; if CAUSAL
     Part, Part_v,  # [MAXIMA, B, H_q, M_pad / BLOCK], [B, H_kv, N_pad / BLOCK] out
+    # CAUSAL: two of MAXIMA alone; [B, H_kv, N_pad]: Norm
     stride_gb, stride_gh, stride_gn, stride_gd,
     stride_ob, stride_oh, stride_on, stride_od,
     q_blocks, heads, H_q, H_kv, N_q, M_pad,  # heads: B * H_q
-    SCALE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    SCALE: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Grid: ((B H_q M_pad + B H_kv N_pad) / BLOCK,). BLOCK rows of dO and o, then of v."""
     stride_gb, stride_gh, stride_gn = stride_gb // 2, stride_gh // 2, stride_gn // 2
@@ -94,7 +110,10 @@ def _rows_kernel(
         rows = block_v * _BLOCK + i
         v = tl.load(V + rows[:, None] * BLOCK_D + d[None, :]).to(tl.float32)
         norm = tl.sqrt(tl.sum(v * v, 1)) * tl.load(V_scale + rows)
-        tl.store(Part_v + block_v, _largest(norm))
+        if CAUSAL:
+            tl.store(Part_v + rows, norm)
+        else:
+            tl.store(Part_v + block_v, _largest(norm))
     else:
         head, block = (pid // blocks).to(tl.int64), pid % blocks
         b, h = head // H_q, head % H_q
@@ -124,19 +143,73 @@ def _rows_kernel(
         plane = M_pad.to(tl.int64) * heads
         tl.store(Vectors + here, tl.where(there, q_scale * (SCALE * _LOG2E), 0.0))
         tl.store(Vectors + plane + here, tl.where(there, m - _LOG2_FP8_MAX, _NO_QUERY))
-        tl.store(Vectors + 2 * plane + here, tl.sum(grad * out, 1))
+        tl.store(Delta + here, tl.sum(grad * out, 1))
         tl.store(Wa + here, wa)
+        un = u * tl.sqrt(tl.sum(out * out, 1))
+        if CAUSAL:
+            tl.store(Of_rows + here, u)
+            tl.store(Of_rows + plane + here, un)
         part = Part + head * blocks + block
         plane = blocks.to(tl.int64) * heads
         tl.store(part + _WA * plane, _largest(wa))
         tl.store(part + _WAQ * plane, _largest(wa * q_scale))
-        tl.store(part + _U * plane, _largest(u))
-        tl.store(part + _UN * plane, _largest(u * tl.sqrt(tl.sum(out * out, 1))))
+        if not CAUSAL:
+            tl.store(part + _U * plane, _largest(u))
+            tl.store(part + _UN * plane, _largest(un))
 
 
 @triton.jit
 def _at_least_tiny(x):
     return tl.where(x < _TINY, _TINY, x)
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _largest_so_far(x, before):
+    """Of numbers that are not negative, NaN above all, [ROWS]; before, as bits, of those before.
+    Returns what came next's before as well."""
+    bits = tl.maximum(tl.associative_scan(abs_bits(x), 0, _larger), before)
+    return bits.to(tl.float32, bitcast=True), tl.max(bits, 0)
+
+
+@triton.jit
+def _bounds_kernel(
+    K_scale, Norm,  # [B, H_kv, N_pad] in
+    Of_rows, Vectors, Wa,  # _rows_kernel's
+    Beta,  # [B, H_kv] out
+    M, Row_scale,  # Operands', out
+    heads, H_q, H_kv, N_pad,  # heads: B * H_q
+    SCALE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """(CAUSAL) Grid: (B * H_kv,), whose rows are looked at in their order."""
+    head_kv, group = tl.program_id(0).to(tl.int64), H_q // H_kv
+    head = (head_kv // H_kv) * H_q + head_kv % H_kv * group
+    plane = N_pad.to(tl.int64) * heads
+    v_bits, vk_bits, k_bits = 0, 0, 0
+    beta = tl.zeros([ROWS], tl.float32)
+    for first in range(0, N_pad, ROWS):
+        rows = first + tl.arange(0, ROWS)
+        there = rows < N_pad
+        norm = tl.load(Norm + head_kv * N_pad + rows, mask=there, other=0.0)
+        k_scale = tl.load(K_scale + head_kv * N_pad + rows, mask=there, other=0.0)
+        v, v_bits = _largest_so_far(norm, v_bits)
+        vk, vk_bits = _largest_so_far(norm * k_scale, vk_bits)
+        k, k_bits = _largest_so_far(k_scale, k_bits)
+        for g in range(group):
+            here = (head + g) * N_pad + rows
+            u = tl.load(Of_rows + here, mask=there, other=0.0)
+            un = tl.load(Of_rows + plane + here, mask=there, other=0.0)
+            m = tl.load(Vectors + plane + here, mask=there, other=0.0)
+            wa = tl.load(Wa + here, mask=there, other=0.0)
+            beta = tl.maximum(beta, u * v + un, tl.PropagateNan.ALL)
+            of_row = _at_least_tiny(u * vk + un * k)
+            tl.store(M + here, m + tl.log2(of_row), mask=there)
+            tl.store(Row_scale + here, wa * (of_row * (SCALE / _FP8_MAX * _OF_FP8)), mask=there)
+    tl.store(Beta + head_kv, _at_least_tiny(_largest(beta)))
 
 
 @triton.jit
@@ -152,11 +225,12 @@ def _turn_kernel(
     Q, Q_scale, K, K_scale, V_scale,  # Kept's
     G, Wa,  # _rows_kernel's
     Maxima, V_max, K_max,  # [MAXIMA, B, H_kv], [B, H_kv] twice
+    # CAUSAL: two of MAXIMA, _bounds_kernel's Beta; the last unread
     Qt, Ot, Kt,  # Operands', out
-    Vectors,  # in and out: delta
+    Delta, Vectors,  # _rows_kernel's, in; out: delta
     Row_scale, V_scaled, Qt_scale, Ot_scale,  # Operands', out
     q_blocks, heads, heads_kv, H_q, H_kv, M_pad, N_pad,  # heads_kv: B * H_kv
-    SCALE: tl.constexpr, BLOCK_D: tl.constexpr,
+    SCALE: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Grid: ((B H_q M_pad + B H_kv N_pad) / BLOCK,). BLOCK rows of q and dO, then of k and v.
 
@@ -172,11 +246,14 @@ def _turn_kernel(
     b, h = head // H_q, head % H_q
     head_kv = tl.where(is_key, head, b * H_kv + h // group)
     of_head = Maxima + head_kv
-    u = tl.load(of_head + _U * heads_kv) * tl.load(V_max + head_kv)
-    beta = _at_least_tiny(u + tl.load(of_head + _UN * heads_kv))
+    beta = tl.load(V_max + head_kv)
+    if not CAUSAL:
+        u = tl.load(of_head + _U * heads_kv) * beta
+        beta = _at_least_tiny(u + tl.load(of_head + _UN * heads_kv))
     largest_wa = _at_least_tiny(tl.load(of_head + _WA * heads_kv))
     largest_waq = _at_least_tiny(tl.load(of_head + _WAQ * heads_kv))
-    largest_k = _at_least_tiny(tl.load(K_max + head_kv))
+    if not CAUSAL:
+        largest_k = _at_least_tiny(tl.load(K_max + head_kv))
 
     place = tl.arange(0, _BLOCK)
     i = (place & ~15) | (place & 2) << 2 | (place & 12) >> 1 | (place & 1)
@@ -184,7 +261,9 @@ def _turn_kernel(
     here = head * N + first + i
     codes = here[:, None] * BLOCK_D + d[None, :]
     if is_key:
-        factor = tl.load(K_scale + here // _BLOCK) * (_TO_FP8 / largest_k)
+        factor = tl.full([_BLOCK], _TO_FP8, tl.float32)
+        if not CAUSAL:
+            factor = tl.load(K_scale + here // _BLOCK) * (_TO_FP8 / largest_k)
         _store_turned(tl.load(K + codes), factor, Kt, head, first + place, N, BLOCK_D)
         tl.store(V_scaled + here, tl.load(V_scale + here) / beta)
         if first == 0:
@@ -199,10 +278,11 @@ def _turn_kernel(
         _store_turned(tl.load(G + codes), factor, Ot, head_kv, columns, rows, BLOCK_D)
         factor = wa * tl.load(Q_scale + here) * (_TO_FP8 / largest_waq)
         _store_turned(tl.load(Q + codes), factor, Qt, head_kv, columns, rows, BLOCK_D)
-        scale = beta * (SCALE / _FP8_MAX) * (largest_k * _OF_FP8)
-        tl.store(Row_scale + here, wa * scale)
-        delta = Vectors + 2 * M_pad.to(tl.int64) * heads + here
-        tl.store(delta, tl.load(delta) / beta)
+        if not CAUSAL:
+            scale = beta * (SCALE / _FP8_MAX) * (largest_k * _OF_FP8)
+            tl.store(Row_scale + here, wa * scale)
+        plane = M_pad.to(tl.int64) * heads
+        tl.store(Vectors + 2 * plane + here, tl.load(Delta + here) / beta)
 
 
 def launch_prepare(
@@ -211,6 +291,7 @@ def launch_prepare(
     """grad, of out, and out [B, H_q, N_q, D] in 16 bits, any strides. scale: of the softmax, more
     than 0."""
     (B, H_q, N_q, D), (H_kv, N_pad, BLOCK_D), M_pad = out.shape, kept.k.shape[1:], kept.q.shape[2]
+    causal = kept.is_causal
 
     def fp8(rows: int) -> Tensor:
         return kept.k.new_empty((B, H_kv, BLOCK_D, rows), dtype=torch.float8_e4m3fn)
@@ -218,35 +299,51 @@ def launch_prepare(
     def fp32(*shape) -> Tensor:
         return kept.stats.new_empty(shape)
 
+    vectors, v_scale = fp32(3, B, H_q, M_pad), fp32(B, H_kv, N_pad)
+    of_dq = (vectors[1], vectors[2], v_scale)
+    if causal:
+        of_dq = (fp32(B, H_q, M_pad), fp32(B, H_q, M_pad), kept.v_scale)
     operands = Operands(
         torch.empty_like(kept.q), *(fp8(H_q // H_kv * M_pad) for _ in "qo"), fp8(N_pad),
-        fp32(3, B, H_q, M_pad), fp32(B, H_q, M_pad), fp32(B, H_kv, N_pad),
-        *(fp32(B, H_kv) for _ in "qo"),
+        vectors, fp32(B, H_q, M_pad), v_scale, *(fp32(B, H_kv) for _ in "qo"), *of_dq,
     )  # fmt: skip
-    wa, part = fp32(B, H_q, M_pad), fp32(MAXIMA, B, H_q, M_pad // BLOCK)
-    part_v = fp32(B, H_kv, N_pad // BLOCK)
+    wa, part = fp32(B, H_q, M_pad), fp32(2 if causal else MAXIMA, B, H_q, M_pad // BLOCK)
+    part_v = fp32(B, H_kv, N_pad if causal else N_pad // BLOCK)
+    of_rows = fp32(2, B, H_q, M_pad) if causal else wa  # not touched
     q_blocks, kv_blocks = B * H_q * M_pad // BLOCK, B * H_kv * N_pad // BLOCK
     grid = (q_blocks + kv_blocks,)
     run(
         _rows_kernel,
         grid,
         (grad, out, kept.stats, kept.q_scale, kept.v, kept.v_scale, kept.v_mean,
-         operands.g, operands.vectors, wa, part, part_v),
+         operands.g, vectors, operands.delta, wa, of_rows, part, part_v),
         (*doubled(grad.stride()), *doubled(out.stride()),
          q_blocks, B * H_q, H_q, H_kv, N_q, M_pad,  # shape
-         scale, D, BLOCK_D),
+         scale, causal, D, BLOCK_D),
         num_warps=NUM_WARPS,
     )  # fmt: skip
-    maxima = part.view(MAXIMA, B, H_kv, -1).amax(3)
+    maxima = part.view(part.shape[0], B, H_kv, -1).amax(3)
+    if causal:
+        v_max = k_max = fp32(B, H_kv)
+        run(
+            _bounds_kernel,
+            (B * H_kv,),
+            (kept.k_scale, part_v, of_rows, vectors, wa, v_max, operands.m, operands.row_scale),
+            (B * H_q, H_q, H_kv, N_pad,  # shape
+             scale, BOUNDS_ROWS),
+            num_warps=NUM_WARPS,
+        )  # fmt: skip
+    else:
+        v_max, k_max = part_v.amax(2), kept.k_scale.amax(2)
     run(
         _turn_kernel,
         grid,
         (kept.q, kept.q_scale, kept.k, kept.k_scale, kept.v_scale, operands.g, wa,
-         maxima, part_v.amax(2), kept.k_scale.amax(2),
-         operands.qt, operands.ot, operands.kt, operands.vectors,
-         operands.row_scale, operands.v_scale, operands.qt_scale, operands.ot_scale),
+         maxima, v_max, k_max,
+         operands.qt, operands.ot, operands.kt, operands.delta, vectors,
+         operands.row_scale, v_scale, operands.qt_scale, operands.ot_scale),
         (q_blocks, B * H_q, B * H_kv, H_q, H_kv, M_pad, N_pad,  # shape
-         scale, BLOCK_D),
+         scale, causal, BLOCK_D),
         num_warps=NUM_WARPS,
     )  # fmt: skip
     return operands

@@ -1,0 +1,435 @@
+"""Whether the error of attention that trains in 8 bits is hidden in the noise of the gradient.
+
+    found = sage_inductor.diagnose_training(model, *batch, loss=lambda out: ...)  # print(found)
+
+The gradient of a batch stands for that of all examples there are. How far off it is, its noise, is
+told by how far the examples of the batch differ. Of B examples, c_b is what one adds to it:
+
+    G     = sum of c_b
+    noise = sqrt(B / (B - 1) * sum of |c_b - G / B|^2)
+    error = |G by a recipe - G|
+
+The model runs once, op by op and as it was, and a probe keeps each attention call's q, k, v and
+out. Then the gradient that reaches out is taken back to dq, dk and dv exactly and by each recipe,
+and from there to the parameters of the module that makes the call. The norms are over those: no
+recipe's error reaches another call.
+
+Source: An Empirical Model of Large-Batch Training (arXiv:1812.06162).
+
+Shapes: B batch, H_q and H_kv heads, N_q and N_kv sequence, D head_dim.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sage_inductor import options
+from sage_inductor.backend import run_graphs
+from sage_inductor.decide import decide
+from sage_inductor.diagnose import MAX_SCORES, MOST_SHOWN, SDPA, Progress
+from sage_inductor.ops.reference.exact import attention_exact
+from sage_inductor.ops.training.gradients import trained_by
+from sage_inductor.options import AUTO, OFF
+from sage_inductor.patterns import Decision, Site, rewrite
+from sage_inductor.patterns.call import UNNAMED, Call
+from sage_inductor.patterns.eligible import is_causal
+from sage_inductor.patterns.graph import value_of
+from sage_inductor.patterns.replace import stand_in
+from sage_inductor.report import grouped, path_of, table
+from sage_inductor.settings import Settings
+
+RECIPES = tuple(name for name in options.TRAINING if name not in (OFF, AUTO))
+# Each part of a batch is followed to the parameters by itself. Of a batch of windows there may be
+# thousands; 32 parts know the noise to 1 / sqrt(2 * 31), 13 %, and better over many parameters.
+MOST_PARTS = 32
+NO_GRADIENT = "was not measured: it needs no gradient"
+Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k and v
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientRow:
+    """The error of the gradient by one recipe at one attention call; where that ran several times,
+    at its worst. Norms are Euclidean, over all parameters of a module that the call reaches."""
+
+    site: Site  # with the sizes it ran with
+    recipe: str  # or "sdpa": scaled_dot_product_attention in the model's own dtype
+    parameters: str  # path of the module whose parameters they are; "": the model
+    error: float
+    noise: float
+    gradient: float  # more than 0
+
+    @property
+    def ratio(self) -> float:
+        """|error| / noise; of examples that are all alike infinite."""
+        return self.error / self.noise if self.noise else math.inf
+
+    @property
+    def badness(self) -> float:
+        """The ratio, by which rows are compared: nothing is worse than NaN."""
+        return math.inf if math.isnan(self.ratio) else self.ratio
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingDiagnosis:
+    """What `diagnose_training` found. `print` it for a verdict and a table (of calls that differ in
+    the numbers in their module's path alone, the worst); `details` has every number."""
+
+    rows: tuple[GradientRow, ...]  # worst ratio first
+    unmeasured: tuple[Site, ...]  # attention calls without rows; `reason` says why
+
+    @property
+    def verdict(self) -> str:
+        """One line: "24 calls, |error| / noise of the gradient at most: sdpa 0.01, g 0.09"."""
+        worst = {row.recipe: row for row in reversed(self.rows)}
+        each = [f"{name} {worst[name].ratio:.3g}" for name in (SDPA, *RECIPES) if name in worst]
+        text = f"{len({(row.site.module, row.site.call) for row in self.rows})} calls"
+        if each:
+            text += f", |error| / noise of the gradient at most: {', '.join(each)}"
+        if self.unmeasured:
+            text += f"; not measured: {len(self.unmeasured)} calls"
+        return text
+
+    def __str__(self):
+        lines, shown = [self.verdict], self._shown()
+        groups = self._groups(shown)
+        if groups:
+            head = ("module", "count", "q", "k", "dtype", "mask", "noise / |gradient|", *shown)
+            lines += ["", table([head, *groups[:MOST_SHOWN]])]
+            if groups[MOST_SHOWN:]:
+                lines.append(f"and {len(groups) - MOST_SHOWN} rows of smaller ratios")
+            lines.append(
+                "|error| / noise, the worst of each row's calls; more: print(found.details())"
+            )
+        for where, sites in grouped(self.unmeasured, path_of, lambda x: (x.spelling, x.reason)):
+            lines.append(f"{where} x{len(sites)} ({sites[0].spelling}): {sites[0].reason}")
+        return "\n".join(lines)
+
+    def details(self) -> str:
+        """A table of every measured call and recipe, the worst ratio first."""
+        head = ("module", "call", "q", "k", "dtype", "mask", "parameters of", "recipe",
+                "|error| / noise", "|error| / |gradient|", "noise / |gradient|")  # fmt: skip
+        rows = (
+            (
+                path_of(row.site), row.site.call, *_sizes(row), row.parameters or "the model",
+                row.recipe, f"{row.ratio:.6g}",
+                *(f"{x / row.gradient:.6g}" for x in (row.error, row.noise)),
+            )
+            for row in self.rows
+        )  # fmt: skip
+        return table([head, *rows])
+
+    def _shown(self) -> list[str]:
+        return [name for name in (SDPA, *RECIPES) if any(row.recipe == name for row in self.rows)]
+
+    def _groups(self, shown: list[str]) -> list[tuple[str, ...]]:
+        """Cells of the printed table, the worst first."""
+        lines = []
+        for where, rows in grouped(self.rows, lambda row: path_of(row.site), _sizes):
+            worst = {row.recipe: row for row in reversed(rows)}  # self.rows: the worst comes first
+            calls = {(row.site.module, row.site.call) for row in rows}
+            noise = min(row.noise / row.gradient for row in rows)
+            ratios = (f"{worst[x].ratio:.3g}" if x in worst else "-" for x in shown)
+            cells = (where, f"x{len(calls)}", *_sizes(rows[0]), f"{noise:.3g}", *ratios)
+            lines.append((rows[0].badness, cells))
+        return [cells for _, cells in sorted(lines, key=lambda line: -line[0])]
+
+
+def _sizes(row: GradientRow) -> tuple[str, ...]:
+    site = row.site
+    return str(list(site.q)), str(list(site.k)), site.dtype, site.mask
+
+
+def diagnose_training(
+    model: nn.Module,
+    *args,
+    loss: Callable[..., Tensor],
+    recipes: str | Sequence[str] | None = None,
+    **kwargs,
+) -> TrainingDiagnosis:
+    """Run ``loss(model(*args, **kwargs))`` once, backward too, and measure at every attention call
+    the error of the gradient by each recipe of ``sage.training``, beside the gradient's noise.
+
+    loss: what is trained for, of the model's output: one number, a mean or a sum over examples.
+    recipes: "g", "sagebwd", or both; only those are measured that take the call, on the inputs'
+    device (on CPU both, emulated). The examples are the batch dimension of q, k and v, 2 or more.
+    The gradient is that of the parameters of the module that makes the call, as far as q, k and v
+    depend on them, or where they depend on none, of the modules around it.
+
+    The model runs in the mode that it is in: call ``model.train()`` before. Its parameters, their
+    ``grad``, its buffers, and the state of torch's random generators stay as they are. Hooks of
+    parameters run, and what else a forward pass changes it changes. Dynamo's caches are reset.
+    After three seconds stderr shows how many calls are measured. Memory: that of a training step
+    without checkpoints, and what one call takes in float64, some rows at a time; on CPU also a
+    dozen times [H_q / H_kv, N_q, N_kv] in float64.
+
+    Raises TypeError if model is no nn.Module; ValueError for unknown recipes, a loss that is not
+    one number with a gradient, a batch of 1, or a model that makes no attention call.
+    """
+    recipes = [recipes] if isinstance(recipes, str) else recipes
+    recipes = tuple(RECIPES if recipes is None else recipes)
+    if not recipes or not set(recipes) <= set(RECIPES):
+        raise ValueError(f"diagnose_training: recipes must be of {RECIPES}, got {recipes}")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"diagnose_training: model must be an nn.Module, got {type(model)}")
+    probes, refused = [], []
+
+    def see(gm: torch.fx.GraphModule) -> None:
+        calls = []
+        sites = rewrite(
+            gm, lambda call: _studied(call, recipes), put=lambda *each: calls.append(each)
+        )
+        refused.extend(site for site in sites if not site.rewritten)
+        # From the last to the first: what a call reads may be what an earlier one returns, which a
+        # probe is put in the place of.
+        probes.extend(_Probe(*each, recipes) for each in reversed(calls))
+        for module in gm.modules():
+            if isinstance(module, torch.fx.GraphModule):
+                module.recompile()
+
+    with _as_it_was(model), contextlib.closing(Progress()) as progress, torch.enable_grad():
+        value = loss(run_graphs(see, model, args, kwargs))
+        if not (isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad):
+            raise ValueError(
+                "diagnose_training: loss must return one number that needs a gradient, got "
+                f"{_described(value)}"
+            )
+        if not probes and not refused:
+            raise ValueError("diagnose_training: the model must make an attention call")
+        runs = [(probe, run) for probe in probes for run in probe.end()]
+        if runs and all(run.q.shape[0] == 1 for _, run in runs):
+            raise ValueError(
+                "diagnose_training: the noise of a gradient is told by how far examples differ: "
+                "the inputs must be a batch of 2 or more, got 1"
+            )
+        outs = [run.out for _, run in runs]
+        grads = (
+            torch.autograd.grad(value, outs, retain_graph=True, allow_unused=True) if outs else ()
+        )
+        progress.expect(len(runs))
+        for (probe, run), grad in zip(runs, grads, strict=True):
+            probe.measure(model, run, grad)
+            progress.step()
+    refused += [
+        dataclasses.replace(probe.site, decision=Decision(None, probe.reason))
+        for probe in probes
+        if not probe.rows
+    ]
+    rows = [row for probe in reversed(probes) for row in probe.rows.values()]
+    return TrainingDiagnosis(tuple(sorted(rows, key=lambda row: -row.badness)), tuple(refused))
+
+
+@contextlib.contextmanager
+def _as_it_was(model: nn.Module) -> Iterator[None]:
+    """Buffers and random generators are put back afterwards."""
+    tensors = (*model.parameters(), *model.buffers())
+    buffers = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+    with torch.random.fork_rng(sorted({x.get_device() for x in tensors if x.is_cuda})):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for module, name, buffer, before in buffers:
+                    setattr(module, name, buffer.copy_(before))
+
+
+def _described(value) -> str:
+    if not isinstance(value, Tensor):
+        return str(type(value))
+    return f"shape {list(value.shape)}, requires_grad={value.requires_grad}"
+
+
+# -- what is kept of a run ----
+
+
+def _settings(recipe: str) -> Settings:
+    return Settings(emulate=True, force=True, training=recipe)
+
+
+def _studied(call: Call, recipes: tuple[str, ...]) -> Decision:
+    """The first recipe that takes the call, or why none does."""
+    if isinstance(call.out, Tensor) and not call.out.requires_grad:
+        return Decision(None, NO_GRADIENT)
+    found = [decide(call, _settings(recipe)) for recipe in recipes]
+    taken = (each for each in found if each.recipe is not None)
+    reasons = dict.fromkeys(each.reason for each in found)
+    return next(taken, Decision(None, "; ".join(reasons)))
+
+
+class _Run(NamedTuple):
+    """Of the model's own graph of gradients."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+
+
+class _Probe:
+    """Stands for an attention call: computes it as SDPA does, and keeps what it was given."""
+
+    def __init__(self, call: Call, site: Site, recipes: tuple[str, ...]):
+        self.recipes = [r for r in recipes if decide(call, _settings(r)).recipe is not None]
+        self.site, self.is_causal, self.scale = site, is_causal(call), call.scale
+        self.runs: list[_Run] | None = []
+        self.rows: dict[str, GradientRow] = {}  # by recipe
+        self.reason = "was not run with these inputs"
+        with torch.no_grad():
+            out = call.emit(
+                F.scaled_dot_product_attention, call.q, call.k, call.v,
+                is_causal=self.is_causal, scale=call.scale, enable_gqa=call.enable_gqa,
+            )  # fmt: skip
+            kept = call.emit.insert(self.keep, (call.q, call.k, call.v, out), value_of(out))
+            stand_in(call, kept)
+
+    def keep(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:
+        """[B, H_q, N_q, D], [B, H_kv, N_kv, D] twice, [B, H_q, N_q, D], which it returns."""
+        if (
+            self.runs is not None and type(out) is Tensor
+        ):  # a branch of cond is traced, by fake ones
+            self.runs.append(_Run(q, k, v, out))
+        return out
+
+    def end(self) -> list[_Run]:
+        """The runs so far. What a checkpoint runs again later is none."""
+        runs, self.runs = self.runs, None
+        return runs
+
+    def measure(self, model: nn.Module, run: _Run, grad: Tensor | None) -> None:
+        """grad [B, H_q, N_q, D]: what reaches run.out."""
+        if run.q.shape[0] == 1:
+            self.reason = "was not measured: a batch of 1 has no gradient noise"
+            return
+        self.reason = "was not measured: its gradient is 0"
+        if grad is None:
+            return
+        site = dataclasses.replace(self.site, q=tuple(run.q.shape), k=tuple(run.k.shape))
+        scale = float(run.q.shape[3] ** -0.5 if self.scale is None else self.scale)
+        q, k, v = (x.detach().to(run.out.dtype) for x in run[:3])  # as autocast gives them to SDPA
+        # Backward, the emulation runs outside of its op, where autocast would reach it.
+        with torch.autocast(q.device.type, enabled=False):
+            exact = _exact(q, k, v, grad, self.is_causal, scale)
+            path, parameters = _parameters_of(model, self.site.module, run, exact)
+            gradient = _followed(run, exact, parameters)
+            size = _norm(gradient)
+            if not size:
+                return
+            noise = _noise(run, exact, parameters, gradient)
+            for name in (SDPA, *self.recipes):
+                found = _by(name, q, k, v, grad, self.is_causal, scale)
+                errors = tuple(x - y for x, y in zip(found, exact, strict=True))
+                error = _norm(_followed(run, errors, parameters))
+                row = GradientRow(site, name, path, error, noise, size)
+                self.rows[name] = max(self.rows.get(name, row), row, key=lambda row: row.badness)
+
+
+# -- from the call to parameters ----
+
+
+def _parameters_of(
+    model: nn.Module, path: str, run: _Run, gradients: Gradients
+) -> tuple[str, list[nn.Parameter]]:
+    """The module that makes the call, or if q, k and v depend on none of its parameters, the first
+    around it of which they do; and those."""
+    modules = {}
+    for name, module in model.named_modules():
+        name = ".".join(each for each in name.split(".") if each not in UNNAMED)
+        modules.setdefault(name, module)
+    while True:
+        module = modules.get(path)
+        trained = [p for p in module.parameters() if p.requires_grad] if module is not None else []
+        found = _followed(run, gradients, trained)
+        reached = [p for p, x in zip(trained, found, strict=True) if x is not None]
+        if reached or not path:
+            return path, reached
+        path = path.rpartition(".")[0]
+
+
+def _followed(run: _Run, gradients: Gradients, parameters: list) -> list[Tensor | None]:
+    """What `gradients` at q, k and v are at the parameters; None of one that is not reached."""
+    if not parameters:
+        return []
+    needed = [
+        (x, gradient.to(x.dtype))
+        for x, gradient in zip(run[:3], gradients, strict=True)
+        if x.requires_grad
+    ]
+    inputs, given = zip(*needed, strict=True)
+    return list(
+        torch.autograd.grad(inputs, parameters, given, retain_graph=True, allow_unused=True)
+    )
+
+
+def _noise(run: _Run, exact: Gradients, parameters: list, gradient: list[Tensor]) -> float:
+    """The deviation of the batch's gradient, from one batch: that of parts of n_j examples, where c
+    and n are sums over a part, has the expectation (1 - n_j / B) n_j / B of its square."""
+    B, found, degrees = run.q.shape[0], 0.0, 0.0
+    for part in torch.arange(B).tensor_split(min(B, MOST_PARTS)):
+        of_part = [torch.zeros_like(x) for x in exact]
+        for x, y in zip(of_part, exact, strict=True):
+            x[part] = y[part]
+        share = len(part) / B
+        added = _followed(run, of_part, parameters)
+        found += _norm([c - share * g for c, g in zip(added, gradient, strict=True)]) ** 2
+        degrees += share * (1 - share)
+    return math.sqrt(found / degrees)
+
+
+def _norm(tensors: list[Tensor]) -> float:
+    return math.sqrt(sum(x.double().square().sum().item() for x in tensors))
+
+
+# -- from out to q, k and v ----
+
+
+def _exact(q, k, v, grad, causal: bool, scale: float) -> Gradients:
+    """In float64, a part of the rows of one example and one head of k at a time."""
+    (B, H_kv, N_kv, _), (G, N_q) = k.shape, (q.shape[1] // k.shape[1], q.shape[2])
+    dq, dk, dv = (torch.zeros_like(x, dtype=torch.float64) for x in (q, k, v))
+    rows = max(1, MAX_SCORES // (G * N_kv))
+    for b, h, first in itertools.product(range(B), range(H_kv), range(0, N_q, rows)):
+        of_q = slice(b, b + 1), slice(h * G, (h + 1) * G), slice(first, first + rows)
+        of_kv = slice(b, b + 1), slice(h, h + 1)
+        leaves = [x.double().requires_grad_() for x in (q[of_q], k[of_kv], v[of_kv])]
+        out, _ = attention_exact(*leaves, scale, right=first if causal else None)
+        found = torch.autograd.grad(out, leaves, grad[of_q].double())
+        dq[of_q] = found[0]
+        dk[of_kv] += found[1]
+        dv[of_kv] += found[2]
+    return dq, dk, dv
+
+
+def _by(recipe: str, q, k, v, grad, causal: bool, scale: float) -> Gradients:
+    """Of SDPA or a recipe. The emulation holds all scores, so on CPU it gets one example and one
+    head of k at a time."""
+
+    def attend(q, k, v):
+        if recipe == SDPA:
+            return F.scaled_dot_product_attention(
+                q, k, v, is_causal=causal, scale=scale, enable_gqa=True
+            )
+        return trained_by(recipe)(q, k, v, causal, scale, False)[0]
+
+    H_kv, G = k.shape[1], q.shape[1] // k.shape[1]
+    batches = (
+        [slice(b, b + 1) for b in range(q.shape[0])] if q.device.type == "cpu" else [slice(None)]
+    )
+    step = 1 if q.device.type == "cpu" else H_kv
+    found = tuple(torch.empty_like(x) for x in (q, k, v))
+    for b, h in itertools.product(batches, range(0, H_kv, step)):
+        of_q, of_kv = (b, slice(h * G, (h + step) * G)), (b, slice(h, h + step))
+        leaves = [x.requires_grad_() for x in (q[of_q], k[of_kv], v[of_kv])]
+        each = torch.autograd.grad(attend(*leaves), leaves, grad[of_q].to(q.dtype))
+        for whole, part, x in zip(found, (of_q, of_kv, of_kv), each, strict=True):
+            whole[part] = x
+    return found
