@@ -61,7 +61,7 @@ from sage_inductor.patterns.call import CAUSAL, Site
 COMMON_DIMS = (64, 128)
 OTHER_DIMS = (40, 48, 72, 80, 96, 112, 160, 192, 256)
 KINDS = {"full": 45, "causal": 25, "keys": 15, "window": 15}  # of sage_inductor.cost; in percent
-STEPS = {"full-training": 100}
+STEPS = {"full-training": 50, "causal-training": 50}
 MAX_FLOPS = 2.5e13  # 0.05 s of an H200, and under a mask less than 0.5 s
 MAX_BYTES = 4 << 30  # q, k, v and out
 MAX_MASK = 2**29  # elements of a window's mask, which SDPA is given
@@ -272,13 +272,15 @@ def decided(call: Call, device: torch.device, **overrides) -> Site:
 def graph_of(call: Call, device: torch.device) -> tuple[Callable, tuple]:
     """The function that makes the call, and its arguments; to be called where tensors are fake."""
 
+    is_causal = TRAINED.get(call.kind, call.kind) == "causal"
+
     def function(q, k, v, attn_mask=None):
         if call.window is not None:
             i = torch.arange(call.N_q, device=device).unsqueeze(1)
             j = torch.arange(call.N_kv, device=device)
             attn_mask = (j >= i - call.window[0]) & (j <= i + call.window[1])
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask, is_causal=call.kind == "causal", enable_gqa=call.H_q != call.H_kv
+            q, k, v, attn_mask, is_causal=is_causal, enable_gqa=call.H_q != call.H_kv
         )
 
     dtype = getattr(torch, call.dtype)

@@ -63,7 +63,8 @@ CAUSES = (
     Cause("training: the backward recomputes", "for inference, call the model under "
           "torch.no_grad(); to train all the same set options={'sage.force': True}", "training"),
 
-    Cause("trains (calls|head_dims|in 16 bits|on compute|with the Hopper|from compute)",
+    Cause("trains (calls|causal calls|head_dims|in 16 bits|on compute|with the Hopper|from "
+          "compute)",
           'give this call a rule of the policy with "training": "off"',
           "what sage.training asks for is not for it"),
 

@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterable
 import torch
 
 from sage_inductor import measured
+from sage_inductor.cost import TRAINED
 from sage_inductor.decide import recipes_of
 from sage_inductor.measured import MANY, Family, Table
 from sage_inductor.ops.attention import tiles
 
 HEAD_DIMS = (64, 96, 128, 256)
-KINDS = ("full", "causal", "window", "keys", "full-training")
+KINDS = ("full", "causal", "window", "keys", *TRAINED)
 ROUNDS = 2  # of a size's timing
 
 

@@ -35,6 +35,7 @@ from sage_inductor.patterns import bands
 from sage_inductor.patterns.call import Band, Call
 from sage_inductor.patterns.graph import Emitter, GraphIndex
 from sage_inductor.policy import Rule
+from sage_inductor.remedies import cause_of
 from sage_inductor.settings import Settings
 
 MASKS = {
@@ -670,8 +671,9 @@ def test_g_wins_by_the_margin_of_inference(monkeypatch):
 @pytest.mark.parametrize(
     "given, reason",
     [
-        ({"kind": "keys"}, "g trains calls without a mask, got bool"),
-        ({"kind": "window"}, "g trains calls without a mask, got window"),
+        ({"kind": "keys"}, "g trains calls without a mask but the causal one, got bool"),
+        ({"kind": "window"}, "g trains calls without a mask but the causal one, got window"),
+        ({"kind": "causal", "N_kv": 9000}, "g trains causal calls of as many queries as keys"),
         ({"shape": (1, 32, 32, 16384, 160)}, "g trains head_dims up to 128"),
         ({"capability": (8, 9)}, "g trains on compute capability 9.0, got 8.9"),
         ({"dtype": torch.float32}, "fp32 is asked for"),
@@ -685,7 +687,7 @@ def test_what_g_does_not_train_stays_and_is_not_measured(given, reason, monkeypa
     measuring = Measuring(monkeypatch, trained_table())
     site = step(monkeypatch, **given)
     assert not site.rewritten and site.reason.startswith(reason)
-    assert not measuring.asked
+    assert not measuring.asked and not cause_of(site.reason).remedy.startswith("please report")
 
 
 def test_a_policy_may_say_auto_in_training(monkeypatch):
@@ -694,15 +696,16 @@ def test_a_policy_may_say_auto_in_training(monkeypatch):
     assert site.recipe == "g"
 
 
-def test_a_step_that_nothing_is_known_of_is_measured_while_it_compiles(monkeypatch):
+@pytest.mark.parametrize("kind", ["full", "causal"])
+def test_a_step_that_nothing_is_known_of_is_measured_while_it_compiles(kind, monkeypatch):
     measuring = Measuring(monkeypatch, trained_table())
-    assert step(monkeypatch).recipe == "g"
-    assert measuring.asked == [("cuda", Family(128, 128, "full-training"), ("g",))]
-    step(monkeypatch, (1, 32, 32, 8192, 128))
+    assert step(monkeypatch, kind=kind).recipe == "g"
+    assert measuring.asked == [("cuda", Family(128, 128, f"{kind}-training"), ("g",))]
+    step(monkeypatch, (1, 32, 32, 8192, 128), kind=kind)
     assert len(measuring.asked) == 1  # it is known now
     measuring.tables.clear()
     for given in ({"training": "g"}, {"force": True}, {"training": "off"}):
-        step(monkeypatch, **given)
+        step(monkeypatch, kind=kind, **given)
     assert len(measuring.asked) == 1
 
 

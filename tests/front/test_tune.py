@@ -1043,6 +1043,7 @@ def test_the_kernels_of_a_step_are_all_compiled_before(on_cpu, monkeypatch):
         @staticmethod
         def backward(ctx, grad):
             threads.append(threading.get_ident())
+            assert not torch._C._is_multithreading_enabled()  # else, on a GPU, another thread's
             launch.launch_cached("backward", (1,), (grad,), ())
             return grad, None, None
 
