@@ -192,7 +192,7 @@ def test_the_longest_pieces_of_a_causal_head_run_at_once():
     """Two halves of a head of 8,192 take as long as four heads of 4,096, uncut."""
     cut, uncut = (Sizes(1, H, H, N, N, None, 0) for H, N in ((1, 8192), (4, 4096)))
     found, other = (features(each, 128, FLASH, 132) for each in (cut, uncut))
-    assert (found[-1], other[-1]) == (1, 0) and found[3] == other[3] == 4096
+    assert (found[IS_CUT], other[IS_CUT]) == (1, 0) and found[3] == other[3] == 4096
 
 
 def test_some_calls_are_cut_and_some_are_not():
