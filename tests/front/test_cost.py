@@ -288,12 +288,12 @@ def test_of_what_one_size_has_a_fit_says_nothing():
     """The one call that is cut takes 0.5 ms more, for a reason of its own."""
     sizes = [Sizes(1, 24, 24, N, N) for N in (1024, 2048, 2500, 4096, 5001, 8192)]
     cut = Sizes(1, 1, 1, 4096, 4096)
-    assert [features(each, 128, FLASH, 132)[-1] for each in (*sizes, cut)] == [0] * 6 + [1]
+    assert [features(each, 128, FLASH, 132)[IS_CUT] for each in (*sizes, cut)] == [0] * 6 + [1]
     times = {each: 1e-3 + 1e-5 * features(each, 128, FLASH, 132)[3] for each in (*sizes, cut)}
     times[cut] += 0.5
-    assert cost.fit(times, 132, dealt=FLASH).coefficients[-1] == 0
+    assert cost.fit(times, 132, dealt=FLASH).coefficients[IS_CUT] == 0
     times[Sizes(1, 2, 2, 4096, 4096)] = times[cut]
-    assert cost.fit(times, 132, dealt=FLASH).coefficients[-1] > 0.1
+    assert cost.fit(times, 132, dealt=FLASH).coefficients[IS_CUT] > 0.1
 
 
 def test_a_fit_takes_what_is_known_of_the_preparation():
@@ -316,17 +316,21 @@ def test_a_fit_takes_what_is_known_of_the_preparation():
     )
 
 
-@pytest.mark.parametrize("kind", ["full", "window"])
+@pytest.mark.parametrize("kind", ["full", "window", "full-training"])
 def test_another_head_dim_has_its_share_of_a_time(kind):
     """Of the terms that channels count in: not of launches, of a mask, or of what is added up."""
-    sizes, coefficients = Sizes(2, 8, 4, 1000, 1001), tuple(2.0**-n for n in range(9))
+    sizes, coefficients = Sizes(2, 8, 4, 1000, 1001), tuple(2.0**-n for n in range(10))
     fit = cost.Fit(128, IN_ORDER, coefficients, 0.0, 132, kind)
     parts = features(sizes, 128, IN_ORDER, 132, kind)
-    assert parts[6] > 0 and (parts[7] > 0) == (kind == "window")
+    assert (
+        parts[6] > 0
+        and (parts[7] > 0) == (kind == "window")
+        and (parts[9] > 0) == (kind == "full-training")
+    )
     terms = [c * x for c, x in zip(coefficients, parts, strict=True)]
     assert fit.ms(sizes) == pytest.approx(sum(terms))
     found = fit.ms(sizes, computed=3, of_q=5, of_kv=7)
-    more = 2 * (terms[1] + terms[2] + terms[3] + terms[6]) + 4 * terms[4] + 6 * terms[5]
+    more = 2 * (terms[1] + terms[2] + terms[3] + terms[6] + terms[9]) + 4 * terms[4] + 6 * terms[5]
     assert found == pytest.approx(sum(terms) + more)
 
 
