@@ -110,7 +110,8 @@ def main(argv=None) -> int:
     parser.add_argument(
         "--only", nargs="+", default=list(ATTENTION), choices=ATTENTION, help="of plan backward"
     )
-    parser.add_argument("--shapes", type=int, nargs="+", help="of its list, by number")
+    parser.add_argument("--shapes", type=int, nargs="+", choices=range(len(SHAPES)),
+                        metavar="SHAPES", help="of its list, by number, in this order")  # fmt: skip
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("bench/training.py times GPU kernels: torch sees no CUDA device", file=sys.stderr)
@@ -132,10 +133,9 @@ def main(argv=None) -> int:
         result["rows"] = measure_steps(Model(), device)
         save(result, path)
         return 0
-    for number, shape in enumerate(SHAPES):
-        if args.shapes is None or number in args.shapes:
-            result["rows"] += measure(shape, args.only, device)
-            save(result, path)
+    for number in args.shapes or range(len(SHAPES)):
+        result["rows"] += measure(SHAPES[number], args.only, device)
+        save(result, path)
     return 0
 
 

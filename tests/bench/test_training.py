@@ -185,3 +185,14 @@ def test_the_table_has_a_line_for_each_way_to_compile():
     assert (
         "| 2 layers | g | 160.0 (1.25x) | 14.00 (-12.5%) | 19.00 (-5.0%) | 1.00 | 0.9987 |" in text
     )
+
+
+def test_shapes_are_measured_in_the_order_asked_for(monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(training.machine, "describe", lambda device: {"gpu": "one"})
+    monkeypatch.setattr(training, "measure", lambda shape, *_: seen.append(shape) or [])
+    assert training.main(["--shapes", "3", "1", "--json", str(tmp_path / "x.json")]) == 0
+    assert seen == [training.SHAPES[3], training.SHAPES[1]]
+    with pytest.raises(SystemExit):
+        training.main(["--shapes", str(len(training.SHAPES))])
