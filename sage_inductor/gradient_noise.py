@@ -294,9 +294,8 @@ class _Probe:
 
     def keep(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:
         """[B, H_q, N_q, D], [B, H_kv, N_kv, D] twice, [B, H_q, N_q, D], which it returns."""
-        if (
-            self.runs is not None and type(out) is Tensor
-        ):  # a branch of cond is traced, by fake ones
+        # A branch of cond is traced, by fake ones.
+        if self.runs is not None and type(out) is Tensor:
             self.runs.append(_Run(q, k, v, out))
         return out
 

@@ -50,8 +50,8 @@ def rowscaled(
 
     q [B, H_q, N_q, D], k and v [B, H_kv, N_kv, D] of one dtype (fp16, bf16; fp32 on CPU), any
     strides; D up to 128; H_q a multiple of H_kv; scale more than 0. is_causal: N_q = N_kv, and row
-    i sees keys 0 to i. out_bnhd: out and dq are stored
-    in [B, N, H, D] order, and dk and dv. On a GPU of compute capability 9.0, or emulated on CPU.
+    i sees keys 0 to i. out_bnhd: out and dq are stored in [B, N, H, D] order, and dk and dv. On a
+    GPU of compute capability 9.0, or emulated on CPU.
 
     Returns out [B, H_q, N_q, D] and, not differentiable, what the backward reads: `Kept`'s. Raises
     ValueError or TypeError saying what must hold and what was got.
