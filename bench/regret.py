@@ -33,6 +33,7 @@ import random
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -337,7 +338,8 @@ def measure(
             return
         planned, compiling = waiting.popleft()
         if compiling is not None:
-            concurrent.futures.wait(compiling, max(0.0, end - time.monotonic()))
+            left = max(0.0, end - time.monotonic())
+            concurrent.futures.wait(compiling, min(left, threading.TIMEOUT_MAX))
         if time.monotonic() >= end:
             return
         if compiling is None:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import statistics
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -259,6 +260,27 @@ def test_a_budget_ends_the_measurement(h200, compiling, monkeypatch):
     monkeypatch.setattr(concurrent.futures, "wait", lambda futures, s: waited.append(s))
     list(regret.measure(regret.draw(3, 9), CUDA, 2, budget=6.0))
     assert waited == [6.0, 2.0, 0.0]
+
+
+def test_without_a_budget_a_call_is_timed_when_its_kernels_are_compiled(h200, monkeypatch):
+    waited = []
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+
+        def compile_slowly():
+            time.sleep(0.2)
+            waited.append(True)
+
+        def time_case(case, flops):
+            assert waited
+            return {**SDPA, **dict.fromkeys(case.candidates, 1.0)}
+
+        monkeypatch.setattr(
+            autotune, "start_compiling", lambda cases: [pool.submit(compile_slowly)]
+        )
+        monkeypatch.setattr(regret, "time_case", time_case)
+        with regret.decisions_by("built-in"):
+            (row,) = regret.measure([LONG], CUDA, 1)
+    assert row["reason"] and row["x"] > 0
 
 
 def test_no_call_is_planned_when_the_budget_is_spent(h200, compiling, monkeypatch):
