@@ -35,19 +35,21 @@ from sage_inductor.ops.launch import HAS_PDL
 from sage_inductor.ops.quantize.one_pass import launch_kv
 from sage_inductor.ops.quantize.op import quantize_kv_opaque
 from sage_inductor.ops.recipe import decode
+from sage_inductor.ops.training import rowscaled
 
 HEADER = Path(__file__).with_name("launcher.h")
 LAUNCHES: dict = {}  # op -> what it launches, as `record` calls it
 
 
-def register(op: OpOverload, launch: Callable) -> None:
-    """From now on packages hold what ``launch(arguments, run, gpu)`` launches for a call of op."""
+def register(op: OpOverload, launch: Callable, kind: type) -> None:
+    """From now on a `kind` of node, `Packaged` or `Replayed`, is what Inductor makes of a call of
+    op, and does what ``launch(arguments, run, gpu)`` launches."""
     LAUNCHES[op] = launch
     add_layout_constraint(op, constrain_to_fx_strides)  # as of an op without a lowering
 
     @register_lowering(op, type_promotion_kind=None)
     def lower(*args, **kwargs):
-        outputs = Packaged.create(op, *args, **kwargs)  # a list, or a tuple
+        outputs = kind.create(op, *args, **kwargs)  # a list, or a tuple
         return type(outputs)(map(TensorBox.create, outputs))
 
 
@@ -61,16 +63,24 @@ def quantize_kv(given: dict, run: Callable, gpu: tiles.Gpu) -> list:
     return launch_kv(**given, run=run, pdl=HAS_PDL).tensors()
 
 
-class Packaged(FallbackKernel):
-    """A call of an opaque op; where the wrapper is C++, of C++ that is spliced into it."""
+class Replayed(FallbackKernel):
+    """A call of an opaque op; where the wrapper is Python, of a `Replay`."""
 
     def codegen(self, wrapper) -> None:
         given, by_name = self.unflatten_args(self.inputs, self.constant_args)
+        if not virtualized.graph.cpp_wrapper and handles_of is not None and not by_name:
+            self.python_kernel_name = _replay(wrapper, self.op_overload, given)
+        super().codegen(wrapper)
+
+
+class Packaged(Replayed):
+    """Where the wrapper is C++, of C++ that is spliced into it."""
+
+    def codegen(self, wrapper) -> None:
         if not virtualized.graph.cpp_wrapper:
-            if handles_of is not None and not by_name:
-                self.python_kernel_name = _replay(wrapper, self.op_overload, given)
             super().codegen(wrapper)
             return
+        given, by_name = self.unflatten_args(self.inputs, self.constant_args)
         schema = self.op_overload._schema.arguments
         values = {each.name: each.default_value for each in schema if each.has_default_value()}
         values |= {each.name: x for each, x in zip(schema, given, strict=False)} | by_name
@@ -87,8 +97,11 @@ class Packaged(FallbackKernel):
         self.codegen_unbacked_symbol_defs(wrapper)
 
 
-register(attention_opaque, attention)
-register(quantize_kv_opaque, quantize_kv)
+register(attention_opaque, attention, Packaged)
+register(quantize_kv_opaque, quantize_kv, Packaged)
+# What trains is in no package.
+register(torch.ops.sage.rowscaled.default, rowscaled.launched, Replayed)
+register(torch.ops.sage.rowscaled_backward.default, rowscaled.launched_backward, Replayed)
 
 
 def _replay(wrapper, op: OpOverload, given: list) -> str:

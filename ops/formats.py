@@ -103,9 +103,9 @@ class Kept(NamedTuple):
     q_scale: Tensor  # [B, H_q, M_pad] fp32
     k: Tensor  # [B, H_kv, N_pad, D_pad] INT8, of k less its mean; causal: of k
     k_scale: Tensor  # [B, H_kv, N_pad / TRAINING_BLOCK] fp32; causal: [B, H_kv, N_pad]
-    v: Tensor  # [B, H_kv, N_pad, D_pad] INT8, of v less v_mean
+    v: Tensor  # [B, H_kv, N_pad, D_pad] INT8, of v less its mean; causal: of v
     v_scale: Tensor  # [B, H_kv, N_pad] fp32
-    v_mean: Tensor  # [B, H_kv, D] fp32; causal: 0
+    means: Tensor  # [2, B, H_kv, D] fp32, of k and v; causal, where none is taken off: [0, ..]
 
     @property
     def is_causal(self) -> bool:

@@ -33,12 +33,13 @@ from sage_inductor.ops.visibility import Visibility
 
 def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Kept]:
     """out [B, H_q, N_q, D] of q's dtype, contiguous, and what the backward reads."""
-    k_mean, v_mean = smooth([k, v])[0]
+    means = smooth([k, v])[0]
     if is_causal:
-        k_mean, v_mean = torch.zeros_like(k_mean), torch.zeros_like(v_mean)
+        means = means[:0].clone()
+    k_mean, v_mean = means if len(means) else (None, None)
     shared = 1 if is_causal else TRAINING_BLOCK
     (q8, q_scale), (k8, k_scale) = quantize(q, shared=1), quantize(k, k_mean, shared)
-    prepared = Prepared(k8, k_scale.unflatten(2, (-1, K_BLOCK // shared)), k_mean)
+    prepared = Prepared(k8, k_scale.unflatten(2, (-1, K_BLOCK // shared)), None)
     visibility = Visibility(right=0 if is_causal else None)
     a = AttentionCall.of(q, prepared, v, visibility, scale, k.shape[2], ROWSCALED_FORWARD)
     out, lse = attention(a)
@@ -47,8 +48,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> t
     group = q.shape[1] // k.shape[1]
     x = x * _of_rows(k_scale, k8).repeat_interleave(group, 1)[:, :, None, : k.shape[2]]
     stats = torch.stack((lse, masked(x, None, *visibility.band).amax(3)))
-    of_v = *quantize(v, v_mean, shared=1), v_mean.clone()
-    return out.contiguous(), Kept(stats, q8, q_scale, k8, k_scale, *of_v)
+    of_v = quantize(v, v_mean, shared=1)
+    return out.contiguous(), Kept(stats, q8, q_scale, k8, k_scale, *of_v, means)
 
 
 def backward(
@@ -81,7 +82,10 @@ def prepare(grad: Tensor, out: Tensor, kept: Kept, scale: float) -> Operands:
     g8, a = quantize(grad, shared=1)
     g = pad(grad.float())
     g = g * divide(LARGEST, least(g.abs().amax(3)))[..., None]
-    o = pad(out.float() - kept.v_mean.repeat_interleave(group, 1)[:, :, None])
+    o = out.float()
+    if not kept.is_causal:
+        o = o - kept.means[1].repeat_interleave(group, 1)[:, :, None]
+    o = pad(o)
     u, o_norm = g.square().sum(3).sqrt(), o.square().sum(3).sqrt()
     lse, m = kept.stats
     wa = pad_places(torch.exp2(m - lse * LOG2E)) * a

@@ -35,12 +35,12 @@ def trained_by(training: str):
     return getattr(torch.ops.sage, OPS[training]).default
 
 
-def empty_gradient(x: Tensor, dtype: torch.dtype, out_bnhd: bool) -> Tensor:
-    """Of x [B, H, N, D], contiguous, or in [B, N, H, D] order."""
-    B, H, N, D = x.shape
+def empty_gradient(like: Tensor, shape: tuple, out_bnhd: bool) -> Tensor:
+    """[B, H, N, D], contiguous, or in [B, N, H, D] order."""
+    B, H, N, D = shape
     if out_bnhd:
-        return x.new_empty((B, N, H, D), dtype=dtype).transpose(1, 2)
-    return x.new_empty((B, H, N, D), dtype=dtype)
+        return like.new_empty((B, N, H, D)).transpose(1, 2)
+    return like.new_empty((B, H, N, D))
 
 
 def no_second_gradient(op: str):

@@ -13,7 +13,7 @@ Kept for the backward are out and the codes: 5 bytes for each channel and token,
 out's, where 16-bit attention keeps 8.
 
 Causal, of as many queries as keys: means, the scale of 64 rows and beta would be of later rows,
-too. So k_mean and v_mean are 0, k has a scale a row, and dQ's bounds are of what a row sees
+too. So no mean is taken off, k has a scale a row, and dQ's bounds are of what a row sees
 (hopper/kernel.py). o, lse and dQ of a row depend on rows up to it alone, bit for bit, and dK and dV
 on no later row whose dO is 0.
 
@@ -22,14 +22,14 @@ hopper/prepare.py.
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from sage_inductor.ops.attention.arguments import as_stored, empty_outputs
+from sage_inductor.ops.attention.tiles import Gpu
 from sage_inductor.ops.formats import TRAINING_BLOCK, Kept, pad_head_dim, pad_rows
-from sage_inductor.ops.launch import launch_cached
-from sage_inductor.ops.quantize.smooth import launch_smooth
 from sage_inductor.ops.reference import rowscaled as reference
 from sage_inductor.ops.sdpa import register_autocast
 from sage_inductor.ops.training.gradients import (
@@ -37,7 +37,6 @@ from sage_inductor.ops.training.gradients import (
     empty_gradient,
     no_second_gradient,
 )
-from sage_inductor.ops.training.kernels import launch_quantize
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -61,33 +60,41 @@ def rowscaled(
         out, kept = reference.forward(q, k, v, is_causal, scale)
         return as_stored(out.to(q.dtype), out_bnhd), *kept
     with torch.cuda.device_of(q):
-        if is_causal:
-            k_mean = v_mean = torch.zeros(k[:, :, 0].shape, dtype=torch.float32, device=k.device)
-        else:
-            k_mean, v_mean = launch_smooth([k, v], None, run=launch_cached)[0]
-            v_mean = v_mean.clone()  # part of a tensor
-        of_q = launch_quantize(q, shared=1)[:2]
-        of_k = launch_quantize(k, k_mean, shared=1 if is_causal else TRAINING_BLOCK)[:2]
-        of_v = launch_quantize(v, v_mean, shared=1)[:2]
-        out, stats = _plan().launch_forward(q, *of_k, k_mean, v, is_causal, scale, out_bnhd)
-    return out, *Kept(stats, *of_q, *of_k, *of_v, v_mean)
+        return _plan().launch(q, k, v, is_causal, scale, out_bnhd)
 
 
 @torch.library.custom_op("sage::rowscaled_backward", mutates_args=())
 def rowscaled_backward(
     grad: Tensor, out: Tensor, stats: Tensor, q: Tensor, q_scale: Tensor, k: Tensor,
-    k_scale: Tensor, v: Tensor, v_scale: Tensor, v_mean: Tensor, n_kv: int, scale: float,
+    k_scale: Tensor, v: Tensor, v_scale: Tensor, means: Tensor, n_kv: int, scale: float,
     out_bnhd: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk and dv of `rowscaled`, of out's dtype. grad [B, H_q, N_q, D]: of out, any strides;
     n_kv: keys without padding; the rest: what `rowscaled` was given and gave."""
-    kept = Kept(stats, q, q_scale, k, k_scale, v, v_scale, v_mean)
+    kept = Kept(stats, q, q_scale, k, k_scale, v, v_scale, means)
     if out.device.type == "cpu":
         found = reference.backward(grad, out, kept, n_kv, scale)
         return tuple(as_stored(x.to(out.dtype), out_bnhd) for x in found)
-    gradients = _empty_gradients(out, v_mean, n_kv, out_bnhd)
     with torch.cuda.device_of(out):
-        _plan().launch_backward(grad, out, kept, scale, *gradients)
+        return _launch_backward(grad, out, kept, n_kv, scale, out_bnhd)
+
+
+def launched(given: dict, run: Callable, gpu: Gpu) -> tuple[Tensor, ...]:
+    """What `rowscaled` launches on such a GPU, of tensors on meta, by `run`."""
+    return _plan().launch(**given, run=run, device=gpu)
+
+
+def launched_backward(given: dict, run: Callable, gpu: Gpu) -> tuple[Tensor, ...]:
+    """As `launched`, of `rowscaled_backward`."""
+    grad, out, *kept, n_kv, scale, out_bnhd = given.values()
+    return _launch_backward(grad, out, Kept(*kept), n_kv, scale, out_bnhd, run)
+
+
+def _launch_backward(
+    grad: Tensor, out: Tensor, kept: Kept, n_kv: int, scale: float, out_bnhd: bool, *run: Callable
+) -> tuple[Tensor, Tensor, Tensor]:
+    gradients = _empty_gradients(out, kept.means, n_kv, out_bnhd)
+    _plan().launch_backward(grad, out, kept, scale, *gradients, *run)
     return gradients
 
 
@@ -111,10 +118,10 @@ def _check(q, k, v, is_causal, scale, out_bnhd) -> None:
         raise TypeError(f"sage::rowscaled: on a GPU q must have 16 bits, got {q.dtype}")
 
 
-def _empty_gradients(out, v_mean, n_kv, out_bnhd) -> tuple[Tensor, Tensor, Tensor]:
-    B, H_kv, D = v_mean.shape
-    of_kv = v_mean[:, :, None].expand(B, H_kv, n_kv, D)
-    return tuple(empty_gradient(x, out.dtype, out_bnhd) for x in (out, of_kv, of_kv))
+def _empty_gradients(out, means, n_kv, out_bnhd) -> tuple[Tensor, Tensor, Tensor]:
+    _, B, H_kv, D = means.shape
+    shapes = out.shape, *[(B, H_kv, n_kv, D)] * 2
+    return tuple(empty_gradient(out, shape, out_bnhd) for shape in shapes)
 
 
 @rowscaled.register_fake
@@ -129,13 +136,13 @@ def _(q, k, v, is_causal, scale, out_bnhd):
 
     out, lse = empty_outputs(q, v.shape[3], out_bnhd)
     of = (*quantized(q, 1), *quantized(k, 1 if is_causal else TRAINING_BLOCK), *quantized(v, 1))
-    v_mean = lse.new_empty((*v.shape[:2], v.shape[3]))
-    return out, *Kept(lse.new_empty((2, *lse.shape)), *of, v_mean)
+    means = lse.new_empty((0 if is_causal else 2, *v.shape[:2], v.shape[3]))
+    return out, *Kept(lse.new_empty((2, *lse.shape)), *of, means)
 
 
 @rowscaled_backward.register_fake
-def _(grad, out, stats, q, q_scale, k, k_scale, v, v_scale, v_mean, n_kv, scale, out_bnhd):
-    return _empty_gradients(out, v_mean, n_kv, out_bnhd)
+def _(grad, out, stats, q, q_scale, k, k_scale, v, v_scale, means, n_kv, scale, out_bnhd):
+    return _empty_gradients(out, means, n_kv, out_bnhd)
 
 
 def _save(ctx, inputs, output) -> None:

@@ -102,7 +102,7 @@ def sagebwd_backward(
 
 
 def _empty_gradients(grad: Tensor, v: Tensor, out_bnhd: bool) -> tuple[Tensor, Tensor, Tensor]:
-    return tuple(empty_gradient(x, v.dtype, out_bnhd) for x in (grad, v, v))
+    return tuple(empty_gradient(v, x.shape, out_bnhd) for x in (grad, v, v))
 
 
 @sagebwd.register_fake

@@ -942,16 +942,18 @@ def compile_rows_of_rowscaled(causal=False):
     return compile_kernel(kernel, (9, 0), constexprs, types, num_warps=warps)
 
 
-def compile_bounds_of_rowscaled():
-    pointers = "K_scale", "Norm", "Of_rows", "Vectors", "Wa", "Beta", "M", "Row_scale"
-    constexprs, kernel = dict(SCALE=0.1, ROWS=prepare.BOUNDS_ROWS), prepare._bounds_kernel
+def compile_bounds_of_rowscaled(causal=False):
+    pointers = ("K_scale", "Part", "Part_v", "Of_rows", "Vectors", "Wa", "Of_head", "M",
+                "Row_scale")  # fmt: skip
+    constexprs = dict(SCALE=0.1, CAUSAL=causal, ROWS=prepare.BOUNDS_ROWS)
+    kernel = prepare._bounds_kernel
     types = dict.fromkeys(pointers, "*fp32")
     return compile_kernel(kernel, (9, 0), constexprs, types, num_warps=prepare.NUM_WARPS)
 
 
 def compile_turn_of_rowscaled(causal=False):
-    fp32 = ("Q_scale", "K_scale", "V_scale", "Wa", "Maxima", "V_max", "K_max", "Delta", "Vectors",
-            "Row_scale", "V_scaled", "Qt_scale", "Ot_scale")  # fmt: skip
+    fp32 = ("Q_scale", "K_scale", "V_scale", "Wa", "Of_head", "Delta", "Vectors", "Row_scale",
+             "V_scaled", "Qt_scale", "Ot_scale")  # fmt: skip
     types = dict.fromkeys(fp32, "*fp32") | dict.fromkeys("QKG", "*i8")
     types |= dict.fromkeys(("Qt", "Ot", "Kt"), "*fp8e4nv")
     kernel, warps = prepare._turn_kernel, prepare.NUM_WARPS

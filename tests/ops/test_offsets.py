@@ -326,6 +326,7 @@ KERNELS = {
     "turn of rowscaled": kernels.compile_turn_of_rowscaled,
     "rows of causal of rowscaled": lambda: kernels.compile_rows_of_rowscaled(True),
     "bounds of rowscaled": kernels.compile_bounds_of_rowscaled,
+    "bounds of causal of rowscaled": lambda: kernels.compile_bounds_of_rowscaled(True),
     "turn of causal of rowscaled": lambda: kernels.compile_turn_of_rowscaled(True),
     **{
         f"training {name}": lambda name=name: kernels.compile_training(SM90, name)

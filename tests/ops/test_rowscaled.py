@@ -72,7 +72,7 @@ def test_what_is_kept_for_the_backward():
     assert_close(kept.stats[0], lse.float(), rtol=0.01, atol=0.05)
     scores = 0.125 * q @ (k - k.mean(2, keepdim=True)).repeat_interleave(2, 1).mT
     assert_close(kept.stats[1], scores.amax(3) / torch.tensor(2.0).log(), rtol=0.02, atol=0.2)
-    rows = kept.v.float() * kept.v_scale[..., None] + kept.v_mean[:, :, None]
+    rows = kept.v.float() * kept.v_scale[..., None] + kept.means[1][:, :, None]
     assert_close(rows[:, :, :130], v, rtol=0, atol=0.05)
     bytes_kept = sum(x.numel() * x.element_size() for x in kept[1:])
     assert bytes_kept < 1.1 * (kept.q.numel() + 2 * kept.k.numel())
@@ -190,7 +190,7 @@ def test_what_a_training_step_launches(monkeypatch):
     monkeypatch.setattr(tiles, "processors", lambda device: 132)
     q, k, v, grad = inputs(2, 6, 2, 200, 333, 72)
     with launch.noted() as of_forward:
-        of_k = *of_training.quantize(k), k.float().mean(2)
+        of_k = of_training.quantize(k)
         out, stats = plan.launch_forward(q, *of_k, v, False, 0.1, True)
     assert stats.shape == (2, 2, 6, 200) and out.shape == q.shape
     assert [each.kernel.__name__ for each in of_forward] == ["_hopper_kernel"]
@@ -199,14 +199,51 @@ def test_what_a_training_step_launches(monkeypatch):
     with launch.noted() as launches:
         plan.launch_backward(grad, q, kept, 0.1, *gradients)
     names = [each.kernel.__name__ for each in launches]
-    assert names == ["_rows_kernel", "_turn_kernel", "dq_kernel", "dkdv_kernel"]
+    assert names == ["_rows_kernel", "_bounds_kernel", "_turn_kernel", "dq_kernel", "dkdv_kernel"]
     blocks = 2 * 6 * 256 // 64 + 2 * 2 * 384 // 64
-    assert [each.grid for each in launches] == [(blocks,), (blocks,), (2 * 6 * 2,), (2 * 2 * 3,)]
+    grids = [(blocks,), (4,), (blocks,), (2 * 6 * 2,), (2 * 2 * 3,)]
+    assert [each.grid for each in launches] == grids
     given = [dict(zip(each.kernel.arg_names, each.arguments, strict=True)) for each in launches]
-    assert given[2]["PDL"] == given[3]["PDL"] == launch.HAS_PDL
+    assert given[3]["PDL"] == given[4]["PDL"] == launch.HAS_PDL
+    assert given[0]["V_mean"].shape == (2, 2, 72)
     pdl = [each.options.get("launch_pdl", False) for each in launches]
-    assert pdl == [False, False, False, launch.HAS_PDL]
-    assert given[3]["Part"].numel() == 2 * 2 * 3 * 128 * 128 and given[3]["Q_rows"] == 3 * 256
+    assert pdl == [False, False, False, False, launch.HAS_PDL]
+    assert given[4]["Part"].numel() == 2 * 2 * 3 * 128 * 128 and given[4]["Q_rows"] == 3 * 256
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_what_the_forward_is_prepared_by(is_causal, monkeypatch):
+    plan = pytest.importorskip("sage_inductor.ops.training.hopper.plan")
+    monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(tiles, "processors", lambda device: 132)
+    q, k, v, _ = inputs(2, 6, 2, 200, 200 if is_causal else 333, 72)
+    launches = []
+
+    def run(kernel, grid, tensors, numbers, **options):
+        of = dict(zip(kernel.arg_names, (*tensors, *numbers), strict=True))
+        launches.append((kernel.__name__, of))
+
+    out, *kept = plan.launch(q, k, v, is_causal, 0.1, True, run)
+    kept = Kept(*kept)
+    names, given = zip(*launches, strict=True)
+    smooth = () if is_causal else ("_partial_kernel", "_final_kernel")
+    assert names == (*smooth, *["_quantize_kernel"] * 3, "_hopper_kernel")
+    *of_smooth, of_q, of_k, of_v, attend = given
+    of_kept = {"q": (of_q, False, 1, q), "k": (of_k, not is_causal, 1 if is_causal else 64, k),
+               "v": (of_v, not is_causal, 1, v)}  # fmt: skip
+    for i, (name, (of, smooths, shared, x)) in enumerate(of_kept.items()):
+        assert of["Codes"] is getattr(kept, name) and of["Scale"] is getattr(kept, f"{name}_scale")
+        assert of["X"] is x and (of["SMOOTH"], of["SHARED"]) == (smooths, shared)
+        if smooths:
+            assert of["Mean"].data_ptr() == kept.means[i - 1].data_ptr()
+    if is_causal:
+        assert kept.means.shape == (0, 2, 2, 72)
+    else:
+        assert of_smooth[0]["X0"] is k and of_smooth[0]["X1"] is v
+        assert of_smooth[1]["Mean"].data_ptr() == kept.means.data_ptr()
+        assert of_smooth[1]["KEEP"] == 1
+    assert attend["K"].base is kept.k and attend["K_ROWS"] == is_causal
+    assert attend["Out"] is out and attend["Lse"] is kept.stats
 
 
 def test_what_a_causal_training_step_launches(monkeypatch):
@@ -215,14 +252,16 @@ def test_what_a_causal_training_step_launches(monkeypatch):
     monkeypatch.setattr(tiles, "processors", lambda device: 132)
     q, k, v, grad = inputs(2, 6, 2, 200, 200, 72)
     _, kept = reference.forward(q, k, v, True, 0.1)
-    assert kept.is_causal and kept.k_scale.shape == (2, 2, 256) and not kept.v_mean.any()
+    assert (
+        kept.is_causal and kept.k_scale.shape == (2, 2, 256) and kept.means.shape == (0, 2, 2, 72)
+    )
     launches = []
 
     def run(kernel, grid, tensors, numbers, **options):
         of = dict(zip(kernel.arg_names, (*tensors, *numbers), strict=True))
         launches.append((kernel.__name__, grid, of))
 
-    plan.launch_forward(q, kept.k, kept.k_scale, kept.v_mean, v, True, 0.1, True, run)
+    plan.launch_forward(q, kept.k, kept.k_scale, v, True, 0.1, True, run)
     plan.launch_backward(grad, q, kept, 0.1, *(torch.empty_like(x) for x in (q, k, v)), run)
     names, grids, (forward, rows, bounds, turn, dq, dkdv) = zip(*launches, strict=True)
     assert names == (
@@ -240,7 +279,7 @@ def test_what_a_causal_training_step_launches(monkeypatch):
     assert same(dq["Delta"], rows["Delta"]) and not same(rows["Delta"], turn["Vectors"][2])
     assert same(dq["V_scale"], kept.v_scale) and same(dkdv["V_scale"], turn["V_scaled"])
     assert same(dq["K_scale"], kept.k_scale) and same(dkdv["K_scale"], kept.k_scale)
-    assert same(turn["V_max"], bounds["Beta"]) and same(dkdv["Vectors"], turn["Vectors"])
+    assert same(turn["Of_head"], bounds["Of_head"]) and same(dkdv["Vectors"], turn["Vectors"])
 
 
 def test_rows_of_v_that_tma_cannot_read_are_copied(monkeypatch):
@@ -250,14 +289,14 @@ def test_rows_of_v_that_tma_cannot_read_are_copied(monkeypatch):
     for D, copied in ((72, False), (74, True)):
         q, k, v, _ = inputs(1, 2, 2, 200, 333, D)
         with launch.noted() as launches:
-            of_k = *of_training.quantize(k), k.float().mean(2)
+            of_k = of_training.quantize(k)
             plan.launch_forward(q, *of_k, v, False, 0.1, True)
         (given,) = (dict(zip(e.kernel.arg_names, e.arguments, strict=True)) for e in launches)
         assert given["V"].shape == [*v.shape]
         assert all(stride * 2 % 16 == 0 for stride in given["V"].strides[:3])
         assert (list(given["V"].strides[1:]) != list(v.stride()[1:])) == copied
     q, k, v, _ = inputs(1, 2, 2, 200, 333, 64)
-    apart, of_k = v.mT.contiguous().mT, (*of_training.quantize(k), k.float().mean(2))
+    apart, of_k = v.mT.contiguous().mT, of_training.quantize(k)
     with launch.noted() as launches:
         plan.launch_forward(q, *of_k, apart, False, 0.1, True)
     (given,) = (dict(zip(e.kernel.arg_names, e.arguments, strict=True)) for e in launches)
@@ -270,7 +309,7 @@ def test_another_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(tiles, "processors", lambda device: 128)
     q, k, v, _ = inputs(1, 2, 2, 200, 130, 64)
     with pytest.raises(ValueError, match="needs compute capability 9.0 .*got 8.9 and Triton"):
-        plan.launch_forward(q, *of_training.quantize(k), k.float().mean(2), v, False, 0.1, True)
+        plan.launch_forward(q, *of_training.quantize(k), v, False, 0.1, True)
 
 
 def test_too_many_rows_are_refused(monkeypatch):
@@ -336,7 +375,7 @@ def test_the_kernels_are_their_emulation(shape, is_causal, dtype, out_bnhd):
     for name in ("q", "k", "v"):
         codes, its = getattr(kept, name), getattr(expected, name)
         assert (codes.int() - its.int()).abs().max() <= 1 and (codes != its).float().mean() < 2e-3
-    for name in ("q_scale", "k_scale", "v_scale", "v_mean"):
+    for name in ("q_scale", "k_scale", "v_scale", "means"):
         assert_close(getattr(kept, name), getattr(expected, name), rtol=1e-4, atol=1e-5)
     # From what was kept: each step alone.
     operands = reference.prepare(grad, out, kept, scale)

@@ -3,6 +3,7 @@ backward by two kernels that prepare and two that multiply."""
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 import triton
 from torch import Tensor
@@ -13,11 +14,13 @@ from sage_inductor.ops.attention.hopper import plan
 from sage_inductor.ops.attention.hopper.plan import REGISTERS
 from sage_inductor.ops.attention.select import hopper_tile
 from sage_inductor.ops.compat import GluonDescriptor
-from sage_inductor.ops.formats import K_BLOCK, Kept, Prepared
+from sage_inductor.ops.formats import K_BLOCK, TRAINING_BLOCK, Kept, Prepared
 from sage_inductor.ops.launch import HAS_PDL, doubled, launch_cached, pdl_option
+from sage_inductor.ops.quantize.smooth import launch_smooth
 from sage_inductor.ops.recipe import ROWSCALED_FORWARD
 from sage_inductor.ops.training.hopper.kernel import dkdv_kernel, dq_kernel
 from sage_inductor.ops.training.hopper.prepare import Operands, launch_prepare
+from sage_inductor.ops.training.kernels import launch_quantize
 from sage_inductor.ops.visibility import Visibility
 
 STAGES, FLUSH = 3, 8  # of loads; blocks of 64 whose sums the tensor cores add up
@@ -25,14 +28,33 @@ UNROLL, FLUSH_DK = 2, 32
 MAX_ROWS = 2**29  # of q, and of k, in all heads: TMA counts them in 32 bits
 
 
+def launch(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, out_bnhd: bool,
+    run: Callable = launch_cached, device: tiles.Gpu | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """``sage::rowscaled``. device: q's, if that is on meta."""
+    B, H_kv, _, D = k.shape
+    if is_causal:
+        means, k_mean, v_mean = k.new_empty((0, B, H_kv, D), dtype=torch.float32), None, None
+    else:
+        means = launch_smooth([k, v], None, run=run)[0]
+        k_mean, v_mean = means
+    of_q = launch_quantize(q, shared=1, run=run)[:2]
+    of_k = launch_quantize(k, k_mean, shared=1 if is_causal else TRAINING_BLOCK, run=run)[:2]
+    of_v = launch_quantize(v, v_mean, shared=1, run=run)[:2]
+    out, stats = launch_forward(q, *of_k, v, is_causal, scale, out_bnhd, run, device)
+    return out, *Kept(stats, *of_q, *of_k, *of_v, means)
+
+
 def launch_forward(
-    q: Tensor, k: Tensor, k_scale: Tensor, k_mean: Tensor, v: Tensor, is_causal: bool,
-    scale: float, out_bnhd: bool, run: Callable = launch_cached,
+    q: Tensor, k: Tensor, k_scale: Tensor, v: Tensor, is_causal: bool, scale: float,
+    out_bnhd: bool, run: Callable = launch_cached, device: tiles.Gpu | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """q [B, H_q, N_q, D] and v [B, H_kv, N_kv, D] in 16 bits, any strides, and k's codes, scales
-    and mean (Kept's) -> out [B, H_q, N_q, D] and Kept.stats."""
+    """q [B, H_q, N_q, D] and v [B, H_kv, N_kv, D] in 16 bits, any strides, and k's codes and scales
+    (Kept's) -> out [B, H_q, N_q, D] and Kept.stats. device: q's, if that is on meta: then nothing
+    can be copied, and NotImplementedError is raised where q or v must be."""
     k_scale = k_scale.unflatten(2, (-1, K_BLOCK)) if is_causal else k_scale[..., None]
-    prepared, n_kv = Prepared(k, k_scale, k_mean), v.shape[2]
+    prepared, n_kv = Prepared(k, k_scale, None), v.shape[2]
     visibility = Visibility(right=0 if is_causal else None)
 
     def call(q: Tensor, v: Tensor) -> AttentionCall:
@@ -42,16 +64,18 @@ def launch_forward(
 
     a = call(q, v)
     if plan.why_not(a):  # q's channels are apart, or v's rows are none that TMA reads
+        if device is not None:
+            raise NotImplementedError("q or v is copied")
         v_padded = F.pad(v, (0, -v.shape[3] % 8)).contiguous()  # of no padding v's strides
         a = call(q.contiguous(), v_padded[..., : v.shape[3]])
-    tile = hopper_tile(a)
+    tile = hopper_tile(a, device)
     if tile is None:
-        major, minor = tiles.capability(q.device)
+        major, minor = tiles.capability(device or q.device)
         raise ValueError(
             "sage::rowscaled: on a GPU it needs compute capability 9.0 and a Triton that the "
             f"Hopper kernel is tested with, got {major}.{minor} and Triton {triton.__version__}"
         )
-    return plan.launch(a, tile, run, keeps_max=True)
+    return plan.launch(a, tile, run, device, keeps_max=True)
 
 
 def launch_backward(

@@ -1,4 +1,4 @@
-"""What the row-scaled backward (kernel.py) reads, in two Triton kernels.
+"""What the row-scaled backward (kernel.py) reads, in three Triton kernels.
 
 Letters as in kernel.py: of a row i of q's side, a_i is dO's scale, w_i = 2^(m_i - lse_i), qs_i q's
 scale; of a row j of k's side ks_j and vs_j are k's and v's scales; u_i = |dO_i| / a_i,
@@ -12,15 +12,16 @@ n_i = |o_i - v_mean|. A head of k and v, with the heads of q that share it, has
 (qs here without the softmax's scale.)
 
     rows     dO and o, 16 bits: g8, what is a number a row, maxima of each block of rows
+    bounds   of each head: beta, and what the scales of qT, oT and kT are made of
     turn     q8, g8 and k8, 8 bits: qT, oT and kT, and what beta goes into
 
-CAUSAL (kernel.py), Norm_j = |v_j|, and with maxima over the keys j <= i that a row sees:
+CAUSAL (kernel.py), with maxima over the keys j <= i that a row sees:
 
     beta   = max_i (u_i max_j |v_j| + u_i n_i)
     beta_i = u_i max_j (|v_j| ks_j) + u_i n_i max_j ks_j     of dQ, in m and in row_scale
     c^k    = 127 / 448
 
-    bounds   between the two: beta, and what dQ's kernel reads of beta_i
+    bounds   what dQ's kernel reads of beta_i, too
 
 No channel has a scale of its own: E4M3 has 15 octaves of normal numbers, and on seven families of
 inputs gradients are as near with one scale a head (relative L1 within .0024). So rows of 16 bits
@@ -57,6 +58,8 @@ _NO_QUERY = tl.constexpr(NO_QUERY)
 # Of each block of rows, and of a head: the largest w a, w a qs, u and u n; |v|.
 MAXIMA = 4
 _WA, _WAQ, _U, _UN = map(tl.constexpr, range(MAXIMA))
+OF_HEAD = 4  # numbers of a head of k and v: these first two, beta, the largest ks
+_BETA, _K = map(tl.constexpr, range(2, OF_HEAD))
 
 
 class Operands(NamedTuple):
@@ -87,14 +90,15 @@ def _largest(x):
 def _rows_kernel(
     Grad, Out,  # [B, H_q, N_q, D] in, 16 bits
     Stats,  # Kept's
-    Q_scale, V, V_scale, V_mean,  # Kept's
+    Q_scale, V, V_scale,  # Kept's
+    V_mean,  # [B, H_kv, D] in: unread if CAUSAL
     G,  # [B, H_q, M_pad, BLOCK_D] INT8 out
     Vectors,  # [3, B, H_q, M_pad] out: Operands'; the last is Delta's
     Delta,  # [B, H_q, M_pad] out: delta times beta; the last of Vectors, or CAUSAL another
     Wa,  # [B, H_q, M_pad] out: w a
     Of_rows,  # [2, B, H_q, M_pad] out: u and u n; if CAUSAL
     Part, Part_v,  # [MAXIMA, B, H_q, M_pad / BLOCK], [B, H_kv, N_pad / BLOCK] out
-    # CAUSAL: two of MAXIMA alone; [B, H_kv, N_pad]: Norm
+    # CAUSAL: two of MAXIMA alone; [B, H_kv, N_pad]: |v|
     stride_gb, stride_gh, stride_gn, stride_gd,
     stride_ob, stride_oh, stride_on, stride_od,
     q_blocks, heads, H_q, H_kv, N_q, M_pad,  # heads: B * H_q
@@ -129,9 +133,11 @@ def _rows_kernel(
 
         out = Out + b * stride_ob + h * stride_oh + n.to(tl.int64)[:, None] * stride_on
         out = tl.load(out + d.to(tl.int64)[None, :] * stride_od, mask=inside, other=0.0)
-        mean = V_mean + (b * H_kv + h // (H_q // H_kv)) * D + d
-        mean = tl.load(mean, mask=d < D, other=0.0)
-        out = tl.where(inside, out.to(tl.float32) - mean[None, :], 0.0)
+        out = out.to(tl.float32)
+        if not CAUSAL:
+            mean = V_mean + (b * H_kv + h // (H_q // H_kv)) * D + d
+            mean = tl.load(mean, mask=d < D, other=0.0)
+            out = tl.where(inside, out - mean[None, :], 0.0)
         grad = grad * inverse[:, None]  # in units of a: its square cannot underflow
         u = tl.sqrt(tl.sum(grad * grad, 1))
 
@@ -177,39 +183,67 @@ def _largest_so_far(x, before):
 
 
 @triton.jit
+def _largest_part(Part, count, ROWS: tl.constexpr):
+    """Of numbers that are not negative, NaN above all."""
+    bits = tl.zeros([ROWS], tl.int32)
+    for first in range(0, count, ROWS):
+        at = first + tl.arange(0, ROWS)
+        bits = tl.maximum(bits, abs_bits(tl.load(Part + at, mask=at < count, other=0.0)))
+    return tl.max(bits, 0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _bounds_kernel(
-    K_scale, Norm,  # [B, H_kv, N_pad] in
-    Of_rows, Vectors, Wa,  # _rows_kernel's
-    Beta,  # [B, H_kv] out
-    M, Row_scale,  # Operands', out
-    heads, H_q, H_kv, N_pad,  # heads: B * H_q
-    SCALE: tl.constexpr, ROWS: tl.constexpr,
+    K_scale,  # Kept's
+    Part, Part_v, Of_rows, Vectors, Wa,  # _rows_kernel's
+    Of_head,  # [OF_HEAD, B, H_kv] out: the largest w a and w a qs, beta; but CAUSAL, the largest ks
+    M, Row_scale,  # Operands', out if CAUSAL
+    heads, H_q, H_kv, M_pad, N_pad,  # heads: B * H_q
+    SCALE: tl.constexpr, CAUSAL: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """(CAUSAL) Grid: (B * H_kv,), whose rows are looked at in their order."""
+    """Grid: (B * H_kv,). What is found is at least TINY. CAUSAL: rows are looked at in their
+    order."""
     head_kv, group = tl.program_id(0).to(tl.int64), H_q // H_kv
     head = (head_kv // H_kv) * H_q + head_kv % H_kv * group
-    plane = N_pad.to(tl.int64) * heads
-    v_bits, vk_bits, k_bits = 0, 0, 0
-    beta = tl.zeros([ROWS], tl.float32)
-    for first in range(0, N_pad, ROWS):
-        rows = first + tl.arange(0, ROWS)
-        there = rows < N_pad
-        norm = tl.load(Norm + head_kv * N_pad + rows, mask=there, other=0.0)
-        k_scale = tl.load(K_scale + head_kv * N_pad + rows, mask=there, other=0.0)
-        v, v_bits = _largest_so_far(norm, v_bits)
-        vk, vk_bits = _largest_so_far(norm * k_scale, vk_bits)
-        k, k_bits = _largest_so_far(k_scale, k_bits)
-        for g in range(group):
-            here = (head + g) * N_pad + rows
-            u = tl.load(Of_rows + here, mask=there, other=0.0)
-            un = tl.load(Of_rows + plane + here, mask=there, other=0.0)
-            m = tl.load(Vectors + plane + here, mask=there, other=0.0)
-            wa = tl.load(Wa + here, mask=there, other=0.0)
-            beta = tl.maximum(beta, u * v + un, tl.PropagateNan.ALL)
-            of_row = _at_least_tiny(u * vk + un * k)
-            tl.store(M + here, m + tl.log2(of_row), mask=there)
-            tl.store(Row_scale + here, wa * (of_row * (SCALE / _FP8_MAX * _OF_FP8)), mask=there)
-    tl.store(Beta + head_kv, _at_least_tiny(_largest(beta)))
+    blocks = M_pad // _BLOCK
+    part, plane = Part + head * blocks, blocks.to(tl.int64) * heads
+    of_head, heads_kv = Of_head + head_kv, tl.num_programs(0)
+    wa = _largest_part(part + _WA * plane, group * blocks, ROWS)
+    waq = _largest_part(part + _WAQ * plane, group * blocks, ROWS)
+    tl.store(of_head + _WA * heads_kv, _at_least_tiny(wa))
+    tl.store(of_head + _WAQ * heads_kv, _at_least_tiny(waq))
+    if not CAUSAL:
+        kv_blocks = N_pad // _BLOCK
+        u = _largest_part(part + _U * plane, group * blocks, ROWS)
+        un = _largest_part(part + _UN * plane, group * blocks, ROWS)
+        v = _largest_part(Part_v + head_kv * kv_blocks, kv_blocks, ROWS)
+        k = _largest_part(K_scale + head_kv * kv_blocks, kv_blocks, ROWS)
+        tl.store(of_head + _BETA * heads_kv, _at_least_tiny(u * v + un))
+        tl.store(of_head + _K * heads_kv, _at_least_tiny(k))
+    else:
+        plane = M_pad.to(tl.int64) * heads
+        v_bits, vk_bits, k_bits = 0, 0, 0
+        beta = tl.zeros([ROWS], tl.float32)
+        for first in range(0, N_pad, ROWS):
+            rows = first + tl.arange(0, ROWS)
+            there = rows < N_pad
+            norm = tl.load(Part_v + head_kv * N_pad + rows, mask=there, other=0.0)
+            k_scale = tl.load(K_scale + head_kv * N_pad + rows, mask=there, other=0.0)
+            v, v_bits = _largest_so_far(norm, v_bits)
+            vk, vk_bits = _largest_so_far(norm * k_scale, vk_bits)
+            k, k_bits = _largest_so_far(k_scale, k_bits)
+            for g in range(group):
+                here = (head + g) * M_pad + rows
+                u = tl.load(Of_rows + here, mask=there, other=0.0)
+                un = tl.load(Of_rows + plane + here, mask=there, other=0.0)
+                m = tl.load(Vectors + plane + here, mask=there, other=0.0)
+                wa_of_row = tl.load(Wa + here, mask=there, other=0.0)
+                beta = tl.maximum(beta, u * v + un, tl.PropagateNan.ALL)
+                of_row = _at_least_tiny(u * vk + un * k)
+                tl.store(M + here, m + tl.log2(of_row), mask=there)
+                scale = of_row * (SCALE / _FP8_MAX * _OF_FP8)
+                tl.store(Row_scale + here, wa_of_row * scale, mask=there)
+        tl.store(of_head + _BETA * heads_kv, _at_least_tiny(_largest(beta)))
 
 
 @triton.jit
@@ -224,8 +258,7 @@ def _store_turned(codes, factor, Turned, head, column, N, BLOCK_D: tl.constexpr)
 def _turn_kernel(
     Q, Q_scale, K, K_scale, V_scale,  # Kept's
     G, Wa,  # _rows_kernel's
-    Maxima, V_max, K_max,  # [MAXIMA, B, H_kv], [B, H_kv] twice
-    # CAUSAL: two of MAXIMA, _bounds_kernel's Beta; the last unread
+    Of_head,  # _bounds_kernel's
     Qt, Ot, Kt,  # Operands', out
     Delta, Vectors,  # _rows_kernel's, in; out: delta
     Row_scale, V_scaled, Qt_scale, Ot_scale,  # Operands', out
@@ -245,15 +278,12 @@ def _turn_kernel(
     group = H_q // H_kv
     b, h = head // H_q, head % H_q
     head_kv = tl.where(is_key, head, b * H_kv + h // group)
-    of_head = Maxima + head_kv
-    beta = tl.load(V_max + head_kv)
+    of_head = Of_head + head_kv
+    largest_wa = tl.load(of_head + _WA * heads_kv)
+    largest_waq = tl.load(of_head + _WAQ * heads_kv)
+    beta = tl.load(of_head + _BETA * heads_kv)
     if not CAUSAL:
-        u = tl.load(of_head + _U * heads_kv) * beta
-        beta = _at_least_tiny(u + tl.load(of_head + _UN * heads_kv))
-    largest_wa = _at_least_tiny(tl.load(of_head + _WA * heads_kv))
-    largest_waq = _at_least_tiny(tl.load(of_head + _WAQ * heads_kv))
-    if not CAUSAL:
-        largest_k = _at_least_tiny(tl.load(K_max + head_kv))
+        largest_k = tl.load(of_head + _K * heads_kv)
 
     place = tl.arange(0, _BLOCK)
     i = (place & ~15) | (place & 2) << 2 | (place & 12) >> 1 | (place & 1)
@@ -315,31 +345,29 @@ def launch_prepare(
     run(
         _rows_kernel,
         grid,
-        (grad, out, kept.stats, kept.q_scale, kept.v, kept.v_scale, kept.v_mean,
+        (grad, out, kept.stats, kept.q_scale, kept.v, kept.v_scale,
+         kept.means if causal else kept.means[1],
          operands.g, vectors, operands.delta, wa, of_rows, part, part_v),
         (*doubled(grad.stride()), *doubled(out.stride()),
          q_blocks, B * H_q, H_q, H_kv, N_q, M_pad,  # shape
          scale, causal, D, BLOCK_D),
         num_warps=NUM_WARPS,
     )  # fmt: skip
-    maxima = part.view(part.shape[0], B, H_kv, -1).amax(3)
-    if causal:
-        v_max = k_max = fp32(B, H_kv)
-        run(
-            _bounds_kernel,
-            (B * H_kv,),
-            (kept.k_scale, part_v, of_rows, vectors, wa, v_max, operands.m, operands.row_scale),
-            (B * H_q, H_q, H_kv, N_pad,  # shape
-             scale, BOUNDS_ROWS),
-            num_warps=NUM_WARPS,
-        )  # fmt: skip
-    else:
-        v_max, k_max = part_v.amax(2), kept.k_scale.amax(2)
+    of_head = fp32(OF_HEAD, B, H_kv)
+    run(
+        _bounds_kernel,
+        (B * H_kv,),
+        (kept.k_scale, part, part_v, of_rows, vectors, wa, of_head,
+         operands.m, operands.row_scale),
+        (B * H_q, H_q, H_kv, M_pad, N_pad,  # shape
+         scale, causal, BOUNDS_ROWS),
+        num_warps=NUM_WARPS,
+    )  # fmt: skip
     run(
         _turn_kernel,
         grid,
         (kept.q, kept.q_scale, kept.k, kept.k_scale, kept.v_scale, operands.g, wa,
-         maxima, v_max, k_max,
+         of_head,
          operands.qt, operands.ot, operands.kt, operands.delta, vectors,
          operands.row_scale, v_scale, operands.qt_scale, operands.ot_scale),
         (q_blocks, B * H_q, B * H_kv, H_q, H_kv, M_pad, N_pad,  # shape
