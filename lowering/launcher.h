@@ -71,7 +71,7 @@ struct Gpu {
 
 // -- kernels ----
 
-constexpr int MAX_ARGUMENTS = 96, MAX_DESCRIPTORS = 2;
+constexpr int MAX_ARGUMENTS = 96, MAX_DESCRIPTORS = 8;
 
 struct Descriptor {  // as Triton's tensordesc_meta
   int swizzle, element_size, element_type;

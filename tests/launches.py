@@ -21,6 +21,7 @@ from sage_inductor.ops.attention.arguments import AttentionCall
 from sage_inductor.ops.compile import Compilation
 from sage_inductor.ops.formats import pad_head_dim
 from sage_inductor.ops.recipe import NAMED
+from sage_inductor.ops.training import rowscaled
 from sage_inductor.ops.visibility import BlockLists
 
 H200 = tiles.Gpu((9, 0), 132)
@@ -32,6 +33,7 @@ TMA = {
     "fp8e4nv": (1, 0),
     "bf16": (2, 9),
     "fp16": (2, 6),
+    "fp32": (4, 7),
 }  # bytes, CUtensorMapDataType
 ALIGNED, SHARED = 1 << 44, 100_000  # an address; bytes of shared memory of every kernel
 
@@ -75,7 +77,8 @@ class Plan(NamedTuple):
 
 
 class Labels:
-    """Names of tensors by their addresses; of those without a name, in the order of their use."""
+    """Names of tensors by their addresses; of those without a name, in the order of their use. A
+    part of a tensor that does not begin where the tensor does has a name of its own."""
 
     def __init__(self, seen: dict):
         self.seen = seen
@@ -149,6 +152,8 @@ def planned(launch: Callable, arguments: dict, processors: int) -> Plan:
             return x
         storage = x.untyped_storage()
         kept.append(storage)
+        if offset := x.storage_offset():
+            return label((storage._cdata, offset))
         name = label(storage._cdata)
         sizes[name] = storage.nbytes() // x.element_size(), KINDS[x.dtype]
         return name
@@ -286,6 +291,31 @@ def quantize(
     }
 
 
+def train(
+    B: Facts, N_q: Facts, N_kv: Facts, D: int, heads=(16, 16), is_causal: bool = False,
+    layout: str = "bnhd", backward: bool = False, dtype=torch.bfloat16, out_bnhd: bool = True,
+) -> dict:  # fmt: skip
+    """The arguments of rowscaled, or of its backward, whose grad has the layout."""
+    f = Facts.of
+    H_q, H_kv = map(f, heads)
+    N_kv = N_q if is_causal else N_kv
+    of_q, of_kv = (B, H_q, N_q, f(D)), (B, H_kv, N_kv, f(D))
+    grad, k = (tensor(dtype, shape, strides(layout, shape)) for shape in (of_q, of_kv))
+    last = {"scale": D**-0.5, "out_bnhd": out_bnhd}
+    if not backward:
+        return {"q": grad, "k": k, "v": k, "is_causal": is_causal, **last}
+    out = tensor(dtype, of_q, strides("bnhd" if out_bnhd else "bhnd", of_q))
+    found = {"grad": grad, "out": out, "stats": contiguous(torch.float32, f(2), *of_q[:3])}
+    for name, H, N in (("q", H_q, N_q), ("k", H_kv, N_kv), ("v", H_kv, N_kv)):
+        rows = (N + f(127)) // f(128) * f(128)
+        found[name] = contiguous(torch.int8, B, H, rows, f(pad_head_dim(D)))
+        if name == "k" and not is_causal:
+            rows = rows // f(64)
+        found[f"{name}_scale"] = contiguous(torch.float32, B, H, rows)
+    means = contiguous(torch.float32, f(0 if is_causal else 2), B, H_kv, f(D))
+    return found | {"means": means, "n_kv": N_kv} | last
+
+
 ANY, SHORT = Facts(1, math.inf), Facts(1, 32768)
 FP8, BITS16 = "sage2-8b-per-token", "sage1-per-token"
 CAUSAL = {"right": 0}
@@ -329,21 +359,40 @@ QUANTIZE = {
     "kv_all": (Facts.of(2), SHORT, dict(D=64, visible="all")),
     "k_batch": (Facts(1, 64), SHORT, dict(D=128, D_v=0, visible="batch")),
 }
+TRAINED = {
+    "g": (Facts(1, 64), SHORT, dict(D=128)),
+    "g_causal": (Facts(1, 64), SHORT, dict(D=128, heads=(32, 8), is_causal=True, layout="chunked")),
+    "g_72": (Facts(1, 64), SHORT, dict(D=72, heads=(5, 5), dtype=torch.float16, out_bnhd=False)),
+    "g_far": (Facts(1, 64), SHORT, dict(D=64, layout="apart")),
+    "g_backward": (Facts(1, 64), SHORT, dict(D=128, backward=True)),
+    "g_backward_causal": (
+        Facts(1, 64), SHORT,
+        dict(D=64, heads=(9, 3), is_causal=True, layout="every_other", backward=True),
+    ),
+    "g_backward_72": (
+        Facts(1, 64), SHORT,
+        dict(D=72, heads=(5, 5), layout="unaligned", backward=True, out_bnhd=False),
+    ),
+}  # fmt: skip
+CALLS = ATTENTION | QUANTIZE | TRAINED
 LENGTHS = 1, 2, 5, 77, 128, 1000, 1535, 1536, 3071, 3072, 4096, 12345
 
 
 def arguments(name: str, *sizes: Facts) -> dict:
-    of = attention if name in ATTENTION else quantize
-    return of(*sizes, **(ATTENTION | QUANTIZE)[name][2])
+    of = train if name in TRAINED else attention if name in ATTENTION else quantize
+    return of(*sizes, **CALLS[name][2])
 
 
 def launch_of(name: str):
+    if name in TRAINED:
+        backward = "backward" in name
+        return rowscaled.launched_backward if backward else rowscaled.launched
     return package.attention if name in ATTENTION else package.quantize_kv
 
 
 def drawn(name: str, rng: random.Random) -> tuple[dict, int]:
     """Arguments, and a device."""
-    B, _, options = (ATTENTION | QUANTIZE)[name]
+    B, _, options = CALLS[name]
     # Of 1, Python's masks and lists have other strides: see below.
     least = 2 if "mask" in options or "lists" in options else 1
     lengths = LENGTHS[least - 1 :]

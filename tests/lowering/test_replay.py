@@ -20,7 +20,18 @@ from unittest import mock
 import launches as calls
 import pytest
 import torch
-from launches import ALIGNED, ATTENTION, H200, KINDS, PROCESSORS, QUANTIZE, SHARED, Labels, Tensor
+from launches import (
+    ALIGNED,
+    ATTENTION,
+    H200,
+    KINDS,
+    PROCESSORS,
+    QUANTIZE,
+    SHARED,
+    TRAINED,
+    Labels,
+    Tensor,
+)
 from torch._inductor.utils import fresh_cache, run_and_get_code
 from triton import knobs
 
@@ -35,9 +46,11 @@ from sage_inductor.ops.formats import Prepared
 from sage_inductor.ops.launch import FP_FUSION, noted
 from sage_inductor.ops.quantize.op import _quantize_kv_opaque, empty_kv, quantize_kv_opaque
 from sage_inductor.ops.recipe import NAMED
+from sage_inductor.ops.training import rowscaled
 
 TRITONS = {9: 10}  # Triton's number of bf16, by the driver's
 RECIPE = NAMED["sage2-8b-per-token"].encode()
+OF_TRAINING = torch.ops.sage.rowscaled.default, torch.ops.sage.rowscaled_backward.default
 
 
 class Module:
@@ -77,7 +90,7 @@ class Module:
         return Compiled(ctypes.addressof(self.images[digest]), metadata, {"ptx": ptx})
 
     def written(self, outputs: list[int] = ()) -> list[dict]:
-        text = self.cpp.taken((ctypes.c_void_p * 8)(*outputs), len(outputs)).decode()
+        text = self.cpp.taken((ctypes.c_void_p * 16)(*outputs), len(outputs)).decode()
         return [json.loads(line) for line in text.splitlines()]
 
 
@@ -152,7 +165,7 @@ class Site:
         return calls.Plan(launches, outputs, {})
 
 
-@pytest.mark.parametrize("name", [*ATTENTION, *QUANTIZE])
+@pytest.mark.parametrize("name", [*ATTENTION, *QUANTIZE, *TRAINED])
 def test_cpp_launches_what_python_launched(name, module, monkeypatch):
     rng = random.Random(name)
     for _ in range(60):
@@ -166,12 +179,19 @@ def test_cpp_launches_what_python_launched(name, module, monkeypatch):
         check_memory(site, expected)
 
 
-@pytest.mark.parametrize("name", [*ATTENTION, *QUANTIZE, "idle"])
+@pytest.mark.parametrize("name", [*ATTENTION, *QUANTIZE, *TRAINED, "idle"])
 def test_what_is_noted_is_what_the_op_itself_launches(name, monkeypatch):
     rng, op = random.Random(name), quantize_kv_opaque if name in QUANTIZE else attention_opaque
+    if name in TRAINED:
+        op = OF_TRAINING["backward" in name]
     monkeypatch.setattr(tiles, "_capability", lambda device: (9, 0))
     monkeypatch.setattr(tiles, "_multiprocessors", lambda device: 132)
-    function = {attention_opaque: _attention_opaque, quantize_kv_opaque: _quantize_kv_opaque}[op]
+    functions = {attention_opaque: _attention_opaque, quantize_kv_opaque: _quantize_kv_opaque}
+    # Of an op by custom_op, what it was made of.
+    function = (
+        functions.get(op)
+        or (rowscaled.rowscaled, rowscaled.rowscaled_backward)["backward" in name]._init_fn
+    )
     for _ in range(10):
         if name == "idle":  # bounds that hide no key
             given = call_of("window", 900) | {"left": 1024, "right": 899}
@@ -423,6 +443,47 @@ def test_a_compiled_model_replays_what_it_launched(model, dynamic, with_torch, o
             check_launches(with_torch, given, expected)
             for x, (_, shape, strides, dtype) in zip(outputs, expected.outputs):
                 assert (list(x.shape), list(x.stride()), KINDS[x.dtype]) == (shape, strides, dtype)
+
+
+def test_a_training_step_replays_what_it_launched(with_torch, on_cpu):
+    q, k, v = (x.requires_grad_() for x in draw(2, 200))
+    grad = torch.randn_like(q)
+
+    def attend(q, k, v):
+        return torch.ops.sage.rowscaled(q, k, v, False, 0.125, True)[0]
+
+    run = torch.compile(attend, fullgraph=True)
+    for _ in range(3):
+        with_torch.written()
+        out = run(q, k, v)
+        gradients = torch.autograd.grad(out, (q, k, v), grad)
+    for x, like in zip((out, *gradients), (q, q, k, v)):
+        assert x.shape == like.shape and x.stride() == like.stride() and x.dtype == q.dtype
+
+    def launch(given, run, gpu):
+        q, k, v, grad = given.values()
+        given = dict(q=q, k=k, v=v, is_causal=False, scale=0.125, out_bnhd=True)
+        found = rowscaled.launched(given, run, gpu)
+        values = (grad, *found, 200, 0.125, True)
+        return rowscaled.launched_backward(dict(enumerate(values)), run, gpu)
+
+    given = q, k, v, grad
+    like = {f"x{i}": Tensor(x.dtype, x.shape, x.stride()) for i, x in enumerate(given)}
+    expected = calls.planned(launch, like, 132)
+    assert [each[0].__name__ for each in expected.launches] == [
+        "_partial_kernel", "_final_kernel", *["_quantize_kernel"] * 3, "_hopper_kernel", "_rows_kernel",
+        "_bounds_kernel", "_turn_kernel", "dq_kernel",
+        "dkdv_kernel",
+    ]  # fmt: skip
+    check_launches(with_torch, given, expected)
+
+
+def test_a_training_step_whose_operands_are_copied_stays_with_python():
+    for layout, D in (("every_other", 64), ("bnhd", 74)):
+        sizes = map(Facts.of, (2, 200, 200))
+        given = like(calls.known(calls.train(*sizes, D, layout=layout)))
+        with pytest.raises(NotImplementedError, match="q or v is copied"):
+            replay.note(rowscaled.launched, given, H200, None)
 
 
 def bands(q, k, v):

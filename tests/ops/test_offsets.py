@@ -344,7 +344,7 @@ def test_no_offset_wraps(name):
     if name in ("training dk", "training dv"):  # a row of codes has 64 bytes: no 2^36 are in memory
         bounds = {"count": (1, 2**24), "steps": (0, 2**30)}
     if name.endswith("of rowscaled"):  # fewer than MAX_ROWS rows in all heads, 128 or more in each
-        bounds = dict.fromkeys(("heads", "heads_kv", "q_blocks"), (0, 2**23))
+        bounds = dict.fromkeys(("heads", "heads_kv", "q_blocks", "parts"), (0, 2**23))
     function = Function(KERNELS[name](), bounds).run()
     assert function.offsets > 3 and not function.unproved, "\n".join(function.unproved)
 

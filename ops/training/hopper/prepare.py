@@ -207,15 +207,16 @@ def _bounds_kernel(
     head = (head_kv // H_kv) * H_q + head_kv % H_kv * group
     blocks = M_pad // _BLOCK
     part, plane = Part + head * blocks, blocks.to(tl.int64) * heads
-    of_head, heads_kv = Of_head + head_kv, tl.num_programs(0)
-    wa = _largest_part(part + _WA * plane, group * blocks, ROWS)
-    waq = _largest_part(part + _WAQ * plane, group * blocks, ROWS)
+    of_head, heads_kv = Of_head + head_kv, tl.num_programs(0).to(tl.int64)
+    parts = group * blocks
+    wa = _largest_part(part + _WA * plane, parts, ROWS)
+    waq = _largest_part(part + _WAQ * plane, parts, ROWS)
     tl.store(of_head + _WA * heads_kv, _at_least_tiny(wa))
     tl.store(of_head + _WAQ * heads_kv, _at_least_tiny(waq))
     if not CAUSAL:
         kv_blocks = N_pad // _BLOCK
-        u = _largest_part(part + _U * plane, group * blocks, ROWS)
-        un = _largest_part(part + _UN * plane, group * blocks, ROWS)
+        u = _largest_part(part + _U * plane, parts, ROWS)
+        un = _largest_part(part + _UN * plane, parts, ROWS)
         v = _largest_part(Part_v + head_kv * kv_blocks, kv_blocks, ROWS)
         k = _largest_part(K_scale + head_kv * kv_blocks, kv_blocks, ROWS)
         tl.store(of_head + _BETA * heads_kv, _at_least_tiny(u * v + un))
