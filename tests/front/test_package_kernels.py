@@ -387,6 +387,41 @@ def without_replays():
         replay.Replay.__call__ = call
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("N, D", [(300, 128), (1000, 72)])
+def test_a_replayed_training_step_gives_the_bits_of_python(N, D, is_causal, replayed, poisoned):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("g trains on Hopper")
+    n_kv = N if is_causal else N + 77
+    shapes = ((N, 6), (n_kv, 2), (n_kv, 2), (N, 6))
+    *given, grad = (
+        torch.empty(2, rows, H, D, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+        for rows, H in shapes
+    )
+    for x in given:
+        x.requires_grad_()
+
+    def attend(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
+
+    run = torch.compile(attend, backend="sage", options={"sage.training": "g"}, fullgraph=True)
+
+    def step():
+        out = run(*given)
+        return out.detach(), *torch.autograd.grad(out, given, grad)
+
+    for turn in range(5):
+        with torch.no_grad():
+            for x in (*given, grad):
+                x.normal_()
+        replayed.clear()
+        found = step()
+        assert replayed == ([9, 3] if turn > 1 else [])
+        with without_replays():
+            for x, y in zip(found, step(), strict=True):
+                assert torch.equal(x, y) and x.stride() == y.stride()
+
+
 @torch.no_grad()
 def test_tensors_at_odd_addresses_stay_with_python(replayed):
     q, k, v = (x.transpose(1, 2).contiguous() for x in CALLS["full"].draw(2, 300).split(8, 2))
