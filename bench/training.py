@@ -13,7 +13,9 @@ Plan "backward": attention alone.
     kept      bytes a forward leaves for its backward, for each channel and token of q
     dq, ...   relative L1 of the gradients to float64, of one head of the shape's length
 
-SDPA's backends are timed alone; "best" is the faster. Turns and medians: bench/measure.py.
+SDPA's backends are timed alone; "best" is the faster. Ops are called in eager mode, where a step
+takes the host more than a millisecond, but for "compiled": SDPA's call by backend="sage". Turns and
+medians: bench/measure.py.
 
 Plan "memory": a step of a whole transformer, whose layers backend="inductor" and backend="sage"
 compile, each once for all of them.
@@ -41,6 +43,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from bench import blocks, gradients, machine
 from bench.attention import RESULTS, save
 from bench.measure import Provider, Runner, interleave, summary
+from sage_inductor.lowering import replay
 from sage_inductor.ops.training.gradients import trained_by
 
 ROUNDS, TARGET_MS = 5, 40.0
@@ -94,10 +97,23 @@ def by_op(training: str):
     return lambda q, k, v, is_causal=False: op(q, k, v, is_causal, q.shape[3] ** -0.5, False)[0]
 
 
+def compiled_by(training: str):
+    """As a user gets it, of a call of SDPA's: later calls are launched by C++."""
+
+    def attend(q, k, v, is_causal=False):
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1]
+        )
+
+    options = {"sage.training": training}
+    return torch.compile(attend, backend="sage", options=options, dynamic=False)
+
+
 ATTENTION = {
     "cudnn": by_sdpa(SDPBackend.CUDNN_ATTENTION),
     "flash": by_sdpa(SDPBackend.FLASH_ATTENTION),
     "g": by_op("g"),
+    "g, compiled": compiled_by("g"),
     "sagebwd": by_op("sagebwd"),
 }
 RIVALS = ("cudnn", "flash")
@@ -150,6 +166,8 @@ def measure(shape: Shape, names: list[str], device: torch.device) -> list[dict]:
     )
     leaves = [x.requires_grad_() for x in (q, k, v)]
     runners, found = {}, {}
+    replay.library().result()  # which launches compiled calls, once it is compiled itself
+    torch._dynamo.reset()
     for name in names:
         attend = functools.partial(ATTENTION[name], is_causal=is_causal)
         out = attend(*leaves)
@@ -173,7 +191,7 @@ def measure(shape: Shape, names: list[str], device: torch.device) -> list[dict]:
         })  # fmt: skip
         near = "/".join(f"{of[each]:.4f}" for each in GRADIENTS) if of else "-"
         its = "".join(f" {part} {ms[part]['ms']:8.3f}{over(times, name, part)}" for part in ms)
-        print(f"{shape!s:22} {name:8}{its} kept {rows[-1]['kept']:.2f} {near}")
+        print(f"{shape!s:22} {name:12}{its} kept {rows[-1]['kept']:.2f} {near}")
     return rows
 
 

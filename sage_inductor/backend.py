@@ -21,6 +21,7 @@ from sage_inductor import (
 )
 from sage_inductor.decide import decide
 from sage_inductor.errors import SageOptionError
+from sage_inductor.inductor_pass import sources_tag
 from sage_inductor.ops.compat import CompileContext, InductorWrapper, TracingContext, tracing
 from sage_inductor.patterns.call import Site
 from sage_inductor.patterns.graph import copied, value_of
@@ -63,7 +64,8 @@ def sage_backend(gm: torch.fx.GraphModule, example_inputs, *, mode=None, options
     compiled = None
     if not (refused and final):  # else Inductor's minutes would be for nothing
         inductor = InductorWrapper(ours["mode"], theirs, None)
-        compiled = _compile(variants, lambda: inductor(gm, example_inputs))
+        with _keyed_on_sources():
+            compiled = _compile(variants, lambda: inductor(gm, example_inputs))
     # Recorded after compiling: until then Dynamo may abandon the graph, see _has_symbolic_floats.
     record(sites, asked.policy, graph_break)
     if asked.strict:
@@ -119,6 +121,14 @@ def _compile(variants: dict[str | None, _Variant], inductor: Callable) -> Callab
             done.append((variant.decisions, run))
         of_stage[stage] = run
     return done[0][1] if len(done) == 1 else by_stage(of_stage)
+
+
+def _keyed_on_sources() -> contextlib.AbstractContextManager:
+    """What torch's caches hold of these ops is by these sources. Of an op without a recipe's string
+    nothing else says so: a forward that keeps other tensors was taken for an earlier one's. A
+    backward is compiled later, without it; the tensors that it is given are in its key."""
+    config = torch.compiler.config
+    return config.patch(cache_key_tag=f"{config.cache_key_tag} sage_inductor {sources_tag()}")
 
 
 def _own_context() -> contextlib.AbstractContextManager:

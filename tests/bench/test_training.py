@@ -27,7 +27,7 @@ def test_what_is_kept_is_counted_once():
     of_q, of_kv = 4 * 256, 2 * 256  # rows
     codes = 64 * (of_q + 2 * of_kv)
     scales = 4 * (of_q + of_kv // 64 + of_kv)
-    stats, means = 4 * 2 * of_q, 4 * 2 * 64
+    stats, means = 4 * 2 * of_q, 4 * 2 * 2 * 64  # of k and v
     found = training.kept_bytes(training.by_op("g"), (q, k, v))
     assert found == 2 * q.numel() + codes + scales + stats + means
     square = training.kept_bytes(lambda q, k, v: q * q, (q, k, v))
@@ -47,6 +47,15 @@ def test_errors_are_of_the_gradients(H_kv):
     )  # fmt: skip
     assert exact["dv"] < 0.01
     assert training.errors(None, shape._replace(N=training.MAX_EXACT + 1), "cpu") is None
+
+
+def test_what_is_compiled_is_the_op():
+    q, k, v = leaves()
+    attend, op = training.ATTENTION["g, compiled"], training.by_op("g")
+    with sage_inductor.config.patch(emulate=True):
+        out = attend(q, k, v)
+        assert torch.equal(out, op(q, k, v))
+        assert training.kept_bytes(attend, (q, k, v)) == training.kept_bytes(op, (q, k, v))
 
 
 def test_ratios_are_to_the_faster_rival():

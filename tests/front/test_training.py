@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from support import relative_l1
 from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
 from torch.testing import assert_close
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import (
 )
 
 import sage_inductor
-from sage_inductor import config, functional, settings
+from sage_inductor import backend, config, functional, settings
 from sage_inductor.policy import Policy, Rule
 
 ASKED = {"sage.training": "sagebwd", "sage.emulate": True}
@@ -411,3 +412,24 @@ def test_a_model_trains_on_a_gpu(training, is_causal, mode):
         expected = gradients(by_op, x, cotangent, by_op.parameters())
         assert all(relative_l1(a, b) < 0.02 for a, b in zip(found, expected, strict=True))
     assert rewritten() == [training] * 2
+
+
+def test_a_cached_graph_of_other_sources_is_not_taken(monkeypatch):
+    """Its op may have given other tensors to keep."""
+    model, _ = pair()
+    x, _ = inputs()
+
+    def hits() -> int:
+        torch._dynamo.reset()
+        counters.clear()
+        torch.compile(model, backend="sage", options=ASKED)(x)
+        whole = counters["aot_autograd"]["autograd_cache_hit"]
+        return whole + counters["inductor"]["fxgraph_cache_hit"]
+
+    with fresh_cache(), torch._inductor.config.patch(fx_graph_cache=True):
+        assert hits() == 0 and hits() > 0
+        monkeypatch.setattr(backend, "sources_tag", lambda: "others")
+        assert hits() == 0 and hits() > 0
+        monkeypatch.undo()
+        assert hits() > 0
+    assert torch.compiler.config.cache_key_tag == ""
