@@ -14,6 +14,7 @@ import re
 import sys
 import textwrap
 import types
+from collections.abc import Collection
 from pathlib import Path
 
 import sage_inductor
@@ -569,6 +570,14 @@ def selected_section(result: dict) -> str:
 
 
 def lengths(gpus: dict[str, dict]) -> str:
+    return lengths_of(set(cost.KINDS) - cost.TRAINED.keys())
+
+
+def training_lengths(gpus: dict[str, dict]) -> str:
+    return lengths_of(cost.TRAINED)
+
+
+def lengths_of(kinds: Collection[str]) -> str:
     """From which length "auto" rewrites self-attention, of the built-in tables."""
     lines = [["GPU", "head_dim", "kind of call", *(f"B·H ≥ {heads}" for heads in HEADS), "error"]]
     for gpu, table in measured.built_in().items():
@@ -576,6 +585,7 @@ def lengths(gpus: dict[str, dict]) -> str:
         families = {
             each: TRAINED_BY if each.kind in cost.TRAINED else "sage2-8b-per-token"
             for each, times in table.families.items()
+            if each.kind in kinds
             if not (like and times is like.families.get(each))  # its own
         }
         for each in sorted(families, key=lambda each: (each.head_dim, cost.KINDS.index(each.kind))):
@@ -607,6 +617,7 @@ TABLES = {
     "short": accuracy_in_short,
     "sparse": sparse,
     "training": training,
+    "training_lengths": training_lengths,
     "curves": curves,
     "backward": backward,
     "memory": memory,
