@@ -386,7 +386,8 @@ def gap(row: dict, beside: dict, name: str) -> float | None:
 def summarize(rows: list[dict]) -> list[dict]:
     """A line for each recipe, number of tokens, and with or without QK-norm. Of each figure it has
     the mean loss over seeds, the mean gap to exact, the deviation of the gap between seeds, and the
-    deviation of exact's loss between seeds. None where there are too few runs."""
+    deviation of exact's loss between seeds, in training after as many steps. None where there are
+    too few runs."""
     lines = []
     settings = dict.fromkeys((row["tokens"], row["qk_norm"]) for row in rows)
     for setting in settings:
@@ -399,9 +400,10 @@ def summarize(rows: list[dict]) -> list[dict]:
                 "diverged": sum(row["diverged"] is not None for row in its),
                 "partial": sum(row["steps"] < row["of_steps"] for row in its),
             }  # fmt: skip
+            points = max(len(row["curve"]) for row in its)
             for name in FIGURES:
                 losses = [figure(row, name, len(row["curve"])) for row in its]
-                exacts = [figure(row, name, len(row["curve"])) for row in beside.values()]
+                exacts = [figure(row, name, points) for row in beside.values()]
                 gaps = [gap(row, beside[row["seed"]], name) for row in its if row["seed"] in beside]
                 line[name] = {
                     "mean": over(statistics.fmean, losses),

@@ -14,6 +14,7 @@ import re
 import sys
 import textwrap
 import types
+from collections.abc import Collection
 from pathlib import Path
 
 import sage_inductor
@@ -569,6 +570,14 @@ def selected_section(result: dict) -> str:
 
 
 def lengths(gpus: dict[str, dict]) -> str:
+    return lengths_of(set(cost.KINDS) - cost.TRAINED.keys())
+
+
+def training_lengths(gpus: dict[str, dict]) -> str:
+    return lengths_of(cost.TRAINED)
+
+
+def lengths_of(kinds: Collection[str]) -> str:
     """From which length "auto" rewrites self-attention, of the built-in tables."""
     lines = [["GPU", "head_dim", "kind of call", *(f"B·H ≥ {heads}" for heads in HEADS), "error"]]
     for gpu, table in measured.built_in().items():
@@ -576,6 +585,7 @@ def lengths(gpus: dict[str, dict]) -> str:
         families = {
             each: TRAINED_BY if each.kind in cost.TRAINED else "sage2-8b-per-token"
             for each, times in table.families.items()
+            if each.kind in kinds
             if not (like and times is like.families.get(each))  # its own
         }
         for each in sorted(families, key=lambda each: (each.head_dim, cost.KINDS.index(each.kind))):
@@ -607,6 +617,7 @@ TABLES = {
     "short": accuracy_in_short,
     "sparse": sparse,
     "training": training,
+    "training_lengths": training_lengths,
     "curves": curves,
     "backward": backward,
     "memory": memory,
@@ -1097,7 +1108,9 @@ def draw_curves(result: dict, path: Path) -> None:
     attention over seeds; grey: up to the deviation of exact's loss between seeds, at the end."""
     rows = [{**row, "setting": setting_of(row)} for row in result["rows"]]
     exact_deviation = {
-        setting_of(line): line["train"]["exact_deviation"] for line in result["summary"]
+        setting_of(line): line["train"]["exact_deviation"]
+        for line in result["summary"]
+        if line["recipe"] == "exact"  # of the others' lines one may be of fewer steps
     }
     settings = groups(rows, "setting")
     colours = {name: f"C{i}" for i, name in enumerate(groups(rows, "recipe"))}
@@ -1123,7 +1136,7 @@ def draw_curves(result: dict, path: Path) -> None:
             gaps.plot(*numbers(enumerate(means, 1), runs[0]["every"]), **style)
         gaps.axhline(0, color="0.15", linewidth=0.8)
         gaps.set_ylim(gaps.get_ylim())  # of the gaps, however far the seeds are apart
-        if deviation := exact_deviation[setting]:
+        if deviation := exact_deviation.get(setting):
             gaps.axhspan(-deviation, deviation, color="0.9", zorder=0)
         losses.set_yscale("log")
         losses.set_title(f"loss, {setting}", fontsize=10)

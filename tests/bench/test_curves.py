@@ -650,10 +650,12 @@ def test_the_summary_by_hand():
         made_up("G", 1, [*head, 3.0, 2.2], 2.75),
         made_up("SageBwd", 0, [*head, 4.0, 4.0], 8.0, diverged=30),
         made_up("SageBwd", 1, [9.0, 8.0, 7.0], 7.0, steps=6),
+        made_up("bf16", 0, [9.0, 8.0, 7.0], None, steps=6),
+        made_up("bf16", 1, [9.0, 8.0, 6.0], None, steps=6),
         made_up("G", 0, [5.0], 1.0, qk_norm=False),
     ]
-    exact, g, sage, alone = curves.summarize(rows)
-    assert [line["recipe"] for line in (exact, g, sage, alone)] == ["exact", "G", "SageBwd", "G"]
+    exact, g, sage, control, alone = found = curves.summarize(rows)
+    assert [line["recipe"] for line in found] == ["exact", "G", "SageBwd", "bf16", "G"]
     deviation = math.sqrt(0.5)  # of 1.5 and 2.5, and of 1 and 2
     assert exact["train"] == pytest.approx(
         {"mean": 2.0, "gap": 0.0, "gap_deviation": 0.0, "exact_deviation": deviation}
@@ -671,6 +673,10 @@ def test_the_summary_by_hand():
         {"mean": 7.0, "gap": -2.0, "gap_deviation": None, "exact_deviation": deviation}
     )
     assert sage["held_out"]["gap"] is None and not alone["qk_norm"]
+    # Where all runs are that short, exact's seeds are compared at that point, too.
+    assert control["partial"] == 2 and control["train"] == pytest.approx(
+        {"mean": 6.5, "gap": -2.5, "gap_deviation": deviation, "exact_deviation": 0.0}
+    )
     assert alone["train"] == {
         "mean": 5.0, "gap": None, "gap_deviation": None, "exact_deviation": None
     }  # fmt: skip
@@ -780,6 +786,9 @@ def test_the_plot_and_the_table_of_runs_that_failed(tmp_path, monkeypatch):
     assert drawn[3] == [[2.0], [3.0]] and drawn[0] == [[2.0, 4.0, 6.0], [3.0, 2.0, 1.0]]
     drawn = [[list(map(float, line.get_data()[i])) for i in (0, 1)] for line in gaps.lines]
     assert drawn[:3] == [[[], []], [[2.0], [0.0]], [[2.0, 4.0], [1.0, 0.25]]]
+    (grey,) = gaps.patches  # of exact's end, where the last recipe's was before
+    assert grey.get_y() == pytest.approx(-math.sqrt(0.5))
+    assert grey.get_height() == pytest.approx(2 * math.sqrt(0.5))
     table = plot.curves({"cpu": {"curves": result}})
     assert "| 64 | yes | G | 2, 1 diverged | 2.0000 | +1.00000 | - | 0.70711 |" in table
     assert "| SageBwd | 2, 1 partial |" in table

@@ -3,6 +3,7 @@ the clock of max-autotune."""
 
 import dataclasses
 import re
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -717,6 +718,38 @@ def test_times_of_inference_say_nothing_of_training(monkeypatch):
         "run `python -m sage_inductor tune` there"
     )
     assert decide(LONG_STEP, (9, 0), monkeypatch, training="auto").recipe == "sage2-8b-per-token"
+
+
+TRAINED_DIMS = range(40, 129, 8)  # of whose training times are built in
+
+
+@pytest.mark.parametrize("name", [measured.H200, *measured.ALIKE])
+@pytest.mark.parametrize("kind", ["full", "causal"])
+def test_training_is_decided_by_the_times_that_are_built_in(kind, name, monkeypatch):
+    """Those of an H200, also on an H100. Of other head_dims a GPU measures its own."""
+    built_in = measured.built_in()[name]
+    measuring = Measuring(monkeypatch, built_in)
+    measuring.tables.append(built_in)
+    monkeypatch.setattr(measured, "H200", name)  # of capability (9, 0) in `gpu`
+    for D in TRAINED_DIMS:
+        site = step(monkeypatch, (1, 32, 8, 65536, D), kind=kind)
+        assert site.recipe == "g" and re.match(FASTER, site.reason), site.reason
+        site = step(monkeypatch, (1, 32, 8, 512, D), kind=kind)
+        assert not site.rewritten and "x SDPA by the fit" in site.reason, site.reason
+    assert not measuring.asked
+    others = 32, 34, 63, 65, 100, 127
+    for D in others:
+        step(monkeypatch, (1, 32, 8, 65536, D), kind=kind)
+    assert [family for _, family, _ in measuring.asked] == [
+        Family(D, D, f"{kind}-training") for D in others
+    ]
+
+
+def test_the_page_on_training_shows_a_reason_of_the_built_in_times(monkeypatch):
+    known(monkeypatch, measured.built_in()[measured.H200])
+    site = step(monkeypatch, (1, 32, 32, 8192, 128))
+    page = Path(__file__).parents[2] / "docs" / "training.md"
+    assert site.recipe == "g" and f"`{site.reason}`" in page.read_text()
 
 
 def test_why_a_step_could_not_be_measured(monkeypatch):

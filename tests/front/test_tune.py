@@ -277,7 +277,8 @@ def test_what_trains_is_predicted_by_its_own_times(gpu):
     grouped = LONG._replace(H_kv=3)
     assert predicted(FULL_96_TRAINING, grouped, "g").sdpa == found.sdpa
     assert predicted(Family(80, 80, "full-training"), recipe="g").ours == found.ours
-    assert predicted(Family(80, 80, "causal-training"), recipe="g") is None
+    users = measured.tables(GPU)[0]
+    assert users.predict(Family(80, 80, "causal-training"), "g", LONG) is None
     assert FULL_96_TRAINING.of_sdpa(grouped) == LONG
     assert FULL_96.of_sdpa(grouped) == grouped
     of_causal = Family(96, 96, "causal-training").of_sdpa(grouped._replace(right=0))
