@@ -16,6 +16,7 @@ import torch
 from triton import knobs
 
 from sage_inductor.lowering.number import Facts
+from sage_inductor.lowering.precompile import precompile_op
 from sage_inductor.lowering.record import TensorArgument, record
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.arguments import AttentionCall
@@ -49,8 +50,17 @@ def register(op: OpOverload, launch: Callable, kind: type) -> None:
 
     @register_lowering(op, type_promotion_kind=None)
     def lower(*args, **kwargs):
+        if kind is Replayed:  # of others lowering/open.py has done it
+            precompile_op(launch, _values(op, virtualized.graph.current_node))
         outputs = kind.create(op, *args, **kwargs)  # a list, or a tuple
         return type(outputs)(map(TensorBox.create, outputs))
+
+
+def _values(op: OpOverload, node: torch.fx.Node) -> dict:
+    """The arguments of a call in a graph, by name."""
+    names = (each.name for each in op._schema.arguments)
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    return {name: x.meta["val"] if isinstance(x, torch.fx.Node) else x for name, x in given.items()}
 
 
 def attention(given: dict, run: Callable, gpu: tiles.Gpu) -> tuple:

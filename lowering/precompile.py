@@ -6,10 +6,13 @@ Hopper kernel on an H200's host, with the GPU waiting.
 
 import functools
 import itertools
+import logging
 import threading
+from collections.abc import Callable
 
 import torch
 
+from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.arguments import AttentionCall
 from sage_inductor.ops.attention.select import Problem, run_opaque, select
 from sage_inductor.ops.launch import HAS_PDL, compile_ahead
@@ -18,6 +21,8 @@ from sage_inductor.ops.quantize.op import empty_kv
 from sage_inductor.ops.recipe import decode
 from sage_inductor.ops.sdpa import SdpaCall
 from sage_inductor.ops.visibility import BlockLists, Visibility
+
+_log = logging.getLogger("sage_inductor")
 
 
 def precompile(call: SdpaCall) -> None:
@@ -34,7 +39,20 @@ def precompile(call: SdpaCall) -> None:
             q=None, k=None, v=None, attn_mask=None, prepared=None,
             **BlockLists(block_q=call.block_q, block_kv=call.block_kv)._asdict(),
         )  # fmt: skip
-        _start(call.q.device, likes, bool(call.prepared), plain, selected.tile)
+        _start(_launch, call.q.device, likes, bool(call.prepared), plain, selected.tile)
+
+
+def precompile_op(launch: Callable, arguments: dict) -> None:
+    """As `precompile`, of a call of an op that does ``launch(arguments, run, gpu)``."""
+    tensors = {name: x for name, x in arguments.items() if isinstance(x, torch.Tensor)}
+    likes = {name: _like(x) for name, x in tensors.items()}
+    others = {name: x for name, x in arguments.items() if name not in tensors}
+    sizes = itertools.chain(*((*shape, *strides) for _, shape, strides in likes.values()))
+    known = not any(isinstance(n, torch.SymInt) for n in (*sizes, *others.values()))
+    device = next(iter(tensors.values())).device
+    if known and device.type == "cuda":
+        order = tuple(arguments)
+        _start(_launch_op, device, launch, order, tuple(likes.items()), tuple(others.items()))
 
 
 def _like(x: torch.Tensor | None) -> tuple | None:
@@ -42,20 +60,33 @@ def _like(x: torch.Tensor | None) -> tuple | None:
 
 
 @functools.cache  # started once
-def _start(device: torch.device, likes: tuple, is_prepared: bool, *of_call) -> None:
+def _start(work: Callable, *of_call) -> None:
     """In a thread of its own, where no mode of torch is on: while a graph is traced even a meta
     tensor is a fake one, without an address. It takes milliseconds; kernels compile elsewhere."""
-    thread = threading.Thread(target=_launch, args=(device, likes, is_prepared, *of_call))
+    thread = threading.Thread(target=work, args=of_call)
     thread.start()
     thread.join()
 
 
+def _launch_op(device, launch: Callable, order: tuple, likes: tuple, others: tuple) -> None:
+    values = {name: _made(like) for name, like in likes} | dict(others)
+    given = {name: values[name] for name in order}
+    gpu = tiles.Gpu(tiles.capability(device), tiles.processors(device))
+    try:
+        with torch.cuda.device(device):
+            launch(given, compile_ahead, gpu)
+    except Exception as error:  # of operands that are copied; of others the call says the same
+        _log.debug("what the call launches is compiled then: %s", error)
+
+
+def _made(like: tuple) -> torch.Tensor:
+    dtype, shape, strides = like
+    return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+
+
 def _launch(device: torch.device, likes: tuple, is_prepared: bool, call: SdpaCall, tile) -> None:
     recipe = decode(call.recipe)
-    q, k, v, attn_mask, *lists = (
-        like and torch.empty_strided(like[1], like[2], dtype=like[0], device="meta")
-        for like in likes
-    )
+    q, k, v, attn_mask, *lists = (like and _made(like) for like in likes)
     blocks = BlockLists(*lists, call.block_q, call.block_kv)
     visibility = Visibility.of(attn_mask, call.band, k.shape[2], tile.BLOCK_M, blocks)
     of_v = None if recipe.of_pv.dtype is None else v

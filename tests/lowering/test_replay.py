@@ -42,7 +42,7 @@ from sage_inductor.ops.attention.arguments import AttentionCall
 from sage_inductor.ops.attention.select import _attention_opaque, attention_opaque
 from sage_inductor.ops.compat import load_module
 from sage_inductor.ops.compile import describe
-from sage_inductor.ops.formats import Prepared
+from sage_inductor.ops.formats import Kept, Prepared
 from sage_inductor.ops.launch import FP_FUSION, noted
 from sage_inductor.ops.quantize.op import _quantize_kv_opaque, empty_kv, quantize_kv_opaque
 from sage_inductor.ops.recipe import NAMED
@@ -476,6 +476,25 @@ def test_a_training_step_replays_what_it_launched(with_torch, on_cpu):
         "dkdv_kernel",
     ]  # fmt: skip
     check_launches(with_torch, given, expected)
+
+
+def test_what_trains_is_compiled_while_its_graph_is_lowered(monkeypatch):
+    asked = []
+    monkeypatch.setattr(package, "precompile_op", lambda *given: asked.append(given))
+    q, k, v = (x.requires_grad_() for x in draw(2, 200))
+
+    def attend(q, k, v):
+        return torch.ops.sage.rowscaled(q, k, v, is_causal=True, scale=0.125, out_bnhd=False)[0]
+
+    torch.compile(attend, fullgraph=True)(q, k, v).sum().backward()
+    (forward, given), (backward, of_backward) = asked
+    assert (forward, backward) == (rowscaled.launched, rowscaled.launched_backward)
+    assert list(given) == ["q", "k", "v", "is_causal", "scale", "out_bnhd"]
+    assert list(of_backward) == ["grad", "out", *Kept._fields, "n_kv", "scale", "out_bnhd"]
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        assert given[name].shape == x.shape and given[name].stride() == x.stride()
+    assert [given[x] for x in ("is_causal", "scale", "out_bnhd")] == [True, 0.125, False]
+    assert of_backward["means"].shape == (0, 2, 2, 64) and of_backward["n_kv"] == 200
 
 
 def test_a_training_step_whose_operands_are_copied_stays_with_python():

@@ -26,10 +26,12 @@ from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.select import Problem, run_opaque, select
 from sage_inductor.ops.compat import ptxas_version
 from sage_inductor.ops.compile import Compilation, compile_elsewhere
+from sage_inductor.ops.formats import Kept
 from sage_inductor.ops.quantize import smooth
 from sage_inductor.ops.quantize.one_pass import launch_kv
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.sdpa import SdpaCall
+from sage_inductor.ops.training import rowscaled
 from sage_inductor.ops.visibility import Visibility
 
 RIGHT_BELOW = None, 0, False  # causal
@@ -305,6 +307,66 @@ def test_nothing_is_compiled_ahead_that_inductor_compiles_or_that_is_not_known(w
             args[0] = torch.empty(2, 8, symbol, 64, dtype=torch.bfloat16, device="cuda")
     precompile.precompile(SdpaCall(*args))
     assert not launch._compiling.futures and not h200
+
+
+def training_calls(device, N=300, D=64) -> dict:
+    """The arguments of sage::rowscaled and of its backward, fake."""
+    q, k, v = qkv(N, device, D)
+    with FakeTensorMode():
+        q, k, v = (torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+                   for x in (q, k, v))  # fmt: skip
+        last = dict(scale=0.1, out_bnhd=True)
+        forward = dict(q=q, k=k, v=v, is_causal=False, **last)
+        out, *kept = torch.ops.sage.rowscaled(*forward.values())
+        names = Kept._fields
+        backward = dict(grad=out, out=out, **dict(zip(names, kept, strict=True)), n_kv=N, **last)
+    return {rowscaled.launched: forward, rowscaled.launched_backward: backward}
+
+
+def test_what_trains_is_compiled_ahead(h200):
+    expected = []
+
+    def run(kernel, grid, tensors, numbers, **options):
+        kinds = [x.dtype if isinstance(x, torch.Tensor) else x.block_shape for x in tensors]
+        name = kernel.fn.__name__
+        expected.append((name, grid, [*kinds, *numbers], options | FP_FUSION))
+
+    precompile._start.cache_clear()
+    for launched, given in training_calls("cuda").items():
+        for _ in range(2):  # as layers do
+            precompile.precompile_op(launched, given)
+        like = {
+            name: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+            if isinstance(x, torch.Tensor) else x
+            for name, x in given.items()
+        }  # fmt: skip
+        launched(like, run, tiles.Gpu((9, 0), 132))
+    finished()
+    names = [name for name, *_ in expected]
+    assert names == [
+        "_partial_kernel", "_final_kernel", *["_quantize_kernel"] * 3, "_hopper_kernel",
+        "_rows_kernel", "_bounds_kernel", "_turn_kernel", "dq_kernel", "dkdv_kernel",
+    ]  # fmt: skip
+    assert h200 == expected
+
+
+def test_what_trains_is_left_to_its_launch_where_it_is_not_known(h200, caplog):
+    precompile._start.cache_clear()
+    for launched, given in training_calls("cpu").items():
+        precompile.precompile_op(launched, given)
+    for launched, given in training_calls("cuda").items():
+        with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+            symbol = mode.shape_env.create_unbacked_symint()
+            some = torch.empty(2, 8, symbol, 64, dtype=torch.bfloat16, device="cuda")
+        precompile.precompile_op(launched, given | {next(iter(given)): some})
+        precompile.precompile_op(launched, given | {"scale": symbol})
+    assert not h200
+    caplog.set_level(logging.DEBUG, "sage_inductor")
+    given = training_calls("cuda", D=74)[rowscaled.launched]  # v's rows are none that TMA reads
+    precompile.precompile_op(rowscaled.launched, given)
+    finished()
+    assert "compiled then: q or v is copied" in caplog.text
+    assert "_hopper_kernel" not in {name for name, *_ in h200}
 
 
 def test_a_launch_waits_for_its_own_kernel_and_no_other(h200, caplog):
