@@ -447,10 +447,10 @@ def test_a_compiled_model_replays_what_it_launched(model, dynamic, with_torch, o
 
 def test_a_training_step_replays_what_it_launched(with_torch, on_cpu):
     q, k, v = (x.requires_grad_() for x in draw(2, 200))
-    grad = torch.randn_like(q)
+    grad = torch.randn(q.shape, dtype=q.dtype)  # as out is: others torch 2.11 copies
 
     def attend(q, k, v):
-        return torch.ops.sage.rowscaled(q, k, v, False, 0.125, True)[0]
+        return torch.ops.sage.rowscaled(q, k, v, False, 0.125, False)[0]
 
     run = torch.compile(attend, fullgraph=True)
     for _ in range(3):
@@ -458,13 +458,13 @@ def test_a_training_step_replays_what_it_launched(with_torch, on_cpu):
         out = run(q, k, v)
         gradients = torch.autograd.grad(out, (q, k, v), grad)
     for x, like in zip((out, *gradients), (q, q, k, v)):
-        assert x.shape == like.shape and x.stride() == like.stride() and x.dtype == q.dtype
+        assert x.shape == like.shape and x.is_contiguous() and x.dtype == q.dtype
 
     def launch(given, run, gpu):
         q, k, v, grad = given.values()
-        given = dict(q=q, k=k, v=v, is_causal=False, scale=0.125, out_bnhd=True)
+        given = dict(q=q, k=k, v=v, is_causal=False, scale=0.125, out_bnhd=False)
         found = rowscaled.launched(given, run, gpu)
-        values = (grad, *found, 200, 0.125, True)
+        values = (grad, *found, 200, 0.125, False)
         return rowscaled.launched_backward(dict(enumerate(values)), run, gpu)
 
     given = q, k, v, grad
@@ -475,7 +475,7 @@ def test_a_training_step_replays_what_it_launched(with_torch, on_cpu):
         "_bounds_kernel", "_turn_kernel", "dq_kernel",
         "dkdv_kernel",
     ]  # fmt: skip
-    check_launches(with_torch, given[:3], expected)  # torch 2.11 copies the gradient
+    check_launches(with_torch, given, expected)
 
 
 def test_what_trains_is_compiled_while_its_graph_is_lowered(monkeypatch):
