@@ -445,14 +445,15 @@ def test_a_compiled_model_replays_what_it_launched(model, dynamic, with_torch, o
                 assert (list(x.shape), list(x.stride()), KINDS[x.dtype]) == (shape, strides, dtype)
 
 
-def test_a_training_step_replays_what_it_launched(with_torch, on_cpu):
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_training_step_replays_what_it_launched(dynamic, with_torch, on_cpu):
     q, k, v = (x.requires_grad_() for x in draw(2, 200))
     grad = torch.randn(q.shape, dtype=q.dtype)  # as out is: others torch 2.11 copies
 
     def attend(q, k, v):
         return torch.ops.sage.rowscaled(q, k, v, False, 0.125, False)[0]
 
-    run = torch.compile(attend, fullgraph=True)
+    run = torch.compile(attend, fullgraph=True, dynamic=dynamic)
     for _ in range(3):
         with_torch.written()
         out = run(q, k, v)
