@@ -9,6 +9,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -25,16 +26,40 @@ from sage_inductor.ops.visibility import BlockLists, Visibility
 _log = logging.getLogger("sage_inductor")
 
 
+class _Like(NamedTuple):
+    """A tensor without memory, as a key."""
+
+    dtype: torch.dtype
+    shape: tuple
+    strides: tuple
+
+    @classmethod
+    def of(cls, x):
+        """Of a tensor; anything else stays what it is."""
+        is_tensor = isinstance(x, torch.Tensor)
+        return cls(x.dtype, tuple(x.shape), tuple(x.stride())) if is_tensor else x
+
+    def made(self) -> torch.Tensor:
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
+
+
+def _made(x):
+    return x.made() if isinstance(x, _Like) else x
+
+
+def _are_known(likes: tuple) -> bool:
+    numbers = ((*x.shape, *x.strides) if isinstance(x, _Like) else (x,) for x in likes)
+    return not any(isinstance(n, torch.SymInt) for n in itertools.chain(*numbers))
+
+
 def precompile(call: SdpaCall) -> None:
     """Start to compile what the call will launch and Inductor does not compile, if its sizes are
     known."""
     recipe, masked, size = decode(call.recipe), call.attn_mask is not None, call.blocks.size
     selected = select(Problem.of(call.k, call.v, recipe, masked, call.portable, size))
-    likes = tuple(map(_like, (call.q, call.k, call.v, call.attn_mask, *call.blocks[:4])))
-    sizes = itertools.chain(*(each for like in likes if like is not None for each in like[1:]))
-    known = all(isinstance(n, int) for n in sizes)
+    likes = tuple(map(_Like.of, (call.q, call.k, call.v, call.attn_mask, *call.blocks[:4])))
     runs_here = not (selected.kernel.traced or call.portable)
-    if runs_here and recipe.sharing.one_pass and known:
+    if runs_here and recipe.sharing.one_pass and _are_known(likes):
         plain = call._replace(
             q=None, k=None, v=None, attn_mask=None, prepared=None,
             **BlockLists(block_q=call.block_q, block_kv=call.block_kv)._asdict(),
@@ -44,19 +69,10 @@ def precompile(call: SdpaCall) -> None:
 
 def precompile_op(launch: Callable, arguments: dict) -> None:
     """As `precompile`, of a call of an op that does ``launch(arguments, run, gpu)``."""
-    tensors = {name: x for name, x in arguments.items() if isinstance(x, torch.Tensor)}
-    likes = {name: _like(x) for name, x in tensors.items()}
-    others = {name: x for name, x in arguments.items() if name not in tensors}
-    sizes = itertools.chain(*((*shape, *strides) for _, shape, strides in likes.values()))
-    known = not any(isinstance(n, torch.SymInt) for n in (*sizes, *others.values()))
-    device = next(iter(tensors.values())).device
-    if known and device.type == "cuda":
-        order = tuple(arguments)
-        _start(_launch_op, device, launch, order, tuple(likes.items()), tuple(others.items()))
-
-
-def _like(x: torch.Tensor | None) -> tuple | None:
-    return None if x is None else (x.dtype, tuple(x.shape), tuple(x.stride()))
+    device = next(x.device for x in arguments.values() if isinstance(x, torch.Tensor))
+    likes = tuple(map(_Like.of, arguments.values()))
+    if device.type == "cuda" and _are_known(likes):
+        _start(_launch_op, device, launch, tuple(arguments), likes)
 
 
 @functools.cache  # started once
@@ -68,9 +84,8 @@ def _start(work: Callable, *of_call) -> None:
     thread.join()
 
 
-def _launch_op(device, launch: Callable, order: tuple, likes: tuple, others: tuple) -> None:
-    values = {name: _made(like) for name, like in likes} | dict(others)
-    given = {name: values[name] for name in order}
+def _launch_op(device: torch.device, launch: Callable, names: tuple, likes: tuple) -> None:
+    given = dict(zip(names, map(_made, likes), strict=True))
     gpu = tiles.Gpu(tiles.capability(device), tiles.processors(device))
     try:
         with torch.cuda.device(device):
@@ -79,14 +94,9 @@ def _launch_op(device, launch: Callable, order: tuple, likes: tuple, others: tup
         _log.debug("what the call launches is compiled then: %s", error)
 
 
-def _made(like: tuple) -> torch.Tensor:
-    dtype, shape, strides = like
-    return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-
-
 def _launch(device: torch.device, likes: tuple, is_prepared: bool, call: SdpaCall, tile) -> None:
     recipe = decode(call.recipe)
-    q, k, v, attn_mask, *lists = (like and _made(like) for like in likes)
+    q, k, v, attn_mask, *lists = map(_made, likes)
     blocks = BlockLists(*lists, call.block_q, call.block_kv)
     visibility = Visibility.of(attn_mask, call.band, k.shape[2], tile.BLOCK_M, blocks)
     of_v = None if recipe.of_pv.dtype is None else v

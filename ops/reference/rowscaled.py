@@ -108,7 +108,7 @@ def prepare(grad: Tensor, out: Tensor, kept: Kept, scale: float) -> Operands:
         of_dq = m + of_row.log2(), delta, kept.v_scale
     else:
         beta = least(of_head(u) * v_norm.amax(2) + of_head(u * o_norm))
-        largest_k = least(kept.k_scale.amax(2))
+        largest_k = kept.k_scale.amax(2)
         row_scale = wa * to_heads(beta * (scale / E4M3_MAX) * (largest_k / to_fp8))
         kt_scale = of_keys * (to_fp8 / largest_k)[:, :, None]
         of_dq = m, delta / to_heads(beta), kept.v_scale / beta[:, :, None]

@@ -15,6 +15,7 @@ from sage_inductor.ops.launch import launch_traced
 from sage_inductor.ops.quantize.smooth import launch_smooth
 from sage_inductor.ops.reference import quantize, rowscaled
 from sage_inductor.ops.reference import training as of_training
+from sage_inductor.ops.training.hopper import prepare
 from sage_inductor.ops.training.hopper.prepare import launch_prepare
 from sage_inductor.ops.training.kernels import launch_quantize
 
@@ -57,6 +58,20 @@ def test_it_writes_what_the_emulation_does(shape, is_causal):
     support.same_operands(found, expected, e4m3_step=0.51)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_bounds_are_of_all_rounds(is_causal, monkeypatch):
+    """Of the first to the last, as of sequences that are longer than one round of BOUNDS_ROWS."""
+    monkeypatch.setattr(prepare, "BOUNDS_ROWS", 4)
+    for place in (0, -1):
+        q, k, v, grad = draw(1, 4, 2, 500, 500, 64)
+        for x in (q, k, v, grad):
+            x[:, :, place] *= 8
+        out, kept = rowscaled.forward(q, k, v, is_causal, 0.125)
+        found = launch_prepare(grad, out, kept, 0.125, launch_traced)
+        expected = rowscaled.prepare(grad, out, kept, 0.125)
+        support.same_operands(found, expected, e4m3_step=0.51)
+
+
 @pytest.mark.parametrize("shared", [1, 64])
 @pytest.mark.parametrize("D", [64, 72])
 def test_codes_of_rows(shared, D):
@@ -85,10 +100,13 @@ def test_a_gradient_in_other_units_changes_scales_alone(is_causal):
         assert torch.equal(getattr(plain, name) * 2**-40, getattr(small, name)), name
 
 
+@pytest.mark.parametrize("factor", [0, 1])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_no_gradient_gives_zeros(is_causal):
+def test_no_gradient_gives_zeros(is_causal, factor):
+    """Of q and k that are zeros, too, and of p that are as small as those of 5e8 keys."""
     q, k, v, grad = draw(1, 2, 1, 100, 100, 64)
-    out, kept = rowscaled.forward(q, k, v, is_causal, 0.125)
+    out, kept = rowscaled.forward(factor * q, factor * k, v, is_causal, 0.125)
+    kept.stats[0] += 20
     x = launch_prepare(0 * grad, out, kept, 0.125, launch_traced)
     assert not x.g.any() and not x.ot.float().any() and not x.vectors[2].any()
     for each in rowscaled.gradients(kept, x, 100, 100, 64):
@@ -101,8 +119,12 @@ def test_what_is_no_number_reaches_all_gradients(is_causal):
     q, k, v, grad = draw(1, 2, 2, 100, 100, 64)
     out, kept = rowscaled.forward(q, k, v, is_causal, 0.125)
     for value in (float("inf"), float("nan")):
-        grad[0, 1, 5, 3] = value
-        x = launch_prepare(grad, out, kept, 0.125, launch_traced)
-        assert not x.row_scale[0, 1, 5].isfinite()
-        for scale in (x.qt_scale, x.ot_scale):
+        other = torch.zeros_like(grad)
+        other[0, 1, 5, 3] = value
+        x, y = (
+            launch_prepare(*given, kept, 0.125, launch_traced)
+            for given in ((grad + other, out), (grad, out + other))
+        )
+        assert not x.row_scale[0, 1, 5].isfinite() and not y.row_scale[0, 1, 5].isfinite()
+        for scale in (x.qt_scale, x.ot_scale, y.qt_scale):
             assert not scale[0, 1].isfinite() and scale[0, 0].isfinite()

@@ -201,8 +201,8 @@ def _bounds_kernel(
     heads, H_q, H_kv, M_pad, N_pad,  # heads: B * H_q
     SCALE: tl.constexpr, CAUSAL: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (B * H_kv,). What is found is at least TINY. CAUSAL: rows are looked at in their
-    order."""
+    """Grid: (B * H_kv,). What divides is at least TINY: k's scales are more than 0 as they are.
+    CAUSAL: rows are looked at in their order."""
     head_kv, group = tl.program_id(0).to(tl.int64), H_q // H_kv
     head = (head_kv // H_kv) * H_q + head_kv % H_kv * group
     blocks = M_pad // _BLOCK
@@ -220,7 +220,7 @@ def _bounds_kernel(
         v = _largest_part(Part_v + head_kv * kv_blocks, kv_blocks, ROWS)
         k = _largest_part(K_scale + head_kv * kv_blocks, kv_blocks, ROWS)
         tl.store(of_head + _BETA * heads_kv, _at_least_tiny(u * v + un))
-        tl.store(of_head + _K * heads_kv, _at_least_tiny(k))
+        tl.store(of_head + _K * heads_kv, k)
     else:
         plane = M_pad.to(tl.int64) * heads
         v_bits, vk_bits, k_bits = 0, 0, 0
