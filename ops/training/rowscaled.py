@@ -59,8 +59,7 @@ def rowscaled(
     if q.device.type == "cpu":
         out, kept = reference.forward(q, k, v, is_causal, scale)
         return as_stored(out.to(q.dtype), out_bnhd), *kept
-    with torch.cuda.device_of(q):
-        return _plan().launch(q, k, v, is_causal, scale, out_bnhd)
+    return _plan().launch(q, k, v, is_causal, scale, out_bnhd)
 
 
 @torch.library.custom_op("sage::rowscaled_backward", mutates_args=())
@@ -75,8 +74,7 @@ def rowscaled_backward(
     if out.device.type == "cpu":
         found = reference.backward(grad, out, kept, n_kv, scale)
         return tuple(as_stored(x.to(out.dtype), out_bnhd) for x in found)
-    with torch.cuda.device_of(out):
-        return _launch_backward(grad, out, kept, n_kv, scale, out_bnhd)
+    return _launch_backward(grad, out, kept, n_kv, scale, out_bnhd)
 
 
 def launched(given: dict, run: Callable, gpu: Gpu) -> tuple[Tensor, ...]:

@@ -66,15 +66,14 @@ def sagebwd(
         shape = q.shape[2], k.shape[2], q.shape[3]
         exactly, lse = reference.forward(of_q, of_k, of_v, shape, scale, is_causal)
         return as_stored(exactly.to(q.dtype), out_bnhd), lse, *of_q, *of_k
-    with torch.cuda.device_of(q):
-        k_mean = launch_smooth([k], None, run=launch_cached)[0][0]
-        q_codes, q_scale, _ = launch_quantize(q)
-        k_codes, k_scale, _ = launch_quantize(k, k_mean)
-        v_codes, v_scale, _ = launch_quantize(v, turned=True)
-        launch_forward(
-            q_codes, q_scale, k_codes, k_scale, v_codes, v_scale, k.shape[2], scale, is_causal,
-            out, lse,
-        )  # fmt: skip
+    k_mean = launch_smooth([k], None, run=launch_cached)[0][0]
+    q_codes, q_scale, _ = launch_quantize(q)
+    k_codes, k_scale, _ = launch_quantize(k, k_mean)
+    v_codes, v_scale, _ = launch_quantize(v, turned=True)
+    launch_forward(
+        q_codes, q_scale, k_codes, k_scale, v_codes, v_scale, k.shape[2], scale, is_causal,
+        out, lse,
+    )  # fmt: skip
     return out, lse, q_codes, q_scale, k_codes, k_scale
 
 
@@ -92,12 +91,11 @@ def sagebwd_backward(
         of_q, of_k = reference.Quantized(q_codes, q_scale), reference.Quantized(k_codes, k_scale)
         found = reference.backward(of_q, of_k, v, grad, out, lse, scale, is_causal)
         return tuple(as_stored(x.to(dq.dtype), out_bnhd) for x in found)
-    with torch.cuda.device_of(v):
-        grad_codes, grad_scale, delta = launch_quantize(grad, out=out, turned=True)
-        launch_backward(
-            q_codes, q_scale, k_codes, k_scale, v, grad, grad_codes, grad_scale, lse, delta,
-            scale, is_causal, dq, dk, dv,
-        )  # fmt: skip
+    grad_codes, grad_scale, delta = launch_quantize(grad, out=out, turned=True)
+    launch_backward(
+        q_codes, q_scale, k_codes, k_scale, v, grad, grad_codes, grad_scale, lse, delta,
+        scale, is_causal, dq, dk, dv,
+    )  # fmt: skip
     return dq, dk, dv
 
 
