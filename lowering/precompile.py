@@ -43,7 +43,8 @@ def precompile(call: SdpaCall) -> None:
 
 
 def precompile_op(launch: Callable, arguments: dict) -> None:
-    """As `precompile`, of a call of an op that does ``launch(arguments, run, gpu)``."""
+    """As `precompile`, of a call of an op that does ``launch(arguments, run, gpu)``, whose tensors
+    are its first arguments."""
     tensors = {name: x for name, x in arguments.items() if isinstance(x, torch.Tensor)}
     likes = {name: _like(x) for name, x in tensors.items()}
     others = {name: x for name, x in arguments.items() if name not in tensors}
@@ -51,8 +52,7 @@ def precompile_op(launch: Callable, arguments: dict) -> None:
     known = not any(isinstance(n, torch.SymInt) for n in (*sizes, *others.values()))
     device = next(iter(tensors.values())).device
     if known and device.type == "cuda":
-        order = tuple(arguments)
-        _start(_launch_op, device, launch, order, tuple(likes.items()), tuple(others.items()))
+        _start(_launch_op, device, launch, tuple(likes.items()), tuple(others.items()))
 
 
 def _like(x: torch.Tensor | None) -> tuple | None:
@@ -68,9 +68,8 @@ def _start(work: Callable, *of_call) -> None:
     thread.join()
 
 
-def _launch_op(device, launch: Callable, order: tuple, likes: tuple, others: tuple) -> None:
-    values = {name: _made(like) for name, like in likes} | dict(others)
-    given = {name: values[name] for name in order}
+def _launch_op(device: torch.device, launch: Callable, likes: tuple, others: tuple) -> None:
+    given = {name: _made(like) for name, like in likes} | dict(others)
     gpu = tiles.Gpu(tiles.capability(device), tiles.processors(device))
     try:
         with torch.cuda.device(device):

@@ -499,6 +499,24 @@ def test_what_trains_is_compiled_while_its_graph_is_lowered(on_cpu, monkeypatch)
     assert of_backward["means"].shape == (0, 2, 2, 64) and of_backward["n_kv"] == 200
 
 
+def test_an_op_is_given_the_strides_of_eager_mode(monkeypatch):
+    """By which it decides what it launches, and whether it copies."""
+    given, call = [], replay.Replay.__call__
+
+    def see(self, *args):
+        given.append([x.stride() for x in args[:3]])
+        return call(self, *args)
+
+    def attend(q, k, v):
+        return torch.ops.sage.rowscaled(2 * q, k + 1, -v, False, 0.125, True)[0]
+
+    monkeypatch.setattr(replay.Replay, "__call__", see)
+    inputs = draw(2, 100)
+    with fresh_cache():
+        torch.compile(attend)(*inputs)
+    assert given == [[x.stride() for x in inputs]] and not inputs[0].is_contiguous()
+
+
 def test_in_a_cpp_wrapper_what_trains_is_called():
     def attend(q, k, v):
         return torch.ops.sage.rowscaled(q, k, v, False, 0.125, True)[0]
