@@ -57,10 +57,11 @@ def register(op: OpOverload, launch: Callable, kind: type) -> None:
 
 
 def _values(op: OpOverload, node: torch.fx.Node) -> dict:
-    """The arguments of a call in a graph, by name."""
-    names = (each.name for each in op._schema.arguments)
-    given = dict(zip(names, node.args, strict=False)) | node.kwargs
-    return {name: x.meta["val"] if isinstance(x, torch.fx.Node) else x for name, x in given.items()}
+    """The arguments of a call in a graph, by name. AOTAutograd has put all in their places."""
+    return {
+        each.name: x.meta["val"] if isinstance(x, torch.fx.Node) else x
+        for each, x in zip(op._schema.arguments, node.args, strict=True)
+    }
 
 
 def attention(given: dict, run: Callable, gpu: tiles.Gpu) -> tuple:

@@ -33,10 +33,11 @@ from sage_inductor.ops.visibility import Visibility
 
 def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Kept]:
     """out [B, H_q, N_q, D] of q's dtype, contiguous, and what the backward reads."""
-    means = smooth([k, v])[0]
+    B, H_kv, _, D = k.shape
     if is_causal:
-        means = means[:0].clone()
-    k_mean, v_mean = means if len(means) else (None, None)
+        means, k_mean, v_mean = k.new_empty((0, B, H_kv, D), dtype=torch.float32), None, None
+    else:
+        k_mean, v_mean = means = smooth([k, v])[0]
     shared = 1 if is_causal else TRAINING_BLOCK
     (q8, q_scale), (k8, k_scale) = quantize(q, shared=1), quantize(k, k_mean, shared)
     prepared = Prepared(k8, k_scale.unflatten(2, (-1, K_BLOCK // shared)), None)

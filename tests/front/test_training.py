@@ -432,4 +432,6 @@ def test_a_cached_graph_of_other_sources_is_not_taken(monkeypatch):
         assert hits() == 0 and hits() > 0
         monkeypatch.undo()
         assert hits() > 0
+        with torch.compiler.config.patch(cache_key_tag="the user's"):
+            assert hits() == 0
     assert torch.compiler.config.cache_key_tag == ""

@@ -479,7 +479,7 @@ def test_a_training_step_replays_what_it_launched(dynamic, with_torch, on_cpu):
     check_launches(with_torch, given, expected)
 
 
-def test_what_trains_is_compiled_while_its_graph_is_lowered(monkeypatch):
+def test_what_trains_is_compiled_while_its_graph_is_lowered(on_cpu, monkeypatch):
     asked = []
     monkeypatch.setattr(package, "precompile_op", lambda *given: asked.append(given))
     q, k, v = (x.requires_grad_() for x in draw(2, 200))
@@ -489,6 +489,7 @@ def test_what_trains_is_compiled_while_its_graph_is_lowered(monkeypatch):
 
     with fresh_cache():
         torch.compile(attend, fullgraph=True)(q, k, v).sum().backward()
+        torch.compile(layer)(*draw(2, 100))  # of its ops lowering/open.py has done it
     (forward, given), (backward, of_backward) = asked
     assert (forward, backward) == (rowscaled.launched, rowscaled.launched_backward)
     assert list(given) == ["q", "k", "v", "is_causal", "scale", "out_bnhd"]
@@ -497,6 +498,41 @@ def test_what_trains_is_compiled_while_its_graph_is_lowered(monkeypatch):
         assert given[name].shape == x.shape and given[name].stride() == x.stride()
     assert [given[x] for x in ("is_causal", "scale", "out_bnhd")] == [True, 0.125, False]
     assert of_backward["means"].shape == (0, 2, 2, 64) and of_backward["n_kv"] == 200
+
+
+def test_an_op_is_given_the_strides_of_eager_mode(monkeypatch):
+    """By which it decides what it launches, and whether it copies."""
+    given, call = [], replay.Replay.__call__
+
+    def see(self, *args):
+        given.append([x.stride() for x in args[:3]])
+        return call(self, *args)
+
+    def attend(q, k, v):
+        return torch.ops.sage.rowscaled(2 * q, k + 1, -v, False, 0.125, True)[0]
+
+    monkeypatch.setattr(replay.Replay, "__call__", see)
+    inputs = draw(2, 100)
+    with fresh_cache():
+        torch.compile(attend)(*inputs)
+    assert given == [[x.stride() for x in inputs]] and not inputs[0].is_contiguous()
+
+
+def test_in_a_cpp_wrapper_what_trains_is_called():
+    def attend(q, k, v):
+        return torch.ops.sage.rowscaled(q, k, v, False, 0.125, True)[0]
+
+    given = draw(2, 100)
+    with fresh_cache():
+        out = torch.compile(attend, options={"cpp_wrapper": True})(*given)
+    assert torch.equal(out, attend(*given))
+
+
+def test_a_torch_without_handles_calls_the_ops(on_cpu, monkeypatch):
+    monkeypatch.setattr(package, "handles_of", None)
+    with fresh_cache():
+        _, (code,) = run_and_get_code(torch.compile(layer), *draw(2, 100))
+    assert "torch.ops.sage.attention_opaque.default(" in code and "Replay" not in code
 
 
 def test_a_training_step_whose_operands_are_copied_stays_with_python():

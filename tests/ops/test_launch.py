@@ -323,16 +323,21 @@ def training_calls(device, N=300, D=64) -> dict:
     return {rowscaled.launched: forward, rowscaled.launched_backward: backward}
 
 
-def test_what_trains_is_compiled_ahead(h200):
-    expected = []
+def test_what_trains_is_compiled_ahead(h200, monkeypatch):
+    expected, entered = [], []
 
     def run(kernel, grid, tensors, numbers, **options):
         kinds = [x.dtype if isinstance(x, torch.Tensor) else x.block_shape for x in tensors]
         name = kernel.fn.__name__
         expected.append((name, grid, [*kinds, *numbers], options | FP_FUSION))
 
+    def device(which):
+        entered.append(which)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
     precompile._start.cache_clear()
-    for launched, given in training_calls("cuda").items():
+    for launched, given in training_calls("cuda:1", N=2000).items():  # more tiles than processors
         for _ in range(2):  # as layers do
             precompile.precompile_op(launched, given)
         like = {
@@ -345,9 +350,10 @@ def test_what_trains_is_compiled_ahead(h200):
     names = [name for name, *_ in expected]
     assert names == [
         "_partial_kernel", "_final_kernel", *["_quantize_kernel"] * 3, "_hopper_kernel",
-        "_rows_kernel", "_bounds_kernel", "_turn_kernel", "dq_kernel", "dkdv_kernel",
+        "_combine_kernel", "_rows_kernel", "_bounds_kernel", "_turn_kernel", "dq_kernel",
+        "dkdv_kernel",
     ]  # fmt: skip
-    assert h200 == expected
+    assert h200 == expected and entered.count(torch.device("cuda", 1)) == 2
 
 
 def test_what_trains_is_left_to_its_launch_where_it_is_not_known(h200, caplog):
@@ -357,8 +363,10 @@ def test_what_trains_is_left_to_its_launch_where_it_is_not_known(h200, caplog):
     for launched, given in training_calls("cuda").items():
         with FakeTensorMode(shape_env=ShapeEnv()) as mode:
             symbol = mode.shape_env.create_unbacked_symint()
-            some = torch.empty(2, 8, symbol, 64, dtype=torch.bfloat16, device="cuda")
-        precompile.precompile_op(launched, given | {next(iter(given)): some})
+            of_some = torch.empty(symbol, 8, 300, 64, dtype=torch.bfloat16, device="cuda")
+            of_strides = torch.empty_strided((2, 8, 300, 64), (symbol, 64, 512, 1), device="cuda")
+        for unknown in (of_some, of_strides):
+            precompile.precompile_op(launched, given | {next(iter(given)): unknown})
         precompile.precompile_op(launched, given | {"scale": symbol})
     assert not h200
     caplog.set_level(logging.DEBUG, "sage_inductor")

@@ -19,11 +19,13 @@ from sage_inductor.ops.formats import Kept
 from sage_inductor.ops.reference import rowscaled as reference
 from sage_inductor.ops.reference import training as of_training
 from sage_inductor.ops.reference.rowscaled import permute_tokens
+from sage_inductor.ops.training import rowscaled
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 ROWSCALED = torch.ops.sage.rowscaled
 BACKWARD = torch.ops.sage.rowscaled_backward
+H200 = tiles.Gpu((9, 0), 132)
 FAMILIES = ("normal", "channel_bias", "k_bias", "biased_v", "token_outliers", "sinks", "real_like")
 
 
@@ -246,6 +248,25 @@ def test_what_the_forward_is_prepared_by(is_causal, monkeypatch):
     assert attend["Out"] is out and attend["Lse"] is kept.stats
 
 
+@pytest.mark.parametrize("out_bnhd", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_what_is_launched_gives_tensors_as_the_fakes_do(is_causal, out_bnhd):
+    pytest.importorskip("sage_inductor.ops.training.hopper.plan")
+    lengths = 200, 200 if is_causal else 333
+    q, k, v, grad = (x.to("meta") for x in inputs(2, 6, 2, *lengths, 72))
+    last = {"scale": 0.1, "out_bnhd": out_bnhd}
+
+    def run(*given, **options):
+        pass
+
+    given = {"q": q, "k": k, "v": v, "is_causal": is_causal, **last}
+    found, expected = rowscaled.launched(given, run, H200), ROWSCALED(*given.values())
+    given = dict(enumerate((grad, *expected, k.shape[2], *last.values())))
+    found += rowscaled.launched_backward(given, run, H200)
+    for x, y in zip(found, expected + BACKWARD(*given.values()), strict=True):
+        assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
+
+
 def test_what_a_causal_training_step_launches(monkeypatch):
     plan = pytest.importorskip("sage_inductor.ops.training.hopper.plan")
     monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
@@ -310,6 +331,10 @@ def test_another_gpu_is_refused(monkeypatch):
     q, k, v, _ = inputs(1, 2, 2, 200, 130, 64)
     with pytest.raises(ValueError, match="needs compute capability 9.0 .*got 8.9 and Triton"):
         plan.launch_forward(q, *of_training.quantize(k), v, False, 0.1, True)
+    monkeypatch.undo()
+    given = dict(q=q, k=k, v=v, is_causal=False, scale=0.1, out_bnhd=True)
+    with pytest.raises(ValueError, match="got 8.9 and Triton"):
+        rowscaled.launched(given, lambda *given, **options: None, tiles.Gpu((8, 9), 128))
 
 
 def test_too_many_rows_are_refused(monkeypatch):

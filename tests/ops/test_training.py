@@ -289,3 +289,13 @@ def test_cotangents_of_any_strides_on_a_gpu():
     ):
         for x, y in zip(attend(q, k, v, grad), attend(q, k, v, grad.contiguous()), strict=True):
             assert_close(x, y, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@both_ops
+def test_on_another_device_than_the_current_one(op):
+    given = inputs(1, 4, 2, 300, 300, 64, device="cuda")
+    found = attend(*(x.to("cuda:1") for x in given), op=op)
+    for x, y in zip(found, attend(*given, op=op), strict=True):
+        assert x.device.index == 1 and torch.equal(x.to(y.device), y)
