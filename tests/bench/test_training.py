@@ -1,5 +1,7 @@
 """bench/training.py without a GPU: what is counted and compared."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -49,9 +51,13 @@ def test_errors_are_of_the_gradients(H_kv):
     assert training.errors(None, shape._replace(N=training.MAX_EXACT + 1), "cpu") is None
 
 
-def test_what_is_compiled_is_the_op():
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_what_is_compiled_is_the_op(is_causal):
     q, k, v = leaves()
-    attend, op = training.ATTENTION["g, compiled"], training.by_op("g")
+    attend, op = (
+        functools.partial(each, is_causal=is_causal)
+        for each in (training.ATTENTION["g, compiled"], training.by_op("g"))
+    )
     with sage_inductor.config.patch(emulate=True):
         out = attend(q, k, v)
         assert torch.equal(out, op(q, k, v))
