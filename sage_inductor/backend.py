@@ -22,7 +22,13 @@ from sage_inductor import (
 from sage_inductor.decide import decide
 from sage_inductor.errors import SageOptionError
 from sage_inductor.inductor_pass import sources_tag
-from sage_inductor.ops.compat import CompileContext, InductorWrapper, TracingContext, tracing
+from sage_inductor.ops.compat import (
+    CompileContext,
+    InductorWrapper,
+    TracingContext,
+    inductor_config,
+    tracing,
+)
 from sage_inductor.patterns.call import Site
 from sage_inductor.patterns.graph import copied, value_of
 from sage_inductor.policy import stages_of
@@ -35,6 +41,8 @@ from sage_inductor.report import (
     whole,
 )
 from sage_inductor.stages import by_stage
+
+METADATA = "aot_inductor.metadata"
 
 
 def sage_backend(gm: torch.fx.GraphModule, example_inputs, *, mode=None, options=None, **unknown):
@@ -63,9 +71,8 @@ def sage_backend(gm: torch.fx.GraphModule, example_inputs, *, mode=None, options
     refused = asked.strict and not_asked(sites)
     compiled = None
     if not (refused and final):  # else Inductor's minutes would be for nothing
-        inductor = InductorWrapper(ours["mode"], theirs, None)
-        with _keyed_on_sources():
-            compiled = _compile(variants, lambda: inductor(gm, example_inputs))
+        inductor = InductorWrapper(ours["mode"], _keyed_on_sources(theirs), None)
+        compiled = _compile(variants, lambda: inductor(gm, example_inputs))
     # Recorded after compiling: until then Dynamo may abandon the graph, see _has_symbolic_floats.
     record(sites, asked.policy, graph_break)
     if asked.strict:
@@ -123,12 +130,13 @@ def _compile(variants: dict[str | None, _Variant], inductor: Callable) -> Callab
     return done[0][1] if len(done) == 1 else by_stage(of_stage)
 
 
-def _keyed_on_sources() -> contextlib.AbstractContextManager:
-    """What torch's caches hold of these ops is by these sources. Of an op without a recipe's string
-    nothing else says so: a forward that keeps other tensors was taken for an earlier one's. A
-    backward is compiled later, without it; the tensors that it is given are in its key."""
-    config = torch.compiler.config
-    return config.patch(cache_key_tag=f"{config.cache_key_tag} sage_inductor {sources_tag()}")
+def _keyed_on_sources(options: dict) -> dict:
+    """Inductor's options, by which what torch's caches hold is of these sources. Of an op without a
+    recipe's string nothing else says so: a forward that keeps other tensors was taken for one of
+    before. In the metadata of packages, of which none is made here: a backward, which is compiled
+    when it first runs, has the same options."""
+    metadata = options.get(METADATA, inductor_config.aot_inductor.metadata)
+    return options | {METADATA: metadata | {"sage_inductor": sources_tag()}}
 
 
 def _own_context() -> contextlib.AbstractContextManager:

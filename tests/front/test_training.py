@@ -415,14 +415,15 @@ def test_a_model_trains_on_a_gpu(training, is_causal, mode):
 
 
 def test_a_cached_graph_of_other_sources_is_not_taken(monkeypatch):
-    """Its op may have given other tensors to keep."""
+    """Its op may have given other tensors to keep. So it is of a backward."""
     model, _ = pair()
-    x, _ = inputs()
+    x, cotangent = inputs()
 
-    def hits() -> int:
+    def hits(**options) -> int:
         torch._dynamo.reset()
         counters.clear()
-        torch.compile(model, backend="sage", options=ASKED)(x)
+        run = torch.compile(model, backend="sage", options=ASKED | options)
+        run(x).backward(cotangent)
         whole = counters["aot_autograd"]["autograd_cache_hit"]
         return whole + counters["inductor"]["fxgraph_cache_hit"]
 
@@ -432,6 +433,7 @@ def test_a_cached_graph_of_other_sources_is_not_taken(monkeypatch):
         assert hits() == 0 and hits() > 0
         monkeypatch.undo()
         assert hits() > 0
-        with torch.compiler.config.patch(cache_key_tag="the user's"):
+        assert hits(**{backend.METADATA: {"of": "the user"}}) == 0
+        with torch._inductor.config.patch({backend.METADATA: {"of": "others"}}):
             assert hits() == 0
-    assert torch.compiler.config.cache_key_tag == ""
+    assert torch._inductor.config.aot_inductor.metadata == {}
