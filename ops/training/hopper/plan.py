@@ -1,5 +1,5 @@
 """How ``sage::rowscaled`` is launched on Hopper: the forward by the attention kernel there, the
-backward by two kernels that prepare and two that multiply."""
+backward by three kernels that prepare and two that multiply."""
 
 from collections.abc import Callable
 

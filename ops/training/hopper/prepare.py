@@ -55,7 +55,7 @@ _TO_FP8 = tl.constexpr(E4M3_MAX / 127)  # the largest INT8 code becomes the larg
 _OF_FP8 = tl.constexpr(127 / E4M3_MAX)
 _TINY = tl.constexpr(TINY)
 _NO_QUERY = tl.constexpr(NO_QUERY)
-# Of each block of rows, and of a head: the largest w a, w a qs, u and u n; |v|.
+# Of each block of rows: the largest w a, w a qs, u and u n.
 MAXIMA = 4
 _WA, _WAQ, _U, _UN = map(tl.constexpr, range(MAXIMA))
 OF_HEAD = 4  # numbers of a head of k and v: these first two, beta, the largest ks
