@@ -23,11 +23,11 @@ keys of all P ranks. M: the most blocks that any rank quantizes.
 import bisect
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from sage_inductor.ops import compat
@@ -214,19 +214,26 @@ def _gather_prepared(k: Tensor, v: Tensor, shards: Shards, group, recipe: str) -
     """What one device makes of the k and v of all ranks."""
     k, v, k_mean, v_mean, v_amax = _statistics(k, v, shards, group)
     r, (B, H, _, D), D_v = decode(recipe), k.shape, v.shape[3]
+    M = shards.most(shards.blocks)
     k_parts, scale_parts, v_parts = _all_gather(
-        _quantized(k, v, k_mean, v_mean, v_amax, shards.most(shards.blocks), recipe), group
-    )
-    N_pad = pad_rows(shards.N)
-    k_codes = k_parts.new_zeros(B, H, N_pad, pad_head_dim(D))
+        _quantized(k, v, k_mean, v_mean, v_amax, recipe), group,
+        [(B, H, M * K_BLOCK, D), (B, H, M, 1), (B, H, D_v, M * K_BLOCK)],
+    )  # fmt: skip
+    N_pad, K_pad, V_pad = pad_rows(shards.N), pad_head_dim(D), pad_head_dim(D_v)
+    k_codes = k_parts.new_empty(B, H, N_pad, K_pad)
     k_scale = scale_parts.new_zeros(B, H, N_pad // K_BLOCK, 1)
-    v_codes = v_parts.new_zeros(B, H, pad_head_dim(D_v), N_pad)
+    v_codes = v_parts.new_empty(B, H, V_pad, N_pad)
     for rank in range(group.size()):
         first, count = shards.first_block(rank), shards.blocks(rank)
         rows, n = slice(first * K_BLOCK, (first + count) * K_BLOCK), count * K_BLOCK
-        k_codes[:, :, rows, :D] = k_parts[rank, :, :, :n]
+        _copy(k_codes[:, :, rows, :D], k_parts[rank, :, :, :n])
         k_scale[:, :, first : first + count] = scale_parts[rank, :, :, :count]
-        v_codes[:, :, :D_v, rows] = v_parts[rank, :, :, :, :n]
+        _copy(v_codes[:, :, :D_v, rows], v_parts[rank, :, :, :, :n])
+    end = shards.first_block(group.size()) * K_BLOCK
+    for padding in (
+        k_codes[..., D:], k_codes[:, :, end:], v_codes[:, :, D_v:], v_codes[..., end:]
+    ):  # fmt: skip
+        padding.zero_()
     k_codes, v_codes = k_codes.view(r.of_qk.dtype), v_codes.view(r.of_pv.dtype)
     return Prepared(k_codes, k_scale, k_mean, v_codes, v_amax * (1 / r.of_pv.largest), v_mean)
 
@@ -236,12 +243,12 @@ def _statistics(k: Tensor, v: Tensor, shards: Shards, group) -> tuple[Tensor, ..
     rank, samples, lent = group.rank(), shards.samples(), shards.lent(group.rank())
     rows = sample_rows(shards.N, k.device)[samples[rank].start : samples[rank].stop]
     most_sampled, most_lent = max(map(len, samples)), shards.most(shards.lent)
+    (B, H, _, D), D_v = k.shape, v.shape[3]
+    own = [x[:, :, which] for which in (rows - shards.offset(rank), slice(lent)) for x in (k, v)]
+    shapes = [(B, H, n, d) for n in (most_sampled, most_lent) for d in (D, D_v)]
     *sampled, k_lent, v_lent, extremes = _all_gather(
-        [*(_with_rows(x[:, :, rows - shards.offset(rank)], most_sampled) for x in (k, v)),
-         *(_with_rows(x[:, :, :lent], most_lent) for x in (k, v)),
-         torch.stack([v.amax(2), v.amin(2)])],
-        group,
-    )  # fmt: skip
+        [*own, torch.stack([v.amax(2), v.amin(2)])], group, [*shapes, (2, B, H, D_v)]
+    )
     k_mean, v_mean, v_amax = estimate(
         *(
             torch.cat([y[:, :, : len(s)] for y, s in zip(x, samples, strict=True)], 2)
@@ -263,43 +270,45 @@ def _statistics(k: Tensor, v: Tensor, shards: Shards, group) -> tuple[Tensor, ..
 
 
 def _quantized(
-    k: Tensor, v: Tensor, k_mean: Tensor, v_mean: Tensor, v_amax: Tensor, M: int, recipe: str
-) -> list[Tensor]:
-    """Codes of k [B, H_kv, M * K_BLOCK, D], its scales [B, H_kv, M, 1] and codes of v [B, H_kv,
-    D_v, M * K_BLOCK], with zeros behind this rank's blocks; codes as bytes."""
+    k: Tensor, v: Tensor, k_mean: Tensor, v_mean: Tensor, v_amax: Tensor, recipe: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes of k [B, H_kv, n, D], its scales [B, H_kv, n / K_BLOCK, 1] and codes of v [B, H_kv,
+    D_v, n], of whole blocks; codes as bytes."""
     (B, H, N, D), D_v = k.shape, v.shape[3]
-    k_bytes = k.new_zeros(B, H, M * K_BLOCK, D, dtype=torch.uint8)
-    k_scale = k.new_zeros(B, H, M, 1, dtype=torch.float32)
-    v_bytes = k.new_zeros(B, H, D_v, M * K_BLOCK, dtype=torch.uint8)
-    if N:  # else all rows are lent
-        count = -(-N // K_BLOCK)
-        n = count * K_BLOCK
-        codes, scale = quantize_k(k, k_mean, recipe, None)
-        k_bytes[:, :, :n] = codes.view(torch.uint8)[:, :, :n, :D]
-        k_scale[:, :, :count] = scale[:, :, :count]
-        codes, _ = quantize_v(v, v_mean, v_amax, recipe, False)
-        v_bytes[..., :n] = codes.view(torch.uint8)[:, :, :D_v, :n]
-    return [k_bytes, k_scale, v_bytes]
+    if not N:  # all rows are lent
+        codes = k.new_empty(B, H, 0, D, dtype=torch.uint8)
+        return codes, v_amax.new_empty(B, H, 0, 1), codes.new_empty(B, H, D_v, 0)
+    count = -(-N // K_BLOCK)
+    n = count * K_BLOCK
+    k_codes, k_scale = quantize_k(k, k_mean, recipe, None)
+    v_codes, _ = quantize_v(v, v_mean, v_amax, recipe, False)
+    k_codes, v_codes = k_codes.view(torch.uint8), v_codes.view(torch.uint8)
+    return k_codes[:, :, :n, :D], k_scale[:, :, :count], v_codes[:, :, :D_v, :n]
 
 
-def _with_rows(x: Tensor, count: int) -> Tensor:
-    """x [B, H, n, D] with zeros behind its rows, [B, H, count, D]."""
-    return F.pad(x, (0, 0, 0, count - x.shape[2]))
+def _copy(to: Tensor, x: Tensor) -> None:
+    """x into `to`; bytes eight at a time, where the last dimension allows it."""
+    if x.dtype == torch.uint8 and x.numel() and x.shape[-1] % 8 == 0:
+        to, x = to.view(torch.int64), x.view(torch.int64)
+    to.copy_(x)
 
 
-def _all_gather(xs: list[Tensor], group) -> list[Tensor]:
-    """Every rank's x, [P, *x.shape], for each x, in one collective of bytes. Its shape is equal
-    on all ranks."""
-    parts = [x.contiguous().view(-1).view(torch.uint8) for x in xs]
-    parts = [F.pad(part, (0, -part.numel() % ALIGN)) for part in parts]
-    mine = torch.cat(parts)
+def _all_gather(xs: Sequence[Tensor], group, shapes: Sequence[tuple] = ()) -> list[Tensor]:
+    """Every rank's x, [P, *shape], for each x, in one collective of bytes. The shapes, if not x's,
+    are equal on all ranks, and what is behind a smaller x is not set."""
+    shapes = shapes or [x.shape for x in xs]
+    of_bytes = [math.prod(shape) * x.element_size() for shape, x in zip(shapes, xs, strict=True)]
+    parts = [n + -n % ALIGN for n in of_bytes]
+    mine = xs[0].new_empty(sum(parts), dtype=torch.uint8)
     everyones = mine.new_empty(group.size(), mine.numel())
+    gathered = []
+    of_each = zip(xs, shapes, of_bytes, mine.split(parts), everyones.split(parts, 1), strict=True)
+    for x, shape, n, part, its in of_each:
+        whole = part[:n].view(x.dtype).view(shape)
+        _copy(whole[tuple(map(slice, x.shape))], x)
+        gathered.append(its[:, :n].view(x.dtype).unflatten(1, shape))
     compat.all_gather_single(everyones.view(-1), mine, group=group)
-    of_each = everyones.split([part.numel() for part in parts], 1)
-    return [
-        each[:, : x.numel() * x.element_size()].view(x.dtype).unflatten(1, x.shape)
-        for each, x in zip(of_each, xs, strict=True)
-    ]
+    return gathered
 
 
 @gather_sdpa.register_fake
