@@ -4,11 +4,20 @@ import itertools
 import math
 
 import torch
+from torch.fx import Node
 
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.formats import HEAD_DIMS, TRAINED_HEAD_DIM
 from sage_inductor.patterns.call import Call, mask_text
-from sage_inductor.patterns.graph import dims, guarded, statically_true, value_of
+from sage_inductor.patterns.graph import (
+    VIEWS,
+    arguments,
+    dims,
+    guarded,
+    op_name,
+    statically_true,
+    value_of,
+)
 
 BHND, BNHD = [0, 1, 2, 3], [0, 2, 1, 3]  # orders in which an output is stored
 
@@ -119,6 +128,37 @@ def why_not_trained(call: Call, training: str, capability: tuple[int, int] | Non
     if capability < (8, 0):
         return "sagebwd trains from compute capability 8.0 on, got {}.{}".format(*capability)
     return None
+
+
+def why_not_by_itself(call: Call) -> str | None:
+    """The reason that "auto" leaves to the user whether a call that "g" can train is trained so."""
+    if is_causal(call) and _is_biased(call.k):
+        return (
+            "causal, and k's channels have a bias, which g rounds with k (sage.training='g' "
+            "overrides)"
+        )
+    return None
+
+
+# What leaves each number in its channel, and as it is.
+_MOVES = (
+    *VIEWS, "transpose", "permute", "movedim", "swapaxes", "contiguous", "clone", "expand", "chunk",
+    "split", "split_with_sizes", "tensor_split", "unbind", "getitem", "select", "slice", "narrow",
+    "to", "_to_copy", "type_as", "half", "bfloat16", "float",
+)  # fmt: skip
+
+
+def _is_biased(x: Node) -> bool:
+    """Whether x is a projection with a bias, and nothing was done to it since. A bias before a
+    rotary embedding is none: it turns with the position."""
+    name = op_name(x)
+    if name == "linear":
+        return arguments(x, "input", "weight", "bias")[2] is not None
+    if name in ("cat", "concat"):
+        return any(map(_is_biased, arguments(x, ("tensors", "tensor"))[0]))
+    if name in ("add", "iadd", "add_"):
+        return any(getattr(value_of(each), "ndim", 0) == 1 for each in x.all_input_nodes)
+    return name == "addmm" or name in _MOVES and _is_biased(x.all_input_nodes[0])
 
 
 def why_no_g(capability: tuple[int, int]) -> str | None:

@@ -32,6 +32,7 @@ from sage_inductor.patterns.eligible import (
     LISTS_IN_TRAINING,
     why_no_g,
     why_not,
+    why_not_by_itself,
     why_not_selected,
     why_not_trained,
 )
@@ -61,6 +62,8 @@ def decide(call: Call, settings: Settings) -> Decision:
     if reason:
         return Decision(None, reason)
     wanted, rule, selection, training = _ruled(call, settings)
+    if training == AUTO and (settings.emulate or settings.force):
+        training = OFF  # "auto" is about speed
     if training != OFF and call.out.requires_grad and not settings.portable:
         return _trained(call, settings, wanted, rule, selection, training)
     call = dataclasses.replace(call, selection=selection)
@@ -111,13 +114,14 @@ def _trained(
         return Decision(None, FP32)
     capability = None if q.device.type == "cpu" else tiles.capability(q.device)
     by = TRAINED_BY if training == AUTO else training
-    reason = LISTS_IN_TRAINING if selection else why_not_trained(call, by, capability)
-    if reason:
-        return Decision(None, reason)
+    if selection:
+        return Decision(None, LISTS_IN_TRAINING)
+    reason = why_not_trained(call, by, capability)
     if training != AUTO:
-        return Decision(by, "asked for")
-    if settings.emulate or settings.force:
-        return Decision(by, "emulated" if capability is None else "forced")
+        return Decision(None, reason) if reason else Decision(by, "asked for")
+    reason = reason or why_not_by_itself(call)
+    if reason:
+        return Decision(None, f"training: {reason}")
     candidate, reason = _timed(call, settings, by, (by,))
     return Decision(candidate and candidate.recipe, reason)
 

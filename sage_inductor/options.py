@@ -43,10 +43,10 @@ _TABLE = (
     Option("calibrate", True, bool,
            "a kind of call of which no times are known on this GPU is measured when it first "
            "compiles, for some seconds, and the times are kept; False: it stays SDPA"),
-    Option("training", OFF, str,
-           'how calls that need gradients are computed: "off": exactly (SDPA, or what force does); '
-           '"sagebwd": in INT8, forward and backward; "g": by a row-scaled FP8 backward (Hopper); '
-           '"auto": by "g" where forward and backward are predicted to be faster than SDPA\'s'),
+    Option("training", AUTO, str,
+           'how calls that need gradients are computed: "auto": by "g" where forward and backward '
+           'are predicted to be faster than SDPA\'s; "g": by a row-scaled FP8 backward (Hopper); '
+           '"sagebwd": in INT8, forward and backward; "off": exactly (SDPA, or what force does)'),
     Option("strict", False, bool, "raise SageRefused when a call stays as it was"),
     Option("enabled", False, bool,
            'setting: rewrite graphs of backend="inductor" too, by a pass beside the user\'s own; '

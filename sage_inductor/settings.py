@@ -23,7 +23,7 @@ class Settings:
     force: bool = False
     strict: bool = False
     calibrate: bool = True
-    training: str = OFF
+    training: str = AUTO
     policy: Ruling = ()
     stage: str | None = None  # that rules of the policy may name; None: of none
     portable: bool = False  # exporting: no guards on lengths, only kernels that travel

@@ -32,7 +32,7 @@ from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.selector import Selection
 from sage_inductor.ops.visibility import BlockLists
-from sage_inductor.patterns import bands
+from sage_inductor.patterns import bands, eligible
 from sage_inductor.patterns.call import Band, Call
 from sage_inductor.patterns.graph import Emitter, GraphIndex
 from sage_inductor.policy import Rule
@@ -586,9 +586,10 @@ def test_short_keys_stay_whatever_the_queries(monkeypatch):
 
 def test_training_stays_sdpa_unless_forced(monkeypatch):
     shape = (4, 32, 32, 16384, 128)
-    site = decide(shape, (9, 0), monkeypatch, requires_grad=True)
+    given = {"requires_grad": True, "training": "off"}
+    site = decide(shape, (9, 0), monkeypatch, **given)
     assert not site.rewritten and site.reason.startswith("training")
-    assert decide(shape, (9, 0), monkeypatch, requires_grad=True, force=True).rewritten
+    assert decide(shape, (9, 0), monkeypatch, **given, force=True).rewritten
 
 
 TRAINED = (2, 8, 8, 4096, 128)
@@ -672,11 +673,11 @@ def test_g_wins_by_the_margin_of_inference(monkeypatch):
 @pytest.mark.parametrize(
     "given, reason",
     [
-        ({"kind": "keys"}, "g trains calls without a mask but the causal one, got bool"),
-        ({"kind": "window"}, "g trains calls without a mask but the causal one, got window"),
-        ({"kind": "causal", "N_kv": 9000}, "g trains causal calls of as many queries as keys"),
-        ({"shape": (1, 32, 32, 16384, 160)}, "g trains head_dims up to 128"),
-        ({"capability": (8, 9)}, "g trains on compute capability 9.0, got 8.9"),
+        ({"kind": "keys"}, "training: g trains calls without a mask but the causal one, got bool"),
+        ({"kind": "window"}, "training: g trains calls without a mask but the causal one, got win"),
+        ({"kind": "causal", "N_kv": 9000}, "training: g trains causal calls of as many queries"),
+        ({"shape": (1, 32, 32, 16384, 160)}, "training: g trains head_dims up to 128"),
+        ({"capability": (8, 9)}, "training: g trains on compute capability 9.0, got 8.9"),
         ({"dtype": torch.float32}, "fp32 is asked for"),
         ({"recipe": "off", "policy": (Rule("auto", head_dim=(64,)),)}, "the recipe is 'off'"),
         ({"policy": (Rule("off"),)}, "the policy says off"),
@@ -758,10 +759,23 @@ def test_why_a_step_could_not_be_measured(monkeypatch):
     assert not site.rewritten and site.reason.endswith("H200: OutOfMemoryError: 1 GiB")
 
 
-def test_forced_training_by_auto_is_g_without_a_prediction(monkeypatch):
-    known(monkeypatch)
-    site = step(monkeypatch, force=True)
-    assert (site.recipe, site.reason) == ("g", "forced")
+def test_what_is_forced_is_not_decided_by_speed(monkeypatch):
+    known(monkeypatch, trained_table())
+    site = step(monkeypatch, force=True)  # its backward is exact attention's
+    assert (site.recipe, site.reason) == ("sage2-8b-per-token", "forced")
+    site = step(monkeypatch, force=True, training="g")
+    assert (site.recipe, site.reason) == ("g", "asked for")
+
+
+def test_causal_calls_whose_k_has_a_bias_are_left_to_the_user(monkeypatch):
+    known(monkeypatch, trained_table())
+    assert step(monkeypatch, kind="causal").recipe == "g"
+    monkeypatch.setattr(eligible, "_is_biased", lambda k: True)
+    site = step(monkeypatch, kind="causal")
+    assert site.reason.startswith("training: causal, and k's channels have a bias")
+    assert "sage.training" in cause_of(site.reason).remedy
+    assert step(monkeypatch, kind="causal", training="g").recipe == "g"
+    assert step(monkeypatch).recipe == "g"
 
 
 def test_a_dynamic_length_trains_from_where_g_begins_to_win(monkeypatch):
@@ -1064,7 +1078,7 @@ def test_the_reason_says_why_a_call_could_not_be_measured(monkeypatch):
         {"capturing": True},
         {"shape": (1, 24, 24, 255, 128)},
         {"N_kv": 255},
-        {"requires_grad": True},
+        {"requires_grad": True, "training": "off"},
         {"force": True},
         {"emulate": True},
         {"recipe": "off"},
@@ -1119,7 +1133,7 @@ def test_users_who_say_nothing_have_their_calls_measured(monkeypatch):
         ({}, "never slower"),
         ({"portable": True}, "never slower"),
         ({"force": True}, "forced"),
-        ({"requires_grad": True}, "training"),
+        ({"requires_grad": True, "training": "off"}, "training"),
         ({"recipe": "off"}, "the recipe is 'off'"),
     ],
 )

@@ -17,6 +17,8 @@ from torch.utils.checkpoint import (
 
 import sage_inductor
 from sage_inductor import backend, config, functional, settings
+from sage_inductor.patterns import eligible
+from sage_inductor.patterns.graph import op_name
 from sage_inductor.policy import Policy, Rule
 
 ASKED = {"sage.training": "sagebwd", "sage.emulate": True}
@@ -114,8 +116,8 @@ def test_inference_keeps_its_recipe():
     assert rewritten() == ["sage2-8b"]
 
 
-def test_off_is_the_default_and_leaves_what_was():
-    assert config.training == "off"
+def test_auto_is_the_default_and_emulation_has_the_exact_backward():
+    assert config.training == "auto"
     model, _ = pair()
     torch.compile(model, backend="sage", options={"sage.emulate": True})(inputs()[0])
     assert rewritten() == ["sage2-8b"]  # whose backward is exact attention's
@@ -125,18 +127,62 @@ def test_off_is_the_default_and_leaves_what_was():
     assert "on CPU attention stays as it was" in site.reason
 
 
-def test_auto_is_g_where_it_is_emulated_and_sdpa_on_a_cpu():
-    model, by_op = pair(is_causal=False)
-    compiled = torch.compile(model, backend="sage", options=ASKED | {"sage.training": "auto"})
-    x, cotangent = inputs()
-    found = gradients(compiled, x, cotangent, model.parameters())
-    assert same(found, gradients(by_op, x, cotangent, by_op.parameters()))
-    (site,) = sage_inductor.report().rewritten
-    assert (site.recipe, site.reason) == ("g", "emulated")
-    torch._dynamo.reset()
-    torch.compile(model, backend="sage", options={"sage.training": "auto"})(x)
-    (site,) = sage_inductor.report().refused
-    assert "on CPU attention stays as it was" in site.reason
+WEIGHT, BIAS = torch.randn(32, 96), torch.randn(96)
+
+
+def rotated(k):
+    angles = torch.arange(k.shape[2])[:, None] * torch.rand(k.shape[3])
+    return k * angles.cos() + torch.cat([-k[..., 8:], k[..., :8]], -1) * angles.sin()
+
+
+def heads(x):
+    return x.view(*x.shape[:2], 2, 16).transpose(1, 2)
+
+
+def thirds(x):
+    return [heads(each) for each in x.chunk(3, -1)]
+
+
+KEYS = {  # of x [B, N, 32]: k, and whether a bias is left in its channels
+    "a linear": (lambda x: heads(F.linear(x, WEIGHT[:, :32].T, BIAS[:32])), True),
+    "one without a bias": (lambda x: heads(F.linear(x, WEIGHT[:, :32].T)), False),
+    "one for q, k and v": (lambda x: thirds(F.linear(x, WEIGHT.T, BIAS))[1], True),
+    "split": (lambda x: heads(F.linear(x, WEIGHT.T, BIAS).split(32, 2)[1]), True),
+    "permuted": (
+        lambda x: F.linear(x, WEIGHT.T, BIAS).view(2, 8, 3, 2, 16).permute(2, 0, 3, 1, 4)[1],
+        True,
+    ),
+    "addmm": (lambda x: thirds(torch.addmm(BIAS, x.view(-1, 32), WEIGHT).view(2, 8, 96))[1], True),
+    "added": (lambda x: heads(x @ WEIGHT[:, :32] + BIAS[:32]), True),
+    "a residual": (lambda x: heads(x @ WEIGHT[:, :32] + x), False),
+    "in another dtype": (lambda x: heads(F.linear(x, WEIGHT[:, :32].T, BIAS[:32]).float()), True),
+    "normalized": (lambda x: F.rms_norm(heads(F.linear(x, WEIGHT[:, :32].T, BIAS[:32])), (16,)), False),
+    "rotated": (lambda x: rotated(heads(F.linear(x, WEIGHT[:, :32].T, BIAS[:32]))), False),
+    "rotated in part": (lambda x: in_part(heads(F.linear(x, WEIGHT[:, :32].T, BIAS[:32]))), True),
+    "given": (heads, False),
+}  # fmt: skip
+
+
+def in_part(k):
+    return torch.cat([rotated(k), k], -1)[..., 8:24]
+
+
+@pytest.mark.parametrize("of, expected", KEYS.values(), ids=KEYS.keys())
+def test_a_bias_of_k_is_seen(of, expected):
+    graphs = []
+
+    def backend(gm, example_inputs):
+        graphs.append(gm.graph)
+        return gm
+
+    @torch.compile(backend=backend)
+    def attend(x):
+        return F.scaled_dot_product_attention(heads(x), of(x), heads(x), is_causal=True)
+
+    attend(torch.randn(2, 8, 32))
+    (graph,) = graphs
+    (node,) = (node for node in graph.nodes if op_name(node) == "scaled_dot_product_attention")
+    assert eligible._is_biased(node.args[1]) is expected
 
 
 def test_the_setting_and_the_eager_call():
@@ -438,3 +484,16 @@ def test_a_cached_graph_of_other_sources_is_not_taken(monkeypatch):
         with torch._inductor.config.patch({backend.METADATA: {"of": "others"}}):
             assert hits() == 0
     assert torch._inductor.config.aot_inductor.metadata == before
+
+
+@pytest.mark.gpu
+def test_a_model_trains_by_itself_where_that_is_faster():
+    torch.manual_seed(0)
+    for is_causal, expected in ((False, ["g"]), (True, [])):  # qkv has a bias
+        torch._dynamo.reset()
+        model = Attention(1024, 8, is_causal).to("cuda", torch.bfloat16)
+        x = torch.randn(2, 16384, 1024, device="cuda", dtype=torch.bfloat16)
+        torch.compile(model, backend="sage")(x).sum().backward()
+        assert rewritten() == expected
+    (site,) = sage_inductor.report().refused
+    assert site.reason.startswith("training: causal, and k's channels have a bias")
