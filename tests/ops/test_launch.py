@@ -2,9 +2,12 @@
 
 import concurrent.futures
 import contextlib
+import json
 import logging
 import os
 import re
+import subprocess
+import sys
 import threading
 import time
 import types
@@ -564,3 +567,41 @@ def test_kernels_that_fail_elsewhere_are_left_to_their_launch(
         monkeypatch.setattr(AsyncCompile, "use_process_pool", lambda: 1 / 0)
         assert compile_elsewhere(launches, (9, 0)) == []
     assert "compile where they are launched: division by zero" in caplog.text
+
+
+COLD = """
+import json
+import torch
+from torch._inductor.async_compile import AsyncCompile
+from triton import knobs
+import sage_inductor
+
+compiled = {}
+
+def listener(*, src, cache_hit, **_):
+    if not src.name.startswith("triton_"):  # Inductor's own
+        compiled[src.name] = not cache_hit
+
+knobs.compilation.listener = listener
+AsyncCompile.wait_pool_ready()
+x = torch.randn(1, 4, 2048, 88, device="cuda", dtype=torch.bfloat16)
+attend = torch.nn.functional.scaled_dot_product_attention
+options = {"sage.force": True, "sage.recipe": "sage2-8b-per-token"}
+model = torch.compile(lambda x: attend(x.sin(), x, x.cos()).tanh(), backend="sage", options=options)
+model(x)
+print(json.dumps(compiled))
+"""
+
+
+@pytest.mark.gpu
+def test_a_cold_compile_leaves_no_kernel_to_this_process(tmp_path):
+    """With the folders of caches that users have, where they are empty."""
+    kept = {k: v for k, v in os.environ.items() if "CACHE" not in k and k != "TRITON_HOME"}
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    env = {**kept, **path, "HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
+    found = subprocess.run(
+        [sys.executable, "-c", COLD], env=env, stdout=subprocess.PIPE, text=True, check=True
+    )
+    compiled = json.loads(found.stdout.splitlines()[-1])
+    assert {"_hopper_kernel", "_quantize_kv_kernel"} <= compiled.keys(), compiled
+    assert not any(compiled.values()), compiled
