@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import site
 import subprocess
 import sys
 import threading
@@ -597,8 +598,11 @@ print(json.dumps(compiled))
 def test_a_cold_compile_leaves_no_kernel_to_this_process(tmp_path):
     """With the folders of caches that users have, where they are empty."""
     kept = {k: v for k, v in os.environ.items() if "CACHE" not in k and k != "TRITON_HOME"}
-    path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    env = {**kept, **path, "HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
+    kept |= {
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "PYTHONUSERBASE": site.getuserbase(),
+    }
+    env = kept | {"HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
     found = subprocess.run(
         [sys.executable, "-c", COLD], env=env, stdout=subprocess.PIPE, text=True, check=True
     )
