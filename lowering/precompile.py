@@ -1,8 +1,5 @@
-"""The kernels of opaque ops compile while Inductor works on the graph around them.
-
-Inductor does not see these kernels, so their first launch would compile them: 4 to 6 s for the
-Hopper kernel on an H200's host, with the GPU waiting.
-"""
+"""The kernels of opaque ops compile while Inductor works on the graph around them: in its
+processes (ops/compile.py), as what is noted of the ops' own Python on tensors without memory."""
 
 import functools
 import itertools
@@ -16,7 +13,8 @@ import torch
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.arguments import AttentionCall
 from sage_inductor.ops.attention.select import Problem, run_opaque, select
-from sage_inductor.ops.launch import HAS_PDL, compile_ahead
+from sage_inductor.ops.compile import compile_elsewhere
+from sage_inductor.ops.launch import HAS_PDL, launch_cached, noted
 from sage_inductor.ops.quantize.one_pass import launch_kv
 from sage_inductor.ops.quantize.op import empty_kv
 from sage_inductor.ops.recipe import decode
@@ -78,7 +76,7 @@ def precompile_op(launch: Callable, arguments: dict) -> None:
 @functools.cache  # started once
 def _start(work: Callable, *of_call) -> None:
     """In a thread of its own, where no mode of torch is on: while a graph is traced even a meta
-    tensor is a fake one, without an address. It takes milliseconds; kernels compile elsewhere."""
+    tensor is a fake one, without an address. It takes milliseconds: kernels compile elsewhere."""
     thread = threading.Thread(target=work, args=of_call)
     thread.start()
     thread.join()
@@ -87,11 +85,12 @@ def _start(work: Callable, *of_call) -> None:
 def _launch_op(device: torch.device, launch: Callable, names: tuple, likes: tuple) -> None:
     given = dict(zip(names, map(_made, likes), strict=True))
     gpu = tiles.Gpu(tiles.capability(device), tiles.processors(device))
-    try:
-        with torch.cuda.device(device):
-            launch(given, compile_ahead, gpu)
-    except Exception as error:  # of operands that are copied; of others the call says the same
-        _log.debug("what the call launches is compiled then: %s", error)
+    with noted() as launches:
+        try:
+            launch(given, launch_cached, gpu)
+        except Exception as error:  # of operands that are copied; of others the call says the same
+            _log.debug("what the call launches is compiled then: %s", error)
+    compile_elsewhere(launches, gpu.capability)
 
 
 def _launch(device: torch.device, likes: tuple, is_prepared: bool, call: SdpaCall, tile) -> None:
@@ -104,8 +103,9 @@ def _launch(device: torch.device, likes: tuple, is_prepared: bool, call: SdpaCal
         q, empty_kv(k, of_v, call.recipe), v, visibility, call.scale, k.shape[2], recipe,
         call.out_bnhd, warpgroups=call.warpgroups,
     )  # fmt: skip
-    with torch.cuda.device(device):
-        run_opaque(inputs.without_idle_bounds(), tile, compile_ahead, device)
+    with noted() as launches:
+        run_opaque(inputs.without_idle_bounds(), tile, launch_cached, device)
         if not is_prepared:
             visible = visibility.keys(k.shape[1])
-            launch_kv(k, of_v, visible, recipe, compile_ahead, pdl=HAS_PDL)
+            launch_kv(k, of_v, visible, recipe, launch_cached, pdl=HAS_PDL)
+    compile_elsewhere(launches, tiles.capability(device))

@@ -39,8 +39,7 @@ from sage_inductor.ops.compat import (
     tensors_of,
     triton_build,
 )
-from sage_inductor.ops.compile import describe
-from sage_inductor.ops.launch import FP_FUSION
+from sage_inductor.ops.compile import FP_FUSION, describe
 
 _log = logging.getLogger("sage_inductor")
 SOURCE = Path(__file__).with_name("replay.cpp")

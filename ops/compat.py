@@ -188,8 +188,8 @@ exporting = _take("torch.export._trace:custom_triton_ops_decomposition_disabled"
     seen=TORCH,
     without="torch.export opens sage::sdpa, and a program holds kernels instead of the op")
 AsyncCompile = _take("torch._inductor.async_compile:AsyncCompile",
-    seen="torch 2.11 and 2.13", optional=True,
-    without="the kernels that a GPU is measured by compile one after the other")
+    seen=TORCH, optional=True,
+    without="the kernels of opaque ops compile where they are first launched, one after the other")
 triton_kernel_wrap = _take("torch._higher_order_ops:triton_kernel_wrap",
     seen=TORCH, optional=True,
     without="what a kernel writes is analysed anew for each call: 24 layers trace 12 s longer")

@@ -1,4 +1,5 @@
-"""Compiling a kernel for a GPU that need not be here, as the JIT would for such arguments."""
+"""Compiling a kernel for a GPU that need not be here, as the JIT would for such arguments; and many
+kernels in other processes, before they are launched."""
 
 import concurrent.futures
 import dataclasses
@@ -18,10 +19,21 @@ from triton import knobs
 from triton.runtime import driver
 
 from sage_inductor.ops import compat
-from sage_inductor.ops.attention.tiles import GLUON
-from sage_inductor.ops.launch import FP_FUSION, Launch
+from sage_inductor.ops.attention import tiles
 
 _log = logging.getLogger("sage_inductor")
+
+# Asked for at every launch: Triton 3.9 warns where nothing is said, and 3.10 will say no. Without
+# it the Hopper kernel's loop grows from 496 to 637 instructions, and roundings change.
+FP_FUSION = {"enable_fp_fusion": True}
+
+
+class Launch(NamedTuple):
+    kernel: triton.JITFunction
+    grid: tuple
+    arguments: tuple
+    options: dict
+
 
 TYPES = {
     torch.float16: "fp16",
@@ -135,46 +147,85 @@ def travels() -> bool:
     it was seen how compiled kernels are called."""
     version = tuple(map(int, triton.__version__.split(".")[:2]))
     names = compat.ASTSource, compat.GPUTarget, compat.GluonASTSource, compat.GluonJITFunction
-    return GLUON[0] <= version <= GLUON[1] and None not in names
+    return tiles.GLUON[0] <= version <= tiles.GLUON[1] and None not in names
 
 
-# -- many at once ----
+# -- before they are launched ----
 
-LONGEST = 120.0  # seconds to wait; what is not compiled then compiles where it is launched
-_started: dict[tuple, concurrent.futures.Future] = {}
-os.register_at_fork(after_in_child=_started.clear)  # nobody would tell the child what is done
+# Inductor does not see what opaque ops launch, so their first launch would compile it: 4 to 6 s for
+# the Hopper kernel on an H200's host, with the GPU waiting. In a thread of this process that takes
+# 2.4 to 2.8 s of the interpreter, for which Inductor waits.
+LONGEST = 120.0  # seconds to wait for many; what is not compiled then compiles where it is launched
+PATIENCE = 20.0  # seconds that a launch waits
+_jobs: dict[tuple, tuple[tuple, concurrent.futures.Future]] = {}
+os.register_at_fork(after_in_child=_jobs.clear)  # nobody would tell the child what is done
 
 
 def compile_elsewhere(
     launches: Iterable[Launch], capability: tuple[int, int]
 ) -> list[concurrent.futures.Future]:
-    """Fill Triton's cache with the kernels of the launches, in the processes that Inductor compiles
-    in, if there are any: each once for this process, in the order in which they are asked for. What
-    fails there compiles, and fails, where it is launched."""
+    """Start to compile the kernels of the launches, in the processes that Inductor compiles in, if
+    there are any: each once for this process, in the order in which they are asked for. What fails
+    there compiles, and fails, where it is launched."""
     jobs = {}
     try:
-        distinct = {describe(e.kernel, e.arguments, e.options).digest: e for e in launches}
-        compat.AsyncCompile.wait_pool_ready(LONGEST)
-        if not compat.AsyncCompile.use_process_pool():  # one thread was asked for
+        if (pool := _pool()) is None:
             return []
-        pool, place = compat.AsyncCompile.process_pool(), (knobs.cache.dir, knobs.nvidia.ptxas.path)
-        for digest, each in distinct.items():
-            key = digest, capability, *place
-            if key not in _started:
-                _started[key] = pool.submit(
+        version = compat.ptxas_version(10 * capability[0] + capability[1])
+        place = knobs.cache.dir, knobs.nvidia.ptxas.path, version
+        for each in launches:
+            key = describe(each.kernel, each.arguments, each.options).digest, capability
+            if _jobs.get(key, (None, None))[0] != place:
+                job = pool.submit(
                     _warm_up, each.kernel.__module__, each.kernel.__name__, each.kernel.cache_key,
                     each.grid, each.arguments, each.options, capability, *place,
                 )  # fmt: skip
-                _started[key].add_done_callback(functools.partial(_say_why, each.kernel.__name__))
-            jobs[key] = _started[key]
+                _jobs[key] = place, job
+                job.add_done_callback(functools.partial(_say_why, each.kernel.__name__))
+            jobs[key] = _jobs[key][1]
     except Exception as error:  # a dtype that is not known, a process that died, a daemon
-        _log.debug("kernels compile one after the other: %s", error)
+        _log.debug("kernels compile where they are launched: %s", error)
     return list(jobs.values())
+
+
+def _pool():
+    """Inductor's processes, which may be about to start; None where it is to have none."""
+    try:
+        compat.AsyncCompile.wait_pool_ready(0)
+    except concurrent.futures.TimeoutError:
+        return compat.AsyncCompile.process_pool()
+    is_used = compat.AsyncCompile.use_process_pool()  # not where one thread was asked for
+    return compat.AsyncCompile.process_pool() if is_used else None
 
 
 def _say_why(name: str, job: concurrent.futures.Future) -> None:
     if not job.cancelled() and (error := job.exception()):
         _log.debug("%s is left to its launch: %s", name, error)
+
+
+def await_compiled(launch: Launch, device: torch.device) -> None:
+    """Wait until a kernel that another process compiles is where Triton would look for it now: the
+    folder of its cache may have changed since (Inductor sets TRITON_CACHE_DIR when it first loads a
+    kernel; with `force_disable_caches` it has a folder for each compilation).
+
+    The launch compiles the kernel itself where that failed, where the processes have yet to start,
+    and after PATIENCE; then no launch waits again for what was asked for before."""
+    if not _jobs:
+        return
+    try:
+        key = describe(launch.kernel, launch.arguments, launch.options).digest
+        _, job = _jobs.get((key, tiles.capability(device)), (None, None))
+        if job is None or not (job.done() or compat.AsyncCompile.use_process_pool()):
+            return
+        of_key, files = job.result(PATIENCE)
+        cache, group = compat.cache_manager(of_key), next(x for x in files if x.endswith(".json"))
+        if not cache.get_group(group):
+            cache.put_group(group, files)
+    except concurrent.futures.TimeoutError:
+        _log.debug("%s was not compiled in %g s", launch.kernel.__name__, PATIENCE)
+        _jobs.clear()
+    except Exception as error:  # _say_why said it
+        _log.debug("%s compiles where it is launched: %s", launch.kernel.__name__, error)
 
 
 class _Elsewhere:
@@ -193,11 +244,15 @@ class _Elsewhere:
         return 0
 
 
-def _warm_up(module, name, key, grid, arguments, options, capability, folder, ptxas) -> None:
-    """In another process, which may have no GPU in use. Not `Compilation.compile`: the key in
-    Triton's cache is of what the JIT specialises by, whatever the version, and of ptxas: torch 2.11
-    gives its workers one of its own. And of a kernel's key, which depends on whether functions that
-    it calls had theirs before (Triton 3.7, DependenciesFinder._update_hash)."""
+def _warm_up(
+    module, name, key, grid, arguments, options, capability, folder, ptxas, version
+) -> tuple[str, dict[str, str]]:
+    """In another process, which may have no GPU in use: the key in Triton's cache, and the files.
+
+    Not `Compilation.compile`: the key is of what the JIT specialises by, whatever the version, and
+    of ptxas: torch 2.11 gives its workers one of its own, and a process keeps the version that it
+    first saw. And of a kernel's key, which depends on whether functions that it calls had theirs
+    before (Triton 3.7, DependenciesFinder._update_hash)."""
     kernel = getattr(importlib.import_module(module), name)
     assert kernel.cache_key  # sets more than that
     kernel.hash = key
@@ -205,13 +260,15 @@ def _warm_up(module, name, key, grid, arguments, options, capability, folder, pt
         before = driver.active
     except RuntimeError:  # there is no GPU
         before = None
-    with knobs.cache.scope(), mock.patch.dict(os.environ, TRITON_PTXAS_PATH=ptxas):
+    of_ptxas = {"TRITON_PTXAS_PATH": ptxas, "TRITON_MOCK_PTX_VERSION": version}
+    with knobs.cache.scope(), mock.patch.dict(os.environ, of_ptxas):
         knobs.cache.dir = folder
         compat.ptxas_version.cache_clear()
         driver.set_active(_Elsewhere(capability))
         try:
             kinds = (x.dtype if isinstance(x, torch.Tensor) else x for x in arguments)
-            kernel.warmup(*kinds, grid=grid, **options)
+            compiled = kernel.warmup(*kinds, grid=grid, **options)
         finally:
             driver.set_active(before)
             compat.ptxas_version.cache_clear()
+    return compiled.hash, compiled.metadata_group

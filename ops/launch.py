@@ -1,26 +1,18 @@
-"""Three ways to launch a Triton kernel, each ``run(kernel, grid, tensors, numbers, **options)`` for
+"""Two ways to launch a Triton kernel, each ``run(kernel, grid, tensors, numbers, **options)`` for
 ``kernel[grid](*tensors, *numbers, **options)``.
 
 launch_traced   seen by torch, where it traces a triton_op: Inductor compiles and launches.
 launch_cached   from an op that is opaque to torch, without Triton's look-up of what is compiled.
-compile_ahead   starts to compile, in a thread, what `launch_cached` would launch. Tensors may be
-                on meta.
 
-Inside `noted` the first two launch nothing and write down what they would.
-
-The first launch of an opaque op compiles its kernel while the GPU waits: the Hopper kernel takes
-4 to 6 s on an H200's host. `compile_ahead` does it while Inductor compiles the graph around it.
+Inside `noted` both launch nothing and write down what they would; tensors may be on meta.
+compile.py compiles that in other processes, and `launch_cached` waits for it.
 """
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-import logging
-import os
 import threading
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import torch
 import triton
@@ -28,13 +20,9 @@ from torch import Tensor
 from torch.library import wrap_triton
 
 from sage_inductor.ops.compat import gdc_wait, launch_options
-
-_log = logging.getLogger("sage_inductor")
+from sage_inductor.ops.compile import FP_FUSION, Launch, await_compiled
 
 HAS_PDL = gdc_wait is not None
-# Asked for at every launch: Triton 3.9 warns where nothing is said, and 3.10 will say no. Without
-# it the Hopper kernel's loop grows from 496 to 637 instructions, and roundings change.
-FP_FUSION = {"enable_fp_fusion": True}
 OPAQUE: set = set()  # ops that Inductor does not look into: no exported program may call one
 
 
@@ -57,13 +45,6 @@ def fix_head_dims(*tensors: Tensor) -> None:
     AOTAutograd's cache, is not kept there, and a graph of 72 channels was given 128."""
     for x in tensors:
         int(x.shape[-1])
-
-
-class Launch(NamedTuple):
-    kernel: triton.JITFunction
-    grid: tuple
-    arguments: tuple
-    options: dict
 
 
 _noting = threading.local()
@@ -120,6 +101,9 @@ def launch_cached(
     device, found = x.device.index, None
     if addresses % 16 == 0:
         found = _compiled(kernel, device, numbers, *dtypes, *options.items())
+        if not found:
+            arguments = (*tensors, *numbers)
+            await_compiled(Launch(kernel, grid, arguments, options | FP_FUSION), x.device)
     if device == torch.cuda.current_device():
         _launch(kernel, grid, tensors, numbers, options, found)
     else:
@@ -131,7 +115,6 @@ def _launch(kernel, grid, tensors, numbers, options, found: list | None) -> None
     if found:
         found[0][(*grid, 1, 1)[:3]](*tensors, *numbers)
         return
-    _compiling.wait_for(kernel)
     compiled = kernel[grid](*tensors, *numbers, **options, **FP_FUSION)
     if found is not None:
         found.append(compiled)
@@ -141,19 +124,6 @@ def _launch(kernel, grid, tensors, numbers, options, found: list | None) -> None
 def _compiled(*_key) -> list:
     """Where `launch_cached` keeps the compiled kernel."""
     return []
-
-
-def compile_ahead(
-    kernel: triton.JITFunction, grid: tuple, tensors: tuple, numbers: tuple, **options
-) -> None:
-    device = torch.cuda.current_device()
-    kinds = tuple(x.dtype if isinstance(x, Tensor) else x for x in tensors)
-
-    def compile():
-        with torch.cuda.device(device):
-            kernel.warmup(*kinds, *numbers, grid=grid, **options, **FP_FUSION)
-
-    _compiling.start(kernel, compile)
 
 
 def doubled(strides: tuple) -> tuple:
@@ -166,45 +136,3 @@ def doubled(strides: tuple) -> tuple:
 def pdl_option(pdl: bool) -> dict:
     """The option of programmatic dependent launch, which Inductor cannot pass on."""
     return {"launch_pdl": True} if pdl else {}
-
-
-class _Compiling:
-    """What is being compiled in the background, by kernel, in one thread."""
-
-    def __init__(self):
-        self.lock = threading.Lock()
-        self.futures: dict[triton.JITFunction, list[concurrent.futures.Future]] = {}
-        self.executor = None
-
-    def start(self, kernel: triton.JITFunction, compile: Callable) -> None:
-        with self.lock:
-            if self.executor is None:
-                self.executor = concurrent.futures.ThreadPoolExecutor(
-                    1, thread_name_prefix="sage-compile"
-                )
-            future = self.executor.submit(compile)
-            self.futures.setdefault(kernel, []).append(future)
-        future.add_done_callback(functools.partial(self._done, kernel))
-
-    def _done(self, kernel: triton.JITFunction, future: concurrent.futures.Future) -> None:
-        with self.lock:
-            self.futures[kernel].remove(future)
-        if error := future.exception():  # the launch compiles again, and raises the same error
-            _log.debug("compiling %s ahead failed: %s", kernel.__name__, error)
-
-    def wait_for(self, kernel: triton.JITFunction) -> None:
-        with self.lock:
-            running = tuple(self.futures.get(kernel, ()))
-        concurrent.futures.wait(running)
-
-
-_compiling = _Compiling()
-
-
-def _forget_threads() -> None:
-    """A forked child has none of its parent's threads, and would wait for them for ever."""
-    global _compiling
-    _compiling = _Compiling()
-
-
-os.register_at_fork(after_in_child=_forget_threads)

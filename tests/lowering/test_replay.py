@@ -41,9 +41,9 @@ from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.arguments import AttentionCall
 from sage_inductor.ops.attention.select import _attention_opaque, attention_opaque
 from sage_inductor.ops.compat import load_module
-from sage_inductor.ops.compile import describe
+from sage_inductor.ops.compile import FP_FUSION, describe
 from sage_inductor.ops.formats import Kept, Prepared
-from sage_inductor.ops.launch import FP_FUSION, noted
+from sage_inductor.ops.launch import noted
 from sage_inductor.ops.quantize.op import _quantize_kv_opaque, empty_kv, quantize_kv_opaque
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.training import rowscaled

@@ -2,11 +2,16 @@
 
 import concurrent.futures
 import contextlib
+import json
 import logging
 import os
 import re
+import site
+import subprocess
+import sys
 import threading
 import time
+import types
 
 import pytest
 import support
@@ -25,7 +30,7 @@ from sage_inductor.ops import launch
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.select import Problem, run_opaque, select
 from sage_inductor.ops.compat import ptxas_version
-from sage_inductor.ops.compile import Compilation, compile_elsewhere
+from sage_inductor.ops.compile import Compilation, compile_elsewhere, describe
 from sage_inductor.ops.formats import Kept
 from sage_inductor.ops.quantize import smooth
 from sage_inductor.ops.quantize.one_pass import launch_kv
@@ -160,19 +165,20 @@ def test_a_kernel_of_a_package_rounds_as_a_launched_one(monkeypatch):
 
 @pytest.fixture
 def h200(monkeypatch):
-    """The tables and the schedule of an H200; what is compiled is written down."""
+    """The tables and the schedule of an H200; what is to be compiled is written down."""
     compiled = []
 
-    def warmup(self, *args, grid, **options):
-        kinds = [x.block_shape if hasattr(x, "block_shape") else x for x in args]
-        compiled.append((self.fn.__name__, grid, kinds, options))
+    def compile_elsewhere(launches, capability):
+        assert capability == (9, 0)
+        for kernel, grid, given, options in launches:
+            kinds = [x.dtype if isinstance(x, torch.Tensor) else x for x in given]
+            kinds = [x.block_shape if hasattr(x, "block_shape") else x for x in kinds]
+            compiled.append((kernel.fn.__name__, grid, kinds, options))
 
     monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
     monkeypatch.setattr(tiles, "processors", lambda device: 132)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(launch, "_compiling", launch._Compiling())
-    monkeypatch.setattr(triton.JITFunction, "warmup", warmup)
+    monkeypatch.setattr(precompile, "compile_elsewhere", compile_elsewhere)
+    precompile._start.cache_clear()
     return compiled
 
 
@@ -182,12 +188,6 @@ def qkv(N, device, D=64, heads=(8, 4, 4)):
         shapes = [(2, N, h, D) for h in heads]
         q, k, v = (torch.empty(s, dtype=torch.bfloat16, device=device) for s in shapes)
         return [x.transpose(1, 2) for x in (q, k, v)]
-
-
-def finished():
-    """What was compiled in the background has been."""
-    running = [f for each in list(launch._compiling.futures.values()) for f in list(each)]
-    assert not concurrent.futures.wait(running, 60).not_done
 
 
 BANDS = {"full": FULL, "causal": RIGHT_BELOW, "a long window": (5000, 0, False)}
@@ -206,7 +206,6 @@ MASKS = {
 @pytest.mark.parametrize("warpgroups", [None, 0, 2, 3], ids=str)
 @pytest.mark.parametrize("N", [1000, 2048])
 def test_what_is_compiled_ahead_is_what_is_launched(recipe, mask, band, N, warpgroups, h200):
-    precompile._start.cache_clear()
     r, given, band = NAMED[recipe], dict(recipe=recipe, warpgroups=warpgroups), BANDS[band]
     for _ in range(2):  # as layers do
         left, right, _ = band
@@ -215,7 +214,6 @@ def test_what_is_compiled_ahead_is_what_is_launched(recipe, mask, band, N, warpg
             precompile.precompile(
                 SdpaCall(*arguments(*qkv(N, "cuda"), False, 0.1, **given, **bounds))
             )
-    finished()
     kernel, tile = select(Problem((9, 0), r, 64, masked=mask != "none"))
     if kernel.traced:  # Inductor compiles it: 16-bit v with a mask
         assert not h200 and r.pv == "16bit" and mask != "none"
@@ -268,7 +266,6 @@ def test_strides_are_launched_as_multiples_of_16_where_rows_are_of_16_bytes(warp
 
 @pytest.mark.parametrize("full", [False, True])
 def test_the_kernels_of_block_lists_are_compiled_ahead(full, h200):
-    precompile._start.cache_clear()
     N, recipe = 2048, "sage2-8b-per-token"
     lists = support.block_lists(1, 8, N, N, 128, 64, 0.5, full)
     with FakeTensorMode():
@@ -279,7 +276,6 @@ def test_the_kernels_of_block_lists_are_compiled_ahead(full, h200):
         of_lists = dict(zip(lists._fields, (*fake, 128, 64), strict=True))
         call = SdpaCall(*arguments(*qkv(N, "cuda"), False, 0.1, recipe=recipe, **of_lists))
         precompile.precompile(call)
-    finished()
     launched = []
 
     def run(kernel, grid, tensors, numbers, **options):
@@ -297,7 +293,6 @@ def test_the_kernels_of_block_lists_are_compiled_ahead(full, h200):
 
 @pytest.mark.parametrize("what", ["portable", "prepared by per_thread", "on CPU", "unknown"])
 def test_nothing_is_compiled_ahead_that_inductor_compiles_or_that_is_not_known(what, h200):
-    precompile._start.cache_clear()
     recipe = "sage2-8b" if what == "prepared by per_thread" else "sage2-8b-per-token"
     x = qkv(1000, "cpu" if what == "on CPU" else "cuda")
     args = list(arguments(*x, False, 0.1, recipe, portable=what == "portable"))
@@ -306,7 +301,7 @@ def test_nothing_is_compiled_ahead_that_inductor_compiles_or_that_is_not_known(w
             symbol = mode.shape_env.create_unbacked_symint()
             args[0] = torch.empty(2, 8, symbol, 64, dtype=torch.bfloat16, device="cuda")
     precompile.precompile(SdpaCall(*args))
-    assert not launch._compiling.futures and not h200
+    assert not h200
 
 
 def training_calls(device, N=300, D=64) -> dict:
@@ -324,19 +319,14 @@ def training_calls(device, N=300, D=64) -> dict:
 
 
 def test_what_trains_is_compiled_ahead(h200, monkeypatch):
-    expected, entered = [], []
+    expected, asked = [], []
 
     def run(kernel, grid, tensors, numbers, **options):
         kinds = [x.dtype if isinstance(x, torch.Tensor) else x.block_shape for x in tensors]
         name = kernel.fn.__name__
         expected.append((name, grid, [*kinds, *numbers], options | FP_FUSION))
 
-    def device(which):
-        entered.append(which)
-        return contextlib.nullcontext()
-
-    monkeypatch.setattr(torch.cuda, "device", device)
-    precompile._start.cache_clear()
+    monkeypatch.setattr(tiles, "capability", lambda device: asked.append(device) or (9, 0))
     for launched, given in training_calls("cuda:1", N=2000).items():  # more tiles than processors
         for _ in range(2):  # as layers do
             precompile.precompile_op(launched, given)
@@ -346,18 +336,16 @@ def test_what_trains_is_compiled_ahead(h200, monkeypatch):
             for name, x in given.items()
         }  # fmt: skip
         launched(like, run, tiles.Gpu((9, 0), 132))
-    finished()
     names = [name for name, *_ in expected]
     assert names == [
         "_partial_kernel", "_final_kernel", *["_quantize_kernel"] * 3, "_hopper_kernel",
         "_combine_kernel", "_rows_kernel", "_bounds_kernel", "_turn_kernel", "dq_kernel",
         "dkdv_kernel",
     ]  # fmt: skip
-    assert h200 == expected and entered.count(torch.device("cuda", 1)) == 2
+    assert h200 == expected and asked.count(torch.device("cuda", 1)) == 2
 
 
 def test_what_trains_is_left_to_its_launch_where_it_is_not_known(h200, caplog):
-    precompile._start.cache_clear()
     for launched, given in training_calls("cpu").items():
         precompile.precompile_op(launched, given)
     for launched, given in training_calls("cuda").items():
@@ -372,41 +360,8 @@ def test_what_trains_is_left_to_its_launch_where_it_is_not_known(h200, caplog):
     caplog.set_level(logging.DEBUG, "sage_inductor")
     given = training_calls("cuda", D=74)[rowscaled.launched]  # v's rows are none that TMA reads
     precompile.precompile_op(rowscaled.launched, given)
-    finished()
     assert "compiled then: q or v is copied" in caplog.text
     assert "_hopper_kernel" not in {name for name, *_ in h200}
-
-
-def test_a_launch_waits_for_its_own_kernel_and_no_other(h200, caplog):
-    compiling, gate, order = launch._compiling, threading.Event(), []
-    mine, other = Kernel(), Kernel()
-    mine.__name__ = "mine"
-
-    def fail():
-        order.append("mine")
-        raise RuntimeError("no such instruction")
-
-    caplog.set_level(logging.DEBUG, "sage_inductor")
-    compiling.start(mine, fail)
-    compiling.start(other, gate.wait)  # which a launch of `mine` would wait for, for ever
-    launch.launch_cached(mine, (1,), (torch.zeros(4).as_subclass(OnGpu),), ())
-    assert order == ["mine"] and len(mine.looked_up) == 1
-    gate.set()
-    finished()
-    assert "compiling mine ahead failed: no such instruction" in caplog.text
-
-
-def test_a_forked_child_compiles_anew(h200):
-    """It has none of its parent's threads, and would wait for them for ever."""
-    gate, kernel = threading.Event(), object()
-    launch._compiling.start(kernel, gate.wait)
-    child = os.fork()
-    if child == 0:
-        launch._compiling.wait_for(kernel)
-        os._exit(len(launch._compiling.futures))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    gate.set()
-    finished()
 
 
 def test_calls_of_one_shape_do_not_see_each_others_tensors(h200):
@@ -455,38 +410,144 @@ def launches(monkeypatch):
     return launches
 
 
-def test_what_would_be_launched_compiles_in_other_processes(launches, monkeypatch, tmp_path):
-    """Once each, under the key by which the JIT looks it up. Here is no GPU: the JIT is told one."""
-    hits, ptxas = [], tmp_path / "ptxas"
+@pytest.fixture
+def other_ptxas(monkeypatch, tmp_path):
+    """Not the one that Inductor's processes take by themselves."""
+    AsyncCompile.wait_pool_ready()
+    ptxas = tmp_path / "ptxas"
     text = "#!/bin/sh\n[ $1 = --version ] && echo 'release 12.8 of ours' && exit\n"
     ptxas.write_text(f'{text}exec {knobs.nvidia.ptxas.path} "$@"\n')
     ptxas.chmod(0o755)
-    AsyncCompile.wait_pool_ready()  # with another ptxas
     monkeypatch.setenv("TRITON_PTXAS_PATH", str(ptxas))
     ptxas_version.cache_clear()
+    yield
+    ptxas_version.cache_clear()
+
+
+def test_what_another_process_compiled_is_found_by_its_launch(
+    launches, other_ptxas, monkeypatch, tmp_path
+):
+    """Once each, under the key by which the JIT looks it up, and where it looks then. Here is no
+    GPU: the JIT is told one."""
+    hits = []
     assert len(launches) == 8 and len({each.kernel for each in launches}) == 4
+    monkeypatch.setattr(driver, "_active", compile_module._Elsewhere((9, 0)))
     with knobs.cache.scope(), knobs.compilation.scope():
-        knobs.cache.dir = str(tmp_path / "cache")
+        knobs.cache.dir = str(tmp_path / "while compiling")
         jobs = compile_elsewhere(launches, (9, 0))
         assert len(jobs) == 4 and compile_elsewhere(launches, (9, 0)) == jobs  # not once more
-        concurrent.futures.wait(jobs)
-        names = [path.stem for path in tmp_path.rglob("*.cubin")]
-        assert sorted(names) == sorted({each.kernel.__name__ for each in launches}), names
+        # As what Inductor compiles in this process may do.
+        knobs.cache.dir = str(tmp_path / "while launching")
+        monkeypatch.delenv("TRITON_PTXAS_PATH")
         knobs.compilation.listener = lambda *_, cache_hit, **__: hits.append(cache_hit)
-        monkeypatch.setattr(driver, "_active", compile_module._Elsewhere((9, 0)))
         for each in launches:
+            compile_module.await_compiled(each, torch.device("cuda", 0))
             kinds = [x.dtype if isinstance(x, torch.Tensor) else x for x in each.arguments]
             each.kernel.warmup(*kinds, grid=each.grid, **each.options)
+        names = [path.stem for path in tmp_path.rglob("*.cubin")]
+        assert sorted(names) == sorted({each.kernel.__name__ for each in launches}), names
+        knobs.cache.dir = str(tmp_path / "of another compilation")
+        again = compile_elsewhere(launches, (9, 0))
+        assert len(again) == 4 and not set(again) & set(jobs)
+        concurrent.futures.wait(again)
     assert len(hits) >= 4 and all(hits)
-    ptxas_version.cache_clear()
+
+
+@pytest.fixture
+def asked(launches, monkeypatch):
+    """The first of the launches, as if another process compiled it."""
+    job = concurrent.futures.Future()
+    key = describe(launches[0].kernel, launches[0].arguments, launches[0].options).digest
+    monkeypatch.setattr(compile_module, "_jobs", {(key, (9, 0)): ("place", job)})
+    monkeypatch.setattr(AsyncCompile, "use_process_pool", lambda: True)
+    monkeypatch.setattr(compile_module, "PATIENCE", 600.0)
+    return launches[0], job
+
+
+def launched(one, seconds: float) -> bool:
+    """Whether the launch has waited no longer."""
+    waiting = threading.Thread(
+        target=compile_module.await_compiled, args=(one, torch.device("cuda", 0)), daemon=True
+    )
+    waiting.start()
+    waiting.join(seconds)
+    return not waiting.is_alive()
+
+
+def test_a_launch_waits_for_its_own_kernel_and_no_other(asked, launches):
+    one, job = asked
+    assert not launched(one, 0.3)
+    other_options = one._replace(options=one.options | {"num_warps": 2})
+    assert launched(other_options, 20) and launched(launches[1], 20)
+    job.set_exception(RuntimeError("no such instruction"))
+    assert launched(one, 20)
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (8, 9)])
+def test_a_launch_waits_for_a_kernel_of_its_device(asked, monkeypatch, capability):
+    monkeypatch.setattr(tiles, "capability", lambda device: capability)
+    assert launched(asked[0], 0.3) == (capability == (8, 9))
+
+
+def test_a_launch_does_not_wait_for_processes_that_have_yet_to_start(asked, monkeypatch):
+    monkeypatch.setattr(AsyncCompile, "use_process_pool", lambda: False)
+    assert launched(asked[0], 20)
+
+
+def test_a_launch_waits_so_long_and_the_next_no_more(asked, monkeypatch, caplog):
+    monkeypatch.setattr(compile_module, "PATIENCE", 0.1)
+    with caplog.at_level(logging.DEBUG, "sage_inductor"):
+        assert launched(asked[0], 20)
+    assert "was not compiled in 0.1 s" in caplog.text
+    monkeypatch.setattr(compile_module, "PATIENCE", 600.0)
+    assert launched(asked[0], 20)
+
+
+@pytest.mark.parametrize("found", [("no key", {}), ("00", {"a.cubin": "/nowhere"}), None, "pool"])
+def test_a_launch_does_not_fail_for_what_was_compiled(asked, monkeypatch, found):
+    one, job = asked
+    if found == "pool":
+        monkeypatch.setattr(AsyncCompile, "use_process_pool", lambda: 1 / 0)
+    else:
+        job.set_result(found)
+    compile_module.await_compiled(one, torch.device("cuda", 0))
+
+
+def test_a_kernel_is_awaited_before_its_first_launch_alone(current, monkeypatch):
+    """With what tells it apart from others. Of tensors that are not aligned none is compiled."""
+    awaited, kernel, x = [], Kernel(), torch.zeros(64).as_subclass(OnGpu)
+    monkeypatch.setattr(launch, "await_compiled", lambda *given: awaited.append((given, order())))
+
+    def order():
+        return len(kernel.looked_up)
+
+    for _ in range(2):
+        launch.launch_cached(kernel, (5,), (x,), (1, 2.0), num_warps=8)
+        launch.launch_cached(kernel, (5,), (x[1:],), (1, 2.0), num_warps=8)
+    (((of, device), before),) = awaited
+    assert of == launch.Launch(kernel, (5,), (x, 1, 2.0), {"num_warps": 8} | FP_FUSION)
+    assert of.arguments[0] is x and device == torch.device("cuda", 0) and before == 0
 
 
 def test_a_forked_child_waits_for_nothing_that_its_parent_asked_for(monkeypatch):
-    monkeypatch.setitem(compile_module._started, "key", concurrent.futures.Future())
+    monkeypatch.setitem(compile_module._jobs, "key", ("place", concurrent.futures.Future()))
     child = os.fork()
     if child == 0:
-        os._exit(len(compile_module._started))
-    assert os.waitpid(child, 0)[1] == 0 and "key" in compile_module._started
+        os._exit(len(compile_module._jobs))
+    assert os.waitpid(child, 0)[1] == 0 and "key" in compile_module._jobs
+
+
+def test_kernels_are_asked_for_before_the_processes_have_started(launches, monkeypatch, tmp_path):
+    submitted, job = [], concurrent.futures.Future()
+    pool = types.SimpleNamespace(submit=lambda *given: submitted.append(given) or job)
+    ready = concurrent.futures.Future()
+    monkeypatch.setattr(AsyncCompile, "_ready_future", ready)
+    monkeypatch.setattr(AsyncCompile, "process_pool", lambda: pool)
+    monkeypatch.setattr(compile_module, "_jobs", {})
+    assert compile_elsewhere(launches, (9, 0)) == [job] * 4 and len(submitted) == 4
+    ready.set_exception(RuntimeError("the processes died"))
+    monkeypatch.setattr(compile_module, "_jobs", {})
+    assert compile_elsewhere(launches, (9, 0)) == [] and len(submitted) == 4
 
 
 def test_kernels_that_fail_elsewhere_are_left_to_their_launch(
@@ -506,4 +567,45 @@ def test_kernels_that_fail_elsewhere_are_left_to_their_launch(
         assert compile_elsewhere(launches, (9, 0)) == []
         monkeypatch.setattr(AsyncCompile, "use_process_pool", lambda: 1 / 0)
         assert compile_elsewhere(launches, (9, 0)) == []
-    assert "one after the other: division by zero" in caplog.text
+    assert "compile where they are launched: division by zero" in caplog.text
+
+
+COLD = """
+import json
+import torch
+from torch._inductor.async_compile import AsyncCompile
+from triton import knobs
+import sage_inductor
+
+compiled = {}
+
+def listener(*, src, cache_hit, **_):
+    if not src.name.startswith("triton_"):  # Inductor's own
+        compiled[src.name] = not cache_hit
+
+knobs.compilation.listener = listener
+AsyncCompile.wait_pool_ready()
+x = torch.randn(1, 4, 2048, 88, device="cuda", dtype=torch.bfloat16)
+attend = torch.nn.functional.scaled_dot_product_attention
+options = {"sage.force": True, "sage.recipe": "sage2-8b-per-token"}
+model = torch.compile(lambda x: attend(x.sin(), x, x.cos()).tanh(), backend="sage", options=options)
+model(x)
+print(json.dumps(compiled))
+"""
+
+
+@pytest.mark.gpu
+def test_a_cold_compile_leaves_no_kernel_to_this_process(tmp_path):
+    """With the folders of caches that users have, where they are empty."""
+    kept = {k: v for k, v in os.environ.items() if "CACHE" not in k and k != "TRITON_HOME"}
+    kept |= {
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "PYTHONUSERBASE": site.getuserbase(),
+    }
+    env = kept | {"HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
+    found = subprocess.run(
+        [sys.executable, "-c", COLD], env=env, stdout=subprocess.PIPE, text=True, check=True
+    )
+    compiled = json.loads(found.stdout.splitlines()[-1])
+    assert {"_hopper_kernel", "_quantize_kv_kernel"} <= compiled.keys(), compiled
+    assert not any(compiled.values()), compiled
