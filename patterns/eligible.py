@@ -134,8 +134,8 @@ def why_not_by_itself(call: Call) -> str | None:
     """The reason that "auto" leaves to the user whether a call that "g" can train is trained so."""
     if is_causal(call) and _is_biased(call.k):
         return (
-            "causal, and k's channels have a bias, which g rounds with k (sage.training='g' "
-            "overrides)"
+            "training: causal, and k's channels have a bias, which g rounds with k "
+            "(sage.training='g' overrides)"
         )
     return None
 

@@ -121,7 +121,7 @@ def _trained(
         return Decision(None, reason) if reason else Decision(by, "asked for")
     reason = reason or why_not_by_itself(call)
     if reason:
-        return Decision(None, f"training: {reason}")
+        return Decision(None, reason)
     candidate, reason = _timed(call, settings, by, (by,))
     return Decision(candidate and candidate.recipe, reason)
 

@@ -673,11 +673,11 @@ def test_g_wins_by_the_margin_of_inference(monkeypatch):
 @pytest.mark.parametrize(
     "given, reason",
     [
-        ({"kind": "keys"}, "training: g trains calls without a mask but the causal one, got bool"),
-        ({"kind": "window"}, "training: g trains calls without a mask but the causal one, got win"),
-        ({"kind": "causal", "N_kv": 9000}, "training: g trains causal calls of as many queries"),
-        ({"shape": (1, 32, 32, 16384, 160)}, "training: g trains head_dims up to 128"),
-        ({"capability": (8, 9)}, "training: g trains on compute capability 9.0, got 8.9"),
+        ({"kind": "keys"}, "g trains calls without a mask but the causal one, got bool"),
+        ({"kind": "window"}, "g trains calls without a mask but the causal one, got win"),
+        ({"kind": "causal", "N_kv": 9000}, "g trains causal calls of as many queries"),
+        ({"shape": (1, 32, 32, 16384, 160)}, "g trains head_dims up to 128"),
+        ({"capability": (8, 9)}, "g trains on compute capability 9.0, got 8.9"),
         ({"dtype": torch.float32}, "fp32 is asked for"),
         ({"recipe": "off", "policy": (Rule("auto", head_dim=(64,)),)}, "the recipe is 'off'"),
         ({"policy": (Rule("off"),)}, "the policy says off"),
