@@ -119,7 +119,7 @@ class Load(NamedTuple):
         return all(not n or x >= n for x, n in zip(self, least, strict=True))
 
 
-ANY = Load(*[sys.maxsize] * 4)  # reaches every row
+ANY = Load(*[sys.maxsize] * len(Load._fields))  # reaches every row
 PAIRS = 132 << 20  # fewer, 2^20 for each processor of an H200, are few tiles: some are shared
 IN_A_WINDOW = 16  # of 25 windows of 1K to 16K keys 22 are faster by 128 rows, to 1.45x (2026-11-23)
 # For a tile of 192 rows at head_dim 128. With few keys (a narrow window) its longer beginning and
