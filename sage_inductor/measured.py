@@ -488,6 +488,11 @@ MANY = (
     (1, 8, 8, 5121, 5121),
     (2, 32, 32, 1792, 1792),
     (1, 40, 40, 1536, 1536),
+    # Tiles of 192 rows run all at once, those of 128 do not. And tiles of 128 rows with fewer heads
+    # of k than of q, by which the time of k's rows is told apart from that of tiles.
+    (1, 12, 12, 1900, 1900),
+    (1, 24, 6, 700, 700),
+    (4, 32, 4, 1024, 1024),
 )
 SECONDS = 10.0  # after which no more sizes than are needed are begun: a compilation waits
 PATIENCE = 60.0  # seconds that a process waits for another that measures

@@ -90,6 +90,7 @@ class Load(NamedTuple):
     keys: int = 0  # that a query sees, on average
     pairs: int = 0  # of a query and a key that it sees
     saved: int = 0  # rounds of tiles that 192 rows a tile save over 128, where rounds count
+    ratio: int = 0  # rounds by 128 rows over those by 192, rounded down; 0 where there is a band
 
     @classmethod
     def of(
@@ -99,31 +100,34 @@ class Load(NamedTuple):
         """band: query i sees keys i - left .. i + right. Rounds count where each tile takes about
         as long and none is shared: not in a call that sees all keys. In a causal one, whose tiles
         are dealt by length, 192 rows save one from 1.5 such tiles for each processor on. In a
-        window one key in IN_A_WINDOW counts: a wider tile computes more beyond its edges."""
+        window one key in IN_A_WINDOW counts: a wider tile computes more beyond its edges. The ratio
+        is 2 mostly where tiles of 192 rows run all at once and those of 128 do not."""
         left, right = band
         bounds = (left is not None) + (right is not None)
         keys = n_kv // 2 if bounds == 1 else n_kv
         if bounds == 2:
             keys = torch.sym_min(n_kv, left + right + 1) // IN_A_WINDOW
-        saved, of_128, of_192 = 1, *(heads * triton.cdiv(n_q, rows) for rows in (128, 192))
-        if bounds == 2 or masked:
-            at_once = processors(device)
-            saved = triton.cdiv(of_128, at_once) - triton.cdiv(of_192, at_once)
-        elif bounds == 1:
+        of_128, of_192 = (heads * triton.cdiv(n_q, rows) for rows in (128, 192))
+        by_128, by_192 = (triton.cdiv(tiles, processors(device)) for tiles in (of_128, of_192))
+        saved = by_128 - by_192 if bounds == 2 or masked else 1
+        if bounds == 1 and not masked:
             saved = 2 * of_192 // processors(device) - 2
-        return cls(keys, heads * n_q * keys, saved)
+        ratio = 0 if bounds else by_128 // torch.sym_max(by_192, 1)
+        return cls(keys, heads * n_q * keys, saved, ratio)
 
     def reaches(self, least: "Load") -> bool:
         return all(not n or x >= n for x, n in zip(self, least, strict=True))
 
 
-ANY = Load(*[sys.maxsize] * 3)  # reaches every row
+ANY = Load(*[sys.maxsize] * len(Load._fields))  # reaches every row
 PAIRS = 132 << 20  # fewer, 2^20 for each processor of an H200, are few tiles: some are shared
 IN_A_WINDOW = 16  # of 25 windows of 1K to 16K keys 22 are faster by 128 rows, to 1.45x (2026-11-23)
 # For a tile of 192 rows at head_dim 128. With few keys (a narrow window) its longer beginning and
 # end count.
 WIDER = Load(keys=1280, pairs=PAIRS, saved=1)
 MASKED = Load(keys=896, saved=2)  # whose tiles take longer: two rounds less are worth more there
+# One round in the place of two: 0.62 to 1.02 of the time, median of 13 calls 0.94 (2026-11-24).
+AT_ONCE = Load(ratio=2)
 
 # Tiles of the Hopper kernel: (pv, head_dim up to, is_causal, from which Load) -> tile, the last
 # that holds. Those of one pv, head_dim and is_causal differ in their warpgroups, which name them.
@@ -138,6 +142,7 @@ HOPPER = [
     ("fp8", 128, False, WIDER, Tile(192, 128, 4, 3, warpgroups=3)),
     ("fp8", 128, False, Load(1024, 4 * PAIRS, 1), Tile(192, 128, 4, 3, warpgroups=3)),
     ("fp8", 128, False, MASKED, Tile(192, 128, 4, 3, warpgroups=3)),
+    ("fp8", 128, False, AT_ONCE, Tile(192, 128, 4, 3, warpgroups=3)),
     ("fp8", 128, True, Load(), Tile(128, 128, 4, 4, warpgroups=2)),
     ("fp8", 128, True, WIDER, Tile(192, 128, 4, 3, warpgroups=3)),
     ("fp8", 256, False, Load(), Tile(128, 128, 4, 2, warpgroups=2)),

@@ -355,7 +355,7 @@ def test_the_built_in_table_says_what_it_measured():
             for recipe in {name for ms in times.values() for name in ms} - {*autotune.OF_SDPA}:
                 first = recipe in recipes_of((9, 0), family)[:1]
                 error = built_in.error(family, recipe)
-                assert error < (0.06 if first else 0.1), (family, recipe, error)
+                assert error < (0.07 if first else 0.1), (family, recipe, error)
                 for sizes, ms in times.items():
                     if recipe not in ms:
                         continue

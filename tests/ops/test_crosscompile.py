@@ -441,6 +441,7 @@ def test_the_kernel_of_a_call_is_selected_by_what_is_known_while_compiling():
 
 def test_warpgroups_name_a_tile():
     """In a call: so none of its tiles may have another's."""
+    assert all(tiles.ANY.reaches(row[3]) for row in tiles.HOPPER)
     for pv, head_dim, is_causal, *_ in tiles.HOPPER:
         rows = {row[-1] for row in tiles.HOPPER if row[:3] == (pv, head_dim, is_causal)}
         named = {tile.warpgroups: tile for tile in rows}
@@ -494,7 +495,17 @@ FULL, CAUSAL, BAND = (None, None), (None, 0), (700, 500)
         (128, 1, 30465, 30465, FULL, False, 3),  # the last round is shared
         (128, 1, 36000, 36000, FULL, True, 3),  # three rounds or two
         (128, 1, 30465, 30465, CAUSAL, True, 2),
+        (128, 1, 17900, 17900, CAUSAL, True, 3),  # two rounds or one, though few tiles
         (128, 1, 30465, 30465, (9000, 9000), False, 2),
+        (128, 11, 2176, 2176, FULL, False, 3),  # 132 tiles of 192 rows, 187 of 128: at once or not
+        (128, 11, 2305, 2176, FULL, False, 2),  # two rounds by either
+        (128, 12, 1408, 2176, FULL, False, 2),  # one round by either
+        (128, 45, 312, 312, FULL, False, 3),  # as few keys as there are
+        (128, 42, 448, 600, FULL, True, 3),
+        (128, 12, 1472, 1472, (100, 0), False, 2),  # not in a window
+        (128, 20, 896, 896, CAUSAL, False, 2),
+        (128, 0, 896, 896, FULL, False, 2),  # nothing
+        (64, 13, 1536, 1536, FULL, False, 0),
         (256, 1, 1, 1, FULL, False, 2),
     ],
 )
