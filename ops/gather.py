@@ -146,7 +146,7 @@ def _agree(facts: dict, device: torch.device, group, lengths) -> Shards:
         # Of as many bytes as the facts are: another rank may not have been given the lengths.
         digest = int.from_bytes(hashlib.sha256(json.dumps(facts).encode()).digest()[:7])
         mine = torch.full((FACTS // 8,), digest, device=device).view(torch.uint8)
-        (everyones,) = _all_gather([mine], group)
+        everyones = _all_gather(mine, group)
         if "error" in facts:
             raise ValueError(f"sage::gather_sdpa: rank {group.rank()}: {facts['error']}")
         compat.assert_async((everyones == mine).all(), UNLIKE)
@@ -166,7 +166,7 @@ UNLIKE = (
 def _told(facts: dict, device: torch.device, group) -> list[int]:
     """Every rank's length. Raises ValueError, which names a rank, as `_agree` says."""
     text = json.dumps(facts).encode().ljust(FACTS)
-    (texts,) = _all_gather([torch.tensor(list(text), dtype=torch.uint8, device=device)], group)
+    texts = _all_gather(torch.tensor(list(text), dtype=torch.uint8, device=device), group)
     told = []
     for rank, each in enumerate(texts.tolist()):
         try:
@@ -212,13 +212,16 @@ def why_not(recipe: Recipe) -> str | None:
 
 def _gather_prepared(k: Tensor, v: Tensor, shards: Shards, group, recipe: str) -> Prepared:
     """What one device makes of the k and v of all ranks."""
-    k, v, k_mean, v_mean, v_amax = _statistics(k, v, shards, group)
+    parts, k_mean, v_mean, v_amax = _statistics(k, v, shards, group)
     r, (B, H, _, D), D_v = decode(recipe), k.shape, v.shape[3]
     M = shards.most(shards.blocks)
-    k_parts, scale_parts, v_parts = _all_gather(
-        _quantized(k, v, k_mean, v_mean, v_amax, recipe), group,
-        [(B, H, M * K_BLOCK, D), (B, H, M, 1), (B, H, D_v, M * K_BLOCK)],
-    )  # fmt: skip
+    specs = [
+        ((B, H, M * K_BLOCK, D), torch.uint8), ((B, H, M, 1), torch.float32),
+        ((B, H, D_v, M * K_BLOCK), torch.uint8),
+    ]  # fmt: skip
+    mine = _message(specs, k.device)
+    _quantize(parts, k_mean, v_mean, v_amax, recipe, *_views(mine, specs))
+    k_parts, scale_parts, v_parts = _views(_all_gather(mine, group), specs)
     N_pad, K_pad, V_pad = pad_rows(shards.N), pad_head_dim(D), pad_head_dim(D_v)
     k_codes = k_parts.new_empty(B, H, N_pad, K_pad)
     k_scale = scale_parts.new_zeros(B, H, N_pad // K_BLOCK, 1)
@@ -238,17 +241,21 @@ def _gather_prepared(k: Tensor, v: Tensor, shards: Shards, group, recipe: str) -
     return Prepared(k_codes, k_scale, k_mean, v_codes, v_amax * (1 / r.of_pv.largest), v_mean)
 
 
-def _statistics(k: Tensor, v: Tensor, shards: Shards, group) -> tuple[Tensor, ...]:
-    """The rows of k and v that this rank quantizes, and k_mean, v_mean and v_amax of all ranks."""
+def _statistics(k: Tensor, v: Tensor, shards: Shards, group) -> tuple:
+    """[(rows of k, of v)] that this rank quantizes, whole blocks but for the last, and k_mean,
+    v_mean and v_amax of all ranks."""
     rank, samples, lent = group.rank(), shards.samples(), shards.lent(group.rank())
     rows = sample_rows(shards.N, k.device)[samples[rank].start : samples[rank].stop]
     most_sampled, most_lent = max(map(len, samples)), shards.most(shards.lent)
     (B, H, _, D), D_v = k.shape, v.shape[3]
     own = [x[:, :, which] for which in (rows - shards.offset(rank), slice(lent)) for x in (k, v)]
+    own.append(torch.stack(torch.aminmax(v, dim=2)))
     shapes = [(B, H, n, d) for n in (most_sampled, most_lent) for d in (D, D_v)]
-    *sampled, k_lent, v_lent, extremes = _all_gather(
-        [*own, torch.stack([v.amax(2), v.amin(2)])], group, [*shapes, (2, B, H, D_v)]
-    )
+    specs = [(shape, k.dtype) for shape in (*shapes, (2, B, H, D_v))]
+    mine = _message(specs, k.device)
+    for to, x in zip(_views(mine, specs), own, strict=True):
+        to[tuple(map(slice, x.shape))] = x
+    *sampled, k_lent, v_lent, extremes = _views(_all_gather(mine, group), specs)
     k_mean, v_mean, v_amax = estimate(
         *(
             torch.cat([y[:, :, : len(s)] for y, s in zip(x, samples, strict=True)], 2)
@@ -260,55 +267,71 @@ def _statistics(k: Tensor, v: Tensor, shards: Shards, group) -> tuple[Tensor, ..
     beyond = ~(away <= v_amax).all(2, keepdim=True)  # so is NaN
     v_amax = torch.where(beyond, away, v_amax).clamp(min=TINY)
 
+    # A block that another rank completes is apart: to join it to the others would copy all rows.
     lenders = shards.lenders(rank)
-    if lent or lenders:
-        k, v = (
-            torch.cat([x[:, :, lent:], *(y[r][:, :, : shards.lent(r)] for r in lenders)], 2)
+    end = lent + (k.shape[2] - lent) // K_BLOCK * K_BLOCK if lenders else k.shape[2]
+    parts = [(k[:, :, lent:end], v[:, :, lent:end])]
+    if lenders:
+        parts.append(tuple(
+            torch.cat([x[:, :, end:], *(y[r][:, :, : shards.lent(r)] for r in lenders)], 2)
             for x, y in ((k, k_lent), (v, v_lent))
-        )
-    return k, v, k_mean, v_mean, v_amax
+        ))  # fmt: skip
+    return parts, k_mean, v_mean, v_amax
 
 
-def _quantized(
-    k: Tensor, v: Tensor, k_mean: Tensor, v_mean: Tensor, v_amax: Tensor, recipe: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes of k [B, H_kv, n, D], its scales [B, H_kv, n / K_BLOCK, 1] and codes of v [B, H_kv,
-    D_v, n], of whole blocks; codes as bytes."""
-    (B, H, N, D), D_v = k.shape, v.shape[3]
-    if not N:  # all rows are lent
-        codes = k.new_empty(B, H, 0, D, dtype=torch.uint8)
-        return codes, v_amax.new_empty(B, H, 0, 1), codes.new_empty(B, H, D_v, 0)
-    count = -(-N // K_BLOCK)
-    n = count * K_BLOCK
-    k_codes, k_scale = quantize_k(k, k_mean, recipe, None)
-    v_codes, _ = quantize_v(v, v_mean, v_amax, recipe, False)
-    k_codes, v_codes = k_codes.view(torch.uint8), v_codes.view(torch.uint8)
-    return k_codes[:, :, :n, :D], k_scale[:, :, :count], v_codes[:, :, :D_v, :n]
+def _quantize(
+    parts: list[tuple[Tensor, Tensor]], k_mean: Tensor, v_mean: Tensor, v_amax: Tensor, recipe: str,
+    k_bytes: Tensor, k_scale: Tensor, v_bytes: Tensor,
+) -> None:  # fmt: skip
+    """The parts' codes of k, one after the other, [B, H_kv, M * K_BLOCK, D], their scales [B, H_kv,
+    M, 1] and codes of v [B, H_kv, D_v, M * K_BLOCK]. What is behind them is not set."""
+    first = 0
+    for k, v in parts:
+        count = -(-k.shape[2] // K_BLOCK)
+        if not count:
+            continue
+        n, rows = count * K_BLOCK, slice(first * K_BLOCK, (first + count) * K_BLOCK)
+        codes, scale = quantize_k(k, k_mean, recipe, None)
+        _copy(k_bytes[:, :, rows], codes.view(torch.uint8)[:, :, :n, : k.shape[3]])
+        k_scale[:, :, first : first + count] = scale[:, :, :count]
+        codes, _ = quantize_v(v, v_mean, v_amax, recipe, False)
+        _copy(v_bytes[..., rows], codes.view(torch.uint8)[:, :, : v.shape[3], :n])
+        first += count
 
 
 def _copy(to: Tensor, x: Tensor) -> None:
-    """x into `to`; bytes eight at a time, where the last dimension allows it."""
-    if x.dtype == torch.uint8 and x.numel() and x.shape[-1] % 8 == 0:
+    """Bytes of x into `to`, eight at a time where the last dimension allows it."""
+    if x.shape[-1] % 8 == 0:
         to, x = to.view(torch.int64), x.view(torch.int64)
     to.copy_(x)
 
 
-def _all_gather(xs: Sequence[Tensor], group, shapes: Sequence[tuple] = ()) -> list[Tensor]:
-    """Every rank's x, [P, *shape], for each x, in one collective of bytes. The shapes, if not x's,
-    are equal on all ranks, and what is behind a smaller x is not set."""
-    shapes = shapes or [x.shape for x in xs]
-    of_bytes = [math.prod(shape) * x.element_size() for shape, x in zip(shapes, xs, strict=True)]
-    parts = [n + -n % ALIGN for n in of_bytes]
-    mine = xs[0].new_empty(sum(parts), dtype=torch.uint8)
+# -- messages: tensors, given as (shape, dtype), in one array of bytes ----
+
+
+def _sizes(specs: Sequence[tuple]) -> list[int]:
+    return [math.prod(shape) * dtype.itemsize for shape, dtype in specs]
+
+
+def _message(specs: Sequence[tuple], device: torch.device) -> Tensor:
+    return torch.empty(sum(n + -n % ALIGN for n in _sizes(specs)), dtype=torch.uint8, device=device)
+
+
+def _views(messages: Tensor, specs: Sequence[tuple]) -> list[Tensor]:
+    """[*shape] in a message, [P, *shape] in those of all ranks."""
+    sizes = _sizes(specs)
+    parts = messages.split([n + -n % ALIGN for n in sizes], -1)
+    return [
+        part[..., :n].view(dtype).unflatten(-1, shape)
+        for part, n, (shape, dtype) in zip(parts, sizes, specs, strict=True)
+    ]
+
+
+def _all_gather(mine: Tensor, group) -> Tensor:
+    """Every rank's bytes, [P, n], in one collective; n is equal on all."""
     everyones = mine.new_empty(group.size(), mine.numel())
-    gathered = []
-    of_each = zip(xs, shapes, of_bytes, mine.split(parts), everyones.split(parts, 1), strict=True)
-    for x, shape, n, part, its in of_each:
-        whole = part[:n].view(x.dtype).view(shape)
-        _copy(whole[tuple(map(slice, x.shape))], x)
-        gathered.append(its[:, :n].view(x.dtype).unflatten(1, shape))
     compat.all_gather_single(everyones.view(-1), mine, group=group)
-    return gathered
+    return everyones
 
 
 @gather_sdpa.register_fake

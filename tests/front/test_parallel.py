@@ -1040,5 +1040,17 @@ def test_every_block_is_quantized_once_of_all_its_rows():
         assert sum(map(len, shards.samples())) == 128
 
 
+def test_the_tensors_of_a_message_are_aligned_and_apart():
+    specs = [((3,), torch.uint8), ((5,), torch.int64), ((1, 0, 2), torch.half), ((7, 1), torch.half)]
+    message = gather._message(specs, torch.device("cpu"))
+    for messages in (message, torch.stack([message, message])):
+        views = gather._views(messages, specs)
+        for n, (view, (shape, dtype)) in enumerate(zip(views, specs)):
+            assert (view.shape[-len(shape) :], view.dtype) == (shape, dtype)
+            assert view.storage_offset() * dtype.itemsize % gather.ALIGN == 0
+            view.fill_(n)
+        assert all((view == n).all() for n, view in enumerate(views))
+
+
 if __name__ == "__main__":
     serve(globals())
