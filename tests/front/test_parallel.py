@@ -1041,7 +1041,12 @@ def test_every_block_is_quantized_once_of_all_its_rows():
 
 
 def test_the_tensors_of_a_message_are_aligned_and_apart():
-    specs = [((3,), torch.uint8), ((5,), torch.int64), ((1, 0, 2), torch.half), ((7, 1), torch.half)]
+    specs = [
+        ((3,), torch.uint8),
+        ((5,), torch.int64),
+        ((1, 0, 2), torch.half),
+        ((7, 1), torch.half),
+    ]
     message = gather._message(specs, torch.device("cpu"))
     for messages in (message, torch.stack([message, message])):
         views = gather._views(messages, specs)
