@@ -259,14 +259,14 @@ def plan(call: Call, device: torch.device) -> Planned:
     return Planned(call, site, cases[0])
 
 
-def decided(call: Call, device: torch.device, **overrides) -> Site:
+def decided(call: Call, device: torch.device, training: str = AUTO, **overrides) -> Site:
     graphs = []
     trains = torch.enable_grad() if call.kind in TRAINED else contextlib.nullcontext()
     with FakeTensorMode(), trains:
         run_graphs(graphs.append, *graph_of(call, device), {})
     (graph,) = graphs
     # Where tensors are real: what nobody has measured yet may be measured now (--data).
-    (site,) = rewrite(graph, settings.resolve({"training": AUTO}, **overrides))
+    (site,) = rewrite(graph, settings.resolve({"training": training}, **overrides))
     return site
 
 

@@ -64,12 +64,12 @@ CAUSES = (
           "torch.no_grad(); to train all the same set options={'sage.force': True}", "training"),
 
     Cause("which g rounds with k", "for inference, call the model under torch.no_grad(); to train "
-          "it by g set options={'sage.training': 'g'}, and look at diagnose_training",
+          "it by g set sage.training='g', and look at diagnose_training",
           "training, causal with a bias"),
     Cause("trains (calls|causal calls|head_dims|in 16 bits|on compute|with the Hopper|from "
           "compute)",
-          "for inference, call the model under torch.no_grad(); to train all the same set "
-          "options={'sage.force': True}, whose backward is exact attention's", "training"),
+          "for inference, call the model under torch.no_grad(); sage.force=True computes it in 8 "
+          "bits all the same, with an exact backward", "training"),
 
     Cause("dropout_p must be 0|dropout is active", "call model.eval(), or set its dropout to 0"),
     Cause("scale must be a finite number|(is_causal|num_heads) must be known when compiling",

@@ -92,13 +92,13 @@ def test_calls_that_train_are_drawn_as_others_are(h200):
 
 
 @pytest.mark.parametrize("kind, N_kv", [("full", 400), ("causal", 300)])
-def test_the_pass_decides_calls_that_train_by_auto(kind, N_kv):
+def test_the_pass_decides_calls_that_train(kind, N_kv):
     """On CPU: autograd needs the device of what it records."""
     call = regret.Call(1, 4, 2, 300, N_kv, 64, f"{kind}-training", None, "bfloat16")
     cpu = torch.device("cpu")
     inference = dataclasses.replace(call, kind=kind)
-    with config.patch(emulate=True):
-        site, other = (regret.decided(each, cpu) for each in (call, inference))
+    with config.patch(emulate=True):  # with which "auto" is not about training
+        site, other = (regret.decided(each, cpu, training="g") for each in (call, inference))
     assert (site.recipe, other.recipe) == ("g", "sage2-8b")
     assert site.mask == other.mask == {"full": "none", "causal": "causal"}[kind]
     case = BenchmarkCase(
