@@ -1122,9 +1122,10 @@ def test_a_window_of_flex_attentions_is_not_measured(benchmark, monkeypatch):
     assert [family.kind for _, family, _ in measuring.asked] == ["causal"]
 
 
-def test_users_who_say_nothing_have_their_calls_measured(monkeypatch):
+def test_users_who_say_nothing_have_their_calls_measured_and_trained(monkeypatch):
     """The tests switch it off for themselves: tests/conftest.py."""
     assert options.OPTIONS["calibrate"].default is True and Settings().calibrate is True
+    assert options.OPTIONS["training"].default == Settings().training == "auto"
 
 
 @pytest.mark.parametrize(
