@@ -100,7 +100,7 @@ def compile_hopper(
         V_scale="*fp32", V_mean="*fp32", Out=f"*{dtype}", Lse="*fp32", Part="*fp32",
         Part_ml="*fp32", Words="*i32", List="*i32",
     )  # fmt: skip
-    at_launch, consumer = plan.REGISTERS[tile.warpgroups]
+    at_launch, consumer = plan.registers(tile)
     constexprs = dict(
         D=head_dim, D_V=head_dim, SCALE=head_dim**-0.5, LISTED=mask or listed, MASK=mask,
         SPLIT=split,

@@ -80,7 +80,7 @@ def multiplies_nvfp4(capability: tuple[int, int]) -> bool:
     return capability[0] in (10, 12)
 
 
-WARPGROUPS = (0, 2, 3)  # what may be asked for; 0: not the Hopper kernel
+WARPGROUPS = (0, 1, 2, 3)  # what may be asked for; 0: not the Hopper kernel
 GLUON = (3, 6), (3, 9)  # the oldest and newest Triton whose Gluon hopper/ compiles with: it moves
 
 
@@ -135,15 +135,19 @@ AT_ONCE = Load(ratio=2)
 # keys (ViT's 577: 1.04x cuDNN against 0.61x), and for few causal tiles.
 # H200, 2026-11-23, torch 2.11, Triton 3.6: `bench/attention.py --shapes load`, `bench/regret.py`.
 HOPPER = [
+    ("fp8", 64, False, Load(), Tile(64, 128, 4, 2, maxnreg=128, warpgroups=1)),
     ("fp8", 64, False, Load(keys=2048), Tile(192, 128, 4, 3, warpgroups=3)),
     ("fp8", 64, False, MASKED, Tile(192, 128, 4, 3, warpgroups=3)),
+    ("fp8", 64, True, Load(), Tile(64, 128, 4, 2, maxnreg=128, warpgroups=1)),
     ("fp8", 64, True, Load(1024, PAIRS // 2, 1), Tile(192, 128, 4, 3, warpgroups=3)),
-    ("fp8", 128, False, Load(), Tile(128, 128, 4, 4, warpgroups=2)),
+    ("fp8", 128, False, Load(), Tile(64, 128, 4, 2, maxnreg=168, warpgroups=1)),
+    ("fp8", 128, False, Load(keys=1024), Tile(128, 128, 4, 4, warpgroups=2)),
     ("fp8", 128, False, WIDER, Tile(192, 128, 4, 3, warpgroups=3)),
     ("fp8", 128, False, Load(1024, 4 * PAIRS, 1), Tile(192, 128, 4, 3, warpgroups=3)),
     ("fp8", 128, False, MASKED, Tile(192, 128, 4, 3, warpgroups=3)),
     ("fp8", 128, False, AT_ONCE, Tile(192, 128, 4, 3, warpgroups=3)),
-    ("fp8", 128, True, Load(), Tile(128, 128, 4, 4, warpgroups=2)),
+    ("fp8", 128, True, Load(), Tile(64, 128, 4, 2, maxnreg=168, warpgroups=1)),
+    ("fp8", 128, True, Load(keys=1024), Tile(128, 128, 4, 4, warpgroups=2)),
     ("fp8", 128, True, WIDER, Tile(192, 128, 4, 3, warpgroups=3)),
     ("fp8", 256, False, Load(), Tile(128, 128, 4, 2, warpgroups=2)),
     ("fp8", 256, True, Load(), Tile(128, 128, 4, 2, warpgroups=2)),

@@ -536,7 +536,9 @@ def cuts(B, H_q, H_kv, N_q, N_kv, tile) -> dict[int, list[int]]:
     """tile -> the blocks at which it is handed from program to program, of those that are."""
     num_tiles, blocks = B * H_q * -(-N_q // tile.BLOCK_M), -(-N_kv // tile.BLOCK_N)
     processors = torch.cuda.get_device_properties(0).multi_processor_count
-    programs, whole = tiles.schedule(num_tiles, blocks, processors) or (1, num_tiles)
+    alone = tile.warpgroups == 1  # then all are whole
+    shares = None if alone else tiles.schedule(num_tiles, blocks, processors)
+    programs, whole = shares or (1, num_tiles)
     starts = [c * (num_tiles - whole) * blocks // programs for c in range(1, programs)]
     found = {}
     for start in starts:

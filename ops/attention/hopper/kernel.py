@@ -195,6 +195,39 @@ def _quantize_q(q, q_smem, SCALE: gl.constexpr):
 
 
 @gluon.jit
+def _fetch(
+    n, end, i, of_kv, shared, of_tile, N_q, N_kv, N_pad, stride_lm,
+    BAND: gl.constexpr, LISTED: gl.constexpr, FP8: gl.constexpr, K_ROWS: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The n-th block of k and v that a tile reads, if it reads so many (end), into the ring's place
+    for the i-th; the barrier of `full` tells when it is there. of_tile: b, h_kv, head_kv, its first
+    row, its first block and how many it reads whole, as `walk` tells."""
+    q_smem, k_smem, v_smem, scale_smem, full, empty, order = shared
+    K, K_scale, V = of_kv
+    b, h_kv, head_kv, row, first_block, whole = of_tile
+    j = n
+    if _is_bounded(BAND, LISTED):
+        entry = 0
+        if LISTED:
+            entry = entry_of(first_block, gl.minimum(n, gl.maximum(end - 1, 0)), whole, stride_lm)
+        j, _ = block_of(first_block, n, entry, 0, row, N_q, N_kv, BAND, LISTED, BLOCK_N)
+    stage, reads = i % STAGES, n < end
+    bar = full.index(stage)
+    row_k = head_kv * N_pad + j * BLOCK_N
+    of_scales: gl.constexpr = 4 * BLOCK_N if K_ROWS else 0
+    mbarrier.expect(bar, K.block_type.nbytes + V.block_type.nbytes + of_scales, pred=reads)
+    tma_load(K, [row_k, 0], bar, k_smem.index(stage), pred=reads)
+    if K_ROWS:
+        tma_load(K_scale, [row_k], bar, scale_smem.index(stage), pred=reads)
+    if FP8:
+        tma_load(V, [head_kv * BLOCK_DV, j * BLOCK_N], bar, v_smem.index(stage), pred=reads)
+    else:
+        v = reinterpret(v_smem.index(stage), V.dtype, V.block_type.shape, V.layout)
+        tma_load(V, [b, h_kv, j * BLOCK_N, 0], bar, v, pred=reads)
+
+
+@gluon.jit
 def _columns_below(limit, L5: gl.constexpr, BLOCKS: gl.constexpr):
     """limit [64] -> [64, blocks, 8, 4, 2]: column < limit. Constants of a register on the left, of
     a thread on the right: one comparison each."""
@@ -311,17 +344,18 @@ def _attend(
     BAND: gl.constexpr, LISTED: gl.constexpr, MASK: gl.constexpr, PART: gl.constexpr,
     FP8: gl.constexpr, K_ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_DV: gl.constexpr,
     CHUNK: gl.constexpr, L5: gl.constexpr, ROW: gl.constexpr, P: gl.constexpr, OROW: gl.constexpr,
+    ALONE: gl.constexpr,
 ):  # fmt: skip
     """m, l and o after block j of k and v, in two turns at the tensor cores: the one that this
-    warpgroup has, which it passes on, and that of `phase`, which it keeps. PART: 0 all of the block
-    is in sight, 1 a part, 2 what its code (blocks.py) says. k_scale: of each 64 keys; K_ROWS: in
-    shared memory, of each key."""
+    warpgroup has, which it passes on, and that of `phase`, which it keeps (ALONE: there are no
+    turns). PART: 0 all of the block is in sight, 1 a part, 2 what its code (blocks.py) says.
+    k_scale: of each 64 keys; K_ROWS: in shared memory, of each key."""
     BLOCKS: gl.constexpr = BLOCK_N // 64
     k = k_smem.index(stage).permute((1, 0))
     s = warpgroup_mma(q_tile, k, zero, use_acc=False, is_async=True)
-    # Side by side: around each of them Triton lets the warpgroup wait for itself.
-    mbarrier.arrive(next_order, count=1)
-    mbarrier.arrive(read, count=1, pred=any_read)
+    if not ALONE:  # side by side: around each of them Triton lets the warpgroup wait for itself
+        mbarrier.arrive(next_order, count=1)
+        mbarrier.arrive(read, count=1, pred=any_read)
     s = warpgroup_mma_wait(0, [s])
     c = gl.expand_dims(gl.expand_dims(q_scale, 1), 2)
     if K_ROWS:
@@ -362,7 +396,8 @@ def _attend(
         p = gl.convert_layout(p, P, assert_trivial=True)
         v = v_smem.index(stage)
         o = (o[0] * alpha,)
-    mbarrier.wait(turn, phase)
+    if not ALONE:
+        mbarrier.wait(turn, phase)
     if BLOCK_DV == CHUNK:
         o = (_add_pv(p, v, o[0], alpha, FP8),)
     else:
@@ -433,19 +468,21 @@ def _store_part(
 
 @gluon.jit
 def _consumer(
-    wg: gl.constexpr, shared, tensors, of_mask, of_list, strides, shape,
+    wg: gl.constexpr, shared, tensors, of_kv, of_mask, of_list, strides, shape,
     D: gl.constexpr, D_V: gl.constexpr, SCALE: gl.constexpr, BAND: gl.constexpr,
     LISTED: gl.constexpr, MASK: gl.constexpr, SPLIT: gl.constexpr, FP8: gl.constexpr,
     KEEPS_MAX: gl.constexpr, K_ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_DV: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Warpgroup `wg`: rows 64 wg .. of each of the program's tiles."""
+    """Warpgroup `wg`: rows 64 wg .. of each of the program's tiles. Alone it has one tile, and
+    fetches k and v itself: of_kv."""
     q_smem, k_smem, v_smem, scale_smem, full, empty, order = shared
     Q, K_scale, V_scale, V_mean, Out, Lse, Part, Part_ml = tensors
     Words, stride_wb, stride_wh, stride_wm = of_mask
     stride_qb, stride_qh, stride_qn, stride_ob, stride_oh, stride_on = strides
     H_q, H_kv, N_q, N_kv, N_pad, num_m, heads, group, whole_tiles = shape
     BLOCK_M: gl.constexpr = 64 * WARPGROUPS
+    ALONE: gl.constexpr = WARPGROUPS == 1
     BOUNDED: gl.constexpr = _is_bounded(BAND, LISTED)
     CAUSAL: gl.constexpr = BAND[1] == 0
     # Channels of o in one product. At 256, four of 64: with two of 128 the ptxas of CUDA 13.4
@@ -482,13 +519,15 @@ def _consumer(
     next_order = order.index((wg + 1) % WARPGROUPS)
     taken = 0  # turns at the tensor cores so far: one a block, one a tile
     fetched = 0  # blocks of k and v so far
-    for item in range(count + pieces):
+    items = count + pieces
+    if ALONE:
+        items = 1
+    for item in range(items):
         row0 = row + wg * 64
         head_kv = b * H_kv + h_kv
         entry = 0
         if LISTED:
             entry = entry_of(first_block, 0, read_whole, of_list[3])
-        q_scale = gl.convert_layout(_quantize_q(q, q_tile, SCALE), ROW, assert_trivial=True)
         m = gl.full([64], -float("inf"), gl.float32, ROW)
         l = gl.full([64, 4], 0.0, gl.float32, QUAD)
         zeros = gl.full([64, CHUNK], 0.0, gl.float32, O)
@@ -496,8 +535,10 @@ def _consumer(
         if not K_ROWS:
             scale_row = head_kv * (N_pad // 64)
             scale_ptrs = K_scale + scale_row + gl.arange(0, BLOCKS, layout=BLOCK)
+        of_tile = (b, h_kv, head_kv, row, 0, 0)
         if BOUNDED:
             begin = 0
+            of_tile = (b, h_kv, head_kv, row, first_block, read_whole)
             words = Words + b.to(gl.int64) * stride_wb + h.to(gl.int64) * stride_wh
             whole, mine, end = read_whole, read_all, read_all
         else:
@@ -515,8 +556,16 @@ def _consumer(
                 whole = gl.minimum(gl.maximum(whole, begin), mine)
                 fetched -= begin  # block j is the ring's fetched + j
                 taken -= begin
+        if ALONE:
+            for n in gl.static_range(STAGES):
+                _fetch(
+                    n, end, n, of_kv, shared, of_tile, N_q, N_kv, N_pad, of_list[3],
+                    BAND, LISTED, FP8, K_ROWS, BLOCK_N, BLOCK_DV, STAGES,
+                )  # fmt: skip
+        q_scale = gl.convert_layout(_quantize_q(q, q_tile, SCALE), ROW, assert_trivial=True)
 
-        mbarrier.wait(order.index(wg), (taken + begin) & 1)
+        if not ALONE:
+            mbarrier.wait(order.index(wg), (taken + begin) & 1)
         # The whole blocks; the diagonal and the tail, or (BOUNDED) what codes say.
         for part in gl.static_range(1 if BOUNDED and not LISTED else 0, 2):
             lo, hi = begin, whole
@@ -540,13 +589,13 @@ def _consumer(
                     k_scale = gl.load(scale_ptrs + block * BLOCKS)
                 mbarrier.wait(full.index(stage), (i // STAGES) & 1)
                 if BOUNDED and part == 1:
-                    if code > 0:
+                    if ALONE or code > 0:
                         m, l, o = _attend(
                             q_tile, k_smem, v_smem, stage, zero,
                             m, l, o, q_scale, k_scale,
                             next_order, read, any_read, turn, phase, row0, block, code, N_q, N_kv,
                             words, stride_wm, BAND, LISTED, MASK, 2, FP8, K_ROWS, BLOCK_N, BLOCK_DV,
-                            CHUNK, L5, ROW, P, OROW,
+                            CHUNK, L5, ROW, P, OROW, ALONE,
                         )  # fmt: skip
                     else:
                         mbarrier.arrive(next_order, count=1)
@@ -558,36 +607,44 @@ def _consumer(
                         m, l, o, q_scale, k_scale,
                         next_order, read, any_read, turn, phase, row0, block, 0, N_q, N_kv,
                         Words, 0, BAND, False, False, part, FP8, K_ROWS, BLOCK_N, BLOCK_DV, CHUNK,
-                        L5, ROW, P, OROW,
+                        L5, ROW, P, OROW, ALONE,
                     )  # fmt: skip
-        read, any_read = empty.index((fetched + mine + STAGES - 1) % STAGES), mine > begin
-        mbarrier.arrive(next_order, count=1)
-        mbarrier.arrive(read, count=1, pred=any_read)
-        for j in range(mine, end):  # (not BOUNDED) what these rows do not see: pass the turn on
-            i = fetched + j
-            mbarrier.wait(full.index(i % STAGES), (i // STAGES) & 1)
-            mbarrier.wait(order.index(wg), (taken + j + 1) & 1)
+                if ALONE:
+                    gluon_barrier()  # all its warps have read the stage
+                    _fetch(
+                        j + STAGES, end, i, of_kv, shared, of_tile, N_q, N_kv, N_pad, of_list[3],
+                        BAND, LISTED, FP8, K_ROWS, BLOCK_N, BLOCK_DV, STAGES,
+                    )  # fmt: skip
+        if not ALONE:
+            read, any_read = empty.index((fetched + mine + STAGES - 1) % STAGES), mine > begin
             mbarrier.arrive(next_order, count=1)
-            mbarrier.arrive(empty.index(i % STAGES), count=1)
-        taken += end + 1
-        fetched += end
+            mbarrier.arrive(read, count=1, pred=any_read)
+            for j in range(mine, end):  # (not BOUNDED) what these rows do not see: pass the turn on
+                i = fetched + j
+                mbarrier.wait(full.index(i % STAGES), (i // STAGES) & 1)
+                mbarrier.wait(order.index(wg), (taken + j + 1) & 1)
+                mbarrier.arrive(next_order, count=1)
+                mbarrier.arrive(empty.index(i % STAGES), count=1)
+            taken += end + 1
+            fetched += end
 
         # -- q of the next tile; of the last one once more ----
-        next_t, next_begin, next_end = _work_item(
-            gl.minimum(item + 1, count + pieces - 1), count, first, last, whole_tiles, blocks
-        )
-        next_b, next_h, next_h_kv, next_row = _tile_coords(
-            next_t, num_m, heads, group, H_q, H_kv, of_list, LISTED, BLOCK_M
-        )
-        q = _load_q(
-            Q, next_b, next_h, next_row + wg * 64,
-            stride_qb, stride_qh, stride_qn, N_q, D, LQ, BLOCK_D,
-        )  # fmt: skip
-        if BOUNDED:
-            first_block, read_whole, read_all = walk(
-                _lists_of(next_b, next_h, of_list), of_list[3], next_row,
-                N_q, N_kv, BAND, LISTED, BLOCK_M, BLOCK_N,
+        if not ALONE:
+            next_t, next_begin, next_end = _work_item(
+                gl.minimum(item + 1, count + pieces - 1), count, first, last, whole_tiles, blocks
+            )
+            next_b, next_h, next_h_kv, next_row = _tile_coords(
+                next_t, num_m, heads, group, H_q, H_kv, of_list, LISTED, BLOCK_M
+            )
+            q = _load_q(
+                Q, next_b, next_h, next_row + wg * 64,
+                stride_qb, stride_qh, stride_qn, N_q, D, LQ, BLOCK_D,
             )  # fmt: skip
+            if BOUNDED:
+                first_block, read_whole, read_all = walk(
+                    _lists_of(next_b, next_h, of_list), of_list[3], next_row,
+                    N_q, N_kv, BAND, LISTED, BLOCK_M, BLOCK_N,
+                )  # fmt: skip
 
         # -- epilogue ----
         total = gl.sum(l, axis=1)
@@ -601,13 +658,14 @@ def _consumer(
                 stride_ob, stride_oh, stride_on, heads, H_q, N_q, D_V, FP8, KEEPS_MAX, BLOCK_DV,
                 CHUNK, O, LO, BOUNDED,
             )  # fmt: skip
-        begin, end = next_begin, next_end
-        b, h, h_kv, row = next_b, next_h, next_h_kv, next_row
+        if not ALONE:
+            begin, end = next_begin, next_end
+            b, h, h_kv, row = next_b, next_h, next_h_kv, next_row
 
 
 @gluon.jit
 def _producer(
-    K, K_scale, V, shared, of_list, shape,
+    of_kv, shared, of_list, shape,
     BAND: gl.constexpr, LISTED: gl.constexpr, SPLIT: gl.constexpr, FP8: gl.constexpr,
     K_ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_DV: gl.constexpr,
     STAGES: gl.constexpr,
@@ -621,8 +679,7 @@ def _producer(
     for item in range(count + pieces):
         t, begin, end = _work_item(item, count, first, last, whole_tiles, blocks)
         b, h, h_kv, row = _tile_coords(t, num_m, heads, group, H_q, H_kv, of_list, LISTED, BLOCK_M)
-        head_kv = b * H_kv + h_kv
-        entry = 0
+        first_block, whole = 0, 0
         if _is_bounded(BAND, LISTED):
             first_block, whole, end = walk(
                 _lists_of(b, h, of_list), of_list[3], row, N_q, N_kv, BAND, LISTED, BLOCK_M, BLOCK_N
@@ -630,28 +687,14 @@ def _producer(
             begin = 0
         elif not SPLIT:
             end = _num_blocks(row + BLOCK_M, N_kv, BAND[1] == 0, BLOCK_N)
+        of_tile = (b, h_kv, b * H_kv + h_kv, row, first_block, whole)
         for n in range(begin, end):
-            j = n
-            if _is_bounded(BAND, LISTED):
-                if LISTED:
-                    entry = entry_of(first_block, n, whole, of_list[3])
-                j, _ = block_of(first_block, n, entry, 0, row, N_q, N_kv, BAND, LISTED, BLOCK_N)
             i = fetched + n - begin
-            stage = i % STAGES
-            mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
-            bar = full.index(stage)
-            row_k = head_kv * N_pad + j * BLOCK_N
-            mbarrier.expect(
-                bar, K.block_type.nbytes + V.block_type.nbytes + (4 * BLOCK_N if K_ROWS else 0)
-            )
-            tma_load(K, [row_k, 0], bar, k_smem.index(stage))
-            if K_ROWS:
-                tma_load(K_scale, [row_k], bar, scale_smem.index(stage))
-            if FP8:
-                tma_load(V, [head_kv * BLOCK_DV, j * BLOCK_N], bar, v_smem.index(stage))
-            else:
-                v = reinterpret(v_smem.index(stage), V.dtype, V.block_type.shape, V.layout)
-                tma_load(V, [b, h_kv, j * BLOCK_N, 0], bar, v)
+            mbarrier.wait(empty.index(i % STAGES), ((i // STAGES) & 1) ^ 1)
+            _fetch(
+                n, end, i, of_kv, shared, of_tile, N_q, N_kv, N_pad, of_list[3],
+                BAND, LISTED, FP8, K_ROWS, BLOCK_N, BLOCK_DV, STAGES,
+            )  # fmt: skip
         fetched += end - begin
 
 
@@ -703,29 +746,37 @@ def _hopper_kernel(
     strides = (stride_qb, stride_qh, stride_qn, stride_ob, stride_oh, stride_on)
     shape = (H_q, H_kv, N_q, N_kv, N_pad, num_m, heads, group, whole_tiles)
     # Written out, because what a local name holds is no constexpr any more.
-    if WARPGROUPS == 2:
+    if WARPGROUPS == 1:
+        fence_async_shared()
+        gluon_barrier()
+        _consumer(
+            0, shared, tensors, (K, K_scale, V), of_mask, of_list, strides, shape, D, D_V, SCALE,
+            BAND, LISTED, MASK, SPLIT, FP8, KEEPS_MAX, K_ROWS, BLOCK_N, BLOCK_D, BLOCK_DV,
+            WARPGROUPS, STAGES,
+        )  # fmt: skip
+    elif WARPGROUPS == 2:
         gl.warp_specialize([
-            (_consumer, (0, shared, tensors, of_mask, of_list, strides, shape, D, D_V, SCALE,
+            (_consumer, (0, shared, tensors, 0, of_mask, of_list, strides, shape, D, D_V, SCALE,
                          BAND, LISTED, MASK, SPLIT, FP8, KEEPS_MAX, K_ROWS, BLOCK_N, BLOCK_D,
                          BLOCK_DV, WARPGROUPS, STAGES)),
-            (_consumer, (1, shared, tensors, of_mask, of_list, strides, shape, D, D_V, SCALE,
+            (_consumer, (1, shared, tensors, 0, of_mask, of_list, strides, shape, D, D_V, SCALE,
                          BAND, LISTED, MASK, SPLIT, FP8, KEEPS_MAX, K_ROWS, BLOCK_N, BLOCK_D,
                          BLOCK_DV, WARPGROUPS, STAGES)),
-            (_producer, (K, K_scale, V, shared, of_list, shape, BAND, LISTED, SPLIT, FP8, K_ROWS,
+            (_producer, ((K, K_scale, V), shared, of_list, shape, BAND, LISTED, SPLIT, FP8, K_ROWS,
                          BLOCK_M, BLOCK_N, BLOCK_DV, STAGES)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consumer, (0, shared, tensors, of_mask, of_list, strides, shape, D, D_V, SCALE,
+            (_consumer, (0, shared, tensors, 0, of_mask, of_list, strides, shape, D, D_V, SCALE,
                          BAND, LISTED, MASK, SPLIT, FP8, KEEPS_MAX, K_ROWS, BLOCK_N, BLOCK_D,
                          BLOCK_DV, WARPGROUPS, STAGES)),
-            (_consumer, (1, shared, tensors, of_mask, of_list, strides, shape, D, D_V, SCALE,
+            (_consumer, (1, shared, tensors, 0, of_mask, of_list, strides, shape, D, D_V, SCALE,
                          BAND, LISTED, MASK, SPLIT, FP8, KEEPS_MAX, K_ROWS, BLOCK_N, BLOCK_D,
                          BLOCK_DV, WARPGROUPS, STAGES)),
-            (_consumer, (2, shared, tensors, of_mask, of_list, strides, shape, D, D_V, SCALE,
+            (_consumer, (2, shared, tensors, 0, of_mask, of_list, strides, shape, D, D_V, SCALE,
                          BAND, LISTED, MASK, SPLIT, FP8, KEEPS_MAX, K_ROWS, BLOCK_N, BLOCK_D,
                          BLOCK_DV, WARPGROUPS, STAGES)),
-            (_producer, (K, K_scale, V, shared, of_list, shape, BAND, LISTED, SPLIT, FP8, K_ROWS,
+            (_producer, ((K, K_scale, V), shared, of_list, shape, BAND, LISTED, SPLIT, FP8, K_ROWS,
                          BLOCK_M, BLOCK_N, BLOCK_DV, STAGES)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
 

@@ -29,7 +29,8 @@ from sage_inductor.ops.compat import GluonDescriptor
 from sage_inductor.ops.formats import pad_head_dim
 from sage_inductor.ops.launch import doubled
 
-REGISTERS = {2: (168, 240), 3: (128, 160)}  # by warpgroups: at launch, then of a consumer
+# By warpgroups: at launch, then of a consumer. One that is alone keeps its tile's maxnreg.
+REGISTERS = {2: (168, 240), 3: (128, 160)}
 # Of k in all heads: TMA counts them in 32 bits, and so does the kernel, of heads (at least 128 rows
 # of k each) times 256 channels.
 MAX_K_ROWS = 2**30
@@ -55,6 +56,11 @@ def why_not(a: AttentionCall) -> str | None:
     if recipe.pv == "16bit" and not _fits_tma(a.v):
         return "16-bit v must have 16-byte rows, at 16-byte addresses"
     return None
+
+
+def registers(tile: Tile) -> tuple[int, int]:
+    """A thread's: at launch, then of a consumer."""
+    return REGISTERS.get(tile.warpgroups, (tile.maxnreg,) * 2)
 
 
 def _fits_tma(x: Tensor) -> bool:
@@ -184,11 +190,12 @@ def _plan(
             fit = torch.sym_min(fit, triton.cdiv(processors, num_m))
         groups = triton.cdiv(B * H_q, torch.sym_max(1, fit))
         group = triton.cdiv(B * H_q, torch.sym_max(1, groups + groups % 2))
-    elif left < 0:
+    elif left < 0 and tile.warpgroups > 1:
         shares = tiles.schedule(num_tiles, blocks, processors)
     split = shares is not None
-    programs, whole_tiles = shares or (torch.sym_min(num_tiles, processors), num_tiles)
-    at_launch, consumer = REGISTERS[tile.warpgroups]
+    at_once = num_tiles if tile.warpgroups == 1 else torch.sym_min(num_tiles, processors)
+    programs, whole_tiles = shares or (at_once, num_tiles)
+    at_launch, consumer = registers(tile)
     attend = _Launch(
         _hopper_kernel,
         (programs, 1, 1),
