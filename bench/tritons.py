@@ -38,8 +38,14 @@ from sage_inductor.ops.sdpa import SdpaCall, kernel_inputs
 
 DIVISIBLE = ("N_pad", "Q_pad", "K_pad", "Q_rows", "D2", "D2_V")  # by 16, where the head_dim is by 8
 RECIPES = {"fp8": "sage2-8b-per-token", "16bit": "sage1-per-token"}  # by pv
-# Of the Hopper kernel: a row of its table, and whether tiles are split.
-VARIANTS = [(row, split) for row in tiles.HOPPER for split in (False, True)[: 2 - row[2]]]
+# Of the Hopper kernel: a row of its table for each tile, and whether tiles are split.
+ROWS = list({(*row[:3], row[4]): row for row in tiles.HOPPER}.values())
+VARIANTS = [
+    (row, split)
+    for row in ROWS
+    for split in (False, True)
+    if not split or (not row[2] and row[4].warpgroups > 1)
+]
 HEADS, LENGTHS = (2, 16), (4096, 4352, 8192, 2048, 3072, 1024, 5120, 6144)
 
 

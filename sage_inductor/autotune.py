@@ -55,8 +55,10 @@ class Candidate(NamedTuple):
     @property
     def tile(self) -> str:
         """What a reason says of the tile, unless it is the table's."""
-        of = "the Triton kernel" if self.warpgroups == 0 else f"{self.warpgroups} warpgroups"
-        return "" if self.warpgroups is None else f" with {of}"
+        if self.warpgroups is None:
+            return ""
+        names = {0: "the Triton kernel", 1: "1 warpgroup"}
+        return f" with {names.get(self.warpgroups, f'{self.warpgroups} warpgroups')}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -249,7 +249,7 @@ def fits(table: Table, family: Family, recipe: str) -> tuple[dict[int | None, Fi
     of_tiles = collections.defaultdict(dict)
     for sizes, ms in ours.items():
         of_tiles[_warpgroups(table.device, family, recipe, sizes)][sizes] = ms
-    shares = cost.LAST_SHARED if family.kind == "full" else None  # of the Hopper kernel
+    shares = cost.LAST_SHARED if family.kind == "full" else None  # of two and three warpgroups
     of_all = fit(ours)
     by_tile = {}
     for n, x in of_tiles.items():
@@ -258,7 +258,7 @@ def fits(table: Table, family: Family, recipe: str) -> tuple[dict[int | None, Fi
         alike = all(each.H_q * each.N_q == each.H_kv * each.N_kv for each in x)
         prepared = of_all.coefficients[5] if alike else None
         if len(x) >= ENOUGH_OF_A_TILE:
-            by_tile[n] = fit(x, shares if n else None, prepared)
+            by_tile[n] = fit(x, shares if n > 1 else None, prepared)
     rivals = {}
     for name in dict.fromkeys(name for ms in times.values() for name in ms if name in OF_SDPA):
         of_name = {family.of_sdpa(sizes): ms[name] for sizes, ms in times.items() if name in ms}
@@ -488,9 +488,9 @@ MANY = (
     (1, 8, 8, 5121, 5121),
     (2, 32, 32, 1792, 1792),
     (1, 40, 40, 1536, 1536),
-    # Tiles of 192 rows run all at once, those of 128 do not. And tiles of 128 rows with fewer heads
-    # of k than of q, by which the time of k's rows is told apart from that of tiles.
-    (1, 12, 12, 1900, 1900),
+    # Tiles of 192 rows run all at once, those of 128 do not. And tiles of one warpgroup with fewer
+    # heads of k than of q, by which the time of k's rows is told apart from that of tiles.
+    (1, 3, 3, 6400, 6400),
     (1, 24, 6, 700, 700),
     (4, 32, 4, 1024, 1024),
 )

@@ -103,14 +103,15 @@ def hopper_tile(a: AttentionCall, device: torch.device | None = None) -> Tile | 
     a.warpgroups asks for the tile of so many (0: none); where this call has no such tile, the
     table's is taken."""
     device, band, (B, H_q, N_q, _) = device or a.q.device, (a.left, a.right), a.q.shape
-    load = tiles.Load.of(B * H_q, N_q, a.n_kv, band, a.attn_mask is not None, device)
-    capability, is_causal = tiles.capability(device), band == (None, 0)
-    tile = tiles.hopper(capability, a.decoded.pv, a.head_dim, is_causal, load, a.warpgroups)
-    if tile is None or _hopper().why_not(a) is not None:
-        return None
-    return (
-        tile if a.blocks.size is None else tiles.hopper_of_blocks(tile, a.head_dim, *a.blocks.size)
-    )
+    kernel = tiles.capability(device), a.decoded.pv, a.head_dim
+    if a.blocks.size is None:
+        load = tiles.Load.of(B * H_q, N_q, a.n_kv, band, a.attn_mask is not None, device)
+        tile = tiles.hopper(*kernel, band == (None, 0), load, a.warpgroups)
+    elif a.warpgroups != 0:
+        tile = tiles.hopper_of_blocks(*kernel, a.n_kv, *a.blocks.size)
+    else:
+        tile = None
+    return None if tile is None or _hopper().why_not(a) is not None else tile
 
 
 @functools.cache

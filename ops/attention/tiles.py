@@ -89,31 +89,28 @@ class Load(NamedTuple):
 
     keys: int = 0  # that a query sees, on average
     pairs: int = 0  # of a query and a key that it sees
-    saved: int = 0  # rounds of tiles that 192 rows a tile save over 128, where rounds count
-    ratio: int = 0  # rounds by 128 rows over those by 192, rounded down; 0 where there is a band
+    saved: int = 0  # with a mask: rounds of tiles that 192 rows a tile save over 128
+    ratio: int = 0  # without a mask or a band: rounds by 128 rows over those by 192, rounded down
+    unmasked: int = 0  # 1 without a mask
 
     @classmethod
     def of(
         cls, heads: int, n_q: int, n_kv: int, band: tuple[int | None, int | None], masked: bool,
         device: "torch.device | Gpu",
     ) -> "Load":  # fmt: skip
-        """band: query i sees keys i - left .. i + right. Rounds count where each tile takes about
-        as long and none is shared: not in a call that sees all keys. In a causal one, whose tiles
-        are dealt by length, 192 rows save one from 1.5 such tiles for each processor on. In a
-        window one key in IN_A_WINDOW counts: a wider tile computes more beyond its edges. The ratio
-        is 2 mostly where tiles of 192 rows run all at once and those of 128 do not."""
+        """band: query i sees keys i - left .. i + right. In a window one key in IN_A_WINDOW counts:
+        a wider tile computes more beyond its edges. The ratio is 2 mostly where tiles of 192 rows
+        run all at once and those of 128 do not."""
         left, right = band
         bounds = (left is not None) + (right is not None)
         keys = n_kv // 2 if bounds == 1 else n_kv
         if bounds == 2:
             keys = torch.sym_min(n_kv, left + right + 1) // IN_A_WINDOW
-        of_128, of_192 = (heads * triton.cdiv(n_q, rows) for rows in (128, 192))
-        by_128, by_192 = (triton.cdiv(tiles, processors(device)) for tiles in (of_128, of_192))
-        saved = by_128 - by_192 if bounds == 2 or masked else 1
-        if bounds == 1 and not masked:
-            saved = 2 * of_192 // processors(device) - 2
-        ratio = 0 if bounds else by_128 // torch.sym_max(by_192, 1)
-        return cls(keys, heads * n_q * keys, saved, ratio)
+        tiles = (heads * triton.cdiv(n_q, rows) for rows in (128, 192))
+        by_128, by_192 = (triton.cdiv(of, processors(device)) for of in tiles)
+        saved = by_128 - by_192 if masked else 0
+        ratio = 0 if masked or bounds else by_128 // torch.sym_max(by_192, 1)
+        return cls(keys, heads * n_q * keys, saved, ratio, int(not masked))
 
     def reaches(self, least: "Load") -> bool:
         return all(not n or x >= n for x, n in zip(self, least, strict=True))
@@ -121,40 +118,48 @@ class Load(NamedTuple):
 
 ANY = Load(*[sys.maxsize] * len(Load._fields))  # reaches every row
 PAIRS = 132 << 20  # fewer, 2^20 for each processor of an H200, are few tiles: some are shared
-IN_A_WINDOW = 16  # of 25 windows of 1K to 16K keys 22 are faster by 128 rows, to 1.45x (2026-11-23)
-# For a tile of 192 rows at head_dim 128. With few keys (a narrow window) its longer beginning and
-# end count.
-WIDER = Load(keys=1280, pairs=PAIRS, saved=1)
-MASKED = Load(keys=896, saved=2)  # whose tiles take longer: two rounds less are worth more there
+IN_A_WINDOW = 16  # of 103 windows of up to 8,192 keys none is faster by 192 rows (2026-11-24)
+# One warpgroup a program, of which an SM holds four, at head_dim 128 three: what a program does
+# before and after its keys is hidden by the others. It is the fastest of all tiles for most short
+# calls, and for all windows: of 602 calls with up to 8,192 keys (head_dim 128: 2,560) for 502,
+# where it takes 0.90 of the time of the next in the median (H200, 2026-11-24).
+ALONE_64 = Tile(64, 128, 4, 2, maxnreg=128, warpgroups=1)
+ALONE_128 = Tile(64, 128, 4, 2, maxnreg=168, warpgroups=1)
+# Two, where few tiles with many keys are shared.
+TWO = Tile(128, 128, 4, 4, warpgroups=2)
+# Three, which read k and v once for 192 rows, in long calls. Tiles with a mask take longer: two
+# rounds less are worth more there.
+THREE = Tile(192, 128, 4, 3, warpgroups=3)
+MASKED = Load(keys=2560, saved=2)
 # One round in the place of two: 0.62 to 1.02 of the time, median of 13 calls 0.94 (2026-11-24).
-AT_ONCE = Load(ratio=2)
+AT_ONCE = Load(keys=5120, ratio=2)
 
 # Tiles of the Hopper kernel: (pv, head_dim up to, is_causal, from which Load) -> tile, the last
 # that holds. Those of one pv, head_dim and is_causal differ in their warpgroups, which name them.
-# is_causal: bounded on the right at 0 alone. At head_dim 64 the other kernel is faster for fewer
-# keys (ViT's 577: 1.04x cuDNN against 0.61x), and for few causal tiles.
-# H200, 2026-11-23, torch 2.11, Triton 3.6: `bench/attention.py --shapes load`, `bench/regret.py`.
+# is_causal: bounded on the right at 0 alone. At head_dim 64 the other kernel computes short calls
+# with a mask: no kernels make lists of it first.
+# H200, 2026-11-24, torch 2.11, Triton 3.6: 720 calls of the built-in table, each by all its tiles.
 HOPPER = [
-    ("fp8", 64, False, Load(), Tile(64, 128, 4, 2, maxnreg=128, warpgroups=1)),
-    ("fp8", 64, False, Load(keys=2048), Tile(192, 128, 4, 3, warpgroups=3)),
-    ("fp8", 64, False, MASKED, Tile(192, 128, 4, 3, warpgroups=3)),
-    ("fp8", 64, True, Load(), Tile(64, 128, 4, 2, maxnreg=128, warpgroups=1)),
-    ("fp8", 64, True, Load(1024, PAIRS // 2, 1), Tile(192, 128, 4, 3, warpgroups=3)),
-    ("fp8", 128, False, Load(), Tile(64, 128, 4, 2, maxnreg=168, warpgroups=1)),
-    ("fp8", 128, False, Load(keys=1024), Tile(128, 128, 4, 4, warpgroups=2)),
-    ("fp8", 128, False, WIDER, Tile(192, 128, 4, 3, warpgroups=3)),
-    ("fp8", 128, False, Load(1024, 4 * PAIRS, 1), Tile(192, 128, 4, 3, warpgroups=3)),
-    ("fp8", 128, False, MASKED, Tile(192, 128, 4, 3, warpgroups=3)),
-    ("fp8", 128, False, AT_ONCE, Tile(192, 128, 4, 3, warpgroups=3)),
-    ("fp8", 128, True, Load(), Tile(64, 128, 4, 2, maxnreg=168, warpgroups=1)),
-    ("fp8", 128, True, Load(keys=1024), Tile(128, 128, 4, 4, warpgroups=2)),
-    ("fp8", 128, True, WIDER, Tile(192, 128, 4, 3, warpgroups=3)),
+    ("fp8", 64, False, Load(unmasked=1), ALONE_64),
+    ("fp8", 64, False, Load(keys=2048), ALONE_64),
+    ("fp8", 64, False, Load(pairs=PAIRS // 4), ALONE_64),
+    ("fp8", 64, False, Load(keys=6144, unmasked=1), THREE),
+    ("fp8", 64, False, MASKED, THREE),
+    ("fp8", 64, True, Load(), ALONE_64),
+    ("fp8", 64, True, Load(7168, 8 * PAIRS), THREE),
+    ("fp8", 128, False, Load(), ALONE_128),
+    ("fp8", 128, False, Load(keys=5632, unmasked=1), TWO),
+    ("fp8", 128, False, Load(3584, 2 * PAIRS, unmasked=1), THREE),
+    ("fp8", 128, False, MASKED, THREE),
+    ("fp8", 128, False, AT_ONCE, THREE),
+    ("fp8", 128, True, Load(), ALONE_128),
+    ("fp8", 128, True, Load(3072, 8 * PAIRS), THREE),
     ("fp8", 256, False, Load(), Tile(128, 128, 4, 2, warpgroups=2)),
     ("fp8", 256, True, Load(), Tile(128, 128, 4, 2, warpgroups=2)),
-    ("16bit", 64, False, Load(), Tile(192, 128, 4, 3, warpgroups=3)),
-    ("16bit", 64, True, Load(), Tile(192, 128, 4, 3, warpgroups=3)),
-    ("16bit", 128, False, Load(), Tile(192, 128, 4, 3, warpgroups=3)),
-    ("16bit", 128, True, Load(), Tile(192, 128, 4, 3, warpgroups=3)),
+    ("16bit", 64, False, Load(), THREE),
+    ("16bit", 64, True, Load(), THREE),
+    ("16bit", 128, False, Load(), THREE),
+    ("16bit", 128, True, Load(), THREE),
 ]
 
 
@@ -242,15 +247,22 @@ def of_blocks(tile: Tile, block_q: int, block_kv: int) -> Tile:
     return dataclasses.replace(tile, BLOCK_M=rows, BLOCK_N=keys, num_warps=num_warps)
 
 
-def hopper_of_blocks(tile: Tile, head_dim: int, block_q: int, block_kv: int) -> Tile:
-    """The Hopper kernel's `tile` of head_dim for lists of blocks of so many queries and keys: its
-    warpgroups, two or three, share a list where they can."""
+LISTED_KEYS = 2048  # from which the Hopper kernel reads lists of blocks at head_dim 64
+
+
+def hopper_of_blocks(
+    capability: tuple[int, int], pv: str, head_dim: int, n_kv: int, block_q: int, block_kv: int
+) -> Tile | None:
+    """The tile with which the Hopper kernel computes a call by lists of blocks of so many queries
+    and keys, if it does: its warpgroups, two or three, share a list where they can."""
+    tile = hopper(capability, pv, head_dim, False, ANY)
+    if tile is None or (pv == "fp8" and head_dim <= 64 and n_kv < LISTED_KEYS):
+        return None
     keys = math.gcd(tile.BLOCK_N, block_kv)
-    warpgroups = 2 if head_dim > 128 or block_q % 128 == 0 else 3
-    stages = (tile.num_stages + (warpgroups == 2 and tile.warpgroups == 3)) * tile.BLOCK_N // keys
-    return dataclasses.replace(
-        tile, BLOCK_M=64 * warpgroups, BLOCK_N=keys, num_stages=stages, warpgroups=warpgroups
-    )
+    if head_dim <= 128:
+        tile = TWO if block_q % TWO.BLOCK_M == 0 else THREE
+    stages = tile.num_stages * tile.BLOCK_N // keys
+    return dataclasses.replace(tile, BLOCK_N=keys, num_stages=stages)
 
 
 MIN_BLOCKS_SAVED = 8  # blocks of a tile; combining the pieces takes about as long as 4

@@ -103,7 +103,7 @@ def test_the_gate_emulates_what_the_kernel_is_given(mask, narrow):
 
 
 def test_the_gates_tile_is_that_of_the_length_that_is_timed(monkeypatch):
-    """At head_dim 64 the Hopper kernel computes from N=2048 on; the gate's own case has N=300."""
+    """At head_dim 64 three warpgroups compute from N=6144 on; the gate's own case has N=300."""
     case, selected = (
         Case(1, 2, 2, 300, 64),
         select(Problem((9, 0), NAMED["sage2-8b-per-token"], 64, False)),
@@ -111,10 +111,12 @@ def test_the_gates_tile_is_that_of_the_length_that_is_timed(monkeypatch):
     a = providers._kernel(case, "sage2-8b-per-token").prepare(*inputs(case))
     monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
     monkeypatch.setattr(tiles, "processors", lambda device: 132)
-    assert providers.tile_of(a, Case(1, 2, 2, 4096, 64), selected).warpgroups == 3
-    assert providers.tile_of(a, Case(1, 2, 2, 1024, 64), selected) == selected.tile
+    assert providers.tile_of(a, Case(1, 2, 2, 8192, 64), selected).warpgroups == 3
+    assert providers.tile_of(a, Case(1, 2, 2, 1024, 64), selected).warpgroups == 1
     a = a._replace(left=100, right=0)
-    assert providers.tile_of(a, Case(1, 2, 2, 4096, 64), selected) == selected.tile
+    assert providers.tile_of(a, Case(1, 2, 2, 8192, 64), selected).warpgroups == 1
+    a = a._replace(warpgroups=0)
+    assert providers.tile_of(a, Case(1, 2, 2, 8192, 64), selected) == selected.tile
 
 
 @pytest.mark.parametrize("mask", ["", *MASKS])

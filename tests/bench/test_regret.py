@@ -161,10 +161,10 @@ def test_where_no_tile_is_decided_the_tables_is_taken(h200):
     site, case = regret.plan(LONG, CUDA)[1:]
     assert site.rewritten and site.decision.warpgroups is None
     tiles_of = {each.warpgroups for each in case.candidates if each.recipe == site.recipe}
-    assert regret.taken(site, case) == Candidate("sage2-8b-per-token", 3) and tiles_of == {2, 3}
+    assert regret.taken(site, case) == Candidate("sage2-8b-per-token", 3) and tiles_of == {1, 2, 3}
     short = regret.Call(8, 32, 32, 1024, 1024, 64, "full", None, "bfloat16")
     case = regret.plan(short, CUDA).case
-    assert regret.taken(site, case) == Candidate("sage2-8b-per-token", 0)
+    assert regret.taken(site, case) == Candidate("sage2-8b-per-token", 1)
     assert regret.taken(regret.plan(SHORT, CUDA).site, case) is None
 
 

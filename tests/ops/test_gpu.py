@@ -23,6 +23,7 @@ from torch.testing import assert_close
 
 import sage_inductor
 from bench.providers import walk_of
+from bench.tritons import ROWS, VARIANTS
 from sage_inductor.ops import (
     attention,
     attention_opaque,
@@ -610,9 +611,7 @@ def check_hopper(
     assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
 
 
-hopper_rows = pytest.mark.parametrize(
-    "row", tiles.HOPPER, ids=lambda row: "-".join(map(str, row[:4]))
-)
+hopper_rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(map(str, row[:4])))
 
 
 @on_hopper
@@ -649,7 +648,7 @@ def test_hopper_kernel_on_other_memory(row):
 @on_hopper
 @pytest.mark.parametrize("rows", [1, 2, 3.5])
 @pytest.mark.parametrize("heads", [2, 50])
-@pytest.mark.parametrize("row", [row for row in tiles.HOPPER if not row[2]], ids=str)
+@pytest.mark.parametrize("row", [row for row, split in VARIANTS if split], ids=str)
 def test_hopper_kernel_split_over_keys(row, heads, rows):
     """Few tiles, or tiles that do not go round: a tile is several programs' work."""
     tile = row[4]
@@ -660,7 +659,7 @@ def test_hopper_kernel_split_over_keys(row, heads, rows):
 
 MASKED = (2, 8, 2, 700, 300), (1, 4, 4, 333, 1000), (2, 2, 1, 65, 129), (1, 30, 10, 1500, 1700)
 ONE = (1, 2, 2, 1, 300), (1, 2, 2, 300, 1), (1, 1, 1, 1, 1)
-of_full = [row for row in tiles.HOPPER if not row[2]]
+of_full = [row for row in ROWS if not row[2]]
 
 
 @on_hopper

@@ -590,7 +590,7 @@ def test_a_recipe_of_another_format_is_a_row_of_the_table(compiled, monkeypatch)
 
 
 def test_warpgroups_that_no_tile_has_are_refused():
-    with pytest.raises(ValueError, match=r"warpgroups must be one of \(None, 0, 2, 3\), got 4"):
+    with pytest.raises(ValueError, match=r"warpgroups must be one of \(None, 0, 1, 2, 3\), got 4"):
         sdpa(q, k, v, recipe="sage2-8b-per-token", warpgroups=4)
 
 

@@ -508,8 +508,11 @@ def _consumer(
     # its descriptor uninitialised where the loop over whole blocks ran zero times
     num_tiles = num_m * heads
     blocks = (N_kv + BLOCK_N - 1) // BLOCK_N
-    count, pieces, first, last = _work_items(whole_tiles, num_tiles, blocks)
-    t, begin, end = _work_item(0, count, first, last, whole_tiles, blocks)
+    t, begin, end, items = gl.program_id(0), 0, blocks, 1
+    if not ALONE:
+        count, pieces, first, last = _work_items(whole_tiles, num_tiles, blocks)
+        t, begin, end = _work_item(0, count, first, last, whole_tiles, blocks)
+        items = count + pieces
     b, h, h_kv, row = _tile_coords(t, num_m, heads, group, H_q, H_kv, of_list, LISTED, BLOCK_M)
     q = _load_q(Q, b, h, row + wg * 64, stride_qb, stride_qh, stride_qn, N_q, D, LQ, BLOCK_D)
     if BOUNDED:
@@ -519,9 +522,6 @@ def _consumer(
     next_order = order.index((wg + 1) % WARPGROUPS)
     taken = 0  # turns at the tensor cores so far: one a block, one a tile
     fetched = 0  # blocks of k and v so far
-    items = count + pieces
-    if ALONE:
-        items = 1
     for item in range(items):
         row0 = row + wg * 64
         head_kv = b * H_kv + h_kv
