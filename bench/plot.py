@@ -580,13 +580,12 @@ def training_lengths(gpus: dict[str, dict]) -> str:
 def lengths_of(kinds: Collection[str]) -> str:
     """From which length "auto" rewrites self-attention, of the built-in tables."""
     lines = [["GPU", "head_dim", "kind of call", *(f"B·H ≥ {heads}" for heads in HEADS), "error"]]
-    for gpu, table in measured.built_in().items():
-        like = measured.built_in().get(measured.ALIKE.get(gpu))
+    for gpu in sorted(measured.built_in().keys() - measured.ALIKE.keys()):
+        table = measured.built_in()[gpu]
         families = {
             each: TRAINED_BY if each.kind in cost.TRAINED else "sage2-8b-per-token"
-            for each, times in table.families.items()
+            for each in table.families
             if each.kind in kinds
-            if not (like and times is like.families.get(each))  # its own
         }
         for each in sorted(families, key=lambda each: (each.head_dim, cost.KINDS.index(each.kind))):
             recipe = families[each]

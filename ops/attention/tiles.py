@@ -121,8 +121,8 @@ PAIRS = 132 << 20  # fewer, 2^20 for each processor of an H200, are few tiles: s
 IN_A_WINDOW = 16  # of 103 windows of up to 8,192 keys none is faster by 192 rows (2026-11-24)
 # One warpgroup a program, of which an SM holds four, at head_dim 128 three: what a program does
 # before and after its keys is hidden by the others. It is the fastest of all tiles for most short
-# calls, and for all windows: of 602 calls with up to 8,192 keys (head_dim 128: 2,560) for 502,
-# where it takes 0.90 of the time of the next in the median (H200, 2026-11-24).
+# calls and for windows: of 602 calls with up to 8,192 keys (head_dim 128: 2,560) for 543, and in
+# the median of all it takes 0.90 of the time of the best other one (H200, 2026-11-24).
 ALONE_64 = Tile(64, 128, 4, 2, maxnreg=128, warpgroups=1)
 ALONE_128 = Tile(64, 128, 4, 2, maxnreg=168, warpgroups=1)
 # Two, where few tiles with many keys are shared.

@@ -10,6 +10,9 @@ num_programs-th tile, and of those that do not go round, a share of the blocks.
   rows, so its scale is as free as one per thread. k has one scale per 64 rows, or (K_ROWS, where
   training is causal) one a row, which comes with its codes and costs a multiplication a score.
 * q of the next tile is loaded before o of this one is stored.
+* With one warpgroup (short calls, windows) it is otherwise: several programs share an SM and hide
+  each other's beginnings and ends. Each computes one tile, fetches k and v itself, and takes no
+  turns.
 * Of doubled strides (launch.py) it is the offset that is halved: halved strides would be in
   registers through the loop, and 16-bit causal would spill 18 instead of 12.
 
@@ -717,7 +720,7 @@ def _hopper_kernel(
     BLOCK_DV: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Grid: (programs,), as many as run at once. Strides of q and o come doubled: see `doubled`."""
+    """Grid: (programs,), as many as run at once; of one warpgroup each, a tile's each. Strides of q and o come doubled: see `doubled`."""
     N_q, N_kv = N2_q // 2, N2_kv // 2
     BLOCK_M: gl.constexpr = 64 * WARPGROUPS
     num_m = (N_q + BLOCK_M - 1) // BLOCK_M
