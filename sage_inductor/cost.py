@@ -64,7 +64,8 @@ class Sizes(NamedTuple):
         return self._replace(B=1, N_q=self.B * self.N_q)
 
 
-ROWS = (64, 128, 192, 256)  # of a tile; two programs of 64 that share a processor are one of 128
+# Rows of a tile, and how many programs share a processor. Those that share one begin and end apart.
+TILES = ((64, 1), (128, 1), (192, 1), (256, 1), (64, 3), (64, 4))
 KEYS = 128  # that a kernel reads at a time: all of a block are computed, also those beyond the end
 HEATS = 2e5  # keys a processor, from which a call lasts long enough to slow the card's clock
 
@@ -77,10 +78,11 @@ IN_ORDER, LONGEST_FIRST, LAST_SHARED, FLASH = DEALT = (
 
 
 def features(
-    sizes: Sizes, rows: int, dealt: str, processors: int, kind: str = "full"
+    sizes: Sizes, rows: int, dealt: str, processors: int, kind: str = "full", at_once: int = 1
 ) -> tuple[float, ...]:
-    """What a time is a sum of, for each processor: 1 (launches), keys that tiles see, evenly dealt;
-    these once more, as the card heats; as tiles are dealt, one after the other; tiles (their q and
+    """What a time is a sum of, for each processor: 1 (launches), keys that tiles see, evenly dealt
+    (where programs share a processor, at_once: that one of them sees, as dealt); all of them, as
+    the card heats; as tiles are dealt, one after the other; tiles (their q and
     o); rows of k and v (which are prepared); the keys as dealt once more where `_is_ragged`;
     elements of a mask with a row for each query, which SDPA reads and converts; 1 where pieces of
     tiles are added up; in training, where dK and dV are computed by tiles of keys, the queries that
@@ -98,9 +100,9 @@ def features(
     if busiest is None:
         # Pieces share a processor two at a time, from the start: the longest are not dealt to who
         # is first done. One causal head of 8,192, cut in two, takes as long as four of 4,096.
-        at_once = 2 if is_cut and dealt == FLASH else 1
-        busiest = _busiest(seen, heads, dealt == LONGEST_FIRST, at_once * processors)
-        busiest *= weight * at_once
+        pieces_at_once = 2 if is_cut and dealt == FLASH else 1
+        busiest = _busiest(seen, heads, dealt == LONGEST_FIRST, pieces_at_once * processors)
+        busiest *= weight * pieces_at_once
     even = weight * heads * sum(seen) / processors
     by_keys = 0
     if kind in TRAINED:
@@ -108,9 +110,12 @@ def features(
         of_kv = sizes.B * sizes.H_kv
         by_keys = _busiest(seen_by, of_kv, dealt == LONGEST_FIRST, processors)
         by_keys *= sizes.H_q / sizes.H_kv
+    of_one = even
+    if at_once > 1:
+        of_one = _busiest(seen, heads, dealt == LONGEST_FIRST, at_once * processors)
     return (
         1.0,
-        even,
+        of_one,
         even * min(1.0, even / HEATS),
         busiest,
         weight * heads * len(seen) / processors,
@@ -214,12 +219,13 @@ def _busiest(seen: tuple[int, ...], heads: int, longest_first: bool, processors:
 class Fit(NamedTuple):
     """A time as a function of sizes."""
 
-    rows: int  # of a tile, out of ROWS
+    rows: int  # of a tile, out of TILES
     dealt: str  # how, one of DEALT
     coefficients: tuple[float, ...]  # ms, of `features`
     error: float  # of predicted / measured - 1, the residual standard error
     processors: int  # of the GPU that was measured
     kind: str  # of the calls: one of KINDS
+    at_once: int = 1  # programs that share a processor, out of TILES
 
     def ms(
         self, sizes: Sizes, computed: float = 1.0, of_q: float = 1.0, of_kv: float = 1.0
@@ -227,7 +233,7 @@ class Fit(NamedTuple):
         """computed, of_q, of_kv: where head_dim is another than the measured calls', how many times
         theirs the channels are that the kernel computes, and the time that reading takes, a tile's
         q (and writing its o) and a row of k and v."""
-        parts = features(sizes, self.rows, self.dealt, self.processors, self.kind)
+        parts = features(sizes, self.rows, self.dealt, self.processors, self.kind, self.at_once)
         of_channels = (1, computed, computed, computed, of_q, of_kv, computed, 1, 1, computed)
         terms = zip(self.coefficients, parts, of_channels, strict=True)
         return sum(c * x * channels for c, x, channels in terms)
@@ -247,17 +253,21 @@ def fit(
         raise ValueError(f"{len(measured)} sizes were timed, a prediction needs {ENOUGH}")
     bands = any(sizes.right is not None for sizes in measured)
     known = (IN_ORDER, LONGEST_FIRST) if bands else (IN_ORDER,)
-    ways = itertools.product(ROWS, (dealt,) if dealt else known)
-    fits = (_fit(measured, *way, processors, kind, prepared) for way in ways)
+    ways = itertools.product(TILES, (dealt,) if dealt else known)
+    fits = (
+        _fit(measured, *tile, how, processors, kind, prepared)
+        for tile, how in ways
+        if tile[1] == 1 or how in (IN_ORDER, LONGEST_FIRST)
+    )
     return min(fits, key=lambda fit: fit.error)
 
 
 def _fit(
-    measured: dict[Sizes, float], rows: int, dealt: str, processors: int, kind: str,
+    measured: dict[Sizes, float], rows: int, at_once: int, dealt: str, processors: int, kind: str,
     prepared: float | None,
 ) -> Fit:  # fmt: skip
     parts = torch.tensor(
-        [features(sizes, rows, dealt, processors, kind) for sizes in measured],
+        [features(sizes, rows, dealt, processors, kind, at_once) for sizes in measured],
         dtype=torch.float64,
     )
     if parts[:, 1].max() < HEATS / 10:  # none heats the card: it would be a term of any curvature
@@ -277,7 +287,7 @@ def _fit(
     coefficients = torch.zeros(len(known), dtype=torch.float64)
     coefficients[known] = found / scale
     coefficients[5] += prepared or 0.0
-    return Fit(rows, dealt, tuple(coefficients.tolist()), error, processors, kind)
+    return Fit(rows, dealt, tuple(coefficients.tolist()), error, processors, kind, at_once)
 
 
 def _nonnegative(relative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
