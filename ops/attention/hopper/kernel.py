@@ -720,7 +720,8 @@ def _hopper_kernel(
     BLOCK_DV: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Grid: (programs,), as many as run at once; of one warpgroup each, a tile's each. Strides of q and o come doubled: see `doubled`."""
+    """Grid: (programs,), as many as run at once; of one warpgroup, as many as there are tiles.
+    Strides of q and o come doubled: see `doubled`."""
     N_q, N_kv = N2_q // 2, N2_kv // 2
     BLOCK_M: gl.constexpr = 64 * WARPGROUPS
     num_m = (N_q + BLOCK_M - 1) // BLOCK_M
