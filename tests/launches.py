@@ -375,7 +375,7 @@ TRAINED = {
     ),
 }  # fmt: skip
 CALLS = ATTENTION | QUANTIZE | TRAINED
-LENGTHS = 1, 2, 5, 77, 128, 1000, 1535, 1536, 3071, 3072, 4096, 12345
+LENGTHS = 1, 2, 5, 77, 128, 1000, 2047, 2048, 3584, 6143, 6144, 16000
 
 
 def arguments(name: str, *sizes: Facts) -> dict:

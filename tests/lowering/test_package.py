@@ -160,10 +160,21 @@ KERNELS = {
     **dict.fromkeys(["every_other", "portable", "bias", "band"], {_PORTABLE}),
     "lists": {_HOPPER, *_OF_LISTS},
     "lists_of_one": {_HOPPER, _PORTABLE, *_OF_LISTS},
-    "d64_causal": {_HOPPER, _PORTABLE},
-    **dict.fromkeys(["d64", "b16_unaligned"], {_HOPPER, _PORTABLE, _SPLIT}),
+    "d64_causal": {_HOPPER},
+    "b16_unaligned": {_HOPPER, _PORTABLE, _SPLIT},
     **dict.fromkeys(
-        ["full", "one_batch", "far", "d72", "d256_full", "d_v", "two_groups", "b16", "b16_72"],
+        [
+            "full",
+            "one_batch",
+            "far",
+            "d64",
+            "d72",
+            "d256_full",
+            "d_v",
+            "two_groups",
+            "b16",
+            "b16_72",
+        ],
         {_HOPPER, _SPLIT},
     ),
     **dict.fromkeys(["k", "k_batch"], {"_estimate_kernel", "_quantize_k_kernel"}),
@@ -566,8 +577,8 @@ KERNEL = re.compile(
 
 
 def test_kernels_travel_as_the_jit_compiles_them(monkeypatch, tmp_path):
-    """head_dim 256: a row of k is read in two boxes. head_dim 64: kernels of both kinds."""
-    kernels, texts, compiled = set(), [], {}
+    """head_dim 256: a row of k is read in two boxes."""
+    kernels, texts, compiled, ways = set(), [], {}, set()
     whole = Compilation.compile
 
     def compile(self, capability):
@@ -576,7 +587,7 @@ def test_kernels_travel_as_the_jit_compiles_them(monkeypatch, tmp_path):
         return compiled[self.digest][1]
 
     monkeypatch.setattr(Compilation, "compile", compile)
-    for name in ("d64_causal", "kv", "d256"):
+    for name in ("d64_causal", "kv", "d256", "portable"):
         B, N, _ = (ATTENTION | QUANTIZE)[name]
         op = attention_opaque if name in ATTENTION else quantize_kv_opaque
         texts.append(package._source(name, op, arguments(name, B, N, N), H200, kernels))
@@ -607,9 +618,11 @@ def test_kernels_travel_as_the_jit_compiles_them(monkeypatch, tmp_path):
         if m.name == "_hopper_kernel":
             wide = "fp8e4nv[256, 128]" in str(compilation.types)
             assert boxes == ([[128, 128], [256, 128]] if wide else [[128, 64], [64, 128]])
+            ways.add("setmaxnreg" in ptx)
     names = sorted(kernel.metadata.name for _, kernel in compiled.values())
-    assert names == ["_attention_kernel", "_estimate_kernel", *["_hopper_kernel"] * 2,
+    assert names == ["_attention_kernel", "_estimate_kernel", *["_hopper_kernel"] * 3,
                      "_quantize_kv_kernel", "quantize_v_again_kernel"]  # fmt: skip
+    assert ways == {False, True}  # by one warpgroup, and by several
     for compilation, kernel in compiled.values():
         options = dict(compilation.options)
         assert ("launch_pdl" in options) == ("quantize" in kernel.metadata.name or "estimate" in kernel.metadata.name)  # fmt: skip

@@ -586,7 +586,7 @@ def check_order(rows, num_m):
         assert lengths == sorted(lengths)
 
 
-@pytest.mark.parametrize("warpgroups", [2, 3])
+@pytest.mark.parametrize("warpgroups", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["keys", "rows", "documents", "expanded", "transposed"])
 def test_blocks_and_words_of_a_mask_are_what_it_shows(kind, warpgroups):
     """Against brute force. With a band a block may be read that each shows a part of and both
@@ -630,7 +630,7 @@ def test_blocks_and_words_of_a_mask_are_what_it_shows(kind, warpgroups):
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("block_q", BLOCK_SIZES)
-@pytest.mark.parametrize("warpgroups", [2, 3])
+@pytest.mark.parametrize("warpgroups", [1, 2, 3])
 def test_a_tile_reads_the_blocks_that_its_lists_name(warpgroups, block_q, masked):
     """Against brute force: each as often as it is named, by a full block's list whatever the band
     says, by a partial one's in the band; and only where a mask shows a key."""
