@@ -441,6 +441,27 @@ def test_the_chosen_tile_is_that_of_the_calls_it_computes(name, monkeypatch):
     assert hopper_tile(a._replace(warpgroups=3)) is None
 
 
+def test_one_warpgroup_is_a_program_for_each_tile(monkeypatch):
+    """Two and three deal their tiles, or shares of them, to as many programs as run at once."""
+    monkeypatch.setattr(tiles, "processors", lambda device: 132)
+    q, k, v = (torch.randn(1, 2, N, 64, dtype=torch.bfloat16) for N in (6000, 2500, 2500))
+    programs = {}
+    for warpgroups in (1, 3):
+        for band in ((None, None), (None, 0), (99, 0)):
+            visible = Visibility(left=band[0], right=band[1])
+            a = attention_call(q, k, v, "sage2-8b-per-token", visible)
+            tile, launches = tiles.hopper((9, 0), "fp8", 64, False, tiles.ANY, warpgroups), []
+            plan.launch(a, tile, lambda *args, **options: launches.append((args, options)))
+            (kernel, (count, *_), _, numbers), options = launches[0]
+            whole_tiles = numbers[kernel.arg_names.index("whole_tiles") - len(kernel.arg_names)]
+            programs[warpgroups, band] = count, whole_tiles, len(launches), options["maxnreg"]
+    of_3 = (64, 64, 1, 128)  # 32 tiles a head
+    assert programs == {
+        **dict.fromkeys([(1, (None, None)), (1, (None, 0)), (1, (99, 0))], (188, 188, 1, 128)),
+        (3, (None, None)): (132, 0, 2, 128), (3, (None, 0)): of_3, (3, (99, 0)): of_3,
+    }  # fmt: skip
+
+
 def test_the_kernel_of_a_call_is_selected_by_what_is_known_while_compiling():
     found = {
         (name, capability): select(Problem(capability, NAMED[name], 128, masked, portable))
@@ -491,6 +512,7 @@ FULL, CAUSAL, BAND = (None, None), (None, 0), (700, 500)
         (64, 16, 9999, 2560, FULL, True, 3),  # seven rounds or ten
         (64, 16, 9999, 2559, FULL, True, 1),
         (64, 2, 9999, 9999, FULL, True, 1),  # one round or two
+        (64, 2, 36000, 36000, FULL, True, 3),  # five rounds or three
         (64, 1, 100, 2048, FULL, True, 1),
         (64, 1, 100, 2047, FULL, True, 0),  # few keys and few pairs
         (64, 33, 1024, 1024, FULL, True, 1),
@@ -518,6 +540,7 @@ FULL, CAUSAL, BAND = (None, None), (None, 0), (700, 500)
         (128, 99, 99999, 99999, (57343, 0), False, 3),
         (128, 99, 99999, 57343, (90000, 90000), False, 1),  # fewer keys than the band is wide
         (128, 99, 99999, 57344, (90000, 90000), False, 3),
+        (128, 1, 999, 99999, (90200, 0), False, 2),  # few pairs
         (128, 0, 896, 896, FULL, False, 1),  # nothing
         (256, 1, 1, 1, FULL, False, 2),
     ],
