@@ -538,10 +538,8 @@ def _consumer(
         if not K_ROWS:
             scale_row = head_kv * (N_pad // 64)
             scale_ptrs = K_scale + scale_row + gl.arange(0, BLOCKS, layout=BLOCK)
-        of_tile = (b, h_kv, head_kv, row, 0, 0)
         if BOUNDED:
             begin = 0
-            of_tile = (b, h_kv, head_kv, row, first_block, read_whole)
             words = Words + b.to(gl.int64) * stride_wb + h.to(gl.int64) * stride_wh
             whole, mine, end = read_whole, read_all, read_all
         else:
@@ -560,6 +558,9 @@ def _consumer(
                 fetched -= begin  # block j is the ring's fetched + j
                 taken -= begin
         if ALONE:
+            of_tile = (b, h_kv, head_kv, row, 0, 0)
+            if BOUNDED:
+                of_tile = (b, h_kv, head_kv, row, first_block, read_whole)
             for n in gl.static_range(STAGES):
                 _fetch(
                     n, end, n, of_kv, shared, of_tile, N_q, N_kv, N_pad, of_list[3],
