@@ -651,7 +651,7 @@ def speed_section(name: str, plans: dict[str, dict]) -> str:
             for row in plans["load"]["rows"]
         ]
         title = (
-            "Under load, the kernel by each of its tiles, rows x keys x stages: TFLOP/s (x cuDNN)"
+            "Under load, the kernel by each of its tiles, 64 rows a warpgroup: TFLOP/s (x cuDNN)"
         )
         parts += [f"{title}\n", speed_table(cases, tflops_cell, "B=4 H=32 (D=256: 16)")]
         parts += [provenance(plans["load"])]

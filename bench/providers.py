@@ -216,10 +216,13 @@ def _select(case: Case, name: str, device: torch.device) -> Selected:
 
 
 def _tiles(case: Case, name: str) -> list[Provider]:
-    """The Hopper kernel with every tile that its table has for this head_dim or a wider one."""
-    pv = NAMED[name].pv
-    found = [row[4] for row in tiles.HOPPER if row[0] == pv and case.D <= row[1]]
-    return [_hopper(case, name, tile) for tile in dict.fromkeys(found)]
+    """The Hopper kernel with every tile that its table has for such calls: their warpgroups name
+    them."""
+    of_kind = NAMED[name].pv, case.is_causal
+    rows = [row for row in tiles.HOPPER if (row[0], row[2]) == of_kind and case.D <= row[1]]
+    narrowest = min((row[1] for row in rows), default=0)
+    found = dict.fromkeys(row[4] for row in rows if row[1] == narrowest)
+    return [_hopper(case, name, tile) for tile in found]
 
 
 def _hopper(case: Case, name: str, tile: Tile) -> Provider:
@@ -228,7 +231,8 @@ def _hopper(case: Case, name: str, tile: Tile) -> Provider:
     def call(*inputs):
         return plan.launch(AttentionCall(*inputs), tile, launch_cached)[0]
 
-    label = f"{name} {tile.BLOCK_M}x{tile.BLOCK_N}x{tile.num_stages}"
+    plural = "s" * (tile.warpgroups != 1)
+    label = f"{name}, {tile.warpgroups} warpgroup{plural}"
     return Provider(label, call, _kernel(case, name).prepare, name)
 
 

@@ -89,8 +89,9 @@ class Load(NamedTuple):
 
     keys: int = 0  # that a query sees, on average
     pairs: int = 0  # of a query and a key that it sees
-    saved: int = 0  # with a mask: rounds of tiles that 192 rows a tile save over 128
+    even: int = 0  # with a mask: percent, how far as evenly tiles of 192 rows share a GPU as of 64
     ratio: int = 0  # without a mask or a band: rounds by 128 rows over those by 192, rounded down
+    room: int = 0  # without a mask or a band: for tiles of 64 rows, two a processor, over the tiles
     unmasked: int = 0  # 1 without a mask
 
     @classmethod
@@ -100,17 +101,20 @@ class Load(NamedTuple):
     ) -> "Load":  # fmt: skip
         """band: query i sees keys i - left .. i + right. In a window one key in IN_A_WINDOW counts:
         a wider tile computes more beyond its edges. The ratio is 2 mostly where tiles of 192 rows
-        run all at once and those of 128 do not."""
+        run all at once and those of 128 do not. even: rows of the busiest processor by tiles of 64
+        over those by tiles of 192."""
         left, right = band
         bounds = (left is not None) + (right is not None)
         keys = n_kv // 2 if bounds == 1 else n_kv
         if bounds == 2:
             keys = torch.sym_min(n_kv, left + right + 1) // IN_A_WINDOW
-        tiles = (heads * triton.cdiv(n_q, rows) for rows in (128, 192))
-        by_128, by_192 = (triton.cdiv(of, processors(device)) for of in tiles)
-        saved = by_128 - by_192 if masked else 0
-        ratio = 0 if masked or bounds else by_128 // torch.sym_max(by_192, 1)
-        return cls(keys, heads * n_q * keys, saved, ratio, int(not masked))
+        n, full = processors(device), not (masked or bounds)
+        tiles = [heads * triton.cdiv(n_q, rows) for rows in (64, 128, 192)]
+        by_64, by_128, by_192 = (triton.cdiv(count, n) for count in tiles)
+        even = 100 * by_64 // torch.sym_max(3 * by_192, 1) if masked else 0
+        ratio = by_128 // torch.sym_max(by_192, 1) if full else 0
+        room = 2 * n // torch.sym_max(tiles[0], 1) if full else 0
+        return cls(keys, heads * n_q * keys, even, ratio, room, int(not masked))
 
     def reaches(self, least: "Load") -> bool:
         return all(not n or x >= n for x, n in zip(self, least, strict=True))
@@ -127,10 +131,9 @@ ALONE_64 = Tile(64, 128, 4, 2, maxnreg=128, warpgroups=1)
 ALONE_128 = Tile(64, 128, 4, 2, maxnreg=168, warpgroups=1)
 # Two, where few tiles with many keys are shared.
 TWO = Tile(128, 128, 4, 4, warpgroups=2)
-# Three, which read k and v once for 192 rows, in long calls. Tiles with a mask take longer: two
-# rounds less are worth more there.
+# Three, which read k and v once for 192 rows, in long calls. With a mask, whose tiles are never
+# shared, where they divide the work about as evenly as tiles of 64 rows do.
 THREE = Tile(192, 128, 4, 3, warpgroups=3)
-MASKED = Load(keys=2560, saved=2)
 # One round in the place of two: 0.62 to 1.02 of the time, median of 13 calls 0.94 (2026-11-24).
 AT_ONCE = Load(keys=5120, ratio=2)
 
@@ -141,19 +144,21 @@ AT_ONCE = Load(keys=5120, ratio=2)
 # H200, 2026-11-24, torch 2.11, Triton 3.6: 720 calls of the built-in table, each by all its tiles.
 HOPPER = [
     ("fp8", 64, False, Load(unmasked=1), ALONE_64),
-    ("fp8", 64, False, Load(keys=2048), ALONE_64),
+    ("fp8", 64, False, Load(keys=1024), ALONE_64),
     ("fp8", 64, False, Load(pairs=PAIRS // 4), ALONE_64),
     ("fp8", 64, False, Load(keys=6144, unmasked=1), THREE),
-    ("fp8", 64, False, MASKED, THREE),
+    ("fp8", 64, False, Load(keys=2560, even=94), THREE),
     ("fp8", 64, True, Load(), ALONE_64),
     ("fp8", 64, True, Load(7168, 8 * PAIRS), THREE),
     ("fp8", 128, False, Load(), ALONE_128),
+    ("fp8", 128, False, Load(keys=4096, room=1), TWO),
     ("fp8", 128, False, Load(keys=5632, unmasked=1), TWO),
+    ("fp8", 128, False, Load(2048, 3 * PAIRS, ratio=1), THREE),  # cool as fast, hot 9 % faster
     ("fp8", 128, False, Load(3584, 2 * PAIRS, unmasked=1), THREE),
-    ("fp8", 128, False, MASKED, THREE),
+    ("fp8", 128, False, Load(keys=2560, even=89), THREE),
     ("fp8", 128, False, AT_ONCE, THREE),
     ("fp8", 128, True, Load(), ALONE_128),
-    ("fp8", 128, True, Load(3072, 8 * PAIRS), THREE),
+    ("fp8", 128, True, Load(3072, 7 * PAIRS), THREE),
     ("fp8", 256, False, Load(), Tile(128, 128, 4, 2, warpgroups=2)),
     ("fp8", 256, True, Load(), Tile(128, 128, 4, 2, warpgroups=2)),
     ("16bit", 64, False, Load(), THREE),

@@ -515,32 +515,42 @@ FULL, CAUSAL, BAND = (None, None), (None, 0), (700, 500)
         (64, 11, 14336, 14336, CAUSAL, False, 3),
         (64, 99, 99999, 99999, (98000, 302), False, 1),  # one key in 16 counts
         (64, 99, 99999, 99999, (98000, 303), False, 3),
-        (64, 16, 9999, 2560, FULL, True, 3),  # seven rounds or ten
+        (64, 16, 9999, 2560, FULL, True, 3),  # 20 tiles of 64 rows a processor, 7 of 192: 95 %
         (64, 16, 9999, 2559, FULL, True, 1),
-        (64, 2, 9999, 9999, FULL, True, 1),  # one round or two
-        (64, 2, 36000, 36000, FULL, True, 3),  # five rounds or three
-        (64, 1, 100, 2048, FULL, True, 1),
-        (64, 1, 100, 2047, FULL, True, 0),  # few keys and few pairs
+        (64, 15, 9999, 2560, FULL, True, 1),  # 18 and 7: 85 %
+        (64, 2, 36000, 36000, FULL, True, 3),  # 9 and 3
+        (64, 3, 37000, 4000, FULL, True, 1),  # 14 and 5: 93 %
+        (64, 4, 34000, 4000, FULL, True, 3),  # 17 and 6: 94 %
+        (128, 2, 30000, 4000, FULL, True, 1),  # 8 and 3: 88 %
+        (128, 3, 37000, 4000, FULL, True, 3),
+        (64, 1, 100, 1024, FULL, True, 1),
+        (64, 1, 100, 1023, FULL, True, 0),  # few keys and few pairs
         (64, 33, 1024, 1024, FULL, True, 1),
         (64, 33, 1024, 1023, FULL, True, 0),
         (64, 1, 100, 100, (20, 20), False, 1),
-        (128, 50, 8000, 3583, FULL, False, 1),
-        (128, 50, 8000, 3584, FULL, False, 3),
+        (128, 97, 2100, 2047, FULL, False, 1),
+        (128, 97, 2100, 2048, FULL, False, 3),
+        (128, 96, 2100, 2048, FULL, False, 1),  # few pairs
+        (128, 13, 8000, 3583, FULL, False, 1),
+        (128, 13, 8000, 3584, FULL, False, 3),
         (128, 33, 2047, 4096, FULL, False, 1),  # few pairs
         (128, 33, 2048, 4096, FULL, False, 3),
-        (128, 1, 8000, 5631, FULL, False, 1),
-        (128, 1, 8000, 5632, FULL, False, 2),
+        (128, 2, 8448, 4095, FULL, False, 1),
+        (128, 2, 8448, 4096, FULL, False, 2),  # two tiles of 64 rows a processor
+        (128, 2, 8449, 4096, FULL, False, 1),
+        (128, 3, 8960, 5631, FULL, False, 1),
+        (128, 3, 8960, 5632, FULL, False, 2),
         (128, 3, 6358, 5119, FULL, False, 1),
         (128, 3, 6358, 5120, FULL, False, 3),  # 102 tiles of 192 rows, 150 of 128: at once or not
         (128, 2, 6358, 6358, FULL, False, 2),  # one round by either
-        (128, 3, 6358, 6358, FULL, True, 1),  # with a mask tiles are not shared
+        (128, 3, 6358, 6358, FULL, True, 3),  # 3 tiles of 64 rows a processor, 1 of 192
         (128, 99, 6143, 6143, CAUSAL, False, 1),
-        (128, 58, 6144, 6144, CAUSAL, False, 1),  # few pairs
-        (128, 59, 6144, 6144, CAUSAL, False, 3),
+        (128, 51, 6144, 6144, CAUSAL, False, 1),  # few pairs
+        (128, 52, 6144, 6144, CAUSAL, False, 3),
         (128, 60, 8000, 2559, FULL, True, 1),
-        (128, 60, 8000, 2560, FULL, True, 3),  # 29 rounds or 20
-        (128, 1, 36000, 36000, FULL, True, 1),  # three rounds or two
-        (128, 2, 36000, 36000, FULL, True, 3),  # five rounds or three
+        (128, 60, 8000, 2560, FULL, True, 3),  # 57 tiles of 64 rows a processor, 20 of 192
+        (128, 1, 36000, 36000, FULL, True, 1),  # 5 and 2
+        (128, 2, 36000, 36000, FULL, True, 3),  # 9 and 3
         (128, 2, 36000, 36000, (9000, 9000), True, 1),
         (128, 99, 99999, 99999, (57342, 0), False, 1),
         (128, 99, 99999, 99999, (57343, 0), False, 3),
