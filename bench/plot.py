@@ -647,11 +647,16 @@ def speed_section(name: str, plans: dict[str, dict]) -> str:
         parts += [accuracy_table(plans["paper"]["rows"])]
     if "load" in plans:
         cases = [
-            {**row, "row": row["row"] if row["model"] else f"{row['family']}, {row['N']}"}
+            {
+                **row,
+                "row": row["row"] if row["model"] else f"{row['family']}, {row['N']}",
+                "provider": row["provider"].rpartition(", ")[2],  # a tile's name alone
+            }
             for row in plans["load"]["rows"]
         ]
         title = (
-            "Under load, the kernel by each of its tiles, 64 rows a warpgroup: TFLOP/s (x cuDNN)"
+            "Under load, the kernel of `sage2-8b-per-token` by each of its tiles, 64 rows a"
+            " warpgroup: TFLOP/s (x cuDNN)"
         )
         parts += [f"{title}\n", speed_table(cases, tflops_cell, "B=4 H=32 (D=256: 16)")]
         parts += [provenance(plans["load"])]
