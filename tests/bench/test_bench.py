@@ -119,6 +119,24 @@ def test_the_gates_tile_is_that_of_the_length_that_is_timed(monkeypatch):
     assert providers.tile_of(a, Case(1, 2, 2, 8192, 64), selected) == selected.tile
 
 
+@pytest.mark.parametrize(
+    "D, is_causal, warpgroups",
+    [(40, False, (1, 3)), (64, True, (1, 3)), (128, False, (1, 2, 3)), (192, True, (2,))],
+)
+def test_every_tile_of_a_call_is_timed_by_a_name_of_its_own(D, is_causal, warpgroups, monkeypatch):
+    from sage_inductor.ops.attention.hopper import plan
+
+    monkeypatch.setattr(plan, "launch", lambda a, tile, run: (tile,))
+    recipe, case = "sage2-8b-per-token", Case(1, 2, 2, 300, D, is_causal)
+    found = providers.build(case, ("tiles",), [recipe])
+    plural = {n: "s" * (n > 1) for n in warpgroups}
+    assert [p.name for p in found] == [f"{recipe}, {n} warpgroup{plural[n]}" for n in warpgroups]
+    a = found[0].prepare(*inputs(case))
+    for provider, n in zip(found, warpgroups, strict=True):
+        load = tiles.Load(unmasked=1)
+        assert provider.call(*a) == tiles.hopper((9, 0), "fp8", D, is_causal, load, n)
+
+
 @pytest.mark.parametrize("mask", ["", *MASKS])
 def test_compiled_providers_take_masks_with_a_symbolic_length(mask, monkeypatch, narrow):
     """One graph for all N; ours are rewritten, and a window has become a band."""

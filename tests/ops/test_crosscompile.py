@@ -538,6 +538,8 @@ FULL, CAUSAL, BAND = (None, None), (None, 0), (700, 500)
         (128, 2, 8448, 4095, FULL, False, 1),
         (128, 2, 8448, 4096, FULL, False, 2),  # two tiles of 64 rows a processor
         (128, 2, 8449, 4096, FULL, False, 1),
+        (128, 2, 8448, 4096, FULL, True, 1),  # whose tiles are not shared
+        (128, 1, 8448, 70000, (65535, 0), False, 1),
         (128, 3, 8960, 5631, FULL, False, 1),
         (128, 3, 8960, 5632, FULL, False, 2),
         (128, 3, 6358, 5119, FULL, False, 1),
