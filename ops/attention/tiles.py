@@ -89,9 +89,9 @@ class Load(NamedTuple):
 
     keys: int = 0  # that a query sees, on average
     pairs: int = 0  # of a query and a key that it sees
-    even: int = 0  # with a mask: percent, how far as evenly tiles of 192 rows share a GPU as of 64
+    even: int = 0  # with a mask: rows of the busiest processor, by tiles of 64 in % of by 192
     ratio: int = 0  # without a mask or a band: rounds by 128 rows over those by 192, rounded down
-    room: int = 0  # without a mask or a band: for tiles of 64 rows, two a processor, over the tiles
+    room: int = 0  # without a mask or a band: 1 up to two tiles of 64 rows a processor; 2 up to one
     unmasked: int = 0  # 1 without a mask
 
     @classmethod
@@ -101,8 +101,8 @@ class Load(NamedTuple):
     ) -> "Load":  # fmt: skip
         """band: query i sees keys i - left .. i + right. In a window one key in IN_A_WINDOW counts:
         a wider tile computes more beyond its edges. The ratio is 2 mostly where tiles of 192 rows
-        run all at once and those of 128 do not. even: rows of the busiest processor by tiles of 64
-        over those by tiles of 192."""
+        run all at once and those of 128 do not. So tiles of 192 rows divide the work as evenly as
+        those of 64 where `even` is 100, and worse where it is less."""
         left, right = band
         bounds = (left is not None) + (right is not None)
         keys = n_kv // 2 if bounds == 1 else n_kv
@@ -141,7 +141,8 @@ AT_ONCE = Load(keys=5120, ratio=2)
 # that holds. Those of one pv, head_dim and is_causal differ in their warpgroups, which name them.
 # is_causal: bounded on the right at 0 alone. At head_dim 64 the other kernel computes short calls
 # with a mask: no kernels make lists of it first.
-# H200, 2026-11-24, torch 2.11, Triton 3.6: 720 calls of the built-in table, each by all its tiles.
+# H200, torch 2.11, Triton 3.6: 720 calls of the built-in table by all tiles (2026-11-24), and 344
+# that bench/regret.py drew (2026-11-25).
 HOPPER = [
     ("fp8", 64, False, Load(unmasked=1), ALONE_64),
     ("fp8", 64, False, Load(keys=1024), ALONE_64),
