@@ -345,6 +345,9 @@ def test_shared_k_and_v_are_timed_as_such(monkeypatch):
     assert clock.cases[-1].k == (4, 2, 63, 128)
 
 
+FARTHEST = cost.Sizes(1, 1, 1, 320, 78097)  # two tiles that are shared by all processors: 34 %
+
+
 def test_the_built_in_table_says_what_it_measured():
     """Each fit is near the times that it was made of: nearest of the recipe that "auto" mostly
     takes."""
@@ -360,7 +363,8 @@ def test_the_built_in_table_says_what_it_measured():
                         continue
                     found = built_in.predict(family, recipe, sizes)
                     wrong = abs(found.ours / ms[recipe] - 1)
-                    assert wrong < 0.35, (family, recipe, sizes, wrong)
+                    near = 0.3 if first and sizes != FARTHEST else 0.35
+                    assert wrong < near, (family, recipe, sizes, wrong)
 
 
 FASTER = r"^[12]\.\d\dx SDPA by the fit .[\d.]+ and [\d.]+ ms."
