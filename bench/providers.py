@@ -221,8 +221,8 @@ def _tiles(case: Case, name: str) -> list[Provider]:
     of_kind = NAMED[name].pv, case.is_causal
     rows = [row for row in tiles.HOPPER if (row[0], row[2]) == of_kind and case.D <= row[1]]
     narrowest = min((row[1] for row in rows), default=0)
-    found = dict.fromkeys(row[4] for row in rows if row[1] == narrowest)
-    return [_hopper(case, name, tile) for tile in found]
+    found = {row[4].warpgroups: row[4] for row in rows if row[1] == narrowest}
+    return [_hopper(case, name, tile) for _, tile in sorted(found.items())]
 
 
 def _hopper(case: Case, name: str, tile: Tile) -> Provider:

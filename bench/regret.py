@@ -23,6 +23,7 @@ import argparse
 import collections
 import concurrent.futures
 import contextlib
+import copy
 import dataclasses
 import datetime
 import itertools
@@ -247,24 +248,30 @@ def decisions_by(data: str) -> Iterator[None]:
 def plan(call: Call, device: torch.device) -> Planned:
     """The call decided by the pass as a user's would be. What it may become is what
     max-autotune would time of it."""
-    site, cases = decided(call, device), []
+    graph, cases = captured(call, device), []
+    site = decided(copy.deepcopy(graph))
 
     def record(case: BenchmarkCase) -> dict:
         cases.append(case)
         return dict.fromkeys((*case.candidates, *case.rivals), 1.0)
 
-    decided(call, device, benchmark=record)
+    decided(graph, benchmark=record)
     if not cases:
         raise ValueError(f"{call} cannot be timed: {site.reason}")
     return Planned(call, site, cases[0])
 
 
-def decided(call: Call, device: torch.device, training: str = AUTO, **overrides) -> Site:
+def captured(call: Call, device: torch.device) -> torch.fx.GraphModule:
+    """What Dynamo makes of the call."""
     graphs = []
     trains = torch.enable_grad() if call.kind in TRAINED else contextlib.nullcontext()
     with FakeTensorMode(), trains:
         run_graphs(graphs.append, *graph_of(call, device), {})
     (graph,) = graphs
+    return graph
+
+
+def decided(graph: torch.fx.GraphModule, training: str = AUTO, **overrides) -> Site:
     # Where tensors are real: what nobody has measured yet may be measured now (--data).
     (site,) = rewrite(graph, settings.resolve({"training": training}, **overrides))
     return site

@@ -90,6 +90,7 @@ class Load(NamedTuple):
     keys: int = 0  # that a query sees, on average
     pairs: int = 0  # of a query and a key that it sees
     even: int = 0  # with a mask: rows of the busiest processor, by tiles of 64 in % of by 192
+    fill: int = 0  # without a mask: rows of all tiles, by 64 in % of by 192
     ratio: int = 0  # without a mask or a band: rounds by 128 rows over those by 192, rounded down
     room: int = 0  # without a mask or a band: 1 up to two tiles of 64 rows a processor; 2 up to one
     unmasked: int = 0  # 1 without a mask
@@ -112,9 +113,10 @@ class Load(NamedTuple):
         tiles = [heads * triton.cdiv(n_q, rows) for rows in (64, 128, 192)]
         by_64, by_128, by_192 = (triton.cdiv(count, n) for count in tiles)
         even = 100 * by_64 // torch.sym_max(3 * by_192, 1) if masked else 0
+        fill = 0 if masked else 100 * tiles[0] // torch.sym_max(3 * tiles[2], 1)
         ratio = by_128 // torch.sym_max(by_192, 1) if full else 0
         room = 2 * n // torch.sym_max(tiles[0], 1) if full else 0
-        return cls(keys, heads * n_q * keys, even, ratio, room, int(not masked))
+        return cls(keys, heads * n_q * keys, even, fill, ratio, room, int(not masked))
 
     def reaches(self, least: "Load") -> bool:
         return all(not n or x >= n for x, n in zip(self, least, strict=True))
@@ -134,6 +136,10 @@ TWO = Tile(128, 128, 4, 4, warpgroups=2)
 # Three, which read k and v once for 192 rows, in long calls. With a mask, whose tiles are never
 # shared, where they divide the work about as evenly as tiles of 64 rows do.
 THREE = Tile(192, 128, 4, 3, warpgroups=3)
+# `fill` below which three warpgroups lose by rows beyond the last what they gain by reading k and v
+# once: with 78 to 95 they took 1.04 to 1.09 of the time in five calls (2026-11-25). At head_dim 128
+# and many keys they gain more, so 90: with 92 they took 0.955.
+FULL = 95
 # One round in the place of two: 0.62 to 1.02 of the time, median of 13 calls 0.94 (2026-11-24).
 AT_ONCE = Load(keys=5120, ratio=2)
 
@@ -141,25 +147,33 @@ AT_ONCE = Load(keys=5120, ratio=2)
 # that holds. Those of one pv, head_dim and is_causal differ in their warpgroups, which name them.
 # is_causal: bounded on the right at 0 alone. At head_dim 64 the other kernel computes short calls
 # with a mask: no kernels make lists of it first.
-# H200, torch 2.11, Triton 3.6: 720 calls of the built-in table by all tiles (2026-11-24), and 344
-# that bench/regret.py drew (2026-11-25).
+# H200, torch 2.11, Triton 3.6: 720 calls of the built-in table by all tiles (2026-11-24), and 706
+# that bench/regret.py drew, of which 11 run by a tile more than 3 % slower than another
+# (2026-11-25). Few tiles are shared by three warpgroups where they fill theirs, else by two.
 HOPPER = [
     ("fp8", 64, False, Load(unmasked=1), ALONE_64),
     ("fp8", 64, False, Load(keys=1024), ALONE_64),
     ("fp8", 64, False, Load(pairs=PAIRS // 4), ALONE_64),
-    ("fp8", 64, False, Load(keys=6144, unmasked=1), THREE),
+    ("fp8", 64, False, Load(keys=6144, fill=FULL), THREE),
+    ("fp8", 64, False, Load(keys=6144, room=1), THREE),
+    ("fp8", 64, False, Load(keys=3000, room=4), THREE),
     ("fp8", 64, False, Load(keys=2560, even=94), THREE),
+    ("fp8", 64, False, AT_ONCE, THREE),
     ("fp8", 64, True, Load(), ALONE_64),
-    ("fp8", 64, True, Load(7168, 8 * PAIRS), THREE),
+    ("fp8", 64, True, Load(7168, 5 * PAIRS), THREE),
     ("fp8", 128, False, Load(), ALONE_128),
+    ("fp8", 128, False, Load(keys=5632, fill=90, ratio=1), THREE),
+    ("fp8", 128, False, Load(3584, 2 * PAIRS, fill=90), THREE),
+    ("fp8", 128, False, Load(2048, 3 * PAIRS, fill=FULL, ratio=1), THREE),
+    ("fp8", 128, False, Load(448, 11 * PAIRS, fill=FULL, ratio=1), THREE),
+    ("fp8", 128, False, Load(keys=2048, room=4), TWO),
     ("fp8", 128, False, Load(keys=4096, room=1), TWO),
-    ("fp8", 128, False, Load(keys=5632, unmasked=1), TWO),
-    ("fp8", 128, False, Load(2048, 3 * PAIRS, ratio=1), THREE),  # cool as fast, hot 9 % faster
-    ("fp8", 128, False, Load(3584, 2 * PAIRS, unmasked=1), THREE),
+    ("fp8", 128, False, Load(4096, 7 * PAIRS // 8, fill=FULL, room=1), THREE),
+    ("fp8", 128, False, Load(4096, 2 * PAIRS, room=1), THREE),
     ("fp8", 128, False, Load(keys=2560, even=89), THREE),
     ("fp8", 128, False, AT_ONCE, THREE),
     ("fp8", 128, True, Load(), ALONE_128),
-    ("fp8", 128, True, Load(3072, 7 * PAIRS), THREE),
+    ("fp8", 128, True, Load(2816, 5 * PAIRS), THREE),
     ("fp8", 256, False, Load(), Tile(128, 128, 4, 2, warpgroups=2)),
     ("fp8", 256, True, Load(), Tile(128, 128, 4, 2, warpgroups=2)),
     ("16bit", 64, False, Load(), THREE),

@@ -98,7 +98,8 @@ def test_the_pass_decides_calls_that_train(kind, N_kv):
     cpu = torch.device("cpu")
     inference = dataclasses.replace(call, kind=kind)
     with config.patch(emulate=True):  # with which "auto" is not about training
-        site, other = (regret.decided(each, cpu, training="g") for each in (call, inference))
+        graphs = (regret.captured(each, cpu) for each in (call, inference))
+        site, other = (regret.decided(graph, training="g") for graph in graphs)
     assert (site.recipe, other.recipe) == ("g", "sage2-8b")
     assert site.mask == other.mask == {"full": "none", "causal": "causal"}[kind]
     case = BenchmarkCase(
@@ -355,7 +356,7 @@ def test_what_decides_is_as_asked_and_never_what_the_user_has_measured(
         found = measured.tables(measured.H200)
         assert found == (() if data == "calibrated" else (built_in,))
         assert regret.settings.resolve({}).calibrate == (data != "built-in")
-        site = regret.decided(LONG, CUDA)
+        site = regret.decided(regret.captured(LONG, CUDA))
         assert site.rewritten == (data != "calibrated"), site.reason
         assert not list(measured.path_of(measured.H200).parent.iterdir())
     assert len(measured.tables(measured.H200)) == 2

@@ -551,10 +551,18 @@ def test_a_fit_is_told_which_kernels_cut_tiles(flash, gpu, monkeypatch):
     "dims, kind, recipe, sizes, expected",
     [
         ((64, 64), "causal", "sage2-8b-per-token", (11, 1, 1, 14336, 14336, None, 0), 3),
-        ((64, 64), "causal", "sage2-8b-per-token", (5, 2, 2, 14336, 14336, None, 0), 1),
+        ((64, 64), "causal", "sage2-8b-per-token", (11, 1, 1, 11264, 11264, None, 0), 1),
         ((64, 64), "causal", "sage2-8b", (11, 1, 1, 14336, 14336, None, 0), 0),
         ((64, 64), "keys", "sage2-8b-per-token", (1, 1, 1, 1000, 1023), 0),
         ((64, 128), "full", "sage2-8b-per-token", (1, 1, 1, 30465, 1000), 1),
+        ((64, 64), "full", "sage2-8b-per-token", (1, 87, 87, 448, 86874), 1),
+        ((64, 64), "full", "sage2-8b-per-token", (1, 87, 87, 576, 86874), 3),
+        ((64, 64), "full", "sage2-8b-per-token", (1, 1, 1, 1088, 3520), 3),
+        ((64, 64), "full", "sage2-8b-per-token", (1, 4, 4, 1088, 3520), 1),
+        ((128, 128), "full", "sage2-8b-per-token", (1, 4, 4, 1152, 4672), 2),
+        ((128, 128), "full", "sage2-8b-per-token", (9, 1, 1, 576, 76189), 3),
+        ((128, 128), "full", "sage2-8b-per-token", (1, 17, 17, 16064, 8032, None, 9), 3),
+        ((128, 128), "full", "sage2-8b-per-token", (1, 1, 1, 16064, 16064, None, 9), 1),
         ((128, 128), "full", "sage2-8b-per-token", (1, 1, 1, 30465, 30465), 3),
         ((128, 128), "keys", "sage2-8b-per-token", (1, 1, 1, 30465, 30465), 1),
         ((128, 128), "bias", "sage2-8b-per-token", (1, 1, 1, 30465, 30465), 0),
@@ -572,14 +580,15 @@ def test_a_size_is_of_the_tile_that_it_runs_with(dims, kind, recipe, sizes, expe
 
 @pytest.mark.parametrize("short_ones", [measured.ENOUGH_OF_A_TILE - 1, measured.ENOUGH_OF_A_TILE])
 def test_a_tile_is_a_kernel_with_times_of_its_own(short_ones, gpu):
-    """Below 6,144 keys head_dim 64 runs with one warpgroup. With few sizes of it there is one fit
-    for both."""
+    """Few keys of head_dim 64 run with one warpgroup. With few sizes of it there is one fit for
+    both."""
     table, name = tuned(gpu), *PER_TOKEN
     times, short = table.families[FULL_64], []
     for sizes, ms in list(times.items()):
-        if sizes.N_kv < 6144 and len(short) == short_ones:
+        alone = measured._warpgroups(table.device, FULL_64, name, sizes) == 1
+        if alone and len(short) == short_ones:
             del times[sizes]
-        elif sizes.N_kv < 6144:
+        elif alone:
             short.append(sizes)
             ms[name] *= 7
     by_tile, _ = measured.fits(table, FULL_64, name)

@@ -172,6 +172,7 @@ BANDS = {  # left, right, bottom_right
     "causal": (None, 0, False),
     "bottom right": (None, 0, True),
     "window": (100, 0, False),
+    "wide": (300, 60, False),  # with blocks that all rows of a tile see whole
     "narrow": (3, 2, True),
     "left": (300, None, False),
 }
