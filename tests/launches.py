@@ -396,7 +396,12 @@ def drawn(name: str, rng: random.Random) -> tuple[dict, int]:
     # Of 1, Python's masks and lists have other strides: see below.
     least = 2 if "mask" in options or "lists" in options else 1
     lengths = LENGTHS[least - 1 :]
+    device = rng.randrange(len(PROCESSORS))
     N_q = rng.choice(lengths) if rng.random() < 0.8 else rng.randint(2, 9000)
     N_kv = N_q if rng.random() < 0.6 else rng.choice(lengths)
-    B = B.low if B.low == B.high else rng.choice((1, 2, 3, 17)[least - 1 :])
-    return known(arguments(name, *map(Facts.of, (B, N_q, N_kv)))), rng.randrange(len(PROCESSORS))
+    low, high = B.low, B.high
+    B = low if low == high else rng.choice((1, 2, 3, 17)[least - 1 :])
+    if name in ATTENTION and rng.random() < 0.1:  # a tile of 128 rows a processor, many keys
+        B, heads = max(low, min(least, high)), options.get("heads", (16, 16))[0]
+        N_q, N_kv = 128 * max(1, PROCESSORS[device] // (B * heads)), rng.choice(lengths[-3:])
+    return known(arguments(name, *map(Facts.of, (B, N_q, N_kv)))), device

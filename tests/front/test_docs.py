@@ -222,7 +222,7 @@ def checked(shown: str, printed: str) -> str:
 
 
 def rough(text: str) -> str:
-    text = re.sub(r"\d+\.\d+(e[-+]?\d+)?", "0.0", text)
+    text = re.sub(r"\d+(\.\d+)?e[-+]?\d+|\d+\.\d+", "0.0", text)
     return re.sub(r" {2,}", "  ", re.sub(r"-{3,}", "---", text))
 
 

@@ -214,6 +214,12 @@ def test_cpp_launches_what_python_launches(name, library, monkeypatch):
     assert {of[digest].kernel.__name__ for digest in reached} == KERNELS[name]
 
 
+def test_cpp_asks_little(library):
+    """Ways through a function multiply with each question: a tile's rules once made 3,790 of them."""
+    for name, function in library.functions.items():
+        assert function.source.count("if (") <= 15, name
+
+
 @pytest.mark.parametrize("name", ["keys", "rows", "bias"])
 def test_a_mask_of_one_query_is_read_as_that_of_many(name, library):
     """As the graph around was traced, which makes a summary of many queries."""

@@ -509,10 +509,20 @@ FULL, CAUSAL, BAND = (None, None), (None, 0), (700, 500)
     "D, heads, N_q, N_kv, band, masked, warpgroups",
     [
         (64, 99, 9999, 6143, FULL, False, 1),
-        (64, 1, 256, 6144, FULL, False, 3),
+        (64, 99, 9999, 6144, FULL, False, 3),
+        (64, 100, 1472, 6144, FULL, False, 3),  # 23 tiles of 64 rows, 8 of 192: 95 %
+        (64, 100, 1408, 6144, FULL, False, 1),  # 22 and 8: 91 %
+        (64, 132, 128, 6144, FULL, False, 3),  # 66 %, but two tiles of 64 rows a processor
+        (64, 133, 128, 6144, FULL, False, 1),
+        (64, 132, 128, 6143, FULL, False, 1),
+        (64, 1, 4224, 3000, FULL, False, 3),  # four processors a tile of 128 rows
+        (64, 1, 4225, 3000, FULL, False, 1),
+        (64, 1, 4224, 2999, FULL, False, 1),
+        (64, 3, 6358, 5119, FULL, False, 1),
+        (64, 3, 6358, 5120, FULL, False, 3),  # 102 tiles of 192 rows, 150 of 128: at once or not
         (64, 99, 14334, 14334, CAUSAL, False, 1),
-        (64, 10, 14336, 14336, CAUSAL, False, 1),  # few pairs
-        (64, 11, 14336, 14336, CAUSAL, False, 3),
+        (64, 6, 14336, 14336, CAUSAL, False, 1),  # few pairs
+        (64, 7, 14336, 14336, CAUSAL, False, 3),
         (64, 99, 99999, 99999, (98000, 302), False, 1),  # one key in 16 counts
         (64, 99, 99999, 99999, (98000, 303), False, 3),
         (64, 16, 9999, 2560, FULL, True, 3),  # 20 tiles of 64 rows a processor, 7 of 192: 95 %
@@ -527,28 +537,46 @@ FULL, CAUSAL, BAND = (None, None), (None, 0), (700, 500)
         (64, 1, 100, 1023, FULL, True, 0),  # few keys and few pairs
         (64, 33, 1024, 1024, FULL, True, 1),
         (64, 33, 1024, 1023, FULL, True, 0),
+        (64, 34, 1024, 1023, FULL, True, 1),
         (64, 1, 100, 100, (20, 20), False, 1),
+        (128, 999, 6336, 447, FULL, False, 1),
+        (128, 537, 6336, 448, FULL, False, 3),
+        (128, 536, 6336, 448, FULL, False, 1),  # few pairs
+        (128, 2500, 1408, 448, FULL, False, 1),  # 91 %
         (128, 97, 2100, 2047, FULL, False, 1),
         (128, 97, 2100, 2048, FULL, False, 3),
         (128, 96, 2100, 2048, FULL, False, 1),  # few pairs
-        (128, 13, 8000, 3583, FULL, False, 1),
-        (128, 13, 8000, 3584, FULL, False, 3),
+        (128, 100, 1472, 3000, FULL, False, 3),
+        (128, 100, 1408, 3000, FULL, False, 1),  # 91 %
+        (128, 100, 1408, 3583, FULL, False, 1),
+        (128, 100, 1408, 3584, FULL, False, 3),
+        (128, 100, 1024, 3584, FULL, False, 1),  # 88 %
         (128, 33, 2047, 4096, FULL, False, 1),  # few pairs
         (128, 33, 2048, 4096, FULL, False, 3),
+        (128, 1, 4224, 2047, FULL, False, 1),
+        (128, 1, 4224, 2048, FULL, False, 2),  # four processors a tile of 128 rows
+        (128, 1, 4225, 2048, FULL, False, 1),
         (128, 2, 8448, 4095, FULL, False, 1),
         (128, 2, 8448, 4096, FULL, False, 2),  # two tiles of 64 rows a processor
         (128, 2, 8449, 4096, FULL, False, 1),
         (128, 2, 8448, 4096, FULL, True, 1),  # whose tiles are not shared
         (128, 1, 8448, 70000, (65535, 0), False, 1),
         (128, 3, 8960, 5631, FULL, False, 1),
-        (128, 3, 8960, 5632, FULL, False, 2),
+        (128, 3, 8960, 5632, FULL, False, 3),
+        (128, 16, 1408, 5632, FULL, False, 3),  # 91 %
+        (128, 34, 1024, 5632, FULL, False, 1),  # 88 %
+        (128, 2, 8448, 7167, FULL, False, 2),
+        (128, 2, 8448, 7168, FULL, False, 3),
+        (128, 11, 1408, 8000, FULL, False, 2),  # 91 %
+        (128, 132, 128, 16383, FULL, False, 2),
+        (128, 132, 128, 16384, FULL, False, 3),  # 66 %, but many pairs
         (128, 3, 6358, 5119, FULL, False, 1),
         (128, 3, 6358, 5120, FULL, False, 3),  # 102 tiles of 192 rows, 150 of 128: at once or not
         (128, 2, 6358, 6358, FULL, False, 2),  # one round by either
         (128, 3, 6358, 6358, FULL, True, 3),  # 3 tiles of 64 rows a processor, 1 of 192
-        (128, 99, 6143, 6143, CAUSAL, False, 1),
-        (128, 51, 6144, 6144, CAUSAL, False, 1),  # few pairs
-        (128, 52, 6144, 6144, CAUSAL, False, 3),
+        (128, 99, 5631, 5631, CAUSAL, False, 1),
+        (128, 43, 5632, 5632, CAUSAL, False, 1),  # few pairs
+        (128, 44, 5632, 5632, CAUSAL, False, 3),
         (128, 60, 8000, 2559, FULL, True, 1),
         (128, 60, 8000, 2560, FULL, True, 3),  # 57 tiles of 64 rows a processor, 20 of 192
         (128, 1, 36000, 36000, FULL, True, 1),  # 5 and 2
@@ -558,7 +586,7 @@ FULL, CAUSAL, BAND = (None, None), (None, 0), (700, 500)
         (128, 99, 99999, 99999, (57343, 0), False, 3),
         (128, 99, 99999, 57343, (90000, 90000), False, 1),  # fewer keys than the band is wide
         (128, 99, 99999, 57344, (90000, 90000), False, 3),
-        (128, 1, 999, 99999, (90200, 0), False, 2),  # few pairs
+        (128, 1, 1920, 99999, (90200, 0), False, 1),  # few pairs
         (128, 0, 896, 896, FULL, False, 1),  # nothing
         (256, 1, 1, 1, FULL, False, 2),
     ],
