@@ -1,7 +1,7 @@
 """How long a call takes: a model of every recipe and of SDPA's backends, fitted to measurements.
 
 Attention kernels deal row tiles to the GPU's processors; a tile takes as long as the keys it sees
-are many. Of a call's sizes that gives twelve numbers (`features`), and a time is their sum, each
+are many. Of a call's sizes that gives twelve numbers (`Features`), and a time is their sum, each
 times a coefficient of its own that is not negative. The coefficients are fitted to times measured
 on that GPU (sage_inductor/measured.py has those), by least squares of the relative error.
 
@@ -73,17 +73,28 @@ IN_ORDER, LONGEST_FIRST, LAST_SHARED, FLASH = DEALT = (
 )  # fmt: skip
 
 
+class Features(NamedTuple):
+    """What a time is a sum of, or the coefficient of each in ms. For each processor, but for the
+    first and `pieces`."""
+
+    launches: float  # 1
+    keys: float  # that tiles see, evenly dealt; where programs share a processor, one's, as dealt
+    hot: float  # all of them, as the card heats
+    busiest: float  # keys that the busiest processor computes, as tiles are dealt
+    tiles: float  # their q and o
+    prepared: float  # rows of k and v
+    ragged: float  # `busiest` once more, where `_is_ragged`
+    mask: float  # elements of one with a row for each query, which SDPA reads and converts
+    pieces: float  # 1 where pieces of tiles are added up
+    queries: float  # training: that tiles of keys see, of which dK and dV are computed, as dealt
+    beyond: float  # where programs share a processor: tiles beyond those that it begins with
+    heads: float  # of k and v: each has means and scales of its own
+
+
 def features(
     sizes: Sizes, rows: int, dealt: str, processors: int, kind: str = "full", at_once: int = 1
-) -> tuple[float, ...]:
-    """What a time is a sum of, for each processor: 1 (launches), keys that tiles see, evenly dealt
-    (where programs share a processor, at_once: that one of them sees, as dealt); all of them, as
-    the card heats; as tiles are dealt, one after the other; tiles (their q and
-    o); rows of k and v (which are prepared); the keys as dealt once more where `_is_ragged`;
-    elements of a mask with a row for each query, which SDPA reads and converts; 1 where pieces of
-    tiles are added up; in training, where dK and dV are computed by tiles of keys, the queries that
-    these see, as dealt; where programs share a processor, the tiles beyond those that it begins
-    with; heads of k and v (of which each has means and scales of its own)."""
+) -> Features:
+    """Of a call by tiles of so many rows, of which a processor computes so many at once."""
     heads, seen, weight, is_cut = sizes.B * sizes.H_q, _seen(*sizes[3:], rows), 1.0, False
     if dealt == FLASH:
         tiles = heads * -(-sizes.N_q // FLASH_ROWS)
@@ -111,19 +122,19 @@ def features(
     if at_once > 1:
         of_one = _busiest(seen, heads, dealt == LONGEST_FIRST, at_once * processors)
     tiles = weight * heads * len(seen) / processors
-    return (
-        1.0,
-        of_one,
-        even * min(1.0, even / HEATS),
-        busiest,
-        tiles,
-        sizes.B * sizes.H_kv * sizes.N_kv / processors,
-        busiest * _is_ragged(sizes, kind),
-        sizes.N_q * sizes.N_kv / processors * _has_rows(sizes, kind),
-        float(is_cut),
-        by_keys,
-        max(0.0, tiles - at_once) if at_once > 1 else 0.0,
-        sizes.B * sizes.H_kv / processors,
+    return Features(
+        launches=1.0,
+        keys=of_one,
+        hot=even * min(1.0, even / HEATS),
+        busiest=busiest,
+        tiles=tiles,
+        prepared=sizes.B * sizes.H_kv * sizes.N_kv / processors,
+        ragged=busiest * _is_ragged(sizes, kind),
+        mask=sizes.N_q * sizes.N_kv / processors * _has_rows(sizes, kind),
+        pieces=float(is_cut),
+        queries=by_keys,
+        beyond=max(0.0, tiles - at_once) if at_once > 1 else 0.0,
+        heads=sizes.B * sizes.H_kv / processors,
     )
 
 
@@ -221,7 +232,7 @@ class Fit(NamedTuple):
 
     rows: int  # of a tile, out of TILES
     dealt: str  # how, one of DEALT
-    coefficients: tuple[float, ...]  # ms, of `features`
+    coefficients: Features
     error: float  # of predicted / measured - 1, the residual standard error
     processors: int  # of the GPU that was measured
     kind: str  # of the calls: one of KINDS
@@ -234,7 +245,10 @@ class Fit(NamedTuple):
         theirs the channels are that the kernel computes, and the time that reading takes, a tile's
         q (and writing its o) and a row of k and v."""
         parts = features(sizes, self.rows, self.dealt, self.processors, self.kind, self.at_once)
-        of_channels = 1, *3 * (computed,), of_q, of_kv, computed, 1, 1, computed, of_q, 1
+        of_channels = Features(
+            launches=1, keys=computed, hot=computed, busiest=computed, tiles=of_q, prepared=of_kv,
+            ragged=computed, mask=1, pieces=1, queries=computed, beyond=of_q, heads=1,
+        )  # fmt: skip
         terms = zip(self.coefficients, parts, of_channels, strict=True)
         return sum(c * x * channels for c, x, channels in terms)
 
@@ -270,12 +284,13 @@ def _fit(
         [features(sizes, rows, dealt, processors, kind, at_once) for sizes in measured],
         dtype=torch.float64,
     )
-    if parts[:, 1].max() < HEATS / 10:  # none heats the card: it would be a term of any curvature
-        parts[:, 2] = 0
+    columns = Features(*parts.unbind(1))  # views of parts
+    if columns.keys.max() < HEATS / 10:  # none heats the card: it would be a term of any curvature
+        columns.hot.zero_()
     ms = torch.tensor(list(measured.values()), dtype=torch.float64)
-    rest = 1 - (prepared or 0.0) * parts[:, 5] / ms
+    rest = 1 - (prepared or 0.0) * columns.prepared / ms
     if prepared is not None:
-        parts[:, 5] = 0
+        columns.prepared.zero_()
     # What none of them has is 0. So is what one of them has, whose whole rest it would take up.
     known = (parts != 0).sum(0) > 1
     relative = parts[:, known] / ms[:, None]
@@ -286,8 +301,10 @@ def _fit(
     error = ((relative @ found - rest).square().sum() / free).sqrt().item()
     coefficients = torch.zeros(len(known), dtype=torch.float64)
     coefficients[known] = found / scale
-    coefficients[5] += prepared or 0.0
-    return Fit(rows, dealt, tuple(coefficients.tolist()), error, processors, kind, at_once)
+    of_each = Features(*coefficients.tolist())
+    if prepared is not None:
+        of_each = of_each._replace(prepared=prepared)
+    return Fit(rows, dealt, of_each, error, processors, kind, at_once)
 
 
 def _nonnegative(relative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

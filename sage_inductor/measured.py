@@ -256,7 +256,7 @@ def fits(table: Table, family: Family, recipe: str) -> tuple[dict[int | None, Fi
         # k and v are prepared alike whatever the tile. By sizes that have as many rows of q as of k
         # it cannot be told from what takes time for each tile.
         alike = all(each.H_q * each.N_q == each.H_kv * each.N_kv for each in x)
-        prepared = of_all.coefficients[5] if alike else None
+        prepared = of_all.coefficients.prepared if alike else None
         if len(x) >= ENOUGH_OF_A_TILE:
             by_tile[n] = fit(x, shares if n > 1 else None, prepared)
     rivals = {}
@@ -446,7 +446,7 @@ def _is_positive(x) -> bool:
 # -- measuring ----
 
 # B, H_q, H_kv, N_q, N_kv. Few and many tiles, short and long, several heads to one of k and v,
-# fewer keys than queries, an odd length: what the coefficients of `cost.features` can be told apart
+# fewer keys than queries, an odd length: what the coefficients of `cost.Features` can be told apart
 # by. In a table with nothing else they predict the other sizes of MANY best (by a search that adds
 # one after the other); one of few short heads says what a call takes at least. A measurement that
 # runs out of time has the first.

@@ -19,6 +19,7 @@ from sage_inductor.cost import (
     LONGEST_FIRST,
     ROUNDS,
     TILES,
+    Features,
     Prediction,
     Sizes,
     features,
@@ -26,7 +27,7 @@ from sage_inductor.cost import (
 from sage_inductor.ops.attention.tiles import schedule
 from sage_inductor.patterns.call import Band
 
-IS_CUT = 8  # of the features
+NONE = Features(*[0.0] * len(Features._fields))
 
 
 def tiles_of(sizes: Sizes, rows: int) -> list[int]:
@@ -67,11 +68,12 @@ def test_what_a_time_is_made_of_is_what_is_dealt_out(seed):
     even, most = sum(tiles) / processors, busiest(tiles, processors)
     of_one = even if at_once == 1 else busiest(tiles, at_once * processors)
     ragged = sizes.left is sizes.right is None and sizes.N_kv % 128 != 0
-    expected = (
-        1, of_one, even * even / cost.HEATS, most, len(tiles) / processors,
-        sizes.B * sizes.H_kv * sizes.N_kv / processors, most * ragged, 0, 0, 0,
-        max(0, len(tiles) / processors - at_once) * (at_once > 1),
-        sizes.B * sizes.H_kv / processors,
+    expected = Features(
+        launches=1, keys=of_one, hot=even * even / cost.HEATS, busiest=most,
+        tiles=len(tiles) / processors, prepared=sizes.B * sizes.H_kv * sizes.N_kv / processors,
+        ragged=most * ragged, mask=0, pieces=0, queries=0,
+        beyond=max(0, len(tiles) / processors - at_once) * (at_once > 1),
+        heads=sizes.B * sizes.H_kv / processors,
     )  # fmt: skip
     assert found == pytest.approx(expected)
 
@@ -88,15 +90,15 @@ def test_in_training_tiles_of_keys_are_dealt_out_too(seed):
     tiles = sorted(tiles, reverse=True) if dealt == LONGEST_FIRST else tiles
     kind = next(kind for kind, of in cost.TRAINED.items() if (of == "causal") == (seed % 2 == 0))
     forward = features(sizes, rows, dealt, 8, cost.TRAINED[kind])
-    *same, by_keys, beyond, heads = features(sizes, rows, dealt, 8, kind)
-    assert (*same, 0, beyond, heads) == forward and by_keys == busiest(tiles, 8)
+    found = features(sizes, rows, dealt, 8, kind)
+    assert found == forward._replace(queries=busiest(tiles, 8))
 
 
 def test_a_fit_tells_the_queries_that_keys_see():
     """With few heads of k and v the processors wait for the last tile of keys."""
     shapes = itertools.product((1, 3, 8, 20), (1, 4), (1000, 2500, 4096), (1024, 3000))
     sizes = [Sizes(1, H * group, H, N_q, N_kv) for H, group, N_q, N_kv in shapes]
-    coefficients = 0.05, 0.0, 0.0, 1e-5, 0.0, 0.0, 0.0, 0.0, 0.0, 2e-5, 0.0, 0.0
+    coefficients = NONE._replace(launches=0.05, busiest=1e-5, queries=2e-5)
 
     def ms(each):
         parts = features(each, 192, IN_ORDER, 132, "full-training")
@@ -118,7 +120,7 @@ def test_of_many_rounds_the_last_is_told_from_how_tiles_are_dealt(seed):
         draw.shuffle(tiles)
         tiles = sorted(tiles, reverse=True) if dealt == LONGEST_FIRST else tiles
         expected = busiest(tiles, 8)
-        found = features(sizes, 128, dealt, 8)[3]
+        found = features(sizes, 128, dealt, 8).busiest
         assert abs(found - expected) <= (0.1 if dealt == LONGEST_FIRST else 0.6) * max(tiles)
 
 
@@ -131,7 +133,7 @@ def test_the_last_tiles_are_shared_block_by_block_where_the_hopper_kernel_does(s
     in_order = features(sizes, 192, IN_ORDER, processors)
     found = features(sizes, 192, LAST_SHARED, processors)
     shares = schedule(len(tiles), tiles[0] // KEYS, processors)
-    assert (found[IS_CUT], in_order[IS_CUT]) == (shares is not None, 0)
+    assert (found.pieces, in_order.pieces) == (shares is not None, 0)
     assert found[:3] == in_order[:3] and found[4:6] == in_order[4:6]
     if shares is None:
         assert found == in_order
@@ -140,13 +142,11 @@ def test_the_last_tiles_are_shared_block_by_block_where_the_hopper_kernel_does(s
     blocks = (len(tiles) - whole) * tiles[0] // KEYS
     dealt = [1] * blocks + tiles[:whole]  # one by one to the programs, then tiles to all
     least = max(len(dealt[i:blocks:programs]) for i in range(programs)) * KEYS
-    assert found[3] == least + whole // processors * tiles[0] <= in_order[3]
+    assert found.busiest == least + whole // processors * tiles[0] <= in_order.busiest
 
 
 def test_both_ways_to_share_are_among_the_sizes():
-    shared = [
-        features(Sizes(1, H, H, 1500, 4096), 192, LAST_SHARED, 132)[IS_CUT] for H in range(40)
-    ]
+    shared = [features(Sizes(1, H, H, 1500, 4096), 192, LAST_SHARED, 132).pieces for H in range(40)]
     assert 0 < sum(shared) < len(shared)
 
 
@@ -174,7 +174,7 @@ def test_flash_attention_cuts_tiles_where_they_are_few(seed):
     tiles = tiles_of(sizes, 64)
     pieces = pieces_of(len(tiles) * H, sizes.N_kv, 132)
     found, rows = features(sizes, rows := draw.choice(TILES)[0], FLASH, 132), rows
-    assert found[IS_CUT] == (pieces > 1)
+    assert found.pieces == (pieces > 1)
     if pieces == 1:
         assert found == features(sizes, rows, IN_ORDER, 132)
         return
@@ -186,26 +186,26 @@ def test_flash_attention_cuts_tiles_where_they_are_few(seed):
     weight = 64 / rows  # keys of a tile of 64 rows, in those of the fit's
     even = weight * H * sum(cut) / 132
     # Two at a time share a processor, each at half its speed.
-    expected = 1, even, even * even / cost.HEATS, weight * 2 * busiest(cut * H, 2 * 132)
-    assert found[:4] == pytest.approx(expected)
-    assert found[4] == pytest.approx(weight * H * len(cut) / 132)
+    expected = even, even * even / cost.HEATS, weight * 2 * busiest(cut * H, 2 * 132)
+    assert (found.keys, found.hot, found.busiest) == pytest.approx(expected)
+    assert found.tiles == pytest.approx(weight * H * len(cut) / 132)
 
 
 def test_the_longest_pieces_of_a_causal_head_run_at_once():
     """Two halves of a head of 8,192 take as long as four heads of 4,096, uncut."""
     cut, uncut = (Sizes(1, H, H, N, N, None, 0) for H, N in ((1, 8192), (4, 4096)))
     found, other = (features(each, 128, FLASH, 132) for each in (cut, uncut))
-    assert (found[IS_CUT], other[IS_CUT]) == (1, 0) and found[3] == other[3] == 4096
+    assert (found.pieces, other.pieces) == (1, 0) and found.busiest == other.busiest == 4096
 
 
 def test_some_calls_are_cut_and_some_are_not():
-    found = [features(Sizes(1, H, H, 3000, 3000), 128, FLASH, 132)[IS_CUT] for H in range(1, 9)]
+    found = [features(Sizes(1, H, H, 3000, 3000), 128, FLASH, 132).pieces for H in range(1, 9)]
     assert found == [1, 1, 1, 1, 0, 0, 0, 0]
 
 
 def test_a_card_gets_no_hotter_than_hot():
-    _, even, hot, *_ = features(Sizes(8, 32, 32, 30000, 30000), 128, IN_ORDER, 132)
-    assert even > cost.HEATS and hot == even
+    found = features(Sizes(8, 32, 32, 30000, 30000), 128, IN_ORDER, 132)
+    assert found.keys > cost.HEATS and found.hot == found.keys
 
 
 def test_of_a_band_in_a_mask_every_key_is_computed():
@@ -227,7 +227,10 @@ def test_a_fit_finds_how_a_kernel_deals_its_tiles_out(rows, at_once, dealt):
         for N in lengths for H, left in ((1, 90), (9, None), (40, 700))
     ]  # fmt: skip
     beyond = 3e-4 if at_once > 1 else 0.0
-    coefficients = 0.05, 2e-5, 2e-6, 1e-5, 1e-4, 0.0, 1e-6, 0.0, 0.01, 0.0, beyond, 0.02
+    coefficients = NONE._replace(
+        launches=0.05, keys=2e-5, hot=2e-6, busiest=1e-5, tiles=1e-4, ragged=1e-6, pieces=0.01,
+        beyond=beyond, heads=0.02,
+    )  # fmt: skip
 
     def ms(each):
         parts = features(each, rows, dealt, 132, at_once=at_once)
@@ -250,11 +253,13 @@ def test_which_keys_are_ragged(kind):
         expected = N_kv % 2 == 1 and (has_rows or (kind == "keys" and B == 2))
         if cost.TRAINED.get(kind, kind) in ("full", "causal"):
             expected = N_kv in (1025, 1026)
-        *_, busiest, _, _, ragged, mask, _, _, _, _ = features(sizes, 128, IN_ORDER, 132, kind)
-        assert ragged == expected * busiest and mask == has_rows * 512 * N_kv / 132
+        found = features(sizes, 128, IN_ORDER, 132, kind)
+        assert found.ragged == expected * found.busiest
+        assert found.mask == has_rows * 512 * N_kv / 132
         band = sizes._replace(left=9 if kind == "window" else None, right=0)
         if kind in ("causal", "window"):  # not all keys are seen, and ours has no mask
-            assert features(band, 128, IN_ORDER, 132, kind)[6:10] == (0, 0, 0, 0)
+            found = features(band, 128, IN_ORDER, 132, kind)
+            assert (found.ragged, found.mask, found.pieces, found.queries) == (0, 0, 0, 0)
 
 
 def blocks(N: int) -> int:
@@ -283,11 +288,11 @@ def test_of_what_no_size_has_a_fit_says_nothing():
     """No ragged keys, no mask, nothing that heats the card: a hot call takes as long as its keys."""
     lengths = itertools.product((512, 1408, 2048), (1024, 2048, 4096), (8, 20, 33))
     sizes = [Sizes(1, H, H, N_q, N_kv) for N_q, N_kv, H in lengths]
-    times = {each: 1e-3 + 1e-6 * features(each, 128, IN_ORDER, 132)[1] for each in sizes}
+    times = {each: 1e-3 + 1e-6 * features(each, 128, IN_ORDER, 132).keys for each in sizes}
     found = cost.fit(times, 132)
-    assert found.error < 1e-6 and [found.coefficients[i] for i in (2, 6, 7)] == [0, 0, 0]
+    assert found.error < 1e-6 and found.coefficients._replace(launches=0, keys=0) == NONE
     for other in (Sizes(1, 8, 8, 2048, 3001), Sizes(8, 64, 64, 30000, 30080)):
-        expected = 1e-3 + 1e-6 * features(other, 128, IN_ORDER, 132)[1]
+        expected = 1e-3 + 1e-6 * features(other, 128, IN_ORDER, 132).keys
         assert found.ms(other) == pytest.approx(expected, rel=0.02)
 
 
@@ -295,12 +300,12 @@ def test_of_what_one_size_has_a_fit_says_nothing():
     """The one call that is cut takes 0.5 ms more, for a reason of its own."""
     sizes = [Sizes(1, 24, 24, N, N) for N in (1024, 2048, 2500, 4096, 5001, 8192)]
     cut = Sizes(1, 1, 1, 4096, 4096)
-    assert [features(each, 128, FLASH, 132)[IS_CUT] for each in (*sizes, cut)] == [0] * 6 + [1]
-    times = {each: 1e-3 + 1e-5 * features(each, 128, FLASH, 132)[3] for each in (*sizes, cut)}
+    assert [features(each, 128, FLASH, 132).pieces for each in (*sizes, cut)] == [0] * 6 + [1]
+    times = {each: 1e-3 + 1e-5 * features(each, 128, FLASH, 132).busiest for each in (*sizes, cut)}
     times[cut] += 0.5
-    assert cost.fit(times, 132, dealt=FLASH).coefficients[IS_CUT] == 0
+    assert cost.fit(times, 132, dealt=FLASH).coefficients.pieces == 0
     times[Sizes(1, 2, 2, 4096, 4096)] = times[cut]
-    assert cost.fit(times, 132, dealt=FLASH).coefficients[IS_CUT] > 0.1
+    assert cost.fit(times, 132, dealt=FLASH).coefficients.pieces > 0.1
 
 
 def test_a_fit_takes_what_is_known_of_the_preparation():
@@ -309,11 +314,12 @@ def test_a_fit_takes_what_is_known_of_the_preparation():
 
     def ms(each):
         parts = features(each, 192, LONGEST_FIRST, 132)
-        return 0.01 + 1e-5 * parts[3] + 2e-3 * parts[4] + 7e-5 * parts[5]
+        return 0.01 + 1e-5 * parts.busiest + 2e-3 * parts.tiles + 7e-5 * parts.prepared
 
     times = {each: ms(each) for each in sizes}
     found = cost.fit(times, 132, "causal", prepared=7e-5)
-    assert found.coefficients[5] == 7e-5 and found.coefficients[4] == pytest.approx(2e-3, rel=0.01)
+    assert found.coefficients.prepared == 7e-5
+    assert found.coefficients.tiles == pytest.approx(2e-3, rel=0.01)
     grouped = Sizes(4, 32, 2, 3000, 3000, None, 0)
     assert found.ms(grouped) == pytest.approx(ms(grouped), rel=1e-3)
     assert (
@@ -326,21 +332,21 @@ def test_a_fit_takes_what_is_known_of_the_preparation():
 @pytest.mark.parametrize("kind", ["full", "window", "full-training"])
 def test_another_head_dim_has_its_share_of_a_time(kind):
     """Of the terms that channels count in: not of launches, of a mask, or of what is added up."""
-    sizes, coefficients = Sizes(2, 8, 4, 1000, 1001), tuple(2.0**-n for n in range(12))
+    sizes, coefficients = Sizes(2, 8, 4, 1000, 1001), Features(*(2.0**-n for n in range(12)))
     at_once = 1 if kind in cost.TRAINED else 3
     fit = cost.Fit(64, IN_ORDER, coefficients, 0.0, 8, kind, at_once)
     parts = features(sizes, 64, IN_ORDER, 8, kind, at_once)
     assert (
-        parts[6] > 0
-        and (parts[7] > 0) == (kind == "window")
-        and (parts[9] > 0) == (kind == "full-training")
-        and (parts[10] > 0) == (at_once > 1)
+        parts.ragged > 0
+        and (parts.mask > 0) == (kind == "window")
+        and (parts.queries > 0) == (kind == "full-training")
+        and (parts.beyond > 0) == (at_once > 1)
     )
-    terms = [c * x for c, x in zip(coefficients, parts, strict=True)]
+    terms = Features(*(c * x for c, x in zip(coefficients, parts, strict=True)))
     assert fit.ms(sizes) == pytest.approx(sum(terms))
     found = fit.ms(sizes, computed=3, of_q=5, of_kv=7)
-    of_keys = terms[1] + terms[2] + terms[3] + terms[6] + terms[9]
-    more = 2 * of_keys + 4 * (terms[4] + terms[10]) + 6 * terms[5]
+    of_keys = terms.keys + terms.hot + terms.busiest + terms.ragged + terms.queries
+    more = 2 * of_keys + 4 * (terms.tiles + terms.beyond) + 6 * terms.prepared
     assert found == pytest.approx(sum(terms) + more)
 
 

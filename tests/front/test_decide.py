@@ -113,8 +113,8 @@ def table(*kinds, recipes=("sage2-8b-per-token",), D=128, gpu_name=measured.H200
         families[family] = {}
         for sizes in measured.sizes_of(family, measured.MANY):
             seen = sizes if kind in measured.SEES_A_BAND else sizes.dense
-            sdpa = KEYS * cost.features(seen, 128, cost.IN_ORDER, 132)[1]
-            ours = LAUNCH + KEYS / 2 * cost.features(sizes, 128, cost.IN_ORDER, 132)[1]
+            sdpa = KEYS * cost.features(seen, 128, cost.IN_ORDER, 132).keys
+            ours = LAUNCH + KEYS / 2 * cost.features(sizes, 128, cost.IN_ORDER, 132).keys
             times = {"CUDNN_ATTENTION": sdpa, "FLASH_ATTENTION": 2 * sdpa}
             families[family][sizes] = times | dict.fromkeys(recipes, ours)
     return measured.Table(gpu_name, tiles.Gpu((9, 0), 132), families)
@@ -198,7 +198,7 @@ def test_the_heads_of_k_and_v_are_counted(monkeypatch):
     of_kv = table()
     (times,) = of_kv.families.values()
     for sizes, ms in times.items():
-        ms["sage2-8b-per-token"] += 1e-3 * cost.features(sizes, 128, cost.IN_ORDER, 132)[5]
+        ms["sage2-8b-per-token"] += 1e-3 * cost.features(sizes, 128, cost.IN_ORDER, 132).prepared
     known(monkeypatch, of_kv)
     for H_kv in (32, 8, 1):
         site = decide((1, 32, H_kv, 4096, 128), (9, 0), monkeypatch)
@@ -310,7 +310,7 @@ def test_shared_k_and_v_are_prepared_once_in_the_prediction_too(monkeypatch):
     with_preparation = table()
     (times,) = with_preparation.families.values()
     for sizes, ms in times.items():
-        rows = cost.features(sizes, 128, cost.IN_ORDER, 132)[5]
+        rows = cost.features(sizes, 128, cost.IN_ORDER, 132).prepared
         ms["sage2-8b-per-token"] = 0.5 * ms["CUDNN_ATTENTION"] + 3e-4 * rows
     known(monkeypatch, with_preparation)
     shape = (8, 16, 16, 2048, 128)

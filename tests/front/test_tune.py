@@ -499,7 +499,7 @@ def test_what_the_preparation_takes_is_told_by_all_tiles(gpu):
     table, family, name = tuned(gpu, (128,), ("causal",)), Family(128, 128, "causal"), *PER_TOKEN
     times = alike_by_one_warpgroup(table, family)
     for sizes, ms in times.items():
-        ms[name] += 1e-3 * cost.features(sizes, 128, cost.IN_ORDER, 132)[5]
+        ms[name] += 1e-3 * cost.features(sizes, 128, cost.IN_ORDER, 132).prepared
     by_tile, _ = measured.fits(table, family, name)
     of = {n: [each for each in times if measured._warpgroups(table.device, family, name, each) == n]
           for n in (1, 3)}  # fmt: skip
@@ -525,7 +525,7 @@ def test_a_tile_whose_sizes_tell_the_preparation_has_its_own(gpu):
     assert all(each.H_q == each.H_kv for each in of_1)
     assert any(each.N_q != each.N_kv for each in of_1)
     for sizes, ms in of_1.items():
-        ms[name] += 1e-3 * cost.features(sizes, 128, cost.IN_ORDER, 132)[5]
+        ms[name] += 1e-3 * cost.features(sizes, 128, cost.IN_ORDER, 132).prepared
     by_tile, _ = measured.fits(table, FULL_64, name)
     assert by_tile[1].coefficients[5] == pytest.approx(1e-3, rel=0.05)
     assert by_tile[None].coefficients[5] != by_tile[1].coefficients[5]
