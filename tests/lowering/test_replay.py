@@ -501,21 +501,26 @@ def test_what_trains_is_compiled_while_its_graph_is_lowered(on_cpu, monkeypatch)
 
 
 def test_an_op_is_given_the_strides_of_eager_mode(monkeypatch):
-    """By which it decides what it launches, and whether it copies."""
+    """By which it decides what it launches, and whether it copies. Of a sum of tensors of two
+    layouts Inductor chooses another, if it may."""
     given, call = [], replay.Replay.__call__
 
     def see(self, *args):
         given.append([x.stride() for x in args[:3]])
         return call(self, *args)
 
-    def attend(q, k, v):
-        return torch.ops.sage.rowscaled(2 * q, k + 1, -v, False, 0.125, True)[0]
+    def operands(q, k, v, other):
+        return q + other, other * k, -v
+
+    def attend(*given):
+        return torch.ops.sage.rowscaled(*operands(*given), False, 0.125, True)[0]
 
     monkeypatch.setattr(replay.Replay, "__call__", see)
-    inputs = draw(2, 100)
+    inputs = *draw(2, 100), torch.randn(2, 2, 100, 64).bfloat16()
     with fresh_cache():
         torch.compile(attend)(*inputs)
-    assert given == [[x.stride() for x in inputs]] and not inputs[0].is_contiguous()
+    strides = [x.stride() for x in operands(*inputs)]
+    assert given == [strides] and strides[0] == inputs[0].stride() != inputs[3].stride()
 
 
 def test_in_a_cpp_wrapper_what_trains_is_called():

@@ -175,8 +175,8 @@ def h200(monkeypatch):
             kinds = [x.block_shape if hasattr(x, "block_shape") else x for x in kinds]
             compiled.append((kernel.fn.__name__, grid, kinds, options))
 
-    monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(tiles, "processors", lambda device: 132)
+    monkeypatch.setattr(tiles, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(tiles, "_multiprocessors", lambda device: 132)
     monkeypatch.setattr(precompile, "compile_elsewhere", compile_elsewhere)
     precompile._start.cache_clear()
     return compiled
@@ -326,7 +326,7 @@ def test_what_trains_is_compiled_ahead(h200, monkeypatch):
         name = kernel.fn.__name__
         expected.append((name, grid, [*kinds, *numbers], options | FP_FUSION))
 
-    monkeypatch.setattr(tiles, "capability", lambda device: asked.append(device) or (9, 0))
+    monkeypatch.setattr(tiles, "_capability", lambda device: asked.append(device) or (9, 0))
     for launched, given in training_calls("cuda:1", N=2000).items():  # more tiles than processors
         for _ in range(2):  # as layers do
             precompile.precompile_op(launched, given)
