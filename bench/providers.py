@@ -218,11 +218,9 @@ def _select(case: Case, name: str, device: torch.device) -> Selected:
 def _tiles(case: Case, name: str) -> list[Provider]:
     """The Hopper kernel with every tile that its table has for such calls: their warpgroups name
     them."""
-    of_kind = NAMED[name].pv, case.is_causal
-    rows = [row for row in tiles.HOPPER if (row[0], row[2]) == of_kind and case.D <= row[1]]
-    narrowest = min((row[1] for row in rows), default=0)
-    found = {row[4].warpgroups: row[4] for row in rows if row[1] == narrowest}
-    return [_hopper(case, name, tile) for _, tile in sorted(found.items())]
+    of_kind = (9, 0), NAMED[name].pv, case.D, case.is_causal
+    found = (tiles.hopper(*of_kind, tiles.ANY, n) for n in tiles.WARPGROUPS)
+    return [_hopper(case, name, tile) for tile in dict.fromkeys(found) if tile is not None]
 
 
 def _hopper(case: Case, name: str, tile: Tile) -> Provider:

@@ -118,7 +118,10 @@ class Load(NamedTuple):
         fill = 0 if masked else 100 * tiles[0] // torch.sym_max(3 * tiles[2], 1)
         ratio = by_128 // torch.sym_max(by_192, 1) if full else 0
         room = 2 * n // torch.sym_max(tiles[0], 1) if full else 0
-        return cls(keys, heads * n_q * keys, even, fill, ratio, room, int(not masked))
+        return cls(
+            keys=keys, pairs=heads * n_q * keys, even=even, fill=fill, ratio=ratio, room=room,
+            unmasked=int(not masked),
+        )  # fmt: skip
 
     def reaches(self, *rows: "Load") -> bool:
         """Whether it has all that one of the rows asks for. That is one question: where sizes are
@@ -169,12 +172,12 @@ HOPPER = [
     ("fp8", 64, False, Load(keys=2560, even=94), THREE),
     ("fp8", 64, False, AT_ONCE, THREE),
     ("fp8", 64, True, Load(), ALONE_64),
-    ("fp8", 64, True, Load(7168, 5 * PAIRS), THREE),
+    ("fp8", 64, True, Load(keys=7168, pairs=5 * PAIRS), THREE),
     ("fp8", 128, False, Load(), ALONE_128),
     ("fp8", 128, False, Load(keys=5632, fill=90, ratio=1), THREE),
-    ("fp8", 128, False, Load(3584, 2 * PAIRS, fill=90), THREE),
-    ("fp8", 128, False, Load(2048, 3 * PAIRS, fill=FULL, ratio=1), THREE),
-    ("fp8", 128, False, Load(448, 11 * PAIRS, fill=FULL, ratio=1), THREE),
+    ("fp8", 128, False, Load(keys=3584, pairs=2 * PAIRS, fill=90), THREE),
+    ("fp8", 128, False, Load(keys=2048, pairs=3 * PAIRS, fill=FULL, ratio=1), THREE),
+    ("fp8", 128, False, Load(keys=448, pairs=11 * PAIRS, fill=FULL, ratio=1), THREE),
     ("fp8", 128, False, Load(keys=2048, room=4), TWO),
     ("fp8", 128, False, Load(keys=4096, room=1), TWO),
     ("fp8", 128, False, Load(pairs=7 * PAIRS // 8, fill=FULL, room=1), THREE),
@@ -182,7 +185,7 @@ HOPPER = [
     ("fp8", 128, False, Load(keys=2560, even=89), THREE),
     ("fp8", 128, False, AT_ONCE, THREE),
     ("fp8", 128, True, Load(), ALONE_128),
-    ("fp8", 128, True, Load(2816, 5 * PAIRS), THREE),
+    ("fp8", 128, True, Load(keys=2816, pairs=5 * PAIRS), THREE),
     ("fp8", 256, False, Load(), Tile(128, 128, 4, 2, warpgroups=2)),
     ("fp8", 256, True, Load(), Tile(128, 128, 4, 2, warpgroups=2)),
     ("16bit", 64, False, Load(), THREE),
