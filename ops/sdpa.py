@@ -95,7 +95,8 @@ def _sdpa(call: SdpaCall) -> tuple[Tensor, Tensor]:
     """softmax(scale * q k^T + mask) v, quantized as the recipe says. Arguments: SdpaCall's.
 
     Returns out [B, H_q, N_q, D_v] and lse [B, H_q, N_q] (natural log, fp32, not differentiable). A
-    row that sees no key is 0 and its lse -inf. Keys that no query sees may hold anything.
+    row that sees no key is 0 and its lse -inf. Keys that attn_mask hides from every query may hold
+    anything.
     Raises ValueError or TypeError saying what must hold and what was got.
     """
     check(call)
@@ -365,6 +366,8 @@ def _backward(ctx, grad_out, _grad_lse):
     # With a scale that is not positive, CPU's causal SDPA gives NaN (torch 2.13).
     is_causal = attn_mask is None and ctx.band == (None, 0, False) and ctx.scale > 0
     with torch.enable_grad():
+        if attn_mask is not None and attn_mask.is_floating_point():
+            attn_mask = attn_mask.to(q.dtype)  # SDPA takes no other; the gradient is cast back
         if not is_causal and any(bound is not None for bound in ctx.band[:2]):
             if attn_mask is None or attn_mask.dtype == torch.bool:
                 hidden = attn_mask is not None and ~attn_mask

@@ -60,6 +60,8 @@ def _sdpa(*args) -> Ways:
 @_register(sage.lse.default)
 def _lse(q, k, attn_mask, is_causal: bool, scale: float | None) -> Ways:
     inputs = [Shard, _keys(k), *([] if attn_mask is None else [_mask(attn_mask)])]
+    if q.ndim != 4:  # [H, N, D]: its dimensions are others
+        return [([Replicate()], [Replicate()] * len(inputs))]
     return _ways(q, k, [Shard], inputs, queries=not is_causal)
 
 

@@ -47,11 +47,21 @@ def find(node: Node, index: GraphIndex) -> Call | None:
     )  # fmt: skip
     if more := _more(call, node, items, given):
         call.refused = f"an op of SDPA's backends is used for more than attention: {more}"
-    elif call.lse is not None and value_of(call.lse).dim() == 4:  # cuDNN's, [B, H, N_q, 1]
-        call.finish = lambda x: (
-            x if value_of(x).dim() == 4 else call.emit(aten.unsqueeze.default, x, 3)
-        )
+    elif call.lse is not None:
+        call.finish = lambda x: x if value_of(x).dim() == 4 else _as_stored(call, x)
     return call
+
+
+def _as_stored(call: Call, lse: Node) -> Node:
+    """A logsumexp as the call's own is: cuDNN's [B, H, N_q, 1], CPU's stored [B, N_q, H]."""
+    wanted = value_of(call.lse)
+    if wanted.dim() == 4:
+        return call.emit(aten.unsqueeze.default, lse, 3)
+    if equal(wanted.stride(), value_of(lse).stride()):
+        return lse
+    by_rows = call.emit(aten.transpose.int, lse, 1, 2)
+    by_rows = call.emit(aten.clone.default, by_rows, memory_format=torch.contiguous_format)
+    return call.emit(aten.transpose.int, by_rows, 1, 2)
 
 
 def _more(call: Call, node: Node, items: dict[int, Node], given: dict) -> str | None:

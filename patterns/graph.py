@@ -21,6 +21,7 @@ from torch.fx.node import map_arg
 
 from sage_inductor.ops import compat
 
+HOMES = ("torch", "_operator", "builtins", "math")  # of functions whose names say what they do
 AUTOCAST = ("_enter_autocast", "_exit_autocast")
 NESTING = ("_increment_nesting", "_decrement_nesting")
 # Operations that give a tensor another shape. (Those that move elements, such as transpose, are not
@@ -95,14 +96,20 @@ def storages(node: Node) -> dict:
 
 def op_name(node) -> str:
     """``matmul`` of ``torch.matmul``, ``@``, ``Tensor.matmul`` and ``aten.matmul.default`` alike;
-    "" for what is not a call."""
+    "" for what is not a call. Of what is not torch's own ``its_home::matmul``: it may be anything.
+    """
     if not isinstance(node, Node) or node.op not in ("call_function", "call_method"):
         return ""
     if node.op == "call_method":
         return node.target
-    if isinstance(node.target, compat.OpOverload):
-        return node.target._schema.name.split("::")[1]
-    return getattr(node.target, "__name__", "")
+    target = node.target
+    if isinstance(target, compat.OpOverload | compat.OpOverloadPacket):
+        home, name = str(target).split(".")[:2]
+        known = home in ("aten", "sage")
+    else:
+        home, name = getattr(target, "__module__", None) or "torch", getattr(target, "__name__", "")
+        known = not name or home.split(".")[0] in HOMES
+    return name if known else f"{home}::{name}"
 
 
 def arguments(node: Node, *names, **defaults) -> list:
@@ -138,7 +145,7 @@ def may_write(node: Node) -> bool:
     if home == "_operator":
         reads = ("invert", "inv", "is_", "is_not")
         return name == "setitem" or name.startswith("i") and name not in reads
-    foreign = home.split(".")[0] not in ("", "torch", "builtins", "math") or "_dynamo" in home
+    foreign = home.split(".")[0] not in ("", *HOMES) or "_dynamo" in home
     dunder = name.endswith("__") and name not in READS
     inplace = any(node.kwargs.get(name) not in (None, False) for name in ("out", "inplace"))
     positional = home == "torch.nn.functional" and any(arg is True for arg in node.args)

@@ -179,6 +179,8 @@ def _index(analysis, node, x, indices):
 
 @rule("getitem")
 def _getitem(analysis, node, x, index):
+    if not isinstance(value_of(x), torch.Tensor):
+        return None  # one of several outputs
     index = index if isinstance(index, tuple) else (index,)
     if any(isinstance(part, Node) for part in index):
         return _gather(analysis, node, x, index)
@@ -257,7 +259,10 @@ POINTWISE = COMPARE | ARITHMETIC | LOGIC
 
 @rule(*POINTWISE)
 def _pointwise(analysis, node, *args):
-    facts, name = [analysis.describe(arg) for arg in args], op_name(node)
+    name = op_name(node)
+    if name == "where" and node.op == "call_method":  # x.where(condition, other)
+        args = args[1], args[0], *args[2:]
+    facts = [analysis.describe(arg) for arg in args]
     if None in facts:
         return None
     if all(isinstance(fact, TwoValued) for fact in facts):

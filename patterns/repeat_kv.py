@@ -11,8 +11,10 @@ from sage_inductor.patterns.graph import VIEWS, GraphIndex, arguments, equal, op
 
 def kv_source(k: Node, index: GraphIndex) -> tuple[Node, int]:
     """(x, G) where k [B, H * G, N, D] repeats each head of x [B, H, N, D] G times in a row, as
-    SDPA's enable_gqa does; (k, 1) where it does not, or where x is written to later."""
+    SDPA's enable_gqa does; (k, 1) where it does not, or where x or k is written to later."""
     name, x = op_name(k), arguments(k, "input")[0]
+    if index.written_after(k, k):
+        return k, 1
     if name in ("contiguous", "clone"):
         source, G = kv_source(x, index)
         return (source, G) if G > 1 else (k, 1)

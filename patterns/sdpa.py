@@ -16,7 +16,14 @@ import torch.nn.functional as F
 from torch.fx import Node
 
 from sage_inductor.patterns.call import CAUSAL, FULL, Call
-from sage_inductor.patterns.graph import Emitter, GraphIndex, as_float, statically_true, value_of
+from sage_inductor.patterns.graph import (
+    Emitter,
+    GraphIndex,
+    as_float,
+    equal,
+    statically_true,
+    value_of,
+)
 from sage_inductor.patterns.repeat_kv import kv_source
 
 TARGETS = (
@@ -42,7 +49,8 @@ def find(node: Node, index: GraphIndex) -> Call | None:
     if not isinstance(is_causal, bool):
         call.refused = f"is_causal must be known when compiling, got {is_causal}"
     (k, G), (v, G_v) = kv_source(call.k, index), kv_source(call.v, index)
-    if G == G_v > 1 and not call.enable_gqa:
+    of_q, of_k = (getattr(value_of(x), "shape", ())[-3:-2] for x in (call.q, call.k))
+    if G == G_v > 1 and not call.enable_gqa and equal(of_q, of_k):  # else q's are broadcast
         call.k, call.v, call.enable_gqa = k, v, True
     if getattr(call.out, "dim", int)() == 3:  # [H, N, D]
         unsqueeze, squeeze = torch.ops.aten.unsqueeze.default, torch.ops.aten.squeeze.dim

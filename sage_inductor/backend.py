@@ -195,6 +195,8 @@ def run_graphs(see, model, args: tuple, kwargs: dict):
 
     torch._dynamo.reset()
     try:
-        return torch.compile(model, backend=look)(*args, **kwargs)
+        # What is compiled already, the model or a part of it, has a backend of its own.
+        with torch.compiler.set_stance(force_backend=look):
+            return torch.compile(model, backend=look)(*args, **kwargs)
     finally:
         torch._dynamo.reset()

@@ -71,10 +71,15 @@ class _CheckedConfig(type(sys.modules[__name__])):
             _followers[name](value, not _patching.get())
 
     def patch(self, arg1=None, arg2=None, **kwargs):  # typed below
+        if arg1 and kwargs:
+            raise TypeError(
+                f"patch takes a name and its value, a dict or keywords, got {kwargs} too"
+            )
         changes = arg1 if isinstance(arg1, dict) else {arg1: arg2} if arg1 else kwargs
-        for name in changes:
+        for name, value in changes.items():  # before any is set: torch's patch takes none back
             if name not in self._config:
                 raise AttributeError(options.unknown(name, self._config, _PREFIX))
+            check(name, value)
         return _Patch(super().patch(changes))
 
 

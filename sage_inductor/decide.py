@@ -14,7 +14,7 @@ import itertools
 import torch
 import triton
 
-from sage_inductor import cost, measured, patterns
+from sage_inductor import cost, measured, options, patterns
 from sage_inductor.autotune import BenchmarkCase, Candidate, rivals
 from sage_inductor.cost import Prediction, Sizes
 from sage_inductor.errors import SageOptionError
@@ -56,6 +56,8 @@ def rewrite(gm: torch.fx.GraphModule, settings: Settings) -> list[Site]:
 
 def decide(call: Call, settings: Settings) -> Decision:
     """What becomes of `call`; nothing is changed yet."""
+    if call.recipe is not None:
+        check_asked(call.recipe)
     if settings.recipe == OFF and not settings.policy:
         return Decision(None, "the recipe is 'off'")
     reason = call.refused or why_not(call)
@@ -77,6 +79,14 @@ def decide(call: Call, settings: Settings) -> Decision:
     if settings.portable:
         reason += _left_behind(call, candidate.recipe)
     return Decision(candidate.recipe, reason, candidate.warpgroups, selection)
+
+
+def check_asked(recipe: str) -> None:
+    """Raise SageOptionError unless it is one that sage_inductor.attention may be asked for."""
+    try:
+        options.check("recipe", recipe, "sage_inductor.attention: ")
+    except ValueError as error:
+        raise SageOptionError(str(error)) from None
 
 
 def _choose(

@@ -43,6 +43,8 @@ def rewrite(
     asked = settings.resolve(ours, portable=True, stage=stages.current())
     gm, signature = exported_program.graph_module, exported_program.graph_signature
     _renew(gm)
+    for node in (node for module in _graph_modules(gm) for node in module.graph.nodes):
+        node.meta.pop("sage", None)  # what an earlier rewrite has left, other options may take
     outputs = _outputs(gm)
     sites = _rewrite(gm, asked)
     for before, now in zip(outputs, _outputs(gm), strict=True):
@@ -59,11 +61,15 @@ def _outputs(gm: torch.fx.GraphModule) -> list[str]:
     return [node.name for node in gm.graph.output_node().args[0] if isinstance(node, torch.fx.Node)]
 
 
+def _graph_modules(gm: torch.fx.GraphModule) -> list[torch.fx.GraphModule]:
+    return [module for module in gm.modules() if isinstance(module, torch.fx.GraphModule)]
+
+
 def _renew(gm: torch.fx.GraphModule) -> None:
     """Give the sage ops of a program the recipes' strings of today. Raises ValueError where one
     means something else than when it was made."""
-    for module in gm.modules():
-        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+    for module in _graph_modules(gm):
+        for node in module.graph.nodes:
             if node.target in (torch.ops.sage.sdpa.default, torch.ops.sage.prepare.default):
                 given = _given(node, module)
                 at = list(given).index("recipe")

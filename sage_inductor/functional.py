@@ -22,9 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sage_inductor import config, cost, measured, options, patterns, report, settings, stages
-from sage_inductor.decide import decide
-from sage_inductor.errors import SageOptionError
+from sage_inductor import config, cost, measured, patterns, report, settings, stages
+from sage_inductor.decide import check_asked, decide
 from sage_inductor.ops import compat
 from sage_inductor.options import AUTO
 from sage_inductor.patterns.call import Call, Decision, Site
@@ -69,6 +68,8 @@ def attention(
         )
         lse = (q, k, attn_mask, is_causal, scale)
         return (out, torch.ops.sage.lse(*lse)) if return_lse else out
+    if not isinstance(is_causal, bool | torch.SymBool):  # dropout_p is no argument here
+        raise TypeError(f"is_causal must be True or False, got {is_causal!r}")
     asked = is_causal, as_float(scale), enable_gqa, recipe, return_lse
     tensors = (q, k, v) if attn_mask is None else (q, k, v, attn_mask)
     return _run_of(tensors, asked)(*tensors)
@@ -123,7 +124,7 @@ def _run_of(tensors: tuple[Tensor, ...], asked: tuple) -> Callable:
         stage = stages.current() if portable else None
         return _decided(kinds, asked, compat.detect_fake_mode(tensors), portable, stage)
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    given = tuple(getattr(config, name) for name in settings.FROM_CONFIG)
+    given = tuple(map(_hashable, (getattr(config, name) for name in settings.FROM_CONFIG)))
     kinds_of = _but_lengths(kinds) if _is_short(kinds, *given) else kinds
     stage = stages.current()
     key = kinds_of, asked, grad, autocast, given, measured.flash_attention(), stage
@@ -133,6 +134,22 @@ def _run_of(tensors: tuple[Tensor, ...], asked: tuple) -> Callable:
             _runs.clear()
         run = _runs[key] = _decided(kinds, asked, None, False, stage)
     return run
+
+
+class _Same(NamedTuple):
+    """A function of the user's, which need not be hashable, in a key that keeps it alive."""
+
+    function: Callable
+
+    def __hash__(self) -> int:
+        return id(self.function)
+
+    def __eq__(self, other) -> bool:
+        return type(other) is _Same and self.function is other.function
+
+
+def _hashable(value):
+    return _Same(value) if callable(value) and value.__hash__ is None else value
 
 
 MAX_KINDS = 4096  # of calls that are remembered, some 10 KiB each
@@ -154,10 +171,7 @@ def _but_lengths(kinds: tuple[_Kind, ...]) -> tuple:
 
 def _decided(kinds, asked, fake_mode, portable: bool, stage: str | None) -> Callable:
     """What computes the call; its site goes to the report."""
-    try:
-        options.check("recipe", asked[3], "sage_inductor.attention: ")
-    except ValueError as error:
-        raise SageOptionError(str(error)) from None
+    check_asked(asked[3])
     wanted = settings.resolve({}, portable=portable, stage=stage)
     with compat.disable_modes():
         gm = _graph_of(kinds, asked, fake_mode)

@@ -24,6 +24,7 @@ import logging
 import os
 import re
 import statistics
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -353,7 +354,8 @@ def save(table: Table) -> Path:
     before = _users(table.gpu, flash_attention())
     if before is not None:
         table = before.with_families(table.families)
-    whole = path.with_suffix(f".{os.getpid()}")  # put in place at once: others may be reading
+    # Put in place at once: others may be reading, and writing.
+    whole = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
     whole.write_text(to_text(table))
     whole.replace(path)
     forget()

@@ -134,9 +134,10 @@ CAUSES = (
           "replaced|the condition of a mask is not bool|the mask is added with alpha",
           "hide scores with one bool mask and -inf, after the scale"),
     Cause("the scores are scaled by|beta=.* of baddbmm|^alpha=", "scale by a Python number"),
+    Cause("is given out=", "assign what the call returns instead"),
     Cause("the weights pass through|softmax is over dimension|a product broadcasts|a product is "
           "not|the weights are not|batch and heads are split|an operand is computed from|stands "
-          "between the products|the scores are moved by", _AS_SDPA),
+          "between the products|the scores are moved by|the output product adds", _AS_SDPA),
 
     Cause("was not run with these inputs", "give diagnose inputs that reach this call"),
     Cause("was not measured: it needs no gradient",

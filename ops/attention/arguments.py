@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sage_inductor.ops.formats import Prepared
+from sage_inductor.ops.formats import MAX_ROWS, Prepared
 from sage_inductor.ops.recipe import Recipe, decode
 from sage_inductor.ops.visibility import BlockLists, Visibility, num_tiles
 
@@ -133,8 +133,10 @@ class AttentionCall(NamedTuple):
         return tensors, (*strides, *widths), (*self.blocks.size, len(lists) == 2)
 
     def band_arguments(self) -> tuple[int, int, bool]:
-        """LEFT, RIGHT (-1: no bound) and BOTTOM_RIGHT."""
-        return *(-1 if x is None else x for x in (self.left, self.right)), self.bottom_right
+        """LEFT, RIGHT (-1: no bound) and BOTTOM_RIGHT. No sequence is longer than MAX_ROWS, and
+        sums with a bound are 32-bit numbers."""
+        bounds = (-1 if x is None else min(x, MAX_ROWS) for x in (self.left, self.right))
+        return *bounds, self.bottom_right
 
 
 def broadcast_strides(shape, strides) -> list:

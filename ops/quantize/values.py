@@ -73,7 +73,7 @@ def quantize_v_block(
     if CHECK:
         if MASK:
             mask = mask & (tl.load(visible + n, mask=2 * n < N2, other=0) != 0)[:, None]
-        beyond = tl.max((mask & (tl.abs(x) > amax[None, :])).to(tl.int32))
+        beyond = tl.max((mask & ~(tl.abs(x) <= amax[None, :])).to(tl.int32))  # so is NaN
         tl.store(Beyond + head, 1, mask=beyond != 0)
     _store_v(x, amax, V_fp8, head, block, blocks * BLOCK_N, SATURATE, BLOCK_N, BLOCK_D)
     if block == 0:

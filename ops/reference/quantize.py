@@ -141,7 +141,8 @@ def quantize_v_checked(
     if visible is not None:
         away = torch.where(visible.bool()[..., None], away, 0.0)
     amax = torch.where(v_amax < TINY, TINY, v_amax)
-    beyond = (away > amax[:, :, None]).flatten(2).any(2)[..., None]  # [B, H, 1]
+    beyond = ~(away <= amax[:, :, None])  # so is NaN
+    beyond = beyond.flatten(2).any(2)[..., None]  # [B, H, 1]
     amax = torch.where(beyond, away.amax(2), amax)
     return quantize_v(v, v_mean, amax, recipe, visible is not None)
 

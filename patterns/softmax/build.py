@@ -54,8 +54,8 @@ class _Attention:
     """The steps q k^T -> softmax -> p v, in the order they are computed."""
 
     def __init__(self, above: list[Step], softmax: Node, below: list[Step]):
-        self.above, self.softmax, self.below = above, softmax, below[:-1]
-        self.node = below[-1].node
+        self.above, self.softmax, (*self.below, end) = above, softmax, below
+        self.node, self.refused = end.node, end.refused
         self.scores, self.output = product_of(above[0].node), product_of(self.node)
         if self.output.a is not (self.below[-1].node if self.below else softmax):
             x = self.output  # an einsum with the weights written second
@@ -77,6 +77,11 @@ class _Attention:
         """Why this is not softmax(c q k^T + M) v, or not of this alone."""
         q, k, v = self.scores.a, self.scores.b, self.output.b
         yield from (step.refused for step in (*self.above, *self.below) if step.refused)
+        if self.refused:
+            yield self.refused
+        for node in (*sorted(self.chain), self.node):
+            if node.kwargs.get("out") is not None:
+                yield f"`{node.name}` is given out="
         after = (step for step in self.below if not step.plain)
         yield from (f"the weights pass through `{op_name(step.node)}`" for step in after)
         dim, rank = arguments(self.softmax, "input", "dim")[1], value_of(self.softmax).dim()
@@ -204,6 +209,7 @@ class _Attention:
         visible = hidden = bias = None
         for step in self.above:
             if step.bias is not None:
+                bias, hidden = self._added(emit, bias, hidden), None
                 mask = self._aligned(emit, step, step.bias, letters, order)
                 dtype = value_of(self.scores.a).dtype
                 if value_of(mask).dtype not in (torch.float32, dtype):
@@ -216,18 +222,26 @@ class _Attention:
                     mask = _negated(mask, emit.index) or emit(aten.logical_not.default, mask)
                 if value == -math.inf:
                     visible = mask if visible is None else emit(AND, visible, mask)
-                else:
+                elif bias is None:
                     hidden = mask if hidden is None else emit(OR, hidden, mask)
-        if hidden is not None:
-            # A row that is hidden all over still is the mean of all values, as it was.
-            dtype = value_of(self.softmax.args[0]).dtype
-            dtype = torch.float32 if dtype == torch.float16 else dtype
-            zeros = emit(aten.zeros_like.default, hidden, dtype=dtype)
-            mask = emit(aten.masked_fill.Scalar, zeros, hidden, ABSORBS)
-            bias = mask if bias is None else emit(aten.add.Tensor, bias, mask)
+                else:  # whatever was added before, -inf too, is replaced
+                    if value_of(bias).dtype == torch.float16:
+                        bias = emit(aten.to.dtype, bias, torch.float32)
+                    bias = emit(aten.masked_fill.Scalar, bias, mask, ABSORBS)
+        bias = self._added(emit, bias, hidden)
         if visible is not None and bias is not None:
             return emit(aten.where.ScalarOther, visible, bias, -math.inf)
         return bias if visible is None else visible
+
+    def _added(self, emit: Emitter, bias: Node | None, hidden: Node | None) -> Node | None:
+        """bias, and what hides. A row that is hidden all over still is the mean of all values."""
+        if hidden is None:
+            return bias
+        dtype = value_of(self.softmax.args[0]).dtype
+        dtype = torch.float32 if dtype == torch.float16 else dtype
+        zeros = emit(aten.zeros_like.default, hidden, dtype=dtype)
+        mask = emit(aten.masked_fill.Scalar, zeros, hidden, ABSORBS)
+        return mask if bias is None else emit(aten.add.Tensor, bias, mask)
 
     def _aligned(self, emit: Emitter, step: Step, mask: Node, letters: str, order: str) -> Node:
         """A mask that broadcasts to [B, H, N_q, N_k], of one that does to `step`'s scores."""

@@ -14,7 +14,15 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from sage_inductor.patterns.graph import VIEWS, arguments, equal, may_write, op_name, value_of
+from sage_inductor.patterns.graph import (
+    VIEWS,
+    arguments,
+    equal,
+    may_write,
+    op_name,
+    storage_of,
+    value_of,
+)
 
 SOFTMAX = ("softmax", "_softmax", "special_softmax")
 PRODUCTS = ("matmul", "bmm", "baddbmm", "einsum")
@@ -116,7 +124,8 @@ def _descend(weights: Node, seen: set[Node]) -> list[Step] | None:
     for user in weights.users:
         product = product_of(user)
         if product and (product.a is weights or op_name(user) == "einsum"):
-            return [Step(user)]
+            added = any(not step.plain or step.refused for step in _steps_of_product(user))
+            return [Step(user, refused="the output product adds or scales" if added else None)]
         for operand, step in _readings(user) if len(seen) < MOST_STEPS else ():
             if operand is weights and user not in seen:
                 seen.add(user)
@@ -145,6 +154,7 @@ def _reading_of(name: str, node: Node) -> Iterator[tuple[Node, Step]]:
     if name in SAME or name in VIEWS:
         value = value_of(node)
         moved = not value.is_floating_point() or value.device != value_of(x).device
+        moved |= name in VIEWS and value.dtype != value_of(x).dtype  # the bits, read anew
         yield x, Step(node, refused=f"the scores are moved by `{name}`" if moved else None)
     elif name == "dropout":
         _, p, training = arguments(node, "input", "p", ("training", "train"), p=0.5, training=True)
@@ -229,6 +239,7 @@ def _steps_of_product(node: Node) -> list[Step]:
         return [Step(node)]
     bias, beta, alpha = (_baddbmm(node)[i] for i in (0, 3, 4))
     alpha = Step(node, scale=float(alpha)) if _number(alpha) else Step(node, refused=f"{alpha=}")
+    alpha = Step(node) if alpha.scale == 1 else alpha
     if beta == 0:
         return [alpha]
     return [alpha, Step(node, bias=bias, refused=None if beta == 1 else f"{beta=} of baddbmm")]
@@ -273,8 +284,7 @@ def _number(x) -> float | None:
         return float(x)
     if not isinstance(x, Node) or not isinstance(value := value_of(x), torch.Tensor):
         return None
-    shared = value.dim() > 0 and len(x.users) > 1  # another use may be a view that is written to
-    if shared or any(may_write(user) and op_name(user) != "detach_" for user in x.users):
+    if _is_written(x):
         return None
     name = _name(x)
     if name in ("full", "full_like", "new_full"):
@@ -285,8 +295,21 @@ def _number(x) -> float | None:
         number = math.sqrt(number)
     else:
         return None
-    rounds = number is not None and value.is_floating_point()
-    return torch.tensor(number, dtype=value.dtype).item() if rounds else number
+    if number is None or not (math.isfinite(number) or value.is_floating_point()):
+        return None
+    return float(torch.tensor(number, dtype=value.dtype))  # rounded, or without its fraction
+
+
+def _is_written(x: Node) -> bool:
+    """To it, or to a view of it."""
+    memory = storage_of(value_of(x))
+    for user in x.users:
+        if may_write(user) and op_name(user) != "detach_":
+            return True
+        value = value_of(user)
+        if isinstance(value, torch.Tensor) and storage_of(value) == memory and _is_written(user):
+            return True
+    return False
 
 
 def _name(node: Node) -> str:

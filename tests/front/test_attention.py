@@ -1,6 +1,7 @@
 """``sage_inductor.attention``: SDPA's meaning, the decision of a rewritten call, and the same under
 every compiler."""
 
+import dataclasses
 import math
 
 import pytest
@@ -314,6 +315,38 @@ def test_an_unknown_recipe_is_refused():
     message = r"sage_inductor.attention: recipe must be one of .* did you mean 'sage2-8b'\?"
     with pytest.raises(SageOptionError, match=message):
         attention(*inputs(), recipe="sage2")
+
+
+def test_an_unknown_recipe_is_refused_where_it_is_compiled():
+    compiled = torch.compile(lambda q, k, v: attention(q, k, v, recipe="sage2"), backend="sage")
+    with pytest.raises(SageOptionError, match="recipe must be one of"):
+        compiled(*inputs())
+
+
+def test_dropout_is_no_argument():
+    """SDPA's fifth is dropout_p; 0.0 would be is_causal, and 0.0 == False."""
+    q, k, v = inputs()
+    attention(q, k, v, None, False)
+    with pytest.raises(TypeError, match="is_causal must be True or False, got 0.0"):
+        attention(q, k, v, None, 0.0)
+
+
+def test_a_policy_that_cannot_be_hashed_decides_too():
+    @dataclasses.dataclass
+    class Policy:
+        recipe: str
+
+        def __call__(self, described):
+            return self.recipe
+
+    q, k, v = inputs()
+    found = []
+    for recipe in ("sage1", "off"):
+        with config.patch(emulate=True, policy=Policy(recipe)):
+            found += [attention(q, k, v) for _ in range(2)]
+    assert torch.equal(found[0], found[1]) and torch.equal(found[2], found[3])
+    assert torch.equal(found[3], F.scaled_dot_product_attention(q, k, v))
+    assert not torch.equal(found[0], found[2])
 
 
 def test_what_no_recipe_computes_stays_sdpa():

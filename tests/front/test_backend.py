@@ -263,6 +263,15 @@ def test_enabled_false_opts_one_graph_out():
     assert len(sage_inductor.report().refused) == 1
 
 
+def test_a_patch_of_a_bad_value_changes_nothing():
+    with pytest.raises(ValueError, match="recipe must be one of"):
+        with config.patch(emulate=True, recipe="bogus"):
+            pass
+    with pytest.raises(TypeError, match="patch takes"):
+        config.patch({"emulate": True}, force=True)
+    assert not config.emulate and not config.force
+
+
 def test_config_is_what_options_override():
     with config.patch(emulate=True, recipe="sage1"):
         run({})
@@ -452,6 +461,17 @@ def test_explain_runs_the_model_and_compiles_nothing():
     assert counters["inductor"] == compiled_before and len(sage_inductor.report()) == 0
     with pytest.raises(ValueError, match="sage.recpie does not exist"):
         sage_inductor.explain(model(), torch.randn(2, 20, 128), options={"sage.recpie": 1})
+
+
+@pytest.mark.parametrize("compiled_by", ["its method", "torch.compile"])
+def test_explain_sees_a_model_that_is_compiled_already(compiled_by):
+    compiled = model()
+    if compiled_by == "its method":
+        compiled.compile(backend="sage")
+    else:
+        compiled.forward = torch.compile(compiled.forward, backend="sage")
+    report = sage_inductor.explain(compiled, torch.randn(2, 20, 128), options=EMULATE)
+    assert [s.recipe for s in report] == ["sage2-8b", "sage2-8b"]
 
 
 def test_threads_compile_side_by_side():

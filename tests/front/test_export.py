@@ -673,6 +673,13 @@ def test_rewrite_replaces_the_calls_of_a_program_in_place(make, strict):
         check([tensors(actual)], [tensors(expected)], 0.05)  # what quantization costs
 
 
+def test_what_one_rewrite_left_another_may_take():
+    model = Masked(128, 32)
+    program = export(model, call(model, 64)[0], {})
+    assert not any(site.rewritten for site in sage_inductor.rewrite(program))
+    assert all(site.rewritten for site in sage_inductor.rewrite(program, options=EMULATE))
+
+
 def test_rewritten_programs_can_be_saved(tmp_path):
     model = Masked(128, 32)
     args, _ = call(model, 64)

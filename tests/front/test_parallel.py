@@ -36,7 +36,7 @@ import sage_inductor
 from sage_inductor import SageOptionError, gather_attention, measured
 from sage_inductor.cost import Sizes
 from sage_inductor.measured import Family
-from sage_inductor.ops import gather
+from sage_inductor.ops import gather, sharding
 from sage_inductor.ops.attention.tiles import Gpu
 from sage_inductor.ops.formats import K_BLOCK, MAX_ROWS
 from sage_inductor.ops.gather import Shards
@@ -199,6 +199,13 @@ def test_strides_of_a_projection_are_taken_as_they_are(ranks):
         expected = sdpa(q_r, k, v, recipe=RECIPE)
         assert_close(out, expected[0], atol=0.02, rtol=0.01)  # a last bit of a mean may differ
         assert_close(lse, expected[1], atol=1e-3, rtol=0)
+
+
+def test_lse_without_a_batch_is_computed_whole():
+    """[H, N, D]: what is sharded of [B, H, N, D] is another dimension."""
+    x = torch.zeros(4, 16, 8)
+    assert sharding._lse(x, x, None, False, None) == [([Replicate()], [Replicate()] * 2)]
+    assert sharding._lse(x, x, x, False, None) == [([Replicate()], [Replicate()] * 3)]
 
 
 @pytest.mark.parametrize("sign", [1, -1])

@@ -33,7 +33,7 @@ from sage_inductor.ops import (
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.attention import select, tiles
 from sage_inductor.ops.attention.arguments import AttentionCall
-from sage_inductor.ops.formats import PV, Format, Prepared
+from sage_inductor.ops.formats import MAX_ROWS, PV, Format, Prepared
 from sage_inductor.ops.quantize.smooth import smooth_q
 from sage_inductor.ops.recipe import NAMED, Recipe, decode
 from sage_inductor.ops.reference import attention as emulation
@@ -191,6 +191,24 @@ def test_gradient_under_a_mask_and_a_band_is_exact_attentions(band, kind):
     actual = torch.autograd.grad(out, inputs, cotangent)
     for a, e in zip(actual, torch.autograd.grad(exact, inputs, cotangent.double())):
         assert_close(a, e, rtol=1e-4, atol=1e-4)
+
+
+def test_gradient_under_a_mask_of_fewer_bits():
+    q, k, v = (x.requires_grad_() for x in qkv())
+    attn_mask = torch.randn(4, 65, 70, dtype=torch.bfloat16, requires_grad=True)
+    inputs = q, k, v, attn_mask
+    out, _ = sdpa(q, k, v, attn_mask=attn_mask)
+    exact, _ = exactly(q, k, v, False, 0.125, attn_mask)
+    cotangent = torch.randn_like(out)
+    actual = torch.autograd.grad(out, inputs, cotangent)
+    for a, e in zip(actual, torch.autograd.grad(exact, inputs, cotangent.double())):
+        tolerance = 1e-4 if a.dtype == torch.float32 else 1e-2
+        assert_close(a, e.to(a.dtype), rtol=tolerance, atol=tolerance)
+
+
+def test_bounds_beyond_every_sequence_are_32_bit_numbers():
+    a = attention_call(*qkv(), "sage1")._replace(left=2**31 - 1, right=2**40)
+    assert a.band_arguments() == (MAX_ROWS, MAX_ROWS, False)
 
 
 @pytest.mark.parametrize("scale", [-0.125, 0.0])

@@ -403,6 +403,18 @@ def test_nan_and_inf_are_kept_and_stay_in_their_head(recipe, which, bad):
     assert torch.equal(out[0], clean[0]) and torch.equal(out[1, 1], clean[1, 1])
 
 
+@pytest.mark.parametrize("recipe", list(NAMED))
+def test_a_nan_in_v_that_is_seen_is_kept_under_a_mask(recipe):
+    q, k, v = qkv(B=2)
+    v = v.clone()
+    v[1, 0, 7, 3] = math.nan
+    seen = torch.ones(2, 1, 1, k.shape[2], dtype=torch.bool)
+    seen[..., -5:] = False
+    out, _ = sdpa(q, k, v, False, 0.125, recipe, attn_mask=seen)
+    exact, _ = exactly(q, k, v, False, 0.125, seen)
+    assert exact.isnan().any() and not (exact.isfinite() < out.isfinite()).any()
+
+
 def test_extreme_but_finite_values_stay_finite():
     for dtype, size in ((torch.bfloat16, 6e4), (torch.bfloat16, 1e-30), (torch.float16, 6e-8)):
         q, k, v = qkv(dtype=dtype)

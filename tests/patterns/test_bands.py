@@ -221,6 +221,16 @@ def test_an_oblong_mask_is_proven_with_its_diagonal(case, dynamic):
     assert proven(program, (7, 12), (5, 13), options={"dynamic": dynamic}) == (band, None)
 
 
+def test_the_method_where_has_its_condition_second():
+    def chosen(n, m, p, d):
+        causal, recent = ones(n).tril(), ones(n).triu(-99)
+        return causal.where(recent, torch.ones_like(causal))
+
+    assert proven(chosen, (12, 12)) == (CAUSAL, None)
+    swapped = lambda n, m, p, d: ones(n).triu(-99).where(ones(n).tril(), ones(n))  # noqa: E731
+    assert proven(swapped, (12, 12)) == (FULL, None)
+
+
 LEFT_OVER = {
     "padding": (lambda n, m, p, d: window(n, m, None, 0) & p.bool()[:, None, None], CAUSAL, "[2, 1, 1, 12]"),
     "padding, expanded": (
@@ -232,6 +242,7 @@ LEFT_OVER = {
     "padding, negated": (lambda n, m, p, d: ones(n).tril() & ~(p == 0)[:, None, None], CAUSAL, "[2, 1, 1, 12]"),
     "data": (lambda n, m, p, d: window(n, m, 3, 0) & (d > 0), Band(3, 0), "[12, 12]"),
     "data twice": (lambda n, m, p, d: ones(n).tril() & (d > 0) & (d < 1), FULL, "mask"),
+    "one of several outputs": (lambda n, m, p, d: (d > 0).repeat(1, 2).chunk(2, 1)[0], FULL, "mask"),
     "data and padding": (lambda n, m, p, d: (d > 0) & p.bool()[:, None, None] & ones(n).tril(), FULL, "mask"),
     "data or causal": (lambda n, m, p, d: (d > 0) | ones(n).tril(), FULL, "mask"),
     "queries' own padding": (lambda n, m, p, d: ones(n).tril() & p.bool()[:, None, :, None], FULL, "mask"),

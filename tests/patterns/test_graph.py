@@ -45,6 +45,19 @@ CALLS = [  # target, args (True: the tensor), kwargs, whether it may write
 ]
 
 
+def test_only_torchs_own_calls_have_a_bare_name():
+    library = torch.library.Library("sage_test_names", "FRAGMENT")
+    library.define("matmul(Tensor x) -> Tensor")
+    ours = torch.ops.sage_test_names.matmul
+    graph, found = torch.fx.Graph(), []
+    x = graph.placeholder("x")
+    targets = torch.matmul, operator.matmul, aten.matmul, aten.matmul.default, ours, ours.default
+    for target in (*targets, foreign):
+        found.append(op_name(graph.call_function(target, (x,))))
+    assert found[:4] == ["matmul"] * 4 and found[4:6] == ["sage_test_names::matmul"] * 2
+    assert found[6].endswith("::foreign")
+
+
 @pytest.mark.parametrize(
     "target, args, kwargs, writes", CALLS, ids=lambda x: getattr(x, "__name__", str(x))
 )

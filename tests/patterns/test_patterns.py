@@ -392,6 +392,20 @@ def test_what_sdpa_broadcasts_is_broadcast(q, k, v, heads, dynamic):
     assert relative_l1(actual, sdpa(is_causal=True)(*inputs)) < 0.05
 
 
+def test_one_head_of_q_is_broadcast_to_the_repeated_heads_of_k():
+    def repeated(q, k, v):
+        k, v = (x.repeat_interleave(4, 1) for x in (k, v))
+        return F.scaled_dot_product_attention(q, k, v)
+
+    inputs = random_qkv(H=1)
+    (gm,), (site,) = capture(repeated, *inputs)
+    assert site.rewritten and site.k[1] == 4
+    torch._dynamo.reset()
+    compiled = torch.compile(repeated, backend=lambda gm, _: rewrite(gm, EMULATE) and gm.forward)
+    actual, expected = compiled(*inputs), repeated(*inputs)
+    assert actual.shape == expected.shape and relative_l1(actual, expected) < 0.05
+
+
 def test_heads_of_k_alone_that_are_repeated_stay_repeated():
     def repeated(q, k, v):
         return F.scaled_dot_product_attention(q, k.repeat_interleave(2, 1), v)

@@ -376,6 +376,29 @@ def test_rows_that_a_finite_mask_hides_all_over_stay_the_mean_of_all_values():
         torch.testing.assert_close(actual[:, :, 3], v.mean(2))
 
 
+def test_a_finite_mask_takes_the_place_of_what_was_added_before():
+    hidden = torch.zeros(8, 8, dtype=torch.float64).masked_fill(~MASK, -math.inf)
+    padding = torch.arange(8) < 3
+    check(scored(lambda s: (s + hidden).masked_fill(padding, -1e9)), *random_qkv())
+    check(scored(lambda s: s.masked_fill(padding, -1e9) + hidden), *random_qkv())
+
+
+def test_a_whole_number_as_a_scale_has_no_fraction():
+    check(scored(lambda s: s / torch.full((), 3.9, dtype=torch.int64)), *random_qkv())
+
+
+def test_another_librarys_softmax_is_none_of_torchs():
+    @torch.library.custom_op("sage_test::softmax", mutates_args=())
+    def softmax(x: torch.Tensor, dim: int) -> torch.Tensor:
+        return x.exp() / (x.exp().sum(dim, True) + 1)
+
+    softmax.register_fake(lambda x, dim: torch.empty_like(x))
+    _, taken, reasons, _ = capture(
+        lambda q, k, v: torch.ops.sage_test.softmax(q @ k.mT, -1) @ v, *random_qkv()
+    )
+    assert not taken and not reasons
+
+
 def test_half_precision_scores_in_float32():
     def mixed(q, k, v):
         s = (q @ k.mT).float().masked_fill(~MASK, torch.finfo(torch.float32).min)
@@ -468,7 +491,23 @@ def interleaved_and_written(x):
     return y
 
 
-@pytest.mark.parametrize("repeat", [unsqueezed_and_written, interleaved_and_written])
+def unsqueezed_then_written(x):
+    y = x[:, :, None].expand(-1, -1, 3, -1, -1).reshape(x.shape[0], -1, *x.shape[2:])
+    y[:, 1] += 3
+    return y
+
+
+def interleaved_then_written(x):
+    y = x.repeat_interleave(3, dim=1)
+    y[:, 1].zero_()
+    return y.contiguous()
+
+
+@pytest.mark.parametrize(
+    "repeat",
+    [unsqueezed_and_written, interleaved_and_written, unsqueezed_then_written,
+     interleaved_then_written],
+)  # fmt: skip
 def test_heads_are_not_taken_from_a_cache_that_is_written_later(repeat):
     def attention(q, k, v):
         k, v = repeat(k.clone()), repeat(v.clone())
@@ -614,6 +653,31 @@ def scaled_by_a_written_view(q, k, v):
     return (q @ k.mT / scale).softmax(-1) @ v
 
 
+def scaled_by_what_is_written_by_another_name(q, k, v):
+    scale = torch.full([], 2.0, dtype=q.dtype)
+    scale.detach().mul_(2)
+    return (q @ k.mT / scale).softmax(-1) @ v
+
+
+def into_out(q, k, v):
+    out = torch.zeros_like(q)
+    torch.matmul((q @ k.mT).softmax(-1), v, out=out)
+    return out
+
+
+def weights_into_out(q, k, v):
+    s = q @ k.mT
+    return torch.softmax(s, -1, out=torch.empty_like(s)) @ v
+
+
+def output_product(**factors):
+    def attention(q, k, v):
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        return torch.baddbmm(v, (q @ k.mT).softmax(-1), v, **factors)
+
+    return attention
+
+
 def deep_use_of_the_weights(q, k, v):
     p = (q @ k.mT).softmax(-1)
     o = p.sum()
@@ -667,6 +731,13 @@ REFUSED = {
     "place of the maximum": (scored(lambda s: s - s.max(-1, True)[1]), "`sub` stands between"),
     "scale that is written": (scaled_by_what_is_written, "scaled by a tensor"),
     "scale written through a view": (scaled_by_a_written_view, "scaled by a tensor"),
+    "scale written by another name": (scaled_by_what_is_written_by_another_name, "scaled by a tensor"),
+    "out=": (into_out, "is given out="),
+    "out= of the weights": (weights_into_out, "is given out="),
+    "residual in the output product": (output_product(), "the output product adds or scales"),
+    "factor of the output product": (output_product(beta=0, alpha=3), "the output product adds or scales"),
+    "other bits": (
+        scored(lambda s: s.half().view(torch.bfloat16).double()), "the scores are moved by `view`"),
     "gradient mode between": (gradient_mode_between, "`_set_grad_enabled` changes a mode"),
     "two dtypes": (two_dtypes, "q, k and v must have one dtype"),
 }  # fmt: skip
