@@ -272,7 +272,7 @@ transformers_llama: scaled_dot_product_attention = scaled_dot_product_attention(
 transformers_gpt2: logical_not_default = logical_not(getitem)
 scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, attn_mask=masked_fill(zeros_like(logical_not_default, dtype=torch.float64), logical_not_default, -1e+30), scale=0.25)
 transformers_t5: scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, attn_mask=g_bias_, scale=1.0)
-transformers_bloom: scaled_dot_product_attention = scaled_dot_product_attention(unflatten(q3, 0, [2, 4]), unflatten(k3, 0, [2, 4]), unflatten(v3, 0, [2, 4]), attn_mask=add(unflatten(g_alibi_, 0, [2, 4]), masked_fill(zeros_like(logical_not, dtype=torch.float64), logical_not, -1e+30)), scale=0.25)
+transformers_bloom: scaled_dot_product_attention = scaled_dot_product_attention(unflatten(q3, 0, [2, 4]), unflatten(k3, 0, [2, 4]), unflatten(v3, 0, [2, 4]), attn_mask=masked_fill(unflatten(g_alibi_, 0, [2, 4]), logical_not, -1e+30), scale=0.25)
 transformers_opt: scaled_dot_product_attention = scaled_dot_product_attention(unflatten(q, 0, [2, 4]), unflatten(k, 0, [2, 4]), unflatten(v, 0, [2, 4]), attn_mask=add(g_bias_, unflatten(g_alibi_, 0, [2, 4])), scale=1.0)
 timm_vit: scaled_dot_product_attention = scaled_dot_product_attention(q, l_k_, l_v_, scale=1.0)
 diffusers_processor: scaled_dot_product_attention = scaled_dot_product_attention(unsqueeze(q, 0), unsqueeze(k, 0), unsqueeze(v, 0), scale=0.25)
