@@ -109,7 +109,7 @@ def op_name(node) -> str:
     else:
         home, name = getattr(target, "__module__", None) or "torch", getattr(target, "__name__", "")
         known = not name or home.split(".")[0] in HOMES
-    return name if known else f"{home}::{name}"
+    return name if known else "::".join((home, name))
 
 
 def arguments(node: Node, *names, **defaults) -> list:
