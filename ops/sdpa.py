@@ -366,8 +366,8 @@ def _backward(ctx, grad_out, _grad_lse):
     # With a scale that is not positive, CPU's causal SDPA gives NaN (torch 2.13).
     is_causal = attn_mask is None and ctx.band == (None, 0, False) and ctx.scale > 0
     with torch.enable_grad():
-        if attn_mask is not None and attn_mask.is_floating_point():
-            attn_mask = attn_mask.to(q.dtype)  # SDPA takes no other; the gradient is cast back
+        if attn_mask is not None and attn_mask.dtype not in (torch.bool, torch.float32, q.dtype):
+            attn_mask = attn_mask.float()  # SDPA takes no other; nothing is lost
         if not is_causal and any(bound is not None for bound in ctx.band[:2]):
             if attn_mask is None or attn_mask.dtype == torch.bool:
                 hidden = attn_mask is not None and ~attn_mask

@@ -70,6 +70,25 @@ def test_parts_that_are_merged_are_attention(dynamic):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_logsumexp_is_stored_as_it_was(dynamic):
+    """CPU's is [B, H, N_q] stored by rows: a view that its strides allow."""
+
+    def function(q, k, v):
+        out, lse = on_cpu(q, k, v)
+        return out, lse, lse.transpose(1, 2).view(q.shape[0], -1)
+
+    inputs = qkv(H_kv=4, N_q=70, N_kv=70)
+    options = {"sage.emulate": True, "sage.strict": True}
+    compiled = torch.compile(function, backend="sage", options=options, dynamic=dynamic)
+    found, expected = compiled(*inputs), function(*inputs)
+    assert 1e-4 < relative_l1(found[0], expected[0]) < 0.05
+    for lse, exact in zip(found[1:], expected[1:]):
+        assert lse.stride() == exact.stride()
+        assert_close(lse, exact, atol=0.2, rtol=0)
+
+
+@torch.no_grad()
 def test_causal_and_a_mask():
     q, k, v = qkv(H_kv=4, N_q=70, N_kv=70)
     bias = torch.randn(70, 70)
