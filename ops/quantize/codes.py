@@ -18,10 +18,11 @@ def abs_bits(x):
 
 @triton.jit
 def scale_of(amax_bits, QK_MAX: tl.constexpr):
-    """What divides a group by its scale, and the scale; NaN for a group with a NaN."""
+    """What divides a group by its scale, and the scale; NaN for a group with a NaN or an Inf."""
     amax = amax_bits.to(tl.float32, bitcast=True)
     amax = tl.where(amax < _TINY, _TINY, amax)
-    return tl.div_rn(tl.full(amax.shape, QK_MAX, tl.float32), amax), amax * (1.0 / QK_MAX)
+    scale = tl.where(amax < float("inf"), amax * (1.0 / QK_MAX), float("nan"))
+    return tl.div_rn(tl.full(amax.shape, QK_MAX, tl.float32), amax), scale
 
 
 @triton.jit

@@ -245,7 +245,9 @@ def _to_codes(
         x = (x * inverse).clamp(-qk.largest, qk.largest)
     else:  # in float64 the product is exact: it is rounded once, as the kernels' fma does
         x = (x.double() * inverse.double()).round()
-    return x.to(torch.int8 if qk.is_integer else qk.dtype), amax * (1 / qk.largest)
+    # An Inf makes the scale NaN: of Inf, rows of zeros and -Inf would hide it.
+    scale = torch.where(amax.isinf(), torch.nan, amax * (1 / qk.largest))
+    return x.to(torch.int8 if qk.is_integer else qk.dtype), scale
 
 
 def _saturate(x: Tensor, amax: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ def _to_codes(x: Tensor, shared: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     amax = x.abs().amax(shared, keepdim=True)
     amax = torch.where(amax < TINY, TINY, amax)
     codes = (x.double() * divide(LARGEST, amax).double()).round().float()
-    return codes, amax * (1 / LARGEST)
+    return codes, torch.where(amax.isinf(), torch.nan, amax * (1 / LARGEST))
 
 
 def forward(

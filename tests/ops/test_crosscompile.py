@@ -339,7 +339,18 @@ def test_the_sum_of_a_split_tiles_pieces_compiles(fp8):
 
 @pytest.mark.parametrize(
     "heads, num_m, group",
-    [(1, 683, 1), (1, 1024, 1), (2, 683, 1), (6, 343, 3), (7, 343, 2), (24, 171, 12)],
+    [
+        (1, 683, 1),
+        (1, 1024, 1),
+        (2, 683, 1),
+        (6, 343, 3),
+        (7, 343, 2),
+        (24, 171, 12),
+        (3, 320, 2),
+        (9, 121, 5),
+        (5, 256, 3),
+        (6, 209, 3),
+    ],
 )
 def test_tiles_of_a_causal_call_are_dealt_about_equally(heads, num_m, group, monkeypatch):
     monkeypatch.setattr(hopper.tl, "minimum", min)  # of ints
@@ -354,6 +365,26 @@ def test_tiles_of_a_causal_call_are_dealt_about_equally(heads, num_m, group, mon
     assert sorted(found) == [(n // H_q, n % H_q, m) for n in range(heads) for m in range(num_m)]
     busy = [sum(m + 1 for *_, m in found[program::programs]) for program in range(programs)]
     assert max(busy) <= 1.06 * sum(busy) / programs
+
+
+@pytest.mark.parametrize(
+    "heads, of_one_kv, N, most, group",
+    [
+        (1, 1, 68441, None, 1),
+        (3, 1, 61427, None, 2),  # 30 of 48 MB
+        (3, 1, 107904, None, 1),  # 53 MB: three groups and an empty one
+        (5, 1, 49116, None, 3),
+        (9, 1, 23232, None, 5),
+        (10, 5, 61427, None, 5),  # of two of k and v
+        (9, 1, 41000, None, 2),  # 50 MB: two heads in 24
+        (64, 1, 16384, None, 6),
+        (128, 1, 8192, None, 11),
+        (9, 1, 100, 4, 3),  # by lists: three groups and an empty one
+        (0, 1, 100, None, 0),
+    ],
+)
+def test_causal_heads_are_in_groups_that_l2_holds(heads, of_one_kv, N, most, group):
+    assert plan._heads_of_a_group(heads, of_one_kv, N * 2 * 128, most) == group
 
 
 @pytest.mark.parametrize("processors", [1, 7, 132])
@@ -512,9 +543,9 @@ FULL, CAUSAL, BAND = (None, None), (None, 0), (700, 500)
         (64, 99, 9999, 6144, FULL, False, 3),
         (64, 100, 1472, 6144, FULL, False, 3),  # 23 tiles of 64 rows, 8 of 192: 95 %
         (64, 100, 1408, 6144, FULL, False, 1),  # 22 and 8: 91 %
-        (64, 132, 128, 6144, FULL, False, 3),  # 66 %, but two tiles of 64 rows a processor
-        (64, 133, 128, 6144, FULL, False, 1),
-        (64, 132, 128, 6143, FULL, False, 1),
+        (64, 132, 128, 4608, FULL, False, 3),  # 66 %, but two tiles of 64 rows a processor
+        (64, 133, 128, 4608, FULL, False, 1),
+        (64, 132, 128, 4607, FULL, False, 1),
         (64, 1, 4224, 3000, FULL, False, 3),  # four processors a tile of 128 rows
         (64, 1, 4225, 3000, FULL, False, 1),
         (64, 1, 4224, 2999, FULL, False, 1),
@@ -543,9 +574,9 @@ FULL, CAUSAL, BAND = (None, None), (None, 0), (700, 500)
         (128, 537, 6336, 448, FULL, False, 3),
         (128, 536, 6336, 448, FULL, False, 1),  # few pairs
         (128, 2500, 1408, 448, FULL, False, 1),  # 91 %
-        (128, 97, 2100, 2047, FULL, False, 1),
-        (128, 97, 2100, 2048, FULL, False, 3),
-        (128, 96, 2100, 2048, FULL, False, 1),  # few pairs
+        (128, 68, 2100, 2943, FULL, False, 1),
+        (128, 68, 2100, 2944, FULL, False, 3),
+        (128, 67, 2100, 2944, FULL, False, 1),  # few pairs
         (128, 100, 1472, 3000, FULL, False, 3),
         (128, 100, 1408, 3000, FULL, False, 1),  # 91 %
         (128, 100, 1408, 3583, FULL, False, 1),

@@ -28,8 +28,9 @@ from sage_inductor.ops.attention import triton as triton_kernel
 from sage_inductor.ops.attention.hopper import blocks, plan
 from sage_inductor.ops.attention.hopper import kernel as hopper
 from sage_inductor.ops.attention.tiles import Tile, of_blocks
-from sage_inductor.ops.formats import E4M3_MAX, Prepared
+from sage_inductor.ops.formats import E4M3_MAX, QK, Prepared
 from sage_inductor.ops.launch import doubled, launch_traced
+from sage_inductor.ops.quantize import codes as rounding
 from sage_inductor.ops.quantize import nvfp4
 from sage_inductor.ops.quantize.keys import launch_k
 from sage_inductor.ops.quantize.one_pass import launch_kv
@@ -217,6 +218,23 @@ def test_preparation_in_nvfp4(shape):
             found, expected = nvfp4.launch_nvfp4(*args), reference.quantize_nvfp4(*args)
             for y, e in zip(found, expected, strict=True):
                 assert torch.equal(y, e) and y.stride() == e.stride()
+
+
+@triton.jit
+def _through_scale(X, Scale, QK_MAX: tl.constexpr):
+    at = tl.arange(0, 8)
+    tl.store(Scale + at, rounding.scale_of(rounding.abs_bits(tl.load(X + at)), QK_MAX)[1])
+
+
+@pytest.mark.parametrize("qk", ["int4", "int8", "fp8"])
+def test_the_scale_of_a_group_with_an_inf_is_nan(qk):
+    qk = QK[qk]
+    x = torch.tensor([0.0, -0.0, 1e-38, 3.0, -1e38, math.inf, -math.inf, math.nan])
+    found = torch.empty(8)
+    _through_scale[(1,)](x, found, qk.largest)
+    _, scale = reference._to_codes(x[None, None, :, None], qk, torch.arange(8), 8)
+    assert_close(found, scale[0, 0], rtol=2**-23, atol=0, equal_nan=True)
+    assert found[5:].isnan().all() and found[:5].isfinite().all() and (found[:5] > 0).all()
 
 
 @triton.jit

@@ -194,7 +194,8 @@ def _quantize_q(q, q_smem, SCALE: gl.constexpr):
     q_smem.store(rounded.to(gl.int32, bitcast=True).to(gl.int8))
     fence_async_shared()
     gluon_barrier()
-    return amax * (1.0 / _INT8_MAX) * ((SCALE if SCALE >= 0 else -SCALE) * _LOG2E)
+    scale = amax * (1.0 / _INT8_MAX) * ((SCALE if SCALE >= 0 else -SCALE) * _LOG2E)
+    return gl.where(amax < float("inf"), scale, float("nan"))
 
 
 @gluon.jit
