@@ -165,12 +165,20 @@ def module_path(node) -> str:
     ``L['self'].__dict__['_modules']['layers'].0.attn`` under a __getattr__."""
     stack = node.meta.get("nn_module_stack") or {"": ("", None)}
     path = re.sub(HOOKED, "", list(stack.values())[-1][0])
-    names = re.findall(r"\w+", path)
+    count = 1
+    while count:
+        path, count = re.subn(GETATTR, r"\1['\2']", path)
+    steps = re.findall(STEP, path)
+    names = ["".join(step) for step in steps]
     if path.startswith(("L[", "G[")):
-        names = names[_length_of_root(path) :]
+        names = names[_length_of_root(steps) :]
     return ".".join(name for name in names if name not in UNNAMED)
 
 
+# A step of Dynamo's path: an attribute, a key or an index. Of a name that is no identifier, like
+# "self-attn", it says getattr(L['self'].layers.0, 'self-attn').
+STEP = r"(?:^|\.)([^.\[\]]+)|\[(?:'([^']*)'|(\d+))\]"
+GETATTR = r"getattr\(((?:(?!getattr\().)*?), '([^']*)'\)"
 # Where hooks of diffusers or accelerate have replaced a module's forward, which they then call.
 HOOKED = r"\.forward\.func\.__closure__.*?\.__self__"
 # What Dynamo's path goes through, and named_modules() of the module as it was written does not.
@@ -179,17 +187,16 @@ UNNAMED = (
 )  # fmt: skip
 
 
-def _length_of_root(path: str) -> int:
-    """How many words of Dynamo's path lead to the outermost module in it: the scope, the variable,
+def _length_of_root(steps: list[tuple[str, str, str]]) -> int:
+    """How many steps of Dynamo's path lead to the outermost module in it: the scope, the variable,
     and what lies between that and a module, looked up in the frame that is being compiled."""
-    steps = re.findall(r"\.?(\w+)|\[(?:'([^']*)'|(\d+))\]", path)
     try:
         output = compat.InstructionTranslator.current_tx().output
-        value = {"L": output.local_scope, "G": output.global_scope}[path[0]]
+        value = {"L": output.local_scope, "G": output.global_scope}[steps[0][0]]
         for i, (attribute, key, index) in enumerate(steps[1:], 2):
             value = getattr(value, attribute) if attribute else value[key or int(index)]
             if isinstance(value, torch.nn.Module):
-                return len(re.findall(r"\w+", " ".join(map("".join, steps[:i]))))
+                return i
     except Exception:  # no frame is being compiled, or the path is written in another way
         pass
     return 2

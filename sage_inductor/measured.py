@@ -19,6 +19,7 @@ import contextlib
 import dataclasses
 import datetime
 import functools
+import hashlib
 import json
 import logging
 import os
@@ -321,13 +322,36 @@ def built_in() -> dict[str, Table]:
 
 
 def path_of(gpu: str) -> Path:
-    """Where the user's table of a GPU is: under $SAGE_INDUCTOR_TABLES, or the user's cache. Raises
-    RuntimeError if the user has no home."""
+    """Where the user's table of a GPU is: under $SAGE_INDUCTOR_TABLES, or the user's cache; each
+    environment's by a name of its own. Raises RuntimeError if the user has no home."""
+    of_versions = json.dumps(versions(), sort_keys=True).encode()
+    return _folder() / f"{_slug(gpu)}-{hashlib.sha256(of_versions).hexdigest()[:_DIGITS]}.json"
+
+
+_DIGITS = 8  # of the environment's name
+
+
+def _folder() -> Path:
     folder = os.environ.get("SAGE_INDUCTOR_TABLES")
-    if not folder:
-        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        folder = Path(cache) / "sage_inductor"
-    return Path(folder) / f"{re.sub(r'[^a-z0-9]+', '-', gpu.lower())}.json"
+    if folder:
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sage_inductor"
+
+
+def _slug(gpu: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", gpu.lower())
+
+
+@functools.cache
+def _tell_of_others(gpu: str, mine: Path) -> None:
+    """Once for each environment, that has no table of a GPU: others' are not used."""
+    others = sorted(mine.parent.glob(f"{_slug(gpu)}-{'[0-9a-f]' * _DIGITS}.json"))
+    if others:
+        _log.warning(
+            "%s was measured with other versions than %s, which are not used: %s"
+            " (python -m sage_inductor tune measures with these)",
+            gpu, versions(), ", ".join(map(str, others)),
+        )  # fmt: skip
 
 
 def check_writable(gpu: str) -> None:
@@ -376,12 +400,13 @@ def to_text(table: Table) -> str:
 @functools.cache
 def _users(gpu: str, _flash_attention: str) -> Table | None:
     """The user's table. One that holds anything else than times of these versions is ignored as a
-    whole, with a warning."""
+    whole, with a warning; where there is none, but other versions have theirs, that is said."""
     path = f"the table of {gpu}"
     try:
         path = path_of(gpu)
         return _table(json.loads(path.read_text()), gpu)
     except FileNotFoundError:
+        _tell_of_others(gpu, path)
         return None
     except (OSError, ValueError, RuntimeError) as error:
         _log.warning("%s is ignored: %s (python -m sage_inductor tune writes it anew)", path, error)

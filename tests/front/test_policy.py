@@ -281,6 +281,34 @@ def test_the_path_of_a_module_is_the_same_however_it_is_reached(way):
     assert [s.module for s in report] == MODULES
 
 
+class Hyphens(torch.nn.Module):
+    """Names that are no identifiers, in one another and as keys."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_module("the-layers", torch.nn.Module())
+        of_all = getattr(self, "the-layers")
+        of_all.add_module("self-attn", Attend())
+        of_all.by_name = torch.nn.ModuleDict({"cross attn": Attend(), "0": Attend()})
+
+    def forward(self, x):
+        of_all = getattr(self, "the-layers")
+        x = getattr(of_all, "self-attn")(x, x)
+        return of_all.by_name["0"](of_all.by_name["cross attn"](x, x), x)
+
+
+def test_a_name_that_is_no_identifier_stays_whole(tmp_path):
+    x = torch.randn(1, 2, 80, 16)
+    paths = [f"the-layers.{each}" for each in ("self-attn", "by_name.cross attn", "by_name.0")]
+    assert set(paths) < {name for name, _ in Hyphens().named_modules()}
+    assert [s.module for s in sage_inductor.explain(Hyphens(), x)] == paths
+    program = torch.export.export(Hyphens(), (x,))
+    policy = written(tmp_path, {"module": "*.self-attn", "recipe": "off"}, {"recipe": "sage1"})
+    sage_inductor.rewrite(program, options=EMULATE | {"sage.policy": policy})
+    found = {s.module: s.recipe for s in sage_inductor.report()}
+    assert found == dict(zip(paths, (None, "sage1", "sage1")))
+
+
 def test_a_layers_path_is_within_the_model_that_a_function_takes_it_from():
     def second(model, *inputs):
         return model.layers[1](*inputs)

@@ -174,12 +174,22 @@ def test_a_table_with_anything_wrong_is_ignored_as_a_whole_with_a_warning(
     assert reason in message
 
 
-def test_a_table_of_other_kernels_is_ignored(gpu, monkeypatch):
-    measured.save(tuned(gpu))
-    assert len(measured.tables(GPU)) == 2
+def test_environments_keep_their_tables_apart(gpu, monkeypatch, caplog):
+    """What one measures takes nothing from another; who has none is told once, of this GPU's."""
+    ours = measured.save(tuned(gpu))
+    measured.save(dataclasses.replace(tuned(gpu), gpu=f"{GPU} NVL"))
+    assert len(measured.tables(GPU)) == 2 and not caplog.records
+    with monkeypatch.context() as other:
+        other.setattr(measured, "source_tag", lambda: "0.1.0+another")
+        for _ in range(2):
+            measured.forget()
+            assert measured.tables(GPU) == (measured.built_in()[GPU],)
+        (message,) = [record.getMessage() for record in caplog.records]
+        assert f"not used: {ours} (python" in message and "0.1.0+another" in message
+        theirs = measured.save(tuned(gpu, (80,)))
+        assert theirs != ours and len(measured.tables(GPU)) == 2
     measured.forget()
-    monkeypatch.setattr(measured, "source_tag", lambda: "0.1.0+another")
-    assert measured.tables(GPU) == (measured.built_in()[GPU],)
+    assert {each.head_dim for each in measured.tables(GPU)[0].families} == {64}
 
 
 def test_a_table_measured_against_another_flash_attention_is_ignored(gpu, monkeypatch):
@@ -222,7 +232,8 @@ def test_a_table_that_cannot_be_read_is_ignored_with_one_warning(
 def test_tables_lie_in_the_users_cache(monkeypatch):
     monkeypatch.delenv("SAGE_INDUCTOR_TABLES", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
-    assert str(measured.path_of("NVIDIA H200")) == "/cache/sage_inductor/nvidia-h200.json"
+    path = str(measured.path_of("NVIDIA H200"))
+    assert re.fullmatch("/cache/sage_inductor/nvidia-h200-[0-9a-f]{8}.json", path), path
 
 
 def test_gpus_of_one_capability_keep_their_tables_apart(gpu):
