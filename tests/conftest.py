@@ -9,7 +9,7 @@ from torch._dynamo import eval_frame
 # What a GPU does not know yet stays SDPA: a test asks for seconds of measuring where it means to.
 os.environ.setdefault("SAGE_INDUCTOR_CALIBRATE", "0")
 
-# Inductor's C++ is compiled, not timed.
+# Inductor's C++ is compiled, not timed: without vectors it takes two thirds of the time.
 inductor.cpp.simdlen = 1
 
 
@@ -31,6 +31,13 @@ def default_of_diffusers():
     yield
     if dispatch := sys.modules.get("diffusers.models.attention_dispatch"):
         dispatch._AttentionBackendRegistry.set_active_backend(dispatch.AttentionBackendName.NATIVE)
+
+
+@pytest.fixture
+def vectorized():
+    """Where flex_attention compiles for a CPU: it needs AVX2."""
+    with inductor.patch({"cpp.simdlen": None}):
+        yield
 
 
 @pytest.fixture

@@ -244,7 +244,7 @@ def test_flex_is_asked_what_a_block_mask_can_say(narrow):
 
 
 @pytest.mark.parametrize("mask", sorted(measure.SEES))
-def test_flex_sees_what_the_mask_shows(mask, narrow):
+def test_flex_sees_what_the_mask_shows(mask, narrow, vectorized):
     case = Case(2, 4, 4, 256, 64, mask=mask) if mask != "causal" else Case(2, 4, 4, 256, 64, True)
     each = inputs(case)
     measure.mark_dynamic([each])
