@@ -324,18 +324,15 @@ def built_in() -> dict[str, Table]:
 def path_of(gpu: str) -> Path:
     """Where the user's table of a GPU is: under $SAGE_INDUCTOR_TABLES, or the user's cache; each
     environment's by a name of its own. Raises RuntimeError if the user has no home."""
-    of_versions = json.dumps(versions(), sort_keys=True).encode()
-    return _folder() / f"{_slug(gpu)}-{hashlib.sha256(of_versions).hexdigest()[:_DIGITS]}.json"
+    folder = os.environ.get("SAGE_INDUCTOR_TABLES")
+    if not folder:
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        folder = Path(cache) / "sage_inductor"
+    environment = hashlib.sha256(json.dumps(versions(), sort_keys=True).encode()).hexdigest()
+    return Path(folder) / f"{_slug(gpu)}-{environment[:_DIGITS]}.json"
 
 
 _DIGITS = 8  # of the environment's name
-
-
-def _folder() -> Path:
-    folder = os.environ.get("SAGE_INDUCTOR_TABLES")
-    if folder:
-        return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sage_inductor"
 
 
 def _slug(gpu: str) -> str:

@@ -189,9 +189,7 @@ def _plan(
     shares, (left, right, _) = None, band
     if lists or left < 0 <= right:  # rows of other lengths; an even number of groups: _tile_coords
         of_kv = n_kv * (BLOCK_D + BLOCK_DV * v_dtype.itemsize)
-        most = (
-            triton.cdiv(processors, num_m) if lists else None
-        )  # as many as give each program a tile
+        most = triton.cdiv(processors, num_m) if lists else None  # a tile for each program
         group = _heads_of_a_group(B * H_q, H_q // H_kv, of_kv, most)
     elif left < 0 and tile.warpgroups > 1:
         shares = tiles.schedule(num_tiles, blocks, processors)
