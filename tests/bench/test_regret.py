@@ -172,30 +172,33 @@ def test_where_no_tile_is_decided_the_tables_is_taken(h200):
 TABLE, OTHER, TRITON = (
     Candidate("sage2-8b-per-token", 3), Candidate("sage2-8b-per-token", 2), Candidate("sage2-8b"),
 )  # fmt: skip
-SDPA = {"CUDNN_ATTENTION": 2.0, "FLASH_ATTENTION": 3.0}
+ALONE, CUDNN = Candidate("sage2-8b-per-token", 1), "CUDNN_ATTENTION"
+SDPA = {CUDNN: 2.0, "FLASH_ATTENTION": 3.0}
 
 
 @pytest.mark.parametrize(
-    "call, times, decided, best, wanted, x",
+    "call, times, decided, best, of_tiles, regrets, x",
     [
-        (LONG, {TABLE: 1.0, OTHER: 1.1, TRITON: 1.5}, TABLE, TABLE, 0.0, 2.0),
-        (LONG, {TABLE: 1.25, OTHER: 1.0, TRITON: 1.5}, TABLE, OTHER, 0.25, 1.6),
-        (LONG, {TABLE: 4.0, OTHER: 5.0, TRITON: 6.0}, TABLE, "CUDNN_ATTENTION", 1.0, 0.5),
-        (LONG, {TABLE: "E: 1", OTHER: 1.0, TRITON: 1.5}, TABLE, OTHER, None, None),
-        (LONG, {TABLE: 1.0, "CUDNN_ATTENTION": "E"}, TABLE, TABLE, 0.0, 3.0),
-        (LONG, {TABLE: 1.0, **dict.fromkeys(SDPA, "E")}, TABLE, TABLE, None, None),
-        (SHORT, {TABLE: 1.6, OTHER: "E: 1", TRITON: 2.5}, "SDPA", TABLE, 0.25, 1.0),
-        (SHORT, {TABLE: 2.1, OTHER: 2.2, TRITON: 2.5}, "SDPA", "CUDNN_ATTENTION", 0.0, 1.0),
-        (SHORT, {TABLE: "E: 1", **dict.fromkeys(SDPA, "E")}, "SDPA", None, None, None),
+        (LONG, {TABLE: 1.0, OTHER: 1.1, TRITON: 1.5}, TABLE, TABLE, TABLE, (0.0, 0.0), 2.0),
+        (LONG, {TABLE: 1.25, OTHER: 1.0, TRITON: 1.5}, TABLE, TABLE, OTHER, (0.0, 0.25), 1.6),
+        (LONG, {TABLE: 1.5, OTHER: 1.0, TRITON: 1.2}, TABLE, TRITON, OTHER, (0.25, 0.5), 4 / 3),
+        (LONG, {TABLE: 4.0, OTHER: 5.0, TRITON: 6.0}, TABLE, CUDNN, CUDNN, (1.0, 1.0), 0.5),
+        (LONG, {TABLE: "E: 1", OTHER: 1.0, TRITON: 1.5}, TABLE, TRITON, OTHER, (None, None), None),
+        (LONG, {TABLE: 1.0, CUDNN: "E"}, TABLE, TABLE, TABLE, (0.0, 0.0), 3.0),
+        (LONG, {TABLE: 1.0, **dict.fromkeys(SDPA, "E")}, TABLE, TABLE, TABLE, (None, None), None),
+        (SHORT, {ALONE: 1.6, OTHER: 1.0, TRITON: 2.5}, "SDPA", ALONE, OTHER, (0.25, 1.0), 1.0),
+        (SHORT, {ALONE: 2.1, OTHER: 2.2, TRITON: 2.5}, "SDPA", CUDNN, CUDNN, (0.0, 0.0), 1.0),
+        (SHORT, {ALONE: "E", **dict.fromkeys(SDPA, "E")}, "SDPA", None, None, (None, None), None),
     ],
 )
 def test_a_row_says_how_far_the_decision_is_from_the_best(
-    call, times, decided, best, wanted, x, h200
+    call, times, decided, best, of_tiles, regrets, x, h200
 ):
     row = regret.judge(regret.plan(call, CUDA), SDPA | times)
-    labels = [each and regret.label(each) for each in (decided, best)]
-    assert [row["decided"], row["best"]] == labels
-    assert (row["regret"], row["x"]) == pytest.approx((wanted, x))
+    labels = [each and regret.label(each) for each in (decided, best, of_tiles)]
+    assert [row["decided"], row["best"], row["best_of_tiles"]] == labels
+    assert (row["regret"], row["regret_of_tiles"]) == pytest.approx(regrets)
+    assert row["x"] == pytest.approx(x)
     assert set(row["ms"]) | set(row["errors"]) == {regret.label(each) for each in SDPA | times}
     assert set(row["errors"].values()) <= {"E", "E: 1"} and row["reason"]
     assert json.loads(json.dumps(row))["name"] == str(call)
@@ -429,21 +432,29 @@ def test_without_memory_for_the_inputs_nothing_has_a_time(monkeypatch):
 
 
 def test_the_summary_counts(capsys):
-    figures = [(0.0, 2.0), (0.03, 1.0), (0.031, 0.97), (0.05, 0.9699), (0.5, 0.5), (None, None)]
+    figures = [
+        (0.0, 0.0, 2.0), (0.03, 0.04, 1.0), (0.031, 0.06, 0.97), (0.05, 0.07, 0.9699),
+        (0.5, 0.75, 0.5), (None, None, None),
+    ]  # fmt: skip
     rows = [
-        {"name": f"call {i}", "regret": regret_, "x": x, "decided": "SDPA" if i < 2 else "sage1",
-         "best": "sage1", "reason": f"because {i}", "ms": {"sage1": 1 / 3}, "errors": {}}
-        for i, (regret_, x) in enumerate(figures)
+        {"name": f"call {i}", "regret": regret_, "regret_of_tiles": of_tiles, "x": x,
+         "decided": "SDPA" if i < 2 else "sage1", "best": "sage1", "best_of_tiles": "sage2-8b",
+         "reason": f"because {i}", "ms": {"sage1": 1 / 3}, "errors": {}}
+        for i, (regret_, of_tiles, x) in enumerate(figures)
     ]  # fmt: skip
     found = regret.summary(rows, 9)
     assert found == {
         "calls": 9, "measured": 5, "failed": 1, "rewritten": 4, "within_3_percent": 0.4,
-        "within_5_percent": 0.8, "mean_regret": pytest.approx(0.1222), "below_0_97x": 2,
+        "within_5_percent": 0.8, "mean_regret": pytest.approx(0.1222),
+        "within_3_percent_of_tiles": 0.2, "within_5_percent_of_tiles": 0.4,
+        "mean_regret_of_tiles": pytest.approx(0.184), "below_0_97x": 2,
     }  # fmt: skip
     regret.print_summary(found, rows)
     printed = capsys.readouterr().out
     assert "5 of 9 calls measured, 1 failed, 4 rewritten" in printed
-    assert "within 3 %: 40.0%, within 5 %: 80.0%, mean regret 12.22%" in printed
+    assert "recipes: within 3 % 40.0%, within 5 % 80.0%, mean regret 12.22%" in printed
+    assert "any tile of them: within 3 % 20.0%, within 5 % 40.0%, mean regret 18.40%" in printed
+    assert "call 3: sage1, best sage1, of tiles sage2-8b\n" in printed
     assert printed.endswith("failed: call 5: because 5 {}\n") and printed.count("failed:") == 1
     assert "below 0.97x of SDPA: 2" in printed and '{"sage1": 0.3333}' in printed
     for part in printed.split("the worst by ")[1:]:

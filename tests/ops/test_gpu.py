@@ -648,6 +648,31 @@ def test_hopper_kernel_on_other_memory(row):
 
 
 @on_hopper
+@hopper_rows
+def test_in_hopper_kernel_a_row_of_q_with_an_inf_is_nan(row):
+    """Its scale is no number; INT8 codes of it would be zeros. Other rows keep their bits."""
+    pv, head_dim, is_causal, _, tile = row
+    q, k, v = qkv(2, 4, 2, 200, 300, head_dim)
+
+    def launch():
+        band = BANDS["causal" if is_causal else "full"]
+        a = attention_call(
+            q, k, v, Recipe("per_token", pv), Visibility.of(None, band, 300, tile.BLOCK_M), 0.1
+        )
+        return a, *hopper().launch(a, tile, launch_cached)
+
+    _, clean, _ = launch()
+    bad = torch.zeros(2, 4, 200, dtype=torch.bool, device="cuda")
+    for (b, h, i, d), value in {
+        (0, 1, 0, 0): math.inf, (1, 3, 70, 5): -math.inf, (1, 0, 199, head_dim - 1): math.nan
+    }.items():  # fmt: skip
+        q[b, h, i, d], bad[b, h, i] = value, True
+    a, out, _ = launch()
+    assert torch.equal(out.isnan().all(-1), bad) and torch.equal(out[~bad], clean[~bad])
+    assert torch.equal(out.isnan(), hopper_emulation(a, tile)[0].isnan())
+
+
+@on_hopper
 @pytest.mark.parametrize("rows", [1, 2, 3.5])
 @pytest.mark.parametrize("heads", [2, 50])
 @pytest.mark.parametrize("row", [row for row, split in VARIANTS if split], ids=str)
