@@ -86,7 +86,7 @@ def compile_kernel(kernel, architecture, constexprs, types, unaligned=(), **opti
 @functools.cache
 def compile_hopper(
     pv: str, head_dim: int, is_causal: bool, tile: Tile, dtype="bf16", split=False, band=None,
-    mask=False, listed=False, keeps_max=False, k_rows=False,
+    mask=False, listed=False, keeps_max=False, own=False,
 ):  # fmt: skip
     """band: (left, right, bottom_right), -1 for no bound, where it is another than is_causal's."""
     BLOCK = pad_head_dim(head_dim)
@@ -96,13 +96,14 @@ def compile_hopper(
         layout = gl.NVMMASharedLayout.get_default_for(shape, element)
         return f"tensordesc<{name}{shape},{layout!r}>"
 
+    k = descriptor("i8", [tile.BLOCK_N, BLOCK], gl.int8)
     if pv == "fp8":
         v = descriptor("fp8e4nv", [BLOCK, tile.BLOCK_N], gl.float8e4nv)
     else:
         v = descriptor(dtype, [1, 1, tile.BLOCK_N, BLOCK], element)
     types = dict(
-        Q=f"*{dtype}", K=descriptor("i8", [tile.BLOCK_N, BLOCK], gl.int8), V=v,
-        K_scale=descriptor("fp32", [tile.BLOCK_N], gl.float32) if k_rows else "*fp32",
+        Q=f"*{dtype}", K=k, K_scale="*fp32", K_own=k if own else "*fp32", V=v,
+        K_own_scale=descriptor("fp32", [tile.BLOCK_N], gl.float32) if own else "*fp32",
         V_scale="*fp32", V_mean="*fp32", Out=f"*{dtype}", Lse="*fp32", Part="*fp32",
         Part_ml="*fp32", Words="*i32", List="*i32",
     )  # fmt: skip
@@ -111,7 +112,7 @@ def compile_hopper(
         D=head_dim, D_V=head_dim, SCALE=head_dim**-0.5, LISTED=mask or listed, MASK=mask,
         SPLIT=split,
         BAND=band or (-1, 0 if is_causal else -1, False),
-        FP8=pv == "fp8", KEEPS_MAX=keeps_max, K_ROWS=k_rows,
+        FP8=pv == "fp8", KEEPS_MAX=keeps_max, OWN=own,
         BLOCK_N=tile.BLOCK_N, BLOCK_D=BLOCK, BLOCK_DV=BLOCK,
         WARPGROUPS=tile.warpgroups, STAGES=tile.num_stages, REGISTERS=consumer,
     )  # fmt: skip

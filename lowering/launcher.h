@@ -71,7 +71,7 @@ struct Gpu {
 
 // -- kernels ----
 
-constexpr int MAX_ARGUMENTS = 96, MAX_DESCRIPTORS = 8;
+constexpr int MAX_ARGUMENTS = 96, MAX_DESCRIPTORS = 12;
 
 struct Descriptor {  // as Triton's tensordesc_meta
   int swizzle, element_size, element_type;
@@ -240,7 +240,7 @@ struct Given {
     int64_t step = 1;
     for (int i = rank - 1; i >= 0; --i) {
       stride(i, step, step, 1);
-      step *= sizes[i];
+      step *= sizes[i] ? sizes[i] : 1;  // as torch has it where there are no elements
     }
   }
   std::string its(const char* what, int dim) const {
@@ -260,7 +260,7 @@ struct Made {
     int64_t strides[8], step = 1;
     for (int i = rank - 1; i >= 0; --i) {
       strides[i] = step;
-      step *= sizes[i];
+      step *= sizes[i] ? sizes[i] : 1;  // as torch has it where there are no elements
     }
     AtenTensorHandle x;
     check_torch(aoti_torch_empty_strided(rank, sizes, strides, dtype, aoti_torch_device_type_cuda(), gpu.index, &x), "memory");

@@ -102,14 +102,16 @@ class Kept(NamedTuple):
     q: Tensor  # [B, H_q, M_pad, D_pad] INT8
     q_scale: Tensor  # [B, H_q, M_pad] fp32
     k: Tensor  # [B, H_kv, N_pad, D_pad] INT8, of k less its mean; causal: of k
-    k_scale: Tensor  # [B, H_kv, N_pad / TRAINING_BLOCK] fp32; causal: [B, H_kv, N_pad]
+    k_scale: Tensor  # [B, H_kv, N_pad / TRAINING_BLOCK] fp32
+    k_own: Tensor  # causal: the same once more, by one scale a row; others: [.., 0, D_pad]
+    k_own_scale: Tensor  # [B, H_kv, N_pad or 0] fp32
     v: Tensor  # [B, H_kv, N_pad, D_pad] INT8, of v less its mean; causal: of v
     v_scale: Tensor  # [B, H_kv, N_pad] fp32
     means: Tensor  # [2, B, H_kv, D] fp32, of k and v; causal, where none is taken off: [0, ..]
 
     @property
     def is_causal(self) -> bool:
-        return self.k_scale.shape == self.v_scale.shape
+        return self.means.shape[0] == 0
 
 
 # -- what kernels and oracle agree on ----

@@ -306,10 +306,11 @@ def train(
         return {"q": grad, "k": k, "v": k, "is_causal": is_causal, **last}
     out = tensor(dtype, of_q, strides("bnhd" if out_bnhd else "bhnd", of_q))
     found = {"grad": grad, "out": out, "stats": contiguous(torch.float32, f(2), *of_q[:3])}
-    for name, H, N in (("q", H_q, N_q), ("k", H_kv, N_kv), ("v", H_kv, N_kv)):
+    own = N_kv if is_causal else f(0)
+    for name, H, N in (("q", H_q, N_q), ("k", H_kv, N_kv), ("k_own", H_kv, own), ("v", H_kv, N_kv)):
         rows = (N + f(127)) // f(128) * f(128)
         found[name] = contiguous(torch.int8, B, H, rows, f(pad_head_dim(D)))
-        if name == "k" and not is_causal:
+        if name == "k":
             rows = rows // f(64)
         found[f"{name}_scale"] = contiguous(torch.float32, B, H, rows)
     means = contiguous(torch.float32, f(0 if is_causal else 2), B, H_kv, f(D))

@@ -6,6 +6,7 @@ the backward are in fp64: the tensor cores' 13 bits, added up every few blocks, 
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -33,24 +34,30 @@ from sage_inductor.ops.visibility import Visibility
 
 def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Kept]:
     """out [B, H_q, N_q, D] of q's dtype, contiguous, and what the backward reads."""
-    B, H_kv, _, D = k.shape
+    B, H_kv, N_kv, D = k.shape
     if is_causal:
         means, k_mean, v_mean = k.new_empty((0, B, H_kv, D), dtype=torch.float32), None, None
     else:
         k_mean, v_mean = means = smooth([k, v])[0]
-    shared = 1 if is_causal else TRAINING_BLOCK
-    (q8, q_scale), (k8, k_scale) = quantize(q, shared=1), quantize(k, k_mean, shared)
-    prepared = Prepared(k8, k_scale.unflatten(2, (-1, K_BLOCK // shared)), None)
-    visibility = Visibility(right=0 if is_causal else None)
-    a = AttentionCall.of(q, prepared, v, visibility, scale, k.shape[2], ROWSCALED_FORWARD)
-    out, lse = attention(a)
-    x = _scores(q8, k8)[:, :, : q.shape[2], : k.shape[2]]
-    x = x * (q_scale * (scale * LOG2E))[:, :, : q.shape[2], None]
-    group = q.shape[1] // k.shape[1]
-    x = x * _of_rows(k_scale, k8).repeat_interleave(group, 1)[:, :, None, : k.shape[2]]
-    stats = torch.stack((lse, masked(x, None, *visibility.band).amax(3)))
+    (q8, q_scale), (k8, k_scale) = quantize(q, shared=1), quantize(k, k_mean)
+    of_own = quantize(k[:, :, : N_kv if is_causal else 0], shared=1)
     of_v = quantize(v, v_mean, shared=1)
-    return out.contiguous(), Kept(stats, q8, q_scale, k8, k_scale, *of_v, means)
+    prepared, visibility, n_kv = Prepared(k8, k_scale[..., None], None), Visibility(), N_kv
+    if is_causal:  # each key twice, of which a query sees one or none
+        N_pad = k8.shape[2]
+        near = _is_near(q.shape[2], N_pad, q.device)
+        seen = torch.ones_like(near).tril()
+        mask = torch.cat((seen & ~near, seen & near), 1)
+        scales = torch.cat((_of_rows(k_scale, k8), of_own.scale), 2).unflatten(2, (-1, K_BLOCK))
+        prepared = Prepared(torch.cat((k8, of_own.codes), 2), scales, None)
+        visibility, n_kv = Visibility.of(mask, visibility.band, 2 * N_pad, 64), 2 * N_pad
+        v = pad(v, channels=False).repeat(1, 1, 2, 1)
+    a = AttentionCall.of(q, prepared, v, visibility, scale, n_kv, ROWSCALED_FORWARD)
+    out, lse = attention(a)
+    kept = Kept(lse, q8, q_scale, k8, k_scale, *of_own, *of_v, means)
+    x = _exponents(kept, q_scale * (scale * LOG2E), _is_near)
+    stats = torch.stack((lse, x[:, :, : q.shape[2], :N_kv].amax(3)))
+    return out.contiguous(), kept._replace(stats=stats)
 
 
 def backward(
@@ -93,7 +100,7 @@ def prepare(grad: Tensor, out: Tensor, kept: Kept, scale: float) -> Operands:
     v_norm = kept.v.float().square().sum(3).sqrt() * kept.v_scale
     largest, largest_q = least(of_head(wa)), least(of_head(wa * kept.q_scale))
     to_fp8, c = E4M3_MAX / LARGEST, LARGEST / E4M3_MAX**2
-    of_keys = _of_rows(kept.k_scale, kept.k)
+    k_scale = _of_rows(kept.k_scale, kept.k)
     delta = (g * o).sum(3)
     m = pad_places(m - math.log2(E4M3_MAX), NO_QUERY)
     if kept.is_causal:
@@ -103,15 +110,20 @@ def prepare(grad: Tensor, out: Tensor, kept: Kept, scale: float) -> Operands:
             return x.cummax(2).values.repeat_interleave(group, 1)
 
         beta = least(of_head(u * so_far(v_norm) + u * o_norm))
-        of_row = least(u * so_far(v_norm * of_keys) + u * o_norm * so_far(of_keys))
+        largest_v = (v_norm * kept.k_own_scale).unflatten(2, (-1, TRAINING_BLOCK))
+        of_block = v_norm.unflatten(2, (-1, TRAINING_BLOCK)).amax(3) * kept.k_scale
+        largest_v[..., -1] = of_block  # its last row sees all of a block
+        of_row = u * so_far(largest_v.flatten(2)) + u * o_norm * so_far(kept.k_own_scale)
+        of_row = least(of_row)
         row_scale = wa * (of_row * (scale / E4M3_MAX / to_fp8))
-        kt_scale = torch.full_like(of_keys, to_fp8)
-        of_dq = m + of_row.log2(), delta, kept.v_scale
+        kt = _turned(kept.k, torch.full_like(k_scale, to_fp8), 1)
+        kt_own = _turned(kept.k_own, torch.full_like(k_scale, to_fp8), 1)
+        of_dq = m + of_row.log2(), delta, kept.v_scale * k_scale
     else:
         beta = least(of_head(u) * v_norm.amax(2) + of_head(u * o_norm))
         largest_k = kept.k_scale.amax(2)
         row_scale = wa * to_heads(beta * (scale / E4M3_MAX) * (largest_k / to_fp8))
-        kt_scale = of_keys * (to_fp8 / largest_k)[:, :, None]
+        kt = kt_own = _turned(kept.k, k_scale * (to_fp8 / largest_k)[:, :, None], 1)
         of_dq = m, delta / to_heads(beta), kept.v_scale / beta[:, :, None]
     vectors = torch.stack(
         (
@@ -124,7 +136,8 @@ def prepare(grad: Tensor, out: Tensor, kept: Kept, scale: float) -> Operands:
         g8,
         _turned(kept.q, wa * kept.q_scale * (to_fp8 / to_heads(largest_q)), group),
         _turned(g8, wa * (to_fp8 / to_heads(largest)), group),
-        _turned(kept.k, kt_scale, 1),
+        kt,
+        kt_own,
         vectors,
         row_scale,
         kept.v_scale / beta[:, :, None],
@@ -148,25 +161,57 @@ def gradients(
         """[B, H_kv, N_pad] -> [B, H_q, 1, N_pad]."""
         return y.repeat_interleave(group, 1)[:, :, None]
 
-    q_scale, m, delta = (y[..., None] for y in x.vectors)
-    k_scale = to_queries(_of_rows(kept.k_scale, kept.k))
-    scores = _scores(kept.q, kept.k) * (q_scale * k_scale)
-    if kept.is_causal:
-        scores = masked(scores, None, None, 0, False)
+    m, delta = (y[..., None] for y in x.vectors[1:])
     dp = _scores(x.g, kept.v)
-    p = torch.exp2(scores - m)
+    p = torch.exp2(_exponents(kept, x.vectors[0], _is_of_the_same_tile) - m)
     ds = e4m3(p * (dp * to_queries(x.v_scale) - delta))
-    ds_of_dq = ds
+    qt, ot, kt, kt_own = (_unturned(y) for y in (x.qt, x.ot, x.kt, x.kt_own))
+    kt, kt_own = (y.repeat_interleave(group, 1) for y in (kt, kt_own))
     if kept.is_causal:
-        of_dq = torch.exp2(scores - x.m[..., None]) * k_scale
-        ds_of_dq = e4m3(of_dq * (dp * to_queries(x.v_scale_of_dq) - x.delta[..., None]))
-    p = e4m3(p)
-    qt, ot, kt = (_unturned(y) for y in (x.qt, x.ot, x.kt))
-    dq = ds_of_dq @ kt.repeat_interleave(group, 1) * x.row_scale.double()[..., None]
+        is_near, delta = _is_near(*p.shape[2:], p.device), x.delta[..., None]
+        of_dq = torch.exp2(_exponents(kept, x.vectors[0], _is_near) - x.m[..., None])
+        k_scale = to_queries(_of_rows(kept.k_scale, kept.k))
+        far = e4m3(of_dq * (dp * to_queries(x.v_scale_of_dq) - delta * k_scale))
+        of_dq = of_dq * to_queries(kept.k_own_scale)
+        near = e4m3(of_dq * (dp * to_queries(kept.v_scale) - delta))
+        dq = torch.where(is_near, 0.0, far) @ kt + torch.where(is_near, near, 0.0) @ kt_own
+    else:
+        dq = ds @ kt
+    dq, p = dq * x.row_scale.double()[..., None], e4m3(p)
     of_q, of_o = (y.double()[..., None, None] for y in (x.qt_scale, x.ot_scale))
     ds, p = (y.unflatten(1, (H_kv, group)).flatten(2, 3) for y in (ds, p))  # one head of more rows
     dk, dv = ds.mT @ qt * of_q, p.mT @ ot * of_o
     return dq[:, :, :n_q, :head_dim], dk[:, :, :n_kv, :head_dim], dv[:, :, :n_kv, :head_dim]
+
+
+def _is_near(n_q: int, n_kv: int, device) -> Tensor:
+    """[n_q, n_kv], causal: whether the forward and dQ's kernel, with tiles of 192 rows, read k_own
+    of a key that a row sees."""
+    first = torch.arange(n_q, device=device)[:, None] // 192 * 192
+    return torch.arange(n_kv, device=device) >= first // 128 * 128
+
+
+def _is_of_the_same_tile(n_q: int, n_kv: int, device) -> Tensor:
+    """As `_is_near`, of dK's and dV's kernel, whose tiles have 128."""
+    i, j = (torch.arange(n, device=device) // 128 for n in (n_q, n_kv))
+    return i[:, None] == j
+
+
+def _exponents(kept: Kept, q_scale: Tensor, is_near: Callable) -> Tensor:
+    """[B, H_q, M_pad, N_pad] of q_scale [B, H_q, M_pad], which has the softmax's; causal, -inf
+    where a row does not see a key."""
+    group = kept.q.shape[1] // kept.k.shape[1]
+
+    def of(codes: Tensor, scale: Tensor) -> Tensor:
+        return _scores(kept.q, codes) * (
+            q_scale[..., None] * scale.repeat_interleave(group, 1)[:, :, None]
+        )
+
+    x = of(kept.k, _of_rows(kept.k_scale, kept.k))
+    if not kept.is_causal:
+        return x
+    x = torch.where(is_near(*x.shape[2:], x.device), of(kept.k_own, kept.k_own_scale), x)
+    return masked(x, None, None, 0, False)
 
 
 def _scores(a: Tensor, b: Tensor) -> Tensor:

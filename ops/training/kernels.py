@@ -70,12 +70,13 @@ def _quantize_kernel(
     Out,  # [B, H, N, D] in; if DELTA
     Codes,  # [B, H, N_pad, BLOCK_D] out, TURNED: [B, H, BLOCK_D, N_pad]
     Scale,  # [B, H, N_pad / SHARED] out, fp32
+    Own, Own_scale,  # [B, H, N_pad, BLOCK_D], [B, H, N_pad] out: codes by one scale a row; if TWICE
     Delta,  # [B, H, N] out, fp32: the sum of X Out over D; if DELTA
     stride_b, stride_h, stride_n, stride_d,
     stride_ob, stride_oh, stride_on, stride_od,
     H, N,
-    SMOOTH: tl.constexpr, DELTA: tl.constexpr, TURNED: tl.constexpr, SHARED: tl.constexpr,
-    D: tl.constexpr, PAD_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    SMOOTH: tl.constexpr, DELTA: tl.constexpr, TURNED: tl.constexpr, TWICE: tl.constexpr,
+    SHARED: tl.constexpr, D: tl.constexpr, PAD_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Grid: (B * H * N_pad / BLOCK,). BLOCK rows of one head: SHARED is how many share a scale, all
     BLOCK or 1."""
@@ -106,6 +107,10 @@ def _quantize_kernel(
         tl.store(Codes + (head * BLOCK_D + d)[:, None] * N_pad + n[None, :], codes.T)
     else:
         tl.store(Codes + (head * N_pad + n)[:, None] * BLOCK_D + d[None, :], codes)
+    if TWICE:
+        codes, scale = _to_codes(x, 1)
+        tl.store(Own + (head * N_pad + n)[:, None] * BLOCK_D + d[None, :], codes)
+        tl.store(Own_scale + pid * _BLOCK + i, scale)
 
 
 @triton.jit
@@ -332,23 +337,39 @@ def launch_quantize(
     """x [B, H, N, D], any strides, less mean [B, H, D] fp32, in INT8: codes [B, H, N_pad, BLOCK_D]
     (turned: transposed) and scales [B, H, N_pad / shared] fp32; and, where out is given, the sum
     over D of x out [B, H, N] (else the scales again). shared: BLOCK or 1 row."""
+    codes, scale = _empty_codes(x, turned, shared)
+    delta = scale if out is None else x.new_empty(x.shape[:3], dtype=torch.float32)
+    _launch_quantize(x, mean, out, codes, scale, delta, turned, None, shared, run)
+    return codes, scale, delta
+
+
+def launch_quantize_twice(x: Tensor, run: Callable = launch_cached) -> tuple[Tensor, ...]:
+    """Codes and scales of `launch_quantize` by a scale for BLOCK rows, and by one for each row."""
+    codes, own = _empty_codes(x), _empty_codes(x, shared=1)
+    _launch_quantize(x, None, None, *codes, codes[1], False, own, BLOCK, run)
+    return *codes, *own
+
+
+def _empty_codes(x: Tensor, turned: bool = False, shared: int = BLOCK) -> tuple[Tensor, Tensor]:
     B, H, N, D = x.shape
     N_pad, BLOCK_D = pad_rows(N), pad_head_dim(D)
     shape = (BLOCK_D, N_pad) if turned else (N_pad, BLOCK_D)
     codes = x.new_empty((B, H, *shape), dtype=torch.int8)
-    scale = x.new_empty((B, H, N_pad // shared), dtype=torch.float32)
-    delta = scale if out is None else x.new_empty((B, H, N), dtype=torch.float32)
+    return codes, x.new_empty((B, H, N_pad // shared), dtype=torch.float32)
+
+
+def _launch_quantize(x, mean, out, codes, scale, delta, turned, own, shared, run) -> None:
+    B, H, N, D = x.shape
     other = x if out is None else out
     run(
         _quantize_kernel,
-        (B * H * (N_pad // BLOCK),),
-        (x, scale if mean is None else mean, other, codes, scale, delta),
+        (B * H * (pad_rows(N) // BLOCK),),
+        (x, scale if mean is None else mean, other, codes, scale, *(own or (codes, scale)), delta),
         (*doubled(x.stride()), *doubled(other.stride()),
          H, N,  # shape
-         mean is not None, out is not None, turned, shared,  # semantics
-         D, PAD_N, BLOCK_D),  # tile
+         mean is not None, out is not None, turned, own is not None, shared,  # semantics
+         D, PAD_N, pad_head_dim(D)),  # tile
     )  # fmt: skip
-    return codes, scale, delta
 
 
 def _turned(codes: Tensor, run: Callable) -> Tensor:

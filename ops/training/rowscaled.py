@@ -9,11 +9,12 @@ whose scales are known before its loops.
 The forward is recipe "sage1-per-token": INT8 q k, 16-bit p v. hopper/kernel.py has the backward's
 formulas. What k and v are smoothed by takes nothing off a gradient: a row of dS sums to 0.
 
-Kept for the backward are out and the codes: 5 bytes for each channel and token, of which 2 are
-out's, where 16-bit attention keeps 8.
+Kept for the backward are out and the codes: 5 bytes for each channel and token, causal 6, of which
+2 are out's, where 16-bit attention keeps 8.
 
-Causal, of as many queries as keys: means, the scale of 64 rows and beta would be of later rows,
-too. So no mean is taken off, k has a scale a row, and dQ's bounds are of what a row sees
+Causal, of as many queries as keys: means and beta would be of later rows, too, and so would the
+scale of 64 rows of k to the rows among them. So no mean is taken off, k has codes by one scale a
+row besides, which kernels read near the diagonal, and dQ's bounds are of what a row sees
 (hopper/kernel.py). o, lse and dQ of a row depend on rows up to it alone, bit for bit, and dK and dV
 on no later row whose dO is 0.
 
@@ -38,7 +39,9 @@ from sage_inductor.ops.training.gradients import (
     no_second_gradient,
 )
 
-Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+Outputs = tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
+]  # out and Kept
 
 
 @torch.library.custom_op("sage::rowscaled", mutates_args=())
@@ -66,12 +69,12 @@ def rowscaled(
 @torch.library.custom_op("sage::rowscaled_backward", mutates_args=())
 def rowscaled_backward(
     grad: Tensor, out: Tensor, stats: Tensor, q: Tensor, q_scale: Tensor, k: Tensor,
-    k_scale: Tensor, v: Tensor, v_scale: Tensor, means: Tensor, n_kv: int, scale: float,
-    out_bnhd: bool,
+    k_scale: Tensor, k_own: Tensor, k_own_scale: Tensor, v: Tensor, v_scale: Tensor, means: Tensor,
+    n_kv: int, scale: float, out_bnhd: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk and dv of `rowscaled`, of out's dtype. grad [B, H_q, N_q, D]: of out, any strides;
     n_kv: keys without padding; the rest: what `rowscaled` was given and gave."""
-    kept = Kept(stats, q, q_scale, k, k_scale, v, v_scale, means)
+    kept = Kept(stats, q, q_scale, k, k_scale, k_own, k_own_scale, v, v_scale, means)
     if out.device.type == "cpu":
         found = reference.backward(grad, out, kept, n_kv, scale)
         return tuple(as_stored(x.to(out.dtype), out_bnhd) for x in found)
@@ -128,20 +131,24 @@ def _empty_gradients(out, means, n_kv, out_bnhd) -> tuple[Tensor, Tensor, Tensor
 def _(q, k, v, is_causal, scale, out_bnhd):
     _check(q, k, v, is_causal, scale, out_bnhd)
 
-    def quantized(x: Tensor, shared: int) -> tuple[Tensor, Tensor]:
+    def quantized(x: Tensor, shared: int = 1, exists: bool = True) -> tuple[Tensor, Tensor]:
         B, H, N, D = x.shape
-        N_pad = pad_rows(N)
+        N_pad = pad_rows(N) if exists else 0
         codes = x.new_empty((B, H, N_pad, pad_head_dim(int(D))), dtype=torch.int8)
         return codes, x.new_empty((B, H, N_pad // shared), dtype=torch.float32)
 
     out, lse = empty_outputs(q, v.shape[3], out_bnhd)
-    of = (*quantized(q, 1), *quantized(k, 1 if is_causal else TRAINING_BLOCK), *quantized(v, 1))
+    of_k = *quantized(k, TRAINING_BLOCK), *quantized(k, exists=is_causal)
+    of = *quantized(q), *of_k, *quantized(v)
     means = lse.new_empty((0 if is_causal else 2, *v.shape[:2], v.shape[3]))
     return out, *Kept(lse.new_empty((2, *lse.shape)), *of, means)
 
 
 @rowscaled_backward.register_fake
-def _(grad, out, stats, q, q_scale, k, k_scale, v, v_scale, means, n_kv, scale, out_bnhd):
+def _(
+    grad, out, stats, q, q_scale, k, k_scale, k_own, k_own_scale, v, v_scale, means, n_kv, scale,
+    out_bnhd,
+):  # fmt: skip
     return _empty_gradients(out, means, n_kv, out_bnhd)
 
 

@@ -562,7 +562,7 @@ def check_on_dtensors(
         if placed is not None:
             wanted = [placed] * len(outputs)
             if name.startswith("rowscaled"):  # stats and means, of [2, B, H, ..]
-                wanted[1] = wanted[8] = tuple(x if x == ALL else Shard(x.dim + 1) for x in placed)
+                wanted[1] = wanted[10] = tuple(x if x == ALL else Shard(x.dim + 1) for x in placed)
             assert of_outputs == wanted
 
 

@@ -321,6 +321,7 @@ KERNELS = {
     "smooth's end": lambda: kernels.compile_smooth(SM90, 80, True)[1],
     "quantize for training": kernels.compile_quantize_for_training,
     "quantize rows for training": lambda: kernels.compile_quantize_for_training(False, 1),
+    "quantize twice for training": lambda: kernels.compile_quantize_for_training(False, 64, True),
     "turn": kernels.compile_turn,
     "rows of rowscaled": kernels.compile_rows_of_rowscaled,
     "turn of rowscaled": kernels.compile_turn_of_rowscaled,
@@ -345,6 +346,7 @@ def test_no_offset_wraps(name):
         bounds = {"count": (1, 2**24), "steps": (0, 2**30)}
     if name.endswith("of rowscaled"):  # fewer than MAX_ROWS rows in all heads, 128 or more in each
         bounds = dict.fromkeys(("heads", "heads_kv", "q_blocks", "parts"), (0, 2**23))
+        bounds["rounds"] = (1, 2**19)  # of 1,024 rows
     function = Function(KERNELS[name](), bounds).run()
     assert function.offsets > 3 and not function.unproved, "\n".join(function.unproved)
 
@@ -353,8 +355,8 @@ def test_no_offset_wraps(name):
     "pv, given",
     [("fp8", {}), ("16bit", {}), ("fp8", dict(split=True)), ("16bit", dict(split=True)),
      ("fp8", dict(band=kernels.BANDS["both"])),
-     ("16bit", dict(keeps_max=True, k_rows=True)), ("fp8", dict(band=kernels.BANDS["causal"], mask=True)), ("16bit", dict(listed=True))],
-    ids=["fp8", "16bit", "fp8 split", "16bit split", "band", "k_rows", "mask",
+     ("16bit", dict(keeps_max=True, own=True)), ("fp8", dict(band=kernels.BANDS["causal"], mask=True)), ("16bit", dict(listed=True))],
+    ids=["fp8", "16bit", "fp8 split", "16bit split", "band", "own", "mask",
          "lists"],
 )  # fmt: skip
 def test_no_offset_of_the_hopper_kernel_wraps(pv, given):

@@ -62,7 +62,7 @@ def test_it_writes_what_the_emulation_does(shape, is_causal):
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_bounds_are_of_all_rounds(is_causal, monkeypatch):
     """Of the first to the last, as of sequences that are longer than one round of BOUNDS_ROWS."""
-    monkeypatch.setattr(prepare, "BOUNDS_ROWS", 4)
+    monkeypatch.setattr(prepare, "BOUNDS_ROWS", 64 if is_causal else 4)
     for place in (0, -1):
         q, k, v, grad = draw(1, 4, 2, 500, 500, 64)
         for x in (q, k, v, grad):
@@ -95,7 +95,7 @@ def test_a_gradient_in_other_units_changes_scales_alone(is_causal):
     plain, small = (launch_prepare(x, out, kept, 0.3, launch_traced) for x in (grad, grad * 2**-40))
     for name in ("g", "vectors", "v_scale"):
         assert torch.equal(getattr(plain, name), getattr(small, name)), name
-    for name in ("qt", "ot", "kt"):
+    for name in ("qt", "ot", "kt", "kt_own"):
         assert torch.equal(getattr(plain, name).float(), getattr(small, name).float()), name
     for name in ("row_scale", "qt_scale", "ot_scale"):
         assert torch.equal(getattr(plain, name) * 2**-40, getattr(small, name)), name
@@ -112,8 +112,8 @@ def test_no_gradient_gives_zeros(is_causal, factor):
     def run(kernel, grid, tensors, numbers, **options):
         launch_traced(kernel, grid, tensors, numbers, **options)
         if kernel is prepare._bounds_kernel:  # FP8 that is no number would be lost here
-            of_head = tensors[kernel.arg_names.index("Of_head")]
-            assert (of_head[:3] >= TINY).all()
+            of_head, beta = (tensors[kernel.arg_names.index(x)] for x in ("Of_head", "Beta"))
+            assert (of_head[:2] >= TINY).all() and (beta >= TINY).all()
 
     x = launch_prepare(0 * grad, out, kept, 0.125, run)
     assert not x.g.any() and not x.ot.float().any() and not x.vectors[2].any()

@@ -7,8 +7,9 @@ num_programs-th tile, and of those that do not go round, a share of the blocks.
 * The warpgroups take turns at the tensor cores (`order`): while one multiplies p v and then the
   next q k^T, the others are in their softmax.
 * q is quantized where it is used, one scale a row: a thread of a wgmma accumulator holds whole
-  rows, so its scale is as free as one per thread. k has one scale per 64 rows, or (K_ROWS, where
-  training is causal) one a row, which comes with its codes and costs a multiplication a score.
+  rows, so its scale is as free as one per thread. k has one scale per 64 rows. Where training is
+  causal (OWN) it has codes by one scale a row besides, which cost a multiplication a score: those
+  are read from about a tile's first row on (_first_own), the others before it.
 * q of the next tile is loaded before o of this one is stored.
 * With one warpgroup (short calls, windows) it is otherwise: several programs share an SM and hide
   each other's beginnings and ends. Each computes one tile, fetches k and v itself, and takes no
@@ -106,6 +107,13 @@ def _num_blocks(row_end, N_kv, CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr):
     return (end + BLOCK_N - 1) // BLOCK_N
 
 
+@gluon.jit
+def _first_own(row, BLOCK_N: gl.constexpr):
+    """(OWN) The block of keys from which on a tile that begins at row reads K_own: the same keys by
+    blocks of 128 and of 64."""
+    return row // 128 * (128 // BLOCK_N)
+
+
 @gluon.constexpr_function
 def _is_bounded(band, listed):
     """There are lists, or a band (left, right, bottom_right; -1: no bound) that is not SDPA's
@@ -201,14 +209,14 @@ def _quantize_q(q, q_smem, SCALE: gl.constexpr):
 @gluon.jit
 def _fetch(
     n, end, i, of_kv, shared, of_tile, N_q, N_kv, N_pad, stride_lm,
-    BAND: gl.constexpr, LISTED: gl.constexpr, FP8: gl.constexpr, K_ROWS: gl.constexpr,
+    BAND: gl.constexpr, LISTED: gl.constexpr, FP8: gl.constexpr, OWN: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The n-th block of k and v that a tile reads, if it reads so many (end), into the ring's place
     for the i-th; the barrier of `full` tells when it is there. of_tile: b, h_kv, head_kv, its first
     row, its first block and how many it reads whole, as `walk` tells."""
     q_smem, k_smem, v_smem, scale_smem, full, empty, order = shared
-    K, K_scale, V = of_kv
+    K, K_own, K_own_scale, V = of_kv
     b, h_kv, head_kv, row, first_block, whole = of_tile
     j = n
     if _is_bounded(BAND, LISTED):
@@ -219,11 +227,15 @@ def _fetch(
     stage, reads = i % STAGES, n < end
     bar = full.index(stage)
     row_k = head_kv * N_pad + j * BLOCK_N
-    of_scales: gl.constexpr = 4 * BLOCK_N if K_ROWS else 0
+    of_scales: gl.constexpr = 4 * BLOCK_N if OWN else 0
     mbarrier.expect(bar, K.block_type.nbytes + V.block_type.nbytes + of_scales, pred=reads)
-    tma_load(K, [row_k, 0], bar, k_smem.index(stage), pred=reads)
-    if K_ROWS:
-        tma_load(K_scale, [row_k], bar, scale_smem.index(stage), pred=reads)
+    if OWN:
+        own = j >= _first_own(row, BLOCK_N)
+        tma_load(K, [row_k, 0], bar, k_smem.index(stage), pred=reads & (own == 0))
+        tma_load(K_own, [row_k, 0], bar, k_smem.index(stage), pred=reads & own)
+        tma_load(K_own_scale, [row_k], bar, scale_smem.index(stage), pred=reads)
+    else:
+        tma_load(K, [row_k, 0], bar, k_smem.index(stage), pred=reads)
     if FP8:
         tma_load(V, [head_kv * BLOCK_DV, j * BLOCK_N], bar, v_smem.index(stage), pred=reads)
     else:
@@ -475,7 +487,7 @@ def _consumer(
     wg: gl.constexpr, shared, tensors, of_kv, of_mask, of_list, strides, shape,
     D: gl.constexpr, D_V: gl.constexpr, SCALE: gl.constexpr, BAND: gl.constexpr,
     LISTED: gl.constexpr, MASK: gl.constexpr, SPLIT: gl.constexpr, FP8: gl.constexpr,
-    KEEPS_MAX: gl.constexpr, K_ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
+    KEEPS_MAX: gl.constexpr, OWN: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_DV: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup `wg`: rows 64 wg .. of each of the program's tiles. Alone it has one tile, and
@@ -536,9 +548,8 @@ def _consumer(
         l = gl.full([64, 4], 0.0, gl.float32, QUAD)
         zeros = gl.full([64, CHUNK], 0.0, gl.float32, O)
         o = (zeros, zeros, zeros, zeros) if BLOCK_DV > CHUNK else (zeros,)
-        if not K_ROWS:
-            scale_row = head_kv * (N_pad // 64)
-            scale_ptrs = K_scale + scale_row + gl.arange(0, BLOCKS, layout=BLOCK)
+        scale_row = head_kv * (N_pad // 64)
+        scale_ptrs = K_scale + scale_row + gl.arange(0, BLOCKS, layout=BLOCK)
         if BOUNDED:
             begin = 0
             words = Words + b.to(gl.int64) * stride_wb + h.to(gl.int64) * stride_wh
@@ -553,6 +564,8 @@ def _consumer(
             whole = seen // BLOCK_N
             if CAUSAL:
                 whole = gl.minimum(whole, (row0 + 1) // BLOCK_N)
+            if OWN:
+                whole = gl.minimum(whole, _first_own(row, BLOCK_N))
             if SPLIT:
                 mine = gl.minimum(gl.maximum(mine, begin), end)
                 whole = gl.minimum(gl.maximum(whole, begin), mine)
@@ -565,7 +578,7 @@ def _consumer(
             for n in gl.static_range(STAGES):
                 _fetch(
                     n, end, n, of_kv, shared, of_tile, N_q, N_kv, N_pad, of_list[3],
-                    BAND, LISTED, FP8, K_ROWS, BLOCK_N, BLOCK_DV, STAGES,
+                    BAND, LISTED, FP8, OWN, BLOCK_N, BLOCK_DV, STAGES,
                 )  # fmt: skip
         q_scale = gl.convert_layout(_quantize_q(q, q_tile, SCALE), ROW, assert_trivial=True)
 
@@ -588,7 +601,7 @@ def _consumer(
                     )
                 if LISTED:  # of the next one, which arrives meanwhile
                     entry = entry_of(first_block, j + 1, whole, of_list[3])
-                if K_ROWS:
+                if OWN and part == 1:
                     k_scale = scale_smem.index(stage)
                 else:
                     k_scale = gl.load(scale_ptrs + block * BLOCKS)
@@ -599,7 +612,7 @@ def _consumer(
                             q_tile, k_smem, v_smem, stage, zero,
                             m, l, o, q_scale, k_scale,
                             next_order, read, any_read, turn, phase, row0, block, code, N_q, N_kv,
-                            words, stride_wm, BAND, LISTED, MASK, 2, FP8, K_ROWS, BLOCK_N, BLOCK_DV,
+                            words, stride_wm, BAND, LISTED, MASK, 2, FP8, False, BLOCK_N, BLOCK_DV,
                             CHUNK, L5, ROW, P, OROW, ALONE,
                         )  # fmt: skip
                     else:
@@ -611,14 +624,14 @@ def _consumer(
                         q_tile, k_smem, v_smem, stage, zero,
                         m, l, o, q_scale, k_scale,
                         next_order, read, any_read, turn, phase, row0, block, 0, N_q, N_kv,
-                        Words, 0, BAND, False, False, part, FP8, K_ROWS, BLOCK_N, BLOCK_DV, CHUNK,
-                        L5, ROW, P, OROW, ALONE,
+                        Words, 0, BAND, False, False, part, FP8, OWN and part == 1, BLOCK_N,
+                        BLOCK_DV, CHUNK, L5, ROW, P, OROW, ALONE,
                     )  # fmt: skip
                 if ALONE:
                     gluon_barrier()  # all its warps have read the stage
                     _fetch(
                         j + STAGES, end, i, of_kv, shared, of_tile, N_q, N_kv, N_pad, of_list[3],
-                        BAND, LISTED, FP8, K_ROWS, BLOCK_N, BLOCK_DV, STAGES,
+                        BAND, LISTED, FP8, OWN, BLOCK_N, BLOCK_DV, STAGES,
                     )  # fmt: skip
         if not ALONE:
             read, any_read = empty.index((fetched + mine + STAGES - 1) % STAGES), mine > begin
@@ -672,7 +685,7 @@ def _consumer(
 def _producer(
     of_kv, shared, of_list, shape,
     BAND: gl.constexpr, LISTED: gl.constexpr, SPLIT: gl.constexpr, FP8: gl.constexpr,
-    K_ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_DV: gl.constexpr,
+    OWN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_DV: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """One warp: k and v of each of the program's tiles, block by block."""
@@ -698,7 +711,7 @@ def _producer(
             mbarrier.wait(empty.index(i % STAGES), ((i // STAGES) & 1) ^ 1)
             _fetch(
                 n, end, i, of_kv, shared, of_tile, N_q, N_kv, N_pad, of_list[3],
-                BAND, LISTED, FP8, K_ROWS, BLOCK_N, BLOCK_DV, STAGES,
+                BAND, LISTED, FP8, OWN, BLOCK_N, BLOCK_DV, STAGES,
             )  # fmt: skip
         fetched += end - begin
 
@@ -707,7 +720,7 @@ def _producer(
 def _hopper_kernel(
     Q,  # [B, H_q, N_q, D] in, 16-bit, its last stride 1
     K, K_scale,  # descriptor of [B * H_kv * N_pad, BLOCK_D] int8; [B, H_kv, N_pad / 64] fp32
-    # K_ROWS: descriptor of [B * H_kv * N_pad] fp32
+    K_own, K_own_scale,  # OWN: as K, and descriptor of [B * H_kv * N_pad] fp32; else any, not read
     V, V_scale, V_mean,  # descriptor of [B * H_kv * BLOCK_DV, N_pad] FP8; [B, H_kv, D_V] twice
     # 16-bit: descriptor of [B, H_kv, N_kv, D_V]; the other two unread
     Words, List,  # blocks.py; unread but for MASK and LISTED
@@ -718,7 +731,7 @@ def _hopper_kernel(
     heads, H_q, H_kv, N2_q, N2_kv, N_pad, group, whole_tiles,  # heads: B * H_q. N2: 2 N
     D: gl.constexpr, D_V: gl.constexpr, SCALE: gl.constexpr, BAND: gl.constexpr,
     LISTED: gl.constexpr, MASK: gl.constexpr, SPLIT: gl.constexpr, FP8: gl.constexpr,
-    KEEPS_MAX: gl.constexpr, K_ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
+    KEEPS_MAX: gl.constexpr, OWN: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_DV: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -734,8 +747,8 @@ def _hopper_kernel(
     k_smem = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_N, BLOCK_D], K.layout)
     v_smem = gl.allocate_shared_memory(V.dtype, [STAGES, VS[0], VS[1]], VL)
     scale_smem = k_smem  # not touched
-    if K_ROWS:
-        scale_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_N], K_scale.layout)
+    if OWN:
+        scale_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_N], K_own_scale.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     order = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], mbarrier.MBarrierLayout())
@@ -756,34 +769,34 @@ def _hopper_kernel(
         fence_async_shared()
         gluon_barrier()
         _consumer(
-            0, shared, tensors, (K, K_scale, V), of_mask, of_list, strides, shape, D, D_V, SCALE,
-            BAND, LISTED, MASK, SPLIT, FP8, KEEPS_MAX, K_ROWS, BLOCK_N, BLOCK_D, BLOCK_DV,
+            0, shared, tensors, (K, K_own, K_own_scale, V), of_mask, of_list, strides, shape, D,
+            D_V, SCALE, BAND, LISTED, MASK, SPLIT, FP8, KEEPS_MAX, OWN, BLOCK_N, BLOCK_D, BLOCK_DV,
             WARPGROUPS, STAGES,
         )  # fmt: skip
     elif WARPGROUPS == 2:
         gl.warp_specialize([
             (_consumer, (0, shared, tensors, 0, of_mask, of_list, strides, shape, D, D_V, SCALE,
-                         BAND, LISTED, MASK, SPLIT, FP8, KEEPS_MAX, K_ROWS, BLOCK_N, BLOCK_D,
+                         BAND, LISTED, MASK, SPLIT, FP8, KEEPS_MAX, OWN, BLOCK_N, BLOCK_D,
                          BLOCK_DV, WARPGROUPS, STAGES)),
             (_consumer, (1, shared, tensors, 0, of_mask, of_list, strides, shape, D, D_V, SCALE,
-                         BAND, LISTED, MASK, SPLIT, FP8, KEEPS_MAX, K_ROWS, BLOCK_N, BLOCK_D,
+                         BAND, LISTED, MASK, SPLIT, FP8, KEEPS_MAX, OWN, BLOCK_N, BLOCK_D,
                          BLOCK_DV, WARPGROUPS, STAGES)),
-            (_producer, ((K, K_scale, V), shared, of_list, shape, BAND, LISTED, SPLIT, FP8, K_ROWS,
-                         BLOCK_M, BLOCK_N, BLOCK_DV, STAGES)),
+            (_producer, ((K, K_own, K_own_scale, V), shared, of_list, shape, BAND, LISTED, SPLIT,
+                         FP8, OWN, BLOCK_M, BLOCK_N, BLOCK_DV, STAGES)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_consumer, (0, shared, tensors, 0, of_mask, of_list, strides, shape, D, D_V, SCALE,
-                         BAND, LISTED, MASK, SPLIT, FP8, KEEPS_MAX, K_ROWS, BLOCK_N, BLOCK_D,
+                         BAND, LISTED, MASK, SPLIT, FP8, KEEPS_MAX, OWN, BLOCK_N, BLOCK_D,
                          BLOCK_DV, WARPGROUPS, STAGES)),
             (_consumer, (1, shared, tensors, 0, of_mask, of_list, strides, shape, D, D_V, SCALE,
-                         BAND, LISTED, MASK, SPLIT, FP8, KEEPS_MAX, K_ROWS, BLOCK_N, BLOCK_D,
+                         BAND, LISTED, MASK, SPLIT, FP8, KEEPS_MAX, OWN, BLOCK_N, BLOCK_D,
                          BLOCK_DV, WARPGROUPS, STAGES)),
             (_consumer, (2, shared, tensors, 0, of_mask, of_list, strides, shape, D, D_V, SCALE,
-                         BAND, LISTED, MASK, SPLIT, FP8, KEEPS_MAX, K_ROWS, BLOCK_N, BLOCK_D,
+                         BAND, LISTED, MASK, SPLIT, FP8, KEEPS_MAX, OWN, BLOCK_N, BLOCK_D,
                          BLOCK_DV, WARPGROUPS, STAGES)),
-            (_producer, ((K, K_scale, V), shared, of_list, shape, BAND, LISTED, SPLIT, FP8, K_ROWS,
-                         BLOCK_M, BLOCK_N, BLOCK_DV, STAGES)),
+            (_producer, ((K, K_own, K_own_scale, V), shared, of_list, shape, BAND, LISTED, SPLIT,
+                         FP8, OWN, BLOCK_M, BLOCK_N, BLOCK_DV, STAGES)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
 
 

@@ -74,13 +74,13 @@ def _fits_tma(x: Tensor) -> bool:
 
 def launch(
     a: AttentionCall, tile: Tile, run: Callable, device: torch.device | None = None,
-    keeps_max: bool = False,
+    keeps_max: bool = False, own: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out [B, H_q, N_q, D_v] of q's dtype and lse [B, H_q, N_q] fp32, of a call that nothing speaks
     against (`why_not`). device: q's, if that is on meta. Sizes may be known only later
     (lowering/record.py): no plan is kept for those. keeps_max: lse is [2, B, H_q, N_q], and the
-    second is the largest score of each row, in log2 units. k_scale may be [.., K_BLOCK]: a row's
-    each."""
+    second is the largest score of each row, in log2 units. own: k's codes once more, by one scale a
+    row [B, H_kv, N_pad] fp32, which causal rows are given of keys that later ones are near."""
     q, k, v = a.q, a.k, a.v
     out, lse = a.empty_outputs()
     if keeps_max:
@@ -93,15 +93,16 @@ def launch(
         out.shape[3], out.stride(), a.band_arguments(), a.scale, a.n_kv, tile,
         None if a.attn_mask is None else (a.attn_mask.shape, a.attn_mask.stride()),
         None if a.blocks.size is None else (a.blocks.kv_num_blocks.shape[:2], list_numbers),
-        keeps_max, a.k_scale.shape[3] > 1,
+        keeps_max, own is not None,
     )  # fmt: skip
     part = part_ml = lse  # not touched
     if plan.parts:
         part, part_ml = (lse.new_empty(n) for n in plan.parts)
     v_scale, v_mean = (lse, lse) if a.v_mean is None else (a.v_scale, a.v_mean)
-    k, k_scale, v = _at(plan.k, k), a.k_scale, _at(plan.v, v)
-    if plan.k_scale:
-        k_scale = _at(plan.k_scale, k_scale)
+    k, v = _at(plan.k, k), _at(plan.v, v)
+    k_own = k_own_scale = lse  # not touched
+    if own is not None:
+        k_own, k_own_scale = _at(plan.k, own[0]), _at(plan.k_own_scale, own[1])
     words = codes = list_ = lse  # not touched
     if plan.mask:
         words, codes = (lse.new_empty(n, dtype=dtype) for n, dtype in plan.mask.made)
@@ -110,7 +111,8 @@ def launch(
         list_ = lse.new_empty(plan.lists.made, dtype=torch.int32)
         run(*plan.lists.make.of((codes, *lists, list_)))
         run(*plan.lists.rank.of((list_,)))
-    tensors = q, k, k_scale, v, v_scale, v_mean, words, list_, out, lse, part, part_ml
+    of_k = k, a.k_scale, k_own, k_own_scale
+    tensors = q, *of_k, v, v_scale, v_mean, words, list_, out, lse, part, part_ml
     run(*plan.attend.of(tensors), **plan.attend.options)
     if plan.combine:
         tensors = part, part_ml, v_scale, v_mean, out, lse
@@ -154,7 +156,7 @@ class _Plan:
     """What `launch` does for all calls with the same shapes and strides."""
 
     k: GluonDescriptor  # of no tensor yet
-    k_scale: GluonDescriptor | None  # where each row has one
+    k_own_scale: GluonDescriptor | None
     v: GluonDescriptor
     mask: _Mask | None
     lists: _Lists | None
@@ -166,15 +168,15 @@ class _Plan:
 @functools.lru_cache(maxsize=4096)
 def _plan(
     device, dtype, q_shape, q_stride, k_shape, v_dtype, v_shape, v_stride, D_v, out_stride,
-    band, scale, n_kv, tile, of_mask, of_lists, keeps_max, k_rows,
+    band, scale, n_kv, tile, of_mask, of_lists, keeps_max, has_own,
 ) -> _Plan:  # fmt: skip
     B, H_q, N_q, D = q_shape
     H_kv, N_pad, BLOCK_D = k_shape[1:]
     fp8, BLOCK_DV = v_dtype == torch.float8_e4m3fn, pad_head_dim(D_v)
     k = _descriptor(torch.int8, (B * H_kv * N_pad, BLOCK_D), (BLOCK_D, 1), [tile.BLOCK_N, BLOCK_D])
-    k_scale = None
-    if k_rows:
-        k_scale = _descriptor(torch.float32, (B * H_kv * N_pad,), (1,), [tile.BLOCK_N])
+    k_own_scale = None
+    if has_own:
+        k_own_scale = _descriptor(torch.float32, (B * H_kv * N_pad,), (1,), [tile.BLOCK_N])
     if fp8:
         rows = B * H_kv * BLOCK_DV
         v = _descriptor(v_dtype, (rows, N_pad), (N_pad, 1), [BLOCK_DV, tile.BLOCK_N])
@@ -204,12 +206,12 @@ def _plan(
          *(lists.strides if lists else (0,) * 3),
          B * H_q, H_q, H_kv, 2 * N_q, 2 * n_kv, N_pad, group, whole_tiles,  # shape
          D, D_v, scale, band, lists is not None, mask is not None, split, fp8, keeps_max,
-         k_rows,
+         has_own,
          tile.BLOCK_N, BLOCK_D, BLOCK_DV, tile.warpgroups, tile.num_stages, consumer),  # tile
         dict(num_warps=tile.num_warps, maxnreg=at_launch),
     )  # fmt: skip
     if not split:
-        return _Plan(k, k_scale, v, mask, lists, attend, None, None)
+        return _Plan(k, k_own_scale, v, mask, lists, attend, None, None)
     rows = 2048 // BLOCK_DV
     combine = _Launch(
         _combine_kernel,
@@ -221,7 +223,7 @@ def _plan(
         {},
     )  # fmt: skip
     slots = 2 * programs * tile.BLOCK_M
-    return _Plan(k, k_scale, v, None, None, attend, (slots * BLOCK_DV, slots * 2), combine)
+    return _Plan(k, k_own_scale, v, None, None, attend, (slots * BLOCK_DV, slots * 2), combine)
 
 
 def _heads_of_a_group(heads, of_one_kv, kv_bytes, most) -> int:

@@ -31,7 +31,7 @@ keeps its relative precision. A beta a row would cost the dK/dV kernel a multipl
 To the dK/dV kernel the query heads of a group are one head of so many more rows.
 
 CAUSAL, of as many queries as keys: nothing of an earlier row may tell of later ones. So k and v are
-not less their means, k has a scale ks_j a row, and dQ has bounds of its own, by what a row sees:
+not less their means, and dQ has bounds of its own, by what a row sees:
 
     dS_ij = ks_j P_ij (D_ij vs_j - delta_i)        P_ij = 2^(x_ij - m_i) 448 / beta_i, vs_j and
                                                    delta_i here without beta
@@ -39,8 +39,13 @@ not less their means, k has a scale ks_j a row, and dQ has bounds of its own, by
 
     beta_i >= max ks_j |dP_ij - delta_ij| / a_i over j <= i
 
-What a head has one of, beta, c^q and c^o, is then of rows whose dO is not 0, and of the v that they
-see: dK_j and dV_j tell of no row without a gradient.
+A scale of 64 keys tells queries that see all of them nothing of later rows, and goes into vs and
+delta. Near the diagonal k8 and ks are others (k_own), by a scale a row, and cost a multiplication a
+score: in dQ's kernel and the forward from key 128 floor(first row of the tile / 128) on, in dK's
+and dV's where i and j are of the same 128 rows. (Where only the forward reads k_own, P is of other
+codes than lse and m: in one of the N / 64 blocks of queries that a key has.) What a head has one
+of, beta, c^q and c^o, is then of rows whose dO is not 0, and of the v that they see: dK_j and dV_j
+tell of no row without a gradient.
 
 The tensor cores accumulate FP8 products in 13 bits of mantissa: every FLUSH blocks the sums are
 added to FP32 totals in shared memory, where a thread finds its own again without a bank conflict
@@ -74,7 +79,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sage_inductor.ops.attention.hopper.kernel import _exp2, _to_fp8
+from sage_inductor.ops.attention.hopper.kernel import _exp2, _first_own, _to_fp8
 from sage_inductor.ops.compat import gdc_launch_dependents, gdc_wait, tma_load
 
 # -- both ----
@@ -173,9 +178,9 @@ def _above(S: gl.constexpr):
 
 
 @gluon.jit
-def _below(S: gl.constexpr):
-    """[64, 64]: the column is the row's or an earlier one."""
-    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, S))
+def _below(ahead, S: gl.constexpr):
+    """[64, 64], rows so many ahead of the columns: the column is the row's or an earlier one."""
+    rows = ahead + gl.arange(0, 64, layout=gl.SliceLayout(1, S))
     return rows[:, None] >= gl.arange(0, 64, layout=gl.SliceLayout(0, S))[None, :]
 
 
@@ -193,25 +198,27 @@ def _blocks_of_keys(row_end, K_pad, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def _keys(
-    shared, q_tile, g_tile, s, dq, j, blocks, q_scale, k_scale, k_scales, m, delta,
-    CAUSAL: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr, S: gl.constexpr,
+    shared, q_tile, g_tile, s, dq, j, blocks, row0, q_scale, of_block, of_blocks, m, delta,
+    CAUSAL: gl.constexpr, OWN: gl.constexpr, STAGES: gl.constexpr, S: gl.constexpr,
     A: gl.constexpr,
 ):  # fmt: skip
-    """s and k_scale of block j + 1, dq after block j. CAUSAL: k_scale is of j, of each key."""
+    """s and of_block, k's scale, of block j + 1; dq after block j. OWN: k has a scale a row, and
+    later keys are hidden."""
     q_smem, g_smem, k_smem, v_smem, kt_smem, vectors, totals, loaded, full, empty = shared
     COLUMN: gl.constexpr = gl.SliceLayout(0, S)
     zero = gl.full([64, 64], 0, gl.int32, S)
     stage, after = j % STAGES, (j + 1) % STAGES
     d = _score(g_tile, v_smem, stage, zero)
-    if CAUSAL:
-        of_key = gl.expand_dims(k_scale, 0)
-        p = _exp2(s.to(gl.float32) * of_key * gl.expand_dims(q_scale, 1) - m) * of_key
-        if MASKED:
-            p = gl.where(_below(S), p, 0.0)
+    q_scale = gl.expand_dims(q_scale, 1)
+    if OWN:
+        of_key = gl.expand_dims(vectors.index(STAGES + stage).load(COLUMN), 0)
+        p = _exp2(s.to(gl.float32) * of_key * q_scale - m)
+        p = gl.where(_below(row0 - j * 64, S), p * of_key, 0.0)
     else:
-        c = gl.expand_dims(q_scale * k_scale, 1)
-        k_scale = gl.load(k_scales + gl.minimum(j + 1, blocks - 1))
-        p = _exp2(s.to(gl.float32) * c - m)
+        p = _exp2(s.to(gl.float32) * (q_scale * of_block) - m)
+        if CAUSAL:
+            delta = delta * of_block
+        of_block = gl.load(of_blocks + gl.minimum(j + 1, blocks - 1))
     d = warpgroup_mma_wait(0, [d])
     v_scale = gl.expand_dims(vectors.index(stage).load(COLUMN), 0)
     ds = _to_operand(p * (d.to(gl.float32) * v_scale - delta), A)
@@ -220,7 +227,7 @@ def _keys(
     dq = warpgroup_mma(ds, kt_smem.index(stage).permute((1, 0)), dq, is_async=True)
     s, dq = warpgroup_mma_wait(0, [s, dq])
     mbarrier.arrive(empty.index(stage), count=1)
-    return s, dq, k_scale
+    return s, dq, of_block
 
 
 @gluon.jit
@@ -238,13 +245,13 @@ def _dq_consumer(
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 32])
     A: gl.constexpr = gl.DotOperandLayout(0, O, 4)
     ROW: gl.constexpr = gl.SliceLayout(1, S)
-    COLUMN: gl.constexpr = gl.SliceLayout(0, S)
     OROW: gl.constexpr = gl.SliceLayout(1, O)
     zero = gl.full([64, 64], 0, gl.int32, S)
     zero_o = gl.full([64, BLOCK_D], 0.0, gl.float32, O)
 
     head, row0 = _tile(N_q, 192, CAUSAL)
     fetched = _blocks_of_keys(row0 + 192, K_pad, CAUSAL)
+    own = _first_own(row0, 64)
     row0 += wg * 64
     blocks = _blocks_of_keys(row0 + 64, K_pad, CAUSAL)
     rows = row0 + gl.arange(0, 64, layout=ROW)
@@ -252,34 +259,30 @@ def _dq_consumer(
     q_scale = gl.load(Q_scale + here, mask=rows < Q_pad, other=0.0)
     m = gl.expand_dims(gl.load(M + here, mask=rows < Q_pad, other=0.0), 1)
     delta = gl.expand_dims(gl.load(Delta + here, mask=rows < Q_pad, other=0.0), 1)
-    k_scales = K_scale
-    if not CAUSAL:
-        k_scales += (head // group).to(gl.int64) * blocks
+    of_blocks = K_scale + (head // group).to(gl.int64) * (K_pad // 64)
 
     q_tile, g_tile, total = q_smem.index(wg), g_smem.index(wg), totals.index(wg)
     mbarrier.wait(loaded, 0)
-    if not CAUSAL:
-        k_scale = gl.load(k_scales)
+    of_block = gl.load(of_blocks)
     mbarrier.wait(full.index(0), 0)
     s = warpgroup_mma_wait(0, [_score(q_tile, k_smem, 0, zero)])
-    whole = blocks - 1 if CAUSAL else blocks
+    whole = own if CAUSAL else blocks
     for first in range(0, whole, FLUSH):
         dq = zero_o
         for j in range(first, gl.minimum(first + FLUSH, whole)):
-            if CAUSAL:
-                k_scale = vectors.index(STAGES + j % STAGES).load(COLUMN)
-            s, dq, k_scale = _keys(
-                shared, q_tile, g_tile, s, dq, j, blocks, q_scale, k_scale, k_scales, m, delta,
-                CAUSAL, False, STAGES, S, A,
+            s, dq, of_block = _keys(
+                shared, q_tile, g_tile, s, dq, j, blocks, row0, q_scale, of_block, of_blocks, m,
+                delta, CAUSAL, False, STAGES, S, A,
             )  # fmt: skip
         _flush(total, dq, first == 0)
     if CAUSAL:
-        k_scale = vectors.index(STAGES + whole % STAGES).load(COLUMN)
-        s, dq, k_scale = _keys(
-            shared, q_tile, g_tile, s, zero_o, whole, blocks, q_scale, k_scale, k_scales, m, delta,
-            True, True, STAGES, S, A,
-        )  # fmt: skip
-        _flush(total, dq, whole == 0)
+        dq = zero_o
+        for j in range(own, blocks):
+            s, dq, of_block = _keys(
+                shared, q_tile, g_tile, s, dq, j, blocks, row0, q_scale, of_block, of_blocks, m,
+                delta, True, True, STAGES, S, A,
+            )  # fmt: skip
+        _flush(total, dq, own == 0)
     for j in range(blocks, fetched):  # what these rows do not see
         mbarrier.wait(full.index(j % STAGES), (j // STAGES) & 1)
         mbarrier.arrive(empty.index(j % STAGES), count=1)
@@ -291,43 +294,62 @@ def _dq_consumer(
 
 
 @gluon.jit
+def _fetch_keys(
+    j, K, V, Kt, K_own_scale, V_scale, shared, head_kv, K_pad,
+    CAUSAL: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    q_smem, g_smem, k_smem, v_smem, kt_smem, vectors, totals, loaded, full, empty = shared
+    stage = j % STAGES
+    mbarrier.wait(empty.index(stage), ((j // STAGES) & 1) ^ 1)
+    bar = full.index(stage)
+    mbarrier.expect(bar, 3 * 64 * BLOCK_D + 64 * 4 * (2 if CAUSAL else 1))
+    row = head_kv * K_pad + j * 64
+    if CAUSAL:
+        tma_load(K_own_scale, [row], bar, vectors.index(STAGES + stage))
+    tma_load(V_scale, [row], bar, vectors.index(stage))
+    tma_load(K, [row, 0], bar, k_smem.index(stage))
+    tma_load(V, [row, 0], bar, v_smem.index(stage))
+    tma_load(Kt, [head_kv * BLOCK_D, j * 64], bar, kt_smem.index(stage))
+
+
+@gluon.jit
 def _dq_producer(
-    Q, G, K, V, Kt, K_scale, V_scale, shared, shape,
+    Q, G, K, K_own, V, Kt, Kt_own, K_own_scale, V_scale, V_scale_own, shared, shape,
     CAUSAL: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     q_smem, g_smem, k_smem, v_smem, kt_smem, vectors, totals, loaded, full, empty = shared
     H_q, group, N_q, Q_pad, K_pad = shape
     head, row0 = _tile(N_q, 192, CAUSAL)
     blocks = _blocks_of_keys(row0 + 192, K_pad, CAUSAL)
+    whole = _first_own(row0, 64) if CAUSAL else blocks
     head_kv = head // group
     row0 += head * Q_pad
     mbarrier.expect(loaded, 3 * 2 * 64 * BLOCK_D)
     for wg in gl.static_range(3):
         tma_load(Q, [row0 + wg * 64, 0], loaded, q_smem.index(wg))
         tma_load(G, [row0 + wg * 64, 0], loaded, g_smem.index(wg))
-    for j in range(0, blocks):
-        stage = j % STAGES
-        mbarrier.wait(empty.index(stage), ((j // STAGES) & 1) ^ 1)
-        bar = full.index(stage)
-        mbarrier.expect(bar, 3 * 64 * BLOCK_D + 64 * 4 * (2 if CAUSAL else 1))
-        row = head_kv * K_pad + j * 64
-        if CAUSAL:
-            tma_load(K_scale, [row], bar, vectors.index(STAGES + stage))
-        tma_load(V_scale, [row], bar, vectors.index(stage))
-        tma_load(K, [row, 0], bar, k_smem.index(stage))
-        tma_load(V, [row, 0], bar, v_smem.index(stage))
-        tma_load(Kt, [head_kv * BLOCK_D, j * 64], bar, kt_smem.index(stage))
+    for j in range(0, whole):
+        _fetch_keys(
+            j, K, V, Kt, K_own_scale, V_scale, shared, head_kv, K_pad, CAUSAL, BLOCK_D, STAGES
+        )  # fmt: skip
+    if CAUSAL:
+        for j in range(whole, blocks):
+            _fetch_keys(
+                j, K_own, V, Kt_own, K_own_scale, V_scale_own, shared, head_kv, K_pad,
+                CAUSAL, BLOCK_D, STAGES,
+            )  # fmt: skip
 
 
 @gluon.jit
 def dq_kernel(
     Q, G,  # descriptors of [B * H_q * Q_pad, BLOCK_D] INT8, blocks of 64 rows
-    K, V,  # of [B * H_kv * K_pad, BLOCK_D] INT8, blocks of 64 rows
-    Kt,  # of [B * H_kv * BLOCK_D, K_pad] FP8, blocks of BLOCK_D rows and 64 tokens
-    V_scale,  # of [B * H_kv * K_pad] fp32, blocks of 64
+    K, K_own, V,  # of [B * H_kv * K_pad, BLOCK_D] INT8, blocks of 64 rows
+    Kt, Kt_own,  # of [B * H_kv * BLOCK_D, K_pad] FP8, blocks of BLOCK_D rows and 64 tokens
+    K_own_scale, V_scale, V_scale_own,  # of [B * H_kv * K_pad] fp32, blocks of 64
+    # CAUSAL: V_scale is vs ks, V_scale_own vs; without it those named own are any, and not read
     Q_scale, M, Delta, Row_scale,  # [B, H_q, Q_pad] fp32: qs; m - log2 448; delta; r c^k
     # CAUSAL: the second m - log2 448 + log2 beta_i, the last r
-    K_scale,  # [B, H_kv, K_pad / 64] fp32; CAUSAL: as V_scale
+    K_scale,  # [B, H_kv, K_pad / 64] fp32
     DQ,  # [B, H_q, N_q, D] out, fp16 or bf16, its last stride 1
     stride_b, stride_h, stride_n,  # of DQ, doubled
     H_q, H_kv, N2_q, Q_pad, K_pad,  # N2_q: 2 N_q
@@ -363,7 +385,8 @@ def dq_kernel(
         (_dq_consumer, (0, shared, tensors, strides, shape, CAUSAL, D, BLOCK_D, STAGES, FLUSH)),
         (_dq_consumer, (1, shared, tensors, strides, shape, CAUSAL, D, BLOCK_D, STAGES, FLUSH)),
         (_dq_consumer, (2, shared, tensors, strides, shape, CAUSAL, D, BLOCK_D, STAGES, FLUSH)),
-        (_dq_producer, (Q, G, K, V, Kt, K_scale, V_scale, shared, shape, CAUSAL, BLOCK_D, STAGES)),
+        (_dq_producer, (Q, G, K, K_own, V, Kt, Kt_own, K_own_scale, V_scale, V_scale_own, shared,
+                        shape, CAUSAL, BLOCK_D, STAGES)),
     ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
 
 
@@ -384,8 +407,7 @@ def _blocks_of_queries(row0, Q_rows, K_pad, CAUSAL: gl.constexpr):
 @gluon.jit
 def _queries(
     shared, k_tile, v_tile, s, d, dv, dk, j0, blocks, k_scale, v_scale,
-    CAUSAL: gl.constexpr, STAGES: gl.constexpr, UNROLL: gl.constexpr, S: gl.constexpr,
-    A: gl.constexpr,
+    STAGES: gl.constexpr, UNROLL: gl.constexpr, S: gl.constexpr, A: gl.constexpr,
 ):  # fmt: skip
     """s and d of block j0 + UNROLL, dv and dk after UNROLL blocks."""
     k_smem, v_smem, q_smem, g_smem, qt_smem, ot_smem, vectors, totals, loaded, full, empty = shared
@@ -398,11 +420,7 @@ def _queries(
             s, dv = warpgroup_mma_wait(2, [s, dv])
         q_scale = vectors.index(stage * 3).load(COLUMN)
         m = vectors.index(stage * 3 + 1).load(COLUMN)
-        if CAUSAL:
-            x = s.to(gl.float32) * k_scale
-        else:
-            x, q_scale = s.to(gl.float32), q_scale * k_scale
-        p = _exp2(x * gl.expand_dims(q_scale, 0) - gl.expand_dims(m, 0))
+        p = _exp2(s.to(gl.float32) * gl.expand_dims(q_scale * k_scale, 0) - gl.expand_dims(m, 0))
         p8 = _to_operand(p, A)
         dv = warpgroup_mma(p8, ot_smem.index(stage).permute((1, 0)), dv, is_async=True)
         if u > 0:
@@ -422,16 +440,17 @@ def _queries(
 
 @gluon.jit
 def _own_queries(
-    wg: gl.constexpr, shared, k_tile, v_tile, s, d, zero_o, j0, blocks, k_scale, v_scale,
+    wg: gl.constexpr, shared, k_own, k_tile, v_tile, d, zero_o, j0, blocks, k_scale, v_scale,
     STAGES: gl.constexpr, S: gl.constexpr, A: gl.constexpr,
 ):  # fmt: skip
-    """(CAUSAL) `_queries` of the two blocks of the tile's own rows, of which none sees a later one;
-    dv and dk of them alone. One product after the other: with a mask in `_queries` registers do not
-    suffice."""
+    """(CAUSAL) `_queries` of the two blocks of the tile's own rows, by k_own, none of which sees a
+    later one: dv and dk of them alone, s and d of the block after them. One product after the
+    other: with a mask in `_queries` registers do not suffice."""
     k_smem, v_smem, q_smem, g_smem, qt_smem, ot_smem, vectors, totals, loaded, full, empty = shared
     COLUMN: gl.constexpr = gl.SliceLayout(0, S)
     zero = gl.full([64, 64], 0, gl.int32, S)
     dv, dk = zero_o, zero_o
+    s = warpgroup_mma_wait(0, [_score(k_own, q_smem, j0 % STAGES, zero)])
     for u in gl.static_range(2):
         j = j0 + u
         stage, after = j % STAGES, (j + 1) % STAGES
@@ -451,7 +470,7 @@ def _own_queries(
             dk = warpgroup_mma_wait(0, [dk])
         mbarrier.arrive(empty.index(stage), count=1)
         mbarrier.wait(full.index(after), ((j + 1) // STAGES) & 1, pred=j + 1 < blocks)
-        s = _score(k_tile, q_smem, after, zero)  # of no block: not read
+        s = _score(k_own if u == 0 else k_tile, q_smem, after, zero)  # of no block: not read
         d = _score(v_tile, g_smem, after, zero)
         s, d = warpgroup_mma_wait(0, [s, d])
     return s, d, dv, dk
@@ -466,7 +485,7 @@ def _dkdv_consumer(
     """Warpgroup wg: 64 keys. dV's product runs beside the arithmetic of dS, dK's beside S and D of
     the next block of 64 queries."""
     k_smem, v_smem, q_smem, g_smem, qt_smem, ot_smem, vectors, totals, loaded, full, empty = shared
-    K_scale, V_scale, Qt_scale, Ot_scale, Part, DK, DV = tensors
+    K_scale, K_own_scale, V_scale, Qt_scale, Ot_scale, Part, DK, DV = tensors
     H_kv, N_kv, Q_rows, K_pad = shape
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 32])
@@ -481,11 +500,7 @@ def _dkdv_consumer(
     here = head.to(gl.int64) * K_pad + row0
     v_scale = gl.load(V_scale + here + gl.arange(0, 64, layout=gl.SliceLayout(1, S)))
     v_scale = gl.expand_dims(v_scale, 1)
-    if CAUSAL:
-        k_scale = gl.load(K_scale + here + gl.arange(0, 64, layout=gl.SliceLayout(1, S)))
-        k_scale = gl.expand_dims(k_scale, 1)
-    else:
-        k_scale = gl.load(K_scale + here // 64)
+    k_scale = gl.load(K_scale + here // 64)
     places = gl.arange(0, BLOCK_D // 4, layout=gl.SliceLayout(1, L))[:, None] * 256
     places += gl.arange(0, 256, layout=gl.SliceLayout(0, L))[None, :]
     part = Part + (gl.program_id(0).to(gl.int64) * 2 + wg) * (64 * BLOCK_D) + places
@@ -499,15 +514,18 @@ def _dkdv_consumer(
     dk = zero_o
     for first_block in range(0, blocks, per_head):  # of a query head; not CAUSAL: of all as one
         begin = first_block
+        end = first_block + per_head
         if CAUSAL:
+            k_own = k_smem.index(2 + wg)
+            own_scale = gl.load(K_own_scale + here + gl.arange(0, 64, layout=gl.SliceLayout(1, S)))
+            own_scale = gl.expand_dims(own_scale, 1)
             s, d, dv, dk = _own_queries(
-                wg, shared, k_tile, v_tile, s, d, zero_o, begin, blocks, k_scale, v_scale,
+                wg, shared, k_own, k_tile, v_tile, d, zero_o, begin, blocks, own_scale, v_scale,
                 STAGES, S, A,
             )  # fmt: skip
             _flush(total, dv, begin == 0)
             dk = _add_part(dk, part, begin > 0, begin + 2 < blocks, O)
             begin += 2
-        end = first_block + per_head
         for far in range(begin, end, FLUSH_DK):
             dk = zero_o
             far_end = gl.minimum(far + FLUSH_DK, end)
@@ -516,7 +534,7 @@ def _dkdv_consumer(
                 for j in range(first, gl.minimum(first + FLUSH, far_end), UNROLL):
                     s, d, dv, dk = _queries(
                         shared, k_tile, v_tile, s, d, dv, dk, j, blocks, k_scale, v_scale,
-                        CAUSAL, STAGES, UNROLL, S, A,
+                        STAGES, UNROLL, S, A,
                     )  # fmt: skip
                 _flush(total, dv, first == 0)
             dk = _add_part(dk, part, far > 0, far_end < blocks, O)
@@ -528,7 +546,7 @@ def _dkdv_consumer(
 
 @gluon.jit
 def _dkdv_producer(
-    K, V, Q, G, Qt, Ot, Vectors, shared, shape,
+    K, K_own, V, Q, G, Qt, Ot, Vectors, shared, shape,
     CAUSAL: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     k_smem, v_smem, q_smem, g_smem, qt_smem, ot_smem, vectors, totals, loaded, full, empty = shared
@@ -537,9 +555,11 @@ def _dkdv_producer(
     per_head, blocks = _blocks_of_queries(first, Q_rows, K_pad, CAUSAL)
     row0 = head * K_pad + first
     plane = gl.num_programs(0) // ((N_kv + 127) // 128) * Q_rows  # rows of q in all heads
-    mbarrier.expect(loaded, 4 * 64 * BLOCK_D)
+    mbarrier.expect(loaded, (6 if CAUSAL else 4) * 64 * BLOCK_D)
     for wg in gl.static_range(2):
         tma_load(K, [row0 + wg * 64, 0], loaded, k_smem.index(wg))
+        if CAUSAL:
+            tma_load(K_own, [row0 + wg * 64, 0], loaded, k_smem.index(2 + wg))
         tma_load(V, [row0 + wg * 64, 0], loaded, v_smem.index(wg))
     for j in range(0, blocks):
         stage = j % STAGES
@@ -562,11 +582,12 @@ def _dkdv_producer(
 
 @gluon.jit
 def dkdv_kernel(
-    K, V,  # descriptors of [B * H_kv * K_pad, BLOCK_D] INT8, blocks of 64 rows
+    K, K_own, V,  # descriptors of [B * H_kv * K_pad, BLOCK_D] INT8, blocks of 64 rows
     Q, G,  # of [B * H_kv * Q_rows, BLOCK_D] INT8, blocks of 64 rows; Q_rows: H_q / H_kv * Q_pad
     Qt, Ot,  # of [B * H_kv * BLOCK_D, Q_rows] FP8, blocks of BLOCK_D rows and 64 tokens
     Vectors,  # of [3 * B * H_kv * Q_rows] fp32, blocks of 64: Q_scale, M, Delta as dq_kernel's
-    K_scale, V_scale,  # [B, H_kv, K_pad / 64] (CAUSAL: K_pad), [B, H_kv, K_pad] fp32
+    K_scale, K_own_scale, V_scale,  # [B, H_kv, K_pad / 64], [B, H_kv, K_pad] twice, fp32
+    # without CAUSAL those named own are any, and not read
     Qt_scale, Ot_scale,  # [B, H_kv] fp32: c^q, c^o
     Part,  # [programs, 2, 64 * BLOCK_D] fp32: totals of dK
     DK, DV,  # [B, H_kv, N_kv, D] out, fp16 or bf16, their last stride 1
@@ -583,7 +604,8 @@ def dkdv_kernel(
     gl.static_assert(UNROLL == 2 or not CAUSAL, "the tile's own queries are two blocks")
     L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_D], gl.int8)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    k_smem = gl.allocate_shared_memory(gl.int8, [2, 64, BLOCK_D], L)
+    TILES: gl.constexpr = 4 if CAUSAL else 2  # of k: then K_own's
+    k_smem = gl.allocate_shared_memory(gl.int8, [TILES, 64, BLOCK_D], L)
     v_smem = gl.allocate_shared_memory(gl.int8, [2, 64, BLOCK_D], L)
     q_smem = gl.allocate_shared_memory(gl.int8, [STAGES, 64, BLOCK_D], L)
     g_smem = gl.allocate_shared_memory(gl.int8, [STAGES, 64, BLOCK_D], L)
@@ -601,7 +623,7 @@ def dkdv_kernel(
     shared = (
         k_smem, v_smem, q_smem, g_smem, qt_smem, ot_smem, vectors, totals, loaded, full, empty
     )  # fmt: skip
-    tensors = (K_scale, V_scale, Qt_scale, Ot_scale, Part, DK, DV)
+    tensors = (K_scale, K_own_scale, V_scale, Qt_scale, Ot_scale, Part, DK, DV)
     strides_k, strides_v = (stride_kb, stride_kh, stride_kn), (stride_vb, stride_vh, stride_vn)
     shape = (H_kv, N2_kv // 2, Q_rows, K_pad)
     gl.warp_specialize([
@@ -609,6 +631,6 @@ def dkdv_kernel(
                           STAGES, FLUSH, UNROLL, FLUSH_DK)),
         (_dkdv_consumer, (1, shared, tensors, strides_k, strides_v, shape, CAUSAL, D, BLOCK_D,
                           STAGES, FLUSH, UNROLL, FLUSH_DK)),
-        (_dkdv_producer, (K, V, Q, G, Qt, Ot, Vectors, shared, shape, CAUSAL, BLOCK_D, STAGES,
-                          PDL)),
+        (_dkdv_producer, (K, K_own, V, Q, G, Qt, Ot, Vectors, shared, shape, CAUSAL, BLOCK_D,
+                          STAGES, PDL)),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip

@@ -14,13 +14,13 @@ from sage_inductor.ops.attention.hopper import plan
 from sage_inductor.ops.attention.hopper.plan import REGISTERS
 from sage_inductor.ops.attention.select import hopper_tile
 from sage_inductor.ops.compat import GluonDescriptor
-from sage_inductor.ops.formats import K_BLOCK, TRAINING_BLOCK, Kept, Prepared
+from sage_inductor.ops.formats import Kept, Prepared
 from sage_inductor.ops.launch import HAS_PDL, doubled, launch_cached, pdl_option
 from sage_inductor.ops.quantize.smooth import launch_smooth
 from sage_inductor.ops.recipe import ROWSCALED_FORWARD
 from sage_inductor.ops.training.hopper.kernel import dkdv_kernel, dq_kernel
 from sage_inductor.ops.training.hopper.prepare import Operands, launch_prepare
-from sage_inductor.ops.training.kernels import launch_quantize
+from sage_inductor.ops.training.kernels import launch_quantize, launch_quantize_twice
 from sage_inductor.ops.visibility import Visibility
 
 STAGES, FLUSH = 3, 8  # of loads; blocks of 64 whose sums the tensor cores add up
@@ -40,21 +40,26 @@ def launch(
         means = launch_smooth([k, v], None, run=run)[0]
         k_mean, v_mean = means
     of_q = launch_quantize(q, shared=1, run=run)[:2]
-    of_k = launch_quantize(k, k_mean, shared=1 if is_causal else TRAINING_BLOCK, run=run)[:2]
+    if is_causal:
+        of_k = launch_quantize_twice(k, run)
+    else:
+        k8, k_scale, _ = launch_quantize(k, k_mean, run=run)
+        none = k8.new_empty((B, H_kv, 0, k8.shape[3])), k_scale.new_empty((B, H_kv, 0))
+        of_k = k8, k_scale, *none
     of_v = launch_quantize(v, v_mean, shared=1, run=run)[:2]
     out, stats = launch_forward(q, *of_k, v, is_causal, scale, out_bnhd, run, device)
     return out, *Kept(stats, *of_q, *of_k, *of_v, means)
 
 
 def launch_forward(
-    q: Tensor, k: Tensor, k_scale: Tensor, v: Tensor, is_causal: bool, scale: float,
-    out_bnhd: bool, run: Callable = launch_cached, device: tiles.Gpu | None = None,
+    q: Tensor, k: Tensor, k_scale: Tensor, k_own: Tensor, k_own_scale: Tensor, v: Tensor,
+    is_causal: bool, scale: float, out_bnhd: bool, run: Callable = launch_cached,
+    device: tiles.Gpu | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """q [B, H_q, N_q, D] and v [B, H_kv, N_kv, D] in 16 bits, any strides, and k's codes and scales
     (Kept's) -> out [B, H_q, N_q, D] and Kept.stats. device: q's, if that is on meta: then nothing
     can be copied, and NotImplementedError is raised where q or v must be."""
-    k_scale = k_scale.unflatten(2, (-1, K_BLOCK)) if is_causal else k_scale[..., None]
-    prepared, n_kv = Prepared(k, k_scale, None), v.shape[2]
+    prepared, n_kv = Prepared(k, k_scale[..., None], None), v.shape[2]
     visibility = Visibility(right=0 if is_causal else None)
 
     def call(q: Tensor, v: Tensor) -> AttentionCall:
@@ -75,7 +80,8 @@ def launch_forward(
             "sage::rowscaled: on a GPU it needs compute capability 9.0 and a Triton that the "
             f"Hopper kernel is tested with, got {major}.{minor} and Triton {triton.__version__}"
         )
-    return plan.launch(a, tile, run, device, keeps_max=True)
+    own = (k_own, k_own_scale) if is_causal else None
+    return plan.launch(a, tile, run, device, keeps_max=True, own=own)
 
 
 def launch_backward(
@@ -99,12 +105,16 @@ def _launch_dq(kept: Kept, x: Operands, dq: Tensor, run: Callable) -> None:
     B, H_q, N_q, D = dq.shape
     H_kv, K_pad, BLOCK_D = kept.k.shape[1:]
     at_launch, consumer = REGISTERS[3]
+    k_own = k_own_scale = kt_own = v_scale_own = x.row_scale  # not touched
+    if kept.is_causal:
+        k_own, k_own_scale = _rows(kept.k_own), _numbers(kept.k_own_scale)
+        kt_own, v_scale_own = _turned(x.kt_own), _numbers(kept.v_scale)
     run(
         dq_kernel,
         (B * H_q * triton.cdiv(N_q, 192),),
-        (_rows(kept.q), _rows(x.g), _rows(kept.k), _rows(kept.v), _turned(x.kt),
-         _numbers(x.v_scale_of_dq), x.vectors[0], x.m, x.delta, x.row_scale,
-         _numbers(kept.k_scale) if kept.is_causal else kept.k_scale, dq),
+        (_rows(kept.q), _rows(x.g), _rows(kept.k), k_own, _rows(kept.v), _turned(x.kt), kt_own,
+         k_own_scale, _numbers(x.v_scale_of_dq), v_scale_own, x.vectors[0], x.m, x.delta,
+         x.row_scale, kept.k_scale, dq),
         (*doubled(dq.stride())[:3],
          H_q, H_kv, 2 * N_q, kept.q.shape[2], K_pad,  # shape
          kept.is_causal, D, BLOCK_D, STAGES, FLUSH, HAS_PDL, consumer),
@@ -117,13 +127,17 @@ def _launch_dkdv(kept: Kept, x: Operands, dk: Tensor, dv: Tensor, run: Callable)
     B, H_kv, N_kv, D = dk.shape
     K_pad, BLOCK_D = kept.k.shape[2:]
     at_launch, consumer = REGISTERS[2]
+    k_own = k_own_scale = x.row_scale  # not touched
+    if kept.is_causal:
+        k_own, k_own_scale = _rows(kept.k_own), kept.k_own_scale
     programs = B * H_kv * triton.cdiv(N_kv, 128)
     part = x.row_scale.new_empty(programs * 128 * BLOCK_D)
     run(
         dkdv_kernel,
         (programs,),
-        (_rows(kept.k), _rows(kept.v), _rows(kept.q), _rows(x.g), _turned(x.qt), _turned(x.ot),
-         _numbers(x.vectors), kept.k_scale, x.v_scale, x.qt_scale, x.ot_scale, part, dk, dv),
+        (_rows(kept.k), k_own, _rows(kept.v), _rows(kept.q), _rows(x.g), _turned(x.qt),
+         _turned(x.ot), _numbers(x.vectors), kept.k_scale, k_own_scale, x.v_scale, x.qt_scale,
+         x.ot_scale, part, dk, dv),
         (*doubled(dk.stride())[:3], *doubled(dv.stride())[:3],
          H_kv, 2 * N_kv, x.qt.shape[3], K_pad,  # shape
          kept.is_causal, D, BLOCK_D, STAGES, FLUSH, UNROLL, FLUSH_DK, HAS_PDL, consumer),

@@ -21,7 +21,9 @@ CAUSAL (kernel.py), with maxima over the keys j <= i that a row sees:
     beta_i = u_i max_j (|v_j| ks_j) + u_i n_i max_j ks_j     of dQ, in m and in row_scale
     c^k    = 127 / 448
 
-    bounds   what dQ's kernel reads of beta_i, too
+where ks_j is k's scale of the row or, for the rows that see all of its block, of the block.
+
+    bounds   what dQ's kernel reads of beta_i, too; a program for each BOUNDS_ROWS rows
 
 No channel has a scale of its own: E4M3 has 15 octaves of normal numbers, and on seven families of
 inputs gradients are as near with one scale a head (relative L1 within .0024). So rows of 16 bits
@@ -58,8 +60,9 @@ _NO_QUERY = tl.constexpr(NO_QUERY)
 # Of each block of rows: the largest w a, w a qs, u and u n.
 MAXIMA = 4
 _WA, _WAQ, _U, _UN = map(tl.constexpr, range(MAXIMA))
-OF_HEAD = 4  # numbers of a head of k and v: these first two, beta, the largest ks
-_BETA, _K = map(tl.constexpr, range(2, OF_HEAD))
+OF_HEAD = 3  # numbers of a head of k and v: these first two, the largest ks
+_K = tl.constexpr(2)
+_BETAS = tl.constexpr(128)  # that are loaded at once
 
 
 class Operands(NamedTuple):
@@ -69,6 +72,7 @@ class Operands(NamedTuple):
     qt: Tensor  # [B, H_kv, BLOCK_D, group M_pad] E4M3, tokens permuted; so the next two
     ot: Tensor
     kt: Tensor  # [B, H_kv, BLOCK_D, N_pad]
+    kt_own: Tensor  # causal: of k_own; others: kt
     vectors: Tensor  # [3, B, H_q, M_pad] fp32: q's scale with the softmax's, m - log2 448, delta
     row_scale: Tensor  # [B, H_q, M_pad] fp32: r c^k
     v_scale: Tensor  # [B, H_kv, N_pad] fp32: vs / beta
@@ -77,7 +81,7 @@ class Operands(NamedTuple):
     # What dQ's kernel reads for the last two of vectors, and for v_scale: causal, others.
     m: Tensor  # [B, H_q, M_pad] fp32: m - log2 448 + log2 beta_i
     delta: Tensor  # [B, H_q, M_pad] fp32: without beta
-    v_scale_of_dq: Tensor  # [B, H_kv, N_pad] fp32: vs
+    v_scale_of_dq: Tensor  # [B, H_kv, N_pad] fp32: vs ks
 
 
 @triton.jit
@@ -96,9 +100,9 @@ def _rows_kernel(
     Vectors,  # [3, B, H_q, M_pad] out: Operands'; the last is Delta's
     Delta,  # [B, H_q, M_pad] out: delta times beta; the last of Vectors, or CAUSAL another
     Wa,  # [B, H_q, M_pad] out: w a
-    Of_rows,  # [2, B, H_q, M_pad] out: u and u n; if CAUSAL
+    Of_rows, V_norm,  # [2, B, H_q, M_pad], [B, H_kv, N_pad] out: u and u n, |v|; if CAUSAL
     Part, Part_v,  # [MAXIMA, B, H_q, M_pad / BLOCK], [B, H_kv, N_pad / BLOCK] out
-    # CAUSAL: two of MAXIMA alone; [B, H_kv, N_pad]: |v|
+    # CAUSAL: two of MAXIMA alone
     stride_gb, stride_gh, stride_gn, stride_gd,
     stride_ob, stride_oh, stride_on, stride_od,
     q_blocks, heads, H_q, H_kv, N_q, M_pad,  # heads: B * H_q
@@ -114,10 +118,9 @@ def _rows_kernel(
         rows = block_v * _BLOCK + i
         v = tl.load(V + rows[:, None] * BLOCK_D + d[None, :]).to(tl.float32)
         norm = tl.sqrt(tl.sum(v * v, 1)) * tl.load(V_scale + rows)
+        tl.store(Part_v + block_v, _largest(norm))
         if CAUSAL:
-            tl.store(Part_v + rows, norm)
-        else:
-            tl.store(Part_v + block_v, _largest(norm))
+            tl.store(V_norm + rows, norm)
     else:
         head, block = (pid // blocks).to(tl.int64), pid % blocks
         b, h = head // H_q, head % H_q
@@ -176,10 +179,9 @@ def _larger(a, b):
 
 @triton.jit
 def _largest_so_far(x, before):
-    """Of numbers that are not negative, NaN above all, [ROWS]; before, as bits, of those before.
-    Returns what came next's before as well."""
-    bits = tl.maximum(tl.associative_scan(abs_bits(x), 0, _larger), before)
-    return bits.to(tl.float32, bitcast=True), tl.max(bits, 0)
+    """Of numbers that are not negative, NaN above all, [ROWS]; before: of those before them."""
+    bits = tl.maximum(tl.associative_scan(abs_bits(x), 0, _larger), abs_bits(before))
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -193,58 +195,81 @@ def _largest_part(Part, count, ROWS: tl.constexpr):
 
 
 @triton.jit
+def _largest_products(A, B, count, ROWS: tl.constexpr):
+    """As _largest_part, of A, of B, and of their products."""
+    a_bits, b_bits = tl.zeros([ROWS], tl.int32), tl.zeros([ROWS], tl.int32)
+    bits = tl.zeros([ROWS], tl.int32)
+    for first in range(0, count, ROWS):
+        at = first + tl.arange(0, ROWS)
+        a = tl.load(A + at, mask=at < count, other=0.0)
+        b = tl.load(B + at, mask=at < count, other=0.0)
+        a_bits, b_bits = tl.maximum(a_bits, abs_bits(a)), tl.maximum(b_bits, abs_bits(b))
+        bits = tl.maximum(bits, abs_bits(a * b))
+    return (
+        tl.max(a_bits, 0).to(tl.float32, bitcast=True),
+        tl.max(b_bits, 0).to(tl.float32, bitcast=True),
+        tl.max(bits, 0).to(tl.float32, bitcast=True),
+    )
+
+
+@triton.jit
 def _bounds_kernel(
-    K_scale,  # Kept's
-    Part, Part_v, Of_rows, Vectors, Wa,  # _rows_kernel's
-    Of_head,  # [OF_HEAD, B, H_kv] out: the largest w a and w a qs, beta; but CAUSAL, the largest ks
+    K_scale, K_own_scale,  # Kept's
+    Part, Part_v, Of_rows, V_norm, Vectors, Wa,  # _rows_kernel's
+    Of_head,  # [OF_HEAD, B, H_kv] out: the largest w a and w a qs; but CAUSAL, the largest ks
+    Beta,  # [B, H_kv, rounds] out: the largest is beta
     M, Row_scale,  # Operands', out if CAUSAL
     heads, H_q, H_kv, M_pad, N_pad,  # heads: B * H_q
     SCALE: tl.constexpr, CAUSAL: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (B * H_kv,). What divides is at least TINY: k's scales are more than 0 as they are.
-    CAUSAL: rows are looked at in their order."""
+    """Grid: (B * H_kv, 1), CAUSAL (B * H_kv, rounds of ROWS rows). What divides is at least TINY:
+    k's scales are more than 0 as they are."""
     head_kv, group = tl.program_id(0).to(tl.int64), H_q // H_kv
     head = (head_kv // H_kv) * H_q + head_kv % H_kv * group
-    blocks = M_pad // _BLOCK
+    blocks, kv_blocks = M_pad // _BLOCK, N_pad // _BLOCK
     part, plane = Part + head * blocks, blocks.to(tl.int64) * heads
     of_head, heads_kv = Of_head + head_kv, tl.num_programs(0).to(tl.int64)
+    part_v, k_scales = Part_v + head_kv * kv_blocks, K_scale + head_kv * kv_blocks
     parts = group * blocks
-    wa = _largest_part(part + _WA * plane, parts, ROWS)
-    waq = _largest_part(part + _WAQ * plane, parts, ROWS)
-    tl.store(of_head + _WA * heads_kv, _at_least_tiny(wa))
-    tl.store(of_head + _WAQ * heads_kv, _at_least_tiny(waq))
+    turn = tl.program_id(1)
+    beta_of_turn = Beta + head_kv * tl.num_programs(1) + turn
+    if turn == 0:
+        wa = _largest_part(part + _WA * plane, parts, ROWS)
+        waq = _largest_part(part + _WAQ * plane, parts, ROWS)
+        tl.store(of_head + _WA * heads_kv, _at_least_tiny(wa))
+        tl.store(of_head + _WAQ * heads_kv, _at_least_tiny(waq))
     if not CAUSAL:
-        kv_blocks = N_pad // _BLOCK
         u = _largest_part(part + _U * plane, parts, ROWS)
         un = _largest_part(part + _UN * plane, parts, ROWS)
-        v = _largest_part(Part_v + head_kv * kv_blocks, kv_blocks, ROWS)
-        k = _largest_part(K_scale + head_kv * kv_blocks, kv_blocks, ROWS)
-        tl.store(of_head + _BETA * heads_kv, _at_least_tiny(u * v + un))
+        v, k, _ = _largest_products(part_v, k_scales, kv_blocks, ROWS)
+        tl.store(beta_of_turn, _at_least_tiny(u * v + un))
         tl.store(of_head + _K * heads_kv, k)
     else:
         plane = M_pad.to(tl.int64) * heads
-        v_bits, vk_bits, k_bits = 0, 0, 0
+        rows = turn * ROWS + tl.arange(0, ROWS)
+        there, block = rows < N_pad, rows // _BLOCK
+        v, k, vk = _largest_products(part_v, k_scales, turn * (ROWS // _BLOCK), ROWS)
+        norm = tl.load(V_norm + head_kv * N_pad + rows, mask=there, other=0.0)
+        k_scale = tl.load(K_own_scale + head_kv * N_pad + rows, mask=there, other=0.0)
+        # The last row of a block has seen all of it, and so what the block's scale makes of it.
+        last = there & (rows % _BLOCK == _BLOCK - 1)
+        of_block = tl.load(part_v + block, mask=last, other=0.0)
+        of_block *= tl.load(k_scales + block, mask=last, other=0.0)
+        vk = _largest_so_far(tl.where(last, of_block, norm * k_scale), vk)
+        v, k = _largest_so_far(norm, v), _largest_so_far(k_scale, k)
         beta = tl.zeros([ROWS], tl.float32)
-        for first in range(0, N_pad, ROWS):
-            rows = first + tl.arange(0, ROWS)
-            there = rows < N_pad
-            norm = tl.load(Part_v + head_kv * N_pad + rows, mask=there, other=0.0)
-            k_scale = tl.load(K_scale + head_kv * N_pad + rows, mask=there, other=0.0)
-            v, v_bits = _largest_so_far(norm, v_bits)
-            vk, vk_bits = _largest_so_far(norm * k_scale, vk_bits)
-            k, k_bits = _largest_so_far(k_scale, k_bits)
-            for g in range(group):
-                here = (head + g) * M_pad + rows
-                u = tl.load(Of_rows + here, mask=there, other=0.0)
-                un = tl.load(Of_rows + plane + here, mask=there, other=0.0)
-                m = tl.load(Vectors + plane + here, mask=there, other=0.0)
-                wa_of_row = tl.load(Wa + here, mask=there, other=0.0)
-                beta = tl.maximum(beta, u * v + un, tl.PropagateNan.ALL)
-                of_row = _at_least_tiny(u * vk + un * k)
-                tl.store(M + here, m + tl.log2(of_row), mask=there)
-                scale = of_row * (SCALE / _FP8_MAX * _OF_FP8)
-                tl.store(Row_scale + here, wa_of_row * scale, mask=there)
-        tl.store(of_head + _BETA * heads_kv, _at_least_tiny(_largest(beta)))
+        for g in range(group):
+            here = (head + g) * M_pad + rows
+            u = tl.load(Of_rows + here, mask=there, other=0.0)
+            un = tl.load(Of_rows + plane + here, mask=there, other=0.0)
+            m = tl.load(Vectors + plane + here, mask=there, other=0.0)
+            wa_of_row = tl.load(Wa + here, mask=there, other=0.0)
+            beta = tl.maximum(beta, u * v + un, tl.PropagateNan.ALL)
+            of_row = _at_least_tiny(u * vk + un * k)
+            tl.store(M + here, m + tl.log2(of_row), mask=there)
+            scale = of_row * (SCALE / _FP8_MAX * _OF_FP8)
+            tl.store(Row_scale + here, wa_of_row * scale, mask=there)
+        tl.store(beta_of_turn, _at_least_tiny(_largest(beta)))
 
 
 @triton.jit
@@ -257,13 +282,13 @@ def _store_turned(codes, factor, Turned, head, column, N, BLOCK_D: tl.constexpr)
 
 @triton.jit
 def _turn_kernel(
-    Q, Q_scale, K, K_scale, V_scale,  # Kept's
+    Q, Q_scale, K, K_scale, K_own, V_scale,  # Kept's
     G, Wa,  # _rows_kernel's
-    Of_head,  # _bounds_kernel's
-    Qt, Ot, Kt,  # Operands', out
+    Of_head, Beta,  # _bounds_kernel's
+    Qt, Ot, Kt, Kt_own,  # Operands', out
     Delta, Vectors,  # _rows_kernel's, in; out: delta
-    Row_scale, V_scaled, Qt_scale, Ot_scale,  # Operands', out
-    q_blocks, heads, heads_kv, H_q, H_kv, M_pad, N_pad,  # heads_kv: B * H_kv
+    Row_scale, V_scaled, V_of_dq, Qt_scale, Ot_scale,  # Operands', out
+    q_blocks, heads, heads_kv, H_q, H_kv, M_pad, N_pad, rounds,  # heads_kv: B * H_kv
     SCALE: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Grid: ((B H_q M_pad + B H_kv N_pad) / BLOCK,). BLOCK rows of q and dO, then of k and v.
@@ -282,7 +307,7 @@ def _turn_kernel(
     of_head = Of_head + head_kv
     largest_wa = tl.load(of_head + _WA * heads_kv)
     largest_waq = tl.load(of_head + _WAQ * heads_kv)
-    beta = tl.load(of_head + _BETA * heads_kv)
+    beta = _largest_part(Beta + head_kv * rounds, rounds, _BETAS)
     if not CAUSAL:
         largest_k = tl.load(of_head + _K * heads_kv)
 
@@ -296,7 +321,11 @@ def _turn_kernel(
         if not CAUSAL:
             factor = tl.load(K_scale + here // _BLOCK) * (_TO_FP8 / largest_k)
         _store_turned(tl.load(K + codes), factor, Kt, head, first + place, N, BLOCK_D)
-        tl.store(V_scaled + here, tl.load(V_scale + here) / beta)
+        v_scale = tl.load(V_scale + here)
+        tl.store(V_scaled + here, v_scale / beta)
+        if CAUSAL:
+            _store_turned(tl.load(K_own + codes), factor, Kt_own, head, first + place, N, BLOCK_D)
+            tl.store(V_of_dq + here, v_scale * tl.load(K_scale + here // _BLOCK))
         if first == 0:
             c = _OF_FP8 / _FP8_MAX
             tl.store(Qt_scale + head_kv, largest_waq * ((c * SCALE) * beta))
@@ -331,16 +360,22 @@ def launch_prepare(
         return kept.stats.new_empty(shape)
 
     vectors, v_scale = fp32(3, B, H_q, M_pad), fp32(B, H_kv, N_pad)
-    of_dq = (vectors[1], vectors[2], v_scale)
+    kt = fp8(N_pad)
+    kt_own, of_dq = kt, (vectors[1], vectors[2], v_scale)
     if causal:
-        of_dq = (fp32(B, H_q, M_pad), fp32(B, H_q, M_pad), kept.v_scale)
+        kt_own = fp8(N_pad)
+        of_dq = (fp32(B, H_q, M_pad), fp32(B, H_q, M_pad), torch.empty_like(v_scale))
     operands = Operands(
-        torch.empty_like(kept.q), *(fp8(H_q // H_kv * M_pad) for _ in "qo"), fp8(N_pad),
+        torch.empty_like(kept.q), *(fp8(H_q // H_kv * M_pad) for _ in "qo"), kt, kt_own,
         vectors, fp32(B, H_q, M_pad), v_scale, *(fp32(B, H_kv) for _ in "qo"), *of_dq,
     )  # fmt: skip
     wa, part = fp32(B, H_q, M_pad), fp32(2 if causal else MAXIMA, B, H_q, M_pad // BLOCK)
-    part_v = fp32(B, H_kv, N_pad if causal else N_pad // BLOCK)
-    of_rows = fp32(2, B, H_q, M_pad) if causal else wa  # not touched
+    part_v = fp32(B, H_kv, N_pad // BLOCK)
+    of_rows, v_norm, own, own_scale = wa, wa, kept.k, wa  # not touched
+    if causal:
+        of_rows, v_norm = fp32(2, B, H_q, M_pad), fp32(B, H_kv, N_pad)
+        own, own_scale = kept.k_own, kept.k_own_scale
+    rounds = triton.cdiv(N_pad, BOUNDS_ROWS) if causal else 1
     q_blocks, kv_blocks = B * H_q * M_pad // BLOCK, B * H_kv * N_pad // BLOCK
     grid = (q_blocks + kv_blocks,)
     run(
@@ -348,17 +383,17 @@ def launch_prepare(
         grid,
         (grad, out, kept.stats, kept.q_scale, kept.v, kept.v_scale,
          kept.means if causal else kept.means[1],
-         operands.g, vectors, operands.delta, wa, of_rows, part, part_v),
+         operands.g, vectors, operands.delta, wa, of_rows, v_norm, part, part_v),
         (*doubled(grad.stride()), *doubled(out.stride()),
          q_blocks, B * H_q, H_q, H_kv, N_q, M_pad,  # shape
          scale, causal, D, BLOCK_D),
         num_warps=NUM_WARPS,
     )  # fmt: skip
-    of_head = fp32(OF_HEAD, B, H_kv)
+    of_head, beta = fp32(OF_HEAD, B, H_kv), fp32(B, H_kv, rounds)
     run(
         _bounds_kernel,
-        (B * H_kv,),
-        (kept.k_scale, part, part_v, of_rows, vectors, wa, of_head,
+        (B * H_kv, rounds),
+        (kept.k_scale, own_scale, part, part_v, of_rows, v_norm, vectors, wa, of_head, beta,
          operands.m, operands.row_scale),
         (B * H_q, H_q, H_kv, M_pad, N_pad,  # shape
          scale, causal, BOUNDS_ROWS),
@@ -367,11 +402,12 @@ def launch_prepare(
     run(
         _turn_kernel,
         grid,
-        (kept.q, kept.q_scale, kept.k, kept.k_scale, kept.v_scale, operands.g, wa,
-         of_head,
-         operands.qt, operands.ot, operands.kt, operands.delta, vectors,
-         operands.row_scale, v_scale, operands.qt_scale, operands.ot_scale),
-        (q_blocks, B * H_q, B * H_kv, H_q, H_kv, M_pad, N_pad,  # shape
+        (kept.q, kept.q_scale, kept.k, kept.k_scale, own, kept.v_scale, operands.g, wa,
+         of_head, beta,
+         operands.qt, operands.ot, kt, kt_own, operands.delta, vectors,
+         operands.row_scale, v_scale, operands.v_scale_of_dq, operands.qt_scale,
+         operands.ot_scale),
+        (q_blocks, B * H_q, B * H_kv, H_q, H_kv, M_pad, N_pad, rounds,  # shape
          scale, causal, BLOCK_D),
         num_warps=NUM_WARPS,
     )  # fmt: skip
