@@ -174,7 +174,11 @@ def gradients(
         far = e4m3(of_dq * (dp * to_queries(x.v_scale_of_dq) - delta * k_scale))
         of_dq = of_dq * to_queries(kept.k_own_scale)
         near = e4m3(of_dq * (dp * to_queries(kept.v_scale) - delta))
-        dq = torch.where(is_near, 0.0, far) @ kt + torch.where(is_near, near, 0.0) @ kt_own
+        seen = torch.ones_like(is_near).tril()  # of others nothing is computed, no NaN either
+        far, near = (
+            torch.where(x, y, 0.0) for x, y in ((seen & ~is_near, far), (seen & is_near, near))
+        )
+        dq = far @ kt + near @ kt_own
     else:
         dq = ds @ kt
     dq, p = dq * x.row_scale.double()[..., None], e4m3(p)

@@ -18,7 +18,7 @@ from sage_inductor.ops.reference import quantize, rowscaled
 from sage_inductor.ops.reference import training as of_training
 from sage_inductor.ops.training.hopper import prepare
 from sage_inductor.ops.training.hopper.prepare import launch_prepare
-from sage_inductor.ops.training.kernels import launch_quantize
+from sage_inductor.ops.training.kernels import launch_quantize, launch_quantize_twice
 
 pytestmark = [
     pytest.mark.skipif(
@@ -85,6 +85,17 @@ def test_codes_of_rows(shared, D):
     assert_close(scale, expected.scale, rtol=1e-6, atol=0)
     far = (codes.int() - expected.codes.int()).abs()
     assert far.max() <= 1 and (far > 0).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("D", [64, 72])
+def test_codes_by_two_kinds_of_scales(D):
+    _, k, _, _ = draw(2, 2, 2, 70, 130, D)
+    codes, scale, own, own_scale = launch_quantize_twice(k, launch_traced)
+    for found, of, shared in ((codes, scale, 64), (own, own_scale, 1)):
+        expected = of_training.quantize(k, shared=shared)
+        assert found.shape == expected.codes.shape
+        assert_close(of, expected.scale, rtol=1e-6, atol=0)
+        assert (found.int() - expected.codes.int()).abs().max() <= 1
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -184,13 +184,30 @@ def test_a_cotangent_that_is_no_number_reaches_all_gradients_of_its_head(op, val
         assert x[0, 0].isfinite().all() and not x[0, 1].isfinite().all()
 
 
-def test_nan_reaches_what_it_touches():
+@both_ops
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_no_number_in_q_reaches_what_it_touches(op, value):
+    """An Inf too: by INT8 codes of it alone a row could become zeros."""
     q, k, v, grad = inputs(1, 1, 1, 128, 128, 64)
-    q[:, :, 3] = math.nan
-    out, dq, dk, dv = attend(q, k, v, grad)
+    q[:, :, 3, 5] = value
+    out, dq, dk, dv = attend(q, k, v, grad, op=op)
     assert out[:, :, 3].isnan().all() and out[:, :, 64:].isfinite().all()
-    assert dq[:, :, 3].isnan().all() and dq[:, :, 64:].isfinite().all()
-    assert dk.isnan().any() and dv.isnan().any()
+    assert dq[:, :, 3].isnan().all() and dk.isnan().any() and dv.isnan().any()
+    if op == "sagebwd":  # of "g" a head has one bound
+        assert dq[:, :, 64:].isfinite().all()
+
+
+@both_ops
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_no_number_in_k_reaches_all_that_see_it(op, value, is_causal):
+    q, k, v, grad = inputs(1, 1, 1, 500, 500, 64)
+    k[:, :, 300, 5] = value
+    out, *gradients = attend(q, k, v, grad, is_causal, op=op)
+    assert out[:, :, 300:].isnan().all()
+    assert all(x.isnan().any() for x in gradients)
+    if is_causal and op == "rowscaled":  # nothing leaks
+        assert out[:, :, :300].isfinite().all() and gradients[0][:, :, :300].isfinite().all()
 
 
 @both_ops
