@@ -139,8 +139,14 @@ def follow(name: str, call: Callable[[object, bool], None]) -> None:
 
 
 types.ModuleType.__setattr__(sys.modules[__name__], "__class__", _CheckedConfig)
-for _option in options.SETTINGS.values():  # what the environment says
-    check(_option.name, getattr(sys.modules[__name__], _option.name), f"{_option.variable}: ")
 _self = sys.modules[__name__]
+for _option in options.SETTINGS.values():  # what the environment says; an empty variable nothing
+    _value = getattr(_self, _option.name)
+    if _value == "":
+        _self._config[_option.name].env_value_default = _option.default
+    elif isinstance(_option.default, bool) and not isinstance(_value, bool):
+        raise ValueError(f"{_option.variable} must be 1 or 0, got {_value!r}")
+    else:
+        check(_option.name, _value, f"{_option.variable}: ")
 if _self.policy:
     _self._config["policy"].env_value_default = policies.settled(_self.policy)
