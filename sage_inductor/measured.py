@@ -368,7 +368,13 @@ def check_file(path: str | os.PathLike) -> None:
 
 
 def save(table: Table) -> Path:
-    """Add the families to the user's table, which `tables` of this and later processes reads."""
+    """Add the families to the user's table, which `tables` of this and later processes reads; after
+    another process that is about to."""
+    with _locked(table.gpu):
+        return _save(table)
+
+
+def _save(table: Table) -> Path:
     path = path_of(table.gpu)
     path.parent.mkdir(parents=True, exist_ok=True)
     forget()
@@ -642,7 +648,7 @@ def _calibrated(device: torch.device, family: Family, recipes: tuple[str, ...]) 
         _log.warning("measured %d sizes in %.1f s", len(times), time.monotonic() - began)
         table = Table(gpu, gpu_of(device), {family: times})
         try:
-            save(table)
+            _save(table)
         except (OSError, RuntimeError) as error:
             _log.warning("what was measured is kept for this process alone: %s", error)
         return table.to_json()

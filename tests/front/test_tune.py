@@ -656,7 +656,7 @@ def calibrated_by_another_process():
 
 def test_a_family_is_measured_once_and_kept_for_other_processes(timed, gpu, caplog):
     assert predicted(NEW) is None
-    with mock.patch.object(measured, "save", wraps=measured.save) as saved:
+    with mock.patch.object(measured, "_save", wraps=measured._save) as saved:
         assert measured.calibrate(gpu, NEW, PER_TOKEN) is None
     saved.assert_called_once()
     assert predicted(NEW).wins and len(timed) == len(measured.FEW)
@@ -895,6 +895,25 @@ def test_a_process_does_not_wait_for_ever_for_one_that_hangs(timed, gpu, monkeyp
         assert measured.calibrate(gpu, NEW, PER_TOKEN) is None
         other.submit(lock.release).result()
     assert predicted(NEW).wins and len(timed) == len(measured.FEW)
+
+
+def test_two_processes_that_save_keep_both_tables(gpu):
+    """The second to come reads the first one's families."""
+    table = tuned(gpu)
+    first, second = (
+        dataclasses.replace(table, families={Family(D, D, "mask"): table.families[FULL_64]})
+        for D in (64, 128)
+    )
+    lock = measured.FileLock(f"{measured.path_of(GPU)}.lock")
+    with concurrent.futures.ThreadPoolExecutor(1) as other:
+        with lock:
+            saving = other.submit(measured.save, second)
+            with pytest.raises(concurrent.futures.TimeoutError):
+                saving.result(timeout=0.3)
+            measured.path_of(GPU).write_text(measured.to_text(first))
+        assert saving.result(timeout=30) == measured.path_of(GPU)
+    found, _ = measured.tables(GPU)  # before the built-in one
+    assert found.families.keys() == first.families.keys() | second.families.keys()
 
 
 def test_what_this_process_has_measured_stays_in_force_in_it(timed, gpu):
