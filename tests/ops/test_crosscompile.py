@@ -1157,11 +1157,13 @@ def test_the_row_scaled_backward_compiles_without_spills_or_waits(
     assert products == {"m64n64k32.s32.s8.s8", of_p}
     assert "serialized" not in assembly_log(ptx)
     loops = loops_over_keys(cubin)
-    if causal and name == "dq":  # each second one is of the tile's own rows
-        assert all(spilled(x) <= 8 for x in loops[1::2])
+    newest = TRITON >= (3, 9)
+    if causal and name == "dq":  # each second one is of the tile's own rows, one to four blocks
+        assert all(spilled(x) <= (32 if newest else 8) for x in loops[1::2])
         loops = loops[::2]
     assert len(loops) == warpgroups and not any(map(spilled, loops))
-    assert stack_bytes(cubin) <= (64 if causal else 8 if TRITON >= (3, 9) else 0)
+    allowed = (160 if newest else 64) if causal else 8 if newest else 0
+    assert stack_bytes(cubin) <= allowed
     assert compiled.metadata.shared <= SHARED_MEMORY[9, 0]
 
 
