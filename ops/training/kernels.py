@@ -332,34 +332,15 @@ def _over_rows_kernel(
 
 def launch_quantize(
     x: Tensor, mean: Tensor | None = None, out: Tensor | None = None, turned: bool = False,
-    shared: int = BLOCK, run: Callable = launch_cached,
+    shared: int = BLOCK, own: tuple[Tensor, Tensor] | None = None, run: Callable = launch_cached,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """x [B, H, N, D], any strides, less mean [B, H, D] fp32, in INT8: codes [B, H, N_pad, BLOCK_D]
     (turned: transposed) and scales [B, H, N_pad / shared] fp32; and, where out is given, the sum
-    over D of x out [B, H, N] (else the scales again). shared: BLOCK or 1 row."""
-    codes, scale = _empty_codes(x, turned, shared)
-    delta = scale if out is None else x.new_empty(x.shape[:3], dtype=torch.float32)
-    _launch_quantize(x, mean, out, codes, scale, delta, turned, None, shared, run)
-    return codes, scale, delta
-
-
-def launch_quantize_twice(x: Tensor, run: Callable = launch_cached) -> tuple[Tensor, ...]:
-    """Codes and scales of `launch_quantize` by a scale for BLOCK rows, and by one for each row."""
-    codes, own = _empty_codes(x), _empty_codes(x, shared=1)
-    _launch_quantize(x, None, None, *codes, codes[1], False, own, BLOCK, run)
-    return *codes, *own
-
-
-def _empty_codes(x: Tensor, turned: bool = False, shared: int = BLOCK) -> tuple[Tensor, Tensor]:
+    over D of x out [B, H, N] (else the scales again). shared: BLOCK or 1 row. own: codes and scales
+    by one scale a row, which are written besides."""
     B, H, N, D = x.shape
-    N_pad, BLOCK_D = pad_rows(N), pad_head_dim(D)
-    shape = (BLOCK_D, N_pad) if turned else (N_pad, BLOCK_D)
-    codes = x.new_empty((B, H, *shape), dtype=torch.int8)
-    return codes, x.new_empty((B, H, N_pad // shared), dtype=torch.float32)
-
-
-def _launch_quantize(x, mean, out, codes, scale, delta, turned, own, shared, run) -> None:
-    B, H, N, D = x.shape
+    codes, scale = _empty_codes(x, shared, turned)
+    delta = scale if out is None else x.new_empty((B, H, N), dtype=torch.float32)
     other = x if out is None else out
     run(
         _quantize_kernel,
@@ -370,6 +351,22 @@ def _launch_quantize(x, mean, out, codes, scale, delta, turned, own, shared, run
          mean is not None, out is not None, turned, own is not None, shared,  # semantics
          D, PAD_N, pad_head_dim(D)),  # tile
     )  # fmt: skip
+    return codes, scale, delta
+
+
+def launch_quantize_twice(x: Tensor, run: Callable = launch_cached) -> tuple[Tensor, ...]:
+    """Codes and scales of `launch_quantize` by a scale for BLOCK rows, and by one for each row."""
+    own = _empty_codes(x, shared=1)
+    codes, scale, _ = launch_quantize(x, own=own, run=run)
+    return codes, scale, *own
+
+
+def _empty_codes(x: Tensor, shared: int, turned: bool = False) -> tuple[Tensor, Tensor]:
+    B, H, N, D = x.shape
+    N_pad, BLOCK_D = pad_rows(N), pad_head_dim(D)
+    shape = (BLOCK_D, N_pad) if turned else (N_pad, BLOCK_D)
+    codes = x.new_empty((B, H, *shape), dtype=torch.int8)
+    return codes, x.new_empty((B, H, N_pad // shared), dtype=torch.float32)
 
 
 def _turned(codes: Tensor, run: Callable) -> Tensor:

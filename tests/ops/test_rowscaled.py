@@ -60,8 +60,9 @@ def test_gradients_are_as_near_as_the_laboratorys(family, kind, is_causal):
     expected = gradients.exact(q, k, v, grad, is_causal)
     as_float = (x.float() for x in (q, k, v, grad))
     laboratory = gradients.gradients(*as_float, G_CAUSAL if is_causal else G, is_causal)
-    # Causal, the laboratory has a scale a row of k everywhere, the op near the diagonal.
-    more = 0.016 if is_causal else 0.008
+    # Causal, the laboratory has a scale a row of k everywhere, the op near the diagonal: that costs
+    # where rows of a block differ most, or a bias takes up their codes.
+    more = 0.013 if is_causal and family in ("token_outliers", "channel_bias") else 0.008
     for x, y, z in zip(found[1:], laboratory[1:], expected[1:], strict=True):
         assert relative_l1(x, z) < 1.1 * relative_l1(y, z) + more
     assert 1e-3 < relative_l1(found[1], expected[1])
@@ -313,6 +314,8 @@ def test_what_a_causal_training_step_launches(monkeypatch):
         "dkdv_kernel",
     )  # fmt: skip
     assert forward["OWN"] and forward["BAND"] == (-1, 0, False) and grids[2] == (4, 1)
+    # By these tiles the emulation knows where k_own is read.
+    assert (forward["WARPGROUPS"], forward["BLOCK_N"]) == (3, 128)
     assert all(each["CAUSAL"] for each in (rows, turn, dq, dkdv))
 
     def same(x, y):

@@ -79,8 +79,8 @@ def launch(
     """out [B, H_q, N_q, D_v] of q's dtype and lse [B, H_q, N_q] fp32, of a call that nothing speaks
     against (`why_not`). device: q's, if that is on meta. Sizes may be known only later
     (lowering/record.py): no plan is kept for those. keeps_max: lse is [2, B, H_q, N_q], and the
-    second is the largest score of each row, in log2 units. own: k's codes once more, by one scale a
-    row [B, H_kv, N_pad] fp32, which causal rows are given of keys that later ones are near."""
+    second is the largest score of each row, in log2 units. own: k's codes by one scale a row, and
+    those scales [B, H_kv, N_pad] fp32, for the keys near the diagonal (kernel.py: OWN)."""
     q, k, v = a.q, a.k, a.v
     out, lse = a.empty_outputs()
     if keeps_max:

@@ -42,10 +42,10 @@ not less their means, and dQ has bounds of its own, by what a row sees:
 A scale of 64 keys tells queries that see all of them nothing of later rows, and goes into vs and
 delta. Near the diagonal k8 and ks are others (k_own), by a scale a row, and cost a multiplication a
 score: in dQ's kernel and the forward from key 128 floor(first row of the tile / 128) on, in dK's
-and dV's where i and j are of the same 128 rows. (Where only the forward reads k_own, P is of other
-codes than lse and m: in one of the N / 64 blocks of queries that a key has.) What a head has one
-of, beta, c^q and c^o, is then of rows whose dO is not 0, and of the v that they see: dK_j and dV_j
-tell of no row without a gradient.
+and dV's where i and j are of the same 128 rows. (Where dK's and dV's does not, but the forward
+does, P is of other codes than lse and m: in one of the N / 64 blocks of queries that a key has.)
+What a head has one of, beta, c^q and c^o, is then of rows whose dO is not 0, and of the v that they
+see: dK_j and dV_j tell of no row without a gradient.
 
 The tensor cores accumulate FP8 products in 13 bits of mantissa: every FLUSH blocks the sums are
 added to FP32 totals in shared memory, where a thread finds its own again without a bank conflict
@@ -298,6 +298,7 @@ def _fetch_keys(
     j, K, V, Kt, K_own_scale, V_scale, shared, head_kv, K_pad,
     CAUSAL: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
+    """Block j of keys into the ring, when its place is free. CAUSAL: scales of each key, too."""
     q_smem, g_smem, k_smem, v_smem, kt_smem, vectors, totals, loaded, full, empty = shared
     stage = j % STAGES
     mbarrier.wait(empty.index(stage), ((j // STAGES) & 1) ^ 1)
