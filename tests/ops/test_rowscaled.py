@@ -2,6 +2,7 @@
 its kernels. What it shares with ``sage::sagebwd``: test_training.py."""
 
 import dataclasses
+import heapq
 
 import pytest
 import support
@@ -228,6 +229,7 @@ def test_what_a_training_step_launches(monkeypatch):
     for of in given[3:]:  # not causal: not read, and no descriptor is made
         assert all(isinstance(x, torch.Tensor) for name, x in of.items() if "own" in name)
     assert given[4]["Part"].numel() == 2 * 2 * 3 * 128 * 128 and given[4]["Q_rows"] == 3 * 256
+    assert given[4]["last"] == 1
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -295,6 +297,7 @@ def test_what_a_causal_training_step_launches(monkeypatch):
     plan = pytest.importorskip("sage_inductor.ops.training.hopper.plan")
     monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
     monkeypatch.setattr(tiles, "processors", lambda device: 132)
+    monkeypatch.setattr(plan, "LAST_TILES", 6)
     q, k, v, grad = inputs(2, 6, 2, 200, 200, 72)
     _, kept = reference.forward(q, k, v, True, 0.1)
     assert kept.is_causal and kept.k_own_scale.shape == (2, 2, 256) == kept.v_scale.shape
@@ -317,6 +320,7 @@ def test_what_a_causal_training_step_launches(monkeypatch):
     # By these tiles the emulation knows where k_own is read.
     assert (forward["WARPGROUPS"], forward["BLOCK_N"]) == (3, 128)
     assert all(each["CAUSAL"] for each in (rows, turn, dq, dkdv))
+    assert dkdv["last"] == 3  # of two tiles each
 
     def same(x, y):
         x, y = (getattr(each, "base", each) for each in (x, y))
@@ -334,6 +338,42 @@ def test_what_a_causal_training_step_launches(monkeypatch):
     assert same(turn["K"], kept.k) and same(turn["K_own"], kept.k_own)
     assert same(turn["Of_head"], bounds["Of_head"]) and same(turn["Beta"], bounds["Beta"])
     assert same(dkdv["Vectors"], turn["Vectors"])
+
+
+@pytest.mark.parametrize(
+    "heads, group, N",
+    [
+        (32, 1, 4096),
+        (32, 1, 8192),
+        (7, 1, 32768),
+        (8, 4, 8192),
+        (16, 6, 5000),
+        (4, 8, 10000),
+        (1, 1, 68000),
+    ],
+)
+def test_causal_tiles_are_dealt_about_equally(heads, group, N):
+    """Who is first done takes the next: dQ's tiles, then dK's and dV's."""
+    plan = pytest.importorskip("sage_inductor.ops.training.hopper.plan")
+    from sage_inductor.ops.training.hopper import kernel
+
+    def deal(heads: int, rows: int, last: int, down: bool) -> list[int]:
+        tiles_of_head = -(-N // rows)
+        programs = heads * tiles_of_head
+        found = [kernel._tile.fn(n, programs, N, last, rows, down) for n in range(programs)]
+        assert sorted(found) == [(h, rows * m) for h in range(heads) for m in range(tiles_of_head)]
+        return [row for _, row in found]
+
+    def busiest(last: int) -> float:
+        done = [0.0] * 132
+        for row in deal(group * heads, 192, 1, True):  # 64 keys by 192 queries
+            heapq.heapreplace(done, done[0] + 1.2 * (row / 64 + 5))
+        for row in deal(heads, 128, last, False):  # 64 queries by 128 keys
+            heapq.heapreplace(done, done[0] + group * (N - row) / 64 + 2)
+        return max(done) / (sum(done) / 132)
+
+    last = min(heads, -(-plan.LAST_TILES // -(-N // 128)))
+    assert busiest(last) <= min(1.05, 1.001 * busiest(1))
 
 
 def test_rows_of_v_that_tma_cannot_read_are_copied(monkeypatch):
@@ -485,6 +525,19 @@ def test_a_batch_is_computed_as_its_parts(is_causal):
         part = attend(*(x[b : b + 1] for x in (q, k, v, grad)), is_causal)
         for x, y in zip(whole, part, strict=True):
             assert torch.equal(x[b], y[0])
+
+
+@pytest.mark.gpu
+def test_who_computes_a_tile_changes_nothing(monkeypatch):
+    """To the bit: of five heads of six tiles of keys, the last 5, 3, 2, 1 in turn."""
+    from sage_inductor.ops.training.hopper import plan
+
+    given = inputs(1, 10, 5, 700, 700, 64, device="cuda")
+    expected = attend(*given, True)
+    for tiles_in_turn in (18, 12, 1):
+        monkeypatch.setattr(plan, "LAST_TILES", tiles_in_turn)
+        for x, y in zip(attend(*given, True), expected, strict=True):
+            assert torch.equal(x, y)
 
 
 @pytest.mark.gpu

@@ -159,15 +159,21 @@ def _score(a, b, stage, zero):
 
 
 @gluon.jit
-def _tile(N, ROWS: gl.constexpr, DOWN: gl.constexpr):
-    """(head, first row) of this program: tiles of a head follow each other, and so do heads that
-    share k and v, which stay in L2. DOWN: the last rows first."""
+def _tile(n, programs, N, last, ROWS: gl.constexpr, DOWN: gl.constexpr):
+    """Program n -> (head, first row of its tile). Tiles of a head follow each other, DOWN: the last
+    rows first, and so do heads that share k and v, which stay in L2. But those of the `last` heads
+    are in turn, a tile of each."""
     tiles = (N + ROWS - 1) // ROWS
-    head = gl.program_id(0) // tiles
-    row0 = (gl.program_id(0) - head * tiles) * ROWS
+    alone = programs // tiles - last
+    r = n - alone * tiles
+    head = n // tiles
+    m = n - head * tiles
+    if r >= 0:
+        m = r // last
+        head = alone + r - m * last
     if DOWN:
-        row0 = (tiles - 1) * ROWS - row0
-    return head, row0
+        m = tiles - 1 - m
+    return head, m * ROWS
 
 
 @gluon.jit
@@ -249,7 +255,7 @@ def _dq_consumer(
     zero = gl.full([64, 64], 0, gl.int32, S)
     zero_o = gl.full([64, BLOCK_D], 0.0, gl.float32, O)
 
-    head, row0 = _tile(N_q, 192, CAUSAL)
+    head, row0 = _tile(gl.program_id(0), gl.num_programs(0), N_q, 1, 192, CAUSAL)
     fetched = _blocks_of_keys(row0 + 192, K_pad, CAUSAL)
     own = _first_own(row0, 64)
     row0 += wg * 64
@@ -320,7 +326,7 @@ def _dq_producer(
 ):  # fmt: skip
     q_smem, g_smem, k_smem, v_smem, kt_smem, vectors, totals, loaded, full, empty = shared
     H_q, group, N_q, Q_pad, K_pad = shape
-    head, row0 = _tile(N_q, 192, CAUSAL)
+    head, row0 = _tile(gl.program_id(0), gl.num_programs(0), N_q, 1, 192, CAUSAL)
     blocks = _blocks_of_keys(row0 + 192, K_pad, CAUSAL)
     whole = _first_own(row0, 64) if CAUSAL else blocks
     head_kv = head // group
@@ -487,7 +493,7 @@ def _dkdv_consumer(
     the next block of 64 queries."""
     k_smem, v_smem, q_smem, g_smem, qt_smem, ot_smem, vectors, totals, loaded, full, empty = shared
     K_scale, K_own_scale, V_scale, Qt_scale, Ot_scale, Part, DK, DV = tensors
-    H_kv, N_kv, Q_rows, K_pad = shape
+    H_kv, N_kv, Q_rows, K_pad, last = shape
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 32])
     A: gl.constexpr = gl.DotOperandLayout(0, O, 4)
@@ -495,7 +501,7 @@ def _dkdv_consumer(
     zero_o = gl.full([64, BLOCK_D], 0.0, gl.float32, O)
     L: gl.constexpr = _by_thread(zero_o).type.layout
 
-    head, row0 = _tile(N_kv, 128, False)
+    head, row0 = _tile(gl.program_id(0), gl.num_programs(0), N_kv, last, 128, False)
     per_head, blocks = _blocks_of_queries(row0, Q_rows, K_pad, CAUSAL)
     row0 += wg * 64
     here = head.to(gl.int64) * K_pad + row0
@@ -551,8 +557,8 @@ def _dkdv_producer(
     CAUSAL: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     k_smem, v_smem, q_smem, g_smem, qt_smem, ot_smem, vectors, totals, loaded, full, empty = shared
-    H_kv, N_kv, Q_rows, K_pad = shape
-    head, first = _tile(N_kv, 128, False)
+    H_kv, N_kv, Q_rows, K_pad, last = shape
+    head, first = _tile(gl.program_id(0), gl.num_programs(0), N_kv, last, 128, False)
     per_head, blocks = _blocks_of_queries(first, Q_rows, K_pad, CAUSAL)
     row0 = head * K_pad + first
     plane = gl.num_programs(0) // ((N_kv + 127) // 128) * Q_rows  # rows of q in all heads
@@ -594,6 +600,7 @@ def dkdv_kernel(
     DK, DV,  # [B, H_kv, N_kv, D] out, fp16 or bf16, their last stride 1
     stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,  # of DK and DV, doubled
     H_kv, N2_kv, Q_rows, K_pad,  # N2_kv: 2 N_kv
+    last,  # heads: _tile
     CAUSAL: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
     FLUSH: gl.constexpr, UNROLL: gl.constexpr, FLUSH_DK: gl.constexpr, PDL: gl.constexpr,
     REGISTERS: gl.constexpr,
@@ -626,7 +633,7 @@ def dkdv_kernel(
     )  # fmt: skip
     tensors = (K_scale, K_own_scale, V_scale, Qt_scale, Ot_scale, Part, DK, DV)
     strides_k, strides_v = (stride_kb, stride_kh, stride_kn), (stride_vb, stride_vh, stride_vn)
-    shape = (H_kv, N2_kv // 2, Q_rows, K_pad)
+    shape = (H_kv, N2_kv // 2, Q_rows, K_pad, last)
     gl.warp_specialize([
         (_dkdv_consumer, (0, shared, tensors, strides_k, strides_v, shape, CAUSAL, D, BLOCK_D,
                           STAGES, FLUSH, UNROLL, FLUSH_DK)),

@@ -25,6 +25,9 @@ from sage_inductor.ops.visibility import Visibility
 
 STAGES, FLUSH = 3, 8  # of loads; blocks of 64 whose sums the tensor cores add up
 UNROLL, FLUSH_DK = 2, 32
+# Causal, the last two rounds of tiles, of an H200's processors, are in the order of their length:
+# in that of a head, the last would end far apart.
+LAST_TILES = 2 * 132
 MAX_ROWS = 2**29  # of q, and of k, in all heads: TMA counts them in 32 bits
 
 
@@ -130,7 +133,9 @@ def _launch_dkdv(kept: Kept, x: Operands, dk: Tensor, dv: Tensor, run: Callable)
     k_own = k_own_scale = x.row_scale  # not touched
     if kept.is_causal:
         k_own, k_own_scale = _rows(kept.k_own), kept.k_own_scale
-    programs = B * H_kv * triton.cdiv(N_kv, 128)
+    tiles = triton.cdiv(N_kv, 128)
+    programs = B * H_kv * tiles
+    last = min(B * H_kv, triton.cdiv(LAST_TILES, tiles)) if kept.is_causal else 1
     part = x.row_scale.new_empty(programs * 128 * BLOCK_D)
     run(
         dkdv_kernel,
@@ -139,7 +144,7 @@ def _launch_dkdv(kept: Kept, x: Operands, dk: Tensor, dv: Tensor, run: Callable)
          _turned(x.ot), _numbers(x.vectors), kept.k_scale, k_own_scale, x.v_scale, x.qt_scale,
          x.ot_scale, part, dk, dv),
         (*doubled(dk.stride())[:3], *doubled(dv.stride())[:3],
-         H_kv, 2 * N_kv, x.qt.shape[3], K_pad,  # shape
+         H_kv, 2 * N_kv, x.qt.shape[3], K_pad, last,  # shape
          kept.is_causal, D, BLOCK_D, STAGES, FLUSH, UNROLL, FLUSH_DK, HAS_PDL, consumer),
         num_warps=4, maxnreg=at_launch, **pdl_option(HAS_PDL),
     )  # fmt: skip

@@ -273,11 +273,36 @@ def _bounds_kernel(
 
 
 @triton.jit
-def _store_turned(codes, factor, Turned, head, column, N, BLOCK_D: tl.constexpr):
-    """codes [BLOCK, BLOCK_D] times factor [BLOCK] -> columns of [.., BLOCK_D, N] in E4M3."""
+def _token(b: tl.constexpr):
+    """[BLOCK / 4]: whose codes are byte b of each four columns. A group of 16 columns holds its 16
+    tokens in another order: place 4t + 2h + e is token 8h + 2t + e, so that P and dS go from
+    accumulator to operand within a thread."""
+    w = tl.arange(0, _BLOCK // 4)
+    return (w & ~3) * 4 + (w & 3) * 2 + (b & 2) * 4 + (b & 1)
+
+
+@triton.jit
+def _load_codes(Codes, row0, b: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Codes of the rows _token(b) from row0 on: [BLOCK / 4, BLOCK_D]."""
+    rows = row0 + _token(b)
+    return tl.load(Codes + rows[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :])
+
+
+@triton.jit
+def _to_byte(codes, factor, b: tl.constexpr):
+    """codes times factor, a number a row, in E4M3, as byte b of a word."""
     x = (codes.to(tl.float32) * factor[:, None]).to(tl.float8e4nv)
+    return x.to(tl.uint8, bitcast=True).to(tl.int32) << 8 * b
+
+
+@triton.jit
+def _store_turned(words, Turned, head, column, N, BLOCK_D: tl.constexpr):
+    """words [BLOCK / 4, BLOCK_D], of four columns each -> columns from `column` on of a head of
+    [.., BLOCK_D, N]."""
+    Words = Turned.to(tl.pointer_type(tl.int32), bitcast=True)
     rows = head * BLOCK_D + tl.arange(0, BLOCK_D)
-    tl.store(Turned + rows[:, None] * N + column[None, :], x.T)
+    columns = column // 4 + tl.arange(0, _BLOCK // 4)
+    tl.store(Words + rows[:, None] * (N // 4) + columns[None, :], words.T)
 
 
 @triton.jit
@@ -311,36 +336,44 @@ def _turn_kernel(
     if not CAUSAL:
         largest_k = tl.load(of_head + _K * heads_kv)
 
-    place = tl.arange(0, _BLOCK)
-    i = (place & ~15) | (place & 2) << 2 | (place & 12) >> 1 | (place & 1)
-    d = tl.arange(0, BLOCK_D)
-    here = head * N + first + i
-    codes = here[:, None] * BLOCK_D + d[None, :]
+    row0 = head * N + first
+    words, more = tl.zeros([_BLOCK // 4, BLOCK_D], tl.int32), tl.zeros([_BLOCK // 4, BLOCK_D], tl.int32)
     if is_key:
-        factor = tl.full([_BLOCK], _TO_FP8, tl.float32)
-        if not CAUSAL:
-            factor = tl.load(K_scale + here // _BLOCK) * (_TO_FP8 / largest_k)
-        _store_turned(tl.load(K + codes), factor, Kt, head, first + place, N, BLOCK_D)
+        for byte in tl.static_range(4):
+            here = row0 + _token(byte)
+            factor = tl.full([_BLOCK // 4], _TO_FP8, tl.float32)
+            if not CAUSAL:
+                factor = tl.load(K_scale + here // _BLOCK) * (_TO_FP8 / largest_k)
+            words |= _to_byte(_load_codes(K, row0, byte, BLOCK_D), factor, byte)
+            if CAUSAL:
+                more |= _to_byte(_load_codes(K_own, row0, byte, BLOCK_D), factor, byte)
+        _store_turned(words, Kt, head, first, N, BLOCK_D)
+        here = row0 + tl.arange(0, _BLOCK)
         v_scale = tl.load(V_scale + here)
         tl.store(V_scaled + here, v_scale / beta)
         if CAUSAL:
-            _store_turned(tl.load(K_own + codes), factor, Kt_own, head, first + place, N, BLOCK_D)
+            _store_turned(more, Kt_own, head, first, N, BLOCK_D)
             tl.store(V_of_dq + here, v_scale * tl.load(K_scale + here // _BLOCK))
         if first == 0:
             c = _OF_FP8 / _FP8_MAX
             tl.store(Qt_scale + head_kv, largest_waq * ((c * SCALE) * beta))
             tl.store(Ot_scale + head_kv, largest_wa * c)
     else:
-        wa = tl.load(Wa + here)
-        columns = h % group * N + first + place  # of those of the group's heads
+        for byte in tl.static_range(4):
+            here = row0 + _token(byte)
+            wa = tl.load(Wa + here)
+            factor = wa * (_TO_FP8 / largest_wa)
+            words |= _to_byte(_load_codes(G, row0, byte, BLOCK_D), factor, byte)
+            factor = wa * tl.load(Q_scale + here) * (_TO_FP8 / largest_waq)
+            more |= _to_byte(_load_codes(Q, row0, byte, BLOCK_D), factor, byte)
+        column = h % group * N + first  # of those of the group's heads
         rows = N.to(tl.int64) * group
-        factor = wa * (_TO_FP8 / largest_wa)
-        _store_turned(tl.load(G + codes), factor, Ot, head_kv, columns, rows, BLOCK_D)
-        factor = wa * tl.load(Q_scale + here) * (_TO_FP8 / largest_waq)
-        _store_turned(tl.load(Q + codes), factor, Qt, head_kv, columns, rows, BLOCK_D)
+        _store_turned(words, Ot, head_kv, column, rows, BLOCK_D)
+        _store_turned(more, Qt, head_kv, column, rows, BLOCK_D)
+        here = row0 + tl.arange(0, _BLOCK)
         if not CAUSAL:
             scale = beta * (SCALE / _FP8_MAX) * (largest_k * _OF_FP8)
-            tl.store(Row_scale + here, wa * scale)
+            tl.store(Row_scale + here, tl.load(Wa + here) * scale)
         plane = M_pad.to(tl.int64) * heads
         tl.store(Vectors + 2 * plane + here, tl.load(Delta + here) / beta)
 
