@@ -164,13 +164,11 @@ def _tile(n, programs, N, last, ROWS: gl.constexpr, DOWN: gl.constexpr):
     rows first, and so do heads that share k and v, which stay in L2. But those of the `last` heads
     are in turn, a tile of each."""
     tiles = (N + ROWS - 1) // ROWS
+    head = n // tiles
     alone = programs // tiles - last
     r = n - alone * tiles
-    head = n // tiles
-    m = n - head * tiles
-    if r >= 0:
-        m = r // last
-        head = alone + r - m * last
+    m = gl.where(r < 0, n - head * tiles, r // last)
+    head = gl.where(r < 0, head, alone + r - m * last)
     if DOWN:
         m = tiles - 1 - m
     return head, m * ROWS
@@ -447,17 +445,19 @@ def _queries(
 
 @gluon.jit
 def _own_queries(
-    wg: gl.constexpr, shared, k_own, k_tile, v_tile, d, zero_o, j0, blocks, k_scale, v_scale,
+    wg: gl.constexpr, shared, k_own, k_tile, v_tile, zero_o, j0, blocks, k_scale, v_scale,
     STAGES: gl.constexpr, S: gl.constexpr, A: gl.constexpr,
 ):  # fmt: skip
     """(CAUSAL) `_queries` of the two blocks of the tile's own rows, by k_own, none of which sees a
-    later one: dv and dk of them alone, s and d of the block after them. One product after the
-    other: with a mask in `_queries` registers do not suffice."""
+    later one: dv and dk of them alone, s and d of the block after them. Nothing is in flight over
+    the end of a block: with a mask in `_queries` registers do not suffice."""
     k_smem, v_smem, q_smem, g_smem, qt_smem, ot_smem, vectors, totals, loaded, full, empty = shared
     COLUMN: gl.constexpr = gl.SliceLayout(0, S)
     zero = gl.full([64, 64], 0, gl.int32, S)
     dv, dk = zero_o, zero_o
-    s = warpgroup_mma_wait(0, [_score(k_own, q_smem, j0 % STAGES, zero)])
+    s = _score(k_own, q_smem, j0 % STAGES, zero)
+    d = _score(v_tile, g_smem, j0 % STAGES, zero)
+    s, d = warpgroup_mma_wait(0, [s, d])
     for u in gl.static_range(2):
         j = j0 + u
         stage, after = j % STAGES, (j + 1) % STAGES
@@ -470,16 +470,15 @@ def _own_queries(
             dv = warpgroup_mma(
                 _to_operand(p, A), ot_smem.index(stage).permute((1, 0)), dv, is_async=True
             )
-            dv = warpgroup_mma_wait(0, [dv])
             delta = gl.expand_dims(vectors.index(stage * 3 + 2).load(COLUMN), 0)
             ds = _to_operand(p * (d.to(gl.float32) * v_scale - delta), A)
-            dk = warpgroup_mma(ds, qt_smem.index(stage).permute((1, 0)), dk, is_async=True)
-            dk = warpgroup_mma_wait(0, [dk])
-        mbarrier.arrive(empty.index(stage), count=1)
         mbarrier.wait(full.index(after), ((j + 1) // STAGES) & 1, pred=j + 1 < blocks)
         s = _score(k_own if u == 0 else k_tile, q_smem, after, zero)  # of no block: not read
+        if u >= wg:
+            dk = warpgroup_mma(ds, qt_smem.index(stage).permute((1, 0)), dk, is_async=True)
         d = _score(v_tile, g_smem, after, zero)
-        s, d = warpgroup_mma_wait(0, [s, d])
+        dv, s, dk, d = warpgroup_mma_wait(0, [dv, s, dk, d])
+        mbarrier.arrive(empty.index(stage), count=1)
     return s, d, dv, dk
 
 
@@ -508,6 +507,9 @@ def _dkdv_consumer(
     v_scale = gl.load(V_scale + here + gl.arange(0, 64, layout=gl.SliceLayout(1, S)))
     v_scale = gl.expand_dims(v_scale, 1)
     k_scale = gl.load(K_scale + here // 64)
+    if CAUSAL:
+        own_scale = gl.load(K_own_scale + here + gl.arange(0, 64, layout=gl.SliceLayout(1, S)))
+        own_scale = gl.expand_dims(own_scale, 1)
     places = gl.arange(0, BLOCK_D // 4, layout=gl.SliceLayout(1, L))[:, None] * 256
     places += gl.arange(0, 256, layout=gl.SliceLayout(0, L))[None, :]
     part = Part + (gl.program_id(0).to(gl.int64) * 2 + wg) * (64 * BLOCK_D) + places
@@ -515,19 +517,19 @@ def _dkdv_consumer(
     k_tile, v_tile, total = k_smem.index(wg), v_smem.index(wg), totals.index(wg)
     mbarrier.wait(loaded, 0)
     mbarrier.wait(full.index(0), 0)
-    s = _score(k_tile, q_smem, 0, zero)
-    d = _score(v_tile, g_smem, 0, zero)
-    s, d = warpgroup_mma_wait(0, [s, d])
+    s, d = zero, zero  # CAUSAL: set by _own_queries
+    if not CAUSAL:
+        s = _score(k_tile, q_smem, 0, zero)
+        d = _score(v_tile, g_smem, 0, zero)
+        s, d = warpgroup_mma_wait(0, [s, d])
     dk = zero_o
     for first_block in range(0, blocks, per_head):  # of a query head; not CAUSAL: of all as one
         begin = first_block
         end = first_block + per_head
         if CAUSAL:
             k_own = k_smem.index(2 + wg)
-            own_scale = gl.load(K_own_scale + here + gl.arange(0, 64, layout=gl.SliceLayout(1, S)))
-            own_scale = gl.expand_dims(own_scale, 1)
             s, d, dv, dk = _own_queries(
-                wg, shared, k_own, k_tile, v_tile, d, zero_o, begin, blocks, own_scale, v_scale,
+                wg, shared, k_own, k_tile, v_tile, zero_o, begin, blocks, own_scale, v_scale,
                 STAGES, S, A,
             )  # fmt: skip
             _flush(total, dv, begin == 0)
