@@ -274,31 +274,25 @@ def _bounds_kernel(
 
 @triton.jit
 def _token(b: tl.constexpr):
-    """[BLOCK / 4]: whose codes are byte b of each four columns. A group of 16 columns holds its 16
-    tokens in another order: place 4t + 2h + e is token 8h + 2t + e, so that P and dS go from
-    accumulator to operand within a thread."""
+    """[BLOCK / 4]: whose codes are byte b of a word, which is four columns. A group of 16 columns
+    holds its 16 tokens in another order: place 4t + 2h + e is token 8h + 2t + e, so that P and dS
+    go from accumulator to operand within a thread."""
     w = tl.arange(0, _BLOCK // 4)
     return (w & ~3) * 4 + (w & 3) * 2 + (b & 2) * 4 + (b & 1)
 
 
 @triton.jit
-def _load_codes(Codes, row0, b: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Codes of the rows _token(b) from row0 on: [BLOCK / 4, BLOCK_D]."""
-    rows = row0 + _token(b)
-    return tl.load(Codes + rows[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :])
-
-
-@triton.jit
-def _to_byte(codes, factor, b: tl.constexpr):
-    """codes times factor, a number a row, in E4M3, as byte b of a word."""
+def _byte_of_words(Codes, rows, factor, b: tl.constexpr, BLOCK_D: tl.constexpr):
+    """[BLOCK / 4, BLOCK_D]: rows of Codes times factor, a number a row, in E4M3, as byte b."""
+    codes = tl.load(Codes + rows[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :])
     x = (codes.to(tl.float32) * factor[:, None]).to(tl.float8e4nv)
     return x.to(tl.uint8, bitcast=True).to(tl.int32) << 8 * b
 
 
 @triton.jit
 def _store_turned(words, Turned, head, column, N, BLOCK_D: tl.constexpr):
-    """words [BLOCK / 4, BLOCK_D], of four columns each -> columns from `column` on of a head of
-    [.., BLOCK_D, N]."""
+    """words [BLOCK / 4, BLOCK_D], of four columns each -> a head's columns from `column` on, of
+    [.., BLOCK_D, N]. Stored as bytes they would go through shared memory one at a time."""
     Words = Turned.to(tl.pointer_type(tl.int32), bitcast=True)
     rows = head * BLOCK_D + tl.arange(0, BLOCK_D)
     columns = column // 4 + tl.arange(0, _BLOCK // 4)
@@ -316,10 +310,7 @@ def _turn_kernel(
     q_blocks, heads, heads_kv, H_q, H_kv, M_pad, N_pad, rounds,  # heads_kv: B * H_kv
     SCALE: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Grid: ((B H_q M_pad + B H_kv N_pad) / BLOCK,). BLOCK rows of q and dO, then of k and v.
-
-    A group of 16 columns holds its 16 tokens in another order: place 4t + 2h + e is token
-    8h + 2t + e, so that P and dS go from accumulator to operand within a thread."""
+    """Grid: ((B H_q M_pad + B H_kv N_pad) / BLOCK,). BLOCK rows of q and dO, then of k and v."""
     pid = tl.program_id(0)
     is_key = pid >= q_blocks
     blocks = tl.where(is_key, N_pad, M_pad) // _BLOCK
@@ -337,16 +328,17 @@ def _turn_kernel(
         largest_k = tl.load(of_head + _K * heads_kv)
 
     row0 = head * N + first
-    words, more = tl.zeros([_BLOCK // 4, BLOCK_D], tl.int32), tl.zeros([_BLOCK // 4, BLOCK_D], tl.int32)
+    words = tl.zeros([_BLOCK // 4, BLOCK_D], tl.int32)
+    more = words
     if is_key:
         for byte in tl.static_range(4):
             here = row0 + _token(byte)
             factor = tl.full([_BLOCK // 4], _TO_FP8, tl.float32)
             if not CAUSAL:
                 factor = tl.load(K_scale + here // _BLOCK) * (_TO_FP8 / largest_k)
-            words |= _to_byte(_load_codes(K, row0, byte, BLOCK_D), factor, byte)
+            words |= _byte_of_words(K, here, factor, byte, BLOCK_D)
             if CAUSAL:
-                more |= _to_byte(_load_codes(K_own, row0, byte, BLOCK_D), factor, byte)
+                more |= _byte_of_words(K_own, here, factor, byte, BLOCK_D)
         _store_turned(words, Kt, head, first, N, BLOCK_D)
         here = row0 + tl.arange(0, _BLOCK)
         v_scale = tl.load(V_scale + here)
@@ -363,9 +355,9 @@ def _turn_kernel(
             here = row0 + _token(byte)
             wa = tl.load(Wa + here)
             factor = wa * (_TO_FP8 / largest_wa)
-            words |= _to_byte(_load_codes(G, row0, byte, BLOCK_D), factor, byte)
+            words |= _byte_of_words(G, here, factor, byte, BLOCK_D)
             factor = wa * tl.load(Q_scale + here) * (_TO_FP8 / largest_waq)
-            more |= _to_byte(_load_codes(Q, row0, byte, BLOCK_D), factor, byte)
+            more |= _byte_of_words(Q, here, factor, byte, BLOCK_D)
         column = h % group * N + first  # of those of the group's heads
         rows = N.to(tl.int64) * group
         _store_turned(words, Ot, head_kv, column, rows, BLOCK_D)
