@@ -388,10 +388,12 @@ def test_no_offset_of_what_is_made_of_mask_and_lists_wraps(compile):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", ["dq", "dkdv"])
 def test_no_offset_of_the_row_scaled_backward_wraps(name, causal):
-    """Of fewer than 2^29 rows in all heads, of which each has at least 128."""
+    """Of fewer than 2^29 rows in all heads, of which each has at least 128: so of 2^22 tiles at most.
+    r counts them from some tile on, m in a head."""
     rows, head = (128, 2**29), (0, 2**22)
     facts = {"Q_pad": rows, "K_pad": rows, "Q_rows": rows, "row0": (0, 2**29 + 192)}
     facts |= dict.fromkeys(("head", "b", "h"), head) | {"N2_q": (2, 2**30), "N2_kv": (2, 2**30)}
+    facts |= dict.fromkeys(("r", "m"), (-(2**22), 2**22))
     function = Function(kernels.compile_rowscaled(name, causal=causal), facts).run()
     assert function.offsets > 6 and not function.unproved, "\n".join(function.unproved)
 

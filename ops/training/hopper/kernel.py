@@ -171,7 +171,8 @@ def _tile(n, programs, N, last, ROWS: gl.constexpr, DOWN: gl.constexpr):
     head = gl.where(r < 0, head, alone + r - m * last)
     if DOWN:
         m = tiles - 1 - m
-    return head, m * ROWS
+    row0 = m * ROWS
+    return head, row0
 
 
 @gluon.jit
