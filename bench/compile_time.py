@@ -82,18 +82,14 @@ def main(argv=None) -> int:
         "versions": machine.versions(),
         "state": {"start": machine.state(device)},
         "model": {name: getattr(args, name) for name in DEFAULTS},
-        "method": f"seconds to the synchronised first output; median of {args.rounds} rounds, each "
-        "cold then warm, backends in turns, a process each; bf16, B = 1, causal, "
-        f"{os.cpu_count()} CPU cores",
         "rows": [],
     }
     path = args.json or None
     if args.json == "":
         slug = result["machine"]["gpu"].lower().replace(" ", "-")
         path = RESULTS / slug / f"{result['date'][:10]}-compile_time.json"
-    print(
-        f"{result['machine']['gpu']}, {result['versions']}\n{result['model']}\n{result['method']}"
-    )
+    print(f"{result['machine']['gpu']}, {result['versions']}\n{result['model']}")
+    print(method(args.rounds))
     for turn in range(args.rounds):
         for backend in args.backends if turn % 2 == 0 else reversed(args.backends):
             with tempfile.TemporaryDirectory() as cache:
@@ -103,16 +99,23 @@ def main(argv=None) -> int:
                     row = {"plan": "compile_time", "backend": backend, "start": start}
                     result["rows"].append({**row, **found})
                     print(f"  {backend:9}{start:5}{found['seconds']:8.2f} s", flush=True)
+        result["method"], result["summary"] = method(turn + 1), summary(result["rows"])
+        result["state"]["end"] = machine.state(device)
         save(result, path)
-    result["summary"] = summary(result["rows"])
-    result["state"]["end"] = machine.state(device)
-    save(result, path)
     for start, found in result["summary"].items():
         of = (f"{backend} {median:.2f} s ({least:.2f} to {most:.2f})"
               for backend, (median, least, most) in found["seconds"].items())  # fmt: skip
         ratios = (f"{name} {x:.3f}x" for name, x in found["ratios"].items())
         print(f"{start:5}", ", ".join((*of, *ratios)))
     return 0
+
+
+def method(rounds: int) -> str:
+    return (
+        f"seconds to the synchronised first output; median of {rounds} rounds, each cold then "
+        "warm, backends in turns, a process each; bf16, B = 1, causal, "
+        f"{os.cpu_count()} CPU cores"
+    )
 
 
 def parse(argv) -> argparse.Namespace:
