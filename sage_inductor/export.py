@@ -1,11 +1,14 @@
 """The same rewrite for exported programs and AOTInductor packages."""
 
+import contextlib
 import copy
 import logging
 import sys
 import zipfile
+from collections.abc import Iterator
 
 import torch
+from torch.export.graph_signature import TensorArgument
 
 from sage_inductor import settings, stages
 from sage_inductor.decide import rewrite as _rewrite
@@ -41,14 +44,12 @@ def rewrite(
             "aoti_compile_and_package(inductor_configs=...)"
         )
     asked = settings.resolve(ours, portable=True, stage=stages.current())
-    gm, signature = exported_program.graph_module, exported_program.graph_signature
+    gm = exported_program.graph_module
     _renew(gm)
     for node in (node for module in _graph_modules(gm) for node in module.graph.nodes):
         node.meta.pop("sage", None)  # what an earlier rewrite has left, other options may take
-    outputs = _outputs(gm)
-    sites = _rewrite(gm, asked)
-    for before, now in zip(outputs, _outputs(gm), strict=True):
-        signature.replace_all_uses(before, now)  # of a call that is itself an output
+    with _names_kept_up(exported_program):
+        sites = _rewrite(gm, asked)
     _check_travels(gm)
     record(sites, asked.policy)
     if asked.strict:
@@ -56,9 +57,30 @@ def rewrite(
     return whole([("export", site) for site in sites], asked.policy)
 
 
-def _outputs(gm: torch.fx.GraphModule) -> list[str]:
-    """The names by which a program's signature knows them."""
-    return [node.name for node in gm.graph.output_node().args[0] if isinstance(node, torch.fx.Node)]
+@contextlib.contextmanager
+def _names_kept_up(program: torch.export.ExportedProgram) -> Iterator[None]:
+    """A call may be an output, or what a module of ``preserve_module_call_signature`` takes or
+    returns: the program's signatures know it by its node's name. Inside, all of these are outputs,
+    so that none of them is lost."""
+    nodes = {node.name: node for node in program.graph.nodes}
+    signatures = (entry.signature for entry in program.module_call_graph if entry.signature)
+    of_modules = [
+        x for of in signatures for x in (*of.inputs, *of.outputs) if isinstance(x, TensorArgument)
+    ]
+    output = program.graph.output_node()
+    outputs = output.args[0]
+    output.args = ((*outputs, *(nodes[x.name] for x in of_modules)),)
+    try:
+        yield
+    finally:
+        now = output.args[0]
+        output.args = (now[: len(outputs)],)
+        for before, after in zip(outputs, now, strict=False):
+            if isinstance(before, torch.fx.Node):
+                program.graph_signature.replace_all_uses(before.name, after.name)
+        for x, node in zip(of_modules, now[len(outputs) :], strict=True):
+            x.name = node.name
+        program.graph_module.recompile()
 
 
 def _graph_modules(gm: torch.fx.GraphModule) -> list[torch.fx.GraphModule]:

@@ -713,6 +713,47 @@ def test_a_call_that_is_an_output_keeps_its_place_in_the_signature():
     torch.testing.assert_close(found, Model()(q, k), rtol=0, atol=0.1)
 
 
+class Attention(nn.Module):
+    def forward(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+class Softmax(nn.Module):
+    def forward(self, q, k):
+        return (q @ k.mT / q.shape[3] ** 0.5).softmax(-1)
+
+
+class ByModules(nn.Module):
+    """Attention is what one module returns and another takes, then is written out over two."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention, self.linear, self.softmax = Attention(), nn.Linear(32, 32), Softmax()
+
+    def forward(self, q, k):
+        x = self.linear(self.attention(q, k, k))
+        return self.softmax(x, k) @ k
+
+
+def test_modules_whose_signature_is_preserved_keep_it():
+    q, k = torch.randn(2, 1, 2, 64, 32)
+    preserved = ("attention", "linear", "softmax")
+    program = torch.export.export(ByModules(), (q, k), preserve_module_call_signature=preserved)
+    report = sage_inductor.rewrite(program, options=EMULATE)
+    assert len(report.rewritten) == 1  # of the other the scores' softmax is asked for
+    expected, saved = program.module()(q, k), io.BytesIO()
+    torch.export.save(program, saved)
+    saved.seek(0)
+    for each in program, torch.export.load(saved):
+        module = torch.export.unflatten(each)
+        assert torch.equal(module(q, k), expected)
+        out = module.attention(q, k, k)
+        torch.testing.assert_close(out, Attention()(q, k, k), rtol=0, atol=0.1)
+        assert torch.equal(module.softmax(module.linear(out), k) @ k, expected)
+    plain = torch.export.export(ByModules(), (q, k))
+    assert len(sage_inductor.rewrite(plain, options=EMULATE).rewritten) == 2
+
+
 def test_a_saved_program_outlives_the_sources_that_made_it(tmp_path, monkeypatch):
     model = Masked(128, 32)
     args, _ = call(model, 64)
