@@ -181,13 +181,17 @@ def explain(model, *args, options: dict | None = None, **kwargs) -> Report:
         graph = str(CompileContext.current_compile_id())
         sites.extend((graph, site) for site in _told(variants))
 
-    run_graphs(see, model, args, kwargs)
+    run_graphs(see, model, args, kwargs, limits={})
     return whole(sites, asked.policy)
 
 
-def run_graphs(see, model, args: tuple, kwargs: dict):
+# Dynamo compiles as many graphs of one function, and leaves the rest to eager.
+UNLIMITED = {"recompile_limit": 1 << 20, "accumulated_recompile_limit": 1 << 20}
+
+
+def run_graphs(see, model, args: tuple, kwargs: dict, limits: dict = UNLIMITED):
     """What `model` returns, run once, op by op, with ``see(gm)`` called for each graph before it
-    runs."""
+    runs. limits: in the place of Dynamo's own."""
 
     def look(gm, example_inputs):
         see(gm)
@@ -196,7 +200,7 @@ def run_graphs(see, model, args: tuple, kwargs: dict):
     torch._dynamo.reset()
     try:
         # What is compiled already, the model or a part of it, has a backend of its own.
-        with torch.compiler.set_stance(force_backend=look):
+        with torch.compiler.set_stance(force_backend=look), torch._dynamo.config.patch(limits):
             return torch.compile(model, backend=look)(*args, **kwargs)
     finally:
         torch._dynamo.reset()

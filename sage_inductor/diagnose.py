@@ -193,9 +193,9 @@ class Diagnosis:
         for where, rows in grouped(self.rows, lambda row: _where(row.site), same):
             worst = {row.recipe: row for row in reversed(rows)}  # self.rows: the worst comes first
             shown = [worst[name] for name in self.shown if name in worst]
-            calls = {(row.site.module, row.site.call) for row in rows}
+            calls = calls_of(rows)
             errors = (f"{worst[x].relative_l1:.3g}" if x in worst else "-" for x in self.shown)
-            cells = (where, f"x{len(calls)}", *same(rows[0]), *errors)
+            cells = (where, f"x{calls}", *same(rows[0]), *errors)
             lines.append((max((row.badness for row in shown), default=0.0), cells))
         return [cells for _, cells in sorted(lines, key=lambda line: -line[0])]
 
@@ -203,6 +203,14 @@ class Diagnosis:
 COLUMNS = ("module", "call", "q", "k", "dtype", "mask", "recipe", "CosSim", "relative L1", "RMSE",
            "worst head", "its relative L1", "worst row", "its relative L1")  # fmt: skip
 UNMEASURED = ("module", "call", "not measured")
+
+
+def calls_of(rows: list) -> int:
+    """How many calls these are, each in a row a recipe. Where graphs do not know their module's
+    name, calls of several graphs have one name."""
+    if rows[0].site.module:
+        return len({(row.site.module, row.site.call) for row in rows})
+    return max(collections.Counter(row.recipe for row in rows).values())
 
 
 def _where(site: Site, path: str | None = None) -> str:

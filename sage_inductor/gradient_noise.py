@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from sage_inductor import options
 from sage_inductor.backend import run_graphs
 from sage_inductor.decide import decide
-from sage_inductor.diagnose import MAX_SCORES, MOST_SHOWN, SDPA, Progress
+from sage_inductor.diagnose import MAX_SCORES, MOST_SHOWN, SDPA, Progress, calls_of
 from sage_inductor.ops.reference.exact import attention_exact
 from sage_inductor.ops.training.gradients import trained_by
 from sage_inductor.options import AUTO, OFF
@@ -133,10 +133,9 @@ class TrainingDiagnosis:
         lines = []
         for where, rows in grouped(self.rows, lambda row: path_of(row.site), _sizes):
             worst = {row.recipe: row for row in reversed(rows)}  # self.rows: the worst comes first
-            calls = {(row.site.module, row.site.call) for row in rows}
             noise = min(row.noise / row.gradient for row in rows)
             ratios = (f"{worst[x].ratio:.3g}" if x in worst else "-" for x in shown)
-            cells = (where, f"x{len(calls)}", *_sizes(rows[0]), f"{noise:.3g}", *ratios)
+            cells = (where, f"x{calls_of(rows)}", *_sizes(rows[0]), f"{noise:.3g}", *ratios)
             lines.append((rows[0].badness, cells))
         return [cells for _, cells in sorted(lines, key=lambda line: -line[0])]
 

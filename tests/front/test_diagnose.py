@@ -618,6 +618,37 @@ def test_a_call_that_runs_several_times_is_shown_at_its_worst():
         assert all(math.isnan(row.relative_l1) for row in diagnose(model, order).rows)
 
 
+class Numbered(nn.Module):
+    """A layer that knows its number, by which Dynamo compiles it anew."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
+
+    def forward(self, x):
+        return sdpa(x, (1 + self.number) * x, x)
+
+
+@torch._dynamo.config.patch(recompile_limit=2)
+def test_layers_beyond_dynamos_limit_of_graphs_are_measured():
+    """Graph breaks between layers make each of them a graph of one function."""
+    layers = [Numbered(number) for number in range(5)]
+
+    def model(x):
+        for layer in layers:
+            torch._dynamo.graph_break()
+            x = layer(x)
+        return x
+
+    x = torch.randn(1, 2, 40, 16)
+    found = diagnose(model, x, recipes="sage1")
+    assert len(found.rows) == 2 * len(layers) and " x5 " in str(found)
+    assert torch._dynamo.config.recompile_limit == 2
+    # A compiled model leaves the others to eager.
+    explained = sage_inductor.explain(model, x, options={"sage.emulate": True})
+    assert len(explained.rewritten) == 2
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_its_kernels_are_measured():
     qkv = [torch.randn(1, 4, 300, 64).bfloat16() for _ in range(3)]
