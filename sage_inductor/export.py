@@ -61,12 +61,11 @@ def rewrite(
 def _names_kept_up(program: torch.export.ExportedProgram) -> Iterator[None]:
     """A call may be an output, or what a module of ``preserve_module_call_signature`` takes or
     returns: the program's signatures know it by its node's name. Inside, all of these are outputs,
-    so that none of them is lost."""
+    so that none of them is lost. (A name may be of no node after somebody else's pass.)"""
     nodes = {node.name: node for node in program.graph.nodes}
     signatures = (entry.signature for entry in program.module_call_graph if entry.signature)
-    of_modules = [
-        x for of in signatures for x in (*of.inputs, *of.outputs) if isinstance(x, TensorArgument)
-    ]
+    named = (x for of in signatures for x in (*of.inputs, *of.outputs))
+    of_modules = [x for x in named if isinstance(x, TensorArgument) and x.name in nodes]
     output = program.graph.output_node()
     outputs = output.args[0]
     output.args = ((*outputs, *(nodes[x.name] for x in of_modules)),)

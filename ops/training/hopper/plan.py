@@ -25,8 +25,8 @@ from sage_inductor.ops.visibility import Visibility
 
 STAGES, FLUSH = 3, 8  # of loads; blocks of 64 whose sums the tensor cores add up
 UNROLL, FLUSH_DK = 2, 32
-# Causal, the last two rounds of tiles, of an H200's processors, are in the order of their length:
-# in that of a head, the last would end far apart.
+# Causal, so many tiles come last, the longest first and not head after head: two for each processor
+# of an H200. Else one processor would still have a long one when the others are done.
 LAST_TILES = 2 * 132
 MAX_ROWS = 2**29  # of q, and of k, in all heads: TMA counts them in 32 bits
 
