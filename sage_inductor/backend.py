@@ -181,11 +181,12 @@ def explain(model, *args, options: dict | None = None, **kwargs) -> Report:
         graph = str(CompileContext.current_compile_id())
         sites.extend((graph, site) for site in _told(variants))
 
-    run_graphs(see, model, args, kwargs, limits={})
+    run_graphs(see, model, args, kwargs, limits={})  # as where it is compiled
     return whole(sites, asked.policy)
 
 
-# Dynamo compiles as many graphs of one function, and leaves the rest to eager.
+# Dynamo compiles so many graphs of one function (eight, if nobody says more) and leaves the rest to
+# eager. Measured are all of them.
 UNLIMITED = {"recompile_limit": 1 << 20, "accumulated_recompile_limit": 1 << 20}
 
 

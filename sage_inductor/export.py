@@ -74,7 +74,7 @@ def _names_kept_up(program: torch.export.ExportedProgram) -> Iterator[None]:
     finally:
         now = output.args[0]
         output.args = (now[: len(outputs)],)
-        for before, after in zip(outputs, now, strict=False):
+        for before, after in zip(outputs, now[: len(outputs)], strict=True):
             if isinstance(before, torch.fx.Node):
                 program.graph_signature.replace_all_uses(before.name, after.name)
         for x, node in zip(of_modules, now[len(outputs) :], strict=True):

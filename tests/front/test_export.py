@@ -737,8 +737,8 @@ class ByModules(nn.Module):
 
 def test_modules_whose_signature_is_preserved_keep_it():
     q, k = torch.randn(2, 1, 2, 64, 32)
-    preserved = ("attention", "linear", "softmax")
-    program = torch.export.export(ByModules(), (q, k), preserve_module_call_signature=preserved)
+    model, preserved = ByModules(), ("attention", "linear", "softmax")
+    program = torch.export.export(model, (q, k), preserve_module_call_signature=preserved)
     report = sage_inductor.rewrite(program, options=EMULATE)
     assert len(report.rewritten) == 1  # of the other the scores' softmax is asked for
     expected, saved = program.module()(q, k), io.BytesIO()
@@ -750,8 +750,14 @@ def test_modules_whose_signature_is_preserved_keep_it():
         out = module.attention(q, k, k)
         torch.testing.assert_close(out, Attention()(q, k, k), rtol=0, atol=0.1)
         assert torch.equal(module.softmax(module.linear(out), k) @ k, expected)
-    plain = torch.export.export(ByModules(), (q, k))
+    plain = torch.export.export(model, (q, k))
     assert len(sage_inductor.rewrite(plain, options=EMULATE).rewritten) == 2
+    # A pass of somebody else's left a signature behind: the program runs as before.
+    stale = torch.export.export(model, (q, k), preserve_module_call_signature=preserved)
+    (entry,) = (each for each in stale.module_call_graph if each.fqn == "attention")
+    entry.signature.outputs[0].name = "of_no_node"
+    assert len(sage_inductor.rewrite(stale, options=EMULATE).rewritten) == 1
+    assert torch.equal(stale.module()(q, k), expected)
 
 
 def test_a_saved_program_outlives_the_sources_that_made_it(tmp_path, monkeypatch):
