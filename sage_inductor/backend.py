@@ -201,7 +201,7 @@ def run_graphs(see, model, args: tuple, kwargs: dict, limits: dict = UNLIMITED):
     torch._dynamo.reset()
     try:
         # What is compiled already, the model or a part of it, has a backend of its own.
-        with torch.compiler.set_stance(force_backend=look), torch._dynamo.config.patch(limits):
+        with torch.compiler.set_stance(force_backend=look), torch.compiler.config.patch(limits):
             return torch.compile(model, backend=look)(*args, **kwargs)
     finally:
         torch._dynamo.reset()
