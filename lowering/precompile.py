@@ -53,6 +53,7 @@ def _are_known(likes: tuple) -> bool:
 def precompile(call: SdpaCall) -> None:
     """Start to compile what the call will launch and Inductor does not compile, if its sizes are
     known."""
+    call = call.of_seen_keys()
     recipe, masked, size = decode(call.recipe), call.attn_mask is not None, call.blocks.size
     selected = select(Problem.of(call.k, call.v, recipe, masked, call.portable, size))
     likes = tuple(map(_Like.of, (call.q, call.k, call.v, call.attn_mask, *call.blocks[:4])))

@@ -51,7 +51,7 @@ from sage_inductor.ops.quantize.op import (
 from sage_inductor.ops.quantize.smooth import smooth_q
 from sage_inductor.ops.recipe import Recipe, decode
 from sage_inductor.ops.reference.exact import masked
-from sage_inductor.ops.visibility import BLOCK_SIZES, NO_LISTS, BlockLists, Visibility
+from sage_inductor.ops.visibility import BLOCK_SIZES, NO_LISTS, BlockLists, Visibility, seen_keys
 
 
 class SdpaCall(NamedTuple):
@@ -90,13 +90,27 @@ class SdpaCall(NamedTuple):
     def band(self) -> tuple[int | None, int | None, bool]:
         return self.left, self.right, self.bottom_right
 
+    def of_seen_keys(self) -> "SdpaCall":
+        """The same call without the keys that its band hides from every query: they are in no mean
+        and no scale, and take no time. All stay where k and v are prepared, for other calls, too,
+        and where block lists may show a key that the band does not."""
+        keys = seen_keys(self.band, self.q.shape[2], self.k.shape[2])
+        if keys is None or self.prepared or self.blocks.size is not None:
+            return self
+        cut, (first, last), mask = torch.ops.aten.slice, keys, self.attn_mask
+        if mask is not None and mask.shape[-1] != 1:
+            mask = cut(mask, -1, first, last)
+        return self._replace(
+            k=cut(self.k, 2, first, last), v=cut(self.v, 2, first, last), attn_mask=mask
+        )
+
 
 def _sdpa(call: SdpaCall) -> tuple[Tensor, Tensor]:
     """softmax(scale * q k^T + mask) v, quantized as the recipe says. Arguments: SdpaCall's.
 
     Returns out [B, H_q, N_q, D_v] and lse [B, H_q, N_q] (natural log, fp32, not differentiable). A
-    row that sees no key is 0 and its lse -inf. Keys that attn_mask hides from every query may hold
-    anything.
+    row that sees no key is 0 and its lse -inf. Keys that attn_mask or the band hides from every
+    query may hold anything, but for those of a call with block lists or with `prepared`.
     Raises ValueError or TypeError saying what must hold and what was got.
     """
     check(call)
@@ -227,7 +241,8 @@ def attend(call: SdpaCall) -> tuple[Tensor, Tensor, Tensor, bool]:
 
 def kernel_inputs(call: SdpaCall) -> tuple[AttentionCall, Tensor, bool]:
     """What the attention op takes, k_mean, and whether that op is opaque."""
-    q, k, v, recipe = call.q, call.k, call.v, decode(call.recipe)
+    call, recipe = call.of_seen_keys(), decode(call.recipe)
+    q, k, v = call.q, call.k, call.v
     is_opaque, visibility = _plan(
         k, v, call.attn_mask, call.band, recipe, call.portable, call.blocks
     )

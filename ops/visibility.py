@@ -17,9 +17,9 @@ blocks, which flex_attention gives to mask_mod), not for what full_kv_indices na
 for both. A block that is named twice counts twice, as in flex_attention.
 
 A key counts in smoothing and scales if any row sees it with code 3: what padding holds does not
-matter, be it NaN. Lists are not read for that: all blocks count. A tile of queries reads the keys
-from its first to its last code above 0. Plain PyTorch: one reduction for Inductor, which reads the
-mask once.
+matter, be it NaN. Nor do keys that the band hides from every query (`SdpaCall.of_seen_keys`). Lists
+are not read for that: all blocks count. A tile of queries reads the keys from its first to its last
+code above 0. Plain PyTorch: one reduction for Inductor, which reads the mask once.
 
 Shapes: B batch, H heads, N sequence, M blocks of a sequence.
 """
@@ -30,6 +30,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from sage_inductor.ops import compat
 
 REACHED, COUNTS = 1, 3
 
@@ -101,6 +103,17 @@ class Visibility(NamedTuple):
         """uint8 [B or 1, H_kv or 1, N_kv]: keys that count for any query of any head of their
         group; None: all do."""
         return None if self.tile_summary is None else visible_keys(self.tile_summary, heads_kv)
+
+
+def seen_keys(band: tuple, n_q, n_kv) -> tuple | None:
+    """The first key that a band shows to any of n_q queries, and the one after the last; None: it
+    is known to be all keys. Numbers or symbols. Among these keys alone the band is the same."""
+    left, right, bottom_right = band
+    if bottom_right:
+        first, last = 0 if left is None else torch.sym_max(n_kv - n_q - left, 0), n_kv
+    else:
+        first, last = 0, n_kv if right is None else torch.sym_min(n_q + right, n_kv)
+    return None if compat.statically_known_true(last - first == n_kv) else (first, last)
 
 
 def as_4d(attn_mask: Tensor) -> Tensor:

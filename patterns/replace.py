@@ -18,7 +18,7 @@ from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.sdpa import SdpaCall
 from sage_inductor.ops.selector import BLOCK_SIZE
 from sage_inductor.ops.training.gradients import trained_by
-from sage_inductor.ops.visibility import BlockLists
+from sage_inductor.ops.visibility import BlockLists, seen_keys
 from sage_inductor.patterns.call import Call, Decision
 from sage_inductor.patterns.eligible import BHND, BNHD, is_causal, stored
 from sage_inductor.patterns.graph import Emitter, GraphIndex, may_write, op_name, value_of
@@ -101,14 +101,16 @@ def _copied(emit: Emitter, x: Node, order: list[int], gap: int) -> Node:
 
 def share(index: GraphIndex) -> None:
     """Prepare k and v once for the calls that have the same ones, and the same mask, recipe and
-    autocast. Nothing may write between such calls: k, v and the mask may be views of what it writes
-    to."""
+    autocast, and see all of their keys. Nothing may write between such calls: k, v and the mask may
+    be views of what it writes to."""
     groups, writes = {}, 0
     for node in index.graph.nodes:
         writes += may_write(node)
         if node.target is torch.ops.sage.sdpa.default and not node.args[4]:
             emit = Emitter(node, index)
             call = SdpaCall(*node.args)
+            if seen_keys(call.band, *(value_of(x).shape[2] for x in (call.q, call.k))) is not None:
+                continue  # the op leaves keys out
             args = call.k, call.v, call.attn_mask, call.recipe, call.portable
             key = tuple(map(_view, args)), writes, tuple(emit.autocasts)
             groups.setdefault(key, []).append((node, emit, args))

@@ -131,7 +131,8 @@ class Flux(nn.Module):
 
 class Masked(nn.Module):
     """Features [B, N, C] -> the same. Grouped-query attention under a mask of the input's making,
-    twice with the same k and v, and once by hand."""
+    twice with the same k and v, and once by hand. Causal attention of the first half, which sees no
+    key of the second."""
 
     def __init__(self, C, D):
         super().__init__()
@@ -144,6 +145,9 @@ class Masked(nn.Module):
         mask = (i <= i[:, None]) & (x[:, None, None, :, 0] > -1).logical_or(i == 0)
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
         o = o + F.scaled_dot_product_attention(-q, k, v, attn_mask=mask, enable_gqa=True)
+        half = q[:, :, : x.shape[1] // 2 + 1]
+        half = F.scaled_dot_product_attention(half, k, v, is_causal=True, enable_gqa=True)
+        o = o + F.pad(half, (0, 0, 0, x.shape[1] - half.shape[2]))
         mask = mask | (x @ x.mT > 1e9)[:, None]  # the same, but nothing proves it
         s = (o @ q.mT / 6).masked_fill(~mask, -torch.inf)
         o = s.softmax(-1) @ q

@@ -241,6 +241,19 @@ def test_what_is_compiled_ahead_is_what_is_launched(recipe, mask, band, N, warpg
     assert sorted(h200, key=repr) == sorted(launched, key=repr)
 
 
+def test_kernels_are_compiled_ahead_for_the_keys_that_a_band_shows(h200):
+    (q, *_), (_, *of_kv) = qkv(300, "cuda"), qkv(1000, "cuda")
+    given = dict(recipe="sage2-8b-per-token", bottom_right=True, left=99)
+    seen = []
+    for first in (0, 1000 - 300 - 99, 1000 - 300 - 99 + 1):
+        with q.fake_mode:
+            fewer = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
+                     .narrow(2, first, 1000 - first) for x in of_kv]  # fmt: skip
+            precompile.precompile(SdpaCall(*arguments(q, *fewer, True, 0.1, **given)))
+        seen.append(list(h200))
+    assert seen[0] and seen[0] == seen[1] != seen[2]  # nothing is compiled twice
+
+
 @pytest.mark.parametrize("warpgroups", [0, 2])
 def test_strides_are_launched_as_multiples_of_16_where_rows_are_of_16_bytes(warpgroups, h200):
     launched = []

@@ -133,7 +133,8 @@ def test_what_prepare_gives_changes_no_bit_and_no_gradient(autocast, name, recip
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             shared = prepared(k, v, recipe, attn_mask) if share else ()
             kwargs = {"recipe": recipe, "attn_mask": attn_mask, "prepared": shared}
-            outs = [sdpa(q, k, v, **kwargs), sdpa(q * 2, k, v, True, **kwargs)]
+            causal = {"is_causal": True, "bottom_right": True}  # it hides no key from all queries
+            outs = [sdpa(q, k, v, **kwargs), sdpa(q * 2, k, v, **causal, **kwargs)]
         assert outs[0][0].dtype == (torch.bfloat16 if autocast else torch.float32)
         total = sum((out * cotangent).sum() for out, _ in outs)
         results.append([*outs[0], *outs[1], *torch.autograd.grad(total, (q, k, v))])
@@ -672,6 +673,56 @@ def test_a_window_about_as_long_as_the_sequence(N_q, N_kv, bottom_right, recipe)
         assert relative_l1(out - 3, exact - 3) < 0.1 and (lse - exact_lse).abs().max() < 0.05
         same = torch.equal(out, causal[0]) and torch.equal(lse, causal[1])
         assert same == (left >= last)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_the_keys_that_a_band_shows_to_any_query(seed):
+    draw = random.Random(seed)
+    n_q, n_kv = draw.randint(1, 9), draw.randint(1, 9)
+    left, right = (draw.choice([None, *range(10)]) for _ in range(2))
+    band = left, right, draw.random() < 0.5
+    shown = (masked(torch.zeros(n_q, n_kv), None, *band) == 0).any(0)
+    keys = visibility.seen_keys(band, n_q, n_kv)
+    first, last = shown.nonzero().flatten()[[0, -1]].tolist()
+    assert (keys or (0, n_kv)) == (first, last + 1)
+    assert shown[first : last + 1].all() and (keys is None) == bool(shown.all())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("mask", ["none", "one for all keys", "bool", "additive"])
+@pytest.mark.parametrize("bottom_right, seen", [(False, slice(0, 78)), (True, slice(115, 200))])
+def test_keys_that_a_band_hides_from_every_query_may_hold_anything(
+    bottom_right, seen, mask, recipe
+):
+    """They change no bit, and what a kernel reads of k and v is what it reads where they are not
+    there."""
+    q, k, v = qkv(N_q=65, N_kv=200)
+    attn_mask = {
+        "none": None,
+        "one for all keys": torch.rand(65, 1) > 0.1,
+        "bool": torch.rand(65, 200) > 0.1,
+        "additive": torch.randn(2, 1, 1, 200),
+    }[mask]
+    band = dict(left=20, right=13, bottom_right=bottom_right, recipe=recipe)
+    out, lse = sdpa(q, k, v, attn_mask=attn_mask, **band)
+    hidden = torch.ones(200, dtype=torch.bool)
+    hidden[seen] = False
+    k[:, :, hidden], v[:, :, hidden] = torch.nan, torch.inf
+    found = sdpa(q, k, v, attn_mask=attn_mask, **band)
+    if mask in ("bool", "additive"):
+        attn_mask = attn_mask[..., seen]
+    without = sdpa(q, k[:, :, seen], v[:, :, seen], attn_mask=attn_mask, **band)
+    for a, b, c in zip((out, lse), found, without, strict=True):
+        assert not a.isnan().any() and torch.equal(a, b) and torch.equal(a, c)
+
+
+def test_what_a_band_hides_stays_where_lists_or_other_calls_may_need_it():
+    q, k, v = qkv(N_q=65, N_kv=200)
+    lists = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
+    listed = dict(zip(BlockLists._fields, (*lists, *lists, 128, 64), strict=True))
+    for given in ({}, {"prepared": prepared(k, v, "sage1")}, listed):
+        call = SdpaCall(*arguments(q, k, v, True, recipe="sage1", **given))
+        assert call.of_seen_keys().k.shape[2] == (200 if given else 65)
 
 
 def test_a_kernel_is_told_of_no_bound_that_hides_no_key(monkeypatch):

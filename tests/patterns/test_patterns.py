@@ -528,6 +528,10 @@ SHARED = {
     "mask written": (
         lambda q, k, v: two_calls(lambda *_: v.mul_(2), *[{"attn_mask": v[..., :32].mT}] * 2)(q, k, k), 0),
     "scales": (two_calls(second={"scale": 0.5}), 1),
+    "a band that hides keys": (
+        lambda q, k, v: two_calls(first={"is_causal": True}, second={"is_causal": True})(q[:, :, :9], k, v), 0),
+    "bands, one of which hides keys": (
+        lambda q, k, v: (two_calls()(q, k, v), sdpa(is_causal=True)(q[:, :, :9], k, v)), 1),
     "kv repeated": (lambda q, k, v: two_calls()(q, *(x[:, :2].repeat_interleave(2, 1) for x in (k, v))), 1),
     "repeated apart": (
         lambda q, k, v: [F.scaled_dot_product_attention(q, *(x.repeat_interleave(2, 1) for x in (k, v)))
