@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from sage_inductor import measured, page, stages
+from sage_inductor import limits, measured, page, stages
 from sage_inductor.errors import SageRefused
 from sage_inductor.ops.compat import CompileContext, cached_backends, counters
 from sage_inductor.patterns import Site
@@ -82,7 +82,7 @@ class Report(Sequence):
 
     def __str__(self):
         if not self:
-            return self.verdict
+            return "\n".join([self.verdict, *self._notes])
         rows, remedies = [row for row, _ in self._grouped()], self._remedies()
         rows = self._shown([COLUMNS, *rows])
         lines = [self.verdict, "", table(rows), *([""] if remedies else []), *remedies]
@@ -96,7 +96,7 @@ class Report(Sequence):
         rows = [row[:-1] + (folded(group[0][1]),) for row, group in self._grouped()]
         columns, *rows = self._shown([COLUMNS, *rows])
         parts = [page.paragraph(self.verdict), page.table(columns, rows) if rows else ""]
-        return "\n".join([*parts, *map(page.paragraph, self._remedies())])
+        return "\n".join([*parts, *map(page.paragraph, [*self._remedies(), *self._notes])])
 
     def to_dicts(self) -> list[dict]:
         """A dict for each call, of what JSON has: graph, module, call (the node's name), spelling,
@@ -240,7 +240,7 @@ def report() -> Report:
         known = set(itertools.chain(*map(stages_of, _policies)))
         unknown = sorted(stages.named() - known) if _sites else []
         notes += [f"stage {json.dumps(name)} is named by no rule of a policy" for name in unknown]
-        return Report(_sites, notes)
+        return Report(_sites, notes + limits.notes())
 
 
 def ends_in_graph_break(gm: torch.fx.GraphModule) -> bool:
@@ -260,6 +260,7 @@ def record(sites: list[Site], policy: Ruling = (), graph_break: bool = False) ->
     """
     # torch._dynamo.reset() resets the backends listed here, and empties the list.
     cached_backends.setdefault(id(clear), _ClearOnReset)
+    limits.seen()
     compile_id = CompileContext.current_compile_id()
     graph = str(compile_id) if compile_id is not None else "-"
     with _lock:

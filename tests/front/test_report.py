@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 import sage_inductor
-from sage_inductor import Report, config, measured, page
+from sage_inductor import Report, config, limits, measured, page
 from sage_inductor import report as asked_for  # the function: `report` is the module below
 from sage_inductor.patterns import Decision, Site
 from sage_inductor.remedies import CAUSES, cause_of
@@ -209,6 +209,109 @@ def test_dicts_hold_every_call_and_are_json():
     }  # fmt: skip
     assert two["recipe"] is None and two["remedy"] == cause_of("dropout_p must be 0").remedy
     assert [each["graph"] for each in twenty_three().to_dicts()] == ["0/0"] * 22 + ["1/0"]
+
+
+# -- functions that Dynamo compiles no more ----
+
+
+class Layer(torch.nn.Module):
+    """Late: each number is a graph of its own. Early: each number compiles `forward` anew, which
+    breaks before its first operation and has no graph, and the rest is one graph for all."""
+
+    def __init__(self, number, early):
+        super().__init__()
+        self.number, self.early = number, early
+
+    def forward(self, x):
+        if self.early and self.number >= 0:
+            torch._dynamo.graph_break()
+            return sdpa(x, x, x)
+        return sdpa(x, (1 + self.number) * x, x)
+
+
+class Layers(torch.nn.Module):
+    def __init__(self, early=False):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Layer(number, early) for number in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            torch._dynamo.graph_break()
+            x = layer(x)
+        return x
+
+
+X = torch.randn(1, 2, 16, 64)
+LINE = Layer.forward.__code__.co_firstlineno
+BEYOND = (
+    f"'forward' ({__file__}:{LINE}): Dynamo compiles no more graphs of it. A call that fits none "
+    "runs as it is written, and no row tells of attention in it: raise torch.compiler.config."
+    "recompile_limit (it was 2) before compiling"
+)
+
+
+def foot():
+    """The lines of the report that tell of a limit."""
+    return [line for line in str(asked_for()).splitlines() if "Dynamo" in line]
+
+
+def run(model, limit=2, backend="sage"):
+    options = EMULATE if backend == "sage" else None
+    with torch.compiler.config.patch(recompile_limit=limit):
+        torch.compile(model, backend=backend, options=options)(X)
+
+
+@pytest.mark.parametrize("early, seen", [(False, 2), (True, 1)], ids=["late", "early"])
+def test_a_function_beyond_dynamos_limit_is_named_until_reset(early, seen, caplog, monkeypatch):
+    monkeypatch.setattr(limits.dynamo_log, "handlers", [caplog.handler])
+    run(Layers(early))
+    assert len(asked_for()) == seen and foot() == [BEYOND]
+    assert "hit config.recompile_limit" in caplog.text  # Dynamo's own warning still is seen
+    assert BEYOND.partition(":")[0] in html.unescape(asked_for()._repr_html_())
+    torch._dynamo.reset()
+    assert limits._listen not in limits.dynamo_log.filters and foot() == []
+    run(Layers(early), limit=4)
+    assert foot() == []
+
+
+def sdpa_of_one(x):
+    return sdpa(x, x, x)
+
+
+def test_a_report_without_calls_names_functions_beyond_the_limit():
+    def scaled(x, number):
+        return number * x
+
+    with torch.compiler.config.patch(recompile_limit=2, accumulated_recompile_limit=1):
+        compiled = torch.compile(scaled, backend="sage", dynamic=False)
+        [compiled(X, number) for number in range(3)]
+    assert str(asked_for()).startswith("no attention call was seen")
+    (line,) = foot()
+    assert line.startswith("'scaled' (") and "config.accumulated_recompile_limit (it was 1)" in line
+
+
+def test_of_a_function_within_the_limit_or_of_another_backend_nothing_is_said():
+    run(Layers(), limit=4)
+    assert len(asked_for()) == 4 and foot() == []
+    torch._dynamo.reset()
+    run(sdpa_of_one)
+    run(Layers(), backend="eager")
+    assert len(limits._named) == 1 and foot() == []
+
+
+def test_beyond_the_limit_with_dynamos_log_off_the_report_says_what_is_missing():
+    log = logging.getLogger("torch._dynamo")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        run(Layers())
+    finally:
+        log.setLevel(before)
+    (line,) = foot()
+    assert line.startswith("Dynamo has reached a recompile limit (x1)") and "torch._dynamo" in line
+    torch._dynamo.reset()
+    run(sdpa_of_one)
+    assert foot() == []
 
 
 # -- pages ----
