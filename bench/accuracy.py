@@ -16,7 +16,8 @@ named below ours. Its figures are of CogVideoX's layers: only the order can be c
 defaults: outputs in bf16, as a user gets them; shipped recipes run their kernels where there is a
 GPU. end-to-end: whole models in bf16; shipped recipes by backend="sage", the others emulated.
 
---training: gradients by the recipes of bench/gradients.py instead, of families, causal and not.
+--training: gradients by the recipes of bench/gradients.py instead, of families, causal and not,
+with a mask that is learned (its own, too) and without (--masks).
 """
 
 import argparse
@@ -206,11 +207,11 @@ def main(argv=None) -> int:
 
     if args.training:
         result["method"] = TRAINING_METHOD.format(**vars(args))
-        for causal, family, kind in itertools.product(
-            (False, True), args.families, gradients.OUTPUTS
+        for mask, causal, family, kind in itertools.product(
+            args.masks, (False, True), args.families, gradients.OUTPUTS
         ):
-            rows = measure_training(family, kind, causal, args, device)
-            keep("training", rows)
+            rows = measure_training(family, kind, causal, mask, args, device)
+            keep("training" if mask == "none" else "training-mask", rows)
             print_training(rows)
         return 0
     names = [name for name in args.tables if name not in PLANS]
@@ -244,7 +245,10 @@ def parse(argv) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    known = {"tables": (*tables(64), *PLANS), "families": FAMILIES, "models": trained.MODELS}
+    known = {
+        "tables": (*tables(64), *PLANS), "families": FAMILIES, "models": trained.MODELS,
+        "masks": gradients.MASKS,
+    }  # fmt: skip
     for name, choices in known.items():
         parser.add_argument(f"--{name}", nargs="*", choices=choices, default=list(choices))
     parser.add_argument("--N", type=positive, default=1024)
@@ -414,25 +418,29 @@ def print_defaults(rows: list[dict]) -> None:
 # -- gradients ----
 
 TRAINING_METHOD = (
-    "{layers} seeds from 0 of laboratory.draw and gradients.draw_do, bf16, [1, {heads}, {N}, {D}]"
-    "; relative L1 to autograd in float64, the mean over seeds"
+    "{layers} seeds from 0 of laboratory.draw, gradients.draw_do and draw_mask, bf16, "
+    "[1, {heads}, {N}, {D}]; relative L1 to autograd in float64, the mean over seeds"
 )
 
 
-def measure_training(family: str, kind: str, causal: bool, args, device) -> list[dict]:
+def measure_training(family: str, kind: str, causal: bool, masks: str, args, device) -> list[dict]:
     """A row for each of gradients.ENTRIES."""
     found = {}
     for seed in range(args.layers):
         size = seed, args.heads, args.N, args.D
         inputs = *laboratory.draw(family, *size), gradients.draw_do(kind, *size)
         inputs = [x.to(device).float() for x in inputs]
-        exact = gradients.exact(*inputs, causal)
+        mask = gradients.draw_mask(masks, *size[:3])
+        mask = None if mask is None else mask.to(device).float()
+        exact = gradients.exact(*inputs, causal, mask)
         torch.manual_seed(seed)  # of stochastic rounding
         for entry, training in gradients.ENTRIES.items():
-            its = gradients.gradients(*inputs, training, causal)
+            its = gradients.gradients(*inputs, training, causal, mask)
             errors = [(x - y).abs().sum() / y.abs().sum() for x, y in zip(its, exact, strict=True)]
             found.setdefault(entry, []).append(torch.stack(errors).cpu())
-    of = dict(family=family, do=kind, N=args.N, D=args.D, causal=causal, layers=args.layers)
+    of = dict(
+        family=family, do=kind, N=args.N, D=args.D, causal=causal, mask=masks, layers=args.layers
+    )
     return [
         {**of, "entry": entry, "rel_l1": dict(zip(exact._fields, mean, strict=True))}
         for entry, its in found.items()
@@ -443,11 +451,12 @@ def measure_training(family: str, kind: str, causal: bool, args, device) -> list
 def print_training(rows: list[dict]) -> None:
     causal = ", causal" * rows[0]["causal"]
     print(
-        "\nGradients: {family}, dO {do}, N={N}, D={D}{c}, layers: {layers}".format(
+        "\nGradients: {family}, dO {do}, mask {mask}, N={N}, D={D}{c}, layers: {layers}".format(
             c=causal, **rows[0]
         )
     )
-    print(f"  {'':28}{'o':>9}{'dQ':>9}{'dK':>9}{'dV':>9}")
+    names = ("o", "dQ", "dK", "dV", "dmask", "rounded")[: len(rows[0]["rel_l1"])]
+    print(f"  {'':28}" + "".join(f"{name:>9}" for name in names))
     for row in rows:
         errors = "".join(f"{x:9.4f}" for x in row["rel_l1"].values())
         print(f"  {row['entry']:28}{errors}")

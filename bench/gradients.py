@@ -1,9 +1,10 @@
 """The laboratory of training: attention, forward and backward, by 8-bit recipes of the papers and
 of ours, on values that have been rounded to a format and scaled back where a kernel would do so.
 
-    s  = scale q k^T        p  = exp(s - lse)       o  = p v
+    s  = scale q k^T + mask p  = exp(s - lse)       o  = p v
     dV = p^T dO             dP = dO v^T             delta = sum over D of dO o
     dS = p (dP - delta)     dQ = scale dS k         dK = scale dS^T q
+    dmask = dS, summed over what the mask is broadcast over
 
 Where `row_scaled`, what is rounded inside the loop is at most 1, by scales known before it, which
 are multiplied into what is read beside it: no amax, no rescaling.
@@ -16,7 +17,8 @@ It is for accuracy and says nothing of speed. bench/accuracy.py --training print
 Sources: SageBwd (SageAttention3, arXiv:2505.11594, section 4), TransformerEngine's FP8 attention (a
 scale a tensor, here a head; E5M2 for dO and dS).
 
-Shapes: B batch, H heads, N sequence, D head_dim; q, k, v, dO [B, H, N, D], s [B, H, N, N].
+Shapes: B batch, H heads, N sequence, D head_dim; q, k, v, dO [B, H, N, D], s [B, H, N, N]; mask,
+a float one that is learned, or None: [B or 1, H or 1, N, N]. Of it each row sees a key.
 """
 
 import dataclasses
@@ -127,6 +129,21 @@ class Gradients(NamedTuple):
     dv: Tensor
 
 
+class MaskGradients(NamedTuple):
+    """`Gradients` of a call with a mask.
+
+    dmask: of dS before it is rounded. A kernel would store that: it has it in fp32 registers, and
+    nothing is to be scaled back. dmask_rounded: of dS as dQ and dK read it, for comparison.
+    """
+
+    o: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dmask: Tensor
+    dmask_rounded: Tensor
+
+
 class Forward(NamedTuple):
     """o [B, H, N, D], and what else the backward takes: s [B, H, N, N], m and lse [B, H, N, 1]."""
 
@@ -138,17 +155,22 @@ class Forward(NamedTuple):
 
 @torch.no_grad()
 def gradients(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, t: Training, is_causal: bool = False
-) -> Gradients:
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, t: Training, is_causal: bool = False,
+    mask: Tensor | None = None,
+) -> Gradients | MaskGradients:  # fmt: skip
     """Attention and its gradients, for dO, in the inputs' dtype."""
-    found = forward(q, k, v, t, is_causal)
-    return Gradients(found.o, *backward(q, k, v, do, found, t, is_causal))
+    found = forward(q, k, v, t, is_causal, mask)
+    its = backward(q, k, v, do, found, t, is_causal, mask)
+    return (Gradients if mask is None else MaskGradients)(found.o, *its)
 
 
 @torch.no_grad()
-def forward(q: Tensor, k: Tensor, v: Tensor, t: Training, is_causal: bool = False) -> Forward:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, t: Training, is_causal: bool = False,
+    mask: Tensor | None = None,
+) -> Forward:  # fmt: skip
     """Attention, in the inputs' dtype."""
-    s = scores(apply(q, t.q, t), apply(smoothed(k, t), t.k, t), is_causal)
+    s = scores(apply(q, t.q, t), apply(smoothed(k, t), t.k, t), is_causal, mask)
     m = s.amax(3, keepdim=True)
     e = (s - m).exp()
     l = e.sum(3, keepdim=True)
@@ -159,14 +181,16 @@ def forward(q: Tensor, k: Tensor, v: Tensor, t: Training, is_causal: bool = Fals
 
 @torch.no_grad()
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, found: Forward, t: Training, is_causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv for dO, in the inputs' dtype. found: of the same q, k and v."""
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, found: Forward, t: Training, is_causal: bool,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """dq, dk and dv, and with a mask both of its gradients, for dO, in the inputs' dtype. found: of
+    the same q, k, v and mask."""
     scale = q.shape[3] ** -0.5
     k = smoothed(k, t)
     o, s, m, lse = found
     if t.again != "codes":
-        s = scores(q, k, is_causal)
+        s = scores(q, k, is_causal, mask)
         m = s.amax(3, keepdim=True)
         lse = s.logsumexp(3, keepdim=True) if t.again == "softmax" else lse
     p = (s - lse).exp()
@@ -185,15 +209,16 @@ def backward(
         r = torch.where(r > 0, r, 1.0)
     noisy = t.stochastic
     dv = apply(p / w, t.p_of_dv, t).mT @ apply(w * do, t.do_of_dv, t, noisy)
-    ds = apply(ds / r, t.ds, t, noisy)
-    dq = scale * r * (ds @ apply(k, t.k_of_dq, t, noisy))
-    dk = scale * (ds.mT @ apply(r * q, t.q_of_dk, t, noisy))
-    return dq, dk, dv
+    ds_rounded = apply(ds / r, t.ds, t, noisy)
+    dq = scale * r * (ds_rounded @ apply(k, t.k_of_dq, t, noisy))
+    dk = scale * (ds_rounded.mT @ apply(r * q, t.q_of_dk, t, noisy))
+    of_mask = () if mask is None else (ds, r * ds_rounded)
+    return dq, dk, dv, *(x.sum_to_size(mask.shape) for x in of_mask)
 
 
-def scores(q: Tensor, k: Tensor, is_causal: bool) -> Tensor:
+def scores(q: Tensor, k: Tensor, is_causal: bool, mask: Tensor | None) -> Tensor:
     s = q.shape[3] ** -0.5 * (q @ k.mT)
-    return masked(s, None, None, 0 if is_causal else None, False)
+    return masked(s, mask, None, 0 if is_causal else None, False)
 
 
 def smoothed(k: Tensor, t: Training) -> Tensor:
@@ -246,14 +271,19 @@ def stochastically(x: Tensor, fmt: str, amax: Tensor | float) -> Tensor:
     return x * (amax / MAX[fmt])
 
 
-def exact(q: Tensor, k: Tensor, v: Tensor, do: Tensor, is_causal: bool = False) -> Gradients:
+def exact(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, is_causal: bool = False,
+    mask: Tensor | None = None,
+) -> Gradients | MaskGradients:  # fmt: skip
     """By autograd, in float64."""
-    q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
-    o, _ = attention_exact(q, k, v, q.shape[3] ** -0.5, right=0 if is_causal else None)
-    return Gradients(o.detach(), *torch.autograd.grad(o, (q, k, v), do.double()))
+    given = (q, k, v) if mask is None else (q, k, v, mask)
+    q, k, v, *mask = given = [x.detach().double().requires_grad_() for x in given]
+    o, _ = attention_exact(q, k, v, q.shape[3] ** -0.5, *mask, right=0 if is_causal else None)
+    its = torch.autograd.grad(o, given, do.double())
+    return MaskGradients(o.detach(), *its, its[3]) if mask else Gradients(o.detach(), *its)
 
 
-# -- inputs: laboratory's, and dO ----
+# -- inputs: laboratory's, dO, and a mask ----
 
 
 def plain(randn, N: int, D: int) -> Tensor:
@@ -282,3 +312,14 @@ def draw_do(kind: str, seed: int, H: int, N: int, D: int) -> Tensor:
         return torch.randn(1, H, *shape, generator=generator)
 
     return OUTPUTS[kind](randn, N, D).to(torch.bfloat16)
+
+
+MASKS = ("none", "relative")
+
+
+def draw_mask(kind: str, seed: int, H: int, N: int) -> Tensor | None:
+    """A mask of a kind in bf16, the same on any machine. relative: a relative position bias
+    [1, H, N, N], N(0, 1) for each head and distance of key and query."""
+    generator = torch.Generator().manual_seed(2000 + seed)
+    bias = torch.randn(1, H, 2 * N - 1, generator=generator).to(torch.bfloat16)
+    return bias.unfold(2, N, 1).flip(2) if kind == "relative" else None

@@ -35,7 +35,7 @@ CURVES = {  # plans of bench/curves.py, and what their models are
     "curves-dit": "Diffusion transformers from scratch",
     "curves-minilm": "MiniLM fine-tuned",
 }
-TRAINING = ("training", *CURVES, "backward", "memory")
+TRAINING = ("training", "training-mask", *CURVES, "backward", "memory")
 PLANS = (*SPEED, *ACCURACY, *TRAINING, "packages", "peers", "sparse", "lists", "selected")
 PLOT, OVERVIEW = "attention.svg", "overview.svg"
 ACCURACY_PLOT, MODELS_PLOT, PEERS_PLOT = "accuracy.svg", "end-to-end.svg", "peers.svg"
@@ -434,17 +434,25 @@ def sparse_cell(row: dict) -> str:
 
 
 def training(gpus: dict[str, dict]) -> str:
-    return sections(gpus, ("training",), lambda name, plans: training_section(plans["training"]))
+    return training_sections(gpus, "training", ("dq", "dk", "dv"))
 
 
-def training_section(result: dict) -> str:
+def training_mask(gpus: dict[str, dict]) -> str:
+    return training_sections(gpus, "training-mask", ("dmask", "dmask_rounded"))
+
+
+def training_sections(gpus: dict[str, dict], plan: str, names: tuple[str, ...]) -> str:
+    return sections(gpus, (plan,), lambda _, plans: training_section(plans[plan], names))
+
+
+def training_section(result: dict, names: tuple[str, ...]) -> str:
     """Of dO whose tokens differ in size: a line per recipe, a column per family."""
     parts = []
     rows = [row for row in result["rows"] if row["do"] == "varied"]
     for causal, its in groups(rows, "causal").items():
         lines = [["entry", *groups(its, "family")]]
         for entry, cells in groups(its, "entry").items():
-            errors = ([row["rel_l1"][name] for name in ("dq", "dk", "dv")] for row in cells)
+            errors = ([row["rel_l1"][name] for name in names] for row in cells)
             lines.append([entry, *("/".join(f"{100 * x:.1f}" for x in each) for each in errors)])
         parts += [("Causal" if causal else "Not causal") + f":\n\n{markdown(lines)}"]
     return "\n".join([*parts, provenance(result)])
@@ -617,6 +625,7 @@ TABLES = {
     "sparse": sparse,
     "training": training,
     "training_lengths": training_lengths,
+    "training_mask": training_mask,
     "curves": curves,
     "backward": backward,
     "memory": memory,

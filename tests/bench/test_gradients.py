@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support import relative_l1
 from torch.testing import assert_close
 
@@ -24,19 +25,19 @@ def draw(family="real_like", kind="varied", N=300, D=32, seed=0, H=2):
     return [x.float() for x in (*laboratory.draw(family, *size), gradients.draw_do(kind, *size))]
 
 
-def errors(entry, inputs, is_causal=False) -> dict[str, float]:
+def errors(entry, inputs, is_causal=False, mask=None) -> dict[str, float]:
     training = ENTRIES[entry] if isinstance(entry, str) else entry
     torch.manual_seed(0)
-    found = gradients.gradients(*inputs, training, is_causal)
-    exact = gradients.exact(*inputs, is_causal)
-    return {name: relative_l1(x, y) for name, x, y in zip(NAMES, found, exact, strict=True)}
+    found = gradients.gradients(*inputs, training, is_causal, mask)
+    exact = gradients.exact(*inputs, is_causal, mask)
+    names = found._fields
+    return {name: relative_l1(x, y) for name, x, y in zip(names, found, exact, strict=True)}
 
 
 # -- the formulas ----
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(
+EXACTLY = pytest.mark.parametrize(
     "changes",
     [
         {},
@@ -50,11 +51,76 @@ def errors(entry, inputs, is_causal=False) -> dict[str, float]:
     ],
     ids=lambda changes: " ".join(f"{name}={x}" for name, x in changes.items()),
 )
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@EXACTLY
 def test_without_rounding_gradients_are_autograds(changes, is_causal):
     inputs = [x.double() for x in draw("channel_bias", N=70, D=16)]
     found = gradients.gradients(*inputs, Training(**changes), is_causal)
     for name, x, y in zip(NAMES, found, gradients.exact(*inputs, is_causal), strict=True):
         assert relative_l1(x, y) < 1e-12, name
+
+
+def draw_masked(shape, N=70):
+    """Inputs of two batches in float64, a mask that hides a third of the keys, not the first, and
+    which those are."""
+    inputs = [torch.cat([*pair]).double() for pair in zip(*(draw(N=N, seed=s) for s in (0, 1)))]
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.randn(*shape, N, N, generator=generator, dtype=torch.float64)
+    hidden = torch.rand(mask.shape, generator=generator) < 1 / 3
+    hidden[..., 0] = False
+    return inputs, mask.masked_fill(hidden, -math.inf), hidden
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (2, 1), (2, 2)], ids=str)
+@EXACTLY
+def test_without_rounding_the_gradient_of_a_mask_is_autograds(changes, shape, is_causal):
+    inputs, mask, hidden = draw_masked(shape)
+    found = gradients.gradients(*inputs, Training(**changes), is_causal, mask)
+    expected = gradients.exact(*inputs, is_causal, mask)
+    assert found.dmask.shape == found.dmask_rounded.shape == mask.shape
+    for name, x, y in zip(found._fields, found, expected, strict=True):
+        assert relative_l1(x, y) < 1e-12, name
+    assert not found.dmask[hidden].any()
+
+
+def test_the_oracle_has_sdpas_gradient_of_a_mask():
+    """By torch's own autograd of SDPA, in float64."""
+    (*inputs, do), mask, _ = draw_masked((1, 2))
+    given = [x.clone().requires_grad_() for x in (*inputs, mask)]
+    o = F.scaled_dot_product_attention(*given[:3], attn_mask=given[3])
+    expected = torch.autograd.grad(o, given, do)
+    for x, y in zip(gradients.exact(*inputs, do, False, mask)[1:5], expected, strict=True):
+        assert relative_l1(x, y) < 1e-12
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_mask_of_zeros_changes_nothing_and_one_of_a_number_a_row_next_to_nothing(
+    entry, is_causal
+):
+    inputs = draw(N=150)
+
+    def of(*mask):
+        torch.manual_seed(0)
+        return gradients.gradients(*inputs, ENTRIES[entry], is_causal, *mask)
+
+    zeros = torch.zeros(1, 2, 150, 150)
+    without, with_it = of(), of(zeros)
+    assert all(torch.equal(x, y) for x, y in zip(without, with_it[:4], strict=True))
+    for x, y in zip(with_it, of(zeros + torch.randn(1, 2, 150, 1)), strict=True):
+        assert relative_l1(y, x) < 0.05
+
+
+def test_the_mask_of_a_relative_position_is_of_the_distance_alone():
+    mask = gradients.draw_mask("relative", 0, 2, 50)
+    assert mask.shape == (1, 2, 50, 50) and mask.dtype == torch.bfloat16
+    assert torch.equal(mask[..., 1:, 1:], mask[..., :-1, :-1])
+    numbers = torch.cat([mask[0, 0, 0], mask[0, 0, 1:, 0], mask[0, 1, 0], mask[0, 1, 1:, 0]])
+    assert numbers.unique().numel() > 150 and 0.8 < numbers.float().std() < 1.2
+    assert gradients.draw_mask("none", 0, 2, 50) is None
 
 
 @pytest.mark.parametrize("again", ["exact", "softmax"])
@@ -185,10 +251,12 @@ def test_what_all_keys_have_in_common_changes_nothing_but_rounding(entry):
 
 
 FIELDS = [field.name for field in dataclasses.fields(Training) if field.type is Rounding]
+WITH_MASK = gradients.MaskGradients._fields
+OF_DS = ("dq", "dk", "dmask", "dmask_rounded")
 CHANGES = {  # field -> what it alone changes
-    "q": NAMES, "k": NAMES, "p": ("o", "dq", "dk"), "v": ("o", "dq", "dk"), "p_of_dv": ("dv",),
-    "do_of_dv": ("dv",), "do_of_dp": ("dq", "dk"), "v_of_dp": ("dq", "dk"),
-    "o_of_delta": ("dq", "dk"), "ds": ("dq", "dk"), "k_of_dq": ("dq",), "q_of_dk": ("dk",),
+    "q": WITH_MASK, "k": WITH_MASK, "p": ("o", *OF_DS), "v": ("o", *OF_DS), "p_of_dv": ("dv",),
+    "do_of_dv": ("dv",), "do_of_dp": OF_DS, "v_of_dp": OF_DS, "o_of_delta": OF_DS,
+    "ds": ("dq", "dk", "dmask_rounded"), "k_of_dq": ("dq",), "q_of_dk": ("dk",),
 }  # fmt: skip
 
 
@@ -197,11 +265,11 @@ CHANGES = {  # field -> what it alone changes
 def test_each_operand_is_rounded_in_its_product_alone(field, how):
     assert list(CHANGES) == FIELDS
     inputs = [x.double() + torch.rand_like(x.double()) / 1000 for x in draw(N=128)]
-    base = Training()
-    before = gradients.gradients(*inputs, base)
-    after = gradients.gradients(*inputs, dataclasses.replace(base, **{field: how}))
+    base, mask = Training(), gradients.draw_mask("relative", 0, 2, 128).double()
+    before = gradients.gradients(*inputs, base, False, mask)
+    after = gradients.gradients(*inputs, dataclasses.replace(base, **{field: how}), False, mask)
     changed = [
-        name for name, x, y in zip(NAMES, before, after, strict=True) if not torch.equal(x, y)
+        name for name, x, y in zip(WITH_MASK, before, after, strict=True) if not torch.equal(x, y)
     ]
     assert changed == list(CHANGES[field])
     for name in changed:
@@ -251,15 +319,30 @@ def test_the_table(tmp_path, capsys):
     assert accuracy.main([*given.split(), str(tmp_path / "x.json")]) == 0
     result = json.loads((tmp_path / "x.json").read_text())
     rows = result["rows"]
-    assert len(rows) == 2 * 2 * len(gradients.OUTPUTS) * len(ENTRIES)
+    assert len(rows) == 2 * 2 * 2 * len(gradients.OUTPUTS) * len(ENTRIES)
     assert {row["causal"] for row in rows} == {False, True}
+    assert {(row["plan"], row["mask"], len(row["rel_l1"])) for row in rows} == {
+        ("training", "none", 4), ("training-mask", "relative", 6)
+    }  # fmt: skip
     assert all(0 <= x < 1 for row in rows for x in row["rel_l1"].values())
-    row = next(row for row in rows if row["entry"] == "G" and row["do"] == "varied")
-    its = [errors("G", draw("normal", "varied", 130, 64, seed, H=1)) for seed in range(2)]
-    for name in NAMES:
-        assert row["rel_l1"][name] == pytest.approx(sum(x[name] for x in its) / 2, rel=1e-5)
-    assert capsys.readouterr().out.count("Gradients: ") == 2 * 2 * len(gradients.OUTPUTS)
-    table = plot.training({"cpu": plot.newest(tmp_path)})
-    assert table.count("\n| G |") == 2 and "| entry | normal | sinks |" in table
-    dq, dk, dv = (f"{100 * row['rel_l1'][name]:.1f}" for name in ("dq", "dk", "dv"))
-    assert f"| G | {dq}/{dk}/{dv} |" in table
+    assert capsys.readouterr().out.count("Gradients: ") == 2 * 2 * 2 * len(gradients.OUTPUTS)
+    for kind, tabulated, shown in (
+        ("none", plot.training, ("dq", "dk", "dv")),
+        ("relative", plot.training_mask, ("dmask", "dmask_rounded")),
+    ):
+        row = next(
+            row for row in rows
+            if (row["entry"], row["do"], row["mask"]) == ("G", "varied", kind)
+        )  # fmt: skip
+        masks = [gradients.draw_mask(kind, seed, 1, 130) for seed in range(2)]
+        inputs = [draw("normal", "varied", 130, 64, seed, H=1) for seed in range(2)]
+        its = [
+            errors("G", x, mask=None if mask is None else mask.float())
+            for x, mask in zip(inputs, masks, strict=True)
+        ]
+        for name, x in row["rel_l1"].items():
+            assert x == pytest.approx(sum(each[name] for each in its) / 2, rel=1e-5)
+        table = tabulated({"cpu": plot.newest(tmp_path)})
+        assert table.count("\n| G |") == 2 and "| entry | normal | sinks |" in table
+        cell = "/".join(f"{100 * row['rel_l1'][name]:.1f}" for name in shown)
+        assert f"| G | {cell} |" in table
