@@ -9,11 +9,12 @@ What each one means: sage_inductor/options.py. The environment is read when sage
 imported, by the program or by torch for ``backend="sage"``. So ``SAGE_INDUCTOR_ENABLED=1`` does
 nothing in a program that does neither: it needs one line, ``import sage_inductor``. (torch could
 import us with itself, by an entry point of its group "torch.backends". But then `import torch`
-fails wherever what is installed of us is broken or was moved, also for who never asked for us.)
+fails wherever our installation is broken or was moved, even in programs that never ask for us.)
 
-From torch 2.13 on, torch's configs keep what is assigned for the thread that assigned it. A server
-configures in one thread and compiles in another, so an assignment here is the whole process's;
-`patch` is its thread's, as torch's; a thread that has used one keeps the values it found.
+From torch 2.13 on, a value that is assigned to one of torch's configs holds only in the thread that
+assigned it. A server configures in one thread and compiles in another, so an assignment here holds
+in the whole process. `patch` holds in its thread, as torch's does; a thread that has used one keeps
+the values it found.
 """
 
 import contextlib

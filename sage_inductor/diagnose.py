@@ -240,15 +240,16 @@ def diagnose(
 ) -> Diagnosis:
     """Run ``model(*args, **kwargs)`` once and measure every recipe at every attention call.
 
-    recipes: one name or several, without it all; only those are measured that run on the inputs'
-    device (on CPU every one, emulated). path: where to write the suggested policy. tolerance: the
-    relative L1 up to which a recipe is suggested. A module's calls get the fastest recipe that is
-    within it at each of them: "auto" if all that it may become there are (on CPU: that it may
-    become on the GPU that was measured), else a named one, else "off".
+    recipes: one name or several; without it all. Of these, the ones that run on the inputs' device
+    are measured (on CPU every one, emulated). path: where to write the suggested policy. tolerance:
+    the relative L1 up to which a recipe is suggested. A module gets the fastest recipe that is
+    within the tolerance at each of its calls. That is "auto", if every recipe that "auto" may
+    become there is within it (on CPU: may become on the GPU that was measured). Else it is a named
+    one, and "off" if there is none.
 
     model may be a pipeline of diffusers. With ``callback_on_step_end=sage_inductor.Schedule()``
-    the errors are those of each step, and where it makes the rest faster, a stage "edge" of the
-    first and last steps is suggested; with a Schedule's own stages each gets its recipes.
+    errors are given for each step. A stage "edge" of the first and last steps is suggested where it
+    makes the other steps faster. With a Schedule that has stages, each stage gets its recipes.
 
     Gradients are off. The model's code, parameters and mode stay as they are, and what a forward
     pass changes it changes. Dynamo's caches are reset. After three seconds stderr shows how many

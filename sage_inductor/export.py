@@ -25,12 +25,12 @@ def rewrite(
 ) -> Report:
     """Rewrite the attention calls of a program from ``torch.export.export``, in place.
 
-    A program that was rewritten, saved and loaded is brought up to the sage_inductor that is
-    installed, which refuses to run it before; options play no part in that.
+    A program that was rewritten, saved and loaded is updated to the installed sage_inductor, which
+    refuses to run it before that. options play no part in the update.
 
-    options: the ``sage.`` options of ``torch.compile(..., backend="sage")``. Which call is
-    rewritten is decided by the example's lengths and by the stage in force (a package of several
-    models can have one for each stage). Only kernels that travel in a package are used.
+    options: the ``sage.`` options of ``torch.compile(..., backend="sage")``. The example's lengths
+    and the stage in force decide which calls are rewritten (a package of several models can have
+    one for each stage). Only kernels that travel in a package are used.
 
     Returns the Report of its sites. The program then goes to torch's own
     ``aoti_compile_and_package`` or, for several models in one package, to its ``aot_compile`` and

@@ -2,8 +2,9 @@
 
     found = sage_inductor.diagnose_training(model, *batch, loss=lambda out: ...)  # print(found)
 
-The gradient of a batch stands for that of all examples there are. How far off it is, its noise, is
-told by how far the examples of the batch differ. Of B examples, c_b is what one adds to it:
+The gradient of a batch stands for that of all examples there are. Its noise, which is how far off
+it is, follows from how far the examples of the batch differ. With B examples, of which example b
+adds c_b to the gradient G:
 
     G     = sum of c_b
     noise = sqrt(B / (B - 1) * sum of |c_b - G / B|^2)
@@ -354,7 +355,7 @@ def _parameters_of(
 
 
 def _followed(run: _Run, gradients: Gradients, parameters: list) -> list[Tensor | None]:
-    """What `gradients` at q, k and v are at the parameters; None of one that is not reached."""
+    """`gradients` at q, k and v, taken back to the parameters; None for one that is not reached."""
     if not parameters:
         return []
     needed = [

@@ -45,17 +45,17 @@ def gather_attention(
     [B, H_kv, N_r, D_v] of fp16, bf16 or fp32; H_q a multiple of H_kv. N_q and N_r are this rank's,
     and may differ from rank to rank; the rest is equal on all. group: None is the default one.
     is_causal: a rank's queries are where its keys are, so N_q is N_r. recipe: one whose statistics
-    are estimated, with 8-bit v. It is computed as asked: nothing is decided, by length or policy.
+    are estimated, with 8-bit v. It is used as asked; neither lengths nor a policy change it.
     lengths: N_r of each rank, where the caller knows them: the host then waits for no other rank.
 
     Returns out [B, H_q, N_q, D_v], with return_lse also the row logsumexp [B, H_q, N_q]: fp32,
     natural log. Every rank of the group has to call it. There is no gradient.
 
     Raises SageOptionError for an unknown recipe, RuntimeError without a process group or where a
-    gradient is needed. Raises ValueError on every rank, with a rank and what is wrong with its
-    arguments or differs from rank 0's; with lengths that is a RuntimeError on the ranks that were
-    called rightly, on GPUs where they next synchronize. If a rank does not come, the collective of
-    torch.distributed raises on the others, after its time-out.
+    gradient is needed. If a rank's arguments are wrong, or differ from rank 0's, every rank raises
+    a ValueError that names that rank and says what is wrong. With lengths, the ranks that were
+    called rightly raise a RuntimeError instead, on GPUs where they next synchronize. If a rank does
+    not come, the collective of torch.distributed raises on the others, after its time-out.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(

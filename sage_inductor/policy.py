@@ -80,8 +80,8 @@ class Rule:
     def fits(
         self, module: str, head_dim: int, at_least: Callable[[int], bool], stage: str | None = None
     ) -> bool:
-        """Whether this rule is about a call in a stage. ``at_least(n)``: whether its N_q is; asked
-        last, for the answer about a dynamic length is a guard."""
+        """Whether this rule is about a call in a stage. ``at_least(n)`` says whether the call's N_q
+        is n or more. It is asked last, because an answer about a dynamic length is a guard."""
         first, last = self.length
         return (
             self.stage in (None, stage)
@@ -114,10 +114,10 @@ FIELDS = tuple(field.name for field in dataclasses.fields(Rule))
 
 @dataclasses.dataclass(frozen=True)
 class CallDescription:
-    """What a policy that is a function is told of an attention call.
+    """The attention call that a policy function is asked about.
 
-    length and length_kv are numbers, or symbols where the shape is dynamic: what is asked of a
-    symbol (``call.length >= 4096``) becomes a guard of the graph, and each answer gets its own. A
+    length and length_kv are numbers, or symbols where the shape is dynamic. A comparison with a
+    symbol (``call.length >= 4096``) becomes a guard, and each answer gets a graph of its own. A
     length that depends on data is 1: nothing more is known of it."""
 
     module: str  # the path, as for a rule

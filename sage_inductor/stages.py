@@ -59,8 +59,8 @@ class _ForgetOnReset:
 
 @contextlib.contextmanager
 def stage(name: str | None) -> Iterator[None]:
-    """What is called within runs in this stage, in this thread or task; None: in none. Afterwards
-    the stage is what it was before. A policy that names no such stage does not mind."""
+    """Calls inside the ``with`` block run in this stage, in this thread or task; None: in no stage.
+    Afterwards the stage is what it was before. A policy that names no such stage ignores it."""
     check(name)
     token = _begin(name)
     try:
@@ -89,8 +89,9 @@ class Schedule:
     ``sage_inductor.diagnose``.
 
     A callback comes after its step, so the stage of the first step begins when the Schedule is
-    made: in the thread that then calls the pipeline. After the last step it is that of the first
-    again, for the next call. ``with sage_inductor.stage(None): pipe(...)`` ends it with the block.
+    made: make it in the thread that calls the pipeline. After the last step the stage is the first
+    step's again, for the next call. ``with sage_inductor.stage(None): pipe(...)`` restores the
+    earlier stage afterwards.
 
     Raises ValueError for anything else than two numbers of steps.
     """

@@ -4,7 +4,7 @@ from typing import Literal
 
 
 def register(library: Literal["diffusers", "transformers"]) -> None:
-    """Tell `library` of ``sage_inductor.attention``; it is imported, and once is enough.
+    """Add ``sage_inductor.attention`` to `library`, which is imported. One call is enough.
 
         sage_inductor.register("diffusers")
         pipe.transformer.set_attention_backend("sage_inductor")
