@@ -80,8 +80,8 @@ class BenchmarkCase:
 
 
 def rivals() -> tuple[str, ...]:
-    """What SDPA may run: backends that are switched off, globally or by `sdpa_kernel` around the
-    call that compiles, are none of a call's rivals. MATH where all are."""
+    """The backends that SDPA may run: those that are not switched off, globally or by `sdpa_kernel`
+    around the call that compiles. MATH where all are."""
     return tuple(name for name, is_on in BACKENDS.items() if is_on()) or ("MATH",)
 
 

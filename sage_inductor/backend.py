@@ -116,7 +116,8 @@ def _variants(gm: torch.fx.GraphModule, asked: settings.Settings) -> dict[str | 
 
 
 def _compile(variants: dict[str | None, _Variant], inductor: Callable) -> Callable:
-    """All of them, each once: what is compiled later would be without guards on lengths."""
+    """Compile all variants now, each once: one that is compiled later would lack the guards on
+    lengths."""
     done, of_stage = [], {}
     for stage, variant in variants.items():
         known = (run for decisions, run in done if decisions == variant.decisions)
@@ -131,18 +132,20 @@ def _compile(variants: dict[str | None, _Variant], inductor: Callable) -> Callab
 
 
 def _keyed_on_sources(options: dict) -> dict:
-    """Inductor's options, by which what torch's caches hold is of these sources. Of an op without a
-    recipe's string nothing else says so: a forward that keeps other tensors was taken for one of
-    before. In the metadata of packages, of which none is made here: a backward, which is compiled
-    when it first runs, has the same options."""
+    """Inductor's options with a hash of our sources, so that torch's caches miss after a change. An
+    op without a recipe's string says nothing of the sources: a cached forward was taken although
+    the new one keeps other tensors. The hash is put into the metadata of packages, because no
+    package is made here, and because a backward, which is compiled when it first runs, has the same
+    options."""
     metadata = options.get(METADATA, inductor_config.aot_inductor.metadata)
     return options | {METADATA: metadata | {"sage_inductor": sources_tag()}}
 
 
 def _own_context() -> contextlib.AbstractContextManager:
-    """In the place of Dynamo's, which AOTAutograd writes into: which tensors a backward may
-    overwrite, say. A backward is compiled later, when it first runs. Taking the last variant's
-    tensors for its own, one wrote into the user's gradient."""
+    """A tracing context for one variant, in the place of Dynamo's. AOTAutograd writes into it, for
+    example which tensors a backward may overwrite, and a backward is compiled later, when it first
+    runs. In a shared context one took the last variant's tensors for its own, and wrote into the
+    user's gradient."""
     return tracing(copy.copy(TracingContext.try_get()))
 
 

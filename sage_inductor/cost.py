@@ -74,8 +74,8 @@ IN_ORDER, LONGEST_FIRST, LAST_SHARED, FLASH = DEALT = (
 
 
 class Features(NamedTuple):
-    """What a time is a sum of, or the coefficient of each in ms. For each processor, but for the
-    first and `pieces`."""
+    """The terms whose weighted sum is a time, or in a `Fit` their weights, in ms. All are per
+    processor, except `launches` and `pieces`."""
 
     launches: float  # 1
     keys: float  # that tiles see, evenly dealt; where programs share a processor, one's, as dealt
@@ -94,7 +94,8 @@ class Features(NamedTuple):
 def features(
     sizes: Sizes, rows: int, dealt: str, processors: int, kind: str = "full", at_once: int = 1
 ) -> Features:
-    """Of a call by tiles of so many rows, of which a processor computes so many at once."""
+    """The terms of a call by tiles of `rows` rows, of which a processor computes `at_once` at a
+    time."""
     heads, seen, weight, is_cut = sizes.B * sizes.H_q, _seen(*sizes[3:], rows), 1.0, False
     if dealt == FLASH:
         tiles = heads * -(-sizes.N_q // FLASH_ROWS)
@@ -181,8 +182,9 @@ FLASH_ROWS = 64  # of a tile that is cut; two at a time share a processor
 
 @functools.lru_cache(maxsize=4096)
 def _flash_pieces(tiles: int, N_kv: int, processors: int) -> int:
-    """Into how many pieces of keys FlashAttention 2 cuts each tile: where they are too few, as few
-    pieces as keep processors 85 % as busy as any number of pieces would (num_splits_heuristic)."""
+    """Into how many pieces of keys FlashAttention 2 cuts each tile. Where tiles are too few, it is
+    the least number that keeps processors 85 % as busy as the best number would
+    (num_splits_heuristic)."""
     at_once, blocks = 2 * processors, -(-N_kv // KEYS)
     if tiles >= 0.8 * at_once:
         return 1
@@ -241,9 +243,9 @@ class Fit(NamedTuple):
     def ms(
         self, sizes: Sizes, computed: float = 1.0, of_q: float = 1.0, of_kv: float = 1.0
     ) -> float:
-        """computed, of_q, of_kv: where head_dim is another than the measured calls', how many times
-        theirs the channels are that the kernel computes, and the time that reading takes, a tile's
-        q (and writing its o) and a row of k and v."""
+        """computed, of_q, of_kv: factors for a head_dim other than the measured calls'. They scale
+        the work on the channels that the kernel computes, the time of reading a tile's q (and
+        writing its o), and the time of reading a row of k and v."""
         parts = features(sizes, self.rows, self.dealt, self.processors, self.kind, self.at_once)
         of_channels = Features(
             launches=1, keys=computed, hot=computed, busiest=computed, tiles=of_q, prepared=of_kv,
@@ -260,9 +262,9 @@ def fit(
     measured: dict[Sizes, float], processors: int, kind: str = "full", dealt: str | None = None,
     prepared: float | None = None,
 ) -> Fit:  # fmt: skip
-    """The best of those with another tile. measured: ms. dealt: as `features` has it; None: in
-    order or, of calls with a band, longest first. prepared: the coefficient of rows of k and v,
-    where it is known. Raises ValueError if there are fewer than ENOUGH."""
+    """The best of the fits by each of TILES. measured: ms. dealt: one of DEALT; None: in order or,
+    where calls have a band, perhaps longest first. prepared: the coefficient of rows of k and v,
+    where it is known. Raises ValueError if fewer than ENOUGH sizes were measured."""
     if len(measured) < ENOUGH:
         raise ValueError(f"{len(measured)} sizes were timed, a prediction needs {ENOUGH}")
     bands = any(sizes.right is not None for sizes in measured)
@@ -337,9 +339,9 @@ class Prediction(NamedTuple):
 
     @property
     def wins(self) -> bool:
-        """Whether the recipe is faster by more than chance: by the spread of the medians, or where
-        the fit is worse than that, by half its error. By all of its error, 1 % fewer of 491 calls
-        were within 3 % of the best, and no fewer below 0.97x."""
+        """Whether the recipe is faster by more than chance: by the spread of the medians, or by
+        half the fit's error where that is more. If the whole error was asked for, 1 % fewer of 491
+        calls were within 3 % of the best, and no fewer were below 0.97x."""
         return self.sdpa >= self.ours * max(MIN_SPEEDUP, 1 + self.error / 2)
 
     def __str__(self):

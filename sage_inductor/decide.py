@@ -137,8 +137,8 @@ def _trained(
 
 
 def _ruled(call: Call, settings: Settings) -> tuple[str | None, str, Selection | None, str]:
-    """What the policy says of a call, what in it does, the blocks of keys that are kept, and how it
-    is trained; (None, "", None, the settings') where nothing does."""
+    """(the recipe that the policy asks for, the rule that does, the blocks of keys to keep, how to
+    train the call); (None, "", None, the settings' training) where no rule fits."""
     q, module = value_of(call.q), module_path(call.node)
     head_dim = int(q.shape[3])
     if not callable(settings.policy):
@@ -347,9 +347,9 @@ def _autotuned(call, found, recipe, candidates) -> tuple[Candidate | None, str]:
 def _never_slower(
     call: Call, settings: Settings, recipe: str, names: tuple[str, ...]
 ) -> tuple[Candidate | None, str]:
-    """The recipe, where it is predicted to be the fastest of `names` and faster than SDPA: by
-    measured.py. A dynamic length is guarded, with the length from which the recipe wins. Of one
-    that was not measured, where another was, there is nothing to say."""
+    """The recipe, where measured.py predicts it to be the fastest of `names` and faster than SDPA.
+    A dynamic length is guarded, with the length from which the recipe wins. A recipe that was not
+    measured, where another of `names` was, has no reason to report."""
     if _kind(call) == "blocks":
         return _by_lists(call, settings, recipe)
     q, k, v = (value_of(x) for x in (call.q, call.k, call.v))
@@ -462,8 +462,8 @@ def _kind(call: Call) -> str:
 
 def _at_least(n, minimum: int, settings: Settings) -> bool:
     """n >= minimum. A dynamic n is guarded: each side of it gets its own graph. An exported program
-    has one graph for all, chosen by the example's sizes. Of an n that depends on data nothing can
-    be guarded: what is not always so is not taken to be."""
+    has one graph for all, chosen by the example's sizes. An n that depends on data cannot be
+    guarded: the answer is yes only if it holds for every n."""
     hint = _hint(n)
     if hint is None:
         return statically_known_true(n >= minimum)
@@ -471,8 +471,8 @@ def _at_least(n, minimum: int, settings: Settings) -> bool:
 
 
 def _length(n, settings: Settings):
-    """What a function is told of a length: as `_at_least` takes it, comparing is a guard, but for
-    exported programs; of what depends on data no more is known than that it is."""
+    """The length that a policy function gets. Comparing a dynamic one is a guard, but in exported
+    programs it is the example's, as in `_at_least`. One that depends on data is 1."""
     hint = _hint(n)
     return 1 if hint is None else hint if settings.portable else n
 

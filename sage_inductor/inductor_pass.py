@@ -44,7 +44,7 @@ class SagePass(CustomGraphPass):
     @staticmethod
     @functools.cache
     def _told_of_stages() -> None:
-        """A pass makes of a graph one other graph."""
+        """Warn, once: a pass turns a graph into one other graph, not into one for each stage."""
         _log.warning('rules of a policy that name a stage need backend="sage": they are left out')
 
     def uuid(self):

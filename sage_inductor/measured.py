@@ -66,15 +66,15 @@ class Family:
     kind: str  # one of cost.KINDS
 
     def of_sdpa(self, sizes: Sizes) -> Sizes:
-        """What SDPA computes: every key where it is given a band in a mask; in training, dK and dV
-        for each head of q, which are then added up."""
+        """The sizes that SDPA computes: every key, where it gets the band in a mask. In training it
+        computes dK and dV for each head of q and then adds them up."""
         sizes = sizes if TRAINED.get(self.kind, self.kind) in SEES_A_BAND else sizes.dense
         return sizes.ungrouped if self.kind in TRAINED else sizes
 
     def stands_for(self, other: "Family") -> bool:
-        """Whether times measured of this family are taken for the other's: the same kernels, with a
-        head_dim as wide or up to twice as wide, of rows that both are 16 bytes apart or both are
-        not."""
+        """Whether times measured of this family are taken for the other's. Both run in the same
+        kernels, this one's head_dim is as wide or less than twice as wide, and the rows of both are
+        a multiple of 16 bytes apart, or those of neither."""
         if self == other:
             return True
         one = self.head_dim == self.head_dim_v, other.head_dim == other.head_dim_v
@@ -240,8 +240,9 @@ def predict(
 
 @functools.cache
 def fits(table: Table, family: Family, recipe: str) -> tuple[dict[int | None, Fit], dict[str, Fit]]:
-    """Of a measured family: the recipe's fit for each tile that enough sizes ran with (as
-    `_warpgroups` names it), and for all of them (None); and those of SDPA's backends."""
+    """(the recipe's fits, the fits of SDPA's backends) for a measured family. The recipe has a fit
+    for each tile that enough sizes ran with (by its name of `_warpgroups`), and one of all sizes
+    (None)."""
 
     def fit(of_name: dict[Sizes, float], *known) -> Fit:
         return cost.fit(of_name, table.device.processors, family.kind, *known)
@@ -282,7 +283,8 @@ UNEVEN = 1.1
 
 
 def _channels(backend: str, head_dim: int) -> float:
-    """That a backend of SDPA's computes; of one that has no kernels of its own for some, 1."""
+    """The channels that a backend of SDPA's computes for a head_dim; 1 for a backend that has no
+    kernels of its own for certain head_dims."""
     if backend == "CUDNN_ATTENTION":
         return -(-head_dim // 64) * 64
     if backend == "FLASH_ATTENTION":
@@ -293,8 +295,8 @@ def _channels(backend: str, head_dim: int) -> float:
 
 
 def _warpgroups(device: Gpu, family: Family, recipe: str, sizes: Sizes) -> int:
-    """Of the tile that a call runs with, which names it; 0: the portable kernel's. Of what trains,
-    most of whose time are kernels of one tile, all calls have one name."""
+    """The warpgroups of the tile that a call runs with, which name the tile; 0: the portable
+    kernel's. All calls that train have one name: kernels of one tile take most of their time."""
     if family.kind in TRAINED:
         return 0
     mask = {"keys": torch.bool, "mask": torch.bool, "bias": torch.bfloat16}.get(family.kind)
@@ -574,8 +576,8 @@ def measure(
 def start_compiling(
     device: torch.device, family: Family, recipes: tuple[str, ...], sizes: Iterable[Sizes]
 ) -> list[concurrent.futures.Future]:
-    """What `measure` launches. Asked for several families first, their kernels share the processes
-    that compile, and those of the next compile while one is timed."""
+    """Start to compile what `measure` launches. If this is called for several families first, their
+    kernels share the processes that compile, and the next family's compile while one is timed."""
     return autotune.start_compiling([_case(device, family, recipes, each) for each in sizes])
 
 
