@@ -1,9 +1,10 @@
-"""Opaque ops in what Inductor writes.
+"""Opaque ops in the wrapper code that Inductor writes.
 
-Inductor would call an op that it does not look into by its name, which needs Python and this
-library. In a package the call is a call of C++ that `record` writes of the op's own Python, with
-the compiled kernels beside it: no other file, no Python, no compiler. launcher.h launches them. In
-a wrapper in Python the call is one of a `Replay`, which has launcher.h launch what Python did.
+By itself Inductor would call an opaque op by its name, which needs Python and this library. In a
+package we replace that call by a call of C++, which `record` writes from the op's own Python. The
+compiled kernels are beside it, and launcher.h launches them: no other file, no Python, no compiler.
+In a wrapper in Python we replace it by a call of a `Replay`, which has launcher.h launch what
+Python did before.
 """
 
 import math
@@ -75,7 +76,7 @@ def quantize_kv(given: dict, run: Callable, gpu: tiles.Gpu) -> list:
 
 
 class Replayed(FallbackKernel):
-    """A call of an opaque op; where the wrapper is Python, of a `Replay`."""
+    """A call of an opaque op. Where the wrapper is Python, it becomes a call of a `Replay`."""
 
     def codegen(self, wrapper) -> None:
         given, by_name = self.unflatten_args(self.inputs, self.constant_args)
@@ -85,7 +86,7 @@ class Replayed(FallbackKernel):
 
 
 class Packaged(Replayed):
-    """Where the wrapper is C++, of C++ that is spliced into it."""
+    """The same. Where the wrapper is C++, it becomes a call of C++ that is spliced into it."""
 
     def codegen(self, wrapper) -> None:
         if not virtualized.graph.cpp_wrapper:
@@ -163,8 +164,8 @@ def _function(wrapper, op, arguments: dict, device: torch.device) -> str:
 def _source(
     name: str, op, arguments: dict, device: torch.device | tiles.Gpu, kernels: set[str]
 ) -> str:
-    """The C++ of one function, and of what it needs that is not there yet; kernels: those that are,
-    by digest, to which its own are added."""
+    """The C++ of one function, and of what it needs that the wrapper does not have yet. kernels:
+    the digests of those that it has; the function's own are added."""
     gpu = tiles.Gpu(tiles.capability(device), processors=0)
     recorded = record(name, LAUNCHES[op], arguments, gpu)
     new = [each for digest, each in recorded.compilations.items() if digest not in kernels]

@@ -138,7 +138,7 @@ class _Recording:
         return facts.low if facts.low == facts.high else Number(self, text, facts, is_size)
 
     def other_ways(self) -> list[list[bool]]:
-        """The answers with which ways begin that part from this one after those given."""
+        """For each question after the `given` ones, the answers that lead there and then differ."""
         answers = list(self.answers.values())
         return [answers[:i] + [False] for i in range(len(self.given), len(answers))]
 

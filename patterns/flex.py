@@ -4,7 +4,7 @@
              out = flex_attention(q, k, v, block_mask=block_mask)
     found:   Call(q, k, v, band=Band(None, 0))
 
-mask_mod is a graph of four numbers b, h, i and j, and is read like a mask (masks.py). But flex
+mask_mod is a graph of four numbers b, h, i and j, and is read like a mask (bands.py). But flex
 looks at the blocks of keys that the BlockMask lists, and applies mask_mod within the partial ones
 only. So a band is all there is only where the lists say the same: every block that the band touches
 is listed once, and every block listed as full lies inside the band. They are known when they are
@@ -119,8 +119,8 @@ def _says_the_same(
 
 
 def _is_data(node: Node) -> bool:
-    """Whether a node may have another value in each call: an input, be it a length, and a random
-    number. And whether it cannot be run here: a torch.func transform other than vmap."""
+    """Whether a node may have another value in each call (an input, even a length, or a random
+    number), or cannot be run here (a torch.func transform other than vmap)."""
     name = op_name(node)
     transform = name.endswith(NESTING) and "vmap" not in name
     random = any(word in name for word in RANDOM)

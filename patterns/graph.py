@@ -188,8 +188,8 @@ class GraphIndex:
 
     @functools.cached_property
     def given_repeated(self) -> set:
-        """The storages of what the graph is given with a stride of 0. An exported program may be
-        given another stride later."""
+        """The storages of the graph's inputs that have a stride of 0. An exported program may get
+        inputs with other strides later."""
         given = (node for node in self.graph.nodes if node.op in ("placeholder", "get_attr"))
         values = (x for x in map(value_of, given) if isinstance(x, torch.Tensor))
         values = (x for x in values if x.layout == torch.strided)

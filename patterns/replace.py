@@ -127,5 +127,6 @@ def share(index: GraphIndex) -> None:
 
 
 def _view(x):
-    """In the place of a `narrow` what it is made of: each stacked call has its own, of one k."""
+    """A key by which equal views are equal. Each stacked call has a `narrow` of its own, and those
+    of one k are the same view."""
     return (x.target, x.args, *x.kwargs.items()) if op_name(x) == "narrow" else x

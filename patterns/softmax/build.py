@@ -134,7 +134,8 @@ class _Attention:
             yield f"batch and heads are split in two ways: {self.splits}"
 
     def _refused_at_the_end(self) -> Iterator[str]:
-        """Attention moves to where its end was: what it reads must still be what it was."""
+        """The rewritten call runs where the second product was, so nothing in between may modify
+        its inputs."""
         node = self.above[0].node
         while (node := node.next) is not self.node:
             if may_write(node) and node not in self.chain and op_name(node) != "detach_":
@@ -280,7 +281,7 @@ def _untransposed(x: Node) -> Node | None:
 
 
 def _idle(user: Node, node: Node) -> bool:
-    """Does nothing that is seen depend, through `user`, on the elements of `node`?"""
+    """Whether no visible result depends on the elements of `node` by way of `user`."""
     name = op_name(user)
     if name in QUERIES or name in LIKES and user.args[:1] == (node,):
         return True
@@ -297,7 +298,7 @@ def _dead(node: Node, depth: int = 8) -> bool:
 
 
 def _beside(chain: set[Node]) -> set[Node]:
-    """The idle users of a chain, and what uses the dead ones."""
+    """The users of a chain that are not in it; of dead ones also their users, and so on."""
     found, todo = set(), [user for node in chain for user in node.users if user not in chain]
     while todo:
         user = todo.pop()
