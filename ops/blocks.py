@@ -110,9 +110,11 @@ def pool_warps(block_d: int) -> int:
 
 @triton_op("sage::largest", mutates_args=())
 def largest(scores: Tensor, counts: Tensor) -> Tensor:
-    """scores [..., M] in fp32, counts [...] int32, 0 to M -> indices [..., M], int32: the largest
-    counts[...] of each row first, of equal ones those before the others, and then the rest, both in
-    ascending order. Of a row with NaN or -infinity as many, but any."""
+    """scores [..., M] in fp32, counts [...] int32, 0 to M -> indices [..., M], int32.
+
+    A row has the indices of its counts[...] largest scores, and then those of the rest, both in
+    ascending order. Of equal scores the first are taken. In a row with NaN or -infinity as many
+    indices are taken, but any."""
     return (_largest_plain if scores.device.type == "cpu" else _launch_largest)(scores, counts)
 
 

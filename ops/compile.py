@@ -249,10 +249,11 @@ def _warm_up(
 ) -> tuple[str, dict[str, str]]:
     """In another process, which may have no GPU in use: the key in Triton's cache, and the files.
 
-    Not `Compilation.compile`: the key is of what the JIT specialises by, whatever the version, and
-    of ptxas: torch 2.11 gives its workers one of its own, and a process keeps the version that it
-    first saw. And of a kernel's key, which depends on whether functions that it calls had theirs
-    before (Triton 3.7, DependenciesFinder._update_hash)."""
+    `Compilation.compile` would give another key. Triton's key depends on what the JIT of this
+    version specialises by. It depends on ptxas: torch 2.11 gives its workers a ptxas of its own,
+    and a process keeps the version that it first saw. And it depends on the kernel's own key, which
+    depends on whether the functions that it calls had theirs before (Triton 3.7,
+    DependenciesFinder._update_hash)."""
     kernel = getattr(importlib.import_module(module), name)
     assert kernel.cache_key  # sets more than that
     kernel.hash = key

@@ -52,7 +52,8 @@ _noting = threading.local()
 
 @contextlib.contextmanager
 def noted() -> Iterator[list[Launch]]:
-    """What this thread would launch. Its outputs keep what was in memory."""
+    """Inside, this thread launches nothing: the list gets what it would launch. Outputs keep what
+    was in memory."""
     _noting.launches = launches = []
     try:
         yield launches
@@ -127,9 +128,9 @@ def _compiled(*_key) -> list:
 
 
 def doubled(strides: tuple) -> tuple:
-    """Strides as kernels take them: but for the last, which may be 1, times two. Of a number Triton
-    knows whether 16 divides it. Heads of 72 channels are 8 elements times 9 apart: 16 bytes, of
-    which a thread reads all at once where that is known. 144 // 2 tells it."""
+    """Strides as kernels take them: times two, but for the last, which may be 1. Triton knows of a
+    number only whether 16 divides it. Heads of 72 channels are 8 * 9 elements apart, a multiple of
+    16 bytes, which a thread reads at once where Triton knows that. 144 // 2 tells it."""
     return *(2 * stride for stride in strides[:-1]), strides[-1]
 
 

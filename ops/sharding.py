@@ -116,7 +116,8 @@ def _divides(x: DTensor, placement: Shard) -> bool:
 
 
 def _ways(q, k, outputs: list, inputs: list, queries: bool = False) -> Ways:
-    """Of each tensor a function: where a dimension of q is sharded, the tensor's placement."""
+    """The ways to shard an op. outputs and inputs: for each tensor a function from the dimension of
+    q that is sharded to the tensor's placement."""
     dims = [BATCH, HEADS, QUERIES] if queries else [BATCH, HEADS]
     if not _keeps_groups(q, k):
         dims.remove(HEADS)

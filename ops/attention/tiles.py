@@ -199,8 +199,8 @@ def hopper(
     capability: tuple[int, int], pv: str, head_dim: int, is_causal: bool, load: Load,
     warpgroups: int | None = None,
 ) -> Tile | None:  # fmt: skip
-    """The tile with which the Hopper kernel computes a call that it may, if it can here: the one
-    of so many warpgroups (0: none), if they are among this call's, else the one of this load."""
+    """The Hopper kernel's tile for a call of this load that it may compute; None where it cannot
+    run. warpgroups: take the tile of so many, if the call may have it (0: None)."""
     if warpgroups == 0:
         return None
     found = _hopper(capability, pv, head_dim, is_causal, triton.__version__)
@@ -307,8 +307,8 @@ MIN_BLOCKS_OF_A_PIECE = 4  # blocks that a program should have at least
 
 def schedule(num_tiles: int, blocks: int, processors: int) -> tuple[int, int] | None:
     """How the Hopper kernel deals out tiles of equal length: (programs, tiles that are computed
-    whole), where the blocks of the other tiles are dealt out, for that saves every program
-    MIN_BLOCKS_SAVED blocks and 4 %. None: all tiles are whole."""
+    whole). The blocks of the other tiles are dealt out to all programs, where that saves each of
+    them MIN_BLOCKS_SAVED blocks and 4 %. None: all tiles are whole."""
     if blocks <= MIN_BLOCKS_SAVED:  # as idle < processors; said, it is known while packaging
         return None
     idle = triton.cdiv(num_tiles, processors) * processors - num_tiles  # in the last round

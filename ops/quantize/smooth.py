@@ -237,7 +237,7 @@ def launch_estimate(
 ) -> list[Tensor]:
     """One or two x [B, H, N, D], the two of one B, H and N, any strides -> for each its mean and
     amax [B, H, D] in fp32, estimated from SAMPLE rows of those that are visible (as `smooth` has
-    them); at the end zeros [B, H] in int32, for who finds rows beyond amax."""
+    them). Last a zeroed int32 flag [B, H], to be set where a row exceeds amax."""
     x0, x1 = xs[0], xs[-1]
     B, H, N, D = x0.shape
     D, D_1 = int(D), int(x1.shape[3])

@@ -103,8 +103,8 @@ def quantize_v(
 
 
 def sample_rows(N: int, device=None) -> Tensor:
-    """SAMPLE rows of N, one of each SAMPLE-th; where in it changes by the golden ratio, so that a
-    period in the rows (the width of an image) is not met again and again."""
+    """SAMPLE rows of N, one from each of SAMPLE equal parts. Its place within the part moves by the
+    golden ratio, so that a period in the rows (the width of an image) does not fall in step."""
     i = torch.arange(SAMPLE, device=device)
     return (i * 65536 + (i * 40503 & 65535)) * N // (65536 * SAMPLE)
 
