@@ -226,7 +226,7 @@ def _shape(x: Tensor) -> list:
 
 
 def compose(call: SdpaCall) -> tuple[Tensor, Tensor]:
-    """`sdpa` in terms of the ops that do the work."""
+    """`sdpa`, as calls of the ops that it is made of."""
     out, lse, k_mean, is_opaque = attend(call)
     correct = unsmoothed_lse_opaque if is_opaque and not call.portable else unsmoothed_lse
     return out, correct(lse, call.q, k_mean, call.scale)
@@ -274,7 +274,7 @@ def attention_call(
 
 
 def unsmoothed_lse(lse: Tensor, q: Tensor, k_mean: Tensor, scale: float) -> Tensor:
-    """lse [B, H_q, N_q] of the keys as they were before k_mean [B, H_kv, D] was taken off them."""
+    """lse [B, H_q, N_q] with what smoothing took off it: k_mean [B, H_kv, D] off every key."""
     group = q.unflatten(1, (k_mean.shape[1], -1))  # [B, H_kv, H_q / H_kv, N_q, D]
     # In fp32, as k_mean.
     return lse + scale * (group * k_mean[:, :, None, None]).sum(-1).flatten(1, 2)
@@ -289,7 +289,7 @@ unsmoothed_lse_opaque = define_opaque(
 def compose_prepare(
     k: Tensor, v: Tensor, attn_mask: Tensor | None, recipe: str, portable: bool
 ) -> list[Tensor]:
-    """`prepare_kv` in terms of the ops that do the work."""
+    """`prepare_kv`, as calls of the ops that it is made of."""
     r = decode(recipe)
     is_opaque, visibility = _plan(k, v, attn_mask, (None, None, False), r, portable)
     return prepare(k, v, visibility, r, is_opaque).tensors()
