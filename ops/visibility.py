@@ -66,11 +66,17 @@ class BlockLists(NamedTuple):
             found.append((self.full_kv_num_blocks, self.full_kv_indices))
         return found
 
-    def contiguous(self) -> "BlockLists":
-        return BlockLists(*(x.contiguous() if isinstance(x, Tensor) else x for x in self))
+    def for_kernels(self) -> "BlockLists":
+        """Contiguous, and a list that has room for no block has room for one."""
+        found = (x.contiguous() if isinstance(x, Tensor) else x for x in self)
+        return BlockLists(*(F.pad(x, (0, 1)) if _has_no_room(x) else x for x in found))
 
 
 NO_LISTS = BlockLists()
+
+
+def _has_no_room(x) -> bool:
+    return isinstance(x, Tensor) and x.dim() == 4 and x.shape[3] == 0
 
 
 class Visibility(NamedTuple):
@@ -89,7 +95,7 @@ class Visibility(NamedTuple):
         blocks: BlockLists = NO_LISTS,
     ) -> "Visibility":  # fmt: skip
         """attn_mask: two to four dimensions. block_m: rows of the kernel's tile of queries."""
-        blocks = blocks.contiguous()
+        blocks = blocks.for_kernels()
         if attn_mask is None:
             return cls(None, None, *band, blocks)
         attn_mask = as_4d(attn_mask)

@@ -62,7 +62,8 @@ def attention(
     Raises SageOptionError for an unknown recipe, SageRefused under ``config.strict``, and what SDPA
     raises.
     """
-    if type(q) is compat.FakeTensor and compat.proxy_mode() is None:  # Dynamo asks for shapes
+    # Dynamo asks for shapes, or the user does.
+    if type(q) is compat.FakeTensor and compat.proxy_mode() is None or q.device.type == "meta":
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )

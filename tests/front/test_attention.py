@@ -53,6 +53,16 @@ def test_where_nothing_is_quantized_it_is_sdpa_to_the_bit(mask, given):
     )
 
 
+@pytest.mark.parametrize("settings", [{}, {"recipe": "sage2-8b", "force": True}])
+def test_on_meta_it_gives_sdpas_shapes_and_strides(settings):
+    q, k, v = (x.to("meta", torch.bfloat16) for x in inputs(H_kv=2))
+    with config.patch(**settings):
+        out, lse = attention(q, k, v, is_causal=True, enable_gqa=True, return_lse=True)
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    assert out.is_meta and (out.shape, out.stride()) == (expected.shape, expected.stride())
+    assert lse.is_meta and lse.shape == out.shape[:3] and lse.dtype == torch.float32
+
+
 @config.patch(emulate=True)
 @pytest.mark.parametrize("recipe", ["sage1", "sage2-8b"])
 def test_a_recipe_computes_what_its_op_computes(recipe):

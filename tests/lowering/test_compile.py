@@ -1073,6 +1073,22 @@ def test_what_a_kernel_accesses_is_found_once_a_variant(monkeypatch):
     assert any(hasattr(function, "__wrapped__") for function in installed)
 
 
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda x: x, lambda x: x[1:, :, ::2], lambda x: x.transpose(0, 2), lambda x: x[:0],
+        lambda x: x[:, :1].expand(-1, 5, -1), lambda x: x.unfold(2, 4, 1), lambda x: x[0, 0, 0],
+    ],
+    ids=["whole", "slice", "transposed", "empty", "expanded", "overlapping", "scalar"],
+)  # fmt: skip
+def test_what_is_stored_has_its_strides_and_memory_of_its_own(of):
+    x = of(torch.randn(3, 4, 10))
+    torch.library.opcheck(torch.ops.sage.stored.default, (x,))
+    found, before = torch.ops.sage.stored(x), x.clone()
+    x.zero_() if x.is_contiguous() else x._base.zero_()
+    assert torch.equal(found, before) and found.stride() == x.stride()
+
+
 def test_what_several_kernels_read_is_stored_once():
     """Without `stored` Inductor writes x + 1 into what reads it, of which it makes one kernel."""
     torch._inductor.metrics.reset()

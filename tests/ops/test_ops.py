@@ -775,6 +775,23 @@ def test_attention_by_block_lists_is_exact_attention_of_what_they_name(seed):
             assert_close(lse[~empty].double(), expected_lse[~empty], rtol=0, atol=atol)
 
 
+@pytest.mark.parametrize("recipe", ["sage2-8b", "sage2-8b-per-token", "sage1-per-token"])
+def test_a_list_that_has_room_for_no_block_names_none(recipe):
+    q, k, v = qkv(N_q=70, N_kv=200)
+    count, some = torch.zeros(1, 1, 1).int(), torch.zeros(1, 1, 1, 1).int()
+    for full in ((None, None), (count + 1, some)):
+        found, expected = (
+            sdpa(q, k, v, recipe=recipe, **dict(zip(BlockLists._fields, of, strict=True)))
+            for of in ((count, some[..., :0], *full, 128, 64), (count, some, *full, 128, 64))
+        )
+        for x, y in zip(found, expected, strict=True):
+            assert torch.equal(x, y)
+        assert found[0].any() == (full[0] is not None)
+    with pytest.raises(ValueError, match="block lists must be"):
+        sdpa(q, k, v, recipe=recipe, kv_num_blocks=count, kv_indices=some[0, ..., :0],
+             block_q=128, block_kv=64)  # fmt: skip
+
+
 def test_block_lists_without_duplicates_are_flex_attentions_mask():
     """In eager mode flex reads no lists: it gets a mask_mod that says the same."""
     q, k, v = qkv(1, 4, 2, 300, 400, 64)
