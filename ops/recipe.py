@@ -20,7 +20,7 @@ from sage_inductor.ops.formats import GRANULARITIES, PV, QK, Format, Granularity
 VERSION = "0.1.0"
 # Goes up by one when a string, or an argument of sage::sdpa and sage::prepare, comes to mean
 # something else: numbers, formats, what is prepared. tests/ops/test_ops.py holds what they say.
-MEANING = 1
+MEANING = 2
 
 
 @functools.cache
@@ -79,7 +79,7 @@ class Recipe:
         return GRANULARITIES[self.granularity]
 
     def encode(self) -> str:
-        """The canonical string: ``int8/per_thread,fp8@1+1a2b3c4d``: MEANING, and the sources."""
+        """The canonical string: ``int8/per_thread,fp8@2+1a2b3c4d``: MEANING, and the sources."""
         return f"{self.qk}/{self.granularity},{self.pv}@{_tag()}"
 
 
