@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from support import arguments, compile_cpp
+from support import arguments, compile_cpp, relative_l1
 from torch import nn
 from torch._inductor import compile_fx
 from torch._inductor.package import package_aoti
@@ -131,8 +131,7 @@ class Flux(nn.Module):
 
 class Masked(nn.Module):
     """Features [B, N, C] -> the same. Grouped-query attention under a mask of the input's making,
-    twice with the same k and v, and once by hand. Causal attention of the first half, which sees no
-    key of the second."""
+    twice with the same k and v, and once by hand."""
 
     def __init__(self, C, D):
         super().__init__()
@@ -145,9 +144,6 @@ class Masked(nn.Module):
         mask = (i <= i[:, None]) & (x[:, None, None, :, 0] > -1).logical_or(i == 0)
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
         o = o + F.scaled_dot_product_attention(-q, k, v, attn_mask=mask, enable_gqa=True)
-        half = q[:, :, : x.shape[1] // 2 + 1]
-        half = F.scaled_dot_product_attention(half, k, v, is_causal=True, enable_gqa=True)
-        o = o + F.pad(half, (0, 0, 0, x.shape[1] - half.shape[2]))
         mask = mask | (x @ x.mT > 1e9)[:, None]  # the same, but nothing proves it
         s = (o @ q.mT / 6).masked_fill(~mask, -torch.inf)
         o = s.softmax(-1) @ q
@@ -359,6 +355,48 @@ def test_packages_run_in_python_without_us_at_any_length(device, build, tmp_path
     outputs = torch.load(tmp_path / "outputs.pt")
     for package, actual in zip(packages, outputs, strict=True):
         check(actual, package.expected)
+
+
+class Cached(nn.Module):
+    """New queries [1, 2, N, 32] and the keys and values of a longer cache [1, 2, M, 32]: a window
+    that ends with the last key, and causal attention from the first key on."""
+
+    def forward(self, q, k, v):
+        N, M = q.shape[2], k.shape[2]
+        i, j = torch.arange(N)[:, None] + (M - N), torch.arange(M)
+        window = (j <= i) & (j > i - 40)
+        return torch.stack(
+            (
+                F.scaled_dot_product_attention(q, k, v, attn_mask=window),
+                F.scaled_dot_product_attention(q, k, v, is_causal=True),
+            )
+        )
+
+
+@torch.no_grad()
+def test_a_package_reads_only_the_keys_that_a_band_shows(tmp_path):
+    def call(N, M):
+        return [torch.randn(1, 2, n, 32) for n in (N, M, M)]
+
+    N, M = (torch.export.Dim(name, min=2, max=4096) for name in "NM")
+    program = torch.export.export(
+        Cached(), tuple(call(64, 300)), dynamic_shapes=({2: N}, {2: M}, {2: M})
+    )
+    torch._dynamo.reset()
+    path = sage_inductor.aoti_compile_and_package(
+        program, package_path=str(tmp_path / "cached.pt2"), inductor_configs=QUICK,
+        options={**EMULATE, "sage.recipe": "sage2-8b"},
+    )  # fmt: skip
+    masks = [site.mask for site in sage_inductor.report()]
+    assert masks == ["window(39, 0), bottom right", "causal"]
+    run = torch._inductor.aoti_load_package(path)
+    for N, M in ((64, 300), (64, 64), (2, 1000), (100, 101), (500, 700), (130, 2000)):
+        q, k, v = call(N, M)
+        exact, found = Cached()(q, k, v), run(q, k, v)
+        assert relative_l1(found, exact) < 0.05
+        for x in (k, v):
+            x[:, :, N : max(N, M - N - 39)] = torch.nan  # what neither shows to any query
+        assert torch.equal(run(q, k, v), found)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
