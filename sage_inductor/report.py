@@ -99,10 +99,11 @@ class Report(Sequence):
         return "\n".join([*parts, *map(page.paragraph, [*self._remedies(), *self._notes])])
 
     def to_dicts(self) -> list[dict]:
-        """A dict for each call, of what JSON has: graph, module, call (the node's name), spelling,
-        q, k (lists of numbers, text where dynamic), dtype, mask, device, stage (None: all that
-        have no entry), recipe (None: it stays), keep (the blocks of keys, as a policy says it;
-        None: all), reason, remedy (None: it is rewritten)."""
+        """A dict for each call, which JSON can hold: graph, module, call (the node's name),
+        spelling, q, k, dtype, mask, device, stage, recipe, keep, reason and remedy.
+        q and k are lists of numbers, with text where a size is dynamic. recipe is None where the
+        call stays SDPA, remedy where it is rewritten, keep where no block of keys is left out, and
+        stage in the entry of all stages that have none of their own."""
         before = "module", "call", "spelling"
         after = "dtype", "mask", "device", "stage", "recipe"
         return [
@@ -253,7 +254,7 @@ def record(sites: list[Site], policy: Ruling = (), graph_break: bool = False) ->
     """Add the sites of the graph that is being compiled, by `policy`: report, counters, log.
 
     Where every call of the report stays as it was, this warns: once in a process for each cause
-    (a row of remedies.py), and not of what the user asked for himself. A warning says why the calls
+    (a row of remedies.py), and not where the user asked for it. A warning says why the calls
     stay, on which device, and what to do. After a `graph_break` the same function's next graph may
     have the calls that are rewritten, so the warning waits for its last graph; where that has no
     operation and is never compiled, for the process's end.
@@ -316,8 +317,8 @@ def not_asked(sites: list[Site]) -> list[Site]:
 
 
 def whole(sites: list[tuple[str, Site]], policy: Ruling) -> Report:
-    """The report of a model of which nothing more is to be compiled: a rule that fits none of its
-    calls is warned of at once."""
+    """The complete report of a model, whose graphs were all seen: it warns at once of a rule that
+    fits no call."""
     modules = [site.module for _, site in sites]
     notes = unmatched(policy, modules) if isinstance(policy, tuple) else []
     for line in notes:
