@@ -12,8 +12,8 @@ from sage_inductor.ops.compat import register_lowering
 
 @torch.library.custom_op("sage::stored", mutates_args=())
 def stored(x: Tensor) -> Tensor:
-    """x, with its strides. Copied is the memory that it covers: of an expanded tensor, and of any
-    whose elements share places, nothing else can be."""
+    """x, with its strides. The memory that x covers is copied as a whole, because elements of an
+    expanded tensor share it, and `copy_` refuses to write to those."""
     found = x.new_empty_strided(x.shape, x.stride())
     covered = (found.untyped_storage().nbytes() // x.element_size(),), (1,)
     found.as_strided(*covered).copy_(x.as_strided(*covered))

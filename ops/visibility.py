@@ -68,15 +68,16 @@ class BlockLists(NamedTuple):
 
     def for_kernels(self) -> "BlockLists":
         """Contiguous, and a list that has room for no block has room for one."""
-        found = (x.contiguous() if isinstance(x, Tensor) else x for x in self)
-        return BlockLists(*(F.pad(x, (0, 1)) if _has_no_room(x) else x for x in found))
+
+        def ready(x):
+            if not isinstance(x, Tensor):
+                return x
+            return F.pad(x, (0, 1)) if x.dim() == 4 and x.shape[3] == 0 else x.contiguous()
+
+        return BlockLists(*map(ready, self))
 
 
 NO_LISTS = BlockLists()
-
-
-def _has_no_room(x) -> bool:
-    return isinstance(x, Tensor) and x.dim() == 4 and x.shape[3] == 0
 
 
 class Visibility(NamedTuple):
