@@ -9,12 +9,13 @@ import contextlib
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 
 from sage_inductor import (
+    limits,
     lowering,  # noqa: F401  (registers what the inserted op opens into)
     patterns,
     settings,
@@ -183,9 +184,12 @@ def explain(model, *args, options: dict | None = None, **kwargs) -> Report:
         variants[None].install()
         graph = str(CompileContext.current_compile_id())
         sites.extend((graph, site) for site in _told(variants))
+        limits.seen()
 
-    run_graphs(see, model, args, kwargs, limits={})  # as where it is compiled
-    return whole(sites, asked.policy)
+    with _op_by_op(see) as compiled:
+        compiled(model)(*args, **kwargs)
+        notes = limits.notes()
+    return whole(sites, asked.policy, notes)
 
 
 # Dynamo compiles so many graphs of one function (eight, if nobody says more) and leaves the rest to
@@ -193,9 +197,17 @@ def explain(model, *args, options: dict | None = None, **kwargs) -> Report:
 UNLIMITED = {"recompile_limit": 1 << 20, "accumulated_recompile_limit": 1 << 20}
 
 
-def run_graphs(see, model, args: tuple, kwargs: dict, limits: dict = UNLIMITED):
+def run_graphs(see: Callable, model, args: tuple, kwargs: dict):
     """What `model` returns, run once, op by op, with ``see(gm)`` called for each graph before it
-    runs. limits: in the place of Dynamo's own."""
+    runs, however many there are of a function."""
+    with _op_by_op(see) as compiled, torch.compiler.config.patch(UNLIMITED):
+        return compiled(model)(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _op_by_op(see: Callable) -> Iterator[Callable]:
+    """Gives a torch.compile whose graphs run op by op, ``see(gm)`` called for each before it
+    runs. Dynamo's caches are empty before and after."""
 
     def look(gm, example_inputs):
         see(gm)
@@ -204,7 +216,7 @@ def run_graphs(see, model, args: tuple, kwargs: dict, limits: dict = UNLIMITED):
     torch._dynamo.reset()
     try:
         # What is compiled already, the model or a part of it, has a backend of its own.
-        with torch.compiler.set_stance(force_backend=look), torch.compiler.config.patch(limits):
-            return torch.compile(model, backend=look)(*args, **kwargs)
+        with torch.compiler.set_stance(force_backend=look):
+            yield functools.partial(torch.compile, backend=look)
     finally:
         torch._dynamo.reset()

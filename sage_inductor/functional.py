@@ -30,6 +30,7 @@ from sage_inductor.patterns.call import Call, Decision, Site
 from sage_inductor.patterns.functional import ENTRIES
 from sage_inductor.patterns.graph import as_float, as_int
 from sage_inductor.policy import Ruling
+from sage_inductor.reset import on_reset
 
 
 # What is returned, for type checkers.
@@ -59,8 +60,8 @@ def attention(
 
     Returns out [B, H_q, N_q, D_v], with return_lse also the row logsumexp [B, H_q, N_q]: fp32,
     natural log, not differentiable. Where SDPA computes out, ``sage::lse`` computes lse besides.
-    Raises SageOptionError for an unknown recipe, SageRefused under ``config.strict``, and what SDPA
-    raises.
+    Raises SageOptionError for an unknown recipe, SageRefused under ``config.strict``, TypeError for
+    nested tensors, and what SDPA raises.
     """
     # Dynamo asks for shapes, or the user does.
     if type(q) is compat.FakeTensor and compat.proxy_mode() is None or q.device.type == "meta":
@@ -94,6 +95,11 @@ class _Kind(NamedTuple):
     @classmethod
     def of(cls, x: Tensor, grad: bool) -> "_Kind":
         reason = ""
+        if x.is_nested:
+            raise TypeError(
+                "sage_inductor.attention: q, k, v and attn_mask must not be nested tensors: "
+                "pad them (to_padded_tensor), or call scaled_dot_product_attention"
+            )
         if compat.functorch.is_functorch_wrapped_tensor(x):
             reason = "inside a torch.func transform"
         elif type(x) not in _PLAIN or x.layout != torch.strided:
@@ -231,11 +237,9 @@ def _record(sites: list[Site], policy: Ruling) -> None:
         _recorded.add((graph, site))
         report.record([site], policy)
         # torch._dynamo.reset() empties the report, and what is decided later is to be in it again.
-        compat.cached_backends.setdefault(id(_ForgetOnReset), _ForgetOnReset)
+        on_reset(_forget)
 
 
-class _ForgetOnReset:
-    @staticmethod
-    def reset() -> None:
-        _recorded.clear()
-        _runs.clear()
+def _forget() -> None:
+    _recorded.clear()
+    _runs.clear()

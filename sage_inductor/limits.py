@@ -13,7 +13,8 @@ import re
 import traceback
 from types import CodeType
 
-from sage_inductor.ops.compat import CompileContext, cached_backends, counters, dynamo_log
+from sage_inductor.ops.compat import CompileContext, counters, dynamo_log
+from sage_inductor.reset import on_reset
 
 WARNING = re.compile(r"hit config\.(\w+) \((\d+)\)\s+function: (.+)")
 COUNTED = "Dynamo recompile limit exceeded"
@@ -28,8 +29,7 @@ def seen() -> None:
     the graph at its start has no graph itself, but calls the rest of itself, which has. From now on
     Dynamo's log is listened to, until `torch._dynamo.reset()`."""
     global _counted_before
-    if id(_named) not in cached_backends:
-        cached_backends[id(_named)] = _ForgetOnReset
+    if on_reset(_forget):
         _counted_before = _counted()
         if dynamo_log:
             dynamo_log.addFilter(_listen)
@@ -79,10 +79,8 @@ def _counted() -> int:
     return sum(n for text, n in list(told.items()) if text.startswith(COUNTED))
 
 
-class _ForgetOnReset:
-    @staticmethod
-    def reset() -> None:
-        if dynamo_log:
-            dynamo_log.removeFilter(_listen)
-        _named.clear()
-        _ours.clear()
+def _forget() -> None:
+    if dynamo_log:
+        dynamo_log.removeFilter(_listen)
+    _named.clear()
+    _ours.clear()

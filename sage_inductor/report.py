@@ -18,10 +18,11 @@ import torch
 
 from sage_inductor import limits, measured, page, stages
 from sage_inductor.errors import SageRefused
-from sage_inductor.ops.compat import CompileContext, cached_backends, counters
+from sage_inductor.ops.compat import CompileContext, counters
 from sage_inductor.patterns import Site
 from sage_inductor.policy import Rule, Ruling, stages_of, unmatched
 from sage_inductor.remedies import Cause, cause_of
+from sage_inductor.reset import on_reset
 
 log = logging.getLogger("sage_inductor")
 
@@ -127,7 +128,8 @@ class Report(Sequence):
         for graph, site in self._sites:
             rows.append((graph, *_cells([site])[:-1], folded(site)))
         columns, *rows = ((row[0], row[1], *row[3:]) for row in self._shown(rows))  # no "count"
-        parts = page.paragraph(self.verdict), page.table(columns, rows)
+        notes = map(page.paragraph, self._notes)
+        parts = page.paragraph(self.verdict), page.table(columns, rows), *notes
         text = page.page("sage_inductor: attention calls", *parts)
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
@@ -259,8 +261,7 @@ def record(sites: list[Site], policy: Ruling = (), graph_break: bool = False) ->
     have the calls that are rewritten, so the warning waits for its last graph; where that has no
     operation and is never compiled, for the process's end.
     """
-    # torch._dynamo.reset() resets the backends listed here, and empties the list.
-    cached_backends.setdefault(id(clear), _ClearOnReset)
+    on_reset(clear)
     limits.seen()
     compile_id = CompileContext.current_compile_id()
     graph = str(compile_id) if compile_id is not None else "-"
@@ -316,14 +317,14 @@ def not_asked(sites: list[Site]) -> list[Site]:
     return [s for s in sites if not s.rewritten and not cause_of(s.reason).asked]
 
 
-def whole(sites: list[tuple[str, Site]], policy: Ruling) -> Report:
+def whole(sites: list[tuple[str, Site]], policy: Ruling, notes: Sequence[str] = ()) -> Report:
     """The complete report of a model, whose graphs were all seen: it warns at once of a rule that
-    fits no call."""
+    fits no call. notes: more lines for its foot."""
     modules = [site.module for _, site in sites]
-    notes = unmatched(policy, modules) if isinstance(policy, tuple) else []
-    for line in notes:
+    unused = unmatched(policy, modules) if isinstance(policy, tuple) else []
+    for line in unused:
         log.warning("%s", line)
-    return Report(sites, notes)
+    return Report(sites, [*unused, *notes])
 
 
 def raise_if_refused(sites: list[Site]) -> None:
@@ -338,7 +339,3 @@ def clear() -> None:
         _sites.clear()
         _modules.clear()
         _policies.clear()
-
-
-class _ClearOnReset:
-    reset = staticmethod(clear)

@@ -15,7 +15,7 @@ import contextvars
 import logging
 from collections.abc import Callable, Iterator
 
-from sage_inductor.ops.compat import cached_backends
+from sage_inductor.reset import on_reset
 
 _log = logging.getLogger("sage_inductor")
 
@@ -49,12 +49,12 @@ def check(name: str | None) -> None:
 def _begin(name: str | None) -> contextvars.Token:
     if name is not None and name not in _named:
         _named.add(name)
-        cached_backends.setdefault(id(_named), _ForgetOnReset)
+        on_reset(_forget)
     return _current.set(name)
 
 
-class _ForgetOnReset:
-    reset = staticmethod(_named.clear)
+def _forget() -> None:
+    _named.clear()
 
 
 @contextlib.contextmanager

@@ -341,6 +341,17 @@ def test_dropout_is_no_argument():
         attention(q, k, v, None, 0.0)
 
 
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_refused(layout):
+    parts = [torch.randn(n, 2, 64) for n in (300, 400)]
+    x = torch.nested.nested_tensor(parts, layout=layout).transpose(1, 2).contiguous()
+    for call in (attention, torch.compile(lambda q, k, v: attention(q, k, v), backend="sage")):
+        with pytest.raises(Exception, match="attn_mask must not be nested tensors"):
+            call(x, x, x)
+    with pytest.raises(TypeError, match="nested"):
+        attention(*inputs()[:2], x)
+
+
 def test_a_policy_that_cannot_be_hashed_decides_too():
     @dataclasses.dataclass
     class Policy:

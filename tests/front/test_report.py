@@ -241,8 +241,26 @@ class Layers(torch.nn.Module):
         return x
 
 
+class Scale(torch.nn.Module):
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
+
+    def forward(self, x):
+        return self.number * x
+
+
+class Scales(Layers):
+    """Without attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Scale(number) for number in range(4))
+
+
 X = torch.randn(1, 2, 16, 64)
 LINE = Layer.forward.__code__.co_firstlineno
+SCALE_LINE = Scale.forward.__code__.co_firstlineno
 BEYOND = (
     f"'forward' ({__file__}:{LINE}): Dynamo compiles no more graphs of it. A call that fits none "
     "runs as it is written, and no row tells of attention in it: raise torch.compiler.config."
@@ -278,6 +296,10 @@ def sdpa_of_one(x):
     return sdpa(x, x, x)
 
 
+def sdpa_of(x, number):
+    return sdpa(x, number * x, x)
+
+
 def test_a_report_without_calls_names_functions_beyond_the_limit():
     def scaled(x, number):
         return number * x
@@ -297,6 +319,29 @@ def test_of_a_function_within_the_limit_or_of_another_backend_nothing_is_said():
     run(sdpa_of_one)
     run(Layers(), backend="eager")
     assert len(limits._named) == 1 and foot() == []
+
+
+def test_explain_names_functions_beyond_the_limit_where_there_are_calls_and_where_not(tmp_path):
+    with torch.compiler.config.patch(recompile_limit=2):
+        found = sage_inductor.explain(Layers(), X, options=EMULATE)
+        none = sage_inductor.explain(Scales(), X)
+    assert len(found) == 2 and str(found).splitlines()[-1] == BEYOND
+    assert not none and f"'forward' ({__file__}:{SCALE_LINE})" in str(none)
+    found.to_html(tmp_path / "page.html")
+    assert BEYOND in html.unescape((tmp_path / "page.html").read_text())
+    assert sage_inductor.explain(Layers(), X, options=EMULATE)._notes == () == asked_for()._notes
+
+
+def test_with_fullgraph_dynamo_raises_at_the_limit_and_the_report_names_the_function():
+    with torch.compiler.config.patch(recompile_limit=2):
+        compiled = torch.compile(
+            sdpa_of, backend="sage", options=EMULATE, fullgraph=True, dynamic=False
+        )
+        compiled(X, 1), compiled(X, 2)
+        with pytest.raises(Exception, match="fullgraph=True"):
+            compiled(X, 3)
+    (line,) = foot()
+    assert len(asked_for()) == 2 and line.startswith("'sdpa_of' (")
 
 
 def test_beyond_the_limit_with_dynamos_log_off_the_report_says_what_is_missing():
