@@ -71,6 +71,7 @@ class Call:
     refused: str | None = None  # why this call cannot be written as SDPA
     dead: list[Node] = dataclasses.field(default_factory=list)  # without uses once it is, in order
     recipe: str | None = None  # the argument of sage_inductor.attention
+    sink: Node | None = None  # [B, H_q, N_q, 1]: a score more in each row, of a value of 0
     lse: Node | None = None  # the exact one [B, H_q, N_q], fp32, where the call returns it
     selection: Selection | None = None  # which blocks of keys are kept, where that is asked for
 
@@ -203,7 +204,7 @@ def _length_of_root(steps: list[tuple[str, str, str]]) -> int:
 
 
 def mask_text(call: Call) -> str:
-    """What hides keys, for people: "causal + bool[1, 1, 64, 64]"."""
+    """What hides keys or takes weight from them, for people: "causal + bool[1, 1, 64, 64]"."""
     parts = [] if call.band.kind == "full" else [str(call.band)]
     if call.blocks.size is not None:
         parts.append("blocks of {} x {}".format(*call.blocks.size))
@@ -211,4 +212,6 @@ def mask_text(call: Call) -> str:
         mask = value_of(call.attn_mask)
         dtype = str(getattr(mask, "dtype", "?")).removeprefix("torch.")
         parts.append(f"{dtype}{list(dims(mask))}")
+    if call.sink is not None:
+        parts.append("a sink")
     return " + ".join(parts) or "none"

@@ -73,6 +73,8 @@ def why_not(call: Call) -> str | None:
             return f"attn_mask must broadcast to [B, H_q, N_q, N_kv], got {dims(mask)}"
     if lists and (reason := _why_not_listed(call, lists)):
         return reason
+    if call.sink is not None and out.requires_grad:
+        return "training: a learned sink has no backward here"
     if stored(call) is None:
         return (
             "the output must be contiguous in some order of B, H, N, but for gaps between rows: "

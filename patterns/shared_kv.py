@@ -55,7 +55,7 @@ def stacks(call: Call, recipe: Recipe) -> bool:
 
 def _see_the_same(call: Call) -> bool:
     """Whether what a query sees depends neither on its position nor on its batch."""
-    if call.band != FULL or call.block_size is not None:
+    if call.band != FULL or call.block_size is not None or call.sink is not None:
         return False
     if call.attn_mask is None:
         return True

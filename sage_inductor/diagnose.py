@@ -316,6 +316,8 @@ def diagnose(
 def _studied(call: Call) -> Decision:
     if call.blocks.size is not None:
         return Decision(None, "was not run: diagnose knows no exact attention by block lists")
+    if call.sink is not None:
+        return Decision(None, "was not run: diagnose knows no exact attention with a learned sink")
     return decide(call, STUDY)
 
 

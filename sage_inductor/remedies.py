@@ -113,18 +113,20 @@ CAUSES = (
     Cause("block lists must be int32", "convert counts and indices: .to(torch.int32)"),
     Cause("block lists must (have|be for)", "give the lists q's batch and heads, or 1, and a row "
           "for each block of queries"),
-    Cause("block lists have no backward", "for inference, call the model under torch.no_grad()",
-          "training"),
+    Cause("(block lists have|a learned sink has) no backward",
+          "for inference, call the model under torch.no_grad()", "training"),
     Cause("by block lists was not measured", "set options={'sage.force': True}; make a causal or "
           "window BlockMask inside the compiled function"),
     Cause("blocks are selected (for|where)", 'give this call a rule of its own, without "keep" and '
           "before the one that the reason names", "keep is not for this call"),
     Cause("the example of a package's dynamic length", "export the model with a longer example"),
-    Cause("diagnose knows no exact attention by block lists", "compare the call with "
-          "flex_attention itself; sage.force=True rewrites it"),
+    Cause("diagnose knows no exact attention", "compare what the model returns with "
+          "sage.force=True and without"),
 
     Cause("softcap", "nothing to do where the model needs its softcap"),
-    Cause("a learned sink", "nothing to do where the model needs its sink"),
+    Cause("a column of scores is added or dropped|a learned sink is scaled or masked|the scores "
+          "are concatenated", "put one column of logits behind the scores when they are scaled and "
+          "masked, and drop its weights", "other logits than a learned sink"),
     Cause(r"the (\w+) .* are also used by",
           "do not return or store them (transformers: output_attentions=False)",
           r"the \1 are also used"),

@@ -6,6 +6,11 @@
     after:   M = logical_not(causal == 0)
              o = <attention>(q, k, v, attn_mask=M, scale=0.125)
 
+    before:  s = torch.cat([q @ k.mT, sink], -1)
+             o = s.softmax(-1)[..., :-1] @ v
+    after:   o, lse = <attention>(q, k, v, scale=1.0)
+             o = o * sigmoid(lse - sink)
+
 `_Attention._refusals` lists what is attention but is not SDPA's. Each product is read as an einsum,
 so that every order of dimensions is a permutation.
 """
@@ -100,13 +105,15 @@ class _Attention:
                 if user not in self.chain | {self.node} and not _idle(user, node):
                     yield f"the {what} `{node.name}` are also used by `{user.name}`"
         conditions = [step.fill[0] for step in self.above if step.fill]
-        if self.chain & {q, k, v, *conditions, *(step.bias for step in self.above)}:
+        added = [x for step in self.above for x in (step.bias, step.sink)]
+        if self.chain & {q, k, v, *conditions, *added}:
             yield "an operand is computed from the scores"
         yield from self._refused_at_the_end()
         dtypes = [value_of(x).dtype for x in (q, k, v)]
         if len(set(dtypes)) > 1:
             yield f"q, k and v must have one dtype, got {dtypes}"
         yield from self._refused_these_masks()
+        yield from self._refused_this_sink()
 
     @staticmethod
     def _sizes_agree(product: Product) -> bool:
@@ -156,12 +163,23 @@ class _Attention:
         if len(values) > 1:
             yield f"masks hide with different values, {sorted(values)}"
 
+    def _refused_this_sink(self) -> Iterator[str]:
+        sinks = [i for i, step in enumerate(self.above) if step.sink is not None]
+        drops = [step for step in self.below if step.drops]
+        if any(step.drops for step in self.above) or len(sinks) > 1 or len(drops) != len(sinks):
+            yield "a column of scores is added or dropped, which is no learned sink"
+        elif sinks and not all(step.plain for step in self.above[sinks[0] + 1 :]):
+            yield "a learned sink is scaled or masked with the scores"
+
     def _fill_in(self, call: Call) -> Call:
         emit, product = call.emit, self.scores
         batch, row, inner, col = product.roles()
         call.q = self._arranged(emit, product.a, product.left, batch + row + inner)
         call.k = self._arranged(emit, product.b, product.right, batch + col + inner)
         call.attn_mask = self._attn_mask(emit, product.out, batch + row + col)
+        for step in self.above:
+            if step.sink is not None:
+                call.sink = self._aligned(emit, step, step.sink, product.out, batch + row + col)
         call.scale = math.prod(
             (step.scale for step in self.above if step.scale is not None), start=1.0
         )

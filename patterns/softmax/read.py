@@ -2,6 +2,8 @@
 
     o = softmax(c q k^T + M) v          c: scale, M: mask (additive, or -inf where a key is hidden)
 
+A learned sink is one more column of scores, whose weights are dropped before the product with v.
+
 `read` anchors on a softmax. Upwards it reads each call as a `Step` (a scale, a bias, a fill, a
 cast) until the product q k^T, downwards until the product with v. A step that no attention has is
 read too, with the reason why the call stays as it is. build.py makes a Call of the steps.
@@ -28,24 +30,34 @@ SOFTMAX = ("softmax", "_softmax", "special_softmax")
 PRODUCTS = ("matmul", "bmm", "baddbmm", "einsum")
 SYNONYMS = {
     "truediv": "div", "true_divide": "div", "divide": "div", "multiply": "mul", "subtract": "sub",
-    "iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "div",
+    "iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "div", "concat": "cat",
+    "concatenate": "cat",
 }  # fmt: skip
 CASTS = ("to", "_to_copy", "float", "double", "half", "bfloat16", "type", "type_as")
 SAME = (*CASTS, "contiguous", "clone", "expand", "lift_fresh_copy")
 # Seen through only to say why the call stays as it is.
 FOREIGN = {
     "tanh": "softcap: the scores pass through tanh",
-    "cat": "a learned sink: the scores are concatenated with other logits",
+    "cat": "the scores are concatenated with other logits than a column behind them",
     **{
         name: f"`{name}` stands between the products"
         for name in (
             "abs", "add", "clamp", "clip", "exp", "getitem", "index", "max", "maximum", "min",
-            "minimum", "nan_to_num", "neg", "pad", "permute", "pow", "relu", "sigmoid", "slice",
-            "softplus", "square", "sub", "transpose",
+            "minimum", "nan_to_num", "narrow", "neg", "pad", "permute", "pow", "relu", "sigmoid",
+            "slice", "softplus", "square", "sub", "transpose",
         )
     },
 }  # fmt: skip
-RESHAPING = ("cat", "getitem", "index", "pad", "permute", "slice", "transpose")  # of FOREIGN
+RESHAPING = (
+    "cat",
+    "getitem",
+    "index",
+    "narrow",
+    "pad",
+    "permute",
+    "slice",
+    "transpose",
+)  # of FOREIGN
 HIDDEN = -1e9  # a finite fill up to this is a mask: exp of it is 0 beside any score
 MOST_STEPS = 64  # nodes looked at on each side of a softmax
 
@@ -59,11 +71,13 @@ class Step:
     bias: Node | None = None
     fill: tuple[Node, bool, float] | None = None  # where `cond` is that, the score is the number
     aside: tuple[Node, ...] = ()  # nodes of the row maximum that is subtracted
+    sink: Node | None = None  # the column that is put behind the scores
+    drops: bool = False  # the last column
     refused: str | None = None
 
     @property
     def plain(self) -> bool:
-        return self.scale is None and self.bias is None and self.fill is None
+        return self.scale is None and self.bias is None and self.fill is None and self.sink is None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,9 +189,42 @@ def _reading_of(name: str, node: Node) -> Iterator[tuple[Node, Step]]:
         yield x, _fill(node, cond, True, value)
     elif name == "where":
         yield from _wheres(node)
+    elif name == "cat" and (pair := _scores_and_sink(node)):
+        yield pair[0], Step(node, sink=pair[1])
+    elif name in ("getitem", "slice", "narrow") and _drops_a_column(name, node):
+        yield x, Step(node, drops=True)
     elif name in FOREIGN:
-        first = x[0] if isinstance(x, (list, tuple)) else x
-        yield first, Step(node, refused=FOREIGN[name])
+        for each in x if isinstance(x, (list, tuple)) else (x,):
+            yield each, Step(node, refused=FOREIGN[name])
+
+
+def _scores_and_sink(node: Node) -> tuple[Node, Node] | None:
+    """Of a concatenation of scores and one column behind them."""
+    tensors, dim = arguments(node, ("tensors", "tensor"), ("dim", "axis"), dim=0)
+    values = [value_of(x) for x in tensors]
+    if len(values) != 2 or not all(isinstance(x, torch.Tensor) for x in values):
+        return None
+    scores, sink = values
+    last = dim in (-1, scores.dim() - 1) and equal(sink.shape, (*scores.shape[:-1], 1))
+    return tuple(tensors) if last else None
+
+
+def _drops_a_column(name: str, node: Node) -> bool:
+    """Whether `node` is all of a tensor but the last number of each row."""
+    x, *rest = node.args
+    value, kept = value_of(x), value_of(node)
+    if not isinstance(value, torch.Tensor) or node.kwargs or name != "getitem" and len(rest) < 2:
+        return False
+    if name == "getitem":  # x[..., :-1], x[:, :, :, :N]
+        index = rest[0] if isinstance(rest[0], tuple) else (rest[0],)
+        if not all(each is Ellipsis or isinstance(each, slice) for each in index):
+            return False
+        begins = all(each is Ellipsis or each.start in (None, 0) for each in index)
+        begins &= all(each is Ellipsis or each.step in (None, 1) for each in index)
+    else:
+        dim, start, *end = rest
+        begins = dim in (-1, value.dim() - 1) and start in (None, 0) and end[1:] in ([], [1])
+    return begins and equal(kept.shape, (*value.shape[:-1], value.shape[-1] - 1))
 
 
 def _scalings(name: str, node: Node, x, other) -> Iterator[tuple[Node, Step]]:

@@ -791,3 +791,11 @@ def test_calls_by_block_lists_are_refused_with_a_reason():
 
     (site,) = diagnose(attend, q, k, v, recipes="sage2-8b").unmeasured
     assert site.reason == "was not run: diagnose knows no exact attention by block lists"
+
+
+def test_calls_with_a_learned_sink_are_refused_with_a_reason():
+    def attend(q, k, v):
+        return torch.cat([q @ k.mT, q[..., :1]], -1).softmax(-1)[..., :-1] @ v
+
+    (site,) = diagnose(attend, *support.random_qkv(1, 2, N=256), recipes="sage2-8b").unmeasured
+    assert site.reason == "was not run: diagnose knows no exact attention with a learned sink"

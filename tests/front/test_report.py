@@ -79,7 +79,7 @@ def strings(path):
 
 # What is not a reason, but a part of one, the description of a mask, or why a call is rewritten.
 NOT_REASONS = {
-    "11", "blocks of {} x {}", "causal1", "window(1, 1)", ", bottom right", "a tensor", "a dynamic number",
+    "11", "blocks of {} x {}", "a sink", "causal1", "window(1, 1)", ", bottom right", "a tensor", "a dynamic number",
     "flex window", "no recipe", "no backend of SDPA", "; 11 failed: 1", " at 1", "autotuned1",
     "1 with 1, B*H=1", "N >= 11", ", 1 at N=1", "1: 1x the fastest of SDPA111",
     "; SDPA's flash attention is 1", "; all batches share k and v, which are prepared once",

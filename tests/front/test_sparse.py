@@ -128,6 +128,10 @@ REFUSED = {
         lambda q, k, v: sdpa(q, k[:, :, 1:], v[:, :, 1:]),
         "blocks are selected for self-attention, got 256 queries and 255 keys",
     ),
+    "sink": (
+        lambda q, k, v: torch.cat([q @ k.mT, q[..., :1]], -1).softmax(-1)[..., :-1] @ v,
+        "blocks are selected where there is no mask, got a sink",
+    ),
     "lse": (
         lambda q, k, v: sage_inductor.attention(q, k, v, return_lse=True)[1],
         "blocks are selected where no logsumexp is returned",

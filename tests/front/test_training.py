@@ -250,6 +250,24 @@ def test_what_is_not_trained_says_why():
     assert site.reason == "training: block lists have no backward here"
 
 
+@pytest.mark.parametrize("options", [ASKED, {"sage.force": True, "sage.emulate": True}])
+def test_a_learned_sink_is_not_trained(options):
+    sinks = torch.randn(2, 1, 1, requires_grad=True)
+
+    def attend(q):
+        s = torch.cat([q @ q.mT, sinks.expand(1, 2, 300, 1)], -1)
+        return s.softmax(-1)[..., :-1] @ q
+
+    q = torch.randn(1, 2, 300, 64)
+    torch.compile(attend, backend="sage", options=options)(q).sum().backward()
+    (site,) = sage_inductor.report().refused
+    assert site.reason == "training: a learned sink has no backward here"
+    assert (found := sinks.grad) is not None
+    sinks.grad = None
+    attend(q).sum().backward()
+    torch.testing.assert_close(found, sinks.grad)
+
+
 def reason_of(scale=None, is_causal=False, dim=64, training="g", n_kv=300):
     q = torch.randn(1, 2, 300, dim, requires_grad=True)
     k = torch.randn(1, 2, n_kv, dim)

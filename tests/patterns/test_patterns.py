@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import TestCase
-from support import calls, random_qkv, relative_l1, run_seen, with_gaps
+from support import arguments, calls, random_qkv, relative_l1, run_seen, with_gaps
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -277,6 +277,39 @@ def test_an_output_that_overlaps_or_has_other_gaps_stays_sdpas():
             assert site.reason.endswith(f"but for gaps between rows: strides {strides}")
 
         run_seen(sdpa(), *given, see=see)
+
+
+def with_sink(q, k, v, sink, is_causal):
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    s = torch.einsum("bihd,bhjd->bhij", q.transpose(1, 2), k) * 0.125
+    if is_causal:
+        s = s + torch.full(s.shape[2:], -math.inf, dtype=s.dtype).triu(1)
+    p = torch.cat([s, sink.expand(*s.shape[:3], 1)], -1)
+    p = (p - p.amax(-1, keepdim=True)).softmax(-1)[..., :-1]
+    return torch.einsum("bhij,bhjd->bihd", p, v)
+
+
+@pytest.mark.parametrize("of_each", ["head", "query"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("is_causal, name", [(True, "sage2-8b"), (False, "sage1")])
+def test_a_sink_takes_its_weight_by_the_ops_logsumexp(is_causal, name, dtype, of_each):
+    q, k, v = random_qkv(H_kv=2, N=200, dtype=dtype)
+    sink = torch.randn((2, 4, 200, 1) if of_each == "query" else (4, 1, 1), dtype=dtype) + 4
+    sink.view(-1)[:2] = torch.tensor([-math.inf, 1000.0])  # takes none, takes all
+    sites, settings = [], Settings(recipe=name, emulate=True)
+    function = functools.partial(with_sink, is_causal=is_causal)
+    actual = run_seen(function, q, k, v, sink, see=lambda gm: sites.extend(rewrite(gm, settings)))
+    (site,), exact = sites, with_sink(q, k, v, sink, is_causal)
+    assert site.recipe == name and site.mask == ("causal + a sink" if is_causal else "a sink")
+    args = arguments(q, k, v, is_causal, recipe=recipes.NAMED[name])
+    out, lse = torch.ops.sage.sdpa(*args)
+    weight = 1 / (1 + torch.exp(sink.float() - lse[..., None]))
+    expected = (out * weight).to(dtype).transpose(1, 2)
+    torch.testing.assert_close(actual, expected)
+    assert actual.dtype == dtype and actual.stride() == exact.stride()
+    assert 1e-4 < relative_l1(actual, exact) < 0.05 and actual.isfinite().all()
+    if of_each == "head":
+        assert not actual[:, :, 1].any() and torch.equal(actual[:, :, 0], out[:, 0])
 
 
 def test_checkpointed_and_conditional_calls_are_found_in_their_graphs():

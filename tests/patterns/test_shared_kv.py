@@ -207,6 +207,12 @@ def of_lists(q, k, v):
     return flex_attention(q, *expanded(k, v), block_mask=blocks, enable_gqa=True)
 
 
+def with_sink(q, k, v):
+    k, v = (x.repeat_interleave(2, 1) for x in expanded(k, v))
+    s = torch.cat([torch.einsum("bhid,bhjd->bhij", q, k), q[..., :1]], -1)
+    return torch.einsum("bhij,bhjd->bihd", s.softmax(-1)[..., :-1], v).transpose(1, 2)
+
+
 APART = {
     "causal": lambda q, k, v: sdpa(q, *expanded(k, v), is_causal=True),
     "a window": lambda q, k, v: sdpa(
@@ -228,6 +234,7 @@ APART = {
     "q is not dense": lambda q, k, v: sdpa(
         torch.cat([q.transpose(1, 2)] * 2, 1)[:, :40].transpose(1, 2), *expanded(k, v)),
     "block lists": of_lists,
+    "a sink of batches": with_sink,
     "by hand, which stores heads side by side": by_hand,
     "one batch": lambda q, k, v: sdpa(q[:1], *(x.repeat(1, 1, 1, 1) for x in (k, v))),
 }  # fmt: skip

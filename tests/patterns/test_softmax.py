@@ -23,9 +23,19 @@ from torch import nn
 
 from sage_inductor.patterns.call import FULL
 from sage_inductor.patterns.graph import GraphIndex, value_of
+from sage_inductor.patterns.replace import with_sink
 from sage_inductor.patterns.softmax.build import find
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def lse_of(q, k, attn_mask, is_causal, scale):
+    """As ``sage::lse``, in q's dtype."""
+    s = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * scale
+    if attn_mask is not None:
+        hides = attn_mask.dtype == torch.bool
+        s = s.masked_fill(~attn_mask, -math.inf) if hides else s + attn_mask
+    return s.logsumexp(-1)
 
 
 def canonicalise(gm: torch.fx.GraphModule) -> tuple[list, list[str]]:
@@ -40,13 +50,17 @@ def canonicalise(gm: torch.fx.GraphModule) -> tuple[list, list[str]]:
                 reasons.append(call.refused)
             assert str(gm.graph) == before
             continue
-        target = F.scaled_dot_product_attention
-        if call.emit.key == "val":  # an exported graph holds nothing but aten
+        target, lse = F.scaled_dot_product_attention, lse_of
+        if call.emit.key == "val":  # an exported graph holds nothing but operators
             target = torch.ops.aten.scaled_dot_product_attention.default
+            lse = torch.ops.sage.lse.default
         assert call.band == FULL  # bands are for who proves masks
         mask = {} if call.attn_mask is None else {"attn_mask": call.attn_mask}
         gqa = {"enable_gqa": True} if call.enable_gqa else {}
         new = call.emit(target, call.q, call.k, call.v, **mask, scale=call.scale, **gqa)
+        if call.sink is not None:
+            lse = call.emit(lse, call.q, call.k, call.attn_mask, False, call.scale)
+            new = with_sink(call.emit, new, lse, call.sink)
         assert value_of(new).shape == call.out.shape and value_of(new).dtype == call.out.dtype
         result = call.finish(new)
         assert value_of(result).shape == value_of(call.node).shape
@@ -252,6 +266,52 @@ SPELLINGS = {
 BETWEEN_CASTS = (transformers_t5, casts)  # eager rounds to float32 within
 
 
+# -- a learned sink ----
+
+SINKS = torch.rand(4, dtype=torch.float64)
+
+
+def gpt_oss(q, k, v):
+    k, v = (x[:, :2] for x in (k, v))
+    k, v = (x[:, :, None, :, :].expand(2, 2, 2, 8, 16).reshape(2, 4, 8, 16) for x in (k, v))
+    mask = torch.where(MASK, 0.0, torch.finfo(torch.float32).min).to(q.dtype)[None, None]
+    weights = torch.matmul(q, k.transpose(2, 3)) * 0.25 + mask
+    sinks = SINKS.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[-2], -1)
+    combined = torch.cat([weights, sinks], dim=-1)
+    combined = combined - combined.max(dim=-1, keepdim=True).values
+    scores = F.softmax(combined, dim=-1, dtype=combined.dtype)[..., :-1]
+    weights = F.dropout(scores, p=0.0, training=False).to(v.dtype)
+    return torch.matmul(weights, v).transpose(1, 2).contiguous()
+
+
+def sink_of_each_query(q, k, v):
+    s = torch.concat(((q @ k.mT).masked_fill(~MASK, -math.inf), q[..., 3:4]), 3)
+    return s.softmax(-1).narrow(-1, 0, 8) @ v
+
+
+def sink_in_three_dimensions(q, k, v):
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    s = torch.cat([q @ k.mT / 4 + ALIBI, SINKS.repeat(2)[:, None, None].expand(8, 8, 1)], -1)
+    return s.softmax(-1)[:, :, :8] @ v
+
+
+def sink_by_einsum(q, k, v):
+    s = torch.einsum("bhid,bhjd->bihj", q, k)
+    s = torch.cat([s, SINKS[None, None, :, None].expand(2, 8, 4, 1)], dim=3)
+    return torch.einsum("bihj,bhjd->bihd", s.softmax(-1)[:, :, :, :-1], v)
+
+
+def sink_of_any_length(q, k, v):
+    s = torch.cat([q @ k.mT * 0.25, SINKS[:, None, None].expand(*q.shape[:3], 1)], -1)
+    return s.softmax(-1)[..., :-1] @ v
+
+
+WITH_SINK = {
+    f.__name__: f
+    for f in (gpt_oss, sink_of_each_query, sink_in_three_dimensions, sink_by_einsum)
+}  # fmt: skip
+
+
 class Spelling(nn.Module):
     def __init__(self, function):
         super().__init__()
@@ -292,12 +352,25 @@ casts: scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l
 shapes_of_the_scores: scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, attn_mask=type_as, scale=1.0)""",
         )
 
+    def test_a_sink_takes_its_weight_from_the_output(self):
+        found = [f"{name}: {check(f, *random_qkv())}" for name, f in WITH_SINK.items()]
+        self.assertExpectedInline(
+            "\n".join(found),
+            """\
+gpt_oss: scaled_dot_product_attention = scaled_dot_product_attention(l_q_, k, v, attn_mask=mask, scale=0.25, enable_gqa=True)
+sink_of_each_query: scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, attn_mask=g_mask_, scale=1.0)
+sink_in_three_dimensions: unsqueeze_default = unsqueeze(q, 0)
+unsqueeze_default_1 = unsqueeze(k, 0)
+scaled_dot_product_attention = scaled_dot_product_attention(unsqueeze_default, unsqueeze_default_1, unsqueeze(v, 0), attn_mask=g_alibi_, scale=0.25)
+sink_by_einsum: scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, scale=1.0)""",
+        )
 
-@pytest.mark.parametrize("name", SPELLINGS)
+
+@pytest.mark.parametrize("name", SPELLINGS | WITH_SINK)
 def test_an_exported_program_is_rewritten_with_aten_alone(name):
-    inputs = random_qkv()
-    expected = SPELLINGS[name](*inputs)
-    program = torch.export.export(Spelling(SPELLINGS[name]), tuple(inputs))
+    inputs, function = random_qkv(), (SPELLINGS | WITH_SINK)[name]
+    expected = function(*inputs)
+    program = torch.export.export(Spelling(function), tuple(inputs))
     taken, reasons = canonicalise(program.graph_module)
     if name == "scale_in_a_tensor":  # torch.export lifts torch.tensor(16.0) to an input
         assert reasons == ["the scores are scaled by a tensor"]
@@ -316,18 +389,20 @@ def test_a_program_opened_into_bmm_and_views_is_attention_still():
     torch.testing.assert_close(program.module()(*inputs), nano_gpt(*inputs))
 
 
-@pytest.mark.parametrize("name", SPELLINGS)
+@pytest.mark.parametrize("name", SPELLINGS | WITH_SINK)
 def test_gradients_pass_through_the_attention_that_was_found(name):
-    inputs = [x.requires_grad_() for x in random_qkv()]
-    _, taken, reasons, actual = capture(SPELLINGS[name], *inputs)
+    inputs, function = [x.requires_grad_() for x in random_qkv()], (SPELLINGS | WITH_SINK)[name]
+    _, taken, reasons, actual = capture(function, *inputs)
     assert len(taken) == 1, reasons
     cotangent = torch.randn_like(actual)
-    expected = SPELLINGS[name](*inputs)
+    expected = function(*inputs)
     for x, y in zip(*(torch.autograd.grad(o, inputs, cotangent) for o in (actual, expected))):
         torch.testing.assert_close(x, y, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("spelling", [textbook, nano_gpt, einsum_bnhd, three_dimensions])
+@pytest.mark.parametrize(
+    "spelling", [textbook, nano_gpt, einsum_bnhd, three_dimensions, sink_of_any_length]
+)
 def test_dynamic_lengths_and_batches_stay_dynamic(spelling):
     inputs = random_qkv()
     for x in inputs:
@@ -589,10 +664,39 @@ def softmax_over_the_queries(q, k, v):
     return torch.einsum("bhkq,bhkd->bhqd", (k @ q.mT).softmax(-2), v)
 
 
-def sink(q, k, v):
-    s = torch.cat([q @ k.mT, BIAS[:, :, :, :1].expand(2, 4, 8, 1)], dim=-1)
-    s = s - s.max(dim=-1, keepdim=True).values
-    return s.softmax(-1)[..., :-1] @ v
+ONE = SINKS[:, None, None].expand(2, 4, 8, 1)
+
+
+def sunk(after=lambda s: s, weights=lambda p: p[..., :-1], of_v=lambda v: v):
+    """With a sink, and something wrong."""
+    return lambda q, k, v: weights(after(torch.cat([q @ k.mT, ONE], -1)).softmax(-1)) @ of_v(v)
+
+
+def sink_before_the_scores(q, k, v):
+    return torch.cat([ONE, q @ k.mT], -1).softmax(-1)[..., 1:] @ v
+
+
+def two_sinks(q, k, v):
+    return torch.cat([q @ k.mT, ONE, ONE], -1).softmax(-1)[..., :-2] @ v
+
+
+def a_sink_after_the_other(q, k, v):
+    s = torch.cat([torch.cat([q @ k.mT, ONE], -1), ONE], -1)
+    return s.softmax(-1)[..., :-1][..., :-1] @ v
+
+
+def sink_of_the_scores(q, k, v):
+    s = q @ k.mT
+    return torch.cat([s, s[..., :1]], -1).softmax(-1)[..., :-1] @ v
+
+
+def every_other_weight(q, k, v):
+    """Of two keys and a sink, as many as there are keys."""
+    return torch.cat([q @ k[:, :, :2].mT, ONE], -1).softmax(-1)[..., ::2] @ v[:, :, :2]
+
+
+def padded(v):
+    return F.pad(v, (0, 0, 0, 1), value=1.0)
 
 
 def first_batch_alone(q, k, v):
@@ -708,7 +812,19 @@ REFUSED = {
     "scale per head": (scored(lambda s: s * BIAS[:, :, :1, :1]), "the scores are scaled by a tensor"),
     "zero scale": (scored(lambda s: s * 0), "the scores are scaled by 0.0"),
     "softcap": (scored(lambda s: (s / 50).tanh() * 50), "softcap"),
-    "sink": (sink, "a learned sink"),
+    "sink before the scores": (sink_before_the_scores, "concatenated with other logits"),
+    "two sinks": (two_sinks, "concatenated with other logits"),
+    "a sink after the other": (a_sink_after_the_other, "which is no learned sink"),
+    "sink of the scores": (sink_of_the_scores, "the scores `s` are also used by"),
+    "sink with a value": (sunk(weights=lambda p: p, of_v=padded), "which is no learned sink"),
+    "weights of the sink": (sunk(weights=lambda p: p[..., 1:]), "`getitem` stands between"),
+    "every other weight": (every_other_weight, "`getitem` stands between"),
+    "scaled sink": (sunk(lambda s: s * 0.25), "a learned sink is scaled or masked"),
+    "masked sink": (sunk(lambda s: s + padded(MASK.mT * 1.0).mT), "a learned sink is scaled or masked"),
+    "a key dropped": (
+        lambda q, k, v: (q @ k.mT).softmax(-1)[..., :-1] @ v[:, :, :-1], "which is no learned sink"),
+    "a key dropped before": (
+        lambda q, k, v: (q @ k.mT)[..., :-1].softmax(-1) @ v[:, :, :-1], "which is no learned sink"),
     "clamp": (scored(lambda s: s.clamp(-5, 5)), "`clamp` stands between the products"),
     "weak mask": (scored(lambda s: s.masked_fill(MASK, -1e4)), "replaced by -10000.0, which does not hide"),
     "masks of two values": (
@@ -820,6 +936,7 @@ SOFTMAXES = {
     "cast": lambda s: F.softmax(s.to(torch.float64), dim=-1, dtype=torch.float64).type_as(s),
     "module": lambda s: nn.Dropout(0.1).eval()(nn.Softmax(dim=-1)(s)),
     "maximum": lambda s: (s - s.amax(-1, keepdim=True)).softmax(-1),
+    "sink": lambda s: torch.cat([s, ONE], -1).softmax(-1)[..., :8],
     "refused": lambda s: s.softmax(-1) * 2,
 }
 SUMS = {
@@ -913,6 +1030,15 @@ def llama(lib):
     return lib.LlamaModel(config), dict(input_ids=IDS, use_cache=False, attention_mask=PADDED)
 
 
+def gpt_oss_model(lib):
+    config = lib.GptOssConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, intermediate_size=32, num_local_experts=2, num_experts_per_tok=1,
+        sliding_window=4, **EAGER,
+    )  # fmt: skip
+    return lib.GptOssModel(config), dict(input_ids=IDS, use_cache=False, attention_mask=PADDED)
+
+
 def vit(lib):
     config = lib.ViTConfig(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
@@ -956,7 +1082,7 @@ def timm_unfused(lib):
 
 
 MODELS = {
-    bert: 2, bert_padded: 2, gpt2: 2, llama: 2, vit: 2, t5: 6, whisper: 6, bloom: 2,
+    bert: 2, bert_padded: 2, gpt2: 2, llama: 2, gpt_oss_model: 2, vit: 2, t5: 6, whisper: 6, bloom: 2,
     timm_unfused: 2,
 }  # fmt: skip
 
