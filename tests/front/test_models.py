@@ -157,6 +157,17 @@ def mistral_with_a_window(lib):
     return lib.MistralForCausalLM(config), {"input_ids": token_ids(70), "use_cache": False}
 
 
+def gpt_oss(lib):
+    """With learned sinks, which SDPA has not, and every second layer a window."""
+    config = lib.GptOssConfig(
+        hidden_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=64, intermediate_size=256, num_local_experts=2, num_experts_per_tok=2,
+        vocab_size=100, sliding_window=16, attn_implementation="eager",
+    )  # fmt: skip
+    inputs = {"input_ids": token_ids(70), "use_cache": False, **padding()}
+    return lib.GptOssForCausalLM(config), inputs
+
+
 def t5(lib, attention="sdpa"):
     config = lib.T5Config(
         d_model=128, d_kv=64, d_ff=256, num_layers=2, num_decoder_layers=2, num_heads=2,
@@ -370,6 +381,7 @@ CASES = [
     Case("transformers", llama_padded, {"SDPA, causal + bool[2, 1, 1, 70]": 2}),
     Case("transformers", llama_eager_padded, {"softmax, float32[2, 1, 70, 70]": 2}),
     Case("transformers", mistral_with_a_window, {"SDPA, window(15, 0)": 2}),
+    Case("transformers", gpt_oss, {"softmax, float32[2, 1, 70, 70] + a sink": 2}),
     # Encoder, decoder and cross attention, with a position bias, a mask, or both.
     Case(
         "transformers", t5,
@@ -506,7 +518,7 @@ def test_a_model_is_one_graph_with_its_attention_rewritten_and_its_output_kept(c
 
 
 EXPORTABLE = (
-    llama_without_a_cache, vit, whisper_without_a_cache, flux, sd3, wan, unet, hunyuan_video,
+    llama_without_a_cache, gpt_oss, vit, whisper_without_a_cache, flux, sd3, wan, unet, hunyuan_video,
 )  # fmt: skip
 
 

@@ -690,6 +690,11 @@ def sink_of_the_scores(q, k, v):
     return torch.cat([s, s[..., :1]], -1).softmax(-1)[..., :-1] @ v
 
 
+def sink_of_the_one_key(q, k, v):
+    s = q @ k[:, :, :1].mT
+    return torch.cat([s, s], -1).softmax(-1)[..., :-1] @ v[:, :, :1]
+
+
 def every_other_weight(q, k, v):
     """Of two keys and a sink, as many as there are keys."""
     return torch.cat([q @ k[:, :, :2].mT, ONE], -1).softmax(-1)[..., ::2] @ v[:, :, :2]
@@ -816,6 +821,7 @@ REFUSED = {
     "two sinks": (two_sinks, "concatenated with other logits"),
     "a sink after the other": (a_sink_after_the_other, "which is no learned sink"),
     "sink of the scores": (sink_of_the_scores, "the scores `s` are also used by"),
+    "sink of the one key": (sink_of_the_one_key, "an operand is computed from the scores"),
     "sink with a value": (sunk(weights=lambda p: p, of_v=padded), "which is no learned sink"),
     "weights of the sink": (sunk(weights=lambda p: p[..., 1:]), "`getitem` stands between"),
     "every other weight": (every_other_weight, "`getitem` stands between"),
