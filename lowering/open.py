@@ -1,5 +1,6 @@
 """``sage::sdpa`` (and ``sage::prepare``, its first half) opens into smooth + quantize + attention
-when AOTAutograd traces a graph, ``sage::select_blocks`` into what it is made of.
+when AOTAutograd traces a graph, ``sage::select_blocks`` and ``sage::with_sink`` into what they are
+made of.
 
 Inductor then sees what there is to see: on CUDA the Triton kernels themselves (they are
 ``triton_op``) or, where it cannot launch the fastest ones, calls of opaque ops
@@ -17,8 +18,9 @@ up. Three cases stay whole:
 
 from sage_inductor.lowering.precompile import precompile
 from sage_inductor.lowering.realize import stored
-from sage_inductor.ops import prepare_kv, sdpa, select_blocks
+from sage_inductor.ops import prepare_kv, sdpa, select_blocks, with_sink
 from sage_inductor.ops.compat import FunctionalTensorMode, exporting
+from sage_inductor.ops.lse import compose_with_sink
 from sage_inductor.ops.sdpa import SdpaCall, compose, compose_prepare
 from sage_inductor.ops.selector import compose_select
 
@@ -49,3 +51,4 @@ def _compose(*args):
 _opens(sdpa, _compose, slice(1, 3), SdpaCall._fields.index("portable"))
 _opens(prepare_kv, compose_prepare, slice(0, 2), 4)
 _opens(select_blocks, compose_select, slice(0, 2))
+_opens(with_sink, compose_with_sink, slice(0, 0))

@@ -3,7 +3,7 @@
 from sage_inductor.ops import compat  # noqa: F401  (first: it says what is missing)
 from sage_inductor.ops.attention.select import attention, attention_opaque
 from sage_inductor.ops.gather import gather_sdpa
-from sage_inductor.ops.lse import exact_lse
+from sage_inductor.ops.lse import exact_lse, with_sink
 from sage_inductor.ops.quantize.op import (
     quantize_k,
     quantize_kv,
@@ -38,4 +38,5 @@ __all__ = [
     "sdpa",
     "select_blocks",
     "smooth",
+    "with_sink",
 ]

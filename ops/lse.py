@@ -1,7 +1,7 @@
 """``sage::lse``: the row logsumexp of exact attention. SDPA computes it too, but returns it in no
-public way.
+public way. ``sage::with_sink``: what a learned sink makes of attention, by the logsumexp.
 
-Shapes: B batch, H_q and H_kv heads, N_q and N_kv sequence, D head_dim.
+Shapes: B batch, H_q and H_kv heads, N_q and N_kv sequence, D head_dim (D_v of v).
 """
 
 import itertools
@@ -63,3 +63,30 @@ exact_lse.register_autograd(
     setup_context=lambda ctx, inputs, output: ctx.mark_non_differentiable(output),
 )
 OPAQUE.add(torch.ops.sage.lse.default)
+
+
+def compose_with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """``sage::with_sink``, as calls of aten."""
+    return (out * torch.sigmoid(lse[..., None] - sink)).to(out.dtype)
+
+
+@torch.library.custom_op("sage::with_sink", mutates_args=())
+def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """Attention each of whose rows has one score more, of a value of 0: a learned sink.
+
+    out [B, H_q, N_q, D_v] and lse [B, H_q, N_q] (fp32, natural log): of attention without it. sink:
+    any shape that broadcasts to [B, H_q, N_q, 1]. All weights become sum_j e^s_j / (sum_j e^s_j +
+    e^sink) of what they were, so this is out * sigmoid(lse - sink), of out's dtype. A backward
+    raises NotImplementedError: lse has no gradient.
+    """
+    return compose_with_sink(out, lse, sink)
+
+
+with_sink.register_fake(compose_with_sink)
+
+
+def _no_backward(ctx, _grad):
+    raise NotImplementedError("sage::with_sink: attention with a learned sink has no backward")
+
+
+with_sink.register_autograd(_no_backward)

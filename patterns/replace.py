@@ -67,16 +67,9 @@ def replace(call: Call, decision: Decision, portable: bool) -> None:
         call.lse.replace_all_uses_with(call.finish(second))
         call.dead.insert(0, call.lse)
     if call.sink is not None:
-        first = with_sink(emit, first, emit.insert(operator.getitem, (new, 1), lse), call.sink)
+        lse = emit.insert(operator.getitem, (new, 1), lse)
+        first = emit(torch.ops.sage.with_sink.default, first, lse, call.sink)
     _finish(call, first, order, gap)
-
-
-def with_sink(emit: Emitter, out: Node, lse: Node, sink: Node) -> Node:
-    """out [B, H_q, N_q, D_v], where every row has one score more: sink [B, H_q, N_q, 1], of a value
-    of 0. The weights of all others become sum_j e^s_j / (sum_j e^s_j + e^sink) of what they are."""
-    by_row = emit(aten.sub.Tensor, emit(aten.unsqueeze.default, lse, -1), sink)
-    weighed = emit(aten.mul.Tensor, out, emit(aten.sigmoid.default, by_row))
-    return emit(aten.to.dtype, weighed, value_of(out).dtype)
 
 
 def stand_in(call: Call, out: Node) -> None:

@@ -399,6 +399,44 @@ def test_a_package_reads_only_the_keys_that_a_band_shows(tmp_path):
         assert torch.equal(run(q, k, v), found)
 
 
+class Sink(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.sinks = nn.Parameter(torch.randn(2, 1, 1) + 3)
+
+    def forward(self, q, k, v):
+        s = q @ k.mT * q.shape[3] ** -0.5
+        s = torch.cat([s, self.sinks.expand(*s.shape[:3], 1)], -1)
+        return s.softmax(-1)[..., :-1] @ v
+
+
+def test_a_package_of_attention_with_a_learned_sink(tmp_path):
+    model, options = Sink(), {**EMULATE, "sage.recipe": "sage2-8b"}
+    N = torch.export.Dim("N", min=2, max=4096)
+
+    def exported():
+        given = [torch.randn(1, 2, 70, 32) for _ in range(3)]
+        return torch.export.export(model, tuple(given), dynamic_shapes=({2: N},) * 3)
+
+    program = exported()
+    (site,) = sage_inductor.rewrite(program, options=options)
+    assert site.mask == "a sink"
+    with pytest.raises(NotImplementedError, match="a learned sink has no backward"):
+        program.module()(*[torch.randn(1, 2, 70, 32) for _ in range(3)]).sum().backward()
+    path = str(tmp_path / "sink.pt2")
+    sage_inductor.aoti_compile_and_package(
+        exported(), package_path=path, inductor_configs=QUICK, options=options
+    )
+    run = torch._inductor.aoti_load_package(path)
+    for n in (2, 70, 333):
+        q, k, v = (torch.randn(1, 2, n, 32) for _ in range(3))
+        with torch.no_grad():
+            assert 1e-4 < relative_l1(run(q, k, v), model(q, k, v)) < 0.05
+            torch.testing.assert_close(
+                run(q, k, v), program.module()(q, k, v), rtol=1e-3, atol=1e-3
+            )
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_package_of_sources_is_built_where_it_is_loaded(device, tmp_path):
     """By torch's loader, with the compiler that it finds."""

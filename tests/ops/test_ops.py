@@ -53,6 +53,36 @@ def test_opcheck_of_sdpa(recipe, N_kv):
     torch.library.opcheck(torch.ops.sage.sdpa.default, arguments(q, k, v, recipe=recipe))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("of_sink", [(1,), (4, 1, 1), (2, 4, 65, 1)])
+def test_with_sink_is_attention_with_one_score_more_in_each_row(dtype, of_sink):
+    q, k, v = qkv()
+    sink = torch.randn(of_sink) * 3
+    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+    s = q @ k.mT
+    exact = torch.cat([s, sink.expand(2, 4, 65, 1)], -1).softmax(-1)[..., :-1] @ v
+    out, lse = (s.softmax(-1) @ v).to(dtype), s.logsumexp(-1)
+    lse[0, 0, 0] = -math.inf  # sees nothing
+    exact[0, 0, 0] = 0
+    for stored in (out, out.transpose(1, 2).contiguous().transpose(1, 2)):
+        given = stored, lse, sink.to(dtype)
+        torch.library.opcheck(torch.ops.sage.with_sink.default, given)
+        found = torch.ops.sage.with_sink(*given)
+        assert found.dtype == dtype and found.stride() == stored.stride()
+        assert_close(
+            found, exact.to(dtype), rtol=2e-2, atol=1e-5 if dtype == torch.float32 else 1e-2
+        )
+
+
+def test_with_sink_has_no_backward():
+    out, lse, sink = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3), torch.randn(2, 1, 1)
+    for x in (out, sink):
+        x.requires_grad_()
+        with pytest.raises(NotImplementedError, match="a learned sink has no backward"):
+            torch.ops.sage.with_sink(out, lse, sink).sum().backward()
+        x.requires_grad_(False)
+
+
 def test_opcheck_of_the_pieces():
     q, k, v = qkv()
     for x in (k, k[:, :, ::2], k[:, :1].expand(-1, 3, -1, -1)):
@@ -392,13 +422,14 @@ def test_the_arguments_of_saved_programs_are_what_was_declared():
     """Where this fails: as above."""
     names = {
         op: [a.name for a in getattr(torch.ops.sage, op).default._schema.arguments]
-        for op in ("sdpa", "prepare", "select_blocks")
+        for op in ("sdpa", "prepare", "select_blocks", "with_sink")
     }
     assert (recipes.MEANING, names) == (2, {
         "sdpa": ["q", "k", "v", "attn_mask", "prepared", "left", "right", "bottom_right", "scale",
                  "recipe", "warpgroups", "out_bnhd", "portable", *BlockLists._fields],
         "prepare": ["k", "v", "attn_mask", "recipe", "portable"],
         "select_blocks": ["q", "k", "scale", *Selection._fields, "block_q", "block_kv"],
+        "with_sink": ["out", "lse", "sink"],
     })  # fmt: skip
 
 

@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from support import calls, run_seen
 from torch import nn
 
+from sage_inductor.ops.lse import compose_with_sink
 from sage_inductor.patterns.call import FULL
 from sage_inductor.patterns.graph import GraphIndex, value_of
-from sage_inductor.patterns.replace import with_sink
 from sage_inductor.patterns.softmax.build import find
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -50,17 +50,17 @@ def canonicalise(gm: torch.fx.GraphModule) -> tuple[list, list[str]]:
                 reasons.append(call.refused)
             assert str(gm.graph) == before
             continue
-        target, lse = F.scaled_dot_product_attention, lse_of
+        target, lse, weighed = F.scaled_dot_product_attention, lse_of, compose_with_sink
         if call.emit.key == "val":  # an exported graph holds nothing but operators
             target = torch.ops.aten.scaled_dot_product_attention.default
-            lse = torch.ops.sage.lse.default
+            lse, weighed = torch.ops.sage.lse.default, torch.ops.sage.with_sink.default
         assert call.band == FULL  # bands are for who proves masks
         mask = {} if call.attn_mask is None else {"attn_mask": call.attn_mask}
         gqa = {"enable_gqa": True} if call.enable_gqa else {}
         new = call.emit(target, call.q, call.k, call.v, **mask, scale=call.scale, **gqa)
         if call.sink is not None:
             lse = call.emit(lse, call.q, call.k, call.attn_mask, False, call.scale)
-            new = with_sink(call.emit, new, lse, call.sink)
+            new = call.emit(weighed, new, lse, call.sink)
         assert value_of(new).shape == call.out.shape and value_of(new).dtype == call.out.dtype
         result = call.finish(new)
         assert value_of(result).shape == value_of(call.node).shape
