@@ -36,7 +36,7 @@ def why_not(call: Call) -> str | None:
     if not (scale is None or isinstance(scale, (int, float)) and math.isfinite(scale)):
         return f"scale must be a finite number known when compiling, got {scale}"
     lists = [value_of(x) for pair in call.blocks.lists for x in pair] if call.blocks.size else []
-    tensors = [x for x in (q, k, v, mask, *lists) if x is not None]
+    tensors = [x for x in (q, k, v, mask, value_of(call.sink), *lists) if x is not None]
     for x in tensors:
         if type(x).__name__ != "FakeTensor" or x.layout != torch.strided:
             return f"tensor subclasses are not supported, got {type(x).__name__}"

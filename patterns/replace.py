@@ -6,7 +6,8 @@ them too.
     after:   sdpa = sage.sdpa(q, k, v, None, [], None, 0, False, 0.125, "int8/...@...", ...)
              out = sdpa[0]
 
-Where blocks of keys are selected, ``sage.select_blocks(q, k, ...)`` gives it their lists.
+Where blocks of keys are selected, ``sage.select_blocks(q, k, ...)`` gives it their lists. Where
+there is a learned sink, ``sage.with_sink(sdpa[0], sdpa[1], sink)`` takes its weight off the output.
 """
 
 import operator
