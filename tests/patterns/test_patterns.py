@@ -652,6 +652,24 @@ def test_k_is_quantized_once_where_the_ops_open(case, expected):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("portable", [False, True])
+def test_what_a_sink_takes_opens_where_it_is_compiled(portable):
+    graphs = []
+
+    def backend(gm, example_inputs):
+        rewrite(gm, Settings(emulate=True, portable=portable))
+        return aot_autograd(fw_compiler=lambda fx, _: graphs.append(fx) or fx)(gm, example_inputs)
+
+    torch._dynamo.reset()
+    q, k, v = random_qkv()
+    given = q, k, v, torch.randn(4, 1, 1)
+    actual = torch.compile(with_sink, backend=backend, fullgraph=True)(*given, True)
+    (fx,) = graphs
+    assert not fx.graph.find_nodes(op="call_function", target=torch.ops.sage.with_sink.default)
+    assert len(fx.graph.find_nodes(op="call_function", target=torch.ops.aten.sigmoid.default)) == 1
+    assert relative_l1(actual, with_sink(*given, True)) < 0.05
+
+
 def bool_mask():
     i = torch.arange(32)
     return i <= i[:, None]
