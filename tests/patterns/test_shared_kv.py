@@ -208,7 +208,7 @@ def of_lists(q, k, v):
 
 
 def with_sink(q, k, v):
-    k, v = (x.repeat_interleave(2, 1) for x in expanded(k, v))
+    k, v = expanded(*(x.repeat_interleave(2, 1) for x in (k, v)))
     s = torch.cat([torch.einsum("bhid,bhjd->bhij", q, k), q[..., :1]], -1)
     return torch.einsum("bhij,bhjd->bihd", s.softmax(-1)[..., :-1], v).transpose(1, 2)
 

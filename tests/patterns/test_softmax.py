@@ -825,6 +825,14 @@ REFUSED = {
     "sink with a value": (sunk(weights=lambda p: p, of_v=padded), "which is no learned sink"),
     "weights of the sink": (sunk(weights=lambda p: p[..., 1:]), "`getitem` stands between"),
     "every other weight": (every_other_weight, "`getitem` stands between"),
+    "other weights": (sunk(weights=lambda p: p.narrow(-1, 1, 8)), "`narrow` stands between"),
+    "a key dropped with the sink": (
+        sunk(weights=lambda p: p[..., :-2], of_v=lambda v: v[:, :, :-1]), "`getitem` stands between"),
+    "a column behind the weights": (
+        scored(after=lambda p: torch.cat([p, ONE], -1)[..., :-1]), "the weights pass through `cat`"),
+    "queries of one key": (
+        lambda q, k, v: torch.cat([q @ k[:, :, :1].mT, ONE], 2).softmax(-1) @ v[:, :, :1],
+        "concatenated with other logits"),
     "scaled sink": (sunk(lambda s: s * 0.25), "a learned sink is scaled or masked"),
     "masked sink": (sunk(lambda s: s + padded(MASK.mT * 1.0).mT), "a learned sink is scaled or masked"),
     "a key dropped": (
