@@ -48,16 +48,8 @@ FOREIGN = {
         )
     },
 }  # fmt: skip
-RESHAPING = (
-    "cat",
-    "getitem",
-    "index",
-    "narrow",
-    "pad",
-    "permute",
-    "slice",
-    "transpose",
-)  # of FOREIGN
+# Of FOREIGN.
+RESHAPING = ("cat", "getitem", "index", "narrow", "pad", "permute", "slice", "transpose")
 HIDDEN = -1e9  # a finite fill up to this is a mask: exp of it is 0 beside any score
 MOST_STEPS = 64  # nodes looked at on each side of a softmax
 
@@ -201,7 +193,7 @@ def _reading_of(name: str, node: Node) -> Iterator[tuple[Node, Step]]:
 def _scores_and_sink(node: Node) -> tuple[Node, Node] | None:
     """Of a concatenation of scores and one column behind them."""
     tensors, dim = arguments(node, ("tensors", "tensor"), ("dim", "axis"), dim=0)
-    values = [value_of(x) for x in tensors]
+    values = [value_of(x) for x in tensors] if isinstance(tensors, (list, tuple)) else []
     if len(values) != 2 or not all(isinstance(x, torch.Tensor) for x in values):
         return None
     scores, sink = values
@@ -211,9 +203,11 @@ def _scores_and_sink(node: Node) -> tuple[Node, Node] | None:
 
 def _drops_a_column(name: str, node: Node) -> bool:
     """Whether `node` is all of a tensor but the last number of each row."""
+    if node.kwargs or len(node.args) < (2 if name == "getitem" else 3):
+        return False
     x, *rest = node.args
     value, kept = value_of(x), value_of(node)
-    if not isinstance(value, torch.Tensor) or node.kwargs or name != "getitem" and len(rest) < 2:
+    if not isinstance(value, torch.Tensor):
         return False
     if name == "getitem":  # x[..., :-1], x[:, :, :, :N]
         index = rest[0] if isinstance(rest[0], tuple) else (rest[0],)

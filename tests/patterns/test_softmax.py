@@ -833,6 +833,8 @@ REFUSED = {
     "queries of one key": (
         lambda q, k, v: torch.cat([q @ k[:, :, :1].mT, ONE], 2).softmax(-1) @ v[:, :, :1],
         "concatenated with other logits"),
+    "weights by keywords": (
+        sunk(weights=lambda p: torch.narrow(input=p, dim=-1, start=0, length=8)), "`narrow` stands between"),
     "scaled sink": (sunk(lambda s: s * 0.25), "a learned sink is scaled or masked"),
     "masked sink": (sunk(lambda s: s + padded(MASK.mT * 1.0).mT), "a learned sink is scaled or masked"),
     "a key dropped": (
