@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+import sage_inductor
 from sage_inductor import patterns
 from sage_inductor.decide import Settings, _at_least, rewrite
 from sage_inductor.decide import decide as decide_call
@@ -650,6 +651,21 @@ def test_k_is_quantized_once_where_the_ops_open(case, expected):
     whole = torch.compile(function, backend="sage", options={"sage.emulate": True})
     for a, b in zip(actual, whole(*inputs)):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["sage2-8b", "sage1"])
+@torch.no_grad()
+def test_a_gpu_computes_attention_with_a_sink(name):
+    q, k, v = (x.cuda() for x in random_qkv(1, 8, 2, 3000, dtype=torch.bfloat16))
+    sink = torch.randn(8, 1, 1, device="cuda", dtype=torch.bfloat16) + 4
+    options = {"sage.force": True, "sage.strict": True, "sage.recipe": name}
+    compiled = torch.compile(with_sink, backend="sage", fullgraph=True, options=options)
+    actual = compiled(q, k, v, sink, True)
+    (site,) = sage_inductor.report()
+    assert site.recipe == name and site.mask == "causal + a sink"
+    exact = with_sink(*(x.double() for x in (q, k, v, sink)), True)
+    assert 1e-4 < relative_l1(actual, exact) < 0.05 and actual.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("portable", [False, True])
