@@ -211,10 +211,13 @@ def _drops_a_column(name: str, node: Node) -> bool:
         return False
     if name == "getitem":  # x[..., :-1], x[:, :, :, :N]
         index = rest[0] if isinstance(rest[0], tuple) else (rest[0],)
-        if not all(each is Ellipsis or isinstance(each, slice) for each in index):
-            return False
-        begins = all(each is Ellipsis or each.start in (None, 0) for each in index)
-        begins &= all(each is Ellipsis or each.step in (None, 1) for each in index)
+        begins = all(
+            each is Ellipsis
+            or isinstance(each, slice)
+            and each.start in (None, 0)
+            and each.step in (None, 1)
+            for each in index
+        )
     else:
         dim, start, *end = rest
         begins = dim in (-1, value.dim() - 1) and start in (None, 0) and end[1:] in ([], [1])
