@@ -313,8 +313,8 @@ def train(
         if name == "k":
             rows = rows // f(64)
         found[f"{name}_scale"] = contiguous(torch.float32, B, H, rows)
-    means = contiguous(torch.float32, f(0 if is_causal else 2), B, H_kv, f(D))
-    return found | {"means": means, "n_kv": N_kv} | last
+    v_mean = contiguous(torch.float32, f(0) if is_causal else B, H_kv, f(D))
+    return found | {"v_mean": v_mean, "n_kv": N_kv} | last
 
 
 ANY, SHORT = Facts(1, math.inf), Facts(1, 32768)

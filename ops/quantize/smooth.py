@@ -190,7 +190,7 @@ def _estimate_kernel(
     stride_1b, stride_1h, stride_1n, stride_1d,
     stride_visible_b, stride_visible_h,
     H, N,
-    MASK: tl.constexpr, TWO: tl.constexpr, PDL: tl.constexpr,
+    MASK: tl.constexpr, TWO: tl.constexpr, SHRINK: tl.constexpr, PDL: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Grid: (B * H, tensors). reference.quantize.estimate of one head.
@@ -222,8 +222,9 @@ def _estimate_kernel(
     x = tl.load(x, mask=mask, other=0.0).to(tl.float32)
     count = tl.sum(keep.to(tl.float32), 0)
     mean, square = tl.sum(x, 0) / count, tl.sum(x * x, 0) / count
-    kept = 1.0 - _NO_SHIFT / count * (square / (mean * mean) - 1.0)
-    mean = tl.where(kept > 0, mean * tl.minimum(kept, 1.0), 0.0)
+    if SHRINK:
+        kept = 1.0 - _NO_SHIFT / count * (square / (mean * mean) - 1.0)
+        mean = tl.where(kept > 0, mean * tl.minimum(kept, 1.0), 0.0)
     away = tl.abs(x - mean[None, :])
     away = tl.where(mask & (away < float("inf")), away, 0.0)
     tl.store(mean_out + head * channels + d, mean, mask=d < channels)
@@ -233,8 +234,9 @@ def _estimate_kernel(
 
 
 def launch_estimate(
-    xs: list[Tensor], visible: Tensor | None, run: Callable = launch_traced, pdl: bool = False
-) -> list[Tensor]:
+    xs: list[Tensor], visible: Tensor | None, run: Callable = launch_traced, pdl: bool = False,
+    shrink: bool = True,
+) -> list[Tensor]:  # fmt: skip
     """One or two x [B, H, N, D], the two of one B, H and N, any strides -> for each its mean and
     amax [B, H, D] in fp32, estimated from SAMPLE rows of those that are visible (as `smooth` has
     them). Last a zeroed int32 flag [B, H], to be set where a row exceeds amax."""
@@ -253,7 +255,7 @@ def launch_estimate(
         (*doubled(x0.stride()), *doubled(x1.stride()),
          *((0, 0) if visible is None else visible.stride()[:2]),
          H, N,  # shape
-         visible is not None, len(xs) == 2, pdl,  # semantics
+         visible is not None, len(xs) == 2, shrink, pdl,  # semantics
          D, D_1, BLOCK_D),  # tile
         num_warps=estimate_warps(BLOCK_D), **pdl_option(pdl),
     )  # fmt: skip

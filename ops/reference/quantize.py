@@ -109,13 +109,16 @@ def sample_rows(N: int, device=None) -> Tensor:
     return (i * 65536 + (i * 40503 & 65535)) * N // (65536 * SAMPLE)
 
 
-def estimate(x: Tensor, visible: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def estimate(
+    x: Tensor, visible: Tensor | None = None, shrink: bool = True
+) -> tuple[Tensor, Tensor]:
     """x [B, H, N, D] -> what stands for `smooth`'s mean and amax, of a sample of its rows, each
     [B, H, D] in fp32. Of rows that are not `visible` [B or 1, H or 1, N] nothing is taken.
 
-    The mean of the sample, shrunk towards 0 the less it exceeds its standard error, positive-part
-    James-Stein's way: where there is no common part to take off, the sample's noise would only add
-    to x. 0 where the sample is not finite or nothing of it is visible. Any shift is exact.
+    The mean of the sample, if `shrink` shrunk towards 0 the less it exceeds its standard error, by
+    positive-part James-Stein: where there is no common part to take off, the sample's noise would
+    only add to x. It is 0 then where the sample is not finite or nothing of it is visible. Any
+    shift is exact.
     The amax of the sample less that shift, times HEADROOM: `quantize_v_checked` sees to the rest.
     """
     rows = sample_rows(x.shape[2], x.device)
@@ -125,8 +128,9 @@ def estimate(x: Tensor, visible: Tensor | None = None) -> tuple[Tensor, Tensor]:
     count = keep.sum(2)
     x = torch.where(keep, x, 0.0)
     mean, square = x.sum(2) / count, x.square().sum(2) / count
-    kept = 1.0 - NO_SHIFT / count * (square / mean.square() - 1.0)
-    mean = torch.where(kept > 0, mean * kept.clamp(max=1.0), 0.0)
+    if shrink:
+        kept = 1.0 - NO_SHIFT / count * (square / mean.square() - 1.0)
+        mean = torch.where(kept > 0, mean * kept.clamp(max=1.0), 0.0)
     away = (x - mean[:, :, None]).abs()
     away = torch.where(keep & (away < math.inf), away, 0.0)
     return mean, away.amax(2) * HEADROOM

@@ -26,7 +26,7 @@ from sage_inductor.ops.formats import (
 from sage_inductor.ops.recipe import ROWSCALED_FORWARD
 from sage_inductor.ops.reference.attention import attention
 from sage_inductor.ops.reference.exact import masked
-from sage_inductor.ops.reference.quantize import divide, pad, smooth
+from sage_inductor.ops.reference.quantize import divide, estimate, pad
 from sage_inductor.ops.reference.training import LARGEST, quantize
 from sage_inductor.ops.training.hopper.prepare import Operands
 from sage_inductor.ops.visibility import Visibility
@@ -34,30 +34,36 @@ from sage_inductor.ops.visibility import Visibility
 
 def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Kept]:
     """out [B, H_q, N_q, D] of q's dtype, contiguous, and what the backward reads."""
-    B, H_kv, N_kv, D = k.shape
     if is_causal:
-        means, k_mean, v_mean = k.new_empty((0, B, H_kv, D), dtype=torch.float32), None, None
+        k_mean, v_mean = None, k.new_empty((0, *k.shape[1::2]), dtype=torch.float32)
     else:
-        k_mean, v_mean = means = smooth([k, v])[0]
-    (q8, q_scale), (k8, k_scale) = quantize(q, shared=1), quantize(k, k_mean)
-    of_own = quantize(k[:, :, : N_kv if is_causal else 0], shared=1)
-    of_v = quantize(v, v_mean, shared=1)
-    prepared, visibility, n_kv = Prepared(k8, k_scale[..., None], None), Visibility(), N_kv
-    if is_causal:  # each key twice, of which a query sees one or none
-        N_pad = k8.shape[2]
+        k_mean, v_mean = (estimate(x, shrink=False)[0] for x in (k, v))
+    of_own = quantize(k[:, :, : k.shape[2] if is_causal else 0], shared=1)
+    of_v = quantize(v, None if is_causal else v_mean, shared=1)
+    none = k.new_empty(0, dtype=torch.float32)
+    kept = Kept(none, *quantize(q, shared=1), *quantize(k, k_mean), *of_own, *of_v, v_mean)
+    out, stats = attend(q, v, kept, scale)
+    return out, kept._replace(stats=stats)
+
+
+def attend(q: Tensor, v: Tensor, kept: Kept, scale: float) -> tuple[Tensor, Tensor]:
+    """out [B, H_q, N_q, D] and stats of q's and k's codes."""
+    prepared, n_kv = Prepared(kept.k, kept.k_scale[..., None], None), v.shape[2]
+    visibility, of_v = Visibility(), v
+    if kept.is_causal:  # each key twice, of which a query sees one or none
+        N_pad = kept.k.shape[2]
         near = _is_near(q.shape[2], N_pad, q.device)
         seen = torch.ones_like(near).tril()
         mask = torch.cat((seen & ~near, seen & near), 1)
-        scales = torch.cat((_of_rows(k_scale, k8), of_own.scale), 2).unflatten(2, (-1, K_BLOCK))
-        prepared = Prepared(torch.cat((k8, of_own.codes), 2), scales, None)
+        scales = torch.cat((_of_rows(kept.k_scale, kept.k), kept.k_own_scale), 2)
+        scales = scales.unflatten(2, (-1, K_BLOCK))
+        prepared = Prepared(torch.cat((kept.k, kept.k_own), 2), scales, None)
         visibility, n_kv = Visibility.of(mask, visibility.band, 2 * N_pad, 64), 2 * N_pad
-        v = pad(v, channels=False).repeat(1, 1, 2, 1)
-    a = AttentionCall.of(q, prepared, v, visibility, scale, n_kv, ROWSCALED_FORWARD)
+        of_v = pad(v, channels=False).repeat(1, 1, 2, 1)
+    a = AttentionCall.of(q, prepared, of_v, visibility, scale, n_kv, ROWSCALED_FORWARD)
     out, lse = attention(a)
-    kept = Kept(lse, q8, q_scale, k8, k_scale, *of_own, *of_v, means)
-    x = _exponents(kept, q_scale * (scale * LOG2E), _is_near)
-    stats = torch.stack((lse, x[:, :, : q.shape[2], :N_kv].amax(3)))
-    return out.contiguous(), kept._replace(stats=stats)
+    x = _exponents(kept, kept.q_scale * (scale * LOG2E), _is_near)
+    return out.contiguous(), torch.stack((lse, x[:, :, : q.shape[2], : v.shape[2]].amax(3)))
 
 
 def backward(
@@ -92,7 +98,7 @@ def prepare(grad: Tensor, out: Tensor, kept: Kept, scale: float) -> Operands:
     g = g * divide(LARGEST, least(g.abs().amax(3)))[..., None]
     o = out.float()
     if not kept.is_causal:
-        o = o - kept.means[1].repeat_interleave(group, 1)[:, :, None]
+        o = o - kept.v_mean.repeat_interleave(group, 1)[:, :, None]
     o = pad(o)
     u, o_norm = g.square().sum(3).sqrt(), o.square().sum(3).sqrt()
     lse, m = kept.stats

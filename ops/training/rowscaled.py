@@ -1,7 +1,7 @@
 """``sage::rowscaled``: attention that trains by "G", whose backward multiplies in INT8 and FP8 and
 whose scales are known before its loops.
 
-    k_mean, v_mean         = smooth(k, v)
+    k_mean, v_mean         = estimate(k, v)
     codes                  = quantize(q a row, k - k_mean 64 rows, v - v_mean a row)  a scale each
     out, lse, m            = forward(q, k codes, v in 16 bits)
     dq, dk, dv             = backward(grad, out, lse, m, codes)
@@ -69,12 +69,12 @@ def rowscaled(
 @torch.library.custom_op("sage::rowscaled_backward", mutates_args=())
 def rowscaled_backward(
     grad: Tensor, out: Tensor, stats: Tensor, q: Tensor, q_scale: Tensor, k: Tensor,
-    k_scale: Tensor, k_own: Tensor, k_own_scale: Tensor, v: Tensor, v_scale: Tensor, means: Tensor,
+    k_scale: Tensor, k_own: Tensor, k_own_scale: Tensor, v: Tensor, v_scale: Tensor, v_mean: Tensor,
     n_kv: int, scale: float, out_bnhd: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk and dv of `rowscaled`, of out's dtype. grad [B, H_q, N_q, D]: of out, any strides;
     n_kv: keys without padding; the rest: what `rowscaled` was given and gave."""
-    kept = Kept(stats, q, q_scale, k, k_scale, k_own, k_own_scale, v, v_scale, means)
+    kept = Kept(stats, q, q_scale, k, k_scale, k_own, k_own_scale, v, v_scale, v_mean)
     if out.device.type == "cpu":
         found = reference.backward(grad, out, kept, n_kv, scale)
         return tuple(as_stored(x.to(out.dtype), out_bnhd) for x in found)
@@ -96,7 +96,7 @@ def launched_backward(given: dict, run: Callable, gpu: Gpu) -> tuple[Tensor, ...
 def _launch_backward(
     grad: Tensor, out: Tensor, kept: Kept, n_kv: int, scale: float, out_bnhd: bool, *run: Callable
 ) -> tuple[Tensor, Tensor, Tensor]:
-    gradients = _empty_gradients(out, kept.means, n_kv, out_bnhd)
+    gradients = _empty_gradients(out, kept.k, n_kv, out_bnhd)
     _plan().launch_backward(grad, out, kept, scale, *gradients, *run)
     return gradients
 
@@ -121,9 +121,8 @@ def _check(q, k, v, is_causal, scale, out_bnhd) -> None:
         raise TypeError(f"sage::rowscaled: on a GPU q must have 16 bits, got {q.dtype}")
 
 
-def _empty_gradients(out, means, n_kv, out_bnhd) -> tuple[Tensor, Tensor, Tensor]:
-    _, B, H_kv, D = means.shape
-    shapes = out.shape, *[(B, H_kv, n_kv, D)] * 2
+def _empty_gradients(out, k, n_kv, out_bnhd) -> tuple[Tensor, Tensor, Tensor]:
+    shapes = out.shape, *[(*k.shape[:2], n_kv, out.shape[3])] * 2
     return tuple(empty_gradient(out, shape, out_bnhd) for shape in shapes)
 
 
@@ -140,16 +139,17 @@ def _(q, k, v, is_causal, scale, out_bnhd):
     out, lse = empty_outputs(q, v.shape[3], out_bnhd)
     of_k = *quantized(k, TRAINING_BLOCK), *quantized(k, exists=is_causal)
     of = *quantized(q), *of_k, *quantized(v)
-    means = lse.new_empty((0 if is_causal else 2, *v.shape[:2], v.shape[3]))
-    return out, *Kept(lse.new_empty((2, *lse.shape)), *of, means)
+    B, H_kv, _, D = v.shape
+    v_mean = lse.new_empty((0 if is_causal else B, H_kv, D))
+    return out, *Kept(lse.new_empty((2, *lse.shape)), *of, v_mean)
 
 
 @rowscaled_backward.register_fake
 def _(
-    grad, out, stats, q, q_scale, k, k_scale, k_own, k_own_scale, v, v_scale, means, n_kv, scale,
+    grad, out, stats, q, q_scale, k, k_scale, k_own, k_own_scale, v, v_scale, v_mean, n_kv, scale,
     out_bnhd,
 ):  # fmt: skip
-    return _empty_gradients(out, means, n_kv, out_bnhd)
+    return _empty_gradients(out, k, n_kv, out_bnhd)
 
 
 def _save(ctx, inputs, output) -> None:

@@ -29,9 +29,9 @@ def test_what_is_kept_is_counted_once():
     of_q, of_kv = 4 * 256, 2 * 256  # rows
     codes = 64 * (of_q + 2 * of_kv)
     scales = 4 * (of_q + of_kv // 64 + of_kv)
-    stats, means = 4 * 2 * of_q, 4 * 2 * 2 * 64  # of k and v
+    stats, v_mean = 4 * 2 * of_q, 4 * 2 * 64
     found = training.kept_bytes(training.by_op("g"), (q, k, v))
-    assert found == 2 * q.numel() + codes + scales + stats + means
+    assert found == 2 * q.numel() + codes + scales + stats + v_mean
     square = training.kept_bytes(lambda q, k, v: q * q, (q, k, v))
     assert square == 2 * q.numel()
 

@@ -473,7 +473,7 @@ def test_a_training_step_replays_what_it_launched(dynamic, with_torch, on_cpu):
     like = {f"x{i}": Tensor(x.dtype, x.shape, x.stride()) for i, x in enumerate(given)}
     expected = calls.planned(launch, like, 132)
     assert [each[0].__name__ for each in expected.launches] == [
-        "_partial_kernel", "_final_kernel", *["_quantize_kernel"] * 3, "_hopper_kernel",
+        "_estimate_kernel", *["_quantize_kernel"] * 3, "_hopper_kernel",
         "_rows_kernel", "_bounds_kernel", "_turn_kernel", "dq_kernel", "dkdv_kernel",
     ]  # fmt: skip
     check_launches(with_torch, given, expected)
@@ -497,7 +497,7 @@ def test_what_trains_is_compiled_while_its_graph_is_lowered(on_cpu, monkeypatch)
     for name, x in (("q", q), ("k", k), ("v", v)):
         assert given[name].shape == x.shape and given[name].stride() == x.stride()
     assert [given[x] for x in ("is_causal", "scale", "out_bnhd")] == [True, 0.125, False]
-    assert of_backward["means"].shape == (0, 2, 2, 64) and of_backward["n_kv"] == 200
+    assert of_backward["v_mean"].shape == (0, 2, 64) and of_backward["n_kv"] == 200
 
 
 def test_an_op_is_given_the_strides_of_eager_mode(monkeypatch):

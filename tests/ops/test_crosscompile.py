@@ -955,8 +955,9 @@ def compile_estimate(D, masked, architecture=(9, 0), pdl=False):
     )  # fmt: skip
     BLOCK_D = pad_head_dim(D)
     constexprs = dict(
-        D=D, D_1=D, MASK=masked, TWO=True, PDL=pdl, BLOCK_D=BLOCK_D, stride_0d=1, stride_1d=1
-    )
+        D=D, D_1=D, MASK=masked, TWO=True, SHRINK=True, PDL=pdl, BLOCK_D=BLOCK_D, stride_0d=1,
+        stride_1d=1,
+    )  # fmt: skip
     return compile_kernel(
         smooth._estimate_kernel,
         architecture,

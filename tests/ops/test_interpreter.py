@@ -138,6 +138,10 @@ def test_preparation_in_one_pass(shape, masked):
         expected = (*reference.estimate(k, visible), *reference.estimate(v, visible))
         for x, y in zip(statistics, expected, strict=True):
             assert_close(x, y, rtol=1e-4, atol=1e-3)  # sums in another order
+        of_training = launch_estimate([k, v], visible, shrink=False)
+        expected = (y for x in (k, v) for y in reference.estimate(x, visible, shrink=False))
+        for x, y in zip(of_training[:4], expected, strict=True):
+            assert_close(x, y, rtol=1e-4, atol=1e-3, equal_nan=True)  # of no rows there is no mean
         assert not beyond.any()
         assert_close(k_mean, statistics[0], rtol=0, atol=0)
         assert_close(v_mean, statistics[2], rtol=0, atol=0)

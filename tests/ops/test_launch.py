@@ -351,9 +351,8 @@ def test_what_trains_is_compiled_ahead(h200, monkeypatch):
         launched(like, run, tiles.Gpu((9, 0), 132))
     names = [name for name, *_ in expected]
     assert names == [
-        "_partial_kernel", "_final_kernel", *["_quantize_kernel"] * 3, "_hopper_kernel",
-        "_combine_kernel", "_rows_kernel", "_bounds_kernel", "_turn_kernel", "dq_kernel",
-        "dkdv_kernel",
+        "_estimate_kernel", *["_quantize_kernel"] * 3, "_hopper_kernel", "_combine_kernel",
+        "_rows_kernel", "_bounds_kernel", "_turn_kernel", "dq_kernel", "dkdv_kernel",
     ]  # fmt: skip
     assert h200 == expected and asked.count(torch.device("cuda", 1)) == 2
 

@@ -181,6 +181,8 @@ def test_an_estimated_mean_is_the_mean_where_there_is_one_and_else_zero():
         visible[..., row] = 0
         assert ((reference.estimate(spoilt, visible)[0] - 8).abs() < 0.5).all()
     assert not any(found.any() for found in reference.estimate(x, torch.zeros(1, 1, 2000)))
+    rows = x[:, :, reference.sample_rows(2000)]
+    assert_close(reference.estimate(x, shrink=False)[0], rows.mean(2), rtol=1e-5, atol=1e-6)
 
 
 def test_a_head_of_v_with_rows_beyond_the_estimate_is_scaled_by_all_its_rows():

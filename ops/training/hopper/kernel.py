@@ -65,7 +65,8 @@ place 4t + 2h + e of a group holds token 8h + 2t + e.
 
 Padding, of rows to Q_pad and K_pad (multiples of 128) and of channels to BLOCK_D: codes are 0. Of
 queries qs and delta are 0 and m is NO_QUERY, so that P is 0. Of keys P is 2^-m_i 448, which is
-finite because k is less its mean: m_i >= 0 up to rounding. CAUSAL, no query sees them.
+finite because k is less the mean of a sample of keys: m_i, their largest score's at least, is then
+not below 0 but for rounding. CAUSAL, no query sees them.
 
 TMA counts in 32 bits: the rows of q in all heads must be fewer than 2^29, of k too, and those of
 transposed codes (BLOCK_D a head) fewer than 2^31.

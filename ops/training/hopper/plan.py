@@ -16,7 +16,7 @@ from sage_inductor.ops.attention.select import hopper_tile
 from sage_inductor.ops.compat import GluonDescriptor
 from sage_inductor.ops.formats import Kept, Prepared
 from sage_inductor.ops.launch import HAS_PDL, doubled, launch_cached, pdl_option
-from sage_inductor.ops.quantize.smooth import launch_smooth
+from sage_inductor.ops.quantize.smooth import launch_estimate
 from sage_inductor.ops.recipe import ROWSCALED_FORWARD
 from sage_inductor.ops.training.hopper.kernel import dkdv_kernel, dq_kernel
 from sage_inductor.ops.training.hopper.prepare import Operands, launch_prepare
@@ -38,10 +38,9 @@ def launch(
     """``sage::rowscaled``. device: q's, if that is on meta."""
     B, H_kv, _, D = k.shape
     if is_causal:
-        means, k_mean, v_mean = k.new_empty((0, B, H_kv, D), dtype=torch.float32), None, None
+        k_mean, v_mean = None, k.new_empty((0, H_kv, D), dtype=torch.float32)
     else:
-        means = launch_smooth([k, v], None, run=run)[0]
-        k_mean, v_mean = means
+        k_mean, _, v_mean, _, _ = launch_estimate([k, v], None, run, shrink=False)
     of_q = launch_quantize(q, shared=1, run=run)[:2]
     if is_causal:
         of_k = launch_quantize_twice(k, run)
@@ -49,9 +48,9 @@ def launch(
         k8, k_scale, _ = launch_quantize(k, k_mean, run=run)
         none = k8.new_empty((B, H_kv, 0, k8.shape[3])), k_scale.new_empty((B, H_kv, 0))
         of_k = k8, k_scale, *none
-    of_v = launch_quantize(v, v_mean, shared=1, run=run)[:2]
+    of_v = launch_quantize(v, None if is_causal else v_mean, shared=1, run=run)[:2]
     out, stats = launch_forward(q, *of_k, v, is_causal, scale, out_bnhd, run, device)
-    return out, *Kept(stats, *of_q, *of_k, *of_v, means)
+    return out, *Kept(stats, *of_q, *of_k, *of_v, v_mean)
 
 
 def launch_forward(

@@ -407,7 +407,7 @@ def launch_prepare(
         _rows_kernel,
         grid,
         (grad, out, kept.stats, kept.q_scale, kept.v, kept.v_scale,
-         kept.means if causal else kept.means[1],
+         kept.v_mean,
          operands.g, vectors, operands.delta, wa, of_rows, v_norm, part, part_v),
         (*doubled(grad.stride()), *doubled(out.stride()),
          q_blocks, B * H_q, H_q, H_kv, N_q, M_pad,  # shape
