@@ -48,7 +48,7 @@ from sage_inductor.ops.quantize.op import (
     quantize_v,
     smooth,
 )
-from sage_inductor.ops.quantize.smooth import smooth_q
+from sage_inductor.ops.quantize.smooth import launch_unsmooth, smooth_q
 from sage_inductor.ops.recipe import Recipe, decode
 from sage_inductor.ops.reference.exact import masked
 from sage_inductor.ops.visibility import BLOCK_SIZES, NO_LISTS, BlockLists, Visibility, seen_keys
@@ -227,16 +227,17 @@ def _shape(x: Tensor) -> list:
 
 def compose(call: SdpaCall) -> tuple[Tensor, Tensor]:
     """`sdpa`, as calls of the ops that it is made of."""
-    out, lse, k_mean, is_opaque = attend(call)
-    correct = unsmoothed_lse_opaque if is_opaque and not call.portable else unsmoothed_lse
+    out, lse, k_mean = attend(call)
+    of_aten = call.portable or call.q.device.type == "cpu"
+    correct = unsmoothed_lse if of_aten else unsmoothed_lse_opaque
     return out, correct(lse, call.q, k_mean, call.scale)
 
 
-def attend(call: SdpaCall) -> tuple[Tensor, Tensor, Tensor, bool]:
-    """out, lse of the smoothed keys, k_mean, and whether an opaque op computed them."""
+def attend(call: SdpaCall) -> tuple[Tensor, Tensor, Tensor]:
+    """out, lse of the smoothed keys, and k_mean."""
     inputs, k_mean, is_opaque = kernel_inputs(call)
     out, lse = (attention_opaque if is_opaque else attention)(*inputs)
-    return out, lse, k_mean, is_opaque
+    return out, lse, k_mean
 
 
 def kernel_inputs(call: SdpaCall) -> tuple[AttentionCall, Tensor, bool]:
@@ -280,9 +281,13 @@ def unsmoothed_lse(lse: Tensor, q: Tensor, k_mean: Tensor, scale: float) -> Tens
     return lse + scale * (group * k_mean[:, :, None, None]).sum(-1).flatten(1, 2)
 
 
+def _unsmoothed_lse_opaque(lse: Tensor, q: Tensor, k_mean: Tensor, scale: float) -> Tensor:
+    return launch_unsmooth(lse, q, k_mean, scale)
+
+
 # lse is rarely read. One opaque op instead of 8 aten ops saves 1 s of 20 s of tracing (24 layers).
 unsmoothed_lse_opaque = define_opaque(
-    "unsmoothed_lse", unsmoothed_lse, lambda lse, *_: torch.empty_like(lse)
+    "unsmoothed_lse", _unsmoothed_lse_opaque, lambda lse, *_: torch.empty_like(lse)
 )
 
 

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from sage_inductor.ops.compat import gdc_launch_dependents, gdc_wait
 from sage_inductor.ops.formats import HEADROOM, NO_SHIFT, Q_BLOCK, SAMPLE, pad_rows
-from sage_inductor.ops.launch import doubled, launch_traced, pdl_option
+from sage_inductor.ops.launch import doubled, launch_cached, launch_traced, pdl_option
 
 _SAMPLE = tl.constexpr(SAMPLE)
 _NO_SHIFT = tl.constexpr(NO_SHIFT)
@@ -294,3 +294,46 @@ def smooth_q(q: Tensor, k: Tensor, k_mean: Tensor, visible: Tensor | None) -> tu
     k = F.pad(k.bfloat16(), (0, 0, 0, pad_rows(N) - N))
     delta = torch.bmm(q_mean.view(B * H, -1, D), k.flatten(0, 1).mT)
     return q_mean, delta.view(B, H_q, count, -1)
+
+
+@triton.jit
+def _unsmooth_kernel(
+    Lse,  # [B, H_q, N] in, fp32
+    Q,  # [B, H_q, N, D] in
+    K_mean,  # [B, H_kv, D] in, fp32
+    Out,  # [B, H_q, N] out, fp32
+    stride_b, stride_h, stride_n, stride_d,
+    H_q, H_kv, N, scale,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Grid: (B * H_q * N / BLOCK_N,)."""
+    blocks = tl.cdiv(N, BLOCK_N)
+    head = (tl.program_id(0) // blocks).to(tl.int64)
+    n = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    b, h = head // H_q, head % H_q
+    mean = K_mean + (b * H_kv + h // (H_q // H_kv)) * D + d
+    mean = tl.load(mean, mask=d < D, other=0.0) * scale
+    q = Q + b * (stride_b // 2) + h * (stride_h // 2) + n.to(tl.int64)[:, None] * (stride_n // 2)
+    q = q + d.to(tl.int64)[None, :] * stride_d
+    q = tl.load(q, mask=(n < N)[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+    lse = tl.load(Lse + head * N + n, mask=n < N, other=0.0)
+    tl.store(Out + head * N + n, lse + tl.sum(q * mean[None, :], 1), mask=n < N)
+
+
+def launch_unsmooth(
+    lse: Tensor, q: Tensor, k_mean: Tensor, scale: float, run: Callable = launch_cached
+) -> Tensor:
+    """lse [B, H_q, N] of keys less k_mean [B, H_kv, D], q [B, H_q, N, D] -> lse of the keys, in
+    fp32. lse and k_mean are contiguous."""
+    (B, H_q, N, D), out = q.shape, torch.empty_like(lse)
+    BLOCK_D = triton.next_power_of_2(D)
+    BLOCK_N = max(1, 8192 // BLOCK_D)
+    run(
+        _unsmooth_kernel,
+        (B * H_q * triton.cdiv(N, BLOCK_N),),
+        (lse, q, k_mean, out),
+        (*doubled(q.stride()), H_q, k_mean.shape[1], N, scale,  # shape
+         D, BLOCK_N, BLOCK_D),  # tile
+    )  # fmt: skip
+    return out

@@ -967,6 +967,19 @@ def compile_estimate(D, masked, architecture=(9, 0), pdl=False):
     )
 
 
+def compile_unsmooth(architecture, D):
+    types = dict(Lse="*fp32", Q="*bf16", K_mean="*fp32", Out="*fp32", scale="fp32")
+    BLOCK_D = pad_head_dim(D)
+    constexprs = dict(D=D, BLOCK_N=8192 // BLOCK_D, BLOCK_D=BLOCK_D, stride_d=1)
+    return compile_kernel(smooth._unsmooth_kernel, architecture, constexprs, types)
+
+
+@pytest.mark.parametrize("architecture", [(8, 0), (9, 0), (12, 0)], ids=str)
+@pytest.mark.parametrize("D", [32, 64, 80, 256])
+def test_what_corrects_lse_spills_nothing(architecture, D):
+    assert stack_bytes(compile_unsmooth(architecture, D).asm["cubin"]) == 0
+
+
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
 @pytest.mark.parametrize("D", [64, 80, 128, 256])
 def test_kernels_of_the_preparation_overlap_where_they_may(D, masked):

@@ -42,6 +42,7 @@ from sage_inductor.ops.quantize.smooth import launch_estimate
 from sage_inductor.ops.recipe import NAMED, Recipe
 from sage_inductor.ops.reference import attention as emulation
 from sage_inductor.ops.reference import quantize as reference
+from sage_inductor.ops.sdpa import unsmoothed_lse
 from sage_inductor.ops.selector import BLOCK_SIZE, Selection
 from sage_inductor.ops.visibility import BLOCK_SIZES, Visibility
 
@@ -98,6 +99,17 @@ def test_preparation_equals_its_oracle(shape, dtype, masked):
     v_fp8_ref, v_scale_ref = reference.quantize_v(v, mean[1], amax[1], r, masked)
     assert_close(v_fp8.float(), v_fp8_ref.float(), rtol=0, atol=0)
     assert_close(v_scale, v_scale_ref, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (1, 64, 8, 8192, 300, 64)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_lse_of_the_keys_before_they_were_smoothed(shape, dtype):
+    q, k, _ = qkv(*shape, dtype=dtype)
+    k_mean, lse = k.float().mean(2) + 3, torch.randn(q.shape[:3], device="cuda")
+    for q in (q, q.mT.contiguous().mT):
+        expected = unsmoothed_lse(lse.double(), q.double(), k_mean.double(), -0.3)
+        found = torch.ops.sage.unsmoothed_lse(lse, q, k_mean, -0.3)
+        assert_close(found, expected.float(), rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])

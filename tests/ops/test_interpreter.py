@@ -34,11 +34,12 @@ from sage_inductor.ops.quantize import codes as rounding
 from sage_inductor.ops.quantize import nvfp4
 from sage_inductor.ops.quantize.keys import launch_k
 from sage_inductor.ops.quantize.one_pass import launch_kv
-from sage_inductor.ops.quantize.smooth import launch_estimate, launch_smooth
+from sage_inductor.ops.quantize.smooth import launch_estimate, launch_smooth, launch_unsmooth
 from sage_inductor.ops.quantize.values import launch_v
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.reference import quantize as reference
 from sage_inductor.ops.reference import training as of_training
+from sage_inductor.ops.sdpa import unsmoothed_lse
 from sage_inductor.ops.selector import Selection
 from sage_inductor.ops.training import kernels as training
 from sage_inductor.ops.visibility import BLOCK_SIZES, BlockLists, Visibility
@@ -112,6 +113,18 @@ def test_preparation(shape):
         token = reference.interleave(torch.arange(v_fp8.shape[3]))
         kept = (token >= 0) if saturate else (token < v.shape[2])  # else padding is NaN here
         assert_same_fp8(v_fp8[..., kept], v_fp8_ref[..., kept])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_lse_of_the_keys_before_they_were_smoothed(shape):
+    """Also of rows that see no key, and of channels apart."""
+    q, k, _ = qkv(*shape)
+    k_mean, lse = k.float().mean(2) + 3, torch.randn(q.shape[:3])
+    lse[..., ::3] = -torch.inf
+    for q in (q, q.mT.contiguous().mT):
+        expected = unsmoothed_lse(lse.double(), q.double(), k_mean.double(), -0.3)
+        found = launch_unsmooth(lse, q, k_mean, -0.3, launch_traced)
+        assert_close(found, expected.float(), rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])

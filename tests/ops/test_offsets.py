@@ -315,6 +315,7 @@ KERNELS = {
     "quantize_kv": lambda: kernels.compile_quantize_kv(80, True, "i8"),
     "quantize_v_again": lambda: kernels.compile_quantize_v_again(80, True),
     "estimate": lambda: kernels.compile_estimate(80, True),
+    "unsmooth": lambda: kernels.compile_unsmooth(SM90, 80),
     "pool": lambda: kernels.compile_pool(SM90, 80, 192, True),
     "largest": lambda: kernels.compile_largest(SM90),
     "smooth": lambda: kernels.compile_smooth(SM90, 80, True)[0],

@@ -284,7 +284,7 @@ def with_sink(q, k, v, sink, is_causal):
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     s = torch.einsum("bihd,bhjd->bhij", q.transpose(1, 2), k) * 0.125
     if is_causal:
-        s = s + torch.full(s.shape[2:], -math.inf, dtype=s.dtype).triu(1)
+        s = s + torch.full(s.shape[2:], -math.inf, dtype=s.dtype, device=s.device).triu(1)
     p = torch.cat([s, sink.expand(*s.shape[:3], 1)], -1)
     p = (p - p.amax(-1, keepdim=True)).softmax(-1)[..., :-1]
     return torch.einsum("bhij,bhjd->bihd", p, v)
