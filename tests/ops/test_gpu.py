@@ -106,9 +106,9 @@ def test_preparation_equals_its_oracle(shape, dtype, masked):
 def test_lse_of_the_keys_before_they_were_smoothed(shape, dtype):
     q, k, _ = qkv(*shape, dtype=dtype)
     k_mean, lse = k.float().mean(2) + 3, torch.randn(q.shape[:3], device="cuda")
-    for q in (q, q.mT.contiguous().mT):
-        expected = unsmoothed_lse(lse.double(), q.double(), k_mean.double(), -0.3)
-        found = torch.ops.sage.unsmoothed_lse(lse, q, k_mean, -0.3)
+    for x in (q, q.mT.contiguous().mT):
+        expected = unsmoothed_lse(lse.double(), x.double(), k_mean.double(), -0.3)
+        found = torch.ops.sage.unsmoothed_lse(lse, x, k_mean, -0.3)
         assert_close(found, expected.float(), rtol=1e-5, atol=1e-4)
 
 

@@ -121,9 +121,9 @@ def test_lse_of_the_keys_before_they_were_smoothed(shape):
     q, k, _ = qkv(*shape)
     k_mean, lse = k.float().mean(2) + 3, torch.randn(q.shape[:3])
     lse[..., ::3] = -torch.inf
-    for q in (q, q.mT.contiguous().mT):
-        expected = unsmoothed_lse(lse.double(), q.double(), k_mean.double(), -0.3)
-        found = launch_unsmooth(lse, q, k_mean, -0.3, launch_traced)
+    for x in (q, q.mT.contiguous().mT):
+        expected = unsmoothed_lse(lse.double(), x.double(), k_mean.double(), -0.3)
+        found = launch_unsmooth(lse, x, k_mean, -0.3, launch_traced)
         assert_close(found, expected.float(), rtol=1e-5, atol=1e-4)
 
 
