@@ -38,7 +38,7 @@ from sage_inductor.ops.formats import (
     pad_head_dim,
     pad_rows,
 )
-from sage_inductor.ops.launch import define_opaque, fix_head_dims
+from sage_inductor.ops.launch import define_opaque, fix_head_dims, launch_cached
 from sage_inductor.ops.quantize.op import (
     empty_kv,
     quantize_k,
@@ -282,7 +282,7 @@ def unsmoothed_lse(lse: Tensor, q: Tensor, k_mean: Tensor, scale: float) -> Tens
 
 
 def _unsmoothed_lse_opaque(lse: Tensor, q: Tensor, k_mean: Tensor, scale: float) -> Tensor:
-    return launch_unsmooth(lse, q, k_mean, scale)
+    return launch_unsmooth(lse, q, k_mean, scale, launch_cached)
 
 
 # lse is rarely read. One opaque op instead of 8 aten ops saves 1 s of 20 s of tracing (24 layers).

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from sage_inductor.ops.compat import gdc_launch_dependents, gdc_wait
 from sage_inductor.ops.formats import HEADROOM, NO_SHIFT, Q_BLOCK, SAMPLE, pad_rows
-from sage_inductor.ops.launch import doubled, launch_cached, launch_traced, pdl_option
+from sage_inductor.ops.launch import doubled, launch_traced, pdl_option
 
 _SAMPLE = tl.constexpr(SAMPLE)
 _NO_SHIFT = tl.constexpr(NO_SHIFT)
@@ -322,13 +322,13 @@ def _unsmooth_kernel(
 
 
 def launch_unsmooth(
-    lse: Tensor, q: Tensor, k_mean: Tensor, scale: float, run: Callable = launch_cached
+    lse: Tensor, q: Tensor, k_mean: Tensor, scale: float, run: Callable = launch_traced
 ) -> Tensor:
     """lse [B, H_q, N] of keys less k_mean [B, H_kv, D], q [B, H_q, N, D] -> lse of the keys, in
     fp32. lse and k_mean are contiguous."""
     (B, H_q, N, D), out = q.shape, torch.empty_like(lse)
     BLOCK_D = triton.next_power_of_2(D)
-    BLOCK_N = max(1, 8192 // BLOCK_D)
+    BLOCK_N = 8192 // BLOCK_D
     run(
         _unsmooth_kernel,
         (B * H_q * triton.cdiv(N, BLOCK_N),),

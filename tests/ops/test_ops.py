@@ -489,6 +489,18 @@ def test_the_tile_of_a_recipe_reaches_the_fastest_kernels_op(monkeypatch):
     assert [told(n) for n in (0, 2, 3, None)] == [0, 2, 3, None]
 
 
+@pytest.mark.parametrize("portable", [False, True])
+def test_on_a_gpu_one_op_corrects_lse_and_none_where_it_has_to_travel(portable, monkeypatch):
+    monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
+    inputs = [x.to("meta", torch.bfloat16) for x in (q, k, v)]
+    call = SdpaCall(*arguments(*inputs, recipe="sage2-8b-per-token", portable=portable))
+    graph = make_fx(lambda q, k, v: compose(call._replace(q=q, k=k, v=v)))(*inputs).graph
+    op = torch.ops.sage.unsmoothed_lse.default
+    found = graph.find_nodes(op="call_function", target=op)
+    sums = graph.find_nodes(op="call_function", target=torch.ops.aten.sum.dim_IntList)
+    assert (len(found), len(sums)) == ((0, 1) if portable else (1, 0))
+
+
 def test_a_tile_changes_nothing_where_it_is_not():
     given = dict(recipe="sage2-8b-per-token", prepared=prepared(k, v, "sage2-8b-per-token"))
     found = sdpa(q, k, v, warpgroups=3, **given)

@@ -115,7 +115,7 @@ def test_a_scale_is_honoured():
 )  # fmt: skip
 def test_opcheck(dtype, out_bnhd, lengths, D, is_causal):
     """Of lengths that are padded, and that are not: strides too."""
-    q, k, v, grad = inputs(2, 4, 2, *lengths, D, dtype)
+    q, k, v, grad = inputs(3, 4, 2, *lengths, D, dtype)
     given = [x.requires_grad_() for x in (q, k, v)]
     torch.library.opcheck(ROWSCALED.default, (*given, is_causal, 0.1, out_bnhd))
     kept = ROWSCALED(*(x.detach() for x in given), is_causal, 0.1, out_bnhd)
