@@ -107,7 +107,7 @@ class Kept(NamedTuple):
     k_own_scale: Tensor  # [B, H_kv, N_pad or 0] fp32
     v: Tensor  # [B, H_kv, N_pad, D_pad] INT8, of v less its mean; causal: of v
     v_scale: Tensor  # [B, H_kv, N_pad] fp32
-    v_mean: Tensor  # [B, H_kv, D] fp32, estimated; causal, where none is taken off: [0, ..]
+    v_mean: Tensor  # [B, H_kv, D] fp32, estimated; causal, where none is taken off: [.., 0]
 
     @property
     def is_causal(self) -> bool:

@@ -82,12 +82,12 @@ def _sagebwd_backward(grad, v, *_) -> Ways:
 
 @_register(sage.rowscaled.default)
 def _rowscaled(q, k, *_) -> Ways:
-    return _ways(q, k, [Shard, _stats, *[Shard] * 8, _stats], [Shard] * 3)
+    return _ways(q, k, [Shard, _stats, *[Shard] * 9], [Shard] * 3)
 
 
 @_register(sage.rowscaled_backward.default)
 def _rowscaled_backward(grad, out, stats, q, q_scale, k, *_) -> Ways:
-    return _ways(q, k, [Shard] * 3, [Shard, Shard, _stats, *[Shard] * 8, _stats])
+    return _ways(q, k, [Shard] * 3, [Shard, Shard, _stats, *[Shard] * 9])
 
 
 @prepare_kv.register_torch_dispatch(DTensor)  # register_sharding has no lists of outputs

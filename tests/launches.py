@@ -313,7 +313,7 @@ def train(
         if name == "k":
             rows = rows // f(64)
         found[f"{name}_scale"] = contiguous(torch.float32, B, H, rows)
-    v_mean = contiguous(torch.float32, f(0) if is_causal else B, H_kv, f(D))
+    v_mean = contiguous(torch.float32, B, H_kv, f(0 if is_causal else D))
     return found | {"v_mean": v_mean, "n_kv": N_kv} | last
 
 

@@ -35,7 +35,7 @@ from sage_inductor.ops.visibility import Visibility
 def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Kept]:
     """out [B, H_q, N_q, D] of q's dtype, contiguous, and what the backward reads."""
     if is_causal:
-        k_mean, v_mean = None, k.new_empty((0, *k.shape[1::2]), dtype=torch.float32)
+        k_mean, v_mean = None, k.new_empty((*k.shape[:2], 0), dtype=torch.float32)
     else:
         k_mean, v_mean = (estimate(x, shrink=False)[0] for x in (k, v))
     of_own = quantize(k[:, :, : k.shape[2] if is_causal else 0], shared=1)

@@ -140,7 +140,7 @@ def _(q, k, v, is_causal, scale, out_bnhd):
     of_k = *quantized(k, TRAINING_BLOCK), *quantized(k, exists=is_causal)
     of = *quantized(q), *of_k, *quantized(v)
     B, H_kv, _, D = v.shape
-    v_mean = lse.new_empty((0 if is_causal else B, H_kv, D))
+    v_mean = lse.new_empty((B, H_kv, 0 if is_causal else D))
     return out, *Kept(lse.new_empty((2, *lse.shape)), *of, v_mean)
 
 

@@ -559,8 +559,8 @@ def check_on_dtensors(
             assert x.dtype == y.dtype and torch.equal(as_bytes(x), as_bytes(y))
         if placed is not None:
             wanted = [placed] * len(outputs)
-            if name.startswith("rowscaled"):  # stats and means, of [2, B, H, ..]
-                wanted[1] = wanted[10] = tuple(x if x == ALL else Shard(x.dim + 1) for x in placed)
+            if name.startswith("rowscaled"):  # stats, of [2, B, H, N]
+                wanted[1] = tuple(x if x == ALL else Shard(x.dim + 1) for x in placed)
             assert of_outputs == wanted
 
 

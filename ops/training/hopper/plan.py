@@ -38,7 +38,7 @@ def launch(
     """``sage::rowscaled``. device: q's, if that is on meta."""
     B, H_kv, _, D = k.shape
     if is_causal:
-        k_mean, v_mean = None, k.new_empty((0, H_kv, D), dtype=torch.float32)
+        k_mean, v_mean = None, k.new_empty((B, H_kv, 0), dtype=torch.float32)
     else:
         k_mean, _, v_mean, _, _ = launch_estimate([k, v], None, run, shrink=False)
     of_q = launch_quantize(q, shared=1, run=run)[:2]
