@@ -285,7 +285,8 @@ def _unsmoothed_lse_opaque(lse: Tensor, q: Tensor, k_mean: Tensor, scale: float)
     return launch_unsmooth(lse, q, k_mean, scale, launch_cached)
 
 
-# lse is rarely read. One opaque op instead of 8 aten ops saves 1 s of 20 s of tracing (24 layers).
+# lse is rarely read. One opaque op instead of 8 aten ops saves 1 s of 20 s of tracing (24 layers),
+# and where it is read 300 of 331 us (64 heads of 64, 8K tokens; H100): aten stores fp32 products.
 unsmoothed_lse_opaque = define_opaque(
     "unsmoothed_lse", _unsmoothed_lse_opaque, lambda lse, *_: torch.empty_like(lse)
 )

@@ -239,7 +239,8 @@ def launch_estimate(
 ) -> list[Tensor]:  # fmt: skip
     """One or two x [B, H, N, D], the two of one B, H and N, any strides -> for each its mean and
     amax [B, H, D] in fp32, estimated from SAMPLE rows of those that are visible (as `smooth` has
-    them). Last a zeroed int32 flag [B, H], to be set where a row exceeds amax."""
+    them). shrink: the mean towards 0, as reference.quantize.estimate says. Last a zeroed int32 flag
+    [B, H], to be set where a row exceeds amax."""
     x0, x1 = xs[0], xs[-1]
     B, H, N, D = x0.shape
     D, D_1 = int(D), int(x1.shape[3])
