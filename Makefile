@@ -1,6 +1,8 @@
 # Needs Python 3.11 with venv and a C++ compiler, which Inductor uses on CPU. No GPU, no torch:
 #   make demo     install into .venv, check it, and compile a diffusion transformer
-#   make test     install into .venv, then everything that runs without a GPU
+#   make test     install into .venv, then what runs without a GPU: of the variants of a test those
+#                 that cover all pairs, and some that a seed draws; SEED=1234 repeats a run's
+#   make sweep    the same with every variant
 #   make tritons  of that, the kernels with the oldest and the newest Triton
 #   make lint     ruff alone
 #   make gpu      the tests that need a GPU, with the current python and its torch
@@ -14,7 +16,7 @@ VENV := .venv$(addprefix -,$(TORCH))
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test tritons lint gpu
+.PHONY: demo test sweep tritons lint gpu
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -27,10 +29,17 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -v -n auto --dist worksteal 
 # Pages are tried in a browser where there is one: without it pytest counts those tests as deselected.
 WITHOUT := not gpu$(if $(shell command -v chromium), , and not browser)
 
+# What draws variants: one seed for all runs of a `make`.
+SEED ?= $(shell shuf -i 0-9999 -n 1)
+export SEED := $(SEED)
+
 test: lint
-	$(PYTEST) --durations=15 -m "$(strip $(WITHOUT))" --ignore tests/ops/test_interpreter.py
-	TRITON_INTERPRET=1 $(PYTEST) tests/ops/test_interpreter.py tests/ops/test_rowscaled_interpreter.py
+	$(PYTEST) $(SWEEP) --durations=15 -m "$(strip $(WITHOUT))" --ignore tests/ops/test_interpreter.py
+	TRITON_INTERPRET=1 $(PYTEST) $(SWEEP) tests/ops/test_interpreter.py tests/ops/test_rowscaled_interpreter.py
 	$(if $(TORCH),,$(MAKE) tritons)
+
+sweep: SWEEP := --sweep
+sweep: test
 
 # The oldest and the newest Triton that the kernels are for, each beside the installed one: they
 # cross-compile under the same torch. 1.6 GB, from the index that pip is configured with. Nothing is

@@ -1,4 +1,6 @@
+import hashlib
 import os
+import random
 import sys
 
 import pytest
@@ -11,6 +13,44 @@ os.environ.setdefault("SAGE_INDUCTOR_CALIBRATE", "0")
 
 # Inductor's C++ is compiled, not timed: without vectors it takes two thirds of the time.
 inductor.cpp.simdlen = 1
+
+
+# -- which tests run ----
+
+# Of each test's variants that are marked "sweep", a run draws this share by SEED.
+DRAWN = 0.02
+
+
+def pytest_addoption(parser):
+    parser.addoption("--sweep", action="store_true", help="run every variant of every test")
+
+
+def pytest_configure(config):
+    """xdist's processes get the seed by the environment."""
+    os.environ.setdefault("SEED", str(random.randrange(10_000)))
+
+
+def pytest_report_header(config):
+    if not config.getoption("sweep"):
+        return f"SEED={os.environ['SEED']} draws {DRAWN:.0%} of the variants marked sweep"
+
+
+def drawn(nodeid: str) -> bool:
+    digest = hashlib.sha256(f"{os.environ['SEED']} {nodeid}".encode()).digest()
+    return int.from_bytes(digest[:4]) < DRAWN * 2**32
+
+
+def pytest_collection_modifyitems(config, items):
+    """A variant that is named on the command line runs."""
+    named = any("[" in argument for argument in config.args)
+    if config.getoption("sweep") or named:
+        return
+    left = {x for x in items if x.get_closest_marker("sweep") and not drawn(x.nodeid)}
+    config.hook.pytest_deselected(items=left)
+    items[:] = [x for x in items if x not in left]
+
+
+# -- what every test starts from ----
 
 
 @pytest.fixture(autouse=True)

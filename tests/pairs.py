@@ -1,0 +1,101 @@
+"""Which variants of a test always run: enough that each pair of values occurs.
+
+Most bugs need one value, or two together, to be seen. So a test of many axes runs a few variants
+that have every pair, and each run draws some of the others by a seed (conftest.py). ``make sweep``
+runs them all. (allpairspy leaves pairs out where values exclude each other: 24 of 169 in the table
+of attention kernels.)
+"""
+
+import inspect
+import itertools
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import pytest
+
+PRODUCT = 20_000  # from here on, rows are sampled
+
+
+def rows(axes: Mapping[str, Sequence], where: Callable[..., bool] | None = None) -> list[tuple]:
+    """Every combination of a value of each axis that `where` allows; of more than PRODUCT, a sample.
+    where: takes axes by their names, as many as it asks for."""
+    names, size = list(axes), 1
+    for values in axes.values():
+        size *= len(values)
+    asked = [names.index(name) for name in inspect.signature(where).parameters] if where else []
+    if size <= PRODUCT:
+        found: Iterable[tuple] = itertools.product(*axes.values())
+    else:
+        draw = random.Random(0)
+        found = (tuple(map(draw.choice, axes.values())) for _ in range(PRODUCT))
+    if where:
+        found = (row for row in found if where(*(row[i] for i in asked)))
+    return list(found)
+
+
+def covering(candidates: Sequence[tuple]) -> list[int]:
+    """Indices of few of the rows that have every pair of values that some row has, by greed."""
+    indexed = [list(map(_Values(), column)) for column in zip(*candidates, strict=True)]
+    of_row = [_pairs(row) for row in zip(*indexed, strict=True)]
+    with_pair: dict[tuple, list[int]] = {}
+    for i, found in enumerate(of_row):
+        for pair in found:
+            with_pair.setdefault(pair, []).append(i)
+    left, chosen = dict.fromkeys(sorted(with_pair)), []
+    while left:
+        rivals = with_pair[next(iter(left))]
+        best = max(rivals[:200], key=lambda i: sum(pair in left for pair in of_row[i]))
+        chosen.append(best)
+        for pair in of_row[best]:
+            left.pop(pair, None)
+    return sorted(chosen)
+
+
+class _Values:
+    """The place of a value in the order of their first appearances; values need no hash."""
+
+    def __init__(self):
+        self.seen: list = []
+
+    def __call__(self, value) -> int:
+        for i, other in enumerate(self.seen):
+            if other is value or (type(other) is type(value) and other == value):
+                return i
+        self.seen.append(value)
+        return len(self.seen) - 1
+
+
+def _pairs(row: Sequence[int]) -> list[tuple]:
+    if len(row) == 1:
+        return [(0, row[0])]
+    return list(itertools.combinations(enumerate(row), 2))
+
+
+def pairs(where: Callable[..., bool] | None = None, marks: Callable | None = None, **axes):
+    """Parametrizes a test by the product of the axes. Variants beyond a covering set are marked
+    "sweep". marks: gives a row's other marks, of a covering set alone."""
+    found = rows(axes, where)
+    always = set(covering(found))
+    parameters = [
+        pytest.param(
+            *row,
+            marks=(tuple(marks(*row)) if marks else ()) if i in always else pytest.mark.sweep,
+        )
+        for i, row in enumerate(found)
+    ]
+    return pytest.mark.parametrize(", ".join(axes), parameters, ids=_text)
+
+
+def seeds(count: int, always: int):
+    """Parametrizes a test by `seed`, of which only the first few are not marked "sweep"."""
+    found = [pytest.param(i, marks=() if i < always else pytest.mark.sweep) for i in range(count)]
+    return pytest.mark.parametrize("seed", found)
+
+
+def _text(value) -> str | None:
+    """As in an id; None: pytest's own."""
+    return (
+        str(value)
+        if isinstance(value, (tuple, list)) or type(value).__module__ == "torch"
+        else None
+    )

@@ -1,0 +1,47 @@
+"""Which variants of a test run."""
+
+import itertools
+
+import conftest
+import pytest
+from pairs import covering, rows
+
+AXES = {"gpu": [80, 89, 90, 100], "recipe": ["16-bit", "fp8", "fp4"], "D": [64, 128, 256],
+        "mask": [None, "rows", "bias", [1, 2]]}  # fmt: skip
+
+
+def can_run(recipe, gpu):
+    return recipe == "16-bit" or gpu >= 89
+
+
+def pairs_of(found) -> set:
+    return {pair for row in found for pair in itertools.combinations(enumerate(map(str, row)), 2)}
+
+
+def test_few_rows_have_every_pair_that_may_be():
+    every = rows(AXES, can_run)
+    assert len(every) == 36 * 3 + 12 and all(can_run(row[1], row[0]) for row in every)
+    chosen = [every[i] for i in covering(every)]
+    assert pairs_of(chosen) == pairs_of(every)
+    assert len(chosen) <= 20
+
+
+def test_of_one_axis_every_value_is_chosen():
+    assert covering(rows({"D": [64, 128, 128]})) == [0, 1]
+
+
+def test_a_product_that_is_too_large_is_sampled():
+    axes = {str(i): list(range(8)) for i in range(8)}
+    every = rows(axes)
+    assert len(every) == 20_000 and every == rows(axes)
+    assert pairs_of(every[i] for i in covering(every)) == pairs_of(every)
+
+
+def test_a_seed_draws_a_share_and_the_same_again(monkeypatch):
+    names = [f"test.py::test[{i}]" for i in range(20_000)]
+    found = {}
+    for seed in ("1", "2", "1 "):
+        monkeypatch.setenv("SEED", seed.strip())
+        found[seed] = {name for name in names if conftest.drawn(name)}
+        assert len(found[seed]) == pytest.approx(20_000 * conftest.DRAWN, rel=0.2)
+    assert found["1"] == found["1 "] and len(found["1"] & found["2"]) < 40
