@@ -1,15 +1,20 @@
 """What tests of several rooms share: inputs in the layout that models give, calls, measures."""
 
+import contextlib
 import os
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch._dynamo import lookup_backend
+from torch.fx import Graph, GraphModule, Node
 
+from sage_inductor import backend
 from sage_inductor.ops.attention import nvfp4, triton
 from sage_inductor.ops.attention.arguments import AttentionCall
 from sage_inductor.ops.formats import NO_QUERY, Prepared
@@ -198,6 +203,24 @@ def run_seen(function, *inputs, see, kwargs=None, **options):
     torch._dynamo.reset()
     compiled = torch.compile(function, backend=backend, fullgraph=True, **options)
     return compiled(*inputs, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def op_by_op(aot: bool = False) -> Iterator[None]:
+    """Inside, what ``backend="sage"`` rewrote runs op by op, without the seconds of Inductor's C++.
+    Options that Inductor does not know are refused as ever. aot: AOTAutograd traces it before."""
+    whole = backend.InductorWrapper
+
+    def compile(gm, inputs):
+        gm = GraphModule(gm, gm.graph)  # what was given becomes other variants
+        return lookup_backend("aot_eager")(gm, inputs) if aot else gm.forward
+
+    def wrapper(*given):
+        whole(*given)
+        return compile
+
+    with mock.patch.object(backend, "InductorWrapper", wrapper):
+        yield
 
 
 def calls(graph: Graph, known=()) -> str:
