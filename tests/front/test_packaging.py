@@ -24,29 +24,25 @@ def python(code):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/")
 
 
-def test_torch_lists_the_backend_without_importing_us():
-    code = "import sys, torch; print('sage' in torch._dynamo.list_backends(), "
-    assert python(code + "'sage_inductor' in sys.modules)").stdout.split() == ["True", "False"]
-
-
-def test_the_backend_works_without_an_import():
+def test_torch_lists_the_backend_without_importing_us_and_it_works():
     code = """
-import torch, torch.nn.functional as F
+import sys, torch, torch.nn.functional as F
+print('sage' in torch._dynamo.list_backends(), 'sage_inductor' in sys.modules)
 f = torch.compile(F.scaled_dot_product_attention, backend="sage")
 q = torch.randn(1, 2, 16, 64)
 assert torch.equal(f(q, q, q), F.scaled_dot_product_attention(q, q, q))
 import sage_inductor
 print(len(sage_inductor.report()))
 """
-    assert python(code).stdout.split() == ["1"]
+    assert python(code).stdout.split() == ["True", "False", "1"]
 
 
 def test_the_environments_switch_needs_an_import_of_us(monkeypatch):
     """As config.py says: torch itself imports nothing of ours, whatever the environment asks."""
     monkeypatch.setenv("SAGE_INDUCTOR_ENABLED", "1")
-    installed = "import torch._inductor.config as c; print(type(c.pre_grad_custom_pass).__name__)"
-    assert python(installed).stdout.split() == ["NoneType"]
-    assert python(f"import sage_inductor; {installed}").stdout.split() == ["SagePass"]
+    code = "import torch._inductor.config as c; print(type(c.pre_grad_custom_pass).__name__);"
+    code += "import sage_inductor; print(type(c.pre_grad_custom_pass).__name__)"
+    assert python(code).stdout.split() == ["NoneType", "SagePass"]
 
 
 @pytest.fixture(scope="module")
@@ -99,11 +95,14 @@ def test_the_demo_runs_from_the_wheel_beside_torch_and_triton_alone(wheel, tmp_p
                 (tmp_path / top).symlink_to(distribution.locate_file(top))
     assert "tqdm" not in done
     result = subprocess.run(  # -S: without the environment's own packages
-        [sys.executable, "-S", "-m", "sage_inductor", "demo", "--size", "16", "--layers", "1"],
+        [sys.executable, "-S", "-m", "sage_inductor", "demo", "--size", "16", "--layers", "1",
+         "--recipe", "sage1"],
         capture_output=True, text=True, cwd="/", env={**os.environ, "PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert "blocks.0.attention" in result.stdout and "Traceback" not in result.stderr
+    (cos_sim,) = re.findall(r'^backend="sage" +(0\.\d+) ', result.stdout, re.M)
+    assert float(cos_sim) > 0.999
 
 
 # room -> the rooms that it may import, besides itself
