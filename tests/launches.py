@@ -74,6 +74,7 @@ class Plan(NamedTuple):
     launches: list  # (kernel, grid, arguments, options)
     outputs: list  # (tensor, shape, strides, dtype)
     made: dict  # elements and dtype of each
+    views: dict = {}  # those that begin inside another: which, and from which byte
 
 
 class Labels:
@@ -139,7 +140,7 @@ class Tensor(NamedTuple):
 
 def planned(launch: Callable, arguments: dict, processors: int) -> Plan:
     """The plan of an op's launch function, on tensors without memory."""
-    kept, launches, sizes = [], [], {}
+    kept, launches, sizes, views = [], [], {}, {}
 
     def run(kernel, grid, tensors, numbers, **options):
         values = [describe(x) for x in (*tensors, *numbers)]
@@ -153,7 +154,9 @@ def planned(launch: Callable, arguments: dict, processors: int) -> Plan:
         storage = x.untyped_storage()
         kept.append(storage)
         if offset := x.storage_offset():
-            return label((storage._cdata, offset))
+            name = label((storage._cdata, offset))
+            views[name] = storage._cdata, offset * x.element_size()
+            return name
         name = label(storage._cdata)
         sizes[name] = storage.nbytes() // x.element_size(), KINDS[x.dtype]
         return name
@@ -170,7 +173,8 @@ def planned(launch: Callable, arguments: dict, processors: int) -> Plan:
     found = launch(given, run, H200._replace(processors=processors))
     outputs = [(describe(x), list(x.shape), list(x.stride()), KINDS[x.dtype]) for x in found]
     made = {name: size for name, size in sizes.items() if name.startswith("made")}
-    return Plan(launches, outputs, made)
+    views = {name: (label.seen.get(of), byte) for name, (of, byte) in views.items()}
+    return Plan(launches, outputs, made, views)
 
 
 # -- calls: known sizes are Facts of one number, the others are drawn ----

@@ -421,8 +421,9 @@ def test_a_constexpr_must_be_known():
 # -- in Inductor: a package of ops whose C++ is in its own wrapper, on CPU ----
 
 
-def _scale(x, bias, by, n, *, negate=False):
-    """A tuple of outputs; an optional tensor, numbers known and not, a default."""
+def _scale(x, bias, by, n, *, negate=False, sign="+"):
+    """A tuple of outputs; an optional tensor, numbers known and not, defaults."""
+    n = n if sign == "+" else -n
     return (-by if negate else by) * x + n, x + (0 if bias is None else bias)
 
 
@@ -433,7 +434,7 @@ def _pair(x):
 
 _TEST_OPS = torch.library.Library("sage_test", "DEF")
 for _function, _schema in (
-    (_scale, "scale(Tensor x, Tensor? bias, float by, SymInt n, *, bool negate=False) -> (Tensor, Tensor)"),
+    (_scale, "scale(Tensor x, Tensor? bias, float by, SymInt n, *, bool negate=False, str sign='+') -> (Tensor, Tensor)"),
     (_pair, "pair(Tensor x) -> Tensor[]"),
 ):  # fmt: skip
     _TEST_OPS.define(_schema)
@@ -482,7 +483,8 @@ def sources(monkeypatch):
         if op is SCALE:
             n = "n" if "n" in numbers else arguments["n"]
             first = (
-                f"{-arguments['by'] if arguments['negate'] else arguments['by']}f * from[at] + {n}"
+                f"{-arguments['by'] if arguments['negate'] else arguments['by']}f * from[at]"
+                f" {arguments['sign']} {n}"
             )
             second = "from[at]"
         if "bias" in tensors:
@@ -500,14 +502,15 @@ class Scales(torch.nn.Module):
     def forward(self, x, bias):
         a, b = SCALE(x, None, 2.5, x.shape[0])
         c, d = SCALE(a, None, 2.5, x.shape[0])  # the same function
-        e, f = SCALE((b + d).t(), bias[:, :1], 0.5, n=3, negate=True)
+        e, f = SCALE((b + d).t(), bias[:, 1:], 0.5, n=3, negate=True)  # begins inside
         return a, c, d, e, f, *PAIR(f)
 
 
 class Pairs(torch.nn.Module):
     def forward(self, x):
         (a, b), (c, _) = PAIR(x), SCALE(x, None, 2.0, 1)
-        return a, b, c
+        (d, _), (e, _) = SCALE(x, None, 2.0, 1, negate=True), SCALE(x, None, 2.0, 1, sign="-")
+        return a, b, c, d, e
 
 
 O0 = {"aot_inductor.compile_wrapper_opt_level": "O0"}
@@ -531,12 +534,13 @@ def test_a_package_calls_cpp_of_its_own(sources, tmp_path):
     first, second, third, *others = sources
     assert [(name, op) for name, op, _ in sources] == [
         ("aoti_torch_sage_0", SCALE), ("aoti_torch_sage_1", SCALE), ("aoti_torch_sage_2", PAIR),
-        ("aoti_torch_sage_0", PAIR), ("aoti_torch_sage_1", SCALE),
+        ("aoti_torch_sage_0", PAIR), *((f"aoti_torch_sage_{i}", SCALE) for i in (1, 2, 3)),
     ]  # fmt: skip
     eight, one, batch = Facts.of(8), Facts.of(1), Facts(1, math.inf)
     given = first[2]
     assert given["x"] == TensorArgument(torch.float32, (batch, eight), (eight, one))
-    assert given == {"x": given["x"], "bias": None, "by": 2.5, "n": batch, "negate": False}
+    constants = {"by": 2.5, "negate": False, "sign": "+"}
+    assert given == {"x": given["x"], "bias": None, "n": batch, **constants}
     given = second[2]
     assert given["bias"].strides == (Facts.of(2), one) and given["negate"] and given["n"] == 3
     assert given["x"].shape == (eight, batch) and given["x"].strides == (one, eight)

@@ -175,7 +175,7 @@ def test_cpp_launches_what_python_launched(name, module, monkeypatch):
         site = Site(module, name, PROCESSORS[device])
         plan = site.plan(given, device)
         expected = calls.planned(calls.launch_of(name), given, PROCESSORS[device])
-        assert plan == expected._replace(made={})
+        assert plan == expected._replace(made={}, views={})
         check_memory(site, expected)
 
 
@@ -230,7 +230,7 @@ def like(given: dict) -> dict:
 
 
 def check_memory(site: Site, expected: calls.Plan) -> None:
-    """Each tensor that Python makes has memory of its own."""
+    """Each tensor that Python makes has memory of its own; a view begins where it does in Python."""
     bytes_of = {number: dtype.itemsize for dtype, number in KINDS.items()}
     ends = {x["made"]: x["made"] + math.prod(x["sizes"]) * bytes_of[x["dtype"]] for x in site.made}
     taken = []
@@ -241,6 +241,8 @@ def check_memory(site: Site, expected: calls.Plan) -> None:
         assert start % 256 == 0 and taken[-1][1] <= end
     taken.sort()
     assert all(a[1] <= b[0] for a, b in zip(taken, taken[1:]))
+    for label, (whole, byte) in expected.views.items():
+        assert site.addresses[label] - site.addresses[whole] == byte
 
 
 def call_of(name: str, N: int, B: int = 2) -> dict:
@@ -528,8 +530,12 @@ def test_in_a_cpp_wrapper_what_trains_is_called():
         return torch.ops.sage.rowscaled(q, k, v, False, 0.125, True)[0]
 
     given = draw(2, 100)
+    quick = {
+        "aot_inductor.compile_wrapper_opt_level": "O0",
+        "cpp_cache_precompile_headers": False,  # of one file they are not worth it
+    }
     with fresh_cache():
-        out = torch.compile(attend, options={"cpp_wrapper": True})(*given)
+        out = torch.compile(attend, options={"cpp_wrapper": True, **quick})(*given)
     assert torch.equal(out, attend(*given))
 
 
@@ -554,12 +560,30 @@ def bands(q, k, v):
     return layer(out, k, v, left=None, right=5, out_bnhd=True)
 
 
-def test_calls_of_other_constants_are_not_mixed_up(with_torch, on_cpu):
-    run, given = torch.compile(bands, fullgraph=True), draw(2, 100)
+def flags(q, k, v):
+    """Two calls that differ in a bool alone."""
+    out, _ = layer(q, k, v, out_bnhd=True)  # where q is
+    return layer(out, k, v, out_bnhd=False)
+
+
+OTHER = NAMED["sage2-8b"].encode()
+
+
+def recipes(q, k, v):
+    """Two calls that differ in a string alone."""
+    return [*quantize_kv_opaque(k, v, None, RECIPE), *quantize_kv_opaque(k, v, None, OTHER)]
+
+
+@pytest.mark.parametrize("model", [bands, flags, recipes])
+def test_calls_of_other_constants_are_not_mixed_up(model, with_torch, on_cpu):
+    run, given = torch.compile(model, fullgraph=True), draw(2, 100)
     for _ in range(3):
         with_torch.written()
-        run(*given)
-    check_launches(with_torch, given, of_python(bands, *given))
+        outputs = run(*given)
+    expected = of_python(model, *given)
+    check_launches(with_torch, given, expected)
+    strides = [list(x.stride()) for x in outputs]
+    assert strides == [strides for _, _, strides, _ in expected.outputs]
 
 
 def test_a_cached_graph_replays_too(with_torch, on_cpu):
