@@ -27,7 +27,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from support import cos_sim, with_gaps
+from pairs import pairs
+from support import cos_sim, op_by_op, with_gaps
 from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.testing import assert_close
@@ -46,18 +47,16 @@ sdpa = F.scaled_dot_product_attention
 
 
 class Attention(torch.nn.Module):
-    """Self-attention with fused QKV and no other arithmetic, so that no C++ is compiled. The
+    """Self-attention with fused QKV and no other arithmetic, so that next to no C++ is compiled. The
     weights are large enough for a softmax that looks at a few keys, not at all alike."""
 
     def __init__(self, dim=64, heads=2, is_causal=False):
         super().__init__()
-        self.qkv = torch.nn.Linear(dim, 3 * dim)
-        self.out = torch.nn.Linear(dim, dim)
+        self.qkv = torch.nn.Linear(dim, 3 * dim, bias=False)
+        self.out = torch.nn.Linear(dim, dim, bias=False)
         self.heads, self.is_causal = heads, is_causal
         with torch.no_grad():
             self.qkv.weight.mul_(2.0)
-            self.qkv.bias.zero_()
-            self.out.bias.zero_()
 
     def forward(self, x):
         B, N, C = x.shape
@@ -102,7 +101,7 @@ def check_training(f, m, x):
     wrt = [x, *m.parameters()]
     actual, expected = gradients(f, x, wrt=wrt), gradients(m, x, wrt=wrt)
     assert follows(f(x), m(x))
-    assert_close(actual[:3], expected[:3], rtol=1e-4, atol=1e-4)
+    assert_close(actual[:2], expected[:2], rtol=1e-4, atol=1e-4)
     assert all(follows(a, e) for a, e in zip(actual, expected))
 
 
@@ -171,7 +170,8 @@ def test_the_models_of_this_file_depend_on_attention(layers, below):
 @torch.no_grad()
 def test_lengths_1_to_4096_share_two_graphs_and_guard_on_no_tile(is_causal):
     m = Attention(32, 1, is_causal)
-    lengths = [100, 37, *range(2, 131), 255, 1023] + [4096] * (not is_causal)
+    near_tiles = (n + i for n in range(16, 129, 16) for i in (-1, 0, 1))
+    lengths = [100, 37, 2, 3, *near_tiles, 130, 255, 1023] + [4096] * (not is_causal)
 
     def run(f):
         for N in lengths:
@@ -258,8 +258,9 @@ def test_inference_mode_and_training_of_one_model():
 # -- caches and resets ----
 
 PROGRAM = """
-import os, sys, torch
+import os, sys, torch, torch._inductor.config
 from torch._dynamo.utils import counters
+torch._inductor.config.cpp.simdlen = 1  # else an empty cache is told what vectors there are
 import sage_inductor
 from test_compile import compiled, stack
 
@@ -268,7 +269,7 @@ if os.path.exists(path):
     torch.compiler.load_cache_artifacts(open(path, "rb").read())
 torch.manual_seed(0)
 with torch.no_grad():
-    out = compiled(stack())(torch.randn(2, 40, 64))
+    out = compiled(stack(1))(torch.randn(2, 40, 64))
 if not os.path.exists(path):
     open(path, "wb").write(torch.compiler.save_cache_artifacts()[0])
 hits = [counters["aot_autograd"]["autograd_cache_" + x] for x in ("hit", "miss")]
@@ -290,7 +291,7 @@ def test_saved_cache_artifacts_serve_a_process_with_an_empty_cache(tmp_path):
         assert result.returncode == 0, result.stderr[-3000:]
         lines.append(result.stdout.split())
     saved, loaded = lines
-    assert saved[:3] == ["0", "1", "2"] and loaded[:3] == ["1", "0", "2"]
+    assert saved[:3] == ["0", "1", "1"] and loaded[:3] == ["1", "0", "1"]
     assert saved[3] == loaded[3]
 
 
@@ -392,7 +393,8 @@ def test_diffusers_compile_repeated_blocks(executions):
     expected = model(**inputs).sample
     model.compile_repeated_blocks(backend="sage", fullgraph=True, options=EMULATE)
     actual = []
-    assert graphs_of(lambda: actual.append(model(**inputs).sample)) == 1
+    with op_by_op():
+        assert graphs_of(lambda: actual.append(model(**inputs).sample)) == 1
     assert rewritten() == 2  # self and cross attention of the one block
     assert executions.call_count == 12
     assert follows(actual[0], expected)
@@ -472,7 +474,7 @@ def test_ddp_splits_the_graph_and_keeps_the_gradients(gloo):
         out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(1)))
         return [p.grad.clone() for p in wrt]
 
-    # 16 KiB buckets: a block has 64.5 KiB of parameters.
+    # 16 KiB buckets: a block has 64 KiB of parameters.
     with mock.patch.object(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 2**14):
         eager = through(DDP(m, bucket_cap_mb=2**-6))
         parts = counters["aot_autograd"]["total"]
@@ -531,7 +533,7 @@ def test_compiled_autograd(how):
     assert counters["compiled_autograd"]["captures"] == captures + 1
     assert len(sage_inductor.report().rewritten) == 1
     actual = [x.grad, *(p.grad for p in m.parameters())]
-    assert_close(actual[:3], list(expected[:3]), rtol=1e-4, atol=1e-4)
+    assert_close(actual[:2], list(expected[:2]), rtol=1e-4, atol=1e-4)
     assert all(follows(a, e) for a, e in zip(actual, expected))
 
 
@@ -589,7 +591,7 @@ def test_selective_checkpointing_saves_the_op_that_the_policy_names(saved, runs,
     wrt = [x, *m.parameters()]
     actual, expected = gradients(compiled(checkpointed), x, wrt=wrt), gradients(m, x)
     assert rewritten() == 1 and executions.call_count == runs
-    assert_close(actual[:3], expected[:3], rtol=1e-4, atol=1e-4)  # x and qkv; out sees the forward
+    assert_close(actual[:2], expected[:2], rtol=1e-4, atol=1e-4)  # x and qkv; out sees the forward
     assert all(follows(a, e) for a, e in zip(actual, expected))
 
 
@@ -849,9 +851,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("enable_gqa", [False, True], ids=["mha", "gqa"])
-@pytest.mark.parametrize("scale", [None, 0.5, -0.3, 0.0], ids="scale={}".format)
-@pytest.mark.parametrize("mask", [*MASKS, "causal"])
+@pairs(mask=[*MASKS, "causal"], scale=[None, 0.5, -0.3, 0.0], enable_gqa=[False, True])
 def test_every_argument_is_honoured_or_the_call_refused(mask, scale, enable_gqa):
     """24 queries, 40 keys: causal is SDPA's top-left."""
     arguments = {"scale": scale, "enable_gqa": enable_gqa}
@@ -881,11 +881,13 @@ def test_a_number_that_the_caller_passes_and_changes(argument):
 
     strict = argument == "scale"
     f = compiled(attend, options={**EMULATE, "sage.strict": strict})
-    for number in (0.1, 0.2, 0.5):
-        torch.manual_seed(0)
-        out = f(*inputs, number)
-        if strict:
-            assert follows(out, sdpa(*inputs, scale=number))
+    # AOTAutograd is what sends Dynamo back. The sage op needs no C++ of Inductor's, dropout much.
+    with contextlib.nullcontext() if strict else op_by_op(aot=True):
+        for number in (0.1, 0.2, 0.5):
+            torch.manual_seed(0)
+            out = f(*inputs, number)
+            if strict:
+                assert follows(out, sdpa(*inputs, scale=number))
     assert [site.rewritten for site in sage_inductor.report()] == [strict] * 3
 
 
