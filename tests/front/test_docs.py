@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from support import compile_cpp
+from support import compile_cpp, op_by_op
 from torch._dynamo.utils import counters
 
 import sage_inductor
@@ -157,10 +157,30 @@ def small_tokenizer(name: str, padding_side="right"):
 # -- snippets ----
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_page_runs_from_top_to_bottom(page, here, small):
+# Pages whose snippets are compiled in each run: what Inductor makes is their subject.
+COMPILED = "options.md", "packages.md"
+
+
+def pages():
+    """Each page once, and again with all compiled."""
+    for page in PAGES:
+        compiled = page.name in COMPILED or torch.cuda.is_available()
+        yield pytest.param(page, compiled, id=page.name)
+        if not compiled:
+            yield pytest.param(page, True, id=f"{page.name}-compiled", marks=pytest.mark.sweep)
+
+
+@pytest.mark.parametrize("page, compiled", pages())
+def test_a_page_runs_from_top_to_bottom(page, compiled, here, small):
     """Each Python snippet on its own, as in a new interpreter; files stay for the next one. Without a
-    GPU "cuda" is read as "cpu". A snippet in a file is for torchrun, where the page has that command."""
+    GPU "cuda" is read as "cpu". A snippet in a file is for torchrun, where the page has that command.
+    Where it is not compiled, the graphs that backend="sage" rewrote run op by op."""
+    quick = torch._inductor.config.patch({"aot_inductor.compile_wrapper_opt_level": "O0"})
+    with contextlib.nullcontext() if compiled else op_by_op(), quick:
+        run_page(page)
+
+
+def run_page(page: Path) -> None:
     text = page.read_text()
     out, renewed = None, []
     for block in blocks_of(text):
