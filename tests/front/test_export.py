@@ -3,6 +3,8 @@
 Shapes: B batch, N tokens (T of them text), C channels, H heads, D head_dim.
 """
 
+import contextlib
+import copy
 import dataclasses
 import functools
 import inspect
@@ -15,11 +17,12 @@ import sys
 import time
 import zipfile
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from support import arguments, compile_cpp, relative_l1
+from support import arguments, compile_cpp, op_by_op, relative_l1
 from torch import nn
 from torch._inductor import compile_fx
 from torch._inductor.package import package_aoti
@@ -150,6 +153,47 @@ class Masked(nn.Module):
         return self.out(o.transpose(1, 2).flatten(2))
 
 
+class Cached(nn.Module):
+    """New queries [1, 2, N, 32] and the keys and values of a longer cache [1, 2, M, 32]: a window
+    that ends with the last key, and causal attention from the first key on."""
+
+    def forward(self, q, k, v):
+        N, M = q.shape[2], k.shape[2]
+        i, j = torch.arange(N)[:, None] + (M - N), torch.arange(M)
+        window = (j <= i) & (j > i - 40)
+        return torch.stack(
+            (
+                F.scaled_dot_product_attention(q, k, v, attn_mask=window),
+                F.scaled_dot_product_attention(q, k, v, is_causal=True),
+            )
+        )
+
+
+class Sink(nn.Module):
+    """Queries, keys and values [1, 2, N, 32]; attention with a key that has no value."""
+
+    def __init__(self):
+        super().__init__()
+        self.sinks = nn.Parameter(torch.randn(2, 1, 1) + 3)
+
+    def forward(self, q, k, v):
+        s = q @ k.mT * q.shape[3] ** -0.5
+        s = torch.cat([s, self.sinks.expand(*s.shape[:3], 1)], -1)
+        return s.softmax(-1)[..., :-1] @ v
+
+
+class Alone(nn.Module):
+    """Features [B, N, C] -> attention of them by themselves."""
+
+    def __init__(self, C, D):
+        super().__init__()
+        self.D = D
+
+    def forward(self, x):
+        x = heads(x, self.D)
+        return F.scaled_dot_product_attention(x, x, x)
+
+
 def call(model, N, device="cpu", dtype=torch.float32):
     """(args, kwargs) of `model` with N tokens."""
 
@@ -207,9 +251,12 @@ class Package:
     @functools.cached_property
     @torch.no_grad()
     def expected(self):
-        """What the compiled model gives for the calls."""
+        """What the compiled model gives for the calls; on CPU its rewritten graphs, op by op."""
+        torch._dynamo.reset()
         run = torch.compile(self.model, backend="sage", options=self.options, dynamic=True)
-        return [tensors(run(*args, **kwargs)) for args, kwargs in self.calls]
+        on_cpu = self.options is EMULATE
+        with op_by_op() if on_cpu else contextlib.nullcontext():
+            return [tensors(run(*args, **kwargs)) for args, kwargs in self.calls]
 
 
 QUICK = {"aot_inductor.compile_wrapper_opt_level": "O0"}  # compiles in two thirds of the time
@@ -276,14 +323,46 @@ def build(tmp_path_factory):
     return package
 
 
+SWEPT = pytest.mark.sweep  # on CPU, where a package takes half a minute: see `opened`
+
+
 def devices(*models):
-    """The models on CPU and, on a GPU, there."""
-    cpu = [pytest.param(make, "cpu", id=f"{make.__name__}-cpu") for make in models]
+    """The models on CPU, the first in each run, and, on a GPU, there."""
+    cpu = [
+        pytest.param(make, "cpu", id=f"{make.__name__}-cpu", marks=SWEPT if i else ())
+        for i, make in enumerate(models)
+    ]
     cuda = [
         pytest.param(make, "cuda", id=f"{make.__name__}-cuda", marks=pytest.mark.gpu)
         for make in models
     ]
     return pytest.mark.parametrize("make, device", cpu + cuda)
+
+
+class Opened(Exception):
+    pass
+
+
+def opened(program):
+    """What AOTInductor makes C++ of, as a function of the inputs one after the other: the sage ops
+    of a rewritten program are opened there."""
+    whole = compile_fx._unlift_graph
+
+    def stop(*given):
+        raise Opened(whole(*given))
+
+    with mock.patch.object(compile_fx, "_unlift_graph", stop), pytest.raises(Opened) as found:
+        torch._inductor.aot_compile(
+            program.module(check_guards=False),
+            *program.example_inputs,
+            options={"aot_inductor.package": True},
+        )
+    (gm,) = found.value.args
+    called = [str(node.target) for node in gm.graph.nodes if node.op == "call_function"]
+    assert called and not [x for x in called if re.search("sage|int_mm|triton", x)]  # see below
+    gm.graph.set_codegen(torch.fx.graph.CodeGen())  # as Inductor reads it
+    gm.recompile()
+    return gm
 
 
 # -- processes that load them ----
@@ -345,9 +424,29 @@ def test_a_package_runs_without_python_at_any_length(make, device, build, runner
     check(runner("run", package, device)[0], package.expected)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_packages_run_in_python_without_us_at_any_length(device, build, tmp_path):
-    packages = [build(make, device) for make in (Llama, ViT, Flux, Masked)]
+@pytest.mark.parametrize("make", [ViT, Flux, Masked])
+@torch.no_grad()
+def test_what_a_package_is_made_of_computes_it_at_any_length(make):
+    package = exported(make, "cpu")
+    report = sage_inductor.rewrite(package.program, options=EMULATE)
+    assert report.rewritten and not report.refused, f"\n{report}"
+    run = opened(package.program)
+    check([tensors(run(*tensors(each))) for each in package.calls], package.expected)
+
+
+EVERY = Llama, ViT, Flux, Masked
+
+
+@pytest.mark.parametrize(
+    "makes, device",
+    [
+        pytest.param((Llama,), "cpu", id="cpu"),
+        pytest.param(EVERY, "cpu", id="cpu-every", marks=SWEPT),
+        pytest.param(EVERY, "cuda", id="cuda", marks=pytest.mark.gpu),
+    ],
+)
+def test_packages_run_in_python_without_us_at_any_length(makes, device, build, tmp_path):
+    packages = [build(make, device) for make in makes]
     torch.save([(each.path, each.name, each.calls) for each in packages], tmp_path / "calls.pt")
     # On the H200's host they hold their own libstdc++: see below.
     done = python(f"{REMEDY}\n{LOAD}" if device == "cuda" else LOAD, cwd=tmp_path)
@@ -357,24 +456,27 @@ def test_packages_run_in_python_without_us_at_any_length(device, build, tmp_path
         check(actual, package.expected)
 
 
-class Cached(nn.Module):
-    """New queries [1, 2, N, 32] and the keys and values of a longer cache [1, 2, M, 32]: a window
-    that ends with the last key, and causal attention from the first key on."""
-
-    def forward(self, q, k, v):
-        N, M = q.shape[2], k.shape[2]
-        i, j = torch.arange(N)[:, None] + (M - N), torch.arange(M)
-        window = (j <= i) & (j > i - 40)
-        return torch.stack(
-            (
-                F.scaled_dot_product_attention(q, k, v, attn_mask=window),
-                F.scaled_dot_product_attention(q, k, v, is_causal=True),
-            )
+def packaged_or_opened(program, packaged: bool, folder):
+    """A program without sage ops, as a function of its inputs."""
+    options = {**EMULATE, "sage.recipe": "sage2-8b"}
+    torch._dynamo.reset()
+    if packaged:
+        path = sage_inductor.aoti_compile_and_package(
+            program, package_path=str(folder / "model.pt2"), inductor_configs=QUICK, options=options
         )
+        return torch._inductor.aoti_load_package(path)
+    program = copy.deepcopy(program)
+    sage_inductor.rewrite(program, options=options)
+    run = opened(program)
+    return lambda *inputs: run(*inputs)[0]
 
 
+either = pytest.mark.parametrize("packaged", [False, pytest.param(True, marks=SWEPT)])
+
+
+@either
 @torch.no_grad()
-def test_a_package_reads_only_the_keys_that_a_band_shows(tmp_path):
+def test_a_package_reads_only_the_keys_that_a_band_shows(packaged, tmp_path):
     def call(N, M):
         return [torch.randn(1, 2, n, 32) for n in (N, M, M)]
 
@@ -382,14 +484,9 @@ def test_a_package_reads_only_the_keys_that_a_band_shows(tmp_path):
     program = torch.export.export(
         Cached(), tuple(call(64, 300)), dynamic_shapes=({2: N}, {2: M}, {2: M})
     )
-    torch._dynamo.reset()
-    path = sage_inductor.aoti_compile_and_package(
-        program, package_path=str(tmp_path / "cached.pt2"), inductor_configs=QUICK,
-        options={**EMULATE, "sage.recipe": "sage2-8b"},
-    )  # fmt: skip
+    run = packaged_or_opened(program, packaged, tmp_path)
     masks = [site.mask for site in sage_inductor.report()]
     assert masks == ["window(39, 0), bottom right", "causal"]
-    run = torch._inductor.aoti_load_package(path)
     for N, M in ((64, 300), (64, 64), (2, 1000), (100, 101), (500, 700), (130, 2000)):
         q, k, v = call(N, M)
         exact, found = Cached()(q, k, v), run(q, k, v)
@@ -399,18 +496,8 @@ def test_a_package_reads_only_the_keys_that_a_band_shows(tmp_path):
         assert torch.equal(run(q, k, v), found)
 
 
-class Sink(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.sinks = nn.Parameter(torch.randn(2, 1, 1) + 3)
-
-    def forward(self, q, k, v):
-        s = q @ k.mT * q.shape[3] ** -0.5
-        s = torch.cat([s, self.sinks.expand(*s.shape[:3], 1)], -1)
-        return s.softmax(-1)[..., :-1] @ v
-
-
-def test_a_package_of_attention_with_a_learned_sink(tmp_path):
+@either
+def test_a_package_of_attention_with_a_learned_sink(packaged, tmp_path):
     model, options = Sink(), {**EMULATE, "sage.recipe": "sage2-8b"}
     N = torch.export.Dim("N", min=2, max=4096)
 
@@ -423,11 +510,7 @@ def test_a_package_of_attention_with_a_learned_sink(tmp_path):
     assert site.mask == "a sink"
     with pytest.raises(NotImplementedError, match="a learned sink has no backward"):
         program.module()(*[torch.randn(1, 2, 70, 32) for _ in range(3)]).sum().backward()
-    path = str(tmp_path / "sink.pt2")
-    sage_inductor.aoti_compile_and_package(
-        exported(), package_path=path, inductor_configs=QUICK, options=options
-    )
-    run = torch._inductor.aoti_load_package(path)
+    run = packaged_or_opened(exported(), packaged, tmp_path)
     for n in (2, 70, 333):
         q, k, v = (torch.randn(1, 2, n, 32) for _ in range(3))
         with torch.no_grad():
@@ -441,7 +524,7 @@ def test_a_package_of_attention_with_a_learned_sink(tmp_path):
 def test_a_package_of_sources_is_built_where_it_is_loaded(device, tmp_path):
     """By torch's loader, with the compiler that it finds."""
     configs = QUICK | {"aot_inductor.package_cpp_only": True}
-    package = package_alone(Llama, device, tmp_path, configs=configs)
+    package = package_alone(Alone if device == "cpu" else Llama, device, tmp_path, configs=configs)
     assert package.report.rewritten and not package.report.refused, f"\n{package.report}"
     names = {Path(name).name.split(".", 1)[-1] for name in zipfile.ZipFile(package.path).namelist()}
     assert {"wrapper.cpp", "txt"} <= names and "wrapper.so" not in names, names
@@ -462,7 +545,7 @@ def has_cmake(*least: int) -> bool:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_package_of_sources_is_built_by_its_cmakelists(device, tmp_path):
     configs = QUICK | {"aot_inductor.package_cpp_only": True}
-    package = package_alone(Llama, device, tmp_path, configs=configs)
+    package = package_alone(Alone if device == "cpu" else Llama, device, tmp_path, configs=configs)
     with zipfile.ZipFile(package.path) as archive:
         archive.extractall(tmp_path / "sources")
     (project,) = (tmp_path / "sources").rglob("CMakeLists.txt")
@@ -716,7 +799,11 @@ def test_a_package_that_holds_its_own_libstdcxx_is_warned_of(tmp_path, caplog):
     sage_inductor.aoti_compile_and_package(
         program,
         package_path=str(tmp_path / "model.pt2"),
-        inductor_configs={**QUICK, "cpp.cxx": (None, str(compiler))},
+        inductor_configs={
+            **QUICK,
+            "cpp.cxx": (None, str(compiler)),
+            "aot_inductor.precompile_headers": False,  # which another compiler makes anew
+        },
     )
     crashed = python("import torch" + RUN, cwd=tmp_path).returncode != 0
     assert crashed == (torch.__version__ < "2.15")
@@ -813,6 +900,34 @@ class ByModules(nn.Module):
     def forward(self, q, k):
         x = self.linear(self.attention(q, k, k))
         return self.softmax(x, k) @ k
+
+
+class Own(nn.Module):
+    """Of our own function."""
+
+    def forward(self, q, k, v):
+        return sage_inductor.attention(q, k, v)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@torch.no_grad()
+def test_a_program_is_decided_by_the_stage_in_force_and_keeps_that(strict):
+    """A call of SDPA by `rewrite`, one of sage_inductor.attention by torch.export."""
+    q, k, v = torch.randn(3, 1, 2, 64, 32)
+    rules = [{"stage": "edge", "recipe": "off"}, {"recipe": "sage1"}]
+    for stage, recipe in (("edge", None), (None, "sage1"), ("of no rule", "sage1")):
+        for model in (Attention(), Own()):
+            torch._dynamo.reset()
+            with sage_inductor.config.patch(emulate=True, policy=rules):
+                with sage_inductor.stage(stage):
+                    program = torch.export.export(model, (q, k, v), strict=strict)
+                    if type(model) is Attention:
+                        sage_inductor.rewrite(program)
+                assert [site.recipe for site in sage_inductor.report()] == [recipe]
+                with sage_inductor.stage(None if stage else "edge"):
+                    error = relative_l1(program.module()(q, k, v), Attention()(q, k, v))
+            assert (error < 1e-6) == (recipe is None) and error < 0.05
+            assert (torch.ops.sage.sdpa.default in targets(program)) == (recipe is not None)
 
 
 def test_modules_whose_signature_is_preserved_keep_it():
