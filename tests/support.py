@@ -1,17 +1,22 @@
 """What tests of several rooms share: inputs in the layout that models give, calls, measures."""
 
+import contextlib
 import os
 import re
 import subprocess
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch._dynamo.backends.debugging import aot_eager_decomp_partition
+from torch.fx import Graph, GraphModule, Node
 
+from sage_inductor import backend
 from sage_inductor.ops.attention import nvfp4, triton
 from sage_inductor.ops.attention.arguments import AttentionCall
+from sage_inductor.ops.compat import InductorWrapper
 from sage_inductor.ops.formats import NO_QUERY, Prepared
 from sage_inductor.ops.launch import launch_traced
 from sage_inductor.ops.recipe import NAMED
@@ -198,6 +203,33 @@ def run_seen(function, *inputs, see, kwargs=None, **options):
     torch._dynamo.reset()
     compiled = torch.compile(function, backend=backend, fullgraph=True, **options)
     return compiled(*inputs, **(kwargs or {}))
+
+
+def op_by_op(here: bool = True, split: bool = False):
+    """Where backend="sage" runs the graphs that it rewrote op by op: Inductor compiles nothing.
+    split: into forward and backward, which save for each other what they do under Inductor."""
+    if here:
+        return mock.patch.object(backend, "InductorWrapper", _Split if split else _OpByOp)
+    return contextlib.nullcontext()
+
+
+class _OpByOp(InductorWrapper):
+    def __call__(self, gm, example_inputs):
+        return _as_it_is_now(gm).forward
+
+
+class _Split(InductorWrapper):
+    def __call__(self, gm, example_inputs):
+        return aot_eager_decomp_partition(gm, example_inputs)
+
+
+def _as_it_is_now(gm: GraphModule) -> GraphModule:
+    """gm becomes another stage's graph later."""
+    found = GraphModule(gm, gm.graph)
+    for name, child in gm.named_children():
+        if isinstance(child, GraphModule) and hasattr(found, name):
+            setattr(found, name, _as_it_is_now(child))
+    return found
 
 
 def calls(graph: Graph, known=()) -> str:
