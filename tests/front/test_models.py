@@ -463,7 +463,7 @@ def fast_path(on: bool):
 
 
 # Each path of the pass has another model here that always runs, and the exports have the last.
-SWEPT = (bert, gpt2_without_a_cache, vit_eager, sd3, whisper_without_a_cache)
+SWEPT = (bert, gpt2_without_a_cache, vit_eager, sd3, whisper_without_a_cache, whisper_eager)
 BY_INDUCTOR = (bert_padded,)  # test_ecosystem.py has a decoder and a diffusion transformer
 
 
@@ -511,7 +511,7 @@ EXPORTABLE = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("case", cases(EXPORTABLE, swept=(vit, flux, wan)))
+@pytest.mark.parametrize("case", cases(EXPORTABLE, swept=(vit, flux, wan, unet)))
 @torch.no_grad()
 def test_an_exported_model_has_the_same_calls_rewritten(case, request):
     model, inputs = build(case, request)
@@ -625,7 +625,7 @@ def test_sentences_are_as_similar_under_a_recipe_as_its_number_formats_allow(min
     assert error <= budget
 
 
-@pytest.mark.parametrize("make", [flux, wan])
+@pytest.mark.parametrize("make", [pytest.param(flux, marks=pytest.mark.sweep), wan])
 @torch.no_grad()
 def test_one_rule_hits_the_same_modules_however_a_model_is_compiled(make, diffusers):
     """Of blocks that are compiled alone a path begins within the block."""

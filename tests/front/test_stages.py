@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import itertools
 import timeit
 from types import SimpleNamespace
 
@@ -388,40 +389,32 @@ def test_under_inductor_rules_of_a_stage_never_hold_and_a_warning_says_so(caplog
 
 
 def test_stages_keep_the_blocks_of_their_own_rules():
-    """In one all, in one three tenths, in one fewer by another recipe; lists do not stay from stage
-    to stage."""
-    keep = {"top_k": 0.3, "similarity": 0}
+    """In one all, in one three tenths, in one fewer in the second layer."""
+    recipe, keep = "sage2-8b-per-token", {"top_k": 0.3, "similarity": 0}
     policy = [
-        {"stage": "edge", "recipe": "sage2-8b-per-token"},
-        {"stage": "middle", "layer": 1, "recipe": "sage2-8b-per-token", "keep": 0.1},
-        {"recipe": "sage2-8b-per-token", "keep": keep},
+        {"stage": "edge", "recipe": recipe},
+        {"stage": "middle", "layer": 1, "recipe": recipe, "keep": {**keep, "top_k": 0.1}},
+        {"recipe": recipe, "keep": keep},
     ]
+    alone = {"edge": policy[:1], "middle": policy[1:], None: policy[2:]}
     model, x = Model(), torch.randn(1, 2, 700, 32).cumsum(2) / 4
-    alone = {
-        "edge": policy[:1],
-        "middle": [{**policy[1], "stage": None}, policy[2]],
-        None: policy[2:],
-    }
     run = compiled(model, policy)
     in_stage("middle", run, x)  # the first call compiles all
     told = [
         (site.stage, site.module, site.decision.selection and site.decision.selection.top_k)
         for site in sage_inductor.report()
     ]
-    expected = {stage: None for stage in alone}
-    for stage, rules in alone.items():
-        torch._dynamo.reset()
-        expected[stage] = compiled(
-            model, [{k: y for k, y in r.items() if k != "stage"} for r in rules]
-        )(x)
-    torch._dynamo.reset()
-    for stage in ("middle", None, "edge", "middle", "edge", None):
-        torch.testing.assert_close(in_stage(stage, run, x), expected[stage], rtol=0, atol=0)
-    assert len({tuple(each.flatten()[:64].tolist()) for each in expected.values()}) == 3
     assert told == [
         (None, "layers.0", 0.3), (None, "layers.1", 0.3), ("edge", "layers.0", None),
         ("edge", "layers.1", None), ("middle", "layers.1", 0.1),
     ]  # fmt: skip
+    found = {stage: in_stage(stage, run, x) for stage in ("middle", None, "edge")}
+    for stage, rules in alone.items():
+        torch._dynamo.reset()
+        by_itself = compiled(model, [{**rule, "stage": None} for rule in rules])(x)
+        torch.testing.assert_close(found[stage], by_itself, rtol=0, atol=0)
+    for one, other in itertools.combinations(found.values(), 2):
+        assert relative_l1(one, other) > 1e-5
 
 
 def test_strict_is_about_every_stage():

@@ -26,7 +26,6 @@ ASKED_G = ASKED | {"sage.training": "g"}
 BY_INDUCTOR = (
     "test_a_compiled_model_trains_by_the_op_at_any_length_in_two_graphs",
     "test_a_cached_graph_of_other_sources_is_not_taken",
-    "test_compiled_autograd",
 )
 both = pytest.mark.parametrize("asked", [ASKED, ASKED_G], ids=["sagebwd", "g"])
 OPS = torch.ops.sage.sagebwd.default, torch.ops.sage.rowscaled.default
