@@ -450,7 +450,7 @@ def spread(group, name: str, how: str, by_inductor: bool):
     model, inputs = made(DECODERS[name])
     globals()[how](model, DeviceMesh.from_group(group, "cpu"))
     model = torch.compile(model, backend="sage", options=OPTIONS, fullgraph=how != "fsdp")
-    with op_by_op(not by_inductor):
+    with op_by_op(not by_inductor, split=True):  # of local tensors
         return run(model, inputs), sage_inductor.report().to_dicts()
 
 
