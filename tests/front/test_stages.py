@@ -388,6 +388,7 @@ def test_under_inductor_rules_of_a_stage_never_hold_and_a_warning_says_so(caplog
     assert caplog.text.count('need backend="sage"') == 1
 
 
+@torch.no_grad()
 def test_stages_keep_the_blocks_of_their_own_rules():
     """In one all, in one three tenths, in one fewer in the second layer."""
     recipe, keep = "sage2-8b-per-token", {"top_k": 0.3, "similarity": 0}
