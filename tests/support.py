@@ -4,19 +4,19 @@ import contextlib
 import os
 import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._dynamo import lookup_backend
+from torch._dynamo.backends.debugging import aot_eager_decomp_partition
 from torch.fx import Graph, GraphModule, Node
 
 from sage_inductor import backend
 from sage_inductor.ops.attention import nvfp4, triton
 from sage_inductor.ops.attention.arguments import AttentionCall
+from sage_inductor.ops.compat import InductorWrapper
 from sage_inductor.ops.formats import NO_QUERY, Prepared
 from sage_inductor.ops.launch import launch_traced
 from sage_inductor.ops.recipe import NAMED
@@ -205,22 +205,31 @@ def run_seen(function, *inputs, see, kwargs=None, **options):
     return compiled(*inputs, **(kwargs or {}))
 
 
-@contextlib.contextmanager
-def op_by_op(aot: bool = False) -> Iterator[None]:
-    """Inside, what ``backend="sage"`` rewrote runs op by op, without the seconds of Inductor's C++.
-    Options that Inductor does not know are refused as ever. aot: AOTAutograd traces it before."""
-    whole = backend.InductorWrapper
+def op_by_op(here: bool = True, split: bool = False):
+    """Where backend="sage" runs the graphs that it rewrote op by op: Inductor compiles nothing.
+    split: into forward and backward, which save for each other what they do under Inductor."""
+    if here:
+        return mock.patch.object(backend, "InductorWrapper", _Split if split else _OpByOp)
+    return contextlib.nullcontext()
 
-    def compile(gm, inputs):
-        gm = GraphModule(gm, gm.graph)  # what was given becomes other variants
-        return lookup_backend("aot_eager")(gm, inputs) if aot else gm.forward
 
-    def wrapper(*given):
-        whole(*given)
-        return compile
+class _OpByOp(InductorWrapper):
+    def __call__(self, gm, example_inputs):
+        return _as_it_is_now(gm).forward
 
-    with mock.patch.object(backend, "InductorWrapper", wrapper):
-        yield
+
+class _Split(InductorWrapper):
+    def __call__(self, gm, example_inputs):
+        return aot_eager_decomp_partition(gm, example_inputs)
+
+
+def _as_it_is_now(gm: GraphModule) -> GraphModule:
+    """gm becomes another stage's graph later."""
+    found = GraphModule(gm, gm.graph)
+    for name, child in gm.named_children():
+        if isinstance(child, GraphModule) and hasattr(found, name):
+            setattr(found, name, _as_it_is_now(child))
+    return found
 
 
 def calls(graph: Graph, known=()) -> str:

@@ -263,6 +263,24 @@ def test_a_schedule_is_suggested_from_the_errors_of_the_steps(tmp_path):
     assert easy.edge is None and not easy.by_stage and easy.policy.rules == (Rule("auto"),)
 
 
+@pytest.mark.parametrize("order", [(0, 9), (9, 0)])
+def test_of_a_call_that_runs_twice_in_a_step_the_worse_counts(order):
+    """With guidance: hard in the first two steps of one of them, whichever is first."""
+
+    def guided(model, steps, callback):
+        pipe, x = SimpleNamespace(num_timesteps=steps), torch.randn(1, 2, 40, 32)
+        for step in range(steps):
+            for more in order:
+                model(x, torch.tensor(step + more))
+                torch._dynamo.graph_break()
+            callback(pipe, step, None, {})
+
+    with sage_inductor.stage(None):
+        found = diagnose(guided, Denoiser(2), 6, sage_inductor.Schedule())
+    assert found.edge == (2, 0) and found.suggested == {"": "auto"}
+    assert found.by_stage["edge"][""] in ("sage1", "sage1-per-token", "off")
+
+
 def test_what_ran_in_the_edges_alone_is_shown_with_what_they_get(tmp_path):
     """A text encoder runs before the first step ends, the decoder after the last."""
 
@@ -320,6 +338,7 @@ def test_a_nan_is_worse_than_any_error():
 
 PATHS = [f"{stack}.{i}.{name}" for stack in ("encoder", "decoder") for i in range(4)
          for name in ("attn", "cross")] + ["pool", "", "encoder.pool"]  # fmt: skip
+PATHS += [f"down.{i}.blocks.{j}.attn" for i in range(2) for j in range(3)]
 recipes = st.sampled_from(["auto", "off", "sage1-per-token"])
 
 

@@ -8,10 +8,11 @@ import subprocess
 import sys
 import types
 
+import models
 import pytest
 import torch
 import torch.nn.functional as F
-from support import relative_l2
+from support import op_by_op, relative_l2
 from torch._dynamo.utils import counters
 
 import sage_inductor
@@ -50,45 +51,20 @@ def cast(inputs, device) -> dict:
 
 
 def flux(device):
-    model = diffusers.FluxTransformer2DModel(
-        patch_size=1, in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=64,
-        num_attention_heads=2, joint_attention_dim=32, pooled_projection_dim=32,
-        axes_dims_rope=(16, 24, 24),
-    )  # fmt: skip
-    return ready(model, device), [
-        cast({
-            "hidden_states": torch.randn(1, side**2, 16),
-            "encoder_hidden_states": torch.randn(1, 16, 32),
-            "pooled_projections": torch.randn(1, 32),
-            "timestep": torch.tensor([0.5]),
-            "img_ids": torch.randn(side**2, 3),
-            "txt_ids": torch.zeros(16, 3),
-        }, device)
-        for side in LENGTHS
-    ]  # fmt: skip
+    return of_sides(models.flux, device, *({"patches": side**2} for side in LENGTHS))
 
 
 def wan(device):
-    model = diffusers.WanTransformer3DModel(
-        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=64, in_channels=4,
-        out_channels=4, text_dim=32, freq_dim=32, ffn_dim=256, num_layers=1, cross_attn_norm=True,
-        rope_max_seq_len=32,
-    )  # fmt: skip
-    return ready(model, device), [
-        cast({
-            "hidden_states": torch.randn(1, 4, 3, 2 * side, 2 * side),
-            "encoder_hidden_states": torch.randn(1, 16, 32),
-            "timestep": torch.tensor([500]),
-        }, device)
-        for side in LENGTHS
-    ]  # fmt: skip
+    return of_sides(models.wan, device, *({"side": side} for side in LENGTHS))
 
 
-SIZES = dict(
-    hidden_size=256, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
-    head_dim=64, intermediate_size=256, vocab_size=100, pad_token_id=0, eos_token_id=None,
-    bos_token_id=None,
-)  # fmt: skip
+def of_sides(make, device, *sizes):
+    """A model, and inputs of each of the sizes."""
+    model, inputs = zip(*(make(**each) for each in sizes))
+    return ready(model[0], device), [cast(each, device) for each in inputs]
+
+
+SIZES = models.DECODER | models.NO_SPECIAL
 
 
 def tokens(device, length: int, padded: bool = True) -> dict:
@@ -133,25 +109,31 @@ def use_ours(model):
         model.set_attn_implementation("sage")
 
 
-def outputs(model, inputs, backend=None) -> list:
-    """Of each of the inputs; of as many graphs as were compiled, all but the first dynamic."""
+def outputs(model, inputs, backend=None, dynamic=None) -> list:
+    """Of each of the inputs. By itself torch compiles two graphs, the second for any length."""
     torch._dynamo.reset()
     counters.clear()
-    run = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
+    run = (
+        model
+        if backend is None
+        else torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)
+    )
     found = [run(**each)[0] for each in inputs]
-    assert counters["stats"]["unique_graphs"] == (0 if backend is None else 2)
+    assert counters["stats"]["unique_graphs"] == (0 if backend is None else 1 if dynamic else 2)
     return found
 
 
-@pytest.mark.parametrize("make", [flux, wan, llama, llama_padded, qwen])
-def test_registered_attention_gives_what_the_backend_gives(make, device):
-    model, inputs = make(device)
+def check_registered(made, device, *backends, dynamic=None) -> None:
+    """Registered, in eager and under each backend, a model computes what backend="sage" makes of its
+    SDPA."""
+    model, inputs = made
     use_sdpa(model)
     exact = outputs(model, inputs)
-    expected = outputs(model, inputs, "sage")
+    with op_by_op(device == "cpu"):
+        expected = outputs(model, inputs, "sage")
     use_ours(model)
-    for backend in (None, "sage", "inductor"):
-        found = outputs(model, inputs, backend)
+    for backend in (None, *backends):
+        found = outputs(model, inputs, backend, dynamic)
         sites = sage_inductor.report()
         assert len(sites) and len(sites.rewritten) == len(sites), str(sites)
         assert {site.spelling for site in sites} == {"sage_inductor.attention"}
@@ -163,6 +145,67 @@ def test_registered_attention_gives_what_the_backend_gives(make, device):
                 error,
                 difference,
             )
+
+
+def swept(*values):
+    return pytest.param(*values, marks=pytest.mark.sweep)
+
+
+@pytest.mark.parametrize(
+    "make, others",
+    [
+        (wan, ["eager"]),
+        (llama, []),
+        *(swept(make, ["aot_eager"]) for make in (flux, llama_padded, qwen)),
+    ],
+)
+def test_registered_attention_gives_what_the_backend_gives(make, others, device):
+    """Under another backend attention is decided when Dynamo traces it."""
+    with op_by_op(device == "cpu"):
+        check_registered(make(device), device, "sage", *others)
+
+
+@pytest.mark.parametrize(
+    "make, backends", [(llama_padded, ["inductor"]), swept(flux, ["sage", "inductor"])]
+)
+def test_registered_attention_compiles(make, backends, device):
+    """By Inductor, for any length."""
+    check_registered(make(device), device, *backends, dynamic=True)
+
+
+@pytest.mark.parametrize("is_causal", [None, True])
+def test_a_compiled_decode_of_one_query_sees_every_key(is_causal):
+    """transformers says nothing, or is_causal=True, and gives no mask: SDPA's would be of the first
+    key alone."""
+    module = torch.nn.Module()
+    module.is_causal, module.num_key_value_groups = True, 2
+
+    def decode(q, k, v):
+        return sage_attention_forward(module, q, k, v, None, is_causal=is_causal)[0]
+
+    compiled = torch.compile(decode, backend="sage", fullgraph=True)
+    with config.patch(emulate=True), op_by_op():
+        for N in (70, 71, 90):  # the second is compiled for any
+            q, k, v = (torch.randn(2, H, n, 64) for H, n in ((4, 1), (2, N), (2, N)))
+            exact = F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
+            assert 0 < relative_l2(compiled(q, k, v), exact) < 0.1
+            assert torch.equal(decode(q, k, v), exact)  # in eager it is SDPA's
+    sites = sage_inductor.report()
+    assert len(sites) == 2 and all(site.recipe and site.mask == "none" for site in sites)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_compiled_causal_query_of_diffusers_is_sdpas(dynamic):
+    """One query, is_causal=True, no mask: SDPA's sees the first key."""
+    q, k, v = (torch.randn(2, n, 2, 64) for n in (1, 70, 70))  # [B, N, H, D]
+
+    def attend(q, k, v):
+        return diffusers_attention(q, k, v, is_causal=True)
+
+    compiled = torch.compile(attend, backend="sage", fullgraph=True, dynamic=dynamic)
+    with config.patch(emulate=True), op_by_op():
+        for found in (compiled(q, k, v), attend(q, k, v)):
+            assert relative_l2(found, v[:, :1]) < 0.05
 
 
 @pytest.mark.parametrize(
@@ -331,7 +374,10 @@ def test_snippets_with_diffusers(snippet, graphs, modules):
     torch.manual_seed(0)
     given = {"pipe": Pipe(), "prompt": "", "torch": torch, "first": lora(8), "second": lora(4)}
     counters.clear()
-    with config.patch(emulate=True), torch.no_grad():
+    # RESOLUTIONS compiles for a size, as WHOLE does, and for any. Of BLOCKS dropout_p is a symbol,
+    # which Inductor has Dynamo trace again as the number it is.
+    by_inductor = snippet in (BLOCKS, RESOLUTIONS)
+    with config.patch(emulate=True), torch.no_grad(), op_by_op(not by_inductor):
         exec(snippet, given)
         assert counters["stats"]["unique_graphs"] == graphs
         sites = sage_inductor.report()
@@ -392,7 +438,8 @@ def test_snippets_with_transformers(snippet, queries, tmp_path, monkeypatch):
         "AutoModelForCausalLM": transformers.AutoModelForCausalLM, "torch": torch,
         "name": tmp_path, "tokens": tokens("cpu", 70),
     }  # fmt: skip
-    with config.patch(emulate=True), torch.no_grad():
+    # transformers has Inductor compile SAGE_OF_TRANSFORMERS, a decode
+    with config.patch(emulate=True), torch.no_grad(), op_by_op(snippet is not PREFILL):
         expected = model.generate(**given["tokens"], max_new_tokens=8)
         exec(snippet, given)
     assert torch.equal(given["generated"], expected)

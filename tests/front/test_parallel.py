@@ -8,6 +8,7 @@ import inspect
 import itertools
 import math
 import os
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -15,8 +16,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
+from pairs import pairs
 from ranks import Ranks, receive, send, serve
-from support import arguments, block_lists, exactly, qkv, relative_l1, sdpa
+from support import arguments, block_lists, exactly, op_by_op, qkv, relative_l1, sdpa
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -45,6 +47,10 @@ from sage_inductor.ops.recipe import NAMED
 
 RECIPE = "sage2-8b-per-token"
 BACKENDS = ("eager", "aot_eager", "inductor", "sage")
+
+
+def swept(*values, unless: bool):
+    return pytest.param(*values, marks=[pytest.mark.sweep] * (not unless))
 
 
 @pytest.fixture(scope="module")
@@ -300,7 +306,7 @@ def compiled_of_equal_lengths(group, *calls):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compiled = torch.compile(function, backend="sage", fullgraph=True, dynamic=True)
-    with mock.patch.object(gather, "_told", None):
+    with mock.patch.object(gather, "_told", None), op_by_op():
         found = [compiled(*call) for call in calls]
     return found, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
@@ -327,7 +333,8 @@ def reported(group, q, k, v) -> list[dict]:
         ),
         backend="sage", options={"sage.strict": True},
     )  # fmt: skip
-    function(q, k, v)
+    with op_by_op():
+        function(q, k, v)
     return sage_inductor.report().to_dicts()
 
 
@@ -436,7 +443,8 @@ def run_model(group, how: str, weights: dict, x):
         x = x.chunk(group.size(), 1)[group.rank()]
     torch._dynamo.reset()
     options = {"sage.emulate": True, "sage.recipe": RECIPE}
-    out = torch.compile(model, backend="sage", options=options, fullgraph=True)(x)
+    with op_by_op(split=True):  # of local tensors, whose collectives are waited for
+        out = torch.compile(model, backend="sage", options=options, fullgraph=True)(x)
     return out, sage_inductor.report().verdict
 
 
@@ -444,13 +452,38 @@ def run_model(group, how: str, weights: dict, x):
 @torch.no_grad()
 def test_local_attention_of_a_parallel_model_is_rewritten(ranks, how):
     model, x = Attention(128, 32), torch.randn(2, 96, 128)
-    with sage_inductor.config.patch(emulate=True, recipe=RECIPE):
+    with sage_inductor.config.patch(emulate=True, recipe=RECIPE), op_by_op():
         expected = torch.compile(model, backend="sage")(x)
     found = ranks(run_model, *[(how, model.state_dict(), x)] * 2)
     for (out, verdict), rows in zip(found, expected.chunk(2, 1)):
         assert verdict == f"1 of 1 attention calls use {RECIPE}"
         assert_close(out, expected if how == "tensor parallel" else rows, atol=1e-5, rtol=0)
     assert 1e-5 < relative_l1(expected, model(x)) < 0.1
+
+
+@torch.no_grad()
+def exchanged_and_gathered(group, q, k, v):
+    """What diffusers' dispatch calls of one rank's rows, of two rings of two ranks that exchange heads."""
+    from sage_inductor.integrations.diffusers import sage_attention
+
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("ring", "ulysses"))
+    context = SimpleNamespace(
+        ring_degree=2, ulysses_degree=2, ring_anything=False, ulysses_anything=False,
+        _ring_mesh=mesh["ring"], _ulysses_mesh=mesh["ulysses"],
+    )  # fmt: skip
+    asked = SimpleNamespace(context_parallel_config=context)
+    with sage_inductor.config.patch(emulate=True, recipe=RECIPE):
+        return sage_attention(q, k, v, scale=0.3, _parallel_config=asked)
+
+
+@pytest.mark.models
+@torch.no_grad()
+def test_heads_are_exchanged_within_rings_that_gather_keys(ranks):
+    pytest.importorskip("diffusers")
+    q, k, v = (torch.randn(2, 128, 4, 32) for _ in range(3))  # [B, N, H, D]
+    found = ranks(exchanged_and_gathered, *zip(*(x.chunk(4, 1) for x in (q, k, v))))
+    expected, _ = sdpa(*(x.transpose(1, 2) for x in (q, k, v)), scale=0.3, recipe=RECIPE)
+    assert_close(torch.cat(found, 1), expected.transpose(1, 2), rtol=0, atol=2e-5)
 
 
 # -- what ranks decide ----
@@ -644,9 +677,11 @@ def test_block_lists_are_sharded_by_what_they_tell_apart(ranks, of_q, placed, B,
     check_on_dtensors(ranks, "sdpa", placements, tensors, given, placed)
 
 
-@pytest.mark.parametrize("by", BY)
-@pytest.mark.parametrize("recipe", ["sage1-per-token", RECIPE, "sage3"])
-@pytest.mark.parametrize("mask", [None, (2, 1, 1, 64), (2, 1, 64)], ids=str)
+@pairs(
+    by=[*BY],
+    recipe=["sage1-per-token", RECIPE, "sage3"],
+    mask=[None, (2, 1, 1, 64), (2, 1, 64)],
+)
 def test_k_and_v_of_dtensors_are_prepared_where_they_are(ranks, by, recipe, mask):
     _, k, v = inputs((64,), H_q=2)
     tensors, given = dict(k=k, v=v), {"recipe": NAMED[recipe].encode(), "portable": False}
@@ -696,10 +731,9 @@ OPS = (
 TRAINING = OPS[4:]
 
 
-@pytest.mark.parametrize("name", OPS[3:])
-@pytest.mark.parametrize("by", BY)
-@pytest.mark.parametrize("H_q, H_kv", [(4, 1), (4, 2), (3, 3), (6, 3)])
-def test_ops_of_dtensors_are_those_of_whole_tensors(ranks, name, by, H_q, H_kv):
+@pairs(name=OPS[3:], by=[*BY], of_heads=[(4, 1), (4, 2), (3, 3), (6, 3)])
+def test_ops_of_dtensors_are_those_of_whole_tensors(ranks, name, by, of_heads):
+    H_q, H_kv = of_heads
     tensors, given = call_of(name, H_q=H_q, H_kv=H_kv)
     placements = dict.fromkeys(tensors, BY[by])
     placed = None
@@ -710,8 +744,14 @@ def test_ops_of_dtensors_are_those_of_whole_tensors(ranks, name, by, H_q, H_kv):
     check_on_dtensors(ranks, name, placements, tensors, given, placed)
 
 
-@pytest.mark.parametrize("name", TRAINING)
-@pytest.mark.parametrize("of_grad", BY)
+@pytest.mark.parametrize(
+    "name, of_grad",
+    [  # how a call is sharded does not depend on is_causal
+        swept(name, of_grad, unless="causal" not in name or of_grad == "sequence")
+        for name in TRAINING
+        for of_grad in BY
+    ],
+)
 def test_a_gradient_that_is_placed_otherwise_is_redistributed(ranks, name, of_grad):
     tensors, given = call_of(name)
     placements = {**dict.fromkeys("qkv", Shard(1)), "grad": BY[of_grad]}
@@ -726,8 +766,25 @@ def test_batch_and_heads_are_sharded_over_two_dimensions_of_a_mesh(ranks, name):
     check_on_dtensors(ranks, name, placements, tensors, given, placed, grid=(2, 2))
 
 
-@pytest.mark.parametrize("name", OPS)
-@pytest.mark.parametrize("by", ["batch", "heads"])
+UNEVEN = [(name, H_q, H_kv) for name in OPS for H_q, H_kv in ((6, 6), (12, 6))]
+
+
+@pytest.mark.parametrize("name, H_q, H_kv", UNEVEN)
+def test_heads_are_sharded_unevenly_over_two_dimensions_of_a_mesh(ranks, name, H_q, H_kv):
+    """6 heads on 2 x 2 ranks: of k 2, 1, 2 and 1, of twice as many of q 3 each."""
+    tensors, given = call_of(name, H_q=H_q, H_kv=H_kv, B=1)
+    placements = dict.fromkeys(tensors, (Shard(1), Shard(1)))
+    check_on_dtensors(ranks, name, placements, tensors, given, grid=(2, 2))
+
+
+@pytest.mark.parametrize(
+    "name, by",
+    [
+        swept(name, by, unless=by == "heads" or name == "sdpa")
+        for name in OPS
+        for by in ("batch", "heads")
+    ],
+)
 def test_compiled_ops_take_dtensors(ranks, name, by):
     tensors, given = call_of(name)
     placements, placed = dict.fromkeys(tensors, BY[by]), (BY[by],)
@@ -764,7 +821,8 @@ def flex_of_gathered(group, q, k, v, is_causal: bool):
 
     torch._dynamo.reset()
     options = {"sage.emulate": True, "sage.recipe": RECIPE}
-    out = torch.compile(function, backend="sage", options=options)(q, k, v)
+    with op_by_op():
+        out = torch.compile(function, backend="sage", options=options)(q, k, v)
     (call,) = sage_inductor.report().to_dicts()
     return out, call["recipe"], call["reason"]
 
@@ -839,9 +897,16 @@ def called(group, tensors, options):
     return attend(group, *tensors, **options)
 
 
-@pytest.mark.parametrize("shape, options, message", DIFFERENT, ids=lambda x: str(x)[:30])
-@pytest.mark.parametrize("backend", ["eager", "compiled"])
-def test_what_differs_is_an_error_on_every_rank(ranks, shape, options, message, backend):
+@pytest.mark.parametrize(
+    "backend, shape, options, message",
+    [  # compiled it is the same op, that the graph calls
+        swept(backend, *each, unless=backend == "eager" or i % 4 == 0)
+        for i, each in enumerate(DIFFERENT)
+        for backend in ("eager", "compiled")
+    ],
+    ids=lambda x: str(x)[:30],
+)
+def test_what_differs_is_an_error_on_every_rank(ranks, backend, shape, options, message):
     alike = inputs((40,), **SHAPE), {"scale": 0.125}
     other = inputs((40,), **{**SHAPE, **shape}), {"scale": 0.125, **options}
     run = called if backend == "eager" else called_compiled
@@ -885,9 +950,15 @@ def wrong():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", wrong())
-@pytest.mark.parametrize("backend", ["eager", "compiled"])
-def test_what_is_wrong_on_one_rank_is_an_error_on_every_rank(ranks, case, backend):
+@pytest.mark.parametrize(
+    "backend, case",
+    [
+        swept(backend, case, unless=backend == "eager" or case in ("scale", "16 bits"))
+        for case in wrong()
+        for backend in ("eager", "compiled")
+    ],
+)
+def test_what_is_wrong_on_one_rank_is_an_error_on_every_rank(ranks, backend, case):
     tensors, options, message = wrong()[case]
     right = inputs((40,), **SHAPE), {}
     run = called if backend == "eager" else called_compiled

@@ -10,11 +10,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import models
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import Ranks, serve
-from support import relative_l2
+from support import op_by_op, relative_l2
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
@@ -74,34 +75,13 @@ def check(found, expected, exact, order_kept=True) -> None:
 
 
 def wan():
-    model = diffusers.WanTransformer3DModel(
-        patch_size=(1, 2, 2), num_attention_heads=4, attention_head_dim=32, in_channels=4,
-        out_channels=4, text_dim=32, freq_dim=32, ffn_dim=64, num_layers=2, cross_attn_norm=True,
-        rope_max_seq_len=32,
-    )  # fmt: skip
-    return model, {
-        "hidden_states": torch.randn(1, 4, 3, 16, 16),
-        "encoder_hidden_states": torch.randn(1, 15, 32),
-        "timestep": torch.tensor([500]),
-        "return_dict": False,
-    }
+    model, inputs = models.wan(heads=4, head_dim=32, ffn_dim=64, layers=2, text=15)
+    return model, {**inputs, "return_dict": False}
 
 
 def flux(text=16):
-    model = diffusers.FluxTransformer2DModel(
-        patch_size=1, in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=32,
-        num_attention_heads=4, joint_attention_dim=32, pooled_projection_dim=32,
-        axes_dims_rope=(8, 12, 12),
-    )  # fmt: skip
-    return model, {
-        "hidden_states": torch.randn(2, 100, 16),
-        "encoder_hidden_states": torch.randn(2, text, 32),
-        "pooled_projections": torch.randn(2, 32),
-        "timestep": torch.tensor([0.5, 0.5]),
-        "img_ids": torch.randn(100, 3),
-        "txt_ids": torch.zeros(text, 3),
-        "return_dict": False,
-    }
+    model, inputs = models.flux(heads=4, head_dim=32, B=2, patches=100, text=text)
+    return model, {**inputs, "return_dict": False}
 
 
 def cogvideox(rotary=True):
@@ -171,7 +151,8 @@ def natively(group, name: str, **degrees):
     """By diffusers' own backend, which the compiler's finds: the output and the report's verdict."""
     model, inputs = parallel(MODELS[name], "native", **degrees)
     model.compile(backend="sage", options=OPTIONS)
-    return run(model, inputs), sage_inductor.report().verdict
+    with op_by_op():
+        return run(model, inputs), sage_inductor.report().verdict
 
 
 def gradients(group, name: str, backend: str, **degrees):
@@ -182,7 +163,7 @@ def gradients(group, name: str, backend: str, **degrees):
     return x.grad
 
 
-def compiled(group, name: str, how: str, **degrees):
+def compiled(group, name: str, how: str, by_inductor: bool, **degrees):
     """The output, and what the report says of each call."""
     model, inputs = parallel(MODELS[name], **degrees)
     # The hooks of Wan log, and ask for a signature: graph breaks.
@@ -194,7 +175,8 @@ def compiled(group, name: str, how: str, **degrees):
             block.compile(**given)
     else:
         model.compile_repeated_blocks(**given)
-    return run(model, inputs), sage_inductor.report().to_dicts()
+    with op_by_op(not by_inductor):
+        return run(model, inputs), sage_inductor.report().to_dicts()
 
 
 @functools.cache
@@ -222,14 +204,18 @@ def test_context_parallelism_of_diffusers(pair, name, degrees):
         check(found, *alone(MODELS[name]), order_kept=name == "Wan")
 
 
+def swept(*values):
+    return pytest.param(*values, marks=pytest.mark.sweep)
+
+
 @pytest.mark.parametrize(
     "name, how, degrees",
     [
-        ("Wan", "whole", RING),
+        swept("Wan", "whole", RING),
         ("Wan", "blocks", RING),
         ("Wan", "whole", ULYSSES),
-        ("Flux", "whole", RING),
-        ("Flux", "blocks", RING),
+        ("Flux", "whole", RING),  # by Inductor
+        swept("Flux", "blocks", RING),
         ("Flux", "blocks", ULYSSES),
         ("CogVideoX", "whole", RING),
         ("CogVideoX", "blocks", ULYSSES),
@@ -237,7 +223,8 @@ def test_context_parallelism_of_diffusers(pair, name, degrees):
     ids=str,
 )
 def test_context_parallelism_of_diffusers_compiled(pair, name, how, degrees):
-    for told in pair(compiled, *[(name, how)] * 2, **degrees):
+    by_inductor = (name, how) == ("Flux", "whole")
+    for told in pair(compiled, *[(name, how, by_inductor)] * 2, **degrees):
         assert isinstance(told, tuple), told
         found, calls = told
         check(found, *alone(MODELS[name]), order_kept=name == "Wan")
@@ -266,6 +253,7 @@ def test_ulysses_of_diffusers_own_backend_is_rewritten(pair):
         assert told == f"4 of 4 attention calls use {RECIPE}"
 
 
+@pytest.mark.sweep  # four processes of diffusers; test_parallel.py has the same of its dispatch
 def test_rings_of_exchanged_heads(tmp_path):
     four = Ranks(4, __file__, tmp_path)
     for found in four(eager, *[("Flux",)] * 4, **RING, **ULYSSES):
@@ -325,7 +313,8 @@ def run_snippet(group, code: str):
     dist.init_process_group, torch.cuda.set_device = print, print  # this process has a group
     diffusers.FluxPipeline = SmallPipeline
     scope = {}
-    exec(code, scope)
+    with op_by_op():
+        exec(code, scope)
     return scope["image"], sage_inductor.report().verdict
 
 
@@ -455,13 +444,14 @@ def fsdp(model, mesh) -> None:
     fully_shard(model, mesh=mesh)
 
 
-def spread(group, name: str, how: str):
+def spread(group, name: str, how: str, by_inductor: bool):
     """The output of a compiled model, and what the report says of each call."""
     torch._dynamo.reset()
     model, inputs = made(DECODERS[name])
     globals()[how](model, DeviceMesh.from_group(group, "cpu"))
     model = torch.compile(model, backend="sage", options=OPTIONS, fullgraph=how != "fsdp")
-    return run(model, inputs), sage_inductor.report().to_dicts()
+    with op_by_op(not by_inductor, split=True):  # of local tensors
+        return run(model, inputs), sage_inductor.report().to_dicts()
 
 
 DECODERS = {"Llama": llama, "Qwen": qwen}
@@ -472,20 +462,23 @@ def compiled_alone(make):
     """What one process computes, compiled, and exactly."""
     model, inputs = made(make)
     torch._dynamo.reset()
-    return run(torch.compile(model, backend="sage", options=OPTIONS), inputs), run(model, inputs)
+    with op_by_op():
+        found = run(torch.compile(model, backend="sage", options=OPTIONS), inputs)
+    return found, run(model, inputs)
 
 
 @pytest.mark.parametrize(
     "name, how",
     [
         ("Llama", "tensor_parallel"),
-        ("Llama", "sequence_parallel"),
+        swept("Llama", "sequence_parallel"),
         ("Qwen", "sequence_parallel"),
         ("Qwen", "fsdp"),
     ],
 )
 def test_decoders_over_two_processes(pair, name, how):
-    for told in pair(spread, *[(name, how)] * 2):
+    by_inductor = (name, how) == ("Llama", "tensor_parallel")
+    for told in pair(spread, *[(name, how, by_inductor)] * 2):
         assert isinstance(told, tuple), told
         found, calls = told
         check(found, *compiled_alone(DECODERS[name]))

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from support import relative_l1
+from support import op_by_op, relative_l1
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 from torch.testing import assert_close
@@ -23,8 +23,21 @@ from sage_inductor.policy import Policy, Rule
 
 ASKED = {"sage.training": "sagebwd", "sage.emulate": True}
 ASKED_G = ASKED | {"sage.training": "g"}
+BY_INDUCTOR = (
+    "test_a_compiled_model_trains_by_the_op_at_any_length_in_two_graphs",
+    "test_a_cached_graph_of_other_sources_is_not_taken",
+)
 both = pytest.mark.parametrize("asked", [ASKED, ASKED_G], ids=["sagebwd", "g"])
 OPS = torch.ops.sage.sagebwd.default, torch.ops.sage.rowscaled.default
+
+
+@pytest.fixture(autouse=True)
+def graphs_run_op_by_op(request):
+    """Forward and backward are split as Inductor splits them, which alone decides what is saved and
+    computed again. That it compiles both is what the first test is for."""
+    of_inductor = request.node.originalname in BY_INDUCTOR
+    with op_by_op(not of_inductor and not request.node.get_closest_marker("gpu"), split=True):
+        yield
 
 
 class Attention(torch.nn.Module):

@@ -882,7 +882,7 @@ def test_a_number_that_the_caller_passes_and_changes(argument):
     strict = argument == "scale"
     f = compiled(attend, options={**EMULATE, "sage.strict": strict})
     # AOTAutograd is what sends Dynamo back. The sage op needs no C++ of Inductor's, dropout much.
-    with contextlib.nullcontext() if strict else op_by_op(aot=True):
+    with contextlib.nullcontext() if strict else op_by_op(split=True):
         for number in (0.1, 0.2, 0.5):
             torch.manual_seed(0)
             out = f(*inputs, number)
