@@ -1,8 +1,10 @@
 """What tests of several rooms share: inputs in the layout that models give, calls, measures."""
 
+import importlib.util
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -10,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from sage_inductor import config
 from sage_inductor.ops.attention import nvfp4, triton
 from sage_inductor.ops.attention.arguments import AttentionCall
 from sage_inductor.ops.formats import NO_QUERY, Prepared
@@ -41,6 +44,17 @@ def cos_sim(actual: Tensor, expected: Tensor) -> float:
 
 
 # -- programs ----
+
+
+def config_anew(monkeypatch, **environment):
+    """sage_inductor.config as another process would have it: beside the one that is in force."""
+    for name, value in environment.items():
+        monkeypatch.setenv(f"SAGE_INDUCTOR_{name}", value)
+    spec = importlib.util.spec_from_file_location("config_anew", config.__file__)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "config_anew", module)
+    spec.loader.exec_module(module)
+    return module
 
 
 def compile_cpp(source, program) -> str:
