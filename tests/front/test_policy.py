@@ -550,7 +550,8 @@ def test_the_environment_sets_the_policy(tmp_path, monkeypatch):
     with config.patch(policy=found.policy):
         assert found.policy == path and explain()[0].recipe == "sage1-per-token"
         assert explain("")[0].recipe == "sage2-8b"
-    path = written(tmp_path, {"recipe": "acurate"})
+    (tmp_path / "new").mkdir()  # of a file that was read before, what it said would hold
+    path = written(tmp_path / "new", {"recipe": "acurate"})
     with pytest.raises(ValueError, match=re.escape(f"{path}:1: rule 1: recipe must be one of")):
         config_anew(monkeypatch, POLICY=path)
 

@@ -371,7 +371,6 @@ ARGUMENTS = {
     "memory format": lambda n, m, p, d: ones(n).tril().clone(memory_format=torch.contiguous_format),
     "copy": lambda n, m, p, d: ones(n).tril().to(torch.float32, copy=True) > 0.5,
     "dtype of a copy": lambda n, m, p, d: torch.full((n, m), -1.0).triu(1).to(torch.uint8) == 0,
-    "out of where": lambda n, m, p, d: torch.where(condition=ones(n).tril(), input=0.0, other=-inf),
 }  # fmt: skip
 
 
