@@ -86,6 +86,18 @@ def pairs(where: Callable[..., bool] | None = None, marks: Callable | None = Non
     return pytest.mark.parametrize(", ".join(axes), parameters, ids=_text)
 
 
+def chosen(always: Callable[..., bool], **axes):
+    """Parametrizes a test by the product of the axes. Variants that `always` does not name are
+    marked "sweep". always: takes all axes, by their names."""
+    found = rows(axes)
+    of_row = [dict(zip(axes, row, strict=True)) for row in found]
+    parameters = [
+        pytest.param(*row, marks=() if always(**of) else pytest.mark.sweep)
+        for row, of in zip(found, of_row, strict=True)
+    ]
+    return pytest.mark.parametrize(", ".join(axes), parameters, ids=_text)
+
+
 def seeds(count: int, always: int):
     """Parametrizes a test by `seed`, of which only the first few are not marked "sweep"."""
     found = [pytest.param(i, marks=() if i < always else pytest.mark.sweep) for i in range(count)]

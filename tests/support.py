@@ -1,9 +1,11 @@
 """What tests of several rooms share: inputs in the layout that models give, calls, measures."""
 
 import contextlib
+import importlib.util
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -13,7 +15,7 @@ from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager_decomp_partition
 from torch.fx import Graph, GraphModule, Node
 
-from sage_inductor import backend
+from sage_inductor import backend, config
 from sage_inductor.ops.attention import nvfp4, triton
 from sage_inductor.ops.attention.arguments import AttentionCall
 from sage_inductor.ops.compat import InductorWrapper
@@ -46,6 +48,17 @@ def cos_sim(actual: Tensor, expected: Tensor) -> float:
 
 
 # -- programs ----
+
+
+def config_anew(monkeypatch, **environment):
+    """sage_inductor.config as another process would have it: beside the one that is in force."""
+    for name, value in environment.items():
+        monkeypatch.setenv(f"SAGE_INDUCTOR_{name}", value)
+    spec = importlib.util.spec_from_file_location("config_anew", config.__file__)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "config_anew", module)
+    spec.loader.exec_module(module)
+    return module
 
 
 def compile_cpp(source, program) -> str:

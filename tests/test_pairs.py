@@ -4,7 +4,7 @@ import itertools
 
 import conftest
 import pytest
-from pairs import covering, rows
+from pairs import chosen, covering, rows
 
 AXES = {"gpu": [80, 89, 90, 100], "recipe": ["16-bit", "fp8", "fp4"], "D": [64, 128, 256],
         "mask": [None, "rows", "bias", [1, 2]]}  # fmt: skip
@@ -35,6 +35,13 @@ def test_a_product_that_is_too_large_is_sampled():
     every = rows(axes)
     assert len(every) == 20_000 and every == rows(axes)
     assert pairs_of(every[i] for i in covering(every)) == pairs_of(every)
+
+
+def test_what_is_chosen_by_hand_is_not_swept():
+    found = chosen(lambda N, D: N == D or D == 2, N=[1, 2], D=[1, 2, 3]).args[1]
+    unmarked = [x.values for x in found if not x.marks]
+    assert len(found) == 6 and unmarked == [(1, 1), (1, 2), (2, 2)]
+    assert {m.name for x in found for m in x.marks} == {"sweep"}
 
 
 def test_a_seed_draws_a_share_and_the_same_again(monkeypatch):

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import functools
+import json
 import logging
 import os
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 import support
 import torch
 import torch.nn.functional as F
-from support import cos_sim
+from support import config_anew, cos_sim
 from torch._dynamo.utils import counters
 from torch._inductor import compile_fx
 from torch.testing import assert_close
@@ -58,7 +59,9 @@ def close(actual, expected):
 # -- results ----
 
 
-@pytest.mark.parametrize("recipe", ["auto", "sage1", "sage2-8b"])
+@pytest.mark.parametrize(  # on CPU "auto" is sage2-8b
+    "recipe", ["auto", "sage1", pytest.param("sage2-8b", marks=pytest.mark.sweep)]
+)
 def test_emulated_model_is_near_eager_at_any_length_in_two_graphs(recipe):
     m = model()
     options = {**EMULATE, "sage.recipe": recipe}
@@ -92,7 +95,7 @@ def test_training_for_50_steps_follows_inductor():
     for backend, given in (("inductor", None), ("sage", EMULATE)):
         torch.manual_seed(0)
         torch._dynamo.reset()
-        m = model()
+        m = torch.nn.Sequential(Attention())
         compiled = torch.compile(m, backend=backend, options=given, fullgraph=True)
         optimizer = torch.optim.AdamW(m.parameters(), lr=1e-3)
         x = torch.randn(2, 64, 128)
@@ -105,7 +108,7 @@ def test_training_for_50_steps_follows_inductor():
             optimizer.step()
             losses[backend].append(loss.item())
     actual, expected = (torch.tensor(losses[b]) for b in ("sage", "inductor"))
-    assert len(sage_inductor.report().rewritten) == 2
+    assert len(sage_inductor.report().rewritten) == 1
     assert actual.isfinite().all() and expected[-1] < 0.8 * expected[0]
     assert (actual - expected).abs().max() < 0.02 * expected[0]
 
@@ -499,18 +502,26 @@ PROGRAM = """
 import torch, torch.nn.functional as F
 from torch._dynamo.utils import counters
 import sage_inductor
+torch._inductor.config.cpp.simdlen = 1
 torch.manual_seed(0)
 q, k, v = (torch.randn(1, 2, 64, 64) for _ in range(3))
-f = torch.compile(F.scaled_dot_product_attention, backend="sage", options={options})
-out = f(q, k, v)
-exact = F.scaled_dot_product_attention(q, k, v)
-print("hit" if counters["aot_autograd"]["autograd_cache_hit"] else "miss",
-      len(sage_inductor.report().rewritten), f"{{(out - exact).abs().max().item():.6f}}")
+for options in {options}:
+    text = options.pop("text", "") if options else ""
+    if text:
+        open(options["sage.policy"], "w").write(text)
+    torch._dynamo.reset()
+    counters.clear()
+    f = torch.compile(F.scaled_dot_product_attention, backend="sage", options=options)
+    out = f(q, k, v)
+    exact = F.scaled_dot_product_attention(q, k, v)
+    print("hit" if counters["aot_autograd"]["autograd_cache_hit"] else "miss",
+          len(sage_inductor.report().rewritten), f"{{(out - exact).abs().max().item():.6f}}")
 """
 
 
-def process(program, cache, **environment):
-    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), **environment}
+def process(program, cache=None, **environment):
+    of_cache = {"TORCHINDUCTOR_CACHE_DIR": str(cache)} if cache else {}
+    env = {**os.environ, **of_cache, **environment}
     result = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)], env=env, capture_output=True, text=True
     )
@@ -519,13 +530,28 @@ def process(program, cache, **environment):
 
 
 def test_warm_caches_hit_with_the_same_settings_and_miss_with_others(tmp_path):
-    sage2 = process(PROGRAM.format(options=EMULATE), tmp_path)
-    assert sage2[:2] == ["miss", "1"]
-    assert process(PROGRAM.format(options=EMULATE), tmp_path) == ["hit", *sage2[1:]]
-    sage1 = process(PROGRAM.format(options={**EMULATE, "sage.recipe": "sage1"}), tmp_path)
-    assert sage1[:2] == ["miss", "1"] and sage1[2] != sage2[2]
-    off = process(PROGRAM.format(options={**EMULATE, "sage.recipe": "off"}), tmp_path)
-    assert off[:2] == ["miss", "0"] and float(off[2]) < 1e-5
+    """Of options, and of a policy's file, whatever its note says."""
+    file = tmp_path / "policy.json"
+
+    def found(*options):
+        program = PROGRAM.format(options=[{**EMULATE, **each} for each in options])
+        words = process(program, tmp_path / "cache")
+        return [words[i : i + 3] for i in range(0, len(words), 3)]
+
+    def by_policy(recipe, note):
+        """The file says so from then on."""
+        rules = [{"recipe": recipe, "note": note}]
+        return {"sage.policy": str(file), "text": json.dumps({"version": 1, "rules": rules})}
+
+    sage1, off = ({"sage.recipe": recipe} for recipe in ("sage1", "off"))
+    cold = found({}, sage1, off, by_policy("sage1-per-token", ""))
+    assert [each[:2] for each in cold] == [["miss", n] for n in ("1", "1", "0", "1")]
+    errors = {error for *_, error in cold}
+    assert len(errors) == 4 and float(cold[2][2]) < 1e-5
+    noted, changed = by_policy("sage1-per-token", "says the same"), by_policy("sage2-4b", "")
+    *warm, new = found(noted, {}, sage1, changed)
+    assert warm == [["hit", *cold[i][1:]] for i in (3, 0, 1)]
+    assert new[:2] == ["miss", "1"] and new[2] not in errors
 
 
 def test_a_recipes_tag_is_of_every_source_that_says_what_it_means(tmp_path, monkeypatch):
@@ -543,12 +569,14 @@ def test_a_recipes_tag_is_of_every_source_that_says_what_it_means(tmp_path, monk
     assert len(tags) == 6 and all(tag.startswith(recipes.VERSION + "+") for tag in tags)
 
 
-def test_environment_sets_the_config(tmp_path):
-    program = "from sage_inductor import config; print(config.recipe, config.force, config.emulate)"
-    out = process(program, tmp_path, SAGE_INDUCTOR_RECIPE="sage1", SAGE_INDUCTOR_FORCE="1")
-    assert out == ["sage1", "True", "False"]
-    out = process(program, tmp_path, SAGE_INDUCTOR_RECIPE="", SAGE_INDUCTOR_FORCE="")
-    assert out == ["auto", "False", "False"]
+def test_environment_sets_the_config(monkeypatch):
+    for given, expected in (
+        (("sage1", "1"), ("sage1", True, False)),
+        (("", ""), ("auto", False, False)),
+    ):
+        again = config_anew(monkeypatch, RECIPE=given[0], FORCE=given[1])
+        assert (again.recipe, again.force, again.emulate) == expected
+    assert (config.recipe, config.force, config.emulate) == ("auto", False, False)
 
 
 @pytest.mark.parametrize(
@@ -556,15 +584,17 @@ def test_environment_sets_the_config(tmp_path):
     [("RECIPE", "sage9", "SAGE_INDUCTOR_RECIPE: recipe must be one of"),
      ("FORCE", "True", "SAGE_INDUCTOR_FORCE must be 1 or 0, got 'True'")],
 )  # fmt: skip
-def test_what_the_environment_cannot_mean_is_an_error(tmp_path, variable, value, message):
-    with pytest.raises(AssertionError, match=message):
-        process("import sage_inductor", tmp_path, **{f"SAGE_INDUCTOR_{variable}": value})
+def test_what_the_environment_cannot_mean_is_an_error(monkeypatch, variable, value, message):
+    with pytest.raises(ValueError, match=message):
+        config_anew(monkeypatch, **{variable: value})
 
 
-def test_enabled_by_the_environment_in_every_thread(tmp_path):
-    program = PROGRAM.format(options="None").replace('backend="sage"', 'backend="inductor"')
+def test_enabled_by_the_environment_in_every_thread():
+    program = PROGRAM.format(options=[None]).replace('backend="sage"', 'backend="inductor"')
+    program += "print(sage_inductor.config.recipe, sage_inductor.config.force)"
     call = "thread = threading.Thread(target=lambda: outs.append(f(q, k, v))); thread.start(); "
     call = "import threading; outs = []; " + call + "thread.join(); out = outs[0]"
     program = program.replace("out = f(q, k, v)", call)
-    out = process(program, tmp_path, SAGE_INDUCTOR_ENABLED="1", SAGE_INDUCTOR_EMULATE="1")
-    assert out[1] == "1" and float(out[2]) > 1e-4
+    given = dict(ENABLED="1", EMULATE="1", RECIPE="sage1", FORCE="")
+    out = process(program, **{f"SAGE_INDUCTOR_{name}": value for name, value in given.items()})
+    assert out[1] == "1" and float(out[2]) > 1e-4 and out[3:] == ["sage1", "False"]

@@ -824,6 +824,23 @@ def test_what_cannot_be_measured_is_tried_once_and_the_reason_kept(timed, gpu, m
     assert measured.calibrate(gpu, NEW, PER_TOKEN) == error
 
 
+@pytest.mark.parametrize("second", [GPU, "another GPU"])
+def test_a_gpu_that_cannot_be_measured_keeps_no_other_from_it(second, gpu, monkeypatch):
+    names, other = [GPU, second], torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[device.index])
+
+    def measure(case, rounds):
+        return clock(case) if case.device == other else dict.fromkeys(case.candidates, "Error: 1")
+
+    monkeypatch.setattr(autotune, "measure", measure)
+    error = measured.calibrate(gpu, NEW, PER_TOKEN)
+    assert "0 sizes were timed" in error
+    assert measured.calibrate(other, NEW, PER_TOKEN) is None
+    assert measured.predict(second, NEW, *PER_TOKEN, LONG).wins
+    assert measured.calibrate(gpu, NEW, PER_TOKEN) == error
+
+
 def test_where_time_is_over_as_many_sizes_are_measured_as_a_fit_needs(timed, gpu, monkeypatch):
     monkeypatch.setattr(measured, "SECONDS", -1.0)
     assert measured.calibrate(gpu, NEW, PER_TOKEN) is None

@@ -17,6 +17,7 @@ import pytest
 import support
 import torch
 import triton
+from pairs import chosen
 from support import arguments, attention_call
 from torch._inductor.async_compile import AsyncCompile
 from torch._subclasses import FakeTensorMode
@@ -200,11 +201,18 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("band", BANDS)
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("recipe", ["sage2-8b-per-token", "sage1-per-token"])
-@pytest.mark.parametrize("warpgroups", [None, 0, 1, 2, 3], ids=str)  # of 2 there is no tile here
-@pytest.mark.parametrize("N", [1000, 2048])
+@chosen(
+    # A short call's tile is another where it is masked: those of the recipe that has one, all.
+    lambda recipe, mask, band, N, warpgroups: (
+        (recipe == "sage2-8b-per-token" and N == 1000 and band != "a long window")
+        or (list(MASKS).index(mask) + list(BANDS).index(band) + (warpgroups or 0)) % 5 == N % 3
+    ),
+    recipe=["sage2-8b-per-token", "sage1-per-token"],
+    mask=list(MASKS),
+    band=list(BANDS),
+    N=[1000, 2048],
+    warpgroups=[None, 0, 1, 2, 3],  # of 2 there is no tile here
+)
 def test_what_is_compiled_ahead_is_what_is_launched(recipe, mask, band, N, warpgroups, h200):
     r, given, band = NAMED[recipe], dict(recipe=recipe, warpgroups=warpgroups), BANDS[band]
     for _ in range(2):  # as layers do

@@ -178,10 +178,10 @@ def at_random(counts: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     return counts, drawn.argsort(-1).int()
 
 
-DENSITIES = 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 1.0
+DENSITIES = 0.1, 0.2, 0.5, 0.8, 1.0
 
 
-@pytest.mark.parametrize("similarity", [0.0, 0.1, 0.25])
+@pytest.mark.parametrize("similarity", [0.0, pytest.param(0.1, marks=pytest.mark.sweep), 0.25])
 def test_the_error_falls_with_the_density_and_is_far_below_that_of_random_blocks(similarity):
     torch.manual_seed(0)
     q, k, v = video()
@@ -194,7 +194,7 @@ def test_the_error_falls_with_the_density_and_is_far_below_that_of_random_blocks
             errors_of.append(support.relative_l1(out, exact))
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] < 1e-12
-    assert all(a < b / 3 for a, b in zip(errors[1:5], of_random[1:5], strict=True))
+    assert all(a < b / 3 for a, b in zip(errors[1:4], of_random[1:4], strict=True))
 
 
 def test_blocks_of_unlike_tokens_are_dense_and_random_inputs_therefore_exact():

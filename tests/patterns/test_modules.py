@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import TestCase
+from pairs import chosen, pairs
 from support import calls, run_seen
 from torch import nn
 from torch.utils._pytree import tree_leaves
@@ -185,9 +186,7 @@ class Direct(nn.MultiheadAttention):
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("need_weights", [True, False])
-@pytest.mark.parametrize("masks", MASKS)
+@pairs(masks=list(MASKS), need_weights=[True, False], dtype=[torch.float32, torch.float64])
 def test_every_mask_of_the_function_becomes_sdpas(masks, need_weights, dtype):
     attn_mask, key_padding_mask, expected = MASKS[masks]
     found = attention(
@@ -220,10 +219,12 @@ def test_every_mask_of_the_module_becomes_sdpas(masks, need_weights):
     assert mask_of(call) == expected
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("kind", ["self", "memory", "keys", "kdim, vdim"])
+@pairs(
+    kind=["self", "memory", "keys", "kdim, vdim"],
+    bias=[True, False],
+    batch_first=[True, False],
+    training=[True, False],
+)
 def test_every_projection(kind, bias, batch_first, training):
     sizes = {"kdim": 10, "vdim": 6} if kind == "kdim, vdim" else {}
     module = nn.MultiheadAttention(E, H, bias=bias, batch_first=batch_first, **sizes)
@@ -531,9 +532,16 @@ def encoder_layer(**kwargs):
     return nn.TransformerEncoderLayer(E, H, 32, dropout=0.0, batch_first=True, **kwargs)
 
 
-@pytest.mark.parametrize("masks", FAST_PATH_MASKS)
-@pytest.mark.parametrize("norm_first", [True, False])
-@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@chosen(
+    # Each mask once, each of the layer's kinds with several and with none.
+    lambda activation, norm_first, masks: (
+        (list(FAST_PATH_MASKS).index(masks) + norm_first + 2 * (activation == "gelu")) % 4 == 0
+        or masks == "none"
+    ),
+    activation=["relu", "gelu"],
+    norm_first=[True, False],
+    masks=list(FAST_PATH_MASKS),
+)
 def test_encoder_layers_fast_path(activation, norm_first, masks):
     src_mask, padding, expected = FAST_PATH_MASKS[masks]
     layer = encoder_layer(activation=activation, norm_first=norm_first).eval()
@@ -543,9 +551,11 @@ def test_encoder_layers_fast_path(activation, norm_first, masks):
     assert mask_of(call) == expected
 
 
-@pytest.mark.parametrize("masks", ["none", "bool, padding", "float, float padding"])
-@pytest.mark.parametrize("norm_first", [True, False])
-@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@pairs(
+    masks=["none", "bool, padding", "float, float padding"],
+    norm_first=[True, False],
+    activation=["relu", "gelu"],
+)
 def test_encoder_layers_slow_path(activation, norm_first, masks):
     src_mask, padding, expected = MASKS[masks]
     layer = encoder_layer(activation=activation, norm_first=norm_first)
@@ -577,8 +587,11 @@ def test_the_fast_path_under_autocast_is_refused():
     assert out.dtype == expected.dtype
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("masks", ["none", "bool", "padding", "bool, padding"])
+@chosen(
+    lambda masks, training: masks in ("bool", "bool, padding") or training == (masks == "none"),
+    masks=["none", "bool", "padding", "bool, padding"],
+    training=[True, False],
+)
 def test_encoders(masks, training):
     src_mask, padding, _ = MASKS[masks]
     """Not as nested tensors: Dynamo does not take that way, in which eager returns 0 as padding."""

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import TestCase
+from pairs import chosen
 from support import arguments, calls, random_qkv, relative_l1, run_seen, with_gaps
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -235,9 +236,16 @@ def run_as_on_cuda(function, *inputs, order=(0, 1, 2, 3), gap=3, **compile_optio
     return run_seen(function, *inputs, see=see, **compile_options)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-@pytest.mark.parametrize("sizes", [(2, 3, 32, 37), (1, 1, 9, 37), (2, 1, 5, 7), (3, 4, 1, 1)])
+@chosen(
+    # Every order for sizes that differ; the others, which leave strides out, alternate.
+    lambda sizes, order, dynamic: (
+        sizes[0] == 2 and (sum(order[:2]) + order[0] + sizes[1]) % 2 == dynamic
+        or (order == (0, 1, 2) and dynamic) or (order == (2, 1, 0) and not dynamic)
+    ),
+    sizes=[(2, 3, 32, 37), (1, 1, 9, 37), (2, 1, 5, 7), (3, 4, 1, 1)],
+    order=list(itertools.permutations(range(3))),
+    dynamic=[False, True],
+)  # fmt: skip
 def test_an_output_has_the_gaps_of_sdpas(sizes, order, dynamic):
     B, H, N, D = sizes
     given, order = random_qkv(B, H, N=N, D=D), (*order, 3)
@@ -417,12 +425,15 @@ BROADCAST = [  # batch and heads of q, of k, of v; k's heads in the call
 @pytest.mark.parametrize("q, k, v, heads", BROADCAST)
 def test_what_sdpa_broadcasts_is_broadcast(q, k, v, heads, dynamic):
     inputs = [torch.randn(*shape, 32, 64) for shape in (q, k, v)]
-    (gm,), (site,) = capture(sdpa(is_causal=True), *inputs, dynamic=dynamic)
-    (node,) = gm.graph.find_nodes(op="call_function", target=torch.ops.sage.sdpa.default)
-    assert value_of(node.args[1]).shape[1] == value_of(node.args[2]).shape[1] == heads
-    torch._dynamo.reset()
-    options = dict(backend=lambda gm, _: rewrite(gm, EMULATE) and gm.forward, dynamic=dynamic)
-    actual = torch.compile(sdpa(is_causal=True), **options)(*inputs)
+    found = []
+
+    def see(gm):
+        (site,) = rewrite(gm, EMULATE)
+        (node,) = gm.graph.find_nodes(op="call_function", target=torch.ops.sage.sdpa.default)
+        found.append([value_of(x).shape[1] for x in node.args[1:3]])
+
+    actual = run_seen(sdpa(is_causal=True), *inputs, see=see, dynamic=dynamic)
+    assert found == [[heads, heads]]
     assert relative_l1(actual, sdpa(is_causal=True)(*inputs)) < 0.05
 
 
@@ -583,25 +594,32 @@ SHARED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("recipe", recipes.NAMED)
-@pytest.mark.parametrize("case", SHARED)
+def shared_always(case, recipe, dynamic):
+    """What is shared depends on the case, what that is on the recipe and on the mask: every recipe
+    twice, the others one for the lengths that are numbers and one for those that are symbols."""
+    i = list(recipes.NAMED).index(recipe) + list(SHARED).index(case)
+    return i % len(recipes.NAMED) == dynamic or case in ("bands", "one mask") and i % 2 == dynamic
+
+
+@chosen(shared_always, case=SHARED, recipe=list(recipes.NAMED), dynamic=[False, True])
 def test_what_calls_share_is_prepared_once_and_changes_no_bit(case, recipe, dynamic, monkeypatch):
     function, expected = SHARED[case]
     settings = Settings(emulate=True, recipe=recipe)
     inputs, results = random_qkv(), []
     for _ in range(2):
-        (gm,), sites = capture(
-            function, *map(torch.clone, inputs), settings=settings, dynamic=dynamic
-        )
+        graphs, sites = [], []
+
+        def see(gm, graphs=graphs, sites=sites):
+            sites.extend(rewrite(gm, settings))
+            graphs.append(gm)
+
+        given = map(torch.clone, inputs)
+        result = run_seen(function, *given, see=see, dynamic=dynamic)
+        (gm,) = graphs
         gm.graph.lint()
         assert all(site.rewritten for site in sites) and len(sites) >= 2
         assert preparations(gm.graph) == (0 if results else expected), calls(gm.graph)
-        torch._dynamo.reset()
-        compiled = torch.compile(
-            function, backend=lambda gm, _: rewrite(gm, settings) and gm.forward, dynamic=dynamic
-        )
-        results.append(compiled(*map(torch.clone, inputs)))
+        results.append(result)
         without_sharing(monkeypatch)
     shared, apart = map(torch.utils._pytree.tree_leaves, results)
     assert all(torch.equal(a, b) for a, b in zip(shared, apart))
@@ -749,10 +767,10 @@ def test_the_pass_costs_the_same_for_each_layer(attention, make_mask):
         counts.append(python_calls(lambda: sites.extend(rewrite(gm, EMULATE))))
         return gm.forward
 
-    for layers in (8, 8, 16):  # what is found once a process, the first finds
+    for layers in (2, 8, 16):  # what is found once a process, the first finds
         torch._dynamo.reset()
         torch.compile(model, backend=backend, fullgraph=True)(*random_qkv(), layers)
-    assert len(sites) == 32 and all(site.rewritten for site in sites), sites[0]
+    assert len(sites) == 26 and all(site.rewritten for site in sites), sites[0]
     assert counts[2] <= 2.2 * counts[1], counts
 
 

@@ -16,8 +16,9 @@ import support
 import torch
 import torch.nn.functional as F
 from expecttest import TestCase
-from hypothesis import given, settings
+from hypothesis import given, seed, settings
 from hypothesis import strategies as st
+from pairs import chosen
 from support import calls, run_seen
 from torch import nn
 
@@ -40,15 +41,18 @@ def lse_of(q, k, attn_mask, is_causal, scale):
 
 def canonicalise(gm: torch.fx.GraphModule) -> tuple[list, list[str]]:
     """Every attention found becomes F.scaled_dot_product_attention; (calls taken, reasons)."""
-    taken, reasons = [], []
+    taken, reasons, before = [], [], ""
+    every = (
+        len(gm.graph.nodes) < 1000
+    )  # or before what is refused alone: a long graph's text is long
     for node in list(gm.graph.nodes):
-        before = str(gm.graph)
+        before = str(gm.graph) if every or not before else before
         call = find(node, GraphIndex(gm.graph))
         if call is None or call.refused:
             if call:
                 call.emit.undo()
                 reasons.append(call.refused)
-            assert str(gm.graph) == before
+            assert not (every or call) or str(gm.graph) == before
             continue
         target, lse, weighed = F.scaled_dot_product_attention, lse_of, compose_with_sink
         if call.emit.key == "val":  # an exported graph holds nothing but operators
@@ -884,6 +888,51 @@ def test_what_is_not_sdpa_stays_and_says_why(case):
     assert re.search(reason, got), got
 
 
+# Each argument of torch's functions between the products that changes what they compute.
+ARGUMENTS = {
+    "rounding of a scale": scored(lambda s: torch.div(s, 0.5, rounding_mode="floor")),
+    "rounding by the method": scored(lambda s: s.div(0.5, rounding_mode="trunc")),
+    "rounding in place": scored(lambda s: s.div_(0.5, rounding_mode="floor")),
+    "rounding by a synonym": scored(lambda s: torch.divide(s, 0.5, rounding_mode="trunc")),
+    "rounding by a tensor": scored(
+        lambda s: torch.div(s, torch.full([], 0.5, dtype=s.dtype), rounding_mode="floor")),
+    "alpha": scored(lambda s: torch.add(s, BIAS, alpha=3)),
+    "alpha of the scores": scored(lambda s: torch.add(BIAS, s, alpha=3)),
+    "alpha in place": scored(lambda s: s.add_(BIAS, alpha=3)),
+    "alpha of sub": scored(lambda s: torch.sub(s, BIAS, alpha=3)),
+    "alpha of the maximum": scored(lambda s: torch.sub(s, s.amax(-1, keepdim=True), alpha=3)),
+    "alpha of rsub": scored(lambda s: torch.rsub(s, s.amax(-1, keepdim=True), alpha=2)),
+    "beta": output_product(beta=0.5),
+    "beta of the scores": lambda q, k, v: torch.baddbmm(
+        BIAS.flatten(0, 1)[:1], q.flatten(0, 1), k.flatten(0, 1).mT, beta=0.5
+    ).softmax(-1) @ v.flatten(0, 1),
+    "alpha of the scores' product": lambda q, k, v: torch.baddbmm(
+        BIAS.flatten(0, 1)[:1], q.flatten(0, 1), k.flatten(0, 1).mT, alpha=0.5
+    ).softmax(-1) @ v.flatten(0, 1),
+    "dimensions of the maximum": scored(lambda s: s - s.amax((1, 3), keepdim=True)),
+    "the maximum's dimension kept": scored(lambda s: s - s.max(-1, True)[0]),
+    "dim of cat": lambda q, k, v: torch.cat([q @ k.mT, ONE], dim=-1).softmax(-1)[..., :-1] @ v,
+    "step of a slice": every_other_weight,
+    "where of three": scored(lambda s: torch.where(MASK, other=s, input=s * 2)),
+    "value of a fill": scored(lambda s: s.masked_fill(mask=~MASK, value=-math.inf)),
+    "softmax by keywords": scored(after=lambda p: torch.softmax(input=p, dim=-1)),
+    "p and training": scored(after=lambda p: F.dropout(p, p=0.5, training=False)),
+    "inplace": scored(after=lambda p: F.dropout(p, 0.5, False, True)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_arguments_that_change_what_is_computed_are_honoured_or_refused(case):
+    """As Dynamo captures them, and as torch.export does."""
+    inputs = random_qkv()
+    function = ARGUMENTS[case]
+    expected = function(*inputs)
+    torch.testing.assert_close(capture(function, *inputs)[3], expected)
+    program = torch.export.export(Spelling(function), tuple(inputs))
+    canonicalise(program.graph_module)
+    torch.testing.assert_close(program.module()(*inputs), expected)
+
+
 def test_heads_split_off_a_dynamic_batch_stay():
     def split(q, k, v):
         B = q.shape[0]
@@ -964,7 +1013,8 @@ SUMS = {
 STAGES = (PRODUCTS, SCALES, MASKS, SOFTMAXES, SUMS)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@seed(int(os.environ["SEED"]))
+@settings(max_examples=20, deadline=None, database=None)
 @given(
     names=st.tuples(*(st.sampled_from(list(stage)) for stage in STAGES)), mask_first=st.booleans()
 )
@@ -1019,7 +1069,7 @@ PADDED = torch.tensor([[1] * 9, [1] * 5 + [0] * 4])
 
 def bert(lib):
     config = lib.BertConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **EAGER,
     )  # fmt: skip
     return lib.BertModel(config), dict(input_ids=IDS)
@@ -1032,7 +1082,7 @@ def bert_padded(lib):
 
 def gpt2(lib):
     config = lib.GPT2Config(
-        n_embd=32, n_layer=2, n_head=2, n_positions=32, attn_pdrop=0.0, embd_pdrop=0.0,
+        n_embd=32, n_layer=1, n_head=2, n_positions=32, attn_pdrop=0.0, embd_pdrop=0.0,
         resid_pdrop=0.0, bos_token_id=None, eos_token_id=None, **EAGER,
     )  # fmt: skip
     return lib.GPT2Model(config), dict(input_ids=IDS, use_cache=False)
@@ -1040,7 +1090,7 @@ def gpt2(lib):
 
 def llama(lib):
     config = lib.LlamaConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
         head_dim=8, intermediate_size=32, **EAGER,
     )  # fmt: skip
     return lib.LlamaModel(config), dict(input_ids=IDS, use_cache=False, attention_mask=PADDED)
@@ -1057,7 +1107,7 @@ def gpt_oss_model(lib):
 
 def vit(lib):
     config = lib.ViTConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
         image_size=32, patch_size=8, attn_implementation="eager",
     )  # fmt: skip
     return lib.ViTModel(config), dict(pixel_values=torch.randn(2, 3, 32, 32))
@@ -1072,7 +1122,7 @@ def t5(lib):
 
 def whisper(lib):
     config = lib.WhisperConfig(
-        d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
+        d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
         decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32,
         max_source_positions=100, max_target_positions=64, pad_token_id=0, bos_token_id=1,
         eos_token_id=2, decoder_start_token_id=1, dropout=0.0, **EAGER,
@@ -1084,13 +1134,13 @@ def whisper(lib):
 
 
 def bloom(lib):
-    config = lib.BloomConfig(hidden_size=32, n_layer=2, n_head=4, hidden_dropout=0.0, **EAGER)
+    config = lib.BloomConfig(hidden_size=32, n_layer=1, n_head=4, hidden_dropout=0.0, **EAGER)
     return lib.BloomModel(config), dict(input_ids=IDS, use_cache=False, attention_mask=PADDED)
 
 
 def timm_unfused(lib):
     model = lib.models.VisionTransformer(
-        img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=10
+        img_size=32, patch_size=8, embed_dim=32, depth=1, num_heads=2, num_classes=10
     )
     for block in model.blocks:
         block.attn.fused_attn = False
@@ -1098,15 +1148,20 @@ def timm_unfused(lib):
 
 
 MODELS = {
-    bert: 2, bert_padded: 2, gpt2: 2, llama: 2, gpt_oss_model: 2, vit: 2, t5: 6, whisper: 6, bloom: 2,
-    timm_unfused: 2,
+    bert: 1, bert_padded: 1, gpt2: 1, llama: 1, gpt_oss_model: 2, vit: 1, t5: 6, whisper: 3, bloom: 1,
+    timm_unfused: 1,
 }  # fmt: skip
 
 
 @pytest.mark.models
-@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
-@pytest.mark.parametrize("build", MODELS, ids=lambda build: build.__name__)
-def test_a_model_keeps_its_output_with_all_its_attention_found(build, training, request):
+@chosen(
+    # Training has the inference's graph, and gradients.
+    lambda name, training: training or name in ("bert_padded", "gpt_oss_model", "timm_unfused"),
+    name=[build.__name__ for build in MODELS],
+    training=[False, True],
+)
+def test_a_model_keeps_its_output_with_all_its_attention_found(name, training, request):
+    build = next(build for build in MODELS if build.__name__ == name)
     model, inputs = build(
         request.getfixturevalue("timm" if build is timm_unfused else "transformers")
     )
@@ -1133,5 +1188,5 @@ def test_models_that_return_their_weights_are_left_alone(transformers):
     with torch.no_grad():
         model(**inputs, output_attentions=True)  # installs hooks, with a lock that Dynamo refuses
         _, taken, reasons, _ = capture(model.eval(), **inputs, output_attentions=True)
-    assert not taken and len(reasons) == 2
+    assert not taken and len(reasons) == 1
     assert all("are also used by" in reason for reason in reasons), reasons
