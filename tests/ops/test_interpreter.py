@@ -250,6 +250,12 @@ def test_what_kernels_prepared_of_hidden_keys_that_hold_no_number(recipe, mask):
     )
 
 
+@pytest.mark.parametrize("N_q", [127, 128, 129, 256])
+@pytest.mark.parametrize("recipe", ["sage2-4b", "sage3"])
+def test_means_of_q_at_the_ends_of_its_blocks_of_128(recipe, N_q):
+    check_attention(recipe, BANDS[0], (1, 2, 1), (N_q, 65), (16, 16), (128, 64))
+
+
 def check_attention(
     recipe, band, heads, lengths, channels, tile, scale=0.1, tma=False, out_bnhd=True, mask="none",
     blocks=NO_LISTS, by_kernels=False,
