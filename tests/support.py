@@ -176,12 +176,12 @@ def attention_call(
 
 def run_portable(
     q, k, v, recipe, tile, scale=0.1, attn_mask=None, band=(None, None, False), prepared=None,
-    tma=False, blocks=NO_LISTS,
+    tma=False, blocks=NO_LISTS, out_bnhd=True,
 ):  # fmt: skip
     """(out, lse) of the portable kernel of a recipe, and those of its emulation: of the same
     quantized k and v, lse that of the smoothed keys."""
     visibility = Visibility.of(attn_mask, band, k.shape[2], tile.BLOCK_M, blocks)
-    a = attention_call(q, k, v, recipe, visibility, scale, prepared=prepared)
+    a = attention_call(q, k, v, recipe, visibility, scale, out_bnhd, prepared)
     if a.decoded.of_qk.block_scaled:
         found = nvfp4.launch(a, tile, launch_traced, native=False)
     else:

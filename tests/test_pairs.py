@@ -4,7 +4,7 @@ import itertools
 
 import conftest
 import pytest
-from pairs import chosen, covering, rows
+from pairs import chosen, covering, pairs, rows
 
 AXES = {"gpu": [80, 89, 90, 100], "recipe": ["16-bit", "fp8", "fp4"], "D": [64, 128, 256],
         "mask": [None, "rows", "bias", [1, 2]]}  # fmt: skip
@@ -30,11 +30,19 @@ def test_of_one_axis_every_value_is_chosen():
     assert covering(rows({"D": [64, 128, 128]})) == [0, 1]
 
 
+def test_variants_that_always_run_are_chosen_among_those_asked_for():
+    mark = pairs(can_run, among=lambda D: D > 64, **AXES).mark
+    always = [x.values for x in mark.args[1] if not x.marks]
+    assert len(mark.args[1]) == len(rows(AXES, can_run)) and len(always) <= 20
+    assert pairs_of(always) == pairs_of(row for row in rows(AXES, can_run) if row[2] > 64)
+
+
 def test_a_product_that_is_too_large_is_sampled():
     axes = {str(i): list(range(8)) for i in range(8)}
     every = rows(axes)
     assert len(every) == 20_000 and every == rows(axes)
     assert pairs_of(every[i] for i in covering(every)) == pairs_of(every)
+    assert len(rows(axes, most=100)) == 100
 
 
 def test_what_is_chosen_by_hand_is_not_swept():

@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from kernel_cases import check, hide, length, mask_of, tile_fits
+from pairs import pairs, seeds
 from support import attention_call, relative_l2, run_portable
 from torch.testing import assert_close
 
@@ -39,10 +41,10 @@ from sage_inductor.ops.quantize.values import launch_v
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.reference import quantize as reference
 from sage_inductor.ops.reference import training as of_training
-from sage_inductor.ops.sdpa import unsmoothed_lse
+from sage_inductor.ops.sdpa import prepare, unsmoothed_lse
 from sage_inductor.ops.selector import Selection
 from sage_inductor.ops.training import kernels as training
-from sage_inductor.ops.visibility import BLOCK_SIZES, BlockLists, Visibility
+from sage_inductor.ops.visibility import BLOCK_SIZES, NO_LISTS, BlockLists, Visibility
 
 pytestmark = [
     pytest.mark.skipif(
@@ -58,14 +60,12 @@ pytestmark = [
 
 RECIPES = ["sage2-8b", "sage2-8b-per-token", "sage2-8b-fp8qk", "sage2-4b", "sage1"]
 SHAPES = [  # H_q, H_kv, N_q, N_kv, D
-    (4, 2, 70, 130, 64),  # groups that neither h % H_kv nor one head tells
+    (4, 2, 70, 127, 64),  # groups that neither h % H_kv nor one head tells
     (1, 1, 130, 65, 128),
     (2, 2, 64, 128, 80),
     (1, 1, 1, 1, 32),
     (2, 2, 129, 300, 16),
 ]
-# Every shape with one scale, and one shape with others.
-SCALED = [(shape, 0.125) for shape in SHAPES] + [(SHAPES[1], scale) for scale in (-0.3, 0.0)]
 
 
 def qkv(H_q, H_kv, N_q, N_kv, D):
@@ -197,22 +197,115 @@ def rounded_alike(q, qk):
     return (q.to(torch.float8_e4m3fn).float() / 128).to(torch.float16)
 
 
-@pytest.mark.parametrize("shape, scale", SCALED, ids=str)
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("tma", [False, True], ids=["pointers", "descriptors"])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_attention(shape, is_causal, scale, tma, recipe):
-    r = NAMED[recipe]
-    q, k, v = qkv(*shape)
-    q = rounded_alike(q, r.qk)
-    tile = Tile(64, 128, 4, 2) if r.pv == "fp8" else Tile(128, 64, 8, 2)
-    band = (None, 0 if is_causal else None, False)
-    (out, lse), (expected, expected_lse) = run_portable(
-        q, k, v, recipe, tile, scale, band=band, tma=tma
+BANDS = [
+    (None, None, False), (None, 0, False), (None, 0, True), (20, 0, False), (40, 30, True),
+    (130, None, False), (150, 70, False),
+]  # fmt: skip
+HEADS = [(2, 2, 1), (1, 2, 2), (1, 4, 2), (2, 1, 1)]  # B, H_q, H_kv: no group that h % H_kv tells
+CHANNELS = [(16, 16), (64, 64), (80, 32), (32, 80), (128, 64), (40, 72)]  # D, D_v
+TILES = [(64, 64), (64, 128), (128, 64), (128, 128)]  # BLOCK_M, BLOCK_N
+
+
+def that_runs(recipe, tile, heads, blocks_q):
+    """A tile holds all rows that share a scale; NVFP4 takes four times as long."""
+    if recipe == "sage3" and (heads[0] * heads[1] > 3 or blocks_q > 2):
+        return False
+    return tile_fits(recipe, tile[0])
+
+
+LENGTHS = dict(blocks_q=[0, 1, 2, 3], end_q=[-1, 0, 1], blocks_kv=[0, 1, 2, 4], end_kv=[-1, 0, 1])
+OF_BOTH = dict(
+    recipe=[*RECIPES, "sage1-per-token", "sage3"], band=BANDS, heads=HEADS, channels=CHANNELS,
+    tile=TILES, **LENGTHS, scale=[0.125, -0.3, 0.0], tma=[False, True], out_bnhd=[True, False],
+)  # fmt: skip
+
+
+@pairs(that_runs, most=800, **OF_BOTH)
+def test_attention(
+    recipe, band, heads, channels, tile, blocks_q, end_q, blocks_kv, end_kv, scale, tma, out_bnhd
+):  # fmt: skip
+    lengths = length(blocks_q, 64, end_q), length(blocks_kv, 64, end_kv)
+    check_attention(recipe, band, heads, lengths, channels, tile, scale, tma, out_bnhd)
+
+
+@pairs(
+    that_runs, most=800, **OF_BOTH,
+    mask=["keys", "left padding", "rows", "transposed", "broadcast keys", "fp16", "lowest", "-inf"],
+)  # fmt: skip
+def test_masked_attention(
+    recipe, band, heads, channels, tile, blocks_q, end_q, blocks_kv, end_kv, scale, tma, out_bnhd,
+    mask,
+):  # fmt: skip
+    lengths = length(blocks_q, 64, end_q), length(blocks_kv, 64, end_kv)
+    check_attention(recipe, band, heads, lengths, channels, tile, scale, tma, out_bnhd, mask)
+
+
+@pytest.mark.parametrize("mask", ["keys", "rows"])
+@pytest.mark.parametrize("recipe", [*RECIPES, "sage1-per-token", "sage3"])
+def test_what_kernels_prepared_of_hidden_keys_that_hold_no_number(recipe, mask):
+    """With another head_dim of v."""
+    channels = {"keys": (32, 64), "rows": (64, 16)}[mask]
+    check_attention(
+        recipe, BANDS[0], (2, 2, 1), (66, 129), channels, (128, 64), mask=mask, by_kernels=True
     )
+
+
+@pytest.mark.parametrize("N_q", [127, 128, 129, 256])
+@pytest.mark.parametrize("recipe", ["sage2-4b", "sage3"])
+def test_means_of_q_at_the_ends_of_its_blocks_of_128(recipe, N_q):
+    check_attention(recipe, BANDS[0], (1, 2, 1), (N_q, 65), (16, 16), (128, 64))
+
+
+def check_attention(
+    recipe, band, heads, lengths, channels, tile, scale=0.1, tma=False, out_bnhd=True, mask="none",
+    blocks=NO_LISTS, by_kernels=False,
+):  # fmt: skip
+    """Kernel and emulation on the same mask, the keys that it hides from all holding garbage.
+    by_kernels: they prepare k and v, else the emulation does."""
+    r, (B, H_q, H_kv), (N_q, N_kv), (D, D_v) = NAMED[recipe], heads, lengths, channels
+    tile = Tile(*tile, 4, 2)
+    if blocks.size is not None:
+        tile = of_blocks(tile, *blocks.size)
+    q, k, _ = support.qkv(B, H_q, H_kv, N_q, N_kv, D, torch.float16)
+    _, _, v = support.qkv(B, H_q, H_kv, N_q, N_kv, D_v, torch.float16)
+    q = rounded_alike(2 * q, r.qk)
+    attn_mask = mask_of(mask, B, H_q, N_q, N_kv)
+    visibility = Visibility.of(attn_mask, band, N_kv, tile.BLOCK_M)
+    if attn_mask is not None:
+        hide(k, v, visibility, H_q, math.inf if r.pv == "nvfp4" else math.nan)
+    if by_kernels:
+        prepared = prepared_by_kernels(k, v, visibility.keys(H_kv), r)
+        assert all(x.float().isfinite().all() for x in prepared.tensors())
+    else:  # stored as the kernels would
+        prepared = Prepared(*(x.contiguous() for x in prepare(k, v, visibility, r).tensors()))
+    found, expected = run_portable(
+        q, k, v, recipe, tile, scale, attn_mask, band, prepared, tma, blocks, out_bnhd
+    )
+    if r.pv == "nvfp4":  # single numbers between two of E2M1 fall on the other side
+        return check(found, expected, 1e-3, 1e-5, 1e-5)
     # An INT8 code that a tie rounds the other way moves a score by up to 0.2 scale.
-    assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4 + 0.2 * abs(scale))
-    assert relative_l2(out, expected) < (1e-2 if r.pv == "fp8" else 2e-3)
+    check(found, expected, 1e-2 if r.pv == "fp8" else 2e-3, 1e-4, 1e-4 + 0.2 * abs(scale))
+
+
+def prepared_by_kernels(k, v, visible, r) -> Prepared:
+    if r.pv == "nvfp4":
+        of_both = []
+        for x, along_n in ((k, False), (v, True)):
+            mean, amax = (y[0] for y in launch_smooth([x], visible))
+            of_both.append((*nvfp4.launch_nvfp4(x, mean, amax, along_n, True), mean))
+        (k_codes, k_blocks, *of_k), (v_codes, v_blocks, *of_v) = of_both
+        return Prepared(k_codes, *of_k, v_codes, *of_v, k_blocks, v_blocks)
+    if r.sharing.one_pass:
+        return Prepared(*launch_kv(k, v if r.pv == "fp8" else None, visible, r))
+    k_mean = launch_smooth([k], visible)[0][0]
+    v_mean, v_amax = (x[0] for x in launch_smooth([v], visible, 0))
+    for x, mean, keep in ((k, k_mean, 1), (v, v_mean, 0)):
+        assert_close(mean, reference.smooth([x], visible, keep)[0][0], rtol=1e-5, atol=1e-5)
+    k_8bit, k_scale = launch_k(k, k_mean, r, visible)
+    k_scale_ref = reference.quantize_k(k, k_mean, r, visible)[1]
+    assert_close(k_scale, k_scale_ref, rtol=0, atol=0)
+    of_v = (*launch_v(v, v_mean, v_amax, r, True), v_mean) if r.pv == "fp8" else ()
+    return Prepared(k_8bit, k_scale, k_mean, *of_v)
 
 
 @pytest.mark.parametrize("recipe, smooths_q", [("sage2-4b", False), ("sage2-8b", True)])
@@ -280,61 +373,6 @@ def test_phi_and_back():
     assert_close(back, reference.phi_inverse(code, scale), rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("shape, scale", SCALED, ids=str)
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("tile", [Tile(64, 64, 8, 2), Tile(128, 128, 8, 2)], ids=["64", "128"])
-def test_attention_in_nvfp4(shape, is_causal, scale, tile):
-    q, k, v = qkv(*shape)
-    check_nvfp4(q, k, v, None, None, (None, 0 if is_causal else None, False), scale, tile)
-
-
-def check_nvfp4(q, k, v, attn_mask, visible, band, scale, tile):
-    """The kernel that decodes to fp16 and its emulation, on what the kernels prepared."""
-    of_both = []
-    for x, along_n in ((k, False), (v, True)):
-        mean, amax = (y[0] for y in launch_smooth([x], visible))
-        of_both.append((*nvfp4.launch_nvfp4(x, mean, amax, along_n, visible is not None), mean))
-    (k_codes, k_blocks, *of_k), (v_codes, v_blocks, *of_v) = of_both
-    prepared = Prepared(k_codes, *of_k, v_codes, *of_v, k_blocks, v_blocks)
-    (out, lse), (expected, expected_lse) = run_portable(
-        q, k, v, "sage3", tile, scale, attn_mask, band, prepared
-    )
-    # Single numbers between two of E2M1 fall on the other side.
-    assert out.isfinite().all() and relative_l2(out, expected) < 1e-3
-    assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
-
-
-MASKS = {
-    "keys": lambda N_q, N_kv: torch.rand(2, 1, 1, N_kv) > 0.5,
-    "left padding": lambda N_q, N_kv: (torch.arange(N_kv) >= N_kv // 2)[None, None, None],
-    "rows": lambda N_q, N_kv: torch.rand(2, 2, N_q, N_kv) > 0.7,
-    "transposed": lambda N_q, N_kv: (torch.rand(N_kv, N_q) > 0.7).mT[None, None],
-    "broadcast keys": lambda N_q, N_kv: torch.rand(1, 1, N_q, 1) > 0.5,
-    "additive": lambda N_q, N_kv: torch.randn(2, 1, N_q, N_kv).half(),
-    "lowest": lambda N_q, N_kv: torch.where(torch.rand(1, 1, 1, N_kv) > 0.5, 0.0, -65504.0).half(),
-    "-inf": lambda N_q, N_kv: torch.where(torch.rand(1, 2, N_q, N_kv) > 0.5, 0.0, -torch.inf),
-}
-BANDS = [(None, None, False), (None, 0, True), (20, 0, False), (40, 30, True), (200, None, False)]
-
-
-masked_recipes = pytest.mark.parametrize("recipe", [*RECIPES, "sage3"])
-
-
-@pytest.mark.parametrize("name", MASKS)
-@masked_recipes
-def test_masked_attention(name, recipe):
-    check_masked(MASKS[name], (None, None, False), recipe, 70, 260, 64, 80)
-    check_masked(MASKS[name], (None, 0, False), recipe, 70, 70, 32, 32)
-
-
-@pytest.mark.parametrize("band", BANDS, ids=str)
-@masked_recipes
-@pytest.mark.parametrize("lengths", [(70, 260), (260, 70)], ids=str)
-def test_attention_in_a_band(band, recipe, lengths):
-    check_masked(None, band, recipe, *lengths, 16, 64)
-    check_masked(MASKS["keys"], band, recipe, *lengths, 16, 64)
-
-
 @pytest.mark.parametrize("bottom_right", [False, True], ids=["top left", "bottom right"])
 @pytest.mark.parametrize("recipe", ["sage1-per-token", "sage3"])
 def test_a_band_shows_each_row_its_keys_and_no_other(recipe, bottom_right):
@@ -375,33 +413,41 @@ def test_a_row_of_nothing_but_the_lowest_number_averages_over_all_keys(recipe, d
     assert relative_l2(out, expected) < 2e-3
 
 
-@pytest.mark.parametrize("seed", range(64))
-def test_attention_by_block_lists(seed):
-    """Densities from 2 to 100 %, empty rows, duplicates, tails, GQA, bands, masks, block sizes."""
-    draw = random.Random(seed)
-    torch.manual_seed(seed)
-    recipe = draw.choice([*RECIPES[:4], "sage1-per-token"])
-    r, size = NAMED[recipe], [draw.choice(visibility.BLOCK_SIZES) for _ in range(2)]
-    (H_q, H_kv), D = draw.choice([(4, 2), (2, 2), (3, 1)]), draw.choice([16, 64, 80])
-    N_q, N_kv = (draw.randint(1, 400) for _ in range(2))
-    q, k, v = qkv(H_q, H_kv, N_q, N_kv, D)
-    q = rounded_alike(q, r.qk)
-    density = draw.choice([0.02, 0.1, 0.3, 0.5, 1])
-    lists = support.block_lists(
-        draw.choice([1, 2]), draw.choice([1, H_q]), N_q, N_kv, *size, density, draw.random() < 0.7
-    )
-    attn_mask = draw.choice([None, None, torch.rand(2, 1, 1, N_kv) > 0.3])
-    tile = Tile(64, 128, 4, 2) if r.pv == "fp8" else Tile(128, 64, 8, 2)
-    tile = of_blocks(tile, *size)
-    (out, lse), (expected, expected_lse) = run_portable(
-        q, k, v, recipe, tile, 0.1, attn_mask, draw.choice(BANDS), tma=draw.random() < 0.5,
-        blocks=lists,
-    )  # fmt: skip
-    assert_close(lse, expected_lse, rtol=1e-4, atol=0.02)
-    empty = expected_lse == -math.inf
-    assert (out[empty] == 0).all() and out.isfinite().all()
-    if not empty.all():
-        assert relative_l2(out, expected) < (1e-2 if r.pv == "fp8" else 2e-3)
+def that_lists(recipe, block_q, tile):
+    return tile_fits(recipe, math.gcd(tile[0], block_q))
+
+
+OF_LISTS = dict(
+    recipe=[*RECIPES, "sage1-per-token"], block_q=BLOCK_SIZES, block_kv=BLOCK_SIZES,
+    density=[0.05, 0.3, 1], full=[True, False], shared=[True, False], heads=HEADS[:3],
+    channels=[(64, 64), (80, 32), (16, 40)], tile=TILES[1:], blocks_q=[0, 1, 2], end_q=[-1, 0, 1], blocks_kv=[0, 1, 2],
+    end_kv=[-1, 0, 1], tma=[False, True],
+)  # fmt: skip
+
+
+@pairs(that_lists, most=800, band=BANDS, **OF_LISTS)
+def test_attention_by_block_lists(
+    block_q, block_kv, density, full, shared, recipe, heads, channels, tile, blocks_q, end_q,
+    blocks_kv, end_kv, tma, band,
+):  # fmt: skip
+    """Lengths at the ends of listed blocks, empty rows, duplicates, GQA, bands. shared: by all
+    batches and heads."""
+    lengths = length(blocks_q, block_q, end_q), length(blocks_kv, block_kv, end_kv)
+    of = (1, 1) if shared else heads[:2]
+    lists = support.block_lists(*of, *lengths, block_q, block_kv, density, full)
+    check_attention(recipe, band, heads, lengths, channels, tile, tma=tma, blocks=lists)
+
+
+@pairs(that_lists, most=800, band=BANDS[:6:2], mask=["keys", "rows", "fp16"], **OF_LISTS)
+def test_masked_attention_by_block_lists(
+    block_q, block_kv, density, full, shared, recipe, heads, channels, tile, blocks_q, end_q,
+    blocks_kv, end_kv, tma, band,
+    mask,
+):  # fmt: skip
+    lengths = length(blocks_q, block_q, end_q), length(blocks_kv, block_kv, end_kv)
+    of = (1, 1) if shared else heads[:2]
+    lists = support.block_lists(*of, *lengths, block_q, block_kv, density, full)
+    check_attention(recipe, band, heads, lengths, channels, tile, mask=mask, tma=tma, blocks=lists)
 
 
 def test_indices_beyond_the_keys_name_no_key_and_counts_beyond_a_list_end_with_it():
@@ -419,47 +465,6 @@ def test_indices_beyond_the_keys_name_no_key_and_counts_beyond_a_list_end_with_i
     assert relative_l2(out, expected) < 2e-3
     (alone, _), _ = run([1], [[1, 0, 0]])
     assert torch.equal(out, alone)
-
-
-def check_masked(make, band, recipe, N_q, N_kv, D, D_v):
-    """Kernels and emulation on the same mask, the keys that it hides from all holding garbage."""
-    r = NAMED[recipe]
-    q, k, _ = qkv(2, 2, N_q, N_kv, D)
-    _, _, v = qkv(2, 2, N_q, N_kv, D_v)
-    q = rounded_alike(q, r.qk)
-    tile = Tile(64, 128, 4, 2) if r.pv == "fp8" else Tile(128, 64, 8, 2)
-    attn_mask = visible = None
-    if make is not None:
-        attn_mask = make(N_q, N_kv)
-        seen = visibility.summarize(attn_mask, N_kv, tile.BLOCK_M)
-        visible = visibility.visible_keys(seen, 2)
-        hidden = (seen.amax(2) == 0).expand(2, 2, N_kv)
-        k[hidden], v[hidden] = torch.inf, torch.nan if r.pv != "nvfp4" else torch.inf
-    if r.pv == "nvfp4":
-        return check_nvfp4(q, k, v, attn_mask, visible, band, 0.1, tile)
-    if r.sharing.one_pass:
-        prepared = launch_kv(k, v if r.pv == "fp8" else None, visible, r)
-    else:
-        prepared = prepared_in_two_passes(k, v, visible, r)
-    assert all(x.float().isfinite().all() for x in Prepared(*prepared).tensors())
-    (out, lse), (expected, expected_lse) = run_portable(
-        q, k, v, recipe, tile, 0.1, attn_mask, band, prepared
-    )
-    assert out.isfinite().all() and relative_l2(out, expected) < (1e-2 if r.pv == "fp8" else 2e-3)
-    assert_close(lse, expected_lse, rtol=1e-4, atol=0.02)
-
-
-def prepared_in_two_passes(k, v, visible, r):
-    """[k_8bit, k_scale, k_mean] and, with FP8, [v_fp8, v_scale, v_mean], by the kernels."""
-    k_mean = launch_smooth([k], visible)[0][0]
-    v_mean, v_amax = (x[0] for x in launch_smooth([v], visible, 0))
-    for x, mean, keep in ((k, k_mean, 1), (v, v_mean, 0)):
-        assert_close(mean, reference.smooth([x], visible, keep)[0][0], rtol=1e-5, atol=1e-5)
-    k_8bit, k_scale = launch_k(k, k_mean, r, visible)
-    k_scale_ref = reference.quantize_k(k, k_mean, r, visible)[1]
-    assert_close(k_scale, k_scale_ref, rtol=0, atol=0)
-    of_v = (*launch_v(v, v_mean, v_amax, r, True), v_mean) if r.pv == "fp8" else ()
-    return [k_8bit, k_scale, k_mean, *of_v]
 
 
 def test_pieces_of_a_tile_of_hoppers_kernel_make_up_the_tile(monkeypatch):
@@ -630,7 +635,7 @@ def test_blocks_and_words_of_a_mask_are_what_it_shows(kind, warpgroups):
     rng = random.Random(kind)
     for _ in range(8):
         B, H = rng.choice((1, 2)), rng.choice((1, 3))
-        n_q, n_kv = rng.choice((1, 64, 200, 300)), rng.choice((1, 127, 300, 700))
+        n_q, n_kv = rng.choice((1, 64, 127, 193, 300)), rng.choice((1, 127, 128, 129, 700))
         n_q = 300 if kind == "documents" else n_q
         band = rng.choice([(-1, -1, False), (-1, 0, False), (130, 5, True)])
         mask = a_mask(kind, rng, B, H, n_q, n_kv)
@@ -672,7 +677,7 @@ def test_a_tile_reads_the_blocks_that_its_lists_name(warpgroups, block_q, masked
     rng = random.Random(block_q + masked)
     for draw in range(3):
         block_kv, keys = rng.choice(BLOCK_SIZES), rng.choice((64, 128))
-        n_q, n_kv = rng.choice((1, 200, 400)), rng.choice((1, 200, 641))
+        n_q, n_kv = rng.choice((1, 127, 192, 193, 400)), rng.choice((1, 127, 128, 257, 641))
         if draw == 0 and block_q == 64:  # more blocks than a program takes at a time
             block_kv, n_q, n_kv = 64, 30, 33_000
         keys = math.gcd(keys, block_kv)
@@ -762,7 +767,7 @@ def test_pooled_blocks(block, dtype):
                 assert_close(y, expected, rtol=2e-6, atol=5e-6)
 
 
-@pytest.mark.parametrize("seed", range(24))
+@seeds(24, always=8)
 def test_the_largest_scores(seed):
     """Bit by bit: any length, equal scores, infinity and zeros of both signs."""
     draw = random.Random(seed)
@@ -799,14 +804,17 @@ def test_blocks_are_selected_by_kernels_as_by_plain_pytorch(seed, monkeypatch):
     assert (expected[0] < expected[1].shape[3]).any()
 
 
-@pytest.mark.parametrize("scale", [0.1, -0.2])
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("shape", [*SHAPES, (2, 1, 300, 70, 128), (2, 2, 70, 300, 64)], ids=str)
-def test_training(shape, is_causal, scale):
+@pairs(
+    most=600, heads=HEADS, D=[16, 32, 64, 80, 128], blocks_q=[0, 1, 2], end_q=[-1, 0, 1],
+    blocks_kv=[0, 1, 2], end_kv=[-1, 0, 1], is_causal=[False, True], scale=[0.1, -0.2],
+)  # fmt: skip
+def test_training(heads, D, blocks_q, end_q, blocks_kv, end_kv, is_causal, scale):
     """sage::sagebwd's five kernels; `reference` is poisoned too, so nothing is read that is not
     written."""
-    q, k, v = qkv(*shape)
-    grad, (_, _, N_q, N_kv, D), run = torch.randn_like(q), shape, launch_traced
+    N_q, N_kv = length(blocks_q, 64, end_q), length(blocks_kv, 64, end_kv)
+    q, k, v = support.qkv(*heads, N_q, N_kv, D, torch.float16)
+    q, run = 2 * q, launch_traced
+    grad = torch.randn_like(q)
     k_mean = reference.smooth([k])[0][0]
     of = [of_training.quantize(*x) for x in ((q,), (k, k_mean), (v,))]
     q_codes, q_scale, _ = training.launch_quantize(q, run=run)
@@ -816,7 +824,7 @@ def test_training(shape, is_causal, scale):
     for (codes, scales), expected in zip(found, of, strict=True):
         assert_close(scales, expected.scale, rtol=0, atol=0)
         assert (codes.int() - expected.codes.int()).abs().max() <= 1
-        assert (codes != expected.codes).float().mean() < 1e-3
+        assert (codes != expected.codes).sum() <= 4 + codes.numel() / 1000  # ties
     of_q, of_k, of_v = (of_training.Quantized(*each) for each in found)
 
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3])

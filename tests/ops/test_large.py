@@ -9,12 +9,14 @@ import math
 import pytest
 import support
 import torch
+from pairs import pairs
 from support import relative_l2, sdpa
 
 from sage_inductor.ops import recipe as recipes
 
 pytestmark = pytest.mark.gpu
 
+both = dict(recipe=list(recipes.NAMED), portable=[False, True])
 kernels = pytest.mark.parametrize(
     "recipe, portable", [(r, p) for r in recipes.NAMED for p in (False, True)], ids=str
 )
@@ -60,9 +62,7 @@ def assert_same(found, expected, recipe, in_another_order=False):
             assert torch.equal(x, y)
 
 
-@kernels
-@pytest.mark.parametrize("dim", [0, 1, 2, 3], ids=["batch", "heads", "rows", "channels"])
-@pytest.mark.parametrize("which", [0, 1, 2], ids="qkv")
+@pairs(which=[0, 1, 2], dim=[0, 1, 2, 3], **both)
 def test_inputs_beyond_2_to_the_31_elements(which, dim, recipe, portable):
     inputs = list(qkv())
     far = inputs.copy()
@@ -73,9 +73,7 @@ def test_inputs_beyond_2_to_the_31_elements(which, dim, recipe, portable):
         assert_same(sdpa(*far, **kwargs), sdpa(*inputs, **kwargs), recipe, dim == 3)
 
 
-@kernels
-@pytest.mark.parametrize("dim", [0, 1, 2, 3], ids=["batch", "heads", "rows", "transposed"])
-@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16], ids=str)
+@pairs(dtype=[torch.bool, torch.bfloat16], dim=[0, 1, 2, 3], **both)
 def test_masks_beyond_2_to_the_31_elements(dtype, dim, recipe, portable):
     q, k, v = qkv(N_kv=500)
     attn_mask = torch.randn(3, 3, 300, 500, device="cuda")
@@ -85,8 +83,7 @@ def test_masks_beyond_2_to_the_31_elements(dtype, dim, recipe, portable):
     assert_same(found, sdpa(q, k, v, attn_mask=attn_mask, **kwargs), recipe, dim > 1)
 
 
-@kernels
-@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16], ids=str)
+@pairs(dtype=[torch.bool, torch.bfloat16], **both)
 def test_a_mask_a_head_of_24_heads_of_10240_rows(dtype, recipe, portable):
     """As a model has it: with the last head's mask, 2.4e9 elements in, what that head gives alone."""
     q, k, v = qkv(1, 24, 24, 10240, 10240, 128)
@@ -109,8 +106,7 @@ def test_a_transposed_mask_of_46400_rows(recipe, portable):
     assert_same(found, sdpa(q, k, v, attn_mask=attn_mask.contiguous(), **kwargs), recipe)
 
 
-@kernels
-@pytest.mark.parametrize("bnhd", [False, True], ids=["BHND", "BNHD"])
+@pairs(bnhd=[False, True], **both)
 def test_queries_and_outputs_of_more_than_2_to_the_31_elements(bnhd, recipe, portable):
     """64 heads of 270,000 queries and few keys."""
     _, k, v = qkv(1, 64, 2, 1, 100, 128)

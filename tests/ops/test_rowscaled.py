@@ -486,10 +486,9 @@ CASES = [(shape, False) for shape in SHAPES] + [
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("out_bnhd", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("shape, is_causal", CASES, ids=str)
-def test_the_kernels_are_their_emulation(shape, is_causal, dtype, out_bnhd):
+@pairs(case=CASES, dtype=[torch.float16, torch.bfloat16], out_bnhd=[False, True])
+def test_the_kernels_are_their_emulation(case, dtype, out_bnhd):
+    shape, is_causal = case
     from sage_inductor.ops.training.hopper.prepare import launch_prepare
 
     scale = 0.9 * shape[-1] ** -0.5

@@ -7,7 +7,7 @@ import math
 import pytest
 import support
 import torch
-from pairs import chosen
+from pairs import chosen, pairs
 from support import relative_l1, relative_l2
 from torch.testing import assert_close
 
@@ -277,10 +277,10 @@ SHAPES = [  # B, H_q, H_kv, N_q, N_kv, D
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("scale", [0.1, -0.2])
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pairs(
+    shape=SHAPES, is_causal=[False, True], scale=[0.1, -0.2],
+    dtype=[torch.float16, torch.bfloat16, torch.float32],
+)  # fmt: skip
 def test_the_kernels_are_their_emulation(shape, is_causal, scale, dtype):
     q, k, v, grad = inputs(*shape, dtype, "cuda")
     k_mean = of_inference.smooth([k])[0][0]
