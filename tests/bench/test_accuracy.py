@@ -184,7 +184,7 @@ def test_agreement_is_with_exact_attentions_classes(tiny):
     assert tiny["vit"].score(other, logits)["agreement"] == 0.75
 
 
-def test_a_shipped_recipe_runs_compiled_in_every_layer(tiny):
+def test_a_shipped_recipe_runs_compiled_in_every_layer(tiny, op_by_op):
     """As the emulation in the place of SDPA, but for what Inductor rounds otherwise around it."""
     subject, recipe = tiny["gpt"], NAMED["sage2-8b"]
     with torch.no_grad():

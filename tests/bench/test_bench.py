@@ -1,14 +1,18 @@
 """The bench's own parts that need no GPU: masks, and the exact reference."""
 
+import collections
 import dataclasses
 import functools
 import itertools
 import json
 import math
+import os
 
 import pytest
 import torch
 import torch.nn.functional as F
+from instead import InThisProcess
+from torch._inductor import compile_fx
 from torch.nn.attention import SDPBackend
 
 from bench import attention as bench
@@ -95,9 +99,22 @@ def test_the_kernel_provider_is_attention_under_the_mask(mask, narrow):
     assert measure.Exact(*each, is_causal=False).compare(out)["rel_l1"] < measure.WRONG
 
 
+def test_the_gate_looks_at_a_small_case():
+    plain, causal = Case(4, 32, 32, 8192, 64), Case(4, 32, 32, 8192, 128, True)
+    assert providers.small(plain) == Case(1, 4, 2, 300, 64)
+    assert providers.small(causal) == Case(1, 4, 2, 300, 128, True)
+    for mask in MASKS:
+        N = 304 + (measure.WINDOW if mask == "window" else 0)
+        timed = dataclasses.replace(plain, mask=mask)
+        assert providers.small(timed) == Case(2, 32, 16, N, 64, mask=mask)
+
+
 @pytest.mark.parametrize("mask", ["", *MASKS])
-def test_the_gate_emulates_what_the_kernel_is_given(mask, narrow):
-    """On CPU the kernel is its emulation: nothing is between them."""
+def test_the_gate_emulates_what_the_kernel_is_given(mask, narrow, monkeypatch):
+    """On CPU the kernel is its emulation: nothing is between them, by however few heads."""
+    small = providers.small
+    few = functools.partial(dataclasses.replace, H_q=4, H_kv=2)
+    monkeypatch.setattr(providers, "small", lambda case: few(small(case)))
     for recipe in ("sage2-8b", "sage3"):
         assert providers.gate(Case(4, 32, 32, 1024, 64, mask=mask), recipe, CPU) == 0
 
@@ -138,8 +155,26 @@ def test_every_tile_of_a_call_is_timed_by_a_name_of_its_own(D, is_causal, warpgr
 
 
 @pytest.mark.parametrize("mask", ["", *MASKS])
-def test_compiled_providers_take_masks_with_a_symbolic_length(mask, monkeypatch, narrow):
+def test_compiled_providers_take_masks_with_a_symbolic_length(mask, monkeypatch, narrow, op_by_op):
     """One graph for all N; ours are rewritten, and a window has become a band."""
+    check_any_length(mask, ("inductor", "op", "package"), monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "mask, kinds",
+    [
+        ("window", ("op",)),
+        *(
+            pytest.param(mask, ("inductor", "op", "package"), marks=pytest.mark.sweep)
+            for mask in ("", *MASKS)
+        ),
+    ],
+)
+def test_so_they_do_by_inductors_code(mask, kinds, monkeypatch, narrow):
+    check_any_length(mask, kinds, monkeypatch)
+
+
+def check_any_length(mask, asked, monkeypatch):
     monkeypatch.setattr(providers, "SAGE_OPTIONS", {**providers.SAGE_OPTIONS, "sage.emulate": True})
     sets = []
     for N in (128, 256):
@@ -147,7 +182,7 @@ def test_compiled_providers_take_masks_with_a_symbolic_length(mask, monkeypatch,
         sets.append(inputs(case))
     measure.mark_dynamic(sets)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    compiled = providers.build(case, ("inductor", "op", "package"), ["sage2-8b"])
+    compiled = providers.build(case, asked, ["sage2-8b"])
     with torch.no_grad():
         for each, provider in itertools.product(sets, compiled):
             found = measure.Exact(*each, is_causal=False).compare(provider.call(*each))
@@ -155,12 +190,12 @@ def test_compiled_providers_take_masks_with_a_symbolic_length(mask, monkeypatch,
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs + len(compiled)
     sites = report()
     kinds = {"": "none", "window": "window(15, 0)"}
-    assert len(sites) == 2  # of the op and of the package
+    assert len(sites) == len({"op", "package"}.intersection(asked))
     assert all(site.rewritten and kinds.get(mask, site.mask) == site.mask for site in sites)
 
 
 def test_shared_k_and_v_are_stacked_by_the_op_and_repeated_for_what_it_is_compared_with(
-    monkeypatch,
+    monkeypatch, op_by_op
 ):
     monkeypatch.setattr(providers, "SAGE_OPTIONS", {**providers.SAGE_OPTIONS, "sage.emulate": True})
     case = Case(2, 4, 4, 256, 64, shared=True)
@@ -244,7 +279,17 @@ def test_flex_is_asked_what_a_block_mask_can_say(narrow):
 
 
 @pytest.mark.parametrize("mask", sorted(measure.SEES))
-def test_flex_sees_what_the_mask_shows(mask, narrow, vectorized):
+def test_flex_sees_what_the_mask_shows(mask, narrow, op_by_op):
+    check_flex(mask)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("mask", sorted(measure.SEES))
+def test_so_it_does_by_inductors_code(mask, narrow, vectorized):
+    check_flex(mask)
+
+
+def check_flex(mask):
     case = Case(2, 4, 4, 256, 64, mask=mask) if mask != "causal" else Case(2, 4, 4, 256, 64, True)
     each = inputs(case)
     measure.mark_dynamic([each])
@@ -371,7 +416,7 @@ def test_a_blocks_scores_are_sharp(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", BLOCKS.values())
-def test_a_block_is_rewritten_and_near_eager(name, monkeypatch):
+def test_a_block_is_rewritten_and_near_eager(name, monkeypatch, op_by_op):
     """And whose attention is not its own, is not near: the bound sees what the rewrite can break."""
     m, block, given = drawn(name)
     options = {"sage.emulate": True, "sage.recipe": "sage2-8b-per-token"}
@@ -570,7 +615,7 @@ def test_a_model_is_measured(timed, monkeypatch):
     assert json.dumps(row)
 
 
-def test_a_model_is_measured_by_the_blocks_that_a_policy_keeps(timed, monkeypatch):
+def test_a_model_is_measured_by_the_blocks_that_a_policy_keeps(timed, monkeypatch, op_by_op):
     columns = whole.PLANS["selected"][0]
     for name in ("sage", "keep 1", "keep 0.3"):
         emulated = {"sage.emulate": True, **columns[name].get("options", {})}
@@ -649,7 +694,7 @@ def test_a_policy_of_the_bench_keeps_what_it_is_called_of_random_tokens(column):
     assert selection.top_k <= density <= selection.top_k + 3 / blocks_of_keys
 
 
-def test_what_preparation_adds_is_measured(timed, monkeypatch):
+def test_what_preparation_adds_is_measured(timed, monkeypatch, op_by_op):
     monkeypatch.setattr(fusion, "GRAPHS", fusion.GRAPHS[-1:])
     with torch.no_grad():
         (row,) = fusion.measure(Case(1, 2, 2, 100, 64), timed, CPU)
@@ -657,7 +702,7 @@ def test_what_preparation_adds_is_measured(timed, monkeypatch):
 
 
 @pytest.mark.parametrize("rope, projected", fusion.GRAPHS)
-def test_our_graph_prepares_what_inductors_gives(rope, projected):
+def test_our_graph_prepares_what_inductors_gives(rope, projected, op_by_op):
     case = Case(1, 2, 2, 100, 64)
     qkv = [torch.randn(1, 100, 2, 64, dtype=torch.bfloat16) for _ in range(3)]
     given = fusion.inputs(case, rope, projected, qkv, CPU)
@@ -694,22 +739,59 @@ def test_families_choose_cases(capsys):
     assert "must be of ['D=64', 'D=64, causal', 'D=128'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("backend", ["sage", "stages"])
-def test_compile_time_is_of_cold_and_warm_processes(backend, tmp_path):
+@pytest.fixture
+def process(monkeypatch, op_by_op):
+    """A process that compiles no code, and whose graphs torch's cache has once they were compiled
+    with the same folder: as many as there are compilations."""
+    monkeypatch.setattr(compile_time, "subprocess", InThisProcess())
+    compile_graph, compiled = compile_fx.compile_fx, collections.Counter()
+
+    def compile_or_load(*args, **kwargs):
+        folders = tuple(os.environ[f"{name}_CACHE_DIR"] for name in ("TORCHINDUCTOR", "TRITON"))
+        now = len(torch._dynamo.utils.counters["compiled"])
+        torch._dynamo.utils.counters["compiled"][now] += 1
+        if now < compiled[folders]:
+            torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"] += 1
+        compiled[folders] = max(compiled[folders], now + 1)
+        return compile_graph(*args, **kwargs)
+
+    monkeypatch.setattr(compile_fx, "compile_fx", compile_or_load)
+    return compiled
+
+
+@pytest.mark.parametrize("backend", compile_time.BACKENDS)
+def test_compile_time_is_of_cold_and_warm_processes(backend, process, tmp_path):
     """What `check` wants: the warm process is served by torch's cache, with every call rewritten."""
-    sizes = ["--layers", "2", "--hidden", "64", "--heads", "1", "--length", "32"]
-    args = compile_time.parse(sizes)
-    for start in ("cold", "warm"):
-        found = compile_time.in_a_process(backend, args, str(tmp_path))
-        compile_time.check(backend, start, found, layers=2)
-        assert 0 < found["phases"]["_compile.compile_inner"] < found["seconds"]
+    args = compile_time.parse("--layers 2 --hidden 128 --heads 2 --length 32".split())
+    found = check_starts(backend, args, tmp_path)
+    folders = tuple(str(tmp_path / f"{x}_CACHE_DIR") for x in ("TORCHINDUCTOR", "TRITON"))
+    assert process == {folders: 2 if backend == "stages" else 1}
+    assert found["rewritten"] == (0 if backend == "inductor" else 2)
+    if backend != "inductor":
+        with pytest.raises(SystemExit, match=f"{backend}, warm must be .*'rewritten': 1"):
+            compile_time.check(backend, "warm", found, layers=1)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("backend", ["sage", "stages"])
+def test_torchs_cache_serves_the_warm_process(backend, tmp_path):
+    sizes = "--layers 2 --hidden 64 --heads 1 --length 32".split()
+    check_starts(backend, compile_time.parse(sizes), tmp_path)
     assert {"fxgraph", "triton"} & {
         path.name for path in (tmp_path / "TORCHINDUCTOR_CACHE_DIR").iterdir()
     }
+
+
+def check_starts(backend, args, tmp_path):
+    for start in ("cold", "warm"):
+        found = compile_time.in_a_process(backend, args, str(tmp_path))
+        compile_time.check(backend, start, found, args.layers)
+        assert 0 < found["phases"]["_compile.compile_inner"] < found["seconds"]
     with pytest.raises(
         SystemExit, match=f"no time is reported: {backend}, cold must be .*'hits': 0"
     ):
-        compile_time.check(backend, "cold", found, layers=2)
+        compile_time.check(backend, "cold", found, args.layers)
+    return found
 
 
 def test_compile_times_are_compared_by_their_medians():

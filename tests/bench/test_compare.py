@@ -11,6 +11,7 @@ from bench import compare, side
 from bench.cases import Case
 
 ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
 
 
 def test_each_side_has_the_sources_of_its_folder(tmp_path, capsys):
@@ -18,21 +19,22 @@ def test_each_side_has_the_sources_of_its_folder(tmp_path, capsys):
         shutil.copytree(ROOT / room, tmp_path / room)
     (tmp_path / "ops" / "recipe.py").open("a").write("# another commit\n")
     args = compare.parse([str(tmp_path), "--cases", "control", "--rounds", "2"])
-    folders = {"base": args.folder, "this": ROOT}
-    sides = {name: compare.Side(folders[name], str(tmp_path / name), 1.0) for name in folders}
+    base = compare.Side(args.folder, str(tmp_path / "base"), 1.0)
+    sides = {"base": base, "this": base}  # which answers twice
     found = compare.at_once(sides, "describe")
-    base, this = (found[name]["versions"].pop("sage_inductor") for name in folders)
-    assert base != this and found["base"] == found["this"] and len(found["this"]["cases"]) == 36
+    assert found["base"] == found["this"]
+    this = json.loads(json.dumps(side.describe("", CPU, 1.0, side.cases(), {})))
+    of_base, of_this = (each["versions"].pop("sage_inductor") for each in (found["this"], this))
+    assert of_base != of_this and found["this"] == this and len(this["cases"]) == 36
     assert compare.measure(sides, args, 0.0) == (0 if torch.cuda.is_available() else 2)
     row = compare.compare(sides, "host torch.add (control)", 3)
     assert row["error"] is None and [len(each) for each in row["times"].values()] == [3, 3]
     unknown = compare.compare(sides, "no such case", 3)
     assert "KeyError: 'no such case'" in unknown["error"] and unknown["ratio"] is None
-    for each in sides.values():
-        each.close()
-        assert each.process.returncode == 0
+    base.close()
+    assert base.process.returncode == 0
     with pytest.raises(SystemExit, match="has ended"):
-        sides["base"].receive()
+        base.receive()
     with pytest.raises(SystemExit):
         compare.parse([str(tmp_path / "ops")])
     assert "must hold ['sage_inductor', 'lowering', 'ops', 'patterns']" in capsys.readouterr().err

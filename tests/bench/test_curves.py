@@ -414,7 +414,7 @@ def rows_of(model, recipe, run=0):  # of `run` there may be several
 @pytest.mark.parametrize(
     "model, recipe",
     [("dit", recipe) for recipe in ("bf16", "SageBwd", "SageBwd (kernel)", "G (kernel)")]
-    + [("minilm", "bf16"), ("minilm", "SageBwd (kernel)")],
+    + [pytest.param("minilm", "bf16", marks=pytest.mark.sweep), ("minilm", "SageBwd (kernel)")],
 )
 def test_copies_train_by_each_recipe(model, recipe):
     """The loss is near exact attention's, and not it; and one seed is one run."""

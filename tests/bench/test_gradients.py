@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from pairs import pairs
 from support import relative_l1
 from torch.testing import assert_close
 
@@ -279,9 +280,11 @@ def test_each_operand_is_rounded_in_its_product_alone(field, how):
 # -- the orders ----
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("kind", gradients.OUTPUTS)
-@pytest.mark.parametrize("family", ["normal", "channel_bias", "token_outliers", "sinks"])
+@pairs(
+    family=["normal", "channel_bias", "token_outliers", "sinks"],
+    kind=list(gradients.OUTPUTS),
+    is_causal=[False, True],
+)
 def test_g_is_nearer_than_sage_bwd(family, kind, is_causal):
     inputs = draw(family, kind, 512, 64)
     ours, theirs = (errors(entry, inputs, is_causal) for entry in ("G", "SageBwd"))

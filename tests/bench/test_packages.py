@@ -2,10 +2,12 @@
 
 import json
 import time
+import zipfile
 from types import SimpleNamespace
 
 import pytest
 import torch
+from instead import InThisProcess, op_by_op
 
 from bench import packages, plot
 
@@ -43,16 +45,61 @@ def test_nobody_sees_the_padding():
     assert torch.equal(out[0, :48], found[0, :48]) and not torch.equal(out[0, 48:], found[0, 48:])
 
 
-def test_a_package_is_built_and_measured(tmp_path, monkeypatch):
+def once(calls, rounds, target_ms, synchronize):
+    """packages.in_turns by a clock that is not looked at."""
+    assert (rounds, target_ms) == (2, 1.0)
+    for call in calls.values():
+        call()
+    return {name: [1.0, 2.0] for name in calls}
+
+
+@pytest.fixture
+def not_compiled(monkeypatch):
+    """A package that is not: its rewritten program, op by op, beside a library of 1000 bytes and
+    the weights."""
+    programs = {}
+
+    def package(program, *, package_path, inductor_configs, options):
+        assert inductor_configs == packages.CONFIGS
+        packages.sage_inductor.rewrite(program, options=options)
+        weights = b"".join(x.view(torch.int8).numpy().tobytes() for x in program.parameters())
+        with zipfile.ZipFile(package_path, "w") as archive:
+            archive.writestr("data/model.so", weights + bytes(1000))
+            archive.writestr("data/model.cpp", bytes(100))
+        programs[package_path] = program.module(check_guards=False)
+
+    monkeypatch.setattr(packages.sage_inductor, "aoti_compile_and_package", package)
+    monkeypatch.setattr(packages, "load", programs.get)
+    with op_by_op():
+        yield
+
+
+@pytest.fixture
+def compiled(request):
+    if not request.param:
+        request.getfixturevalue("not_compiled")
+    return request.param
+
+
+def test_a_package_is_loaded_so_that_a_cuda_graph_can_capture_it(monkeypatch):
+    monkeypatch.setattr(torch._inductor, "aoti_load_package", lambda *path, **how: (path, how))
+    assert packages.load("x.pt2") == (("x.pt2",), {"run_single_threaded": True})
+
+
+@pytest.mark.parametrize(
+    "compiled", [False, pytest.param(True, marks=pytest.mark.sweep)], indirect=True
+)
+def test_a_package_is_built_and_measured(compiled, tmp_path, monkeypatch):
     """Llama's, at two lengths; with SDPA a model that is neither packaged nor compiled."""
     row, name = packages.row_of("llama3_8k", CPU), "llama3_8k"
-    load, compiled, eager = packages.load, packages.compiled, packages.block_of(row, CPU)
+    load, compile_, eager = packages.load, packages.compiled, packages.block_of(row, CPU)
     monkeypatch.setattr(packages, "OTHERS", (33,))
+    monkeypatch.setattr(packages, "in_turns", once)
     monkeypatch.setattr(packages, "CONFIGS", {"aot_inductor.compile_wrapper_opt_level": "O0"})
     monkeypatch.setattr(packages, "load", lambda path: eager if "SDPA" in path else load(path))
     monkeypatch.setattr(
         packages, "compiled",
-        lambda row, kind, device: compiled(row, kind, device) if "force" in kind else eager,
+        lambda row, kind, device: compile_(row, kind, device) if "force" in kind else eager,
     )  # fmt: skip
     built = {
         part: packages.work(name, part, str(tmp_path), "cpu", [])
@@ -62,6 +109,7 @@ def test_a_package_is_built_and_measured(tmp_path, monkeypatch):
     assert ours["kind"] == built["expected"]["kind"] == "sage.force"  # on a CPU "auto" leaves all
     assert [site["recipe"] for site in ours["sites"]] == ["sage2-8b"]
     assert ours["weights_bytes"] == weights and 0 < ours["code_bytes"] < ours["bytes"]
+    assert compiled or ours["code_bytes"] == 1000
     built |= {"sage": {"kind": None}, "SDPA": {**ours, "kind": "SDPA", "sites": []}}
     found = packages.measure(row, built, ["cuDNN"], str(tmp_path), ARGS, CPU)
     assert [(each["N"], each["error"]) for each in found] == [(192, None), (256, None)]
@@ -83,7 +131,8 @@ def test_a_package_is_built_and_measured(tmp_path, monkeypatch):
         assert each["error"] in packages.lines(each)
 
 
-def test_what_fails_in_a_process_is_the_rows_error(tmp_path):
+def test_what_fails_in_a_process_is_the_rows_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(packages, "subprocess", InThisProcess())
     cache = tmp_path / "cache"
     cache.mkdir()
     job = dict(name="none", part="sage", folder=str(tmp_path), device="cpu", first=[])

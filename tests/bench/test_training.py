@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
+from instead import op_by_op
 from torch._dynamo.utils import counters
 
 import sage_inductor
@@ -94,7 +95,8 @@ def two_layers():
     model = training.Model(2, 1, 2, 256, 64)
     options = training.COMPILED["g"]["options"] | {"sage.emulate": True}
     compiled = training.COMPILED | {"g": {"backend": "sage", "options": options}}
-    rows = training.measure_steps(model, torch.device("cpu"), compiled)
+    with op_by_op(partitioned=True):
+        rows = training.measure_steps(model, torch.device("cpu"), compiled)
     return model, rows, counters["stats"]["unique_graphs"], sage_inductor.report()
 
 
@@ -149,7 +151,7 @@ def test_a_layer_has_qk_norm_and_rope():
 
 
 def test_a_call_that_stays_is_an_error():
-    with pytest.raises(SageRefused, match="on CPU attention stays as it was"):
+    with op_by_op(), pytest.raises(SageRefused, match="on CPU attention stays as it was"):
         training.measure_steps(training.Model(1, 1, 2, 64, 64), torch.device("cpu"))
 
 
