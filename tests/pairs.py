@@ -33,10 +33,14 @@ def rows(axes: Mapping[str, Sequence], where: Callable[..., bool] | None = None)
     return list(found)
 
 
-def covering(candidates: Sequence[tuple]) -> list[int]:
-    """Indices of few of the rows that have every pair of values that some row has, by greed."""
+def covering(candidates: Sequence[tuple], each: Sequence[Iterable] = ()) -> list[int]:
+    """Indices of few of the rows that have every pair of values that some row has, by greed.
+    each: of each row, what must occur, too."""
     indexed = [list(map(_Values(), column)) for column in zip(*candidates, strict=True)]
     of_row = [_pairs(row) for row in zip(*indexed, strict=True)]
+    beside = _Values()
+    for found, others in zip(of_row, each):
+        found += [((-1, beside(x)),) for x in others]
     with_pair: dict[tuple, list[int]] = {}
     for i, found in enumerate(of_row):
         for pair in found:
@@ -67,15 +71,26 @@ class _Values:
 
 def _pairs(row: Sequence[int]) -> list[tuple]:
     if len(row) == 1:
-        return [(0, row[0])]
+        return [((0, row[0]),)]
     return list(itertools.combinations(enumerate(row), 2))
 
 
-def pairs(where: Callable[..., bool] | None = None, marks: Callable | None = None, **axes):
+def pairs(
+    where: Callable[..., bool] | None = None, marks: Callable | None = None,
+    alike: Mapping[str, Callable] | None = None, each: Callable[..., Iterable] | None = None, **axes,
+):  # fmt: skip
     """Parametrizes a test by the product of the axes. Variants beyond a covering set are marked
-    "sweep". marks: gives a row's other marks, of a covering set alone."""
-    found = rows(axes, where)
-    always = set(covering(found))
+    "sweep". marks: gives a row's other marks, of a covering set alone. alike: of an axis, what its
+    values count as in a pair; each value occurs, too. each: gives what else of a row must occur."""
+    found, alike = rows(axes, where), alike or {}
+    kinds = [alike.get(name, lambda value: value) for name in axes]
+    candidates = [tuple(kind(x) for kind, x in zip(kinds, row)) for row in found]
+    wanted = [
+        [(name, x) for name, x in zip(axes, row) if name in alike]
+        + list(each(*row) if each else ())
+        for row in found
+    ]
+    always = set(covering(candidates, wanted))
     parameters = [
         pytest.param(
             *row,

@@ -4,7 +4,7 @@ import itertools
 
 import conftest
 import pytest
-from pairs import covering, rows
+from pairs import covering, pairs, rows
 
 AXES = {"gpu": [80, 89, 90, 100], "recipe": ["16-bit", "fp8", "fp4"], "D": [64, 128, 256],
         "mask": [None, "rows", "bias", [1, 2]]}  # fmt: skip
@@ -28,6 +28,29 @@ def test_few_rows_have_every_pair_that_may_be():
 
 def test_of_one_axis_every_value_is_chosen():
     assert covering(rows({"D": [64, 128, 128]})) == [0, 1]
+
+
+def test_values_that_are_alike_share_their_pairs():
+    def always(**given):
+        found = pairs(can_run, **given, **AXES).args[1]
+        return [each.values for each in found if not each.marks]
+
+    def generation(gpu):
+        return "new" if gpu >= 89 else "old"
+
+    few = always(alike={"gpu": generation})
+    assert len(few) < len(always()) and {row[0] for row in few} == {*AXES["gpu"]}
+    alike = [(generation(gpu), *rest) for gpu, *rest in few]
+    every = [(generation(gpu), *rest) for gpu, *rest in rows(AXES, can_run)]
+    assert pairs_of(alike) == pairs_of(every)
+
+
+def test_what_must_occur_beside_the_pairs_does():
+    every = {row[:3] for row in rows(AXES, can_run)}
+    for triples in (False, True):
+        each = (lambda *row: [row[:3]]) if triples else None
+        found = [x.values for x in pairs(can_run, each=each, **AXES).args[1] if not x.marks]
+        assert ({row[:3] for row in found} == every) == triples
 
 
 def test_a_product_that_is_too_large_is_sampled():
