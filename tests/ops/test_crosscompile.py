@@ -123,7 +123,11 @@ def of_portable(architecture, recipe, kind):
 
 
 @pairs(
-    where=lambda architecture, recipe: recipe != "sage3" and runs_on(recipe, architecture),
+    where=lambda architecture, recipe, kind: (
+        recipe != "sage3" and runs_on(recipe, architecture)
+        # Of 128 rows that share a scale no tile has 64.
+        and (kind, recipe) != ("lists of 64 x 192", "sage1")
+    ),
     alike=dict(architecture=GENERATION.get, recipe=lambda recipe: NAMED[recipe].pv),
     **chosen_for_tritons(
         ((8, 0), "sage1-per-token", "lists"), ((8, 6), "sage1", "bias"),
@@ -173,6 +177,8 @@ def test_attention_compiles_to_the_matrix_instructions(architecture, recipe, kin
 def stack_of_portable(architecture, recipe, kind) -> int:
     """At most so many bytes a thread spilled when this was written."""
     newer = TRITON >= (3, 8)
+    if kind in ("rows", "mask", "bias"):  # tiles that nobody timed: 800 on sm_89 in 16 bits
+        return 1280
     if kind in LISTS and recipe.endswith("-per-token"):
         return 128 if newer else 16
     # 0 but for FP8 on sm_90, where the capped variant runs, and INT8 on sm_100: 184 with Triton 3.9.
