@@ -723,7 +723,10 @@ KINDS_OF_NVFP4["bias"]["D"] = 128
 
 
 @pairs(
-    alike=dict(architecture=lambda a: a if a in BLOCK_SCALED else "decoded"),
+    alike=dict(
+        architecture=lambda a: a if a in BLOCK_SCALED else "decoded",
+        kind=lambda kind: kind if kind == "causal of 256" else kind.startswith("causal"),
+    ),
     **chosen_for_tritons(((8, 9), "window"), ((10, 0), "causal"), ((12, 0), "mask")),
     architecture=ARCHITECTURES, kind=KINDS_OF_NVFP4,
 )  # fmt: skip
