@@ -44,17 +44,20 @@ sweep: test
 
 # The oldest and the newest Triton that the kernels are for, each beside the installed one: they
 # cross-compile under the same torch. 1.6 GB, from the index that pip is configured with. Nothing is
-# taken from Triton's cache, which does not see that a name of its own was taken elsewhere.
+# taken from Triton's cache, which does not see that a name of its own was taken elsewhere. Both run
+# at once, a process each: for each process torch is imported, which takes as long as 5 kernels.
 TRITONS := 3.6.0 3.9.0
 BESIDE := $(VENV)/tritons
 
 tritons: $(TRITONS:%=$(BESIDE)/%/.installed)
-	set -e; for version in $(TRITONS); do \
-		export PYTHONPATH=$(CURDIR)/$(BESIDE)/$$version; \
-		export TRITON_CACHE_DIR=$$PYTHONPATH/.cache TRITON_ALWAYS_COMPILE=1; \
-		$(BIN)/python -c "import triton; assert triton.__version__ == '$$version'"; \
-		$(PYTEST) -m tritons tests/ops/test_crosscompile.py; \
-	done
+	$(MAKE) --jobs=2 --output-sync=target $(TRITONS:%=triton-%)
+
+triton-%: export PYTHONPATH = $(CURDIR)/$(BESIDE)/$*
+triton-%: export TRITON_CACHE_DIR = $(PYTHONPATH)/.cache
+triton-%: export TRITON_ALWAYS_COMPILE = 1
+triton-%: $(BESIDE)/%/.installed
+	$(BIN)/python -c "import triton; assert triton.__version__ == '$*'"
+	$(PYTEST) -n 0 -m tritons tests/ops/test_crosscompile.py
 
 $(BESIDE)/%/.installed: $(INSTALLED)
 	$(BIN)/python -m pip install --no-deps --upgrade --target $(@D) triton==$*

@@ -35,10 +35,14 @@ def rows(
     return list(found)
 
 
-def covering(candidates: Sequence[tuple]) -> list[int]:
-    """Indices of few of the rows that have every pair of values that some row has, by greed."""
+def covering(candidates: Sequence[tuple], each: Sequence[Iterable] = ()) -> list[int]:
+    """Indices of few of the rows that have every pair of values that some row has, by greed.
+    each: of each row, what must occur, too."""
     indexed = [list(map(_Values(), column)) for column in zip(*candidates, strict=True)]
     of_row = [_pairs(row) for row in zip(*indexed, strict=True)]
+    beside = _Values()
+    for found, others in zip(of_row, each):
+        found += [((-1, beside(x)),) for x in others]
     with_pair: dict[tuple, list[int]] = {}
     for i, found in enumerate(of_row):
         for pair in found:
@@ -69,22 +73,34 @@ class _Values:
 
 def _pairs(row: Sequence[int]) -> list[tuple]:
     if len(row) == 1:
-        return [(0, row[0])]
+        return [((0, row[0]),)]
     return list(itertools.combinations(enumerate(row), 2))
 
 
 def pairs(
-    where: Callable[..., bool] | None = None, marks: Callable | None = None, most: int = PRODUCT,
-    among: Callable[..., bool] | None = None, **axes,
+    where: Callable[..., bool] | None = None, marks: Callable | None = None,
+    alike: Mapping[str, Callable] | None = None, each: Callable[..., Iterable] | None = None,
+    among: Callable[..., bool] | None = None, most: int = PRODUCT, **axes,
 ):  # fmt: skip
     """Parametrizes a test by the product of the axes, or by `most` rows of it. Variants beyond a
-    covering set are marked "sweep". marks: gives a row's other marks, of a covering set alone. among: as `where`, the
-    rows of which the covering set is chosen."""
-    found = rows(axes, where, most)
-    asked = inspect.signature(among).parameters if among else ()
-    at = [list(axes).index(name) for name in asked]
-    few = [i for i, row in enumerate(found) if not among or among(*(row[x] for x in at))]
-    always = {few[i] for i in covering([found[i] for i in few])}
+    covering set are marked "sweep".
+
+    marks: gives a row's other marks, of a covering set alone. alike: of an axis, what its values
+    count as in a pair; each value occurs, too. each: gives what else of a row must occur. among: as
+    `where`, the rows of which the covering set is chosen."""
+    found, alike = rows(axes, where, most), alike or {}
+    asked = (
+        [list(axes).index(name) for name in inspect.signature(among).parameters] if among else []
+    )
+    few = [i for i, row in enumerate(found) if not among or among(*(row[x] for x in asked))]
+    kinds = [alike.get(name, lambda value: value) for name in axes]
+    candidates = [tuple(kind(x) for kind, x in zip(kinds, found[i])) for i in few]
+    wanted = [
+        [(name, x) for name, x in zip(axes, found[i]) if name in alike]
+        + list(each(*found[i]) if each else ())
+        for i in few
+    ]
+    always = {few[i] for i in covering(candidates, wanted)}
     parameters = [
         pytest.param(
             *row,

@@ -37,6 +37,29 @@ def test_variants_that_always_run_are_chosen_among_those_asked_for():
     assert pairs_of(always) == pairs_of(row for row in rows(AXES, can_run) if row[2] > 64)
 
 
+def test_values_that_are_alike_share_their_pairs():
+    def always(**given):
+        found = pairs(can_run, **given, **AXES).args[1]
+        return [each.values for each in found if not each.marks]
+
+    def generation(gpu):
+        return "new" if gpu >= 89 else "old"
+
+    few = always(alike={"gpu": generation})
+    assert len(few) < len(always()) and {row[0] for row in few} == {*AXES["gpu"]}
+    alike = [(generation(gpu), *rest) for gpu, *rest in few]
+    every = [(generation(gpu), *rest) for gpu, *rest in rows(AXES, can_run)]
+    assert pairs_of(alike) == pairs_of(every)
+
+
+def test_what_must_occur_beside_the_pairs_does():
+    every = {row[:3] for row in rows(AXES, can_run)}
+    for triples in (False, True):
+        each = (lambda *row: [row[:3]]) if triples else None
+        found = [x.values for x in pairs(can_run, each=each, **AXES).args[1] if not x.marks]
+        assert ({row[:3] for row in found} == every) == triples
+
+
 def test_a_product_that_is_too_large_is_sampled():
     axes = {str(i): list(range(8)) for i in range(8)}
     every = rows(axes)

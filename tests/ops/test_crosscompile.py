@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import triton
+from pairs import pairs
 from support import attention_call
 from triton.experimental.gluon import language as gl
 
@@ -20,9 +21,6 @@ from bench.tritons import (
     loops_over_keys,
     spilled,
     stack_bytes,
-)
-from bench.tritons import (
-    VARIANTS as VARIANTS_OF_HOPPER,
 )
 from sage_inductor.ops import blocks as blocks_of_tokens
 from sage_inductor.ops.attention import nvfp4 as attention_nvfp4
@@ -50,9 +48,19 @@ ARCHITECTURES = list(SHARED_MEMORY)
 TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
 QK_MAX = {"i8": 127.0, "fp8e4nv": 448.0, "u8": 7.0}  # by the type of k
 HEADS = ("stride_qh", "stride_vh", "stride_oh")  # of heads of 40 channels side by side
-# Run under the oldest and the newest Triton too: each kernel on each architecture once.
+# Run under the oldest and the newest Triton too: each kernel, and each architecture.
 on_every_triton = pytest.mark.tritons
-OF_128 = pytest.param(128, marks=on_every_triton)
+# Of these one is compiled for in the place of the other where they differ in tiles alone.
+GENERATION = {(8, 0): "sm_8x", (8, 6): "sm_8x", (8, 9): "FP8", (12, 0): "FP8", (9, 0): "sm_90",
+              (10, 0): "sm_100"}  # fmt: skip
+
+
+def chosen_for_tritons(*rows, each=lambda *row: []):
+    """What `pairs` takes so that these variants always run, under every Triton. each: as there."""
+    return dict(
+        each=lambda *row: [*each(*row), *[x for x in rows if x == row]],
+        marks=lambda *row: [on_every_triton] if row in rows else [],
+    )
 
 
 def compile_attention(
@@ -95,25 +103,49 @@ def runs_on(recipe, architecture):
     return NAMED[recipe].pv == "16bit" or architecture >= (8, 9)
 
 
-CASES = [(a, r) for a in ARCHITECTURES for r in NAMED if r != "sage3" and runs_on(r, a)]
+# -- triton.py ----
+
+# What a call of the portable kernel hides and how. A row of keys for all queries, a row each, numbers.
+KINDS = {
+    "full": dict(D=64, is_causal=False), "causal": {}, "rows": dict(mask=1), "mask": dict(mask=2),
+    "bias": dict(D=256, mask=2, additive=True), "window": dict(left=500),
+    "lists": dict(blocks=(128, 128)), "lists of 64 x 192": dict(blocks=(64, 192)),
+}  # fmt: skip
+LISTS = ("lists", "lists of 64 x 192")
 
 
-@pytest.mark.parametrize(
-    "D, is_causal",
-    [
-        pytest.param(128, True, marks=on_every_triton, id="128-causal"),
-        pytest.param(64, False, id="64-full"),
-    ],
-)
-@pytest.mark.parametrize("architecture, recipe", CASES, ids=str)
-def test_attention_compiles_to_the_matrix_instructions(architecture, recipe, D, is_causal):
-    compiled = compile_attention(architecture, recipe, D, is_causal)
+def of_portable(architecture, recipe, kind):
+    """Each tile of each architecture, for its shared memory; each recipe of each generation."""
+    r, given = NAMED[recipe], KINDS[kind]
+    tile = tiles.tile(architecture, r.qk, r.pv, given.get("D", 128), "mask" in given)
+    tile = tiles.of_blocks(tile, *given["blocks"]) if kind in LISTS else tile
+    return [(architecture, tile, "mask" in given), (GENERATION[architecture], recipe)]
+
+
+@pairs(
+    where=lambda architecture, recipe, kind: (
+        recipe != "sage3" and runs_on(recipe, architecture)
+        # Of 128 rows that share a scale no tile has 64.
+        and (kind, recipe) != ("lists of 64 x 192", "sage1")
+    ),
+    alike=dict(architecture=GENERATION.get, recipe=lambda recipe: NAMED[recipe].pv),
+    **chosen_for_tritons(
+        ((8, 0), "sage1-per-token", "lists"), ((8, 6), "sage1", "bias"),
+        ((8, 9), "sage2-4b", "rows"), ((9, 0), "sage2-8b-per-token", "lists"),
+        ((10, 0), "sage2-8b", "causal"), ((12, 0), "sage2-8b-fp8qk", "window"),
+        each=of_portable,
+    ),
+    architecture=ARCHITECTURES, recipe=NAMED, kind=KINDS,
+)  # fmt: skip
+def test_attention_compiles_to_the_matrix_instructions(architecture, recipe, kind):
+    """Each product in FP8 starts from zero. Triton folds a plain addition into the accumulator on
+    sm_89 and sm_120, where it keeps 13 mantissa bits."""
+    tma = architecture == (9, 0) and kind in LISTS
+    compiled = compile_attention(architecture, recipe, tma=tma, **KINDS[kind])
     assert compiled.metadata.shared <= SHARED_MEMORY[architecture]
-    # 0 but for FP8 on sm_90, where the capped variant runs, and INT8 on sm_100: 184 with Triton 3.9.
-    spills = architecture == (10, 0) and TRITON >= (3, 8)
-    assert stack_bytes(compiled.asm["cubin"]) <= (192 if spills else 128)
-    ptx = compiled.asm["ptx"]
-    r = NAMED[recipe]
+    stack = stack_bytes(compiled.asm["cubin"])
+    assert stack <= stack_of_portable(architecture, recipe, kind), stack
+    r, ptx = NAMED[recipe], compiled.asm["ptx"]
     if architecture == (10, 0):
         # INT8 q k^T is mma.sync there before Triton 3.8 (slow), then tcgen05's kind::i8.
         int8 = "kind::i8" if TRITON >= (3, 8) else "m16n8k32.row.col.satfinite.s32.s8.s8"
@@ -132,20 +164,25 @@ def test_attention_compiles_to_the_matrix_instructions(architecture, recipe, D, 
     ]
     assert all(any(meant in x for x in products) for meant in (q_k, p_v))
     assert all(q_k in x or p_v in x for x in products), products
+    if r.pv == "fp8":
+        of_fp8 = [x for x in compiled.asm["ttgir"].splitlines() if "f8E4M3FN" in x]
+        products = [x for x in of_fp8 if " = tt.dot " in x or "group_dot " in x]
+        fresh = r"dot %\w+, %\w+, %cst"
+        if architecture == (10, 0):
+            products = [x for x in of_fp8 if "gen5_mma " in x]
+            fresh = r"gen5_mma %\w+, %\w+, [^,]+, %false,"
+        assert products and all(re.search(fresh, x) for x in products), products
 
 
-@pytest.mark.parametrize(
-    "blocks", [pytest.param((128, 128), marks=on_every_triton), (64, 192)], ids=str
-)
-@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=str)
-def test_attention_by_block_lists_keeps_its_tiles_in_registers(architecture, blocks):
-    """At most 16 bytes a thread when this was written, with lists of full and of partial blocks;
-    with Triton 3.9 32 on sm_80 and 128 on sm_90."""
-    recipe = "sage2-8b-per-token" if architecture >= (8, 9) else "sage1-per-token"
-    tma = architecture == (9, 0)
-    compiled = compile_attention(architecture, recipe, tma=tma, blocks=blocks)
-    assert compiled.metadata.shared <= SHARED_MEMORY[architecture]
-    assert stack_bytes(compiled.asm["cubin"]) <= (128 if TRITON >= (3, 8) else 16)
+def stack_of_portable(architecture, recipe, kind) -> int:
+    """At most so many bytes a thread spilled when this was written."""
+    newer = TRITON >= (3, 8)
+    if kind in ("rows", "mask", "bias"):  # tiles that nobody timed: 800 on sm_89 in 16 bits
+        return 1280
+    if kind in LISTS and recipe.endswith("-per-token"):
+        return 128 if newer else 16
+    # 0 but for FP8 on sm_90, where the capped variant runs, and INT8 on sm_100: 184 with Triton 3.9.
+    return 192 if architecture == (10, 0) and newer else 128
 
 
 @pytest.mark.parametrize("D", [64, 128])
@@ -156,102 +193,90 @@ def test_the_register_cap_keeps_spills_small(D):
     assert stack_bytes(compiled.asm["cubin"]) <= 64
 
 
-@pytest.mark.parametrize("recipe", ["sage2-8b", "sage2-8b-fp8qk", "sage2-4b"])
-@pytest.mark.parametrize("architecture", [a for a in ARCHITECTURES if a >= (8, 9)], ids=str)
-def test_fp8_products_are_accumulated_in_two_levels(architecture, recipe):
-    """Each product starts from zero. Triton folds a plain addition into the accumulator on sm_89
-    and sm_120, where it keeps 13 mantissa bits."""
-    ir = compile_attention(architecture, recipe).asm["ttgir"]
-    products = [line for line in ir.splitlines() if "f8E4M3FN" in line and " = tt.dot " in line]
-    products += [line for line in ir.splitlines() if "f8E4M3FN" in line and "group_dot " in line]
-    fresh = r"dot %\w+, %\w+, %cst"
-    if architecture == (10, 0):
-        products = [line for line in ir.splitlines() if "f8E4M3FN" in line and "gen5_mma " in line]
-        fresh = r"gen5_mma %\w+, %\w+, [^,]+, %false,"
-    assert products and all(re.search(fresh, line) for line in products), products
-
-
 # -- hopper/ ----
-
-
-def marked(variant):
-    """What a variant that is not split does, one that is split does too."""
-    (_, _, is_causal, *_), split = variant
-    return pytest.param(*variant, marks=on_every_triton if is_causal or split else ())
-
-
-@pytest.mark.parametrize("row, split", [marked(each) for each in VARIANTS_OF_HOPPER], ids=str)
-def test_hopper_kernel_keeps_its_tiles_in_registers(row, split):
-    """A loop holds at most 9 loads and stores of spilled registers in FP8, 16 in 16 bits; with
-    Triton 3.8 and head_dim 256, 25. Variants for it that held 88 and 117 were 44 and 40 % slower."""
-    pv, head_dim, is_causal, _, tile = row
-    compiled = compile_hopper(pv, head_dim, is_causal, tile, split=split)
-    ptx = compiled.asm["ptx"]
-    assert "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8" in ptx
-    assert (".f32.e4m3.e4m3" if pv == "fp8" else "k16.f32.bf16.bf16") in ptx
-    assert ("setmaxnreg.inc" in ptx) == (tile.warpgroups > 1) and "cp.async.bulk.tensor" in ptx
-    assert compiled.metadata.shared <= 227 * 1024
-    loops = loops_over_keys(compiled.asm["cubin"])
-    assert len(loops) == 2 * tile.warpgroups  # whole blocks and the rest, for each warpgroup
-    if tile.warpgroups == 1:
-        programs = 4 if head_dim == 64 else 3  # of an SM
-        assert tile.maxnreg * 32 * tile.num_warps * programs <= 65536
-        assert (compiled.metadata.shared + 1024) * programs <= 228 * 1024
-        # Products wait where addresses of TMA are moved to uniform registers between them. With
-        # eight of those, and 190 instructions more before the keys, N=8192 took 1.07x as long. The
-        # ptxas of Triton 3.9 has some where it is causal, which was not timed.
-        moves = any("R2UR" in instruction for loop in loops for instruction in loop)
-        assert not moves or (TRITON >= (3, 9) and is_causal)
-        # What all warps have read is fetched over: Triton puts a barrier there, too.
-        unguarded = r"wgmma\.wait_group(?:(?!bar\.sync).)*cp\.async\.bulk\.tensor"
-        assert not re.search(unguarded, ptx, re.DOTALL)
-    for loop in loops:
-        allowed = 28 if head_dim == 256 else 10 if pv == "fp8" else 16
-        assert spilled(loop) <= allowed, (len(loop), spilled(loop))
-
 
 BANDS = {  # left, right, bottom_right; -1: no bound
     "window": (1024, 0, False), "both": (300, 200, True), "bottom right": (-1, 0, True),
     "none": (-1, -1, False), "causal": (-1, 0, False),
 }  # fmt: skip
-OF_FULL = [row for row in ROWS if not row[2]]
+KINDS_OF_HOPPER = {
+    "full": {}, "full, fp16": dict(dtype="fp16"), "causal": {}, "split": dict(split=True),
+    "both": dict(band=BANDS["both"]), "bottom right": dict(band=BANDS["bottom right"]),
+    "mask": dict(band=BANDS["none"], mask=True), "causal mask": dict(band=BANDS["causal"], mask=True),
+}  # fmt: skip
+TILES_OF_HOPPER = {(*row[:3], row[4].warpgroups): row[4] for row in ROWS}
 
 
-@pytest.mark.parametrize(
-    "band, mask",
-    [pytest.param("both", False, marks=on_every_triton), ("bottom right", False), ("none", True),
-     pytest.param("causal", True, marks=on_every_triton)],
+def is_of_hopper(pv, head_dim, warpgroups, kind):
+    """With a mask, 16 bits are triton.py's. One warpgroup has no split tiles."""
+    if kind == "full, fp16":
+        return (pv, head_dim, warpgroups) == ("16bit", 128, 3)
+    excluded = pv == "16bit" if "mask" in kind else kind == "split" and warpgroups == 1
+    return not excluded and (pv, head_dim, kind == "causal", warpgroups) in TILES_OF_HOPPER
+
+
+@pairs(
+    where=is_of_hopper,
+    alike=dict(head_dim=lambda head_dim: "any", warpgroups=lambda n: n > 1),
+    **chosen_for_tritons(
+        ("fp8", 128, 1, "causal"), ("16bit", 128, 3, "split"), ("fp8", 256, 2, "causal mask"),
+        each=lambda pv, head_dim, warpgroups, kind: [
+            (pv, head_dim, warpgroups), kind == "causal" and (head_dim, warpgroups) == (128, 3)
+        ],
+    ),
+    pv=["fp8", "16bit"], head_dim=[64, 128, 256], warpgroups=[1, 2, 3], kind=KINDS_OF_HOPPER,
 )  # fmt: skip
-@pytest.mark.parametrize("row", OF_FULL, ids=lambda row: "-".join(map(str, row[:4])))
-def test_hopper_kernel_with_a_mask_keeps_its_tiles_in_registers(row, band, mask):
-    """What hides keys is in a branch of a loop."""
-    pv, head_dim, _, _, tile = row
-    if mask and pv == "16bit":
-        pytest.skip("triton.py computes those")
-    compiled = compile_hopper(pv, head_dim, False, tile, band=BANDS[band], mask=mask)
+def test_hopper_kernel_keeps_its_tiles_in_registers(pv, head_dim, warpgroups, kind):
+    """A loop holds at most 9 loads and stores of spilled registers in FP8, 16 in 16 bits; with
+    Triton 3.8 and head_dim 256, 25. Variants for it that held 88 and 117 were 44 and 40 % slower.
+    What hides keys by a band or a mask is in a branch of a loop."""
+    is_causal, given = kind == "causal", KINDS_OF_HOPPER[kind]
+    tile = TILES_OF_HOPPER[pv, head_dim, is_causal, warpgroups]
+    compiled = compile_hopper(pv, head_dim, is_causal, tile, **given)
+    ptx = compiled.asm["ptx"]
+    assert "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8" in ptx
+    of_16_bits = "k16.f32." + ("f16.f16" if kind == "full, fp16" else "bf16.bf16")
+    assert (".f32.e4m3.e4m3" if pv == "fp8" else of_16_bits) in ptx
+    assert ("setmaxnreg.inc" in ptx) == (warpgroups > 1) and "cp.async.bulk.tensor" in ptx
+    assert "st.shared.b8" not in ptx  # q is in vectors of 16 bytes: test_no_byte_is_stored...
     assert compiled.metadata.shared <= 227 * 1024
     loops = loops_over_keys(compiled.asm["cubin"])
-    assert len(loops) == tile.warpgroups * (1 + mask)  # whole blocks and the rest, or all
+    # Whole blocks and the rest for each warpgroup, or all.
+    parts = 1 if kind in ("both", "bottom right") else 2
+    assert len(loops) == parts * warpgroups
+    if warpgroups == 1:
+        programs = 4 if head_dim == 64 else 3  # of an SM
+        assert tile.maxnreg * 32 * tile.num_warps * programs <= 65536
+        assert (compiled.metadata.shared + 1024) * programs <= 228 * 1024
+        # What all warps have read is fetched over: Triton puts a barrier there, too.
+        unguarded = r"wgmma\.wait_group(?:(?!bar\.sync).)*cp\.async\.bulk\.tensor"
+        assert not re.search(unguarded, ptx, re.DOTALL)
+    if warpgroups == 1 and kind in ("full", "causal"):
+        # Products wait where addresses of TMA are moved to uniform registers between them. With
+        # eight of those, and 190 instructions more before the keys, N=8192 took 1.07x as long. The
+        # ptxas of Triton 3.9 has some where it is causal, which was not timed.
+        moves = any("R2UR" in instruction for loop in loops for instruction in loop)
+        assert not moves or (TRITON >= (3, 9) and is_causal)
     for loop in loops:
-        assert {"IGMMA", "QGMMA" if pv == "fp8" else "HGMMA"} <= {
-            x for x in re.findall("[IQH]GMMA", " ".join(loop))
-        }
-        assert spilled(loop) <= (28 if head_dim == 256 else 10), (len(loop), spilled(loop))
+        products = set(re.findall("[IQH]GMMA", " ".join(loop)))
+        assert {"IGMMA", "QGMMA" if pv == "fp8" else "HGMMA"} <= products
+        plain = kind in ("full", "full, fp16", "causal", "split")
+        allowed = 28 if head_dim == 256 else 16 if pv == "16bit" and plain else 10
+        assert spilled(loop) <= allowed, (len(loop), spilled(loop))
 
 
-@pytest.mark.parametrize(
-    "blocks",
-    [pytest.param((192, 128), marks=on_every_triton), (128, 128), (64, 64), (256, 192)],
-    ids=str,
-)
-@pytest.mark.parametrize(
-    "head_dim, band", [(64, "none"), (128, "none"), (128, "both"), (256, "none")]
-)
-@pytest.mark.parametrize("pv", ["fp8", "16bit"])
+@pairs(
+    where=lambda pv, head_dim, band, blocks: (
+        (band == "none" or head_dim == 128)
+        and tiles.hopper_of_blocks((9, 0), pv, head_dim, 9999, *blocks) is not None
+    ),
+    alike=dict(head_dim=lambda head_dim: "any", blocks=lambda blocks: blocks[0] % 128 == 0),
+    **chosen_for_tritons(("fp8", 64, "none", (192, 128))),
+    pv=["fp8", "16bit"], head_dim=[64, 128, 256], band=["none", "both"],
+    blocks=[(192, 128), (128, 128), (64, 64), (256, 192)],
+)  # fmt: skip
 def test_hopper_kernel_by_lists_keeps_its_tiles_in_registers(pv, head_dim, band, blocks):
     tile = tiles.hopper_of_blocks((9, 0), pv, head_dim, 9999, *blocks)
-    if tile is None:
-        pytest.skip("triton.py computes those")
     compiled = compile_hopper(pv, head_dim, False, tile, band=BANDS[band], listed=True)
     assert compiled.metadata.shared <= 227 * 1024
     loops = loops_over_keys(compiled.asm["cubin"])
@@ -281,13 +306,6 @@ def test_short_lists_of_blocks_are_the_portable_kernels():
     without = [("fp8", 40, 2047), ("fp8", 64, 2047), ("16bit", 256, 2047), ("16bit", 256, 2048)]
     assert [each for each, is_there in found.items() if not is_there] == without
     assert tiles.hopper_of_blocks((8, 9), "fp8", 128, 4096, 64, 64) is None
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_hopper_kernel_compiles_for_both_dtypes(dtype):
-    tile = tiles.hopper((9, 0), "16bit", 128, False, tiles.ANY)
-    ptx = compile_hopper("16bit", 128, False, tile, dtype).asm["ptx"]
-    assert f"k16.f32.{dtype.replace('fp', 'f')}" in ptx
 
 
 def compile_pack_mask(rows=64, **given):
@@ -409,6 +427,7 @@ def test_shares_of_blocks_are_equal_and_make_up_the_tiles(processors):
     assert (tiles.schedule(5, 600, processors) is None) == (processors == 1)
 
 
+@functools.cache
 def calls():
     """(AttentionCall, whether the Hopper kernel computes it)."""
     q, k, v = (torch.randn(2, 300, 4, 128, dtype=torch.bfloat16).transpose(1, 2) for _ in range(3))
@@ -669,23 +688,9 @@ def test_fp8_recipes_are_refused_before_sm_89():
             tiles.tile(architecture, "int8", "fp8", 128, False)
 
 
-# mask, additive, left: a row of keys for all queries, a row each, numbers, a window.
-VARIANTS = [(1, False, -1), (2, False, -1), (2, True, -1), (0, False, 500)]
-
-
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
-@pytest.mark.parametrize("architecture, recipe", CASES, ids=str)
-def test_masked_attention_compiles_everywhere(architecture, recipe, variant):
-    mask, additive, left = variant
-    D = 256 if additive else 128
-    compiled = compile_attention(architecture, recipe, D, mask=mask, additive=additive, left=left)
-    assert compiled.metadata.shared <= SHARED_MEMORY[architecture]
-
-
 # -- nvfp4.py ----
 
 
-@functools.cache
 def compile_nvfp4(architecture, D, is_causal=True, mask=0, additive=False, left=-1):
     tile = tiles.tile(architecture, "nvfp4", "nvfp4", D, mask > 0)
     BLOCK_D = pad_head_dim(D)
@@ -712,10 +717,21 @@ BLOCK_SCALED = {
 }
 
 
-@pytest.mark.parametrize("D", [64, OF_128, 256])
-@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=str)
-def test_nvfp4_compiles_to_block_scaled_products_or_to_fp16(architecture, D):
-    compiled = compile_nvfp4(architecture, D)
+KINDS_OF_NVFP4 = {each: {"D": 128} | KINDS[each] for each in ("causal", "mask", "bias", "window")}
+KINDS_OF_NVFP4 |= {f"causal of {D}": dict(D=D) for D in (64, 256)}
+KINDS_OF_NVFP4["bias"]["D"] = 128
+
+
+@pairs(
+    alike=dict(
+        architecture=lambda a: a if a in BLOCK_SCALED else "decoded",
+        kind=lambda kind: kind if kind == "causal of 256" else kind.startswith("causal"),
+    ),
+    **chosen_for_tritons(((8, 9), "window"), ((10, 0), "causal"), ((12, 0), "mask")),
+    architecture=ARCHITECTURES, kind=KINDS_OF_NVFP4,
+)  # fmt: skip
+def test_nvfp4_compiles_to_block_scaled_products_or_to_fp16(architecture, kind):
+    compiled = compile_nvfp4(architecture, **KINDS_OF_NVFP4[kind])
     ptx = compiled.asm["ptx"]
     products = re.findall(r"\s((?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)\..*?) ", ptx)
     native = architecture in BLOCK_SCALED
@@ -723,36 +739,29 @@ def test_nvfp4_compiles_to_block_scaled_products_or_to_fp16(architecture, D):
     assert products and all(meant in x for x in products), set(products)
     assert ("cvt.rn.satfinite.e2m1x2.f32" in ptx) == native
     assert compiled.metadata.shared <= SHARED_MEMORY[architecture]
-    # Registers hold p in fp32 beside the accumulator: with 256 channels, more than there are.
-    assert stack_bytes(compiled.asm["cubin"]) <= (32 if D <= 128 else 1280)
+    stack = stack_bytes(compiled.asm["cubin"])
+    if not kind.startswith("causal"):
+        # With Triton 3.8 up to 648 on sm_100, with 3.7 and 3.9 344.
+        assert stack <= (648 if architecture == (10, 0) and TRITON == (3, 8) else 344)
+    else:
+        # Registers hold p in fp32 beside the accumulator: with 256 channels, more than there are.
+        assert stack <= (1280 if kind == "causal of 256" else 32)
+    if architecture == (10, 0):
+        # Triton 3.7 leaves the scales of a product that starts from a known 0 uninitialized.
+        ir = compiled.asm["ttgir"].splitlines()
+        (name,) = (x.split()[0] for x in ir if "= #ttng.tensor_memory_scales_encoding" in x)
+        scales = [x for x in ir if "tmem_alloc" in x and f"{name}," in x]
+        assert len(scales) >= 4 and all("tmem_alloc %" in x for x in scales), scales
 
 
-@pytest.mark.parametrize("D", [64, 128, 256])
-def test_products_in_nvfp4_read_scales_that_were_written(D):
-    """Triton 3.7 leaves the scales of a product that starts from a known 0 uninitialized."""
-    ir = compile_nvfp4((10, 0), D).asm["ttgir"].splitlines()
-    (name,) = (x.split()[0] for x in ir if "= #ttng.tensor_memory_scales_encoding" in x)
-    scales = [x for x in ir if "tmem_alloc" in x and f"{name}," in x]
-    assert len(scales) >= 4 and all("tmem_alloc %" in x for x in scales), scales
-
-
-@pytest.mark.parametrize("variant", VARIANTS[1:], ids=str)
-@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=str)
-def test_masked_nvfp4_compiles_everywhere(architecture, variant):
-    mask, additive, left = variant
-    compiled = compile_nvfp4(architecture, 128, mask=mask, additive=additive, left=left)
-    assert compiled.metadata.shared <= SHARED_MEMORY[architecture]
-    # With Triton 3.8 up to 648 on sm_100, with 3.7 and 3.9 344.
-    spills = architecture == (10, 0) and TRITON == (3, 8)
-    assert stack_bytes(compiled.asm["cubin"]) <= (648 if spills else 344)
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=str)
-@pytest.mark.parametrize("D", [8, OF_128, 256])
-def test_preparation_in_nvfp4_compiles(architecture, D):
-    for along_n in (False, True):
-        compiled = compile_preparation_nvfp4(architecture, D, along_n)
-        assert stack_bytes(compiled.asm["cubin"]) <= (0 if D <= 128 else 256)
+@pairs(
+    alike=dict(architecture=lambda a: a if a in BLOCK_SCALED else "decoded"),
+    **chosen_for_tritons(((9, 0), 128, False), ((12, 0), 128, True)),
+    architecture=ARCHITECTURES, D=[8, 128, 256], along_n=[False, True],
+)  # fmt: skip
+def test_preparation_in_nvfp4_compiles(architecture, D, along_n):
+    compiled = compile_preparation_nvfp4(architecture, D, along_n)
+    assert stack_bytes(compiled.asm["cubin"]) <= (0 if D <= 128 else 256)
 
 
 def compile_preparation_nvfp4(architecture, D, along_n):
@@ -837,18 +846,13 @@ def test_no_conversion_to_fp8_merges_with_an_unrelated_register(kernel, D):
     assert conversions >= 8
 
 
-@pytest.mark.parametrize("recipe", ["sage1", "sage1-per-token", "hopper"])
+@pytest.mark.parametrize("recipe", ["sage1", "sage1-per-token"])
 def test_no_byte_is_stored_of_a_float(recipe):
     """The low byte of a sum is the quantized number, but the ptxas of CUDA 12.8 stores F2IP.U8 of a
     register that it has seen written by a float's instruction: 255. It happened where heads of q
     start anywhere, as of 40 channels side by side, so that a thread has single bytes of a row.
     """
-    if recipe == "hopper":
-        compiled = compile_hopper(
-            "fp8", 128, True, tiles.hopper((9, 0), "fp8", 128, True, tiles.ANY)
-        )
-    else:
-        compiled = compile_attention((9, 0), recipe, D=40, unaligned=HEADS)
+    compiled = compile_attention((9, 0), recipe, D=40, unaligned=HEADS)
     writer, bytes_stored = {}, 0
     for line in compiled.asm["ptx"].splitlines():
         name, *operands = re.sub("[,;]", " ", line.replace("::cta", "")).split() or [""]
@@ -857,25 +861,7 @@ def test_no_byte_is_stored_of_a_float(recipe):
             bytes_stored += name == "st.shared.b8"
         if len(operands) > 1:
             writer[operands[0]] = name
-    assert (bytes_stored > 0) == (recipe != "hopper")  # there q is in vectors of 16 bytes
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=str)
-@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
-@pytest.mark.parametrize("D", [64, 80, OF_128, 256])
-def test_preparation_compiles(architecture, D, masked):
-    compile_smooth(architecture, D, masked)
-    formats = ((1, "i8"), (4, "i8"), (4, "u8"), (1, "fp8e4nv"))
-    for groups, qk in formats[: 3 + (architecture >= (8, 9))]:
-        compile_quantize_k(architecture, D, masked, groups, qk)
-    if architecture >= (8, 9):
-        compile_quantize_v(architecture, D, masked)
-        compiled = compile_quantize_kv(D, masked, "i8", architecture)
-        # Of one kernel Triton 3.6 spills two registers.
-        spills = (TRITON, architecture, D, masked) == ((3, 6), (8, 9), 256, True)
-        assert stack_bytes(compiled.asm["cubin"]) == (8 if spills else 0)
-        assert stack_bytes(compile_quantize_v_again(D, masked, architecture).asm["cubin"]) == 0
-    compile_estimate(D, masked, architecture)
+    assert bytes_stored > 0
 
 
 @on_every_triton
@@ -885,24 +871,33 @@ def test_rows_of_72_channels_are_read_16_bytes_at_a_time():
     for compiled in (
         compile_hopper("fp8", 72, False, tile), compile_quantize_kv(72, False, "i8", (9, 0)),
         compile_attention((9, 0), "sage2-8b-per-token", 72), compile_pool((9, 0), 72, 128, False),
-        compile_quantize_k((9, 0), 72, False, 1, "i8"), compile_smooth((9, 0), 72, False)[0],
+        compile_quantize_k((9, 0), 72, False, 1, "i8"), compile_smooth((9, 0), 72, False, False),
     ):  # fmt: skip
         ptx = compiled.asm["ptx"]
         assert "ld.global.v4.b32" in ptx and not re.search(r"[ls][dt]\.global\.b16", ptx)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=str)
-@pytest.mark.parametrize("D", [80, OF_128, 256])
-def test_pooling_compiles_to_loads_of_16_bytes(architecture, D):
-    for block, shift in ((128, False), (64, True)):
-        compiled = compile_pool(architecture, D, block, shift)
-        assert stack_bytes(compiled.asm["cubin"]) == 0
-        threads = 32 * blocks_of_tokens.pool_warps(pad_head_dim(D))
-        assert compiled.asm["ptx"].count("ld.global.v4.b32") * threads * 8 >= block * D
+@pairs(
+    alike=dict(architecture=lambda a: a >= (9, 0)),
+    **chosen_for_tritons(((8, 0), 128, 128, False), ((10, 0), 128, 64, True)),
+    where=lambda block, shift: shift == (block == 64),
+    architecture=ARCHITECTURES, D=[80, 128, 256], block=[128, 64], shift=[False, True],
+)  # fmt: skip
+def test_pooling_compiles_to_loads_of_16_bytes(architecture, D, block, shift):
+    compiled = compile_pool(architecture, D, block, shift)
+    assert stack_bytes(compiled.asm["cubin"]) == 0
+    threads = 32 * blocks_of_tokens.pool_warps(pad_head_dim(D))
+    assert compiled.asm["ptx"].count("ld.global.v4.b32") * threads * 8 >= block * D
 
 
-@on_every_triton
-@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=str)
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        pytest.param(a, marks=on_every_triton if a in ((8, 6), (12, 0)) else ())
+        for a in ARCHITECTURES
+    ],
+    ids=str,
+)
 def test_the_choice_of_the_largest_compiles(architecture):
     assert stack_bytes(compile_largest(architecture).asm["cubin"]) == 0
 
@@ -928,18 +923,17 @@ def compile_largest(architecture):
     )
 
 
-def compile_smooth(architecture, D, masked):
+def compile_smooth(architecture, D, masked, end):
     types = dict(
         X0="*bf16", X1="*bf16", Visible="*u8", Partial="*fp32", Count="*i32", Mean="*fp32",
         Amax="*fp32",
     )  # fmt: skip
     tile = dict(D=D, MASK=masked, CHUNK=256, BLOCK_D=pad_head_dim(D))
-    partial = dict(tile, BLOCK_N=8, stride_0d=1, stride_1d=1)
-    final = dict(tile, KEEP=1, BLOCK_C=smooth.BLOCK_C) | dict(BLOCK_D=smooth.CHANNELS)
-    return (
-        compile_kernel(smooth._partial_kernel, architecture, partial, types),
-        compile_kernel(smooth._final_kernel, architecture, final, types),
-    )
+    if end:
+        final = tile | dict(KEEP=1, BLOCK_C=smooth.BLOCK_C, BLOCK_D=smooth.CHANNELS)
+        return compile_kernel(smooth._final_kernel, architecture, final, types)
+    partial = tile | dict(BLOCK_N=8, stride_0d=1, stride_1d=1)
+    return compile_kernel(smooth._partial_kernel, architecture, partial, types)
 
 
 def compile_quantize_v(architecture, D, saturate):
@@ -974,38 +968,68 @@ def compile_unsmooth(architecture, D):
     return compile_kernel(smooth._unsmooth_kernel, architecture, constexprs, types)
 
 
-@pytest.mark.parametrize("architecture", [(8, 0), (9, 0), (12, 0)], ids=str)
-@pytest.mark.parametrize("D", [32, 64, 80, 256])
+@pairs(
+    alike=dict(architecture=lambda a: "any"), **chosen_for_tritons(((9, 0), 64)),
+    architecture=[(8, 0), (9, 0), (12, 0)], D=[32, 64, 80, 256],
+)  # fmt: skip
 def test_what_corrects_lse_spills_nothing(architecture, D):
     assert stack_bytes(compile_unsmooth(architecture, D).asm["cubin"]) == 0
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
-@pytest.mark.parametrize("D", [64, 80, 128, 256])
-def test_kernels_of_the_preparation_overlap_where_they_may(D, masked):
-    """The first waits for who wrote k and v before it lets the second start, which reads rows of
-    theirs and waits for the estimate; nothing is stored by who has not waited."""
+PREPARATION = {  # kernels of k and v
+    "smooth": lambda a, D, masked, pdl: compile_smooth(a, D, masked, False),
+    "smooth's end": lambda a, D, masked, pdl: compile_smooth(a, D, masked, True),
+    "estimate": lambda a, D, masked, pdl: compile_estimate(D, masked, a, pdl),
+    "v": lambda a, D, masked, pdl: compile_quantize_v(a, D, masked),
+    "v again": lambda a, D, masked, pdl: compile_quantize_v_again(D, masked, a, pdl),
+    "kv": lambda a, D, masked, pdl: compile_quantize_kv(D, masked, "i8", a, pdl),
+    "k": lambda a, D, masked, pdl: compile_quantize_k(a, D, masked, 1, "i8", pdl),
+    "k, 4 scales": lambda a, D, masked, pdl: compile_quantize_k(a, D, masked, 4, "i8", pdl),
+    "k, INT4": lambda a, D, masked, pdl: compile_quantize_k(a, D, masked, 4, "u8", pdl),
+    "k, FP8": lambda a, D, masked, pdl: compile_quantize_k(a, D, masked, 1, "fp8e4nv", pdl),
+}
+OVERLAP = {"estimate", "v again", "kv", "k", "k, 4 scales", "k, INT4", "k, FP8"}
+OF_FP8 = {"v", "v again", "kv", "k, FP8"}
+
+
+@pairs(
+    where=lambda architecture, kernel: architecture >= (8, 9) or kernel not in OF_FP8,
+    alike=dict(
+        architecture=lambda a: a >= (9, 0), D=lambda D: "whole" if D in (64, 128) else D
+    ),
+    **chosen_for_tritons(
+        ("smooth", (8, 0), 128, False), ("smooth's end", (8, 6), 128, False),
+        ("estimate", (9, 0), 128, True), ("v", (10, 0), 128, False),
+        ("v again", (12, 0), 128, True), ("kv", (8, 9), 256, True), ("k", (9, 0), 128, False),
+        ("k, 4 scales", (8, 0), 128, True), ("k, INT4", (8, 6), 64, False),
+        ("k, FP8", (10, 0), 128, False),
+    ),
+    kernel=PREPARATION, architecture=ARCHITECTURES, D=[64, 80, 128, 256], masked=[False, True],
+)  # fmt: skip
+def test_preparation_compiles(kernel, architecture, D, masked):
+    """From sm_90 on, kernels overlap where they may. The first waits for who wrote k and v before it
+    lets the second start, which reads rows of theirs and waits for the estimate; nothing is stored
+    by who has not waited."""
+    overlaps = kernel in OVERLAP and architecture >= (9, 0)
+    compiled = PREPARATION[kernel](architecture, D, masked, overlaps)
+    # Of one kernel Triton 3.6 spills two registers.
+    spills = (TRITON, kernel, architecture, D, masked) == ((3, 6), "kv", (8, 9), 256, True)
+    assert stack_bytes(compiled.asm["cubin"]) == (8 if spills else 0)
     wait, launch = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
-    wanted = "|".join((wait, launch, "ld.global", "st.global"))
-
-    def order(compiled):
-        assert stack_bytes(compiled.asm["cubin"]) == 0
-        return re.findall(wanted, compiled.asm["ptx"])
-
-    estimate = order(compile_estimate(D, masked, pdl=True))
-    assert estimate[:3] == [wait, launch, "ld.global"]
-    again = order(compile_quantize_v_again(D, masked, pdl=True))
-    assert again[:2] == [wait, "ld.global"]
-    k = order(compile_quantize_k((9, 0), D, masked, 1, "i8", pdl=True))
-    kv = order(compile_quantize_kv(D, masked, "i8", pdl=True))
-    for found, waits in ((k, 1), (kv, 2)):  # one for rows of k and one for rows of v
+    found = re.findall("|".join((wait, launch, "ld.global", "st.global")), compiled.asm["ptx"])
+    if not overlaps:
+        assert "griddepcontrol" not in compiled.asm["ptx"]
+    elif kernel == "estimate":
+        assert found[:3] == [wait, launch, "ld.global"]
+    elif kernel == "v again":
+        assert found[:2] == [wait, "ld.global"]
+    else:
         first, *rest = " ".join(found).split(wait)
-        assert len(rest) == waits and launch not in found
+        # One for rows of k and one for rows of v.
+        assert len(rest) == (2 if kernel == "kv" else 1) and launch not in found
         assert set(first.split()) == {"ld.global"}
         assert all(part.split()[0] == "ld.global" for part in rest)
         assert all(part.split()[-1] == "ld.global" for part in rest[:-1])
-    for compiled in (compile_estimate(D, masked), compile_quantize_kv(D, masked, "i8")):
-        assert "griddepcontrol" not in compiled.asm["ptx"]
 
 
 def test_every_kernel_compiles_with_the_oldest_and_the_newest_triton():
@@ -1043,9 +1067,12 @@ def compile_training(architecture, name, D=128, is_causal=True):
     return compile_kernel(kernel, architecture, constexprs, types, num_warps=training.NUM_WARPS)
 
 
-@pytest.mark.parametrize("D", [64, OF_128])
-@pytest.mark.parametrize("name", TRAINING)
-@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=str)
+@pairs(
+    alike=dict(architecture=lambda a: "sm_8x" if SHARED_MEMORY[a] == 99 << 10 else a),
+    **chosen_for_tritons(((9, 0), "forward", 128), ((12, 0), "dq", 128), ((10, 0), "dk", 128),
+                         ((8, 0), "dv", 128)),
+    architecture=ARCHITECTURES, name=TRAINING, D=[64, 128],
+)  # fmt: skip
 def test_training_compiles_to_the_matrix_instructions(architecture, name, D):
     compiled = compile_training(architecture, name, D)
     is_16_bit = TRAINING[name][2]
@@ -1154,16 +1181,14 @@ def compile_rowscaled(name, D=128, dtype="bf16", registers=None, causal=False):
     )
 
 
-@on_every_triton
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("D", [64, 72, 128])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("name, warpgroups", [("dq", 3), ("dkdv", 2)])
-def test_the_row_scaled_backward_compiles_without_spills_or_waits(
-    name, warpgroups, causal, D, dtype
-):
+@pairs(
+    **chosen_for_tritons(("dq", True, 128, "bf16"), ("dkdv", True, 128, "fp16")),
+    name=["dq", "dkdv"], causal=[False, True], D=[64, 72, 128], dtype=["bf16", "fp16"],
+)  # fmt: skip
+def test_the_row_scaled_backward_compiles_without_spills_or_waits(name, causal, D, dtype):
     """ptxas serializes all wgmma of a kernel where it cannot follow them, and only its log says so.
-    Causal, what it spills is of the blocks that are masked."""
+    Causal, what it spills is of the blocks that are masked. dK's and dV's kernel starts when all of
+    dQ's programs have, and ends after their end."""
     compiled = compile_rowscaled(name, D, dtype, causal=causal)
     ptx, cubin = compiled.asm["ptx"], compiled.asm["cubin"]
     products = set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\S+)", ptx))
@@ -1175,20 +1200,16 @@ def test_the_row_scaled_backward_compiles_without_spills_or_waits(
     if causal and name == "dq":  # each second one is of the tile's own rows, one to four blocks
         assert all(spilled(x) <= (32 if newest else 8) for x in loops[1::2])
         loops = loops[::2]
-    assert len(loops) == warpgroups and not any(map(spilled, loops))
+    assert len(loops) == (3 if name == "dq" else 2) and not any(map(spilled, loops))
     allowed = (160 if newest else 64) if causal else 8 if newest else 0
     assert stack_bytes(cubin) <= allowed
     assert compiled.metadata.shared <= SHARED_MEMORY[9, 0]
-
-
-def test_the_kernels_of_the_row_scaled_backward_overlap_but_end_in_order():
-    """dK's and dV's starts when all of dQ's programs have, and ends after their end."""
-    dq, dkdv = (compile_rowscaled(name).asm["ptx"] for name in ("dq", "dkdv"))
     begins, ends = "griddepcontrol.launch_dependents", "griddepcontrol.wait"
-    assert dq.count(begins) == 1 and ends not in dq
-    assert dq.index(begins) < dq.index("mbarrier.init")
-    assert dkdv.count(ends) == 1 and begins not in dkdv
-    assert dkdv.rindex("cp.async.bulk.tensor") < dkdv.index(ends)
+    assert (ptx.count(begins), ptx.count(ends)) == ((1, 0) if name == "dq" else (0, 1))
+    if name == "dq":
+        assert ptx.index(begins) < ptx.index("mbarrier.init")
+    else:
+        assert ptx.rindex("cp.async.bulk.tensor") < ptx.index(ends)
 
 
 def test_the_log_tells_of_waits():

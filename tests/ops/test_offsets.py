@@ -304,7 +304,7 @@ KERNELS = {
         for recipe, blocks in (("sage2-8b", (64, 64)), ("sage1", (128, 256)), ("sage2-4b", (64, 192)))
     },
     **{
-        f"nvfp4 {v}": lambda v=v: kernels.compile_nvfp4.__wrapped__(SM90, 128, v[3], *v[:3])
+        f"nvfp4 {v}": lambda v=v: kernels.compile_nvfp4(SM90, 128, v[3], *v[:3])
         for v in ((0, False, -1, True), (2, True, 9, False))
     },
     "quantize_nvfp4 k": lambda: kernels.compile_preparation_nvfp4(SM90, 128, False),
@@ -318,8 +318,8 @@ KERNELS = {
     "unsmooth": lambda: kernels.compile_unsmooth(SM90, 80),
     "pool": lambda: kernels.compile_pool(SM90, 80, 192, True),
     "largest": lambda: kernels.compile_largest(SM90),
-    "smooth": lambda: kernels.compile_smooth(SM90, 80, True)[0],
-    "smooth's end": lambda: kernels.compile_smooth(SM90, 80, True)[1],
+    "smooth": lambda: kernels.compile_smooth(SM90, 80, True, False),
+    "smooth's end": lambda: kernels.compile_smooth(SM90, 80, True, True),
     "quantize for training": kernels.compile_quantize_for_training,
     "quantize rows for training": lambda: kernels.compile_quantize_for_training(False, 1),
     "quantize twice for training": lambda: kernels.compile_quantize_for_training(False, 64, True),

@@ -182,8 +182,11 @@ def test_tokens_are_permuted_as_accumulators_hold_them():
                 assert x[16 + 4 * t + 2 * h + e] == 16 + 8 * h + 2 * t + e
 
 
-@pytest.mark.parametrize("D", [64, 128])
-@pytest.mark.parametrize("split", [False, True])
+@pairs(
+    alike=dict(D=lambda D: "any", split=lambda split: "any"),
+    each=lambda split, D: [(split, D)] if split == (D == 128) else [],
+    split=[False, True], D=[64, 128],
+)  # fmt: skip
 def test_loops_of_the_forward_spill_no_more_for_keeping_maxima(D, split):
     tile = Tile(192, 128, 4, 3, warpgroups=3)
     plain, kept = (
@@ -196,7 +199,7 @@ def test_loops_of_the_forward_spill_no_more_for_keeping_maxima(D, split):
     assert len(kept) == len(plain) > 0 and sum(kept) <= sum(plain)
 
 
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", [pytest.param(64, marks=pytest.mark.sweep), 128])
 def test_loops_of_the_causal_forward_are_those_of_inference_before_a_tiles_rows(D):
     tile = Tile(192, 128, 4, 3, warpgroups=3)
     plain, own = (
