@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+from unittest import mock
 
 import pytest
 import torch
@@ -755,8 +756,9 @@ def process(monkeypatch, op_by_op):
         compiled[folders] = max(compiled[folders], now + 1)
         return compile_graph(*args, **kwargs)
 
-    monkeypatch.setattr(compile_fx, "compile_fx", compile_or_load)
-    return compiled
+    # Not by monkeypatch, which is undone after op_by_op: compile_fx would stay what that made of it.
+    with mock.patch.object(compile_fx, "compile_fx", compile_or_load):
+        yield compiled
 
 
 @pytest.mark.parametrize("backend", compile_time.BACKENDS)

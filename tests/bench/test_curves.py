@@ -357,7 +357,7 @@ def of_one(model, task, seed):
     return module, loss_of
 
 
-@pytest.mark.parametrize("model", ["dit", "minilm"])
+@pytest.mark.parametrize("model", ["dit", pytest.param("minilm", marks=pytest.mark.sweep)])
 def test_a_step_of_copies_is_that_of_each_model(model):
     """The loss, clipping, the learning rate, AdamW; and no run feels another."""
     task = task_of(model)
@@ -414,7 +414,10 @@ def rows_of(model, recipe, run=0):  # of `run` there may be several
 @pytest.mark.parametrize(
     "model, recipe",
     [("dit", recipe) for recipe in ("bf16", "SageBwd", "SageBwd (kernel)", "G (kernel)")]
-    + [pytest.param("minilm", "bf16", marks=pytest.mark.sweep), ("minilm", "SageBwd (kernel)")],
+    + [
+        pytest.param("minilm", recipe, marks=pytest.mark.sweep)
+        for recipe in ("bf16", "SageBwd (kernel)")
+    ],
 )
 def test_copies_train_by_each_recipe(model, recipe):
     """The loss is near exact attention's, and not it; and one seed is one run."""

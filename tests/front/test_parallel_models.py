@@ -213,12 +213,12 @@ def swept(*values):
     [
         swept("Wan", "whole", RING),
         ("Wan", "blocks", RING),
-        ("Wan", "whole", ULYSSES),
+        swept("Wan", "whole", ULYSSES),
         ("Flux", "whole", RING),  # by Inductor
         swept("Flux", "blocks", RING),
         ("Flux", "blocks", ULYSSES),
-        ("CogVideoX", "whole", RING),
-        ("CogVideoX", "blocks", ULYSSES),
+        swept("CogVideoX", "whole", RING),
+        swept("CogVideoX", "blocks", ULYSSES),
     ],
     ids=str,
 )
@@ -472,7 +472,7 @@ def compiled_alone(make):
     [
         ("Llama", "tensor_parallel"),
         swept("Llama", "sequence_parallel"),
-        ("Qwen", "sequence_parallel"),
+        swept("Qwen", "sequence_parallel"),
         ("Qwen", "fsdp"),
     ],
 )

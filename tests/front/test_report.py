@@ -565,7 +565,11 @@ def test_a_graph_that_breaks_off_is_judged_with_what_follows(warnings):
     assert all("0 of 2 attention calls" in text for text in warnings())
 
 
-@pytest.mark.parametrize("after", ["", "; torch._dynamo.graph_break()"], ids=["at once", "at exit"])
+@pytest.mark.parametrize(
+    "after",
+    [pytest.param("", id="at once", marks=pytest.mark.sweep),
+     pytest.param("; torch._dynamo.graph_break()", id="at exit")],
+)  # fmt: skip
 def test_with_no_logging_set_up_a_warning_is_seen(after):
     """An attention after which nothing is compiled is warned of when the process ends."""
     code = f"""

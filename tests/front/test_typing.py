@@ -92,7 +92,7 @@ def pyright(file: Path, site: Path) -> list[tuple[int, str]]:
     return [(x["range"]["start"]["line"] + 1, x["message"]) for x in each]
 
 
-@pytest.mark.parametrize("checker", [mypy, pyright])
+@pytest.mark.parametrize("checker", [pytest.param(mypy, marks=pytest.mark.sweep), pyright])
 def test_a_users_file_has_the_types_that_it_says_and_errors_where_it_is_wrong(checker, user):
     found = checker(*user)
     assert sorted({line for line, _ in found}) == REFUSED, found

@@ -277,6 +277,7 @@ print(*hits, len(sage_inductor.report().rewritten), out.double().square().sum().
 """
 
 
+@pytest.mark.sweep  # two processes; front/test_backend.py has two of torch's caches on disk
 def test_saved_cache_artifacts_serve_a_process_with_an_empty_cache(tmp_path):
     """Two processes alike: the key of torch's cache names the module that imported torch first
     (pickle's name for ``torch.contiguous_format``), so pytest's own process has other keys."""
@@ -510,7 +511,7 @@ def test_fsdp2_with_compiled_blocks(gloo):
 # -- training ----
 
 
-@pytest.mark.parametrize("how", ["config", "context"])
+@pytest.mark.parametrize("how", [pytest.param("config", marks=pytest.mark.sweep), "context"])
 def test_compiled_autograd(how):
     m, x = Attention(), torch.randn(2, 40, 64, requires_grad=True)
     cotangent = torch.randn(2, 40, 64)

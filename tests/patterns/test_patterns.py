@@ -749,7 +749,7 @@ def python_calls(function) -> int:
         (F.scaled_dot_product_attention, bool_mask),
         (in_autocast, bool_mask),
         (handwritten, bool_mask),
-        (flex, block_mask),
+        pytest.param(flex, block_mask, marks=pytest.mark.sweep),
     ],
 )
 def test_the_pass_costs_the_same_for_each_layer(attention, make_mask):
