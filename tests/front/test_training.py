@@ -263,6 +263,22 @@ def test_what_is_not_trained_says_why():
     assert site.reason == "training: block lists have no backward here"
 
 
+def test_a_causal_call_that_ends_at_the_last_key_is_trained_exactly():
+    """SageBwd's kernels know the other corner alone."""
+    q = torch.randn(1, 2, 30, 64, requires_grad=True)
+    k = torch.randn(1, 2, 40, 64)
+
+    def attend(q):
+        seen = torch.ones(30, 40, dtype=torch.bool).tril(10)
+        return F.scaled_dot_product_attention(q, k, k, attn_mask=seen)
+
+    with op_by_op():
+        found = torch.compile(attend, backend="sage", options=ASKED)(q)
+    (site,) = sage_inductor.report().refused
+    assert site.reason.startswith("sagebwd trains calls without a mask but the causal one, got ")
+    assert torch.equal(found, attend(q))
+
+
 @pytest.mark.parametrize("options", [ASKED, {"sage.force": True, "sage.emulate": True}])
 def test_a_learned_sink_is_not_trained(options):
     sinks = torch.randn(2, 1, 1, requires_grad=True)
