@@ -31,7 +31,8 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -v -n auto --dist worksteal 
 WITHOUT := not gpu$(if $(shell command -v chromium), , and not browser)
 
 # What draws variants: one seed for all runs of a `make`.
-SEED ?= $(shell shuf -i 0-9999 -n 1)
+# Always the same until `make sweep` was seen whole; SEED=1234 draws others.
+SEED ?= 2
 export SEED := $(SEED)
 
 test: lint
