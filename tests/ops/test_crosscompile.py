@@ -1014,7 +1014,7 @@ def test_preparation_compiles(kernel, architecture, D, masked):
     compiled = PREPARATION[kernel](architecture, D, masked, overlaps)
     # Of one kernel Triton 3.6 spills two registers.
     spills = (TRITON, kernel, architecture, D, masked) == ((3, 6), "kv", (8, 9), 256, True)
-    if (kernel, D) != ("v", 256):  # 1072 bytes on sm_89, which no default recipe runs
+    if (kernel, D) != ("v", 256):  # 1072 bytes on sm_89: nobody has bounded or timed it
         assert stack_bytes(compiled.asm["cubin"]) == (8 if spills else 0)
     wait, launch = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
     found = re.findall("|".join((wait, launch, "ld.global", "st.global")), compiled.asm["ptx"])
