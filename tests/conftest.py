@@ -1,8 +1,8 @@
-import hashlib
 import os
 import random
 import sys
 
+import pairs
 import pytest
 import torch
 import torch._inductor.config as inductor
@@ -17,37 +17,30 @@ inductor.cpp.simdlen = 1
 
 # -- which tests run ----
 
-# Of each test's variants that are marked "sweep", a run draws this share by SEED.
-DRAWN = 0.02
-
 
 def pytest_addoption(parser):
     parser.addoption("--sweep", action="store_true", help="run every variant of every test")
 
 
 def pytest_configure(config):
-    """xdist's processes get the seed by the environment."""
+    """pairs.py reads both, in xdist's processes too. A variant that is named on the command line
+    runs."""
     os.environ.setdefault("SEED", str(random.randrange(10_000)))
+    if config.getoption("sweep") or any("[" in argument for argument in config.args):
+        os.environ["EVERY_VARIANT"] = "1"
 
 
 def pytest_report_header(config):
     if not config.getoption("sweep"):
-        return f"SEED={os.environ['SEED']} draws {DRAWN:.0%} of the variants marked sweep"
-
-
-def drawn(nodeid: str) -> bool:
-    digest = hashlib.sha256(f"{os.environ['SEED']} {nodeid}".encode()).digest()
-    return int.from_bytes(digest[:4]) < DRAWN * 2**32
+        return f"SEED={os.environ['SEED']} draws {pairs.DRAWN:.0%} of the variants beyond all pairs"
 
 
 def pytest_collection_modifyitems(config, items):
-    """A variant that is named on the command line runs."""
-    named = any("[" in argument for argument in config.args)
-    if config.getoption("sweep") or named:
-        return
-    left = {x for x in items if x.get_closest_marker("sweep") and not drawn(x.nodeid)}
-    config.hook.pytest_deselected(items=left)
-    items[:] = [x for x in items if x not in left]
+    """What is marked by hand is too slow to be drawn."""
+    if "EVERY_VARIANT" not in os.environ:
+        left = {x for x in items if x.get_closest_marker("sweep")}
+        config.hook.pytest_deselected(items=left)
+        items[:] = [x for x in items if x not in left]
 
 
 # -- what every test starts from ----

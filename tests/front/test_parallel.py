@@ -35,7 +35,8 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.testing import assert_close
 
 import sage_inductor
-from sage_inductor import SageOptionError, gather_attention, measured
+from sage_inductor import SageOptionError, autotune, gather_attention, measured
+from sage_inductor.autotune import BenchmarkCase, Candidate
 from sage_inductor.cost import Sizes
 from sage_inductor.measured import Family
 from sage_inductor.ops import gather, sharding
@@ -44,6 +45,7 @@ from sage_inductor.ops.formats import K_BLOCK, MAX_ROWS
 from sage_inductor.ops.gather import Shards
 from sage_inductor.ops.launch import OPAQUE
 from sage_inductor.ops.recipe import NAMED
+from sage_inductor.patterns.call import FULL
 
 RECIPE = "sage2-8b-per-token"
 BACKENDS = ("eager", "aot_eager", "inductor", "sage")
@@ -518,6 +520,33 @@ def test_ranks_decide_by_the_times_of_one_of_them(ranks, tmp_path):
     (error, now, later), other = ranks(decided, *zip(hosts, (0.5, 2.0)))
     assert error is None and now.wins in (True, False)
     assert now == later and other == (error, now, later)
+
+
+def benchmarked(group, lengths: list[int], ms: tuple[float, float]) -> list:
+    """What a rank chooses of two candidates, which take `ms` on it, for calls of each length."""
+    names = Candidate("sage2-8b"), Candidate(RECIPE, 3)
+
+    def measure(case):
+        times = dict(zip(names, ms))
+        return {"FLASH_ATTENTION": 2.0, **times, "CUDNN_ATTENTION": f"rank {group.rank()}"}
+
+    def case(N):
+        shape = (1, 2, N, 32)
+        return BenchmarkCase(
+            torch.device("cpu"), torch.bfloat16, shape, shape, shape, FULL, None, None, names
+        )
+
+    with mock.patch.object(autotune, "measure", measure):
+        found = {N: autotune.benchmark(case(N)) for N in lengths}
+    return [str(found[N]) for N in sorted(found)[:2]]
+
+
+def test_ranks_choose_by_the_times_of_one_of_them(ranks):
+    """In whichever order they ask, and although one asks for a graph that the other does not have."""
+    of_ranks = ([9, 8], (1.0, 2.0)), ([8, 9, 10], (2.0, 1.0))
+    found, other = ranks(benchmarked, *of_ranks)
+    assert found == other
+    assert "Candidate(recipe='sage2-8b-per-token', warpgroups=3)" in found[0]
 
 
 # -- DTensors ----

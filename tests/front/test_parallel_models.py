@@ -214,7 +214,8 @@ def swept(*values):
         swept("Wan", "whole", RING),
         ("Wan", "blocks", RING),
         swept("Wan", "whole", ULYSSES),
-        ("Flux", "whole", RING),  # by Inductor
+        ("Flux", "whole", RING),
+        swept("Flux", "whole by Inductor", RING),
         swept("Flux", "blocks", RING),
         ("Flux", "blocks", ULYSSES),
         swept("CogVideoX", "whole", RING),
@@ -223,8 +224,8 @@ def swept(*values):
     ids=str,
 )
 def test_context_parallelism_of_diffusers_compiled(pair, name, how, degrees):
-    by_inductor = (name, how) == ("Flux", "whole")
-    for told in pair(compiled, *[(name, how, by_inductor)] * 2, **degrees):
+    how, _, by_inductor = how.partition(" by ")
+    for told in pair(compiled, *[(name, how, bool(by_inductor))] * 2, **degrees):
         assert isinstance(told, tuple), told
         found, calls = told
         check(found, *alone(MODELS[name]), order_kept=name == "Wan")
@@ -471,14 +472,15 @@ def compiled_alone(make):
     "name, how",
     [
         ("Llama", "tensor_parallel"),
+        swept("Llama", "tensor_parallel by Inductor"),
         swept("Llama", "sequence_parallel"),
         swept("Qwen", "sequence_parallel"),
         ("Qwen", "fsdp"),
     ],
 )
 def test_decoders_over_two_processes(pair, name, how):
-    by_inductor = (name, how) == ("Llama", "tensor_parallel")
-    for told in pair(spread, *[(name, how, by_inductor)] * 2):
+    how, _, by_inductor = how.partition(" by ")
+    for told in pair(spread, *[(name, how, bool(by_inductor))] * 2):
         assert isinstance(told, tuple), told
         found, calls = told
         check(found, *compiled_alone(DECODERS[name]))

@@ -9,8 +9,6 @@ import functools
 import json
 import logging
 import re
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -1225,47 +1223,6 @@ def test_calls_are_timed_while_dynamo_compiles(on_cpu):
         torch.compile(lambda x: x @ x, backend=compiler, dynamic=True)(torch.randn(4, 4))
     assert len(on_cpu) == 4 and all(type(out) is torch.Tensor for _, out in on_cpu)
     assert {out.dtype for _, out in on_cpu} == {torch.bfloat16}
-
-
-RANKS = """
-import sys, torch, torch.distributed as dist
-from sage_inductor import autotune
-from sage_inductor.autotune import BenchmarkCase, Candidate
-from sage_inductor.patterns.call import FULL
-rank = int(sys.argv[1])
-dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
-
-def case(N):
-    shape = (1, 2, N, 32)
-    names = Candidate("sage2-8b"), Candidate("sage2-8b-per-token", 3)
-    return BenchmarkCase(torch.device("cpu"), torch.bfloat16, shape, shape, shape, FULL, None, None, names)
-
-def measure(case):  # the ranks would choose differently
-    a, b = case.candidates
-    return {"FLASH_ATTENTION": 2.0, a: 1.0 + rank, b: 2.0 - rank, "CUDNN_ATTENTION": f"rank {rank}"}
-
-autotune.measure = measure
-print([autotune.benchmark(case(N)) for N in ((8, 9) if rank else (9, 8))][::1 if rank else -1])
-if rank:
-    autotune.benchmark(case(10))  # a graph that the other rank does not have
-dist.barrier()
-"""
-
-
-def test_ranks_choose_by_the_times_of_one_of_them(tmp_path):
-    command = [sys.executable, "-c", RANKS]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "store")], stdout=-1, stderr=-1, text=True
-        )
-        for rank in range(2)
-    ]
-    outs = [rank.communicate(timeout=120) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], outs
-    assert (
-        outs[0][0] == outs[1][0]
-        and "Candidate(recipe='sage2-8b-per-token', warpgroups=3)" in outs[0][0]
-    )
 
 
 def test_ranks_share_times_by_the_kind_of_gpu(monkeypatch):
