@@ -44,7 +44,7 @@ def as_sdpa(graph: Graph) -> dict[Node, Asked]:
 
 
 def _written(
-    node: Node, q, k, v, attn_mask, is_causal, scale, enable_gqa, recipe, return_lse
+    node: Node, q, k, v, attn_mask, is_causal, scale, enable_gqa, recipe, return_lse, dropout_p
 ) -> tuple[Node, Node | None]:
     key = "val" if "val" in node.meta else "example_value"
     values = value_of(node) if return_lse else (value_of(node), None)
@@ -55,7 +55,7 @@ def _written(
         return new
 
     with node.graph.inserting_before(node):
-        sdpa = (q, k, v, attn_mask, 0.0, is_causal)
+        sdpa = (q, k, v, attn_mask, dropout_p, is_causal)
         out = insert(F.scaled_dot_product_attention, sdpa, values[0])
         out.kwargs = {"scale": scale, "enable_gqa": enable_gqa}
         if not return_lse:

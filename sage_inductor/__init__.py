@@ -39,3 +39,7 @@ __all__ = [
     "sage_backend",
     "stage",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -71,6 +71,18 @@ class _CheckedConfig(type(sys.modules[__name__])):
         if name in _followers:
             _followers[name](value, not _patching.get())
 
+    def __dir__(self):
+        return sorted([*self._config, "patch", "to_dict", "load_config", "save_config", "get_hash"])
+
+    def __repr__(self):
+        """Each setting, its value and, if it is another, its default."""
+        rows = [f"{__name__}:"]
+        for name, option in options.SETTINGS.items():
+            value = getattr(self, name)
+            default = "" if value == option.default else f"  (default {option.default!r})"
+            rows.append(f"  {name} = {value!r}{default}")
+        return "\n".join(rows)
+
     def patch(self, arg1=None, arg2=None, **kwargs):  # typed below
         if arg1 and kwargs:
             raise TypeError(

@@ -46,7 +46,8 @@ from sage_inductor.settings import Settings
 # bench/lists.py, with 10 to 100 % of the blocks.
 LISTS_FROM = 16384
 ON_CPU = "on CPU attention stays as it was (sage.emulate=True studies the accuracy)"
-FP32 = "fp32 is asked for (sage.force=True overrides; autocast decides otherwise)"
+FP32 = "q, k and v are fp32, which is quantized only by sage.force=True"
+EXACT_BACKWARD = "the output requires a gradient, and sage.training is 'off'"
 
 
 def rewrite(gm: torch.fx.GraphModule, settings: Settings) -> list[Site]:
@@ -262,7 +263,7 @@ def _on_gpu(
     if call.out.dtype == torch.float32:
         return None, FP32
     if call.out.requires_grad:
-        return None, "training: the backward recomputes exact attention (sage.force=True overrides)"
+        return None, EXACT_BACKWARD
     return _timed(call, settings, recipe, names)
 
 

@@ -71,7 +71,7 @@ class Row:
         return math.inf if math.isnan(self.relative_l1) else self.relative_l1
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Diagnosis:
     """What `diagnose` found. `print` it for a verdict, a table (of calls that differ in the numbers
     in their module's path alone, the worst) and the policy; `details` has every number, `to_html`
@@ -121,6 +121,9 @@ class Diagnosis:
         if self.unmeasured:
             text += f"; not measured: {len(self.unmeasured)} calls"
         return text
+
+    def __repr__(self):
+        return f"<Diagnosis: {self.verdict}>"
 
     def __str__(self):
         lines = [self.verdict]

@@ -37,6 +37,10 @@ def rewrite(
     ``package_aoti``. Raises ValueError if the program calls a sage op that needs Python to run, or
     was rewritten by a version whose recipes mean something else.
     """
+    if not isinstance(exported_program, torch.export.ExportedProgram):
+        raise TypeError(
+            f"rewrite takes a program of torch.export.export, got {type(exported_program).__name__}"
+        )
     ours, theirs = settings.split(options or {})
     if theirs or "mode" in ours:
         raise SageOptionError(

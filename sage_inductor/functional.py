@@ -38,25 +38,26 @@ from sage_inductor.reset import on_reset
 def attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = ..., is_causal: bool = ...,
     scale: float | None = ..., enable_gqa: bool = ...,
-    *, recipe: str = ..., return_lse: typing.Literal[False] = ...,
+    *, recipe: str = ..., return_lse: typing.Literal[False] = ..., dropout_p: float = ...,
 ) -> Tensor: ...  # fmt: skip
 @typing.overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = ..., is_causal: bool = ...,
     scale: float | None = ..., enable_gqa: bool = ...,
-    *, recipe: str = ..., return_lse: typing.Literal[True],
+    *, recipe: str = ..., return_lse: typing.Literal[True], dropout_p: float = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False,
     scale: float | None = None, enable_gqa: bool = False,
-    *, recipe: str = AUTO, return_lse: bool = False,
+    *, recipe: str = AUTO, return_lse: bool = False, dropout_p: float = 0.0,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """softmax(scale * q k^T + mask) v, quantized where that is faster, else by
     ``torch.nn.functional.scaled_dot_product_attention``, whose arguments these are.
 
     q [B, H_q, N_q, D], k [B, H_kv, N_kv, D], v [B, H_kv, N_kv, D_v]. recipe: "auto" (what
     ``sage_inductor.config.recipe`` says), or what to ask for in its place; a rule of the policy
-    that fits comes first, and so does a config that switches everything off.
+    that fits comes first, and so does a config that switches everything off. dropout_p: 0; it is
+    there for calls that were SDPA's.
 
     Returns out [B, H_q, N_q, D_v], with return_lse also the row logsumexp [B, H_q, N_q]: fp32,
     natural log, not differentiable. Where SDPA computes out, ``sage::lse`` computes lse besides.
@@ -70,11 +71,43 @@ def attention(
         )
         lse = (q, k, attn_mask, is_causal, scale)
         return (out, torch.ops.sage.lse(*lse)) if return_lse else out
-    if not isinstance(is_causal, bool | torch.SymBool):  # dropout_p is no argument here
+    if not isinstance(is_causal, bool | torch.SymBool):  # SDPA's dropout_p is at its place
         raise TypeError(f"is_causal must be True or False, got {is_causal!r}")
+    _check(q, k, v, enable_gqa, dropout_p)
     asked = is_causal, as_float(scale), enable_gqa, recipe, return_lse
     tensors = (q, k, v) if attn_mask is None else (q, k, v, attn_mask)
     return _run_of(tensors, asked)(*tensors)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, dropout_p: float) -> None:
+    """Raise ValueError for what SDPA would refuse in the words of the products that it makes."""
+    if dropout_p != 0.0:
+        raise ValueError(f"sage_inductor.attention: dropout_p must be 0, got {dropout_p}")
+    plain = all(type(x) in (Tensor, torch.nn.Parameter) for x in (q, k, v))
+    if not plain or any(x.is_nested for x in (q, k, v)):
+        return  # symbolic sizes would be guarded; nested tensors have a message of their own
+    if len({x.dtype for x in (q, k, v)}) > 1 or not q.is_floating_point():
+        raise ValueError(
+            "sage_inductor.attention: q, k and v must have one floating dtype, got "
+            f"{q.dtype}, {k.dtype} and {v.dtype}"
+        )
+    if min(x.dim() for x in (q, k, v)) < 3:
+        return
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(
+            "sage_inductor.attention: q and k must have one head_dim, got "
+            f"{q.shape[-1]} and {k.shape[-1]}"
+        )
+    if k.shape[-2] != v.shape[-2]:
+        raise ValueError(
+            "sage_inductor.attention: k and v must have one length, got "
+            f"{k.shape[-2]} and {v.shape[-2]}"
+        )
+    H_q, H_kv = q.shape[-3], k.shape[-3]
+    if q.dim() == 4 and not enable_gqa and H_q != H_kv and 1 not in (H_q, H_kv):
+        raise ValueError(
+            f"sage_inductor.attention: q has {H_q} heads and k {H_kv}: set enable_gqa=True"
+        )
 
 
 # Dynamo puts the call into its graph as it is; AOTAutograd and export trace what it does.

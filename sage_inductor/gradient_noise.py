@@ -77,7 +77,7 @@ class GradientRow:
         return math.inf if math.isnan(self.ratio) else self.ratio
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class TrainingDiagnosis:
     """What `diagnose_training` found. `print` it for a verdict and a table (of calls that differ in
     the numbers in their module's path alone, the worst); `details` has every number."""
@@ -96,6 +96,9 @@ class TrainingDiagnosis:
         if self.unmeasured:
             text += f"; not measured: {len(self.unmeasured)} calls"
         return text
+
+    def __repr__(self):
+        return f"<TrainingDiagnosis: {self.verdict}>"
 
     def __str__(self):
         lines, shown = [self.verdict], self._shown()

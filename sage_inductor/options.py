@@ -7,6 +7,7 @@ An option of `torch.compile` overrides the config, which overrides the environme
 """
 
 import difflib
+import warnings
 from typing import NamedTuple
 
 import torch
@@ -43,10 +44,10 @@ _TABLE = (
     Option("calibrate", True, bool,
            "a kind of call of which no times are known on this GPU is measured when it first "
            "compiles, for some seconds, and the times are kept; False: it stays SDPA"),
-    Option("training", AUTO, str,
-           'how calls that need gradients are computed: "auto": by "g" where forward and backward '
-           'are predicted to be faster than SDPA\'s; "g": by a row-scaled FP8 backward (Hopper); '
-           '"sagebwd": in INT8, forward and backward; "off": exactly (SDPA, or what force does)'),
+    Option("training", OFF, str,
+           'how calls that need gradients are computed: "off": exactly (SDPA, or what force does); '
+           '"auto": by "g" where forward and backward are predicted to be faster than SDPA\'s; '
+           '"g": by a row-scaled FP8 backward (Hopper); "sagebwd": in INT8, forward and backward'),
     Option("strict", False, bool, "raise SageRefused when a call stays as it was"),
     Option("enabled", False, bool,
            'setting: rewrite graphs of backend="inductor" too, by a pass beside the user\'s own; '
@@ -69,25 +70,36 @@ def check(name: str, value, prefix: str) -> None:
     elif name == "recipe":
         valid = (AUTO, OFF, *NAMED)
         if not isinstance(value, str) or value not in (*valid, *ALIASES):
-            near = nearest(str(value), valid)
-            raise ValueError(
-                f"{prefix}{name} must be one of {valid}, got {value!r}: did you mean {near!r}?"
-            )
+            raise ValueError(_not_one_of(prefix + name, valid, value))
+        if value in ALIASES:
+            warnings.warn(
+                f"{prefix}{name}: {value!r} is called {ALIASES[value]!r} now, and the old name "
+                "will be refused", FutureWarning, stacklevel=2,
+            )  # fmt: skip
     elif name == "training":
         if value not in TRAINING:
-            raise ValueError(f"{prefix}{name} must be one of {TRAINING}, got {value!r}")
+            raise ValueError(_not_one_of(prefix + name, TRAINING, value))
     elif name != "policy" and not isinstance(value, bool):
         raise ValueError(f"{prefix}{name} must be True or False, got {value!r}")
 
 
+def _not_one_of(name: str, valid: tuple[str, ...], value) -> str:
+    near = nearest(value, valid) if isinstance(value, str) else None
+    meant = f": did you mean {near!r}?" if near else ""
+    return f"{name} must be one of {valid}, got {value!r}{meant}"
+
+
 def unknown(name: str, valid, prefix: str) -> str:
-    """The message for a name that does not exist, with the nearest one that does."""
-    return f"{prefix}{name} does not exist: did you mean {prefix}{nearest(name, valid)}?"
+    """The message for a name that does not exist, with one that does and is spelled like it, or all
+    that do."""
+    near = nearest(name, valid)
+    meant = f"did you mean {prefix}{near}?" if near else f"there are {', '.join(sorted(valid))}"
+    return f"{prefix}{name} does not exist: {meant}"
 
 
-def nearest(text: str, valid) -> str:
-    """What `text` is the beginning of, else what is spelled most like it; case does not matter."""
+def nearest(text: str, valid) -> str | None:
+    """What `text` is the beginning of, else what is spelled like it; case does not matter."""
     text, of_lower = text.lower(), {each.lower(): each for each in valid}
-    begun = (each for each in of_lower if text and each.startswith(text))
-    near = next(begun, None) or difflib.get_close_matches(text, of_lower, n=1, cutoff=0.0)[0]
-    return of_lower[near]
+    begun = [each for each in of_lower if text and each.startswith(text)]
+    near = begun or difflib.get_close_matches(text, of_lower, n=1)
+    return of_lower[near[0]] if near else None

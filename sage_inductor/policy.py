@@ -131,7 +131,7 @@ class CallDescription:
     stage: str | None = None  # one of the function's own, its attribute `stages`; None: any other
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Policy:
     """Rules in order; the first that fits a call decides its recipe. Raises ValueError for rules
     that a file may not hold."""
@@ -143,6 +143,9 @@ class Policy:
             if not isinstance(rule, Rule):
                 raise ValueError(f"Policy: rule {number}: must be a Rule, got {rule!r}")
         object.__setattr__(self, "rules", from_python([_given(rule) for rule in self.rules]))
+
+    def __repr__(self):
+        return f"Policy({[_given(rule) for rule in self.rules]})"
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Policy":

@@ -58,10 +58,11 @@ CAUSES = (
           "nothing to gain at this length; sage.force=True rewrites it all the same", r"N < \1"),
     Cause("no kernel for", 'leave the choice of the recipe to sage.recipe="auto"; '
           "`python -m sage_inductor doctor` says which recipes run on this GPU"),
-    Cause("fp32 is asked for", "run the model in bfloat16 or float16, or under torch.autocast; "
+    Cause("q, k and v are fp32", "run the model in bfloat16 or float16, or under torch.autocast; "
           "sage.force=True quantizes fp32 as well", "fp32"),
-    Cause("training: the backward recomputes", "for inference, call the model under "
-          "torch.no_grad(); to train all the same set options={'sage.force': True}", "training"),
+    Cause("the output requires a gradient", "for inference, call the model under torch.no_grad(); "
+          "to train in 8 bits where that is faster set options={'sage.training': 'auto'}",
+          "training"),
 
     Cause("which g rounds with k", "for inference, call the model under torch.no_grad(); to train "
           "it by g set sage.training='g', and look at diagnose_training",

@@ -23,7 +23,7 @@ class Settings:
     force: bool = False
     strict: bool = False
     calibrate: bool = True
-    training: str = AUTO
+    training: str = OFF
     policy: Ruling = ()
     stage: str | None = None  # that rules of the policy may name; None: of none
     portable: bool = False  # exporting: no guards on lengths, only kernels that travel
@@ -73,8 +73,9 @@ def _check_inductors(given: dict) -> None:
     names = {name: PREFIX + name for name in OPTIONS} | {name: name for name in known}
     for name, value in given.items():
         if name.replace("-", "_") not in known:
-            near = names[options.nearest(re.sub("^sage[-_]", "", name), names)]
+            near = options.nearest(re.sub("^sage[-_]", "", name), names)
+            meant = f': did you mean "{names[near]}"?' if near else ""
             raise SageOptionError(
-                f'option "{name}" does not exist: did you mean "{near}"? (got {value!r}; '
+                f'option "{name}" does not exist{meant} (got {value!r}; '
                 f'"{PREFIX}" begins options of sage, all others are Inductor\'s)'
             )

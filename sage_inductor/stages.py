@@ -109,6 +109,9 @@ class Schedule:
         # Without the number of steps it is not known whether the first is among the last.
         self._begin(0, 1 + sum(last for _, last in stages.values()))
 
+    def __repr__(self):
+        return f"Schedule({', '.join(f'{name}={ends}' for name, ends in self.stages.items())})"
+
     def _begin(self, step: int, steps: int) -> None:
         _step.set(step)
         _begin(self.of(step, steps))

@@ -618,7 +618,7 @@ TRAINED = (2, 8, 8, 4096, 128)
         ({}, (9, 0), None),
         ({"kind": "causal"}, (8, 0), None),
         ({"N_kv": 100, "kind": "causal"}, (12, 0), None),
-        ({"dtype": torch.float32}, (9, 0), "fp32 is asked for"),
+        ({"dtype": torch.float32}, (9, 0), "q, k and v are fp32"),
         ({"dtype": torch.float32, "force": True}, (9, 0), None),
         ({"kind": "keys"}, (9, 0), "without a mask but the causal one, got bool"),
         ({"kind": "window"}, (9, 0), "got window(1023, 0)"),
@@ -695,10 +695,10 @@ def test_g_wins_by_the_margin_of_inference(monkeypatch):
         ({"kind": "causal", "N_kv": 9000}, "g trains causal calls of as many queries"),
         ({"shape": (1, 32, 32, 16384, 160)}, "g trains head_dims up to 128"),
         ({"capability": (8, 9)}, "g trains on compute capability 9.0, got 8.9"),
-        ({"dtype": torch.float32}, "fp32 is asked for"),
+        ({"dtype": torch.float32}, "q, k and v are fp32"),
         ({"recipe": "off", "policy": (Rule("auto", head_dim=(64,)),)}, "the recipe is 'off'"),
         ({"policy": (Rule("off"),)}, "the policy says off"),
-        ({"policy": (Rule("auto", training="off"),)}, "training: the backward recomputes"),
+        ({"policy": (Rule("auto", training="off"),)}, "the output requires a gradient"),
     ],
     ids=str,
 )
@@ -1142,10 +1142,10 @@ def test_a_window_of_flex_attentions_is_not_measured(benchmark, monkeypatch):
     assert [family.kind for _, family, _ in measuring.asked] == ["causal"]
 
 
-def test_users_who_say_nothing_have_their_calls_measured_and_trained(monkeypatch):
-    """The tests switch it off for themselves: tests/conftest.py."""
+def test_users_who_say_nothing_have_their_calls_measured_and_trained_exactly(monkeypatch):
+    """The tests switch calibration off for themselves: tests/conftest.py."""
     assert options.OPTIONS["calibrate"].default is True and Settings().calibrate is True
-    assert options.OPTIONS["training"].default == Settings().training == "auto"
+    assert options.OPTIONS["training"].default == Settings().training == "off"
 
 
 @pytest.mark.parametrize(

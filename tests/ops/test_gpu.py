@@ -1055,7 +1055,7 @@ def test_fp32_stays_sdpa_unless_forced():
     with torch.no_grad():
         torch.compile(m, backend="sage")(x)
         (site,) = sage_inductor.report()
-        assert not site.rewritten and site.reason.startswith("fp32 is asked for")
+        assert not site.rewritten and site.reason.startswith("q, k and v are fp32")
         for recipe in RECIPES:
             torch._dynamo.reset()
             compiled = torch.compile(m, backend="sage", options={**FORCE, "sage.recipe": recipe})
