@@ -108,7 +108,7 @@ def pairs(
         )
         for i, row in enumerate(found)
     ]
-    return pytest.mark.parametrize(", ".join(axes), parameters, ids=_text)
+    return pytest.mark.parametrize(", ".join(axes), parameters, ids=text)
 
 
 def chosen(always: Callable[..., bool], **axes):
@@ -120,7 +120,7 @@ def chosen(always: Callable[..., bool], **axes):
         pytest.param(*row, marks=() if always(**of) else pytest.mark.sweep)
         for row, of in zip(found, of_row, strict=True)
     ]
-    return pytest.mark.parametrize(", ".join(axes), parameters, ids=_text)
+    return pytest.mark.parametrize(", ".join(axes), parameters, ids=text)
 
 
 def seeds(count: int, always: int):
@@ -129,7 +129,7 @@ def seeds(count: int, always: int):
     return pytest.mark.parametrize("seed", found)
 
 
-def _text(value) -> str | None:
+def text(value) -> str | None:
     """As in an id; None: pytest's own."""
     return (
         str(value)
