@@ -206,11 +206,10 @@ CHANNELS = [(16, 16), (64, 64), (80, 32), (32, 80), (128, 64), (40, 72)]  # D, D
 TILES = [(64, 64), (64, 128), (128, 64), (128, 128)]  # BLOCK_M, BLOCK_N
 
 
-def that_runs(recipe, tile, heads, blocks_q):
+def that_runs(recipe, tile, heads, blocks_q, blocks_kv):
     """A tile holds all rows that share a scale; NVFP4 takes four times as long."""
-    if recipe == "sage3" and (heads[0] * heads[1] > 3 or blocks_q > 2):
-        return False
-    return tile_fits(recipe, tile[0])
+    blocks = heads[0] * heads[1] * max(blocks_q, 1) * max(blocks_kv, 1)
+    return blocks <= (8 if recipe == "sage3" else 16) and tile_fits(recipe, tile[0])
 
 
 def formats(recipe):
@@ -420,8 +419,9 @@ def test_a_row_of_nothing_but_the_lowest_number_averages_over_all_keys(recipe, d
     assert relative_l2(out, expected) < 2e-3
 
 
-def that_lists(recipe, block_q, tile):
-    return tile_fits(recipe, math.gcd(tile[0], block_q))
+def that_lists(recipe, block_q, tile, block_kv, heads, blocks_q, blocks_kv):
+    elements = heads[0] * heads[1] * max(blocks_q, 1) * block_q * max(blocks_kv, 1) * block_kv
+    return elements <= 300_000 and tile_fits(recipe, math.gcd(tile[0], block_q))
 
 
 OF_LISTS = dict(
@@ -694,7 +694,7 @@ def test_a_tile_reads_the_blocks_that_its_lists_name(warpgroups, block_q, masked
         n_q, n_kv = rng.choice((1, 127, 192, 193, 400)), rng.choice((1, 127, 128, 257, 641))
         at_a_time = 512  # blocks of a program: here there are more, of a mask fewer in all
         if draw == 0 and block_q == 64:
-            block_kv, n_q, n_kv, at_a_time = 64, 30, *((4300, 64) if masked else (33_000, 512))
+            block_kv, n_q, n_kv, at_a_time = 64, 30, *((2200, 32) if masked else (33_000, 512))
         keys = math.gcd(keys, block_kv)
         tile = Tile(64 * warpgroups, keys, 4, 2, warpgroups=warpgroups)
         B, H, full = 2, 2, rng.random() < 0.7
@@ -815,7 +815,7 @@ def test_of_a_row_with_nan_each_block_is_listed_once():
 @pytest.mark.parametrize("seed", range(6))
 def test_blocks_are_selected_by_kernels_as_by_plain_pytorch(seed, monkeypatch):
     draw = random.Random(seed)
-    q, k = (between_nan(1, H, 700, 24, dtype=torch.float16) for H in (4, 2))
+    q, k = (between_nan(1, H, 700, 24, dtype=torch.float16) for H in (2, 1))
     selection = Selection(0.3, draw.choice([0, 0.7]), 0.1, draw.choice([0, 70]))
     arguments = q, k + 5, 0.2, *selection, *draw.sample(visibility.BLOCK_SIZES, 2)
     expected = torch.ops.sage.select_blocks(*arguments)
@@ -826,7 +826,8 @@ def test_blocks_are_selected_by_kernels_as_by_plain_pytorch(seed, monkeypatch):
 
 
 @pairs(
-    most=300, heads=HEADS, D=[16, 32, 64, 80, 128], blocks_q=[0, 1, 2], end_q=[-1, 0, 1],
+    most=300, alike=dict(D=lambda D: D == 80), heads=HEADS, D=[16, 32, 64, 80, 128],
+    blocks_q=[0, 1, 2], end_q=[-1, 0, 1],
     blocks_kv=[0, 1, 2], end_kv=[-1, 0, 1], is_causal=[False, True], scale=[0.1, -0.2],
 )  # fmt: skip
 def test_training(heads, D, blocks_q, end_q, blocks_kv, end_kv, is_causal, scale):
