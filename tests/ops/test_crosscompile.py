@@ -200,8 +200,12 @@ def test_attention_compiles_to_the_matrix_instructions(architecture, recipe, kin
 def stack_of_portable(architecture, recipe, kind) -> int:
     """At most so many bytes a thread spilled when this was written."""
     newer = TRITON >= (3, 8)
-    if kind in ("rows", "mask", "bias"):  # tiles that nobody timed: 800 on sm_89 in 16 bits
-        return 1280
+    if kind in MASKED:
+        # In 16 bits sm_86 and sm_89 have tiles of 16 warps, of which a thread has 128 registers:
+        # 1208 for a row of keys, 808 for a row each. Eight warps would spill nothing (untimed).
+        return 1280 if NAMED[recipe].pv == "16bit" and architecture in ((8, 6), (8, 9)) else 128
+    if kind == "bias":  # of 256 channels: 328 on sm_80, 352 on sm_90
+        return 384
     if kind in LISTS and recipe.endswith("-per-token"):
         return 128 if newer else 16
     # 0 but for FP8 on sm_90, where the capped variant runs, and INT8 on sm_100: 184 with Triton 3.9.
@@ -1030,8 +1034,12 @@ def test_preparation_compiles(kernel, architecture, D, masked):
     compiled = PREPARATION[kernel](architecture, D, masked, overlaps)
     # Of one kernel Triton 3.6 spills two registers.
     spills = (TRITON, kernel, architecture, D, masked) == ((3, 6), "kv", (8, 9), 256, True)
-    if (kernel, D) != ("v", 256):  # 1072 bytes on sm_89: nobody has bounded or timed it
-        assert stack_bytes(compiled.asm["cubin"]) == (8 if spills else 0)
+    allowed = 8 if spills else 0
+    if (kernel, D) == ("v", 256):
+        # Four warps hold 128 rows, 256 numbers a thread: 1072 bytes on sm_89, 368 from sm_90 on.
+        # Eight would spill nothing (untimed).
+        allowed = 1088 if architecture == (8, 9) else 384
+    assert stack_bytes(compiled.asm["cubin"]) <= allowed
     wait, launch = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
     found = re.findall("|".join((wait, launch, "ld.global", "st.global")), compiled.asm["ptx"])
     if not overlaps:
