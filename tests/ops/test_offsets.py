@@ -357,7 +357,7 @@ def test_no_offset_wraps(name):
 
 @pytest.mark.parametrize(
     "pv, warpgroups, given",
-    [("fp8", 1, {}), ("fp8", 2, dict(split=True)), ("fp8", 1, dict(band=kernels.BANDS["both"])),
+    [("fp8", 2, {}), ("fp8", 2, dict(split=True)), ("fp8", 2, dict(band=kernels.BANDS["both"])),
      ("16bit", 3, dict(keeps_max=True, own=True)), ("16bit", 3, dict(listed=True)),
      ("fp8", 2, dict(band=kernels.BANDS["causal"], mask=True)),
      pytest.param("16bit", 3, dict(split=True), marks=pytest.mark.sweep)],
