@@ -112,22 +112,25 @@ def pairs(
         for i in few
     ]
     always = {few[i] for i in covering(candidates, wanted)}
-    return _parametrize(axes, found, always, marks)
+    return parametrize(axes, found, always, marks)
 
 
 def chosen(always: Callable[..., bool], **axes):
     """Parametrizes a test by the product of the axes. always: takes all axes, by their names."""
     found = rows(axes)
-    return _parametrize(axes, found, {i for i, row in enumerate(found) if always(*row)})
+    return parametrize(axes, found, {i for i, row in enumerate(found) if always(*row)})
 
 
 def seeds(count: int, always: int):
     """Parametrizes a test by `seed`, of which the first few always run."""
-    return _parametrize(["seed"], [(i,) for i in range(count)], set(range(always)))
+    return parametrize(["seed"], [(i,) for i in range(count)], set(range(always)))
 
 
-def _parametrize(axes, found: list[tuple], always: set[int], marks=None):
-    """What does not run is no variant at all: to collect 14,000 takes 10 s in each process."""
+def parametrize(
+    axes: Iterable[str], found: list[tuple], always: set[int], marks: Callable | None = None
+):
+    """By these rows, of which those at the indices `always` run in every run. marks: gives their
+    marks. What does not run is no variant at all: to collect 14,000 takes 10 s in each process."""
     name = ", ".join(axes)
     parameters = [
         pytest.param(*row, marks=tuple(marks(*row)) if marks and i in always else ())

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import triton
-from pairs import pairs
+from pairs import chosen, pairs, parametrize, rows
 from support import attention_call
 from triton.experimental.gluon import language as gl
 
@@ -48,7 +48,8 @@ ARCHITECTURES = list(SHARED_MEMORY)
 TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
 QK_MAX = {"i8": 127.0, "fp8e4nv": 448.0, "u8": 7.0}  # by the type of k
 HEADS = ("stride_qh", "stride_vh", "stride_oh")  # of heads of 40 channels side by side
-# Run under the oldest and the newest Triton too: each kernel, and each architecture.
+# Run under the oldest and the newest Triton too: each kernel, and each architecture, of what is
+# compiled soonest.
 on_every_triton = pytest.mark.tritons
 # Of these one is compiled for in the place of the other where they differ in tiles alone.
 GENERATION = {(8, 0): "sm_8x", (8, 6): "sm_8x", (8, 9): "FP8", (12, 0): "FP8", (9, 0): "sm_90",
@@ -60,6 +61,17 @@ def chosen_for_tritons(*rows, each=lambda *row: []):
     return dict(
         each=lambda *row: [*each(*row), *[x for x in rows if x == row]],
         marks=lambda *row: [on_every_triton] if row in rows else [],
+    )
+
+
+def picked(*others, tritons=(), where=None, **axes):
+    """Parametrizes a test by the product of the axes, of which these variants always run: each
+    takes seconds, and a greedy choice does not know how many. tritons: under every Triton."""
+    found = rows(axes, where)
+    assert {*tritons, *others} <= {*found}
+    always = {i for i, row in enumerate(found) if row in (*tritons, *others)}
+    return parametrize(
+        axes, found, always, lambda *row: [on_every_triton] if row in tritons else []
     )
 
 
@@ -112,14 +124,23 @@ KINDS = {
     "lists": dict(blocks=(128, 128)), "lists of 64 x 192": dict(blocks=(64, 192)),
 }  # fmt: skip
 LISTS = ("lists", "lists of 64 x 192")
+BANDED, MASKED = ("full", "causal", "window"), ("rows", "mask")
 
 
 def of_portable(architecture, recipe, kind):
-    """Each tile of each architecture, for its shared memory; each recipe of each generation."""
+    """Each two formats of each generation. Where shared memory is scarce, each tile."""
     r, given = NAMED[recipe], KINDS[kind]
     tile = tiles.tile(architecture, r.qk, r.pv, given.get("D", 128), "mask" in given)
     tile = tiles.of_blocks(tile, *given["blocks"]) if kind in LISTS else tile
-    return [(architecture, tile, "mask" in given), (GENERATION[architecture], recipe)]
+    scarce = SHARED_MEMORY[architecture] < 100 << 10
+    return [
+        (GENERATION[architecture], r.qk, r.pv),
+        scarce and (architecture, tile, "mask" in given),
+    ]
+
+
+def sort_of(kind):
+    return next((x for x in (BANDED, MASKED, LISTS) if kind in x), kind)
 
 
 @pairs(
@@ -128,12 +149,11 @@ def of_portable(architecture, recipe, kind):
         # Of 128 rows that share a scale no tile has 64.
         and (kind, recipe) != ("lists of 64 x 192", "sage1")
     ),
-    alike=dict(architecture=GENERATION.get, recipe=lambda recipe: NAMED[recipe].pv),
+    alike=dict(architecture=GENERATION.get, recipe=lambda x: NAMED[x].pv, kind=sort_of),
     **chosen_for_tritons(
-        ((8, 0), "sage1-per-token", "lists"), ((8, 6), "sage1", "bias"),
-        ((8, 9), "sage2-4b", "rows"), ((9, 0), "sage2-8b-per-token", "lists"),
-        ((10, 0), "sage2-8b", "causal"), ((12, 0), "sage2-8b-fp8qk", "window"),
-        each=of_portable,
+        ((8, 0), "sage1", "bias"), ((8, 9), "sage2-4b", "rows"),
+        ((9, 0), "sage2-8b-per-token", "lists"), ((10, 0), "sage2-8b", "causal"),
+        ((12, 0), "sage2-8b-fp8qk", "window"), each=of_portable,
     ),
     architecture=ARCHITECTURES, recipe=NAMED, kind=KINDS,
 )  # fmt: skip
@@ -177,8 +197,12 @@ def test_attention_compiles_to_the_matrix_instructions(architecture, recipe, kin
 def stack_of_portable(architecture, recipe, kind) -> int:
     """At most so many bytes a thread spilled when this was written."""
     newer = TRITON >= (3, 8)
-    if kind in ("rows", "mask", "bias"):  # tiles that nobody timed: 800 on sm_89 in 16 bits
-        return 1280
+    if kind in MASKED:
+        # In 16 bits sm_86 and sm_89 have tiles of 16 warps, of which a thread has 128 registers:
+        # 1208 for a row of keys, 808 for a row each. Eight warps would spill nothing (untimed).
+        return 1280 if NAMED[recipe].pv == "16bit" and architecture in ((8, 6), (8, 9)) else 128
+    if kind == "bias":  # of 256 channels: 328 on sm_80, 352 on sm_90
+        return 384
     if kind in LISTS and recipe.endswith("-per-token"):
         return 128 if newer else 16
     # 0 but for FP8 on sm_90, where the capped variant runs, and INT8 on sm_100: 184 with Triton 3.9.
@@ -215,15 +239,15 @@ def is_of_hopper(pv, head_dim, warpgroups, kind):
     return not excluded and (pv, head_dim, kind == "causal", warpgroups) in TILES_OF_HOPPER
 
 
-@pairs(
+@picked(
+    # Each tile of each pv, each kind of each; kinds of keys that are hidden by one warpgroup, which
+    # compiles in a third of the time of three.
+    *[("fp8", 64, 1, kind) for kind in ("causal", "both", "mask")],
+    *[("fp8", 128, 1, kind) for kind in ("full", "bottom right")],
+    ("fp8", 64, 3, "mask"), ("fp8", 128, 2, "split"), ("fp8", 128, 3, "causal"),
+    ("fp8", 256, 2, "causal"), ("16bit", 128, 3, "full, fp16"), ("16bit", 128, 3, "causal"),
+    tritons=[("fp8", 64, 1, "causal mask"), ("16bit", 64, 3, "split")],
     where=is_of_hopper,
-    alike=dict(head_dim=lambda head_dim: "any", warpgroups=lambda n: n > 1),
-    **chosen_for_tritons(
-        ("fp8", 128, 1, "causal"), ("16bit", 128, 3, "split"), ("fp8", 256, 2, "causal mask"),
-        each=lambda pv, head_dim, warpgroups, kind: [
-            (pv, head_dim, warpgroups), kind == "causal" and (head_dim, warpgroups) == (128, 3)
-        ],
-    ),
     pv=["fp8", "16bit"], head_dim=[64, 128, 256], warpgroups=[1, 2, 3], kind=KINDS_OF_HOPPER,
 )  # fmt: skip
 def test_hopper_kernel_keeps_its_tiles_in_registers(pv, head_dim, warpgroups, kind):
@@ -265,13 +289,13 @@ def test_hopper_kernel_keeps_its_tiles_in_registers(pv, head_dim, warpgroups, ki
         assert spilled(loop) <= allowed, (len(loop), spilled(loop))
 
 
-@pairs(
+@picked(
+    ("fp8", 128, "both", (256, 192)), ("fp8", 256, "none", (192, 128)),
+    ("16bit", 128, "both", (64, 64)),
     where=lambda pv, head_dim, band, blocks: (
         (band == "none" or head_dim == 128)
         and tiles.hopper_of_blocks((9, 0), pv, head_dim, 9999, *blocks) is not None
     ),
-    alike=dict(head_dim=lambda head_dim: "any", blocks=lambda blocks: blocks[0] % 128 == 0),
-    **chosen_for_tritons(("fp8", 64, "none", (192, 128))),
     pv=["fp8", "16bit"], head_dim=[64, 128, 256], band=["none", "both"],
     blocks=[(192, 128), (128, 128), (64, 64), (256, 192)],
 )  # fmt: skip
@@ -332,13 +356,14 @@ def compile_rank_tiles():
     return compile_kernel(blocks_of_hopper._rank_tiles_kernel, (9, 0), constexprs, types)
 
 
-@on_every_triton
 @pytest.mark.parametrize(
     "compile",
-    [compile_pack_mask, functools.partial(compile_pack_mask, 1),
-     functools.partial(compile_pack_mask, stride_mn=1), compile_list_tiles,
+    [functools.partial(compile_pack_mask, 1), functools.partial(compile_pack_mask, stride_mn=1),
      functools.partial(compile_list_tiles, False, (64, 192)),
-     functools.partial(compile_list_tiles, True, (192, 128), False), compile_rank_tiles],
+     *[pytest.param(x, marks=on_every_triton) for x in (
+         compile_pack_mask, compile_list_tiles, compile_rank_tiles,
+         functools.partial(compile_list_tiles, True, (192, 128), False),
+     )]],
 )  # fmt: skip
 def test_what_is_made_of_mask_and_lists_compiles(compile):
     """Each load has a mask: the last tile has rows that no list is for."""
@@ -722,12 +747,9 @@ KINDS_OF_NVFP4 |= {f"causal of {D}": dict(D=D) for D in (64, 256)}
 KINDS_OF_NVFP4["bias"]["D"] = 128
 
 
-@pairs(
-    alike=dict(
-        architecture=lambda a: a if a in BLOCK_SCALED else "decoded",
-        kind=lambda kind: kind.startswith("causal"),
-    ),
-    **chosen_for_tritons(((8, 9), "window"), ((10, 0), "causal"), ((12, 0), "mask")),
+@picked(
+    ((9, 0), "causal of 64"), ((10, 0), "bias"), ((12, 0), "window"), ((12, 0), "causal of 256"),
+    tritons=[((8, 6), "mask"), ((10, 0), "causal"), ((12, 0), "mask")],
     architecture=ARCHITECTURES, kind=KINDS_OF_NVFP4,
 )  # fmt: skip
 def test_nvfp4_compiles_to_block_scaled_products_or_to_fp16(architecture, kind):
@@ -754,9 +776,9 @@ def test_nvfp4_compiles_to_block_scaled_products_or_to_fp16(architecture, kind):
         assert len(scales) >= 4 and all("tmem_alloc %" in x for x in scales), scales
 
 
-@pairs(
-    alike=dict(architecture=lambda a: a if a in BLOCK_SCALED else "decoded"),
-    **chosen_for_tritons(((9, 0), 128, False), ((12, 0), 128, True)),
+@picked(
+    ((8, 6), 128, False), ((8, 9), 256, False), ((10, 0), 128, True), ((10, 0), 256, True),
+    tritons=[((9, 0), 8, False), ((12, 0), 8, True)],
     architecture=ARCHITECTURES, D=[8, 128, 256], along_n=[False, True],
 )  # fmt: skip
 def test_preparation_in_nvfp4_compiles(architecture, D, along_n):
@@ -818,8 +840,10 @@ def compile_quantize_v_again(D, masked, architecture=(9, 0), pdl=False):
     )
 
 
-@pytest.mark.parametrize("D", [1, pytest.param(8, marks=pytest.mark.sweep), 80])
-@pytest.mark.parametrize("kernel", ["quantize_k", "quantize_kv", "quantize_v_again", "attention"])
+@chosen(
+    lambda kernel, D: D == 1 or D == 80 and kernel != "attention",
+    kernel=["quantize_k", "quantize_kv", "quantize_v_again", "attention"], D=[1, 8, 80],
+)  # fmt: skip
 def test_no_conversion_to_fp8_merges_with_an_unrelated_register(kernel, D):
     """A conversion of two numbers makes 16 bits; with another's, 32. Where ptxas (CUDA 12.8) knows
     the two to be equal, as zeros of padded channels are, it puts any register in the other's place.
@@ -877,9 +901,9 @@ def test_rows_of_72_channels_are_read_16_bytes_at_a_time():
         assert "ld.global.v4.b32" in ptx and not re.search(r"[ls][dt]\.global\.b16", ptx)
 
 
-@pairs(
-    alike=dict(architecture=lambda a: a >= (9, 0)),
-    **chosen_for_tritons(((8, 0), 128, 128, False), ((10, 0), 128, 64, True)),
+@picked(
+    ((9, 0), 256, 128, False), ((12, 0), 80, 64, True),
+    tritons=[((8, 0), 128, 128, False), ((10, 0), 128, 64, True)],
     where=lambda block, shift: shift == (block == 64),
     architecture=ARCHITECTURES, D=[80, 128, 256], block=[128, 64], shift=[False, True],
 )  # fmt: skip
@@ -890,14 +914,7 @@ def test_pooling_compiles_to_loads_of_16_bytes(architecture, D, block, shift):
     assert compiled.asm["ptx"].count("ld.global.v4.b32") * threads * 8 >= block * D
 
 
-@pytest.mark.parametrize(
-    "architecture",
-    [
-        pytest.param(a, marks=on_every_triton if a in ((8, 6), (12, 0)) else ())
-        for a in ARCHITECTURES
-    ],
-    ids=str,
-)
+@picked(tritons=[((8, 6),), ((12, 0),)], architecture=ARCHITECTURES)
 def test_the_choice_of_the_largest_compiles(architecture):
     assert stack_bytes(compile_largest(architecture).asm["cubin"]) == 0
 
@@ -968,8 +985,8 @@ def compile_unsmooth(architecture, D):
     return compile_kernel(smooth._unsmooth_kernel, architecture, constexprs, types)
 
 
-@pairs(
-    alike=dict(architecture=lambda a: "any"), **chosen_for_tritons(((9, 0), 64)),
+@picked(
+    ((8, 0), 256), ((12, 0), 80), tritons=[((9, 0), 32)],
     architecture=[(8, 0), (9, 0), (12, 0)], D=[32, 64, 80, 256],
 )  # fmt: skip
 def test_what_corrects_lse_spills_nothing(architecture, D):
@@ -1014,8 +1031,12 @@ def test_preparation_compiles(kernel, architecture, D, masked):
     compiled = PREPARATION[kernel](architecture, D, masked, overlaps)
     # Of one kernel Triton 3.6 spills two registers.
     spills = (TRITON, kernel, architecture, D, masked) == ((3, 6), "kv", (8, 9), 256, True)
-    if (kernel, D) != ("v", 256):  # 1072 bytes on sm_89: nobody has bounded or timed it
-        assert stack_bytes(compiled.asm["cubin"]) == (8 if spills else 0)
+    allowed = 8 if spills else 0
+    if (kernel, D) == ("v", 256):
+        # Four warps hold 128 rows, 256 numbers a thread: 1072 bytes on sm_89, 368 from sm_90 on.
+        # Eight would spill nothing (untimed).
+        allowed = 1088 if architecture == (8, 9) else 384
+    assert stack_bytes(compiled.asm["cubin"]) <= allowed
     wait, launch = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
     found = re.findall("|".join((wait, launch, "ld.global", "st.global")), compiled.asm["ptx"])
     if not overlaps:
@@ -1068,10 +1089,11 @@ def compile_training(architecture, name, D=128, is_causal=True):
     return compile_kernel(kernel, architecture, constexprs, types, num_warps=training.NUM_WARPS)
 
 
-@pairs(
-    alike=dict(architecture=lambda a: "sm_8x" if SHARED_MEMORY[a] == 99 << 10 else a),
-    **chosen_for_tritons(((9, 0), "forward", 128), ((12, 0), "dq", 128), ((10, 0), "dk", 128),
-                         ((8, 0), "dv", 128)),
+@picked(
+    *[((9, 0), name, 128) for name in ("dq", "dk", "dv")],
+    *[((10, 0), name, 64) for name in ("forward", "dq", "dv")],
+    ((8, 6), "forward", 128), ((8, 9), "dk", 128), ((12, 0), "dq", 128),
+    tritons=[((9, 0), "forward", 128), ((12, 0), "dq", 64), ((10, 0), "dk", 64), ((8, 0), "dv", 64)],
     architecture=ARCHITECTURES, name=TRAINING, D=[64, 128],
 )  # fmt: skip
 def test_training_compiles_to_the_matrix_instructions(architecture, name, D):
@@ -1133,7 +1155,7 @@ def compile_turn_of_rowscaled(causal=False):
     )
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal", [False, pytest.param(True, marks=on_every_triton)])
 @pytest.mark.parametrize("compile", [compile_rows_of_rowscaled, compile_turn_of_rowscaled])
 def test_codes_of_the_row_scaled_backward_are_read_and_stored_16_bytes_at_a_time(compile, causal):
     compiled = compile(causal)
@@ -1143,6 +1165,7 @@ def test_codes_of_the_row_scaled_backward_are_read_and_stored_16_bytes_at_a_time
     assert stack_bytes(compiled.asm["cubin"]) == 0
 
 
+@on_every_triton
 @pytest.mark.parametrize("compile", [compile_quantize_for_training, compile_turn])
 def test_transposed_codes_are_stored_16_bytes_at_a_time(compile):
     compiled = compile()
@@ -1182,9 +1205,10 @@ def compile_rowscaled(name, D=128, dtype="bf16", registers=None, causal=False):
     )
 
 
-@pairs(
-    **chosen_for_tritons(("dq", True, 128, "bf16"), ("dkdv", True, 128, "fp16")),
-    alike=dict(D=lambda D: "any", dtype=lambda dtype: "any"),
+@picked(
+    ("dq", False, 72, "fp16"), ("dq", True, 128, "bf16"), ("dkdv", False, 64, "bf16"),
+    ("dkdv", True, 128, "bf16"),
+    tritons=[("dq", True, 64, "bf16"), ("dkdv", True, 64, "fp16")],
     name=["dq", "dkdv"], causal=[False, True], D=[64, 72, 128], dtype=["bf16", "fp16"],
 )  # fmt: skip
 def test_the_row_scaled_backward_compiles_without_spills_or_waits(name, causal, D, dtype):
@@ -1215,5 +1239,8 @@ def test_the_row_scaled_backward_compiles_without_spills_or_waits(name, causal, 
 
 
 def test_the_log_tells_of_waits():
-    compiled = compile_rowscaled("dkdv", registers=(128, 160))
-    assert "wgmma.mma_async instructions are serialized" in assembly_log(compiled.asm["ptx"])
+    ptx = compile_rowscaled("dkdv", 64).asm["ptx"]
+    registers, fewer = (f"setmaxnreg.inc.sync.aligned.u32 \t{n};" for n in (240, 160))
+    assert registers in ptx
+    log = assembly_log(ptx.replace(registers, fewer))
+    assert "wgmma.mma_async instructions are serialized" in log

@@ -286,16 +286,19 @@ def ir_alone(monkeypatch):
 
 
 SM90 = (9, 0)
+OF_ATTENTION = [  # mask, additive, left, is_causal, tma
+    (0, False, -1, True, False), (2, True, -1, False, False), (2, False, 9, True, False),
+    (1, False, -1, False, False), (0, False, -1, False, True),
+]  # fmt: skip
 KERNELS = {
     **{
         f"{recipe} {variant}": lambda r=recipe, v=variant: kernels.compile_attention(
             SM90, r, mask=v[0], additive=v[1], left=v[2], is_causal=v[3], tma=v[4]
         )
-        for recipe in ("sage2-8b", "sage1", "sage2-4b")
-        for variant in (
-            (0, False, -1, True, False), (2, True, -1, False, False), (2, False, 9, True, False),
-            (1, False, -1, False, False), (0, False, -1, False, True),
+        for recipe, variants in (
+            ("sage2-8b", OF_ATTENTION), ("sage1", OF_ATTENTION[1::3]), ("sage2-4b", OF_ATTENTION[2:4])
         )
+        for variant in variants
     },
     **{
         f"{recipe} by lists of {blocks}": lambda r=recipe, b=blocks: kernels.compile_attention(
@@ -353,15 +356,15 @@ def test_no_offset_wraps(name):
 
 
 @pytest.mark.parametrize(
-    "pv, given",
-    [("fp8", {}), ("16bit", {}), ("fp8", dict(split=True)), ("16bit", dict(split=True)),
-     ("fp8", dict(band=kernels.BANDS["both"])),
-     ("16bit", dict(keeps_max=True, own=True)), ("fp8", dict(band=kernels.BANDS["causal"], mask=True)), ("16bit", dict(listed=True))],
-    ids=["fp8", "16bit", "fp8 split", "16bit split", "band", "own", "mask",
-         "lists"],
+    "pv, warpgroups, given",
+    [("fp8", 2, {}), ("fp8", 2, dict(split=True)), ("fp8", 2, dict(band=kernels.BANDS["both"])),
+     ("16bit", 3, dict(keeps_max=True, own=True)), ("16bit", 3, dict(listed=True)),
+     ("fp8", 2, dict(band=kernels.BANDS["causal"], mask=True)),
+     pytest.param("16bit", 3, dict(split=True), marks=pytest.mark.sweep)],
+    ids=["fp8", "fp8 split", "band", "own", "lists", "mask", "16bit split"],
 )  # fmt: skip
-def test_no_offset_of_the_hopper_kernel_wraps(pv, given):
-    tile = tiles.hopper(SM90, pv, 128, False, tiles.ANY)
+def test_no_offset_of_the_hopper_kernel_wraps(pv, warpgroups, given):
+    tile = tiles.hopper(SM90, pv, 128, False, tiles.ANY, warpgroups)
     text = kernels.compile_hopper.__wrapped__(pv, 128, False, tile, **given)
     facts = OF_HOPPER
     if "keeps_max" in given:  # of training: fewer than 2^29 rows of q, at least 64 in a head

@@ -174,9 +174,10 @@ def prepared(k, v, recipe, attn_mask=None):
 
 
 def prepared_always(N_kv, D_v, recipe, dynamic):
-    """The slow utility once a recipe."""
-    i = RECIPES.index(recipe)
-    return not dynamic or N_kv == (1, 70, 128)[i % 3] and D_v == (40, 64)[i // 3 % 2]
+    """The slow utility once for each way to prepare."""
+    slow = [(1, 40, "sage1"), (70, 64, "sage2-4b"), (128, 64, "sage3"),
+            (128, 40, "sage2-8b-per-token")]  # fmt: skip
+    return not dynamic or (N_kv, D_v, recipe) in slow
 
 
 @chosen(prepared_always, N_kv=[1, 70, 128], D_v=[64, 40], recipe=RECIPES, dynamic=[False, True])

@@ -44,7 +44,7 @@ def draw(B, H_q, H_kv, N_q, N_kv, D):
     "shape, is_causal",
     [((1, 2, 2, 256, 256, 64), False), ((2, 4, 2, 65, 70, 128), False),
      ((1, 6, 2, 1, 200, 80), False), ((1, 1, 1, 321, 1, 40), False),
-     ((2, 4, 2, 150, 150, 72), True), ((1, 3, 1, 1200, 1200, 40), True)],
+     ((2, 2, 1, 150, 150, 72), True), ((1, 3, 1, 270, 270, 40), True)],
     ids=str,
 )  # fmt: skip
 def test_it_writes_what_the_emulation_does(shape, is_causal):
@@ -64,7 +64,7 @@ def test_bounds_are_of_all_rounds(is_causal, monkeypatch):
     """Of the first to the last, as of sequences that are longer than one round of BOUNDS_ROWS."""
     monkeypatch.setattr(prepare, "BOUNDS_ROWS", 64 if is_causal else 4)
     for place in (0, -1):
-        q, k, v, grad = draw(1, 4, 2, 500, 500, 64)
+        q, k, v, grad = draw(1, 2, 1, 260, 260, 64)
         for x in (q, k, v, grad):
             x[:, :, place] *= 8
         out, kept = rowscaled.forward(q, k, v, is_causal, 0.125)
