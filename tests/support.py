@@ -1,6 +1,7 @@
 """What tests of several rooms share: inputs in the layout that models give, calls, measures."""
 
 import contextlib
+import copy
 import importlib.util
 import os
 import re
@@ -216,6 +217,28 @@ def run_seen(function, *inputs, see, kwargs=None, **options):
     torch._dynamo.reset()
     compiled = torch.compile(function, backend=backend, fullgraph=True, **options)
     return compiled(*inputs, **(kwargs or {}))
+
+
+def run_copies(function, *inputs, sees, **options) -> list:
+    """What the graph of `function` returns after each of `sees` has changed a copy of it: it is
+    traced once."""
+    found = []
+
+    def backend(gm, _):
+        copies = [GraphModule(gm, copy.deepcopy(gm.graph)) for _ in sees]
+        for see, each in zip(sees, copies, strict=True):
+            see(each)
+
+        def run(*given):
+            for each in copies:
+                found.append(each(*(x.clone() if isinstance(x, Tensor) else x for x in given)))
+            return gm(*given)
+
+        return run
+
+    torch._dynamo.reset()
+    torch.compile(function, backend=backend, fullgraph=True, **options)(*inputs)
+    return found
 
 
 def op_by_op(here: bool = True, split: bool = False):
