@@ -268,6 +268,11 @@ def _as_it_is_now(gm: GraphModule) -> GraphModule:
     return found
 
 
+def written(graph: Graph) -> list[tuple]:
+    """What compares equal while the graph stays as it was; its text is long, and takes as long."""
+    return [(node, node.target, node.args, node.kwargs) for node in graph.nodes]
+
+
 def calls(graph: Graph, known=()) -> str:
     """The attention calls and sage ops of a graph, one a line, and what several inputs are made of.
     Other inputs are written out, down to placeholders and nodes of `known`; versions are left out."""
