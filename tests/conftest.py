@@ -17,9 +17,6 @@ os.environ.setdefault("SAGE_INDUCTOR_CALIBRATE", "0")
 # Inductor's C++ is compiled, not timed: without vectors it takes two thirds of the time.
 inductor.cpp.simdlen = 1
 
-# Dynamo makes many objects and few cycles: collected this often they take 2 % of a test, not 9 %.
-gc.set_threshold(50_000, 20, 100)
-
 # Nor is it compiled where no test asks for it (`generated`): in the graph that Inductor lowers, each
 # of aten's ops is called. C++ wrappers and ours are what they are. A GPU's tests are of all.
 if hasattr(inductor, "fallback_by_default") and not torch.cuda.is_available():
@@ -28,6 +25,9 @@ if hasattr(inductor, "fallback_by_default") and not torch.cuda.is_available():
         falls_back(node) and node.target.namespace in ("aten", "prims") and not V.graph.cpp_wrapper
     )
     inductor.fallback_by_default = True
+
+# Dynamo makes many objects and few cycles: collected this often they take 2 % of a test, not 9 %.
+gc.set_threshold(50_000, 20, 100)
 
 
 # -- which tests run ----
