@@ -1,6 +1,7 @@
 """What tests of several rooms share: inputs in the layout that models give, calls, measures."""
 
 import contextlib
+import copy
 import importlib.util
 import os
 import re
@@ -218,6 +219,28 @@ def run_seen(function, *inputs, see, kwargs=None, **options):
     return compiled(*inputs, **(kwargs or {}))
 
 
+def run_copies(function, *inputs, sees, **options) -> list:
+    """What the graph of `function` returns after each of `sees` has changed a copy of it: it is
+    traced once."""
+    found = []
+
+    def backend(gm, _):
+        copies = [GraphModule(gm, copy.deepcopy(gm.graph)) for _ in sees]
+        for see, each in zip(sees, copies, strict=True):
+            see(each)
+
+        def run(*given):
+            for each in copies:
+                found.append(each(*(x.clone() if isinstance(x, Tensor) else x for x in given)))
+            return gm(*given)
+
+        return run
+
+    torch._dynamo.reset()
+    torch.compile(function, backend=backend, fullgraph=True, **options)(*inputs)
+    return found
+
+
 def op_by_op(here: bool = True, split: bool = False):
     """Where backend="sage" runs the graphs that it rewrote op by op: Inductor compiles nothing.
     split: into forward and backward, which save for each other what they do under Inductor."""
@@ -243,6 +266,11 @@ def _as_it_is_now(gm: GraphModule) -> GraphModule:
         if isinstance(child, GraphModule) and hasattr(found, name):
             setattr(found, name, _as_it_is_now(child))
     return found
+
+
+def written(graph: Graph) -> list[tuple]:
+    """What compares equal while the graph stays as it was; its text is long, and takes as long."""
+    return [(node, node.target, node.args, node.kwargs) for node in graph.nodes]
 
 
 def calls(graph: Graph, known=()) -> str:

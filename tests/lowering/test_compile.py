@@ -201,7 +201,7 @@ def test_a_length_promised_to_be_dynamic_stays_dynamic(recipe):
     assert rewritten() == 2
 
 
-def test_dynamic_training_over_batch_and_length():
+def test_dynamic_training_over_batch_and_length(generated):
     m = Attention()
     f = compiled(m, dynamic=True)
 
@@ -931,10 +931,8 @@ def test_dropout_is_drawn_as_under_inductor():
     assert torch.equal(actual, expected) and not follows(actual, sdpa(*inputs))
 
 
-@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
-@pytest.mark.parametrize("recipe", ["sage1", "sage2-8b"])
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_inputs_are_never_written_to(is_causal, recipe, train):
+@pairs(is_causal=[False, True], recipe=["sage1", "sage2-8b"], train=[False, True])
+def test_inputs_are_never_written_to(is_causal, recipe, train, generated):
     inputs = qkv(N=70, requires_grad=train)
     before = [x.detach().clone() for x in inputs]
     f = compiled(
@@ -972,7 +970,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_strides_inference_and_training(layout):
+def test_any_strides_inference_and_training(layout, generated):
     inputs = [LAYOUTS[layout](x) for x in qkv()]
     leaves = [x.detach().requires_grad_() for x in inputs]
     f = compiled(sdpa)
@@ -982,7 +980,7 @@ def test_any_strides_inference_and_training(layout):
 
 
 @pytest.mark.parametrize("view", ["itself", "heads joined"])
-def test_gaps_between_the_rows_of_sdpas_output_stay(view):
+def test_gaps_between_the_rows_of_sdpas_output_stay(view, generated):
     """Of those that SDPA has on CUDA, here the fake tensors alone know."""
 
     def backend(gm, inputs):
@@ -1092,7 +1090,7 @@ def test_what_is_stored_has_its_strides_and_memory_of_its_own(of):
     assert torch.equal(found, before) and found.stride() == x.stride()
 
 
-def test_what_several_kernels_read_is_stored_once():
+def test_what_several_kernels_read_is_stored_once(generated):
     """Without `stored` Inductor writes x + 1 into what reads it, of which it makes one kernel."""
     torch._inductor.metrics.reset()
     x = torch.randn(8, 8)

@@ -502,7 +502,7 @@ def test_what_trains_is_compiled_while_its_graph_is_lowered(on_cpu, monkeypatch)
     assert of_backward["v_mean"].shape == (2, 2, 0) and of_backward["n_kv"] == 200
 
 
-def test_an_op_is_given_the_strides_of_eager_mode(monkeypatch):
+def test_an_op_is_given_the_strides_of_eager_mode(monkeypatch, generated):
     """By which it decides what it launches, and whether it copies. Of a sum of tensors of two
     layouts Inductor chooses another, if it may."""
     given, call = [], replay.Replay.__call__
@@ -519,7 +519,7 @@ def test_an_op_is_given_the_strides_of_eager_mode(monkeypatch):
 
     monkeypatch.setattr(replay.Replay, "__call__", see)
     inputs = *draw(2, 100), torch.randn(2, 2, 100, 64).bfloat16()
-    with fresh_cache():
+    with torch._inductor.config.patch(force_disable_caches=True):
         torch.compile(attend)(*inputs)
     strides = [x.stride() for x in operands(*inputs)]
     assert given == [strides] and strides[0] == inputs[0].stride() != inputs[3].stride()

@@ -6,6 +6,7 @@ does not read block lists (torch 2.13): rewritten calls by lists are compared wi
 and with what Inductor compiles.
 """
 
+import functools
 import gc
 import weakref
 
@@ -53,11 +54,21 @@ def find_all(graph) -> list:
 def found(function, *inputs, **options):
     """(band, reason) of the only call, which is replaced where a band was found. By block lists:
     ((band, their size), None)."""
+    (meaning,) = found_all(function, *inputs, **options)
+    return meaning
+
+
+def found_all(function, *inputs, also=lambda gm: None, **options):
+    """Of each call; the graph is given to `also` before."""
     calls = []
 
     def see(gm):
-        (call,) = find_all(gm.graph)
-        calls.append(call)
+        also(gm)
+        calls[:] = find_all(gm.graph)
+        for call in calls:
+            replace(gm, call)
+
+    def replace(gm, call):
         assert GraphIndex(gm.graph).functorch_depth(call.node) == 0
         assert tuple(call.out.shape) == tuple(call.node.meta["example_value"].shape)
         if call.refused or call.blocks.size:
@@ -79,7 +90,7 @@ def found(function, *inputs, **options):
 
     out = run_seen(function, *inputs, see=see, **options)
     torch.testing.assert_close(out, function(*inputs))
-    return meaning(calls[-1])
+    return list(map(meaning, calls))
 
 
 def meaning(call):
@@ -110,12 +121,11 @@ def test_without_a_block_mask_it_is_full_attention(dynamic):
 @pytest.mark.parametrize(
     "mask_mod, N, band",
     [
-        (causal, 300, CAUSAL),
         pytest.param(causal, 5, CAUSAL, marks=pytest.mark.sweep),
         (window, 256, Band(99, 0)),
         (window, 5, CAUSAL),  # the window is wider than the sequence
         (around, 300, Band(70, 70)),
-        (everything, 300, FULL),
+        pytest.param(everything, 300, FULL, marks=pytest.mark.sweep),  # below: by the same lists
     ],
 )
 def test_a_block_mask_made_inside_is_proven(mask_mod, N, band):
@@ -131,36 +141,41 @@ def test_queries_and_keys_of_two_lengths():
     assert found(masked(last), *random_qkv(140, 300)) == (Band(None, 0, bottom_right=True), None)
 
 
-def test_gqa_and_scale_are_kept():
-    assert found(masked(causal, enable_gqa=True, scale=0.3), *random_qkv(H=4)) == (CAUSAL, None)
-
-
 def shifted(score, b, h, i, j):
     return score + i - j
 
 
-def test_a_score_mod_is_refused():
-    function = masked(causal, score_mod=shifted)
-    assert found(function, *random_qkv()) == (None, "score_mod changes the scores")
+def test_calls_by_one_block_mask(monkeypatch):
+    """GQA and scale are kept. A score_mod is refused, unless it changes nothing, and so is a used
+    logsumexp. What makes the mask is evaluated once, unless it is too large: then it is data."""
+    evaluated, too_large = [], []
+    evaluate = flex._evaluate
+    monkeypatch.setattr(flex, "_evaluate", lambda *args: evaluated.append(0) or evaluate(*args))
 
+    def function(q, k, v, four):
+        blocks = create_block_mask(causal, None, None, 300, 300, device=q.device)
+        attend = functools.partial(flex_attention, block_mask=blocks)
+        out, lse = attend(q, k, v, return_lse=True)
+        return (
+            attend(q, k, v),
+            attend(four, k, v, enable_gqa=True, scale=0.3),
+            attend(q, k, v, score_mod=shifted),
+            attend(q, k, v, score_mod=lambda score, b, h, i, j: score),
+            out + lse[..., None],
+        )
 
-def test_a_score_mod_that_changes_nothing_is_not():
-    assert found(masked(causal, score_mod=lambda score, b, h, i, j: score), *random_qkv()) == (
-        CAUSAL,
-        None,
-    )
+    def with_little_memory(gm):
+        with monkeypatch.context() as patch:
+            patch.setattr(flex, "MAX_EVALUATED", 1000)
+            too_large.extend(map(meaning, find_all(gm.graph)))
+        assert not evaluated
 
-
-def test_a_captured_tensor_is_refused():
-    def function(q, k, v, ids):
-        def document(b, h, i, j):
-            return ids[i] == ids[j]
-
-        blocks = create_block_mask(document, None, None, 300, 300, device=q.device)
-        return flex_attention(q, k, v, block_mask=blocks)
-
-    reason = "score_mod or mask_mod captures tensors or symbolic lengths"
-    assert found(function, *random_qkv(), torch.arange(300) // 100) == (None, reason)
+    q, k, v = random_qkv()
+    lse, *others = found_all(function, q, k, v, random_qkv(H=4)[0], also=with_little_memory)
+    assert lse == (None, "the logsumexp or the maxima are used") and len(evaluated) == 1
+    refused = None, "score_mod changes the scores"
+    assert others == [(CAUSAL, None), (CAUSAL, None), refused, (CAUSAL, None)]
+    assert too_large == [lse, BY_LISTS, BY_LISTS, refused, BY_LISTS]
 
 
 BY_LISTS = (CAUSAL, (128, 128)), None
@@ -198,19 +213,7 @@ def test_a_block_mask_that_cannot_be_run_here_is_data():
     assert [meaning(call) for call in calls] == [BY_LISTS]
 
 
-def test_another_mask_is_refused():
-    def blocks_of_64(b, h, i, j):
-        return i // 64 == j // 64
-
-    def per_head(b, h, i, j):
-        return (j <= i) | (h > 0)
-
-    for mask_mod in (blocks_of_64, per_head):
-        reason = "mask_mod is not full, causal or a sliding window"
-        assert found(masked(mask_mod), *random_qkv()) == (None, reason)
-
-
-def from_blocks(partial, full=None):
+def from_blocks(partial, full=None, mask_mod=causal):
     """flex_attention over the listed blocks of 128 keys, up to two for each block of queries."""
 
     def function(q, k, v):
@@ -220,10 +223,43 @@ def from_blocks(partial, full=None):
                 counts = torch.tensor([[[len(row) for row in rows]]], dtype=torch.int32)
                 index = torch.tensor([[[(row + [0, 0])[:2] for row in rows]]], dtype=torch.int32)
                 lists += [counts, index]
-        blocks = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=128, mask_mod=causal)
+        blocks = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=128, mask_mod=mask_mod)
         return flex_attention(q, k, v, block_mask=blocks)
 
     return function
+
+
+def test_a_mask_of_full_blocks_alone_is_full():
+    assert found(from_blocks([[], []], [[0, 1], [0, 1]], everything), *random_qkv(256)) == (
+        FULL,
+        None,
+    )
+
+
+def blocks_of_64(b, h, i, j):
+    return i // 64 == j // 64
+
+
+def per_head(b, h, i, j):
+    return (j <= i) | (h > 0)
+
+
+@pytest.mark.parametrize("mask_mod", [blocks_of_64, per_head])
+def test_another_mask_is_refused(mask_mod):
+    reason = "mask_mod is not full, causal or a sliding window"
+    function = from_blocks([[0, 1], [0, 1]], None, mask_mod)
+    assert found(function, *random_qkv(256)) == (None, reason)
+
+
+def test_a_captured_tensor_is_refused():
+    def function(q, k, v, ids):
+        def document(b, h, i, j):
+            return ids[i] == ids[j]
+
+        return from_blocks([[0, 1], [0, 1]], None, document)(q, k, v)
+
+    reason = "score_mod or mask_mod captures tensors or symbolic lengths"
+    assert found(function, *random_qkv(256), torch.arange(256) // 100) == (None, reason)
 
 
 @pytest.mark.parametrize(
@@ -272,16 +308,6 @@ def test_a_block_mask_of_random_numbers_is_data():
     assert found(function, *random_qkv(256)) == BY_LISTS
 
 
-def test_a_used_logsumexp_is_refused():
-    function = masked(causal, return_lse=True)
-    assert found(function, *random_qkv()) == (None, "the logsumexp or the maxima are used")
-
-
-def test_a_block_mask_too_large_to_evaluate_is_data(monkeypatch):
-    monkeypatch.setattr("sage_inductor.patterns.flex.MAX_EVALUATED", 1000)
-    assert found(masked(causal), *random_qkv()) == BY_LISTS
-
-
 def test_exported_calls_are_found():
     class Model(torch.nn.Module):
         def forward(self, q, k, v):
@@ -292,19 +318,6 @@ def test_exported_calls_are_found():
     assert (call.band, call.refused) == (CAUSAL, None)
 
 
-def test_the_layers_of_a_model_evaluate_their_block_mask_once(monkeypatch):
-    evaluated = []
-    evaluate = flex._evaluate
-    monkeypatch.setattr(flex, "_evaluate", lambda *args: evaluated.append(0) or evaluate(*args))
-
-    def layers(q, k, v):
-        blocks = create_block_mask(causal, None, None, 300, 300, device=q.device)
-        return flex_attention(flex_attention(q, k, v, block_mask=blocks), k, v, block_mask=blocks)
-
-    run_seen(layers, *random_qkv(), see=lambda gm: find_all(gm.graph))
-    assert len(evaluated) == 1
-
-
 def test_a_graph_that_was_looked_at_is_not_kept_alive():
     graphs = []
 
@@ -312,7 +325,7 @@ def test_a_graph_that_was_looked_at_is_not_kept_alive():
         graphs.append(weakref.ref(gm.graph))
         assert find_all(gm.graph)[0].refused is None
 
-    run_seen(masked(causal), *random_qkv(), see=see)
+    run_seen(from_blocks([[0], [0, 1]]), *random_qkv(256), see=see)
     torch._dynamo.reset()
     gc.collect()
     assert graphs[0]() is None
@@ -336,7 +349,7 @@ def test_a_window_that_flex_computes_is_not_measured_by_sdpas_mask():
         (call,) = find_all(gm.graph)
         assert call.refused is None and _kind(call) == "flex window"
 
-    run_seen(masked(window), *random_qkv(256), see=see)
+    run_seen(from_blocks([[0], [0, 1]], None, window), *random_qkv(256), see=see)
     assert "flex window" not in cost.TIMED
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from expecttest import TestCase
 from pairs import chosen, pairs
-from support import calls, run_seen
+from support import calls, run_seen, written
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -31,16 +31,16 @@ def with_sdpa(gm) -> list:
     """Replace what `find` finds by SDPA; the Calls. Refused ones leave the graph as it was."""
     found, index = [], GraphIndex(gm.graph)
     for node in list(gm.graph.nodes):
-        before = str(gm.graph)
+        before = written(gm.graph)
         call = find(node, index)
         if call is None:
-            assert str(gm.graph) == before
+            assert written(gm.graph) == before
             continue
         found.append(call)
         assert call.node is node
         if call.refused or call.dropout_p != 0:
             call.emit.undo()
-            assert str(gm.graph) == before
+            assert written(gm.graph) == before
             continue
         out = call.emit(
             F.scaled_dot_product_attention, call.q, call.k, call.v, call.attn_mask,

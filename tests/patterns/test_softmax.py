@@ -19,7 +19,7 @@ from expecttest import TestCase
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 from pairs import chosen
-from support import calls, run_seen
+from support import calls, run_seen, written
 from torch import nn
 
 from sage_inductor.ops.lse import compose_with_sink
@@ -41,18 +41,17 @@ def lse_of(q, k, attn_mask, is_causal, scale):
 
 def canonicalise(gm: torch.fx.GraphModule) -> tuple[list, list[str]]:
     """Every attention found becomes F.scaled_dot_product_attention; (calls taken, reasons)."""
-    taken, reasons, before = [], [], ""
-    every = (
-        len(gm.graph.nodes) < 1000
-    )  # or before what is refused alone: a long graph's text is long
+    taken, reasons, index = [], [], GraphIndex(gm.graph)
     for node in list(gm.graph.nodes):
-        before = str(gm.graph) if every or not before else before
-        call = find(node, GraphIndex(gm.graph))
+        before = written(gm.graph)
+        call = find(node, index)
+        if call:
+            index = GraphIndex(gm.graph)
         if call is None or call.refused:
             if call:
                 call.emit.undo()
                 reasons.append(call.refused)
-            assert not (every or call) or str(gm.graph) == before
+            assert written(gm.graph) == before
             continue
         target, lse, weighed = F.scaled_dot_product_attention, lse_of, compose_with_sink
         if call.emit.key == "val":  # an exported graph holds nothing but operators
