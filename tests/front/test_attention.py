@@ -388,8 +388,35 @@ def test_what_no_recipe_computes_stays_sdpa():
         "tensor subclasses are not supported, got Tagged",
         "head_dim of q and k must be one number up to 256, as v's, got 300, 300, 300",
     ]
-    with pytest.raises(RuntimeError):  # SDPA's own
-        attention(q, k[..., :8], v)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda q, k, v: ((q, k[..., :8], v), {}), "q and k must have one head_dim, got .* and 8"),
+        (lambda q, k, v: ((q, k, v[:, :, 1:]), {}), "k and v must have one length, got"),
+        (lambda q, k, v: ((q, k.double(), v), {}), "must have one floating dtype, got .*float64"),
+        (lambda q, k, v: ([x.long() for x in (q, k, v)], {}), "one floating dtype, got .*int64"),
+        (lambda q, k, v: ((q.repeat(1, 3, 1, 1), k, v), {}), "q has .* heads and k .*enable_gqa=True"),
+        (lambda q, k, v: ((q, k, v), {"dropout_p": 0.1}), "dropout_p must be 0, got 0.1"),
+    ],
+    ids=["head_dim", "length", "dtype", "integers", "heads", "dropout"],
+)  # fmt: skip
+def test_what_sdpa_would_refuse_in_other_words_is_said(change, message):
+    q, k, v = inputs()
+    k, v = k[:, :2], v[:, :2]
+    args, given = change(q[:, :2], k, v)
+    with pytest.raises(ValueError, match=message):
+        attention(*args, **given)
+
+
+def test_a_dropout_of_zero_is_taken():
+    q, k, v = inputs()
+    with config.patch(emulate=True):
+        assert torch.equal(attention(q, k, v, dropout_p=0.0), attention(q, k, v))
+        compiled = torch.compile(lambda q, k, v: attention(q, k, v, dropout_p=0.0), backend="sage")
+        compiled(q, k, v)
+    assert all(site.rewritten for site in sage_inductor.report())
 
 
 @torch.no_grad()

@@ -129,11 +129,12 @@ def test_inference_keeps_its_recipe():
     assert rewritten() == ["sage2-8b"]
 
 
-def test_auto_is_the_default_and_emulation_has_the_exact_backward():
-    assert config.training == "auto"
+def test_emulation_has_the_exact_backward_by_default_and_under_auto():
     model, _ = pair()
-    torch.compile(model, backend="sage", options={"sage.emulate": True})(inputs()[0])
-    assert rewritten() == ["sage2-8b"]  # whose backward is exact attention's
+    for given in ({}, {"sage.training": "auto"}):
+        torch._dynamo.reset()
+        torch.compile(model, backend="sage", options={"sage.emulate": True, **given})(inputs()[0])
+        assert rewritten() == ["sage2-8b"]  # whose backward is exact attention's
     torch._dynamo.reset()
     torch.compile(model, backend="sage", options={"sage.training": "sagebwd"})(inputs()[0])
     (site,) = sage_inductor.report().refused
