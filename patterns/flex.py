@@ -110,7 +110,7 @@ def _says_the_same(
     if fits and _is_one_block(lists, index):
         return True
     needed = _needed(hop, [node for node in lists if node is not None], index)
-    if any(map(_is_data, needed)) or n_q * n_kv > MAX_EVALUATED:
+    if any(map(_is_data, needed)) or not statically_true(n_q * n_kv <= MAX_EVALUATED):
         return False
     if (needed, lists) not in index.block_lists:  # the layers of a model share a BlockMask
         index.block_lists[needed, lists] = _evaluate(needed, lists)

@@ -6,14 +6,16 @@
     insertion  calls put before a node, and taken out again (`Emitter`)
 
 Values are fake tensors. Their sizes may be symbols: what is said of them must hold for every size
-(`statically_true`, `equal`), unless a guard is worth its recompilation (`guarded`).
+(`statically_true`, `equal`), unless a guard is worth its recompilation (`guarded`). A call that
+stays as it was has no guard: until it is rewritten, guards are only noted (`noting_guards`).
 """
 
 import contextlib
+import contextvars
 import copy
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.fx import Node
@@ -50,12 +52,41 @@ def statically_true(condition) -> bool:
     return compat.statically_known_true(condition)
 
 
+_noted = contextvars.ContextVar("noted", default=None)
+
+
+@contextlib.contextmanager
+def noting_guards() -> Iterator[list[Callable]]:
+    """Within, `guarded`, `specialised` and `as_float` add no guard. Each of the list adds one."""
+    token = _noted.set([])
+    try:
+        yield _noted.get()
+    finally:
+        _noted.reset(token)
+
+
+def _guard(number: type, symbol):
+    """``number(symbol)``, which is a guard, now or when it is asked for."""
+    if _noted.get() is None:
+        return number(symbol)
+    _noted.get().append(functools.partial(number, symbol))
+    return number(symbol.node.hint)
+
+
 def guarded(condition) -> bool:
     """Whether `condition` holds for the sizes that are compiled for, which is a guard. Where they
     depend on data there is nothing to guard on: whether it holds for every size."""
-    if isinstance(condition, torch.SymBool) and not condition.node.has_hint():
+    if not isinstance(condition, torch.SymBool):
+        return bool(condition)
+    if not condition.node.has_hint():
         return statically_true(condition)
-    return bool(condition)
+    return statically_true(condition) or _guard(bool, condition)
+
+
+def specialised(n) -> int:
+    """A size as the number that is compiled for, which is a guard."""
+    n = as_int(n)
+    return n if isinstance(n, int) or not n.node.has_hint() else _guard(int, n)
 
 
 def equal(a, b) -> bool:
@@ -71,11 +102,11 @@ def as_int(n):
 
 
 def as_float(scale):
-    """A scale computed from sizes (``q.shape[-1] ** -0.5``), as the number it is: attention takes a
-    float, so any backend specialises what it was computed from."""
+    """A scale computed from sizes (``q.shape[-1] ** -0.5``), as the number it is, which is a guard:
+    attention takes a float."""
     value = value_of(scale)
     backed = isinstance(value, torch.SymFloat) and value.node.has_hint()
-    return float(value) if backed else scale
+    return _guard(float, value) if backed else scale
 
 
 def storage_of(value: torch.Tensor) -> int:
