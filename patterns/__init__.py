@@ -99,6 +99,8 @@ def _rewrite_call(node: torch.fx.Node, index: GraphIndex, decide, put) -> Site |
         if call.refused is None and call.attn_mask is not None and len(q) == len(k) == 4:
             if call.band == FULL:
                 call.band, call.attn_mask = prove(call.attn_mask, q[2], k[2], index)
+                if getattr(value_of(call.attn_mask), "dim", int)() == 1:  # one bool for each key
+                    call.attn_mask = call.emit(torch.ops.aten.unsqueeze.default, call.attn_mask, 0)
         site = Site.of(call, decide(call))
     if site.rewritten:
         for guard in guards:

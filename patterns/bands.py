@@ -25,8 +25,9 @@ from sage_inductor.patterns.index_expr import TwoValued, minimum, opposite
 def prove(mask: Node, n_q, n_kv, index: GraphIndex) -> tuple[Band, Node | None]:
     """(a band, what is left of the mask), which together say what the mask says. No data is read.
 
-    What is left is a node: the mask itself where no band was found, else one bool tensor that
-    broadcasts like an attn_mask, also where the mask is a float. None: the band says it all."""
+    What is left is a node: the mask itself where no band was found, else one bool tensor, also
+    where the mask is a float. It broadcasts to the mask, so it may be [N_kv], which no attn_mask
+    may be. None: the band says it all."""
     nothing = Band(None, None), mask
     analysis = IndexAnalysis(index)
     meaning = as_additive(analysis.describe(mask), value_of(mask))
