@@ -32,6 +32,8 @@ from sage_inductor.patterns.graph import (
     Emitter,
     GraphIndex,
     as_float,
+    beside,
+    idle,
     op_name,
     statically_true,
     storages,
@@ -60,8 +62,8 @@ def find(node: Node, index: GraphIndex) -> Call | None:
         enable_gqa=not statically_true(value_of(q).shape[1] == value_of(k).shape[1]),
     )  # fmt: skip
     others = [user for user in hop.users if user is not node]
-    call.dead = [*others, hop]
-    if any(op_name(user) != "getitem" or user.users for user in others):
+    call.dead = [*sorted(beside({hop}) - {node}, reverse=True), hop]
+    if any(op_name(x) != "getitem" or not all(idle(y, x) for y in x.users) for x in others):
         call.refused = "the logsumexp or the maxima are used"
     elif not _is_identity(_subgraph(score_mod)):
         call.refused = "score_mod changes the scores"

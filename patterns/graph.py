@@ -144,13 +144,16 @@ def op_name(node) -> str:
 
 
 def arguments(node: Node, *names, **defaults) -> list:
-    """The arguments called so, by position or by name; a tuple holds one argument's names."""
+    """The arguments called so, by position or by name; a tuple holds one argument's names. What
+    Dynamo took for a symbol and specialised since (the `dim` of a softmax) is a number."""
     found = []
     for i, name in enumerate(names):
         first, *others = name if isinstance(name, tuple) else (name,)
         aliases = (first, *others, *(["self"] if i == 0 else []))
         default = next((node.kwargs[x] for x in aliases if x in node.kwargs), defaults.get(first))
-        found.append(node.args[i] if i < len(node.args) else default)
+        given = node.args[i] if i < len(node.args) else default
+        known = as_int(value_of(given)) if isinstance(given, Node) else None
+        found.append(known if isinstance(known, int) else given)
     return found
 
 
@@ -182,6 +185,58 @@ def may_write(node: Node) -> bool:
     positional = home == "torch.nn.functional" and any(arg is True for arg in node.args)
     named = name.endswith("_") and not name.endswith("__")
     return named or dunder or foreign or inplace or positional
+
+
+# What is asked of a tensor here does not depend on what is in it.
+QUERIES = ("size", "sym_size", "dim", "numel", "stride", "ndimension", "_assert_tensor_metadata")
+LIKES = ("full_like", "zeros_like", "ones_like", "empty_like", "rand_like", "randn_like",
+         "new_full", "new_zeros", "new_ones", "new_empty", "new_tensor")  # fmt: skip
+ATTRIBUTES = ("shape", "dtype", "device", "ndim")
+# Of their second argument they take the shape, dtype or device.
+AS_THE_OTHER = ("to", "type_as", "expand_as", "view_as", "reshape_as")
+
+
+def idle(user: Node, node: Node, chain: set[Node] = frozenset()) -> bool:
+    """Whether no visible result depends on the elements of `node` by way of `user`. chain: nodes
+    whose users are looked at on their own."""
+    name, first = op_name(user), arguments(user, "input")[0]
+    if name in QUERIES or name in LIKES and first is node:
+        return True
+    if name == "getattr" and user.args[1] in ATTRIBUTES:
+        return True
+    if name in AS_THE_OTHER and first is not node:
+        return True
+    if name == "broadcast_tensors":
+        items = [item for item in user.users if item not in chain and not dead(item)]
+        return all(broadcast(item) not in (None, node) for item in items)
+    if name == "getitem" and broadcast(user) not in (None, *chain):
+        return True
+    return dead(user)
+
+
+def broadcast(item: Node) -> Node | None:
+    """x where `item` is x as ``torch.broadcast_tensors(..., x, ...)`` returns it."""
+    call, i = item.args if op_name(item) == "getitem" else (None, None)
+    if op_name(call) != "broadcast_tensors":
+        return None
+    tensors = call.args[0] if isinstance(call.args[0], (tuple, list)) else call.args
+    return tensors[i]
+
+
+def dead(node: Node, depth: int = 8) -> bool:
+    """Whether nothing visible becomes of a call."""
+    effect = not op_name(node) or may_write(node) or node.is_impure()
+    return not effect and depth > 0 and all(dead(user, depth - 1) for user in node.users)
+
+
+def beside(chain: set[Node]) -> set[Node]:
+    """The users of a chain that are not in it; of dead ones also their users, and so on."""
+    found, todo = set(), [user for node in chain for user in node.users if user not in chain]
+    while todo:
+        user = todo.pop()
+        found.add(user)
+        todo += user.users if dead(user) else ()
+    return found
 
 
 # -- a graph ----

@@ -26,8 +26,10 @@ from sage_inductor.patterns.graph import (
     Emitter,
     GraphIndex,
     arguments,
+    beside,
     dims,
     equal,
+    idle,
     may_write,
     op_name,
     value_of,
@@ -38,10 +40,6 @@ from sage_inductor.patterns.softmax.read import Product, Step, product_of, read,
 aten = torch.ops.aten
 AND, OR = aten.logical_and.default, aten.logical_or.default
 
-# What is asked of a tensor here does not depend on what is in it.
-QUERIES = ("size", "sym_size", "dim", "numel", "stride", "ndimension", "_assert_tensor_metadata")
-LIKES = ("full_like", "zeros_like", "ones_like", "empty_like", "new_full", "new_zeros", "new_ones",
-         "new_empty", "new_tensor")  # fmt: skip
 MODES = ("_enter_autocast", "_exit_autocast", "_set_grad_enabled")
 ABSORBS = -1e30  # what is added to a hidden score: swallows it, and is finite after * log2(e)
 
@@ -102,7 +100,7 @@ class _Attention:
         for node in sorted(self.chain):
             what = "weights" if node >= self.softmax else "scores"
             for user in node.users:
-                if user not in self.chain | {self.node} and not _idle(user, node):
+                if user not in self.chain | {self.node} and not idle(user, node, self.chain):
                     yield f"the {what} `{node.name}` are also used by `{user.name}`"
         conditions = [step.fill[0] for step in self.above if step.fill]
         added = [x for step in self.above for x in (step.bias, step.sink)]
@@ -207,7 +205,7 @@ class _Attention:
             return out
 
         call.finish = finish
-        call.dead = sorted((self.chain | _beside(self.chain)) - {self.node}, reverse=True)
+        call.dead = sorted((self.chain | beside(self.chain)) - {self.node}, reverse=True)
         return call
 
     def _arranged(self, emit: Emitter, x: Node, letters: str, order: str) -> Node:
@@ -296,30 +294,3 @@ def _untransposed(x: Node) -> Node | None:
         order = order[0] if isinstance(order[0], (list, tuple)) else order
         return y if [d % n for d in order] == [*range(n - 2), n - 1, n - 2] else None
     return None
-
-
-def _idle(user: Node, node: Node) -> bool:
-    """Whether no visible result depends on the elements of `node` by way of `user`."""
-    name = op_name(user)
-    if name in QUERIES or name in LIKES and user.args[:1] == (node,):
-        return True
-    if name == "getattr" and user.args[1] in ("shape", "dtype", "device", "ndim"):
-        return True
-    if name in ("to", "type_as") and user.args[0] is not node:
-        return True
-    return _dead(user)
-
-
-def _dead(node: Node, depth: int = 8) -> bool:
-    effect = not op_name(node) or may_write(node) or node.is_impure()
-    return not effect and depth > 0 and all(_dead(user, depth - 1) for user in node.users)
-
-
-def _beside(chain: set[Node]) -> set[Node]:
-    """The users of a chain that are not in it; of dead ones also their users, and so on."""
-    found, todo = set(), [user for node in chain for user in node.users if user not in chain]
-    while todo:
-        user = todo.pop()
-        found.add(user)
-        todo += user.users if _dead(user) else ()
-    return found

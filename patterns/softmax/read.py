@@ -19,6 +19,7 @@ from torch.fx import Node
 from sage_inductor.patterns.graph import (
     VIEWS,
     arguments,
+    broadcast,
     equal,
     may_write,
     op_name,
@@ -62,7 +63,7 @@ class Step:
     scale: float | None = None
     bias: Node | None = None
     fill: tuple[Node, bool, float] | None = None  # where `cond` is that, the score is the number
-    aside: tuple[Node, ...] = ()  # nodes of the row maximum that is subtracted
+    aside: tuple[Node, ...] = ()  # nodes beside it: of the row maximum that is subtracted
     sink: Node | None = None  # the column that is put behind the scores
     drops: bool = False  # the last column
     refused: str | None = None
@@ -157,7 +158,9 @@ def _readings(node: Node) -> Iterator[tuple[Node, Step]]:
 
 def _reading_of(name: str, node: Node) -> Iterator[tuple[Node, Step]]:
     x, other = arguments(node, "input", "other")
-    if name in SAME or name in VIEWS:
+    if name == "getitem" and broadcast(node):
+        yield broadcast(node), Step(node, aside=(x,))
+    elif name in SAME or name in VIEWS:
         value = value_of(node)
         moved = not value.is_floating_point() or value.device != value_of(x).device
         moved |= name in VIEWS and value.dtype != value_of(x).dtype  # the bits, read anew

@@ -71,9 +71,8 @@ def found(function, *inputs, **options):
 
         with gm.graph.inserting_before(call.node):
             new = gm.graph.call_function(attention, (call.q, call.k, call.v))
-        hop = call.node.args[0]
         call.node.replace_all_uses_with(call.finish(new))
-        for node in dict.fromkeys((call.node, *hop.users, hop)):
+        for node in (call.node, *call.dead):
             gm.graph.erase_node(node)
         gm.recompile()
 
@@ -270,6 +269,15 @@ def test_a_block_mask_of_random_numbers_is_data():
         return flex_attention(q, k, v, block_mask=blocks)
 
     assert found(function, *random_qkv(256)) == BY_LISTS
+
+
+def test_a_logsumexp_on_which_nothing_depends_is_not_used():
+    def function(q, k, v):
+        out, lse = flex_attention(q, k, v, return_lse=True)
+        lse.exp().sum()
+        return out
+
+    assert found(function, *random_qkv())[1] is None
 
 
 def test_a_used_logsumexp_is_refused():

@@ -878,6 +878,11 @@ REFUSED = {
         scored(lambda s: s.half().view(torch.bfloat16).double()), "the scores are moved by `view`"),
     "gradient mode between": (gradient_mode_between, "`_set_grad_enabled` changes a mode"),
     "two dtypes": (two_dtypes, "q, k and v must have one dtype"),
+    "broadcast scores": (
+        scored(lambda s: s + torch.broadcast_tensors(MASK, s)[1]), "are also used by `broadcast"),
+    "scores broadcast twice": (
+        lambda q, k, v: (lambda s: s[0].softmax(-1) @ v * s[1].sum())(torch.broadcast_tensors(*[q @ k.mT] * 2)),
+        "are also used by"),
 }  # fmt: skip
 
 
@@ -967,6 +972,31 @@ def test_another_softmax_is_not_spoken_of(case):
 
 
 # -- every combination of spellings ----
+
+TAKEN = {
+    # A shape is read of the scores, no number.
+    "expand_as": scored(lambda s: s.masked_fill(~MASK.expand_as(s), -math.inf)),
+    "view_as": scored(lambda s: s + torch.cat([BIAS, BIAS]).flatten(0, 1).view_as(s)),
+    "reshape_as": scored(lambda s: s + torch.cat([BIAS, BIAS]).flatten().reshape_as(s)),
+    "broadcast_tensors": scored(
+        lambda s: s.masked_fill(~torch.broadcast_tensors(MASK, s)[0], -math.inf)),
+    "both broadcast": scored(
+        lambda s: (lambda mask, s: s.masked_fill(~mask, -math.inf))(*torch.broadcast_tensors(MASK, s))),
+    "keywords": scored(lambda s: s + BIAS.expand_as(other=s)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_it_is_attention_whatever_else_is_written(name):
+    """As it is, with dynamic sizes, and exported."""
+    function, inputs = TAKEN[name], random_qkv()
+    check(function, *inputs)
+    check(function, *inputs, dynamic=True)
+    program = torch.export.export(Spelling(function), inputs)
+    taken, reasons = canonicalise(program.graph_module)
+    assert len(taken) == 1 and not reasons, reasons
+    torch.testing.assert_close(program.module()(*inputs), function(*inputs))
+
 
 PRODUCTS = {
     "matmul": lambda q, k: torch.matmul(q, k.transpose(2, 3)),
