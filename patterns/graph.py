@@ -47,6 +47,11 @@ def dims(x) -> tuple:
     return tuple(n if isinstance(n, int) else str(n) for n in sizes)
 
 
+def shown(x) -> str:
+    """A tensor's shape for people: (2, s0, 64)."""
+    return str(dims(x)).replace("'", "")
+
+
 def statically_true(condition) -> bool:
     """Whether `condition` holds for every size that the symbols in it can have. Adds no guard."""
     return compat.statically_known_true(condition)
@@ -157,6 +162,29 @@ def arguments(node: Node, *names, **defaults) -> list:
     return found
 
 
+def only_inserts_dims(node: Node) -> bool:
+    """Given its shape, x[:, :, None] is x: no index picks or reorders."""
+    if op_name(node) != "getitem":
+        return op_name(node) in VIEWS
+    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    return all(i is None or i is Ellipsis or i == slice(None) for i in index)
+
+
+def is_known(node: Node) -> bool:
+    """Whether it is known what a call does; of others `may_write` supposes that they write."""
+    home = getattr(node.target, "__module__", None) or "torch"
+    higher = isinstance(node.target, compat.HigherOrderOperator)
+    return (
+        "::" not in op_name(node)
+        and not higher
+        and "_dynamo" not in home
+        and node.op != "call_module"
+    )
+
+
+# What Dynamo calls NumPy's functions that make numbers of numbers.
+NUMPY = ("wrapped_sqrt", "wrapped_power", "wrapped_reciprocal", "wrapped_float16",
+         "wrapped_float32", "wrapped_float64", "wrapped_item")  # fmt: skip
 # Methods by which operators are called in a graph; the others (__ior__, __setitem__) may write.
 READS = ("__and__", "__or__", "__xor__", "__invert__", "__eq__", "__ne__", "__abs__")
 
@@ -180,6 +208,8 @@ def may_write(node: Node) -> bool:
         reads = ("invert", "inv", "is_", "is_not")
         return name == "setitem" or name.startswith("i") and name not in reads
     foreign = home.split(".")[0] not in ("", *HOMES) or "_dynamo" in home
+    if home == "torch._dynamo.utils" and name in NUMPY:
+        return node.kwargs.get("out") is not None
     dunder = name.endswith("__") and name not in READS
     inplace = any(node.kwargs.get(name) not in (None, False) for name in ("out", "inplace"))
     positional = home == "torch.nn.functional" and any(arg is True for arg in node.args)
