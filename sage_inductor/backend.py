@@ -36,12 +36,14 @@ from sage_inductor.policy import stages_of
 from sage_inductor.report import (
     Report,
     Seen,
+    clear,
     ends_in_graph_break,
     not_asked,
     raise_if_refused,
     record,
     whole,
 )
+from sage_inductor.reset import on_reset
 from sage_inductor.stages import by_stage
 
 METADATA = "aot_inductor.metadata"
@@ -216,6 +218,7 @@ def _op_by_op(see: Callable) -> Iterator[Callable]:
         return gm.forward
 
     torch._dynamo.reset()
+    on_reset(clear)  # of a report that these graphs are not in
     try:
         # What is compiled already, the model or a part of it, has a backend of its own.
         with torch.compiler.set_stance(force_backend=look):

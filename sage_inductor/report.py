@@ -244,6 +244,7 @@ def report() -> Report:
 
     Where Python's own logging is set up, the logger "sage_inductor" at level INFO has it.
     """
+    on_reset(clear)
     with _lock:
         notes = [line for rules, modules in _modules.items() for line in unmatched(rules, modules)]
         known = set(itertools.chain(*map(stages_of, _policies)))

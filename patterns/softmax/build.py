@@ -64,8 +64,8 @@ def find(node: Node, index: GraphIndex) -> Call | None:
     product, weights, between = found
     emit = Emitter(node, index)
     q, k = product.a, _in_rows(emit, product)
-    names = ", ".join(f"`{name}`" for name in dict.fromkeys(between))
-    reason = f"softmax attention that could not be read: {names} between the products"
+    names = "`, `".join(dict.fromkeys(between))
+    reason = f"softmax attention that could not be read: `{names}` between the products"
     return Call(
         node, "softmax", Emitter(node, index), q, k, weights, value_of(node), refused=reason
     )
@@ -252,10 +252,9 @@ class _Attention:
         node = self.above[0].node
         while (node := node.next) is not self.node:
             if may_write(node) and node not in self.chain and op_name(node) != "detach_":
-                does = (
-                    "writes in place" if is_known(node) else "may write to what it is given, and is"
-                )
-                yield f"`{node.name}` {does} between the products"
+                if is_known(node):
+                    yield f"`{node.name}` writes in place between the products"
+                yield f"`{node.name}` may write to what it is given, and is between the products"
             if op_name(node) in MODES:
                 yield f"`{node.name}` changes a mode between the products"
 
