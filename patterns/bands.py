@@ -49,12 +49,13 @@ def prove(mask: Node, n_q, n_kv, index: GraphIndex) -> tuple[Band, Node | None]:
 def read_band(bounds, sizes: dict, i=-2, j=-1) -> Band | None:
     """The band that all `bounds` together are, i being the coordinate of queries and j of keys."""
     lefts, rights = [], []
+    of_i = {} if statically_true(sizes[i] == 1) else {i: 1}  # of one query i is 0
     for bound in bounds:
         if statically_true(minimum(bound, sizes) >= 0):
             continue
-        if bound.slopes == {i: -1, j: 1}:
+        if bound.slopes == {x: -1 for x in of_i} | {j: 1}:
             lefts.append(bound.const)
-        elif bound.slopes == {i: 1, j: -1}:
+        elif bound.slopes == of_i | {j: -1}:
             rights.append(bound.const)
         else:
             return None

@@ -33,8 +33,10 @@ from sage_inductor.patterns.graph import (
     GraphIndex,
     as_float,
     beside,
+    guarded,
     idle,
     op_name,
+    specialised,
     statically_true,
     storages,
     value_of,
@@ -108,12 +110,13 @@ def _says_the_same(
 ) -> bool:  # fmt: skip
     """Whether the lists are known to be those of the band."""
     lists, (block_q, block_kv) = blocks[:4], blocks.size
-    fits = statically_true(n_q <= block_q) and statically_true(n_kv <= block_kv)
+    fits = guarded(n_q <= block_q) and guarded(n_kv <= block_kv)
     if fits and _is_one_block(lists, index):
         return True
     needed = _needed(hop, [node for node in lists if node is not None], index)
-    if any(map(_is_data, needed)) or not statically_true(n_q * n_kv <= MAX_EVALUATED):
+    if any(map(_is_data, needed)) or not guarded(n_q * n_kv <= MAX_EVALUATED):
         return False
+    n_q, n_kv = specialised(n_q), specialised(n_kv)
     if (needed, lists) not in index.block_lists:  # the layers of a model share a BlockMask
         index.block_lists[needed, lists] = _evaluate(needed, lists)
     lists = index.block_lists[needed, lists]

@@ -216,6 +216,13 @@ OBLONG = {
 }  # fmt: skip
 
 
+def test_of_one_query_a_band_is_proven():
+    first = lambda n, m, p, d: torch.arange(m) <= torch.arange(n)[:, None] + 3  # noqa: E731
+    assert proven(first, (1, 12)) == (Band(None, 3), None)
+    last = lambda n, m, p, d: torch.arange(m)[None] > torch.arange(m - n, m)[:, None] - 4  # noqa: E731
+    assert proven(last, (1, 12)) == (Band(3, None, bottom_right=True), None)
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("case", OBLONG)
 def test_an_oblong_mask_is_proven_with_its_diagonal(case, dynamic):

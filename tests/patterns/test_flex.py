@@ -150,6 +150,14 @@ def test_a_score_mod_that_changes_nothing_is_not():
     )
 
 
+@pytest.mark.parametrize(
+    "mask_mod, band", [(causal, CAUSAL), (lambda b, h, i, j: j <= i + 5, Band(None, 5))]
+)
+def test_a_band_of_one_query_is_proven(mask_mod, band):
+    q, k, v = random_qkv(1, 300)
+    assert found(masked(mask_mod), q, k, v) == (band, None)
+
+
 def test_a_captured_tensor_is_refused():
     def function(q, k, v, ids):
         def document(b, h, i, j):
