@@ -897,6 +897,9 @@ REFUSED = {
     "other bits": (
         scored(lambda s: s.half().view(torch.bfloat16).double()), "the scores are moved by `view`"),
     "gradient mode between": (gradient_mode_between, "`_set_grad_enabled` changes a mode"),
+    "softmax over two queries": (
+        lambda q, k, v: (q @ k.mT).reshape(2, 4, 4, 16).softmax(-1).reshape(2, 4, 8, 8) @ v,
+        "`softmax` is not over the keys of a query"),
     "two dtypes": (two_dtypes, "q, k and v must have one dtype"),
     "broadcast scores": (
         scored(lambda s: s + torch.broadcast_tensors(MASK, s)[1]), "are also used by `broadcast"),
@@ -1094,7 +1097,7 @@ TAKEN = {
     "ellipsis, spaces": einsums(lambda q, k: ("... i d, ... j d -> ... i j", q, k), lambda p, v: ("... i j, ... j d -> ... i d", p, v)),
     "sublists": einsums(
         lambda q, k: (q, [0, 1, 2, 3], k, [0, 1, 4, 3], [0, 1, 2, 4]), lambda p, v: (p, [..., 2, 4], v, [..., 4, 3], [..., 2, 3])),
-    "no arrow": einsums(lambda q, k: ("bhid,bhjd->bhij", q, k), lambda p, v: ("...id,...dj", p, v)),
+    "no arrow": einsums(lambda q, k: ("bhid,bhjd->bhij", q, k), lambda p, v: ("...zj,...jd", p, v)),
     "operands in a list": einsums(lambda q, k: ("bhid,bhjd->bhij", [q, k]), lambda p, v: ("bhij,bhjd->bhid", [p, v])),
     # Numbers
     "numpy": scored(lambda s: s / np.sqrt(16)),
