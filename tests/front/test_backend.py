@@ -491,7 +491,9 @@ def test_report_counters_and_log_tell_what_happened(caplog):
     assert len(report) == 2 and len(report.rewritten) == len(report.refused) == 1
     text = str(report)
     assert "sage2-8b" in text and "dropout_p must be 0, got 0.5" in text
-    assert text.startswith("1 of 2 attention calls use sage2-8b; 1 stays: dropout_p must be 0\n")
+    assert text.startswith(
+        "1 of 2 attention calls use sage2-8b; 1 stays: dropout_p must be 0, got 0.5\n"
+    )
     stays = "scaled_dot_product_attention_1 stays as it was: dropout_p"
     assert any(r.message.startswith(stays) for r in caplog.records)
     one, two = report
