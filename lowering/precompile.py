@@ -11,14 +11,13 @@ from typing import NamedTuple
 import torch
 
 from sage_inductor.ops.attention import tiles
-from sage_inductor.ops.attention.arguments import AttentionCall
 from sage_inductor.ops.attention.select import Problem, run_opaque, select
 from sage_inductor.ops.compile import compile_elsewhere
 from sage_inductor.ops.launch import HAS_PDL, launch_cached, noted
 from sage_inductor.ops.quantize.one_pass import launch_kv
 from sage_inductor.ops.quantize.op import empty_kv
 from sage_inductor.ops.recipe import decode
-from sage_inductor.ops.sdpa import SdpaCall
+from sage_inductor.ops.sdpa import SdpaCall, attention_call
 from sage_inductor.ops.visibility import BlockLists, Visibility
 
 _log = logging.getLogger("sage_inductor")
@@ -100,9 +99,9 @@ def _launch(device: torch.device, likes: tuple, is_prepared: bool, call: SdpaCal
     blocks = BlockLists(*lists, call.block_q, call.block_kv)
     visibility = Visibility.of(attn_mask, call.band, k.shape[2], tile.BLOCK_M, blocks)
     of_v = None if recipe.of_pv.dtype is None else v
-    inputs = AttentionCall.of(
-        q, empty_kv(k, of_v, call.recipe), v, visibility, call.scale, k.shape[2], recipe,
-        call.out_bnhd, warpgroups=call.warpgroups,
+    inputs = attention_call(
+        q, k, v, empty_kv(k, of_v, call.recipe), visibility, call.scale, recipe, call.out_bnhd,
+        call.warpgroups,
     )  # fmt: skip
     with noted() as launches:
         run_opaque(inputs.without_idle_bounds(), tile, launch_cached, device)

@@ -17,7 +17,7 @@ from sage_inductor.ops import compat
 from sage_inductor.patterns import backends, flex, functional, modules, sdpa
 from sage_inductor.patterns.bands import prove
 from sage_inductor.patterns.call import FULL, Call, Decision, Site, gathered, unreadable
-from sage_inductor.patterns.graph import GraphIndex, value_of
+from sage_inductor.patterns.graph import GraphIndex, noting_guards, value_of
 from sage_inductor.patterns.replace import replace, share
 from sage_inductor.patterns.softmax import build as softmax
 
@@ -91,15 +91,20 @@ def _rewrite_call(node: torch.fx.Node, index: GraphIndex, decide, put) -> Site |
     if site := gathered(node):
         node.meta["sage"] = "kept"
         return site
-    call = next((call for find in FINDERS if (call := find(node, index))), None)
-    if call is None or "sage" in call.node.meta:
-        return None
-    q, k = (getattr(value_of(x), "shape", ()) for x in (call.q, call.k))
-    if call.refused is None and call.attn_mask is not None and len(q) == len(k) == 4:
-        if call.band == FULL:
-            call.band, call.attn_mask = prove(call.attn_mask, q[2], k[2], index)
-    site = Site.of(call, decide(call))
+    with noting_guards() as guards:
+        call = next((call for find in FINDERS if (call := find(node, index))), None)
+        if call is None or "sage" in call.node.meta:
+            return None
+        q, k = (getattr(value_of(x), "shape", ()) for x in (call.q, call.k))
+        if call.refused is None and call.attn_mask is not None and len(q) == len(k) == 4:
+            if call.band == FULL:
+                call.band, call.attn_mask = prove(call.attn_mask, q[2], k[2], index)
+                if getattr(value_of(call.attn_mask), "dim", int)() == 1:  # one bool for each key
+                    call.attn_mask = call.emit(torch.ops.aten.unsqueeze.default, call.attn_mask, 0)
+        site = Site.of(call, decide(call))
     if site.rewritten:
+        for guard in guards:
+            guard()
         put(call, site)
         index.settle()
     else:

@@ -25,8 +25,9 @@ from sage_inductor.patterns.index_expr import TwoValued, minimum, opposite
 def prove(mask: Node, n_q, n_kv, index: GraphIndex) -> tuple[Band, Node | None]:
     """(a band, what is left of the mask), which together say what the mask says. No data is read.
 
-    What is left is a node: the mask itself where no band was found, else one bool tensor that
-    broadcasts like an attn_mask, also where the mask is a float. None: the band says it all."""
+    What is left is a node: the mask itself where no band was found, else one bool tensor, also
+    where the mask is a float. It broadcasts to the mask, so it may be [N_kv], which no attn_mask
+    may be. None: the band says it all."""
     nothing = Band(None, None), mask
     analysis = IndexAnalysis(index)
     meaning = as_additive(analysis.describe(mask), value_of(mask))
@@ -48,12 +49,13 @@ def prove(mask: Node, n_q, n_kv, index: GraphIndex) -> tuple[Band, Node | None]:
 def read_band(bounds, sizes: dict, i=-2, j=-1) -> Band | None:
     """The band that all `bounds` together are, i being the coordinate of queries and j of keys."""
     lefts, rights = [], []
+    of_i = {} if statically_true(sizes[i] == 1) else {i: 1}  # of one query i is 0
     for bound in bounds:
         if statically_true(minimum(bound, sizes) >= 0):
             continue
-        if bound.slopes == {i: -1, j: 1}:
+        if bound.slopes == {x: -1 for x in of_i} | {j: 1}:
             lefts.append(bound.const)
-        elif bound.slopes == {i: 1, j: -1}:
+        elif bound.slopes == of_i | {j: -1}:
             rights.append(bound.const)
         else:
             return None

@@ -12,9 +12,9 @@ from sage_inductor.patterns.call import Call, mask_text
 from sage_inductor.patterns.graph import (
     VIEWS,
     arguments,
-    dims,
     guarded,
     op_name,
+    shown,
     statically_true,
     value_of,
 )
@@ -43,10 +43,10 @@ def why_not(call: Call) -> str | None:
     if not q.dim() == k.dim() == v.dim() == 4:
         return f"q, k and v must be [B, H, N, D], got {q.dim()}, {k.dim()} and {v.dim()} dimensions"
     if any(guarded(n < 1) for x in (q, k, v) for n in x.shape):
-        return f"q, k or v is empty, got {dims(q)}, {dims(k)}, {dims(v)}"
+        return f"q, k or v is empty, got {shown(q)}, {shown(k)}, {shown(v)}"
     # A batch may depend on data: of 0 samples nothing is launched.
     if not all(guarded(n >= 1) for x in (q, k, v) for n in x.shape[1:]):
-        return f"heads, lengths and head_dim depend on data, got {dims(q)}, {dims(k)}, {dims(v)}"
+        return f"heads, lengths and head_dim depend on data, got {shown(q)}, {shown(k)}, {shown(v)}"
     if any(x.device != q.device for x in tensors) or q.device.type not in ("cpu", "cuda"):
         return f"the device must be cuda (or cpu, emulated), got {[str(x.device) for x in tensors]}"
     valid = (torch.float16, torch.bfloat16, torch.float32)
@@ -59,7 +59,9 @@ def why_not(call: Call) -> str | None:
         )
     pairs = zip((q.shape[0], *k.shape[:3]), (k.shape[0], *v.shape[:3]), strict=True)
     if not all(guarded(n == m) for n, m in pairs):
-        return f"batches, kv heads and lengths must be equal, got {dims(q)}, {dims(k)}, {dims(v)}"
+        return (
+            f"batches, kv heads and lengths must be equal, got {shown(q)}, {shown(k)}, {shown(v)}"
+        )
     heads_q, heads_kv = q.shape[1], k.shape[1]
     grouped = call.enable_gqa and guarded(heads_q % heads_kv == 0)
     if not grouped and not guarded(heads_q == heads_kv):
@@ -70,7 +72,7 @@ def why_not(call: Call) -> str | None:
         sizes = zip(reversed(mask.shape), (k.shape[2], *reversed(q.shape[:3])), strict=False)
         broadcasts = all(guarded(m == 1) or guarded(m == n) for m, n in sizes)
         if not 2 <= mask.dim() <= 4 or not broadcasts:
-            return f"attn_mask must broadcast to [B, H_q, N_q, N_kv], got {dims(mask)}"
+            return f"attn_mask must broadcast to [B, H_q, N_q, N_kv], got {shown(mask)}"
     if lists and (reason := _why_not_listed(call, lists)):
         return reason
     if call.sink is not None and out.requires_grad:
@@ -195,9 +197,9 @@ def _why_not_listed(call: Call, lists: list[torch.Tensor]) -> str | None:
         for i, x in enumerate(lists)
     )
     if not alike or not broadcast:
-        return f"block lists must have q's batch and heads, or 1, got {dims(counts)}, q {dims(q)}"
+        return f"block lists must have q's batch and heads, or 1, got {shown(counts)}, q {shown(q)}"
     if not guarded(counts.shape[2] * call.blocks.block_q >= q.shape[2]):
-        return f"block lists must be for all queries, got {dims(counts)}, q {dims(q)}"
+        return f"block lists must be for all queries, got {shown(counts)}, q {shown(q)}"
     return None
 
 

@@ -32,7 +32,11 @@ from sage_inductor.patterns.graph import (
     Emitter,
     GraphIndex,
     as_float,
+    beside,
+    guarded,
+    idle,
     op_name,
+    specialised,
     statically_true,
     storages,
     value_of,
@@ -60,8 +64,8 @@ def find(node: Node, index: GraphIndex) -> Call | None:
         enable_gqa=not statically_true(value_of(q).shape[1] == value_of(k).shape[1]),
     )  # fmt: skip
     others = [user for user in hop.users if user is not node]
-    call.dead = [*others, hop]
-    if any(op_name(user) != "getitem" or user.users for user in others):
+    call.dead = [*sorted(beside({hop}) - {node}, reverse=True), hop]
+    if any(op_name(x) != "getitem" or not all(idle(y, x) for y in x.users) for x in others):
         call.refused = "the logsumexp or the maxima are used"
     elif not _is_identity(_subgraph(score_mod)):
         call.refused = "score_mod changes the scores"
@@ -106,12 +110,13 @@ def _says_the_same(
 ) -> bool:  # fmt: skip
     """Whether the lists are known to be those of the band."""
     lists, (block_q, block_kv) = blocks[:4], blocks.size
-    fits = statically_true(n_q <= block_q) and statically_true(n_kv <= block_kv)
+    fits = guarded(n_q <= block_q) and guarded(n_kv <= block_kv)
     if fits and _is_one_block(lists, index):
         return True
     needed = _needed(hop, [node for node in lists if node is not None], index)
-    if any(map(_is_data, needed)) or n_q * n_kv > MAX_EVALUATED:
+    if any(map(_is_data, needed)) or not guarded(n_q * n_kv <= MAX_EVALUATED):
         return False
+    n_q, n_kv = specialised(n_q), specialised(n_kv)
     if (needed, lists) not in index.block_lists:  # the layers of a model share a BlockMask
         index.block_lists[needed, lists] = _evaluate(needed, lists)
     lists = index.block_lists[needed, lists]

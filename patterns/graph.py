@@ -6,14 +6,16 @@
     insertion  calls put before a node, and taken out again (`Emitter`)
 
 Values are fake tensors. Their sizes may be symbols: what is said of them must hold for every size
-(`statically_true`, `equal`), unless a guard is worth its recompilation (`guarded`).
+(`statically_true`, `equal`), unless a guard is worth its recompilation (`guarded`). A call that
+stays as it was has no guard: until it is rewritten, guards are only noted (`noting_guards`).
 """
 
 import contextlib
+import contextvars
 import copy
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.fx import Node
@@ -45,17 +47,51 @@ def dims(x) -> tuple:
     return tuple(n if isinstance(n, int) else str(n) for n in sizes)
 
 
+def shown(x) -> str:
+    """A tensor's shape for people: (2, s0, 64)."""
+    return str(dims(x)).replace("'", "")
+
+
 def statically_true(condition) -> bool:
     """Whether `condition` holds for every size that the symbols in it can have. Adds no guard."""
     return compat.statically_known_true(condition)
 
 
+_noted = contextvars.ContextVar("noted", default=None)
+
+
+@contextlib.contextmanager
+def noting_guards() -> Iterator[list[Callable]]:
+    """Within, `guarded`, `specialised` and `as_float` add no guard. Each of the list adds one."""
+    token = _noted.set([])
+    try:
+        yield _noted.get()
+    finally:
+        _noted.reset(token)
+
+
+def _guard(number: type, symbol):
+    """``number(symbol)``, which is a guard, now or when it is asked for."""
+    if _noted.get() is None:
+        return number(symbol)
+    _noted.get().append(functools.partial(number, symbol))
+    return number(symbol.node.hint)
+
+
 def guarded(condition) -> bool:
     """Whether `condition` holds for the sizes that are compiled for, which is a guard. Where they
     depend on data there is nothing to guard on: whether it holds for every size."""
-    if isinstance(condition, torch.SymBool) and not condition.node.has_hint():
+    if not isinstance(condition, torch.SymBool):
+        return bool(condition)
+    if not condition.node.has_hint():
         return statically_true(condition)
-    return bool(condition)
+    return statically_true(condition) or _guard(bool, condition)
+
+
+def specialised(n) -> int:
+    """A size as the number that is compiled for, which is a guard."""
+    n = as_int(n)
+    return n if isinstance(n, int) or not n.node.has_hint() else _guard(int, n)
 
 
 def equal(a, b) -> bool:
@@ -71,11 +107,11 @@ def as_int(n):
 
 
 def as_float(scale):
-    """A scale computed from sizes (``q.shape[-1] ** -0.5``), as the number it is: attention takes a
-    float, so any backend specialises what it was computed from."""
+    """A scale computed from sizes (``q.shape[-1] ** -0.5``), as the number it is, which is a guard:
+    attention takes a float."""
     value = value_of(scale)
     backed = isinstance(value, torch.SymFloat) and value.node.has_hint()
-    return float(value) if backed else scale
+    return _guard(float, value) if backed else scale
 
 
 def storage_of(value: torch.Tensor) -> int:
@@ -113,16 +149,42 @@ def op_name(node) -> str:
 
 
 def arguments(node: Node, *names, **defaults) -> list:
-    """The arguments called so, by position or by name; a tuple holds one argument's names."""
+    """The arguments called so, by position or by name; a tuple holds one argument's names. What
+    Dynamo took for a symbol and specialised since (the `dim` of a softmax) is a number."""
     found = []
     for i, name in enumerate(names):
         first, *others = name if isinstance(name, tuple) else (name,)
         aliases = (first, *others, *(["self"] if i == 0 else []))
         default = next((node.kwargs[x] for x in aliases if x in node.kwargs), defaults.get(first))
-        found.append(node.args[i] if i < len(node.args) else default)
+        given = node.args[i] if i < len(node.args) else default
+        known = as_int(value_of(given)) if isinstance(given, Node) else None
+        found.append(known if isinstance(known, int) else given)
     return found
 
 
+def only_inserts_dims(node: Node) -> bool:
+    """Given its shape, x[:, :, None] is x: no index picks or reorders."""
+    if op_name(node) != "getitem":
+        return op_name(node) in VIEWS
+    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    return all(i is None or i is Ellipsis or i == slice(None) for i in index)
+
+
+def is_known(node: Node) -> bool:
+    """Whether it is known what a call does; of others `may_write` supposes that they write."""
+    home = getattr(node.target, "__module__", None) or "torch"
+    higher = isinstance(node.target, compat.HigherOrderOperator)
+    return (
+        "::" not in op_name(node)
+        and not higher
+        and "_dynamo" not in home
+        and node.op != "call_module"
+    )
+
+
+# What Dynamo calls NumPy's functions that make numbers of numbers.
+NUMPY = ("wrapped_sqrt", "wrapped_power", "wrapped_reciprocal", "wrapped_float16",
+         "wrapped_float32", "wrapped_float64", "wrapped_item")  # fmt: skip
 # Methods by which operators are called in a graph; the others (__ior__, __setitem__) may write.
 READS = ("__and__", "__or__", "__xor__", "__invert__", "__eq__", "__ne__", "__abs__")
 
@@ -146,11 +208,65 @@ def may_write(node: Node) -> bool:
         reads = ("invert", "inv", "is_", "is_not")
         return name == "setitem" or name.startswith("i") and name not in reads
     foreign = home.split(".")[0] not in ("", *HOMES) or "_dynamo" in home
+    if home == "torch._dynamo.utils" and name in NUMPY:
+        return node.kwargs.get("out") is not None
     dunder = name.endswith("__") and name not in READS
     inplace = any(node.kwargs.get(name) not in (None, False) for name in ("out", "inplace"))
     positional = home == "torch.nn.functional" and any(arg is True for arg in node.args)
     named = name.endswith("_") and not name.endswith("__")
     return named or dunder or foreign or inplace or positional
+
+
+# What is asked of a tensor here does not depend on what is in it.
+QUERIES = ("size", "sym_size", "dim", "numel", "stride", "ndimension", "_assert_tensor_metadata")
+LIKES = ("full_like", "zeros_like", "ones_like", "empty_like", "rand_like", "randn_like",
+         "new_full", "new_zeros", "new_ones", "new_empty", "new_tensor")  # fmt: skip
+ATTRIBUTES = ("shape", "dtype", "device", "ndim")
+# Of their second argument they take the shape, dtype or device.
+AS_THE_OTHER = ("to", "type_as", "expand_as", "view_as", "reshape_as")
+
+
+def idle(user: Node, node: Node, chain: set[Node] = frozenset()) -> bool:
+    """Whether no visible result depends on the elements of `node` by way of `user`. chain: nodes
+    whose users are looked at on their own."""
+    name, first = op_name(user), arguments(user, "input")[0]
+    if name in QUERIES or name in LIKES and first is node:
+        return True
+    if name == "getattr" and user.args[1] in ATTRIBUTES:
+        return True
+    if name in AS_THE_OTHER and first is not node:
+        return True
+    if name == "broadcast_tensors":
+        items = [item for item in user.users if item not in chain and not dead(item)]
+        return all(broadcast(item) not in (None, node) for item in items)
+    if name == "getitem" and broadcast(user) not in (None, *chain):
+        return True
+    return dead(user)
+
+
+def broadcast(item: Node) -> Node | None:
+    """x where `item` is x as ``torch.broadcast_tensors(..., x, ...)`` returns it."""
+    call, i = item.args if op_name(item) == "getitem" else (None, None)
+    if op_name(call) != "broadcast_tensors":
+        return None
+    tensors = call.args[0] if isinstance(call.args[0], (tuple, list)) else call.args
+    return tensors[i]
+
+
+def dead(node: Node, depth: int = 8) -> bool:
+    """Whether nothing visible becomes of a call."""
+    effect = not op_name(node) or may_write(node) or node.is_impure()
+    return not effect and depth > 0 and all(dead(user, depth - 1) for user in node.users)
+
+
+def beside(chain: set[Node]) -> set[Node]:
+    """The users of a chain that are not in it; of dead ones also their users, and so on."""
+    found, todo = set(), [user for node in chain for user in node.users if user not in chain]
+    while todo:
+        user = todo.pop()
+        found.add(user)
+        todo += user.users if dead(user) else ()
+    return found
 
 
 # -- a graph ----

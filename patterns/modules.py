@@ -11,7 +11,7 @@
 The encoder layer's fast path (`_transformer_encoder_layer_fwd`: eval, no grad) becomes the same
 with its residuals, norms and feed-forward. What follows eager, and what does not:
 
-* need_weights=True, the default, is written with attention too, as long as nobody reads the
+* need_weights=True, the default, is written with attention too, as long as nothing depends on the
   weights. is_causal is a hint that F.multi_head_attention_forward takes, instead of attn_mask, only
   with need_weights=False and no key_padding_mask; so here.
 * Both hide where a mask is True; SDPA's attn_mask keeps there. nn.MultiheadAttention writes a bool
@@ -33,7 +33,7 @@ from torch.fx import Node
 
 from sage_inductor.ops import compat
 from sage_inductor.patterns.call import CAUSAL, FULL, Call
-from sage_inductor.patterns.graph import Emitter, GraphIndex, op_name, value_of
+from sage_inductor.patterns.graph import Emitter, GraphIndex, beside, idle, op_name, value_of
 
 MHA = F.multi_head_attention_forward
 ENCODER_LAYER = compat.encoder_layer
@@ -87,7 +87,7 @@ def _multi_head_attention(mha: Node, node: Node, emit: Emitter) -> Call:
         attn_mask=attn_mask,
         dropout_p=args.dropout_p if args.training else 0.0,
         band=CAUSAL if is_causal else FULL,
-        dead=[*(user for user in mha.users if user is not node), mha],
+        dead=[*sorted(beside({mha}) - {node}, reverse=True), mha],
         finish=finish,
         refused=_used_otherwise(mha) or _other_dtype(node, q),
     )  # fmt: skip
@@ -292,7 +292,7 @@ def _unprojectable(node: Node, x: Node, num_heads) -> str | None:
 
 def _used_otherwise(mha: Node) -> str | None:
     for user in mha.users:
-        if _is_item(user, 1) and user.users:
+        if _is_item(user, 1) and not all(idle(reader, user) for reader in user.users):
             return "the attention weights are used"
         if user.target is not operator.getitem:
             return f"(out, weights) is used as a tuple, by {user.name}"

@@ -4,9 +4,20 @@ before:  k = k[:, :, None].expand(B, H, G, N, D).reshape(B, H * G, N, D)
 found:   (k [B, H, N, D], G), which attention takes with enable_gqa
 """
 
+import torch
 from torch.fx import Node
 
-from sage_inductor.patterns.graph import VIEWS, GraphIndex, arguments, equal, op_name, value_of
+from sage_inductor.patterns.call import Call
+from sage_inductor.patterns.graph import (
+    VIEWS,
+    GraphIndex,
+    arguments,
+    equal,
+    only_inserts_dims,
+    op_name,
+    statically_true,
+    value_of,
+)
 
 
 def kv_source(k: Node, index: GraphIndex) -> tuple[Node, int]:
@@ -24,7 +35,7 @@ def kv_source(k: Node, index: GraphIndex) -> tuple[Node, int]:
         return (x, G) if taken and not index.written_after(x, k) else (k, 1)
     # source [B, H, N, D] -> one [B, H, 1, N, D] -> x [B, H, G, N, D] -> k
     one = arguments(x, "input")[0] if name in VIEWS and op_name(x) == "expand" else None
-    if not _only_inserts_dims(one):
+    if not only_inserts_dims(one):
         return k, 1
     source = arguments(one, "input")[0]
     shapes = [value_of(node).shape for node in (source, one, x, k)]
@@ -36,9 +47,21 @@ def kv_source(k: Node, index: GraphIndex) -> tuple[Node, int]:
     return (source, G) if repeats else (k, 1)
 
 
-def _only_inserts_dims(node: Node) -> bool:
-    """Given its shape, x[:, :, None] is x: no index picks or reorders."""
-    if op_name(node) != "getitem":
-        return op_name(node) in VIEWS
-    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-    return all(i is None or i is Ellipsis or i == slice(None) for i in index)
+def broadcast_heads(call: Call) -> None:
+    """SDPA broadcasts batches and heads. One head of k and v is shared by q's as a group; what else
+    is broadcast is expanded, which copies nothing."""
+    inputs = [call.q, call.k, call.v]
+    shapes = [getattr(value_of(x), "shape", ()) for x in inputs]
+    if any(len(shape) != 4 for shape in shapes):
+        return
+    is_one = [[statically_true(n == 1) for n in shape[:2]] for shape in shapes]
+    call.enable_gqa = call.enable_gqa or (not is_one[0][1] and is_one[1][1] and is_one[2][1])
+    for i, (x, ones) in enumerate(zip(inputs, is_one, strict=True)):
+        sizes = [-1, -1, -1, -1]
+        for d in range(1 if call.enable_gqa else 2):
+            wide = [y for y, one in zip(inputs, is_one, strict=True) if not one[d]]
+            if ones[d] and wide:
+                sizes[d] = call.emit.size(wide[0], d)
+        if sizes != [-1, -1, -1, -1]:
+            inputs[i] = call.emit(torch.ops.aten.expand.default, x, sizes)
+    call.q, call.k, call.v = inputs

@@ -21,10 +21,9 @@ from sage_inductor.patterns.graph import (
     GraphIndex,
     as_float,
     equal,
-    statically_true,
     value_of,
 )
-from sage_inductor.patterns.repeat_kv import kv_source
+from sage_inductor.patterns.repeat_kv import broadcast_heads, kv_source
 
 TARGETS = (
     F.scaled_dot_product_attention,
@@ -57,28 +56,8 @@ def find(node: Node, index: GraphIndex) -> Call | None:
         call.q, call.k, call.v = (call.emit(unsqueeze, x, 0) for x in (call.q, call.k, call.v))
         call.out = call.out.unsqueeze(0)
         call.finish = lambda out: call.emit(squeeze, out, 0)
-    _broadcast(call)
+    broadcast_heads(call)
     return call
-
-
-def _broadcast(call: Call) -> None:
-    """SDPA broadcasts batches and heads. One head of k and v is shared by q's as a group; what else
-    is broadcast is expanded, which copies nothing."""
-    inputs = [call.q, call.k, call.v]
-    shapes = [getattr(value_of(x), "shape", ()) for x in inputs]
-    if any(len(shape) != 4 for shape in shapes):
-        return
-    is_one = [[statically_true(n == 1) for n in shape[:2]] for shape in shapes]
-    call.enable_gqa = call.enable_gqa or (not is_one[0][1] and is_one[1][1] and is_one[2][1])
-    for i, (x, ones) in enumerate(zip(inputs, is_one, strict=True)):
-        sizes = [-1, -1, -1, -1]
-        for d in range(1 if call.enable_gqa else 2):
-            wide = [y for y, one in zip(inputs, is_one, strict=True) if not one[d]]
-            if ones[d] and wide:
-                sizes[d] = call.emit.size(wide[0], d)
-        if sizes != [-1, -1, -1, -1]:
-            inputs[i] = call.emit(torch.ops.aten.expand.default, x, sizes)
-    call.q, call.k, call.v = inputs
 
 
 def _arguments(

@@ -35,12 +35,15 @@ from sage_inductor.patterns.graph import copied, value_of
 from sage_inductor.policy import stages_of
 from sage_inductor.report import (
     Report,
+    Seen,
+    clear,
     ends_in_graph_break,
     not_asked,
     raise_if_refused,
     record,
     whole,
 )
+from sage_inductor.reset import on_reset
 from sage_inductor.stages import by_stage
 
 METADATA = "aot_inductor.metadata"
@@ -177,9 +180,10 @@ def explain(model, *args, options: dict | None = None, **kwargs) -> Report:
 
     Nothing is compiled. Like ``torch._dynamo.explain``, it resets Dynamo's caches.
     """
-    sites, asked = [], settings.resolve(settings.split(options or {})[0])
+    sites, asked, seen = [], settings.resolve(settings.split(options or {})[0]), Seen()
 
     def see(gm: torch.fx.GraphModule) -> None:
+        seen.graphs += 1
         variants = _variants(gm, asked)
         variants[None].install()
         graph = str(CompileContext.current_compile_id())
@@ -189,7 +193,7 @@ def explain(model, *args, options: dict | None = None, **kwargs) -> Report:
     with _op_by_op(see) as compiled:
         compiled(model)(*args, **kwargs)
         notes = limits.notes()
-    return whole(sites, asked.policy, notes)
+    return whole(sites, asked.policy, notes, seen.why_without())
 
 
 # Dynamo compiles so many graphs of one function (eight, if nobody says more) and leaves the rest to
@@ -214,6 +218,7 @@ def _op_by_op(see: Callable) -> Iterator[Callable]:
         return gm.forward
 
     torch._dynamo.reset()
+    on_reset(clear)  # of a report that these graphs are not in
     try:
         # What is compiled already, the model or a part of it, has a backend of its own.
         with torch.compiler.set_stance(force_backend=look):

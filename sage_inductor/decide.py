@@ -36,7 +36,7 @@ from sage_inductor.patterns.eligible import (
     why_not_selected,
     why_not_trained,
 )
-from sage_inductor.patterns.graph import guarded
+from sage_inductor.patterns.graph import as_int, guarded, specialised
 from sage_inductor.patterns.shared_kv import stacks
 from sage_inductor.policy import CallDescription, ask, layer_of
 from sage_inductor.settings import Settings
@@ -141,11 +141,11 @@ def _ruled(call: Call, settings: Settings) -> tuple[str | None, str, Selection |
     """(the recipe that the policy asks for, the rule that does, the blocks of keys to keep, how to
     train the call); (None, "", None, the settings' training) where no rule fits."""
     q, module = value_of(call.q), module_path(call.node)
-    head_dim = int(q.shape[3])
     if not callable(settings.policy):
-        about = module, head_dim, lambda n: _at_least(q.shape[2], n, settings), settings.stage
+        D, reaches = as_int(q.shape[3]), lambda n: _at_least(q.shape[2], n, settings)
         rules = enumerate(settings.policy, 1)
-        number, rule = next((each for each in rules if each[1].fits(*about)), (0, None))
+        fits = (each for each in rules if each[1].fits(module, D, reaches, settings.stage))
+        number, rule = next(fits, (0, None))
         if rule is None:
             return None, "", None, settings.training
         keeps_all = rule.keep is None or rule.keep.top_k == 1
@@ -153,7 +153,7 @@ def _ruled(call: Call, settings: Settings) -> tuple[str | None, str, Selection |
         return rule.recipe, f"rule {number}", None if keeps_all else rule.keep, training
     lengths = (_length(value_of(x).shape[2], settings) for x in (call.q, call.k))
     described = CallDescription(
-        module, layer_of(module), head_dim, *lengths, _kind(call), call.out.dtype, q.device,
+        module, layer_of(module), int(q.shape[3]), *lengths, _kind(call), call.out.dtype, q.device,
         settings.stage,
     )  # fmt: skip
     try:
@@ -355,7 +355,8 @@ def _never_slower(
         return _by_lists(call, settings, recipe)
     q, k, v = (value_of(x) for x in (call.q, call.k, call.v))
     kind = _kind(call) + "-training" * (recipe == TRAINED_BY)
-    family, gpu = Family(int(q.shape[3]), int(v.shape[3]), kind), measured.gpu_name(q.device)
+    family = Family(specialised(q.shape[3]), specialised(v.shape[3]), kind)
+    gpu = measured.gpu_name(q.device)
     what = f"{recipe} with {family}, B*H={q.shape[0] * q.shape[1]}"
     if settings.portable and (behind := _left_behind(call, recipe)):
         return None, f"never slower: {what} in a package was not measured{behind}"
@@ -440,12 +441,12 @@ def _floor(n, settings: Settings) -> int:
     if isinstance(n, int) or settings.portable and hint:
         return hint
     power = 1 << (hint or 1).bit_length() - 1
-    return power if _at_least(n, power, settings) else 1
+    return power if guarded(n >= power) else 1
 
 
 def _head_dim(call: Call) -> int:
     """The wider of k's and v's; a dynamic one is specialised."""
-    return max(int(value_of(call.q).shape[3]), int(value_of(call.v).shape[3]))
+    return max(specialised(value_of(x).shape[3]) for x in (call.q, call.v))
 
 
 def _kind(call: Call) -> str:

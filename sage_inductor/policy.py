@@ -81,7 +81,8 @@ class Rule:
         self, module: str, head_dim: int, at_least: Callable[[int], bool], stage: str | None = None
     ) -> bool:
         """Whether this rule is about a call in a stage. ``at_least(n)`` says whether the call's N_q
-        is n or more. It is asked last, because an answer about a dynamic length is a guard."""
+        is n or more. It is asked last, because an answer about a dynamic length is a guard. So is
+        one about a dynamic head_dim."""
         first, last = self.length
         return (
             self.stage in (None, stage)

@@ -12,8 +12,15 @@ from typing import NamedTuple
 class Cause(NamedTuple):
     pattern: str  # a regular expression, searched for in a reason
     remedy: str
-    short: str = r"\g<0>"  # the reason in few words, for counts; groups of the pattern expand
+    short: str | None = None  # the reason in few words, with groups of the pattern; None: all of it
     asked: bool = False  # the user himself asked for it
+
+    @property
+    def known_by(self) -> str:
+        """Equal for reasons that are counted together: those that are one in few words, or that
+        have no few words and one pattern."""
+        given = next((c.short for c in CAUSES if c.pattern == self.pattern), None)
+        return self.short if given else self.pattern
 
 
 _AS_SDPA = "write this attention as one F.scaled_dot_product_attention call, if it is one"
@@ -30,7 +37,7 @@ CAUSES = (
           "nothing to gain at this size; sage.force=True rewrites it all the same"),
 
     Cause("the recipe is 'off'", 'set sage.recipe="auto" and leave sage.enabled out', asked=True),
-    Cause("the policy says off", "change that rule of the policy", asked=True),
+    Cause("the policy says off", "change that rule of the policy", r"\g<0>", asked=True),
 
     Cause("on CPU attention stays as it was",
           "move the model to a GPU; on CPU sage.emulate=True studies a recipe's accuracy",
@@ -131,7 +138,8 @@ CAUSES = (
     Cause(r"the (\w+) .* are also used by",
           "do not return or store them (transformers: output_attentions=False)",
           r"the \1 are also used"),
-    Cause("writes in place between|changes a mode between",
+    Cause("softmax attention that could not be read", _AS_SDPA),
+    Cause("(writes in place|may write to what it is given, and is) between|changes a mode between",
           "move it before or after the attention"),
     Cause("a mask is applied before the scale|masks hide with different values|masked scores are "
           "replaced|the condition of a mask is not bool|the mask is added with alpha",
@@ -139,8 +147,9 @@ CAUSES = (
     Cause("the scores are scaled by|beta=.* of baddbmm|^alpha=", "scale by a Python number"),
     Cause("is given out=", "assign what the call returns instead"),
     Cause("the weights pass through|softmax is over dimension|a product broadcasts|a product is "
-          "not|the weights are not|batch and heads are split|an operand is computed from|stands "
-          "between the products|the scores are moved by|the output product adds", _AS_SDPA),
+          "not|the weights are (not|reshaped)|are reshaped (for|and)|is not over the keys|batch "
+          "and heads are split|an operand is computed from|stands between the products|the scores "
+          "are moved by|the output product adds", _AS_SDPA),
 
     Cause("was not run with these inputs", "give diagnose inputs that reach this call"),
     Cause("was not measured: it needs no gradient",
@@ -157,5 +166,5 @@ def cause_of(reason: str) -> Cause:
     """The cause of a reason why a call stays, its `short` filled in."""
     for cause in CAUSES:
         if match := re.search(cause.pattern, reason):
-            return cause._replace(short=match.expand(cause.short))
+            return cause._replace(short=match.expand(cause.short) if cause.short else reason)
     return Cause(reason, "please report it: this cause has no remedy yet", reason)

@@ -41,9 +41,12 @@ class Report(Sequence):
     """The sites of some graphs, in the order they were compiled. `print` it for a verdict and a
     table, in which calls that are equal but for the numbers in their module's path are one row."""
 
-    def __init__(self, sites: Sequence[tuple[str, Site]], notes: Sequence[str] = ()):
+    def __init__(
+        self, sites: Sequence[tuple[str, Site]], notes: Sequence[str] = (), without: str = ""
+    ):
         self._sites = tuple(sites)
         self._notes = tuple(notes)  # lines at the foot of the table
+        self._without = without  # why there are no sites
 
     def __len__(self):
         return len(self._sites)
@@ -66,7 +69,7 @@ class Report(Sequence):
         """One line: "114 of 171 attention calls use sage1; 57 stay: N < 3072", and what is
         different in stages: "in edge 171 stay: the policy says off"."""
         if not self:
-            return "no attention call was seen: nothing was compiled, or no graph has one"
+            return f"no attention call was seen: {self._without or 'no graph has one'}"
         by_stage = collections.defaultdict(list)
         for site in self:
             by_stage[site.stage].append(site)
@@ -157,8 +160,9 @@ class Report(Sequence):
         return rows
 
     def _remedies(self) -> list[str]:
-        causes = dict.fromkeys(cause_of(site.reason) for site in self.refused)
-        return [f"{cause.short}: {cause.remedy}" for cause in causes if not cause.asked]
+        causes = {(x := cause_of(site.reason)).known_by: x for site in reversed(self.refused)}
+        told = reversed(causes.values())
+        return [f"{cause.short}: {cause.remedy}" for cause in told if not cause.asked]
 
 
 def _cells(sites: list[Site]) -> tuple[str, ...]:
@@ -175,7 +179,9 @@ def _cells(sites: list[Site]) -> tuple[str, ...]:
 def _verdict(sites: list[Site]) -> tuple[str, list[str]]:
     """Recipes, and what stays and why, if anything does."""
     recipes = collections.Counter(site.recipe for site in sites if site.rewritten)
-    causes = collections.Counter(cause_of(x.reason).short for x in sites if not x.rewritten)
+    stay = [cause_of(x.reason) for x in sites if not x.rewritten]
+    first = {cause.known_by: cause.short for cause in reversed(stay)}
+    causes = collections.Counter(first[cause.known_by] for cause in stay)
     n = causes.total()
     stay = [f"{n} {'stays' if n == 1 else 'stay'}: {counts(causes)}"] if causes else []
     return counts(recipes) if recipes else "", stay
@@ -238,12 +244,45 @@ def report() -> Report:
 
     Where Python's own logging is set up, the logger "sage_inductor" at level INFO has it.
     """
+    on_reset(clear)
     with _lock:
         notes = [line for rules, modules in _modules.items() for line in unmatched(rules, modules)]
         known = set(itertools.chain(*map(stages_of, _policies)))
         unknown = sorted(stages.named() - known) if _sites else []
         notes += [f"stage {json.dumps(name)} is named by no rule of a policy" for name in unknown]
-        return Report(_sites, notes + limits.notes())
+        return Report(_sites, notes + limits.notes(), _seen.why_without())
+
+
+class Seen:
+    """The graphs that were compiled since it was made, to say why none has an attention call."""
+
+    def __init__(self):
+        self.graphs = 0  # that the pass saw
+        self._compiled, self._breaks = self._counted()
+
+    @staticmethod
+    def _counted() -> tuple[int, dict[str, int]]:
+        return counters["stats"]["unique_graphs"], dict(counters["graph_break"])
+
+    def why_without(self) -> str:
+        compiled, breaks = self._counted()
+        others = compiled - self._compiled - self.graphs
+        new = [text for text, n in breaks.items() if n > self._breaks.get(text, 0)]
+        broken = (
+            "; a graph break leaves what it is about to eager, with the attention in it: "
+            f"{new[0].strip().splitlines()[0]}" if new else ""
+        )  # fmt: skip
+        if self.graphs:
+            return f"none of {self.graphs} compiled graphs has one" + broken
+        if others > 0:
+            taken = (
+                "an outer torch.compile takes the blocks in it for its own, whatever their backend"
+            )
+            return f"{others} graphs were compiled, none by sage ({taken})" + broken
+        return "nothing was compiled" + broken
+
+
+_seen = Seen()
 
 
 def ends_in_graph_break(gm: torch.fx.GraphModule) -> bool:
@@ -266,6 +305,7 @@ def record(sites: list[Site], policy: Ruling = (), graph_break: bool = False) ->
     compile_id = CompileContext.current_compile_id()
     graph = str(compile_id) if compile_id is not None else "-"
     with _lock:
+        _seen.graphs += 1
         _sites.extend((graph, site) for site in sites)
         if sites and policy not in _policies:
             _policies.append(policy)
@@ -317,14 +357,16 @@ def not_asked(sites: list[Site]) -> list[Site]:
     return [s for s in sites if not s.rewritten and not cause_of(s.reason).asked]
 
 
-def whole(sites: list[tuple[str, Site]], policy: Ruling, notes: Sequence[str] = ()) -> Report:
+def whole(
+    sites: list[tuple[str, Site]], policy: Ruling, notes: Sequence[str] = (), without: str = ""
+) -> Report:
     """The complete report of a model, whose graphs were all seen: it warns at once of a rule that
-    fits no call. notes: more lines for its foot."""
+    fits no call. notes: more lines for its foot. without: why there are no sites."""
     modules = [site.module for _, site in sites]
     unused = unmatched(policy, modules) if isinstance(policy, tuple) else []
     for line in unused:
         log.warning("%s", line)
-    return Report(sites, [*unused, *notes])
+    return Report(sites, [*unused, *notes], without)
 
 
 def raise_if_refused(sites: list[Site]) -> None:
@@ -335,7 +377,9 @@ def raise_if_refused(sites: list[Site]) -> None:
 
 
 def clear() -> None:
+    global _seen
     with _lock:
+        _seen = Seen()
         _sites.clear()
         _modules.clear()
         _policies.clear()

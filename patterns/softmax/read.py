@@ -6,7 +6,8 @@ A learned sink is one more column of scores, whose weights are dropped before th
 
 `read` anchors on a softmax. Upwards it reads each call as a `Step` (a scale, a bias, a fill, a
 cast) until the product q k^T, downwards until the product with v. A step that no attention has is
-read too, with the reason why the call stays as it is. build.py makes a Call of the steps.
+read too, with the reason why the call stays as it is. build.py makes a Call of the steps. `unread`
+finds the softmaxes between two products of which nothing is made.
 """
 
 import dataclasses
@@ -16,12 +17,17 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
+from sage_inductor.ops import compat
 from sage_inductor.patterns.graph import (
     VIEWS,
     arguments,
+    as_float,
+    broadcast,
     equal,
     may_write,
+    only_inserts_dims,
     op_name,
+    specialised,
     storage_of,
     value_of,
 )
@@ -43,13 +49,14 @@ FOREIGN = {
         name: f"`{name}` stands between the products"
         for name in (
             "abs", "add", "clamp", "clip", "exp", "getitem", "index", "max", "maximum", "min",
-            "minimum", "nan_to_num", "narrow", "neg", "pad", "permute", "pow", "relu", "sigmoid",
+            "minimum", "nan_to_num", "narrow", "pad", "permute", "pow", "relu", "sigmoid",
             "slice", "softplus", "square", "sub", "transpose",
         )
     },
 }  # fmt: skip
 # Of FOREIGN.
 RESHAPING = ("cat", "getitem", "index", "narrow", "pad", "permute", "slice", "transpose")
+TRANSPOSING = ("transpose", "swapaxes", "swapdims", "permute", "mT", "getattr")
 HIDDEN = -1e9  # a finite fill up to this is a mask: exp of it is 0 beside any score
 MOST_STEPS = 64  # nodes looked at on each side of a softmax
 
@@ -61,8 +68,11 @@ class Step:
     node: Node
     scale: float | None = None
     bias: Node | None = None
+    factor: float = 1  # of the bias
     fill: tuple[Node, bool, float] | None = None  # where `cond` is that, the score is the number
-    aside: tuple[Node, ...] = ()  # nodes of the row maximum that is subtracted
+    aside: tuple[Node, ...] = ()  # nodes beside it: of the row maximum that is subtracted
+    order: tuple[int, ...] | None = None  # of the dimensions, where it permutes them
+    of_rows: bool = False  # what it does it does to each row, along the last dimension
     sink: Node | None = None  # the column that is put behind the scores
     drops: bool = False  # the last column
     refused: str | None = None
@@ -84,14 +94,16 @@ class Product:
     out: str
 
     def roles(self) -> tuple[str, str, str, str] | None:
-        """The letters (batch, row, inner, col), or None if this is another kind of product."""
+        """The letters (batch, row, inner, col), or None if this is another kind of product. An
+        operand may lack letters of the batch."""
         left, right, out = set(self.left), set(self.right), set(self.out)
-        row, inner, col = left - right, (left & right) - out, right - left
+        rows, cols = ([c for c in self.out if c not in x] for x in (right, left))
+        inner = (left & right) - out
         distinct = all(len(set(x)) == len(x) for x in (self.left, self.right, self.out))
-        if not (distinct and len(row) == len(inner) == len(col) == 1 and row | col <= out):
+        if not (distinct and rows and cols and len(inner) == 1 and (left | right) - inner == out):
             return None
-        batch = "".join(c for c in self.out if c in left & right)
-        return batch, *row, *inner, *col
+        batch = "".join(c for c in self.out if c not in (rows[-1], cols[-1]))
+        return batch, rows[-1], *inner, cols[-1]
 
 
 def read(node: Node) -> tuple[list[Step], list[Step]] | None:
@@ -102,6 +114,56 @@ def read(node: Node) -> tuple[list[Step], list[Step]] | None:
     above = _climb(arguments(node, "input")[0], node, set())
     below = _descend(node, set()) if above else None
     return (above, below) if below else None
+
+
+# What makes something else of the scores or the weights. Beyond it a product is another's.
+ELSE = ("conv", "linear", "norm", "embed", "pool", "loss", "attention", "softmax", "lstm", "gru",
+        "topk", "argmax", "argsort", "sort", "mean", "prod", "sum", "std", "var")  # fmt: skip
+
+
+def unread(softmax: Node) -> tuple[Product, Node, list[str]] | None:
+    """(a product, the weights, what lies between it and the next product) of a softmax between two
+    products that `read` makes nothing of."""
+    if op_name(softmax) not in SOFTMAX or not isinstance(value_of(softmax), torch.Tensor):
+        return None
+    above = _reach(softmax, lambda node: _tensors(node.all_input_nodes))
+    below = _reach(softmax, lambda node: _tensors(node.users)) if above else None
+    if not below:
+        return None
+    (*between, first), (*after, last) = above, below
+    product = product_of(first)
+    names = [op_name(node) for node in (*reversed(between), *after) if not _is_read(node)]
+    writers = (user for node in (first, *between) for user in node.users if may_write(user))
+    names += [op_name(user) for user in writers if user < softmax]
+    return product, softmax, names or [op_name(last)]
+
+
+def _tensors(nodes) -> list[Node]:
+    return [node for node in nodes if isinstance(value_of(node), torch.Tensor)]
+
+
+def _is_read(node: Node) -> bool:
+    return any(step.refused is None for _, step in _readings(node))
+
+
+def _reach(softmax: Node, neighbours) -> list[Node] | None:
+    """The nodes on the shortest way to a product of two tensors that no one trained."""
+    paths, seen = [[node] for node in neighbours(softmax)], {softmax}
+    while paths and len(seen) < MOST_STEPS:
+        path = paths.pop(0)
+        node = path[-1]
+        if node in seen or not op_name(node):
+            continue
+        seen.add(node)
+        if op_name(node) in PRODUCTS:
+            product = product_of(node)
+            if product and not _is_projection(product) and value_of(node).dim() > 2:
+                return path
+            continue
+        if any(word in op_name(node) for word in ELSE):
+            continue
+        paths += [[*path, each] for each in neighbours(node)]
+    return None
 
 
 # -- paths ----
@@ -129,7 +191,7 @@ def _descend(weights: Node, seen: set[Node]) -> list[Step] | None:
     paths = []
     for user in weights.users:
         product = product_of(user)
-        if product and (product.a is weights or op_name(user) == "einsum"):
+        if product and weights in (product.a, product.b):
             added = any(not step.plain or step.refused for step in _steps_of_product(user))
             return [Step(user, refused="the output product adds or scales" if added else None)]
         for operand, step in _readings(user) if len(seen) < MOST_STEPS else ():
@@ -150,14 +212,19 @@ def _readings(node: Node) -> Iterator[tuple[Node, Step]]:
     operands = _reading_of(name, node) if isinstance(value_of(node), torch.Tensor) else ()
     for x, step in operands:
         if isinstance(value_of(x), torch.Tensor):
-            reshaped = name in VIEWS and split_heads(x, node)
-            if reshaped or name in RESHAPING or _same_shape(x, node):
+            if name in (*VIEWS, *RESHAPING) or step.order or _same_shape(x, node):
                 yield x, step
 
 
 def _reading_of(name: str, node: Node) -> Iterator[tuple[Node, Step]]:
     x, other = arguments(node, "input", "other")
-    if name in SAME or name in VIEWS:
+    if name == "getitem" and broadcast(node):
+        yield broadcast(node), Step(node, aside=(x,))
+    elif name in TRANSPOSING and (order := _order(node)):
+        yield x, Step(node, order=order)
+    elif name == "getitem" and only_inserts_dims(node):
+        yield x, Step(node)
+    elif name in SAME or name in VIEWS:
         value = value_of(node)
         moved = not value.is_floating_point() or value.device != value_of(x).device
         moved |= name in VIEWS and value.dtype != value_of(x).dtype  # the bits, read anew
@@ -168,23 +235,23 @@ def _reading_of(name: str, node: Node) -> Iterator[tuple[Node, Step]]:
         yield x, Step(node, refused=active)
     elif name in ("mul", "div") and "rounding_mode" not in node.kwargs:
         yield from _scalings(name, node, x, other)
-    elif name == "add" and _number(x) is None and _number(other) is None:
-        alpha = node.kwargs.get("alpha", 1)
-        refused = None if alpha == 1 else f"the mask is added with alpha={alpha}"
-        for scores, bias in ((x, other), (other, x)):
-            if isinstance(value_of(bias), torch.Tensor):
-                yield scores, Step(node, bias=bias, refused=refused)
+    elif name == "neg":
+        yield x, Step(node, scale=-1.0)
     elif name == "sub" and (aside := _row_maximum(other, x)):
-        yield x, Step(node, aside=aside)
+        yield x, Step(node, aside=aside, of_rows=True)
+    elif name in ("add", "sub") and 0 in (_number(other), _number(x) if name == "add" else None):
+        yield x if _number(other) == 0 else other, Step(node)
+    elif name in ("add", "sub") and _number(x) is None and _number(other) is None:
+        yield from _biases(name, node, x, other)
     elif name == "masked_fill":
         _, cond, value = arguments(node, "input", "mask", "value")
         yield x, _fill(node, cond, True, value)
     elif name == "where":
         yield from _wheres(node)
     elif name == "cat" and (pair := _scores_and_sink(node)):
-        yield pair[0], Step(node, sink=pair[1])
+        yield pair[0], Step(node, sink=pair[1], of_rows=True)
     elif name in ("getitem", "slice", "narrow") and _drops_a_column(name, node):
-        yield x, Step(node, drops=True)
+        yield x, Step(node, drops=True, of_rows=True)
     elif name in FOREIGN:
         for each in x if isinstance(x, (list, tuple)) else (x,):
             yield each, Step(node, refused=FOREIGN[name])
@@ -224,11 +291,47 @@ def _drops_a_column(name: str, node: Node) -> bool:
     return begins and equal(kept.shape, (*value.shape[:-1], value.shape[-1] - 1))
 
 
+def _biases(name: str, node: Node, x, other) -> Iterator[tuple[Node, Step]]:
+    alpha = _number(node.kwargs.get("alpha", 1))
+    for scores, bias in ((x, other), (other, x))[: 2 if name == "add" else 1]:
+        if isinstance(value_of(bias), torch.Tensor):
+            if alpha is None or not math.isfinite(alpha) or bias is x and alpha != 1:
+                yield scores, Step(node, refused=f"the mask is added with alpha={alpha}")
+            else:
+                yield scores, Step(node, bias=bias, factor=alpha if name == "add" else -alpha)
+
+
+def _order(node: Node) -> tuple[int, ...] | None:
+    """Of the dimensions of its input, where a call permutes them and does nothing else."""
+    name, value = op_name(node), value_of(node)
+    n = value.dim() if isinstance(value, torch.Tensor) else 0
+    if n < 2 or not isinstance(value_of(node.args[0] if node.args else None), torch.Tensor):
+        return None
+    order = list(range(n))
+    if name == "mT" or name == "getattr" and node.args[1] == "mT":
+        order[-2:] = order[:-3:-1]
+    elif name in ("transpose", "swapaxes", "swapdims"):
+        _, *swapped = arguments(node, "input", ("dim0", "axis0"), ("dim1", "axis1"))
+        if not all(isinstance(d, int) for d in swapped):
+            return None
+        i, j = swapped
+        order[i], order[j] = order[j], order[i]
+    elif name == "permute":
+        dims = node.args[1:] or (node.kwargs.get("dims"),)
+        dims = dims[0] if isinstance(dims[0], (list, tuple)) else dims
+        if not all(isinstance(d, int) for d in dims):
+            return None
+        order = [d % n for d in dims]
+    else:
+        return None
+    return tuple(order)
+
+
 def _scalings(name: str, node: Node, x, other) -> Iterator[tuple[Node, Step]]:
     for scores, factor in ((x, other), (other, x))[: 2 if name == "mul" else 1]:
         c = _number(factor)
         if c is None:
-            kind = "a tensor" if isinstance(value_of(factor), torch.Tensor) else "a dynamic number"
+            kind = "a tensor" if isinstance(value_of(factor), torch.Tensor) else "a number of data"
             yield scores, Step(node, refused=f"the scores are scaled by {kind}")
         elif c == 0 or not math.isfinite(c):
             yield scores, Step(node, refused=f"the scores are scaled by {c}")
@@ -296,16 +399,7 @@ def _baddbmm(node: Node) -> list:
 def product_of(node: Node) -> Product | None:
     name = op_name(node)
     if name == "einsum":
-        equation, *operands = node.args
-        if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
-            operands = operands[0]
-        if not isinstance(equation, str) or "." in equation or len(operands) != 2:
-            return None
-        inputs, arrow, out = equation.replace(" ", "").partition("->")
-        letters = inputs.split(",")
-        if not arrow:
-            return None
-        return Product(*operands, *letters, out)
+        return _einsum(node)
     if name not in PRODUCTS:
         return None
     if name == "baddbmm":
@@ -318,30 +412,107 @@ def product_of(node: Node) -> Product | None:
     return Product(a, b, left + "ij", right + "jk", out + "ik")
 
 
+def _einsum(node: Node) -> Product | None:
+    """Of an equation with or without an arrow, or of sublists; `...` becomes letters."""
+    first, *operands = node.args
+    if isinstance(first, str):
+        if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+            operands = operands[0]
+        inputs, arrow, out = first.replace(" ", "").replace("...", ".").partition("->")
+        terms = inputs.split(",")
+    else:  # einsum(q, [0, 1, 2], k, [0, 3, 2], [0, 1, 3])
+        operands, terms = node.args[0:4:2], node.args[1:4:2]
+        arrow, out = len(node.args) == 5, node.args[4] if len(node.args) == 5 else ""
+        if not all(isinstance(x, (list, tuple)) for x in (*terms, out or [])):
+            return None
+        *terms, out = ("".join("." if i is ... else LETTERS[i] for i in x) for x in (*terms, out))
+    if len(operands) != 2 or len(terms) != 2:
+        return None
+    if not all(isinstance(value_of(x), torch.Tensor) for x in (*operands, node)):
+        return None
+    if not arrow:
+        once = (c for c in "".join(terms) if "".join(terms).count(c) == 1 and c != ".")
+        out = "." * ("." in "".join(terms)) + "".join(sorted(once))
+    unused = [c for c in LETTERS if c not in "".join(terms)]
+    ranks = [
+        value_of(x).dim() - len(term.replace(".", ""))
+        for x, term in zip(operands, terms, strict=True)
+    ]
+    dots = unused[: max(ranks)]
+    left, right = (
+        term.replace(".", "".join(dots[len(dots) - rank :]))
+        for term, rank in zip(terms, ranks, strict=True)
+    )
+    return Product(*operands, left, right, out.replace(".", "".join(dots)))
+
+
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
 def _is_projection(product: Product) -> bool:
     return len(product.right) == 2 < len(product.left)
 
 
 def _number(x) -> float | None:
-    """The number that `x` is, or that fills a tensor made in the graph."""
-    if isinstance(x, (int, float)):
-        return float(x)
+    """The number that `x` is, or that fills a tensor made in the graph. A dynamic number is that
+    which is compiled for."""
+    value = as_float(x) if isinstance(x, Node) else x
+    if isinstance(value_of(value), torch.SymInt):
+        value = specialised(value_of(value)) if value_of(value).node.has_hint() else None
+    if isinstance(value, (int, float)):
+        return float(value)
     if not isinstance(x, Node) or not isinstance(value := value_of(x), torch.Tensor):
-        return None
+        known = value_of(x) if isinstance(x, Node) else None
+        return float(known) if isinstance(known, (int, float)) else None
     if _is_written(x):
         return None
     name = _name(x)
     if name in ("full", "full_like", "new_full"):
         number = _number(arguments(x, "size", "fill_value")[1])
-    elif name in ("tensor", "scalar_tensor") or name in SAME:
-        number = _number(arguments(x, ("data", "s"))[0])
-    elif name == "sqrt" and (number := _number(arguments(x, "input")[0]) or 0) > 0:
-        number = math.sqrt(number)
+    elif name in MADE_OF_DATA or name in SAME or name in NUMPY_CASTS:
+        number = _number(_only(arguments(x, ("data", "s"))[0]))
+    elif name in OF_NUMBERS:
+        number = _calculated(name, x)
     else:
         return None
     if number is None or not (math.isfinite(number) or value.is_floating_point()):
         return None
     return float(torch.tensor(number, dtype=value.dtype))  # rounded, or without its fraction
+
+
+MADE_OF_DATA = ("tensor", "scalar_tensor", "as_tensor", "Tensor", "FloatTensor")
+NUMPY_CASTS = ("wrapped_float16", "wrapped_float32", "wrapped_float64")
+OF_NUMBERS = {
+    **{f.__name__: f for f in (torch.sqrt, torch.rsqrt, torch.pow, torch.reciprocal, torch.square,
+                               torch.neg, torch.mul, torch.div, torch.add, torch.sub)},
+    "wrapped_sqrt": torch.sqrt, "wrapped_power": torch.pow, "wrapped_reciprocal": torch.reciprocal,
+}  # fmt: skip
+
+
+def _only(data):
+    """x of [x]."""
+    while isinstance(data, (list, tuple)) and len(data) == 1:
+        (data,) = data
+    return data
+
+
+def _calculated(name: str, x: Node) -> float | None:
+    """What torch makes of numbers, torch is asked."""
+    numbers = [_number(each) for each in x.args]
+    if x.kwargs or None in numbers:
+        return None
+    values = [value_of(each) for each in x.args]
+    with compat.unset_fake_temporarily():
+        operands = [
+            torch.tensor(number, dtype=value.dtype)
+            if isinstance(value, torch.Tensor)
+            else type(value)(number)
+            if isinstance(value, (int, float)) and not name.startswith("wrapped_")
+            else torch.tensor(number, dtype=torch.float64)
+            for number, value in zip(numbers, values, strict=True)
+        ]
+        out = OF_NUMBERS[name](*operands)
+        return out.item() if out.dtype == value_of(x).dtype else None
 
 
 def _is_written(x: Node) -> bool:
@@ -361,14 +532,6 @@ def _name(node: Node) -> str:
     name = op_name(node)
     name = name if name in CASTS or name.startswith("_") else name.removesuffix("_")
     return SYNONYMS.get(name, name)
-
-
-def split_heads(x: Node, node: Node) -> tuple | None:
-    """(B, H) where one of the two is [B * H, N, M] and the other the same as [B, H, N, M]."""
-    a, b = sorted((value_of(x).shape, value_of(node).shape), key=len)
-    if (len(a), len(b)) != (3, 4) or not equal(a, (b[0] * b[1], b[2], b[3])):
-        return None
-    return b[0], b[1]
 
 
 def _same_shape(x: Node, node: Node) -> bool:

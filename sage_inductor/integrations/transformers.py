@@ -70,7 +70,9 @@ def sage_attention_forward(
     if is_causal and key.shape[2] > N_q:  # a prefill into an empty static cache: the rest is unset
         key, value = key[:, :, :N_q], value[:, :, :N_q]
     groups = getattr(module, "num_key_value_groups", 1)
-    grouped = groups > 1 and use_gqa_in_sdpa(attention_mask, key, value)
+    grouped = False
+    if groups > 1 and use_gqa_in_sdpa(attention_mask, key, value):
+        grouped = True  # of dynamic head_dims the answer is a SymBool, which SDPA does not take
     if groups > 1 and not grouped:
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     out = attention(

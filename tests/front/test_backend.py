@@ -22,6 +22,7 @@ from torch.testing import assert_close
 
 import sage_inductor
 from sage_inductor import config, inductor_pass, options
+from sage_inductor.backend import sage_backend
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.policy import Rule
 
@@ -154,6 +155,51 @@ def test_dynamic_shapes_from_the_start():
 
 
 # -- options and settings ----
+
+
+STAYS = {
+    "SDPA": lambda q, k, v, scale: F.scaled_dot_product_attention(q, k, v),
+    "scale of the sizes": lambda q, k, v, scale: F.scaled_dot_product_attention(
+        q, k, v, scale=q.shape[-1] ** -0.4),
+    "scale that is given": lambda q, k, v, scale: F.scaled_dot_product_attention(
+        q, k, v, scale=scale),
+    "few heads of k and v": lambda q, k, v, scale: F.scaled_dot_product_attention(
+        q, k[:, :2], v[:, :2], q.mean(-1)[..., None] > 0, enable_gqa=True),
+    "by hand": lambda q, k, v, scale: (q @ k.mT * scale / q.shape[-1] ** 0.5).softmax(-1) @ v,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STAYS)
+def test_a_call_that_stays_costs_no_graph(name):
+    """Three times random batches, heads, lengths and head_dims, with dynamic=True."""
+    sizes = [[int(torch.randint(2, 40, ())) * n for n in (1, 2, 1, 4)] for _ in range(3)]
+
+    def graphs(backend) -> int:
+        seen = []
+
+        def counted(gm, inputs):
+            seen.append(gm)
+            return backend(gm, inputs)
+
+        torch._dynamo.reset()
+        compiled = torch.compile(STAYS[name], backend=counted, dynamic=True)
+        for shape in sizes:
+            compiled(*(torch.randn(shape) for _ in range(3)), shape[3] ** -0.5)
+        return len(seen)
+
+    with support.op_by_op():
+        ours = graphs(sage_backend)
+    assert ours == graphs(lambda gm, _: gm.forward)
+    assert not sage_inductor.report().rewritten
+
+
+@pytest.mark.parametrize("options", [{}, {**EMULATE, "sage.recipe": "off"}])
+def test_a_head_dim_may_be_marked_dynamic_where_the_call_stays(options):
+    qkv = [torch.randn(1, 2, 8, 16) for _ in range(3)]
+    for x in qkv:
+        torch._dynamo.mark_dynamic(x, 3)
+    with support.op_by_op():
+        torch.compile(F.scaled_dot_product_attention, backend="sage", options=options)(*qkv)
 
 
 def run(options, function=F.scaled_dot_product_attention, **kwargs):
@@ -445,7 +491,9 @@ def test_report_counters_and_log_tell_what_happened(caplog):
     assert len(report) == 2 and len(report.rewritten) == len(report.refused) == 1
     text = str(report)
     assert "sage2-8b" in text and "dropout_p must be 0, got 0.5" in text
-    assert text.startswith("1 of 2 attention calls use sage2-8b; 1 stays: dropout_p must be 0\n")
+    assert text.startswith(
+        "1 of 2 attention calls use sage2-8b; 1 stays: dropout_p must be 0, got 0.5\n"
+    )
     stays = "scaled_dot_product_attention_1 stays as it was: dropout_p"
     assert any(r.message.startswith(stays) for r in caplog.records)
     one, two = report

@@ -311,6 +311,35 @@ def test_more_batches_than_the_power_of_2_below_the_first_ones_need_no_other_gra
     assert [str(guard.expr) for guard in shape_env.guards if "8" in str(guard.expr)]
 
 
+@pytest.mark.parametrize(
+    "reason, given",
+    [
+        ("fp32 is asked for", {"dtype": torch.float32}),
+        ("training", {"requires_grad": True, "training": "off"}),
+        ("the policy says off", {"policy": (Rule("off", head_dim=()),)}),
+        ("wins from N=", {}),
+        (
+            "SDPA is faster",
+            {
+                "benchmark": lambda case: (
+                    dict.fromkeys(case.candidates, 2.0) | {"FLASH_ATTENTION": 1.0}
+                )
+            },
+        ),
+    ],
+)
+def test_a_call_that_stays_whatever_its_sizes_guards_none_of_them(reason, given, monkeypatch):
+    """But the length from which it would be rewritten."""
+    known(monkeypatch, table())
+    shape_env = ShapeEnv()
+    hints = zip("BHND", (2, 8, 300, 128))
+    B, H, N, D = (dynamic(shape_env, *each) for each in hints)
+    site = decide((B, H, H, N, D), (9, 0), monkeypatch, shape_env=shape_env, **given)
+    assert not site.rewritten and reason in site.reason, site.reason
+    guards = [str(guard.expr) for guard in shape_env.guards]
+    assert len(guards) == ("wins" in reason), guards
+
+
 def test_shared_k_and_v_are_prepared_once_in_the_prediction_too(monkeypatch):
     """Where preparation decides: k and v of 8 batches cost more than attention saves."""
     with_preparation = table()

@@ -10,6 +10,7 @@ import types
 
 import models
 import pytest
+import support
 import torch
 import torch.nn.functional as F
 from support import op_by_op, relative_l2
@@ -240,6 +241,21 @@ def test_what_transformers_asks_beyond_sdpa_is_refused(name):
     q = torch.randn(1, 2, 8, 64)
     with pytest.raises(ValueError, match=f'attention "sage" does not support {name}: use "eager"'):
         sage_attention_forward(torch.nn.Module(), q, q, q, None, **{name: torch.ones(2)})
+
+
+def test_grouped_heads_of_dynamic_sizes_are_attended_to():
+    class Attend(torch.nn.Module):
+        num_key_value_groups = 2
+
+        def forward(self, q, k, v):
+            return sage_attention_forward(self, q, k, v, None)[0]
+
+    q, k, v = support.random_qkv(H_kv=2)
+    with op_by_op():
+        compiled = torch.compile(Attend(), backend="sage", dynamic=True, fullgraph=True)
+        for N in (32, 9):
+            inputs = [x[:, :, :N] for x in (q, k, v)]
+            torch.testing.assert_close(compiled(*inputs), Attend()(*inputs))
 
 
 def test_what_only_transformers_sdpa_has_goes_there():

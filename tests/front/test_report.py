@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import support
 import torch
 import torch.nn.functional as F
 
@@ -79,7 +80,7 @@ def strings(path):
 
 # What is not a reason, but a part of one, the description of a mask, or why a call is rewritten.
 NOT_REASONS = {
-    "11", "blocks of {} x {}", "a sink", "causal1", "window(1, 1)", ", bottom right", "a tensor", "a dynamic number",
+    "11", "blocks of {} x {}", "a sink", "causal1", "window(1, 1)", ", bottom right", "a tensor", "a number of data",
     "flex window", "no recipe", "no backend of SDPA", "; 11 failed: 1", " at 1", "autotuned1",
     "1 with 1, B*H=1", "N >= 11", ", 1 at N=1", "1: 1x the fastest of SDPA111",
     "; SDPA's flash attention is 1", "; all batches share k and v, which are prepared once",
@@ -189,12 +190,51 @@ def test_verdicts(monkeypatch):
         verdict(layers(2, reason=SHORT))
         == "0 of 2 attention calls use sage on NVIDIA CUDA0; 2 stay: N < 3072"
     )
-    assert "stay: N < 3072 (2), dropout_p must be 0 (1)" in verdict(
+    assert "stay: N < 3072 (2), dropout_p must be 0, got 0.1 (1)" in verdict(
         [*layers(2, reason=SHORT), site()]
     )
+    whole = "the scores are scaled by a tensor"
+    assert verdict([site(reason=whole)]).endswith(f"1 stays: {whole}")
+    between = [site(reason=f"`{name}` stands between the products") for name in ("clamp", "abs")]
+    assert verdict(between).endswith("2 stay: `clamp` stands between the products")
     assert verdict([]).startswith("no attention call was seen")
     off = str(Report([("-", site(reason=RULE))]))
     assert "1 stays: the policy says off" in off and cause_of(RULE).remedy not in off
+
+
+def no_attention(x):
+    return x + 1
+
+
+def breaks(x):
+    torch._dynamo.graph_break()
+    return x + 1
+
+
+inner = torch.nn.Sequential(torch.compile(torch.nn.ReLU(), backend="sage"), torch.nn.ReLU())
+
+
+WITHOUT = {
+    "nothing was compiled": None,
+    "none of 1 compiled graphs has one": (no_attention, "sage"),
+    "a graph break leaves what it is about to eager": (breaks, "sage"),
+    "1 graphs were compiled, none by sage (an outer torch.compile": (inner, "eager"),
+}
+
+
+@pytest.mark.parametrize("why", WITHOUT)
+def test_a_report_without_calls_says_why(why):
+    asked_for()
+    torch._dynamo.reset()
+    with support.op_by_op():
+        if WITHOUT[why]:
+            function, backend = WITHOUT[why]
+            torch.compile(function, backend=backend)(torch.ones(3))
+    said = asked_for().verdict
+    assert said.startswith("no attention call was seen: ") and why in said
+    assert [text for text in WITHOUT if text in said][-1] == why
+    if WITHOUT[why] and function is not inner:
+        assert why in sage_inductor.explain(function, torch.ones(3)).verdict
 
 
 def test_dicts_hold_every_call_and_are_json():
@@ -415,7 +455,7 @@ def test_a_page_shows_every_call_escaped_and_needs_no_other_file(tmp_path):
     assert rows[0][-2:] == ["sage2-8b", "N >= 3072"]
     assert rows[-1][1] == HOSTILE and 'said "<b>" & dropout' in rows[-1][-1]
     assert {"details", "summary"} <= alone(parsed) and "http" not in text and "@import" not in text
-    assert cause_of(SHORT).remedy in rows[-2][-1] and found.verdict in text.replace("&lt;", "<")
+    assert cause_of(SHORT).remedy in rows[-2][-1] and found.verdict in html.unescape(text)
 
 
 def test_a_notebook_shows_groups_without_a_script():
@@ -535,7 +575,7 @@ def test_calls_that_all_stay_are_warned_of_once_for_each_cause(warnings, monkeyp
     assert len(warnings()) == 1
     report.record([site()])
     assert warnings()[1:] == [
-        "sage_inductor: 0 of 4 attention calls use sage on NVIDIA L40S: dropout_p must be 0 (1 calls); "
+        "sage_inductor: 0 of 4 attention calls use sage on NVIDIA L40S: dropout_p must be 0, got 0.1 (1 calls); "
         "call model.eval(), or set its dropout to 0"
     ]
 

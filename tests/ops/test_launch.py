@@ -249,6 +249,29 @@ def test_what_is_compiled_ahead_is_what_is_launched(recipe, mask, band, N, warpg
     assert sorted(h200, key=repr) == sorted(launched, key=repr)
 
 
+@pytest.mark.parametrize("recipe", ["sage1-per-token", "sage2-8b-per-token"])
+def test_kernels_of_fp32_are_compiled_ahead_as_they_are_launched(recipe, h200):
+    """v that is not quantized is computed in bf16."""
+    inputs = [x.float() for x in qkv(1000, "cuda")]
+    with inputs[0].fake_mode:
+        precompile.precompile(
+            SdpaCall(*arguments(*inputs, False, 0.1, recipe=recipe, warpgroups=0))
+        )
+    _, tile = select(Problem((9, 0), NAMED[recipe], 64, masked=False))
+    launched, visibility = [], Visibility.of(None, FULL, 1000, tile.BLOCK_M)
+
+    def run(kernel, grid, tensors, numbers, **options):
+        launched.append([x.dtype for x in tensors if isinstance(x, torch.Tensor)])
+
+    q, k, v = (torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in inputs)
+    of_v = v if NAMED[recipe].pv == "fp8" else None
+    prepared = launch_kv(k, of_v, visibility.keys(4), NAMED[recipe], run, True)
+    a = attention_call(q, k, v, recipe, visibility, prepared=prepared, warpgroups=0)
+    run_opaque(a.without_idle_bounds(), tile, run, torch.device("cuda", 0))
+    found = [[x for x in kinds if isinstance(x, torch.dtype)] for _, _, kinds, _ in h200]
+    assert found and sorted(map(str, found)) == sorted(map(str, launched))
+
+
 def test_kernels_are_compiled_ahead_for_the_keys_that_a_band_shows(h200):
     (q, *_), (_, *of_kv) = qkv(300, "cuda"), qkv(1000, "cuda")
     given = dict(recipe="sage2-8b-per-token", bottom_right=True, left=99)

@@ -216,6 +216,13 @@ OBLONG = {
 }  # fmt: skip
 
 
+def test_of_one_query_a_band_is_proven():
+    first = lambda n, m, p, d: torch.arange(m) <= torch.arange(n)[:, None] + 3  # noqa: E731
+    assert proven(first, (1, 12)) == (Band(None, 3), None)
+    last = lambda n, m, p, d: torch.arange(m)[None] > torch.arange(m - n, m)[:, None] - 4  # noqa: E731
+    assert proven(last, (1, 12)) == (Band(3, None, bottom_right=True), None)
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("case", OBLONG)
 def test_an_oblong_mask_is_proven_with_its_diagonal(case, dynamic):
@@ -243,6 +250,7 @@ LEFT_OVER = {
         lambda n, m, p, d: torch.where((p != 0)[:, None, None] & ones(n).tril(), 0.0, -inf), CAUSAL, "[2, 1, 1, 12]"),
     "padding alone": (lambda n, m, p, d: p.bool()[:, None, None].expand(2, 1, n, m), FULL, "[2, 1, 1, 12]"),
     "padding, negated": (lambda n, m, p, d: ones(n).tril() & ~(p == 0)[:, None, None], CAUSAL, "[2, 1, 1, 12]"),
+    "a row of keys": (lambda n, m, p, d: ones(n).tril() & p[1].bool(), CAUSAL, "[12]"),
     "data": (lambda n, m, p, d: window(n, m, 3, 0) & (d > 0), Band(3, 0), "[12, 12]"),
     "data twice": (lambda n, m, p, d: ones(n).tril() & (d > 0) & (d < 1), FULL, "mask"),
     "one of several outputs": (lambda n, m, p, d: (d > 0).repeat(1, 2).chunk(2, 1)[0], FULL, "mask"),

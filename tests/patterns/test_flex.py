@@ -82,9 +82,8 @@ def found_all(function, *inputs, also=lambda gm: None, **options):
 
         with gm.graph.inserting_before(call.node):
             new = gm.graph.call_function(attention, (call.q, call.k, call.v))
-        hop = call.node.args[0]
         call.node.replace_all_uses_with(call.finish(new))
-        for node in dict.fromkeys((call.node, *hop.users, hop)):
+        for node in (call.node, *call.dead):
             gm.graph.erase_node(node)
         gm.recompile()
 
@@ -176,6 +175,14 @@ def test_calls_by_one_block_mask(monkeypatch):
     refused = None, "score_mod changes the scores"
     assert others == [(CAUSAL, None), (CAUSAL, None), refused, (CAUSAL, None)]
     assert too_large == [lse, BY_LISTS, BY_LISTS, refused, BY_LISTS]
+
+
+@pytest.mark.parametrize(
+    "mask_mod, band", [(causal, CAUSAL), (lambda b, h, i, j: j <= i + 5, Band(None, 5))]
+)
+def test_a_band_of_one_query_is_proven(mask_mod, band):
+    q, k, v = random_qkv(1, 300)
+    assert found(masked(mask_mod), q, k, v) == (band, None)
 
 
 BY_LISTS = (CAUSAL, (128, 128)), None
@@ -306,6 +313,15 @@ def test_a_block_mask_of_random_numbers_is_data():
         return flex_attention(q, k, v, block_mask=blocks)
 
     assert found(function, *random_qkv(256)) == BY_LISTS
+
+
+def test_a_logsumexp_on_which_nothing_depends_is_not_used():
+    def function(q, k, v):
+        out, lse = flex_attention(q, k, v, return_lse=True)
+        lse.exp().sum()
+        return out
+
+    assert found(function, *random_qkv())[1] is None
 
 
 def test_exported_calls_are_found():

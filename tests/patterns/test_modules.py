@@ -351,6 +351,30 @@ def test_a_bool_mask_that_is_used_again_is_read_as_it_was(kind):
         torch.testing.assert_close(out, module(x, CAUSAL_MASK.clone()), rtol=1e-5, atol=1e-5)
 
 
+UNREAD = {
+    "averaged": lambda w: w.mean(),
+    "detached": lambda w: w.detach(),
+    "indexed": lambda w: w[:, None].expand(B, H, L, L).sum(-1),
+    "its shape": lambda w: torch.zeros_like(w),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", UNREAD)
+def test_weights_on_which_nothing_depends_are_not_used(name, dynamic):
+    module, x = nn.MultiheadAttention(E, H).double(), torch.randn(L, B, E).double()
+
+    def attend(x):
+        out, weights = module(x, x, x, need_weights=True)
+        UNREAD[name](weights)
+        return out
+
+    out, (call,), _ = capture(attend, x, dynamic=dynamic)
+    assert call.refused is None, call.refused
+    assert [op_name(node) for node in call.dead][-1:] == ["multi_head_attention_forward"]
+    torch.testing.assert_close(out, attend(x))
+
+
 # -- what is refused -----------------------------------------------------------------------------
 
 

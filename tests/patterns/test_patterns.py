@@ -458,6 +458,33 @@ def test_heads_of_k_alone_that_are_repeated_stay_repeated():
     assert site.rewritten and site.k[1] == 4
 
 
+VISIBLE = {
+    "causal": lambda i, valid: torch.ones(len(i), len(i), dtype=torch.bool).tril() & valid,
+    "a window": lambda i, valid: valid & ((i[:, None] - i).abs() < 9),
+    "a cache": lambda i, valid: (i <= i[:, None]) & (i < valid.sum()),
+    "a row alone": lambda i, valid: valid.expand(len(i), len(i)),
+    "float": lambda i, valid: torch.where((i <= i[:, None]) & valid, 0.0, -math.inf),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", VISIBLE)
+def test_a_row_of_keys_beside_a_band_is_a_mask(name, dynamic):
+    """What is left of the mask has one dimension, which SDPA's attn_mask may not have."""
+
+    def attend(q, k, v, valid):
+        mask = VISIBLE[name](torch.arange(q.shape[2]), valid)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    inputs = (*random_qkv(N=40), torch.arange(40) < 30)
+    sites = []
+    found = run_seen(
+        attend, *inputs, see=lambda gm: sites.extend(rewrite(gm, EMULATE)), dynamic=dynamic
+    )
+    assert sites[0].rewritten, sites[0].reason
+    assert relative_l1(found, attend(*inputs)) < 0.05
+
+
 def test_causality_that_is_not_known_is_refused():
     graph = torch.fx.Graph()
     q, causal = graph.placeholder("q"), graph.placeholder("causal")

@@ -11,6 +11,7 @@ import re
 import sys
 from unittest import mock
 
+import numpy as np
 import pytest
 import support
 import torch
@@ -418,11 +419,6 @@ def test_dynamic_lengths_and_batches_stay_dynamic(spelling):
     torch.testing.assert_close(actual, spelling(*inputs))
 
 
-def test_a_dynamic_head_dim_makes_the_scale_unknown():
-    _, taken, reasons, _ = capture(textbook, *random_qkv(), dynamic=True)
-    assert not taken and reasons == ["the scores are scaled by a dynamic number"]
-
-
 def test_dynamic_repeated_heads_are_seen_through():
     def repeated(q, k, v):
         B, H, N, D = k.shape
@@ -640,6 +636,31 @@ def scores_before_a_write_are_used(q, k, v):
     return s.softmax(-1) @ v + twice.sum()
 
 
+TRAINED = torch.ones(16, dtype=torch.float64, requires_grad=True)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+def function_between(q, k, v):
+    s = q @ k.mT
+    v = Doubled.apply(v * TRAINED)
+    return s.softmax(-1) @ v
+
+
+def checkpoint_between(q, k, v):
+    s = q @ k.mT
+    v = torch.utils.checkpoint.checkpoint(torch.sin, v, use_reentrant=False)
+    return s.softmax(-1) @ v
+
+
 def keys_written_between(q, k, v):
     k = k + 1
     s = q @ k.mT
@@ -807,12 +828,13 @@ REFUSED = {
     "scores written beside": (scores_written_beside, "the scores `s` are also used by `view`"),
     "scores used before a write": (scores_before_a_write_are_used, "the scores `s` are also used by `twice`"),
     "keys written between": (keys_written_between, "`mul_` writes in place between the products"),
+    "a function of autograd between": (function_between, "`autograd_function_apply` may write to what"),
+    "a checkpoint between": (checkpoint_between, "may write to what it is given, and is between"),
     "dropout": (scored(after=lambda p: F.dropout(p, 0.1)), "dropout is active"),
     "tensor dropout": (scored(after=nn.Dropout(0.1).train()), "dropout is active"),
     "softmax over another dimension": (scored(dim=2), "softmax is over dimension 2 of 4"),
     "softmax over the heads": (scored(dim=1), "softmax is over dimension 1 of 4"),
     "sum over the queries": (sum_over_the_queries, r"the weights are not \[..., N_q, N_k\] in both"),
-    "softmax over the queries": (softmax_over_the_queries, "softmax is over dimension -2"),
     "mask before the scale": (mask_before_the_scale, "a mask is applied before the scale"),
     "negative scale of a mask": (
         scored(lambda s: s.masked_fill(MASK, -math.inf) * -1.0), "a mask is applied before the scale"),
@@ -851,21 +873,19 @@ REFUSED = {
     "masks of two values": (
         scored(lambda s: s.masked_fill(~MASK, LOW).masked_fill(~PADDING, -1e9)), "hide with different values"),
     "other scores": (scored(lambda s: torch.where(MASK, s, BIAS)), "replaced by a tensor"),
-    "alpha": (scored(lambda s: s.add(BIAS, alpha=2)), "the mask is added with alpha=2"),
     "head mask": (scored(after=lambda p: p * BIAS), "the scores are scaled by a tensor"),
     "weights masked": (scored(after=lambda p: p.masked_fill(~MASK, -math.inf)), "the weights pass through `masked_fill`"),
     "weights shifted": (scored(after=lambda p: p + BIAS), "the weights pass through `add`"),
-    "weights transposed": (transposed_weights, "`transpose` stands between the products"),
-    "batch broadcast": (first_batch_alone, "a product broadcasts"),
-    "heads broadcast": (one_head_of_keys, "a product broadcasts"),
+    "weights transposed": (transposed_weights, r"the weights are not \[..., N_q, N_k\] in both"),
+    "on the right": (
+        lambda q, k, v: v.mT @ (q @ k.mT).softmax(-1), r"the weights are not \[..., N_q, N_k\] in both"),
     "2 dimensions": (two_dimensions, r"3 or 4 dimensions, got \[2, 2, 2\]"),
     "5 dimensions": (five_dimensions, r"3 or 4 dimensions, got \[5, 5, 5\]"),
-    "split in two ways": (heads_split_in_two_ways, r"split in two ways: \[\[2, 4\], \[4, 2\]"),
     "autocast between": (autocast_between, "`_enter_autocast` changes a mode"),
     "deep use": (deep_use_of_the_weights, "the weights `p` are also used by `o`"),
     "maximum": (scored(lambda s: torch.max(s, SCALE)), "`max` stands between the products"),
-    "maximum over the queries": (scored(lambda s: s - s.amax(-2, True)), "`sub` stands between"),
-    "place of the maximum": (scored(lambda s: s - s.max(-1, True)[1]), "`sub` stands between"),
+    "maximum over the queries": (scored(lambda s: s - s.amax(-2, True)), "are also used by `amax"),
+    "place of the maximum": (scored(lambda s: s - s.max(-1, True)[1]), "are also used by `max"),
     "scale that is written": (scaled_by_what_is_written, "scaled by a tensor"),
     "scale written through a view": (scaled_by_a_written_view, "scaled by a tensor"),
     "scale written by another name": (scaled_by_what_is_written_by_another_name, "scaled by a tensor"),
@@ -876,7 +896,15 @@ REFUSED = {
     "other bits": (
         scored(lambda s: s.half().view(torch.bfloat16).double()), "the scores are moved by `view`"),
     "gradient mode between": (gradient_mode_between, "`_set_grad_enabled` changes a mode"),
+    "softmax over two queries": (
+        lambda q, k, v: (q @ k.mT).reshape(2, 4, 4, 16).softmax(-1).reshape(2, 4, 8, 8) @ v,
+        "`softmax` is not over the keys of a query"),
     "two dtypes": (two_dtypes, "q, k and v must have one dtype"),
+    "broadcast scores": (
+        scored(lambda s: s + torch.broadcast_tensors(MASK, s)[1]), "are also used by `broadcast"),
+    "scores broadcast twice": (
+        lambda q, k, v: (lambda s: s[0].softmax(-1) @ v * s[1].sum())(torch.broadcast_tensors(*[q @ k.mT] * 2)),
+        "are also used by"),
 }  # fmt: skip
 
 
@@ -934,7 +962,7 @@ def test_arguments_that_change_what_is_computed_are_honoured_or_refused(case):
     torch.testing.assert_close(program.module()(*inputs), expected)
 
 
-def test_heads_split_off_a_dynamic_batch_stay():
+def test_heads_are_split_off_a_dynamic_batch():
     def split(q, k, v):
         B = q.shape[0]
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
@@ -944,8 +972,39 @@ def test_heads_split_off_a_dynamic_batch_stay():
     inputs = random_qkv()
     for x in inputs:
         torch._dynamo.mark_dynamic(x, 0)
-    _, taken, (reason,), _ = capture(split, *inputs)
-    assert not taken and reason.startswith("batch and heads are split, and dynamic")
+    _, (call,), reasons, actual = capture(split, *inputs)
+    assert not reasons and isinstance(call.out.shape[0], torch.SymInt)
+    torch.testing.assert_close(actual, split(*inputs))
+
+
+def mvit(q, k, v):
+    """A bias that is added to a part of the scores, in place."""
+    s = q @ k.mT
+    s[:, :, 1:, 1:] = s[:, :, 1:, 1:] + BIAS[..., 1:, 1:]
+    return s.softmax(-1) @ v
+
+
+def slots(q, k, v):
+    p = (q @ k.mT).softmax(-2)
+    return (p / p.sum(-1, keepdim=True)) @ v
+
+
+UNREAD = {
+    "written by slices": (mvit, "could not be read: `setitem` between"),
+    "weights that are normalised again": (slots, "the scores are scaled by a tensor"),
+    "rolled scores": (scored(lambda s: s.roll(1, -1)), "could not be read: `roll` between"),
+    "sorted weights": (scored(after=lambda p: p.flip(-1)), "could not be read: `flip` between"),
+    "gathered scores": (
+        scored(lambda s: s.gather(-1, torch.zeros(2, 4, 8, 8, dtype=torch.long))), "read: `gather` between"),
+    "two": (scored(lambda s: s.roll(1, -1), lambda p: p.flip(-1)), "`roll`, `flip`"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNREAD)
+def test_a_softmax_between_two_products_that_is_not_read_says_so(case):
+    function, reason = UNREAD[case]
+    _, taken, (got,), _ = capture(function, *random_qkv())
+    assert not taken and reason in got, got
 
 
 W = torch.randn(16, 16, dtype=torch.float64)
@@ -955,7 +1014,9 @@ NOT_ATTENTION = {
     "gate": lambda q, k, v: F.softmax(F.linear(q, W), -1) @ W,
     "contrast": lambda q, k, v: (q @ k.mT).softmax(-1),
     "mixture": lambda q, k, v: BIAS.softmax(-1) @ v,
-    "on the right": lambda q, k, v: v.mT @ (q @ k.mT).softmax(-1),
+    "another layer's": lambda q, k, v: (
+        F.linear((q @ k.mT)[..., :16] @ W[:8], W).softmax(-1) @ W @ v.mT
+    ),
 }
 
 
@@ -966,6 +1027,120 @@ def test_another_softmax_is_not_spoken_of(case):
 
 
 # -- every combination of spellings ----
+
+
+def swin(q, k, v):
+    """Two windows of an image: a mask for each, the same for all heads."""
+    s = (q @ k.mT).view(1, 2, 4, 8, 8) + torch.stack([-100 * ~MASK, BIAS[0, 0]])[:, None]
+    return s.view(-1, 4, 8, 8).softmax(-1) @ v
+
+
+def vit_det(q, k, v):
+    """A bias of the rows of an image and one of its columns, for queries of 2 x 4 and such keys."""
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    rows, columns = q.unflatten(1, (2, 4)) @ FAR[:2].mT, q.unflatten(1, (2, 4)) @ FAR[2:].mT
+    s = (q * 0.25 @ k.mT).view(8, 2, 4, 2, 4) + rows[..., None] + columns[..., None, :]
+    return (s.view(8, 8, 8).softmax(-1) @ v).view(2, 4, 8, 16)
+
+
+FAR = torch.randn(6, 16, dtype=torch.float64)
+
+
+def sagan(q, k, v):
+    """Channels before positions; each query's weights are a column of the second product."""
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    return torch.bmm(v.mT, torch.bmm(q, k.mT).softmax(-1).permute(0, 2, 1))
+
+
+def channels_first(q, k, v):
+    return v.mT @ (k @ q.mT * 0.25 + BIAS.mT).softmax(-2)
+
+
+def keys_first(q, k, v):
+    s = (k @ q.mT).masked_fill(~MASK.mT, -math.inf).transpose(2, 3)
+    return s.softmax(3) @ v
+
+
+def einsums(scores, values, swapped=False):
+    def attention(q, k, v):
+        p = torch.einsum(*scores(q, k)).softmax(-1)
+        return torch.einsum(*values(p, v))
+
+    return attention
+
+
+TAKEN = {
+    # A shape is read of the scores, no number.
+    "expand_as": scored(lambda s: s.masked_fill(~MASK.expand_as(s), -math.inf)),
+    "view_as": scored(lambda s: s + torch.cat([BIAS, BIAS]).flatten(0, 1).view_as(s)),
+    "reshape_as": scored(lambda s: s + torch.cat([BIAS, BIAS]).flatten().reshape_as(s)),
+    "broadcast_tensors": scored(
+        lambda s: s.masked_fill(~torch.broadcast_tensors(MASK, s)[0], -math.inf)),
+    "both broadcast": scored(
+        lambda s: (lambda mask, s: s.masked_fill(~mask, -math.inf))(*torch.broadcast_tensors(MASK, s))),
+    "keywords": scored(lambda s: s + BIAS.expand_as(other=s)),
+    # The order of the dimensions is another one.
+    "SAGAN": sagan,
+    "channels first": channels_first,
+    "keys first": keys_first,
+    "softmax over the queries": softmax_over_the_queries,
+    "einsum of a mirror": lambda q, k, v: torch.einsum(
+        "bhdj,bhij->bhdi", v.mT, torch.einsum("bhid,bhjd->bhij", q, k).softmax(-1)),
+    # The scores are viewed in other dimensions.
+    "Swin": swin,
+    "ViTDet": vit_det,
+    "heads split in two ways": heads_split_in_two_ways,
+    "a dimension of None": scored(lambda s: (s[:, None] + BIAS[:, None]).squeeze(1)),
+    # einsum
+    "ellipsis": einsums(lambda q, k: ("...id,...jd->...ij", q, k), lambda p, v: ("...ij,...jd->...id", p, v)),
+    "ellipsis, spaces": einsums(lambda q, k: ("... i d, ... j d -> ... i j", q, k), lambda p, v: ("... i j, ... j d -> ... i d", p, v)),
+    "sublists": einsums(
+        lambda q, k: (q, [0, 1, 2, 3], k, [0, 1, 4, 3], [0, 1, 2, 4]), lambda p, v: (p, [..., 2, 4], v, [..., 4, 3], [..., 2, 3])),
+    "no arrow": einsums(lambda q, k: ("bhid,bhjd->bhij", q, k), lambda p, v: ("...zj,...jd", p, v)),
+    "operands in a list": einsums(lambda q, k: ("bhid,bhjd->bhij", [q, k]), lambda p, v: ("bhij,bhjd->bhid", [p, v])),
+    # Numbers
+    "numpy": scored(lambda s: s / np.sqrt(16)),
+    "a number of numpy": scored(lambda s: s * float(np.float32(0.2))),
+    "numpy's float32": scored(lambda s: s * np.float32(0.2)),
+    "pow of a tensor": scored(lambda s: s * torch.tensor(16.0, dtype=s.dtype).pow(-0.5)),
+    "rsqrt": scored(lambda s: s * torch.rsqrt(torch.tensor(16.0))),
+    "sqrt of a whole number": scored(lambda s: s / torch.tensor(7).sqrt()),
+    "two numbers": scored(lambda s: s * (torch.full([1], 3.0) / torch.full([], 7.0))),
+    "sizes": lambda q, k, v: (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v,
+    "root of a size": lambda q, k, v: (q @ k.mT / math.sqrt(q.size(-1))).softmax(-1) @ v,
+    "negative": scored(lambda s: -s),
+    # Masks
+    "plus 0": scored(lambda s: s + 0),
+    "0 plus": scored(lambda s: 0 + s - 0.0),
+    "minus a mask": scored(lambda s: s - 1e10 * (1 - PADDING.double())),
+    "minus a bias": scored(lambda s: torch.sub(s, BIAS, alpha=2)),
+    "alpha": scored(lambda s: s.add(BIAS, alpha=2)),
+    # What SDPA broadcasts
+    "one head of keys": lambda q, k, v: (q @ k[:, :1].mT).softmax(-1) @ v[:, :1],
+    "one head of keys alone": lambda q, k, v: (q @ k[:, :1].mT).softmax(-1) @ v,
+    "one batch": first_batch_alone,
+    "one head of queries": lambda q, k, v: (q[:, :1] @ k.mT + BIAS).softmax(-1) @ v,
+    "keys without heads": one_head_of_keys,
+}  # fmt: skip
+# torch.export lifts what torch.tensor makes to an input, and has no numpy.
+NOT_EXPORTED = ("pow of a tensor", "rsqrt", "sqrt of a whole number", "numpy", "a number of numpy",
+                "numpy's float32")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_it_is_attention_whatever_else_is_written(name):
+    """As it is, with dynamic sizes, and exported."""
+    function, inputs = TAKEN[name], random_qkv()
+    check(function, *inputs)
+    if function is not vit_det:  # its queries and keys are split, which needs known lengths
+        check(function, *inputs, dynamic=True)
+    if name in NOT_EXPORTED:
+        return
+    program = torch.export.export(Spelling(function), inputs)
+    taken, reasons = canonicalise(program.graph_module)
+    assert len(taken) == 1 and not reasons, reasons
+    torch.testing.assert_close(program.module()(*inputs), function(*inputs))
+
 
 PRODUCTS = {
     "matmul": lambda q, k: torch.matmul(q, k.transpose(2, 3)),
