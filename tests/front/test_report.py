@@ -48,6 +48,17 @@ def layers(count, name="blocks.{}.attn", **given):
     return [site(name.format(i), **given) for i in range(count)]
 
 
+def test_calls_of_modules_with_several_numbers_are_one_row():
+    sites = [
+        site(f"stages.{i}.blocks.{j}.attn", recipe="sage1") for i in range(2) for j in range(3)
+    ]
+    found = report.grouped(sites, lambda each: each.module, lambda each: (each.q,))
+    assert found == [("stages.*.blocks.*.attn", sites)]
+    assert report.grouped(sites[:3], lambda each: each.module, lambda each: ())[0][0] == (
+        "stages.0.blocks.*.attn"
+    )
+
+
 # -- a remedy for every reason ----
 
 

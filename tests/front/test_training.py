@@ -211,6 +211,14 @@ def test_the_setting_and_the_eager_call():
         config.training = "G"
 
 
+def test_a_call_that_asks_for_off_is_not_trained_in_8_bits():
+    q = torch.randn(1, 2, 70, 64, requires_grad=True)
+    with config.patch(training="sagebwd", emulate=True):
+        sage_inductor.attention(q, q, q, recipe="off")
+    (site,) = sage_inductor.report()
+    assert not site.rewritten and site.reason == "the recipe is 'off'"
+
+
 def test_a_short_eager_call_that_needs_a_gradient_is_decided_by_its_own_length():
     """Others of fewer than 256 rows stay SDPA whatever their length, and share a decision."""
     q = torch.randn(1, 2, 16, 64)

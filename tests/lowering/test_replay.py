@@ -120,28 +120,29 @@ class Site:
         self.module, self.name, self.gpu = module, name, H200._replace(processors=processors)
         self.site = module.python.site()
 
-    def _given(self, given: dict, device: int, moved: int) -> tuple[list, tuple]:
+    def _given(self, given: dict, device: int, moved: int, which: int) -> tuple[list, tuple]:
         handles, many = [], ctypes.c_int64 * 8
         tensors = [x for x in given.values() if type(x) is Tensor]
         for i, x in enumerate(tensors):
             handle = self.module.cpp.new_tensor(
-                ctypes.c_int64((i + 1) * ALIGNED + moved * (i == len(tensors) - 1)),
+                ctypes.c_int64((i + 1) * ALIGNED + moved * (i == which % len(tensors))),
                 ctypes.c_int64(len(x.shape)), many(*x.shape), many(*x.strides), KINDS[x.dtype],
                 device,
             )  # fmt: skip
             handles.append(capsule(handle, None, None))
         return handles, tuple(None if type(x) is Tensor else x for x in given.values())
 
-    def run(self, given: dict, device: int = 0, moved: int = 0, current: int | None = None):
-        """Pointers to the outputs; else what the module says."""
+    def run(self, given, device: int = 0, moved: int = 0, which=-1, current: int | None = None):
+        """Pointers to the outputs; else what the module says. moved: bytes that the tensor `which`
+        begins later."""
         self.module.set("current", device if current is None else current)
-        found = self.module.python.run(self.site, *self._given(given, device, moved))
+        found = self.module.python.run(self.site, *self._given(given, device, moved, which))
         assert self.module.cpp.live() == (len(found) if found else 0)
         return [pointer_of(x, None) for x in found] if found else found
 
     def note(self, given: dict, device: int = 0) -> None:
         found = replay.note(calls.launch_of(self.name), like(given), self.gpu, self.module.compile)
-        self.module.python.note(self.site, *self._given(given, device, 0), found.plan, found.names)
+        self.module.python.note(self.site, *self._given(given, device, 0, 0), found.plan, found.names)
         assert self.module.cpp.live() == 0
 
     def plan(self, given: dict, device: int = 0) -> calls.Plan:
@@ -253,7 +254,8 @@ def test_only_a_call_like_one_that_was_noted_is_replayed(module):
     given = call_of("full", 128)
     site = Site(module, "full")
     site.plan(given)
-    assert site.run(given, moved=8) is False  # an address
+    for which in (0, -1):
+        assert site.run(given, moved=8, which=which) is False  # an address
     assert site.run(given, device=1, current=0) is False
     q = given["q"]
     for other in (

@@ -485,6 +485,26 @@ def test_a_row_of_keys_beside_a_band_is_a_mask(name, dynamic):
     assert relative_l1(found, attend(*inputs)) < 0.05
 
 
+@pytest.mark.parametrize("at", ["before", "after"])
+def test_heads_that_were_repeated_before_a_write_stay_repeated(at):
+    def repeated(q, k, v):
+        k, v = k + 1, v + 1
+        wide = [x.repeat_interleave(2, 1) for x in (k, v)]
+        out = F.scaled_dot_product_attention(q, *wide) if at == "before" else 0
+        k.mul_(-2), v.mul_(-2)
+        return out + F.scaled_dot_product_attention(q, *wide), k, v
+
+    inputs, heads = random_qkv(H_kv=2), []
+
+    def see(gm):
+        heads.extend(site.k[1] for site in rewrite(gm, EMULATE) if site.rewritten)
+
+    out, k, v = run_seen(repeated, *inputs, see=see)
+    expected, written_k, _ = repeated(*inputs)
+    assert heads == ([4, 4] if at == "before" else [4])
+    assert torch.equal(k, written_k) and relative_l1(out, expected) < 0.05
+
+
 def test_causality_that_is_not_known_is_refused():
     graph = torch.fx.Graph()
     q, causal = graph.placeholder("q"), graph.placeholder("causal")
