@@ -101,10 +101,12 @@ def _rewrite_call(node: torch.fx.Node, index: GraphIndex, decide, put) -> Site |
                 call.band, call.attn_mask = prove(call.attn_mask, q[2], k[2], index)
                 if getattr(value_of(call.attn_mask), "dim", int)() == 1:  # one bool for each key
                     call.attn_mask = call.emit(torch.ops.aten.unsqueeze.default, call.attn_mask, 0)
-        site = Site.of(call, decide(call))
-    if site.rewritten:
+        decision = decide(call)
+    if decision.recipe is not None:
         for guard in guards:
             guard()
+    site = Site.of(call, decision)  # with the numbers that were guarded
+    if site.rewritten:
         put(call, site)
         index.settle()
     else:

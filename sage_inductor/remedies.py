@@ -68,8 +68,7 @@ CAUSES = (
     Cause("q, k and v are fp32", "run the model in bfloat16 or float16, or under torch.autocast; "
           "sage.force=True quantizes fp32 as well", "fp32"),
     Cause("the output requires a gradient", "for inference, call the model under torch.no_grad(); "
-          "to train in 8 bits where that is faster set options={'sage.training': 'auto'}",
-          "training"),
+          "to train in 8 bits set options={'sage.training': 'auto'}", "training"),
 
     Cause("which g rounds with k", "for inference, call the model under torch.no_grad(); to train "
           "it by g set sage.training='g', and look at diagnose_training",

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 TIMEOUT = 20  # seconds, of a collective
+TO_BEGIN = 120  # seconds, in which the others have imported what they need
 
 
 class Ranks:
@@ -63,7 +64,7 @@ def serve(functions: dict) -> None:
     timeout = timedelta(seconds=TIMEOUT)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(count),
-        timeout=timeout,
+        timeout=timedelta(seconds=TO_BEGIN),
     )  # fmt: skip
     groups = [dist.new_group(range(P), timeout=timeout) for P in range(1, int(count) + 1)]
     while True:

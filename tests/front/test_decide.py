@@ -314,7 +314,7 @@ def test_more_batches_than_the_power_of_2_below_the_first_ones_need_no_other_gra
 @pytest.mark.parametrize(
     "reason, given",
     [
-        ("fp32 is asked for", {"dtype": torch.float32}),
+        ("q, k and v are fp32", {"dtype": torch.float32}),
         ("training", {"requires_grad": True, "training": "off"}),
         ("the policy says off", {"policy": (Rule("off", head_dim=()),)}),
         ("wins from N=", {}),

@@ -196,7 +196,7 @@ def by_hand(layer, x):
 
 
 @torch.no_grad()
-def test_inductor_compiles_it_once_for_every_length():
+def test_inductor_compiles_it_once_for_every_length(generated):
     """The whole of it, by one graph for all lengths above a block of queries, tails among them."""
     layer = Layer().eval()
     compiled = torch.compile(

@@ -142,7 +142,9 @@ class Site:
 
     def note(self, given: dict, device: int = 0) -> None:
         found = replay.note(calls.launch_of(self.name), like(given), self.gpu, self.module.compile)
-        self.module.python.note(self.site, *self._given(given, device, 0, 0), found.plan, found.names)
+        self.module.python.note(
+            self.site, *self._given(given, device, 0, 0), found.plan, found.names
+        )
         assert self.module.cpp.live() == 0
 
     def plan(self, given: dict, device: int = 0) -> calls.Plan:

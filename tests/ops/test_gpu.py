@@ -29,6 +29,7 @@ from bench.tritons import ROWS, VARIANTS
 from sage_inductor.ops import (
     attention,
     attention_opaque,
+    compat,
     quantize_k,
     quantize_kv,
     quantize_kv_opaque,
@@ -911,6 +912,8 @@ def test_kernels_are_compiled_while_the_graph_is(recipe, tmp_path):
         lambda *x: F.scaled_dot_product_attention(*x, scale=0.137), backend="sage", options=options
     )
     exact = F.scaled_dot_product_attention(q, k, v, scale=0.137)
+    compat.AsyncCompile.warm_pool()
+    compat.AsyncCompile.wait_pool_ready(120)  # before that a launch compiles its kernel itself
     with knobs.cache.scope(), knobs.compilation.scope():
         knobs.cache.dir = str(tmp_path)
         knobs.compilation.listener = lambda *_, metadata, cache_hit, **__: found.append(
