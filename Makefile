@@ -25,8 +25,9 @@ demo: $(INSTALLED)
 	$(BIN)/python -m sage_inductor doctor
 	$(BIN)/python -m sage_inductor demo
 
-# A process a core, each with one thread.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -v -n auto --dist worksteal --show-capture=stdout
+# A process a core, each with one thread. A group is run by one process: what its tests share is
+# made once.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -v -n auto --dist loadgroup --show-capture=stdout
 
 # Every process that a test starts would compile our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -50,7 +51,7 @@ sweep: test
 # testmon notes in .testmondata which functions each test runs. The first run is of all tests, and
 # each takes about twice as long. A test that failed runs again.
 touched: $(INSTALLED)
-	$(PYTEST) --testmon --testmon-forceselect -m "$(strip $(WITHOUT))" || test $$? = 5
+	$(PYTEST) --dist worksteal --testmon --testmon-forceselect -m "$(strip $(WITHOUT))" || test $$? = 5
 	@echo "Left out: tests that run no changed function, also those whose other processes alone run"
 	@echo "one; the interpreter, other Tritons, GPUs, variants beyond all pairs that SEED does not draw."
 

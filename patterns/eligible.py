@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Callable
 
 import torch
 from torch.fx import Node
@@ -213,19 +214,22 @@ def stored(call: Call) -> tuple[list[int], int] | None:
     it computes with padded ones. What follows may view the output, so ours must be stored alike:
     the op writes BHND and BNHD without gaps, the rest is copied."""
     others = ([*outer, 3] for outer in itertools.permutations(range(3)))
-    for order in (BNHD, BHND, *others):
-        width = _row_stride(call.out, order)
-        if width is not None:
-            return order, width
+    orders = BNHD, BHND, *others
+    for holds in (statically_true, guarded):  # what heads and head_dim of a dynamic width need
+        for order in orders:
+            width = _row_stride(call.out, order, holds)
+            if width is not None:
+                return order, width
     return None
 
 
-def _row_stride(out: torch.Tensor, order: list[int]) -> int | None:
-    """The elements from one row to the next, if `out` is stored in this order."""
+def _row_stride(out: torch.Tensor, order: list[int], holds: Callable) -> int | None:
+    """The elements from one row to the next, if `out` is stored in this order, as far as `holds`
+    knows."""
     rows = [d for d in order[:3] if not statically_true(out.shape[d] == 1)]
     width = inner = out.stride(rows[-1]) if rows else out.shape[3]
     fits = statically_true(out.stride(3) == 1) or statically_true(out.shape[3] == 1)
     for d in reversed(rows):
-        fits = fits and statically_true(out.stride(d) == inner)
+        fits = fits and holds(out.stride(d) == inner)
         inner = inner * out.shape[d]
-    return width if fits and statically_true(width >= out.shape[3]) else None
+    return width if fits and holds(width >= out.shape[3]) else None

@@ -22,7 +22,9 @@ inductor.cpp.simdlen = 1
 if hasattr(inductor, "fallback_by_default") and not torch.cuda.is_available():
     falls_back = graph.should_fallback_by_default
     graph.should_fallback_by_default = lambda node: (
-        falls_back(node) and node.target.namespace in ("aten", "prims") and not V.graph.cpp_wrapper
+        falls_back(node)
+        and node.target.namespace in ("aten", "prims")
+        and not (V.graph.cpp_wrapper or V.aot_compilation)
     )
     inductor.fallback_by_default = True
 

@@ -47,6 +47,8 @@ from sage_inductor.ops.launch import OPAQUE
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.patterns.call import FULL
 
+pytestmark = pytest.mark.xdist_group("processes")
+
 RECIPE = "sage2-8b-per-token"
 BACKENDS = ("eager", "aot_eager", "inductor", "sage")
 

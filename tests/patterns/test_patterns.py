@@ -485,6 +485,19 @@ def test_a_row_of_keys_beside_a_band_is_a_mask(name, dynamic):
     assert relative_l1(found, attend(*inputs)) < 0.05
 
 
+def test_heads_split_off_a_dynamic_width_are_rewritten():
+    """The order of the output in memory is known by a guard alone."""
+
+    def attend(x):
+        x = x.unflatten(-1, (-1, 32)).transpose(1, 2)
+        return F.scaled_dot_product_attention(x, x, x)
+
+    x, found = torch.randn(1, 40, 128), []
+    out = run_seen(attend, x, see=lambda gm: found.extend(rewrite(gm, EMULATE)), dynamic=True)
+    assert [site.recipe for site in found] == ["sage2-8b"]
+    assert 1e-4 < relative_l1(out, attend(x)) < 0.05
+
+
 @pytest.mark.parametrize("at", ["before", "after"])
 def test_heads_that_were_repeated_before_a_write_stay_repeated(at):
     def repeated(q, k, v):
