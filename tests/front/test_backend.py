@@ -221,6 +221,12 @@ def run(options, function=F.scaled_dot_product_attention, **kwargs):
         ({"recipe": "sage1"}, r'option "recipe" does not exist: did you mean "sage.recipe"\? \(got \'sage1\''),
         ({"sage_force": True}, 'did you mean "sage.force"'),
         ({"epilogue_fusoin": True}, 'did you mean "epilogue_fusion"'),
+        ({"sage.training": "G"}, "sage.training must be one of .*, got 'G': did you mean 'g'"),
+        # Nothing is spelled like it.
+        ({"sage.recipe": "fast"}, "got 'fast'$"),
+        ({"sage.recipe": 1}, "got 1$"),
+        ({"sage.zzz": True}, "sage.zzz does not exist: there are calibrate, emulate, enabled, "),
+        ({"zzz": True}, r'option "zzz" does not exist \(got True'),
     ],
 )  # fmt: skip
 def test_bad_options_are_value_errors_with_the_nearest_valid_name(options, message):
@@ -351,6 +357,19 @@ def test_config_refuses_unknown_names_and_wrong_types():
         config.patch(emulat=True)
     with pytest.raises(ValueError, match="config.force must be True or False, got 'yes'"):
         config.force = "yes"
+
+
+def test_what_users_type_can_be_listed_and_is_shown_in_few_words():
+    listed = dir(config)
+    assert {*options.SETTINGS, "patch"} <= {*listed} and not {"os", "Any"} & {*listed}
+    assert all(hasattr(config, name) for name in listed)
+    assert dir(sage_inductor) == sorted(sage_inductor.__all__)
+    with config.patch(recipe="sage1"):
+        shown = repr(config)
+    assert "\n  recipe = 'sage1'  (default 'auto')\n" in shown and "\n  force = False\n" in shown
+    assert repr(sage_inductor.Policy((Rule("off"),))) == "Policy([{'recipe': 'off'}])"
+    with sage_inductor.stage(None):
+        assert repr(sage_inductor.Schedule(edge=(5, 2))) == "Schedule(edge=(5, 2))"
 
 
 # -- backend="inductor" with the pass ----

@@ -119,6 +119,7 @@ def test_calls_that_agree_get_one_rule_and_the_table_shows_it():
     assert found.policy == Policy((Rule("auto"),))
     lines = str(found).splitlines()
     assert lines[0] == found.verdict == "2 modules, relative L1 <= 0.05: auto"
+    assert repr(found) == f"<Diagnosis: {found.verdict}>"
     assert lines[2].split() == [
         "module",
         "count",

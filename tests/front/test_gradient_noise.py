@@ -364,6 +364,7 @@ def test_frozen_weights_leave_the_parameters_around_the_call():
         "was not measured: its gradient is 0"
     }
     assert found.verdict == "0 calls; not measured: 2 calls" and str(found) and found.details()
+    assert repr(found) == f"<TrainingDiagnosis: {found.verdict}>"
 
 
 def test_a_call_that_runs_several_times_is_shown_at_its_worst(monkeypatch):
