@@ -1225,6 +1225,12 @@ def test_calls_are_timed_while_dynamo_compiles(on_cpu):
     assert {out.dtype for _, out in on_cpu} == {torch.bfloat16}
 
 
+def test_times_stand_for_head_dims_above_half_of_theirs():
+    measured_at = Family(64, 64, "full")
+    found = [D for D in range(16, 80) if measured_at.stands_for(Family(D, D, "full"))]
+    assert found == [40, 48, 56, 64]
+
+
 def test_ranks_share_times_by_the_kind_of_gpu(monkeypatch):
     names = {0: "NVIDIA H200", 1: "NVIDIA H200", 2: "NVIDIA H100"}
     store = torch.distributed.HashStore()
