@@ -120,7 +120,7 @@ class Site:
         self.module, self.name, self.gpu = module, name, H200._replace(processors=processors)
         self.site = module.python.site()
 
-    def _given(self, given: dict, device: int, moved: int, which: int) -> tuple[list, tuple]:
+    def _given(self, given: dict, device: int, moved=0, which=-1) -> tuple[list, tuple]:
         handles, many = [], ctypes.c_int64 * 8
         tensors = [x for x in given.values() if type(x) is Tensor]
         for i, x in enumerate(tensors):
@@ -142,9 +142,7 @@ class Site:
 
     def note(self, given: dict, device: int = 0) -> None:
         found = replay.note(calls.launch_of(self.name), like(given), self.gpu, self.module.compile)
-        self.module.python.note(
-            self.site, *self._given(given, device, 0, 0), found.plan, found.names
-        )
+        self.module.python.note(self.site, *self._given(given, device), found.plan, found.names)
         assert self.module.cpp.live() == 0
 
     def plan(self, given: dict, device: int = 0) -> calls.Plan:
@@ -311,7 +309,7 @@ def test_a_plan_that_is_not_read_to_its_end_is_refused(module):
     found = replay.note(package.attention, like(given), H200, module.compile)
     for plan in (found.plan[:-8], found.plan + bytes(8)):
         with pytest.raises(RuntimeError, match="a plan (ends early|goes on)"):
-            module.python.note(site.site, *site._given(given, 0, 0), plan, found.names)
+            module.python.note(site.site, *site._given(given, 0), plan, found.names)
     assert module.cpp.live() == 0
 
 
