@@ -64,6 +64,8 @@ def attention(
     Raises SageOptionError for an unknown recipe, SageRefused under ``config.strict``, TypeError for
     nested tensors, and what SDPA raises.
     """
+    if dropout_p != 0.0:
+        raise ValueError(f"sage_inductor.attention: dropout_p must be 0, got {dropout_p}")
     # Dynamo asks for shapes, or the user does.
     if type(q) is compat.FakeTensor and compat.proxy_mode() is None or q.device.type == "meta":
         out = F.scaled_dot_product_attention(
@@ -73,20 +75,19 @@ def attention(
         return (out, torch.ops.sage.lse(*lse)) if return_lse else out
     if not isinstance(is_causal, bool | torch.SymBool):  # SDPA's dropout_p is at its place
         raise TypeError(f"is_causal must be True or False, got {is_causal!r}")
-    _check(q, k, v, enable_gqa, dropout_p)
+    _check(q, k, v, enable_gqa)
     asked = is_causal, as_float(scale), enable_gqa, recipe, return_lse
     tensors = (q, k, v) if attn_mask is None else (q, k, v, attn_mask)
     return _run_of(tensors, asked)(*tensors)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, dropout_p: float) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
     """Raise ValueError for what SDPA would refuse in the words of the products that it makes."""
-    if dropout_p != 0.0:
-        raise ValueError(f"sage_inductor.attention: dropout_p must be 0, got {dropout_p}")
     plain = all(type(x) in (Tensor, torch.nn.Parameter) for x in (q, k, v))
     if not plain or any(x.is_nested for x in (q, k, v)):
         return  # symbolic sizes would be guarded; nested tensors have a message of their own
-    if len({x.dtype for x in (q, k, v)}) > 1 or not q.is_floating_point():
+    casts = torch.is_autocast_enabled(q.device.type)  # SDPA's inputs, to one dtype
+    if len({x.dtype for x in (q, k, v)}) > 1 and not casts or not q.is_floating_point():
         raise ValueError(
             "sage_inductor.attention: q, k and v must have one floating dtype, got "
             f"{q.dtype}, {k.dtype} and {v.dtype}"

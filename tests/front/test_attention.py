@@ -410,6 +410,21 @@ def test_what_sdpa_would_refuse_in_other_words_is_said(change, message):
         attention(*args, **given)
 
 
+def test_a_dropout_is_refused_under_a_compiler_too():
+    compiled = torch.compile(lambda *x: attention(*x, dropout_p=0.1), backend="aot_eager")
+    with pytest.raises(Exception, match="dropout_p must be 0, got 0.1"):
+        compiled(*inputs())
+
+
+def test_autocast_gives_inputs_of_several_dtypes_one():
+    q, k, v = inputs()
+    with torch.autocast("cpu", torch.bfloat16), config.patch(emulate=True):
+        out = attention(q, k.bfloat16(), v)
+        assert out.dtype == torch.bfloat16
+        exact = F.scaled_dot_product_attention(q, k.bfloat16(), v)
+    assert relative_l1(out.double(), exact.double()) < 0.1
+
+
 def test_a_dropout_of_zero_is_taken():
     q, k, v = inputs()
     with config.patch(emulate=True):
