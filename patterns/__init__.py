@@ -99,8 +99,9 @@ def _rewrite_call(node: torch.fx.Node, index: GraphIndex, decide, put) -> Site |
         if call.refused is None and call.attn_mask is not None and len(q) == len(k) == 4:
             if call.band == FULL:
                 call.band, call.attn_mask = prove(call.attn_mask, q[2], k[2], index)
-                if getattr(value_of(call.attn_mask), "dim", int)() == 1:  # one bool for each key
-                    call.attn_mask = call.emit(torch.ops.aten.unsqueeze.default, call.attn_mask, 0)
+                rest = call.attn_mask
+                if rest is not None and value_of(rest).dim() == 1:  # one bool for each key
+                    call.attn_mask = call.emit(torch.ops.aten.unsqueeze.default, rest, 0)
         decision = decide(call)
     if decision.recipe is not None:
         for guard in guards:

@@ -32,9 +32,9 @@ from sage_inductor.patterns.graph import (
     Emitter,
     GraphIndex,
     as_float,
-    beside,
     guarded,
     idle,
+    left_over,
     op_name,
     specialised,
     statically_true,
@@ -64,7 +64,7 @@ def find(node: Node, index: GraphIndex) -> Call | None:
         enable_gqa=not statically_true(value_of(q).shape[1] == value_of(k).shape[1]),
     )  # fmt: skip
     others = [user for user in hop.users if user is not node]
-    call.dead = [*sorted(beside({hop}) - {node}, reverse=True), hop]
+    call.dead = left_over({hop}, node)
     if any(op_name(x) != "getitem" or not all(idle(y, x) for y in x.users) for x in others):
         call.refused = "the logsumexp or the maxima are used"
     elif not _is_identity(_subgraph(score_mod)):

@@ -259,14 +259,15 @@ def dead(node: Node, depth: int = 8) -> bool:
     return not effect and depth > 0 and all(dead(user, depth - 1) for user in node.users)
 
 
-def beside(chain: set[Node]) -> set[Node]:
-    """The users of a chain that are not in it; of dead ones also their users, and so on."""
+def left_over(chain: set[Node], replaced: Node) -> list[Node]:
+    """What nothing needs once another call stands for `replaced`, users first: the chain, its users
+    and, of dead ones, also their users, and so on."""
     found, todo = set(), [user for node in chain for user in node.users if user not in chain]
     while todo:
         user = todo.pop()
         found.add(user)
         todo += user.users if dead(user) else ()
-    return found
+    return sorted((chain | found) - {replaced}, reverse=True)
 
 
 # -- a graph ----

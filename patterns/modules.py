@@ -33,7 +33,7 @@ from torch.fx import Node
 
 from sage_inductor.ops import compat
 from sage_inductor.patterns.call import CAUSAL, FULL, Call
-from sage_inductor.patterns.graph import Emitter, GraphIndex, beside, idle, op_name, value_of
+from sage_inductor.patterns.graph import Emitter, GraphIndex, idle, left_over, op_name, value_of
 
 MHA = F.multi_head_attention_forward
 ENCODER_LAYER = compat.encoder_layer
@@ -87,7 +87,7 @@ def _multi_head_attention(mha: Node, node: Node, emit: Emitter) -> Call:
         attn_mask=attn_mask,
         dropout_p=args.dropout_p if args.training else 0.0,
         band=CAUSAL if is_causal else FULL,
-        dead=[*sorted(beside({mha}) - {node}, reverse=True), mha],
+        dead=left_over({mha}, node),
         finish=finish,
         refused=_used_otherwise(mha) or _other_dtype(node, q),
     )  # fmt: skip

@@ -54,8 +54,9 @@ def sage_backend(gm: torch.fx.GraphModule, example_inputs, *, mode=None, options
 
     mode: Inductor's; under ``max-autotune`` and ``max-autotune-no-cudagraphs`` a call's recipes and
     their tiles are timed beside SDPA's backends while compiling. options: Inductor's, beside
-    ``sage.recipe``, ``sage.policy``, ``sage.emulate``, ``sage.force``, ``sage.strict``,
-    ``sage.enabled`` and ``sage.mode`` (see sage_inductor/options.py).
+    ``sage.recipe``, ``sage.policy``, ``sage.emulate``, ``sage.force``, ``sage.calibrate``,
+    ``sage.training``, ``sage.strict``, ``sage.enabled`` and ``sage.mode`` (see
+    sage_inductor/options.py).
 
     A policy that names stages (stages.py) gets a variant of the graph for each of them.
 
@@ -218,7 +219,7 @@ def _op_by_op(see: Callable) -> Iterator[Callable]:
         return gm.forward
 
     torch._dynamo.reset()
-    on_reset(clear)  # of a report that these graphs are not in
+    on_reset(clear)  # the next reset forgets that these graphs were compiled
     try:
         # What is compiled already, the model or a part of it, has a backend of its own.
         with torch.compiler.set_stance(force_backend=look):

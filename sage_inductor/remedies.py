@@ -14,13 +14,7 @@ class Cause(NamedTuple):
     remedy: str
     short: str | None = None  # the reason in few words, with groups of the pattern; None: all of it
     asked: bool = False  # the user himself asked for it
-
-    @property
-    def known_by(self) -> str:
-        """Equal for reasons that are counted together: those that are one in few words, or that
-        have no few words and one pattern."""
-        given = next((c.short for c in CAUSES if c.pattern == self.pattern), None)
-        return self.short if given else self.pattern
+    kind: str = ""  # of a reason: equal for those that are counted together
 
 
 _AS_SDPA = "write this attention as one F.scaled_dot_product_attention call, if it is one"
@@ -162,8 +156,10 @@ CAUSES = (
 
 @functools.lru_cache(1024)
 def cause_of(reason: str) -> Cause:
-    """The cause of a reason why a call stays, its `short` filled in."""
+    """The cause of a reason why a call stays, its `short` and `kind` filled in."""
     for cause in CAUSES:
         if match := re.search(cause.pattern, reason):
-            return cause._replace(short=match.expand(cause.short) if cause.short else reason)
-    return Cause(reason, "please report it: this cause has no remedy yet", reason)
+            short = cause.short and match.expand(cause.short)
+            return cause._replace(short=short or reason, kind=short or cause.pattern)
+    remedy = "please report it: this cause has no remedy yet"
+    return Cause(reason, remedy, reason, kind=reason)

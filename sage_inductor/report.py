@@ -160,9 +160,8 @@ class Report(Sequence):
         return rows
 
     def _remedies(self) -> list[str]:
-        causes = {(x := cause_of(site.reason)).known_by: x for site in reversed(self.refused)}
-        told = reversed(causes.values())
-        return [f"{cause.short}: {cause.remedy}" for cause in told if not cause.asked]
+        causes = (cause for cause, _ in _causes(self.refused))
+        return [f"{cause.short}: {cause.remedy}" for cause in causes if not cause.asked]
 
 
 def _cells(sites: list[Site]) -> tuple[str, ...]:
@@ -176,12 +175,21 @@ def _cells(sites: list[Site]) -> tuple[str, ...]:
     )  # fmt: skip
 
 
+def _causes(sites: Iterable[Site]) -> list[tuple[Cause, int]]:
+    """Of calls that stay: the first cause of each kind, and how many calls it has."""
+    kinds = collections.defaultdict(list)
+    for site in sites:
+        cause = cause_of(site.reason)
+        kinds[cause.kind].append(cause)
+    return [(each[0], len(each)) for each in kinds.values()]
+
+
 def _verdict(sites: list[Site]) -> tuple[str, list[str]]:
     """Recipes, and what stays and why, if anything does."""
     recipes = collections.Counter(site.recipe for site in sites if site.rewritten)
-    stay = [cause_of(x.reason) for x in sites if not x.rewritten]
-    first = {cause.known_by: cause.short for cause in reversed(stay)}
-    causes = collections.Counter(first[cause.known_by] for cause in stay)
+    causes = collections.Counter(
+        {cause.short: n for cause, n in _causes(x for x in sites if not x.rewritten)}
+    )
     n = causes.total()
     stay = [f"{n} {'stays' if n == 1 else 'stay'}: {counts(causes)}"] if causes else []
     return counts(recipes) if recipes else "", stay

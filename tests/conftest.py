@@ -17,8 +17,8 @@ os.environ.setdefault("SAGE_INDUCTOR_CALIBRATE", "0")
 # Inductor's C++ is compiled, not timed: without vectors it takes two thirds of the time.
 inductor.cpp.simdlen = 1
 
-# Nor is it compiled where no test asks for it (`generated`): in the graph that Inductor lowers, each
-# of aten's ops is called. C++ wrappers and ours are what they are. A GPU's tests are of all.
+# Nor is it compiled unless a test asks for it (`generated`): Inductor calls each of aten's ops. It
+# compiles our own lowerings, C++ wrappers and packages as for users, and everything on a GPU.
 if hasattr(inductor, "fallback_by_default") and not torch.cuda.is_available():
     falls_back = graph.should_fallback_by_default
     graph.should_fallback_by_default = lambda node: (

@@ -21,7 +21,8 @@ import sage_inductor
 @contextlib.contextmanager
 def op_by_op(partitioned: bool = False) -> Iterator[None]:
     """What Inductor is given, by its own backend or ours, runs op by op: functions are captured and
-    rewritten as ever. partitioned: AOTAutograd and Inductor split it into a forward and a backward. No code is generated, and nothing comes from a cache."""
+    rewritten as ever. partitioned: AOTAutograd and Inductor split it into a forward and a backward.
+    No code is generated, and nothing comes from a cache."""
     compile_graph = compile_fx.compile_fx
 
     def run(gm, example_inputs, **_):

@@ -32,11 +32,11 @@ from sage_inductor.patterns.graph import (
     GraphIndex,
     arguments,
     as_int,
-    beside,
     dims,
     equal,
     idle,
     is_known,
+    left_over,
     may_write,
     op_name,
     shown,
@@ -66,9 +66,7 @@ def find(node: Node, index: GraphIndex) -> Call | None:
     q, k = product.a, _in_rows(emit, product)
     names = "`, `".join(dict.fromkeys(between))
     reason = f"softmax attention that could not be read: `{names}` between the products"
-    return Call(
-        node, "softmax", Emitter(node, index), q, k, weights, value_of(node), refused=reason
-    )
+    return Call(node, "softmax", emit, q, k, weights, value_of(node), refused=reason)
 
 
 class _Attention:
@@ -323,7 +321,7 @@ class _Attention:
             return out
 
         call.finish = finish
-        call.dead = sorted((self.chain | beside(self.chain)) - {self.node}, reverse=True)
+        call.dead = left_over(self.chain, self.node)
         return call
 
     def _arranged(self, emit: Emitter, x: Node, letters: str, order: str) -> Node:
