@@ -27,7 +27,8 @@ demo: $(INSTALLED)
 
 # A process a core, each with one thread. A group is run by one process: what its tests share is
 # made once.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -v -n auto --dist loadgroup --show-capture=stdout
+export OMP_NUM_THREADS := 1
+PYTEST := $(BIN)/python -m pytest -v -n auto --dist loadgroup --show-capture=stdout
 
 # Every process that a test starts would compile our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
