@@ -154,19 +154,25 @@ def blocks_in_short(gpus: dict[str, dict]) -> str:
         if "model" in plans:
             lines = [[
                 "block", "B x H x N x D", '`"inductor"`', '`"sage"`', "faster", "attention",
-                "CosSim",
+                "relative L1",
             ]]  # fmt: skip
             gains, others = rewritten(plans["model"]["rows"])
             for row in gains:
                 inductor, sage = (row["times"][name]["ms"] for name in ("inductor", "sage"))
+                speed = row["speed"]["sage"]
+                change = (
+                    "no change"
+                    if speed["x_min"] <= 1 <= speed["x_max"]
+                    else f"**{speed['x']:.2f}x**"
+                )
                 lines.append([
                     BLOCKS[row["model"]], row["shape"], f"{inductor:#.4g} ms", f"{sage:#.4g} ms",
-                    f"**{inductor / sage:.2f}x**", f"{row['share']:.0%}",
-                    f"{row['accuracy']['sage']['cos_sim']:.5f}",
+                    f"{change} ({speed['x_min']:.2f} to {speed['x_max']:.2f})",
+                    f"{row['share']:.0%}", f"{row['accuracy']['sage']['rel_l1']:.2%}",
                 ])  # fmt: skip
             parts += [markdown(lines), where_and_when(plans["model"])]
             if others:
-                speeds = [row["speed"]["sage"]["x"] for row in others]
+                speeds = [row["speed"]["sage"][end] for row in others for end in ("x_min", "x_max")]
                 names = "; ".join(BLOCKS[row["model"]] for row in others)
                 parts += [
                     f"All calls stay SDPA ({min(speeds):.3f}x to {max(speeds):.3f}x) in: {names}.\n"
@@ -673,7 +679,7 @@ def speed_section(name: str, plans: dict[str, dict]) -> str:
         parts += ["Attention of some models, B x H x N x D: ms (x cuDNN)\n"]
         parts += [speed_table(plans["models"]["rows"], ms_cell), provenance(plans["models"])]
     for plan, table in (
-        ("model", blocks_table), ("preparation", preparation_table), ("fusion", fusion_table)
+        ("preparation", preparation_table), ("fusion", fusion_table)
     ):  # fmt: skip
         if plan in plans:
             parts += [table(plans[plan]["rows"]), provenance(plans[plan])]
@@ -773,25 +779,6 @@ def errors(cells: list[dict]) -> str:
     shown = [p for p in recipes if p.endswith(" op")] or list(recipes)[:1]
     ours = " / ".join(f"{found[p]:.1%}" for p in shown)
     return f"{ours or '-'} ({found['cuDNN']:.1%})" if "cuDNN" in found else ours
-
-
-def blocks_table(rows: list[dict]) -> str:
-    lines = [["block", "inductor, ms", "sage, ms", "allowed", "attention's share", "CosSim"]]
-    for row in rows:
-        if not row["error"]:
-            inductor, sage = (row["times"][column]["ms"] for column in ("inductor", "sage"))
-            lines.append([
-                f"{row['model']} {row['shape']}", f"{inductor:#.4g}",
-                f"{sage:#.4g} ({inductor / sage:.3f}x)", f"{row['allowed']:.3f}x",
-                f"{row['share']:.0%}, {row['gain']:.2f}x",
-                f"{row['accuracy']['sage']['cos_sim']:.5f}",
-            ])  # fmt: skip
-    title = (
-        'Blocks of transformers, compiled, by backend="inductor" with the fastest of SDPA and by '
-        'backend="sage". Share: of attention in the block, and what the kernel alone gains over '
-        "SDPA; allowed: the block's gain with that kernel in SDPA's place, both timed back to back"
-    )
-    return f"{wrapped(title)}\n\n{markdown(lines)}"
 
 
 def preparation_table(rows: list[dict]) -> str:
