@@ -7,7 +7,7 @@ import pairs
 import pytest
 import torch
 import torch._inductor.config as inductor
-from torch._dynamo import eval_frame
+from torch._dynamo import eval_frame, guards
 from torch._inductor import graph
 from torch._inductor.virtualized import V
 
@@ -30,6 +30,11 @@ if hasattr(inductor, "fallback_by_default") and not torch.cuda.is_available():
 
 # Dynamo makes many objects and few cycles: collected this often they take 2 % of a test, not 9 %.
 gc.set_threshold(50_000, 20, 100)
+# After each compilation it collects once more, and times its guards for a log, for which it writes
+# 32 MB to empty the cache: most of what compiling a small function takes.
+torch._dynamo.config.run_gc_after_compile = False
+if hasattr(guards, "profile_guard_manager"):
+    guards.profile_guard_manager = lambda *_: 0.0
 
 
 # -- which tests run ----
