@@ -464,7 +464,7 @@ def test_eager_attention_is_never_touched(executions):
 def test_ddp_splits_the_graph_and_keeps_the_gradients(gloo):
     from torch.nn.parallel import DistributedDataParallel as DDP
 
-    m, x = stack(3), torch.randn(2, 40, 64, requires_grad=True)
+    m, x = stack(2), torch.randn(2, 40, 64, requires_grad=True)
     wrt = [x, *m.parameters()]
 
     def through(f):
@@ -480,8 +480,8 @@ def test_ddp_splits_the_graph_and_keeps_the_gradients(gloo):
         eager = through(DDP(m, bucket_cap_mb=2**-6))
         parts = counters["aot_autograd"]["total"]
         actual = through(compiled(DDP(m, bucket_cap_mb=2**-6), fullgraph=False))
-    assert counters["aot_autograd"]["total"] - parts >= 3, "DDPOptimizer did not split the graph"
-    assert rewritten() == 3
+    assert counters["aot_autograd"]["total"] - parts >= 2, "DDPOptimizer did not split the graph"
+    assert rewritten() == 2
     assert all(follows(a, e) for a, e in zip(actual, eager))
     torch._dynamo.reset()
     assert_close(actual, list(gradients(compiled(m), x, wrt=wrt)), rtol=1e-4, atol=1e-4)
@@ -859,7 +859,8 @@ def test_every_argument_is_honoured_or_the_call_refused(mask, scale, enable_gqa)
     arguments |= {"is_causal": True} if mask == "causal" else {"attn_mask": MASKS[mask]}
     inputs = qkv(H=4, N=24, N_kv=40, H_kv=2 if enable_gqa else 4, requires_grad=True)
     f = compiled(functools.partial(F.scaled_dot_product_attention, **arguments))
-    out = f(*inputs)
+    with op_by_op(split=True):
+        out = f(*inputs)
     (site,) = sage_inductor.report()
     assert site.rewritten or site.reason
     # SDPA's own is_causal is NaN on CPU for a scale that is not positive, forward and backward.
