@@ -188,16 +188,18 @@ def test_lengths_1_to_4096_share_two_graphs_and_guard_on_no_tile(is_causal):
     assert graphs_of(lambda: run(compiled(m, "inductor"))) == 3
 
 
-@pytest.mark.parametrize("recipe", ["sage1", "sage2-8b"])
+@pytest.mark.parametrize("recipe", ["sage1", "sage2-8b", "sage2-4b"])
 @torch.no_grad()
 def test_a_length_promised_to_be_dynamic_stays_dynamic(recipe):
-    f = compiled(stack(), options={**EMULATE, "sage.recipe": recipe})
+    m = stack()
+    f = compiled(m, options={**EMULATE, "sage.recipe": recipe})
     x = torch.randn(2, 50, 64)
     torch._dynamo.mark_dynamic(x, 1, min=2, max=4096)  # raises if anything specialises it
     f(x)
     with torch.compiler.set_stance("fail_on_recompile"):
         for N in (2, 63, 64, 65, 127, 128, 129):
-            assert f(torch.randn(2, N, 64)).shape == (2, N, 64)
+            x = torch.randn(2, N, 64)
+            assert cos_sim(f(x), m(x)) > (0.99 if recipe == "sage2-4b" else 0.999), N
     assert rewritten() == 2
 
 
