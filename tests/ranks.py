@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
+import settings  # noqa: F401
 import torch
 import torch.distributed as dist
 
