@@ -1,6 +1,7 @@
 """What holds in every process of the tests, imported for its effects."""
 
 import gc
+import logging
 import os
 
 import torch
@@ -33,3 +34,10 @@ gc.set_threshold(50_000, 20, 100)
 torch._dynamo.config.run_gc_after_compile = False
 if hasattr(guards, "profile_guard_manager"):
     guards.profile_guard_manager = lambda *_: 0.0
+
+# pytest gives its handlers to every logger that does not pass records on. With one, torch writes each
+# graph, its guards and its code out for this log, which otherwise nobody reads.
+if "TORCH_TRACE" not in os.environ:
+    trace = logging.getLogger("torch.__trace")
+    trace.handlers.clear()
+    trace.addHandler = lambda handler: None
