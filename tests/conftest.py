@@ -1,36 +1,13 @@
-import gc
 import os
 import random
 import sys
 
 import pairs
 import pytest
+import settings  # noqa: F401
 import torch
 import torch._inductor.config as inductor
 from torch._dynamo import eval_frame
-from torch._inductor import graph
-from torch._inductor.virtualized import V
-
-# What a GPU does not know yet stays SDPA: a test asks for seconds of measuring where it means to.
-os.environ.setdefault("SAGE_INDUCTOR_CALIBRATE", "0")
-
-# Inductor's C++ is compiled, not timed: without vectors it takes two thirds of the time.
-inductor.cpp.simdlen = 1
-
-# Nor is it compiled unless a test asks for it (`generated`): Inductor calls each of aten's ops. It
-# compiles our own lowerings, C++ wrappers and packages as for users, and everything on a GPU.
-if hasattr(inductor, "fallback_by_default") and not torch.cuda.is_available():
-    falls_back = graph.should_fallback_by_default
-    graph.should_fallback_by_default = lambda node: (
-        falls_back(node)
-        and node.target.namespace in ("aten", "prims")
-        and not (V.graph.cpp_wrapper or V.aot_compilation)
-    )
-    inductor.fallback_by_default = True
-
-# Dynamo makes many objects and few cycles: collected this often they take 2 % of a test, not 9 %.
-gc.set_threshold(50_000, 20, 100)
-
 
 # -- which tests run ----
 

@@ -1,76 +1,120 @@
 """Processes that run functions of a test's file together, on CPU with gloo."""
 
+import ast
+import contextlib
 import io
 import os
 import pickle
+import signal
 import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
+import settings  # noqa: F401
 import torch
 import torch.distributed as dist
 
 TIMEOUT = 20  # seconds, of a collective
-TO_BEGIN = 120  # seconds, in which the others have imported what they need
+TO_BEGIN = 120  # seconds
 
 
 class Ranks:
     """Processes that run functions of a file, each with the same group of the first P ranks. The
-    file ends with `serve(globals())`, where it is run as a program."""
+    file ends with `serve(globals())`, where it is run as a program: one process imports what they
+    need, and they are its forks."""
 
     def __init__(self, count: int, file: str, folder: Path):
         path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-        command = [sys.executable, file, str(count), str(folder / "store")]
-        self.processes = [
-            subprocess.Popen([*command, str(rank)], stdin=-1, stdout=-1, env=environment)
-            for rank in range(count)
+        asked, replies = ([os.pipe() for _ in range(count)] for _ in range(2))
+        theirs = [(a[0], b[1]) for a, b in zip(asked, replies)]
+        self.of_ranks = [
+            (os.fdopen(a[1], "wb"), os.fdopen(b[0], "rb")) for a, b in zip(asked, replies)
         ]
+        self.process = subprocess.Popen(
+            [sys.executable, file, str(folder / "store"), repr(theirs)],
+            stdin=subprocess.DEVNULL, env=environment, start_new_session=True,
+            pass_fds=[file for pair in theirs for file in pair],
+        )  # fmt: skip
+        for pair in theirs:
+            for file in pair:
+                os.close(file)
 
     def __call__(self, function, *of_ranks, **given) -> list:
         """What function(group, *of_ranks[rank], **given) returns, or its error, on each rank."""
-        asked = self.processes[: len(of_ranks)]
-        for process, each in zip(asked, of_ranks):
-            send(process.stdin, (function.__name__, len(asked), each, given))
-        return [receive(process.stdout) for process in asked]
+        for rank, each in enumerate(of_ranks):
+            self.send(rank, (function.__name__, len(of_ranks), each, given))
+        return [self.receive(rank) for rank in range(len(of_ranks))]
+
+    def send(self, rank: int, message) -> None:
+        _send(self.of_ranks[rank][0], message)
+
+    def receive(self, rank: int):
+        return _receive(self.of_ranks[rank][1])
 
     def stop(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.communicate()
+        os.killpg(self.process.pid, signal.SIGTERM)
+        self.process.wait()
+        for pair in self.of_ranks:
+            for file in pair:
+                with contextlib.suppress(BrokenPipeError):
+                    file.close()
 
 
-def send(file, message) -> None:
+def _send(file, message) -> None:
     buffer = io.BytesIO()  # torch.save: pickle alone has no FP8
     torch.save(message, buffer)
     pickle.dump(buffer.getvalue(), file)
     file.flush()
 
 
-def receive(file):
+def _receive(file):
     return torch.load(io.BytesIO(pickle.load(file)), weights_only=False)
 
 
 def serve(functions: dict) -> None:
-    """The loop of one of the processes. functions: by their names."""
-    count, store, rank = sys.argv[1:]
-    replies = os.fdopen(os.dup(1), "wb")
+    """Fork a process for each rank, and wait for their ends. functions: by their names."""
+    store, theirs = sys.argv[1], ast.literal_eval(sys.argv[2])
     os.dup2(2, 1)  # what is printed
+    children = []
+    for rank, pair in enumerate(theirs):
+        child = os.fork()
+        if not child:
+            for file in {file for each in theirs for file in each} - {*pair}:
+                os.close(file)
+            _run(
+                functions,
+                store,
+                rank,
+                len(theirs),
+                *(os.fdopen(x, y) for x, y in zip(pair, ("rb", "wb"))),
+            )
+        children.append(child)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of the group: ranks end by it
+    for pair in theirs:
+        for file in pair:
+            os.close(file)
+    for child in children:
+        os.waitpid(child, 0)
+
+
+def _run(functions: dict, store: str, rank: int, count: int, requests, replies) -> None:
+    """The loop of one of the processes."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)  # conftest.poisoned
     torch.utils.deterministic.fill_uninitialized_memory = True
     timeout = timedelta(seconds=TIMEOUT)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(count),
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=count,
         timeout=timedelta(seconds=TO_BEGIN),
     )  # fmt: skip
-    groups = [dist.new_group(range(P), timeout=timeout) for P in range(1, int(count) + 1)]
+    groups = [dist.new_group(range(P), timeout=timeout) for P in range(1, count + 1)]
     while True:
-        name, P, args, given = receive(sys.stdin.buffer)
+        name, P, args, given = _receive(requests)
         try:
             found = functions[name](groups[P - 1], *args, **given)
         except Exception as error:
             found = SimpleNamespace(kind=type(error).__name__, text=str(error))
-        send(replies, found)
+        _send(replies, found)

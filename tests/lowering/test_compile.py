@@ -188,16 +188,18 @@ def test_lengths_1_to_4096_share_two_graphs_and_guard_on_no_tile(is_causal):
     assert graphs_of(lambda: run(compiled(m, "inductor"))) == 3
 
 
-@pytest.mark.parametrize("recipe", ["sage1", "sage2-8b"])
+@pytest.mark.parametrize("recipe", ["sage1", "sage2-8b", "sage2-4b"])
 @torch.no_grad()
 def test_a_length_promised_to_be_dynamic_stays_dynamic(recipe):
-    f = compiled(stack(), options={**EMULATE, "sage.recipe": recipe})
+    m = stack()
+    f = compiled(m, options={**EMULATE, "sage.recipe": recipe})
     x = torch.randn(2, 50, 64)
     torch._dynamo.mark_dynamic(x, 1, min=2, max=4096)  # raises if anything specialises it
     f(x)
     with torch.compiler.set_stance("fail_on_recompile"):
         for N in (2, 63, 64, 65, 127, 128, 129):
-            assert f(torch.randn(2, N, 64)).shape == (2, N, 64)
+            x = torch.randn(2, N, 64)
+            assert cos_sim(f(x), m(x)) > (0.99 if recipe == "sage2-4b" else 0.999), N
     assert rewritten() == 2
 
 
@@ -464,7 +466,7 @@ def test_eager_attention_is_never_touched(executions):
 def test_ddp_splits_the_graph_and_keeps_the_gradients(gloo):
     from torch.nn.parallel import DistributedDataParallel as DDP
 
-    m, x = stack(3), torch.randn(2, 40, 64, requires_grad=True)
+    m, x = stack(2), torch.randn(2, 40, 64, requires_grad=True)
     wrt = [x, *m.parameters()]
 
     def through(f):
@@ -480,8 +482,8 @@ def test_ddp_splits_the_graph_and_keeps_the_gradients(gloo):
         eager = through(DDP(m, bucket_cap_mb=2**-6))
         parts = counters["aot_autograd"]["total"]
         actual = through(compiled(DDP(m, bucket_cap_mb=2**-6), fullgraph=False))
-    assert counters["aot_autograd"]["total"] - parts >= 3, "DDPOptimizer did not split the graph"
-    assert rewritten() == 3
+    assert counters["aot_autograd"]["total"] - parts >= 2, "DDPOptimizer did not split the graph"
+    assert rewritten() == 2
     assert all(follows(a, e) for a, e in zip(actual, eager))
     torch._dynamo.reset()
     assert_close(actual, list(gradients(compiled(m), x, wrt=wrt)), rtol=1e-4, atol=1e-4)
@@ -859,7 +861,8 @@ def test_every_argument_is_honoured_or_the_call_refused(mask, scale, enable_gqa)
     arguments |= {"is_causal": True} if mask == "causal" else {"attn_mask": MASKS[mask]}
     inputs = qkv(H=4, N=24, N_kv=40, H_kv=2 if enable_gqa else 4, requires_grad=True)
     f = compiled(functools.partial(F.scaled_dot_product_attention, **arguments))
-    out = f(*inputs)
+    with op_by_op(split=True):
+        out = f(*inputs)
     (site,) = sage_inductor.report()
     assert site.rewritten or site.reason
     # SDPA's own is_causal is NaN on CPU for a scale that is not positive, forward and backward.

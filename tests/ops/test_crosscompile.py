@@ -233,7 +233,7 @@ TILES_OF_HOPPER = {(*row[:3], row[4].warpgroups): row[4] for row in ROWS}
 def is_of_hopper(pv, head_dim, warpgroups, kind):
     """With a mask, 16 bits are triton.py's. One warpgroup has no split tiles."""
     if kind == "full, fp16":
-        return (pv, head_dim, warpgroups) == ("16bit", 128, 3)
+        return pv == "16bit" and warpgroups == 3
     excluded = pv == "16bit" if "mask" in kind else kind == "split" and warpgroups == 1
     return not excluded and (pv, head_dim, kind == "causal", warpgroups) in TILES_OF_HOPPER
 
@@ -244,7 +244,7 @@ def is_of_hopper(pv, head_dim, warpgroups, kind):
     *[("fp8", 64, 1, kind) for kind in ("causal", "both", "mask")],
     *[("fp8", 128, 1, kind) for kind in ("full", "bottom right")],
     ("fp8", 64, 3, "mask"), ("fp8", 128, 2, "split"), ("fp8", 128, 3, "causal"),
-    ("fp8", 256, 2, "causal"), ("16bit", 128, 3, "full, fp16"), ("16bit", 128, 3, "causal"),
+    ("fp8", 256, 2, "causal"), ("16bit", 64, 3, "full, fp16"), ("16bit", 128, 3, "causal"),
     tritons=[("fp8", 64, 1, "causal mask"), ("16bit", 64, 3, "split")],
     where=is_of_hopper,
     pv=["fp8", "16bit"], head_dim=[64, 128, 256], warpgroups=[1, 2, 3], kind=KINDS_OF_HOPPER,

@@ -125,24 +125,25 @@ def test_opcheck_of_the_first_pieces(dynamic):
             torch.library.opcheck(quantize_nvfp4, args, test_utils=utilities)
 
 
-@chosen(
-    lambda recipe, rows, out_bnhd, dynamic: (
-        # With symbols, what front/test_backend.py does not compile for any length.
-        not dynamic or recipe == "sage2-4b" and rows and out_bnhd
-    ),
-    recipe=RECIPES,
-    rows=[False, True],
-    out_bnhd=[False, True],
-    dynamic=[False, True],
-)
-def test_opcheck_of_the_pieces(recipe, rows, out_bnhd, dynamic):
-    N_kv, recipe = 20 if dynamic and recipe == "sage3" else 70, NAMED[recipe]
-    for op, args in pieces(recipe, N_kv, rows, out_bnhd):
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("rows", [False, True])
+@pytest.mark.parametrize("out_bnhd", [False, True])
+def test_opcheck_of_the_pieces(recipe, rows, out_bnhd):
+    recipe = NAMED[recipe]
+    for op, args in pieces(recipe, 70, rows, out_bnhd):
         utilities = checks(recipe) if op is attention else CHEAP
         before = [x.clone() for x in args if isinstance(x, torch.Tensor)]
-        torch.library.opcheck(op, args, test_utils=(DYNAMIC,) if dynamic else utilities)
+        torch.library.opcheck(op, args, test_utils=utilities)
         op(*args)
         assert same_bytes(before, [x for x in args if isinstance(x, torch.Tensor)])
+
+
+@pytest.mark.sweep  # models of any length are compiled in lowering/test_compile.py
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("rows", [False, True])
+def test_opcheck_of_the_pieces_with_symbols(recipe, rows):
+    for op, args in pieces(NAMED[recipe], 20 if recipe == "sage3" else 70, rows, rows):
+        torch.library.opcheck(op, args, test_utils=DYNAMIC)
 
 
 def test_opcheck_of_one_pass_over_k_and_v_with_symbols():
