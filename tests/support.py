@@ -10,10 +10,12 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager_decomp_partition
+from torch._inductor import compile_fx
 from torch.fx import Graph, GraphModule, Node
 
 from sage_inductor import backend, config
@@ -266,6 +268,33 @@ def _as_it_is_now(gm: GraphModule) -> GraphModule:
         if isinstance(child, GraphModule) and hasattr(found, name):
             setattr(found, name, _as_it_is_now(child))
     return found
+
+
+class _Opened(Exception):
+    pass
+
+
+def opened(program):
+    """What AOTInductor makes C++ of, as a function of the inputs one after the other: the sage ops
+    of a rewritten program are opened there, and aten's INT8 matmul is not among what they become:
+    torch 2.11 aborted in a package with it."""
+    whole = compile_fx._unlift_graph
+
+    def stop(*given):
+        raise _Opened(whole(*given))
+
+    with mock.patch.object(compile_fx, "_unlift_graph", stop), pytest.raises(_Opened) as found:
+        torch._inductor.aot_compile(
+            program.module(check_guards=False),
+            *program.example_inputs,
+            options={"aot_inductor.package": True},
+        )
+    (gm,) = found.value.args
+    called = [str(node.target) for node in gm.graph.nodes if node.op == "call_function"]
+    assert called and not [x for x in called if re.search("sage|int_mm|triton", x)]
+    gm.graph.set_codegen(torch.fx.graph.CodeGen())  # as Inductor reads it
+    gm.recompile()
+    return gm
 
 
 def written(graph: Graph) -> list[tuple]:

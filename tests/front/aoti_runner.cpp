@@ -16,12 +16,20 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
-#include <torch/csrc/jit/serialization/pickle.h>
-#include <torch/cuda.h>
 #ifdef WITH_CUDA
 #include <ATen/cuda/CUDAGraph.h>
 #include <c10/cuda/CUDAGuard.h>
 #endif
+
+// Of torch/csrc/jit/serialization/pickle.h and torch/cuda.h, which take longer to compile than the
+// rest of this file.
+namespace torch::jit {
+std::vector<char> pickle_save(const c10::IValue&);
+c10::IValue pickle_load(const std::vector<char>&);
+}  // namespace torch::jit
+namespace torch::cuda {
+void synchronize(int64_t device_index);
+}
 
 using Tensors = std::vector<at::Tensor>;
 using Calls = std::vector<Tensors>;
@@ -70,11 +78,11 @@ void run_on_a_stream(Loader& loader, const Calls& calls, Calls& outputs, at::Dev
 
 #ifdef WITH_CUDA
 void replay(Loader& loader, const Calls& calls, Calls& outputs) {
-  torch::cuda::synchronize();
+  torch::cuda::synchronize(-1);
   const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromPool());
   for (const Tensors& call : calls) {
     for (int i = 0; i < 2; ++i) loader.run(call);
-    torch::cuda::synchronize();
+    torch::cuda::synchronize(-1);
     at::cuda::CUDAGraph graph;
     graph.capture_begin();
     Tensors captured = loader.run(call);
