@@ -1032,9 +1032,9 @@ def test_preparation_compiles(kernel, architecture, D, masked):
     spills = (TRITON, kernel, architecture, D, masked) == ((3, 6), "kv", (8, 9), 256, True)
     allowed = 8 if spills else 0
     if (kernel, D) == ("v", 256):
-        # Four warps hold 128 rows, 256 numbers a thread: 1072 bytes on sm_89, 368 from sm_90 on.
-        # Eight would spill nothing (untimed).
-        allowed = 1088 if architecture == (8, 9) else 384
+        # Four warps hold 128 rows, 256 numbers a thread: 1080 bytes on sm_89 and sm_90 where keys
+        # are hidden, else 368. Eight would spill nothing (untimed).
+        allowed = 1088 if masked and architecture < (10, 0) else 384
     assert stack_bytes(compiled.asm["cubin"]) <= allowed
     wait, launch = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
     found = re.findall("|".join((wait, launch, "ld.global", "st.global")), compiled.asm["ptx"])
