@@ -173,9 +173,9 @@ def _policy(device: torch.device) -> tuple[str, bool]:
     with torch.no_grad():
         inputs = list(_inputs(device, 128, HEAD_DIMS[-1]))
         if device.type == "cpu":
-            (site,) = explain(attention, *inputs)
+            (site,) = explain(attention)(*inputs)
             return f"SDPA: {site.reason}", False
-        (site,) = explain(attention, *inputs, options={"sage.force": True})
+        (site,) = explain(attention, options={"sage.force": True})(*inputs)
     if not site.rewritten:
         return f"SDPA: {site.reason}", False
     rows = [row for table in measured.tables(measured.gpu_name(device)) for row in lines(table)]
