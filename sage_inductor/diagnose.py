@@ -33,11 +33,11 @@ from sage_inductor.decide import autos, decide
 from sage_inductor.ops.recipe import NAMED, canonical
 from sage_inductor.ops.reference.exact import attention_exact, masked
 from sage_inductor.ops.visibility import as_4d
-from sage_inductor.options import AUTO, OFF
+from sage_inductor.options import AUTO, OFF, nearest
 from sage_inductor.patterns import Decision, Site, rewrite
 from sage_inductor.patterns.call import FULL, Band, Call
 from sage_inductor.policy import Policy, Rule, layer_of
-from sage_inductor.report import counts, folded, grouped, path_of, table
+from sage_inductor.report import counts, folded, grouped, number_of, path_of, table
 from sage_inductor.settings import Settings
 
 # 8-bit q, k and v cost a relative L1 of 0.035 to 0.048 on normal inputs (docs/performance.md). A
@@ -114,13 +114,13 @@ class Diagnosis:
     @property
     def verdict(self) -> str:
         """One line: "57 modules, relative L1 <= 0.05: auto (56), off (1)"."""
-        text = f"{len(self._modules)} modules, relative L1 <= {self.tolerance}"
+        text = f"{number_of(len(self._modules), 'module')}, relative L1 <= {self.tolerance}"
         if self.suggested:
             text += f": {counts(collections.Counter(self.suggested.values()))}"
         for stage, suggested in self.by_stage.items():
             text += f"; in {stage}: {counts(collections.Counter(suggested.values()))}"
         if self.unmeasured:
-            text += f"; not measured: {len(self.unmeasured)} calls"
+            text += f"; not measured: {number_of(len(self.unmeasured), 'call')}"
         return text
 
     def __repr__(self):
@@ -267,7 +267,9 @@ def diagnose(
     named = [recipes] if isinstance(recipes, str) else recipes
     named = tuple(map(canonical, NAMED if named is None else named))
     if not named or not set(named) <= NAMED.keys():
-        raise ValueError(f"diagnose: recipes must be of {tuple(NAMED)}, got {named}")
+        near = [name for each in named if each not in NAMED and (name := nearest(each, NAMED))]
+        meant = f": did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"diagnose: recipes must be of {tuple(NAMED)}, got {named}{meant}")
     if not 0 < tolerance < math.inf:
         raise ValueError(f"diagnose: tolerance must be a positive number, got {tolerance}")
     if path is not None:

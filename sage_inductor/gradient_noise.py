@@ -44,7 +44,7 @@ from sage_inductor.patterns.call import UNNAMED, Call
 from sage_inductor.patterns.eligible import is_causal
 from sage_inductor.patterns.graph import value_of
 from sage_inductor.patterns.replace import stand_in
-from sage_inductor.report import grouped, path_of, table
+from sage_inductor.report import grouped, number_of, path_of, table
 from sage_inductor.settings import Settings
 
 RECIPES = tuple(name for name in options.TRAINING if name not in (OFF, AUTO))
@@ -91,11 +91,11 @@ class TrainingDiagnosis:
         """One line: "24 calls, |error| / noise of the gradient at most: sdpa 0.01, g 0.09"."""
         worst = {row.recipe: row for row in reversed(self.rows)}
         each = [f"{name} {worst[name].ratio:.3g}" for name in (SDPA, *RECIPES) if name in worst]
-        text = f"{len({(row.site.module, row.site.call) for row in self.rows})} calls"
+        text = number_of(len({(row.site.module, row.site.call) for row in self.rows}), "call")
         if each:
             text += f", |error| / noise of the gradient at most: {', '.join(each)}"
         if self.unmeasured:
-            text += f"; not measured: {len(self.unmeasured)} calls"
+            text += f"; not measured: {number_of(len(self.unmeasured), 'call')}"
         return text
 
     def __repr__(self):

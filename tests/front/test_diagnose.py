@@ -258,7 +258,7 @@ def test_a_schedule_is_suggested_from_the_errors_of_the_steps(tmp_path):
     assert found.policy.rules == (Rule(edge, stage="edge"), Rule("auto"))
     assert Policy.load(path) == found.policy
     assert str(found).endswith("callback_on_step_end=sage_inductor.Schedule(edge=(2, 0))")
-    assert found.verdict == f"1 modules, relative L1 <= 0.05: auto; in edge: {edge}"
+    assert found.verdict == f"1 module, relative L1 <= 0.05: auto; in edge: {edge}"
     with sage_inductor.stage(None):
         easy = diagnose(pipeline)(Denoiser(0), 6, sage_inductor.Schedule())
     assert easy.edge is None and not easy.by_stage and easy.policy.rules == (Rule("auto"),)
@@ -325,7 +325,7 @@ def test_errors_and_suggestions_are_by_stage(tmp_path):
         model, inputs = Denoiser(0), (torch.randn(1, 2, 40, 32), torch.tensor(0))
         found = diagnose(model)(*inputs)
     assert not found.suggested and found.policy.rules == (Rule("auto", stage="only"),)
-    assert found.verdict.startswith("1 modules") and "sdpa in only" not in str(found)
+    assert found.verdict.startswith("1 module,") and "sdpa in only" not in str(found)
     assert found.heat_map() and found.details()
 
 

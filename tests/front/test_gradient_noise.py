@@ -456,7 +456,7 @@ def test_calls_that_are_not_measured_are_listed_with_the_reason(attend, reason):
     (site,) = found.unmeasured
     assert site.module == "layers.1" and re.match(reason, site.reason), site.reason
     assert {row.site.module for row in found.rows} == {"layers.0"} and site.reason in str(found)
-    assert found.verdict.endswith("; not measured: 1 calls")
+    assert found.verdict.endswith("; not measured: 1 call")
 
 
 def test_a_recipe_that_does_not_take_a_call_has_no_row():

@@ -539,6 +539,16 @@ def test_options_before_the_config_before_none(tmp_path):
     assert config.policy == ""
 
 
+def test_one_rule_is_a_policy():
+    with config.patch(policy=Rule("off", module="*.cross")):
+        assert [s.recipe for s in explain()] == [
+            s.recipe for s in explain(Rule("off", module="*.cross"))
+        ]
+        assert explain()[1].reason == "the policy says off (rule 1)"
+    with pytest.raises(ValueError, match="config.policy: .*recipe must be one of"):
+        config.policy = Rule("sage9")
+
+
 def test_a_graph_that_is_opted_out_has_no_policy(tmp_path):
     report = explain(written(tmp_path, {"recipe": "sage1"}), enabled=False)
     assert {s.reason for s in report} == {"the recipe is 'off'"}

@@ -95,7 +95,8 @@ NOT_REASONS = {
     "flex window", "no recipe", "no backend of SDPA", "; 11 failed: 1", " at 1", "autotuned1",
     "1 with 1, B*H=1", "N >= 11", ", 1 at N=1", "1: 1x the fastest of SDPA111",
     "; SDPA's flash attention is 1", "; all batches share k and v, which are prepared once",
-    "1 (1 of the policy)", "; keep 1", "by block lists, N >= 1", "rule 1", "asked for", "the function",
+    "1 (1 of the policy)", "; keep 1", "by block lists, N >= 1", "rule 1", "asked for, forward and backward", "the function",
+    "; its backward is exact attention's",
     "asked for; the keys of all ranks are gathered in 8 bits", "more than one out and one logsumexp are read",
     "is_causal with 1 queries and 1 keys", "fp32 under autocast, which casts no op of a backend",
     "a logsumexp 1 of 1 queries is read", "its own backward reads what it returns", "; with Triton 1 the faster kernel of 1 cannot travel in a package",
@@ -587,7 +588,7 @@ def test_calls_that_all_stay_are_warned_of_once_for_each_cause(warnings, monkeyp
     assert len(warnings()) == 1
     report.record([site()])
     assert warnings()[1:] == [
-        "sage_inductor: 0 of 4 attention calls use sage on NVIDIA L40S: dropout_p must be 0, got 0.1 (1 calls); "
+        "sage_inductor: 0 of 4 attention calls use sage on NVIDIA L40S: dropout_p must be 0, got 0.1 (1 call); "
         "call model.eval(), or set its dropout to 0"
     ]
 
@@ -693,3 +694,44 @@ def test_what_is_ours_is_refused_before_the_model_is_given_its_arguments():
         sage_inductor.explain(sdpa, options={"sage.recpie": 1})
     with pytest.raises(ValueError, match="recipes must be of"):
         sage_inductor.diagnose(sdpa, recipes="sage9")
+    with pytest.raises(ValueError, match="did you mean 'sage1-per-token'"):
+        sage_inductor.diagnose(sdpa, recipes=["sage1", "sage1-per-tokn"])
+
+
+def with_dropout(q):
+    return sdpa(q, q, q, dropout_p=0.5)
+
+
+def test_the_device_is_the_first_reason_and_what_else_is_wrong_comes_behind_it():
+    q = torch.randn(1, 1, 8, 16)
+    found = sage_inductor.explain(with_dropout)(q)
+    assert re.fullmatch(r"on CPU .*; dropout_p must be 0, got 0.5", found[0].reason)
+    assert found.verdict.endswith("1 stays: no kernel runs there")
+    (site,) = sage_inductor.explain(with_dropout, options=EMULATE)(q)
+    assert site.reason == "dropout_p must be 0, got 0.5"
+
+
+def test_a_forced_call_that_trains_says_that_its_backward_is_exact():
+    q = torch.randn(1, 1, 8, 16, requires_grad=True)
+    (site,) = sage_inductor.explain(lambda q: sdpa(q, q, q), options=EMULATE)(q)
+    assert site.reason == "emulated; its backward is exact attention's"
+
+
+def test_strict_names_calls_with_one_reason_together():
+    message = (
+        r"3 attention calls stay as they were: blocks\.\*\.attn x3: dropout_p must be 0, got 0.1$"
+    )
+    with pytest.raises(sage_inductor.SageRefused, match=message):
+        report.raise_if_refused(layers(3))
+
+
+def test_a_pass_that_took_the_place_of_ours_is_named():
+    inductor = torch._inductor.config
+    with inductor.patch(pre_grad_custom_pass=None), config.patch(enabled=True):
+        assert asked_for()._notes == ()
+        inductor.pre_grad_custom_pass = lambda graph: None
+        (note,) = asked_for()._notes
+        assert "pre_grad_custom_pass was set after" in note and note in str(asked_for())
+        with config.patch(enabled=True):
+            assert asked_for()._notes == ()
+    assert asked_for()._notes == ()
