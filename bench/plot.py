@@ -15,6 +15,7 @@ import sys
 import textwrap
 import types
 from collections.abc import Collection
+from dataclasses import is_dataclass
 from pathlib import Path
 
 import sage_inductor
@@ -36,7 +37,9 @@ CURVES = {  # plans of bench/curves.py, and what their models are
     "curves-minilm": "MiniLM fine-tuned",
 }
 TRAINING = ("training", "training-mask", *CURVES, "backward", "memory")
-PLANS = (*SPEED, *ACCURACY, *TRAINING, "packages", "peers", "sparse", "lists", "selected")
+PLANS = (
+    *SPEED, *ACCURACY, *TRAINING, "packages", "parallel", "peers", "sparse", "lists", "selected",
+)  # fmt: skip
 PLOT, OVERVIEW = "attention.svg", "overview.svg"
 ACCURACY_PLOT, MODELS_PLOT, PEERS_PLOT = "accuracy.svg", "end-to-end.svg", "peers.svg"
 SPARSE_PLOT = "sparse.svg"
@@ -44,6 +47,12 @@ COLOURS = {"cuDNN": "0.15", "flash": "0.65", "flex": "tab:orange", "inductor": "
            "FA3": "tab:brown", "FA3-fp8": "tab:pink", "FA4": "tab:olive",
            "sageattention": "tab:cyan", "cuDNN-fp8": "tab:gray"}  # fmt: skip
 SDPA = ("cudnn", "flash")  # rivals of bench/training.py
+WAYS = {  # providers of bench/parallel.py
+    "gather 8 bits": "8 bits, with `lengths`",
+    "lengths asked for": "8 bits, without",
+    "gather bf16": "bf16, gathered",
+    "Ulysses": "Ulysses",
+}
 KINDS_OF_PEERS = {"kernel": "The kernel alone", "op": "With all preparation"}
 SAGE_COLOURS = ("tab:green", "tab:purple", "tab:red")  # one per recipe
 METHODS = property, classmethod, types.FunctionType
@@ -74,7 +83,7 @@ BLOCKS = {
 IN_SHORT = {
     "bf16 SDPA": "exact attention in bf16",
     "sage2-8b-per-token": "`sage2-8b-per-token`, the default on Hopper",
-    "sage2-8b": "`sage2-8b`, the default elsewhere",
+    "sage2-8b": "`sage2-8b`, the default on sm_89 and sm_12x",
     "sage1-per-token": "`sage1-per-token`, the most accurate",
 }
 
@@ -123,12 +132,14 @@ def main(argv=None) -> int:
 
 
 def newest(folder: Path) -> dict[str, dict]:
-    """Plan -> the newest result that holds rows of it, with those rows alone."""
+    """Plan -> the newest result that holds rows of it, with those rows alone. A row that names no
+    plan is of the plan that the file is named after, behind the date."""
     found = {}
-    for result in sorted(map(load, folder.glob("*.json")), key=date):
-        for plan in {row.get("plan") for row in result["rows"]}.intersection(PLANS):
-            rows = [row for row in result["rows"] if row.get("plan") == plan]
-            found[plan] = {**result, "rows": rows}
+    for path in sorted(folder.glob("*.json"), key=lambda path: date(load(path))):
+        result, usual = load(path), path.stem.partition("-")[2][len("MM-DD-") :]
+        plans = groups([{"plan": usual, **row} for row in result["rows"]], "plan")
+        for plan in plans.keys() & set(PLANS):
+            found[plan] = {**result, "rows": plans[plan]}
     return found
 
 
@@ -280,6 +291,27 @@ def package_name(row: dict) -> str:
     return name + ", `sage.force`" * (row["kind"] == "sage.force")
 
 
+def parallel(gpus: dict[str, dict]) -> str:
+    return sections(gpus, ("parallel",), lambda name, plans: parallel_section(plans["parallel"]))
+
+
+def parallel_section(result: dict) -> str:
+    """A line per case, of as many GPUs as were there: ms, and the efficiency."""
+    rows = [{**row, "B": 1, "model": row["case"]} for row in result["rows"]]
+    lines = [["B x H x N x D", "one GPU", *WAYS.values(), "MB received: 8 bits", "bf16"]]
+
+    def shown(ms: float) -> str:
+        return f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}"
+
+    for its in groups([row for row in rows if row["P"] == result["world"]], "case").values():
+        found = {row["provider"]: row for row in its}
+        cells = (f"{shown(found[x]['ms'])} ({found[x]['efficiency']:.2f})" for x in WAYS)
+        sent = (found[x]["received_bytes"] for x in ("gather 8 bits", "gather bf16"))
+        alone = shown(its[0]["one_device_ms"])
+        lines.append([case_of(its[0]), alone, *cells, *(f"{x / 1e6:.0f}" for x in sent)])
+    return f"{markdown(lines)}\n{provenance(result)}"
+
+
 def peers(gpus: dict[str, dict]) -> str:
     """Other packages beside ours: kernels alone, then with all preparation; means and errors where
     the result has them. Bold: ahead of ours, or of a mean, behind it."""
@@ -362,7 +394,8 @@ def api(gpus: dict[str, dict]) -> str:
         if inspect.isfunction(entry):
             parts += [f"## {name}\n\n```text\n{signature(entry)}\n```\n\n{described(entry)}\n"]
         elif inspect.isclass(entry):
-            parts += [f"## {name}\n\n{described(entry)}\n"]
+            shown = f"```text\n{constructor(entry)}\n```\n\n" if is_dataclass(entry) else ""
+            parts += [f"## {name}\n\n{shown}{described(entry)}\n"]
             methods = [
                 f"* `{key}{'()' * (not isinstance(member, property))}`: {described(member)}"
                 for key, member in vars(entry).items()
@@ -378,6 +411,14 @@ def signature(function) -> str:
     returns = f" -> {ast.unparse(tree.returns)}" if tree.returns else ""
     text = f"{tree.name}({ast.unparse(tree.args).replace('=', ' = ')}){returns}"
     return textwrap.fill(text, 120, subsequent_indent=" " * (len(tree.name) + 1))
+
+
+def constructor(entry: type) -> str:
+    """A dataclass with its fields."""
+    fields = ast.parse(textwrap.dedent(inspect.getsource(entry))).body[0].body
+    given = [ast.unparse(x) for x in fields if isinstance(x, ast.AnnAssign)]
+    text = f"{entry.__name__}({', '.join(given)})"
+    return textwrap.fill(text, 120, subsequent_indent=" " * (len(entry.__name__) + 1))
 
 
 def described(entry) -> str:
@@ -625,6 +666,7 @@ TABLES = {
     "blocks": blocks_in_short,
     "lengths": lengths,
     "packages": packages,
+    "parallel": parallel,
     "peers": peers,
     "remedies": remedies,
     "short": accuracy_in_short,
@@ -859,7 +901,8 @@ def defaults_table(rows: list[dict]) -> str:
         for N, cells in groups(its, "N").items():
             lines.append([entry, str(N), *map(default_cell, cells)])
     title = (
-        "The defaults (sage2-8b-per-token on Hopper, else sage2-8b) and sage1-per-token, on a GPU "
+        "The defaults (sage2-8b-per-token on Hopper, sage2-8b on sm_89 and sm_12x) and "
+        "sage1-per-token, on a GPU "
         "by their kernels, beside bf16 attention and FlashAttention-3's FP8 (emulated); outputs in "
         "bf16. Relative L1; of biased_v (v + 8) centred, x bf16's. In brackets: what it is to be "
         "at most"

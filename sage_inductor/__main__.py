@@ -12,7 +12,7 @@ from sage_inductor.cli.demo import PATCH, demo
 from sage_inductor.cli.doctor import doctor
 from sage_inductor.cli.tune import tune
 from sage_inductor.cost import TIMED
-from sage_inductor.ops.recipe import NAMED, canonical
+from sage_inductor.ops.recipe import NAMED, canonical, source_tag
 from sage_inductor.options import AUTO
 from sage_inductor.tune import HEAD_DIMS, KINDS
 
@@ -23,13 +23,15 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m sage_inductor",
         description="Quantized attention as a torch.compile backend.",
     )
+    parser.add_argument("--version", action="version", version=f"sage_inductor {source_tag()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser(
+    command = commands.add_parser(
         "doctor",
         help="what is installed, and whether each recipe really runs here",
         description="Print versions and devices, run every recipe on every device against exact "
         "attention, and say what the policy chooses. Exit code 1 if one that should run fails.",
     )
+    command.add_argument("--verbose", action="store_true", help="a line for each small call")
     command = commands.add_parser(
         "tune",
         help='measure what "auto" decides by on this GPU',

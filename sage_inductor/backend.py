@@ -20,6 +20,7 @@ from sage_inductor import (
     patterns,
     settings,
 )
+from sage_inductor.at_once import also_at_once
 from sage_inductor.decide import decide
 from sage_inductor.errors import SageOptionError
 from sage_inductor.inductor_pass import sources_tag
@@ -176,25 +177,33 @@ def _has_symbolic_floats(gm: torch.fx.GraphModule) -> bool:
 sage_backend.reset = InductorWrapper(None, None, None).reset
 
 
-def explain(model, *args, options: dict | None = None, **kwargs) -> Report:
-    """Run `model` once and say what ``backend="sage"`` would do with each attention call.
+@also_at_once
+def explain(model, *, options: dict | None = None) -> Callable[..., Report]:
+    """``explain(model)(*args, **kwargs)`` runs `model` once on these arguments, and says what
+    ``backend="sage"`` would do with each attention call.
 
-    Nothing is compiled. Like ``torch._dynamo.explain``, it resets Dynamo's caches.
+    options: as of ``torch.compile``. Nothing is compiled. Like ``torch._dynamo.explain``, it resets
+    Dynamo's caches.
     """
-    sites, asked, seen = [], settings.resolve(settings.split(options or {})[0]), Seen()
+    asked = settings.resolve(settings.split(options or {})[0])
 
-    def see(gm: torch.fx.GraphModule) -> None:
-        seen.graphs += 1
-        variants = _variants(gm, asked)
-        variants[None].install()
-        graph = str(CompileContext.current_compile_id())
-        sites.extend((graph, site) for site in _told(variants))
-        limits.seen()
+    def run(*args, **kwargs) -> Report:
+        sites, seen = [], Seen()
 
-    with _op_by_op(see) as compiled:
-        compiled(model)(*args, **kwargs)
-        notes = limits.notes()
-    return whole(sites, asked.policy, notes, seen.why_without())
+        def see(gm: torch.fx.GraphModule) -> None:
+            seen.graphs += 1
+            variants = _variants(gm, asked)
+            variants[None].install()
+            graph = str(CompileContext.current_compile_id())
+            sites.extend((graph, site) for site in _told(variants))
+            limits.seen()
+
+        with _op_by_op(see) as compiled:
+            compiled(model)(*args, **kwargs)
+            notes = limits.notes()
+        return whole(sites, asked.policy, notes, seen.why_without())
+
+    return run
 
 
 # Dynamo compiles so many graphs of one function (eight, if nobody says more) and leaves the rest to

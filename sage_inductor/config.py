@@ -38,7 +38,7 @@ def _setting(name: str):
 
 recipe: str = _setting("recipe")
 if typing.TYPE_CHECKING:
-    policy: str | os.PathLike | policies.Policy | dict | list | Callable
+    policy: str | os.PathLike | policies.Policy | policies.Rule | dict | list | Callable
 else:
     policy: str = _setting("policy")  # torch allows bool and str here
 emulate: bool = _setting("emulate")

@@ -63,7 +63,8 @@ def decide(call: Call, settings: Settings) -> Decision:
         return Decision(None, "the recipe is 'off'")
     reason = call.refused or why_not(call)
     if reason:
-        return Decision(None, reason)
+        # First what no change of the model lifts: else it would be the next reason.
+        return Decision(None, "; ".join([ON_CPU] * _stays_on_cpu(call, settings) + [reason]))
     wanted, rule, selection, training = _ruled(call, settings)
     if training == AUTO and (settings.emulate or settings.force):
         training = OFF  # "auto" is about speed
@@ -79,7 +80,14 @@ def decide(call: Call, settings: Settings) -> Decision:
         reason += "; all batches share k and v, which are prepared once"
     if settings.portable:
         reason += _left_behind(call, candidate.recipe)
+    elif call.out.requires_grad:
+        reason += "; its backward is exact attention's"
     return Decision(candidate.recipe, reason, candidate.warpgroups, selection)
+
+
+def _stays_on_cpu(call: Call, settings: Settings) -> bool:
+    q = value_of(call.q)
+    return isinstance(q, torch.Tensor) and q.device.type == "cpu" and not settings.emulate
 
 
 def check_asked(recipe: str) -> None:
@@ -129,7 +137,7 @@ def _trained(
         return Decision(None, LISTS_IN_TRAINING)
     reason = why_not_trained(call, by, capability)
     if training != AUTO:
-        return Decision(None, reason) if reason else Decision(by, "asked for")
+        return Decision(None, reason) if reason else Decision(by, "asked for, forward and backward")
     reason = reason or why_not_by_itself(call)
     if reason:
         return Decision(None, reason)

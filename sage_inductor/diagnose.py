@@ -1,7 +1,7 @@
 """How far each recipe is from exact attention at each attention call of a model, and the policy
 that follows.
 
-    found = sage_inductor.diagnose(model, *example_inputs, path="policy.json")  # print(found)
+    found = sage_inductor.diagnose(model, path="policy.json")(*example_inputs)  # print(found)
     torch.compile(model, backend="sage", options={"sage.policy": "policy.json"})
 
 The model runs once, op by op and as it was. Before each attention call that ``sage::sdpa`` can
@@ -27,20 +27,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sage_inductor import measured, page, stages
+from sage_inductor.at_once import also_at_once
 from sage_inductor.backend import run_graphs
 from sage_inductor.decide import autos, decide
 from sage_inductor.ops.recipe import NAMED, canonical
 from sage_inductor.ops.reference.exact import attention_exact, masked
 from sage_inductor.ops.visibility import as_4d
-from sage_inductor.options import AUTO, OFF
+from sage_inductor.options import AUTO, OFF, nearest
 from sage_inductor.patterns import Decision, Site, rewrite
 from sage_inductor.patterns.call import FULL, Band, Call
 from sage_inductor.policy import Policy, Rule, layer_of
-from sage_inductor.report import counts, folded, grouped, path_of, table
+from sage_inductor.report import counts, folded, grouped, number_of, path_of, table
 from sage_inductor.settings import Settings
 
-# 8-bit q, k and v cost a relative L1 of 0.035 to 0.046 on normal inputs (README). A call above
-# this tolerance has inputs that its recipe does not cope with.
+# 8-bit q, k and v cost a relative L1 of 0.035 to 0.048 on normal inputs (docs/performance.md). A
+# call above this tolerance has inputs that its recipe does not cope with.
 TOLERANCE = 0.05
 SDPA = "sdpa"  # in the place of a recipe: scaled_dot_product_attention in the model's own dtype
 # Fastest first, where measured. Left out: sage2-8b-fp8qk, which "auto" takes on devices where INT8
@@ -113,13 +114,13 @@ class Diagnosis:
     @property
     def verdict(self) -> str:
         """One line: "57 modules, relative L1 <= 0.05: auto (56), off (1)"."""
-        text = f"{len(self._modules)} modules, relative L1 <= {self.tolerance}"
+        text = f"{number_of(len(self._modules), 'module')}, relative L1 <= {self.tolerance}"
         if self.suggested:
             text += f": {counts(collections.Counter(self.suggested.values()))}"
         for stage, suggested in self.by_stage.items():
             text += f"; in {stage}: {counts(collections.Counter(suggested.values()))}"
         if self.unmeasured:
-            text += f"; not measured: {len(self.unmeasured)} calls"
+            text += f"; not measured: {number_of(len(self.unmeasured), 'call')}"
         return text
 
     def __repr__(self):
@@ -233,15 +234,16 @@ def _text(cell: page.Cell) -> str:
     return f"{cell:.6g}" if isinstance(cell, float) else str(cell)
 
 
+@also_at_once
 def diagnose(
     model,
-    *args,
+    *,
     recipes: str | Sequence[str] | None = None,
     path: str | os.PathLike | None = None,
     tolerance: float = TOLERANCE,
-    **kwargs,
-) -> Diagnosis:
-    """Run ``model(*args, **kwargs)`` once and measure every recipe at every attention call.
+) -> Callable[..., Diagnosis]:
+    """``diagnose(model)(*args, **kwargs)`` runs ``model(*args, **kwargs)`` once and measures every
+    recipe at every attention call.
 
     recipes: one name or several; without it all. Of these, the ones that run on the inputs' device
     are measured (on CPU every one, emulated). path: where to write the suggested policy. tolerance:
@@ -262,14 +264,29 @@ def diagnose(
     Raises ValueError for unknown recipes, a tolerance that is not a positive number, or a model
     that makes no attention call; OSError, before the model runs, if `path` cannot be written.
     """
-    given, recipes = recipes, [recipes] if isinstance(recipes, str) else recipes
-    recipes = tuple(map(canonical, NAMED if recipes is None else recipes))
-    if not recipes or not set(recipes) <= NAMED.keys():
-        raise ValueError(f"diagnose: recipes must be of {tuple(NAMED)}, got {recipes}")
+    named = [recipes] if isinstance(recipes, str) else recipes
+    named = tuple(map(canonical, NAMED if named is None else named))
+    if not named or not set(named) <= NAMED.keys():
+        near = [name for each in named if each not in NAMED and (name := nearest(each, NAMED))]
+        meant = f": did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"diagnose: recipes must be of {tuple(NAMED)}, got {named}{meant}")
     if not 0 < tolerance < math.inf:
         raise ValueError(f"diagnose: tolerance must be a positive number, got {tolerance}")
     if path is not None:
         measured.check_file(path)
+
+    def run(*args, **kwargs) -> Diagnosis:
+        found = _diagnosed(model, args, kwargs, named, tolerance, recipes is None)
+        if path is not None:
+            found.save(path)
+        return found
+
+    return run
+
+
+def _diagnosed(
+    model, args: tuple, kwargs: dict, recipes: tuple[str, ...], tolerance: float, are_all: bool
+) -> Diagnosis:
     probes, refused = [], []
     progress = Progress()
 
@@ -295,7 +312,7 @@ def diagnose(
             refused.append(dataclasses.replace(probe.site, decision=Decision(None, reason)))
     rows = [row for probe in probes for row in probe.rows.values()]
     rows = tuple(sorted(rows, key=lambda row: -row.badness))
-    if given is None:  # of all that is measured, what a policy may come to
+    if are_all:  # of all that is measured, what a policy may come to
         recipes = [r for r in recipes if r in BY_SPEED or any(r in p.autos for p in probes)]
     seen = {name for probe in probes for _, name in probe.rows}
     shown = tuple(name for name in (SDPA, *recipes) if name in seen)
@@ -307,10 +324,7 @@ def diagnose(
         parts = {None: lambda when: not in_edge(when), "edge": in_edge}
     by_stage = {stage: _suggested(probes, tolerance, wanted) for stage, wanted in parts.items()}
     suggested = by_stage.pop(None, {})
-    found = Diagnosis(rows, tuple(refused), suggested, tolerance, shown, by_stage, edge)
-    if path is not None:
-        found.save(path)
-    return found
+    return Diagnosis(rows, tuple(refused), suggested, tolerance, shown, by_stage, edge)
 
 
 # -- measuring ----

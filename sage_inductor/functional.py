@@ -74,7 +74,10 @@ def attention(
         lse = (q, k, attn_mask, is_causal, scale)
         return (out, torch.ops.sage.lse(*lse)) if return_lse else out
     if not isinstance(is_causal, bool | torch.SymBool):  # SDPA's dropout_p is at its place
-        raise TypeError(f"is_causal must be True or False, got {is_causal!r}")
+        raise TypeError(
+            f"is_causal must be True or False, got {is_causal!r} (SDPA has dropout_p in its place: "
+            "give dropout_p by name)"
+        )
     _check(q, k, v, enable_gqa)
     asked = is_causal, as_float(scale), enable_gqa, recipe, return_lse
     tensors = (q, k, v) if attn_mask is None else (q, k, v, attn_mask)

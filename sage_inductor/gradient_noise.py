@@ -1,6 +1,6 @@
 """Whether the error of attention that trains in 8 bits is hidden in the noise of the gradient.
 
-    found = sage_inductor.diagnose_training(model, *batch, loss=lambda out: ...)  # print(found)
+    found = sage_inductor.diagnose_training(model, loss=lambda out: ...)(*batch)  # print(found)
 
 The gradient of a batch stands for that of all examples there are. Its noise, which is how far off
 it is, follows from how far the examples of the batch differ. With B examples, of which example b
@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sage_inductor import options
+from sage_inductor.at_once import also_at_once
 from sage_inductor.backend import run_graphs
 from sage_inductor.decide import decide
 from sage_inductor.diagnose import MAX_SCORES, MOST_SHOWN, SDPA, Progress, calls_of
@@ -43,7 +44,7 @@ from sage_inductor.patterns.call import UNNAMED, Call
 from sage_inductor.patterns.eligible import is_causal
 from sage_inductor.patterns.graph import value_of
 from sage_inductor.patterns.replace import stand_in
-from sage_inductor.report import grouped, path_of, table
+from sage_inductor.report import grouped, number_of, path_of, table
 from sage_inductor.settings import Settings
 
 RECIPES = tuple(name for name in options.TRAINING if name not in (OFF, AUTO))
@@ -90,11 +91,11 @@ class TrainingDiagnosis:
         """One line: "24 calls, |error| / noise of the gradient at most: sdpa 0.01, g 0.09"."""
         worst = {row.recipe: row for row in reversed(self.rows)}
         each = [f"{name} {worst[name].ratio:.3g}" for name in (SDPA, *RECIPES) if name in worst]
-        text = f"{len({(row.site.module, row.site.call) for row in self.rows})} calls"
+        text = number_of(len({(row.site.module, row.site.call) for row in self.rows}), "call")
         if each:
             text += f", |error| / noise of the gradient at most: {', '.join(each)}"
         if self.unmeasured:
-            text += f"; not measured: {len(self.unmeasured)} calls"
+            text += f"; not measured: {number_of(len(self.unmeasured), 'call')}"
         return text
 
     def __repr__(self):
@@ -149,15 +150,16 @@ def _sizes(row: GradientRow) -> tuple[str, ...]:
     return str(list(site.q)), str(list(site.k)), site.dtype, site.mask
 
 
+@also_at_once
 def diagnose_training(
     model: nn.Module,
-    *args,
+    *,
     loss: Callable[..., Tensor],
     recipes: str | Sequence[str] | None = None,
-    **kwargs,
-) -> TrainingDiagnosis:
-    """Run ``loss(model(*args, **kwargs))`` once, backward too, and measure at every attention call
-    the error of the gradient by each recipe of ``sage.training``, beside the gradient's noise.
+) -> Callable[..., TrainingDiagnosis]:
+    """``diagnose_training(model, loss=loss)(*args, **kwargs)`` runs
+    ``loss(model(*args, **kwargs))`` once, backward too, and measures at every attention call the
+    error of the gradient by each recipe of ``sage.training``, beside the gradient's noise.
 
     loss: what is trained for, of the model's output: one number, a mean or a sum over examples.
     recipes: "g", "sagebwd", or both; only those are measured that take the call, on the inputs'
@@ -181,6 +183,12 @@ def diagnose_training(
         raise ValueError(f"diagnose_training: recipes must be of {RECIPES}, got {recipes}")
     if not isinstance(model, nn.Module):
         raise TypeError(f"diagnose_training: model must be an nn.Module, got {type(model)}")
+    return lambda *args, **kwargs: _diagnosed(model, args, kwargs, loss, recipes)
+
+
+def _diagnosed(
+    model: nn.Module, args: tuple, kwargs: dict, loss: Callable, recipes: tuple[str, ...]
+) -> TrainingDiagnosis:
     probes, refused = [], []
 
     def see(gm: torch.fx.GraphModule) -> None:

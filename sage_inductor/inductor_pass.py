@@ -14,7 +14,7 @@ from sage_inductor import config, lowering, measured, ops, patterns
 from sage_inductor.decide import rewrite
 from sage_inductor.ops.compat import CustomGraphPass, inductor_config, virtualized
 from sage_inductor.policy import stages_of
-from sage_inductor.report import ends_in_graph_break, raise_if_refused, record
+from sage_inductor.report import ends_in_graph_break, more_notes, raise_if_refused, record
 from sage_inductor.settings import Settings, resolve
 
 _log = logging.getLogger("sage_inductor")
@@ -93,13 +93,7 @@ def install_pass(on: bool, for_all: bool = False) -> None:
     run before."""
     if for_all:
         _install_for_all(on)
-    current = getattr(inductor_config, PASS)
-    if isinstance(current, PassList):
-        passes = current.passes
-    elif isinstance(current, (list, tuple)):
-        passes = list(current)
-    else:
-        passes = [] if current is None else [current]
+    passes = _passes()
     installed = [each for each in passes if isinstance(each, SagePass)]
     if not on and not installed:
         return
@@ -113,6 +107,30 @@ def install_pass(on: bool, for_all: bool = False) -> None:
     )
     if timing is not None:
         setattr(inductor_config, TIMING, "early" if on else ours.timing_before)
+
+
+def _passes() -> list:
+    """The passes in ``torch._inductor.config.pre_grad_custom_pass``."""
+    current = getattr(inductor_config, PASS)
+    if isinstance(current, PassList):
+        return current.passes
+    if isinstance(current, (list, tuple)):
+        return list(current)
+    return [] if current is None else [current]
+
+
+def _lost() -> list[str]:
+    """For the report: `config.enabled` is set, and somebody has put another pass in the place of
+    this one since."""
+    if not config.enabled or any(isinstance(each, SagePass) for each in _passes()):
+        return []
+    return [
+        f'backend="inductor" is not rewritten: torch._inductor.config.{PASS} was set after '
+        "sage_inductor.config.enabled: set enabled again, which keeps both"
+    ]
+
+
+more_notes.append(_lost)
 
 
 def _install_for_all(on: bool) -> None:

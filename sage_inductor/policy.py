@@ -234,12 +234,14 @@ def ruling(given, holder: object = None) -> Ruling:
         return _of_file(os.fspath(given), holder)
     if isinstance(given, Policy):
         return given.rules
+    if isinstance(given, Rule):
+        return Policy((given,)).rules
     if isinstance(given, (dict, list, tuple)):
         return from_python(given)
     if callable(given) and not isinstance(given, type):
         stages_of(given)
         return given
-    what = "a path, a Policy, a dict, a list of rules or a function of a CallDescription"
+    what = "a path, a Policy, a dict, a Rule, a list of rules or a function of a CallDescription"
     raise ValueError(f"must be {what}, got {given!r}")
 
 

@@ -148,8 +148,7 @@ class Report(Sequence):
         groups = grouped(
             self._sites,
             path=lambda each: _module(each[1]),
-            # A reason may name nodes of its layer: the scores `softmax_3`.
-            same=lambda each: [re.sub(r"_\d+`", "`", cell) for cell in _cells([each[1]])[2:]],
+            same=lambda each: list(map(_of_any_layer, _cells([each[1]])[2:])),
         )
         rows = []
         for where, group in groups:
@@ -195,6 +194,11 @@ def _verdict(sites: list[Site]) -> tuple[str, list[str]]:
     return counts(recipes) if recipes else "", stay
 
 
+def _of_any_layer(text: str) -> str:
+    """A reason may name nodes of its layer: the scores `softmax_3`."""
+    return re.sub(r"_\d+`", "`", text)
+
+
 def _module(site: Site) -> str:
     """As a policy says it."""
     return site.module or '""'
@@ -212,6 +216,11 @@ def counts(counter: collections.Counter) -> str:
     if len(counter) == 1:
         return next(iter(counter))
     return ", ".join(f"{name} ({n})" for name, n in counter.most_common())
+
+
+def number_of(n: int, what: str) -> str:
+    """Such as "1 call", or "2 calls"."""
+    return f"{n} {what}{'s' * (n != 1)}"
 
 
 def path_of(site: Site) -> str:
@@ -258,7 +267,11 @@ def report() -> Report:
         known = set(itertools.chain(*map(stages_of, _policies)))
         unknown = sorted(stages.named() - known) if _sites else []
         notes += [f"stage {json.dumps(name)} is named by no rule of a policy" for name in unknown]
-        return Report(_sites, notes + limits.notes(), _seen.why_without())
+        notes += limits.notes() + [note for each in more_notes for note in each()]
+        return Report(_sites, notes, _seen.why_without())
+
+
+more_notes: list[Callable[[], list[str]]] = []  # lines for the report's foot, of other modules
 
 
 class Seen:
@@ -347,7 +360,7 @@ def _warn_if_all_stay() -> None:
 
 def _warning(calls: list[tuple[Cause, Site]], total: int) -> str:
     cause, site = calls[0]
-    some = "" if len(calls) == total else f" ({len(calls)} calls)"
+    some = "" if len(calls) == total else f" ({number_of(len(calls), 'call')})"
     return (
         f"sage_inductor: 0 of {total} attention calls use sage on {_device_name(site)}: "
         f"{cause.short}{some}; {cause.remedy}"
@@ -378,9 +391,13 @@ def whole(
 
 
 def raise_if_refused(sites: list[Site]) -> None:
-    refused = [f"{path_of(site)}: {site.reason}" for site in not_asked(sites)]
+    refused = not_asked(sites)
     if refused:
-        calls = "; ".join(refused)
+        groups = grouped(refused, path_of, lambda site: [_of_any_layer(site.reason)])
+        calls = "; ".join(
+            f"{where}{f' x{len(of)}' if len(of) > 1 else ''}: {of[0].reason}"
+            for where, of in groups
+        )
         raise SageRefused(f"sage.strict: {len(refused)} attention calls stay as they were: {calls}")
 
 

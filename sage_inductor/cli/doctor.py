@@ -30,13 +30,14 @@ class Probe(NamedTuple):
     """What a small call of a recipe gave on a device."""
 
     recipe: str
-    head_dim: int
+    head_dim: int | str  # "all"
     kind: str
     runs: bool | None  # None: the device has no kernel for it. False: it should have run
     finding: str
 
 
-def doctor() -> int:
+def doctor(verbose: bool = False) -> int:
+    """verbose: a line for each probe, also where all of a recipe run."""
     registered = "sage" in torch._dynamo.list_backends()
     devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     asked = list(itertools.product(devices or [torch.device("cpu")], recipes.NAMED))
@@ -58,7 +59,7 @@ def doctor() -> int:
         print(f"\n{_name(device)}")
         print(f"  SDPA runs {sdpa_backend(device)}")
         print(f"  {'recipe':20}{'head_dim':10}{'kind':8}relative L1 error to exact attention")
-        for probe in probes[device]:
+        for probe in probes[device] if verbose else shortened(probes[device]):
             print(f"  {probe.recipe:20}{probe.head_dim:<10}{probe.kind:8}{probe.finding}")
         print(f"  recipe 'auto': {policies[device][0]}")
     return (
@@ -66,6 +67,18 @@ def doctor() -> int:
         if registered and all(x.runs is not False for each in probes.values() for x in each)
         else 1
     )
+
+
+def shortened(probes: list[Probe]) -> list[Probe]:
+    """One line for a recipe all of whose probes run, with the worst error."""
+    found = []
+    for name, of_name in itertools.groupby(probes, lambda probe: probe.recipe):
+        its = list(of_name)
+        if all(probe.runs for probe in its):
+            worst = max(its, key=lambda probe: float(probe.finding)).finding
+            its = [Probe(name, "all", "all", True, f"at most {worst}")]
+        found += its
+    return found
 
 
 def verdict(registered: bool, found: list[tuple[torch.device, list[Probe], bool]]) -> str:
@@ -173,9 +186,9 @@ def _policy(device: torch.device) -> tuple[str, bool]:
     with torch.no_grad():
         inputs = list(_inputs(device, 128, HEAD_DIMS[-1]))
         if device.type == "cpu":
-            (site,) = explain(attention, *inputs)
+            (site,) = explain(attention)(*inputs)
             return f"SDPA: {site.reason}", False
-        (site,) = explain(attention, *inputs, options={"sage.force": True})
+        (site,) = explain(attention, options={"sage.force": True})(*inputs)
     if not site.rewritten:
         return f"SDPA: {site.reason}", False
     rows = [row for table in measured.tables(measured.gpu_name(device)) for row in lines(table)]

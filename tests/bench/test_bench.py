@@ -801,3 +801,22 @@ def test_compile_times_are_compared_by_their_medians():
     without = compile_time.summary([row for row in rows if row["backend"] != "stages"])
     for start, times in without.items():
         assert times["ratios"] == {"sage/inductor": found[start]["ratios"]["sage/inductor"]}
+
+
+def test_a_result_without_plans_is_of_the_plan_that_its_file_is_named_after(tmp_path):
+    def row(provider: str, P: int, ms: float, efficiency: float) -> dict:
+        return {"case": "Small", "N": 9, "H": 2, "D": 8, "P": P, "provider": provider, "ms": ms,
+                "efficiency": efficiency, "received_bytes": 2e6, "one_device_ms": 12.34}  # fmt: skip
+
+    rows = [row(name, 2, 7 + i, 0.5) for i, name in enumerate(plot.WAYS)]
+    versions = {"torch": "2", "triton": "3", "cudnn": "9"}
+    result = {"date": "2026-11-24", "world": 2, "machine": {"gpu": "G"}, "versions": versions,
+              "method": "fast", "rows": [*rows, row("Ulysses", 4, None, 0.1)]}  # fmt: skip
+    for name in ("2026-11-24-parallel.json", "2026-11-24-regret-calibrated.json"):
+        (tmp_path / name).write_text(json.dumps(result))
+    found = plot.newest(tmp_path)
+    assert found.keys() == {"parallel"}
+    assert plot.parallel_section(found["parallel"]).splitlines()[2:] == [
+        "| Small 1x2x9x8 | 12.3 | 7.00 (0.50) | 8.00 (0.50) | 9.00 (0.50) | 10.0 (0.50) | 2 | 2 |",
+        "", "2026-11-24, torch 2, triton 3, cudnn 9. fast.",
+    ]  # fmt: skip

@@ -179,9 +179,9 @@ class Layer(torch.nn.Module):
 def test_under_backend_sage_it_has_its_modules_path_and_shares_k_and_v():
     model = torch.nn.Sequential(Layer(), Layer())
     x = torch.randn(1, 2, 24, 32)
-    report = sage_inductor.explain(model, x, options={"sage.emulate": True})
+    report = sage_inductor.explain(model, options={"sage.emulate": True})(x)
     assert [s.module for s in report] == ["0", "1"]
-    found = sage_inductor.diagnose(model, x, recipes=["sage1"])
+    found = sage_inductor.diagnose(model, recipes=["sage1"])(x)
     assert {row.site.module for row in found.rows} == {"0", "1"}
 
 

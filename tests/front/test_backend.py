@@ -526,11 +526,11 @@ def test_report_counters_and_log_tell_what_happened(caplog):
 
 def test_explain_runs_the_model_and_compiles_nothing():
     compiled_before = counters["inductor"].copy()
-    report = sage_inductor.explain(model(), torch.randn(2, 20, 128), options=EMULATE)
+    report = sage_inductor.explain(model(), options=EMULATE)(torch.randn(2, 20, 128))
     assert [(s.module, s.recipe) for s in report] == [("0", "sage2-8b"), ("1", "sage2-8b")]
     assert counters["inductor"] == compiled_before and len(sage_inductor.report()) == 0
     with pytest.raises(ValueError, match="sage.recpie does not exist"):
-        sage_inductor.explain(model(), torch.randn(2, 20, 128), options={"sage.recpie": 1})
+        sage_inductor.explain(model(), options={"sage.recpie": 1})(torch.randn(2, 20, 128))
 
 
 @pytest.mark.parametrize("compiled_by", ["its method", "torch.compile"])
@@ -540,7 +540,7 @@ def test_explain_sees_a_model_that_is_compiled_already(compiled_by):
         compiled.compile(backend="sage")
     else:
         compiled.forward = torch.compile(compiled.forward, backend="sage")
-    report = sage_inductor.explain(compiled, torch.randn(2, 20, 128), options=EMULATE)
+    report = sage_inductor.explain(compiled, options=EMULATE)(torch.randn(2, 20, 128))
     assert [s.recipe for s in report] == ["sage2-8b", "sage2-8b"]
 
 

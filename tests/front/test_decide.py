@@ -669,7 +669,7 @@ def test_which_calls_are_trained_by_sagebwd(given, capability, reason, monkeypat
     shape = given.pop("shape", TRAINED)
     site = decide(shape, capability, monkeypatch, requires_grad=True, training="sagebwd", **given)
     if reason is None:
-        assert site.recipe == "sagebwd" and site.reason == "asked for"
+        assert site.recipe == "sagebwd" and site.reason == "asked for, forward and backward"
     else:
         assert not site.rewritten and reason in site.reason
     if not given and shape == TRAINED and capability == (9, 0):
@@ -810,7 +810,7 @@ def test_what_is_forced_is_not_decided_by_speed(monkeypatch):
     site = step(monkeypatch, force=True)  # its backward is exact attention's
     assert (site.recipe, site.reason) == ("sage2-8b-per-token", "forced")
     site = step(monkeypatch, force=True, training="g")
-    assert (site.recipe, site.reason) == ("g", "asked for")
+    assert (site.recipe, site.reason) == ("g", "asked for, forward and backward")
 
 
 def test_causal_calls_whose_k_has_a_bias_are_left_to_the_user(monkeypatch):

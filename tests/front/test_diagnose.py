@@ -79,7 +79,7 @@ def test_hostile_layers_are_found_and_get_what_copes(tmp_path):
     hostile = {1: with_an_outlier_channel, 3: with_values_that_cancel}
     model = Transformer(*(hostile.get(i) for i in range(6)))
     x, path = torch.randn(2, 96, 64), tmp_path / "policy.json"
-    found = diagnose(model, x, path=path)
+    found = diagnose(model, path=path)(x)
 
     worst = next(row for row in found.rows if row.recipe in BY_SPEED)
     assert worst.site.module == "layers.1" and worst.relative_l1 > 0.2
@@ -106,7 +106,7 @@ def test_hostile_layers_are_found_and_get_what_copes(tmp_path):
     )
 
     options = {"sage.emulate": True, "sage.policy": str(path)}
-    report = sage_inductor.explain(model, x, options=options)
+    report = sage_inductor.explain(model, options=options)(x)
     assert {s.module: s.recipe for s in report} == {
         module: {"auto": "sage2-8b", "off": None}.get(recipe, recipe)
         for module, recipe in expected.items()
@@ -115,7 +115,7 @@ def test_hostile_layers_are_found_and_get_what_copes(tmp_path):
 
 @torch.no_grad()
 def test_calls_that_agree_get_one_rule_and_the_table_shows_it():
-    found = diagnose(Transformer(None, None), torch.randn(1, 50, 64))
+    found = diagnose(Transformer(None, None))(torch.randn(1, 50, 64))
     assert found.policy == Policy((Rule("auto"),))
     lines = str(found).splitlines()
     assert lines[0] == found.verdict == "2 modules, relative L1 <= 0.05: auto"
@@ -137,11 +137,11 @@ def test_calls_that_agree_get_one_rule_and_the_table_shows_it():
     assert set(found.shown) == {"sdpa", *BY_SPEED}
     assert '{"recipe": "auto"}' in str(found) and not found.unmeasured
     assert found.details().count("\n") == 1 + 2 * (len(NAMED) + 1)
-    strict = diagnose(Transformer(None, None), torch.randn(1, 50, 64), tolerance=0.02)
+    strict = diagnose(Transformer(None, None), tolerance=0.02)(torch.randn(1, 50, 64))
     assert strict.policy == Policy((Rule("sage1-per-token"),))
-    one = diagnose(Transformer(None), torch.randn(1, 50, 64), recipes="sage3")
+    one = diagnose(Transformer(None), recipes="sage3")(torch.randn(1, 50, 64))
     assert {row.recipe for row in one.rows} == set(one.shown) == {"sdpa", "sage3"}
-    only = diagnose(Transformer(None), torch.randn(1, 50, 64), recipes=["sage1", "sage2-8b"])
+    only = diagnose(Transformer(None), recipes=["sage1", "sage2-8b"])(torch.randn(1, 50, 64))
     assert {row.recipe for row in only.rows} == {"sdpa", "sage1", "sage2-8b"}
     assert only.policy == Policy((Rule("sage2-8b"),))  # of "auto" not all was measured
 
@@ -250,7 +250,7 @@ def pipeline(model, steps, callback):
 def test_a_schedule_is_suggested_from_the_errors_of_the_steps(tmp_path):
     with sage_inductor.stage(None):
         path = tmp_path / "policy.json"
-        found = diagnose(pipeline, Denoiser(2), 6, sage_inductor.Schedule(), path=path)
+        found = diagnose(pipeline, path=path)(Denoiser(2), 6, sage_inductor.Schedule())
     assert found.edge == (2, 0)
     assert found.suggested == {"": "auto"} and set(found.by_stage) == {"edge"}
     edge = found.by_stage["edge"][""]
@@ -258,9 +258,9 @@ def test_a_schedule_is_suggested_from_the_errors_of_the_steps(tmp_path):
     assert found.policy.rules == (Rule(edge, stage="edge"), Rule("auto"))
     assert Policy.load(path) == found.policy
     assert str(found).endswith("callback_on_step_end=sage_inductor.Schedule(edge=(2, 0))")
-    assert found.verdict == f"1 modules, relative L1 <= 0.05: auto; in edge: {edge}"
+    assert found.verdict == f"1 module, relative L1 <= 0.05: auto; in edge: {edge}"
     with sage_inductor.stage(None):
-        easy = diagnose(pipeline, Denoiser(0), 6, sage_inductor.Schedule())
+        easy = diagnose(pipeline)(Denoiser(0), 6, sage_inductor.Schedule())
     assert easy.edge is None and not easy.by_stage and easy.policy.rules == (Rule("auto"),)
 
 
@@ -277,7 +277,7 @@ def test_of_a_call_that_runs_twice_in_a_step_the_worse_counts(order):
             callback(pipe, step, None, {})
 
     with sage_inductor.stage(None):
-        found = diagnose(guided, Denoiser(2), 6, sage_inductor.Schedule())
+        found = diagnose(guided)(Denoiser(2), 6, sage_inductor.Schedule())
     assert found.edge == (2, 0) and found.suggested == {"": "auto"}
     assert found.by_stage["edge"][""] in ("sage1", "sage1-per-token", "off")
 
@@ -303,7 +303,7 @@ def test_what_ran_in_the_edges_alone_is_shown_with_what_they_get(tmp_path):
         pipeline(model, *rest)
 
     with sage_inductor.stage(None):
-        found = diagnose(encoded, Whole(), 6, sage_inductor.Schedule())
+        found = diagnose(encoded)(Whole(), 6, sage_inductor.Schedule())
     assert found.edge == (2, 0) and set(found.suggested) == {"denoiser"}
     assert found.by_stage["edge"]["encoder"] == "auto"
     assert re.search(r"^encoder .* auto ", str(found), re.MULTILINE)
@@ -312,7 +312,7 @@ def test_what_ran_in_the_edges_alone_is_shown_with_what_they_get(tmp_path):
 
 def test_errors_and_suggestions_are_by_stage(tmp_path):
     with sage_inductor.stage(None):
-        found = diagnose(pipeline, Denoiser(2), 4, sage_inductor.Schedule(first=(1, 0)))
+        found = diagnose(pipeline)(Denoiser(2), 4, sage_inductor.Schedule(first=(1, 0)))
     assert found.edge is None and set(found.by_stage) == {"first"}
     worst = {(r.site.stage, r.recipe): r.relative_l1 for r in found.rows}
     assert {stage for stage, _ in worst} == {None, "first"}
@@ -323,16 +323,16 @@ def test_errors_and_suggestions_are_by_stage(tmp_path):
     found.to_html(tmp_path / "page.html")
     with sage_inductor.stage("only"):
         model, inputs = Denoiser(0), (torch.randn(1, 2, 40, 32), torch.tensor(0))
-        found = diagnose(model, *inputs)
+        found = diagnose(model)(*inputs)
     assert not found.suggested and found.policy.rules == (Rule("auto", stage="only"),)
-    assert found.verdict.startswith("1 modules") and "sdpa in only" not in str(found)
+    assert found.verdict.startswith("1 module,") and "sdpa in only" not in str(found)
     assert found.heat_map() and found.details()
 
 
 def test_a_nan_is_worse_than_any_error():
     q, k, v = (torch.randn(1, 2, 40, 16) for _ in range(3))
     v[0, 1, 3, 5] = math.nan
-    found = diagnose(sdpa, q, k, v)
+    found = diagnose(sdpa)(q, k, v)
     assert math.isnan(found.rows[0].relative_l1) and found.rows[0].worst_head[0] == 1
     assert found.policy == Policy((Rule("off"),))
 
@@ -465,7 +465,7 @@ def exact_attention(q, k, v, hidden=None, added=None, scale=None):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_metrics_are_what_they_say(dtype):
     q, k, v = (torch.randn(2, H, 30, 24).to(dtype) for H in (4, 2, 2))
-    found = diagnose(lambda *qkv: sdpa(*qkv, enable_gqa=True), q, k, v, recipes=["sage1"])
+    found = diagnose(lambda *qkv: sdpa(*qkv, enable_gqa=True), recipes=["sage1"])(q, k, v)
     exact = exact_attention(q, k, v)
     outs = {
         "sage1": support.sdpa(q, k, v, scale=24**-0.5, recipe="sage1")[0].double(),
@@ -495,11 +495,11 @@ def test_metrics_are_what_they_say(dtype):
 
 def test_what_is_compared_with_is_exact_not_sdpa(monkeypatch):
     q, k, v = (torch.randn(1, 2, 40, 16) for _ in range(3))
-    right = {row.recipe: row.relative_l1 for row in diagnose(sdpa, q, k, v).rows}
+    right = {row.recipe: row.relative_l1 for row in diagnose(sdpa)(q, k, v).rows}
     assert 0 < right["sdpa"] < 1e-6
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, *a, **kw: torch.zeros_like(q))
     # (The model has torch's own; what diagnose calls is the zeros.)
-    wrong = {row.recipe: row.relative_l1 for row in diagnose(sdpa, q, k, v).rows}
+    wrong = {row.recipe: row.relative_l1 for row in diagnose(sdpa)(q, k, v).rows}
     assert wrong == right | {"sdpa": 1.0}
 
 
@@ -566,7 +566,7 @@ def test_every_kind_of_site_is_compared_with_what_it_computes(case, at_once, mon
 
     monkeypatch.setattr(DIAGNOSE, "compare", spy)
     monkeypatch.setattr(DIAGNOSE, "MAX_SCORES", at_once)
-    found = diagnose(function, q, k, v)
+    found = diagnose(function)(q, k, v)
     expected = function(q.double(), k.double(), v.double())
     assert compared[0].dtype == torch.float64
     torch.testing.assert_close(compared[0], expected, rtol=1e-9, atol=1e-9)
@@ -584,9 +584,9 @@ def test_masks_are_recognised_as_the_pass_recognises_them():
         return sdpa(sdpa(q, k, v, mask), k, v, mask)
 
     inputs = [torch.randn(2, 4, 33, 16) for _ in range(3)]
-    masks = [site.mask for site in sage_inductor.explain(model, *inputs)]
+    masks = [site.mask for site in sage_inductor.explain(model)(*inputs)]
     assert masks == ["causal + bool[2, 1, 1, 33]"] * 2
-    found = diagnose(model, *inputs, recipes=["sage1"])
+    found = diagnose(model, recipes=["sage1"])(*inputs)
     assert {row.site.mask for row in found.rows} == set(masks)
     assert len({row.site.call for row in found.rows}) == 2
 
@@ -601,7 +601,7 @@ def test_modules_of_torch_are_measured():
     ):
         layer = model[0]
         args = (x,) if layer is encoder else (x, x, x)
-        found = diagnose(lambda *a, layer=layer: layer(*a)[0], *args)
+        found = diagnose(lambda *a, layer=layer: layer(*a)[0])(*args)
         assert {row.site.spelling for row in found.rows} == {spelling}
         assert {row.site.q for row in found.rows} == {(2, 2, 20, 16)}
         assert all(row.relative_l1 < max(0.1, bound(row.recipe)) for row in found.rows)
@@ -609,7 +609,7 @@ def test_modules_of_torch_are_measured():
 
 def test_under_autocast_sdpas_row_has_its_dtypes_error():
     with torch.autocast("cpu", torch.bfloat16):
-        found = diagnose(Transformer(None), torch.randn(1, 40, 64))
+        found = diagnose(Transformer(None))(torch.randn(1, 40, 64))
     assert {row.site.dtype for row in found.rows} == {"bfloat16"}
     (floor,) = (row for row in found.rows if row.recipe == "sdpa")
     assert 1e-4 < floor.relative_l1 < 0.01
@@ -628,14 +628,14 @@ def test_a_call_that_runs_several_times_is_shown_at_its_worst():
             layer(x, torch.tensor(gain))
 
     alone = {
-        g: {r.recipe: r.relative_l1 for r in diagnose(layer, x, torch.tensor(g)).rows}
+        g: {r.recipe: r.relative_l1 for r in diagnose(layer)(x, torch.tensor(g)).rows}
         for g in (0.1, 4.0)
     }
     for order in ((0.1, 4.0), (4.0, 0.1)):
-        for row in diagnose(model, order).rows:
+        for row in diagnose(model)(order).rows:
             assert row.relative_l1 == max(alone[g][row.recipe] for g in order)
     for order in ((math.nan, 4.0), (4.0, math.nan)):
-        assert all(math.isnan(row.relative_l1) for row in diagnose(model, order).rows)
+        assert all(math.isnan(row.relative_l1) for row in diagnose(model)(order).rows)
 
 
 class Numbered(nn.Module):
@@ -661,19 +661,19 @@ def test_layers_beyond_dynamos_limit_of_graphs_are_measured():
         return x
 
     x = torch.randn(1, 2, 40, 16)
-    found = diagnose(model, x, recipes="sage1")
+    found = diagnose(model, recipes="sage1")(x)
     assert len(found.rows) == 2 * len(layers) and " x5 " in str(found)
     assert torch._dynamo.config.recompile_limit == 2
     # A compiled model leaves the others to eager.
-    explained = sage_inductor.explain(model, x, options={"sage.emulate": True})
+    explained = sage_inductor.explain(model, options={"sage.emulate": True})(x)
     assert len(explained.rewritten) == 2
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_its_kernels_are_measured():
     qkv = [torch.randn(1, 4, 300, 64).bfloat16() for _ in range(3)]
-    emulated = {row.recipe: row.relative_l1 for row in diagnose(sdpa, *qkv).rows}
-    found = diagnose(sdpa, *(x.cuda() for x in qkv))
+    emulated = {row.recipe: row.relative_l1 for row in diagnose(sdpa)(*qkv).rows}
+    found = diagnose(sdpa)(*(x.cuda() for x in qkv))
     assert len(found.rows) > 2 and not found.unmeasured
     for row in found.rows:
         assert row.relative_l1 == pytest.approx(emulated[row.recipe], rel=0.1)
@@ -686,7 +686,7 @@ def test_calls_that_cannot_be_quantized_are_listed_with_the_reason():
     def model(q):
         return sdpa(q, q, q) + sdpa(q, q, q, dropout_p=0.5)
 
-    found = diagnose(model, torch.randn(1, 2, 20, 16))
+    found = diagnose(model)(torch.randn(1, 2, 20, 16))
     assert [site.reason for site in found.unmeasured] == ["dropout_p must be 0, got 0.5"]
     assert len(found.rows) == len(NAMED) + 1 and "dropout_p must be 0" in str(found)
 
@@ -695,7 +695,7 @@ def test_a_branch_that_is_not_taken_is_listed():
     def model(q):
         return torch.cond(q.sum() > 1e9, lambda q: sdpa(q, q, q), lambda q: q + 0, (q,))
 
-    found = diagnose(model, torch.randn(1, 2, 20, 16))
+    found = diagnose(model)(torch.randn(1, 2, 20, 16))
     assert not found.rows and not found.suggested and found.policy == Policy()
     assert [site.reason for site in found.unmeasured] == ["was not run with these inputs"]
 
@@ -709,10 +709,10 @@ def test_a_path_that_cannot_be_written_is_found_before_the_model_runs(tmp_path):
 
     for wrong in (tmp_path / "missing" / "policy.json", tmp_path):
         with pytest.raises(OSError, match=re.escape(str(wrong))):
-            diagnose(model, q, path=wrong)
+            diagnose(model, path=wrong)(q)
     assert not ran
     with pytest.raises(ValueError, match="must make an attention call"):
-        diagnose(nn.Linear(16, 16), q, path=tmp_path / "policy.json")
+        diagnose(nn.Linear(16, 16), path=tmp_path / "policy.json")(q)
     assert not list(tmp_path.iterdir()), "no empty policy is left"
 
 
@@ -722,12 +722,12 @@ def test_a_measurement_that_takes_long_shows_where_it_is(has_tqdm, capfd, monkey
         monkeypatch.setitem(sys.modules, "tqdm", None)
     model, x = Transformer(None, None), torch.randn(1, 20, 64)
     monkeypatch.setattr(DIAGNOSE, "QUIET_S", 600.0)
-    diagnose(model, x, recipes="sage1")
+    diagnose(model, recipes="sage1")(x)
     assert capfd.readouterr().err == ""
     compare = DIAGNOSE.compare
     monkeypatch.setattr(DIAGNOSE, "compare", lambda *args: time.sleep(0.1) or compare(*args))
     monkeypatch.setattr(DIAGNOSE, "QUIET_S", 0.01)
-    diagnose(model, x, recipes="sage1")
+    diagnose(model, recipes="sage1")(x)
     err = capfd.readouterr().err
     assert ("| 2/2 [" in err) if has_tqdm else err.endswith("diagnose: 2 of 2 calls measured\n"), (
         err
@@ -750,22 +750,22 @@ def test_the_bar_is_closed_when_the_model_raises_too(monkeypatch):
 
     monkeypatch.setattr(tqdm, "tqdm", Bar)
     q = torch.randn(1, 2, 8, 16)
-    diagnose(model, q, False)
+    diagnose(model)(q, False)
     with pytest.raises(RuntimeError, match="in the model"):
-        diagnose(model, q, True)
+        diagnose(model)(q, True)
     assert [bar.disable for bar in bars] == [True, True]  # what closing does
 
 
 def test_mistakes_are_refused():
     q = torch.randn(1, 2, 8, 16)
     with pytest.raises(ValueError, match="must make an attention call"):
-        diagnose(nn.Linear(16, 16), q)
+        diagnose(nn.Linear(16, 16))(q)
     for wrong in (["sage4"], [], ["sage1", "auto"], "sage4"):
         with pytest.raises(ValueError, match="recipes must be of .*'sage2-8b'.*got"):
-            diagnose(sdpa, q, q, q, recipes=wrong)
+            diagnose(sdpa, recipes=wrong)(q, q, q)
     for wrong in (0, -1, math.nan, math.inf):
         with pytest.raises(ValueError, match="tolerance must be a positive number, got"):
-            diagnose(sdpa, q, q, q, tolerance=wrong)
+            diagnose(sdpa, tolerance=wrong)(q, q, q)
 
 
 def test_the_model_and_dynamo_are_left_as_they_were():
@@ -777,7 +777,7 @@ def test_the_model_and_dynamo_are_left_as_they_were():
     hooks, modes = len(model.layers[0]._forward_hooks), [m.training for m in model.modules()]
     expected = model(x)
     called.clear()
-    found = diagnose(model, x)
+    found = diagnose(model)(x)
     assert len(called) == 1, "one run"
     assert len(found.rows) == 2 * (len(NAMED) + 1) and torch.is_grad_enabled()
     assert [m.training for m in model.modules()] == modes
@@ -797,7 +797,7 @@ def test_dynamo_is_reset_when_the_model_raises():
 
     q = torch.randn(1, 2, 8, 16)
     with pytest.raises(RuntimeError, match="in the model"):
-        diagnose(model, q)
+        diagnose(model)(q)
     assert torch.is_grad_enabled() and not torch._dynamo.eval_frame.cached_backends
 
 
@@ -809,7 +809,7 @@ def test_calls_by_block_lists_are_refused_with_a_reason():
         blocks = BlockMask.from_kv_blocks(*lists[:4], BLOCK_SIZE=64, seq_lengths=(256, 256))
         return flex_attention(q, k, v, block_mask=blocks)
 
-    (site,) = diagnose(attend, q, k, v, recipes="sage2-8b").unmeasured
+    (site,) = diagnose(attend, recipes="sage2-8b")(q, k, v).unmeasured
     assert site.reason == "was not run: diagnose knows no exact attention by block lists"
 
 
@@ -817,5 +817,5 @@ def test_calls_with_a_learned_sink_are_refused_with_a_reason():
     def attend(q, k, v):
         return torch.cat([q @ k.mT, q[..., :1]], -1).softmax(-1)[..., :-1] @ v
 
-    (site,) = diagnose(attend, *support.random_qkv(1, 2, N=256), recipes="sage2-8b").unmeasured
+    (site,) = diagnose(attend, recipes="sage2-8b")(*support.random_qkv(1, 2, N=256)).unmeasured
     assert site.reason == "was not run: diagnose knows no exact attention with a learned sink"

@@ -62,7 +62,7 @@ def batch(B=5, N=70, C=64):
 
 
 def found_by(model, x, y, **given):
-    return diagnose_training(model, x, loss=lambda out: (out - y).square().mean(), **given)
+    return diagnose_training(model, loss=lambda out: (out - y).square().mean(), **given)(x)
 
 
 def of(found) -> dict:
@@ -103,7 +103,7 @@ def test_errors_are_those_of_a_model_that_is_compiled_to_train_by_the_recipe(att
     parameters = list(model.qkv.parameters())
     exact = joined(torch.autograd.grad(loss(model.double()(x.double())), parameters))
     model.float()
-    rows = {recipe: row for (_, recipe), row in of(diagnose_training(model, x, loss=loss)).items()}
+    rows = {recipe: row for (_, recipe), row in of(diagnose_training(model, loss=loss)(x)).items()}
     assert rows.keys() == {"sdpa", "sagebwd", "g"}
     assert rows.pop("sdpa").ratio < 1e-5
     for recipe, row in rows.items():
@@ -287,7 +287,7 @@ def test_under_autocast_calls_have_its_dtype():
         model.load_state_dict(models[0].state_dict())
         around = torch.autocast("cpu", torch.bfloat16, enabled=type(model) is Attention)
         with around:
-            found.append(of(diagnose_training(model, x, loss=against(*y))))
+            found.append(of(diagnose_training(model, loss=against(*y))(x)))
     first, *others = found
     assert {row.site.dtype for row in first.values()} == {"bfloat16"}
     assert 1e-4 < first["", "sdpa"].ratio < first["", "g"].ratio < 0.2
@@ -342,7 +342,7 @@ def test_a_call_that_the_loss_does_not_depend_on_is_listed():
             return self.layers[0](x), self.layers[1](x)
 
     x, y = batch(3)
-    found = diagnose_training(Two(plain, plain), x, loss=lambda out: (out[1] - y).square().mean())
+    found = diagnose_training(Two(plain, plain), loss=lambda out: (out[1] - y).square().mean())(x)
     assert {row.site.module for row in found.rows} == {"layers.1"}
     (site,) = found.unmeasured
     assert (site.module, site.reason) == ("layers.0", "was not measured: its gradient is 0")
@@ -384,7 +384,7 @@ def test_a_call_that_runs_several_times_is_shown_at_its_worst(monkeypatch):
     model, (x, y) = Twice(), batch(3)
     x.requires_grad_()  # as what the later runs are given: else they have a graph of their own
     gains = torch.tensor([[1.0], [3.0], [0.2]])
-    rows = of(diagnose_training(model, x, gains, loss=against(*y)))
+    rows = of(diagnose_training(model, loss=against(*y))(x, gains))
     assert len(made) == 3 * len(rows) == 9
     for (_, recipe), worst in rows.items():
         ratios = [each.ratio for each in made if each.recipe == recipe]
@@ -456,7 +456,7 @@ def test_calls_that_are_not_measured_are_listed_with_the_reason(attend, reason):
     (site,) = found.unmeasured
     assert site.module == "layers.1" and re.match(reason, site.reason), site.reason
     assert {row.site.module for row in found.rows} == {"layers.0"} and site.reason in str(found)
-    assert found.verdict.endswith("; not measured: 1 calls")
+    assert found.verdict.endswith("; not measured: 1 call")
 
 
 def test_a_recipe_that_does_not_take_a_call_has_no_row():
@@ -478,13 +478,13 @@ def test_mistakes_are_refused():
             found_by(model, x, y, recipes=wrong)
     for wrong in (lambda out: out, lambda out: out.sum().item(), lambda out: out.detach().sum()):
         with pytest.raises(ValueError, match="loss must return one number that needs a gradient"):
-            diagnose_training(model, x, loss=wrong)
+            diagnose_training(model, loss=wrong)(x)
     with pytest.raises(ValueError, match="must be a batch of 2 or more, got 1"):
         found_by(model, x[:1], y[:1])
     with pytest.raises(ValueError, match="must make an attention call"):
-        diagnose_training(nn.Linear(64, 64), x, loss=torch.mean)
+        diagnose_training(nn.Linear(64, 64), loss=torch.mean)(x)
     with pytest.raises(TypeError, match="must be an nn.Module, got"):
-        diagnose_training(lambda x: model(x), x, loss=torch.mean)
+        diagnose_training(lambda x: model(x), loss=torch.mean)(x)
 
 
 class Normed(nn.Module):
@@ -517,9 +517,9 @@ def test_the_model_and_what_is_around_it_are_left_as_they_were(fails):
     with torch.no_grad():  # it turns gradients on for itself
         if fails:
             with pytest.raises(RuntimeError, match="in the loss"):
-                diagnose_training(model, x, loss=loss)
+                diagnose_training(model, loss=loss)(x)
         else:
-            assert len(diagnose_training(model, x, loss=loss).rows) == 3
+            assert len(diagnose_training(model, loss=loss)(x).rows) == 3
         assert not torch.is_grad_enabled()
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(before[name], x) for name, x in model.state_dict().items())

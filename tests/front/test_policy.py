@@ -71,7 +71,7 @@ def explain(path=None, **options):
     options = EMULATE | {f"sage.{name}": value for name, value in options.items()}
     if path is not None:
         options["sage.policy"] = path
-    return sage_inductor.explain(Model(), *INPUTS, options=options)
+    return sage_inductor.explain(Model(), options=options)(*INPUTS)
 
 
 # -- matching ----
@@ -205,7 +205,7 @@ def test_a_policy_does_not_make_a_call_what_it_cannot_be(tmp_path):
     def dropped(q):
         return F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
 
-    (site,) = sage_inductor.explain(dropped, q, options={**EMULATE, "sage.policy": path})
+    (site,) = sage_inductor.explain(dropped, options={**EMULATE, "sage.policy": path})(q)
     assert not site.rewritten and site.reason == "dropout_p must be 0, got 0.5"
     report = explain(path, emulate=False)
     assert not report.rewritten and "sage.emulate=True" in report[0].reason
@@ -266,7 +266,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_path_of_a_module_is_the_same_however_it_is_reached(way):
-    report = sage_inductor.explain(WAYS[way](Model()), *INPUTS)
+    report = sage_inductor.explain(WAYS[way](Model()))(*INPUTS)
     assert [s.module for s in report] == MODULES
 
 
@@ -290,7 +290,7 @@ def test_a_name_that_is_no_identifier_stays_whole(tmp_path):
     x = torch.randn(1, 2, 80, 16)
     paths = [f"the-layers.{each}" for each in ("self-attn", "by_name.cross attn", "by_name.0")]
     assert set(paths) < {name for name, _ in Hyphens().named_modules()}
-    assert [s.module for s in sage_inductor.explain(Hyphens(), x)] == paths
+    assert [s.module for s in sage_inductor.explain(Hyphens())(x)] == paths
     program = torch.export.export(Hyphens(), (x,))
     policy = written(tmp_path, {"module": "*.self-attn", "recipe": "off"}, {"recipe": "sage1"})
     sage_inductor.rewrite(program, options=EMULATE | {"sage.policy": policy})
@@ -302,7 +302,7 @@ def test_a_layers_path_is_within_the_model_that_a_function_takes_it_from():
     def second(model, *inputs):
         return model.layers[1](*inputs)
 
-    report = sage_inductor.explain(second, Model(), *INPUTS)
+    report = sage_inductor.explain(second)(Model(), *INPUTS)
     assert [s.module for s in report] == ["layers.1.attn", "layers.1.cross"]
 
 
@@ -395,7 +395,7 @@ def test_of_several_numbers_in_a_path_the_first_is_the_layer():
         (lambda call: asked.append((call.module, call.layer)), [True] * 6),
     ):
         options = EMULATE | {"sage.policy": policy}
-        report = sage_inductor.explain(Nested(), INPUTS[0], options=options)
+        report = sage_inductor.explain(Nested(), options=options)(INPUTS[0])
         assert [s.rewritten for s in report] == expected
     assert dict(asked) == {f"blocks.{i}.{j}": i for i in range(3) for j in (1, 2)}
 
@@ -537,6 +537,16 @@ def test_options_before_the_config_before_none(tmp_path):
         assert {s.recipe for s in explain("")} == {"sage2-8b"}
         assert {s.recipe for s in explain(policy=None)} == {"sage2-8b"}
     assert config.policy == ""
+
+
+def test_one_rule_is_a_policy():
+    with config.patch(policy=Rule("off", module="*.cross")):
+        assert [s.recipe for s in explain()] == [
+            s.recipe for s in explain(Rule("off", module="*.cross"))
+        ]
+        assert explain()[1].reason == "the policy says off (rule 1)"
+    with pytest.raises(ValueError, match="config.policy: .*recipe must be one of"):
+        config.policy = Rule("sage9")
 
 
 def test_a_graph_that_is_opted_out_has_no_policy(tmp_path):

@@ -95,7 +95,8 @@ NOT_REASONS = {
     "flex window", "no recipe", "no backend of SDPA", "; 11 failed: 1", " at 1", "autotuned1",
     "1 with 1, B*H=1", "N >= 11", ", 1 at N=1", "1: 1x the fastest of SDPA111",
     "; SDPA's flash attention is 1", "; all batches share k and v, which are prepared once",
-    "1 (1 of the policy)", "; keep 1", "by block lists, N >= 1", "rule 1", "asked for", "the function",
+    "1 (1 of the policy)", "; keep 1", "by block lists, N >= 1", "rule 1", "asked for, forward and backward", "the function",
+    "; its backward is exact attention's",
     "asked for; the keys of all ranks are gathered in 8 bits", "more than one out and one logsumexp are read",
     "is_causal with 1 queries and 1 keys", "fp32 under autocast, which casts no op of a backend",
     "a logsumexp 1 of 1 queries is read", "its own backward reads what it returns", "; with Triton 1 the faster kernel of 1 cannot travel in a package",
@@ -245,13 +246,14 @@ def test_a_report_without_calls_says_why(why):
     assert said.startswith("no attention call was seen: ") and why in said
     assert [text for text in WITHOUT if text in said][-1] == why
     if WITHOUT[why] and function is not inner:
-        assert why in sage_inductor.explain(function, torch.ones(3)).verdict
+        assert why in sage_inductor.explain(function)(torch.ones(3)).verdict
 
 
 def test_dicts_hold_every_call_and_are_json():
-    found = sage_inductor.explain(
-        lambda q: sdpa(q, q, q) + sdpa(q, q, q, dropout_p=0.5), torch.randn(1, 2, 16, 64), options=EMULATE
-    )  # fmt: skip
+    two = sage_inductor.explain(
+        lambda q: sdpa(q, q, q) + sdpa(q, q, q, dropout_p=0.5), options=EMULATE
+    )
+    found = two(torch.randn(1, 2, 16, 64))
     one, two = json.loads(json.dumps(found.to_dicts()))
     assert one == {
         "graph": "0/0", "module": "", "call": "scaled_dot_product_attention", "spelling": "SDPA",
@@ -374,13 +376,13 @@ def test_of_a_function_within_the_limit_or_of_another_backend_nothing_is_said():
 
 def test_explain_names_functions_beyond_the_limit_where_there_are_calls_and_where_not(tmp_path):
     with torch.compiler.config.patch(recompile_limit=2):
-        found = sage_inductor.explain(Layers(), X, options=EMULATE)
-        none = sage_inductor.explain(Scales(), X)
+        found = sage_inductor.explain(Layers(), options=EMULATE)(X)
+        none = sage_inductor.explain(Scales())(X)
     assert len(found) == 2 and str(found).splitlines()[-1] == BEYOND
     assert not none and f"'forward' ({__file__}:{SCALE_LINE})" in str(none)
     found.to_html(tmp_path / "page.html")
     assert BEYOND in html.unescape((tmp_path / "page.html").read_text())
-    assert sage_inductor.explain(Layers(), X, options=EMULATE)._notes == () == asked_for()._notes
+    assert sage_inductor.explain(Layers(), options=EMULATE)(X)._notes == () == asked_for()._notes
 
 
 def test_with_fullgraph_dynamo_raises_at_the_limit_and_the_report_names_the_function():
@@ -553,8 +555,8 @@ def test_in_a_browser_reports_and_diagnoses_are_whole_and_run_nothing_of_a_model
     told = in_chromium(tmp_path / "report.html", LOOK)
     title = "sage_inductor: attention calls"
     assert told == {"title": title, "rows": 24, "scripts": 2, "last": HOSTILE, "map": 0, "lines": 1}
-    found = sage_inductor.diagnose(
-        lambda q: sdpa(q, q, q), torch.randn(1, 1, 8, 16), recipes="sage1"
+    found = sage_inductor.diagnose(lambda q: sdpa(q, q, q), recipes="sage1")(
+        torch.randn(1, 1, 8, 16)
     )
     found.to_html(tmp_path / "found.html")
     told = in_chromium(tmp_path / "found.html", LOOK)
@@ -586,7 +588,7 @@ def test_calls_that_all_stay_are_warned_of_once_for_each_cause(warnings, monkeyp
     assert len(warnings()) == 1
     report.record([site()])
     assert warnings()[1:] == [
-        "sage_inductor: 0 of 4 attention calls use sage on NVIDIA L40S: dropout_p must be 0, got 0.1 (1 calls); "
+        "sage_inductor: 0 of 4 attention calls use sage on NVIDIA L40S: dropout_p must be 0, got 0.1 (1 call); "
         "call model.eval(), or set its dropout to 0"
     ]
 
@@ -651,3 +653,87 @@ def test_torch_logs_of_our_name_say_each_call_and_its_graph_once():
     assert line.endswith(
         "] [0/0] scaled_dot_product_attention stays as it was: the recipe is 'off'"
     )
+
+
+class Named(torch.nn.Module):
+    """A model whose arguments have names of ours."""
+
+    def forward(self, q, options=None, recipes=None, path=None, tolerance=None, loss=None):
+        assert [options, recipes, path, tolerance, loss] == [1, 2, 3, 4, 5]
+        return sdpa(q, q, q)
+
+
+THEIRS = {"options": 1, "recipes": 2, "path": 3, "tolerance": 4, "loss": 5}
+
+
+def test_a_model_may_have_arguments_with_names_of_ours(tmp_path):
+    q = torch.randn(2, 1, 8, 16)
+    (site,) = sage_inductor.explain(Named(), options=EMULATE)(q, **THEIRS)
+    assert site.rewritten
+    found = sage_inductor.diagnose(Named(), recipes="sage1", path=tmp_path / "p.json")(q, **THEIRS)
+    assert {row.recipe for row in found.rows} == {"sdpa", "sage1"} and (
+        tmp_path / "p.json"
+    ).exists()
+    step = sage_inductor.diagnose_training(Named(), loss=torch.mean, recipes="g")
+    q.requires_grad_()
+    assert len(step(q, **THEIRS).unmeasured) == 1  # nothing before the call has parameters
+
+
+def test_a_models_arguments_beside_ours_still_work_and_are_warned_of():
+    q = torch.randn(1, 1, 8, 16)
+    with pytest.warns(
+        FutureWarning, match=r"call explain\(model, ...\)\(\*args, \*\*kwargs\)"
+    ) as w:
+        (site,) = sage_inductor.explain(lambda q: sdpa(q, q, q), q, options=EMULATE)
+    assert site.rewritten and w[0].filename == __file__
+    with pytest.warns(FutureWarning, match="diagnose"):
+        found = sage_inductor.diagnose(lambda q: sdpa(q, q, q), q=q, recipes="sage1")
+    assert {row.recipe for row in found.rows} == {"sdpa", "sage1"}
+
+
+def test_what_is_ours_is_refused_before_the_model_is_given_its_arguments():
+    with pytest.raises(sage_inductor.SageOptionError):
+        sage_inductor.explain(sdpa, options={"sage.recpie": 1})
+    with pytest.raises(ValueError, match="recipes must be of"):
+        sage_inductor.diagnose(sdpa, recipes="sage9")
+    with pytest.raises(ValueError, match="did you mean 'sage1-per-token'"):
+        sage_inductor.diagnose(sdpa, recipes=["sage1", "sage1-per-tokn"])
+
+
+def with_dropout(q):
+    return sdpa(q, q, q, dropout_p=0.5)
+
+
+def test_the_device_is_the_first_reason_and_what_else_is_wrong_comes_behind_it():
+    q = torch.randn(1, 1, 8, 16)
+    found = sage_inductor.explain(with_dropout)(q)
+    assert re.fullmatch(r"on CPU .*; dropout_p must be 0, got 0.5", found[0].reason)
+    assert found.verdict.endswith("1 stays: no kernel runs there")
+    (site,) = sage_inductor.explain(with_dropout, options=EMULATE)(q)
+    assert site.reason == "dropout_p must be 0, got 0.5"
+
+
+def test_a_forced_call_that_trains_says_that_its_backward_is_exact():
+    q = torch.randn(1, 1, 8, 16, requires_grad=True)
+    (site,) = sage_inductor.explain(lambda q: sdpa(q, q, q), options=EMULATE)(q)
+    assert site.reason == "emulated; its backward is exact attention's"
+
+
+def test_strict_names_calls_with_one_reason_together():
+    message = (
+        r"3 attention calls stay as they were: blocks\.\*\.attn x3: dropout_p must be 0, got 0.1$"
+    )
+    with pytest.raises(sage_inductor.SageRefused, match=message):
+        report.raise_if_refused(layers(3))
+
+
+def test_a_pass_that_took_the_place_of_ours_is_named():
+    inductor = torch._inductor.config
+    with inductor.patch(pre_grad_custom_pass=None), config.patch(enabled=True):
+        assert asked_for()._notes == ()
+        inductor.pre_grad_custom_pass = lambda graph: None
+        (note,) = asked_for()._notes
+        assert "pre_grad_custom_pass was set after" in note and note in str(asked_for())
+        with config.patch(enabled=True):
+            assert asked_for()._notes == ()
+    assert asked_for()._notes == ()

@@ -147,7 +147,7 @@ def test_a_call_that_it_is_not_for_stays_with_the_reason(case):
 
 def test_training_stays_with_the_reason():
     q, k, v = (tokens(256).requires_grad_() for _ in range(3))
-    found = sage_inductor.explain(sdpa, q, k, v, options=options(0.3, **{"sage.force": True}))
+    found = sage_inductor.explain(sdpa, options=options(0.3, **{"sage.force": True}))(q, k, v)
     reason = "training: block lists have no backward here (rule 1 of the policy)"
     assert [site.reason for site in found] == [reason]
     with pytest.raises(SageRefused, match="block lists have no backward"):
@@ -158,7 +158,7 @@ def test_training_stays_with_the_reason():
 def test_a_recipe_without_a_kernel_for_lists_stays_with_the_reason():
     inputs = tokens(256), tokens(256), tokens(256)
     with torch.no_grad():
-        (site,) = sage_inductor.explain(sdpa, *inputs, options=options(0.3, "sage3"))
+        (site,) = sage_inductor.explain(sdpa, options=options(0.3, "sage3"))(*inputs)
     assert site.reason.startswith("no kernel for block lists with qk='nvfp4'; keep 0.3")
 
 

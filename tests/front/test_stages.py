@@ -306,7 +306,7 @@ def test_a_function_says_which_stages_it_knows():
 
 def test_explain_tells_of_every_stage_and_runs_none_of_them():
     model, x = Model(), torch.randn(1, 2, 70, 32)
-    report = sage_inductor.explain(model, x, options=options())
+    report = sage_inductor.explain(model, options=options())(x)
     assert report.verdict == (
         "2 of 2 attention calls use sage2-4b; in edge 2 stay: the policy says off; "
         "in warm 1 uses sage1"
@@ -317,7 +317,7 @@ def test_explain_tells_of_every_stage_and_runs_none_of_them():
     header, _, *rows = str(report).splitlines()[2:]
     assert header.split()[8:] == ["stage", "recipe", "reason"]
     assert [row.split("none", 1)[1].split()[0] for row in rows] == ["sage2-4b", "edge", "warm"]
-    plain = sage_inductor.explain(model, x, options=options([]))
+    plain = sage_inductor.explain(model, options=options([]))(x)
     assert "stage" not in str(plain) and "stage" not in plain._repr_html_()
     assert "stage" in report._repr_html_()
 
@@ -333,7 +333,7 @@ def test_an_explained_model_computes_what_it_computes_in_no_stage():
             return out
 
     model = Watched()
-    sage_inductor.explain(model, x, options=options())
+    sage_inductor.explain(model, options=options())(x)
     torch.testing.assert_close(seen[0], compiled(Model.forward)(model, x), rtol=0, atol=0)
 
 

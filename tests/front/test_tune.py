@@ -1294,7 +1294,7 @@ def test_the_mode_says_whether_a_clock_decides(mode, clock, monkeypatch):
     torch._dynamo.reset()
     torch.compile(torch.sin, backend="sage", options=options)(x)
     torch._dynamo.reset()
-    sage_inductor.explain(torch.sin, x, options=options)
+    sage_inductor.explain(torch.sin, options=options)(x)
     assert [settings.benchmark for settings in seen] == [clock] * 3
 
 
@@ -1394,10 +1394,10 @@ def test_a_family_of_this_gpu_is_measured_while_a_call_of_it_compiles(
     q, k, v = (torch.randn(1, 24, 8192, 48, device="cuda", dtype=torch.bfloat16) for _ in "qkv")
     q.requires_grad_(trains)
     with sage_inductor.config.patch(calibrate=False, training="auto"):
-        (site,) = sage_inductor.explain(sdpa, q, k, v)
+        (site,) = sage_inductor.explain(sdpa)(q, k, v)
         assert not site.rewritten and "was not measured on" in site.reason
     with sage_inductor.config.patch(calibrate=True, training="auto"):
-        (site,) = sage_inductor.explain(sdpa, q, k, v)
+        (site,) = sage_inductor.explain(sdpa)(q, k, v)
         assert "x SDPA by the fit" in site.reason, site.reason
     assert list(tmp_path.glob("*.json"))
     calibrated_by_another_process()

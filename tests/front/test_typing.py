@@ -34,10 +34,10 @@ def answer(question: str) -> int:
 assert_type(answer("?"), int)
 assert_type(config.recipe, str)
 assert_type(config.force, bool)
-assert_type(sage_inductor.explain(model, x, options={"sage.recipe": "sage1"}), Report)
+assert_type(sage_inductor.explain(model, options={"sage.recipe": "sage1"})(x), Report)
 assert_type(sage_inductor.rewrite(torch.export.export(model, (x,))), Report)
-assert_type(sage_inductor.diagnose(model, x), Diagnosis)
-assert_type(sage_inductor.diagnose_training(model, x, loss=torch.mean), TrainingDiagnosis)
+assert_type(sage_inductor.diagnose(model)(x), Diagnosis)
+assert_type(sage_inductor.diagnose_training(model, loss=torch.mean)(x), TrainingDiagnosis)
 assert_type(Policy.load("policy.json"), Policy)
 assert_type(sage_inductor.attention(x, x, x, is_causal=True, recipe="sage1"), torch.Tensor)
 out, lse = sage_inductor.attention(x, x, x, return_lse=True)
@@ -49,7 +49,7 @@ sage_inductor.register("diffusers")
 sage_inductor.register("vllm")  # refused
 config.recpie = "sage1"  # refused
 answer(1)  # refused
-sage_inductor.explain(model, x, options="sage1")  # refused
+sage_inductor.explain(model, options="sage1")  # refused
 """
 REFUSED = [i for i, line in enumerate(USERS.splitlines(), 1) if line.endswith("# refused")]
 

@@ -404,7 +404,7 @@ def test_an_exported_program_runs_at_other_sizes():
 
 
 def test_diagnose_measures_the_batches_as_they_are():
-    found = sage_inductor.diagnose(any_batch, *inputs(B=3), recipes="sage2-8b-per-token")
+    found = sage_inductor.diagnose(any_batch, recipes="sage2-8b-per-token")(*inputs(B=3))
     (row,) = (row for row in found.rows if row.recipe == "sage2-8b-per-token")
     assert row.site.q == (3, 4, 40, 32) and row.site.k == (3, 2, 24, 32)
     assert 1e-3 < row.relative_l1 < 0.1

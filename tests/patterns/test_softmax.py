@@ -23,6 +23,7 @@ from pairs import chosen
 from support import calls, run_seen, written
 from torch import nn
 
+from sage_inductor import SageRefused
 from sage_inductor.ops.lse import compose_with_sink
 from sage_inductor.patterns.call import FULL
 from sage_inductor.patterns.graph import GraphIndex, value_of
@@ -1007,6 +1008,14 @@ def test_a_softmax_between_two_products_that_is_not_read_says_so(case):
     assert not taken and reason in got, got
 
 
+def test_under_strict_a_softmax_between_two_products_that_is_not_read_is_an_error():
+    strict = torch.compile(
+        mvit, backend="sage", options={"sage.emulate": True, "sage.strict": True}
+    )
+    with pytest.raises(SageRefused, match="could not be read: `setitem` between the products"):
+        strict(*random_qkv(dtype=torch.float32))
+
+
 W = torch.randn(16, 16, dtype=torch.float64)
 NOT_ATTENTION = {
     "classifier": lambda q, k, v: F.linear(q, W).softmax(-1),
@@ -1155,6 +1164,23 @@ def test_it_is_attention_of_known_sizes(exported):
     taken, reasons = canonicalise(program.graph_module)
     assert len(taken) == len(functions) and not reasons, reasons
     torch.testing.assert_close(program.module()(*inputs), every(*inputs))
+
+
+# What the caller gives as a number, which Dynamo may hold as a symbol.
+GIVEN = {
+    "a power": lambda q, k, v, n: (q @ k.mT * n**-0.5).softmax(-1) @ v,
+    "a root": lambda q, k, v, n: (q @ k.mT / math.sqrt(n)).softmax(-1) @ v,
+    "keys up to it": lambda q, k, v, n: (q @ k[:, :, :n].mT).softmax(-1) @ v[:, :, :n],
+    "padding from it on": lambda q, k, v, n: (
+        (q @ k.mT).masked_fill(torch.arange(8) >= n, -math.inf).softmax(-1) @ v
+    ),
+}
+
+
+@pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("name", GIVEN)
+def test_a_number_that_the_caller_gives_scales_scores_or_counts_keys(name, dynamic):
+    check(GIVEN[name], *random_qkv(), 5, dynamic=dynamic)
 
 
 PRODUCTS = {
