@@ -807,8 +807,11 @@ def test_why_a_step_could_not_be_measured(monkeypatch):
 
 def test_what_is_forced_is_not_decided_by_speed(monkeypatch):
     known(monkeypatch, trained_table())
-    site = step(monkeypatch, force=True)  # its backward is exact attention's
-    assert (site.recipe, site.reason) == ("sage2-8b-per-token", "forced")
+    site = step(monkeypatch, force=True)
+    assert (site.recipe, site.reason) == (
+        "sage2-8b-per-token",
+        "forced; its backward is exact attention's",
+    )
     site = step(monkeypatch, force=True, training="g")
     assert (site.recipe, site.reason) == ("g", "asked for, forward and backward")
 
