@@ -17,7 +17,7 @@ blocks, which flex_attention gives to mask_mod), not for what full_kv_indices na
 for both. A block that is named twice counts twice, as in flex_attention.
 
 A key counts in smoothing and scales if any row sees it with code 3: what padding holds does not
-matter, be it NaN. Nor do keys that the band hides from every query (`SdpaCall.of_seen_keys`). Lists
+matter, be it NaN. Where no key has code 3, those of code 1 count, over which all rows average. Nor do keys that the band hides from every query (`SdpaCall.of_seen_keys`). Lists
 are not read for that: all blocks count. A tile of queries reads the keys from its first to its last
 code above 0. Plain PyTorch: one reduction for Inductor, which reads the mask once.
 
@@ -154,4 +154,5 @@ def visible_keys(tile_summary: Tensor, heads_kv: int) -> Tensor:
     visible = tile_summary.amax(2)
     if visible.shape[1] != 1:
         visible = visible.unflatten(1, (heads_kv, -1)).amax(2)
-    return (visible == COUNTS).to(torch.uint8)
+    most = visible.amax(-1, keepdim=True).clamp(min=REACHED)
+    return (visible == most).to(torch.uint8)

@@ -694,6 +694,20 @@ def test_a_row_that_sees_nothing_but_the_lowest_number_averages_over_all_keys(re
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+def test_where_the_lowest_number_hides_all_of_a_batch_element_it_averages_over_its_keys(recipe):
+    """What pads a batch of fewer sequences. The other element's padding still does not matter."""
+    q, k, v = qkv()
+    attn_mask = torch.zeros(2, 1, 1, 70)
+    attn_mask[0], attn_mask[1, ..., 60:] = (torch.finfo(torch.float32).min,) * 2
+    k[1, :, 60:] *= 1000
+    out, _ = sdpa(q, k, v, recipe=recipe, attn_mask=attn_mask)
+    mean = v[:1].double().mean(2, keepdim=True).repeat_interleave(2, 1)
+    assert relative_l1(out[:1], mean.expand(-1, -1, 65, -1)) < 0.05
+    exact, _ = exactly(q[1:], k[1:, :, :60], v[1:, :, :60], False, 0.125)
+    assert relative_l1(out[1:], exact) < 0.1
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_a_row_that_a_bool_mask_hides_is_zero(recipe):
     q, k, v = qkv()
     attn_mask = torch.rand(65, 70) > 0.3
