@@ -963,6 +963,7 @@ def subplots(path: Path, rows: int, columns: int, **options):
     matplotlib.rcParams |= {
         "svg.hashsalt": path.name,
         "savefig.transparent": True,
+        "legend.frameon": False,
         **dict.fromkeys(INK, GREY),
     }
     from matplotlib import pyplot as plt
@@ -1003,7 +1004,7 @@ def draw(result: dict, path: Path) -> None:
     for axis in axes[-1]:
         axis.set_xlabel("N")
     lines, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(lines, labels, loc="lower center", ncol=len(labels), frameon=False)
+    figure.legend(lines, labels, loc="lower center", ncol=len(labels))
     keep(figure, "Attention forward, bf16", result, path)
 
 
@@ -1042,7 +1043,7 @@ def draw_peers(result: dict, path: Path) -> None:
     for axis in axes[-1]:
         axis.set_xlabel("N")
     lines, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(lines, labels, loc="lower center", ncol=len(labels), frameon=False)
+    figure.legend(lines, labels, loc="lower center", ncol=len(labels))
     keep(figure, "Attention forward, bf16 in and out", result, path)
 
 
@@ -1070,7 +1071,7 @@ def draw_overview(paper: dict, blocks: dict, path: Path) -> None:
     lines.set_xticks(ticks, [f"{n // 1024}K" for n in ticks])
     lines.set_ylim(bottom=0)
     lines.set_title(f"Attention, {title}: TFLOP/s against N", fontsize=10)
-    lines.legend(fontsize=8, frameon=False)
+    lines.legend(fontsize=8)
     lines.grid(alpha=0.3)
     gains, _ = rewritten(blocks["rows"])
     faster = [row["speed"]["sage"]["x"] for row in gains]
@@ -1151,7 +1152,7 @@ def draw_sparse(result: dict, path: Path) -> None:
         axis.set_title(titles[name], fontsize=10)
         axis.grid(alpha=0.3)
     lines, labels = axes[0, 0].get_legend_handles_labels()
-    axes[0, 0].legend(lines, labels, fontsize=7, frameon=False)
+    axes[0, 0].legend(lines, labels, fontsize=7)
     keep(figure, "A small diffusion transformer", result, path)
 
 
@@ -1198,7 +1199,7 @@ def draw_curves(result: dict, path: Path) -> None:
     for axis in axes.flat:
         axis.grid(alpha=0.3)
     lines, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(lines, labels, loc="lower center", ncol=len(labels), frameon=False)
+    figure.legend(lines, labels, loc="lower center", ncol=len(labels))
     keep(figure, f"{CURVES[rows[0]['plan']]} by each recipe", result, path)
 
 
