@@ -1071,7 +1071,7 @@ def draw_overview(paper: dict, blocks: dict, path: Path) -> None:
     lines.set_xticks(ticks, [f"{n // 1024}K" for n in ticks])
     lines.set_ylim(bottom=0)
     lines.set_title(f"Attention, {title}: TFLOP/s against N", fontsize=10)
-    lines.legend(fontsize=8)
+    lines.legend(fontsize=7, loc="lower right", ncol=2)
     lines.grid(alpha=0.3)
     gains, _ = rewritten(blocks["rows"])
     faster = [row["speed"]["sage"]["x"] for row in gains]
