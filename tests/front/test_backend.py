@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -568,8 +569,7 @@ def test_threads_compile_side_by_side():
 PROGRAM = """
 import torch, torch.nn.functional as F
 from torch._dynamo.utils import counters
-import sage_inductor
-torch._inductor.config.cpp.simdlen = 1
+import sage_inductor, settings
 torch.manual_seed(0)
 q, k, v = (torch.randn(1, 2, 64, 64) for _ in range(3))
 for options in {options}:
@@ -587,8 +587,10 @@ for options in {options}:
 
 
 def process(program, cache=None, **environment):
+    """With what tests/settings.py sets: what is cached is the same without C++ of Inductor's own."""
     of_cache = {"TORCHINDUCTOR_CACHE_DIR": str(cache)} if cache else {}
-    env = {**os.environ, **of_cache, **environment}
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, **of_cache, "PYTHONPATH": path, **environment}
     result = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)], env=env, capture_output=True, text=True
     )

@@ -654,9 +654,11 @@ SHARED = {
 
 def shared_always(case, recipe, dynamic):
     """What is shared depends on the case, what that is on the recipe and on the mask: every recipe
-    twice, the others one for the lengths that are numbers and one for those that are symbols."""
-    i = list(recipes.NAMED).index(recipe) + list(SHARED).index(case)
-    return i % len(recipes.NAMED) == dynamic or case in ("bands", "one mask") and i % 2 == dynamic
+    with and without one, the other cases once, by turns with lengths that are symbols."""
+    place = list(SHARED).index(case)
+    i = list(recipes.NAMED).index(recipe) + place
+    every = case in ("bands", "one mask")
+    return i % 2 == dynamic if every else (i % len(recipes.NAMED), place % 2) == (0, dynamic)
 
 
 @chosen(shared_always, case=SHARED, recipe=list(recipes.NAMED), dynamic=[False, True])

@@ -1140,6 +1140,7 @@ NOT_EXPORTED = ("pow of a tensor", "rsqrt", "sqrt of a whole number", "numpy", "
                 "numpy's float32")  # fmt: skip
 
 
+@pytest.mark.sweep  # the next test has all in one graph
 @pytest.mark.parametrize("name", [name for name in TAKEN if name not in NUMBERS])
 def test_it_is_attention_whatever_else_is_written(name):
     function, inputs = TAKEN[name], random_qkv()
@@ -1147,18 +1148,22 @@ def test_it_is_attention_whatever_else_is_written(name):
     check(function, *inputs, dynamic=function is not vit_det)
 
 
-@pytest.mark.parametrize("exported", [False, True])
-def test_it_is_attention_of_known_sizes(exported):
+@pytest.mark.parametrize("how", ["known sizes", "symbols", "exported"])
+def test_it_is_attention_beside_all_others(how):
     """All in one graph: to trace and to export each by itself takes most of the time."""
-    left_out = NOT_EXPORTED if exported else ()
-    functions = [function for name, function in TAKEN.items() if name not in left_out]
+    left_out = {"symbols": NUMBERS, "exported": NOT_EXPORTED}.get(how, ())
+    functions = [
+        function
+        for name, function in TAKEN.items()
+        if name not in left_out and not (how == "symbols" and function is vit_det)
+    ]
 
     def every(q, k, v):
         return [function(q, k, v) for function in functions]
 
     inputs = random_qkv()
-    if not exported:
-        check(every, *inputs, number=len(functions))
+    if how != "exported":
+        check(every, *inputs, number=len(functions), dynamic=how == "symbols")
         return
     program = torch.export.export(Spelling(every), inputs)
     taken, reasons = canonicalise(program.graph_module)
@@ -1372,8 +1377,11 @@ MODELS = {
 
 @pytest.mark.models
 @chosen(
-    # Training has the inference's graph, and gradients. T5 and Whisper: front/test_models.py.
-    lambda name, training: training == (name != "timm_unfused") and name not in ("t5", "whisper"),
+    # Training has the inference's graph, and gradients. T5 and Whisper: front/test_models.py. ViT's
+    # and BERT's attention is that of a padded BERT without its mask.
+    lambda name, training: (
+        training == (name != "timm_unfused") and name not in ("t5", "whisper", "vit", "bert")
+    ),
     name=[build.__name__ for build in MODELS],
     training=[False, True],
 )
