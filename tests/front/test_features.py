@@ -47,14 +47,6 @@ AXES = dict(
     calls=("one", "two of one k and v", "two of another scale"),
 )
 SAMPLED, OTHERS = 4_000, 1_000
-# What counts as one value in a pair, since it takes one path: numbers of tiles and their rests (each
-# alone is in tests/ops), masks by their kind, recipes by how p v is computed and k and v prepared.
-ALIKE = dict(
-    lengths=lambda n: "one row" if n[0] == 1 else "whole" if n[0] == n[1] else n[0] < n[1],
-    mask=lambda x: x.split()[-1] if "bias" in x else x.split()[0],
-    D=lambda n: n % 64 == 0,
-    recipe=lambda x: (NAMED[x].pv, NAMED[x].of_qk.block_scaled, NAMED[x].sharing.one_pass),
-)
 
 
 class Features(NamedTuple):
@@ -110,14 +102,11 @@ class Features(NamedTuple):
 
 @functools.cache
 def every() -> tuple[list[Features], set[int]]:
-    """Many calls that are possible, and the places of few that have all pairs of features, as they
-    are `ALIKE`, and each feature."""
+    """Many calls that are possible, and the places of few that have all pairs of features."""
     draw = random.Random(0)
     sampled = (Features(*map(draw.choice, AXES.values())).possible() for _ in range(SAMPLED))
     found = list(dict.fromkeys(sampled))
-    kinds = [tuple(ALIKE.get(n, lambda x: x)(v) for n, v in x._asdict().items()) for x in found]
-    each = [[(name, getattr(x, name)) for name in ALIKE] for x in found]
-    return found, set(covering(kinds, each))
+    return found, set(covering(found))
 
 
 def parameters() -> list:
