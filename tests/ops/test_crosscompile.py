@@ -153,9 +153,9 @@ def sort_of(kind):
     ),
     alike=dict(architecture=INSTRUCTION.get, recipe=lambda x: NAMED[x].pv, kind=sort_of),
     **chosen_for_tritons(
-        ((8, 0), "sage1", "bias"), ((8, 9), "sage2-4b", "rows"),
+        ((8, 0), "sage1", "full"), ((8, 9), "sage2-4b", "rows"),
         ((9, 0), "sage2-8b-per-token", "lists"), ((10, 0), "sage2-8b", "causal"),
-        ((12, 0), "sage2-8b-fp8qk", "window"), each=of_portable,
+        ((12, 0), "sage2-8b-fp8qk", "full"), each=of_portable,
     ),
     architecture=ARCHITECTURES, recipe=NAMED, kind=KINDS,
 )  # fmt: skip
@@ -749,7 +749,7 @@ KINDS_OF_NVFP4["bias"]["D"] = 128
 
 @picked(
     ((8, 9), "window"), ((9, 0), "bias"), ((12, 0), "causal of 256"),
-    tritons=[((8, 6), "mask"), ((10, 0), "causal"), ((12, 0), "mask")],
+    tritons=[((8, 6), "mask"), ((10, 0), "causal of 64"), ((12, 0), "mask")],
     architecture=ARCHITECTURES, kind=KINDS_OF_NVFP4,
 )  # fmt: skip
 def test_nvfp4_compiles_to_block_scaled_products_or_to_fp16(architecture, kind):
@@ -888,17 +888,22 @@ def test_no_byte_is_stored_of_a_float(recipe):
     assert bytes_stored > 0
 
 
-@on_every_triton
-def test_rows_of_72_channels_are_read_16_bytes_at_a_time():
+@pytest.mark.parametrize(
+    "compile",
+    [lambda: compile_hopper("fp8", 72, False, tiles.hopper((9, 0), "fp8", 72, False, Load())),
+     lambda: compile_attention((9, 0), "sage2-8b-per-token", 72),
+     *[pytest.param(x, marks=on_every_triton) for x in (
+         lambda: compile_quantize_kv(72, False, "i8", (9, 0)),
+         lambda: compile_pool((9, 0), 72, 128, False),
+         lambda: compile_quantize_k((9, 0), 72, False, 1, "i8"),
+         lambda: compile_smooth((9, 0), 72, False, False),
+     )]],
+    ids=["hopper", "attention", "kv", "pool", "k", "smooth"],
+)  # fmt: skip
+def test_rows_of_72_channels_are_read_16_bytes_at_a_time(compile):
     """Strides come doubled, so 16 divides them: test_launch.py."""
-    tile = tiles.hopper((9, 0), "fp8", 72, False, Load())
-    for compiled in (
-        compile_hopper("fp8", 72, False, tile), compile_quantize_kv(72, False, "i8", (9, 0)),
-        compile_attention((9, 0), "sage2-8b-per-token", 72), compile_pool((9, 0), 72, 128, False),
-        compile_quantize_k((9, 0), 72, False, 1, "i8"), compile_smooth((9, 0), 72, False, False),
-    ):  # fmt: skip
-        ptx = compiled.asm["ptx"]
-        assert "ld.global.v4.b32" in ptx and not re.search(r"[ls][dt]\.global\.b16", ptx)
+    ptx = compile().asm["ptx"]
+    assert "ld.global.v4.b32" in ptx and not re.search(r"[ls][dt]\.global\.b16", ptx)
 
 
 @picked(
@@ -1206,8 +1211,8 @@ def compile_rowscaled(name, D=128, dtype="bf16", registers=None, causal=False):
 
 
 @picked(
-    ("dq", False, 72, "fp16"), ("dkdv", False, 128, "bf16"),
-    tritons=[("dq", True, 64, "bf16"), ("dkdv", True, 64, "fp16")],
+    ("dq", False, 72, "fp16"), ("dkdv", True, 128, "bf16"),
+    tritons=[("dq", True, 64, "bf16"), ("dkdv", False, 64, "fp16")],
     name=["dq", "dkdv"], causal=[False, True], D=[64, 72, 128], dtype=["bf16", "fp16"],
 )  # fmt: skip
 def test_the_row_scaled_backward_compiles_without_spills_or_waits(name, causal, D, dtype):

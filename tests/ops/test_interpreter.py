@@ -59,17 +59,17 @@ pytestmark = [
 ]
 
 RECIPES = ["sage2-8b", "sage2-8b-per-token", "sage2-8b-fp8qk", "sage2-4b", "sage1"]
-SHAPES = [  # H_q, H_kv, N_q, N_kv, D
-    (4, 2, 70, 127, 64),  # groups that neither h % H_kv nor one head tells
-    (1, 1, 130, 65, 128),
-    (1, 1, 64, 128, 80),
-    (1, 1, 1, 1, 32),
-    (1, 1, 129, 300, 16),
+SHAPES = [  # B, H_q, H_kv, N_q, N_kv, D
+    (2, 4, 2, 70, 127, 64),  # groups that neither h % H_kv nor one head tells
+    (1, 1, 1, 130, 65, 128),
+    (1, 1, 1, 64, 128, 80),
+    (1, 1, 1, 1, 1, 32),
+    (1, 1, 1, 129, 300, 16),
 ]
 
 
-def qkv(H_q, H_kv, N_q, N_kv, D):
-    q, k, v = support.qkv(2, H_q, H_kv, N_q, N_kv, D, torch.float16)
+def qkv(*shape):
+    q, k, v = support.qkv(*shape, torch.float16)
     return 2 * q, k, v
 
 
@@ -78,14 +78,13 @@ def test_preparation(shape):
     _, k, v = qkv(*shape)
     noise = torch.randn(k.shape, dtype=k.dtype)
     for keep in (0, 1, 2):
-        for x in (v, noise):
-            mean, amax = launch_smooth([k, x], None, keep)
-            mean_ref, amax_ref = reference.smooth([k, x], keep=keep)
-            assert_close(mean, mean_ref, rtol=1e-5, atol=1e-5)
-            assert_close(amax, amax_ref, rtol=1e-5, atol=1e-4)
+        mean, amax = launch_smooth([v, noise], None, keep)
+        mean_ref, amax_ref = reference.smooth([v, noise], keep=keep)
+        assert_close(mean, mean_ref, rtol=1e-5, atol=1e-5)
+        assert_close(amax, amax_ref, rtol=1e-5, atol=1e-4)
         assert (mean[1] == 0).float().mean() > 0.9 or keep == 2 or k.shape[2] < 16
-    visible = (torch.rand(2, 1, shape[3]) > 0.5).to(torch.uint8)
-    visible[0] = 0  # of nothing: 0
+    visible = (torch.rand(shape[0], 1, shape[4]) > 0.5).to(torch.uint8)
+    visible[1:] = 0  # of nothing: 0
     for x, x_ref in zip(launch_smooth([k, v], visible), reference.smooth([k, v], visible)):
         assert_close(x, x_ref, rtol=1e-5, atol=1e-4)
     mean, amax = launch_smooth([k, v], None)
@@ -100,7 +99,7 @@ def test_preparation(shape):
     assert_close(k_scale, k_scale_ref, rtol=0, atol=0)
     codes, codes_ref = reference.unpack(k_int4), reference.unpack(k_int4_ref)
     assert (codes - codes_ref).abs().max() <= 1
-    assert codes.abs().max() == (7 if shape[3] > 1 else 0)  # one key is its own mean
+    assert codes.abs().max() == (7 if shape[4] > 1 else 0)  # one key is its own mean
     assert (codes != codes_ref).float().mean() < 1e-3
     k_fp8, k_scale = launch_k(k, mean[0], NAMED["sage2-8b-fp8qk"], None)
     k_fp8_ref, k_scale_ref = reference.quantize_k(k, mean[0], NAMED["sage2-8b-fp8qk"])
@@ -132,14 +131,14 @@ def test_lse_of_the_keys_before_they_were_smoothed(shape):
 def test_preparation_in_one_pass(shape, masked):
     _, k, v = qkv(*shape)
     v = torch.cat([v, v[..., :8]], 3)  # another head_dim
-    beyond = 1.2 if shape[3] == 300 else 100  # what the sample promises: of 300 rows 128
+    beyond = 1.2 if shape[4] == 300 else 100  # what the sample promises: of 300 rows 128
     mean, amax = reference.estimate(v)
     v[0, :, -1] = mean[0] + beyond * amax[0]
     visible = None
     if masked:
-        visible = (torch.rand(2, 1, shape[3]) > 0.3).to(torch.uint8)
+        visible = (torch.rand(shape[0], 1, shape[4]) > 0.3).to(torch.uint8)
         visible[..., -1] = 1
-        hidden = (visible == 0).expand(-1, shape[1], -1)
+        hidden = (visible == 0).expand(-1, shape[2], -1)
         k[hidden], v[hidden] = torch.inf, torch.nan
     for recipe in (NAMED["sage2-8b-per-token"], NAMED["sage2-8b-fp8qk"]):
         found = launch_kv(k, v, visible, recipe)
@@ -165,8 +164,8 @@ def test_preparation_in_one_pass(shape, masked):
         assert_close(k_scale, k_scale_ref, rtol=0, atol=0)
         assert_close(v_scale, v_scale_ref, rtol=0, atol=0)
         # What is hidden saturates, in FP8 at what the interpreter rounds beyond; padding is NaN here.
-        shown = torch.zeros(2, shape[1], k_8bit.shape[2], dtype=torch.bool)
-        shown[:, :, : shape[3]] = visible.bool() if masked else True
+        shown = torch.zeros(*k_8bit.shape[:3], dtype=torch.bool)
+        shown[:, :, : shape[4]] = visible.bool() if masked else True
         in_order = reference.interleave(shown[:, :, None].expand(-1, -1, v_fp8.shape[2], -1))
         assert_same_fp8(v_fp8[in_order], v_fp8_ref[in_order])
         assert v_fp8.float().isfinite().all() or not masked
@@ -216,6 +215,26 @@ def formats(recipe):
     return NAMED[recipe].qk, NAMED[recipe].pv
 
 
+def sides(band):
+    return tuple(side is not None for side in band[:2])
+
+
+def padded(channels):
+    return tuple(D in (40, 72, 80) for D in channels)
+
+
+def kind_of_mask(mask):
+    """A row of keys for all queries, a row each, numbers."""
+    return {"keys": 1, "left padding": 1, "fp16": 3, "lowest": 3, "-inf": 3}.get(mask, 2)
+
+
+# The values of an axis for which a kernel runs the same lines: each runs, and of pairs one.
+ALIKE = dict(
+    recipe=formats, band=sides, channels=padded, mask=kind_of_mask,
+    heads=lambda heads: heads[1] > heads[2],
+)  # fmt: skip
+
+
 LENGTHS = dict(blocks_q=[0, 1, 2], end_q=[-1, 0, 1], blocks_kv=[0, 1, 2, 4], end_kv=[-1, 0, 1])
 OF_BOTH = dict(
     recipe=[*RECIPES, "sage1-per-token", "sage3"], band=BANDS, heads=HEADS, channels=CHANNELS,
@@ -223,7 +242,7 @@ OF_BOTH = dict(
 )  # fmt: skip
 
 
-@pairs(that_runs, most=400, alike=dict(recipe=formats), **OF_BOTH)
+@pairs(that_runs, most=400, alike=ALIKE, **OF_BOTH)
 def test_attention(
     recipe, band, heads, channels, tile, blocks_q, end_q, blocks_kv, end_kv, scale, tma, out_bnhd
 ):  # fmt: skip
@@ -232,7 +251,7 @@ def test_attention(
 
 
 @pairs(
-    that_runs, most=400, alike=dict(recipe=formats), **OF_BOTH,
+    that_runs, most=400, alike=ALIKE, **OF_BOTH,
     mask=["keys", "left padding", "rows", "transposed", "broadcast keys", "fp16", "lowest", "-inf"],
 )  # fmt: skip
 def test_masked_attention(
@@ -247,9 +266,9 @@ def test_masked_attention(
 @pytest.mark.parametrize("recipe", [*RECIPES, "sage1-per-token", "sage3"])
 def test_what_kernels_prepared_of_hidden_keys_that_hold_no_number(recipe, mask):
     """With another head_dim of v."""
-    channels = {"keys": (32, 64), "rows": (64, 16)}[mask]
+    channels, heads = {"keys": ((32, 64), (2, 1, 1)), "rows": ((64, 16), (1, 2, 1))}[mask]
     check_attention(
-        recipe, BANDS[0], (2, 2, 1), (66, 129), channels, (128, 64), mask=mask, by_kernels=True
+        recipe, BANDS[0], heads, (66, 129), channels, (128, 64), mask=mask, by_kernels=True
     )
 
 
@@ -393,6 +412,8 @@ def test_a_band_shows_each_row_its_keys_and_no_other(recipe, bottom_right):
     i = torch.arange(N_q)[:, None] + (N_kv - N_q if bottom_right else 0)
     v = (j / 8 - 12).half()[None, None, :, None].expand(1, 1, N_kv, 16)
     for left, right in itertools.product(bounds, bounds):
+        if left not in (None, 63) and right not in (None, 0):
+            continue  # each bound with none and with one of the other side
         (out, lse), _ = run_portable(
             q, k * 0, v, recipe, Tile(64, 64, 4, 2), band=(left, right, bottom_right)
         )
@@ -409,19 +430,19 @@ def test_a_band_shows_each_row_its_keys_and_no_other(recipe, bottom_right):
 @pytest.mark.parametrize("recipe", ["sage1-per-token", "sage3"])
 def test_a_row_of_nothing_but_the_lowest_number_averages_over_all_keys(recipe, dtype):
     """As softmax by hand does: whatever is added to the lowest number is lost."""
-    q, k, v = qkv(1, 1, 20, 70, 16)
+    q, k, v = qkv(1, 1, 1, 20, 70, 16)
     attn_mask = torch.zeros(1, 1, 20, 70, dtype=dtype)
     attn_mask[:, :, 3:7] = torch.finfo(dtype).min
     tile = Tile(64, 64, 4, 2)
     (out, _), (expected, _) = run_portable(q, k, v, recipe, tile, attn_mask=attn_mask)
     mean = v.double().mean(2, keepdim=True)
-    assert relative_l2(out[:, :, 3:7], mean.expand(2, 1, 4, 16)) < 0.05
+    assert relative_l2(out[:, :, 3:7], mean.expand(1, 1, 4, 16)) < 0.05
     assert relative_l2(out, expected) < 2e-3
 
 
 def that_lists(recipe, block_q, tile, block_kv, heads, blocks_q, blocks_kv):
     elements = heads[0] * heads[1] * max(blocks_q, 1) * block_q * max(blocks_kv, 1) * block_kv
-    return elements <= 300_000 and tile_fits(recipe, math.gcd(tile[0], block_q))
+    return elements <= 140_000 and tile_fits(recipe, math.gcd(tile[0], block_q))
 
 
 OF_LISTS = dict(
@@ -432,7 +453,7 @@ OF_LISTS = dict(
 )  # fmt: skip
 
 
-@pairs(that_lists, most=400, alike=dict(recipe=formats), band=BANDS, **OF_LISTS)
+@pairs(that_lists, most=900, alike=ALIKE, band=BANDS, **OF_LISTS)
 def test_attention_by_block_lists(
     block_q, block_kv, density, full, shared, recipe, heads, channels, tile, blocks_q, end_q,
     blocks_kv, end_kv, tma, band,
@@ -446,7 +467,7 @@ def test_attention_by_block_lists(
 
 
 @pairs(
-    that_lists, most=400, alike=dict(recipe=formats), band=BANDS[:6:2],
+    that_lists, most=900, alike=ALIKE, band=BANDS[:6:2],
     mask=["keys", "rows", "fp16"], **OF_LISTS,
 )  # fmt: skip
 def test_masked_attention_by_block_lists(
@@ -461,7 +482,7 @@ def test_masked_attention_by_block_lists(
 
 
 def test_indices_beyond_the_keys_name_no_key_and_counts_beyond_a_list_end_with_it():
-    q, k, v = qkv(1, 1, 64, 130, 16)
+    q, k, v = qkv(1, 1, 1, 64, 130, 16)
     tile = Tile(64, 64, 4, 2)
 
     def run(counts, indices):
@@ -569,8 +590,8 @@ def test_blocks_of_a_band_are_those_in_sight(bottom_right, block_m):
     see whole; no block is left out, none is whole that is not, and at most one a side is for
     nothing."""
     rng = random.Random(block_m)
-    for _ in range(60):
-        n_q, n_kv = rng.choice((1, 64, 65, 300, 513)), rng.choice((1, 127, 128, 300, 700))
+    for _ in range(25):
+        n_q, n_kv = rng.choice((1, 64, 65, 300, 400)), rng.choice((1, 127, 128, 300, 500))
         band = rng.choice((-1, 0, 3, 130, 400)), rng.choice((-1, 0, 5, 128, 300)), bottom_right
         count, tiles = -(-n_kv // 128), -(-n_q // block_m)
         first, number = torch.zeros(2, tiles, dtype=torch.int32)
@@ -649,9 +670,9 @@ def test_blocks_and_words_of_a_mask_are_what_it_shows(kind, warpgroups):
     nothing; none is left out, none is whole that is not."""
     tile = Tile(64 * warpgroups, 128, 4, 2, warpgroups=warpgroups)
     rng = random.Random(kind)
-    for _ in range(5):
-        B, H = rng.choice((1, 2)), rng.choice((1, 2))
-        n_q, n_kv = rng.choice((1, 64, 127, 193, 300)), rng.choice((1, 127, 128, 129, 700))
+    for _ in range(3):
+        B, H = rng.choice(((1, 2), (2, 1), (2, 2)))
+        n_q, n_kv = rng.choice((1, 64, 127, 193, 300)), rng.choice((127, 128, 129, 300))
         n_q = 300 if kind == "documents" else n_q
         band = rng.choice([(-1, -1, False), (-1, 0, False), (130, 5, True)])
         mask = a_mask(kind, rng, B, H, n_q, n_kv)
@@ -689,15 +710,16 @@ def test_a_tile_reads_the_blocks_that_its_lists_name(warpgroups, block_q, masked
     """Against brute force: each as often as it is named, by a full block's list whatever the band
     says, by a partial one's in the band; and only where a mask shows a key."""
     rng = random.Random(block_q + masked)
-    for draw in range(3):
+    for draw in range(2):
         block_kv, keys = rng.choice(BLOCK_SIZES), rng.choice((64, 128))
-        n_q, n_kv = rng.choice((1, 127, 192, 193, 400)), rng.choice((1, 127, 128, 257, 641))
-        at_a_time = 512  # blocks of a program: here there are more, of a mask fewer in all
+        n_q = rng.choice((127, 192, 193, 128 * warpgroups + 1))
+        n_kv = rng.choice((127, 128, 257, 385))
+        at_a_time = 512  # blocks of a program: there may be more in all
         if draw == 0 and block_q == 64:
-            block_kv, n_q, n_kv, at_a_time = 64, 30, *((2200, 32) if masked else (33_000, 512))
+            block_kv, n_q, n_kv, at_a_time = 64, 30, 2200, 32
         keys = math.gcd(keys, block_kv)
         tile = Tile(64 * warpgroups, keys, 4, 2, warpgroups=warpgroups)
-        B, H, full = 2, 2, rng.random() < 0.7
+        (B, H), full = ((1, 2), (2, 1))[draw], rng.random() < 0.7
         band = rng.choice([(-1, -1, False), (-1, 0, False), (130, 5, True), (100, -1, False)])
         heads = rng.choice((1, B)), rng.choice((1, H))
         lists = support.block_lists(*heads, n_q, n_kv, block_q, block_kv, 0.4, full)
@@ -779,13 +801,16 @@ def between_nan(*shape, dtype=torch.float32):
     dtype=[torch.float32, torch.float16],
 )
 def test_pooled_blocks(block, dtype):
-    for N, D in ((1, 8), (2 * block, 64), (block + 1, 40), (3 * block - 1, 20), (block, 256)):
-        x = between_nan(2, 2, N, D, dtype=dtype)
+    for B, H, N, D, shifted in (
+        (1, 1, 1, 8, False), (1, 1, 2 * block, 64, True), (2, 2, block + 1, 40, False),
+        (2, 2, 9, 40, True), (1, 1, 3 * block - 1, 20, True), (1, 1, block, 256, False),
+    ):  # fmt: skip
+        x = between_nan(B, H, N, D, dtype=dtype)
         x[:, 0, 0] = 0  # has no direction
-        for shift in (None, torch.randn(2, 2, D)):
-            found = of_tokens._launch_pool(x, shift, block)
-            for y, expected in zip(found, of_tokens._pool_plain(x, shift, block), strict=True):
-                assert_close(y, expected, rtol=2e-6, atol=5e-6)
+        shift = torch.randn(B, H, D) if shifted else None
+        found = of_tokens._launch_pool(x, shift, block)
+        for y, expected in zip(found, of_tokens._pool_plain(x, shift, block), strict=True):
+            assert_close(y, expected, rtol=2e-6, atol=5e-6)
 
 
 @seeds(24, always=8)
@@ -793,7 +818,7 @@ def test_the_largest_scores(seed):
     """Bit by bit: any length, equal scores, infinity and zeros of both signs."""
     draw = random.Random(seed)
     M = draw.choice([1, 2, 37, 511, 512, 513, 1100])
-    scores = torch.randn(2, 2, 3, M) * draw.choice([1e-30, 1, 1e30])
+    scores = torch.randn(2, 1, 3, M) * draw.choice([1e-30, 1, 1e30])
     if draw.random() < 0.5:
         scores = scores.sign() * (scores.abs() / scores.std()).floor()  # zeros of both signs
     scores = torch.where(torch.rand(scores.shape) < draw.choice([0, 0.2, 0.9]), torch.inf, scores)
@@ -812,10 +837,10 @@ def test_of_a_row_with_nan_each_block_is_listed_once():
     assert torch.equal(found.sort(-1)[0], torch.arange(600).int().expand(12, -1))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@seeds(6, always=4)
 def test_blocks_are_selected_by_kernels_as_by_plain_pytorch(seed, monkeypatch):
     draw = random.Random(seed)
-    q, k = (between_nan(1, H, 700, 24, dtype=torch.float16) for H in (2, 1))
+    q, k = (between_nan(1, H, 600, 24, dtype=torch.float16) for H in (2, 1))
     selection = Selection(0.3, draw.choice([0, 0.7]), 0.1, draw.choice([0, 70]))
     arguments = q, k + 5, 0.2, *selection, *draw.sample(visibility.BLOCK_SIZES, 2)
     expected = torch.ops.sage.select_blocks(*arguments)
@@ -826,7 +851,8 @@ def test_blocks_are_selected_by_kernels_as_by_plain_pytorch(seed, monkeypatch):
 
 
 @pairs(
-    most=300, alike=dict(D=lambda D: D == 80), heads=HEADS, D=[16, 32, 64, 80, 128],
+    most=600, alike=dict(D=lambda D: D == 80), among=lambda heads: heads in ((2, 2, 1), (1, 4, 2)),
+    heads=HEADS, D=[16, 32, 64, 80, 128],
     blocks_q=[0, 1, 2], end_q=[-1, 0, 1],
     blocks_kv=[0, 1, 2], end_kv=[-1, 0, 1], is_causal=[False, True], scale=[0.1, -0.2],
 )  # fmt: skip

@@ -42,9 +42,9 @@ def draw(B, H_q, H_kv, N_q, N_kv, D):
 
 @pytest.mark.parametrize(
     "shape, is_causal",
-    [((1, 2, 2, 256, 256, 64), False), ((2, 4, 2, 65, 70, 128), False),
-     ((1, 6, 2, 1, 200, 80), False), ((1, 1, 1, 321, 1, 40), False),
-     ((2, 2, 1, 150, 150, 72), True), ((1, 3, 1, 270, 270, 40), True)],
+    [((1, 1, 1, 256, 256, 64), False), ((2, 4, 2, 65, 70, 128), False),
+     ((1, 2, 1, 1, 200, 80), False), ((1, 1, 1, 321, 1, 40), False),
+     ((2, 2, 1, 100, 100, 72), True), ((1, 1, 1, 270, 270, 40), True)],
     ids=str,
 )  # fmt: skip
 def test_it_writes_what_the_emulation_does(shape, is_causal):
@@ -62,9 +62,9 @@ def test_it_writes_what_the_emulation_does(shape, is_causal):
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_bounds_are_of_all_rounds(is_causal, monkeypatch):
     """Of the first to the last, as of sequences that are longer than one round of BOUNDS_ROWS."""
-    monkeypatch.setattr(prepare, "BOUNDS_ROWS", 64 if is_causal else 4)
+    monkeypatch.setattr(prepare, "BOUNDS_ROWS", 64 if is_causal else 2)
     for place in (0, -1):
-        q, k, v, grad = draw(1, 2, 1, 260, 260, 64)
+        q, k, v, grad = draw(1, 2, 1, 130, 130, 64)
         for x in (q, k, v, grad):
             x[:, :, place] *= 8
         out, kept = rowscaled.forward(q, k, v, is_causal, 0.125)
@@ -76,7 +76,7 @@ def test_bounds_are_of_all_rounds(is_causal, monkeypatch):
 @pytest.mark.parametrize("shared", [1, 64])
 @pytest.mark.parametrize("D", [64, 72])
 def test_codes_of_rows(shared, D):
-    _, x, _, _ = draw(2, 2, 2, 70, 130, D)
+    _, x, _, _ = draw(2, 2, 2, 70, 70, D)
     mean = launch_smooth([x], None)[0][0]
     assert_close(mean, quantize.smooth([x])[0][0])
     codes, scale, _ = launch_quantize(x, mean, shared=shared, run=launch_traced)
@@ -89,7 +89,7 @@ def test_codes_of_rows(shared, D):
 
 @pytest.mark.parametrize("D", [64, 72])
 def test_codes_by_two_kinds_of_scales(D):
-    _, k, _, _ = draw(2, 2, 2, 70, 130, D)
+    _, k, _, _ = draw(2, 2, 2, 70, 70, D)
     codes, scale, own, own_scale = launch_quantize_twice(k, launch_traced)
     for found, of, shared in ((codes, scale, 64), (own, own_scale, 1)):
         expected = of_training.quantize(k, shared=shared)
@@ -100,7 +100,7 @@ def test_codes_by_two_kinds_of_scales(D):
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_gradient_in_other_units_changes_scales_alone(is_causal):
-    q, k, v, grad = draw(1, 2, 1, 200, 200, 64)
+    q, k, v, grad = draw(1, 2, 1, 130, 130, 64)
     out, kept = rowscaled.forward(q, k, v, is_causal, 0.3)
     grad = grad.float()
     plain, small = (launch_prepare(x, out, kept, 0.3, launch_traced) for x in (grad, grad * 2**-40))
@@ -116,7 +116,7 @@ def test_a_gradient_in_other_units_changes_scales_alone(is_causal):
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_no_gradient_gives_zeros(is_causal, factor):
     """Of q and k that are zeros, too, and of p that are as small as those of 5e8 keys."""
-    q, k, v, grad = draw(1, 2, 1, 100, 100, 64)
+    q, k, v, grad = draw(1, 1, 1, 100, 100, 64)
     out, kept = rowscaled.forward(factor * q, factor * k, v, is_causal, 0.125)
     kept.stats[0] += 20
 
@@ -137,13 +137,13 @@ def test_what_is_no_number_reaches_all_gradients(is_causal):
     """So a GradScaler skips the step."""
     q, k, v, grad = draw(1, 2, 2, 100, 100, 64)
     out, kept = rowscaled.forward(q, k, v, is_causal, 0.125)
-    for value in (float("inf"), float("nan")):
-        other = torch.zeros_like(grad)
-        other[0, 1, 5, 3] = value
-        x, y = (
-            launch_prepare(*given, kept, 0.125, launch_traced)
-            for given in ((grad + other, out), (grad, out + other))
-        )
-        assert not x.row_scale[0, 1, 5].isfinite() and not y.row_scale[0, 1, 5].isfinite()
-        for scale in (x.qt_scale, x.ot_scale, y.qt_scale):
-            assert not scale[0, 1].isfinite() and scale[0, 0].isfinite()
+    of_grad, of_out = torch.zeros(2, *grad.shape, dtype=grad.dtype)
+    of_grad[0, 1, 5, 3], of_out[0, 1, 5, 3] = torch.inf, torch.nan
+    of_grad, of_out = (of_out, of_grad) if is_causal else (of_grad, of_out)
+    x, y = (
+        launch_prepare(*given, kept, 0.125, launch_traced)
+        for given in ((grad + of_grad, out), (grad, out + of_out))
+    )
+    assert not x.row_scale[0, 1, 5].isfinite() and not y.row_scale[0, 1, 5].isfinite()
+    for scale in (x.qt_scale, x.ot_scale, y.qt_scale):
+        assert not scale[0, 1].isfinite() and scale[0, 0].isfinite()
