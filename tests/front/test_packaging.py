@@ -76,8 +76,8 @@ def test_the_wheel_is_pure_and_holds_every_module(wheel):
 
 
 def test_the_demo_runs_from_the_wheel_beside_torch_and_triton_alone(wheel, tmp_path):
-    """In a folder of links to what these two require, the wheel unpacked among them, and the tests'
-    settings: Inductor writes no C++ of what the demo is made of."""
+    """In a folder of links to what these two require, the wheel unpacked among them. What the backend
+    rewrote runs op by op: g++ would take two thirds of the time."""
     zipfile.ZipFile(wheel).extractall(tmp_path)
     todo, done = ["torch", "triton"], set()
     while todo:
@@ -93,8 +93,12 @@ def test_the_demo_runs_from_the_wheel_beside_torch_and_triton_alone(wheel, tmp_p
             if not (tmp_path / top).exists():
                 (tmp_path / top).symlink_to(distribution.locate_file(top))
     assert "tqdm" not in done
-    shutil.copy(ROOT / "tests" / "settings.py", tmp_path)
-    code = "import runpy, settings; runpy.run_module('sage_inductor', None, '__main__', True)"
+    code = """
+import runpy
+from sage_inductor import backend
+backend.InductorWrapper.__call__ = lambda self, gm, inputs: gm.forward
+runpy.run_module("sage_inductor", None, "__main__", True)
+"""
     result = subprocess.run(  # -S: without the environment's own packages
         [sys.executable, "-S", "-c", code, "demo", "--size", "16", "--layers", "1",
          "--recipe", "sage1"],
