@@ -309,11 +309,16 @@ def _fit(
     return Fit(rows, dealt, of_each, error, processors, kind, at_once)
 
 
+@functools.cache
+def _subsets(width: int) -> torch.Tensor:
+    """All but the empty one, a row each: 1 where a column is in it."""
+    return torch.tensor(list(itertools.product((0.0, 1.0), repeat=width)))[1:].double()
+
+
 def _nonnegative(relative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """x >= 0 that minimises |relative x - target|: the best least-squares solution of any subset of
     the columns that has no negative number. Of ten columns those are 1,023, solved at once."""
-    width = relative.shape[1]
-    subsets = torch.tensor(list(itertools.product((0.0, 1.0), repeat=width)))[1:].double()
+    subsets = _subsets(relative.shape[1])
     square = relative.mT @ relative * subsets[:, :, None] * subsets[:, None, :]
     x = torch.linalg.pinv(square, hermitian=True) @ ((target @ relative) * subsets)[:, :, None]
     x = x[:, :, 0] * subsets

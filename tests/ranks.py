@@ -23,18 +23,18 @@ TO_BEGIN = 120  # seconds
 class Ranks:
     """Processes that run functions of a file, each with the same group of the first P ranks. The
     file ends with `serve(globals())`, where it is run as a program: one process imports what they
-    need, and they are its forks."""
+    need, and they are its forks. apart: so many more are the ranks, from 0 on, of another world."""
 
-    def __init__(self, count: int, file: str, folder: Path):
+    def __init__(self, count: int, file: str, folder: Path, apart: int = 0):
         path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-        asked, replies = ([os.pipe() for _ in range(count)] for _ in range(2))
+        asked, replies = ([os.pipe() for _ in range(count + apart)] for _ in range(2))
         theirs = [(a[0], b[1]) for a, b in zip(asked, replies)]
         self.of_ranks = [
             (os.fdopen(a[1], "wb"), os.fdopen(b[0], "rb")) for a, b in zip(asked, replies)
         ]
         self.process = subprocess.Popen(
-            [sys.executable, file, str(folder / "store"), repr(theirs)],
+            [sys.executable, file, str(folder / "store"), repr(theirs), str(count)],
             stdin=subprocess.DEVNULL, env=environment, start_new_session=True,
             pass_fds=[file for pair in theirs for file in pair],
         )  # fmt: skip
@@ -76,21 +76,20 @@ def _receive(file):
 
 def serve(functions: dict) -> None:
     """Fork a process for each rank, and wait for their ends. functions: by their names."""
-    store, theirs = sys.argv[1], ast.literal_eval(sys.argv[2])
+    store, theirs, count = sys.argv[1], ast.literal_eval(sys.argv[2]), int(sys.argv[3])
     os.dup2(2, 1)  # what is printed
+    # What the first compilation of a process imports and looks up, all of them have from here.
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+    torch._dynamo.reset()
     children = []
-    for rank, pair in enumerate(theirs):
+    worlds = [(store, rank, count) for rank in range(count)]
+    worlds += [(f"{store} apart", rank, len(theirs) - count) for rank in range(len(theirs) - count)]
+    for world, pair in zip(worlds, theirs):
         child = os.fork()
         if not child:
             for file in {file for each in theirs for file in each} - {*pair}:
                 os.close(file)
-            _run(
-                functions,
-                store,
-                rank,
-                len(theirs),
-                *(os.fdopen(x, y) for x, y in zip(pair, ("rb", "wb"))),
-            )
+            _run(functions, *world, *(os.fdopen(x, y) for x, y in zip(pair, ("rb", "wb"))))
         children.append(child)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of the group: ranks end by it
     for pair in theirs:

@@ -38,6 +38,7 @@ LANGUAGES = {"python", "bash", "cpp", "cmake", "json", "text"}
 # Commands that are run elsewhere, or only where there is more than a test may ask for.
 ELSEWHERE = {
     "pip install .": "tests/front/test_packaging.py::test_the_wheel_is_pure_and_holds_every_module",
+    "python -m sage_inductor doctor": "tests/front/test_command_line.py::test_doctor_names_versions_and_runs_every_recipe",
 }
 # Words of snippets that take a package of the extra "models".
 NEEDED = {"diffusers": "diffusers", "transformers": "transformers", "lora": "peft"}

@@ -4,7 +4,6 @@ Small models of random weights. On CPU recipes are emulated, on a GPU they are f
 """
 
 import os
-import subprocess
 import sys
 import types
 
@@ -273,12 +272,6 @@ def test_what_only_transformers_sdpa_has_goes_there():
 # -- registering ----
 
 
-def test_neither_library_is_imported_before_it_is_registered_with():
-    code = "import sys, sage_inductor; print([x in sys.modules for x in ('diffusers', 'transformers')])"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert out.stdout.split() == ["[False,", "False]"], out.stderr
-
-
 def test_another_library_is_refused_by_name():
     with pytest.raises(ValueError, match='must be "diffusers" or "transformers", got \'vllm\''):
         sage_inductor.register("vllm")
@@ -390,9 +383,9 @@ def test_snippets_with_diffusers(snippet, graphs, modules):
     torch.manual_seed(0)
     given = {"pipe": Pipe(), "prompt": "", "torch": torch, "first": lora(8), "second": lora(4)}
     counters.clear()
-    # Of BLOCKS, compiled for any size, dropout_p is a symbol, which Inductor has Dynamo trace again
-    # as the number it is.
-    with config.patch(emulate=True), torch.no_grad(), op_by_op(snippet is not BLOCKS):
+    # Of BLOCKS, compiled for any size, dropout_p is a symbol, which AOTAutograd has Dynamo trace
+    # again as the number it is.
+    with config.patch(emulate=True), torch.no_grad(), op_by_op(split=snippet is BLOCKS):
         exec(snippet, given)
         assert counters["stats"]["unique_graphs"] == graphs
         sites = sage_inductor.report()

@@ -463,7 +463,10 @@ def fast_path(on: bool):
 
 
 # Each path of the pass has another model here that always runs, and the exports have the last.
-SWEPT = (bert, gpt2_without_a_cache, vit_eager, sd3, whisper_without_a_cache, whisper_eager)
+SWEPT = (
+    bert, gpt2_without_a_cache, llama, llama_without_a_cache, t5_eager, vit_eager, sd3,
+    whisper_without_a_cache, whisper_eager, timm_vit, unet,
+)  # fmt: skip
 BY_INDUCTOR = (bert_padded,)  # test_ecosystem.py has a decoder and a diffusion transformer
 
 

@@ -1,7 +1,7 @@
 """``sage_inductor.gather_attention`` and its op, on CPU with gloo: what ranks compute together is what
 one device computes alone, and what they are called with wrongly is an error on all of them.
 
-Four processes live as long as this module's tests (ranks.py).
+Six processes live as long as this module's tests (ranks.py): four together, and two apart.
 """
 
 import inspect
@@ -59,7 +59,7 @@ def swept(*values, unless: bool):
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    ranks = Ranks(4, __file__, tmp_path_factory.mktemp("ranks"))
+    ranks = Ranks(4, __file__, tmp_path_factory.mktemp("ranks"), apart=2)
     yield ranks
     ranks.stop()
 
@@ -1091,14 +1091,14 @@ def leave(group, q, k, v):
     return attend(group, q, k, v)
 
 
-def test_a_rank_that_is_gone_is_an_error_within_the_time_out(tmp_path):
-    pair, call = Ranks(2, __file__, tmp_path), inputs((40,), **SHAPE)
-    for rank in range(2):
-        pair.send(rank, ("leave", 2, call, {}))
-    found = pair.receive(0)
+def test_a_rank_that_is_gone_is_an_error_within_the_time_out(ranks):
+    """Of two that nothing else asks for."""
+    call = inputs((40,), **SHAPE)
+    for rank in (4, 5):
+        ranks.send(rank, ("leave", 2, call, {}))
+    found = ranks.receive(4)
     assert found.kind in ("RuntimeError", "DistBackendError"), found
     assert "gloo" in found.text.lower(), found
-    pair.stop()
 
 
 # -- one GPU ----
