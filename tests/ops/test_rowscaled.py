@@ -182,11 +182,9 @@ def test_tokens_are_permuted_as_accumulators_hold_them():
                 assert x[16 + 4 * t + 2 * h + e] == 16 + 8 * h + 2 * t + e
 
 
-@pairs(
-    alike=dict(D=lambda D: "any", split=lambda split: "any"),
-    each=lambda split, D: [(split, D)] if split == (D == 128) else [],
-    split=[False, True], D=[64, 128],
-)  # fmt: skip
+@pytest.mark.parametrize(
+    "D, split", [pytest.param(64, False, marks=pytest.mark.sweep), (128, True)]
+)
 def test_loops_of_the_forward_spill_no_more_for_keeping_maxima(D, split):
     tile = Tile(192, 128, 4, 3, warpgroups=3)
     plain, kept = (
