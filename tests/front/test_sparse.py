@@ -193,9 +193,10 @@ def by_hand(layer, x):
     return layer(x, lambda q, k, v: by_selected(q, k, v, KEEP)[0])
 
 
+@pytest.mark.sweep
 @torch.no_grad()
 def test_inductor_compiles_it_once_for_every_length(generated):
-    """The whole of it, by one graph for all lengths above a block of queries, tails among them."""
+    """A package of sources, too, is built with blocks that are selected (test_export). The whole of it, by one graph for all lengths above a block of queries, tails among them."""
     layer = Layer().eval()
     compiled = torch.compile(
         layer, backend="sage", options=options(KEEP), fullgraph=True, dynamic=True

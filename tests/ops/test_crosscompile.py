@@ -748,7 +748,7 @@ KINDS_OF_NVFP4["bias"]["D"] = 128
 
 
 @picked(
-    ((8, 9), "window"), ((9, 0), "bias"), ((12, 0), "causal of 256"),
+    ((9, 0), "bias"), ((12, 0), "causal of 256"),
     tritons=[((8, 6), "mask"), ((10, 0), "causal of 64"), ((12, 0), "mask")],
     architecture=ARCHITECTURES, kind=KINDS_OF_NVFP4,
 )  # fmt: skip

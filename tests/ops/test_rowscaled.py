@@ -197,7 +197,8 @@ def test_loops_of_the_forward_spill_no_more_for_keeping_maxima(D, split):
     assert len(kept) == len(plain) > 0 and sum(kept) <= sum(plain)
 
 
-@pytest.mark.parametrize("D", [pytest.param(64, marks=pytest.mark.sweep), 128])
+@pytest.mark.sweep
+@pytest.mark.parametrize("D", [64, 128])
 def test_loops_of_the_causal_forward_are_those_of_inference_before_a_tiles_rows(D):
     tile = Tile(192, 128, 4, 3, warpgroups=3)
     plain, own = (
