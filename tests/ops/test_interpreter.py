@@ -466,6 +466,16 @@ def test_attention_by_block_lists(
     check_attention(recipe, band, heads, lengths, channels, tile, tma=tma, blocks=lists)
 
 
+@pytest.mark.parametrize("full", [False, True])
+def test_what_the_last_listed_block_lacks_does_not_count(full):
+    """Without a band, which would hide it: a 64th key of score 0 in each row. p in 16 bits shows it."""
+    lists = support.block_lists(1, 1, 64, 63, 64, 64, 1, full)
+    check_attention(
+        "sage1-per-token", BANDS[0], (1, 1, 1), (64, 63), (16, 16), (64, 64), tma=False,
+        blocks=lists,
+    )  # fmt: skip
+
+
 @pairs(
     that_lists, most=900, alike=ALIKE, band=BANDS[:6:2],
     mask=["keys", "rows", "fp16"], **OF_LISTS,
