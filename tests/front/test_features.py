@@ -282,7 +282,9 @@ def check(x: Features, outs, given: Inputs, lists: BlockLists) -> None:
         assert (hidden == 0).all()
         out = torch.where(sees[..., None], out.detach(), 0)
         assert relative_l1(out, exact) < bound(x.recipe)
-        norms = exact.norm(dim=-1)[sees]  # a key taken for another in 4 bits may be many times larger
+        norms = exact.norm(dim=-1)[
+            sees
+        ]  # a key taken for another in 4 bits may be many times larger
         of_rows = (out.double() - exact).norm(dim=-1)[sees] / norms.clamp(min=norms.mean())
         assert of_rows.max() < 5 * bound(x.recipe)
         if lse is not None:
