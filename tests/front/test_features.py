@@ -282,9 +282,8 @@ def check(x: Features, outs, given: Inputs, lists: BlockLists) -> None:
         assert (hidden == 0).all()
         out = torch.where(sees[..., None], out.detach(), 0)
         assert relative_l1(out, exact) < bound(x.recipe)
-        norms = exact.norm(dim=-1)[
-            sees
-        ]  # a key taken for another in 4 bits may be many times larger
+        # A value that 4 bits take for another may be many times as large.
+        norms = exact.norm(dim=-1)[sees]
         of_rows = (out.double() - exact).norm(dim=-1)[sees] / norms.clamp(min=norms.mean())
         assert of_rows.max() < 5 * bound(x.recipe)
         if lse is not None:
