@@ -19,9 +19,14 @@ PRODUCT = 20_000  # from here on, rows are sampled
 DRAWN = 0.01  # of the variants that do not always run, a run draws this share
 
 
+def has_every_variant() -> bool:
+    """`make sweep`, or a variant that is named on the command line."""
+    return "EVERY_VARIANT" in os.environ
+
+
 def drawn(variant: str) -> bool:
     """Whether this run has a variant that does not always run: by SEED, or because it has all."""
-    if os.environ.get("EVERY_VARIANT"):
+    if has_every_variant():
         return True
     digest = hashlib.sha256(f"{os.environ['SEED']} {variant}".encode()).digest()
     return int.from_bytes(digest[:4]) < DRAWN * 2**32

@@ -174,7 +174,8 @@ def pages():
 @pytest.mark.parametrize("page, compiled", pages())
 def test_a_page_runs_from_top_to_bottom(page, compiled, here, small):
     """Each Python snippet on its own, as in a new interpreter; files stay for the next one. Without a
-    GPU "cuda" is read as "cpu", and 8192 tokens as 64. A snippet in a file is for torchrun, where the page has that command.
+    GPU "cuda" is read as "cpu", and 8192 tokens as 64. A snippet in a file is for torchrun, where the
+    page has that command.
     Where it is not compiled, the graphs that backend="sage" rewrote run op by op."""
     quick = torch._inductor.config.patch({"aot_inductor.compile_wrapper_opt_level": "O0"})
     with contextlib.nullcontext() if compiled else op_by_op(), quick:

@@ -23,6 +23,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from pairs import has_every_variant
 from support import arguments, compile_cpp, op_by_op, opened, relative_l1
 from torch import nn
 from torch._inductor import compile_fx
@@ -42,7 +43,7 @@ RUNNER = Path(__file__).with_name("aoti_runner.cpp")
 LENGTHS = (64, 1, 5, 1000, 2048)
 SHORT = (64, 1, 5, 300)  # what one process of a CPU computes soon: several blocks and a rest
 # A CPU's package computes its longest call for seconds: what is compiled quickly is not optimized.
-ON_CPU = LENGTHS if "EVERY_VARIANT" in os.environ else SHORT
+ON_CPU = LENGTHS if has_every_variant() else SHORT
 
 
 # -- the models: one layer of what matters to attention ----

@@ -196,7 +196,7 @@ def by_hand(layer, x):
 @pytest.mark.sweep
 @torch.no_grad()
 def test_inductor_compiles_it_once_for_every_length(generated):
-    """A package of sources, too, is built with blocks that are selected (test_export). The whole of it, by one graph for all lengths above a block of queries, tails among them."""
+    """test_export.py has a package built and run. The whole of it, by one graph for all lengths above a block of queries, tails among them."""
     layer = Layer().eval()
     compiled = torch.compile(
         layer, backend="sage", options=options(KEEP), fullgraph=True, dynamic=True

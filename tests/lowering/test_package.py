@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import json
 import math
-import os
 import random
 import re
 import shutil
@@ -37,6 +36,7 @@ from launches import (
     launch_of,
     planned,
 )  # fmt: skip
+from pairs import has_every_variant
 from torch._inductor.package import package_aoti
 
 from sage_inductor.lowering import package
@@ -203,7 +203,7 @@ def test_cpp_launches_what_python_launches(name, library, monkeypatch):
     rng, reached = random.Random(name), set()
     # A bound that hides nothing is dropped where the lengths are known: in C++ they are not.
     monkeypatch.setattr(AttentionCall, "without_idle_bounds", lambda call: call)
-    for _ in range(200 if "EVERY_VARIANT" in os.environ else 100):
+    for _ in range(200 if has_every_variant() else 100):
         far = [Facts.of(16 * rng.randrange(1, 2**30)) for _ in range(3)]
         monkeypatch.setattr(calls, "APART", far)
         given, device = drawn(name, rng)

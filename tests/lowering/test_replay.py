@@ -7,7 +7,6 @@ import functools
 import json
 import logging
 import math
-import os
 import random
 import re
 import shutil
@@ -33,6 +32,7 @@ from launches import (
     Labels,
     Tensor,
 )
+from pairs import has_every_variant
 from torch._inductor.utils import fresh_cache, run_and_get_code
 from triton import knobs
 
@@ -170,7 +170,7 @@ class Site:
 @pytest.mark.parametrize("name", [*ATTENTION, *QUANTIZE, *TRAINED])
 def test_cpp_launches_what_python_launched(name, module, monkeypatch):
     rng = random.Random(name)
-    for _ in range(60 if "EVERY_VARIANT" in os.environ else 30):
+    for _ in range(60 if has_every_variant() else 30):
         far = [Facts.of(16 * rng.randrange(1, 2**30)) for _ in range(3)]
         monkeypatch.setattr(calls, "APART", far)
         given, device = calls.drawn(name, rng)

@@ -205,7 +205,8 @@ def stack_of_portable(architecture, recipe, kind) -> int:
         return 1280 if NAMED[recipe].pv == "16bit" and architecture in ((8, 6), (8, 9)) else 128
     if kind == "bias":  # of 256 channels: 328 on sm_80, 352 on sm_90
         return 384
-    # 104 by lists, one scale a token, on sm_90.
+    if kind in LISTS and recipe.endswith("-per-token"):  # 104 on sm_90
+        return 128 if newer or architecture == (9, 0) else 16
     # 0 but for FP8 on sm_90, where the capped variant runs, and INT8 on sm_100: 184 with Triton 3.9.
     return 192 if architecture == (10, 0) and newer else 128
 
