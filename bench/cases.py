@@ -37,7 +37,7 @@ class Case:
 
     @property
     def kind(self) -> str:
-        """What sage_inductor/cost.py calls it."""
+        """What sage_inductor/choose/cost.py calls it."""
         if self.mask:
             return {"window": "window", "bias": "bias", **KEYS}.get(self.mask, "mask")
         return "causal" if self.is_causal else "full"

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import sage_inductor
 from bench.cases import Case
-from sage_inductor import cost, measured
+from sage_inductor.choose import cost, tables
 from sage_inductor.ops.recipe import ALIASES
 from sage_inductor.options import TRAINED_BY
 from sage_inductor.remedies import CAUSES
@@ -635,8 +635,8 @@ def training_lengths(gpus: dict[str, dict]) -> str:
 def lengths_of(kinds: Collection[str]) -> str:
     """From which length "auto" rewrites self-attention, of the built-in tables."""
     lines = [["GPU", "head_dim", "kind of call", *(f"B·H ≥ {heads}" for heads in HEADS), "error"]]
-    for gpu in sorted(measured.built_in().keys() - measured.ALIKE.keys()):
-        table = measured.built_in()[gpu]
+    for gpu in sorted(tables.built_in().keys() - tables.ALIKE.keys()):
+        table = tables.built_in()[gpu]
         families = {
             each: TRAINED_BY if each.kind in cost.TRAINED else "sage2-8b-per-token"
             for each in table.families

@@ -34,7 +34,7 @@ import sage_inductor
 from bench import peers
 from bench.cases import PEERS, Case
 from bench.measure import SEES, WINDOW, Provider, draw, draw_mask
-from sage_inductor import measured
+from sage_inductor.choose import families
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.arguments import AttentionCall
 from sage_inductor.ops.attention.select import (
@@ -82,8 +82,8 @@ def _build(case: Case, kind: str, recipes) -> list[Provider]:
 
     match kind:
         case "cuDNN" | "flash" | "efficient":
-            activated = kind == "flash" and measured.flash_attention() != measured.TORCHS_FLASH
-            name = f"{kind} ({measured.flash_attention()})" if activated else kind
+            activated = kind == "flash" and families.flash_attention() != families.TORCHS_FLASH
+            name = f"{kind} ({families.flash_attention()})" if activated else kind
             return [Provider(name, sdpa_kernel(EAGER[kind])(sdpa))]
         case "flex":
             sayable = not case.mask or case.mask in SEES

@@ -49,17 +49,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from bench import machine
 from bench.attention import RESULTS, cuda_device, save
 from bench.measure import Provider, Runner, interleave
-from sage_inductor import autotune, config, measured, settings
-from sage_inductor.autotune import BenchmarkCase, Candidate
+from sage_inductor import config, settings
 from sage_inductor.backend import run_graphs
-from sage_inductor.cost import TRAINED
-from sage_inductor.decide import recipes_of, rewrite
-from sage_inductor.measured import Family
+from sage_inductor.choose import tables, timing
+from sage_inductor.choose.candidates import Candidate, recipes_of
+from sage_inductor.choose.cost import TRAINED
+from sage_inductor.choose.decide import rewrite
+from sage_inductor.choose.families import Family
+from sage_inductor.choose.timing import BenchmarkCase
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.formats import TRAINED_HEAD_DIM
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.options import AUTO
-from sage_inductor.patterns.call import CAUSAL, Site
+from sage_inductor.patterns.call import Site
 
 COMMON_DIMS = (64, 128)
 OTHER_DIMS = (40, 48, 72, 80, 96, 112, 160, 192, 256)
@@ -124,7 +126,7 @@ def main(argv=None) -> int:
                 save_rows()
                 print(f"{len(rows)} calls in {result['elapsed_s']:.0f} s", file=sys.stderr)
         if args.data != "built-in":  # what decided can be asked again
-            for table in measured.tables(result["machine"]["gpu"])[:1]:
+            for table in tables.known(result["machine"]["gpu"])[:1]:
                 result["measured"] = table.to_json()
         result["state"]["end"] = machine.state(device)
         save_rows()
@@ -240,9 +242,9 @@ def decisions_by(data: str) -> Iterator[None]:
         stack.enter_context(mock.patch.dict(os.environ, SAGE_INDUCTOR_TABLES=folder))
         stack.enter_context(config.patch(calibrate=data != "built-in"))
         if data == "calibrated":
-            stack.enter_context(mock.patch.object(measured, "built_in", dict))
-        measured.forget()
-        stack.callback(measured.forget)
+            stack.enter_context(mock.patch.object(tables, "built_in", dict))
+        tables.forget()
+        stack.callback(tables.forget)
         yield
 
 
@@ -318,9 +320,7 @@ def by_rule(recipe: str, case: BenchmarkCase) -> Candidate:
     found = Candidate(recipe)
     if found in case.candidates:
         return found
-    (B, H_q, N_q, D), pv, band = case.q, NAMED[recipe].pv, (case.band.left, case.band.right)
-    load = tiles.Load.of(B * H_q, N_q, case.k[2], band, case.mask is not None, case.device)
-    tile = tiles.hopper(tiles.capability(case.device), pv, D, case.band == CAUSAL, load)
+    tile = case.shape.hopper_tile(NAMED[recipe])
     return Candidate(recipe, tile.warpgroups if tile else 0)
 
 
@@ -334,8 +334,9 @@ def measure(
     calls, so many as `ahead`, compile meanwhile; first those that kinds of call are measured by."""
     end, waiting = time.monotonic() + budget, collections.deque()
     for family, names in kinds_of(calls, device).items():
-        sizes = measured.sizes_of(family, measured.FEW)
-        measured.start_compiling(device, family, names, sizes)
+        sizes = family.sizes(timing.FEW)
+        cases = timing.cases_of(device, family, names, sizes)
+        timing.start_compiling(tuple(cases.values()))
     calls = iter(calls)
     while True:
         for call in itertools.islice(calls, ahead - len(waiting)):
@@ -344,7 +345,7 @@ def measure(
             except Exception as error:  # in one of some hundred calls
                 waiting.append((unplanned(call, error), None))
             else:
-                waiting.append((planned, autotune.start_compiling([planned.case])))
+                waiting.append((planned, timing.start_compiling([planned.case])))
             if time.monotonic() >= end:  # to plan may be to measure
                 break
         if not waiting:
@@ -367,7 +368,7 @@ def kinds_of(calls: list[Call], device: torch.device) -> dict[Family, tuple[str,
     for call in calls if config.calibrate else ():
         family = Family(call.D, call.D, call.kind)
         names = recipes_of(tiles.capability(device), family)[:1]
-        known = measured.knows(measured.gpu_name(device), family, names)
+        known = tables.with_times(tables.gpu_name(device), family, names)
         if names and not (known or any(each.stands_for(family) for each in found)):
             found[family] = names
     return found
@@ -380,7 +381,7 @@ def time_case(case: BenchmarkCase, flops: float) -> dict[Candidate | str, float 
 
     def add(case: BenchmarkCase) -> None:
         try:
-            calls = autotune.calls_of(case)
+            calls = timing.calls_of(case)
         except Exception as error:  # out of memory for the inputs
             found.update(dict.fromkeys((*case.rivals, *case.candidates), message(error)))
             return
@@ -392,7 +393,7 @@ def time_case(case: BenchmarkCase, flops: float) -> dict[Candidate | str, float 
 
     add(case)
     if runners.keys().isdisjoint(case.rivals):  # SDPA falls back to it
-        add(dataclasses.replace(case, rivals=("MATH",), candidates=()))
+        add(case._replace(rivals=("MATH",), candidates=()))
     rounds = LONG_ROUNDS if flops / 5e11 > LONG_MS else ROUNDS
     times = interleave(runners, rounds, TARGET_MS) if runners else {}
     found |= {name: statistics.median(each) for name, each in times.items()}

@@ -32,10 +32,16 @@ class Band:
 
     @property
     def kind(self) -> str:
-        """What sage_inductor/cost.py calls it."""
+        """What choose/cost.py calls it."""
         if self.left is None:
             return "full" if self.right is None else "causal"
         return "window"
+
+    def from_the_top(self, N_q: int, N_kv: int) -> tuple[int | None, int | None]:
+        """(left, right) of the same band where the diagonal starts at the first of both."""
+        shift = (N_kv - N_q) * self.bottom_right
+        left = None if self.left is None else self.left - shift
+        return left, None if self.right is None else self.right + shift
 
     def __str__(self):
         bounds = {

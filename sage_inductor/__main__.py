@@ -8,13 +8,13 @@ python -m sage_inductor demo       a diffusion transformer, compiled: report, ac
 import argparse
 import sys
 
+from sage_inductor.choose.cost import TIMED
+from sage_inductor.choose.timing import TUNED_HEAD_DIMS, TUNED_KINDS
 from sage_inductor.cli.demo import PATCH, demo
 from sage_inductor.cli.doctor import doctor
 from sage_inductor.cli.tune import tune
-from sage_inductor.cost import TIMED
 from sage_inductor.ops.recipe import NAMED, canonical, source_tag
 from sage_inductor.options import AUTO
-from sage_inductor.tune import HEAD_DIMS, KINDS
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -39,8 +39,8 @@ def main(arguments: list[str] | None = None) -> int:
         "and write the times by which 'auto' predicts a call's to where later processes read "
         "them. Some minutes a GPU; nothing else should run on it.",
     )
-    command.add_argument("--head-dims", type=_positive, nargs="+", default=HEAD_DIMS)
-    command.add_argument("--kinds", choices=TIMED, nargs="+", default=KINDS)
+    command.add_argument("--head-dims", type=_positive, nargs="+", default=TUNED_HEAD_DIMS)
+    command.add_argument("--kinds", choices=TIMED, nargs="+", default=TUNED_KINDS)
     command = commands.add_parser(
         "demo",
         help="compile a diffusion transformer: report, accuracy, speed",

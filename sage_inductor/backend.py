@@ -21,7 +21,7 @@ from sage_inductor import (
     settings,
 )
 from sage_inductor.at_once import also_at_once
-from sage_inductor.decide import decide
+from sage_inductor.choose.decide import decide
 from sage_inductor.errors import SageOptionError
 from sage_inductor.inductor_pass import sources_tag
 from sage_inductor.ops.compat import (

@@ -26,10 +26,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sage_inductor import measured, page, stages
+from sage_inductor import page, stages
 from sage_inductor.at_once import also_at_once
 from sage_inductor.backend import run_graphs
-from sage_inductor.decide import autos, decide
+from sage_inductor.choose import families, tables
+from sage_inductor.choose.decide import autos, decide
 from sage_inductor.ops.recipe import NAMED, canonical
 from sage_inductor.ops.reference.exact import attention_exact, masked
 from sage_inductor.ops.visibility import as_4d
@@ -106,7 +107,7 @@ class Diagnosis:
             errors[_where(row.site, row.site.module)].append(f"{row.recipe} {row.relative_l1:.4g}")
         note = {
             "tolerance": self.tolerance,
-            "versions": measured.versions(),
+            "versions": families.versions(),
             "relative L1": {module: ", ".join(each) for module, each in sorted(errors.items())},
         }
         self.policy.save(path, note)
@@ -273,7 +274,7 @@ def diagnose(
     if not 0 < tolerance < math.inf:
         raise ValueError(f"diagnose: tolerance must be a positive number, got {tolerance}")
     if path is not None:
-        measured.check_file(path)
+        tables.check_file(path)
 
     def run(*args, **kwargs) -> Diagnosis:
         found = _diagnosed(model, args, kwargs, named, tolerance, recipes is None)

@@ -11,7 +11,7 @@ import torch
 from torch.export.graph_signature import TensorArgument
 
 from sage_inductor import settings, stages
-from sage_inductor.decide import rewrite as _rewrite
+from sage_inductor.choose.decide import rewrite as _rewrite
 from sage_inductor.errors import SageOptionError
 from sage_inductor.ops.launch import OPAQUE
 from sage_inductor.ops.recipe import renewed

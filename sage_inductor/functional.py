@@ -22,8 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sage_inductor import config, cost, measured, patterns, report, settings, stages
-from sage_inductor.decide import check_asked, decide
+from sage_inductor import config, patterns, report, settings, stages
+from sage_inductor.choose import cost, families
+from sage_inductor.choose.decide import check_asked, decide
 from sage_inductor.ops import compat
 from sage_inductor.options import AUTO
 from sage_inductor.patterns.call import Call, Decision, Site
@@ -171,7 +172,7 @@ def _run_of(tensors: tuple[Tensor, ...], asked: tuple) -> Callable:
     given = tuple(map(_hashable, (getattr(config, name) for name in settings.FROM_CONFIG)))
     kinds_of = _but_lengths(kinds) if _is_short(kinds, *given) else kinds
     stage = stages.current()
-    key = kinds_of, asked, grad, autocast, given, measured.flash_attention(), stage
+    key = kinds_of, asked, grad, autocast, given, families.flash_attention(), stage
     run = _runs.get(key)
     if run is None:
         if len(_runs) >= MAX_KINDS:

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from sage_inductor import options
 from sage_inductor.at_once import also_at_once
 from sage_inductor.backend import run_graphs
-from sage_inductor.decide import decide
+from sage_inductor.choose.decide import decide
 from sage_inductor.diagnose import MAX_SCORES, MOST_SHOWN, SDPA, Progress, calls_of
 from sage_inductor.ops.reference.exact import attention_exact
 from sage_inductor.ops.training.gradients import trained_by

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import torch
 
-from sage_inductor import config, lowering, measured, ops, patterns
-from sage_inductor.decide import rewrite
+from sage_inductor import config, lowering, ops, patterns
+from sage_inductor.choose import tables
+from sage_inductor.choose.decide import rewrite
 from sage_inductor.ops.compat import CustomGraphPass, inductor_config, virtualized
 from sage_inductor.policy import stages_of
 from sage_inductor.report import ends_in_graph_break, more_notes, raise_if_refused, record
@@ -52,7 +53,7 @@ class SagePass(CustomGraphPass):
         if callable(settings.policy):  # nothing says whether its answers are those of last time
             return None
         asked = dataclasses.astuple(settings)
-        return sources_tag(), measured.in_force(), config.enabled, asked
+        return sources_tag(), tables.in_force(), config.enabled, asked
 
     @staticmethod
     def _settings() -> Settings:

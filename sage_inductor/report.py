@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from sage_inductor import limits, measured, page, stages
+from sage_inductor import limits, page, stages
+from sage_inductor.choose import tables
 from sage_inductor.errors import SageRefused
 from sage_inductor.ops.compat import CompileContext, counters
 from sage_inductor.patterns import Site
@@ -369,7 +370,7 @@ def _warning(calls: list[tuple[Cause, Site]], total: int) -> str:
 
 def _device_name(site: Site) -> str:
     if site.device.startswith("cuda") and torch.cuda.is_available():
-        return measured.gpu_name(torch.device(site.device))
+        return tables.gpu_name(torch.device(site.device))
     return site.device.upper()
 
 

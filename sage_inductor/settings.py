@@ -4,7 +4,8 @@ import dataclasses
 import re
 from collections.abc import Callable
 
-from sage_inductor import autotune, config, options
+from sage_inductor import config, options
+from sage_inductor.choose import timing
 from sage_inductor.errors import SageOptionError
 from sage_inductor.ops.compat import inductor_config
 from sage_inductor.options import AUTO, OFF, OPTIONS, PREFIX
@@ -29,7 +30,7 @@ class Settings:
     portable: bool = False  # exporting: no guards on lengths, only kernels that travel
     # Instead of predictions: ms of a case's candidates and of SDPA's backends, these by name; an
     # error's message for one that failed.
-    benchmark: Callable[[autotune.BenchmarkCase], dict] | None = None
+    benchmark: Callable[[timing.BenchmarkCase], dict] | None = None
 
 
 def resolve(given: dict, **overrides) -> Settings:
@@ -38,7 +39,7 @@ def resolve(given: dict, **overrides) -> Settings:
     if not given.get("enabled", True):
         return Settings(**values | {"recipe": OFF}, **overrides)
     if given.get("mode") in AUTOTUNED:
-        values["benchmark"] = autotune.benchmark
+        values["benchmark"] = timing.benchmark
     try:
         policy = ruling(given.get("policy", config.policy))
     except ValueError as error:

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 import triton
 from torch.nn.attention import SDPBackend
 
-from sage_inductor import config, measured
+from sage_inductor import config
 from sage_inductor.backend import explain
+from sage_inductor.choose import families, tables
 from sage_inductor.cli.progress import track
 from sage_inductor.cli.tune import lines
 from sage_inductor.diagnose import compare
@@ -130,7 +131,7 @@ def sdpa_backend(device: torch.device) -> str:
     q, *_ = _inputs(device, 333, 128)
     name = SDPBackend(fused_sdp_choice(q, q, q)).name
     several = device.type == "cuda" and name == "FLASH_ATTENTION"
-    return name if not several else f"{name} ({measured.flash_attention()})"
+    return name if not several else f"{name} ({families.flash_attention()})"
 
 
 def _sm(device: torch.device) -> str:
@@ -191,7 +192,7 @@ def _policy(device: torch.device) -> tuple[str, bool]:
         (site,) = explain(attention, options={"sage.force": True})(*inputs)
     if not site.rewritten:
         return f"SDPA: {site.reason}", False
-    rows = [row for table in measured.tables(measured.gpu_name(device)) for row in lines(table)]
+    rows = [row for table in tables.known(tables.gpu_name(device)) for row in lines(table)]
     if not (rows or config.calibrate):
         missing = f"nothing was measured on this device, of {site.recipe} or another recipe"
         return f"SDPA: {missing} (`python -m sage_inductor tune` measures it)", False

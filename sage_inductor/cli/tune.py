@@ -7,11 +7,11 @@ import sys
 
 import torch
 
-from sage_inductor import measured
+from sage_inductor.choose import tables, timing
+from sage_inductor.choose.families import Table
 from sage_inductor.cli.progress import track
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.options import TRAINED_BY
-from sage_inductor.tune import tune as measure
 
 
 def tune(head_dims: list[int], kinds: list[str]) -> int:
@@ -21,7 +21,7 @@ def tune(head_dims: list[int], kinds: list[str]) -> int:
     of_name = {torch.cuda.get_device_name(i): i for i in range(torch.cuda.device_count())}
     try:
         for name in of_name:
-            measured.check_writable(name)
+            tables.check_writable(name)
     except (OSError, RuntimeError) as error:
         message = f"the table cannot be written: {error} ($SAGE_INDUCTOR_TABLES names its folder)"
         print(message, file=sys.stderr)
@@ -29,17 +29,17 @@ def tune(head_dims: list[int], kinds: list[str]) -> int:
     progress = functools.partial(track, describe=str)
     for name, index in of_name.items():
         device = torch.device("cuda", index)
-        table = measure(device, head_dims, kinds, progress, measured.save)
+        table = timing.tune(device, head_dims, kinds, progress, tables.save)
         for line in lines(table):
             print(f"{name}: {line}")
-        print(f"written to {measured.path_of(name)}")
+        print(f"written to {tables.path_of(name)}")
     return 0
 
 
 HEADS = 128, 24, 8  # B*H
 
 
-def lines(table: measured.Table) -> list[str]:
+def lines(table: Table) -> list[str]:
     """From where each recipe is predicted to be faster than SDPA, a line for each of a family."""
     found = []
     for family, recipe in itertools.product(table.families, (*NAMED, TRAINED_BY)):

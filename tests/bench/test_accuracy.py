@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from bench import accuracy, capture, measure, plot, trained
 from bench.laboratory import NAMED, SAGE2_4B, SAGE2_8B, Technique, attend
 from bench.trained import Size
-from sage_inductor.decide import auto_recipes
+from sage_inductor.choose.candidates import auto_recipes
 from sage_inductor.ops.reference.exact import attention_exact
 
 CPU = torch.device("cpu")

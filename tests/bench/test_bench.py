@@ -20,7 +20,8 @@ from bench import attention as bench
 from bench import blocks, compile_time, fusion, library, measure, plot, preparation, providers
 from bench import model as whole
 from bench.cases import MASKS, PLANS, Case
-from sage_inductor import config, measured, report
+from sage_inductor import config, report
+from sage_inductor.choose import families
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.select import Problem, select
 from sage_inductor.ops.recipe import NAMED
@@ -214,12 +215,12 @@ def test_shared_k_and_v_are_stacked_by_the_op_and_repeated_for_what_it_is_compar
 def test_an_activated_flash_attention_is_named(monkeypatch):
     """As torch.nn.attention.activate_flash_attention_impl("FA3") does, where FA3 is installed."""
     case, each = Case(1, 2, 2, 64, 64), ("cuDNN", "flash", "efficient")
-    monkeypatch.setattr(measured, "current_flash_attention_impl", lambda: "FA3")
+    monkeypatch.setattr(families, "current_flash_attention_impl", lambda: "FA3")
     names = [provider.name for provider in providers.build(case, each, [])]
     assert names == ["cuDNN", "flash (FA3)", "efficient"]
     assert [providers.backend_of(name) for name in names] == list(providers.EAGER.values())
     assert plot.line_style("flash (FA3)", []) == plot.line_style("flash", [])
-    monkeypatch.setattr(measured, "current_flash_attention_impl", lambda: None)
+    monkeypatch.setattr(families, "current_flash_attention_impl", lambda: None)
     assert [provider.name for provider in providers.build(case, each, [])] == list(each)
 
 

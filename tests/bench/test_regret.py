@@ -16,10 +16,13 @@ from pairs import seeds
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bench import regret
-from sage_inductor import autotune, config, cost, measured
-from sage_inductor.autotune import BenchmarkCase, Candidate
+from sage_inductor import config
+from sage_inductor.choose import cost, families, tables, timing
+from sage_inductor.choose.candidates import Candidate
+from sage_inductor.choose.timing import BenchmarkCase
 from sage_inductor.ops.attention import tiles
 from sage_inductor.patterns.call import CAUSAL, FULL, Band
+from sage_inductor.patterns.call_shape import CallShape
 
 CUDA = torch.device("cuda", 0)
 LONG = regret.Call(4, 32, 32, 16384, 16384, 128, "full", None, "bfloat16")
@@ -30,14 +33,14 @@ SHORT = regret.Call(1, 4, 2, 300, 300, 80, "causal", None, "float16")
 def h200(monkeypatch):
     monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
     monkeypatch.setattr(tiles, "processors", lambda device: 132)
-    monkeypatch.setattr(measured, "gpu_name", lambda device: measured.H200)
+    monkeypatch.setattr(tables, "gpu_name", lambda device: tables.H200)
 
 
 @pytest.fixture
 def compiling(monkeypatch):
     """The cases whose kernels compile: nothing does, at once."""
     cases = []
-    monkeypatch.setattr(autotune, "start_compiling", lambda given: cases.extend(given) or [])
+    monkeypatch.setattr(timing, "start_compiling", lambda given: cases.extend(given) or [])
     return cases
 
 
@@ -103,10 +106,9 @@ def test_the_pass_decides_calls_that_train(kind, N_kv):
         site, other = (regret.decided(graph, training="g") for graph in graphs)
     assert (site.recipe, other.recipe) == ("g", "sage2-8b")
     assert site.mask == other.mask == {"full": "none", "causal": "causal"}[kind]
-    case = BenchmarkCase(
-        cpu, torch.bfloat16, (1, 4, 300, 64), *[(1, 2, N_kv, 64)] * 2, FULL, None, None,
-        (Candidate("g"),), trains=True,
-    )  # fmt: skip
+    q, kv = (1, 4, 300, 64), (1, 2, N_kv, 64)
+    shape = CallShape(cpu, torch.bfloat16, q, kv, kv, trains=True)
+    case = BenchmarkCase(shape, (Candidate("g"),))
     assert regret.taken(site, case) == Candidate("g")
 
 
@@ -115,12 +117,12 @@ def test_the_pass_decides_each_call_and_says_what_is_timed(seed, h200):
     for call in (x for kind in regret.KINDS for x in regret.draw(seed, 2, {kind: 1})):
         planned = regret.plan(call, CUDA)
         case, site = planned.case, planned.site
-        assert site.spelling == "SDPA" and site.dtype == call.dtype == str(case.dtype)[6:]
-        assert case.q == (call.B, call.H_q, call.N_q, call.D)
-        assert case.k == case.v == (call.B, call.H_kv, call.N_kv, call.D)
+        assert site.spelling == "SDPA" and site.dtype == call.dtype == str(case.shape.dtype)[6:]
+        assert case.shape.q == (call.B, call.H_q, call.N_q, call.D)
+        assert case.shape.k == case.shape.v == (call.B, call.H_kv, call.N_kv, call.D)
         band = Band(*call.window) if call.window else CAUSAL if call.kind == "causal" else FULL
         keys = (call.B, 1, 1, call.N_kv) if call.kind == "keys" else None
-        assert (case.band, case.mask) == (band, keys) and case.device == CUDA
+        assert (case.shape.band, case.shape.mask) == (band, keys) and case.shape.device == CUDA
         assert {each.recipe for each in case.candidates} >= {"sage2-8b-per-token", "sage2-8b"}
         assert site.rewritten or site.reason.startswith("never slower")
         assert regret.taken(site, case) in (None, *case.candidates)
@@ -226,10 +228,12 @@ def test_what_kinds_are_measured_by_compiles_first_and_once(h200, monkeypatch):
     order = []
 
     def start_compiling(cases):
-        order.append([(each.q[3], each.mask is not None, len(each.candidates)) for each in cases])
+        order.append(
+            [(each.shape.q[3], each.shape.mask is not None, len(each.candidates)) for each in cases]
+        )
         return []
 
-    monkeypatch.setattr(autotune, "start_compiling", start_compiling)
+    monkeypatch.setattr(timing, "start_compiling", start_compiling)
     monkeypatch.setattr(regret, "plan", lambda *given: 1 / 0)
     wide = regret.Call(1, 8, 8, 2048, 2048, 128, "full", None, "bfloat16")
     padded = regret.Call(2, 8, 8, 2048, 2048, 40, "keys", None, "bfloat16")
@@ -241,8 +245,8 @@ def test_what_kinds_are_measured_by_compiles_first_and_once(h200, monkeypatch):
         with regret.decisions_by(data):
             rows = list(regret.measure(calls, CUDA, 3))
         assert [row["reason"] for row in rows] == 6 * ["ZeroDivisionError: division by zero"]
-        assert order == [[(*kind, 1)] * len(measured.FEW) for kind in kinds]
-    monkeypatch.setattr(measured, "gpu_name", lambda device: "NVIDIA Test")  # no times are built in
+        assert order == [[(*kind, 1)] * len(timing.FEW) for kind in kinds]
+    monkeypatch.setattr(tables, "gpu_name", lambda device: "NVIDIA Test")  # no times are built in
     for data, kinds in (("both", new), ("built-in", [])):
         order.clear()
         with regret.decisions_by(data):
@@ -279,9 +283,7 @@ def test_without_a_budget_a_call_is_timed_when_its_kernels_are_compiled(h200, mo
             assert waited
             return {**SDPA, **dict.fromkeys(case.candidates, 1.0)}
 
-        monkeypatch.setattr(
-            autotune, "start_compiling", lambda cases: [pool.submit(compile_slowly)]
-        )
+        monkeypatch.setattr(timing, "start_compiling", lambda cases: [pool.submit(compile_slowly)])
         monkeypatch.setattr(regret, "time_case", time_case)
         with regret.decisions_by("built-in"):
             (row,) = regret.measure([LONG], CUDA, 1)
@@ -337,7 +339,7 @@ def test_rows_are_saved_meanwhile(data, budget, rows, h200, compiling, monkeypat
     monkeypatch.setattr(torch.cuda, "is_available", lambda: next(is_asked, False))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch, "set_grad_enabled", lambda enabled: None)
-    monkeypatch.setattr(regret.machine, "describe", lambda device: {"gpu": measured.H200})
+    monkeypatch.setattr(regret.machine, "describe", lambda device: {"gpu": tables.H200})
     monkeypatch.setattr(regret.machine, "state", lambda device: "idle")
     monkeypatch.setattr(regret.time, "monotonic", lambda: now.seconds)
     monkeypatch.setattr(regret, "time_case", time_case)
@@ -350,7 +352,7 @@ def test_rows_are_saved_meanwhile(data, budget, rows, h200, compiling, monkeypat
     assert found["summary"]["measured"] == rows and found["summary"]["calls"] == 25
     drawn = regret.draw(0, rows)
     assert [row["name"] for row in found["rows"]] == [str(call) for call in drawn]
-    assert found.get("measured", {}).get("gpu") == (measured.H200 if data == "both" else None)
+    assert found.get("measured", {}).get("gpu") == (tables.H200 if data == "both" else None)
 
 
 @pytest.mark.parametrize("data", regret.DATA)
@@ -358,24 +360,24 @@ def test_what_decides_is_as_asked_and_never_what_the_user_has_measured(
     data, h200, monkeypatch, tmp_path
 ):
     monkeypatch.setenv("SAGE_INDUCTOR_TABLES", str(tmp_path))
-    built_in = measured.built_in()[measured.H200]
-    measured.save(built_in)
-    assert len(measured.tables(measured.H200)) == 2
+    built_in = tables.built_in()[tables.H200]
+    tables.save(built_in)
+    assert len(tables.known(tables.H200)) == 2
     with regret.decisions_by(data):
-        found = measured.tables(measured.H200)
+        found = tables.known(tables.H200)
         assert found == (() if data == "calibrated" else (built_in,))
         assert regret.settings.resolve({}).calibrate == (data != "built-in")
         site = regret.decided(regret.captured(LONG, CUDA))
         assert site.rewritten == (data != "calibrated"), site.reason
-        assert not list(measured.path_of(measured.H200).parent.iterdir())
-    assert len(measured.tables(measured.H200)) == 2
-    measured.forget()
+        assert not list(tables.path_of(tables.H200).parent.iterdir())
+    assert len(tables.known(tables.H200)) == 2
+    tables.forget()
 
 
-def case_of(**given):
-    shape = (1, 2, 64, 64)
-    fields = dict(q=shape, k=shape, v=shape, band=FULL, mask=None, mask_dtype=None)
-    return BenchmarkCase(CUDA, torch.bfloat16, candidates=(TABLE, OTHER), **fields | given)
+def case_of(rivals=tuple(families.BACKENDS), **given):
+    qkv = dict.fromkeys("qkv", (1, 2, 64, 64))
+    shape = CallShape(CUDA, torch.bfloat16, **qkv | given)
+    return BenchmarkCase(shape, (TABLE, OTHER), rivals)
 
 
 @pytest.mark.parametrize(
@@ -396,7 +398,7 @@ def test_the_time_is_the_median_of_interleaved_rounds(flops, repeats, rounds, mo
         assert (n, target_ms) == (rounds, regret.TARGET_MS)
         return {name: [9.0, float(i), 0.5] for i, name in enumerate(runners, 1)}
 
-    monkeypatch.setattr(autotune, "calls_of", lambda case: calls)
+    monkeypatch.setattr(timing, "calls_of", lambda case: calls)
     monkeypatch.setattr(regret, "Runner", runner)
     monkeypatch.setattr(regret, "interleave", interleave)
     assert regret.time_case(case_of(), flops) == {
@@ -415,7 +417,7 @@ def test_where_no_backend_computes_a_call_sdpas_math_is_its_rival(monkeypatch):
     def calls_of(case):
         return dict.fromkeys((*case.rivals, *case.candidates))
 
-    monkeypatch.setattr(autotune, "calls_of", calls_of)
+    monkeypatch.setattr(timing, "calls_of", calls_of)
     monkeypatch.setattr(regret, "Runner", runner)
     monkeypatch.setattr(regret, "interleave", lambda found, n, ms: {name: [2.0] for name in found})
     rivals = "CUDNN_ATTENTION", "FLASH_ATTENTION"
@@ -430,7 +432,7 @@ def test_without_memory_for_the_inputs_nothing_has_a_time(monkeypatch):
     def full(case):
         raise torch.OutOfMemoryError("full")
 
-    monkeypatch.setattr(autotune, "calls_of", full)
+    monkeypatch.setattr(timing, "calls_of", full)
     found = regret.time_case(case_of(rivals=("CUDNN_ATTENTION",)), 1.0)
     assert found == dict.fromkeys(
         ("CUDNN_ATTENTION", TABLE, OTHER, "MATH"), "OutOfMemoryError: full"
@@ -479,4 +481,4 @@ def test_on_a_gpu_calls_are_measured(kinds):
     assert len(rows) == 3
     for row in rows:
         assert row["regret"] >= 0 and row["x"] > 0 and len(row["ms"]) >= 2, row
-        assert {*row["errors"]} <= {*autotune.OF_SDPA}, row["errors"]
+        assert {*row["errors"]} <= {*families.OF_SDPA}, row["errors"]

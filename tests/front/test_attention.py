@@ -18,10 +18,9 @@ from sage_inductor import (
     SageRefused,
     attention,
     config,
-    cost,
     functional,
-    measured,
 )
+from sage_inductor.choose import cost, families, tables
 from sage_inductor.ops.attention import tiles
 
 BACKENDS = ("eager", "aot_eager", "inductor", "sage")
@@ -307,7 +306,7 @@ def test_whatever_a_decision_depends_on_is_asked_about_anew(monkeypatch):
             assert torch.equal(out, F.scaled_dot_product_attention(q, k, v))
     assert call(q, k, v) == 8
     kinds = len(functional._runs)
-    monkeypatch.setattr(measured, "flash_attention", lambda: "FA3")
+    monkeypatch.setattr(families, "flash_attention", lambda: "FA3")
     assert call(q, k, v) == 8 and len(functional._runs) == kinds + 1
 
 
@@ -443,7 +442,7 @@ def test_on_a_gpu_it_is_decided_by_the_table(monkeypatch):
             return attention(q, q, q)
 
     monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(measured, "gpu_name", lambda device: measured.H200)
+    monkeypatch.setattr(tables, "gpu_name", lambda device: tables.H200)
     for N, force, expected in (
         (16384, False, "sage2-8b-per-token"),
         (1024, False, None),

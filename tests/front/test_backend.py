@@ -482,7 +482,7 @@ def test_passes_side_by_side_are_cached_only_if_each_can_be():
 def test_the_passes_key_is_of_all_sources_and_of_tuned_tables(tmp_path, monkeypatch):
     ours, nested = inductor_pass.SagePass(), tmp_path / "finders" / "sdpa.py"
     nested.parent.mkdir()
-    monkeypatch.setattr(inductor_pass.measured, "in_force", lambda: ("tuned",))
+    monkeypatch.setattr(inductor_pass.tables, "in_force", lambda: ("tuned",))
     keys = {ours.uuid()[:3]}
     monkeypatch.undo()
     keys.add(ours.uuid()[:3])

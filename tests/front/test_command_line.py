@@ -17,14 +17,13 @@ import torch
 import triton
 from support import op_by_op
 
-from sage_inductor import measured
+from sage_inductor.choose import tables, timing
 from sage_inductor.cli import doctor
 from sage_inductor.cli.doctor import Probe, verdict
 from sage_inductor.cli.progress import Progress, track
 from sage_inductor.cli.tune import lines
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.attention import tiles
-from sage_inductor.tune import tune as measure
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what is said without a GPU")
 
@@ -102,7 +101,7 @@ def test_doctor_names_versions_and_runs_every_recipe(run):
 
 
 def test_doctor_says_from_which_lengths_a_recipe_is_chosen():
-    (table,) = measured.tables(measured.H200)
+    (table,) = tables.known(tables.H200)
     families = {x: times for x, times in table.families.items() if str(x) == "head_dim 128"}
     table = dataclasses.replace(table, families=families)
     assert any(
@@ -179,7 +178,7 @@ def test_doctor_names_what_sdpa_runs_and_an_untested_torch(monkeypatch, capsys):
     assert doctor.sdpa_backend(torch.device("cpu")) == "FLASH_ATTENTION"
     q = torch.zeros(1, 1, 8, 64)
     monkeypatch.setattr(doctor, "_inputs", lambda *args: (q, q, q))
-    monkeypatch.setattr(doctor.measured, "flash_attention", lambda: "FA3")
+    monkeypatch.setattr(doctor.families, "flash_attention", lambda: "FA3")
     assert doctor.sdpa_backend(torch.device("cuda")) == "FLASH_ATTENTION (FA3)"
     monkeypatch.setattr(doctor, "fused_sdp_choice", lambda *args: 3)
     assert doctor.sdpa_backend(torch.device("cuda")) == "CUDNN_ATTENTION"
@@ -228,16 +227,16 @@ def test_progress_goes_on_while_a_step_runs(monkeypatch, on_terminal):
 def test_tune_says_what_it_measures(monkeypatch, capsys):
     times = {"sage1": 1.0, "CUDNN_ATTENTION": 2.0}
     monkeypatch.setattr(tiles, "capability", lambda device: (8, 0))
-    monkeypatch.setattr(measured, "gpu_name", lambda device: "NVIDIA A100")
-    monkeypatch.setattr(measured, "start_compiling", lambda *given: [])
+    monkeypatch.setattr(tables, "gpu_name", lambda device: "NVIDIA A100")
+    monkeypatch.setattr(timing, "start_compiling", lambda *given: [])
     monkeypatch.setattr(
-        measured, "measure", lambda device, family, recipes, sizes, rounds: {sizes[0]: times}
+        timing, "measure_family", lambda device, family, recipes, sizes, rounds: {sizes[0]: times}
     )
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=9)
     )
     progress = functools.partial(track, describe=str)
-    measure(torch.device("cpu"), (64,), ("full", "causal"), progress)
+    timing.tune(torch.device("cpu"), (64,), ("full", "causal"), progress)
     assert "step 2 of 2: head_dim 64, causal\n" in capsys.readouterr().err
 
 

@@ -9,8 +9,8 @@ import torch
 from pairs import seeds
 from support import band_mask
 
-from sage_inductor import cost
-from sage_inductor.cost import (
+from sage_inductor.choose import cost
+from sage_inductor.choose.cost import (
     DEALT,
     ENOUGH,
     FLASH,

@@ -1,7 +1,6 @@
 """What becomes of a call, on tensors of a GPU that is not there: predicted times, policies, and
 the clock of max-autotune."""
 
-import dataclasses
 import re
 from pathlib import Path
 from unittest.mock import Mock
@@ -24,11 +23,13 @@ from torch.nn.attention import (
     sdpa_kernel,
 )
 
-from sage_inductor import Policy, autotune, cost, measured, options, patterns
+from sage_inductor import Policy, options, patterns
 from sage_inductor import settings as asked_for
-from sage_inductor.decide import decide as decide_call
-from sage_inductor.decide import recipes_of, rewrite
-from sage_inductor.measured import Family
+from sage_inductor.choose import cost, families, tables, timing
+from sage_inductor.choose.candidates import recipes_of
+from sage_inductor.choose.decide import decide as decide_call
+from sage_inductor.choose.decide import rewrite
+from sage_inductor.choose.families import Family, Table
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.selector import Selection
@@ -54,9 +55,9 @@ AUTO_FROM_8192 = (Rule("sage1", head_dim=(64,)), Rule("auto", length=(8192, None
 
 def gpu(capability, monkeypatch):
     """Of capability (9, 0) the H200, which the built-in table knows."""
-    name = measured.H200 if capability == (9, 0) else f"NVIDIA Test {capability}"
+    name = tables.H200 if capability == (9, 0) else f"NVIDIA Test {capability}"
     monkeypatch.setattr(tiles, "capability", lambda device: capability)
-    monkeypatch.setattr(measured, "gpu_name", lambda device: name)
+    monkeypatch.setattr(tables, "gpu_name", lambda device: name)
 
 
 def decide(
@@ -106,25 +107,25 @@ def decide(
 LAUNCH, KEYS = 0.05, 1e-5  # ms, and ms a key that a processor's tiles of 128 rows see
 
 
-def table(*kinds, recipes=("sage2-8b-per-token",), D=128, gpu_name=measured.H200):
+def table(*kinds, recipes=("sage2-8b-per-token",), D=128, gpu_name=tables.H200):
     """SDPA takes as long as keys are seen, a recipe half of that and a launch more."""
-    families = {}
+    measured = {}
     for kind in kinds or ("full",):
         family = Family(D, D, kind)
-        families[family] = {}
-        for sizes in measured.sizes_of(family, measured.MANY):
-            seen = sizes if kind in measured.SEES_A_BAND else sizes.dense
+        measured[family] = {}
+        for sizes in family.sizes(timing.MANY):
+            seen = sizes if kind in families.SEES_A_BAND else sizes.dense
             sdpa = KEYS * cost.features(seen, 128, cost.IN_ORDER, 132).keys
             ours = LAUNCH + KEYS / 2 * cost.features(sizes, 128, cost.IN_ORDER, 132).keys
             times = {"CUDNN_ATTENTION": sdpa, "FLASH_ATTENTION": 2 * sdpa}
-            families[family][sizes] = times | dict.fromkeys(recipes, ours)
-    return measured.Table(gpu_name, tiles.Gpu((9, 0), 132), families)
+            measured[family][sizes] = times | dict.fromkeys(recipes, ours)
+    return Table(gpu_name, tiles.Gpu((9, 0), 132), measured)
 
 
-def known(monkeypatch, *tables):
+def known(monkeypatch, *given):
     """These tables, and nothing else."""
     monkeypatch.setattr(
-        measured, "tables", lambda gpu: tuple(each for each in tables if each.gpu == gpu)
+        tables, "known", lambda gpu: tuple(each for each in given if each.gpu == gpu)
     )
 
 
@@ -153,7 +154,7 @@ def test_the_margin_is_half_the_error_of_the_fit(monkeypatch):
     for i, ms in enumerate(times.values()):
         ms["sage2-8b-per-token"] *= 1.3 if i % 2 else 0.75
     known(monkeypatch, noisy)
-    by_tile, _ = measured.fits(noisy, *noisy.families, "sage2-8b-per-token")
+    by_tile, _ = families.fits(noisy, *noisy.families, "sage2-8b-per-token")
     assert all(0.1 < by_tile[n].error < 0.35 for n in (1, 3))
     sides = set()
     for N in range(2048, 9000, 256):
@@ -186,7 +187,7 @@ def test_another_recipe_than_the_first_is_faster_by_its_fits_error(ms, recipe, m
     known(monkeypatch, table(recipes=("sage2-8b-per-token", "sage2-8b")))
     ours = {"sage2-8b-per-token": 1.0, "sage2-8b": ms}
     monkeypatch.setattr(
-        measured,
+        tables,
         "predict",
         lambda gpu, family, name, *_: cost.Prediction(name, ours[name], 2.0, 0.1),
     )
@@ -367,17 +368,21 @@ def test_shared_k_and_v_are_timed_as_such(monkeypatch):
     clock = Clock(sage2_8b=0.5, sage2_8b_per_token=0.7)
     assert decide((4, 4, 2, 64, 128), (9, 0), monkeypatch, benchmark=clock, shared=True).rewritten
     case = clock.cases[0]
-    assert (case.q, case.k, case.v) == ((4, 4, 64, 128), (1, 2, 64, 128), (1, 2, 64, 128))
-    here = dataclasses.replace(case, device=torch.device("cpu"), rivals=("MATH",))
-    sdpa, *ours = (call() for call in autotune.calls_of(here).values())
-    assert len(ours) == len(case.candidates) and sdpa.shape == case.q
+    assert (case.shape.q, case.shape.k, case.shape.v) == (
+        (4, 4, 64, 128),
+        (1, 2, 64, 128),
+        (1, 2, 64, 128),
+    )
+    here = case._replace(shape=case.shape._replace(device=torch.device("cpu")), rivals=("MATH",))
+    sdpa, *ours = (call() for call in timing.calls_of(here).values())
+    assert len(ours) == len(case.candidates) and sdpa.shape == case.shape.q
     for out in ours:
         assert out.shape == (1, 4, 256, 128)
         out = out.transpose(1, 2).unflatten(1, (4, 64))[0].transpose(1, 2)
         assert relative_l1(out, sdpa) < 0.1
     # Where one of the recipes would have another graph, all are timed apart.
     decide((4, 4, 2, 63, 128), (9, 0), monkeypatch, benchmark=clock, shared=True)
-    assert clock.cases[-1].k == (4, 2, 63, 128)
+    assert clock.cases[-1].shape.k == (4, 2, 63, 128)
 
 
 FARTHEST = cost.Sizes(1, 1, 1, 320, 78097)  # two tiles that are shared by all processors: 37 %
@@ -387,18 +392,18 @@ FARTHEST = cost.Sizes(1, 1, 1, 320, 78097)  # two tiles that are shared by all p
 @chosen(
     lambda gpu, family: (
         family.head_dim == 64
-        and (gpu == measured.H200) == (family.kind in ("full", "window", "full-training"))
+        and (gpu == tables.H200) == (family.kind in ("full", "window", "full-training"))
     ),
-    gpu=list(measured.built_in()), family=list(measured.built_in()[measured.H200].families),
+    gpu=list(tables.built_in()), family=list(tables.built_in()[tables.H200].families),
 )  # fmt: skip
 def test_the_built_in_table_says_what_it_measured(gpu, family):
     """Each fit is near the times that it was made of: nearest of the recipe that "auto" mostly
     takes."""
-    built_in = measured.built_in()[gpu]
-    assert built_in.families.keys() == measured.built_in()[measured.H200].families.keys()
+    built_in = tables.built_in()[gpu]
+    assert built_in.families.keys() == tables.built_in()[tables.H200].families.keys()
     times = built_in.families[family]
     assert len(times) >= cost.ENOUGH, family
-    for recipe in {name for ms in times.values() for name in ms} - {*autotune.OF_SDPA}:
+    for recipe in {name for ms in times.values() for name in ms} - {*families.OF_SDPA}:
         first = recipe in recipes_of((9, 0), family)[:1]
         error = built_in.error(family, recipe)
         assert error < (0.07 if first else 0.1), (recipe, error)
@@ -613,9 +618,9 @@ def test_against_an_activated_flash_attention_only_what_was_measured_is_faster(
     assert (clock.cases[0].flash_attention, clock.cases[0].rivals) == (
         "FA3 of a test", ("FLASH_ATTENTION",)
     )  # fmt: skip
-    monkeypatch.setattr(measured, "_users", lambda gpu, flash: table())
-    assert decide(shape, (9, 0), monkeypatch).rewritten  # measured against it: measured.versions()
-    assert measured.versions()["flash attention"] == measured.in_force()[0] == "FA3 of a test"
+    monkeypatch.setattr(tables, "_users", lambda gpu, flash: table())
+    assert decide(shape, (9, 0), monkeypatch).rewritten  # measured against it: families.versions()
+    assert families.versions()["flash attention"] == tables.in_force()[0] == "FA3 of a test"
 
 
 def test_a_head_dim_of_v_that_was_not_measured_stays_unless_forced(monkeypatch):
@@ -770,14 +775,14 @@ def test_times_of_inference_say_nothing_of_training(monkeypatch):
 TRAINED_DIMS = range(40, 129, 8)  # of whose training times are built in
 
 
-@pytest.mark.parametrize("name", [measured.H200, *measured.ALIKE])
+@pytest.mark.parametrize("name", [tables.H200, *tables.ALIKE])
 @pytest.mark.parametrize("kind", ["full", "causal"])
 def test_training_is_decided_by_the_times_that_are_built_in(kind, name, monkeypatch):
     """Those of an H200, also on an H100. Of other head_dims a GPU measures its own."""
-    built_in = measured.built_in()[name]
+    built_in = tables.built_in()[name]
     measuring = Measuring(monkeypatch, built_in)
     measuring.tables.append(built_in)
-    monkeypatch.setattr(measured, "H200", name)  # of capability (9, 0) in `gpu`
+    monkeypatch.setattr(tables, "H200", name)  # of capability (9, 0) in `gpu`
     for D in TRAINED_DIMS:
         site = step(monkeypatch, (1, 32, 8, 65536, D), kind=kind)
         assert site.recipe == "g" and re.match(FASTER, site.reason), site.reason
@@ -793,7 +798,7 @@ def test_training_is_decided_by_the_times_that_are_built_in(kind, name, monkeypa
 
 
 def test_the_page_on_training_shows_a_reason_of_the_built_in_times(monkeypatch):
-    known(monkeypatch, measured.built_in()[measured.H200])
+    known(monkeypatch, tables.built_in()[tables.H200])
     site = step(monkeypatch, (1, 32, 32, 8192, 128))
     page = Path(__file__).parents[2] / "docs" / "training.md"
     assert site.recipe == "g" and f"`{site.reason}`" in page.read_text()
@@ -851,11 +856,11 @@ def test_under_max_autotune_a_step_is_timed(monkeypatch):
         site = step(monkeypatch, (2, 8, 4, 1000, 64), benchmark=clock)
         assert (site.recipe, site.reason) == (recipe, reason)
         (case,) = clock.cases
-        assert case.trains and case.candidates == (("g", None),)
-        assert (case.q, case.k) == ((2, 8, 1000, 64), (2, 4, 1000, 64))
+        assert case.shape.trains and case.candidates == (("g", None),)
+        assert (case.shape.q, case.shape.k) == ((2, 8, 1000, 64), (2, 4, 1000, 64))
     clock = Clock(sage2_8b_per_token=0.5, sage2_8b=0.8)
     decide((2, 8, 4, 1000, 64), (9, 0), monkeypatch, training="auto", benchmark=clock)
-    assert not clock.cases[0].trains
+    assert not clock.cases[0].shape.trains
 
 
 # -- where a clock decides instead of the table ----
@@ -910,9 +915,13 @@ def test_the_fastest_by_the_clock_is_taken(ms, recipe, reason, monkeypatch):
     site = decide(SHORT, (9, 0), monkeypatch, benchmark=clock)
     assert (site.recipe, site.reason) == (recipe, reason)
     case = clock.cases[0]
-    assert (case.q, case.k, case.v) == ((1, 4, 64, 128), (1, 2, 64, 128), (1, 2, 64, 128))
-    assert (case.device.type, case.dtype) == ("cuda", torch.bfloat16)
-    assert (case.band, case.mask, case.mask_dtype) == (Band(), None, None)
+    assert (case.shape.q, case.shape.k, case.shape.v) == (
+        (1, 4, 64, 128),
+        (1, 2, 64, 128),
+        (1, 2, 64, 128),
+    )
+    assert (case.shape.device.type, case.shape.dtype) == ("cuda", torch.bfloat16)
+    assert (case.shape.band, case.shape.mask, case.shape.mask_dtype) == (Band(), None, None)
 
 
 @pytest.mark.parametrize(
@@ -950,7 +959,7 @@ def test_the_fastest_tile_is_in_the_graph_and_calls_with_several_share_k_and_v(m
     """What prepares k and v is the same for all."""
 
     def clock(case):
-        fastest = 2 if case.q[2] < 1000 else 3
+        fastest = 2 if case.shape.q[2] < 1000 else 3
         ours = {each: 0.5 if each.warpgroups == fastest else 0.6 for each in case.candidates}
         return {"FLASH_ATTENTION": 1.0} | ours
 
@@ -1003,7 +1012,7 @@ def test_max_autotune_races_what_the_first_rule_that_fits_allows(
     rules, raced, recipe, reason, monkeypatch, tmp_path
 ):
     clock = Clock(sage2_8b_per_token=0.6, sage2_8b=0.5, sage1=0.8, sage1_per_token=2.0)
-    monkeypatch.setattr(autotune, "benchmark", clock)
+    monkeypatch.setattr(timing, "benchmark", clock)
     path = str(tmp_path / "policy.json")
     Policy(rules).save(path)
     asked = asked_for.resolve({"mode": "max-autotune", "policy": path})
@@ -1025,7 +1034,11 @@ def test_max_autotune_races_what_the_first_rule_that_fits_allows(
 def test_a_case_has_the_calls_mask(kind, band, mask, dtype, monkeypatch):
     clock = Clock(sage2_8b=0.5, sage2_8b_per_token=0.7, sage1_per_token=0.5)
     assert decide(SHORT, (9, 0), monkeypatch, kind, benchmark=clock).recipe == "sage2-8b"
-    assert (clock.cases[0].band, clock.cases[0].mask, clock.cases[0].mask_dtype) == (
+    assert (
+        clock.cases[0].shape.band,
+        clock.cases[0].shape.mask,
+        clock.cases[0].shape.mask_dtype,
+    ) == (
         band,
         mask,
         dtype,
@@ -1033,7 +1046,7 @@ def test_a_case_has_the_calls_mask(kind, band, mask, dtype, monkeypatch):
     site = decide(
         SHORT, (9, 0), monkeypatch, kind, benchmark=clock, D_v=64, recipe="sage1-per-token"
     )
-    assert site.recipe == "sage1-per-token" and clock.cases[-1].v == (1, 2, 64, 64)
+    assert site.recipe == "sage1-per-token" and clock.cases[-1].shape.v == (1, 2, 64, 64)
 
 
 def test_a_band_at_the_bottom_right_is_timed_only_where_that_is_the_top_left(monkeypatch):
@@ -1043,7 +1056,7 @@ def test_a_band_at_the_bottom_right_is_timed_only_where_that_is_the_top_left(mon
     site = decide((1, 4, 2, 64, 128), (9, 0), monkeypatch, **right, N_kv=96)
     assert site.mask == "causal, bottom right" and "never slower" in site.reason and not clock.cases
     assert decide(SHORT, (9, 0), monkeypatch, **right).recipe == "sage2-8b"
-    assert clock.cases[0].band == Band(None, 0)
+    assert clock.cases[0].shape.band == Band(None, 0)
 
 
 @pytest.mark.parametrize("portable", [False, True])
@@ -1070,11 +1083,11 @@ def test_a_length_that_depends_on_data_is_no_fault_and_no_guard(portable, monkey
 
 
 def test_a_gpu_that_nobody_measured_has_no_row_and_is_told_how_to_get_one(monkeypatch):
-    shape, gpu_name = (4, 32, 32, 16384, 128), measured.gpu_name
+    shape, gpu_name = (4, 32, 32, 16384, 128), tables.gpu_name
     assert decide(shape, (9, 0), monkeypatch).rewritten
     name = "NVIDIA H100 PCIe"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    monkeypatch.setattr(measured, "H200", name)  # of capability (9, 0) in `gpu`
+    monkeypatch.setattr(tables, "H200", name)  # of capability (9, 0) in `gpu`
     site = decide(shape, (9, 0), monkeypatch)
     assert not site.rewritten and site.reason.endswith(
         f" was not measured on {name}: run `python -m sage_inductor tune` there"
@@ -1084,15 +1097,15 @@ def test_a_gpu_that_nobody_measured_has_no_row_and_is_told_how_to_get_one(monkey
 
 
 class Measuring:
-    """In the place of `measured.calibrate`, on a GPU that is there: what is asked of it, and the
+    """In the place of `timing.calibrate`, on a GPU that is there: what is asked of it, and the
     table that it finds."""
 
     def __init__(self, monkeypatch, table=None, error=None, capturing=False):
         self.asked, self.tables, self.table, self.error = [], [], table, error
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-        monkeypatch.setattr(measured, "tables", lambda gpu: tuple(self.tables))
-        monkeypatch.setattr(measured, "calibrate", self)
+        monkeypatch.setattr(tables, "known", lambda gpu: tuple(self.tables))
+        monkeypatch.setattr(timing, "calibrate", self)
 
     def __call__(self, device, family, recipes):
         self.asked.append((device.type, family, recipes))
@@ -1205,7 +1218,7 @@ def test_a_dynamic_length_is_timed_at_its_hint_without_a_guard(monkeypatch):
     )
     shape, clock = (4, 32, 32, N, 128), Clock(sage2_8b_per_token=0.5, sage2_8b=0.8)
     site = decide(shape, (9, 0), monkeypatch, shape_env=shape_env, benchmark=clock)
-    assert clock.cases[0].q == (4, 32, 96, 128)
+    assert clock.cases[0].shape.q == (4, 32, 96, 128)
     assert site.reason == "autotuned at [4, 32, 96, 128]: 2.00x the fastest of SDPA"
     assert (site.recipe, site.decision.warpgroups) == (
         "sage2-8b-per-token",

@@ -26,7 +26,8 @@ from torch._dynamo.utils import counters
 import sage_inductor
 from bench import plot
 from sage_inductor import lowering as launchers
-from sage_inductor import measured, options
+from sage_inductor import options
+from sage_inductor.choose import tables
 from sage_inductor.policy import Policy
 from sage_inductor.remedies import CAUSES
 
@@ -330,7 +331,7 @@ def test_every_option_is_explained():
 
 @pytest.mark.gpu
 def test_readmes_programs_are_rewritten_on_a_gpu_that_was_measured(here):
-    if not measured.tables(torch.cuda.get_device_name()):
+    if not tables.known(torch.cuda.get_device_name()):
         pytest.skip("no length is measured on this GPU")
     page = PAGES[0].read_text()
     first, quick_start = [each for each in blocks_of(page) if each.language == "python"][:2]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from sage_inductor import measured
+from sage_inductor.choose import tables
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("sage_inductor", "patterns", "lowering", "ops")
@@ -71,7 +71,7 @@ def test_the_wheel_is_pure_and_holds_every_module(wheel):
     }
     cpp = {f"sage_inductor/lowering/{name}" for name in ("launcher.h", "replay.cpp")}
     data = cpp | {"sage_inductor/py.typed"}
-    data |= {f"sage_inductor/tables/{path.name}" for path in measured.BUILT_IN.iterdir()}
+    data |= {f"sage_inductor/tables/{path.name}" for path in tables.BUILT_IN.iterdir()}
     assert packed == sources | data
 
 
@@ -169,7 +169,7 @@ def test_the_graph_of_imports_is_the_real_one():
     entries = {"sage_inductor.__main__"}
     entries |= {module for module, (_, path) in SOURCES.items() if path.stem == "__init__"}
     assert SOURCES.keys() - set().union(*GRAPH.values()) <= entries
-    assert "sage_inductor.ops.sdpa" in GRAPH["sage_inductor.autotune"]
+    assert "sage_inductor.ops.sdpa" in GRAPH["sage_inductor.choose.timing"]
 
 
 def test_the_walk_from_the_backend_to_the_output_is_what_the_docs_say():

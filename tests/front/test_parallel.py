@@ -35,17 +35,19 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.testing import assert_close
 
 import sage_inductor
-from sage_inductor import SageOptionError, autotune, gather_attention, measured
-from sage_inductor.autotune import BenchmarkCase, Candidate
-from sage_inductor.cost import Sizes
-from sage_inductor.measured import Family
+from sage_inductor import SageOptionError, gather_attention
+from sage_inductor.choose import tables, timing
+from sage_inductor.choose.candidates import Candidate
+from sage_inductor.choose.cost import Sizes
+from sage_inductor.choose.families import Family
+from sage_inductor.choose.timing import BenchmarkCase
 from sage_inductor.ops import gather, sharding
 from sage_inductor.ops.attention.tiles import Gpu
 from sage_inductor.ops.formats import K_BLOCK, MAX_ROWS
 from sage_inductor.ops.gather import Shards
 from sage_inductor.ops.launch import OPAQUE
 from sage_inductor.ops.recipe import NAMED
-from sage_inductor.patterns.call import FULL
+from sage_inductor.patterns.call_shape import CallShape
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -504,15 +506,15 @@ def decided(group, folder: str, sage: float) -> tuple:
     gpu, family, sizes = "GPU", Family(48, 32, "full"), Sizes(1, 24, 24, 30000, 30000)
     with (
         mock.patch.dict(os.environ, SAGE_INDUCTOR_TABLES=folder),
-        mock.patch.object(measured, "gpu_name", lambda device: gpu),
-        mock.patch.object(measured, "gpu_of", lambda device: Gpu((9, 0), 132)),
-        mock.patch.object(measured, "measure", measure),
+        mock.patch.object(tables, "gpu_name", lambda device: gpu),
+        mock.patch.object(tables, "gpu_of", lambda device: Gpu((9, 0), 132)),
+        mock.patch.object(timing, "measure_family", measure),
     ):
-        error = measured.calibrate(torch.device("cuda", 0), family, (RECIPE,))
-        now = measured.predict(gpu, family, RECIPE, sizes)
-        measured._here.clear()
-        measured.forget()
-        later = measured.predict(gpu, family, RECIPE, sizes)
+        error = timing.calibrate(torch.device("cuda", 0), family, (RECIPE,))
+        now = tables.predict(gpu, family, RECIPE, sizes)
+        tables._of_this_process.clear()
+        tables.forget()
+        later = tables.predict(gpu, family, RECIPE, sizes)
     return error, now, later
 
 
@@ -535,11 +537,11 @@ def benchmarked(group, lengths: list[int], ms: tuple[float, float]) -> list:
     def case(N):
         shape = (1, 2, N, 32)
         return BenchmarkCase(
-            torch.device("cpu"), torch.bfloat16, shape, shape, shape, FULL, None, None, names
+            CallShape(torch.device("cpu"), torch.bfloat16, shape, shape, shape), names
         )
 
-    with mock.patch.object(autotune, "measure", measure):
-        found = {N: autotune.benchmark(case(N)) for N in lengths}
+    with mock.patch.object(timing, "measure", measure):
+        found = {N: timing.benchmark(case(N)) for N in lengths}
     return [str(found[N]) for N in sorted(found)[:2]]
 
 

@@ -16,7 +16,7 @@ from support import config_anew
 
 import sage_inductor
 from sage_inductor import Policy, SageOptionError, config, patterns
-from sage_inductor.decide import decide, rewrite
+from sage_inductor.choose.decide import decide, rewrite
 from sage_inductor.inductor_pass import SagePass
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.selector import Selection

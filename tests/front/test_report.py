@@ -18,8 +18,9 @@ import torch
 import torch.nn.functional as F
 
 import sage_inductor
-from sage_inductor import Report, config, limits, measured, page
+from sage_inductor import Report, config, limits, page
 from sage_inductor import report as asked_for  # the function: `report` is the module below
+from sage_inductor.choose import tables
 from sage_inductor.patterns import Decision, Site
 from sage_inductor.remedies import CAUSES, cause_of
 
@@ -95,7 +96,7 @@ NOT_REASONS = {
     "flex window", "no recipe", "no backend of SDPA", "; 11 failed: 1", " at 1", "autotuned1",
     "1 with 1, B*H=1", "N >= 11", ", 1 at N=1", "1: 1x the fastest of SDPA111",
     "; SDPA's flash attention is 1", "; all batches share k and v, which are prepared once",
-    "1 (1 of the policy)", "; keep 1", "by block lists, N >= 1", "rule 1", "asked for, forward and backward", "the function",
+    " (1 of the policy)", "; keep 1", "by block lists, N >= 1", "rule 1", "asked for, forward and backward", "the function",
     "; its backward is exact attention's",
     "asked for; the keys of all ranks are gathered in 8 bits", "more than one out and one logsumexp are read",
     "is_causal with 1 queries and 1 keys", "fp32 under autocast, which casts no op of a backend",
@@ -103,7 +104,7 @@ NOT_REASONS = {
 }  # fmt: skip
 TEXTS = {
     text
-    for path in (*(ROOT / "patterns").rglob("*.py"), ROOT / "sage_inductor/decide.py")
+    for path in (*(ROOT / "patterns").rglob("*.py"), ROOT / "sage_inductor/choose/decide.py")
     for text in strings(path)
 }
 REASONS = TEXTS - NOT_REASONS
@@ -189,7 +190,7 @@ def test_a_row_of_many_graphs_counts_them_and_nodes_in_reasons_do_not_part_calls
 def test_verdicts(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(
-        measured, "gpu_name", lambda device: f"NVIDIA {device.type.upper()}{device.index}"
+        tables, "gpu_name", lambda device: f"NVIDIA {device.type.upper()}{device.index}"
     )
     both = [site(recipe="sage1", reason="forced"), *layers(2, recipe="sage2-8b", reason="forced")]
 
@@ -576,7 +577,7 @@ def warnings(caplog, monkeypatch):
 
 def test_calls_that_all_stay_are_warned_of_once_for_each_cause(warnings, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(measured, "gpu_name", lambda device: "NVIDIA L40S")
+    monkeypatch.setattr(tables, "gpu_name", lambda device: "NVIDIA L40S")
     report.record(layers(57, reason=UNMEASURED))
     assert warnings() == [
         "sage_inductor: 0 of 57 attention calls use sage on NVIDIA L40S: nothing was measured there; "

@@ -23,18 +23,21 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton import knobs
 
 import sage_inductor
-from sage_inductor import autotune, backend, cost, measured, tune
+from sage_inductor import backend
 from sage_inductor.__main__ import main
-from sage_inductor.autotune import BenchmarkCase, Candidate
+from sage_inductor.choose import cost, families, tables, timing
+from sage_inductor.choose.candidates import Candidate
+from sage_inductor.choose.cost import Sizes
+from sage_inductor.choose.families import Family, Table
+from sage_inductor.choose.timing import BenchmarkCase
 from sage_inductor.cli.tune import lines
-from sage_inductor.cost import Sizes
-from sage_inductor.measured import Family
 from sage_inductor.ops import launch
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.patterns.call import FULL, Band
+from sage_inductor.patterns.call_shape import CallShape
 
-GPU = measured.H200
+GPU = tables.H200
 PROPERTIES = SimpleNamespace(multi_processor_count=132)
 
 
@@ -47,29 +50,29 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: GPU)
     monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: PROPERTIES)
-    monkeypatch.setattr(autotune, "measure", clock)
-    monkeypatch.setattr(autotune, "start_compiling", lambda cases: [])
-    for known in (measured._here, measured._failed):
+    monkeypatch.setattr(timing, "measure", clock)
+    monkeypatch.setattr(timing, "start_compiling", lambda cases: [])
+    for known in (tables._of_this_process, timing._failed):
         known.clear()
-    measured.forget()
+    tables.forget()
     yield torch.device("cuda", 0)
-    for known in (measured._here, measured._failed):
+    for known in (tables._of_this_process, timing._failed):
         known.clear()
-    measured.forget()
+    tables.forget()
 
 
 def clock(case, rounds=3):
     """SDPA takes N_q N_kv, a recipe a fixed time more and half of that; causal ones never win."""
-    B, H, N, _ = case.q
-    sdpa = B * H * N * case.k[2] * 1e-9
-    ours = 2 * sdpa if case.band == Band(None, 0) else 0.1 + sdpa / 2
+    B, H, N, _ = case.shape.q
+    sdpa = B * H * N * case.shape.k[2] * 1e-9
+    ours = 2 * sdpa if case.shape.band == Band(None, 0) else 0.1 + sdpa / 2
     return {"CUDNN_ATTENTION": sdpa, "FLASH_ATTENTION": 2 * sdpa} | dict.fromkeys(
         case.candidates, ours
     )
 
 
 def tuned(gpu, head_dims=(64,), kinds=("full",)):
-    return tune.tune(gpu, head_dims, kinds)
+    return timing.tune(gpu, head_dims, kinds)
 
 
 FULL_64 = Family(64, 64, "full")
@@ -77,18 +80,18 @@ LONG = Sizes(1, 24, 24, 30000, 30000)
 
 
 def predicted(family=FULL_64, sizes=LONG, recipe="sage2-8b-per-token"):
-    return measured.predict(GPU, family, recipe, sizes)
+    return tables.predict(GPU, family, recipe, sizes)
 
 
 def test_a_table_is_measured_written_and_read(gpu):
     before = predicted()
     table = tuned(gpu, (64, 80), ("full", "causal", "window", "keys"))
-    assert len(table.families) == 8 and len(table.families[FULL_64]) == len(measured.MANY)
+    assert len(table.families) == 8 and len(table.families[FULL_64]) == len(timing.MANY)
     windows = {sizes.left for sizes in table.families[Family(64, 64, "window")]}
     assert windows == {1023, 4095, 255, 254, 174, 127, 95}  # a quarter of 1024, 1023, 700, ...
-    path = measured.save(table)
+    path = tables.save(table)
     written = json.loads(path.read_text())
-    assert path == measured.path_of(GPU)
+    assert path == tables.path_of(GPU)
     assert (written["capability"], written["processors"]) == ([9, 0], 132)
     now = predicted()
     assert now != before and abs(now.sdpa / (24 * 30000**2 * 1e-9) - 1) < 0.05
@@ -97,20 +100,20 @@ def test_a_table_is_measured_written_and_read(gpu):
     of_65 = predicted(Family(65, 65, "full"))
     assert of_65 and of_65 != predicted(Family(72, 72, "full"))  # rows 16 bytes apart, or not
     assert predicted(Family(72, 72, "full")) == predicted(Family(80, 80, "full"))
-    (users, built_in) = measured.tables(GPU)
+    (users, built_in) = tables.known(GPU)
     assert users.families.keys() == table.families.keys()
     assert users.families[FULL_64] == table.families[FULL_64]
-    assert built_in is measured.built_in()[GPU]
+    assert built_in is tables.built_in()[GPU]
 
 
 def test_what_is_measured_again_takes_the_place_of_what_was(gpu):
-    measured.save(tuned(gpu, kinds=("full", "causal")))
+    tables.save(tuned(gpu, kinds=("full", "causal")))
     other = tuned(gpu)
     for ms in other.families[FULL_64].values():
         ms["CUDNN_ATTENTION"], ms["sage1"] = 7.0, 9.0
         del ms["sage2-8b"]
-    measured.save(other)
-    found = measured.tables(GPU)[0].families
+    tables.save(other)
+    found = tables.known(GPU)[0].families
     assert set(found) == {FULL_64, Family(64, 64, "causal")}
     for ms in found[FULL_64].values():
         assert ms["CUDNN_ATTENTION"] == 7.0 and ms["sage1"] == 9.0 and "sage2-8b" in ms
@@ -158,12 +161,12 @@ def test_a_table_with_anything_wrong_is_ignored_as_a_whole_with_a_warning(
     gpu, change, reason, caplog
 ):
     before = predicted()
-    path = measured.path_of(GPU)
+    path = tables.path_of(GPU)
     path.write_text(json.dumps(tuned(gpu).to_json()))
-    measured.forget()
+    tables.forget()
     assert predicted() != before
     path.write_text(json.dumps(tuned(gpu).to_json() | change))
-    measured.forget()
+    tables.forget()
     with caplog.at_level(logging.WARNING, "sage_inductor"):
         for _ in range(2):
             assert predicted() == before
@@ -174,34 +177,34 @@ def test_a_table_with_anything_wrong_is_ignored_as_a_whole_with_a_warning(
 
 def test_environments_keep_their_tables_apart(gpu, monkeypatch, caplog):
     """What one measures takes nothing from another; who has none is told once, of this GPU's."""
-    ours = measured.save(tuned(gpu))
-    measured.save(dataclasses.replace(tuned(gpu), gpu=f"{GPU} NVL"))
-    assert len(measured.tables(GPU)) == 2 and not caplog.records
+    ours = tables.save(tuned(gpu))
+    tables.save(dataclasses.replace(tuned(gpu), gpu=f"{GPU} NVL"))
+    assert len(tables.known(GPU)) == 2 and not caplog.records
     with monkeypatch.context() as other:
-        other.setattr(measured, "source_tag", lambda: "0.1.0+another")
+        other.setattr(families, "source_tag", lambda: "0.1.0+another")
         for _ in range(2):
-            measured.forget()
-            assert measured.tables(GPU) == (measured.built_in()[GPU],)
+            tables.forget()
+            assert tables.known(GPU) == (tables.built_in()[GPU],)
         (message,) = [record.getMessage() for record in caplog.records]
         assert f"not used: {ours} (python" in message and "0.1.0+another" in message
-        theirs = measured.save(tuned(gpu, (80,)))
-        assert theirs != ours and len(measured.tables(GPU)) == 2
-    measured.forget()
-    assert {each.head_dim for each in measured.tables(GPU)[0].families} == {64}
+        theirs = tables.save(tuned(gpu, (80,)))
+        assert theirs != ours and len(tables.known(GPU)) == 2
+    tables.forget()
+    assert {each.head_dim for each in tables.known(GPU)[0].families} == {64}
 
 
 def test_a_table_measured_against_another_flash_attention_is_ignored(gpu, monkeypatch):
-    measured.save(tuned(gpu))
-    assert len(measured.tables(GPU)) == 2
-    monkeypatch.setattr(measured, "current_flash_attention_impl", lambda: "FA3")
-    assert measured.tables(GPU) == ()  # the built-in one is, too
-    monkeypatch.setattr(measured, "current_flash_attention_impl", lambda: None)
-    assert len(measured.tables(GPU)) == 2
+    tables.save(tuned(gpu))
+    assert len(tables.known(GPU)) == 2
+    monkeypatch.setattr(families, "current_flash_attention_impl", lambda: "FA3")
+    assert tables.known(GPU) == ()  # the built-in one is, too
+    monkeypatch.setattr(families, "current_flash_attention_impl", lambda: None)
+    assert len(tables.known(GPU)) == 2
 
 
 def test_the_built_in_table_is_of_the_hopper_kernel(gpu, monkeypatch):
     monkeypatch.setattr(tiles, "hopper_is_lost", lambda capability: "lost")
-    assert measured.tables(GPU) == ()
+    assert tables.known(GPU) == ()
 
 
 @pytest.mark.parametrize("case", ["not JSON", "a file for a folder", "no home", "unreadable home"])
@@ -209,7 +212,7 @@ def test_a_table_that_cannot_be_read_is_ignored_with_one_warning(
     gpu, case, caplog, monkeypatch, tmp_path
 ):
     if case == "not JSON":
-        measured.path_of(GPU).write_text("{")
+        tables.path_of(GPU).write_text("{")
     elif case == "a file for a folder":
         (tmp_path / "file").write_text("")
         monkeypatch.setenv("SAGE_INDUCTOR_TABLES", str(tmp_path / "file"))
@@ -221,7 +224,7 @@ def test_a_table_that_cannot_be_read_is_ignored_with_one_warning(
         def home():
             raise error("Could not determine home directory.")
 
-        monkeypatch.setattr(measured.Path, "home", home)
+        monkeypatch.setattr(tables.Path, "home", home)
     for kind in ("full", "causal"):
         assert predicted(Family(64, 64, kind))
     assert [record.getMessage().count("is ignored") for record in caplog.records] == [1]
@@ -230,17 +233,17 @@ def test_a_table_that_cannot_be_read_is_ignored_with_one_warning(
 def test_tables_lie_in_the_users_cache(monkeypatch):
     monkeypatch.delenv("SAGE_INDUCTOR_TABLES", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
-    path = str(measured.path_of("NVIDIA H200"))
+    path = str(tables.path_of("NVIDIA H200"))
     assert re.fullmatch("/cache/sage_inductor/nvidia-h200-[0-9a-f]{8}.json", path), path
 
 
 def test_gpus_of_one_capability_keep_their_tables_apart(gpu):
-    before = measured.in_force()
-    measured.save(tuned(gpu))
-    assert measured.tables("NVIDIA H100") == ()
-    now = measured.in_force()
-    assert before == (measured.TORCHS_FLASH,) and now[0] == measured.TORCHS_FLASH
-    assert now[1:] == (repr(measured.tables(GPU)[0].families),)
+    before = tables.in_force()
+    tables.save(tuned(gpu))
+    assert tables.known("NVIDIA H100") == ()
+    now = tables.in_force()
+    assert before == (families.TORCHS_FLASH,) and now[0] == families.TORCHS_FLASH
+    assert now[1:] == (repr(tables.known(GPU)[0].families),)
 
 
 def test_the_command_writes_every_gpus_table(gpu, monkeypatch, capsys):
@@ -250,24 +253,24 @@ def test_the_command_writes_every_gpus_table(gpu, monkeypatch, capsys):
         rf"{GPU}: head_dim 64: sage2-8b-per-token from N=\d+ with B\*H >= 128", printed
     )
     assert f"{GPU}: head_dim 64, causal: sage2-8b from no length" in printed
-    assert measured.path_of(GPU).exists()
+    assert tables.path_of(GPU).exists()
 
 
 def test_what_trains_is_tuned_where_there_is_something_that_trains_it(gpu, monkeypatch, capsys):
     table = tuned(gpu, (96, 256), ("full", "full-training"))
     assert list(table.families) == [FULL_96, FULL_96_TRAINING, Family(256, 256, "full")]
     times = table.families[FULL_96_TRAINING]
-    assert len(times) == len(measured.MANY)
+    assert len(times) == len(timing.MANY)
     assert {*times[next(iter(times))]} == {"CUDNN_ATTENTION", "FLASH_ATTENTION", "g"}
     assert "g" not in {name for ms in table.families[FULL_96].values() for name in ms}
     monkeypatch.setattr(tiles, "capability", lambda device: (8, 9))
     assert tuned(gpu, (96,), ("full-training",)).families == {}
     monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
-    assert "full-training" in tune.KINDS
+    assert "full-training" in timing.TUNED_KINDS
     assert main(["tune", "--head-dims", "96", "--kinds", "full-training"]) == 0
     printed = capsys.readouterr().out
     assert re.search(rf"{GPU}: head_dim 96, full-training: g from N=\d+ with B\*H >= 128", printed)
-    read = measured.tables(GPU)[0]
+    read = tables.known(GPU)[0]
     assert read.families == {FULL_96_TRAINING: times}
     monkeypatch.setattr(tiles, "hopper_is_lost", lambda capability: "no Gluon")
     assert tuned(gpu, (96,), ("full-training",)).families == {}
@@ -278,7 +281,7 @@ FULL_96, FULL_96_TRAINING = (Family(96, 96, kind) for kind in ("full", "full-tra
 
 def test_what_trains_is_predicted_by_its_own_times(gpu):
     """SDPA computes dK and dV for each head of q: sizes that share k and v are one size to it."""
-    measured.save(tuned(gpu, (96,), ("full", "full-training")))
+    tables.save(tuned(gpu, (96,), ("full", "full-training")))
     assert predicted(FULL_96, recipe="g") is None
     assert predicted(FULL_96_TRAINING) is None
     found = predicted(FULL_96_TRAINING, recipe="g")
@@ -286,7 +289,7 @@ def test_what_trains_is_predicted_by_its_own_times(gpu):
     grouped = LONG._replace(H_kv=3)
     assert predicted(FULL_96_TRAINING, grouped, "g").sdpa == found.sdpa
     assert predicted(Family(80, 80, "full-training"), recipe="g").ours == found.ours
-    users = measured.tables(GPU)[0]
+    users = tables.known(GPU)[0]
     assert users.predict(Family(80, 80, "causal-training"), "g", LONG) is None
     assert FULL_96_TRAINING.of_sdpa(grouped) == LONG
     assert FULL_96.of_sdpa(grouped) == grouped
@@ -302,21 +305,21 @@ def test_progress_is_shown_of_each_family(gpu):
             shown.append(each)
             yield each
 
-    table = tune.tune(gpu, (64, 80), ("full", "causal"), progress)
+    table = timing.tune(gpu, (64, 80), ("full", "causal"), progress)
     assert shown == list(table.families) and len(shown) == 4
 
 
 def test_the_kernels_of_all_families_compile_while_the_first_is_timed(timed, gpu, monkeypatch):
     compiling = []
-    monkeypatch.setattr(autotune, "start_compiling", lambda cases: compiling.extend(cases) or [])
+    monkeypatch.setattr(timing, "start_compiling", lambda cases: compiling.extend(cases) or [])
 
     def progress(families):
-        assert not timed and {case.q[3] for case in compiling} == {64, 80}
+        assert not timed and {case.shape.q[3] for case in compiling} == {64, 80}
         assert len(compiling) == sum(map(len, table_of.values()))
         return families
 
-    table_of = {D: measured.sizes_of(Family(D, D, "full"), measured.MANY) for D in (64, 80)}
-    tune.tune(gpu, (64, 80), ("full",), progress)
+    table_of = {D: Family(D, D, "full").sizes(timing.MANY) for D in (64, 80)}
+    timing.tune(gpu, (64, 80), ("full",), progress)
     assert compiling[: len(timed)] == timed and compiling[len(timed) :] == timed
 
 
@@ -324,7 +327,7 @@ def test_what_tells_tiles_apart_is_measured(gpu):
     """Tiles that run at once, and by each tile fewer heads of k than of q."""
     at_once, grouped = 0, set()
     for kind, right in (("full", None), ("causal", 0)):
-        for sizes in measured.sizes_of(Family(128, 128, kind), measured.MANY):
+        for sizes in Family(128, 128, kind).sizes(timing.MANY):
             heads, band = sizes.B * sizes.H_q, (None, right)
             load = tiles.Load.of(heads, sizes.N_q, sizes.N_kv, band, False, gpu)
             at_once += load.reaches(tiles.AT_ONCE)
@@ -337,14 +340,14 @@ def test_what_tells_tiles_apart_is_measured(gpu):
 
 def test_what_was_measured_before_an_interruption_is_kept(gpu, monkeypatch):
     def until_128(case, rounds):
-        if case.q[3] == 128:
+        if case.shape.q[3] == 128:
             raise KeyboardInterrupt
         return clock(case)
 
-    monkeypatch.setattr(autotune, "measure", until_128)
+    monkeypatch.setattr(timing, "measure", until_128)
     with pytest.raises(KeyboardInterrupt):
-        tune.tune(gpu, (64, 128), ("full",), save=measured.save)
-    assert set(measured.tables(GPU)[0].families) == {FULL_64}
+        timing.tune(gpu, (64, 128), ("full",), save=tables.save)
+    assert set(tables.known(GPU)[0].families) == {FULL_64}
 
 
 def test_a_folder_that_cannot_be_written_is_known_before_measuring(
@@ -364,40 +367,40 @@ def test_without_a_gpu_nothing_is_measured(capsys):
 
 
 def test_a_table_that_is_there_can_be_written_and_stays(gpu):
-    path = measured.save(tuned(gpu))
+    path = tables.save(tuned(gpu))
     before = path.read_text()
-    measured.check_writable(GPU)
+    tables.check_writable(GPU)
     assert path.read_text() == before
     path.unlink()
-    measured.check_writable(GPU)
+    tables.check_writable(GPU)
     assert not path.exists()
 
 
 def test_what_another_process_wrote_meanwhile_is_kept(gpu):
     ours, theirs = tuned(gpu, kinds=("causal",)), tuned(gpu)
-    assert len(measured.tables(GPU)) == 1  # there is none of the user's yet
-    measured.path_of(GPU).write_text(measured.to_text(theirs))
-    measured.save(ours)
-    assert set(measured.tables(GPU)[0].families) == {FULL_64, Family(64, 64, "causal")}
+    assert len(tables.known(GPU)) == 1  # there is none of the user's yet
+    tables.path_of(GPU).write_text(tables.to_text(theirs))
+    tables.save(ours)
+    assert set(tables.known(GPU)[0].families) == {FULL_64, Family(64, 64, "causal")}
 
 
 def test_a_table_half_written_is_never_read(gpu, monkeypatch):
     """A full disk, or a reader while it is written."""
-    path = measured.save(tuned(gpu))
-    before, write_text = path.read_text(), measured.Path.write_text
+    path = tables.save(tuned(gpu))
+    before, write_text = path.read_text(), tables.Path.write_text
 
     def half(self, text):
         write_text(self, text[: len(text) // 2])
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(measured.Path, "write_text", half)
+    monkeypatch.setattr(tables.Path, "write_text", half)
     with pytest.raises(OSError, match="No space left"):
-        measured.save(tuned(gpu, kinds=("causal",)))
+        tables.save(tuned(gpu, kinds=("causal",)))
     assert path.read_text() == before
 
 
 def test_sizes_with_a_band_are_self_attention_longer_than_the_band():
-    of = {kind: measured.sizes_of(Family(64, 64, kind), measured.MANY) for kind in cost.TIMED}
+    of = {kind: Family(64, 64, kind).sizes(timing.MANY) for kind in cost.TIMED}
     assert of["full-training"] == of["full"] and of["causal-training"] == of["causal"]
     for kind, shapes in (("full", 36), ("keys", 36), ("mask", 36), ("bias", 36), ("causal", 31)):
         assert len(of[kind]) == shapes and {each.left for each in of[kind]} == {None}
@@ -408,14 +411,13 @@ def test_sizes_with_a_band_are_self_attention_longer_than_the_band():
     long = {each.left for each in of["window"] if each.N_q > 1024}
     assert long == {1023, 4095} and {each.N_q for each in of["window"]} > {384, 512, 1024}
     for kind in cost.TIMED:
-        assert len(measured.sizes_of(Family(64, 64, kind), measured.FEW)) >= cost.ENOUGH + 2
+        assert len(Family(64, 64, kind).sizes(timing.FEW)) >= cost.ENOUGH + 2
 
 
 def test_the_built_in_table_has_no_window_as_long_as_the_sequence():
-    tables = measured.built_in().values()
     windows = [
         sizes
-        for table in tables
+        for table in tables.built_in().values()
         for family, times in table.families.items()
         for sizes in times
         if family.kind == "window"
@@ -425,32 +427,36 @@ def test_the_built_in_table_has_no_window_as_long_as_the_sequence():
 
 @pytest.mark.parametrize("kind", ["full", "causal", "window", "keys", "mask", "bias"])
 def test_what_is_timed_of_a_family_are_calls_of_its_kind(kind, timed, gpu):
-    measured.measure(gpu, Family(64, 32, kind), PER_TOKEN, [Sizes(2, 4, 2, 30, 50)] * 5 + [
+    timing.measure_family(gpu, Family(64, 32, kind), PER_TOKEN, [Sizes(2, 4, 2, 30, 50)] * 5 + [
         Sizes(2, 4, 2, N, 50, 7 if kind == "window" else None) for N in range(30, 36)
     ])  # fmt: skip
     case = timed[0]
-    assert (case.q, case.k, case.v) == ((2, 4, 30, 64), (2, 2, 50, 64), (2, 2, 50, 32))
+    assert (case.shape.q, case.shape.k, case.shape.v) == (
+        (2, 4, 30, 64),
+        (2, 2, 50, 64),
+        (2, 2, 50, 32),
+    )
     expected = {
         "keys": ((2, 1, 1, 50), torch.bool), "mask": ((1, 1, 30, 50), torch.bool),
         "bias": ((1, 1, 30, 50), torch.bfloat16),
     }  # fmt: skip
-    assert (case.mask, case.mask_dtype) == expected.get(kind, (None, None))
-    assert case.dtype == torch.bfloat16 and case.device == gpu and not case.trains
+    assert (case.shape.mask, case.shape.mask_dtype) == expected.get(kind, (None, None))
+    assert case.shape.dtype == torch.bfloat16 and case.shape.device == gpu and not case.shape.trains
 
 
 @pytest.mark.parametrize("kind", cost.TRAINED)
 def test_of_a_family_that_trains_steps_are_timed(kind, timed, gpu):
     family = Family(64, 64, kind)
-    measured.measure(gpu, family, ("g",), measured.sizes_of(family, measured.FEW))
-    assert all(case.trains and case.candidates == (Candidate("g"),) for case in timed)
-    right = {case.band for case in timed}
+    timing.measure_family(gpu, family, ("g",), family.sizes(timing.FEW))
+    assert all(case.shape.trains and case.candidates == (Candidate("g"),) for case in timed)
+    right = {case.shape.band for case in timed}
     assert right == {Band(None, 0 if kind == "causal-training" else None)}
 
 
 def test_the_narrowest_family_stands_for_a_call(gpu):
     wide, narrow = Family(128, 128, "full"), Family(112, 112, "full")
     families = {each: tuned(gpu).families[FULL_64] for each in (wide, narrow, wide)}
-    table = measured.Table(GPU, tiles.Gpu((9, 0), 132), families)
+    table = Table(GPU, tiles.Gpu((9, 0), 132), families)
     assert table.find(Family(104, 104, "full"), *PER_TOKEN) == narrow
     assert table.find(Family(120, 120, "full"), *PER_TOKEN) == wide
 
@@ -470,16 +476,16 @@ def test_a_narrower_kernel_of_sdpas_takes_less_time(measured_D, D, cudnn, flash,
     reads in single elements, where rows are not 16 bytes apart, is fewer, too."""
     table, read = tuned(gpu, (measured_D,)), D / measured_D if D % 8 else 1
     wide, narrow = (Family(each, each, "full") for each in (measured_D, D))
-    by_tile, rivals = measured.fits(table, wide, *PER_TOKEN)
+    by_tile, rivals = families.fits(table, wide, *PER_TOKEN)
     found = table.predict(narrow, *PER_TOKEN, LONG)
-    assert found.ours == by_tile[measured._warpgroups(table.device, narrow, *PER_TOKEN, LONG)].ms(
+    assert found.ours == by_tile[families._warpgroups(table.device, narrow, *PER_TOKEN, LONG)].ms(
         LONG, of_q=read
     )
     computed = {"CUDNN_ATTENTION": cudnn, "FLASH_ATTENTION": flash}
     times = {name: fit.ms(LONG, computed[name], read, read) for name, fit in rivals.items()}
     assert times.keys() == computed.keys() and found.sdpa == pytest.approx(min(times.values()))
     for name, expected in (*computed.items(), ("EFFICIENT_ATTENTION", 1), ("MATH", 1)):
-        ratio = measured._channels(name, D) / measured._channels(name, measured_D)
+        ratio = families._channels(name, D) / families._channels(name, measured_D)
         assert ratio == pytest.approx(expected), name
     assert table.predict(Family(D, D, "bias"), *PER_TOKEN, LONG) is None
 
@@ -497,7 +503,7 @@ def alike_by_one_warpgroup(table, family):
     """The family's times, without those of its tile that have fewer heads of k than of q."""
     times = table.families[family]
     for each in [each for each in times if each.H_kv < each.H_q]:
-        if measured._warpgroups(table.device, family, *PER_TOKEN, each) == 1:
+        if families._warpgroups(table.device, family, *PER_TOKEN, each) == 1:
             del times[each]
     return times
 
@@ -509,17 +515,17 @@ def test_what_the_preparation_takes_is_told_by_all_tiles(gpu):
     times = alike_by_one_warpgroup(table, family)
     for sizes, ms in times.items():
         ms[name] += 1e-3 * cost.features(sizes, 128, cost.IN_ORDER, 132).prepared
-    by_tile, _ = measured.fits(table, family, name)
-    of = {n: [each for each in times if measured._warpgroups(table.device, family, name, each) == n]
+    by_tile, _ = families.fits(table, family, name)
+    of = {n: [each for each in times if families._warpgroups(table.device, family, name, each) == n]
           for n in (1, 3)}  # fmt: skip
-    assert all(each.H_q == each.H_kv for each in of[1]) and len(of[1]) >= measured.ENOUGH_OF_A_TILE
+    assert all(each.H_q == each.H_kv for each in of[1]) and len(of[1]) >= families.ENOUGH_OF_A_TILE
     assert any(each.H_q != each.H_kv for each in of[3])
     assert (
         by_tile[1].coefficients[5] == by_tile[None].coefficients[5] == pytest.approx(1e-3, rel=0.1)
     )
     grouped = Sizes(2, 32, 2, 1024, 1024, None, 0)
     more = 1e-3 * 4 * 1024 / 132
-    plain = measured.fits(tuned(gpu, (128,), ("causal",)), family, name)[0][1].ms(grouped)
+    plain = families.fits(tuned(gpu, (128,), ("causal",)), family, name)[0][1].ms(grouped)
     assert by_tile[1].ms(grouped) == pytest.approx(plain + more, rel=0.15)
 
 
@@ -529,13 +535,13 @@ def test_a_tile_whose_sizes_tell_the_preparation_has_its_own(gpu):
     of_1 = {
         sizes: ms
         for sizes, ms in alike_by_one_warpgroup(table, FULL_64).items()
-        if measured._warpgroups(table.device, FULL_64, name, sizes) == 1
+        if families._warpgroups(table.device, FULL_64, name, sizes) == 1
     }
     assert all(each.H_q == each.H_kv for each in of_1)
     assert any(each.N_q != each.N_kv for each in of_1)
     for sizes, ms in of_1.items():
         ms[name] += 1e-3 * cost.features(sizes, 128, cost.IN_ORDER, 132).prepared
-    by_tile, _ = measured.fits(table, FULL_64, name)
+    by_tile, _ = families.fits(table, FULL_64, name)
     assert by_tile[1].coefficients[5] == pytest.approx(1e-3, rel=0.05)
     assert by_tile[None].coefficients[5] != by_tile[1].coefficients[5]
 
@@ -545,10 +551,10 @@ def test_a_fit_is_told_which_kernels_cut_tiles(flash, gpu, monkeypatch):
     """FlashAttention 2, where tiles are few, and the Hopper kernel, where all keys are seen. What
     the user activates in the first one's place may not."""
     table = tuned(gpu, (64,), ("full", "causal", "keys"))
-    monkeypatch.setattr(measured, "flash_attention", lambda: flash)
+    monkeypatch.setattr(families, "flash_attention", lambda: flash)
     of_flash = {cost.FLASH} if flash == "FA2" else {cost.IN_ORDER, cost.LONGEST_FIRST}
     for family in table.families:
-        by_tile, rivals = measured.fits(table, family, *PER_TOKEN)
+        by_tile, rivals = families.fits(table, family, *PER_TOKEN)
         cudnn, *rest = rivals.values()
         for n, fit in by_tile.items():
             assert (fit.dealt == cost.LAST_SHARED) == (n == 3 and family.kind == "full")
@@ -582,26 +588,26 @@ def test_a_fit_is_told_which_kernels_cut_tiles(flash, gpu, monkeypatch):
 )
 def test_a_size_is_of_the_tile_that_it_runs_with(dims, kind, recipe, sizes, expected):
     gpu, family, sizes = tiles.Gpu((9, 0), 132), Family(*dims, kind), Sizes(*sizes)
-    assert measured._warpgroups(gpu, family, recipe, sizes) == expected
+    assert families._warpgroups(gpu, family, recipe, sizes) == expected
     other = tiles.Gpu((8, 9), 132)
-    assert measured._warpgroups(other, family, recipe, sizes) == 0
+    assert families._warpgroups(other, family, recipe, sizes) == 0
 
 
-@pytest.mark.parametrize("short_ones", [measured.ENOUGH_OF_A_TILE - 1, measured.ENOUGH_OF_A_TILE])
+@pytest.mark.parametrize("short_ones", [families.ENOUGH_OF_A_TILE - 1, families.ENOUGH_OF_A_TILE])
 def test_a_tile_is_a_kernel_with_times_of_its_own(short_ones, gpu):
     """Few keys of head_dim 64 run with one warpgroup. With few sizes of it there is one fit for
     both."""
     table, name = tuned(gpu), *PER_TOKEN
     times, short = table.families[FULL_64], []
     for sizes, ms in list(times.items()):
-        alone = measured._warpgroups(table.device, FULL_64, name, sizes) == 1
+        alone = families._warpgroups(table.device, FULL_64, name, sizes) == 1
         if alone and len(short) == short_ones:
             del times[sizes]
         elif alone:
             short.append(sizes)
             ms[name] *= 7
-    by_tile, _ = measured.fits(table, FULL_64, name)
-    own = short_ones == measured.ENOUGH_OF_A_TILE
+    by_tile, _ = families.fits(table, FULL_64, name)
+    own = short_ones == families.ENOUGH_OF_A_TILE
     assert len(short) == short_ones and by_tile.keys() == ({None, 1, 3} if own else {None, 3})
     for sizes, ms in times.items():
         wrong = abs(table.predict(FULL_64, name, sizes).ours / ms[name] - 1)
@@ -615,11 +621,11 @@ def test_a_prediction_is_as_wrong_as_both_its_fits(gpu):
     for i, ms in enumerate(times.values()):
         for name in ("CUDNN_ATTENTION", "FLASH_ATTENTION"):
             ms[name] *= 1.2 if i % 2 else 0.85
-    by_tile, rivals = measured.fits(table, FULL_64, *PER_TOKEN)
+    by_tile, rivals = families.fits(table, FULL_64, *PER_TOKEN)
     assert max(by_tile[n].error for n in (1, 3)) < 0.02
     assert min(fit.error for fit in rivals.values()) > 0.1
     for sizes in (LONG, Sizes(2, 8, 8, 3000, 3000)):
-        ours = by_tile[measured._warpgroups(table.device, FULL_64, *PER_TOKEN, sizes)]
+        ours = by_tile[families._warpgroups(table.device, FULL_64, *PER_TOKEN, sizes)]
         found = table.predict(FULL_64, *PER_TOKEN, sizes)
         fastest = min(rivals.values(), key=lambda fit: fit.ms(sizes))
         assert found.error == pytest.approx((ours.error**2 + fastest.error**2) ** 0.5)
@@ -641,32 +647,32 @@ def timed(gpu, monkeypatch):
         cases.append(case)
         return clock(case)
 
-    monkeypatch.setattr(autotune, "measure", benchmark)
+    monkeypatch.setattr(timing, "measure", benchmark)
     return cases
 
 
 def calibrated_by_another_process():
     """As if this process had just begun."""
-    measured._here.clear()
-    measured._failed.clear()
-    measured.forget()
+    tables._of_this_process.clear()
+    timing._failed.clear()
+    tables.forget()
 
 
 def test_a_family_is_measured_once_and_kept_for_other_processes(timed, gpu, caplog):
     assert predicted(NEW) is None
-    with mock.patch.object(measured, "_save", wraps=measured._save) as saved:
-        assert measured.calibrate(gpu, NEW, PER_TOKEN) is None
+    with mock.patch.object(tables, "save_locked", wraps=tables.save_locked) as saved:
+        assert timing.calibrate(gpu, NEW, PER_TOKEN) is None
     saved.assert_called_once()
-    assert predicted(NEW).wins and len(timed) == len(measured.FEW)
-    assert timed[0].q == (1, 24, 4096, 48) and timed[0].v == (1, 24, 4096, 32)
+    assert predicted(NEW).wins and len(timed) == len(timing.FEW)
+    assert timed[0].shape.q == (1, 24, 4096, 48) and timed[0].shape.v == (1, 24, 4096, 32)
     assert [each.recipe for each in timed[0].candidates] == list(PER_TOKEN)
     first, second = (record.getMessage() for record in caplog.records)
     assert "head_dim (48, 32) is measured on NVIDIA H200, once, for about 10 s" in first
-    assert f"measured {len(measured.FEW)} sizes" in second
+    assert f"measured {len(timing.FEW)} sizes" in second
     kept = predicted(NEW)
     calibrated_by_another_process()
-    assert measured.calibrate(gpu, NEW, PER_TOKEN) is None and predicted(NEW) == kept
-    assert len(timed) == len(measured.FEW)
+    assert timing.calibrate(gpu, NEW, PER_TOKEN) is None and predicted(NEW) == kept
+    assert len(timed) == len(timing.FEW)
 
 
 def test_while_one_process_measures_the_others_wait_for_what_it_finds(timed, gpu, monkeypatch):
@@ -679,25 +685,25 @@ def test_while_one_process_measures_the_others_wait_for_what_it_finds(timed, gpu
         timed.append(case)
         return clock(case)
 
-    monkeypatch.setattr(autotune, "measure", slow)
+    monkeypatch.setattr(timing, "measure", slow)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        first = pool.submit(measured._calibrated, gpu, NEW, PER_TOKEN)
+        first = pool.submit(timing._calibrated, gpu, NEW, PER_TOKEN)
         assert begun.wait(10)
-        second = pool.submit(measured._calibrated, gpu, NEW, PER_TOKEN)
+        second = pool.submit(timing._calibrated, gpu, NEW, PER_TOKEN)
         time.sleep(0.2)
         assert not second.done() and not timed
         go_on.set()
         assert first.result()["families"] == second.result()["families"]
-    assert len(timed) == len(measured.FEW)
+    assert len(timed) == len(timing.FEW)
 
 
 def test_times_of_too_few_sizes_predict_nothing(gpu):
     """As many as a fit needs must be of the recipe, and as many of one backend of SDPA's."""
-    sizes = measured.sizes_of(NEW, measured.FEW)
+    sizes = NEW.sizes(timing.FEW)
     for ours, cudnn, flash, known in (
         (5, 5, 0, True), (4, 9, 9, False), (9, 4, 4, False), (9, 9, 2, True)
     ):  # fmt: skip
-        measured._here.clear()
+        tables._of_this_process.clear()
         times = {each: {} for each in sizes}
         of = {
             "sage1": sizes[:ours],
@@ -707,16 +713,16 @@ def test_times_of_too_few_sizes_predict_nothing(gpu):
         for name, timed_ones in of.items():
             for each in timed_ones:
                 times[each][name] = 1.0
-        measured._here[GPU, measured.flash_attention()] = measured.Table(
+        tables._of_this_process[GPU, families.flash_attention()] = Table(
             GPU, tiles.Gpu((9, 0), 132), {NEW: times}
         )
         assert (predicted(NEW, recipe="sage1") is not None) == known
-        assert bool(lines(measured.tables(GPU)[0])) == known
+        assert bool(lines(tables.known(GPU)[0])) == known
 
 
 def test_what_is_known_is_not_measured(timed, gpu):
     for D in (128, 126, 104, 50):
-        assert measured.calibrate(gpu, Family(D, D, "full"), PER_TOKEN) is None
+        assert timing.calibrate(gpu, Family(D, D, "full"), PER_TOKEN) is None
     assert not timed
 
 
@@ -741,7 +747,7 @@ def test_a_wider_head_dim_of_the_same_kernel_stands_for_a_narrower_one(measured_
 def test_where_no_backend_computes_a_call_sdpas_math_is_timed(computed, on_cpu, monkeypatch):
     """SDPA itself falls back to it. EFFICIENT_ATTENTION is not asked."""
     cases = []
-    monkeypatch.setattr(autotune, "calls_of", lambda case: cases.append(case) or case)
+    monkeypatch.setattr(timing, "calls_of", lambda case: cases.append(case) or case)
 
     def timed(case, rounds):
         found = {name: RuntimeError("no kernel") for name in case.rivals[:2]}
@@ -749,9 +755,9 @@ def test_where_no_backend_computes_a_call_sdpas_math_is_timed(computed, on_cpu, 
             found = {"MATH": 2.0}
         return found | dict.fromkeys((*case.candidates, *computed), 1.0)
 
-    monkeypatch.setattr(autotune, "time_calls", timed)
-    case = measured._case(torch.device("cpu"), Family(63, 63, "mask"), PER_TOKEN, LONG)
-    times = autotune.measure(case)
+    monkeypatch.setattr(timing, "time_calls", timed)
+    case = timing._case(torch.device("cpu"), Family(63, 63, "mask"), PER_TOKEN, LONG)
+    times = timing.measure(case)
     assert times[case.candidates[0]] == 1.0
     assert times.get("MATH") == (None if computed else 2.0)
     assert len(cases) == (1 if computed else 2) and not any(each.candidates for each in cases[1:])
@@ -760,11 +766,11 @@ def test_where_no_backend_computes_a_call_sdpas_math_is_timed(computed, on_cpu, 
 def test_a_size_that_sdpa_cannot_compute_is_left_out(gpu, monkeypatch):
     def fails(case, rounds):
         none = dict.fromkeys(case.rivals, "OutOfMemoryError: 80 GiB")
-        return clock(case) if case.q[2] < 8000 else none | dict.fromkeys(case.candidates, 1.0)
+        return clock(case) if case.shape.q[2] < 8000 else none | dict.fromkeys(case.candidates, 1.0)
 
-    monkeypatch.setattr(autotune, "measure", fails)
-    sizes = measured.sizes_of(NEW, measured.FEW)
-    found = measured.measure(gpu, NEW, PER_TOKEN, sizes)
+    monkeypatch.setattr(timing, "measure", fails)
+    sizes = NEW.sizes(timing.FEW)
+    found = timing.measure_family(gpu, NEW, PER_TOKEN, sizes)
     assert list(found) == [each for each in sizes if each.N_q < 8000]
 
 
@@ -775,35 +781,35 @@ def test_why_a_backend_has_no_such_calls_is_not_told_the_user(on_cpu, monkeypatc
         warnings.warn("Flash Attention does not support non-null attn_mask.", stacklevel=1)
         return dict.fromkeys(calls, RuntimeError("no kernel"))
 
-    monkeypatch.setattr(autotune, "time_calls", fails)
-    autotune.measure(case())
+    monkeypatch.setattr(timing, "time_calls", fails)
+    timing.measure(case())
     assert not recwarn.list
     warnings.warn("another", stacklevel=1)
     assert len(recwarn.list) == 1
 
 
 def test_an_h100_takes_an_h200s_times():
-    ((name, other),) = measured.ALIKE.items()
-    own, others = measured.built_in()[name], measured.built_in()[other]
+    ((name, other),) = tables.ALIKE.items()
+    own, others = tables.built_in()[name], tables.built_in()[other]
     assert (own.gpu, others.gpu) == (name, other) and own.device == others.device
     assert own.families == others.families
     for family in (FULL_64, Family(255, 255, "keys")):
-        assert measured.predict(name, family, *PER_TOKEN, LONG).wins
+        assert tables.predict(name, family, *PER_TOKEN, LONG).wins
 
 
 def test_time_that_is_over_leaves_the_sizes_that_were_timed(timed, gpu, monkeypatch):
     """A size takes two seconds; the clock is asked once five of them are timed. It does not run
     while kernels compile, which takes as long as it takes."""
     compiling = []
-    monkeypatch.setattr(autotune, "start_compiling", lambda cases: compiling.append(100.0) or [])
-    monkeypatch.setattr(measured.time, "monotonic", lambda: 2.0 * len(timed) + sum(compiling))
-    sizes = measured.sizes_of(NEW, measured.FEW)
+    monkeypatch.setattr(timing, "start_compiling", lambda cases: compiling.append(100.0) or [])
+    monkeypatch.setattr(timing.time, "monotonic", lambda: 2.0 * len(timed) + sum(compiling))
+    sizes = NEW.sizes(timing.FEW)
     for seconds, count in ((15, 8), (10, 6), (8, 5), (0, 5)):
         timed.clear()
-        found = measured.measure(gpu, NEW, PER_TOKEN, sizes, 1, seconds)
+        found = timing.measure_family(gpu, NEW, PER_TOKEN, sizes, 1, seconds)
         assert list(found) == sizes[:count]
     with pytest.raises(RuntimeError, match="4 sizes were timed, 5 are needed: no more were given"):
-        measured.measure(gpu, NEW, PER_TOKEN, sizes[:4], 1, 10)
+        timing.measure_family(gpu, NEW, PER_TOKEN, sizes[:4], 1, 10)
 
 
 def test_what_cannot_be_measured_is_tried_once_and_the_reason_kept(timed, gpu, monkeypatch):
@@ -811,15 +817,15 @@ def test_what_cannot_be_measured_is_tried_once_and_the_reason_kept(timed, gpu, m
         timed.append(case)
         return {"CUDNN_ATTENTION": 1.0} | dict.fromkeys(case.candidates, "OutOfMemoryError: 1 GiB")
 
-    monkeypatch.setattr(autotune, "measure", fails)
+    monkeypatch.setattr(timing, "measure", fails)
     for _ in range(2):
-        error = measured.calibrate(gpu, NEW, PER_TOKEN)
+        error = timing.calibrate(gpu, NEW, PER_TOKEN)
         assert error == ("RuntimeError: 0 sizes were timed, 5 are needed: OutOfMemoryError: 1 GiB")
-    assert len(timed) == len(measured.FEW) and predicted(NEW) is None
-    monkeypatch.setattr(autotune, "measure", lambda case, rounds: clock(case))
+    assert len(timed) == len(timing.FEW) and predicted(NEW) is None
+    monkeypatch.setattr(timing, "measure", lambda case, rounds: clock(case))
     other = Family(40, 24, "full")  # may work
-    assert measured.calibrate(gpu, other, PER_TOKEN) is None and predicted(other).wins
-    assert measured.calibrate(gpu, NEW, PER_TOKEN) == error
+    assert timing.calibrate(gpu, other, PER_TOKEN) is None and predicted(other).wins
+    assert timing.calibrate(gpu, NEW, PER_TOKEN) == error
 
 
 @pytest.mark.parametrize("second", [GPU, "another GPU"])
@@ -829,19 +835,23 @@ def test_a_gpu_that_cannot_be_measured_keeps_no_other_from_it(second, gpu, monke
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[device.index])
 
     def measure(case, rounds):
-        return clock(case) if case.device == other else dict.fromkeys(case.candidates, "Error: 1")
+        return (
+            clock(case)
+            if case.shape.device == other
+            else dict.fromkeys(case.candidates, "Error: 1")
+        )
 
-    monkeypatch.setattr(autotune, "measure", measure)
-    error = measured.calibrate(gpu, NEW, PER_TOKEN)
+    monkeypatch.setattr(timing, "measure", measure)
+    error = timing.calibrate(gpu, NEW, PER_TOKEN)
     assert "0 sizes were timed" in error
-    assert measured.calibrate(other, NEW, PER_TOKEN) is None
-    assert measured.predict(second, NEW, *PER_TOKEN, LONG).wins
-    assert measured.calibrate(gpu, NEW, PER_TOKEN) == error
+    assert timing.calibrate(other, NEW, PER_TOKEN) is None
+    assert tables.predict(second, NEW, *PER_TOKEN, LONG).wins
+    assert timing.calibrate(gpu, NEW, PER_TOKEN) == error
 
 
 def test_where_time_is_over_as_many_sizes_are_measured_as_a_fit_needs(timed, gpu, monkeypatch):
-    monkeypatch.setattr(measured, "SECONDS", -1.0)
-    assert measured.calibrate(gpu, NEW, PER_TOKEN) is None
+    monkeypatch.setattr(timing, "SECONDS", -1.0)
+    assert timing.calibrate(gpu, NEW, PER_TOKEN) is None
     assert len(timed) == cost.ENOUGH and predicted(NEW).wins
 
 
@@ -849,22 +859,24 @@ def test_what_the_candidates_launch_is_compiled_and_not_launched(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
     given, x = [], torch.zeros(4)
-    monkeypatch.setattr(autotune, "compile_elsewhere", lambda *args: given.append(args) or "jobs")
+    monkeypatch.setattr(timing, "compile_elsewhere", lambda *args: given.append(args) or "jobs")
 
     def calls_of(case):
-        if case.q[2] == 1024:
+        if case.shape.q[2] == 1024:
             raise RuntimeError("out of memory")
         run = functools.partial(launch.launch_cached, "kernel", (1,), (x,))
-        run = {each: functools.partial(run, (case.q[2], each.recipe)) for each in case.candidates}
+        run = {
+            each: functools.partial(run, (case.shape.q[2], each.recipe)) for each in case.candidates
+        }
         return run | {Candidate("sage1"): lambda: 1 / 0}
 
-    monkeypatch.setattr(autotune, "calls_of", calls_of)
+    monkeypatch.setattr(timing, "calls_of", calls_of)
     names = "sage1", *PER_TOKEN
     cases = [
-        measured._case(torch.device("cuda", 0), NEW, names, Sizes(1, 2, 2, N, N))
+        timing._case(torch.device("cuda", 0), NEW, names, Sizes(1, 2, 2, N, N))
         for N in (1024, 2048)
     ]
-    assert autotune.start_compiling(cases) == "jobs"
+    assert timing.start_compiling(cases) == "jobs"
     ((launches, capability),) = given
     assert capability == (9, 0)
     assert [each.arguments[1:] for each in launches] == [(2048, *PER_TOKEN)]
@@ -879,15 +891,15 @@ def test_all_kernels_compile_before_the_first_size_is_timed(timed, gpu, monkeypa
         compiled.extend(cases)
         return ["jobs"]
 
-    monkeypatch.setattr(autotune, "start_compiling", start_compiling)
+    monkeypatch.setattr(timing, "start_compiling", start_compiling)
     monkeypatch.setattr(concurrent.futures, "wait", lambda *args: waited.append((args, len(timed))))
-    assert measured.calibrate(gpu, NEW, PER_TOKEN) is None
-    assert compiled == timed and waited == [((["jobs"], measured.LONGEST), 0)]
+    assert timing.calibrate(gpu, NEW, PER_TOKEN) is None
+    assert compiled == timed and waited == [((["jobs"], timing.LONGEST), 0)]
 
 
 def test_what_another_rank_says_may_make_no_sense(gpu, monkeypatch):
-    monkeypatch.setattr(autotune, "agreed", lambda key, find: {"families": []})
-    assert measured.calibrate(gpu, NEW, PER_TOKEN).startswith("ValueError: processors must be")
+    monkeypatch.setattr(timing, "agreed", lambda key, find: {"families": []})
+    assert timing.calibrate(gpu, NEW, PER_TOKEN).startswith("ValueError: processors must be")
 
 
 def test_what_another_process_has_measured_meanwhile_is_not_measured(timed, gpu):
@@ -897,19 +909,19 @@ def test_what_another_process_has_measured_meanwhile_is_not_measured(timed, gpu)
     theirs = dataclasses.replace(theirs, families={wide: theirs.families[FULL_64]})
     timed.clear()
     assert predicted(narrow) is None
-    measured.path_of(GPU).write_text(measured.to_text(theirs))
-    assert measured.calibrate(gpu, narrow, PER_TOKEN) is None and not timed
+    tables.path_of(GPU).write_text(tables.to_text(theirs))
+    assert timing.calibrate(gpu, narrow, PER_TOKEN) is None and not timed
     assert predicted(narrow).wins
 
 
 def test_a_process_does_not_wait_for_ever_for_one_that_hangs(timed, gpu, monkeypatch):
-    monkeypatch.setattr(measured, "PATIENCE", 0.05)
-    lock = measured.FileLock(f"{measured.path_of(GPU)}.lock")
+    monkeypatch.setattr(tables, "PATIENCE", 0.05)
+    lock = tables.FileLock(f"{tables.path_of(GPU)}.lock")
     with concurrent.futures.ThreadPoolExecutor(1) as other:  # one thread would be told at once
         other.submit(lock.acquire).result()
-        assert measured.calibrate(gpu, NEW, PER_TOKEN) is None
+        assert timing.calibrate(gpu, NEW, PER_TOKEN) is None
         other.submit(lock.release).result()
-    assert predicted(NEW).wins and len(timed) == len(measured.FEW)
+    assert predicted(NEW).wins and len(timed) == len(timing.FEW)
 
 
 def test_two_processes_that_save_keep_both_tables(gpu):
@@ -919,43 +931,43 @@ def test_two_processes_that_save_keep_both_tables(gpu):
         dataclasses.replace(table, families={Family(D, D, "mask"): table.families[FULL_64]})
         for D in (64, 128)
     )
-    lock = measured.FileLock(f"{measured.path_of(GPU)}.lock")
+    lock = tables.FileLock(f"{tables.path_of(GPU)}.lock")
     with concurrent.futures.ThreadPoolExecutor(1) as other:
         with lock:
-            saving = other.submit(measured.save, second)
+            saving = other.submit(tables.save, second)
             with pytest.raises(concurrent.futures.TimeoutError):
                 saving.result(timeout=0.3)
-            measured.path_of(GPU).write_text(measured.to_text(first))
-        assert saving.result(timeout=30) == measured.path_of(GPU)
-    found, _ = measured.tables(GPU)  # before the built-in one
+            tables.path_of(GPU).write_text(tables.to_text(first))
+        assert saving.result(timeout=30) == tables.path_of(GPU)
+    found, _ = tables.known(GPU)  # before the built-in one
     assert found.families.keys() == first.families.keys() | second.families.keys()
 
 
 def test_what_this_process_has_measured_stays_in_force_in_it(timed, gpu):
     """As the ranks of a job have agreed, whatever their hosts' tables say later."""
-    assert measured.calibrate(gpu, NEW, PER_TOKEN) is None
-    before, (table, *_) = predicted(NEW), measured.tables(GPU)
+    assert timing.calibrate(gpu, NEW, PER_TOKEN) is None
+    before, (table, *_) = predicted(NEW), tables.known(GPU)
     twice = {
         sizes: {name: 2 * each for name, each in ms.items()}
         for sizes, ms in table.families[NEW].items()
     }
-    measured.save(dataclasses.replace(table, families={NEW: twice}))
+    tables.save(dataclasses.replace(table, families={NEW: twice}))
     assert predicted(NEW) == before
     calibrated_by_another_process()
     assert predicted(NEW).ours == pytest.approx(2 * before.ours)
 
 
 def test_what_was_measured_against_a_flash_attention_holds_for_no_other(timed, gpu, monkeypatch):
-    monkeypatch.setattr(measured, "current_flash_attention_impl", lambda: "FA3")
-    assert measured.calibrate(gpu, NEW, PER_TOKEN) is None and predicted(NEW).wins
-    monkeypatch.setattr(measured, "current_flash_attention_impl", lambda: None)
+    monkeypatch.setattr(families, "current_flash_attention_impl", lambda: "FA3")
+    assert timing.calibrate(gpu, NEW, PER_TOKEN) is None and predicted(NEW).wins
+    monkeypatch.setattr(families, "current_flash_attention_impl", lambda: None)
     assert predicted(NEW) is None
 
 
 def test_what_is_known_of_all_recipes_that_are_asked_for(gpu):
-    measured.save(tuned(gpu))
-    assert measured.knows(GPU, FULL_64, ("sage2-8b-per-token", "sage2-8b")) is not None
-    assert measured.knows(GPU, FULL_64, ("sage2-8b-per-token", "sage1")) is None
+    tables.save(tuned(gpu))
+    assert tables.with_times(GPU, FULL_64, ("sage2-8b-per-token", "sage2-8b")) is not None
+    assert tables.with_times(GPU, FULL_64, ("sage2-8b-per-token", "sage1")) is None
 
 
 def test_where_nothing_can_be_written_it_is_known_in_this_process(
@@ -963,21 +975,21 @@ def test_where_nothing_can_be_written_it_is_known_in_this_process(
 ):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SAGE_INDUCTOR_TABLES", str(tmp_path / "file"))
-    assert measured.calibrate(gpu, NEW, PER_TOKEN) is None
+    assert timing.calibrate(gpu, NEW, PER_TOKEN) is None
     assert predicted(NEW).wins and "is kept for this process alone" in caplog.text
-    assert measured.calibrate(gpu, Family(40, 24, "full"), PER_TOKEN) is None
+    assert timing.calibrate(gpu, Family(40, 24, "full"), PER_TOKEN) is None
     assert predicted(NEW).wins and predicted(Family(40, 24, "full")).wins
 
 
 def test_ranks_predict_by_the_times_of_one_of_them(timed, gpu, monkeypatch):
     store = torch.distributed.HashStore()
-    monkeypatch.setattr(autotune, "agreed", lambda key, find: autotune._agreed(key, find, store))
-    assert measured.calibrate(gpu, NEW, PER_TOKEN) is None
+    monkeypatch.setattr(timing, "agreed", lambda key, find: timing._agreed(key, find, store))
+    assert timing.calibrate(gpu, NEW, PER_TOKEN) is None
     first = predicted(NEW)
     calibrated_by_another_process()
-    measured.path_of(GPU).unlink()  # another host's
-    assert measured.calibrate(gpu, NEW, PER_TOKEN) is None
-    assert predicted(NEW) == first and len(timed) == len(measured.FEW)
+    tables.path_of(GPU).unlink()  # another host's
+    assert timing.calibrate(gpu, NEW, PER_TOKEN) is None
+    assert predicted(NEW) == first and len(timed) == len(timing.FEW)
     calibrated_by_another_process()  # of the next job of both hosts
     assert predicted(NEW) == first
     # What it did not find it finds now: of another family, recipe or GPU.
@@ -987,15 +999,15 @@ def test_ranks_predict_by_the_times_of_one_of_them(timed, gpu, monkeypatch):
     )):  # fmt: skip
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_, name=name: name)
         calibrated_by_another_process()
-        assert measured.calibrate(gpu, family, (recipe,)) is None
-        assert measured.predict(name, family, recipe, LONG).wins
-        assert len(timed) == (i + 2) * len(measured.FEW)
+        assert timing.calibrate(gpu, family, (recipe,)) is None
+        assert tables.predict(name, family, recipe, LONG).wins
+        assert len(timed) == (i + 2) * len(timing.FEW)
 
 
 def test_ranks_ask_each_other_of_nothing_that_they_know(gpu, monkeypatch):
     """Another rank, of another host, may never ask."""
-    monkeypatch.setattr(autotune, "agreed", None)
-    assert measured.calibrate(gpu, Family(128, 128, "full"), PER_TOKEN) is None
+    monkeypatch.setattr(timing, "agreed", None)
+    assert timing.calibrate(gpu, Family(128, 128, "full"), PER_TOKEN) is None
 
 
 # -- mode="max-autotune" ----
@@ -1007,9 +1019,12 @@ def case(
     """96 queries, 64 keys, two heads to each of k's."""
     cpu = torch.device("cpu")
     q, k, v = (2, 4, 96, 32), (2, 2, 64, 32), (2, 2, 64, D_v)
-    return BenchmarkCase(
-        cpu, torch.bfloat16, q, k, v, band, mask, dtype, tuple(map(Candidate, recipes))
-    )
+    shape = CallShape(cpu, torch.bfloat16, q, k, v, band, mask, dtype)
+    return BenchmarkCase(shape, tuple(map(Candidate, recipes)))
+
+
+def with_shape(case, **changes):
+    return case._replace(shape=case.shape._replace(**changes))
 
 
 @pytest.fixture
@@ -1022,7 +1037,7 @@ def on_cpu(monkeypatch):
         runs.extend((name, call()) for name, call in calls.items())
         return dict.fromkeys(calls, 1.0)
 
-    monkeypatch.setattr(autotune, "time_calls", medians)
+    monkeypatch.setattr(timing, "time_calls", medians)
 
     def sdpa(q, k, v, attn_mask, is_causal, **kwargs):
         assert attn_mask is None or not is_causal  # an error on CUDA, CPU's takes both
@@ -1030,12 +1045,12 @@ def on_cpu(monkeypatch):
             q, k, v, attn_mask, is_causal=is_causal, **kwargs
         )
 
-    monkeypatch.setattr(autotune.F, "scaled_dot_product_attention", sdpa)
-    monkeypatch.setattr(autotune, "sdpa_kernel", lambda backend: lambda function: function)
+    monkeypatch.setattr(timing.F, "scaled_dot_product_attention", sdpa)
+    monkeypatch.setattr(timing, "sdpa_kernel", lambda backend: lambda function: function)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    autotune.benchmark.cache_clear()
+    timing.benchmark.cache_clear()
     yield runs
-    autotune.benchmark.cache_clear()
+    timing.benchmark.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -1051,22 +1066,22 @@ def on_cpu(monkeypatch):
     ],
 )
 def test_all_that_is_timed_is_the_same_attention(asked, count, on_cpu):
-    assert set(autotune.benchmark(asked)) == {name for name, _ in on_cpu}
+    assert set(timing.benchmark(asked)) == {name for name, _ in on_cpu}
     exact = on_cpu[0][1].float()
-    assert len(on_cpu) == count + 2 and exact.shape == (2, 4, 96, asked.v[3])
+    assert len(on_cpu) == count + 2 and exact.shape == (2, 4, 96, asked.shape.v[3])
     seen = ~exact.isnan() & (exact != 0)  # a row that sees nothing is NaN or 0
     for _, out in on_cpu:
         error = (out.float() - exact)[seen].abs().sum() / exact[seen].abs().sum()
         assert error < 0.08
 
 
-TRAINS = dataclasses.replace(case(recipes=("g",)), trains=True)
+TRAINS = with_shape(case(recipes=("g",)), trains=True)
 
 
 def test_of_a_case_that_trains_all_that_is_timed_are_the_same_gradients(on_cpu):
-    assert len(autotune.benchmark(TRAINS)) == 3
+    assert len(timing.benchmark(TRAINS)) == 3
     exact = on_cpu[0][1]
-    assert [x.shape for x in exact] == [TRAINS.q, TRAINS.k, TRAINS.v]
+    assert [x.shape for x in exact] == [TRAINS.shape.q, TRAINS.shape.k, TRAINS.shape.v]
     for _, found in on_cpu:
         for x, y in zip(found, exact, strict=True):
             assert (x.float() - y.float()).abs().sum() < 0.08 * y.float().abs().sum()
@@ -1074,8 +1089,8 @@ def test_of_a_case_that_trains_all_that_is_timed_are_the_same_gradients(on_cpu):
 
 
 def test_a_causal_case_that_trains_is_sdpas_causal_gradient(on_cpu):
-    asked = dataclasses.replace(TRAINS, band=Band(None, 0), candidates=(Candidate("sagebwd"),))
-    autotune.benchmark(asked)
+    asked = with_shape(TRAINS, band=Band(None, 0))._replace(candidates=(Candidate("sagebwd"),))
+    timing.benchmark(asked)
     (_, exact), _, (_, found) = on_cpu
     for x, y in zip(found, exact, strict=True):
         assert (x.float() - y.float()).abs().sum() < 0.1 * y.float().abs().sum()
@@ -1099,9 +1114,9 @@ def test_nothing_of_the_users_is_in_force_where_a_step_is_timed(on_cpu):
     compiled_autograd = torch._dynamo.compiled_autograd._enable(lambda gm: seen.append(gm) or gm)
     hooks = torch.autograd.graph.saved_tensors_hooks(note, note)
     with compiled_autograd, hooks, torch.autocast("cpu", torch.float16), Mode():
-        assert all(isinstance(ms, float) for ms in autotune.measure(TRAINS).values())
+        assert all(isinstance(ms, float) for ms in timing.measure(TRAINS).values())
     with torch.inference_mode():
-        assert all(isinstance(ms, float) for ms in autotune.measure(TRAINS).values())
+        assert all(isinstance(ms, float) for ms in timing.measure(TRAINS).values())
     assert not seen and len(on_cpu) == 6
     assert {x.dtype for _, found in on_cpu for x in found} == {torch.bfloat16}
 
@@ -1110,7 +1125,7 @@ def test_the_kernels_of_a_step_are_all_compiled_before(on_cpu, monkeypatch):
     """Those of the backward too, which autograd launches: in the thread that notes."""
     given, threads = [], []
     monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(autotune, "compile_elsewhere", lambda launches, _: given.append(launches))
+    monkeypatch.setattr(timing, "compile_elsewhere", lambda launches, _: given.append(launches))
 
     class Launches(torch.autograd.Function):
         @staticmethod
@@ -1129,50 +1144,50 @@ def test_the_kernels_of_a_step_are_all_compiled_before(on_cpu, monkeypatch):
         threads.append(threading.get_ident())
         return lambda q, k, v, *_: (Launches.apply(q, k, v),)
 
-    monkeypatch.setattr(autotune, "trained_by", trained_by)
+    monkeypatch.setattr(timing, "trained_by", trained_by)
     monkeypatch.setattr(
         torch.autograd, "grad", functools.partial(torch.autograd.grad, allow_unused=True)
     )
-    autotune.start_compiling([TRAINS])
+    timing.start_compiling([TRAINS])
     assert [each.kernel for each in given[0]] == ["forward", "backward"]
     assert len(set(threads)) == 1 and threads[0] != threading.get_ident()
 
 
 def test_what_the_user_switched_off_is_no_rival(on_cpu):
-    assert autotune.rivals() == tuple(autotune.BACKENDS)
+    assert families.rivals() == tuple(families.BACKENDS)
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
-        assert autotune.rivals() == ("FLASH_ATTENTION",)
+        assert families.rivals() == ("FLASH_ATTENTION",)
     with sdpa_kernel(SDPBackend.MATH):
-        assert autotune.rivals() == ("MATH",)
+        assert families.rivals() == ("MATH",)
     for given, timed in (
         (("MATH",), {"MATH"}),
         (("FLASH_ATTENTION", "EFFICIENT_ATTENTION"), {"FLASH_ATTENTION"}),
         (("EFFICIENT_ATTENTION",), {"EFFICIENT_ATTENTION"}),
     ):
-        asked = dataclasses.replace(case(), rivals=given)
-        assert autotune.benchmark(asked).keys() == timed | {*asked.candidates}
+        asked = case()._replace(rivals=given)
+        assert timing.benchmark(asked).keys() == timed | {*asked.candidates}
 
 
 def test_a_case_is_timed_once_and_leaves_the_users_random_numbers(on_cpu):
     torch.manual_seed(3)
     expected = torch.randn(4)
     torch.manual_seed(3)
-    first = autotune.benchmark(case())
-    assert autotune.benchmark(case()) is first and len(on_cpu) == 4
+    first = timing.benchmark(case())
+    assert timing.benchmark(case()) is first and len(on_cpu) == 4
     assert torch.equal(torch.randn(4), expected)
-    autotune.benchmark(case(D_v=16))
+    timing.benchmark(case(D_v=16))
     assert len(on_cpu) == 4 + 5
-    autotune.benchmark(dataclasses.replace(case(), flash_attention="FA3"))
+    timing.benchmark(case()._replace(flash_attention="FA3"))
     assert len(on_cpu) == 4 + 5 + 4
 
 
 def test_each_tile_is_timed_as_such(on_cpu, monkeypatch):
     told = []
 
-    attend = autotune.attend
-    monkeypatch.setattr(autotune, "attend", lambda call: told.append(call) or attend(call))
+    attend = timing.attend
+    monkeypatch.setattr(timing, "attend", lambda call: told.append(call) or attend(call))
     candidates = tuple(Candidate("sage2-8b-per-token", n) for n in (0, 2, 3, None))
-    found = autotune.benchmark(dataclasses.replace(case(), candidates=candidates))
+    found = timing.benchmark(case()._replace(candidates=candidates))
     assert tuple(found) == ("CUDNN_ATTENTION", "FLASH_ATTENTION", *candidates)
     assert [call.warpgroups for call in told] == [0, 2, 3, None]
     assert {(call.recipe, call.portable) for call in told} == {
@@ -1181,19 +1196,19 @@ def test_each_tile_is_timed_as_such(on_cpu, monkeypatch):
 
 
 def test_what_fails_has_its_error_instead_of_a_time(on_cpu, monkeypatch):
-    medians, (rows, accurate) = autotune.time_calls, case().candidates
+    medians, (rows, accurate) = timing.time_calls, case().candidates
     monkeypatch.setattr(
-        autotune, "time_calls", lambda calls, n: medians(calls, n) | {accurate: OSError("a\nb")}
+        timing, "time_calls", lambda calls, n: medians(calls, n) | {accurate: OSError("a\nb")}
     )
-    assert autotune.benchmark(case()) == {
+    assert timing.benchmark(case()) == {
         "CUDNN_ATTENTION": 1.0, "FLASH_ATTENTION": 1.0, rows: 1.0, accurate: "OSError: a"
     }  # fmt: skip
 
     def no_memory(case):
         raise torch.OutOfMemoryError("of 80 GiB")
 
-    monkeypatch.setattr(autotune, "calls_of", no_memory)
-    found = autotune.benchmark(case(D_v=16))
+    monkeypatch.setattr(timing, "calls_of", no_memory)
+    found = timing.benchmark(case(D_v=16))
     assert found == dict.fromkeys((rows, accurate), "OutOfMemoryError: of 80 GiB")
 
 
@@ -1204,19 +1219,19 @@ def test_calls_take_turns_and_one_that_fails_is_left_out(monkeypatch):
         turns.append(call)
         if call == "b" and len(turns) > 3:
             raise ValueError("b")
-        return {"a": 3.0, "b": 1.0, "c": autotune.ONE_ROUND_MS + 1.0}[call]
+        return {"a": 3.0, "b": 1.0, "c": timing.ONE_ROUND_MS + 1.0}[call]
 
-    monkeypatch.setattr(autotune, "time_call", time_call)
-    found = autotune.time_calls({name: name for name in "abc"})
+    monkeypatch.setattr(timing, "time_call", time_call)
+    found = timing.time_calls({name: name for name in "abc"})
     assert "".join(turns) == "abc" + "ba" + "a"  # c is long
-    assert (found["a"], found["c"]) == (3.0, autotune.ONE_ROUND_MS + 1.0) and str(found["b"]) == "b"
+    assert (found["a"], found["c"]) == (3.0, timing.ONE_ROUND_MS + 1.0) and str(found["b"]) == "b"
 
 
 def test_calls_are_timed_while_dynamo_compiles(on_cpu):
     """With real tensors, whatever the compilation has for its own."""
 
     def compiler(gm, example_inputs):
-        autotune.benchmark(case())
+        timing.benchmark(case())
         return gm.forward
 
     with torch.autocast("cpu", torch.float16):
@@ -1235,10 +1250,10 @@ def test_ranks_share_times_by_the_kind_of_gpu(monkeypatch):
     names = {0: "NVIDIA H200", 1: "NVIDIA H200", 2: "NVIDIA H100"}
     store = torch.distributed.HashStore()
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[device.index])
-    monkeypatch.setattr(autotune, "measure", lambda case: {"measured": case.device.index})
-    monkeypatch.setattr(autotune, "agreed", lambda key, find: autotune._agreed(key, find, store))
-    cases = [dataclasses.replace(case(), device=torch.device("cuda", i)) for i in names]
-    assert [autotune.benchmark(each)["measured"] for each in cases] == [0, 0, 2]
+    monkeypatch.setattr(timing, "measure", lambda case: {"measured": case.shape.device.index})
+    monkeypatch.setattr(timing, "agreed", lambda key, find: timing._agreed(key, find, store))
+    cases = [with_shape(case(), device=torch.device("cuda", i)) for i in names]
+    assert [timing.benchmark(each)["measured"] for each in cases] == [0, 0, 2]
 
 
 def test_threads_are_timed_one_at_a_time(on_cpu, monkeypatch):
@@ -1251,16 +1266,16 @@ def test_threads_are_timed_one_at_a_time(on_cpu, monkeypatch):
         running.pop()
         return dict.fromkeys(calls, 1.0)
 
-    monkeypatch.setattr(autotune, "time_calls", time_calls)
+    monkeypatch.setattr(timing, "time_calls", time_calls)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(autotune.benchmark, (case(), case(D_v=16))))
+        found = list(pool.map(timing.benchmark, (case(), case(D_v=16))))
     assert all(set(times.values()) == {1.0} for times in found)
 
 
 def test_with_a_fake_process_group_there_is_no_other_rank_to_wait_for():
     """Its store counts nothing and holds nothing."""
     store = SimpleNamespace(add=lambda key, n: 0, set=lambda key, value: None, get=None)
-    assert autotune._agreed("key", lambda: [1.0], store) == [1.0]
+    assert timing._agreed("key", lambda: [1.0], store) == [1.0]
 
 
 @pytest.mark.parametrize("first", ["is gone", "has failed"])
@@ -1269,17 +1284,17 @@ def test_a_rank_times_for_itself_where_the_one_that_was_to_do_it(first, caplog):
     store.set_timeout(datetime.timedelta(milliseconds=10))
     if first == "has failed":
         with pytest.raises(ZeroDivisionError):
-            autotune._agreed("key", lambda: 1 / 0, store)
+            timing._agreed("key", lambda: 1 / 0, store)
     second = SimpleNamespace(add=lambda key, n: 2, get=store.get)
-    assert autotune._agreed("key", lambda: [1.0], second) == [1.0]
+    assert timing._agreed("key", lambda: [1.0], second) == [1.0]
     assert ("this rank does it for itself" in caplog.text) == (first == "is gone")
 
 
 @pytest.mark.parametrize(
     "mode, clock",
     [
-        ("max-autotune", autotune.benchmark),
-        ("max-autotune-no-cudagraphs", autotune.benchmark),
+        ("max-autotune", timing.benchmark),
+        ("max-autotune-no-cudagraphs", timing.benchmark),
         ("reduce-overhead", None),
         ("default", None),
         (None, None),
@@ -1304,7 +1319,7 @@ def test_a_call_is_timed_on_the_gpu(N):
     q, k, v = (torch.randn(1, 8, N, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     sdpa = torch.nn.functional.scaled_dot_product_attention
     for _ in range(2):  # the second time from memory
-        misses = autotune.benchmark.cache_info().misses
+        misses = timing.benchmark.cache_info().misses
         compiled = torch.compile(sdpa, backend="sage", mode="max-autotune-no-cudagraphs")
         out = compiled(q, k, v)
         (site,) = sage_inductor.report()
@@ -1313,14 +1328,14 @@ def test_a_call_is_timed_on_the_gpu(N):
         )
         assert cos_sim(out, sdpa(q, k, v)) > 0.99
         torch._dynamo.reset()
-    assert autotune.benchmark.cache_info().misses == misses
+    assert timing.benchmark.cache_info().misses == misses
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("D, is_causal", [(64, True), (128, False)])
 def test_the_fastest_tile_on_the_gpu_is_taken_and_each_is_right(D, is_causal, monkeypatch):
     q, k, v = (torch.randn(1, 8, 2048, D, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    clock, found = autotune.benchmark, {}
+    clock, found = timing.benchmark, {}
 
     def ours(case):
         """Ours alone, so that one of them wins."""
@@ -1330,7 +1345,7 @@ def test_the_fastest_tile_on_the_gpu_is_taken_and_each_is_right(D, is_causal, mo
     def sdpa(q, k, v):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
 
-    monkeypatch.setattr(autotune, "benchmark", ours)
+    monkeypatch.setattr(timing, "benchmark", ours)
     torch._dynamo.reset()
     outs = [torch.compile(sdpa, backend="sage", mode="max-autotune-no-cudagraphs")(q, k, v)]
     (site,) = sage_inductor.report()
@@ -1364,7 +1379,7 @@ def test_a_call_is_timed_while_another_thread_allocates():
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         pool.submit(allocate)
         try:
-            assert all(0 < autotune.time_call(lambda: x @ x) < 1 for _ in range(5))
+            assert all(0 < timing.time_call(lambda: x @ x) < 1 for _ in range(5))
         finally:
             stop.set()
     assert not failed
@@ -1374,10 +1389,10 @@ def test_a_call_is_timed_while_another_thread_allocates():
 def test_every_way_of_a_case_is_timed(monkeypatch, tmp_path):
     monkeypatch.setenv("SAGE_INDUCTOR_TABLES", str(tmp_path))
     device = torch.device("cuda", 0)
-    for kind in (*tune.KINDS, "mask", "bias"):
+    for kind in (*timing.TUNED_KINDS, "mask", "bias"):
         family, recipe = Family(64, 64, kind), "g" if kind in cost.TRAINED else "sage2-8b"
         sizes = [(1, 8, 8, N, N) for N in (1024, 1280, 1536, 2048, 3072, 4096)]
-        found = measured.measure(device, family, (recipe,), measured.sizes_of(family, sizes), 1)
+        found = timing.measure_family(device, family, (recipe,), family.sizes(sizes), 1)
         for ms in found.values():
             assert {recipe} < set(ms) and min(ms.values()) > 0
 
@@ -1389,7 +1404,7 @@ def test_a_family_of_this_gpu_is_measured_while_a_call_of_it_compiles(
 ):
     monkeypatch.setenv("SAGE_INDUCTOR_TABLES", str(tmp_path))
     calibrated_by_another_process()
-    monkeypatch.setattr(measured, "built_in", dict)
+    monkeypatch.setattr(tables, "built_in", dict)
     sdpa = torch.nn.functional.scaled_dot_product_attention
     q, k, v = (torch.randn(1, 24, 8192, 48, device="cuda", dtype=torch.bfloat16) for _ in "qkv")
     q.requires_grad_(trains)
@@ -1412,12 +1427,12 @@ def test_what_other_processes_compiled_is_found_when_it_is_timed(D, kind, recipe
     """By Triton's key: of the kernels that are timed none compiles here."""
     device, hits = torch.device("cuda", 0), []
     family = Family(D, D, kind)
-    sizes = measured.sizes_of(family, measured.FEW[:2])
-    cases = [measured._case(device, family, (recipe,), each) for each in sizes]
+    sizes = family.sizes(timing.FEW[:2])
+    cases = [timing._case(device, family, (recipe,), each) for each in sizes]
     with knobs.cache.scope(), knobs.compilation.scope():
         knobs.cache.dir = str(tmp_path)
-        concurrent.futures.wait(autotune.start_compiling(cases))
+        concurrent.futures.wait(timing.start_compiling(cases))
         knobs.compilation.listener = lambda *_, cache_hit, **__: hits.append(cache_hit)
-        times = [autotune.measure(case, 1) for case in cases]
+        times = [timing.measure(case, 1) for case in cases]
     assert all(ms > 0 for each in times for ms in each.values()), times
     assert hits and all(hits)

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, assume, given, seed, settings
 from hypothesis import strategies as st
 
 import sage_inductor
-from sage_inductor.decide import Settings, rewrite
+from sage_inductor.choose.decide import Settings, rewrite
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.reference.exact import attention_exact
 

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 
 from sage_inductor import patterns
-from sage_inductor.decide import Settings, rewrite
+from sage_inductor.choose.decide import Settings, rewrite
 from sage_inductor.patterns.call import Decision
 from sage_inductor.patterns.eligible import why_not
 

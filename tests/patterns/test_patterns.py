@@ -24,8 +24,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import sage_inductor
 from sage_inductor import patterns
-from sage_inductor.decide import Settings, _at_least, rewrite
-from sage_inductor.decide import decide as decide_call
+from sage_inductor.choose.decide import Settings, _at_least, rewrite
+from sage_inductor.choose.decide import decide as decide_call
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.sdpa import SdpaCall, compose
 from sage_inductor.patterns import sdpa as sdpa_pattern

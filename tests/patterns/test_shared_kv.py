@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.testing import assert_close
 
 import sage_inductor
-from sage_inductor.decide import rewrite
+from sage_inductor.choose.decide import rewrite
 from sage_inductor.ops.formats import MAX_ROWS
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.patterns import shared_kv

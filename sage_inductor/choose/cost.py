@@ -3,7 +3,7 @@
 Attention kernels deal row tiles to the GPU's processors; a tile takes as long as the keys it sees
 are many. Of a call's sizes that gives twelve numbers (`Features`), and a time is their sum, each
 times a coefficient of its own that is not negative. The coefficients are fitted to times measured
-on that GPU (sage_inductor/measured.py has those), by least squares of the relative error.
+on that GPU (families.py has those), by least squares of the relative error.
 
 One `Fit` is for one head_dim and kind of call: over batches, heads and lengths it interpolates.
 """
@@ -12,6 +12,7 @@ import functools
 import heapq
 import itertools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -351,6 +352,13 @@ class Prediction(NamedTuple):
 
     def __str__(self):
         return f"{self.speedup:.2f}x SDPA by the fit ({self.ours:.3g} and {self.sdpa:.3g} ms)"
+
+
+def fastest(predictions: Sequence[Prediction]) -> Prediction:
+    """The first, which mostly is the fastest, unless another one is faster by more than its
+    error."""
+    first = predictions[0]
+    return min(predictions, key=lambda each: each.ours * (1 + each.error * (each is not first)))
 
 
 def first_length(wins, limit: int = 2**20) -> int | None:

@@ -1,0 +1,104 @@
+"""What a decision about an attention call may depend on: its sizes, dtype and device, and what
+hides keys. While a graph is compiled a `Call` (call.py) gives one; what is timed beforehand, a
+family of calls, another.
+
+Shapes: B batch, H_q and H_kv heads, N_q and N_kv sequence, D head_dim (D_v of v).
+"""
+
+import itertools
+from typing import NamedTuple
+
+import torch
+
+from sage_inductor.ops.attention import tiles
+from sage_inductor.ops.attention.select import Problem
+from sage_inductor.ops.attention.tiles import Gpu, Tile
+from sage_inductor.ops.recipe import Recipe
+from sage_inductor.patterns.call import CAUSAL, FULL, Band, Call
+from sage_inductor.patterns.graph import guarded, specialised, value_of
+
+
+class CallShape(NamedTuple):
+    """Sizes are numbers, or symbols where the shape is dynamic."""
+
+    device: torch.device | Gpu
+    dtype: torch.dtype  # that attention returns
+    q: tuple  # [B, H_q, N_q, D]
+    k: tuple  # [B, H_kv, N_kv, D]; B may be 1, where all batches share k and v
+    v: tuple  # [B, H_kv, N_kv, D_v], as k
+    band: Band = FULL
+    mask: tuple | None = None  # attn_mask's shape
+    mask_dtype: torch.dtype | None = None
+    block_size: tuple[int, int] | None = None  # of lists of blocks, of queries and of keys
+    is_flex: bool = False  # flex_attention computes it, which needs no mask for a window
+    trains: bool = False  # forward and backward are one time
+
+    @classmethod
+    def of(cls, call: Call) -> "CallShape":
+        q, k, v, mask = (value_of(x) for x in (call.q, call.k, call.v, call.attn_mask))
+        of_mask = (None, None) if mask is None else (tuple(mask.shape), mask.dtype)
+        shapes = (tuple(x.shape) for x in (q, k, v))
+        is_flex = call.spelling == "flex_attention"
+        return cls(q.device, call.out.dtype, *shapes, call.band, *of_mask, call.block_size, is_flex)
+
+    @property
+    def kind(self) -> str:
+        """One of choose/cost.py's KINDS, or "blocks": lists of them."""
+        if self.block_size is not None:
+            return "blocks"
+        if self.mask is None:
+            is_flex = self.is_flex and self.band.kind == "window"
+            kind = "flex window" if is_flex else self.band.kind
+        elif guarded(self.mask[-2] == 1):
+            kind = "keys"
+        else:
+            kind = "mask" if self.mask_dtype == torch.bool else "bias"
+        return kind + "-training" * self.trains
+
+    @property
+    def head_dim(self) -> int:
+        """The wider of k's and v's; a dynamic one is specialised."""
+        return max(specialised(self.q[3]), specialised(self.v[3]))
+
+    @property
+    def lengths(self) -> tuple:
+        """(N_q, N_kv)."""
+        return self.q[2], self.k[2]
+
+    @property
+    def capability(self) -> tuple[int, int] | None:
+        """None: CPU."""
+        return None if self.device.type == "cpu" else tiles.capability(self.device)
+
+    def problem(self, recipe: Recipe) -> Problem:
+        """What chooses the kernel; a ValueError of `select` says why there is none."""
+        masked = self.mask is not None
+        return Problem(self.capability, recipe, self.head_dim, masked, block_size=self.block_size)
+
+    def suits_hopper(self, recipe: Recipe) -> bool:
+        """Whether the Hopper kernel computes such calls, where it is there."""
+        return tiles.suits_hopper(recipe, self.head_dim, self.mask_dtype)
+
+    def hopper_tile(self, recipe: Recipe) -> Tile | None:
+        """The Hopper kernel's tile for these sizes; None: another kernel computes them."""
+        if not self.suits_hopper(recipe):
+            return None
+        (B, H_q, N_q, _), bounds = self.q, (self.band.left, self.band.right)
+        masked = self.mask is not None
+        load = tiles.Load.of(B * H_q, N_q, self.k[2], bounds, masked, self.device)
+        is_causal = self.band == CAUSAL
+        return tiles.hopper(self.capability, recipe.pv, self.head_dim, is_causal, load)
+
+    def hinted(self) -> "CallShape | None":
+        """The same with the sizes that are compiled for, unguarded. None: one depends on data."""
+        q, k, v, mask = (x and tuple(map(hint, x)) for x in (self.q, self.k, self.v, self.mask))
+        if None in itertools.chain(q, k, v, mask or ()):
+            return None
+        return self._replace(q=q, k=k, v=v, mask=mask)
+
+
+def hint(n) -> int | None:
+    """A size while compiling, unguarded; None if it depends on data."""
+    if isinstance(n, torch.SymInt):
+        return n.node.hint if n.node.has_hint() else None
+    return n

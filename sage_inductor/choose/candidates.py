@@ -1,0 +1,60 @@
+"""What a call may become: recipes, each by the tiles that may be the fastest."""
+
+from typing import NamedTuple
+
+from sage_inductor.choose import cost
+from sage_inductor.choose.families import Family
+from sage_inductor.choose.tables import MEASURED
+from sage_inductor.ops.attention import tiles
+from sage_inductor.ops.formats import TRAINED_HEAD_DIM
+from sage_inductor.ops.recipe import NAMED
+from sage_inductor.options import TRAINED_BY
+from sage_inductor.patterns.call_shape import CallShape
+from sage_inductor.patterns.eligible import why_no_g
+
+
+class Candidate(NamedTuple):
+    recipe: str  # a name in NAMED; of what trains, as `trained_by` has it
+    warpgroups: int | None = None  # SdpaCall's
+
+    @property
+    def tile(self) -> str:
+        """What a reason says of the tile, unless it is the table's."""
+        if self.warpgroups is None:
+            return ""
+        names = {0: "the Triton kernel", 1: "1 warpgroup"}
+        return f" with {names.get(self.warpgroups, f'{self.warpgroups} warpgroups')}"
+
+
+def auto_recipes(capability: tuple[int, int] | None, head_dim: int) -> tuple[str, ...]:
+    """The recipes of "auto": the fastest of them, if it is faster than SDPA. The first mostly is:
+    sage2-8b-per-token in 512 of 524 calls (H200, 2026-11-23: bench/regret.py). On CPU (None) those
+    of the GPUs that were measured."""
+    capability = capability or MEASURED
+    if capability < (8, 9):
+        return ("sage1",)
+    if tiles.hopper(capability, "fp8", head_dim, False, tiles.ANY):
+        return "sage2-8b-per-token", "sage2-8b"
+    if capability[0] == 10:  # INT8 is slow there: see ops/attention/triton.py
+        return ("sage2-8b-fp8qk",)
+    return ("sage2-8b",)
+
+
+def recipes_of(capability: tuple[int, int], family: Family) -> tuple[str, ...]:
+    """What "auto" may become for the calls of a family, the first mostly the fastest; of those that
+    train, () where there is nothing but SDPA."""
+    if family.kind not in cost.TRAINED:
+        return auto_recipes(capability, max(family.head_dim, family.head_dim_v))
+    one = family.head_dim == family.head_dim_v <= TRAINED_HEAD_DIM
+    return (TRAINED_BY,) if one and why_no_g(capability) is None else ()
+
+
+def by_tiles(shape: CallShape, recipe: str) -> list[Candidate]:
+    """`recipe` by each tile that may be the fastest. With a dynamic N_q only one length would be
+    timed; there the tile is left to the table, which is read when the call runs."""
+    is_fixed = isinstance(shape.q[2], int)
+    if recipe == TRAINED_BY or not (is_fixed and shape.suits_hopper(NAMED[recipe])):
+        return [Candidate(recipe)]
+    is_causal = shape.band.kind == "causal"
+    rivals = tiles.rivals(shape.capability, NAMED[recipe].pv, shape.head_dim, is_causal)
+    return [Candidate(recipe, warpgroups) for warpgroups in rivals]

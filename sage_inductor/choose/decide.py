@@ -1,0 +1,409 @@
+"""What becomes of a call: quantized with a recipe, or as it was, and why.
+
+A call is rewritten if `sage::sdpa` can stand for it (patterns/eligible.py) and is faster there,
+unless the settings say otherwise. Which recipe it asks for is said by the first rule of the policy
+that fits it, else by the call itself (``sage_inductor.attention(recipe=...)``), else by the
+settings' recipe.
+
+    call -> `Request`     what the policy, the call and the settings ask for
+         -> recipes       those whose kernels compute it
+         -> their times   measured now (timing.py), or predicted from earlier times (tables.py)
+         -> the fastest   if it is faster than SDPA
+"""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+
+from sage_inductor import options, patterns
+from sage_inductor.choose import cost, families, tables, timing
+from sage_inductor.choose.candidates import Candidate, auto_recipes, by_tiles
+from sage_inductor.choose.cost import Prediction, Sizes
+from sage_inductor.choose.families import Family
+from sage_inductor.choose.timing import BenchmarkCase
+from sage_inductor.errors import SageOptionError
+from sage_inductor.ops import recipe as recipes
+from sage_inductor.ops.attention import tiles
+from sage_inductor.ops.attention.select import select
+from sage_inductor.ops.compat import statically_known_true
+from sage_inductor.ops.compile import travels
+from sage_inductor.ops.formats import Q_BLOCK, pad_head_dim
+from sage_inductor.ops.selector import Selection
+from sage_inductor.options import AUTO, OFF, TRAINED_BY
+from sage_inductor.patterns.call import Call, Decision, Site, module_path, value_of
+from sage_inductor.patterns.call_shape import CallShape, hint
+from sage_inductor.patterns.eligible import (
+    LISTS_IN_TRAINING,
+    why_not,
+    why_not_by_itself,
+    why_not_selected,
+    why_not_trained,
+)
+from sage_inductor.patterns.graph import as_int, guarded, specialised
+from sage_inductor.patterns.shared_kv import stacks
+from sage_inductor.policy import CallDescription, ask, layer_of
+from sage_inductor.settings import Settings
+
+# Queries and keys from which block lists beat compiled flex_attention. The preparation of k and v
+# weighs more in shorter ones, and more where fewer blocks are listed. H200, 2026-11-23, torch 2.11:
+# bench/lists.py, with 10 to 100 % of the blocks.
+LISTS_FROM = 16384
+ON_CPU = "on CPU attention stays as it was (sage.emulate=True studies the accuracy)"
+FP32 = "q, k and v are fp32, which is quantized only by sage.force=True"
+EXACT_BACKWARD = "the output requires a gradient, and sage.training is 'off'"
+IS_OFF = "the recipe is 'off'"
+
+# What a call becomes, and why; (None, why it stays as it was).
+Choice = tuple[Candidate | None, str]
+
+
+def rewrite(gm: torch.fx.GraphModule, settings: Settings) -> list[Site]:
+    """The attention calls of `gm` rewritten, in place, as the settings ask for."""
+    return patterns.rewrite(gm, functools.partial(decide, settings=settings), settings.portable)
+
+
+def decide(call: Call, settings: Settings) -> Decision:
+    """What becomes of `call`; nothing is changed yet."""
+    if call.recipe is not None:
+        check_asked(call.recipe)
+    if settings.recipe == OFF and not settings.policy:
+        return Decision(None, IS_OFF)
+    reason = call.refused or why_not(call)
+    if reason:
+        # First what no change of the model lifts: else it would be the next reason.
+        return Decision(None, "; ".join([ON_CPU] * _stays_on_cpu(call, settings) + [reason]))
+    request = _request(call, settings)
+    if request.recipe == OFF:
+        return Decision(None, f"the policy says off ({request.rule})" if request.rule else IS_OFF)
+    if request.training != OFF and call.out.requires_grad and not settings.portable:
+        return _trained(call, settings, request)
+    call = dataclasses.replace(call, selection=request.selection)
+    candidate, reason = _quantized(call, settings, request)
+    if candidate is None:
+        return Decision(None, reason)
+    if settings.portable and (refused := _of_one_block(call, candidate.recipe)):
+        return Decision(None, refused)
+    if _stacks(call, candidate.recipe):
+        reason += "; all batches share k and v, which are prepared once"
+    if settings.portable:
+        reason += _left_behind(CallShape.of(call), candidate.recipe)
+    elif call.out.requires_grad:
+        reason += "; its backward is exact attention's"
+    return Decision(candidate.recipe, reason, candidate.warpgroups, request.selection)
+
+
+def _stays_on_cpu(call: Call, settings: Settings) -> bool:
+    q = value_of(call.q)
+    return isinstance(q, torch.Tensor) and q.device.type == "cpu" and not settings.emulate
+
+
+def check_asked(recipe: str) -> None:
+    """Raise SageOptionError unless it is one that sage_inductor.attention may be asked for."""
+    try:
+        options.check("recipe", recipe, "sage_inductor.attention: ")
+    except ValueError as error:
+        raise SageOptionError(str(error)) from None
+
+
+# -- what is asked for ----
+
+
+class Request(NamedTuple):
+    """What a call asks for, and the rule of the policy that says so, if one does."""
+
+    recipe: str  # a name in NAMED, "auto" or "off"
+    training: str  # one of options.TRAINING
+    selection: Selection | None = None  # the blocks of keys to keep
+    rule: str = ""  # "rule 3", "the function"
+
+    @property
+    def of_rule(self) -> str:
+        """What a reason ends with."""
+        return f" ({self.rule} of the policy)" if self.rule else ""
+
+
+def _request(call: Call, settings: Settings) -> Request:
+    training = settings.training
+    if callable(settings.policy):
+        wanted, rule, selection = _answer(call, settings), "the function", None
+    else:
+        q, module = value_of(call.q), module_path(call.node)
+        D, reaches = as_int(q.shape[3]), lambda n: _at_least(q.shape[2], n, settings)
+        rules = enumerate(settings.policy, 1)
+        fits = (each for each in rules if each[1].fits(module, D, reaches, settings.stage))
+        number, found = next(fits, (0, None))
+        wanted, rule, selection = found and found.recipe, f"rule {number}", found and found.keep
+        if found is not None and found.training is not None:
+            training = found.training
+    if training == AUTO and (settings.emulate or settings.force):
+        training = OFF  # "auto" is about speed
+    if wanted is None:
+        named = settings.recipe != OFF and call.recipe not in (None, AUTO)
+        return Request(recipes.canonical(call.recipe if named else settings.recipe), training)
+    keeps_all = selection is None or selection.top_k == 1
+    return Request(recipes.canonical(wanted), training, None if keeps_all else selection, rule)
+
+
+def _answer(call: Call, settings: Settings) -> str | None:
+    """The recipe that a policy's function asks for."""
+    shape, module = CallShape.of(call), module_path(call.node)
+    described = CallDescription(
+        module, layer_of(module), int(shape.q[3]), *(_length(n, settings) for n in shape.lengths),
+        shape.kind, shape.dtype, shape.device, settings.stage,
+    )  # fmt: skip
+    try:
+        return ask(settings.policy, described)
+    except ValueError as error:
+        raise SageOptionError(str(error)) from error.__cause__
+
+
+# -- what it becomes ----
+
+
+def _trained(call: Call, settings: Settings, request: Request) -> Decision:
+    """What becomes of a call that needs gradients, where it is said how they are computed."""
+    shape = CallShape.of(call)._replace(trains=True)
+    if shape.capability is None and not settings.emulate:
+        return Decision(None, ON_CPU)
+    if shape.dtype == torch.float32 and not (settings.emulate or settings.force):
+        return Decision(None, FP32)
+    if request.selection:
+        return Decision(None, LISTS_IN_TRAINING)
+    by = TRAINED_BY if request.training == AUTO else request.training
+    reason = why_not_trained(call, by, shape.capability)
+    if request.training != AUTO:
+        return Decision(None, reason) if reason else Decision(by, "asked for, forward and backward")
+    reason = reason or why_not_by_itself(call)
+    if reason:
+        return Decision(None, reason)
+    candidate, reason = _fastest(call, shape, settings, (by,))
+    return Decision(candidate and candidate.recipe, reason)
+
+
+def _quantized(call: Call, settings: Settings, request: Request) -> Choice:
+    if call.selection is not None and (reason := why_not_selected(call)):
+        return None, reason + request.of_rule
+    candidate, reason = _recipe(call, CallShape.of(call), settings, request.recipe)
+    kept = f"; keep {call.selection.given()}" if call.selection is not None else ""
+    return candidate, reason + kept + request.of_rule
+
+
+def _recipe(call: Call, shape: CallShape, settings: Settings, wanted: str) -> Choice:
+    """The recipe that is asked for, or the best of "auto", where a kernel computes the call and
+    speed does not speak against it."""
+    is_cpu = shape.capability is None
+    if is_cpu and not settings.emulate:
+        return None, ON_CPU
+    names = (wanted,)
+    if wanted == AUTO:
+        names = ("sage2-8b",) if is_cpu else auto_recipes(shape.capability, shape.head_dim)
+    runnable, refused = [], {}  # each reason once, in order
+    for name in names:
+        try:
+            select(shape.problem(recipes.NAMED[name]))
+        except ValueError as error:
+            refused[str(error)] = None
+        else:
+            runnable.append(name)
+    candidate, reason = None, ""
+    if runnable and (settings.emulate or settings.force):
+        candidate, reason = Candidate(runnable[0]), "emulated" if is_cpu else "forced"
+    elif runnable and shape.dtype == torch.float32:
+        reason = FP32
+    elif runnable and call.out.requires_grad:
+        reason = EXACT_BACKWARD
+    elif runnable:
+        candidate, reason = _fastest(call, shape, settings, tuple(runnable))
+    reasons = [reason] if candidate else [*filter(None, [reason]), *refused]
+    if not is_cpu and (lost := tiles.hopper_is_lost(shape.capability)):
+        of_hopper = "sage2-8b-per-token" if wanted == AUTO else wanted
+        reasons += [lost] * shape.suits_hopper(recipes.NAMED[of_hopper])
+    return candidate, "; ".join(reasons)
+
+
+def _of_one_block(call: Call, recipe: str) -> str | None:
+    """Why a package cannot be made by its example. Where aten works on blocks of queries, one block
+    is a dimension of 1, which torch takes for one that stays 1; and a package checks no guard."""
+    n_q = value_of(call.q).shape[2]
+    by_blocks = call.selection is not None or recipes.NAMED[recipe].of_qk.block_scaled
+    is_short = isinstance(n_q, torch.SymInt) and (hint(n_q) or Q_BLOCK + 1) <= Q_BLOCK
+    if not (by_blocks and is_short):
+        return None
+    return f"the example of a package's dynamic length must be more than {Q_BLOCK}, got {hint(n_q)}"
+
+
+def _left_behind(shape: CallShape, recipe: str) -> str:
+    """What a package's reason adds where a faster kernel exists that cannot travel: its Triton
+    may call kernels in another way than lowering/launcher.h."""
+    if shape.capability is None or travels():
+        return ""
+    if select(shape.problem(recipes.NAMED[recipe])).kernel.traced:
+        return ""
+    sm, version = "sm_{}{}".format(*shape.capability), triton.__version__
+    return f"; with Triton {version} the faster kernel of {sm} cannot travel in a package"
+
+
+def autos(call: Call) -> tuple[str, ...]:
+    """What "auto" may become for `call`; on CPU, what it may on the GPUs that were measured."""
+    shape = CallShape.of(call)
+    return auto_recipes(shape.capability, shape.head_dim)
+
+
+# -- the fastest ----
+
+
+def _fastest(call: Call, shape: CallShape, settings: Settings, names: tuple[str, ...]) -> Choice:
+    """The fastest of the recipes, of which the first mostly is, if it is faster than SDPA: as timed
+    here and now, or as predicted."""
+    if settings.benchmark and not settings.portable:
+        case = _case(call, shape, names)
+        if case is not None:
+            return _timed(shape, case, settings.benchmark(case))
+    if shape.kind == "blocks":
+        return _by_lists(shape, settings, names[0])
+    return _predicted(call, shape, settings, names)
+
+
+def _case(call: Call, shape: CallShape, names: tuple[str, ...]) -> BenchmarkCase | None:
+    """What is timed in the call's place. None where times are predicted: for a size that depends on
+    data, and for calls that none of SDPA's backends computes (flex_attention's windows and block
+    lists, bands at the bottom right)."""
+    timed = shape.hinted()
+    if timed is None or shape.kind in ("flex window", "blocks"):
+        return None
+    N_q, N_kv = timed.lengths
+    if shape.band.bottom_right and N_q != N_kv:
+        return None
+    if all(_stacks(call, name) for name in names):
+        timed = timed._replace(k=(1, *timed.k[1:]), v=(1, *timed.v[1:]))
+    band = dataclasses.replace(shape.band, bottom_right=False)
+    candidates = tuple(each for name in names for each in by_tiles(shape, name))
+    timed = timed._replace(band=band, is_flex=False)
+    return BenchmarkCase(timed, candidates, families.rivals(), families.flash_attention())
+
+
+def _timed(shape: CallShape, case: BenchmarkCase, found: timing.Timed) -> Choice:
+    """The fastest of the case's candidates by the times `found`, if it beats SDPA."""
+    dims = (*shape.q, *shape.k)
+    hints = f" at {[*case.shape.q]}" * any(isinstance(n, torch.SymInt) for n in dims)
+    what = f"autotuned{hints}"
+    times = {each: ms for each, ms in found.items() if not isinstance(ms, str)}
+    ours = {each: times.pop(each) for each in case.candidates if each in times}
+    failed = (each for each in case.candidates if each not in ours)
+    why = "".join(f"; {each.recipe}{each.tile} failed: {found[each]}" for each in failed)
+    if not ours or not times:
+        missing = "no recipe" if times else "no backend of SDPA"
+        return None, f"{what}: {missing} could be timed{why}"
+    fastest = min(ours, key=ours.get)
+    ratio = min(times.values()) / ours[fastest]
+    if ratio < cost.MIN_SPEEDUP:
+        return None, f"{what}: SDPA is {'faster' if ratio < 1 else 'as fast'} ({ratio:.2f}x){why}"
+    reason = f"{what}: {ratio:.2f}x the fastest of SDPA{fastest.tile and ','}{fastest.tile}{why}"
+    if case.flash_attention != families.TORCHS_FLASH:
+        reason += f"; SDPA's flash attention is {case.flash_attention}"
+    return fastest, reason
+
+
+def _predicted(call: Call, shape: CallShape, settings: Settings, names: tuple[str, ...]) -> Choice:
+    """As `_fastest`, by the times that are known of this GPU. A dynamic length is guarded, with the
+    length from which a recipe wins."""
+    family = Family(specialised(shape.q[3]), specialised(shape.v[3]), shape.kind)
+    gpu, lengths = tables.gpu_name(shape.device), shape.lengths
+
+    def never_slower(name: str, why: str) -> Choice:
+        what = f"{name} with {family}, B*H={shape.q[0] * shape.q[1]}"
+        return None, f"never slower: {what} {why}"
+
+    if settings.portable:
+        behind = {name: _left_behind(shape, name) for name in names}
+        if all(behind.values()):
+            return never_slower(names[0], f"in a package was not measured{behind[names[0]]}")
+        names = tuple(name for name in names if not behind[name])
+    fixed = all(isinstance(n, int) or settings.portable and hint(n) for n in lengths)
+    known = [name for name in names if tables.with_times(gpu, family, (name,))]
+    if (fixed or not known) and not all(_at_least(n, cost.SHORTEST, settings) for n in lengths):
+        return None, f"never slower: a call with fewer than {cost.SHORTEST} queries or keys"
+    if not known:
+        if error := _calibrate(shape.device, family, names, settings):
+            return never_slower(names[0], f"was not measured on {gpu}: {error}")
+        known = [name for name in names if tables.with_times(gpu, family, (name,))]
+    heads = tuple(_floor(n, settings) for n in (*shape.q[:2], shape.k[1]))
+    stacked = {name: _stacks(call, name) for name in known}
+
+    def predict(name: str, N: int | None = None) -> Prediction:
+        """With the lengths that are not fixed all of N."""
+        N_q, N_kv = (N if N and isinstance(n, torch.SymInt) else hint(n) for n in lengths)
+        sizes = Sizes(*heads, N_q, N_kv, *shape.band.from_the_top(N_q, N_kv))
+        return tables.predict(gpu, family, name, sizes, stacked[name])
+
+    if fixed:
+        best = cost.fastest([predict(name) for name in known])
+        if not best.wins:
+            return never_slower(best.recipe, f"is {best}")
+        return Candidate(best.recipe), str(best)
+    refused = []
+    for name in known:
+        first = cost.first_length(lambda N, name=name: predict(name, N).wins)
+        least = (cost.SHORTEST if isinstance(n, int) else first for n in lengths)
+        if first is None:
+            refused.append(never_slower(name, "wins at no length (sage.force=True overrides)"))
+        elif all(_at_least(n, at, settings) for n, at in zip(lengths, least, strict=True)):
+            now = "" if None in map(hint, lengths) else f", {predict(name)} at N={hint(lengths[0])}"
+            return Candidate(name), f"N >= {first}{now}"
+        else:
+            why = f"wins from N={first} (sage.force=True overrides)"
+            refused.append(never_slower(name, why))
+    return refused[0]
+
+
+def _by_lists(shape: CallShape, settings: Settings, recipe: str) -> Choice:
+    """The recipe, where it was measured to be faster by block lists than flex_attention is."""
+    behind = _left_behind(shape, recipe) if settings.portable else ""
+    lost = behind or tiles.hopper_is_lost(shape.capability)
+    suits = shape.suits_hopper(recipes.NAMED[recipe])
+    known = tables.gpu_name(shape.device) == tables.H200 and suits and not lost
+    if not known or pad_head_dim(shape.head_dim) not in (64, 128):
+        return None, f"never slower: {recipe} by block lists was not measured{behind}"
+    if not all(_at_least(n, LISTS_FROM, settings) for n in shape.lengths):
+        return None, f"never slower: {recipe} by block lists wins from N={LISTS_FROM}"
+    return Candidate(recipe), f"by block lists, N >= {LISTS_FROM}"
+
+
+def _calibrate(device: torch.device, family: Family, names: tuple[str, ...], settings) -> str:
+    """Measure the family, or say why not."""
+    if family.kind == "flex window":
+        return "flex_attention computes such a window itself"
+    cannot = not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing()
+    if cannot or not settings.calibrate:
+        return "run `python -m sage_inductor tune` there"
+    return timing.calibrate(device, family, names[:1]) or ""  # the first mostly is the fastest
+
+
+def _stacks(call: Call, recipe: str) -> bool:
+    return recipe in recipes.NAMED and stacks(call, recipes.NAMED[recipe])
+
+
+def _floor(n, settings: Settings) -> int:
+    """n, or of a dynamic one the power of 2 below it, guarded: more heads are no slower."""
+    if isinstance(n, int) or settings.portable and hint(n):
+        return hint(n)
+    power = 1 << (hint(n) or 1).bit_length() - 1
+    return power if guarded(n >= power) else 1
+
+
+def _at_least(n, minimum: int, settings: Settings) -> bool:
+    """n >= minimum. A dynamic n is guarded: each side of it gets its own graph. An exported program
+    has one graph for all, chosen by the example's sizes. An n that depends on data cannot be
+    guarded: the answer is yes only if it holds for every n."""
+    if hint(n) is None:
+        return statically_known_true(n >= minimum)
+    return bool((hint(n) if settings.portable else n) >= minimum)
+
+
+def _length(n, settings: Settings):
+    """The length that a policy function gets. Comparing a dynamic one is a guard, but in exported
+    programs it is the example's, as in `_at_least`. One that depends on data is 1."""
+    return 1 if hint(n) is None else hint(n) if settings.portable else n
