@@ -8,6 +8,7 @@ A page says ``<!-- table:NAME -->`` and ``<!-- table:end -->`` where it wants a 
 
 import argparse
 import ast
+import collections
 import inspect
 import json
 import re
@@ -23,7 +24,7 @@ from bench.cases import Case
 from sage_inductor.choose import cost, tables
 from sage_inductor.ops.recipe import ALIASES
 from sage_inductor.options import TRAINED_BY
-from sage_inductor.remedies import CAUSES
+from sage_inductor.patterns.reasons import CAUSES
 
 ROOT = Path(__file__).parent.parent
 END = "<!-- table:end -->"
@@ -427,23 +428,12 @@ def described(entry) -> str:
 
 
 def remedies(gpus: dict[str, dict]) -> str:
-    """Every cause why a call stays, in the words of the report, and what to do about it."""
-    lines = [["the report says", "what to do"]]
+    """What to do about each cause why a call stays, and what the report says of it."""
+    lines = collections.defaultdict(list)
     for cause in CAUSES:
-        for text in wordings(cause.pattern):
-            lines.append([f"`{text}`", cause.remedy.replace("|", "\\|")])
-    return markdown(lines, "---")
-
-
-def wordings(pattern: str) -> list[str]:
-    """What a cause's regular expression is about, readable: dots where a reason varies."""
-    pattern = re.sub(r"\((\\[dw]\+|\.\*\?)\)|\\[dw]\+|\.\*", "...", pattern.replace("^", ""))
-    texts = []
-    for text in re.split(r"\|(?![^(]*\))", pattern):
-        group = re.search(r"\((.*?)\)", text)
-        each = group[1].split("|") if group else [""]
-        texts += [text.replace(group[0], one) if group else text for one in each]
-    return texts
+        text = re.sub(r"\{[^}]*\}(\.\{\})?", "...", cause.text)
+        lines[cause.remedy].append(f"  * `{text}`")
+    return "\n".join(f"* {remedy}:\n" + "\n".join(said) for remedy, said in lines.items())
 
 
 def sparse(gpus: dict[str, dict]) -> str:

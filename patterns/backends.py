@@ -17,6 +17,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
+from sage_inductor.patterns import reasons
 from sage_inductor.patterns.call import CAUSAL, FULL, Call
 from sage_inductor.patterns.graph import Emitter, GraphIndex, equal, guarded, op_name, value_of
 
@@ -46,7 +47,7 @@ def find(node: Node, index: GraphIndex) -> Call | None:
         lse=items.get(LSE),
     )  # fmt: skip
     if more := _more(call, node, items, given):
-        call.refused = f"an op of SDPA's backends is used for more than attention: {more}"
+        call.refused = reasons.MORE_THAN_ATTENTION(more)
     elif call.lse is not None:
         call.finish = lambda x: x if value_of(x).dim() == 4 else _as_stored(call, x)
     return call

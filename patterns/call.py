@@ -18,7 +18,9 @@ from sage_inductor.ops import compat
 from sage_inductor.ops.recipe import NAMED, decode
 from sage_inductor.ops.selector import BLOCK_SIZE, Selection
 from sage_inductor.ops.visibility import NO_LISTS, BlockLists
+from sage_inductor.patterns import reasons
 from sage_inductor.patterns.graph import Emitter, dims, value_of
+from sage_inductor.patterns.reasons import Reason
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Call:
     scale: float | None = None
     enable_gqa: bool = False
     finish: Callable[[Node], Node] = lambda out: out  # from attention's output to `node`'s value
-    refused: str | None = None  # why this call cannot be written as SDPA
+    refused: Reason | None = None  # why this call cannot be written as SDPA
     dead: list[Node] = dataclasses.field(default_factory=list)  # without uses once it is, in order
     recipe: str | None = None  # the argument of sage_inductor.attention
     sink: Node | None = None  # [B, H_q, N_q, 1]: a score more in each row, of a value of 0
@@ -91,7 +93,7 @@ class Decision(NamedTuple):
     """What becomes of a call, and why."""
 
     recipe: str | None  # a name in recipe.NAMED; None: it stays as it was
-    reason: str  # why it stays, or what chose the recipe
+    reason: str  # what chose the recipe or, a Reason, why it stays
     warpgroups: int | None = None  # a schedule, where times were measured: SdpaCall's
     selection: Selection | None = None  # the blocks of keys that are kept; None: all
 
@@ -140,7 +142,7 @@ class Site:
 
 def unreadable(node, error: Exception) -> Site:
     """The site of a call that looking at raised for: it stays as it was."""
-    reason = f"could not be read, which is a fault of ours: {type(error).__name__}: {error}"
+    reason = reasons.UNREADABLE(type(error).__name__, error)
     return Site(module_path(node), node.name, "?", (), (), "?", "?", Decision(None, reason))
 
 

@@ -9,6 +9,7 @@ from torch.fx import Node
 
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.formats import HEAD_DIMS, TRAINED_HEAD_DIM
+from sage_inductor.patterns import reasons
 from sage_inductor.patterns.call import Call, mask_text
 from sage_inductor.patterns.graph import (
     VIEWS,
@@ -19,129 +20,111 @@ from sage_inductor.patterns.graph import (
     statically_true,
     value_of,
 )
+from sage_inductor.patterns.reasons import Reason
 
 BHND, BNHD = [0, 1, 2, 3], [0, 2, 1, 3]  # orders in which an output is stored
 
 
-def why_not(call: Call) -> str | None:
+def why_not(call: Call) -> Reason | None:
     """The reason sage::sdpa cannot stand for this call, whatever the length, or None if it can."""
     q, k, v, mask = (value_of(x) for x in (call.q, call.k, call.v, call.attn_mask))
     out = call.out
     if not all(isinstance(x, torch.Tensor) for x in (q, k, v, out)):
-        return "the graph carries no shapes for this call"
+        return reasons.NO_SHAPES()
     if call.emit.index.functorch_depth(call.node):
-        return "inside a torch.func transform"
+        return reasons.IN_A_TRANSFORM()
     if call.dropout_p != 0.0:
-        return f"dropout_p must be 0, got {call.dropout_p}"
+        return reasons.DROPOUT(call.dropout_p)
     scale = call.scale
     if not (scale is None or isinstance(scale, (int, float)) and math.isfinite(scale)):
-        return f"scale must be a finite number known when compiling, got {scale}"
+        return reasons.SCALE(scale)
     lists = [value_of(x) for pair in call.blocks.lists for x in pair] if call.blocks.size else []
     tensors = [x for x in (q, k, v, mask, value_of(call.sink), *lists) if x is not None]
     for x in tensors:
         if type(x).__name__ != "FakeTensor" or x.layout != torch.strided:
-            return f"tensor subclasses are not supported, got {type(x).__name__}"
+            return reasons.SUBCLASS(type(x).__name__)
     if not q.dim() == k.dim() == v.dim() == 4:
-        return f"q, k and v must be [B, H, N, D], got {q.dim()}, {k.dim()} and {v.dim()} dimensions"
+        return reasons.DIMENSIONS(q.dim(), k.dim(), v.dim())
     if any(guarded(n < 1) for x in (q, k, v) for n in x.shape):
-        return f"q, k or v is empty, got {shown(q)}, {shown(k)}, {shown(v)}"
+        return reasons.EMPTY(*map(shown, (q, k, v)))
     # A batch may depend on data: of 0 samples nothing is launched.
     if not all(guarded(n >= 1) for x in (q, k, v) for n in x.shape[1:]):
-        return f"heads, lengths and head_dim depend on data, got {shown(q)}, {shown(k)}, {shown(v)}"
+        return reasons.OF_DATA(*map(shown, (q, k, v)))
     if any(x.device != q.device for x in tensors) or q.device.type not in ("cpu", "cuda"):
-        return f"the device must be cuda (or cpu, emulated), got {[str(x.device) for x in tensors]}"
+        return reasons.DEVICE([str(x.device) for x in tensors])
     valid = (torch.float16, torch.bfloat16, torch.float32)
     if out.dtype not in valid:  # out's dtype is what autocast makes of the inputs'
-        return f"dtype must be one of {[str(d)[6:] for d in valid]}, got {str(out.dtype)[6:]}"
+        return reasons.DTYPE([str(d)[6:] for d in valid], str(out.dtype)[6:])
     if not (guarded(k.shape[3] == q.shape[3]) and all(map(_has_kernel, (q, v)))):
-        return (
-            f"head_dim of q and k must be one number up to {HEAD_DIMS[-1]}, as v's, "
-            f"got {q.shape[3]}, {k.shape[3]}, {v.shape[3]}"
-        )
+        return reasons.HEAD_DIM(HEAD_DIMS[-1], *(x.shape[3] for x in (q, k, v)))
     pairs = zip((q.shape[0], *k.shape[:3]), (k.shape[0], *v.shape[:3]), strict=True)
     if not all(guarded(n == m) for n, m in pairs):
-        return (
-            f"batches, kv heads and lengths must be equal, got {shown(q)}, {shown(k)}, {shown(v)}"
-        )
+        return reasons.BATCHES(*map(shown, (q, k, v)))
     heads_q, heads_kv = q.shape[1], k.shape[1]
     grouped = call.enable_gqa and guarded(heads_q % heads_kv == 0)
     if not grouped and not guarded(heads_q == heads_kv):
-        return f"q has {heads_q} heads and k {heads_kv}, with enable_gqa={call.enable_gqa}"
+        return reasons.HEADS(heads_q, heads_kv, call.enable_gqa)
     if mask is not None:
         if mask.dtype != torch.bool and mask.dtype not in valid:
-            return f"attn_mask must be bool or floating, got {mask.dtype}"
+            return reasons.MASK_DTYPE(mask.dtype)
         sizes = zip(reversed(mask.shape), (k.shape[2], *reversed(q.shape[:3])), strict=False)
         broadcasts = all(guarded(m == 1) or guarded(m == n) for m, n in sizes)
         if not 2 <= mask.dim() <= 4 or not broadcasts:
-            return f"attn_mask must broadcast to [B, H_q, N_q, N_kv], got {shown(mask)}"
+            return reasons.MASK_SHAPE(shown(mask))
     if lists and (reason := _why_not_listed(call, lists)):
         return reason
     if call.sink is not None and out.requires_grad:
-        return "training: a learned sink has no backward here"
+        return reasons.SINK_IN_TRAINING()
     if stored(call) is None:
-        return (
-            "the output must be contiguous in some order of B, H, N, but for gaps between rows: "
-            f"strides {out.stride()}"
-        )
+        return reasons.STORED(out.stride())
     return None
 
 
-def why_not_selected(call: Call) -> str | None:
+def why_not_selected(call: Call) -> Reason | None:
     """The reason that no blocks may be selected for a call that sage::sdpa can stand for."""
     n_q, n_kv = (value_of(x).shape[2] for x in (call.q, call.k))
     if call.out.requires_grad:
-        return LISTS_IN_TRAINING
+        return reasons.LISTS_IN_TRAINING()
     if mask_text(call) != "none":
-        return f"blocks are selected where there is no mask, got {mask_text(call)}"
+        return reasons.KEEP_UNMASKED(mask_text(call))
     if not statically_true(n_q == n_kv):
-        return f"blocks are selected for self-attention, got {n_q} queries and {n_kv} keys"
+        return reasons.KEEP_SELF(n_q, n_kv)
     if call.lse is not None:
-        return "blocks are selected where no logsumexp is returned"
+        return reasons.KEEP_WITHOUT_LSE()
     return None
 
 
-LISTS_IN_TRAINING = "training: block lists have no backward here"
-
-
-def why_not_trained(call: Call, training: str, capability: tuple[int, int] | None) -> str | None:
+def why_not_trained(call: Call, training: str, capability: tuple[int, int] | None) -> Reason | None:
     """The reason that ``sage.training``'s op of this name cannot stand for a call that sage::sdpa
     can stand for, on a GPU, or (None) on CPU."""
     q, k, v = (value_of(x) for x in (call.q, call.k, call.v))
     causal = is_causal(call)
     masked = call.attn_mask is not None or causal is None
     if masked:
-        return f"{training} trains calls without a mask but the causal one, got {mask_text(call)}"
+        return reasons.TRAINS_UNMASKED(training, mask_text(call))
     if training == "g" and causal and not statically_true(q.shape[2] == k.shape[2]):
-        return (
-            f"g trains causal calls of as many queries as keys, got {q.shape[2]} and {k.shape[2]}"
-        )
+        return reasons.TRAINS_SQUARE(q.shape[2], k.shape[2])
     if call.lse is not None:
-        return f"{training} trains calls that return no logsumexp"
+        return reasons.TRAINS_WITHOUT_LSE(training)
     if not (guarded(k.shape[3] == v.shape[3]) and guarded(q.shape[3] <= TRAINED_HEAD_DIM)):
-        return (
-            f"{training} trains head_dims up to {TRAINED_HEAD_DIM}, one of q, k and v, "
-            f"got {q.shape[3]} and {v.shape[3]}"
-        )
+        return reasons.TRAINS_HEAD_DIMS(training, TRAINED_HEAD_DIM, q.shape[3], v.shape[3])
     if training == "g" and call.scale is not None and call.scale <= 0:
-        return f"g trains calls whose scale is more than 0, got {call.scale}"
+        return reasons.TRAINS_POSITIVE_SCALE(call.scale)
     if capability is None:
         return None
     if training == "g" and call.out.dtype == torch.float32:
-        return "g trains in 16 bits on a GPU, got float32"
+        return reasons.TRAINS_16_BITS()
     if training == "g":
         return why_no_g(capability)
     if capability < (8, 0):
-        return "sagebwd trains from compute capability 8.0 on, got {}.{}".format(*capability)
+        return reasons.TRAINS_FROM_8_0(*capability)
     return None
 
 
-def why_not_by_itself(call: Call) -> str | None:
+def why_not_by_itself(call: Call) -> Reason | None:
     """The reason that "auto" leaves to the user whether a call that "g" can train is trained so."""
     if is_causal(call) and _is_biased(call.k):
-        return (
-            "training: causal, and k's channels have a bias, which g rounds with k "
-            "(sage.training='g' overrides)"
-        )
+        return reasons.BIASED_K()
     return None
 
 
@@ -166,12 +149,12 @@ def _is_biased(x: Node) -> bool:
     return name == "addmm" or name in _MOVES and _is_biased(x.all_input_nodes[0])
 
 
-def why_no_g(capability: tuple[int, int]) -> str | None:
+def why_no_g(capability: tuple[int, int]) -> Reason | None:
     """The reason that no call trains by "g" on a GPU."""
     if capability != (9, 0):
-        return "g trains on compute capability 9.0, got {}.{}".format(*capability)
+        return reasons.TRAINS_ON_HOPPER(*capability)
     lost = tiles.hopper_is_lost(capability)
-    return f"g trains with the Hopper kernel: {lost}" if lost else None
+    return reasons.TRAINS_BY_HOPPER_KERNEL(lost, tiles.GLUON_VERSIONS) if lost else None
 
 
 def is_causal(call: Call) -> bool | None:
@@ -183,12 +166,12 @@ def is_causal(call: Call) -> bool | None:
     return True if band.kind == "causal" and band.right == 0 and at_the_top else None
 
 
-def _why_not_listed(call: Call, lists: list[torch.Tensor]) -> str | None:
+def _why_not_listed(call: Call, lists: list[torch.Tensor]) -> Reason | None:
     q, (counts, *_) = value_of(call.q), lists
     if call.out.requires_grad:
-        return LISTS_IN_TRAINING
+        return reasons.LISTS_IN_TRAINING()
     if any(x.dtype != torch.int32 for x in lists):
-        return f"block lists must be int32, got {[str(x.dtype)[6:] for x in lists]}"
+        return reasons.LISTS_DTYPE([str(x.dtype)[6:] for x in lists])
     broadcast = all(
         guarded(m == 1) or guarded(m == n) for m, n in zip(counts.shape[:2], q.shape, strict=False)
     )
@@ -198,9 +181,9 @@ def _why_not_listed(call: Call, lists: list[torch.Tensor]) -> str | None:
         for i, x in enumerate(lists)
     )
     if not alike or not broadcast:
-        return f"block lists must have q's batch and heads, or 1, got {shown(counts)}, q {shown(q)}"
+        return reasons.LISTS_SHAPE(shown(counts), shown(q))
     if not guarded(counts.shape[2] * call.blocks.block_q >= q.shape[2]):
-        return f"block lists must be for all queries, got {shown(counts)}, q {shown(q)}"
+        return reasons.LISTS_OF_ALL(shown(counts), shown(q))
     return None
 
 

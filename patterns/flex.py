@@ -25,6 +25,7 @@ from torch.fx.node import map_aggregate, map_arg
 
 from sage_inductor.ops import compat
 from sage_inductor.ops.visibility import BLOCK_SIZES, BlockLists
+from sage_inductor.patterns import reasons
 from sage_inductor.patterns.bands import as_additive, read_band
 from sage_inductor.patterns.call import Band, Call
 from sage_inductor.patterns.graph import (
@@ -66,11 +67,11 @@ def find(node: Node, index: GraphIndex) -> Call | None:
     others = [user for user in hop.users if user is not node]
     call.dead = left_over({hop}, node)
     if any(op_name(x) != "getitem" or not all(idle(y, x) for y in x.users) for x in others):
-        call.refused = "the logsumexp or the maxima are used"
+        call.refused = reasons.LSE_USED()
     elif not _is_identity(_subgraph(score_mod)):
-        call.refused = "score_mod changes the scores"
+        call.refused = reasons.SCORE_MOD()
     elif score_inputs or mask_inputs:
-        call.refused = "score_mod or mask_mod captures tensors or symbolic lengths"
+        call.refused = reasons.MOD_CAPTURES()
     else:
         _read_block_mask(call, hop, block_mask, index)
     return call
@@ -94,7 +95,7 @@ def _read_block_mask(call: Call, hop: Node, block_mask: tuple, index: GraphIndex
     q, k = value_of(call.q), value_of(call.k)
     band = _mask_band(_subgraph(block_mask[-1]), q, k)
     if band is None:
-        call.refused = "mask_mod is not full, causal or a sliding window"
+        call.refused = reasons.MASK_MOD()
         return
     call.band = band
     blocks = BlockLists(*block_mask[2:6], *block_mask[-3:-1])
@@ -102,7 +103,7 @@ def _read_block_mask(call: Call, hop: Node, block_mask: tuple, index: GraphIndex
         return
     call.blocks = blocks
     if not all(size in BLOCK_SIZES for size in blocks.size):
-        call.refused = f"a BlockMask must have blocks of {BLOCK_SIZES}, got {blocks.size}"
+        call.refused = reasons.BLOCK_SIZE(BLOCK_SIZES, blocks.size)
 
 
 def _says_the_same(

@@ -32,8 +32,10 @@ import torch.nn.functional as F
 from torch.fx import Node
 
 from sage_inductor.ops import compat
+from sage_inductor.patterns import reasons
 from sage_inductor.patterns.call import CAUSAL, FULL, Call
 from sage_inductor.patterns.graph import Emitter, GraphIndex, idle, left_over, op_name, value_of
+from sage_inductor.patterns.reasons import Reason
 
 MHA = F.multi_head_attention_forward
 ENCODER_LAYER = compat.encoder_layer
@@ -65,9 +67,9 @@ def _multi_head_attention(mha: Node, node: Node, emit: Emitter) -> Call:
     spelling = "nn.MultiheadAttention"
     reason = _unprojectable(mha, args.query, args.num_heads)
     if reason is None and (args.static_k is not None or args.static_v is not None):
-        reason = "static_k and static_v are not supported"
+        reason = reasons.STATIC_KV()
     if reason is None and node is mha:
-        reason = "the output is not used, or as one with the attention weights"
+        reason = reasons.OUT_UNUSED()
     if reason:
         inputs = (args.query, args.key, args.value)
         return Call(node, spelling, emit, *inputs, value_of(node), refused=reason)
@@ -274,32 +276,32 @@ def _is_item(node: Node, i: int) -> bool:
     return node.target is operator.getitem and node.args[1] == i
 
 
-def _unprojectable(node: Node, x: Node, num_heads) -> str | None:
+def _unprojectable(node: Node, x: Node, num_heads) -> Reason | None:
     """The reason the projections cannot be written, or None if they can."""
     for value in map(value_of, node.all_input_nodes):
         if value is None:
-            return "the graph carries no shapes for this call"
+            return reasons.NO_SHAPES()
         if isinstance(value, torch.Tensor) and (
             type(value).__name__ != "FakeTensor" or value.layout != torch.strided
         ):
-            return f"tensor subclasses are not supported, got {type(value).__name__}"
+            return reasons.SUBCLASS(type(value).__name__)
     if value_of(x).dim() != 3:
-        return f"the input must have a batch, got {value_of(x).dim()} dimensions"
+        return reasons.UNBATCHED(value_of(x).dim())
     if not isinstance(num_heads, int):
-        return f"num_heads must be known when compiling, got {num_heads}"
+        return reasons.NUM_HEADS(num_heads)
     return None
 
 
-def _used_otherwise(mha: Node) -> str | None:
+def _used_otherwise(mha: Node) -> Reason | None:
     for user in mha.users:
         if _is_item(user, 1) and not all(idle(reader, user) for reader in user.users):
-            return "the attention weights are used"
+            return reasons.WEIGHTS_USED()
         if user.target is not operator.getitem:
-            return f"(out, weights) is used as a tuple, by {user.name}"
+            return reasons.OUT_AS_TUPLE(user.name)
     return None
 
 
-def _other_dtype(node: Node, q: Node) -> str | None:
+def _other_dtype(node: Node, q: Node) -> Reason | None:
     """What `GraphIndex.autocasts_around` cannot see, and the fast path under autocast."""
     given, got = value_of(node).dtype, value_of(q).dtype
-    return None if given == got else f"autocast: the graph has {given} and the projections {got}"
+    return None if given == got else reasons.OTHER_DTYPE(given, got)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
+from sage_inductor.patterns import reasons
 from sage_inductor.patterns.call import CAUSAL, FULL, Call
 from sage_inductor.patterns.graph import (
     Emitter,
@@ -46,7 +47,7 @@ def find(node: Node, index: GraphIndex) -> Call | None:
     if node in index.asked:
         call.spelling, (call.recipe, call.lse) = "sage_inductor.attention", index.asked[node]
     if not isinstance(is_causal, bool):
-        call.refused = f"is_causal must be known when compiling, got {is_causal}"
+        call.refused = reasons.IS_CAUSAL(is_causal)
     (k, G), (v, G_v) = kv_source(call.k, index), kv_source(call.v, index)
     of_q, of_k = (getattr(value_of(x), "shape", ())[-3:-2] for x in (call.q, call.k))
     if G == G_v > 1 and not call.enable_gqa and equal(of_q, of_k):  # else q's are broadcast

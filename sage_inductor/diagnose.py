@@ -35,7 +35,7 @@ from sage_inductor.ops.recipe import NAMED, canonical
 from sage_inductor.ops.reference.exact import attention_exact, masked
 from sage_inductor.ops.visibility import as_4d
 from sage_inductor.options import AUTO, OFF, nearest
-from sage_inductor.patterns import Decision, Site, rewrite
+from sage_inductor.patterns import Decision, Site, reasons, rewrite
 from sage_inductor.patterns.call import FULL, Band, Call
 from sage_inductor.policy import Policy, Rule, layer_of
 from sage_inductor.report import counts, folded, grouped, number_of, path_of, table
@@ -309,7 +309,7 @@ def _diagnosed(
         raise ValueError("diagnose: the model must make an attention call, none was seen")
     for probe in probes:
         if not probe.rows:
-            reason = "was not run with these inputs"
+            reason = reasons.NOT_RUN()
             refused.append(dataclasses.replace(probe.site, decision=Decision(None, reason)))
     rows = [row for probe in probes for row in probe.rows.values()]
     rows = tuple(sorted(rows, key=lambda row: -row.badness))
@@ -333,9 +333,9 @@ def _diagnosed(
 
 def _studied(call: Call) -> Decision:
     if call.blocks.size is not None:
-        return Decision(None, "was not run: diagnose knows no exact attention by block lists")
+        return Decision(None, reasons.NO_EXACT("by block lists"))
     if call.sink is not None:
-        return Decision(None, "was not run: diagnose knows no exact attention with a learned sink")
+        return Decision(None, reasons.NO_EXACT("with a learned sink"))
     return decide(call, STUDY)
 
 

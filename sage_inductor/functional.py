@@ -27,9 +27,11 @@ from sage_inductor.choose import cost, families
 from sage_inductor.choose.decide import check_asked, decide
 from sage_inductor.ops import compat
 from sage_inductor.options import AUTO
+from sage_inductor.patterns import reasons
 from sage_inductor.patterns.call import Call, Decision, Site
 from sage_inductor.patterns.functional import ENTRIES
 from sage_inductor.patterns.graph import as_float, as_int
+from sage_inductor.patterns.reasons import Reason
 from sage_inductor.policy import Ruling
 from sage_inductor.reset import on_reset
 
@@ -128,20 +130,20 @@ class _Kind(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     needs_grad: bool
-    reason: str  # why no recipe may compute with it, or ""
+    reason: Reason | None  # why no recipe may compute with it
 
     @classmethod
     def of(cls, x: Tensor, grad: bool) -> "_Kind":
-        reason = ""
+        reason = None
         if x.is_nested:
             raise TypeError(
                 "sage_inductor.attention: q, k, v and attn_mask must not be nested tensors: "
                 "pad them (to_padded_tensor), or call scaled_dot_product_attention"
             )
         if compat.functorch.is_functorch_wrapped_tensor(x):
-            reason = "inside a torch.func transform"
+            reason = reasons.IN_A_TRANSFORM()
         elif type(x) not in _PLAIN or x.layout != torch.strided:
-            reason = f"tensor subclasses are not supported, got {type(x).__name__}"
+            reason = reasons.SUBCLASS(type(x).__name__)
         stride = None if reason else x.stride()
         return cls(
             tuple(map(as_int, x.shape)), stride, x.dtype, x.device, grad and x.requires_grad, reason
@@ -220,7 +222,7 @@ def _decided(kinds, asked, fake_mode, portable: bool, stage: str | None) -> Call
     wanted = settings.resolve({}, portable=portable, stage=stage)
     with compat.disable_modes():
         gm = _graph_of(kinds, asked, fake_mode)
-        reason = next((kind.reason for kind in kinds if kind.reason), "")
+        reason = next((kind.reason for kind in kinds if kind.reason), None)
         decision = functools.partial(_decision, wanted=wanted, reason=reason)
         sites = patterns.rewrite(gm, decision, portable)
     _record(sites, wanted.policy)
@@ -259,7 +261,7 @@ def _graph_of(kinds, asked, fake_mode) -> torch.fx.GraphModule:
     return torch.fx.GraphModule({}, graph)
 
 
-def _decision(call: Call, wanted: settings.Settings, reason: str) -> Decision:
+def _decision(call: Call, wanted: settings.Settings, reason: Reason | None) -> Decision:
     return Decision(None, reason) if reason else decide(call, wanted)
 
 

@@ -39,7 +39,7 @@ from sage_inductor.diagnose import MAX_SCORES, MOST_SHOWN, SDPA, Progress, calls
 from sage_inductor.ops.reference.exact import attention_exact
 from sage_inductor.ops.training.gradients import trained_by
 from sage_inductor.options import AUTO, OFF
-from sage_inductor.patterns import Decision, Site, rewrite
+from sage_inductor.patterns import Decision, Site, reasons, rewrite
 from sage_inductor.patterns.call import UNNAMED, Call
 from sage_inductor.patterns.eligible import is_causal
 from sage_inductor.patterns.graph import value_of
@@ -51,7 +51,6 @@ RECIPES = tuple(name for name in options.TRAINING if name not in (OFF, AUTO))
 # Each part of a batch is followed to the parameters by itself. Of a batch of windows there may be
 # thousands; 32 parts know the noise to 1 / sqrt(2 * 31), 13 %, and better over many parameters.
 MOST_PARTS = 32
-NO_GRADIENT = "was not measured: it needs no gradient"
 Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k and v
 
 
@@ -270,11 +269,11 @@ def _settings(recipe: str) -> Settings:
 def _studied(call: Call, recipes: tuple[str, ...]) -> Decision:
     """The first recipe that takes the call, or why none does."""
     if isinstance(call.out, Tensor) and not call.out.requires_grad:
-        return Decision(None, NO_GRADIENT)
+        return Decision(None, reasons.NO_GRADIENT())
     found = [decide(call, _settings(recipe)) for recipe in recipes]
     taken = (each for each in found if each.recipe is not None)
-    reasons = dict.fromkeys(each.reason for each in found)
-    return next(taken, Decision(None, "; ".join(reasons)))
+    refused = dict.fromkeys(each.reason for each in found)
+    return next(taken, None) or Decision(None, reasons.joined([*refused]))
 
 
 class _Run(NamedTuple):
@@ -294,7 +293,7 @@ class _Probe:
         self.site, self.is_causal, self.scale = site, is_causal(call), call.scale
         self.runs: list[_Run] | None = []
         self.rows: dict[str, GradientRow] = {}  # by recipe
-        self.reason = "was not run with these inputs"
+        self.reason = reasons.NOT_RUN()
         with torch.no_grad():
             out = call.emit(
                 F.scaled_dot_product_attention, call.q, call.k, call.v,
@@ -318,9 +317,9 @@ class _Probe:
     def measure(self, model: nn.Module, run: _Run, grad: Tensor | None) -> None:
         """grad [B, H_q, N_q, D]: what reaches run.out."""
         if run.q.shape[0] == 1:
-            self.reason = "was not measured: a batch of 1 has no gradient noise"
+            self.reason = reasons.NO_EXAMPLES()
             return
-        self.reason = "was not measured: its gradient is 0"
+        self.reason = reasons.ZERO_GRADIENT()
         if grad is None:
             return
         site = dataclasses.replace(self.site, q=tuple(run.q.shape), k=tuple(run.k.shape))

@@ -20,15 +20,15 @@ from sage_inductor import limits, page, stages
 from sage_inductor.choose import tables
 from sage_inductor.errors import SageRefused
 from sage_inductor.ops.compat import CompileContext, counters
-from sage_inductor.patterns import Site
+from sage_inductor.patterns import Site, reasons
+from sage_inductor.patterns.reasons import Cause, Reason
 from sage_inductor.policy import Rule, Ruling, stages_of, unmatched
-from sage_inductor.remedies import Cause, cause_of
 from sage_inductor.reset import on_reset
 
 log = logging.getLogger("sage_inductor")
 
 _sites: list[tuple[str, Site]] = []  # (graph, site)
-_told: set[str] = set()  # patterns of the causes that were warned of
+_told: set[Cause] = set()  # that were warned of
 _modules: dict[tuple[Rule, ...], set[str]] = {}  # that make attention calls, by the policy's rules
 _policies: list[Ruling] = []
 _lock = threading.Lock()
@@ -120,7 +120,7 @@ class Report(Sequence):
                 **{name: getattr(site, name) for name in after},
                 "keep": site.decision.selection and site.decision.selection.given(),
                 "reason": site.reason,
-                "remedy": None if site.rewritten else cause_of(site.reason).remedy,
+                "remedy": None if site.rewritten else reasons.of(site.reason).cause.remedy,
             }
             for graph, site in self._sites
         ]
@@ -160,8 +160,8 @@ class Report(Sequence):
         return rows
 
     def _remedies(self) -> list[str]:
-        causes = (cause for cause, _ in _causes(self.refused))
-        return [f"{cause.short}: {cause.remedy}" for cause in causes if not cause.asked]
+        kinds = (reason for reason, _ in _kinds(self.refused) if not reason.cause.asked)
+        return [f"{reason.short}: {reason.cause.remedy}" for reason in kinds]
 
 
 def _cells(sites: list[Site]) -> tuple[str, ...]:
@@ -175,21 +175,20 @@ def _cells(sites: list[Site]) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _causes(sites: Iterable[Site]) -> list[tuple[Cause, int]]:
-    """Of calls that stay: the first cause of each kind, and how many calls it has."""
+def _kinds(sites: Iterable[Site]) -> list[tuple[Reason, int]]:
+    """Of calls that stay: the first reason of each kind, and how many calls it has."""
     kinds = collections.defaultdict(list)
     for site in sites:
-        cause = cause_of(site.reason)
-        kinds[cause.kind].append(cause)
+        reason = reasons.of(site.reason)
+        kinds[reason.kind].append(reason)
     return [(each[0], len(each)) for each in kinds.values()]
 
 
 def _verdict(sites: list[Site]) -> tuple[str, list[str]]:
     """Recipes, and what stays and why, if anything does."""
     recipes = collections.Counter(site.recipe for site in sites if site.rewritten)
-    causes = collections.Counter(
-        {cause.short: n for cause, n in _causes(x for x in sites if not x.rewritten)}
-    )
+    kinds = _kinds(site for site in sites if not site.rewritten)
+    causes = collections.Counter({reason.short: n for reason, n in kinds})
     n = causes.total()
     stay = [f"{n} {'stays' if n == 1 else 'stay'}: {counts(causes)}"] if causes else []
     return counts(recipes) if recipes else "", stay
@@ -208,8 +207,8 @@ def _module(site: Site) -> str:
 def folded(site: Site) -> page.Cell:
     if site.rewritten:
         return site.reason
-    cause = cause_of(site.reason)
-    return page.Folded(cause.short, f"{site.reason}. What to do: {cause.remedy}.")
+    reason = reasons.of(site.reason)
+    return page.Folded(reason.short, f"{reason}. What to do: {reason.cause.remedy}.")
 
 
 def counts(counter: collections.Counter) -> str:
@@ -317,10 +316,10 @@ def record(sites: list[Site], policy: Ruling = (), graph_break: bool = False) ->
     """Add the sites of the graph that is being compiled, by `policy`: report, counters, log.
 
     Where every call of the report stays as it was, this warns: once in a process for each cause
-    (a row of remedies.py), and not where the user asked for it. A warning says why the calls
-    stay, on which device, and what to do. After a `graph_break` the same function's next graph may
-    have the calls that are rewritten, so the warning waits for its last graph; where that has no
-    operation and is never compiled, for the process's end.
+    (a row of patterns/reasons.py), and not where the user asked for it. A warning says why the
+    calls stay, on which device, and what to do. After a `graph_break` the same function's next
+    graph may have the calls that are rewritten, so the warning waits for its last graph; where that
+    has no operation and is never compiled, for the process's end.
     """
     on_reset(clear)
     limits.seen()
@@ -347,24 +346,22 @@ def _warn_if_all_stay() -> None:
     if found.rewritten:
         return
     causes = collections.defaultdict(list)
-    for site in found:
-        cause = cause_of(site.reason)
-        if not cause.asked:
-            causes[cause.pattern].append((cause, site))
-    for pattern, calls in causes.items():
+    for site in not_asked(found):
+        causes[reasons.of(site.reason).cause].append(site)
+    for cause, sites in causes.items():
         with _lock:
-            known = pattern in _told
-            _told.add(pattern)
+            known = cause in _told
+            _told.add(cause)
         if not known:
-            log.warning("%s", _warning(calls, len(found)))
+            log.warning("%s", _warning(sites, len(found)))
 
 
-def _warning(calls: list[tuple[Cause, Site]], total: int) -> str:
-    cause, site = calls[0]
-    some = "" if len(calls) == total else f" ({number_of(len(calls), 'call')})"
+def _warning(sites: list[Site], total: int) -> str:
+    reason = reasons.of(sites[0].reason)
+    some = "" if len(sites) == total else f" ({number_of(len(sites), 'call')})"
     return (
-        f"sage_inductor: 0 of {total} attention calls use sage on {_device_name(site)}: "
-        f"{cause.short}{some}; {cause.remedy}"
+        f"sage_inductor: 0 of {total} attention calls use sage on {_device_name(sites[0])}: "
+        f"{reason.short}{some}; {reason.cause.remedy}"
     )
 
 
@@ -374,9 +371,9 @@ def _device_name(site: Site) -> str:
     return site.device.upper()
 
 
-def not_asked(sites: list[Site]) -> list[Site]:
+def not_asked(sites: Iterable[Site]) -> list[Site]:
     """The calls that stay as they were, but for those that the user himself switched off."""
-    return [s for s in sites if not s.rewritten and not cause_of(s.reason).asked]
+    return [s for s in sites if not s.rewritten and not reasons.of(s.reason).cause.asked]
 
 
 def whole(

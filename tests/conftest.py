@@ -9,6 +9,8 @@ import torch
 import torch._inductor.config as inductor
 from torch._dynamo import eval_frame
 
+from sage_inductor.patterns.reasons import Reason
+
 # -- which tests run ----
 
 
@@ -50,6 +52,10 @@ def fresh():
         # leave it set: what follows a graph break is compiled no more.
         eval_frame.set_eval_frame_override(eval_frame._EvalFrameOverride.NONE)
     yield
+    # `strict`, warnings and remedies ask a reason for its cause.
+    if report := sys.modules.get("sage_inductor.report"):
+        stay = [site.reason for _, site in report._sites if not site.rewritten]
+        assert all(isinstance(each, Reason) for each in stay), stay
 
 
 @pytest.fixture(autouse=True)

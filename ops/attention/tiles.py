@@ -83,6 +83,7 @@ def multiplies_nvfp4(capability: tuple[int, int]) -> bool:
 
 WARPGROUPS = (0, 1, 2, 3)  # what may be asked for; 0: not the Hopper kernel
 GLUON = (3, 6), (3, 9)  # the oldest and newest Triton whose Gluon hopper/ compiles with: it moves
+GLUON_VERSIONS = "{}.{} to {}.{}".format(*GLUON[0], *GLUON[1])
 
 
 class Load(NamedTuple):
@@ -216,12 +217,11 @@ def hopper_is_lost(capability: tuple[int, int]) -> str | None:
 
 @functools.cache
 def _lost(version: str) -> str | None:
-    oldest, newest = (".".join(map(str, each)) for each in GLUON)
     known = GLUON[0] <= tuple(map(int, version.split(".")[:2])) <= GLUON[1]
     if known and None not in (gluon, gluon_barrier, reinterpret, tma_load, GluonDescriptor):
         return None
     lost = (
-        f"the Hopper kernel is tested with Triton {oldest} to {newest}, not {version}: calls run"
+        f"the Hopper kernel is tested with Triton {GLUON_VERSIONS}, not {version}: calls run"
         " in the portable kernel, about as fast as cuDNN. Install one of those, or a"
         " sage_inductor that is tested with yours"
     )

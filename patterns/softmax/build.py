@@ -25,6 +25,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
+from sage_inductor.patterns import reasons
 from sage_inductor.patterns.call import Call
 from sage_inductor.patterns.graph import (
     VIEWS,
@@ -43,6 +44,7 @@ from sage_inductor.patterns.graph import (
     statically_true,
     value_of,
 )
+from sage_inductor.patterns.reasons import Reason
 from sage_inductor.patterns.repeat_kv import broadcast_heads, kv_source
 from sage_inductor.patterns.softmax.read import Product, Step, product_of, read, unread
 
@@ -65,7 +67,7 @@ def find(node: Node, index: GraphIndex) -> Call | None:
     emit = Emitter(node, index)
     q, k = product.a, _in_rows(emit, product)
     names = "`, `".join(dict.fromkeys(between))
-    reason = f"softmax attention that could not be read: `{names}` between the products"
+    reason = reasons.UNREAD(names)
     return Call(node, "softmax", emit, q, k, weights, value_of(node), refused=reason)
 
 
@@ -133,7 +135,7 @@ class _Attention:
         call.k = _in_rows(emit, self.scores)
         return call
 
-    def _refusals(self) -> Iterator[str]:
+    def _refusals(self) -> Iterator[Reason]:
         """Why this is not softmax(c q k^T + M) v, or not of this alone."""
         q, k, v = self.scores.a, self.scores.b, self.output.b
         yield from (step.refused for step in (*self.above, *self.below) if step.refused)
@@ -141,85 +143,81 @@ class _Attention:
             yield self.refused
         for node in (*sorted(self.chain), self.node):
             if node.kwargs.get("out") is not None:
-                yield f"`{node.name}` is given out="
+                yield reasons.GIVEN_OUT(node.name)
         after = (step for step in self.below if not step.plain)
-        yield from (f"the weights pass through `{op_name(step.node)}`" for step in after)
+        yield from (reasons.WEIGHTS_CHANGED(op_name(step.node)) for step in after)
         ranks = [value_of(x).dim() for x in (q, k, v)]
         if not all(n in (3, 4) for n in (*ranks, len(self.base), value_of(self.node).dim())):
-            yield f"q, k and v must have 3 or 4 dimensions, got {ranks}"
+            yield reasons.RANKS(ranks)
         yield from self._refused_these_dimensions()
         for node in sorted(self.chain):
             what = "weights" if node >= self.softmax else "scores"
             for user in node.users:
                 if user not in self.chain | {self.node} and not idle(user, node, self.chain):
-                    yield f"the {what} `{node.name}` are also used by `{user.name}`"
+                    yield reasons.ALSO_USED(what, node.name, user.name)
         conditions = [step.fill[0] for step in self.above if step.fill]
         added = [x for step in self.above for x in (step.bias, step.sink)]
         if self.chain & {q, k, v, *conditions, *added}:
-            yield "an operand is computed from the scores"
+            yield reasons.OF_THE_SCORES()
         yield from self._refused_at_the_end()
         dtypes = [value_of(x).dtype for x in (q, k, v)]
         if len(set(dtypes)) > 1:
-            yield f"q, k and v must have one dtype, got {dtypes}"
+            yield reasons.DTYPES(dtypes)
         yield from self._refused_these_masks()
         yield from self._refused_this_sink()
 
-    def _refused_these_dimensions(self) -> Iterator[str]:
+    def _refused_these_dimensions(self) -> Iterator[Reason]:
         roles = self.scores.roles(), self.output.roles()
         if None in roles or not set(roles[1][0]) <= set(self.output.left):
-            yield "a product is not [*batch, N, D] by [*batch, D, M]"
+            yield reasons.NO_PRODUCT()
             return
         dim, rank = arguments(self.softmax, "input", "dim")[1], value_of(self.softmax).dim()
         of_softmax, of_weights = self.letters[self.softmax], self.letters[self.weights]
         if "" in self.letters.values():
-            yield "the weights are not [..., N_q, N_k] in both products: reshaped in two orders"
+            yield reasons.TWO_ORDERS()
             return
         is_last = isinstance(dim, int) and dim % rank == rank - 1
         if not isinstance(dim, int) or of_softmax is None and not is_last:
-            yield f"softmax is over dimension {dim} of {rank}"
+            yield reasons.SOFTMAX_DIM(dim, rank)
             return
         batch, row, inner, col = self.scores.roles()
         self.key = self.base[-1] if of_softmax is None else of_softmax[dim]
         self.query = row if self.key == col else col
         sizes = value_of(self.weights).shape
         if of_weights is None and not equal(sizes[-2:], self.sizes[-2:]):
-            yield f"the weights are reshaped to {shown(value_of(self.weights))}"
+            yield reasons.RESHAPED(shown(value_of(self.weights)))
             return
         summed = self._summed()
         if self.key not in (row, col) or summed != self.query + self.key:
-            yield (
-                "the weights are not [..., N_q, N_k] in both products"
-                if is_last
-                else f"softmax is over dimension {dim} of {rank}"
-            )
+            yield reasons.NOT_IN_BOTH() if is_last else reasons.SOFTMAX_DIM(dim, rank)
             return
         for step in (*self.above, Step(self.softmax, of_rows=is_last), *self.below):
             letters, (*_, n) = self.letters[step.node], value_of(step.node).shape
             of_keys = _is_row(n, self.sizes) if letters is None else letters[-1] == self.key
             if step.of_rows and not of_keys:
-                yield f"`{op_name(step.node)}` is not over the keys of a query"
+                yield reasons.NOT_OVER_KEYS(op_name(step.node))
         joined = self.flat or len(sizes) == 3
         order = "".join(c for c in self.scores.out if c in batch) + self.query + self.key
         if self.heads and joined:
             if not (self.base == order and isinstance(self.heads[1], int)):
-                yield f"batch and heads are split, and dynamic or transposed: {self.heads}"
+                yield reasons.SPLIT(self.heads)
         if of_weights is None and self.base != order:
-            yield f"the weights are reshaped to {shown(value_of(self.weights))} and transposed"
+            yield reasons.RESHAPED_TRANSPOSED(shown(value_of(self.weights)))
         if of_weights is None and len(sizes) == 4:
             if not (self.heads and equal(sizes[1:2], self.heads[1:])):
                 got = dims(value_of(self.weights))[:2]
-                yield f"batch and heads are split in two ways: {self.heads}, {got}"
+                yield reasons.SPLIT_TWICE(self.heads, got)
         for product in (self.scores, self.output):
             if not self._sizes_agree(product):
                 shapes = [shown(value_of(x)) for x in (self.scores.a, self.scores.b, self.output.b)]
-                yield "a product broadcasts: q {}, k {}, v {}".format(*shapes)
+                yield reasons.BROADCASTS(*shapes)
         for step in self.above:
             added = step.bias or step.sink or step.fill and step.fill[0]
             letters = self.letters[step.node]
             if added and letters is None and self._regrouped(step, added) is None:
-                yield f"scores of dynamic sizes are reshaped for `{added.name}`"
+                yield reasons.RESHAPED_FOR(added.name)
             if added and letters not in (None, order) and self.heads and self.flat:
-                yield f"scores are reshaped and transposed for `{added.name}`"
+                yield reasons.TRANSPOSED_FOR(added.name)
 
     def _summed(self) -> str:
         """(query, key) as the product with v has them, in the letters of the scores."""
@@ -244,19 +242,19 @@ class _Attention:
             equal([n], [m]) or wide and (equal([n], [1]) or equal([m], [1])) for n, m in pairs
         )
 
-    def _refused_at_the_end(self) -> Iterator[str]:
+    def _refused_at_the_end(self) -> Iterator[Reason]:
         """The rewritten call runs where the second product was, so nothing in between may modify
         its inputs."""
         node = self.above[0].node
         while (node := node.next) is not self.node:
             if may_write(node) and node not in self.chain and op_name(node) != "detach_":
                 if is_known(node):
-                    yield f"`{node.name}` writes in place between the products"
-                yield f"`{node.name}` may write to what it is given, and is between the products"
+                    yield reasons.WRITES(node.name)
+                yield reasons.MAY_WRITE(node.name)
             if op_name(node) in MODES:
-                yield f"`{node.name}` changes a mode between the products"
+                yield reasons.MODE(node.name)
 
-    def _refused_these_masks(self) -> Iterator[str]:
+    def _refused_these_masks(self) -> Iterator[Reason]:
         masks = []
         for step in self.above:
             if step.bias is not None or step.fill:
@@ -264,18 +262,18 @@ class _Attention:
             elif step.scale is not None:
                 hides = all(mask.fill and mask.fill[2] == -math.inf for mask in masks)
                 if not hides or masks and step.scale < 0:
-                    yield "a mask is applied before the scale"
+                    yield reasons.MASK_BEFORE_SCALE()
         values = {step.fill[2] for step in masks if step.fill}
         if len(values) > 1:
-            yield f"masks hide with different values, {sorted(values)}"
+            yield reasons.DIFFERENT_FILLS(sorted(values))
 
-    def _refused_this_sink(self) -> Iterator[str]:
+    def _refused_this_sink(self) -> Iterator[Reason]:
         sinks = [i for i, step in enumerate(self.above) if step.sink is not None]
         drops = [step for step in self.below if step.drops]
         if any(step.drops for step in self.above) or len(sinks) > 1 or len(drops) != len(sinks):
-            yield "a column of scores is added or dropped, which is no learned sink"
+            yield reasons.NO_SINK()
         elif sinks and not all(step.plain for step in self.above[sinks[0] + 1 :]):
-            yield "a learned sink is scaled or masked with the scores"
+            yield reasons.SINK_CHANGED()
 
     def _fill_in(self, call: Call) -> Call:
         emit, product = call.emit, self.scores

@@ -18,6 +18,7 @@ import torch
 from torch.fx import Node
 
 from sage_inductor.ops import compat
+from sage_inductor.patterns import reasons
 from sage_inductor.patterns.graph import (
     VIEWS,
     arguments,
@@ -31,6 +32,7 @@ from sage_inductor.patterns.graph import (
     storage_of,
     value_of,
 )
+from sage_inductor.patterns.reasons import Reason
 
 SOFTMAX = ("softmax", "_softmax", "special_softmax")
 PRODUCTS = ("matmul", "bmm", "baddbmm", "einsum")
@@ -43,10 +45,10 @@ CASTS = ("to", "_to_copy", "float", "double", "half", "bfloat16", "type", "type_
 SAME = (*CASTS, "contiguous", "clone", "expand", "lift_fresh_copy")
 # Seen through only to say why the call stays as it is.
 FOREIGN = {
-    "tanh": "softcap: the scores pass through tanh",
-    "cat": "the scores are concatenated with other logits than a column behind them",
+    "tanh": reasons.SOFTCAP(),
+    "cat": reasons.OTHER_LOGITS(),
     **{
-        name: f"`{name}` stands between the products"
+        name: reasons.STANDS_BETWEEN(name)
         for name in (
             "abs", "add", "clamp", "clip", "exp", "getitem", "index", "max", "maximum", "min",
             "minimum", "nan_to_num", "narrow", "pad", "permute", "pow", "relu", "sigmoid",
@@ -75,7 +77,7 @@ class Step:
     of_rows: bool = False  # what it does it does to each row, along the last dimension
     sink: Node | None = None  # the column that is put behind the scores
     drops: bool = False  # the last column
-    refused: str | None = None
+    refused: Reason | None = None
 
     @property
     def plain(self) -> bool:
@@ -193,7 +195,7 @@ def _descend(weights: Node, seen: set[Node]) -> list[Step] | None:
         product = product_of(user)
         if product and weights in (product.a, product.b):
             added = any(not step.plain or step.refused for step in _steps_of_product(user))
-            return [Step(user, refused="the output product adds or scales" if added else None)]
+            return [Step(user, refused=reasons.OUTPUT_ADDS() if added else None)]
         for operand, step in _readings(user) if len(seen) < MOST_STEPS else ():
             if operand is weights and user not in seen:
                 seen.add(user)
@@ -228,10 +230,10 @@ def _reading_of(name: str, node: Node) -> Iterator[tuple[Node, Step]]:
         value = value_of(node)
         moved = not value.is_floating_point() or value.device != value_of(x).device
         moved |= name in VIEWS and value.dtype != value_of(x).dtype  # the bits, read anew
-        yield x, Step(node, refused=f"the scores are moved by `{name}`" if moved else None)
+        yield x, Step(node, refused=reasons.MOVED(name) if moved else None)
     elif name == "dropout":
         _, p, training = arguments(node, "input", "p", ("training", "train"), p=0.5, training=True)
-        active = "dropout is active" if training is not False and p != 0 else None
+        active = reasons.DROPS_WEIGHTS() if training is not False and p != 0 else None
         yield x, Step(node, refused=active)
     elif name in ("mul", "div") and "rounding_mode" not in node.kwargs:
         yield from _scalings(name, node, x, other)
@@ -296,7 +298,7 @@ def _biases(name: str, node: Node, x, other) -> Iterator[tuple[Node, Step]]:
     for scores, bias in ((x, other), (other, x))[: 2 if name == "add" else 1]:
         if isinstance(value_of(bias), torch.Tensor):
             if alpha is None or not math.isfinite(alpha) or bias is x and alpha != 1:
-                yield scores, Step(node, refused=f"the mask is added with alpha={alpha}")
+                yield scores, Step(node, refused=reasons.MASK_ALPHA(alpha))
             else:
                 yield scores, Step(node, bias=bias, factor=alpha if name == "add" else -alpha)
 
@@ -332,9 +334,9 @@ def _scalings(name: str, node: Node, x, other) -> Iterator[tuple[Node, Step]]:
         c = _number(factor)
         if c is None:
             kind = "a tensor" if isinstance(value_of(factor), torch.Tensor) else "a number of data"
-            yield scores, Step(node, refused=f"the scores are scaled by {kind}")
+            yield scores, Step(node, refused=reasons.SCALED_BY(kind))
         elif c == 0 or not math.isfinite(c):
-            yield scores, Step(node, refused=f"the scores are scaled by {c}")
+            yield scores, Step(node, refused=reasons.SCALED_BY(c))
         else:
             yield scores, Step(node, scale=c if name == "mul" else 1 / c)
 
@@ -353,11 +355,11 @@ def _fill(node: Node, cond: Node, that: bool, value) -> Step:
     value = _number(value)
     dtype = value_of(node).dtype
     if value is None:
-        refused = "masked scores are replaced by a tensor"
+        refused = reasons.FILLED_BY_TENSOR()
     elif not value <= max(HIDDEN, torch.finfo(dtype).min):
-        refused = f"masked scores are replaced by {value}, which does not hide them"
+        refused = reasons.FILLED_BY(value)
     elif getattr(value_of(cond), "dtype", None) != torch.bool:
-        refused = "the condition of a mask is not bool"
+        refused = reasons.NOT_BOOL()
     else:
         return Step(node, fill=(cond, that, value))
     return Step(node, refused=refused)
@@ -385,11 +387,12 @@ def _steps_of_product(node: Node) -> list[Step]:
     if op_name(node) != "baddbmm":
         return [Step(node)]
     bias, beta, alpha = (_baddbmm(node)[i] for i in (0, 3, 4))
-    alpha = Step(node, scale=float(alpha)) if _number(alpha) else Step(node, refused=f"{alpha=}")
-    alpha = Step(node) if alpha.scale == 1 else alpha
+    refused = None if _number(alpha) else reasons.ALPHA(alpha)
+    scale = None if refused or alpha == 1 else float(alpha)
+    scaled = Step(node, scale=scale, refused=refused)
     if beta == 0:
-        return [alpha]
-    return [alpha, Step(node, bias=bias, refused=None if beta == 1 else f"{beta=} of baddbmm")]
+        return [scaled]
+    return [scaled, Step(node, bias=bias, refused=None if beta == 1 else reasons.BETA(beta))]
 
 
 def _baddbmm(node: Node) -> list:

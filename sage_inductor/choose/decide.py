@@ -33,16 +33,17 @@ from sage_inductor.ops.compile import travels
 from sage_inductor.ops.formats import Q_BLOCK, pad_head_dim
 from sage_inductor.ops.selector import Selection
 from sage_inductor.options import AUTO, OFF, TRAINED_BY
+from sage_inductor.patterns import reasons
 from sage_inductor.patterns.call import Call, Decision, Site, module_path, value_of
 from sage_inductor.patterns.call_shape import CallShape, hint
 from sage_inductor.patterns.eligible import (
-    LISTS_IN_TRAINING,
     why_not,
     why_not_by_itself,
     why_not_selected,
     why_not_trained,
 )
 from sage_inductor.patterns.graph import as_int, guarded, specialised
+from sage_inductor.patterns.reasons import Reason
 from sage_inductor.patterns.shared_kv import stacks
 from sage_inductor.policy import CallDescription, ask, layer_of
 from sage_inductor.settings import Settings
@@ -51,12 +52,8 @@ from sage_inductor.settings import Settings
 # weighs more in shorter ones, and more where fewer blocks are listed. H200, 2026-11-23, torch 2.11:
 # bench/lists.py, with 10 to 100 % of the blocks.
 LISTS_FROM = 16384
-ON_CPU = "on CPU attention stays as it was (sage.emulate=True studies the accuracy)"
-FP32 = "q, k and v are fp32, which is quantized only by sage.force=True"
-EXACT_BACKWARD = "the output requires a gradient, and sage.training is 'off'"
-IS_OFF = "the recipe is 'off'"
 
-# What a call becomes, and why; (None, why it stays as it was).
+# What a call becomes, and why; (None, a Reason: why it stays as it was).
 Choice = tuple[Candidate | None, str]
 
 
@@ -70,14 +67,16 @@ def decide(call: Call, settings: Settings) -> Decision:
     if call.recipe is not None:
         check_asked(call.recipe)
     if settings.recipe == OFF and not settings.policy:
-        return Decision(None, IS_OFF)
+        return Decision(None, reasons.IS_OFF())
     reason = call.refused or why_not(call)
     if reason:
         # First what no change of the model lifts: else it would be the next reason.
-        return Decision(None, "; ".join([ON_CPU] * _stays_on_cpu(call, settings) + [reason]))
+        on_cpu = [reasons.ON_CPU()] * _stays_on_cpu(call, settings)
+        return Decision(None, reasons.joined([*on_cpu, reason]))
     request = _request(call, settings)
     if request.recipe == OFF:
-        return Decision(None, f"the policy says off ({request.rule})" if request.rule else IS_OFF)
+        off = reasons.POLICY_OFF(request.rule) if request.rule else reasons.IS_OFF()
+        return Decision(None, off)
     if request.training != OFF and call.out.requires_grad and not settings.portable:
         return _trained(call, settings, request)
     call = dataclasses.replace(call, selection=request.selection)
@@ -167,11 +166,11 @@ def _trained(call: Call, settings: Settings, request: Request) -> Decision:
     """What becomes of a call that needs gradients, where it is said how they are computed."""
     shape = CallShape.of(call)._replace(trains=True)
     if shape.capability is None and not settings.emulate:
-        return Decision(None, ON_CPU)
+        return Decision(None, reasons.ON_CPU())
     if shape.dtype == torch.float32 and not (settings.emulate or settings.force):
-        return Decision(None, FP32)
+        return Decision(None, reasons.FP32())
     if request.selection:
-        return Decision(None, LISTS_IN_TRAINING)
+        return Decision(None, reasons.LISTS_IN_TRAINING())
     by = TRAINED_BY if request.training == AUTO else request.training
     reason = why_not_trained(call, by, shape.capability)
     if request.training != AUTO:
@@ -196,35 +195,37 @@ def _recipe(call: Call, shape: CallShape, settings: Settings, wanted: str) -> Ch
     speed does not speak against it."""
     is_cpu = shape.capability is None
     if is_cpu and not settings.emulate:
-        return None, ON_CPU
+        return None, reasons.ON_CPU()
     names = (wanted,)
     if wanted == AUTO:
         names = ("sage2-8b",) if is_cpu else auto_recipes(shape.capability, shape.head_dim)
-    runnable, refused = [], {}  # each reason once, in order
+    runnable, refused = [], {}  # the reasons once each, in order
     for name in names:
         try:
             select(shape.problem(recipes.NAMED[name]))
         except ValueError as error:
-            refused[str(error)] = None
+            refused[reasons.NO_KERNEL.worded(str(error))] = None
         else:
             runnable.append(name)
-    candidate, reason = None, ""
-    if runnable and (settings.emulate or settings.force):
+    if not runnable:
+        candidate, reason = None, reasons.joined([*refused])
+    elif settings.emulate or settings.force:
         candidate, reason = Candidate(runnable[0]), "emulated" if is_cpu else "forced"
-    elif runnable and shape.dtype == torch.float32:
-        reason = FP32
-    elif runnable and call.out.requires_grad:
-        reason = EXACT_BACKWARD
-    elif runnable:
+    elif shape.dtype == torch.float32:
+        candidate, reason = None, reasons.joined([reasons.FP32(), *refused])
+    elif call.out.requires_grad:
+        candidate, reason = None, reasons.joined([reasons.EXACT_BACKWARD(), *refused])
+    else:
         candidate, reason = _fastest(call, shape, settings, tuple(runnable))
-    reasons = [reason] if candidate else [*filter(None, [reason]), *refused]
+        reason = reason if candidate else reasons.joined([reason, *refused])
     if not is_cpu and (lost := tiles.hopper_is_lost(shape.capability)):
         of_hopper = "sage2-8b-per-token" if wanted == AUTO else wanted
-        reasons += [lost] * shape.suits_hopper(recipes.NAMED[of_hopper])
-    return candidate, "; ".join(reasons)
+        if shape.suits_hopper(recipes.NAMED[of_hopper]):
+            reason = reasons.HOPPER_LOST.worded(f"{reason}; {lost}", tiles.GLUON_VERSIONS)
+    return candidate, reason
 
 
-def _of_one_block(call: Call, recipe: str) -> str | None:
+def _of_one_block(call: Call, recipe: str) -> Reason | None:
     """Why a package cannot be made by its example. Where aten works on blocks of queries, one block
     is a dimension of 1, which torch takes for one that stays 1; and a package checks no guard."""
     n_q = value_of(call.q).shape[2]
@@ -232,7 +233,7 @@ def _of_one_block(call: Call, recipe: str) -> str | None:
     is_short = isinstance(n_q, torch.SymInt) and (hint(n_q) or Q_BLOCK + 1) <= Q_BLOCK
     if not (by_blocks and is_short):
         return None
-    return f"the example of a package's dynamic length must be more than {Q_BLOCK}, got {hint(n_q)}"
+    return reasons.SHORT_EXAMPLE(Q_BLOCK, hint(n_q))
 
 
 def _left_behind(shape: CallShape, recipe: str) -> str:
@@ -296,11 +297,12 @@ def _timed(shape: CallShape, case: BenchmarkCase, found: timing.Timed) -> Choice
     why = "".join(f"; {each.recipe}{each.tile} failed: {found[each]}" for each in failed)
     if not ours or not times:
         missing = "no recipe" if times else "no backend of SDPA"
-        return None, f"{what}: {missing} could be timed{why}"
+        return None, reasons.UNTIMED(what, missing, why)
     fastest = min(ours, key=ours.get)
     ratio = min(times.values()) / ours[fastest]
     if ratio < cost.MIN_SPEEDUP:
-        return None, f"{what}: SDPA is {'faster' if ratio < 1 else 'as fast'} ({ratio:.2f}x){why}"
+        how = "faster" if ratio < 1 else "as fast"
+        return None, reasons.TIMED_SLOWER(what, how, ratio, why)
     reason = f"{what}: {ratio:.2f}x the fastest of SDPA{fastest.tile and ','}{fastest.tile}{why}"
     if case.flash_attention != families.TORCHS_FLASH:
         reason += f"; SDPA's flash attention is {case.flash_attention}"
@@ -313,22 +315,22 @@ def _predicted(call: Call, shape: CallShape, settings: Settings, names: tuple[st
     family = Family(specialised(shape.q[3]), specialised(shape.v[3]), shape.kind)
     gpu, lengths = tables.gpu_name(shape.device), shape.lengths
 
-    def never_slower(name: str, why: str) -> Choice:
-        what = f"{name} with {family}, B*H={shape.q[0] * shape.q[1]}"
-        return None, f"never slower: {what} {why}"
+    def what(name: str) -> str:
+        return f"{name} with {family}, B*H={shape.q[0] * shape.q[1]}"
 
     if settings.portable:
         behind = {name: _left_behind(shape, name) for name in names}
         if all(behind.values()):
-            return never_slower(names[0], f"in a package was not measured{behind[names[0]]}")
+            return None, reasons.NOT_IN_A_PACKAGE(what(names[0]), behind[names[0]])
         names = tuple(name for name in names if not behind[name])
     fixed = all(isinstance(n, int) or settings.portable and hint(n) for n in lengths)
     known = [name for name in names if tables.with_times(gpu, family, (name,))]
     if (fixed or not known) and not all(_at_least(n, cost.SHORTEST, settings) for n in lengths):
-        return None, f"never slower: a call with fewer than {cost.SHORTEST} queries or keys"
+        return None, reasons.TOO_SHORT(cost.SHORTEST)
     if not known:
-        if error := _calibrate(shape.device, family, names, settings):
-            return never_slower(names[0], f"was not measured on {gpu}: {error}")
+        of = what(names[0]), gpu
+        if unmeasured := _calibrate(shape.device, family, names, settings, of):
+            return None, unmeasured
         known = [name for name in names if tables.with_times(gpu, family, (name,))]
     heads = tuple(_floor(n, settings) for n in (*shape.q[:2], shape.k[1]))
     stacked = {name: _stacks(call, name) for name in known}
@@ -342,21 +344,20 @@ def _predicted(call: Call, shape: CallShape, settings: Settings, names: tuple[st
     if fixed:
         best = cost.fastest([predict(name) for name in known])
         if not best.wins:
-            return never_slower(best.recipe, f"is {best}")
+            return None, reasons.NO_SPEEDUP(what(best.recipe), best)
         return Candidate(best.recipe), str(best)
     refused = []
     for name in known:
         first = cost.first_length(lambda N, name=name: predict(name, N).wins)
         least = (cost.SHORTEST if isinstance(n, int) else first for n in lengths)
         if first is None:
-            refused.append(never_slower(name, "wins at no length (sage.force=True overrides)"))
+            refused.append(reasons.AT_NO_LENGTH(what(name)))
         elif all(_at_least(n, at, settings) for n, at in zip(lengths, least, strict=True)):
             now = "" if None in map(hint, lengths) else f", {predict(name)} at N={hint(lengths[0])}"
             return Candidate(name), f"N >= {first}{now}"
         else:
-            why = f"wins from N={first} (sage.force=True overrides)"
-            refused.append(never_slower(name, why))
-    return refused[0]
+            refused.append(reasons.FROM_LENGTH(what(name), first))
+    return None, refused[0]
 
 
 def _by_lists(shape: CallShape, settings: Settings, recipe: str) -> Choice:
@@ -366,20 +367,23 @@ def _by_lists(shape: CallShape, settings: Settings, recipe: str) -> Choice:
     suits = shape.suits_hopper(recipes.NAMED[recipe])
     known = tables.gpu_name(shape.device) == tables.H200 and suits and not lost
     if not known or pad_head_dim(shape.head_dim) not in (64, 128):
-        return None, f"never slower: {recipe} by block lists was not measured{behind}"
+        return None, reasons.LISTS_UNMEASURED(recipe, behind)
     if not all(_at_least(n, LISTS_FROM, settings) for n in shape.lengths):
-        return None, f"never slower: {recipe} by block lists wins from N={LISTS_FROM}"
+        return None, reasons.LISTS_FROM_LENGTH(recipe, LISTS_FROM)
     return Candidate(recipe), f"by block lists, N >= {LISTS_FROM}"
 
 
-def _calibrate(device: torch.device, family: Family, names: tuple[str, ...], settings) -> str:
-    """Measure the family, or say why not."""
+def _calibrate(
+    device: torch.device, family: Family, names: tuple[str, ...], settings: Settings, of: tuple
+) -> Reason | None:
+    """Measure the family, or say why not; of: what, and the GPU's name."""
     if family.kind == "flex window":
-        return "flex_attention computes such a window itself"
+        return reasons.FLEX_WINDOW(*of)
     cannot = not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing()
     if cannot or not settings.calibrate:
-        return "run `python -m sage_inductor tune` there"
-    return timing.calibrate(device, family, names[:1]) or ""  # the first mostly is the fastest
+        return reasons.NEVER_TUNED(*of)
+    error = timing.calibrate(device, family, names[:1])  # the first mostly is the fastest
+    return reasons.NOT_MEASURABLE(*of, error) if error else None
 
 
 def _stacks(call: Call, recipe: str) -> bool:

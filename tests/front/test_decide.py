@@ -38,7 +38,6 @@ from sage_inductor.patterns import bands, eligible
 from sage_inductor.patterns.call import Band, Call
 from sage_inductor.patterns.graph import Emitter, GraphIndex
 from sage_inductor.policy import Rule
-from sage_inductor.remedies import cause_of
 from sage_inductor.settings import Settings
 
 MASKS = {
@@ -740,7 +739,7 @@ def test_what_g_does_not_train_stays_and_is_not_measured(given, reason, monkeypa
     measuring = Measuring(monkeypatch, trained_table())
     site = step(monkeypatch, **given)
     assert not site.rewritten and site.reason.startswith(reason)
-    assert not measuring.asked and not cause_of(site.reason).remedy.startswith("please report")
+    assert not measuring.asked and not site.reason.cause.remedy.startswith("please report")
 
 
 def test_a_policy_may_say_auto_in_training(monkeypatch):
@@ -827,7 +826,7 @@ def test_causal_calls_whose_k_has_a_bias_are_left_to_the_user(monkeypatch):
     monkeypatch.setattr(eligible, "_is_biased", lambda k: True)
     site = step(monkeypatch, kind="causal")
     assert site.reason.startswith("training: causal, and k's channels have a bias")
-    assert "sage.training" in cause_of(site.reason).remedy
+    assert "sage.training" in site.reason.cause.remedy
     assert step(monkeypatch, kind="causal", training="g").recipe == "g"
     assert step(monkeypatch).recipe == "g"
 

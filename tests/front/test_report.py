@@ -1,11 +1,12 @@
 """What a user is told: reports and their pages, warnings, and a remedy for every reason."""
 
-import ast
+import copy
 import functools
 import html.parser
 import json
 import logging
 import os
+import pickle
 import re
 import shutil
 import subprocess
@@ -21,25 +22,21 @@ import sage_inductor
 from sage_inductor import Report, config, limits, page
 from sage_inductor import report as asked_for  # the function: `report` is the module below
 from sage_inductor.choose import tables
-from sage_inductor.patterns import Decision, Site
-from sage_inductor.remedies import CAUSES, cause_of
+from sage_inductor.patterns import Decision, Site, reasons
+from sage_inductor.patterns.reasons import CAUSES
 
 report = sys.modules["sage_inductor.report"]
 ROOT = Path(__file__).parents[2]
 EMULATE = {"sage.emulate": True}
 sdpa = F.scaled_dot_product_attention
 
-SHORT = (
-    "never slower: sage2-8b with head_dim 128, B*H=24 wins from N=3072 (sage.force=True overrides)"
-)
-UNMEASURED = (
-    "never slower: sage2-8b with head_dim 128, B*H=24 was not measured on NVIDIA L40S: "
-    "run `python -m sage_inductor tune` there"
-)
-OFF, RULE = "the recipe is 'off'", "the policy says off (rule 2)"
+WHAT = "sage2-8b with head_dim 128, B*H=24"
+SHORT = reasons.FROM_LENGTH(WHAT, 3072)
+UNMEASURED = reasons.NEVER_TUNED(WHAT, "NVIDIA L40S")
+OFF, RULE, DROPOUT = reasons.IS_OFF(), reasons.POLICY_OFF("rule 2"), reasons.DROPOUT(0.1)
 
 
-def site(module="attn", reason="dropout_p must be 0, got 0.1", recipe=None, n=64, device="cuda:0"):
+def site(module="attn", reason=DROPOUT, recipe=None, n=64, device="cuda:0"):
     q = (1, 24, n, 128)
     decision = Decision(recipe, reason)
     return Site(module, "sdpa", "SDPA", q, q, "bfloat16", "none", decision, device)
@@ -60,99 +57,41 @@ def test_calls_of_modules_with_several_numbers_are_one_row():
     )
 
 
-# -- a remedy for every reason ----
+# -- a reason and its cause ----
 
 
-def strings(path):
-    """Every f-string of a file, 1 in the place of what it formats, and every string of several
-    words; but for docstrings and what is logged."""
-    tree, other = ast.parse(path.read_text()), set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            other.add(node.value)
-        elif isinstance(node, ast.JoinedStr):
-            other |= set(ast.walk(node)) - {node}
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).startswith("_log."):
-            other |= set(ast.walk(node))
-    for node in ast.walk(tree):
-        if node in other:
-            continue
-        if isinstance(node, ast.JoinedStr):
-            yield "".join(
-                getattr(part, "value", "1") if isinstance(part, ast.Constant) else "1"
-                for part in node.values
-            )
-        elif (
-            isinstance(node, ast.Constant)
-            and isinstance(node.value, str)
-            and re.search(r"\w .*\w", node.value)
-        ):
-            yield node.value
+@pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.text)
+def test_every_cause_has_a_remedy_and_every_reason_its_fields(cause):
+    assert len(cause.remedy) > 20 and cause.remedy[-1] != "."
+    fields = len(re.findall(r"{[^}]*}", cause.text))
+    given = range(max(fields, *(int(n) + 1 for n in re.findall(r"{(\d)}", cause.short or "")), 0))
+    reason = cause(*given)
+    assert reason.cause is cause and "{" not in reason + reason.short
+    assert all(str(n) in reason for n in range(fields))
+    if given:
+        with pytest.raises(IndexError):
+            cause(*given[1:])
 
 
-# What is not a reason, but a part of one, the description of a mask, or why a call is rewritten.
-NOT_REASONS = {
-    "11", "blocks of {} x {}", "a sink", "causal1", "window(1, 1)", ", bottom right", "a tensor", "a number of data",
-    "flex window", "no recipe", "no backend of SDPA", "; 11 failed: 1", " at 1", "autotuned1",
-    "1 with 1, B*H=1", "N >= 11", ", 1 at N=1", "1: 1x the fastest of SDPA111",
-    "; SDPA's flash attention is 1", "; all batches share k and v, which are prepared once",
-    " (1 of the policy)", "; keep 1", "by block lists, N >= 1", "rule 1", "asked for, forward and backward", "the function",
-    "; its backward is exact attention's",
-    "asked for; the keys of all ranks are gathered in 8 bits", "more than one out and one logsumexp are read",
-    "is_causal with 1 queries and 1 keys", "fp32 under autocast, which casts no op of a backend",
-    "a logsumexp 1 of 1 queries is read", "its own backward reads what it returns", "; with Triton 1 the faster kernel of 1 cannot travel in a package",
-}  # fmt: skip
-TEXTS = {
-    text
-    for path in (*(ROOT / "patterns").rglob("*.py"), ROOT / "sage_inductor/choose/decide.py")
-    for text in strings(path)
-}
-REASONS = TEXTS - NOT_REASONS
-REASONS |= {
-    text
-    for name in ("tiles", "select")
-    for text in strings(ROOT / f"ops/attention/{name}.py")
-    if text.startswith(("no kernel", "the Hopper"))
-}
-REASONS |= {
-    text
-    for name in ("diagnose", "gradient_noise")
-    for text in strings(ROOT / f"sage_inductor/{name}.py")
-    if text.startswith(("was not run", "was not measured"))
-}
+def test_a_reason_keeps_its_cause_whatever_is_said_besides():
+    longer = reasons.FROM_LENGTH("sage2-8b", 5120)
+    both = reasons.joined([SHORT, longer]) + " (rule 1 of the policy)"
+    assert both == f"{SHORT}; {longer} (rule 1 of the policy)"
+    for reason in (both, pickle.loads(pickle.dumps(both)), copy.deepcopy(both)):
+        assert (reason.short, reason.cause) == ("N < 3072", reasons.FROM_LENGTH)
+    whole = reasons.DROPOUT(0.1) + " (rule 1 of the policy)"
+    assert whole.short == whole
+    quoted = reasons.UNREADABLE("E", "dropout is active")
+    assert quoted.cause is reasons.UNREADABLE
 
 
-def test_every_reason_in_the_code_has_one_cause_and_every_cause_a_reason():
-    assert len(REASONS) > 60 and NOT_REASONS <= TEXTS
-    found = {text: [c for c in CAUSES if re.search(c.pattern, text)] for text in REASONS}
-    assert not {text: causes for text, causes in found.items() if len(causes) != 1}
-    assert not set(CAUSES) - {causes[0] for causes in found.values()}
-    assert all(len(cause.remedy) > 20 and cause.remedy[-1] != "." for cause in CAUSES)
+def test_what_the_user_asked_for_is_two_causes():
+    assert [each for each in CAUSES if each.asked] == [reasons.IS_OFF, reasons.POLICY_OFF]
 
 
-def test_a_cause_is_known_by_a_whole_reason():
-    assert cause_of(SHORT).short == "N < 3072"
-    assert (
-        cause_of(f"{SHORT}; {SHORT.replace('3072', '5120')} (rule 1 of the policy)").short
-        == "N < 3072"
-    )
-    assert cause_of(UNMEASURED).short == "nothing was measured there"
-    slower = (
-        "never slower: sage2-8b with head_dim 128, B*H=24 is 0.93x SDPA by the fit (2 and 1.9 ms)"
-    )
-    assert cause_of(slower).short == "SDPA is predicted to be as fast"
-    failed = UNMEASURED.partition("run")[0] + "RuntimeError: 0 sizes were timed, 5 are needed: E"
-    assert cause_of(failed).short == "measuring it failed"
-    assert "sage_inductor tune" in cause_of(UNMEASURED).remedy
-    assert (
-        cause_of("the scores `softmax_3` are also used by `getitem_7`").short
-        == "the scores are also used"
-    )
-    assert cause_of(
-        "could not be read, which is a fault of ours: E: dropout is active"
-    ).pattern.startswith("could not")
-    assert [c.pattern for c in CAUSES if c.asked] == ["the recipe is 'off'", "the policy says off"]
-    assert "report it" in cause_of("a reason that nobody has seen (").remedy
+def test_a_sentence_that_no_row_made_asks_for_a_report():
+    assert "report it" in reasons.of("a reason that nobody has seen (").cause.remedy
+    assert reasons.of(SHORT) is SHORT
 
 
 # -- the report ----
@@ -174,15 +113,15 @@ def test_equal_calls_are_one_row_below_one_line_of_verdict():
         ["0/0, 1/0", "blocks.*.attn", "x9", "SDPA"],
         ["0/0", "refiner.*.cross2", "x2", "SDPA"],
     ]
-    assert lines[7:] == ["", f"N < 3072: {cause_of(SHORT).remedy}"]
+    assert lines[7:] == ["", f"N < 3072: {reasons.of(SHORT).cause.remedy}"]
     assert (
         repr(found) == f"<Report: {found.verdict}>" and str(found[:1]).count("blocks.0.attn") == 1
     )
 
 
 def test_a_row_of_many_graphs_counts_them_and_nodes_in_reasons_do_not_part_calls():
-    reasons = [f"the weights `softmax_{i}` are also used by `mul_{i}`" for i in range(5)]
-    found = Report([(f"{i}/0", site(f"h.{i}", reason)) for i, reason in enumerate(reasons)])
+    used = [reasons.ALSO_USED("weights", f"softmax_{i}", f"mul_{i}") for i in range(5)]
+    found = Report([(f"{i}/0", site(f"h.{i}", reason)) for i, reason in enumerate(used)])
     assert re.search(r"^5 graphs  h\.\*     x5 ", str(found), re.M), f"\n{found}"
     assert found.verdict.endswith("; 5 stay: the weights are also used")
 
@@ -206,13 +145,13 @@ def test_verdicts(monkeypatch):
     assert "stay: N < 3072 (2), dropout_p must be 0, got 0.1 (1)" in verdict(
         [*layers(2, reason=SHORT), site()]
     )
-    whole = "the scores are scaled by a tensor"
+    whole = reasons.SCALED_BY("a tensor")
     assert verdict([site(reason=whole)]).endswith(f"1 stays: {whole}")
-    between = [site(reason=f"`{name}` stands between the products") for name in ("clamp", "abs")]
+    between = [site(reason=reasons.STANDS_BETWEEN(name)) for name in ("clamp", "abs")]
     assert verdict(between).endswith("2 stay: `clamp` stands between the products")
     assert verdict([]).startswith("no attention call was seen")
     off = str(Report([("-", site(reason=RULE))]))
-    assert "1 stays: the policy says off" in off and cause_of(RULE).remedy not in off
+    assert "1 stays: the policy says off" in off and reasons.of(RULE).cause.remedy not in off
 
 
 def no_attention(x):
@@ -261,7 +200,7 @@ def test_dicts_hold_every_call_and_are_json():
         "q": [1, 2, 16, 64], "k": [1, 2, 16, 64], "dtype": "float32", "mask": "none", "device": "cpu", "stage": None,
         "recipe": "sage2-8b", "keep": None, "reason": "emulated", "remedy": None,
     }  # fmt: skip
-    assert two["recipe"] is None and two["remedy"] == cause_of("dropout_p must be 0").remedy
+    assert two["recipe"] is None and two["remedy"] == reasons.DROPOUT.remedy
     assert [each["graph"] for each in twenty_three().to_dicts()] == ["0/0"] * 22 + ["1/0"]
 
 
@@ -469,7 +408,7 @@ def test_a_page_shows_every_call_escaped_and_needs_no_other_file(tmp_path):
     assert rows[0][-2:] == ["sage2-8b", "N >= 3072"]
     assert rows[-1][1] == HOSTILE and 'said "<b>" & dropout' in rows[-1][-1]
     assert {"details", "summary"} <= alone(parsed) and "http" not in text and "@import" not in text
-    assert cause_of(SHORT).remedy in rows[-2][-1] and found.verdict in html.unescape(text)
+    assert reasons.of(SHORT).cause.remedy in rows[-2][-1] and found.verdict in html.unescape(text)
 
 
 def test_a_notebook_shows_groups_without_a_script():
@@ -583,7 +522,7 @@ def test_calls_that_all_stay_are_warned_of_once_for_each_cause(warnings, monkeyp
         "sage_inductor: 0 of 57 attention calls use sage on NVIDIA L40S: nothing was measured there; "
         "run `python -m sage_inductor tune`, leave sage.calibrate on, or set options={'sage.force': True}"
     ]
-    report.record(layers(3, reason=UNMEASURED.replace("128", "64")))
+    report.record(layers(3, reason=reasons.NEVER_TUNED("sage1", "NVIDIA L40S")))
     torch._dynamo.reset()
     report.record(layers(3, reason=UNMEASURED))
     assert len(warnings()) == 1

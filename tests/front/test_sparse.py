@@ -15,7 +15,6 @@ from sage_inductor.choose.decide import rewrite
 from sage_inductor.ops.selector import BLOCK_SIZE, Selection
 from sage_inductor.ops.visibility import BlockLists
 from sage_inductor.policy import from_python
-from sage_inductor.remedies import cause_of
 from sage_inductor.settings import Settings
 
 RECIPE = "sage2-8b-per-token"
@@ -142,7 +141,7 @@ def test_a_call_that_it_is_not_for_stays_with_the_reason(case):
     function, reason = REFUSED[case]
     _, _, (site,) = rewritten(function, *(tokens(256) for _ in range(3)), keep=0.3)
     assert not site.rewritten and site.reason == f"{reason} (rule 1 of the policy)"
-    assert 'without "keep"' in cause_of(site.reason).remedy
+    assert 'without "keep"' in site.reason.cause.remedy
 
 
 def test_training_stays_with_the_reason():
