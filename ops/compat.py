@@ -99,11 +99,6 @@ CustomGraphPass = _take("torch._inductor.custom_graph_pass:CustomGraphPass",
     seen=TORCH, without='graphs of backend="inductor" with our pass are not cached')
 virtualized = _take("torch._inductor.virtualized:V",
     seen=TORCH, without="the pass cannot tell that AOTInductor compiles a package")
-install_config_module = _take("torch.utils._config_module:install_config_module",
-    seen=TORCH,
-    without="sage_inductor.config has no patch(), no environment variables and no hashing")
-Config = _take("torch.utils._config_module:Config",
-    seen=TORCH, without="as install_config_module")
 default_store = _take("torch.distributed.distributed_c10d:_get_default_store",
     seen=TORCH, optional=True,
     without="each rank times recipes for itself, and ranks may choose different ones")

@@ -1,8 +1,8 @@
 """Quantized attention as a torch.compile backend: ``torch.compile(model, backend="sage")``."""
 
-from sage_inductor import config
 from sage_inductor import inductor_pass as _inductor_pass  # noqa: F401  (follows config.enabled)
 from sage_inductor.backend import explain, sage_backend
+from sage_inductor.config import config
 from sage_inductor.diagnose import Diagnosis, diagnose
 from sage_inductor.errors import SageOptionError, SageRefused
 from sage_inductor.export import aoti_compile_and_package, rewrite

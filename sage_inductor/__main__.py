@@ -12,8 +12,8 @@ from sage_inductor.cli.demo import PATCH, demo
 from sage_inductor.cli.doctor import doctor
 from sage_inductor.cli.tune import tune
 from sage_inductor.cost import TIMED
+from sage_inductor.names import AUTO
 from sage_inductor.ops.recipe import NAMED, canonical, source_tag
-from sage_inductor.options import AUTO
 from sage_inductor.tune import HEAD_DIMS, KINDS
 
 

@@ -69,15 +69,14 @@ def sage_backend(gm: torch.fx.GraphModule, example_inputs, *, mode=None, options
         names = ", ".join(sorted(unknown))
         raise SageOptionError(f'sage_backend takes mode and options, got {names}: see "sage.*"')
     ours, theirs = settings.split(options or {})
-    ours = {"mode": mode, **ours}
-    asked, graph_break = settings.resolve(ours), ends_in_graph_break(gm)
+    asked, graph_break = settings.resolve({"mode": mode, **ours}), ends_in_graph_break(gm)
     final = not _has_symbolic_floats(gm)
     variants = _variants(gm, asked)
     sites = _told(variants)
     refused = asked.strict and not_asked(sites)
     compiled = None
     if not (refused and final):  # else Inductor's minutes would be for nothing
-        inductor = InductorWrapper(ours["mode"], _keyed_on_sources(theirs), None)
+        inductor = InductorWrapper(asked.mode, _keyed_on_sources(theirs), None)
         compiled = _compile(variants, lambda: inductor(gm, example_inputs))
     # Recorded after compiling: until then Dynamo may abandon the graph, see _has_symbolic_floats.
     record(sites, asked.policy, graph_break)

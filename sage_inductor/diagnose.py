@@ -30,10 +30,10 @@ from sage_inductor import measured, page, stages
 from sage_inductor.at_once import also_at_once
 from sage_inductor.backend import run_graphs
 from sage_inductor.decide import autos, decide
+from sage_inductor.names import AUTO, OFF, nearest
 from sage_inductor.ops.recipe import NAMED, canonical
 from sage_inductor.ops.reference.exact import attention_exact, masked
 from sage_inductor.ops.visibility import as_4d
-from sage_inductor.options import AUTO, OFF, nearest
 from sage_inductor.patterns import Decision, Site, rewrite
 from sage_inductor.patterns.call import FULL, Band, Call
 from sage_inductor.policy import Policy, Rule, layer_of

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from sage_inductor import config, lowering, measured, ops, patterns
+from sage_inductor import lowering, measured, ops, patterns
+from sage_inductor.config import config, followers
 from sage_inductor.decide import rewrite
 from sage_inductor.ops.compat import CustomGraphPass, inductor_config, virtualized
 from sage_inductor.policy import stages_of
@@ -51,8 +52,7 @@ class SagePass(CustomGraphPass):
         settings = self._settings()
         if callable(settings.policy):  # nothing says whether its answers are those of last time
             return None
-        asked = dataclasses.astuple(settings)
-        return sources_tag(), measured.in_force(), config.enabled, asked
+        return sources_tag(), measured.in_force(), dataclasses.astuple(settings)
 
     @staticmethod
     def _settings() -> Settings:
@@ -146,4 +146,5 @@ _DEFAULTS = {
     for name in (PASS, TIMING)
     if name in inductor_config._config
 }
-config.follow("enabled", install_pass)
+followers["enabled"] = install_pass
+install_pass(config.enabled, for_all=True)

@@ -56,7 +56,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from sage_inductor import options, stages
+from sage_inductor import names, stages
 from sage_inductor.ops.formats import HEAD_DIMS
 from sage_inductor.ops.selector import Selection
 
@@ -221,17 +221,15 @@ def unmatched(rules: tuple[Rule, ...], modules: Iterable[str]) -> list[str]:
 # A policy in force: rules, or a function.
 Ruling = tuple[Rule, ...] | Callable[[CallDescription], str | None]
 _files: dict[str, tuple[Rule, ...]] = {}  # by path: what each file said when it could be read
-_places: dict[int, tuple[object, str]] = {}  # by id of what holds a relative path: it, and the file
 _warned: set[str] = set()
 
 
-def ruling(given, holder: object = None) -> Ruling:
-    """What ``sage.policy`` may be given, ready to be asked. holder: what keeps `given`, an options
-    dict: a relative path is resolved once for each. Raises ValueError."""
+def ruling(given) -> Ruling:
+    """What ``sage.policy`` may be given, ready to be asked. Raises ValueError."""
     if given is None or given == "":
         return ()
     if isinstance(given, (str, os.PathLike)):
-        return _of_file(os.fspath(given), holder)
+        return _of_file(os.path.abspath(given))
     if isinstance(given, Policy):
         return given.rules
     if isinstance(given, Rule):
@@ -247,26 +245,23 @@ def ruling(given, holder: object = None) -> Ruling:
 
 def settled(given):
     """`given`, to be kept where it cannot change: what `ruling` makes of it will not depend on the
-    folder that the process is in, nor on what becomes of a dict."""
+    folder that the process is in, nor on what becomes of a dict. Raises ValueError, as `ruling`."""
+    rules = ruling(given)
     if isinstance(given, (str, os.PathLike)):
         return given and os.path.abspath(given)
-    return Policy(from_python(given)) if isinstance(given, (dict, list, tuple)) else given
+    return Policy(rules) if isinstance(given, (dict, list, tuple)) else given
 
 
-def _of_file(path: str, holder: object) -> tuple[Rule, ...]:
-    place = _places.get(id(holder), (None, None))[1] if holder is not None else None
-    place = place or os.path.abspath(path)
+def _of_file(path: str) -> tuple[Rule, ...]:
     try:
-        _files[place] = Policy.load(place).rules
+        _files[path] = Policy.load(path).rules
     except ValueError as error:
-        if place not in _files:
+        if path not in _files:
             raise
         if str(error) not in _warned:
             _warned.add(str(error))
             _log.warning("%s: the policy stays what this file said before", error)
-    if holder is not None and not os.path.isabs(path):
-        _places[id(holder)] = holder, place  # the holder is kept, so that its id stays its own
-    return _files[place]
+    return _files[path]
 
 
 def from_python(given: dict | list | tuple) -> tuple[Rule, ...]:
@@ -291,7 +286,7 @@ def ask(function: Callable, call: CallDescription) -> str | None:
         raise ValueError(f"sage.policy: the function raised {reason}, for {call}") from error
     if recipe is not None:
         try:
-            options.check("recipe", recipe, "")
+            names.check_recipe("recipe", recipe)
         except ValueError as error:
             what = "the function must return None, or what a rule's recipe may be"
             raise ValueError(f"sage.policy: {what}: {error}, for {call}") from None
@@ -327,7 +322,7 @@ def _rule(number: int, rule: "_Located") -> Rule:
         found = Rule(
             **{name: _field(name, rule.value[name]) for name in FIELDS if name in rule.value}
         )
-        if found.keep is not None and found.recipe in (options.AUTO, options.OFF):
+        if found.keep is not None and found.recipe in (names.AUTO, names.OFF):
             what = "beside keep, recipe must be the name of one"
             raise _Invalid(rule.value["recipe"].line, f"{what}, got {found.recipe!r}")
         return found
@@ -340,7 +335,10 @@ def _field(name: str, given: "_Located"):
     value = given.to_python()
     if name in ("recipe", "training"):
         try:
-            options.check(name, value, "")
+            if name == "recipe":
+                names.check_recipe(name, value)
+            else:
+                names.one_of(names.TRAINING, name, value)
         except ValueError as error:
             raise _Invalid(given.line, str(error)) from None
         return value
@@ -397,7 +395,7 @@ def _keep(given: "_Located") -> Selection:
 def _check_keys(given: "_Located", valid: tuple[str, ...], needed: tuple[str, ...]) -> None:
     for name, (line, count) in given.keys.items():
         if name not in valid:
-            raise _Invalid(line, options.unknown(name, valid, ""))
+            raise _Invalid(line, names.unknown(name, valid, ""))
         if count > 1:
             raise _Invalid(line, f"{name} is given {count} times")
     for name in needed:

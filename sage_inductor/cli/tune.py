@@ -9,8 +9,8 @@ import torch
 
 from sage_inductor import measured
 from sage_inductor.cli.progress import track
+from sage_inductor.names import TRAINED_BY
 from sage_inductor.ops.recipe import NAMED
-from sage_inductor.options import TRAINED_BY
 from sage_inductor.tune import tune as measure
 
 

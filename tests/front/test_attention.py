@@ -272,11 +272,12 @@ def test_the_lengths_of_decoding_are_decided_once(monkeypatch):
     assert len(sage_inductor.report()) == 1
     kinds = functional._Kind.of(q, False), functional._Kind.of(k, False)
     monkeypatch.setattr(cost, "SHORTEST", 1)
-    assert not functional._is_short(kinds, "auto", False, False, False, ())
+    assert not functional._is_short(kinds)
     monkeypatch.setattr(cost, "SHORTEST", 2)
-    assert functional._is_short(kinds, "auto", False, False, False, ())
-    assert not functional._is_short(kinds, "auto", True, False, False, ())
-    assert not functional._is_short(kinds, "auto", False, True, False, ())
+    assert functional._is_short(kinds)
+    for setting in ("emulate", "force"):
+        with config.patch(setting, True):
+            assert not functional._is_short(kinds)
 
 
 def test_whatever_a_decision_depends_on_is_asked_about_anew(monkeypatch):

@@ -1,5 +1,6 @@
 """The front door on CPU: compiled results, options, settings, caches, the report."""
 
+import asyncio
 import concurrent.futures
 import functools
 import json
@@ -22,10 +23,11 @@ from torch._inductor import compile_fx
 from torch.testing import assert_close
 
 import sage_inductor
-from sage_inductor import config, inductor_pass, options
+from sage_inductor import config, inductor_pass, options, settings
 from sage_inductor.backend import sage_backend
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.policy import Rule
+from sage_inductor.settings import Settings
 
 EMULATE = {"sage.emulate": True}
 
@@ -246,10 +248,21 @@ def test_unknown_arguments_of_the_backend_are_refused_by_name():
         )
 
 
-def test_the_table_of_options_is_what_config_has():
-    assert set(options.SETTINGS) == set(config._config)
-    for name, option in options.SETTINGS.items():
-        assert config._config[name].default == option.default and len(option.doc) > 20
+def test_a_row_of_the_table_is_an_option_a_setting_and_a_field(monkeypatch):
+    monkeypatch.delenv("SAGE_INDUCTOR_CALIBRATE")
+    defaults = config_anew(monkeypatch)
+    for name, option in (options.OPTIONS | options.SETTINGS).items():
+        assert len(option.doc) > 20 and getattr(Settings(), name) in (option.default, ())
+        if name in options.SETTINGS:
+            assert getattr(defaults, name) == option.default
+            with config.patch(name, option.default):
+                assert option.default == config.to_dict()[name] == getattr(config, name)
+        if name in options.OPTIONS:
+            given = "max-autotune-no-cudagraphs" if name == "mode" else option.default
+            found = settings.split({f"sage.{name}": given})[0]
+            assert found == {name: given} and getattr(settings.resolve(found), name) in (given, ())
+    assert vars(defaults) == {name: x.default for name, x in options.SETTINGS.items()}
+    assert {*options.OPTIONS} ^ {*options.SETTINGS} == {"mode"}
 
 
 def test_inductor_options_and_modes_work_beside_ours(monkeypatch):
@@ -358,6 +371,10 @@ def test_config_refuses_unknown_names_and_wrong_types():
         config.patch(emulat=True)
     with pytest.raises(ValueError, match="config.force must be True or False, got 'yes'"):
         config.force = "yes"
+    with pytest.raises(AttributeError, match="config.mode does not exist: there are calibrate, "):
+        config.mode = "default"
+    with pytest.raises(AttributeError, match="config.recip does not exist: did you mean .*recipe"):
+        _ = config.recip
 
 
 def test_what_users_type_can_be_listed_and_is_shown_in_few_words():
@@ -458,9 +475,39 @@ def test_an_assignment_is_every_threads_and_a_patch_is_its_own():
         assert len(sage_inductor.report()) == 0
     assert torch._inductor.config.pre_grad_custom_pass is None
     assert in_a_thread(lambda: torch._inductor.config.pre_grad_custom_pass) is None
-    with config.patch(recipe="sage1"):
-        elsewhere = "sage1" if torch.__version__ < "2.13" else "auto"  # a process's, or a thread's
-        assert config.recipe == "sage1" and in_a_thread(lambda: config.recipe) == elsewhere
+
+
+def test_a_patch_is_its_threads_and_its_tasks_and_leaves_nothing_behind():
+    @config.patch(recipe="sage2-4b")
+    def patched(start):
+        start.wait()  # until two threads are in it, by one decorator
+        return config.recipe
+
+    async def task(recipe):
+        with config.patch(recipe=recipe):
+            await asyncio.sleep(0)
+            return config.recipe
+
+    async def tasks():
+        return await asyncio.gather(task("sage1"), task("sage3"))
+
+    start = threading.Barrier(2)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool, config.patch(recipe="sage1"):
+        assert [*pool.map(patched, [start, start])] == ["sage2-4b"] * 2
+        assert config.recipe == "sage1" and pool.submit(lambda: config.recipe).result() == "auto"
+        assert asyncio.run(tasks()) == ["sage1", "sage3"]
+        try:
+            in_a_thread(lambda: setattr(config, "recipe", "sage3"))
+            assert config.recipe == "sage1"
+            assert {*pool.map(lambda _: config.recipe, range(9))} == {"sage3"}
+            config.recipe = "sage2-8b"  # within the patch: read here, and everybody's from now on
+            assert config.recipe == "sage2-8b" == in_a_thread(lambda: config.recipe)
+        finally:
+            config.recipe = "auto"
+    assert config.recipe == "auto"
+    with pytest.raises(KeyError), config.patch("recipe", "sage1"):
+        raise KeyError
+    assert config.recipe == "auto"
 
 
 def test_the_users_list_of_passes_stays_what_it_is_while_we_are_off():
@@ -483,20 +530,20 @@ def test_the_passes_key_is_of_all_sources_and_of_tuned_tables(tmp_path, monkeypa
     ours, nested = inductor_pass.SagePass(), tmp_path / "finders" / "sdpa.py"
     nested.parent.mkdir()
     monkeypatch.setattr(inductor_pass.measured, "in_force", lambda: ("tuned",))
-    keys = {ours.uuid()[:3]}
+    keys = {ours.uuid()}
     monkeypatch.undo()
-    keys.add(ours.uuid()[:3])
+    keys.add(ours.uuid())
     for room in ("lowering", "ops", "patterns"):
         monkeypatch.setattr(inductor_pass, room, SimpleNamespace(__file__=str(tmp_path / "x.py")))
         for text in ("a = 1", "a = 2"):
             nested.write_text(text)
             inductor_pass.sources_tag.cache_clear()
-            keys.add(ours.uuid()[:3])
+            keys.add(ours.uuid())
         monkeypatch.undo()
         inductor_pass.sources_tag.cache_clear()
     assert len(keys) == 2 + 3 * 2
     with config.patch(enabled=True):
-        assert ours.uuid()[:3] not in keys
+        assert ours.uuid() not in keys
 
 
 # -- report ----
