@@ -6,40 +6,54 @@
     torch.compile(model, backend="sage", options={"sage.strict": True})     # one model
 
 What each one means: sage_inductor/options.py. The environment is read when sage_inductor is
-imported, by the program or by torch for ``backend="sage"``. So ``SAGE_INDUCTOR_ENABLED=1`` does
-nothing in a program that does neither: it needs one line, ``import sage_inductor``. (torch could
-import us with itself, by an entry point of its group "torch.backends". But then `import torch`
-fails wherever our installation is broken or was moved, even in programs that never ask for us.)
+imported, by the program or by torch for ``backend="sage"``. So ``SAGE_INDUCTOR_REWRITE_INDUCTOR=1``
+does nothing in a program that does neither: it needs one line, ``import sage_inductor``. (torch
+could import us with itself, by an entry point of its group "torch.backends". But then `import
+torch` fails wherever our installation is broken or was moved, even in programs that never ask for
+us.)
 """
 
 import contextlib
-import os
+import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from sage_inductor import renamed
 from sage_inductor.names import unknown
-from sage_inductor.options import SETTINGS, Option, Options
+from sage_inductor.options import SETTINGS, Option
 
-_Fields = Options if TYPE_CHECKING else object  # what type checkers find in the config
+_PREFIX = f"{__name__}."
+if TYPE_CHECKING:
+    from sage_inductor.options import Options as _Settings
+else:  # with these methods a type checker would take any name for a setting's
+
+    class _Settings:
+        """Its dictionary is the process's."""
+
+        def __getattribute__(self, name: str):
+            patched = _patched.get()
+            return patched[name] if name in patched else super().__getattribute__(name)
+
+        def __getattr__(self, name: str):
+            if (now := renamed.setting(name)) not in vars(self):
+                raise AttributeError(unknown(name, SETTINGS, _PREFIX))
+            return getattr(self, now)
+
+        def __setattr__(self, name: str, value) -> None:
+            changes = _checked({name: value})
+            vars(self).update(changes)
+            if changes.keys() & _patched.get():  # what is read after an assignment was assigned
+                _patched.set(_patched.get() | changes)
+            _tell(changes, for_all=True)
 
 
-class Config(_Fields):
+class Config(_Settings):
     """A server configures in one thread and compiles in another, so an assignment holds in the
     whole process. `patch` holds in its thread or asyncio task alone."""
 
-    def __getattr__(self, name: str):
-        values = self.to_dict()
-        if name not in values:
-            raise AttributeError(unknown(name, SETTINGS, _PREFIX))
-        return values[name]
-
-    def __setattr__(self, name: str, value) -> None:
-        value = _checked(name, value)
-        _values[name] = value
-        if name in _patched.get():  # what is read after an assignment is what was assigned
-            _patched.set(_patched.get() | {name: value})
-        _tell([name], for_all=True)
+    # name -> called with a value that was set, and whether it is the whole process's.
+    followers: ClassVar[dict[str, Callable[[Any, bool], None]]] = {}
 
     def __dir__(self) -> list[str]:
         return sorted([*SETTINGS, "patch", "to_dict"])
@@ -54,7 +68,7 @@ class Config(_Fields):
 
     def to_dict(self) -> dict[str, Any]:
         """Each setting's value, here."""
-        return _values | _patched.get()
+        return vars(self) | _patched.get()
 
     def patch(
         self, arg1: str | dict[str, Any] | None = None, arg2: Any = None, **kwargs: Any
@@ -66,7 +80,7 @@ class Config(_Fields):
                 f"patch takes a name and its value, a dict or keywords, got {kwargs} too"
             )
         changes = arg1 if isinstance(arg1, dict) else {arg1: arg2} if arg1 else kwargs
-        return _patch({name: _checked(name, value) for name, value in changes.items()})
+        return _patch(_checked(changes))
 
 
 @contextlib.contextmanager
@@ -80,24 +94,25 @@ def _patch(changes: dict[str, Any]) -> Iterator[None]:
         _tell(changes)
 
 
-def _tell(names, for_all: bool = False) -> None:
-    for name in followers.keys() & set(names):
-        followers[name](getattr(config, name), for_all)
+def _tell(changes: dict[str, Any], for_all: bool = False) -> None:
+    for name in config.followers.keys() & changes:
+        config.followers[name](getattr(config, name), for_all)
 
 
-_PREFIX = f"{__name__}."
+def _checked(changes: dict[str, Any]) -> dict[str, Any]:
+    """What is kept of new values, by the settings' names of today."""
+    kept = {}
+    for name, value in changes.items():
+        name = renamed.setting(name)
+        if name not in SETTINGS:
+            raise AttributeError(unknown(name, SETTINGS, _PREFIX))
+        kept[name] = SETTINGS[name].check(_PREFIX + name, value)
+    return kept
 
 
-def _checked(name: str, value):
-    """What is kept of `value`, which is given to the setting `name`."""
-    if name not in SETTINGS:
-        raise AttributeError(unknown(name, SETTINGS, _PREFIX))
-    return SETTINGS[name].check(_PREFIX + name, value)
-
-
-def _of_environment(option: Option):
+def _of_environment(option: Option, given: dict[str, str]):
     """What the environment says, else the default."""
-    value = os.environ.get(option.variable, "")
+    value = given.get(option.variable, "")
     if value == "":
         return option.default
     if not isinstance(option.default, bool):
@@ -107,8 +122,8 @@ def _of_environment(option: Option):
     return value == "1"
 
 
-_values = {name: _of_environment(option) for name, option in SETTINGS.items()}
 _patched: ContextVar[dict[str, Any]] = ContextVar(_PREFIX, default={})  # noqa: B039 (never changed)
-# name -> called with a value that was set, and whether it is the whole process's.
-followers: dict[str, Callable[[Any, bool], None]] = {}
 config = Config()
+_given = renamed.environment()
+vars(config).update({name: _of_environment(option, _given) for name, option in SETTINGS.items()})
+sys.modules[__name__] = config  # whoever imports this module gets the object

@@ -22,8 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sage_inductor import cost, measured, patterns, report, settings, stages
-from sage_inductor.config import config
+from sage_inductor import config, cost, measured, patterns, report, settings, stages
 from sage_inductor.decide import check_asked, decide
 from sage_inductor.names import AUTO
 from sage_inductor.ops import compat

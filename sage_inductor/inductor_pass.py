@@ -1,5 +1,6 @@
 """The same rewrite for ``backend="inductor"``: a pass of Inductor's, there while
-``sage_inductor.config.enabled`` is set. This is the only file that writes Inductor's options.
+``sage_inductor.config.rewrite_inductor`` is set. This is the only file that writes Inductor's
+options.
 """
 
 import dataclasses
@@ -10,8 +11,7 @@ from pathlib import Path
 
 import torch
 
-from sage_inductor import lowering, measured, ops, patterns
-from sage_inductor.config import config, followers
+from sage_inductor import config, lowering, measured, ops, patterns
 from sage_inductor.decide import rewrite
 from sage_inductor.ops.compat import CustomGraphPass, inductor_config, virtualized
 from sage_inductor.policy import stages_of
@@ -23,7 +23,7 @@ _log = logging.getLogger("sage_inductor")
 
 class SagePass(CustomGraphPass):
     """Inductor's ``pre_grad_custom_pass``. It reads the config when it runs, and does nothing
-    where that does not say `enabled`.
+    if `rewrite_inductor` is not set there.
 
     timing_before: what ``pre_grad_pass_timing`` was before, to be put back."""
 
@@ -31,7 +31,7 @@ class SagePass(CustomGraphPass):
         self.timing_before = timing_before
 
     def __call__(self, graph: torch.fx.Graph) -> None:
-        if not config.enabled:
+        if not config.rewrite_inductor:
             return
         asked = self._settings()
         if stages_of(asked.policy):
@@ -120,13 +120,13 @@ def _passes() -> list:
 
 
 def _lost() -> list[str]:
-    """For the report: `config.enabled` is set, and somebody has put another pass in the place of
-    this one since."""
-    if not config.enabled or any(isinstance(each, SagePass) for each in _passes()):
+    """For the report: `config.rewrite_inductor` is set, and somebody has put another pass in the
+    place of this one since."""
+    if not config.rewrite_inductor or any(isinstance(each, SagePass) for each in _passes()):
         return []
     return [
         f'backend="inductor" is not rewritten: torch._inductor.config.{PASS} was set after '
-        "sage_inductor.config.enabled: set enabled again, which keeps both"
+        "sage_inductor.config.rewrite_inductor: set it again, which keeps both"
     ]
 
 
@@ -146,5 +146,5 @@ _DEFAULTS = {
     for name in (PASS, TIMING)
     if name in inductor_config._config
 }
-followers["enabled"] = install_pass
-install_pass(config.enabled, for_all=True)
+config.followers["rewrite_inductor"] = install_pass
+install_pass(config.rewrite_inductor, for_all=True)

@@ -37,7 +37,7 @@ def _row(default, check: Callable[[str, object], object], doc: str, only: str = 
     return dataclasses.field(default=default, metadata=dict(check=check, doc=doc, only=only))
 
 
-def _flag(name: str, value):
+def flag(name: str, value):
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, got {value!r}")
     return value
@@ -61,11 +61,11 @@ class Options:
     policy: str | os.PathLike | policies.Policy | policies.Rule | dict | list | Callable = _row(
         "", _policy,
         "which recipe which attention call gets: a file of rules, or what policy.py says")
-    emulate: bool = _row(False, _flag,
+    emulate: bool = _row(False, flag,
         "run the recipes' bit-faithful emulation where there is no kernel (CPU), at any length")
-    force: bool = _row(False, _flag,
+    force: bool = _row(False, flag,
         "rewrite all that the kernels can run, also what is slower and in training")
-    calibrate: bool = _row(True, _flag,
+    calibrate: bool = _row(True, flag,
         "a kind of call of which no times are known on this GPU is measured when it first "
         "compiles, for some seconds, and the times are kept; False: it stays SDPA")
     training: str = _row(OFF, functools.partial(one_of, TRAINING),
@@ -73,11 +73,11 @@ class Options:
         f'"auto": by "{TRAINED_BY}" where forward and backward are predicted to be faster than '
         f'SDPA\'s; "{TRAINED_BY}": by a row-scaled FP8 backward (Hopper); "sagebwd": in INT8, '
         "forward and backward")
-    strict: bool = _row(False, _flag,
+    strict: bool = _row(False, flag,
         "raise SageRefused when a call stays as it was")
-    enabled: bool = _row(False, _flag,
-        'setting: rewrite graphs of backend="inductor" too, by a pass beside the user\'s own; '
-        "option: False leaves one graph as it was")
+    rewrite_inductor: bool = _row(False, flag,
+        'rewrite graphs of backend="inductor" too, by a pass beside the user\'s own',
+        only="config")
     mode: str | None = _row(None, _mode,
         "Inductor's mode, for use together with options, which torch.compile does not allow",
         only="options")

@@ -30,7 +30,7 @@ CAUSES = (
     Cause(r"SDPA is (as fast|\w+)",
           "nothing to gain at this size; sage.force=True rewrites it all the same"),
 
-    Cause("the recipe is 'off'", 'set sage.recipe="auto" and leave sage.enabled out', asked=True),
+    Cause("the recipe is 'off'", 'set sage.recipe="auto"', asked=True),
     Cause("the policy says off", "change that rule of the policy", r"\g<0>", asked=True),
 
     Cause("on CPU attention stays as it was",

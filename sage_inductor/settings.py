@@ -4,10 +4,9 @@ import dataclasses
 import re
 from collections.abc import Callable
 
-from sage_inductor import autotune, options
-from sage_inductor.config import config
+from sage_inductor import autotune, config, options, renamed
 from sage_inductor.errors import SageOptionError
-from sage_inductor.names import OFF, nearest, unknown
+from sage_inductor.names import nearest, unknown
 from sage_inductor.ops.compat import inductor_config
 from sage_inductor.options import OPTIONS, PREFIX, Options
 from sage_inductor.policy import Ruling, ruling
@@ -30,8 +29,6 @@ class Settings(Options):
 def resolve(given: dict, **overrides) -> Settings:
     """The settings of a compilation with the options `given` (without their prefix)."""
     values = config.to_dict() | given
-    if not given.get("enabled", True):
-        values |= {"recipe": OFF, "policy": ""}
     if values.get("mode") in AUTOTUNED:
         values["benchmark"] = autotune.benchmark
     try:
@@ -45,13 +42,14 @@ def split(given: dict) -> tuple[dict, dict]:
     """({name: value} of the ``sage.`` options, Inductor's options)."""
     ours = {k.removeprefix(PREFIX): v for k, v in given.items() if k.startswith(PREFIX)}
     theirs = {k: v for k, v in given.items() if not k.startswith(PREFIX)}
-    for name, value in ours.items():
-        if name not in OPTIONS:
-            raise SageOptionError(f"{unknown(name, OPTIONS, PREFIX)} (got {value!r})")
-        try:
+    try:
+        ours = renamed.options(ours)
+        for name, value in ours.items():
+            if name not in OPTIONS:
+                raise ValueError(f"{unknown(name, OPTIONS, PREFIX)} (got {value!r})")
             ours[name] = options.check(name, value, PREFIX)
-        except ValueError as error:
-            raise SageOptionError(str(error)) from None
+    except ValueError as error:
+        raise SageOptionError(str(error)) from None
     if isinstance(ours.get("policy"), str):
         # torch.compile gives this dict for every graph: a relative path stays the file that it was.
         given[PREFIX + "policy"] = ours["policy"]

@@ -57,9 +57,8 @@ def config_anew(monkeypatch, **environment):
     """sage_inductor.config as another process would have it: beside the one that is in force."""
     for name, value in environment.items():
         monkeypatch.setenv(f"SAGE_INDUCTOR_{name}", value)
-    return SimpleNamespace(
-        **runpy.run_path(Path(backend.__file__).with_name("config.py"))["_values"]
-    )
+    found = runpy.run_path(Path(backend.__file__).with_name("config.py"))
+    return SimpleNamespace(**vars(found["config"]))
 
 
 def compile_cpp(source, program) -> str:

@@ -10,11 +10,10 @@ import torch.nn.functional as F
 import triton
 from torch.nn.attention import SDPBackend
 
-from sage_inductor import measured
+from sage_inductor import config, measured
 from sage_inductor.backend import explain
 from sage_inductor.cli.progress import track
 from sage_inductor.cli.tune import lines
-from sage_inductor.config import config
 from sage_inductor.diagnose import compare
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.attention import tiles

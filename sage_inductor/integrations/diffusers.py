@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from sage_inductor.config import config
+from sage_inductor import config
 from sage_inductor.functional import attention
 from sage_inductor.names import AUTO
 from sage_inductor.parallel import DEFAULT, gather_attention

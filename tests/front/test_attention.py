@@ -159,7 +159,7 @@ def test_the_options_of_the_compilation_decide_and_not_the_config():
 @torch.no_grad()
 def test_the_pass_of_backend_inductor_finds_it_once():
     q, k, v = inputs(N_kv=40)
-    with config.patch(enabled=True, emulate=True):
+    with config.patch(rewrite_inductor=True, emulate=True):
         out = torch.compile(attend, backend="inductor", fullgraph=True)(q, k, v)
         assert [s.recipe for s in sage_inductor.report()] == ["sage2-8b"]
         assert_close(out, attend(q, k, v), atol=1e-6, rtol=0)

@@ -608,7 +608,7 @@ def test_a_graph_that_breaks_off_is_judged_with_what_follows(warnings):
 
     q = torch.randn(1, 2, 16, 64)
     for backend, enabled in (("sage", False), ("inductor", True)):
-        with config.patch(enabled=enabled, emulate=True):
+        with config.patch(rewrite_inductor=enabled, emulate=True):
             for dropout_p, expected in ((0.0, 0), (0.5, 1)):
                 torch._dynamo.reset()
                 report._told.clear()
@@ -729,11 +729,11 @@ def test_strict_names_calls_with_one_reason_together():
 
 def test_a_pass_that_took_the_place_of_ours_is_named():
     inductor = torch._inductor.config
-    with inductor.patch(pre_grad_custom_pass=None), config.patch(enabled=True):
+    with inductor.patch(pre_grad_custom_pass=None), config.patch(rewrite_inductor=True):
         assert asked_for()._notes == ()
         inductor.pre_grad_custom_pass = lambda graph: None
         (note,) = asked_for()._notes
         assert "pre_grad_custom_pass was set after" in note and note in str(asked_for())
-        with config.patch(enabled=True):
+        with config.patch(rewrite_inductor=True):
             assert asked_for()._notes == ()
     assert asked_for()._notes == ()
