@@ -90,9 +90,6 @@ cached_backends = _take("torch._dynamo.eval_frame:cached_backends",
     seen=TORCH, without="torch._dynamo.reset() does not empty the report")
 counters = _take("torch._dynamo.utils:counters",
     seen=TORCH, without="rewritten and refused calls are not among Dynamo's counters")
-dynamo_log = _take("torch._dynamo.convert_frame:log",
-    seen=TORCH, optional=True,
-    without="a report cannot name the functions that Dynamo has stopped compiling")
 inductor_config = _take("torch._inductor:config",
     seen=TORCH, without='the pass for backend="inductor" cannot be installed')
 CustomGraphPass = _take("torch._inductor.custom_graph_pass:CustomGraphPass",

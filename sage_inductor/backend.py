@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 
 from sage_inductor import (
-    limits,
     lowering,  # noqa: F401  (registers what the inserted op opens into)
     patterns,
     settings,
@@ -193,12 +192,10 @@ def explain(model, *, options: dict | None = None) -> Callable[..., Report]:
             variants[None].install()
             graph = str(CompileContext.current_compile_id())
             sites.extend((graph, site) for site in _told(variants))
-            limits.seen()
 
         with _op_by_op(see) as compiled:
             compiled(model)(*args, **kwargs)
-            notes = limits.notes()
-        return whole(sites, asked.policy, notes, seen.why_without())
+        return whole(sites, asked.policy, seen.why_without())
 
     return run
 
