@@ -22,8 +22,8 @@ from pathlib import Path
 import sage_inductor
 from bench.cases import Case
 from sage_inductor.choose import cost, tables
+from sage_inductor.names import TRAINED_BY
 from sage_inductor.ops.recipe import ALIASES
-from sage_inductor.options import TRAINED_BY
 from sage_inductor.patterns.reasons import CAUSES
 
 ROOT = Path(__file__).parent.parent
@@ -432,8 +432,9 @@ def remedies(gpus: dict[str, dict]) -> str:
     lines = collections.defaultdict(list)
     for cause in CAUSES:
         text = re.sub(r"\{[^}]*\}(\.\{\})?", "...", cause.text)
-        lines[cause.remedy].append(f"  * `{text}`")
-    return "\n".join(f"* {remedy}:\n" + "\n".join(said) for remedy, said in lines.items())
+        quoted = f"`` {text} ``" if "`" in text else f"`{text}`"
+        lines[cause.remedy].append(f"  * {quoted}\n")
+    return "".join(f"* {remedy}:\n{''.join(said)}" for remedy, said in lines.items())
 
 
 def sparse(gpus: dict[str, dict]) -> str:

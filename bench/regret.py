@@ -57,15 +57,15 @@ from sage_inductor.choose.cost import TRAINED
 from sage_inductor.choose.decide import rewrite
 from sage_inductor.choose.families import Family
 from sage_inductor.choose.timing import BenchmarkCase
+from sage_inductor.names import AUTO
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.formats import TRAINED_HEAD_DIM
 from sage_inductor.ops.recipe import NAMED
-from sage_inductor.options import AUTO
 from sage_inductor.patterns.call import Site
 
 COMMON_DIMS = (64, 128)
 OTHER_DIMS = (40, 48, 72, 80, 96, 112, 160, 192, 256)
-KINDS = {"full": 45, "causal": 25, "keys": 15, "window": 15}  # of sage_inductor.cost; in percent
+KINDS = {"full": 45, "causal": 25, "keys": 15, "window": 15}  # of choose/cost.py; in percent
 STEPS = {"full-training": 50, "causal-training": 50}
 MAX_FLOPS = 2.5e13  # 0.05 s of an H200, and under a mask less than 0.5 s
 MAX_BYTES = 4 << 30  # q, k, v and out

@@ -90,20 +90,12 @@ cached_backends = _take("torch._dynamo.eval_frame:cached_backends",
     seen=TORCH, without="torch._dynamo.reset() does not empty the report")
 counters = _take("torch._dynamo.utils:counters",
     seen=TORCH, without="rewritten and refused calls are not among Dynamo's counters")
-dynamo_log = _take("torch._dynamo.convert_frame:log",
-    seen=TORCH, optional=True,
-    without="a report cannot name the functions that Dynamo has stopped compiling")
 inductor_config = _take("torch._inductor:config",
     seen=TORCH, without='the pass for backend="inductor" cannot be installed')
 CustomGraphPass = _take("torch._inductor.custom_graph_pass:CustomGraphPass",
     seen=TORCH, without='graphs of backend="inductor" with our pass are not cached')
 virtualized = _take("torch._inductor.virtualized:V",
     seen=TORCH, without="the pass cannot tell that AOTInductor compiles a package")
-install_config_module = _take("torch.utils._config_module:install_config_module",
-    seen=TORCH,
-    without="sage_inductor.config has no patch(), no environment variables and no hashing")
-Config = _take("torch.utils._config_module:Config",
-    seen=TORCH, without="as install_config_module")
 default_store = _take("torch.distributed.distributed_c10d:_get_default_store",
     seen=TORCH, optional=True,
     without="each rank times recipes for itself, and ranks may choose different ones")

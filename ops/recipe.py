@@ -14,6 +14,7 @@ import functools
 import hashlib
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 from sage_inductor.ops.formats import GRANULARITIES, PV, QK, Format, Granularity
 
@@ -117,19 +118,35 @@ def _one_of(field: str, value, valid: tuple, beside: str = "") -> None:
         raise ValueError(f"recipe: {field} must be one of {valid}{beside}, got {value!r}")
 
 
-NAMED = {
-    "sage1": Recipe("per_block", "16bit"),
-    "sage2-8b": Recipe("per_thread", "fp8"),
-    "sage2-8b-per-token": Recipe("per_token", "fp8"),
-    "sage2-8b-fp8qk": Recipe("per_token", "fp8", qk="fp8"),
-    "sage2-4b": Recipe("per_thread", "fp8", qk="int4"),
-    "sage1-per-token": Recipe("per_token", "16bit"),
-    "sage3": Recipe("per_16", "nvfp4", qk="nvfp4"),
-}
-ROWSCALED_FORWARD = NAMED["sage1-per-token"]  # of sage::rowscaled: INT8 q k, 16-bit p v
+class Row(NamedTuple):
+    """A recipe with a name, and what is known of it."""
 
-# The names of version 0.1, which are understood for one version more.
-ALIASES = {"sage2-8b-rows": "sage2-8b-per-token", "accurate": "sage1-per-token"}
+    recipe: Recipe
+    # Relative L1 error on normal inputs from which its kernel is wrong, not inaccurate. 8-bit p and
+    # v cost 0.04, 4 bits 0.2; a wrong scale or a missed tile costs several times this bound.
+    wrong_from: float
+    speed_rank: int | None = None  # 1: the fastest, where measured. None: never suggested
+    old_name: str = ""  # in version 0.1; understood for one version more
+
+
+TABLE = {
+    "sage1": Row(Recipe("per_block", "16bit"), 0.1, 4),
+    "sage2-8b": Row(Recipe("per_thread", "fp8"), 0.1, 2),
+    "sage2-8b-per-token": Row(Recipe("per_token", "fp8"), 0.1, 1, "sage2-8b-rows"),
+    # No rank: "auto" takes it on devices where INT8 is slow.
+    "sage2-8b-fp8qk": Row(Recipe("per_token", "fp8", qk="fp8"), 0.1),
+    # No rank: it saves no arithmetic on any device.
+    "sage2-4b": Row(Recipe("per_thread", "fp8", qk="int4"), 0.5),
+    "sage1-per-token": Row(Recipe("per_token", "16bit"), 0.1, 3, "accurate"),
+    # No rank: it was timed on no device.
+    "sage3": Row(Recipe("per_16", "nvfp4", qk="nvfp4"), 0.4),
+}
+NAMED = {name: row.recipe for name, row in TABLE.items()}
+ALIASES = {row.old_name: name for name, row in TABLE.items() if row.old_name}
+BY_SPEED = tuple(
+    sorted((x for x, row in TABLE.items() if row.speed_rank), key=lambda x: TABLE[x].speed_rank)
+)
+ROWSCALED_FORWARD = NAMED["sage1-per-token"]  # of sage::rowscaled: INT8 q k, 16-bit p v
 
 
 def canonical(name: str) -> str:

@@ -70,7 +70,7 @@ UNREADABLE = Cause(
 
 # -- what the user asked for (choose/decide.py) ----
 
-IS_OFF = Cause("the recipe is 'off'", 'set sage.recipe="auto" and leave sage.enabled out',
+IS_OFF = Cause("the recipe is 'off'", 'set sage.recipe="auto"',
                asked=True)  # fmt: skip
 POLICY_OFF = Cause("the policy says off ({})", "change that rule of the policy",
                    "the policy says off", asked=True)  # fmt: skip

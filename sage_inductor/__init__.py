@@ -1,7 +1,8 @@
 """Quantized attention as a torch.compile backend: ``torch.compile(model, backend="sage")``."""
 
-from sage_inductor import config
-from sage_inductor import inductor_pass as _inductor_pass  # noqa: F401  (follows config.enabled)
+from typing import TYPE_CHECKING
+
+from sage_inductor import inductor_pass as _inductor_pass  # noqa: F401  (follows the config)
 from sage_inductor.backend import explain, sage_backend
 from sage_inductor.diagnose import Diagnosis, diagnose
 from sage_inductor.errors import SageOptionError, SageRefused
@@ -14,6 +15,11 @@ from sage_inductor.parallel import gather_attention
 from sage_inductor.policy import CallDescription, Policy, Rule
 from sage_inductor.report import Report, report
 from sage_inductor.stages import Schedule, stage
+
+if TYPE_CHECKING:  # to them it is the module that the object stands in the place of
+    from sage_inductor.config import config
+else:
+    from sage_inductor import config
 
 __all__ = [
     "CallDescription",

@@ -13,8 +13,8 @@ from sage_inductor.choose.timing import TUNED_HEAD_DIMS, TUNED_KINDS
 from sage_inductor.cli.demo import PATCH, demo
 from sage_inductor.cli.doctor import doctor
 from sage_inductor.cli.tune import tune
+from sage_inductor.names import AUTO
 from sage_inductor.ops.recipe import NAMED, canonical, source_tag
-from sage_inductor.options import AUTO
 
 
 def main(arguments: list[str] | None = None) -> int:

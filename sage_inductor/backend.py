@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 
 from sage_inductor import (
-    limits,
     lowering,  # noqa: F401  (registers what the inserted op opens into)
     patterns,
     settings,
@@ -54,10 +53,8 @@ def sage_backend(gm: torch.fx.GraphModule, example_inputs, *, mode=None, options
     """Inductor, with the attention calls of `gm` rewritten where that pays.
 
     mode: Inductor's; under ``max-autotune`` and ``max-autotune-no-cudagraphs`` a call's recipes and
-    their tiles are timed beside SDPA's backends while compiling. options: Inductor's, beside
-    ``sage.recipe``, ``sage.policy``, ``sage.emulate``, ``sage.force``, ``sage.calibrate``,
-    ``sage.training``, ``sage.strict``, ``sage.enabled`` and ``sage.mode`` (see
-    sage_inductor/options.py).
+    their tiles are timed beside SDPA's backends while compiling. options: Inductor's, and those of
+    docs/options.md, which begin with ``sage.``.
 
     A policy that names stages (stages.py) gets a variant of the graph for each of them.
 
@@ -69,15 +66,14 @@ def sage_backend(gm: torch.fx.GraphModule, example_inputs, *, mode=None, options
         names = ", ".join(sorted(unknown))
         raise SageOptionError(f'sage_backend takes mode and options, got {names}: see "sage.*"')
     ours, theirs = settings.split(options or {})
-    ours = {"mode": mode, **ours}
-    asked, graph_break = settings.resolve(ours), ends_in_graph_break(gm)
+    asked, graph_break = settings.resolve({"mode": mode, **ours}), ends_in_graph_break(gm)
     final = not _has_symbolic_floats(gm)
     variants = _variants(gm, asked)
     sites = _told(variants)
     refused = asked.strict and not_asked(sites)
     compiled = None
     if not (refused and final):  # else Inductor's minutes would be for nothing
-        inductor = InductorWrapper(ours["mode"], _keyed_on_sources(theirs), None)
+        inductor = InductorWrapper(asked.mode, _keyed_on_sources(theirs), None)
         compiled = _compile(variants, lambda: inductor(gm, example_inputs))
     # Recorded after compiling: until then Dynamo may abandon the graph, see _has_symbolic_floats.
     record(sites, asked.policy, graph_break)
@@ -196,12 +192,10 @@ def explain(model, *, options: dict | None = None) -> Callable[..., Report]:
             variants[None].install()
             graph = str(CompileContext.current_compile_id())
             sites.extend((graph, site) for site in _told(variants))
-            limits.seen()
 
         with _op_by_op(see) as compiled:
             compiled(model)(*args, **kwargs)
-            notes = limits.notes()
-        return whole(sites, asked.policy, notes, seen.why_without())
+        return whole(sites, asked.policy, seen.why_without())
 
     return run
 

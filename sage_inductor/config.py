@@ -1,4 +1,4 @@
-"""Settings, with torch's own config machinery.
+"""The settings of the process: ``sage_inductor.config``.
 
     sage_inductor.config.recipe = "sage1"
     with sage_inductor.config.patch(emulate=True): ...
@@ -6,160 +6,124 @@
     torch.compile(model, backend="sage", options={"sage.strict": True})     # one model
 
 What each one means: sage_inductor/options.py. The environment is read when sage_inductor is
-imported, by the program or by torch for ``backend="sage"``. So ``SAGE_INDUCTOR_ENABLED=1`` does
-nothing in a program that does neither: it needs one line, ``import sage_inductor``. (torch could
-import us with itself, by an entry point of its group "torch.backends". But then `import torch`
-fails wherever our installation is broken or was moved, even in programs that never ask for us.)
-
-From torch 2.13 on, a value that is assigned to one of torch's configs holds only in the thread that
-assigned it. A server configures in one thread and compiles in another, so an assignment here holds
-in the whole process. `patch` holds in its thread, as torch's does; a thread that has used one keeps
-the values it found.
+imported, by the program or by torch for ``backend="sage"``. So ``SAGE_INDUCTOR_REWRITE_INDUCTOR=1``
+does nothing in a program that does neither: it needs one line, ``import sage_inductor``. (torch
+could import us with itself, by an entry point of its group "torch.backends". But then `import
+torch` fails wherever our installation is broken or was moved, even in programs that never ask for
+us.)
 """
 
 import contextlib
-import contextvars
-import os
 import sys
-import types
-import typing
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from sage_inductor import options
-from sage_inductor import policy as policies
-from sage_inductor.ops.compat import Config, install_config_module
+from sage_inductor import renamed
+from sage_inductor.names import unknown
+from sage_inductor.options import SETTINGS, Option
+
+_PREFIX = f"{__name__}."
+if TYPE_CHECKING:
+    from sage_inductor.options import Options as _Settings
+else:  # with these methods a type checker would take any name for a setting's
+
+    class _Settings:
+        """Its dictionary is the process's."""
+
+        def __getattribute__(self, name: str):
+            patched = _patched.get()
+            return patched[name] if name in patched else super().__getattribute__(name)
+
+        def __getattr__(self, name: str):
+            if (now := renamed.setting(name)) not in vars(self):
+                raise AttributeError(unknown(name, SETTINGS, _PREFIX))
+            return getattr(self, now)
+
+        def __setattr__(self, name: str, value) -> None:
+            changes = _checked({name: value})
+            vars(self).update(changes)
+            if changes.keys() & _patched.get():  # what is read after an assignment was assigned
+                _patched.set(_patched.get() | changes)
+            _tell(changes, for_all=True)
 
 
-def _setting(name: str):
-    option = options.SETTINGS[name]
-    return Config(default=option.default, env_name_default=option.variable)
+class Config(_Settings):
+    """A server configures in one thread and compiles in another, so an assignment holds in the
+    whole process. `patch` holds in its thread or asyncio task alone."""
 
+    # name -> called with a value that was set, and whether it is the whole process's.
+    followers: ClassVar[dict[str, Callable[[Any, bool], None]]] = {}
 
-recipe: str = _setting("recipe")
-if typing.TYPE_CHECKING:
-    policy: str | os.PathLike | policies.Policy | policies.Rule | dict | list | Callable
-else:
-    policy: str = _setting("policy")  # torch allows bool and str here
-emulate: bool = _setting("emulate")
-force: bool = _setting("force")
-training: str = _setting("training")
-strict: bool = _setting("strict")
-calibrate: bool = _setting("calibrate")
-enabled: bool = _setting("enabled")
+    def __dir__(self) -> list[str]:
+        return sorted([*SETTINGS, "patch", "to_dict"])
 
-install_config_module(sys.modules[__name__])
-
-_patching = contextvars.ContextVar("sage_inductor.config.patch", default=False)
-# name -> what is called with the value that was set, and whether it is the whole process's.
-_followers: dict[str, Callable[[object, bool], None]] = {}
-
-
-class _CheckedConfig(type(sys.modules[__name__])):
-    """Refuses unknown names and ill-typed values when they are set, and tells who follows one."""
-
-    def __setattr__(self, name, value):
-        if name in self._config:
-            check(name, value)
-            value = policies.settled(value) if name == "policy" else value
-        elif name not in self._bypass_keys:
-            raise AttributeError(options.unknown(name, self._config, _PREFIX))
-        super().__setattr__(name, value)
-        if name in self._config and not _patching.get():
-            # Where the environment's value is kept: below what a thread has set for itself.
-            self._config[name].env_value_default = value
-        if name in _followers:
-            _followers[name](value, not _patching.get())
-
-    def __dir__(self):
-        return sorted([*self._config, "patch", "to_dict", "load_config", "save_config", "get_hash"])
-
-    def __repr__(self):
+    def __repr__(self) -> str:
         """Each setting, its value and, if it is another, its default."""
         rows = [f"{__name__}:"]
-        for name, option in options.SETTINGS.items():
-            value = getattr(self, name)
-            default = "" if value == option.default else f"  (default {option.default!r})"
-            rows.append(f"  {name} = {value!r}{default}")
+        for name, value in self.to_dict().items():
+            default = SETTINGS[name].default
+            rows.append(f"  {name} = {value!r}" + f"  (default {default!r})" * (value != default))
         return "\n".join(rows)
 
-    def patch(self, arg1=None, arg2=None, **kwargs):  # typed below
+    def to_dict(self) -> dict[str, Any]:
+        """Each setting's value, here."""
+        return vars(self) | _patched.get()
+
+    def patch(
+        self, arg1: str | dict[str, Any] | None = None, arg2: Any = None, **kwargs: Any
+    ) -> "contextlib._GeneratorContextManager[None]":
+        """Other values within: a context manager and a decorator. Takes a name and its value, a
+        dict or keywords, and checks all before any is set."""
         if arg1 and kwargs:
             raise TypeError(
                 f"patch takes a name and its value, a dict or keywords, got {kwargs} too"
             )
         changes = arg1 if isinstance(arg1, dict) else {arg1: arg2} if arg1 else kwargs
-        for name, value in changes.items():  # before any is set: torch's patch takes none back
-            if name not in self._config:
-                raise AttributeError(options.unknown(name, self._config, _PREFIX))
-            check(name, value)
-        return _Patch(super().patch(changes))
+        return _patch(_checked(changes))
 
 
-class _Patch(contextlib.ContextDecorator):
-    """torch's own, known to `__setattr__`."""
-
-    def __init__(self, patch):
-        self.patch = patch
-
-    def __enter__(self) -> None:
-        return self._run(self.patch.__enter__)
-
-    def __exit__(self, *error: object) -> None:  # None: an error within is never swallowed
-        return self._run(self.patch.__exit__, *error)
-
-    @staticmethod
-    def _run(step, *args):
-        token = _patching.set(True)
-        try:
-            return step(*args)
-        finally:
-            _patching.reset(token)
+@contextlib.contextmanager
+def _patch(changes: dict[str, Any]) -> Iterator[None]:
+    token = _patched.set(_patched.get() | changes)
+    try:
+        _tell(changes)
+        yield
+    finally:
+        _patched.reset(token)
+        _tell(changes)
 
 
-if typing.TYPE_CHECKING:  # imported by itself, the bool TYPE_CHECKING would become a setting
-    # What install_config_module puts into this module, which no type checker sees. torch's own
-    # stub (torch.utils._config_typing) leaves open what patch returns.
-
-    def patch(
-        arg1: str | dict[str, Any] | None = None, arg2: Any = None, **kwargs: Any
-    ) -> _Patch: ...
-    def to_dict() -> dict[str, Any]: ...
-    def save_config() -> bytes: ...
-    def load_config(config: bytes | dict[str, Any]) -> None: ...
-    def get_hash() -> bytes: ...
+def _tell(changes: dict[str, Any], for_all: bool = False) -> None:
+    for name in config.followers.keys() & changes:
+        config.followers[name](getattr(config, name), for_all)
 
 
-_PREFIX = "sage_inductor.config."
+def _checked(changes: dict[str, Any]) -> dict[str, Any]:
+    """What is kept of new values, by the settings' names of today."""
+    kept = {}
+    for name, value in changes.items():
+        name = renamed.setting(name)
+        if name not in SETTINGS:
+            raise AttributeError(unknown(name, SETTINGS, _PREFIX))
+        kept[name] = SETTINGS[name].check(_PREFIX + name, value)
+    return kept
 
 
-def check(name: str, value, prefix: str = _PREFIX) -> None:
-    """Raise ValueError unless `value` may be given to the setting `name`; of a policy its file is
-    read."""
-    options.check(name, value, prefix)
-    if name == "policy":
-        try:
-            policies.ruling(value)
-        except ValueError as error:
-            raise ValueError(f"{prefix}policy: {error}") from None
+def _of_environment(option: Option, given: dict[str, str]):
+    """What the environment says, else the default."""
+    value = given.get(option.variable, "")
+    if value == "":
+        return option.default
+    if not isinstance(option.default, bool):
+        return option.check(f"{option.variable}: {option.name}", value)
+    if value not in ("0", "1"):
+        raise ValueError(f"{option.variable} must be 1 or 0, got {value!r}")
+    return value == "1"
 
 
-def follow(name: str, call: Callable[[object, bool], None]) -> None:
-    """``call(value, for_all)`` now and whenever the setting is set: by an assignment, which is for
-    all threads, or by a patch."""
-    _followers[name] = call
-    call(getattr(sys.modules[__name__], name), True)
-
-
-types.ModuleType.__setattr__(sys.modules[__name__], "__class__", _CheckedConfig)
-_self = sys.modules[__name__]
-for _option in options.SETTINGS.values():  # what the environment says; an empty variable nothing
-    _value = getattr(_self, _option.name)
-    if _value == "":
-        _self._config[_option.name].env_value_default = _option.default
-    elif isinstance(_option.default, bool) and not isinstance(_value, bool):
-        raise ValueError(f"{_option.variable} must be 1 or 0, got {_value!r}")
-    else:
-        check(_option.name, _value, f"{_option.variable}: ")
-if _self.policy:
-    _self._config["policy"].env_value_default = policies.settled(_self.policy)
+_patched: ContextVar[dict[str, Any]] = ContextVar(_PREFIX, default={})  # noqa: B039 (never changed)
+config = Config()
+_given = renamed.environment()
+vars(config).update({name: _of_environment(option, _given) for name, option in SETTINGS.items()})
+sys.modules[__name__] = config  # whoever imports this module gets the object

@@ -31,10 +31,10 @@ from sage_inductor.at_once import also_at_once
 from sage_inductor.backend import run_graphs
 from sage_inductor.choose import families, tables
 from sage_inductor.choose.decide import autos, decide
-from sage_inductor.ops.recipe import NAMED, canonical
+from sage_inductor.names import AUTO, OFF, nearest
+from sage_inductor.ops.recipe import BY_SPEED, NAMED, canonical
 from sage_inductor.ops.reference.exact import attention_exact, masked
 from sage_inductor.ops.visibility import as_4d
-from sage_inductor.options import AUTO, OFF, nearest
 from sage_inductor.patterns import Decision, Site, reasons, rewrite
 from sage_inductor.patterns.call import FULL, Band, Call
 from sage_inductor.policy import Policy, Rule, layer_of
@@ -45,9 +45,6 @@ from sage_inductor.settings import Settings
 # call above this tolerance has inputs that its recipe does not cope with.
 TOLERANCE = 0.05
 SDPA = "sdpa"  # in the place of a recipe: scaled_dot_product_attention in the model's own dtype
-# Fastest first, where measured. Left out: sage2-8b-fp8qk, which "auto" takes on devices where INT8
-# is slow; sage2-4b, which saves no arithmetic on any device; sage3, which was timed on none.
-BY_SPEED = ("sage2-8b-per-token", "sage2-8b", "sage1-per-token", "sage1")
 STUDY = Settings(emulate=True, force=True)
 QUIET_S = 3.0  # before progress is shown
 MOST_SHOWN = 20  # rows of the printed table

@@ -25,8 +25,8 @@ from torch import Tensor
 from sage_inductor import config, patterns, report, settings, stages
 from sage_inductor.choose import cost, families
 from sage_inductor.choose.decide import check_asked, decide
+from sage_inductor.names import AUTO
 from sage_inductor.ops import compat
-from sage_inductor.options import AUTO
 from sage_inductor.patterns import reasons
 from sage_inductor.patterns.call import Call, Decision, Site
 from sage_inductor.patterns.functional import ENTRIES
@@ -171,8 +171,8 @@ def _run_of(tensors: tuple[Tensor, ...], asked: tuple) -> Callable:
         stage = stages.current() if portable else None
         return _decided(kinds, asked, compat.detect_fake_mode(tensors), portable, stage)
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    given = tuple(map(_hashable, (getattr(config, name) for name in settings.FROM_CONFIG)))
-    kinds_of = _but_lengths(kinds) if _is_short(kinds, *given) else kinds
+    given = tuple(map(_hashable, config.to_dict().values()))
+    kinds_of = _but_lengths(kinds) if _is_short(kinds) else kinds
     stage = stages.current()
     key = kinds_of, asked, grad, autocast, given, families.flash_attention(), stage
     run = _runs.get(key)
@@ -203,12 +203,14 @@ MAX_KINDS = 4096  # of calls that are remembered, some 10 KiB each
 _runs: dict[tuple, Callable] = {}
 
 
-def _is_short(kinds: tuple[_Kind, ...], recipe, emulate: bool, force: bool, *_) -> bool:
+def _is_short(kinds: tuple[_Kind, ...]) -> bool:
     """Whether a call stays SDPA at its length and at any other as short, by every policy. Decoding
     makes a call of another length for each token, and deciding takes 3 ms."""
     lengths = (kind.shape[-2] for kind in kinds[:2] if len(kind.shape) > 1)
     trains = any(kind.needs_grad for kind in kinds)
-    return not (emulate or force or trains) and min(lengths, default=0) < cost.SHORTEST
+    return (
+        not (config.emulate or config.force or trains) and min(lengths, default=0) < cost.SHORTEST
+    )
 
 
 def _but_lengths(kinds: tuple[_Kind, ...]) -> tuple:

@@ -31,14 +31,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sage_inductor import options
 from sage_inductor.at_once import also_at_once
 from sage_inductor.backend import run_graphs
 from sage_inductor.choose.decide import decide
 from sage_inductor.diagnose import MAX_SCORES, MOST_SHOWN, SDPA, Progress, calls_of
+from sage_inductor.names import AUTO, OFF, TRAINING
 from sage_inductor.ops.reference.exact import attention_exact
 from sage_inductor.ops.training.gradients import trained_by
-from sage_inductor.options import AUTO, OFF
 from sage_inductor.patterns import Decision, Site, reasons, rewrite
 from sage_inductor.patterns.call import UNNAMED, Call
 from sage_inductor.patterns.eligible import is_causal
@@ -47,7 +46,7 @@ from sage_inductor.patterns.replace import stand_in
 from sage_inductor.report import grouped, number_of, path_of, table
 from sage_inductor.settings import Settings
 
-RECIPES = tuple(name for name in options.TRAINING if name not in (OFF, AUTO))
+RECIPES = tuple(name for name in TRAINING if name not in (OFF, AUTO))
 # Each part of a batch is followed to the parameters by itself. Of a batch of windows there may be
 # thousands; 32 parts know the noise to 1 / sqrt(2 * 31), 13 %, and better over many parameters.
 MOST_PARTS = 32

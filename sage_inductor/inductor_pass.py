@@ -1,5 +1,6 @@
 """The same rewrite for ``backend="inductor"``: a pass of Inductor's, there while
-``sage_inductor.config.enabled`` is set. This is the only file that writes Inductor's options.
+``sage_inductor.config.rewrite_inductor`` is set. This is the only file that writes Inductor's
+options.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ _log = logging.getLogger("sage_inductor")
 
 class SagePass(CustomGraphPass):
     """Inductor's ``pre_grad_custom_pass``. It reads the config when it runs, and does nothing
-    where that does not say `enabled`.
+    if `rewrite_inductor` is not set there.
 
     timing_before: what ``pre_grad_pass_timing`` was before, to be put back."""
 
@@ -31,7 +32,7 @@ class SagePass(CustomGraphPass):
         self.timing_before = timing_before
 
     def __call__(self, graph: torch.fx.Graph) -> None:
-        if not config.enabled:
+        if not config.rewrite_inductor:
             return
         asked = self._settings()
         if stages_of(asked.policy):
@@ -52,8 +53,7 @@ class SagePass(CustomGraphPass):
         settings = self._settings()
         if callable(settings.policy):  # nothing says whether its answers are those of last time
             return None
-        asked = dataclasses.astuple(settings)
-        return sources_tag(), tables.in_force(), config.enabled, asked
+        return sources_tag(), tables.in_force(), dataclasses.astuple(settings)
 
     @staticmethod
     def _settings() -> Settings:
@@ -121,13 +121,13 @@ def _passes() -> list:
 
 
 def _lost() -> list[str]:
-    """For the report: `config.enabled` is set, and somebody has put another pass in the place of
-    this one since."""
-    if not config.enabled or any(isinstance(each, SagePass) for each in _passes()):
+    """For the report: `config.rewrite_inductor` is set, and somebody has put another pass in the
+    place of this one since."""
+    if not config.rewrite_inductor or any(isinstance(each, SagePass) for each in _passes()):
         return []
     return [
         f'backend="inductor" is not rewritten: torch._inductor.config.{PASS} was set after '
-        "sage_inductor.config.enabled: set enabled again, which keeps both"
+        "sage_inductor.config.rewrite_inductor: set it again, which keeps both"
     ]
 
 
@@ -147,4 +147,5 @@ _DEFAULTS = {
     for name in (PASS, TIMING)
     if name in inductor_config._config
 }
-config.follow("enabled", install_pass)
+config.followers["rewrite_inductor"] = install_pass
+install_pass(config.rewrite_inductor, for_all=True)

@@ -1,105 +1,97 @@
-"""Every setting, once: what it may be, where it may be given, and what it means.
+"""Every option, once: what it may be, where it may be given, and what it means.
 
     name       sage_inductor.config    environment              torch.compile(options=...)
     recipe     config.recipe           SAGE_INDUCTOR_RECIPE     "sage.recipe"
 
-An option of `torch.compile` overrides the config, which overrides the environment.
+An option of `torch.compile` overrides the config, which overrides the environment. An option is a
+row of `Options`: `config` and `Settings` have its fields.
 """
 
-import difflib
-import warnings
-from typing import NamedTuple
+import dataclasses
+import functools
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
-from sage_inductor.ops.recipe import ALIASES, NAMED
+from sage_inductor import policy as policies
+from sage_inductor.names import AUTO, OFF, TRAINED_BY, TRAINING, check_recipe, one_of
 
 PREFIX = "sage."
-AUTO, OFF = "auto", "off"
-TRAINED_BY = "g"  # what "auto" may become in training
-TRAINING = (OFF, AUTO, "sagebwd", TRAINED_BY)
 
 
 class Option(NamedTuple):
     name: str
     default: object
-    type: type
+    check: Callable[[str, object], object]  # (its name, a value) -> what is kept; or ValueError
     doc: str
-    is_setting: bool = True  # of sage_inductor.config, with an environment variable
+    only: str = ""  # "config": no option of torch.compile; "options": no setting
 
     @property
     def variable(self) -> str:
         return f"SAGE_INDUCTOR_{self.name.upper()}"
 
 
-_TABLE = (
-    Option("recipe", AUTO, str,
-           'how attention calls are quantized: "auto" (by device), a recipe\'s name, or "off"'),
-    Option("policy", "", object,
-           "which recipe which attention call gets: a file of rules, or what policy.py says"),
-    Option("emulate", False, bool,
-           "run the recipes' bit-faithful emulation where there is no kernel (CPU), at any length"),
-    Option("force", False, bool,
-           "rewrite all that the kernels can run, also what is slower and in training"),
-    Option("calibrate", True, bool,
-           "a kind of call of which no times are known on this GPU is measured when it first "
-           "compiles, for some seconds, and the times are kept; False: it stays SDPA"),
-    Option("training", OFF, str,
-           'how calls that need gradients are computed: "off": exactly (SDPA, or what force does); '
-           '"auto": by "g" where forward and backward are predicted to be faster than SDPA\'s; '
-           '"g": by a row-scaled FP8 backward (Hopper); "sagebwd": in INT8, forward and backward'),
-    Option("strict", False, bool, "raise SageRefused when a call stays as it was"),
-    Option("enabled", False, bool,
-           'setting: rewrite graphs of backend="inductor" too, by a pass beside the user\'s own; '
-           "option: False leaves one graph as it was"),
-    Option("mode", None, str,
-           "Inductor's mode, for use together with options, which torch.compile does not allow",
-           is_setting=False),
-)  # fmt: skip
-OPTIONS = {option.name: option for option in _TABLE}
-SETTINGS = {name: option for name, option in OPTIONS.items() if option.is_setting}
+def _row(default, check: Callable[[str, object], object], doc: str, only: str = "") -> Any:
+    return dataclasses.field(default=default, metadata=dict(check=check, doc=doc, only=only))
 
 
-def check(name: str, value, prefix: str) -> None:
-    """Raise ValueError unless `value` may be given to the option `name`. Of policies
-    sage_inductor/policy.py judges."""
-    if name == "mode":
-        modes = list(torch._inductor.list_mode_options())
-        if value not in modes:
-            raise ValueError(f"{prefix}mode must be one of {modes}, got {value!r}")
-    elif name == "recipe":
-        valid = (AUTO, OFF, *NAMED)
-        if not isinstance(value, str) or value not in (*valid, *ALIASES):
-            raise ValueError(_not_one_of(prefix + name, valid, value))
-        if value in ALIASES:
-            warnings.warn(
-                f"{prefix}{name}: {value!r} is called {ALIASES[value]!r} now, and the old name "
-                "will be refused", FutureWarning, stacklevel=2,
-            )  # fmt: skip
-    elif name == "training":
-        if value not in TRAINING:
-            raise ValueError(_not_one_of(prefix + name, TRAINING, value))
-    elif name != "policy" and not isinstance(value, bool):
-        raise ValueError(f"{prefix}{name} must be True or False, got {value!r}")
+def flag(name: str, value):
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+    return value
 
 
-def _not_one_of(name: str, valid: tuple[str, ...], value) -> str:
-    near = nearest(value, valid) if isinstance(value, str) else None
-    meant = f": did you mean {near!r}?" if near else ""
-    return f"{name} must be one of {valid}, got {value!r}{meant}"
+def _policy(name: str, value):
+    try:
+        return policies.settled(value)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
-def unknown(name: str, valid, prefix: str) -> str:
-    """The message for a name that does not exist, with one that does and is spelled like it, or all
-    that do."""
-    near = nearest(name, valid)
-    meant = f"did you mean {prefix}{near}?" if near else f"there are {', '.join(sorted(valid))}"
-    return f"{prefix}{name} does not exist: {meant}"
+def _mode(name: str, value):
+    return one_of(list(torch._inductor.list_mode_options()), name, value)
 
 
-def nearest(text: str, valid) -> str | None:
-    """What `text` is the beginning of, else what is spelled like it; case does not matter."""
-    text, of_lower = text.lower(), {each.lower(): each for each in valid}
-    begun = [each for each in of_lower if text and each.startswith(text)]
-    near = begun or difflib.get_close_matches(text, of_lower, n=1)
-    return of_lower[near[0]] if near else None
+# fmt: off
+class Options:
+    recipe: str = _row(AUTO, check_recipe,
+        'how attention calls are quantized: "auto" (by device), a recipe\'s name, or "off"')
+    policy: str | os.PathLike | policies.Policy | policies.Rule | dict | list | Callable = _row(
+        "", _policy,
+        "which recipe which attention call gets: a file of rules, or what policy.py says")
+    emulate: bool = _row(False, flag,
+        "run the recipes' bit-faithful emulation where there is no kernel (CPU), at any length")
+    force: bool = _row(False, flag,
+        "rewrite all that the kernels can run, also what is slower and in training")
+    calibrate: bool = _row(True, flag,
+        "a kind of call of which no times are known on this GPU is measured when it first "
+        "compiles, for some seconds, and the times are kept; False: it stays SDPA")
+    training: str = _row(OFF, functools.partial(one_of, TRAINING),
+        'how calls that need gradients are computed: "off": exactly (SDPA, or what force does); '
+        f'"auto": by "{TRAINED_BY}" where forward and backward are predicted to be faster than '
+        f'SDPA\'s; "{TRAINED_BY}": by a row-scaled FP8 backward (Hopper); "sagebwd": in INT8, '
+        "forward and backward")
+    strict: bool = _row(False, flag,
+        "raise SageRefused when a call stays as it was")
+    rewrite_inductor: bool = _row(False, flag,
+        'rewrite graphs of backend="inductor" too, by a pass beside the user\'s own',
+        only="config")
+    mode: str | None = _row(None, _mode,
+        "Inductor's mode, for use together with options, which torch.compile does not allow",
+        only="options")
+# fmt: on
+
+
+# Not by a decorator: type checkers refuse an assignment to a field of what they know to be frozen,
+# and config, which has these fields, is assigned to.
+dataclasses.dataclass(frozen=True)(Options)
+_TABLE = [Option(row.name, row.default, **row.metadata) for row in dataclasses.fields(Options)]
+OPTIONS = {option.name: option for option in _TABLE if option.only != "config"}
+SETTINGS = {option.name: option for option in _TABLE if option.only != "options"}
+
+
+def check(name: str, value, prefix: str):
+    """What is kept of `value` by the option `name`. Raises ValueError if it may not be given."""
+    return OPTIONS[name].check(prefix + name, value)

@@ -56,7 +56,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from sage_inductor import options, stages
+from sage_inductor import names, stages
 from sage_inductor.ops.formats import HEAD_DIMS
 from sage_inductor.ops.selector import Selection
 
@@ -221,17 +221,15 @@ def unmatched(rules: tuple[Rule, ...], modules: Iterable[str]) -> list[str]:
 # A policy in force: rules, or a function.
 Ruling = tuple[Rule, ...] | Callable[[CallDescription], str | None]
 _files: dict[str, tuple[Rule, ...]] = {}  # by path: what each file said when it could be read
-_places: dict[int, tuple[object, str]] = {}  # by id of what holds a relative path: it, and the file
 _warned: set[str] = set()
 
 
-def ruling(given, holder: object = None) -> Ruling:
-    """What ``sage.policy`` may be given, ready to be asked. holder: what keeps `given`, an options
-    dict: a relative path is resolved once for each. Raises ValueError."""
+def ruling(given) -> Ruling:
+    """What ``sage.policy`` may be given, ready to be asked. Raises ValueError."""
     if given is None or given == "":
         return ()
     if isinstance(given, (str, os.PathLike)):
-        return _of_file(os.fspath(given), holder)
+        return _of_file(os.path.abspath(given))
     if isinstance(given, Policy):
         return given.rules
     if isinstance(given, Rule):
@@ -247,26 +245,23 @@ def ruling(given, holder: object = None) -> Ruling:
 
 def settled(given):
     """`given`, to be kept where it cannot change: what `ruling` makes of it will not depend on the
-    folder that the process is in, nor on what becomes of a dict."""
+    folder that the process is in, nor on what becomes of a dict. Raises ValueError, as `ruling`."""
+    rules = ruling(given)
     if isinstance(given, (str, os.PathLike)):
         return given and os.path.abspath(given)
-    return Policy(from_python(given)) if isinstance(given, (dict, list, tuple)) else given
+    return Policy(rules) if isinstance(given, (dict, list, tuple)) else given
 
 
-def _of_file(path: str, holder: object) -> tuple[Rule, ...]:
-    place = _places.get(id(holder), (None, None))[1] if holder is not None else None
-    place = place or os.path.abspath(path)
+def _of_file(path: str) -> tuple[Rule, ...]:
     try:
-        _files[place] = Policy.load(place).rules
+        _files[path] = Policy.load(path).rules
     except ValueError as error:
-        if place not in _files:
+        if path not in _files:
             raise
         if str(error) not in _warned:
             _warned.add(str(error))
             _log.warning("%s: the policy stays what this file said before", error)
-    if holder is not None and not os.path.isabs(path):
-        _places[id(holder)] = holder, place  # the holder is kept, so that its id stays its own
-    return _files[place]
+    return _files[path]
 
 
 def from_python(given: dict | list | tuple) -> tuple[Rule, ...]:
@@ -291,7 +286,7 @@ def ask(function: Callable, call: CallDescription) -> str | None:
         raise ValueError(f"sage.policy: the function raised {reason}, for {call}") from error
     if recipe is not None:
         try:
-            options.check("recipe", recipe, "")
+            names.check_recipe("recipe", recipe)
         except ValueError as error:
             what = "the function must return None, or what a rule's recipe may be"
             raise ValueError(f"sage.policy: {what}: {error}, for {call}") from None
@@ -324,10 +319,15 @@ def _rule(number: int, rule: "_Located") -> Rule:
         if not isinstance(rule.value, dict):
             raise _Invalid(rule.line, f'must be {{"recipe": ..., ...}}, got {rule.text}')
         _check_keys(rule, (*FIELDS, "note"), ("recipe",))
-        found = Rule(
-            **{name: _field(name, rule.value[name]) for name in FIELDS if name in rule.value}
-        )
-        if found.keep is not None and found.recipe in (options.AUTO, options.OFF):
+        fields = {}
+        for name, given in rule.value.items():
+            try:
+                if name != "note":
+                    fields[name] = _field(name, given)
+            except ValueError as error:  # of a part of it, with a line, or of all
+                raise _Invalid(getattr(error, "line", given.line), str(error)) from None
+        found = Rule(**fields)
+        if found.keep is not None and found.recipe in (names.AUTO, names.OFF):
             what = "beside keep, recipe must be the name of one"
             raise _Invalid(rule.value["recipe"].line, f"{what}, got {found.recipe!r}")
         return found
@@ -338,30 +338,24 @@ def _rule(number: int, rule: "_Located") -> Rule:
 def _field(name: str, given: "_Located"):
     """A field of Rule from what the file says."""
     value = given.to_python()
-    if name in ("recipe", "training"):
-        try:
-            options.check(name, value, "")
-        except ValueError as error:
-            raise _Invalid(given.line, str(error)) from None
-        return value
+    if name == "recipe":
+        return names.check_recipe(name, value)
+    if name == "training":
+        return names.one_of(names.TRAINING, name, value)
+    if name == "stage":
+        return stages.check(value)
+    if name == "keep":
+        return _keep(given)
     if name == "module":
         if not isinstance(value, str):
-            raise _Invalid(given.line, f"module must be a string, got {given.text}")
-        return value
-    if name == "stage":
-        try:
-            stages.check(value)
-        except ValueError as error:
-            raise _Invalid(given.line, str(error)) from None
+            raise ValueError(f"module must be a string, got {given.text}")
         return value
     if name == "head_dim":
         several = value if isinstance(value, list) else [value]
         if not several or not all(_is_integer(x, 1, HEAD_DIMS[-1]) for x in several):
             what = f"head_dim must be a number of 1 to {HEAD_DIMS[-1]}, or a list of such"
-            raise _Invalid(given.line, f"{what}, got {given.text}")
+            raise ValueError(f"{what}, got {given.text}")
         return tuple(several)
-    if name == "keep":
-        return _keep(given)
     minimum, one = (0, "a number or ") if name == "layer" else (1, "")
     if name == "layer" and _is_integer(value, minimum):
         return value, value
@@ -371,9 +365,9 @@ def _field(name: str, given: "_Located"):
         and all(x is None or _is_integer(x, minimum) for x in value)
     ):
         what = f"{name} must be {one}[from, to], numbers from {minimum} on or null"
-        raise _Invalid(given.line, f"{what}, got {given.text}")
+        raise ValueError(f"{what}, got {given.text}")
     if None not in value and value[0] > value[1]:
-        raise _Invalid(given.line, f"{name} must not be an empty range, got {given.text}")
+        raise ValueError(f"{name} must not be an empty range, got {given.text}")
     return tuple(value)
 
 
@@ -386,20 +380,19 @@ def _keep(given: "_Located") -> Selection:
     fractions, tokens = keep[:3], keep[3:]
     valid = all(_is_number(x) and 0 <= x <= 1 for x in fractions) and keep[:2] != (0, 0)
     if not valid or not all(_is_integer(x, 0) for x in tokens):
-        raise _Invalid(
-            given.line,
+        raise ValueError(
             f"keep must be a fraction above 0, or {{...}} of {', '.join(Selection._fields)}: three "
-            f"fractions, the first two not both 0, and two numbers of tokens, got {given.text}",
+            f"fractions, the first two not both 0, and two numbers of tokens, got {given.text}"
         )
     return keep
 
 
 def _check_keys(given: "_Located", valid: tuple[str, ...], needed: tuple[str, ...]) -> None:
-    for name, (line, count) in given.keys.items():
+    for name, each in given.value.items():
         if name not in valid:
-            raise _Invalid(line, options.unknown(name, valid, ""))
-        if count > 1:
-            raise _Invalid(line, f"{name} is given {count} times")
+            raise _Invalid(each.line, names.unknown(name, valid, ""))
+        if (count := given.names.count(name)) > 1:
+            raise _Invalid(each.line, f"{name} is given {count} times")
     for name in needed:
         if name not in given.value:
             raise _Invalid(given.line, f"{name} is missing")
@@ -421,7 +414,7 @@ class _Located:
     value: object  # lists and objects hold _Located
     line: int
     text: str  # as the file has it, in one line
-    keys: dict[str, tuple[int, int]]  # of an object: line, and how often
+    names: list[str]  # of an object's values, each as often as it is given
 
     def to_python(self):
         is_list = isinstance(self.value, list)
@@ -436,26 +429,22 @@ def _parse(text: str) -> _Located:
     def skip(at: int) -> int:
         return between.match(text, at).end()
 
-    def line_of(at: int) -> int:
-        return text.count("\n", 0, at) + 1
-
-    def read(at: int) -> tuple[_Located, int]:
-        start, value, keys = at, {} if text[at] == "{" else [], {}
+    def read(start: int) -> tuple[_Located, int]:
+        keys, values = [], []
         if text[start] not in "{[":
             value, at = decoder.raw_decode(text, start)
-            return _Located(value, line_of(start), text[start:at], keys), at
-        at = skip(start + 1)
-        while text[at] not in "}]":
-            if text[start] == "{":
-                line = line_of(at)
-                name, at = decoder.raw_decode(text, at)
-                keys[name] = line, keys.get(name, (0, 0))[1] + 1
-                value[name], at = read(skip(at))
-            else:
-                item, at = read(at)
-                value.append(item)
-            at = skip(at)
-        source = " ".join(text[start : at + 1].split())
-        return _Located(value, line_of(start), source, keys), at + 1
+        else:
+            at = skip(start + 1)
+            while text[at] not in "}]":
+                if text[start] == "{":
+                    key, at = decoder.raw_decode(text, at)
+                    keys.append(key)
+                each, at = read(skip(at))
+                values.append(each)
+                at = skip(at)
+            value = values if text[start] == "[" else dict(zip(keys, values, strict=True))
+            at += 1
+        line, source = text.count("\n", 0, start) + 1, re.sub(r"\s*\n\s*", " ", text[start:at])
+        return _Located(value, line, source, keys), at
 
     return read(skip(0))[0]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from sage_inductor import limits, page, stages
+from sage_inductor import page, stages
 from sage_inductor.choose import tables
 from sage_inductor.errors import SageRefused
 from sage_inductor.ops.compat import CompileContext, counters
@@ -267,7 +267,7 @@ def report() -> Report:
         known = set(itertools.chain(*map(stages_of, _policies)))
         unknown = sorted(stages.named() - known) if _sites else []
         notes += [f"stage {json.dumps(name)} is named by no rule of a policy" for name in unknown]
-        notes += limits.notes() + [note for each in more_notes for note in each()]
+        notes += [note for each in more_notes for note in each()]
         return Report(_sites, notes, _seen.why_without())
 
 
@@ -322,7 +322,6 @@ def record(sites: list[Site], policy: Ruling = (), graph_break: bool = False) ->
     has no operation and is never compiled, for the process's end.
     """
     on_reset(clear)
-    limits.seen()
     compile_id = CompileContext.current_compile_id()
     graph = str(compile_id) if compile_id is not None else "-"
     with _lock:
@@ -376,16 +375,14 @@ def not_asked(sites: Iterable[Site]) -> list[Site]:
     return [s for s in sites if not s.rewritten and not reasons.of(s.reason).cause.asked]
 
 
-def whole(
-    sites: list[tuple[str, Site]], policy: Ruling, notes: Sequence[str] = (), without: str = ""
-) -> Report:
+def whole(sites: list[tuple[str, Site]], policy: Ruling, without: str = "") -> Report:
     """The complete report of a model, whose graphs were all seen: it warns at once of a rule that
-    fits no call. notes: more lines for its foot. without: why there are no sites."""
+    fits no call. without: why there are no sites."""
     modules = [site.module for _, site in sites]
     unused = unmatched(policy, modules) if isinstance(policy, tuple) else []
     for line in unused:
         log.warning("%s", line)
-    return Report(sites, [*unused, *notes], without)
+    return Report(sites, unused, without)
 
 
 def raise_if_refused(sites: list[Site]) -> None:

@@ -4,28 +4,22 @@ import dataclasses
 import re
 from collections.abc import Callable
 
-from sage_inductor import config, options
+from sage_inductor import config, options, renamed
 from sage_inductor.choose import timing
 from sage_inductor.errors import SageOptionError
+from sage_inductor.names import nearest, unknown
 from sage_inductor.ops.compat import inductor_config
-from sage_inductor.options import AUTO, OFF, OPTIONS, PREFIX
+from sage_inductor.options import OPTIONS, PREFIX, Options
 from sage_inductor.policy import Ruling, ruling
 
-FROM_CONFIG = ("recipe", "emulate", "force", "strict", "calibrate", "training", "policy")
 AUTOTUNED = ("max-autotune", "max-autotune-no-cudagraphs")  # modes that time every call
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
-    """What the user asked for; see sage_inductor/options.py for each field's meaning."""
+class Settings(Options):
+    """What the user asked for; see sage_inductor/options.py for what the other fields mean."""
 
-    recipe: str = AUTO
-    emulate: bool = False
-    force: bool = False
-    strict: bool = False
-    calibrate: bool = True
-    training: str = OFF
-    policy: Ruling = ()
+    policy: Ruling = ()  # what the option says, read
     stage: str | None = None  # that rules of the policy may name; None: of none
     portable: bool = False  # exporting: no guards on lengths, only kernels that travel
     # Instead of predictions: ms of a case's candidates and of SDPA's backends, these by name; an
@@ -35,34 +29,31 @@ class Settings:
 
 def resolve(given: dict, **overrides) -> Settings:
     """The settings of a compilation with the options `given` (without their prefix)."""
-    values = {name: given.get(name, getattr(config, name)) for name in FROM_CONFIG[:-1]}
-    if not given.get("enabled", True):
-        return Settings(**values | {"recipe": OFF}, **overrides)
-    if given.get("mode") in AUTOTUNED:
+    values = config.to_dict() | given
+    if values.get("mode") in AUTOTUNED:
         values["benchmark"] = timing.benchmark
     try:
-        policy = ruling(given.get("policy", config.policy))
+        values["policy"] = ruling(values["policy"])
     except ValueError as error:
         raise SageOptionError(f"{PREFIX}policy: {error}") from None
-    return Settings(**values, policy=policy, **overrides)
+    return Settings(**values | overrides)
 
 
 def split(given: dict) -> tuple[dict, dict]:
     """({name: value} of the ``sage.`` options, Inductor's options)."""
     ours = {k.removeprefix(PREFIX): v for k, v in given.items() if k.startswith(PREFIX)}
     theirs = {k: v for k, v in given.items() if not k.startswith(PREFIX)}
-    for name, value in ours.items():
-        if name not in OPTIONS:
-            raise SageOptionError(f"{options.unknown(name, OPTIONS, PREFIX)} (got {value!r})")
-        try:
-            options.check(name, value, PREFIX)
-        except ValueError as error:
-            raise SageOptionError(str(error)) from None
-    if "policy" in ours:
-        try:
-            ours["policy"] = ruling(ours["policy"], holder=given)
-        except ValueError as error:
-            raise SageOptionError(f"{PREFIX}policy: {error}") from None
+    try:
+        ours = renamed.options(ours)
+        for name, value in ours.items():
+            if name not in OPTIONS:
+                raise ValueError(f"{unknown(name, OPTIONS, PREFIX)} (got {value!r})")
+            ours[name] = options.check(name, value, PREFIX)
+    except ValueError as error:
+        raise SageOptionError(str(error)) from None
+    if isinstance(ours.get("policy"), str):
+        # torch.compile gives this dict for every graph: a relative path stays the file that it was.
+        given[PREFIX + "policy"] = ours["policy"]
     _check_inductors(theirs)
     return ours, theirs
 
@@ -74,7 +65,7 @@ def _check_inductors(given: dict) -> None:
     names = {name: PREFIX + name for name in OPTIONS} | {name: name for name in known}
     for name, value in given.items():
         if name.replace("-", "_") not in known:
-            near = options.nearest(re.sub("^sage[-_]", "", name), names)
+            near = nearest(re.sub("^sage[-_]", "", name), names)
             meant = f': did you mean "{names[near]}"?' if near else ""
             raise SageOptionError(
                 f'option "{name}" does not exist{meant} (got {value!r}; '

@@ -40,10 +40,11 @@ def named() -> set[str]:
     return _named
 
 
-def check(name: str | None) -> None:
-    """Raise ValueError unless a stage may be called so."""
+def check(name: str | None) -> str | None:
+    """`name`, if a stage may be called so. Raises ValueError."""
     if name is not None and not (isinstance(name, str) and name):
         raise ValueError(f"a stage must have a name that is a string, or be None, got {name!r}")
+    return name
 
 
 def _begin(name: str | None) -> contextvars.Token:

@@ -60,7 +60,7 @@ class InThisProcess:
         with (
             mock.patch.dict(os.environ, env, clear=True),
             mock.patch.object(sys, "argv", [script, *arguments]),
-            sage_inductor.config.patch(enabled=sage_inductor.config.enabled),
+            sage_inductor.config.patch(rewrite_inductor=sage_inductor.config.rewrite_inductor),
             torch.set_grad_enabled(True),
             contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(err),

@@ -2,12 +2,12 @@
 
 import contextlib
 import copy
-import importlib.util
 import os
 import re
+import runpy
 import subprocess
-import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -18,7 +18,7 @@ from torch._dynamo.backends.debugging import aot_eager_decomp_partition
 from torch._inductor import compile_fx
 from torch.fx import Graph, GraphModule, Node
 
-from sage_inductor import backend, config
+from sage_inductor import backend
 from sage_inductor.ops.attention import nvfp4, triton
 from sage_inductor.ops.attention.arguments import AttentionCall
 from sage_inductor.ops.compat import InductorWrapper
@@ -57,11 +57,8 @@ def config_anew(monkeypatch, **environment):
     """sage_inductor.config as another process would have it: beside the one that is in force."""
     for name, value in environment.items():
         monkeypatch.setenv(f"SAGE_INDUCTOR_{name}", value)
-    spec = importlib.util.spec_from_file_location("config_anew", config.__file__)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "config_anew", module)
-    spec.loader.exec_module(module)
-    return module
+    found = runpy.run_path(Path(backend.__file__).with_name("config.py"))
+    return SimpleNamespace(**vars(found["config"]))
 
 
 def compile_cpp(source, program) -> str:

@@ -5,10 +5,10 @@ from typing import NamedTuple
 from sage_inductor.choose import cost
 from sage_inductor.choose.families import Family
 from sage_inductor.choose.tables import MEASURED
+from sage_inductor.names import TRAINED_BY
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.formats import TRAINED_HEAD_DIM
 from sage_inductor.ops.recipe import NAMED
-from sage_inductor.options import TRAINED_BY
 from sage_inductor.patterns.call_shape import CallShape
 from sage_inductor.patterns.eligible import why_no_g
 

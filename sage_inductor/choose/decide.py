@@ -18,13 +18,14 @@ from typing import NamedTuple
 import torch
 import triton
 
-from sage_inductor import options, patterns
+from sage_inductor import patterns
 from sage_inductor.choose import cost, families, tables, timing
 from sage_inductor.choose.candidates import Candidate, auto_recipes, by_tiles
 from sage_inductor.choose.cost import Prediction, Sizes
 from sage_inductor.choose.families import Family
 from sage_inductor.choose.timing import BenchmarkCase
 from sage_inductor.errors import SageOptionError
+from sage_inductor.names import AUTO, OFF, TRAINED_BY, check_recipe
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.select import select
@@ -32,7 +33,6 @@ from sage_inductor.ops.compat import statically_known_true
 from sage_inductor.ops.compile import travels
 from sage_inductor.ops.formats import Q_BLOCK, pad_head_dim
 from sage_inductor.ops.selector import Selection
-from sage_inductor.options import AUTO, OFF, TRAINED_BY
 from sage_inductor.patterns import reasons
 from sage_inductor.patterns.call import Call, Decision, Site, module_path, value_of
 from sage_inductor.patterns.call_shape import CallShape, hint
@@ -102,7 +102,7 @@ def _stays_on_cpu(call: Call, settings: Settings) -> bool:
 def check_asked(recipe: str) -> None:
     """Raise SageOptionError unless it is one that sage_inductor.attention may be asked for."""
     try:
-        options.check("recipe", recipe, "sage_inductor.attention: ")
+        check_recipe("sage_inductor.attention: recipe", recipe)
     except ValueError as error:
         raise SageOptionError(str(error)) from None
 
@@ -114,7 +114,7 @@ class Request(NamedTuple):
     """What a call asks for, and the rule of the policy that says so, if one does."""
 
     recipe: str  # a name in NAMED, "auto" or "off"
-    training: str  # one of options.TRAINING
+    training: str  # one of names.TRAINING
     selection: Selection | None = None  # the blocks of keys to keep
     rule: str = ""  # "rule 3", "the function"
 

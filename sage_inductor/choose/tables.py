@@ -35,11 +35,11 @@ from sage_inductor.choose.families import (
     flash_attention,
     versions,
 )
+from sage_inductor.names import TRAINED_BY
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.tiles import Gpu
 from sage_inductor.ops.formats import HEAD_DIMS
 from sage_inductor.ops.recipe import NAMED
-from sage_inductor.options import TRAINED_BY
 
 _log = logging.getLogger("sage_inductor")
 

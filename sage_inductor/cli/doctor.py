@@ -22,10 +22,6 @@ from sage_inductor.ops.compat import fused_sdp_choice, untested
 from sage_inductor.ops.formats import HEAD_DIMS
 from sage_inductor.ops.reference.exact import attention_exact
 
-# Relative L1 error on normal inputs from which a kernel is wrong, not inaccurate, by Recipe.qk:
-# 8-bit p and v cost 0.04, 4 bits 0.2; a wrong scale or a missed tile several times this.
-WRONG = {"int8": 0.1, "fp8": 0.1, "int4": 0.5, "nvfp4": 0.4}
-
 
 class Probe(NamedTuple):
     """What a small call of a recipe gave on a device."""
@@ -141,13 +137,12 @@ def _sm(device: torch.device) -> str:
 def _probe_all(device: torch.device, name: str) -> list[Probe]:
     """Small calls of the recipe `name`, of each head_dim and kind."""
     cases = itertools.product(HEAD_DIMS, ("full", "causal", "mask"))
-    return [
-        Probe(name, D, kind, *_probe(device, recipes.NAMED[name], D, kind)) for D, kind in cases
-    ]
+    return [Probe(name, D, kind, *_probe(device, name, D, kind)) for D, kind in cases]
 
 
-def _probe(device, recipe: recipes.Recipe, head_dim: int, kind: str) -> tuple[bool | None, str]:
+def _probe(device, name: str, head_dim: int, kind: str) -> tuple[bool | None, str]:
     """(runs, finding) of a Probe."""
+    recipe, wrong_from, *_ = recipes.TABLE[name]
     if device.type == "cuda":
         try:
             capability, masked = tiles.capability(device), kind == "mask"
@@ -164,9 +159,8 @@ def _probe(device, recipe: recipes.Recipe, head_dim: int, kind: str) -> tuple[bo
         error = compare(out, attention_exact(q, k, v, scale, padding, right=right)[0])
     except Exception as exception:  # whatever a driver or a compiler makes of it is the finding
         return False, f"FAILED: {type(exception).__name__}: {str(exception).partition(chr(10))[0]}"
-    wrong = WRONG[recipe.qk]
-    right = error["relative L1"] <= wrong  # also False for NaN
-    return right, f"{error['relative L1']:.4f}" + ("" if right else f"  WRONG: above {wrong}")
+    right = error["relative L1"] <= wrong_from  # also False for NaN
+    return right, f"{error['relative L1']:.4f}" + ("" if right else f"  WRONG: above {wrong_from}")
 
 
 def _inputs(device: torch.device, length: int, head_dim: int):

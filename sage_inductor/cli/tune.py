@@ -10,8 +10,8 @@ import torch
 from sage_inductor.choose import tables, timing
 from sage_inductor.choose.families import Table
 from sage_inductor.cli.progress import track
+from sage_inductor.names import TRAINED_BY
 from sage_inductor.ops.recipe import NAMED
-from sage_inductor.options import TRAINED_BY
 
 
 def tune(head_dims: list[int], kinds: list[str]) -> int:

@@ -17,11 +17,10 @@ import functools
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from sage_inductor import config
 from sage_inductor.functional import attention
-from sage_inductor.options import AUTO
+from sage_inductor.names import AUTO
 from sage_inductor.parallel import DEFAULT, gather_attention
 
 NAME = "sage_inductor"
@@ -45,7 +44,6 @@ def register_backend() -> None:
         # What Enum does for the members of its class body.
         names._member_map_[member.name] = names._value2member_map_[NAME] = member
         names._member_names_.append(member.name)
-        _let_cogvideox_dispatch()
     except (ImportError, AttributeError, TypeError) as error:
         raise ImportError(
             f"sage_inductor has no attention backend for diffusers {diffusers.__version__} (0.42 "
@@ -129,76 +127,3 @@ def _local(ctx, q, k, v, mask, dropout_p, is_causal, scale, enable_gqa, return_l
 def _recipe() -> str:
     """The config's; `gather_attention` refuses what it does not compute with, and "off"."""
     return DEFAULT if config.recipe == AUTO else config.recipe
-
-
-# -- CogVideoX, whose processor calls SDPA itself ----
-
-
-def _let_cogvideox_dispatch() -> None:
-    """Give CogVideoX what other models of diffusers have: attention that a backend computes, and a
-    plan of what context parallelism splits. Its text and its video are both split, as Flux's."""
-    try:
-        from diffusers import CogVideoXTransformer3DModel as Model
-        from diffusers.models import _modeling_parallel as parallel
-        from diffusers.models import attention_processor as processors
-
-        known = processors.CogVideoXAttnProcessor2_0, processors.FusedCogVideoXAttnProcessor2_0
-        needed = Model._cp_plan is None and not hasattr(known[0], "_parallel_config")
-    except (ImportError, AttributeError):
-        needed = False
-    if not needed:  # by a diffusers that has both, or by one that has CogVideoX elsewhere
-        return
-    rows = parallel.ContextParallelInput(split_dim=1, expected_dims=3)
-    rope = parallel.ContextParallelInput(split_dim=0, expected_dims=2)
-    Model._cp_plan = {
-        "transformer_blocks.0": {"hidden_states": rows, "encoder_hidden_states": rows},
-        "transformer_blocks.*": {"image_rotary_emb": [rope, rope]},  # each block is given all of it
-        "proj_out": parallel.ContextParallelOutput(gather_dim=1, expected_dims=3),
-    }
-    for processor in known:
-        processor._attention_backend = processor._parallel_config = None
-        processor.__call__ = _dispatching(processor.__call__)
-    Model.set_attn_processor = _keeping_parallel(Model.set_attn_processor)
-
-
-def _dispatching(call):
-    @functools.wraps(call)
-    def dispatching(self, *args, **kwargs):
-        if self._attention_backend is self._parallel_config is None:
-            return call(self, *args, **kwargs)
-        with _Dispatch(self):
-            return call(self, *args, **kwargs)
-
-    return dispatching
-
-
-def _keeping_parallel(set_attn_processor):
-    """Processors of later (`fuse_qkv_projections`) would attend to this rank's rows alone."""
-
-    @functools.wraps(set_attn_processor)
-    def set_and_keep(self, processor):
-        set_attn_processor(self, processor)
-        for each in self.attn_processors.values():
-            each._parallel_config = self._parallel_config
-
-    return set_and_keep
-
-
-class _Dispatch(TorchFunctionMode):
-    """SDPA is what diffusers' dispatch computes for a processor."""
-
-    def __init__(self, processor):
-        super().__init__()
-        self.processor = processor
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        from diffusers.models.attention_dispatch import dispatch_attention_fn
-
-        kwargs = kwargs or {}
-        if function is not F.scaled_dot_product_attention:
-            return function(*args, **kwargs)
-        q, k, v = (x.transpose(1, 2) for x in args)
-        return dispatch_attention_fn(
-            q, k, v, **kwargs, backend=self.processor._attention_backend,
-            parallel_config=self.processor._parallel_config,
-        ).transpose(1, 2)  # fmt: skip

@@ -660,7 +660,7 @@ def test_a_plan_of_whole_models_is_saved_as_it_goes(plan, tmp_path, monkeypatch,
             {"plan": plan, "method": method, "state": {}, "rows": []}, args.json, CPU
         )
     )  # fmt: skip
-    with torch.no_grad(), config.patch(enabled=False):
+    with torch.no_grad(), config.patch(rewrite_inductor=False):
         assert whole.main(["--plan", plan, "--json", str(path)]) == 1
     assert seen == list(whole.PLANS[plan][1])
     found = json.loads(path.read_text())

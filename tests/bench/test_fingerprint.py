@@ -20,6 +20,7 @@ def test_calls_are_of_every_kind():
     assert {call.layout for call in CALLS} == {"BNHD", "BHND", "fused", "unaligned"}
     assert {call.D for call in CALLS} == {40, 64, 72, 80, 96, 128, 160, 256}
     assert {call.N_q for call in CALLS} == {1, 63, 200, 777, 1536, 2048, 4096, 8192}
+    assert {"sage1", "sage2-8b-rows", "accurate"} < {*fingerprint.RECIPES}  # names of 0.1.0
     for recipe in fingerprint.RECIPES:
         assert fingerprint.named(recipe).encode()
         assert {how for r, _, how in cases.values() if r == recipe} == {

@@ -153,7 +153,7 @@ def test_every_part_of_a_row_has_a_process_and_a_package_its_own_caches(monkeypa
         return {"error": "no compiler"}
 
     monkeypatch.setattr(packages, "in_a_process", fail)
-    monkeypatch.setattr(packages.sage_inductor.config, "enabled", False)  # as main does
+    monkeypatch.setattr(packages.sage_inductor.config, "rewrite_inductor", False)  # as main does
     path = tmp_path / "found.json"
     names = ["vit_l_1024px", "padded"]
     assert packages.main(["--dry-run", "--rows", *names, "--json", str(path)]) == 1

@@ -158,7 +158,7 @@ def test_the_options_of_the_compilation_decide_and_not_the_config():
 @torch.no_grad()
 def test_the_pass_of_backend_inductor_finds_it_once():
     q, k, v = inputs(N_kv=40)
-    with config.patch(enabled=True, emulate=True):
+    with config.patch(rewrite_inductor=True, emulate=True):
         out = torch.compile(attend, backend="inductor", fullgraph=True)(q, k, v)
         assert [s.recipe for s in sage_inductor.report()] == ["sage2-8b"]
         assert_close(out, attend(q, k, v), atol=1e-6, rtol=0)
@@ -271,11 +271,12 @@ def test_the_lengths_of_decoding_are_decided_once(monkeypatch):
     assert len(sage_inductor.report()) == 1
     kinds = functional._Kind.of(q, False), functional._Kind.of(k, False)
     monkeypatch.setattr(cost, "SHORTEST", 1)
-    assert not functional._is_short(kinds, "auto", False, False, False, ())
+    assert not functional._is_short(kinds)
     monkeypatch.setattr(cost, "SHORTEST", 2)
-    assert functional._is_short(kinds, "auto", False, False, False, ())
-    assert not functional._is_short(kinds, "auto", True, False, False, ())
-    assert not functional._is_short(kinds, "auto", False, True, False, ())
+    assert functional._is_short(kinds)
+    for setting in ("emulate", "force"):
+        with config.patch(setting, True):
+            assert not functional._is_short(kinds)
 
 
 def test_whatever_a_decision_depends_on_is_asked_about_anew(monkeypatch):

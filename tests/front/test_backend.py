@@ -1,6 +1,8 @@
 """The front door on CPU: compiled results, options, settings, caches, the report."""
 
+import asyncio
 import concurrent.futures
+import copy
 import functools
 import json
 import logging
@@ -11,6 +13,7 @@ import textwrap
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import support
@@ -22,10 +25,11 @@ from torch._inductor import compile_fx
 from torch.testing import assert_close
 
 import sage_inductor
-from sage_inductor import config, inductor_pass, options
+from sage_inductor import config, inductor_pass, options, settings
 from sage_inductor.backend import sage_backend
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.policy import Rule
+from sage_inductor.settings import Settings
 
 EMULATE = {"sage.emulate": True}
 
@@ -226,7 +230,7 @@ def run(options, function=F.scaled_dot_product_attention, **kwargs):
         # Nothing is spelled like it.
         ({"sage.recipe": "fast"}, r"got 'fast'\n"),
         ({"sage.recipe": 1}, r"got 1\n"),
-        ({"sage.zzz": True}, "sage.zzz does not exist: there are calibrate, emulate, enabled, "),
+        ({"sage.zzz": True}, "sage.zzz does not exist: there are calibrate, emulate, force, "),
         ({"zzz": True}, r'option "zzz" does not exist \(got True'),
     ],
 )  # fmt: skip
@@ -246,10 +250,21 @@ def test_unknown_arguments_of_the_backend_are_refused_by_name():
         )
 
 
-def test_the_table_of_options_is_what_config_has():
-    assert set(options.SETTINGS) == set(config._config)
-    for name, option in options.SETTINGS.items():
-        assert config._config[name].default == option.default and len(option.doc) > 20
+def test_a_row_of_the_table_is_an_option_a_setting_and_a_field(monkeypatch):
+    monkeypatch.delenv("SAGE_INDUCTOR_CALIBRATE")
+    defaults = config_anew(monkeypatch)
+    for name, option in (options.OPTIONS | options.SETTINGS).items():
+        assert len(option.doc) > 20 and getattr(Settings(), name) in (option.default, ())
+        if name in options.SETTINGS:
+            assert getattr(defaults, name) == option.default
+            with config.patch(name, option.default):
+                assert option.default == config.to_dict()[name] == getattr(config, name)
+        if name in options.OPTIONS:
+            given = "max-autotune-no-cudagraphs" if name == "mode" else option.default
+            found = settings.split({f"sage.{name}": given})[0]
+            assert found == {name: given} and getattr(settings.resolve(found), name) in (given, ())
+    assert vars(defaults) == {name: x.default for name, x in options.SETTINGS.items()}
+    assert {*options.OPTIONS} ^ {*options.SETTINGS} == {"mode", "rewrite_inductor"}
 
 
 def test_inductor_options_and_modes_work_beside_ours(monkeypatch):
@@ -300,23 +315,48 @@ def test_strict_does_not_judge_a_graph_that_dynamo_abandons():
     assert [site.rewritten for site in sage_inductor.report()] == [True] * 6
 
 
-@pytest.mark.parametrize("off", ["recipe", "enabled", "policy"])
+@pytest.mark.parametrize("off", ["recipe", "policy"])
 def test_strict_accepts_what_the_user_switched_off(off, tmp_path):
     path = tmp_path / "policy.json"
     sage_inductor.Policy((Rule("off"),)).save(path)
-    given = {"recipe": "off", "enabled": False, "policy": str(path)}[off]
+    given = {"recipe": "off", "policy": str(path)}[off]
     run({**EMULATE, "sage.strict": True, f"sage.{off}": given})
     assert len(sage_inductor.report().refused) == 1
-    with config.patch(enabled=True, emulate=True, strict=True, policy=str(path)):
+    with config.patch(rewrite_inductor=True, emulate=True, strict=True, policy=str(path)):
         torch._dynamo.reset()
         q = torch.randn(1, 2, 16, 64)
         torch.compile(F.scaled_dot_product_attention, backend="inductor")(q, q, q)
     assert len(sage_inductor.report().refused) == 1
 
 
-def test_enabled_false_opts_one_graph_out():
-    run({**EMULATE, "sage.enabled": False})
-    assert len(sage_inductor.report().refused) == 1
+def test_the_old_name_enabled_works_for_one_version_more_and_warns(monkeypatch):
+    by_rule = {**EMULATE, "sage.policy": Rule("sage1")}
+    for given, expected in (({"sage.enabled": False}, None), ({"sage.enabled": True}, "sage1")):
+        torch._dynamo.reset()
+        with pytest.warns(FutureWarning, match='"sage.enabled": False is called "sage.recipe": "'):
+            run(by_rule | given)
+        assert [x.recipe for x in sage_inductor.report()] == [expected]
+    with (
+        pytest.warns(FutureWarning),
+        pytest.raises(
+            sage_inductor.SageOptionError, match="sage.enabled must be True or False, got 0"
+        ),
+    ):
+        run({"sage.enabled": 0})
+    message = "sage_inductor.config.enabled is called sage_inductor.config.rewrite_inductor now"
+    with pytest.warns(FutureWarning, match=message), config.patch(enabled=True):
+        assert config.rewrite_inductor
+    with pytest.warns(FutureWarning, match=message):
+        config.enabled = True
+    assert config.rewrite_inductor
+    config.rewrite_inductor = False
+    with pytest.warns(FutureWarning, match=message):
+        assert config.enabled is False
+    message = "SAGE_INDUCTOR_ENABLED is called SAGE_INDUCTOR_REWRITE_INDUCTOR now"
+    with pytest.warns(FutureWarning, match=message):
+        assert config_anew(monkeypatch, ENABLED="1").rewrite_inductor is True
+    with pytest.warns(FutureWarning, match=message):
+        assert config_anew(monkeypatch, REWRITE_INDUCTOR="0").rewrite_inductor is False
 
 
 def test_a_patch_of_a_bad_value_changes_nothing():
@@ -349,6 +389,17 @@ def test_config_patch_is_a_decorator_and_restores():
     assert config.recipe == "auto"
 
 
+def test_tools_that_put_values_in_place_for_a_test_put_them_back():
+    config.recipe, name = "sage1", "sage_inductor.config.recipe"
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(config, "recipe", "sage3")
+        with mock.patch.object(config, "force", True), mock.patch(name, "off"):
+            assert (config.recipe, config.force) == ("off", True)
+        assert (config.recipe, config.force) == ("sage3", False)
+    assert config.recipe == "sage1" == copy.deepcopy(config).recipe
+    config.recipe = "auto"
+
+
 def test_config_refuses_unknown_names_and_wrong_types():
     with pytest.raises(AttributeError, match="config.recpie does not exist: did you mean .*recipe"):
         config.recpie = "sage1"
@@ -358,6 +409,10 @@ def test_config_refuses_unknown_names_and_wrong_types():
         config.patch(emulat=True)
     with pytest.raises(ValueError, match="config.force must be True or False, got 'yes'"):
         config.force = "yes"
+    with pytest.raises(AttributeError, match="config.mode does not exist: there are calibrate, "):
+        config.mode = "default"
+    with pytest.raises(AttributeError, match="config.recip does not exist: did you mean .*recipe"):
+        _ = config.recip
 
 
 def test_what_users_type_can_be_listed_and_is_shown_in_few_words():
@@ -386,13 +441,13 @@ class CountingPass(torch._inductor.custom_graph_pass.CustomGraphPass):
         return "counting"
 
 
-def test_enabled_rewrites_under_inductor_beside_the_users_pass():
+def test_the_pass_rewrites_under_inductor_beside_the_users_pass():
     q, k, v = (torch.randn(1, 2, 16, 64) for _ in range(3))
     f = torch.compile(F.scaled_dot_product_attention, backend="inductor")
     CountingPass.count = 0
     with torch._inductor.config.patch(pre_grad_custom_pass=CountingPass()):
         mine = torch._inductor.config.pre_grad_custom_pass
-        with config.patch(enabled=True, emulate=True):
+        with config.patch(rewrite_inductor=True, emulate=True):
             first = f(q, k, v)
             torch._dynamo.reset()
             assert torch.equal(f(q, k, v), first)  # warm cache: the report is filled all the same
@@ -405,32 +460,32 @@ def test_enabled_rewrites_under_inductor_beside_the_users_pass():
     assert_close(exact, F.scaled_dot_product_attention(q, k, v))
 
 
-def test_enabled_puts_inductors_timing_back():
+def test_the_pass_puts_inductors_timing_back():
     inductor = torch._inductor.config
     if not hasattr(inductor, "pre_grad_pass_timing"):
         pytest.skip("torch 2.11 has no pre_grad_pass_timing")
     with inductor.patch(pre_grad_pass_timing="late"):
-        with config.patch(enabled=True), config.patch(enabled=True):
+        with config.patch(rewrite_inductor=True), config.patch(rewrite_inductor=True):
             assert inductor.pre_grad_pass_timing == "early"
         assert inductor.pre_grad_pass_timing == "late"
     assert inductor.pre_grad_custom_pass is None
 
 
-def test_enabled_with_other_settings_is_not_served_from_the_cache():
+def test_the_pass_with_other_settings_is_not_served_from_the_cache():
     q, k, v = (torch.randn(1, 2, 64, 64) for _ in range(3))
     f = torch.compile(F.scaled_dot_product_attention, backend="inductor")
     outs = {}
     for recipe in ("sage1", "sage2-8b", "sage1"):
         torch._dynamo.reset()
-        with config.patch(enabled=True, emulate=True, recipe=recipe):
+        with config.patch(rewrite_inductor=True, emulate=True, recipe=recipe):
             out = f(q, k, v)
         assert torch.equal(outs.setdefault(recipe, out), out)
     assert not torch.equal(outs["sage1"], outs["sage2-8b"])
 
 
-def test_sage_backend_while_enabled_decides_each_call_once():
-    with config.patch(enabled=True, emulate=True):
-        run({"sage.enabled": False})
+def test_sage_backend_beside_the_pass_decides_each_call_once():
+    with config.patch(rewrite_inductor=True, emulate=True):
+        run({"sage.recipe": "off"})
         assert [s.rewritten for s in sage_inductor.report()] == [False]
         run({})
         assert [s.rewritten for s in sage_inductor.report()] == [False, True]
@@ -448,19 +503,49 @@ def test_an_assignment_is_every_threads_and_a_patch_is_its_own():
     f = torch.compile(F.scaled_dot_product_attention, backend="inductor")
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         try:
-            config.enabled, config.emulate = True, True
+            config.rewrite_inductor, config.emulate = True, True
             pool.submit(f, q, k, v).result()
             assert len(sage_inductor.report().rewritten) == 1
         finally:
-            config.enabled, config.emulate = False, False
+            config.rewrite_inductor, config.emulate = False, False
         torch._dynamo.reset()
         pool.submit(f, q, k, v).result()  # the thread has met our pass
         assert len(sage_inductor.report()) == 0
     assert torch._inductor.config.pre_grad_custom_pass is None
     assert in_a_thread(lambda: torch._inductor.config.pre_grad_custom_pass) is None
-    with config.patch(recipe="sage1"):
-        elsewhere = "sage1" if torch.__version__ < "2.13" else "auto"  # a process's, or a thread's
-        assert config.recipe == "sage1" and in_a_thread(lambda: config.recipe) == elsewhere
+
+
+def test_a_patch_is_its_threads_and_its_tasks_and_leaves_nothing_behind():
+    @config.patch(recipe="sage2-4b")
+    def patched(start):
+        start.wait()  # until two threads are in it, by one decorator
+        return config.recipe
+
+    async def task(recipe):
+        with config.patch(recipe=recipe):
+            await asyncio.sleep(0)
+            return config.recipe
+
+    async def tasks():
+        return await asyncio.gather(task("sage1"), task("sage3"))
+
+    start = threading.Barrier(2)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool, config.patch(recipe="sage1"):
+        assert [*pool.map(patched, [start, start])] == ["sage2-4b"] * 2
+        assert config.recipe == "sage1" and pool.submit(lambda: config.recipe).result() == "auto"
+        assert asyncio.run(tasks()) == ["sage1", "sage3"]
+        try:
+            in_a_thread(lambda: setattr(config, "recipe", "sage3"))
+            assert config.recipe == "sage1"
+            assert {*pool.map(lambda _: config.recipe, range(9))} == {"sage3"}
+            config.recipe = "sage2-8b"  # within the patch: read here, and everybody's from now on
+            assert config.recipe == "sage2-8b" == in_a_thread(lambda: config.recipe)
+        finally:
+            config.recipe = "auto"
+    assert config.recipe == "auto"
+    with pytest.raises(KeyError), config.patch("recipe", "sage1"):
+        raise KeyError
+    assert config.recipe == "auto"
 
 
 def test_the_users_list_of_passes_stays_what_it_is_while_we_are_off():
@@ -483,20 +568,20 @@ def test_the_passes_key_is_of_all_sources_and_of_tuned_tables(tmp_path, monkeypa
     ours, nested = inductor_pass.SagePass(), tmp_path / "finders" / "sdpa.py"
     nested.parent.mkdir()
     monkeypatch.setattr(inductor_pass.tables, "in_force", lambda: ("tuned",))
-    keys = {ours.uuid()[:3]}
+    keys = {ours.uuid()}
     monkeypatch.undo()
-    keys.add(ours.uuid()[:3])
+    keys.add(ours.uuid())
     for room in ("lowering", "ops", "patterns"):
         monkeypatch.setattr(inductor_pass, room, SimpleNamespace(__file__=str(tmp_path / "x.py")))
         for text in ("a = 1", "a = 2"):
             nested.write_text(text)
             inductor_pass.sources_tag.cache_clear()
-            keys.add(ours.uuid()[:3])
+            keys.add(ours.uuid())
         monkeypatch.undo()
         inductor_pass.sources_tag.cache_clear()
     assert len(keys) == 2 + 3 * 2
-    with config.patch(enabled=True):
-        assert ours.uuid()[:3] not in keys
+    with config.patch(rewrite_inductor=True):
+        assert ours.uuid() not in keys
 
 
 # -- report ----
@@ -658,12 +743,12 @@ def test_what_the_environment_cannot_mean_is_an_error(monkeypatch, variable, val
         config_anew(monkeypatch, **{variable: value})
 
 
-def test_enabled_by_the_environment_in_every_thread():
+def test_the_environment_rewrites_inductors_graphs_in_every_thread():
     program = PROGRAM.format(options=[None]).replace('backend="sage"', 'backend="inductor"')
     program += "print(sage_inductor.config.recipe, sage_inductor.config.force)"
     call = "thread = threading.Thread(target=lambda: outs.append(f(q, k, v))); thread.start(); "
     call = "import threading; outs = []; " + call + "thread.join(); out = outs[0]"
     program = program.replace("out = f(q, k, v)", call)
-    given = dict(ENABLED="1", EMULATE="1", RECIPE="sage1", FORCE="")
+    given = dict(REWRITE_INDUCTOR="1", EMULATE="1", RECIPE="sage1", FORCE="")
     out = process(program, **{f"SAGE_INDUCTOR_{name}": value for name, value in given.items()})
     assert out[1] == "1" and float(out[2]) > 1e-4 and out[3:] == ["sage1", "False"]

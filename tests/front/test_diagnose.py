@@ -24,8 +24,8 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 import sage_inductor
 from sage_inductor import Diagnosis, Policy, diagnose
-from sage_inductor.diagnose import BY_SPEED, TOLERANCE, Row, _merged
-from sage_inductor.ops.recipe import NAMED
+from sage_inductor.diagnose import TOLERANCE, Row, _merged
+from sage_inductor.ops.recipe import BY_SPEED, NAMED
 from sage_inductor.patterns import Decision, Site
 from sage_inductor.policy import Rule
 

@@ -314,9 +314,9 @@ def anchors(page: Path) -> set[str]:
 
 def test_every_option_is_explained():
     text = (ROOT / "docs/options.md").read_text()
-    for option in options.OPTIONS.values():
-        assert f"`sage.{option.name}`" in text
-        assert not option.is_setting or f"`{option.variable}`" in text
+    assert all(f"`sage.{name}`" in text for name in options.OPTIONS)
+    for name, option in options.SETTINGS.items():
+        assert f"`config.{name}`" in text and f"`{option.variable}`" in text
 
 
 @pytest.mark.gpu

@@ -302,13 +302,6 @@ def test_a_library_that_has_changed_is_named_with_what_works(library, module, na
         sage_inductor.register(library)
 
 
-def test_a_diffusers_whose_cogvideox_is_another_has_the_backend(monkeypatch):
-    assert diffusers.CogVideoXTransformer3DModel  # imported now, it has its processor
-    register_backend.cache_clear()
-    monkeypatch.delattr("diffusers.models.attention_processor.CogVideoXAttnProcessor2_0")
-    sage_inductor.register("diffusers")
-
-
 # -- the snippets of the documents, as they are printed there ----
 
 WHOLE = """

@@ -712,7 +712,7 @@ def test_the_pass_of_backend_inductor_inserts_portable_calls_into_packages(monke
         raise Stop
 
     monkeypatch.setattr(compile_fx, "aot_export_module", look)
-    with sage_inductor.config.patch(enabled=True, emulate=True), pytest.raises(Stop):
+    with sage_inductor.config.patch(rewrite_inductor=True, emulate=True), pytest.raises(Stop):
         torch._inductor.aoti_compile_and_package(exported(Llama, "cpu").program)
     assert [node.args[-1] for node in inserted] == [True]
 

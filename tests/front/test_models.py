@@ -276,6 +276,19 @@ def hunyuan_video(lib):
     }
 
 
+def cogvideox(lib):
+    model = lib.CogVideoXTransformer3DModel(
+        num_attention_heads=2, attention_head_dim=64, in_channels=4, out_channels=4,
+        time_embed_dim=32, text_embed_dim=32, num_layers=1, sample_width=16, sample_height=16,
+        sample_frames=5, max_text_seq_length=16,
+    )  # fmt: skip
+    return model, {
+        "hidden_states": torch.randn(1, 2, 4, 16, 16),
+        "encoder_hidden_states": torch.randn(1, 16, 32),
+        "timestep": torch.tensor([500]),
+    }
+
+
 def encoder(_, **inputs):
     layer = torch.nn.TransformerEncoderLayer(128, 2, 256, dropout=0.0, batch_first=True)
     model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
@@ -387,6 +400,7 @@ CASES = [
         "diffusers", hunyuan_video,
         {"SDPA, bool[1, 2, 16, 16]": 1, "SDPA, bool[1, 1, 1, 144]": 2},
     ),
+    Case("diffusers", cogvideox, {"SDPA, none": 1}),
     Case("timm", timm_vit, {"SDPA, none": 2}, gain=3),
     Case("timm", timm_vit_by_hand, {"softmax, none": 2}, gain=3),
     Case("torch_nn", encoder, {"nn.TransformerEncoderLayer, none": 2}, gain=2),

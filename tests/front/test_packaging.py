@@ -27,7 +27,7 @@ def python(code):
 def test_torch_lists_the_backend_without_importing_us_and_it_works(monkeypatch):
     """As config.py says, torch imports nothing of ours, whatever the environment asks. Nor is
     diffusers or transformers imported, until it is registered with."""
-    monkeypatch.setenv("SAGE_INDUCTOR_ENABLED", "1")
+    monkeypatch.setenv("SAGE_INDUCTOR_REWRITE_INDUCTOR", "1")
     code = """
 import sys, torch, torch.nn.functional as F, torch._inductor.config as c
 print('sage' in torch._dynamo.list_backends(), 'sage_inductor' in sys.modules)

@@ -84,33 +84,14 @@ def flux(text=16):
     return model, {**inputs, "return_dict": False}
 
 
-def cogvideox(rotary=True):
-    model = diffusers.CogVideoXTransformer3DModel(
-        num_attention_heads=4, attention_head_dim=32, in_channels=4, out_channels=4,
-        time_embed_dim=32, text_embed_dim=32, num_layers=2, sample_width=16, sample_height=16,
-        sample_frames=5, max_text_seq_length=16, use_rotary_positional_embeddings=rotary,
-    )  # fmt: skip
-    angles = torch.randn(128, 32)
-    return model, {
-        "hidden_states": torch.randn(1, 2, 4, 16, 16),
-        "encoder_hidden_states": torch.randn(1, 16, 32),
-        "timestep": torch.tensor([500]),
-        "image_rotary_emb": (angles.cos(), angles.sin()) if rotary else None,
-        "return_dict": False,
-    }
-
-
 MODELS = {
     "Wan": wan,
     "Flux": flux,
     "Flux, odd": functools.partial(flux, text=15),
-    "CogVideoX": cogvideox,
-    "CogVideoX 2B": functools.partial(cogvideox, rotary=False),
 }
 ATTENTION = {
     "Wan": {"blocks.0.attn1", "blocks.0.attn2", "blocks.1.attn1", "blocks.1.attn2"},
     "Flux": {"transformer_blocks.0.attn", "single_transformer_blocks.0.attn"},
-    "CogVideoX": {"transformer_blocks.0.attn1", "transformer_blocks.1.attn1"},
 }
 
 
@@ -128,23 +109,6 @@ def parallel(make, backend="sage_inductor", **degrees):
 
 def eager(group, name: str, **degrees):
     return run(*parallel(MODELS[name], **degrees))
-
-
-def fused(group, when: str):
-    """CogVideoX, whose processors are others after its projections are fused."""
-
-    def make():
-        model, inputs = cogvideox()
-        if when == "before":
-            model.fuse_qkv_projections()
-        return model, inputs
-
-    model, inputs = parallel(make, **RING)
-    if when != "before":
-        model.fuse_qkv_projections()
-    if when == "and back":
-        model.unfuse_qkv_projections()
-    return run(model, inputs)
 
 
 def natively(group, name: str, **degrees):
@@ -170,9 +134,6 @@ def compiled(group, name: str, how: str, by_inductor: bool, **degrees):
     given = {"backend": "sage", "options": OPTIONS, "fullgraph": name != "Wan"}
     if how == "whole":
         model.compile(**given)
-    elif name == "CogVideoX":  # diffusers does not say what its blocks are
-        for block in model.transformer_blocks:
-            block.compile(**given)
     else:
         model.compile_repeated_blocks(**given)
     with op_by_op(not by_inductor):
@@ -218,8 +179,6 @@ def swept(*values):
         swept("Flux", "whole by Inductor", RING),
         swept("Flux", "blocks", RING),
         swept("Flux", "blocks", ULYSSES),
-        swept("CogVideoX", "whole", RING),
-        swept("CogVideoX", "blocks", ULYSSES),
     ],
     ids=str,
 )
@@ -240,12 +199,6 @@ def test_context_parallelism_of_diffusers_compiled(pair, name, how, degrees):
             gathers = "ring_degree" in degrees and not call["module"].endswith("attn2")
             by = "sage_inductor.gather_attention" if gathers else "sage_inductor.attention"
             assert (call["recipe"], call["spelling"]) == (RECIPE, by), call
-
-
-@pytest.mark.parametrize("when", ["before", "after", "and back"])
-def test_other_processors_of_cogvideox_attend_to_all_rows(pair, when):
-    for found in pair(fused, *[(when,)] * 2):
-        check(found, *alone(MODELS["CogVideoX"]), order_kept=False)
 
 
 def test_ulysses_of_diffusers_own_backend_is_rewritten(pair):

@@ -516,7 +516,9 @@ def test_under_inductor_a_functions_answers_are_asked_for_anew():
     for recipe in ("sage1", "sage2-8b"):
         answers["recipe"] = recipe
         torch._dynamo.reset()
-        with config.patch(enabled=True, emulate=True, policy=lambda call: answers["recipe"]):
+        with config.patch(
+            rewrite_inductor=True, emulate=True, policy=lambda call: answers["recipe"]
+        ):
             assert SagePass().uuid() is None
             outs.append(torch.compile(Attend(), backend="inductor")(x, x))
         assert [s.recipe for s in sage_inductor.report()] == [recipe]
@@ -549,9 +551,11 @@ def test_one_rule_is_a_policy():
         config.policy = Rule("sage9")
 
 
-def test_a_graph_that_is_opted_out_has_no_policy(tmp_path):
-    report = explain(written(tmp_path, {"recipe": "sage1"}), enabled=False)
-    assert {s.reason for s in report} == {"the recipe is 'off'"}
+def test_a_rule_comes_before_the_recipe_off_and_no_policy_does_not():
+    found = explain(Rule("sage1", module="*.cross"), recipe="off")
+    assert {s.recipe for s in found} == {"sage1", None}
+    with config.patch(policy=Rule("sage1")):
+        assert {s.reason for s in explain("", recipe="off")} == {"the recipe is 'off'"}
 
 
 def test_the_environment_sets_the_policy(tmp_path, monkeypatch):
@@ -738,7 +742,7 @@ def test_under_inductor_the_files_content_is_in_the_key(tmp_path):
     for recipe in ("sage1", "sage2-8b", "sage1"):
         written(tmp_path, {"recipe": recipe})
         torch._dynamo.reset()
-        with config.patch(enabled=True, emulate=True, policy=path):
+        with config.patch(rewrite_inductor=True, emulate=True, policy=path):
             ids.append(SagePass().uuid())
             out = f(x, x)
         assert torch.equal(outs.setdefault(recipe, out), out)

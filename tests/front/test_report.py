@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 import sage_inductor
-from sage_inductor import Report, config, limits, page
+from sage_inductor import Report, config, page
 from sage_inductor import report as asked_for  # the function: `report` is the module below
 from sage_inductor.choose import tables
 from sage_inductor.patterns import Decision, Site, reasons
@@ -202,154 +202,6 @@ def test_dicts_hold_every_call_and_are_json():
     }  # fmt: skip
     assert two["recipe"] is None and two["remedy"] == reasons.DROPOUT.remedy
     assert [each["graph"] for each in twenty_three().to_dicts()] == ["0/0"] * 22 + ["1/0"]
-
-
-# -- functions that Dynamo compiles no more ----
-
-
-class Layer(torch.nn.Module):
-    """Late: each number is a graph of its own. Early: each number compiles `forward` anew, which
-    breaks before its first operation and has no graph, and the rest is one graph for all."""
-
-    def __init__(self, number, early):
-        super().__init__()
-        self.number, self.early = number, early
-
-    def forward(self, x):
-        if self.early and self.number >= 0:
-            torch._dynamo.graph_break()
-            return sdpa(x, x, x)
-        return sdpa(x, (1 + self.number) * x, x)
-
-
-class Layers(torch.nn.Module):
-    def __init__(self, early=False):
-        super().__init__()
-        self.layers = torch.nn.ModuleList(Layer(number, early) for number in range(4))
-
-    def forward(self, x):
-        for layer in self.layers:
-            torch._dynamo.graph_break()
-            x = layer(x)
-        return x
-
-
-class Scale(torch.nn.Module):
-    def __init__(self, number):
-        super().__init__()
-        self.number = number
-
-    def forward(self, x):
-        return self.number * x
-
-
-class Scales(Layers):
-    """Without attention."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = torch.nn.ModuleList(Scale(number) for number in range(4))
-
-
-X = torch.randn(1, 2, 16, 64)
-LINE = Layer.forward.__code__.co_firstlineno
-SCALE_LINE = Scale.forward.__code__.co_firstlineno
-BEYOND = (
-    f"'forward' ({__file__}:{LINE}): Dynamo compiles no more graphs of it. A call that fits none "
-    "runs as it is written, and no row tells of attention in it: raise torch.compiler.config."
-    "recompile_limit (it was 2) before compiling"
-)
-
-
-def foot():
-    """The lines of the report that tell of a limit."""
-    return [line for line in str(asked_for()).splitlines() if "Dynamo" in line]
-
-
-def run(model, limit=2, backend="sage"):
-    options = EMULATE if backend == "sage" else None
-    with torch.compiler.config.patch(recompile_limit=limit):
-        torch.compile(model, backend=backend, options=options)(X)
-
-
-@pytest.mark.parametrize("early, seen", [(False, 2), (True, 1)], ids=["late", "early"])
-def test_a_function_beyond_dynamos_limit_is_named_until_reset(early, seen, caplog, monkeypatch):
-    monkeypatch.setattr(limits.dynamo_log, "handlers", [caplog.handler])
-    run(Layers(early))
-    assert len(asked_for()) == seen and foot() == [BEYOND]
-    assert "hit config.recompile_limit" in caplog.text  # Dynamo's own warning still is seen
-    assert BEYOND.partition(":")[0] in html.unescape(asked_for()._repr_html_())
-    torch._dynamo.reset()
-    assert limits._listen not in limits.dynamo_log.filters and foot() == []
-    run(Layers(early), limit=4)
-    assert foot() == []
-
-
-def sdpa_of_one(x):
-    return sdpa(x, x, x)
-
-
-def sdpa_of(x, number):
-    return sdpa(x, number * x, x)
-
-
-def test_a_report_without_calls_names_functions_beyond_the_limit():
-    def scaled(x, number):
-        return number * x
-
-    with torch.compiler.config.patch(recompile_limit=2, accumulated_recompile_limit=1):
-        compiled = torch.compile(scaled, backend="sage", dynamic=False)
-        [compiled(X, number) for number in range(3)]
-    assert str(asked_for()).startswith("no attention call was seen")
-    (line,) = foot()
-    assert line.startswith("'scaled' (") and "config.accumulated_recompile_limit (it was 1)" in line
-
-
-def test_of_a_function_within_the_limit_or_of_another_backend_nothing_is_said():
-    run(Layers(), limit=4)
-    assert len(asked_for()) == 4 and foot() == []
-    torch._dynamo.reset()
-    run(sdpa_of_one)
-    run(Layers(), backend="eager")
-    assert len(limits._named) == 1 and foot() == []
-
-
-def test_explain_names_functions_beyond_the_limit_where_there_are_calls_and_where_not(tmp_path):
-    with torch.compiler.config.patch(recompile_limit=2):
-        found = sage_inductor.explain(Layers(), options=EMULATE)(X)
-        none = sage_inductor.explain(Scales())(X)
-    assert len(found) == 2 and str(found).splitlines()[-1] == BEYOND
-    assert not none and f"'forward' ({__file__}:{SCALE_LINE})" in str(none)
-    found.to_html(tmp_path / "page.html")
-    assert BEYOND in html.unescape((tmp_path / "page.html").read_text())
-    assert sage_inductor.explain(Layers(), options=EMULATE)(X)._notes == () == asked_for()._notes
-
-
-def test_with_fullgraph_dynamo_raises_at_the_limit_and_the_report_names_the_function():
-    with torch.compiler.config.patch(recompile_limit=2):
-        compiled = torch.compile(
-            sdpa_of, backend="sage", options=EMULATE, fullgraph=True, dynamic=False
-        )
-        compiled(X, 1), compiled(X, 2)
-        with pytest.raises(Exception, match="fullgraph=True"):
-            compiled(X, 3)
-    (line,) = foot()
-    assert len(asked_for()) == 2 and line.startswith("'sdpa_of' (")
-
-
-def test_beyond_the_limit_with_dynamos_log_off_the_report_says_what_is_missing():
-    log = logging.getLogger("torch._dynamo")
-    before = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        run(Layers())
-    finally:
-        log.setLevel(before)
-    (line,) = foot()
-    assert line.startswith("Dynamo has reached a recompile limit (x1)") and "torch._dynamo" in line
-    torch._dynamo.reset()
-    run(sdpa_of_one)
-    assert foot() == []
 
 
 # -- pages ----
@@ -548,7 +400,7 @@ def test_a_graph_that_breaks_off_is_judged_with_what_follows(warnings):
 
     q = torch.randn(1, 2, 16, 64)
     for backend, enabled in (("sage", False), ("inductor", True)):
-        with config.patch(enabled=enabled, emulate=True):
+        with config.patch(rewrite_inductor=enabled, emulate=True):
             for dropout_p, expected in ((0.0, 0), (0.5, 1)):
                 torch._dynamo.reset()
                 report._told.clear()
@@ -669,11 +521,11 @@ def test_strict_names_calls_with_one_reason_together():
 
 def test_a_pass_that_took_the_place_of_ours_is_named():
     inductor = torch._inductor.config
-    with inductor.patch(pre_grad_custom_pass=None), config.patch(enabled=True):
+    with inductor.patch(pre_grad_custom_pass=None), config.patch(rewrite_inductor=True):
         assert asked_for()._notes == ()
         inductor.pre_grad_custom_pass = lambda graph: None
         (note,) = asked_for()._notes
         assert "pre_grad_custom_pass was set after" in note and note in str(asked_for())
-        with config.patch(enabled=True):
+        with config.patch(rewrite_inductor=True):
             assert asked_for()._notes == ()
     assert asked_for()._notes == ()

@@ -380,7 +380,9 @@ def test_an_eager_call_is_decided_in_the_stage_in_force():
 
 def test_under_inductor_rules_of_a_stage_never_hold_and_a_warning_says_so(caplog):
     model, x = Model(), torch.randn(1, 2, 70, 32)
-    with config.patch(enabled=True, emulate=True, policy=Policy([Rule("off", stage="edge")])):
+    with config.patch(
+        rewrite_inductor=True, emulate=True, policy=Policy([Rule("off", stage="edge")])
+    ):
         run = torch.compile(model, backend="inductor")
         in_stage("edge", run, x)
         assert relative_l1(in_stage("edge", run, x), model(x)) > 1e-3

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import (
 )
 
 import sage_inductor
-from sage_inductor import backend, config, functional, settings
+from sage_inductor import backend, config, functional
 from sage_inductor.patterns import eligible
 from sage_inductor.patterns.graph import op_name
 from sage_inductor.policy import Policy, Rule
@@ -224,8 +224,7 @@ def test_a_short_eager_call_that_needs_a_gradient_is_decided_by_its_own_length()
     q = torch.randn(1, 2, 16, 64)
     for needs_grad in (False, True):
         kinds = tuple(functional._Kind.of(x, True) for x in (q.requires_grad_(needs_grad), q, q))
-        given = (getattr(config, name) for name in settings.FROM_CONFIG)
-        assert functional._is_short(kinds, *given) != needs_grad
+        assert functional._is_short(kinds) != needs_grad
 
 
 def test_a_policy_says_which_calls_train_how():

@@ -1,0 +1,47 @@
+"""Names of recipes and of ways to train, as options and rules of a policy are given them."""
+
+import difflib
+import warnings
+from collections.abc import Sequence
+
+from sage_inductor.ops.recipe import ALIASES, NAMED
+
+AUTO, OFF = "auto", "off"
+TRAINED_BY = "g"  # what "auto" may become in training
+TRAINING = (OFF, AUTO, "sagebwd", TRAINED_BY)
+
+
+def check_recipe(name: str, value):
+    """`value`, if the option `name` may be this recipe. Raises ValueError."""
+    if not isinstance(value, str) or value not in ALIASES:
+        return one_of((AUTO, OFF, *NAMED), name, value)
+    warnings.warn(
+        f"{name}: {value!r} is called {ALIASES[value]!r} now, and the old name will be refused",
+        FutureWarning, stacklevel=3,
+    )  # fmt: skip
+    return value
+
+
+def one_of(valid: Sequence[str], name: str, value):
+    """`value`, if it is one of those that the option `name` may be. Raises ValueError."""
+    if value not in valid:
+        near = nearest(value, valid) if isinstance(value, str) else None
+        meant = f": did you mean {near!r}?" if near else ""
+        raise ValueError(f"{name} must be one of {valid}, got {value!r}{meant}")
+    return value
+
+
+def unknown(name: str, valid, prefix: str) -> str:
+    """The message for a name that does not exist, with one that does and is spelled like it, or all
+    that do."""
+    near = nearest(name, valid)
+    meant = f"did you mean {prefix}{near}?" if near else f"there are {', '.join(sorted(valid))}"
+    return f"{prefix}{name} does not exist: {meant}"
+
+
+def nearest(text: str, valid) -> str | None:
+    """What `text` is the beginning of, else what is spelled like it; case does not matter."""
+    text, of_lower = text.lower(), {each.lower(): each for each in valid}
+    begun = [each for each in of_lower if text and each.startswith(text)]
+    near = begun or difflib.get_close_matches(text, of_lower, n=1)
+    return of_lower[near[0]] if near else None
