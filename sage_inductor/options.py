@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sage_inductor import policy as policies
 from sage_inductor.names import AUTO, OFF, TRAINED_BY, TRAINING, check_recipe, one_of
+from sage_inductor.policy import Policy, Rule, settled
 
 PREFIX = "sage."
 
@@ -43,13 +43,6 @@ def flag(name: str, value):
     return value
 
 
-def _policy(name: str, value):
-    try:
-        return policies.settled(value)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
-
-
 def _mode(name: str, value):
     return one_of(list(torch._inductor.list_mode_options()), name, value)
 
@@ -58,8 +51,7 @@ def _mode(name: str, value):
 class Options:
     recipe: str = _row(AUTO, check_recipe,
         'how attention calls are quantized: "auto" (by device), a recipe\'s name, or "off"')
-    policy: str | os.PathLike | policies.Policy | policies.Rule | dict | list | Callable = _row(
-        "", _policy,
+    policy: str | os.PathLike | Policy | Rule | dict | list | Callable = _row("", settled,
         "which recipe which attention call gets: a file of rules, or what policy.py says")
     emulate: bool = _row(False, flag,
         "run the recipes' bit-faithful emulation where there is no kernel (CPU), at any length")

@@ -243,10 +243,14 @@ def ruling(given) -> Ruling:
     raise ValueError(f"must be {what}, got {given!r}")
 
 
-def settled(given):
+def settled(name: str, given):
     """`given`, to be kept where it cannot change: what `ruling` makes of it will not depend on the
-    folder that the process is in, nor on what becomes of a dict. Raises ValueError, as `ruling`."""
-    rules = ruling(given)
+    folder that the process is in, nor on what becomes of a dict. Raises ValueError, as `ruling`,
+    with the option's name."""
+    try:
+        rules = ruling(given)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
     if isinstance(given, (str, os.PathLike)):
         return given and os.path.abspath(given)
     return Policy(rules) if isinstance(given, (dict, list, tuple)) else given

@@ -25,7 +25,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 import sage_inductor
 from sage_inductor import Diagnosis, Policy, diagnose
 from sage_inductor.diagnose import TOLERANCE, Row, _merged
-from sage_inductor.ops.recipe import BY_SPEED, NAMED
+from sage_inductor.ops.recipe import BY_SPEED, NAMED, TABLE
 from sage_inductor.patterns import Decision, Site
 from sage_inductor.policy import Rule
 
@@ -154,6 +154,11 @@ def probe(module: str, *steps: dict[str, float]) -> SimpleNamespace:
     }
     site = SimpleNamespace(module=module)
     return SimpleNamespace(site=site, errors=errors, autos=BY_SPEED[:2])
+
+
+def test_no_two_recipes_have_one_rank():
+    ranks = [row.speed_rank for row in TABLE.values() if row.speed_rank]
+    assert sorted(ranks) == list(range(1, 1 + len(BY_SPEED))) and BY_SPEED[-1] == "sage1"
 
 
 def test_auto_is_suggested_only_if_all_that_it_may_become_is_within_the_tolerance():

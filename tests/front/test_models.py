@@ -25,7 +25,8 @@ from support import cos_sim, op_by_op
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import sage_inductor
-from sage_inductor import Rule, decide
+from sage_inductor import Rule
+from sage_inductor.choose import decide
 from sage_inductor.settings import Settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"

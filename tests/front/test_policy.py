@@ -624,6 +624,7 @@ RULES = {  # the rule's second line, reason
     '"length": 64': "length must be [from, to], numbers from 1 on or null, got 64",
     '"length": [0, 64]': "length must be [from, to], numbers from 1 on or null, got [0, 64]",
     '"length": [128, 64]': "length must not be an empty range, got [128, 64]",
+    '"length": [128,\n  64]': "length must not be an empty range, got [128, 64]",
     '"stage": 3': "a stage must have a name that is a string, or be None, got 3",
     '"stage": ""': "a stage must have a name that is a string, or be None, got ''",
     '"keep": 0': KEEP.format("0"),

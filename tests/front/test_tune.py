@@ -756,7 +756,9 @@ def test_where_no_backend_computes_a_call_sdpas_math_is_timed(computed, on_cpu, 
         return found | dict.fromkeys((*case.candidates, *computed), 1.0)
 
     monkeypatch.setattr(timing, "time_calls", timed)
-    case = timing._case(torch.device("cpu"), Family(63, 63, "mask"), PER_TOKEN, LONG)
+    (case,) = timing.cases_of(
+        torch.device("cpu"), Family(63, 63, "mask"), PER_TOKEN, [LONG]
+    ).values()
     times = timing.measure(case)
     assert times[case.candidates[0]] == 1.0
     assert times.get("MATH") == (None if computed else 2.0)
@@ -872,10 +874,8 @@ def test_what_the_candidates_launch_is_compiled_and_not_launched(monkeypatch):
 
     monkeypatch.setattr(timing, "calls_of", calls_of)
     names = "sage1", *PER_TOKEN
-    cases = [
-        timing._case(torch.device("cuda", 0), NEW, names, Sizes(1, 2, 2, N, N))
-        for N in (1024, 2048)
-    ]
+    sizes = [Sizes(1, 2, 2, N, N) for N in (1024, 2048)]
+    cases = list(timing.cases_of(torch.device("cuda", 0), NEW, names, sizes).values())
     assert timing.start_compiling(cases) == "jobs"
     ((launches, capability),) = given
     assert capability == (9, 0)
@@ -1428,7 +1428,7 @@ def test_what_other_processes_compiled_is_found_when_it_is_timed(D, kind, recipe
     device, hits = torch.device("cuda", 0), []
     family = Family(D, D, kind)
     sizes = family.sizes(timing.FEW[:2])
-    cases = [timing._case(device, family, (recipe,), each) for each in sizes]
+    cases = list(timing.cases_of(device, family, (recipe,), sizes).values())
     with knobs.cache.scope(), knobs.compilation.scope():
         knobs.cache.dir = str(tmp_path)
         concurrent.futures.wait(timing.start_compiling(cases))
