@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import sage_inductor
-from bench import blocks, machine
+from bench import blocks, harness
 from bench.cases import PLANS, Case
 from bench.fingerprint import Call, arguments
 from bench.measure import Provider, Runner, burst, draw, draw_sets
@@ -191,13 +191,7 @@ def serve(folder: Path, target_ms: float) -> int:
 
 
 def describe(case, device, target_ms, known, held) -> dict:
-    cuda = device.type == "cuda"
-    return {
-        "machine": machine.describe(device) if cuda else None,
-        "state": machine.state(device) if cuda else None,
-        "versions": machine.versions(),
-        "cases": list(known),
-    }
+    return {"versions": harness.installed(), "cases": list(known)}
 
 
 def prepare(case, device, target_ms, known, held) -> dict:

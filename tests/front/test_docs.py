@@ -24,7 +24,7 @@ from support import compile_cpp, op_by_op
 from torch._dynamo.utils import counters
 
 import sage_inductor
-from bench import plot
+from bench import pages as tables
 from sage_inductor import lowering as launchers
 from sage_inductor import measured, options
 from sage_inductor.policy import Policy
@@ -284,14 +284,14 @@ def test_commands_that_are_run_elsewhere_are_printed_and_run_there():
 
 
 def test_tables_are_what_the_results_say():
-    assert plot.main(["--check"]) == 0
+    assert tables.main(["--check"]) == 0
 
 
 def test_every_cause_why_a_call_stays_has_a_line_with_its_remedy():
     """tests/front/test_report.py: every reason in the code has a cause."""
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     for cause in CAUSES:
-        for text in plot.wordings(cause.pattern):
+        for text in tables.wordings(cause.pattern):
             assert re.search(cause.pattern, text.replace("...", "3")), (cause.pattern, text)
             assert f"| `{text}` | {cause.remedy} |" in page
 
