@@ -37,7 +37,7 @@ from bench import (
     sparse,
     training,
 )  # fmt: skip
-from bench.tables import groups, markdown, provenance, where_and_when, wrapped
+from bench.tables import again, groups, markdown, provenance, where_and_when, wrapped
 from sage_inductor import cost, measured
 from sage_inductor.ops.recipe import ALIASES
 from sage_inductor.options import TRAINED_BY
@@ -213,7 +213,7 @@ def peers_table(gpus: dict[str, dict]) -> str:
                 for key in ("time", "columns", "accuracy")
                 if key in result["method"]
             )
-            parts += [wrapped(f"{where}. {method}.") + "\n"]
+            parts += [f"{wrapped(f'{where}. {method}.')}\n{again(result)}\n"]
     return "\n".join(parts)
 
 

@@ -59,7 +59,15 @@ def versions_of(result: dict) -> str:
 
 
 def where_and_when(result: dict) -> str:
-    return f"One {result['machine']['gpu']}, {result['date'][:10]}, {versions_of(result)}.\n"
+    """In a line where there is room: pages have at most 160 columns."""
+    where = f"One {result['machine']['gpu']}, {result['date'][:10]}, {versions_of(result)}."
+    return textwrap.fill(f"{where} {again(result)}", 160, break_on_hyphens=False) + "\n"
+
+
+def again(result: dict) -> str:
+    """The command that makes a result; the commit, where the result knows it."""
+    commit = f" (commit {result['commit']})" if result.get("commit") else ""
+    return f"To repeat it: `{result['command']}`{commit}."
 
 
 def provenance(result: dict) -> str:
@@ -71,4 +79,4 @@ def provenance(result: dict) -> str:
         ]
         method = ". ".join(f"{name.capitalize()}: {method[name]}" for name in shown)
     when = f"{result['date'][:10]}, {f'driver {driver}, ' if driver else ''}{versions_of(result)}"
-    return wrapped(f"{when}. {method}.") + "\n"
+    return f"{wrapped(f'{when}. {method}.')}\n{wrapped(again(result))}\n"

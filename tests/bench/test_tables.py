@@ -26,7 +26,7 @@ from bench.cases import Case
 
 WHERE = {
     "date": "2026-01-01T12", "machine": {"gpu": "A", "driver": "9"}, "method": {"time": "medians"},
-    "versions": dict(torch="2", triton="3", cudnn="1"),
+    "versions": dict(torch="2", triton="3", cudnn="1"), "command": "python bench/x.py --json",
 }  # fmt: skip
 
 
@@ -303,10 +303,17 @@ def test_the_terminal_shows_a_table_with_aligned_columns(capsys):
 
 def test_below_a_table_is_where_and_how_it_was_measured():
     where = tables.provenance(WHERE | {"method": {"time": "t", "units": "ms", "inputs": "i"}})
-    assert where == "2026-01-01, driver 9, torch 2, triton 3, cudnn 1. Time: t. Inputs: i.\n"
-    alone = tables.provenance(WHERE | {"machine": {"gpu": "cpu"}, "method": "m"})
-    assert alone == "2026-01-01, torch 2, triton 3, cudnn 1. m.\n"
-    assert tables.where_and_when(WHERE) == "One A, 2026-01-01, torch 2, triton 3, cudnn 1.\n"
+    again = "To repeat it: `python bench/x.py --json`"
+    assert where == (
+        f"2026-01-01, driver 9, torch 2, triton 3, cudnn 1. Time: t. Inputs: i.\n{again}.\n"
+    )
+    alone = WHERE | {"machine": {"gpu": "cpu"}, "method": "m", "commit": "0a1b"}
+    assert tables.provenance(alone) == (
+        f"2026-01-01, torch 2, triton 3, cudnn 1. m.\n{again} (commit 0a1b).\n"
+    )
+    assert tables.where_and_when(WHERE | {"commit": None}) == (
+        f"One A, 2026-01-01, torch 2, triton 3, cudnn 1. {again}.\n"
+    )
 
 
 def test_a_page_has_the_newest_result_of_each_plan(tmp_path):
