@@ -69,39 +69,28 @@ def granularities(qk: str) -> dict[str, Technique]:
 
 def tables(D: int) -> dict[str, Table]:
     """All of them, for a head_dim."""
+    fp16 = dataclasses.replace(SMOOTH_QK, pv="fp16", v_scale=None)
+    smoothings = {"none": {}, "k": {"smooth_k": "mean"},
+                  "q+k": {"smooth_q": True, "smooth_k": "mean"}}  # fmt: skip
     return {
         "smoothing": Table(
             "Smoothing q and k, INT4, FP8 p v (SageAttention2, tables 4 and 17)",
             {
                 "none": INT4,
                 "HadmdAttn": dataclasses.replace(INT4, rotation=D),
-                **variants(
-                    INT4,
-                    SmoothAttn={"balance": True},
-                    k={"smooth_k": "mean"},
-                    q={"smooth_q": True},
-                ),
+                **variants(INT4, SmoothAttn={"balance": True}, k={"smooth_k": "mean"},
+                           q={"smooth_q": True}),
                 "q+k": SMOOTH_QK,
             },
-            {
-                "none": 0.3906,
-                "HadmdAttn": 0.3782,
-                "SmoothAttn": 0.3383,
-                "k": 0.1493,
-                "q": 0.1250,
-                "q+k": 0.0648,
-            },
+            {"none": 0.3906, "HadmdAttn": 0.3782, "SmoothAttn": 0.3383, "k": 0.1493, "q": 0.1250,
+             "q+k": 0.0648},
         ),
         "smoothing-qk": Table(
             "Smoothing q and k, p v in full precision (what table 5 does to whole models)",
             {
                 f"{qk} {name}": Technique(qk, "per_thread", **smoothing)
                 for qk in ("int4", "int8")
-                for name, smoothing in {
-                    "none": {},
-                    "k": {"smooth_k": "mean"},
-                    "q+k": {"smooth_q": True, "smooth_k": "mean"},
-                }.items()
+                for name, smoothing in smoothings.items()
             },
         ),
         "granularity": Table(
@@ -115,47 +104,35 @@ def tables(D: int) -> dict[str, Table]:
             {
                 **variants(SMOOTH_QK, int8={"pv": "int8"}, e5m2={"pv": "e5m2"}, e4m3={}),
                 "int8 two-level": dataclasses.replace(SMOOTH_QK, pv="int8", two_level_p=True),
-                **variants(
-                    dataclasses.replace(SMOOTH_QK, pv="fp16", v_scale=None),
-                    **{
-                        "fp16": {},
-                        "nvfp4": {"pv": "nvfp4"},
-                        "nvfp4 two-level": {"pv": "nvfp4", "two_level_p": True},
-                    },
-                ),
+                **variants(fp16, fp16={}, nvfp4={"pv": "nvfp4"}),
+                "nvfp4 two-level": dataclasses.replace(fp16, pv="nvfp4", two_level_p=True),
             },
             {"int8": 0.5618, "e5m2": 0.0905, "e4m3": 0.0683, "fp16": 0.0649},
         ),
         "smooth-v": Table(
             "Smoothing v (table 10), SAGE2_4B, two levels and one",
-            variants(
-                SAGE2_4B,
-                off={"smooth_v": False},
-                on={},
-                **{
-                    "off, one level": {"smooth_v": False, "interval": None},
-                    "on, one level": {"interval": None},
-                },
-            ),
+            variants(SAGE2_4B, **{
+                "off": {"smooth_v": False},
+                "on": {},
+                "off, one level": {"smooth_v": False, "interval": None},
+                "on, one level": {"interval": None},
+            }),
             {"off": 0.1980, "on": 0.0406},
         ),
         "accumulator": Table(
             f"Accumulator of FP8 p v alone (section 3.4), of families the first {ROWS} queries",
-            variants(
-                Technique(pv="e4m3", v_scale="per_channel", accumulator="fp22"),
-                **{
-                    "fp32": {"accumulator": "fp32"},
-                    "two levels, 64": {"interval": 64},
-                    "two levels, 128": {"interval": 128},
-                    "one level": {},
-                },
-            ),
+            variants(Technique(pv="e4m3", v_scale="per_channel", accumulator="fp22"), **{
+                "fp32": {"accumulator": "fp32"},
+                "two levels, 64": {"interval": 64},
+                "two levels, 128": {"interval": 128},
+                "one level": {},
+            }),
             over_n=True,
         ),
         "recipes": Table(
             "Recipes (capitals: the papers'; the others: ours)", {"bf16 SDPA": None, **PRESETS}
         ),
-    }
+    }  # fmt: skip
 
 
 DEFAULT = ("sage2-8b", "sage2-8b-per-token")  # from sm_89 on; on Hopper

@@ -59,6 +59,11 @@ def draw(model: Model, device) -> tuple[nn.Module, tuple[Tensor, ...]]:
         return block, block.inputs()
 
 
+def first(out) -> Tensor:
+    """Of two streams the image's or video's."""
+    return out[0] if isinstance(out, (tuple, list)) else out
+
+
 def normed(*layers: nn.Module) -> None:
     """`sharpen` where q and k are normalized."""
     for layer in layers:

@@ -284,7 +284,7 @@ class Trainer:
     def held_out(self, attention: Callable) -> list[float]:
         """The mean loss of each run, at places all over what is held out."""
         task, R = self.task, self.places.shape[1]
-        count = max(1, task.size.evaluated // task.size.tokens) * task.rows
+        count = max(1, task.size.evaluated // task.size.batch) * task.rows
         last = task.places(task.held_out) - 1
         places = torch.linspace(0, last, count, device=task.device).long()
         total = 0.0
@@ -322,7 +322,7 @@ def train(
     size, agreement = task.size, None
     attention = attention_of(recipe, task.is_causal, compiled)
     if compiled and recipe in ENTRIES:
-        shape = size.tokens // size.N, size.heads, size.N, size.head_dim
+        shape = size.batch, size.heads, size.N, size.head_dim
         shape = (shape[0] * (len(seeds) if task.together else 1), *shape[1:])
         agreement = beside_eager(recipe, task.is_causal, shape, task.device)
     trainer = Trainer(task, seeds, attention, compiled_layers() if compiled else Layers())

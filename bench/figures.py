@@ -44,6 +44,30 @@ def keep(figure, title: str, result: dict, path: Path) -> None:
     plt.close(figure)
 
 
+def keep_with_legend(figure, axes, title: str, result: dict, path: Path) -> None:
+    """One legend for all panels, below them."""
+    lines, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(lines, labels, loc="lower center", ncol=len(labels))
+    keep(figure, title, result, path)
+
+
+def against_n(axis, rows: list[dict], title: str, fontsize: int = 10) -> None:
+    """TFLOP/s of `rows`, which are drawn already."""
+    ticks = sorted({row["N"] for row in rows})
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(ticks, [f"{n // 1024}K" for n in ticks])
+    axis.set_ylim(bottom=0)
+    axis.set_title(title, fontsize=fontsize)
+    axis.grid(alpha=0.3)
+
+
+def label_panels(axes) -> None:
+    for axis in axes[:, 0]:
+        axis.set_ylabel("TFLOP/s")
+    for axis in axes[-1]:
+        axis.set_xlabel("N")
+
+
 def draw_speed(result: dict, path: Path) -> None:
     """TFLOP/s against N, a panel per table."""
     tables = groups(result["rows"], "table")
@@ -53,19 +77,9 @@ def draw_speed(result: dict, path: Path) -> None:
         for provider, column in groups(rows, "provider").items():
             points = [(row["N"], row["tflops"]) for row in column if row["ms"]]
             axis.plot(*zip(*points, strict=True), label=provider, **line_style(provider, rows))
-        ticks = sorted({row["N"] for row in rows})
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(ticks, [f"{n // 1024}K" if n % 1024 == 0 else str(n) for n in ticks])
-        axis.set_ylim(bottom=0)
-        axis.set_title(title, fontsize=10)
-        axis.grid(alpha=0.3)
-    for axis in axes[:, 0]:
-        axis.set_ylabel("TFLOP/s")
-    for axis in axes[-1]:
-        axis.set_xlabel("N")
-    lines, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(lines, labels, loc="lower center", ncol=len(labels))
-    keep(figure, "Attention forward, bf16", result, path)
+        against_n(axis, rows, title)
+    label_panels(axes)
+    keep_with_legend(figure, axes, "Attention forward, bf16", result, path)
 
 
 def draw_peers(result: dict, path: Path) -> None:
@@ -93,18 +107,9 @@ def draw_peers(result: dict, path: Path) -> None:
                 [row["N"] for row in ahead], [row["tflops"] for row in ahead], "o", color="tab:red",
                 fillstyle="none", markersize=9, label="ahead of ours",
             )  # fmt: skip
-            ticks = sorted(groups(its, "N"))
-            axis.set_xscale("log", base=2)
-            axis.set_xticks(ticks, [f"{n // 1024}K" for n in ticks])
-            axis.set_ylim(bottom=0)
-            axis.set_title(f"{title}: {family}", fontsize=9)
-            axis.grid(alpha=0.3)
-        axes[i, 0].set_ylabel("TFLOP/s")
-    for axis in axes[-1]:
-        axis.set_xlabel("N")
-    lines, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(lines, labels, loc="lower center", ncol=len(labels))
-    keep(figure, "Attention forward, bf16 in and out", result, path)
+            against_n(axis, its, f"{title}: {family}", fontsize=9)
+    label_panels(axes)
+    keep_with_legend(figure, axes, "Attention forward, bf16 in and out", result, path)
 
 
 def family_of(row: dict) -> str:
@@ -126,13 +131,8 @@ def draw_overview(paper: dict, blocks: dict, path: Path) -> None:
             points = [(row["N"], row["tflops"]) for row in column if row["ms"]]
             label = provider.replace(" op", ", with its preparation")
             lines.plot(*zip(*points, strict=True), label=label, **line_style(provider, rows))
-    ticks = sorted({row["N"] for row in rows})
-    lines.set_xscale("log", base=2)
-    lines.set_xticks(ticks, [f"{n // 1024}K" for n in ticks])
-    lines.set_ylim(bottom=0)
-    lines.set_title(f"Attention, {title}: TFLOP/s against N", fontsize=10)
+    against_n(lines, rows, f"Attention, {title}: TFLOP/s against N")
     lines.legend(fontsize=7, loc="lower right", ncol=2)
-    lines.grid(alpha=0.3)
     gains, _ = model.rewritten(blocks["rows"])
     faster = [row["speed"]["sage"]["x"] for row in gains]
     names = [model.title_of(row) for row in gains]
@@ -258,9 +258,8 @@ def draw_curves(result: dict, path: Path) -> None:
         axis.set_xlabel("step")
     for axis in axes.flat:
         axis.grid(alpha=0.3)
-    lines, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(lines, labels, loc="lower center", ncol=len(labels))
-    keep(figure, f"{curves.TITLES[rows[0]['plan']]} by each recipe", result, path)
+    title = f"{curves.TITLES[rows[0]['plan']]} by each recipe"
+    keep_with_legend(figure, axes, title, result, path)
 
 
 def setting_of(row: dict) -> str:

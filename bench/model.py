@@ -19,7 +19,7 @@ from torch.nn.attention import sdpa_kernel
 
 import sage_inductor
 from bench import harness
-from bench.blocks import SHARP, Model, draw
+from bench.blocks import SHARP, Model, draw, first
 from bench.library import MODELS
 from bench.measure import Provider, Runner, draw_sets, interleave, summary
 from bench.providers import GATE_TOLERANCE, backend_of, build, gate
@@ -105,7 +105,7 @@ def method(args) -> dict[str, str]:
 def measure(model: Model, plan: str, args, device) -> dict:
     """A row; where it failed or is wrong, with an error instead of times."""
     columns, _ = PLANS[plan]
-    row = {"plan": plan, "model": model.name, "shape": shape(model), "sites": {}, "error": None}
+    row = {"plan": plan, "model": model.name, "shape": model.case.shape, "sites": {}, "error": None}
     torch._dynamo.reset()
     try:
         block, inputs = draw(model, device)
@@ -146,11 +146,6 @@ class Wrong(Exception):
     """What is timed does not compute what it should."""
 
 
-def shape(model: Model) -> str:
-    heads = f"{model.H_q}" if model.H_q == model.H_kv else f"{model.H_q}/{model.H_kv}"
-    return f"{model.B}x{heads}x{model.N}x{model.D}{' causal' * model.is_causal}"
-
-
 def backends(case, sets, target_ms: float) -> dict[str, float]:
     """ms of SDPA's backends that run this attention, the fastest first."""
     runners = {}
@@ -170,8 +165,7 @@ def compiled(block, given: dict, priority: list):
 
     def call(*inputs):
         with sdpa_kernel(priority, set_priority=True):
-            out = run(*inputs)
-        return out[0] if isinstance(out, tuple) else out
+            return first(run(*inputs))
 
     return call
 

@@ -18,6 +18,7 @@ import contextlib
 import copy
 import ctypes
 import dataclasses
+import functools
 import json
 import os
 import shutil
@@ -36,9 +37,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sage_inductor
 from bench import blocks, harness
-from bench.blocks import MODELS, Model
-from bench.measure import SEES, Provider, Runner, draw_sets, interleave, order, summary
-from bench.model import Wrong, backends, check, shape
+from bench.blocks import MODELS, Model, first
+from bench.measure import SEES, Provider, Runner, draw_sets, in_turns, interleave, summary
+from bench.model import Wrong, backends, check
 from bench.providers import EAGER
 from bench.tables import groups, markdown, show
 
@@ -203,11 +204,6 @@ def compiled(row: Row, kind: str, device: torch.device) -> Callable:
     return torch.compile(block, backend="sage", fullgraph=True, options=options(kind, device))
 
 
-def first(out) -> Tensor:
-    """Of two streams the image's."""
-    return out[0] if isinstance(out, (tuple, list)) else out
-
-
 def fastest_sdpa(row: Row, args, device: torch.device) -> list[str]:
     """The names of SDPA's backends that compute the block's attention, the fastest first."""
     if device.type == "cpu":
@@ -342,8 +338,9 @@ def measure(row: Row, built: dict, fastest: list[str], folder: str, args, device
     for n in row.tokens:
         model = row.at(n)
         found.append({
-            "plan": "packages", "model": model.name, "shape": shape(model), "N": n, "error": None,
-            "attention": next(iter(fastest), None), "kind": built["expected"].get("kind"),
+            "plan": "packages", "model": model.name, "shape": model.case.shape, "N": n,
+            "error": None, "attention": next(iter(fastest), None),
+            "kind": built["expected"].get("kind"),
             "packages": {kind: built[kind] for kind in kinds},
         })  # fmt: skip
     try:
@@ -426,7 +423,8 @@ def timed(row: Row, n: int, calls: dict, kinds: list[str], args, device) -> dict
     accuracy = check({**outputs, "inductor": outputs["compiled SDPA"]})
     turns = args.rounds, args.target_ms
     launched = {name: lambda run=run: run(*given) for name, run in calls.items()}
-    launched = in_turns(launched, *turns, torch.cuda.synchronize if on_gpu else int)
+    clock = functools.partial(wall, torch.cuda.synchronize if on_gpu else int)
+    launched = in_turns(launched, *turns, clock, least=3)
     replayed = interleave(runners, *turns) if on_gpu else launched
     times = {
         name: {
@@ -448,26 +446,14 @@ class Launched:
         self.output = lambda: provider.call(*sets[0])
 
 
-def in_turns(
-    calls: dict[str, Callable], rounds: int, target_ms: float, synchronize: Callable
-) -> dict[str, list[float]]:
-    """Wall-clock ms per call of each in each round, the host's share included."""
-
-    def wall(call, repeats: int) -> float:
-        synchronize()
-        begin = time.perf_counter()
-        for _ in range(repeats):
-            call()
-        synchronize()
-        return (time.perf_counter() - begin) / repeats * 1e3
-
-    repeats = {name: max(3, round(target_ms / wall(call, 3))) for name, call in calls.items()}
-    times = {name: [] for name in calls}
-    for turn in range(rounds):
-        for name in order(list(calls), turn):
-            wall(calls[name], max(1, repeats[name] // 3))
-            times[name].append(wall(calls[name], repeats[name]))
-    return times
+def wall(synchronize: Callable, call: Callable, repeats: int) -> float:
+    """Wall-clock ms per call, the host's share included."""
+    synchronize()
+    begin = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    synchronize()
+    return (time.perf_counter() - begin) / repeats * 1e3
 
 
 # -- the tables ----

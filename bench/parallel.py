@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench import harness
-from bench.measure import WRONG, order
+from bench.measure import WRONG, in_turns
 from bench.tables import case_of, groups, markdown
 from sage_inductor.ops import compat
 from sage_inductor.ops.recipe import NAMED
@@ -111,15 +111,10 @@ class Clock:
         self.device, self.rounds, self.target_ms = device, rounds, target_ms
 
     def __call__(self, calls: dict[str, Callable]) -> dict[str, float]:
-        """The median of each, which take turns and run a third of a turn before it."""
+        """The median of each."""
         for call in calls.values():
             call()  # compiles
-        repeats = {n: max(1, round(self.target_ms / self.burst(c, 1))) for n, c in calls.items()}
-        times, names = {name: [] for name in calls}, list(calls)
-        for turn in range(self.rounds):
-            for name in order(names, turn):
-                self.burst(calls[name], max(1, repeats[name] // 3))
-                times[name].append(self.burst(calls[name], repeats[name]))
+        times = in_turns(calls, self.rounds, self.target_ms, self.burst)
         return {name: statistics.median(each) for name, each in times.items()}
 
     def burst(self, call: Callable, repeats: int) -> float:

@@ -63,8 +63,7 @@ def cases() -> dict[str, Case_]:
 
 
 def name_of(case: Case) -> str:
-    shape = f"{case.B}x{case.heads}x{case.N}x{case.D}{' causal' * case.is_causal}"
-    return f"attention {case.model and case.model + ' '}{shape}"
+    return f"attention {case.model and case.model + ' '}{case.shape}"
 
 
 # -- the cases ----
@@ -93,11 +92,7 @@ def block(model: blocks.Model) -> Case_:
         module, inputs = blocks.draw(model, device)
         run = torch.compile(module, backend=sage_backend, fullgraph=True)
 
-        def call(*inputs):
-            out = run(*inputs)
-            return out[0] if isinstance(out, tuple) else out
-
-        return replayed(call, [inputs], target_ms)
+        return replayed(lambda *inputs: blocks.first(run(*inputs)), [inputs], target_ms)
 
     return prepare
 

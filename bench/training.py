@@ -25,6 +25,7 @@ compile, each once for all of them.
     near      the least CosSim of a weight's gradient with inductor's
 """
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -34,6 +35,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench import blocks, gradients, harness
+from bench.cases import Case
 from bench.measure import Provider, Runner, interleave, summary
 from bench.tables import groups, markdown, show
 from sage_inductor.lowering import replay
@@ -44,34 +46,21 @@ MAX_EXACT = 16384  # of a head in float64: N x N numbers at once
 GRADIENTS = ("dq", "dk", "dv")
 
 
-class Shape(NamedTuple):
-    B: int
-    H_q: int
-    H_kv: int
-    N: int
-    D: int
-    is_causal: bool = False
-
-    def __str__(self):
-        heads = f"{self.H_q}" if self.H_q == self.H_kv else f"{self.H_q}/{self.H_kv}"
-        return f"{self.B}x{heads}x{self.N}x{self.D}" + " causal" * self.is_causal
-
-
 SHAPES = (
-    Shape(1, 32, 32, 4096, 128),
-    Shape(1, 32, 32, 8192, 128),
-    Shape(1, 32, 32, 16384, 128),
-    Shape(1, 32, 32, 32768, 128),
-    Shape(1, 24, 24, 4608, 128),  # Flux
-    Shape(1, 32, 8, 8192, 128),
-    Shape(8, 16, 16, 4096, 64),
-    Shape(2, 32, 32, 16384, 64),
-    Shape(1, 32, 32, 4096, 128, is_causal=True),
-    Shape(1, 32, 32, 8192, 128, is_causal=True),
-    Shape(1, 32, 8, 8192, 128, is_causal=True),
-    Shape(1, 32, 32, 16384, 128, is_causal=True),
-    Shape(1, 32, 32, 32768, 128, is_causal=True),
-    Shape(8, 16, 16, 4096, 64, is_causal=True),
+    Case(1, 32, 32, 4096, 128),
+    Case(1, 32, 32, 8192, 128),
+    Case(1, 32, 32, 16384, 128),
+    Case(1, 32, 32, 32768, 128),
+    Case(1, 24, 24, 4608, 128),  # Flux
+    Case(1, 32, 8, 8192, 128),
+    Case(8, 16, 16, 4096, 64),
+    Case(2, 32, 32, 16384, 64),
+    Case(1, 32, 32, 4096, 128, is_causal=True),
+    Case(1, 32, 32, 8192, 128, is_causal=True),
+    Case(1, 32, 8, 8192, 128, is_causal=True),
+    Case(1, 32, 32, 16384, 128, is_causal=True),
+    Case(1, 32, 32, 32768, 128, is_causal=True),
+    Case(8, 16, 16, 4096, 64, is_causal=True),
 )
 
 
@@ -139,9 +128,9 @@ def main(argv=None) -> int:
 # -- attention alone ----
 
 
-def measure(shape: Shape, names: list[str], device: torch.device) -> list[dict]:
+def measure(shape: Case, names: list[str], device: torch.device) -> list[dict]:
     """A row for each way to attend."""
-    B, H_q, H_kv, N, D, is_causal = shape
+    B, H_q, H_kv, N, D = shape.B, shape.H_q, shape.H_kv, shape.N, shape.D
     q, k, v, do = (
         torch.randn(B, H, N, D, device=device, dtype=torch.bfloat16) for H in (H_q, H_kv, H_kv, H_q)
     )
@@ -150,7 +139,7 @@ def measure(shape: Shape, names: list[str], device: torch.device) -> list[dict]:
     replay.library().result()  # which launches compiled calls, once it is compiled itself
     torch._dynamo.reset()
     for name in names:
-        attend = functools.partial(ATTENTION[name], is_causal=is_causal)
+        attend = functools.partial(ATTENTION[name], is_causal=shape.is_causal)
         out = attend(*leaves)
         parts = {
             "forward": (attend, leaves),
@@ -166,7 +155,7 @@ def measure(shape: Shape, names: list[str], device: torch.device) -> list[dict]:
         kept, of = found[name]
         ms = {part: summary(times[name, part]) for part in ("forward", "backward", "step")}
         rows.append({
-            "plan": "backward", "provider": name, "shape": str(shape), **shape._asdict(),
+            "plan": "backward", "provider": name, "shape": shape.shape, **dataclasses.asdict(shape),
             "times": ms, "kept": kept / (B * H_q * N * D), "rel_l1": of,
             "peak_bytes": runners[name, "step"].peak_bytes(),
         })  # fmt: skip
@@ -211,7 +200,7 @@ def kept_bytes(call, inputs, beside=()) -> int:
     return sum(size for storage, size in storages.items() if storage not in known)
 
 
-def errors(attend, shape: Shape, device) -> dict | None:
+def errors(attend, shape: Case, device) -> dict | None:
     """One head of k. dO's tokens differ in size, k has a bias in each channel, v a mean."""
     N, D, group = shape.N, shape.D, shape.H_q // shape.H_kv
     if N > MAX_EXACT:

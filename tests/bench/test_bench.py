@@ -260,6 +260,25 @@ def test_the_peak_is_of_one_call_beside_its_inputs(monkeypatch):
     assert runner.peak_bytes() == 70
 
 
+def test_each_runs_right_after_each_other_one_once():
+    rounds = [measure.order(["a", "b", "c", "d"], turn) for turn in range(4)]
+    follows = collections.Counter(pair for names in rounds for pair in itertools.pairwise(names))
+    assert len(follows) == 12 and set(follows.values()) == {1}
+
+
+def test_turns_are_as_long_as_asked_and_begin_untimed():
+    ms, log = {"a": 1.0, "b": 4.0, "long": 99.0}, []
+
+    def clock(call, repeats):
+        log.append((call, repeats))
+        return ms[call] / len(log)
+
+    found = measure.in_turns({name: name for name in ms}, 1, 12.0, clock, least=2)
+    assert log[:3] == [("a", 2), ("b", 2), ("long", 2)]
+    assert log[3:] == [("a", 4), ("a", 12), ("b", 2), ("b", 6), ("long", 1), ("long", 2)]
+    assert found == {"a": [1 / 5], "b": [4 / 7], "long": [99 / 9]}
+
+
 def test_rows_have_times_and_peaks_of_those_that_run(monkeypatch):
     monkeypatch.setattr(bench, "Runner", OnCPU)
     monkeypatch.setattr(
@@ -438,7 +457,7 @@ def test_models_have_their_own_shapes():
     assert padded.case.mask == "padding" and padded.text > measure.PADDED
     m = blocks.MODELS["llama3_32k"]
     assert m.case == Case(1, 32, 8, 32768, 128, is_causal=True, model="llama3_32k")
-    assert whole.shape(m) == "1x32/8x32768x128 causal"
+    assert m.case.shape == "1x32/8x32768x128 causal"
 
 
 def test_a_speed_is_that_of_each_round_and_printed_with_its_range():

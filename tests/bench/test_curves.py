@@ -21,7 +21,7 @@ from bench.curves import Trainer
 from bench.gradients import ENTRIES, Training
 from bench.learners import GPTs, Layers, Size, Text
 
-SMALL = Size(layers=2, heads=2, head_dim=64, N=32, tokens=64, steps=12, every=4, evaluated=256)
+SMALL = Size(layers=2, heads=2, head_dim=64, N=32, batch=2, steps=12, every=4, evaluated=8)
 CPU = torch.device("cpu")
 EXACT = curves.attention_of("exact", True, False)
 
@@ -301,8 +301,8 @@ def test_sources_are_what_python_and_torch_have(tmp_path, monkeypatch):
 
 # -- models that are not GPTs ----
 
-SMALL_DIT = Size(2, 1, 64, 16, 64, 8, 2, 128)
-SMALL_MINILM = Size(6, 12, 32, 16, 96, 4, 2, 192, 5e-5)
+SMALL_DIT = Size(2, 1, 64, 16, 4, 8, 8, every=2)
+SMALL_MINILM = Size(6, 12, 32, 16, 6, 4, 12, every=2, rate=5e-5)
 
 
 @functools.cache
@@ -775,7 +775,7 @@ def test_the_plot_and_the_table_of_runs_that_failed(tmp_path, monkeypatch):
         made_up("SageBwd", 2, [4.0, 3.0]),
     ]
     result = {
-        "date": "2026-01-01", "machine": {"gpu": "cpu"}, "model": "gpt", "method": "m",
+        "date": "2026-01-01", "machine": {"gpu": "cpu"}, "model": "gpt", "method": "m", "command": "c",
         "versions": {"torch": "2", "triton": "3", "cudnn": "none"}, "rows": rows,
         "summary": curves.summarize(rows),
     }  # fmt: skip

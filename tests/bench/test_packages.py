@@ -1,5 +1,6 @@
 """What of the bench of packages needs no GPU: the blocks, a package of one, gates, tables."""
 
+import functools
 import json
 import time
 import zipfile
@@ -45,8 +46,8 @@ def test_nobody_sees_the_padding():
     assert torch.equal(out[0, :48], found[0, :48]) and not torch.equal(out[0, 48:], found[0, 48:])
 
 
-def once(calls, rounds, target_ms, synchronize):
-    """packages.in_turns by a clock that is not looked at."""
+def once(calls, rounds, target_ms, clock, least):
+    """measure.in_turns by a clock that is not looked at."""
     assert (rounds, target_ms) == (2, 1.0)
     for call in calls.values():
         call()
@@ -174,6 +175,7 @@ def test_launched_calls_are_timed_until_they_are_done():
         waiting.clear()
 
     calls = {"slow": lambda: waiting.append(1), "fast": lambda: None}
-    found = packages.in_turns(calls, 3, 1.0, synchronize)
+    clock = functools.partial(packages.wall, synchronize)
+    found = packages.in_turns(calls, 3, 1.0, clock, least=3)
     assert len(found["slow"]) == len(found["fast"]) == 3
     assert min(found["slow"]) >= 2 > 1 > max(found["fast"])

@@ -127,7 +127,7 @@ def test_a_row_for_each_case_its_table_and_plot(capsys, tmp_path):
     assert [row["density"] for row in equal] == pytest.approx([some["density"]] * 2, abs=0.01)
     assert capsys.readouterr().out.count("density") == len(rows)
     result = dict(rows=rows, date="2026-01-01", versions=dict(torch="2", triton="3", cudnn="none"),
-                  machine={"gpu": "cpu"}, model="a model", method="a method")  # fmt: skip
+                  machine={"gpu": "cpu"}, model="a model", method="a method", command="c")  # fmt: skip
     assert json.loads(json.dumps(rows)) == [{**row, "recipes": row["recipes"] and [
         *row["recipes"]]} for row in rows]  # fmt: skip
     table = pages.TABLES["sparse"]({"cpu": {"sparse": result}})

@@ -1,5 +1,6 @@
 """bench/training.py without a GPU: what is counted and compared."""
 
+import dataclasses
 import functools
 
 import pytest
@@ -10,6 +11,7 @@ from torch._dynamo.utils import counters
 
 import sage_inductor
 from bench import harness, training
+from bench.cases import Case
 from sage_inductor import SageRefused
 
 
@@ -33,7 +35,7 @@ def test_what_is_kept_is_counted_once():
 
 @pytest.mark.parametrize("H_kv", [1, 4])
 def test_errors_are_of_the_gradients(H_kv):
-    shape = training.Shape(2, 4, H_kv, 300, 64)
+    shape = Case(2, 4, H_kv, 300, 64)
     of_op = training.errors(training.by_op("g"), shape, "cpu")
     assert list(of_op) == ["dq", "dk", "dv"] and all(0.02 < x < 0.06 for x in of_op.values())
     exact = training.errors(
@@ -43,7 +45,9 @@ def test_errors_are_of_the_gradients(H_kv):
         shape, "cpu",
     )  # fmt: skip
     assert exact["dv"] < 0.01
-    assert training.errors(None, shape._replace(N=training.MAX_EXACT + 1), "cpu") is None
+    assert (
+        training.errors(None, dataclasses.replace(shape, N=training.MAX_EXACT + 1), "cpu") is None
+    )
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -57,11 +61,6 @@ def test_what_is_compiled_is_the_op(is_causal):
         out = attend(q, k, v)
         assert torch.equal(out, op(q, k, v))
         assert training.kept_bytes(attend, (q, k, v)) == training.kept_bytes(op, (q, k, v))
-
-
-def test_shapes_are_named_by_their_heads():
-    assert str(training.Shape(1, 32, 8, 8192, 128)) == "1x32/8x8192x128"
-    assert str(training.Shape(8, 16, 16, 4096, 64, True)) == "8x16x4096x64 causal"
 
 
 # -- a step of a whole transformer ----
