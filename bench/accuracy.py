@@ -159,7 +159,7 @@ IN_SHORT = {
 
 def main(argv=None) -> int:
     args = parse(argv)
-    device = args.device
+    device = harness.current(args)
     if args.training:
         result = harness.Result("training", TRAINING_METHOD.format(**vars(args)), args)
         for mask, causal, family, kind in itertools.product(

@@ -36,11 +36,11 @@ def main(argv=None) -> int:
         sys.meta_path.insert(0, Sources(args.folder))
         from bench.side import serve  # imports the library, now from the folder
 
-        return serve(args.folder, args.target_ms)
+        return serve(args.folder, args.target_ms, harness.current(args))
     harness.gpu(args)
     folders = {"base": args.folder, "this": harness.ROOT}
     with tempfile.TemporaryDirectory() as cache:
-        sides = {name: Side(folders[name], f"{cache}/{name}", args.target_ms) for name in folders}
+        sides = {name: Side(folder, f"{cache}/{name}", args) for name, folder in folders.items()}
         try:
             return measure(sides, args)
         finally:
@@ -82,10 +82,11 @@ class Sources:
 class Side:
     """bench/side.py in a process of its own. A command is a line, its answer a line of JSON."""
 
-    def __init__(self, folder: Path, cache: str, target_ms: float):
+    def __init__(self, folder: Path, cache: str, args: argparse.Namespace):
         self.folder = folder
+        options = "--target-ms", str(args.target_ms), "--device", str(args.device)
         self.process = subprocess.Popen(
-            [sys.executable, __file__, str(folder), "--serve", "--target-ms", str(target_ms)],
+            [sys.executable, __file__, str(folder), "--serve", *options],
             env={**os.environ, **harness.caches(cache)},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip

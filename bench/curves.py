@@ -471,7 +471,7 @@ def parse(argv) -> argparse.Namespace:
 
 def main(argv=None) -> int:
     args = parse(argv)
-    device = args.device
+    device = harness.current(args)
     size = dataclasses.replace(SIZES[device.type][args.model], steps=args.steps)
     method = (
         f"{args.seeds} seeds, with which all recipes have the same weights at first and "

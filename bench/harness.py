@@ -87,12 +87,18 @@ def device(text: str) -> torch.device:
 
 
 def gpu(args: argparse.Namespace) -> torch.device:
-    """The GPU of --device, from here on torch's current one. Exits with 2 where there is none."""
+    """The GPU of --device. Exits with 2 where there is none."""
     if args.device.type != "cuda" or not torch.cuda.is_available():
         why = "got --device cpu" if torch.cuda.is_available() else "torch sees no CUDA device"
         print(f"{script()} measures on a GPU: {why}", file=sys.stderr)
         sys.exit(2)
-    torch.cuda.set_device(args.device)
+    return current(args)
+
+
+def current(args: argparse.Namespace) -> torch.device:
+    """The device of --device. A GPU is torch's current one from here on."""
+    if args.device.type == "cuda":
+        torch.cuda.set_device(args.device)
     return args.device
 
 

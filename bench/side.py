@@ -163,7 +163,7 @@ def compiled(backend, options: dict) -> Callable[..., Callable[[], Tensor]]:
 # -- the protocol ----
 
 
-def serve(folder: Path, target_ms: float) -> int:
+def serve(folder: Path, target_ms: float, device: torch.device) -> int:
     """Answer compare.py's commands, one line each, until there are no more. Exits at once unless
     the library is the folder's."""
     for name, module in sys.modules.items():
@@ -173,7 +173,6 @@ def serve(folder: Path, target_ms: float) -> int:
     os.dup2(2, 1)  # what libraries print is no answer
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # nor do processes that they start read commands
     torch.set_grad_enabled(False)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     known, held = cases(), {}
     for command in commands:
         what, _, case = command.strip().partition(" ")

@@ -233,7 +233,7 @@ def main(argv=None) -> int:
         "--budget", type=float, default=math.inf, help="no new case after so many s"
     )
     args = parser.parse_args(argv)
-    device = args.device
+    device = harness.current(args)
     size = SIZES[device.type]
     subject = trained.dit(size, device, trained.vit(EYES[device.type], device).model)
     method = (

@@ -18,8 +18,8 @@ def test_each_side_has_the_sources_of_its_folder(tmp_path, capsys):
     for room in compare.ROOMS.values():
         shutil.copytree(ROOT / room, tmp_path / room)
     (tmp_path / "ops" / "recipe.py").open("a").write("# another commit\n")
-    args = compare.parse([str(tmp_path), "--cases", "control", "--rounds", "2"])
-    base = compare.Side(args.folder, str(tmp_path / "base"), 1.0)
+    args = compare.parse([str(tmp_path), "--cases", "control", "--rounds", "2", "--target-ms", "1"])
+    base = compare.Side(args.folder, str(tmp_path / "base"), args)
     sides = {"base": base, "this": base}  # which answers twice
     found = compare.at_once(sides, "describe")
     assert found["base"] == found["this"]
