@@ -20,22 +20,6 @@ The models of all seeds are trained side by side: each weight has a first dimens
 each product of GPTs is a batched one. On a GPU a whole step is one CUDA graph, which reads its
 batch, its learning rate and its place in the list of losses by a counter on the device.
 
-Prediction for an H200, of a step of 3 GPTs (10.8 M parameters, 8,192 tokens of N=256 each):
-
-    products of the model      6 * 10.8 M * 24,576 = 1.6 TFLOP at 300 TFLOP/s           5 ms
-    the rest of the model      about 6 GB of activations, 1 GB of AdamW at 3.5 TB/s     2 ms
-    emulated: products         6 a layer, 4.8 GFLOP each in fp32 at 35 TFLOP/s          5 ms
-    emulated: scores           15 passes a layer over 151 MB, compiled, at 3.5 TB/s     4 ms
-
-That is 8 ms with SDPA and 16 ms emulated; not compiled, the scores take some 60 passes more: 50 ms.
-18 runs of 2,000 steps (2 times 8, 4 times 16 ms) take 160 s, and compilation about 60 s.
-
-Prediction for an H100, ms a step of 3 models: by SDPA, by a kernel, emulated; and all of it:
-
-    gpt-large   65,536 tokens: larger products, else 8 times     55    62   130    600 steps, 130 s
-    dit         eager; 10 GB of activations and 1,000 kernels    14    15    22  1,000 steps,  85 s
-    minilm      eager; 9 GB, 1,100 kernels                       14    15    20    400 steps,  45 s
-
 Shapes: R runs side by side, B batch, N tokens, C channels, H heads, D head_dim.
 """
 

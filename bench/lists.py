@@ -28,11 +28,9 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from bench import harness
 from bench.measure import WRONG, Provider, Runner, interleave, summary
+from bench.providers import by_tile
 from bench.tables import markdown, show
-from sage_inductor.ops.attention import tiles
-from sage_inductor.ops.attention.arguments import AttentionCall
 from sage_inductor.ops.attention.select import attention_opaque, hopper_tile
-from sage_inductor.ops.launch import launch_cached
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.sdpa import attention_call, prepare
 from sage_inductor.ops.visibility import BlockLists, Visibility
@@ -146,7 +144,7 @@ def measure(setup: Setup, device, rounds: int, target_ms: float) -> dict:
     providers = {"lists": Provider("lists", lambda *a: attention_opaque(*a)[0], lambda *_: a)}
     if (tile := hopper_tile(a)) is not None:
         dense = a._replace(**dict.fromkeys(BlockLists._fields))
-        providers["dense"] = Provider("dense", on(tile), lambda *_: dense)
+        providers["dense"] = Provider("dense", by_tile(tile), lambda *_: dense)
     providers["op"] = Provider("op", by_op(visibility))
     if setup.with_flex:
         providers["flex"] = Provider("flex", by_flex(lists, setup.N))
@@ -167,12 +165,6 @@ def measure(setup: Setup, device, rounds: int, target_ms: float) -> dict:
     ms = {name: each["ms"] for name, each in row["times"].items()}
     row["per_work"] = ms["dense"] * row["density"] / ms["lists"] if "dense" in ms else None
     return row
-
-
-def on(tile: tiles.Tile) -> Callable:
-    from sage_inductor.ops.attention.hopper import plan  # imports Gluon, which may be missing
-
-    return lambda *a: plan.launch(AttentionCall(*a), tile, launch_cached)[0]
 
 
 def by_op(visibility: Visibility) -> Callable:

@@ -30,19 +30,13 @@ from bench.tables import markdown
 # and less with the last sixteenth of attention's rows zeroed (but for HunyuanVideo's, where these
 # are the text's, whose stream is not compared).
 NEAR = 0.999
-COLUMNS = {
-    "inductor": {"backend": "inductor"},
-    "sage": {"backend": "sage"},
-}
+COLUMNS = {"inductor": {"backend": "inductor"}, "sage": {"backend": "sage"}}
 
 
 def keeping(top_k: float) -> dict:
     """Arguments of torch.compile: this fraction of the blocks of keys, in self-attention."""
     keep = {"top_k": top_k, "similarity": 0}
-    rules = [
-        {"module": "cross", "recipe": "auto"},
-        {"recipe": "sage2-8b-per-token", "keep": keep},
-    ]
+    rules = [{"module": "cross", "recipe": "auto"}, {"recipe": "sage2-8b-per-token", "keep": keep}]
     return {"backend": "sage", "options": {"sage.policy": rules}}
 
 
@@ -53,10 +47,7 @@ LONG = {
     for N in (75600, 32768)
 }
 # The columns of each plan, and what it times unless --models says it.
-PLANS = {
-    "model": (COLUMNS, MODELS),
-    "selected": (COLUMNS | KEEPING, LONG),
-}
+PLANS = {"model": (COLUMNS, MODELS), "selected": (COLUMNS | KEEPING, LONG)}
 KEEP_IS = (
     "the part of the blocks of keys that is computed (but for some on the diagonal), with "
     '"similarity": 0: random tokens do not resemble each other, so that by the default nearly all '
@@ -117,7 +108,7 @@ def measure(model: Model, plan: str, args, device) -> dict:
             call = compiled(block, given, priority)
             before = len(sage_inductor.report())
             runners[column] = Runner(Provider(column, call), [inputs])
-            row["sites"][column] = sites(before)
+            row["sites"][column] = sites(sage_inductor.report(), before)
             if column in KEEPING:
                 kernel_recipe(model, {column: row["sites"][column]})
         row["accuracy"] = check({name: runner.output() for name, runner in runners.items()})
@@ -170,12 +161,21 @@ def compiled(block, given: dict, priority: list):
     return call
 
 
-def sites(before: int) -> list[dict]:
+def sites(report, before: int = 0) -> list[dict]:
     """What the report says of the calls that were compiled since it had `before` of them."""
+
+    def sizes(shape) -> list[int | str]:  # or the names of those that are not known
+        return [x if isinstance(x, int) else str(x) for x in shape]
+
     return [
-        {"q": list(site.q), "k": list(site.k), "recipe": site.recipe, "reason": site.reason}
-        for site in list(sage_inductor.report())[before:]
+        {"q": sizes(x.q), "k": sizes(x.k), "recipe": x.recipe, "reason": x.reason}
+        for x in list(report)[before:]
     ]
+
+
+def site_line(where: str, site: dict) -> str:
+    what = site["recipe"] or "stays SDPA"
+    return f"    {where}: {site['q']} x {site['k'][2]} {what}: {site['reason']}"
 
 
 def kernel_recipe(model: Model, found: dict[str, list[dict]]) -> str:
@@ -292,10 +292,7 @@ def lines(row: dict) -> str:
         found.append(f"  attention is {row['share']:.1%} of the block, by {row['attention']}")
         peaks = (f"{name} {x['peak_bytes'] / 2**30:.2f}" for name, x in row["times"].items())
         found.append(f"  peak, GiB: {', '.join(peaks)}")
-    for column, calls in row["sites"].items():
-        for site in calls:
-            what = site["recipe"] or "stays SDPA"
-            found.append(f"    {column}: {site['q']} x {site['k'][2]} {what}: {site['reason']}")
+    found += [site_line(column, site) for column, its in row["sites"].items() for site in its]
     return "\n".join(found)
 
 

@@ -39,7 +39,7 @@ import sage_inductor
 from bench import blocks, harness
 from bench.blocks import MODELS, Model, first
 from bench.measure import SEES, Provider, Runner, draw_sets, in_turns, interleave, summary
-from bench.model import Wrong, backends, check
+from bench.model import Wrong, backends, check, site_line, sites
 from bench.providers import EAGER
 from bench.tables import groups, markdown, show
 
@@ -320,14 +320,6 @@ def expect(row: Row, device: torch.device, path: str) -> dict:
     return {"kind": kind}
 
 
-def sites(report) -> list[dict]:
-    return [
-        {"q": [*map(str, site.q)], "k": [*map(str, site.k)], "recipe": site.recipe,
-         "reason": site.reason}
-        for site in report
-    ]  # fmt: skip
-
-
 # -- the measurement ----
 
 
@@ -356,7 +348,7 @@ def measure(row: Row, built: dict, fastest: list[str], folder: str, args, device
                 calls[f"compiled {kind}"] = compiled(row, kind, device)
                 given = marked(row, inputs(row, row.tokens[0], device))
                 calls[f"compiled {kind}"](*given)
-                of_compiled[kind] = sites(list(sage_inductor.report())[before:])
+                of_compiled[kind] = sites(sage_inductor.report(), before)
             others = compare_others(row, calls, found[0]["kind"], folder, device)
             for each in found:
                 each.update(compiled=of_compiled, others=others)
@@ -516,9 +508,7 @@ def lines(row: dict) -> str:
     for kind, each in row["packages"].items():
         of_compiled = row.get("compiled", {}).get(kind, [])
         for where, its in (("package", each.get("sites", [])), ("compiled", of_compiled)):
-            for site in its:
-                what = site["recipe"] or "stays SDPA"
-                found.append(f"    {where}: {site['q']} x {site['k'][2]} {what}: {site['reason']}")
+            found += [site_line(where, site) for site in its]
     return "\n".join(found)
 
 

@@ -36,10 +36,7 @@ from sage_inductor.ops.selector import BLOCK_SIZE, Selection
 from sage_inductor.ops.visibility import NO_LISTS, BlockLists
 
 EYES = {"cpu": Size(2, 2, 64, 256, 16, 100, 1), "cuda": Size(2, 2, 64, 256, 64, 600, 1, 10)}
-SIZES = {
-    "cpu": Size(3, 2, 64, 1024, 4, 400, 4),
-    "cuda": Size(4, 4, 128, 1024, 32, 4000, 256, 80),
-}
+SIZES = {"cpu": Size(3, 2, 64, 1024, 4, 400, 4), "cuda": Size(4, 4, 128, 1024, 32, 4000, 256, 80)}
 TOP_K = 1.0, 0.7, 0.5, 0.3, 0.2
 DENSE_STEPS = 0, 3
 STEP = 64, 128  # queries and keys: a warpgroup's in the Hopper kernel

@@ -423,7 +423,7 @@ def test_a_block_is_rewritten_and_near_eager(name, monkeypatch, op_by_op):
     assert found["sage"]["rel_l1"] < 0.03
     with pytest.raises(whole.Wrong, match="uniform is not near inductor"):
         whole.check({"inductor": eager, "uniform": uniform})
-    sites = whole.sites(0)
+    sites = whole.sites(report())
     assert len(sites) == (2 if m.block in library.BESIDE else 1)
     assert whole.kernel_recipe(m, {"sage": sites}) == "sage2-8b-per-token"
     assert out.shape == (1, m.N - m.text * (m.block not in library.BESIDE), m.C)
