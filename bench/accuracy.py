@@ -22,21 +22,18 @@ with a mask that is learned (its own, too) and without (--masks).
 
 import argparse
 import dataclasses
-import datetime
 import itertools
-import sys
-import time
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench import gradients, laboratory, machine, trained
-from bench.attention import RESULTS, save
+from bench import gradients, harness, laboratory, trained
 from bench.capture import Call, capture, end_to_end
 from bench.laboratory import FA3_FP8, FAMILIES, PRESETS, SAGE2_4B, Technique, attend
 from bench.measure import attention, errors
+from bench.tables import groups, markdown, show, wrapped
 from bench.trained import Subject
 from sage_inductor.ops.recipe import NAMED, Recipe
 from sage_inductor.ops.sdpa import SdpaCall
@@ -72,39 +69,28 @@ def granularities(qk: str) -> dict[str, Technique]:
 
 def tables(D: int) -> dict[str, Table]:
     """All of them, for a head_dim."""
+    fp16 = dataclasses.replace(SMOOTH_QK, pv="fp16", v_scale=None)
+    smoothings = {"none": {}, "k": {"smooth_k": "mean"},
+                  "q+k": {"smooth_q": True, "smooth_k": "mean"}}  # fmt: skip
     return {
         "smoothing": Table(
             "Smoothing q and k, INT4, FP8 p v (SageAttention2, tables 4 and 17)",
             {
                 "none": INT4,
                 "HadmdAttn": dataclasses.replace(INT4, rotation=D),
-                **variants(
-                    INT4,
-                    SmoothAttn={"balance": True},
-                    k={"smooth_k": "mean"},
-                    q={"smooth_q": True},
-                ),
+                **variants(INT4, SmoothAttn={"balance": True}, k={"smooth_k": "mean"},
+                           q={"smooth_q": True}),
                 "q+k": SMOOTH_QK,
             },
-            {
-                "none": 0.3906,
-                "HadmdAttn": 0.3782,
-                "SmoothAttn": 0.3383,
-                "k": 0.1493,
-                "q": 0.1250,
-                "q+k": 0.0648,
-            },
+            {"none": 0.3906, "HadmdAttn": 0.3782, "SmoothAttn": 0.3383, "k": 0.1493, "q": 0.1250,
+             "q+k": 0.0648},
         ),
         "smoothing-qk": Table(
             "Smoothing q and k, p v in full precision (what table 5 does to whole models)",
             {
                 f"{qk} {name}": Technique(qk, "per_thread", **smoothing)
                 for qk in ("int4", "int8")
-                for name, smoothing in {
-                    "none": {},
-                    "k": {"smooth_k": "mean"},
-                    "q+k": {"smooth_q": True, "smooth_k": "mean"},
-                }.items()
+                for name, smoothing in smoothings.items()
             },
         ),
         "granularity": Table(
@@ -118,47 +104,35 @@ def tables(D: int) -> dict[str, Table]:
             {
                 **variants(SMOOTH_QK, int8={"pv": "int8"}, e5m2={"pv": "e5m2"}, e4m3={}),
                 "int8 two-level": dataclasses.replace(SMOOTH_QK, pv="int8", two_level_p=True),
-                **variants(
-                    dataclasses.replace(SMOOTH_QK, pv="fp16", v_scale=None),
-                    **{
-                        "fp16": {},
-                        "nvfp4": {"pv": "nvfp4"},
-                        "nvfp4 two-level": {"pv": "nvfp4", "two_level_p": True},
-                    },
-                ),
+                **variants(fp16, fp16={}, nvfp4={"pv": "nvfp4"}),
+                "nvfp4 two-level": dataclasses.replace(fp16, pv="nvfp4", two_level_p=True),
             },
             {"int8": 0.5618, "e5m2": 0.0905, "e4m3": 0.0683, "fp16": 0.0649},
         ),
         "smooth-v": Table(
             "Smoothing v (table 10), SAGE2_4B, two levels and one",
-            variants(
-                SAGE2_4B,
-                off={"smooth_v": False},
-                on={},
-                **{
-                    "off, one level": {"smooth_v": False, "interval": None},
-                    "on, one level": {"interval": None},
-                },
-            ),
+            variants(SAGE2_4B, **{
+                "off": {"smooth_v": False},
+                "on": {},
+                "off, one level": {"smooth_v": False, "interval": None},
+                "on, one level": {"interval": None},
+            }),
             {"off": 0.1980, "on": 0.0406},
         ),
         "accumulator": Table(
             f"Accumulator of FP8 p v alone (section 3.4), of families the first {ROWS} queries",
-            variants(
-                Technique(pv="e4m3", v_scale="per_channel", accumulator="fp22"),
-                **{
-                    "fp32": {"accumulator": "fp32"},
-                    "two levels, 64": {"interval": 64},
-                    "two levels, 128": {"interval": 128},
-                    "one level": {},
-                },
-            ),
+            variants(Technique(pv="e4m3", v_scale="per_channel", accumulator="fp22"), **{
+                "fp32": {"accumulator": "fp32"},
+                "two levels, 64": {"interval": 64},
+                "two levels, 128": {"interval": 128},
+                "one level": {},
+            }),
             over_n=True,
         ),
         "recipes": Table(
             "Recipes (capitals: the papers'; the others: ours)", {"bf16 SDPA": None, **PRESETS}
         ),
-    }
+    }  # fmt: skip
 
 
 DEFAULT = ("sage2-8b", "sage2-8b-per-token")  # from sm_89 on; on Hopper
@@ -173,104 +147,82 @@ AIMS = {
     **{("biased_v", entry): 1.05 for entry in DEFAULT},
     ("normal", "sage1-per-token"): 0.013,
 }
-PLANS = ("defaults", "end-to-end")  # beside the tables
+BESIDE = ("defaults", "end-to-end")  # the tables
+# The rows of the README's table, and what each is.
+IN_SHORT = {
+    "bf16 SDPA": "exact attention in bf16",
+    "sage2-8b-per-token": "`sage2-8b-per-token`, the default on Hopper",
+    "sage2-8b": "`sage2-8b`, the default on sm_89 and sm_12x",
+    "sage1-per-token": "`sage1-per-token`, the most accurate",
+}
 
 
 def main(argv=None) -> int:
     args = parse(argv)
-    device = torch.device(args.device)
-    cuda = device.type == "cuda"
-    size = args.size or ("full" if cuda else "small")
-    result = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "machine": machine.describe(device) if cuda else {"gpu": "cpu"},
-        "versions": machine.versions(),
-        "method": f"Families: {args.layers} seeds from 0 of laboratory.draw, bf16, "
-        f"[1, {args.heads}, N, {args.D}]{', causal' * args.causal}; errors against float64 before "
-        f"rounding to bf16; defaults: {'all' if cuda else ROWS} queries. Models: {size}, of "
-        "bench/trained.py, in bf16",
-        "models": {},
-        "rows": [],
-    }
-    path = args.json
-    if path == "":
-        slug = result["machine"]["gpu"].lower().replace(" ", "-")
-        name = "training" if args.training else "accuracy"
-        path = RESULTS / slug / f"{result['date'][:10]}-{name}.json"
-    print(f"{result['machine']['gpu']}, {result['versions']}\n{result['method']}")
-    started = time.perf_counter()
-
-    def keep(plan: str, rows: list[dict]) -> None:
-        result["rows"] += [{"plan": plan, **row} for row in rows]
-        result["elapsed_s"] = round(time.perf_counter() - started, 1)
-        save(result, path)
-
+    device = harness.current(args)
     if args.training:
-        result["method"] = TRAINING_METHOD.format(**vars(args))
+        result = harness.Result("training", TRAINING_METHOD.format(**vars(args)), args)
         for mask, causal, family, kind in itertools.product(
             args.masks, (False, True), args.families, gradients.OUTPUTS
         ):
             rows = measure_training(family, kind, causal, mask, args, device)
-            keep("training" if mask == "none" else "training-mask", rows)
+            result.add(rows)
             print_training(rows)
         return 0
-    names = [name for name in args.tables if name not in PLANS]
+    cuda = device.type == "cuda"
+    size = args.size or ("full" if cuda else "small")
+    method = (
+        f"Families: {args.layers} seeds from 0 of laboratory.draw, bf16, "
+        f"[1, {args.heads}, N, {args.D}]{', causal' * args.causal}; errors against float64 before "
+        f"rounding to bf16; defaults: {'all' if cuda else ROWS} queries. Models: {size}, of "
+        "bench/trained.py, in bf16"
+    )
+    result = harness.Result("accuracy", method, args, models={})
+    names = [name for name in args.tables if name not in BESIDE]
     for family in args.families:
         for name, table in tables(args.D).items():
             # Causal, the first queries see next to nothing of N.
             lengths = (args.N, 2 * args.N, 4 * args.N) if table.over_n else (args.N,)
             for N in lengths if name in names else ():
-                rows = measure(table, family, draw(table, family, N, args, device))
-                keep("accuracy", [{"table": name, **row} for row in rows])
+                rows = measure(name, table, family, draw(table, family, N, args, device))
+                result.add(rows)
                 print_table(table, rows)
     if "defaults" in args.tables:
         rows = [row for N in LENGTHS for row in measure_defaults(N, args, device)]
-        keep("defaults", rows)
-        print_defaults(rows)
+        result.add(rows)
+        show(f"\n{defaults_table(rows)}")
     for subject in trained.subjects(args.models, trained.SIZES[size], device):
         result["models"][subject.name] = subject.note
         calls = capture(subject)
         for name, table in tables(calls[0].q.shape[3]).items():
             if name in names:
-                rows = measure(table, subject.name, calls)
-                keep("accuracy", [{"table": name, **row} for row in rows])
+                rows = measure(name, table, subject.name, calls)
+                result.add(rows)
                 print_table(table, rows)
         if "end-to-end" in args.tables:
-            keep("end-to-end", measure_end_to_end(subject))
-    print(f"\nelapsed: {result.get('elapsed_s', 0)} s")
+            result.add(measure_end_to_end(subject))
+    result.end()
     return 0
 
 
 def parse(argv) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     known = {
-        "tables": (*tables(64), *PLANS), "families": FAMILIES, "models": trained.MODELS,
+        "tables": (*tables(64), *BESIDE), "families": FAMILIES, "models": trained.MODELS,
         "masks": gradients.MASKS,
     }  # fmt: skip
     for name, choices in known.items():
         parser.add_argument(f"--{name}", nargs="*", choices=choices, default=list(choices))
-    parser.add_argument("--N", type=positive, default=1024)
+    parser.add_argument("--N", type=harness.positive, default=1024)
     parser.add_argument("--D", type=int, choices=(64, 128, 256), default=128)
-    parser.add_argument("--heads", type=positive, default=2)
-    parser.add_argument("--layers", type=positive, default=3, help="of a family: seeds")
+    parser.add_argument("--heads", type=harness.positive, default=2)
+    parser.add_argument("--layers", type=harness.positive, default=3, help="of a family: seeds")
     parser.add_argument("--causal", action="store_true", help="families")
     parser.add_argument("--training", action="store_true", help="gradients, of families alone")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
         "--size", choices=trained.SIZES, help="of the models; default: full on a GPU, else small"
     )
-    parser.add_argument(
-        "--json", nargs="?", const="", metavar="FILE", help="default: bench/results/cpu or GPU/..."
-    )
     return parser.parse_args(argv)
-
-
-def positive(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return int(text)
 
 
 # -- tables ----
@@ -287,7 +239,7 @@ def draw(table: Table, family: str, N: int, args, device) -> list[Call]:
 
 
 @torch.no_grad()
-def measure(table: Table, family: str, calls: list[Call]) -> list[dict]:
+def measure(name: str, table: Table, family: str, calls: list[Call]) -> list[dict]:
     """A row for each entry of the table: average and worst errors over the layers."""
     found = {}
     for call in calls:
@@ -298,6 +250,7 @@ def measure(table: Table, family: str, calls: list[Call]) -> list[dict]:
             found.setdefault(entry, []).append(compare(out))
     return [
         {
+            **dict(plan="accuracy", table=name),
             **dict(family=family, N=call.k.shape[2], D=call.k.shape[3], layers=len(calls)),
             **dict(entry=entry, **summary(its)),
             "paper_rel_l1": table.paper.get(entry),
@@ -375,7 +328,8 @@ def measure_defaults(N: int, args, device) -> list[dict]:
         for entry, its in found.items():
             value, at_most = figure(family, found, entry), AIMS.get((family, entry))
             rows.append({
-                **dict(family=family, N=N, D=args.D, layers=args.layers, entry=entry, **its),
+                **dict(plan="defaults", family=family, N=N, D=args.D, layers=args.layers),
+                **dict(entry=entry, **its),
                 **dict(figure=value, at_most=at_most, met=at_most and value <= at_most),
             })  # fmt: skip
     return rows
@@ -400,19 +354,28 @@ def as_shipped(call: Call, technique: Technique | Recipe | None) -> Tensor:
     return torch.ops.sage.sdpa(*full)[0]
 
 
-def print_defaults(rows: list[dict]) -> None:
-    families = list(dict.fromkeys(row["family"] for row in rows))
-    print(
-        "\nThe defaults and accurate, beside SDPA and FlashAttention-3's FP8 (emulated): relative\n"
-        "L1; of biased_v centred, x SDPA's. In brackets what it is to be at most; !: it is not"
+def defaults_table(rows: list[dict]) -> str:
+    lines = [["", "N", *groups(rows, "family")]]
+    for entry, its in groups(rows, "entry").items():
+        for N, cells in groups(its, "N").items():
+            lines.append([entry, str(N), *map(default_cell, cells)])
+    title = (
+        "The defaults (sage2-8b-per-token on Hopper, sage2-8b on sm_89 and sm_12x) and "
+        "sage1-per-token, on a GPU "
+        "by their kernels, beside bf16 attention and FlashAttention-3's FP8 (emulated); outputs in "
+        "bf16. Relative L1; of biased_v (v + 8) centred, x bf16's. In brackets: what it is to be "
+        "at most"
     )
-    print(f"  {'':16}{'N':>6}" + "".join(f"{family:>19}" for family in families))
-    cells = {}
-    for row in rows:
-        aim = "" if row["met"] is None else f" ({row['at_most']}{'' if row['met'] else ' !'})"
-        cells.setdefault((row["entry"], row["N"]), []).append(f"{row['figure']:.4f}{aim:10}")
-    for (entry, N), figures in sorted(cells.items(), key=lambda each: each[0][1]):
-        print(f"  {entry:16}{N:6}" + "".join(f"{each:>19}" for each in figures))
+    return f"{wrapped(title)}\n\n{markdown(lines)}"
+
+
+def default_cell(row: dict) -> str:
+    of_bf16 = row["family"] == "biased_v"
+    value, aim = (
+        "" if x is None else f"{x:.3f}x" if of_bf16 else f"{x:.2%}"
+        for x in (row["figure"], row["at_most"])
+    )  # fmt: skip
+    return value + (aim and f" ({aim}: {'met' if row['met'] else 'not met'})")
 
 
 # -- gradients ----
@@ -439,8 +402,9 @@ def measure_training(family: str, kind: str, causal: bool, masks: str, args, dev
             errors = [(x - y).abs().sum() / y.abs().sum() for x, y in zip(its, exact, strict=True)]
             found.setdefault(entry, []).append(torch.stack(errors).cpu())
     of = dict(
-        family=family, do=kind, N=args.N, D=args.D, causal=causal, mask=masks, layers=args.layers
-    )
+        plan="training" if masks == "none" else "training-mask",
+        family=family, do=kind, N=args.N, D=args.D, causal=causal, mask=masks, layers=args.layers,
+    )  # fmt: skip
     return [
         {**of, "entry": entry, "rel_l1": dict(zip(exact._fields, mean, strict=True))}
         for entry, its in found.items()
@@ -462,6 +426,21 @@ def print_training(rows: list[dict]) -> None:
         print(f"  {row['entry']:28}{errors}")
 
 
+def training_table(rows: list[dict]) -> str:
+    """Of dO whose tokens differ in size: a line per recipe, a column per family. Of a mask that is
+    learned its gradients, else those of q, k and v."""
+    with_mask = "dmask" in rows[0]["rel_l1"]
+    names = ("dmask", "dmask_rounded") if with_mask else ("dq", "dk", "dv")
+    parts = []
+    for causal, its in groups([row for row in rows if row["do"] == "varied"], "causal").items():
+        lines = [["entry", *groups(its, "family")]]
+        for entry, cells in groups(its, "entry").items():
+            errors = ([row["rel_l1"][name] for name in names] for row in cells)
+            lines.append([entry, *("/".join(f"{100 * x:.1f}" for x in each) for each in errors)])
+        parts += [("Causal" if causal else "Not causal") + f":\n\n{markdown(lines)}"]
+    return "\n".join(parts)
+
+
 # -- whole models ----
 
 
@@ -472,7 +451,8 @@ def measure_end_to_end(subject: Subject) -> list[dict]:
     rows = []
     techniques = {"exact": Technique(), "bf16 SDPA": None, **PRESETS}
     for entry, figures, error in end_to_end(subject, techniques):
-        rows.append(dict(family=subject.name, entry=entry, figures=figures, error=error))
+        row = dict(family=subject.name, entry=entry, figures=figures, error=error)
+        rows.append({"plan": "end-to-end", **row})
         shown = error or "  ".join(
             f"{name} {'-' if value is None else f'{value:.5g}'}" for name, value in figures.items()
         )
@@ -480,5 +460,84 @@ def measure_end_to_end(subject: Subject) -> list[dict]:
     return rows
 
 
+# -- the pages' tables ----
+
+
+def recipes(rows: list[dict]) -> list[dict]:
+    return [row for row in rows if row["table"] == "recipes"]
+
+
+def recipes_table(rows: list[dict], models: dict[str, str]) -> str:
+    """A line per recipe, a column per family; then a column per model."""
+    title = (
+        "Relative L1 of attention, average (worst) over layers, on families of random inputs (of "
+        "which each seed is a layer) and on q, k, v of models. All emulated, not rounded to bf16; "
+        "capitals: the papers' recipes; bf16 SDPA: what rounding costs"
+    )
+    parts = [wrapped(title), ""]
+    for of_model in (False, True):
+        its = [row for row in recipes(rows) if (row["family"] in models) == of_model]
+        if its:
+            lines = [["", *groups(its, "family")]]
+            for entry, cells in groups(its, "entry").items():
+                pairs = ((row["average"]["rel_l1"], row["worst"]["rel_l1"]) for row in cells)
+                lines.append([entry, *(f"{average:.2%} ({worst:.2%})" for average, worst in pairs)])
+            parts += [markdown(lines)]
+    return "\n".join(parts)
+
+
+def models_table(rows: list[dict], models: dict[str, str]) -> str:
+    columns = figures_of(rows)
+    lines = [["", *(f"{model}: {name.replace('_', ' ')}" for model, name in columns)]]
+    for entry, its in groups(rows, "entry").items():
+        found = {row["family"]: row["figures"] or {} for row in its}
+        values = (found.get(model, {}).get(name) for model, name in columns)
+        lines.append([entry, *("-" if x is None else f"{x:.5g}" for x in values)])
+    notes = "; ".join(f"{model}: {note}" for model, note in models.items())
+    title = (
+        'Whole models, shipped recipes by backend="sage", the papers\' emulated. Agreement: with '
+        "the classes, psnr (dB): with the samples, cosine: with the embeddings that exact "
+        f"attention gives; frechet: of samples to images. {notes}"
+    )
+    return f"{wrapped(title)}\n\n{markdown(lines)}"
+
+
+def figures_of(rows: list[dict]) -> list[tuple[str, str]]:
+    """(model, name) of every figure."""
+    pairs = ((row["family"], name) for row in rows for name in row["figures"] or ())
+    return list(dict.fromkeys(pairs))
+
+
+def in_short(plans: dict[str, dict]) -> str:
+    """A line for each entry of IN_SHORT, by the results of all three plans."""
+    figures = {
+        (row["entry"], row["family"]): row["figures"] or {} for row in plans["end-to-end"]["rows"]
+    }
+    lines = [[
+        "", "random inputs, N=1024", "N=8192", "q, k, v of models", "GPT: perplexity",
+        "ViT: accuracy", "DiT: PSNR to exact", "MiniLM: worst cosine",
+    ]]  # fmt: skip
+    for entry, name in IN_SHORT.items():
+        normal = {
+            row["N"]: row["figure"]
+            for row in plans["defaults"]["rows"]
+            if (row["entry"], row["family"]) == (entry, "normal")
+        }
+        of_models = [
+            row["average"]["rel_l1"]
+            for row in recipes(plans["accuracy"]["rows"])
+            if row["entry"] == entry and row["family"] in plans["accuracy"]["models"]
+        ]
+        lines.append([
+            name, f"{normal[1024]:.2%}", f"{normal[8192]:.2%}",
+            " to ".join(dict.fromkeys(f"{f(of_models):.2%}" for f in (min, max))),
+            f"{figures[entry, 'gpt']['perplexity']:.4f}",
+            f"{figures[entry, 'vit']['accuracy']:.1%}",
+            f"{figures[entry, 'dit']['psnr']:.1f} dB",
+            f"{figures[entry, 'minilm']['worst_cosine']:.5f}",
+        ])  # fmt: skip
+    return markdown(lines)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    harness.run(main)

@@ -10,27 +10,20 @@ timed, and every output that is timed must be near exact attention.
 
 import argparse
 import dataclasses
-import datetime
 import itertools
-import json
-import os
 import sys
-import tempfile
-import textwrap
-import time
-from pathlib import Path
 
 import torch
 
 import sage_inductor
-from bench import machine, peers
+from bench import harness, peers
 from bench.cases import ALL, PLANS, Case, Plan
 from bench.measure import WINDOW, WRONG, Exact, Runner, draw, draw_sets, interleave, summary
 from bench.providers import GATE_TOLERANCE, build, gate
+from bench.tables import case_of, groups, markdown, show, with_speedup
 from sage_inductor.ops.recipe import NAMED
 
 FIELDS = ("model", "B", "H_q", "H_kv", "N", "D", "is_causal", "mask", "kind", "family")  # of a case
-RESULTS = Path(__file__).parent / "results"
 BASELINE = "cuDNN"
 MASKS_ARE = (
     "; one mask for all sets: keys bool [B, 1, 1, N], 3/4 of the keys in batch 0 and more in the "
@@ -43,37 +36,19 @@ SHAPES = {**{name: (name,) for name in PLANS}, "all": ("paper", "models")}
 
 def main(argv=None) -> int:
     args = parse(argv)
-    if not torch.cuda.is_available():
-        print("bench/attention.py times GPU kernels: torch sees no CUDA device", file=sys.stderr)
-        return 2
-    started = time.perf_counter()
-    device = torch.device("cuda", args.device.index or 0)
-    torch.cuda.set_device(device)
+    device = harness.gpu(args)
     torch.set_grad_enabled(False)
     torch.manual_seed(0)
-    sage_inductor.config.enabled = False  # it would rewrite the baseline
+    sage_inductor.config.rewrite_inductor = False  # it would rewrite the baseline
 
-    result = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "shapes": args.shapes,
-        "machine": machine.describe(device),
-        "versions": machine.versions() | peers.versions(wanted(args)),
-        "state": {"start": machine.state(device)},
-        "method": method(args),
-        "rows": [],
-    }
-    path = args.json or None
-    if args.json == "":
-        slug = result["machine"]["gpu"].lower().replace(" ", "-")
-        path = RESULTS / slug / f"{result['date'][:10]}-{args.shapes}.json"
-    print_header(result, peers.absent(wanted(args)))
+    versions = harness.installed() | peers.versions(wanted(args))
+    result = harness.Result(args.shapes, method(args), args, versions, shapes=args.shapes)
+    for kind, why in peers.absent(wanted(args)).items():
+        harness.show(**{"left out": f"{kind}: {why}"})
     check_kernels(args, device)
     for name in SHAPES[args.shapes]:
-        run(name, overridden(PLANS[name], args), args.recipes, device, result, path)
-    result["state"]["end"] = machine.state(device)
-    result["elapsed_s"] = round(time.perf_counter() - started, 1)
-    save(result, path)
-    print(f"\nstate at the end: {result['state']['end']}\nelapsed: {result['elapsed_s']} s")
+        run(name, overridden(PLANS[name], args), args.recipes, device, result)
+    result.end()
     failed = [row for row in result["rows"] if row["error"]]
     for row in failed:
         print(f"failed: {row['provider']} at {row['table']}, {row['row']}: {row['error']}")
@@ -81,21 +56,15 @@ def main(argv=None) -> int:
 
 
 def parse(argv) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--shapes", choices=SHAPES, default="quick")
     parser.add_argument("--recipes", nargs="+", choices=NAMED, default=["sage2-8b-per-token"])
     parser.add_argument(
         "--families", nargs="+", metavar="FAMILY", help='only these cases, like "D=64, causal"'
     )
     parser.add_argument("--providers", nargs="+", choices=ALL, help="default: the shapes' own")
-    parser.add_argument("--rounds", type=int, help="default: the shapes' own")
+    parser.add_argument("--rounds", type=harness.positive, help="default: the shapes' own")
     parser.add_argument("--target-ms", type=float, help="of one provider's turn in a round")
-    parser.add_argument("--device", type=cuda_device, default="cuda", help="cuda, or cuda:INDEX")
-    parser.add_argument(
-        "--json", nargs="?", const="", metavar="FILE", help="default: bench/results/GPU/DATE-SHAPES"
-    )
     args = parser.parse_args(argv)
     known = {c.family: None for name in SHAPES[args.shapes] for c in PLANS[name].cases}
     for family in args.families or ():
@@ -104,12 +73,6 @@ def parse(argv) -> argparse.Namespace:
     for kind, why in peers.absent(args.providers or ()).items():
         parser.error(f"--providers {kind} is not installed: {why}")
     return args
-
-
-def cuda_device(text: str) -> torch.device:
-    if not text.startswith("cuda"):
-        raise argparse.ArgumentTypeError(f"must be cuda or cuda:INDEX, got {text!r}")
-    return torch.device(text)
 
 
 def wanted(args) -> list[str]:
@@ -130,9 +93,6 @@ def overridden(plan: Plan, args) -> Plan:
         rounds=args.rounds or plan.rounds,
         target_ms=args.target_ms or plan.target_ms,
     )
-
-
-# -- the header ----
 
 
 def method(args) -> dict[str, str]:
@@ -158,22 +118,6 @@ def method(args) -> dict[str, str]:
     }
 
 
-def print_header(result: dict, absent: dict[str, str]) -> None:
-    gpu, versions = result["machine"], result["versions"]
-    lines = {
-        "machine": f"{gpu['gpu']}, {gpu['sms']} SMs, {gpu['memory_gib']} GiB, "
-        f"{gpu['l2_mib']} MiB L2, driver {gpu['driver']}",
-        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
-        "state": f"{result['state']['start']} (SM and memory clock, power of limit, Celsius)",
-        **result["method"],
-    }
-    if absent:
-        lines["left out"] = "; ".join(f"{kind}: {why}" for kind, why in absent.items())
-    print(f"attention forward, {result['date']}")
-    for name, line in lines.items():
-        print(textwrap.fill(line, 100, initial_indent=f"  {name:9} ", subsequent_indent=" " * 12))
-
-
 def check_kernels(args, device) -> None:
     """Exit unless every kernel that will be timed agrees with its emulation."""
     cases = [c for name in SHAPES[args.shapes] for c in overridden(PLANS[name], args).cases]
@@ -196,10 +140,11 @@ def check_kernels(args, device) -> None:
 # -- the measurement ----
 
 
-def run(name: str, plan: Plan, recipes, device, result: dict, path) -> None:
+def run(name: str, plan: Plan, recipes, device, result: harness.Result) -> None:
     """Measure a plan's cases; print and save each table as it is done."""
     torch._dynamo.config.recompile_limit = len(plan.cases)  # should "dynamic" mean a graph per N
-    for table, cases in itertools.groupby(progress(plan.cases), key=lambda case: case.table):
+    every = harness.progress(plan.cases, lambda case: f"{case.table}, {case.row}")
+    for table, cases in itertools.groupby(every, key=lambda case: case.table):
         rows, providers = [], None
         for case in cases:
             if providers is None or not plan.dynamic:
@@ -207,21 +152,9 @@ def run(name: str, plan: Plan, recipes, device, result: dict, path) -> None:
                 providers = build(case, plan.providers, recipes)
             rows += [{"plan": name, **row} for row in measure(case, plan, providers, device)]
             torch.cuda.empty_cache()
-        result["rows"] += rows
-        print_table(f"{name}: {table}", rows)
-        save(result, path)
-
-
-def progress(cases):
-    """tqdm where it is installed, else a line per case; on stderr."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        for i, case in enumerate(cases, 1):
-            print(f"[{i}/{len(cases)}] {case.table}, {case.row}", file=sys.stderr)
-            yield case
-    else:
-        yield from tqdm(cases, unit="case", leave=False, disable=None)
+        result.add(rows)
+        print(f"\n{name}: {table}")
+        show(table(name, rows))
 
 
 def measure(case: Case, plan: Plan, providers, device) -> list[dict]:
@@ -276,63 +209,98 @@ def check(runners: dict, rows: dict, kind: str, exact: Exact) -> None:
             del runners[name]
 
 
-def save(result: dict, path) -> None:
-    if path:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps(result, indent=1) + "\n")
-
-
 # -- the tables ----
 
 
-def print_table(title: str, rows: list[dict]) -> None:
-    """ms, TFLOP/s and x per provider, a line per case; then each provider's worst accuracy."""
-    by_case, by_provider = {}, {}
-    for row in rows:
-        by_case.setdefault(row["row"], {})[row["provider"]] = row
-        by_provider.setdefault(row["provider"], []).append(row)
-    label = max(8, *map(len, by_case))
-    print(f"\n{title}")
-    columns = {name: max(19, len(name)) for name in by_provider}
-    heads = f"{'ms':>7}{'TF/s':>5}{'x':>6} "
-    print(" " * label + "".join(f" |{name:^{n}}" for name, n in columns.items()))
-    print("N".rjust(label) + "".join(f" |{heads:>{n}}" for n in columns.values()))
-    for name, cells in by_case.items():
-        row = (f" |{cell(cells.get(p)):>{n}}" for p, n in columns.items())
-        print(name.rjust(label) + "".join(row))
-    width = max(map(len, by_provider))
-    print("  accuracy, the worst of each column".ljust(width + 34) + "outlier")
-    heads = ("CosSim", "rel. L1", "RMSE") * 2
-    print("  " + " " * width + "".join(f"{head:>10}" for head in heads) + "   centred rel. L1")
-    for name, column in by_provider.items():
-        print(f"  {name:{width}}{accuracy_cells(column)}")
+def table(plan: str, rows: list[dict]) -> str:
+    """Of a plan's rows."""
+    match plan:
+        case "peers":
+            return peers.table(rows)
+        case "load":
+            title = (
+                "Under load, the kernel of `sage2-8b-per-token` by each of its tiles, 64 rows a"
+                " warpgroup: TFLOP/s (x cuDNN)"
+            )
+            rows = [
+                {
+                    **row,
+                    "row": row["row"] if row["model"] else f"{row['family']}, {row['N']}",
+                    "provider": row["provider"].rpartition(", ")[2],  # a tile's name alone
+                }
+                for row in rows
+            ]
+            return f"{title}\n\n" + speed_table(rows, tflops_cell, "B=4 H=32 (D=256: 16)")
+        case "models":
+            title = "Attention of some models, B x H x N x D: ms (x cuDNN)"
+            return f"{title}\n\n{speed_table(rows, ms_cell)}"
+        case "shared":
+            title = 'Batches of one k and v; "apart": as many k and v as q: ms (x cuDNN)'
+            rows = [{**row, "row": case_of(row)} for row in rows]
+            return f"{title}\n\n" + speed_table(rows, ms_cell, "B x H x N x D")
+        case "masks":
+            parts = []
+            for D, its in groups(rows, "D").items():
+                title = f"Masks, B={its[0]['B']} H={its[0]['H_q']} D={D}: ms (x cuDNN)"
+                its = [{**row, "row": f"{row['mask']} {row['N']}"} for row in its]
+                parts += [f"{title}\n", speed_table(its, ms_cell, "mask, N")]
+            return "\n".join(parts)
+    parts = []
+    for title, its in groups(rows, "table").items():
+        parts += [f"{title}: TFLOP/s (x cuDNN)\n", speed_table(its, tflops_cell)]
+    return "\n".join([*parts, "Accuracy, the worst of the rows above\n", accuracy_table(rows)])
 
 
-def cell(row: dict | None) -> str:
-    if row is None:
-        return " " * 19
-    if row["ms"] is None:
-        return f"{'failed':>19}"
-    speedup = f"{row['speedup']:.2f}" if row["speedup"] else "-"
-    mark = " " if row["captured"] else "*"
-    return f"{row['ms']:#7.4g}{row['tflops']:5.0f}{speedup:>6}{mark}"
+def speed_table(rows: list[dict], cell, first: str = "") -> str:
+    """A line per case, a column per provider; last, how far from exact the sage op is, or where
+    there is none the kernel."""
+    providers = list(groups(rows, "provider"))
+    first = first or ("model" if rows[0]["model"] else "N")
+    lines = [[first, *providers, "rel. L1 of sage (cuDNN)"]]
+    for name, its in groups(rows, "row").items():
+        found = {row["provider"]: row for row in its}
+        cells = (cell(found[p]) if p in found else "" for p in providers)
+        lines.append([name, *cells, errors(its)])
+    return markdown(lines)
 
 
-def accuracy_cells(rows: list[dict]) -> str:
-    cells = []
-    for kind in ("normal", "outlier"):
-        found = [row["accuracy"][kind] for row in rows if kind in row["accuracy"]]
-        if not found:
-            return "".join(cells) + f"{'-':>10}"
-        worst = {key: max(each[key] for each in found) for key in found[0]}
-        worst["cos_sim"] = min(each["cos_sim"] for each in found)
-        cells.append("{cos_sim:10.5f}{rel_l1:10.4f}{rmse:10.1e}".format(**worst))
-    return "".join(cells) + f"{worst['centred_rel_l1']:18.3f}"
+def tflops_cell(row: dict) -> str:
+    return with_speedup(row, f"{row['tflops']:.0f}") if row["ms"] else "-"
+
+
+def ms_cell(row: dict) -> str:
+    if not row["ms"]:
+        return "-"
+    return with_speedup(row, f"{row['ms']:.0f}" if row["ms"] >= 100 else f"{row['ms']:#.3g}")
+
+
+def errors(cells: list[dict]) -> str:
+    found = {row["provider"]: row["accuracy"]["normal"]["rel_l1"] for row in cells if row["ms"]}
+    recipes = {row["provider"]: row["recipe"] for row in cells if row["ms"] and row.get("recipe")}
+    shown = [p for p in recipes if p.endswith(" op")] or list(recipes)[:1]
+    ours = " / ".join(f"{found[p]:.1%}" for p in shown)
+    return f"{ours or '-'} ({found['cuDNN']:.1%})" if "cuDNN" in found else ours
+
+
+def accuracy_table(rows: list[dict]) -> str:
+    """The worst of each provider's rows."""
+    lines = [
+        ["", "CosSim", "rel. L1", "RMSE", "outlier: CosSim", "rel. L1", "RMSE", "rel. L1, centred"]
+    ]
+    for provider, column in groups(rows, "provider").items():
+        line = [provider]
+        for kind in ("normal", "outlier"):
+            found = [row["accuracy"][kind] for row in column if row["ms"]]
+            if not found:
+                break
+            worst = {key: max(each[key] for each in found) for key in found[0]}
+            line += [f"{min(each['cos_sim'] for each in found):.5f}"]
+            line += [f"{worst['rel_l1']:.4f}", f"{worst['rmse']:.1e}"]
+        else:
+            line += [f"{worst['centred_rel_l1']:.3f}"]
+            lines.append(line)
+    return markdown(lines)
 
 
 if __name__ == "__main__":
-    # Compile from scratch: a warm cache may hold SDPA's graph under other backend flags.
-    sys.stdout.reconfigure(line_buffering=True)
-    with tempfile.TemporaryDirectory() as cache:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
-        sys.exit(main())
+    harness.run(main, fresh=harness.CACHES[:1])

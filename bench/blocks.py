@@ -25,6 +25,7 @@ class Model:
     """A row: one block of a model, and how many tokens it reads."""
 
     name: str
+    title: str  # on the pages
     block: type
     B: int
     H_q: int
@@ -56,6 +57,11 @@ def draw(model: Model, device) -> tuple[nn.Module, tuple[Tensor, ...]]:
                 nn.init.normal_(module.weight, std=module.in_features**-0.5)
         block.sharpen()
         return block, block.inputs()
+
+
+def first(out) -> Tensor:
+    """Of two streams the image's or video's."""
+    return out[0] if isinstance(out, (tuple, list)) else out
 
 
 def normed(*layers: nn.Module) -> None:
@@ -409,14 +415,18 @@ class ViT(nn.Module):
 MODELS = {
     model.name: model
     for model in (
-        Model("flux_double", FluxDouble, 1, 24, 24, 4608, 128, 12288, text=512),
-        Model("flux_single", FluxSingle, 1, 24, 24, 4608, 128, 12288, text=512),
-        Model("wan14b_480p", Wan, 1, 40, 40, 32760, 128, 13824, text=512),
-        Model("wan14b_720p", Wan, 1, 40, 40, 75600, 128, 13824, text=512),
-        Model("hunyuan", HunyuanSingle, 1, 24, 24, 119056, 128, 12288, text=256),
-        Model("cogvideox", CogVideoX, 2, 48, 48, 17776, 64, 12288, text=226),
-        Model("llama3_8k", Llama, 1, 32, 8, 8192, 128, 14336, is_causal=True),
-        Model("llama3_32k", Llama, 1, 32, 8, 32768, 128, 14336, is_causal=True),
-        Model("vit_l_1024px", ViT, 8, 16, 16, 4097, 64, 4096),
+        Model("flux_double", "Flux, double block", FluxDouble, 1, 24, 24, 4608, 128, 12288,
+              text=512),
+        Model("flux_single", "Flux, single block", FluxSingle, 1, 24, 24, 4608, 128, 12288,
+              text=512),
+        Model("wan14b_480p", "Wan 14B, 480p", Wan, 1, 40, 40, 32760, 128, 13824, text=512),
+        Model("wan14b_720p", "Wan 14B, 720p", Wan, 1, 40, 40, 75600, 128, 13824, text=512),
+        Model("hunyuan", "HunyuanVideo", HunyuanSingle, 1, 24, 24, 119056, 128, 12288, text=256),
+        Model("cogvideox", "CogVideoX", CogVideoX, 2, 48, 48, 17776, 64, 12288, text=226),
+        Model("llama3_8k", "Llama 3 8B, prefill of 8K", Llama, 1, 32, 8, 8192, 128, 14336,
+              is_causal=True),
+        Model("llama3_32k", "Llama 3 8B, prefill of 32K", Llama, 1, 32, 8, 32768, 128, 14336,
+              is_causal=True),
+        Model("vit_l_1024px", "ViT-L, 1024 px", ViT, 8, 16, 16, 4097, 64, 4096),
     )
-}
+}  # fmt: skip

@@ -5,18 +5,10 @@ import dataclasses
 BUILT_IN = (
     "cuDNN", "flash", "efficient", "flex", "inductor", "kernel", "tiles", "op", "apart", "package",
 )  # fmt: skip
-PEERS = (
-    "FA3",
-    "FA3-fp8",
-    "FA4",
-    "sageattention",
-    "cuDNN-fp8",
-)  # where they are installed: peers.py
+PEERS = ("FA3", "FA3-fp8", "FA4", "sageattention", "cuDNN-fp8")  # where installed: peers.py
 ALL = (*BUILT_IN, *PEERS)
 # Of efficient and flash, flash is the faster one there.
-UNMASKED = tuple(
-    name for name in BUILT_IN if name not in ("efficient", "tiles", "apart", "package")
-)
+UNMASKED = ("cuDNN", "flash", "flex", "inductor", "kernel", "op")
 MASKS = ("keys", "rows", "documents", "bias", "window")  # what each is: measure.py
 KEYS = {"keys": "keys", "padding": "keys"}  # masks with one row for all queries
 
@@ -66,9 +58,11 @@ class Case:
 
     @property
     def row(self) -> str:
-        if not self.model:
-            return str(self.N)
-        return f"{self.model} {self.B}x{self.heads}x{self.N}x{self.D}{' causal' * self.is_causal}"
+        return f"{self.model} {self.shape}" if self.model else str(self.N)
+
+    @property
+    def shape(self) -> str:
+        return f"{self.B}x{self.heads}x{self.N}x{self.D}{' causal' * self.is_causal}"
 
     @property
     def heads(self) -> str:
@@ -88,10 +82,17 @@ class Plan:
     only_at: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
 
-PAPER_N = (1024, 2048, 4096, 8192, 16384, 32768)
+def grid(lengths: tuple[int, ...], head_dims: tuple[int, ...] = (64, 128)) -> tuple[Case, ...]:
+    """B=4, H=32, not causal and causal."""
+    return tuple(
+        Case(4, 32, 32, N, D, is_causal)
+        for D in head_dims
+        for is_causal in (False, True)
+        for N in lengths
+    )
+
+
 MASKS_N = (1024, 2048, 4096, 8192, 16384)
-
-
 MODELS = (
     Case(1, 24, 24, 4608, 128, model="flux"),
     Case(2, 48, 48, 17776, 64, model="cogvideox"),
@@ -100,29 +101,18 @@ MODELS = (
     Case(1, 32, 8, 8192, 128, is_causal=True, model="llama3_prefill"),
     Case(64, 16, 16, 577, 64, model="vit"),
 )
+SHORTER = tuple(case for case in MODELS if case.model not in ("hunyuan", "vit"))
 
 PLANS = {
-    "paper": Plan(
-        tuple(
-            Case(4, 32, 32, N, D, is_causal)
-            for D in (64, 128)
-            for is_causal in (False, True)
-            for N in PAPER_N
-        )
-    ),
+    "paper": Plan(grid((1024, 2048, 4096, 8192, 16384, 32768))),
     "models": Plan(MODELS),
     # Under load, where power limits the card: long turns, and nothing lighter than cuDNN between
     # them to cool it. What the rows of HOPPER in ops/attention/tiles.py are chosen by.
     "load": Plan(
         (
-            *(
-                Case(4, 32, 32, N, D, is_causal)
-                for D in (64, 128)
-                for is_causal in (False, True)
-                for N in (1024, 2048, 4096, 8192, 32768)
-            ),
+            *grid((1024, 2048, 4096, 8192, 32768)),
             *(Case(4, 16, 16, 8192, 256, is_causal) for is_causal in (False, True)),
-            *(case for case in MODELS if case.model not in ("hunyuan", "vit")),
+            *SHORTER,
         ),
         providers=("cuDNN", "tiles"),
         rounds=3,
@@ -131,13 +121,8 @@ PLANS = {
     # Beside other packages, in turns long enough to warm the card.
     "peers": Plan(
         (
-            *(
-                Case(4, 32, 32, N, D, is_causal)
-                for D in (128, 64)
-                for is_causal in (False, True)
-                for N in (1024, 2048, 4096, 8192, 32768)
-            ),
-            *(case for case in MODELS if case.model not in ("hunyuan", "vit")),
+            *grid((1024, 2048, 4096, 8192, 32768), (128, 64)),
+            *SHORTER,
             Case(3, 20, 20, 11111, 128),
             Case(2, 8, 2, 5003, 128, is_causal=True),
             Case(1, 16, 16, 6000, 96),
@@ -152,16 +137,8 @@ PLANS = {
         tuple(Case(B, 24, 24, 4096, D, shared=True) for D in (64, 128) for B in (2, 4)),
         providers=("cuDNN", "flash", "apart", "op"),
     ),
-    # For recipes with 16-bit p v: --recipes accurate.
-    "16bit": Plan(
-        tuple(
-            Case(4, 32, 32, N, D, is_causal)
-            for D in (64, 128)
-            for is_causal in (False, True)
-            for N in (2048, 8192, 32768)
-        ),
-        providers=("cuDNN", "flash", "kernel", "op"),
-    ),
+    # For recipes with 16-bit p v: --recipes sage1-per-token.
+    "16bit": Plan(grid((2048, 8192, 32768)), providers=("cuDNN", "flash", "kernel", "op")),
     "masks": Plan(
         tuple(
             Case(4, 32, 32, N, D, mask=mask) for D in (64, 128) for mask in MASKS for N in MASKS_N

@@ -10,7 +10,6 @@ warms does so under both. A case that computes something else on one side is sai
 """
 
 import argparse
-import datetime
 import importlib.util
 import json
 import os
@@ -18,8 +17,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
+
+from bench import harness  # imports nothing of the library
 
 ROOMS = {  # pyproject.toml's
     "sage_inductor": "sage_inductor",
@@ -36,27 +36,22 @@ def main(argv=None) -> int:
         sys.meta_path.insert(0, Sources(args.folder))
         from bench.side import serve  # imports the library, now from the folder
 
-        return serve(args.folder, args.target_ms)
-    started = time.perf_counter()
-    folders = {"base": args.folder, "this": Path(__file__).resolve().parents[1]}
+        return serve(args.folder, args.target_ms, harness.current(args))
+    harness.gpu(args)
+    folders = {"base": args.folder, "this": harness.ROOT}
     with tempfile.TemporaryDirectory() as cache:
-        sides = {name: Side(folders[name], f"{cache}/{name}", args.target_ms) for name in folders}
+        sides = {name: Side(folder, f"{cache}/{name}", args) for name, folder in folders.items()}
         try:
-            return measure(sides, args, started)
+            return measure(sides, args)
         finally:
             for side in sides.values():
                 side.close()
 
 
 def parse(argv) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__, rounds=6, target_ms=40.0)
     parser.add_argument("folder", type=checkout, metavar="BASE_FOLDER", help="of another commit")
     parser.add_argument("--cases", nargs="+", default=[""], metavar="WORD", help="default: all")
-    parser.add_argument("--rounds", type=int, default=6, help="turns of each side")
-    parser.add_argument("--target-ms", type=float, default=40.0, help="of a turn")
-    parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)  # be a side
     return parser.parse_args(argv)
 
@@ -87,12 +82,12 @@ class Sources:
 class Side:
     """bench/side.py in a process of its own. A command is a line, its answer a line of JSON."""
 
-    def __init__(self, folder: Path, cache: str, target_ms: float):
-        names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    def __init__(self, folder: Path, cache: str, args: argparse.Namespace):
         self.folder = folder
+        options = "--target-ms", str(args.target_ms), "--device", str(args.device)
         self.process = subprocess.Popen(
-            [sys.executable, __file__, str(folder), "--serve", "--target-ms", str(target_ms)],
-            env={**os.environ, **{name: f"{cache}/{name}" for name in names}},
+            [sys.executable, __file__, str(folder), "--serve", *options],
+            env={**os.environ, **harness.caches(cache)},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
 
@@ -119,37 +114,24 @@ def at_once(sides: dict, command: str) -> dict[str, dict]:
 # -- the measurement ----
 
 
-def measure(sides: dict, args, started: float) -> int:
+def measure(sides: dict, args) -> int:
     found = at_once(sides, "describe")
-    if not found["this"]["machine"]:
-        print("bench/compare.py times a GPU: torch sees no CUDA device", file=sys.stderr)
-        return 2
     names = [n for n in found["this"]["cases"] if any(word in n for word in args.cases)]
-    result = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "machine": found["this"]["machine"],
-        "versions": {name: each["versions"] for name, each in found.items()},
-        "state": {"start": found["this"]["state"]},
-        "method": f"ms a call, median of {args.rounds} turns of {args.target_ms:g} ms, the sides "
-        "in turns; attention: sage::sdpa with its preparation, and blocks, in CUDA graphs; host: "
-        "until the call returns; ratio: this over base, of medians, and its range over turns",
-        "rows": [],
-    }
-    print(f"{result['machine']['gpu']}, {result['state']['start']}")
-    for name, versions in result["versions"].items():
-        print(f"{name}: {versions}")
-    print(f"{result['method']}\n\n{'':44}{'base':>10}{'this':>10}{'ratio':>8}")
+    method = (
+        f"ms a call, median of {args.rounds} turns of {args.target_ms:g} ms, the sides in turns; "
+        "attention: sage::sdpa with its preparation, and blocks, in CUDA graphs; host: until the "
+        "call returns; ratio: this over base, of medians, and its range over turns"
+    )
+    versions = {name: each["versions"] for name, each in found.items()}
+    result = harness.Result("compare", method, args, versions)
+    print(f"\n{'':44}{'base':>10}{'this':>10}{'ratio':>8}")
     for name in names:
-        result["rows"].append(compare(sides, name, args.rounds))
+        result.add([compare(sides, name, args.rounds)])
         print(line(result["rows"][-1]), flush=True)
     result["host over SDPA"] = over_sdpa(result["rows"])
     for name, ratios in result["host over SDPA"].items():
         print("{:44}{base:9.2f}x{this:9.2f}x of SDPA's".format(name, **ratios))
-    result["state"]["end"] = at_once(sides, "describe")["this"]["state"]
-    result["elapsed_s"] = round(time.perf_counter() - started, 1)
-    if args.json:
-        Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
-    print(f"\nstate at the end: {result['state']['end']}\nelapsed: {result['elapsed_s']} s")
+    result.end()
     return 1 if not names or any(row["error"] for row in result["rows"]) else 0
 
 
@@ -207,4 +189,4 @@ def line(row: dict) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    harness.run(main)

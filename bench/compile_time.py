@@ -9,7 +9,6 @@ left. Imports, the weights and the start of CUDA are not in it; a small matmul c
 """
 
 import argparse
-import datetime
 import json
 import os
 import statistics
@@ -23,8 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import sage_inductor
-from bench import machine
-from bench.attention import RESULTS, save
+from bench import harness
 
 BACKENDS = ("inductor", "sage", "stages")
 DEFAULTS = {"layers": 24, "hidden": 1024, "heads": 8, "length": 8192}
@@ -72,24 +70,10 @@ def main(argv=None) -> int:
     if args.measure:
         print(json.dumps(first_call(args.measure, args)))
         return 0
-    if not torch.cuda.is_available():
-        print("bench/compile_time.py compiles for a GPU: torch sees none", file=sys.stderr)
-        return 2
-    device = torch.device("cuda", 0)
-    result = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "machine": machine.describe(device),
-        "versions": machine.versions(),
-        "state": {"start": machine.state(device)},
-        "model": {name: getattr(args, name) for name in DEFAULTS},
-        "rows": [],
-    }
-    path = args.json or None
-    if args.json == "":
-        slug = result["machine"]["gpu"].lower().replace(" ", "-")
-        path = RESULTS / slug / f"{result['date'][:10]}-compile_time.json"
-    print(f"{result['machine']['gpu']}, {result['versions']}\n{result['model']}")
-    print(method(args.rounds))
+    harness.gpu(args)
+    model = {name: getattr(args, name) for name in DEFAULTS}
+    result = harness.Result("compile_time", method(args.rounds), args, model=model)
+    harness.show(model=f"{model}")
     for turn in range(args.rounds):
         for backend in args.backends if turn % 2 == 0 else reversed(args.backends):
             with tempfile.TemporaryDirectory() as cache:
@@ -100,13 +84,13 @@ def main(argv=None) -> int:
                     result["rows"].append({**row, **found})
                     print(f"  {backend:9}{start:5}{found['seconds']:8.2f} s", flush=True)
         result["method"], result["summary"] = method(turn + 1), summary(result["rows"])
-        result["state"]["end"] = machine.state(device)
-        save(result, path)
+        result.save()
     for start, found in result["summary"].items():
         of = (f"{backend} {median:.2f} s ({least:.2f} to {most:.2f})"
               for backend, (median, least, most) in found["seconds"].items())  # fmt: skip
         ratios = (f"{name} {x:.3f}x" for name, x in found["ratios"].items())
         print(f"{start:5}", ", ".join((*of, *ratios)))
+    result.end()
     return 0
 
 
@@ -119,17 +103,11 @@ def method(rounds: int) -> str:
 
 
 def parse(argv) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__, rounds=2)
     for name, default in DEFAULTS.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
-    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument(
         "--backends", choices=BACKENDS, nargs="+", default=BACKENDS, help="default: all"
-    )
-    parser.add_argument(
-        "--json", nargs="?", const="", metavar="FILE", help="default: bench/results/GPU/DATE-..."
     )
     parser.add_argument("--measure", choices=BACKENDS, help="this one, in this process, as JSON")
     return parser.parse_args(argv)
@@ -138,10 +116,9 @@ def parse(argv) -> argparse.Namespace:
 def in_a_process(backend: str, args, cache: str) -> dict:
     """`first_call` in a process of its own, whose caches lie in the directory `cache`."""
     shape = (word for name in DEFAULTS for word in (f"--{name}", str(getattr(args, name))))
-    caches = {name: f"{cache}/{name}" for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
     done = subprocess.run(
-        [sys.executable, __file__, "--measure", backend, *shape],
-        env={**os.environ, **caches}, stdout=subprocess.PIPE, text=True, check=True,
+        [sys.executable, __file__, "--measure", backend, "--device", str(args.device), *shape],
+        env={**os.environ, **harness.caches(cache)}, stdout=subprocess.PIPE, text=True, check=True,
     )  # fmt: skip
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -149,9 +126,11 @@ def in_a_process(backend: str, args, cache: str) -> dict:
 @torch.no_grad()
 def first_call(backend: str, args) -> dict:
     """Seconds to the first output of the compiled model; and what compiling it came to."""
-    on_gpu = torch.cuda.is_available()
-    device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
-    with torch.device(device):
+    on_gpu = args.device.type == "cuda"
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    if on_gpu:
+        torch.cuda.set_device(args.device)
+    with args.device:
         model = Model(args.layers, args.hidden, args.heads).to(dtype)
         x = torch.randn(1, args.length, args.hidden, dtype=dtype)
         cos, sin = torch.rand(2, args.length, args.hidden // args.heads, dtype=dtype)
@@ -216,4 +195,4 @@ def summary(rows: list[dict]) -> dict:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    harness.run(main)

@@ -20,37 +20,18 @@ The models of all seeds are trained side by side: each weight has a first dimens
 each product of GPTs is a batched one. On a GPU a whole step is one CUDA graph, which reads its
 batch, its learning rate and its place in the list of losses by a counter on the device.
 
-Prediction for an H200, of a step of 3 GPTs (10.8 M parameters, 8,192 tokens of N=256 each):
-
-    products of the model      6 * 10.8 M * 24,576 = 1.6 TFLOP at 300 TFLOP/s           5 ms
-    the rest of the model      about 6 GB of activations, 1 GB of AdamW at 3.5 TB/s     2 ms
-    emulated: products         6 a layer, 4.8 GFLOP each in fp32 at 35 TFLOP/s          5 ms
-    emulated: scores           15 passes a layer over 151 MB, compiled, at 3.5 TB/s     4 ms
-
-That is 8 ms with SDPA and 16 ms emulated; not compiled, the scores take some 60 passes more: 50 ms.
-18 runs of 2,000 steps (2 times 8, 4 times 16 ms) take 160 s, and compilation about 60 s.
-
-Prediction for an H100, ms a step of 3 models: by SDPA, by a kernel, emulated; and all of it:
-
-    gpt-large   65,536 tokens: larger products, else 8 times     55    62   130    600 steps, 130 s
-    dit         eager; 10 GB of activations and 1,000 kernels    14    15    22  1,000 steps,  85 s
-    minilm      eager; 9 GB, 1,100 kernels                       14    15    20    400 steps,  45 s
-
 Shapes: R runs side by side, B batch, N tokens, C channels, H heads, D head_dim.
 """
 
 import argparse
 import contextlib
 import dataclasses
-import datetime
 import functools
 import math
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -58,10 +39,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from bench import gradients, machine
-from bench.attention import RESULTS, save
+from bench import gradients, harness
 from bench.gradients import ENTRIES, Training
 from bench.learners import DTYPES, MODELS, SIZES, Layers, Task, drawn_places, tasks_of
+from bench.tables import markdown, show
 
 # Without it cuBLAS is not deterministic, and torch refuses. It is read once, at the first product.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -75,6 +56,12 @@ DEFAULT = {
     "minilm": ("exact", "G (kernel)", "SageBwd (kernel)", "bf16"),
 }
 PLANS = {model: "curves" if model == "gpt" else f"curves-{model}" for model in MODELS}
+TITLES = {  # of each plan's models
+    "curves": "GPTs from scratch",
+    "curves-gpt-large": "GPTs from scratch, large steps",
+    "curves-dit": "Diffusion transformers from scratch",
+    "curves-minilm": "MiniLM fine-tuned",
+}
 LAST_RATE = 0.1  # as a part of the peak
 WARM = 0.05  # the part of the steps before the peak
 CLIP = 1.0  # the largest norm of a run's gradient
@@ -281,7 +268,7 @@ class Trainer:
     def held_out(self, attention: Callable) -> list[float]:
         """The mean loss of each run, at places all over what is held out."""
         task, R = self.task, self.places.shape[1]
-        count = max(1, task.size.evaluated // task.size.tokens) * task.rows
+        count = max(1, task.size.evaluated // task.size.batch) * task.rows
         last = task.places(task.held_out) - 1
         places = torch.linspace(0, last, count, device=task.device).long()
         total = 0.0
@@ -319,7 +306,7 @@ def train(
     size, agreement = task.size, None
     attention = attention_of(recipe, task.is_causal, compiled)
     if compiled and recipe in ENTRIES:
-        shape = size.tokens // size.N, size.heads, size.N, size.head_dim
+        shape = size.batch, size.heads, size.N, size.head_dim
         shape = (shape[0] * (len(seeds) if task.together else 1), *shape[1:])
         agreement = beside_eager(recipe, task.is_causal, shape, task.device)
     trainer = Trainer(task, seeds, attention, compiled_layers() if compiled else Layers())
@@ -421,90 +408,75 @@ def over(function: Callable, values: list[float | None]) -> float | None:
     return function(values) if len(values) > (function is statistics.stdev) else None
 
 
-def print_summary(lines: list[dict]) -> None:
-    print(f"\n{'':28} {'loss':>22} {'gap to exact, deviation':>26} {'exact between seeds':>20}")
+def table(lines: list[dict], names: tuple[str, ...] = FIGURES[:2]) -> str:
+    """Of a summary, a line per recipe in each setting: the mean gaps to exact attention, beside
+    deviations."""
+    titles = {"train": "loss", "held_out": "held out: loss", "held_out_exact": "by exact: loss"}
+    cells = [["tokens", "QK-norm", "recipe", "seeds"]]
+    for name in names:
+        cells[0] += [titles[name], "gap", "deviation", "of exact"]
     for line in lines:
-        print(f"{line['tokens']} tokens, {'' if line['qk_norm'] else 'no '}QK-norm, {told(line)}")
-        for name in FIGURES:
-            its = {key: "-" if x is None else f"{x:+.5f}" for key, x in line[name].items()}
-            print(
-                f"  {name:26} {its['mean']:>22} {its['gap']:>15} {its['gap_deviation']:>10} "
-                f"{its['exact_deviation']:>20}"
-            )
-    print(flush=True)
+        marks = [f"{line[mark]} {mark}" for mark in ("diverged", "partial") if line[mark]]
+        cells.append([
+            str(line["tokens"]), "yes" if line["qk_norm"] else "no", line["recipe"],
+            ", ".join([str(line["seeds"]), *marks]),
+            *(loss_cell(line[name], key) for name in names for key in line[name]),
+        ])  # fmt: skip
+    return markdown(cells)
 
 
-def told(line: dict) -> str:
-    """What a line of the summary is of."""
-    marks = [f"{line[mark]} {mark}" for mark in ("diverged", "partial") if line[mark]]
-    return ", ".join([f"{line['recipe']}: {line['seeds']} seeds", *marks])
+def loss_cell(figures: dict, key: str) -> str:
+    """A loss in 4 decimals, differences in 5."""
+    if figures[key] is None:
+        return "-"
+    return f"{figures[key]:{'.4f' if key == 'mean' else '+.5f' if key == 'gap' else '.5f'}}"
 
 
-def positive(text: str) -> int:
-    value = int(text)
-    if value <= 0:
-        raise argparse.ArgumentTypeError(f"must be positive, got {text}")
-    return value
-
-
-def parse(argv, sizes: dict, cuda: bool) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parse(argv) -> argparse.Namespace:
+    parser = harness.parser(__doc__)
     parser.add_argument("--model", choices=MODELS, default=MODELS[0])
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, metavar="RECIPE",
                         help=f"of {', '.join(map(repr, RECIPES))}")  # fmt: skip
-    parser.add_argument("--seeds", type=positive, default=3, help="how many, from 0")
-    parser.add_argument("--steps", type=positive, help="default: the model's")
+    parser.add_argument("--seeds", type=harness.positive, default=3, help="how many, from 0")
+    parser.add_argument("--steps", type=harness.positive, help="default: the model's")
     parser.add_argument("--qk-norm", action=argparse.BooleanOptionalAction,
                         help="of gpt and gpt-large; default: both of gpt")  # fmt: skip
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=cuda,
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction,
                         help="by Inductor; default: on a GPU")  # fmt: skip
     parser.add_argument("--budget", type=float, default=math.inf, help="stop after so many seconds")
-    parser.add_argument("--json", nargs="?", const="", help="write the results, here or to a file")
     args = parser.parse_args(argv)
     args.recipes = args.recipes or DEFAULT[args.model]
-    args.steps = args.steps or sizes[args.model].steps
+    args.steps = args.steps or SIZES[args.device.type][args.model].steps
+    args.compile = args.device.type == "cuda" if args.compile is None else args.compile
     if not args.model.startswith("gpt") and args.qk_norm is not None:
         parser.error(f"--qk-norm is of gpt and gpt-large, got {args.model}")
     return args
 
 
 def main(argv=None) -> int:
-    started = time.perf_counter()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    sizes = SIZES[device.type]
-    args = parse(argv, sizes, device.type == "cuda")
-    size = dataclasses.replace(sizes[args.model], steps=args.steps)
-    result = {
-        "date": datetime.datetime.now().isoformat(timespec="seconds"),
-        "machine": machine.describe(device) if device.type == "cuda" else {"gpu": "cpu"},
-        "versions": machine.versions(),
-        "model": "",
-        "method": f"{args.seeds} seeds, with which all recipes have the same weights at first and "
+    args = parse(argv)
+    device = harness.current(args)
+    size = dataclasses.replace(SIZES[device.type][args.model], steps=args.steps)
+    method = (
+        f"{args.seeds} seeds, with which all recipes have the same weights at first and "
         f"the same batches; recipes but exact (SDPA) and those of a kernel emulated; products in "
-        f"{DTYPES[device.type]}; train: the mean over the last {1 / END:.0%} of the steps",
-        "rows": [],
-        "summary": [],
-    }
-    path = args.json
-    if path == "":
-        folder = Path(RESULTS) / result["machine"]["gpu"].lower().replace(" ", "-")
-        path = folder / f"{result['date'][:10]}-{PLANS[args.model]}.json"
-    print(f"{result['machine']['gpu']}, {result['versions']}\n{result['method']}")
+        f"{DTYPES[device.type]}; train: the mean over the last {1 / END:.0%} of the steps"
+    )
+    result = harness.Result(PLANS[args.model], method, args, model="", summary=[])
     with deterministic():
         for task in tasks_of(args.model, size, args.qk_norm, device):
             result["model"] = f"{task.about}; AdamW, {size.steps} steps, peak rate {size.rate:g}"
-            print(f"{result['model']}; read {time.perf_counter() - started:.1f} s", flush=True)
-            measure(args, task, result, path, started)
-    print_summary(result["summary"])
-    print(f"elapsed: {result.get('elapsed_s', 0)} s")
+            read = time.perf_counter() - result.started
+            print(f"{result['model']}; read {read:.1f} s", flush=True)
+            measure(args, task, result)
+    show(f"\n{table(result['summary'], FIGURES)}")
+    result.end()
     return 0
 
 
-def measure(args: argparse.Namespace, task: Task, result: dict, path, started: float) -> None:
+def measure(args: argparse.Namespace, task: Task, result: harness.Result) -> None:
     """Train what `args` ask for, and keep it in the result, which is saved as it goes."""
-    until = started + args.budget
+    until = result.started + args.budget
     for recipe in args.recipes:
         if time.perf_counter() > until:
             print(f"the budget is spent: {recipe} is left out", flush=True)
@@ -514,16 +486,15 @@ def measure(args: argparse.Namespace, task: Task, result: dict, path, started: f
         seeds = list(range(args.seeds))
         for rows in train(args.model, recipe, task, seeds, args.compile, until):
             if time.perf_counter() > saved + SAVE_S:
-                keep(result, [*before, *rows], path, started)
+                keep(result, [*before, *rows])
                 saved = time.perf_counter()
-        keep(result, [*before, *rows], path, started)
+        keep(result, [*before, *rows])
         print_rows(rows, time.perf_counter() - began)
 
 
-def keep(result: dict, rows: list[dict], path, started: float) -> None:
+def keep(result: harness.Result, rows: list[dict]) -> None:
     result["rows"], result["summary"] = rows, summarize(rows)
-    result["elapsed_s"] = round(time.perf_counter() - started, 1)
-    save(result, path)
+    result.save()
 
 
 def print_rows(rows: list[dict], seconds: float) -> None:
@@ -544,4 +515,4 @@ def print_rows(rows: list[dict], seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    harness.run(main)

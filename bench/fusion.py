@@ -8,20 +8,17 @@ for each element of k (k and v read twice and written once) at the rate of this 
 """
 
 import functools
-import sys
-import tempfile
-from os import environ
 
 import torch
 import torch.nn.functional as F
 
 import sage_inductor  # noqa: F401  (registers what sage::prepare opens into)
-from bench import machine
-from bench.attention import save
+from bench import harness
 from bench.blocks import angles, interleaved, pairs
 from bench.cases import Case
 from bench.measure import Provider, Runner, interleave, summary
-from bench.model import Wrong, arguments, start
+from bench.model import Wrong
+from bench.tables import case_of, groups, markdown, show, wrapped
 from sage_inductor.ops.recipe import NAMED
 
 RECIPE = "sage2-8b-per-token"
@@ -37,31 +34,23 @@ NEAR = 0.01  # how far prepared tensors may be apart: k is rounded to bf16 by tw
 
 
 def main(argv=None) -> int:
-    args = arguments(__doc__).parse_args(argv)
-    if not torch.cuda.is_available():
-        print("bench/fusion.py times GPU kernels: torch sees no CUDA device", file=sys.stderr)
-        return 2
+    args = harness.parser(__doc__, rounds=3, target_ms=20.0).parse_args(argv)
+    device = harness.gpu(args)
+    torch.manual_seed(0)
     method = {
         "units": "ms a call; added: ours less inductor's",
         "time": f"median of {args.rounds} rounds of {args.target_ms:g} ms of CUDA graphs, after a "
         "third of the turn untimed; all take turns",
         "recipe": RECIPE,
     }
-    result, path, device = start("fusion", method, args)
+    result = harness.Result("fusion", method, args)
     torch.set_grad_enabled(False)
     for case in CASES:
         rows = measure(case, args, device)
         torch.cuda.empty_cache()
-        result["rows"] += rows
-        print(f"\n{case.B}x{case.H_kv}x{case.N}x{case.D} {case.model}")
-        for row in rows:
-            print(
-                "  {graph:24}{inductor[ms]:8.4f} ms, with preparation {ours[ms]:8.4f} ms: "
-                "{added_ms:7.4f} ms added, floor {floor_ms:.4f} ms, {ratio:5.2f}x".format(**row)
-            )
-        save(result, path)
-    result["state"]["end"] = machine.state(device)
-    save(result, path)
+        result.add(rows)
+        show(f"\n{table(rows)}")
+    result.end()
     return 0
 
 
@@ -161,8 +150,19 @@ def row(case: Case, rope: str, projected: bool, copy_ms, inductor, ours) -> dict
     }
 
 
+def table(rows: list[dict]) -> str:
+    graphs = list(groups(rows, "graph"))
+    lines = [["B x H x N x D", *graphs]]
+    for its in groups([{**row, "case": case_of(row)} for row in rows], "case").values():
+        found = {row["graph"]: row for row in its}
+        cells = (f"{found[g]['added_ms']:#.3g} ({found[g]['ratio']:.2f}x)" for g in graphs)
+        lines.append([its[0]["case"], *cells])
+    title = (
+        "What it adds to a graph of RMSNorm and RoPE, by how RoPE is written: ms (x the floor of "
+        "two passes)"
+    )
+    return f"{wrapped(title)}\n\n{markdown(lines)}"
+
+
 if __name__ == "__main__":
-    sys.stdout.reconfigure(line_buffering=True)
-    with tempfile.TemporaryDirectory() as cache:  # nothing of it is of use to others
-        environ["TORCHINDUCTOR_CACHE_DIR"] = cache
-        sys.exit(main())
+    harness.run(main, fresh=harness.CACHES[:1])

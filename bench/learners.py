@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from bench import trained
 from bench.capture import attending
+from bench.trained import Size
 from sage_inductor.cli.demo import rotate
 
 BYTES = 256  # the vocabulary
@@ -39,34 +40,18 @@ DRAWN = 2**14  # digits and noises, at most
 COSINES = 20.0  # MiniLM's loss is of so many times the cosines
 
 
-@dataclasses.dataclass(frozen=True)
-class Size:
-    """A model and its training. tokens: of a step of one run, in rows of N. every: steps of a point
-    of the curve. evaluated: tokens that are held out. rate: the peak."""
-
-    layers: int
-    heads: int
-    head_dim: int
-    N: int
-    tokens: int
-    steps: int
-    every: int
-    evaluated: int
-    rate: float = 1e-3
-
-
 SIZES = {
     "cpu": {
-        "gpt": Size(2, 1, 64, 64, 512, 60, 5, 4096),
-        "gpt-large": Size(2, 1, 64, 64, 4096, 60, 5, 4096),
-        "dit": Size(2, 1, 64, 64, 512, 60, 5, 4096),
-        "minilm": Size(6, 12, 32, 32, 256, 10, 1, 512, 5e-5),
+        "gpt": Size(2, 1, 64, 64, 8, 60, 64, every=5),
+        "gpt-large": Size(2, 1, 64, 64, 64, 60, 64, every=5),
+        "dit": Size(2, 1, 64, 64, 8, 60, 64, every=5),
+        "minilm": Size(6, 12, 32, 32, 8, 10, 16, rate=5e-5),
     },
     "cuda": {
-        "gpt": Size(6, 6, 64, 256, 8192, 2000, 20, 2**18),
-        "gpt-large": Size(6, 6, 64, 256, 65536, 600, 10, 2**18),
-        "dit": Size(4, 6, 64, 256, 8192, 1000, 10, 2**17),
-        "minilm": Size(6, 12, 32, 128, 8192, 400, 5, 2**16, 5e-5),
+        "gpt": Size(6, 6, 64, 256, 32, 2000, 1024, every=20),
+        "gpt-large": Size(6, 6, 64, 256, 256, 600, 1024, every=10),
+        "dit": Size(4, 6, 64, 256, 32, 1000, 512, every=10),
+        "minilm": Size(6, 12, 32, 128, 64, 400, 512, every=5, rate=5e-5),
     },
 }
 MODELS = tuple(SIZES["cuda"])
@@ -323,13 +308,13 @@ def gpts(size: Size, text: Text, qk_norm: bool, device: torch.device) -> Task:
         size, *(part.to(device) for part in text), lambda part: len(part) - size.N,
         lambda part, places: windows(part, places, size.N),
         lambda seeds: GPTs(size, seeds, qk_norm, DTYPES[device.type]).to(device),
-        size.tokens // size.N, device, is_causal=True, qk_norm=qk_norm, together=True,
+        size.batch, device, is_causal=True, qk_norm=qk_norm, together=True,
     )  # fmt: skip
 
 
 def dits(size: Size, device: torch.device) -> Task:
-    rows = size.tokens // size.N
-    counts = min(DRAWN, size.steps * rows), max(1, size.evaluated // size.N)
+    rows = size.batch
+    counts = min(DRAWN, size.steps * rows), max(1, size.evaluated)
 
     def models(seeds):
         found = []
@@ -369,7 +354,7 @@ def minilms(size: Size, device: torch.device) -> Task:
     special = tuple(tokenizer.token_to_id(token) for token in ("[CLS]", "[SEP]"))
     loss_of = functools.partial(passages_loss, model.embeddings, special)
     train, held_out = map(tokens_of, trained.sources())
-    rows = size.tokens // (2 * size.N)
+    rows = size.batch // 2  # of two passages
 
     def models(seeds):
         encoders = [copy.deepcopy(model.encoder) for _ in seeds]

@@ -166,15 +166,17 @@ BESIDE = (blocks.Wan, SDXL)  # whose text is beside N, in cross-attention
 MODELS = blocks.MODELS | {
     model.name: model
     for model in (
-        Model("sd3_1024px", SD3, 2, 24, 24, 4429, 64, 6144, text=333),
-        Model("sdxl_64x64", SDXL, 2, 10, 10, 4096, 64, 2560, text=77),
-        Model("sdxl_32x32", SDXL, 2, 20, 20, 1024, 64, 5120, text=77),
-        Model("hunyuan_padded", HunyuanPadded, 1, 24, 24, 32656, 128, 12288, 256, mask="padding"),
-        Model("whisper_large", Whisper, 8, 20, 20, 1500, 64, 5120),
-        Model("vit_h_224px", ViT, 64, 16, 16, 257, 80, 5120),
-        Model("vit_h_1024px", ViT, 4, 16, 16, 5330, 80, 5120),
-        Model("bert_large_512", Bert, 32, 16, 16, 512, 64, 4096),
-        Model("llama3_2k", Llama, 1, 32, 8, 2048, 128, 14336, is_causal=True),
-        Model("qwen_vl_980px", QwenVision, 1, 16, 16, 4900, 80, 3420),
+        Model("sd3_1024px", "SD3, 1024 px", SD3, 2, 24, 24, 4429, 64, 6144, text=333),
+        Model("sdxl_64x64", "SDXL UNet, 64 x 64", SDXL, 2, 10, 10, 4096, 64, 2560, text=77),
+        Model("sdxl_32x32", "SDXL UNet, 32 x 32", SDXL, 2, 20, 20, 1024, 64, 5120, text=77),
+        Model("hunyuan_padded", "HunyuanVideo, padded text", HunyuanPadded, 1, 24, 24, 32656, 128,
+              12288, 256, mask="padding"),
+        Model("whisper_large", "Whisper, encoder", Whisper, 8, 20, 20, 1500, 64, 5120),
+        Model("vit_h_224px", "ViT-H, 224 px", ViT, 64, 16, 16, 257, 80, 5120),
+        Model("vit_h_1024px", "ViT-H, 1024 px", ViT, 4, 16, 16, 5330, 80, 5120),
+        Model("bert_large_512", "BERT, N=512", Bert, 32, 16, 16, 512, 64, 4096),
+        Model("llama3_2k", "Llama 3 8B, prefill of 2K", Llama, 1, 32, 8, 2048, 128, 14336,
+              is_causal=True),
+        Model("qwen_vl_980px", "Qwen2.5-VL, vision", QwenVision, 1, 16, 16, 4900, 80, 3420),
     )
-}
+}  # fmt: skip

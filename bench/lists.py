@@ -17,8 +17,6 @@ those near in time, height and width, and 5 % of the others, as NABLA names them
 But for "op", k and v are quantized beforehand. Shapes: B = 1, H heads, N tokens, head_dim D.
 """
 
-import argparse
-import datetime
 import itertools
 import sys
 from collections.abc import Callable
@@ -28,13 +26,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from bench import machine
-from bench.attention import RESULTS, save
+from bench import harness
 from bench.measure import WRONG, Provider, Runner, interleave, summary
-from sage_inductor.ops.attention import tiles
-from sage_inductor.ops.attention.arguments import AttentionCall
+from bench.providers import by_tile
+from bench.tables import markdown, show
 from sage_inductor.ops.attention.select import attention_opaque, hopper_tile
-from sage_inductor.ops.launch import launch_cached
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.sdpa import attention_call, prepare
 from sage_inductor.ops.visibility import BlockLists, Visibility
@@ -69,46 +65,38 @@ RECIPE = "sage2-8b-per-token"
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--target-ms", type=float, default=60.0)
-    parser.add_argument("--json", nargs="?", const="", metavar="FILE")
-    args = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        print("bench/lists.py times GPU kernels: torch sees no CUDA device", file=sys.stderr)
-        return 2
-    device = torch.device("cuda")
+    args = harness.parser(__doc__, rounds=4, target_ms=60.0).parse_args(argv)
+    device = harness.gpu(args)
     torch.manual_seed(0)
-    result = {
-        "date": datetime.date.today().isoformat(),
-        "machine": machine.describe(device),
-        "versions": machine.versions(),
-        "method": f"1 batch, {H} heads, bf16, {RECIPE}; median of {args.rounds} rounds of "
+    method = (
+        f"1 batch, {H} heads, bf16, {RECIPE}; median of {args.rounds} rounds of "
         f"{args.target_ms:g} ms of CUDA graphs, in turns; time by work: the dense kernel's on the "
-        "same tile * the listed share / the kernel's by lists",
-        "rows": [],
-    }
-    path = args.json or None
-    if args.json == "":
-        slug = result["machine"]["gpu"].lower().replace(" ", "-")
-        path = RESULTS / slug / f"{result['date']}-lists.json"
+        "same tile * the listed share / the kernel's by lists"
+    )
+    result = harness.Result("lists", method, args)
     for setup in SETUPS:
-        result["rows"].append(measure(setup, device, args.rounds, args.target_ms))
-        print(line_of(result["rows"][-1]))
-        save(result, path)
+        result.add([measure(setup, device, args.rounds, args.target_ms)])
+        show(table(result["rows"][-1:]))
         torch.cuda.empty_cache()
+    result.end()
     return 0
 
 
-def line_of(row: dict) -> str:
-    ms = "".join(f" {name} {each['ms']:8.3f} ms" for name, each in row["times"].items())
-    work = f" per work {row['per_work']:.3f}" if row["per_work"] else ""
-    return (
-        f"N {row['N']:6} D {row['D']:3} blocks {row['block_q']:3} x {row['block_kv']:3} density"
-        f" {row['density']:.3f}{ms}{work} rel. L1 {row['rel_l1']:.4f}"
-    )
+def table(rows: list[dict]) -> str:
+    """A line per kind of lists."""
+    lines = [
+        ["N", "head_dim", "blocks", "listed", "kernel, ms", "with preparation", "flex",
+         "flex / ours", "dense kernel", "time by work"],
+    ]  # fmt: skip
+    for row in rows:
+        ms = {name: each["ms"] for name, each in row["times"].items()}
+        flex = (f"{ms['flex']:.3f}", f"{ms['flex'] / ms['op']:.2f}") if "flex" in ms else ("", "")
+        lines.append([
+            str(row["N"]), str(row["D"]), f"{row['block_q']} x {row['block_kv']}",
+            f"{row['density']:.0%}", f"{ms['lists']:.3f}", f"{ms['op']:.3f}", *flex,
+            *(f"{x:.{n}f}" if x else "" for x, n in ((ms.get("dense"), 3), (row["per_work"], 2))),
+        ])  # fmt: skip
+    return markdown(lines)
 
 
 # -- lists ----
@@ -156,7 +144,7 @@ def measure(setup: Setup, device, rounds: int, target_ms: float) -> dict:
     providers = {"lists": Provider("lists", lambda *a: attention_opaque(*a)[0], lambda *_: a)}
     if (tile := hopper_tile(a)) is not None:
         dense = a._replace(**dict.fromkeys(BlockLists._fields))
-        providers["dense"] = Provider("dense", on(tile), lambda *_: dense)
+        providers["dense"] = Provider("dense", by_tile(tile), lambda *_: dense)
     providers["op"] = Provider("op", by_op(visibility))
     if setup.with_flex:
         providers["flex"] = Provider("flex", by_flex(lists, setup.N))
@@ -177,12 +165,6 @@ def measure(setup: Setup, device, rounds: int, target_ms: float) -> dict:
     ms = {name: each["ms"] for name, each in row["times"].items()}
     row["per_work"] = ms["dense"] * row["density"] / ms["lists"] if "dense" in ms else None
     return row
-
-
-def on(tile: tiles.Tile) -> Callable:
-    from sage_inductor.ops.attention.hopper import plan  # imports Gluon, which may be missing
-
-    return lambda *a: plan.launch(AttentionCall(*a), tile, launch_cached)[0]
 
 
 def by_op(visibility: Visibility) -> Callable:
@@ -218,5 +200,4 @@ def error(out: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, size) ->
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(line_buffering=True)
-    sys.exit(main())
+    harness.run(main)

@@ -205,16 +205,25 @@ class Runner:
 
 
 def interleave(runners: dict[str, Runner], rounds: int, target_ms: float) -> dict[str, list[float]]:
-    """ms per call of each runner in each round. A card at its power limit slows down as it warms,
-    so providers take turns, in `order`, and run a third of a turn before their clock starts."""
-    repeats = {name: max(1, round(target_ms / burst(r.run, 1))) for name, r in runners.items()}
-    times = {name: [] for name in runners}
-    names = list(runners)
+    """ms per call of each runner in each round."""
+    times = in_turns({name: r.run for name, r in runners.items()}, rounds, target_ms, burst)
+    return {name: [ms / len(runners[name].args) for ms in each] for name, each in times.items()}
+
+
+def in_turns(
+    calls: dict[str, Callable], rounds: int, target_ms: float, clock: Callable, least: int = 1
+) -> dict[str, list[float]]:
+    """What clock(call, repeats) says, ms, of each call in each round. A card at its power limit
+    slows down as it warms, so calls take turns, in `order`, and run a third of a turn before their
+    clock starts. least: repeats of the shortest turn."""
+    repeats = {
+        name: max(least, round(target_ms / clock(call, least))) for name, call in calls.items()
+    }
+    times = {name: [] for name in calls}
     for turn in range(rounds):
-        for name in order(names, turn):
-            runner = runners[name]
-            burst(runner.run, max(1, repeats[name] // 3))
-            times[name].append(burst(runner.run, repeats[name]) / len(runner.args))
+        for name in order(list(calls), turn):
+            clock(calls[name], max(1, repeats[name] // 3))
+            times[name].append(clock(calls[name], repeats[name]))
     return times
 
 

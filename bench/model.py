@@ -10,47 +10,33 @@ emulation, and the block's output must be near that of backend="inductor", unles
 left out.
 """
 
-import argparse
 import dataclasses
-import datetime
-import os
 import statistics
-import sys
-import tempfile
-import textwrap
-import time
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
 import sage_inductor
-from bench import machine
-from bench.attention import RESULTS, cuda_device, save
-from bench.blocks import SHARP, Model, draw
+from bench import harness
+from bench.blocks import SHARP, Model, draw, first
 from bench.library import MODELS
 from bench.measure import Provider, Runner, draw_sets, interleave, summary
 from bench.providers import GATE_TOLERANCE, backend_of, build, gate
+from bench.tables import markdown
 
 # CosSim of a block's output with inductor's, below which it is wrong: it was 0.9998 and more for
 # every block in emulation (N=512), 0.88 to 0.986 with uniform weights instead of softmax's, 0.997
 # and less with the last sixteenth of attention's rows zeroed (but for HunyuanVideo's, where these
 # are the text's, whose stream is not compared).
 NEAR = 0.999
-COLUMNS = {
-    "inductor": {"backend": "inductor"},
-    "sage": {"backend": "sage"},
-}
+COLUMNS = {"inductor": {"backend": "inductor"}, "sage": {"backend": "sage"}}
 
 
 def keeping(top_k: float) -> dict:
     """Arguments of torch.compile: this fraction of the blocks of keys, in self-attention."""
     keep = {"top_k": top_k, "similarity": 0}
-    rules = [
-        {"module": "cross", "recipe": "auto"},
-        {"recipe": "sage2-8b-per-token", "keep": keep},
-    ]
+    rules = [{"module": "cross", "recipe": "auto"}, {"recipe": "sage2-8b-per-token", "keep": keep}]
     return {"backend": "sage", "options": {"sage.policy": rules}}
 
 
@@ -61,10 +47,7 @@ LONG = {
     for N in (75600, 32768)
 }
 # The columns of each plan, and what it times unless --models says it.
-PLANS = {
-    "model": (COLUMNS, MODELS),
-    "selected": (COLUMNS | KEEPING, LONG),
-}
+PLANS = {"model": (COLUMNS, MODELS), "selected": (COLUMNS | KEEPING, LONG)}
 KEEP_IS = (
     "the part of the blocks of keys that is computed (but for some on the diagonal), with "
     '"similarity": 0: random tokens do not resemble each other, so that by the default nearly all '
@@ -73,73 +56,22 @@ KEEP_IS = (
 
 
 def main(argv=None) -> int:
-    parser = arguments(__doc__)
+    parser = harness.parser(__doc__, rounds=3, target_ms=20.0)
     parser.add_argument("--plan", choices=PLANS, default="model")
     parser.add_argument("--models", nargs="+", choices=MODELS | LONG, help="default: the plan's")
     args = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        print("bench/model.py times GPU kernels: torch sees no CUDA device", file=sys.stderr)
-        return 2
-    result, path, device = start(args.plan, method(args), args)
+    device = harness.gpu(args)
+    torch.manual_seed(0)
+    result = harness.Result(args.plan, method(args), args)
     torch.set_grad_enabled(False)
-    sage_inductor.config.enabled = False  # it would rewrite the baseline
-    started = time.perf_counter()
+    sage_inductor.config.rewrite_inductor = False  # it would rewrite the baseline
     for name in args.models or PLANS[args.plan][1]:
         row = measure((MODELS | LONG)[name], args.plan, args, device)
         torch.cuda.empty_cache()
-        result["rows"].append(row)
+        result.add([row])
         print(lines(row))
-        save(result, path)
-    result["state"]["end"] = machine.state(device)
-    result["elapsed_s"] = round(time.perf_counter() - started, 1)
-    save(result, path)
-    print(f"\nstate at the end: {result['state']['end']}\nelapsed: {result['elapsed_s']} s")
+    result.end()
     return 1 if any(row["error"] for row in result["rows"]) else 0
-
-
-def arguments(doc: str) -> argparse.ArgumentParser:
-    """What every bench of compiled graphs is asked."""
-    parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--target-ms", type=float, default=20.0, help="of one's turn in a round")
-    parser.add_argument("--device", type=cuda_device, default="cuda", help="cuda, or cuda:INDEX")
-    parser.add_argument(
-        "--json", nargs="?", const="", metavar="FILE", help="default: bench/results/GPU/DATE-..."
-    )
-    return parser
-
-
-def start(name: str, method: dict[str, str], args) -> tuple[dict, object, torch.device]:
-    """(the result without rows, the file it goes to or None, the device), with its header
-    printed."""
-    device = torch.device("cuda", args.device.index or 0)
-    torch.cuda.set_device(device)
-    torch.manual_seed(0)
-    result = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "machine": machine.describe(device),
-        "versions": machine.versions(),
-        "state": {"start": machine.state(device)},
-        "method": method,
-        "rows": [],
-    }
-    path = args.json or None
-    if args.json == "":
-        slug = result["machine"]["gpu"].lower().replace(" ", "-")
-        path = Path(RESULTS) / slug / f"{result['date'][:10]}-{name}.json"
-    gpu, versions = result["machine"], result["versions"]
-    header = {
-        "machine": f"{gpu['gpu']}, {gpu['memory_gib']} GiB, driver {gpu['driver']}",
-        "versions": ", ".join(f"{key} {version}" for key, version in versions.items()),
-        "state": f"{result['state']['start']} (SM and memory clock, power of limit, Celsius)",
-        **method,
-    }
-    print(f"{name}, {result['date']}")
-    for key, line in header.items():
-        print(textwrap.fill(line, 100, initial_indent=f"  {key:9} ", subsequent_indent=" " * 12))
-    return result, path, device
 
 
 def method(args) -> dict[str, str]:
@@ -164,7 +96,7 @@ def method(args) -> dict[str, str]:
 def measure(model: Model, plan: str, args, device) -> dict:
     """A row; where it failed or is wrong, with an error instead of times."""
     columns, _ = PLANS[plan]
-    row = {"plan": plan, "model": model.name, "shape": shape(model), "sites": {}, "error": None}
+    row = {"plan": plan, "model": model.name, "shape": model.case.shape, "sites": {}, "error": None}
     torch._dynamo.reset()
     try:
         block, inputs = draw(model, device)
@@ -176,7 +108,7 @@ def measure(model: Model, plan: str, args, device) -> dict:
             call = compiled(block, given, priority)
             before = len(sage_inductor.report())
             runners[column] = Runner(Provider(column, call), [inputs])
-            row["sites"][column] = sites(before)
+            row["sites"][column] = sites(sage_inductor.report(), before)
             if column in KEEPING:
                 kernel_recipe(model, {column: row["sites"][column]})
         row["accuracy"] = check({name: runner.output() for name, runner in runners.items()})
@@ -205,11 +137,6 @@ class Wrong(Exception):
     """What is timed does not compute what it should."""
 
 
-def shape(model: Model) -> str:
-    heads = f"{model.H_q}" if model.H_q == model.H_kv else f"{model.H_q}/{model.H_kv}"
-    return f"{model.B}x{heads}x{model.N}x{model.D}{' causal' * model.is_causal}"
-
-
 def backends(case, sets, target_ms: float) -> dict[str, float]:
     """ms of SDPA's backends that run this attention, the fastest first."""
     runners = {}
@@ -229,18 +156,26 @@ def compiled(block, given: dict, priority: list):
 
     def call(*inputs):
         with sdpa_kernel(priority, set_priority=True):
-            out = run(*inputs)
-        return out[0] if isinstance(out, tuple) else out
+            return first(run(*inputs))
 
     return call
 
 
-def sites(before: int) -> list[dict]:
+def sites(report, before: int = 0) -> list[dict]:
     """What the report says of the calls that were compiled since it had `before` of them."""
+
+    def sizes(shape) -> list[int | str]:  # or the names of those that are not known
+        return [x if isinstance(x, int) else str(x) for x in shape]
+
     return [
-        {"q": list(site.q), "k": list(site.k), "recipe": site.recipe, "reason": site.reason}
-        for site in list(sage_inductor.report())[before:]
+        {"q": sizes(x.q), "k": sizes(x.k), "recipe": x.recipe, "reason": x.reason}
+        for x in list(report)[before:]
     ]
+
+
+def site_line(where: str, site: dict) -> str:
+    what = site["recipe"] or "stays SDPA"
+    return f"    {where}: {site['q']} x {site['k'][2]} {what}: {site['reason']}"
 
 
 def kernel_recipe(model: Model, found: dict[str, list[dict]]) -> str:
@@ -277,7 +212,64 @@ def speeds(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     return found
 
 
-# -- the table ----
+# -- the tables ----
+
+
+def table(rows: list[dict]) -> str:
+    """A line for each block in which a call is rewritten."""
+    lines = [[
+        "block", "B x H x N x D", '`"inductor"`', '`"sage"`', "faster", "attention", "relative L1",
+    ]]  # fmt: skip
+    for row in rewritten(rows)[0]:
+        inductor, sage = (row["times"][name]["ms"] for name in ("inductor", "sage"))
+        speed = row["speed"]["sage"]
+        same = speed["x_min"] <= 1 <= speed["x_max"]
+        change = "no change" if same else f"**{speed['x']:.2f}x**"
+        lines.append([
+            title_of(row), row["shape"], f"{inductor:#.4g} ms", f"{sage:#.4g} ms",
+            f"{change} ({speed['x_min']:.2f} to {speed['x_max']:.2f})",
+            f"{row['share']:.0%}", f"{row['accuracy']['sage']['rel_l1']:.2%}",
+        ])  # fmt: skip
+    return markdown(lines)
+
+
+def others(rows: list[dict]) -> str:
+    """The blocks of which all calls stay; nothing where there are none."""
+    _, found = rewritten(rows)
+    if not found:
+        return ""
+    speeds = [row["speed"]["sage"][end] for row in found for end in ("x_min", "x_max")]
+    names = "; ".join(map(title_of, found))
+    return f"All calls stay SDPA ({min(speeds):.3f}x to {max(speeds):.3f}x) in: {names}.\n"
+
+
+def rewritten(rows: list[dict]) -> tuple[list[dict], list[dict]]:
+    """The blocks in which a call is rewritten for a user, and the others; none that failed."""
+    found = [], []
+    for row in (row for row in rows if not row["error"]):
+        found[not any(site["recipe"] for site in row["sites"]["sage"])].append(row)
+    return found
+
+
+def title_of(row: dict) -> str:
+    return MODELS[row["model"]].title
+
+
+def selected_table(rows: list[dict]) -> str:
+    """A line per block and way to compile it."""
+    lines = [["B x H x N x D", "compiled by", "ms", "over inductor", "over sage", "peak, GiB"]]
+    for row in rows:
+        for name in () if row["error"] else row["sites"]:
+            its, ms = row["times"][name], row["times"][name]["ms"]
+            ratios = (row["times"][of]["ms"] / ms for of in ("inductor", "sage"))
+            lines.append([
+                row["shape"], name, f"{ms:#.4g}", *(f"{x:.2f}x" for x in ratios),
+                f"{its['peak_bytes'] / 2**30:.2f}",
+            ])  # fmt: skip
+    return markdown(lines)
+
+
+# -- what is printed ----
 
 
 def lines(row: dict) -> str:
@@ -300,16 +292,9 @@ def lines(row: dict) -> str:
         found.append(f"  attention is {row['share']:.1%} of the block, by {row['attention']}")
         peaks = (f"{name} {x['peak_bytes'] / 2**30:.2f}" for name, x in row["times"].items())
         found.append(f"  peak, GiB: {', '.join(peaks)}")
-    for column, calls in row["sites"].items():
-        for site in calls:
-            what = site["recipe"] or "stays SDPA"
-            found.append(f"    {column}: {site['q']} x {site['k'][2]} {what}: {site['reason']}")
+    found += [site_line(column, site) for column, its in row["sites"].items() for site in its]
     return "\n".join(found)
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(line_buffering=True)
-    # Compile from scratch: a warm cache may hold graphs of SDPA's other backends.
-    with tempfile.TemporaryDirectory() as cache:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
-        sys.exit(main())
+    harness.run(main, fresh=harness.CACHES[:1])

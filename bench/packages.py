@@ -18,6 +18,7 @@ import contextlib
 import copy
 import ctypes
 import dataclasses
+import functools
 import json
 import os
 import shutil
@@ -35,12 +36,12 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sage_inductor
-from bench import blocks, machine
-from bench.attention import save
-from bench.blocks import MODELS, Model
-from bench.measure import SEES, Provider, Runner, draw_sets, interleave, order, summary
-from bench.model import Wrong, arguments, backends, check, shape, start
+from bench import blocks, harness
+from bench.blocks import MODELS, Model, first
+from bench.measure import SEES, Provider, Runner, draw_sets, in_turns, interleave, summary
+from bench.model import Wrong, backends, check, site_line, sites
 from bench.providers import EAGER
+from bench.tables import groups, markdown, show
 
 # Relative L2 to the compiled model, from which a package computes something else. 0.5 to 1.2 % was
 # seen of bf16 blocks that Inductor fused otherwise: INT8 codes then round the other way.
@@ -50,7 +51,6 @@ OTHERS = (1, 1001)  # tokens at which packages are compared besides those that a
 KINDS = {"sage": {}, "sage.force": {"sage.force": True}, "SDPA": {"sage.recipe": "off"}}
 # Each package's caches are empty: precompiled headers would be made for one use.
 CONFIGS = {"aot_inductor.precompile_headers": False}
-CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 TIMEOUT_S = 300  # of a process
 
 
@@ -78,7 +78,7 @@ class Row(NamedTuple):
         return dataclasses.replace(self.model, N=n + self.beside)
 
 
-PADDED = Model("padded", Padded, 4, 16, 16, 4096, 128, 8192)
+PADDED = Model("padded", "batch of 4, padded", Padded, 4, 16, 16, 4096, 128, 8192)
 ROWS = {
     row.model.name: row
     for row in (
@@ -92,41 +92,33 @@ ROWS = {
 
 
 def main(argv=None) -> int:
-    parser = arguments(__doc__)
-    parser.set_defaults(rounds=6, target_ms=60.0)
+    parser = harness.parser(__doc__, rounds=6, target_ms=60.0)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     parser.add_argument("--dry-run", action="store_true", help="small blocks on the CPU")
     parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)  # be a process of it
     args = parser.parse_args(argv)
     torch.set_grad_enabled(False)
-    sage_inductor.config.enabled = False  # it would rewrite the baseline
+    sage_inductor.config.rewrite_inductor = False  # it would rewrite the baseline
     if args.job:
         print(json.dumps(work(**args.job)))
         return 0
-    if not (args.dry_run or torch.cuda.is_available()):
-        print("bench/packages.py times GPU kernels: torch sees no CUDA device", file=sys.stderr)
-        return 2
-    if args.dry_run:
-        result, path, device = {"state": {}, "rows": []}, args.json or None, torch.device("cpu")
-    else:
-        result, path, device = start("packages", method(args), args)
-    started = time.perf_counter()
+    if args.dry_run:  # of which nothing is kept but in a file that is named
+        args.device, args.json = torch.device("cpu"), args.json or None
+    device = args.device if args.dry_run else harness.gpu(args)
+    torch.manual_seed(0)
+    result = harness.Result("packages", method(args), args)
     with tempfile.TemporaryDirectory() as folder:
         rows = {name: row_of(name, device) for name in args.rows}
         fastest = {name: fastest_sdpa(row, args, device) for name, row in rows.items()}
         built = build(rows, fastest, folder, device)
-        print(f"  built     {time.perf_counter() - started:.0f} s after the start")
+        print(f"  built     {time.perf_counter() - result.started:.0f} s after the start")
         for name, row in rows.items():
             for found in measure(row, built[name], fastest[name], folder, args, device):
-                result["rows"].append(found)
+                result.add([found])
                 print(lines(found))
-            save(result, path)
+                show(table([found]))
             torch.cuda.empty_cache()
-    if device.type == "cuda":
-        result["state"]["end"] = machine.state(device)
-    result["elapsed_s"] = round(time.perf_counter() - started, 1)
-    save(result, path)
-    print(f"\nstate at the end: {result['state'].get('end')}\nelapsed: {result['elapsed_s']} s")
+    result.end()
     return 1 if any(row["error"] for row in result["rows"]) else 0
 
 
@@ -212,11 +204,6 @@ def compiled(row: Row, kind: str, device: torch.device) -> Callable:
     return torch.compile(block, backend="sage", fullgraph=True, options=options(kind, device))
 
 
-def first(out) -> Tensor:
-    """Of two streams the image's."""
-    return out[0] if isinstance(out, (tuple, list)) else out
-
-
 def fastest_sdpa(row: Row, args, device: torch.device) -> list[str]:
     """The names of SDPA's backends that compute the block's attention, the fastest first."""
     if device.type == "cpu":
@@ -258,7 +245,7 @@ def in_a_process(job: dict, cache: str | None) -> dict:
     """What `work` gives for a job; {"error": ...} where it fails. cache: a folder for its caches,
     which is removed: the weights are in it."""
     env = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    env |= {name: f"{cache}/{name}" for name in CACHES if cache}
+    env |= harness.caches(cache) if cache else {}
     try:
         done = subprocess.run(
             [sys.executable, __file__, "--job", json.dumps(job)],
@@ -333,14 +320,6 @@ def expect(row: Row, device: torch.device, path: str) -> dict:
     return {"kind": kind}
 
 
-def sites(report) -> list[dict]:
-    return [
-        {"q": [*map(str, site.q)], "k": [*map(str, site.k)], "recipe": site.recipe,
-         "reason": site.reason}
-        for site in report
-    ]  # fmt: skip
-
-
 # -- the measurement ----
 
 
@@ -351,8 +330,9 @@ def measure(row: Row, built: dict, fastest: list[str], folder: str, args, device
     for n in row.tokens:
         model = row.at(n)
         found.append({
-            "plan": "packages", "model": model.name, "shape": shape(model), "N": n, "error": None,
-            "attention": next(iter(fastest), None), "kind": built["expected"].get("kind"),
+            "plan": "packages", "model": model.name, "shape": model.case.shape, "N": n,
+            "error": None, "attention": next(iter(fastest), None),
+            "kind": built["expected"].get("kind"),
             "packages": {kind: built[kind] for kind in kinds},
         })  # fmt: skip
     try:
@@ -368,7 +348,7 @@ def measure(row: Row, built: dict, fastest: list[str], folder: str, args, device
                 calls[f"compiled {kind}"] = compiled(row, kind, device)
                 given = marked(row, inputs(row, row.tokens[0], device))
                 calls[f"compiled {kind}"](*given)
-                of_compiled[kind] = sites(list(sage_inductor.report())[before:])
+                of_compiled[kind] = sites(sage_inductor.report(), before)
             others = compare_others(row, calls, found[0]["kind"], folder, device)
             for each in found:
                 each.update(compiled=of_compiled, others=others)
@@ -435,7 +415,8 @@ def timed(row: Row, n: int, calls: dict, kinds: list[str], args, device) -> dict
     accuracy = check({**outputs, "inductor": outputs["compiled SDPA"]})
     turns = args.rounds, args.target_ms
     launched = {name: lambda run=run: run(*given) for name, run in calls.items()}
-    launched = in_turns(launched, *turns, torch.cuda.synchronize if on_gpu else int)
+    clock = functools.partial(wall, torch.cuda.synchronize if on_gpu else int)
+    launched = in_turns(launched, *turns, clock, least=3)
     replayed = interleave(runners, *turns) if on_gpu else launched
     times = {
         name: {
@@ -457,71 +438,79 @@ class Launched:
         self.output = lambda: provider.call(*sets[0])
 
 
-def in_turns(
-    calls: dict[str, Callable], rounds: int, target_ms: float, synchronize: Callable
-) -> dict[str, list[float]]:
-    """Wall-clock ms per call of each in each round, the host's share included."""
-
-    def wall(call, repeats: int) -> float:
-        synchronize()
-        begin = time.perf_counter()
-        for _ in range(repeats):
-            call()
-        synchronize()
-        return (time.perf_counter() - begin) / repeats * 1e3
-
-    repeats = {name: max(3, round(target_ms / wall(call, 3))) for name, call in calls.items()}
-    times = {name: [] for name in calls}
-    for turn in range(rounds):
-        for name in order(list(calls), turn):
-            wall(calls[name], max(1, repeats[name] // 3))
-            times[name].append(wall(calls[name], repeats[name]))
-    return times
+def wall(synchronize: Callable, call: Callable, repeats: int) -> float:
+    """Wall-clock ms per call, the host's share included."""
+    synchronize()
+    begin = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    synchronize()
+    return (time.perf_counter() - begin) / repeats * 1e3
 
 
-# -- the table ----
+# -- the tables ----
+
+
+def table(rows: list[dict]) -> str:
+    """A package beside the compiled model and beside the same package with SDPA: time, then what
+    it gives, weighs and takes."""
+    rows = [row for row in rows if not row["error"]]
+    return f"{markdown(times_of(rows))}\n{markdown(sizes_of(rows), '---')}"
+
+
+def times_of(rows: list[dict]) -> list[list[str]]:
+    lines = [[
+        "ms a call", "B x H x N x D", "package", "compiled", "package, SDPA", "faster",
+        "launched: package", "compiled", "package, SDPA",
+    ]]  # fmt: skip
+    for row in rows:
+        times, kind = row["times"], row["kind"]
+        names = f"package {kind}", f"compiled {kind}", "package SDPA"
+        replayed, launched = (
+            [times[name][way]["ms"] for name in names] for way in ("replayed", "launched")
+        )
+        lines.append([
+            title_of(row), row["shape"], *(f"{ms:#.4g}" for ms in replayed),
+            f"**{replayed[2] / replayed[0]:.2f}x**", *(f"{ms:#.4g}" for ms in launched),
+        ])  # fmt: skip
+    return lines
+
+
+def sizes_of(rows: list[dict]) -> list[list[str]]:
+    lines = [["", "beside the compiled model", "code, MB (SDPA's)", "packaging, s (SDPA's)"]]
+    for its in groups(rows, "model").values():
+        kind = its[0]["kind"]
+        ours, sdpa = its[0]["packages"][kind], its[0]["packages"]["SDPA"]
+        found = its[0]["others"] | {str(row["N"]): row["equal"][kind] for row in its}
+        equal = ", ".join(
+            f"N={n}: {'bit-equal' if x['bit_equal'] else format(x['rel_l2'], '.1e')}"
+            for n, x in sorted(found.items(), key=lambda each: int(each[0]))
+        )
+        lines.append([
+            title_of(its[0]), equal,
+            f"{ours['code_bytes'] / 1e6:.1f} ({sdpa['code_bytes'] / 1e6:.1f})",
+            f"{ours['seconds']:.0f} ({sdpa['seconds']:.0f})",
+        ])  # fmt: skip
+    return lines
+
+
+def title_of(row: dict) -> str:
+    """The block; with what was asked for, where "auto" leaves it SDPA."""
+    name = ROWS[row["model"]].model.title.partition(", prefill")[0]
+    return name + ", `sage.force`" * (row["kind"] == "sage.force")
 
 
 def lines(row: dict) -> str:
+    """Beside `table`: what failed, and what became of the calls."""
     found = [f"\n{row['model']} {row['shape']}, SDPA by {row['attention']}"]
     if row["error"]:
         found.append(f"  failed: {row['error']}")
-    if "times" in row:
-        base = row["times"]["package SDPA"]
-        found.append(f"  {'':20}{'replayed':>13}{'launched':>19}")
-        for name, each in row["times"].items():
-            line = f"  {name:20}"
-            for way in ("replayed", "launched"):
-                ms = each[way]["ms"]
-                line += f"{ms:#10.4g} ms{base[way]['ms'] / ms:5.2f}x"
-            found.append(line)
-        found += [f"  {what}: {equality(x)}" for what, x in compared(row) if not x["error"]]
     for kind, each in row["packages"].items():
-        if "seconds" in each:
-            found.append(
-                f"  {kind}: packaged in {each['seconds']:.0f} s, {each['bytes'] / 1e6:.1f} MB, "
-                f"its code {each['code_bytes'] / 1e6:.2f} MB"
-            )
         of_compiled = row.get("compiled", {}).get(kind, [])
         for where, its in (("package", each.get("sites", [])), ("compiled", of_compiled)):
-            for site in its:
-                what = site["recipe"] or "stays SDPA"
-                found.append(f"    {where}: {site['q']} x {site['k'][2]} {what}: {site['reason']}")
+            found += [site_line(where, site) for site in its]
     return "\n".join(found)
 
 
-def equality(found: dict) -> str:
-    if found["bit_equal"]:
-        return "bit-equal to the compiled model"
-    return f"{found['rel_l2']:.1e} from the compiled model (relative L2)"
-
-
 if __name__ == "__main__":
-    sys.stdout.reconfigure(line_buffering=True)
-    if "--job" in sys.argv:
-        sys.exit(main())
-    # Compile from scratch: a warm cache may hold graphs of SDPA's other backends.
-    with tempfile.TemporaryDirectory() as caches:
-        for variable in CACHES:
-            os.environ[variable] = f"{caches}/{variable}"
-        sys.exit(main())
+    harness.run(main, fresh=() if "--job" in sys.argv else harness.CACHES)

@@ -18,9 +18,7 @@ here. The computed time of this run's own P says how far to trust that.
 Shapes: B = 1, H heads, N tokens, head_dim D; bf16, stored as [B, N, H, D].
 """
 
-import argparse
 import contextlib
-import datetime
 import functools
 import math
 import os
@@ -37,9 +35,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench import machine
-from bench.attention import RESULTS, save
-from bench.measure import WRONG, order
+from bench import harness
+from bench.measure import WRONG, in_turns
+from bench.tables import case_of, groups, markdown
 from sage_inductor.ops import compat
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.sdpa import SdpaCall, compose
@@ -60,51 +58,46 @@ CASES = (
     Case("Flux", 4608, 24, 128),
 )
 RANKS = 2, 4, 8
+WAYS = {  # PROVIDERS, on the page
+    "gather 8 bits": "8 bits, with `lengths`",
+    "lengths asked for": "8 bits, without",
+    "gather bf16": "bf16, gathered",
+    "Ulysses": "Ulysses",
+}
 SHARDS = tuple(2**n for n in (14, 20, 22, 24, 26, 28, 30))  # bytes that a rank sends
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--target-ms", type=float, default=200.0)
-    parser.add_argument("--json", nargs="?", const="", metavar="FILE")
-    args = parser.parse_args(argv)
-    on_gpus, device = torch.cuda.is_available(), torch.device("cpu")
+    args = harness.parser(__doc__, rounds=6, target_ms=200.0).parse_args(argv)
+    on_gpus = args.device.type == "cuda"
     if on_gpus:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
+        args.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        harness.gpu(args)
     if not dist.is_initialized():
         dist.init_process_group("nccl" if on_gpus else "gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
+    if dist.get_rank():
+        args.json = None
+    with contextlib.redirect_stdout(None if dist.get_rank() else sys.stdout):
+        return measure_all(args)
+
+
+def measure_all(args) -> int:
+    """Of every rank the same; the first prints and saves."""
     torch.set_grad_enabled(False)
-    say = print if rank == 0 else lambda *_: None
-    clock = Clock(device, args.rounds, args.target_ms)
-    about = machine.describe(device) if on_gpus else {"gpu": "cpu"}
-    result = {
-        "date": datetime.date.today().isoformat(),
-        "machine": about,
-        "world": world,
-        "versions": machine.versions(),
-        "method": f"bf16, {RECIPE}, eager; median of {args.rounds} rounds of {args.target_ms:g} "
-        "ms, in turns, of the slowest rank",
-        "bandwidth": bandwidths(clock, world) if world > 1 else [],
-        "rows": [],
-    }
-    path = args.json or None
-    if args.json == "":
-        slug = about["gpu"].lower().replace(" ", "-")
-        path = RESULTS / slug / f"{result['date']}-parallel.json"
-    for line in table_of_bandwidths(result["bandwidth"]):
-        say(line)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    clock = Clock(args.device, args.rounds, args.target_ms)
+    method = (
+        f"bf16, {RECIPE}, eager; median of {args.rounds} rounds of {args.target_ms:g} ms, in "
+        "turns, of the slowest rank"
+    )
+    bandwidth = bandwidths(clock, world) if world > 1 else []
+    result = harness.Result("parallel", method, args, world=world, bandwidth=bandwidth)
+    print("\n".join(table_of_bandwidths(bandwidth)))
     for case in CASES:
-        rows = measure(case, clock, world, rank, result["bandwidth"])
-        result["rows"] += rows
-        for line in table_of_case(case, rows, world):
-            say(line)
-        if rank == 0:
-            save(result, path)
+        rows = measure(case, clock, world, rank, bandwidth)
+        result.add(rows)
+        print("\n".join(table_of_case(case, rows, world)))
+    result.end()
     return 0
 
 
@@ -118,15 +111,10 @@ class Clock:
         self.device, self.rounds, self.target_ms = device, rounds, target_ms
 
     def __call__(self, calls: dict[str, Callable]) -> dict[str, float]:
-        """The median of each, which take turns and run a third of a turn before it."""
+        """The median of each."""
         for call in calls.values():
             call()  # compiles
-        repeats = {n: max(1, round(self.target_ms / self.burst(c, 1))) for n, c in calls.items()}
-        times, names = {name: [] for name in calls}, list(calls)
-        for turn in range(self.rounds):
-            for name in order(names, turn):
-                self.burst(calls[name], max(1, repeats[name] // 3))
-                times[name].append(self.burst(calls[name], repeats[name]))
+        times = in_turns(calls, self.rounds, self.target_ms, self.burst)
         return {name: statistics.median(each) for name, each in times.items()}
 
     def burst(self, call: Callable, repeats: int) -> float:
@@ -343,6 +331,23 @@ def relative(x: Tensor, y: Tensor) -> float:
 
 
 # -- tables ----
+
+
+def table(rows: list[dict], world: int) -> str:
+    """A line per case, of as many GPUs as were there: ms, and the efficiency."""
+    rows = [{**row, "B": 1, "model": row["case"]} for row in rows]
+    lines = [["B x H x N x D", "one GPU", *WAYS.values(), "MB received: 8 bits", "bf16"]]
+
+    def shown(ms: float) -> str:
+        return f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}"
+
+    for its in groups([row for row in rows if row["P"] == world], "case").values():
+        found = {row["provider"]: row for row in its}
+        cells = (f"{shown(found[x]['ms'])} ({found[x]['efficiency']:.2f})" for x in WAYS)
+        sent = (found[x]["received_bytes"] for x in ("gather 8 bits", "gather bf16"))
+        alone = shown(its[0]["one_device_ms"])
+        lines.append([case_of(its[0]), alone, *cells, *(f"{x / 1e6:.0f}" for x in sent)])
+    return markdown(lines)
 
 
 def table_of_bandwidths(rows: list[dict]) -> list[str]:

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.cases import Case
 from bench.measure import Provider
+from bench.tables import case_of, groups, markdown, with_speedup
 
 MODULES = {
     "FA3": "flash_attn_interface",
@@ -210,3 +211,62 @@ def _again(D: int, func, *args):
     func(*args)
     names = [argument.name for argument in func._schema.arguments]
     return args[names.index("output")][..., :D]
+
+
+# -- the tables ----
+
+KINDS = {"kernel": "The kernel alone", "op": "With all preparation"}
+
+
+def table(rows: list[dict]) -> str:
+    """Beside ours: kernels alone, then with all preparation. Bold: ahead of ours."""
+    parts = []
+    for kind, title in KINDS.items():
+        its = speed_table(of_kind(rows, kind), f" {kind}")
+        parts += [f"{title}: TFLOP/s (x cuDNN)\n", its]
+    return "\n".join(parts)
+
+
+def of_kind(rows: list[dict], kind: str) -> list[dict]:
+    """The rows of one kind of providers, and of those that have no kinds."""
+    others = tuple(f" {other}" for other in KINDS if other != kind)
+    return [row for row in rows if not row["provider"].endswith(others)]
+
+
+def leading(rows: list[dict]) -> list[dict]:
+    """Of the rows of one case those that are ahead of ours."""
+    ours = max(row["tflops"] or 0 for row in rows if row["recipe"])
+    return [row for row in rows if (row["tflops"] or 0) > ours]
+
+
+def speed_table(rows: list[dict], kind: str) -> str:
+    rows = [{**row, "case": f"{case_of(row)}{' causal' * row['is_causal']}"} for row in rows]
+    providers = list(groups(rows, "provider"))
+    lines = [["B x H x N x D", *(name.removesuffix(kind) for name in providers)]]
+    for case, its in groups(rows, "case").items():
+        ahead, cells = leading(its), {}
+        for row in its:
+            cell = with_speedup(row, f"{row['tflops']:.0f}") if row["tflops"] else "-"
+            cells[row["provider"]] = f"**{cell}**" if row in ahead else cell
+        lines.append([case, *(cells.get(name, "") for name in providers)])
+    return markdown(lines)
+
+
+def means_table(means: list[dict]) -> str:
+    """Ours over theirs. Bold: behind theirs."""
+    pairs = groups([{**row, "pair": f"{row['of']} / {row['over']}"} for row in means], "pair")
+    lines = [["", *groups(means, "cases")]]
+    for pair, its in pairs.items():
+        ratios = (f"{row['speedup']:.2f}x" for row in its)
+        marks = ("**" * (row["speedup"] < 1) for row in its)
+        lines.append([pair, *(f"{m}{ratio}{m}" for ratio, m in zip(ratios, marks, strict=True))])
+    return markdown(lines)
+
+
+def families_table(accuracy: list[dict]) -> str:
+    """In %, a line per provider: normal, k_bias and, with v's mean taken off, v_bias."""
+    lines = [["", *groups(accuracy, "family")]]
+    for provider, its in groups(accuracy, "provider").items():
+        cells = ((row[kind] for kind in ("normal", "k_bias", "v_bias_centred")) for row in its)
+        lines.append([provider, *(", ".join(f"{100 * x:.3g}" for x in each) for each in cells)])
+    return markdown(lines)

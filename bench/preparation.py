@@ -8,17 +8,14 @@ of the whole sequence come before the first quantized row.
 Speed is reported behind a gate: what is prepared must be what the reference prepares.
 """
 
-import argparse
-import datetime
 import sys
-from pathlib import Path
 
 import torch
 
-from bench import machine
-from bench.attention import RESULTS, cuda_device, save
+from bench import harness
 from bench.cases import MODELS, Case
 from bench.measure import Provider, Runner, draw, draw_sets, interleave, summary
+from bench.tables import case_of, markdown, show, wrapped
 from sage_inductor.ops.quantize.op import quantize_k, quantize_v, smooth
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.sdpa import prepare
@@ -36,48 +33,26 @@ TWO_PASSES = 10  # bytes; the second read may hit L2
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__, rounds=5, target_ms=20.0)
     recipes = [name for name, recipe in NAMED.items() if recipe.pv == "fp8"]
     parser.add_argument("--recipe", choices=recipes, default="sage2-8b-per-token")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--target-ms", type=float, default=20.0, help="of a step's turn in a round")
-    parser.add_argument("--device", type=cuda_device, default="cuda", help="cuda, or cuda:INDEX")
-    parser.add_argument(
-        "--json", nargs="?", const="", metavar="FILE", help="default: bench/results/GPU/DATE-..."
-    )
     args = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        print("bench/preparation.py times GPU kernels: torch sees no CUDA device", file=sys.stderr)
-        return 2
-    device = torch.device("cuda", args.device.index or 0)
-    torch.cuda.set_device(device)
+    device = harness.gpu(args)
     torch.manual_seed(0)
     check(args.recipe, device)
-    result = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "recipe": args.recipe,
-        "machine": machine.describe(device),
-        "versions": machine.versions(),
-        "method": f"median of {args.rounds} rounds of {args.target_ms:g} ms of CUDA graphs, in "
-        "turns; k and v [B, H, N, D] in bf16, enough sets to fill L2 twice",
-        "rows": [],
-    }
-    path = args.json or None
-    if args.json == "":
-        slug = result["machine"]["gpu"].lower().replace(" ", "-")
-        path = Path(RESULTS) / slug / f"{result['date'][:10]}-preparation.json"
-    print(f"{result['machine']['gpu']}, {result['versions']}\n{result['method']}")
+    method = (
+        f"median of {args.rounds} rounds of {args.target_ms:g} ms of CUDA graphs, in turns; k and "
+        "v [B, H, N, D] in bf16, enough sets to fill L2 twice"
+    )
+    result = harness.Result("preparation", method, args, recipe=args.recipe)
     for case in CASES:
         rows = measure(case, args, device)
-        result["rows"] += rows
-        print(f"\n{case.B}x{case.H_kv}x{case.N}x{case.D} {case.model}")
+        result.add(rows)
+        print(f"\n{case_of(rows[0])}")
         for row in rows:
             print("  {step:10} {ms:8.4f} ms, floor {floor_ms:8.4f} ms, {ratio:5.2f}x".format(**row))
-        two = rows[-1]["ratio"] * BYTES["prepare"] / TWO_PASSES
-        print(f"  prepare is {two:.2f}x the floor of two passes")
-        save(result, path)
+    show(f"\n{table(result['rows'])}")
+    result.end()
     return 0
 
 
@@ -135,6 +110,16 @@ def row(case: Case, step: str, found: dict, copy_ms: float, elements: int) -> di
     }
 
 
+def table(rows: list[dict]) -> str:
+    lines = [["B x H x N x D", "ms", "x the floor of one pass", "of two"]]
+    for row in rows:
+        if row["step"] == "prepare":
+            two = row["ratio"] * BYTES["prepare"] / TWO_PASSES
+            lines.append([case_of(row), f"{row['ms']:#.3g}", f"{row['ratio']:.2f}", f"{two:.2f}"])
+    title = "Preparation of k and v, beside what a copy takes for 6 (one pass) and 10 bytes (two)"
+    return f"{wrapped(title)}\n\n{markdown(lines)}"
+
+
 @torch.no_grad()
 def check(recipe: str, device) -> None:
     """Exit unless what is timed is what the reference computes: but for sums in another order,
@@ -150,4 +135,4 @@ def check(recipe: str, device) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    harness.run(main)

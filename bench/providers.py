@@ -224,14 +224,16 @@ def _tiles(case: Case, name: str) -> list[Provider]:
 
 
 def _hopper(case: Case, name: str, tile: Tile) -> Provider:
-    from sage_inductor.ops.attention.hopper import plan  # imports Gluon, which may be missing
-
-    def call(*inputs):
-        return plan.launch(AttentionCall(*inputs), tile, launch_cached)[0]
-
     plural = "s" * (tile.warpgroups != 1)
     label = f"{name}, {tile.warpgroups} warpgroup{plural}"
-    return Provider(label, call, _kernel(case, name).prepare, name)
+    return Provider(label, by_tile(tile), _kernel(case, name).prepare, name)
+
+
+def by_tile(tile: Tile) -> Callable:
+    """The Hopper kernel of an AttentionCall's fields."""
+    from sage_inductor.ops.attention.hopper import plan  # imports Gluon, which may be missing
+
+    return lambda *a: plan.launch(AttentionCall(*a), tile, launch_cached)[0]
 
 
 def small(case: Case) -> Case:

@@ -26,7 +26,6 @@ import concurrent.futures
 import contextlib
 import copy
 import dataclasses
-import datetime
 import itertools
 import json
 import math
@@ -38,7 +37,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
@@ -46,8 +44,7 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from bench import machine
-from bench.attention import RESULTS, cuda_device, save
+from bench import harness
 from bench.measure import Provider, Runner, interleave
 from sage_inductor import config, settings
 from sage_inductor.backend import run_graphs
@@ -86,59 +83,36 @@ GRAPH_S = 3e-4  # how long a CUDA graph runs, about: of so many calls that gaps 
 
 def main(argv=None) -> int:
     args = parse(argv)
-    if not torch.cuda.is_available():
-        print("bench/regret.py times GPU kernels: torch sees no CUDA device", file=sys.stderr)
-        return 2
-    device = torch.device("cuda", args.device.index or 0)
-    torch.cuda.set_device(device)
+    device = harness.gpu(args)
     torch.set_grad_enabled(False)
-    result = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "machine": machine.describe(device),
-        "versions": machine.versions(),
-        "state": {"start": machine.state(device)},
-        "method": {
-            "calls": f"{args.calls} of seed {args.seed}; masks of padding hide half of the keys at"
-            " random",
-            "time": f"ms, median of {ROUNDS} rounds of {TARGET_MS:g} ms of CUDA graphs, in turns",
-            "decided by": DATA[args.data],
-        },
+    method = {
+        "calls": f"{args.calls} of seed {args.seed}; masks of padding hide half of the keys at"
+        " random",
+        "time": f"ms, median of {ROUNDS} rounds of {TARGET_MS:g} ms of CUDA graphs, in turns",
+        "decided by": DATA[args.data],
     }
-    path = args.json or None
-    if args.json == "":
-        slug = result["machine"]["gpu"].lower().replace(" ", "-")
-        kind = "regret" if args.data == "built-in" else f"regret-{args.data}"
-        kind += "-training" * args.training
-        path = Path(RESULTS) / slug / f"{result['date'][:10]}-{kind}.json"
-    print(f"{result['machine']['gpu']}, {result['versions']}\n{result['method']}")
-    started, rows = time.monotonic(), []
-
-    def save_rows() -> None:
-        result["elapsed_s"] = round(time.monotonic() - started, 1)
-        result["summary"] = summary(rows, args.calls)
-        save(result | {"rows": rows}, path)
-
+    kind = "regret" if args.data == "built-in" else f"regret-{args.data}"
+    result = harness.Result(kind + "-training" * args.training, method, args)
+    rows = result["rows"]
     with decisions_by(args.data):
         calls = draw(args.seed, args.calls, STEPS if args.training else KINDS)
         for row in measure(calls, device, AHEAD, args.budget):
             rows.append(row)
             if len(rows) % SAVE_EVERY == 0:
-                save_rows()
+                result["summary"] = summary(rows, args.calls)
+                result.save()
                 print(f"{len(rows)} calls in {result['elapsed_s']:.0f} s", file=sys.stderr)
         if args.data != "built-in":  # what decided can be asked again
             for table in tables.known(result["machine"]["gpu"])[:1]:
                 result["measured"] = table.to_json()
-        result["state"]["end"] = machine.state(device)
-        save_rows()
+    result["summary"] = summary(rows, args.calls)
     print_summary(result["summary"], rows)
-    print(f"state at the end: {result['state']['end']}\nelapsed: {result['elapsed_s']} s")
+    result.end()
     return 0 if result["summary"]["measured"] else 1
 
 
 def parse(argv) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--calls", type=int, default=300)
     parser.add_argument(
@@ -149,10 +123,6 @@ def parse(argv) -> argparse.Namespace:
         help="; ".join(f"{name}: {what}" for name, what in DATA.items()),
     )  # fmt: skip
     parser.add_argument("--training", action="store_true", help="of calls that train")
-    parser.add_argument("--device", type=cuda_device, default="cuda", help="cuda, or cuda:INDEX")
-    parser.add_argument(
-        "--json", nargs="?", const="", metavar="FILE", help="default: bench/results/GPU/DATE-regret"
-    )
     return parser.parse_args(argv)
 
 
@@ -496,5 +466,4 @@ def _rounded(ms: dict[str, float]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(line_buffering=True)
-    sys.exit(main())
+    harness.run(main)

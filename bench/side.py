@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import sage_inductor
-from bench import blocks, machine
+from bench import blocks, harness
 from bench.cases import PLANS, Case
 from bench.fingerprint import Call, arguments
 from bench.measure import Provider, Runner, burst, draw, draw_sets
@@ -63,8 +63,7 @@ def cases() -> dict[str, Case_]:
 
 
 def name_of(case: Case) -> str:
-    shape = f"{case.B}x{case.heads}x{case.N}x{case.D}{' causal' * case.is_causal}"
-    return f"attention {case.model and case.model + ' '}{shape}"
+    return f"attention {case.model and case.model + ' '}{case.shape}"
 
 
 # -- the cases ----
@@ -93,11 +92,7 @@ def block(model: blocks.Model) -> Case_:
         module, inputs = blocks.draw(model, device)
         run = torch.compile(module, backend=sage_backend, fullgraph=True)
 
-        def call(*inputs):
-            out = run(*inputs)
-            return out[0] if isinstance(out, tuple) else out
-
-        return replayed(call, [inputs], target_ms)
+        return replayed(lambda *inputs: blocks.first(run(*inputs)), [inputs], target_ms)
 
     return prepare
 
@@ -168,7 +163,7 @@ def compiled(backend, options: dict) -> Callable[..., Callable[[], Tensor]]:
 # -- the protocol ----
 
 
-def serve(folder: Path, target_ms: float) -> int:
+def serve(folder: Path, target_ms: float, device: torch.device) -> int:
     """Answer compare.py's commands, one line each, until there are no more. Exits at once unless
     the library is the folder's."""
     for name, module in sys.modules.items():
@@ -178,7 +173,6 @@ def serve(folder: Path, target_ms: float) -> int:
     os.dup2(2, 1)  # what libraries print is no answer
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # nor do processes that they start read commands
     torch.set_grad_enabled(False)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     known, held = cases(), {}
     for command in commands:
         what, _, case = command.strip().partition(" ")
@@ -191,13 +185,7 @@ def serve(folder: Path, target_ms: float) -> int:
 
 
 def describe(case, device, target_ms, known, held) -> dict:
-    cuda = device.type == "cuda"
-    return {
-        "machine": machine.describe(device) if cuda else None,
-        "state": machine.state(device) if cuda else None,
-        "versions": machine.versions(),
-        "cases": list(known),
-    }
+    return {"versions": harness.installed(), "cases": list(known)}
 
 
 def prepare(case, device, target_ms, known, held) -> dict:

@@ -16,23 +16,19 @@ skip-softmax that is the part of p v: q k^T, the other half of the work, is comp
 Shapes: B batch, H heads, N tokens, D head_dim, M_q blocks of queries, M_kv of keys.
 """
 
-import argparse
-import datetime
 import functools
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench import machine, trained
-from bench.attention import RESULTS, save
+from bench import harness, trained
 from bench.capture import attending
+from bench.tables import groups, markdown
 from bench.trained import EULER, Size, Subject
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.reference.exact import how_often
@@ -40,10 +36,7 @@ from sage_inductor.ops.selector import BLOCK_SIZE, Selection
 from sage_inductor.ops.visibility import NO_LISTS, BlockLists
 
 EYES = {"cpu": Size(2, 2, 64, 256, 16, 100, 1), "cuda": Size(2, 2, 64, 256, 64, 600, 1, 10)}
-SIZES = {
-    "cpu": Size(3, 2, 64, 1024, 4, 400, 4),
-    "cuda": Size(4, 4, 128, 1024, 32, 4000, 256, 80),
-}
+SIZES = {"cpu": Size(3, 2, 64, 1024, 4, 400, 4), "cuda": Size(4, 4, 128, 1024, 32, 4000, 256, 80)}
 TOP_K = 1.0, 0.7, 0.5, 0.3, 0.2
 DENSE_STEPS = 0, 3
 STEP = 64, 128  # queries and keys: a warpgroup's in the Hopper kernel
@@ -203,40 +196,57 @@ def measure(subject: Subject, until: float = math.inf) -> Iterator[dict]:
         yield row
 
 
+def table(rows: list[dict]) -> str:
+    """A line per way to choose keys, a column per top_k."""
+    columns = groups(rows, "top_k")
+    lines = [["keys", *(f"top_k {x:g}" for x in columns)]]
+    for title, its in by_choice(rows).items():
+        cells = {row["top_k"]: cell(row) for row in its}
+        lines += [[title, *(cells.get(x, "") for x in columns)]]
+    distance = ", Frechet distance" * ("frechet" in rows[0])
+    return f"The part of the keys that is computed: PSNR in dB{distance}.\n\n{markdown(lines)}"
+
+
+def by_choice(rows: list[dict]) -> dict[str, list[dict]]:
+    """What a line of the table, and of the plot, is called -> its rows."""
+    found = {}
+    for row in rows:
+        steps = row["dense_steps"]
+        title = row["choice"] + (f", first {steps} steps dense" if steps else "")
+        found.setdefault(title, []).append(row)
+    return found
+
+
+def cell(row: dict) -> str:
+    figures = ["equal" if row["psnr"] is None else f"{row['psnr']:.1f}"]
+    figures += [f"{row['frechet']:.2f}"] if "frechet" in row else []
+    return f"{row['density']:.2f}: {', '.join(figures)}"
+
+
 def main(argv=None) -> int:
     started = time.perf_counter()
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", nargs="?", const="", help="write the results, here or to a file")
+    parser = harness.parser(__doc__)
     parser.add_argument(
         "--budget", type=float, default=math.inf, help="no new case after so many s"
     )
     args = parser.parse_args(argv)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = harness.current(args)
     size = SIZES[device.type]
     subject = trained.dit(size, device, trained.vit(EYES[device.type], device).model)
-    result = {
-        "date": datetime.datetime.now().isoformat(timespec="seconds"),
-        "machine": machine.describe(device) if device.type == "cuda" else {"gpu": "cpu"},
-        "versions": machine.versions(),
-        "model": f"dit, {size.N} tokens, {size.layers} layers, {subject.note}",
-        "method": f"{size.evaluated} images, {EULER} steps; edges: the first {EDGE[0]} and the "
-        f"last {EDGE[1]}; blocks of {BLOCK_SIZE}; PSNR to samples of exact attention"
-        + ", Frechet distance of their features to other images'"
-        * (size.evaluated >= ENOUGH),
-        "rows": [],
-    }
-    print(f"{result['model']}\n{result['method']}")
-    path = args.json
-    if path == "":
-        folder = Path(RESULTS) / result["machine"]["gpu"].lower().replace(" ", "-")
-        path = folder / f"{result['date'][:10]}-sparse.json"
+    method = (
+        f"{size.evaluated} images, {EULER} steps; edges: the first {EDGE[0]} and the last "
+        f"{EDGE[1]}; blocks of {BLOCK_SIZE}; PSNR to samples of exact attention"
+    ) + ", Frechet distance of their features to other images'" * (size.evaluated >= ENOUGH)
+    model = f"dit, {size.N} tokens, {size.layers} layers, {subject.note}"
+    result = harness.Result("sparse", method, args, model=model)
+    harness.show(model=model)
     for row in measure(subject, started + args.budget):
         if size.evaluated < ENOUGH:
             row.pop("frechet", None)
-        result["rows"].append(row)
-        save(result, path)
+        result.add([row])
+    result.end()
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    harness.run(main)

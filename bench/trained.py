@@ -42,7 +42,8 @@ DTYPE = torch.bfloat16  # that models are evaluated in
 @dataclasses.dataclass(frozen=True)
 class Size:
     """A model, its training and its evaluation. N: of images, IMAGE^2 / patch^2. seconds: that the
-    training may take, with which one result is no longer another's."""
+    training may take, with which one result is no longer another's. every, rate: of
+    bench/curves.py, steps of a point of the curve and the peak."""
 
     layers: int
     heads: int
@@ -52,6 +53,13 @@ class Size:
     steps: int
     evaluated: int  # texts or images
     seconds: float = math.inf
+    every: int = 1
+    rate: float = 1e-3
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.batch * self.N
 
 
 SIZES = {
@@ -256,9 +264,8 @@ def train(
     not suffice for `size.steps`, steps of the schedule are left out evenly. Returns a note."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
-    rate = 1e-3
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=size.steps + 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=size.rate, betas=(0.9, 0.98))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, size.rate, total_steps=size.steps + 1)
     recent, steps, done, started = [], 0, 0, time.perf_counter()
     while done < size.steps:
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):

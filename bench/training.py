@@ -25,14 +25,8 @@ compile, each once for all of them.
     near      the least CosSim of a weight's gradient with inductor's
 """
 
-import argparse
-import datetime
+import dataclasses
 import functools
-import os
-import statistics
-import sys
-import tempfile
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -40,9 +34,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench import blocks, gradients, machine
-from bench.attention import RESULTS, save
+from bench import blocks, gradients, harness
+from bench.cases import Case
 from bench.measure import Provider, Runner, interleave, summary
+from bench.tables import groups, markdown, show
 from sage_inductor.lowering import replay
 from sage_inductor.ops.training.gradients import trained_by
 
@@ -51,34 +46,21 @@ MAX_EXACT = 16384  # of a head in float64: N x N numbers at once
 GRADIENTS = ("dq", "dk", "dv")
 
 
-class Shape(NamedTuple):
-    B: int
-    H_q: int
-    H_kv: int
-    N: int
-    D: int
-    is_causal: bool = False
-
-    def __str__(self):
-        heads = f"{self.H_q}" if self.H_q == self.H_kv else f"{self.H_q}/{self.H_kv}"
-        return f"{self.B}x{heads}x{self.N}x{self.D}" + " causal" * self.is_causal
-
-
 SHAPES = (
-    Shape(1, 32, 32, 4096, 128),
-    Shape(1, 32, 32, 8192, 128),
-    Shape(1, 32, 32, 16384, 128),
-    Shape(1, 32, 32, 32768, 128),
-    Shape(1, 24, 24, 4608, 128),  # Flux
-    Shape(1, 32, 8, 8192, 128),
-    Shape(8, 16, 16, 4096, 64),
-    Shape(2, 32, 32, 16384, 64),
-    Shape(1, 32, 32, 4096, 128, is_causal=True),
-    Shape(1, 32, 32, 8192, 128, is_causal=True),
-    Shape(1, 32, 8, 8192, 128, is_causal=True),
-    Shape(1, 32, 32, 16384, 128, is_causal=True),
-    Shape(1, 32, 32, 32768, 128, is_causal=True),
-    Shape(8, 16, 16, 4096, 64, is_causal=True),
+    Case(1, 32, 32, 4096, 128),
+    Case(1, 32, 32, 8192, 128),
+    Case(1, 32, 32, 16384, 128),
+    Case(1, 32, 32, 32768, 128),
+    Case(1, 24, 24, 4608, 128),  # Flux
+    Case(1, 32, 8, 8192, 128),
+    Case(8, 16, 16, 4096, 64),
+    Case(2, 32, 32, 16384, 64),
+    Case(1, 32, 32, 4096, 128, is_causal=True),
+    Case(1, 32, 32, 8192, 128, is_causal=True),
+    Case(1, 32, 8, 8192, 128, is_causal=True),
+    Case(1, 32, 32, 16384, 128, is_causal=True),
+    Case(1, 32, 32, 32768, 128, is_causal=True),
+    Case(8, 16, 16, 4096, 64, is_causal=True),
 )
 
 
@@ -120,47 +102,35 @@ RIVALS = ("cudnn", "flash")
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = harness.parser(__doc__)
     parser.add_argument("--plan", choices=("backward", "memory"), default="backward")
-    parser.add_argument("--json", nargs="?", const="", metavar="FILE", help="write the results")
     parser.add_argument(
         "--only", nargs="+", default=list(ATTENTION), choices=ATTENTION, help="of plan backward"
     )
     parser.add_argument("--shapes", type=int, nargs="+", choices=range(len(SHAPES)),
                         metavar="SHAPES", help="of its list, by number, in this order")  # fmt: skip
     args = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        print("bench/training.py times GPU kernels: torch sees no CUDA device", file=sys.stderr)
-        return 2
-    device = torch.device("cuda", 0)
-    result = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "machine": machine.describe(device),
-        "versions": machine.versions(),
-        "method": {"time": f"ms, median of {ROUNDS} turns of {TARGET_MS:g} ms, in turns"},
-        "rows": [],
-    }
-    path = args.json
-    if path == "":
-        slug = result["machine"]["gpu"].lower().replace(" ", "-")
-        path = Path(RESULTS) / slug / f"{result['date'][:10]}-{args.plan}.json"
-    print(f"{result['machine']['gpu']}, {result['versions']}")
+    device = harness.gpu(args)
+    method = {"time": f"ms, median of {ROUNDS} turns of {TARGET_MS:g} ms, in turns"}
+    result = harness.Result(args.plan, method, args)
     if args.plan == "memory":
-        result["rows"] = measure_steps(Model(), device)
-        save(result, path)
-        return 0
-    for number in args.shapes or range(len(SHAPES)):
-        result["rows"] += measure(SHAPES[number], args.only, device)
-        save(result, path)
+        result.add(measure_steps(Model(), device))
+        show(memory_table(result["rows"]))
+    else:
+        for number in args.shapes or range(len(SHAPES)):
+            rows = measure(SHAPES[number], args.only, device)
+            result.add(rows)
+            show(table(rows))
+    result.end()
     return 0
 
 
 # -- attention alone ----
 
 
-def measure(shape: Shape, names: list[str], device: torch.device) -> list[dict]:
+def measure(shape: Case, names: list[str], device: torch.device) -> list[dict]:
     """A row for each way to attend."""
-    B, H_q, H_kv, N, D, is_causal = shape
+    B, H_q, H_kv, N, D = shape.B, shape.H_q, shape.H_kv, shape.N, shape.D
     q, k, v, do = (
         torch.randn(B, H, N, D, device=device, dtype=torch.bfloat16) for H in (H_q, H_kv, H_kv, H_q)
     )
@@ -169,7 +139,7 @@ def measure(shape: Shape, names: list[str], device: torch.device) -> list[dict]:
     replay.library().result()  # which launches compiled calls, once it is compiled itself
     torch._dynamo.reset()
     for name in names:
-        attend = functools.partial(ATTENTION[name], is_causal=is_causal)
+        attend = functools.partial(ATTENTION[name], is_causal=shape.is_causal)
         out = attend(*leaves)
         parts = {
             "forward": (attend, leaves),
@@ -185,22 +155,30 @@ def measure(shape: Shape, names: list[str], device: torch.device) -> list[dict]:
         kept, of = found[name]
         ms = {part: summary(times[name, part]) for part in ("forward", "backward", "step")}
         rows.append({
-            "plan": "backward", "provider": name, "shape": str(shape), **shape._asdict(),
+            "plan": "backward", "provider": name, "shape": shape.shape, **dataclasses.asdict(shape),
             "times": ms, "kept": kept / (B * H_q * N * D), "rel_l1": of,
             "peak_bytes": runners[name, "step"].peak_bytes(),
         })  # fmt: skip
-        near = "/".join(f"{of[each]:.4f}" for each in GRADIENTS) if of else "-"
-        its = "".join(f" {part} {ms[part]['ms']:8.3f}{over(times, name, part)}" for part in ms)
-        print(f"{shape!s:22} {name:12}{its} kept {rows[-1]['kept']:.2f} {near}")
     return rows
 
 
-def over(times: dict, name: str, part: str) -> str:
-    """How much faster than the best of the rivals that ran."""
-    rivals = [statistics.median(times[n, p]) for n, p in times if n in RIVALS and p == part]
-    if name in RIVALS or not rivals:
-        return " " * 8
-    return f" ({min(rivals) / statistics.median(times[name, part]):.2f}x)"
+def table(rows: list[dict]) -> str:
+    """A line per shape and way to train: ms, and beside ours how much faster than SDPA's best."""
+    parts = ("forward", "backward", "step")
+    lines = [["B x H x N x D", "", *parts, "kept", "dQ/dK/dV, %"]]
+    for shape, its in groups(rows, "shape").items():
+        rivals = [row["times"] for row in its if row["provider"] in RIVALS]
+        for row in its:
+            cells = []
+            for part in parts:
+                ms = row["times"][part]["ms"]
+                cells.append(f"{ms:#.4g}")
+                if rivals and row["provider"] not in RIVALS:
+                    cells[-1] += f" ({min(each[part]['ms'] for each in rivals) / ms:.2f}x)"
+            error = row["rel_l1"]
+            near = "/".join(f"{100 * x:.1f}" for x in error.values()) if error else "-"
+            lines.append([shape, row["provider"], *cells, f"{row['kept']:.1f}", near])
+    return markdown(lines)
 
 
 def grad(out, leaves, do):
@@ -222,7 +200,7 @@ def kept_bytes(call, inputs, beside=()) -> int:
     return sum(size for storage, size in storages.items() if storage not in known)
 
 
-def errors(attend, shape: Shape, device) -> dict | None:
+def errors(attend, shape: Case, device) -> dict | None:
     """One head of k. dO's tokens differ in size, k has a bias in each channel, v a mean."""
     N, D, group = shape.N, shape.D, shape.H_q // shape.H_kv
     if N > MAX_EXACT:
@@ -309,11 +287,23 @@ def measure_steps(model: Model, device: torch.device, compiled: dict = COMPILED)
     del found, exact
     for row, more in zip(rows, timed(forwards, x, leaves, grad), strict=True):
         row.update(more)
-        its = f" step {row['times']['step']['ms']:8.2f} ms" if more else ""
-        for part in ("kept", "peak") if more else ("kept",):
-            its += f" {part} {row[f'{part}_bytes'] / 2**30:.3f} GiB"
-        print(f"{row['shape']:26} {row['provider']:8}{its} near {row['cos_sim']:.5f}")
     return rows
+
+
+def memory_table(rows: list[dict]) -> str:
+    """A line per model and way to compile it, the others beside inductor."""
+    lines = [["", "compiled by", "step, ms", "kept, GiB", "peak, GiB", "weights, GiB", "CosSim"]]
+    for shape, its in groups(rows, "shape").items():
+        first = its[0]
+        for row in its:
+            ms, inductors = (each["times"]["step"]["ms"] for each in (row, first))
+            cells = [f"{ms:#.4g}" + (f" ({inductors / ms:.2f}x)" if row is not first else "")]
+            for part in ("kept_bytes", "peak_bytes"):
+                less = f" ({row[part] / first[part] - 1:+.1%})" if row is not first else ""
+                cells.append(f"{row[part] / 2**30:.2f}{less}")
+            weights = f"{row['weight_bytes'] / 2**30:.2f}"
+            lines.append([shape, row["provider"], *cells, weights, f"{row['cos_sim']:.4f}"])
+    return markdown(lines)
 
 
 def timed(forwards: dict, x: Tensor, leaves: list[Tensor], grad: Tensor) -> list[dict]:
@@ -366,7 +356,4 @@ def cos_sim(x: Tensor, y: Tensor) -> float:
 
 
 if __name__ == "__main__":
-    # Compile from scratch: a warm cache may hold graphs of SDPA's other backends.
-    with tempfile.TemporaryDirectory() as cache:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
-        sys.exit(main())
+    harness.run(main, fresh=harness.CACHES[:1])

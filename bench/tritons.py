@@ -8,8 +8,6 @@ launches those in FOLDER in the place of its own Triton's, and times all in turn
 other parameters than the same kernel of this Triton is refused.
 """
 
-import argparse
-import datetime
 import functools
 import json
 import re
@@ -24,7 +22,7 @@ import triton
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.experimental.gluon import language as gl
 
-from bench import machine
+from bench import harness
 from bench.cases import Case
 from bench.measure import Exact, Provider, Runner, draw, interleave
 from sage_inductor.ops.attention import tiles
@@ -50,15 +48,10 @@ HEADS, LENGTHS = (2, 16), (4096, 4352, 8192, 2048, 3072, 1024, 5120, 6144)
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__, rounds=8, target_ms=20.0)
     parser.add_argument("what", choices=("compile", "run"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--label", default=triton.__version__, help="of what is compiled")
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--target-ms", type=float, default=20.0, help="of a turn")
-    parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args(argv)
     return save(args.folder / args.label) if args.what == "compile" else run(args)
 
@@ -215,16 +208,16 @@ def entry(compiled) -> str:
 
 
 def run(args) -> int:
-    device = torch.device("cuda")
-    result = {
-        "date": datetime.date.today().isoformat(), "device": machine.describe(device),
-        "versions": machine.versions(), "rows": [],
-    }  # fmt: skip
+    device = harness.gpu(args)
+    method = (
+        f"median of {args.rounds} rounds of {args.target_ms:g} ms of CUDA graphs, in turns; ratio: "
+        "over the JIT's of the same round"
+    )
+    result = harness.Result("tritons", method, args)
     folders = sorted(each for each in args.folder.iterdir() if each.is_dir())
     for row, split in VARIANTS:
-        result["rows"] += measure(row, split, folders, args, device)
-    if args.json:
-        Path(args.json).write_text(json.dumps(result, indent=1))
+        result.add(measure(row, split, folders, args, device))
+    result.end()
     return 0
 
 
@@ -311,4 +304,4 @@ def with_cubin(row, split: bool, cubin: bytes, shared: int):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    harness.run(main)

@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from bench import accuracy, capture, measure, plot, trained
+from bench import accuracy, capture, measure, pages, trained
 from bench.laboratory import NAMED, SAGE2_4B, SAGE2_8B, Technique, attend
+from bench.tables import groups
 from bench.trained import Size
 from sage_inductor.choose.candidates import auto_recipes
 from sage_inductor.ops.reference.exact import attention_exact
@@ -243,13 +244,13 @@ def test_results_are_kept_and_plotted(tmp_path, monkeypatch, capsys):
 
     result = json.loads(path.read_text())
     assert list(result["models"]) == ["gpt", "dit"] and "40 steps" in result["models"]["gpt"]
-    plans = plot.groups(result["rows"], "plan")
+    plans = groups(result["rows"], "plan")
     assert {name: len(rows) for name, rows in plans.items()} == {
         "accuracy": 3 * 3,
         "defaults": 3 * len(accuracy.PROMISED),
         "end-to-end": 2 * 4,
     }
-    for family, its in plot.groups(plans["accuracy"], "family").items():
+    for family, its in groups(plans["accuracy"], "family").items():
         errors = [row["average"]["rel_l1"] for row in its]
         assert errors == sorted(errors) and its[0]["layers"] == 2, family
     assert {key for row in plans["end-to-end"] for key in row["figures"]} == {
@@ -258,21 +259,15 @@ def test_results_are_kept_and_plotted(tmp_path, monkeypatch, capsys):
         "frechet",
     }
     text = capsys.readouterr().out
-    assert "End to end: gpt" in text and "The defaults and accurate" in text
+    assert "End to end: gpt" in text and "The defaults (sage2-8b" in text
 
     page.parent.mkdir()
     (tmp_path / "README.md").write_text("no table here\n")
-    where = ["--root", str(tmp_path)]
-    for wrong in ("<!-- table:acuracy -->\n<!-- table:end -->", "<!-- table:accuracy -->\n"):
-        page.write_text(wrong)
-        assert plot.main(where) == 2 and page.read_text() == wrong
-        assert "accuracy.md needs" in capsys.readouterr().err
-    page.write_text("a\n<!-- table:accuracy -->\n<!-- table:end -->\nb")
-    assert plot.main([*where, "--check"]) == 1
+    page.write_text("<!-- table:accuracy -->\n<!-- table:end -->\n")
     pytest.importorskip("matplotlib")
-    assert plot.main(where) == 0 and plot.main([*where, "--check"]) == 0
+    assert pages.main(["--root", str(tmp_path)]) == 0
     shown = page.read_text()
     assert "### CPU, emulated" in shown and "| SAGE2_4B |" in shown and "dit: frechet" in shown
-    for name in (plot.ACCURACY_PLOT, plot.MODELS_PLOT):
+    for name in ("accuracy.svg", "end-to-end.svg"):
         drawn = (path.parent / name).read_text()
         assert f"results/cpu/{name}" in shown and "<svg" in drawn

@@ -17,7 +17,17 @@ from torch._inductor import compile_fx
 from torch.nn.attention import SDPBackend
 
 from bench import attention as bench
-from bench import blocks, compile_time, fusion, library, measure, plot, preparation, providers
+from bench import (
+    blocks,
+    compile_time,
+    figures,
+    fusion,
+    harness,
+    library,
+    measure,
+    preparation,
+    providers,
+)  # fmt: skip
 from bench import model as whole
 from bench.cases import MASKS, PLANS, Case
 from sage_inductor import config, report
@@ -219,7 +229,7 @@ def test_an_activated_flash_attention_is_named(monkeypatch):
     names = [provider.name for provider in providers.build(case, each, [])]
     assert names == ["cuDNN", "flash (FA3)", "efficient"]
     assert [providers.backend_of(name) for name in names] == list(providers.EAGER.values())
-    assert plot.line_style("flash (FA3)", []) == plot.line_style("flash", [])
+    assert figures.line_style("flash (FA3)", []) == figures.line_style("flash", [])
     monkeypatch.setattr(families, "current_flash_attention_impl", lambda: None)
     assert [provider.name for provider in providers.build(case, each, [])] == list(each)
 
@@ -249,6 +259,25 @@ def test_the_peak_is_of_one_call_beside_its_inputs(monkeypatch):
     provider = measure.Provider("p", call, lambda x: allocate(700) or (x,), captures=False)
     runner = measure.Runner(provider, [(torch.ones(2),)] * 3)
     assert runner.peak_bytes() == 70
+
+
+def test_each_runs_right_after_each_other_one_once():
+    rounds = [measure.order(["a", "b", "c", "d"], turn) for turn in range(4)]
+    follows = collections.Counter(pair for names in rounds for pair in itertools.pairwise(names))
+    assert len(follows) == 12 and set(follows.values()) == {1}
+
+
+def test_turns_are_as_long_as_asked_and_begin_untimed():
+    ms, log = {"a": 1.0, "b": 4.0, "long": 99.0}, []
+
+    def clock(call, repeats):
+        log.append((call, repeats))
+        return ms[call] / len(log)
+
+    found = measure.in_turns({name: name for name in ms}, 1, 12.0, clock, least=2)
+    assert log[:3] == [("a", 2), ("b", 2), ("long", 2)]
+    assert log[3:] == [("a", 4), ("a", 12), ("b", 2), ("b", 6), ("long", 1), ("long", 2)]
+    assert found == {"a": [1 / 5], "b": [4 / 7], "long": [99 / 9]}
 
 
 def test_rows_have_times_and_peaks_of_those_that_run(monkeypatch):
@@ -302,32 +331,6 @@ def check_flex(mask):
     assert found["rel_l1"] < 0.01
 
 
-def test_results_become_tables():
-    """A provider that is measured at some N only leaves its other cells empty."""
-    row = {"captured": True, "speedup": 2.0, "ms": 1.0, "tflops": 1.0, "model": "", "mask": "keys",
-           "accuracy": {"normal": {"rel_l1": 0.04}}}  # fmt: skip
-    lines = [(1024, "cuDNN"), (1024, "op"), (4096, "cuDNN"), (4096, "flex"), (4096, "op")]
-    table = [{**row, "N": N, "row": f"keys {N}", "provider": p} for N, p in lines]
-    assert plot.speed_table(table, plot.ms_cell, "mask, N").splitlines()[2:] == [
-        "| keys 1024 | 1.00 | 1.00 (2.00x) |  | - (4.0%) |",
-        "| keys 4096 | 1.00 | 1.00 (2.00x) | 1.00 (2.00x) | - (4.0%) |",
-    ]
-
-
-def test_batches_that_share_k_and_v_become_a_table():
-    case = dataclasses.asdict(Case(2, 24, 24, 4096, 64, shared=True))
-    row = {**case, "captured": True, "accuracy": {"normal": {"rel_l1": 0.04}}}
-    found = (("cuDNN", None, 2.0), ("sage1 apart", "sage1", 1.0), ("sage1 op", "sage1", 0.5))
-    rows = [
-        {**row, "provider": name, "recipe": recipe, "ms": ms, "speedup": 2 / ms}
-        for name, recipe, ms in found
-    ]
-    result = {"rows": rows, "date": "2026-11-23", "machine": {}, "method": {"time": "t"},
-              "versions": dict.fromkeys(("torch", "triton", "cudnn"), "1")}  # fmt: skip
-    table = plot.speed_section("gpu", {"shared": result})
-    assert "| 2x24x4096x64 | 2.00 | 1.00 (2.00x) | 0.500 (4.00x) | 4.0% (4.0%) |" in table
-
-
 def test_plans_have_each_kind_of_call():
     cases = [case for plan in PLANS.values() for case in plan.cases]
     assert {(case.D, case.kind) for case in cases} >= {
@@ -353,16 +356,6 @@ def test_steps_of_the_preparation_are_what_prepare_does(recipe, monkeypatch):
     monkeypatch.setattr(preparation, "prepare", lambda *_: answers.pop())
     with pytest.raises(SystemExit, match="no speed is reported"):
         preparation.check(recipe, CPU)
-
-
-def test_a_page_shows_preparation_as_it_was_measured():
-    prepare = preparation.row(Case(1, 2, 2, 300, 80), "prepare", {"ms": 3.0}, 1.0, 10**9)
-    rows = [{**prepare, "step": "copy"}, prepare]
-    assert plot.preparation_table(rows).splitlines()[4:] == ["| 1x2x300x80 | 3.00 | 2.00 | 1.20 |"]
-    ours = {"model": "flux", "B": 1, "H": 24, "N": 9, "D": 8, "added_ms": 0.5, "ratio": 2.0}
-    rows = [{**ours, "graph": "halves"}, {**ours, "graph": "pairs", "ratio": 3.0}]
-    line = "| flux 1x24x9x8 | 0.500 (2.00x) | 0.500 (3.00x) |"
-    assert plot.fusion_table(rows).splitlines()[4:] == [line]
 
 
 def test_the_floor_of_a_step_is_its_bytes_at_the_rate_of_a_copy():
@@ -431,7 +424,7 @@ def test_a_block_is_rewritten_and_near_eager(name, monkeypatch, op_by_op):
     assert found["sage"]["rel_l1"] < 0.03
     with pytest.raises(whole.Wrong, match="uniform is not near inductor"):
         whole.check({"inductor": eager, "uniform": uniform})
-    sites = whole.sites(0)
+    sites = whole.sites(report())
     assert len(sites) == (2 if m.block in library.BESIDE else 1)
     assert whole.kernel_recipe(m, {"sage": sites}) == "sage2-8b-per-token"
     assert out.shape == (1, m.N - m.text * (m.block not in library.BESIDE), m.C)
@@ -461,12 +454,11 @@ def test_models_have_their_own_shapes():
         "whisper_large": 1280, "vit_h_1024px": 1280, "bert_large_512": 1024, "qwen_vl_980px": 1280,
     }  # fmt: skip
     assert {name: library.MODELS[name].C for name in hidden} == hidden
-    assert library.MODELS.keys() == plot.BLOCKS.keys() - {"padded"}
     padded = library.MODELS["hunyuan_padded"]
     assert padded.case.mask == "padding" and padded.text > measure.PADDED
     m = blocks.MODELS["llama3_32k"]
     assert m.case == Case(1, 32, 8, 32768, 128, is_causal=True, model="llama3_32k")
-    assert whole.shape(m) == "1x32/8x32768x128 causal"
+    assert m.case.shape == "1x32/8x32768x128 causal"
 
 
 def test_a_speed_is_that_of_each_round_and_printed_with_its_range():
@@ -497,32 +489,6 @@ def test_a_speed_is_that_of_each_round_and_printed_with_its_range():
     assert "could not be captured, launched: sage\n" in table
     assert "peak, GiB: inductor 0.50, sage 0.50," in table
     assert "failed: Wrong: off" in whole.lines({**row, "error": "Wrong: off"})
-
-
-def test_the_readme_has_a_line_for_what_is_rewritten_and_names_the_rest():
-    def row(model, *recipes, x):
-        ms = {"inductor": {"ms": x[0]}, "sage": {"ms": 1.0}}
-        speed = dict(zip(("x", "x_min", "x_max"), x, strict=True))
-        sites = {"sage": [{"recipe": recipe} for recipe in recipes]}
-        of = dict(model=model, shape="s", error=None, sites=sites, times=ms, share=0.5)
-        return of | dict(accuracy={"sage": {"rel_l1": 0.001}}, speed={"sage": speed})
-
-    rows = [
-        row("wan14b_480p", None, "sage2-8b", x=(1.25, 1.24, 1.26)),
-        row("flux_double", "sage2-8b", x=(1.02, 0.999, 1.03)),
-        row("bert_large_512", None, x=(0.99, 0.9876, 1.0)),
-        row("llama3_2k", None, None, x=(1.0, 0.99, 1.0049)),
-        {"model": "hunyuan", "error": "x", "sites": {}},
-    ]
-    result = dict(rows=rows, date="2026-01-01", machine={"gpu": "A"},
-                  versions=dict(torch="2", triton="3", cudnn="1"))  # fmt: skip
-    text = plot.blocks_in_short({"a": {"model": result}})
-    assert "| s | 1.250 ms | 1.000 ms | **1.25x** (1.24 to 1.26) | 50% | 0.10% |" in text
-    assert "| s | 1.020 ms | 1.000 ms | no change (1.00 to 1.03) | 50% | 0.10% |" in text
-    others = "All calls stay SDPA (0.988x to 1.005x) in: BERT, N=512; Llama 3 8B, prefill of 2K.\n"
-    assert text.count("\n| ") == 3 and text.endswith(others) and "Hunyuan" not in text
-    result["rows"] = rows[:1]
-    assert "stay SDPA" not in plot.blocks_in_short({"a": {"model": result}})
 
 
 @pytest.mark.parametrize(
@@ -585,7 +551,7 @@ def timed(monkeypatch):
         [providers.Provider(kind, F.scaled_dot_product_attention) for kind in kinds]
     ))  # fmt: skip
     monkeypatch.setattr(whole, "gate", lambda *_: 0.0)
-    return whole.arguments("").parse_args([])
+    return harness.parser("", rounds=3, target_ms=20.0).parse_args([])
 
 
 def test_a_model_is_measured(timed, monkeypatch, op_by_op):
@@ -628,18 +594,6 @@ def test_a_model_is_measured_by_the_blocks_that_a_policy_keeps(timed, monkeypatc
         monkeypatch.setattr(whole, "compiled", lambda block, *_: block)
         failed = whole.measure(m, "selected", timed, CPU)
     assert "no column rewrites the self-attention: {'keep 1': []}" in failed["error"]
-    result = {
-        "rows": [json.loads(json.dumps(row)), failed], "date": "2026-11-23", "machine": {},
-        "versions": dict.fromkeys(("torch", "triton", "cudnn"), "1"), "method": {"time": "t"},
-    }  # fmt: skip
-    assert plot.selected_section(result).splitlines()[2:] == [
-        "| 1x2x700x32 | inductor | 1.000 | 1.00x | 2.00x | 0.00 |",
-        "| 1x2x700x32 | sage | 2.000 | 0.50x | 1.00x | 0.00 |",
-        "| 1x2x700x32 | keep 1 | 3.000 | 0.33x | 0.67x | 0.00 |",
-        "| 1x2x700x32 | keep 0.3 | 4.000 | 0.25x | 0.50x | 0.00 |",
-        "",
-        "2026-11-23, torch 1, triton 1, cudnn 1. Time: t.",
-    ]
 
 
 @pytest.mark.parametrize("plan", whole.PLANS)
@@ -652,19 +606,13 @@ def test_a_plan_of_whole_models_is_saved_as_it_goes(plan, tmp_path, monkeypatch,
         seen.append(model.name)
         return {"plan": plan, "model": model.name, "shape": "", "sites": {}, "error": "x"}
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(harness, "gpu", lambda args: args.device)
     monkeypatch.setattr(whole, "measure", measured)
-    monkeypatch.setattr(whole.machine, "state", lambda device: "")
-    monkeypatch.setattr(
-        whole, "start", lambda plan, method, args: (
-            {"plan": plan, "method": method, "state": {}, "rows": []}, args.json, CPU
-        )
-    )  # fmt: skip
     with torch.no_grad(), config.patch(rewrite_inductor=False):
-        assert whole.main(["--plan", plan, "--json", str(path)]) == 1
+        assert whole.main(["--plan", plan, "--device", "cpu", "--json", str(path)]) == 1
     assert seen == list(whole.PLANS[plan][1])
     found = json.loads(path.read_text())
-    assert found["plan"] == plan and ("keep" in found["method"]) == (plan == "selected")
+    assert ("keep" in found["method"]) == (plan == "selected")
 
 
 @pytest.mark.parametrize("column", whole.KEEPING)
@@ -705,13 +653,6 @@ def test_what_preparation_adds():
     found = fusion.row(fusion.CASES[0], "halves", True, 2.0, {"ms": 3.0}, {"ms": 8.0})
     assert (found["added_ms"], found["floor_ms"], found["ratio"]) == (5.0, 5.0, 1.0)
     assert found["graph"] == "halves, v projected"
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="what is said without a GPU")
-@pytest.mark.parametrize("main", [whole.main, fusion.main])
-def test_without_a_gpu_nothing_is_timed(main, capsys):
-    assert main([]) == 2
-    assert "torch sees no CUDA device" in capsys.readouterr().err
 
 
 def test_families_choose_cases(capsys):
@@ -802,22 +743,3 @@ def test_compile_times_are_compared_by_their_medians():
     without = compile_time.summary([row for row in rows if row["backend"] != "stages"])
     for start, times in without.items():
         assert times["ratios"] == {"sage/inductor": found[start]["ratios"]["sage/inductor"]}
-
-
-def test_a_result_without_plans_is_of_the_plan_that_its_file_is_named_after(tmp_path):
-    def row(provider: str, P: int, ms: float, efficiency: float) -> dict:
-        return {"case": "Small", "N": 9, "H": 2, "D": 8, "P": P, "provider": provider, "ms": ms,
-                "efficiency": efficiency, "received_bytes": 2e6, "one_device_ms": 12.34}  # fmt: skip
-
-    rows = [row(name, 2, 7 + i, 0.5) for i, name in enumerate(plot.WAYS)]
-    versions = {"torch": "2", "triton": "3", "cudnn": "9"}
-    result = {"date": "2026-11-24", "world": 2, "machine": {"gpu": "G"}, "versions": versions,
-              "method": "fast", "rows": [*rows, row("Ulysses", 4, None, 0.1)]}  # fmt: skip
-    for name in ("2026-11-24-parallel.json", "2026-11-24-regret-calibrated.json"):
-        (tmp_path / name).write_text(json.dumps(result))
-    found = plot.newest(tmp_path)
-    assert found.keys() == {"parallel"}
-    assert plot.parallel_section(found["parallel"]).splitlines()[2:] == [
-        "| Small 1x2x9x8 | 12.3 | 7.00 (0.50) | 8.00 (0.50) | 9.00 (0.50) | 10.0 (0.50) | 2 | 2 |",
-        "", "2026-11-24, torch 2, triton 3, cudnn 9. fast.",
-    ]  # fmt: skip

@@ -16,12 +16,12 @@ from support import relative_l1
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench import curves, gradients, learners, plot
+from bench import curves, figures, gradients, harness, learners, pages
 from bench.curves import Trainer
 from bench.gradients import ENTRIES, Training
 from bench.learners import GPTs, Layers, Size, Text
 
-SMALL = Size(layers=2, heads=2, head_dim=64, N=32, tokens=64, steps=12, every=4, evaluated=256)
+SMALL = Size(layers=2, heads=2, head_dim=64, N=32, batch=2, steps=12, every=4, evaluated=8)
 CPU = torch.device("cpu")
 EXACT = curves.attention_of("exact", True, False)
 
@@ -301,8 +301,8 @@ def test_sources_are_what_python_and_torch_have(tmp_path, monkeypatch):
 
 # -- models that are not GPTs ----
 
-SMALL_DIT = Size(2, 1, 64, 16, 64, 8, 2, 128)
-SMALL_MINILM = Size(6, 12, 32, 16, 96, 4, 2, 192, 5e-5)
+SMALL_DIT = Size(2, 1, 64, 16, 4, 8, 8, every=2)
+SMALL_MINILM = Size(6, 12, 32, 16, 6, 4, 12, every=2, rate=5e-5)
 
 
 @functools.cache
@@ -597,7 +597,7 @@ def test_a_budget_stops_between_two_points(text, monkeypatch):
     assert [len(row["curve"]) for row in part] == [2, 2] and part[0]["ms"] == 2500
     assert last(text=text, until=clock.now)[0]["steps"] == 4  # what is begun has a point
     line = curves.summarize(whole + part)[1]
-    assert line["partial"] == 2 and "2 partial" in curves.told(line)
+    assert line["partial"] == 2 and "| 2, 2 partial |" in curves.table([line])
     gaps = [ours["curve"][1] - its["curve"][1] for ours, its in zip(part, whole)]
     assert line["train"]["gap"] == pytest.approx(statistics.fmean(gaps))
     assert line["held_out"]["gap"] is None and line["held_out"]["mean"] is not None
@@ -627,9 +627,7 @@ def test_a_run_that_diverges_is_said_and_the_other_is_as_it_was(text, capsys):
     (line,) = curves.summarize(found)
     assert line["diverged"] == 1 and line["train"]["mean"] == found[0]["curve"][-1]
     curves.print_rows(found, 1.0)
-    curves.print_summary([line])
-    printed = capsys.readouterr().out
-    assert "seed 1: 12 steps; diverged at step 6" in printed and "2 seeds, 1 diverged" in printed
+    assert "seed 1: 12 steps; diverged at step 6" in capsys.readouterr().out
 
 
 # -- what comes of it ----
@@ -691,8 +689,8 @@ def test_all_of_it(text, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(learners, "sources", lambda: text)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     saves = []
-    save = curves.save
-    monkeypatch.setattr(curves, "save", lambda result, path: (saves.append(1), save(result, path)))
+    save = harness.Result.save
+    monkeypatch.setattr(harness.Result, "save", lambda result: (saves.append(1), save(result)))
     path = tmp_path / "bench" / "results" / "cpu" / "2026-01-01-curves.json"
     asked = ["--recipes", "exact", "G", "--seeds", "2", "--steps", "8", "--json", str(path)]
     assert curves.main(asked) == 0
@@ -700,16 +698,16 @@ def test_all_of_it(text, tmp_path, monkeypatch, capsys):
     found = [(row["qk_norm"], row["recipe"], row["seed"]) for row in result["rows"]]
     assert found == [(y, x, i) for y in (True, False) for x in ("exact", "G") for i in (0, 1)]
     assert {(row["plan"], row["tokens"]) for row in result["rows"]} == {("curves", 64)}
-    assert len(saves) == 4 * 4 and len(result["summary"]) == 4  # two points, held out, the end
+    assert len(saves) == 4 * 4 + 1 and len(result["summary"]) == 4  # two points, held out, the end
     assert result["summary"] == curves.summarize(result["rows"])
     assert not torch.are_deterministic_algorithms_enabled()
     printed = capsys.readouterr().out
-    assert "64 tokens, no QK-norm, G: 2 seeds" in printed and "partial" not in printed
+    assert "by exact: loss" in printed and "partial" not in printed
 
     for page in (tmp_path / "README.md", tmp_path / "docs" / "accuracy.md"):
         page.parent.mkdir(exist_ok=True)
         page.write_text("<!-- table:curves -->\n<!-- table:end -->\n")
-    assert plot.main(["--root", str(tmp_path)]) == 0
+    assert pages.main(["--root", str(tmp_path)]) == 0
     assert (tmp_path / "docs" / "accuracy.md").read_text().count("| 64 | no | G | 2 |") == 1
     assert path.with_name("curves.svg").read_text().count("tokens a step") >= 4
 
@@ -721,7 +719,7 @@ def test_results_of_several_models_are_one_table_each(tmp_path, monkeypatch):
     monkeypatch.setitem(learners.SIZES["cpu"], "dit", SMALL_DIT)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     folder = tmp_path / "bench" / "results"
-    monkeypatch.setattr(curves, "RESULTS", folder)
+    monkeypatch.setattr(harness, "RESULTS", folder)
     assert curves.main(["--model", "dit", "--steps", "2", "--seeds", "2", "--json"]) == 0
     (path,) = folder.rglob("*.json")
     assert path.name.endswith("-curves-dit.json")
@@ -733,7 +731,7 @@ def test_results_of_several_models_are_one_table_each(tmp_path, monkeypatch):
     (path.parent / "2026-01-01-curves.json").write_text(json.dumps(gpts))
     page = tmp_path / "README.md"
     page.write_text("<!-- table:curves -->\n<!-- table:end -->\n")
-    assert plot.main(["--root", str(tmp_path)]) == 0
+    assert pages.main(["--root", str(tmp_path)]) == 0
     assert page.read_text().count("### CPU") == 1
     found = [line for line in page.read_text().splitlines() if line.startswith("!")]
     assert found == [
@@ -743,7 +741,7 @@ def test_results_of_several_models_are_one_table_each(tmp_path, monkeypatch):
     ]
     for name in ("curves.svg", "curves-dit.svg"):
         assert (path.parent / name).exists()
-    assert plot.main(["--root", str(tmp_path), "--check"]) == 0
+    assert pages.main(["--root", str(tmp_path), "--check"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -760,7 +758,7 @@ def test_what_does_not_go_together_is_refused(asked, said, capsys):
 
 
 def test_each_model_has_its_recipes_a_plan_and_a_plot():
-    assert list(curves.PLANS.values()) == list(plot.CURVES)
+    assert list(curves.PLANS.values()) == list(curves.TITLES)
     for recipes in curves.DEFAULT.values():
         assert recipes[0] == "exact" and set(recipes) <= set(curves.RECIPES)
     assert curves.DEFAULT.keys() == curves.PLANS.keys() == learners.SIZES["cpu"].keys()
@@ -777,13 +775,13 @@ def test_the_plot_and_the_table_of_runs_that_failed(tmp_path, monkeypatch):
         made_up("SageBwd", 2, [4.0, 3.0]),
     ]
     result = {
-        "date": "2026-01-01", "machine": {"gpu": "cpu"}, "model": "gpt", "method": "m",
+        "date": "2026-01-01", "machine": {"gpu": "cpu"}, "model": "gpt", "method": "m", "command": "c",
         "versions": {"torch": "2", "triton": "3", "cudnn": "none"}, "rows": rows,
         "summary": curves.summarize(rows),
     }  # fmt: skip
     seen = []
-    monkeypatch.setattr(plot, "keep", lambda figure, title, result, path: seen.append(figure))
-    plot.draw_curves(result, tmp_path / "curves.svg")
+    monkeypatch.setattr(figures, "keep", lambda figure, title, result, path: seen.append(figure))
+    figures.draw_curves(result, tmp_path / "curves.svg")
     losses, gaps = seen[0].axes
     drawn = [[list(map(float, line.get_data()[i])) for i in (0, 1)] for line in losses.lines]
     assert drawn[3] == [[2.0], [3.0]] and drawn[0] == [[2.0, 4.0, 6.0], [3.0, 2.0, 1.0]]
@@ -792,7 +790,7 @@ def test_the_plot_and_the_table_of_runs_that_failed(tmp_path, monkeypatch):
     (grey,) = gaps.patches  # of exact's end, where the last recipe's was before
     assert grey.get_y() == pytest.approx(-math.sqrt(0.5))
     assert grey.get_height() == pytest.approx(2 * math.sqrt(0.5))
-    table = plot.curves({"cpu": {"curves": result}})
+    table = pages.TABLES["curves"]({"cpu": {"curves": result}})
     assert "| 64 | yes | G | 2, 1 diverged | 2.0000 | +1.00000 | - | 0.70711 |" in table
     assert "| SageBwd | 2, 1 partial |" in table
 

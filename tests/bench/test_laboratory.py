@@ -299,11 +299,7 @@ def test_one_level_is_worse_than_two_and_the_more_so_the_longer():
         inputs = q[:, :, :128], k[:, :, :N], v[:, :, :N]
         one, two, fp32 = (
             error(dataclasses.replace(E4M3, **changes), inputs)
-            for changes in (
-                {"accumulator": "fp22"},
-                {"accumulator": "fp22", "interval": 64},
-                {},
-            )
+            for changes in ({"accumulator": "fp22"}, {"accumulator": "fp22", "interval": 64}, {})
         )
         assert one > two >= fp32 * 0.999
         ratios.append(one / two)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bench import lists, plot, sparse, trained
+from bench import figures, lists, pages, sparse, trained
 from bench.capture import attending
 from bench.trained import Size
 from sage_inductor.ops.recipe import NAMED, decode
@@ -127,15 +127,15 @@ def test_a_row_for_each_case_its_table_and_plot(capsys, tmp_path):
     assert [row["density"] for row in equal] == pytest.approx([some["density"]] * 2, abs=0.01)
     assert capsys.readouterr().out.count("density") == len(rows)
     result = dict(rows=rows, date="2026-01-01", versions=dict(torch="2", triton="3", cudnn="none"),
-                  machine={"gpu": "cpu"}, model="a model", method="a method")  # fmt: skip
+                  machine={"gpu": "cpu"}, model="a model", method="a method", command="c")  # fmt: skip
     assert json.loads(json.dumps(rows)) == [{**row, "recipes": row["recipes"] and [
         *row["recipes"]]} for row in rows]  # fmt: skip
-    table = plot.sparse({"cpu": {"sparse": result}})
+    table = pages.TABLES["sparse"]({"cpu": {"sparse": result}})
     assert table.count("\n| ") == 2 + len(rows) - len(sparse.RECIPES)
     assert "| exact | 1.00: equal, 0.00 | 0." in table
     assert "| exact, first 2 steps dense |  | 0." in table
     pytest.importorskip("matplotlib")
-    plot.draw_sparse(result, tmp_path / "sparse.svg")
+    figures.draw_sparse(result, tmp_path / "sparse.svg")
     assert "first 2 steps dense" in (tmp_path / "sparse.svg").read_text()
 
 
@@ -160,7 +160,7 @@ def test_the_whole_run_on_a_model_of_nothing(enough, tmp_path, monkeypatch):
     monkeypatch.setattr(sparse, "RECIPES", {"exact": None})
     monkeypatch.setattr(sparse, "OTHERS", {})
     sparse.main(["--json", str(tmp_path / "x.json")])
-    result = plot.newest(tmp_path)["sparse"]
+    result = pages.newest(tmp_path)["sparse"]
     rows, told = result["rows"], enough == 2
     assert len(rows) == 3 and ("Frechet" in result["method"]) == told
     assert all(row.get("frechet", 0) > 0 if told else "frechet" not in row for row in rows)
@@ -210,13 +210,3 @@ def test_the_error_of_attention_by_lists(wrong):
     mask = blocks.repeat_interleave(128, 2)[:, :, :300].repeat_interleave(64, 3)[..., :300]
     out = F.scaled_dot_product_attention(q, k, v, mask ^ wrong)
     assert (lists.error(out, q, k, v, blocks, (128, 64)) < 1e-5) != wrong
-
-
-def test_the_table_of_lists():
-    times = {name: {"ms": ms} for name, ms in dict(lists=1.5, dense=4, op=2, flex=3).items()}
-    row = dict(N=1024, D=64, block_q=128, block_kv=64, density=0.3, per_work=0.8, times=times)
-    result = dict(rows=[row, row | dict(times={**times, "flex": times["op"]})], date="2026-01-01",
-                  versions=dict(torch="2", triton="3", cudnn="1"), machine={"gpu": "A"}, method="m")  # fmt: skip
-    table = plot.lists({"a": {"lists": result}})
-    cells = "| 1024 | 64 | 128 x 64 | 30% | 1.500 | 2.000 | 3.000 | 1.50 | 4.000 | 0.80 |"
-    assert cells in table and "| 2.000 | 1.00 |" in table

@@ -1,5 +1,6 @@
 """bench/training.py without a GPU: what is counted and compared."""
 
+import dataclasses
 import functools
 
 import pytest
@@ -9,7 +10,8 @@ from instead import op_by_op
 from torch._dynamo.utils import counters
 
 import sage_inductor
-from bench import plot, training
+from bench import harness, training
+from bench.cases import Case
 from sage_inductor import SageRefused
 
 
@@ -17,12 +19,6 @@ def leaves(B=1, H_q=4, H_kv=2, N=256, D=64):
     return [
         torch.randn(B, H, N, D, dtype=torch.bfloat16, requires_grad=True) for H in (H_q, H_kv, H_kv)
     ]
-
-
-def test_without_a_gpu_it_says_so(capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert training.main([]) == 2
-    assert "torch sees no CUDA device" in capsys.readouterr().err
 
 
 def test_what_is_kept_is_counted_once():
@@ -39,7 +35,7 @@ def test_what_is_kept_is_counted_once():
 
 @pytest.mark.parametrize("H_kv", [1, 4])
 def test_errors_are_of_the_gradients(H_kv):
-    shape = training.Shape(2, 4, H_kv, 300, 64)
+    shape = Case(2, 4, H_kv, 300, 64)
     of_op = training.errors(training.by_op("g"), shape, "cpu")
     assert list(of_op) == ["dq", "dk", "dv"] and all(0.02 < x < 0.06 for x in of_op.values())
     exact = training.errors(
@@ -49,7 +45,9 @@ def test_errors_are_of_the_gradients(H_kv):
         shape, "cpu",
     )  # fmt: skip
     assert exact["dv"] < 0.01
-    assert training.errors(None, shape._replace(N=training.MAX_EXACT + 1), "cpu") is None
+    assert (
+        training.errors(None, dataclasses.replace(shape, N=training.MAX_EXACT + 1), "cpu") is None
+    )
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -63,18 +61,6 @@ def test_what_is_compiled_is_the_op(is_causal):
         out = attend(q, k, v)
         assert torch.equal(out, op(q, k, v))
         assert training.kept_bytes(attend, (q, k, v)) == training.kept_bytes(op, (q, k, v))
-
-
-def test_ratios_are_to_the_faster_rival():
-    times = {("cudnn", "step"): [4.0, 2.0, 3.0], ("flash", "step"): [9.0], ("g", "step"): [1.5]}
-    assert training.over(times, "g", "step") == " (2.00x)"
-    assert training.over(times, "cudnn", "step").strip() == ""
-    assert training.over({("g", "step"): [1.0]}, "g", "step").strip() == ""
-
-
-def test_shapes_are_named_by_their_heads():
-    assert str(training.Shape(1, 32, 8, 8192, 128)) == "1x32/8x8192x128"
-    assert str(training.Shape(8, 16, 16, 4096, 64, True)) == "8x16x4096x64 causal"
 
 
 # -- a step of a whole transformer ----
@@ -182,34 +168,11 @@ def test_a_step_is_timed_and_leaves_nothing_behind(monkeypatch):
     assert all(leaf.grad is None for leaf in leaves)
 
 
-def test_the_table_has_a_line_for_each_way_to_compile():
-    def row(name, ms, kept, peak):
-        return {
-            "plan": "memory", "provider": name, "shape": "2 layers", "times": {"step": {"ms": ms}},
-            "kept_bytes": kept * 2**30, "peak_bytes": peak * 2**30, "weight_bytes": 2**30,
-            "cos_sim": 0.9987,
-        }  # fmt: skip
-
-    rows = [row("inductor", 200.0, 16, 20), row("g", 160.0, 14, 19)]
-    versions = {"torch": "2.11.0", "triton": "3.6.0", "cudnn": "9.19.0"}
-    result = {
-        "rows": rows, "date": "2026-11-24T12:00:00+00:00", "versions": versions,
-        "machine": {"gpu": "NVIDIA H100", "driver": "580"}, "method": {"time": "ms"},
-    }  # fmt: skip
-    text = plot.memory({"nvidia-h100": {"memory": result}})
-    assert "### NVIDIA H100" in text
-    assert "| 2 layers | inductor | 200.0 | 16.00 | 20.00 | 1.00 | 0.9987 |" in text
-    assert (
-        "| 2 layers | g | 160.0 (1.25x) | 14.00 (-12.5%) | 19.00 (-5.0%) | 1.00 | 0.9987 |" in text
-    )
-
-
-def test_shapes_are_measured_in_the_order_asked_for(monkeypatch, tmp_path):
+def test_shapes_are_measured_in_the_order_asked_for(monkeypatch):
     seen = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(training.machine, "describe", lambda device: {"gpu": "one"})
+    monkeypatch.setattr(harness, "gpu", lambda args: args.device)
     monkeypatch.setattr(training, "measure", lambda shape, *_: seen.append(shape) or [])
-    assert training.main(["--shapes", "3", "1", "--json", str(tmp_path / "x.json")]) == 0
+    assert training.main(["--shapes", "3", "1", "--device", "cpu"]) == 0
     assert seen == [training.SHAPES[3], training.SHAPES[1]]
     with pytest.raises(SystemExit):
         training.main(["--shapes", str(len(training.SHAPES))])

@@ -24,7 +24,7 @@ from support import compile_cpp, op_by_op
 from torch._dynamo.utils import counters
 
 import sage_inductor
-from bench import plot
+from bench import pages as written
 from sage_inductor import lowering as launchers
 from sage_inductor import options
 from sage_inductor.choose import tables
@@ -284,7 +284,7 @@ def test_commands_that_are_run_elsewhere_are_printed_and_run_there():
 
 
 def test_tables_are_what_the_results_say():
-    assert plot.main(["--check"]) == 0
+    assert written.main(["--check"]) == 0
 
 
 def test_the_readme_is_short_and_lines_are_not_long():

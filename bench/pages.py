@@ -1,0 +1,350 @@
+"""The tables in README.md and docs/, and the plots, from the newest results of each GPU.
+
+$ python bench/pages.py            # rewrites every page between its markers, draws the plots
+$ python bench/pages.py --check    # exits 1 if a page says something else than the results
+
+A page says ``<!-- table:NAME -->`` and ``<!-- table:end -->`` where it wants a table of TABLES.
+The tables of results are their benches': this module finds the results, and says below a table
+where and how it was measured.
+"""
+
+import argparse
+import ast
+import collections
+import inspect
+import json
+import re
+import sys
+import textwrap
+import types
+from collections.abc import Callable, Collection
+from dataclasses import is_dataclass
+from pathlib import Path
+
+import sage_inductor
+from bench import (
+    accuracy,
+    attention,
+    curves,
+    figures,
+    fusion,
+    harness,
+    lists,
+    model,
+    packages,
+    parallel,
+    peers,
+    preparation,
+    sparse,
+    training,
+)  # fmt: skip
+from bench.tables import again, groups, markdown, provenance, where_and_when, wrapped
+from sage_inductor.choose import cost, tables
+from sage_inductor.ops.recipe import ALIASES
+from sage_inductor.options import TRAINED_BY
+from sage_inductor.patterns.reasons import CAUSES
+
+END = "<!-- table:end -->"
+MARKED = re.compile(rf"(<!-- table:(\w+) -->\n).*?({END})", re.S)
+SPEED = ("paper", "load", "models", "preparation", "fusion", "masks", "shared")
+ACCURACY = ("accuracy", "defaults", "end-to-end")
+PLANS = (
+    *SPEED, *ACCURACY, *curves.TITLES, "model", "training", "training-mask", "backward", "memory",
+    "packages", "parallel", "peers", "sparse", "lists", "selected",
+)  # fmt: skip
+METHODS = property, classmethod, types.FunctionType
+HEADS = (8, 24, 128)  # B * H of the columns of `lengths`
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument(
+        "--root", type=Path, default=harness.ROOT, help="holds README.md, docs/, bench/"
+    )
+    args = parser.parse_args(argv)
+    results = args.root / "bench" / "results"
+    gpus = {path.name: newest(path) for path in sorted(results.glob("*")) if path.is_dir()}
+    gpus = {name: plans for name, plans in gpus.items() if plans}
+    if not gpus:
+        print(f"pages: no results under {results}: run bench/attention.py", file=sys.stderr)
+        return 2
+
+    stale = False
+    for page in (args.root / "README.md", *sorted(args.root.glob("docs/*.md"))):
+        old = page.read_text()
+        marked = MARKED.findall(old)
+        unknown = {name for _, name, _ in marked} - TABLES.keys()
+        if unknown or old.count("<!-- table:") != 2 * len(marked):
+            print(f"pages: {page} needs {END} after each marker of {[*TABLES]}", file=sys.stderr)
+            return 2
+        new = MARKED.sub(lambda found: f"{found[1]}{TABLES[found[2]](gpus)}{found[3]}", old)
+        if new != old and args.check:
+            print(f"pages: {page} is not what bench/pages.py writes", file=sys.stderr)
+            stale = True
+        elif new != old:
+            page.write_text(new)
+    if not args.check:
+        for name, plans in gpus.items():
+            figures.draw(plans, results / name)
+    return int(stale)
+
+
+def newest(folder: Path) -> dict[str, dict]:
+    """Plan -> the newest result that holds rows of it, with those rows alone. A row that names no
+    plan is of the plan that the file is named after, behind the date."""
+    found = {}
+    for path, result in sorted(
+        ((path, load(path)) for path in folder.glob("*.json")), key=lambda each: each[1]["date"]
+    ):
+        usual = path.stem.partition("-")[2][len("MM-DD-") :]
+        plans = groups([{"plan": usual, **row} for row in result["rows"]], "plan")
+        for plan in plans.keys() & set(PLANS):
+            found[plan] = {**result, "rows": plans[plan]}
+    return found
+
+
+def load(path: Path) -> dict:
+    """A result, with the names that recipes have today."""
+    text = path.read_text()
+    for old, new in ALIASES.items():
+        text = text.replace(f'"{old}', f'"{new}')
+    return json.loads(text)
+
+
+# -- tables of results ----
+
+
+def sections(plans: Collection[str], section: Callable[[str, dict], str]):
+    """A table: a section for each GPU that has results of some of the plans."""
+
+    def table(gpus: dict[str, dict]) -> str:
+        parts = []
+        for name, found in gpus.items():
+            its = {plan: found[plan] for plan in plans if plan in found}
+            if its:
+                gpu = next(iter(found.values()))["machine"]["gpu"]
+                parts += [f"### {'CPU, emulated' if gpu == 'cpu' else gpu}\n", section(name, its)]
+        return "\n".join(parts)
+
+    return table
+
+
+def of(plan: str, table: Callable[[list[dict]], str]):
+    """A table of one plan's rows, with where and how below it."""
+
+    def section(name: str, plans: dict[str, dict]) -> str:
+        return f"{table(plans[plan]['rows'])}\n{provenance(plans[plan])}"
+
+    return sections((plan,), section)
+
+
+def image(alt: str, gpu: str, file: str) -> str:
+    return f"![{alt}](../bench/results/{gpu}/{file})\n"
+
+
+def speed_section(name: str, plans: dict[str, dict]) -> str:
+    parts = []
+    for plan, result in plans.items():
+        if plan == "paper":
+            parts += [provenance(result)]
+            parts += [image("TFLOP/s against sequence length", name, "attention.svg")]
+        alone = {"preparation": preparation.table, "fusion": fusion.table}.get(plan)
+        rows = result["rows"]
+        parts += [alone(rows) if alone else attention.table(plan, rows)]
+        parts += [provenance(result)] * (plan != "paper")
+    return "\n".join(parts)
+
+
+def accuracy_section(name: str, plans: dict[str, dict]) -> str:
+    parts = []
+    for plan, result in plans.items():
+        rows = result["rows"]
+        if plan == "accuracy":
+            parts += [accuracy.recipes_table(rows, result["models"])]
+            parts += [image("Relative L1 of each recipe", name, "accuracy.svg")]
+        elif plan == "defaults":
+            parts += [accuracy.defaults_table(rows)]
+        else:
+            parts += [accuracy.models_table(rows, result["models"])]
+            parts += [image("Whole models by each recipe", name, "end-to-end.svg")]
+    return "\n".join([*parts, *dict.fromkeys(map(provenance, plans.values()))])
+
+
+def curves_section(name: str, plans: dict[str, dict]) -> str:
+    parts = []
+    for plan, result in plans.items():
+        parts += [image(f"{curves.TITLES[plan]}: loss curves by recipe", name, f"{plan}.svg")]
+        about = f"{wrapped(result['model'] + '.')}\n{provenance(result)}"
+        parts += [curves.table(result["summary"]), about]
+    return "\n".join(parts)
+
+
+def sparse_section(name: str, plans: dict[str, dict]) -> str:
+    result = plans["sparse"]
+    shown = image("Quality of samples against density", name, "sparse.svg")
+    about = f"{wrapped(result['model'] + '.')}\n{provenance(result)}"
+    return "\n".join([shown, sparse.table(result["rows"]), about])
+
+
+def parallel_section(name: str, plans: dict[str, dict]) -> str:
+    result = plans["parallel"]
+    return f"{parallel.table(result['rows'], result['world'])}\n{provenance(result)}"
+
+
+def peers_table(gpus: dict[str, dict]) -> str:
+    """Means and errors where the result has them."""
+    parts = []
+    for name, plans in gpus.items():
+        if result := plans.get("peers"):
+            parts += [image("TFLOP/s beside other packages", name, "peers.svg")]
+            parts += [peers.table(result["rows"])]
+            if "means" in result:
+                parts += ["Ours over theirs, geometric means\n", peers.means_table(result["means"])]
+                parts += [
+                    "Relative L1 in %: normal, k_bias, v_bias (centred)\n",
+                    peers.families_table(result["accuracy"]),
+                ]
+            versions = ", ".join(f"{key} {x}" for key, x in result["versions"].items())
+            where = f"One {result['machine']['gpu']}, {result['date'][:10]}, {versions}"
+            method = ". ".join(
+                f"{key.capitalize()}: {result['method'][key]}"
+                for key in ("time", "columns", "accuracy")
+                if key in result["method"]
+            )
+            parts += [f"{wrapped(f'{where}. {method}.')}\n{again(result)}\n"]
+    return "\n".join(parts)
+
+
+def packages_table(gpus: dict[str, dict]) -> str:
+    found = (plans["packages"] for plans in gpus.values() if "packages" in plans)
+    return "\n".join(f"{packages.table(x['rows'])}\n{provenance(x)}" for x in found)
+
+
+def blocks_in_short(gpus: dict[str, dict]) -> str:
+    """Whole transformer blocks: a line each where a call is rewritten, the others in one."""
+    parts = []
+    for plans in gpus.values():
+        if result := plans.get("model"):
+            parts += [model.table(result["rows"]), where_and_when(result)]
+            parts += filter(None, [model.others(result["rows"])])
+    return "\n".join(parts)
+
+
+def accuracy_in_short(gpus: dict[str, dict]) -> str:
+    """By a GPU's measurements."""
+    parts = []
+    for name, plans in gpus.items():
+        if name != "cpu" and plans.keys() >= set(ACCURACY):
+            parts += [accuracy.in_short(plans), where_and_when(plans["accuracy"])]
+    return "\n".join(parts)
+
+
+# -- tables of the library ----
+
+
+def api(gpus: dict[str, dict]) -> str:
+    """The public names, each with its signature and what its docstring says."""
+    parts = []
+    for name in sorted(sage_inductor.__all__):
+        entry = getattr(sage_inductor, name)
+        if inspect.isfunction(entry):
+            parts += [f"## {name}\n\n```text\n{signature(entry)}\n```\n\n{described(entry)}\n"]
+        elif inspect.isclass(entry):
+            shown = f"```text\n{constructor(entry)}\n```\n\n" if is_dataclass(entry) else ""
+            parts += [f"## {name}\n\n{shown}{described(entry)}\n"]
+            methods = [
+                f"* `{key}{'()' * (not isinstance(member, property))}`: {described(member)}"
+                for key, member in vars(entry).items()
+                if not key.startswith("_") and isinstance(member, METHODS) and described(member)
+            ]
+            parts += ["\n".join(methods) + "\n"] if methods else []
+    return "\n".join(parts)
+
+
+def signature(function) -> str:
+    """As the source has it."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    returns = f" -> {ast.unparse(tree.returns)}" if tree.returns else ""
+    text = f"{tree.name}({ast.unparse(tree.args).replace('=', ' = ')}){returns}"
+    return textwrap.fill(text, 120, subsequent_indent=" " * (len(tree.name) + 1))
+
+
+def constructor(entry: type) -> str:
+    """A dataclass with its fields."""
+    fields = ast.parse(textwrap.dedent(inspect.getsource(entry))).body[0].body
+    given = [ast.unparse(x) for x in fields if isinstance(x, ast.AnnAssign)]
+    text = f"{entry.__name__}({', '.join(given)})"
+    return textwrap.fill(text, 120, subsequent_indent=" " * (len(entry.__name__) + 1))
+
+
+def described(entry) -> str:
+    """The docstring, as Markdown."""
+    return (inspect.getdoc(entry) or "").replace("``", "`")
+
+
+def remedies(gpus: dict[str, dict]) -> str:
+    """What to do about each cause why a call stays, and what the report says of it."""
+    lines = collections.defaultdict(list)
+    for cause in CAUSES:
+        text = re.sub(r"\{[^}]*\}(\.\{\})?", "...", cause.text)
+        quoted = f"`` {text} ``" if "`" in text else f"`{text}`"
+        lines[cause.remedy].append(f"  * {quoted}\n")
+    return "".join(f"* {remedy}:\n{''.join(said)}" for remedy, said in lines.items())
+
+
+def lengths(gpus: dict[str, dict]) -> str:
+    return lengths_of(set(cost.KINDS) - cost.TRAINED.keys())
+
+
+def training_lengths(gpus: dict[str, dict]) -> str:
+    return lengths_of(cost.TRAINED)
+
+
+def lengths_of(kinds: Collection[str]) -> str:
+    """From which length "auto" rewrites self-attention, of the built-in tables."""
+    lines = [["GPU", "head_dim", "kind of call", *(f"B·H ≥ {heads}" for heads in HEADS), "error"]]
+    for gpu in sorted(tables.built_in().keys() - tables.ALIKE.keys()):
+        table = tables.built_in()[gpu]
+        families = {
+            each: TRAINED_BY if each.kind in cost.TRAINED else "sage2-8b-per-token"
+            for each in table.families
+            if each.kind in kinds
+        }
+        for each in sorted(families, key=lambda each: (each.head_dim, cost.KINDS.index(each.kind))):
+            recipe = families[each]
+            if table.find(each, recipe) != each:
+                continue
+            cells = [str(table.first_length(each, recipe, heads) or "") for heads in HEADS]
+            error = table.error(each, recipe)
+            lines.append([gpu, str(each.head_dim), each.kind, *cells, f"{error:.1%}"])
+    return markdown(lines)
+
+
+TABLES = {
+    "accuracy": sections(ACCURACY, accuracy_section),
+    "api": api,
+    "backward": of("backward", training.table),
+    "blocks": blocks_in_short,
+    "curves": sections(curves.TITLES, curves_section),
+    "lengths": lengths,
+    "lists": of("lists", lists.table),
+    "memory": of("memory", training.memory_table),
+    "packages": packages_table,
+    "parallel": sections(("parallel",), parallel_section),
+    "peers": peers_table,
+    "remedies": remedies,
+    "selected": of("selected", model.selected_table),
+    "short": accuracy_in_short,
+    "sparse": sections(("sparse",), sparse_section),
+    "speed": sections(SPEED, speed_section),
+    "training": of("training", accuracy.training_table),
+    "training_lengths": training_lengths,
+    "training_mask": of("training-mask", accuracy.training_table),
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
