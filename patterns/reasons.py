@@ -62,184 +62,135 @@ def joined(reasons: list[Reason]) -> Reason:
     return first + "".join(f"; {each}" for each in others)
 
 
+# fmt: off
 UNKNOWN = Cause("{}", "please report it: this cause has no remedy yet")
-UNREADABLE = Cause(
-    "could not be read, which is a fault of ours: {}: {}",
-    "please report it with this message: the call itself is computed as it was",
-)
+UNREADABLE = Cause("could not be read, which is a fault of ours: {}: {}",
+    "please report it with this message: the call itself is computed as it was")
 
 # -- what the user asked for (choose/decide.py) ----
 
-IS_OFF = Cause("the recipe is 'off'", 'set sage.recipe="auto"',
-               asked=True)  # fmt: skip
+IS_OFF = Cause("the recipe is 'off'", 'set sage.recipe="auto"', asked=True)
 POLICY_OFF = Cause("the policy says off ({})", "change that rule of the policy",
-                   "the policy says off", asked=True)  # fmt: skip
+    "the policy says off", asked=True)
 
 # -- no kernel (choose/decide.py) ----
 
-ON_CPU = Cause(
-    "on CPU attention stays as it was (sage.emulate=True studies the accuracy)",
+ON_CPU = Cause("on CPU attention stays as it was (sage.emulate=True studies the accuracy)",
     "move the model to a GPU; on CPU sage.emulate=True studies a recipe's accuracy",
-    "no kernel runs there",
-)
-NO_KERNEL = Cause(
-    "no kernel for {}",
+    "no kernel runs there")
+NO_KERNEL = Cause("no kernel for {}",
     'leave the choice of the recipe to sage.recipe="auto"; `python -m sage_inductor doctor` says '
-    "which recipes run on this GPU",
-)
-HOPPER_LOST = Cause(
-    "the Hopper kernel is tested with Triton {}, not {}",
+    'which recipes run on this GPU')
+HOPPER_LOST = Cause("the Hopper kernel is tested with Triton {}, not {}",
     "install a Triton that it is tested with, or a newer sage_inductor",
-    "the Hopper kernel needs Triton {}",
-)
-FP32 = Cause(
-    "q, k and v are fp32, which is quantized only by sage.force=True",
-    "run the model in bfloat16 or float16, or under torch.autocast; sage.force=True quantizes fp32 "
-    "as well",
-    "fp32",
-)
-SHORT_EXAMPLE = Cause(
-    "the example of a package's dynamic length must be more than {}, got {}",
-    "export the model with a longer example",
-)
+    "the Hopper kernel needs Triton {}")
+FP32 = Cause("q, k and v are fp32, which is quantized only by sage.force=True",
+    "run the model in bfloat16 or float16, or under torch.autocast; sage.force=True quantizes "
+    "fp32 as well", "fp32")
+SHORT_EXAMPLE = Cause("the example of a package's dynamic length must be more than {}, got {}",
+    "export the model with a longer example")
 
 # -- no gain (choose/decide.py) ----
 
 _NO_GAIN = "nothing to gain at this size; sage.force=True rewrites it all the same"
 _TOO_SHORT = "nothing to gain at this length; sage.force=True rewrites it all the same"
-UNTIMED = Cause(
-    "{}: {} could be timed{}",
+UNTIMED = Cause("{}: {} could be timed{}",
     "see the errors in the reason; without max-autotune predicted times decide",
-    "it could not be timed",
-)
+    "it could not be timed")
 TIMED_SLOWER = Cause("{}: SDPA is {} ({:.2f}x){}", _NO_GAIN)
 NO_SPEEDUP = Cause("never slower: {} is {}", _NO_GAIN, "SDPA is predicted to be as fast")
 AT_NO_LENGTH = Cause("never slower: {} wins at no length (sage.force=True overrides)", _NO_GAIN,
-                     "SDPA is predicted to be as fast")  # fmt: skip
+    "SDPA is predicted to be as fast")
 FROM_LENGTH = Cause("never slower: {} wins from N={} (sage.force=True overrides)", _TOO_SHORT,
-                    "N < {1}")  # fmt: skip
+    "N < {1}")
 LISTS_FROM_LENGTH = Cause("never slower: {} by block lists wins from N={}", _TOO_SHORT, "N < {1}")
 TOO_SHORT = Cause("never slower: a call with fewer than {} queries or keys", _TOO_SHORT, "N < {}")
-NOT_IN_A_PACKAGE = Cause(
-    "never slower: {} in a package was not measured{}",
+NOT_IN_A_PACKAGE = Cause("never slower: {} in a package was not measured{}",
     "export with a Triton that it is tested with, or set options={'sage.force': True}",
-    "no kernel that travels was measured",
-)
+    "no kernel that travels was measured")
 NEVER_TUNED = Cause(
     "never slower: {} was not measured on {}: run `python -m sage_inductor tune` there",
     "run `python -m sage_inductor tune`, leave sage.calibrate on, or set options={'sage.force': "
-    "True}",
-    "nothing was measured there",
-)
+    "True}", "nothing was measured there")
 FLEX_WINDOW = Cause(
     "never slower: {} was not measured on {}: flex_attention computes such a window itself",
-    "set options={'sage.force': True}, and compare",
-    "flex_attention's windows were not measured",
-)
-NOT_MEASURABLE = Cause(
-    "never slower: {} was not measured on {}: {}",
+    "set options={'sage.force': True}, and compare", "flex_attention's windows were not measured")
+NOT_MEASURABLE = Cause("never slower: {} was not measured on {}: {}",
     'see the error in the reason; sage.mode="max-autotune-no-cudagraphs" times each call while '
-    "compiling",
-    "measuring it failed",
-)
-LISTS_UNMEASURED = Cause(
-    "never slower: {} by block lists was not measured{}",
+    'compiling', "measuring it failed")
+LISTS_UNMEASURED = Cause("never slower: {} by block lists was not measured{}",
     "set options={'sage.force': True}; make a causal or window BlockMask inside the compiled "
-    "function",
-)
+    "function")
 
 # -- gradients (choose/decide.py, eligible.py) ----
 
 _NO_GRAD = "for inference, call the model under torch.no_grad()"
 _FORCED = f"{_NO_GRAD}; sage.force=True computes it in 8 bits all the same, with an exact backward"
-EXACT_BACKWARD = Cause(
-    "the output requires a gradient, and sage.training is 'off'",
-    f"{_NO_GRAD}; to train in 8 bits set options={{'sage.training': 'auto'}}",
-    "training",
-)
+EXACT_BACKWARD = Cause("the output requires a gradient, and sage.training is 'off'",
+    f"{_NO_GRAD}; to train in 8 bits set options={{'sage.training': 'auto'}}", "training")
 BIASED_K = Cause(
     "training: causal, and k's channels have a bias, which g rounds with k (sage.training='g' "
     "overrides)",
     f"{_NO_GRAD}; to train it by g set sage.training='g', and look at diagnose_training",
-    "training, causal with a bias",
-)
+    "training, causal with a bias")
 TRAINS_UNMASKED = Cause("{} trains calls without a mask but the causal one, got {}", _FORCED,
-                        "training")  # fmt: skip
+    "training")
 TRAINS_SQUARE = Cause("g trains causal calls of as many queries as keys, got {} and {}", _FORCED,
-                      "training")  # fmt: skip
+    "training")
 TRAINS_WITHOUT_LSE = Cause("{} trains calls that return no logsumexp", _FORCED, "training")
 TRAINS_HEAD_DIMS = Cause("{} trains head_dims up to {}, one of q, k and v, got {} and {}", _FORCED,
-                         "training")  # fmt: skip
+    "training")
 TRAINS_POSITIVE_SCALE = Cause("g trains calls whose scale is more than 0, got {}", _FORCED,
-                              "training")  # fmt: skip
+    "training")
 TRAINS_16_BITS = Cause("g trains in 16 bits on a GPU, got float32", _FORCED, "training")
 TRAINS_ON_HOPPER = Cause("g trains on compute capability 9.0, got {}.{}", _FORCED, "training")
 TRAINS_FROM_8_0 = Cause("sagebwd trains from compute capability 8.0 on, got {}.{}", _FORCED,
-                        "training")  # fmt: skip
-TRAINS_BY_HOPPER_KERNEL = Cause(
-    "g trains with the Hopper kernel: {}",
-    HOPPER_LOST.remedy,
-    "the Hopper kernel needs Triton {1}",
-)
+    "training")
+TRAINS_BY_HOPPER_KERNEL = Cause("g trains with the Hopper kernel: {}", HOPPER_LOST.remedy,
+    "the Hopper kernel needs Triton {1}")
 LISTS_IN_TRAINING = Cause("training: block lists have no backward here", _NO_GRAD, "training")
 SINK_IN_TRAINING = Cause("training: a learned sink has no backward here", _NO_GRAD, "training")
 
 # -- what sage::sdpa cannot stand for (eligible.py) ----
 
-NO_SHAPES = Cause(
-    "the graph carries no shapes for this call",
-    'compile with backend="sage" or export with torch.export, which record shapes',
-)
+NO_SHAPES = Cause("the graph carries no shapes for this call",
+    'compile with backend="sage" or export with torch.export, which record shapes')
 IN_A_TRANSFORM = Cause("inside a torch.func transform", "call attention outside of vmap and grad")
 _EVAL = "call model.eval(), or set its dropout to 0"
 DROPOUT = Cause("dropout_p must be 0, got {}", _EVAL)
 _NUMBER = "give a Python number that does not change between calls"
 SCALE = Cause("scale must be a finite number known when compiling, got {}", _NUMBER)
-SUBCLASS = Cause(
-    "tensor subclasses are not supported, got {}",
-    "hand attention plain tensors: to_local() of a DTensor, to_padded_tensor() of a nested one",
-)
+SUBCLASS = Cause("tensor subclasses are not supported, got {}",
+    "hand attention plain tensors: to_local() of a DTensor, to_padded_tensor() of a nested one")
 _BHND = "reshape q, k and v to [B, H, N, D] before the call"
 DIMENSIONS = Cause("q, k and v must be [B, H, N, D], got {}, {} and {} dimensions", _BHND)
-EMPTY = Cause(
-    "q, k or v is empty, got {}, {}, {}", "leave out the call where there is nothing to attend to"
-)
-OF_DATA = Cause(
-    "heads, lengths and head_dim depend on data, got {}, {}, {}",
-    "pad to a length that is known before the model runs",
-)
-DEVICE = Cause(
-    "the device must be cuda (or cpu, emulated), got {}",
-    "move q, k, v and the mask to one CUDA device",
-)
+EMPTY = Cause("q, k or v is empty, got {}, {}, {}",
+    "leave out the call where there is nothing to attend to")
+OF_DATA = Cause("heads, lengths and head_dim depend on data, got {}, {}, {}",
+    "pad to a length that is known before the model runs")
+DEVICE = Cause("the device must be cuda (or cpu, emulated), got {}",
+    "move q, k, v and the mask to one CUDA device")
 _ONE_DTYPE = "give q, k and v one dtype, bfloat16 or float16, before the call"
 DTYPE = Cause("dtype must be one of {}, got {}", _ONE_DTYPE)
-HEAD_DIM = Cause(
-    "head_dim of q and k must be one number up to {}, as v's, got {}, {}, {}",
-    "nothing to do: no kernel holds rows this wide, or of two widths",
-)
+HEAD_DIM = Cause("head_dim of q and k must be one number up to {}, as v's, got {}, {}, {}",
+    "nothing to do: no kernel holds rows this wide, or of two widths")
 _ONE_BATCH = "give k and v q's batch, and a number of heads that divides q's (enable_gqa=True)"
 BATCHES = Cause("batches, kv heads and lengths must be equal, got {}, {}, {}", _ONE_BATCH)
 HEADS = Cause("q has {} heads and k {}, with enable_gqa={}", _ONE_BATCH)
-MASK_DTYPE = Cause(
-    "attn_mask must be bool or floating, got {}", "give a bool mask, or one in q's dtype"
-)
-MASK_SHAPE = Cause(
-    "attn_mask must broadcast to [B, H_q, N_q, N_kv], got {}",
-    "give attn_mask 2 to 4 dimensions that broadcast to [B, H, N_q, N_kv]",
-)
+MASK_DTYPE = Cause("attn_mask must be bool or floating, got {}",
+    "give a bool mask, or one in q's dtype")
+MASK_SHAPE = Cause("attn_mask must broadcast to [B, H_q, N_q, N_kv], got {}",
+    "give attn_mask 2 to 4 dimensions that broadcast to [B, H, N_q, N_kv]")
 STORED = Cause(
     "the output must be contiguous in some order of B, H, N, but for gaps between rows: strides {}",
-    "hand attention contiguous q, k and v, or transposed views of such",
-)
-LISTS_DTYPE = Cause(
-    "block lists must be int32, got {}", "convert counts and indices: .to(torch.int32)"
-)
+    "hand attention contiguous q, k and v, or transposed views of such")
+LISTS_DTYPE = Cause("block lists must be int32, got {}",
+    "convert counts and indices: .to(torch.int32)")
 _LISTS = "give the lists q's batch and heads, or 1, and a row for each block of queries"
 LISTS_SHAPE = Cause("block lists must have q's batch and heads, or 1, got {}, q {}", _LISTS)
 LISTS_OF_ALL = Cause("block lists must be for all queries, got {}, q {}", _LISTS)
 _NOT_KEPT = 'give this call a rule of its own, without "keep" and before the one that the reason ' \
-            "names", "keep is not for this call"  # fmt: skip
+            "names", "keep is not for this call"
 KEEP_UNMASKED = Cause("blocks are selected where there is no mask, got {}", *_NOT_KEPT)
 KEEP_SELF = Cause("blocks are selected for self-attention, got {} queries and {} keys", *_NOT_KEPT)
 KEEP_WITHOUT_LSE = Cause("blocks are selected where no logsumexp is returned", *_NOT_KEPT)
@@ -254,45 +205,33 @@ OUT_UNUSED = Cause("the output is not used, or as one with the attention weights
 OUT_AS_TUPLE = Cause("(out, weights) is used as a tuple, by {}", _UNPACK)
 UNBATCHED = Cause("the input must have a batch, got {} dimensions", _BHND)
 OTHER_DTYPE = Cause("autocast: the graph has {} and the projections {}", _ONE_DTYPE)
-WEIGHTS_USED = Cause(
-    "the attention weights are used", "give need_weights=False, and do not read the weights"
-)
-MORE_THAN_ATTENTION = Cause(
-    "an op of SDPA's backends is used for more than attention: {}",
-    "for inference, call F.scaled_dot_product_attention, or read no more than out and lse",
-)
+WEIGHTS_USED = Cause("the attention weights are used",
+    "give need_weights=False, and do not read the weights")
+MORE_THAN_ATTENTION = Cause("an op of SDPA's backends is used for more than attention: {}",
+    "for inference, call F.scaled_dot_product_attention, or read no more than out and lse")
 LSE_USED = Cause("the logsumexp or the maxima are used", "do not ask flex_attention for them")
-SCORE_MOD = Cause(
-    "score_mod changes the scores", "nothing to do where the model needs its score_mod"
-)
-MOD_CAPTURES = Cause(
-    "score_mod or mask_mod captures tensors or symbolic lengths",
-    "write mask_mod of b, h, q_idx, kv_idx and constants",
-)
-MASK_MOD = Cause(
-    "mask_mod is not full, causal or a sliding window",
-    "give other masks to F.scaled_dot_product_attention, as attn_mask",
-)
-BLOCK_SIZE = Cause(
-    "a BlockMask must have blocks of {}, got {}",
-    "give create_block_mask or from_kv_blocks one of these as BLOCK_SIZE",
-)
+SCORE_MOD = Cause("score_mod changes the scores",
+    "nothing to do where the model needs its score_mod")
+MOD_CAPTURES = Cause("score_mod or mask_mod captures tensors or symbolic lengths",
+    "write mask_mod of b, h, q_idx, kv_idx and constants")
+MASK_MOD = Cause("mask_mod is not full, causal or a sliding window",
+    "give other masks to F.scaled_dot_product_attention, as attn_mask")
+BLOCK_SIZE = Cause("a BlockMask must have blocks of {}, got {}",
+    "give create_block_mask or from_kv_blocks one of these as BLOCK_SIZE")
 
 # -- attention that is written out by hand (softmax/) ----
 
 _AS_SDPA = "write this attention as one F.scaled_dot_product_attention call, if it is one"
 UNREAD = Cause("softmax attention that could not be read: `{}` between the products", _AS_SDPA)
-SOFTCAP = Cause(
-    "softcap: the scores pass through tanh", "nothing to do where the model needs its softcap"
-)
+SOFTCAP = Cause("softcap: the scores pass through tanh",
+    "nothing to do where the model needs its softcap")
 _A_SINK = (
     "put one column of logits behind the scores when they are scaled and masked, and drop its "
     "weights",
     "other logits than a learned sink",
 )
-OTHER_LOGITS = Cause(
-    "the scores are concatenated with other logits than a column behind them", *_A_SINK
-)
+OTHER_LOGITS = Cause("the scores are concatenated with other logits than a column behind them",
+    *_A_SINK)
 NO_SINK = Cause("a column of scores is added or dropped, which is no learned sink", *_A_SINK)
 SINK_CHANGED = Cause("a learned sink is scaled or masked with the scores", *_A_SINK)
 STANDS_BETWEEN = Cause("`{}` stands between the products", _AS_SDPA)
@@ -313,17 +252,13 @@ MASK_BEFORE_SCALE = Cause("a mask is applied before the scale", _HIDE)
 DIFFERENT_FILLS = Cause("masks hide with different values, {}", _HIDE)
 GIVEN_OUT = Cause("`{}` is given out=", "assign what the call returns instead")
 RANKS = Cause("q, k and v must have 3 or 4 dimensions, got {}", _BHND)
-ALSO_USED = Cause(
-    "the {} `{}` are also used by `{}`",
-    "do not return or store them (transformers: output_attentions=False)",
-    "the {} are also used",
-)
+ALSO_USED = Cause("the {} `{}` are also used by `{}`",
+    "do not return or store them (transformers: output_attentions=False)", "the {} are also used")
 OF_THE_SCORES = Cause("an operand is computed from the scores", _AS_SDPA)
 DTYPES = Cause("q, k and v must have one dtype, got {}", _ONE_DTYPE)
 NO_PRODUCT = Cause("a product is not [*batch, N, D] by [*batch, D, M]", _AS_SDPA)
-TWO_ORDERS = Cause(
-    "the weights are not [..., N_q, N_k] in both products: reshaped in two orders", _AS_SDPA
-)
+TWO_ORDERS = Cause("the weights are not [..., N_q, N_k] in both products: reshaped in two orders",
+    _AS_SDPA)
 NOT_IN_BOTH = Cause("the weights are not [..., N_q, N_k] in both products", _AS_SDPA)
 SOFTMAX_DIM = Cause("softmax is over dimension {} of {}", _AS_SDPA)
 RESHAPED = Cause("the weights are reshaped to {}", _AS_SDPA)
@@ -342,21 +277,15 @@ MODE = Cause("`{}` changes a mode between the products", _MOVE)
 # -- what is studied (diagnose.py, gradient_noise.py) ----
 
 NOT_RUN = Cause("was not run with these inputs", "give diagnose inputs that reach this call")
-NO_EXACT = Cause(
-    "was not run: diagnose knows no exact attention {}",
-    "compare what the model returns with sage.force=True and without",
-)
-NO_GRADIENT = Cause(
-    "was not measured: it needs no gradient",
-    "call model.train(), and let what it depends on require gradients",
-)
-NO_EXAMPLES = Cause(
-    "was not measured: a batch of 1 has no gradient noise", "give inputs of 2 examples or more"
-)
-ZERO_GRADIENT = Cause(
-    "was not measured: its gradient is 0",
-    "give a loss that depends on this call, parameters before it that train, and weights behind it "
-    "that are not 0",
-)
+NO_EXACT = Cause("was not run: diagnose knows no exact attention {}",
+    "compare what the model returns with sage.force=True and without")
+NO_GRADIENT = Cause("was not measured: it needs no gradient",
+    "call model.train(), and let what it depends on require gradients")
+NO_EXAMPLES = Cause("was not measured: a batch of 1 has no gradient noise",
+    "give inputs of 2 examples or more")
+ZERO_GRADIENT = Cause("was not measured: its gradient is 0",
+    "give a loss that depends on this call, parameters before it that train, and weights behind "
+    "it that are not 0")
+# fmt: on
 
 CAUSES = tuple(x for x in globals().values() if isinstance(x, Cause) and x is not UNKNOWN)
