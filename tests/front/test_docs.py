@@ -294,6 +294,13 @@ def test_the_readme_is_short_and_lines_are_not_long():
         assert not long, (page, long)
 
 
+def test_contributing_fits_on_a_page_and_names_files_that_are_there():
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    assert len(page.splitlines()) <= 90
+    files = re.findall(r"`([\w/]+\.(?:py|md))", page + (ROOT / "docs/design.md").read_text())
+    assert len(files) > 30 and not {x for x in files if not (ROOT / x).is_file()}
+
+
 def test_links_lead_somewhere():
     for page in PAGES:
         for target in re.findall(r"\]\(([^)]+)\)", FENCED.sub("", page.read_text())):
