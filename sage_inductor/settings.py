@@ -51,9 +51,10 @@ def split(given: dict) -> tuple[dict, dict]:
             ours[name] = options.check(name, value, PREFIX)
     except ValueError as error:
         raise SageOptionError(str(error)) from None
-    if isinstance(ours.get("policy"), str):
+    path = ours.get("policy")
+    if isinstance(path, str) and path:
         # torch.compile gives this dict for every graph: a relative path stays the file that it was.
-        given[PREFIX + "policy"] = ours["policy"]
+        given[PREFIX + "policy"] = path
     _check_inductors(theirs)
     return ours, theirs
 

@@ -336,6 +336,10 @@ def test_the_old_name_enabled_works_for_one_version_more_and_warns(monkeypatch):
         with pytest.warns(FutureWarning, match='"sage.enabled": False is called "sage.recipe": "'):
             run(by_rule | given)
         assert [x.recipe for x in sage_inductor.report()] == [expected]
+    given = {"sage.enabled": False, "sage.policy": "rules.json"}
+    with pytest.warns(FutureWarning):
+        assert settings.split(given)[0] == {"recipe": "off", "policy": ""}
+    assert given["sage.policy"] == "rules.json"
     with (
         pytest.warns(FutureWarning),
         pytest.raises(
