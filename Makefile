@@ -37,7 +37,7 @@ PYTEST := $(BIN)/python -m pytest -v -n auto --dist loadgroup --show-capture=std
 unexport PYTHONDONTWRITEBYTECODE
 
 # Pages are tried in a browser where there is one: without it pytest counts those tests as deselected.
-WITHOUT := not gpu$(if $(shell command -v chromium), , and not browser)
+WITHOUT := not gpu and not interpreter$(if $(shell command -v chromium), , and not browser)
 
 # What draws variants: one seed for all runs of a `make`.
 # Always the same until `make sweep` was seen whole; SEED=1234 draws others.
@@ -49,11 +49,11 @@ OTHERS := $(if $(TORCH),,$(TRITONS))
 
 test:
 	$(MAKE) --jobs=3 lint $(OTHERS:%=$(BESIDE)/%/.installed)
-	$(PYTEST) $(SWEEP) --durations=15 -m "$(strip $(WITHOUT))" --ignore tests/ops/test_interpreter.py
+	$(PYTEST) $(SWEEP) --durations=15 -m "$(strip $(WITHOUT))"
 	$(MAKE) --jobs=3 --output-sync=target interpreter $(OTHERS:%=triton-%)
 
 interpreter: $(INSTALLED)
-	TRITON_INTERPRET=1 $(PYTEST) $(SWEEP) tests/ops/test_interpreter.py tests/ops/test_rowscaled_interpreter.py
+	TRITON_INTERPRET=1 $(PYTEST) $(SWEEP) -m interpreter tests/ops/test_kernels.py tests/ops/test_interpreter.py
 
 sweep: export SWEEP := --sweep
 sweep: test

@@ -1,17 +1,20 @@
 """Calls of the opaque ops, as their Python plans them and as fake_driver.h writes them down."""
 
+import ctypes
 import dataclasses
+import json
 import math
 import random
 import re
 import subprocess
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import triton
+from noted import H200
 
 from sage_inductor.lowering import package
 from sage_inductor.lowering.number import Facts
@@ -24,7 +27,6 @@ from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.training import rowscaled
 from sage_inductor.ops.visibility import BlockLists
 
-H200 = tiles.Gpu((9, 0), 132)
 PROCESSORS = 132, 1, 78, 114  # of the fake driver's devices
 KINDS = {torch.uint8: 0, torch.int8: 1, torch.int32: 3, torch.float16: 5, torch.float32: 6,
          torch.bool: 11, torch.bfloat16: 15, torch.float8_e4m3fn: 24}  # fmt: skip
@@ -89,20 +91,65 @@ class Labels:
         return self.seen.setdefault(address, f"made{made}")
 
 
-def launches_of(
-    written: list[dict], compilations: dict[str, Compilation], label: "Labels", device: int = 0
-) -> list[tuple]:
-    """Plan.launches, of what the fake driver wrote."""
-    found = []
-    for line in (x for x in written if "launch" in x):
-        compilation = compilations[line["launch"]]
-        options = dict(compilation.options)
-        assert line["block"] == [32 * options.get("num_warps", 4), 1, 1]
-        assert line["overlaps"] == options.get("launch_pdl", False)
-        assert (line["shared"], line["stream"]) == (SHARED, 7000 + device)
-        values = read_arguments(compilation, line["arguments"], label)
-        found.append((compilation.kernel, tuple(line["grid"]), values, options))
-    return found
+class Cpp:
+    """A library with the fake driver. The tensors of a call are at ALIGNED, 2 * ALIGNED and so on."""
+
+    def __init__(self, path: Path):
+        self.path, self.cpp = path, ctypes.CDLL(str(path))
+        self.cpp.new_tensor.restype = ctypes.c_void_p
+        self.cpp.taken.restype = ctypes.c_char_p
+        self.compilations: dict[str, Compilation] = {}  # by their digests
+
+    def set(self, name: str, value: int) -> None:
+        ctypes.c_int.in_dll(self.cpp, name).value = value
+
+    def tensors(self, given: dict, device: int = 0, moved: dict | None = None) -> list[int]:
+        """moved: bytes that a tensor begins later."""
+        found = []
+        for i, (name, x) in enumerate((k, x) for k, x in given.items() if type(x) is Tensor):
+            many = ctypes.c_int64 * len(x.shape)
+            address = (i + 1) * ALIGNED + (moved or {}).get(name, 0)
+            found.append(self.cpp.new_tensor(
+                ctypes.c_int64(address), ctypes.c_int64(len(x.shape)), many(*x.shape),
+                many(*x.strides), KINDS[x.dtype], device,
+            ))  # fmt: skip
+        return found
+
+    def written(self, outputs: Sequence[int] = ()) -> list[dict]:
+        """What the driver was asked since. The outputs are written down and freed."""
+        text = self.cpp.taken((ctypes.c_void_p * 16)(*outputs), len(outputs)).decode()
+        return [json.loads(line) for line in text.splitlines()]
+
+    def launches_of(self, written: list[dict], label: "Labels", device: int = 0) -> list[tuple]:
+        """Plan.launches."""
+        found = []
+        for line in (x for x in written if "launch" in x):
+            compilation = self.compilations[line["launch"]]
+            options = dict(compilation.options)
+            assert line["block"] == [32 * options.get("num_warps", 4), 1, 1]
+            assert line["overlaps"] == options.get("launch_pdl", False)
+            assert (line["shared"], line["stream"]) == (SHARED, 7000 + device)
+            values = read_arguments(compilation, line["arguments"], label)
+            found.append((compilation.kernel, tuple(line["grid"]), values, options))
+        return found
+
+    def plan_of(self, given: dict, written: list[dict], device: int) -> tuple["Plan", "Labels"]:
+        assert self.cpp.live() == 0
+        assert all(x["device"] == device for x in written if "made" in x)
+        inputs = (k for k, x in given.items() if type(x) is Tensor)
+        label = Labels({(i + 1) * ALIGNED: each for i, each in enumerate(inputs)})
+        launches = self.launches_of(written, label, device)
+        outputs = [
+            (label(x["address"]), x["sizes"], x["strides"], x["dtype"])
+            for x in written
+            if "output" in x
+        ]
+        made = {
+            label(x["made"]): (math.prod(x["sizes"]), x["dtype"])
+            for x in written
+            if x.get("made") in label.seen
+        }
+        return Plan(launches, outputs, made), label
 
 
 def read_arguments(compilation, given: list, label: Labels) -> list:
@@ -138,6 +185,16 @@ class Tensor(NamedTuple):
     strides: tuple
 
 
+def like(given: dict) -> dict:
+    """The same with torch's tensors, without memory."""
+    return {
+        k: torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device="meta")
+        if type(x) is Tensor
+        else x
+        for k, x in given.items()
+    }
+
+
 def planned(launch: Callable, arguments: dict, processors: int) -> Plan:
     """The plan of an op's launch function, on tensors without memory."""
     kept, launches, sizes, views = [], [], {}, {}
@@ -161,12 +218,7 @@ def planned(launch: Callable, arguments: dict, processors: int) -> Plan:
         sizes[name] = storage.nbytes() // x.element_size(), KINDS[x.dtype]
         return name
 
-    given = {
-        k: torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device="meta")
-        if type(x) is Tensor
-        else x
-        for k, x in arguments.items()
-    }
+    given = like(arguments)
     label = Labels(
         {x.untyped_storage()._cdata: k for k, x in given.items() if isinstance(x, torch.Tensor)}
     )
@@ -386,6 +438,11 @@ LENGTHS = 1, 2, 5, 77, 128, 1000, 2047, 2048, 3584, 6143, 6144, 16000
 def arguments(name: str, *sizes: Facts) -> dict:
     of = train if name in TRAINED else attention if name in ATTENTION else quantize
     return of(*sizes, **CALLS[name][2])
+
+
+def call_of(name: str, N: int, B: int = 2) -> dict:
+    """Arguments of which all is known."""
+    return known(arguments(name, *map(Facts.of, (B, N, N))))
 
 
 def launch_of(name: str):

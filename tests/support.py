@@ -174,19 +174,21 @@ def attention_call(
     return composed(q, k, v, prepared, visibility, scale, r, out_bnhd, **given)
 
 
+def launch_portable(a: AttentionCall, tile, tma=False) -> tuple[Tensor, Tensor]:
+    """out and lse of the portable kernel of the call's recipe."""
+    if a.decoded.of_qk.block_scaled:
+        return nvfp4.launch(a, tile, launch_traced, native=False)
+    return triton.launch(a, tile, launch_traced, tma=tma)
+
+
 def run_portable(
-    q, k, v, recipe, tile, scale=0.1, attn_mask=None, band=(None, None, False), prepared=None,
-    tma=False, blocks=NO_LISTS, out_bnhd=True,
+    q, k, v, recipe, tile, scale=0.1, attn_mask=None, band=(None, None, False), blocks=NO_LISTS
 ):  # fmt: skip
     """(out, lse) of the portable kernel of a recipe, and those of its emulation: of the same
     quantized k and v, lse that of the smoothed keys."""
     visibility = Visibility.of(attn_mask, band, k.shape[2], tile.BLOCK_M, blocks)
-    a = attention_call(q, k, v, recipe, visibility, scale, out_bnhd, prepared)
-    if a.decoded.of_qk.block_scaled:
-        found = nvfp4.launch(a, tile, launch_traced, native=False)
-    else:
-        found = triton.launch(a, tile, launch_traced, tma=tma)
-    return found, reference.attention(a, tile.BLOCK_N)
+    a = attention_call(q, k, v, recipe, visibility, scale)
+    return launch_portable(a, tile), reference.attention(a, tile.BLOCK_N)
 
 
 # -- graphs ----
@@ -329,6 +331,23 @@ def calls(graph: Graph, known=()) -> str:
 
 
 # -- training ----
+
+
+def trained(
+    B, H_q, H_kv, N_q, N_kv, D, dtype=torch.bfloat16, device="cpu", of_tokens=1.5
+) -> tuple:  # fmt: skip
+    """q, k, v and dO, stored as [B, N, H, D], k with a bias in each channel, dO's tokens of different
+    size. of_tokens: the deviation of its logarithm."""
+    q, k, v = qkv(B, H_q, H_kv, N_q, N_kv, D, dtype, device)
+    size = torch.exp(of_tokens * torch.randn(B, H_q, N_q, 1, device=device))
+    return 2 * q, k, v, heads(B, H_q, N_q, D, dtype, device).mul(size).to(dtype)
+
+
+def gradients_of(op, q, k, v, grad, *given) -> tuple:
+    """out of what `op` gives first, and the gradients of q, k and v."""
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    out = op(q, k, v, *given)[0]
+    return out.detach(), *torch.autograd.grad(out, (q, k, v), grad)
 
 
 def same_operands(found, expected, e4m3_step: float = 1 / 8) -> None:

@@ -4,7 +4,6 @@ writes down what it is asked (fake_driver.h), against the Python that it was wri
 import ctypes
 import dataclasses
 import functools
-import json
 import math
 import random
 import re
@@ -21,21 +20,20 @@ import torch
 from launches import (
     ALIGNED,
     ATTENTION,
-    H200,
-    KINDS,
     LENGTHS,
     PROCESSORS,
     QUANTIZE,
     SHARED,
-    Labels,
     Plan,
     Tensor,
     arguments,
+    call_of,
     drawn,
     known,
     launch_of,
     planned,
-)  # fmt: skip
+)
+from noted import H200
 from pairs import has_every_variant
 from torch._inductor.package import package_aoti
 
@@ -80,39 +78,21 @@ def library_of(folder: Path, functions: dict[str, Recorded]) -> Path:
     return calls.build(folder / "test.cpp")
 
 
-class Library:
+class Library(calls.Cpp):
     """C++ functions, as Python calls them."""
 
     def __init__(self, path: Path, functions: dict[str, Recorded]):
-        self.path, self.functions = path, functions
-        self.compilations = {d: c for f in functions.values() for d, c in f.compilations.items()}
-        self.cpp = ctypes.CDLL(str(path))
-        self.cpp.new_tensor.restype = ctypes.c_void_p
-        self.cpp.taken.restype = ctypes.c_char_p
-        for name in functions:
+        super().__init__(path)
+        self.functions = functions
+        for name, f in functions.items():
+            self.compilations |= f.compilations
             getattr(self.cpp, f"call_{name}").restype = ctypes.c_char_p
 
-    def set(self, name: str, value: int) -> None:
-        ctypes.c_int.in_dll(self.cpp, name).value = value
-
-    def tensor(self, x: Tensor, address: int, device: int = 0) -> ctypes.c_void_p:
-        many = ctypes.c_int64 * len(x.shape)
-        return ctypes.c_void_p(
-            self.cpp.new_tensor(
-                ctypes.c_int64(address), ctypes.c_int64(len(x.shape)), many(*x.shape),
-                many(*x.strides), KINDS[x.dtype], device,
-            )
-        )  # fmt: skip
-
-    def call(self, name: str, arguments: dict, device: int = 0, moved: dict | None = None) -> list:
-        """What was written down. Raises RuntimeError with its message. The tensors, in their
-        order, are at ALIGNED, 2 * ALIGNED and so on; moved: bytes that one begins later."""
+    def call(self, name: str, given: dict, device: int = 0, moved: dict | None = None) -> list:
+        """What was written down. Raises RuntimeError with its message."""
         taken = self.functions[name].source.split("{")[0]
-        tensors = [
-            self.tensor(x, (i + 1) * ALIGNED + (moved or {}).get(each, 0), device)
-            for i, (each, x) in enumerate((k, x) for k, x in arguments.items() if type(x) is Tensor)
-        ]
-        numbers = [x for k, x in arguments.items() if f"int64_t {k}" in taken]
+        tensors = self.tensors(given, device, moved)
+        numbers = [x for k, x in given.items() if f"int64_t {k}" in taken]
         outputs = (ctypes.c_void_p * 8)()
         self.set("current", device)
         error = getattr(self.cpp, f"call_{name}")(
@@ -120,41 +100,26 @@ class Library:
             outputs,
         )  # fmt: skip
         for x in tensors:
-            self.cpp.aoti_torch_delete_tensor_object(x)
+            self.cpp.aoti_torch_delete_tensor_object(ctypes.c_void_p(x))
         if error:
-            self.cpp.taken(None, 0)
+            self.written()
             raise RuntimeError(error.decode())
-        text = self.cpp.taken(outputs, sum(x is not None for x in outputs)).decode()
+        found = self.written([x for x in outputs if x is not None])
         assert self.cpp.live() == 0
-        return [json.loads(line) for line in text.splitlines()]
+        return found
 
-    def plan(self, name: str, arguments: dict, device: int = 0) -> tuple[Plan, set]:
+    def plan(self, name: str, given: dict, device: int = 0) -> tuple[Plan, set]:
         """And the digests of what was launched."""
-        written = self.call(name, arguments, device)
-        inputs = (k for k, x in arguments.items() if type(x) is Tensor)
-        label = Labels({(i + 1) * ALIGNED: each for i, each in enumerate(inputs)})
-        launches = calls.launches_of(written, self.compilations, label, device)
-        outputs = [
-            (label(x["address"]), x["sizes"], x["strides"], x["dtype"])
-            for x in written
-            if "output" in x
-        ]
-        made = {
-            label(x["made"]): (math.prod(x["sizes"]), x["dtype"])
-            for x in written
-            if x.get("made") in label.seen
-        }
-        assert all(x["device"] == device for x in written if "made" in x)
-        return Plan(launches, outputs, made), {x["launch"] for x in written if "launch" in x}
+        written = self.call(name, given, device)
+        plan, _ = self.plan_of(given, written, device)
+        return plan, {x["launch"] for x in written if "launch" in x}
 
 
 _HOPPER, _PORTABLE, _SPLIT = "_hopper_kernel", "_attention_kernel", "_combine_kernel"
 _OF_LISTS = "_list_tiles_kernel", "_rank_tiles_kernel"
 _OF_MASK = "_pack_mask_kernel", *_OF_LISTS
 KERNELS = {
-    **dict.fromkeys(
-        ["causal", "repeated", "d256", "b16_causal", "window", "bottom_right"], {_HOPPER}
-    ),
+    **dict.fromkeys(["causal", "repeated", "d256", "b16_causal", "window", "bottom_right"], {_HOPPER}),
     "keys": {_HOPPER, *_OF_MASK},
     "rows": {_HOPPER, _PORTABLE, *_OF_MASK},
     "keys_256": {_HOPPER, *_OF_MASK},
@@ -164,18 +129,7 @@ KERNELS = {
     "d64_causal": {_HOPPER},
     "b16_unaligned": {_HOPPER, _PORTABLE, _SPLIT},
     **dict.fromkeys(
-        [
-            "full",
-            "one_batch",
-            "far",
-            "d64",
-            "d72",
-            "d256_full",
-            "d_v",
-            "two_groups",
-            "b16",
-            "b16_72",
-        ],
+        ["full", "one_batch", "far", "d64", "d72", "d256_full", "d_v", "two_groups", "b16", "b16_72"],
         {_HOPPER, _SPLIT},
     ),
     **dict.fromkeys(["k", "k_batch"], {"_estimate_kernel", "_quantize_k_kernel"}),
@@ -183,7 +137,7 @@ KERNELS = {
         ["kv", "kv_far", "kv_72", "kv_256", "kv_batch", "kv_one", "kv_all"],
         {"_estimate_kernel", "_quantize_kv_kernel", "quantize_v_again_kernel"},
     ),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -225,10 +179,9 @@ def test_cpp_asks_little(library):
 def test_a_mask_of_one_query_is_read_as_that_of_many(name, library):
     """As the graph around was traced, which makes a summary of many queries."""
     B = ATTENTION[name][0].low
-    given = known(arguments(name, *map(Facts.of, (B, 1, 1))))
+    given = call_of(name, 1, B)
     ((of_one, *_), *_), _ = library.plan(name, given)
-    many = known(arguments(name, *map(Facts.of, (B, 2, 2))))
-    ((of_many, *_), *_), _ = library.plan(name, many)
+    ((of_many, *_), *_), _ = library.plan(name, call_of(name, 2, B))
     of_one, of_many = (dict(zip(kernel.arg_names, x)) for kernel, _, x, _ in (of_one, of_many))
     kind, row = ("MASK", 2), given["attn_mask"].strides[2]
     if name == "keys":  # which is packed for the Hopper kernel
@@ -244,10 +197,6 @@ def test_a_mask_of_one_query_is_read_as_that_of_many(name, library):
 def unloaded(library, tmp_path):
     """The library again, with no kernel loaded and no device known."""
     return Library(shutil.copy(library.path, tmp_path), library.functions)
-
-
-def call_of(name: str, N: int, B: int = 2) -> dict:
-    return known(arguments(name, *map(Facts.of, (B, N, N))))
 
 
 def changed(given: dict, name: str, at: int | None = None, **fields) -> dict:
@@ -384,7 +333,7 @@ def test_all_kernels_are_loaded_at_the_first_call_on_a_device(unloaded):
 def test_threads_load_a_kernel_once(unloaded):
     library, given, errors = unloaded, call_of("full", 128), []
     library.set("loading_ms", 20)
-    tensors = [library.tensor(x, (i + 1) * ALIGNED) for i, x in enumerate(given.values()) if type(x) is Tensor]  # fmt: skip
+    tensors = library.tensors(given)
     start, call = threading.Barrier(4), library.cpp.call_full
 
     def run():
@@ -399,7 +348,7 @@ def test_threads_load_a_kernel_once(unloaded):
         thread.start()
     for thread in threads:
         thread.join()
-    written = [json.loads(line) for line in library.cpp.taken(None, 0).decode().splitlines()]
+    written = library.written()
     assert errors == [b""] * 4 and sum("launch" in x for x in written) == 4
     loads = [x["load"] for x in written if "load" in x]
     assert sorted(loads) == sorted(library.functions["full"].compilations)

@@ -4,7 +4,6 @@ writes down what it is asked (fake_driver.h), against the Python of which it was
 import concurrent.futures
 import ctypes
 import functools
-import json
 import logging
 import math
 import random
@@ -18,12 +17,11 @@ from pathlib import Path
 from unittest import mock
 
 import launches as calls
+import noted
 import pytest
 import torch
 from launches import (
-    ALIGNED,
     ATTENTION,
-    H200,
     KINDS,
     PROCESSORS,
     QUANTIZE,
@@ -31,44 +29,40 @@ from launches import (
     TRAINED,
     Labels,
     Tensor,
+    call_of,
+    like,
 )
+from noted import H200
 from pairs import has_every_variant
 from torch._inductor.utils import fresh_cache, run_and_get_code
 from triton import knobs
 
 from sage_inductor.lowering import package, replay
 from sage_inductor.lowering.number import Facts
+from sage_inductor.ops import launch
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.arguments import AttentionCall
 from sage_inductor.ops.attention.select import _attention_opaque, attention_opaque
 from sage_inductor.ops.compat import load_module
-from sage_inductor.ops.compile import FP_FUSION, describe
+from sage_inductor.ops.compile import describe
 from sage_inductor.ops.formats import Kept, Prepared
-from sage_inductor.ops.launch import noted
 from sage_inductor.ops.quantize.op import _quantize_kv_opaque, empty_kv, quantize_kv_opaque
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.training import rowscaled
 
 TRITONS = {9: 10}  # Triton's number of bf16, by the driver's
 RECIPE = NAMED["sage2-8b-per-token"].encode()
-OF_TRAINING = torch.ops.sage.rowscaled.default, torch.ops.sage.rowscaled_backward.default
 
 
-class Module:
+class Module(calls.Cpp):
     """replay.cpp with the fake driver."""
 
     def __init__(self, folder, *flags: str):
         source = folder / "test.cpp"
         source.write_text(f'#include "fake_driver.h"\n#include "{replay.SOURCE}"\n')
-        self.path = calls.build(source, *flags)
+        super().__init__(calls.build(source, *flags))
         self.python = load_module("sage_replay", str(self.path))
-        self.cpp = ctypes.CDLL(str(self.path))
-        self.cpp.new_tensor.restype = ctypes.c_void_p
-        self.cpp.taken.restype = ctypes.c_char_p
-        self.compilations, self.images = {}, {}
-
-    def set(self, name: str, value: int) -> None:
-        ctypes.c_int.in_dll(self.cpp, name).value = value
+        self.images = {}
 
     def compile(self, kernel, grid, tensors, numbers, options):
         """In the place of Triton."""
@@ -89,10 +83,6 @@ class Module:
             tensordesc_meta=descriptors,
         )  # fmt: skip
         return Compiled(ctypes.addressof(self.images[digest]), metadata, {"ptx": ptx})
-
-    def written(self, outputs: list[int] = ()) -> list[dict]:
-        text = self.cpp.taken((ctypes.c_void_p * 16)(*outputs), len(outputs)).decode()
-        return [json.loads(line) for line in text.splitlines()]
 
 
 class Compiled:
@@ -121,23 +111,14 @@ class Site:
         self.module, self.name, self.gpu = module, name, H200._replace(processors=processors)
         self.site = module.python.site()
 
-    def _given(self, given: dict, device: int, moved=0, which=-1) -> tuple[list, tuple]:
-        handles, many = [], ctypes.c_int64 * 8
-        tensors = [x for x in given.values() if type(x) is Tensor]
-        for i, x in enumerate(tensors):
-            handle = self.module.cpp.new_tensor(
-                ctypes.c_int64((i + 1) * ALIGNED + moved * (i == which % len(tensors))),
-                ctypes.c_int64(len(x.shape)), many(*x.shape), many(*x.strides), KINDS[x.dtype],
-                device,
-            )  # fmt: skip
-            handles.append(capsule(handle, None, None))
+    def _given(self, given: dict, device: int, moved=None) -> tuple[list, tuple]:
+        handles = [capsule(x, None, None) for x in self.module.tensors(given, device, moved)]
         return handles, tuple(None if type(x) is Tensor else x for x in given.values())
 
-    def run(self, given, device: int = 0, moved: int = 0, which=-1, current: int | None = None):
-        """Pointers to the outputs; else what the module says. moved: bytes that the tensor `which`
-        begins later."""
+    def run(self, given, device: int = 0, moved: dict | None = None, current: int | None = None):
+        """Pointers to the outputs; else what the module says."""
         self.module.set("current", device if current is None else current)
-        found = self.module.python.run(self.site, *self._given(given, device, moved, which))
+        found = self.module.python.run(self.site, *self._given(given, device, moved))
         assert self.module.cpp.live() == (len(found) if found else 0)
         return [pointer_of(x, None) for x in found] if found else found
 
@@ -152,19 +133,10 @@ class Site:
         assert not self.module.written()
         self.note(given, device)
         written = self.module.written(self.run(given, device))
-        assert self.module.cpp.live() == 0
-        inputs = [k for k, x in given.items() if type(x) is Tensor]
-        label = Labels({(i + 1) * ALIGNED: each for i, each in enumerate(inputs)})
-        launches = calls.launches_of(written, self.module.compilations, label, device)
-        outputs = [
-            (label(x["address"]), x["sizes"], x["strides"], x["dtype"])
-            for x in written
-            if "output" in x
-        ]
+        found, label = self.module.plan_of(given, written, device)
         self.made = [x for x in written if "made" in x]
-        assert all(x["device"] == device for x in self.made)
         self.addresses = {each: address for address, each in label.seen.items()}
-        return calls.Plan(launches, outputs, {})
+        return found._replace(made={})  # of one tensor these are parts
 
 
 @pytest.mark.parametrize("name", [*ATTENTION, *QUANTIZE, *TRAINED])
@@ -181,54 +153,34 @@ def test_cpp_launches_what_python_launched(name, module, monkeypatch):
         check_memory(site, expected)
 
 
-@pytest.mark.parametrize("name", [*ATTENTION, *QUANTIZE, *TRAINED, "idle"])
-def test_what_is_noted_is_what_the_op_itself_launches(name, monkeypatch):
-    rng, op = random.Random(name), quantize_kv_opaque if name in QUANTIZE else attention_opaque
-    if name in TRAINED:
-        op = OF_TRAINING["backward" in name]
-    monkeypatch.setattr(tiles, "_capability", lambda device: (9, 0))
-    monkeypatch.setattr(tiles, "_multiprocessors", lambda device: 132)
-    functions = {attention_opaque: _attention_opaque, quantize_kv_opaque: _quantize_kv_opaque}
-    # Of an op by custom_op, what it was made of.
-    function = (
-        functions.get(op)
-        or (rowscaled.rowscaled, rowscaled.rowscaled_backward)["backward" in name]._init_fn
-    )
+TRAINING = rowscaled.rowscaled, rowscaled.rowscaled_backward
+OPS = {  # name -> the op, and the function that it is of
+    **dict.fromkeys([*ATTENTION, "idle"], (attention_opaque, _attention_opaque)),
+    **dict.fromkeys(QUANTIZE, (quantize_kv_opaque, _quantize_kv_opaque)),
+    **{
+        name: (op._opoverload, op._init_fn)
+        for name in TRAINED
+        for op in [TRAINING["backward" in name]]
+    },
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_what_is_noted_is_what_the_op_itself_launches(name):
+    rng, (op, function) = random.Random(name), OPS[name]
     for _ in range(10):
         if name == "idle":  # bounds that hide no key
             given = call_of("window", 900) | {"left": 1024, "right": 899}
         else:
             given, _ = calls.drawn(name, rng)
-        given, of_replay = like(given), []
-
-        def run(kernel, grid, tensors, numbers, of_replay=of_replay, **options):
-            of_replay.append((kernel, grid, [*map(values, (*tensors, *numbers))], options))
-
-        package.LAUNCHES[op](given, run, H200)
-        with noted() as launches:
-            function(AttentionCall(**given)) if op is attention_opaque else function(**given)
-        assert of_replay == [
-            (each.kernel, each.grid, [*map(values, each.arguments)],
-             {k: x for k, x in each.options.items() if k not in FP_FUSION})
-            for each in launches
-        ]  # fmt: skip
-
-
-def values(x):
-    """All of an argument but its memory."""
-    if hasattr(x, "block_shape"):
-        return values(x.base), list(x.shape), list(x.strides), list(x.block_shape)
-    return (x.dtype, x.shape, x.stride()) if isinstance(x, torch.Tensor) else x
-
-
-def like(given: dict) -> dict:
-    """The same with torch's tensors, without memory."""
-    return {
-        k: torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device="meta")
-        if type(x) is Tensor
-        else x
-        for k, x in given.items()
-    }
+        given = like(given)
+        with launch.noted() as of_replay:
+            package.LAUNCHES[op](given, launch.launch_cached, H200)
+        given = AttentionCall(**given) if op is attention_opaque else given
+        of_op = noted.launches(
+            function, (9, 0), *([given] if op is attention_opaque else given.values())
+        )
+        assert of_replay and noted.written(of_replay) == noted.written(of_op)
 
 
 def check_memory(site: Site, expected: calls.Plan) -> None:
@@ -247,16 +199,12 @@ def check_memory(site: Site, expected: calls.Plan) -> None:
         assert site.addresses[label] - site.addresses[whole] == byte
 
 
-def call_of(name: str, N: int, B: int = 2) -> dict:
-    return calls.known(calls.arguments(name, *map(Facts.of, (B, N, N))))
-
-
 def test_only_a_call_like_one_that_was_noted_is_replayed(module):
     given = call_of("full", 128)
     site = Site(module, "full")
     site.plan(given)
-    for which in (0, -1):
-        assert site.run(given, moved=8, which=which) is False  # an address
+    for name in ("q", "v_mean"):
+        assert site.run(given, moved={name: 8}) is False  # an address
     assert site.run(given, device=1, current=0) is False
     q = given["q"]
     for other in (
@@ -410,7 +358,7 @@ def draw(B: int, N: int, H: int = 2, D: int = 64) -> list[torch.Tensor]:
 def check_launches(module: Module, inputs, expected: calls.Plan) -> None:
     """That they were those. What is freed before may be where another tensor is."""
     label = Labels({x.data_ptr(): f"x{i}" for i, x in enumerate(inputs)})
-    found = calls.launches_of(module.written(), module.compilations, label)
+    found = module.launches_of(module.written(), label)
     places = {f"x{i}": f"x{i}" for i in range(len(inputs))}
 
     def same(a, b) -> bool:
@@ -464,8 +412,8 @@ def test_a_training_step_replays_what_it_launched(dynamic, with_torch, on_cpu):
             with_torch.written()
             out = run(q, k, v)
             gradients = torch.autograd.grad(out, (q, k, v), grad)
-    for x, like in zip((out, *gradients), (q, q, k, v)):
-        assert x.shape == like.shape and x.is_contiguous() and x.dtype == q.dtype
+    for x, y in zip((out, *gradients), (q, q, k, v)):
+        assert x.shape == y.shape and x.is_contiguous() and x.dtype == q.dtype
 
     def launch(given, run, gpu):
         q, k, v, grad = given.values()

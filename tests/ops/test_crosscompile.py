@@ -5,38 +5,24 @@ import functools
 import re
 from pathlib import Path
 
+import noted
 import pytest
 import torch
 import triton
 from pairs import chosen, pairs, parametrize, rows
 from support import attention_call
-from triton.experimental.gluon import language as gl
 
-from bench.tritons import (
-    ROWS,
-    about,
-    assembly_log,
-    compile_hopper,
-    compile_kernel,
-    loops_over_keys,
-    spilled,
-    stack_bytes,
-)
+from bench.tritons import ROWS, about, assembly_log, loops_over_keys, spilled, stack_bytes
 from sage_inductor.ops import blocks as blocks_of_tokens
-from sage_inductor.ops.attention import nvfp4 as attention_nvfp4
 from sage_inductor.ops.attention import tiles
-from sage_inductor.ops.attention import triton as portable
-from sage_inductor.ops.attention.hopper import blocks as blocks_of_hopper
 from sage_inductor.ops.attention.hopper import kernel as hopper
 from sage_inductor.ops.attention.hopper import plan
 from sage_inductor.ops.attention.select import Problem, hopper_tile, select
 from sage_inductor.ops.attention.tiles import Load
 from sage_inductor.ops.formats import pad_head_dim
-from sage_inductor.ops.quantize import keys, nvfp4, one_pass, smooth, values
+from sage_inductor.ops.launch import launch_cached
+from sage_inductor.ops.quantize import keys, one_pass, smooth, values
 from sage_inductor.ops.recipe import NAMED
-from sage_inductor.ops.training import kernels as training
-from sage_inductor.ops.training.hopper import kernel as rowscaled
-from sage_inductor.ops.training.hopper import prepare
 from sage_inductor.ops.visibility import BlockLists, Visibility
 
 ROOT = Path(__file__).parents[2]
@@ -46,8 +32,6 @@ SHARED_MEMORY = {  # bytes that a program may have
 }  # fmt: skip
 ARCHITECTURES = list(SHARED_MEMORY)
 TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
-QK_MAX = {"i8": 127.0, "fp8e4nv": 448.0, "u8": 7.0}  # by the type of k
-HEADS = ("stride_qh", "stride_vh", "stride_oh")  # of heads of 40 channels side by side
 # Run under the oldest and the newest Triton too: each kernel, and each architecture, of what is
 # compiled soonest.
 on_every_triton = pytest.mark.tritons
@@ -77,53 +61,22 @@ def picked(*others, tritons=(), where=None, **axes):
     )
 
 
-def compile_attention(
-    architecture, recipe, D=128, is_causal=True, tma=False, mask=0, additive=False, left=-1,
-    blocks=None, full=True, **options,
-):  # fmt: skip
-    """blocks: (block_q, block_kv) of lists; full: they name full blocks, too."""
-    r = NAMED[recipe]
-    tile = tiles.tile(architecture, r.qk, r.pv, D, mask > 0)
-    tile = tiles.of_blocks(tile, *blocks) if blocks else tile
-    fp8, BLOCK_D = r.pv == "fp8", pad_head_dim(D)
-    qk = {"fp8": "fp8e4nv", "int8": "i8", "int4": "u8"}[r.qk]
-    types = dict(
-        Q="*bf16", Q_mean="*bf16", Delta="*bf16", K=f"*{qk}", K_scale="*fp32", V="*fp8e4nv" if fp8 else "*bf16", V_scale="*fp32",
-        V_mean="*fp32", Out="*bf16", Lse="*fp32", Mask="*bf16" if additive else "*i1", Seen="*u8",
-        **dict.fromkeys(("Kv_count", "Kv_index", "Full_count", "Full_index"), "*i32" if blocks else "*bf16"),
-    )  # fmt: skip
-    if tma:
-        width = BLOCK_D // 2 if r.qk == "int4" else BLOCK_D
-        types["K"] = f"tensordesc<{qk}[{tile.BLOCK_N}, {width}]>"
-        if fp8:
-            types["V"] = f"tensordesc<fp8e4nv[{BLOCK_D}, {tile.BLOCK_N}]>"
-        options["maxnreg"] = tile.maxnreg
-    constexprs = dict(
-        D=D, D_V=D, SCALE=D**-0.5, LEFT=left, RIGHT=0 if is_causal else -1, BOTTOM_RIGHT=left >= 0,
-        MASK=mask, ADDITIVE=additive, QK_MAX=r.of_qk.largest, FP8=fp8, TMA=tma, BLOCK_DV=BLOCK_D, stride_mn=1,
-        BLOCK_Q=blocks[0] if blocks else 0, BLOCK_KV=blocks[1] if blocks else 0,
-        FULL=blocks is not None and full, Q_ROWS=r.sharing.q_span // r.sharing.q_groups, GROUPS=r.sharing.k_groups,
-        BLOCK_M=tile.BLOCK_M,
-        BLOCK_N=tile.BLOCK_N, BLOCK_D=BLOCK_D, NUM_STAGES=tile.num_stages,
-        stride_qd=1, stride_vd=1,
-    )  # fmt: skip
-    return compile_kernel(
-        portable._attention_kernel, architecture, constexprs, types,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, **options,
-    )  # fmt: skip
-
-
 def runs_on(recipe, architecture):
     return NAMED[recipe].pv == "16bit" or architecture >= (8, 9)
+
+
+attention_of = functools.partial(noted.kernel, "_attention_kernel", noted.sdpa)
+hopper_of = functools.partial(noted.kernel, "_hopper_kernel", noted.hopper, (9, 0))
 
 
 # -- triton.py ----
 
 # What a call of the portable kernel hides and how. A row of keys for all queries, a row each, numbers.
 KINDS = {
-    "full": dict(D=64, is_causal=False), "causal": {}, "rows": dict(mask=1), "mask": dict(mask=2),
-    "bias": dict(D=256, mask=2, additive=True), "window": dict(left=500),
-    "lists": dict(blocks=(128, 128)), "lists of 64 x 192": dict(blocks=(64, 192)),
+    "full": dict(D=64), "causal": dict(right=0), "rows": dict(right=0, mask="keys"),
+    "mask": dict(right=0, mask="rows"), "bias": dict(D=256, right=0, mask="bias"),
+    "window": dict(left=500, right=0, bottom_right=True), "lists": dict(right=0, size=(128, 128)),
+    "lists of 64 x 192": dict(right=0, size=(64, 192)),
 }  # fmt: skip
 LISTS = ("lists", "lists of 64 x 192")
 BANDED, MASKED = ("full", "causal", "window"), ("rows", "mask")
@@ -133,7 +86,7 @@ def of_portable(architecture, recipe, kind):
     """Each two formats of each generation. Where shared memory is scarce, each tile, once."""
     r, given = NAMED[recipe], KINDS[kind]
     tile = tiles.tile(architecture, r.qk, r.pv, given.get("D", 128), "mask" in given)
-    tile = tiles.of_blocks(tile, *given["blocks"]) if kind in LISTS else tile
+    tile = tiles.of_blocks(tile, *given["size"]) if kind in LISTS else tile
     scarce = SHARED_MEMORY[architecture] < 100 << 10
     return [
         (GENERATION[architecture], r.qk, r.pv),
@@ -162,8 +115,8 @@ def sort_of(kind):
 def test_attention_compiles_to_the_matrix_instructions(architecture, recipe, kind):
     """Each product in FP8 starts from zero. Triton folds a plain addition into the accumulator on
     sm_89 and sm_120, where it keeps 13 mantissa bits."""
-    tma = architecture == (9, 0) and kind in LISTS
-    compiled = compile_attention(architecture, recipe, tma=tma, **KINDS[kind])
+    traced = architecture != (9, 0) or kind not in LISTS
+    compiled = attention_of(architecture, recipe, traced, warpgroups=0, **KINDS[kind])
     assert compiled.metadata.shared <= SHARED_MEMORY[architecture]
     stack = stack_bytes(compiled.asm["cubin"])
     assert stack <= stack_of_portable(architecture, recipe, kind), stack
@@ -214,21 +167,21 @@ def stack_of_portable(architecture, recipe, kind) -> int:
 @chosen(lambda D: D == 128, D=[64, 128])
 def test_the_register_cap_keeps_spills_small(D):
     """At most 8 bytes a thread when this was timed."""
-    compiled = compile_attention((9, 0), "sage2-8b", D, tma=True)
+    compiled = attention_of((9, 0), "sage2-8b", D=D, right=0)
     assert "cp.async.bulk.tensor.2d" in compiled.asm["ptx"]
     assert stack_bytes(compiled.asm["cubin"]) <= 64
 
 
 # -- hopper/ ----
 
-BANDS = {  # left, right, bottom_right; -1: no bound
-    "window": (1024, 0, False), "both": (300, 200, True), "bottom right": (-1, 0, True),
-    "none": (-1, -1, False), "causal": (-1, 0, False),
+BANDS = {
+    "none": {}, "both": dict(left=300, right=200, bottom_right=True), "causal": dict(right=0)
 }  # fmt: skip
 KINDS_OF_HOPPER = {
-    "full": {}, "full, fp16": dict(dtype="fp16"), "causal": {}, "split": dict(split=True),
-    "both": dict(band=BANDS["both"]), "bottom right": dict(band=BANDS["bottom right"]),
-    "mask": dict(band=BANDS["none"], mask=True), "causal mask": dict(band=BANDS["causal"], mask=True),
+    "full": {}, "full, fp16": dict(dtype=torch.float16), "causal": BANDS["causal"],
+    "split": dict(lengths=noted.SPLIT), "both": BANDS["both"],
+    "bottom right": dict(right=0, bottom_right=True), "mask": dict(mask="rows"),
+    "causal mask": dict(right=0, mask="rows"),
 }  # fmt: skip
 TILES_OF_HOPPER = {(*row[:3], row[4].warpgroups): row[4] for row in ROWS}
 
@@ -256,9 +209,9 @@ def test_hopper_kernel_keeps_its_tiles_in_registers(pv, head_dim, warpgroups, ki
     """A loop holds at most 9 loads and stores of spilled registers in FP8, 16 in 16 bits; with
     Triton 3.8 and head_dim 256, 25. Variants for it that held 88 and 117 were 44 and 40 % slower.
     What hides keys by a band or a mask is in a branch of a loop."""
-    is_causal, given = kind == "causal", KINDS_OF_HOPPER[kind]
+    is_causal = kind == "causal"
     tile = TILES_OF_HOPPER[pv, head_dim, is_causal, warpgroups]
-    compiled = compile_hopper(pv, head_dim, is_causal, tile, **given)
+    compiled = hopper_of(tile, pv, D=head_dim, **KINDS_OF_HOPPER[kind])
     ptx = compiled.asm["ptx"]
     assert "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8" in ptx
     of_16_bits = "k16.f32." + ("f16.f16" if kind == "full, fp16" else "bf16.bf16")
@@ -302,7 +255,7 @@ def test_hopper_kernel_keeps_its_tiles_in_registers(pv, head_dim, warpgroups, ki
 )  # fmt: skip
 def test_hopper_kernel_by_lists_keeps_its_tiles_in_registers(pv, head_dim, band, blocks):
     tile = tiles.hopper_of_blocks((9, 0), pv, head_dim, 9999, *blocks)
-    compiled = compile_hopper(pv, head_dim, False, tile, band=BANDS[band], listed=True)
+    compiled = hopper_of(tile, pv, D=head_dim, size=blocks, **BANDS[band])
     assert compiled.metadata.shared <= 227 * 1024
     loops = loops_over_keys(compiled.asm["cubin"])
     assert len(loops) == 2 * tile.warpgroups  # whole blocks and the rest
@@ -333,72 +286,44 @@ def test_short_lists_of_blocks_are_the_portable_kernels():
     assert tiles.hopper_of_blocks((8, 9), "fp8", 128, 4096, 64, 64) is None
 
 
-def compile_pack_mask(rows=64, **given):
-    types = {"Mask": "*i1", "Words": "*i32", "Codes": "*u8"}
-    constexprs = dict(ROWS=rows, BLOCK_N=128, **given)
-    return compile_kernel(blocks_of_hopper._pack_mask_kernel, (9, 0), constexprs, types)
-
-
-def compile_list_tiles(mask=True, blocks=None, full=True):
-    """blocks: (block_q, block_kv) of the caller's lists."""
-    pointers = ("Kv_count", "Kv_index", "Full_count", "Full_index", "List")
-    types = {"Codes": "*u8", **dict.fromkeys(pointers, "*i32")}
-    block_q, block_kv = blocks or (0, 0)
-    constexprs = dict(
-        BAND=(300, 200, True), MASK=mask, BLOCK_Q=block_q, BLOCK_KV=block_kv,
-        FULL=blocks is not None and full, WARPGROUPS=3, BLOCK_N=64 if block_kv == 192 else 128,
-        CHUNK=512,
-    )  # fmt: skip
-    return compile_kernel(blocks_of_hopper._list_tiles_kernel, (9, 0), constexprs, types)
-
-
-def compile_rank_tiles():
-    constexprs, types = dict(CHUNK=64), {"List": "*i32"}
-    return compile_kernel(blocks_of_hopper._rank_tiles_kernel, (9, 0), constexprs, types)
-
-
 @pytest.mark.parametrize(
-    "compile",
-    [functools.partial(compile_pack_mask, 1), functools.partial(compile_pack_mask, stride_mn=1),
-     functools.partial(compile_list_tiles, False, (64, 192)),
-     *[pytest.param(x, marks=on_every_triton) for x in (
-         compile_pack_mask, compile_list_tiles, compile_rank_tiles,
-         functools.partial(compile_list_tiles, True, (192, 128), False),
+    "kernel, given",
+    [("_pack_mask_kernel", dict(mask="rows")),
+     ("_list_tiles_kernel", dict(size=(64, 192), **BANDS["both"])),
+     *[pytest.param(*x, marks=on_every_triton) for x in (
+         ("_pack_mask_kernel", dict(mask="keys")), ("_pack_mask_kernel", dict(mask="transposed")),
+         ("_list_tiles_kernel", dict(mask="rows", **BANDS["both"])),
+         ("_rank_tiles_kernel", dict(mask="rows")),
+         ("_list_tiles_kernel", dict(mask="rows", size=(192, 128), full=False, **BANDS["both"])),
      )]],
 )  # fmt: skip
-def test_what_is_made_of_mask_and_lists_compiles(compile):
+def test_what_is_made_of_mask_and_lists_compiles(kernel, given):
     """Each load has a mask: the last tile has rows that no list is for."""
-    compiled = compile()
+    compiled = noted.kernel(kernel, noted.sdpa, (9, 0), "sage2-8b-per-token", warpgroups=3, **given)
     assert stack_bytes(compiled.asm["cubin"]) == 0
     loads = re.findall(r"tt\.load ([^:{]*)", compiled.asm["ttir"])
     assert loads and all("," in operands for operands in loads), loads
 
 
 @on_every_triton
-@pytest.mark.parametrize("fp8", [False, True])
-def test_the_sum_of_a_split_tiles_pieces_compiles(fp8):
-    pointers = ("Part", "Part_ml", "V_scale", "V_mean", "Lse")
-    types = {**dict.fromkeys(pointers, "*fp32"), "Out": "*bf16"}
-    constexprs = dict(D_V=128, FP8=fp8, KEEPS_MAX=not fp8, BLOCK_M=192, BLOCK_DV=128, ROWS=16)
-    compiled = compile_kernel(hopper._combine_kernel, (9, 0), constexprs, types)
+@pytest.mark.parametrize(
+    "call, given",
+    [(noted.hopper, dict(tile=tiles.THREE, pv="fp8", lengths=noted.SPLIT)),
+     (noted.rowscaled, dict(lengths=noted.SPLIT))],
+    ids=["fp8", "training"],
+)  # fmt: skip
+def test_the_sum_of_a_split_tiles_pieces_compiles(call, given):
+    compiled = noted.kernel("_combine_kernel", call, (9, 0), **given)
     assert stack_bytes(compiled.asm["cubin"]) == 0
 
 
 @pytest.mark.parametrize(
     "heads, num_m, group",
     [
-        (1, 683, 1),
-        (1, 1024, 1),
-        (2, 683, 1),
-        (6, 343, 3),
-        (7, 343, 2),
-        (24, 171, 12),
-        (3, 320, 2),
-        (9, 121, 5),
-        (5, 256, 3),
-        (6, 209, 3),
+        (1, 683, 1), (1, 1024, 1), (2, 683, 1), (6, 343, 3), (7, 343, 2), (24, 171, 12),
+        (3, 320, 2), (9, 121, 5), (5, 256, 3), (6, 209, 3),
     ],
-)
+)  # fmt: skip
 def test_tiles_of_a_causal_call_are_dealt_about_equally(heads, num_m, group, monkeypatch):
     monkeypatch.setattr(hopper.tl, "minimum", min)  # of ints
     programs, found = 132, []
@@ -496,54 +421,40 @@ def calls():
 
 
 @pytest.mark.parametrize("name", calls())
-def test_hopper_kernel_takes_the_calls_it_computes(name, monkeypatch):
-    monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(tiles, "processors", lambda device: 132)
+def test_hopper_kernel_takes_the_calls_it_computes_by_the_tile_that_is_chosen(name):
     a, computes = calls()[name]
-    assert (hopper_tile(a) is not None) == computes
-
-
-@pytest.mark.parametrize("name", calls())
-def test_the_chosen_tile_is_that_of_the_calls_it_computes(name, monkeypatch):
-    monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(tiles, "processors", lambda device: 132)
-    a, computes = calls()[name]
-    of_table = hopper_tile(a)
     is_causal = (a.left, a.right) == (None, 0)
     fp8 = computes and a.decoded.pv == "fp8" and a.blocks.size is None  # 16 bits: all of 3
-    for warpgroups in (1, 2, 3):
-        tile = hopper_tile(a._replace(warpgroups=warpgroups))
-        if fp8 and not (is_causal and warpgroups == 2):
-            assert tile.warpgroups == warpgroups and tile.BLOCK_M == 64 * warpgroups
-        else:
-            assert tile == of_table
-    assert hopper_tile(a._replace(warpgroups=0)) is None
-    monkeypatch.setattr(tiles, "capability", lambda device: (8, 9))
-    assert hopper_tile(a._replace(warpgroups=3)) is None
+    with noted.here((9, 0)):
+        of_table = hopper_tile(a)
+        assert (of_table is not None) == computes
+        for warpgroups in (1, 2, 3):
+            tile = hopper_tile(a._replace(warpgroups=warpgroups))
+            if fp8 and not (is_causal and warpgroups == 2):
+                assert tile.warpgroups == warpgroups and tile.BLOCK_M == 64 * warpgroups
+            else:
+                assert tile == of_table
+        assert hopper_tile(a._replace(warpgroups=0)) is None
+    with noted.here((8, 9)):
+        assert hopper_tile(a._replace(warpgroups=3)) is None
 
 
-def test_one_warpgroup_is_a_program_for_each_tile(monkeypatch):
+def test_one_warpgroup_is_a_program_for_each_tile():
     """Two and three deal their tiles, or shares of them, to as many programs as run at once."""
-    monkeypatch.setattr(tiles, "processors", lambda device: 132)
     q, k, v = (torch.randn(1, 2, N, 64, dtype=torch.bfloat16) for N in (6000, 2500, 2500))
     programs = {}
-
-    def note(launches, *args, **options):
-        launches.append((args, options))
-
     for warpgroups in (1, 3):
         for band in ((None, None), (None, 0), (99, 0)):
             visible = Visibility(left=band[0], right=band[1])
             a = attention_call(q, k, v, "sage2-8b-per-token", visible)
-            tile, launches = tiles.hopper((9, 0), "fp8", 64, False, tiles.ANY, warpgroups), []
-            plan.launch(a, tile, functools.partial(note, launches))
-            (kernel, (count, *_), _, numbers), options = launches[0]
-            whole_tiles = numbers[kernel.arg_names.index("whole_tiles") - len(kernel.arg_names)]
-            programs[warpgroups, band] = count, whole_tiles, len(launches), options["maxnreg"]
-    of_3 = (64, 64, 1, 128)  # 32 tiles a head
+            tile = tiles.hopper((9, 0), "fp8", 64, False, tiles.ANY, warpgroups)
+            first, *more = noted.launches(plan.launch, (9, 0), a, tile, launch_cached)
+            whole = first.arguments[first.kernel.arg_names.index("whole_tiles")]
+            programs[warpgroups, band] = first.grid[0], whole, len(more), first.options["maxnreg"]
+    of_3 = (64, 64, 0, 128)  # 32 tiles a head
     assert programs == {
-        **dict.fromkeys([(1, (None, None)), (1, (None, 0)), (1, (99, 0))], (188, 188, 1, 128)),
-        (3, (None, None)): (132, 0, 2, 128), (3, (None, 0)): of_3, (3, (99, 0)): of_3,
+        **dict.fromkeys([(1, (None, None)), (1, (None, 0)), (1, (99, 0))], (188, 188, 0, 128)),
+        (3, (None, None)): (132, 0, 1, 128), (3, (None, 0)): of_3, (3, (99, 0)): of_3,
     }  # fmt: skip
 
 
@@ -587,16 +498,13 @@ FULL, CAUSAL, BAND = (None, None), (None, 0), (700, 500)
 @pytest.mark.parametrize(
     "D, heads, N_q, N_kv, band, masked, warpgroups",
     [
-        (64, 99, 9999, 6143, FULL, False, 1),
-        (64, 99, 9999, 6144, FULL, False, 3),
+        (64, 99, 9999, 6143, FULL, False, 1), (64, 99, 9999, 6144, FULL, False, 3),
         (64, 100, 1472, 6144, FULL, False, 3),  # 23 tiles of 64 rows, 8 of 192: 95 %
         (64, 100, 1408, 6144, FULL, False, 1),  # 22 and 8: 91 %
         (64, 132, 128, 4608, FULL, False, 3),  # 66 %, but two tiles of 64 rows a processor
-        (64, 133, 128, 4608, FULL, False, 1),
-        (64, 132, 128, 4607, FULL, False, 1),
+        (64, 133, 128, 4608, FULL, False, 1), (64, 132, 128, 4607, FULL, False, 1),
         (64, 1, 4224, 3000, FULL, False, 3),  # four processors a tile of 128 rows
-        (64, 1, 4225, 3000, FULL, False, 1),
-        (64, 1, 4224, 2999, FULL, False, 1),
+        (64, 1, 4225, 3000, FULL, False, 1), (64, 1, 4224, 2999, FULL, False, 1),
         (64, 3, 6358, 5119, FULL, False, 1),
         (64, 3, 6358, 5120, FULL, False, 3),  # 102 tiles of 192 rows, 150 of 128: at once or not
         (64, 99, 14334, 14334, CAUSAL, False, 1),
@@ -605,47 +513,34 @@ FULL, CAUSAL, BAND = (None, None), (None, 0), (700, 500)
         (64, 99, 99999, 99999, (98000, 302), False, 1),  # one key in 16 counts
         (64, 99, 99999, 99999, (98000, 303), False, 3),
         (64, 16, 9999, 2560, FULL, True, 3),  # 20 tiles of 64 rows a processor, 7 of 192: 95 %
-        (64, 16, 9999, 2559, FULL, True, 1),
-        (64, 15, 9999, 2560, FULL, True, 1),  # 18 and 7: 85 %
+        (64, 16, 9999, 2559, FULL, True, 1), (64, 15, 9999, 2560, FULL, True, 1),  # 18 and 7: 85 %
         (64, 2, 36000, 36000, FULL, True, 3),  # 9 and 3
         (64, 3, 37000, 4000, FULL, True, 1),  # 14 and 5: 93 %
         (64, 4, 34000, 4000, FULL, True, 3),  # 17 and 6: 94 %
         (128, 2, 30000, 4000, FULL, True, 1),  # 8 and 3: 88 %
-        (128, 3, 37000, 4000, FULL, True, 3),
-        (64, 1, 100, 1024, FULL, True, 1),
+        (128, 3, 37000, 4000, FULL, True, 3), (64, 1, 100, 1024, FULL, True, 1),
         (64, 1, 100, 1023, FULL, True, 0),  # few keys and few pairs
-        (64, 33, 1024, 1024, FULL, True, 1),
-        (64, 33, 1024, 1023, FULL, True, 0),
-        (64, 34, 1024, 1023, FULL, True, 1),
-        (64, 1, 100, 100, (20, 20), False, 1),
-        (128, 999, 6336, 447, FULL, False, 1),
-        (128, 537, 6336, 448, FULL, False, 3),
+        (64, 33, 1024, 1024, FULL, True, 1), (64, 33, 1024, 1023, FULL, True, 0),
+        (64, 34, 1024, 1023, FULL, True, 1), (64, 1, 100, 100, (20, 20), False, 1),
+        (128, 999, 6336, 447, FULL, False, 1), (128, 537, 6336, 448, FULL, False, 3),
         (128, 536, 6336, 448, FULL, False, 1),  # few pairs
         (128, 2500, 1408, 448, FULL, False, 1),  # 91 %
-        (128, 68, 2100, 2943, FULL, False, 1),
-        (128, 68, 2100, 2944, FULL, False, 3),
+        (128, 68, 2100, 2943, FULL, False, 1), (128, 68, 2100, 2944, FULL, False, 3),
         (128, 67, 2100, 2944, FULL, False, 1),  # few pairs
-        (128, 100, 1472, 3000, FULL, False, 3),
-        (128, 100, 1408, 3000, FULL, False, 1),  # 91 %
-        (128, 100, 1408, 3583, FULL, False, 1),
-        (128, 100, 1408, 3584, FULL, False, 3),
+        (128, 100, 1472, 3000, FULL, False, 3), (128, 100, 1408, 3000, FULL, False, 1),  # 91 %
+        (128, 100, 1408, 3583, FULL, False, 1), (128, 100, 1408, 3584, FULL, False, 3),
         (128, 100, 1024, 3584, FULL, False, 1),  # 88 %
         (128, 33, 2047, 4096, FULL, False, 1),  # few pairs
-        (128, 33, 2048, 4096, FULL, False, 3),
-        (128, 1, 4224, 2047, FULL, False, 1),
+        (128, 33, 2048, 4096, FULL, False, 3), (128, 1, 4224, 2047, FULL, False, 1),
         (128, 1, 4224, 2048, FULL, False, 2),  # four processors a tile of 128 rows
-        (128, 1, 4225, 2048, FULL, False, 1),
-        (128, 2, 8448, 4095, FULL, False, 1),
+        (128, 1, 4225, 2048, FULL, False, 1), (128, 2, 8448, 4095, FULL, False, 1),
         (128, 2, 8448, 4096, FULL, False, 2),  # two tiles of 64 rows a processor
         (128, 2, 8449, 4096, FULL, False, 1),
         (128, 2, 8448, 4096, FULL, True, 1),  # whose tiles are not shared
-        (128, 1, 8448, 70000, (65535, 0), False, 1),
-        (128, 3, 8960, 5631, FULL, False, 1),
-        (128, 3, 8960, 5632, FULL, False, 3),
-        (128, 16, 1408, 5632, FULL, False, 3),  # 91 %
+        (128, 1, 8448, 70000, (65535, 0), False, 1), (128, 3, 8960, 5631, FULL, False, 1),
+        (128, 3, 8960, 5632, FULL, False, 3), (128, 16, 1408, 5632, FULL, False, 3),  # 91 %
         (128, 34, 1024, 5632, FULL, False, 1),  # 88 %
-        (128, 2, 8448, 7167, FULL, False, 2),
-        (128, 2, 8448, 7168, FULL, False, 3),
+        (128, 2, 8448, 7167, FULL, False, 2), (128, 2, 8448, 7168, FULL, False, 3),
         (128, 11, 1408, 8000, FULL, False, 2),  # 91 %
         (128, 132, 128, 16383, FULL, False, 2),
         (128, 132, 128, 16384, FULL, False, 3),  # 66 %, but many pairs
@@ -655,8 +550,7 @@ FULL, CAUSAL, BAND = (None, None), (None, 0), (700, 500)
         (128, 3, 6358, 6358, FULL, True, 3),  # 3 tiles of 64 rows a processor, 1 of 192
         (128, 99, 5631, 5631, CAUSAL, False, 1),
         (128, 43, 5632, 5632, CAUSAL, False, 1),  # few pairs
-        (128, 44, 5632, 5632, CAUSAL, False, 3),
-        (128, 60, 8000, 2559, FULL, True, 1),
+        (128, 44, 5632, 5632, CAUSAL, False, 3), (128, 60, 8000, 2559, FULL, True, 1),
         (128, 60, 8000, 2560, FULL, True, 3),  # 57 tiles of 64 rows a processor, 20 of 192
         (128, 1, 36000, 36000, FULL, True, 1),  # 5 and 2
         (128, 2, 36000, 36000, FULL, True, 3),  # 9 and 3
@@ -669,7 +563,7 @@ FULL, CAUSAL, BAND = (None, None), (None, 0), (700, 500)
         (128, 0, 896, 896, FULL, False, 1),  # nothing
         (256, 1, 1, 1, FULL, False, 2),
     ],
-)
+)  # fmt: skip
 def test_a_calls_load_chooses_its_tile(D, heads, N_q, N_kv, band, masked, warpgroups, monkeypatch):
     monkeypatch.setattr(tiles, "processors", lambda device: 132)
     load = Load.of(heads, N_q, N_kv, band, masked, torch.device("cuda"))
@@ -717,25 +611,6 @@ def test_fp8_recipes_are_refused_before_sm_89():
 # -- nvfp4.py ----
 
 
-def compile_nvfp4(architecture, D, is_causal=True, mask=0, additive=False, left=-1):
-    tile = tiles.tile(architecture, "nvfp4", "nvfp4", D, mask > 0)
-    BLOCK_D = pad_head_dim(D)
-    fp32 = ("K_scale", "V_scale", "V_mean", "Lse")
-    types = dict.fromkeys(fp32, "*fp32") | dict.fromkeys(("K", "K_e4m3", "V", "V_e4m3"), "*u8")
-    types |= dict.fromkeys(("Q", "Q_mean", "Delta", "Out"), "*bf16")
-    types |= dict(Mask="*bf16" if additive else "*i1", Seen="*u8")
-    constexprs = dict(
-        D=D, D_V=D, SCALE=D**-0.5, LEFT=left, RIGHT=0 if is_causal else -1, BOTTOM_RIGHT=left >= 0,
-        MASK=mask, ADDITIVE=additive, NATIVE=tiles.multiplies_nvfp4(architecture),
-        BLOCK_M=tile.BLOCK_M, BLOCK_N=tile.BLOCK_N, BLOCK_D=BLOCK_D, BLOCK_DV=BLOCK_D,
-        NUM_STAGES=tile.num_stages, stride_qd=1, stride_mn=1,
-    )  # fmt: skip
-    return compile_kernel(
-        attention_nvfp4._attention_kernel, architecture, constexprs, types,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
-    )  # fmt: skip
-
-
 BLOCK_SCALED = {
     (10, 0): "tcgen05.mma.cta_group::1.kind::mxf4nvf4.block_scale."
     + ("block16" if TRITON >= (3, 8) else "scale_vec::4X"),
@@ -743,9 +618,8 @@ BLOCK_SCALED = {
 }
 
 
-KINDS_OF_NVFP4 = {each: {"D": 128} | KINDS[each] for each in ("causal", "mask", "bias", "window")}
-KINDS_OF_NVFP4 |= {f"causal of {D}": dict(D=D) for D in (64, 256)}
-KINDS_OF_NVFP4["bias"]["D"] = 128
+KINDS_OF_NVFP4 = {each: KINDS[each] | {"D": 128} for each in ("causal", "mask", "bias", "window")}
+KINDS_OF_NVFP4 |= {f"causal of {D}": dict(D=D, right=0) for D in (64, 256)}
 
 
 @picked(
@@ -754,7 +628,7 @@ KINDS_OF_NVFP4["bias"]["D"] = 128
     architecture=ARCHITECTURES, kind=KINDS_OF_NVFP4,
 )  # fmt: skip
 def test_nvfp4_compiles_to_block_scaled_products_or_to_fp16(architecture, kind):
-    compiled = compile_nvfp4(architecture, **KINDS_OF_NVFP4[kind])
+    compiled = attention_of(architecture, "sage3", traced=True, **KINDS_OF_NVFP4[kind])
     ptx = compiled.asm["ptx"]
     products = re.findall(r"\s((?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)\..*?) ", ptx)
     native = architecture in BLOCK_SCALED
@@ -783,80 +657,65 @@ def test_nvfp4_compiles_to_block_scaled_products_or_to_fp16(architecture, kind):
     architecture=ARCHITECTURES, D=[8, 128, 256], along_n=[False, True],
 )  # fmt: skip
 def test_preparation_in_nvfp4_compiles(architecture, D, along_n):
-    compiled = compile_preparation_nvfp4(architecture, D, along_n)
+    compiled = noted.kernel(
+        "_quantize_kernel", noted.sdpa, architecture, "sage3", D=D, which=along_n
+    )
     assert stack_bytes(compiled.asm["cubin"]) <= (0 if D <= 128 else 256)
-
-
-def compile_preparation_nvfp4(architecture, D, along_n):
-    types = dict(
-        X="*bf16", Mean="*fp32", Amax="*fp32", X_fp4="*u8", X_e4m3="*u8", X_scale="*fp32"
-    )  # fmt: skip
-    constexprs = dict(
-        ALONG_N=along_n, SATURATE=True, D=D, PAD_N=128, BLOCK_N=nvfp4.ROWS,
-        BLOCK_D=pad_head_dim(D), stride_d=1,
-    )  # fmt: skip
-    return compile_kernel(nvfp4._quantize_kernel, architecture, constexprs, types)
 
 
 # -- k and v ----
 
 
-def compile_quantize_k(architecture, D, masked, groups, qk, pdl=False):
-    types = dict(K="*bf16", K_mean="*fp32", Visible="*u8", K_8bit=f"*{qk}", K_scale="*fp32")
-    constexprs = dict(
-        MASK=masked, QK_MAX=QK_MAX[qk], PDL=pdl, D=D, GROUPS=groups, K_BLOCK=64, PAD_N=128,
-        stride_d=1, BLOCK_D=pad_head_dim(D),
-    )  # fmt: skip
-    return compile_kernel(keys._quantize_k_kernel, architecture, constexprs, types)
-
-
-def compile_quantize_kv(D, masked, qk, architecture=(9, 0), pdl=False):
-    types = dict(
-        K="*bf16", V="*bf16", K_mean="*fp32", V_mean="*fp32", V_amax="*fp32", Visible="*u8",
-        Beyond="*i32", K_8bit=f"*{qk}", K_scale="*fp32", V_fp8="*fp8e4nv", V_scale="*fp32",
-    )  # fmt: skip
-    BLOCK_D = pad_head_dim(D)
-    constexprs = dict(
-        MASK=masked, QK_MAX=QK_MAX[qk], PDL=pdl, K_BLOCK=64, PAD_N=128, BLOCK_D=BLOCK_D,
-        BLOCK_DV=BLOCK_D, stride_kd=1, stride_vd=1,
-    )  # fmt: skip
-    return compile_kernel(
-        one_pass._quantize_kv_kernel,
-        architecture,
-        constexprs,
-        types,
-        num_warps=one_pass.num_warps(BLOCK_D),
+def of_k(recipe):
+    return "_quantize_k_kernel", lambda x, visible, pdl: keys.launch_k(
+        x, x[:, :, 0].float(), NAMED[recipe], visible, launch_cached, pdl
     )
 
 
-def compile_quantize_v_again(D, masked, architecture=(9, 0), pdl=False):
-    types = dict(
-        V="*bf16", V_mean="*fp32", Visible="*u8", Beyond="*i32", V_fp8="*fp8e4nv", V_scale="*fp32"
+def of_both(recipe="sage2-8b-per-token"):
+    return lambda x, visible, pdl: one_pass.launch_kv(
+        x, x, visible, NAMED[recipe], launch_cached, pdl
     )
-    constexprs = dict(
-        MASK=masked, PDL=pdl, PAD_N=128, BLOCK_N=64, BLOCK_D=pad_head_dim(D), stride_d=1
-    )
-    return compile_kernel(
-        values.quantize_v_again_kernel, architecture, constexprs, types, num_warps=8
-    )
+
+
+def smoothed(x, visible, pdl=False):
+    return smooth.launch_smooth([x, x], visible, run=launch_cached)
+
+
+def of_v(x, visible, pdl):
+    mean, amax = smoothed(x, visible)
+    return values.launch_v(x, mean[0], amax[0], NAMED["sage2-8b"], visible is not None)
+
+
+# The kernel, and what launches it, of k or v, the rows that count, and whether kernels overlap.
+PREPARATION = {
+    "smooth": ("_partial_kernel", smoothed), "smooth's end": ("_final_kernel", smoothed),
+    "estimate": ("_estimate_kernel", of_both()), "v": ("_quantize_v_kernel", of_v),
+    "v again": ("quantize_v_again_kernel", of_both()), "kv": ("_quantize_kv_kernel", of_both()),
+    "kv, FP8": ("_quantize_kv_kernel", of_both("sage2-8b-fp8qk")), "k": of_k("sage1"),
+    "k, 4 scales": of_k("sage2-8b"), "k, INT4": of_k("sage2-4b"), "k, FP8": of_k("sage2-8b-fp8qk"),
+    "pool": ("_pool_kernel", lambda x, visible, pdl: blocks_of_tokens._launch_pool(x, None, 128)),
+}  # fmt: skip
+
+
+def preparation_of(name, architecture, D, masked=False, pdl=False):
+    kernel, launch = PREPARATION[name]
+    x, visible = noted.qkv(D)[1], noted.rows_of(noted.LENGTHS[1], noted.B, 1) if masked else None
+    return noted.kernel(kernel, launch, architecture, x, visible, pdl)
 
 
 @chosen(
     lambda kernel, D: D == 1 or D == 80 and kernel != "attention",
-    kernel=["quantize_k", "quantize_kv", "quantize_v_again", "attention"], D=[1, 8, 80],
+    kernel=["k, FP8", "kv, FP8", "v again", "attention"], D=[1, 8, 80],
 )  # fmt: skip
 def test_no_conversion_to_fp8_merges_with_an_unrelated_register(kernel, D):
     """A conversion of two numbers makes 16 bits; with another's, 32. Where ptxas (CUDA 12.8) knows
     the two to be equal, as zeros of padded channels are, it puts any register in the other's place.
     """
     if kernel == "attention":
-        compiled = compile_attention((9, 0), "sage2-8b-fp8qk", D)
-    elif kernel == "quantize_kv":
-        compiled = compile_quantize_kv(D, False, "fp8e4nv")
-    elif kernel == "quantize_v_again":
-        compiled = compile_quantize_v_again(D, False)
+        compiled = attention_of((9, 0), "sage2-8b-fp8qk", traced=True, D=D, right=0)
     else:
-        compiled = compile_quantize_k((9, 0), D, False, 1, "fp8e4nv")
+        compiled = preparation_of(kernel, (9, 0), D)
     writer, conversions = {"RZ": "zero"}, 0
     for line in about(compiled.asm["cubin"], "nvdisasm", "-c").splitlines():
         instruction = re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@\S+ )?(\S+) (R\d+)(.*?)\s*;", line)
@@ -875,9 +734,9 @@ def test_no_conversion_to_fp8_merges_with_an_unrelated_register(kernel, D):
 def test_no_byte_is_stored_of_a_float(recipe):
     """The low byte of a sum is the quantized number, but the ptxas of CUDA 12.8 stores F2IP.U8 of a
     register that it has seen written by a float's instruction: 255. It happened where heads of q
-    start anywhere, as of 40 channels side by side, so that a thread has single bytes of a row.
+    start anywhere, as of 36 channels side by side, so that a thread has single bytes of a row.
     """
-    compiled = compile_attention((9, 0), recipe, D=40, unaligned=HEADS)
+    compiled = attention_of((9, 0), recipe, traced=True, D=36, right=0)
     writer, bytes_stored = {}, 0
     for line in compiled.asm["ptx"].splitlines():
         name, *operands = re.sub("[,;]", " ", line.replace("::cta", "")).split() or [""]
@@ -890,20 +749,19 @@ def test_no_byte_is_stored_of_a_float(recipe):
 
 
 @pytest.mark.parametrize(
-    "compile",
-    [lambda: compile_hopper("fp8", 72, False, tiles.hopper((9, 0), "fp8", 72, False, Load())),
-     lambda: compile_attention((9, 0), "sage2-8b-per-token", 72),
-     *[pytest.param(x, marks=on_every_triton) for x in (
-         lambda: compile_quantize_kv(72, False, "i8", (9, 0)),
-         lambda: compile_pool((9, 0), 72, 128, False),
-         lambda: compile_quantize_k((9, 0), 72, False, 1, "i8"),
-         lambda: compile_smooth((9, 0), 72, False, False),
-     )]],
-    ids=["hopper", "attention", "kv", "pool", "k", "smooth"],
+    "kernel",
+    ["hopper", "attention",
+     *[pytest.param(x, marks=on_every_triton) for x in ("kv", "pool", "k", "smooth")]],
 )  # fmt: skip
-def test_rows_of_72_channels_are_read_16_bytes_at_a_time(compile):
+def test_rows_of_72_channels_are_read_16_bytes_at_a_time(kernel):
     """Strides come doubled, so 16 divides them: test_launch.py."""
-    ptx = compile().asm["ptx"]
+    if kernel == "hopper":
+        compiled = hopper_of(tiles.hopper((9, 0), "fp8", 72, False, Load()), "fp8", D=72)
+    elif kernel == "attention":
+        compiled = attention_of((9, 0), "sage2-8b-per-token", traced=True, D=72, right=0)
+    else:
+        compiled = preparation_of(kernel, (9, 0), 72)
+    ptx = compiled.asm["ptx"]
     assert "ld.global.v4.b32" in ptx and not re.search(r"[ls][dt]\.global\.b16", ptx)
 
 
@@ -914,7 +772,7 @@ def test_rows_of_72_channels_are_read_16_bytes_at_a_time(compile):
     architecture=ARCHITECTURES, D=[80, 128, 256], block=[128, 64], shift=[False, True],
 )  # fmt: skip
 def test_pooling_compiles_to_loads_of_16_bytes(architecture, D, block, shift):
-    compiled = compile_pool(architecture, D, block, shift)
+    compiled = noted.kernel("_pool_kernel", noted.pool, architecture, D, block, shift)
     assert stack_bytes(compiled.asm["cubin"]) == 0
     threads = 32 * blocks_of_tokens.pool_warps(pad_head_dim(D))
     assert compiled.asm["ptx"].count("ld.global.v4.b32") * threads * 8 >= block * D
@@ -922,73 +780,8 @@ def test_pooling_compiles_to_loads_of_16_bytes(architecture, D, block, shift):
 
 @picked(tritons=[((8, 6),), ((12, 0),)], architecture=ARCHITECTURES)
 def test_the_choice_of_the_largest_compiles(architecture):
-    assert stack_bytes(compile_largest(architecture).asm["cubin"]) == 0
-
-
-def compile_pool(architecture, D, block, shift):
-    types = dict(X="*bf16", Shift="*fp32", Mean="*fp32", Alike="*fp32")
-    BLOCK_D = pad_head_dim(D)
-    constexprs = dict(
-        SHIFT=shift, D=D, BLOCK=block, ROWS=blocks_of_tokens.rows_at_once(BLOCK_D),
-        BLOCK_D=BLOCK_D, stride_d=1,
-    )  # fmt: skip
-    warps = blocks_of_tokens.pool_warps(BLOCK_D)
-    return compile_kernel(
-        blocks_of_tokens._pool_kernel, architecture, constexprs, types, num_warps=warps
-    )
-
-
-def compile_largest(architecture):
-    types = dict(Scores="*fp32", Counts="*i32", Indices="*i32")
-    constexprs = dict(CHUNK=blocks_of_tokens.CHUNK)
-    return compile_kernel(
-        blocks_of_tokens._largest_kernel, architecture, constexprs, types, num_warps=1
-    )
-
-
-def compile_smooth(architecture, D, masked, end):
-    types = dict(
-        X0="*bf16", X1="*bf16", Visible="*u8", Partial="*fp32", Count="*i32", Mean="*fp32",
-        Amax="*fp32",
-    )  # fmt: skip
-    tile = dict(D=D, MASK=masked, CHUNK=256, BLOCK_D=pad_head_dim(D))
-    if end:
-        final = tile | dict(KEEP=1, BLOCK_C=smooth.BLOCK_C, BLOCK_D=smooth.CHANNELS)
-        return compile_kernel(smooth._final_kernel, architecture, final, types)
-    partial = tile | dict(BLOCK_N=8, stride_0d=1, stride_1d=1)
-    return compile_kernel(smooth._partial_kernel, architecture, partial, types)
-
-
-def compile_quantize_v(architecture, D, saturate):
-    types = dict(V="*bf16", V_mean="*fp32", V_amax="*fp32", V_fp8="*fp8e4nv", V_scale="*fp32")
-    constexprs = dict(D=D, BLOCK_D=pad_head_dim(D), stride_d=1, SATURATE=saturate, BLOCK_N=128)
-    return compile_kernel(values._quantize_v_kernel, architecture, constexprs, types)
-
-
-def compile_estimate(D, masked, architecture=(9, 0), pdl=False):
-    types = dict(
-        X0="*bf16", X1="*bf16", Visible="*u8", Mean0="*fp32", Amax0="*fp32", Mean1="*fp32",
-        Amax1="*fp32", Beyond="*i32",
-    )  # fmt: skip
-    BLOCK_D = pad_head_dim(D)
-    constexprs = dict(
-        D=D, D_1=D, MASK=masked, TWO=True, SHRINK=True, PDL=pdl, BLOCK_D=BLOCK_D, stride_0d=1,
-        stride_1d=1,
-    )  # fmt: skip
-    return compile_kernel(
-        smooth._estimate_kernel,
-        architecture,
-        constexprs,
-        types,
-        num_warps=smooth.estimate_warps(BLOCK_D),
-    )
-
-
-def compile_unsmooth(architecture, D):
-    types = dict(Lse="*fp32", Q="*bf16", K_mean="*fp32", Out="*fp32", scale="fp32")
-    BLOCK_D = pad_head_dim(D)
-    constexprs = dict(D=D, BLOCK_N=8192 // BLOCK_D, BLOCK_D=BLOCK_D, stride_d=1)
-    return compile_kernel(smooth._unsmooth_kernel, architecture, constexprs, types)
+    compiled = noted.kernel("_largest_kernel", noted.largest, architecture)
+    assert stack_bytes(compiled.asm["cubin"]) == 0
 
 
 @picked(
@@ -996,27 +789,18 @@ def compile_unsmooth(architecture, D):
     architecture=[(8, 0), (9, 0), (12, 0)], D=[32, 64, 80, 256],
 )  # fmt: skip
 def test_what_corrects_lse_spills_nothing(architecture, D):
-    assert stack_bytes(compile_unsmooth(architecture, D).asm["cubin"]) == 0
+    compiled = noted.kernel("_unsmooth_kernel", noted.unsmooth, architecture, D)
+    assert stack_bytes(compiled.asm["cubin"]) == 0
 
 
-PREPARATION = {  # kernels of k and v
-    "smooth": lambda a, D, masked, pdl: compile_smooth(a, D, masked, False),
-    "smooth's end": lambda a, D, masked, pdl: compile_smooth(a, D, masked, True),
-    "estimate": lambda a, D, masked, pdl: compile_estimate(D, masked, a, pdl),
-    "v": lambda a, D, masked, pdl: compile_quantize_v(a, D, masked),
-    "v again": lambda a, D, masked, pdl: compile_quantize_v_again(D, masked, a, pdl),
-    "kv": lambda a, D, masked, pdl: compile_quantize_kv(D, masked, "i8", a, pdl),
-    "k": lambda a, D, masked, pdl: compile_quantize_k(a, D, masked, 1, "i8", pdl),
-    "k, 4 scales": lambda a, D, masked, pdl: compile_quantize_k(a, D, masked, 4, "i8", pdl),
-    "k, INT4": lambda a, D, masked, pdl: compile_quantize_k(a, D, masked, 4, "u8", pdl),
-    "k, FP8": lambda a, D, masked, pdl: compile_quantize_k(a, D, masked, 1, "fp8e4nv", pdl),
-}
 OVERLAP = {"estimate", "v again", "kv", "k", "k, 4 scales", "k, INT4", "k, FP8"}
 OF_FP8 = {"v", "v again", "kv", "k, FP8"}
 
 
 @pairs(
-    where=lambda architecture, kernel: architecture >= (8, 9) or kernel not in OF_FP8,
+    where=lambda architecture, kernel: (
+        kernel not in ("pool", "kv, FP8") and (architecture >= (8, 9) or kernel not in OF_FP8)
+    ),
     alike=dict(
         architecture=lambda a: a >= (9, 0), D=lambda D: "whole" if D in (64, 128) else D
     ),
@@ -1034,7 +818,7 @@ def test_preparation_compiles(kernel, architecture, D, masked):
     lets the second start, which reads rows of theirs and waits for the estimate; nothing is stored
     by who has not waited."""
     overlaps = kernel in OVERLAP and architecture >= (9, 0)
-    compiled = PREPARATION[kernel](architecture, D, masked, overlaps)
+    compiled = preparation_of(kernel, architecture, D, masked, overlaps)
     # Of one kernel Triton 3.6 spills two registers.
     spills = (TRITON, kernel, architecture, D, masked) == ((3, 6), "kv", (8, 9), 256, True)
     allowed = 8 if spills else 0
@@ -1073,26 +857,10 @@ def test_the_kernel_is_that_of_the_wider_head_dim():
         assert problem.head_dim == 200 and problem.capability is None
 
 
-TRAINING = {  # sage::sagebwd's kernels, and whether they compute dP, in 16 bits
-    "forward": (training._forward_kernel, {}, False),
-    "dq": (training._dq_kernel, {}, True),
-    "dk": (training._over_rows_kernel, {"OF_V": False}, True),
-    "dv": (training._over_rows_kernel, {"OF_V": True}, False),
-}
-
-
-def compile_training(architecture, name, D=128, is_causal=True):
-    kernel, given, *_ = TRAINING[name]
-    fp32 = ("Q_scale", "K_scale", "V_scale", "Turned_scale", "Lse", "Delta")
-    types = dict.fromkeys(("Q", "K", "Turned", "K_turned"), "*i8") | dict.fromkeys(fp32, "*fp32")
-    types |= dict.fromkeys(("V", "Grad", "Out", "Dq", "Dx"), "*bf16")
-    types["V"] = "*i8" if name == "forward" else "*bf16"
-    stages = 3 if architecture in ((8, 0), (9, 0), (10, 0)) else 2
-    constexprs = dict(
-        D=D, SCALE=D**-0.5, IS_CAUSAL=is_causal, BLOCK_M=training.ROWS, BLOCK_D=pad_head_dim(D),
-        NUM_STAGES=stages, stride_vd=1, stride_gd=1, **given,
-    )  # fmt: skip
-    return compile_kernel(kernel, architecture, constexprs, types, num_warps=training.NUM_WARPS)
+TRAINING = {  # sage::sagebwd's kernels, which launch of it, and whether it computes dP, in 16 bits
+    "forward": ("_forward_kernel", 0, False), "dq": ("_dq_kernel", 0, True),
+    "dk": ("_over_rows_kernel", 0, True), "dv": ("_over_rows_kernel", 1, False),
+}  # fmt: skip
 
 
 @picked(
@@ -1103,8 +871,8 @@ def compile_training(architecture, name, D=128, is_causal=True):
     architecture=ARCHITECTURES, name=TRAINING, D=[64, 128],
 )  # fmt: skip
 def test_training_compiles_to_the_matrix_instructions(architecture, name, D):
-    compiled = compile_training(architecture, name, D)
-    is_16_bit = TRAINING[name][2]
+    kernel, which, is_16_bit = TRAINING[name]
+    compiled = noted.kernel(kernel, noted.sagebwd, architecture, D, True, which=which)
     assert compiled.metadata.shared <= SHARED_MEMORY[architecture]
     # 0 on sm_90. 1400 where dK and dV were one kernel.
     assert stack_bytes(compiled.asm["cubin"]) <= (0 if architecture == (9, 0) else 128)
@@ -1117,54 +885,10 @@ def test_training_compiles_to_the_matrix_instructions(architecture, name, D):
         assert is_16_bit == ("bf16.bf16" in ptx or "kind::f16" in ptx)
 
 
-def compile_quantize_for_training(turned=True, shared=64, twice=False):
-    fp32 = dict.fromkeys(("Mean", "Scale", "Own_scale", "Delta"), "*fp32")
-    types = dict(X="*bf16", Out="*bf16", Codes="*i8", Own="*i8") | fp32
-    constexprs = dict(
-        SMOOTH=not twice, DELTA=not twice, TURNED=turned, TWICE=twice, SHARED=shared, D=80,
-        PAD_N=128, BLOCK_D=128,
-    )  # fmt: skip
-    return compile_kernel(training._quantize_kernel, (9, 0), constexprs, types)
-
-
-def compile_turn():
-    types = dict(Codes="*i8", Turned="*i8")
-    return compile_kernel(training._turn_kernel, (9, 0), dict(BLOCK_D=128), types)
-
-
-def compile_rows_of_rowscaled(causal=False):
-    fp32 = ("Stats", "Q_scale", "V_scale", "V_mean", "Vectors", "Delta", "Wa", "Of_rows", "V_norm",
-            "Part", "Part_v")  # fmt: skip
-    types = dict.fromkeys(fp32, "*fp32") | dict(Grad="*bf16", Out="*bf16", V="*i8", G="*i8")
-    constexprs = dict(SCALE=0.1, CAUSAL=causal, D=80, BLOCK_D=128, stride_gd=1, stride_od=1)
-    kernel, warps = prepare._rows_kernel, prepare.NUM_WARPS
-    return compile_kernel(kernel, (9, 0), constexprs, types, num_warps=warps)
-
-
-def compile_bounds_of_rowscaled(causal=False):
-    pointers = ("K_scale", "K_own_scale", "Part", "Part_v", "Of_rows", "V_norm", "Vectors", "Wa",
-                "Of_head", "Beta", "M", "Row_scale")  # fmt: skip
-    constexprs = dict(SCALE=0.1, CAUSAL=causal, ROWS=prepare.BOUNDS_ROWS)
-    kernel = prepare._bounds_kernel
-    types = dict.fromkeys(pointers, "*fp32")
-    return compile_kernel(kernel, (9, 0), constexprs, types, num_warps=prepare.NUM_WARPS)
-
-
-def compile_turn_of_rowscaled(causal=False):
-    fp32 = ("Q_scale", "K_scale", "V_scale", "Wa", "Of_head", "Beta", "Delta", "Vectors",
-            "Row_scale", "V_scaled", "V_of_dq", "Qt_scale", "Ot_scale")  # fmt: skip
-    types = dict.fromkeys(fp32, "*fp32") | dict.fromkeys(("Q", "K", "K_own", "G"), "*i8")
-    types |= dict.fromkeys(("Qt", "Ot", "Kt", "Kt_own"), "*fp8e4nv")
-    kernel, warps = prepare._turn_kernel, prepare.NUM_WARPS
-    return compile_kernel(
-        kernel, (9, 0), dict(SCALE=0.1, CAUSAL=causal, BLOCK_D=128), types, num_warps=warps
-    )
-
-
 @pytest.mark.parametrize("causal", [False, pytest.param(True, marks=on_every_triton)])
-@pytest.mark.parametrize("compile", [compile_rows_of_rowscaled, compile_turn_of_rowscaled])
-def test_codes_of_the_row_scaled_backward_are_read_and_stored_16_bytes_at_a_time(compile, causal):
-    compiled = compile(causal)
+@pytest.mark.parametrize("kernel", ["_rows_kernel", "_turn_kernel"])
+def test_codes_of_the_row_scaled_backward_are_read_and_stored_16_bytes_at_a_time(kernel, causal):
+    compiled = noted.kernel(kernel, noted.rowscaled, (9, 0), 80, causal)
     ptx = compiled.asm["ptx"]
     assert set(re.findall(r"ld\.global\.(\S+)", ptx)) == {"b32", "v4.b32"}
     assert set(re.findall(r"st\.global\.(\S+)", ptx)) == {"b32", "v4.b32"}  # b32: of a row
@@ -1172,55 +896,24 @@ def test_codes_of_the_row_scaled_backward_are_read_and_stored_16_bytes_at_a_time
 
 
 @on_every_triton
-@pytest.mark.parametrize("compile", [compile_quantize_for_training, compile_turn])
-def test_transposed_codes_are_stored_16_bytes_at_a_time(compile):
-    compiled = compile()
+@pytest.mark.parametrize("kernel, which", [("_quantize_kernel", 3), ("_turn_kernel", 0)])
+def test_transposed_codes_are_stored_16_bytes_at_a_time(kernel, which):
+    """Of dO, and of k."""
+    compiled = noted.kernel(kernel, noted.sagebwd, (9, 0), 80, which=which)
     assert re.search(r"st\.global\.v[24]\.b32", compiled.asm["ptx"])
     assert stack_bytes(compiled.asm["cubin"]) <= 16  # quantize: 16 with Triton 3.7
 
 
-def compile_rowscaled(name, D=128, dtype="bf16", registers=None, causal=False):
-    """The row-scaled FP8 backward's kernel of dq, or of dk and dv."""
-    BLOCK_D = pad_head_dim(D)
-
-    def descriptor(block, name, dtype):
-        layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
-        return f"tensordesc<{name}{block},{layout!r}>"
-
-    any_ = "*fp32"  # not read
-    rows = descriptor([64, BLOCK_D], "i8", gl.int8)
-    turned = descriptor([BLOCK_D, 64], "fp8e4nv", gl.float8e4nv)
-    vector = descriptor([64], "fp32", gl.float32)
-    types = dict.fromkeys(("Q", "G", "K", "V"), rows) | {"K_own": rows if causal else any_}
-    types |= dict.fromkeys(("Kt", "Qt", "Ot"), turned) | {"Kt_own": turned if causal else any_}
-    types |= dict.fromkeys(("DQ", "DK", "DV"), f"*{dtype}") | {"Vectors": vector}
-    fp32 = ("Q_scale", "M", "Delta", "Row_scale", "K_scale", "Qt_scale", "Ot_scale", "Part")
-    types |= dict.fromkeys(fp32, "*fp32")
-    own = ("K_own_scale", "V_scale_own")
-    given = dict(CAUSAL=causal, D=D, BLOCK_D=BLOCK_D, STAGES=3, FLUSH=8, PDL=True)
-    if name == "dq":
-        types |= dict.fromkeys(own, vector if causal else any_) | {"V_scale": vector}
-        kernel, (at_launch, consumer) = rowscaled.dq_kernel, (128, 160)
-    else:
-        types |= dict.fromkeys(("V_scale", *own), "*fp32")
-        kernel, (at_launch, consumer) = rowscaled.dkdv_kernel, (168, 240)
-        given |= dict(UNROLL=2, FLUSH_DK=32)
-    at_launch, consumer = registers or (at_launch, consumer)
-    return compile_kernel(
-        kernel, (9, 0), given | {"REGISTERS": consumer}, types, num_warps=4, maxnreg=at_launch
-    )
-
-
 @picked(
-    ("dq", False, 72, "fp16"), ("dkdv", True, 128, "bf16"),
-    tritons=[("dq", True, 64, "bf16"), ("dkdv", False, 64, "fp16")],
-    name=["dq", "dkdv"], causal=[False, True], D=[64, 72, 128], dtype=["bf16", "fp16"],
+    ("dq", False, 72, torch.float16), ("dkdv", True, 128, torch.bfloat16),
+    tritons=[("dq", True, 64, torch.bfloat16), ("dkdv", False, 64, torch.float16)],
+    name=["dq", "dkdv"], causal=[False, True], D=[64, 72, 128], dtype=[torch.bfloat16, torch.float16],
 )  # fmt: skip
 def test_the_row_scaled_backward_compiles_without_spills_or_waits(name, causal, D, dtype):
     """ptxas serializes all wgmma of a kernel where it cannot follow them, and only its log says so.
     Causal, what it spills is of the blocks that are masked. dK's and dV's kernel starts when all of
     dQ's programs have, and ends after their end."""
-    compiled = compile_rowscaled(name, D, dtype, causal=causal)
+    compiled = noted.kernel(f"{name}_kernel", noted.rowscaled, (9, 0), D, causal, dtype)
     ptx, cubin = compiled.asm["ptx"], compiled.asm["cubin"]
     products = set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\S+)", ptx))
     of_p = f"m64n{pad_head_dim(D)}k32.f32.e4m3.e4m3"
@@ -1244,7 +937,7 @@ def test_the_row_scaled_backward_compiles_without_spills_or_waits(name, causal, 
 
 
 def test_the_log_tells_of_waits():
-    ptx = compile_rowscaled("dkdv").asm["ptx"]
+    ptx = noted.kernel("dkdv_kernel", noted.rowscaled, (9, 0)).asm["ptx"]
     registers, fewer = (f"setmaxnreg.inc.sync.aligned.u32 \t{n};" for n in (240, 160))
     assert registers in ptx
     log = assembly_log(ptx.replace(registers, fewer))

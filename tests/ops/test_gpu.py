@@ -1,7 +1,7 @@
-"""On a real GPU: kernels against their emulation, and everything torch.compile does to them.
+"""On a real GPU: everything that torch.compile does to kernels. test_kernels.py holds each to its
+emulation.
 
-Run with `make gpu`. Inputs have the layout models give them ([B, N, H, D] transposed), k a channel
-bias and v a mean, because random normal inputs hide wrong smoothing and one-level accumulation.
+Run with `make gpu`. Inputs are as there.
 """
 
 import functools
@@ -9,12 +9,20 @@ import math
 import random
 import re
 
-import kernel_cases
 import pytest
 import support
 import torch
 import torch.nn.functional as F
-from kernel_cases import BANDS, BOOL, MASKS, check, hide, length, mask_of, tile_fits
+from kernel_cases import (
+    BANDS,
+    GPU,
+    LARGE,
+    MASKS,
+    OfHopper,
+    hopper_emulation,
+    mask_of,
+    on_hopper,
+)
 from pairs import pairs, seeds
 from support import arguments, attention_call, exactly, relative_l1, relative_l2, sdpa
 from torch._inductor.utils import run_and_get_code
@@ -24,30 +32,21 @@ from torch.testing import assert_close
 from triton import knobs
 
 import sage_inductor
-from bench.providers import walk_of
-from bench.tritons import ROWS, VARIANTS
+from bench.tritons import ROWS
 from sage_inductor.ops import (
     attention,
     attention_opaque,
     compat,
-    quantize_k,
     quantize_kv,
     quantize_kv_opaque,
-    quantize_nvfp4,
-    quantize_v,
-    smooth,
 )
 from sage_inductor.ops import blocks as of_tokens
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.select import Problem, hopper_tile, select
-from sage_inductor.ops.launch import launch_cached
-from sage_inductor.ops.quantize.smooth import launch_estimate
 from sage_inductor.ops.recipe import NAMED, Recipe
 from sage_inductor.ops.reference import attention as emulation
-from sage_inductor.ops.reference import quantize as reference
-from sage_inductor.ops.sdpa import unsmoothed_lse
 from sage_inductor.ops.selector import BLOCK_SIZE, Selection
-from sage_inductor.ops.visibility import BLOCK_SIZES, Visibility
+from sage_inductor.ops.visibility import Visibility
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 
@@ -55,107 +54,7 @@ FORCE = {"sage.force": True}
 RECIPES = list(NAMED)
 
 
-def qkv(*shape, dtype=torch.bfloat16):
-    q, k, v = support.qkv(*shape, dtype, "cuda")
-    return 2 * q, k, v
-
-
-SHAPES = [  # B, H_q, H_kv, N_q, N_kv, D
-    (2, 4, 4, 1000, 777, 128),
-    (2, 8, 2, 200, 1777, 128),
-    (1, 4, 1, 333, 333, 64),
-    (1, 2, 2, 1, 1, 80),
-    (1, 2, 2, 63, 2048, 32),
-    (3, 2, 1, 129, 64, 96),
-    (1, 1, 1, 257, 1, 8),
-    (2, 4, 2, 300, 333, 72),  # no head starts at a multiple of 16 elements
-]
-
-
-@pairs(
-    among=lambda shape, dtype: dtype == torch.bfloat16 or shape in SHAPES[::2] + SHAPES[-1:],
-    shape=SHAPES, dtype=[torch.bfloat16, torch.float16, torch.float32], masked=[False, True],
-)  # fmt: skip
-def test_preparation_equals_its_oracle(shape, dtype, masked):
-    _, k, v = qkv(*shape, dtype=dtype)
-    visible = None
-    if masked:
-        visible = (torch.rand(1, shape[2], shape[4], device="cuda") > 0.5).to(torch.uint8)
-        hidden = (visible == 0).expand(shape[0], -1, -1)
-        k[hidden], v[hidden] = math.inf, math.nan
-    mean, amax = smooth([k, v], visible)
-    mean_ref, amax_ref = reference.smooth([k, v], visible)
-    assert_close(mean, mean_ref, rtol=1e-5, atol=1e-5)  # fp32 sums in another order
-    assert_close(amax, amax_ref, rtol=1e-5, atol=1e-4)
-    for x, m, a, along_n in ((k, mean[0], amax[0], False), (v, mean[1], amax[1], True)):
-        found = quantize_nvfp4(x, m, a, along_n, masked)
-        for y, y_ref in zip(found, reference.quantize_nvfp4(x, m, a, along_n, masked), strict=True):
-            assert torch.equal(y, y_ref)
-    for r in NAMED.values():
-        if r.of_qk.block_scaled:
-            continue
-        k_codes, k_scale = quantize_k(k, mean[0], r.encode(), visible)
-        k_codes_ref, k_scale_ref = reference.quantize_k(k, mean[0], r, visible)
-        assert_close(k_codes.float(), k_codes_ref.float(), rtol=0, atol=0)
-        assert_close(k_scale, k_scale_ref, rtol=0, atol=0)
-    r = NAMED["sage2-8b"]
-    v_fp8, v_scale = quantize_v(v, mean[1], amax[1], r.encode(), masked)
-    v_fp8_ref, v_scale_ref = reference.quantize_v(v, mean[1], amax[1], r, masked)
-    assert_close(v_fp8.float(), v_fp8_ref.float(), rtol=0, atol=0)
-    assert_close(v_scale, v_scale_ref, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("shape", [*SHAPES, (1, 64, 8, 8192, 300, 64)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_lse_of_the_keys_before_they_were_smoothed(shape, dtype):
-    q, k, _ = qkv(*shape, dtype=dtype)
-    k_mean, lse = k.float().mean(2) + 3, torch.randn(q.shape[:3], device="cuda")
-    for x in (q, q.mT.contiguous().mT):
-        expected = unsmoothed_lse(lse.double(), x.double(), k_mean.double(), -0.3)
-        found = torch.ops.sage.unsmoothed_lse(lse, x, k_mean, -0.3)
-        assert_close(found, expected.float(), rtol=1e-5, atol=1e-4)
-
-
-@pairs(
-    among=lambda shape, dtype: dtype == torch.bfloat16 or shape in SHAPES[::2] + SHAPES[-1:],
-    shape=SHAPES, dtype=[torch.bfloat16, torch.float16, torch.float32], masked=[False, True],
-)  # fmt: skip
-def test_preparation_in_one_pass_equals_its_oracle(shape, dtype, masked):
-    """With another head_dim of v, and with rows beyond what a sample promises, in some heads."""
-    _, k, v = qkv(*shape, dtype=dtype)
-    v = torch.cat([v, v[..., :8]], 3)
-    visible = None
-    if masked:
-        visible = (torch.rand(1, shape[2], shape[4], device="cuda") > 0.5).to(torch.uint8)
-        hidden = (visible == 0).expand(shape[0], -1, -1)
-        k[hidden], v[hidden] = math.inf, math.nan
-    if shape[4] > 1:
-        v[0, :1, shape[4] // 3] *= 100
-        v[0, -1, shape[4] - 1] *= 1000
-    for r in (NAMED["sage2-8b-per-token"], NAMED["sage2-8b-fp8qk"]):
-        text = r.encode()
-        k_8bit, k_scale, k_mean, v_fp8, v_scale, v_mean = quantize_kv(k, v, visible, text)
-        *statistics, beyond = launch_estimate([k, v], visible)
-        expected = (*reference.estimate(k, visible), *reference.estimate(v, visible))
-        for x, y in zip(statistics, expected, strict=True):
-            assert_close(x, y, rtol=1e-4, atol=1e-3)  # sums in another order
-        of_training = launch_estimate([k, v], visible, shrink=False)
-        expected = (y for x in (k, v) for y in reference.estimate(x, visible, shrink=False))
-        for x, y in zip(of_training[:4], expected, strict=True):
-            assert_close(x, y, rtol=1e-4, atol=1e-3, equal_nan=True)  # of no rows there is no mean
-        assert not beyond.any()
-        assert_close(k_mean, statistics[0], rtol=0, atol=0)
-        assert_close(v_mean, statistics[2], rtol=0, atol=0)
-        k_8bit_ref, k_scale_ref = reference.quantize_k(k, k_mean, r, visible)
-        v_fp8_ref, v_scale_ref = reference.quantize_v_checked(v, v_mean, statistics[3], r, visible)
-        assert_close(k_8bit.float(), k_8bit_ref.float(), rtol=0, atol=0)
-        assert_close(k_scale, k_scale_ref, rtol=0, atol=0)
-        assert_close(v_fp8.float(), v_fp8_ref.float(), rtol=0, atol=0)
-        assert_close(v_scale, v_scale_ref, rtol=0, atol=0)
-        *alone, mean = quantize_kv(k, None, visible, text)
-        assert_close(mean, k_mean)
-        for x, y in zip(alone, reference.quantize_k(k, mean, r, visible), strict=True):
-            assert_close(x.float(), y.float(), rtol=0, atol=0)
+qkv, rand = GPU.qkv, GPU.rand
 
 
 @pytest.mark.parametrize("misaligned", [False, True])
@@ -172,51 +71,7 @@ def test_the_opaque_preparation_is_the_same(pv, misaligned):
             assert_close(x.float(), y.float(), rtol=0, atol=0)
 
 
-rand = functools.partial(kernel_cases.rand, device="cuda")
-both_ops = pytest.mark.parametrize("op", [attention, attention_opaque], ids=["portable", "opaque"])
-OPS = {"portable": attention, "opaque": attention_opaque}
-CHANNELS = [  # D, D_v
-    (128, 128), (64, 64), (80, 80), (32, 32), (96, 8), (8, 96), (72, 72), (192, 256), (64, 128),
-    (128, 40),
-]  # fmt: skip
-OF_CALL = dict(
-    op=list(OPS), recipe=RECIPES, band=list(BANDS), heads=[(2, 4, 4), (2, 8, 2), (1, 4, 1), (3, 2, 1)],
-    channels=CHANNELS, blocks_q=[0, 1, 2, 5, 16], end_q=[-1, 0, 1, 40], blocks_kv=[0, 1, 4, 12, 32],
-    end_kv=[-1, 0, 1, 33], scale=[0.1, -0.3, 0.0, 2.0],
-)  # fmt: skip
-
-
-@pairs(most=800, **OF_CALL)
-def test_kernel_equals_its_emulation(
-    op, recipe, band, heads, channels, blocks_q, end_q, blocks_kv, end_kv, scale
-):  # fmt: skip
-    """In every band, with another head_dim of v, at the ends of tiles."""
-    shape = *heads, length(blocks_q, 64, end_q), length(blocks_kv, 64, end_kv), channels[0]
-    check_kernel(OPS[op], recipe, "none", band, shape, scale, channels[1])
-
-
-@pairs(
-    most=800, mask=[name for name in MASKS if MASKS[name]],
-    **OF_CALL | {"channels": [(128, 128), (64, 128), (80, 40), (8, 96), (72, 72), (192, 256)]},
-)  # fmt: skip
-def test_masked_kernel_equals_its_emulation(
-    mask, op, recipe, band, heads, channels, blocks_q, end_q, blocks_kv, end_kv, scale
-):  # fmt: skip
-    shape = *heads, length(blocks_q, 64, end_q), length(blocks_kv, 64, end_kv), channels[0]
-    check_kernel(OPS[op], recipe, mask, band, shape, scale, channels[1])
-
-
-@pairs(
-    op=list(OPS), recipe=["sage2-8b", "sage2-8b-per-token", "sage2-8b-fp8qk", "sage2-4b"],
-    band=["full", "causal", "bottom right", "narrow"],
-    lengths=[(1, 300), (300, 1), (1, 1), (2, 300)],
-)  # fmt: skip
-def test_a_length_of_one_is_no_constant(op, recipe, band, lengths):
-    """Where Triton made it one, ptxas (CUDA 12.8) converted p's equal pairs to garbage."""
-    check_kernel(OPS[op], recipe, "none", band, (1, 2, 2, *lengths, 64))
-
-
-@pairs(op=list(OPS), recipe=RECIPES, D=[64, 128, 40, 256], D_v=[128, 64, 200, 16],
+@pairs(op=["portable", "opaque"], recipe=RECIPES, D=[64, 128, 40, 256], D_v=[128, 64, 200, 16],
        where=lambda D, D_v: (D, D_v) in [(64, 128), (128, 64), (40, 200), (256, 16)])  # fmt: skip
 def test_v_may_have_another_head_dim(op, recipe, D, D_v):
     q, k, _ = qkv(2, 4, 2, 300, 333, D)
@@ -229,90 +84,7 @@ def test_v_may_have_another_head_dim(op, recipe, D, D_v):
     assert relative_l1(out - centre, exact - centre) < ERROR[recipe]
 
 
-def check_kernel(op, recipe, name, band, shape, scale=0.1, D_v=None):
-    """Within the rounding of out: a bf16 ulp is 2^-8, and few elements are an ulp off. Keys that
-    the mask hides from every query hold NaN and Inf.
-
-    FP8 q k^T: the tensor cores keep 13 bits below the largest of 32 products and what they were
-    added to. Simulated so (D of 8 to 256, scales to 2), out moves by up to 2e-3, most of it p that
-    FP8 rounds the other way, and lse by up to 2^-11 of the largest: twice that is allowed.
-    NVFP4: from one number of E2M1 to the next is a quarter to all of it. Simulated, with scores off
-    by 5e-7 of themselves, out moves by up to 7e-4.
-    """
-    r = NAMED[recipe]
-    B, H_q, H_kv, N_q, N_kv, D = shape
-    D_v = D_v or D
-    capability, portable = torch.cuda.get_device_capability(), op is attention
-    problem = Problem(capability, r, max(D, D_v), name != "none", portable)
-    kernel, tile = select(problem)
-    if not portable and kernel.traced:  # its tile asks for no register cap here
-        op, portable = attention, True
-    q, k, _ = qkv(*shape)
-    _, _, v = qkv(*shape[:5], D_v)
-    attn_mask = mask_of(name, B, H_q, N_q, N_kv, "cuda")
-    visibility = Visibility.of(attn_mask, BANDS[band], N_kv, tile.BLOCK_M)
-    if attn_mask is not None:
-        hide(k, v, visibility, H_q)
-    a = attention_call(q, k, v, recipe, visibility, scale)
-    out, lse = op(*a)
-    a = a.without_idle_bounds()
-    of_hopper = None if portable else hopper_tile(a)
-    if of_hopper is not None:
-        out_ref, lse_ref = hopper_emulation(a, of_hopper)
-    else:
-        out_ref, lse_ref = emulation.attention(a, tile.BLOCK_N)
-    few, atol = 4e-3 if r.of_qk.block_scaled else 1e-3, 1e-4
-    if r.qk == "fp8":
-        few, atol = 4e-3, 1e-4 + 2**-10 * lse_ref.nan_to_num(neginf=0.0).abs().max().item()
-    check((out, lse), (out_ref, lse_ref), few, 1e-5, atol)
-    again = op(*a)
-    assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
-
-
 # -- block lists ----
-
-on_hopper = pytest.mark.skipif(
-    "torch.cuda.get_device_capability() != (9, 0)", reason="the Hopper kernel is for sm_90"
-)
-
-
-OF_LISTS = dict(
-    block_q=BLOCK_SIZES, block_kv=BLOCK_SIZES, band=list(BANDS), masked=[False, True],
-    heads=[(2, 4, 4), (2, 4, 2), (2, 3, 1)], D=[64, 72, 128, 256],
-    density=[0.02, 0.3, 1], shared=["batch", "heads", "both", "neither"],
-    full=[True, False], blocks_q=[0, 1, 2, 5], end_q=[-1, 0, 1, 40], blocks_kv=[0, 1, 3, 7],
-    end_kv=[-1, 0, 1, 33],
-)  # fmt: skip
-
-
-@pairs(
-    lambda recipe, block_q: tile_fits(recipe, block_q), most=600, op=list(OPS),
-    recipe=[name for name, r in NAMED.items() if not r.of_qk.block_scaled], **OF_LISTS,
-)  # fmt: skip
-def test_attention_by_block_lists(
-    op, recipe, block_q, block_kv, band, masked, heads, D, density, shared, full, blocks_q, end_q,
-    blocks_kv, end_kv,
-):  # fmt: skip
-    """Lengths at the ends of listed blocks, empty rows, duplicates, GQA, bands, masks."""
-    lengths = length(blocks_q, block_q, end_q), length(blocks_kv, block_kv, end_kv)
-    size = block_q, block_kv
-    check_lists(
-        OPS[op], recipe, size, lengths, BANDS[band], masked, heads, D, density, shared, full
-    )
-
-
-@on_hopper
-@pairs(most=600, recipe=["sage2-8b-per-token", "sage1-per-token"], **OF_LISTS)
-def test_hopper_kernel_by_block_lists(
-    recipe, block_q, block_kv, band, masked, heads, D, density, shared, full, blocks_q, end_q,
-    blocks_kv, end_kv, monkeypatch,
-):  # fmt: skip
-    monkeypatch.setattr(tiles, "LISTED_KEYS", 0)  # of short calls the other kernel is faster
-    lengths = length(blocks_q, block_q, end_q), length(blocks_kv, block_kv, end_kv)
-    assert check_lists(
-        attention_opaque, recipe, (block_q, block_kv), lengths, BANDS[band], masked, heads, D,
-        density, shared, full,
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -330,38 +102,6 @@ def test_hopper_kernel_by_long_lists(seed):
 
 
 OF_HOPPER = "sage2-8b-per-token", "sage1-per-token"
-
-
-def check_lists(
-    op, recipe, size, lengths, band, masked, heads, D, density, shared, full
-) -> bool:  # fmt: skip
-    """The kernel of one call by random lists and its emulation, as `check_kernel` compares them;
-    what lies beyond a list's count is no block. Whether it was the Hopper kernel, or is not for
-    such a call. shared: what has the same lists."""
-    r, portable = NAMED[recipe], op is attention
-    (B, H_q, H_kv), (N_q, N_kv) = heads, lengths
-    problem = Problem(torch.cuda.get_device_capability(), r, D, masked, portable, size)
-    kernel, tile = select(problem)
-    if not portable and kernel.traced:  # its tile asks for no register cap here
-        op, portable = attention, True
-    q, k, v = qkv(B, H_q, H_kv, N_q, N_kv, D)
-    of = 1 if shared in ("batch", "both") else B, 1 if shared in ("heads", "both") else H_q
-    lists = support.block_lists(*of, N_q, N_kv, *size, density, full, "cuda")
-    attn_mask = rand(B, 1, 1, N_kv) > 0.3 if masked else None
-    visibility = Visibility.of(attn_mask, band, N_kv, tile.BLOCK_M, lists)
-    a = attention_call(q, k, v, recipe, visibility, 0.1)
-    of_hopper = None if portable else hopper_tile(a)
-    tile = of_hopper or tile
-    out, lse = op(*a)
-    walk = of_hopper and walk_of(a, tile)
-    out_ref, lse_ref = emulation.attention(a, tile.BLOCK_N, walk)
-    few, atol = 1e-3, 1e-4
-    if r.qk == "fp8":
-        few, atol = 4e-3, 1e-4 + 2**-10 * lse_ref.nan_to_num(neginf=0.0).abs().max().item()
-    check((out, lse), (out_ref, lse_ref), few, 1e-5, atol)
-    again = op(*a)
-    assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
-    return of_hopper is not None or (r.pv == "16bit" and (masked or D > 128))
 
 
 def test_a_cuda_graph_replays_on_new_block_lists():
@@ -513,122 +253,8 @@ def test_for_the_selector_q_and_k_are_stored_once(monkeypatch):
 # -- the Hopper kernel ----
 
 
-@functools.cache
-def hopper():
-    from sage_inductor.ops.attention.hopper import plan
-
-    return plan
-
-
-def cuts(B, H_q, H_kv, N_q, N_kv, tile) -> dict[int, list[int]]:
-    """tile -> the blocks at which it is handed from program to program, of those that are."""
-    num_tiles, blocks = B * H_q * -(-N_q // tile.BLOCK_M), -(-N_kv // tile.BLOCK_N)
-    processors = torch.cuda.get_device_properties(0).multi_processor_count
-    alone = tile.warpgroups == 1  # then all are whole
-    shares = None if alone else tiles.schedule(num_tiles, blocks, processors)
-    programs, whole = shares or (1, num_tiles)
-    starts = [c * (num_tiles - whole) * blocks // programs for c in range(1, programs)]
-    found = {}
-    for start in starts:
-        if start % blocks and whole < num_tiles:
-            found.setdefault(whole + start // blocks, []).append(start % blocks)
-    return found
-
-
-def hopper_emulation(a, tile):
-    """What the kernel computes: a piece of a tile has its own running maximum, from its first block
-    on, which decides how its p is rounded."""
-    (B, H_q, N_q, _), H_kv = a.q.shape, a.k.shape[1]
-
-    def emulate(q, b, heads, begin, end):
-        keys = slice(begin * tile.BLOCK_N, end * tile.BLOCK_N)
-        of_v = (b, heads, slice(None), keys) if a.v_mean is not None else (b, heads, keys)
-        return emulation.attention(
-            a._replace(
-                q=q, k=a.k[b, heads, keys], k_scale=a.k_scale[b, heads, begin * 2 : end * 2],
-                v=a.v[of_v], n_kv=min(a.n_kv, keys.stop) - keys.start,
-                v_scale=None if a.v_mean is None else a.v_scale[b, heads],
-                v_mean=None if a.v_mean is None else a.v_mean[b, heads],
-            ),
-            tile.BLOCK_N,
-        )  # fmt: skip
-
-    every, blocks, num_m = slice(None), -(-a.n_kv // tile.BLOCK_N), -(-N_q // tile.BLOCK_M)
-    if a.attn_mask is not None:
-        return emulation.attention(a, tile.BLOCK_N, walk_of(a, tile))
-    out, lse = emulate(a.q, every, every, 0, blocks)
-    if (a.left, a.right) != (None, None):
-        return out, lse
-    for t, inner in cuts(B, H_q, H_kv, N_q, a.n_kv, tile).items():
-        head, m = divmod(t, num_m)
-        m = num_m - 1 - m if (B * H_q - 1 - head) % 2 == 0 else m
-        b, h = slice(head // H_q, head // H_q + 1), head % H_q
-        here = b, slice(h, h + 1), slice(m * tile.BLOCK_M, (m + 1) * tile.BLOCK_M)
-        h_kv = slice(h * H_kv // H_q, h * H_kv // H_q + 1)
-        pieces = zip([0, *inner], [*inner, blocks])
-        outs, lses = zip(*(emulate(a.q[here].float(), b, h_kv, *piece) for piece in pieces))
-        lse[here] = torch.stack(lses).logsumexp(0)
-        weights = [(x - lse[here]).exp()[..., None] for x in lses]
-        out[here] = sum(o * w for o, w in zip(outs, weights)).to(out.dtype)
-    return out, lse
-
-
-def check_hopper(
-    row, shape, scale=0.1, dtype=torch.bfloat16, make=lambda x: x, band="", mask="none"
-):
-    """The kernel with the tile of a row of tiles.HOPPER, for whatever lengths the row is. Keys that
-    the mask hides from every query hold NaN and Inf."""
-    pv, head_dim, is_causal, _, tile = row
-    q, k, v = (make(x) for x in qkv(*shape, head_dim, dtype=dtype))
-    (B, H_q, _, N_q, N_kv), band = shape, BANDS[band or ("causal" if is_causal else "full")]
-    attn_mask = mask_of(mask, B, H_q, N_q, N_kv, "cuda")
-    visibility = Visibility.of(attn_mask, band, N_kv, tile.BLOCK_M)
-    if attn_mask is not None:
-        hide(k, v, visibility, H_q)
-    a = attention_call(q, k, v, Recipe("per_token", pv), visibility, scale)
-    assert hopper().why_not(a) is None
-    out, lse = hopper().launch(a, tile, launch_cached)
-    check((out, lse), hopper_emulation(a, tile), 1e-3, 1e-5, 1e-4)
-    again = hopper().launch(a, tile, launch_cached)
-    assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
-
-
-hopper_rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(map(str, row[:4])))
-
-
 @on_hopper
-@hopper_rows
-def test_hopper_kernel_at_every_length(row):
-    """Tails, rows that see less than a block, programs that get one tile, or none, of the last."""
-    for N in (1, 15, 63, 64, 65, 127, 129, 191, 193, 1000):
-        check_hopper(row, (1, 2, 2, N, N))
-        check_hopper(row, (1, 2, 2, 193, N))
-        check_hopper(row, (1, 2, 2, N, 300))
-
-
-@on_hopper
-@hopper_rows
-def test_hopper_kernel_with_many_heads(row):
-    for heads, group in ((1, 1), (8, 2), (28, 4), (21, 7), (64, 8), (200, 1)):
-        check_hopper(row, (1, heads, heads // group, 321, 321))
-    check_hopper(row, (3, 6, 3, 500, 200))
-    check_hopper(row, (1, 3, 1, 4097, 4097))
-
-
-@on_hopper
-@hopper_rows
-def test_hopper_kernel_on_other_memory(row):
-    """[B, H, N, D] and fused q, k, v; fp16; q quantized with a negative scale, and with none."""
-    shape = (2, 4, 4, 200, 300)
-    check_hopper(row, shape, make=torch.Tensor.contiguous)
-    check_hopper(row, shape, make=lambda x: torch.cat([x, x, x], 3)[..., : x.shape[3]])
-    check_hopper(row, shape, dtype=torch.float16)
-    for scale in (-0.3, 0.0, 2.0):
-        check_hopper(row, shape, scale)
-
-
-@on_hopper
-@hopper_rows
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(map(str, row[:4])))
 def test_in_hopper_kernel_a_row_of_q_with_an_inf_is_nan(row):
     """Its scale is no number; INT8 codes of it would be zeros. Other rows keep their bits."""
     pv, head_dim, is_causal, _, tile = row
@@ -639,7 +265,7 @@ def test_in_hopper_kernel_a_row_of_q_with_an_inf_is_nan(row):
         a = attention_call(
             q, k, v, Recipe("per_token", pv), Visibility.of(None, band, 300, tile.BLOCK_M), 0.1
         )
-        return a, *hopper().launch(a, tile, launch_cached)
+        return a, *OfHopper(tile=tile).launch(a)
 
     _, clean, _ = launch()
     bad = torch.zeros(2, 4, 200, dtype=torch.bool, device="cuda")
@@ -650,41 +276,6 @@ def test_in_hopper_kernel_a_row_of_q_with_an_inf_is_nan(row):
     a, out, _ = launch()
     assert torch.equal(out.isnan().all(-1), bad) and torch.equal(out[~bad], clean[~bad])
     assert torch.equal(out.isnan(), hopper_emulation(a, tile)[0].isnan())
-
-
-@on_hopper
-@pairs(row=[row for row, split in VARIANTS if split], heads=[2, 50], rows=[1, 2, 3.5])
-def test_hopper_kernel_split_over_keys(row, heads, rows):
-    """Few tiles, or tiles that do not go round: a tile is several programs' work."""
-    tile = row[4]
-    shape = (1, heads, heads // 2, int(rows * tile.BLOCK_M), 5000)
-    assert cuts(*shape, tile)
-    check_hopper(row, shape)
-
-
-MASKED = (2, 8, 2, 700, 300), (1, 4, 4, 333, 1000), (2, 2, 1, 65, 129), (1, 30, 10, 1500, 1700)
-ONE = (1, 2, 2, 1, 300), (1, 2, 2, 300, 1), (1, 1, 1, 1, 1)
-of_full = [row for row in ROWS if not row[2]]
-ENDS = (2, 4, 2, 383, 257), (1, 2, 2, 385, 255), (1, 2, 1, 193, 641)  # of tiles
-
-
-@on_hopper
-@pairs(
-    among=lambda shape: shape in MASKED[:3] + ONE[:1] + ENDS, row=of_full, band=list(BANDS),
-    shape=[*MASKED, *ONE, *ENDS],
-)  # fmt: skip
-def test_hopper_kernel_in_a_band(row, band, shape):
-    check_hopper(row, shape, band=band)
-
-
-@on_hopper
-@pairs(
-    among=lambda shape: shape in MASKED[:3] + ONE[:1] + ENDS,
-    row=[row for row in of_full if row[0] == "fp8"],  # triton.py computes 16-bit
-    mask=BOOL, band=list(BANDS), shape=[*MASKED, *ONE, *ENDS], scale=[0.1, 0.0],
-)  # fmt: skip
-def test_hopper_kernel_with_a_mask(row, mask, band, shape, scale):
-    check_hopper(row, shape, scale, band=band, mask=mask)
 
 
 @on_hopper
@@ -714,7 +305,7 @@ COARSER = {"sage2-4b": 3, "sage3": 6}  # than 8-bit p and v: its error beside th
 
 
 @pairs(
-    among=lambda shape: shape in SHAPES[:4] + SHAPES[-1:], shape=SHAPES, recipe=RECIPES,
+    among=lambda shape: shape in LARGE[:4] + LARGE[-1:], shape=LARGE, recipe=RECIPES,
     is_causal=[False, True],
 )  # fmt: skip
 def test_op_is_near_exact_attention(shape, recipe, is_causal):

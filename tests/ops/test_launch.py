@@ -13,8 +13,8 @@ import threading
 import time
 import types
 
+import noted
 import pytest
-import support
 import torch
 import triton
 from pairs import chosen
@@ -29,7 +29,7 @@ from sage_inductor.lowering import precompile
 from sage_inductor.ops import compile as compile_module
 from sage_inductor.ops import launch
 from sage_inductor.ops.attention import tiles
-from sage_inductor.ops.attention.select import Problem, run_opaque, select
+from sage_inductor.ops.attention.select import run_opaque
 from sage_inductor.ops.compat import ptxas_version
 from sage_inductor.ops.compile import Compilation, compile_elsewhere, describe
 from sage_inductor.ops.formats import Kept
@@ -38,7 +38,7 @@ from sage_inductor.ops.quantize.one_pass import launch_kv
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.sdpa import SdpaCall
 from sage_inductor.ops.training import rowscaled
-from sage_inductor.ops.visibility import Visibility
+from sage_inductor.ops.visibility import BlockLists
 
 RIGHT_BELOW = None, 0, False  # causal
 FULL = None, None, False
@@ -171,23 +171,19 @@ def h200(monkeypatch):
 
     def compile_elsewhere(launches, capability):
         assert capability == (9, 0)
-        for kernel, grid, given, options in launches:
-            kinds = [x.dtype if isinstance(x, torch.Tensor) else x for x in given]
-            kinds = [x.block_shape if hasattr(x, "block_shape") else x for x in kinds]
-            compiled.append((kernel.fn.__name__, grid, kinds, options))
+        compiled.extend(noted.written(launches))
 
-    monkeypatch.setattr(tiles, "_capability", lambda device: (9, 0))
-    monkeypatch.setattr(tiles, "_multiprocessors", lambda device: 132)
     monkeypatch.setattr(precompile, "compile_elsewhere", compile_elsewhere)
     precompile._start.cache_clear()
-    return compiled
+    with noted.here((9, 0)):
+        yield compiled
 
 
-def qkv(N, device, D=64, heads=(8, 4, 4)):
+def qkv(N, device, D=64, heads=(8, 4, 4), dtype=torch.bfloat16):
     """Fake tensors, as while torch.compile traces."""
     with FakeTensorMode():
         shapes = [(2, N, h, D) for h in heads]
-        q, k, v = (torch.empty(s, dtype=torch.bfloat16, device=device) for s in shapes)
+        q, k, v = (torch.empty(s, dtype=dtype, device=device) for s in shapes)
         return [x.transpose(1, 2) for x in (q, k, v)]
 
 
@@ -199,6 +195,26 @@ MASKS = {
     "heads": lambda N: torch.empty(2, 8, 1, N, dtype=torch.bool).expand(2, 8, N, N),
     "bias": lambda N: torch.empty(1, 1, N, N, dtype=torch.bfloat16).mT,
 }
+
+
+SIZE = dict(block_q=128, block_kv=64)
+
+
+def check_compiled_ahead(h200, N, dtype=torch.bfloat16, mask="none", lists=(), **given) -> list:
+    """That it is what sage::sdpa launches, whose names are returned."""
+    x = qkv(N, "cuda", dtype=dtype)
+    with x[0].fake_mode:
+        of = [torch.empty(n, dtype=torch.int32, device="cuda") for n in lists]
+        of_lists = dict(zip(BlockLists._fields, of)) | (SIZE if lists else {})
+        bounds = dict(attn_mask=MASKS[mask](N), **of_lists)
+        call = SdpaCall(*arguments(*x, False, 0.1, **bounds, **given))
+        for _ in range(2):  # as layers do
+            precompile.precompile(call)
+    with launch.noted() as launched:
+        noted.attend(SdpaCall(*map(launch._like, call)))
+    if h200:
+        assert sorted(h200, key=repr) == sorted(noted.written(launched), key=repr)
+    return [kernel.__name__ for kernel, *_ in h200]
 
 
 @chosen(
@@ -214,62 +230,31 @@ MASKS = {
     warpgroups=[None, 0, 1, 2, 3],  # of 2 there is no tile here
 )
 def test_what_is_compiled_ahead_is_what_is_launched(recipe, mask, band, N, warpgroups, h200):
-    r, given, band = NAMED[recipe], dict(recipe=recipe, warpgroups=warpgroups), BANDS[band]
-    for _ in range(2):  # as layers do
-        left, right, _ = band
-        with FakeTensorMode():
-            bounds = dict(attn_mask=MASKS[mask](N), left=left, right=right)
-            precompile.precompile(
-                SdpaCall(*arguments(*qkv(N, "cuda"), False, 0.1, **given, **bounds))
-            )
-    kernel, tile = select(Problem((9, 0), r, 64, masked=mask != "none"))
-    if kernel.traced:  # Inductor compiles it: 16-bit v with a mask
-        assert not h200 and r.pv == "16bit" and mask != "none"
+    left, right, _ = BANDS[band]
+    given = dict(recipe=recipe, warpgroups=warpgroups, left=left, right=right)
+    names = check_compiled_ahead(h200, N, mask=mask, **given)
+    if mask != "none" and recipe == "sage1-per-token":  # Inductor compiles it
+        assert not names
         return
-    launched = []
-
-    def run(kernel, grid, tensors, numbers, **options):
-        kinds = [x.dtype if isinstance(x, torch.Tensor) else x.block_shape for x in tensors]
-        options |= FP_FUSION
-        launched.append((kernel.fn.__name__, grid, [*kinds, *numbers], options))
-
-    q, k, v = (torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in qkv(N, "cpu"))
-    visibility = Visibility.of(MASKS[mask](N), band, N, tile.BLOCK_M)
-    visible = visibility.keys(k.shape[1])
-    prepared = launch_kv(k, v if r.pv == "fp8" else None, visible, r, run, True)
-    a = attention_call(q, k, v, recipe, visibility, prepared=prepared, warpgroups=warpgroups)
-    run_opaque(a.without_idle_bounds(), tile, run, torch.device("cuda", 0))
-    names = [name for name, *_ in launched]
-    few = mask != "none" and band == FULL and N < 2048  # the long window is causal
+    few = mask != "none" and band == "full" and N < 2048  # the long window is causal
     short = recipe == "sage2-8b-per-token" and few and warpgroups in (None, 2)
     other = short or mask == "bias" or warpgroups == 0
     attend = "_attention_kernel" if other else "_hopper_kernel"
     assert len(names) >= 3 and attend in names
     assert ("_pack_mask_kernel" in names) == (mask != "none" and attend == "_hopper_kernel")
-    assert sorted(h200, key=repr) == sorted(launched, key=repr)
 
 
 @pytest.mark.parametrize("recipe", ["sage1-per-token", "sage2-8b-per-token"])
 def test_kernels_of_fp32_are_compiled_ahead_as_they_are_launched(recipe, h200):
     """v that is not quantized is computed in bf16."""
-    inputs = [x.float() for x in qkv(1000, "cuda")]
-    with inputs[0].fake_mode:
-        precompile.precompile(
-            SdpaCall(*arguments(*inputs, False, 0.1, recipe=recipe, warpgroups=0))
-        )
-    _, tile = select(Problem((9, 0), NAMED[recipe], 64, masked=False))
-    launched, visibility = [], Visibility.of(None, FULL, 1000, tile.BLOCK_M)
+    assert check_compiled_ahead(h200, 1000, torch.float32, recipe=recipe, warpgroups=0)
 
-    def run(kernel, grid, tensors, numbers, **options):
-        launched.append([x.dtype for x in tensors if isinstance(x, torch.Tensor)])
 
-    q, k, v = (torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in inputs)
-    of_v = v if NAMED[recipe].pv == "fp8" else None
-    prepared = launch_kv(k, of_v, visibility.keys(4), NAMED[recipe], run, True)
-    a = attention_call(q, k, v, recipe, visibility, prepared=prepared, warpgroups=0)
-    run_opaque(a.without_idle_bounds(), tile, run, torch.device("cuda", 0))
-    found = [[x for x in kinds if isinstance(x, torch.dtype)] for _, _, kinds, _ in h200]
-    assert found and sorted(map(str, found)) == sorted(map(str, launched))
+@pytest.mark.parametrize("full", [False, True])
+def test_the_kernels_of_block_lists_are_compiled_ahead(full, h200):
+    lists = ((1, 8, 16), (1, 8, 16, 33)) * (1 + full)
+    names = check_compiled_ahead(h200, 2048, lists=lists, recipe="sage2-8b-per-token")
+    assert {"_list_tiles_kernel", "_rank_tiles_kernel", "_hopper_kernel"} <= {*names}
 
 
 def test_kernels_are_compiled_ahead_for_the_keys_that_a_band_shows(h200):
@@ -286,53 +271,16 @@ def test_kernels_are_compiled_ahead_for_the_keys_that_a_band_shows(h200):
 
 
 @pytest.mark.parametrize("warpgroups", [0, 2])
-def test_strides_are_launched_as_multiples_of_16_where_rows_are_of_16_bytes(warpgroups, h200):
-    launched = []
-
-    def run(kernel, grid, tensors, numbers, **options):
-        launched.append((kernel.arg_names[len(tensors) :], numbers))
-
-    q, k, v = (torch.empty(2, 300, 3, 72, dtype=torch.float16).transpose(1, 2) for _ in range(3))
-    r, full = NAMED["sage2-8b-per-token"], Visibility.of(None, (None, None, False), 300, 128)
-    prepared = launch_kv(k, v, None, r, run, True)
-    a = attention_call(
-        q, k, v, "sage2-8b-per-token", full, prepared=prepared, warpgroups=warpgroups
-    )
-    run_opaque(a, select(Problem((9, 0), r, 72, masked=False))[1], run, torch.device("cuda", 0))
+def test_strides_are_launched_as_multiples_of_16_where_rows_are_of_16_bytes(warpgroups):
+    given = dict(D=72, dtype=torch.float16, warpgroups=warpgroups)
+    launched = noted.launches(noted.sdpa, (9, 0), "sage2-8b-per-token", **given)
     strides = [
         n
-        for names, numbers in launched
-        for name, n in zip(names, numbers, strict=True)
+        for each in launched
+        for name, n in zip(each.kernel.arg_names, each.arguments, strict=True)
         if re.fullmatch("stride_[qkvo01]?[bhn]", name)
     ]
     assert 72 % 16 and len(strides) >= 20 and all(n % 16 == 0 for n in strides)
-
-
-@pytest.mark.parametrize("full", [False, True])
-def test_the_kernels_of_block_lists_are_compiled_ahead(full, h200):
-    N, recipe = 2048, "sage2-8b-per-token"
-    lists = support.block_lists(1, 8, N, N, 128, 64, 0.5, full)
-    with FakeTensorMode():
-        fake = [
-            x if x is None else torch.empty(x.shape, dtype=x.dtype, device="cuda")
-            for x in lists[:4]
-        ]
-        of_lists = dict(zip(lists._fields, (*fake, 128, 64), strict=True))
-        call = SdpaCall(*arguments(*qkv(N, "cuda"), False, 0.1, recipe=recipe, **of_lists))
-        precompile.precompile(call)
-    launched = []
-
-    def run(kernel, grid, tensors, numbers, **options):
-        kinds = [x.dtype if isinstance(x, torch.Tensor) else x.block_shape for x in tensors]
-        launched.append((kernel.fn.__name__, grid, [*kinds, *numbers], options | FP_FUSION))
-
-    q, k, v = (torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in qkv(N, "cpu"))
-    prepared = launch_kv(k, v, None, NAMED[recipe], run, True)
-    a = attention_call(q, k, v, recipe, Visibility(blocks=lists), prepared=prepared)
-    run_opaque(a, tiles.Tile(128, 64, 4, 2), run, torch.device("cuda", 0))
-    names = {"_list_tiles_kernel", "_rank_tiles_kernel", "_hopper_kernel"}
-    assert names <= {name for name, *_ in launched}
-    assert sorted(h200, key=repr) == sorted(launched, key=repr)
 
 
 @pytest.mark.parametrize("what", ["portable", "prepared by per_thread", "on CPU", "unknown"])
@@ -364,23 +312,15 @@ def training_calls(device, N=300, D=64) -> dict:
 
 def test_what_trains_is_compiled_ahead(h200, monkeypatch):
     expected, asked = [], []
-
-    def run(kernel, grid, tensors, numbers, **options):
-        kinds = [x.dtype if isinstance(x, torch.Tensor) else x.block_shape for x in tensors]
-        name = kernel.fn.__name__
-        expected.append((name, grid, [*kinds, *numbers], options | FP_FUSION))
-
     monkeypatch.setattr(tiles, "_capability", lambda device: asked.append(device) or (9, 0))
     for launched, given in training_calls("cuda:1", N=2000).items():  # more tiles than processors
         for _ in range(2):  # as layers do
             precompile.precompile_op(launched, given)
-        like = {
-            name: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-            if isinstance(x, torch.Tensor) else x
-            for name, x in given.items()
-        }  # fmt: skip
-        launched(like, run, tiles.Gpu((9, 0), 132))
-    names = [name for name, *_ in expected]
+        like = {name: launch._like(x) for name, x in given.items()}
+        with launch.noted() as found:
+            launched(like, launch.launch_cached, noted.H200)
+        expected += noted.written(found)
+    names = [kernel.__name__ for kernel, *_ in expected]
     assert names == [
         "_estimate_kernel", *["_quantize_kernel"] * 3, "_hopper_kernel", "_combine_kernel",
         "_rows_kernel", "_bounds_kernel", "_turn_kernel", "dq_kernel", "dkdv_kernel",
@@ -404,7 +344,7 @@ def test_what_trains_is_left_to_its_launch_where_it_is_not_known(h200, caplog):
     given = training_calls("cuda", D=74)[rowscaled.launched]  # v's rows are none that TMA reads
     precompile.precompile_op(rowscaled.launched, given)
     assert "compiled then: q or v is copied" in caplog.text
-    assert "_hopper_kernel" not in {name for name, *_ in h200}
+    assert "_hopper_kernel" not in {kernel.__name__ for kernel, *_ in h200}
 
 
 def test_calls_of_one_shape_do_not_see_each_others_tensors(h200):
@@ -445,10 +385,7 @@ def launches(monkeypatch):
     monkeypatch.setattr(tiles, "processors", lambda device: 132)
     with launch.noted() as launches:
         for n in (1600, 1664):
-            q, v = (torch.empty(1, 2, n, 64, dtype=torch.bfloat16, device="meta") for _ in "qv")
-            prepared = launch_kv(v, v, None, NAMED["sage2-8b-per-token"], launch.launch_cached)
-            a = attention_call(q, v, v, "sage2-8b-per-token", prepared=prepared)
-            run_opaque(a, tiles.Tile(128, 64, 8, 3), launch.launch_cached, torch.device("cuda", 0))
+            noted.sdpa("sage2-8b-per-token", D=64, lengths=(n, n))
     assert not hasattr(launch._noting, "launches")
     return launches
 

@@ -2,21 +2,24 @@
 its kernels. What it shares with ``sage::sagebwd``: test_training.py."""
 
 import dataclasses
+import functools
 import heapq
 
+import noted
 import pytest
 import support
 import torch
-from pairs import chosen, pairs
-from support import relative_l1, relative_l2
+from noted import LENGTHS, SPLIT
+from pairs import pairs
+from support import gradients_of, relative_l1, relative_l2
+from support import trained as inputs
 from torch.testing import assert_close
 
 from bench import gradients
 from bench.laboratory import draw
-from bench.tritons import compile_hopper, loops_over_keys, spilled
+from bench.tritons import loops_over_keys, spilled
 from sage_inductor.ops import launch
 from sage_inductor.ops.attention import tiles
-from sage_inductor.ops.attention.tiles import Tile
 from sage_inductor.ops.formats import Kept
 from sage_inductor.ops.reference import rowscaled as reference
 from sage_inductor.ops.reference import training as of_training
@@ -26,24 +29,14 @@ from sage_inductor.ops.training import rowscaled
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
+hopper_of = functools.partial(noted.kernel, "_hopper_kernel")
 ROWSCALED = torch.ops.sage.rowscaled
 BACKWARD = torch.ops.sage.rowscaled_backward
-H200 = tiles.Gpu((9, 0), 132)
 FAMILIES = ("normal", "channel_bias", "k_bias", "biased_v", "token_outliers", "sinks", "real_like")
 
 
-def inputs(B, H_q, H_kv, N_q, N_kv, D, dtype=torch.bfloat16, device="cpu"):
-    """q, k, v and dO, stored as [B, N, H, D], k with a bias in each channel, dO's tokens of
-    different size."""
-    q, k, v = support.qkv(B, H_q, H_kv, N_q, N_kv, D, dtype, device)
-    size = torch.exp(1.5 * torch.randn(B, H_q, N_q, 1, device=device))
-    return 2 * q, k, v, support.heads(B, H_q, N_q, D, dtype, device).mul(size).to(dtype)
-
-
 def attend(q, k, v, grad, is_causal=False, scale=0.125, out_bnhd=True):
-    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    out = ROWSCALED(q, k, v, is_causal, scale, out_bnhd)[0]
-    return out.detach(), *torch.autograd.grad(out, (q, k, v), grad)
+    return gradients_of(ROWSCALED, q, k, v, grad, is_causal, scale, out_bnhd)
 
 
 # The laboratory's recipes: with a scale a channel in the place of one a head, and q and k in 16 bits.
@@ -106,33 +99,6 @@ def test_a_scale_is_honoured():
             assert relative_l1(x, y) < 0.12
 
 
-@chosen(
-    # opcheck's slow utility, which traces with sizes that are symbols, not of every dtype.
-    lambda dtype, out_bnhd, given, dynamic: (
-        not dynamic or dtype == torch.bfloat16 and out_bnhd == given[2] and given[1] == 48
-    ),
-    dtype=[torch.float16, torch.bfloat16, torch.float32],
-    out_bnhd=[False, True],
-    given=[((70, 130), 48, False), ((128, 256), 64, False), ((130, 130), 48, True)],
-    dynamic=[False, True],
-)
-def test_opcheck(dtype, out_bnhd, given, dynamic):
-    """Of lengths that are padded, and that are not: strides too."""
-    lengths, D, is_causal = given
-    q, k, v, grad = inputs(3, 4, 2, *lengths, D, dtype)
-    given = [x.requires_grad_() for x in (q, k, v)]
-    cheap = "test_schema", "test_autograd_registration", "test_faketensor"
-    utilities = ("test_aot_dispatch_dynamic",) if dynamic else cheap
-    args = *given, is_causal, 0.1, out_bnhd
-    torch.library.opcheck(ROWSCALED.default, args, test_utils=utilities)
-    kept = ROWSCALED(*(x.detach() for x in given), is_causal, 0.1, out_bnhd)
-    args = (grad, *kept, k.shape[2], 0.1, out_bnhd)
-    torch.library.opcheck(BACKWARD.default, args, test_utils=("test_schema", "test_faketensor"))
-    for x, y in zip(BACKWARD(*args), (q, k, v), strict=True):
-        assert x.shape == y.shape and x.dtype == dtype
-        assert (x.transpose(1, 2) if out_bnhd else x).is_contiguous()
-
-
 @pytest.mark.parametrize("scale", [0.0, -0.1])
 def test_a_scale_that_is_not_positive_is_refused(scale):
     q, k, v, _ = inputs(1, 2, 2, 10, 10, 64)
@@ -183,15 +149,14 @@ def test_tokens_are_permuted_as_accumulators_hold_them():
 
 
 @pytest.mark.parametrize(
-    "D, split", [pytest.param(64, False, marks=pytest.mark.sweep), (128, True)]
+    "D, lengths", [pytest.param(64, LENGTHS, marks=pytest.mark.sweep), (128, SPLIT)]
 )
-def test_loops_of_the_forward_spill_no_more_for_keeping_maxima(D, split):
-    tile = Tile(192, 128, 4, 3, warpgroups=3)
+def test_loops_of_the_forward_spill_no_more_for_keeping_maxima(D, lengths):
     plain, kept = (
         [spilled(loop) for loop in loops_over_keys(compiled.asm["cubin"])]
         for compiled in (
-            compile_hopper("16bit", D, False, tile, split=split, keeps_max=keeps)
-            for keeps in (False, True)
+            hopper_of(noted.hopper, (9, 0), tiles.THREE, "16bit", D=D, lengths=lengths),
+            hopper_of(noted.rowscaled, (9, 0), D, lengths=lengths),
         )
     )
     assert len(kept) == len(plain) > 0 and sum(kept) <= sum(plain)
@@ -200,23 +165,32 @@ def test_loops_of_the_forward_spill_no_more_for_keeping_maxima(D, split):
 @pytest.mark.sweep
 @pytest.mark.parametrize("D", [64, 128])
 def test_loops_of_the_causal_forward_are_those_of_inference_before_a_tiles_rows(D):
-    tile = Tile(192, 128, 4, 3, warpgroups=3)
     plain, own = (
-        loops_over_keys(
-            compile_hopper("16bit", D, True, tile, keeps_max=True, own=own).asm["cubin"]
+        loops_over_keys(compiled.asm["cubin"])
+        for compiled in (
+            hopper_of(noted.hopper, (9, 0), tiles.THREE, "16bit", D=D, right=0),
+            hopper_of(noted.rowscaled, (9, 0), D, True),
         )
-        for own in (False, True)
     )
     assert len(plain) == len(own) == 6  # whole blocks and others, three times
     for x, y in zip(own[::2], plain[::2], strict=True):
         assert spilled(x) <= spilled(y) and abs(len(x) - len(y)) <= 8
 
 
-def test_what_a_training_step_launches(monkeypatch):
+@pytest.fixture
+def plan():
+    """What launches on an H200."""
+    with noted.here((9, 0)):
+        yield pytest.importorskip("sage_inductor.ops.training.hopper.plan")
+
+
+def named(launches) -> list[dict]:
+    """The arguments of each launch, as the kernel names them."""
+    return [dict(zip(x.kernel.arg_names, x.arguments, strict=True)) for x in launches]
+
+
+def test_what_a_training_step_launches(plan):
     """In this order: dK's and dV's kernel, which may begin before dQ's has ended, is right behind."""
-    plan = pytest.importorskip("sage_inductor.ops.training.hopper.plan")
-    monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(tiles, "processors", lambda device: 132)
     q, k, v, grad = inputs(2, 6, 2, 200, 333, 72)
     with launch.noted() as of_forward:
         of_k = of_training.quantize(k)
@@ -232,7 +206,7 @@ def test_what_a_training_step_launches(monkeypatch):
     blocks = 2 * 6 * 256 // 64 + 2 * 2 * 384 // 64
     grids = [(blocks,), (4, 1), (blocks,), (2 * 6 * 2,), (2 * 2 * 3,)]
     assert [each.grid for each in launches] == grids
-    given = [dict(zip(each.kernel.arg_names, each.arguments, strict=True)) for each in launches]
+    given = named(launches)
     assert given[3]["PDL"] == given[4]["PDL"] == launch.HAS_PDL
     assert given[0]["V_mean"].shape == (2, 2, 72)
     pdl = [each.options.get("launch_pdl", False) for each in launches]
@@ -244,10 +218,7 @@ def test_what_a_training_step_launches(monkeypatch):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_what_the_forward_is_prepared_by(is_causal, monkeypatch):
-    plan = pytest.importorskip("sage_inductor.ops.training.hopper.plan")
-    monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(tiles, "processors", lambda device: 132)
+def test_what_the_forward_is_prepared_by(is_causal, plan):
     q, k, v, _ = inputs(2, 6, 2, 200, 200 if is_causal else 333, 72)
     launches = []
 
@@ -297,17 +268,14 @@ def test_what_is_launched_gives_tensors_as_the_fakes_do(is_causal, out_bnhd):
         pass
 
     given = {"q": q, "k": k, "v": v, "is_causal": is_causal, **last}
-    found, expected = rowscaled.launched(given, run, H200), ROWSCALED(*given.values())
+    found, expected = rowscaled.launched(given, run, noted.H200), ROWSCALED(*given.values())
     given = dict(enumerate((grad, *expected, k.shape[2], *last.values())))
-    found += rowscaled.launched_backward(given, run, H200)
+    found += rowscaled.launched_backward(given, run, noted.H200)
     for x, y in zip(found, expected + BACKWARD(*given.values()), strict=True):
         assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
 
 
-def test_what_a_causal_training_step_launches(monkeypatch):
-    plan = pytest.importorskip("sage_inductor.ops.training.hopper.plan")
-    monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(tiles, "processors", lambda device: 132)
+def test_what_a_causal_training_step_launches(plan, monkeypatch):
     monkeypatch.setattr(plan, "LAST_TILES", 6)
     q, k, v, grad = inputs(2, 6, 2, 200, 200, 72)
     _, kept = reference.forward(q, k, v, True, 0.1)
@@ -354,18 +322,12 @@ def test_what_a_causal_training_step_launches(monkeypatch):
 @pytest.mark.parametrize(
     "heads, group, N",
     [
-        (32, 1, 4096),
-        (32, 1, 8192),
-        (7, 1, 32768),
-        (8, 4, 8192),
-        (16, 6, 5000),
-        (4, 8, 10000),
+        (32, 1, 4096), (32, 1, 8192), (7, 1, 32768), (8, 4, 8192), (16, 6, 5000), (4, 8, 10000),
         (1, 1, 68000),
     ],
-)
-def test_causal_tiles_are_dealt_about_equally(heads, group, N, monkeypatch):
+)  # fmt: skip
+def test_causal_tiles_are_dealt_about_equally(heads, group, N, plan, monkeypatch):
     """Who is first done takes the next: dQ's tiles, then dK's and dV's."""
-    plan = pytest.importorskip("sage_inductor.ops.training.hopper.plan")
     from sage_inductor.ops.training.hopper import kernel
 
     monkeypatch.setattr(kernel.gl, "where", lambda is_x, x, y: x if is_x else y)  # of ints
@@ -389,16 +351,13 @@ def test_causal_tiles_are_dealt_about_equally(heads, group, N, monkeypatch):
     assert busiest(last) <= min(1.05, 1.001 * busiest(1))
 
 
-def test_rows_of_v_that_tma_cannot_read_are_copied(monkeypatch):
-    plan = pytest.importorskip("sage_inductor.ops.training.hopper.plan")
-    monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(tiles, "processors", lambda device: 132)
+def test_rows_of_v_that_tma_cannot_read_are_copied(plan):
     for D, copied in ((72, False), (74, True)):
         q, k, v, _ = inputs(1, 2, 2, 200, 333, D)
         with launch.noted() as launches:
             of_k = of_training.quantize(k)
             plan.launch_forward(q, *of_k, *of_k, v, False, 0.1, True)
-        (given,) = (dict(zip(e.kernel.arg_names, e.arguments, strict=True)) for e in launches)
+        (given,) = named(launches)
         assert given["V"].shape == [*v.shape]
         assert all(stride * 2 % 16 == 0 for stride in given["V"].strides[:3])
         assert (list(given["V"].strides[1:]) != list(v.stride()[1:])) == copied
@@ -406,25 +365,23 @@ def test_rows_of_v_that_tma_cannot_read_are_copied(monkeypatch):
     apart, of_k = v.mT.contiguous().mT, of_training.quantize(k)
     with launch.noted() as launches:
         plan.launch_forward(q, *of_k, *of_k, apart, False, 0.1, True)
-    (given,) = (dict(zip(e.kernel.arg_names, e.arguments, strict=True)) for e in launches)
+    (given,) = named(launches)
     assert given["V"].strides[3] == 1 and given["V"].shape == [*apart.shape]
 
 
-def test_another_gpu_is_refused(monkeypatch):
-    plan = pytest.importorskip("sage_inductor.ops.training.hopper.plan")
-    monkeypatch.setattr(tiles, "capability", lambda device: (8, 9))
-    monkeypatch.setattr(tiles, "processors", lambda device: 128)
+def test_another_gpu_is_refused(plan):
     q, k, v, _ = inputs(1, 2, 2, 200, 130, 64)
-    with pytest.raises(ValueError, match="needs compute capability 9.0 .*got 8.9 and Triton"):
+    with (
+        noted.here((8, 9), 128),
+        pytest.raises(ValueError, match="needs compute capability 9.0 .*got 8.9 and Triton"),
+    ):
         plan.launch_forward(q, *of_training.quantize(k) * 2, v, False, 0.1, True)
-    monkeypatch.undo()
     given = dict(q=q, k=k, v=v, is_causal=False, scale=0.1, out_bnhd=True)
     with pytest.raises(ValueError, match="got 8.9 and Triton"):
         rowscaled.launched(given, lambda *given, **options: None, tiles.Gpu((8, 9), 128))
 
 
-def test_too_many_rows_are_refused(monkeypatch):
-    plan = pytest.importorskip("sage_inductor.ops.training.hopper.plan")
+def test_too_many_rows_are_refused(plan, monkeypatch):
     monkeypatch.setattr(plan, "MAX_ROWS", 2 * 256)
     q, k, v, grad = inputs(1, 2, 1, 200, 130, 64)
     _, kept = reference.forward(q, k, v, False, 0.1)
@@ -453,38 +410,18 @@ def test_gradients_are_finite_where_all_scores_are_far_below_zero():
 # -- the kernels ----
 
 SHAPES = [  # B, H_q, H_kv, N_q, N_kv, D
-    (2, 4, 2, 150, 130, 64),
-    (1, 6, 1, 1000, 777, 128),
-    (2, 2, 1, 300, 1100, 72),
-    (1, 1, 1, 1, 1, 32),
-    (1, 2, 2, 130, 63, 128),
-    (1, 2, 2, 63, 200, 96),
-    (1, 4, 4, 2048, 2048, 128),
-    (1, 2, 2, 4160, 4160, 128),
-    (1, 6, 1, 4160, 1000, 64),
-    (3, 4, 2, 128, 256, 128),
-    (1, 2, 2, 4160, 1, 128),
-    (1, 2, 2, 100, 90, 77),
-]
-
-
+    (2, 4, 2, 150, 130, 64), (1, 6, 1, 1000, 777, 128), (2, 2, 1, 300, 1100, 72),
+    (1, 1, 1, 1, 1, 32), (1, 2, 2, 130, 63, 128), (1, 2, 2, 63, 200, 96),
+    (1, 4, 4, 2048, 2048, 128), (1, 2, 2, 4160, 4160, 128), (1, 6, 1, 4160, 1000, 64),
+    (3, 4, 2, 128, 256, 128), (1, 2, 2, 4160, 1, 128), (1, 2, 2, 100, 90, 77),
+]  # fmt: skip
 CAUSAL = [  # B, H_q, H_kv, N, D
-    (2, 4, 2, 150, 64),
-    (1, 6, 1, 1000, 128),
-    (2, 2, 1, 300, 72),
-    (1, 1, 1, 1, 32),
-    (1, 2, 2, 64, 128),
-    (1, 2, 2, 63, 96),
-    (1, 4, 4, 2048, 128),
-    (1, 3, 1, 4160, 128),
-    (1, 6, 1, 4200, 64),
-    (3, 4, 2, 128, 128),
-    (1, 2, 2, 100, 77),
-    (1, 2, 1, 193, 128),
-]
-CASES = [(shape, False) for shape in SHAPES] + [
-    ((*shape[:4], *shape[3:]), True) for shape in CAUSAL
-]
+    (2, 4, 2, 150, 64), (1, 6, 1, 1000, 128), (2, 2, 1, 300, 72), (1, 1, 1, 1, 32),
+    (1, 2, 2, 64, 128), (1, 2, 2, 63, 96), (1, 4, 4, 2048, 128), (1, 3, 1, 4160, 128),
+    (1, 6, 1, 4200, 64), (3, 4, 2, 128, 128), (1, 2, 2, 100, 77), (1, 2, 1, 193, 128),
+]  # fmt: skip
+CASES = [(shape, False) for shape in SHAPES]
+CASES += [((*shape[:4], *shape[3:]), True) for shape in CAUSAL]
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 laboratory's, and (gpu) its kernels. test_rowscaled.py has the other's."""
 
 import dataclasses
+import functools
 import math
 
 import pytest
@@ -21,8 +22,8 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 
 SAGEBWD = torch.ops.sage.sagebwd
 BACKWARD = torch.ops.sage.sagebwd_backward
-ROWSCALED = torch.ops.sage.rowscaled
-both_ops = pytest.mark.parametrize("op", ["sagebwd", "rowscaled"])
+OPS = {"sagebwd": SAGEBWD, "rowscaled": torch.ops.sage.rowscaled}
+both_ops = pytest.mark.parametrize("op", OPS)
 INT8 = gradients.INT8
 # The laboratory's SageBwd by the kernels' blocks: 64 rows, and a row's 64 numbers of p forward.
 OF_64 = dataclasses.replace(
@@ -31,22 +32,15 @@ OF_64 = dataclasses.replace(
 )  # fmt: skip
 
 
-def inputs(B, H_q, H_kv, N_q, N_kv, D, dtype=torch.bfloat16, device="cpu"):
-    """q, k, v and dO, stored as [B, N, H, D], k with a bias in each channel."""
-    q, k, v = support.qkv(B, H_q, H_kv, N_q, N_kv, D, dtype, device)
-    return 2 * q, k, v, support.heads(B, H_q, N_q, D, dtype, device)
+inputs = functools.partial(support.trained, of_tokens=0)
 
 
 def run(op, q, k, v, is_causal=False, scale=0.125, out_bnhd=True):
-    op = ROWSCALED if op == "rowscaled" else SAGEBWD
-    return op(q, k, v, is_causal, scale, out_bnhd)
+    return OPS[op](q, k, v, is_causal, scale, out_bnhd)
 
 
 def attend(q, k, v, grad, is_causal=False, scale=0.125, out_bnhd=True, op="sagebwd"):
-    """out, and the gradients by autograd."""
-    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    out = run(op, q, k, v, is_causal, scale, out_bnhd)[0]
-    return out.detach(), *torch.autograd.grad(out, (q, k, v), grad)
+    return support.gradients_of(OPS[op], q, k, v, grad, is_causal, scale, out_bnhd)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -135,30 +129,33 @@ def test_heads_of_q_that_share_a_head_of_k(op, is_causal):
 
 @chosen(
     # opcheck's slow utility, which traces with sizes that are symbols, not of every dtype.
-    lambda dtype, is_causal, out_bnhd, sizes, dynamic: (
+    lambda op, dtype, is_causal, out_bnhd, sizes, dynamic: (
         not dynamic or dtype == torch.bfloat16 and is_causal == out_bnhd and sizes[1] == 48
     ),
+    op=list(OPS),
     dtype=[torch.float16, torch.bfloat16, torch.float32],
     is_causal=[False, True],
     out_bnhd=[False, True],
     sizes=[((70, 130), 48), ((128, 256), 64)],
     dynamic=[False, True],
 )
-def test_opcheck(dtype, is_causal, out_bnhd, sizes, dynamic):
+def test_opcheck(op, dtype, is_causal, out_bnhd, sizes, dynamic):
     """Of lengths that are padded, and that are not: strides too."""
-    lengths, D = sizes
-    q, k, v, grad = inputs(2, 4, 2, *lengths, D, dtype)
-    given = [x.requires_grad_() for x in (q, k, v)]
+    (N_q, N_kv), D = sizes
+    N_q = N_kv if op == "rowscaled" and is_causal else N_q
+    q, k, v, grad = inputs(3, 4, 2, N_q, N_kv, D, dtype)
     cheap = "test_schema", "test_autograd_registration", "test_faketensor"
     utilities = ("test_aot_dispatch_dynamic",) if dynamic else cheap
-    args = *given, is_causal, 0.1, out_bnhd
-    torch.library.opcheck(SAGEBWD.default, args, test_utils=utilities)
-    saved = SAGEBWD(*(x.detach() for x in given), is_causal, 0.1, out_bnhd)
-    found = BACKWARD(grad, v.detach(), *saved, is_causal, 0.1, out_bnhd)
-    utils = "test_schema", "test_faketensor"  # it has no gradient
-    args = (grad, v.detach(), *saved, is_causal, 0.1, out_bnhd)
-    torch.library.opcheck(BACKWARD.default, args, test_utils=utils)
-    for x, y in zip(found, (q, k, v), strict=True):
+    args = *(x.clone().requires_grad_() for x in (q, k, v)), is_causal, 0.1, out_bnhd
+    torch.library.opcheck(OPS[op].default, args, test_utils=utilities)
+    saved = run(op, q, k, v, is_causal, 0.1, out_bnhd)
+    if op == "sagebwd":
+        backward, args = BACKWARD, (grad, v, *saved, is_causal, 0.1, out_bnhd)
+    else:
+        backward, args = torch.ops.sage.rowscaled_backward, (grad, *saved, N_kv, 0.1, out_bnhd)
+    # It has no gradient.
+    torch.library.opcheck(backward.default, args, test_utils=("test_schema", "test_faketensor"))
+    for x, y in zip(backward(*args), (q, k, v), strict=True):
         assert x.shape == y.shape and x.dtype == dtype
         assert (x.transpose(1, 2) if out_bnhd else x).is_contiguous()
 
@@ -267,13 +264,9 @@ def test_under_autocast_the_op_computes_in_its_dtype(op):
 # -- the kernels ----
 
 SHAPES = [  # B, H_q, H_kv, N_q, N_kv, D
-    (2, 4, 2, 150, 130, 64),
-    (1, 6, 2, 1000, 777, 128),
-    (2, 2, 1, 300, 1100, 72),
-    (1, 1, 1, 1, 1, 32),
-    (1, 2, 2, 130, 70, 128),
-    (1, 4, 4, 2048, 2048, 128),
-]
+    (2, 4, 2, 150, 130, 64), (1, 6, 2, 1000, 777, 128), (2, 2, 1, 300, 1100, 72),
+    (1, 1, 1, 1, 1, 32), (1, 2, 2, 130, 70, 128), (1, 4, 4, 2048, 2048, 128),
+]  # fmt: skip
 
 
 @pytest.mark.gpu

@@ -1,0 +1,194 @@
+"""What is launched on a GPU that is not here, and what that compiles to. The library's own launch
+functions say it (`launch.noted`), of tensors without memory: no test restates a kernel's arguments.
+
+16 divides the strides of these calls, and no other number: a kernel is compiled as for most models.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import support
+import torch
+from torch import Tensor
+
+from sage_inductor.ops import blocks
+from sage_inductor.ops.attention import select, tiles
+from sage_inductor.ops.attention.arguments import AttentionCall
+from sage_inductor.ops.compile import Compilation, Launch, describe
+from sage_inductor.ops.launch import launch_cached, noted
+from sage_inductor.ops.quantize.op import _quantize_kv_opaque
+from sage_inductor.ops.quantize.smooth import launch_unsmooth
+from sage_inductor.ops.sdpa import SdpaCall, kernel_inputs
+from sage_inductor.ops.training import rowscaled as of_rowscaled
+from sage_inductor.ops.training import sagebwd as of_sagebwd
+from sage_inductor.ops.visibility import NO_LISTS, BlockLists
+
+H200 = tiles.Gpu((9, 0), 132)
+B, H_Q, H_KV = 2, 6, 3
+LENGTHS = 4097, 4999  # of so many queries no tile of the Hopper kernel is split
+SPLIT = 65, 4999  # and of so few all are
+
+
+@contextlib.contextmanager
+def here(capability: tuple[int, int], processors: int = H200.processors) -> Iterator[None]:
+    """Every device is such a GPU."""
+    with (
+        mock.patch.object(tiles, "_capability", lambda device: capability),
+        mock.patch.object(tiles, "_multiprocessors", lambda device: processors),
+    ):
+        yield
+
+
+def launches(call: Callable, capability: tuple[int, int], *args, **kwargs) -> list[Launch]:
+    with here(capability), noted() as found:
+        call(*args, **kwargs)
+    return found
+
+
+def compilation_of(launch: Launch) -> Compilation:
+    """`describe` knows of no number that is not whole."""
+    of_float = [
+        type(x) is float and not parameter.is_constexpr
+        for parameter, x in zip(launch.kernel.params, launch.arguments)
+    ]
+    whole = (2 if is_float else x for is_float, x in zip(of_float, launch.arguments))
+    found = describe(launch.kernel, [*whole], launch.options)
+    types = ("fp32" if is_float else x for is_float, x in zip(of_float, found.types))
+    return dataclasses.replace(found, types=tuple(types))
+
+
+def written(found: list[Launch]) -> list[tuple]:
+    """All of the launches but their tensors' memory."""
+    return [(x.kernel, x.grid, [*map(_value, x.arguments)], x.options) for x in found]
+
+
+def _value(x):
+    if hasattr(x, "block_shape"):
+        return _value(x.base), list(x.shape), list(x.strides), list(x.block_shape)
+    return (x.dtype, x.shape, x.stride()) if isinstance(x, Tensor) else x
+
+
+_compiled: dict = {}
+
+
+def kernel(name: str, call: Callable, capability: tuple[int, int], *args, which: int = 0, **kwargs):
+    """Triton's CompiledKernel of one that the call launches. which: if it launches several."""
+    found = launches(call, capability, *args, **kwargs)
+    found = compilation_of([each for each in found if each.kernel.__name__ == name][which])
+    key = found.digest, capability
+    if key not in _compiled:
+        _compiled[key] = found.compile(capability)
+    return _compiled[key]
+
+
+# -- tensors ----
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def qkv(D: int = 128, dtype=torch.bfloat16, lengths=LENGTHS) -> tuple[Tensor, Tensor, Tensor]:
+    return support.qkv(B, H_Q, H_KV, *lengths, D, dtype, "meta")
+
+
+def rows_of(N: int, *shape: int, dtype=torch.uint8) -> Tensor:
+    """[*shape, N], with rows that 16 divides."""
+    return empty(*shape, -(-N // 16) * 16, dtype=dtype)[..., :N]
+
+
+def mask_of(kind: str | None, N_q: int, N_kv: int) -> Tensor | None:
+    """A row of keys for all queries; a row each, as it is and transposed; numbers."""
+    return {
+        None: lambda: None,
+        "keys": lambda: rows_of(N_kv, B, 1, 1, dtype=torch.bool),
+        "rows": lambda: rows_of(N_kv, B, 1, N_q, dtype=torch.bool),
+        "transposed": lambda: rows_of(N_q, B, 1, N_kv, dtype=torch.bool).mT,
+        "bias": lambda: rows_of(N_kv, B, H_Q, N_q, dtype=torch.bfloat16),
+    }[kind]()
+
+
+def lists_of(size: tuple[int, int] | None, full: bool, N_q: int, N_kv: int) -> BlockLists:
+    """For every head; None: there are none."""
+    if size is None:
+        return NO_LISTS
+    rows, columns = -(-N_q // size[0]), -(-N_kv // size[1])
+    found = [empty(B, H_Q, rows, *n, dtype=torch.int32) for n in ((), (columns,))]
+    return BlockLists(*found, *(found if full else (None, None)), *size)
+
+
+# -- calls ----
+
+
+def sdpa_call(
+    recipe: str, D: int = 128, lengths=LENGTHS, dtype=torch.bfloat16, mask: str | None = None,
+    size: tuple[int, int] | None = None, full: bool = True, **given,
+) -> SdpaCall:  # fmt: skip
+    """size: of lists of blocks. full: of full ones too."""
+    lists = lists_of(size, full, *lengths)._asdict()
+    found = support.arguments(
+        *qkv(D, dtype, lengths), False, D**-0.5, recipe, attn_mask=mask_of(mask, *lengths),
+        **lists, **given,
+    )  # fmt: skip
+    return SdpaCall(*found)
+
+
+def inputs_of(call: SdpaCall) -> tuple[AttentionCall, bool]:
+    """What prepares k and v is launched; what the attention op is given, and whether Inductor does
+    not see it."""
+    # For tensors without memory torch would run the opaque op's fake.
+    with mock.patch.dict(kernel_inputs.__globals__, quantize_kv_opaque=_quantize_kv_opaque):
+        inputs, _, is_opaque = kernel_inputs(call)
+    return inputs, is_opaque
+
+
+def attend(call: SdpaCall) -> None:
+    """As sage::sdpa, but for lse's correction."""
+    inputs, is_opaque = inputs_of(call)
+    (select._attention_opaque if is_opaque else select._attention)(inputs)
+
+
+def sdpa(recipe: str, traced: bool = False, **given) -> None:
+    """As `attend`. traced: what Inductor sees, though there be another kernel."""
+    if traced:
+        select._attention(inputs_of(sdpa_call(recipe, **given))[0])
+    else:
+        attend(sdpa_call(recipe, **given))
+
+
+def hopper(tile: tiles.Tile, pv: str, **given) -> None:
+    """As `attend`, by this tile of the Hopper kernel."""
+    recipe = {"fp8": "sage2-8b-per-token", "16bit": "sage1-per-token"}[pv]
+    select._hopper().launch(inputs_of(sdpa_call(recipe, **given))[0], tile, launch_cached)
+
+
+def unsmooth(D: int) -> None:
+    q, k, _ = qkv(D)
+    launch_unsmooth(q[..., 0].float(), q, k[:, :, 0].float(), 0.1, launch_cached)
+
+
+def pool(D: int, block: int, shifted: bool) -> None:
+    x = qkv(D)[1]
+    blocks._launch_pool(x, x[:, :, 0].float() if shifted else None, block)
+
+
+def largest() -> None:
+    scores = empty(B, H_Q, 37, 577, dtype=torch.float32)
+    blocks._launch_largest(scores, empty(B, H_Q, 37, dtype=torch.int32))
+
+
+def sagebwd(D: int = 128, is_causal: bool = False, dtype=torch.bfloat16) -> None:
+    """A step: forward and backward."""
+    q, k, v = qkv(D, dtype)
+    last = is_causal, 0.1, True
+    saved = of_sagebwd.sagebwd._init_fn(q, k, v, *last)
+    of_sagebwd.sagebwd_backward._init_fn(q, v, *saved, *last)
+
+
+def rowscaled(D: int = 128, is_causal: bool = False, dtype=torch.bfloat16, lengths=LENGTHS) -> None:
+    """As `sagebwd`."""
+    q, k, v = qkv(D, dtype, lengths[:1] * 2 if is_causal else lengths)
+    out, *kept = of_rowscaled.rowscaled._init_fn(q, k, v, is_causal, 0.1, True)
+    of_rowscaled.rowscaled_backward._init_fn(q, out, *kept, k.shape[2], 0.1, True)

@@ -1,0 +1,485 @@
+"""The kernels against their emulation, in Triton's interpreter and, with longer calls, on a GPU:
+kernel_cases.py says who runs what and how near results must be.
+
+Run as ``TRITON_INTERPRET=1 pytest -m interpreter tests/ops`` and ``make gpu``. Inputs have the layout
+models give them ([B, N, H, D] transposed), k a channel bias and v a mean, because random normal inputs
+hide wrong smoothing and one-level accumulation.
+"""
+
+import math
+
+import pytest
+import support
+import torch
+from kernel_cases import (
+    BANDS,
+    BOOL,
+    DTYPES,
+    GPU,
+    LARGE,
+    MASKS,
+    OPS,
+    SMALL,
+    Interpreted,
+    OfHopper,
+    check_attention,
+    check_codes,
+    cuts,
+    every,
+    in_interpreter,
+    length,
+    on,
+    on_hopper,
+    tile_fits,
+)
+from pairs import chosen, pairs
+from torch.testing import assert_close
+
+from bench.tritons import ROWS, VARIANTS
+from sage_inductor.ops.attention import tiles
+from sage_inductor.ops.attention.tiles import Tile, of_blocks
+from sage_inductor.ops.formats import Prepared
+from sage_inductor.ops.quantize.keys import launch_k
+from sage_inductor.ops.quantize.nvfp4 import launch_nvfp4
+from sage_inductor.ops.quantize.one_pass import launch_kv
+from sage_inductor.ops.quantize.smooth import launch_estimate, launch_smooth, launch_unsmooth
+from sage_inductor.ops.quantize.values import launch_v
+from sage_inductor.ops.recipe import NAMED, Recipe
+from sage_inductor.ops.reference import quantize as reference
+from sage_inductor.ops.sdpa import unsmoothed_lse
+from sage_inductor.ops.visibility import BLOCK_SIZES
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+RECIPES = list(NAMED)
+
+# -- k and v ----
+
+of_large = pairs(
+    among=lambda shape, dtype: dtype == torch.bfloat16 or shape in LARGE[::2] + LARGE[-1:],
+    shape=LARGE, dtype=DTYPES, masked=["", "heads"],
+)  # fmt: skip
+of_small = dict(shape=SMALL, dtype=[torch.float16], masked=["", "batch"])
+of_steps = on(
+    chosen(lambda shape, dtype, masked: not masked or shape == SMALL[-1], **of_small), of_large
+)
+
+
+def kv(runner, shape, dtype, masked):
+    """k, v, and which of their rows count, for each head or each batch; the others hold no numbers."""
+    B, _, H, _, N, _ = shape
+    _, k, v = runner.qkv(*shape, dtype=dtype)
+    if not masked:
+        return k, v, None
+    visible = (runner.rand(*((1, H) if masked == "heads" else (B, 1)), N) > 0.5).to(torch.uint8)
+    visible[..., -1] = 1
+    hidden = (visible == 0).expand(B, H, N)
+    k[hidden], v[hidden] = math.inf, math.nan
+    return k, v, visible
+
+
+def shown(visible, codes, N, of_v=False, padding=False):
+    """Which codes of k [B, H, N_pad, D], or of v [B, H, D, N_pad] as they are stored, count."""
+    B, H, *size = codes.shape
+    found = torch.full((B, H, size[of_v]), padding, device=codes.device)
+    found[..., :N] = True if visible is None else visible.bool()
+    return reference.interleave(found[:, :, None].expand(codes.shape)) if of_v else found
+
+
+# A recipe of each format and number of scales.
+OF_K = {
+    (r.qk, r.sharing.k_groups): r for r in NAMED.values() if not r.of_qk.block_scaled
+}  # fmt: skip
+
+
+@of_steps
+def test_preparation(runner, case):
+    k, v, visible = kv(runner, **case)
+    for rows in [None] if visible is None else [visible, 0 * visible]:
+        of_both = zip(launch_smooth([k, v], rows), reference.smooth([k, v], rows), strict=True)
+        for (x, y), atol in zip(of_both, (1e-5, 1e-4), strict=True):
+            assert_close(x, y, rtol=1e-5, atol=atol)  # fp32 sums in another order
+    mean, amax = launch_smooth([k, v], visible)
+    for r in OF_K.values():
+        codes, scale = launch_k(k, mean[0], r, visible)
+        expected, expected_scale = reference.quantize_k(k, mean[0], r, visible)
+        assert_close(scale, expected_scale, rtol=0, atol=0)
+        check_codes(runner, codes, expected, shown(visible, codes, k.shape[2], padding=True))
+    for saturate in {visible is not None, True}:
+        args = v, mean[1], amax[1], NAMED["sage2-8b"], saturate
+        (codes, scale), (expected, expected_scale) = launch_v(*args), reference.quantize_v(*args)
+        assert_close(scale, expected_scale, rtol=0, atol=0)
+        check_codes(runner, codes, expected, shown(visible, codes, k.shape[2], True, saturate))
+
+
+@on(every(shape=SMALL, dtype=[torch.float16]), every(shape=LARGE[:3], dtype=DTYPES[:1]))
+def test_a_mean_that_is_noise_is_kept_where_it_is_asked_for(runner, case):
+    _, _, v = runner.qkv(*case["shape"], dtype=case["dtype"])
+    noise = torch.randn(v.shape, device=v.device).to(v.dtype)
+    for keep in (0, 1, 2):
+        mean, amax = launch_smooth([v, noise], None, keep)
+        mean_ref, amax_ref = reference.smooth([v, noise], keep=keep)
+        assert_close(mean, mean_ref, rtol=1e-5, atol=1e-5)
+        assert_close(amax, amax_ref, rtol=1e-5, atol=1e-4)
+        assert (mean[1] == 0).float().mean() > 0.9 or keep == 2 or v.shape[2] < 16
+
+
+@of_steps
+def test_preparation_in_nvfp4(runner, case):
+    """Bit-equal: the interpreter has no part in rounding to E2M1 and E4M3."""
+    k, v, visible = kv(runner, **case)
+    v = v.nan_to_num(nan=math.inf, posinf=math.inf)  # of which the interpreter's maximum is NaN
+    mean, amax = reference.smooth([k, v], visible)
+    for x, m, a, along_n in ((k, mean[0], amax[0], False), (v, mean[1], amax[1], True)):
+        for args in (
+            (x, m, a, along_n, visible is not None),
+            (2 * x, m, a, along_n, True),
+        ):  # beyond amax
+            found, expected = launch_nvfp4(*args), reference.quantize_nvfp4(*args)
+            for y, e in zip(found, expected, strict=True):
+                assert torch.equal(y, e) and y.stride() == e.stride()
+
+
+@on(every(**of_small), of_large)
+def test_preparation_in_one_pass(runner, case):
+    """With another head_dim of v, and with rows beyond what a sample promises, in some heads."""
+    k, v, visible = kv(runner, **case)
+    v, N = torch.cat([v, v[..., :8]], 3), k.shape[2]
+    mean, amax = reference.estimate(v, visible)
+    beyond = 1.2 if N >= 300 else 100  # of 300 rows the sample has 128
+    v[0, -1, -1] = (mean + beyond * amax)[0, -1].to(v.dtype)
+    if N > 1:
+        v[0, :1, N // 3] *= 100
+    for r in (NAMED["sage2-8b-per-token"], NAMED["sage2-8b-fp8qk"]):
+        k_8bit, k_scale, k_mean, v_fp8, v_scale, v_mean = launch_kv(k, v, visible, r).tensors()
+        *statistics, beyond = launch_estimate([k, v], visible)
+        expected = (*reference.estimate(k, visible), *reference.estimate(v, visible))
+        for x, y in zip(statistics, expected, strict=True):
+            assert_close(x, y, rtol=1e-4, atol=1e-3)  # sums in another order
+        of_training = launch_estimate([k, v], visible, shrink=False)
+        expected = (y for x in (k, v) for y in reference.estimate(x, visible, shrink=False))
+        for x, y in zip(of_training[:4], expected, strict=True):
+            assert_close(x, y, rtol=1e-4, atol=1e-3, equal_nan=True)  # of no rows there is no mean
+        assert not beyond.any()
+        assert torch.equal(k_mean, statistics[0]) and torch.equal(v_mean, statistics[2])
+        k_8bit_ref, k_scale_ref = reference.quantize_k(k, k_mean, r, visible)
+        v_fp8_ref, v_scale_ref = reference.quantize_v_checked(v, v_mean, statistics[3], r, visible)
+        assert_close(k_scale, k_scale_ref, rtol=0, atol=0)
+        assert_close(v_scale, v_scale_ref, rtol=0, atol=0)
+        # What is hidden saturates, in FP8 at what the interpreter rounds beyond; padding is NaN there.
+        check_codes(runner, k_8bit, k_8bit_ref, shown(visible, k_8bit, N))
+        check_codes(runner, v_fp8, v_fp8_ref, shown(visible, v_fp8, N, True))
+        assert v_fp8.float().isfinite().all() or visible is None
+        alone = launch_kv(k, None, visible, r).tensors()
+        for x, y in zip(alone, (k_8bit, k_scale, k_mean), strict=True):
+            assert torch.equal(x.float(), y.float())
+
+
+@on(
+    every(shape=SMALL, dtype=[torch.float16]),
+    every(shape=[*LARGE, (1, 64, 8, 8192, 300, 64)], dtype=DTYPES),
+)
+def test_lse_of_the_keys_before_they_were_smoothed(runner, case):
+    """Also of rows that see no key, and of channels apart."""
+    q, k, _ = runner.qkv(*case["shape"], dtype=case["dtype"])
+    k_mean, lse = k.float().mean(2) + 3, torch.randn(q.shape[:3], device=q.device)
+    lse[..., ::3] = -torch.inf
+    for x in (q, q.mT.contiguous().mT):
+        expected = unsmoothed_lse(lse.double(), x.double(), k_mean.double(), -0.3)
+        if runner is GPU:
+            found = torch.ops.sage.unsmoothed_lse(lse, x, k_mean, -0.3)
+        else:
+            found = launch_unsmooth(lse, x, k_mean, -0.3)
+        assert_close(found, expected.float(), rtol=1e-5, atol=1e-4)
+
+
+# -- attention ----
+
+SMALL_BANDS = [
+    (None, None, False), (None, 0, False), (None, 0, True), (20, 0, False), (40, 30, True),
+    (130, None, False), (150, 70, False),
+]  # fmt: skip
+HEADS = [(2, 2, 1), (1, 2, 2), (1, 4, 2), (2, 1, 1)]  # B, H_q, H_kv: no group that h % H_kv tells
+TILES = [(64, 64), (64, 128), (128, 64), (128, 128)]  # BLOCK_M, BLOCK_N
+INTERPRETED = [
+    "sage2-8b", "sage2-8b-per-token", "sage2-8b-fp8qk", "sage2-4b", "sage1", "sage1-per-token",
+]  # fmt: skip
+
+
+def that_runs(recipe, tile, heads, blocks_q, blocks_kv):
+    """A tile holds all rows that share a scale; NVFP4 takes four times as long."""
+    blocks = heads[0] * heads[1] * max(blocks_q, 1) * max(blocks_kv, 1)
+    return blocks <= (8 if recipe == "sage3" else 16) and tile_fits(recipe, tile[0])
+
+
+# The values of an axis for which a kernel runs the same lines: each runs, and of pairs one.
+ALIKE = dict(
+    recipe=lambda recipe: (NAMED[recipe].qk, NAMED[recipe].pv),
+    band=lambda band: tuple(side is not None for side in band[:2]),
+    channels=lambda channels: tuple(D in (40, 72, 80) for D in channels),
+    # A row of keys for all queries, numbers, a row each.
+    mask=lambda mask: {"keys": 1, "left padding": 1, "fp16": 3, "lowest": 3, "-inf": 3}.get(mask, 2),
+    heads=lambda heads: heads[1] > heads[2],
+)  # fmt: skip
+SMALL_CALLS = dict(
+    recipe=[*INTERPRETED, "sage3"], band=SMALL_BANDS, heads=HEADS,
+    channels=[(16, 16), (64, 64), (80, 32), (32, 80), (128, 64), (40, 72)],  # D, D_v
+    tile=TILES, blocks_q=[0, 1, 2], end_q=[-1, 0, 1], blocks_kv=[0, 1, 2, 4], end_kv=[-1, 0, 1],
+    scale=[0.125, -0.3, 0.0], tma=[False, True], out_bnhd=[True, False],
+)  # fmt: skip
+LARGE_CALLS = dict(
+    op=list(OPS), recipe=RECIPES, band=list(BANDS), heads=[(2, 4, 4), (2, 8, 2), (1, 4, 1), (3, 2, 1)],
+    channels=[
+        (128, 128), (64, 64), (80, 80), (32, 32), (96, 8), (8, 96), (72, 72), (192, 256), (64, 128),
+        (128, 40),
+    ],
+    blocks_q=[0, 1, 2, 5, 16], end_q=[-1, 0, 1, 40], blocks_kv=[0, 1, 4, 12, 32],
+    end_kv=[-1, 0, 1, 33], scale=[0.1, -0.3, 0.0, 2.0],
+)  # fmt: skip
+SMALL_MASKS = [
+    "keys",
+    "left padding",
+    "rows",
+    "transposed",
+    "broadcast keys",
+    "fp16",
+    "lowest",
+    "-inf",
+]
+
+
+def kernel_of(op=None, tile=None, size=None, **given):
+    """An op on a GPU, or in the interpreter by a tile."""
+    if op is not None:
+        return OPS[op]
+    tile = Tile(*tile, 4, 2)
+    return Interpreted(tile if size is None else of_blocks(tile, *size), **given)
+
+
+def check_call(
+    recipe, band, heads, channels, blocks_q, end_q, blocks_kv, end_kv, scale, mask="none",
+    out_bnhd=True, **of_kernel,
+):  # fmt: skip
+    """At the ends of tiles, with another head_dim of v."""
+    lengths = length(blocks_q, 64, end_q), length(blocks_kv, 64, end_kv)
+    kernel, band = kernel_of(**of_kernel), BANDS.get(band, band)
+    check_attention(kernel, recipe, heads, lengths, channels, scale, band, mask, out_bnhd=out_bnhd)
+
+
+@on(pairs(that_runs, most=400, alike=ALIKE, **SMALL_CALLS), pairs(most=800, **LARGE_CALLS))
+def test_attention(runner, case):
+    check_call(**case)
+
+
+@on(
+    pairs(that_runs, most=400, alike=ALIKE, **SMALL_CALLS, mask=SMALL_MASKS),
+    pairs(
+        most=800, mask=[name for name in MASKS if MASKS[name]],
+        **LARGE_CALLS | {"channels": [(128, 128), (64, 128), (80, 40), (8, 96), (72, 72), (192, 256)]},
+    ),
+)  # fmt: skip
+def test_masked_attention(runner, case):
+    check_call(**case)
+
+
+def that_lists(recipe, block_q, tile, block_kv, heads, blocks_q, blocks_kv):
+    elements = heads[0] * heads[1] * max(blocks_q, 1) * block_q * max(blocks_kv, 1) * block_kv
+    return elements <= 140_000 and tile_fits(recipe, math.gcd(tile[0], block_q))
+
+
+SMALL_LISTS = dict(
+    recipe=INTERPRETED, block_q=BLOCK_SIZES, block_kv=BLOCK_SIZES,
+    density=[0.05, 0.3, 1], full=[True, False], shared=["both", "neither"], heads=HEADS[:3],
+    channels=[(64, 64), (80, 32), (16, 40)], tile=TILES[1:], blocks_q=[0, 1, 2], end_q=[-1, 0, 1],
+    blocks_kv=[0, 1, 2], end_kv=[-1, 0, 1], tma=[False, True],
+)  # fmt: skip
+LARGE_LISTS = dict(
+    block_q=BLOCK_SIZES, block_kv=BLOCK_SIZES, band=list(BANDS), mask=["none", "keys"],
+    heads=[(2, 4, 4), (2, 4, 2), (2, 3, 1)], channels=[(D, D) for D in (64, 72, 128, 256)],
+    density=[0.02, 0.3, 1], shared=["batch", "heads", "both", "neither"],
+    full=[True, False], blocks_q=[0, 1, 2, 5], end_q=[-1, 0, 1, 40], blocks_kv=[0, 1, 3, 7],
+    end_kv=[-1, 0, 1, 33],
+)  # fmt: skip
+
+
+def check_lists(
+    recipe, block_q, block_kv, density, full, shared, heads, channels, blocks_q, end_q, blocks_kv,
+    end_kv, band, mask="none", **of_kernel,
+) -> bool:  # fmt: skip
+    """Lengths at the ends of listed blocks, empty rows, duplicates, GQA, bands, masks; what lies
+    beyond a list's count is no block. shared: what has the same lists. Whether it was the Hopper
+    kernel, or is not for such a call."""
+    lengths, size = (
+        (length(blocks_q, block_q, end_q), length(blocks_kv, block_kv, end_kv)),
+        (block_q, block_kv),
+    )
+    kernel, band = kernel_of(**of_kernel, size=size), BANDS.get(band, band)
+    of = (
+        1 if shared in ("batch", "both") else heads[0],
+        1 if shared in ("heads", "both") else heads[1],
+    )
+    lists = support.block_lists(*of, *lengths, *size, density, full, kernel.runner.device)
+    found = check_attention(kernel, recipe, heads, lengths, channels, 0.1, band, mask, lists)
+    return found or (NAMED[recipe].pv == "16bit" and (mask != "none" or max(channels) > 128))
+
+
+@on(
+    pairs(that_lists, most=900, alike=ALIKE, band=SMALL_BANDS, **SMALL_LISTS),
+    pairs(
+        lambda recipe, block_q: tile_fits(recipe, block_q), most=600, op=list(OPS),
+        recipe=[name for name, r in NAMED.items() if not r.of_qk.block_scaled], **LARGE_LISTS,
+    ),
+)  # fmt: skip
+def test_attention_by_block_lists(runner, case):
+    check_lists(**case)
+
+
+@on(
+    pairs(
+        that_lists, most=900, alike=ALIKE, band=SMALL_BANDS[:6:2], mask=["keys", "rows", "fp16"],
+        **SMALL_LISTS,
+    )
+)  # fmt: skip
+def test_masked_attention_by_block_lists(runner, case):
+    check_lists(**case)
+
+
+@on(gpu=pairs(most=600, recipe=["sage2-8b-per-token", "sage1-per-token"], **LARGE_LISTS))
+@on_hopper
+def test_hopper_kernel_by_block_lists(runner, case, monkeypatch):
+    monkeypatch.setattr(tiles, "LISTED_KEYS", 0)  # of short calls the other kernel is faster
+    assert check_lists(op="opaque", **case)
+
+
+@in_interpreter
+@pytest.mark.parametrize("full", [False, True])
+def test_what_the_last_listed_block_lacks_does_not_count(full):
+    """Without a band, which would hide it: a 64th key of score 0 in each row. p in 16 bits shows it."""
+    lists = support.block_lists(1, 1, 64, 63, 64, 64, 1, full)
+    kernel, heads = kernel_of(tile=(64, 64)), (1, 1, 1)
+    check_attention(kernel, "sage1-per-token", heads, (64, 63), (16, 16), lists=lists)
+
+
+@pytest.mark.gpu
+@pairs(
+    op=list(OPS), recipe=["sage2-8b", "sage2-8b-per-token", "sage2-8b-fp8qk", "sage2-4b"],
+    band=["full", "causal", "bottom right", "narrow"],
+    lengths=[(1, 300), (300, 1), (1, 1), (2, 300)],
+)  # fmt: skip
+def test_a_length_of_one_is_no_constant(op, recipe, band, lengths):
+    """Where Triton made it one, ptxas (CUDA 12.8) converted p's equal pairs to garbage."""
+    check_attention(OPS[op], recipe, (1, 2, 2), lengths, (64, 64), band=BANDS[band])
+
+
+@in_interpreter
+@pytest.mark.parametrize("N_q", [127, 128, 129, 256])
+@pytest.mark.parametrize("recipe", ["sage2-4b", "sage3"])
+def test_means_of_q_at_the_ends_of_its_blocks_of_128(recipe, N_q):
+    check_attention(kernel_of(tile=(128, 64)), recipe, (1, 2, 1), (N_q, 65), (16, 16))
+
+
+@in_interpreter
+@pytest.mark.parametrize("mask", ["keys", "rows"])
+@pytest.mark.parametrize("recipe", [*INTERPRETED, "sage3"])
+def test_what_kernels_prepared_of_hidden_keys_that_hold_no_number(recipe, mask):
+    """With another head_dim of v."""
+    channels, heads = {"keys": ((32, 64), (2, 1, 1)), "rows": ((64, 16), (1, 2, 1))}[mask]
+    kernel = kernel_of(tile=(128, 64), prepared=prepared_by_kernels)
+    check_attention(kernel, recipe, heads, (66, 129), channels, mask=mask)
+
+
+def prepared_by_kernels(k, v, visible, r) -> Prepared:
+    if r.pv == "nvfp4":
+        of_both = []
+        for x, along_n in ((k, False), (v, True)):
+            mean, amax = (y[0] for y in launch_smooth([x], visible))
+            of_both.append((*launch_nvfp4(x, mean, amax, along_n, True), mean))
+        (k_codes, k_blocks, *of_k), (v_codes, v_blocks, *of_v) = of_both
+        found = Prepared(k_codes, *of_k, v_codes, *of_v, k_blocks, v_blocks)
+    elif r.sharing.one_pass:
+        found = launch_kv(k, v if r.pv == "fp8" else None, visible, r)
+    else:
+        k_mean = launch_smooth([k], visible)[0][0]
+        v_mean, v_amax = (x[0] for x in launch_smooth([v], visible, 0))
+        of_v = (*launch_v(v, v_mean, v_amax, r, True), v_mean) if r.pv == "fp8" else ()
+        found = Prepared(*launch_k(k, k_mean, r, visible), k_mean, *of_v)
+    assert all(x.float().isfinite().all() for x in found.tensors())
+    return found
+
+
+# -- the Hopper kernel by each of its tiles ----
+
+hopper_rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(map(str, row[:4])))
+
+
+def check_hopper(row, shape, scale=0.1, band="", **given):
+    """By the tile of a row of tiles.HOPPER."""
+    pv, head_dim, is_causal, _, tile = row
+    band = BANDS[band or ("causal" if is_causal else "full")]
+    channels, r = (head_dim, head_dim), Recipe("per_token", pv)
+    check_attention(OfHopper(tile=tile), r, shape[:3], shape[3:], channels, scale, band, **given)
+
+
+@on_hopper
+@hopper_rows
+def test_hopper_kernel_at_every_length(row):
+    """Tails, rows that see less than a block, programs that get one tile, or none, of the last."""
+    for N in (1, 15, 63, 64, 65, 127, 129, 191, 193, 1000):
+        check_hopper(row, (1, 2, 2, N, N))
+        check_hopper(row, (1, 2, 2, 193, N))
+        check_hopper(row, (1, 2, 2, N, 300))
+
+
+@on_hopper
+@hopper_rows
+def test_hopper_kernel_with_many_heads(row):
+    for heads, group in ((1, 1), (8, 2), (28, 4), (21, 7), (64, 8), (200, 1)):
+        check_hopper(row, (1, heads, heads // group, 321, 321))
+    check_hopper(row, (3, 6, 3, 500, 200))
+    check_hopper(row, (1, 3, 1, 4097, 4097))
+
+
+@on_hopper
+@hopper_rows
+def test_hopper_kernel_on_other_memory(row):
+    """[B, H, N, D] and fused q, k, v; fp16; q quantized with a negative scale, and with none."""
+    shape = (2, 4, 4, 200, 300)
+    check_hopper(row, shape, stored=torch.Tensor.contiguous)
+    check_hopper(row, shape, stored=lambda x: torch.cat([x, x, x], 3)[..., : x.shape[3]])
+    check_hopper(row, shape, dtype=torch.float16)
+    for scale in (-0.3, 0.0, 2.0):
+        check_hopper(row, shape, scale)
+
+
+@on_hopper
+@pairs(row=[row for row, split in VARIANTS if split], heads=[2, 50], rows=[1, 2, 3.5])
+def test_hopper_kernel_split_over_keys(row, heads, rows):
+    """Few tiles, or tiles that do not go round: a tile is several programs' work."""
+    N_q = int(rows * row[4].BLOCK_M)
+    assert cuts(heads, N_q, 5000, row[4])
+    check_hopper(row, (1, heads, heads // 2, N_q, 5000))
+
+
+MASKED = (2, 8, 2, 700, 300), (1, 4, 4, 333, 1000), (2, 2, 1, 65, 129), (1, 30, 10, 1500, 1700)
+ONE = (1, 2, 2, 1, 300), (1, 2, 2, 300, 1), (1, 1, 1, 1, 1)
+of_full = [row for row in ROWS if not row[2]]
+ENDS = (2, 4, 2, 383, 257), (1, 2, 2, 385, 255), (1, 2, 1, 193, 641)  # of tiles
+
+
+@on_hopper
+@pairs(
+    among=lambda shape: shape in MASKED[:3] + ONE[:1] + ENDS, row=of_full, band=list(BANDS),
+    shape=[*MASKED, *ONE, *ENDS],
+)  # fmt: skip
+def test_hopper_kernel_in_a_band(row, band, shape):
+    check_hopper(row, shape, band=band)
+
+
+@on_hopper
+@pairs(
+    among=lambda shape: shape in MASKED[:3] + ONE[:1] + ENDS,
+    row=[row for row in of_full if row[0] == "fp8"],  # triton.py computes 16-bit
+    mask=BOOL, band=list(BANDS), shape=[*MASKED, *ONE, *ENDS], scale=[0.1, 0.0],
+)  # fmt: skip
+def test_hopper_kernel_with_a_mask(row, mask, band, shape, scale):
+    check_hopper(row, shape, scale, band, mask=mask)
