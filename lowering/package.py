@@ -20,8 +20,6 @@ from sage_inductor.lowering.number import Facts
 from sage_inductor.lowering.precompile import precompile_op
 from sage_inductor.lowering.record import TensorArgument, record
 from sage_inductor.ops.attention import tiles
-from sage_inductor.ops.attention.arguments import AttentionCall
-from sage_inductor.ops.attention.select import attention_opaque, problem_of, run_opaque, select
 from sage_inductor.ops.compat import (
     FallbackKernel,
     OpOverload,
@@ -33,20 +31,14 @@ from sage_inductor.ops.compat import (
     virtualized,
 )
 from sage_inductor.ops.compile import Compilation, parameters
-from sage_inductor.ops.launch import HAS_PDL
-from sage_inductor.ops.quantize.one_pass import launch_kv
-from sage_inductor.ops.quantize.op import quantize_kv_opaque
-from sage_inductor.ops.recipe import decode
-from sage_inductor.ops.training import rowscaled
+from sage_inductor.ops.register import LAUNCHES
 
 HEADER = Path(__file__).with_name("launcher.h")
-LAUNCHES: dict = {}  # op -> what it launches, as `record` calls it
 
 
 def register(op: OpOverload, launch: Callable, kind: type) -> None:
     """From now on a `kind` of node, `Packaged` or `Replayed`, is what Inductor makes of a call of
     op, and does what ``launch(arguments, run, gpu)`` launches."""
-    LAUNCHES[op] = launch
     add_layout_constraint(op, constrain_to_fx_strides)  # as of an op without a lowering
 
     @register_lowering(op, type_promotion_kind=None)
@@ -63,16 +55,6 @@ def _values(op: OpOverload, node: torch.fx.Node) -> dict:
         each.name: x.meta["val"] if isinstance(x, torch.fx.Node) else x
         for each, x in zip(op._schema.arguments, node.args, strict=True)
     }
-
-
-def attention(given: dict, run: Callable, gpu: tiles.Gpu) -> tuple:
-    a = AttentionCall(**given).without_idle_bounds()
-    return run_opaque(a, select(problem_of(a, gpu.capability)).tile, run, gpu)
-
-
-def quantize_kv(given: dict, run: Callable, gpu: tiles.Gpu) -> list:
-    given = given | {"recipe": decode(given["recipe"])}
-    return launch_kv(**given, run=run, pdl=HAS_PDL).tensors()
 
 
 class Replayed(FallbackKernel):
@@ -109,11 +91,8 @@ class Packaged(Replayed):
         self.codegen_unbacked_symbol_defs(wrapper)
 
 
-register(attention_opaque, attention, Packaged)
-register(quantize_kv_opaque, quantize_kv, Packaged)
-# What trains is in no package.
-register(torch.ops.sage.rowscaled.default, rowscaled.launched, Replayed)
-register(torch.ops.sage.rowscaled_backward.default, rowscaled.launched_backward, Replayed)
+for _op, _launches in LAUNCHES.items():
+    register(_op, _launches.launch, Packaged if _launches.in_packages else Replayed)
 
 
 def _replay(wrapper, op: OpOverload, given: list) -> str:
@@ -167,7 +146,7 @@ def _source(
     """The C++ of one function, and of what it needs that the wrapper does not have yet. kernels:
     the digests of those that it has; the function's own are added."""
     gpu = tiles.Gpu(tiles.capability(device), processors=0)
-    recorded = record(name, LAUNCHES[op], arguments, gpu)
+    recorded = record(name, LAUNCHES[op].launch, arguments, gpu)
     new = [each for digest, each in recorded.compilations.items() if digest not in kernels]
     # One after the other: in four threads CPython 3.11's parser, which Triton calls, failed.
     with knobs.compilation.scope():

@@ -27,7 +27,7 @@ import torch
 import triton
 from torch import Tensor
 
-from sage_inductor.lowering.package import HEADER, LAUNCHES, launched_as
+from sage_inductor.lowering.package import HEADER, launched_as
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.compat import (
     OpOverload,
@@ -40,6 +40,7 @@ from sage_inductor.ops.compat import (
     triton_build,
 )
 from sage_inductor.ops.compile import FP_FUSION, describe
+from sage_inductor.ops.register import LAUNCHES
 
 _log = logging.getLogger("sage_inductor")
 SOURCE = Path(__file__).with_name("replay.cpp")
@@ -93,7 +94,7 @@ class Replay:
         names = (each.name for each in self.op._schema.arguments)
         given = dict(zip(names, (*args, *defaults), strict=True))
         try:
-            noted = note(LAUNCHES[self.op], given, gpu, _compiled)
+            noted = note(LAUNCHES[self.op].launch, given, gpu, _compiled)
             self.kernels.update(noted.kernels)
             library.note(self.site, handles_of(tensors), args, noted.plan, noted.names)
         except Exception as error:  # a kernel that is called in another way
@@ -114,7 +115,7 @@ NUMBER, POINTER, DESCRIPTOR = range(3)
 
 
 def note(launch: Callable, given: dict, gpu: tiles.Gpu, compile: Callable) -> Noted:
-    """What ``launch(given, run, gpu)`` does, of one of package.LAUNCHES.
+    """What ``launch(given, run, gpu)`` does, of one of LAUNCHES.
 
     given: by name, in the order in which replay.cpp gets them; tensors at addresses that are
     multiples of 16. compile: of the arguments of a launch, Triton's CompiledKernel, loaded. Raises

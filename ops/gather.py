@@ -33,11 +33,11 @@ from torch import Tensor
 from sage_inductor.ops import compat
 from sage_inductor.ops.attention.arguments import empty_outputs
 from sage_inductor.ops.formats import K_BLOCK, MAX_ROWS, TINY, Prepared, pad_head_dim, pad_rows
-from sage_inductor.ops.launch import OPAQUE
 from sage_inductor.ops.quantize.op import estimate, quantize_k, quantize_v
 from sage_inductor.ops.recipe import Recipe, decode
 from sage_inductor.ops.reference.quantize import sample_rows
-from sage_inductor.ops.sdpa import SdpaCall, check, compose, register_autocast
+from sage_inductor.ops.register import OPAQUE, autocast
+from sage_inductor.ops.sdpa import SdpaCall, check, compose
 
 FACTS = 1024  # bytes in which a rank tells the others what it was called with
 ALIGN = 16  # bytes, of each tensor in a collective
@@ -342,7 +342,7 @@ def _(q, k, v, group_name, is_causal, scale, recipe, lengths=None):
     return empty_outputs(q, v.shape[-1], out_bnhd=True)
 
 
-register_autocast("gather_sdpa")
+autocast("gather_sdpa")
 OPAQUE.add(torch.ops.sage.gather_sdpa.default)
 if compat.register_effectful_op is not None:
     # Ranks meet in the order of their calls, which Inductor could change on one of them.

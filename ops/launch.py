@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 import triton
@@ -23,20 +23,6 @@ from sage_inductor.ops.compat import gdc_wait, launch_options
 from sage_inductor.ops.compile import FP_FUSION, Launch, await_compiled
 
 HAS_PDL = gdc_wait is not None
-OPAQUE: set = set()  # ops that Inductor does not look into: no exported program may call one
-
-
-def define_opaque(name: str, function: Callable, fake: Callable):
-    """The op ``sage::name``, which Inductor does not look into and `function` computes on CUDA; its
-    schema is the function's. Not by custom_op, whose wrappers cost 43 us a call on an H200's host,
-    more than a launch."""
-    schema = torch.library.infer_schema(function, mutates_args=())
-    torch.library.define(f"sage::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.impl(f"sage::{name}", "cuda", function)
-    torch.library.register_fake(f"sage::{name}", fake)
-    op = getattr(torch.ops.sage, name).default
-    OPAQUE.add(op)
-    return op
 
 
 def fix_head_dims(*tensors: Tensor) -> None:

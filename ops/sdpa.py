@@ -26,7 +26,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sage_inductor.ops import compat
 from sage_inductor.ops.attention.arguments import AttentionCall, empty_outputs, schema_of
 from sage_inductor.ops.attention.select import Problem, attention, attention_opaque, select
 from sage_inductor.ops.attention.tiles import WARPGROUPS
@@ -38,7 +37,7 @@ from sage_inductor.ops.formats import (
     pad_head_dim,
     pad_rows,
 )
-from sage_inductor.ops.launch import define_opaque, fix_head_dims, launch_cached
+from sage_inductor.ops.launch import fix_head_dims, launch_cached
 from sage_inductor.ops.quantize.op import (
     empty_kv,
     quantize_k,
@@ -51,6 +50,7 @@ from sage_inductor.ops.quantize.op import (
 from sage_inductor.ops.quantize.smooth import launch_unsmooth, smooth_q
 from sage_inductor.ops.recipe import Recipe, decode
 from sage_inductor.ops.reference.exact import masked
+from sage_inductor.ops.register import autocast, opaque
 from sage_inductor.ops.visibility import BLOCK_SIZES, NO_LISTS, BlockLists, Visibility, seen_keys
 
 
@@ -228,9 +228,10 @@ def _shape(x: Tensor) -> list:
 def compose(call: SdpaCall) -> tuple[Tensor, Tensor]:
     """`sdpa`, as calls of the ops that it is made of."""
     out, lse, k_mean = attend(call)
-    of_aten = call.portable or call.q.device.type == "cpu"
-    correct = unsmoothed_lse if of_aten else unsmoothed_lse_opaque
-    return out, correct(lse, call.q, k_mean, call.scale)
+    correction = lse, call.q, k_mean, call.scale
+    if call.portable or call.q.device.type == "cpu":
+        return out, unsmoothed_lse(*correction)
+    return out, unsmoothed_lse_opaque(*correction)[0]
 
 
 def attend(call: SdpaCall) -> tuple[Tensor, Tensor, Tensor]:
@@ -281,14 +282,20 @@ def unsmoothed_lse(lse: Tensor, q: Tensor, k_mean: Tensor, scale: float) -> Tens
     return lse + scale * (group * k_mean[:, :, None, None]).sum(-1).flatten(1, 2)
 
 
-def _unsmoothed_lse_opaque(lse: Tensor, q: Tensor, k_mean: Tensor, scale: float) -> Tensor:
-    return launch_unsmooth(lse, q, k_mean, scale, launch_cached)
+def _unsmoothed_lse_opaque(
+    lse: Tensor, q: Tensor, k_mean: Tensor, scale: float
+) -> list[Tensor]:  # a tensor alone is not replayed
+    return [launch_unsmooth(lse, q, k_mean, scale, launch_cached)]
 
 
 # lse is rarely read. One opaque op instead of 8 aten ops saves 1 s of 20 s of tracing (24 layers),
 # and where it is read 300 of 331 us (64 heads of 64, 8K tokens; H100): aten stores fp32 products.
-unsmoothed_lse_opaque = define_opaque(
-    "unsmoothed_lse", _unsmoothed_lse_opaque, lambda lse, *_: torch.empty_like(lse)
+unsmoothed_lse_opaque = opaque(
+    "unsmoothed_lse",
+    _unsmoothed_lse_opaque,
+    lambda lse, *_: [torch.empty_like(lse)],
+    lambda given, run, gpu: [launch_unsmooth(**given, run=run)],
+    in_packages=False,  # there aten computes it
 )
 
 
@@ -409,26 +416,5 @@ prepare_kv.register_autograd(
     lambda ctx, _grads: (None,) * 5,  # of no use: no output has a gradient
     setup_context=lambda ctx, inputs, output: ctx.mark_non_differentiable(*output),
 )
-
-
-def register_autocast(op: str) -> None:
-    """SDPA's autocast rule for an op: compute in autocast's dtype, whatever the inputs have."""
-    for device_type in ("cuda", "cpu"):
-        key = f"Autocast{device_type.upper()}"
-        _library.impl(op, _cast(op, device_type, getattr(compat.DispatchKey, key)), key)
-
-
-def _cast(op: str, device_type: str, key):
-    def cast(*args):
-        dtype = torch.get_autocast_dtype(device_type)
-        floating = (isinstance(x, Tensor) and x.is_floating_point() for x in args)
-        args = [x.to(dtype) if f else x for x, f in zip(args, floating, strict=True)]
-        with compat.ExcludeDispatchKeyGuard(compat.DispatchKeySet(key)):
-            return getattr(torch.ops.sage, op)(*args)
-
-    return cast
-
-
-_library = torch.library.Library("sage", "FRAGMENT")
-register_autocast("sdpa")
-register_autocast("prepare")
+autocast("sdpa")
+autocast("prepare")

@@ -13,8 +13,8 @@ from torch.export.graph_signature import TensorArgument
 from sage_inductor import settings, stages
 from sage_inductor.choose.decide import rewrite as _rewrite
 from sage_inductor.errors import SageOptionError
-from sage_inductor.ops.launch import OPAQUE
 from sage_inductor.ops.recipe import renewed
+from sage_inductor.ops.register import OPAQUE
 from sage_inductor.report import Report, raise_if_refused, record, whole
 
 _log = logging.getLogger("sage_inductor")

@@ -17,9 +17,10 @@ from sage_inductor.ops.attention import nvfp4, tiles, triton
 from sage_inductor.ops.attention.arguments import AttentionCall, as_stored, schema_of
 from sage_inductor.ops.attention.tiles import Tile
 from sage_inductor.ops.compile import travels
-from sage_inductor.ops.launch import define_opaque, launch_cached, launch_traced
+from sage_inductor.ops.launch import launch_cached, launch_traced
 from sage_inductor.ops.recipe import Recipe
 from sage_inductor.ops.reference import attention as reference
+from sage_inductor.ops.register import opaque
 
 
 class Problem(NamedTuple):
@@ -193,12 +194,19 @@ def _attention_opaque(a: AttentionCall) -> tuple[Tensor, Tensor]:
     return _run(a, traced=False)
 
 
+def launched(given: dict, run: Callable, gpu: tiles.Gpu) -> tuple[Tensor, Tensor]:
+    """What `attention_opaque` launches on such a GPU, of tensors on meta, by `run`."""
+    a = AttentionCall(**given).without_idle_bounds()
+    return run_opaque(a, select(problem_of(a, gpu.capability)).tile, run, gpu)
+
+
 OUTPUTS = tuple[Tensor, Tensor]
 attention = triton_op(
     "sage::attention", schema_of(AttentionCall, OUTPUTS, _attention), mutates_args=()
 )
-attention_opaque = define_opaque(
+attention_opaque = opaque(
     "attention_opaque",
     schema_of(AttentionCall, OUTPUTS, _attention_opaque),
     schema_of(AttentionCall, OUTPUTS, AttentionCall.empty_outputs),
+    launched,
 )

@@ -1,11 +1,14 @@
 """The ops that prepare k and v. On CPU each is its oracle."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.library import triton_op
 
+from sage_inductor.ops.attention.tiles import Gpu
 from sage_inductor.ops.formats import Prepared
-from sage_inductor.ops.launch import HAS_PDL, define_opaque, launch_cached
+from sage_inductor.ops.launch import HAS_PDL, launch_cached
 from sage_inductor.ops.quantize.keys import empty_k, launch_k
 from sage_inductor.ops.quantize.nvfp4 import launch_nvfp4
 from sage_inductor.ops.quantize.one_pass import launch_kv
@@ -13,6 +16,7 @@ from sage_inductor.ops.quantize.smooth import launch_estimate, launch_smooth
 from sage_inductor.ops.quantize.values import empty_v, launch_v
 from sage_inductor.ops.recipe import decode
 from sage_inductor.ops.reference import quantize as reference
+from sage_inductor.ops.register import opaque
 
 
 @triton_op("sage::smooth", mutates_args=())
@@ -55,10 +59,17 @@ def _quantize_kv_opaque(
     return launch_kv(k, v, visible, decode(recipe), launch_cached, HAS_PDL).tensors()
 
 
-quantize_kv_opaque = define_opaque(
+def launched(given: dict, run: Callable, gpu: Gpu) -> list[Tensor]:
+    """What `quantize_kv_opaque` launches, of tensors on meta, by `run`."""
+    given = given | {"recipe": decode(given["recipe"])}
+    return launch_kv(**given, run=run, pdl=HAS_PDL).tensors()
+
+
+quantize_kv_opaque = opaque(
     "quantize_kv_opaque",
     _quantize_kv_opaque,
     lambda k, v, visible, recipe: empty_kv(k, v, recipe).tensors(),
+    launched,
 )
 
 

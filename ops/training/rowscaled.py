@@ -32,7 +32,7 @@ from sage_inductor.ops.attention.arguments import as_stored, empty_outputs
 from sage_inductor.ops.attention.tiles import Gpu
 from sage_inductor.ops.formats import TRAINING_BLOCK, Kept, pad_head_dim, pad_rows
 from sage_inductor.ops.reference import rowscaled as reference
-from sage_inductor.ops.sdpa import register_autocast
+from sage_inductor.ops.register import LAUNCHES, Launches, autocast
 from sage_inductor.ops.training.gradients import (
     check_trained,
     empty_gradient,
@@ -167,4 +167,6 @@ def _backward(ctx, grad, *_):
 
 rowscaled.register_autograd(_backward, setup_context=_save)
 rowscaled_backward.register_autograd(no_second_gradient("rowscaled"))
-register_autocast("rowscaled")
+autocast("rowscaled")
+LAUNCHES[torch.ops.sage.rowscaled.default] = Launches(launched, in_packages=False)
+LAUNCHES[torch.ops.sage.rowscaled_backward.default] = Launches(launched_backward, in_packages=False)

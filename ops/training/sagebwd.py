@@ -25,7 +25,7 @@ from sage_inductor.ops.launch import launch_cached
 from sage_inductor.ops.quantize.smooth import launch_smooth
 from sage_inductor.ops.reference import quantize
 from sage_inductor.ops.reference import training as reference
-from sage_inductor.ops.sdpa import register_autocast
+from sage_inductor.ops.register import autocast
 from sage_inductor.ops.training.gradients import (
     check_trained,
     empty_gradient,
@@ -139,4 +139,4 @@ def _backward(ctx, grad, *_):
 
 sagebwd.register_autograd(_backward, setup_context=_save)
 sagebwd_backward.register_autograd(no_second_gradient("sagebwd"))
-register_autocast("sagebwd")
+autocast("sagebwd")

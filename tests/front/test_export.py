@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 import sage_inductor
 from sage_inductor.export import _check_travels, _holds_its_own_libstdcxx
 from sage_inductor.ops import recipe as recipes
-from sage_inductor.ops.launch import OPAQUE
+from sage_inductor.ops.register import OPAQUE
 
 pytestmark = pytest.mark.xdist_group("packages")
 
