@@ -16,13 +16,13 @@ import torch
 import triton
 from noted import H200
 
-from sage_inductor.lowering import package
 from sage_inductor.lowering.number import Facts
 from sage_inductor.lowering.record import TensorArgument
-from sage_inductor.ops.attention import tiles
+from sage_inductor.ops.attention import select, tiles
 from sage_inductor.ops.attention.arguments import AttentionCall
 from sage_inductor.ops.compile import Compilation
 from sage_inductor.ops.formats import pad_head_dim
+from sage_inductor.ops.quantize import op as preparation
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.training import rowscaled
 from sage_inductor.ops.visibility import BlockLists
@@ -449,7 +449,7 @@ def launch_of(name: str):
     if name in TRAINED:
         backward = "backward" in name
         return rowscaled.launched_backward if backward else rowscaled.launched
-    return package.attention if name in ATTENTION else package.quantize_kv
+    return select.launched if name in ATTENTION else preparation.launched
 
 
 def drawn(name: str, rng: random.Random) -> tuple[dict, int]:

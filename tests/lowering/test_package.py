@@ -40,6 +40,7 @@ from torch._inductor.package import package_aoti
 from sage_inductor.lowering import package
 from sage_inductor.lowering.number import Facts
 from sage_inductor.lowering.record import Recorded, TensorArgument, record
+from sage_inductor.ops.attention import select
 from sage_inductor.ops.attention.arguments import AttentionCall
 from sage_inductor.ops.attention.select import attention_opaque
 from sage_inductor.ops.compile import Compilation, Unknown, describe
@@ -274,7 +275,7 @@ def test_what_is_not_as_when_the_package_was_made_is_refused(change, message, li
 
 def test_numbers_that_are_not_as_when_the_package_was_made_are_refused(tmp_path):
     given = arguments("full", Facts.of(2), Facts(1, 512), Facts(16, 512, 16))
-    functions = {"f": record("f", package.attention, given, H200)}
+    functions = {"f": record("f", select.launched, given, H200)}
     library = Library(library_of(tmp_path, functions), functions)
     for n in (0, 513, 17):
         with pytest.raises(RuntimeError, match="n_kv must be 16 to 512 and a multiple of 16, as when "
@@ -360,8 +361,8 @@ def test_a_constexpr_must_be_known():
     q = given["q"]
     unknown = dataclasses.replace(q, shape=(*q.shape[:3], Facts(1, 128)))
     with pytest.raises(TypeError, match="known only when a package runs: q.sizes\\[3\\]"):
-        record("f", package.attention, given | {"q": unknown}, H200)
-    ((kernel, _, values, _), *_), *_ = planned(package.attention, known(given), 132)
+        record("f", select.launched, given | {"q": unknown}, H200)
+    ((kernel, _, values, _), *_), *_ = planned(select.launched, known(given), 132)
     (at,) = (i for i, each in enumerate(kernel.params) if each.name == "D")
     values = [torch.empty(1) if isinstance(x, (str, tuple)) else x for x in values]
     with pytest.raises(TypeError, match="_hopper_kernel: D must be known to compile it"):

@@ -40,7 +40,7 @@ from triton import knobs
 from sage_inductor.lowering import package, replay
 from sage_inductor.lowering.number import Facts
 from sage_inductor.ops import launch
-from sage_inductor.ops.attention import tiles
+from sage_inductor.ops.attention import select, tiles
 from sage_inductor.ops.attention.arguments import AttentionCall
 from sage_inductor.ops.attention.select import _attention_opaque, attention_opaque
 from sage_inductor.ops.compat import load_module
@@ -48,6 +48,7 @@ from sage_inductor.ops.compile import describe
 from sage_inductor.ops.formats import Kept, Prepared
 from sage_inductor.ops.quantize.op import _quantize_kv_opaque, empty_kv, quantize_kv_opaque
 from sage_inductor.ops.recipe import NAMED
+from sage_inductor.ops.register import LAUNCHES
 from sage_inductor.ops.training import rowscaled
 
 TRITONS = {9: 10}  # Triton's number of bf16, by the driver's
@@ -175,7 +176,7 @@ def test_what_is_noted_is_what_the_op_itself_launches(name):
             given, _ = calls.drawn(name, rng)
         given = like(given)
         with launch.noted() as of_replay:
-            package.LAUNCHES[op](given, launch.launch_cached, H200)
+            LAUNCHES[op].launch(given, launch.launch_cached, H200)
         given = AttentionCall(**given) if op is attention_opaque else given
         of_op = noted.launches(
             function, (9, 0), *([given] if op is attention_opaque else given.values())
@@ -255,7 +256,7 @@ def test_an_error_of_the_driver_or_of_torch_says_where(module):
 
 def test_a_plan_that_is_not_read_to_its_end_is_refused(module):
     given, site = call_of("full", 128), Site(module, "full")
-    found = replay.note(package.attention, like(given), H200, module.compile)
+    found = replay.note(select.launched, like(given), H200, module.compile)
     for plan in (found.plan[:-8], found.plan + bytes(8)):
         with pytest.raises(RuntimeError, match="a plan (ends early|goes on)"):
             module.python.note(site.site, *site._given(given, 0), plan, found.names)
@@ -337,10 +338,10 @@ def of_python(model, *inputs) -> calls.Plan:
     def launch(given, run, gpu):
         def quantize(*args):
             names = ("k", "v", "visible", "recipe")
-            return package.quantize_kv(dict(zip(names, args)), run, gpu)
+            return preparation.launched(dict(zip(names, args)), run, gpu)
 
         def attention(*args):
-            return package.attention(AttentionCall(*args)._asdict(), run, gpu)
+            return select.launched(AttentionCall(*args)._asdict(), run, gpu)
 
         with mock.patch.multiple(
             sys.modules[__name__], quantize_kv_opaque=quantize, attention_opaque=attention
