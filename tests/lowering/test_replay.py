@@ -46,6 +46,7 @@ from sage_inductor.ops.attention.select import _attention_opaque, attention_opaq
 from sage_inductor.ops.compat import load_module
 from sage_inductor.ops.compile import describe
 from sage_inductor.ops.formats import Kept, Prepared
+from sage_inductor.ops.quantize import op as preparation
 from sage_inductor.ops.quantize.op import _quantize_kv_opaque, empty_kv, quantize_kv_opaque
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.register import LAUNCHES
