@@ -22,13 +22,13 @@ class Launches(NamedTuple):
 
 
 OPAQUE: set = set()  # ops that Inductor does not look into: no exported program may call one
-LAUNCHES: dict[torch._ops.OpOverload, Launches] = {}
+LAUNCHES: dict[compat.OpOverload, Launches] = {}
 _library = torch.library.Library("sage", "FRAGMENT")
 
 
 def opaque(
     name: str, function: Callable, fake: Callable, launch: Callable, in_packages: bool = True
-) -> torch._ops.OpOverload:
+) -> compat.OpOverload:
     """The op ``sage::name``, which Inductor does not look into and `function` computes on CUDA; its
     schema is the function's. Not by custom_op, whose wrappers cost 43 us a call on an H200's host,
     more than a launch."""

@@ -26,7 +26,7 @@ import sage_inductor
 from sage_inductor import Diagnosis, Policy, diagnose
 from sage_inductor.diagnose import TOLERANCE, Row, _merged
 from sage_inductor.ops.recipe import BY_SPEED, NAMED, TABLE
-from sage_inductor.patterns import Decision, Site
+from sage_inductor.patterns import Decision, Site, reasons
 from sage_inductor.policy import Rule
 
 DIAGNOSE = importlib.import_module("sage_inductor.diagnose")
@@ -407,7 +407,9 @@ def of_57_layers():
     suggested = {f"blocks.{i}.attn": "off" if i in (7, 9) else "sage1" for i in range(57)}
     rows = tuple(sorted(rows, key=lambda row: -row.badness))
     left = tuple(
-        dataclasses.replace(row(f"x.{i}", "", 0).site, decision=Decision(None, "dropout is active"))
+        dataclasses.replace(
+            row(f"x.{i}", "", 0).site, decision=Decision(None, reasons.DROPS_WEIGHTS())
+        )
         for i in range(3)
     )
     return Diagnosis(rows, left, suggested, 0.05, ("sdpa", "sage1"))
