@@ -8,20 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import triton
+from cubins import about, assembly_log, loops_over_keys, spilled, stack_bytes
 from pairs import chosen, pairs, parametrize, rows
 from support import attention_call
 from triton.experimental.gluon import language as gl
 
-from bench.tritons import (
-    ROWS,
-    about,
-    assembly_log,
-    compile_hopper,
-    compile_kernel,
-    loops_over_keys,
-    spilled,
-    stack_bytes,
-)
+from bench.tritons import ROWS, compile_hopper, compile_kernel
 from sage_inductor.ops import blocks as blocks_of_tokens
 from sage_inductor.ops.attention import nvfp4 as attention_nvfp4
 from sage_inductor.ops.attention import tiles

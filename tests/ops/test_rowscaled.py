@@ -7,13 +7,14 @@ import heapq
 import pytest
 import support
 import torch
+from cubins import loops_over_keys, spilled
 from pairs import chosen, pairs
 from support import relative_l1, relative_l2
 from torch.testing import assert_close
 
 from bench import gradients
 from bench.laboratory import draw
-from bench.tritons import compile_hopper, loops_over_keys, spilled
+from bench.tritons import compile_hopper
 from sage_inductor.ops import launch
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.tiles import Tile
