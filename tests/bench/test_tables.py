@@ -343,6 +343,9 @@ def test_a_page_has_the_newest_result_of_each_plan(tmp_path):
     assert text.count("| 1024 | 64 |") == 2 and text.count("Time: medians.") == 2
     assert text.startswith("### A\n") and "### CPU, emulated\n" in text
     assert pages.TABLES["backward"]({"a": found}) == ""
+    (tmp_path / "old.json").write_text(json.dumps({"date": "2026-01-01", "rows": []}))
+    with pytest.raises(ValueError, match='old.json must say the "command"'):
+        pages.newest(tmp_path)
 
 
 def test_a_page_is_written_between_its_markers_and_checked(tmp_path, capsys):
