@@ -293,20 +293,16 @@ def disorder(rows: list[dict]) -> list[str]:
 
 def print_table(table: Table, rows: list[dict]) -> None:
     print("\n{}: {family}, N={N}, D={D}, layers: {layers}".format(table.title, **rows[0]))
-    print(
-        f"  {'':16}{'CosSim':>9}{'rel. L1':>9}{'RMSE':>9}{'centred':>9}   worst:"
-        f"{'CosSim':>9}{'rel. L1':>9}{'RMSE':>9}{'centred':>9}{'paper L1':>12}"
-    )
+    formats = {"cos_sim": ".5f", "rel_l1": ".4f", "rmse": ".1e", "centred_rel_l1": ".4f"}
+    heads = ["CosSim", "rel. L1", "RMSE", "centred"]
+    lines = [["", *heads, *(f"worst: {head}" for head in heads), "paper L1"]]
     for row in rows:
-        average, worst = (
-            f"{each['cos_sim']:9.5f}{each['rel_l1']:9.4f}{each['rmse']:9.1e}"
-            f"{each['centred_rel_l1']:9.4f}"
-            for each in (row["average"], row["worst"])
-        )
-        paper = "" if row["paper_rel_l1"] is None else f"{row['paper_rel_l1']:12.4f}"
-        print(f"  {row['entry']:16}{average}         {worst}{paper}")
+        its = (f"{row[of][key]:{x}}" for of in ("average", "worst") for key, x in formats.items())
+        paper = row["paper_rel_l1"]
+        lines.append([row["entry"], *its, "" if paper is None else f"{paper:.4f}"])
+    show(markdown(lines))
     for pair in disorder(rows):
-        print(f"  not the paper's order: {pair}")
+        print(f"not the paper's order: {pair}")
 
 
 # -- what the default promises ----
@@ -413,17 +409,11 @@ def measure_training(family: str, kind: str, causal: bool, masks: str, args, dev
 
 
 def print_training(rows: list[dict]) -> None:
-    causal = ", causal" * rows[0]["causal"]
-    print(
-        "\nGradients: {family}, dO {do}, mask {mask}, N={N}, D={D}{c}, layers: {layers}".format(
-            c=causal, **rows[0]
-        )
-    )
-    names = ("o", "dQ", "dK", "dV", "dmask", "rounded")[: len(rows[0]["rel_l1"])]
-    print(f"  {'':28}" + "".join(f"{name:>9}" for name in names))
-    for row in rows:
-        errors = "".join(f"{x:9.4f}" for x in row["rel_l1"].values())
-        print(f"  {row['entry']:28}{errors}")
+    title = "\nGradients: {family}, dO {do}, mask {mask}, N={N}, D={D}{c}, layers: {layers}"
+    print(title.format(c=", causal" * rows[0]["causal"], **rows[0]))
+    lines = [["", *rows[0]["rel_l1"]]]
+    lines += [[row["entry"], *(f"{x:.4f}" for x in row["rel_l1"].values())] for row in rows]
+    show(markdown(lines))
 
 
 def training_table(rows: list[dict]) -> str:

@@ -32,6 +32,7 @@ import triton
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+FAILED = (OSError, subprocess.SubprocessError)
 
 
 def run(main: Callable[[], int], fresh: Sequence[str] = ()) -> None:
@@ -120,15 +121,15 @@ def commit() -> str | None:
     if not (ROOT / ".git").exists():
         return None
     describe = ("git", "-C", ROOT, "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12")
-    return output_of(*describe)
-
-
-def output_of(*command) -> str | None:
-    """None where the command is missing or fails."""
     try:
-        found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
-    except (OSError, subprocess.SubprocessError):
+        return output_of(*describe)
+    except FAILED:
         return None
+
+
+def output_of(*command) -> str:
+    """Raises one of FAILED where the command is missing or fails."""
+    found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
     return found.stdout.strip()
 
 
@@ -175,8 +176,10 @@ def state(device: torch.device) -> str | None:
 def nvidia_smi(device: torch.device, query: str) -> str:
     """The queried fields of `device`, found by its UUID: nvidia-smi numbers GPUs its own way."""
     uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-    found = output_of("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", "-i", uuid)
-    return "unknown" if found is None else found
+    try:
+        return output_of("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", "-i", uuid)
+    except FAILED as error:
+        return f"unknown ({type(error).__name__})"
 
 
 # -- the result ----
@@ -223,7 +226,9 @@ class Result(dict):
     def end(self) -> None:
         self["state"]["end"] = state(self.device)
         self.save()
-        print(f"\nstate at the end: {self['state']['end']}\nelapsed: {self['elapsed_s']} s")
+        if self.device.type == "cuda":
+            print(f"\nstate at the end: {self['state']['end']}")
+        print(f"elapsed: {self['elapsed_s']} s")
 
 
 def show(**lines: str) -> None:

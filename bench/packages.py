@@ -116,7 +116,8 @@ def main(argv=None) -> int:
             for found in measure(row, built[name], fastest[name], folder, args, device):
                 result.add([found])
                 print(lines(found))
-                show(table([found]))
+                if not found["error"]:
+                    show(table([found]))
             torch.cuda.empty_cache()
     result.end()
     return 1 if any(row["error"] for row in result["rows"]) else 0

@@ -111,7 +111,10 @@ def load(path: Path) -> dict:
     text = path.read_text()
     for old, new in ALIASES.items():
         text = text.replace(f'"{old}', f'"{new}')
-    return json.loads(text)
+    result = json.loads(text)
+    if "command" not in result:
+        raise ValueError(f'{path} must say the "command" that makes it')
+    return result
 
 
 # -- tables of results ----

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from bench import harness
 from bench.measure import WRONG, in_turns
-from bench.tables import case_of, groups, markdown
+from bench.tables import case_of, groups, markdown, show
 from sage_inductor.ops import compat
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.sdpa import SdpaCall, compose
@@ -92,11 +92,11 @@ def measure_all(args) -> int:
     )
     bandwidth = bandwidths(clock, world) if world > 1 else []
     result = harness.Result("parallel", method, args, world=world, bandwidth=bandwidth)
-    print("\n".join(table_of_bandwidths(bandwidth)))
+    show(bandwidth_table(bandwidth))
     for case in CASES:
         rows = measure(case, clock, world, rank, bandwidth)
         result.add(rows)
-        print("\n".join(table_of_case(case, rows, world)))
+        show(case_table(case, rows))
     result.end()
     return 0
 
@@ -350,37 +350,28 @@ def table(rows: list[dict], world: int) -> str:
     return markdown(lines)
 
 
-def table_of_bandwidths(rows: list[dict]) -> list[str]:
-    lines = []
-    for name in dict.fromkeys(row["collective"] for row in rows):
-        found = [row for row in rows if row["collective"] == name]
-        cells = (f"{size(row['shard'])} {row['GBs']:.1f} ({row['ms']:.3f} ms)" for row in found)
-        lines.append(f"{name}, GB/s received: " + ", ".join(cells))
-    return lines
+def bandwidth_table(rows: list[dict]) -> str:
+    lines = [["collective", "a rank sends, KiB", "GB/s received", "ms"]]
+    for row in rows:
+        figures = f"{row['shard'] // 2**10}", f"{row['GBs']:.1f}", f"{row['ms']:.3f}"
+        lines.append([row["collective"], *figures])
+    return markdown(lines)
 
 
-def size(n: int) -> str:
-    return f"{n // 2**20} MiB" if n >= 2**20 else f"{n // 2**10} KiB"
-
-
-def table_of_case(case: Case, rows: list[dict], world: int) -> list[str]:
+def case_table(case: Case, rows: list[dict]) -> str:
     """A line for each number of ranks: ms, efficiency, MB received; "~": computed."""
     if not rows:
-        return [f"{case.name}: no number of ranks divides it"]
-    first = rows[0]
-    lines = [
-        f"{case.name}, 1x{case.H}x{case.N}x{case.D}: one device {first['one_device_ms']:.3f} ms "
-        f"(SDPA {first['sdpa_ms']:.3f} ms)",
-        "  P  " + "".join(f"{name:^36}" for name in PROVIDERS),
-    ]
-    for P in dict.fromkeys(row["P"] for row in rows):
+        return f"{case.name}: no number of ranks divides it"
+    alone = "one device {one_device_ms:.3f} ms (SDPA {sdpa_ms:.3f} ms)".format(**rows[0])
+    lines = [["P", *PROVIDERS]]
+    for P, its in groups(rows, "P").items():
         cells = []
-        for row in (row for row in rows if row["P"] == P):
+        for row in its:
             computed = f"~{row['computed_ms']:.3f}"
             ms = computed if row["ms"] is None else f"{row['ms']:.3f} ({computed})"
             cells.append(f"{ms} ms, {row['efficiency']:.3f}, {row['received_bytes'] / 1e6:.0f} MB")
-        lines.append(f"  {P:<3}" + "".join(f"{cell:^36}" for cell in cells))
-    return lines
+        lines.append([str(P), *cells])
+    return f"{case.name}, 1x{case.H}x{case.N}x{case.D}: {alone}\n{markdown(lines)}"
 
 
 if __name__ == "__main__":

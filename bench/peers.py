@@ -17,6 +17,7 @@ No masks.
 import functools
 import importlib
 import importlib.metadata
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -234,8 +235,8 @@ def of_kind(rows: list[dict], kind: str) -> list[dict]:
 
 
 def leading(rows: list[dict]) -> list[dict]:
-    """Of the rows of one case those that are ahead of ours."""
-    ours = max(row["tflops"] or 0 for row in rows if row["recipe"])
+    """Of the rows of one case those that are ahead of ours; none where ours is not among them."""
+    ours = max((row["tflops"] or 0 for row in rows if row["recipe"]), default=math.inf)
     return [row for row in rows if (row["tflops"] or 0) > ours]
 
 

@@ -167,8 +167,9 @@ def serve(folder: Path, target_ms: float, device: torch.device) -> int:
     """Answer compare.py's commands, one line each, until there are no more. Exits at once unless
     the library is the folder's."""
     for name, module in sys.modules.items():
-        if name.split(".")[0] == "sage_inductor" and folder not in Path(module.__file__).parents:
-            sys.exit(f"{name} must come from {folder}, got {module.__file__}")
+        file = getattr(module, "__file__", None)  # config is an object
+        if name.split(".")[0] == "sage_inductor" and file and folder not in Path(file).parents:
+            sys.exit(f"{name} must come from {folder}, got {file}")
     commands, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # nor do processes that they start read commands

@@ -715,21 +715,20 @@ def test_all_of_it(text, tmp_path, monkeypatch, capsys):
     assert "the budget is spent: exact is left out" in capsys.readouterr().out
 
 
-def test_results_of_several_models_are_one_table_each(tmp_path, monkeypatch):
-    monkeypatch.setitem(learners.SIZES["cpu"], "dit", SMALL_DIT)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    folder = tmp_path / "bench" / "results"
-    monkeypatch.setattr(harness, "RESULTS", folder)
-    assert curves.main(["--model", "dit", "--steps", "2", "--seeds", "2", "--json"]) == 0
-    (path,) = folder.rglob("*.json")
-    assert path.name.endswith("-curves-dit.json")
-    result = json.loads(path.read_text())
-    assert [row["recipe"] for row in result["rows"]] == [
-        recipe for recipe in curves.DEFAULT["dit"] for _ in range(2)
-    ]
-    gpts = json.loads(path.read_text().replace("curves-dit", "curves"))
-    (path.parent / "2026-01-01-curves.json").write_text(json.dumps(gpts))
-    page = tmp_path / "README.md"
+def result_of(rows):
+    return {
+        "date": "2026-01-01", "machine": {"gpu": "cpu"}, "model": "gpt", "method": "m", "command": "c",
+        "versions": {"torch": "2", "triton": "3", "cudnn": "none"}, "rows": rows,
+        "summary": curves.summarize(rows),
+    }  # fmt: skip
+
+
+def test_plans_of_several_models_are_one_section(tmp_path):
+    folder, page = tmp_path / "bench" / "results" / "cpu", tmp_path / "README.md"
+    folder.mkdir(parents=True)
+    for plan in ("curves-dit", "curves"):
+        rows = [made_up(recipe, 0, [3.0, 2.0]) | {"plan": plan} for recipe in ("exact", "G")]
+        (folder / f"{plan}.json").write_text(json.dumps(result_of(rows)))
     page.write_text("<!-- table:curves -->\n<!-- table:end -->\n")
     assert pages.main(["--root", str(tmp_path)]) == 0
     assert page.read_text().count("### CPU") == 1
@@ -739,22 +738,21 @@ def test_results_of_several_models_are_one_table_each(tmp_path, monkeypatch):
         "![Diffusion transformers from scratch: loss curves by recipe]"
         "(../bench/results/cpu/curves-dit.svg)",
     ]
-    for name in ("curves.svg", "curves-dit.svg"):
-        assert (path.parent / name).exists()
-    assert pages.main(["--root", str(tmp_path), "--check"]) == 0
+    assert {path.name for path in folder.glob("*.svg")} == {"curves.svg", "curves-dit.svg"}
 
 
-@pytest.mark.parametrize(
-    "asked, said",
-    [
-        (["--model", "dit", "--qk-norm"], "--qk-norm is of gpt and gpt-large, got dit"),
-        (["--model", "minilm", "--no-qk-norm"], "got minilm"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(asked, said, capsys):
+def test_each_model_is_trained_by_its_own_recipes_for_its_own_steps():
+    args = curves.parse(["--model", "dit", "--device", "cpu"])
+    assert args.recipes == curves.DEFAULT["dit"] and not args.compile
+    assert args.steps == learners.SIZES["cpu"]["dit"].steps
+    (task,) = learners.tasks_of("dit", SMALL_DIT, None, CPU)
+    assert task.about.startswith("diffusion transformer, 2 layers")
+
+
+def test_qk_norm_is_of_gpts(capsys):
     with pytest.raises(SystemExit):
-        curves.main(asked)
-    assert said in capsys.readouterr().err
+        curves.parse(["--model", "minilm", "--no-qk-norm"])
+    assert "--qk-norm is of gpt and gpt-large, got minilm" in capsys.readouterr().err
 
 
 def test_each_model_has_its_recipes_a_plan_and_a_plot():
@@ -774,11 +772,7 @@ def test_the_plot_and_the_table_of_runs_that_failed(tmp_path, monkeypatch):
         made_up("SageBwd", 0, [4.0, 2.25], steps=4),
         made_up("SageBwd", 2, [4.0, 3.0]),
     ]
-    result = {
-        "date": "2026-01-01", "machine": {"gpu": "cpu"}, "model": "gpt", "method": "m", "command": "c",
-        "versions": {"torch": "2", "triton": "3", "cudnn": "none"}, "rows": rows,
-        "summary": curves.summarize(rows),
-    }  # fmt: skip
+    result = result_of(rows)
     seen = []
     monkeypatch.setattr(figures, "keep", lambda figure, title, result, path: seen.append(figure))
     figures.draw_curves(result, tmp_path / "curves.svg")

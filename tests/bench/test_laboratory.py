@@ -437,21 +437,8 @@ def test_families_are_drawn_again_alike_and_are_what_they_say(family):
 
 def test_tables_are_printed_and_kept(tmp_path, capsys):
     path = tmp_path / "results" / "cpu" / "found.json"
-    args = [
-        "--families",
-        "channel_bias",
-        "--N",
-        "128",
-        "--D",
-        "64",
-        "--heads",
-        "1",
-        "--layers",
-        "2",
-        "--models",
-        "--tables",
-        *accuracy.tables(64),
-    ]
+    args = "--families channel_bias --N 128 --D 64 --heads 1 --layers 2 --models --tables".split()
+    args += accuracy.tables(64)
     assert accuracy.main([*args, "--device", "cpu", "--json", str(path)]) == 0
     rows = json.loads(path.read_text())["rows"]
     tables = accuracy.tables(64)

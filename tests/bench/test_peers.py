@@ -52,30 +52,17 @@ def fake_sage(q, k, v, tensor_layout="NHD", is_causal=False, sm_scale=None, qk_q
 
 
 class FakeSymbol:
-    def __init__(self, dim=None, stride=None, data_type=None, name=""):
-        self.dim, self.stride, self.dtype, self.name, self.is_output = (
-            dim,
-            stride,
-            data_type,
-            name,
-            False,
-        )
+    """set_NAME(x) sets NAME and gives the symbol."""
 
-    def set_output(self, is_output):
-        self.is_output = is_output
-        return self
+    def __init__(self, **given):
+        self.output, self.name = False, ""
+        vars(self).update(given)
 
-    def set_dim(self, dim):
-        self.dim = dim
-        return self
-
-    def set_stride(self, stride):
-        self.stride = stride
-        return self
-
-    def set_data_type(self, data_type):
-        self.dtype = data_type
-        return self
+    def __getattr__(self, method):
+        name = method.removeprefix("set_")
+        if name == method:
+            raise AttributeError(method)
+        return lambda x: vars(self).update({name: x}) or self
 
 
 class FakeCudnn(ModuleType):
@@ -114,10 +101,10 @@ class FakeGraph:
         return self.out[0], None, *self.out[1:]
 
     def build(self, modes):
-        assert modes == ["A", "fallback"] and all(symbol.is_output for symbol in self.out)
-        is_bf16 = self.out[0].dtype == torch.bfloat16
+        assert modes == ["A", "fallback"] and all(symbol.output for symbol in self.out)
+        is_bf16 = self.out[0].data_type == torch.bfloat16
         if not self.module.has_shape or is_bf16 and not self.module.has_bf16:
-            raise LookupError(f"no {self.out[0].dtype}")
+            raise LookupError(f"no {self.out[0].data_type}")
         self.is_built = True
 
     def get_workspace_size(self):
@@ -127,7 +114,7 @@ class FakeGraph:
         assert self.is_built and workspace.numel() == 16 and self.module.stream == 7
         for symbol, x in tensors.items():
             assert list(x.shape) == symbol.dim and list(x.stride()) == symbol.stride, symbol.name
-            assert x.dtype == symbol.dtype, symbol.name
+            assert x.dtype == symbol.data_type, symbol.name
         x = {symbol.name: tensors[symbol].float() for symbol in (*self.given.values(), *self.out)}
         calls.append({name: x[name].item() for name in self.given if x[name].numel() == 1})
         q, k, v = (x[name] * x[f"descale_{name}"] for name in "qkv")
@@ -142,7 +129,7 @@ class FakeGraph:
         assert scaled.abs().max() <= 448 * 1.05  # and no NaN of E4M3
         found = scaled.clamp(-448, 448), p.max(), out.abs().max()
         for symbol, y in zip(self.out, found):
-            tensors[symbol].copy_(y.to(symbol.dtype).view_as(tensors[symbol]))
+            tensors[symbol].copy_(y.to(symbol.data_type).view_as(tensors[symbol]))
 
 
 @pytest.fixture

@@ -221,6 +221,12 @@ TABLES = {
 | 1x4/2x9x8 causal | 50 | 70 (1.40x) | **99 (1.98x)** | - | 80 (1.60x) |
 | B x H x N x D | cuDNN | FA3 | FA3-fp8 | FA4 | sage2-8b |
 | 1x4/2x9x8 causal | 50 | **70 (1.40x)** | 59 (1.18x) | - | 60 (1.20x) |"""),
+    "nobody is ahead of ours where it was not asked for": (
+        lambda: peers.table(beside_peers()[:2]), """
+| B x H x N x D | cuDNN | FA3 |
+| 1x4/2x9x8 causal | 50 | 70 (1.40x) |
+| B x H x N x D | cuDNN | FA3 |
+| 1x4/2x9x8 causal | 50 | 70 (1.40x) |"""),
     "preparation beside two floors": (
         lambda: preparation.table(prepared()), """
 | B x H x N x D | ms | x the floor of one pass | of two |
@@ -337,6 +343,9 @@ def test_a_page_has_the_newest_result_of_each_plan(tmp_path):
     assert text.count("| 1024 | 64 |") == 2 and text.count("Time: medians.") == 2
     assert text.startswith("### A\n") and "### CPU, emulated\n" in text
     assert pages.TABLES["backward"]({"a": found}) == ""
+    (tmp_path / "old.json").write_text(json.dumps({"date": "2026-01-01", "rows": []}))
+    with pytest.raises(ValueError, match='old.json must say the "command"'):
+        pages.newest(tmp_path)
 
 
 def test_a_page_is_written_between_its_markers_and_checked(tmp_path, capsys):

@@ -9,10 +9,11 @@ import noted
 import pytest
 import torch
 import triton
+from cubins import about, assembly_log, loops_over_keys, spilled, stack_bytes
 from pairs import chosen, pairs, parametrize, rows
 from support import attention_call
 
-from bench.tritons import ROWS, about, assembly_log, loops_over_keys, spilled, stack_bytes
+from bench.tritons import ROWS
 from sage_inductor.ops import blocks as blocks_of_tokens
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.hopper import kernel as hopper

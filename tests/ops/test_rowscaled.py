@@ -9,6 +9,7 @@ import noted
 import pytest
 import support
 import torch
+from cubins import loops_over_keys, spilled
 from noted import LENGTHS, SPLIT
 from pairs import pairs
 from support import gradients_of, relative_l1, relative_l2
@@ -17,7 +18,6 @@ from torch.testing import assert_close
 
 from bench import gradients
 from bench.laboratory import draw
-from bench.tritons import loops_over_keys, spilled
 from sage_inductor.ops import launch
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.formats import Kept
