@@ -94,8 +94,8 @@ def compiled_by(training: str):
 ATTENTION = {
     "cudnn": by_sdpa(SDPBackend.CUDNN_ATTENTION),
     "flash": by_sdpa(SDPBackend.FLASH_ATTENTION),
-    "g": by_op("g"),
-    "g, compiled": compiled_by("g"),
+    "fp8-backward": by_op("fp8-backward"),
+    "fp8-backward, compiled": compiled_by("fp8-backward"),
     "sagebwd": by_op("sagebwd"),
 }
 RIVALS = ("cudnn", "flash")
@@ -258,7 +258,10 @@ class Layer(nn.Module):
 
 COMPILED = {
     "inductor": {"backend": "inductor"},
-    "g": {"backend": "sage", "options": {"sage.training": "g", "sage.strict": True}},
+    "fp8-backward": {
+        "backend": "sage",
+        "options": {"sage.training": "fp8-backward", "sage.strict": True},
+    },
 }
 # The fastest first, by this bench: both columns take the first that a call can have.
 PRIORITY = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]

@@ -26,7 +26,8 @@ def check_trained(
         )
 
 
-OPS = {"g": "rowscaled", "sagebwd": "sagebwd"}  # of each ``sage.training``
+FP8_BACKWARD = "fp8-backward"
+OPS = {"sagebwd": "sagebwd", FP8_BACKWARD: "rowscaled"}  # of each ``sage.training``
 
 
 def trained_by(training: str):

@@ -25,7 +25,7 @@ from sage_inductor.choose.cost import Prediction, Sizes
 from sage_inductor.choose.families import Family
 from sage_inductor.choose.timing import BenchmarkCase
 from sage_inductor.errors import SageOptionError
-from sage_inductor.names import AUTO, OFF, TRAINED_BY, check_recipe
+from sage_inductor.names import AUTO, OFF, check_recipe
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.select import select
@@ -33,6 +33,7 @@ from sage_inductor.ops.compat import statically_known_true
 from sage_inductor.ops.compile import travels
 from sage_inductor.ops.formats import Q_BLOCK, pad_head_dim
 from sage_inductor.ops.selector import Selection
+from sage_inductor.ops.training.gradients import FP8_BACKWARD
 from sage_inductor.patterns import reasons
 from sage_inductor.patterns.call import Call, Decision, Site, module_path, value_of
 from sage_inductor.patterns.call_shape import CallShape, hint
@@ -171,7 +172,7 @@ def _trained(call: Call, settings: Settings, request: Request) -> Decision:
         return Decision(None, reasons.FP32())
     if request.selection:
         return Decision(None, reasons.LISTS_IN_TRAINING())
-    by = TRAINED_BY if request.training == AUTO else request.training
+    by = FP8_BACKWARD if request.training == AUTO else request.training
     reason = why_not_trained(call, by, shape.capability)
     if request.training != AUTO:
         return Decision(None, reason) if reason else Decision(by, "asked for, forward and backward")

@@ -1180,7 +1180,7 @@ def test_transposed_codes_are_stored_16_bytes_at_a_time(compile):
 
 
 def compile_rowscaled(name, D=128, dtype="bf16", registers=None, causal=False):
-    """The row-scaled FP8 backward's kernel of dq, or of dk and dv."""
+    """The FP8 backward's kernel of dq, or of dk and dv."""
     BLOCK_D = pad_head_dim(D)
 
     def descriptor(block, name, dtype):
