@@ -39,7 +39,7 @@ from bench.cases import Case
 from bench.measure import Provider, Runner, interleave, summary
 from bench.tables import groups, markdown, show
 from sage_inductor.lowering import replay
-from sage_inductor.ops.training.gradients import trained_by
+from sage_inductor.ops.training.gradients import training_op
 
 ROUNDS, TARGET_MS = 5, 40.0
 MAX_EXACT = 16384  # of a head in float64: N x N numbers at once
@@ -75,7 +75,7 @@ def by_sdpa(backend: SDPBackend):
 
 
 def by_op(training: str):
-    op = trained_by(training)
+    op = training_op(training)
     return lambda q, k, v, is_causal=False: op(q, k, v, is_causal, q.shape[3] ** -0.5, False)[0]
 
 

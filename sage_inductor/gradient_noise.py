@@ -37,7 +37,7 @@ from sage_inductor.choose.decide import decide
 from sage_inductor.diagnose import MAX_SCORES, MOST_SHOWN, SDPA, Progress, calls_of
 from sage_inductor.names import todays_training
 from sage_inductor.ops.reference.exact import attention_exact
-from sage_inductor.ops.training.gradients import OPS, trained_by
+from sage_inductor.ops.training.gradients import OPS, training_op
 from sage_inductor.patterns import Decision, Site, reasons, rewrite
 from sage_inductor.patterns.call import UNNAMED, Call
 from sage_inductor.patterns.eligible import is_causal
@@ -271,7 +271,7 @@ def _studied(call: Call, recipes: tuple[str, ...]) -> Decision:
     if isinstance(call.out, Tensor) and not call.out.requires_grad:
         return Decision(None, reasons.NO_GRADIENT())
     found = [decide(call, _settings(recipe)) for recipe in recipes]
-    taken = (each for each in found if each.recipe is not None)
+    taken = (each for each in found if each.trained_by is not None)
     refused = dict.fromkeys(each.reason for each in found)
     return next(taken, None) or Decision(None, reasons.joined([*refused]))
 
@@ -289,7 +289,7 @@ class _Probe:
     """Stands for an attention call: computes it as SDPA does, and keeps what it was given."""
 
     def __init__(self, call: Call, site: Site, recipes: tuple[str, ...]):
-        self.recipes = [r for r in recipes if decide(call, _settings(r)).recipe is not None]
+        self.recipes = [r for r in recipes if decide(call, _settings(r)).trained_by is not None]
         self.site, self.is_causal, self.scale = site, is_causal(call), call.scale
         self.runs: list[_Run] | None = []
         self.rows: dict[str, GradientRow] = {}  # by recipe
@@ -427,7 +427,7 @@ def _by(recipe: str, q, k, v, grad, causal: bool, scale: float) -> Gradients:
             return F.scaled_dot_product_attention(
                 q, k, v, is_causal=causal, scale=scale, enable_gqa=True
             )
-        return trained_by(recipe)(q, k, v, causal, scale, False)[0]
+        return training_op(recipe)(q, k, v, causal, scale, False)[0]
 
     H_kv, G = k.shape[1], q.shape[1] // k.shape[1]
     batches = (

@@ -14,7 +14,7 @@ from sage_inductor.patterns.eligible import why_no_fp8_backward
 
 
 class Candidate(NamedTuple):
-    recipe: str  # a name in NAMED; of what trains, as `trained_by` has it
+    recipe: str  # a name in NAMED; of a shape that trains, in OPS of ops/training/gradients.py
     warpgroups: int | None = None  # SdpaCall's
 
     @property
@@ -53,7 +53,7 @@ def by_tiles(shape: CallShape, recipe: str) -> list[Candidate]:
     """`recipe` by each tile that may be the fastest. With a dynamic N_q only one length would be
     timed; there the tile is left to the table, which is read when the call runs."""
     is_fixed = isinstance(shape.q[2], int)
-    if recipe == FP8_BACKWARD or not (is_fixed and shape.suits_hopper(NAMED[recipe])):
+    if shape.trains or not (is_fixed and shape.suits_hopper(NAMED[recipe])):
         return [Candidate(recipe)]
     is_causal = shape.band.kind == "causal"
     rivals = tiles.rivals(shape.capability, NAMED[recipe].pv, shape.head_dim, is_causal)

@@ -827,6 +827,7 @@ def test_what_is_forced_is_not_decided_by_speed(monkeypatch):
     )
     site = step(monkeypatch, force=True, training="fp8-backward")
     assert (site.recipe, site.reason) == ("fp8-backward", "asked for, forward and backward")
+    assert (site.decision.recipe, site.decision.trained_by) == (None, "fp8-backward")
 
 
 def test_causal_calls_whose_k_has_a_bias_are_left_to_the_user(monkeypatch):
@@ -848,6 +849,7 @@ def test_a_dynamic_length_trains_from_where_the_fp8_backward_begins_to_win(monke
         N = dynamic(envs[hint], "N", hint)
         sites[hint] = step(monkeypatch, (1, 8, 8, N, 128), shape_env=envs[hint])
         assert envs[hint].guards
+    assert sites[16384].decision.recipe is None
     assert not sites[300].rewritten and "full-training, B*H=8 wins from N=" in sites[300].reason
     first = int(re.search(r"wins from N=(\d+)", sites[300].reason)[1])
     assert 256 < first < 16384

@@ -1144,11 +1144,11 @@ def test_the_kernels_of_a_step_are_all_compiled_before(on_cpu, monkeypatch):
             launch.launch_cached("backward", (1,), (grad,), ())
             return grad, None, None
 
-    def trained_by(training):
+    def training_op(training):
         threads.append(threading.get_ident())
         return lambda q, k, v, *_: (Launches.apply(q, k, v),)
 
-    monkeypatch.setattr(timing, "trained_by", trained_by)
+    monkeypatch.setattr(timing, "training_op", training_op)
     monkeypatch.setattr(
         torch.autograd, "grad", functools.partial(torch.autograd.grad, allow_unused=True)
     )
