@@ -23,6 +23,7 @@ from bench.learners import GPTs, Layers, Size, Text
 
 SMALL = Size(layers=2, heads=2, head_dim=64, N=32, batch=2, steps=12, every=4, evaluated=8)
 CPU = torch.device("cpu")
+FP8 = "FP8 backward"
 EXACT = curves.attention_of("exact", True, False)
 
 
@@ -64,9 +65,7 @@ def trainer(text, seeds=(0, 1), qk_norm=True, attention=EXACT, size=SMALL):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "recipe", ["bf16", "SageBwd", "FP8 backward", "FP8 backward, of earlier rows alone"]
-)
+@pytest.mark.parametrize("recipe", ["bf16", "SageBwd", FP8, f"{FP8}, of earlier rows alone"])
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_gradients_in_training_are_those_of_the_laboratory(recipe, dtype, is_causal):
     *inputs, do = draw(2, 2, 150, 64, dtype=dtype)
@@ -104,9 +103,8 @@ def test_a_compiled_recipe_that_differs_is_refused(monkeypatch):
         if factor == 1:
             assert curves.beside_eager("FP8 backward", True, (2, 1, 64, 64), CPU) == 0
         else:
-            with pytest.raises(
-                RuntimeError, match=r"FP8 backward differs from eager by 1\.0e-02.*no-compile"
-            ):
+            message = r"FP8 backward differs from eager by 1\.0e-02.*no-compile"
+            with pytest.raises(RuntimeError, match=message):
                 curves.beside_eager("FP8 backward", True, (2, 1, 64, 64), CPU)
 
 
@@ -660,13 +658,7 @@ def test_the_summary_by_hand():
         made_up("FP8 backward", 0, [5.0], 1.0, qk_norm=False),
     ]
     exact, fp8, sage, control, alone = found = curves.summarize(rows)
-    assert [line["recipe"] for line in found] == [
-        "exact",
-        "FP8 backward",
-        "SageBwd",
-        "bf16",
-        "FP8 backward",
-    ]
+    assert [line["recipe"] for line in found] == ["exact", FP8, "SageBwd", "bf16", FP8]
     deviation = math.sqrt(0.5)  # of 1.5 and 2.5, and of 1 and 2
     assert exact["train"] == pytest.approx(
         {"mean": 2.0, "gap": 0.0, "gap_deviation": 0.0, "exact_deviation": deviation}
@@ -702,23 +694,11 @@ def test_all_of_it(text, tmp_path, monkeypatch, capsys):
     save = harness.Result.save
     monkeypatch.setattr(harness.Result, "save", lambda result: (saves.append(1), save(result)))
     path = tmp_path / "bench" / "results" / "cpu" / "2026-01-01-curves.json"
-    asked = [
-        "--recipes",
-        "exact",
-        "FP8 backward",
-        "--seeds",
-        "2",
-        "--steps",
-        "8",
-        "--json",
-        str(path),
-    ]
+    asked = ["--recipes", "exact", FP8, "--seeds", "2", "--steps", "8", "--json", str(path)]
     assert curves.main(asked) == 0
     result = json.loads(path.read_text())
     found = [(row["qk_norm"], row["recipe"], row["seed"]) for row in result["rows"]]
-    assert found == [
-        (y, x, i) for y in (True, False) for x in ("exact", "FP8 backward") for i in (0, 1)
-    ]
+    assert found == [(y, x, i) for y in (True, False) for x in ("exact", FP8) for i in (0, 1)]
     assert {(row["plan"], row["tokens"]) for row in result["rows"]} == {("curves", 64)}
     assert len(saves) == 4 * 4 + 1 and len(result["summary"]) == 4  # two points, held out, the end
     assert result["summary"] == curves.summarize(result["rows"])
@@ -730,9 +710,7 @@ def test_all_of_it(text, tmp_path, monkeypatch, capsys):
         page.parent.mkdir(exist_ok=True)
         page.write_text("<!-- table:curves -->\n<!-- table:end -->\n")
     assert pages.main(["--root", str(tmp_path)]) == 0
-    assert (tmp_path / "docs" / "accuracy.md").read_text().count(
-        "| 64 | no | FP8 backward | 2 |"
-    ) == 1
+    assert (tmp_path / "docs" / "accuracy.md").read_text().count(f"| 64 | no | {FP8} | 2 |") == 1
     assert path.with_name("curves.svg").read_text().count("tokens a step") >= 4
 
     assert curves.main([*asked, "--budget", "0"]) == 0
@@ -822,16 +800,7 @@ def test_the_plot_and_the_table_of_runs_that_failed(tmp_path, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "model, recipe",
-    [
-        ("gpt", recipe)
-        for recipe in (
-            "exact",
-            "SageBwd",
-            "FP8 backward",
-            "SageBwd (kernel)",
-            "FP8 backward (kernel)",
-        )
-    ]
+    [("gpt", recipe) for recipe in ("exact", "SageBwd", FP8, *curves.KERNELS)]
     + [("dit", recipe) for recipe in ("exact", "bf16", "SageBwd (kernel)", "FP8 backward (kernel)")]
     + [("minilm", recipe) for recipe in ("exact", "SageBwd (kernel)", "FP8 backward (kernel)")],
 )

@@ -441,10 +441,7 @@ def of_one_example(q, k, v):
 @pytest.mark.parametrize(
     "attend, reason",
     [
-        (
-            masked,
-            "sagebwd trains calls without a mask but .*; the FP8 backward trains calls without a mask but",
-        ),
+        (masked, "sagebwd trains calls without a mask but .*; the FP8 backward trains calls with"),
         (dropped, "dropout_p must be 0, got 0.5$"),
         (without, "was not measured: it needs no gradient"),
         (without_and_masked, "was not measured: it needs no gradient"),
@@ -551,9 +548,8 @@ def test_equal_layers_are_one_row_and_examples_that_are_alike_have_no_noise():
     assert lines[0] == found.verdict and lines[0].startswith(
         f"3 calls, |error| / noise of the gradient at most: sdpa {worst['sdpa']:.3g}, "
     )
-    assert (
-        f"fp8-backward {worst['fp8-backward']:.3g}" in lines[0] and "not measured" not in lines[0]
-    )
+    assert f"fp8-backward {worst['fp8-backward']:.3g}" in lines[0]
+    assert "not measured" not in lines[0]
     rows = {cells[0]: cells for cells in (re.split("  +", line) for line in lines[4:6])}
     assert rows["layers.*"][1] == "x2" and rows["layers.2"][5] == "causal"
     least = min(r.noise / r.gradient for r in found.rows if r.site.module != "layers.2")

@@ -359,9 +359,8 @@ def test_g_on_a_gpu_needs_hopper_and_16_bits(monkeypatch):
     why_not = functools.partial(eligible.why_not_trained, OfOneCall, "fp8-backward")
     assert why_not((9, 0)) is None
     for other in (8, 9), (10, 0):
-        assert why_not(
-            other
-        ) == "the FP8 backward trains on compute capability 9.0, got {}.{}".format(*other)
+        reason = "the FP8 backward trains on compute capability 9.0, got {}.{}"
+        assert why_not(other) == reason.format(*other)
     monkeypatch.setattr(tiles, "hopper_is_lost", lambda capability: "no Gluon")
     assert why_not((9, 0)) == "the FP8 backward trains with the Hopper kernel: no Gluon"
     OfOneCall.out = OfOneCall.q

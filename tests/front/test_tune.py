@@ -1394,10 +1394,8 @@ def test_every_way_of_a_case_is_timed(monkeypatch, tmp_path):
     monkeypatch.setenv("SAGE_INDUCTOR_TABLES", str(tmp_path))
     device = torch.device("cuda", 0)
     for kind in (*timing.TUNED_KINDS, "mask", "bias"):
-        family, recipe = (
-            Family(64, 64, kind),
-            "fp8-backward" if kind in cost.TRAINED else "sage2-8b",
-        )
+        recipe = "fp8-backward" if kind in cost.TRAINED else "sage2-8b"
+        family = Family(64, 64, kind)
         sizes = [(1, 8, 8, N, N) for N in (1024, 1280, 1536, 2048, 3072, 4096)]
         found = timing.measure_family(device, family, (recipe,), family.sizes(sizes), 1)
         for ms in found.values():
