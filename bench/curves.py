@@ -3,11 +3,12 @@
 $ python bench/curves.py                       # tiny GPTs, on two CPU cores half a minute
 $ python bench/curves.py --json --budget 420   # on a GPU; and bench/results/GPU/DATE-curves.json
 $ python bench/curves.py --model dit --json    # and bench/results/GPU/DATE-curves-dit.json
-$ python bench/curves.py --recipes exact G --seeds 5 --no-qk-norm
+$ python bench/curves.py --recipes exact 'FP8 backward' --seeds 5 --no-qk-norm
 
 The recipes are ``exact``, which is SDPA; those of bench/gradients.py, emulated: their forward and
-their backward; and the ops that `sage.training` puts in the place of a call, as ``(kernel)``. G's
-op is "G, dP INT8", causal that of earlier rows alone. The models are those of bench/learners.py.
+their backward; and the ops that `sage.training` puts in the place of a call, as ``(kernel)``. The
+FP8 backward's op is "FP8 backward, dP INT8", causal "FP8 backward, of earlier rows alone". The
+models are those of bench/learners.py.
 All recipes start from the same weights and see the same batches, which a seed determines. So the
 gap of a recipe to exact attention is taken seed by seed. It is to be held beside the deviation
 between the seeds of exact. The recipe ``bf16`` is a control: its gap is what another rounding of
@@ -47,13 +48,13 @@ from bench.tables import markdown, show
 # Without it cuBLAS is not deterministic, and torch refuses. It is read once, at the first product.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-KERNELS = {"SageBwd (kernel)": "sagebwd", "G (kernel)": "rowscaled"}
+KERNELS = {"SageBwd (kernel)": "sagebwd", "FP8 backward (kernel)": "rowscaled"}
 RECIPES = ("exact", *ENTRIES, *KERNELS)
 DEFAULT = {
-    "gpt": ("exact", "SageBwd", "G", "G, of earlier rows alone"),
-    "gpt-large": ("exact", "G (kernel)", "SageBwd (kernel)"),
-    "dit": ("exact", "G (kernel)", "SageBwd (kernel)", "bf16"),
-    "minilm": ("exact", "G (kernel)", "SageBwd (kernel)", "bf16"),
+    "gpt": ("exact", "SageBwd", "FP8 backward", "FP8 backward, of earlier rows alone"),
+    "gpt-large": ("exact", "FP8 backward (kernel)", "SageBwd (kernel)"),
+    "dit": ("exact", "FP8 backward (kernel)", "SageBwd (kernel)", "bf16"),
+    "minilm": ("exact", "FP8 backward (kernel)", "SageBwd (kernel)", "bf16"),
 }
 PLANS = {model: "curves" if model == "gpt" else f"curves-{model}" for model in MODELS}
 TITLES = {  # of each plan's models

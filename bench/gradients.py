@@ -92,13 +92,17 @@ PER_TILE = dataclasses.replace(
     SCORES, p_of_dv=E4M3("one"), do_of_dv=E4M3(64), ds=E4M3("tile"), k_of_dq=E4M3(64),
     q_of_dk=E4M3(64),
 )  # fmt: skip
-G = dataclasses.replace(
+FP8_BACKWARD = dataclasses.replace(
     SCORES, row_scaled=True, p_of_dv=E4M3("one"), do_of_dv=E4M3("channel"), ds=E4M3("one"),
     k_of_dq=E4M3("channel"), q_of_dk=E4M3("channel"),
 )  # fmt: skip
-G_INT8 = dataclasses.replace(G, do_of_dp=INT8(1), v_of_dp=INT8(1), smooth_dp=True)
+FP8_BACKWARD_INT8 = dataclasses.replace(
+    FP8_BACKWARD, do_of_dp=INT8(1), v_of_dp=INT8(1), smooth_dp=True
+)
 # For causal training: o and dQ of a row depend on rows up to it alone, bit for bit.
-G_CAUSAL = dataclasses.replace(G, k=INT8(1), smooth_k=False, k_of_dq=E4M3("code"), of_earlier=True)
+FP8_BACKWARD_CAUSAL = dataclasses.replace(
+    FP8_BACKWARD, k=INT8(1), smooth_k=False, k_of_dq=E4M3("code"), of_earlier=True
+)
 FORWARD = dataclasses.replace(
     SCORES, p=E4M3("one"), v=E4M3("channel"), smooth_v=True, again="exact", p_of_dv=BF16, ds=BF16
 )
@@ -109,13 +113,15 @@ ENTRIES = {
     "SageBwd, k not smoothed": dataclasses.replace(SAGE_BWD, smooth_k=False),
     "FP8, a scale a head": PER_HEAD,
     "FP8, dS by tile": PER_TILE,
-    "G": G,
-    "G, dP INT8": G_INT8,
-    "G, dP INT8, v not smoothed": dataclasses.replace(G_INT8, smooth_dp=False),
-    "G, of earlier rows alone": G_CAUSAL,
-    "G, dS E5M2": dataclasses.replace(G, ds=E5M2("one")),
-    "G, stochastic": dataclasses.replace(G, stochastic=True),
-    "G, dV in bf16": dataclasses.replace(G, p_of_dv=BF16, do_of_dv=BF16),
+    "FP8 backward": FP8_BACKWARD,
+    "FP8 backward, dP INT8": FP8_BACKWARD_INT8,
+    "FP8 backward, dP INT8, v not smoothed": dataclasses.replace(
+        FP8_BACKWARD_INT8, smooth_dp=False
+    ),
+    "FP8 backward, of earlier rows alone": FP8_BACKWARD_CAUSAL,
+    "FP8 backward, dS E5M2": dataclasses.replace(FP8_BACKWARD, ds=E5M2("one")),
+    "FP8 backward, stochastic": dataclasses.replace(FP8_BACKWARD, stochastic=True),
+    "FP8 backward, dV in bf16": dataclasses.replace(FP8_BACKWARD, p_of_dv=BF16, do_of_dv=BF16),
     "only q k^T in INT8": dataclasses.replace(SCORES, p_of_dv=BF16, ds=BF16),
     "8-bit forward, its lse": FORWARD,
     "8-bit forward, exact lse": dataclasses.replace(FORWARD, again="softmax"),

@@ -41,7 +41,7 @@ from bench import (
 from bench.tables import again, groups, markdown, provenance, where_and_when, wrapped
 from sage_inductor.choose import cost, tables
 from sage_inductor.ops.recipe import ALIASES
-from sage_inductor.options import TRAINED_BY
+from sage_inductor.ops.training.gradients import FP8_BACKWARD
 from sage_inductor.patterns.reasons import CAUSES
 
 END = "<!-- table:end -->"
@@ -106,11 +106,21 @@ def newest(folder: Path) -> dict[str, dict]:
     return found
 
 
+# Of what trains, in rows and commands: "g, compiled", --recipes exact G.
+OLD_NAMES = {
+    r"""(?<=["' ])g(?=["' ,])""": FP8_BACKWARD,
+    r"""(?<=["'])G(?=["' ,])""": "FP8 backward",
+    r"(?<= )G(?= )": "'FP8 backward'",
+}
+
+
 def load(path: Path) -> dict:
     """A result, with the names that recipes have today."""
     text = path.read_text()
     for old, new in ALIASES.items():
         text = text.replace(f'"{old}', f'"{new}')
+    for old, new in OLD_NAMES.items():
+        text = re.sub(old, new, text)
     result = json.loads(text)
     if "command" not in result:
         raise ValueError(f'{path} must say the "command" that makes it')
@@ -312,7 +322,7 @@ def lengths_of(kinds: Collection[str]) -> str:
     for gpu in sorted(tables.built_in().keys() - tables.ALIKE.keys()):
         table = tables.built_in()[gpu]
         families = {
-            each: TRAINED_BY if each.kind in cost.TRAINED else "sage2-8b-per-token"
+            each: FP8_BACKWARD if each.kind in cost.TRAINED else "sage2-8b-per-token"
             for each in table.families
             if each.kind in kinds
         }

@@ -39,7 +39,7 @@ from bench.cases import Case
 from bench.measure import Provider, Runner, interleave, summary
 from bench.tables import groups, markdown, show
 from sage_inductor.lowering import replay
-from sage_inductor.ops.training.gradients import trained_by
+from sage_inductor.ops.training.gradients import training_op
 
 ROUNDS, TARGET_MS = 5, 40.0
 MAX_EXACT = 16384  # of a head in float64: N x N numbers at once
@@ -75,7 +75,7 @@ def by_sdpa(backend: SDPBackend):
 
 
 def by_op(training: str):
-    op = trained_by(training)
+    op = training_op(training)
     return lambda q, k, v, is_causal=False: op(q, k, v, is_causal, q.shape[3] ** -0.5, False)[0]
 
 
@@ -94,8 +94,8 @@ def compiled_by(training: str):
 ATTENTION = {
     "cudnn": by_sdpa(SDPBackend.CUDNN_ATTENTION),
     "flash": by_sdpa(SDPBackend.FLASH_ATTENTION),
-    "g": by_op("g"),
-    "g, compiled": compiled_by("g"),
+    "fp8-backward": by_op("fp8-backward"),
+    "fp8-backward, compiled": compiled_by("fp8-backward"),
     "sagebwd": by_op("sagebwd"),
 }
 RIVALS = ("cudnn", "flash")
@@ -258,7 +258,10 @@ class Layer(nn.Module):
 
 COMPILED = {
     "inductor": {"backend": "inductor"},
-    "g": {"backend": "sage", "options": {"sage.training": "g", "sage.strict": True}},
+    "fp8-backward": {
+        "backend": "sage",
+        "options": {"sage.training": "fp8-backward", "sage.strict": True},
+    },
 }
 # The fastest first, by this bench: both columns take the first that a call can have.
 PRIORITY = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]

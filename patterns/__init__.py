@@ -103,7 +103,7 @@ def _rewrite_call(node: torch.fx.Node, index: GraphIndex, decide, put) -> Site |
                 if rest is not None and value_of(rest).dim() == 1:  # one bool for each key
                     call.attn_mask = call.emit(torch.ops.aten.unsqueeze.default, rest, 0)
         decision = decide(call)
-    if decision.recipe is not None:
+    if decision.name is not None:
         for guard in guards:
             guard()
     site = Site.of(call, decision)  # with the numbers that were guarded

@@ -92,10 +92,16 @@ class Call:
 class Decision(NamedTuple):
     """What becomes of a call, and why."""
 
-    recipe: str | None  # a name in recipe.NAMED; None: it stays as it was
-    reason: str  # what chose the recipe or, a Reason, why it stays
+    recipe: str | None  # a name in recipe.NAMED, with which sage::sdpa computes it
+    reason: str  # what chose that or, a Reason, why the call stays as it was
     warpgroups: int | None = None  # a schedule, where times were measured: SdpaCall's
     selection: Selection | None = None  # the blocks of keys that are kept; None: all
+    trained_by: str | None = None  # what computes forward and backward together: a name in OPS
+
+    @property
+    def name(self) -> str | None:
+        """What computes the call: `trained_by` or `recipe`. None: it stays as it was."""
+        return self.trained_by or self.recipe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +135,9 @@ class Site:
 
     @property
     def recipe(self) -> str | None:
-        return self.decision.recipe
+        """What computes the call, as people read it: a recipe's name, or that of what trains
+        ("fp8-backward", "sagebwd"). None: the call stays as it was."""
+        return self.decision.name
 
     @property
     def reason(self) -> str:

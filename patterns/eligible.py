@@ -9,6 +9,7 @@ from torch.fx import Node
 
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.formats import HEAD_DIMS, TRAINED_HEAD_DIM
+from sage_inductor.ops.training.gradients import FP8_BACKWARD
 from sage_inductor.patterns import reasons
 from sage_inductor.patterns.call import Call, mask_text
 from sage_inductor.patterns.graph import (
@@ -100,29 +101,30 @@ def why_not_trained(call: Call, training: str, capability: tuple[int, int] | Non
     q, k, v = (value_of(x) for x in (call.q, call.k, call.v))
     causal = is_causal(call)
     masked = call.attn_mask is not None or causal is None
+    name = "the FP8 backward" if training == FP8_BACKWARD else training
     if masked:
-        return reasons.TRAINS_UNMASKED(training, mask_text(call))
-    if training == "g" and causal and not statically_true(q.shape[2] == k.shape[2]):
+        return reasons.TRAINS_UNMASKED(name, mask_text(call))
+    if training == FP8_BACKWARD and causal and not statically_true(q.shape[2] == k.shape[2]):
         return reasons.TRAINS_SQUARE(q.shape[2], k.shape[2])
     if call.lse is not None:
-        return reasons.TRAINS_WITHOUT_LSE(training)
+        return reasons.TRAINS_WITHOUT_LSE(name)
     if not (guarded(k.shape[3] == v.shape[3]) and guarded(q.shape[3] <= TRAINED_HEAD_DIM)):
-        return reasons.TRAINS_HEAD_DIMS(training, TRAINED_HEAD_DIM, q.shape[3], v.shape[3])
-    if training == "g" and call.scale is not None and call.scale <= 0:
+        return reasons.TRAINS_HEAD_DIMS(name, TRAINED_HEAD_DIM, q.shape[3], v.shape[3])
+    if training == FP8_BACKWARD and call.scale is not None and call.scale <= 0:
         return reasons.TRAINS_POSITIVE_SCALE(call.scale)
     if capability is None:
         return None
-    if training == "g" and call.out.dtype == torch.float32:
+    if training == FP8_BACKWARD and call.out.dtype == torch.float32:
         return reasons.TRAINS_16_BITS()
-    if training == "g":
-        return why_no_g(capability)
+    if training == FP8_BACKWARD:
+        return why_no_fp8_backward(capability)
     if capability < (8, 0):
         return reasons.TRAINS_FROM_8_0(*capability)
     return None
 
 
 def why_not_by_itself(call: Call) -> Reason | None:
-    """The reason that "auto" leaves to the user whether a call that "g" can train is trained so."""
+    """The reason that "auto" leaves to the user whether a call is trained by the FP8 backward."""
     if is_causal(call) and _is_biased(call.k):
         return reasons.BIASED_K()
     return None
@@ -149,8 +151,8 @@ def _is_biased(x: Node) -> bool:
     return name == "addmm" or name in _MOVES and _is_biased(x.all_input_nodes[0])
 
 
-def why_no_g(capability: tuple[int, int]) -> Reason | None:
-    """The reason that no call trains by "g" on a GPU."""
+def why_no_fp8_backward(capability: tuple[int, int]) -> Reason | None:
+    """The reason that the FP8 backward trains no call on a GPU."""
     if capability != (9, 0):
         return reasons.TRAINS_ON_HOPPER(*capability)
     lost = tiles.hopper_is_lost(capability)

@@ -129,25 +129,28 @@ _FORCED = f"{_NO_GRAD}; sage.force=True computes it in 8 bits all the same, with
 EXACT_BACKWARD = Cause("the output requires a gradient, and sage.training is 'off'",
     f"{_NO_GRAD}; to train in 8 bits set options={{'sage.training': 'auto'}}", "training")
 BIASED_K = Cause(
-    "training: causal, and k's channels have a bias, which g rounds with k (sage.training='g' "
-    "overrides)",
-    f"{_NO_GRAD}; to train it by g set sage.training='g', and look at diagnose_training",
-    "training, causal with a bias")
+    "training: causal, and k's channels have a bias, which the FP8 backward rounds with k "
+    "(sage.training='fp8-backward' overrides)",
+    f"{_NO_GRAD}; to train it by the FP8 backward set sage.training='fp8-backward', and look at "
+    "diagnose_training", "training, causal with a bias")
 TRAINS_UNMASKED = Cause("{} trains calls without a mask but the causal one, got {}", _FORCED,
     "training")
-TRAINS_SQUARE = Cause("g trains causal calls of as many queries as keys, got {} and {}", _FORCED,
+TRAINS_SQUARE = Cause(
+    "the FP8 backward trains causal calls of as many queries as keys, got {} and {}", _FORCED,
     "training")
 TRAINS_WITHOUT_LSE = Cause("{} trains calls that return no logsumexp", _FORCED, "training")
 TRAINS_HEAD_DIMS = Cause("{} trains head_dims up to {}, one of q, k and v, got {} and {}", _FORCED,
     "training")
-TRAINS_POSITIVE_SCALE = Cause("g trains calls whose scale is more than 0, got {}", _FORCED,
+TRAINS_POSITIVE_SCALE = Cause("the FP8 backward trains calls whose scale is more than 0, got {}",
+    _FORCED, "training")
+TRAINS_16_BITS = Cause("the FP8 backward trains in 16 bits on a GPU, got float32", _FORCED,
     "training")
-TRAINS_16_BITS = Cause("g trains in 16 bits on a GPU, got float32", _FORCED, "training")
-TRAINS_ON_HOPPER = Cause("g trains on compute capability 9.0, got {}.{}", _FORCED, "training")
+TRAINS_ON_HOPPER = Cause("the FP8 backward trains on compute capability 9.0, got {}.{}", _FORCED,
+    "training")
 TRAINS_FROM_8_0 = Cause("sagebwd trains from compute capability 8.0 on, got {}.{}", _FORCED,
     "training")
-TRAINS_BY_HOPPER_KERNEL = Cause("g trains with the Hopper kernel: {}", HOPPER_LOST.remedy,
-    "the Hopper kernel needs Triton {1}")
+TRAINS_BY_HOPPER_KERNEL = Cause("the FP8 backward trains with the Hopper kernel: {}",
+    HOPPER_LOST.remedy, "the Hopper kernel needs Triton {1}")
 LISTS_IN_TRAINING = Cause("training: block lists have no backward here", _NO_GRAD, "training")
 SINK_IN_TRAINING = Cause("training: a learned sink has no backward here", _NO_GRAD, "training")
 

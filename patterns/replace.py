@@ -18,7 +18,7 @@ from torch.fx import Node
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.sdpa import SdpaCall
 from sage_inductor.ops.selector import BLOCK_SIZE
-from sage_inductor.ops.training.gradients import trained_by
+from sage_inductor.ops.training.gradients import training_op
 from sage_inductor.ops.visibility import BlockLists, seen_keys
 from sage_inductor.patterns.call import Call, Decision
 from sage_inductor.patterns.eligible import BHND, BNHD, is_causal, stored
@@ -30,16 +30,16 @@ aten = torch.ops.aten
 
 def replace(call: Call, decision: Decision, portable: bool) -> None:
     """Put ``sage.sdpa(...)[0]`` in the place of `call`, stored as its output is."""
-    recipe = NAMED.get(decision.recipe)  # None: of training
-    if recipe is not None and decision.selection is None and stacks(call, recipe):
+    shares = decision.trained_by is None and decision.selection is None
+    if shares and stacks(call, NAMED[decision.recipe]):
         stack(call)
     emit, out, (order, width) = call.emit, call.out, stored(call)
     gap = int(width - out.shape[3])
     is_copied = gap > 0 or order not in (BHND, BNHD)
     q, k, v, attn_mask = call.q, call.k, call.v, call.attn_mask
     scale = float(call.scale if call.scale is not None else value_of(q).shape[3] ** -0.5)
-    if recipe is None:
-        op = trained_by(decision.recipe)
+    if decision.trained_by is not None:
+        op = training_op(decision.trained_by)
         # What autograd saved here would be counted by a checkpoint around the compiled model.
         with torch.no_grad():
             new = emit(op, q, k, v, is_causal(call), scale, order != BHND)
@@ -54,7 +54,8 @@ def replace(call: Call, decision: Decision, portable: bool) -> None:
         blocks = BlockLists(*lists, None, None, *BLOCK_SIZE)
     args = SdpaCall(
         q, k, v, attn_mask, [], call.band.left, call.band.right, call.band.bottom_right,
-        scale, recipe.encode(), decision.warpgroups, order != BHND, portable, *blocks,
+        scale, NAMED[decision.recipe].encode(), decision.warpgroups, order != BHND, portable,
+        *blocks,
     )  # fmt: skip
     args = tuple(args) if blocks.size else tuple(args)[: -len(blocks)]  # the defaults
     if is_copied:

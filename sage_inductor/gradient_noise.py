@@ -35,9 +35,9 @@ from sage_inductor.at_once import also_at_once
 from sage_inductor.backend import run_graphs
 from sage_inductor.choose.decide import decide
 from sage_inductor.diagnose import MAX_SCORES, MOST_SHOWN, SDPA, Progress, calls_of
-from sage_inductor.names import AUTO, OFF, TRAINING
+from sage_inductor.names import todays_training
 from sage_inductor.ops.reference.exact import attention_exact
-from sage_inductor.ops.training.gradients import trained_by
+from sage_inductor.ops.training.gradients import OPS, training_op
 from sage_inductor.patterns import Decision, Site, reasons, rewrite
 from sage_inductor.patterns.call import UNNAMED, Call
 from sage_inductor.patterns.eligible import is_causal
@@ -46,7 +46,7 @@ from sage_inductor.patterns.replace import stand_in
 from sage_inductor.report import grouped, number_of, path_of, table
 from sage_inductor.settings import Settings
 
-RECIPES = tuple(name for name in TRAINING if name not in (OFF, AUTO))
+RECIPES = tuple(OPS)
 # Each part of a batch is followed to the parameters by itself. Of a batch of windows there may be
 # thousands; 32 parts know the noise to 1 / sqrt(2 * 31), 13 %, and better over many parameters.
 MOST_PARTS = 32
@@ -86,7 +86,7 @@ class TrainingDiagnosis:
 
     @property
     def verdict(self) -> str:
-        """One line: "24 calls, |error| / noise of the gradient at most: sdpa 0.01, g 0.09"."""
+        """One line: "8 calls, |error| / noise of the gradient at most: sdpa 0.01, sagebwd 0.09"."""
         worst = {row.recipe: row for row in reversed(self.rows)}
         each = [f"{name} {worst[name].ratio:.3g}" for name in (SDPA, *RECIPES) if name in worst]
         text = number_of(len({(row.site.module, row.site.call) for row in self.rows}), "call")
@@ -160,10 +160,10 @@ def diagnose_training(
     error of the gradient by each recipe of ``sage.training``, beside the gradient's noise.
 
     loss: what is trained for, of the model's output: one number, a mean or a sum over examples.
-    recipes: "g", "sagebwd", or both; only those are measured that take the call, on the inputs'
-    device (on CPU both, emulated). The examples are the batch dimension of q, k and v, 2 or more.
-    The gradient is that of the parameters of the module that makes the call, as far as q, k and v
-    depend on them, or where they depend on none, of the modules around it.
+    recipes: "fp8-backward", "sagebwd", or both; only those are measured that take the call, on the
+    inputs' device (on CPU both, emulated). The examples are the batch dimension of q, k and v, 2 or
+    more. The gradient is that of the parameters of the module that makes the call, as far as q, k
+    and v depend on them, or where they depend on none, of the modules around it.
 
     The model runs in the mode that it is in: call ``model.train()`` before. Its parameters, their
     ``grad``, its buffers, and the state of torch's random generators stay as they are. Hooks of
@@ -176,7 +176,8 @@ def diagnose_training(
     one number with a gradient, a batch of 1, or a model that makes no attention call.
     """
     recipes = [recipes] if isinstance(recipes, str) else recipes
-    recipes = tuple(RECIPES if recipes is None else recipes)
+    given = RECIPES if recipes is None else recipes
+    recipes = tuple(todays_training("diagnose_training: recipes", each) for each in given)
     if not recipes or not set(recipes) <= set(RECIPES):
         raise ValueError(f"diagnose_training: recipes must be of {RECIPES}, got {recipes}")
     if not isinstance(model, nn.Module):
@@ -270,7 +271,7 @@ def _studied(call: Call, recipes: tuple[str, ...]) -> Decision:
     if isinstance(call.out, Tensor) and not call.out.requires_grad:
         return Decision(None, reasons.NO_GRADIENT())
     found = [decide(call, _settings(recipe)) for recipe in recipes]
-    taken = (each for each in found if each.recipe is not None)
+    taken = (each for each in found if each.trained_by is not None)
     refused = dict.fromkeys(each.reason for each in found)
     return next(taken, None) or Decision(None, reasons.joined([*refused]))
 
@@ -288,7 +289,7 @@ class _Probe:
     """Stands for an attention call: computes it as SDPA does, and keeps what it was given."""
 
     def __init__(self, call: Call, site: Site, recipes: tuple[str, ...]):
-        self.recipes = [r for r in recipes if decide(call, _settings(r)).recipe is not None]
+        self.recipes = [r for r in recipes if decide(call, _settings(r)).trained_by is not None]
         self.site, self.is_causal, self.scale = site, is_causal(call), call.scale
         self.runs: list[_Run] | None = []
         self.rows: dict[str, GradientRow] = {}  # by recipe
@@ -426,7 +427,7 @@ def _by(recipe: str, q, k, v, grad, causal: bool, scale: float) -> Gradients:
             return F.scaled_dot_product_attention(
                 q, k, v, is_causal=causal, scale=scale, enable_gqa=True
             )
-        return trained_by(recipe)(q, k, v, causal, scale, False)[0]
+        return training_op(recipe)(q, k, v, causal, scale, False)[0]
 
     H_kv, G = k.shape[1], q.shape[1] // k.shape[1]
     batches = (

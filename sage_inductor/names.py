@@ -5,21 +5,37 @@ import warnings
 from collections.abc import Sequence
 
 from sage_inductor.ops.recipe import ALIASES, NAMED
+from sage_inductor.ops.training.gradients import FP8_BACKWARD, OPS
 
 AUTO, OFF = "auto", "off"
-TRAINED_BY = "g"  # what "auto" may become in training
-TRAINING = (OFF, AUTO, "sagebwd", TRAINED_BY)
+TRAINING = (OFF, AUTO, *OPS)
+OLD_TRAINING = {"g": FP8_BACKWARD}  # for one version more
 
 
 def check_recipe(name: str, value):
     """`value`, if the option `name` may be this recipe. Raises ValueError."""
     if not isinstance(value, str) or value not in ALIASES:
         return one_of((AUTO, OFF, *NAMED), name, value)
-    warnings.warn(
-        f"{name}: {value!r} is called {ALIASES[value]!r} now, and the old name will be refused",
-        FutureWarning, stacklevel=3,
-    )  # fmt: skip
+    _warn(name, value, ALIASES[value])
     return value
+
+
+def check_training(name: str, value):
+    """What trains, by its name of today, if the option `name` may be `value`. Raises ValueError."""
+    return one_of(TRAINING, name, todays_training(name, value))
+
+
+def todays_training(name: str, value):
+    """`value`, or the name of today that it stands for, with a warning."""
+    if not isinstance(value, str) or value not in OLD_TRAINING:
+        return value
+    _warn(name, value, OLD_TRAINING[value])
+    return OLD_TRAINING[value]
+
+
+def _warn(name: str, old: str, new: str) -> None:
+    text = f"{name}: {old!r} is called {new!r} now, and the old name will be refused"
+    warnings.warn(text, FutureWarning, stacklevel=4)
 
 
 def one_of(valid: Sequence[str], name: str, value):

@@ -8,14 +8,13 @@ row of `Options`: `config` and `Settings` have its fields.
 """
 
 import dataclasses
-import functools
 import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
-from sage_inductor.names import AUTO, OFF, TRAINED_BY, TRAINING, check_recipe, one_of
+from sage_inductor.names import AUTO, OFF, check_recipe, check_training, one_of
 from sage_inductor.policy import Policy, Rule, settled
 
 PREFIX = "sage."
@@ -60,11 +59,10 @@ class Options:
     calibrate: bool = _row(True, flag,
         "a kind of call of which no times are known on this GPU is measured when it first "
         "compiles, for some seconds, and the times are kept; False: it stays SDPA")
-    training: str = _row(OFF, functools.partial(one_of, TRAINING),
+    training: str = _row(OFF, check_training,
         'how calls that need gradients are computed: "off": exactly (SDPA, or what force does); '
-        f'"auto": by "{TRAINED_BY}" where forward and backward are predicted to be faster than '
-        f'SDPA\'s; "{TRAINED_BY}": by a row-scaled FP8 backward (Hopper); "sagebwd": in INT8, '
-        "forward and backward")
+        '"fp8-backward": by the FP8 backward (Hopper); "sagebwd": in INT8, forward and backward; '
+        '"auto": by the FP8 backward if that is predicted to be faster than SDPA')
     strict: bool = _row(False, flag,
         "raise SageRefused when a call stays as it was")
     rewrite_inductor: bool = _row(False, flag,

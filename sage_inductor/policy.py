@@ -345,7 +345,7 @@ def _field(name: str, given: "_Located"):
     if name == "recipe":
         return names.check_recipe(name, value)
     if name == "training":
-        return names.one_of(names.TRAINING, name, value)
+        return names.check_training(name, value)
     if name == "stage":
         return stages.check(value)
     if name == "keep":

@@ -417,16 +417,16 @@ QUANTIZE = {
     "k_batch": (Facts(1, 64), SHORT, dict(D=128, D_v=0, visible="batch")),
 }
 TRAINED = {
-    "g": (Facts(1, 64), SHORT, dict(D=128)),
-    "g_causal": (Facts(1, 64), SHORT, dict(D=128, heads=(32, 8), is_causal=True, layout="chunked")),
-    "g_72": (Facts(1, 64), SHORT, dict(D=72, heads=(5, 5), dtype=torch.float16, out_bnhd=False)),
-    "g_far": (Facts(1, 64), SHORT, dict(D=64, layout="apart")),
-    "g_backward": (Facts(1, 64), SHORT, dict(D=128, backward=True)),
-    "g_backward_causal": (
+    "rowscaled": (Facts(1, 64), SHORT, dict(D=128)),
+    "rowscaled_causal": (Facts(1, 64), SHORT, dict(D=128, heads=(32, 8), is_causal=True, layout="chunked")),
+    "rowscaled_72": (Facts(1, 64), SHORT, dict(D=72, heads=(5, 5), dtype=torch.float16, out_bnhd=False)),
+    "rowscaled_far": (Facts(1, 64), SHORT, dict(D=64, layout="apart")),
+    "rowscaled_backward": (Facts(1, 64), SHORT, dict(D=128, backward=True)),
+    "rowscaled_backward_causal": (
         Facts(1, 64), SHORT,
         dict(D=64, heads=(9, 3), is_causal=True, layout="every_other", backward=True),
     ),
-    "g_backward_72": (
+    "rowscaled_backward_72": (
         Facts(1, 64), SHORT,
         dict(D=72, heads=(5, 5), layout="unaligned", backward=True, out_bnhd=False),
     ),

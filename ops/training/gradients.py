@@ -26,10 +26,11 @@ def check_trained(
         )
 
 
-OPS = {"g": "rowscaled", "sagebwd": "sagebwd"}  # of each ``sage.training``
+FP8_BACKWARD = "fp8-backward"
+OPS = {"sagebwd": "sagebwd", FP8_BACKWARD: "rowscaled"}  # of each ``sage.training``
 
 
-def trained_by(training: str):
+def training_op(training: str):
     """The op of a ``sage.training``: op(q, k, v, is_causal, scale, out_bnhd), out first of what it
     returns."""
     return getattr(torch.ops.sage, OPS[training]).default

@@ -1,5 +1,5 @@
-"""``sage::rowscaled``: attention that trains by "G", whose backward multiplies in INT8 and FP8 and
-whose scales are known before its loops.
+"""``sage::rowscaled``, the FP8 backward: attention that trains, whose backward multiplies in INT8
+and FP8 and whose scales are known before its loops.
 
     k_mean, v_mean         = estimate(k, v)
     codes                  = quantize(q a row, k - k_mean 64 rows, v - v_mean a row)  a scale each

@@ -5,16 +5,16 @@ from typing import NamedTuple
 from sage_inductor.choose import cost
 from sage_inductor.choose.families import Family
 from sage_inductor.choose.tables import MEASURED
-from sage_inductor.names import TRAINED_BY
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.formats import TRAINED_HEAD_DIM
 from sage_inductor.ops.recipe import NAMED
+from sage_inductor.ops.training.gradients import FP8_BACKWARD
 from sage_inductor.patterns.call_shape import CallShape
-from sage_inductor.patterns.eligible import why_no_g
+from sage_inductor.patterns.eligible import why_no_fp8_backward
 
 
 class Candidate(NamedTuple):
-    recipe: str  # a name in NAMED; of what trains, as `trained_by` has it
+    recipe: str  # a name in NAMED; of a shape that trains, in OPS of ops/training/gradients.py
     warpgroups: int | None = None  # SdpaCall's
 
     @property
@@ -46,14 +46,14 @@ def recipes_of(capability: tuple[int, int], family: Family) -> tuple[str, ...]:
     if family.kind not in cost.TRAINED:
         return auto_recipes(capability, max(family.head_dim, family.head_dim_v))
     one = family.head_dim == family.head_dim_v <= TRAINED_HEAD_DIM
-    return (TRAINED_BY,) if one and why_no_g(capability) is None else ()
+    return (FP8_BACKWARD,) if one and why_no_fp8_backward(capability) is None else ()
 
 
 def by_tiles(shape: CallShape, recipe: str) -> list[Candidate]:
     """`recipe` by each tile that may be the fastest. With a dynamic N_q only one length would be
     timed; there the tile is left to the table, which is read when the call runs."""
     is_fixed = isinstance(shape.q[2], int)
-    if recipe == TRAINED_BY or not (is_fixed and shape.suits_hopper(NAMED[recipe])):
+    if shape.trains or not (is_fixed and shape.suits_hopper(NAMED[recipe])):
         return [Candidate(recipe)]
     is_causal = shape.band.kind == "causal"
     rivals = tiles.rivals(shape.capability, NAMED[recipe].pv, shape.head_dim, is_causal)

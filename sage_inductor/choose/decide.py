@@ -25,7 +25,7 @@ from sage_inductor.choose.cost import Prediction, Sizes
 from sage_inductor.choose.families import Family
 from sage_inductor.choose.timing import BenchmarkCase
 from sage_inductor.errors import SageOptionError
-from sage_inductor.names import AUTO, OFF, TRAINED_BY, check_recipe
+from sage_inductor.names import AUTO, OFF, check_recipe
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.select import select
@@ -33,6 +33,7 @@ from sage_inductor.ops.compat import statically_known_true
 from sage_inductor.ops.compile import travels
 from sage_inductor.ops.formats import Q_BLOCK, pad_head_dim
 from sage_inductor.ops.selector import Selection
+from sage_inductor.ops.training.gradients import FP8_BACKWARD
 from sage_inductor.patterns import reasons
 from sage_inductor.patterns.call import Call, Decision, Site, module_path, value_of
 from sage_inductor.patterns.call_shape import CallShape, hint
@@ -85,7 +86,7 @@ def decide(call: Call, settings: Settings) -> Decision:
         return Decision(None, reason)
     if settings.portable and (refused := _of_one_block(call, candidate.recipe)):
         return Decision(None, refused)
-    if _stacks(call, candidate.recipe):
+    if stacks(call, recipes.NAMED[candidate.recipe]):
         reason += "; all batches share k and v, which are prepared once"
     if settings.portable:
         reason += _left_behind(CallShape.of(call), candidate.recipe)
@@ -171,15 +172,17 @@ def _trained(call: Call, settings: Settings, request: Request) -> Decision:
         return Decision(None, reasons.FP32())
     if request.selection:
         return Decision(None, reasons.LISTS_IN_TRAINING())
-    by = TRAINED_BY if request.training == AUTO else request.training
+    is_auto = request.training == AUTO
+    by = FP8_BACKWARD if is_auto else request.training
     reason = why_not_trained(call, by, shape.capability)
-    if request.training != AUTO:
-        return Decision(None, reason) if reason else Decision(by, "asked for, forward and backward")
-    reason = reason or why_not_by_itself(call)
+    if reason is None and is_auto:
+        reason = why_not_by_itself(call)
     if reason:
         return Decision(None, reason)
+    if not is_auto:
+        return Decision(None, "asked for, forward and backward", trained_by=by)
     candidate, reason = _fastest(call, shape, settings, (by,))
-    return Decision(candidate and candidate.recipe, reason)
+    return Decision(None, reason, trained_by=candidate and candidate.recipe)
 
 
 def _quantized(call: Call, settings: Settings, request: Request) -> Choice:
@@ -278,7 +281,7 @@ def _case(call: Call, shape: CallShape, names: tuple[str, ...]) -> BenchmarkCase
     N_q, N_kv = timed.lengths
     if shape.band.bottom_right and N_q != N_kv:
         return None
-    if all(_stacks(call, name) for name in names):
+    if all(_stacks(call, shape, name) for name in names):
         timed = timed._replace(k=(1, *timed.k[1:]), v=(1, *timed.v[1:]))
     band = dataclasses.replace(shape.band, bottom_right=False)
     candidates = tuple(each for name in names for each in by_tiles(shape, name))
@@ -333,7 +336,7 @@ def _predicted(call: Call, shape: CallShape, settings: Settings, names: tuple[st
             return None, unmeasured
         known = [name for name in names if tables.with_times(gpu, family, (name,))]
     heads = tuple(_floor(n, settings) for n in (*shape.q[:2], shape.k[1]))
-    stacked = {name: _stacks(call, name) for name in known}
+    stacked = {name: _stacks(call, shape, name) for name in known}
 
     def predict(name: str, N: int | None = None) -> Prediction:
         """With the lengths that are not fixed all of N."""
@@ -386,8 +389,8 @@ def _calibrate(
     return reasons.NOT_MEASURABLE(*of, error) if error else None
 
 
-def _stacks(call: Call, recipe: str) -> bool:
-    return recipe in recipes.NAMED and stacks(call, recipes.NAMED[recipe])
+def _stacks(call: Call, shape: CallShape, name: str) -> bool:
+    return not shape.trains and stacks(call, recipes.NAMED[name])
 
 
 def _floor(n, settings: Settings) -> int:

@@ -35,11 +35,11 @@ from sage_inductor.choose.families import (
     flash_attention,
     versions,
 )
-from sage_inductor.names import TRAINED_BY
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.tiles import Gpu
 from sage_inductor.ops.formats import HEAD_DIMS
 from sage_inductor.ops.recipe import NAMED
+from sage_inductor.ops.training.gradients import FP8_BACKWARD
 
 _log = logging.getLogger("sage_inductor")
 
@@ -283,7 +283,7 @@ def _is_row(row) -> bool:
         all(map(_is_positive, sizes))
         and all(x is None or isinstance(x, int) for x in (left, right))
         and isinstance(ms, dict)
-        and set(ms) <= {*NAMED, TRAINED_BY, *OF_SDPA}
+        and set(ms) <= {*NAMED, FP8_BACKWARD, *OF_SDPA}
         and all(isinstance(x, float) and 0 < x < float("inf") for x in ms.values())
     )
 

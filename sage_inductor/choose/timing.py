@@ -32,7 +32,7 @@ from sage_inductor.ops.launch import noted
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.reference.exact import masked
 from sage_inductor.ops.sdpa import SdpaCall, attend
-from sage_inductor.ops.training.gradients import trained_by
+from sage_inductor.ops.training.gradients import training_op
 from sage_inductor.patterns.call import CAUSAL, FULL
 from sage_inductor.patterns.call_shape import CallShape
 
@@ -181,7 +181,7 @@ def calls_of(case: BenchmarkCase) -> dict[Candidate | str, Callable]:
 
     def sage(candidate):
         if shape.trains:
-            return trained_by(candidate.recipe)(q, k, v, is_causal, scale, True)[0]
+            return training_op(candidate.recipe)(q, k, v, is_causal, scale, True)[0]
         # Without the correction of lse: nobody reads it in a rewritten call.
         return attend(
             SdpaCall(

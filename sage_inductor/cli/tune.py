@@ -10,8 +10,8 @@ import torch
 from sage_inductor.choose import tables, timing
 from sage_inductor.choose.families import Table
 from sage_inductor.cli.progress import track
-from sage_inductor.names import TRAINED_BY
 from sage_inductor.ops.recipe import NAMED
+from sage_inductor.ops.training.gradients import FP8_BACKWARD
 
 
 def tune(head_dims: list[int], kinds: list[str]) -> int:
@@ -42,7 +42,7 @@ HEADS = 128, 24, 8  # B*H
 def lines(table: Table) -> list[str]:
     """From where each recipe is predicted to be faster than SDPA, a line for each of a family."""
     found = []
-    for family, recipe in itertools.product(table.families, (*NAMED, TRAINED_BY)):
+    for family, recipe in itertools.product(table.families, (*NAMED, FP8_BACKWARD)):
         if table.find(family, recipe) == family:
             first = {heads: table.first_length(family, recipe, heads) for heads in HEADS}
             error = table.error(family, recipe)

@@ -23,6 +23,7 @@ from bench.learners import GPTs, Layers, Size, Text
 
 SMALL = Size(layers=2, heads=2, head_dim=64, N=32, batch=2, steps=12, every=4, evaluated=8)
 CPU = torch.device("cpu")
+FP8 = "FP8 backward"
 EXACT = curves.attention_of("exact", True, False)
 
 
@@ -64,7 +65,7 @@ def trainer(text, seeds=(0, 1), qk_norm=True, attention=EXACT, size=SMALL):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("recipe", ["bf16", "SageBwd", "G", "G, of earlier rows alone"])
+@pytest.mark.parametrize("recipe", ["bf16", "SageBwd", FP8, f"{FP8}, of earlier rows alone"])
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_gradients_in_training_are_those_of_the_laboratory(recipe, dtype, is_causal):
     *inputs, do = draw(2, 2, 150, 64, dtype=dtype)
@@ -93,17 +94,18 @@ def test_exact_attention_and_one_without_rounding_have_autograds_gradients(is_ca
 
 
 def test_a_compiled_recipe_that_differs_is_refused(monkeypatch):
-    eager = curves.steps_of(ENTRIES["G"], True)
+    eager = curves.steps_of(ENTRIES["FP8 backward"], True)
     for factor in (1.0, 1.01):
         steps = eager._replace(
             backward=lambda *x, by=factor: tuple(by * each for each in eager.backward(*x))
         )
         monkeypatch.setattr(curves, "compiled_steps", lambda *_, steps=steps: steps)
         if factor == 1:
-            assert curves.beside_eager("G", True, (2, 1, 64, 64), CPU) == 0
+            assert curves.beside_eager("FP8 backward", True, (2, 1, 64, 64), CPU) == 0
         else:
-            with pytest.raises(RuntimeError, match=r"G differs from eager by 1\.0e-02.*no-compile"):
-                curves.beside_eager("G", True, (2, 1, 64, 64), CPU)
+            message = r"FP8 backward differs from eager by 1\.0e-02.*no-compile"
+            with pytest.raises(RuntimeError, match=message):
+                curves.beside_eager("FP8 backward", True, (2, 1, 64, 64), CPU)
 
 
 # -- the model ----
@@ -212,7 +214,7 @@ def test_the_learning_rate_rises_and_falls():
     assert found[:peak] == sorted(found[:peak]) and found[peak:] == sorted(found[peak:])[::-1]
 
 
-@pytest.mark.parametrize("recipe", ["exact", "SageBwd", "G"])
+@pytest.mark.parametrize("recipe", ["exact", "SageBwd", "FP8 backward"])
 def test_one_seed_is_one_run(recipe, text):
     first, again = (last(recipe, text=text) for _ in range(2))
     assert [row["curve"] for row in first] == [row["curve"] for row in again]
@@ -229,7 +231,7 @@ def test_one_seed_is_one_run(recipe, text):
 
 def test_all_recipes_see_the_same_batches(text, monkeypatch):
     windows, seen, first = learners.windows, {}, {}
-    for recipe in ("exact", "SageBwd", "G"):
+    for recipe in ("exact", "SageBwd", "FP8 backward"):
         for qk_norm in (True, False):
             its = seen[recipe, qk_norm] = []
 
@@ -413,7 +415,7 @@ def rows_of(model, recipe, run=0):  # of `run` there may be several
 
 @pytest.mark.parametrize(
     "model, recipe",
-    [("dit", recipe) for recipe in ("bf16", "SageBwd", "SageBwd (kernel)", "G (kernel)")]
+    [("dit", recipe) for recipe in ("bf16", "SageBwd", "SageBwd (kernel)", "FP8 backward (kernel)")]
     + [
         pytest.param("minilm", recipe, marks=pytest.mark.sweep)
         for recipe in ("bf16", "SageBwd (kernel)")
@@ -441,8 +443,8 @@ def test_kernels_are_the_ops_that_users_train_with():
     for recipe, op, is_causal in (
         ("SageBwd (kernel)", torch.ops.sage.sagebwd, True),
         ("SageBwd (kernel)", torch.ops.sage.sagebwd, False),
-        ("G (kernel)", torch.ops.sage.rowscaled, True),
-        ("G (kernel)", torch.ops.sage.rowscaled, False),
+        ("FP8 backward (kernel)", torch.ops.sage.rowscaled, True),
+        ("FP8 backward (kernel)", torch.ops.sage.rowscaled, False),
     ):
         leaves = [x.clone().requires_grad_() for x in inputs]
         o = curves.attention_of(recipe, is_causal, False)(*leaves)
@@ -501,7 +503,7 @@ class NoValueRead(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("model", ["gpt", "dit", "minilm"])
-@pytest.mark.parametrize("recipe", ["exact", "bf16", "G"])
+@pytest.mark.parametrize("recipe", ["exact", "bf16", "FP8 backward"])
 def test_a_step_reads_no_tensors_value(model, recipe):
     task = task_of(model)
     attention = curves.attention_of(recipe, task.is_causal, False)
@@ -592,7 +594,7 @@ def test_a_budget_stops_between_two_points(text, monkeypatch):
         advance(self, steps)
 
     monkeypatch.setattr(Trainer, "advance", slow)
-    whole, part = last(text=text), last("G", text=text, until=clock.now + 15)
+    whole, part = last(text=text), last("FP8 backward", text=text, until=clock.now + 15)
     assert [row["steps"] for row in part] == [8, 8] and all(row["held_out"] for row in part)
     assert [len(row["curve"]) for row in part] == [2, 2] and part[0]["ms"] == 2500
     assert last(text=text, until=clock.now)[0]["steps"] == 4  # what is begun has a point
@@ -647,27 +649,27 @@ def test_the_summary_by_hand():
     rows = [
         made_up("exact", 0, [*head, 2.0, 1.0], 1.0),
         made_up("exact", 1, [*head, 3.0, 2.0], 2.0),
-        made_up("G", 0, [*head, 2.5, 1.5], 1.25),
-        made_up("G", 1, [*head, 3.0, 2.2], 2.75),
+        made_up("FP8 backward", 0, [*head, 2.5, 1.5], 1.25),
+        made_up("FP8 backward", 1, [*head, 3.0, 2.2], 2.75),
         made_up("SageBwd", 0, [*head, 4.0, 4.0], 8.0, diverged=30),
         made_up("SageBwd", 1, [9.0, 8.0, 7.0], 7.0, steps=6),
         made_up("bf16", 0, [9.0, 8.0, 7.0], None, steps=6),
         made_up("bf16", 1, [9.0, 8.0, 6.0], None, steps=6),
-        made_up("G", 0, [5.0], 1.0, qk_norm=False),
+        made_up("FP8 backward", 0, [5.0], 1.0, qk_norm=False),
     ]
-    exact, g, sage, control, alone = found = curves.summarize(rows)
-    assert [line["recipe"] for line in found] == ["exact", "G", "SageBwd", "bf16", "G"]
+    exact, fp8, sage, control, alone = found = curves.summarize(rows)
+    assert [line["recipe"] for line in found] == ["exact", FP8, "SageBwd", "bf16", FP8]
     deviation = math.sqrt(0.5)  # of 1.5 and 2.5, and of 1 and 2
     assert exact["train"] == pytest.approx(
         {"mean": 2.0, "gap": 0.0, "gap_deviation": 0.0, "exact_deviation": deviation}
     )
-    assert g["train"] == pytest.approx({
+    assert fp8["train"] == pytest.approx({
         "mean": 2.3, "gap": 0.3, "gap_deviation": 0.2 * deviation * 2, "exact_deviation": deviation,
     })  # gaps .5 and .1  # fmt: skip
-    assert g["held_out"] == pytest.approx({
+    assert fp8["held_out"] == pytest.approx({
         "mean": 2.0, "gap": 0.5, "gap_deviation": 0.5 * deviation, "exact_deviation": deviation,
     })  # gaps .25 and .75  # fmt: skip
-    assert (g["seeds"], g["diverged"], g["partial"]) == (2, 0, 0)
+    assert (fp8["seeds"], fp8["diverged"], fp8["partial"]) == (2, 0, 0)
     # One run diverged. Of the other's three points the last counts, beside exact's third.
     assert (sage["seeds"], sage["diverged"], sage["partial"]) == (2, 1, 1)
     assert sage["train"] == pytest.approx(
@@ -692,11 +694,11 @@ def test_all_of_it(text, tmp_path, monkeypatch, capsys):
     save = harness.Result.save
     monkeypatch.setattr(harness.Result, "save", lambda result: (saves.append(1), save(result)))
     path = tmp_path / "bench" / "results" / "cpu" / "2026-01-01-curves.json"
-    asked = ["--recipes", "exact", "G", "--seeds", "2", "--steps", "8", "--json", str(path)]
+    asked = ["--recipes", "exact", FP8, "--seeds", "2", "--steps", "8", "--json", str(path)]
     assert curves.main(asked) == 0
     result = json.loads(path.read_text())
     found = [(row["qk_norm"], row["recipe"], row["seed"]) for row in result["rows"]]
-    assert found == [(y, x, i) for y in (True, False) for x in ("exact", "G") for i in (0, 1)]
+    assert found == [(y, x, i) for y in (True, False) for x in ("exact", FP8) for i in (0, 1)]
     assert {(row["plan"], row["tokens"]) for row in result["rows"]} == {("curves", 64)}
     assert len(saves) == 4 * 4 + 1 and len(result["summary"]) == 4  # two points, held out, the end
     assert result["summary"] == curves.summarize(result["rows"])
@@ -708,7 +710,7 @@ def test_all_of_it(text, tmp_path, monkeypatch, capsys):
         page.parent.mkdir(exist_ok=True)
         page.write_text("<!-- table:curves -->\n<!-- table:end -->\n")
     assert pages.main(["--root", str(tmp_path)]) == 0
-    assert (tmp_path / "docs" / "accuracy.md").read_text().count("| 64 | no | G | 2 |") == 1
+    assert (tmp_path / "docs" / "accuracy.md").read_text().count(f"| 64 | no | {FP8} | 2 |") == 1
     assert path.with_name("curves.svg").read_text().count("tokens a step") >= 4
 
     assert curves.main([*asked, "--budget", "0"]) == 0
@@ -767,8 +769,8 @@ def test_the_plot_and_the_table_of_runs_that_failed(tmp_path, monkeypatch):
     rows = [
         made_up("exact", 0, [3.0, 2.0, 1.0]),
         made_up("exact", 1, [3.0, 2.0, 2.0]),
-        made_up("G", 0, [3.0, 2.5, 2.0]),
-        made_up("G", 1, [3.0, None, None], None, diverged=3),
+        made_up("FP8 backward", 0, [3.0, 2.5, 2.0]),
+        made_up("FP8 backward", 1, [3.0, None, None], None, diverged=3),
         made_up("SageBwd", 0, [4.0, 2.25], steps=4),
         made_up("SageBwd", 2, [4.0, 3.0]),
     ]
@@ -785,16 +787,16 @@ def test_the_plot_and_the_table_of_runs_that_failed(tmp_path, monkeypatch):
     assert grey.get_y() == pytest.approx(-math.sqrt(0.5))
     assert grey.get_height() == pytest.approx(2 * math.sqrt(0.5))
     table = pages.TABLES["curves"]({"cpu": {"curves": result}})
-    assert "| 64 | yes | G | 2, 1 diverged | 2.0000 | +1.00000 | - | 0.70711 |" in table
+    assert "| 64 | yes | FP8 backward | 2, 1 diverged | 2.0000 | +1.00000 | - | 0.70711 |" in table
     assert "| SageBwd | 2, 1 partial |" in table
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "model, recipe",
-    [("gpt", recipe) for recipe in ("exact", "SageBwd", "G", "SageBwd (kernel)", "G (kernel)")]
-    + [("dit", recipe) for recipe in ("exact", "bf16", "SageBwd (kernel)", "G (kernel)")]
-    + [("minilm", recipe) for recipe in ("exact", "SageBwd (kernel)", "G (kernel)")],
+    [("gpt", recipe) for recipe in ("exact", "SageBwd", FP8, *curves.KERNELS)]
+    + [("dit", recipe) for recipe in ("exact", "bf16", "SageBwd (kernel)", "FP8 backward (kernel)")]
+    + [("minilm", recipe) for recipe in ("exact", "SageBwd (kernel)", "FP8 backward (kernel)")],
 )
 def test_a_captured_step_is_the_step(model, recipe):
     """Bit for bit, and compiled nearly so."""

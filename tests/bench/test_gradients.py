@@ -133,7 +133,7 @@ def test_whose_lse_the_backward_takes(again):
 
 
 def rounded_in(entry, inputs, monkeypatch, is_causal=False):
-    """What a recipe rounds with the scale 1: of G p / w and dS / r."""
+    """What a recipe rounds with the scale 1: of the FP8 backward p / w and dS / r."""
     apply, seen = gradients.apply, []
 
     def record(x, how, t, stochastic=False):
@@ -147,7 +147,9 @@ def rounded_in(entry, inputs, monkeypatch, is_causal=False):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("entry", ["G", "G, dP INT8", "G, of earlier rows alone"])
+@pytest.mark.parametrize(
+    "entry", ["FP8 backward", "FP8 backward, dP INT8", "FP8 backward, of earlier rows alone"]
+)
 @pytest.mark.parametrize("family", ["normal", "sinks", "biased_v"])
 def test_what_a_row_scaled_recipe_rounds_is_at_most_one_and_not_much_less(
     entry, family, is_causal, monkeypatch
@@ -162,17 +164,18 @@ def test_the_bound_of_ds_is_reached(monkeypatch):
     v = torch.ones(1, 1, 400, 16)
     v[:, :, 7] = -1
     q = torch.zeros_like(v)
-    _, ds = rounded_in("G", (q, torch.randn_like(v), v, v), monkeypatch)
+    _, ds = rounded_in("FP8 backward", (q, torch.randn_like(v), v, v), monkeypatch)
     assert 0.99 < ds.max() <= 1
 
 
-@pytest.mark.parametrize("entry", ["G", "G, of earlier rows alone"])
+@pytest.mark.parametrize("entry", ["FP8 backward", "FP8 backward, of earlier rows alone"])
 def test_what_later_keys_change_of_earlier_rows(entry):
     q, k, v, do = draw("normal", N=200)
     later = [torch.cat([x[:, :, :90], 3 * x[:, :, 90:].flip(2)], 2) for x in (k, v)]
     here, there = (gradients.gradients(q, *kv, do, ENTRIES[entry], True) for kv in ((k, v), later))
     same = [torch.equal(x[:, :, :90], y[:, :, :90]) for x, y in zip(here, there, strict=True)]
-    assert same[:2] == [entry != "G"] * 2 and not any(same[2:])  # dK, dV: of later queries
+    assert same[:2] == [entry != "FP8 backward"] * 2
+    assert not any(same[2:])  # dK, dV: of later queries
     assert relative_l1(here.dq, gradients.exact(q, k, v, do, True).dq) < 0.06
 
 
@@ -243,7 +246,7 @@ def test_rows_without_a_gradient_have_none(entry):
     assert not any(x.any() for x in nothing[1:])
 
 
-@pytest.mark.parametrize("entry", ["SageBwd", "G", "G, dP INT8"])
+@pytest.mark.parametrize("entry", ["SageBwd", "FP8 backward", "FP8 backward, dP INT8"])
 def test_what_all_keys_have_in_common_changes_nothing_but_rounding(entry):
     q, k, v, do = draw("normal")
     there, here = (gradients.gradients(q, x, v, do, ENTRIES[entry]) for x in (k, k + 4))
@@ -285,9 +288,9 @@ def test_each_operand_is_rounded_in_its_product_alone(field, how):
     kind=list(gradients.OUTPUTS),
     is_causal=[False, True],
 )
-def test_g_is_nearer_than_sage_bwd(family, kind, is_causal):
+def test_the_fp8_backward_is_nearer_than_sage_bwd(family, kind, is_causal):
     inputs = draw(family, kind, 512, 64)
-    ours, theirs = (errors(entry, inputs, is_causal) for entry in ("G", "SageBwd"))
+    ours, theirs = (errors(entry, inputs, is_causal) for entry in ("FP8 backward", "SageBwd"))
     assert all(ours[name] < theirs[name] for name in NAMES), (ours, theirs)
     assert max(ours.values()) < 0.15
 
@@ -299,14 +302,15 @@ def test_what_smoothing_is_worth():
     assert without > 3 * with_it
     inputs = draw("biased_v", "varied", 512, 64)
     with_it, without = (
-        errors(x, inputs)["dq"] for x in ("G, dP INT8", "G, dP INT8, v not smoothed")
+        errors(x, inputs)["dq"]
+        for x in ("FP8 backward, dP INT8", "FP8 backward, dP INT8, v not smoothed")
     )
     assert without > 1.5 * with_it
 
 
 def test_a_scale_a_head_is_not_enough_for_tokens_of_different_size():
     inputs = draw("biased_v", "varied", 512, 64)
-    assert errors("FP8, a scale a head", inputs)["dq"] > 5 * errors("G", inputs)["dq"]
+    assert errors("FP8, a scale a head", inputs)["dq"] > 5 * errors("FP8 backward", inputs)["dq"]
 
 
 def test_the_kinds_of_do():
@@ -332,17 +336,17 @@ def test_the_table(tmp_path, capsys):
     for kind, shown in (("none", ("dq", "dk", "dv")), ("relative", ("dmask", "dmask_rounded"))):
         row = next(
             row for row in rows
-            if (row["entry"], row["do"], row["mask"]) == ("G", "varied", kind)
+            if (row["entry"], row["do"], row["mask"]) == ("FP8 backward", "varied", kind)
         )  # fmt: skip
         masks = [gradients.draw_mask(kind, seed, 1, 130) for seed in range(2)]
         inputs = [draw("normal", "varied", 130, 64, seed, H=1) for seed in range(2)]
         its = [
-            errors("G", x, mask=None if mask is None else mask.float())
+            errors("FP8 backward", x, mask=None if mask is None else mask.float())
             for x, mask in zip(inputs, masks, strict=True)
         ]
         for name, x in row["rel_l1"].items():
             assert x == pytest.approx(sum(each[name] for each in its) / 2, rel=1e-5)
         table = accuracy.training_table([row for row in rows if row["mask"] == kind])
-        assert table.count("\n| G |") == 2 and "| entry | normal | sinks |" in table
+        assert table.count("\n| FP8 backward |") == 2 and "| entry | normal | sinks |" in table
         cell = "/".join(f"{100 * row['rel_l1'][name]:.1f}" for name in shown)
-        assert f"| G | {cell} |" in table
+        assert f"| FP8 backward | {cell} |" in table

@@ -92,7 +92,7 @@ def test_calls_that_train_are_drawn_as_others_are(h200):
     with regret.decisions_by("calibrated"):
         found = regret.kinds_of(calls[:40], CUDA)
     assert found and {family.kind for family in found} == {*regret.STEPS}
-    assert {*found.values()} == {("g",)}
+    assert {*found.values()} == {("fp8-backward",)}
 
 
 @pytest.mark.parametrize("kind, N_kv", [("full", 400), ("causal", 300)])
@@ -103,13 +103,13 @@ def test_the_pass_decides_calls_that_train(kind, N_kv):
     inference = dataclasses.replace(call, kind=kind)
     with config.patch(emulate=True):  # with which "auto" is not about training
         graphs = (regret.captured(each, cpu) for each in (call, inference))
-        site, other = (regret.decided(graph, training="g") for graph in graphs)
-    assert (site.recipe, other.recipe) == ("g", "sage2-8b")
+        site, other = (regret.decided(graph, training="fp8-backward") for graph in graphs)
+    assert (site.recipe, other.recipe) == ("fp8-backward", "sage2-8b")
     assert site.mask == other.mask == {"full": "none", "causal": "causal"}[kind]
     q, kv = (1, 4, 300, 64), (1, 2, N_kv, 64)
     shape = CallShape(cpu, torch.bfloat16, q, kv, kv, trains=True)
-    case = BenchmarkCase(shape, (Candidate("g"),))
-    assert regret.taken(site, case) == Candidate("g")
+    case = BenchmarkCase(shape, (Candidate("fp8-backward"),))
+    assert regret.taken(site, case) == Candidate("fp8-backward")
 
 
 @seeds(8, always=1)

@@ -166,7 +166,7 @@ def stepped():
             "kept_bytes": kept * 2**30, "peak_bytes": peak * 2**30, "weight_bytes": 2**30,
         }  # fmt: skip
 
-    return [row("inductor", 200.0, 16, 20), row("g", 160.0, 14, 19)]
+    return [row("inductor", 200.0, 16, 20), row("fp8-backward", 160.0, 14, 19)]
 
 
 def trained():
@@ -178,13 +178,13 @@ def trained():
 
     error = {"dq": 0.02, "dk": 0.031, "dv": 0.0449}
     return [
-        row("cudnn", 2.0, 8.0, error), row("flash", 4.0, 4.0, None), row("g", 1.0, 2.0, error),
-        row("g", 1.0, 2.0, error, "alone"),
+        row("cudnn", 2.0, 8.0, error), row("flash", 4.0, 4.0, None), row("fp8-backward", 1.0, 2.0, error),
+        row("fp8-backward", 1.0, 2.0, error, "alone"),
     ]  # fmt: skip
 
 
 LOSS = {"mean": 2.0, "gap": 1.0, "gap_deviation": None, "exact_deviation": 0.5}
-LINE = {"tokens": 64, "qk_norm": False, "recipe": "G", "seeds": 2, "diverged": 1, "partial": 0,
+LINE = {"tokens": 64, "qk_norm": False, "recipe": "FP8 backward", "seeds": 2, "diverged": 1, "partial": 0,
         **dict.fromkeys(curves.FIGURES, LOSS)}  # fmt: skip
 
 # -- their tables ----
@@ -268,18 +268,18 @@ TABLES = {
         lambda: training.memory_table(stepped()), """
 |  | compiled by | step, ms | kept, GiB | peak, GiB | weights, GiB | CosSim |
 | 2 layers | inductor | 200.0 | 16.00 | 20.00 | 1.00 | 0.9987 |
-| 2 layers | g | 160.0 (1.25x) | 14.00 (-12.5%) | 19.00 (-5.0%) | 1.00 | 0.9987 |"""),
+| 2 layers | fp8-backward | 160.0 (1.25x) | 14.00 (-12.5%) | 19.00 (-5.0%) | 1.00 | 0.9987 |"""),
     "each part beside the faster rival": (
         lambda: training.table(trained()), """
 | B x H x N x D |  | forward | backward | step | kept | dQ/dK/dV, % |
 | 1x2x9x8 | cudnn | 2.000 | 8.000 | 10.00 | 6.0 | 2.0/3.1/4.5 |
 | 1x2x9x8 | flash | 4.000 | 4.000 | 8.000 | 6.0 | - |
-| 1x2x9x8 | g | 1.000 (2.00x) | 2.000 (2.00x) | 3.000 (2.67x) | 6.0 | 2.0/3.1/4.5 |
-| alone | g | 1.000 | 2.000 | 3.000 | 6.0 | 2.0/3.1/4.5 |"""),
+| 1x2x9x8 | fp8-backward | 1.000 (2.00x) | 2.000 (2.00x) | 3.000 (2.67x) | 6.0 | 2.0/3.1/4.5 |
+| alone | fp8-backward | 1.000 | 2.000 | 3.000 | 6.0 | 2.0/3.1/4.5 |"""),
     "losses and gaps": (
         lambda: curves.table([LINE]), """
 | tokens | QK-norm | recipe | seeds | loss | gap | deviation | of exact | held out: loss | gap | deviation | of exact |
-| 64 | no | G | 2, 1 diverged | 2.0000 | +1.00000 | - | 0.50000 | 2.0000 | +1.00000 | - | 0.50000 |"""),
+| 64 | no | FP8 backward | 2, 1 diverged | 2.0000 | +1.00000 | - | 0.50000 | 2.0000 | +1.00000 | - | 0.50000 |"""),
 }  # fmt: skip
 
 
@@ -346,6 +346,20 @@ def test_a_page_has_the_newest_result_of_each_plan(tmp_path):
     (tmp_path / "old.json").write_text(json.dumps({"date": "2026-01-01", "rows": []}))
     with pytest.raises(ValueError, match='old.json must say the "command"'):
         pages.newest(tmp_path)
+
+
+def test_a_result_is_read_by_the_names_of_today(tmp_path):
+    path = tmp_path / "2026-11-23-backward.json"
+
+    def result(*names):
+        return {
+            "providers": [*names[:3], "gpu", "GPTs"],
+            "command": "x.py --only {} '{}' '{}' {} -n".format(*names[1:]),
+        }
+
+    path.write_text(json.dumps(result("sage2-8b-rows", "g", "g, compiled", "G, dP INT8", "G")))
+    names = "fp8-backward", "fp8-backward, compiled", "FP8 backward, dP INT8", "'FP8 backward'"
+    assert pages.load(path) == result("sage2-8b-per-token", *names)
 
 
 def test_a_page_is_written_between_its_markers_and_checked(tmp_path, capsys):

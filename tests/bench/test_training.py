@@ -27,7 +27,7 @@ def test_what_is_kept_is_counted_once():
     codes = 64 * (of_q + 2 * of_kv)
     scales = 4 * (of_q + of_kv // 64 + of_kv)
     stats, v_mean = 4 * 2 * of_q, 4 * 2 * 64
-    found = training.kept_bytes(training.by_op("g"), (q, k, v))
+    found = training.kept_bytes(training.by_op("fp8-backward"), (q, k, v))
     assert found == 2 * q.numel() + codes + scales + stats + v_mean
     square = training.kept_bytes(lambda q, k, v: q * q, (q, k, v))
     assert square == 2 * q.numel()
@@ -36,7 +36,7 @@ def test_what_is_kept_is_counted_once():
 @pytest.mark.parametrize("H_kv", [1, 4])
 def test_errors_are_of_the_gradients(H_kv):
     shape = Case(2, 4, H_kv, 300, 64)
-    of_op = training.errors(training.by_op("g"), shape, "cpu")
+    of_op = training.errors(training.by_op("fp8-backward"), shape, "cpu")
     assert list(of_op) == ["dq", "dk", "dv"] and all(0.02 < x < 0.06 for x in of_op.values())
     exact = training.errors(
         lambda q, k, v: F.scaled_dot_product_attention(
@@ -55,7 +55,7 @@ def test_what_is_compiled_is_the_op(is_causal):
     q, k, v = leaves()
     attend, op = (
         functools.partial(each, is_causal=is_causal)
-        for each in (training.ATTENTION["g, compiled"], training.by_op("g"))
+        for each in (training.ATTENTION["fp8-backward, compiled"], training.by_op("fp8-backward"))
     )
     with sage_inductor.config.patch(emulate=True):
         out = attend(q, k, v)
@@ -79,8 +79,8 @@ def two_layers():
     torch._dynamo.reset()
     counters.clear()
     model = training.Model(2, 1, 2, 256, 64)
-    options = training.COMPILED["g"]["options"] | {"sage.emulate": True}
-    compiled = training.COMPILED | {"g": {"backend": "sage", "options": options}}
+    options = training.COMPILED["fp8-backward"]["options"] | {"sage.emulate": True}
+    compiled = training.COMPILED | {"fp8-backward": {"backend": "sage", "options": options}}
     with op_by_op(partitioned=True):
         rows = training.measure_steps(model, torch.device("cpu"), compiled)
     return model, rows, counters["stats"]["unique_graphs"], sage_inductor.report()
@@ -88,7 +88,7 @@ def two_layers():
 
 def test_a_step_keeps_codes_in_the_place_of_16_bits(two_layers):
     model, (inductor, g), _, _ = two_layers
-    assert [row["provider"] for row in (inductor, g)] == ["inductor", "g"]
+    assert [row["provider"] for row in (inductor, g)] == ["inductor", "fp8-backward"]
     layers, B, H, N, D = model
     heads, rows = B * H, B * H * N
     of_16_bits = 3 * 2 * rows * D + 4 * rows  # q, k, v and lse
@@ -104,7 +104,7 @@ def test_a_step_keeps_codes_in_the_place_of_16_bits(two_layers):
 
 def test_all_layers_are_one_graph_for_each_way_to_compile(two_layers):
     _, _, graphs, report = two_layers
-    assert graphs == 2 and [site.recipe for site in report] == ["g"]
+    assert graphs == 2 and [site.recipe for site in report] == ["fp8-backward"]
 
 
 def test_gradients_are_near_inductors(two_layers):

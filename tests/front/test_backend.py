@@ -226,7 +226,7 @@ def run(options, function=F.scaled_dot_product_attention, **kwargs):
         ({"recipe": "sage1"}, r'option "recipe" does not exist: did you mean "sage.recipe"\? \(got \'sage1\''),
         ({"sage_force": True}, 'did you mean "sage.force"'),
         ({"epilogue_fusoin": True}, 'did you mean "epilogue_fusion"'),
-        ({"sage.training": "G"}, "sage.training must be one of .*, got 'G': did you mean 'g'"),
+        ({"sage.training": "fp8"}, "sage.training must be one of .*, got 'fp8': did you mean 'fp8-b"),
         # Nothing is spelled like it.
         ({"sage.recipe": "fast"}, r"got 'fast'\n"),
         ({"sage.recipe": 1}, r"got 1\n"),

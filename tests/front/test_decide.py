@@ -683,10 +683,11 @@ def test_which_calls_are_trained_by_sagebwd(given, capability, reason, monkeypat
 # -- training by "auto" ----
 
 LONG_STEP = (1, 32, 32, 16384, 128)
+TRAINS = "the FP8 backward trains"
 
 
 def trained_table():
-    return table("full-training", "causal-training", recipes=("g",))
+    return table("full-training", "causal-training", recipes=("fp8-backward",))
 
 
 def step(monkeypatch, shape=LONG_STEP, capability=(9, 0), **given):
@@ -694,40 +695,40 @@ def step(monkeypatch, shape=LONG_STEP, capability=(9, 0), **given):
     return decide(shape, capability, monkeypatch, **given)
 
 
-def test_a_call_trains_by_g_where_the_fit_says_that_a_step_is_faster(monkeypatch):
+def test_a_call_trains_by_the_fp8_backward_where_the_fit_says_that_a_step_is_faster(monkeypatch):
     known(monkeypatch, trained_table())
     site = step(monkeypatch)
     found = re.fullmatch(r"([\d.]+)x SDPA by the fit \(([\d.]+) and ([\d.]+) ms\)", site.reason)
-    assert site.recipe == "g"
+    assert site.recipe == "fp8-backward"
     speedup, ours, sdpa = map(float, found.groups())
     assert speedup > 1.5 and sdpa / ours == pytest.approx(speedup, rel=0.01)
     site = step(monkeypatch, (1, 2, 2, 512, 128))
     assert not site.rewritten
     assert re.fullmatch(
-        r"never slower: g with head_dim 128, full-training, B\*H=2 is 0\.\d+x SDPA by the fit "
+        r"never slower: fp8-backward with head_dim 128, full-training, B\*H=2 is 0\.\d+x SDPA by the fit "
         r"\([\d.]+ and [\d.]+ ms\)", site.reason,
     )  # fmt: skip
     site = step(monkeypatch, (1, 32, 32, 255, 128))
     assert site.reason == "never slower: a call with fewer than 256 queries or keys"
 
 
-def test_g_wins_by_the_margin_of_inference(monkeypatch):
+def test_the_fp8_backward_wins_by_the_margin_of_inference(monkeypatch):
     known(monkeypatch, trained_table())
     shown = []
     monkeypatch.setattr(
         cost.Prediction, "wins", property(lambda self: shown.append(self) or self.ours > 1e9)
     )
-    assert not step(monkeypatch).rewritten and {each.recipe for each in shown} == {"g"}
+    assert not step(monkeypatch).rewritten and {each.recipe for each in shown} == {"fp8-backward"}
 
 
 @pytest.mark.parametrize(
     "given, reason",
     [
-        ({"kind": "keys"}, "g trains calls without a mask but the causal one, got bool"),
-        ({"kind": "window"}, "g trains calls without a mask but the causal one, got win"),
-        ({"kind": "causal", "N_kv": 9000}, "g trains causal calls of as many queries"),
-        ({"shape": (1, 32, 32, 16384, 160)}, "g trains head_dims up to 128"),
-        ({"capability": (8, 9)}, "g trains on compute capability 9.0, got 8.9"),
+        ({"kind": "keys"}, f"{TRAINS} calls without a mask but the causal one, got bool"),
+        ({"kind": "window"}, f"{TRAINS} calls without a mask but the causal one, got win"),
+        ({"kind": "causal", "N_kv": 9000}, f"{TRAINS} causal calls of as many queries"),
+        ({"shape": (1, 32, 32, 16384, 160)}, f"{TRAINS} head_dims up to 128"),
+        ({"capability": (8, 9)}, f"{TRAINS} on compute capability 9.0, got 8.9"),
         ({"dtype": torch.float32}, "q, k and v are fp32"),
         ({"recipe": "off", "policy": (Rule("auto", head_dim=(64,)),)}, "the recipe is 'off'"),
         ({"policy": (Rule("off"),)}, "the policy says off"),
@@ -735,7 +736,7 @@ def test_g_wins_by_the_margin_of_inference(monkeypatch):
     ],
     ids=str,
 )
-def test_what_g_does_not_train_stays_and_is_not_measured(given, reason, monkeypatch):
+def test_what_the_fp8_backward_does_not_train_stays_and_is_not_measured(given, reason, monkeypatch):
     measuring = Measuring(monkeypatch, trained_table())
     site = step(monkeypatch, **given)
     assert not site.rewritten and site.reason.startswith(reason)
@@ -745,18 +746,18 @@ def test_what_g_does_not_train_stays_and_is_not_measured(given, reason, monkeypa
 def test_a_policy_may_say_auto_in_training(monkeypatch):
     known(monkeypatch, trained_table())
     site = step(monkeypatch, training="off", policy=(Rule("auto", training="auto"),))
-    assert site.recipe == "g"
+    assert site.recipe == "fp8-backward"
 
 
 @pytest.mark.parametrize("kind", ["full", "causal"])
 def test_a_step_that_nothing_is_known_of_is_measured_while_it_compiles(kind, monkeypatch):
     measuring = Measuring(monkeypatch, trained_table())
-    assert step(monkeypatch, kind=kind).recipe == "g"
-    assert measuring.asked == [("cuda", Family(128, 128, f"{kind}-training"), ("g",))]
+    assert step(monkeypatch, kind=kind).recipe == "fp8-backward"
+    assert measuring.asked == [("cuda", Family(128, 128, f"{kind}-training"), ("fp8-backward",))]
     step(monkeypatch, (1, 32, 32, 8192, 128), kind=kind)
     assert len(measuring.asked) == 1  # it is known now
     measuring.tables.clear()
-    for given in ({"training": "g"}, {"force": True}, {"training": "off"}):
+    for given in ({"training": "fp8-backward"}, {"force": True}, {"training": "off"}):
         step(monkeypatch, kind=kind, **given)
     assert len(measuring.asked) == 1
 
@@ -765,7 +766,7 @@ def test_times_of_inference_say_nothing_of_training(monkeypatch):
     known(monkeypatch, table())
     site = step(monkeypatch, calibrate=False)
     assert not site.rewritten and site.reason == (
-        "never slower: g with head_dim 128, full-training, B*H=32 was not measured on NVIDIA H200: "
+        "never slower: fp8-backward with head_dim 128, full-training, B*H=32 was not measured on NVIDIA H200: "
         "run `python -m sage_inductor tune` there"
     )
     assert decide(LONG_STEP, (9, 0), monkeypatch, training="auto").recipe == "sage2-8b-per-token"
@@ -784,7 +785,7 @@ def test_training_is_decided_by_the_times_that_are_built_in(kind, name, monkeypa
     monkeypatch.setattr(tables, "H200", name)  # of capability (9, 0) in `gpu`
     for D in TRAINED_DIMS:
         site = step(monkeypatch, (1, 32, 8, 65536, D), kind=kind)
-        assert site.recipe == "g" and re.match(FASTER, site.reason), site.reason
+        assert site.recipe == "fp8-backward" and re.match(FASTER, site.reason), site.reason
         site = step(monkeypatch, (1, 32, 8, 512, D), kind=kind)
         assert not site.rewritten and "x SDPA by the fit" in site.reason, site.reason
     assert not measuring.asked
@@ -800,7 +801,7 @@ def test_the_page_on_training_shows_a_reason_of_the_built_in_times(monkeypatch):
     known(monkeypatch, tables.built_in()[tables.H200])
     site = step(monkeypatch, (1, 32, 32, 8192, 128))
     page = Path(__file__).parents[2] / "docs" / "training.md"
-    assert site.recipe == "g" and f"`{site.reason}`" in page.read_text()
+    assert site.recipe == "fp8-backward" and f"`{site.reason}`" in page.read_text()
 
 
 def test_why_a_step_could_not_be_measured(monkeypatch):
@@ -816,22 +817,23 @@ def test_what_is_forced_is_not_decided_by_speed(monkeypatch):
         "sage2-8b-per-token",
         "forced; its backward is exact attention's",
     )
-    site = step(monkeypatch, force=True, training="g")
-    assert (site.recipe, site.reason) == ("g", "asked for, forward and backward")
+    site = step(monkeypatch, force=True, training="fp8-backward")
+    assert (site.recipe, site.reason) == ("fp8-backward", "asked for, forward and backward")
+    assert (site.decision.recipe, site.decision.trained_by) == (None, "fp8-backward")
 
 
 def test_causal_calls_whose_k_has_a_bias_are_left_to_the_user(monkeypatch):
     known(monkeypatch, trained_table())
-    assert step(monkeypatch, kind="causal").recipe == "g"
+    assert step(monkeypatch, kind="causal").recipe == "fp8-backward"
     monkeypatch.setattr(eligible, "_is_biased", lambda k: True)
     site = step(monkeypatch, kind="causal")
     assert site.reason.startswith("training: causal, and k's channels have a bias")
     assert "sage.training" in site.reason.cause.remedy
-    assert step(monkeypatch, kind="causal", training="g").recipe == "g"
-    assert step(monkeypatch).recipe == "g"
+    assert step(monkeypatch, kind="causal", training="fp8-backward").recipe == "fp8-backward"
+    assert step(monkeypatch).recipe == "fp8-backward"
 
 
-def test_a_dynamic_length_trains_from_where_g_begins_to_win(monkeypatch):
+def test_a_dynamic_length_trains_from_where_the_fp8_backward_begins_to_win(monkeypatch):
     known(monkeypatch, trained_table())
     sites, envs = {}, {}
     for hint in (300, 16384):
@@ -842,20 +844,21 @@ def test_a_dynamic_length_trains_from_where_g_begins_to_win(monkeypatch):
     assert not sites[300].rewritten and "full-training, B*H=8 wins from N=" in sites[300].reason
     first = int(re.search(r"wins from N=(\d+)", sites[300].reason)[1])
     assert 256 < first < 16384
-    assert sites[16384].recipe == "g" and sites[16384].reason.startswith(f"N >= {first}, ")
+    recipe, reason, *_, trained_by = sites[16384].decision
+    assert (recipe, trained_by) == (None, "fp8-backward") and reason.startswith(f"N >= {first}, ")
 
 
 def test_under_max_autotune_a_step_is_timed(monkeypatch):
     for ms, recipe, reason in (
-        (0.5, "g", "autotuned: 2.00x the fastest of SDPA"),
+        (0.5, "fp8-backward", "autotuned: 2.00x the fastest of SDPA"),
         (1.25, None, "autotuned: SDPA is faster (0.80x)"),
-        ("E: 1", None, "autotuned: no recipe could be timed; g failed: E: 1"),
+        ("E: 1", None, "autotuned: no recipe could be timed; fp8-backward failed: E: 1"),
     ):
-        clock = Clock(g=ms)
+        clock = Clock(fp8_backward=ms)
         site = step(monkeypatch, (2, 8, 4, 1000, 64), benchmark=clock)
         assert (site.recipe, site.reason) == (recipe, reason)
         (case,) = clock.cases
-        assert case.shape.trains and case.candidates == (("g", None),)
+        assert case.shape.trains and case.candidates == (("fp8-backward", None),)
         assert (case.shape.q, case.shape.k) == ((2, 8, 1000, 64), (2, 4, 1000, 64))
     clock = Clock(sage2_8b_per_token=0.5, sage2_8b=0.8)
     decide((2, 8, 4, 1000, 64), (9, 0), monkeypatch, training="auto", benchmark=clock)

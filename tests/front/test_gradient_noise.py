@@ -87,7 +87,7 @@ def test_noise_is_that_of_the_gradients_of_one_example_at_a_time(attend):
                                        layer.qkv.parameters()))
             for b in range(5)
         ])  # fmt: skip
-        for recipe in ("sdpa", "sagebwd", "g"):
+        for recipe in ("sdpa", "sagebwd", "fp8-backward"):
             row = rows[f"layers.{i}", recipe]
             assert row.parameters == f"layers.{i}"
             assert row.gradient == pytest.approx(each.mean(0).norm().item(), rel=1e-4)
@@ -104,7 +104,7 @@ def test_errors_are_those_of_a_model_that_is_compiled_to_train_by_the_recipe(att
     exact = joined(torch.autograd.grad(loss(model.double()(x.double())), parameters))
     model.float()
     rows = {recipe: row for (_, recipe), row in of(diagnose_training(model, loss=loss)(x)).items()}
-    assert rows.keys() == {"sdpa", "sagebwd", "g"}
+    assert rows.keys() == {"sdpa", "sagebwd", "fp8-backward"}
     assert rows.pop("sdpa").ratio < 1e-5
     for recipe, row in rows.items():
         torch._dynamo.reset()
@@ -178,7 +178,7 @@ def test_exact_gradients_are_autograds_in_float64(is_causal, at_once, monkeypatc
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("recipe", ["sdpa", "g", "sagebwd"])
+@pytest.mark.parametrize("recipe", ["sdpa", "fp8-backward", "sagebwd"])
 def test_a_head_and_an_example_at_a_time_are_all_of_them(recipe, is_causal):
     q, k, v = random_qkv(2, 4, H_kv=2, N=70, D=32)
     grad = torch.randn_like(q)
@@ -186,7 +186,7 @@ def test_a_head_and_an_example_at_a_time_are_all_of_them(recipe, is_causal):
     if recipe == "sdpa":
         out = sdpa(*leaves, is_causal=is_causal, scale=0.3, enable_gqa=True)
     else:
-        op = {"g": torch.ops.sage.rowscaled, "sagebwd": torch.ops.sage.sagebwd}[recipe]
+        op = {"fp8-backward": torch.ops.sage.rowscaled, "sagebwd": torch.ops.sage.sagebwd}[recipe]
         out = op(*leaves, is_causal, 0.3, False)[0]
     expected = torch.autograd.grad(out, leaves, grad)
     found = NOISE._by(recipe, q, k, v, grad, is_causal, 0.3)
@@ -290,7 +290,7 @@ def test_under_autocast_calls_have_its_dtype():
             found.append(of(diagnose_training(model, loss=against(*y))(x)))
     first, *others = found
     assert {row.site.dtype for row in first.values()} == {"bfloat16"}
-    assert 1e-4 < first["", "sdpa"].ratio < first["", "g"].ratio < 0.2
+    assert 1e-4 < first["", "sdpa"].ratio < first["", "fp8-backward"].ratio < 0.2
     for key, row in first.items():
         for other in others:
             assert other[key].error == pytest.approx(row.error, rel=0.01)
@@ -392,7 +392,7 @@ def test_a_call_that_runs_several_times_is_shown_at_its_worst(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("recipe", ["g", "sagebwd"])
+@pytest.mark.parametrize("recipe", ["fp8-backward", "sagebwd"])
 def test_on_a_gpu_its_kernels_are_measured(recipe):
     model, (x, y) = Attention(dim=256).bfloat16(), (z.bfloat16() for z in batch(4, 300, 256))
     emulated = of(found_by(model, x, y, recipes=recipe))
@@ -441,7 +441,7 @@ def of_one_example(q, k, v):
 @pytest.mark.parametrize(
     "attend, reason",
     [
-        (masked, "sagebwd trains calls without a mask but .*; g trains calls without a mask but"),
+        (masked, "sagebwd trains calls without a mask but .*; the FP8 backward trains calls with"),
         (dropped, "dropout_p must be 0, got 0.5$"),
         (without, "was not measured: it needs no gradient"),
         (without_and_masked, "was not measured: it needs no gradient"),
@@ -464,7 +464,7 @@ def test_a_recipe_that_does_not_take_a_call_has_no_row():
     found = found_by(Transformer(plain, lambda q, k, v: sdpa(q, k, v, scale=-0.3)), x, y)
     assert of(found).keys() == {
         *((f"layers.{i}", recipe) for i in range(2) for recipe in ("sdpa", "sagebwd")),
-        ("layers.0", "g"),
+        ("layers.0", "fp8-backward"),
     }
     assert not found.unmeasured
     only = found_by(Transformer(plain), x, y, recipes="sagebwd")
@@ -473,8 +473,10 @@ def test_a_recipe_that_does_not_take_a_call_has_no_row():
 
 def test_mistakes_are_refused():
     model, (x, y) = Transformer(plain), batch(2)
-    for wrong in ("sage1", [], ["g", "off"]):
-        with pytest.raises(ValueError, match=r"recipes must be of \('sagebwd', 'g'\), got"):
+    for wrong in ("sage1", [], ["fp8-backward", "off"]):
+        with pytest.raises(
+            ValueError, match=r"recipes must be of \('sagebwd', 'fp8-backward'\), got"
+        ):
             found_by(model, x, y, recipes=wrong)
     for wrong in (lambda out: out, lambda out: out.sum().item(), lambda out: out.detach().sum()):
         with pytest.raises(ValueError, match="loss must return one number that needs a gradient"):
@@ -539,11 +541,15 @@ def test_equal_layers_are_one_row_and_examples_that_are_alike_have_no_noise():
     model = Transformer(plain, plain, causal)
     found = found_by(model, x, y)
     lines = str(found).splitlines()
-    worst = {name: max(r.ratio for r in found.rows if r.recipe == name) for name in ("sdpa", "g")}
+    worst = {
+        name: max(r.ratio for r in found.rows if r.recipe == name)
+        for name in ("sdpa", "fp8-backward")
+    }
     assert lines[0] == found.verdict and lines[0].startswith(
         f"3 calls, |error| / noise of the gradient at most: sdpa {worst['sdpa']:.3g}, "
     )
-    assert f"g {worst['g']:.3g}" in lines[0] and "not measured" not in lines[0]
+    assert f"fp8-backward {worst['fp8-backward']:.3g}" in lines[0]
+    assert "not measured" not in lines[0]
     rows = {cells[0]: cells for cells in (re.split("  +", line) for line in lines[4:6])}
     assert rows["layers.*"][1] == "x2" and rows["layers.2"][5] == "causal"
     least = min(r.noise / r.gradient for r in found.rows if r.site.module != "layers.2")

@@ -391,7 +391,7 @@ def without_replays():
 @pytest.mark.parametrize("N, D", [(300, 128), (1000, 72)])
 def test_a_replayed_training_step_gives_the_bits_of_python(N, D, is_causal, replayed, poisoned):
     if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("g trains on Hopper")
+        pytest.skip("the FP8 backward trains on Hopper")
     n_kv = N if is_causal else N + 77
     shapes = ((N, 6), (n_kv, 2), (n_kv, 2), (N, 6))
     *given, grad = (
@@ -404,7 +404,9 @@ def test_a_replayed_training_step_gives_the_bits_of_python(N, D, is_causal, repl
     def attend(q, k, v):
         return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
 
-    run = torch.compile(attend, backend="sage", options={"sage.training": "g"}, fullgraph=True)
+    run = torch.compile(
+        attend, backend="sage", options={"sage.training": "fp8-backward"}, fullgraph=True
+    )
 
     def step():
         out = run(*given)

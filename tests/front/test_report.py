@@ -466,7 +466,7 @@ def test_a_model_may_have_arguments_with_names_of_ours(tmp_path):
     assert {row.recipe for row in found.rows} == {"sdpa", "sage1"} and (
         tmp_path / "p.json"
     ).exists()
-    step = sage_inductor.diagnose_training(Named(), loss=torch.mean, recipes="g")
+    step = sage_inductor.diagnose_training(Named(), loss=torch.mean, recipes="fp8-backward")
     q.requires_grad_()
     assert len(step(q, **THEIRS).unmeasured) == 1  # nothing before the call has parameters
 

@@ -22,12 +22,12 @@ from sage_inductor.patterns.graph import op_name
 from sage_inductor.policy import Policy, Rule
 
 ASKED = {"sage.training": "sagebwd", "sage.emulate": True}
-ASKED_G = ASKED | {"sage.training": "g"}
+ASKED_FP8 = ASKED | {"sage.training": "fp8-backward"}
 BY_INDUCTOR = (
     "test_a_compiled_model_trains_by_the_op_at_any_length_in_two_graphs",
     "test_a_cached_graph_of_other_sources_is_not_taken",
 )
-both = pytest.mark.parametrize("asked", [ASKED, ASKED_G], ids=["sagebwd", "g"])
+both = pytest.mark.parametrize("asked", [ASKED, ASKED_FP8], ids=["sagebwd", "fp8-backward"])
 OPS = torch.ops.sage.sagebwd.default, torch.ops.sage.rowscaled.default
 
 
@@ -109,16 +109,16 @@ def test_a_compiled_model_trains_by_the_op_at_any_length_in_two_graphs(asked):
     assert len(graphs) == 2 and set(rewritten()) == {asked["sage.training"]}
 
 
-def test_a_compiled_causal_model_trains_by_g():
+def test_a_compiled_causal_model_trains_by_the_fp8_backward():
     model, by_op = pair(2, op=OPS[1])
-    compiled = torch.compile(model, backend="sage", options=ASKED_G, fullgraph=True)
+    compiled = torch.compile(model, backend="sage", options=ASKED_FP8, fullgraph=True)
     for N in (90, 200, 17):
         x, cotangent = inputs(N)
         found = gradients(compiled, x, cotangent, model.parameters())
         assert same(found, gradients(by_op, x, cotangent, by_op.parameters()))
         exact = gradients(model, x, cotangent, model.parameters())
         assert 1e-4 < relative_l1(found[0], exact[0]) < 0.1
-    assert set(rewritten()) == {"g"}
+    assert set(rewritten()) == {"fp8-backward"}
 
 
 def test_inference_keeps_its_recipe():
@@ -207,8 +207,24 @@ def test_the_setting_and_the_eager_call():
     by_op = torch.ops.sage.sagebwd(q, q, q, True, 0.125, False)[0]
     (expected,) = torch.autograd.grad(by_op.sum(), q)
     assert_close(found, expected, rtol=0, atol=0)
-    with pytest.raises(ValueError, match="one of .'off', 'auto', 'sagebwd', 'g'.*got 'G'"):
-        config.training = "G"
+    with pytest.raises(
+        ValueError, match="one of .'off', 'auto', 'sagebwd', 'fp8-backward'.*got 'fp8'"
+    ):
+        config.training = "fp8"
+
+
+def test_the_old_name_g_works_for_one_version_more_and_warns():
+    name, x = "fp8-backward", torch.randn(1, 16, 128, requires_grad=True)
+    of_config = pytest.warns(FutureWarning, match=f"sage_inductor.config.training: 'g' .* '{name}'")
+    with of_config, config.patch(training="g"):
+        assert config.training == name
+    with pytest.warns(FutureWarning, match=f"sage.training: 'g' is called '{name}' now"):
+        torch.compile(Attention(), backend="sage", options=ASKED | {"sage.training": "g"})(x)
+    assert [site.recipe for site in sage_inductor.report()] == [name]
+    with pytest.warns(FutureWarning, match=f"'g' is called '{name}' now"):
+        assert Policy((Rule("auto", training="g"),)).rules == (Rule("auto", training=name),)
+    with pytest.warns(FutureWarning, match=f"diagnose_training: recipes: 'g' is called '{name}'"):
+        sage_inductor.diagnose_training(Attention(), loss=torch.mean, recipes=["g", "sagebwd"])
 
 
 def test_a_call_that_asks_for_off_is_not_trained_in_8_bits():
@@ -232,14 +248,14 @@ def test_a_policy_says_which_calls_train_how():
     rules = [
         {"module": "0", "recipe": "auto", "training": "off"},
         {"module": "1", "recipe": "off"},
-        {"module": "2", "recipe": "auto", "training": "g"},
+        {"module": "2", "recipe": "auto", "training": "fp8-backward"},
         {"recipe": "auto"},
     ]
     model[2].is_causal = False
     given = ASKED | {"sage.policy": rules}
     torch.compile(model, backend="sage", options=given, fullgraph=True)(inputs()[0])
     found = {site.module: site.recipe for site in sage_inductor.report()}
-    assert found == {"0": "sage2-8b", "1": None, "2": "g", "3": "sagebwd"}
+    assert found == {"0": "sage2-8b", "1": None, "2": "fp8-backward", "3": "sagebwd"}
     assert Policy([Rule("auto", training="sagebwd")]).text().count('"training": "sagebwd"') == 1
     with pytest.raises(ValueError, match="rule 1: training must be one of"):
         Policy([Rule("auto", training="fp8")])
@@ -305,7 +321,7 @@ def test_a_learned_sink_is_not_trained(options):
     torch.testing.assert_close(found, sinks.grad)
 
 
-def reason_of(scale=None, is_causal=False, dim=64, training="g", n_kv=300):
+def reason_of(scale=None, is_causal=False, dim=64, training="fp8-backward", n_kv=300):
     q = torch.randn(1, 2, 300, dim, requires_grad=True)
     k = torch.randn(1, 2, n_kv, dim)
     torch._dynamo.reset()
@@ -314,15 +330,19 @@ def reason_of(scale=None, is_causal=False, dim=64, training="g", n_kv=300):
     return [site.reason for site in sage_inductor.report().refused]
 
 
-def test_what_g_does_not_train_says_why():
+def test_what_the_fp8_backward_does_not_train_says_why():
     assert reason_of() == []
     assert reason_of(is_causal=True) == []
     assert reason_of(is_causal=True, n_kv=400) == [
-        "g trains causal calls of as many queries as keys, got 300 and 400"
+        "the FP8 backward trains causal calls of as many queries as keys, got 300 and 400"
     ]
-    assert reason_of(scale=-0.1) == ["g trains calls whose scale is more than 0, got -0.1"]
+    assert reason_of(scale=-0.1) == [
+        "the FP8 backward trains calls whose scale is more than 0, got -0.1"
+    ]
     (reason,) = reason_of(dim=160)
-    assert reason.startswith("g trains head_dims up to 128, one of q, k and v, got 160")
+    assert reason.startswith(
+        "the FP8 backward trains head_dims up to 128, one of q, k and v, got 160"
+    )
 
 
 def test_g_on_a_gpu_needs_hopper_and_16_bits(monkeypatch):
@@ -336,14 +356,15 @@ def test_g_on_a_gpu_needs_hopper_and_16_bits(monkeypatch):
 
     monkeypatch.setattr(eligible, "value_of", lambda x: x)
     monkeypatch.setattr(eligible, "is_causal", lambda call: False)
-    why_not = functools.partial(eligible.why_not_trained, OfOneCall, "g")
+    why_not = functools.partial(eligible.why_not_trained, OfOneCall, "fp8-backward")
     assert why_not((9, 0)) is None
     for other in (8, 9), (10, 0):
-        assert why_not(other) == "g trains on compute capability 9.0, got {}.{}".format(*other)
+        reason = "the FP8 backward trains on compute capability 9.0, got {}.{}"
+        assert why_not(other) == reason.format(*other)
     monkeypatch.setattr(tiles, "hopper_is_lost", lambda capability: "no Gluon")
-    assert why_not((9, 0)) == "g trains with the Hopper kernel: no Gluon"
+    assert why_not((9, 0)) == "the FP8 backward trains with the Hopper kernel: no Gluon"
     OfOneCall.out = OfOneCall.q
-    assert why_not((9, 0)) == "g trains in 16 bits on a GPU, got float32"
+    assert why_not((9, 0)) == "the FP8 backward trains in 16 bits on a GPU, got float32"
 
 
 @both
@@ -430,7 +451,7 @@ def test_the_activation_memory_budget(budget, times, monkeypatch, asked):
 
 @both
 def test_what_is_saved_is_in_8_bits(asked):
-    """Of q and k their codes alone, and by g of v; of SDPA all, in 16 bits."""
+    """Of q and k their codes alone, and by the FP8 backward of v; of SDPA all, in 16 bits."""
     model, _ = pair(is_causal=asked is ASKED)
     model, x = model.bfloat16(), torch.randn(2, 128, 128, dtype=torch.bfloat16, requires_grad=True)
     saved = {}
@@ -449,7 +470,7 @@ def test_what_is_saved_is_in_8_bits(asked):
     for name, kept in saved.items():
         heads[name] = sum(t.numel() for t in kept if t.dtype == torch.bfloat16 and t.dim() == 4)
     assert heads["ours"] < heads["sdpa"]
-    if asked is ASKED_G:  # out alone
+    if asked is ASKED_FP8:  # out alone
         assert heads["ours"] == x.numel()
 
 
@@ -498,9 +519,11 @@ def test_compiled_autograd(asked):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
-@pytest.mark.parametrize("training, is_causal", [("sagebwd", True), ("g", False), ("g", True)])
+@pytest.mark.parametrize(
+    "training, is_causal", [("sagebwd", True), ("fp8-backward", False), ("fp8-backward", True)]
+)
 def test_a_model_trains_on_a_gpu(training, is_causal, mode):
-    pairs = pair(2, is_causal=is_causal, op=OPS[training == "g"])
+    pairs = pair(2, is_causal=is_causal, op=OPS[training == "fp8-backward"])
     model, by_op = (each.to("cuda", torch.bfloat16) for each in pairs)
     given = {"sage.training": training} | ({"sage.mode": mode} if mode else {})
     compiled = torch.compile(model, backend="sage", options=given, fullgraph=True)
@@ -544,7 +567,7 @@ def test_a_cached_graph_of_other_sources_is_not_taken(monkeypatch):
 @pytest.mark.gpu
 def test_a_model_trains_by_itself_where_that_is_faster():
     torch.manual_seed(0)
-    for is_causal, expected in ((False, ["g"]), (True, [])):  # qkv has a bias
+    for is_causal, expected in ((False, ["fp8-backward"]), (True, [])):  # qkv has a bias
         torch._dynamo.reset()
         model = Attention(1024, 8, is_causal).to("cuda", torch.bfloat16)
         x = torch.randn(2, 16384, 1024, device="cuda", dtype=torch.bfloat16)

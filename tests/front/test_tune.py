@@ -261,15 +261,17 @@ def test_what_trains_is_tuned_where_there_is_something_that_trains_it(gpu, monke
     assert list(table.families) == [FULL_96, FULL_96_TRAINING, Family(256, 256, "full")]
     times = table.families[FULL_96_TRAINING]
     assert len(times) == len(timing.MANY)
-    assert {*times[next(iter(times))]} == {"CUDNN_ATTENTION", "FLASH_ATTENTION", "g"}
-    assert "g" not in {name for ms in table.families[FULL_96].values() for name in ms}
+    assert {*times[next(iter(times))]} == {"CUDNN_ATTENTION", "FLASH_ATTENTION", "fp8-backward"}
+    assert "fp8-backward" not in {name for ms in table.families[FULL_96].values() for name in ms}
     monkeypatch.setattr(tiles, "capability", lambda device: (8, 9))
     assert tuned(gpu, (96,), ("full-training",)).families == {}
     monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
     assert "full-training" in timing.TUNED_KINDS
     assert main(["tune", "--head-dims", "96", "--kinds", "full-training"]) == 0
     printed = capsys.readouterr().out
-    assert re.search(rf"{GPU}: head_dim 96, full-training: g from N=\d+ with B\*H >= 128", printed)
+    assert re.search(
+        rf"{GPU}: head_dim 96, full-training: fp8-backward from N=\d+ with B\*H >= 128", printed
+    )
     read = tables.known(GPU)[0]
     assert read.families == {FULL_96_TRAINING: times}
     monkeypatch.setattr(tiles, "hopper_is_lost", lambda capability: "no Gluon")
@@ -282,15 +284,15 @@ FULL_96, FULL_96_TRAINING = (Family(96, 96, kind) for kind in ("full", "full-tra
 def test_what_trains_is_predicted_by_its_own_times(gpu):
     """SDPA computes dK and dV for each head of q: sizes that share k and v are one size to it."""
     tables.save(tuned(gpu, (96,), ("full", "full-training")))
-    assert predicted(FULL_96, recipe="g") is None
+    assert predicted(FULL_96, recipe="fp8-backward") is None
     assert predicted(FULL_96_TRAINING) is None
-    found = predicted(FULL_96_TRAINING, recipe="g")
+    found = predicted(FULL_96_TRAINING, recipe="fp8-backward")
     assert found.wins and abs(found.sdpa / (24 * 30000**2 * 1e-9) - 1) < 0.05
     grouped = LONG._replace(H_kv=3)
-    assert predicted(FULL_96_TRAINING, grouped, "g").sdpa == found.sdpa
-    assert predicted(Family(80, 80, "full-training"), recipe="g").ours == found.ours
+    assert predicted(FULL_96_TRAINING, grouped, "fp8-backward").sdpa == found.sdpa
+    assert predicted(Family(80, 80, "full-training"), recipe="fp8-backward").ours == found.ours
     users = tables.known(GPU)[0]
-    assert users.predict(Family(80, 80, "causal-training"), "g", LONG) is None
+    assert users.predict(Family(80, 80, "causal-training"), "fp8-backward", LONG) is None
     assert FULL_96_TRAINING.of_sdpa(grouped) == LONG
     assert FULL_96.of_sdpa(grouped) == grouped
     of_causal = Family(96, 96, "causal-training").of_sdpa(grouped._replace(right=0))
@@ -447,8 +449,10 @@ def test_what_is_timed_of_a_family_are_calls_of_its_kind(kind, timed, gpu):
 @pytest.mark.parametrize("kind", cost.TRAINED)
 def test_of_a_family_that_trains_steps_are_timed(kind, timed, gpu):
     family = Family(64, 64, kind)
-    timing.measure_family(gpu, family, ("g",), family.sizes(timing.FEW))
-    assert all(case.shape.trains and case.candidates == (Candidate("g"),) for case in timed)
+    timing.measure_family(gpu, family, ("fp8-backward",), family.sizes(timing.FEW))
+    assert all(
+        case.shape.trains and case.candidates == (Candidate("fp8-backward"),) for case in timed
+    )
     right = {case.shape.band for case in timed}
     assert right == {Band(None, 0 if kind == "causal-training" else None)}
 
@@ -1075,7 +1079,7 @@ def test_all_that_is_timed_is_the_same_attention(asked, count, on_cpu):
         assert error < 0.08
 
 
-TRAINS = with_shape(case(recipes=("g",)), trains=True)
+TRAINS = with_shape(case(recipes=("fp8-backward",)), trains=True)
 
 
 def test_of_a_case_that_trains_all_that_is_timed_are_the_same_gradients(on_cpu):
@@ -1085,7 +1089,7 @@ def test_of_a_case_that_trains_all_that_is_timed_are_the_same_gradients(on_cpu):
     for _, found in on_cpu:
         for x, y in zip(found, exact, strict=True):
             assert (x.float() - y.float()).abs().sum() < 0.08 * y.float().abs().sum()
-    assert not torch.equal(on_cpu[2][1][0], exact[0])  # which is g's
+    assert not torch.equal(on_cpu[2][1][0], exact[0])  # which is the FP8 backward's
 
 
 def test_a_causal_case_that_trains_is_sdpas_causal_gradient(on_cpu):
@@ -1140,11 +1144,11 @@ def test_the_kernels_of_a_step_are_all_compiled_before(on_cpu, monkeypatch):
             launch.launch_cached("backward", (1,), (grad,), ())
             return grad, None, None
 
-    def trained_by(training):
+    def training_op(training):
         threads.append(threading.get_ident())
         return lambda q, k, v, *_: (Launches.apply(q, k, v),)
 
-    monkeypatch.setattr(timing, "trained_by", trained_by)
+    monkeypatch.setattr(timing, "training_op", training_op)
     monkeypatch.setattr(
         torch.autograd, "grad", functools.partial(torch.autograd.grad, allow_unused=True)
     )
@@ -1390,7 +1394,8 @@ def test_every_way_of_a_case_is_timed(monkeypatch, tmp_path):
     monkeypatch.setenv("SAGE_INDUCTOR_TABLES", str(tmp_path))
     device = torch.device("cuda", 0)
     for kind in (*timing.TUNED_KINDS, "mask", "bias"):
-        family, recipe = Family(64, 64, kind), "g" if kind in cost.TRAINED else "sage2-8b"
+        recipe = "fp8-backward" if kind in cost.TRAINED else "sage2-8b"
+        family = Family(64, 64, kind)
         sizes = [(1, 8, 8, N, N) for N in (1024, 1280, 1536, 2048, 3072, 4096)]
         found = timing.measure_family(device, family, (recipe,), family.sizes(sizes), 1)
         for ms in found.values():
@@ -1421,7 +1426,7 @@ def test_a_family_of_this_gpu_is_measured_while_a_call_of_it_compiles(
 @pytest.mark.gpu
 @pytest.mark.parametrize(  # of no other test here
     "D, kind, recipe",
-    [(104, "full", *PER_TOKEN), (96, "causal", *PER_TOKEN), (104, "full-training", "g")],
+    [(104, "full", *PER_TOKEN), (96, "causal", *PER_TOKEN), (104, "full-training", "fp8-backward")],
 )
 def test_what_other_processes_compiled_is_found_when_it_is_timed(D, kind, recipe, tmp_path):
     """By Triton's key: of the kernels that are timed none compiles here."""

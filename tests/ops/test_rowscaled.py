@@ -40,9 +40,11 @@ def attend(q, k, v, grad, is_causal=False, scale=0.125, out_bnhd=True):
 
 
 # The laboratory's recipes: with a scale a channel in the place of one a head, and q and k in 16 bits.
-G = gradients.ENTRIES["G, dP INT8"]
-G_CAUSAL = dataclasses.replace(
-    gradients.ENTRIES["G, of earlier rows alone"], do_of_dp=G.do_of_dp, v_of_dp=G.v_of_dp
+FP8_BACKWARD = gradients.ENTRIES["FP8 backward, dP INT8"]
+FP8_BACKWARD_CAUSAL = dataclasses.replace(
+    gradients.ENTRIES["FP8 backward, of earlier rows alone"],
+    do_of_dp=FP8_BACKWARD.do_of_dp,
+    v_of_dp=FP8_BACKWARD.v_of_dp,
 )
 
 
@@ -53,7 +55,9 @@ def test_gradients_are_as_near_as_the_laboratorys(family, kind, is_causal):
     found = attend(q, k, v, grad, is_causal)
     expected = gradients.exact(q, k, v, grad, is_causal)
     as_float = (x.float() for x in (q, k, v, grad))
-    laboratory = gradients.gradients(*as_float, G_CAUSAL if is_causal else G, is_causal)
+    laboratory = gradients.gradients(
+        *as_float, FP8_BACKWARD_CAUSAL if is_causal else FP8_BACKWARD, is_causal
+    )
     # Causal, the laboratory has a scale a row of k everywhere, the op near the diagonal: that costs
     # where rows of a block differ most, or a bias takes up their codes.
     more = 0.013 if is_causal and family in ("token_outliers", "channel_bias") else 0.008

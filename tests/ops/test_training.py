@@ -202,7 +202,7 @@ def test_what_is_no_number_in_q_reaches_what_it_touches(op, value):
     out, dq, dk, dv = attend(q, k, v, grad, op=op)
     assert out[:, :, 3].isnan().all() and out[:, :, 64:].isfinite().all()
     assert dq[:, :, 3].isnan().all() and dk.isnan().any() and dv.isnan().any()
-    if op == "sagebwd":  # of "g" a head has one bound
+    if op == "sagebwd":  # by the FP8 backward a head has one bound
         assert dq[:, :, 64:].isfinite().all()
 
 

@@ -28,9 +28,9 @@ from sage_inductor.choose.decide import Settings, _at_least, rewrite
 from sage_inductor.choose.decide import decide as decide_call
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.sdpa import SdpaCall, compose
+from sage_inductor.patterns import Decision, reasons, share
 from sage_inductor.patterns import sdpa as sdpa_pattern
-from sage_inductor.patterns import share
-from sage_inductor.patterns.graph import Emitter, GraphIndex, value_of
+from sage_inductor.patterns.graph import Emitter, GraphIndex, guarded, value_of
 
 EMULATE = Settings(emulate=True)
 
@@ -496,6 +496,28 @@ def test_heads_split_off_a_dynamic_width_are_rewritten():
     out = run_seen(attend, x, see=lambda gm: found.extend(rewrite(gm, EMULATE)), dynamic=True)
     assert [site.recipe for site in found] == ["sage2-8b"]
     assert 1e-4 < relative_l1(out, attend(x)) < 0.05
+
+
+@pytest.mark.parametrize(
+    "recipe, by, graphs", [("sage2-8b", None, 2), (None, "sagebwd", 2), (None, None, 1)]
+)
+def test_what_is_asked_of_a_size_is_a_guard_if_the_call_is_rewritten(recipe, by, graphs):
+    found = []
+
+    def asking(call):
+        found.append(guarded(value_of(call.q).shape[2] < 100))
+        return Decision(recipe, reasons.IS_OFF(), trained_by=by)
+
+    def backend(gm, _):
+        patterns.rewrite(gm, asking)
+        return gm
+
+    attend = torch.compile(
+        lambda q: F.scaled_dot_product_attention(q, q, q), backend=backend, dynamic=True
+    )
+    for N in (50, 200):
+        attend(torch.randn(1, 2, N, 64, requires_grad=by is not None))
+    assert found == [True, False][:graphs]
 
 
 @pytest.mark.parametrize("at", ["before", "after"])

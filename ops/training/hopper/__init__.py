@@ -1,1 +1,1 @@
-"""The kernels of the row-scaled FP8 backward for Hopper, in Gluon."""
+"""The kernels of the FP8 backward for Hopper, in Gluon."""

@@ -1,4 +1,4 @@
-"""The row-scaled FP8 backward of attention for Hopper, in Gluon: two kernels, no atomics.
+"""The FP8 backward of attention for Hopper, in Gluon: two kernels, no atomics.
 
 Of one query head and its head of k and v, i a query, j a key, b(j) the key's block of 64, in units
 that make scores exponents of 2:

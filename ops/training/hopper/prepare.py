@@ -1,4 +1,4 @@
-"""What the row-scaled backward (kernel.py) reads, in three Triton kernels.
+"""What the FP8 backward (kernel.py) reads, in three Triton kernels.
 
 Letters as in kernel.py: of a row i of q's side, a_i is dO's scale, w_i = 2^(m_i - lse_i), qs_i q's
 scale; of a row j of k's side ks_j and vs_j are k's and v's scales; u_i = |dO_i| / a_i,
