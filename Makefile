@@ -49,11 +49,12 @@ OTHERS := $(if $(TORCH),,$(TRITONS))
 
 test:
 	$(MAKE) --jobs=3 lint $(OTHERS:%=$(BESIDE)/%/.installed)
-	$(PYTEST) $(SWEEP) --durations=15 -m "$(strip $(WITHOUT))"
+	$(PYTEST) $(SWEEP) --durations=15 -m "$(strip $(WITHOUT))" $(INTERPRETED:%=--ignore %)
 	$(MAKE) --jobs=3 --output-sync=target interpreter $(OTHERS:%=triton-%)
 
+INTERPRETED := tests/ops/test_kernels.py tests/ops/test_interpreter.py
 interpreter: $(INSTALLED)
-	TRITON_INTERPRET=1 $(PYTEST) $(SWEEP) -m interpreter tests/ops/test_kernels.py tests/ops/test_interpreter.py
+	TRITON_INTERPRET=1 $(PYTEST) $(SWEEP) -m interpreter $(INTERPRETED)
 
 sweep: export SWEEP := --sweep
 sweep: test

@@ -32,6 +32,8 @@ from sage_inductor.ops.sdpa import prepare
 from sage_inductor.ops.visibility import NO_LISTS, BlockLists, Visibility
 from sage_inductor.patterns.graph import op_name
 
+everywhere = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
 # -- measures ----
 
 
@@ -160,6 +162,22 @@ def exactly(q, k, v, is_causal, scale, attn_mask=None, **band) -> tuple[Tensor, 
     return attention_exact(q, k, v, scale, attn_mask, **band)
 
 
+def check_gradients(
+    q, k, v, attn_mask=None, scale=0.125, recipe="sage2-8b", tolerance=1e-4, **band
+) -> None:  # fmt: skip
+    """Those of sage::sdpa are exact attention's. tolerance: in fp32."""
+    out, lse = sdpa(q, k, v, False, scale, recipe, attn_mask=attn_mask, **band)
+    exact, _ = exactly(q, k, v, False, scale, attn_mask, **band)
+    assert not lse.requires_grad
+    inputs = [x for x in (q, k, v, attn_mask) if x is not None and x.requires_grad]
+    cotangent = torch.randn_like(out) * (exact != 0)  # rows that see nothing have no gradient
+    found, expected = (torch.autograd.grad(x, inputs, cotangent.to(x)) for x in (out, exact))
+    for a, e in zip(found, expected, strict=True):
+        most = tolerance if a.dtype == q.dtype == torch.float32 else 3e-2
+        assert a.isfinite().all()
+        torch.testing.assert_close(a, e.nan_to_num(0).to(a.dtype), rtol=most, atol=most)
+
+
 # -- what the attention ops read ----
 
 
@@ -194,10 +212,13 @@ def run_portable(
 # -- graphs ----
 
 
-def random_qkv(B=2, H=4, H_kv=None, N=32, N_kv=None, D=64, dtype=torch.float32) -> tuple:
+def random_qkv(
+    B=2, H=4, H_kv=None, N=32, N_kv=None, D=64, dtype=torch.float32, requires_grad=False
+) -> tuple:  # fmt: skip
     """Random q [B, H, N, D], k and v [B, H_kv, N_kv, D]."""
     shape_kv = B, H_kv or H, N_kv or N, D
-    return tuple(torch.randn(x, dtype=dtype) for x in ((B, H, N, D), shape_kv, shape_kv))
+    given = dict(dtype=dtype, requires_grad=requires_grad)
+    return tuple(torch.randn(x, **given) for x in ((B, H, N, D), shape_kv, shape_kv))
 
 
 def band_mask(band, n_q: int, n_kv: int) -> Tensor:

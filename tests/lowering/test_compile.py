@@ -28,7 +28,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pairs import pairs
-from support import cos_sim, op_by_op, with_gaps
+from support import cos_sim, op_by_op, random_qkv, with_gaps
 from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.testing import assert_close
@@ -105,9 +105,7 @@ def check_training(f, m, x):
     assert all(follows(a, e) for a, e in zip(actual, expected))
 
 
-def qkv(B=2, H=2, N=40, D=32, H_kv=None, N_kv=None, requires_grad=False):
-    kv = (B, H_kv or H, N_kv or N, D)
-    return [torch.randn(shape, requires_grad=requires_grad) for shape in ((B, H, N, D), kv, kv)]
+qkv = functools.partial(random_qkv, H=2, N=40, D=32)
 
 
 def rewritten() -> int:
@@ -792,7 +790,7 @@ OFF = {
 @pytest.mark.parametrize("case", OFF)
 def test_recipe_off_is_inductor_bit_for_bit(case):
     arguments = dict(OFF[case])
-    inputs = qkv(H=4, H_kv=2 if case == "GQA" else 4, requires_grad=True)
+    inputs = [*qkv(H=4, H_kv=2 if case == "GQA" else 4, requires_grad=True)]
     if case == "float mask":  # its gradient too
         inputs.append(arguments.pop("attn_mask").clone().requires_grad_())
 

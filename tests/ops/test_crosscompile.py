@@ -938,7 +938,7 @@ def test_the_row_scaled_backward_compiles_without_spills_or_waits(name, causal, 
 
 
 def test_the_log_tells_of_waits():
-    ptx = noted.kernel("dkdv_kernel", noted.rowscaled, (9, 0)).asm["ptx"]
+    ptx = noted.kernel("dkdv_kernel", noted.rowscaled, (9, 0), 128, True).asm["ptx"]  # as above
     registers, fewer = (f"setmaxnreg.inc.sync.aligned.u32 \t{n};" for n in (240, 160))
     assert registers in ptx
     log = assembly_log(ptx.replace(registers, fewer))

@@ -104,21 +104,30 @@ def test_hopper_kernel_by_long_lists(seed):
 OF_HOPPER = "sage2-8b-per-token", "sage1-per-token"
 
 
-def test_a_cuda_graph_replays_on_new_block_lists():
-    q, k, v = qkv(1, 4, 2, 1000, 1000, 128)
-    size, recipe = (128, 64), "sage2-8b-per-token"
-    lists = support.block_lists(1, 4, 1000, 1000, *size, 1, device="cuda")
-    sdpa(q, k, v, recipe=recipe, **lists._asdict())
+def check_cuda_graph(call, inputs, draws, check=None):
+    """A graph of the call computes what the call does, to the bit, when its inputs change."""
+    call()  # compile outside the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out, lse = sdpa(q, k, v, recipe=recipe, **lists._asdict())
-    for density in (0.05, 0.3, 1):
-        new = support.block_lists(1, 4, 1000, 1000, *size, density, device="cuda")
-        for x, y in zip(lists[:4], new[:4], strict=True):
+        found = call()
+    for new in draws:
+        for x, y in zip(inputs, new, strict=True):
             x.copy_(y)
         graph.replay()
-        expected = sdpa(q, k, v, recipe=recipe, **new._asdict())
-        assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+        if check:
+            check(found, call())
+        else:
+            assert all(map(torch.equal, found, call()))
+
+
+def test_a_cuda_graph_replays_on_new_block_lists():
+    q, k, v = qkv(1, 4, 2, 1000, 1000, 128)
+    drawn = functools.partial(support.block_lists, 1, 4, 1000, 1000, 128, 64, device="cuda")
+    lists = drawn(density=1)
+    check_cuda_graph(
+        lambda: sdpa(q, k, v, recipe="sage2-8b-per-token", **lists._asdict()),
+        lists[:4], [drawn(density=x)[:4] for x in (0.05, 0.3, 1)],
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
@@ -221,16 +230,8 @@ def test_selected_blocks_are_those_of_plain_pytorch(seed, monkeypatch):
 
 
 def test_a_cuda_graph_selects_of_new_tokens():
-    q, k = (alike_tokens(1, H, 3000, 128) for H in (4, 2))
-    select_blocks(q, k)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = select_blocks(q, k)
-    for _ in range(3):
-        for x in (q, k):
-            x.copy_(alike_tokens(1, x.shape[1], 3000, 128))
-        graph.replay()
-        assert_same_blocks(found, select_blocks(q, k))
+    draws = [[alike_tokens(1, H, 3000, 128) for H in (4, 2)] for _ in range(4)]
+    check_cuda_graph(lambda: select_blocks(*draws[0]), draws[0], draws[1:], assert_same_blocks)
 
 
 def test_for_the_selector_q_and_k_are_stored_once(monkeypatch):
@@ -570,17 +571,8 @@ def test_inductor_modes_with_new_inputs(mode):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_cuda_graph_replays_on_new_inputs(recipe):
-    q, k, v = qkv(2, 4, 2, 1000, 1000, 128)
-    sdpa(q, k, v, True, 0.1, recipe)  # compile outside the capture
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = sdpa(q, k, v, True, 0.1, recipe)
-    for _ in range(3):
-        for x, new in zip((q, k, v), qkv(2, 4, 2, 1000, 1000, 128)):
-            x.copy_(new)
-        graph.replay()
-        expected = sdpa(q, k, v, True, 0.1, recipe)
-        assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+    x, *draws = (qkv(2, 4, 2, 1000, 1000, 128) for _ in range(4))
+    check_cuda_graph(lambda: sdpa(*x, True, 0.1, recipe), x, draws)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -779,15 +771,8 @@ def test_a_cuda_graph_replays_on_new_masks(recipe):
     q, k, v = qkv(2, 4, 2, 500, 500, 128)
     attn_mask = rand(2, 1, 500, 500) > 0.5
     args = arguments(q, k, v, False, 0.1, recipe, attn_mask=attn_mask)
-    torch.ops.sage.sdpa(*args)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = torch.ops.sage.sdpa(*args)
-    for kept in (0.1, 0.9, 0.0):
-        attn_mask.copy_(rand(2, 1, 500, 500) < kept)
-        graph.replay()
-        expected = torch.ops.sage.sdpa(*args)
-        assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+    draws = [[rand(2, 1, 500, 500) < kept] for kept in (0.1, 0.9, 0.0)]
+    check_cuda_graph(lambda: torch.ops.sage.sdpa(*args), [attn_mask], draws)
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -835,10 +820,4 @@ def test_gradients_under_a_mask_and_a_band_are_exact_attentions(band):
     band = dict(zip(("left", "right", "bottom_right"), BANDS[band]))
     inputs = [x.float().requires_grad_() for x in qkv(1, 2, 1, 150, 170, 64)]
     bias = torch.randn(1, 2, 150, 170, device="cuda").requires_grad_()
-    out, _ = sdpa(*inputs, False, 0.1, "sage2-8b", attn_mask=bias, **band)
-    exact, _ = exactly(*inputs, False, 0.1, bias, **band)
-    cotangent = torch.randn_like(out) * (exact != 0)  # rows that see nothing have no gradient
-    actual = torch.autograd.grad(out, [*inputs, bias], cotangent)
-    expected = torch.autograd.grad(exact, [*inputs, bias], cotangent.double())
-    for a, e in zip(actual, expected):  # fp32 by TF32-free math
-        assert_close(a.double(), e.nan_to_num(0).double(), rtol=2e-3, atol=2e-3)
+    support.check_gradients(*inputs, bias, 0.1, tolerance=2e-3, **band)  # fp32 by TF32-free math

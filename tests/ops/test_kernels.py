@@ -237,15 +237,8 @@ LARGE_CALLS = dict(
     end_kv=[-1, 0, 1, 33], scale=[0.1, -0.3, 0.0, 2.0],
 )  # fmt: skip
 SMALL_MASKS = [
-    "keys",
-    "left padding",
-    "rows",
-    "transposed",
-    "broadcast keys",
-    "fp16",
-    "lowest",
-    "-inf",
-]
+    "keys", "left padding", "rows", "transposed", "broadcast keys", "fp16", "lowest", "-inf",
+]  # fmt: skip
 
 
 def kernel_of(op=None, tile=None, size=None, **given):
@@ -309,15 +302,10 @@ def check_lists(
     """Lengths at the ends of listed blocks, empty rows, duplicates, GQA, bands, masks; what lies
     beyond a list's count is no block. shared: what has the same lists. Whether it was the Hopper
     kernel, or is not for such a call."""
-    lengths, size = (
-        (length(blocks_q, block_q, end_q), length(blocks_kv, block_kv, end_kv)),
-        (block_q, block_kv),
-    )
+    lengths = length(blocks_q, block_q, end_q), length(blocks_kv, block_kv, end_kv)
+    size, (B, H, _) = (block_q, block_kv), heads
     kernel, band = kernel_of(**of_kernel, size=size), BANDS.get(band, band)
-    of = (
-        1 if shared in ("batch", "both") else heads[0],
-        1 if shared in ("heads", "both") else heads[1],
-    )
+    of = 1 if shared in ("batch", "both") else B, 1 if shared in ("heads", "both") else H
     lists = support.block_lists(*of, *lengths, *size, density, full, kernel.runner.device)
     found = check_attention(kernel, recipe, heads, lengths, channels, 0.1, band, mask, lists)
     return found or (NAMED[recipe].pv == "16bit" and (mask != "none" or max(channels) > 128))

@@ -259,17 +259,11 @@ def test_gradient_under_a_mask_and_a_band_is_exact_attentions(band, kind):
         | torch.eye(65, 70).roll(5, 1).bool()
     )
     if kind == "additive":
-        attn_mask = torch.randn(4, 65, 70).masked_fill(~attn_mask, -torch.inf)
-        inputs.append(attn_mask.requires_grad_())
+        attn_mask = torch.randn(4, 65, 70).masked_fill(~attn_mask, -torch.inf).requires_grad_()
     attn_mask = None if kind == "none" else attn_mask
-    left, right, bottom_right = band
-    band = {"left": left, "right": right, "bottom_right": bottom_right}
-    out, _ = sdpa(*inputs[:3], attn_mask=attn_mask, **band)
-    exact, _ = exactly(*inputs[:3], False, 0.125, attn_mask, **band)
-    cotangent = torch.randn_like(out)
-    actual = torch.autograd.grad(out, inputs, cotangent)
-    for a, e in zip(actual, torch.autograd.grad(exact, inputs, cotangent.double())):
-        assert_close(a, e, rtol=1e-4, atol=1e-4)
+    support.check_gradients(
+        *inputs, attn_mask, **dict(zip(("left", "right", "bottom_right"), band))
+    )
 
 
 @pytest.mark.parametrize(
@@ -282,15 +276,7 @@ def test_gradient_under_a_mask_of_another_dtype(of_q, of_mask):
     attn_mask = torch.randn(4, 65, 70).to(of_mask)
     if of_mask == torch.float32:
         attn_mask[:, 3] = torch.finfo(torch.float32).min
-    inputs = q, k, v, attn_mask.requires_grad_()
-    out, _ = sdpa(q, k, v, attn_mask=attn_mask)
-    exact, _ = exactly(q, k, v, False, 0.125, attn_mask)
-    cotangent = torch.randn_like(out)
-    actual = torch.autograd.grad(out, inputs, cotangent)
-    for a, e in zip(actual, torch.autograd.grad(exact, inputs, cotangent.double())):
-        tolerance = 1e-4 if a.dtype == of_q == torch.float32 else 3e-2
-        assert a.isfinite().all()
-        assert_close(a, e.to(a.dtype), rtol=tolerance, atol=tolerance)
+    support.check_gradients(q, k, v, attn_mask.requires_grad_())
 
 
 def test_bounds_beyond_every_sequence_are_32_bit_numbers():
@@ -300,11 +286,7 @@ def test_bounds_beyond_every_sequence_are_32_bit_numbers():
 
 @pytest.mark.parametrize("scale", [-0.125, 0.0])
 def test_gradient_with_a_scale_that_is_not_positive(scale):
-    inputs = [x.requires_grad_() for x in qkv()]
-    out, cotangent = sdpa(*inputs, True, scale)[0], torch.randn(2, 4, 65, 64)
-    expected = torch.autograd.grad(exactly(*inputs, True, scale)[0], inputs, cotangent.double())
-    for a, e in zip(torch.autograd.grad(out, inputs, cotangent), expected):
-        assert_close(a, e, rtol=1e-4, atol=1e-4)
+    support.check_gradients(*(x.requires_grad_() for x in qkv()), scale=scale, right=0)
 
 
 def test_gradient_of_one_input_alone():

@@ -12,7 +12,7 @@ import torch
 from cubins import loops_over_keys, spilled
 from noted import LENGTHS, SPLIT
 from pairs import pairs
-from support import gradients_of, relative_l1, relative_l2
+from support import everywhere, gradients_of, relative_l1, relative_l2
 from support import trained as inputs
 from torch.testing import assert_close
 
@@ -118,10 +118,9 @@ def test_causal_needs_as_many_queries_as_keys():
 
 # Rows, and those that stay: within a tile of the first rows; after blocks of keys that share a
 # scale, of whose own block the rest changes; at the last row of one, whose rest is none.
-LEAKS = pytest.mark.parametrize("N, n", [(200, 150), (700, 650), (1300, 1210), (700, 448)])
-
-
-def check_that_nothing_leaks(device, N, n):
+@everywhere
+@pytest.mark.parametrize("N, n", [(200, 150), (700, 650), (1300, 1210), (700, 448)])
+def test_nothing_of_later_rows_is_in_earlier_ones(N, n, device):
     """The first n rows when those after change: theirs are the same bits; dK and dV where no later
     row has a gradient."""
     q, k, v, grad = inputs(1, 2, 1, N, N, 64, device=device)
@@ -136,11 +135,6 @@ def check_that_nothing_leaks(device, N, n):
     here, there = attend(q, k, v, grad, True), attend(*later, True)
     for x, y in zip(here, there, strict=True):
         assert torch.equal(x[:, :, :n], y[:, :, :n]) and x[:, :, :n].any()
-
-
-@LEAKS
-def test_nothing_of_later_rows_is_in_earlier_ones(N, n):
-    check_that_nothing_leaks("cpu", N, n)
 
 
 def test_tokens_are_permuted_as_accumulators_hold_them():
@@ -393,7 +387,8 @@ def test_too_many_rows_are_refused(plan, monkeypatch):
         plan.launch_backward(grad, q, kept, 0.1, q, k, v)
 
 
-def check_scores_far_below_zero(device):
+@everywhere
+def test_gradients_are_finite_where_all_scores_are_far_below_zero(device):
     """Of k as it is, all scores of a row are below -128, and p of keys that only pad is infinite; so
     it is of k less a mean that is shrunk where the sample's rows differ as much as here."""
     q, k, v, grad = inputs(1, 4, 2, 150, 200, 64, torch.float16, device)
@@ -405,10 +400,6 @@ def check_scores_far_below_zero(device):
     for x in gradients:
         assert x.isfinite().all() and x.any()
     assert not gradients[0][:, :, 3].any()
-
-
-def test_gradients_are_finite_where_all_scores_are_far_below_zero():
-    check_scores_far_below_zero("cpu")
 
 
 # -- the kernels ----
@@ -464,11 +455,6 @@ def test_the_kernels_are_their_emulation(case, dtype, out_bnhd):
 
 
 @pytest.mark.gpu
-def test_gradients_are_finite_where_all_scores_are_far_below_zero_on_a_gpu():
-    check_scores_far_below_zero("cuda")
-
-
-@pytest.mark.gpu
 def test_strided_inputs_on_a_gpu():
     """Views of one projection, and cotangents of any strides. Sums over a row are not in one order
     for all strides: a code may differ."""
@@ -484,12 +470,6 @@ def test_strided_inputs_on_a_gpu():
         for found in (attend(q, k, v, grad), attend(*odd, grad)):
             for x, y in zip(found, expected, strict=True):
                 assert relative_l2(x, y) < 2e-3
-
-
-@pytest.mark.gpu
-@LEAKS
-def test_nothing_of_later_rows_is_in_earlier_ones_on_a_gpu(N, n):
-    check_that_nothing_leaks("cuda", N, n)
 
 
 @pytest.mark.gpu
