@@ -131,10 +131,10 @@ def test_preparation_in_nvfp4(runner, case):
     v = v.nan_to_num(nan=math.inf, posinf=math.inf)  # of which the interpreter's maximum is NaN
     mean, amax = reference.smooth([k, v], visible)
     for x, m, a, along_n in ((k, mean[0], amax[0], False), (v, mean[1], amax[1], True)):
-        for args in (
-            (x, m, a, along_n, visible is not None),
-            (2 * x, m, a, along_n, True),
-        ):  # beyond amax
+        of_x = x, m, a, along_n, visible is not None
+        beyond_amax = 2 * x, m, a, along_n, True
+        # Of one row amax is 0: a code of what is beyond it has no meaning.
+        for args in (of_x, beyond_amax)[: min(x.shape[2], 2)]:
             found, expected = launch_nvfp4(*args), reference.quantize_nvfp4(*args)
             for y, e in zip(found, expected, strict=True):
                 assert torch.equal(y, e) and y.stride() == e.stride()
@@ -170,9 +170,11 @@ def test_preparation_in_one_pass(runner, case):
         check_codes(runner, k_8bit, k_8bit_ref, shown(visible, k_8bit, N))
         check_codes(runner, v_fp8, v_fp8_ref, shown(visible, v_fp8, N, True))
         assert v_fp8.float().isfinite().all() or visible is None
-        alone = launch_kv(k, None, visible, r).tensors()
-        for x, y in zip(alone, (k_8bit, k_scale, k_mean), strict=True):
-            assert torch.equal(x.float(), y.float())
+        codes, scale, mean = launch_kv(k, None, visible, r).tensors()
+        assert_close(mean, k_mean)  # beside v it is a sum in another order
+        codes_ref, scale_ref = reference.quantize_k(k, mean, r, visible)
+        assert torch.equal(scale, scale_ref)
+        check_codes(runner, codes, codes_ref, shown(visible, codes, N))
 
 
 @on(
@@ -187,7 +189,7 @@ def test_lse_of_the_keys_before_they_were_smoothed(runner, case):
     for x in (q, q.mT.contiguous().mT):
         expected = unsmoothed_lse(lse.double(), x.double(), k_mean.double(), -0.3)
         if runner is GPU:
-            found = torch.ops.sage.unsmoothed_lse(lse, x, k_mean, -0.3)
+            (found,) = torch.ops.sage.unsmoothed_lse(lse, x, k_mean, -0.3)
         else:
             found = launch_unsmooth(lse, x, k_mean, -0.3)
         assert_close(found, expected.float(), rtol=1e-5, atol=1e-4)
