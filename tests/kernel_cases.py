@@ -1,10 +1,10 @@
-"""The calls by which kernels are held to their emulation, who runs them (Triton's interpreter, and a
-GPU with longer ones), and how results are compared.
+"""The calls for which kernels are compared with their emulation, who runs them (Triton's
+interpreter, and a GPU with longer ones), and how results are compared.
 
-The interpreter (Triton 3.7) cannot multiply bf16 matrices and does not fuse tl.fma, its rounding to FP8
-drops the carry (127 becomes 64), truncates subnormals and does not saturate (padding becomes NaN, hence
-`saturate`), and its tl.maximum keeps NaN. So 16 bits are fp16 there, INT8 codes may differ by one and
-FP8 is compared loosely. A GPU compares exactly.
+The interpreter (Triton 3.7) cannot multiply bf16 matrices and does not fuse tl.fma. Its rounding to
+FP8 drops the carry (127 becomes 64), truncates subnormals and does not saturate (padding becomes
+NaN, hence `saturate`). Its tl.maximum keeps NaN. So 16-bit numbers are fp16 there, INT8 codes may
+differ by one and FP8 is compared loosely. On a GPU codes are compared exactly.
 
 Lengths are a number of blocks and what lies beyond: -1, 0 or 1 rows, the ends of every tile.
 """
@@ -85,8 +85,8 @@ def on_hopper(test):
 
 
 def on(interpreter=None, gpu=None):
-    """Parametrizes a test by `runner` and by a case of those that it runs, as marks of pairs.py have
-    them: a dictionary, of whatever axes."""
+    """Parametrizes a test by `runner` and `case`, a dictionary. Each runner has its own cases, given as
+    a mark of pairs.py. Their axes may differ."""
     found = []
     for runner, mark in ((INTERPRETER, interpreter), (GPU, gpu)):
         names, rows = mark.args if mark else ("", ())
@@ -208,8 +208,8 @@ def hide(k: Tensor, v: Tensor, visibility: Visibility, H_q: int, of_v=math.nan) 
 
 @dataclasses.dataclass(frozen=True)
 class Interpreted:
-    """The portable kernel of a recipe, by a tile. prepared: what it reads, given k, v, the keys that
-    count and the recipe; None: the emulation prepares it."""
+    """The portable kernel of a recipe, with this tile. prepared: a function of k, v, the keys that
+    count and the recipe that prepares k and v; None: the emulation does."""
 
     tile: Tile
     tma: bool = False

@@ -1,7 +1,7 @@
-"""What is launched on a GPU that is not here, and what that compiles to. The library's own launch
-functions say it (`launch.noted`), of tensors without memory: no test restates a kernel's arguments.
+"""What is launched on a GPU that is not here, and what that compiles to.
 
-16 divides the strides of these calls, and no other number: a kernel is compiled as for most models.
+The library's own launch functions note it (`launch.noted`), for tensors without memory. So no test
+restates a kernel's arguments. Strides are multiples of 16 elements, lengths are not.
 """
 
 import contextlib

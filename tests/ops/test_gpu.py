@@ -1,7 +1,6 @@
-"""On a real GPU: everything that torch.compile does to kernels. test_kernels.py holds each to its
-emulation.
+"""On a real GPU: accuracy, models, and everything that torch.compile does to the kernels.
 
-Run with `make gpu`. Inputs are as there.
+Run with `make gpu`. test_kernels.py compares each kernel with its emulation.
 """
 
 import functools

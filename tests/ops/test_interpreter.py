@@ -1,6 +1,7 @@
-"""What kernels do without a GPU, in Triton's interpreter: parts of them, the walks of the Hopper kernel,
-blocks of tokens, training. test_kernels.py holds all of attention and of its preparation to the
-emulation; kernel_cases.py says what the interpreter cannot.
+"""Parts of kernels, the Hopper kernel's lists, blocks of tokens and training, in Triton's interpreter.
+
+test_kernels.py compares whole attention kernels and the preparation of k and v with their emulation.
+kernel_cases.py says what the interpreter cannot do.
 """
 
 import collections

@@ -1,9 +1,9 @@
-"""The kernels against their emulation, in Triton's interpreter and, with longer calls, on a GPU:
-kernel_cases.py says who runs what and how near results must be.
+"""The kernels against their emulation, in Triton's interpreter and, with longer calls, on a GPU.
+kernel_cases.py has the runners and the tolerances.
 
-Run as ``TRITON_INTERPRET=1 pytest -m interpreter tests/ops`` and ``make gpu``. Inputs have the layout
-models give them ([B, N, H, D] transposed), k a channel bias and v a mean, because random normal inputs
-hide wrong smoothing and one-level accumulation.
+Run with ``make interpreter`` and ``make gpu``. Inputs have the layout of models ([B, N, H, D]
+transposed). k has a bias in each channel and v a mean, because random normal inputs hide wrong
+smoothing and one-level accumulation.
 """
 
 import math
@@ -66,7 +66,7 @@ of_steps = on(
 
 
 def kv(runner, shape, dtype, masked):
-    """k, v, and which of their rows count, for each head or each batch; the others hold no numbers."""
+    """k, v, and which rows count, for each head or each batch; the others hold no numbers."""
     B, _, H, _, N, _ = shape
     _, k, v = runner.qkv(*shape, dtype=dtype)
     if not masked:
@@ -166,7 +166,7 @@ def test_preparation_in_one_pass(runner, case):
         v_fp8_ref, v_scale_ref = reference.quantize_v_checked(v, v_mean, statistics[3], r, visible)
         assert_close(k_scale, k_scale_ref, rtol=0, atol=0)
         assert_close(v_scale, v_scale_ref, rtol=0, atol=0)
-        # What is hidden saturates, in FP8 at what the interpreter rounds beyond; padding is NaN there.
+        # Hidden rows saturate; the interpreter rounds beyond FP8's largest. Padding is NaN there.
         check_codes(runner, k_8bit, k_8bit_ref, shown(visible, k_8bit, N))
         check_codes(runner, v_fp8, v_fp8_ref, shown(visible, v_fp8, N, True))
         assert v_fp8.float().isfinite().all() or visible is None
