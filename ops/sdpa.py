@@ -231,7 +231,7 @@ def compose(call: SdpaCall) -> tuple[Tensor, Tensor]:
     correction = lse, call.q, k_mean, call.scale
     if call.portable or call.q.device.type == "cpu":
         return out, unsmoothed_lse(*correction)
-    return out, unsmoothed_lse_opaque(*correction)[0]
+    return out, unsmoothed_lse_opaque(*correction)
 
 
 def attend(call: SdpaCall) -> tuple[Tensor, Tensor, Tensor]:
@@ -282,10 +282,8 @@ def unsmoothed_lse(lse: Tensor, q: Tensor, k_mean: Tensor, scale: float) -> Tens
     return lse + scale * (group * k_mean[:, :, None, None]).sum(-1).flatten(1, 2)
 
 
-def _unsmoothed_lse_opaque(
-    lse: Tensor, q: Tensor, k_mean: Tensor, scale: float
-) -> list[Tensor]:  # a tensor alone is not replayed
-    return [launch_unsmooth(lse, q, k_mean, scale, launch_cached)]
+def _unsmoothed_lse_opaque(lse: Tensor, q: Tensor, k_mean: Tensor, scale: float) -> Tensor:
+    return launch_unsmooth(lse, q, k_mean, scale, launch_cached)
 
 
 # lse is rarely read. One opaque op instead of 8 aten ops saves 1 s of 20 s of tracing (24 layers),
@@ -293,9 +291,8 @@ def _unsmoothed_lse_opaque(
 unsmoothed_lse_opaque = opaque(
     "unsmoothed_lse",
     _unsmoothed_lse_opaque,
-    lambda lse, *_: [torch.empty_like(lse)],
-    lambda given, run, gpu: [launch_unsmooth(**given, run=run)],
-    in_packages=False,  # there aten computes it
+    lambda lse, *_: torch.empty_like(lse),
+    None,  # replay.cpp knows no float, which the scale is; in packages aten computes it
 )
 
 
