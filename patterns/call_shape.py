@@ -1,6 +1,6 @@
 """What a decision about an attention call may depend on: its sizes, dtype and device, and what
-hides keys. While a graph is compiled a `Call` (call.py) gives one; what is timed beforehand, a
-family of calls, another.
+hides keys. A `CallShape` is made of a `Call` while its graph is compiled, or of a family of calls
+that is timed beforehand (choose/families.py).
 
 Shapes: B batch, H_q and H_kv heads, N_q and N_kv sequence, D head_dim (D_v of v).
 """
@@ -31,7 +31,7 @@ class CallShape(NamedTuple):
     mask_dtype: torch.dtype | None = None
     block_size: tuple[int, int] | None = None  # of lists of blocks, of queries and of keys
     is_flex: bool = False  # flex_attention computes it, which needs no mask for a window
-    trains: bool = False  # forward and backward are one time
+    trains: bool = False  # forward and backward are timed together
 
     @classmethod
     def of(cls, call: Call) -> "CallShape":

@@ -91,8 +91,8 @@ class Load(NamedTuple):
 
     keys: int = 0  # that a query sees, on average
     pairs: int = 0  # of a query and a key that it sees
-    even: int = 0  # with a mask: rows of the busiest processor, by tiles of 64 in % of by 192
-    fill: int = 0  # without a mask: rows of all tiles, by 64 in % of by 192
+    even: int = 0  # with a mask: 100 * the busiest SM's rows by 64-row tiles / by 192-row tiles
+    fill: int = 0  # without a mask: 100 * rows of all 64-row tiles / of all 192-row tiles
     ratio: int = 0  # without a mask or a band: rounds by 128 rows over those by 192, rounded down
     room: int = 0  # without a mask or a band: 1 up to two tiles of 64 rows a processor; 2 up to one
     unmasked: int = 0  # 1 without a mask
@@ -103,9 +103,9 @@ class Load(NamedTuple):
         device: "torch.device | Gpu",
     ) -> "Load":  # fmt: skip
         """band: query i sees keys i - left .. i + right. In a window one key in IN_A_WINDOW counts:
-        a wider tile computes more beyond its edges. The ratio is 2 mostly where tiles of 192 rows
-        run all at once and those of 128 do not. So tiles of 192 rows divide the work as evenly as
-        those of 64 where `even` is 100, and worse where it is less."""
+        a wider tile computes more beyond its edges. `ratio` is 2 mostly if all 192-row tiles fit in
+        one round and 128-row tiles need two. `even` below 100 means that 192-row tiles leave SMs
+        idle."""
         left, right = band
         bounds = (left is not None) + (right is not None)
         keys = n_kv // 2 if bounds == 1 else n_kv

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch.library import triton_op
 
-from sage_inductor.ops.attention.tiles import Gpu
 from sage_inductor.ops.formats import Prepared
 from sage_inductor.ops.launch import HAS_PDL, launch_cached
 from sage_inductor.ops.quantize.keys import empty_k, launch_k
@@ -59,7 +58,7 @@ def _quantize_kv_opaque(
     return launch_kv(k, v, visible, decode(recipe), launch_cached, HAS_PDL).tensors()
 
 
-def launched(given: dict, run: Callable, gpu: Gpu) -> list[Tensor]:
+def launched(given: dict, run: Callable, _gpu) -> list[Tensor]:
     """What `quantize_kv_opaque` launches, of tensors on meta, by `run`."""
     given = given | {"recipe": decode(given["recipe"])}
     return launch_kv(**given, run=run, pdl=HAS_PDL).tensors()

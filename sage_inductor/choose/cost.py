@@ -108,8 +108,8 @@ def features(
         busiest = _last_shared(heads * len(seen), seen[0], processors)
         is_cut = busiest is not None
     if busiest is None:
-        # Pieces share a processor two at a time, from the start: the longest are not dealt to who
-        # is first done. One causal head of 8,192, cut in two, takes as long as four of 4,096.
+        # FlashAttention runs two pieces on each SM, in order: an idle SM does not get the longest
+        # that is left. One causal head of 8,192, cut in two, takes as long as four of 4,096.
         pieces_at_once = 2 if is_cut and dealt == FLASH else 1
         busiest = _busiest(seen, heads, dealt == LONGEST_FIRST, pieces_at_once * processors)
         busiest *= weight * pieces_at_once
@@ -294,7 +294,8 @@ def _fit(
     rest = 1 - (prepared or 0.0) * columns.prepared / ms
     if prepared is not None:
         columns.prepared.zero_()
-    # What none of them has is 0. So is what one of them has, whose whole rest it would take up.
+    # A term that is 0 for all sizes but one gets no coefficient: it would absorb the residual of
+    # that size.
     known = (parts != 0).sum(0) > 1
     relative = parts[:, known] / ms[:, None]
     scale = relative.mean(0)
@@ -346,8 +347,8 @@ class Prediction(NamedTuple):
     @property
     def wins(self) -> bool:
         """Whether the recipe is faster by more than chance: by the spread of the medians, or by
-        half the fit's error where that is more. If the whole error was asked for, 1 % fewer of 491
-        calls were within 3 % of the best, and no fewer were below 0.97x."""
+        half the fit's error where that is more. A margin of the whole error was worse: 1 % fewer of
+        491 calls came within 3 % of the best, and as many fell below 0.97x."""
         return self.sdpa >= self.ours * max(MIN_SPEEDUP, 1 + self.error / 2)
 
     def __str__(self):

@@ -191,11 +191,6 @@ class Table:
             families[family] = {each: old.get(each, {}) | times.get(each, {}) for each in sizes}
         return dataclasses.replace(self, families=families)
 
-    def of(self, families: Iterable[Family]) -> "Table":
-        """The same of these families alone."""
-        found = {each: self.families[each] for each in families}
-        return dataclasses.replace(self, families=found)
-
     def to_json(self) -> dict:
         families = [
             {

@@ -401,7 +401,8 @@ def _calibrated(device: torch.device, family: Family, recipes: tuple[str, ...]) 
         tables.forget()  # another process may have measured it meanwhile
         table = tables.with_times(gpu, family, recipes)
         if table is not None:
-            return table.of(each for r in recipes if (each := table.find(family, r))).to_json()
+            found = {each: table.families[each] for r in recipes if (each := table.find(family, r))}
+            return Table(gpu, table.device, found).to_json()
         _log.warning(
             "attention with %s is measured on %s, once, for about %g s"
             " (sage_inductor.config.calibrate = False: never)", family, gpu, SECONDS,
