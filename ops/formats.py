@@ -50,7 +50,7 @@ _SHARED = ("per_block", "per_thread", "per_token")
 
 QK = {
     "int8": Format(torch.int8, 127.0, rotates=True, granularities=_SHARED),
-    "fp8": Format(torch.float8_e4m3fn, E4M3_MAX, rotates=True, granularities=_SHARED),
+    "fp8": Format(torch.float8_e4m3fn, E4M3_MAX, granularities=_SHARED),
     "int4": Format(torch.uint8, 7.0, packed=2, smooths_q=True, granularities=("per_thread",)),
     "nvfp4": Format(
         torch.uint8, E4M3_MAX * FP4_MAX, packed=2, smooths_q=True, block_scaled=True,

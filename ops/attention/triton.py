@@ -49,7 +49,7 @@ from sage_inductor.ops.compat import TensorDescriptor
 from sage_inductor.ops.formats import E4M3_MAX, LOG2E, Q_BLOCK, QK, pad_head_dim
 from sage_inductor.ops.launch import doubled
 from sage_inductor.ops.quantize.codes import abs_bits, scale_of, to_8bit
-from sage_inductor.ops.quantize.rotate import rotate
+from sage_inductor.ops.quantize.rotate import in_16_bits, rotate
 
 _INT4_MAX = tl.constexpr(QK["int4"].largest)
 _Q_BLOCK = tl.constexpr(Q_BLOCK)
@@ -123,8 +123,7 @@ def _attention_kernel(
     q = q + rows.to(tl.int64)[:, None] * stride_qn + d.to(tl.int64)[None, :] * stride_qd
     q = tl.load(q, mask=mask_q, other=0.0)  # [BLOCK_M, BLOCK_D]
     if ROTATED:
-        FULL: tl.constexpr = Q.dtype.element_ty == tl.float32
-        q = rotate(q.to(tl.bfloat16 if FULL else Q.dtype.element_ty), BLOCK_M, BLOCK_D)
+        q = rotate(in_16_bits(q, Q), BLOCK_M, BLOCK_D)
     q = q.to(tl.float32)
     if INT4:
         block_q = head * ((N_q + 2 * _Q_BLOCK - 1) // _Q_BLOCK) + row0 // _Q_BLOCK

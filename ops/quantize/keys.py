@@ -20,7 +20,7 @@ from sage_inductor.ops.compat import gdc_wait
 from sage_inductor.ops.formats import E4M3_MAX, K_BLOCK, PAD_N, QK, TINY, pad_head_dim, pad_rows
 from sage_inductor.ops.launch import doubled, launch_traced, pdl_option
 from sage_inductor.ops.quantize.codes import abs_bits, saturate, scale_of, to_8bit
-from sage_inductor.ops.quantize.rotate import rotate
+from sage_inductor.ops.quantize.rotate import in_16_bits, rotate
 from sage_inductor.ops.recipe import Recipe
 
 _INT4_MAX = tl.constexpr(QK["int4"].largest)
@@ -45,9 +45,7 @@ def quantize_k_block(
     mean = tl.load(K_mean + head * channels + d, mask=d < channels, other=0.0)
     x = tl.where(mask, x.to(tl.float32) - mean[None, :], 0.0)
     if ROTATED:
-        FULL: tl.constexpr = K.dtype.element_ty == tl.float32
-        x = (0.5 * x).to(tl.bfloat16 if FULL else K.dtype.element_ty)
-        x = rotate(x, K_BLOCK, BLOCK_D)
+        x = rotate(in_16_bits(0.5 * x, K), K_BLOCK, BLOCK_D)
 
     amax = tl.max(abs_bits(x), 1)  # [K_BLOCK]
     if MASK:

@@ -31,6 +31,12 @@ def odd_of(k, n):
 
 
 @triton.jit
+def in_16_bits(x, Like):
+    """x in the dtype that Like points to; in bf16, if that is fp32."""
+    return x.to(tl.bfloat16 if Like.dtype.element_ty == tl.float32 else Like.dtype.element_ty)
+
+
+@triton.jit
 def rotate(x, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     """x [ROWS, BLOCK_D] of 16 bits -> x R [ROWS, BLOCK_D] in fp32."""
     # channel = 32 i + 8 t + 4 j + w; of the product k = 4 t + w
