@@ -39,31 +39,29 @@ def in_16_bits(x, Like):
 @triton.jit
 def rotate(x, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     """x [ROWS, BLOCK_D] of 16 bits -> x R [ROWS, BLOCK_D] in fp32."""
-    # channel = 32 i + 8 t + 4 j + w; of the product k = 4 t + w
-    x = x.reshape([ROWS, BLOCK_D // 32, 4, 2, 4]).permute([1, 3, 0, 2, 4])
+    # channel = 128 b + 32 i + 8 t + 4 j + w; of the product k = 4 t + w. b stands beside the rows,
+    # so that of eight warps each has all of i and j.
+    B: tl.constexpr = (BLOCK_D + 127) // 128
+    I: tl.constexpr = BLOCK_D // B // 32
+    x = x.reshape([ROWS, B, I, 4, 2, 4]).permute([2, 4, 1, 0, 3, 5])
     k = tl.arange(0, 16)
     h = (1.0 - 2.0 * odd_of(k[:, None], k[None, :]).to(tl.float32)).to(x.dtype)
     y = tl.dot(x.reshape([ROWS * BLOCK_D // 16, 16]), h)
-    y = y.reshape([BLOCK_D // 64, 2, 2, ROWS, 16]).permute([0, 3, 4, 1, 2])
-    y = butterflies(y, BLOCK_D)  # [BLOCK_D / 64, ROWS, 16, i0, j]
-    y = y.reshape([BLOCK_D // 64, ROWS, 4, 4, 2, 2]).permute([1, 0, 4, 2, 5, 3])
+    y = butterflies(y.reshape([I // 2, 2, 2, B * ROWS, 16]).permute([0, 3, 4, 1, 2]), I)
+    y = y.reshape([I // 2, B, ROWS, 4, 4, 2, 2]).permute([2, 1, 0, 5, 3, 6, 4])
     return y.reshape([ROWS, BLOCK_D])
 
 
 @triton.jit
-def butterflies(y, BLOCK_D: tl.constexpr):
-    """The rest of R: y [BLOCK_D / 64, .., .., 2, 2], the last bits 5 and 2 of the channel, the
-    first bit 6 and above."""
+def butterflies(y, I: tl.constexpr):
+    """The rest of R: y [I / 2, n, 16, 2, 2], the first bit 6 of the channel, the last 5 and 2."""
     a, b = y.split()
     a0, a1 = a.split()
     b0, b1 = b.split()
     p0, p1 = a0 + b0, a0 - b0
     q0, q1 = a1 - b1, a1 + b1  # the sign of bits 2 and 5
     y = tl.join(tl.join(p0 + q0, p0 - q0), tl.join(p1 + q1, p1 - q1))
-    if BLOCK_D >= 128:
-        shape: tl.constexpr = y.shape
-        y = y.reshape([BLOCK_D // 128, 2, shape[1], shape[2], 2, 2]).permute([0, 2, 3, 4, 5, 1])
-        a, b = y.split()
-        y = tl.join(a + b, a - b).permute([0, 5, 1, 2, 3, 4])
-        y = y.reshape([BLOCK_D // 64, shape[1], shape[2], 2, 2])
+    if I == 4:
+        a, b = y.permute([1, 2, 3, 4, 0]).split()
+        y = tl.join(a + b, a - b).permute([4, 0, 1, 2, 3])
     return y

@@ -194,17 +194,19 @@ def _rotate(q, D: gl.constexpr):
     layout of q is that of the result."""
     A: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     H: gl.constexpr = gl.DotOperandLayout(1, A, 2)
-    # channel = 32 i + 8 t + 4 j + 2 h + e; of the product 8 h + 2 t + e
-    x = q.reshape([64, D // 32, 4, 2, 2, 2]).permute([1, 3, 0, 4, 2, 5]).reshape([4 * D, 16])
+    # channel = 128 b + 32 i + 8 t + 4 j + 2 h + e; of the product 8 h + 2 t + e
+    B: gl.constexpr = (D + 127) // 128
+    I: gl.constexpr = D // B // 32
+    x = q.reshape([64, B, I, 4, 2, 2, 2]).permute([2, 4, 1, 0, 5, 3, 6]).reshape([4 * D, 16])
     x = gl.convert_layout(x, gl.DotOperandLayout(0, A, 2), assert_trivial=True)
     k = gl.arange(0, 16, layout=gl.SliceLayout(1, H))
     n = gl.arange(0, 16, layout=gl.SliceLayout(0, H))
     odd = odd_of(gl.expand_dims(_as_in_rotate(k), 1), gl.expand_dims(_as_in_rotate(n), 0))
     h = (1.0 - 2.0 * odd.to(gl.float32)).to(q.dtype)
     y = mma_v2(x, h, gl.full([4 * D, 16], 0.0, gl.float32, A))
-    y = y.reshape([D // 64, 2, 2, 64, 16]).permute([0, 3, 4, 1, 2])
-    y = butterflies(y, D)  # [D / 64, 64, 16, i0, j]
-    y = y.reshape([D // 64, 64, 2, 4, 2, 2, 2]).permute([1, 0, 5, 3, 6, 2, 4]).reshape([64, D])
+    y = butterflies(y.reshape([I // 2, 2, 2, 64 * B, 16]).permute([0, 3, 4, 1, 2]), I)
+    y = y.reshape([I // 2, B, 64, 2, 4, 2, 2, 2]).permute([2, 1, 0, 6, 4, 7, 3, 5])
+    y = y.reshape([64, D])
     return gl.convert_layout(y, q.type.layout, assert_trivial=True)
 
 
