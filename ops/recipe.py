@@ -158,6 +158,15 @@ BY_SPEED = tuple(
 ROWSCALED_FORWARD = NAMED["sage1-per-token"]  # of sage::rowscaled: INT8 q k, 16-bit p v
 
 
+def unrotated(name: str) -> str:
+    """The name in NAMED of the same recipe without rotation; of any other name the name."""
+    recipe = NAMED.get(name)
+    if recipe is None or not recipe.rotated:
+        return name
+    plain = dataclasses.replace(recipe, rotated=False)
+    return next(other for other, each in NAMED.items() if each == plain)
+
+
 def canonical(name: str) -> str:
     """The name in NAMED of one that may be an alias; any other stays."""
     return ALIASES.get(name, name)
