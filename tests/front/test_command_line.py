@@ -106,7 +106,7 @@ def test_doctor_says_from_which_lengths_a_recipe_is_chosen():
     table = dataclasses.replace(table, families=families)
     assert any(
         re.fullmatch(
-            r"head_dim 128: sage2-8b-per-token from N=\d+ with B\*H >= 128, .* \(\+-\d\.\d%\)", line
+            r"head_dim 128: sage2-8b-rotated from N=\d+ with B\*H >= 128, .* \(\+-\d\.\d%\)", line
         )
         for line in lines(table)
     )
