@@ -170,9 +170,10 @@ class Table:
 
     def error(self, family: Family, recipe: str) -> float:
         """Of the recipe's predictions: root mean square of predicted / measured - 1."""
-        times = self.families[family].items()
-        timed = ((sizes, ms[recipe]) for sizes, ms in times if recipe in ms)
-        errors = [self.predict(family, recipe, sizes).ours / ms - 1 for sizes, ms in timed]
+        times = self.families[family]
+        name = timed_as(times, recipe)
+        timed = ((sizes, ms[name]) for sizes, ms in times.items() if name in ms)
+        errors = [self.predict(family, name, sizes).ours / ms - 1 for sizes, ms in timed]
         return statistics.fmean(x * x for x in errors) ** 0.5
 
     def first_length(self, family: Family, recipe: str, heads: int) -> int | None:
