@@ -202,6 +202,8 @@ def main(argv=None) -> int:
         lengths = args.lengths or LENGTHS[: None if cuda else -2]
         cases = [Case(1, args.heads, args.heads, N, D) for D in args.head_dims for N in lengths]
         if cuda:
+            for kind, why in peers.absent(PEERS).items():
+                harness.show(**{"left out": f"{kind}: {why}"})
             compile_kernels([*cases, *map(timed, cases)], device)
         for case in harness.progress(cases, lambda case: case.shape):
             times = time_shipped(timed(case), device) if cuda else {}

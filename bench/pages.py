@@ -29,6 +29,7 @@ from bench import (
     figures,
     fusion,
     harness,
+    linear,
     lists,
     model,
     packages,
@@ -50,7 +51,7 @@ SPEED = ("paper", "load", "models", "preparation", "fusion", "masks", "shared")
 ACCURACY = ("accuracy", "shipped", "end-to-end")
 PLANS = (
     *SPEED, *ACCURACY, *curves.TITLES, "model", "training", "training-mask", "backward", "memory",
-    "packages", "parallel", "peers", "sparse", "lists", "selected",
+    "packages", "parallel", "peers", "sparse", "linear", "lists", "selected",
 )  # fmt: skip
 METHODS = property, classmethod, types.FunctionType
 HEADS = (8, 24, 128)  # B * H of the columns of `lengths`
@@ -344,6 +345,7 @@ TABLES = {
     "blocks": blocks_in_short,
     "curves": sections(curves.TITLES, curves_section),
     "lengths": lengths,
+    "linear": of("linear", linear.table),
     "lists": of("lists", lists.table),
     "memory": of("memory", training.memory_table),
     "packages": packages_table,
