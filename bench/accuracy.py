@@ -150,6 +150,7 @@ def tables(D: int) -> dict[str, Table]:
 LENGTHS = tuple(2**i for i in range(10, 16))  # of what is shipped
 TIMED = 32768, 32  # tokens, in sequences of N, and heads of the calls that are timed
 TURNS = 5, 20.0  # rounds of so many ms
+KEPT = ("rel_l1", "centred_rel_l1", "row")  # errors of what is shipped: there are many rows
 DEFAULT = ("sage2-8b", "sage2-8b-per-token")  # from sm_89 on; on Hopper
 # (family, recipe) -> its error at most: `figure`.
 LIMITS = {
@@ -372,13 +373,14 @@ def measure_shipped(case: Case, families, layers: int, device, times: dict) -> l
             for each in entries:
                 try:
                     out = each.call(last if device.type == "cpu" else q, k, v)
-                    found[each.name].append(compare(out[:, :, -ROWS:]))
+                    errors_of = compare(out[:, :, -ROWS:])
+                    found[each.name].append({key: errors_of[key] for key in KEPT})
                 except Exception as error:  # one that fails must not cost the others
                     failed[each.name] = {"error": in_a_line(error)}
         of = dict(plan="shipped", family=family, N=case.N, D=case.D, layers=layers)
         for entry, its in found.items():
-            errors_of = failed.get(entry) or summary(its)
-            rows.append({**of, "entry": entry, **times.get(entry, {}), **errors_of})
+            found_here = failed.get(entry) or summary(its)
+            rows.append({**of, "entry": entry, **times.get(entry, {}), **found_here})
     return rows
 
 
