@@ -185,9 +185,9 @@ def main(argv=None) -> int:
     method = (
         f"Families: {args.layers} seeds from 0 of laboratory.draw, bf16, "
         f"[1, {args.heads}, N, {args.D}]{', causal' * args.causal}; errors against float64 before "
-        f"rounding to bf16. Shipped: in bf16, the last {ROWS} queries"
+        f"rounding to bf16. Shipped: each head_dim, in bf16, the last {ROWS} queries"
         + (timing() if cuda else "")
-        + f". Models: {size}, of bench/trained.py, in bf16"
+        + f". Models: {size}, of bench/trained.py, in bf16" * bool(args.models)
     )
     result = harness.Result("accuracy", method, args, models={})
     names = [name for name in args.tables if name not in BESIDE]
