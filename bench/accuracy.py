@@ -31,7 +31,7 @@ import dataclasses
 import itertools
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -79,8 +79,8 @@ def granularities(qk: str) -> dict[str, Technique]:
     return variants(base, **{name: {"granularity": name} for name in GRANULARITIES})
 
 
-def tables(D: int) -> dict[str, Table]:
-    """All of them, for a head_dim."""
+def tables(D: int, recipes: Sequence[str] = tuple(PRESETS)) -> dict[str, Table]:
+    """All of them, for a head_dim; that of recipes with these names of PRESETS."""
     fp16 = dataclasses.replace(SMOOTH_QK, pv="fp16", v_scale=None)
     smoothings = {"none": {}, "k": {"smooth_k": "mean"},
                   "q+k": {"smooth_q": True, "smooth_k": "mean"}}  # fmt: skip
@@ -142,7 +142,8 @@ def tables(D: int) -> dict[str, Table]:
             over_n=True,
         ),
         "recipes": Table(
-            "Recipes (capitals: the papers'; the others: ours)", {"bf16 SDPA": None, **PRESETS}
+            "Recipes (capitals: the papers'; the others: ours)",
+            {"bf16 SDPA": None, **{name: PRESETS[name] for name in recipes}},
         ),
     }  # fmt: skip
 
@@ -151,20 +152,20 @@ LENGTHS = tuple(2**i for i in range(10, 16))  # of what is shipped
 TIMED = 32768, 32  # tokens, in sequences of N, and heads of the calls that are timed
 TURNS = 5, 20.0  # rounds of so many ms
 KEPT = ("rel_l1", "centred_rel_l1", "row")  # errors of what is shipped: there are many rows
-DEFAULT = ("sage2-8b", "sage2-8b-per-token")  # from sm_89 on; on Hopper
+DEFAULT = ("sage2-8b", "sage2-8b-rotated")  # from sm_89 on; on Hopper
 # (family, recipe) -> its error at most: `figure`.
 LIMITS = {
     **{(family, recipe): 0.038 for family in ("normal", "k_bias") for recipe in DEFAULT},
     **{("biased_v", recipe): 1.05 for recipe in DEFAULT},
-    ("normal", "sage1-per-token"): 0.013,
+    ("normal", "sage1-rotated"): 0.013,
 }
 BESIDE = ("shipped", "end-to-end")  # the tables
 # The rows of the README's table, and what each is.
 IN_SHORT = {
     "bf16 SDPA": "exact attention in bf16",
-    "sage2-8b-per-token": "`sage2-8b-per-token`, the default on Hopper",
+    "sage2-8b-rotated": "`sage2-8b-rotated`, the default on Hopper",
     "sage2-8b": "`sage2-8b`, the default on sm_89 and sm_12x",
-    "sage1-per-token": "`sage1-per-token`, the most accurate",
+    "sage1-rotated": "`sage1-rotated`, the most accurate",
 }
 
 
@@ -192,7 +193,7 @@ def main(argv=None) -> int:
     result = harness.Result("accuracy", method, args, models={})
     names = [name for name in args.tables if name not in BESIDE]
     for family in args.families or USUAL:
-        for name, table in tables(args.D).items():
+        for name, table in tables(args.D, args.recipes).items():
             # Causal, the first queries see next to nothing of N.
             lengths = (args.N, 2 * args.N, 4 * args.N) if table.over_n else (args.N,)
             for N in lengths if name in names else ():
@@ -218,13 +219,13 @@ def main(argv=None) -> int:
     for subject in trained.subjects(args.models, trained.SIZES[size], device):
         result["models"][subject.name] = subject.note
         calls = capture(subject)
-        for name, table in tables(calls[0].q.shape[3]).items():
+        for name, table in tables(calls[0].q.shape[3], args.recipes).items():
             if name in names:
                 rows = measure(name, table, subject.name, calls)
                 result.add(rows)
                 print_table(table, rows)
         if "end-to-end" in args.tables:
-            result.add(measure_end_to_end(subject))
+            result.add(measure_end_to_end(subject, args.recipes))
     result.end()
     return 0
 
@@ -239,6 +240,10 @@ def parse(argv) -> argparse.Namespace:
     parser.add_argument(
         "--families", nargs="+", choices=FAMILIES,
         help="default: all of what is shipped, else those of the papers' tables",
+    )  # fmt: skip
+    parser.add_argument(
+        "--recipes", nargs="+", choices=PRESETS, default=list(PRESETS),
+        help="of the tables recipes and end-to-end; default: all",
     )  # fmt: skip
     parser.add_argument("--N", type=harness.positive, default=1024)
     parser.add_argument("--D", type=int, choices=(64, 128, 256), default=128)
@@ -579,12 +584,12 @@ def training_table(rows: list[dict]) -> str:
 # -- whole models ----
 
 
-def measure_end_to_end(subject: Subject) -> list[dict]:
-    """A row for each recipe, printed as it comes; "exact" is attention in fp32, and what the others
+def measure_end_to_end(subject: Subject, names: Sequence[str]) -> list[dict]:
+    """A row for each of PRESETS's names, printed as it comes; "exact" is attention in fp32, and what the others
     are compared with."""
     print(f"\nEnd to end: {subject.name}, {subject.note}")
     rows = []
-    techniques = {"exact": Technique(), "bf16 SDPA": None, **PRESETS}
+    techniques = {"exact": Technique(), "bf16 SDPA": None, **{name: PRESETS[name] for name in names}}
     for entry, figures, error in end_to_end(subject, techniques):
         row = dict(family=subject.name, entry=entry, figures=figures, error=error)
         rows.append({"plan": "end-to-end", **row})
