@@ -230,13 +230,12 @@ class Diagnosis:
         return "\n".join(self._summary())
 
     def _summary(self) -> list[str]:
-        rows = [
-            (name, *self._total(name)) for name in (SDPA, *NAMED, POLICY) if name in self.totals
-        ]
+        names, gain = (SDPA, *NAMED, POLICY), self._gain()
+        rows = [(name, *self._total(name)) for name in names if name in self.totals]
         return [
             page.paragraph(self.verdict),
             page.table(TOTALS, rows),
-            page.paragraph(f"ms: {self._gain() or 'no times are known of such calls'}. {OF_TIMES}"),
+            page.paragraph(f"ms: {gain}. {OF_TIMES}" if gain else "ms: such calls were not timed."),
             self.heat_map(),
             page.listing(self.policy.text()),
         ]
@@ -581,9 +580,8 @@ class _Probe:
         when = _When(stages.current(), stages.step())
         sizes = {name: tuple(x.shape) for name, x in zip("qkv", (q, k, v), strict=True)}
         site = dataclasses.replace(self.site, q=sizes["q"], k=sizes["k"], stage=when.stage)
-        shape = self.shape._replace(
-            **sizes, mask=attn_mask if attn_mask is None else tuple(attn_mask.shape)
-        )
+        mask = None if attn_mask is None else tuple(attn_mask.shape)
+        shape = self.shape._replace(**sizes, mask=mask)
         errors = _errors(q, k, v, attn_mask, self.shape.band, scale, (SDPA, *self.recipes))
         for name, error in errors.items():
             time = None if name == SDPA else predicted(shape, name, name in self.stacked)

@@ -259,7 +259,7 @@ def autos(call: Call) -> tuple[str, ...]:
 def predicted(shape: CallShape, recipe: str, stacked: bool) -> Prediction | None:
     """How long a call of these sizes, which are numbers, takes on its device or, on CPU, on the GPU
     whose times are built in. None where no such calls were timed. stacked: as Sizes has it."""
-    if shape.kind == "blocks" or min(shape.lengths) < cost.SHORTEST:
+    if min(shape.lengths) < cost.SHORTEST:
         return None
     family = Family(shape.q[3], shape.v[3], shape.kind)
     sizes = Sizes(
