@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import importlib
 import json
 import math
 import random
@@ -25,17 +24,17 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sage_inductor
-from sage_inductor import Diagnosis, Policy, diagnose, diagnosing
+from sage_inductor import Diagnosis, Policy, diagnose, diagnosing, measure, suggest
 from sage_inductor.choose import families, tables
 from sage_inductor.choose.cost import Prediction, Sizes
 from sage_inductor.choose.families import Family
-from sage_inductor.diagnose import TOLERANCE, Row, _merged
+from sage_inductor.diagnose import TOLERANCE
+from sage_inductor.measure import Row
 from sage_inductor.ops.recipe import BY_SPEED, NAMED, TABLE
 from sage_inductor.patterns import Decision, Site, reasons
 from sage_inductor.patterns.call import FULL
 from sage_inductor.policy import Rule
 
-DIAGNOSE = importlib.import_module("sage_inductor.diagnose")
 sdpa = F.scaled_dot_product_attention
 
 
@@ -155,7 +154,7 @@ def test_calls_that_agree_get_one_rule_and_the_table_shows_it():
 def probe(module: str, *steps: dict[str, float]) -> SimpleNamespace:
     """Of one call with these errors in these steps of a pipeline."""
     errors = {
-        DIAGNOSE._When(None, i): {name.replace("_", "-"): e for name, e in each.items()}
+        measure.When(None, i): {name.replace("_", "-"): e for name, e in each.items()}
         for i, each in enumerate(steps)
     }
     site = SimpleNamespace(module=module)
@@ -169,7 +168,7 @@ def test_no_two_recipes_have_one_rank():
 
 def test_auto_is_suggested_only_if_all_that_it_may_become_is_within_the_tolerance():
     def suggested(**errors):
-        return DIAGNOSE._suggested([probe("m", errors)], 0.05, lambda when: True)["m"]
+        return suggest.suggested([probe("m", errors)], 0.05, lambda when: True)["m"]
 
     assert suggested(sage2_8b_per_token=0.04, sage2_8b=0.05) == "auto"
     assert suggested(sage2_8b_per_token=0.04, sage2_8b=0.06) == "sage2-8b-per-token"
@@ -201,8 +200,8 @@ GOOD, FAIR, BAD = errors(0.04), errors(0.06), errors(0.06, 0.06)
 )
 def test_the_edges_are_those_by_which_all_steps_together_are_fastest(steps, edge):
     calls = [probe("a", *steps), probe("b", *[GOOD] * len(steps))]
-    assert DIAGNOSE._edge(calls, 0.05) == edge
-    assert DIAGNOSE._edge(calls[::-1], 0.05) == edge
+    assert suggest.edge_of(calls, 0.05) == edge
+    assert suggest.edge_of(calls[::-1], 0.05) == edge
 
 
 def place(calls: list[dict[str, float]]) -> int:
@@ -232,7 +231,7 @@ def test_the_edges_cost_what_a_search_over_all_finds():
             for _ in range(4)
         ]
         least = min(cost((a, b), calls) for a in range(n) for b in range(n - a))
-        found = DIAGNOSE._edge([probe(module, *steps) for module, steps in calls], 0.05)
+        found = suggest.edge_of([probe(module, *steps) for module, steps in calls], 0.05)
         assert cost(found or (0, 0), calls) == least
 
 
@@ -357,7 +356,7 @@ recipes = st.sampled_from(["auto", "off", "sage1-per-token"])
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
 @given(suggested=st.dictionaries(st.sampled_from(PATHS), recipes, min_size=1))
 def test_merged_rules_say_of_each_module_what_was_suggested(suggested):
-    rules = _merged(suggested)
+    rules = suggest.merged(suggested)
     for module, recipe in suggested.items():
         assert next(r.recipe for r in rules if r.fits_module(module)) == recipe, rules
     usual = max(map(list(suggested.values()).count, suggested.values()))
@@ -367,9 +366,9 @@ def test_merged_rules_say_of_each_module_what_was_suggested(suggested):
 def test_neighbouring_layers_and_calls_of_one_name_share_a_rule():
     of = {f"layers.{i}.attn": "off" if i in (0, 1, 2, 6) else "auto" for i in range(12)}
     layers = Rule("off", layer=(0, 2)), Rule("off", module="layers.6.attn"), Rule("auto")
-    assert _merged(of) == layers
+    assert suggest.merged(of) == layers
     of |= {f"layers.{i}.cross": "sage1-per-token" for i in range(12)}
-    assert _merged(of) == (
+    assert suggest.merged(of) == (
         Rule("off", module="*.attn", layer=(0, 2)),
         Rule("auto", module="*.attn", layer=(3, 5)),
         Rule("auto", module="*.attn", layer=(7, 11)),
@@ -377,12 +376,12 @@ def test_neighbouring_layers_and_calls_of_one_name_share_a_rule():
         Rule("sage1-per-token"),
     )
     of |= {f"layers.{i}.attn": "auto" for i in range(12)} | {"pool": "auto"}
-    assert _merged(of) == (Rule("sage1-per-token", module="*.cross"), Rule("auto"))
+    assert suggest.merged(of) == (Rule("sage1-per-token", module="*.cross"), Rule("auto"))
 
 
 def test_one_module_is_named_so_that_its_block_may_be_compiled_alone():
     of = {"mid.attn1": "off", "mid.attn2": "auto", "pool": "sage1", "last.0": "sage3"}
-    assert _merged(of) == (
+    assert suggest.merged(of) == (
         Rule("auto", module="*.attn2"),
         Rule("sage1", module="*.pool"),
         Rule("sage3", module="last.0"),
@@ -484,7 +483,7 @@ def exact_attention(q, k, v, hidden=None, added=None, scale=None):
 @pytest.mark.parametrize("at_once", [1 << 24, 1], ids=["whole", "in parts"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_metrics_are_what_they_say(dtype, at_once, monkeypatch):
-    monkeypatch.setattr(DIAGNOSE, "MAX_SCORES", at_once)
+    monkeypatch.setattr(measure, "MAX_SCORES", at_once)
     q, k, v = (torch.randn(2, H, 30, 24).to(dtype) for H in (4, 2, 2))
     found = diagnose(lambda *qkv: sdpa(*qkv, enable_gqa=True), recipes=["sage1"])(q, k, v)
     exact = exact_attention(q, k, v)
@@ -580,7 +579,7 @@ def test_every_kind_of_site_is_compared_with_what_it_computes(case, at_once, mon
     function, (H_kv, N_kv, D_v), mask = SITES[case]
     q, k, v = torch.randn(2, 4, 33, 16), *(torch.randn(2, H_kv, N_kv, D) for D in (16, D_v))
     expected = function(q.double(), k.double(), v.double())
-    compared, add = torch.full_like(expected, math.nan), DIAGNOSE._Error.add
+    compared, add = torch.full_like(expected, math.nan), measure.Error.add
 
     def spy(error, out, exact, b, h):
         assert exact.dtype == torch.float64 and out.shape == exact.shape
@@ -588,8 +587,8 @@ def test_every_kind_of_site_is_compared_with_what_it_computes(case, at_once, mon
         assert len(exact) == (2 if at_once > 300 else 1)
         add(error, out, exact, b, h)
 
-    monkeypatch.setattr(DIAGNOSE._Error, "add", spy)
-    monkeypatch.setattr(DIAGNOSE, "MAX_SCORES", at_once)
+    monkeypatch.setattr(measure.Error, "add", spy)
+    monkeypatch.setattr(measure, "MAX_SCORES", at_once)
     found = diagnose(function)(q, k, v)
     torch.testing.assert_close(compared, expected, rtol=1e-9, atol=1e-9)
     assert not found.unmeasured and {row.site.mask for row in found.rows} == {mask}
@@ -852,13 +851,13 @@ class Largest(TorchDispatchMode):
 
 
 def test_heads_and_batches_take_no_more_memory(monkeypatch):
-    monkeypatch.setattr(DIAGNOSE, "MAX_SCORES", 64 * 64)  # the scores of one head
+    monkeypatch.setattr(measure, "MAX_SCORES", 64 * 64)  # the scores of one head
     largest = []
     for B, H in ((1, 2), (2, 8)):
         q, k, v = (torch.randn(B, H, 64, 32) for _ in range(3))
         mask = torch.ones(B, H, 64, 64, dtype=torch.bool).tril()
         with Largest() as mode:
-            DIAGNOSE._errors(q, k, v, mask, FULL, 1.0, ["sdpa", "sage1", "sage2-8b"])
+            measure.errors_of(q, k, v, mask, FULL, 1.0, ["sdpa", "sage1", "sage2-8b"])
         largest.append(mode.elements)
     assert largest[0] == largest[1] == 64 * 64
 
@@ -971,7 +970,9 @@ def test_times_are_predicted_for_each_kind_of_call(case, monkeypatch):
     function, (H_kv, N_kv, D_v), expected = TIMED[case]
     asked, error = [], (1.0, 0.1, 0.1, (0, 0.1), (0, 0, 0, 0.1))
     monkeypatch.setattr(tables, "predict", lambda *given: asked.append(given))
-    monkeypatch.setattr(DIAGNOSE, "_errors", lambda *given: dict.fromkeys(("sdpa", "sage1"), error))
+    monkeypatch.setattr(
+        measure, "errors_of", lambda *given: dict.fromkeys(("sdpa", "sage1"), error)
+    )
     q, k, v = torch.randn(2, 4, 300, 64), *(torch.randn(2, H_kv, N_kv, D) for D in (64, D_v))
     diagnose(function, recipes="sage1")(q, k, v)
     if expected is None:
@@ -1029,7 +1030,7 @@ def test_a_policy_takes_the_time_of_what_it_takes():
 
     def call(module, times):
         times = {name: Prediction(name, *ms, 0.0) for name, ms in times.items()}
-        whens = [DIAGNOSE._When(None, i) for i in range(2)]
+        whens = [measure.When(None, i) for i in range(2)]
         errors = {"sdpa": 0.001, first: 0.02, second: 0.03, "sage1": 0.01, "sage3": 0.2}
         return SimpleNamespace(
             site=SimpleNamespace(module=module), autos=BY_SPEED[:2],
@@ -1041,9 +1042,9 @@ def test_a_policy_takes_the_time_of_what_it_takes():
     calls = [call(name, times) for name in ("fast", "slow", "unknown", "off")] + [call("none", {})]
     usual = {"fast": "auto", "slow": "sage1", "unknown": "sage3", "off": "off", "none": "auto"}
     parts = {None: lambda when: when.step == 0, "edge": lambda when: when.step == 1}
-    found = DIAGNOSE._totals(calls, parts, {None: usual, "edge": usual | {"off": second}})
+    found = suggest.totals(calls, parts, {None: usual, "edge": usual | {"off": second}})
     assert found["the policy"] == (0.2, 2 + 10 + 10 + 10 + 2 + 10 + 10 + 3, 80.0)
-    found = DIAGNOSE._totals(calls[:2], parts, {None: usual, "edge": usual | {"slow": "off"}})
+    found = suggest.totals(calls[:2], parts, {None: usual, "edge": usual | {"slow": "off"}})
     assert found["the policy"] == (0.03, 2 + 10 + 2 + 10, 40.0)
     assert found[first] == (0.02, 8.0, 40.0) and found["sage1"] == (0.01, 40.0, 40.0)
     assert found["sdpa"] == (0.001, 40.0, 40.0) and found["sage3"] == (0.2, 0.0, 0.0)
@@ -1091,12 +1092,12 @@ def test_a_measurement_that_takes_long_shows_where_it_is(has_tqdm, capfd, monkey
     if not has_tqdm:
         monkeypatch.setitem(sys.modules, "tqdm", None)
     model, x = Transformer(None, None), torch.randn(1, 20, 64)
-    monkeypatch.setattr(DIAGNOSE, "QUIET_S", 600.0)
+    monkeypatch.setattr(measure, "QUIET_S", 600.0)
     diagnose(model, recipes="sage1")(x)
     assert capfd.readouterr().err == ""
-    errors = DIAGNOSE._errors
-    monkeypatch.setattr(DIAGNOSE, "_errors", lambda *args: time.sleep(0.1) or errors(*args))
-    monkeypatch.setattr(DIAGNOSE, "QUIET_S", 0.01)
+    errors = measure.errors_of
+    monkeypatch.setattr(measure, "errors_of", lambda *args: time.sleep(0.1) or errors(*args))
+    monkeypatch.setattr(measure, "QUIET_S", 0.01)
     diagnose(model, recipes="sage1")(x)
     err = capfd.readouterr().err
     assert ("| 2/2 [" in err) if has_tqdm else err.endswith("diagnose: 2 of 2 calls measured\n"), (
