@@ -14,7 +14,6 @@ policy that follows.
 import collections
 import contextlib
 import dataclasses
-import functools
 import itertools
 import math
 import os
@@ -289,8 +288,8 @@ def diagnose(
     def run(*args, **kwargs) -> Diagnosis:
         if isinstance(model, nn.Module):
             _check_alone("diagnose", model)
-        with measuring() as (found, measure), torch.no_grad():
-            measure(model, args, kwargs)
+        with measuring() as (found, measured), torch.no_grad():
+            measured.run(model, args, kwargs)
         return found
 
     return run
@@ -313,8 +312,8 @@ def diagnosing(
 
     model: a module that the block calls, such as ``pipe.transformer``. every: of so many calls of
     it the first is measured, the others run as they are. recipes, path, tolerance: see `diagnose`.
-    With ``callback_on_step_end=sage_inductor.Schedule()`` errors are given for each step; a stage
-    "edge" is suggested only if all steps are measured.
+    With ``callback_on_step_end=sage_inductor.Schedule()`` errors are given for each step that is
+    measured, and a stage "edge" is suggested as by `diagnose`.
 
     In the block, nothing else is compiled: what is, runs in eager. Gradients are as the block has
     them. The memory is that of `diagnose`, however many calls there are: of a call that is measured
@@ -339,15 +338,16 @@ def diagnosing(
     def call(*args, **kwargs):
         nonlocal calls
         calls += 1
+        measured.count_step()
         if (calls - 1) % every:
             return model._call_impl(*args, **kwargs)
         model._compiled_call_impl = None
         try:
-            return measure(model, args, kwargs)
+            return measured.run(model, args, kwargs)
         finally:
             model._compiled_call_impl = call
 
-    with _measuring("diagnosing", recipes, path, tolerance)() as (found, measure):
+    with _measuring("diagnosing", recipes, path, tolerance)() as (found, measured):
         compiled = model._compiled_call_impl  # by model.compile()
         model._compiled_call_impl = call
         _open.append(model)
@@ -378,8 +378,8 @@ def _check_alone(name: str, model: nn.Module) -> None:
 def _measuring(
     name: str, recipes: str | Sequence[str] | None, path: str | os.PathLike | None, tolerance: float
 ) -> Callable[..., contextlib.AbstractContextManager]:
-    """Gives a context of (a Diagnosis, ``measure(model, args, kwargs)``), after a check of what is
-    given. The Diagnosis is filled when the context ends."""
+    """Gives a context of (a Diagnosis, what `Measured` runs), after a check of what is given. The
+    Diagnosis is filled when the context ends."""
     named = [recipes] if isinstance(recipes, str) else recipes
     named = tuple(map(canonical, NAMED if named is None else named))
     if not named or not set(named) <= NAMED.keys():
@@ -392,11 +392,12 @@ def _measuring(
         tables.check_file(path)
 
     @contextlib.contextmanager
-    def measuring() -> Iterator[tuple[Diagnosis, Callable]]:
+    def measuring() -> Iterator[tuple[Diagnosis, Measured]]:
         measured, found = Measured(named), Diagnosis((), (), {}, tolerance, ())
         try:
-            with op_by_op(measured.see) as run, torch.compiler.config.patch(UNLIMITED):
-                yield found, functools.partial(measured.run, run)
+            run_graphs = op_by_op(measured.see)
+            with run_graphs as measured.op_by_op, torch.compiler.config.patch(UNLIMITED):
+                yield found, measured
         finally:
             vars(found).update(vars(_diagnosis(measured, tolerance, recipes is None)))
         if not (found.rows or found.unmeasured):
@@ -416,6 +417,6 @@ def _diagnosis(measured: Measured, tolerance: float, are_all: bool) -> Diagnosis
         recipes = [r for r in recipes if r in BY_SPEED or any(r in c.autos for c in calls)]
     seen = {row.recipe for row in rows}
     shown = tuple(name for name in (SDPA, *recipes) if name in seen)
-    by_stage, edge, totals = suggestion(calls, tolerance)
+    by_stage, edge, totals = suggestion(calls, tolerance, measured.steps)
     suggested, refused = by_stage.pop(None, {}), tuple(measured.refusals())
     return Diagnosis(rows, refused, suggested, tolerance, shown, by_stage, edge, totals)

@@ -101,14 +101,24 @@ class Measured:
         self.recipes = recipes
         self.calls: dict[tuple, Found] = {}
         self.refused: dict[tuple, Site] = {}
+        self.steps = 0  # of the pipeline that a Schedule counts, measured or not
         self.graphs = collections.Counter()  # of this run, by the call
         self.progress = None
+        self.op_by_op: Callable | None = None  # `run` of backend.op_by_op
 
-    def run(self, run: Callable, model, args: tuple, kwargs: dict):
+    def run(self, model, args: tuple, kwargs: dict):
         """What `model` returns."""
         self.graphs.clear()
         with contextlib.closing(Progress(len(self.calls))) as self.progress:
-            return run(model, args, kwargs)
+            return self.op_by_op(model, args, kwargs)
+
+    def count_step(self) -> None:
+        self.steps = max(self.steps, 1 + (stages.step() or 0))
+
+    def done(self) -> None:
+        """A call is measured."""
+        self.count_step()
+        self.progress.step()
 
     def see(self, gm: torch.fx.GraphModule) -> None:
         calls, known = [], len(self.calls)
@@ -119,7 +129,7 @@ class Measured:
         # call that may write to the mask.
         for call, site in calls:
             found = self.calls.setdefault(self._key(site), Found(site, autos(call)))
-            Probe(call, found, self.recipes, lambda: self.progress.step())
+            Probe(call, found, self.recipes, self.done)
         self.progress.expect(len(self.calls) - known)
         for module in gm.modules():
             if isinstance(module, torch.fx.GraphModule):

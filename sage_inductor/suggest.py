@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -27,15 +27,19 @@ class Total(NamedTuple):
     sdpa_ms: float
 
 
-def suggestion(calls: list[Found], tolerance: float) -> tuple[dict, tuple | None, dict]:
+def suggestion(
+    calls: list[Found], tolerance: float, steps: int
+) -> tuple[dict, tuple[int, int] | None, dict]:
     """Diagnosis.by_stage, with the recipes of no stage as those of None; Diagnosis.edge and
-    totals."""
+    totals. steps: of the pipeline, measured or not."""
     whens = list(dict.fromkeys(when for call in calls for when in call.errors))
     parts = {stage: (lambda when, stage=stage: when.stage == stage) for stage, _ in whens}
-    edge = edge_of(calls, tolerance) if set(parts) == {None} else None
+    edge = edge_of(calls, tolerance, steps) if set(parts) == {None} else None
     if edge is not None:
-        inside = in_edge(edge, whens)
-        parts = {None: lambda when: not inside(when), "edge": inside}
+        inside = {*range(edge[0]), *range(steps - edge[1], steps)}
+        parts = {
+            None: lambda when: when.step not in inside, "edge": lambda when: when.step in inside
+        }  # fmt: skip
     by_stage = {stage: suggested(calls, tolerance, wanted) for stage, wanted in parts.items()}
     return by_stage, edge, totals(calls, parts, by_stage)
 
@@ -66,21 +70,12 @@ def suggested(
     return suggested
 
 
-def in_edge(edge: tuple[int, int], times: Iterable[When]) -> Callable[[When], bool]:
-    """Whether a step is among the first or the last of all that ran."""
-    (first, last), steps = edge, {when.step for when in times} - {None}
-    inside = {*range(first), *range(len(steps) - last, len(steps))}
-    return lambda when: when.step in inside
-
-
-def edge_of(calls: list[Found], tolerance: float) -> tuple[int, int] | None:
-    """(first steps, last steps) of a pipeline: the split by which the calls of all steps come to
-    the fastest recipes, in their order, where edges and middle have one each for a module. None:
-    no split is better than none, or no steps were counted."""
-    steps = {when.step for call in calls for when in call.errors} - {None}
-    n, order = len(steps), (AUTO, *BY_SPEED, OFF)
-    if not steps or steps != set(range(n)):
-        return None
+def edge_of(calls: list[Found], tolerance: float, steps: int) -> tuple[int, int] | None:
+    """(first steps, last steps) of a pipeline of so many: the split by which the calls of all
+    measured steps come to the fastest recipes, in their order, where edges and middle have one each
+    for a module. None: no split is better than none, or no steps were counted."""
+    measured = sorted({when.step for call in calls for when in call.errors} - {None})
+    n, order, at = len(measured), (AUTO, *BY_SPEED, OFF), {s: i for i, s in enumerate(measured)}
     modules = {call.site.module: i for i, call in enumerate(calls) if call.errors}
     beyond = torch.zeros(len(calls), len(order), n + 1)  # calls up to a step
     for call in calls:
@@ -88,19 +83,30 @@ def edge_of(calls: list[Found], tolerance: float) -> tuple[int, int] | None:
             for i, recipe in enumerate(order[:-1] if when.step is not None else ()):
                 names = call.autos if recipe == AUTO else (recipe,)
                 if not all(errors.get(name, math.inf) <= tolerance for name in names):
-                    beyond[modules[call.site.module], i, when.step + 1] += 1
+                    beyond[modules[call.site.module], i, at[when.step] + 1] += 1
     beyond = beyond.cumsum(2)
 
-    def cost(split: tuple[int, int]) -> tuple[int, int]:
-        first, last = split
+    def places(first: int, last: int) -> list[int]:
+        """In that order, of the edges' recipes and of the middle's."""
         middle = beyond[:, :, n - last] - beyond[:, :, first]
         edges = beyond[:, :, n] - middle
-        places = [(calls == 0).int().argmax(1).sum().item() for calls in (edges, middle)]
-        return places[0] * (first + last) + places[1] * (n - first - last), first + last
+        return [(calls == 0).int().argmax(1).sum().item() for calls in (edges, middle)]
+
+    def cost(split: tuple[int, int]) -> tuple[int, int]:
+        (edges, middle), inside = places(*split), sum(split)
+        return edges * inside + middle * (n - inside), inside
 
     splits = [(first, last) for first in range(n) for last in range(n - first)]
-    best = min(splits, key=cost, default=(0, 0))
-    return best if best != (0, 0) else None
+    first, last = min(splits, key=cost, default=(0, 0))
+    if first == last == 0:
+        return None
+    # Steps between the last that was measured of one part and the first of the other are of the
+    # slower part.
+    edges, middle = places(first, last)
+    slow_edges = edges >= middle
+    begin = measured[first] if slow_edges else measured[first - 1] + 1
+    end = measured[n - 1 - last] + 1 if slow_edges else [*measured, steps][n - last]
+    return first and begin, last and steps - end
 
 
 def totals(

@@ -200,8 +200,28 @@ GOOD, FAIR, BAD = errors(0.04), errors(0.06), errors(0.06, 0.06)
 )
 def test_the_edges_are_those_by_which_all_steps_together_are_fastest(steps, edge):
     calls = [probe("a", *steps), probe("b", *[GOOD] * len(steps))]
-    assert suggest.edge_of(calls, 0.05) == edge
-    assert suggest.edge_of(calls[::-1], 0.05) == edge
+    assert suggest.edge_of(calls, 0.05, len(steps)) == edge
+    assert suggest.edge_of(calls[::-1], 0.05, len(steps)) == edge
+
+
+@pytest.mark.parametrize(
+    "steps, edge",
+    [
+        ({0: BAD, 10: BAD, 20: GOOD, 30: GOOD, 40: BAD}, (20, 19)),
+        ({0: BAD, 25: GOOD}, (0, 25)),
+        ({0: BAD, 20: GOOD, 40: GOOD}, (20, 0)),
+        ({0: GOOD, 10: BAD, 20: BAD, 30: BAD, 40: GOOD}, (1, 10)),
+        ({0: GOOD, 48: GOOD, 49: BAD}, (0, 1)),
+        ({0: GOOD, 20: GOOD, 40: BAD}, (0, 29)),
+        ({0: BAD}, None),
+        ({3: GOOD, 9: GOOD}, None),
+    ],
+)
+def test_steps_between_two_that_were_measured_get_the_slower_recipe_of_the_two(steps, edge):
+    """Of 50 steps."""
+    (call,) = calls = [probe("a", *steps.values())]
+    call.errors = {measure.When(None, s): e for s, e in zip(steps, call.errors.values())}
+    assert suggest.edge_of(calls, 0.05, 50) == edge
 
 
 def place(calls: list[dict[str, float]]) -> int:
@@ -231,7 +251,7 @@ def test_the_edges_cost_what_a_search_over_all_finds():
             for _ in range(4)
         ]
         least = min(cost((a, b), calls) for a in range(n) for b in range(n - a))
-        found = suggest.edge_of([probe(module, *steps) for module, steps in calls], 0.05)
+        found = suggest.edge_of([probe(module, *steps) for module, steps in calls], 0.05, n)
         assert cost(found or (0, 0), calls) == least
 
 
@@ -769,6 +789,14 @@ def test_a_block_tells_stages_and_steps_as_a_pipeline_that_is_run_whole():
         assert found.edge == whole.edge == (None if schedule else (2, 0))
         assert found.policy == whole.policy and found.by_stage.keys() == whole.by_stage.keys()
         assert errors_of(found) == errors_of(whole)
+
+
+def test_an_edge_is_suggested_by_some_of_the_steps():
+    model = Denoiser(2)
+    with sage_inductor.stage(None), diagnosing(model, every=3) as found:
+        whole_pipeline(model, 8, sage_inductor.Schedule())  # measured: 0, 3 and 6
+    assert found.edge == (3, 0) and found.suggested == {"": "auto"}
+    assert found.by_stage["edge"][""] in ("sage1", "sage1-per-token", "off")
 
 
 def fails_to_compile(gm, example_inputs):
