@@ -982,6 +982,12 @@ def test_two_models_of_a_pipeline_are_measured_in_one_block():
 # -- what time it takes ----
 
 
+def of_one_batch(q, k, v):
+    """All batches share k and v, and q is in [B, N, H, D] order."""
+    q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    return sdpa(q, *(x[:1].expand(q.shape[0], -1, -1, -1) for x in (k, v)))
+
+
 TIMED = {  # function, sizes of k and v, what is asked of the table
     "full": (sdpa, (4, 256, 64), ("full", (2, 4, 4, 300, 256, None, None))),
     "gqa": (lambda q, k, v: sdpa(q, k, v, enable_gqa=True), (2, 300, 64), ("full", (2, 4, 2, 300, 300, None, None))),
@@ -989,6 +995,7 @@ TIMED = {  # function, sizes of k and v, what is asked of the table
     "lower right": (lower_right, (4, 310, 64), ("causal", (2, 4, 4, 300, 310, None, 10))),
     "keys": (lambda q, k, v: sdpa(q, k, v, padding(300, 300)), (4, 300, 64), ("keys", (2, 4, 4, 300, 300, None, None))),
     "mask": (rows_that_see_nothing, (4, 300, 64), ("mask", (2, 4, 4, 300, 300, None, None))),
+    "shared": (of_one_batch, (4, 300, 64), ("full", (2, 4, 4, 300, 300, None, None), True)),
     "short": (sdpa, (4, 255, 64), None),
 }  # fmt: skip
 
@@ -999,15 +1006,16 @@ def test_times_are_predicted_for_each_kind_of_call(case, monkeypatch):
     asked, error = [], (1.0, 0.1, 0.1, (0, 0.1), (0, 0, 0, 0.1))
     monkeypatch.setattr(tables, "predict", lambda *given: asked.append(given))
     monkeypatch.setattr(
-        measure, "errors_of", lambda *given: dict.fromkeys(("sdpa", "sage1"), error)
+        measure, "errors_of", lambda *given: dict.fromkeys(("sdpa", "sage2-8b-per-token"), error)
     )
     q, k, v = torch.randn(2, 4, 300, 64), *(torch.randn(2, H_kv, N_kv, D) for D in (64, D_v))
-    diagnose(function, recipes="sage1")(q, k, v)
+    diagnose(function, recipes="sage2-8b-per-token")(q, k, v)
     if expected is None:
         assert not asked
         return
-    kind, sizes = expected
-    assert asked == [("NVIDIA H200", Family(64, 64, kind), "sage1", Sizes(*sizes), False)]
+    kind, sizes, *stacked = expected
+    family = Family(64, 64, kind)
+    assert asked == [("NVIDIA H200", family, "sage2-8b-per-token", Sizes(*sizes), any(stacked))]
 
 
 class Called(nn.Module):
