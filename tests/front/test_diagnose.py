@@ -797,6 +797,10 @@ def test_an_edge_is_suggested_by_some_of_the_steps():
         whole_pipeline(model, 8, sage_inductor.Schedule())  # measured: 0, 3 and 6
     assert found.edge == (3, 0) and found.suggested == {"": "auto"}
     assert found.by_stage["edge"][""] in ("sage1", "sage1-per-token", "off")
+    model.register_forward_pre_hook(lambda _, args: (args[0], 7 - args[1]))
+    with sage_inductor.stage(None), diagnosing(model, every=3) as found:
+        whole_pipeline(model, 8, sage_inductor.Schedule())
+    assert found.edge == (0, 4)  # the seventh step is hard, and what comes behind was not measured
 
 
 def fails_to_compile(gm, example_inputs):
