@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from sage_inductor import inductor_pass as _inductor_pass  # noqa: F401  (follows the config)
 from sage_inductor.backend import explain, sage_backend
-from sage_inductor.diagnose import Diagnosis, diagnose
+from sage_inductor.diagnose import Diagnosis, diagnose, diagnosing
 from sage_inductor.errors import SageOptionError, SageRefused
 from sage_inductor.export import aoti_compile_and_package, rewrite
 from sage_inductor.functional import attention
@@ -37,6 +37,7 @@ __all__ = [
     "config",
     "diagnose",
     "diagnose_training",
+    "diagnosing",
     "explain",
     "gather_attention",
     "register",

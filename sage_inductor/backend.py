@@ -193,8 +193,8 @@ def explain(model, *, options: dict | None = None) -> Callable[..., Report]:
             graph = str(CompileContext.current_compile_id())
             sites.extend((graph, site) for site in _told(variants))
 
-        with _op_by_op(see) as compiled:
-            compiled(model)(*args, **kwargs)
+        with op_by_op(see) as run_once:
+            run_once(model, args, kwargs)
         return whole(sites, asked.policy, seen.why_without())
 
     return run
@@ -208,24 +208,29 @@ UNLIMITED = {"recompile_limit": 1 << 20, "accumulated_recompile_limit": 1 << 20}
 def run_graphs(see: Callable, model, args: tuple, kwargs: dict):
     """What `model` returns, run once, op by op, with ``see(gm)`` called for each graph before it
     runs, however many there are of a function."""
-    with _op_by_op(see) as compiled, torch.compiler.config.patch(UNLIMITED):
-        return compiled(model)(*args, **kwargs)
+    with op_by_op(see) as run, torch.compiler.config.patch(UNLIMITED):
+        return run(model, args, kwargs)
 
 
 @contextlib.contextmanager
-def _op_by_op(see: Callable) -> Iterator[Callable]:
-    """Gives a torch.compile whose graphs run op by op, ``see(gm)`` called for each before it
-    runs. Dynamo's caches are empty before and after."""
+def op_by_op(see: Callable) -> Iterator[Callable]:
+    """Gives ``run(model, args, kwargs)``, which returns what `model` does. Its graphs run op by op,
+    and ``see(gm)`` is called for each before its first run. All else in the block runs in eager.
+    Dynamo's caches are empty before and after."""
 
     def look(gm, example_inputs):
         see(gm)
         return gm.forward
 
+    def run(model, args: tuple, kwargs: dict):
+        # What is compiled already, the model or a part of it, has a backend of its own.
+        with torch.compiler.set_stance(force_backend=look):
+            return torch.compile(model, backend=look)(*args, **kwargs)
+
     torch._dynamo.reset()
     on_reset(clear)  # the next reset forgets that these graphs were compiled
     try:
-        # What is compiled already, the model or a part of it, has a backend of its own.
-        with torch.compiler.set_stance(force_backend=look):
-            yield functools.partial(torch.compile, backend=look)
+        with torch.compiler.set_stance("force_eager"):
+            yield run
     finally:
         torch._dynamo.reset()

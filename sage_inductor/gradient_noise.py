@@ -34,7 +34,8 @@ from torch import Tensor, nn
 from sage_inductor.at_once import also_at_once
 from sage_inductor.backend import run_graphs
 from sage_inductor.choose.decide import decide
-from sage_inductor.diagnose import MAX_SCORES, MOST_SHOWN, SDPA, Progress, calls_of
+from sage_inductor.diagnose import MOST_SHOWN, calls_of
+from sage_inductor.measure import MAX_SCORES, SDPA, Progress
 from sage_inductor.names import todays_training
 from sage_inductor.ops.reference.exact import attention_exact
 from sage_inductor.ops.training.gradients import OPS, training_op

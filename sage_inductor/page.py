@@ -43,7 +43,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
     """A table. In a `page` it sorts by the column that is clicked, numbers as numbers (NaN above
     all), and one with a column "module" has a field that leaves the rows whose module holds what is
     typed; * stands for any text."""
-    head = "".join(f"<th>{escape(name)}</th>" for name in columns)
+    head = "".join(f'<th title="sort">{escape(name)}</th>' for name in columns)
     lines = ("".join(map(_cell, row)) for row in rows)
     body = "\n".join(f"<tr>{line}</tr>" for line in lines)
     return f"<table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table>"
@@ -55,21 +55,40 @@ def _cell(cell: Cell) -> str:
         return f"<td><details><summary>{short}</summary>{text}</details></td>"
     if isinstance(cell, str):
         return f"<td>{escape(cell)}</td>"
-    return f'<td class="number">{cell:.6g}</td>'
+    return f'<td class="number">{cell:.4g}</td>'
 
 
 def heat_map(
-    rows: Sequence[str], columns: Sequence[str], values: dict[tuple[str, str], float], middle: float
+    rows: Sequence[str],
+    columns: Sequence[str],
+    values: dict[tuple[str, str], float],
+    middle: float,
+    plain: Sequence[str] = (),
 ) -> str:
-    """An SVG of values[row, column] >= 0: white at `middle`, blue to a tenth of it and below, red
-    to ten times and above, black for NaN. What is missing stays empty."""
+    """An SVG of values[row, column] >= 0 and a legend: white at `middle`, blue to a tenth of it and
+    below, red to ten times and above, black for NaN. What is missing stays empty. plain: columns
+    without a colour."""
     wide, high, letter = 110, 20, 7  # of a cell, and of a character in its 12 px
     left = 10 + letter * max(map(len, rows), default=0)
-    size = left + wide * len(columns), high * (len(rows) + 1)
+    size = left + wide * max(len(columns), len(LEGEND)), high * (len(rows) + 3)
+    # Text in the colour of the page's, so that it is seen on a dark one; cells have their own.
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{size[0]}" height="{size[1]}" '
-        'style="display: block; background: white" font-family="monospace" font-size="12">'
+        'style="display: block" fill="currentColor" font-family="monospace" font-size="12">'
     ]
+
+    def cell(x: int, y: int, text: str, colours: tuple[str, str] | None) -> str:
+        corner, ink = (left + wide * x, high * y), "currentColor"
+        rect = ""
+        if colours is not None:
+            fill, ink = colours
+            rect = (
+                f'<rect x="{corner[0]}" y="{corner[1]}" width="{wide - 1}" height="{high - 1}" '
+                f'fill="{fill}"/>'
+            )
+        at = f'x="{corner[0] + wide // 2}" y="{corner[1] + 14}"'
+        return f'{rect}<text {at} text-anchor="middle" fill="{ink}">{escape(text)}</text>'
+
     for x, column in enumerate(columns):
         at = left + wide * x + wide // 2
         parts.append(
@@ -81,24 +100,27 @@ def heat_map(
             if (row, column) not in values:
                 continue
             value = values[row, column]
-            fill, ink = _colour(value / middle)
-            corner = left + wide * x, high * y
-            parts.append(
-                f"<g><title>{escape(f'{row}, {column}: {value:.6g}')}</title>"
-                f'<rect x="{corner[0]}" y="{corner[1]}" width="{wide - 1}" height="{high - 1}" '
-                f'fill="{fill}"/><text x="{corner[0] + wide // 2}" y="{corner[1] + 14}" '
-                f'text-anchor="middle" fill="{ink}">{value:.3g}</text></g>'
-            )
+            colours = None if column in plain else _colours(value / middle)
+            title = escape(f"{row}, {column}: {value:.6g}")
+            parts.append(f"<g><title>{title}</title>{cell(x, y, f'{value:.3g}', colours)}</g>")
+    for x, (text, ratio) in enumerate(LEGEND.items()):
+        parts.append(cell(x, len(rows) + 2, text.format(ratio * middle), _colours(ratio)))
     return "".join([*parts, "</svg>"])
 
 
-def _colour(ratio: float) -> tuple[str, str]:
-    """(the colour of a cell, that of the number in it)."""
+LEGEND = {"{:.3g} or less": 0.1, "{:.3g}": 1.0, "{:.3g} or more": 10.0, "not a number": math.nan}
+
+
+def _colours(ratio: float) -> tuple[str, str]:
+    """(the colour of a cell, that of the number in it), of a contrast of at least 4.5."""
     if math.isnan(ratio):
         return "black", "white"
     t = max(-1.0, min(1.0, math.log10(max(ratio, 1e-9))))
-    pale = round(255 * (1 - abs(t)) + 64 * abs(t))
+    pale = round(255 * (1 - abs(t)) + LEAST * abs(t))
     return (f"rgb(255,{pale},{pale})" if t > 0 else f"rgb({pale},{pale},255)"), "black"
+
+
+LEAST = 110  # black on rgb(110,110,255) has a contrast of 5.3
 
 
 _STYLE = """

@@ -6,6 +6,7 @@ Told without being asked: where all calls stay as they were, a warning says why 
 
 import atexit
 import collections
+import datetime
 import itertools
 import json
 import logging
@@ -18,6 +19,7 @@ import torch
 
 from sage_inductor import page, stages
 from sage_inductor.choose import tables
+from sage_inductor.choose.families import versions
 from sage_inductor.errors import SageRefused
 from sage_inductor.ops.compat import CompileContext, counters
 from sage_inductor.patterns import Site, reasons
@@ -88,9 +90,9 @@ class Report(Sequence):
     def __str__(self):
         if not self:
             return "\n".join([self.verdict, *self._notes])
-        rows, remedies = [row for row, _ in self._grouped()], self._remedies()
+        rows, advice = [row for row, _ in self._grouped()], remedies(self.refused)
         rows = self._shown([COLUMNS, *rows])
-        lines = [self.verdict, "", table(rows), *([""] if remedies else []), *remedies]
+        lines = [self.verdict, "", table(rows), *([""] if advice else []), *advice]
         lines += self._notes
         return "\n".join(lines)
 
@@ -101,7 +103,7 @@ class Report(Sequence):
         rows = [row[:-1] + (folded(group[0][1]),) for row, group in self._grouped()]
         columns, *rows = self._shown([COLUMNS, *rows])
         parts = [page.paragraph(self.verdict), page.table(columns, rows) if rows else ""]
-        return "\n".join([*parts, *map(page.paragraph, [*self._remedies(), *self._notes])])
+        return "\n".join([*parts, *map(page.paragraph, [*remedies(self.refused), *self._notes])])
 
     def to_dicts(self) -> list[dict]:
         """A dict for each call, which JSON can hold: graph, module, call (the node's name),
@@ -127,13 +129,15 @@ class Report(Sequence):
 
     def to_html(self, path: str | os.PathLike) -> None:
         """Write one page that needs no other file: a row for each call, which sort by any column,
-        a filter by module, reasons and remedies folded."""
+        a filter by module, reasons and remedies folded, the remedies once more before them, and
+        the versions."""
         rows = [COLUMNS]
         for graph, site in self._sites:
             rows.append((graph, *_cells([site])[:-1], folded(site)))
         columns, *rows = ((row[0], row[1], *row[3:]) for row in self._shown(rows))  # no "count"
-        notes = map(page.paragraph, self._notes)
-        parts = page.paragraph(self.verdict), page.table(columns, rows), *notes
+        before = map(page.paragraph, [self.verdict, *remedies(self.refused)])
+        after = map(page.paragraph, [*self._notes, made_with(self)])
+        parts = *before, page.table(columns, rows), *after
         text = page.page("sage_inductor: attention calls", *parts)
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
@@ -158,10 +162,6 @@ class Report(Sequence):
             _, *cells = _cells([site for _, site in group])
             rows.append(((which, where, *cells), group))
         return rows
-
-    def _remedies(self) -> list[str]:
-        kinds = (reason for reason, _ in _kinds(self.refused) if not reason.cause.asked)
-        return [f"{reason.short}: {reason.cause.remedy}" for reason in kinds]
 
 
 def _cells(sites: list[Site]) -> tuple[str, ...]:
@@ -209,6 +209,19 @@ def folded(site: Site) -> page.Cell:
         return site.reason
     reason = reasons.of(site.reason)
     return page.Folded(reason.short, f"{reason}. What to do: {reason.cause.remedy}.")
+
+
+def remedies(sites: Iterable[Site]) -> list[str]:
+    """Of calls that stay: a line for each kind of reason."""
+    kinds = (reason for reason, _ in _kinds(sites) if not reason.cause.asked)
+    return [f"{reason.short}: {reason.cause.remedy}" for reason in kinds]
+
+
+def made_with(sites: Sequence[Site]) -> str:
+    """One line of versions, the device and the date."""
+    each = [f"{name} {version}" for name, version in versions().items()]
+    devices = dict.fromkeys(map(_device_name, sites))
+    return ", ".join([*each, *devices, datetime.date.today().isoformat()])
 
 
 def counts(counter: collections.Counter) -> str:

@@ -255,6 +255,18 @@ def autos(call: Call) -> tuple[str, ...]:
     return auto_recipes(shape.capability, shape.head_dim)
 
 
+def predicted(shape: CallShape, recipe: str, stacked: bool) -> Prediction | None:
+    """How long a call of these sizes, which are numbers, takes on its device or, on CPU, on the GPU
+    whose times are built in. None where no such calls were timed. stacked: as Sizes has it."""
+    if min(shape.lengths) < cost.SHORTEST:
+        return None
+    family = Family(shape.q[3], shape.v[3], shape.kind)
+    sizes = Sizes(
+        *shape.q[:2], shape.k[1], *shape.lengths, *shape.band.from_the_top(*shape.lengths)
+    )
+    return tables.predict(tables.whose_times(shape.device), family, recipe, sizes, stacked)
+
+
 # -- the fastest ----
 
 

@@ -55,6 +55,11 @@ def gpu_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device)
 
 
+def whose_times(device: torch.device) -> str:
+    """The GPU by whose times a call on the device is predicted."""
+    return H200 if device.type == "cpu" else gpu_name(device)
+
+
 def gpu_of(device: torch.device) -> Gpu:
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     return Gpu(tiles.capability(device), processors)

@@ -16,7 +16,7 @@ import triton
 from torch import Tensor, nn
 
 from sage_inductor.cli.progress import Progress, track
-from sage_inductor.diagnose import compare
+from sage_inductor.measure import compare
 from sage_inductor.report import report
 
 LATENT_CHANNELS = 16

@@ -15,7 +15,7 @@ from sage_inductor.backend import explain
 from sage_inductor.choose import families, tables
 from sage_inductor.cli.progress import track
 from sage_inductor.cli.tune import lines
-from sage_inductor.diagnose import compare
+from sage_inductor.measure import compare
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.compat import fused_sdp_choice, untested

@@ -1,7 +1,7 @@
 """What diagnose measures, against computations of its own; what it suggests; what it leaves alone."""
 
 import dataclasses
-import importlib
+import gc
 import json
 import math
 import random
@@ -21,15 +21,20 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import sage_inductor
-from sage_inductor import Diagnosis, Policy, diagnose
-from sage_inductor.diagnose import TOLERANCE, Row, _merged
+from sage_inductor import Diagnosis, Policy, diagnose, diagnosing, measure, suggest
+from sage_inductor.choose import families, tables
+from sage_inductor.choose.cost import Prediction, Sizes
+from sage_inductor.choose.families import Family
+from sage_inductor.diagnose import TOLERANCE
+from sage_inductor.measure import Row
 from sage_inductor.ops.recipe import BY_SPEED, NAMED, TABLE
 from sage_inductor.patterns import Decision, Site, reasons
+from sage_inductor.patterns.call import FULL
 from sage_inductor.policy import Rule
 
-DIAGNOSE = importlib.import_module("sage_inductor.diagnose")
 sdpa = F.scaled_dot_product_attention
 
 
@@ -149,7 +154,7 @@ def test_calls_that_agree_get_one_rule_and_the_table_shows_it():
 def probe(module: str, *steps: dict[str, float]) -> SimpleNamespace:
     """Of one call with these errors in these steps of a pipeline."""
     errors = {
-        DIAGNOSE._When(None, i): {name.replace("_", "-"): e for name, e in each.items()}
+        measure.When(None, i): {name.replace("_", "-"): e for name, e in each.items()}
         for i, each in enumerate(steps)
     }
     site = SimpleNamespace(module=module)
@@ -163,7 +168,7 @@ def test_no_two_recipes_have_one_rank():
 
 def test_auto_is_suggested_only_if_all_that_it_may_become_is_within_the_tolerance():
     def suggested(**errors):
-        return DIAGNOSE._suggested([probe("m", errors)], 0.05, lambda when: True)["m"]
+        return suggest.suggested([probe("m", errors)], 0.05, lambda when: True)["m"]
 
     assert suggested(sage2_8b_per_token=0.04, sage2_8b=0.05) == "auto"
     assert suggested(sage2_8b_per_token=0.04, sage2_8b=0.06) == "sage2-8b-per-token"
@@ -195,8 +200,28 @@ GOOD, FAIR, BAD = errors(0.04), errors(0.06), errors(0.06, 0.06)
 )
 def test_the_edges_are_those_by_which_all_steps_together_are_fastest(steps, edge):
     calls = [probe("a", *steps), probe("b", *[GOOD] * len(steps))]
-    assert DIAGNOSE._edge(calls, 0.05) == edge
-    assert DIAGNOSE._edge(calls[::-1], 0.05) == edge
+    assert suggest.edge_of(calls, 0.05, len(steps)) == edge
+    assert suggest.edge_of(calls[::-1], 0.05, len(steps)) == edge
+
+
+@pytest.mark.parametrize(
+    "steps, edge",
+    [
+        ({0: BAD, 10: BAD, 20: GOOD, 30: GOOD, 40: BAD}, (20, 19)),
+        ({0: BAD, 25: GOOD}, (0, 25)),
+        ({0: BAD, 20: GOOD, 40: GOOD}, (20, 0)),
+        ({0: GOOD, 10: BAD, 20: BAD, 30: BAD, 40: GOOD}, (1, 10)),
+        ({0: GOOD, 48: GOOD, 49: BAD}, (0, 1)),
+        ({0: GOOD, 20: GOOD, 40: BAD}, (0, 29)),
+        ({0: BAD}, None),
+        ({3: GOOD, 9: GOOD}, None),
+    ],
+)
+def test_steps_between_two_that_were_measured_get_the_slower_recipe_of_the_two(steps, edge):
+    """Of 50 steps."""
+    (call,) = calls = [probe("a", *steps.values())]
+    call.errors = {measure.When(None, s): e for s, e in zip(steps, call.errors.values())}
+    assert suggest.edge_of(calls, 0.05, 50) == edge
 
 
 def place(calls: list[dict[str, float]]) -> int:
@@ -226,7 +251,7 @@ def test_the_edges_cost_what_a_search_over_all_finds():
             for _ in range(4)
         ]
         least = min(cost((a, b), calls) for a in range(n) for b in range(n - a))
-        found = DIAGNOSE._edge([probe(module, *steps) for module, steps in calls], 0.05)
+        found = suggest.edge_of([probe(module, *steps) for module, steps in calls], 0.05, n)
         assert cost(found or (0, 0), calls) == least
 
 
@@ -351,7 +376,7 @@ recipes = st.sampled_from(["auto", "off", "sage1-per-token"])
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
 @given(suggested=st.dictionaries(st.sampled_from(PATHS), recipes, min_size=1))
 def test_merged_rules_say_of_each_module_what_was_suggested(suggested):
-    rules = _merged(suggested)
+    rules = suggest.merged(suggested)
     for module, recipe in suggested.items():
         assert next(r.recipe for r in rules if r.fits_module(module)) == recipe, rules
     usual = max(map(list(suggested.values()).count, suggested.values()))
@@ -361,9 +386,9 @@ def test_merged_rules_say_of_each_module_what_was_suggested(suggested):
 def test_neighbouring_layers_and_calls_of_one_name_share_a_rule():
     of = {f"layers.{i}.attn": "off" if i in (0, 1, 2, 6) else "auto" for i in range(12)}
     layers = Rule("off", layer=(0, 2)), Rule("off", module="layers.6.attn"), Rule("auto")
-    assert _merged(of) == layers
+    assert suggest.merged(of) == layers
     of |= {f"layers.{i}.cross": "sage1-per-token" for i in range(12)}
-    assert _merged(of) == (
+    assert suggest.merged(of) == (
         Rule("off", module="*.attn", layer=(0, 2)),
         Rule("auto", module="*.attn", layer=(3, 5)),
         Rule("auto", module="*.attn", layer=(7, 11)),
@@ -371,12 +396,12 @@ def test_neighbouring_layers_and_calls_of_one_name_share_a_rule():
         Rule("sage1-per-token"),
     )
     of |= {f"layers.{i}.attn": "auto" for i in range(12)} | {"pool": "auto"}
-    assert _merged(of) == (Rule("sage1-per-token", module="*.cross"), Rule("auto"))
+    assert suggest.merged(of) == (Rule("sage1-per-token", module="*.cross"), Rule("auto"))
 
 
 def test_one_module_is_named_so_that_its_block_may_be_compiled_alone():
     of = {"mid.attn1": "off", "mid.attn2": "auto", "pool": "sage1", "last.0": "sage3"}
-    assert _merged(of) == (
+    assert suggest.merged(of) == (
         Rule("auto", module="*.attn2"),
         Rule("sage1", module="*.pool"),
         Rule("sage3", module="last.0"),
@@ -441,13 +466,19 @@ def test_the_page_has_a_heat_map_of_layers_and_every_number(tmp_path):
     svg = ElementTree.fromstring(text[text.index("<svg") : text.index("</svg>") + 6])
     tag = "{http://www.w3.org/2000/svg}"
     labels = [each.text for each in svg.findall(f"{tag}text")]
-    assert labels == ["sdpa", "sage1", *(f"blocks.{i}.attn" for i in range(57))]
+    legend = ["0.005 or less", "0.05", "0.5 or more", "not a number"]
+    assert labels == ["sdpa", "sage1", *(f"blocks.{i}.attn" for i in range(57)), *legend]
     cells = {
-        g.find(f"{tag}title").text: g.find(f"{tag}rect").get("fill") for g in svg.findall(f"{tag}g")
+        g.find(f"{tag}title").text: [rect.get("fill") for rect in g.findall(f"{tag}rect")]
+        for g in svg.findall(f"{tag}g")
     }
-    assert len(cells) == 57 * 2 and cells["blocks.9.attn, sage1: nan"] == "black"
-    assert cells["blocks.7.attn, sage1: 3"] == "rgb(255,64,64)"
-    assert text.count("<tr>") == 1 + len(found.rows) + 1 + 3 and "call model.eval()" in text
+    assert len(cells) == 57 * 2 and cells["blocks.9.attn, sage1: nan"] == ["black"]
+    assert cells["blocks.7.attn, sage1: 3"] == ["rgb(255,110,110)"]
+    assert cells["blocks.7.attn, sdpa: 1e-07"] == []  # it is what is compared with
+    assert text.count("<tr>") == 1 + 1 + len(found.rows) + 1 + 3
+    assert "<p>dropout is active: call model.eval()" in text  # and folded in each row
+    for name, version in families.versions().items():
+        assert f"{name} {version}" in text
     assert "&quot;recipe&quot;: &quot;off&quot;" in text and found._repr_html_().count("<svg") == 1
 
 
@@ -469,8 +500,10 @@ def exact_attention(q, k, v, hidden=None, added=None, scale=None):
     return out
 
 
+@pytest.mark.parametrize("at_once", [1 << 24, 1], ids=["whole", "in parts"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_metrics_are_what_they_say(dtype):
+def test_metrics_are_what_they_say(dtype, at_once, monkeypatch):
+    monkeypatch.setattr(measure, "MAX_SCORES", at_once)
     q, k, v = (torch.randn(2, H, 30, 24).to(dtype) for H in (4, 2, 2))
     found = diagnose(lambda *qkv: sdpa(*qkv, enable_gqa=True), recipes=["sage1"])(q, k, v)
     exact = exact_attention(q, k, v)
@@ -565,18 +598,19 @@ def test_every_kind_of_site_is_compared_with_what_it_computes(case, at_once, mon
     """In float64 the model itself is exact."""
     function, (H_kv, N_kv, D_v), mask = SITES[case]
     q, k, v = torch.randn(2, 4, 33, 16), *(torch.randn(2, H_kv, N_kv, D) for D in (16, D_v))
-    compared, compare = [], DIAGNOSE.compare
-
-    def spy(out, exact):
-        compared.append(exact)
-        return compare(out, exact)
-
-    monkeypatch.setattr(DIAGNOSE, "compare", spy)
-    monkeypatch.setattr(DIAGNOSE, "MAX_SCORES", at_once)
-    found = diagnose(function)(q, k, v)
     expected = function(q.double(), k.double(), v.double())
-    assert compared[0].dtype == torch.float64
-    torch.testing.assert_close(compared[0], expected, rtol=1e-9, atol=1e-9)
+    compared, add = torch.full_like(expected, math.nan), measure.Error.add
+
+    def spy(error, out, exact, b, h):
+        assert exact.dtype == torch.float64 and out.shape == exact.shape
+        compared[b : b + len(exact), h : h + exact.shape[1]] = exact
+        assert len(exact) == (2 if at_once > 300 else 1)
+        add(error, out, exact, b, h)
+
+    monkeypatch.setattr(measure.Error, "add", spy)
+    monkeypatch.setattr(measure, "MAX_SCORES", at_once)
+    found = diagnose(function)(q, k, v)
+    torch.testing.assert_close(compared, expected, rtol=1e-9, atol=1e-9)
     assert not found.unmeasured and {row.site.mask for row in found.rows} == {mask}
     for row in found.rows:
         assert row.relative_l1 < bound(row.recipe)
@@ -602,6 +636,9 @@ def test_modules_of_torch_are_measured():
     x = torch.randn(2, 20, 32)
     encoder = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True).eval()
     attention = nn.MultiheadAttention(32, 2, batch_first=True)
+    with torch.no_grad(), diagnosing(encoder, recipes="sage1") as found:
+        encoder(x)
+    assert {row.site.spelling for row in found.rows} == {"nn.TransformerEncoderLayer"}
     for model, spelling in (
         (nn.ModuleList([encoder]), "nn.TransformerEncoderLayer"),
         (nn.ModuleList([attention]), "nn.MultiheadAttention"),
@@ -686,6 +723,373 @@ def test_on_a_gpu_its_kernels_are_measured():
         assert row.relative_l1 == pytest.approx(emulated[row.recipe], rel=0.1)
 
 
+# -- a block in which the model runs ----
+
+
+class Wrapped(nn.Module):
+    """A part of a pipeline, with the denoiser in it."""
+
+    def __init__(self, hard=0):
+        super().__init__()
+        self.block = Denoiser(hard)
+
+    def forward(self, x, step):
+        return self.block(x, step) + 1
+
+
+def errors_of(found) -> dict:
+    return {(r.site.module, r.site.stage, r.recipe): r.relative_l1 for r in found.rows}
+
+
+@torch.no_grad()
+def test_a_block_measures_what_its_calls_are_given_and_changes_nothing():
+    model, x = Wrapped(hard=1), torch.randn(1, 2, 40, 32)
+    steps = [torch.tensor(i) for i in (3, 0, 2)]
+    expected = [model(x, step) for step in steps]
+    alone = [errors_of(diagnose(model)(x, step)) for step in steps]
+    before = dict(vars(model))
+    with diagnosing(model) as found:
+        assert repr(found).startswith("<Diagnosis: nothing was measured: the block has not ended")
+        outs = [model(x, step) for step in steps]
+    assert vars(model) == before
+    torch.testing.assert_close(outs, expected, rtol=0, atol=0)
+    assert errors_of(found) == {key: max(each[key] for each in alone) for key in alone[0]}
+    assert {key[0] for key in alone[0]} == {"block"} and found.policy != Policy((Rule("auto"),))
+    assert str(found).splitlines()[4].split()[:2] == ["block", "x1"]
+
+
+@pytest.mark.parametrize("every, measured", [(1, [0, 1, 2, 3, 4]), (2, [0, 2, 4]), (5, [0])])
+def test_of_so_many_calls_one_is_measured(every, measured):
+    model, x = Wrapped(), torch.randn(1, 2, 40, 32)
+    with diagnosing(model, recipes="sage1", every=every) as found:
+        for i in range(5):
+            with sage_inductor.stage(f"call {i}"):
+                model(x, torch.tensor(i))
+    assert [f"call {i}" for i in measured] == list(found.by_stage)
+
+
+def whole_pipeline(model, steps, callback):
+    """As diffusers' own: it calls the model, and nothing of it is compiled."""
+    pipe, x = SimpleNamespace(num_timesteps=steps), torch.randn(1, 2, 40, 32)
+    for step in range(steps):
+        model(x, torch.tensor(step))
+        callback(pipe, step, None, {})
+
+
+def test_a_block_tells_stages_and_steps_as_a_pipeline_that_is_run_whole():
+    for schedule in ({}, {"first": (1, 0)}):
+        with sage_inductor.stage(None):
+            torch.manual_seed(1)
+            whole = diagnose(pipeline)(Denoiser(2), 6, sage_inductor.Schedule(**schedule))
+        with sage_inductor.stage(None):
+            torch.manual_seed(1)
+            model = Denoiser(2)
+            with diagnosing(model) as found:
+                whole_pipeline(model, 6, sage_inductor.Schedule(**schedule))
+        assert found.edge == whole.edge == (None if schedule else (2, 0))
+        assert found.policy == whole.policy and found.by_stage.keys() == whole.by_stage.keys()
+        assert errors_of(found) == errors_of(whole)
+
+
+def test_an_edge_is_suggested_by_some_of_the_steps():
+    model = Denoiser(2)
+    with sage_inductor.stage(None), diagnosing(model, every=3) as found:
+        whole_pipeline(model, 8, sage_inductor.Schedule())  # measured: 0, 3 and 6
+    assert found.edge == (3, 0) and found.suggested == {"": "auto"}
+    assert found.by_stage["edge"][""] in ("sage1", "sage1-per-token", "off")
+    model.register_forward_pre_hook(lambda _, args: (args[0], 7 - args[1]))
+    with sage_inductor.stage(None), diagnosing(model, every=3) as found:
+        whole_pipeline(model, 8, sage_inductor.Schedule())
+    assert found.edge == (0, 4)  # the seventh step is hard, and what comes behind was not measured
+
+
+def fails_to_compile(gm, example_inputs):
+    raise AssertionError("this was to run in eager")
+
+
+def test_what_is_compiled_already_is_seen_and_the_rest_of_the_block_runs_in_eager():
+    x, step = torch.randn(1, 2, 40, 32), torch.tensor(0)
+    expected = errors_of(diagnose(Wrapped(), recipes="sage1")(x, step))
+    other = torch.compile(nn.Linear(32, 32), backend=fails_to_compile)
+
+    def in_place(model):
+        model.compile(backend=fails_to_compile)
+        return model, model
+
+    def wrapped(model):
+        compiled = torch.compile(model, backend=fails_to_compile)
+        return compiled, compiled
+
+    def held(model):
+        return model, torch.compile(model, backend=fails_to_compile)
+
+    def in_a_function(model):
+        return model, torch.compile(lambda *args: model(*args), backend=fails_to_compile)
+
+    def in_parts(model):
+        model.block.compile(backend=fails_to_compile)
+        return model, model
+
+    for make in (in_place, wrapped, held, in_a_function, in_parts):
+        model, run = make(Wrapped())
+        with diagnosing(model, recipes="sage1", every=2) as found:
+            for _ in range(3):
+                run(other(x), step)
+                run(x, step)
+        assert errors_of(found).keys() == expected.keys(), make.__name__
+        with pytest.raises(Exception, match="this was to run in eager"):
+            run(x, step)
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_gradients_are_as_the_block_has_them(mode):
+    model, x = Transformer(None), torch.randn(2, 30, 64)
+    alone = errors_of(diagnose(model)(x))
+    expected = [each.clone() for each in torch.autograd.grad(model(x).sum(), model.parameters())]
+    with diagnosing(model) as found, mode():
+        out = model(x)
+    assert out.requires_grad == (mode is torch.enable_grad)
+    assert out.is_inference() == (mode is torch.inference_mode) and errors_of(found) == alone
+    if out.requires_grad:
+        found = torch.autograd.grad(out.sum(), model.parameters())
+        torch.testing.assert_close(list(found), expected)
+
+
+def tensors_alive() -> int:
+    gc.collect()
+    return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
+
+
+def test_calls_of_any_number_and_size_are_kept_as_numbers_of_one():
+    model, alive = Wrapped(), []
+    with torch.no_grad(), diagnosing(model, recipes="sage1") as found:
+        for N in (40, 24, 56, 32, 48, 24, 40):
+            model(torch.randn(1, 2, N, 32), torch.tensor(9))
+            alive.append(tensors_alive())
+    assert len(set(alive[2:])) == 1, alive  # the first two make a graph each, the second for any N
+    assert len(found.rows) == 2 and " x1 " in str(found) and not found.unmeasured
+
+
+class Largest(TorchDispatchMode):
+    """Of the tensors that are made, the number of elements."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        out = op(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and not op.is_view:
+            self.elements = max(self.elements, out.numel())
+        return out
+
+
+def test_heads_and_batches_take_no_more_memory(monkeypatch):
+    monkeypatch.setattr(measure, "MAX_SCORES", 64 * 64)  # the scores of one head
+    largest = []
+    for B, H in ((1, 2), (2, 8)):
+        q, k, v = (torch.randn(B, H, 64, 32) for _ in range(3))
+        mask = torch.ones(B, H, 64, 64, dtype=torch.bool).tril()
+        with Largest() as mode:
+            measure.errors_of(q, k, v, mask, FULL, 1.0, ["sdpa", "sage1", "sage2-8b"])
+        largest.append(mode.elements)
+    assert largest[0] == largest[1] == 64 * 64
+
+
+@torch.no_grad()
+def test_the_policy_keeps_layers_right_that_are_hostile_in_one_call(tmp_path):
+    """The third call of five turns layer 1 into one whose values cancel."""
+
+    def sometimes(q, k, v):
+        hostile = q.shape[2] == 70
+        return with_values_that_cancel(q, k, v) if hostile else (q, k, v)
+
+    model, path = Transformer(None, sometimes, None), tmp_path / "policy.json"
+    inputs = [torch.randn(1, N, 64) for N in (60, 61, 70, 62, 63)]
+    with diagnosing(model, path=path) as found:
+        for x in inputs:
+            model(x)
+    assert found.suggested["layers.1"] == "sage1-per-token"
+    assert found.suggested["layers.0"] == found.suggested["layers.2"] == "auto"
+    within = {}
+    for row in found.rows:
+        within[row.site.module, row.recipe] = row.relative_l1 <= TOLERANCE
+    assert within["layers.1", "sage1-per-token"] and not within["layers.1", "sage2-8b"]
+    options = {"sage.emulate": True, "sage.policy": str(path)}
+    report = sage_inductor.explain(model, options=options)(inputs[2])
+    assert [site.recipe for site in report] == ["sage2-8b", "sage1-per-token", "sage2-8b"]
+
+
+def test_an_error_in_the_block_is_passed_on_with_what_was_found(tmp_path):
+    model, x, path = Wrapped(), torch.randn(1, 2, 40, 32), tmp_path / "policy.json"
+    with pytest.raises(KeyError, match="of the pipeline"):
+        with diagnosing(model, recipes="sage1", path=path) as found:
+            model(x, torch.tensor(0))
+            raise KeyError("of the pipeline")
+    assert len(found.rows) == 2 and not path.exists() and "_compiled_call_impl" not in vars(model)
+    with pytest.raises(KeyError, match="of the pipeline"):
+        with diagnosing(model) as found:
+            raise KeyError("of the pipeline")
+    assert "has failed before a call" in str(found)
+    assert not torch._dynamo.eval_frame.cached_backends
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+    with diagnosing(model, recipes="sage1", path=path):
+        model(x, torch.tensor(0))
+    assert Policy.load(path).rules
+
+
+def test_mistakes_around_a_block_are_told():
+    model, x = Wrapped(), torch.randn(1, 2, 40, 32)
+    args = x, torch.tensor(0)
+    with pytest.raises(
+        ValueError, match="diagnosing: the block must call the model, as model.*Wrapped"
+    ):
+        with diagnosing(model):
+            model.forward(*args)
+    with pytest.raises(ValueError, match="diagnosing: the model must make an attention call, none"):
+        with diagnosing(linear := nn.Linear(32, 32)):
+            linear(x)
+    for inner in (model, model.block, nn.Sequential(model), torch.compile(model)):
+        with diagnosing(model, recipes="sage1") as found:
+            with pytest.raises(
+                RuntimeError, match="diagnosing: a block of diagnosing is open that measures"
+            ):
+                diagnosing(inner).__enter__()
+            with pytest.raises(
+                RuntimeError, match="diagnose: a block of diagnosing is open that measures"
+            ):
+                diagnose(inner)(*args)
+            model(*args)
+        assert len(found.rows) == 2
+    for wrong in (sdpa, SimpleNamespace(transformer=model), None):
+        with pytest.raises(
+            TypeError, match="diagnosing: model must be an nn.Module that the block"
+        ):
+            diagnosing(wrong).__enter__()
+    for wrong in (0, -1, 1.5, "2", None):
+        with pytest.raises(ValueError, match="diagnosing: every must be a number of calls from 1"):
+            diagnosing(model, every=wrong).__enter__()
+    with pytest.raises(ValueError, match="diagnosing: recipes must be of .*did you mean 'sage1'"):
+        diagnosing(model, recipes="sage1x").__enter__()
+    with pytest.raises(ValueError, match="diagnosing: tolerance must be"):
+        diagnosing(model, tolerance=-1).__enter__()
+
+
+def test_two_models_of_a_pipeline_are_measured_in_one_block():
+    one, two, x = Wrapped(), Wrapped(hard=9), torch.randn(1, 2, 40, 32)
+    with diagnosing(one) as first, diagnosing(two) as second:
+        for i in range(2):
+            one(x, torch.tensor(i))
+            two(x, torch.tensor(i))
+    assert first.suggested == {"block": "auto"} != second.suggested
+    assert len(first.rows) == len(second.rows) == len(NAMED) + 1
+
+
+# -- what time it takes ----
+
+
+def of_one_batch(q, k, v):
+    """All batches share k and v, and q is in [B, N, H, D] order."""
+    q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    return sdpa(q, *(x[:1].expand(q.shape[0], -1, -1, -1) for x in (k, v)))
+
+
+TIMED = {  # function, sizes of k and v, what is asked of the table
+    "full": (sdpa, (4, 256, 64), ("full", (2, 4, 4, 300, 256, None, None))),
+    "gqa": (lambda q, k, v: sdpa(q, k, v, enable_gqa=True), (2, 300, 64), ("full", (2, 4, 2, 300, 300, None, None))),
+    "causal": (lambda q, k, v: sdpa(q, k, v, is_causal=True), (4, 300, 64), ("causal", (2, 4, 4, 300, 300, None, 0))),
+    "lower right": (lower_right, (4, 310, 64), ("causal", (2, 4, 4, 300, 310, None, 10))),
+    "keys": (lambda q, k, v: sdpa(q, k, v, padding(300, 300)), (4, 300, 64), ("keys", (2, 4, 4, 300, 300, None, None))),
+    "mask": (rows_that_see_nothing, (4, 300, 64), ("mask", (2, 4, 4, 300, 300, None, None))),
+    "shared": (of_one_batch, (4, 300, 64), ("full", (2, 4, 4, 300, 300, None, None), True)),
+    "short": (sdpa, (4, 255, 64), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TIMED)
+def test_times_are_predicted_for_each_kind_of_call(case, monkeypatch):
+    function, (H_kv, N_kv, D_v), expected = TIMED[case]
+    asked, error = [], (1.0, 0.1, 0.1, (0, 0.1), (0, 0, 0, 0.1))
+    monkeypatch.setattr(tables, "predict", lambda *given: asked.append(given))
+    monkeypatch.setattr(
+        measure, "errors_of", lambda *given: dict.fromkeys(("sdpa", "sage2-8b-per-token"), error)
+    )
+    q, k, v = torch.randn(2, 4, 300, 64), *(torch.randn(2, H_kv, N_kv, D) for D in (64, D_v))
+    diagnose(function, recipes="sage2-8b-per-token")(q, k, v)
+    if expected is None:
+        assert not asked
+        return
+    kind, sizes, *stacked = expected
+    family = Family(64, 64, kind)
+    assert asked == [("NVIDIA H200", family, "sage2-8b-per-token", Sizes(*sizes), any(stacked))]
+
+
+class Called(nn.Module):
+    def forward(self, q, k, v):
+        return sdpa(q, k, v)
+
+
+def test_times_of_all_runs_are_predicted_by_the_table_and_told(tmp_path):
+    """A row has those of one run."""
+    q, k, v = (torch.randn(1, 4, 320, 64) for _ in range(3))
+    model, names = Called(), ["sage2-8b-per-token", "sage2-8b", "sage1"]
+    with diagnosing(model, recipes=names) as found:
+        for _ in range(3):
+            model(q, k, v)
+    one = {
+        name: tables.predict(tables.H200, Family(64, 64, "full"), name, Sizes(1, 4, 4, 320, 320))
+        for name in names
+    }
+    assert one["sage1"] is None  # no table has it
+    assert {row.recipe: row.predicted for row in found.rows} == one | {"sdpa": None}
+    worst = {row.recipe: row.relative_l1 for row in found.rows}
+    for name in names[:2]:
+        of_name = worst[name], 3 * one[name].ours, 3 * one[name].sdpa
+        assert found.totals[name] == pytest.approx(of_name)
+    assert found.totals["sage1"] == (worst["sage1"], 0, 0)
+    assert found.suggested == {"": "auto"}
+    ms = 3 * one[names[0]].sdpa  # not faster, so that the policy leaves the call as it is
+    assert not one[names[0]].wins and found.totals["sdpa"] == pytest.approx((worst["sdpa"], ms, ms))
+    error = max(worst[name] for name in names[:2])
+    assert found.totals["the policy"] == pytest.approx((error, ms, ms))
+    told = f"{ms:.3g} ms with the policy and {ms:.3g} ms with SDPA (predicted from times of NVIDIA H200)"
+    assert told in str(found)
+    found.to_html(tmp_path / "found.html")
+    text = (tmp_path / "found.html").read_text(encoding="utf-8")
+    assert told in text and told in found._repr_html_()
+    (line,) = re.findall("<tr><td>sage2-8b</td>.*?</tr>", text)
+    error, ours, sdpas = (f"{x:.4g}" for x in found.totals["sage2-8b"])
+    cells = re.findall("<td.*?>(.*?)</td>", line)
+    assert cells[:5] == ["sage2-8b", error, "1 of 1", ours, sdpas] and float(cells[5]) < 0
+    assert re.search(
+        '<tr><td>sage1</td>.*"number">.*?</td><td>1 of 1</td>(<td></td>){3}</tr>', text
+    )
+
+
+def test_a_policy_takes_the_time_of_what_it_takes():
+    """Of four calls: auto's first is the fastest; sage1 is no faster; of sage3 no time is known; the
+    last is off. A fifth has no times at all."""
+
+    def call(module, times):
+        times = {name: Prediction(name, *ms, 0.0) for name, ms in times.items()}
+        whens = [measure.When(None, i) for i in range(2)]
+        errors = {"sdpa": 0.001, first: 0.02, second: 0.03, "sage1": 0.01, "sage3": 0.2}
+        return SimpleNamespace(
+            site=SimpleNamespace(module=module), autos=BY_SPEED[:2],
+            times=dict.fromkeys(whens, times) if times else {}, errors=dict.fromkeys(whens, errors),
+        )  # fmt: skip
+
+    first, second = BY_SPEED[:2]
+    times = {first: (2.0, 10.0), second: (3.0, 10.0), "sage1": (10.0, 10.0)}
+    calls = [call(name, times) for name in ("fast", "slow", "unknown", "off")] + [call("none", {})]
+    usual = {"fast": "auto", "slow": "sage1", "unknown": "sage3", "off": "off", "none": "auto"}
+    parts = {None: lambda when: when.step == 0, "edge": lambda when: when.step == 1}
+    found = suggest.totals(calls, parts, {None: usual, "edge": usual | {"off": second}})
+    assert found["the policy"] == (0.2, 2 + 10 + 10 + 10 + 2 + 10 + 10 + 3, 80.0)
+    found = suggest.totals(calls[:2], parts, {None: usual, "edge": usual | {"slow": "off"}})
+    assert found["the policy"] == (0.03, 2 + 10 + 2 + 10, 40.0)
+    assert found[first] == (0.02, 8.0, 40.0) and found["sage1"] == (0.01, 40.0, 40.0)
+    assert found["sdpa"] == (0.001, 40.0, 40.0) and found["sage3"] == (0.2, 0.0, 0.0)
+
+
 # -- what is not ----
 
 
@@ -728,12 +1132,12 @@ def test_a_measurement_that_takes_long_shows_where_it_is(has_tqdm, capfd, monkey
     if not has_tqdm:
         monkeypatch.setitem(sys.modules, "tqdm", None)
     model, x = Transformer(None, None), torch.randn(1, 20, 64)
-    monkeypatch.setattr(DIAGNOSE, "QUIET_S", 600.0)
+    monkeypatch.setattr(measure, "QUIET_S", 600.0)
     diagnose(model, recipes="sage1")(x)
     assert capfd.readouterr().err == ""
-    compare = DIAGNOSE.compare
-    monkeypatch.setattr(DIAGNOSE, "compare", lambda *args: time.sleep(0.1) or compare(*args))
-    monkeypatch.setattr(DIAGNOSE, "QUIET_S", 0.01)
+    errors = measure.errors_of
+    monkeypatch.setattr(measure, "errors_of", lambda *args: time.sleep(0.1) or errors(*args))
+    monkeypatch.setattr(measure, "QUIET_S", 0.01)
     diagnose(model, recipes="sage1")(x)
     err = capfd.readouterr().err
     assert ("| 2/2 [" in err) if has_tqdm else err.endswith("diagnose: 2 of 2 calls measured\n"), (

@@ -5,6 +5,7 @@ import functools
 import html.parser
 import json
 import logging
+import math
 import os
 import pickle
 import re
@@ -274,13 +275,45 @@ def test_a_notebook_shows_groups_without_a_script():
     assert "no attention call was seen" in Report([])._repr_html_()
 
 
+def luminance(colour: str) -> float:
+    """Of WCAG 2, which asks for a contrast of 4.5."""
+    named = {"black": [0, 0, 0], "white": [255, 255, 255]}
+    parts = named.get(colour) or map(int, re.findall(r"\d+", colour))
+    linear = (
+        x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4
+        for x in (p / 255 for p in parts)
+    )
+    return sum(weight * x for weight, x in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def contrast(one: str, other: str) -> float:
+    low, high = sorted(map(luminance, (one, other)))
+    return (high + 0.05) / (low + 0.05)
+
+
 def test_a_heat_map_is_white_at_the_middle_red_above_and_black_for_nan():
     values = {("a<", "x"): 0.05, ("a<", "y"): 0.5, ("b", "x"): 0.005, ("b", "y"): float("nan")}
-    svg = page.heat_map(["a<", "b", "c"], ["x", "y"], values, 0.05)
+    values |= {("a<", "z"): 0.5}
+    svg = page.heat_map(["a<", "b", "c"], ["x", "y", "z"], values, 0.05, plain=["z"])
     parsed = Page(svg)
     fills = [attributes["fill"] for tag, attributes in parsed.tags if tag == "rect"]
-    assert fills == ["rgb(255,255,255)", "rgb(255,64,64)", "rgb(64,64,255)", "black"]
+    legend = ["rgb(110,110,255)", "rgb(255,255,255)", "rgb(255,110,110)", "black"]
+    assert fills == [*(legend[i] for i in (1, 2, 0, 3)), *legend]
     assert "<title>a&lt;, x: 0.05</title>" in svg and not parsed.open
+    told = re.findall(r">([^<]+)</text>", svg)[-4:]
+    assert told == ["0.005 or less", "0.05", "0.5 or more", "not a number"]
+    assert contrast("rgb(64,64,255)", "black") < 4.5 < contrast("white", "black")
+    for ratio in (1e-9, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, math.inf, math.nan):
+        assert contrast(*page._colours(ratio)) > 4.5
+
+
+def test_a_heat_map_can_be_read_on_a_dark_page():
+    """What is on no cell of its own has the page's colours."""
+    parsed = Page(page.heat_map(["a"], ["x", "z"], {("a", "x"): 1, ("a", "z"): 1}, 1, plain=["z"]))
+    (svg,) = (attributes for tag, attributes in parsed.tags if tag == "svg")
+    assert svg["fill"] == "currentColor" and "background" not in svg["style"]
+    inks = [attributes.get("fill") for tag, attributes in parsed.tags if tag == "text"]
+    assert inks == [None, None, None, "black", "currentColor", "black", "black", "black", "white"]
 
 
 def in_chromium(path, script):
@@ -352,7 +385,7 @@ def test_in_a_browser_reports_and_diagnoses_are_whole_and_run_nothing_of_a_model
     )
     found.to_html(tmp_path / "found.html")
     told = in_chromium(tmp_path / "found.html", LOOK)
-    assert told["rows"] == 2 and told["map"] == 40 and "accuracy" in told["title"]
+    assert told["rows"] == 2 + 3 and told["map"] == 80 and "accuracy" in told["title"]
 
 
 # -- warnings ----

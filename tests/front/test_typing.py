@@ -37,6 +37,8 @@ assert_type(config.force, bool)
 assert_type(sage_inductor.explain(model, options={"sage.recipe": "sage1"})(x), Report)
 assert_type(sage_inductor.rewrite(torch.export.export(model, (x,))), Report)
 assert_type(sage_inductor.diagnose(model)(x), Diagnosis)
+with sage_inductor.diagnosing(model) as found:
+    assert_type(found, Diagnosis)
 assert_type(sage_inductor.diagnose_training(model, loss=torch.mean)(x), TrainingDiagnosis)
 assert_type(Policy.load("policy.json"), Policy)
 assert_type(sage_inductor.attention(x, x, x, is_causal=True, recipe="sage1"), torch.Tensor)

@@ -1,0 +1,331 @@
+"""What each recipe's error is at the attention calls of a model, while it runs.
+
+Before each attention call that ``sage::sdpa`` can stand for, a probe gets the call's own q, k, v
+and mask, and computes what exact attention gives and what each recipe does: no recipe's error
+reaches the next call.
+
+What is kept is numbers: a `Row` for each call, recipe and stage, and the errors of each step that a
+Schedule counts. What is computed at one time is a part of the heads: see MAX_SCORES.
+
+Shapes: B batch, H_q and H_kv heads, N_q and N_kv sequence, D head_dim (D_v of v).
+"""
+
+import collections
+import contextlib
+import dataclasses
+import itertools
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sage_inductor import stages
+from sage_inductor.choose.cost import Prediction
+from sage_inductor.choose.decide import autos, decide, predicted
+from sage_inductor.ops.recipe import NAMED
+from sage_inductor.ops.reference.exact import attention_exact, masked
+from sage_inductor.ops.visibility import as_4d
+from sage_inductor.patterns import Decision, Site, reasons, rewrite
+from sage_inductor.patterns.call import FULL, Band, Call
+from sage_inductor.patterns.call_shape import CallShape
+from sage_inductor.patterns.shared_kv import stacks
+from sage_inductor.settings import Settings
+
+SDPA = "sdpa"  # in the place of a recipe: scaled_dot_product_attention in the model's own dtype
+STUDY = Settings(emulate=True, force=True)
+QUIET_S = 3.0  # before progress is shown
+# Numbers of a tensor that is computed at one time, 128 MiB in float64: the scores of exact
+# attention, the outputs that are compared with it and, on CPU, the scores of an emulation.
+MAX_SCORES = 1 << 24
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """The error of one recipe at one attention call; where that ran several times, at its worst.
+    Relative L1: sum |error| / sum |exact|."""
+
+    site: Site  # with the sizes it ran with
+    recipe: str  # or "sdpa": scaled_dot_product_attention in the model's own dtype
+    cos_sim: float
+    relative_l1: float
+    rmse: float
+    worst_head: tuple[int, float]  # head, its relative L1
+    worst_row: tuple[int, int, int, float]  # batch, head, row, its relative L1
+    predicted: Prediction | None = None  # its time and SDPA's, where such calls were timed
+
+    @property
+    def badness(self) -> float:
+        """The relative L1, by which rows are compared."""
+        return badness(self.relative_l1)
+
+
+class When(NamedTuple):
+    """When a call ran."""
+
+    stage: str | None
+    step: int | None  # of the pipeline that a Schedule counts
+
+
+class Found:
+    """What is kept of an attention call."""
+
+    def __init__(self, site: Site, autos: tuple[str, ...]):
+        self.site, self.autos = site, autos
+        self.rows: dict[tuple[str | None, str], Row] = {}  # by stage and recipe
+        self.errors: dict[When, dict[str, float]] = {}  # by recipe, as Row.badness
+        self.times: dict[When, dict[str, Prediction]] = {}  # by recipe, of all runs together
+
+    def add(self, when: When, row: Row) -> None:
+        key, errors = (when.stage, row.recipe), self.errors.setdefault(when, {})
+        self.rows[key] = max(self.rows.get(key, row), row, key=lambda row: row.badness)
+        errors[row.recipe] = max(errors.get(row.recipe, 0.0), row.badness)
+        if (time := row.predicted) is not None:
+            times = self.times.setdefault(when, {})
+            known = times.get(row.recipe, time._replace(ours=0.0, sdpa=0.0))
+            times[row.recipe] = known._replace(
+                ours=known.ours + time.ours, sdpa=known.sdpa + time.sdpa
+            )
+
+
+class Measured:
+    """What is kept of all attention calls. A call is known again by its module, its node's name
+    and, where modules have no name, by the order of its graphs in a run: a graph that Dynamo makes
+    again, of other sizes, adds nothing."""
+
+    def __init__(self, recipes: tuple[str, ...]):
+        self.recipes = recipes
+        self.calls: dict[tuple, Found] = {}
+        self.refused: dict[tuple, Site] = {}
+        self.steps = 0  # of the pipeline that a Schedule counts, measured or not
+        self.graphs = collections.Counter()  # of this run, by the call
+        self.progress = None
+        self.op_by_op: Callable | None = None  # `run` of backend.op_by_op
+
+    def run(self, model, args: tuple, kwargs: dict):
+        """What `model` returns."""
+        self.graphs.clear()
+        with contextlib.closing(Progress(len(self.calls))) as self.progress:
+            return self.op_by_op(model, args, kwargs)
+
+    def count_step(self) -> None:
+        self.steps = max(self.steps, 1 + (stages.step() or 0))
+
+    def done(self) -> None:
+        """A call is measured."""
+        self.count_step()
+        self.progress.step()
+
+    def see(self, gm: torch.fx.GraphModule) -> None:
+        calls, known = [], len(self.calls)
+        for site in rewrite(gm, _studied, put=lambda *each: calls.append(each)):
+            if not site.rewritten:
+                self.refused.setdefault(self._key(site), site)
+        # Probes are inserted when all calls are found: to a proof of what a mask says a probe is a
+        # call that may write to the mask.
+        for call, site in calls:
+            found = self.calls.setdefault(self._key(site), Found(site, autos(call)))
+            Probe(call, found, self.recipes, self.done)
+        self.progress.expect(len(self.calls) - known)
+        for module in gm.modules():
+            if isinstance(module, torch.fx.GraphModule):
+                module.recompile()
+
+    def _key(self, site: Site) -> tuple:
+        name = site.module, site.call
+        self.graphs[name] += 1
+        return *name, self.graphs[name]
+
+    def refusals(self) -> list[Site]:
+        """The calls without rows."""
+        never = Decision(None, reasons.NOT_RUN())
+        calls = (call for call in self.calls.values() if not call.rows)
+        not_run = (dataclasses.replace(call.site, decision=never) for call in calls)
+        return [*self.refused.values(), *not_run]
+
+
+def _studied(call: Call) -> Decision:
+    if call.blocks.size is not None:
+        return Decision(None, reasons.NO_EXACT("by block lists"))
+    if call.sink is not None:
+        return Decision(None, reasons.NO_EXACT("with a learned sink"))
+    return decide(call, STUDY)
+
+
+class Probe:
+    """Measures an attention call whenever the graph is about to make it."""
+
+    def __init__(
+        self, call: Call, found: Found, recipes: tuple[str, ...], done: Callable[[], None]
+    ):
+        each = {name: dataclasses.replace(STUDY, recipe=name) for name in recipes}
+        self.recipes = [name for name in recipes if decide(call, each[name]).recipe is not None]
+        self.stacked = {name for name in self.recipes if stacks(call, NAMED[name])}
+        self.site, self.shape, self.scale = found.site, CallShape.of(call), call.scale
+        self.found, self.done = found, done
+        call.emit.insert(self.measure, (call.q, call.k, call.v, call.attn_mask), None)
+
+    @torch.no_grad()
+    def measure(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None) -> None:
+        scale = float(q.shape[3] ** -0.5 if self.scale is None else self.scale)
+        when = When(stages.current(), stages.step())
+        sizes = {name: tuple(x.shape) for name, x in zip("qkv", (q, k, v), strict=True)}
+        site = dataclasses.replace(self.site, q=sizes["q"], k=sizes["k"], stage=when.stage)
+        mask = None if attn_mask is None else tuple(attn_mask.shape)
+        shape = self.shape._replace(**sizes, mask=mask)
+        errors = errors_of(q, k, v, attn_mask, self.shape.band, scale, (SDPA, *self.recipes))
+        for name, error in errors.items():
+            time = None if name == SDPA else predicted(shape, name, name in self.stacked)
+            self.found.add(when, Row(site, name, *error, time))
+        self.done()
+
+
+class Progress:
+    """How many calls are measured, on stderr; nothing is shown in the first seconds."""
+
+    def __init__(self, expected: int = 0):
+        try:
+            from tqdm import tqdm
+        except ImportError:
+            self.bar = None
+        else:
+            self.bar = tqdm(
+                desc="diagnose", unit=" calls", total=expected, delay=QUIET_S, leave=False
+            )
+        self.measured, self.expected = 0, expected
+        self.said = time.monotonic()
+
+    def expect(self, calls: int) -> None:
+        self.expected += calls
+        if self.bar is not None:
+            self.bar.total = self.expected
+
+    def step(self) -> None:
+        self.measured += 1
+        if self.bar is not None:
+            self.bar.update()
+        elif time.monotonic() - self.said > QUIET_S:
+            self.said = time.monotonic()
+            sys.stderr.write(f"diagnose: {self.measured} of {self.expected} calls measured\n")
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+# -- errors ----
+
+
+class Error:
+    """How far an output is from the exact one, which are given a part at a time."""
+
+    def __init__(self, heads: int):
+        self.sums = torch.zeros(6, dtype=torch.float64)
+        self.heads = torch.zeros(2, heads, dtype=torch.float64)  # sums of |error| and |exact|
+        self.numbers, self.worst_row = 0, (-1.0, (0, 0, 0))
+
+    def add(self, actual: Tensor, exact: Tensor, b: int = 0, h: int = 0) -> None:
+        """[B', H', N_q, D_v], the part of the output that begins at (b, h)."""
+        actual, exact = actual.double(), exact.double()
+        error = actual - exact
+        error, size, squares = error.abs(), exact.abs(), (error, actual, exact)
+        self.sums += torch.stack([
+            error.sum(), size.sum(), (actual * exact).sum(), *(x.square().sum() for x in squares)
+        ]).cpu()  # fmt: skip
+        self.numbers += exact.numel()
+        of_heads = torch.stack([error.sum((0, 2, 3)), size.sum((0, 2, 3))]).cpu()
+        self.heads[:, h : h + exact.shape[1]] += of_heads
+        rows = _ratio(error.sum(3), size.sum(3))
+        at = rows.argmax()  # of a NaN, if there is one
+        i, j, row = (int(n) for n in torch.unravel_index(at, rows.shape))
+        found = rows[i, j, row].item(), (b + i, h + j, row)
+        self.worst_row = max(self.worst_row, found, key=lambda each: badness(each[0]))
+
+    @property
+    def numbers_of_row(self) -> tuple:
+        """Row's fields, from cos_sim on."""
+        error, size, product, squares, of_actual, of_exact = self.sums
+        heads = _ratio(*self.heads)
+        head, (of_row, where) = int(heads.argmax()), self.worst_row
+        return (
+            (product / (of_actual.sqrt() * of_exact.sqrt())).item(), _ratio(error, size).item(),
+            (squares / self.numbers).sqrt().item(), (head, heads[head].item()), (*where, of_row),
+        )  # fmt: skip
+
+
+def compare(actual: Tensor, exact: Tensor) -> dict[str, float]:
+    """CosSim, relative L1 (sum |error| / sum |exact|) and RMSE of [B, H, N, D]."""
+    error = Error(exact.shape[1])
+    error.add(actual, exact)
+    return dict(zip(("CosSim", "relative L1", "RMSE"), error.numbers_of_row[:3], strict=True))
+
+
+def _ratio(error: Tensor, size: Tensor) -> Tensor:
+    return torch.where(error == 0, 0.0, error / size)  # a row that sees nothing is 0, and right
+
+
+def badness(error: float) -> float:
+    """Errors in order: nothing is worse than NaN."""
+    return math.inf if math.isnan(error) else error
+
+
+def errors_of(
+    q, k, v, attn_mask, band: Band, scale: float, names: Sequence[str]
+) -> dict[str, tuple]:
+    """By SDPA or a recipe: Row's fields, from cos_sim on. Recipes share nothing between heads, so a
+    part of them is computed at a time, with the heads of q that they serve."""
+    (B, H_q, N_q, _), (H_kv, N_kv) = q.shape, k.shape[1:3]
+    G, holds_scores = H_q // H_kv, q.device.type == "cpu"  # the emulation does
+    columns = max(v.shape[3], N_kv if holds_scores else 0)
+    pairs = max(1, MAX_SCORES // max(1, G * N_q * columns))  # of a batch and a head of k
+    heads, batches = min(H_kv, pairs), max(1, min(B, pairs // H_kv))
+    found, mask = {name: Error(H_q) for name in names}, None
+    for b, h in itertools.product(range(0, B, batches), range(0, H_kv, heads)):
+        of_b, of_kv = slice(b, b + batches), slice(h, h + heads)
+        of_q = slice(h * G, (h + heads) * G)
+        if attn_mask is not None:
+            mask = as_4d(attn_mask)
+            mask = mask[of_b if mask.shape[0] > 1 else slice(None)]
+            mask = mask[:, of_q if mask.shape[1] > 1 else slice(None)]
+        inputs = q[of_b, of_q], k[of_b, of_kv], v[of_b, of_kv], mask, band, scale
+        exact = _exact(*inputs)
+        for name, error in found.items():
+            error.add(_computed(name, *inputs), exact, b, h * G)
+    return {name: error.numbers_of_row for name, error in found.items()}
+
+
+def _exact(q, k, v, attn_mask, band: Band, scale: float) -> Tensor:
+    """Exact attention in float64, a part of the rows of one head at a time."""
+    (B, H, N_q, _), N_kv = q.shape, k.shape[2]
+    if attn_mask is not None:
+        attn_mask = attn_mask.expand(B, H, N_q, N_kv)
+    left, right, bottom_right = dataclasses.astuple(band)
+    rows = max(1, MAX_SCORES // (B * N_kv))
+    out = torch.empty(*q.shape[:3], v.shape[3], dtype=torch.float64, device=q.device)
+    for h, first in itertools.product(range(H), range(0, N_q, rows)):
+        part = slice(None), slice(h, h + 1), slice(first, first + rows)
+        kv = slice(None), slice(h // (H // k.shape[1]), h // (H // k.shape[1]) + 1)
+        at = first + (N_kv - N_q if bottom_right else 0)  # where row 0 of this part is
+        with torch.autocast(q.device.type, enabled=False):
+            out[part], _ = attention_exact(
+                q[part], k[kv], v[kv], scale, None if attn_mask is None else attn_mask[part],
+                None if left is None else left - at, None if right is None else right + at,
+            )  # fmt: skip
+    return out
+
+
+def _computed(name: str, q, k, v, attn_mask, band: Band, scale: float) -> Tensor:
+    """By SDPA or a recipe."""
+    if name != SDPA:
+        return torch.ops.sage.sdpa(
+            q, k, v, attn_mask, [], *dataclasses.astuple(band), scale, NAMED[name].encode(), None,
+            False, False,
+        )[0]  # fmt: skip
+    if band != FULL:
+        none = q.new_zeros(q.shape[2], k.shape[2])
+        attn_mask = masked(none, attn_mask, *dataclasses.astuple(band))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask, scale=scale, enable_gqa=True)
