@@ -585,11 +585,11 @@ def training_table(rows: list[dict]) -> str:
 
 
 def measure_end_to_end(subject: Subject, names: Sequence[str]) -> list[dict]:
-    """A row for each of PRESETS's names, printed as it comes; "exact" is attention in fp32, and what the others
-    are compared with."""
+    """A row for each of these names, printed as it comes; "exact" is attention in fp32, and what
+    the others are compared with."""
     print(f"\nEnd to end: {subject.name}, {subject.note}")
     rows = []
-    techniques = {"exact": Technique(), "bf16 SDPA": None, **{name: PRESETS[name] for name in names}}
+    techniques = {"exact": Technique(), "bf16 SDPA": None} | {x: PRESETS[x] for x in names}
     for entry, figures, error in end_to_end(subject, techniques):
         row = dict(family=subject.name, entry=entry, figures=figures, error=error)
         rows.append({"plan": "end-to-end", **row})

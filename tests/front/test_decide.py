@@ -176,9 +176,7 @@ def test_the_fastest_recipe_is_taken(monkeypatch):
     for N, recipe in ((16384, "sage2-8b-rotated"), (1600, "sage2-8b"), (2200, "sage2-8b")):
         site = decide((2, 32, 32, N, 128), (9, 0), monkeypatch)
         assert site.recipe == recipe, site.reason
-    assert decide(
-        (2, 32, 32, 2200, 128), (9, 0), monkeypatch, recipe="sage2-8b-rotated"
-    ).rewritten
+    assert decide((2, 32, 32, 2200, 128), (9, 0), monkeypatch, recipe="sage2-8b-rotated").rewritten
 
 
 @pytest.mark.parametrize("ms, recipe", [(0.95, "sage2-8b-rotated"), (0.85, "sage2-8b")])
@@ -951,9 +949,7 @@ def test_the_tiles_that_compute_a_call_are_timed(D, kind, warpgroups, monkeypatc
     # One tile each, and a device without that kernel.
     decide((1, 4, 2, 64, D), (9, 0), monkeypatch, kind, benchmark=clock, recipe="sage1-per-token")
     assert clock.cases[-1].candidates == (("sage1-per-token", None),)
-    decide(
-        (1, 4, 2, 64, D), (8, 9), monkeypatch, kind, benchmark=clock, recipe="sage2-8b-rotated"
-    )
+    decide((1, 4, 2, 64, D), (8, 9), monkeypatch, kind, benchmark=clock, recipe="sage2-8b-rotated")
     assert clock.cases[-1].candidates == (("sage2-8b-rotated", None),)
 
 

@@ -249,9 +249,7 @@ def test_gpus_of_one_capability_keep_their_tables_apart(gpu):
 def test_the_command_writes_every_gpus_table(gpu, monkeypatch, capsys):
     assert main(["tune", "--head-dims", "64", "--kinds", "full", "causal"]) == 0
     printed = capsys.readouterr().out
-    assert re.search(
-        rf"{GPU}: head_dim 64: sage2-8b-rotated from N=\d+ with B\*H >= 128", printed
-    )
+    assert re.search(rf"{GPU}: head_dim 64: sage2-8b-rotated from N=\d+ with B\*H >= 128", printed)
     assert f"{GPU}: head_dim 64, causal: sage2-8b from no length" in printed
     assert tables.path_of(GPU).exists()
 
@@ -1017,9 +1015,7 @@ def test_ranks_ask_each_other_of_nothing_that_they_know(gpu, monkeypatch):
 # -- mode="max-autotune" ----
 
 
-def case(
-    mask=None, dtype=None, band=FULL, D_v=32, recipes=("sage2-8b-rotated", "sage1-per-token")
-):
+def case(mask=None, dtype=None, band=FULL, D_v=32, recipes=("sage2-8b-rotated", "sage1-per-token")):
     """96 queries, 64 keys, two heads to each of k's."""
     cpu = torch.device("cpu")
     q, k, v = (2, 4, 96, 32), (2, 2, 64, 32), (2, 2, 64, D_v)
