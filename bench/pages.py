@@ -251,9 +251,9 @@ def blocks_in_short(gpus: dict[str, dict]) -> str:
 def accuracy_in_short(gpus: dict[str, dict]) -> str:
     """By a GPU's measurements."""
     parts = []
-    for name, plans in gpus.items():
-        if name != "cpu" and plans.keys() >= set(ACCURACY):
-            parts += [accuracy.in_short(plans), where_and_when(plans["accuracy"])]
+    for plans in gpus.values():
+        if plans.keys() >= set(ACCURACY) and (found := accuracy.in_short(plans)):
+            parts += [found, where_and_when(plans["accuracy"])]
     return "\n".join(parts)
 
 
