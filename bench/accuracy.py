@@ -1,9 +1,11 @@
 """The papers' accuracy tables, again, on inputs that anybody can draw and in models that anybody
-can train; and what the default promises.
+can train; what the default promises; and what is shipped beside its peers.
 
 $ python bench/accuracy.py                   # all of it, on CPU or the GPU
 $ python bench/accuracy.py --tables recipes --families real_like --models --N 8192 --layers 1
 $ python bench/accuracy.py --json            # bench/results/cpu or GPU/DATE-accuracy.json
+$ python bench/accuracy.py --tables shipped --models --layers 1 --heads 4 --json
+$ python bench/accuracy.py --tables shipped --models --families k4x6 --lengths 4096
 $ python bench/accuracy.py --training --N 2048 --json    # DATE-training.json
 
 Tables: CosSim, relative L1 and RMSE against float64, average and worst over layers (of a family
@@ -13,34 +15,44 @@ sets. What each technique is: bench/laboratory.py; the models: bench/trained.py.
 has a table, pairs that come in another order here (by average relative L1, by more than 2 %) are
 named below ours. Its figures are of CogVideoX's layers: only the order can be compared.
 
-defaults: outputs in bf16, as a user gets them; shipped recipes run their kernels where there is a
-GPU. end-to-end: whole models in bf16; shipped recipes by backend="sage", the others emulated.
+shipped: outputs in bf16, as a user gets them, of every family of bench/laboratory.py, at --lengths
+and --head-dims; of the last 128 queries. On a GPU recipes run their kernels, beside those of
+bench/peers.py that are installed, and all are timed. On a CPU recipes are emulated.
+end-to-end: whole models in bf16; shipped recipes by backend="sage", the others emulated.
 
 --training: gradients by the recipes of bench/gradients.py instead, of families, causal and not,
 with a mask that is learned (its own, too) and without (--masks).
 """
 
 import argparse
+import concurrent.futures
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench import gradients, harness, laboratory, trained
+from bench import gradients, harness, laboratory, peers, providers, trained
 from bench.capture import Call, capture, end_to_end
-from bench.laboratory import FA3_FP8, FAMILIES, PRESETS, SAGE2_4B, Technique, attend
-from bench.measure import attention, errors
+from bench.cases import PEERS, Case
+from bench.laboratory import FA3_FP8, FAMILIES, PRESETS, SAGE2_4B, USUAL, Technique, attend
+from bench.measure import Provider, Runner, attention, draw_sets, errors, interleave
 from bench.tables import groups, markdown, show, wrapped
 from bench.trained import Subject
+from sage_inductor.ops.attention.tiles import capability
+from sage_inductor.ops.compile import LONGEST, compile_elsewhere
+from sage_inductor.ops.launch import noted
 from sage_inductor.ops.recipe import NAMED, Recipe
 from sage_inductor.ops.sdpa import SdpaCall
 
 TIE = 0.02  # relative difference of two relative L1 below which they have no order
-ROWS = 128  # queries of the tables over N, and of the emulated defaults
-LENGTHS = (1024, 2048, 4096, 8192)  # of the defaults
+ROWS = 128  # queries of the tables over N: the first; and of what is shipped: the last
 
 # SageAttention2's main experiments: FP8 p v as it is, summed in fp32, v not smoothed.
 INT4 = Technique("int4", "per_thread", pv="e4m3", v_scale="per_channel")
@@ -67,8 +79,8 @@ def granularities(qk: str) -> dict[str, Technique]:
     return variants(base, **{name: {"granularity": name} for name in GRANULARITIES})
 
 
-def tables(D: int) -> dict[str, Table]:
-    """All of them, for a head_dim."""
+def tables(D: int, recipes: Sequence[str] = tuple(PRESETS)) -> dict[str, Table]:
+    """All of them, for a head_dim; that of recipes with these names of PRESETS."""
     fp16 = dataclasses.replace(SMOOTH_QK, pv="fp16", v_scale=None)
     smoothings = {"none": {}, "k": {"smooth_k": "mean"},
                   "q+k": {"smooth_q": True, "smooth_k": "mean"}}  # fmt: skip
@@ -130,30 +142,30 @@ def tables(D: int) -> dict[str, Table]:
             over_n=True,
         ),
         "recipes": Table(
-            "Recipes (capitals: the papers'; the others: ours)", {"bf16 SDPA": None, **PRESETS}
+            "Recipes (capitals: the papers'; the others: ours)",
+            {"bf16 SDPA": None, **{name: PRESETS[name] for name in recipes}},
         ),
     }  # fmt: skip
 
 
-DEFAULT = ("sage2-8b", "sage2-8b-per-token")  # from sm_89 on; on Hopper
-PROMISED = {
-    "bf16 SDPA": None,
-    "FA3_FP8": FA3_FP8,
-    **{name: NAMED[name] for name in (*DEFAULT, "sage1-per-token")},
+LENGTHS = tuple(2**i for i in range(10, 16))  # of what is shipped
+TIMED = 32768, 32  # tokens, in sequences of N, and heads of the calls that are timed
+TURNS = 5, 20.0  # rounds of so many ms
+KEPT = ("rel_l1", "centred_rel_l1", "row")  # errors of what is shipped: there are many rows
+DEFAULT = ("sage2-8b", "sage2-8b-rotated")  # from sm_89 on; on Hopper
+# (family, recipe) -> its error at most: `figure`.
+LIMITS = {
+    **{(family, recipe): 0.038 for family in ("normal", "k_bias") for recipe in DEFAULT},
+    **{("biased_v", recipe): 1.05 for recipe in DEFAULT},
+    ("normal", "sage1-rotated"): 0.013,
 }
-# (family, entry) -> what `figure` is to be at most.
-AIMS = {
-    **{(family, entry): 0.038 for family in ("normal", "k_bias") for entry in DEFAULT},
-    **{("biased_v", entry): 1.05 for entry in DEFAULT},
-    ("normal", "sage1-per-token"): 0.013,
-}
-BESIDE = ("defaults", "end-to-end")  # the tables
+BESIDE = ("shipped", "end-to-end")  # the tables
 # The rows of the README's table, and what each is.
 IN_SHORT = {
     "bf16 SDPA": "exact attention in bf16",
-    "sage2-8b-per-token": "`sage2-8b-per-token`, the default on Hopper",
+    "sage2-8b-rotated": "`sage2-8b-rotated`, the default on Hopper",
     "sage2-8b": "`sage2-8b`, the default on sm_89 and sm_12x",
-    "sage1-per-token": "`sage1-per-token`, the most accurate",
+    "sage1-rotated": "`sage1-rotated`, the most accurate",
 }
 
 
@@ -163,7 +175,7 @@ def main(argv=None) -> int:
     if args.training:
         result = harness.Result("training", TRAINING_METHOD.format(**vars(args)), args)
         for mask, causal, family, kind in itertools.product(
-            args.masks, (False, True), args.families, gradients.OUTPUTS
+            args.masks, (False, True), args.families or USUAL, gradients.OUTPUTS
         ):
             rows = measure_training(family, kind, causal, mask, args, device)
             result.add(rows)
@@ -174,33 +186,46 @@ def main(argv=None) -> int:
     method = (
         f"Families: {args.layers} seeds from 0 of laboratory.draw, bf16, "
         f"[1, {args.heads}, N, {args.D}]{', causal' * args.causal}; errors against float64 before "
-        f"rounding to bf16; defaults: {'all' if cuda else ROWS} queries. Models: {size}, of "
-        "bench/trained.py, in bf16"
+        f"rounding to bf16. Shipped: each head_dim, in bf16, the last {ROWS} queries"
+        + (timing() if cuda else "")
+        + f". Models: {size}, of bench/trained.py, in bf16" * bool(args.models)
     )
     result = harness.Result("accuracy", method, args, models={})
     names = [name for name in args.tables if name not in BESIDE]
-    for family in args.families:
-        for name, table in tables(args.D).items():
+    for family in args.families or USUAL:
+        for name, table in tables(args.D, args.recipes).items():
             # Causal, the first queries see next to nothing of N.
             lengths = (args.N, 2 * args.N, 4 * args.N) if table.over_n else (args.N,)
             for N in lengths if name in names else ():
                 rows = measure(name, table, family, draw(table, family, N, args, device))
                 result.add(rows)
                 print_table(table, rows)
-    if "defaults" in args.tables:
-        rows = [row for N in LENGTHS for row in measure_defaults(N, args, device)]
-        result.add(rows)
-        show(f"\n{defaults_table(rows)}")
+    if "shipped" in args.tables:
+        lengths = args.lengths or LENGTHS[: None if cuda else -2]
+        cases = [Case(1, args.heads, args.heads, N, D) for D in args.head_dims for N in lengths]
+        if cuda:
+            for kind, why in peers.absent(PEERS).items():
+                harness.show(**{"left out": f"{kind}: {why}"})
+            compile_kernels([*cases, *map(timed, cases)], device)
+        for case in harness.progress(cases, lambda case: case.shape):
+            times = time_shipped(timed(case), device) if cuda else {}
+            families = args.families or FAMILIES
+            result.add(measure_shipped(case, families, args.layers, device, times))
+        rows = groups(result["rows"], "plan")["shipped"]
+        show(f"\n{shipped_table(rows)}")
+        said = "failed: {entry}, N={N}, D={D}: {error}"
+        for line in dict.fromkeys(said.format(**row) for row in rows if "error" in row):
+            print(line)
     for subject in trained.subjects(args.models, trained.SIZES[size], device):
         result["models"][subject.name] = subject.note
         calls = capture(subject)
-        for name, table in tables(calls[0].q.shape[3]).items():
+        for name, table in tables(calls[0].q.shape[3], args.recipes).items():
             if name in names:
                 rows = measure(name, table, subject.name, calls)
                 result.add(rows)
                 print_table(table, rows)
         if "end-to-end" in args.tables:
-            result.add(measure_end_to_end(subject))
+            result.add(measure_end_to_end(subject, args.recipes))
     result.end()
     return 0
 
@@ -208,16 +233,31 @@ def main(argv=None) -> int:
 def parse(argv) -> argparse.Namespace:
     parser = harness.parser(__doc__)
     known = {
-        "tables": (*tables(64), *BESIDE), "families": FAMILIES, "models": trained.MODELS,
-        "masks": gradients.MASKS,
+        "tables": (*tables(64), *BESIDE), "models": trained.MODELS, "masks": gradients.MASKS,
     }  # fmt: skip
     for name, choices in known.items():
         parser.add_argument(f"--{name}", nargs="*", choices=choices, default=list(choices))
+    parser.add_argument(
+        "--families", nargs="+", choices=FAMILIES,
+        help="default: all of what is shipped, else those of the papers' tables",
+    )  # fmt: skip
+    parser.add_argument(
+        "--recipes", nargs="+", choices=PRESETS, default=list(PRESETS),
+        help="of the tables recipes and end-to-end; default: all",
+    )  # fmt: skip
     parser.add_argument("--N", type=harness.positive, default=1024)
     parser.add_argument("--D", type=int, choices=(64, 128, 256), default=128)
     parser.add_argument("--heads", type=harness.positive, default=2)
     parser.add_argument("--layers", type=harness.positive, default=3, help="of a family: seeds")
-    parser.add_argument("--causal", action="store_true", help="families")
+    parser.add_argument("--causal", action="store_true", help="families; not what is shipped")
+    parser.add_argument(
+        "--lengths", nargs="+", type=harness.positive,
+        help=f"of what is shipped; default: {LENGTHS}, on a CPU without the last two",
+    )  # fmt: skip
+    parser.add_argument(
+        "--head-dims", nargs="+", type=int, choices=(64, 128, 256), default=(128, 64),
+        help="of what is shipped; default: 128 64",
+    )  # fmt: skip
     parser.add_argument("--training", action="store_true", help="gradients, of families alone")
     parser.add_argument(
         "--size", choices=trained.SIZES, help="of the models; default: full on a GPU, else small"
@@ -264,10 +304,17 @@ def sdpa(call: Call) -> Tensor:
 
 
 def against(call: Call) -> Callable[[Tensor], dict[str, float]]:
-    """The `errors` of an output [B, H, N_q, D] of this call."""
+    """The `errors` of an output [B, H, N_q, D] of this call, and relative L1 of its worst row."""
     q, k, v = (x.flatten(0, 1).double() for x in (call.q, call.k, call.v))
-    exact = attention(q, k, v, call.is_causal)
-    return lambda out: errors(out.flatten(0, 1).double(), exact, v.mean(1, keepdim=True))
+    exact, v_mean = attention(q, k, v, call.is_causal), v.mean(1, keepdim=True)
+    size = exact.abs().sum(-1)
+
+    def compare(out):
+        out = out.flatten(0, 1).double()
+        row = (out - exact).abs().sum(-1).div(size).max().item()
+        return errors(out, exact, v_mean) | {"row": row}
+
+    return compare
 
 
 def summary(its: list[dict[str, float]]) -> dict[str, dict[str, float]]:
@@ -305,73 +352,176 @@ def print_table(table: Table, rows: list[dict]) -> None:
         print(f"not the paper's order: {pair}")
 
 
-# -- what the default promises ----
+# -- what is shipped ----
 
 
+def timing() -> str:
+    """What is timed, in words."""
+    of_peers = [f"{name} {version}" for name, version in peers.versions(PEERS).items()]
+    said = "speed: {} tokens, {} heads, medians of {} turns of {:g} ms".format(*TIMED, *TURNS)
+    return "; ".join(["", said, *of_peers])
+
+
+@torch.compiler.set_stance("force_eager")  # no time is taken: FA3-fp8's quantizer need not compile
 @torch.no_grad()
-def measure_defaults(N: int, args, device) -> list[dict]:
-    """A row for each family that AIMS names and each of DEFAULTS, with its aim if it has one."""
-    rows = []
-    for family in dict.fromkeys(family for family, _ in AIMS):
-        found = {}
-        for seed in range(args.layers):
-            q, k, v = (x.to(device) for x in laboratory.draw(family, seed, args.heads, N, args.D))
-            call = Call(q if device.type == "cuda" else q[:, :, :ROWS], k, v, False)
-            compare = against(call)
-            for entry, technique in PROMISED.items():
-                found.setdefault(entry, []).append(compare(as_shipped(call, technique)))
-        found = {entry: summary(its) for entry, its in found.items()}
+def measure_shipped(case: Case, families, layers: int, device, times: dict) -> list[dict]:
+    """A row for each family and each of `shipped`: errors of the last ROWS queries in bf16, average
+    and worst over layers, and what `time_shipped` found, which is the same for all families."""
+    entries, rows = shipped(case, device), []
+    for family in families:
+        found, failed = {each.name: [] for each in entries}, {}
+        for seed in range(layers):
+            drawn = laboratory.draw(family, seed, case.H_q, case.N, case.D)
+            q, k, v = (x.to(device) for x in drawn)
+            last = q[:, :, -ROWS:]
+            compare = against(Call(last, k, v, False))
+            for each in entries:
+                try:
+                    out = each.call(last if device.type == "cpu" else q, k, v)
+                    errors_of = compare(out[:, :, -ROWS:])
+                    found[each.name].append({key: errors_of[key] for key in KEPT})
+                except Exception as error:  # one that fails must not cost the others
+                    failed[each.name] = {"error": in_a_line(error)}
+        of = dict(plan="shipped", family=family, N=case.N, D=case.D, layers=layers)
         for entry, its in found.items():
-            value, at_most = figure(family, found, entry), AIMS.get((family, entry))
-            rows.append({
-                **dict(plan="defaults", family=family, N=N, D=args.D, layers=args.layers),
-                **dict(entry=entry, **its),
-                **dict(figure=value, at_most=at_most, met=at_most and value <= at_most),
-            })  # fmt: skip
+            found_here = failed.get(entry) or summary(its)
+            rows.append({**of, "entry": entry, **times.get(entry, {}), **found_here})
     return rows
 
 
-def figure(family: str, found: dict[str, dict], entry: str) -> float:
-    """Average relative L1; of biased_v the centred one, beside that of SDPA in bf16."""
-    key = "centred_rel_l1" if family == "biased_v" else "rel_l1"
-    beside = found["bf16 SDPA"]["average"][key] if family == "biased_v" else 1.0
-    return found[entry]["average"][key] / beside
+def shipped(case: Case, device) -> list[Provider]:
+    """Attention, not causal, by SDPA (on a GPU cuDNN's), each recipe, and others': on a GPU those
+    of bench/peers.py, with all preparation, on a CPU FlashAttention-3's FP8, emulated."""
+    recipes = [
+        Provider(name, partial(as_shipped, recipe=recipe), recipe=name)
+        for name, recipe in NAMED.items()
+    ]
+    if device.type == "cpu":
+        others = [Provider("FA3_FP8", partial(attend, technique=FA3_FP8))]
+        return [Provider("bf16 SDPA", F.scaled_dot_product_attention), *recipes, *others]
+    installed = [kind for kind in PEERS if kind not in peers.absent([kind])]
+    cudnn, *others = providers.build(case, ["cuDNN", *installed], [])
+    others = [each for each in others if not each.name.endswith(" kernel")]
+    return [dataclasses.replace(cudnn, name="bf16 SDPA"), *recipes, *others]
 
 
-def as_shipped(call: Call, technique: Technique | Recipe | None) -> Tensor:
-    """Attention, not causal, in the call's own dtype; of a recipe on a GPU by its kernels."""
-    q, k, v = call.q, call.k, call.v
-    if technique is None:
-        return sdpa(call)
-    if isinstance(technique, Technique) or q.device.type == "cpu":
-        return attend(q, k, v, technique)
-    band, scale, recipe = (None, None, False), q.shape[3] ** -0.5, technique.encode()
-    full = SdpaCall(q, k, v, None, [], *band, scale, recipe, None, out_bnhd=False, portable=False)
+def as_shipped(q: Tensor, k: Tensor, v: Tensor, recipe: Recipe) -> Tensor:
+    """By the recipe's kernels; on a CPU by their emulation, in blocks."""
+    if q.device.type == "cpu":
+        return attend(q, k, v, recipe)
+    band, scale, encoded = (None, None, False), q.shape[3] ** -0.5, recipe.encode()
+    full = SdpaCall(q, k, v, None, [], *band, scale, encoded, None, out_bnhd=False, portable=False)
     return torch.ops.sage.sdpa(*full)[0]
 
 
-def defaults_table(rows: list[dict]) -> str:
-    lines = [["", "N", *groups(rows, "family")]]
-    for entry, its in groups(rows, "entry").items():
-        for N, cells in groups(its, "N").items():
-            lines.append([entry, str(N), *map(default_cell, cells)])
+def timed(case: Case) -> Case:
+    """Of as many tokens at any N, so that a GPU is full."""
+    tokens, heads = TIMED
+    return dataclasses.replace(case, B=max(1, tokens // case.N), H_q=heads, H_kv=heads)
+
+
+@torch.no_grad()
+def time_shipped(case: Case, device) -> dict[str, dict]:
+    """ms of each of `shipped` on normal inputs, or its error; speedup: over SDPA."""
+    torch._dynamo.reset()  # FA3-fp8's quantizer is compiled for each case
+    sets = draw_sets(case, device, dynamic=False)
+    runners, found = {}, {}
+    for each in shipped(case, device):
+        try:
+            runners[each.name] = Runner(each, sets)
+        except Exception as error:
+            found[each.name] = {"error": in_a_line(error)}
+    ms = {name: statistics.median(x) for name, x in interleave(runners, *TURNS).items()}
+    exact = ms.get("bf16 SDPA", math.nan)
+    return found | {
+        name: {"ms": x, "speedup": exact / x, "captured": runners[name].captured}
+        for name, x in ms.items()
+    }
+
+
+@torch.no_grad()
+def compile_kernels(cases: list[Case], device) -> None:
+    """What the recipes will launch, in several processes at once: one after the other takes
+    minutes."""
+    with noted() as launches:
+        for case in cases:
+            q = torch.empty(case.B, case.H_q, case.N, case.D, dtype=torch.bfloat16, device=device)
+            for recipe in NAMED.values():
+                with contextlib.suppress(Exception):  # `measure_shipped` says what fails
+                    as_shipped(q, q, q, recipe)
+    concurrent.futures.wait(compile_elsewhere(launches, capability(device)), LONGEST)
+
+
+def in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".split("\n")[0]
+
+
+def shipped_table(rows: list[dict]) -> str:
+    """For each head_dim a line a family, and below it speed; then the limits of the defaults."""
     title = (
-        "The defaults (sage2-8b-per-token on Hopper, sage2-8b on sm_89 and sm_12x) and "
-        "sage1-per-token, on a GPU "
-        "by their kernels, beside bf16 attention and FlashAttention-3's FP8 (emulated); outputs in "
-        "bf16. Relative L1; of biased_v (v + 8) centred, x bf16's. In brackets: what it is to be "
-        "at most"
+        "Recipes and others' attention, outputs in bf16: on a GPU by their kernels, on a CPU "
+        "emulated (FA3_FP8: FlashAttention-3's). Relative L1, the largest of all N; in brackets "
+        "the worst row. Of biased_v (v + 8) centred, x bf16 SDPA's. Speed: with all preparation, "
+        "x bf16 SDPA's; *: launched, not a CUDA graph"
     )
-    return f"{wrapped(title)}\n\n{markdown(lines)}"
+    found, parts = figures(rows), [f"{wrapped(title)}\n"]
+    for D, its in groups(rows, "D").items():
+        lines = [[f"head_dim {D}", *groups(its, "entry")]]
+        for family, of_family in groups(its, "family").items():
+            cells = groups(of_family, "entry").values()
+            lines.append([family, *(error_cell(each, found) for each in cells)])
+        for N, of_length in groups([row for row in its if row.get("ms")], "N").items():
+            cells = {row["entry"]: f"{row['speedup']:.2f}x" + "*" * (not row["captured"])
+                     for row in of_length}  # fmt: skip
+            lines.append([f"speed, N={N}", *(cells.get(entry, "-") for entry in lines[0][1:])])
+        parts += [markdown(lines)]
+    return "\n".join([*parts, limits_table(found)])
 
 
-def default_cell(row: dict) -> str:
-    of_bf16 = row["family"] == "biased_v"
-    value, aim = (
-        "" if x is None else f"{x:.3f}x" if of_bf16 else f"{x:.2%}"
-        for x in (row["figure"], row["at_most"])
-    )  # fmt: skip
-    return value + (aim and f" ({aim}: {'met' if row['met'] else 'not met'})")
+def figures(rows: list[dict]) -> dict[tuple, float]:
+    """(D, family, entry, N) -> average relative L1. Of biased_v, whose mean hides what attention
+    adds to it, the centred one, over bf16 SDPA's."""
+    found = {}
+    for row in rows:
+        if "average" in row:
+            key = "centred_rel_l1" if row["family"] == "biased_v" else "rel_l1"
+            found[row["D"], row["family"], row["entry"], row["N"]] = row["average"][key]
+    return {
+        (D, family, entry, N): x / found[D, family, "bf16 SDPA", N] if family == "biased_v" else x
+        for (D, family, entry, N), x in found.items()
+    }
+
+
+def form(family: str) -> str:
+    return "{:.3f}x" if family == "biased_v" else "{:.2%}"
+
+
+def error_cell(rows: list[dict], found: dict[tuple, float]) -> str:
+    """Of one family and entry. Results from before 2026-11-27 have no worst row."""
+    rows = [row for row in rows if "average" in row]
+    if not rows:
+        return "-"
+    family = rows[0]["family"]
+    worst = max(row["worst"].get("row", 0.0) for row in rows)
+    shown = f" ({worst:.0%})" if worst and family != "biased_v" else ""
+    figure = max(found[row["D"], family, row["entry"], row["N"]] for row in rows)
+    return form(family).format(figure) + shown
+
+
+def limits_table(found: dict[tuple, float]) -> str:
+    """The figures that LIMITS names. Bold: above the limit."""
+    dims, lengths = (list(dict.fromkeys(key[i] for key in found)) for i in (0, 3))
+    lines = [["limits; bold: above", "at most", *(f"N={N}" for N in lengths)]]
+    for D, ((family, recipe), limit) in itertools.product(dims, LIMITS.items()):
+        cells = []
+        for N in lengths:
+            figure = found.get((D, family, recipe, N), math.nan)
+            mark = "**" * (figure > limit)
+            cells.append("" if math.isnan(figure) else mark + form(family).format(figure) + mark)
+        if any(cells):
+            name = f"{recipe}, {family}, head_dim {D}"
+            lines.append([name, form(family).format(limit), *cells])
+    return markdown(lines)
 
 
 # -- gradients ----
@@ -434,12 +584,12 @@ def training_table(rows: list[dict]) -> str:
 # -- whole models ----
 
 
-def measure_end_to_end(subject: Subject) -> list[dict]:
-    """A row for each recipe, printed as it comes; "exact" is attention in fp32, and what the others
-    are compared with."""
+def measure_end_to_end(subject: Subject, names: Sequence[str]) -> list[dict]:
+    """A row for each of these names, printed as it comes; "exact" is attention in fp32, and what
+    the others are compared with."""
     print(f"\nEnd to end: {subject.name}, {subject.note}")
     rows = []
-    techniques = {"exact": Technique(), "bf16 SDPA": None, **PRESETS}
+    techniques = {"exact": Technique(), "bf16 SDPA": None} | {x: PRESETS[x] for x in names}
     for entry, figures, error in end_to_end(subject, techniques):
         row = dict(family=subject.name, entry=entry, figures=figures, error=error)
         rows.append({"plan": "end-to-end", **row})
@@ -509,9 +659,9 @@ def in_short(plans: dict[str, dict]) -> str:
     ]]  # fmt: skip
     for entry, name in IN_SHORT.items():
         normal = {
-            row["N"]: row["figure"]
-            for row in plans["defaults"]["rows"]
-            if (row["entry"], row["family"]) == (entry, "normal")
+            row["N"]: row["average"]["rel_l1"]
+            for row in plans["shipped"]["rows"]
+            if (row["entry"], row["family"], row["D"]) == (entry, "normal", 128)
         }
         of_models = [
             row["average"]["rel_l1"]

@@ -5,7 +5,9 @@ import dataclasses
 BUILT_IN = (
     "cuDNN", "flash", "efficient", "flex", "inductor", "kernel", "tiles", "op", "apart", "package",
 )  # fmt: skip
-PEERS = ("FA3", "FA3-fp8", "FA4", "sageattention", "cuDNN-fp8")  # where installed: peers.py
+PEERS = (  # where installed: peers.py
+    "FA3", "FA3-fp8", "FA4", "sageattention", "cuDNN-fp8", "torchao-fp8", "comfy-kitchen",
+)  # fmt: skip
 ALL = (*BUILT_IN, *PEERS)
 # Of efficient and flash, flash is the faster one there.
 UNMASKED = ("cuDNN", "flash", "flex", "inductor", "kernel", "op")

@@ -221,7 +221,7 @@ class Result(dict):
         self["elapsed_s"] = round(time.perf_counter() - self.started, 1)
         if self.path:
             Path(self.path).parent.mkdir(parents=True, exist_ok=True)
-            Path(self.path).write_text(json.dumps(self, indent=1) + "\n")
+            Path(self.path).write_text(written(self))
 
     def end(self) -> None:
         self["state"]["end"] = state(self.device)
@@ -229,6 +229,17 @@ class Result(dict):
         if self.device.type == "cuda":
             print(f"\nstate at the end: {self['state']['end']}")
         print(f"elapsed: {self['elapsed_s']} s")
+
+
+def written(result: dict) -> str:
+    """JSON, a row a line."""
+    lines = []
+    for key, value in result.items():
+        text = json.dumps(value, indent=1)
+        if key == "rows":
+            text = "[\n" + ",\n".join(map(json.dumps, value)) + "\n]"
+        lines.append(f"{json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def show(**lines: str) -> None:

@@ -13,6 +13,7 @@ Shapes: B batch, H heads, N sequence (N_q, N_kv where they may differ), D head_d
 
 import dataclasses
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -409,13 +410,14 @@ def token_outliers(randn, N, D):
     return *(x * (1 + 10 * (randn(N, 1) > 2.054)) for x in (q, k)), v
 
 
-def sinks(randn, N, D):
-    """Four first keys, 3 long along what all queries have in common, take most of a row's
-    attention; their v is small."""
+def sinks(randn, N, D, spread=False):
+    """Four keys, 3 long along what all queries have in common, take most of a row's attention;
+    their v is small. They are the first, or (spread) others in each head."""
     q, k, v = normal(randn, N, D)
     common = randn(1, D)
-    k[:, :, :4] = 0.5 * k[:, :, :4] + 3 * common
-    v[:, :, :4] *= 0.05
+    at = largest(randn(N, 1), 4) if spread else torch.arange(N)[:, None] < 4
+    k = torch.where(at, 0.5 * k + 3 * common, k)
+    v = torch.where(at, 0.05 * v, v)
     return q + 0.25 * common * math.sqrt(64 / D), k, v
 
 
@@ -430,17 +432,41 @@ def real_like(randn, N, D):
         return x
 
     q, k, v = (walk() + size * randn(1, D) for size in (1, 3, 0.5))
-    angle = torch.arange(N)[:, None] * 10000 ** (-torch.arange(0, D, 2) / D)  # [N, D / 2]
-    cos, sin = angle.cos(), angle.sin()
-
-    def rope(x):
-        a, b = x.chunk(2, -1)
-        return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
-
     return rope(q), rope(k), v
 
 
-FAMILIES = {
+def strong_channels(randn, N, D, count, factor, of_q=False, before_rope=False):
+    """N(0, 1), but `count` channels of k are `factor` times larger, others in each head; of_q: the
+    same channels of q too. before_rope: RoPE follows, and mixes them with others."""
+    q, k, v = normal(randn, N, D)
+    size = torch.where(largest(randn(1, D), count), factor, 1.0)
+    q, k = q * size if of_q else q, k * size
+    return (rope(q), rope(k), v) if before_rope else (q, k, v)
+
+
+def strong_tokens(randn, N, D, of, count, factor):
+    """N(0, 1), but `count` rows of k or of v are `factor` times larger, others in each head."""
+    q, k, v = normal(randn, N, D)
+    size = torch.where(largest(randn(N, 1), count), factor, 1.0)
+    return (q, k * size, v) if of == "k" else (q, k, v * size)
+
+
+def largest(x: Tensor, count: int) -> Tensor:
+    """Which elements of a head's x [1, H, M, 1] or [1, H, 1, M] are the `count` largest."""
+    return x >= x.flatten(2).topk(count).values[..., -1, None, None]
+
+
+def rope(x: Tensor) -> Tensor:
+    """Channels i and i + D / 2 of x [..., N, D] turned by the angle N / 10000^(2 i / D)."""
+    N, D = x.shape[-2:]
+    angle = torch.arange(N)[:, None] * 10000 ** (-torch.arange(0, D, 2) / D)  # [N, D / 2]
+    cos, sin = angle.cos(), angle.sin()
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+# Of the papers' tables.
+USUAL = {
     "normal": normal,
     "channel_bias": channel_bias,
     "k_bias": k_bias,
@@ -448,4 +474,20 @@ FAMILIES = {
     "token_outliers": token_outliers,
     "sinks": sinks,
     "real_like": real_like,
+}
+# What garbles text in models whose k has few strong channels, and what only rotation or only p v in
+# INT8 is sensitive to: COUNTxFACTOR.
+CHANNELS = {
+    "k4x6": partial(strong_channels, count=4, factor=6.0),
+    "k2x12": partial(strong_channels, count=2, factor=12.0),
+    "k1x60": partial(strong_channels, count=1, factor=60.0),
+    "qk4x4": partial(strong_channels, count=4, factor=4.0, of_q=True),
+}
+FAMILIES = {
+    **USUAL,
+    **CHANNELS,
+    **{f"{name}_rope": partial(family, before_rope=True) for name, family in CHANNELS.items()},
+    "key1x6": partial(strong_tokens, of="k", count=1, factor=6.0),
+    "v4x15": partial(strong_tokens, of="v", count=4, factor=15.0),
+    "sinks_spread": partial(sinks, spread=True),
 }

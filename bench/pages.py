@@ -29,6 +29,7 @@ from bench import (
     figures,
     fusion,
     harness,
+    linear,
     lists,
     model,
     packages,
@@ -47,10 +48,10 @@ from sage_inductor.patterns.reasons import CAUSES
 END = "<!-- table:end -->"
 MARKED = re.compile(rf"(<!-- table:(\w+) -->\n).*?({END})", re.S)
 SPEED = ("paper", "load", "models", "preparation", "fusion", "masks", "shared")
-ACCURACY = ("accuracy", "defaults", "end-to-end")
+ACCURACY = ("accuracy", "shipped", "end-to-end")
 PLANS = (
     *SPEED, *ACCURACY, *curves.TITLES, "model", "training", "training-mask", "backward", "memory",
-    "packages", "parallel", "peers", "sparse", "lists", "selected",
+    "packages", "parallel", "peers", "sparse", "linear", "lists", "selected",
 )  # fmt: skip
 METHODS = property, classmethod, types.FunctionType
 HEADS = (8, 24, 128)  # B * H of the columns of `lengths`
@@ -106,8 +107,9 @@ def newest(folder: Path) -> dict[str, dict]:
     return found
 
 
-# Of what trains, in rows and commands: "g, compiled", --recipes exact G.
+# Of what trains, in rows and commands: "g, compiled", --recipes exact G. Of a plan.
 OLD_NAMES = {
+    r'(?<="plan": )"defaults"': '"shipped"',
     r"""(?<=["' ])g(?=["' ,])""": FP8_BACKWARD,
     r"""(?<=["'])G(?=["' ,])""": "FP8 backward",
     r"(?<= )G(?= )": "'FP8 backward'",
@@ -178,8 +180,8 @@ def accuracy_section(name: str, plans: dict[str, dict]) -> str:
         if plan == "accuracy":
             parts += [accuracy.recipes_table(rows, result["models"])]
             parts += [image("Relative L1 of each recipe", name, "accuracy.svg")]
-        elif plan == "defaults":
-            parts += [accuracy.defaults_table(rows)]
+        elif plan == "shipped":
+            parts += [accuracy.shipped_table(rows)]
         else:
             parts += [accuracy.models_table(rows, result["models"])]
             parts += [image("Whole models by each recipe", name, "end-to-end.svg")]
@@ -343,6 +345,7 @@ TABLES = {
     "blocks": blocks_in_short,
     "curves": sections(curves.TITLES, curves_section),
     "lengths": lengths,
+    "linear": of("linear", linear.table),
     "lists": of("lists", lists.table),
     "memory": of("memory", training.memory_table),
     "packages": packages_table,

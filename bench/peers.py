@@ -1,6 +1,7 @@
 """Other packages' attention, where they are installed: providers beside those of providers.py.
 
-FA3, FA4             bf16 through flash_attn_interface and through flash_attn.cute
+FA3, FA4             bf16 through flash_attn_interface, or fa3_fwd_interface (of the package
+                     fa3-fwd), and through flash_attn.cute
 FA3-fp8 kernel       q, k and v in E4M3 beforehand, by a scale per batch and kv head
 FA3-fp8 op           the same with that quantization, which Inductor compiles
 sageattention G op   sageattn_qk_int8_pv_fp8_cuda_sm90 with scales of granularity G, per_warp or
@@ -10,6 +11,9 @@ cuDNN-fp8 kernel     by cudnn-frontend, q, k and v in E4M3 beforehand, by a scal
                      finds amax of p and of the output. Output in bf16 where cuDNN has that (from
                      Blackwell on), else in E4M3 by v's scale, whose average it is, and a cast
 cuDNN-fp8 op         the same with that quantization, which Inductor compiles
+torchao-fp8 op       FA3-fp8 with torchao's quantization, in Triton. torchao-fp8 hadamard op: q, k
+                     and v rotated, and the output back (HadamardMode.QKV)
+comfy-kitchen op     int8_attention: q and k rotated, p v in INT8; never causal
 
 No masks.
 """
@@ -17,6 +21,7 @@ No masks.
 import functools
 import importlib
 import importlib.metadata
+import importlib.util
 import math
 from collections.abc import Callable
 from functools import partial
@@ -28,12 +33,16 @@ from bench.cases import Case
 from bench.measure import Provider
 from bench.tables import case_of, groups, markdown, with_speedup
 
+FA3 = ("flash_attn_interface", "fa3_fwd_interface")
+FA3 = next((name for name in FA3 if importlib.util.find_spec(name)), FA3[0])
 MODULES = {
-    "FA3": "flash_attn_interface",
-    "FA3-fp8": "flash_attn_interface",
-    "FA4": "flash_attn.cute.interface",
-    "sageattention": "sageattention",
-    "cuDNN-fp8": "cudnn",
+    "FA3": (FA3,),
+    "FA3-fp8": (FA3,),
+    "FA4": ("flash_attn.cute.interface",),
+    "sageattention": ("sageattention",),
+    "cuDNN-fp8": ("cudnn",),
+    "torchao-fp8": (FA3, "torchao.prototype.attention.quantization"),
+    "comfy-kitchen": ("comfy_kitchen",),
 }
 E4M3 = torch.float8_e4m3fn
 P_SCALE = 256.0  # of p, which is at most 1: a power of two below E4M3's largest
@@ -44,7 +53,7 @@ def absent(kinds) -> dict[str, str]:
     found = {}
     for kind in MODULES.keys() & set(kinds):
         try:
-            importlib.import_module(MODULES[kind])
+            _modules(kind)
         except (ImportError, OSError) as error:  # OSError: built for other libraries than these
             found[kind] = f"{error}".split("\n")[0]
     return dict(sorted(found.items()))
@@ -52,17 +61,22 @@ def absent(kinds) -> dict[str, str]:
 
 def versions(kinds) -> dict[str, str]:
     """Of the distributions that the peers among `kinds` come from."""
-    tops = {MODULES[kind].partition(".")[0] for kind in MODULES.keys() & set(kinds)}
+    names = (name for kind in MODULES.keys() & set(kinds) for name in MODULES[kind])
+    tops = {name.partition(".")[0] for name in names}
     of_module = importlib.metadata.packages_distributions()
     names = sorted({name for top in tops for name in of_module.get(top, ())})
     return {name: importlib.metadata.version(name) for name in names}
 
 
+def _modules(kind: str) -> list:
+    return [importlib.import_module(name) for name in MODULES[kind]]
+
+
 def build(case: Case, kind: str) -> list[Provider]:
-    """The columns of one peer, which is installed; none for a case with a mask."""
+    """The columns of one peer, which is installed; none for a case that it does not compute."""
     if case.mask:
         return []
-    module = importlib.import_module(MODULES[kind])
+    module, *others = _modules(kind)
     match kind:
         case "FA3" | "FA4":
             return [Provider(kind, _flash(module, case))]
@@ -70,6 +84,11 @@ def build(case: Case, kind: str) -> list[Provider]:
             return _quantized(kind, _flash(module, case), _quantizer(case, (2, 3, 4)))
         case "cuDNN-fp8":
             return _quantized(kind, _cudnn(module, case), _quantizer(case, (0, 1, 2, 3, 4)))
+        case "torchao-fp8":
+            return _torchao(*others, _flash(module, case))
+        case "comfy-kitchen":
+            op = partial(module.int8_attention, scale=case.D**-0.5)
+            return [Provider("comfy-kitchen op", op)] * (not case.is_causal)
     return _sageattention(module, case)
 
 
@@ -109,6 +128,19 @@ def _quantizer(case: Case, shared: tuple[int, ...]) -> Callable:
         return *x, *scales
 
     return torch.compile(quantize_all, fullgraph=True)
+
+
+def _torchao(module, attend: Callable) -> list[Provider]:
+    """Not fp8_fa3_sdpa, which takes FA3 from torch's registry: there must be its backward, too."""
+
+    def op(*qkv):
+        return attend(*module._fp8_sdpa_quantize(*qkv))
+
+    def rotated(*qkv):
+        out = attend(*module._fp8_hadamard_sdpa_quantize(*qkv))
+        return module._inverse_hadamard_transform(out)
+
+    return [Provider("torchao-fp8 op", op), Provider("torchao-fp8 hadamard op", rotated)]
 
 
 def _cudnn(module, case: Case) -> Callable:

@@ -11,7 +11,7 @@ RECIPE kernel  the attention kernel alone: k and v smoothed and quantized, and t
 RECIPE MxNxS   the same by each tile of the Hopper kernel, of M rows, N keys and S stages
 RECIPE op      the same F.scaled_dot_product_attention compiled with backend="sage": what a
                user gets, with all its preparation
-FA3, FA4, sageattention, cuDNN-fp8  other packages, where they are installed: peers.py
+FA3, FA4, ...  other packages (cases.PEERS), where they are installed: peers.py
 RECIPE apart   the op where k and v are of one batch: given so many copies of them
 RECIPE package what an AOTInductor package of it runs: exported, rewritten and then compiled here
 

@@ -76,7 +76,7 @@ def compile_kernel(kernel, architecture, constexprs, types, unaligned=(), **opti
 @functools.cache
 def compile_hopper(
     pv: str, head_dim: int, is_causal: bool, tile: Tile, dtype="bf16", split=False, band=None,
-    mask=False, listed=False, keeps_max=False, own=False,
+    mask=False, listed=False, keeps_max=False, own=False, rotated=False,
 ):  # fmt: skip
     """band: (left, right, bottom_right), -1 for no bound, where it is another than is_causal's."""
     BLOCK = pad_head_dim(head_dim)
@@ -100,7 +100,7 @@ def compile_hopper(
     at_launch, consumer = plan.registers(tile)
     constexprs = dict(
         D=head_dim, D_V=head_dim, SCALE=head_dim**-0.5, LISTED=mask or listed, MASK=mask,
-        SPLIT=split,
+        SPLIT=split, ROTATED=rotated,
         BAND=band or (-1, 0 if is_causal else -1, False),
         FP8=pv == "fp8", KEEPS_MAX=keeps_max, OWN=own,
         BLOCK_N=tile.BLOCK_N, BLOCK_D=BLOCK, BLOCK_DV=BLOCK,

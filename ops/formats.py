@@ -24,6 +24,7 @@ class Format:
     packed: int = 1  # codes in one element
     smooths_q: bool = False  # 4 bits ask for it
     block_scaled: bool = False  # each FP4_BLOCK numbers have a scale in E4M3 besides
+    rotates: bool = False  # q and k of this format may be rotated
     granularities: tuple[str, ...] = ()  # that q and k of this format may have
     beside: tuple[str, ...] = ()  # formats of q and k that go with p and v of this one
 
@@ -48,7 +49,7 @@ FP4_BLOCK, FP4_MAX = 16, 6.0  # E2M1: numbers that share a scale, the largest of
 _SHARED = ("per_block", "per_thread", "per_token")
 
 QK = {
-    "int8": Format(torch.int8, 127.0, granularities=_SHARED),
+    "int8": Format(torch.int8, 127.0, rotates=True, granularities=_SHARED),
     "fp8": Format(torch.float8_e4m3fn, E4M3_MAX, granularities=_SHARED),
     "int4": Format(torch.uint8, 7.0, packed=2, smooths_q=True, granularities=("per_thread",)),
     "nvfp4": Format(
@@ -120,6 +121,7 @@ PAD_N = 128  # rows of k and v the kernels read in one tile, at most
 MAX_ROWS = 2**30 - 256  # of a sequence: twice that, rounded up to a tile, is a 32-bit number
 K_BLOCK = 64  # rows of k that a Granularity's k_groups scales cover
 HEAD_DIMS = (64, 128, 256)  # what the kernels compute; smaller head_dims are padded in their loads
+ROTATED = 128  # channels that a rotation mixes, at most
 Q_BLOCK = 128  # rows of q that share a mean, where q is smoothed
 TRAINING_BLOCK = 64  # rows that share a scale in ops/training
 TRAINED_HEAD_DIM = 128  # the largest there
@@ -134,6 +136,16 @@ LOG2_FP4_MAX = math.log2(E4M3_MAX * FP4_MAX)  # of the largest number that the t
 
 def pad_head_dim(head_dim: int) -> int:
     return next(d for d in HEAD_DIMS if head_dim <= d)
+
+
+def rotated_channels(D_pad: int) -> int:
+    """The channels that one rotation of q and k mixes (quantize/rotate.py)."""
+    return min(D_pad, ROTATED)
+
+
+def rotation_scale(D_pad: int) -> float:
+    """What the product of rotated q and halved, rotated k is multiplied by: a power of two."""
+    return 2.0 / rotated_channels(D_pad)
 
 
 def pad_rows(N):

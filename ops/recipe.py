@@ -55,17 +55,22 @@ class Recipe:
         128 rows (SageAttention2, 3.1). ``nvfp4``: E2M1 with scales in E4M3, q smoothed as well
         (SageAttention3, arXiv:2505.11594).
 
+    rotated: q and, after its smoothing, k times one Hadamard matrix over head_dim
+        (quantize/rotate.py). A few strong channels then cost no accuracy. Scores are the same.
+
     k is smoothed in every recipe.
     """
 
     granularity: str
     pv: str
     qk: str = "int8"
+    rotated: bool = False
 
     def __post_init__(self):
         _one_of("pv", self.pv, tuple(PV))
         _one_of("qk", self.qk, PV[self.pv].beside, f"pv={self.pv!r}")
         _one_of("granularity", self.granularity, QK[self.qk].granularities, f"qk={self.qk!r}")
+        _one_of("rotated", self.rotated, (False, True)[: 1 + self.of_qk.rotates], f"qk={self.qk!r}")
 
     @property
     def of_qk(self) -> Format:
@@ -80,8 +85,10 @@ class Recipe:
         return GRANULARITIES[self.granularity]
 
     def encode(self) -> str:
-        """The canonical string: ``int8/per_thread,fp8@2+1a2b3c4d``: MEANING, and the sources."""
-        return f"{self.qk}/{self.granularity},{self.pv}@{_tag()}"
+        """The canonical string: ``int8/per_thread,fp8@2+1a2b3c4d`` (``int8/per_token/rotated,..``):
+        MEANING, and the sources."""
+        rotated = "/rotated" * self.rotated
+        return f"{self.qk}/{self.granularity}{rotated},{self.pv}@{_tag()}"
 
 
 @functools.cache
@@ -92,8 +99,8 @@ def decode(text: str) -> Recipe:
             f"recipe: {text!r} was made by other sources of sage_inductor, these are {_tag()}: "
             "call sage_inductor.rewrite(program) on the loaded program, which brings it up to them"
         )
-    qk, granularity, pv = re.split("[/,]", text.partition("@")[0])
-    return Recipe(granularity, pv, qk)
+    qk, granularity, *rotated, pv = re.split("[/,]", text.partition("@")[0])
+    return Recipe(granularity, pv, qk, bool(rotated))
 
 
 def renewed(text: str) -> str:
@@ -133,11 +140,13 @@ TABLE = {
     "sage1": Row(Recipe("per_block", "16bit"), 0.1, 4),
     "sage2-8b": Row(Recipe("per_thread", "fp8"), 0.1, 2),
     "sage2-8b-per-token": Row(Recipe("per_token", "fp8"), 0.1, 1, "sage2-8b-rows"),
+    "sage2-8b-rotated": Row(Recipe("per_token", "fp8", rotated=True), 0.1),
     # No rank: "auto" takes it on devices where INT8 is slow.
     "sage2-8b-fp8qk": Row(Recipe("per_token", "fp8", qk="fp8"), 0.1),
     # No rank: it saves no arithmetic on any device.
     "sage2-4b": Row(Recipe("per_thread", "fp8", qk="int4"), 0.5),
     "sage1-per-token": Row(Recipe("per_token", "16bit"), 0.1, 3, "accurate"),
+    "sage1-rotated": Row(Recipe("per_token", "16bit", rotated=True), 0.1),
     # No rank: it was timed on no device.
     "sage3": Row(Recipe("per_16", "nvfp4", qk="nvfp4"), 0.4),
 }
@@ -147,6 +156,15 @@ BY_SPEED = tuple(
     sorted((x for x, row in TABLE.items() if row.speed_rank), key=lambda x: TABLE[x].speed_rank)
 )
 ROWSCALED_FORWARD = NAMED["sage1-per-token"]  # of sage::rowscaled: INT8 q k, 16-bit p v
+
+
+def unrotated(name: str) -> str:
+    """The name in NAMED of the same recipe without rotation; of any other name the name."""
+    recipe = NAMED.get(name)
+    if recipe is None or not recipe.rotated:
+        return name
+    plain = dataclasses.replace(recipe, rotated=False)
+    return next(other for other, each in NAMED.items() if each == plain)
 
 
 def canonical(name: str) -> str:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sage_inductor.ops.formats import MAX_ROWS, Prepared
+from sage_inductor.ops.formats import MAX_ROWS, Prepared, rotation_scale
 from sage_inductor.ops.recipe import Recipe, decode
 from sage_inductor.ops.visibility import BlockLists, Visibility, num_tiles
 
@@ -71,6 +71,11 @@ class AttentionCall(NamedTuple):
     @property
     def blocks(self) -> BlockLists:
         return BlockLists(*(getattr(self, name) for name in BlockLists._fields))
+
+    @property
+    def scale_of_codes(self) -> float:
+        """What the scaled product of codes of q and k is multiplied by."""
+        return self.scale * (rotation_scale(int(self.k.shape[3])) if self.decoded.rotated else 1.0)
 
     @property
     def head_dim_v(self) -> int:

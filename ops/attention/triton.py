@@ -11,7 +11,8 @@
 * INT4 q k^T is INT8's, no GPU from Hopper on having instructions for it: k is read packed and
   unpacked where it is used, to 16 times its codes, which takes no sign extension. q is smoothed:
   s gets what q_mean takes off it, delta, added before the softmax (quantize/smooth.py).
-* q is quantized here, in the prologue: it saves a pass over q, and its scales cost nothing.
+* q is rotated (if the recipe says so) and quantized here, in the prologue: it saves a pass over q,
+  and its scales cost nothing.
 * Two-level accumulation: FP8 tensor cores add up in 13 mantissa bits, so each tile's product is
   taken from zero and added to an fp32 accumulator. On v with a mean, one level is 28x worse at 8K
   keys and 85x at 32K; random normal v hides it.
@@ -48,6 +49,7 @@ from sage_inductor.ops.compat import TensorDescriptor
 from sage_inductor.ops.formats import E4M3_MAX, LOG2E, Q_BLOCK, QK, pad_head_dim
 from sage_inductor.ops.launch import doubled
 from sage_inductor.ops.quantize.codes import abs_bits, scale_of, to_8bit
+from sage_inductor.ops.quantize.rotate import in_16_bits, rotate
 
 _INT4_MAX = tl.constexpr(QK["int4"].largest)
 _Q_BLOCK = tl.constexpr(Q_BLOCK)
@@ -81,6 +83,7 @@ def _attention_kernel(
     MASK: tl.constexpr, ADDITIVE: tl.constexpr,  # MASK: 0 none, 1 one row for all, 2 a row each
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, FULL: tl.constexpr,  # 0: no lists; full ones
     QK_MAX: tl.constexpr,  # of q and k: their format's largest number, which tells it
+    ROTATED: tl.constexpr,  # q and k
     FP8: tl.constexpr,  # p and v
     Q_ROWS: tl.constexpr, GROUPS: tl.constexpr,  # Q_ROWS share a scale
     TMA: tl.constexpr,
@@ -118,7 +121,10 @@ def _attention_kernel(
     mask_q = (rows < N_q)[:, None] & (d < D)[None, :]
     q = Q + b * stride_qb + h * stride_qh
     q = q + rows.to(tl.int64)[:, None] * stride_qn + d.to(tl.int64)[None, :] * stride_qd
-    q = tl.load(q, mask=mask_q, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_D]
+    q = tl.load(q, mask=mask_q, other=0.0)  # [BLOCK_M, BLOCK_D]
+    if ROTATED:
+        q = rotate(in_16_bits(q, Q), BLOCK_M, BLOCK_D)
+    q = q.to(tl.float32)
     if INT4:
         block_q = head * ((N_q + 2 * _Q_BLOCK - 1) // _Q_BLOCK) + row0 // _Q_BLOCK
         q_mean = tl.load(Q_mean + block_q * D + d, mask=d < D, other=0.0).to(tl.float32)
@@ -342,8 +348,9 @@ def launch(
         (*doubled(a.q.stride()), *doubled(a.v.stride()), *mask_strides, *list_strides,
          *doubled(out.stride())[:3],
          H_q, H_kv, 2 * N_q, 2 * a.n_kv, N_pad,  # shape
-         D, D_v, a.scale, *a.band_arguments(), mask_kind, additive, *list_sizes,  # semantics
-         qk.largest, fp8, sharing.q_span // sharing.q_groups, sharing.k_groups, tma,
+         D, D_v, a.scale_of_codes, *a.band_arguments(), mask_kind, additive, *list_sizes,
+         qk.largest, recipe.rotated, fp8,  # semantics
+         sharing.q_span // sharing.q_groups, sharing.k_groups, tma,
          tile.BLOCK_M, tile.BLOCK_N, pad_head_dim(D), pad_head_dim(D_v), tile.num_stages),  # tile
         num_warps=tile.num_warps, **options,
     )  # fmt: skip

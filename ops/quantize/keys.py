@@ -3,6 +3,8 @@
     codes = round((k - k_mean) / k_scale)      k_scale = amax of the group / 127, INT4: / 7
          or e4m3((k - k_mean) / k_scale)       k_scale = amax of the group / 448
 
+Where the recipe rotates, (k - k_mean) / 2 is rounded to 16 bits and rotated before (rotate.py).
+
 k_mean is smooth.py's: of all rows, or estimated from a sample of them; any is exact.
 Shapes and layouts are those of ops/reference/quantize.py, to which all is bit-equal.
 """
@@ -18,6 +20,7 @@ from sage_inductor.ops.compat import gdc_wait
 from sage_inductor.ops.formats import E4M3_MAX, K_BLOCK, PAD_N, QK, TINY, pad_head_dim, pad_rows
 from sage_inductor.ops.launch import doubled, launch_traced, pdl_option
 from sage_inductor.ops.quantize.codes import abs_bits, saturate, scale_of, to_8bit
+from sage_inductor.ops.quantize.rotate import in_16_bits, rotate
 from sage_inductor.ops.recipe import Recipe
 
 _INT4_MAX = tl.constexpr(QK["int4"].largest)
@@ -28,8 +31,8 @@ _TINY = tl.constexpr(TINY)
 @triton.jit
 def quantize_k_block(
     K, K_mean, visible, K_8bit, K_scale, stride_n, stride_d, head, block, blocks, N, channels,
-    MASK: tl.constexpr, QK_MAX: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
-    K_BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    MASK: tl.constexpr, QK_MAX: tl.constexpr, ROTATED: tl.constexpr, GROUPS: tl.constexpr,
+    PDL: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """K_BLOCK rows of a head, the block-th of `blocks`; K and visible point to its first row."""
     n = block * K_BLOCK + tl.arange(0, K_BLOCK)
@@ -41,6 +44,8 @@ def quantize_k_block(
         gdc_wait()
     mean = tl.load(K_mean + head * channels + d, mask=d < channels, other=0.0)
     x = tl.where(mask, x.to(tl.float32) - mean[None, :], 0.0)
+    if ROTATED:
+        x = rotate(in_16_bits(0.5 * x, K), K_BLOCK, BLOCK_D)
 
     amax = tl.max(abs_bits(x), 1)  # [K_BLOCK]
     if MASK:
@@ -81,7 +86,7 @@ def _quantize_k_kernel(
     stride_b, stride_h, stride_n, stride_d,
     stride_visible_b, stride_visible_h,
     H, N2, D2,  # N2: 2 N, D2: 2 D
-    MASK: tl.constexpr, QK_MAX: tl.constexpr, PDL: tl.constexpr,
+    MASK: tl.constexpr, QK_MAX: tl.constexpr, ROTATED: tl.constexpr, PDL: tl.constexpr,
     D: tl.constexpr, GROUPS: tl.constexpr, K_BLOCK: tl.constexpr, PAD_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -99,8 +104,8 @@ def _quantize_k_kernel(
     quantize_k_block(
         K + head // H * (stride_b // 2) + head % H * (stride_h // 2), K_mean,
         Visible + head // H * stride_visible_b + head % H * stride_visible_h, K_8bit, K_scale,
-        stride_n // 2, stride_d, head, block, blocks, N, channels, MASK, QK_MAX, GROUPS, PDL,
-        K_BLOCK, BLOCK_D,
+        stride_n // 2, stride_d, head, block, blocks, N, channels, MASK, QK_MAX, ROTATED, GROUPS,
+        PDL, K_BLOCK, BLOCK_D,
     )  # fmt: skip
 
 
@@ -130,7 +135,7 @@ def launch_k(
         (k, k_mean, k_mean if visible is None else visible, codes, k_scale),
         (*doubled(k.stride()), *((0, 0) if visible is None else visible.stride()[:2]),
          H, 2 * N, 2 * D,  # shape
-         visible is not None, recipe.of_qk.largest, pdl,  # semantics
+         visible is not None, recipe.of_qk.largest, recipe.rotated, pdl,  # semantics
          D, recipe.sharing.k_groups, K_BLOCK, PAD_N, pad_head_dim(D)),  # tile
         **pdl_option(pdl),
     )  # fmt: skip

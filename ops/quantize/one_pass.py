@@ -30,7 +30,7 @@ def _quantize_kv_kernel(
     stride_vb, stride_vh, stride_vn, stride_vd,
     stride_visible_b, stride_visible_h,
     H, N2, D2, D2_V,  # doubled, as above
-    MASK: tl.constexpr, QK_MAX: tl.constexpr, PDL: tl.constexpr,
+    MASK: tl.constexpr, QK_MAX: tl.constexpr, ROTATED: tl.constexpr, PDL: tl.constexpr,
     K_BLOCK: tl.constexpr, PAD_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Grid: (B * H * num_blocks * 2,). K_BLOCK rows of one head, of k and of v in turn: 128 rows of
@@ -45,8 +45,8 @@ def _quantize_kv_kernel(
     if pid % 2 == 0:
         quantize_k_block(
             K + head // H * stride_kb + head % H * stride_kh, K_mean, visible, K_8bit, K_scale,
-            stride_kn, stride_kd, head, block, blocks, N, D2 // 2, MASK, QK_MAX, 1, PDL, K_BLOCK,
-            BLOCK_D,
+            stride_kn, stride_kd, head, block, blocks, N, D2 // 2, MASK, QK_MAX, ROTATED, 1,
+            PDL, K_BLOCK, BLOCK_D,
         )  # fmt: skip
     else:
         quantize_v_block(
@@ -83,7 +83,7 @@ def launch_kv(
         (k, v, k_mean, v_mean, v_amax, rows, beyond, k_codes, k_scale, v_codes, v_scale),
         (*doubled(k.stride()), *doubled(v.stride()), *strides,
          H, 2 * N, 2 * D, 2 * D_v,  # shape
-         visible is not None, recipe.of_qk.largest, pdl,  # semantics
+         visible is not None, recipe.of_qk.largest, recipe.rotated, pdl,  # semantics
          K_BLOCK, PAD_N, pad_head_dim(D), BLOCK_DV),  # tile
         num_warps=num_warps(BLOCK_DV), **pdl_option(pdl),
     )  # fmt: skip

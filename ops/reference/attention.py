@@ -34,8 +34,8 @@ def attention(
     if a.decoded.of_qk.block_scaled:
         return _block_scaled(a, block_n)
     q, k, v, n_kv, recipe, pv = a.q, a.k, a.v, a.n_kv, a.decoded, a.decoded.of_pv
-    quantized, scale, offset = pv.dtype is not None, a.scale, math.log2(pv.largest)
-    D, heads, N_q = q.shape[3], q.shape[1] // k.shape[1], q.shape[2]
+    quantized, scale, offset = pv.dtype is not None, a.scale_of_codes, math.log2(pv.largest)
+    heads, N_q = q.shape[1] // k.shape[1], q.shape[2]
     k = unpack(k) if recipe.of_qk.packed == 2 else k
     k, k_scale, v = (x.repeat_interleave(heads, 1) for x in (k, a.k_scale, v))
     q_smooth = q
@@ -48,7 +48,7 @@ def attention(
     groups = k_scale.shape[3]
     of_block = n % K_BLOCK if groups == K_BLOCK else n % 8 // 2 % groups
     k_scale = k_scale.flatten(2)[:, :, n // K_BLOCK * groups + of_block]
-    s = q_8bit.float() @ k[..., :D].float().mT  # [B, H_q, N_q, N_pad]; INT8: exact
+    s = q_8bit.float() @ k[..., : q_8bit.shape[3]].float().mT  # [B, H_q, N_q, N_pad]; INT8: exact
     x = s * (q_scale * k_scale[:, :, None])
     if a.delta is not None:
         delta = a.delta.float() * (scale * LOG2E)

@@ -21,6 +21,7 @@ from sage_inductor.ops.formats import (
     HEADROOM,
     K_BLOCK,
     NO_SHIFT,
+    ROTATED,
     SAMPLE,
     TINY,
     Format,
@@ -64,6 +65,8 @@ def quantize_k(
     N] have no part in the scales and saturate."""
     qk, groups = recipe.of_qk, recipe.sharing.k_groups
     x = pad(k.float() - k_mean[:, :, None])
+    if recipe.rotated:
+        x = rotate((0.5 * x).to(_of_16_bits(k)))
     n = torch.arange(x.shape[2], device=k.device)
     group = (
         n // K_BLOCK * groups + n % 8 // 2 % groups
@@ -173,13 +176,30 @@ def interleave(x: Tensor) -> Tensor:
 
 
 def quantize_q(q: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
-    """q [B, H, N, D] -> codes [B, H, N, D] (unpacked), q_scale [B, H, N, 1] in fp32, one value per
-    group."""
+    """q [B, H, N, D] -> codes [B, H, N, D] (unpacked; rotated [.., D_pad]), q_scale [B, H, N, 1] in
+    fp32, one value per group."""
+    if recipe.rotated:
+        q = rotate(pad(q.to(_of_16_bits(q)), rows=False))
     n, (span, groups) = torch.arange(q.shape[2], device=q.device), recipe.sharing[:2]
     group = n // span * groups + n % groups
     count = (q.shape[2] + span - 1) // span * groups
     codes, scale = _to_codes(q.float(), recipe.of_qk, group, count)
     return codes, scale[:, :, group, None]
+
+
+def rotate(x: Tensor) -> Tensor:
+    """x [.., D_pad] of 16 bits -> x R in fp32: ../quantize/rotate.py."""
+    c = torch.arange(x.shape[-1], device=x.device)
+    bit = [c >> i & 1 for i in range(7)]
+    odd = bit[0] * bit[1] + bit[2] * bit[5] + bit[3] * bit[4]
+    odd = odd[:, None] + sum(b[:, None] * b for b in bit)
+    blocks = c // ROTATED
+    matrix = torch.where(blocks[:, None] == blocks, 1.0 - 2.0 * (odd & 1), 0.0)
+    return (x.double() @ matrix.double()).float()
+
+
+def _of_16_bits(x: Tensor) -> torch.dtype:
+    return torch.bfloat16 if x.dtype == torch.float32 else x.dtype
 
 
 def power_of_two(amax: Tensor) -> tuple[Tensor, Tensor]:
@@ -265,6 +285,6 @@ def divide(x: float, y: Tensor) -> Tensor:
     return torch.full_like(y, x) / y
 
 
-def pad(x: Tensor, channels: bool = True) -> Tensor:
-    rows = pad_rows(x.shape[2]) - x.shape[2]
+def pad(x: Tensor, channels: bool = True, rows: bool = True) -> Tensor:
+    rows = pad_rows(x.shape[2]) - x.shape[2] if rows else 0
     return F.pad(x, (0, pad_head_dim(x.shape[3]) - x.shape[3] if channels else 0, 0, rows))

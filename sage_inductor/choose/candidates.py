@@ -28,13 +28,14 @@ class Candidate(NamedTuple):
 
 def auto_recipes(capability: tuple[int, int] | None, head_dim: int) -> tuple[str, ...]:
     """The recipes of "auto": the fastest of them, if it is faster than SDPA. The first mostly is:
-    sage2-8b-per-token in 512 of 524 calls (H200, 2026-11-23: bench/regret.py). On CPU (None) those
-    of the GPUs that were measured."""
+    without rotation in 512 of 524 calls (H200, 2026-11-23: bench/regret.py). Rotation costs up to 3
+    % from 4,096 tokens on, and k may have strong channels. On CPU (None) those of the GPUs that
+    were measured."""
     capability = capability or MEASURED
     if capability < (8, 9):
         return ("sage1",)
     if tiles.hopper(capability, "fp8", head_dim, False, tiles.ANY):
-        return "sage2-8b-per-token", "sage2-8b"
+        return "sage2-8b-rotated", "sage2-8b"
     if capability[0] == 10:  # INT8 is slow there: see ops/attention/triton.py
         return ("sage2-8b-fp8qk",)
     return ("sage2-8b",)

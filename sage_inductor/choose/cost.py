@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 from sage_inductor.ops.attention.tiles import schedule
+from sage_inductor.ops.formats import pad_head_dim
 
 MIN_SPEEDUP = 1.02  # faster by more than the spread of the medians
 
@@ -45,6 +46,11 @@ class Sizes(NamedTuple):
     left: int | None = None
     right: int | None = None
 
+    def rotation(self, head_dim: int) -> float:
+        """ms that rotating q and k of this head_dim takes."""
+        rows = self.B * (self.H_q * self.N_q + self.H_kv * self.N_kv)
+        return ROTATION * pad_head_dim(head_dim) * rows
+
     @property
     def dense(self) -> "Sizes":
         """The same where the band is hidden in a mask: every key is computed."""
@@ -65,6 +71,11 @@ class Sizes(NamedTuple):
 TILES = ((64, 1), (128, 1), (192, 1), (256, 1), (64, 3), (64, 4))
 KEYS = 128  # that a kernel reads at a time: all of a block are computed, also those beyond the end
 HEATS = 2e5  # keys a processor, from which a call lasts long enough to slow the card's clock
+
+# What rotation adds to the time of a call, ms a channel of a row of q or k: its kernels' times with
+# and without it differed by .0097 ms at (1, 24, 4608, 128), .0038 at (1, 16, 4096, 64), .0085 at
+# (4, 32, 1024, 128) (H100, 2026-11-27).
+ROTATION = 3.3e-10
 
 # How tiles are dealt. The last two cut tiles into pieces of keys, added up in one launch more: in
 # the Hopper kernel tiles that do not go round (its `schedule`), in FlashAttention 2 all, where they

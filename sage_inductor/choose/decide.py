@@ -222,8 +222,7 @@ def _recipe(call: Call, shape: CallShape, settings: Settings, wanted: str) -> Ch
         candidate, reason = _fastest(call, shape, settings, tuple(runnable))
         reason = reason if candidate else reasons.joined([reason, *refused])
     if not is_cpu and (lost := tiles.hopper_is_lost(shape.capability)):
-        of_hopper = "sage2-8b-per-token" if wanted == AUTO else wanted
-        if shape.suits_hopper(recipes.NAMED[of_hopper]):
+        if shape.suits_hopper(recipes.NAMED["sage2-8b-rotated" if wanted == AUTO else wanted]):
             reason = reasons.HOPPER_LOST.worded(f"{reason}; {lost}", tiles.GLUON_VERSIONS)
     return candidate, reason
 

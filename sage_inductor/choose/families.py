@@ -20,7 +20,7 @@ from sage_inductor.choose import cost
 from sage_inductor.choose.cost import TRAINED, Fit, Prediction, Sizes
 from sage_inductor.ops.attention.tiles import Gpu
 from sage_inductor.ops.formats import pad_head_dim
-from sage_inductor.ops.recipe import NAMED, source_tag
+from sage_inductor.ops.recipe import NAMED, source_tag, unrotated
 from sage_inductor.patterns.call import Band
 from sage_inductor.patterns.call_shape import CallShape
 
@@ -137,7 +137,7 @@ class Table:
         backend of SDPA's."""
         found = [
             each for each, times in self.families.items()
-            if each.stands_for(family) and are_enough(times, recipe)
+            if each.stands_for(family) and timed_as(times, recipe)
         ]  # fmt: skip
         return min(found, key=lambda each: each.head_dim, default=None)
 
@@ -149,7 +149,8 @@ class Table:
         found = self.find(family, recipe)
         if found is None:
             return None
-        by_tile, rivals = fits(self, found, recipe)
+        timed = timed_as(self.families[found], recipe)
+        by_tile, rivals = fits(self, found, timed)
         of_sdpa = family.of_sdpa(sizes)
         of_ours = sizes.stacked if stacked else sizes
         ours = by_tile.get(_warpgroups(self.device, family, recipe, of_ours), by_tile[None])
@@ -164,13 +165,15 @@ class Table:
         }
         fastest = min(sdpa, key=sdpa.get)
         error = (ours.error**2 + fastest.error**2) ** 0.5
-        return Prediction(recipe, ours.ms(of_ours, of_q=read), sdpa[fastest], error)
+        rotation = 0.0 if timed == recipe else of_ours.rotation(D)
+        return Prediction(recipe, ours.ms(of_ours, of_q=read) + rotation, sdpa[fastest], error)
 
     def error(self, family: Family, recipe: str) -> float:
         """Of the recipe's predictions: root mean square of predicted / measured - 1."""
-        times = self.families[family].items()
-        timed = ((sizes, ms[recipe]) for sizes, ms in times if recipe in ms)
-        errors = [self.predict(family, recipe, sizes).ours / ms - 1 for sizes, ms in timed]
+        times = self.families[family]
+        name = timed_as(times, recipe)
+        timed = ((sizes, ms[name]) for sizes, ms in times.items() if name in ms)
+        errors = [self.predict(family, name, sizes).ours / ms - 1 for sizes, ms in timed]
         return statistics.fmean(x * x for x in errors) ** 0.5
 
     def first_length(self, family: Family, recipe: str, heads: int) -> int | None:
@@ -202,6 +205,12 @@ class Table:
         return {"gpu": self.gpu, "capability": [*self.device.capability],
                 "processors": self.device.processors, "versions": versions(),
                 "date": datetime.date.today().isoformat(), "families": families}  # fmt: skip
+
+
+def timed_as(times: Times, recipe: str) -> str | None:
+    """The recipe whose times tell this one's: it, or the same without rotation. None: neither has
+    enough."""
+    return next((each for each in (recipe, unrotated(recipe)) if are_enough(times, each)), None)
 
 
 def are_enough(times: Times, recipe: str) -> bool:

@@ -1,23 +1,26 @@
 """What bench/accuracy.py measures beside the laboratory's tables: models that it trains, their q, k
-and v, whole models under a recipe, and the defaults' aims. Models here are tiny, and next to
-untrained."""
+and v, whole models under a recipe, and what is shipped. Models here are tiny, and next to untrained."""
 
 import dataclasses
 import json
 import math
 import sys
 
+import noted
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from bench import accuracy, capture, measure, pages, trained
+from bench import accuracy, capture, laboratory, measure, pages, peers, trained
+from bench.cases import Case
 from bench.laboratory import NAMED, SAGE2_4B, SAGE2_8B, Technique, attend
+from bench.measure import Provider
 from bench.tables import groups
 from bench.trained import Size
 from sage_inductor.choose.candidates import auto_recipes
 from sage_inductor.ops.reference.exact import attention_exact
+from sage_inductor.ops.sdpa import SdpaCall
 
 CPU = torch.device("cpu")
 TINY = {
@@ -212,21 +215,109 @@ def test_the_defaults_are_what_auto_takes():
     assert firsts == set(accuracy.DEFAULT)
 
 
-def test_the_defaults_aims_are_kept_beside_their_figures():
-    args = accuracy.parse(["--heads", "1", "--layers", "1", "--D", "64"])
-    rows = accuracy.measure_defaults(512, args, CPU)
+def test_what_is_shipped_beside_exact_attention():
+    """Each family's errors, of the last queries in bf16, and the worst row's by definition."""
+    families, case = ("normal", "k_bias", "k1x60"), Case(1, 2, 2, 320, 64)
+    rows = accuracy.measure_shipped(case, families, 2, CPU, {})
     found = {(row["family"], row["entry"]): row for row in rows}
-    assert len(found) == 3 * len(accuracy.PROMISED)
-    assert {key for key, row in found.items() if row["met"] is not None} == set(accuracy.AIMS)
-    for (family, entry), row in found.items():
-        if entry in accuracy.DEFAULT:
-            assert row["met"] == (row["figure"] <= (1.05 if family == "biased_v" else 0.038))
-    assert found["biased_v", "bf16 SDPA"]["figure"] == 1
-    # FP8 with one scale a head takes k's bias for signal.
-    assert found["k_bias", "FA3_FP8"]["figure"] > 3 * found["k_bias", "sage2-8b"]["figure"]
-    assert (
-        found["normal", "sage1-per-token"]["figure"] < 0.5 * found["normal", "sage2-8b"]["figure"]
+    assert len(rows) == len(found) == 3 * len(["bf16 SDPA", *NAMED, "FA3_FP8"])
+    row, worst, sums = found["k1x60", "sage2-8b"], [], []
+    for seed in range(2):
+        q, k, v = laboratory.draw("k1x60", seed, 2, 320, 64)
+        out = attend(q[:, :, -128:], k, v, NAMED["sage2-8b"]).double()
+        exact, _ = attention_exact(q[:, :, -128:].float(), k.float(), v.float(), 0.125)
+        error, exact = (out - exact).abs(), exact.double().abs()
+        worst.append((error.sum(3) / exact.sum(3)).max().item())
+        sums.append((error.sum() / exact.sum()).item())
+    assert row["worst"]["row"] == pytest.approx(max(worst), rel=1e-3)
+    assert row["average"]["rel_l1"] == pytest.approx(sum(sums) / 2, rel=1e-3)
+    assert row["worst"]["rel_l1"] == pytest.approx(max(sums), rel=1e-3) and row["layers"] == 2
+
+    def error(*key):
+        return found[key]["average"]["rel_l1"]
+
+    # FP8 with one scale a head takes k's bias for signal, INT8 with a scale a row one channel.
+    assert error("k_bias", "FA3_FP8") > 3 * error("k_bias", "sage2-8b")
+    assert error("k1x60", "sage2-8b") > 3 * error("normal", "sage2-8b")
+    assert error("normal", "sage1-per-token") < 0.5 * error("normal", "sage2-8b")
+    assert error("normal", "bf16 SDPA") < 0.004
+
+
+def test_what_fails_costs_nobody_else(monkeypatch):
+    def fail(q, k, v):
+        raise RuntimeError("no kernel\nfor it")
+
+    monkeypatch.setattr(
+        accuracy,
+        "shipped",
+        lambda case, device: [
+            Provider("fails", fail),
+            Provider("bf16 SDPA", F.scaled_dot_product_attention),
+        ],
     )
+    times = {"fails": {"error": "too slow"}, "bf16 SDPA": {"ms": 2.0}}
+    case = Case(1, 1, 1, 130, 64)
+    fails, fine = accuracy.measure_shipped(case, ["normal"], 1, CPU, times)
+    assert fails["error"] == "RuntimeError: no kernel" and "average" not in fails
+    assert fine["ms"] == 2 and fine["average"]["rel_l1"] < 0.004 and "error" not in fine
+
+
+def test_times_are_of_as_many_tokens_at_any_length(monkeypatch):
+    """On a GPU that is not here. Whoever fails has an error, and costs nobody else."""
+    assert accuracy.timed(Case(1, 2, 2, 1024, 64)) == Case(32, 32, 32, 1024, 64)
+    assert accuracy.timed(Case(1, 2, 2, 65536, 64)) == Case(1, 32, 32, 65536, 64)
+
+    class Ran:
+        def __init__(self, provider, sets):
+            if provider.name == "sage3":
+                raise ValueError("none here")
+            self.captured = provider.name != "sage1"
+
+    def interleave(runners, rounds, target_ms):
+        return {name: [9.0, 2.0 if name == "sage1" else 1.0, 0.1] for name in runners}
+
+    monkeypatch.setattr(accuracy, "draw_sets", lambda case, device, dynamic: [])
+    monkeypatch.setattr(accuracy, "Runner", Ran)
+    monkeypatch.setattr(accuracy, "interleave", interleave)
+    found = accuracy.time_shipped(Case(1, 1, 1, 130, 64), CPU)
+    assert found["sage3"] == {"error": "ValueError: none here"}
+    assert found["sage1"] == {"ms": 2, "speedup": 0.5, "captured": False}
+    assert found["sage2-8b"] == {"ms": 1, "speedup": 1, "captured": True}
+
+
+def test_every_recipes_kernels_compile_beforehand(monkeypatch):
+    """For a GPU that is not here: what prepares k and v, and attention."""
+    calls, started = [], []
+
+    def launch(q, k, v, recipe):
+        if recipe == NAMED["sage3"]:
+            raise ValueError("none here")
+        given = (None, [], None, None, False, 0.125, recipe.encode(), None, False, False)
+        calls.append(noted.attend(SdpaCall(q, k, v, *given)))
+
+    def compile_elsewhere(launches, capability):
+        started.extend(launches)
+        assert capability == (9, 0)
+        return []
+
+    monkeypatch.setattr(accuracy, "as_shipped", launch)
+    monkeypatch.setattr(accuracy, "compile_elsewhere", compile_elsewhere)
+    cases = [Case(1, 2, 2, 1024, D) for D in (64, 128)]
+    with noted.here((9, 0)):
+        accuracy.compile_kernels(cases, torch.device("meta"))
+    assert len(calls) == 2 * (len(NAMED) - 1) and len(started) >= 2 * len(calls)
+
+
+def test_peers_are_asked_where_they_are_installed(monkeypatch):
+    """On a GPU: those with all preparation, after cuDNN's attention and the recipes."""
+    built = {"FA3-fp8": ["FA3-fp8 kernel", "FA3-fp8 op"], "comfy-kitchen": ["comfy-kitchen op"]}
+    monkeypatch.setattr(peers, "absent", lambda kinds: {x: "" for x in kinds if x not in built})
+    monkeypatch.setattr(
+        peers, "build", lambda case, kind: [Provider(name, None) for name in built[kind]]
+    )
+    entries = accuracy.shipped(Case(1, 2, 2, 130, 64), torch.device("meta"))
+    names = [each.name for each in entries]
+    assert names == ["bf16 SDPA", *NAMED, "FA3-fp8 op", "comfy-kitchen op"]
 
 
 # -- the result ----
@@ -234,12 +325,12 @@ def test_the_defaults_aims_are_kept_beside_their_figures():
 
 def test_results_are_kept_and_plotted(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(trained.SIZES, "small", TINY)
-    monkeypatch.setattr(accuracy, "LENGTHS", (256,))
     presets = {"SAGE2_8B": SAGE2_8B, "SAGE2_4B": SAGE2_4B}
     monkeypatch.setattr(accuracy, "PRESETS", presets)
     path = tmp_path / "bench" / "results" / "cpu" / "found.json"
     page = tmp_path / "docs" / "accuracy.md"
-    args = "--families normal --tables recipes defaults end-to-end --models gpt dit --N 128 --D 64 --layers 2"
+    args = "--families normal --tables recipes shipped end-to-end --models gpt dit --N 128 --D 64 --layers 2"
+    args += " --lengths 256 --head-dims 64"
     assert accuracy.main([*args.split(), "--device", "cpu", "--json", str(path)]) == 0
 
     result = json.loads(path.read_text())
@@ -247,7 +338,7 @@ def test_results_are_kept_and_plotted(tmp_path, monkeypatch, capsys):
     plans = groups(result["rows"], "plan")
     assert {name: len(rows) for name, rows in plans.items()} == {
         "accuracy": 3 * 3,
-        "defaults": 3 * len(accuracy.PROMISED),
+        "shipped": len(NAMED) + 2,
         "end-to-end": 2 * 4,
     }
     for family, its in groups(plans["accuracy"], "family").items():
@@ -259,7 +350,7 @@ def test_results_are_kept_and_plotted(tmp_path, monkeypatch, capsys):
         "frechet",
     }
     text = capsys.readouterr().out
-    assert "End to end: gpt" in text and "The defaults (sage2-8b" in text
+    assert "End to end: gpt" in text and "sage2-8b, normal, head_dim 64" in text
 
     page.parent.mkdir()
     (tmp_path / "README.md").write_text("no table here\n")

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from bench import accuracy
 from bench import laboratory as lab
-from bench.laboratory import FAMILIES, PRESETS, SAGE1, SAGE2_4B, SAGE2_8B, SAGE3, Technique
+from bench.laboratory import FAMILIES, PRESETS, SAGE1, SAGE2_4B, SAGE2_8B, SAGE3, USUAL, Technique
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.reference import quantize as reference
 from sage_inductor.ops.reference.exact import attention_exact
@@ -321,7 +321,7 @@ def test_smoothing_v_is_worth_a_factor_where_v_is_biased():
     assert error(E4M3, inputs) > 5 * error(dataclasses.replace(E4M3, smooth_v=True), inputs)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", USUAL)
 @pytest.mark.parametrize("qk", ["int8", "int4"])
 def test_finer_scales_are_no_worse(qk, family):
     inputs = draw(family, N=512)
@@ -334,7 +334,7 @@ def test_finer_scales_are_no_worse(qk, family):
     assert errors[0] < 0.9 * errors[-1]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", USUAL)
 def test_formats_of_p_and_v_come_in_the_papers_order(family):
     inputs = draw(family, N=512)
     e5m2, fp8, fp16 = (
@@ -423,16 +423,57 @@ def test_families_are_drawn_again_alike_and_are_what_they_say(family):
     assert all(x.shape == (1, 2, 256, 64) and x.dtype == torch.bfloat16 for x in first)
     q, k, v = (x[0].double() for x in first)
     centred = v - v.mean(1, keepdim=True)
+    p = (q @ k.mT / 8).softmax(-1).mean(1).topk(4)  # [H, 4]
     seen = {
         "channel_bias": k.mean(1).abs().mean() > 4 and q.mean(1).abs().mean() > 1,
         "k_bias": k.mean(1).abs().mean() > 4 and q.mean(1).abs().mean() < 0.2,
         "biased_v": v.mean(1).sub(8).abs().max() < 0.5,
-        "token_outliers": 1 <= (k.norm(dim=2) > 40).sum() <= 20,
-        "sinks": (q @ k.mT / 8).softmax(-1)[..., :4].sum(-1).mean() > 0.2,
+        "token_outliers": 1 < (k.norm(dim=2) > 60).sum() <= 20,
+        "sinks": p.values.sum(-1).min() > 0.2 and p.indices.sort().values.eq(torch.arange(4)).all(),
         "real_like": (centred[:, 1:] * centred[:, :-1]).mean() > 0.8 * centred.square().mean(),
     }
     names = [name for name, holds in seen.items() if holds]
-    assert names == ([] if family == "normal" else [family])
+    assert names == ([family] if family in seen else [])
+
+
+def test_a_few_channels_of_each_head_are_strong():
+    """Their sizes over the others', and how many there are."""
+    for family, count, factor, of in (
+        ("k4x6", 4, 6, "k"), ("k2x12", 2, 12, "k"), ("k1x60", 1, 60, "k"), ("qk4x4", 4, 4, "qk"),
+    ):  # fmt: skip
+        for name, x in zip("qkv", lab.draw(family, 0, 4, 4096, 64)):
+            size = x[0].double().square().mean(1).sqrt()  # [H, D]
+            strong = size > 2
+            assert strong.sum(1).tolist() == [count * (name in of)] * 4
+            assert_close(size, torch.where(strong, float(factor), 1.0).double(), atol=0, rtol=0.05)
+        q, k = (x[0].double().norm(dim=1) for x in lab.draw(family, 0, 4, 4096, 64)[:2])
+        assert len({tuple(each.topk(count).indices.tolist()) for each in k}) > 1  # not one for all
+        assert of == "k" or q.topk(4).indices.sort().values.equal(k.topk(4).indices.sort().values)
+
+
+@pytest.mark.parametrize("family", lab.CHANNELS)
+def test_rope_follows_what_is_strong(family):
+    """It turns pairs of channels, q and k alike; v has none."""
+    q, k, v = (x.double() for x in lab.draw(family, 0, 2, 256, 64))
+    q_rope, k_rope, v_rope = (x.double() for x in lab.draw(f"{family}_rope", 0, 2, 256, 64))
+    assert v.equal(v_rope)
+    for x, turned in ((q, q_rope), (k, k_rope)):
+        a, b = torch.complex(*x.chunk(2, -1)), torch.complex(*turned.chunk(2, -1))
+        n, i = torch.arange(256)[:, None], torch.arange(32)
+        assert_close(b, a * torch.exp(1j * n * 10000.0 ** (-i / 32)), atol=0.02, rtol=0.02)
+
+
+def test_a_few_tokens_are_strong_and_sinks_may_be_anywhere():
+    for family, count, factor, of in (("key1x6", 1, 6, "k"), ("v4x15", 4, 15, "v")):
+        for name, x in zip("qkv", lab.draw(family, 0, 4, 512, 128)):
+            size = x[0].double().square().mean(2).sqrt()  # [H, N]
+            assert (size > 2).sum(1).tolist() == [count * (name == of)] * 4
+            assert_close(size[size > 2], torch.full_like(size[size > 2], factor), atol=0, rtol=0.2)
+    q, k, v = (x[0].double() for x in lab.draw("sinks_spread", 0, 4, 512, 64))
+    p = (q @ k.mT / 8).softmax(-1).mean(1).topk(4)  # [H, 4]
+    assert p.values.sum(-1).min() > 0.2 and p.indices.min() > 3
+    small = v.norm(dim=2).topk(4, largest=False)
+    assert small.indices.sort().values.equal(p.indices.sort().values) and small.values.max() < 1
 
 
 def test_tables_are_printed_and_kept(tmp_path, capsys):

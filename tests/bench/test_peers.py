@@ -1,5 +1,6 @@
 """Other packages' attention as providers, by fake modules that compute what the real ones do."""
 
+import itertools
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -49,6 +50,31 @@ def fake_sage(q, k, v, tensor_layout="NHD", is_causal=False, sm_scale=None, qk_q
     out = torch.empty_like(q)
     attend(q, k, v, out, int(is_causal), sm_scale)
     return out[..., :64]
+
+
+def fake_quantize(*qkv):
+    """torchao's: E4M3 by a scale for each batch and kv head [B, H_kv]."""
+    H_kv, found = qkv[1].shape[1], []
+    for x in qkv:
+        scale = x.unflatten(1, (H_kv, -1)).abs().amax((2, 3, 4)).float() / 448
+        by_head = scale.repeat_interleave(x.shape[1] // H_kv, 1)[..., None, None]
+        found.append(((x / by_head).to(torch.float8_e4m3fn), scale))
+    return tuple(x for x, _ in found) + tuple(scale for _, scale in found)
+
+
+def fake_rotated(x):
+    """A rotation of the channels, which fake_back undoes."""
+    return torch.cat([x[..., 1::2] + x[..., ::2], x[..., ::2] - x[..., 1::2]], -1) / 2**0.5
+
+
+def fake_back(x):
+    a, b = x.chunk(2, -1)
+    return torch.stack([a + b, a - b], -1).flatten(-2) / 2**0.5
+
+
+def fake_int8(q, k, v, *, scale=None, attn_mask=None):
+    calls.append(("int8", scale))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask, scale=scale, enable_gqa=True)
 
 
 class FakeSymbol:
@@ -136,7 +162,7 @@ class FakeGraph:
 def installed(monkeypatch):
     """All peers, on a Hopper."""
     calls.clear()
-    for name in ("flash_attn", "flash_attn.cute", *peers.MODULES.values()):
+    for name in ("flash_attn", "flash_attn.cute", *itertools.chain(*peers.MODULES.values())):
         made = FakeCudnn(name) if name == "cudnn" else ModuleType(name)
         monkeypatch.setitem(sys.modules, name, made)
     stream = SimpleNamespace(cuda_stream=7)
@@ -148,6 +174,11 @@ def installed(monkeypatch):
     sys.modules["sageattention"].sageattn = fake_sage
     sys.modules["sageattention"].sageattn_qk_int8_pv_fp8_cuda_sm90 = fake_sage
     monkeypatch.setattr(peers, "on_hopper", lambda: True)
+    torchao = sys.modules["torchao.prototype.attention.quantization"]
+    torchao._fp8_sdpa_quantize = fake_quantize
+    torchao._fp8_hadamard_sdpa_quantize = lambda *qkv: fake_quantize(*map(fake_rotated, qkv))
+    torchao._inverse_hadamard_transform = fake_back
+    sys.modules["comfy_kitchen"].int8_attention = fake_int8
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.family)
@@ -173,7 +204,10 @@ def test_each_peer_is_attention_with_grouped_heads(case, installed):
     grains = ("per_warp", "per_thread")
     sage = [f"sageattention {grain} {kind}" for grain in grains for kind in ("kernel", "op")]
     cudnn = [f"cuDNN-fp8 {kind}" for kind in ("kernel", "op")]
-    assert names == ["FA3", "FA3-fp8 kernel", "FA3-fp8 op", "FA4", *sage, *cudnn]
+    torchao = ["torchao-fp8 op", "torchao-fp8 hadamard op"]
+    kitchen = [] if case.is_causal else ["comfy-kitchen op"]
+    expected = ["FA3", "FA3-fp8 kernel", "FA3-fp8 op", "FA4", *sage, *cudnn, *torchao, *kitchen]
+    assert names == expected
 
 
 def test_what_peers_are_given(installed):
@@ -188,7 +222,7 @@ def test_what_peers_are_given(installed):
     shapes = (2, 96, 4, 64), (2, 96, 2, 64)
     descales = ["k_descale", "q_descale", "v_descale"]
     bf16, fp8 = (*shapes, torch.bfloat16, []), (*shapes, torch.float8_e4m3fn, descales)
-    assert flash == [bf16, fp8, fp8, bf16]
+    assert flash == [bf16, fp8, fp8, bf16, fp8, fp8]
     grains = [call for call in calls if call[0] == "HND"]
     assert [call[1:] for call in grains] == [
         (True, 0.125, grain) for grain in ("per_warp", "per_warp", "per_thread", "per_thread")
@@ -255,7 +289,7 @@ def test_a_peer_is_asked_no_mask(installed):
 
 
 def test_who_is_not_installed_is_named_and_left_out(monkeypatch, capsys):
-    for name in peers.MODULES.values():
+    for name in itertools.chain(*peers.MODULES.values()):
         monkeypatch.setitem(sys.modules, name, None)  # importing it raises ImportError
     monkeypatch.setitem(sys.modules, "sageattention", ModuleType("sageattention"))
     args = bench.parse(["--shapes", "peers"])
@@ -263,8 +297,9 @@ def test_who_is_not_installed_is_named_and_left_out(monkeypatch, capsys):
     plan = bench.overridden(PLANS["peers"], args)
     assert plan.providers == ("cuDNN", "sageattention", "kernel", "op")
     absent = peers.absent(bench.wanted(args))
-    assert list(absent) == ["FA3", "FA3-fp8", "FA4", "cuDNN-fp8"]
-    assert "flash_attn_interface" in absent["FA3"]
+    others = [kind for kind in PEERS if kind != "sageattention"]
+    assert list(absent) == sorted(others)
+    assert "flash_attn_interface" in absent["FA3"] and "flash_attn" in absent["torchao-fp8"]
     with pytest.raises(SystemExit):
         bench.parse(["--providers", "cuDNN", "FA4"])
     assert "--providers FA4 is not installed: " in capsys.readouterr().err
@@ -272,7 +307,7 @@ def test_who_is_not_installed_is_named_and_left_out(monkeypatch, capsys):
 
 
 def test_versions_are_of_the_distributions(monkeypatch):
-    monkeypatch.setitem(peers.MODULES, "FA4", "torch.nn")
+    monkeypatch.setitem(peers.MODULES, "FA4", ("torch.nn",))
     # Without "+cu130", which some wheels name in torch.__version__ alone.
     found = {name: version.partition("+")[0] for name, version in peers.versions(["FA4"]).items()}
     assert found == {"torch": torch.__version__.partition("+")[0]}

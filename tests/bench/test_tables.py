@@ -7,6 +7,7 @@ import json
 import pytest
 
 from bench import (
+    accuracy,
     attention,
     curves,
     figures,
@@ -183,6 +184,26 @@ def trained():
     ]  # fmt: skip
 
 
+def shipped():
+    """Rows of before 2026-11-27 have no worst row."""
+
+    def row(family, N, entry, error, worst=None, **more):
+        average = {"rel_l1": error, "centred_rel_l1": 10 * error}
+        of = dict(family=family, N=N, D=128, entry=entry, average=average, worst=worst or {})
+        return of | more
+
+    exact = dict(ms=4.0, speedup=1.0, captured=True)
+    ours = dict(ms=2.0, speedup=2.0, captured=False)
+    failed = {"family": "normal", "N": 9, "D": 128, "entry": "sage3", "error": "x"}
+    return [
+        row("normal", 8, "bf16 SDPA", 0.002, **exact), row("normal", 8, "sage2-8b", 0.04, {"row": 0.5}, **ours),
+        row("normal", 8, "sage3", 0.2),
+        row("normal", 9, "bf16 SDPA", 0.001), row("normal", 9, "sage2-8b", 0.03, {"row": 0.6}), failed,
+        row("biased_v", 9, "bf16 SDPA", 0.01), row("biased_v", 9, "sage2-8b", 0.0101, {"row": 0.6}),
+        failed | {"family": "biased_v"},
+    ]  # fmt: skip
+
+
 LOSS = {"mean": 2.0, "gap": 1.0, "gap_deviation": None, "exact_deviation": 0.5}
 LINE = {"tokens": 64, "qk_norm": False, "recipe": "FP8 backward", "seeds": 2, "diverged": 1, "partial": 0,
         **dict.fromkeys(curves.FIGURES, LOSS)}  # fmt: skip
@@ -276,6 +297,15 @@ TABLES = {
 | 1x2x9x8 | flash | 4.000 | 4.000 | 8.000 | 6.0 | - |
 | 1x2x9x8 | fp8-backward | 1.000 (2.00x) | 2.000 (2.00x) | 3.000 (2.67x) | 6.0 | 2.0/3.1/4.5 |
 | alone | fp8-backward | 1.000 | 2.000 | 3.000 | 6.0 | 2.0/3.1/4.5 |"""),
+    "families at the length of the largest error, speed, and what is above a limit": (
+        lambda: accuracy.shipped_table(shipped()), """
+| head_dim 128 | bf16 SDPA | sage2-8b | sage3 |
+| normal | 0.20% | 4.00% (60%) | 20.00% |
+| biased_v | 1.000x | 1.010x | - |
+| speed, N=8 | 1.00x | 2.00x* | - |
+| limits; bold: above | at most | N=8 | N=9 |
+| sage2-8b, normal, head_dim 128 | 3.80% | **4.00%** | 3.00% |
+| sage2-8b, biased_v, head_dim 128 | 1.050x |  | 1.010x |"""),
     "losses and gaps": (
         lambda: curves.table([LINE]), """
 | tokens | QK-norm | recipe | seeds | loss | gap | deviation | of exact | held out: loss | gap | deviation | of exact |

@@ -445,9 +445,9 @@ def test_on_a_gpu_it_is_decided_by_the_table(monkeypatch):
     monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
     monkeypatch.setattr(tables, "gpu_name", lambda device: tables.H200)
     for N, force, expected in (
-        (16384, False, "sage2-8b-per-token"),
+        (16384, False, "sage2-8b-rotated"),
         (1024, False, None),
-        (1024, True, "sage2-8b-per-token"),
+        (1024, True, "sage2-8b-rotated"),
     ):
         torch._dynamo.reset()
         with config.patch(force=force), FakeTensorMode():

@@ -88,8 +88,8 @@ def test_doctor_names_versions_and_runs_every_recipe(run):
     assert result.returncode == 0, result.stdout + result.stderr
     assert f"torch {torch.__version__}, triton " in result.stdout
     assert result.stdout.splitlines()[0].startswith("NO SPEED HERE: ")
-    assert "accuracy of all 7 recipes can be studied" in result.stdout.splitlines()[0]
-    assert "step 7 of 7: sage3 on cpu" in result.stderr
+    assert "accuracy of all 9 recipes can be studied" in result.stdout.splitlines()[0]
+    assert "step 9 of 9: sage3 on cpu" in result.stderr
     assert 'backend="sage": registered' in result.stdout
     assert "no CUDA device: attention stays SDPA" in result.stdout
     assert "\ncpu\n  SDPA runs " in result.stdout
@@ -106,7 +106,7 @@ def test_doctor_says_from_which_lengths_a_recipe_is_chosen():
     table = dataclasses.replace(table, families=families)
     assert any(
         re.fullmatch(
-            r"head_dim 128: sage2-8b-per-token from N=\d+ with B\*H >= 128, .* \(\+-\d\.\d%\)", line
+            r"head_dim 128: sage2-8b-rotated from N=\d+ with B\*H >= 128, .* \(\+-\d\.\d%\)", line
         )
         for line in lines(table)
     )
@@ -127,7 +127,7 @@ def test_doctor_fails_where_a_kernel_does(broken, finding, run, monkeypatch):
     result = run("doctor")
     assert result.returncode == 1, result.stdout + result.stderr
     assert finding in result.stdout
-    assert re.match(r"BROKEN: 63 of 63 probes fail on CPU. Do not ask for sage1, ", result.stdout)
+    assert re.match(r"BROKEN: 81 of 81 probes fail on CPU. Do not ask for sage1, ", result.stdout)
 
 
 def test_doctor_has_one_line_for_a_recipe_that_runs_and_all_for_another():
@@ -145,9 +145,9 @@ def a_probe(recipe, runs):
     "probes, auto_rewrites, expected",
     [
         ([a_probe("sage1", True), a_probe("sage3", None)], True,
-         'READY: 1 of 7 recipes run on NVIDIA Test, and "auto" rewrites the calls'),
+         'READY: 1 of 9 recipes run on NVIDIA Test, and "auto" rewrites the calls'),
         ([a_probe("sage1", True)], False,
-         'NOT MEASURED: 1 of 7 recipes run on NVIDIA Test, but "auto" rewrites nothing until `python'),
+         'NOT MEASURED: 1 of 9 recipes run on NVIDIA Test, but "auto" rewrites nothing until `python'),
         ([a_probe("sage1", True), a_probe("sage2-8b", False)], True,
          "BROKEN: 1 of 2 probes fail on NVIDIA Test. Do not ask for sage2-8b: see"),
         ([a_probe("sage1", None)], False, "NOTHING RUNS HERE: NVIDIA Test (sm_75) is older"),
@@ -170,7 +170,7 @@ def test_the_verdict_says_that_the_hopper_kernel_is_lost(monkeypatch):
     assert verdict(True, each).startswith("READY")
     monkeypatch.setattr(triton, "__version__", "3.10.0")
     assert verdict(True, each).startswith(
-        "SLOWER THAN IT COULD BE: 1 of 7 recipes run on NVIDIA H200, but the Hopper kernel is"
+        "SLOWER THAN IT COULD BE: 1 of 9 recipes run on NVIDIA H200, but the Hopper kernel is"
     )
 
 

@@ -48,7 +48,7 @@ MASKS = {
 }
 
 
-KEEPING = Rule("sage2-8b-per-token", keep=Selection(0.3))
+KEEPING = Rule("sage2-8b-rotated", keep=Selection(0.3))
 AUTO_FROM_8192 = (Rule("sage1", head_dim=(64,)), Rule("auto", length=(8192, None)))
 
 
@@ -106,7 +106,7 @@ def decide(
 LAUNCH, KEYS = 0.05, 1e-5  # ms, and ms a key that a processor's tiles of 128 rows see
 
 
-def table(*kinds, recipes=("sage2-8b-per-token",), D=128, gpu_name=tables.H200):
+def table(*kinds, recipes=("sage2-8b-rotated",), D=128, gpu_name=tables.H200):
     """SDPA takes as long as keys are seen, a recipe half of that and a launch more."""
     measured = {}
     for kind in kinds or ("full",):
@@ -151,9 +151,9 @@ def test_the_margin_is_half_the_error_of_the_fit(monkeypatch):
     noisy = table()
     (times,) = noisy.families.values()
     for i, ms in enumerate(times.values()):
-        ms["sage2-8b-per-token"] *= 1.3 if i % 2 else 0.75
+        ms["sage2-8b-rotated"] *= 1.3 if i % 2 else 0.75
     known(monkeypatch, noisy)
-    by_tile, _ = families.fits(noisy, *noisy.families, "sage2-8b-per-token")
+    by_tile, _ = families.fits(noisy, *noisy.families, "sage2-8b-rotated")
     assert all(0.1 < by_tile[n].error < 0.35 for n in (1, 3))
     sides = set()
     for N in range(2048, 9000, 256):
@@ -168,23 +168,21 @@ def test_the_margin_is_half_the_error_of_the_fit(monkeypatch):
 
 
 def test_the_fastest_recipe_is_taken(monkeypatch):
-    both = table(recipes=("sage2-8b-per-token", "sage2-8b"))
+    both = table(recipes=("sage2-8b-rotated", "sage2-8b"))
     (times,) = both.families.values()
     for ms in times.values():
         ms["sage2-8b"] = LAUNCH / 5 + 0.6 * ms["CUDNN_ATTENTION"]
     known(monkeypatch, both)
-    for N, recipe in ((16384, "sage2-8b-per-token"), (1600, "sage2-8b"), (2200, "sage2-8b")):
+    for N, recipe in ((16384, "sage2-8b-rotated"), (1600, "sage2-8b"), (2200, "sage2-8b")):
         site = decide((2, 32, 32, N, 128), (9, 0), monkeypatch)
         assert site.recipe == recipe, site.reason
-    assert decide(
-        (2, 32, 32, 2200, 128), (9, 0), monkeypatch, recipe="sage2-8b-per-token"
-    ).rewritten
+    assert decide((2, 32, 32, 2200, 128), (9, 0), monkeypatch, recipe="sage2-8b-rotated").rewritten
 
 
-@pytest.mark.parametrize("ms, recipe", [(0.95, "sage2-8b-per-token"), (0.85, "sage2-8b")])
+@pytest.mark.parametrize("ms, recipe", [(0.95, "sage2-8b-rotated"), (0.85, "sage2-8b")])
 def test_another_recipe_than_the_first_is_faster_by_its_fits_error(ms, recipe, monkeypatch):
-    known(monkeypatch, table(recipes=("sage2-8b-per-token", "sage2-8b")))
-    ours = {"sage2-8b-per-token": 1.0, "sage2-8b": ms}
+    known(monkeypatch, table(recipes=("sage2-8b-rotated", "sage2-8b")))
+    ours = {"sage2-8b-rotated": 1.0, "sage2-8b": ms}
     monkeypatch.setattr(
         tables,
         "predict",
@@ -204,7 +202,7 @@ def test_the_heads_of_k_and_v_are_counted(monkeypatch):
     of_kv = table()
     (times,) = of_kv.families.values()
     for sizes, ms in times.items():
-        ms["sage2-8b-per-token"] += 1e-3 * cost.features(sizes, 128, cost.IN_ORDER, 132).prepared
+        ms["sage2-8b-rotated"] += 1e-3 * cost.features(sizes, 128, cost.IN_ORDER, 132).prepared
     known(monkeypatch, of_kv)
     for H_kv in (32, 8, 1):
         site = decide((1, 32, H_kv, 4096, 128), (9, 0), monkeypatch)
@@ -243,7 +241,7 @@ def test_only_lengths_that_are_dynamic_are_guarded(monkeypatch):
         return cost.Prediction("sage1", LAUNCH + sdpa / 2, sdpa, 0.0).wins
 
     first = cost.first_length(wins)
-    assert first > table().first_length(Family(128, 128, "full"), "sage2-8b-per-token", 4)
+    assert first > table().first_length(Family(128, 128, "full"), "sage2-8b-rotated", 4)
     shape_env = ShapeEnv()
     N = dynamic(shape_env, "N", 2 * first)
     site = decide((1, 4, 4, N, 128), (9, 0), monkeypatch, shape_env=shape_env, N_kv=4096)
@@ -254,7 +252,7 @@ def test_only_lengths_that_are_dynamic_are_guarded(monkeypatch):
 
 def test_both_dynamic_lengths_must_reach_where_the_recipe_begins_to_win(monkeypatch):
     known(monkeypatch, table())
-    first = table().first_length(Family(128, 128, "full"), "sage2-8b-per-token", 16)
+    first = table().first_length(Family(128, 128, "full"), "sage2-8b-rotated", 16)
     for hints in ((16384, first - 1), (first - 1, 16384), (first, first)):
         shape_env = ShapeEnv()
         N_q, N_kv = (dynamic(shape_env, name, hint) for name, hint in zip("qk", hints))
@@ -275,7 +273,7 @@ def test_a_package_is_predicted_by_its_examples_batch(monkeypatch):
 @pytest.mark.parametrize("portable", [False, True])
 def test_a_dynamic_length_is_guarded_where_the_recipe_begins_to_win(portable, monkeypatch):
     known(monkeypatch, table())
-    first = table().first_length(Family(128, 128, "full"), "sage2-8b-per-token", 16)
+    first = table().first_length(Family(128, 128, "full"), "sage2-8b-rotated", 16)
     assert 1024 < first < 16384
     for hint, rewritten, reason in (
         (16384, True, rf"^N >= {first}, 1\.\d\dx SDPA by the fit \(.* ms\) at N=16384$"),
@@ -346,7 +344,7 @@ def test_shared_k_and_v_are_prepared_once_in_the_prediction_too(monkeypatch):
     (times,) = with_preparation.families.values()
     for sizes, ms in times.items():
         rows = cost.features(sizes, 128, cost.IN_ORDER, 132).prepared
-        ms["sage2-8b-per-token"] = 0.5 * ms["CUDNN_ATTENTION"] + 3e-4 * rows
+        ms["sage2-8b-rotated"] = 0.5 * ms["CUDNN_ATTENTION"] + 3e-4 * rows
     known(monkeypatch, with_preparation)
     shape = (8, 16, 16, 2048, 128)
     apart = decide(shape, (9, 0), monkeypatch)
@@ -364,7 +362,7 @@ def test_shared_k_and_v_are_prepared_once_in_the_prediction_too(monkeypatch):
 
 
 def test_shared_k_and_v_are_timed_as_such(monkeypatch):
-    clock = Clock(sage2_8b=0.5, sage2_8b_per_token=0.7)
+    clock = Clock(sage2_8b=0.5, sage2_8b_rotated=0.7)
     assert decide((4, 4, 2, 64, 128), (9, 0), monkeypatch, benchmark=clock, shared=True).rewritten
     case = clock.cases[0]
     assert (case.shape.q, case.shape.k, case.shape.v) == (
@@ -463,10 +461,10 @@ def by_flex(monkeypatch, band: Band, **settings):
 @pytest.mark.parametrize(
     "given, recipe, reason",
     [
-        ({}, "sage2-8b-per-token", "by block lists, N >= 16384"),
-        (dict(N=16383), None, "sage2-8b-per-token by block lists wins from N=16384"),
-        (dict(D=48), "sage2-8b-per-token", "by block lists, N >= 16384"),
-        (dict(D=160), None, "sage2-8b-per-token by block lists was not measured"),
+        ({}, "sage2-8b-rotated", "by block lists, N >= 16384"),
+        (dict(N=16383), None, "sage2-8b-rotated by block lists wins from N=16384"),
+        (dict(D=48), "sage2-8b-rotated", "by block lists, N >= 16384"),
+        (dict(D=160), None, "sage2-8b-rotated by block lists was not measured"),
         (dict(capability=(8, 9)), None, "sage2-8b by block lists was not measured"),
         (
             dict(version="3.5.0"),
@@ -474,14 +472,14 @@ def by_flex(monkeypatch, band: Band, **settings):
             "sage2-8b by block lists was not measured; the Hopper kernel",
         ),
         (
-            dict(recipe="sage2-8b-per-token", version="3.5.0"),
+            dict(recipe="sage2-8b-rotated", version="3.5.0"),
             None,
             "by block lists was not measured",
         ),
-        (dict(portable=True), "sage2-8b-per-token", "by block lists, N >= 16384"),
+        (dict(portable=True), "sage2-8b-rotated", "by block lists, N >= 16384"),
         (dict(recipe="sage2-8b"), None, "sage2-8b by block lists was not measured"),
-        (dict(benchmark=Mock(side_effect=AssertionError)), "sage2-8b-per-token", "by block lists"),
-        (dict(force=True), "sage2-8b-per-token", "forced"),
+        (dict(benchmark=Mock(side_effect=AssertionError)), "sage2-8b-rotated", "by block lists"),
+        (dict(force=True), "sage2-8b-rotated", "forced"),
         (dict(force=True, recipe="sage2-4b"), "sage2-4b", "forced"),
         (dict(force=True, recipe="sage3"), None, "no kernel for block lists with qk="),
         (dict(force=True, requires_grad=True), None, "training: block lists have no backward"),
@@ -499,23 +497,23 @@ def test_calls_by_block_lists_are_rewritten_where_they_were_measured_and_where_f
 @pytest.mark.parametrize(
     "shape, capability, settings, recipe, reason",
     [
-        ((4, 32, 32, 16384, 128), (9, 0), {}, "sage2-8b-per-token", FASTER),
-        ((4, 32, 8, 16384, 128), (9, 0), {}, "sage2-8b-per-token", FASTER),
-        ((1, 8, 8, 16384, 128), (9, 0), {}, "sage2-8b-per-token", FASTER),
-        ((1, 24, 24, 16384, 96), (9, 0), {}, "sage2-8b-per-token", FASTER),
-        ((4, 32, 32, 4096, 256), (9, 0), {}, "sage2-8b-per-token", FASTER),
-        ((4, 32, 32, 16384, 128), (9, 0), {"portable": True}, "sage2-8b-per-token", FASTER),
-        ((4, 32, 32, 16384, 128), (9, 0), {"portable": True, "force": True}, "sage2-8b-per-token", "^forced$"),
+        ((4, 32, 32, 16384, 128), (9, 0), {}, "sage2-8b-rotated", FASTER),
+        ((4, 32, 8, 16384, 128), (9, 0), {}, "sage2-8b-rotated", FASTER),
+        ((1, 8, 8, 16384, 128), (9, 0), {}, "sage2-8b-rotated", FASTER),
+        ((1, 24, 24, 16384, 96), (9, 0), {}, "sage2-8b-rotated", FASTER),
+        ((4, 32, 32, 4096, 256), (9, 0), {}, "sage2-8b-rotated", FASTER),
+        ((4, 32, 32, 16384, 128), (9, 0), {"portable": True}, "sage2-8b-rotated", FASTER),
+        ((4, 32, 32, 16384, 128), (9, 0), {"portable": True, "force": True}, "sage2-8b-rotated", "^forced$"),
         ((4, 32, 32, 16384, 128), (8, 9), {"portable": True, "force": True}, "sage2-8b", "forced$"),
         ((4, 32, 32, 16384, 64), (9, 0), {"recipe": "sage1-per-token"}, None,
          "^never slower: sage1-per-token with head_dim 64, B\\*H=128 was not measured on NVIDIA H200: run"),
-        ((1, 4, 4, 65536, 128), (9, 0), {}, "sage2-8b-per-token", FASTER),
-        ((4, 32, 32, 16384, 40), (9, 0), {}, "sage2-8b-per-token", FASTER),
-        ((4, 32, 32, 16384, 41), (9, 0), {}, "sage2-8b-per-token", FASTER),
+        ((1, 4, 4, 65536, 128), (9, 0), {}, "sage2-8b-rotated", FASTER),
+        ((4, 32, 32, 16384, 40), (9, 0), {}, "sage2-8b-rotated", FASTER),
+        ((4, 32, 32, 16384, 41), (9, 0), {}, "sage2-8b-rotated", FASTER),
         ((4, 32, 32, 255, 128), (9, 0), {}, None, "^never slower: a call with fewer than 256 queries or keys$"),
         ((4, 32, 32, 1024, 128), (9, 0), {}, None,
-         "^never slower: sage2-8b-per-token with head_dim 128, B\\*H=128 is 0.\\d\\dx SDPA by the fit"),
-        ((4, 32, 32, 1024, 128), (9, 0), {"force": True}, "sage2-8b-per-token", "forced"),
+         "^never slower: sage2-8b-rotated with head_dim 128, B\\*H=128 is 0.\\d\\dx SDPA by the fit"),
+        ((4, 32, 32, 1024, 128), (9, 0), {"force": True}, "sage2-8b-rotated", "forced"),
         ((4, 32, 32, 16384, 128), (8, 9), {}, None, "sage2-8b .* was not measured on NVIDIA Test .8, 9.: run"),
         ((4, 32, 32, 16384, 128), (8, 6), {"force": True}, "sage1", "forced"),
         ((4, 32, 32, 16384, 128), (10, 0), {"force": True}, "sage2-8b-fp8qk", "forced"),
@@ -531,22 +529,22 @@ def test_calls_by_block_lists_are_rewritten_where_they_were_measured_and_where_f
         ((4, 32, 32, 16384, 128), (8, 6), {"force": True, "recipe": "sage2-8b"}, None,
          "no kernel for pv='fp8', head_dim=128 on compute capability"),
         ((4, 32, 32, 16384, 128), (7, 5), {"force": True}, None, "no kernel for pv='16bit'"),
-        ((4, 32, 32, 16384, 128), (9, 0), {"recipe": "off", "policy": AUTO_FROM_8192}, "sage2-8b-per-token",
+        ((4, 32, 32, 16384, 128), (9, 0), {"recipe": "off", "policy": AUTO_FROM_8192}, "sage2-8b-rotated",
          FASTER + ".*rule 2 of the policy.$"),
         ((4, 32, 32, 8191, 128), (9, 0), {"recipe": "off", "policy": AUTO_FROM_8192}, None, "the recipe is 'off'"),
         ((4, 32, 32, 1024, 128), (9, 0), {"policy": (Rule("auto"),)}, None, "never slower.*rule 1 of the policy"),
         ((4, 32, 32, 16384, 128), (9, 0), {"policy": (Rule("sage1-per-token"),)}, None, "was not measured .*rule 1"),
         ((4, 32, 32, 16, 128), (9, 0), {"policy": (Rule("sage1-per-token"),), "force": True}, "sage1-per-token", "forced .rule 1"),
         ((4, 32, 32, 16384, 128), (9, 0), {"policy": (Rule("off"),), "force": True}, None, "the policy says off .rule 1."),
-        ((4, 32, 32, 16384, 128), (9, 0), {"policy": (KEEPING,)}, "sage2-8b-per-token",
+        ((4, 32, 32, 16384, 128), (9, 0), {"policy": (KEEPING,)}, "sage2-8b-rotated",
          "^by block lists, N >= 16384; keep 0.3 .rule 1 of the policy.$"),
         ((4, 32, 32, 8192, 128), (9, 0), {"policy": (KEEPING,)}, None,
-         "^never slower: sage2-8b-per-token by block lists wins from N=16384; keep 0.3 .rule 1 of the policy.$"),
-        ((4, 32, 32, 16384, 128), (9, 0), {"policy": (KEEPING,), "benchmark": Mock(side_effect=AssertionError)}, "sage2-8b-per-token",
+         "^never slower: sage2-8b-rotated by block lists wins from N=16384; keep 0.3 .rule 1 of the policy.$"),
+        ((4, 32, 32, 16384, 128), (9, 0), {"policy": (KEEPING,), "benchmark": Mock(side_effect=AssertionError)}, "sage2-8b-rotated",
          "by block lists"),
-        ((4, 32, 8, 16384, 128), (9, 0), {"policy": (KEEPING,), "force": True}, "sage2-8b-per-token",
+        ((4, 32, 8, 16384, 128), (9, 0), {"policy": (KEEPING,), "force": True}, "sage2-8b-rotated",
          "^forced; keep 0.3 .rule 1 of the policy.$"),
-        ((4, 32, 32, 16384, 128), (9, 0), {"policy": (KEEPING,), "force": True, "portable": True}, "sage2-8b-per-token",
+        ((4, 32, 32, 16384, 128), (9, 0), {"policy": (KEEPING,), "force": True, "portable": True}, "sage2-8b-rotated",
          "^forced; keep 0.3"),
         ((4, 32, 32, 16384, 128), (8, 6), {"policy": (KEEPING,), "force": True}, None, "no kernel for pv='fp8'"),
     ],
@@ -610,7 +608,7 @@ def test_against_an_activated_flash_attention_only_what_was_measured_is_faster(
         site = decide(shape, (9, 0), monkeypatch, kind="window", portable=portable)
         assert not site.rewritten, site.reason
     assert "was not measured on NVIDIA H200" in site.reason
-    clock = Clock(sage2_8b_per_token=0.5, sage2_8b=0.8)
+    clock = Clock(sage2_8b_rotated=0.5, sage2_8b=0.8)
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         site = decide(shape, (9, 0), monkeypatch, benchmark=clock)
     assert site.reason.endswith("with 1 warpgroup; SDPA's flash attention is FA3 of a test")
@@ -769,7 +767,7 @@ def test_times_of_inference_say_nothing_of_training(monkeypatch):
         "never slower: fp8-backward with head_dim 128, full-training, B*H=32 was not measured on NVIDIA H200: "
         "run `python -m sage_inductor tune` there"
     )
-    assert decide(LONG_STEP, (9, 0), monkeypatch, training="auto").recipe == "sage2-8b-per-token"
+    assert decide(LONG_STEP, (9, 0), monkeypatch, training="auto").recipe == "sage2-8b-rotated"
 
 
 TRAINED_DIMS = range(40, 129, 8)  # of whose training times are built in
@@ -814,7 +812,7 @@ def test_what_is_forced_is_not_decided_by_speed(monkeypatch):
     known(monkeypatch, trained_table())
     site = step(monkeypatch, force=True)
     assert (site.recipe, site.reason) == (
-        "sage2-8b-per-token",
+        "sage2-8b-rotated",
         "forced; its backward is exact attention's",
     )
     site = step(monkeypatch, force=True, training="fp8-backward")
@@ -860,7 +858,7 @@ def test_under_max_autotune_a_step_is_timed(monkeypatch):
         (case,) = clock.cases
         assert case.shape.trains and case.candidates == (("fp8-backward", None),)
         assert (case.shape.q, case.shape.k) == ((2, 8, 1000, 64), (2, 4, 1000, 64))
-    clock = Clock(sage2_8b_per_token=0.5, sage2_8b=0.8)
+    clock = Clock(sage2_8b_rotated=0.5, sage2_8b=0.8)
     decide((2, 8, 4, 1000, 64), (9, 0), monkeypatch, training="auto", benchmark=clock)
     assert not clock.cases[0].shape.trains
 
@@ -892,24 +890,24 @@ SHORT = (1, 4, 2, 64, 128)  # never faster by the table
 @pytest.mark.parametrize(
     "ms, recipe, reason",
     [
-        ({"sage2_8b_per_token": {1: 0.7, 2: 0.5, 3: 0.6}, "sage2_8b": 0.8}, "sage2-8b-per-token",
+        ({"sage2_8b_rotated": {1: 0.7, 2: 0.5, 3: 0.6}, "sage2_8b": 0.8}, "sage2-8b-rotated",
          "autotuned: 2.00x the fastest of SDPA, with 2 warpgroups"),
-        ({"sage2_8b_per_token": {1: 0.8, 2: 0.9, 3: 0.5}, "sage2_8b": 0.8}, "sage2-8b-per-token",
+        ({"sage2_8b_rotated": {1: 0.8, 2: 0.9, 3: 0.5}, "sage2_8b": 0.8}, "sage2-8b-rotated",
          "autotuned: 2.00x the fastest of SDPA, with 3 warpgroups"),
-        ({"sage2_8b_per_token": {1: 0.5, 2: 0.6, 3: 0.6}, "sage2_8b": 0.8}, "sage2-8b-per-token",
+        ({"sage2_8b_rotated": {1: 0.5, 2: 0.6, 3: 0.6}, "sage2_8b": 0.8}, "sage2-8b-rotated",
          "autotuned: 2.00x the fastest of SDPA, with 1 warpgroup"),
-        ({"sage2_8b_per_token": {1: 0.9, 2: 0.5, 3: "E: 3"}, "sage2_8b": "E: 1"}, "sage2-8b-per-token",
+        ({"sage2_8b_rotated": {1: 0.9, 2: 0.5, 3: "E: 3"}, "sage2_8b": "E: 1"}, "sage2-8b-rotated",
          "autotuned: 2.00x the fastest of SDPA, with 2 warpgroups; "
-         "sage2-8b-per-token with 3 warpgroups failed: E: 3; sage2-8b failed: E: 1"),
-        ({"sage2_8b_per_token": 0.8, "sage2_8b": 0.5}, "sage2-8b", "autotuned: 2.00x the fastest of SDPA"),
-        ({"sage2_8b_per_token": 2.0, "sage2_8b": 1.25}, None, "autotuned: SDPA is faster (0.80x)"),
-        ({"sage2_8b_per_token": 0.99, "sage2_8b": 1.25}, None, "autotuned: SDPA is as fast (1.01x)"),
-        ({"sage2_8b_per_token": {1: 0.9, 2: 0.8, 3: "OutOfResources: 1"}, "sage2_8b": 0.5}, "sage2-8b",
-         "autotuned: 2.00x the fastest of SDPA; sage2-8b-per-token with 3 warpgroups failed: OutOfResources: 1"),
-        ({"sage2_8b_per_token": {1: "E: 0", 2: "E: 1", 3: "E: 3"}, "sage2_8b": "E: 2"}, None,
-         "autotuned: no recipe could be timed; sage2-8b-per-token with 1 warpgroup failed: E: 0; "
-         "sage2-8b-per-token with 2 warpgroups failed: E: 1; "
-         "sage2-8b-per-token with 3 warpgroups failed: E: 3; sage2-8b failed: E: 2"),
+         "sage2-8b-rotated with 3 warpgroups failed: E: 3; sage2-8b failed: E: 1"),
+        ({"sage2_8b_rotated": 0.8, "sage2_8b": 0.5}, "sage2-8b", "autotuned: 2.00x the fastest of SDPA"),
+        ({"sage2_8b_rotated": 2.0, "sage2_8b": 1.25}, None, "autotuned: SDPA is faster (0.80x)"),
+        ({"sage2_8b_rotated": 0.99, "sage2_8b": 1.25}, None, "autotuned: SDPA is as fast (1.01x)"),
+        ({"sage2_8b_rotated": {1: 0.9, 2: 0.8, 3: "OutOfResources: 1"}, "sage2_8b": 0.5}, "sage2-8b",
+         "autotuned: 2.00x the fastest of SDPA; sage2-8b-rotated with 3 warpgroups failed: OutOfResources: 1"),
+        ({"sage2_8b_rotated": {1: "E: 0", 2: "E: 1", 3: "E: 3"}, "sage2_8b": "E: 2"}, None,
+         "autotuned: no recipe could be timed; sage2-8b-rotated with 1 warpgroup failed: E: 0; "
+         "sage2-8b-rotated with 2 warpgroups failed: E: 1; "
+         "sage2-8b-rotated with 3 warpgroups failed: E: 3; sage2-8b failed: E: 2"),
     ],
 )  # fmt: skip
 def test_the_fastest_by_the_clock_is_taken(ms, recipe, reason, monkeypatch):
@@ -942,19 +940,17 @@ def test_the_fastest_by_the_clock_is_taken(ms, recipe, reason, monkeypatch):
     ],
 )
 def test_the_tiles_that_compute_a_call_are_timed(D, kind, warpgroups, monkeypatch):
-    clock = Clock(sage2_8b_per_token=0.5, sage2_8b=0.8, sage1_per_token=0.5)
+    clock = Clock(sage2_8b_rotated=0.5, sage2_8b=0.8, sage1_per_token=0.5)
     site = decide((1, 4, 2, 64, D), (9, 0), monkeypatch, kind, benchmark=clock)
-    timed = [("sage2-8b-per-token", n) for n in warpgroups] + [("sage2-8b", None)]
+    timed = [("sage2-8b-rotated", n) for n in warpgroups] + [("sage2-8b", None)]
     assert [*clock.cases[0].candidates] == timed and site.decision.warpgroups == warpgroups[0]
     how = {None: "", 0: ", with the Triton kernel"}.get(warpgroups[0], ", with 1 warpgroup")
     assert site.reason == f"autotuned: 2.00x the fastest of SDPA{how}"
     # One tile each, and a device without that kernel.
     decide((1, 4, 2, 64, D), (9, 0), monkeypatch, kind, benchmark=clock, recipe="sage1-per-token")
     assert clock.cases[-1].candidates == (("sage1-per-token", None),)
-    decide(
-        (1, 4, 2, 64, D), (8, 9), monkeypatch, kind, benchmark=clock, recipe="sage2-8b-per-token"
-    )
-    assert clock.cases[-1].candidates == (("sage2-8b-per-token", None),)
+    decide((1, 4, 2, 64, D), (8, 9), monkeypatch, kind, benchmark=clock, recipe="sage2-8b-rotated")
+    assert clock.cases[-1].candidates == (("sage2-8b-rotated", None),)
 
 
 def test_the_fastest_tile_is_in_the_graph_and_calls_with_several_share_k_and_v(monkeypatch):
@@ -981,7 +977,7 @@ def test_the_fastest_tile_is_in_the_graph_and_calls_with_several_share_k_and_v(m
     sites = rewrite(torch.fx.GraphModule({}, graph), Settings(benchmark=clock))
     assert [site.decision.warpgroups for site in sites] == [2, 3, 3]
     calls = graph.find_nodes(op="call_function", target=torch.ops.sage.sdpa.default)
-    rows = recipes.NAMED["sage2-8b-per-token"]
+    rows = recipes.NAMED["sage2-8b-rotated"]
     assert [call.args[9:11] for call in calls] == [(rows.encode(), n) for n in (2, 3, 3)]
     (prepare,) = graph.find_nodes(op="call_function", target=torch.ops.sage.prepare.default)
     assert prepare.args == (k, v, None, rows.encode(), False)
@@ -995,7 +991,7 @@ def test_without_a_time_of_sdpa_nothing_is_faster_than_it(monkeypatch):
     assert (site.recipe, site.reason) == (None, "autotuned: no backend of SDPA could be timed")
 
 
-AUTOS = ("sage2-8b-per-token", "sage2-8b")
+AUTOS = ("sage2-8b-rotated", "sage2-8b")
 
 
 @pytest.mark.parametrize(
@@ -1013,7 +1009,7 @@ AUTOS = ("sage2-8b-per-token", "sage2-8b")
 def test_max_autotune_races_what_the_first_rule_that_fits_allows(
     rules, raced, recipe, reason, monkeypatch, tmp_path
 ):
-    clock = Clock(sage2_8b_per_token=0.6, sage2_8b=0.5, sage1=0.8, sage1_per_token=2.0)
+    clock = Clock(sage2_8b_rotated=0.6, sage2_8b=0.5, sage1=0.8, sage1_per_token=2.0)
     monkeypatch.setattr(timing, "benchmark", clock)
     path = str(tmp_path / "policy.json")
     Policy(rules).save(path)
@@ -1034,7 +1030,7 @@ def test_max_autotune_races_what_the_first_rule_that_fits_allows(
     ],
 )
 def test_a_case_has_the_calls_mask(kind, band, mask, dtype, monkeypatch):
-    clock = Clock(sage2_8b=0.5, sage2_8b_per_token=0.7, sage1_per_token=0.5)
+    clock = Clock(sage2_8b=0.5, sage2_8b_rotated=0.7, sage1_per_token=0.5)
     assert decide(SHORT, (9, 0), monkeypatch, kind, benchmark=clock).recipe == "sage2-8b"
     assert (
         clock.cases[0].shape.band,
@@ -1053,7 +1049,7 @@ def test_a_case_has_the_calls_mask(kind, band, mask, dtype, monkeypatch):
 
 def test_a_band_at_the_bottom_right_is_timed_only_where_that_is_the_top_left(monkeypatch):
     """None of SDPA's backends is given it otherwise."""
-    clock = Clock(sage2_8b=0.5, sage2_8b_per_token=0.7)
+    clock = Clock(sage2_8b=0.5, sage2_8b_rotated=0.7)
     right = {"kind": "window", "band": Band(None, 0, bottom_right=True), "benchmark": clock}
     site = decide((1, 4, 2, 64, 128), (9, 0), monkeypatch, **right, N_kv=96)
     assert site.mask == "causal, bottom right" and "never slower" in site.reason and not clock.cases
@@ -1068,7 +1064,7 @@ def test_a_length_that_depends_on_data_is_no_fault_and_no_guard(portable, monkey
     N = shape_env.create_unbacked_symint()
     torch._check(N >= 2)
     known(monkeypatch, table("keys", recipes=("sage2-8b",)))
-    first = table("keys").first_length(Family(128, 128, "keys"), "sage2-8b-per-token", 24)
+    first = table("keys").first_length(Family(128, 128, "keys"), "sage2-8b-rotated", 24)
     given = {"shape_env": shape_env, "portable": portable, "recipe": "sage2-8b", "kind": "keys"}
     site = decide((1, 24, 24, N, 128), (9, 0), monkeypatch, **given)
     assert f"wins from N={first}" in site.reason, site.reason
@@ -1120,7 +1116,7 @@ def test_a_call_that_nothing_is_known_of_is_measured_while_it_compiles(kind, mon
     measuring = Measuring(monkeypatch, table(kind))
     site = decide((1, 24, 24, 16384, 128), (9, 0), monkeypatch, kind)
     assert site.rewritten and "x SDPA by the fit" in site.reason
-    assert measuring.asked == [("cuda", Family(128, 128, kind), ("sage2-8b-per-token",))]
+    assert measuring.asked == [("cuda", Family(128, 128, kind), ("sage2-8b-rotated",))]
     decide((1, 24, 24, 8192, 128), (9, 0), monkeypatch, kind)
     assert len(measuring.asked) == 1  # it is known now
 
@@ -1185,7 +1181,7 @@ def test_a_window_of_flex_attentions_is_not_measured(benchmark, monkeypatch):
     site = by_flex(monkeypatch, Band(99, 0), benchmark=benchmark)
     assert site.reason.endswith("flex_attention computes such a window itself")
     assert not measuring.asked
-    assert by_flex(monkeypatch, Band(None, 0)).recipe == "sage2-8b-per-token"
+    assert by_flex(monkeypatch, Band(None, 0)).recipe == "sage2-8b-rotated"
     assert [family.kind for _, family, _ in measuring.asked] == ["causal"]
 
 
@@ -1218,12 +1214,12 @@ def test_a_dynamic_length_is_timed_at_its_hint_without_a_guard(monkeypatch):
     N = shape_env.create_symintnode(
         shape_env.create_symbol(96, source, DimDynamic.DYNAMIC), hint=96, source=source
     )
-    shape, clock = (4, 32, 32, N, 128), Clock(sage2_8b_per_token=0.5, sage2_8b=0.8)
+    shape, clock = (4, 32, 32, N, 128), Clock(sage2_8b_rotated=0.5, sage2_8b=0.8)
     site = decide(shape, (9, 0), monkeypatch, shape_env=shape_env, benchmark=clock)
     assert clock.cases[0].shape.q == (4, 32, 96, 128)
     assert site.reason == "autotuned at [4, 32, 96, 128]: 2.00x the fastest of SDPA"
     assert (site.recipe, site.decision.warpgroups) == (
-        "sage2-8b-per-token",
+        "sage2-8b-rotated",
         None,
     )  # by the table, each length
     rule = (Rule("sage2-8b", length=(64, 128)),)

@@ -550,7 +550,7 @@ def test_ranks_choose_by_the_times_of_one_of_them(ranks):
     of_ranks = ([9, 8], (1.0, 2.0)), ([8, 9, 10], (2.0, 1.0))
     found, other = ranks(benchmarked, *of_ranks)
     assert found == other
-    assert "Candidate(recipe='sage2-8b-per-token', warpgroups=3)" in found[0]
+    assert "Candidate(recipe='sage2-8b-rotated', warpgroups=3)" in found[0]
 
 
 # -- DTensors ----
@@ -1058,7 +1058,7 @@ def test_lengths_are_given_to_all_ranks_or_to_none(ranks):
 
 def test_every_recipe_is_gathered_or_refused_with_a_reason():
     gathered = {name for name, recipe in NAMED.items() if gather.why_not(recipe) is None}
-    assert gathered == {"sage2-8b-per-token", "sage2-8b-fp8qk"}
+    assert gathered == {"sage2-8b-per-token", "sage2-8b-rotated", "sage2-8b-fp8qk"}
 
 
 def with_gradient(group, q, k, v):

@@ -79,7 +79,7 @@ FULL_64 = Family(64, 64, "full")
 LONG = Sizes(1, 24, 24, 30000, 30000)
 
 
-def predicted(family=FULL_64, sizes=LONG, recipe="sage2-8b-per-token"):
+def predicted(family=FULL_64, sizes=LONG, recipe="sage2-8b-rotated"):
     return tables.predict(GPU, family, recipe, sizes)
 
 
@@ -249,9 +249,7 @@ def test_gpus_of_one_capability_keep_their_tables_apart(gpu):
 def test_the_command_writes_every_gpus_table(gpu, monkeypatch, capsys):
     assert main(["tune", "--head-dims", "64", "--kinds", "full", "causal"]) == 0
     printed = capsys.readouterr().out
-    assert re.search(
-        rf"{GPU}: head_dim 64: sage2-8b-per-token from N=\d+ with B\*H >= 128", printed
-    )
+    assert re.search(rf"{GPU}: head_dim 64: sage2-8b-rotated from N=\d+ with B\*H >= 128", printed)
     assert f"{GPU}: head_dim 64, causal: sage2-8b from no length" in printed
     assert tables.path_of(GPU).exists()
 
@@ -569,25 +567,25 @@ def test_a_fit_is_told_which_kernels_cut_tiles(flash, gpu, monkeypatch):
 @pytest.mark.parametrize(
     "dims, kind, recipe, sizes, expected",
     [
-        ((64, 64), "causal", "sage2-8b-per-token", (11, 1, 1, 14336, 14336, None, 0), 3),
-        ((64, 64), "causal", "sage2-8b-per-token", (11, 1, 1, 11264, 11264, None, 0), 1),
+        ((64, 64), "causal", "sage2-8b-rotated", (11, 1, 1, 14336, 14336, None, 0), 3),
+        ((64, 64), "causal", "sage2-8b-rotated", (11, 1, 1, 11264, 11264, None, 0), 1),
         ((64, 64), "causal", "sage2-8b", (11, 1, 1, 14336, 14336, None, 0), 0),
-        ((64, 64), "keys", "sage2-8b-per-token", (1, 1, 1, 1000, 1023), 0),
-        ((64, 128), "full", "sage2-8b-per-token", (1, 1, 1, 30465, 1000), 1),
-        ((64, 64), "full", "sage2-8b-per-token", (1, 87, 87, 448, 86874), 1),
-        ((64, 64), "full", "sage2-8b-per-token", (1, 87, 87, 576, 86874), 3),
-        ((64, 64), "full", "sage2-8b-per-token", (1, 1, 1, 1088, 3520), 3),
-        ((64, 64), "full", "sage2-8b-per-token", (1, 4, 4, 1088, 3520), 1),
-        ((128, 128), "full", "sage2-8b-per-token", (1, 4, 4, 1152, 4672), 2),
-        ((128, 128), "full", "sage2-8b-per-token", (9, 1, 1, 576, 76189), 3),
-        ((128, 128), "full", "sage2-8b-per-token", (1, 17, 17, 16064, 8032, None, 9), 3),
-        ((128, 128), "full", "sage2-8b-per-token", (1, 1, 1, 16064, 16064, None, 9), 1),
-        ((128, 128), "full", "sage2-8b-per-token", (1, 1, 1, 30465, 30465), 3),
-        ((128, 128), "keys", "sage2-8b-per-token", (1, 1, 1, 30465, 30465), 1),
-        ((128, 128), "bias", "sage2-8b-per-token", (1, 1, 1, 30465, 30465), 0),
+        ((64, 64), "keys", "sage2-8b-rotated", (1, 1, 1, 1000, 1023), 0),
+        ((64, 128), "full", "sage2-8b-rotated", (1, 1, 1, 30465, 1000), 1),
+        ((64, 64), "full", "sage2-8b-rotated", (1, 87, 87, 448, 86874), 1),
+        ((64, 64), "full", "sage2-8b-rotated", (1, 87, 87, 576, 86874), 3),
+        ((64, 64), "full", "sage2-8b-rotated", (1, 1, 1, 1088, 3520), 3),
+        ((64, 64), "full", "sage2-8b-rotated", (1, 4, 4, 1088, 3520), 1),
+        ((128, 128), "full", "sage2-8b-rotated", (1, 4, 4, 1152, 4672), 2),
+        ((128, 128), "full", "sage2-8b-rotated", (9, 1, 1, 576, 76189), 3),
+        ((128, 128), "full", "sage2-8b-rotated", (1, 17, 17, 16064, 8032, None, 9), 3),
+        ((128, 128), "full", "sage2-8b-rotated", (1, 1, 1, 16064, 16064, None, 9), 1),
+        ((128, 128), "full", "sage2-8b-rotated", (1, 1, 1, 30465, 30465), 3),
+        ((128, 128), "keys", "sage2-8b-rotated", (1, 1, 1, 30465, 30465), 1),
+        ((128, 128), "bias", "sage2-8b-rotated", (1, 1, 1, 30465, 30465), 0),
         ((128, 128), "mask", "sage1-per-token", (1, 1, 1, 30465, 30465), 0),
-        ((128, 128), "window", "sage2-8b-per-token", (8, 9, 9, 60000, 60000, 57342, 0), 1),
-        ((128, 128), "window", "sage2-8b-per-token", (8, 9, 9, 60000, 60000, 57343, 0), 3),
+        ((128, 128), "window", "sage2-8b-rotated", (8, 9, 9, 60000, 60000, 57342, 0), 1),
+        ((128, 128), "window", "sage2-8b-rotated", (8, 9, 9, 60000, 60000, 57343, 0), 3),
     ],
 )
 def test_a_size_is_of_the_tile_that_it_runs_with(dims, kind, recipe, sizes, expected):
@@ -639,7 +637,7 @@ def test_a_prediction_is_as_wrong_as_both_its_fits(gpu):
 
 
 NEW = Family(48, 32, "full")
-PER_TOKEN = ("sage2-8b-per-token",)
+PER_TOKEN = ("sage2-8b-rotated",)
 
 
 @pytest.fixture
@@ -970,8 +968,8 @@ def test_what_was_measured_against_a_flash_attention_holds_for_no_other(timed, g
 
 def test_what_is_known_of_all_recipes_that_are_asked_for(gpu):
     tables.save(tuned(gpu))
-    assert tables.with_times(GPU, FULL_64, ("sage2-8b-per-token", "sage2-8b")) is not None
-    assert tables.with_times(GPU, FULL_64, ("sage2-8b-per-token", "sage1")) is None
+    assert tables.with_times(GPU, FULL_64, ("sage2-8b-rotated", "sage2-8b")) is not None
+    assert tables.with_times(GPU, FULL_64, ("sage2-8b-rotated", "sage1")) is None
 
 
 def test_where_nothing_can_be_written_it_is_known_in_this_process(
@@ -998,8 +996,8 @@ def test_ranks_predict_by_the_times_of_one_of_them(timed, gpu, monkeypatch):
     assert predicted(NEW) == first
     # What it did not find it finds now: of another family, recipe or GPU.
     for i, (family, recipe, name) in enumerate((
-        (Family(40, 24, "full"), "sage2-8b-per-token", GPU), (NEW, "sage2-8b", GPU),
-        (NEW, "sage2-8b-per-token", "NVIDIA H100"),
+        (Family(40, 24, "full"), "sage2-8b-rotated", GPU), (NEW, "sage2-8b", GPU),
+        (NEW, "sage2-8b-rotated", "NVIDIA H100"),
     )):  # fmt: skip
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_, name=name: name)
         calibrated_by_another_process()
@@ -1017,9 +1015,7 @@ def test_ranks_ask_each_other_of_nothing_that_they_know(gpu, monkeypatch):
 # -- mode="max-autotune" ----
 
 
-def case(
-    mask=None, dtype=None, band=FULL, D_v=32, recipes=("sage2-8b-per-token", "sage1-per-token")
-):
+def case(mask=None, dtype=None, band=FULL, D_v=32, recipes=("sage2-8b-rotated", "sage1-per-token")):
     """96 queries, 64 keys, two heads to each of k's."""
     cpu = torch.device("cpu")
     q, k, v = (2, 4, 96, 32), (2, 2, 64, 32), (2, 2, 64, D_v)
@@ -1190,12 +1186,12 @@ def test_each_tile_is_timed_as_such(on_cpu, monkeypatch):
 
     attend = timing.attend
     monkeypatch.setattr(timing, "attend", lambda call: told.append(call) or attend(call))
-    candidates = tuple(Candidate("sage2-8b-per-token", n) for n in (0, 2, 3, None))
+    candidates = tuple(Candidate("sage2-8b-rotated", n) for n in (0, 2, 3, None))
     found = timing.benchmark(case()._replace(candidates=candidates))
     assert tuple(found) == ("CUDNN_ATTENTION", "FLASH_ATTENTION", *candidates)
     assert [call.warpgroups for call in told] == [0, 2, 3, None]
     assert {(call.recipe, call.portable) for call in told} == {
-        (NAMED["sage2-8b-per-token"].encode(), False)
+        (NAMED["sage2-8b-rotated"].encode(), False)
     }
 
 
@@ -1359,7 +1355,7 @@ def test_the_fastest_tile_on_the_gpu_is_taken_and_each_is_right(D, is_causal, mo
         times,
     )
     rivals = tiles.rivals(tiles.capability(q.device), "fp8", D, is_causal)
-    assert {n for name, n in times if name == "sage2-8b-per-token"} in (set(rivals), set())
+    assert {n for name, n in times if name == "sage2-8b-rotated"} in (set(rivals), set())
     for each in times:
         given = {"scale": D**-0.5, "is_causal": is_causal, **each._asdict()}
         outs.append(support_sdpa(q, k, v, **given)[0])

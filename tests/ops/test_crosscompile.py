@@ -138,8 +138,10 @@ def test_attention_compiles_to_the_matrix_instructions(architecture, recipe, kin
         for x in ptx.splitlines()
         if re.search(r"\s(mma\.sync|wgmma\.mma_async|tcgen05\.mma)\.", x)
     ]
-    assert all(any(meant in x for x in products) for meant in (q_k, p_v))
-    assert all(q_k in x or p_v in x for x in products), products
+    of_16_bits = "kind::f16" if architecture == (10, 0) else "f32.bf16.bf16"
+    meant = [q_k, p_v, *[of_16_bits] * r.rotated]
+    assert all(any(each in x for x in products) for each in meant)
+    assert all(any(each in x for each in meant) for x in products), products
     if r.pv == "fp8":
         of_fp8 = [x for x in compiled.asm["ttgir"].splitlines() if "f8E4M3FN" in x]
         products = [x for x in of_fp8 if " = tt.dot " in x or "group_dot " in x]
@@ -694,6 +696,8 @@ PREPARATION = {
     "estimate": ("_estimate_kernel", of_both()), "v": ("_quantize_v_kernel", of_v),
     "v again": ("quantize_v_again_kernel", of_both()), "kv": ("_quantize_kv_kernel", of_both()),
     "kv, FP8": ("_quantize_kv_kernel", of_both("sage2-8b-fp8qk")), "k": of_k("sage1"),
+    "kv, rotated": ("_quantize_kv_kernel", of_both("sage2-8b-rotated")),
+    "k, rotated": of_k("sage1-rotated"),
     "k, 4 scales": of_k("sage2-8b"), "k, INT4": of_k("sage2-4b"), "k, FP8": of_k("sage2-8b-fp8qk"),
     "pool": ("_pool_kernel", lambda x, visible, pdl: blocks_of_tokens._launch_pool(x, None, 128)),
 }  # fmt: skip
@@ -794,8 +798,8 @@ def test_what_corrects_lse_spills_nothing(architecture, D):
     assert stack_bytes(compiled.asm["cubin"]) == 0
 
 
-OVERLAP = {"estimate", "v again", "kv", "k", "k, 4 scales", "k, INT4", "k, FP8"}
-OF_FP8 = {"v", "v again", "kv", "k, FP8"}
+OVERLAP = {"estimate", "v again", *[name for name in PREPARATION if name.startswith("k")]}
+OF_FP8 = {"v", "v again", "kv", "kv, rotated", "k, FP8"}
 
 
 @pairs(
@@ -810,7 +814,7 @@ OF_FP8 = {"v", "v again", "kv", "k, FP8"}
         ("estimate", (9, 0), 128, True), ("v", (10, 0), 128, False),
         ("v again", (12, 0), 128, True), ("kv", (8, 9), 256, True), ("k", (9, 0), 128, False),
         ("k, 4 scales", (8, 0), 128, True), ("k, INT4", (8, 6), 64, False),
-        ("k, FP8", (10, 0), 128, False),
+        ("k, FP8", (10, 0), 128, False), ("kv, rotated", (9, 0), 128, True),
     ),
     kernel=PREPARATION, architecture=ARCHITECTURES, D=[64, 80, 128, 256], masked=[False, True],
 )  # fmt: skip
@@ -839,7 +843,7 @@ def test_preparation_compiles(kernel, architecture, D, masked):
     else:
         first, *rest = " ".join(found).split(wait)
         # One for rows of k and one for rows of v.
-        assert len(rest) == (2 if kernel == "kv" else 1) and launch not in found
+        assert len(rest) == (2 if kernel.startswith("kv") else 1) and launch not in found
         assert set(first.split()) == {"ld.global"}
         assert all(part.split()[0] == "ld.global" for part in rest)
         assert all(part.split()[-1] == "ld.global" for part in rest[:-1])

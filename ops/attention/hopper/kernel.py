@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -38,6 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from sage_inductor.ops.attention.hopper.blocks import block_of, entry_of, walk
 from sage_inductor.ops.compat import gluon_barrier, reinterpret, tma_load
 from sage_inductor.ops.formats import E4M3_MAX, LOG2E, QK, TINY
+from sage_inductor.ops.quantize.rotate import butterflies, odd_of
 
 _INT8_MAX = gl.constexpr(QK["int8"].largest)
 _TINY = gl.constexpr(TINY)
@@ -187,9 +189,37 @@ def _max_or_nan(a, b):
 
 
 @gluon.jit
-def _quantize_q(q, q_smem, SCALE: gl.constexpr):
+def _rotate(q, D: gl.constexpr):
+    """quantize/rotate.py's `rotate` of q [64, D], within each thread and its matrix products: the
+    layout of q is that of the result."""
+    A: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    H: gl.constexpr = gl.DotOperandLayout(1, A, 2)
+    # channel = 128 b + 32 i + 8 t + 4 j + 2 h + e; of the product 8 h + 2 t + e
+    B: gl.constexpr = (D + 127) // 128
+    I: gl.constexpr = D // B // 32
+    x = q.reshape([64, B, I, 4, 2, 2, 2]).permute([2, 4, 1, 0, 5, 3, 6]).reshape([4 * D, 16])
+    x = gl.convert_layout(x, gl.DotOperandLayout(0, A, 2), assert_trivial=True)
+    k = gl.arange(0, 16, layout=gl.SliceLayout(1, H))
+    n = gl.arange(0, 16, layout=gl.SliceLayout(0, H))
+    odd = odd_of(gl.expand_dims(_as_in_rotate(k), 1), gl.expand_dims(_as_in_rotate(n), 0))
+    h = (1.0 - 2.0 * odd.to(gl.float32)).to(q.dtype)
+    y = mma_v2(x, h, gl.full([4 * D, 16], 0.0, gl.float32, A))
+    y = butterflies(y.reshape([I // 2, 2, 2, 64 * B, 16]).permute([0, 3, 4, 1, 2]), I)
+    y = y.reshape([I // 2, B, 64, 2, 4, 2, 2, 2]).permute([2, 1, 0, 6, 4, 7, 3, 5])
+    y = y.reshape([64, D])
+    return gl.convert_layout(y, q.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def _as_in_rotate(k):
+    """8 h + 2 t + e -> 4 t + 2 h + e."""
+    return (k & 6) << 1 | (k & 8) >> 2 | (k & 1)
+
+
+@gluon.jit
+def _quantize_q(q, q_smem, ROTATED: gl.constexpr, SCALE: gl.constexpr, D: gl.constexpr):
     """q [64, D] -> INT8 in q_smem; returns scale [64] with SCALE * log2 e in it."""
-    x = q.to(gl.float32)
+    x = _rotate(q, D) if ROTATED else q.to(gl.float32)
     amax = gl.reduce(gl.abs(x), 1, _max_or_nan)
     amax = gl.where(amax < _TINY, _TINY, amax)
     inverse = gl.div_rn(gl.full_like(amax, _INT8_MAX), amax)
@@ -486,9 +516,9 @@ def _store_part(
 def _consumer(
     wg: gl.constexpr, shared, tensors, of_kv, of_mask, of_list, strides, shape,
     D: gl.constexpr, D_V: gl.constexpr, SCALE: gl.constexpr, BAND: gl.constexpr,
-    LISTED: gl.constexpr, MASK: gl.constexpr, SPLIT: gl.constexpr, FP8: gl.constexpr,
-    KEEPS_MAX: gl.constexpr, OWN: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
-    BLOCK_DV: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
+    LISTED: gl.constexpr, MASK: gl.constexpr, SPLIT: gl.constexpr, ROTATED: gl.constexpr,
+    FP8: gl.constexpr, KEEPS_MAX: gl.constexpr, OWN: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup `wg`: rows 64 wg .. of each of the program's tiles. Alone it has one tile, and
     fetches k and v itself: of_kv."""
@@ -580,7 +610,8 @@ def _consumer(
                     n, end, n, of_kv, shared, of_tile, N_q, N_kv, N_pad, of_list[3],
                     BAND, LISTED, FP8, OWN, BLOCK_N, BLOCK_DV, STAGES,
                 )  # fmt: skip
-        q_scale = gl.convert_layout(_quantize_q(q, q_tile, SCALE), ROW, assert_trivial=True)
+        q_scale = _quantize_q(q, q_tile, ROTATED, SCALE, BLOCK_D)
+        q_scale = gl.convert_layout(q_scale, ROW, assert_trivial=True)
 
         if not ALONE:
             mbarrier.wait(order.index(wg), (taken + begin) & 1)
@@ -730,9 +761,9 @@ def _hopper_kernel(
     stride_wb, stride_wh, stride_wm, stride_lb, stride_lh, stride_lm,
     heads, H_q, H_kv, N2_q, N2_kv, N_pad, group, whole_tiles,  # heads: B * H_q. N2: 2 N
     D: gl.constexpr, D_V: gl.constexpr, SCALE: gl.constexpr, BAND: gl.constexpr,
-    LISTED: gl.constexpr, MASK: gl.constexpr, SPLIT: gl.constexpr, FP8: gl.constexpr,
-    KEEPS_MAX: gl.constexpr, OWN: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
-    BLOCK_DV: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
+    LISTED: gl.constexpr, MASK: gl.constexpr, SPLIT: gl.constexpr, ROTATED: gl.constexpr,
+    FP8: gl.constexpr, KEEPS_MAX: gl.constexpr, OWN: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid: (programs,), as many as run at once; of one warpgroup, as many as there are tiles.
@@ -770,16 +801,16 @@ def _hopper_kernel(
         gluon_barrier()
         _consumer(
             0, shared, tensors, (K, K_own, K_own_scale, V), of_mask, of_list, strides, shape, D,
-            D_V, SCALE, BAND, LISTED, MASK, SPLIT, FP8, KEEPS_MAX, OWN, BLOCK_N, BLOCK_D, BLOCK_DV,
-            WARPGROUPS, STAGES,
+            D_V, SCALE, BAND, LISTED, MASK, SPLIT, ROTATED, FP8, KEEPS_MAX, OWN, BLOCK_N, BLOCK_D,
+            BLOCK_DV, WARPGROUPS, STAGES,
         )  # fmt: skip
     elif WARPGROUPS == 2:
         gl.warp_specialize([
             (_consumer, (0, shared, tensors, 0, of_mask, of_list, strides, shape, D, D_V, SCALE,
-                         BAND, LISTED, MASK, SPLIT, FP8, KEEPS_MAX, OWN, BLOCK_N, BLOCK_D,
+                         BAND, LISTED, MASK, SPLIT, ROTATED, FP8, KEEPS_MAX, OWN, BLOCK_N, BLOCK_D,
                          BLOCK_DV, WARPGROUPS, STAGES)),
             (_consumer, (1, shared, tensors, 0, of_mask, of_list, strides, shape, D, D_V, SCALE,
-                         BAND, LISTED, MASK, SPLIT, FP8, KEEPS_MAX, OWN, BLOCK_N, BLOCK_D,
+                         BAND, LISTED, MASK, SPLIT, ROTATED, FP8, KEEPS_MAX, OWN, BLOCK_N, BLOCK_D,
                          BLOCK_DV, WARPGROUPS, STAGES)),
             (_producer, ((K, K_own, K_own_scale, V), shared, of_list, shape, BAND, LISTED, SPLIT,
                          FP8, OWN, BLOCK_M, BLOCK_N, BLOCK_DV, STAGES)),
@@ -787,13 +818,13 @@ def _hopper_kernel(
     else:
         gl.warp_specialize([
             (_consumer, (0, shared, tensors, 0, of_mask, of_list, strides, shape, D, D_V, SCALE,
-                         BAND, LISTED, MASK, SPLIT, FP8, KEEPS_MAX, OWN, BLOCK_N, BLOCK_D,
+                         BAND, LISTED, MASK, SPLIT, ROTATED, FP8, KEEPS_MAX, OWN, BLOCK_N, BLOCK_D,
                          BLOCK_DV, WARPGROUPS, STAGES)),
             (_consumer, (1, shared, tensors, 0, of_mask, of_list, strides, shape, D, D_V, SCALE,
-                         BAND, LISTED, MASK, SPLIT, FP8, KEEPS_MAX, OWN, BLOCK_N, BLOCK_D,
+                         BAND, LISTED, MASK, SPLIT, ROTATED, FP8, KEEPS_MAX, OWN, BLOCK_N, BLOCK_D,
                          BLOCK_DV, WARPGROUPS, STAGES)),
             (_consumer, (2, shared, tensors, 0, of_mask, of_list, strides, shape, D, D_V, SCALE,
-                         BAND, LISTED, MASK, SPLIT, FP8, KEEPS_MAX, OWN, BLOCK_N, BLOCK_D,
+                         BAND, LISTED, MASK, SPLIT, ROTATED, FP8, KEEPS_MAX, OWN, BLOCK_N, BLOCK_D,
                          BLOCK_DV, WARPGROUPS, STAGES)),
             (_producer, ((K, K_own, K_own_scale, V), shared, of_list, shape, BAND, LISTED, SPLIT,
                          FP8, OWN, BLOCK_M, BLOCK_N, BLOCK_DV, STAGES)),

@@ -90,10 +90,10 @@ def launch(
     plan_of = _plan if isinstance(q, Tensor) else _plan.__wrapped__
     plan = plan_of(
         device or q.device, q.dtype, q.shape, q.stride(), k.shape, v.dtype, v.shape, v.stride(),
-        out.shape[3], out.stride(), a.band_arguments(), a.scale, a.n_kv, tile,
+        out.shape[3], out.stride(), a.band_arguments(), a.scale_of_codes, a.n_kv, tile,
         None if a.attn_mask is None else (a.attn_mask.shape, a.attn_mask.stride()),
         None if a.blocks.size is None else (a.blocks.kv_num_blocks.shape[:2], list_numbers),
-        keeps_max, own is not None,
+        a.decoded.rotated, keeps_max, own is not None,
     )  # fmt: skip
     part = part_ml = lse  # not touched
     if plan.parts:
@@ -168,7 +168,7 @@ class _Plan:
 @functools.lru_cache(maxsize=4096)
 def _plan(
     device, dtype, q_shape, q_stride, k_shape, v_dtype, v_shape, v_stride, D_v, out_stride,
-    band, scale, n_kv, tile, of_mask, of_lists, keeps_max, has_own,
+    band, scale, n_kv, tile, of_mask, of_lists, rotated, keeps_max, has_own,
 ) -> _Plan:  # fmt: skip
     B, H_q, N_q, D = q_shape
     H_kv, N_pad, BLOCK_D = k_shape[1:]
@@ -205,8 +205,8 @@ def _plan(
         (*doubled(q_stride)[:3], *doubled(out_stride)[:3], *(mask.strides if mask else (0,) * 3),
          *(lists.strides if lists else (0,) * 3),
          B * H_q, H_q, H_kv, 2 * N_q, 2 * n_kv, N_pad, group, whole_tiles,  # shape
-         D, D_v, scale, band, lists is not None, mask is not None, split, fp8, keeps_max,
-         has_own,
+         D, D_v, scale, band, lists is not None, mask is not None, split, rotated, fp8,
+         keeps_max, has_own,
          tile.BLOCK_N, BLOCK_D, BLOCK_DV, tile.warpgroups, tile.num_stages, consumer),  # tile
         dict(num_warps=tile.num_warps, maxnreg=at_launch),
     )  # fmt: skip

@@ -1,0 +1,67 @@
+"""Rotation of q and k: a Hadamard matrix over their channels spreads a strong channel over all.
+
+    R = diag(signs) H,  H[c, r] = (-1)^popcount(c & r),  R R^T = n I
+    q k^T = (q R) (k R)^T / n
+
+H is over blocks of n = rotated_channels(D_pad) channels, the padded ones included: they are 0
+before it. The signs, (-1)^(c0 c1 + c2 c5 + c3 c4) by the bits of the channel c, keep what is the
+same in all channels, or alternates with a bit of c, from falling into one: the Walsh spectrum of
+that quadratic form is flat in six bits.
+
+It is exact in 16-bit numbers: products are numbers, and sums are in fp32. n is left to q's scale,
+and k is halved, so that fp16 holds the difference of any number and a mean.
+
+On the way 16 channels, bits 0, 1, 3 and 4 of c, are one matrix product, and the others butterflies:
+on Hopper a thread of the attention kernel has the channels of bits 2, 5 and 6 in its registers, and
+it is 288 instructions a warpgroup and tile of q (576 by butterflies alone, for 32 channels).
+
+Source: QuaRot (arXiv:2404.00456), for the rotation of keys; here k is smoothed before.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def odd_of(k, n):
+    """Where the 16 x 16 product has -1: of input k and output n, by the bits of both."""
+    odd = k & n
+    odd = odd ^ (odd >> 2)
+    return (odd ^ (odd >> 1) ^ (k & (k >> 1)) ^ ((k >> 2) & (k >> 3))) & 1
+
+
+@triton.jit
+def in_16_bits(x, Like):
+    """x in the dtype that Like points to; in bf16, if that is fp32."""
+    return x.to(tl.bfloat16 if Like.dtype.element_ty == tl.float32 else Like.dtype.element_ty)
+
+
+@triton.jit
+def rotate(x, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """x [ROWS, BLOCK_D] of 16 bits -> x R [ROWS, BLOCK_D] in fp32."""
+    # channel = 128 b + 32 i + 8 t + 4 j + w; of the product k = 4 t + w. b stands beside the rows,
+    # so that of eight warps each has all of i and j.
+    B: tl.constexpr = (BLOCK_D + 127) // 128
+    I: tl.constexpr = BLOCK_D // B // 32
+    x = x.reshape([ROWS, B, I, 4, 2, 4]).permute([2, 4, 1, 0, 3, 5])
+    k = tl.arange(0, 16)
+    h = (1.0 - 2.0 * odd_of(k[:, None], k[None, :]).to(tl.float32)).to(x.dtype)
+    y = tl.dot(x.reshape([ROWS * BLOCK_D // 16, 16]), h)
+    y = butterflies(y.reshape([I // 2, 2, 2, B * ROWS, 16]).permute([0, 3, 4, 1, 2]), I)
+    y = y.reshape([I // 2, B, ROWS, 4, 4, 2, 2]).permute([2, 1, 0, 5, 3, 6, 4])
+    return y.reshape([ROWS, BLOCK_D])
+
+
+@triton.jit
+def butterflies(y, I: tl.constexpr):
+    """The rest of R: y [I / 2, n, 16, 2, 2], the first bit 6 of the channel, the last 5 and 2."""
+    a, b = y.split()
+    a0, a1 = a.split()
+    b0, b1 = b.split()
+    p0, p1 = a0 + b0, a0 - b0
+    q0, q1 = a1 - b1, a1 + b1  # the sign of bits 2 and 5
+    y = tl.join(tl.join(p0 + q0, p0 - q0), tl.join(p1 + q1, p1 - q1))
+    if I == 4:
+        a, b = y.permute([1, 2, 3, 4, 0]).split()
+        y = tl.join(a + b, a - b).permute([4, 0, 1, 2, 3])
+    return y
