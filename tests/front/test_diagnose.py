@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import sage_inductor
 from sage_inductor import Diagnosis, Policy, diagnose, diagnosing, measure, suggest
 from sage_inductor.choose import families, tables
+from sage_inductor.choose.candidates import auto_recipes
 from sage_inductor.choose.cost import Prediction, Sizes
 from sage_inductor.choose.families import Family
 from sage_inductor.diagnose import TOLERANCE
@@ -139,7 +140,7 @@ def test_calls_that_agree_get_one_rule_and_the_table_shows_it():
     assert lines[4].split()[:3] == ["layers.*", "x2", "SDPA"] and lines[5].startswith(
         "relative L1,"
     )
-    assert set(found.shown) == {"sdpa", *BY_SPEED}
+    assert set(found.shown) == {"sdpa", *BY_SPEED, *auto_recipes(None, 32)}
     assert '{"recipe": "auto"}' in str(found) and not found.unmeasured
     assert found.details().count("\n") == 1 + 2 * (len(NAMED) + 1)
     strict = diagnose(Transformer(None, None), tolerance=0.02)(torch.randn(1, 50, 64))
@@ -867,7 +868,7 @@ def test_calls_of_any_number_and_size_are_kept_as_numbers_of_one():
             for N in more:
                 model(torch.randn(1, 2, N, 32), torch.tensor(9))
             alive.append(tensors_alive())
-    assert alive[0] == alive[1]
+    assert alive[1] <= alive[0]
     assert len(found.rows) == 2 and " x1 " in str(found) and not found.unmeasured
 
 
@@ -1031,7 +1032,7 @@ class Called(nn.Module):
 def test_times_of_all_runs_are_predicted_by_the_table_and_told(tmp_path):
     """A row has those of one run."""
     q, k, v = (torch.randn(1, 4, 320, 64) for _ in range(3))
-    model, names = Called(), ["sage2-8b-per-token", "sage2-8b", "sage1"]
+    model, names = Called(), [*auto_recipes(None, 64), "sage1"]
     with diagnosing(model, recipes=names) as found:
         for _ in range(3):
             model(q, k, v)
