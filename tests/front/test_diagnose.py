@@ -71,6 +71,13 @@ def with_an_outlier_channel(q, k, v):
     return q, k, v
 
 
+def with_a_strong_channel(q, k, v):
+    """A channel of k that q does look at."""
+    k = k.clone()
+    k[..., 5] *= 40
+    return q, k, v
+
+
 def with_values_that_cancel(q, k, v):
     """Keys looked at alike, of values +-10 that leave little: an 8-bit v does not."""
     signs = 1 - 2 * (torch.arange(v.shape[2]) % 2)
@@ -152,6 +159,21 @@ def test_calls_that_agree_get_one_rule_and_the_table_shows_it():
     assert only.policy == Policy((Rule("sage2-8b"),))  # of "auto" not all was measured
 
 
+def test_a_layer_with_strong_channels_of_k_gets_a_recipe_that_rotates():
+    def model(q, k, v):
+        q, k, v = with_a_strong_channel(q, k, v)
+        return sdpa(q, k, v)
+
+    found = diagnose(model)(*(torch.randn(1, 2, 200, 64) for _ in range(3)))
+    assert found.suggested == {"": "sage2-8b-rotated"}
+    of = {row.recipe: row.relative_l1 for row in found.rows}
+    for name in BY_SPEED:
+        assert (of[name] <= TOLERANCE) == NAMED[name].rotated, (name, of[name])
+
+
+AUTOS = "sage2-8b-per-token", "sage2-8b"  # of calls that are made up
+
+
 def probe(module: str, *steps: dict[str, float]) -> SimpleNamespace:
     """Of one call with these errors in these steps of a pipeline."""
     errors = {
@@ -159,7 +181,7 @@ def probe(module: str, *steps: dict[str, float]) -> SimpleNamespace:
         for i, each in enumerate(steps)
     }
     site = SimpleNamespace(module=module)
-    return SimpleNamespace(site=site, errors=errors, autos=BY_SPEED[:2])
+    return SimpleNamespace(site=site, errors=errors, autos=AUTOS)
 
 
 def test_no_two_recipes_have_one_rank():
@@ -227,7 +249,7 @@ def test_steps_between_two_that_were_measured_get_the_slower_recipe_of_the_two(s
 
 def place(calls: list[dict[str, float]]) -> int:
     """Of the fastest recipe that is within the tolerance in all of these."""
-    order = [BY_SPEED[:2], *([name] for name in BY_SPEED), []]
+    order = [AUTOS, *([name] for name in BY_SPEED), []]
     serving = (all(c.get(name, 1) <= 0.05 for c in calls for name in names) for names in order)
     return list(serving).index(True)
 
@@ -1075,11 +1097,11 @@ def test_a_policy_takes_the_time_of_what_it_takes():
         whens = [measure.When(None, i) for i in range(2)]
         errors = {"sdpa": 0.001, first: 0.02, second: 0.03, "sage1": 0.01, "sage3": 0.2}
         return SimpleNamespace(
-            site=SimpleNamespace(module=module), autos=BY_SPEED[:2],
+            site=SimpleNamespace(module=module), autos=AUTOS,
             times=dict.fromkeys(whens, times) if times else {}, errors=dict.fromkeys(whens, errors),
         )  # fmt: skip
 
-    first, second = BY_SPEED[:2]
+    first, second = AUTOS
     times = {first: (2.0, 10.0), second: (3.0, 10.0), "sage1": (10.0, 10.0)}
     calls = [call(name, times) for name in ("fast", "slow", "unknown", "off")] + [call("none", {})]
     usual = {"fast": "auto", "slow": "sage1", "unknown": "sage3", "off": "off", "none": "auto"}
