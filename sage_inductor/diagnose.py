@@ -131,7 +131,7 @@ class Diagnosis:
         return list(dict.fromkeys(itertools.chain(self.suggested, *self.by_stage.values())))
 
     def _gain(self) -> str:
-        """ "" if no times are known."""
+        """Empty if no times are known."""
         *_, ms, sdpa_ms = self.totals.get(POLICY, (0.0, 0.0))
         if not sdpa_ms:
             return ""
@@ -276,9 +276,9 @@ def diagnose(
 
     Gradients are off. The model's code, parameters and mode stay as they are, and what a forward
     pass changes it changes. Dynamo's caches are reset. After three seconds stderr shows how many
-    calls are measured (by tqdm, where it is installed). Memory beside the model's own, for as many
-    heads at a time as stay below 16M numbers, at least one of k: several times [H_q / H_kv, N_q,
-    D_v] in float64 and, on CPU, ten times [H_q / H_kv, N_q, N_kv] in fp32.
+    calls are measured (by tqdm, where it is installed). Some heads are measured at a time: one of
+    k, or more while a tensor has at most 16M numbers. Memory beside the model's own: several times
+    [H_q / H_kv, N_q, D_v] in float64 and, on CPU, ten times [H_q / H_kv, N_q, N_kv] in fp32.
 
     Raises ValueError for unknown recipes, a tolerance that is not a positive number, or a model
     that makes no attention call; OSError, before the model runs, if `path` cannot be written.
@@ -310,16 +310,16 @@ def diagnosing(
     """``with diagnosing(model) as found:`` measures the calls of `model` in the block as `diagnose`
     does, on the inputs that they get there. When the block has ended, `found` is the Diagnosis.
 
-    model: a module that the block calls, such as ``pipe.transformer``. every: of so many calls of
-    it the first is measured, the others run as they are. recipes, path, tolerance: see `diagnose`.
-    With ``callback_on_step_end=sage_inductor.Schedule()`` errors are given for each step that is
-    measured, and a stage "edge" is suggested as by `diagnose`.
+    model: a module that the block calls, such as ``pipe.transformer``. every: with 10, each tenth
+    call is measured, from the first on. recipes, path, tolerance: see `diagnose`. With
+    ``callback_on_step_end=sage_inductor.Schedule()`` errors are given for each measured step, and a
+    stage "edge" is suggested as by `diagnose`.
 
-    In the block, nothing else is compiled: what is, runs in eager. Gradients are as the block has
-    them. The memory is that of `diagnose`, however many calls there are: of a call that is measured
-    again the worst errors are kept, and those of each step of a Schedule.
+    All else in the block runs in eager, also what is compiled. Gradients are as the block has them.
+    The memory is that of `diagnose`, however many calls there are: the worst errors of each
+    attention call are kept, and those of each step of a Schedule.
 
-    An error inside the block is passed on, with `found` as far as it got, and no policy is written.
+    If the block raises, `found` has what was measured before, and no policy is written.
     Raises TypeError if model is no nn.Module; ValueError, beside those of `diagnose`, if the block
     does not call the model, or every is less than 1; RuntimeError in a block of the same model, of
     a part of it, or of a model around it.
@@ -327,7 +327,7 @@ def diagnosing(
     if not isinstance(model, nn.Module):
         raise TypeError(
             "diagnosing: model must be an nn.Module that the block calls, such as "
-            f"pipe.transformer, got {type(model)}; what is none: diagnose(function)(*args)"
+            f"pipe.transformer, got {type(model)}; a function takes diagnose(function)(*args)"
         )
     if not (isinstance(every, int) and every >= 1):
         raise ValueError(f"diagnosing: every must be a number of calls from 1 on, got {every!r}")
@@ -395,8 +395,10 @@ def _measuring(
     def measuring() -> Iterator[tuple[Diagnosis, Measured]]:
         measured, found = Measured(named), Diagnosis((), (), {}, tolerance, ())
         try:
-            run_graphs = op_by_op(measured.see)
-            with run_graphs as measured.op_by_op, torch.compiler.config.patch(UNLIMITED):
+            with (
+                op_by_op(measured.see) as measured.op_by_op,
+                torch.compiler.config.patch(UNLIMITED),
+            ):
                 yield found, measured
         finally:
             vars(found).update(vars(_diagnosis(measured, tolerance, recipes is None)))

@@ -93,9 +93,9 @@ class Found:
 
 
 class Measured:
-    """What is kept of all attention calls. A call is known again by its module, its node's name
-    and, where modules have no name, by the order of its graphs in a run: a graph that Dynamo makes
-    again, of other sizes, adds nothing."""
+    """What is kept of all attention calls. A call's key is its module, its node's name and, since
+    modules may have no name, its number among the calls of these names in a run. So a graph that
+    Dynamo makes again, for other sizes, adds no call."""
 
     def __init__(self, recipes: tuple[str, ...]):
         self.recipes = recipes
