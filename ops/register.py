@@ -27,19 +27,18 @@ _library = torch.library.Library("sage", "FRAGMENT")
 
 
 def opaque(
-    name: str, function: Callable, fake: Callable, launch: Callable | None
+    name: str, function: Callable, fake: Callable, launch: Callable, in_packages: bool = True
 ) -> compat.OpOverload:
     """The op ``sage::name``, which Inductor does not look into and `function` computes on CUDA; its
-    schema is the function's. launch: `Launches`'s; None: each call goes through Python. Not by
-    custom_op, whose wrappers cost 43 us a call on an H200's host, more than a launch."""
+    schema is the function's. launch, in_packages: `Launches`'s. Not by custom_op, whose wrappers
+    cost 43 us a call on an H200's host, more than a launch."""
     schema = torch.library.infer_schema(function, mutates_args=())
     torch.library.define(f"sage::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.impl(f"sage::{name}", "cuda", function)
     torch.library.register_fake(f"sage::{name}", fake)
     op = getattr(torch.ops.sage, name).default
     OPAQUE.add(op)
-    if launch is not None:
-        LAUNCHES[op] = Launches(launch, in_packages=True)
+    LAUNCHES[op] = Launches(launch, in_packages)
     return op
 
 

@@ -20,6 +20,7 @@ Shapes: B batch, H_q and H_kv heads, N_q and N_kv sequence, D head_dim (D_v of v
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -231,7 +232,7 @@ def compose(call: SdpaCall) -> tuple[Tensor, Tensor]:
     correction = lse, call.q, k_mean, call.scale
     if call.portable or call.q.device.type == "cpu":
         return out, unsmoothed_lse(*correction)
-    return out, unsmoothed_lse_opaque(*correction)
+    return out, *unsmoothed_lse_opaque(*correction)
 
 
 def attend(call: SdpaCall) -> tuple[Tensor, Tensor, Tensor]:
@@ -282,8 +283,14 @@ def unsmoothed_lse(lse: Tensor, q: Tensor, k_mean: Tensor, scale: float) -> Tens
     return lse + scale * (group * k_mean[:, :, None, None]).sum(-1).flatten(1, 2)
 
 
-def _unsmoothed_lse_opaque(lse: Tensor, q: Tensor, k_mean: Tensor, scale: float) -> Tensor:
-    return launch_unsmooth(lse, q, k_mean, scale, launch_cached)
+def _unsmoothed_lse_opaque(lse: Tensor, q: Tensor, k_mean: Tensor, scale: float) -> list[Tensor]:
+    """One tensor. (replay.py returns those of an op as a list.)"""
+    return [launch_unsmooth(lse, q, k_mean, scale, launch_cached)]
+
+
+def launched_lse(given: dict, run: Callable, _gpu) -> list[Tensor]:
+    """What `unsmoothed_lse_opaque` launches, of tensors on meta, by `run`."""
+    return [launch_unsmooth(**given, run=run)]
 
 
 # lse is rarely read. One opaque op instead of 8 aten ops saves 1 s of 20 s of tracing (24 layers),
@@ -291,8 +298,9 @@ def _unsmoothed_lse_opaque(lse: Tensor, q: Tensor, k_mean: Tensor, scale: float)
 unsmoothed_lse_opaque = opaque(
     "unsmoothed_lse",
     _unsmoothed_lse_opaque,
-    lambda lse, *_: torch.empty_like(lse),
-    None,  # replay.cpp knows no float, which the scale is; in packages aten computes it
+    lambda lse, *_: [torch.empty_like(lse)],
+    launched_lse,
+    in_packages=False,  # aten computes it there
 )
 
 

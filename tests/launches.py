@@ -24,6 +24,7 @@ from sage_inductor.ops.compile import Compilation
 from sage_inductor.ops.formats import pad_head_dim
 from sage_inductor.ops.quantize import op as preparation
 from sage_inductor.ops.recipe import NAMED
+from sage_inductor.ops.sdpa import launched_lse
 from sage_inductor.ops.training import rowscaled
 from sage_inductor.ops.visibility import BlockLists
 
@@ -373,6 +374,18 @@ def train(
     return found | {"v_mean": v_mean, "n_kv": N_kv} | last
 
 
+def correct(
+    B: Facts, N_q: Facts, N_kv: Facts, D: int, heads=(16, 16), layout: str = "bnhd"
+) -> dict:
+    """The arguments of unsmoothed_lse."""
+    f = Facts.of
+    H_q, H_kv = map(f, heads)
+    q = B, H_q, N_q, f(D)
+    lse, k_mean = (contiguous(torch.float32, *shape) for shape in (q[:3], (B, H_kv, f(D))))
+    q = tensor(torch.bfloat16, q, strides(layout, q))
+    return {"lse": lse, "q": q, "k_mean": k_mean, "scale": -(D**-0.5)}
+
+
 ANY, SHORT = Facts(1, math.inf), Facts(1, 32768)
 FP8, BITS16 = "sage2-8b-per-token", "sage1-per-token"
 CAUSAL = {"right": 0}
@@ -431,12 +444,17 @@ TRAINED = {
         dict(D=72, heads=(5, 5), layout="unaligned", backward=True, out_bnhd=False),
     ),
 }  # fmt: skip
-CALLS = ATTENTION | QUANTIZE | TRAINED
+CORRECTED = {
+    "lse": (Facts(1, 64), SHORT, dict(D=128, heads=(32, 8))),
+    "lse_72": (Facts(1, 64), SHORT, dict(D=72, heads=(5, 5), layout="every_other")),
+}
+CALLS = ATTENTION | QUANTIZE | TRAINED | CORRECTED
 LENGTHS = 1, 2, 5, 77, 128, 1000, 2047, 2048, 3584, 6143, 6144, 16000
 
 
 def arguments(name: str, *sizes: Facts) -> dict:
-    of = train if name in TRAINED else attention if name in ATTENTION else quantize
+    ofs = (ATTENTION, attention), (QUANTIZE, quantize), (TRAINED, train), (CORRECTED, correct)
+    of = next(of for names, of in ofs if name in names)
     return of(*sizes, **CALLS[name][2])
 
 
@@ -449,6 +467,8 @@ def launch_of(name: str):
     if name in TRAINED:
         backward = "backward" in name
         return rowscaled.launched_backward if backward else rowscaled.launched
+    if name in CORRECTED:
+        return launched_lse
     return select.launched if name in ATTENTION else preparation.launched
 
 

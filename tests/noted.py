@@ -5,7 +5,6 @@ restates a kernel's arguments. Strides are multiples of 16 elements, lengths are
 """
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
 from unittest import mock
 
@@ -48,15 +47,7 @@ def launches(call: Callable, capability: tuple[int, int], *args, **kwargs) -> li
 
 
 def compilation_of(launch: Launch) -> Compilation:
-    """`describe` knows of no number that is not whole."""
-    of_float = [
-        type(x) is float and not parameter.is_constexpr
-        for parameter, x in zip(launch.kernel.params, launch.arguments)
-    ]
-    whole = (2 if is_float else x for is_float, x in zip(of_float, launch.arguments))
-    found = describe(launch.kernel, [*whole], launch.options)
-    types = ("fp32" if is_float else x for is_float, x in zip(of_float, found.types))
-    return dataclasses.replace(found, types=tuple(types))
+    return describe(launch.kernel, launch.arguments, launch.options)
 
 
 def written(found: list[Launch]) -> list[tuple]:

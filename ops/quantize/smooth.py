@@ -304,8 +304,8 @@ def _unsmooth_kernel(
     K_mean,  # [B, H_kv, D] in, fp32
     Out,  # [B, H_q, N] out, fp32
     stride_b, stride_h, stride_n, stride_d,
-    H_q, H_kv, N, scale,
-    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    H_q, H_kv, N,
+    SCALE: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Grid: (B * H_q * N / BLOCK_N,)."""
     blocks = tl.cdiv(N, BLOCK_N)
@@ -314,7 +314,7 @@ def _unsmooth_kernel(
     d = tl.arange(0, BLOCK_D)
     b, h = head // H_q, head % H_q
     mean = K_mean + (b * H_kv + h // (H_q // H_kv)) * D + d
-    mean = tl.load(mean, mask=d < D, other=0.0) * scale
+    mean = tl.load(mean, mask=d < D, other=0.0) * SCALE
     q = Q + b * (stride_b // 2) + h * (stride_h // 2) + n.to(tl.int64)[:, None] * (stride_n // 2)
     q = q + d.to(tl.int64)[None, :] * stride_d
     q = tl.load(q, mask=(n < N)[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
@@ -334,7 +334,8 @@ def launch_unsmooth(
         _unsmooth_kernel,
         (B * H_q * triton.cdiv(N, BLOCK_N),),
         (lse, q, k_mean, out),
-        (*doubled(q.stride()), H_q, k_mean.shape[1], N, scale,  # shape
+        (*doubled(q.stride()), H_q, k_mean.shape[1], N,  # shape
+         scale,  # semantics
          D, BLOCK_N, BLOCK_D),  # tile
     )  # fmt: skip
     return out

@@ -22,6 +22,7 @@ import pytest
 import torch
 from launches import (
     ATTENTION,
+    CORRECTED,
     KINDS,
     PROCESSORS,
     QUANTIZE,
@@ -50,6 +51,7 @@ from sage_inductor.ops.quantize import op as preparation
 from sage_inductor.ops.quantize.op import _quantize_kv_opaque, empty_kv, quantize_kv_opaque
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.register import LAUNCHES
+from sage_inductor.ops.sdpa import _unsmoothed_lse_opaque, launched_lse, unsmoothed_lse_opaque
 from sage_inductor.ops.training import rowscaled
 
 TRITONS = {9: 10}  # Triton's number of bf16, by the driver's
@@ -141,7 +143,7 @@ class Site:
         return found._replace(made={})  # of one tensor these are parts
 
 
-@pytest.mark.parametrize("name", [*ATTENTION, *QUANTIZE, *TRAINED])
+@pytest.mark.parametrize("name", [*ATTENTION, *QUANTIZE, *TRAINED, *CORRECTED])
 def test_cpp_launches_what_python_launched(name, module, monkeypatch):
     rng = random.Random(name)
     for _ in range(60 if has_every_variant() else 30):
@@ -159,6 +161,7 @@ TRAINING = rowscaled.rowscaled, rowscaled.rowscaled_backward
 OPS = {  # name -> the op, and the function that it is of
     **dict.fromkeys([*ATTENTION, "idle"], (attention_opaque, _attention_opaque)),
     **dict.fromkeys(QUANTIZE, (quantize_kv_opaque, _quantize_kv_opaque)),
+    **dict.fromkeys(CORRECTED, (unsmoothed_lse_opaque, _unsmoothed_lse_opaque)),
     **{
         name: (op._opoverload, op._init_fn)
         for name in TRAINED
@@ -299,6 +302,10 @@ def on_cpu(with_torch, monkeypatch):
         asked.append("attention")
         return AttentionCall(*args).empty_outputs()
 
+    def correct(lse, *_):
+        asked.append("unsmoothed_lse")
+        return [torch.empty_like(lse)]
+
     built = concurrent.futures.Future()
     built.set_result(with_torch.python)
     monkeypatch.setattr(replay, "library", lambda: built)
@@ -313,6 +320,7 @@ def on_cpu(with_torch, monkeypatch):
     with torch.library._scoped_library("sage", "IMPL") as lib:
         lib.impl("quantize_kv_opaque", quantize, "CPU")
         lib.impl("attention_opaque", attention, "CPU")
+        lib.impl("unsmoothed_lse", correct, "CPU")
         yield asked
     with_torch.written()
 
@@ -332,6 +340,12 @@ def layers(q, k, v):
     return *layer(out, k, v), lse
 
 
+def corrected(q, k, v):
+    """lse of the keys before they were smoothed."""
+    out, lse = layer(q, k, v)
+    return out, *unsmoothed_lse_opaque(lse, q, k.float().mean(2), 0.125)
+
+
 def of_python(model, *inputs) -> calls.Plan:
     """What it launches."""
     names = [f"x{i}" for i in range(len(inputs))]
@@ -344,9 +358,13 @@ def of_python(model, *inputs) -> calls.Plan:
         def attention(*args):
             return select.launched(AttentionCall(*args)._asdict(), run, gpu)
 
+        def correct(*args):
+            return launched_lse(dict(zip(("lse", "q", "k_mean", "scale"), args)), run, gpu)
+
         with mock.patch.multiple(
-            sys.modules[__name__], quantize_kv_opaque=quantize, attention_opaque=attention
-        ):
+            sys.modules[__name__], quantize_kv_opaque=quantize, attention_opaque=attention,
+            unsmoothed_lse_opaque=correct,
+        ):  # fmt: skip
             return model(*given.values())
 
     like = {name: Tensor(x.dtype, x.shape, x.stride()) for name, x in zip(names, inputs)}
@@ -374,15 +392,14 @@ def check_launches(module: Module, inputs, expected: calls.Plan) -> None:
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("model", [layer, layers])
+@pytest.mark.parametrize("model", [layer, layers, corrected])
 def test_a_compiled_model_replays_what_it_launched(model, dynamic, with_torch, on_cpu):
     run = torch.compile(model, dynamic=dynamic, fullgraph=True)
     sizes = [(3, 100), (4, 640), (5, 1600)] if dynamic else [(2, 100)]
     inputs = [draw(*size) for size in sizes]
     _, (code,) = run_and_get_code(run, *inputs[0])
-    assert (
-        len(re.findall(r"^sage_\d+ = Replay\(torch\.ops\.sage\.\w+\.default\)$", code, re.M)) == 2
-    )
+    replays = re.findall(r"^sage_\d+ = Replay\(torch\.ops\.sage\.\w+\.default\)$", code, re.M)
+    assert len(replays) == 2 + (model is corrected)
     torch._dynamo.reset()
     on_cpu.clear()
     # Equal layers share what is noted: the second layer's first call is the second of its kind.

@@ -194,7 +194,7 @@ def test_lse_of_the_keys_before_they_were_smoothed(runner, case):
     for x in (q, q.mT.contiguous().mT):
         expected = unsmoothed_lse(lse.double(), x.double(), k_mean.double(), -0.3)
         if runner is GPU:
-            found = torch.ops.sage.unsmoothed_lse(lse, x, k_mean, -0.3)
+            (found,) = torch.ops.sage.unsmoothed_lse(lse, x, k_mean, -0.3)
         else:
             found = launch_unsmooth(lse, x, k_mean, -0.3)
         assert_close(found, expected.float(), rtol=1e-5, atol=1e-4)
