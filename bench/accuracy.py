@@ -165,7 +165,6 @@ IN_SHORT = {
     "bf16 SDPA": "exact attention in bf16 (cuDNN)",
     "sage2-8b-rotated": "`sage2-8b-rotated`, the default on Hopper",
     "sage2-8b-per-token": "`sage2-8b-per-token`, the same without rotation",
-    "sage2-8b": "`sage2-8b`, the default on sm_89 and sm_12x",
     "sage1-rotated": "`sage1-rotated`, the most accurate",
     "comfy-kitchen op": "comfy-kitchen's INT8, rotated too",
 }

@@ -324,7 +324,7 @@ def lengths_of(kinds: Collection[str]) -> str:
     for gpu in sorted(tables.built_in().keys() - tables.ALIKE.keys()):
         table = tables.built_in()[gpu]
         families = {
-            each: FP8_BACKWARD if each.kind in cost.TRAINED else "sage2-8b-per-token"
+            each: FP8_BACKWARD if each.kind in cost.TRAINED else "sage2-8b-rotated"
             for each in table.families
             if each.kind in kinds
         }
