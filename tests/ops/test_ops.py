@@ -491,6 +491,8 @@ def test_recipes_encode_to_what_decodes_to_them():
         with pytest.raises(ValueError, match=message):
             Recipe(granularity, "fp8", qk="int4")
     for wrong, field in (
+        (("per_token", "fp8", "fp8", True), "rotated"),
+        (("per_thread", "fp8", "int4", True), "rotated"),
         (("per_token", "nvfp4", "nvfp4"), "granularity"),
         (("per_16", "fp8", "int8"), "granularity"),
         (("per_16", "nvfp4", "int8"), "qk"),

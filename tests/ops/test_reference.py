@@ -76,6 +76,35 @@ def test_fp8_q_and_k_use_the_whole_format_and_round_once_more_to_nearest_even():
         assert x_8bit.float().abs().amax() == 448 and not x_8bit[:, :, 130:].float().any()
 
 
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_a_rotation_is_orthogonal_and_spreads_what_is_strong_or_alike(D):
+    """One channel over all of its 128, equally; and what all channels have, or every other one, of
+    a power of two, over more than a fifth of them."""
+    n = formats.rotated_channels(D)
+    matrix = reference.rotate(torch.eye(D).bfloat16())
+    assert_close(matrix @ matrix.mT, n * torch.eye(D), rtol=0, atol=0)
+    assert matrix.abs().sum(1).eq(n).all() and matrix.abs().max() == 1
+    alternating = 1.0 - 2.0 * (torch.arange(D) >> torch.arange(8)[:, None] & 1)
+    assert reference.rotate(alternating.bfloat16()).abs().max() <= n**0.5 * 2**0.5
+
+
+@pytest.mark.parametrize(
+    "D, dtype",
+    [(128, torch.bfloat16), (64, torch.float16), (80, torch.float32), (200, torch.bfloat16)],
+)
+def test_rotation_takes_a_strong_channel_out_of_the_error(D, dtype):
+    """In head_dims that fill the kernels' channels and that do not."""
+    q, k, v = (x.to(dtype) for x in qkv(D=D))
+    k[..., 5] *= 30
+    exact, exact_lse = exactly(q.double(), k.double(), v.double(), False, D**-0.5)
+    error = {}
+    for recipe in ("sage1-per-token", "sage1-rotated"):
+        out, lse = sdpa(q, k, v, False, D**-0.5, recipe)
+        error[recipe] = relative_l1(out, exact), (lse - exact_lse).abs().mean().item()
+    (plain, plain_lse), (rotated, rotated_lse) = error.values()
+    assert 3 * rotated < plain and rotated_lse < plain_lse
+
+
 def test_int4_is_packed_two_to_a_byte_and_fills_its_range():
     codes = torch.randint(-7, 8, (2, 3, 64)).to(torch.int8)
     packed = reference.pack(codes)
