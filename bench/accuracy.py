@@ -79,8 +79,8 @@ def granularities(qk: str) -> dict[str, Technique]:
     return variants(base, **{name: {"granularity": name} for name in GRANULARITIES})
 
 
-def tables(D: int, recipes: Sequence[str] = tuple(PRESETS)) -> dict[str, Table]:
-    """All of them, for a head_dim; that of recipes with these names of PRESETS."""
+def tables(D: int, recipes: Sequence[str] = ()) -> dict[str, Table]:
+    """All of them, for a head_dim; that of recipes with these names of PRESETS, or all."""
     fp16 = dataclasses.replace(SMOOTH_QK, pv="fp16", v_scale=None)
     smoothings = {"none": {}, "k": {"smooth_k": "mean"},
                   "q+k": {"smooth_q": True, "smooth_k": "mean"}}  # fmt: skip
@@ -143,7 +143,7 @@ def tables(D: int, recipes: Sequence[str] = tuple(PRESETS)) -> dict[str, Table]:
         ),
         "recipes": Table(
             "Recipes (capitals: the papers'; the others: ours)",
-            {"bf16 SDPA": None, **{name: PRESETS[name] for name in recipes}},
+            {"bf16 SDPA": None, **{name: PRESETS[name] for name in recipes or PRESETS}},
         ),
     }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""What every recipe computes, to the bit: a hash of out and lse for each of some 300 calls.
+"""What every recipe computes, to the bit: a hash of out and lse for each of some 400 calls.
 
 $ python bench/fingerprint.py --out before.json       # at one commit
 $ python bench/fingerprint.py --compare before.json   # at another, on the same GPU

@@ -28,6 +28,7 @@ from sage_inductor.ops.sdpa import launched_lse
 from sage_inductor.ops.training import rowscaled
 from sage_inductor.ops.visibility import BlockLists
 
+FP8, BITS16 = "sage2-8b-per-token", "sage1-per-token"
 PROCESSORS = 132, 1, 78, 114  # of the fake driver's devices
 KINDS = {torch.uint8: 0, torch.int8: 1, torch.int32: 3, torch.float16: 5, torch.float32: 6,
          torch.bool: 11, torch.bfloat16: 15, torch.float8_e4m3fn: 24}  # fmt: skip
@@ -334,7 +335,7 @@ def attention(
 
 def quantize(
     B: Facts, N_q: Facts, N_kv: Facts, D: int, D_v: int | None = None, heads: int = 16,
-    layout: str = "bnhd", visible: str | None = None, dtype=torch.bfloat16,
+    layout: str = "bnhd", visible: str | None = None, dtype=torch.bfloat16, recipe: str = FP8,
 ) -> dict:  # fmt: skip
     """The arguments of quantize_kv_opaque. D_v 0: k alone."""
     f, one = Facts.of, Facts.of(1)
@@ -344,7 +345,7 @@ def quantize(
         "k": tensor(dtype, k, strides(layout, k)),
         "v": None if D_v == 0 else tensor(dtype, v, strides(layout, v)),
         "visible": contiguous(torch.uint8, *shown[visible]) if visible else None,
-        "recipe": NAMED["sage2-8b-per-token"].encode(),
+        "recipe": NAMED[recipe].encode(),
     }
 
 
@@ -387,7 +388,6 @@ def correct(
 
 
 ANY, SHORT = Facts(1, math.inf), Facts(1, 32768)
-FP8, BITS16 = "sage2-8b-per-token", "sage1-per-token"
 CAUSAL = {"right": 0}
 ATTENTION = {  # name -> B, N, the others of `attention`
     "full": (Facts(1, 64), SHORT, dict(recipe=FP8, D=128, out_bnhd=True)),
@@ -407,6 +407,7 @@ ATTENTION = {  # name -> B, N, the others of `attention`
     "b16": (Facts(1, 64), SHORT, dict(recipe=BITS16, D=128, v="chunked", out_bnhd=True)),
     "b16_causal": (Facts(1, 64), SHORT, dict(recipe=BITS16, D=64, heads=(32, 8), v="apart", **CAUSAL)),
     "b16_unaligned": (Facts(1, 64), SHORT, dict(recipe=BITS16, D=64, v="unaligned")),
+    "rotated": (Facts(1, 64), SHORT, dict(recipe="sage2-8b-rotated", D=80, heads=(32, 8), **CAUSAL)),
     "b16_72": (Facts(1, 64), SHORT, dict(recipe=BITS16, D=72, heads=(5, 5), dtype=torch.float16)),
     "keys": (Facts(1, 64), SHORT, dict(recipe=FP8, D=128, mask="keys", out_bnhd=True)),
     "rows": (Facts.of(2), SHORT, dict(recipe=FP8, D=64, mask="rows")),
@@ -427,6 +428,7 @@ QUANTIZE = {
     "kv_batch": (Facts(1, 64), SHORT, dict(D=128, visible="batch")),
     "kv_one": (Facts(1, 64), SHORT, dict(D=128, visible="one", layout="every_other")),
     "kv_all": (Facts.of(2), SHORT, dict(D=64, visible="all")),
+    "kv_rotated": (Facts(1, 64), SHORT, dict(D=72, heads=5, recipe="sage2-8b-rotated")),
     "k_batch": (Facts(1, 64), SHORT, dict(D=128, D_v=0, visible="batch")),
 }
 TRAINED = {

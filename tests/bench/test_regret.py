@@ -123,7 +123,7 @@ def test_the_pass_decides_each_call_and_says_what_is_timed(seed, h200):
         band = Band(*call.window) if call.window else CAUSAL if call.kind == "causal" else FULL
         keys = (call.B, 1, 1, call.N_kv) if call.kind == "keys" else None
         assert (case.shape.band, case.shape.mask) == (band, keys) and case.shape.device == CUDA
-        assert {each.recipe for each in case.candidates} >= {"sage2-8b-per-token", "sage2-8b"}
+        assert {each.recipe for each in case.candidates} >= {"sage2-8b-rotated", "sage2-8b"}
         assert site.rewritten or site.reason.startswith("never slower")
         assert regret.taken(site, case) in (None, *case.candidates)
 
@@ -165,17 +165,17 @@ def test_where_no_tile_is_decided_the_tables_is_taken(h200):
     site, case = regret.plan(LONG, CUDA)[1:]
     assert site.rewritten and site.decision.warpgroups is None
     tiles_of = {each.warpgroups for each in case.candidates if each.recipe == site.recipe}
-    assert regret.taken(site, case) == Candidate("sage2-8b-per-token", 3) and tiles_of == {1, 2, 3}
+    assert regret.taken(site, case) == Candidate("sage2-8b-rotated", 3) and tiles_of == {1, 2, 3}
     short = regret.Call(8, 32, 32, 1024, 1024, 64, "full", None, "bfloat16")
     case = regret.plan(short, CUDA).case
-    assert regret.taken(site, case) == Candidate("sage2-8b-per-token", 1)
+    assert regret.taken(site, case) == Candidate("sage2-8b-rotated", 1)
     assert regret.taken(regret.plan(SHORT, CUDA).site, case) is None
 
 
 TABLE, OTHER, TRITON = (
-    Candidate("sage2-8b-per-token", 3), Candidate("sage2-8b-per-token", 2), Candidate("sage2-8b"),
+    Candidate("sage2-8b-rotated", 3), Candidate("sage2-8b-rotated", 2), Candidate("sage2-8b"),
 )  # fmt: skip
-ALONE, CUDNN = Candidate("sage2-8b-per-token", 1), "CUDNN_ATTENTION"
+ALONE, CUDNN = Candidate("sage2-8b-rotated", 1), "CUDNN_ATTENTION"
 SDPA = {CUDNN: 2.0, "FLASH_ATTENTION": 3.0}
 
 

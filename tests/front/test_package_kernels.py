@@ -87,6 +87,7 @@ CALLS = {
     "256": Attention(4, 4, 256),
     "16-bit": Attention(recipe="sage1-per-token"),
     "16-bit-64": Attention(16, 4, 64, is_causal=True, recipe="sage1-per-token"),
+    "rotated": Attention(16, 4, 72, recipe="sage2-8b-rotated"),
     "per-thread": Attention(recipe="sage2-8b"),
     "per-block": Attention(recipe="sage1"),
     "keys": Attention(mask="keys"),
