@@ -550,7 +550,7 @@ def test_ranks_choose_by_the_times_of_one_of_them(ranks):
     of_ranks = ([9, 8], (1.0, 2.0)), ([8, 9, 10], (2.0, 1.0))
     found, other = ranks(benchmarked, *of_ranks)
     assert found == other
-    assert "Candidate(recipe='sage2-8b-rotated', warpgroups=3)" in found[0]
+    assert "Candidate(recipe='sage2-8b-per-token', warpgroups=3)" in found[0]
 
 
 # -- DTensors ----
