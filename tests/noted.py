@@ -149,9 +149,9 @@ def sdpa(recipe: str, traced: bool = False, **given) -> None:
         attend(sdpa_call(recipe, **given))
 
 
-def hopper(tile: tiles.Tile, pv: str, **given) -> None:
+def hopper(tile: tiles.Tile, pv: str, rotated: bool = False, **given) -> None:
     """As `attend`, by this tile of the Hopper kernel."""
-    recipe = {"fp8": "sage2-8b-per-token", "16bit": "sage1-per-token"}[pv]
+    recipe = {"fp8": "sage2-8b", "16bit": "sage1"}[pv] + ("-rotated" if rotated else "-per-token")
     select._hopper().launch(inputs_of(sdpa_call(recipe, **given))[0], tile, launch_cached)
 
 

@@ -248,6 +248,25 @@ def test_hopper_kernel_keeps_its_tiles_in_registers(pv, head_dim, warpgroups, ki
 
 
 @picked(
+    ("fp8", 128, 1), ("fp8", 256, 2), tritons=[("fp8", 64, 1)],
+    where=lambda pv, head_dim, warpgroups: (pv, head_dim, False, warpgroups) in TILES_OF_HOPPER,
+    pv=["fp8", "16bit"], head_dim=[64, 128, 256], warpgroups=[1, 2, 3],
+)  # fmt: skip
+def test_rotation_leaves_the_loops_as_they_are(pv, head_dim, warpgroups):
+    """It exchanges nothing between threads: 16 channels are one product of registers."""
+    tile = TILES_OF_HOPPER[pv, head_dim, False, warpgroups]
+    plain, rotated = (
+        hopper_of(tile, pv, D=head_dim, rotated=rotated).asm for rotated in (False, True)
+    )
+    products = rotated["ptx"].count("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32")
+    assert products == warpgroups * head_dim // 8
+    assert rotated["ptx"].count("shfl.sync") == plain["ptx"].count("shfl.sync")
+    loops = [loops_over_keys(each["cubin"]) for each in (plain, rotated)]
+    for before, after in zip(*loops, strict=True):
+        assert abs(len(after) - len(before)) <= 8 and spilled(after) <= spilled(before)
+
+
+@picked(
     ("fp8", 128, "none", (256, 192)), ("16bit", 128, "both", (64, 64)),
     where=lambda pv, head_dim, band, blocks: (
         (band == "none" or head_dim == 128)
