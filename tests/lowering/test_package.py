@@ -120,7 +120,9 @@ _HOPPER, _PORTABLE, _SPLIT = "_hopper_kernel", "_attention_kernel", "_combine_ke
 _OF_LISTS = "_list_tiles_kernel", "_rank_tiles_kernel"
 _OF_MASK = "_pack_mask_kernel", *_OF_LISTS
 KERNELS = {
-    **dict.fromkeys(["causal", "repeated", "d256", "b16_causal", "window", "bottom_right"], {_HOPPER}),
+    **dict.fromkeys(
+        ["causal", "repeated", "rotated", "d256", "b16_causal", "window", "bottom_right"], {_HOPPER}
+    ),
     "keys": {_HOPPER, *_OF_MASK},
     "rows": {_HOPPER, _PORTABLE, *_OF_MASK},
     "keys_256": {_HOPPER, *_OF_MASK},
@@ -135,7 +137,7 @@ KERNELS = {
     ),
     **dict.fromkeys(["k", "k_batch"], {"_estimate_kernel", "_quantize_k_kernel"}),
     **dict.fromkeys(
-        ["kv", "kv_far", "kv_72", "kv_256", "kv_batch", "kv_one", "kv_all"],
+        ["kv", "kv_far", "kv_72", "kv_256", "kv_batch", "kv_one", "kv_all", "kv_rotated"],
         {"_estimate_kernel", "_quantize_kv_kernel", "quantize_v_again_kernel"},
     ),
 }  # fmt: skip
