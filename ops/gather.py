@@ -214,9 +214,9 @@ def _gather_prepared(k: Tensor, v: Tensor, shards: Shards, group, recipe: str) -
     """What one device makes of the k and v of all ranks."""
     parts, k_mean, v_mean, v_amax = _statistics(k, v, shards, group)
     r, (B, H, _, D), D_v = decode(recipe), k.shape, v.shape[3]
-    M = shards.most(shards.blocks)
-    specs = [
-        ((B, H, M * K_BLOCK, D), torch.uint8), ((B, H, M, 1), torch.float32),
+    M, width = shards.most(shards.blocks), pad_head_dim(D) if r.rotated else D
+    specs = [  # a rotated row of k fills the channels that pad it
+        ((B, H, M * K_BLOCK, width), torch.uint8), ((B, H, M, 1), torch.float32),
         ((B, H, D_v, M * K_BLOCK), torch.uint8),
     ]  # fmt: skip
     mine = _message(specs, k.device)
@@ -229,12 +229,12 @@ def _gather_prepared(k: Tensor, v: Tensor, shards: Shards, group, recipe: str) -
     for rank in range(group.size()):
         first, count = shards.first_block(rank), shards.blocks(rank)
         rows, n = slice(first * K_BLOCK, (first + count) * K_BLOCK), count * K_BLOCK
-        _copy(k_codes[:, :, rows, :D], k_parts[rank, :, :, :n])
+        _copy(k_codes[:, :, rows, :width], k_parts[rank, :, :, :n])
         k_scale[:, :, first : first + count] = scale_parts[rank, :, :, :count]
         _copy(v_codes[:, :, :D_v, rows], v_parts[rank, :, :, :, :n])
     end = shards.first_block(group.size()) * K_BLOCK
     for padding in (
-        k_codes[..., D:], k_codes[:, :, end:], v_codes[:, :, D_v:], v_codes[..., end:]
+        k_codes[..., width:], k_codes[:, :, end:], v_codes[:, :, D_v:], v_codes[..., end:]
     ):  # fmt: skip
         padding.zero_()
     k_codes, v_codes = k_codes.view(r.of_qk.dtype), v_codes.view(r.of_pv.dtype)
@@ -283,7 +283,7 @@ def _quantize(
     parts: list[tuple[Tensor, Tensor]], k_mean: Tensor, v_mean: Tensor, v_amax: Tensor, recipe: str,
     k_bytes: Tensor, k_scale: Tensor, v_bytes: Tensor,
 ) -> None:  # fmt: skip
-    """The parts' codes of k, one after the other, [B, H_kv, M * K_BLOCK, D], their scales [B, H_kv,
+    """The parts' codes of k, one after the other, [B, H_kv, M * K_BLOCK, width], their scales [B, H_kv,
     M, 1] and codes of v [B, H_kv, D_v, M * K_BLOCK]. What is behind them is not set."""
     first = 0
     for k, v in parts:
@@ -292,7 +292,7 @@ def _quantize(
             continue
         n, rows = count * K_BLOCK, slice(first * K_BLOCK, (first + count) * K_BLOCK)
         codes, scale = quantize_k(k, k_mean, recipe, None)
-        _copy(k_bytes[:, :, rows], codes.view(torch.uint8)[:, :, :n, : k.shape[3]])
+        _copy(k_bytes[:, :, rows], codes.view(torch.uint8)[:, :, :n, : k_bytes.shape[3]])
         k_scale[:, :, first : first + count] = scale[:, :, :count]
         codes, _ = quantize_v(v, v_mean, v_amax, recipe, False)
         _copy(v_bytes[..., rows], codes.view(torch.uint8)[:, :, : v.shape[3], :n])

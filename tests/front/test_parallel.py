@@ -176,6 +176,8 @@ def check_prepared(found, one, N: int) -> None:
         {"D": 24, "B": 1, "dtype": torch.float32},
         {"D": 20, "B": 1, "H_q": 1, "H_kv": 1},
         {"dtype": torch.float16, "recipe": "sage2-8b-fp8qk"},
+        {"H_q": 3, "H_kv": 3, "D": 72, "recipe": "sage2-8b-rotated"},
+        {"D": 24, "B": 1, "dtype": torch.float32, "recipe": "sage2-8b-rotated"},
     ],
     ids=str,
 )
