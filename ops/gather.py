@@ -283,8 +283,8 @@ def _quantize(
     parts: list[tuple[Tensor, Tensor]], k_mean: Tensor, v_mean: Tensor, v_amax: Tensor, recipe: str,
     k_bytes: Tensor, k_scale: Tensor, v_bytes: Tensor,
 ) -> None:  # fmt: skip
-    """The parts' codes of k, one after the other, [B, H_kv, M * K_BLOCK, width], their scales [B, H_kv,
-    M, 1] and codes of v [B, H_kv, D_v, M * K_BLOCK]. What is behind them is not set."""
+    """The parts' codes of k, one after the other, [B, H_kv, M * K_BLOCK, width], their scales
+    [B, H_kv, M, 1] and codes of v [B, H_kv, D_v, M * K_BLOCK]. What is behind them is not set."""
     first = 0
     for k, v in parts:
         count = -(-k.shape[2] // K_BLOCK)
