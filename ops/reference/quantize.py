@@ -195,7 +195,9 @@ def rotate(x: Tensor) -> Tensor:
     odd = odd[:, None] + sum(b[:, None] * b for b in bit)
     blocks = c // ROTATED
     matrix = torch.where(blocks[:, None] == blocks, 1.0 - 2.0 * (odd & 1), 0.0)
-    return (x.double() @ matrix.double()).float()
+    # Of a transposed x a product is traced as a view that x of other lengths does not have.
+    x = x.double().clone(memory_format=torch.contiguous_format)
+    return (x @ matrix.double()).float()
 
 
 def _of_16_bits(x: Tensor) -> torch.dtype:

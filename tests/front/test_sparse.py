@@ -226,12 +226,14 @@ def test_a_package_is_not_made_by_an_example_of_one_block(given):
 
 
 @torch.no_grad()
-def test_what_a_package_is_made_of_selects_as_the_model_does():
+@pytest.mark.parametrize("recipe", [RECIPE, "sage2-8b-rotated"])
+def test_what_a_package_is_made_of_selects_as_the_model_does(recipe):
     """test_export.py has one built and run."""
     layer = Layer().eval()
     program = exported(layer, 129)
-    (site,) = sage_inductor.rewrite(program, options=options(KEEP))
-    assert site.decision.selection == Selection(**KEEP)
+    policy = [{"recipe": recipe, "keep": KEEP}]
+    (site,) = sage_inductor.rewrite(program, options=options(KEEP) | {"sage.policy": policy})
+    assert site.decision.selection == Selection(**KEEP) and site.recipe == recipe
     run = support.opened(program)
     for N in (300, 2, 64, 65, 128, 129, 1000):
         x = tokens(N, 2, 1, 128)[:, 0]
