@@ -188,8 +188,8 @@ class Layer(torch.nn.Module):
         return x + self.out(attend(*self.heads(x)).transpose(1, 2).flatten(2))
 
 
-def by_hand(layer, x):
-    return layer(x, lambda q, k, v: by_selected(q, k, v, KEEP)[0])
+def by_hand(layer, x, recipe=RECIPE):
+    return layer(x, lambda q, k, v: by_selected(q, k, v, KEEP, recipe)[0])
 
 
 @pytest.mark.sweep
@@ -231,13 +231,12 @@ def test_what_a_package_is_made_of_selects_as_the_model_does(recipe):
     """test_export.py has one built and run."""
     layer = Layer().eval()
     program = exported(layer, 129)
-    policy = [{"recipe": recipe, "keep": KEEP}]
-    (site,) = sage_inductor.rewrite(program, options=options(KEEP) | {"sage.policy": policy})
+    (site,) = sage_inductor.rewrite(program, options=options(KEEP, recipe))
     assert site.decision.selection == Selection(**KEEP) and site.recipe == recipe
     run = support.opened(program)
     for N in (300, 2, 64, 65, 128, 129, 1000):
         x = tokens(N, 2, 1, 128)[:, 0]
-        assert support.relative_l1(run(x)[0], by_hand(layer, x)) < 1e-3, N
+        assert support.relative_l1(run(x)[0], by_hand(layer, x, recipe)) < 1e-3, N
 
 
 @pytest.mark.gpu
