@@ -6,8 +6,10 @@ package raises an ImportError that quotes the row. An optional one is None where
 who uses it says what is lost. tests/ops/test_compat.py walks the rows on the torch that is there.
 """
 
+import contextlib
 import dataclasses
 import importlib
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -244,3 +246,17 @@ load_module = _take("triton.runtime.build:_load_module_from_path",
     seen=TRITON, without="as handles_of", optional=True)
 cuda_library_dirs = _take("triton.backends.nvidia.driver:library_dirs",
     seen=TRITON, without="as handles_of", optional=True)
+
+
+@contextlib.contextmanager
+def called_instead(module: torch.nn.Module, call: Callable | None) -> Iterator[Callable]:
+    """Calls of the module are calls of `call` in the block (None: of what the module itself is,
+    also if it was compiled). Gives what the module itself is."""
+    before = module._compiled_call_impl  # by Module.compile
+    module._compiled_call_impl = call
+    try:
+        yield module._call_impl
+    finally:
+        del module._compiled_call_impl
+        if before is not None:
+            module._compiled_call_impl = before

@@ -138,14 +138,9 @@ def pad_head_dim(head_dim: int) -> int:
     return next(d for d in HEAD_DIMS if head_dim <= d)
 
 
-def rotated_channels(D_pad: int) -> int:
-    """The channels that one rotation of q and k mixes (quantize/rotate.py)."""
-    return min(D_pad, ROTATED)
-
-
 def rotation_scale(D_pad: int) -> float:
     """What the product of rotated q and halved, rotated k is multiplied by: a power of two."""
-    return 2.0 / rotated_channels(D_pad)
+    return 2.0 / min(D_pad, ROTATED)
 
 
 def pad_rows(N):

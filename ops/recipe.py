@@ -140,7 +140,7 @@ TABLE = {
     "sage1": Row(Recipe("per_block", "16bit"), 0.1, 6),
     "sage2-8b": Row(Recipe("per_thread", "fp8"), 0.1, 3),
     "sage2-8b-per-token": Row(Recipe("per_token", "fp8"), 0.1, 1, "sage2-8b-rows"),
-    # Rotation costs up to 3 %: each is behind the same without it.
+    # Rotation costs up to 3 %, so each ranks behind the same recipe without it.
     "sage2-8b-rotated": Row(Recipe("per_token", "fp8", rotated=True), 0.1, 2),
     # No rank: "auto" takes it on devices where INT8 is slow.
     "sage2-8b-fp8qk": Row(Recipe("per_token", "fp8", qk="fp8"), 0.1),

@@ -28,6 +28,7 @@ from sage_inductor.backend import UNLIMITED, op_by_op
 from sage_inductor.choose import families, tables
 from sage_inductor.measure import SDPA, Measured, Row
 from sage_inductor.names import nearest
+from sage_inductor.ops.compat import called_instead
 from sage_inductor.ops.recipe import BY_SPEED, NAMED, canonical
 from sage_inductor.patterns import Site
 from sage_inductor.policy import Policy
@@ -339,25 +340,18 @@ def diagnosing(
         nonlocal calls
         calls += 1
         measured.count_step()
-        if (calls - 1) % every:
-            return model._call_impl(*args, **kwargs)
-        model._compiled_call_impl = None
-        try:
+        with called_instead(model, None) as itself:
+            if (calls - 1) % every:
+                return itself(*args, **kwargs)
             return measured.run(model, args, kwargs)
-        finally:
-            model._compiled_call_impl = call
 
     with _measuring("diagnosing", recipes, path, tolerance)() as (found, measured):
-        compiled = model._compiled_call_impl  # by model.compile()
-        model._compiled_call_impl = call
         _open.append(model)
         try:
-            yield found
+            with called_instead(model, call):
+                yield found
         finally:
             _open.remove(model)
-            del model._compiled_call_impl
-            if compiled is not None:
-                model._compiled_call_impl = compiled
         if not calls:
             raise ValueError(
                 "diagnosing: the block must call the model, as model(...): no call of this "

@@ -3,17 +3,17 @@
     R = diag(signs) H,  H[c, r] = (-1)^popcount(c & r),  R R^T = n I
     q k^T = (q R) (k R)^T / n
 
-H is over blocks of n = rotated_channels(D_pad) channels, the padded ones included: they are 0
+H is over blocks of n channels, 128 or D_pad if that is less. Padded channels take part: they are 0
 before it. The signs, (-1)^(c0 c1 + c2 c5 + c3 c4) by the bits of the channel c, keep what is the
 same in all channels, or alternates with a bit of c, from falling into one: the Walsh spectrum of
 that quadratic form is flat in six bits.
 
-It is exact in 16-bit numbers: products are numbers, and sums are in fp32. n is left to q's scale,
-and k is halved, so that fp16 holds the difference of any number and a mean.
+Its input has 16 bits, so that a product with +-1 is exact; sums are in fp32. Dividing by n is left
+to q's scale. k is halved, so that fp16 holds the difference of any number and a mean.
 
-On the way 16 channels, bits 0, 1, 3 and 4 of c, are one matrix product, and the others butterflies:
-on Hopper a thread of the attention kernel has the channels of bits 2, 5 and 6 in its registers, and
-it is 288 instructions a warpgroup and tile of q (576 by butterflies alone, for 32 channels).
+A matrix product mixes 16 channels, those of bits 0, 1, 3 and 4 of c; butterflies do the rest. On
+Hopper a thread of the attention kernel holds the channels of bits 2, 5 and 6. So rotating a tile of
+q takes 288 instructions of a warpgroup; butterflies alone take 565, for 32 channels.
 
 Source: QuaRot (arXiv:2404.00456), for the rotation of keys; here k is smoothed before.
 """

@@ -27,10 +27,10 @@ class Candidate(NamedTuple):
 
 
 def auto_recipes(capability: tuple[int, int] | None, head_dim: int) -> tuple[str, ...]:
-    """The recipes of "auto": the fastest of them, if it is faster than SDPA. The first mostly is:
-    without rotation in 512 of 524 calls (H200, 2026-11-23: bench/regret.py). Rotation costs up to 3
-    % from 4,096 tokens on, and k may have strong channels. On CPU (None) those of the GPUs that
-    were measured."""
+    """The recipes of "auto": the fastest of them, if it is faster than SDPA. The first mostly is
+    the fastest: before it rotated, in 512 of 524 calls (H200, 2026-11-23: bench/regret.py). It
+    rotates because k may have strong channels, which costs up to 3 % of the time from 4,096 tokens
+    on (H100). On CPU (None) those of the GPUs that were measured."""
     capability = capability or MEASURED
     if capability < (8, 9):
         return ("sage1",)
