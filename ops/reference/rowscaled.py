@@ -126,7 +126,8 @@ def prepare(grad: Tensor, out: Tensor, kept: Kept, scale: float) -> Operands:
         kt_own = _turned(kept.k_own, torch.full_like(k_scale, to_fp8), 1)
         of_dq = m + of_row.log2(), delta, kept.v_scale * k_scale
     else:
-        beta = least(of_head(u) * v_norm.amax(2) + of_head(u * o_norm))
+        u, un = (torch.where(x.isnan(), 0.0, x) for x in (u, u * o_norm))
+        beta = least(of_head(u) * v_norm.amax(2) + of_head(un))
         largest_k = kept.k_scale.amax(2)
         row_scale = wa * to_heads(beta * (scale / E4M3_MAX) * (largest_k / to_fp8))
         kt = kt_own = _turned(kept.k, k_scale * (to_fp8 / largest_k)[:, :, None], 1)

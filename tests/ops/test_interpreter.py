@@ -671,6 +671,9 @@ def test_what_is_no_number_reaches_all_gradients(is_causal):
         launch_prepare(*given, kept, 0.125, launch_traced)
         for given in ((grad + of_grad, out), (grad, out + of_out))
     )
-    assert not x.row_scale[0, 1, 5].isfinite() and not y.row_scale[0, 1, 5].isfinite()
-    for scale in (x.qt_scale, x.ot_scale, y.qt_scale):
+    for each in x, y:
+        assert not (each.row_scale + each.delta)[0, 1, 5].isfinite()
+    for scale in (x.qt_scale, x.ot_scale):
         assert not scale[0, 1].isfinite() and scale[0, 0].isfinite()
+    for each in rowscaled.gradients(kept, y, 100, 100, 64)[:2]:  # dV does not depend on out
+        assert not each[0, 1].isfinite().all() and each[0, 0].isfinite().all()

@@ -9,6 +9,7 @@ import noted
 import pytest
 import support
 import torch
+import torch.nn.functional as F
 from cubins import loops_over_keys, spilled
 from noted import LENGTHS, SPLIT
 from pairs import pairs
@@ -400,6 +401,24 @@ def test_gradients_are_finite_where_all_scores_are_far_below_zero(device):
     for x in gradients:
         assert x.isfinite().all() and x.any()
     assert not gradients[0][:, :, 3].any()
+
+
+@everywhere
+@pytest.mark.parametrize("where", ["q", "grad"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_nan_reaches_the_gradients_that_it_reaches_in_exact_attention(where, is_causal, device):
+    """dk and dv of the heads that share k and v, and dq of its own row alone."""
+    given = dict(zip(("q", "k", "v", "grad"), inputs(1, 4, 2, 150, 150, 64, torch.float16, device)))
+    given[where][0, 1, 70, 5] = torch.nan
+    _, *found = attend(*given.values(), is_causal=is_causal)
+    leaves = [x.detach().float().requires_grad_() for x in (given["q"], given["k"], given["v"])]
+    out = F.scaled_dot_product_attention(*leaves, is_causal=is_causal, enable_gqa=True)
+    for x, y in zip(found, torch.autograd.grad(out, leaves, given["grad"].float())):
+        assert y.isnan().any() and y.isfinite().any()
+        if x.shape[1] == 2:
+            assert x[:, 0].isnan().any() and x[:, 1].isfinite().all()
+        else:
+            assert torch.equal(x.isnan(), y.isnan())
 
 
 # -- the kernels ----

@@ -4,7 +4,8 @@ Letters as in kernel.py: of a row i of q's side, a_i is dO's scale, w_i = 2^(m_i
 scale; of a row j of k's side ks_j and vs_j are k's and v's scales; u_i = |dO_i| / a_i,
 n_i = |o_i - v_mean|. A head of k and v, with the heads of q that share it, has
 
-    beta = max_i u_i max_j |v_j| + max_i (u_i n_i)       >= |dP_ij - delta_ij| / a_i
+    beta = max_i u_i max_j |v_j| + max_i (u_i n_i)       >= |dP_ij - delta_ij| / a_i,
+           of numbers: a NaN in one head of q or dO stays out of the other heads' dQ
     c^o  = max_i (w_i a_i) 127 / 448^2                   of oT = e4m3(w_i a_i g8_i / (448 c^o))
     c^q  = scale beta max_i (w_i a_i qs_i) 127 / 448^2   of qT = e4m3(r_i qs_i q8_i / c^q)
     c^k  = max_j ks_j 127 / 448                          of kT = e4m3(ks_j k8_j / c^k)
@@ -163,8 +164,8 @@ def _rows_kernel(
         tl.store(part + _WA * plane, _largest(wa))
         tl.store(part + _WAQ * plane, _largest(wa * q_scale))
         if not CAUSAL:
-            tl.store(part + _U * plane, _largest(u))
-            tl.store(part + _UN * plane, _largest(un))
+            tl.store(part + _U * plane, _largest(tl.where(u == u, u, 0.0)))
+            tl.store(part + _UN * plane, _largest(tl.where(un == un, un, 0.0)))
 
 
 @triton.jit
