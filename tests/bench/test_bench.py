@@ -385,6 +385,7 @@ def drawn(name):
     return m, *blocks.draw(m, CPU)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", BLOCKS.values())
 def test_a_blocks_scores_are_sharp(name, monkeypatch):
     """SD3's modulation, of random channels, widens what it normalizes."""

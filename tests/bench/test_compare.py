@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 
 
+@pytest.mark.sweep
 def test_each_side_has_the_sources_of_its_folder(tmp_path, capsys):
     for room in compare.ROOMS.values():
         shutil.copytree(ROOT / room, tmp_path / room)

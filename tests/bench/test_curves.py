@@ -21,6 +21,7 @@ from bench.curves import Trainer
 from bench.gradients import ENTRIES, Training
 from bench.learners import GPTs, Layers, Size, Text
 
+MINILM = pytest.param("minilm", marks=pytest.mark.sweep)  # it has six layers, whatever is tried
 SMALL = Size(layers=2, heads=2, head_dim=64, N=32, batch=2, steps=12, every=4, evaluated=8)
 CPU = torch.device("cpu")
 FP8 = "FP8 backward"
@@ -396,7 +397,7 @@ def test_a_step_of_copies_is_that_of_each_model(model):
             assert relative_l1(x[run] - start, named[name].detach() - start) < 1e-2
 
 
-@pytest.mark.parametrize("model", ["dit", "minilm"])
+@pytest.mark.parametrize("model", ["dit", MINILM])
 def test_what_copies_start_from(model):
     """A DiT's weights are its seed's, whatever else is trained; MiniLM's are those it is shipped
     with."""
@@ -502,7 +503,7 @@ class NoValueRead(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("model", ["gpt", "dit", "minilm"])
+@pytest.mark.parametrize("model", ["gpt", "dit", MINILM])
 @pytest.mark.parametrize("recipe", ["exact", "bf16", "FP8 backward"])
 def test_a_step_reads_no_tensors_value(model, recipe):
     task = task_of(model)
@@ -560,7 +561,7 @@ def test_passages_are_of_all_that_is_written():
         assert part[: len(expected)].tolist() == expected and len(expected) > 3 * 128
 
 
-@pytest.mark.parametrize("model", ["gpt", "dit", "minilm"])
+@pytest.mark.parametrize("model", ["gpt", "dit", MINILM])
 def test_a_compiled_recipe_is_checked_at_the_shape_that_is_trained(model, monkeypatch):
     task, seen = task_of(model), []
     steps = curves.steps_of(ENTRIES["bf16"], task.is_causal)

@@ -134,6 +134,7 @@ def test_sage3_with_v_smoothed_is_the_emulation_that_is_shipped(is_causal):
     assert 5 * error(NAMED["sage3"], biased, is_causal) < error(SAGE3, biased, is_causal)
 
 
+@pytest.mark.sweep
 def test_means_that_are_noise_are_left(every_mean, monkeypatch):
     """Less a tiny mean, bf16 numbers are rounded to E4M3 to one side: at N = 64K that is most of
     the error."""

@@ -22,7 +22,12 @@ def no_grad():
         yield
 
 
-@pytest.mark.parametrize("name", packages.ROWS)
+SWEPT = pytest.mark.sweep
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[SWEPT] * (i > 0)) for i, x in enumerate(packages.ROWS)]
+)
 def test_a_block_is_exported_for_any_number_of_tokens(name):
     row = packages.row_of(name, CPU)
     program = packages.exported(row, CPU)

@@ -161,6 +161,7 @@ def test_a_causal_call_and_one_with_padding_are_what_they_say():
     assert [x.stride() for x in qkv] == [(8192, 64, 128, 1), (6144, 64, 64, 1), (6144, 64, 64, 1)]
 
 
+@pytest.mark.sweep
 def test_where_no_tile_is_decided_the_tables_is_taken(h200):
     site, case = regret.plan(LONG, CUDA)[1:]
     assert site.rewritten and site.decision.warpgroups is None
@@ -254,6 +255,7 @@ def test_what_kinds_are_measured_by_compiles_first_and_once(h200, monkeypatch):
         assert len(order) == len(kinds)
 
 
+@pytest.mark.sweep
 def test_a_budget_ends_the_measurement(h200, compiling, monkeypatch):
     now = SimpleNamespace(seconds=100.0)
     monkeypatch.setattr(regret.time, "monotonic", lambda: now.seconds)

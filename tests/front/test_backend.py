@@ -66,7 +66,7 @@ def close(actual, expected):
 
 
 @pytest.mark.parametrize(  # on CPU "auto" is sage2-8b
-    "recipe", ["auto", "sage1", pytest.param("sage2-8b", marks=pytest.mark.sweep)]
+    "recipe", ["auto", *[pytest.param(x, marks=pytest.mark.sweep) for x in ("sage1", "sage2-8b")]]
 )
 def test_emulated_model_is_near_eager_at_any_length_in_two_graphs(recipe):
     m = model()
@@ -634,6 +634,7 @@ def test_explain_sees_a_model_that_is_compiled_already(compiled_by):
     assert [s.recipe for s in report] == ["sage2-8b", "sage2-8b"]
 
 
+@pytest.mark.sweep  # op by op: test_compile.py
 def test_threads_compile_side_by_side():
     errors = []
 
@@ -701,14 +702,14 @@ def test_warm_caches_hit_with_the_same_settings_and_miss_with_others(tmp_path):
         rules = [{"recipe": recipe, "note": note}]
         return {"sage.policy": str(file), "text": json.dumps({"version": 1, "rules": rules})}
 
-    sage1, off = ({"sage.recipe": recipe} for recipe in ("sage1", "off"))
-    cold = found({}, sage1, off, by_policy("sage1-per-token", ""))
-    assert [each[:2] for each in cold] == [["miss", n] for n in ("1", "1", "0", "1")]
+    sage1 = {"sage.recipe": "sage1"}
+    cold = found({}, sage1, by_policy("sage1-per-token", ""))
+    assert [each[:2] for each in cold] == [["miss", "1"]] * 3
     errors = {error for *_, error in cold}
-    assert len(errors) == 4 and float(cold[2][2]) < 1e-5
+    assert len(errors) == 3
     noted, changed = by_policy("sage1-per-token", "says the same"), by_policy("sage2-4b", "")
-    *warm, new = found(noted, {}, sage1, changed)
-    assert warm == [["hit", *cold[i][1:]] for i in (3, 0, 1)]
+    *warm, new = found(noted, sage1, changed)
+    assert warm == [["hit", *cold[i][1:]] for i in (2, 1)]
     assert new[:2] == ["miss", "1"] and new[2] not in errors
 
 

@@ -454,8 +454,7 @@ EVERY = Llama, ViT, Flux, Masked
 @pytest.mark.parametrize(
     "makes, device",
     [
-        pytest.param((Llama,), "cpu", id="cpu"),
-        pytest.param(EVERY, "cpu", id="cpu-every", marks=SWEPT),
+        pytest.param(EVERY, "cpu", id="cpu", marks=SWEPT),
         pytest.param(EVERY, "cuda", id="cuda", marks=pytest.mark.gpu),
     ],
 )
@@ -549,7 +548,10 @@ def package_of_sources(device, folder):
     )
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "device",
+    [pytest.param("cpu", marks=SWEPT), pytest.param("cuda", marks=pytest.mark.gpu)],
+)
 def test_a_package_of_sources_is_built_where_it_is_loaded(device, tmp_path, monkeypatch):
     """By torch's loader, with the g++ that it finds: one that does not optimize. On CPU attention is
     by blocks that it selects."""

@@ -617,7 +617,9 @@ def textbook(pv):
     return attention
 
 
-@pytest.mark.parametrize("recipe, pv", [("sage1", "16bit"), ("sage2-8b", "fp8")])
+@pytest.mark.parametrize(
+    "recipe, pv", [pytest.param("sage1", "16bit", marks=pytest.mark.sweep), ("sage2-8b", "fp8")]
+)
 @torch.no_grad()
 def test_sentences_are_as_similar_under_a_recipe_as_its_number_formats_allow(minilm, recipe, pv):
     """The budget is twice what rounding q, k and v to the recipe's formats costs by itself.

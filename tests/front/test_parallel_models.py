@@ -159,7 +159,11 @@ DEGREES = [
 ]
 
 
-@pytest.mark.parametrize("name, degrees", DEGREES, ids=str)
+@pytest.mark.parametrize(
+    "name, degrees",
+    [pytest.param(*x, marks=[pytest.mark.sweep] * (x == ("Wan", ULYSSES))) for x in DEGREES],
+    ids=str,
+)
 def test_context_parallelism_of_diffusers(pair, name, degrees):
     for found in pair(eager, *[(name,)] * 2, **degrees):
         check(found, *alone(MODELS[name]), order_kept=name == "Wan")

@@ -164,7 +164,9 @@ def test_the_models_of_this_file_depend_on_attention(layers, below):
 # -- shapes ----
 
 
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    "is_causal", [False, pytest.param(True, marks=pytest.mark.sweep)], ids=["full", "causal"]
+)
 @torch.no_grad()
 def test_lengths_1_to_4096_share_two_graphs_and_guard_on_no_tile(is_causal):
     m = Attention(32, 1, is_causal)
@@ -214,7 +216,7 @@ def test_dynamic_training_over_batch_and_length(generated):
     assert rewritten() == 1
 
 
-@pytest.mark.parametrize("B, N", [(1, 40), (2, 1), (1, 1)])
+@pairs(B=[1, 2], N=[1, 40], among=lambda B, N: B == N == 1)
 def test_one_row_and_one_batch_train(B, N):
     m, x = Attention(), torch.randn(B, N, 64, requires_grad=True)
     f = compiled(m, dynamic=True)
@@ -538,7 +540,7 @@ def test_compiled_autograd(how):
     assert all(follows(a, e) for a, e in zip(actual, expected))
 
 
-@pytest.mark.parametrize("how", ["checkpoint", "budget"])
+@pytest.mark.parametrize("how", ["checkpoint", pytest.param("budget", marks=pytest.mark.sweep)])
 def test_what_recomputes_a_layer_changes_no_gradient(how, executions):
     m, x = stack(3), torch.randn(2, 40, 64, requires_grad=True)
     wrt = [x, *m.parameters()]
@@ -787,7 +789,7 @@ OFF = {
 }
 
 
-@pytest.mark.parametrize("case", OFF)
+@pairs(case=list(OFF), among=lambda case: case in ("bool mask", "GQA", "dropout"))
 def test_recipe_off_is_inductor_bit_for_bit(case):
     arguments = dict(OFF[case])
     inputs = [*qkv(H=4, H_kv=2 if case == "GQA" else 4, requires_grad=True)]
@@ -970,7 +972,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pairs(layout=list(LAYOUTS), among=lambda layout: layout in ("[B, H, D, N]", "one head expanded"))
 def test_any_strides_inference_and_training(layout, generated):
     inputs = [LAYOUTS[layout](x) for x in qkv()]
     leaves = [x.detach().requires_grad_() for x in inputs]

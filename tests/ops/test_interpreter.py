@@ -366,7 +366,10 @@ def test_blocks_and_words_of_a_mask_are_what_it_shows(kind, warpgroups):
                 assert torch.equal(given, expected)
 
 
-@pairs(warpgroups=[1, 2, 3], block_q=BLOCK_SIZES, masked=[False, True])
+@pairs(
+    alike=dict(block_q=lambda n: n % 192 == 0),
+    warpgroups=[1, 2, 3], block_q=BLOCK_SIZES, masked=[False, True],
+)  # fmt: skip
 def test_a_tile_reads_the_blocks_that_its_lists_name(warpgroups, block_q, masked):
     """Against brute force: each as often as it is named, by a full block's list whatever the band
     says, by a partial one's in the band; and only where a mask shows a key."""
@@ -512,7 +515,7 @@ def test_blocks_are_selected_by_kernels_as_by_plain_pytorch(seed, monkeypatch):
 
 
 @pairs(
-    most=600, alike=dict(D=lambda D: D == 80), among=lambda heads: heads in ((2, 2, 1), (1, 4, 2)),
+    most=600, alike=dict(D=lambda D: D == 80, blocks_q=bool, blocks_kv=bool), among=lambda heads: heads in ((2, 2, 1), (1, 4, 2)),
     heads=[(2, 2, 1), (1, 2, 2), (1, 4, 2), (2, 1, 1)], D=[16, 32, 64, 80, 128],
     blocks_q=[0, 1, 2], end_q=[-1, 0, 1],
     blocks_kv=[0, 1, 2], end_kv=[-1, 0, 1], is_causal=[False, True], scale=[0.1, -0.2],

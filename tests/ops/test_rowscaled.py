@@ -148,7 +148,7 @@ def test_tokens_are_permuted_as_accumulators_hold_them():
 
 
 @pytest.mark.parametrize(
-    "D, lengths", [pytest.param(64, LENGTHS, marks=pytest.mark.sweep), (128, SPLIT)]
+    "D, lengths", [(64, LENGTHS), pytest.param(128, SPLIT, marks=pytest.mark.sweep)]
 )
 def test_loops_of_the_forward_spill_no_more_for_keeping_maxima(D, lengths):
     plain, kept = (

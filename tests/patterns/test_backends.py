@@ -58,7 +58,7 @@ def ring(q, k, v, op=on_cpu, P=3, **given):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.sweep), True])
 def test_parts_that_are_merged_are_attention(dynamic):
     q, k, v = qkv(H_kv=4, N_q=70, N_kv=192)
     options = {"sage.emulate": True, "sage.strict": True}
