@@ -26,7 +26,8 @@ class Ranks:
     need, and they are its forks. apart: so many more are the ranks, from 0 on, of another world."""
 
     def __init__(self, count: int, file: str, folder: Path, apart: int = 0):
-        path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        tests = Path(__file__).parent
+        path = os.pathsep.join(map(str, [tests, tests.parent, os.environ.get("PYTHONPATH", "")]))
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         asked, replies = ([os.pipe() for _ in range(count + apart)] for _ in range(2))
         theirs = [(a[0], b[1]) for a, b in zip(asked, replies)]
