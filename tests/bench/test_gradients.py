@@ -321,6 +321,7 @@ def test_the_kinds_of_do():
     assert 1.3 < sizes.std() < 1.7
 
 
+@pytest.mark.sweep
 def test_the_table(tmp_path, capsys):
     given = "--training --N 130 --D 64 --heads 1 --layers 2 --families normal sinks --json"
     assert accuracy.main([*given.split(), str(tmp_path / "x.json")]) == 0

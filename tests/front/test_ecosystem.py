@@ -364,7 +364,8 @@ def lora(rank: int) -> dict:
     "snippet, graphs, modules",
     [
         (WHOLE, 1, FLUX_BLOCKS),
-        (BLOCKS, 2, ["attn", "attn"]),  # a block of each class is compiled, by itself
+        # A block of each class is compiled, by itself: test_compile.py has Wan's.
+        pytest.param(BLOCKS, 2, ["attn", "attn"], marks=pytest.mark.sweep),
         (RESOLUTIONS, 2, 2 * FLUX_BLOCKS),
         (BACKEND_OF_DIFFUSERS, 0, [""]),
         (LORA, 1, FLUX_BLOCKS),

@@ -529,7 +529,7 @@ EXPORTABLE = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("case", cases(EXPORTABLE, swept=(vit, flux, wan, unet)))
+@pytest.mark.parametrize("case", cases(EXPORTABLE, swept=(vit, flux, wan, unet, sd3)))
 @torch.no_grad()
 def test_an_exported_model_has_the_same_calls_rewritten(case, request):
     model, inputs = build(case, request)

@@ -179,7 +179,7 @@ def swept(*values):
         swept("Wan", "whole", RING),
         ("Wan", "blocks", RING),
         swept("Wan", "whole", ULYSSES),
-        ("Flux", "whole", RING),
+        swept("Flux", "whole", RING),
         swept("Flux", "whole by Inductor", RING),
         swept("Flux", "blocks", RING),
         swept("Flux", "blocks", ULYSSES),

@@ -94,7 +94,11 @@ def rewritten():
     return [site.recipe for site in sage_inductor.report().rewritten]
 
 
-@both
+@pytest.mark.parametrize(
+    "asked",
+    [pytest.param(ASKED, marks=pytest.mark.sweep), ASKED_FP8],
+    ids=["sagebwd", "fp8-backward"],
+)
 def test_a_compiled_model_trains_by_the_op_at_any_length_in_two_graphs(asked):
     model, by_op = pair(2, is_causal=asked is ASKED)
     compiled = torch.compile(model, backend="sage", options=asked, fullgraph=True)

@@ -34,7 +34,7 @@ from launches import (
     like,
 )
 from noted import H200
-from pairs import has_every_variant
+from pairs import has_every_variant, pairs
 from torch._inductor.utils import fresh_cache, run_and_get_code
 from triton import knobs
 
@@ -391,8 +391,10 @@ def check_launches(module: Module, inputs, expected: calls.Plan) -> None:
         assert a[:2] == b[:2] and a[3] == b[3] and same(a[2], b[2]), (a, b)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("model", [layer, layers, corrected])
+@pairs(
+    among=lambda model, dynamic: dynamic == (model is layer),
+    model=[layer, layers, corrected], dynamic=[False, True],
+)  # fmt: skip
 def test_a_compiled_model_replays_what_it_launched(model, dynamic, with_torch, on_cpu):
     run = torch.compile(model, dynamic=dynamic, fullgraph=True)
     sizes = [(3, 100), (4, 640), (5, 1600)] if dynamic else [(2, 100)]
