@@ -45,8 +45,8 @@ from bench.laboratory import FA3_FP8, FAMILIES, PRESETS, SAGE2_4B, USUAL, Techni
 from bench.measure import Provider, Runner, attention, draw_sets, errors, interleave
 from bench.tables import groups, markdown, show, wrapped
 from bench.trained import Subject
-from sage_inductor.ops.attention.tiles import capability
 from sage_inductor.ops.compile import LONGEST, compile_elsewhere
+from sage_inductor.ops.gpus import capability
 from sage_inductor.ops.launch import noted
 from sage_inductor.ops.recipe import NAMED, Recipe
 from sage_inductor.ops.sdpa import SdpaCall

@@ -35,8 +35,8 @@ from bench import peers
 from bench.cases import PEERS, Case
 from bench.measure import SEES, WINDOW, Provider, draw, draw_mask
 from sage_inductor.choose import families
+from sage_inductor.ops import gpus
 from sage_inductor.ops.attention import tiles
-from sage_inductor.ops.attention.arguments import AttentionCall
 from sage_inductor.ops.attention.select import (
     Problem,
     Selected,
@@ -46,6 +46,7 @@ from sage_inductor.ops.attention.select import (
     select,
 )
 from sage_inductor.ops.attention.tiles import Tile
+from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.launch import launch_cached
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.reference import attention as emulation
@@ -211,7 +212,7 @@ def _kernel(case: Case, name: str) -> Provider:
 
 
 def _select(case: Case, name: str, device: torch.device) -> Selected:
-    capability = tiles.capability(device) if device.type == "cuda" else None
+    capability = gpus.capability(device) if device.type == "cuda" else None
     return select(Problem(capability, NAMED[name], case.D, case.masked))
 
 

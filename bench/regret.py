@@ -55,7 +55,7 @@ from sage_inductor.choose.decide import rewrite
 from sage_inductor.choose.families import Family
 from sage_inductor.choose.timing import BenchmarkCase
 from sage_inductor.names import AUTO
-from sage_inductor.ops.attention import tiles
+from sage_inductor.ops import gpus
 from sage_inductor.ops.formats import TRAINED_HEAD_DIM
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.patterns.call import Site
@@ -337,7 +337,7 @@ def kinds_of(calls: list[Call], device: torch.device) -> dict[Family, tuple[str,
     found = {}
     for call in calls if config.calibrate else ():
         family = Family(call.D, call.D, call.kind)
-        names = recipes_of(tiles.capability(device), family)[:1]
+        names = recipes_of(gpus.capability(device), family)[:1]
         known = tables.with_times(tables.gpu_name(device), family, names)
         if names and not (known or any(each.stands_for(family) for each in found)):
             found[family] = names

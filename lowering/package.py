@@ -19,7 +19,7 @@ from triton import knobs
 from sage_inductor.lowering.number import Facts
 from sage_inductor.lowering.precompile import precompile_op
 from sage_inductor.lowering.record import TensorArgument, record
-from sage_inductor.ops.attention import tiles
+from sage_inductor.ops import gpus
 from sage_inductor.ops.compat import (
     FallbackKernel,
     OpOverload,
@@ -141,11 +141,11 @@ def _function(wrapper, op, arguments: dict, device: torch.device) -> str:
 
 
 def _source(
-    name: str, op, arguments: dict, device: torch.device | tiles.Gpu, kernels: set[str]
+    name: str, op, arguments: dict, device: torch.device | gpus.Gpu, kernels: set[str]
 ) -> str:
     """The C++ of one function, and of what it needs that the wrapper does not have yet. kernels:
     the digests of those that it has; the function's own are added."""
-    gpu = tiles.Gpu(tiles.capability(device), processors=0)
+    gpu = gpus.Gpu(gpus.capability(device), processors=0)
     recorded = record(name, LAUNCHES[op].launch, arguments, gpu)
     new = [each for digest, each in recorded.compilations.items() if digest not in kernels]
     # One after the other: in four threads CPython 3.11's parser, which Triton calls, failed.

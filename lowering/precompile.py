@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from sage_inductor.ops.attention import tiles
+from sage_inductor.ops import gpus
 from sage_inductor.ops.attention.select import Problem, run_opaque, select
 from sage_inductor.ops.compile import compile_elsewhere
 from sage_inductor.ops.launch import HAS_PDL, launch_cached, noted
@@ -84,7 +84,7 @@ def _start(work: Callable, *of_call) -> None:
 
 def _launch_op(device: torch.device, launch: Callable, names: tuple, likes: tuple) -> None:
     given = dict(zip(names, map(_made, likes), strict=True))
-    gpu = tiles.Gpu(tiles.capability(device), tiles.processors(device))
+    gpu = gpus.Gpu(gpus.capability(device), gpus.processors(device))
     with noted() as launches:
         try:
             launch(given, launch_cached, gpu)
@@ -108,4 +108,4 @@ def _launch(device: torch.device, likes: tuple, is_prepared: bool, call: SdpaCal
         if not is_prepared:
             visible = visibility.keys(k.shape[1])
             launch_kv(k, of_v, visible, recipe, launch_cached, pdl=HAS_PDL)
-    compile_elsewhere(launches, tiles.capability(device))
+    compile_elsewhere(launches, gpus.capability(device))

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 
 from sage_inductor.lowering.number import Facts, Number, text_of
-from sage_inductor.ops.attention.tiles import Gpu
 from sage_inductor.ops.compile import Compilation, Unknown, describe
+from sage_inductor.ops.gpus import Gpu
 
 # Of a tensor of codes, their rows in all heads: with 64 channels, and v and the inputs beside them,
 # 384 GiB. So what kernels are for such tensors need not travel.

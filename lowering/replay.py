@@ -28,7 +28,7 @@ import triton
 from torch import Tensor
 
 from sage_inductor.lowering.package import HEADER, launched_as
-from sage_inductor.ops.attention import tiles
+from sage_inductor.ops import gpus
 from sage_inductor.ops.compat import (
     OpOverload,
     c_functions,
@@ -89,7 +89,7 @@ class Replay:
 
     def _note(self, library, args: tuple, tensors: list[Tensor]) -> None:
         device = tensors[0].device
-        gpu = tiles.Gpu(tiles.capability(device), tiles.processors(device))
+        gpu = gpus.Gpu(gpus.capability(device), gpus.processors(device))
         defaults = [each.default_value for each in self.op._schema.arguments[len(args) :]]
         names = (each.name for each in self.op._schema.arguments)
         given = dict(zip(names, (*args, *defaults), strict=True))
@@ -114,7 +114,7 @@ class Noted(NamedTuple):
 NUMBER, POINTER, DESCRIPTOR = range(3)
 
 
-def note(launch: Callable, given: dict, gpu: tiles.Gpu, compile: Callable) -> Noted:
+def note(launch: Callable, given: dict, gpu: gpus.Gpu, compile: Callable) -> Noted:
     """What ``launch(given, run, gpu)`` does, of one of LAUNCHES.
 
     given: by name, in the order in which replay.cpp gets them; tensors at addresses that are

@@ -59,6 +59,8 @@ def _find(place: str):
 
 TORCH = "torch 2.11 to 2.15"
 TRITON = "Triton 3.6 to 3.9"
+GLUON = (3, 6), (3, 9)  # the oldest and newest Triton whose Gluon the Hopper kernels compile with
+GLUON_VERSIONS = "{}.{} to {}.{}".format(*GLUON[0], *GLUON[1])
 # torch -> the Triton it comes with, of the pairs in which the suite ran.
 TESTED = {"2.11": "3.6", "2.13": "3.7", "2.15": "3.9"}
 

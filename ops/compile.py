@@ -18,8 +18,7 @@ import triton
 from triton import knobs
 from triton.runtime import driver
 
-from sage_inductor.ops import compat
-from sage_inductor.ops.attention import tiles
+from sage_inductor.ops import compat, gpus
 
 _log = logging.getLogger("sage_inductor")
 
@@ -147,7 +146,7 @@ def travels() -> bool:
     it was seen how compiled kernels are called."""
     version = tuple(map(int, triton.__version__.split(".")[:2]))
     names = compat.ASTSource, compat.GPUTarget, compat.GluonASTSource, compat.GluonJITFunction
-    return tiles.GLUON[0] <= version <= tiles.GLUON[1] and None not in names
+    return compat.GLUON[0] <= version <= compat.GLUON[1] and None not in names
 
 
 # -- before they are launched ----
@@ -214,7 +213,7 @@ def await_compiled(launch: Launch, device: torch.device) -> None:
         return
     try:
         key = describe(launch.kernel, launch.arguments, launch.options).digest
-        _, job = _jobs.get((key, tiles.capability(device)), (None, None))
+        _, job = _jobs.get((key, gpus.capability(device)), (None, None))
         if job is None or not (job.done() or compat.AsyncCompile.use_process_pool()):
             return
         of_key, files = job.result(PATIENCE)

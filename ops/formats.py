@@ -96,25 +96,6 @@ class Prepared(NamedTuple):
         return 3 if pv.dtype is None else 8 if pv.block_scaled else 6
 
 
-class Kept(NamedTuple):
-    """What ``sage::rowscaled`` keeps for its backward, beside out. M_pad: pad_rows of N_q."""
-
-    stats: Tensor  # [2, B, H_q, N_q] fp32: lse (natural log) and the largest score (log2 units)
-    q: Tensor  # [B, H_q, M_pad, D_pad] INT8
-    q_scale: Tensor  # [B, H_q, M_pad] fp32
-    k: Tensor  # [B, H_kv, N_pad, D_pad] INT8, of k less its mean, estimated; causal: of k
-    k_scale: Tensor  # [B, H_kv, N_pad / TRAINING_BLOCK] fp32
-    k_own: Tensor  # causal: the same once more, by one scale a row; others: [.., 0, D_pad]
-    k_own_scale: Tensor  # [B, H_kv, N_pad or 0] fp32
-    v: Tensor  # [B, H_kv, N_pad, D_pad] INT8, of v less its mean; causal: of v
-    v_scale: Tensor  # [B, H_kv, N_pad] fp32
-    v_mean: Tensor  # [B, H_kv, D] fp32, estimated; causal, where none is taken off: [.., 0]
-
-    @property
-    def is_causal(self) -> bool:
-        return self.k_own.shape[2] != 0
-
-
 # -- what kernels and oracle agree on ----
 
 PAD_N = 128  # rows of k and v the kernels read in one tile, at most

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from sage_inductor.ops import compat
-from sage_inductor.ops.attention.arguments import empty_outputs
+from sage_inductor.ops.attention_call import empty_outputs
 from sage_inductor.ops.formats import K_BLOCK, MAX_ROWS, TINY, Prepared, pad_head_dim, pad_rows
 from sage_inductor.ops.quantize.op import estimate, quantize_k, quantize_v
 from sage_inductor.ops.recipe import Recipe, decode

@@ -70,7 +70,8 @@ class Recipe:
         _one_of("pv", self.pv, tuple(PV))
         _one_of("qk", self.qk, PV[self.pv].beside, f"pv={self.pv!r}")
         _one_of("granularity", self.granularity, QK[self.qk].granularities, f"qk={self.qk!r}")
-        _one_of("rotated", self.rotated, (False, True)[: 1 + self.of_qk.rotates], f"qk={self.qk!r}")
+        rotations = (False, True) if self.of_qk.rotates else (False,)
+        _one_of("rotated", self.rotated, rotations, f"qk={self.qk!r}")
 
     @property
     def of_qk(self) -> Format:

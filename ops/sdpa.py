@@ -27,9 +27,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sage_inductor.ops.attention.arguments import AttentionCall, empty_outputs, schema_of
 from sage_inductor.ops.attention.select import Problem, attention, attention_opaque, select
 from sage_inductor.ops.attention.tiles import WARPGROUPS
+from sage_inductor.ops.attention_call import AttentionCall, empty_outputs, schema_of
 from sage_inductor.ops.formats import (
     FP4_BLOCK,
     HEAD_DIMS,

@@ -10,9 +10,11 @@ from typing import NamedTuple
 
 import torch
 
+from sage_inductor.ops import gpus
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.select import Problem
-from sage_inductor.ops.attention.tiles import Gpu, Tile
+from sage_inductor.ops.attention.tiles import Tile
+from sage_inductor.ops.gpus import Gpu
 from sage_inductor.ops.recipe import Recipe
 from sage_inductor.patterns.call import CAUSAL, FULL, Band, Call
 from sage_inductor.patterns.graph import guarded, specialised, value_of
@@ -68,7 +70,7 @@ class CallShape(NamedTuple):
     @property
     def capability(self) -> tuple[int, int] | None:
         """None: CPU."""
-        return None if self.device.type == "cpu" else tiles.capability(self.device)
+        return None if self.device.type == "cpu" else gpus.capability(self.device)
 
     def problem(self, recipe: Recipe) -> Problem:
         """What chooses the kernel; a ValueError of `select` says why there is none."""

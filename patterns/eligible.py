@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch.fx import Node
 
+from sage_inductor.ops import compat
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.formats import HEAD_DIMS, TRAINED_HEAD_DIM
 from sage_inductor.ops.training.gradients import FP8_BACKWARD
@@ -53,6 +54,8 @@ def why_not(call: Call) -> Reason | None:
         return reasons.OF_DATA(*map(shown, (q, k, v)))
     if any(x.device != q.device for x in tensors) or q.device.type not in ("cpu", "cuda"):
         return reasons.DEVICE([str(x.device) for x in tensors])
+    if q.device.type == "cuda" and torch.version.hip:  # ROCm's devices are "cuda", too
+        return reasons.AMD(torch.version.hip)
     valid = (torch.float16, torch.bfloat16, torch.float32)
     if out.dtype not in valid:  # out's dtype is what autocast makes of the inputs'
         return reasons.DTYPE([str(d)[6:] for d in valid], str(out.dtype)[6:])
@@ -156,7 +159,7 @@ def why_no_fp8_backward(capability: tuple[int, int]) -> Reason | None:
     if capability != (9, 0):
         return reasons.TRAINS_ON_HOPPER(*capability)
     lost = tiles.hopper_is_lost(capability)
-    return reasons.TRAINS_BY_HOPPER_KERNEL(lost, tiles.GLUON_VERSIONS) if lost else None
+    return reasons.TRAINS_BY_HOPPER_KERNEL(lost, compat.GLUON_VERSIONS) if lost else None
 
 
 def is_causal(call: Call) -> bool | None:

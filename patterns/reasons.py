@@ -77,7 +77,7 @@ POLICY_OFF = Cause("the policy says off ({})", "change that rule of the policy",
 
 ON_CPU = Cause("on CPU attention stays as it was (sage.emulate=True studies the accuracy)",
     "move the model to a GPU; on CPU sage.emulate=True studies a recipe's accuracy",
-    "no kernel runs there")
+    "no kernel runs on a CPU")
 NO_KERNEL = Cause("no kernel for {}",
     'leave the choice of the recipe to sage.recipe="auto"; `python -m sage_inductor doctor` says '
     'which recipes run on this GPU')
@@ -173,6 +173,8 @@ OF_DATA = Cause("heads, lengths and head_dim depend on data, got {}, {}, {}",
     "pad to a length that is known before the model runs")
 DEVICE = Cause("the device must be cuda (or cpu, emulated), got {}",
     "move q, k, v and the mask to one CUDA device")
+AMD = Cause("the GPU must be NVIDIA's, got AMD's: this torch is built for ROCm {}",
+    "nothing to do: no kernel was ever run on an AMD GPU")
 _ONE_DTYPE = "give q, k and v one dtype, bfloat16 or float16, before the call"
 DTYPE = Cause("dtype must be one of {}, got {}", _ONE_DTYPE)
 HEAD_DIM = Cause("head_dim of q and k must be one number up to {}, as v's, got {}, {}, {}",

@@ -22,6 +22,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m sage_inductor",
         description="Quantized attention as a torch.compile backend.",
+        epilog="In Python: sage_inductor.report() says what became of each attention call, "
+        "explain(model)(*inputs) what would, diagnose(model)(*inputs) how accurate it is.",
     )
     parser.add_argument("--version", action="version", version=f"sage_inductor {source_tag()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -13,13 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sage_inductor.errors import SageOptionError
+from sage_inductor.names import AUTO
 from sage_inductor.ops import compat
 from sage_inductor.ops.recipe import NAMED, canonical
 
 if typing.TYPE_CHECKING:  # a torch may be built without it
     from torch.distributed import ProcessGroup
 
-DEFAULT = "sage2-8b-per-token"
+OF_AUTO = "sage2-8b-per-token"  # rotated it was not timed on several GPUs
 
 
 @typing.overload
@@ -36,7 +37,7 @@ def gather_attention(
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def gather_attention(
     q: Tensor, k: Tensor, v: Tensor, group: "ProcessGroup | None" = None, is_causal: bool = False,
-    scale: float | None = None, *, recipe: str = DEFAULT, lengths: Sequence[int] | None = None,
+    scale: float | None = None, *, recipe: str = AUTO, lengths: Sequence[int] | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """softmax(scale * q k^T) v of this rank's queries, over the keys of all ranks of a group.
@@ -45,7 +46,8 @@ def gather_attention(
     [B, H_kv, N_r, D_v] of fp16, bf16 or fp32; H_q a multiple of H_kv. N_q and N_r are this rank's,
     and may differ from rank to rank; the rest is equal on all. group: None is the default one.
     is_causal: a rank's queries are where its keys are, so N_q is N_r. recipe: one whose statistics
-    are estimated, with 8-bit v. It is used as asked; neither lengths nor a policy change it.
+    are estimated, with 8-bit v; "auto" is "sage2-8b-per-token". Neither lengths nor a policy change
+    it.
     lengths: N_r of each rank, where the caller knows them: the host then waits for no other rank.
 
     Returns out [B, H_q, N_q, D_v], with return_lse also the row logsumexp [B, H_q, N_q]: fp32,
@@ -80,9 +82,10 @@ def gather_attention(
 
 @torch.compiler.assume_constant_result
 def _encoded(recipe: str) -> str:
-    if canonical(recipe) not in NAMED:
-        valid = tuple(NAMED)
+    name = OF_AUTO if recipe == AUTO else canonical(recipe)
+    if name not in NAMED:
+        valid = (AUTO, *NAMED)
         raise SageOptionError(
             f"sage_inductor.gather_attention: recipe must be one of {valid}, got {recipe!r}"
         )
-    return NAMED[canonical(recipe)].encode()
+    return NAMED[name].encode()

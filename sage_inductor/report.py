@@ -37,7 +37,6 @@ _lock = threading.Lock()
 
 COLUMNS = ("graph", "module", "count", "call", "q", "k", "dtype", "mask", "stage", "recipe",
            "reason")  # fmt: skip
-STAGE = COLUMNS.index("stage")
 
 
 class Report(Sequence):
@@ -91,7 +90,7 @@ class Report(Sequence):
         if not self:
             return "\n".join([self.verdict, *self._notes])
         rows, advice = [row for row, _ in self._grouped()], remedies(self.refused)
-        rows = self._shown([COLUMNS, *rows])
+        rows = self._shown(rows)
         lines = [self.verdict, "", table(rows), *([""] if advice else []), *advice]
         lines += self._notes
         return "\n".join(lines)
@@ -101,7 +100,7 @@ class Report(Sequence):
 
     def _repr_html_(self):
         rows = [row[:-1] + (folded(group[0][1]),) for row, group in self._grouped()]
-        columns, *rows = self._shown([COLUMNS, *rows])
+        columns, *rows = self._shown(rows)
         parts = [page.paragraph(self.verdict), page.table(columns, rows) if rows else ""]
         return "\n".join([*parts, *map(page.paragraph, [*remedies(self.refused), *self._notes])])
 
@@ -131,10 +130,10 @@ class Report(Sequence):
         """Write one page that needs no other file: a row for each call, which sort by any column,
         a filter by module, reasons and remedies folded, the remedies once more before them, and
         the versions."""
-        rows = [COLUMNS]
+        rows = []
         for graph, site in self._sites:
             rows.append((graph, *_cells([site])[:-1], folded(site)))
-        columns, *rows = ((row[0], row[1], *row[3:]) for row in self._shown(rows))  # no "count"
+        columns, *rows = self._shown(rows, "count")
         before = map(page.paragraph, [self.verdict, *remedies(self.refused)])
         after = map(page.paragraph, [*self._notes, made_with(self)])
         parts = *before, page.table(columns, rows), *after
@@ -142,11 +141,18 @@ class Report(Sequence):
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
 
-    def _shown(self, rows: list[tuple]) -> list[tuple]:
-        """Rows with COLUMNS, without that of stages where there are none."""
-        if any(site.stage for site in self):
-            return rows
-        return [(*row[:STAGE], *row[STAGE + 1 :]) for row in rows]
+    def _shown(self, rows: list[tuple], *without: str) -> list[tuple]:
+        """Their columns' names, then the rows, without columns that say nothing: of one graph, of
+        a k that is as q in every call, of no stage."""
+        says_something = {
+            "graph": len({graph for graph, _ in self._sites}) > 1,
+            "k": any(site.q != site.k for site in self),
+            "stage": any(site.stage for site in self),
+            **dict.fromkeys(without, False),
+        }
+        kept = [i for i, name in enumerate(COLUMNS) if says_something.get(name, True)]
+        names = COLUMNS if says_something["k"] else ["q, k" if x == "q" else x for x in COLUMNS]
+        return [tuple(row[i] for i in kept) for row in [names, *rows]]
 
     def _grouped(self) -> list[tuple[tuple, list[tuple[str, Site]]]]:
         """(cells of a row, its calls with their graphs)."""

@@ -25,9 +25,9 @@ from torch.testing import assert_close
 from bench.providers import walk_of
 from sage_inductor.ops import attention, attention_opaque
 from sage_inductor.ops.attention import tiles
-from sage_inductor.ops.attention.arguments import AttentionCall
 from sage_inductor.ops.attention.select import Problem, hopper_tile, select
 from sage_inductor.ops.attention.tiles import Tile
+from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.formats import Prepared
 from sage_inductor.ops.launch import launch_cached
 from sage_inductor.ops.recipe import NAMED, Recipe

@@ -19,7 +19,7 @@ from noted import H200
 from sage_inductor.lowering.number import Facts
 from sage_inductor.lowering.record import TensorArgument
 from sage_inductor.ops.attention import select, tiles
-from sage_inductor.ops.attention.arguments import AttentionCall
+from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.compile import Compilation
 from sage_inductor.ops.formats import pad_head_dim
 from sage_inductor.ops.quantize import op as preparation

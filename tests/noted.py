@@ -12,9 +12,9 @@ import support
 import torch
 from torch import Tensor
 
-from sage_inductor.ops import blocks
+from sage_inductor.ops import blocks, gpus
 from sage_inductor.ops.attention import select, tiles
-from sage_inductor.ops.attention.arguments import AttentionCall
+from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.compile import Compilation, Launch, describe
 from sage_inductor.ops.launch import launch_cached, noted
 from sage_inductor.ops.quantize.op import _quantize_kv_opaque
@@ -24,7 +24,7 @@ from sage_inductor.ops.training import rowscaled as of_rowscaled
 from sage_inductor.ops.training import sagebwd as of_sagebwd
 from sage_inductor.ops.visibility import NO_LISTS, BlockLists
 
-H200 = tiles.Gpu((9, 0), 132)
+H200 = gpus.Gpu((9, 0), 132)
 B, H_Q, H_KV = 2, 6, 3
 LENGTHS = 4097, 4999  # of so many queries no tile of the Hopper kernel is split
 SPLIT = 65, 4999  # and of so few all are
@@ -34,8 +34,8 @@ SPLIT = 65, 4999  # and of so few all are
 def here(capability: tuple[int, int], processors: int = H200.processors) -> Iterator[None]:
     """Every device is such a GPU."""
     with (
-        mock.patch.object(tiles, "_capability", lambda device: capability),
-        mock.patch.object(tiles, "_multiprocessors", lambda device: processors),
+        mock.patch.object(gpus, "_capability", lambda device: capability),
+        mock.patch.object(gpus, "_multiprocessors", lambda device: processors),
     ):
         yield
 

@@ -20,7 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from sage_inductor import backend
 from sage_inductor.ops.attention import nvfp4, triton
-from sage_inductor.ops.attention.arguments import AttentionCall
+from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.compat import InductorWrapper
 from sage_inductor.ops.formats import NO_QUERY, Prepared
 from sage_inductor.ops.launch import launch_traced

@@ -21,9 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sage_inductor.ops.attention.arguments import AttentionCall
 from sage_inductor.ops.attention.tiles import Tile
 from sage_inductor.ops.attention.visible_tiles import heads_of, hide, tiles_in_sight
+from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.formats import FP4_BLOCK, LOG2_FP4_MAX, LOG2E, Q_BLOCK, pad_head_dim
 from sage_inductor.ops.launch import doubled
 from sage_inductor.ops.quantize.codes import abs_bits

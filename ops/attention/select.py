@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.library import triton_op
 
+from sage_inductor.ops import gpus
 from sage_inductor.ops.attention import nvfp4, tiles, triton
-from sage_inductor.ops.attention.arguments import AttentionCall, as_stored, schema_of
 from sage_inductor.ops.attention.tiles import Tile
+from sage_inductor.ops.attention_call import AttentionCall, as_stored, schema_of
 from sage_inductor.ops.compile import travels
 from sage_inductor.ops.launch import launch_cached, launch_traced
 from sage_inductor.ops.recipe import Recipe
@@ -39,7 +40,7 @@ class Problem(NamedTuple):
         block_size: tuple[int, int] | None = None,
     ) -> "Problem":  # fmt: skip
         """portable: only what travels in a package."""
-        capability = None if k.device.type == "cpu" else tiles.capability(k.device)
+        capability = None if k.device.type == "cpu" else gpus.capability(k.device)
         head_dim = max(int(k.shape[3]), int(v.shape[3]))
         return cls(capability, recipe, head_dim, masked, portable and not travels(), block_size)
 
@@ -104,7 +105,7 @@ def hopper_tile(a: AttentionCall, device: torch.device | None = None) -> Tile | 
     a.warpgroups asks for the tile of so many (0: none); where this call has no such tile, the
     table's is taken."""
     device, band, (B, H_q, N_q, _) = device or a.q.device, (a.left, a.right), a.q.shape
-    kernel = tiles.capability(device), a.decoded.pv, a.head_dim
+    kernel = gpus.capability(device), a.decoded.pv, a.head_dim
     if a.blocks.size is None:
         load = tiles.Load.of(B * H_q, N_q, a.n_kv, band, a.attn_mask is not None, device)
         tile = tiles.hopper(*kernel, band == (None, 0), load, a.warpgroups)
@@ -129,7 +130,7 @@ def _run_triton(a: AttentionCall, tile: Tile) -> tuple[Tensor, Tensor]:
 
 
 def _run_nvfp4(a: AttentionCall, tile: Tile) -> tuple[Tensor, Tensor]:
-    native = tiles.multiplies_nvfp4(tiles.capability(a.q.device))
+    native = tiles.multiplies_nvfp4(gpus.capability(a.q.device))
     return nvfp4.launch(a, tile, launch_traced, native)
 
 
@@ -173,7 +174,7 @@ def problem_of(a: AttentionCall, capability: tuple[int, int] | None, traced=Fals
 
 
 def _run(a: AttentionCall, traced: bool) -> tuple[Tensor, Tensor]:
-    capability = None if a.q.device.type == "cpu" else tiles.capability(a.q.device)
+    capability = None if a.q.device.type == "cpu" else gpus.capability(a.q.device)
     kernel, tile = select(problem_of(a, capability, traced))
     return kernel.launch(a.without_idle_bounds(), tile)
 
@@ -194,7 +195,7 @@ def _attention_opaque(a: AttentionCall) -> tuple[Tensor, Tensor]:
     return _run(a, traced=False)
 
 
-def launched(given: dict, run: Callable, gpu: tiles.Gpu) -> tuple[Tensor, Tensor]:
+def launched(given: dict, run: Callable, gpu: gpus.Gpu) -> tuple[Tensor, Tensor]:
     """What `attention_opaque` launches on such a GPU, of tensors on meta, by `run`."""
     a = AttentionCall(**given).without_idle_bounds()
     return run_opaque(a, select(problem_of(a, gpu.capability)).tile, run, gpu)

@@ -15,7 +15,16 @@ from typing import NamedTuple
 import torch
 import triton
 
-from sage_inductor.ops.compat import GluonDescriptor, gluon, gluon_barrier, reinterpret, tma_load
+from sage_inductor.ops import gpus
+from sage_inductor.ops.compat import (
+    GLUON,
+    GLUON_VERSIONS,
+    GluonDescriptor,
+    gluon,
+    gluon_barrier,
+    reinterpret,
+    tma_load,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +91,6 @@ def multiplies_nvfp4(capability: tuple[int, int]) -> bool:
 
 
 WARPGROUPS = (0, 1, 2, 3)  # what may be asked for; 0: not the Hopper kernel
-GLUON = (3, 6), (3, 9)  # the oldest and newest Triton whose Gluon hopper/ compiles with: it moves
-GLUON_VERSIONS = "{}.{} to {}.{}".format(*GLUON[0], *GLUON[1])
 
 
 class Load(NamedTuple):
@@ -100,7 +107,7 @@ class Load(NamedTuple):
     @classmethod
     def of(
         cls, heads: int, n_q: int, n_kv: int, band: tuple[int | None, int | None], masked: bool,
-        device: "torch.device | Gpu",
+        device: torch.device | gpus.Gpu,
     ) -> "Load":  # fmt: skip
         """band: query i sees keys i - left .. i + right. In a window one key in IN_A_WINDOW counts:
         a wider tile computes more beyond its edges. `ratio` is 2 mostly if all 192-row tiles fit in
@@ -111,7 +118,7 @@ class Load(NamedTuple):
         keys = n_kv // 2 if bounds == 1 else n_kv
         if bounds == 2:
             keys = torch.sym_min(n_kv, max(left + right + 1, 0)) // IN_A_WINDOW
-        n, full = processors(device), not (masked or bounds)
+        n, full = gpus.processors(device), not (masked or bounds)
         # Not triton.cdiv, of which one takes 3 us: every call comes by here.
         tiles = [heads * ((n_q + rows - 1) // rows) for rows in (64, 128, 192)]
         by_64, by_128, by_192 = ((count + n - 1) // n for count in tiles)
@@ -320,32 +327,3 @@ def schedule(num_tiles: int, blocks: int, processors: int) -> tuple[int, int] | 
     # Where tiles are whole, there are more pieces than programs.
     pieces = num_tiles * blocks // MIN_BLOCKS_OF_A_PIECE
     return torch.sym_max(1, torch.sym_min(processors, pieces)), whole_tiles
-
-
-class Gpu(NamedTuple):
-    """A GPU that need not be here, in a device's place: what a package is compiled for."""
-
-    capability: tuple[int, int]
-    processors: int
-
-    @property
-    def type(self) -> str:
-        return "cuda"
-
-
-def capability(device: torch.device | Gpu) -> tuple[int, int]:
-    return device.capability if isinstance(device, Gpu) else _capability(device)
-
-
-def processors(device: torch.device | Gpu) -> int:
-    return device.processors if isinstance(device, Gpu) else _multiprocessors(device)
-
-
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

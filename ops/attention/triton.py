@@ -36,7 +36,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sage_inductor.ops.attention.arguments import AttentionCall
 from sage_inductor.ops.attention.tiles import Tile
 from sage_inductor.ops.attention.visible_tiles import (
     heads_of,
@@ -45,6 +44,7 @@ from sage_inductor.ops.attention.visible_tiles import (
     listed_tiles,
     tiles_in_sight,
 )
+from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.compat import TensorDescriptor
 from sage_inductor.ops.formats import E4M3_MAX, LOG2E, Q_BLOCK, QK, pad_head_dim
 from sage_inductor.ops.launch import doubled

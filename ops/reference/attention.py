@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sage_inductor.ops.attention.arguments import AttentionCall
+from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.formats import K_BLOCK, LOG2_FP4_MAX, LOG2E, Q_BLOCK
 from sage_inductor.ops.reference.exact import masked
 from sage_inductor.ops.reference.quantize import (

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sage_inductor.ops.attention.arguments import AttentionCall
+from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.formats import (
     E4M3_MAX,
     K_BLOCK,
@@ -20,15 +20,14 @@ from sage_inductor.ops.formats import (
     NO_QUERY,
     TINY,
     TRAINING_BLOCK,
-    Kept,
     Prepared,
 )
+from sage_inductor.ops.operands import Kept, Operands
 from sage_inductor.ops.recipe import ROWSCALED_FORWARD
 from sage_inductor.ops.reference.attention import attention
 from sage_inductor.ops.reference.exact import masked
 from sage_inductor.ops.reference.quantize import divide, estimate, pad
 from sage_inductor.ops.reference.training import LARGEST, quantize
-from sage_inductor.ops.training.hopper.prepare import Operands
 from sage_inductor.ops.visibility import Visibility
 
 

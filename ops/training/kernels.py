@@ -30,10 +30,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sage_inductor.ops.attention.tiles import capability
 from sage_inductor.ops.attention.visible_tiles import heads_of
 from sage_inductor.ops.formats import LOG2E, PAD_N, pad_head_dim, pad_rows
 from sage_inductor.ops.formats import TRAINING_BLOCK as BLOCK
+from sage_inductor.ops.gpus import capability
 from sage_inductor.ops.launch import doubled, launch_cached
 from sage_inductor.ops.quantize.codes import abs_bits, scale_of, to_8bit
 

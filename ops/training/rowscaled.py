@@ -28,9 +28,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from sage_inductor.ops.attention.arguments import as_stored, empty_outputs
-from sage_inductor.ops.attention.tiles import Gpu
-from sage_inductor.ops.formats import TRAINING_BLOCK, Kept, pad_head_dim, pad_rows
+from sage_inductor.ops.attention_call import as_stored, empty_outputs
+from sage_inductor.ops.formats import TRAINING_BLOCK, pad_head_dim, pad_rows
+from sage_inductor.ops.gpus import Gpu
+from sage_inductor.ops.operands import Kept
 from sage_inductor.ops.reference import rowscaled as reference
 from sage_inductor.ops.register import LAUNCHES, Launches, autocast
 from sage_inductor.ops.training.gradients import (

@@ -19,7 +19,7 @@ Shapes: B batch, H_q and H_kv heads, N_q and N_kv sequence, D head_dim.
 import torch
 from torch import Tensor
 
-from sage_inductor.ops.attention.arguments import as_stored, empty_outputs
+from sage_inductor.ops.attention_call import as_stored, empty_outputs
 from sage_inductor.ops.formats import TRAINING_BLOCK, pad_head_dim, pad_rows
 from sage_inductor.ops.launch import launch_cached
 from sage_inductor.ops.quantize.smooth import launch_smooth

@@ -26,6 +26,7 @@ from sage_inductor.choose.families import Family
 from sage_inductor.choose.timing import BenchmarkCase
 from sage_inductor.errors import SageOptionError
 from sage_inductor.names import AUTO, OFF, check_recipe
+from sage_inductor.ops import compat
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.select import select
@@ -223,7 +224,7 @@ def _recipe(call: Call, shape: CallShape, settings: Settings, wanted: str) -> Ch
         reason = reason if candidate else reasons.joined([reason, *refused])
     if not is_cpu and (lost := tiles.hopper_is_lost(shape.capability)):
         if shape.suits_hopper(recipes.NAMED["sage2-8b-rotated" if wanted == AUTO else wanted]):
-            reason = reasons.HOPPER_LOST.worded(f"{reason}; {lost}", tiles.GLUON_VERSIONS)
+            reason = reasons.HOPPER_LOST.worded(f"{reason}; {lost}", compat.GLUON_VERSIONS)
     return candidate, reason
 
 

@@ -35,9 +35,10 @@ from sage_inductor.choose.families import (
     flash_attention,
     versions,
 )
+from sage_inductor.ops import gpus
 from sage_inductor.ops.attention import tiles
-from sage_inductor.ops.attention.tiles import Gpu
 from sage_inductor.ops.formats import HEAD_DIMS
+from sage_inductor.ops.gpus import Gpu
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.training.gradients import FP8_BACKWARD
 
@@ -62,7 +63,7 @@ def whose_times(device: torch.device) -> str:
 
 def gpu_of(device: torch.device) -> Gpu:
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return Gpu(tiles.capability(device), processors)
+    return Gpu(gpus.capability(device), processors)
 
 
 # -- what is known ----

@@ -25,7 +25,7 @@ from sage_inductor.choose import cost, families, tables
 from sage_inductor.choose.candidates import Candidate, recipes_of
 from sage_inductor.choose.cost import TRAINED, Sizes
 from sage_inductor.choose.families import BACKENDS, OF_SDPA, Family, Table, are_enough
-from sage_inductor.ops.attention import tiles
+from sage_inductor.ops import gpus
 from sage_inductor.ops.compat import default_store, disable_compiled_autograd
 from sage_inductor.ops.compile import LONGEST, compile_elsewhere
 from sage_inductor.ops.launch import noted
@@ -440,7 +440,7 @@ def tune(
     table = Table(tables.gpu_name(device), tables.gpu_of(device), {})
     given = {}
     for family in (Family(D, D, kind) for D in head_dims for kind in kinds):
-        recipes = recipes_of(tiles.capability(device), family)
+        recipes = recipes_of(gpus.capability(device), family)
         if not recipes:
             continue
         given[family] = device, family, recipes, family.sizes(MANY)

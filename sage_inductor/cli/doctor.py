@@ -16,6 +16,7 @@ from sage_inductor.choose import families, tables
 from sage_inductor.cli.progress import track
 from sage_inductor.cli.tune import lines
 from sage_inductor.measure import compare
+from sage_inductor.ops import gpus
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.compat import fused_sdp_choice, untested
@@ -88,6 +89,8 @@ def verdict(registered: bool, found: list[tuple[torch.device, list[Probe], bool]
 
 def _verdict(device: torch.device, probes: list[Probe], auto_rewrites: bool) -> str:
     where = "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    if device.type == "cuda" and torch.version.hip:
+        return f"NOTHING RUNS HERE: {where} is an AMD GPU: all stays SDPA"
     broken = list(dict.fromkeys(x.recipe for x in probes if x.runs is False))
     run = list(dict.fromkeys(x.recipe for x in probes if x.runs))
     if broken:
@@ -103,7 +106,7 @@ def _verdict(device: torch.device, probes: list[Probe], auto_rewrites: bool) -> 
     if not run:
         return f"NOTHING RUNS HERE: {where} (sm_{_sm(device)}) is older than sm_80: all stays SDPA"
     some = f"{len(run)} of {len(recipes.NAMED)} recipes run on {where}"
-    if lost := tiles.hopper_is_lost(tiles.capability(device)):
+    if lost := tiles.hopper_is_lost(gpus.capability(device)):
         return f"SLOWER THAN IT COULD BE: {some}, but {lost}"
     if not auto_rewrites:
         return (
@@ -131,7 +134,7 @@ def sdpa_backend(device: torch.device) -> str:
 
 
 def _sm(device: torch.device) -> str:
-    return "{}{}".format(*tiles.capability(device))
+    return "{}{}".format(*gpus.capability(device))
 
 
 def _probe_all(device: torch.device, name: str) -> list[Probe]:
@@ -145,7 +148,7 @@ def _probe(device, name: str, head_dim: int, kind: str) -> tuple[bool | None, st
     recipe, wrong_from, *_ = recipes.TABLE[name]
     if device.type == "cuda":
         try:
-            capability, masked = tiles.capability(device), kind == "mask"
+            capability, masked = gpus.capability(device), kind == "mask"
             tiles.tile(capability, recipe.qk, recipe.pv, head_dim, masked)
         except ValueError as error:
             return None, f"stays SDPA: {error}"

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from sage_inductor import config
 from sage_inductor.functional import attention
-from sage_inductor.names import AUTO
-from sage_inductor.parallel import DEFAULT, gather_attention
+from sage_inductor.parallel import gather_attention
 
 NAME = "sage_inductor"
 
@@ -126,4 +125,4 @@ def _local(ctx, q, k, v, mask, dropout_p, is_causal, scale, enable_gqa, return_l
 @torch.compiler.assume_constant_result
 def _recipe() -> str:
     """The config's; `gather_attention` refuses what it does not compute with, and "off"."""
-    return DEFAULT if config.recipe == AUTO else config.recipe
+    return config.recipe

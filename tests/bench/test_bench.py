@@ -32,6 +32,7 @@ from bench import model as whole
 from bench.cases import MASKS, PLANS, Case
 from sage_inductor import config, report
 from sage_inductor.choose import families
+from sage_inductor.ops import gpus
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.select import Problem, select
 from sage_inductor.ops.recipe import NAMED
@@ -138,8 +139,8 @@ def test_the_gates_tile_is_that_of_the_length_that_is_timed(monkeypatch):
         select(Problem((9, 0), NAMED["sage2-8b-per-token"], 64, False)),
     )
     a = providers._kernel(case, "sage2-8b-per-token").prepare(*inputs(case))
-    monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(tiles, "processors", lambda device: 132)
+    monkeypatch.setattr(gpus, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(gpus, "processors", lambda device: 132)
     assert providers.tile_of(a, Case(1, 2, 2, 8192, 64), selected).warpgroups == 3
     assert providers.tile_of(a, Case(1, 2, 2, 1024, 64), selected).warpgroups == 1
     a = a._replace(left=100, right=0)

@@ -20,7 +20,7 @@ from sage_inductor import config
 from sage_inductor.choose import cost, families, tables, timing
 from sage_inductor.choose.candidates import Candidate
 from sage_inductor.choose.timing import BenchmarkCase
-from sage_inductor.ops.attention import tiles
+from sage_inductor.ops import gpus
 from sage_inductor.patterns.call import CAUSAL, FULL, Band
 from sage_inductor.patterns.call_shape import CallShape
 
@@ -31,8 +31,8 @@ SHORT = regret.Call(1, 4, 2, 300, 300, 80, "causal", None, "float16")
 
 @pytest.fixture
 def h200(monkeypatch):
-    monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(tiles, "processors", lambda device: 132)
+    monkeypatch.setattr(gpus, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(gpus, "processors", lambda device: 132)
     monkeypatch.setattr(tables, "gpu_name", lambda device: tables.H200)
 
 

@@ -21,7 +21,7 @@ from sage_inductor import (
     functional,
 )
 from sage_inductor.choose import cost, families, tables
-from sage_inductor.ops.attention import tiles
+from sage_inductor.ops import gpus
 
 BACKENDS = ("eager", "aot_eager", "inductor", "sage")
 
@@ -442,7 +442,7 @@ def test_on_a_gpu_it_is_decided_by_the_table(monkeypatch):
         def forward(self, q):
             return attention(q, q, q)
 
-    monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(gpus, "capability", lambda device: (9, 0))
     monkeypatch.setattr(tables, "gpu_name", lambda device: tables.H200)
     for N, force, expected in (
         (16384, False, "sage2-8b-rotated"),

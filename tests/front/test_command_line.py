@@ -22,8 +22,8 @@ from sage_inductor.cli import doctor
 from sage_inductor.cli.doctor import Probe, verdict
 from sage_inductor.cli.progress import Progress, track
 from sage_inductor.cli.tune import lines
+from sage_inductor.ops import gpus
 from sage_inductor.ops import recipe as recipes
-from sage_inductor.ops.attention import tiles
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what is said without a GPU")
 
@@ -158,16 +158,25 @@ def a_probe(recipe, runs):
 )  # fmt: skip
 def test_the_verdict_says_what_runs_and_what_to_do(monkeypatch, probes, auto_rewrites, expected):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
-    monkeypatch.setattr(tiles, "capability", lambda device: (7, 5))
+    monkeypatch.setattr(gpus, "capability", lambda device: (7, 5))
     each = [(torch.device("cuda", i), probes, auto_rewrites) for i in range(2)]
     line = verdict(True, each)  # of two like GPUs one verdict
     assert line.startswith(expected) and line.count("NVIDIA Test") == 1 and "\n" not in line
     assert verdict(False, each).startswith('BROKEN: torch does not know backend="sage"')
 
 
+def test_the_verdict_of_an_amd_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "AMD Instinct MI300X")
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    each = [(torch.device("cuda"), [a_probe("sage1", False)], False)]
+    assert verdict(True, each) == (
+        "NOTHING RUNS HERE: AMD Instinct MI300X is an AMD GPU: all stays SDPA"
+    )
+
+
 def test_the_verdict_says_that_the_hopper_kernel_is_lost(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(gpus, "capability", lambda device: (9, 0))
     each = [(torch.device("cuda"), [a_probe("sage1", True)], True)]
     assert verdict(True, each).startswith("READY")
     monkeypatch.setattr(triton, "__version__", "3.10.0")
@@ -228,7 +237,7 @@ def test_progress_goes_on_while_a_step_runs(monkeypatch, on_terminal):
 
 def test_tune_says_what_it_measures(monkeypatch, capsys):
     times = {"sage1": 1.0, "CUDNN_ATTENTION": 2.0}
-    monkeypatch.setattr(tiles, "capability", lambda device: (8, 0))
+    monkeypatch.setattr(gpus, "capability", lambda device: (8, 0))
     monkeypatch.setattr(tables, "gpu_name", lambda device: "NVIDIA A100")
     monkeypatch.setattr(timing, "start_compiling", lambda *given: [])
     monkeypatch.setattr(

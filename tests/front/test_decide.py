@@ -30,6 +30,7 @@ from sage_inductor.choose.candidates import recipes_of
 from sage_inductor.choose.decide import decide as decide_call
 from sage_inductor.choose.decide import rewrite
 from sage_inductor.choose.families import Family, Table
+from sage_inductor.ops import gpus
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.selector import Selection
@@ -55,7 +56,7 @@ AUTO_FROM_8192 = (Rule("sage1", head_dim=(64,)), Rule("auto", length=(8192, None
 def gpu(capability, monkeypatch):
     """Of capability (9, 0) the H200, which the built-in table knows."""
     name = tables.H200 if capability == (9, 0) else f"NVIDIA Test {capability}"
-    monkeypatch.setattr(tiles, "capability", lambda device: capability)
+    monkeypatch.setattr(gpus, "capability", lambda device: capability)
     monkeypatch.setattr(tables, "gpu_name", lambda device: name)
 
 
@@ -118,7 +119,7 @@ def table(*kinds, recipes=("sage2-8b-rotated",), D=128, gpu_name=tables.H200):
             ours = LAUNCH + KEYS / 2 * cost.features(sizes, 128, cost.IN_ORDER, 132).keys
             times = {"CUDNN_ATTENTION": sdpa, "FLASH_ATTENTION": 2 * sdpa}
             measured[family][sizes] = times | dict.fromkeys(recipes, ours)
-    return Table(gpu_name, tiles.Gpu((9, 0), 132), measured)
+    return Table(gpu_name, gpus.Gpu((9, 0), 132), measured)
 
 
 def known(monkeypatch, *given):
@@ -554,6 +555,13 @@ def test_what_auto_and_policies_do_on_a_gpu(
 ):
     site = decide(shape, capability, monkeypatch, **settings)
     assert site.recipe == recipe and re.search(reason, site.reason), site.reason
+
+
+def test_on_an_amd_gpu_all_stays(monkeypatch):
+    """Its capability is that of a GPU which it is not."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    site = decide((1, 32, 32, 32768, 128), (9, 4), monkeypatch, recipe="sage2-8b", force=True)
+    assert site.reason == "the GPU must be NVIDIA's, got AMD's: this torch is built for ROCm 6.4"
 
 
 @pytest.mark.parametrize("shape", [(4, 32, 32, 16384, 128), (4, 32, 32, 128, 128)])

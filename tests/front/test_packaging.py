@@ -119,6 +119,15 @@ BELOW = {
 }
 
 
+# folder of ops/ -> the folders beside it that it may import
+BESIDE = {
+    "reference": set(),
+    "quantize": {"reference"},
+    "attention": {"quantize", "reference"},
+    "training": {"quantize", "attention", "reference"},
+}
+
+
 def module_of(room: str, path: Path) -> str:
     parts = path.relative_to(ROOT / room).with_suffix("").parts
     front = ("sage_inductor",) if room == "sage_inductor" else ("sage_inductor", room)
@@ -152,6 +161,20 @@ def test_imports_go_down_the_rooms_only():
         if SOURCES[other][0] not in BELOW[SOURCES[module][0]]
     ]
     assert not wrong, wrong
+
+
+def test_in_ops_no_oracle_imports_a_kernel():
+    def folder(module: str) -> str | None:
+        return next((x for x in BESIDE if f"{module}.".startswith(f"sage_inductor.ops.{x}.")), None)
+
+    wrong = [
+        f"{module} -> {other}"
+        for module, others in GRAPH.items()
+        for other in others
+        if folder(module) and folder(other) not in {None, folder(module), *BESIDE[folder(module)]}
+    ]
+    assert not wrong, wrong
+    assert {folder(module) for module in GRAPH} == {None, *BESIDE}
 
 
 def test_no_file_imports_itself_by_way_of_others():

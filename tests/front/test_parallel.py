@@ -42,9 +42,9 @@ from sage_inductor.choose.cost import Sizes
 from sage_inductor.choose.families import Family
 from sage_inductor.choose.timing import BenchmarkCase
 from sage_inductor.ops import gather, sharding
-from sage_inductor.ops.attention.tiles import Gpu
 from sage_inductor.ops.formats import K_BLOCK, MAX_ROWS
 from sage_inductor.ops.gather import Shards
+from sage_inductor.ops.gpus import Gpu
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.register import OPAQUE
 from sage_inductor.patterns.call_shape import CallShape

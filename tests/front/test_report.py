@@ -1,6 +1,7 @@
 """What a user is told: reports and their pages, warnings, and a remedy for every reason."""
 
 import copy
+import dataclasses
 import functools
 import html.parser
 import json
@@ -256,12 +257,27 @@ def test_a_page_shows_every_call_escaped_and_needs_no_other_file(tmp_path):
     parsed = Page(text)
     assert not parsed.open and [tag for tag, _ in parsed.tags].count("script") == 1
     head, *rows = parsed.rows
-    assert head == ["graph", "module", "call", "q", "k", "dtype", "mask", "recipe", "reason"]
+    assert head == ["graph", "module", "call", "q, k", "dtype", "mask", "recipe", "reason"]
     assert len(rows) == 24 and rows[0][:3] == ["0/0", "blocks.0.attn", "SDPA"]
     assert rows[0][-2:] == ["sage2-8b", "N >= 3072"]
     assert rows[-1][1] == HOSTILE and 'said "<b>" & dropout' in rows[-1][-1]
     assert {"details", "summary"} <= alone(parsed) and "http" not in text and "@import" not in text
     assert reasons.of(SHORT).cause.remedy in rows[-2][-1] and found.verdict in html.unescape(text)
+
+
+def test_columns_that_say_nothing_are_left_out():
+    def columns(*sites, **given):
+        graphs = given.get("graphs", ["0/0"] * len(sites))
+        return re.split("  +", str(Report(list(zip(graphs, sites)))).splitlines()[2])
+
+    always = ["module", "count", "call", "q, k", "dtype", "mask", "recipe", "reason"]
+    one, other = site("a"), site("b")
+    assert columns(one, other) == always
+    assert columns(one, other, graphs=["0/0", "1/0"]) == ["graph", *always]
+    of_other_keys = dataclasses.replace(other, k=(1, 2, 77, 64))
+    assert columns(one, of_other_keys) == [*always[:3], "q", "k", *always[4:]]
+    staged = dataclasses.replace(other, stage="edge")
+    assert columns(one, staged) == [*always[:6], "stage", *always[6:]]
 
 
 def test_a_notebook_shows_groups_without_a_script():
@@ -533,7 +549,7 @@ def test_the_device_is_the_first_reason_and_what_else_is_wrong_comes_behind_it()
     q = torch.randn(1, 1, 8, 16)
     found = sage_inductor.explain(with_dropout)(q)
     assert re.fullmatch(r"on CPU .*; dropout_p must be 0, got 0.5", found[0].reason)
-    assert found.verdict.endswith("1 stays: no kernel runs there")
+    assert found.verdict.endswith("1 stays: no kernel runs on a CPU")
     (site,) = sage_inductor.explain(with_dropout, options=EMULATE)(q)
     assert site.reason == "dropout_p must be 0, got 0.5"
 

@@ -31,7 +31,7 @@ from sage_inductor.choose.cost import Sizes
 from sage_inductor.choose.families import Family, Table
 from sage_inductor.choose.timing import BenchmarkCase
 from sage_inductor.cli.tune import lines
-from sage_inductor.ops import launch
+from sage_inductor.ops import gpus, launch
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.patterns.call import FULL, Band
@@ -48,7 +48,7 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: GPU)
-    monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(gpus, "capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: PROPERTIES)
     monkeypatch.setattr(timing, "measure", clock)
     monkeypatch.setattr(timing, "start_compiling", lambda cases: [])
@@ -261,9 +261,9 @@ def test_what_trains_is_tuned_where_there_is_something_that_trains_it(gpu, monke
     assert len(times) == len(timing.MANY)
     assert {*times[next(iter(times))]} == {"CUDNN_ATTENTION", "FLASH_ATTENTION", "fp8-backward"}
     assert "fp8-backward" not in {name for ms in table.families[FULL_96].values() for name in ms}
-    monkeypatch.setattr(tiles, "capability", lambda device: (8, 9))
+    monkeypatch.setattr(gpus, "capability", lambda device: (8, 9))
     assert tuned(gpu, (96,), ("full-training",)).families == {}
-    monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(gpus, "capability", lambda device: (9, 0))
     assert "full-training" in timing.TUNED_KINDS
     assert main(["tune", "--head-dims", "96", "--kinds", "full-training"]) == 0
     printed = capsys.readouterr().out
@@ -476,7 +476,7 @@ def test_a_rotated_recipe_takes_the_times_without_rotation_until_it_is_timed():
 def test_the_narrowest_family_stands_for_a_call(gpu):
     wide, narrow = Family(128, 128, "full"), Family(112, 112, "full")
     families = {each: tuned(gpu).families[FULL_64] for each in (wide, narrow, wide)}
-    table = Table(GPU, tiles.Gpu((9, 0), 132), families)
+    table = Table(GPU, gpus.Gpu((9, 0), 132), families)
     assert table.find(Family(104, 104, "full"), *PER_TOKEN) == narrow
     assert table.find(Family(120, 120, "full"), *PER_TOKEN) == wide
 
@@ -607,9 +607,9 @@ def test_a_fit_is_told_which_kernels_cut_tiles(flash, gpu, monkeypatch):
     ],
 )
 def test_a_size_is_of_the_tile_that_it_runs_with(dims, kind, recipe, sizes, expected):
-    gpu, family, sizes = tiles.Gpu((9, 0), 132), Family(*dims, kind), Sizes(*sizes)
+    gpu, family, sizes = gpus.Gpu((9, 0), 132), Family(*dims, kind), Sizes(*sizes)
     assert families._warpgroups(gpu, family, recipe, sizes) == expected
-    other = tiles.Gpu((8, 9), 132)
+    other = gpus.Gpu((8, 9), 132)
     assert families._warpgroups(other, family, recipe, sizes) == 0
 
 
@@ -734,7 +734,7 @@ def test_times_of_too_few_sizes_predict_nothing(gpu):
             for each in timed_ones:
                 times[each][name] = 1.0
         tables._of_this_process[GPU, families.flash_attention()] = Table(
-            GPU, tiles.Gpu((9, 0), 132), {NEW: times}
+            GPU, gpus.Gpu((9, 0), 132), {NEW: times}
         )
         assert (predicted(NEW, recipe="sage1") is not None) == known
         assert bool(lines(tables.known(GPU)[0])) == known
@@ -879,7 +879,7 @@ def test_where_time_is_over_as_many_sizes_are_measured_as_a_fit_needs(timed, gpu
 
 def test_what_the_candidates_launch_is_compiled_and_not_launched(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(gpus, "capability", lambda device: (9, 0))
     given, x = [], torch.zeros(4)
     monkeypatch.setattr(timing, "compile_elsewhere", lambda *args: given.append(args) or "jobs")
 
@@ -1142,7 +1142,7 @@ def test_nothing_of_the_users_is_in_force_where_a_step_is_timed(on_cpu):
 def test_the_kernels_of_a_step_are_all_compiled_before(on_cpu, monkeypatch):
     """Those of the backward too, which autograd launches: in the thread that notes."""
     given, threads = [], []
-    monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(gpus, "capability", lambda device: (9, 0))
     monkeypatch.setattr(timing, "compile_elsewhere", lambda launches, _: given.append(launches))
 
     class Launches(torch.autograd.Function):
@@ -1372,7 +1372,7 @@ def test_the_fastest_tile_on_the_gpu_is_taken_and_each_is_right(D, is_causal, mo
         site.reason,
         times,
     )
-    rivals = tiles.rivals(tiles.capability(q.device), "fp8", D, is_causal)
+    rivals = tiles.rivals(gpus.capability(q.device), "fp8", D, is_causal)
     assert {n for name, n in times if name == "sage2-8b-rotated"} in (set(rivals), set())
     for each in times:
         given = {"scale": D**-0.5, "is_causal": is_causal, **each._asdict()}

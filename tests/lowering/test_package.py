@@ -41,8 +41,8 @@ from sage_inductor.lowering import package
 from sage_inductor.lowering.number import Facts
 from sage_inductor.lowering.record import Recorded, TensorArgument, record
 from sage_inductor.ops.attention import select
-from sage_inductor.ops.attention.arguments import AttentionCall
 from sage_inductor.ops.attention.select import attention_opaque
+from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.compile import Compilation, Unknown, describe
 from sage_inductor.ops.quantize.op import quantize_kv_opaque
 from sage_inductor.ops.quantize.smooth import _estimate_kernel as estimate_kernel

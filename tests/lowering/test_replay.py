@@ -40,13 +40,14 @@ from triton import knobs
 
 from sage_inductor.lowering import package, replay
 from sage_inductor.lowering.number import Facts
-from sage_inductor.ops import launch
-from sage_inductor.ops.attention import select, tiles
-from sage_inductor.ops.attention.arguments import AttentionCall
+from sage_inductor.ops import gpus, launch
+from sage_inductor.ops.attention import select
 from sage_inductor.ops.attention.select import _attention_opaque, attention_opaque
+from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.compat import load_module
 from sage_inductor.ops.compile import describe
-from sage_inductor.ops.formats import Kept, Prepared
+from sage_inductor.ops.formats import Prepared
+from sage_inductor.ops.operands import Kept
 from sage_inductor.ops.quantize import op as preparation
 from sage_inductor.ops.quantize.op import _quantize_kv_opaque, empty_kv, quantize_kv_opaque
 from sage_inductor.ops.recipe import NAMED
@@ -311,10 +312,10 @@ def on_cpu(with_torch, monkeypatch):
     monkeypatch.setattr(replay, "library", lambda: built)
     monkeypatch.setattr(replay, "DEVICE", "cpu")
     monkeypatch.setattr(replay, "_compiled", with_torch.compile)
-    whole = tiles.capability, tiles.processors
+    whole = gpus.capability, gpus.processors
     for name, of_cpu, of_gpu in zip(("capability", "processors"), ((9, 0), 132), whole):
-        of = lambda x, of_cpu=of_cpu, of_gpu=of_gpu: of_gpu(x) if type(x) is tiles.Gpu else of_cpu  # noqa: E731
-        monkeypatch.setattr(tiles, name, of)
+        of = lambda x, of_cpu=of_cpu, of_gpu=of_gpu: of_gpu(x) if type(x) is gpus.Gpu else of_cpu  # noqa: E731
+        monkeypatch.setattr(gpus, name, of)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     with_torch.set("current", 0)
     with torch.library._scoped_library("sage", "IMPL") as lib:

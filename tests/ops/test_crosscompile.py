@@ -15,6 +15,7 @@ from support import attention_call
 
 from bench.tritons import ROWS
 from sage_inductor.ops import blocks as blocks_of_tokens
+from sage_inductor.ops import compat, gpus
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.hopper import kernel as hopper
 from sage_inductor.ops.attention.hopper import plan
@@ -587,7 +588,7 @@ FULL, CAUSAL, BAND = (None, None), (None, 0), (700, 500)
     ],
 )  # fmt: skip
 def test_a_calls_load_chooses_its_tile(D, heads, N_q, N_kv, band, masked, warpgroups, monkeypatch):
-    monkeypatch.setattr(tiles, "processors", lambda device: 132)
+    monkeypatch.setattr(gpus, "processors", lambda device: 132)
     load = Load.of(heads, N_q, N_kv, band, masked, torch.device("cuda"))
     tile = tiles.hopper((9, 0), "fp8", D, band == CAUSAL, load)
     assert (tile.warpgroups if tile else 0) == warpgroups
@@ -870,7 +871,7 @@ def test_preparation_compiles(kernel, architecture, D, masked):
 def test_every_kernel_compiles_with_the_oldest_and_the_newest_triton():
     """By the Makefile, which runs the tests marked "tritons" under each."""
     (line,) = re.findall(r"^TRITONS := (.*)$", (ROOT / "Makefile").read_text(), re.M)
-    assert tuple(tuple(map(int, each.split(".")[:2])) for each in line.split()) == tiles.GLUON
+    assert tuple(tuple(map(int, each.split(".")[:2])) for each in line.split()) == compat.GLUON
 
 
 def test_the_kernel_is_that_of_the_wider_head_dim():

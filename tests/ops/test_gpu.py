@@ -36,11 +36,11 @@ from sage_inductor.ops import (
     attention,
     attention_opaque,
     compat,
+    gpus,
     quantize_kv,
     quantize_kv_opaque,
 )
 from sage_inductor.ops import blocks as of_tokens
-from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.select import Problem, hopper_tile, select
 from sage_inductor.ops.recipe import NAMED, Recipe
 from sage_inductor.ops.reference import attention as emulation
@@ -288,7 +288,7 @@ def test_what_hopper_kernel_cannot_read_runs_on_the_other():
         assert hopper_tile(a) is None
         out, _ = attention_opaque(*a)
         r = NAMED[recipe]
-        tile = select(Problem(tiles.capability(q.device), r, 128, masked=False)).tile
+        tile = select(Problem(gpus.capability(q.device), r, 128, masked=False)).tile
         out_ref, _ = emulation.attention(a, tile.BLOCK_N)
         assert relative_l2(out, out_ref) <= 1e-3
 

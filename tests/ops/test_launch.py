@@ -27,12 +27,12 @@ from triton.runtime import driver
 
 from sage_inductor.lowering import precompile
 from sage_inductor.ops import compile as compile_module
-from sage_inductor.ops import launch
+from sage_inductor.ops import gpus, launch
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.select import run_opaque
 from sage_inductor.ops.compat import ptxas_version
 from sage_inductor.ops.compile import Compilation, compile_elsewhere, describe
-from sage_inductor.ops.formats import Kept
+from sage_inductor.ops.operands import Kept
 from sage_inductor.ops.quantize import smooth
 from sage_inductor.ops.quantize.one_pass import launch_kv
 from sage_inductor.ops.recipe import NAMED
@@ -312,7 +312,7 @@ def training_calls(device, N=300, D=64) -> dict:
 
 def test_what_trains_is_compiled_ahead(h200, monkeypatch):
     expected, asked = [], []
-    monkeypatch.setattr(tiles, "_capability", lambda device: asked.append(device) or (9, 0))
+    monkeypatch.setattr(gpus, "_capability", lambda device: asked.append(device) or (9, 0))
     for launched, given in training_calls("cuda:1", N=2000).items():  # more tiles than processors
         for _ in range(2):  # as layers do
             precompile.precompile_op(launched, given)
@@ -381,8 +381,8 @@ def test_calls_of_one_shape_do_not_see_each_others_tensors(h200):
 @pytest.fixture
 def launches(monkeypatch):
     """Of one attention call, prepared, that is not launched; twice, of two lengths."""
-    monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(tiles, "processors", lambda device: 132)
+    monkeypatch.setattr(gpus, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(gpus, "processors", lambda device: 132)
     with launch.noted() as launches:
         for n in (1600, 1664):
             noted.sdpa("sage2-8b-per-token", D=64, lengths=(n, n))
@@ -465,7 +465,7 @@ def test_a_launch_waits_for_its_own_kernel_and_no_other(asked, launches):
 
 @pytest.mark.parametrize("capability", [(9, 0), (8, 9)])
 def test_a_launch_waits_for_a_kernel_of_its_device(asked, monkeypatch, capability):
-    monkeypatch.setattr(tiles, "capability", lambda device: capability)
+    monkeypatch.setattr(gpus, "capability", lambda device: capability)
     assert launched(asked[0], 0.3) == (capability == (8, 9))
 
 

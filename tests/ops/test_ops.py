@@ -24,6 +24,7 @@ from triton.backends.compiler import GPUTarget
 from sage_inductor import lowering
 from sage_inductor.ops import (
     attention,
+    gpus,
     quantize_k,
     quantize_kv,
     quantize_nvfp4,
@@ -33,7 +34,7 @@ from sage_inductor.ops import (
 )
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.attention import select, tiles
-from sage_inductor.ops.attention.arguments import AttentionCall
+from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.formats import MAX_ROWS, PV, Format, Prepared
 from sage_inductor.ops.quantize.smooth import smooth_q
 from sage_inductor.ops.recipe import NAMED, Recipe, decode
@@ -517,7 +518,7 @@ def test_sdpa_is_its_pieces():
 
 
 def test_the_tile_of_a_recipe_reaches_the_fastest_kernels_op(monkeypatch):
-    monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(gpus, "capability", lambda device: (9, 0))
     with FakeTensorMode():
         inputs = [torch.empty(x.shape, device="cuda", dtype=torch.bfloat16) for x in (q, k, v)]
 
@@ -536,7 +537,7 @@ def test_the_tile_of_a_recipe_reaches_the_fastest_kernels_op(monkeypatch):
 
 @pytest.mark.parametrize("portable", [False, True])
 def test_on_a_gpu_one_op_corrects_lse_and_none_where_it_has_to_travel(portable, monkeypatch):
-    monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(gpus, "capability", lambda device: (9, 0))
     inputs = [x.to("meta", torch.bfloat16) for x in (q, k, v)]
     call = SdpaCall(*arguments(*inputs, recipe="sage2-8b-per-token", portable=portable))
     graph = make_fx(lambda q, k, v: compose(call._replace(q=q, k=k, v=v)))(*inputs).graph
@@ -582,7 +583,7 @@ def test_what_kernels_are_given_in_a_graph(recipe, masked, monkeypatch):
     Only a GPU would show either."""
     device = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32))
     before = triton.runtime.driver._active
-    monkeypatch.setattr(tiles, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(gpus, "capability", lambda device: (9, 0))
     # As with a Triton of which packages do not hold opaque ops: every kernel is in the graph.
     monkeypatch.setattr(select, "travels", lambda: False)
     graphs = []

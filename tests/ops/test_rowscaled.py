@@ -19,9 +19,9 @@ from torch.testing import assert_close
 
 from bench import gradients
 from bench.laboratory import draw
-from sage_inductor.ops import launch
+from sage_inductor.ops import gpus, launch
 from sage_inductor.ops.attention import tiles
-from sage_inductor.ops.formats import Kept
+from sage_inductor.ops.operands import Kept
 from sage_inductor.ops.reference import rowscaled as reference
 from sage_inductor.ops.reference import training as of_training
 from sage_inductor.ops.reference.quantize import estimate, sample_rows
@@ -380,7 +380,7 @@ def test_another_gpu_is_refused(plan):
         plan.launch_forward(q, *of_training.quantize(k) * 2, v, False, 0.1, True)
     given = dict(q=q, k=k, v=v, is_causal=False, scale=0.1, out_bnhd=True)
     with pytest.raises(ValueError, match="got 8.9 and Triton"):
-        rowscaled.launched(given, lambda *given, **options: None, tiles.Gpu((8, 9), 128))
+        rowscaled.launched(given, lambda *given, **options: None, gpus.Gpu((8, 9), 128))
 
 
 def test_too_many_rows_are_refused(plan, monkeypatch):

@@ -19,7 +19,7 @@ num_programs-th tile, and of those that do not go round, a share of the blocks.
 
 Only what its schedule is worth: bool masks, and those with FP8 p v, q in 16 bits (plan.py says
 exactly); the rest is triton.py's, as is every call where Gluon, which is experimental, is another
-than GLUON's in tiles.py.
+than GLUON's in compat.py.
 """
 
 import math

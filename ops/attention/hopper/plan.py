@@ -15,8 +15,8 @@ import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
+from sage_inductor.ops import gpus
 from sage_inductor.ops.attention import tiles
-from sage_inductor.ops.attention.arguments import AttentionCall, broadcast_strides
 from sage_inductor.ops.attention.hopper.blocks import (
     BEFORE_ENTRIES,
     _list_tiles_kernel,
@@ -25,6 +25,7 @@ from sage_inductor.ops.attention.hopper.blocks import (
 )
 from sage_inductor.ops.attention.hopper.kernel import _combine_kernel, _hopper_kernel
 from sage_inductor.ops.attention.tiles import Tile
+from sage_inductor.ops.attention_call import AttentionCall, broadcast_strides
 from sage_inductor.ops.compat import GluonDescriptor
 from sage_inductor.ops.formats import pad_head_dim
 from sage_inductor.ops.launch import doubled
@@ -183,7 +184,7 @@ def _plan(
     else:
         v = _descriptor(v_dtype, v_shape, v_stride, [1, 1, tile.BLOCK_N, BLOCK_DV])
     num_m, blocks = triton.cdiv(N_q, tile.BLOCK_M), triton.cdiv(n_kv, tile.BLOCK_N)
-    num_tiles, processors, group = B * H_q * num_m, tiles.processors(device), 1
+    num_tiles, processors, group = B * H_q * num_m, gpus.processors(device), 1
     mask = None if of_mask is None else _mask(*of_mask, N_q, n_kv, tile)
     lists = None
     if mask or of_lists:

@@ -8,18 +8,19 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from sage_inductor.ops.attention import tiles
-from sage_inductor.ops.attention.arguments import AttentionCall
+from sage_inductor.ops import gpus
 from sage_inductor.ops.attention.hopper import plan
 from sage_inductor.ops.attention.hopper.plan import REGISTERS
 from sage_inductor.ops.attention.select import hopper_tile
+from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.compat import GluonDescriptor
-from sage_inductor.ops.formats import Kept, Prepared
+from sage_inductor.ops.formats import Prepared
 from sage_inductor.ops.launch import HAS_PDL, doubled, launch_cached, pdl_option
+from sage_inductor.ops.operands import Kept, Operands
 from sage_inductor.ops.quantize.smooth import launch_estimate
 from sage_inductor.ops.recipe import ROWSCALED_FORWARD
 from sage_inductor.ops.training.hopper.kernel import dkdv_kernel, dq_kernel
-from sage_inductor.ops.training.hopper.prepare import Operands, launch_prepare
+from sage_inductor.ops.training.hopper.prepare import launch_prepare
 from sage_inductor.ops.training.kernels import launch_quantize, launch_quantize_twice
 from sage_inductor.ops.visibility import Visibility
 
@@ -33,7 +34,7 @@ MAX_ROWS = 2**29  # of q, and of k, in all heads: TMA counts them in 32 bits
 
 def launch(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, out_bnhd: bool,
-    run: Callable = launch_cached, device: tiles.Gpu | None = None,
+    run: Callable = launch_cached, device: gpus.Gpu | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """``sage::rowscaled``. device: q's, if that is on meta."""
     B, H_kv, _, D = k.shape
@@ -56,7 +57,7 @@ def launch(
 def launch_forward(
     q: Tensor, k: Tensor, k_scale: Tensor, k_own: Tensor, k_own_scale: Tensor, v: Tensor,
     is_causal: bool, scale: float, out_bnhd: bool, run: Callable = launch_cached,
-    device: tiles.Gpu | None = None,
+    device: gpus.Gpu | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """q [B, H_q, N_q, D] and v [B, H_kv, N_kv, D] in 16 bits, any strides, and k's codes and scales
     (Kept's) -> out [B, H_q, N_q, D] and Kept.stats. device: q's, if that is on meta: then nothing
@@ -77,7 +78,7 @@ def launch_forward(
         a = call(q.contiguous(), v_padded[..., : v.shape[3]])
     tile = hopper_tile(a, device)
     if tile is None:
-        major, minor = tiles.capability(device or q.device)
+        major, minor = gpus.capability(device or q.device)
         raise ValueError(
             "sage::rowscaled: on a GPU it needs compute capability 9.0 and a Triton that the "
             f"Hopper kernel is tested with, got {major}.{minor} and Triton {triton.__version__}"

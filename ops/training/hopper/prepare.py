@@ -36,16 +36,16 @@ formats.py's pad_rows of N_q and N_kv and pad_head_dim of D.
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sage_inductor.ops.formats import E4M3_MAX, LOG2E, NO_QUERY, TINY, Kept
+from sage_inductor.ops.formats import E4M3_MAX, LOG2E, NO_QUERY, TINY
 from sage_inductor.ops.formats import TRAINING_BLOCK as BLOCK
 from sage_inductor.ops.launch import doubled, launch_cached
+from sage_inductor.ops.operands import Kept, Operands
 from sage_inductor.ops.quantize.codes import abs_bits, scale_of, to_8bit
 
 NUM_WARPS = 4
@@ -64,25 +64,6 @@ _WA, _WAQ, _U, _UN = map(tl.constexpr, range(MAXIMA))
 OF_HEAD = 3  # numbers of a head of k and v: these first two, the largest ks
 _K = tl.constexpr(2)
 _BETAS = tl.constexpr(128)  # that are loaded at once
-
-
-class Operands(NamedTuple):
-    """What the kernels read beside Kept (formats.py)."""
-
-    g: Tensor  # [B, H_q, M_pad, BLOCK_D] INT8: dO
-    qt: Tensor  # [B, H_kv, BLOCK_D, group M_pad] E4M3, tokens permuted; so the next two
-    ot: Tensor
-    kt: Tensor  # [B, H_kv, BLOCK_D, N_pad]
-    kt_own: Tensor  # causal: of k_own; others: kt
-    vectors: Tensor  # [3, B, H_q, M_pad] fp32: q's scale with the softmax's, m - log2 448, delta
-    row_scale: Tensor  # [B, H_q, M_pad] fp32: r c^k
-    v_scale: Tensor  # [B, H_kv, N_pad] fp32: vs / beta
-    qt_scale: Tensor  # [B, H_kv] fp32: c^q
-    ot_scale: Tensor  # c^o
-    # What dQ's kernel reads for the last two of vectors, and for v_scale: causal, others.
-    m: Tensor  # [B, H_q, M_pad] fp32: m - log2 448 + log2 beta_i
-    delta: Tensor  # [B, H_q, M_pad] fp32: without beta
-    v_scale_of_dq: Tensor  # [B, H_kv, N_pad] fp32: vs ks
 
 
 @triton.jit
