@@ -17,21 +17,21 @@ from pathlib import Path
 
 import torch
 import triton
-from triton.experimental.gluon import language as gl
 
 from bench import harness
 from bench.cases import Case
 from bench.measure import Exact, Provider, Runner, draw, interleave
+from sage_inductor.ops import gpus
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.hopper import kernel, plan
 from sage_inductor.ops.attention.tiles import Tile
-from sage_inductor.ops.compile import Compilation
-from sage_inductor.ops.formats import pad_head_dim
-from sage_inductor.ops.launch import launch_cached
+from sage_inductor.ops.compile import Launch, describe
+from sage_inductor.ops.launch import launch_cached, noted
 from sage_inductor.ops.recipe import NAMED
-from sage_inductor.ops.sdpa import SdpaCall, kernel_inputs
+from sage_inductor.ops.sdpa import attention_call, prepare
+from sage_inductor.ops.visibility import Visibility
 
-DIVISIBLE = ("N_pad", "Q_pad", "K_pad", "Q_rows", "D2", "D2_V")  # by 16, where the head_dim is by 8
+H200 = gpus.Gpu((9, 0), 132)
 RECIPES = {"fp8": "sage2-8b-per-token", "16bit": "sage1-per-token"}  # by pv
 # Of the Hopper kernel: a row of its table for each tile, and whether tiles are split.
 ROWS = list({(*row[:3], row[4]): row for row in tiles.HOPPER}.values())
@@ -56,67 +56,16 @@ def main(argv=None) -> int:
 # -- without a GPU ----
 
 
-def compile_kernel(kernel, architecture, constexprs, types, unaligned=(), **options):
-    """Compile as the JIT would: strides, but for the unaligned, and padded sizes divisible by 16,
-    pointers aligned. types: of what is neither a constexpr nor an i32, by name."""
-    found, constants, aligned = [], [], []
-    for i, name in enumerate(kernel.arg_names):
-        if name in constexprs:
-            found.append("constexpr")
-            constants.append((i, constexprs[name]))
-            continue
-        found.append(types.get(name, "i32"))
-        is_stride = name.startswith("stride") and name not in unaligned
-        if found[-1][0] == "*" or is_stride or name in DIVISIBLE:
-            aligned.append(i)
-    parts = map(tuple, (found, constants, aligned, options.items()))
-    return Compilation(kernel, *parts).compile(architecture)
-
-
-@functools.cache
-def compile_hopper(
-    pv: str, head_dim: int, is_causal: bool, tile: Tile, dtype="bf16", split=False, band=None,
-    mask=False, listed=False, keeps_max=False, own=False, rotated=False,
-):  # fmt: skip
-    """band: (left, right, bottom_right), -1 for no bound, where it is another than is_causal's."""
-    BLOCK = pad_head_dim(head_dim)
-    element = {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype]
-
-    def descriptor(name, shape, element):
-        layout = gl.NVMMASharedLayout.get_default_for(shape, element)
-        return f"tensordesc<{name}{shape},{layout!r}>"
-
-    k = descriptor("i8", [tile.BLOCK_N, BLOCK], gl.int8)
-    if pv == "fp8":
-        v = descriptor("fp8e4nv", [BLOCK, tile.BLOCK_N], gl.float8e4nv)
-    else:
-        v = descriptor(dtype, [1, 1, tile.BLOCK_N, BLOCK], element)
-    types = dict(
-        Q=f"*{dtype}", K=k, K_scale="*fp32", K_own=k if own else "*fp32", V=v,
-        K_own_scale=descriptor("fp32", [tile.BLOCK_N], gl.float32) if own else "*fp32",
-        V_scale="*fp32", V_mean="*fp32", Out=f"*{dtype}", Lse="*fp32", Part="*fp32",
-        Part_ml="*fp32", Words="*i32", List="*i32",
-    )  # fmt: skip
-    at_launch, consumer = plan.registers(tile)
-    constexprs = dict(
-        D=head_dim, D_V=head_dim, SCALE=head_dim**-0.5, LISTED=mask or listed, MASK=mask,
-        SPLIT=split, ROTATED=rotated,
-        BAND=band or (-1, 0 if is_causal else -1, False),
-        FP8=pv == "fp8", KEEPS_MAX=keeps_max, OWN=own,
-        BLOCK_N=tile.BLOCK_N, BLOCK_D=BLOCK, BLOCK_DV=BLOCK,
-        WARPGROUPS=tile.warpgroups, STAGES=tile.num_stages, REGISTERS=consumer,
-    )  # fmt: skip
-    return compile_kernel(
-        kernel._hopper_kernel, (9, 0), constexprs, types,
-        num_warps=tile.num_warps, maxnreg=at_launch,
-    )  # fmt: skip
-
-
 def save(folder: Path) -> int:
     """Each variant's cubin and what a launch has to know of it."""
     folder.mkdir(parents=True, exist_ok=True)
     for row, split in VARIANTS:
-        compiled, cubin = _compile(row, split)
+        found = launches_of(row, split, torch.device("meta"))
+        if found is None:
+            print(f"{name_of(row, split)}: no length of {LENGTHS} has it", file=sys.stderr)
+            continue
+        compiled = compiled_of(found[1])
+        cubin = compiled.asm["cubin"]
         about = {"entry": entry(compiled), "shared": compiled.metadata.shared}
         (folder / f"{name_of(row, split)}.cubin").write_bytes(cubin)
         (folder / f"{name_of(row, split)}.json").write_text(json.dumps(about))
@@ -124,10 +73,27 @@ def save(folder: Path) -> int:
     return 0
 
 
-def _compile(row, split: bool):
-    pv, head_dim, is_causal, _, tile = row
-    compiled = compile_hopper(pv, head_dim, is_causal, tile, split=split)
-    return compiled, compiled.asm["cubin"]
+def launches_of(row, split: bool, device: torch.device):
+    """(AttentionCall, launches, q k and v) of the first length whose call runs as this variant, or
+    None. On meta there is no memory, and an H200's processors."""
+    pv, D, is_causal, _, tile = row
+    recipe = NAMED[RECIPES[pv]]
+    for N in LENGTHS:
+        torch.manual_seed(0)
+        q, k, v = draw(Case(HEADS[0], HEADS[1], HEADS[1], N, D), "normal", device)
+        seen = Visibility.of(None, (None, 0 if is_causal else None, False), N, tile.BLOCK_M)
+        call = attention_call(q, k, v, prepare(k, v, seen, recipe, True), seen, D**-0.5, recipe)
+        with noted() as launches:
+            plan.launch(call, tile, launch_cached, H200 if device.type == "meta" else None)
+        if split == (len(launches) == 2):
+            return call, launches, (q, k, v)
+    return None
+
+
+def compiled_of(launches: list[Launch]):
+    """The Hopper kernel, compiled anew."""
+    (found,) = (each for each in launches if each.kernel is kernel._hopper_kernel)
+    return describe(found.kernel, found.arguments, found.options).compile(H200.capability)
 
 
 def name_of(row, split: bool) -> str:
@@ -161,14 +127,14 @@ def run(args) -> int:
 
 def measure(row, split: bool, folders: list[Path], args, device) -> list[dict]:
     """The variant by this Triton's JIT and by each folder's cubin."""
-    pv, D, is_causal, _, tile = row
-    found = next((inputs for n in LENGTHS if (inputs := _call(row, n, split, device))), None)
+    is_causal, tile = row[2], row[4]
+    found = launches_of(row, split, device)
     if found is None:
         print(f"{name_of(row, split)}: no length of {LENGTHS} has it", file=sys.stderr)
         return []
-    call, qkv = found
+    call, launches, qkv = found
     exact = Exact(*qkv, is_causal=is_causal)
-    compiled, _ = _compile(row, split)
+    compiled = compiled_of(launches)
     ways = {"JIT": launch_cached}
     for folder in folders:
         if not (folder / f"{name_of(row, split)}.json").exists():
@@ -178,7 +144,7 @@ def measure(row, split: bool, folders: list[Path], args, device) -> list[dict]:
             expected = entry(compiled)
             raise ValueError(f"{folder}: parameters must be\n{expected}\ngot\n{told['entry']}")
         cubin = (folder / f"{name_of(row, split)}.cubin").read_bytes()
-        ways[folder.name] = with_cubin(row, split, cubin, told["shared"])
+        ways[folder.name] = with_cubin(launches, cubin, told["shared"])
     runners = {
         name: Runner(Provider(name, functools.partial(_attend, call, tile, way)), [()])
         for name, way in ways.items()
@@ -203,29 +169,13 @@ def measure(row, split: bool, folders: list[Path], args, device) -> list[dict]:
     return rows
 
 
-def _call(row, N: int, split: bool, device):
-    """(an AttentionCall that runs as this variant, q, k and v), or None."""
-    pv, D, is_causal, _, tile = row
-    torch.manual_seed(0)
-    q, k, v = draw(Case(HEADS[0], HEADS[1], HEADS[1], N, D), "normal", device)
-    arguments = SdpaCall(
-        q, k, v, None, [], None, 0 if is_causal else None, False, D**-0.5,
-        NAMED[RECIPES[pv]].encode(), None, True, False,
-    )  # fmt: skip
-    call, _, _ = kernel_inputs(arguments)
-    seen = []
-    plan.launch(call, tile, lambda *args, **options: seen.append(args), device)
-    return (call, (q, k, v)) if split == (len(seen) == 2) else None
-
-
 def _attend(call, tile: Tile, way) -> torch.Tensor:
     return plan.launch(call, tile, way)[0]
 
 
-def with_cubin(row, split: bool, cubin: bytes, shared: int):
+def with_cubin(launches: list[Launch], cubin: bytes, shared: int):
     """A way to launch (as ops/launch.py's) in which the kernel is that of `cubin`."""
-    compile_hopper.cache_clear()
-    compiled, _ = _compile(row, split)
+    compiled = compiled_of(launches)
     compiled._init_handles()
     utils = triton.runtime.driver.active.utils
     compiled.module, compiled.function, *_ = utils.load_binary(
