@@ -53,7 +53,7 @@ MOST_SHOWN = 20  # rows of the printed table
 @dataclasses.dataclass(frozen=True, repr=False)
 class Diagnosis:
     """What `diagnose` found, or `diagnosing` when its block has ended. `print` it for a verdict, a
-    table (of calls that differ in the numbers in their module's path alone, the worst) and the
+    table (of calls that differ only in the numbers in their module's path, the worst) and the
     policy; `details` has every number, `to_html` writes all of it and a heat map."""
 
     rows: tuple[Row, ...]  # worst relative L1 first
@@ -278,7 +278,7 @@ def diagnose(
     Gradients are off. The model's code, parameters and mode stay as they are, and what a forward
     pass changes it changes. Dynamo's caches are reset. After three seconds stderr shows how many
     calls are measured (by tqdm, where it is installed). Some heads are measured at a time: one of
-    k, or more while a tensor has at most 16M numbers. Memory beside the model's own: several times
+    k, or more while a tensor has at most 16M numbers. Additional memory: several times
     [H_q / H_kv, N_q, D_v] in float64 and, on CPU, ten times [H_q / H_kv, N_q, N_kv] in fp32.
 
     Raises ValueError for unknown recipes, a tolerance that is not a positive number, or a model

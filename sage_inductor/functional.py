@@ -63,7 +63,7 @@ def attention(
     there for calls that were SDPA's.
 
     Returns out [B, H_q, N_q, D_v], with return_lse also the row logsumexp [B, H_q, N_q]: fp32,
-    natural log, not differentiable. Where SDPA computes out, ``sage::lse`` computes lse besides.
+    natural log, not differentiable. Where SDPA computes out, ``sage::lse`` computes lse.
     Raises SageOptionError for an unknown recipe, SageRefused under ``config.strict``, TypeError for
     nested tensors, and what SDPA raises.
     """

@@ -79,8 +79,8 @@ class GradientRow:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class TrainingDiagnosis:
-    """What `diagnose_training` found. `print` it for a verdict and a table (of calls that differ in
-    the numbers in their module's path alone, the worst); `details` has every number."""
+    """What `diagnose_training` found. `print` it for a verdict and a table (of calls that differ
+    only in the numbers in their module's path, the worst); `details` has every number."""
 
     rows: tuple[GradientRow, ...]  # worst ratio first
     unmeasured: tuple[Site, ...]  # attention calls without rows; `reason` says why
@@ -158,7 +158,7 @@ def diagnose_training(
 ) -> Callable[..., TrainingDiagnosis]:
     """``diagnose_training(model, loss=loss)(*args, **kwargs)`` runs
     ``loss(model(*args, **kwargs))`` once, backward too, and measures at every attention call the
-    error of the gradient by each recipe of ``sage.training``, beside the gradient's noise.
+    error of the gradient by each recipe of ``sage.training``, and the gradient's noise.
 
     loss: what is trained for, of the model's output: one number, a mean or a sum over examples.
     recipes: "fp8-backward", "sagebwd", or both; only those are measured that take the call, on the

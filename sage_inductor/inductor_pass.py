@@ -88,7 +88,7 @@ PASS, TIMING = "pre_grad_custom_pass", "pre_grad_pass_timing"
 
 
 def install_pass(on: bool, for_all: bool = False) -> None:
-    """Put SagePass beside the passes in ``torch._inductor.config.pre_grad_custom_pass``, or take
+    """Put SagePass next to the passes in ``torch._inductor.config.pre_grad_custom_pass``, or take
     it out: in this thread and, `for_all`, where a thread has no pass of its own. torch 2.13 would
     run it after the cache lookup (and a warm cache would leave the report empty): it is asked to
     run before."""

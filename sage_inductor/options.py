@@ -66,7 +66,7 @@ class Options:
     strict: bool = _row(False, flag,
         "raise SageRefused when a call stays as it was")
     rewrite_inductor: bool = _row(False, flag,
-        'rewrite graphs of backend="inductor" too, by a pass beside the user\'s own',
+        'rewrite graphs of backend="inductor" too, by a pass next to the user\'s own',
         only="config")
     mode: str | None = _row(None, _mode,
         "Inductor's mode, for use together with options, which torch.compile does not allow",
