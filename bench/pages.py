@@ -320,7 +320,7 @@ def training_lengths(gpus: dict[str, dict]) -> str:
 
 def lengths_of(kinds: Collection[str]) -> str:
     """From which length "auto" rewrites self-attention, of the built-in tables."""
-    lines = [["GPU", "head_dim", "kind of call", *(f"B·H ≥ {heads}" for heads in HEADS), "error"]]
+    lines = [["GPU", "head_dim", "type of call", *(f"B·H ≥ {heads}" for heads in HEADS), "error"]]
     for gpu in sorted(tables.built_in().keys() - tables.ALIKE.keys()):
         table = tables.built_in()[gpu]
         families = {

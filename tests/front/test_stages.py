@@ -315,7 +315,7 @@ def test_explain_tells_of_every_stage_and_runs_none_of_them():
     assert [(site.recipe, site.stage) for site in report] == expected
     assert [each["stage"] for each in report.to_dicts()] == [stage for _, stage in expected]
     header, _, *rows = str(report).splitlines()[2:]
-    assert header.split()[8:] == ["stage", "recipe", "reason"]
+    assert header.split()[-3:] == ["stage", "recipe", "reason"]
     assert [row.split("none", 1)[1].split()[0] for row in rows] == ["sage2-4b", "edge", "warm"]
     plain = sage_inductor.explain(model, options=options([]))(x)
     assert "stage" not in str(plain) and "stage" not in plain._repr_html_()
