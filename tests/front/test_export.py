@@ -599,7 +599,7 @@ def test_a_package_of_sources_is_built_by_its_cmakelists(device, tmp_path):
     check(torch.load(tmp_path / "outputs.pt")[0], package.expected)
 
 
-@pytest.mark.parametrize("mode", ["twice", "threads"])
+@pytest.mark.parametrize("mode", [pytest.param("twice", marks=SWEPT), "threads"])
 @devices(Llama)
 def test_a_package_opens_twice_and_runs_in_two_threads(make, device, mode, build, runner):
     package = build(make, device)

@@ -456,6 +456,7 @@ def test_a_graph_takes_new_lists():
     assert len(sage_inductor.report()) == 1
 
 
+@pytest.mark.sweep  # on a GPU: ops/test_gpu.py
 def test_what_inductor_compiles_reads_the_lists_as_we_do(vectorized):
     """It counts a block that is listed twice twice, and gives rows without blocks 0."""
     q, k, v = random_qkv(256)
