@@ -118,6 +118,18 @@ LENGTHS = {
 }
 
 
+def test_auto_is_the_recipe_that_was_timed_on_several_gpus(gloo):
+    given = inputs((70,))
+    with torch.no_grad():
+        default, auto, named, other = (
+            gather_attention(*given, **recipe)
+            for recipe in (
+                {}, {"recipe": "auto"}, {"recipe": "sage2-8b-per-token"}, {"recipe": "sage2-8b-fp8qk"}
+            )
+        )  # fmt: skip
+    assert torch.equal(default, named) and torch.equal(auto, named) and not named.equal(other)
+
+
 @pytest.mark.parametrize(
     "lengths",
     [
