@@ -22,6 +22,11 @@ def pytest_configure(config):
     """pairs.py reads both, in xdist's processes too. A variant that is named on the command line
     runs."""
     os.environ.setdefault("SEED", str(random.randrange(10_000)))
+    if config.getoption("dist", "no") == "loadgroup" and not hasattr(pytest.Item, "_nodeid"):
+        raise pytest.UsageError(
+            f"--dist loadgroup has no effect with pytest {pytest.__version__}: pytest-xdist 3.8 writes "
+            "groups where pytest 9.2 reads none (pytest-xdist's issue 1386); install pytest 9.1"
+        )
     if config.getoption("sweep") or any("[" in argument for argument in config.args):
         os.environ["EVERY_VARIANT"] = "1"
 
@@ -31,12 +36,21 @@ def pytest_report_header(config):
         return f"SEED={os.environ['SEED']} draws {pairs.DRAWN:.0%} of the variants beyond all pairs"
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist then writes the groups
 def pytest_collection_modifyitems(config, items):
-    """What is marked by hand is too slow to be drawn."""
+    """What is marked by hand is too slow to be drawn. A file's tests that share a fixture are one
+    group, which xdist's --dist loadgroup gives to one process: the fixture is made once."""
     if not pairs.has_every_variant():
         left = {x for x in items if x.get_closest_marker("sweep")}
         config.hook.pytest_deselected(items=left)
         items[:] = [x for x in items if x not in left]
+    for item in filter(shares_a_fixture, items):
+        item.add_marker(pytest.mark.xdist_group(item.location[0]))
+
+
+def shares_a_fixture(item) -> bool:
+    defined = item._fixtureinfo.name2fixturedefs.values()
+    return any(each[-1].scope == "module" for each in defined)
 
 
 # -- what every test starts from ----

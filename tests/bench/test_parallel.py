@@ -10,8 +10,6 @@ from ranks import Ranks, serve
 from bench import parallel
 from bench.parallel import Case, communication, interpolated, received
 
-pytestmark = pytest.mark.xdist_group("processes of bench")
-
 CASE = Case("small", 256, 4, 32)
 
 

@@ -35,8 +35,6 @@ from sage_inductor.export import _check_travels, _holds_its_own_libstdcxx
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.register import OPAQUE
 
-pytestmark = pytest.mark.xdist_group("packages")
-
 EMULATE = {"sage.emulate": True}
 FORCE = {"sage.force": True}
 RUNNER = Path(__file__).with_name("aoti_runner.cpp")

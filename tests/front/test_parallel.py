@@ -49,8 +49,6 @@ from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.register import OPAQUE
 from sage_inductor.patterns.call_shape import CallShape
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 RECIPE = "sage2-8b-per-token"
 BACKENDS = ("eager", "aot_eager", "inductor", "sage")
 

@@ -33,7 +33,7 @@ from sage_inductor.integrations.diffusers import sage_attention
 from sage_inductor.ops import gather
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-pytestmark = [pytest.mark.models, pytest.mark.xdist_group("processes of diffusers")]
+pytestmark = pytest.mark.models
 diffusers = pytest.importorskip("diffusers")
 transformers = pytest.importorskip("transformers")
 
