@@ -124,7 +124,7 @@ def features(
         pieces_at_once = 2 if is_cut and dealt == FLASH else 1
         busiest = _busiest(seen, heads, dealt == LONGEST_FIRST, pieces_at_once * processors)
         busiest *= weight * pieces_at_once
-    even = weight * heads * sum(seen) / processors
+    even = weight * heads * seen.sum / processors
     by_keys = 0
     if kind in TRAINED:
         seen_by = _seen(sizes.N_kv, sizes.N_q, sizes.right, sizes.left, KEYS)
@@ -166,17 +166,28 @@ def _is_ragged(sizes: Sizes, kind: str) -> bool:
     return several and sizes.N_kv % 2 > 0
 
 
+class _Seen(tuple):
+    """The keys that each tile of one head computes. It is hashed and compared as an object: of a
+    million queries it is long."""
+
+    __hash__, __eq__ = object.__hash__, object.__eq__
+
+    @functools.cached_property
+    def sum(self) -> int:
+        return sum(self)
+
+
 @functools.lru_cache(maxsize=4096)
-def _seen(N_q: int, N_kv: int, left: int | None, right: int | None, rows: int) -> tuple[int, ...]:
-    """The keys that each tile of one head computes: whole blocks."""
+def _seen(N_q: int, N_kv: int, left: int | None, right: int | None, rows: int) -> _Seen:
+    """By tiles of so many rows: whole blocks."""
     if left is None and right is None:
-        return (-(-N_kv // KEYS) * KEYS,) * -(-N_q // rows)
+        return _Seen((-(-N_kv // KEYS) * KEYS,) * -(-N_q // rows))
     seen = []
     for row in range(0, N_q, rows):
         begin = 0 if left is None else max(0, row - left)
         end = N_kv if right is None else min(N_kv, min(row + rows, N_q) + right)
         seen.append((-(-end // KEYS) - begin // KEYS) * KEYS if end > begin else 0)
-    return tuple(seen)
+    return _Seen(seen)
 
 
 def _last_shared(tiles: int, keys: int, processors: int) -> int | None:
@@ -213,24 +224,24 @@ def _flash_pieces(tiles: int, N_kv: int, processors: int) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def _cut(N_q: int, N_kv: int, left: int | None, right: int | None, pieces: int) -> tuple[int, ...]:
+def _cut(N_q: int, N_kv: int, left: int | None, right: int | None, pieces: int) -> _Seen:
     """The keys of each piece of each tile of one head: the n-th has the n-th part of all keys."""
     long = -(-N_kv // (KEYS * pieces)) * KEYS
     seen = _seen(N_q, N_kv, left, right, FLASH_ROWS)
-    return tuple(min(long, max(0, keys - n * long)) for keys in seen for n in range(pieces))
+    return _Seen(min(long, max(0, keys - n * long)) for keys in seen for n in range(pieces))
 
 
 ROUNDS = 16  # of tiles; where a processor gets more, the last one hardly counts
 
 
 @functools.lru_cache(maxsize=4096)
-def _busiest(seen: tuple[int, ...], heads: int, longest_first: bool, processors: int) -> float:
+def _busiest(seen: _Seen, heads: int, longest_first: bool, processors: int) -> float:
     """Keys that the busiest processor computes: whoever is first done takes the next tile."""
     count = heads * len(seen)
     if min(seen) == max(seen):
         return -(-count // processors) * seen[0]
     if count > ROUNDS * processors:
-        return heads * sum(seen) / processors + (0 if longest_first else max(seen) / 2)
+        return heads * seen.sum / processors + (0 if longest_first else max(seen) / 2)
     tiles = itertools.chain(*(seen,) * heads)
     busy = [0] * processors
     for keys in sorted(tiles, reverse=True) if longest_first else tiles:

@@ -203,8 +203,7 @@ def is_of_hopper(pv, head_dim, warpgroups, kind):
     # one warpgroup, which compiles in a third of the time of three. 128 channels in 16 bits are by
     # lists, below.
     *[("fp8", 64, 1, kind) for kind in ("causal", "mask")],
-    ("fp8", 128, 1, "full"), ("fp8", 128, 2, "split"), ("fp8", 128, 3, "causal"),
-    ("fp8", 256, 2, "causal"),
+    ("fp8", 128, 1, "full"), ("fp8", 128, 3, "causal"), ("fp8", 256, 2, "causal"),
     tritons=[("fp8", 64, 1, "causal mask"), ("16bit", 64, 3, "full, fp16")],
     where=is_of_hopper,
     pv=["fp8", "16bit"], head_dim=[64, 128, 256], warpgroups=[1, 2, 3], kind=KINDS_OF_HOPPER,

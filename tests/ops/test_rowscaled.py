@@ -150,9 +150,8 @@ def test_tokens_are_permuted_as_accumulators_hold_them():
                 assert x[16 + 4 * t + 2 * h + e] == 16 + 8 * h + 2 * t + e
 
 
-@pytest.mark.parametrize(
-    "D, lengths", [(64, LENGTHS), pytest.param(128, SPLIT, marks=pytest.mark.sweep)]
-)
+@pytest.mark.sweep
+@pytest.mark.parametrize("D, lengths", [(64, LENGTHS), (128, SPLIT)])
 def test_loops_of_the_forward_spill_no_more_for_keeping_maxima(D, lengths):
     plain, kept = (
         [spilled(loop) for loop in loops_over_keys(compiled.asm["cubin"])]
