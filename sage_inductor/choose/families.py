@@ -132,7 +132,7 @@ class Table:
     device: Gpu
     families: dict[Family, Times]
 
-    @functools.cache
+    @functools.cache  # noqa: B019  (as `fits`: there is one table for a GPU)
     def find(self, family: Family, recipe: str) -> Family | None:
         """The narrowest family that stands for this one and has enough times of the recipe and of a
         backend of SDPA's."""
