@@ -192,10 +192,11 @@ TILES_OF_HOPPER = {(*row[:3], row[4].warpgroups): row[4] for row in ROWS}
 
 def is_of_hopper(pv, head_dim, warpgroups, kind):
     """With a mask, 16 bits are triton.py's. One warpgroup has no split tiles."""
+    if (pv, head_dim, kind == "causal", warpgroups) not in TILES_OF_HOPPER:
+        return False
     if kind == "full, fp16":
         return pv == "16bit" and warpgroups == 3
-    excluded = pv == "16bit" if "mask" in kind else kind == "split" and warpgroups == 1
-    return not excluded and (pv, head_dim, kind == "causal", warpgroups) in TILES_OF_HOPPER
+    return pv != "16bit" if "mask" in kind else kind != "split" or warpgroups > 1
 
 
 @picked(
@@ -832,7 +833,7 @@ OF_FP8 = {"v", "v again", "kv", "kv, rotated", "k, FP8"}
         ("estimate", (9, 0), 128, True), ("v", (10, 0), 128, False),
         ("v again", (12, 0), 128, True), ("kv", (8, 9), 256, True), ("k", (9, 0), 128, False),
         ("k, 4 scales", (8, 0), 128, True), ("k, INT4", (8, 6), 64, False),
-        ("k, FP8", (10, 0), 128, False), ("kv, rotated", (9, 0), 128, True),
+        ("k, FP8", (10, 0), 128, False), ("kv, rotated", (10, 0), 256, True),
     ),
     kernel=PREPARATION, architecture=ARCHITECTURES, D=[64, 80, 128, 256], masked=[False, True],
 )  # fmt: skip

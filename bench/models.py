@@ -1,0 +1,291 @@
+"""Whole models: a call's time, the first call's, and peak memory, by eager, "inductor" and "sage".
+
+$ python bench/models.py --json                    # bench/results/GPU/DATE-whole.json
+$ python bench/models.py --models flux wan_1_3b
+
+The classes are diffusers' and transformers' own, of the published sizes, in bf16 with random
+weights and inputs, without gradients. diffusers' models compile their repeated blocks, as their
+documentation recommends; language models compile `forward`. A row whose output by "sage" is not
+near that by "inductor" has an error instead of times.
+"""
+
+import contextlib
+import dataclasses
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+import sage_inductor
+from bench import harness
+from bench.measure import burst, in_turns
+from bench.tables import markdown
+
+COLUMNS = ("eager", "inductor", "sage")
+NEAR = 0.05  # relative L1 of the output beside inductor's; blocks alone reach 0.013
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A row."""
+
+    title: str
+    tokens: int  # that self-attention reads
+    make: Callable[[], nn.Module]  # on torch's default device, in its default dtype
+    inputs: Callable[[], dict]  # the same; arguments of forward
+    repeated: bool = True  # whether its blocks are compiled instead of its forward
+
+
+# -- the models ----
+
+
+def flux() -> nn.Module:
+    from diffusers import FluxTransformer2DModel
+
+    return FluxTransformer2DModel(guidance_embeds=True)
+
+
+def of_flux(image: int = 4096, text: int = 512) -> dict:
+    ids = torch.zeros(image, 3)
+    ids[:, 1], ids[:, 2] = torch.arange(image) // 64, torch.arange(image) % 64
+    return dict(
+        hidden_states=torch.randn(1, image, 64), encoder_hidden_states=torch.randn(1, text, 4096),
+        pooled_projections=torch.randn(1, 768), timestep=torch.full((1,), 0.5),
+        guidance=torch.full((1,), 3.5), img_ids=ids, txt_ids=torch.zeros(text, 3),
+    )  # fmt: skip
+
+
+def wan(heads: int, inner: int, layers: int) -> nn.Module:
+    from diffusers import WanTransformer3DModel
+
+    return WanTransformer3DModel(num_attention_heads=heads, ffn_dim=inner, num_layers=layers)
+
+
+def of_wan(height: int, width: int, frames: int) -> dict:
+    """height, width, frames: of the video; a latent has an eighth, and a quarter of all but one."""
+    latent = 1, 16, (frames - 1) // 4 + 1, height // 8, width // 8
+    return dict(
+        hidden_states=torch.randn(latent), timestep=torch.full((1,), 500),
+        encoder_hidden_states=torch.randn(1, 512, 4096),
+    )  # fmt: skip
+
+
+def hunyuan() -> nn.Module:
+    from diffusers import HunyuanVideoTransformer3DModel
+
+    return HunyuanVideoTransformer3DModel(guidance_embeds=True)
+
+
+def of_hunyuan() -> dict:
+    """720p, 129 frames. All text is seen."""
+    return dict(
+        hidden_states=torch.randn(1, 16, 33, 90, 160), timestep=torch.full((1,), 500),
+        encoder_hidden_states=torch.randn(1, 256, 4096), pooled_projections=torch.randn(1, 768),
+        encoder_attention_mask=torch.ones(1, 256, dtype=torch.bool),
+        guidance=torch.full((1,), 6000.0),
+    )  # fmt: skip
+
+
+def llama() -> nn.Module:
+    """Llama 3.2 1B."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=64, vocab_size=128256, max_position_embeddings=131072,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def of_llama(N: int) -> dict:
+    return dict(input_ids=torch.randint(128256, (1, N)), use_cache=False, logits_to_keep=1)
+
+
+MODELS = {
+    "flux": Model("Flux, 1024 px", 4608, flux, of_flux),
+    "wan_1_3b": Model(
+        "Wan 1.3B, 480p, 81 frames", 32760, lambda: wan(12, 8960, 30), lambda: of_wan(480, 832, 81)
+    ),
+    "wan_14b": Model(
+        "Wan 14B, 720p, 81 frames", 75600, lambda: wan(40, 13824, 40), lambda: of_wan(720, 1280, 81)
+    ),
+    "hunyuan": Model("HunyuanVideo, 720p, 129 frames", 119056, hunyuan, of_hunyuan),
+    "llama_16k": Model("Llama 3.2 1B, prefill", 16384, llama, lambda: of_llama(16384), False),
+    "llama_32k": Model("Llama 3.2 1B, prefill", 32768, llama, lambda: of_llama(32768), False),
+}
+
+
+def draw(model: Model, device) -> tuple[nn.Module, dict]:
+    """The model in bf16, and what its forward takes."""
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            return model.make().eval(), model.inputs()
+    finally:
+        torch.set_default_dtype(before)
+
+
+# -- the measurement ----
+
+
+def main(argv=None) -> int:
+    parser = harness.parser(__doc__, rounds=5, target_ms=1000.0)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    args = parser.parse_args(argv)
+    device = harness.gpu(args)
+    result = harness.Result("whole", method(args), args)
+    sage_inductor.config.rewrite_inductor = False  # it would rewrite the baseline
+    with torch.no_grad():
+        for name in args.models:
+            result.add([measure(name, MODELS[name], args, device)])
+            print(lines(result["rows"][-1]), flush=True)
+            torch.cuda.empty_cache()
+    result.end()
+    return 1 if any(row["error"] for row in result["rows"]) else 0
+
+
+def method(args) -> dict[str, str]:
+    return {
+        "units": "ms a call; x: a column's time over sage's in one round (median, least, most)",
+        "time": f"median of {args.rounds} rounds, in which each column runs for {args.target_ms:g} "
+        "ms, after a third of that untimed; they take turns",
+        "blocks": "whole models of the published sizes in bf16, random weights and inputs, no "
+        "gradients, as users launch them: no CUDA graphs. Of diffusers' the repeated blocks are "
+        "compiled, of language models forward",
+        "first call": "seconds with empty caches, compilation included",
+        "memory": "peak_bytes: what the process has allocated at most in a call, weights included",
+    }
+
+
+def measure(name: str, model: Model, args, device) -> dict:
+    """A row; where it failed or is wrong, with an error instead of times."""
+    row = {"plan": "whole", "model": name, "tokens": model.tokens, "error": None}
+    torch._dynamo.reset()
+    try:
+        module, inputs = draw(model, device)
+        with tempfile.TemporaryDirectory() as folder:
+            columns = {each: Column(module, inputs, each, model.repeated) for each in COLUMNS}
+            row["first_s"] = {each: x.first(f"{folder}/{each}") for each, x in columns.items()}
+            report = sage_inductor.report()
+            row["rewritten"], row["calls"] = len(report.rewritten), len(report)
+            row["rel_l1"] = error_of(columns["sage"].call(), columns["inductor"].call())
+            calls = {each: x.call for each, x in columns.items()}
+            times = in_turns(calls, args.rounds, args.target_ms, burst)
+            row["peak_bytes"] = {each: x.peak_bytes() for each, x in columns.items()}
+        row["ms"] = {each: statistics.median(found) for each, found in times.items()}
+        row["speed"] = {each: speed(times[each], times["sage"]) for each in COLUMNS[:2]}
+    except Exception as error:  # a row that fails must not cost the others
+        row["error"] = f"{type(error).__name__}: {error}".split("\n")[0]
+    return row
+
+
+class Column:
+    """The model, compiled in one way. The ways share its weights."""
+
+    def __init__(self, module: nn.Module, inputs: dict, backend: str, repeated: bool):
+        self.module, self.inputs, self.backend = module, inputs, backend
+        self.run, self.compiled = module, {}
+        if backend == "eager":
+            return
+        if not repeated:
+            self.run = torch.compile(module, backend=backend)
+            return
+        module.compile_repeated_blocks(backend=backend, fullgraph=True)
+        for each in module.modules():
+            if each._compiled_call_impl is not None:
+                self.compiled[each] = each._compiled_call_impl
+                each._compiled_call_impl = None
+
+    @contextlib.contextmanager
+    def active(self):
+        for each, call in self.compiled.items():
+            each._compiled_call_impl = call
+        yield
+        for each in self.compiled:
+            each._compiled_call_impl = None
+
+    def call(self) -> Tensor:
+        with self.active():
+            return next(iter(self.run(**self.inputs, return_dict=False)))
+
+    def first(self, folder: str) -> float:
+        """Seconds, with caches of its own."""
+        os.environ.update(harness.caches(folder))
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        self.call()
+        torch.cuda.synchronize()
+        return round(time.perf_counter() - start, 1)
+
+    def peak_bytes(self) -> int:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        self.call()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated()
+
+
+def error_of(found: Tensor, right: Tensor) -> float:
+    """Relative L1. Raises ValueError where the two are not near."""
+    found, right = found.float(), right.float()
+    error = ((found - right).abs().sum() / right.abs().sum()).item()
+    if not error < NEAR:  # a NaN is not
+        raise ValueError(f"sage's output is not near inductor's: relative L1 {error:.3f}")
+    return error
+
+
+def speed(times: list[float], of_sage: list[float]) -> dict[str, float]:
+    x = [a / b for a, b in zip(times, of_sage, strict=True)]
+    return {"x": statistics.median(x), "x_min": min(x), "x_max": max(x)}
+
+
+# -- the table ----
+
+
+def table(rows: list[dict]) -> str:
+    lines = [[
+        "model", "tokens", "eager", '`"inductor"`', '`"sage"`', "over eager", 'over `"inductor"`',
+        "relative L1", "first call", "peak memory",
+    ]]  # fmt: skip
+    for row in rows:
+        if row["error"]:
+            continue
+        ms = [f"{row['ms'][each]:#.4g} ms" for each in COLUMNS]
+        first = (f"{row['first_s'][each]:.0f}" for each in COLUMNS[1:])
+        peak = (f"{row['peak_bytes'][each] / 2**30:.1f}" for each in COLUMNS[1:])
+        lines.append([
+            MODELS[row["model"]].title, f"{row['tokens']:,}", *ms,
+            *(gain(row["speed"][each]) for each in COLUMNS[:2]), f"{row['rel_l1']:.2%}",
+            f"{' and '.join(first)} s", f"{' and '.join(peak)} GiB",
+        ])  # fmt: skip
+    return markdown(lines)
+
+
+def gain(speed: dict[str, float]) -> str:
+    same = speed["x_min"] <= 1 <= speed["x_max"]
+    change = "no change" if same else f"**{speed['x']:.2f}x**"
+    return f"{change} ({speed['x_min']:.2f} to {speed['x_max']:.2f})"
+
+
+def lines(row: dict) -> str:
+    if row["error"]:
+        return f"\n{row['model']}: failed: {row['error']}"
+    found = [f"\n{row['model']}: {row['rewritten']} of {row['calls']} calls rewritten"]
+    for each in COLUMNS:
+        of_sage = gain(row["speed"][each]) if each in row["speed"] else ""
+        peak = row["peak_bytes"][each] / 2**30
+        found.append(
+            f"  {each:10}{row['ms'][each]:#9.4g} ms  first call {row['first_s'][each]} s, peak "
+            f"{peak:.1f} GiB  {of_sage}"
+        )
+    return "\n".join(found)
+
+
+if __name__ == "__main__":
+    harness.run(main, fresh=harness.CACHES)
