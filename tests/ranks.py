@@ -5,6 +5,7 @@ import contextlib
 import io
 import os
 import pickle
+import select
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 TIMEOUT = 20  # seconds, of a collective
 TO_BEGIN = 120  # seconds
+TO_ANSWER = 240  # seconds: compiled models take up to 20 here
 
 
 class Ranks:
@@ -53,10 +55,16 @@ class Ranks:
         _send(self.of_ranks[rank][0], message)
 
     def receive(self, rank: int):
-        return _receive(self.of_ranks[rank][1])
+        """Raises TimeoutError where it hangs, as it may where ranks disagree, and ends all."""
+        file = self.of_ranks[rank][1]
+        if not select.select([file], [], [], TO_ANSWER)[0]:
+            self.stop()
+            raise TimeoutError(f"rank {rank} said nothing for {TO_ANSWER} s")
+        return _receive(file)
 
     def stop(self) -> None:
-        os.killpg(self.process.pid, signal.SIGTERM)
+        with contextlib.suppress(ProcessLookupError):  # it was stopped before
+            os.killpg(self.process.pid, signal.SIGTERM)
         self.process.wait()
         for pair in self.of_ranks:
             for file in pair:
