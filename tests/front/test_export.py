@@ -861,6 +861,20 @@ def test_what_one_rewrite_left_another_may_take():
     assert all(site.rewritten for site in sage_inductor.rewrite(program, options=EMULATE))
 
 
+class Branches(nn.Module):
+    def forward(self, q):
+        def attend(q):
+            return F.scaled_dot_product_attention(q, q, q)
+
+        return torch.cond(q.mean() > 0, attend, torch.sin, (q,))
+
+
+def test_in_a_nested_graph_too():
+    program = torch.export.export(Branches(), (torch.randn(1, 2, 40, 32),))
+    for options, recipe in ((None, None), (EMULATE, "sage2-8b")):
+        assert [s.recipe for s in sage_inductor.rewrite(program, options=options)] == [recipe]
+
+
 def test_rewritten_programs_can_be_saved(tmp_path):
     model = Masked(128, 32)
     args, _ = call(model, 64)

@@ -378,6 +378,20 @@ def test_an_eager_call_is_decided_in_the_stage_in_force():
             assert torch.equal(found, exact) == (stage == "edge")
 
 
+def test_a_call_of_attention_is_exported_in_the_stage_in_force():
+    class Call(torch.nn.Module):
+        def forward(self, q, k, v):
+            return sage_inductor.attention(q, k, v)
+
+    q, k, v = torch.randn(3, 1, 2, 70, 32)
+    found = {}
+    for stage in (None, "edge", "warm"):
+        with config.patch(emulate=True, policy=THREE), sage_inductor.stage(stage):
+            program = torch.export.export(Call(), (q, k, v))
+        found[stage] = [n for n in program.graph.nodes if "sage.sdpa" in str(n.target)] != []
+    assert found == {None: True, "edge": False, "warm": True}
+
+
 def test_under_inductor_rules_of_a_stage_never_hold_and_a_warning_says_so(caplog):
     model, x = Model(), torch.randn(1, 2, 70, 32)
     with config.patch(

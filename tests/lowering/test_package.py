@@ -16,6 +16,7 @@ from pathlib import Path
 
 import launches as calls
 import pytest
+import sympy
 import torch
 from launches import (
     ALIGNED,
@@ -512,6 +513,13 @@ torch.save([model.run([*given]) for given in torch.load(inputs)], inputs)
     for given, found in zip(inputs, torch.load(tmp_path / "inputs"), strict=True):
         for y, expected in zip(found, model(*given), strict=True):
             torch.testing.assert_close(y, expected)
+
+
+def test_of_a_size_no_more_is_known_than_each_of_its_terms_says():
+    s, t = sympy.symbols("s t", integer=True, positive=True)
+    divisors = {16 * s + 77: 1, 16 * s + 8: 8, 12 * s * t + 18 * s: 6, 16 * s: 16, 4 * (s + 3): 4}
+    for size, divisor in divisors.items():
+        assert package._facts(size) == Facts(1, math.inf, divisor), size
 
 
 def test_a_compiled_model_calls_the_op_itself(sources):
