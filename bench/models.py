@@ -256,7 +256,7 @@ def speed(times: list[float], of_sage: list[float]) -> dict[str, float]:
 def table(rows: list[dict]) -> str:
     lines = [[
         "model", "tokens", "eager", '`"inductor"`', '`"sage"`', "over eager", 'over `"inductor"`',
-        "relative L1", "first call", "peak memory",
+        "relative L1 (eager's)", "first call", "peak memory",
     ]]  # fmt: skip
     for row in rows:
         if row["error"]:
@@ -266,7 +266,8 @@ def table(rows: list[dict]) -> str:
         peak = (f"{row['peak_bytes'][each] / 2**30:.1f}" for each in COLUMNS[1:])
         lines.append([
             MODELS[row["model"]].title, f"{row['tokens']:,}", *ms,
-            *(gain(row["speed"][each]) for each in COLUMNS[:2]), f"{row['rel_l1']:.2%}",
+            *(gain(row["speed"][each]) for each in COLUMNS[:2]),
+            f"{row['rel_l1']:.2%} ({row['of_eager']:.2%})",
             f"{' and '.join(first)} s", f"{' and '.join(peak)} GiB",
         ])  # fmt: skip
     return markdown(lines)

@@ -32,6 +32,7 @@ from bench import (
     linear,
     lists,
     model,
+    models,
     packages,
     parallel,
     peers,
@@ -51,7 +52,7 @@ SPEED = ("paper", "load", "models", "preparation", "fusion", "masks", "shared")
 ACCURACY = ("accuracy", "shipped", "end-to-end")
 PLANS = (
     *SPEED, *ACCURACY, *curves.TITLES, "model", "training", "training-mask", "backward", "memory",
-    "packages", "parallel", "peers", "sparse", "linear", "lists", "selected",
+    "packages", "parallel", "peers", "sparse", "linear", "lists", "selected", "whole",
 )  # fmt: skip
 METHODS = property, classmethod, types.FunctionType
 HEADS = (8, 24, 128)  # B * H of the columns of `lengths`
@@ -359,6 +360,7 @@ TABLES = {
     "training": of("training", accuracy.training_table),
     "training_lengths": training_lengths,
     "training_mask": of("training-mask", accuracy.training_table),
+    "whole": of("whole", models.table),
 }
 
 
