@@ -110,12 +110,12 @@ def of_llama(N: int) -> dict:
 MODELS = {
     "flux": Model("Flux, 1024 px", 4608, flux, of_flux),
     "wan_1_3b": Model(
-        "Wan 1.3B, 480p, 81 frames", 32760, lambda: wan(12, 8960, 30), lambda: of_wan(480, 832, 81)
+        "Wan 1.3B, 480p", 32760, lambda: wan(12, 8960, 30), lambda: of_wan(480, 832, 81)
     ),
     "wan_14b": Model(
-        "Wan 14B, 720p, 81 frames", 75600, lambda: wan(40, 13824, 40), lambda: of_wan(720, 1280, 81)
+        "Wan 14B, 720p", 75600, lambda: wan(40, 13824, 40), lambda: of_wan(720, 1280, 81)
     ),
-    "hunyuan": Model("HunyuanVideo, 720p, 129 frames", 119056, hunyuan, of_hunyuan),
+    "hunyuan": Model("HunyuanVideo, 720p", 119056, hunyuan, of_hunyuan),
     "llama_16k": Model("Llama 3.2 1B, prefill", 16384, llama, lambda: of_llama(16384), False),
     "llama_32k": Model("Llama 3.2 1B, prefill", 32768, llama, lambda: of_llama(32768), False),
 }
@@ -256,26 +256,27 @@ def speed(times: list[float], of_sage: list[float]) -> dict[str, float]:
 def table(rows: list[dict]) -> str:
     lines = [[
         "model", "tokens", "eager", '`"inductor"`', '`"sage"`', "over eager", 'over `"inductor"`',
-        "relative L1 (eager's)", "first call", "peak memory",
+        "relative L1 (eager's)", "first call, s", "peak, GiB",
     ]]  # fmt: skip
     for row in rows:
         if row["error"]:
             continue
-        ms = [f"{row['ms'][each]:#.4g} ms" for each in COLUMNS]
+        ms = (row["ms"][each] for each in COLUMNS)
+        ms = [f"{x / 1e3:.2f} s" if x >= 1e3 else f"{x:.1f} ms" for x in ms]
         first = (f"{row['first_s'][each]:.0f}" for each in COLUMNS[1:])
         peak = (f"{row['peak_bytes'][each] / 2**30:.1f}" for each in COLUMNS[1:])
         lines.append([
             MODELS[row["model"]].title, f"{row['tokens']:,}", *ms,
             *(gain(row["speed"][each]) for each in COLUMNS[:2]),
             f"{row['rel_l1']:.2%} ({row['of_eager']:.2%})",
-            f"{' and '.join(first)} s", f"{' and '.join(peak)} GiB",
+            " and ".join(first), " and ".join(peak),
         ])  # fmt: skip
     return markdown(lines)
 
 
 def gain(speed: dict[str, float]) -> str:
     same = speed["x_min"] <= 1 <= speed["x_max"]
-    change = "no change" if same else f"**{speed['x']:.2f}x**"
+    change = "no change" if same else f"{speed['x']:.2f}x"
     return f"{change} ({speed['x_min']:.2f} to {speed['x_max']:.2f})"
 
 

@@ -32,3 +32,21 @@ def test_a_model_takes_its_inputs_at_its_size(name):
         out = models.Column(module, inputs, "eager", model.repeated).call()
     assert out.dtype == torch.bfloat16 and max(tokens) == model.tokens
     assert torch.get_default_dtype() == torch.float32
+
+
+def test_the_table_has_seconds_ranges_and_no_row_that_failed():
+    times = dict(eager=3.0, inductor=2.0, sage=1000.0)
+    row = dict(
+        model="flux", tokens=4608, error=None, ms=times, rel_l1=0.01, of_eager=0.02,
+        first_s=dict.fromkeys(times, 9.4), peak_bytes=dict.fromkeys(times, 2**30),
+        speed=dict(
+            eager=models.speed([3.0, 3.3], [2.0, 2.0]), inductor=models.speed([1.0, 3.0], [2.0, 2.0])
+        ),
+    )  # fmt: skip
+    _, _, line = models.table([row, {"error": "it failed"}]).splitlines()
+    assert line == (
+        "| Flux, 1024 px | 4,608 | 3.0 ms | 2.0 ms | 1.00 s | 1.57x (1.50 to 1.65) | no change "
+        "(0.50 to 1.50) | 1.00% (2.00%) | 9 and 9 | 1.0 and 1.0 |"
+    )
+    with pytest.raises(ValueError, match="not near inductor's: relative L1 nan"):
+        models.error_of(torch.full((2,), torch.nan), torch.ones(2))
