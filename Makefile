@@ -90,7 +90,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 
 # Part after part, in as many processes as the GPU holds (JOBS=n: in n): GIB each, which is what
-# the largest tests take. What compares times has the GPU to itself, as has what fills it.
+# the largest tests take. What compares times has the GPU to itself.
 PART ?= kernels front timed large
 JOBS ?=
 GIB_kernels := 8
