@@ -139,8 +139,8 @@ def test_attention_compiles_to_the_matrix_instructions(architecture, recipe, kin
         for x in ptx.splitlines()
         if re.search(r"\s(mma\.sync|wgmma\.mma_async|tcgen05\.mma)\.", x)
     ]
-    of_16_bits = "kind::f16" if architecture == (10, 0) else "f32.bf16.bf16"
-    meant = [q_k, p_v, *[of_16_bits] * r.rotated]
+    of_rotation = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+    meant = [q_k, p_v, *[of_rotation] * r.rotated]
     assert all(any(each in x for x in products) for each in meant)
     assert all(any(each in x for each in meant) for x in products), products
     if r.pv == "fp8":
