@@ -352,7 +352,10 @@ def test_every_option_is_explained():
 def test_first_programs_are_rewritten_on_a_gpu_that_was_measured(here):
     if not tables.known(torch.cuda.get_device_name()):
         pytest.skip("no length is measured on this GPU")
-    for page, shown, calls in (PAGES[0], "", 1), (PAGES[0].parent / "docs/install.md", "relative L1", 3):
+    for page, shown, calls in (
+        (PAGES[0], "", 1),
+        (PAGES[0].parent / "docs/install.md", "relative L1", 3),
+    ):
         text = page.read_text()
         first, *_ = [each for each in blocks_of(text) if each.language == "python"]
         assert shown in run_python(first, text, page)

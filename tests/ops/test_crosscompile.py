@@ -843,9 +843,11 @@ def test_preparation_compiles(kernel, architecture, D, masked):
     by who has not waited."""
     overlaps = kernel in OVERLAP and architecture >= (9, 0)
     compiled = preparation_of(kernel, architecture, D, masked, overlaps)
-    # Of one kernel Triton 3.6 spills two registers.
-    spills = (TRITON, kernel, architecture, D, masked) == ((3, 6), "kv", (8, 9), 256, True)
-    allowed = 8 if spills else 0
+    # Of one kernel, rotated or not, Triton 3.6 spills two registers.
+    spills = (TRITON, architecture, D, masked) == ((3, 6), (8, 9), 256, True)
+    allowed = 8 if spills and kernel in ("kv", "kv, rotated") else 0
+    if kernel.endswith("rotated") and architecture == (10, 0):
+        allowed = 48  # k of 256 channels, 32 with Triton 3.6; both of 64 channels: 16
     if (kernel, D) == ("v", 256):
         # Four warps hold 128 rows, 256 numbers a thread: 1080 bytes on sm_89 and sm_90 where keys
         # are hidden, else 368. Eight would spill nothing (untimed).
