@@ -46,8 +46,9 @@ def rotate(x, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     x = x.reshape([ROWS, B, I, 4, 2, 4]).permute([2, 4, 1, 0, 3, 5])
     k = tl.arange(0, 16)
     h = (1.0 - 2.0 * odd_of(k[:, None], k[None, :]).to(tl.float32)).to(x.dtype)
-    # 16 rows make it mma.sync on every GPU. By tcgen05, of the rows of x, head_dim 256 does not
-    # compile (Triton 3.6, 3.7); by wgmma k takes 4 % longer (H200).
+    # A product with 16 rows is mma.sync on every GPU. With x's rows it is tcgen05 on sm_100, which
+    # fails to compile at head_dim 256 (Triton 3.6, 3.7), and wgmma on sm_90, where preparing k for
+    # the 16-bit recipe took 2 to 4 % longer (H200).
     y = tl.dot(h.trans(), x.reshape([ROWS * BLOCK_D // 16, 16]).trans()).trans()
     y = butterflies(y.reshape([I // 2, 2, 2, B * ROWS, 16]).permute([0, 3, 4, 1, 2]), I)
     y = y.reshape([I // 2, B, ROWS, 4, 4, 2, 2]).permute([2, 1, 0, 5, 3, 6, 4])

@@ -167,8 +167,8 @@ def _is_ragged(sizes: Sizes, kind: str) -> bool:
 
 
 class _Seen(tuple):
-    """The keys that each tile of one head computes. It is hashed and compared as an object: of a
-    million queries it is long."""
+    """The keys that each tile of one head computes. It is hashed and compared as an object, because
+    a million queries have thousands of tiles."""
 
     __hash__, __eq__ = object.__hash__, object.__eq__
 
@@ -179,7 +179,7 @@ class _Seen(tuple):
 
 @functools.lru_cache(maxsize=4096)
 def _seen(N_q: int, N_kv: int, left: int | None, right: int | None, rows: int) -> _Seen:
-    """By tiles of so many rows: whole blocks."""
+    """rows: of a tile. Keys are counted in whole blocks."""
     if left is None and right is None:
         return _Seen((-(-N_kv // KEYS) * KEYS,) * -(-N_q // rows))
     seen = []

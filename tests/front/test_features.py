@@ -323,7 +323,9 @@ def check_gradients(x: Features, run, given: Inputs) -> None:
     for a, b in zip(found, wanted, strict=True):
         assert a.isfinite().all()
         allowed = 1e-3 if x.dtype == torch.float32 else 0.04
-        assert (a.double() - b).abs().sum() < allowed * (b.abs().sum() + 1.0)  # of one key it is 0
+        # Of one key the gradient is 0, but for rounding in fp32: 1e-4 in all was seen.
+        rounding = 4 * torch.finfo(torch.float32).eps * b.numel()
+        assert (a.double() - b).abs().sum() < allowed * (b.abs().sum() + 0.1) + rounding
 
 
 def settings_of(x: Features) -> dict:
