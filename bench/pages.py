@@ -75,7 +75,7 @@ def main(argv=None) -> int:
         return 2
 
     stale = False
-    for page in (args.root / "README.md", *sorted(args.root.glob("docs/*.md"))):
+    for page in (args.root / "README.md", *sorted(args.root.glob("docs/**/*.md"))):
         old = page.read_text()
         marked = MARKED.findall(old)
         unknown = {name for _, name, _ in marked} - TABLES.keys()
@@ -158,7 +158,8 @@ def of(plan: str, table: Callable[[list[dict]], str]):
 
 
 def image(alt: str, gpu: str, file: str) -> str:
-    return f"![{alt}](../bench/results/{gpu}/{file})\n"
+    """In a page of docs/measurements/."""
+    return f"![{alt}](../../bench/results/{gpu}/{file})\n"
 
 
 def speed_section(name: str, plans: dict[str, dict]) -> str:

@@ -54,7 +54,7 @@ def sage_backend(gm: torch.fx.GraphModule, example_inputs, *, mode=None, options
 
     mode: Inductor's; under ``max-autotune`` and ``max-autotune-no-cudagraphs`` a call's recipes and
     their tiles are timed with SDPA's backends while compiling. options: Inductor's, and those of
-    docs/options.md, which begin with ``sage.``.
+    docs/reference/options.md, which begin with ``sage.``.
 
     A policy that names stages (stages.py) gets a variant of the graph for each of them.
 

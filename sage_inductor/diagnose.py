@@ -44,8 +44,9 @@ from sage_inductor.report import (
 )
 from sage_inductor.suggest import POLICY, Total, merged, suggestion
 
-# 8-bit q, k and v cost a relative L1 of 0.035 to 0.048 on normal inputs (docs/performance.md). A
-# call above this tolerance has inputs that its recipe does not cope with.
+# 8-bit q, k and v cost a relative L1 of 0.035 to 0.048 on normal inputs
+# (docs/measurements/attention.md). A call above this tolerance has inputs that its recipe does not
+# cope with.
 TOLERANCE = 0.05
 MOST_SHOWN = 20  # rows of the printed table
 

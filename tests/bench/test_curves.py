@@ -737,9 +737,9 @@ def test_plans_of_several_models_are_one_section(tmp_path):
     assert page.read_text().count("### CPU") == 1
     found = [line for line in page.read_text().splitlines() if line.startswith("!")]
     assert found == [
-        "![GPTs from scratch: loss curves by recipe](../bench/results/cpu/curves.svg)",
+        "![GPTs from scratch: loss curves by recipe](../../bench/results/cpu/curves.svg)",
         "![Diffusion transformers from scratch: loss curves by recipe]"
-        "(../bench/results/cpu/curves-dit.svg)",
+        "(../../bench/results/cpu/curves-dit.svg)",
     ]
     assert {path.name for path in folder.glob("*.svg")} == {"curves.svg", "curves-dit.svg"}
 

@@ -806,7 +806,7 @@ def test_training_is_decided_by_the_times_that_are_built_in(kind, name, monkeypa
 def test_the_page_on_training_shows_a_reason_of_the_built_in_times(monkeypatch):
     known(monkeypatch, tables.built_in()[tables.H200])
     site = step(monkeypatch, (1, 32, 32, 8192, 128))
-    page = Path(__file__).parents[2] / "docs" / "training.md"
+    page = Path(__file__).parents[2] / "docs" / "guide" / "training.md"
     assert site.recipe == "fp8-backward" and f"`{site.reason}`" in page.read_text()
 
 

@@ -31,7 +31,7 @@ from sage_inductor.choose import tables
 from sage_inductor.policy import Policy
 
 ROOT = Path(__file__).parents[2]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 FENCED = re.compile(r"^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.M | re.S)
 LANGUAGES = {"python", "bash", "cpp", "cmake", "json", "text"}
 
@@ -43,6 +43,10 @@ ELSEWHERE = {
 # Words of snippets that take a package of the extra "models".
 NEEDED = {"diffusers": "diffusers", "transformers": "transformers", "lora": "peft"}
 ACCEPT = os.environ.get("EXPECTTEST_ACCEPT") == "1"
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT).as_posix()).removeprefix("docs/")
 
 
 class Block(NamedTuple):
@@ -166,9 +170,9 @@ def pages():
     """Each page once, and again with all compiled."""
     for page in PAGES:
         compiled = page.name in COMPILED or torch.cuda.is_available()
-        yield pytest.param(page, compiled, id=page.name)
+        yield pytest.param(page, compiled, id=name_of(page))
         if not compiled:
-            yield pytest.param(page, True, id=f"{page.name}-compiled", marks=pytest.mark.sweep)
+            yield pytest.param(page, True, id=f"{name_of(page)}-compiled", marks=pytest.mark.sweep)
 
 
 @pytest.mark.parametrize("page, compiled", pages())
@@ -267,7 +271,7 @@ def test_a_policy_in_json_is_one(here):
     assert found
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_fence_has_a_language_and_an_end(page):
     text = page.read_text()
     blocks = blocks_of(text)
@@ -299,7 +303,8 @@ def test_tables_are_what_the_results_say():
 def test_the_readme_is_short_and_lines_are_not_long():
     assert len(PAGES[0].read_text().splitlines()) <= 150
     for page in PAGES:
-        long = [line for line in page.read_text().splitlines() if len(line) > 160]
+        lines = FENCED.sub("", page.read_text()).splitlines()
+        long = [x for x in lines if len(x) > (200 if x.startswith("|") else 160)]
         assert not long, (page, long)
 
 
@@ -317,7 +322,9 @@ def test_pages_are_written_in_plain_words():
 def test_contributing_fits_on_a_page_and_names_files_that_are_there():
     page = (ROOT / "CONTRIBUTING.md").read_text()
     assert len(page.splitlines()) <= 90
-    files = re.findall(r"`([\w/]+\.(?:py|md))", page + (ROOT / "docs/design.md").read_text())
+    files = re.findall(
+        r"`([\w/]+\.(?:py|md))", page + (ROOT / "docs/design/architecture.md").read_text()
+    )
     assert len(files) > 30 and not {x for x in files if not (ROOT / x).is_file()}
 
 
@@ -330,8 +337,8 @@ def test_links_lead_somewhere():
                 assert path.exists(), (page, target)
                 assert not anchor or anchor in anchors(path), (page, target)
     index = ROOT / "docs" / "index.md"
-    names = {page.name for page in PAGES[1:]} - {index.name}
-    assert names == set(re.findall(r"\]\(([\w-]+\.md)", index.read_text()))
+    names = set(map(name_of, PAGES[1:])) - {index.name}
+    assert names == set(re.findall(r"\]\(([\w/-]+\.md)", index.read_text()))
     assert "](docs/index.md)" in PAGES[0].read_text()
 
 
@@ -342,7 +349,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def test_every_option_is_explained():
-    text = (ROOT / "docs/options.md").read_text()
+    text = (ROOT / "docs/reference/options.md").read_text()
     assert all(f"`sage.{name}`" in text for name in options.OPTIONS)
     for name, option in options.SETTINGS.items():
         assert f"`config.{name}`" in text and f"`{option.variable}`" in text
@@ -368,7 +375,7 @@ def test_first_programs_are_rewritten_on_a_gpu_that_was_measured(here):
 @pytest.mark.gpu
 def test_the_deployment_replays_a_cuda_graph(here):
     """As printed, by cmake; where that or the CUDA toolkit is missing, by g++ and what is there."""
-    page = ROOT / "docs" / "packages.md"
+    page = ROOT / "docs/guide/packages.md"
     text = page.read_text()
     ctypes.CDLL("libstdc++.so.6", ctypes.RTLD_GLOBAL)  # see "Known troubles"
     commands, without = [], ""
@@ -389,7 +396,7 @@ def test_the_deployment_replays_a_cuda_graph(here):
 
 
 def test_every_error_of_a_package_is_explained():
-    page = (ROOT / "docs" / "packages.md").read_text()
+    page = (ROOT / "docs/guide/packages.md").read_text()
     launcher = Path(launchers.__file__).with_name("launcher.h").read_text()
     failures = re.findall(r"fail\((.*?)\);\n", launcher, re.S)
     texts = {text for each in failures for text in re.findall(r'"([^"\n]*)"', each)}

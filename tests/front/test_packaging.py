@@ -196,7 +196,9 @@ def test_the_graph_of_imports_is_the_real_one():
 
 
 def test_the_walk_from_the_backend_to_the_output_is_what_the_docs_say():
-    steps = re.findall(r"^\d+\. `(\S+)` (.*)$", (ROOT / "docs/design.md").read_text(), re.M)
+    steps = re.findall(
+        r"^\d+\. `(\S+)` (.*)$", (ROOT / "docs/design/architecture.md").read_text(), re.M
+    )
     files = [file for file, _ in steps]
     assert len(files) <= 8 == len(set(files)) and files[0] == "sage_inductor/backend.py"
     for file, what in steps:

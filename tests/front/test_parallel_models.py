@@ -277,7 +277,7 @@ def run_snippet(group, code: str):
 
 
 def test_the_snippet_of_the_page(pair):
-    page = (Path(__file__).parents[2] / "docs" / "parallel.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "guide" / "multi-gpu.md").read_text()
     _, _, code = page.partition("`flux.py`:\n\n```python\n")
     code = code[: code.index("```")]
     _, exact = alone(flux)

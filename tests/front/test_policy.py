@@ -170,7 +170,7 @@ def test_what_is_saved_is_loaded(tmp_path_factory, policy, note):
 
 
 def test_the_documented_format_is_read(tmp_path):
-    page = (Path(__file__).parents[2] / "docs" / "policy.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "guide" / "policy.md").read_text()
     text = re.search(r"```json\n(.*?)```", page, re.S)
     assert Policy.load(written(tmp_path, text=text[1])).rules == (
         Rule("off", module="*.cross_attention"),
