@@ -164,6 +164,7 @@ COLUMNS = 6  # entries beside each other, of what is shipped
 # The rows of the README's table, and what each is.
 IN_SHORT = {
     "bf16 SDPA": "exact attention in bf16 (cuDNN)",
+    "FA3": "exact attention in bf16, by FlashAttention-3",
     "sage2-8b-rotated": "`sage2-8b-rotated`, the default on Hopper",
     "sage2-8b-per-token": "`sage2-8b-per-token`, the same without rotation",
     "sage1-rotated": "`sage1-rotated`, the most accurate",

@@ -22,6 +22,7 @@ def subplots(path: Path, rows: int, columns: int, **options):
     matplotlib.use("Agg")
     matplotlib.rcParams |= {
         "svg.hashsalt": path.name,
+        "svg.fonttype": "none",  # text stays text: it can be searched and read aloud
         "savefig.transparent": True,
         "legend.frameon": False,
         **dict.fromkeys(INK, GREY),
@@ -117,33 +118,44 @@ def family_of(row: dict) -> str:
     return f"B={case.B} H={case.heads} {case.family}"
 
 
-def draw_overview(paper: dict, blocks: dict, path: Path) -> None:
-    """For the top of the README: attention at head_dim 128 against N, and blocks' speed."""
-    figure, axes = subplots(path, 1, 2, figsize=(10, 3.2), width_ratios=(1, 1.1))
-    lines, bars = axes[0]
-    title, rows = next(
-        (title, rows)
-        for title, rows in groups(paper["rows"], "table").items()
-        if rows[0]["D"] == 128 and "causal" not in title
-    )
-    for provider, column in groups(rows, "provider").items():
-        if not provider.endswith(" kernel"):
-            points = [(row["N"], row["tflops"]) for row in column if row["ms"]]
-            label = provider.replace(" op", ", with its preparation")
-            lines.plot(*zip(*points, strict=True), label=label, **line_style(provider, rows))
-    against_n(lines, rows, f"Attention, {title}: TFLOP/s against N")
-    lines.legend(fontsize=7, loc="lower right", ncol=2)
-    gains, _ = model.rewritten(blocks["rows"])
-    faster = [row["speed"]["sage"]["x"] for row in gains]
-    names = [model.title_of(row) for row in gains]
-    drawn = bars.barh(names, faster, color=SAGE_COLOURS[0], height=0.65)
-    bars.bar_label(drawn, [f"{x:.2f}x" for x in faster], padding=3, fontsize=8)
-    bars.axvline(1, color=GREY, linewidth=1)
-    bars.set_xlim(0, max(faster) + 0.2)
-    bars.invert_yaxis()
-    bars.tick_params(axis="y", labelsize=8)
-    bars.set_title('Whole blocks: backend="sage" over "inductor"', fontsize=10)
+def draw_overview(shipped: dict, blocks: dict, path: Path) -> None:
+    """For the top of the README: the time that blocks save, a line from the least to the most of
+    all rounds, grey where there is no change; and the speed of attention beside other packages."""
+    figure, axes = subplots(path, 1, 2, figsize=(11, 3.3), width_ratios=(1.3, 1))
+    dots, lines = axes[0]
+    faster, others = model.rewritten(blocks["rows"])
+    rows = sorted([*faster, *others], key=lambda row: row["speed"]["sage"]["x"])
+    for i, row in enumerate(rows):
+        least, median, most = (saved(row["speed"]["sage"][key]) for key in ("x_min", "x", "x_max"))
+        gains = row in faster and not least <= 0 <= most
+        colour = SAGE_COLOURS[0] if gains else GREY
+        dots.hlines(i, least, most, color=colour, linewidth=4, alpha=0.5)
+        dots.plot(median, i, "o", color=colour, markersize=5)
+    dots.set_yticks(range(len(rows)), map(model.title_of, rows), fontsize=8)
+    dots.set_xlim(left=min(0, *dots.get_xlim()))
+    dots.set_xlabel("time saved, %")
+    dots.set_title('Whole blocks: backend="sage" instead of "inductor"', fontsize=10)
+    its = [row for row in shipped["rows"] if row["D"] == accuracy.SHORT[1]]
+    ticks = sorted({row["N"] for row in its})
+    for entry, label in accuracy.IN_SHORT.items():
+        points = {row["N"]: row["speedup"] for row in its if row["entry"] == entry}
+        short = entry if entry in COLOURS else label.partition(",")[0].replace("`", "")
+        width = 2.2 if entry.startswith("sage") else 1.2
+        lines.plot(ticks, list(map(points.get, ticks)), label=short, marker=".", linewidth=width)
+    lines.set_xscale("log", base=2)
+    lines.set_xticks(ticks, [f"{n // 1024}K" for n in ticks])
+    lines.set_ylim(bottom=0)
+    lines.set_xlabel("tokens")
+    lines.set_title("Attention, head_dim 128: x cuDNN's speed", fontsize=10)
+    lines.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    for axis in axes.flat:
+        axis.grid(alpha=0.3)
     keep(figure, "bf16 inference", blocks, path)
+
+
+def saved(speed: float) -> float:
+    """Percent of the time."""
+    return 100 * (1 - 1 / speed)
 
 
 def draw_accuracy(result: dict, path: Path) -> None:
@@ -301,7 +313,7 @@ def line_style(provider: str, rows: list[dict]) -> dict:
 # file -> the plans it shows, and who draws it from their results
 FIGURES = {
     "attention.svg": (("paper",), draw_speed),
-    "overview.svg": (("paper", "model"), draw_overview),
+    "overview.svg": (("shipped", "model"), draw_overview),
     "accuracy.svg": (("accuracy",), draw_accuracy),
     "end-to-end.svg": (("end-to-end",), draw_models),
     "peers.svg": (("peers",), draw_peers),

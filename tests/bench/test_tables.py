@@ -3,6 +3,7 @@ bench/pages.py."""
 
 import dataclasses
 import json
+import re
 
 import pytest
 
@@ -414,3 +415,24 @@ def test_a_page_is_written_between_its_markers_and_checked(tmp_path, capsys):
 
 def test_every_plan_of_a_figure_is_one_of_a_page():
     assert {plan for needed, _ in figures.FIGURES.values() for plan in needed} <= set(pages.PLANS)
+
+
+def test_the_overview_sorts_blocks_and_greys_what_does_not_gain(tmp_path):
+    def block(name, least, most):
+        speed = {"x_min": least, "x": (least + most) / 2, "x_max": most}
+        return {
+            "model": name,
+            "error": None,
+            "sites": {"sage": [{"recipe": "sage1"}]},
+            "speed": {"sage": speed},
+        }
+
+    pytest.importorskip("matplotlib")
+    blocks = WHERE | {"rows": [block("flux_double", 0.98, 1.04), block("wan14b_720p", 1.9, 2.1)]}
+    its = [{"D": 128, "N": n, "entry": "sage1-rotated", "speedup": n / 1024} for n in (1024, 8192)]
+    figures.draw_overview({"rows": its}, blocks, tmp_path / "a.svg")
+    drawn = (tmp_path / "a.svg").read_text()
+    assert 0 < drawn.index("Flux, double block") < drawn.index("Wan 14B, 720p")  # the larger above
+    assert "sage1-rotated" in drawn and ">1K<" in drawn and ">8K<" in drawn
+    ranges = re.findall(r"stroke: (#\w+); stroke-opacity: 0.5; stroke-width: 4", drawn)
+    assert ranges == [figures.GREY, "#2ca02c"] and figures.saved(2) == 50
