@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from sage_inductor.ops.formats import GRANULARITIES, PV, QK, Format, Granularity
 
-VERSION = "0.1.0"
+VERSION = "0.2.0"
 # Goes up by one when a string, or an argument of sage::sdpa and sage::prepare, comes to mean
 # something else: numbers, formats, what is prepared. tests/ops/test_ops.py holds what they say.
 MEANING = 2
