@@ -84,6 +84,8 @@ class DiffusionModel(torch.nn.Module):
         self.blocks = torch.nn.ModuleList(Block(width, heads) for _ in range(blocks))
 
     def forward(self, x, t, transformer_options):
+        # Models read what differs from step to step: a guard on it would compile them again.
+        self.rows = len(x) // len(transformer_options["cond_or_uncond"])
         transformer_options["block_type"] = "double"
         for i, block in enumerate(self.blocks):
             transformer_options["block_index"] = i
@@ -153,6 +155,7 @@ class ModelPatcher:
     def step(self, x, sigma: float):
         """What a sampler does at each step. ComfyUI has no such method."""
         options = dict(self.model_options["transformer_options"])
+        options["cond_or_uncond"] = [0, 1][: 1 + (sigma < 0.5)]
         t = options["sigmas"] = torch.full((len(x),), sigma)
         return self.model.apply_model(x, t, transformer_options=options)
 
