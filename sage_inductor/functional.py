@@ -84,7 +84,19 @@ def attention(
     _check(q, k, v, enable_gqa)
     asked = is_causal, as_float(scale), enable_gqa, recipe, return_lse
     tensors = (q, k, v) if attn_mask is None else (q, k, v, attn_mask)
-    return _run_of(tensors, asked)(*tensors)
+    return _run_of(tensors, asked).compute(*tensors)
+
+
+def quantized(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, scale: float | None = None,
+    enable_gqa: bool = False, *, recipe: str = AUTO, module: str = "",
+) -> Tensor | None:  # fmt: skip
+    """In eager, `attention`, or None where SDPA would compute it: for a caller that has something
+    else for that case. module: the path by which the policy and the report know the call."""
+    _check(q, k, v, enable_gqa)
+    tensors = (q, k, v) if attn_mask is None else (q, k, v, attn_mask)
+    run = _run_of(tensors, (False, as_float(scale), enable_gqa, recipe, False), module)
+    return run.compute(*tensors) if run.rewritten else None
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
@@ -161,25 +173,33 @@ _TRACED = (compat.FakeTensor, compat.FunctionalTensor)
 _PLAIN = (Tensor, torch.nn.Parameter, *_TRACED)
 
 
-def _run_of(tensors: tuple[Tensor, ...], asked: tuple) -> Callable:
-    """The graph's function that computes a call with these tensors, the decision taken."""
+class _Run(NamedTuple):
+    """The decision of a call."""
+
+    compute: Callable  # the graph's function
+    rewritten: bool  # whether a recipe computes it, and not SDPA
+
+
+def _run_of(tensors: tuple[Tensor, ...], asked: tuple, module: str = "") -> _Run:
+    """What computes a call with these tensors, the decision taken."""
     grad, device = torch.is_grad_enabled(), tensors[0].device.type
     kinds = tuple(_Kind.of(x, grad) for x in tensors)
     exporting = torch.compiler.is_exporting()
     if exporting or torch.compiler.is_compiling() or type(tensors[0]) in _TRACED:
         portable = exporting or compat.virtualized.aot_compilation is True
         stage = stages.current() if portable else None
-        return _decided(kinds, asked, compat.detect_fake_mode(tensors), portable, stage)
+        fake_mode = compat.detect_fake_mode(tensors)
+        return _decided(kinds, asked, module, fake_mode, portable, stage)
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
     given = tuple(map(_hashable, config.to_dict().values()))
     kinds_of = _but_lengths(kinds) if _is_short(kinds) else kinds
     stage = stages.current()
-    key = kinds_of, asked, grad, autocast, given, families.flash_attention(), stage
+    key = kinds_of, asked, module, grad, autocast, given, families.flash_attention(), stage
     run = _runs.get(key)
     if run is None:
         if len(_runs) >= MAX_KINDS:
             _runs.clear()
-        run = _runs[key] = _decided(kinds, asked, None, False, stage)
+        run = _runs[key] = _decided(kinds, asked, module, None, False, stage)
     return run
 
 
@@ -200,7 +220,7 @@ def _hashable(value):
 
 
 MAX_KINDS = 4096  # of calls that are remembered, some 10 KiB each
-_runs: dict[tuple, Callable] = {}
+_runs: dict[tuple, _Run] = {}
 
 
 def _is_short(kinds: tuple[_Kind, ...]) -> bool:
@@ -218,12 +238,12 @@ def _but_lengths(kinds: tuple[_Kind, ...]) -> tuple:
     return tuple(k._replace(shape=s, stride=None) for k, s in zip(kinds, shapes, strict=True))
 
 
-def _decided(kinds, asked, fake_mode, portable: bool, stage: str | None) -> Callable:
+def _decided(kinds, asked, module, fake_mode, portable: bool, stage: str | None) -> _Run:
     """What computes the call; its site goes to the report."""
     check_asked(asked[3])
     wanted = settings.resolve({}, portable=portable, stage=stage)
     with compat.disable_modes():
-        gm = _graph_of(kinds, asked, fake_mode)
+        gm = _graph_of(kinds, asked, module, fake_mode)
         reason = next((kind.reason for kind in kinds if kind.reason), None)
         decision = functools.partial(_decision, wanted=wanted, reason=reason)
         sites = patterns.rewrite(gm, decision, portable)
@@ -232,11 +252,11 @@ def _decided(kinds, asked, fake_mode, portable: bool, stage: str | None) -> Call
         report.raise_if_refused(sites)
     for node in gm.graph.nodes:  # fake tensors, which nobody needs any more
         node.meta.clear()
-    return gm.forward
+    return _Run(gm.forward, any(site.rewritten for site in sites))
 
 
-def _graph_of(kinds, asked, fake_mode) -> torch.fx.GraphModule:
-    """The call alone, its inputs stand-ins of these kinds."""
+def _graph_of(kinds, asked, module: str, fake_mode) -> torch.fx.GraphModule:
+    """The call alone, as if `module` made it, its inputs stand-ins of these kinds."""
     is_causal, scale, enable_gqa, recipe, return_lse = asked
     graph = torch.fx.Graph()
     with fake_mode or compat.FakeTensorMode():
@@ -255,6 +275,7 @@ def _graph_of(kinds, asked, fake_mode) -> torch.fx.GraphModule:
     for node, value in zip(nodes, values, strict=True):
         node.meta["example_value"] = value
     call.meta["example_value"] = (out, lse) if return_lse else out
+    call.meta["nn_module_stack"] = {"": (module, None)}
     if return_lse:
         items = tuple(graph.call_function(operator.getitem, (call, i)) for i in range(2))
         for node, value in zip(items, (out, lse), strict=True):

@@ -3,7 +3,7 @@
 from typing import Literal
 
 
-def register(library: Literal["diffusers", "transformers"]) -> None:
+def register(library: Literal["comfyui", "diffusers", "transformers"]) -> None:
     """Add ``sage_inductor.attention`` to `library`, which is imported. One call is enough.
 
         sage_inductor.register("diffusers")
@@ -12,8 +12,11 @@ def register(library: Literal["diffusers", "transformers"]) -> None:
         sage_inductor.register("transformers")
         model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="sage")
 
-    Both work in eager and under every backend of ``torch.compile``; ``backend="sage"`` needs
-    neither. ``import sage_inductor`` registers nothing: it would have to import the library, which
+        sage_inductor.register("comfyui")
+        model.set_model_optimized_attention(get_attention_function("sage_inductor"))
+
+    All work in eager and under every backend of ``torch.compile``; ``backend="sage"`` needs
+    none. ``import sage_inductor`` registers nothing: it would have to import the library, which
     takes seconds.
 
     Raises ValueError for another library, and ImportError where it is not installed or is of a
@@ -23,6 +26,10 @@ def register(library: Literal["diffusers", "transformers"]) -> None:
         from sage_inductor.integrations.diffusers import register_backend as register_with
     elif library == "transformers":
         from sage_inductor.integrations.transformers import register_implementation as register_with
+    elif library == "comfyui":
+        from sage_inductor.integrations.comfyui import register_function as register_with
     else:
-        raise ValueError(f'register: must be "diffusers" or "transformers", got {library!r}')
+        raise ValueError(
+            f'register: must be "comfyui", "diffusers" or "transformers", got {library!r}'
+        )
     register_with()

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
+import comfyui_stand_in
 import pytest
 import torch
 from support import compile_cpp, op_by_op
@@ -80,8 +81,10 @@ def here(tmp_path, monkeypatch):
 
 @pytest.fixture
 def small(monkeypatch, here):
-    """What from_pretrained gives: models of the same classes, small and of random weights."""
+    """What from_pretrained gives: models of the same classes, small and of random weights. ComfyUI
+    is a stand-in."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    comfyui_stand_in.install(monkeypatch)
     with contextlib.suppress(ImportError):
         import diffusers
 

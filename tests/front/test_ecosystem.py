@@ -274,7 +274,9 @@ def test_what_only_transformers_sdpa_has_goes_there():
 
 
 def test_another_library_is_refused_by_name():
-    with pytest.raises(ValueError, match='must be "diffusers" or "transformers", got \'vllm\''):
+    with pytest.raises(
+        ValueError, match='must be "comfyui", "diffusers" or "transformers", got \'vllm\''
+    ):
         sage_inductor.register("vllm")
 
 

@@ -1,0 +1,400 @@
+"""Our attention in ComfyUI, by a stand-in with its signatures: tests/comfyui_stand_in.py. It was
+never run inside ComfyUI. On CPU recipes are emulated."""
+
+import inspect
+import runpy
+import sys
+from pathlib import Path
+
+import comfyui_stand_in as stand_in
+import pytest
+import torch
+import torch.nn.functional as F
+from support import op_by_op, random_qkv, relative_l1
+
+import sage_inductor
+from sage_inductor import config, stages
+from sage_inductor.integrations import comfyui
+from sage_inductor.ops.recipe import TABLE
+
+NODE = Path(__file__).parents[2] / "docs" / "examples" / "comfyui_node.py"
+RECIPE = "sage2-8b"
+
+
+@pytest.fixture(autouse=True)
+def comfy(monkeypatch):
+    stand_in.install(monkeypatch)
+    with config.patch(emulate=True, recipe=RECIPE):
+        yield
+
+
+def node_of(name: str):
+    """A node, as ComfyUI finds it in the file that a user copies."""
+    return runpy.run_path(str(NODE))["NODE_CLASS_MAPPINGS"][name]()
+
+
+@pytest.fixture
+def node():
+    return node_of("SageInductorAttention")
+
+
+def flat(x):
+    """[B, H, N, D] -> [B, N, H * D]."""
+    return x.transpose(1, 2).flatten(2)
+
+
+# -- values ----
+
+
+MASKS = {"": None, "2": (48, 80), "3": (2, 48, 80), "4": (2, 4, 48, 80), "keys": (2, 1, 80)}
+
+
+def mask_of(kind: str):
+    """Of 2, 3 or 4 dimensions; a bias is an additive one of 3."""
+    if not kind:
+        return None
+    visible = torch.rand(MASKS.get(kind, MASKS["3"])) < 0.7
+    return torch.where(visible, 0.0, -5.0) if kind == "bias" else visible
+
+
+def with_heads(mask):
+    """As SDPA reads it."""
+    return mask[:, None] if mask is not None and mask.ndim == 3 else mask
+
+
+@pytest.mark.parametrize("given", [{}, {"scale": 0.3}, {"H_kv": 2}], ids=["", "scale", "gqa"])
+@pytest.mark.parametrize("mask", [*MASKS, "bias"])
+def test_every_layout_has_the_bits_of_attention(mask, given):
+    """And an error to SDPA within the one from which the recipe's kernel is wrong."""
+    given, mask = dict(given), mask_of(mask)
+    q, k, v = random_qkv(H_kv=given.pop("H_kv", 4), N=48, N_kv=80)
+    if k.shape[1] < 4:
+        given["enable_gqa"] = True
+    same = sage_inductor.attention(q, k, v, with_heads(mask), **given)
+    exact = F.scaled_dot_product_attention(q, k, v, with_heads(mask), **given)
+    assert 0 < relative_l1(same, exact) < TABLE[RECIPE].wrong_from
+    function = comfyui.override()
+    for heads_first in (False, True):
+        for keeps_heads in (False, True):
+            inputs = (q, k, v) if heads_first else map(flat, (q, k, v))
+            layout = {"skip_reshape": heads_first, "skip_output_reshape": keeps_heads}
+            out = function(refuse, *inputs, 4, mask=mask, **layout, **given)
+            assert torch.equal(out, same if keeps_heads else flat(same))
+
+
+def refuse(*args, **kwargs):
+    pytest.fail("a call that has a recipe was left to another function")
+
+
+def test_arguments_may_come_by_position():
+    q, k, v = random_qkv(N=48, N_kv=80)
+    mask = mask_of("3")
+    same = sage_inductor.attention(q, k, v, with_heads(mask))
+    given = flat(q), flat(k), flat(v), 4, mask, None, False, True
+    assert torch.equal(comfyui.override()(refuse, *given), same)
+
+
+def test_the_recipe_is_the_overrides_and_unknown_arguments_are_ignored():
+    q, k, v = random_qkv()
+    given = q, k, v, 4
+    found = comfyui.override(recipe="sage1")(refuse, *given, skip_reshape=True, seq_lens=None)
+    same = sage_inductor.attention(q, k, v, recipe="sage1")
+    assert torch.equal(found, flat(same))
+    assert not torch.equal(same, sage_inductor.attention(q, k, v))
+
+
+# -- what is left to another ----
+
+LEFT = {
+    "exact flag": ({"low_precision_attention": False}, {}),
+    "precision": ({"attn_precision": torch.float32}, {}),
+    "recipe off": ({}, {"recipe": "off"}),
+    "policy": ({}, {"policy": [{"recipe": "off"}]}),
+    "fp32": ({}, {"emulate": False}),
+}
+
+
+@pytest.mark.parametrize("given, settings", LEFT.values(), ids=LEFT)
+def test_what_is_left_goes_to_the_previous_override_or_the_function(given, settings):
+    q, k, v = map(flat, random_qkv())
+    exact = stand_in.attention_pytorch(q, k, v, 4)
+    calls = []
+
+    def previous(function, *args, **kwargs):
+        calls.append(kwargs)
+        return function(*args, **kwargs)
+
+    with config.patch(**settings):
+        for override in (comfyui.override(), comfyui.override(previous)):
+            out = override(stand_in.attention_pytorch, q, k, v, 4, None, scale=None, **given)
+            assert torch.equal(out, exact)
+    assert calls == [{"scale": None, **given}]  # by the second alone, with all that came
+
+
+def test_of_two_overrides_the_last_is_asked_first():
+    q, k, v = map(flat, random_qkv())
+    first, last = comfyui.override(recipe="sage1"), comfyui.override(None, RECIPE, exact="edge")
+    of_first, of_last = (each(refuse, q, k, v, 4) for each in (first, last))
+    both = comfyui.override(first, RECIPE, exact="edge")
+    assert torch.equal(both(refuse, q, k, v, 4), of_last)
+    with sage_inductor.stage("edge"):
+        assert torch.equal(both(refuse, q, k, v, 4), of_first)
+    assert not torch.equal(of_first, of_last)
+
+
+def test_half_precision_that_is_not_float32_is_no_reason():
+    q, k, v = map(flat, random_qkv())
+    comfyui.override()(refuse, q, k, v, 4, attn_precision=torch.float16)
+    comfyui.override()(refuse, q, k, v, 4, low_precision_attention=None)
+
+
+# -- layers and stages ----
+
+PATHS = [
+    ({}, ""),
+    ({"block_index": 3}, "block.3"),
+    ({"block_type": "single", "block_index": 0}, "single.0"),
+    ({"block": ("input", 4), "block_index": 1}, "input.4.1"),
+]
+
+
+@pytest.mark.parametrize("options, path", PATHS, ids=[path for _, path in PATHS])
+def test_the_report_and_a_policy_know_the_block(options, path):
+    q, k, v = map(flat, random_qkv())
+
+    def attend():
+        return comfyui.override()(
+            stand_in.attention_pytorch, q, k, v, 4, transformer_options=options
+        )
+
+    attend()
+    (site,) = sage_inductor.report()
+    assert site.module == path and site.rewritten and site.spelling == "sage_inductor.attention"
+    exact = stand_in.attention_pytorch(q, k, v, 4)
+    for rule in ({"module": path}, {"layer": int(path.split(".")[1]) if path else 0}):
+        with config.patch(policy=[{**rule, "recipe": "off"}]):
+            assert torch.equal(attend(), exact) == (path != "" or "module" in rule)
+
+
+@pytest.fixture
+def model():
+    return stand_in.load_diffusion_model("flux1-dev.safetensors")
+
+
+@pytest.fixture
+def x():
+    return torch.randn(1, 64, 128)
+
+
+def test_steps_are_in_stages_by_sigma(model, x):
+    model.add_wrapper_with_key("apply_model", "", comfyui.by_sigma(edge=(0.8, 0.2), late=(9, 0.4)))
+    seen = []
+
+    def override(function, *args, **kwargs):
+        seen.append(stages.current())
+        return function(*args, **kwargs)
+
+    model.model_options["transformer_options"]["optimized_attention_override"] = override
+    for sigma in (1.0, 0.8, 0.5, 0.3, 0.2, 0.1):
+        model.step(x, sigma)
+    assert seen[::2] == seen[1::2] == ["edge", None, None, "late", "late", "edge"]
+    assert stages.current() is None
+
+
+# -- the registered function ----
+
+
+def test_the_function_is_registered_once_and_computes(model, x, caplog):
+    for _ in range(2):
+        sage_inductor.register("comfyui")
+    assert not caplog.records
+    exact = model.step(x, 0.5)
+    patched = model.clone()
+    patched.set_model_optimized_attention(stand_in.get_attention_function(comfyui.NAME))
+    assert 0 < relative_l1(patched.step(x, 0.5), exact) < 0.1
+    assert [site.module for site in sage_inductor.report()] == ["double.0", "double.1"]
+
+
+def test_the_function_called_by_name_honours_a_models_override_and_the_exact_flag():
+    sage_inductor.register("comfyui")
+    function = stand_in.get_attention_function(comfyui.NAME)
+    q, k, v = map(flat, random_qkv())
+    exact = stand_in.attention_pytorch(q, k, v, 4)
+    assert not torch.equal(function(q, k, v, 4), exact)
+    assert torch.equal(function(q, k, v, 4, low_precision_attention=False), exact)
+    options = {"optimized_attention_override": lambda *args, **kwargs: "the override's"}
+    assert function(q, k, v, 4, transformer_options=options) == "the override's"
+
+
+def test_another_function_of_the_name_is_told_of(caplog):
+    stand_in.register_attention_function(comfyui.NAME, refuse)
+    sage_inductor.register("comfyui")
+    assert "another attention function 'sage_inductor', and keeps it" in caplog.text
+    assert stand_in.get_attention_function(comfyui.NAME) is refuse
+
+
+def test_the_name_is_not_one_of_comfyuis():
+    """Which keeps the first: "sage" is SageAttention's where that is installed."""
+    own = {
+        "comfy_kitchen_int8",
+        "sage",
+        "sage3",
+        "flash",
+        "xformers",
+        "pytorch",
+        "sub_quad",
+        "split",
+    }
+    assert comfyui.NAME not in own
+
+
+@pytest.mark.parametrize("name", ["", *stand_in.NAMES["comfy.ldm.modules.attention"]])
+def test_without_comfyui_or_with_another_the_error_says_what_must_hold(name, monkeypatch):
+    path = "comfy.ldm.modules.attention"
+    if name:
+        monkeypatch.delattr(sys.modules[path], name)
+    else:
+        for each in [each for each in sys.modules if each.split(".")[0] == "comfy"]:
+            monkeypatch.delitem(sys.modules, each)
+        monkeypatch.setitem(sys.modules, "comfy", None)
+    with pytest.raises(ImportError, match=rf"{path} must be importable.* wrap_attn .*{name}"):
+        sage_inductor.register("comfyui")
+
+
+# -- the node ----
+
+
+@pytest.mark.parametrize("name", ["SageInductorAttention", "SageInductorCompile"])
+def test_a_nodes_inputs_are_those_of_its_function(name):
+    node = node_of(name)
+    inputs = node.INPUT_TYPES()["required"]
+    function = getattr(node, node.FUNCTION)
+    assert list(inputs) == list(inspect.signature(function).parameters)
+    choices, given = inputs["recipe"]
+    assert given["default"] in choices and set(choices) == {"auto", *TABLE}
+    assert node.RETURN_TYPES == ("MODEL",) and isinstance(node.CATEGORY, str)
+
+
+def test_the_node_patches_a_clone(node, model, x):
+    exact = model.step(x, 0.5)
+    (patched,) = node.patch(model, "sage1", 0.0, 1.0)
+    found = patched.step(x, 0.5)
+    assert 0 < relative_l1(found, exact) < 0.1
+    assert {site.recipe for site in sage_inductor.report()} == {"sage1"}
+    assert torch.equal(model.step(x, 0.5), exact)
+    assert "wrappers" not in patched.model_options["transformer_options"]  # nothing reads sigma
+
+
+def test_the_node_leaves_the_first_and_last_steps_exact(node, model, x):
+    exact = model.step(x, 0.5)
+    (patched,) = node.patch(model, "auto", 0.25, 0.75)
+    same = [torch.equal(patched.step(x, sigma), exact) for sigma in (1.0, 0.75, 0.5, 0.25, 0.1)]
+    assert same == [True, False, False, False, True]
+    (again,) = node.patch(patched, "auto", 0.0, 0.75)
+    assert torch.equal(again.step(x, 0.1), exact) and not torch.equal(again.step(x, 1.0), exact)
+    (always,) = node.patch(again, "auto", 0.0, 1.0)
+    assert not torch.equal(always.step(x, 0.1), exact)
+
+
+def test_the_node_keeps_the_override_that_was_there(node, model, x):
+    calls = []
+
+    def previous(function, *args, **kwargs):
+        calls.append(1)
+        return function(*args, **kwargs)
+
+    model.model_options["transformer_options"]["optimized_attention_override"] = previous
+    (patched,) = node.patch(model, "auto", 0.5, 1.0)
+    patched.step(x, 0.25)
+    assert not calls
+    patched.step(x, 0.75)
+    assert len(calls) == 2  # of the two blocks
+
+
+# -- compiled ----
+
+OPTIONS = {"guard_filter_fn": stand_in.skip_torch_compile_dict}
+
+
+def compiled(model, backend="sage"):
+    model = model.clone(disable_dynamic=True)
+    stand_in.set_torch_compile_wrapper(model, backend, options=OPTIONS, fullgraph=True)
+    return model
+
+
+def test_the_stock_compile_node_rewrites_pytorch_attention(model, x):
+    exact = model.step(x, 0.5)
+    with op_by_op():
+        found = compiled(model).step(x, 0.5)
+    assert 0 < relative_l1(found, exact) < 0.1
+    sites = sage_inductor.report()
+    assert [site.module for site in sites] == ["blocks.0", "blocks.1"]
+    assert {(site.recipe, site.spelling) for site in sites} == {(RECIPE, "SDPA")}
+
+
+def test_a_compiled_model_goes_from_stage_to_stage_by_sigma(model, x):
+    """By a policy: what an override does is traced once."""
+    exact = model.step(x, 0.5)
+    model.add_wrapper_with_key("apply_model", "", comfyui.by_sigma(edge=(0.8, 0.2)))
+    policy = [{"stage": "edge", "recipe": "off"}, {"layer": 1, "recipe": "sage1"}]
+    with op_by_op(), config.patch(policy=policy):
+        fast = compiled(model)
+        inside, outside = (fast.step(x, sigma) for sigma in (0.5, 0.9))
+    torch.testing.assert_close(outside, exact)
+    assert 0 < relative_l1(inside, exact) < 0.1
+    recipes = [site.recipe for site in sage_inductor.report() if site.stage is None]
+    assert recipes == [RECIPE, "sage1"]
+
+
+def test_the_compile_node_leaves_the_first_and_last_steps_exact(model, x):
+    """Both kinds of steps are compiled in the first, and no guard looks at transformer_options."""
+    exact = model.step(x, 0.5)
+    with op_by_op(), torch._dynamo.config.patch(error_on_recompile=True):
+        (fast,) = node_of("SageInductorCompile").patch(model, "sage1", 0.25, 0.75)
+        found = [fast.step(x, sigma) for sigma in (1.0, 0.75, 0.5, 0.25, 0.1)]
+    errors = [relative_l1(each, exact) for each in found]
+    assert [error > 1e-4 for error in errors] == [False, True, True, True, False]
+    assert max(errors) < 0.1
+    rows = {(site.module, site.recipe) for site in sage_inductor.report() if not site.stage}
+    assert rows == {("blocks.0", "sage1"), ("blocks.1", "sage1")}
+
+
+@pytest.mark.parametrize("recipe", ["auto", "sage1"])
+def test_the_compile_node_leaves_to_the_settings_what_it_is_not_told(recipe, model, x):
+    with op_by_op(), config.patch(policy=[{"layer": 0, "recipe": "off"}]):
+        (fast,) = node_of("SageInductorCompile").patch(model, recipe, 0.0, 1.0)
+        fast.step(x, 1.0)
+    found = {site.module: site.recipe for site in sage_inductor.report()}
+    assert found == {"blocks.0": None, "blocks.1": RECIPE if recipe == "auto" else recipe}
+    wrappers = fast.model_options["transformer_options"]["wrappers"]["apply_model"]
+    assert list(wrappers) == ["torch.compile"]  # nothing reads sigma
+
+
+@pytest.mark.parametrize("backend", ["sage", "aot_eager"])
+def test_an_override_may_be_compiled(backend, node, model, x):
+    """The recipe is the node's under any backend; exact steps are not known while it is traced."""
+    exact = model.step(x, 0.5)
+    (patched,) = node.patch(model, "sage1", 0.0, 1.0)
+    options = OPTIONS if backend == "sage" else None
+    stand_in.set_torch_compile_wrapper(patched, backend, options=options, fullgraph=True)
+    with op_by_op():
+        found = patched.step(x, 0.5)
+    assert 0 < relative_l1(found, exact) < 0.1
+    sites = sage_inductor.report()
+    assert {site.module for site in sites} == (
+        {"blocks.0", "blocks.1"} if backend == "sage" else {""}
+    )
+    assert {site.recipe for site in sites} == {"sage1"}
+    assert {site.spelling for site in sites} == {"sage_inductor.attention"}
+
+
+def test_what_is_exact_by_its_model_is_exact_compiled(node, model, x):
+    q, k, v = map(flat, random_qkv())
+    function = comfyui.override()
+
+    def attend(flag):
+        return function(stand_in.attention_pytorch, q, k, v, 4, low_precision_attention=flag)
+
+    run = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    exact = stand_in.attention_pytorch(q, k, v, 4)
+    assert torch.equal(run(False), exact) and not torch.equal(run(True), exact)
