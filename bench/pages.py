@@ -262,23 +262,40 @@ def accuracy_in_short(gpus: dict[str, dict]) -> str:
 # -- tables of the library ----
 
 
+TASKS = {
+    "Compile": ("sage_backend", "explain"),
+    "See what was rewritten": ("report", "Report"),
+    "Call attention": ("attention", "gather_attention", "register"),
+    "Measure the error": ("diagnose", "diagnosing", "Diagnosis"),
+    "Choose by module, layer or step": (
+        "Policy", "Rule", "CallDescription", "stage", "Schedule",
+    ),
+    "Train": ("diagnose_training", "TrainingDiagnosis"),
+    "Export": ("aoti_compile_and_package", "rewrite"),
+    "Errors": ("SageOptionError", "SageRefused"),
+}  # fmt: skip
+
+
 def api(gpus: dict[str, dict]) -> str:
-    """The public names, each with its signature and what its docstring says."""
+    """The public names by task, each with its signature and what its docstring says."""
     parts = []
-    for name in sorted(sage_inductor.__all__):
-        entry = getattr(sage_inductor, name)
-        if inspect.isfunction(entry):
-            parts += [f"## {name}\n\n```text\n{signature(entry)}\n```\n\n{described(entry)}\n"]
-        elif inspect.isclass(entry):
-            shown = f"```text\n{constructor(entry)}\n```\n\n" if is_dataclass(entry) else ""
-            parts += [f"## {name}\n\n{shown}{described(entry)}\n"]
-            methods = [
-                f"* `{key}{'()' * (not isinstance(member, property))}`: {described(member)}"
-                for key, member in vars(entry).items()
-                if not key.startswith("_") and isinstance(member, METHODS) and described(member)
-            ]
-            parts += ["\n".join(methods) + "\n"] if methods else []
+    for task, names in TASKS.items():
+        parts += [f"## {task}\n", *(part for name in names for part in entry_of(name))]
     return "\n".join(parts)
+
+
+def entry_of(name: str) -> list[str]:
+    entry = getattr(sage_inductor, name)
+    if inspect.isfunction(entry):
+        return [f"### {name}\n\n```text\n{signature(entry)}\n```\n\n{described(entry)}\n"]
+    shown = f"```text\n{constructor(entry)}\n```\n\n" if is_dataclass(entry) else ""
+    methods = [
+        f"* `{key}{'()' * (not isinstance(member, property))}`: {described(member)}"
+        for key, member in vars(entry).items()
+        if not key.startswith("_") and isinstance(member, METHODS) and described(member)
+    ]
+    parts = [f"### {name}\n\n{shown}{described(entry)}\n"]
+    return parts + (["\n".join(methods) + "\n"] if methods else [])
 
 
 def signature(function) -> str:

@@ -405,3 +405,8 @@ def test_every_error_of_a_package_is_explained():
     texts = {text for each in failures for text in re.findall(r'"([^"\n]*)"', each)}
     long = {text.strip() for text in texts if len(text) > 14}
     assert len(long) > 5 and not {text for text in long if text not in page}
+
+
+def test_the_api_has_each_public_name_once():
+    names = [name for its in written.TASKS.values() for name in its]
+    assert sorted(names) == sorted({*sage_inductor.__all__} - {"__version__", "config"})
