@@ -427,8 +427,14 @@ def test_keys_that_no_list_names_may_hold_anything():
     expected = exact(q, k, v, lists)
     for x in (k, v):
         x[:, :, 128:256] = x[:, :, 384:] = torch.nan
-    out, _ = rewritten(listed(lists, None, (256, 512)), q, k, v)
-    assert support.relative_l2(out, expected) < 2e-2
+    torch._dynamo.reset()
+    options = {"sage.emulate": True, "sage.recipe": "sage2-8b"}
+    with torch.no_grad():
+        out = torch.compile(listed(lists, None, (256, 512)), backend="sage", options=options)(
+            q, k, v
+        )
+    assert sage_inductor.report()[0].rewritten
+    assert support.relative_l2(out, expected) < 5e-2
 
 
 def test_lists_made_inside_of_q_and_k_are_operands():
