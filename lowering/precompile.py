@@ -106,6 +106,6 @@ def _launch(device: torch.device, likes: tuple, is_prepared: bool, call: SdpaCal
     with noted() as launches:
         run_opaque(inputs.without_idle_bounds(), tile, launch_cached, device)
         if not is_prepared:
-            visible = visibility.keys(k.shape[1])
+            visible = visibility.keys(k)
             launch_kv(k, of_v, visible, recipe, launch_cached, pdl=HAS_PDL)
     compile_elsewhere(launches, gpus.capability(device))

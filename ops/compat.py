@@ -94,6 +94,8 @@ cached_backends = _take("torch._dynamo.eval_frame:cached_backends",
     seen=TORCH, without="torch._dynamo.reset() does not empty the report")
 counters = _take("torch._dynamo.utils:counters",
     seen=TORCH, without="rewritten and refused calls are not among Dynamo's counters")
+graph_break_reasons = _take("torch._dynamo.utils:graph_break_reasons", optional=True,
+    seen=TORCH, without="the report does not name attention that a graph break leaves to eager")
 inductor_config = _take("torch._inductor:config",
     seen=TORCH, without='the pass for backend="inductor" cannot be installed')
 CustomGraphPass = _take("torch._inductor.custom_graph_pass:CustomGraphPass",

@@ -111,7 +111,8 @@ def _sdpa(call: SdpaCall) -> tuple[Tensor, Tensor]:
 
     Returns out [B, H_q, N_q, D_v] and lse [B, H_q, N_q] (natural log, fp32, not differentiable). A
     row that sees no key is 0 and its lse -inf. Keys that attn_mask or the band hides from every
-    query may hold anything, but for those of a call with block lists or with `prepared`.
+    query, and keys of blocks that no list names, may hold anything, but for those of a call with
+    `prepared`, and for those that the band hides in a block that a list names.
     Raises ValueError or TypeError saying what must hold and what was got.
     """
     check(call)
@@ -268,7 +269,7 @@ def attention_call(
     where v is not quantized."""
     of_q = (None, None)
     if recipe.of_qk.smooths_q:
-        of_q = smooth_q(q, k, prepared.k_mean, visibility.keys(k.shape[1]))
+        of_q = smooth_q(q, k, prepared.k_mean, visibility.keys(k))
     if prepared.v is None and v.dtype == torch.float32:
         v = v.bfloat16()
     return AttentionCall.of(
@@ -326,7 +327,7 @@ def prepare(
     k: Tensor, v: Tensor, visibility: Visibility, recipe: Recipe, is_opaque: bool = False
 ) -> Prepared:
     """What kernels read of k and v. is_opaque: torch need not look inside."""
-    visible, text, pv = visibility.keys(k.shape[1]), recipe.encode(), recipe.of_pv
+    visible, text, pv = visibility.keys(k), recipe.encode(), recipe.of_pv
     saturate = visible is not None
     if recipe.sharing.one_pass:
         op = quantize_kv_opaque if is_opaque else quantize_kv

@@ -18,8 +18,8 @@ for both. A block that is named twice counts twice, as in flex_attention.
 
 A key counts in smoothing and scales if any row sees it with code 3: what padding holds does not
 matter, be it NaN. Where no key has code 3, those of code 1 count, over which all rows average. Keys
-that the band hides from every query do not count (`SdpaCall.of_seen_keys`). Lists are not read for
-that: all blocks count. A tile of queries reads the keys from its first to its last code above 0.
+that the band hides from every query do not count (`SdpaCall.of_seen_keys`), nor do those of blocks
+that no list names. A tile of queries reads the keys from its first to its last code above 0.
 Plain PyTorch: one reduction for Inductor, which reads the mask once.
 
 Shapes: B batch, H heads, N sequence, M blocks of a sequence.
@@ -107,10 +107,14 @@ class Visibility(NamedTuple):
     def band(self) -> tuple[int | None, int | None, bool]:
         return self.left, self.right, self.bottom_right
 
-    def keys(self, heads_kv: int) -> Tensor | None:
-        """uint8 [B or 1, H_kv or 1, N_kv]: keys that count for any query of any head of their
-        group; None: all do."""
-        return None if self.tile_summary is None else visible_keys(self.tile_summary, heads_kv)
+    def keys(self, k: Tensor) -> Tensor | None:
+        """uint8 [B or 1, H_kv or 1, N_kv] of k [B, H_kv, N_kv, D]: keys that count for any query of
+        any head of their group; None: all do."""
+        code = None if self.tile_summary is None else self.tile_summary.amax(2)
+        if self.blocks.size is not None:
+            named = listed_keys(self.blocks, k.shape[2])
+            code = named * (COUNTS if code is None else code)
+        return None if code is None else visible_keys(code, k.shape[1])
 
 
 def seen_keys(band: tuple, n_q, n_kv) -> tuple | None:
@@ -150,10 +154,24 @@ def summarize(attn_mask: Tensor, n_kv: int, block_m: int) -> Tensor:
     return code.expand(-1, -1, -1, n_kv).clone(memory_format=torch.contiguous_format)
 
 
-def visible_keys(tile_summary: Tensor, heads_kv: int) -> Tensor:
-    """tile_summary [B or 1, H_q or 1, tiles, N_kv] -> `Visibility.keys`."""
-    visible = tile_summary.amax(2)
-    if visible.shape[1] != 1:
-        visible = visible.unflatten(1, (heads_kv, -1)).amax(2)
-    most = visible.amax(-1, keepdim=True).clamp(min=REACHED)
-    return (visible == most).to(torch.uint8)
+def listed_keys(blocks: BlockLists, n_kv: int) -> Tensor:
+    """uint8 [B or 1, H_q or 1, N_kv]: 1 for keys of blocks that any list names, else 0."""
+    num_blocks = (n_kv + blocks.block_kv - 1) // blocks.block_kv
+    flags = blocks.kv_indices.new_zeros(
+        (*blocks.kv_indices.shape[:2], num_blocks + 1), dtype=torch.uint8
+    )  # the last: of what names no block
+    for count, index in blocks.lists:
+        place = torch.arange(index.shape[3], device=index.device)
+        index = index.long().clamp(0, num_blocks)  # as the kernels do
+        index = torch.where(place < count[..., None], index, num_blocks)
+        flags = flags.scatter(2, index.flatten(2), 1)
+    flags = flags[..., :-1, None].expand(-1, -1, -1, blocks.block_kv)
+    return flags.flatten(2)[..., :n_kv]
+
+
+def visible_keys(code: Tensor, heads_kv: int) -> Tensor:
+    """code [B or 1, H_q or 1, N_kv], the most of any query -> `Visibility.keys`."""
+    if code.shape[1] != 1:
+        code = code.unflatten(1, (heads_kv, -1)).amax(2)
+    most = code.amax(-1, keepdim=True).clamp(min=REACHED)
+    return (code == most).to(torch.uint8)

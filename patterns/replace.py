@@ -106,15 +106,17 @@ def _copied(emit: Emitter, x: Node, order: list[int], gap: int) -> Node:
 
 def share(index: GraphIndex) -> None:
     """Prepare k and v once for the calls that have the same ones, and the same mask, recipe and
-    autocast, and see all of their keys. Nothing may write between such calls: k, v and the mask may
-    be views of what it writes to."""
+    autocast, and leave no key out: no band hides one from every query, and there are no lists of
+    blocks. Nothing may write between such calls: k, v and the mask may be views of what it writes
+    to."""
     groups, writes = {}, 0
     for node in index.graph.nodes:
         writes += may_write(node)
         if node.target is torch.ops.sage.sdpa.default and not node.args[4]:
             emit = Emitter(node, index)
             call = SdpaCall(*node.args)
-            if seen_keys(call.band, *(value_of(x).shape[2] for x in (call.q, call.k))) is not None:
+            keys = seen_keys(call.band, *(value_of(x).shape[2] for x in (call.q, call.k)))
+            if keys is not None or call.blocks.size is not None:
                 continue  # the op leaves keys out
             args = call.k, call.v, call.attn_mask, call.recipe, call.portable
             key = tuple(map(_view, args)), writes, tuple(emit.autocasts)

@@ -195,7 +195,8 @@ def explain(model, *, options: dict | None = None) -> Callable[..., Report]:
 
         with op_by_op(see) as run_once:
             run_once(model, args, kwargs)
-        return whole(sites, asked.policy, seen.why_without())
+            notes = seen.left_to_eager()
+        return whole(sites, asked.policy, seen.why_without(), notes)
 
     return run
 

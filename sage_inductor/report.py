@@ -21,7 +21,7 @@ from sage_inductor import page, stages
 from sage_inductor.choose import tables
 from sage_inductor.choose.families import versions
 from sage_inductor.errors import SageRefused
-from sage_inductor.ops.compat import CompileContext, counters
+from sage_inductor.ops.compat import CompileContext, counters, graph_break_reasons
 from sage_inductor.patterns import Site, reasons
 from sage_inductor.patterns.reasons import Cause, Reason
 from sage_inductor.policy import Rule, Ruling, stages_of, unmatched
@@ -287,27 +287,51 @@ def report() -> Report:
         unknown = sorted(stages.named() - known) if _sites else []
         notes += [f"stage {json.dumps(name)} is named by no rule of a policy" for name in unknown]
         notes += [note for each in more_notes for note in each()]
-        return Report(_sites, notes, _seen.why_without())
+        return Report(_sites, [*notes, *_seen.left_to_eager()], _seen.why_without())
 
 
 more_notes: list[Callable[[], list[str]]] = []  # lines for the report's foot, of other modules
 
 
+_ATTENTION = re.compile(r"(scaled_dot_product|flex|multi_head)_attention\w*\(")
+
+
 class Seen:
-    """The graphs that were compiled since it was made, to say why none has an attention call."""
+    """The graphs that were compiled since it was made, to say why none has an attention call, and
+    which call is in none."""
 
     def __init__(self):
         self.graphs = 0  # that the pass saw
         self._compiled, self._breaks = self._counted()
+        self._known = list(graph_break_reasons or ())  # Dynamo's reset empties it
 
     @staticmethod
     def _counted() -> tuple[int, dict[str, int]]:
         return counters["stats"]["unique_graphs"], dict(counters["graph_break"])
 
+    def left_to_eager(self) -> list[str]:
+        """A line for each place where a graph breaks at an attention call, or at nested tensors.
+        On a CPU attention to these always breaks it."""
+        known, found = set(map(id, self._known)), {}
+        for each in graph_break_reasons or ():
+            call = each.user_stack[-1] if each.user_stack else None
+            if id(each) not in known and call and _ATTENTION.search(call.line or ""):
+                found[f"attention at {call.filename}:{call.lineno}"] = each.reason
+        for text in self._new_breaks():
+            if "nested" in text.lower() and text not in found.values():
+                found["attention to nested tensors"] = text
+        return [
+            f"{what} stays in eager: a graph breaks there ({text.strip().splitlines()[0]})"
+            for what, text in found.items()
+        ]
+
+    def _new_breaks(self) -> list[str]:
+        breaks = self._counted()[1]
+        return [text for text, n in breaks.items() if n > self._breaks.get(text, 0)]
+
     def why_without(self) -> str:
-        compiled, breaks = self._counted()
+        compiled, new = self._counted()[0], self._new_breaks()
         others = compiled - self._compiled - self.graphs
-        new = [text for text, n in breaks.items() if n > self._breaks.get(text, 0)]
         broken = (
             "; a graph break leaves what it is about to eager, with the attention in it: "
             f"{new[0].strip().splitlines()[0]}" if new else ""
@@ -394,14 +418,16 @@ def not_asked(sites: Iterable[Site]) -> list[Site]:
     return [s for s in sites if not s.rewritten and not reasons.of(s.reason).cause.asked]
 
 
-def whole(sites: list[tuple[str, Site]], policy: Ruling, without: str = "") -> Report:
+def whole(
+    sites: list[tuple[str, Site]], policy: Ruling, without: str = "", notes: Sequence[str] = ()
+) -> Report:
     """The complete report of a model, whose graphs were all seen: it warns at once of a rule that
     fits no call. without: why there are no sites."""
     modules = [site.module for _, site in sites]
     unused = unmatched(policy, modules) if isinstance(policy, tuple) else []
     for line in unused:
         log.warning("%s", line)
-    return Report(sites, unused, without)
+    return Report(sites, [*unused, *notes], without)
 
 
 def raise_if_refused(sites: list[Site]) -> None:

@@ -222,7 +222,7 @@ class Interpreted:
 
     def prepare(self, k: Tensor, v: Tensor, visibility: Visibility, r: Recipe) -> Prepared:
         if self.prepared is not None:
-            return self.prepared(k, v, visibility.keys(k.shape[1]), r)
+            return self.prepared(k, v, visibility.keys(k), r)
         # Stored as the kernels would.
         return Prepared(*(x.contiguous() for x in prepare(k, v, visibility, r).tensors()))
 

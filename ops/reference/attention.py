@@ -22,6 +22,7 @@ from sage_inductor.ops.reference.quantize import (
     quantize_q,
     unpack,
 )
+from sage_inductor.ops.visibility import listed_keys
 
 
 def attention(
@@ -88,6 +89,8 @@ def attention(
         v = v.to(dtype).float()
         if a.tile_summary is not None:  # 0 * NaN
             v = torch.where((a.tile_summary > 0).any(2)[..., None], v, 0.0)
+        if a.blocks.size is not None:
+            v = torch.where(listed_keys(a.blocks, n_kv)[..., None] > 0, v, 0.0)
         o = p[..., :n_kv] @ v * inverse
     lse = (m_last + l.log2())[..., 0] / LOG2E - math.log(pv.largest)
     return o.to(q.dtype), lse

@@ -314,6 +314,16 @@ def test_the_readme_is_short_and_lines_are_not_long():
 WORDS = "beside", "besides", "of ours", "is to be", "are to be", "kind of call", "kinds of calls"
 
 
+def test_a_measured_number_of_the_changelog_names_the_page_that_has_it():
+    """A page's tables are made of committed results: `test_tables_are_what_the_results_say`."""
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    figure = re.compile(r"(?<!\w)\d[\d.,]*(x\b| ?%| (µs|us|ms|KB|times as)\b)")
+    bullets = re.split(r"^\* ", changes, flags=re.M)[1:]
+    measured = [each for each in bullets if figure.search(each)]
+    assert len(measured) >= 2
+    assert [each for each in measured if "docs/" not in each and "MIN_SPEEDUP" not in each] == []
+
+
 def test_pages_are_written_in_plain_words():
     """CONTRIBUTING.md says in which. Tables that bench/pages.py makes have the words of results."""
     for page in PAGES:

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 import html.parser
+import inspect
 import json
 import logging
 import math
@@ -19,13 +20,17 @@ import pytest
 import support
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import sage_inductor
 from sage_inductor import Report, config, page
 from sage_inductor import report as asked_for  # the function: `report` is the module below
 from sage_inductor.choose import tables
+from sage_inductor.choose.decide import rewrite
 from sage_inductor.patterns import Decision, Site, reasons
 from sage_inductor.patterns.reasons import CAUSES
+from sage_inductor.settings import Settings
 
 report = sys.modules["sage_inductor.report"]
 ROOT = Path(__file__).parents[2]
@@ -189,6 +194,61 @@ def test_a_report_without_calls_says_why(why):
     assert [text for text in WITHOUT if text in said][-1] == why
     if WITHOUT[why] and function is not inner:
         assert why in sage_inductor.explain(function)(torch.ones(3)).verdict
+
+
+def jagged():
+    values, offsets = torch.randn(64, 32), torch.tensor([0, 40, 64])
+    return torch.nested.nested_tensor_from_jagged(values, offsets).unflatten(-1, (2, 16))
+
+
+def of_nested(x):
+    q = x.transpose(1, 2)
+    return F.scaled_dot_product_attention(q, q, q).to_padded_tensor(0.0)
+
+
+def nested_before_dense(x, dense):
+    return of_nested(x), sdpa(dense, dense, dense)
+
+
+def nested_behind_dense(x, dense):
+    out = sdpa(dense, dense, dense)
+    return of_nested(x), out
+
+
+@pytest.mark.parametrize("model", [nested_before_dense, nested_behind_dense])
+def test_attention_that_a_graph_break_leaves_to_eager_is_beside_the_other_calls(model):
+    """SDPA of nested tensors, at which a graph breaks on a CPU. Where it does not, the call is a
+    row: see the next test."""
+    inputs = jagged(), torch.randn(1, 2, 32, 16)
+    number = inspect.getsourcelines(of_nested)[1] + 2
+    told = f"{__file__}:{number} stays in eager: a graph breaks there (Data dependent operator)"
+    asked_for()
+    torch._dynamo.reset()
+    with torch.no_grad(), support.op_by_op():
+        out = torch.compile(model, backend="sage", options=EMULATE)(*inputs)
+        found = [asked_for(), sage_inductor.explain(model, options=EMULATE)(*inputs)]
+    for each in found:
+        assert len(each) == len(each.rewritten) == 1
+        assert str(each).splitlines()[-1] == f"attention at {told}"
+    torch.testing.assert_close(out[0], model(*inputs)[0])
+    torch._dynamo.reset()
+    assert "eager" not in str(asked_for())
+
+
+def test_nested_tensors_in_a_graph_are_a_row_beside_the_other_calls():
+    """As Dynamo captures SDPA of them on a GPU, where no graph breaks."""
+    graph = torch.fx.Graph()
+    q, dense = graph.placeholder("q"), graph.placeholder("dense")
+    for x in (q, dense):
+        graph.call_function(sdpa, (x, x, x))
+    graph.output(tuple(graph.nodes)[2:])
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        values = [jagged().transpose(1, 2), torch.empty(1, 2, 32, 16)]
+    for node, value in zip(graph.nodes, values * 2, strict=False):
+        node.meta["example_value"] = value
+    nested, plain = rewrite(torch.fx.GraphModule({}, graph), Settings(emulate=True))
+    assert nested.reason == "tensor subclasses are not supported, got NestedTensor"
+    assert "to_padded_tensor()" in nested.reason.cause.remedy and plain.rewritten
 
 
 def test_dicts_hold_every_call_and_are_json():

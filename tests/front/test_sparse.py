@@ -90,7 +90,8 @@ def test_calls_that_share_k_and_v_select_for_themselves():
     assert torch.equal(a, by_selected(q, k, v, KEEP)[0])
     assert torch.equal(b, by_selected(r, k, v, KEEP)[0])
     text = support.calls(graph)
-    assert text.count("sage.select_blocks(") == 2 and text.count("sage.prepare(") == 1
+    assert text.count("sage.select_blocks(") == 2
+    assert "sage.prepare" not in text  # each leaves out the keys that its own lists do not name
 
 
 def test_an_eager_call_follows_the_policy():

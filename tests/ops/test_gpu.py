@@ -131,8 +131,10 @@ def test_a_cuda_graph_replays_on_new_block_lists():
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_flex_attention_by_block_lists_is_what_inductor_compiles(mode):
-    """Its lists are cut where they have more tiles than there are keys: without duplicates."""
+    """Its lists are cut where they have more tiles than there are keys: without duplicates. Keys
+    that no list names may be NaN."""
     q, k, v = qkv(1, 4, 4, 1024, 1024, 128)
+    k[:, :, 384:512] = v[:, :, 384:512] = torch.nan
 
     def function(q, k, v, *lists):
         blocks = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=128, seq_lengths=(1024, 1024))
@@ -142,6 +144,7 @@ def test_flex_attention_by_block_lists_is_what_inductor_compiles(mode):
     theirs = torch.compile(function)
     for density in (0.2, 0.6):
         named = torch.rand(1, 4, 8, 8, device="cuda") < density
+        named[..., 3] = False
         count, index = named.sum(-1).int(), named.int().argsort(-1, descending=True).int()
         lists = torch.zeros_like(count), index, count, index
         with torch.no_grad(), sage_inductor.config.patch(force=True):

@@ -97,7 +97,7 @@ def pieces(recipe, N_kv, rows, out_bnhd):
     """(op, arguments) of what makes and reads k and v, and what attention reads."""
     q, k, v = qkv(N_kv=N_kv)
     seen = Visibility.of(torch.rand(2, 1, 65, N_kv) > 0.7, (None, 0, False), N_kv, 128)
-    visible = seen.keys(2)
+    visible = seen.keys(k)
     mean, amax = smooth([k, v], visible)
     text, is_fp8, rows = recipe.encode(), recipe.pv == "fp8", visible if rows else None
     if recipe.sharing.one_pass:
@@ -115,7 +115,7 @@ def test_opcheck_of_the_first_pieces(dynamic):
     q, k, v = qkv()
     for x in (k, k[:, :, ::2], k[:, :1].expand(-1, 3, -1, -1)):
         torch.library.opcheck(torch.ops.sage.stored, (x,), test_utils=utilities)
-    visible = Visibility.of(torch.rand(2, 1, 65, 70) > 0.7, (None, 0, False), 70, 128).keys(2)
+    visible = Visibility.of(torch.rand(2, 1, 65, 70) > 0.7, (None, 0, False), 70, 128).keys(k)
     mean, amax = smooth([k, v], visible)
     for xs, rows in (([k, v], visible), ([k], None), ([k, v], None), ([k], visible)):
         if not dynamic or (len(xs) == 2) == (rows is visible):
@@ -618,9 +618,9 @@ def test_what_kernels_are_given_in_a_graph(recipe, masked, monkeypatch):
 
 
 def test_a_key_counts_where_any_head_of_its_group_sees_it():
-    seen = torch.zeros(1, 4, 2, 6, dtype=torch.uint8)  # two tiles; head h sees key h
-    seen[0, [0, 1, 2, 3], [0, 1, 0, 1], [0, 1, 2, 3]] = 3
-    seen[0, 3, 0, 4] = 1  # by the lowest number: it does not count
+    seen = torch.zeros(1, 4, 6, dtype=torch.uint8)  # head h sees key h
+    seen[0, [0, 1, 2, 3], [0, 1, 2, 3]] = 3
+    seen[0, 3, 4] = 1  # by the lowest number: it does not count
     assert visibility.visible_keys(seen, 2).tolist() == [[[1, 1, 0, 0, 0, 0], [0, 0, 1, 1, 0, 0]]]
     assert visibility.visible_keys(seen, 4).sum(2).tolist() == [[1, 1, 1, 1]]
     assert visibility.visible_keys(seen, 1).tolist() == [[[1, 1, 1, 1, 0, 0]]]
@@ -899,6 +899,49 @@ def test_attention_by_block_lists_is_exact_attention_of_what_they_name(seed):
             assert relative_l2(out, expected) < (0.05 if recipe == "sage2-4b" else 0.01)
             atol = 1 if recipe == "sage2-4b" else 0.1
             assert_close(lse[~empty].double(), expected_lse[~empty], rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize(
+    "recipe", ["sage2-8b", "sage2-8b-rotated", "sage1-per-token", "sage2-4b", "sage2-8b-fp8qk"]
+)
+@pytest.mark.parametrize("masked", [False, True])
+def test_keys_that_no_list_names_may_hold_anything(recipe, masked):
+    """As in what Inductor compiles for flex_attention. A head of k counts what any head of q names,
+    in its partial blocks or in its full ones."""
+    q, k, v = qkv(1, 4, 2, 200, 400, 64)
+    partial = torch.tensor([[[0, 9], [9, 9]], [[1, 9], [0, 1]], [[5, 5], [9, 9]], [[9, 9], [5, 9]]])
+    full = torch.tensor([[[1], [9]], [[1], [9]], [[9], [6]], [[9], [9]]])  # beyond the keys: none
+    of = [([[x.shape[2]] * 2] * 4, x) for x in (partial, full)]
+    of = (
+        torch.tensor(y).int()[None] if isinstance(y, list) else y.int()[None] for x in of for y in x
+    )
+    lists = BlockLists(*of, 128, 64)
+    hidden = torch.ones(2, 400, dtype=torch.bool)
+    hidden[0, :128] = hidden[1, 320:] = False
+    shown = torch.ones(1, 1, 1, 400, dtype=torch.bool)
+    if masked:
+        shown[..., 60:70] = False
+        hidden |= ~shown[0, 0]
+    given = lists._asdict() | {"attn_mask": shown if masked else None}
+    out = sdpa(q, k, v, recipe=recipe, **given)
+    for bad in (torch.nan, torch.inf, 1e4):
+        bad_k, bad_v = (x.masked_fill(hidden[None, ..., None], bad) for x in (k, v))
+        found = sdpa(q, bad_k, bad_v, recipe=recipe, **given)
+        assert all(torch.equal(x, y) for x, y in zip(found, out, strict=True))
+    expected, _ = exactly(q, k, v, False, 0.125, given["attn_mask"], blocks=lists)
+    assert relative_l2(out[0], expected) < (0.05 if recipe == "sage2-4b" else 0.02)
+
+
+def test_a_key_counts_where_a_list_names_its_block():
+    """Not where a count ends before it, nor where the index is of no block."""
+    index = torch.tensor([[[[3, 0, 2], [4, 1, 1]]]], dtype=torch.int32)
+    count = torch.tensor([[[1, 9]]], dtype=torch.int32)
+    for full, named in (((None, None), {1, 3}), ((count, index), {1, 3})):
+        keys = visibility.listed_keys(BlockLists(count, index, *full, 64, 64), 200)
+        assert keys.shape == (1, 1, 200)
+        assert keys[0, 0].tolist() == [int(j // 64 in named) for j in range(200)]
+    none = BlockLists(count, index[..., :1], count - 9, index, 64, 256)
+    assert not visibility.listed_keys(none, 200).any()
 
 
 @pytest.mark.parametrize("recipe", ["sage2-8b", "sage2-8b-per-token", "sage1-per-token"])
