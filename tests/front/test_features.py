@@ -102,11 +102,13 @@ class Features(NamedTuple):
 
 @functools.cache
 def every() -> tuple[list[Features], set[int]]:
-    """Many calls that are possible, and the places of few that have all pairs of features."""
+    """Many calls that are possible, and the places of few that have all pairs of features. Recipes of
+    the same formats count as one, and each occurs."""
     draw = random.Random(0)
     sampled = (Features(*map(draw.choice, AXES.values())).possible() for _ in range(SAMPLED))
     found = list(dict.fromkeys(sampled))
-    return found, set(covering(found))
+    formats = [x._replace(recipe=(NAMED[x.recipe].qk, NAMED[x.recipe].pv)) for x in found]
+    return found, set(covering(formats, [[x.recipe] for x in found]))
 
 
 def parameters() -> list:

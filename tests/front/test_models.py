@@ -481,6 +481,8 @@ def fast_path(on: bool):
 SWEPT = (
     bert, gpt2_without_a_cache, llama, llama_without_a_cache, t5_eager, vit_eager, sd3,
     whisper_without_a_cache, whisper_eager, timm_vit, unet,
+    # The same calls are in others of the same library.
+    bert_eager, gpt2_eager, llama_eager_padded, flux, wan, vit, whisper,
 )  # fmt: skip
 BY_INDUCTOR = (bert_padded,)  # test_ecosystem.py has a decoder and a diffusion transformer
 

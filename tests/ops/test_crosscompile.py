@@ -37,17 +37,13 @@ TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
 # Run under the oldest and the newest Triton too: each kernel, and each architecture, of what is
 # compiled soonest.
 on_every_triton = pytest.mark.tritons
-# Of these one is compiled for in the place of the other where they differ in tiles alone.
-GENERATION = {(8, 0): "sm_8x", (8, 6): "sm_8x", (8, 9): "FP8", (12, 0): "FP8", (9, 0): "sm_90",
-              (10, 0): "sm_100"}  # fmt: skip
-# What hides keys is compiled alike around one instruction.
-INSTRUCTION = {a: "mma.sync" if of in ("sm_8x", "FP8") else of for a, of in GENERATION.items()}
+SWEPT = pytest.mark.sweep
 
 
-def chosen_for_tritons(*rows, each=lambda *row: []):
-    """What `pairs` takes so that these variants always run, under every Triton. each: as there."""
+def chosen_for_tritons(*rows):
+    """What `pairs` takes so that these variants always run, under every Triton."""
     return dict(
-        each=lambda *row: [*each(*row), *[x for x in rows if x == row]],
+        each=lambda *row: [x for x in rows if x == row],
         marks=lambda *row: [on_every_triton] if row in rows else [],
     )
 
@@ -81,36 +77,24 @@ KINDS = {
     "lists of 64 x 192": dict(right=0, size=(64, 192)),
 }  # fmt: skip
 LISTS = ("lists", "lists of 64 x 192")
-BANDED, MASKED = ("full", "causal", "window"), ("rows", "mask")
+MASKED = ("rows", "mask")
 
 
-def of_portable(architecture, recipe, kind):
-    """Each two formats of each generation. Where shared memory is scarce, each tile, once."""
-    r, given = NAMED[recipe], KINDS[kind]
-    tile = tiles.tile(architecture, r.qk, r.pv, given.get("D", 128), "mask" in given)
-    tile = tiles.of_blocks(tile, *given["size"]) if kind in LISTS else tile
-    scarce = SHARED_MEMORY[architecture] < 100 << 10
-    return [
-        (GENERATION[architecture], r.qk, r.pv),
-        scarce and (tile, "mask" in given),
-    ]
-
-
-def sort_of(kind):
-    return next((x for x in (BANDED, MASKED, LISTS) if kind in x), kind)
-
-
-@pairs(
+@picked(
+    # Each recipe, each kind, and each two formats of an instruction of its own.
+    ((8, 6), "sage1-rotated", "lists of 64 x 192"), ((8, 9), "sage1", "bias"),
+    ((9, 0), "sage1-per-token", "mask"), ((9, 0), "sage2-8b-fp8qk", "bias"),
+    ((10, 0), "sage1-per-token", "rows"), ((10, 0), "sage2-8b-fp8qk", "full"),
+    ((10, 0), "sage2-4b", "lists of 64 x 192"), ((12, 0), "sage2-8b-rotated", "window"),
+    tritons=[
+        ((8, 0), "sage1", "full"), ((8, 9), "sage2-4b", "rows"),
+        ((9, 0), "sage2-8b-per-token", "lists"), ((10, 0), "sage2-8b", "causal"),
+        ((12, 0), "sage2-8b-fp8qk", "full"),
+    ],
     where=lambda architecture, recipe, kind: (
         recipe != "sage3" and runs_on(recipe, architecture)
         # Of 128 rows that share a scale no tile has 64.
         and (kind, recipe) != ("lists of 64 x 192", "sage1")
-    ),
-    alike=dict(architecture=INSTRUCTION.get, recipe=lambda x: NAMED[x].pv, kind=sort_of),
-    **chosen_for_tritons(
-        ((8, 0), "sage1", "full"), ((8, 9), "sage2-4b", "rows"),
-        ((9, 0), "sage2-8b-per-token", "lists"), ((10, 0), "sage2-8b", "causal"),
-        ((12, 0), "sage2-8b-fp8qk", "full"), each=of_portable,
     ),
     architecture=ARCHITECTURES, recipe=NAMED, kind=KINDS,
 )  # fmt: skip
@@ -200,10 +184,8 @@ def is_of_hopper(pv, head_dim, warpgroups, kind):
 
 
 @picked(
-    # One and three warpgroups in FP8, each kind of loop; kinds of keys that are hidden by one
-    # warpgroup, which compiles in a third of the time of three. 128 channels in 16 bits are by
-    # lists, below.
-    *[("fp8", 64, 1, kind) for kind in ("causal", "mask")],
+    # One and three warpgroups in FP8, each kind of loop; keys that are hidden by a mask by one
+    # warpgroup, which compiles in a third of the time of three.
     ("fp8", 128, 1, "full"), ("fp8", 128, 3, "causal"),
     tritons=[("fp8", 64, 1, "causal mask"), ("16bit", 64, 3, "full, fp16")],
     where=is_of_hopper,
@@ -249,7 +231,7 @@ def test_hopper_kernel_keeps_its_tiles_in_registers(pv, head_dim, warpgroups, ki
 
 
 @picked(
-    ("fp8", 128, 1), tritons=[("fp8", 64, 1)],
+    tritons=[("fp8", 64, 1)],
     where=lambda pv, head_dim, warpgroups: (pv, head_dim, False, warpgroups) in TILES_OF_HOPPER,
     pv=["fp8", "16bit"], head_dim=[64, 128, 256], warpgroups=[1, 2, 3],
 )  # fmt: skip
@@ -268,7 +250,7 @@ def test_rotation_leaves_the_loops_as_they_are(pv, head_dim, warpgroups):
 
 
 @picked(
-    ("16bit", 128, "both", (64, 64)),
+    ("fp8", 64, "none", (128, 128)),
     where=lambda pv, head_dim, band, blocks: (
         (band == "none" or head_dim == 128)
         and tiles.hopper_of_blocks((9, 0), pv, head_dim, 9999, *blocks) is not None
@@ -312,7 +294,7 @@ def test_short_lists_of_blocks_are_the_portable_kernels():
 @pytest.mark.parametrize(
     "kernel, given",
     [("_pack_mask_kernel", dict(mask="rows")),
-     ("_list_tiles_kernel", dict(size=(64, 192), **BANDS["both"])),
+     pytest.param("_list_tiles_kernel", dict(size=(64, 192), **BANDS["both"]), marks=SWEPT),
      *[pytest.param(*x, marks=on_every_triton) for x in (
          ("_pack_mask_kernel", dict(mask="keys")), ("_pack_mask_kernel", dict(mask="transposed")),
          ("_list_tiles_kernel", dict(mask="rows", **BANDS["both"])),
@@ -674,7 +656,7 @@ def test_nvfp4_compiles_to_block_scaled_products_or_to_fp16(architecture, kind):
 
 
 @picked(
-    ((8, 6), 128, False), ((8, 9), 256, False), ((10, 0), 128, True), ((10, 0), 256, True),
+    ((8, 6), 128, False), ((10, 0), 256, True),
     tritons=[((9, 0), 8, False), ((12, 0), 8, True)],
     architecture=ARCHITECTURES, D=[8, 128, 256], along_n=[False, True],
 )  # fmt: skip
@@ -754,7 +736,7 @@ def test_no_conversion_to_fp8_merges_with_an_unrelated_register(kernel, D):
     assert conversions >= 8
 
 
-@pytest.mark.parametrize("recipe", ["sage1", "sage1-per-token"])
+@pytest.mark.parametrize("recipe", ["sage1", pytest.param("sage1-per-token", marks=SWEPT)])
 def test_no_byte_is_stored_of_a_float(recipe):
     """The low byte of a sum is the quantized number, but the ptxas of CUDA 12.8 stores F2IP.U8 of a
     register that it has seen written by a float's instruction: 255. It happened where heads of q
@@ -789,7 +771,7 @@ def test_rows_of_72_channels_are_read_16_bytes_at_a_time(kernel):
 
 
 @picked(
-    ((12, 0), 80, 64, True),
+    ((12, 0), 80, 64, True),  # of 256 channels: the same loads, of twice the registers
     tritons=[((8, 0), 128, 128, False), ((10, 0), 128, 64, True)],
     where=lambda block, shift: shift == (block == 64),
     architecture=ARCHITECTURES, D=[80, 128, 256], block=[128, 64], shift=[False, True],
@@ -825,7 +807,7 @@ OF_FP8 = {"v", "v again", "kv", "kv, rotated", "k, FP8"}
         kernel not in ("pool", "kv, FP8") and (architecture >= (8, 9) or kernel not in OF_FP8)
     ),
     alike=dict(
-        architecture=lambda a: a >= (9, 0), D=lambda D: "whole" if D in (64, 128) else D,
+        architecture=lambda a: a >= (9, 0), D=lambda D: D == 256,
         kernel=lambda name: PREPARATION[name][0],
     ),
     **chosen_for_tritons(
@@ -890,7 +872,7 @@ TRAINING = {  # sage::sagebwd's kernels, which launch of it, and whether it comp
 
 
 @picked(
-    *[((9, 0), name, 128) for name in ("dq", "dk", "dv")],  # all four by wgmma
+    ((9, 0), "dq", 128),
     tritons=[((9, 0), "forward", 128), ((12, 0), "dq", 64), ((10, 0), "dk", 64), ((8, 0), "dv", 64)],
     architecture=ARCHITECTURES, name=TRAINING, D=[64, 128],
 )  # fmt: skip
@@ -929,7 +911,6 @@ def test_transposed_codes_are_stored_16_bytes_at_a_time(kernel, which):
 
 
 @picked(
-    ("dq", False, 72, torch.float16),
     tritons=[("dq", True, 64, torch.bfloat16), ("dkdv", False, 64, torch.float16)],
     name=["dq", "dkdv"], causal=[False, True], D=[64, 72, 128], dtype=[torch.bfloat16, torch.float16],
 )  # fmt: skip

@@ -225,8 +225,8 @@ ALIKE = dict(
     recipe=lambda recipe: (NAMED[recipe].qk, NAMED[recipe].pv, NAMED[recipe].rotated),
     band=lambda band: tuple(side is not None for side in band[:2]),
     channels=lambda channels: tuple(D in (40, 72, 80) for D in channels),
-    # A row of keys for all queries, numbers, a row each.
-    mask=lambda mask: {"keys": 1, "left padding": 1, "fp16": 3, "lowest": 3, "-inf": 3}.get(mask, 2),
+    # None, a row of keys for all queries, numbers, a row each.
+    mask=lambda mask: {"none": 0, "keys": 1, "left padding": 1, "fp16": 3, "lowest": 3, "-inf": 3}.get(mask, 2),
     heads=lambda heads: heads[1] > heads[2],
 )  # fmt: skip
 SMALL_CALLS = dict(
@@ -245,7 +245,7 @@ LARGE_CALLS = dict(
     end_kv=[-1, 0, 1, 33], scale=[0.1, -0.3, 0.0, 2.0],
 )  # fmt: skip
 SMALL_MASKS = [
-    "keys", "left padding", "rows", "transposed", "broadcast keys", "fp16", "lowest", "-inf",
+    "none", "keys", "left padding", "rows", "transposed", "broadcast keys", "fp16", "lowest", "-inf",
 ]  # fmt: skip
 
 
@@ -267,14 +267,16 @@ def check_call(
     check_attention(kernel, recipe, heads, lengths, channels, scale, band, mask, out_bnhd=out_bnhd)
 
 
-@on(pairs(that_runs, most=400, alike=ALIKE, **SMALL_CALLS), pairs(most=800, **LARGE_CALLS))
+@on(
+    pairs(that_runs, most=800, alike=ALIKE, **SMALL_CALLS, mask=SMALL_MASKS),
+    pairs(most=800, **LARGE_CALLS),
+)
 def test_attention(runner, case):
     check_call(**case)
 
 
 @on(
-    pairs(that_runs, most=400, alike=ALIKE, **SMALL_CALLS, mask=SMALL_MASKS),
-    pairs(
+    gpu=pairs(
         most=800, mask=[name for name in MASKS if MASKS[name]],
         **LARGE_CALLS | {"channels": [(128, 128), (64, 128), (80, 40), (8, 96), (72, 72), (192, 256)]},
     ),
@@ -320,23 +322,16 @@ def check_lists(
 
 
 @on(
-    pairs(that_lists, most=900, alike=ALIKE, band=SMALL_BANDS, **SMALL_LISTS),
+    pairs(
+        that_lists, most=1800, alike=ALIKE, band=SMALL_BANDS, mask=["none", "keys", "rows", "fp16"],
+        **SMALL_LISTS,
+    ),
     pairs(
         lambda recipe, block_q: tile_fits(recipe, block_q), most=600, op=list(OPS),
         recipe=[name for name, r in NAMED.items() if not r.of_qk.block_scaled], **LARGE_LISTS,
     ),
 )  # fmt: skip
 def test_attention_by_block_lists(runner, case):
-    check_lists(**case)
-
-
-@on(
-    pairs(
-        that_lists, most=900, alike=ALIKE, band=SMALL_BANDS[:6:2], mask=["keys", "rows", "fp16"],
-        **SMALL_LISTS,
-    )
-)  # fmt: skip
-def test_masked_attention_by_block_lists(runner, case):
     check_lists(**case)
 
 

@@ -427,8 +427,8 @@ def test_what_another_process_compiled_is_found_by_its_launch(
         names = [path.stem for path in tmp_path.rglob("*.cubin")]
         assert sorted(names) == sorted({each.kernel.__name__ for each in launches}), names
         knobs.cache.dir = str(tmp_path / "of another compilation")
-        again = compile_elsewhere(launches, (9, 0))
-        assert len(again) == 4 and not set(again) & set(jobs)
+        again = compile_elsewhere(launches[:1], (9, 0))
+        assert len(again) == 1 and not set(again) & set(jobs)
         concurrent.futures.wait(again)
     assert len(hits) >= 4 and all(hits)
 
@@ -535,14 +535,14 @@ def test_kernels_that_fail_elsewhere_are_left_to_their_launch(
 ):  # fmt: skip
     with caplog.at_level(logging.DEBUG, "sage_inductor"), knobs.cache.scope():
         knobs.cache.dir = str(tmp_path)
-        broken = [each._replace(options=each.options | {"num_warps": 3}) for each in launches]
+        broken = [each._replace(options=each.options | {"num_warps": 3}) for each in launches[:2]]
         jobs = compile_elsewhere(broken, (9, 0))
         concurrent.futures.wait(jobs)
-        assert len(jobs) == 4 and not list(tmp_path.rglob("*.cubin"))
+        assert len(jobs) == 2 and not list(tmp_path.rglob("*.cubin"))
         end = time.monotonic() + 10  # what is called at a future's end may come after its waiters
-        while caplog.text.count("is left to its launch: ") < 4 and time.monotonic() < end:
+        while caplog.text.count("is left to its launch: ") < 2 and time.monotonic() < end:
             time.sleep(0.01)
-        assert caplog.text.count("is left to its launch: ") == 4
+        assert caplog.text.count("is left to its launch: ") == 2
         monkeypatch.setattr(AsyncCompile, "use_process_pool", lambda: False)
         assert compile_elsewhere(launches, (9, 0)) == []
         monkeypatch.setattr(AsyncCompile, "use_process_pool", lambda: 1 / 0)

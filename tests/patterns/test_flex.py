@@ -122,7 +122,7 @@ def test_without_a_block_mask_it_is_full_attention(dynamic):
     "mask_mod, N, band",
     [
         pytest.param(causal, 5, CAUSAL, marks=pytest.mark.sweep),
-        (window, 256, Band(99, 0)),
+        pytest.param(window, 256, Band(99, 0), marks=pytest.mark.sweep),
         (window, 5, CAUSAL),  # the window is wider than the sequence
         (around, 300, Band(70, 70)),
         pytest.param(everything, 300, FULL, marks=pytest.mark.sweep),  # below: by the same lists
@@ -179,7 +179,11 @@ def test_calls_by_one_block_mask(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "mask_mod, band", [(causal, CAUSAL), (lambda b, h, i, j: j <= i + 5, Band(None, 5))]
+    "mask_mod, band",
+    [
+        pytest.param(causal, CAUSAL, marks=pytest.mark.sweep),
+        (lambda b, h, i, j: j <= i + 5, Band(None, 5)),
+    ],
 )
 def test_a_band_of_one_query_is_proven(mask_mod, band):
     q, k, v = random_qkv(1, 300)

@@ -1377,11 +1377,8 @@ MODELS = {
 
 @pytest.mark.models
 @chosen(
-    # Training has the inference's graph, and gradients. T5 and Whisper: front/test_models.py. ViT's
-    # and BERT's attention is that of a padded BERT without its mask.
-    lambda name, training: (
-        training == (name != "timm_unfused") and name not in ("t5", "whisper", "vit", "bert")
-    ),
+    # Training has the inference's graph, and gradients. The others: front/test_models.py.
+    lambda name, training: training and name in ("bert_padded", "gpt_oss_model"),
     name=[build.__name__ for build in MODELS],
     training=[False, True],
 )
