@@ -198,10 +198,11 @@ def _has_kernel(x: torch.Tensor) -> bool:
 
 def stored(call: Call) -> tuple[list[int], int] | None:
     """(the order of the output's dimensions in memory, outermost first; the elements from one row
-    to the next). SDPA on CUDA leaves rows of D elements further apart where D is no multiple of 8:
-    it computes with padded ones. What follows may view the output, so ours must be stored alike:
-    the op writes BHND and BNHD without gaps, the rest is copied."""
-    others = ([*outer, 3] for outer in itertools.permutations(range(3)))
+    to the next). The last is head_dim, or N where v's channels come first in a product by hand.
+    SDPA on CUDA leaves rows of D elements further apart where D is no multiple of 8: it computes
+    with padded ones. What follows may view the output, so ours must be stored alike: the op writes
+    BHND and BNHD without gaps, the rest is copied."""
+    others = sorted(map(list, itertools.permutations(range(4))), key=lambda order: order[3] != 3)
     orders = BNHD, BHND, *others
     for holds in (statically_true, guarded):  # what heads and head_dim of a dynamic width need
         for order in orders:
@@ -215,9 +216,10 @@ def _row_stride(out: torch.Tensor, order: list[int], holds: Callable) -> int | N
     """The elements from one row to the next, if `out` is stored in this order, as far as `holds`
     knows."""
     rows = [d for d in order[:3] if not statically_true(out.shape[d] == 1)]
-    width = inner = out.stride(rows[-1]) if rows else out.shape[3]
-    fits = statically_true(out.stride(3) == 1) or statically_true(out.shape[3] == 1)
+    last = order[3]
+    width = inner = out.stride(rows[-1]) if rows else out.shape[last]
+    fits = statically_true(out.stride(last) == 1) or statically_true(out.shape[last] == 1)
     for d in reversed(rows):
         fits = fits and holds(out.stride(d) == inner)
         inner = inner * out.shape[d]
-    return width if fits and holds(width >= out.shape[3]) else None
+    return width if fits and holds(width >= out.shape[last]) else None

@@ -187,7 +187,7 @@ MASK_DTYPE = Cause("attn_mask must be bool or floating, got {}",
 MASK_SHAPE = Cause("attn_mask must broadcast to [B, H_q, N_q, N_kv], got {}",
     "give attn_mask 2 to 4 dimensions that broadcast to [B, H, N_q, N_kv]")
 STORED = Cause(
-    "the output must be contiguous in some order of B, H, N, but for gaps between rows: strides {}",
+    "the output must be contiguous in some order, but for gaps between rows: strides {}",
     "hand attention contiguous q, k and v, or transposed views of such")
 LISTS_DTYPE = Cause("block lists must be int32, got {}",
     "convert counts and indices: .to(torch.int32)")

@@ -34,7 +34,7 @@ def replace(call: Call, decision: Decision, portable: bool) -> None:
     if shares and stacks(call, NAMED[decision.recipe]):
         stack(call)
     emit, out, (order, width) = call.emit, call.out, stored(call)
-    gap = int(width - out.shape[3])
+    gap = int(width - out.shape[order[3]])
     is_copied = gap > 0 or order not in (BHND, BNHD)
     q, k, v, attn_mask = call.q, call.k, call.v, call.attn_mask
     scale = float(call.scale if call.scale is not None else value_of(q).shape[3] ** -0.5)
@@ -78,7 +78,7 @@ def stand_in(call: Call, out: Node) -> None:
     """Put a copy of `out` [B, H_q, N_q, D_v], whichever way it is stored, in the place of `call`:
     stored as its output is, and what writes into it leaves `out` alone."""
     order, width = stored(call)
-    copy = _copied(call.emit, out, order, int(width - call.out.shape[3]))
+    copy = _copied(call.emit, out, order, int(width - call.out.shape[order[3]]))
     _finish(call, copy, BHND, 0)
 
 
@@ -94,7 +94,7 @@ def _finish(call: Call, first: Node, order: list[int], gap: int) -> None:
 
 
 def _copied(emit: Emitter, x: Node, order: list[int], gap: int) -> Node:
-    """x [B, H, N, D], stored in this order, with so many elements between its rows."""
+    """x [B, H, N, D], stored in this order, with so many elements between what is then its rows."""
     x = emit(aten.permute.default, x, order)
     if gap:
         x = emit(aten.constant_pad_nd.default, x, [0, gap])

@@ -58,6 +58,7 @@ import torch
 
 from sage_inductor import names, stages
 from sage_inductor.ops.formats import HEAD_DIMS
+from sage_inductor.ops.recipe import ALIASES, NAMED
 from sage_inductor.ops.selector import Selection
 
 VERSION = 1
@@ -76,6 +77,10 @@ class Rule:
     stage: str | None = None  # None: every one
     keep: Selection | dict | float | None = None  # of the blocks of keys; a Policy has Selections
     training: str | None = None  # None: as the settings say
+
+    def __post_init__(self):
+        if not isinstance(self.recipe, str) or self.recipe not in ALIASES:  # a Policy warns of it
+            names.one_of((names.AUTO, names.OFF, *NAMED), "Rule: recipe", self.recipe)
 
     def fits(
         self, module: str, head_dim: int, at_least: Callable[[int], bool], stage: str | None = None

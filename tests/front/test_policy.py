@@ -547,8 +547,14 @@ def test_one_rule_is_a_policy():
             s.recipe for s in explain(Rule("off", module="*.cross"))
         ]
         assert explain()[1].reason == "the policy says off (rule 1)"
-    with pytest.raises(ValueError, match="config.policy: .*recipe must be one of"):
-        config.policy = Rule("sage9")
+    with pytest.raises(ValueError, match="config.policy: .*rule 1: length must be"):
+        config.policy = Rule("off", length=5)
+
+
+@pytest.mark.parametrize("recipe", ["sage9", 1, None, ["sage1"]])
+def test_a_rule_of_a_recipe_that_does_not_exist_is_refused_where_it_is_made(recipe):
+    with pytest.raises(ValueError, match="^Rule: recipe must be one of "):
+        Rule(recipe)
 
 
 def test_a_rule_comes_before_the_recipe_off_and_no_policy_does_not():

@@ -23,6 +23,7 @@ from pairs import chosen
 from support import calls, run_seen, written
 from torch import nn
 
+import sage_inductor
 from sage_inductor import SageRefused
 from sage_inductor.ops.lse import compose_with_sink
 from sage_inductor.patterns.call import FULL
@@ -1146,6 +1147,23 @@ def test_it_is_attention_whatever_else_is_written(name):
     function, inputs = TAKEN[name], random_qkv()
     # Queries and keys of ViTDet are split, which needs known lengths.
     check(function, *inputs, dynamic=function is not vit_det)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_mirror_is_rewritten_and_stored_as_it_was(dynamic):
+    """By the backend, not by the pass alone: what follows views positions as rows and columns."""
+
+    def images(q, k, v):
+        return [TAKEN[name](q, k, v).unflatten(-1, (2, 4)).view(-1) for name in names]
+
+    names = "SAGAN", "einsum of a mirror", "no arrow"
+    inputs, options = torch.randn(3, 2, 4, 8, 16).unbind(), {"sage.emulate": True}
+    torch._dynamo.reset()
+    with torch.no_grad(), support.op_by_op():
+        found = torch.compile(images, backend="sage", options=options, dynamic=dynamic)(*inputs)
+    assert [site.rewritten for site in sage_inductor.report()] == [True] * 3
+    for out, expected in zip(found, images(*inputs), strict=True):
+        assert out.shape == expected.shape and support.relative_l2(out, expected) < 0.1
 
 
 @pytest.mark.parametrize("how", ["known sizes", "symbols", "exported"])
