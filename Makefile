@@ -39,17 +39,18 @@ unexport PYTHONDONTWRITEBYTECODE
 # Pages are tried in a browser where there is one: without it pytest counts those tests as deselected.
 WITHOUT := not gpu and not interpreter$(if $(shell command -v chromium), , and not browser)
 
-# What draws variants: one seed for all runs of a `make`.
-# Always the same until `make sweep` was seen whole; SEED=1234 draws others.
-SEED ?= 2
+# What draws variants: one seed for all runs of a `make`, which pytest prints.
+SEED ?= $(shell $(PYTHON) -c "import random; print(random.randrange(10_000))")
 export SEED := $(SEED)
 
 # Installations wait for pip alone, and other Tritons have a process each: both run beside others.
 OTHERS := $(if $(TORCH),,$(TRITONS))
 
+# What the other Tritons compile is compiled with the installed one in the sweep alone.
 test:
 	$(MAKE) --jobs=3 lint $(OTHERS:%=$(BESIDE)/%/.installed)
-	$(PYTEST) $(SWEEP) --durations=15 -m "$(strip $(WITHOUT))" $(INTERPRETED:%=--ignore %)
+	$(PYTEST) $(SWEEP) --durations=15 $(INTERPRETED:%=--ignore %) \
+		-m "$(strip $(WITHOUT))$(if $(SWEEP),,$(if $(OTHERS), and not tritons))"
 	$(MAKE) --jobs=3 --output-sync=target interpreter $(OTHERS:%=triton-%)
 
 INTERPRETED := tests/ops/test_kernels.py tests/ops/test_interpreter.py

@@ -221,9 +221,9 @@ def _listed(count, index, shape) -> torch.Tensor | None:
     """How often each block is listed, [B, H, blocks of queries, of keys]; None: out of range."""
     if count is None:
         return torch.zeros(1, 1, *shape, dtype=torch.long)
-    counts = torch.zeros(*index.shape[:3], max(index.shape[3], shape[1]) + 1, dtype=torch.long)
+    counts = torch.zeros(*index.shape[:3], shape[1] + 1, dtype=torch.long)  # 1: what is not used
     used = torch.arange(index.shape[3]) < count[..., None]
     if index.shape[2] < shape[0] or (used & ((index < 0) | (index >= shape[1]))).any():
         return None
-    counts.scatter_add_(3, index.long().clamp(0, counts.shape[3] - 1), used.long())
+    counts.scatter_add_(3, index.long().clamp(0, shape[1]), used.long())
     return counts[:, :, : shape[0], : shape[1]]

@@ -323,6 +323,7 @@ def test_peers_are_asked_where_they_are_installed(monkeypatch):
 # -- the result ----
 
 
+@pytest.mark.sweep
 def test_results_are_kept_and_plotted(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(trained.SIZES, "small", TINY)
     presets = {"SAGE2_8B": SAGE2_8B, "SAGE2_4B": SAGE2_4B}

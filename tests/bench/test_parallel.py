@@ -29,6 +29,7 @@ def run(group, file: str) -> int:
     return parallel.main(["--rounds", "2", "--target-ms", "1", "--json", file])
 
 
+@pytest.mark.sweep
 def test_two_processes_are_measured_and_more_are_computed(pair, tmp_path):
     files = tmp_path / "0.json", tmp_path / "1.json"
     assert pair(run, *[(str(file),) for file in files]) == [0, 0]

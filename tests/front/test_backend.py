@@ -748,6 +748,7 @@ def test_what_the_environment_cannot_mean_is_an_error(monkeypatch, variable, val
         config_anew(monkeypatch, **{variable: value})
 
 
+@pytest.mark.sweep
 def test_the_environment_rewrites_inductors_graphs_in_every_thread():
     program = PROGRAM.format(options=[None]).replace('backend="sage"', 'backend="inductor"')
     program += "print(sage_inductor.config.recipe, sage_inductor.config.force)"

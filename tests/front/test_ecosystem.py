@@ -154,9 +154,8 @@ def swept(*values):
 @pytest.mark.parametrize(
     "make, others",
     [
-        (wan, ["eager"]),
-        (llama, []),
-        *(swept(make, ["aot_eager"]) for make in (flux, llama_padded, qwen)),
+        (llama, ["eager"]),
+        *(swept(make, ["aot_eager"]) for make in (flux, llama_padded, qwen, wan)),
     ],
 )
 def test_registered_attention_gives_what_the_backend_gives(make, others, device):

@@ -441,7 +441,7 @@ def runner(tmp_path_factory):
     ],
 )
 def test_a_package_runs_without_python_at_any_length(make, device, build, runner):
-    """Each run has docs/packages.md's C++, and the next test."""
+    """Each run has docs/guide/packages.md: a package in Python, and in C++ without Python."""
     package = build(make, device)
     assert package.report.rewritten and not package.report.refused, f"\n{package.report}"
     check(runner("run", package, device)[0], package.expected)
@@ -463,7 +463,7 @@ def test_what_a_package_is_made_of_computes_it_at_any_length(make):
 @pytest.mark.parametrize(
     "makes, device",
     [
-        pytest.param(EVERY if has_every_variant() else [Alone], "cpu", id="cpu"),
+        pytest.param(EVERY, "cpu", id="cpu", marks=SWEPT),
         pytest.param(EVERY, "cuda", id="cuda", marks=pytest.mark.gpu),
     ],
 )
