@@ -4,7 +4,7 @@ from pathlib import Path
 
 from bench import accuracy, curves, model, peers, sparse
 from bench.cases import Case
-from bench.tables import groups
+from bench.tables import differs, groups
 
 COLOURS = {"cuDNN": "slategray", "flash": "goldenrod", "flex": "tab:orange", "inductor": "tab:blue",
            "FA3": "tab:brown", "FA3-fp8": "tab:pink", "FA4": "tab:olive",
@@ -126,8 +126,9 @@ def draw_overview(shipped: dict, blocks: dict, path: Path) -> None:
     faster, others = model.rewritten(blocks["rows"])
     rows = sorted([*faster, *others], key=lambda row: row["speed"]["sage"]["x"])
     for i, row in enumerate(rows):
-        least, median, most = (saved(row["speed"]["sage"][key]) for key in ("x_min", "x", "x_max"))
-        gains = row in faster and not least <= 0 <= most
+        speed = row["speed"]["sage"]
+        least, median, most = (saved(speed[key]) for key in ("x_min", "x", "x_max"))
+        gains = row in faster and differs(speed)
         colour = SAGE_COLOURS[0] if gains else GREY
         dots.hlines(i, least, most, color=colour, linewidth=4, alpha=0.5)
         dots.plot(median, i, "o", color=colour, markersize=5)

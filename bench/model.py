@@ -11,7 +11,6 @@ left out.
 """
 
 import dataclasses
-import statistics
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from bench.blocks import SHARP, Model, draw, first
 from bench.library import MODELS
 from bench.measure import Provider, Runner, draw_sets, interleave, summary
 from bench.providers import GATE_TOLERANCE, backend_of, build, gate
-from bench.tables import markdown
+from bench.tables import gain, markdown, speed_of
 
 # CosSim of a block's output with inductor's, below which it is wrong: it was 0.9998 and more for
 # every block in emulation (N=512), 0.88 to 0.986 with uniform weights instead of softmax's, 0.997
@@ -204,12 +203,8 @@ def check(outputs: dict[str, Tensor]) -> dict[str, dict[str, float]]:
 
 def speeds(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     """Of each column's ms in each round: how much faster than inductor it was in the same round."""
-    found = {}
-    for name, each in times.items():
-        if name != "inductor":
-            x = [a / b for a, b in zip(times["inductor"], each, strict=True)]
-            found[name] = {"x": statistics.median(x), "x_min": min(x), "x_max": max(x)}
-    return found
+    others = {name: each for name, each in times.items() if name != "inductor"}
+    return {name: speed_of(each, times["inductor"]) for name, each in others.items()}
 
 
 # -- the tables ----
@@ -222,12 +217,9 @@ def table(rows: list[dict]) -> str:
     ]]  # fmt: skip
     for row in rewritten(rows)[0]:
         inductor, sage = (row["times"][name]["ms"] for name in ("inductor", "sage"))
-        speed = row["speed"]["sage"]
-        same = speed["x_min"] <= 1 <= speed["x_max"]
-        change = "no change" if same else f"**{speed['x']:.2f}x**"
         lines.append([
             title_of(row), row["shape"], f"{inductor:#.4g} ms", f"{sage:#.4g} ms",
-            f"{change} ({speed['x_min']:.2f} to {speed['x_max']:.2f})",
+            gain(row["speed"]["sage"], "**"),
             f"{row['share']:.0%}", f"{row['accuracy']['sage']['rel_l1']:.2%}",
         ])  # fmt: skip
     return markdown(lines)

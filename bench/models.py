@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import sage_inductor
 from bench import harness
 from bench.measure import burst, in_turns
-from bench.tables import markdown
+from bench.tables import gain, markdown, speed_of
 
 COLUMNS = ("eager", "inductor", "sage")
 # Relative L1 of an output to inductor's, from which it is wrong. One token's logits of a random
@@ -184,7 +184,7 @@ def measure(name: str, model: Model, args, device) -> dict:
             times = in_turns(calls, args.rounds, args.target_ms, burst)
             row["peak_bytes"] = {each: x.peak_bytes() for each, x in columns.items()}
         row["ms"] = {each: statistics.median(found) for each, found in times.items()}
-        row["speed"] = {each: speed(times[each], times["sage"]) for each in COLUMNS[:2]}
+        row["speed"] = {each: speed_of(times["sage"], times[each]) for each in COLUMNS[:2]}
     except Exception as error:  # a row that fails must not cost the others
         row["error"] = f"{type(error).__name__}: {error}".split("\n")[0]
     return row
@@ -244,11 +244,6 @@ def error_of(found: Tensor, right: Tensor) -> float:
     return error
 
 
-def speed(times: list[float], of_sage: list[float]) -> dict[str, float]:
-    x = [a / b for a, b in zip(times, of_sage, strict=True)]
-    return {"x": statistics.median(x), "x_min": min(x), "x_max": max(x)}
-
-
 # -- the table ----
 
 
@@ -271,12 +266,6 @@ def table(rows: list[dict]) -> str:
             " and ".join(first), " and ".join(peak),
         ])  # fmt: skip
     return markdown(lines)
-
-
-def gain(speed: dict[str, float]) -> str:
-    same = speed["x_min"] <= 1 <= speed["x_max"]
-    change = "no change" if same else f"{speed['x']:.2f}x"
-    return f"{change} ({speed['x_min']:.2f} to {speed['x_max']:.2f})"
 
 
 def lines(row: dict) -> str:

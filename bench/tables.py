@@ -5,6 +5,7 @@ with `provenance` below it: bench/pages.py.
 """
 
 import itertools
+import statistics
 import textwrap
 
 from bench.cases import Case
@@ -13,6 +14,23 @@ from bench.cases import Case
 def markdown(lines: list[list[str]], align: str = "--:") -> str:
     rule = ["---"] + [align] * (len(lines[0]) - 1)
     return "".join(f"| {' | '.join(line)} |\n" for line in (lines[0], rule, *lines[1:]))
+
+
+def speed_of(times: list[float], others: list[float]) -> dict[str, float]:
+    """How much faster one was than another in the same rounds."""
+    x = [b / a for a, b in zip(times, others, strict=True)]
+    return {"x": statistics.median(x), "x_min": min(x), "x_max": max(x)}
+
+
+def differs(speed: dict[str, float]) -> bool:
+    """Whether one was faster, or one slower, in all rounds."""
+    return not speed["x_min"] <= 1 <= speed["x_max"]
+
+
+def gain(speed: dict[str, float], mark: str = "") -> str:
+    """mark: around a ratio, as "**"."""
+    change = f"{mark}{speed['x']:.2f}x{mark}" if differs(speed) else "no change"
+    return f"{change} ({speed['x_min']:.2f} to {speed['x_max']:.2f})"
 
 
 def show(text: str) -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from bench import models
+from bench.tables import speed_of
 
 pytestmark = pytest.mark.models
 
@@ -40,7 +41,7 @@ def test_the_table_has_seconds_ranges_and_no_row_that_failed():
         model="flux", tokens=4608, error=None, ms=times, rel_l1=0.01, of_eager=0.02,
         first_s=dict.fromkeys(times, 9.4), peak_bytes=dict.fromkeys(times, 2**30),
         speed=dict(
-            eager=models.speed([3.0, 3.3], [2.0, 2.0]), inductor=models.speed([1.0, 3.0], [2.0, 2.0])
+            eager=speed_of([2.0, 2.0], [3.0, 3.3]), inductor=speed_of([2.0, 2.0], [1.0, 3.0])
         ),
     )  # fmt: skip
     _, _, line = models.table([row, {"error": "it failed"}]).splitlines()
