@@ -27,11 +27,11 @@ from triton.runtime import driver
 
 from sage_inductor.lowering import precompile
 from sage_inductor.ops import compile as compile_module
-from sage_inductor.ops import gpus, launch
+from sage_inductor.ops import compat, gpus, launch
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.select import run_opaque
 from sage_inductor.ops.compat import ptxas_version
-from sage_inductor.ops.compile import Compilation, compile_elsewhere, describe
+from sage_inductor.ops.compile import Compilation, compile_elsewhere, describe, travels
 from sage_inductor.ops.operands import Kept
 from sage_inductor.ops.quantize import smooth
 from sage_inductor.ops.quantize.one_pass import launch_kv
@@ -589,3 +589,14 @@ def test_a_cold_compile_leaves_no_kernel_to_this_process(tmp_path):
     compiled = json.loads(found.stdout.splitlines()[-1])
     assert {"_hopper_kernel", "_quantize_kv_kernel"} <= compiled.keys(), compiled
     assert not any(compiled.values()), compiled
+
+
+@pytest.mark.parametrize("version, names, expected", [
+    ("3.6.0", True, True), ("3.9.1", True, True), ("3.5.1", True, False), ("3.10.0", True, False),
+    ("3.6.0", False, False),
+])  # fmt: skip
+def test_what_travels_is_compiled_by_a_triton_that_was_seen(monkeypatch, version, names, expected):
+    monkeypatch.setattr(triton, "__version__", version)
+    if not names:
+        monkeypatch.setattr(compat, "GluonASTSource", None)
+    assert travels() is expected
