@@ -26,8 +26,8 @@ from triton import knobs
 from triton.runtime import driver
 
 from sage_inductor.lowering import precompile
-from sage_inductor.ops import compile as compile_module
 from sage_inductor.ops import compat, gpus, launch
+from sage_inductor.ops import compile as compile_module
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.select import run_opaque
 from sage_inductor.ops.compat import ptxas_version
