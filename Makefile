@@ -1,7 +1,7 @@
 # Needs Python 3.11 with venv and a C++ compiler, which Inductor uses on CPU. No GPU, no torch:
 #   make demo     install into .venv, check it, and compile a diffusion transformer
 #   make test     install into .venv, then what runs without a GPU: of the variants of a test those
-#                 that cover all pairs, and some that a seed draws; SEED=1234 draws others
+#                 that cover all pairs, and some that a seed draws; SEED=1234 draws the same again
 #   make sweep    the same with every variant
 #   make touched  of `make test`, the tests that run what was changed since it last ran them
 #   make tritons  of that, the kernels with the oldest and the newest Triton
