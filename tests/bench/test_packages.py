@@ -93,7 +93,7 @@ def test_a_package_is_loaded_so_that_a_cuda_graph_can_capture_it(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "compiled", [False, pytest.param(True, marks=pytest.mark.sweep)], indirect=True
+    "compiled", [pytest.param(x, marks=pytest.mark.sweep) for x in (False, True)], indirect=True
 )
 def test_a_package_is_built_and_measured(compiled, tmp_path, monkeypatch):
     """Llama's, at two lengths; with SDPA a model that is neither packaged nor compiled."""

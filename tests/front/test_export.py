@@ -366,11 +366,8 @@ SWEPT = pytest.mark.sweep  # on CPU, where a package takes half a minute: see `o
 
 
 def devices(*models):
-    """The models on CPU, the first in each run, and, on a GPU, there."""
-    cpu = [
-        pytest.param(make, "cpu", id=f"{make.__name__}-cpu", marks=SWEPT if i else ())
-        for i, make in enumerate(models)
-    ]
+    """The models on CPU, and, on a GPU, there. Each run has docs/guide/packages.md's package."""
+    cpu = [pytest.param(make, "cpu", id=f"{make.__name__}-cpu", marks=SWEPT) for make in models]
     cuda = [
         pytest.param(make, "cuda", id=f"{make.__name__}-cuda", marks=pytest.mark.gpu)
         for make in models

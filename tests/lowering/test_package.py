@@ -470,6 +470,7 @@ class Pairs(torch.nn.Module):
 O0 = {"aot_inductor.compile_wrapper_opt_level": "O0"}
 
 
+@pytest.mark.sweep
 def test_a_package_calls_cpp_of_its_own(sources, tmp_path):
     """Each model has its functions, from 0 on: of the second one the C++ is only written. torch has
     no op to call in another process."""
