@@ -4,7 +4,7 @@ from pathlib import Path
 
 from bench import accuracy, curves, model, peers, sparse
 from bench.cases import Case
-from bench.tables import differs, groups
+from bench.tables import groups
 
 COLOURS = {"cuDNN": "slategray", "flash": "goldenrod", "flex": "tab:orange", "inductor": "tab:blue",
            "FA3": "tab:brown", "FA3-fp8": "tab:pink", "FA4": "tab:olive",
@@ -120,7 +120,7 @@ def family_of(row: dict) -> str:
 
 def draw_overview(shipped: dict, blocks: dict, path: Path) -> None:
     """For the top of the README: the time that blocks save, a line from the least to the most of
-    all rounds, grey where there is no change; and the speed of attention beside other packages."""
+    all rounds, grey where there is no gain; and the speed of attention beside other packages."""
     figure, axes = subplots(path, 1, 2, figsize=(11, 3.3), width_ratios=(1.3, 1))
     dots, lines = axes[0]
     faster, others = model.rewritten(blocks["rows"])
@@ -128,7 +128,7 @@ def draw_overview(shipped: dict, blocks: dict, path: Path) -> None:
     for i, row in enumerate(rows):
         speed = row["speed"]["sage"]
         least, median, most = (saved(speed[key]) for key in ("x_min", "x", "x_max"))
-        gains = row in faster and differs(speed)
+        gains = row in faster and speed["x_min"] > 1
         colour = SAGE_COLOURS[0] if gains else GREY
         dots.hlines(i, least, most, color=colour, linewidth=4, alpha=0.5)
         dots.plot(median, i, "o", color=colour, markersize=5)

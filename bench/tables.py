@@ -22,14 +22,10 @@ def speed_of(times: list[float], others: list[float]) -> dict[str, float]:
     return {"x": statistics.median(x), "x_min": min(x), "x_max": max(x)}
 
 
-def differs(speed: dict[str, float]) -> bool:
-    """Whether one was faster, or one slower, in all rounds."""
-    return not speed["x_min"] <= 1 <= speed["x_max"]
-
-
 def gain(speed: dict[str, float], mark: str = "") -> str:
     """mark: around a ratio, as "**"."""
-    change = f"{mark}{speed['x']:.2f}x{mark}" if differs(speed) else "no change"
+    same = speed["x_min"] <= 1 <= speed["x_max"]
+    change = "no change" if same else f"{mark}{speed['x']:.2f}x{mark}"
     return f"{change} ({speed['x_min']:.2f} to {speed['x_max']:.2f})"
 
 
