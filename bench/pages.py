@@ -158,7 +158,7 @@ def of(plan: str, table: Callable[[list[dict]], str]):
 
 
 def image(alt: str, gpu: str, file: str) -> str:
-    """In a page of docs/measurements/."""
+    """The path is that from a page in docs/measurements/."""
     return f"![{alt}](../../bench/results/{gpu}/{file})\n"
 
 

@@ -240,7 +240,7 @@ class Interpreted:
         # An INT8 code that a tie rounds the other way moves a score by up to 0.2 scale, and so a p to
         # the next number of E4M3, up to 1/8 away. Few rows average less: of 2,564 variants three,
         # with 1 and 3 rows, were off by 2.3 %.
-        few = 2e-3 if r.pv == "16bit" else 1e-2 if N_q > 16 else 3e-2
+        few = 2e-3 if r.pv == "16bit" else 1e-2 if N_q > 16 else 2.5e-2
         return few, 1e-4, 1e-4 + 0.2 * abs(a.scale)
 
 

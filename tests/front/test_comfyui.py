@@ -233,21 +233,6 @@ def test_another_function_of_the_name_is_told_of(caplog):
     assert stand_in.get_attention_function(comfyui.NAME) is refuse
 
 
-def test_the_name_is_not_one_of_comfyuis():
-    """Which keeps the first: "sage" is SageAttention's where that is installed."""
-    own = {
-        "comfy_kitchen_int8",
-        "sage",
-        "sage3",
-        "flash",
-        "xformers",
-        "pytorch",
-        "sub_quad",
-        "split",
-    }
-    assert comfyui.NAME not in own
-
-
 @pytest.mark.parametrize("name", ["", *stand_in.NAMES["comfy.ldm.modules.attention"]])
 def test_without_comfyui_or_with_another_the_error_says_what_must_hold(name, monkeypatch):
     path = "comfy.ldm.modules.attention"

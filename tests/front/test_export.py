@@ -366,7 +366,8 @@ SWEPT = pytest.mark.sweep  # on CPU, where a package takes half a minute: see `o
 
 
 def devices(*models):
-    """The models on CPU, and, on a GPU, there. Each run has docs/guide/packages.md's package."""
+    """The models on CPU, in the sweep, and on a GPU. Each run packages the layer of
+    docs/guide/packages.md, which runs in Python and, without it, in C++."""
     cpu = [pytest.param(make, "cpu", id=f"{make.__name__}-cpu", marks=SWEPT) for make in models]
     cuda = [
         pytest.param(make, "cuda", id=f"{make.__name__}-cuda", marks=pytest.mark.gpu)
@@ -427,18 +428,8 @@ def runner(tmp_path_factory):
 # -- packages run without us ----
 
 
-@pytest.mark.parametrize(
-    "make, device",
-    [
-        *(pytest.param(each, "cpu", id=f"{each.__name__}-cpu", marks=SWEPT) for each in EVERY),
-        *(
-            pytest.param(each, "cuda", id=f"{each.__name__}-cuda", marks=pytest.mark.gpu)
-            for each in EVERY
-        ),
-    ],
-)
+@devices(*EVERY)
 def test_a_package_runs_without_python_at_any_length(make, device, build, runner):
-    """Each run has docs/guide/packages.md: a package in Python, and in C++ without Python."""
     package = build(make, device)
     assert package.report.rewritten and not package.report.refused, f"\n{package.report}"
     check(runner("run", package, device)[0], package.expected)
@@ -607,13 +598,7 @@ def test_a_package_of_sources_is_built_by_its_cmakelists(device, tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["twice", "threads"])
-@pytest.mark.parametrize(
-    "make, device",
-    [
-        pytest.param(Llama, "cpu", marks=SWEPT),
-        pytest.param(Llama, "cuda", marks=pytest.mark.gpu),
-    ],
-)
+@devices(Llama)
 def test_a_package_opens_twice_and_runs_in_two_threads(make, device, mode, build, runner):
     package = build(make, device)
     n = 4 if device == "cpu" else len(package.calls)

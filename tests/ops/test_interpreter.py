@@ -565,8 +565,8 @@ def test_training(heads, D, blocks_q, end_q, blocks_kv, end_kv, is_causal, scale
     expected = of_training.backward(of_q, of_k, v, grad, out, lse, scale, is_causal)
     for x, y in zip((dq, dk, dv), expected, strict=True):
         # Of one key dQ is 0 but for rounding.
-        # Codes of P fall on the other side: of few rows one is 1 / 127 of the largest.
-        few = 1e-3 if min(N_q, N_kv) > 16 else 1e-2
+        # A code of P that falls on the other side is 1 / 127 of the largest: of 2 rows and 1 key 0.7 %.
+        few = 1e-3 if min(N_q, N_kv) > 16 else 8e-3
         assert (x - y).norm() <= few * y.norm() + 1e-6 * abs(scale) * grad.norm() * k.norm()
 
 
