@@ -5,15 +5,17 @@ $ torchrun --nproc-per-node 2 bench/parallel.py --json   # and bench/results/GPU
 
 Each of P ranks has N / P rows of q, k and v, and makes its rows of the output:
 
-    gather 8 bits       sage_inductor.gather_attention: keys are quantized where they are
-    lengths asked for   the same, with each rank's length read by the host in each call
-    gather bf16         k and v are gathered as they are, and each rank quantizes all of them
-    Ulysses             rows of all heads become all rows of some heads, and the output's go back
+    rows, heads, codes   `sage_inductor.gather_attention` by each way of ops/transport.py; the one
+                         that it chooses is marked
+    SDPA                 k and v are gathered as they are, and attention is SDPA's
 
-All compute by one recipe, in eager. Their efficiency is what one GPU takes for the whole, over P
-times what they take. Beside the P of this run, other P are computed ("~"): what one GPU takes for a
-rank's part, with a copy in a collective's place, and the collectives by the bandwidths measured
-here. The computed time of this run's own P says how far to trust that.
+All but SDPA compute by one recipe. A call is a CUDA graph; "eager" is without it. The efficiency is
+the time of one GPU for the whole, over P times a way's. Beside the P of this run, other P are
+computed ("~"): the time of one GPU for a rank's part, with a copy in a collective's place, and the
+collectives by the bandwidths measured here. The computed time of this run's own P says how far to
+trust that.
+
+With --calls n random calls are timed on one GPU and on all, by the way that is chosen.
 
 Shapes: B = 1, H heads, N tokens, head_dim D; bf16, stored as [B, N, H, D].
 """
@@ -22,6 +24,7 @@ import contextlib
 import functools
 import math
 import os
+import random
 import statistics
 import sys
 import time
@@ -38,7 +41,7 @@ from torch import Tensor
 from bench import harness
 from bench.measure import WRONG, in_turns
 from bench.tables import case_of, groups, markdown, show
-from sage_inductor.ops import compat
+from sage_inductor.ops import compat, transport
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.sdpa import SdpaCall, compose
 
@@ -58,17 +61,14 @@ CASES = (
     Case("Flux", 4608, 24, 128),
 )
 RANKS = 2, 4, 8
-WAYS = {  # PROVIDERS, on the page
-    "gather 8 bits": "8 bits, with `lengths`",
-    "lengths asked for": "8 bits, without",
-    "gather bf16": "bf16, gathered",
-    "Ulysses": "Ulysses",
-}
+SIZES = 9, 14  # of a rank's rows in random calls, by powers of two
 SHARDS = tuple(2**n for n in (14, 20, 22, 24, 26, 28, 30))  # bytes that a rank sends
 
 
 def main(argv=None) -> int:
-    args = harness.parser(__doc__, rounds=6, target_ms=200.0).parse_args(argv)
+    parser = harness.parser(__doc__, rounds=6, target_ms=200.0)
+    parser.add_argument("--calls", type=int, default=0, help="random calls, beside the cases")
+    args = parser.parse_args(argv)
     on_gpus = args.device.type == "cuda"
     if on_gpus:
         args.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -87,7 +87,7 @@ def measure_all(args) -> int:
     rank, world = dist.get_rank(), dist.get_world_size()
     clock = Clock(args.device, args.rounds, args.target_ms)
     method = (
-        f"bf16, {RECIPE}, eager; median of {args.rounds} rounds of {args.target_ms:g} ms, in "
+        f"bf16, {RECIPE}, CUDA graphs; median of {args.rounds} rounds of {args.target_ms:g} ms, in "
         "turns, of the slowest rank"
     )
     bandwidth = bandwidths(clock, world) if world > 1 else []
@@ -97,6 +97,10 @@ def measure_all(args) -> int:
         rows = measure(case, clock, world, rank, bandwidth)
         result.add(rows)
         show(case_table(case, rows))
+    if world > 1:
+        result["rates"] = transport.rates_of(dist.group.WORLD, args.device)._asdict()
+        result["calls"] = random_calls(args.calls, clock, world, rank)
+        show(calls_table(result["calls"], world))
     result.end()
     return 0
 
@@ -111,11 +115,23 @@ class Clock:
         self.device, self.rounds, self.target_ms = device, rounds, target_ms
 
     def __call__(self, calls: dict[str, Callable]) -> dict[str, float]:
-        """The median of each."""
+        """The median of each, on GPUs as a CUDA graph."""
         for call in calls.values():
             call()  # compiles
+        if self.device.type == "cuda":
+            calls = {name: self.captured(call) for name, call in calls.items()}
+        return self.eager(calls)
+
+    def eager(self, calls: dict[str, Callable]) -> dict[str, float]:
         times = in_turns(calls, self.rounds, self.target_ms, self.burst)
         return {name: statistics.median(each) for name, each in times.items()}
+
+    def captured(self, call: Callable) -> Callable:
+        self.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            call()
+        return graph.replay
 
     def burst(self, call: Callable, repeats: int) -> float:
         dist.barrier()
@@ -152,14 +168,13 @@ class Link:
         else:
             dist.all_gather_into_tensor(_bytes(out), _bytes(x), group=self.group)
 
-    def all_to_all(self, x: Tensor) -> Tensor:
-        """Of x [P, ...] each rank's part for this one."""
+    def all_to_all(self, out: Tensor, x: Tensor) -> None:
+        """out: of every rank's x, in P parts, the one for this rank."""
         self.sent.append(("all_to_all", x.nbytes))
         if self.group is None:
-            return x.clone()
-        out = torch.empty_like(x)
-        dist.all_to_all_single(_bytes(out), _bytes(x), group=self.group)
-        return out
+            out.copy_(x)
+        else:
+            dist.all_to_all_single(_bytes(out), _bytes(x), group=self.group)
 
     @contextlib.contextmanager
     def in_the_library(self):
@@ -169,10 +184,12 @@ class Link:
             if self.group is None
             else self.group
         )
-        gather = mock.patch.object(
-            compat, "all_gather_single", lambda out, x, group: self.all_gather(out, x)
-        )
-        with gather, mock.patch.object(compat, "process_group", lambda name: group):
+        instead = {
+            "all_gather_single": lambda out, x, group: self.all_gather(out, x),
+            "all_to_all_single": lambda out, x, *_, group: self.all_to_all(out, x),
+            "process_group": lambda name: group,
+        }
+        with mock.patch.multiple(compat, **instead):
             yield
 
 
@@ -190,12 +207,12 @@ def bandwidths(clock: Clock, world: int) -> list[dict]:
     for shard in SHARDS:
         x = torch.zeros(shard, dtype=torch.uint8, device=clock.device)
         link, out = Link(world, dist.group.WORLD), x.new_empty(world, shard)
-        parts = (
-            x.view(world, -1) if shard % world == 0 else x[: shard - shard % world].view(world, -1)
-        )
+        parts = x[: shard - shard % world]
         ms = clock({
             "all_gather": lambda link=link, out=out, x=x: link.all_gather(out, x),
-            "all_to_all": lambda link=link, parts=parts: link.all_to_all(parts),
+            "all_to_all": lambda link=link, out=out, x=parts: link.all_to_all(
+                out.view(-1)[: len(x)], x
+            ),
         })  # fmt: skip
         for name, each in ms.items():
             GBs = received(name, shard, world) / each / 1e6
@@ -229,53 +246,35 @@ def interpolated(x: float, xs: list, ys: list) -> float:
 # -- attention ----
 
 
-def one_device(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def one_device(q: Tensor, k: Tensor, v: Tensor, right: int | None = None) -> Tensor:
     """out [1, H, N, D] of q [1, H, N_q, D] and k, v [1, H, N, D]."""
     recipe = NAMED[RECIPE].encode()
     call = SdpaCall(
-        q, k, v, None, [], None, None, False, q.shape[3] ** -0.5, recipe, None,
+        q, k, v, None, [], None, right, False, q.shape[3] ** -0.5, recipe, None,
         out_bnhd=True, portable=False,
     )  # fmt: skip
     return compose(call)[0]
 
 
-def gather_8_bits(link: Link, q: Tensor, k: Tensor, v: Tensor, knows: bool = True) -> Tensor:
-    asked = (
-        False,
-        q.shape[3] ** -0.5,
-        NAMED[RECIPE].encode(),
-        [k.shape[2]] * link.P if knows else None,
-    )
+def together(way: str, link: Link, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    asked = q.shape[3] ** -0.5, NAMED[RECIPE].encode(), None, way
     with link.in_the_library():
-        return torch.ops.sage.gather_sdpa(q, k, v, "", *asked)[0]
+        return torch.ops.sage.gather_sdpa(q, k, v, "", False, *asked)[0]
 
 
-def gather_bf16(link: Link, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def by_sdpa(link: Link, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     everyones = []
     for x in (k, v):
         rows = x.transpose(1, 2).flatten(0, 1)  # [N_r, H, D], contiguous
         out = rows.new_empty(link.P, *rows.shape)
         link.all_gather(out, rows)
         everyones.append(out.flatten(0, 1)[None].transpose(1, 2))
-    return one_device(q, *everyones)
-
-
-def ulysses(link: Link, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    N_r, H, D = q.shape[2], q.shape[1], q.shape[3]
-    heads = []
-    for x in (q, k, v):
-        parts = x.transpose(1, 2).view(N_r, link.P, H // link.P, D).transpose(0, 1).contiguous()
-        heads.append(link.all_to_all(parts).flatten(0, 1)[None].transpose(1, 2))
-    out = one_device(*heads).transpose(1, 2).view(link.P, N_r, H // link.P, D)
-    out = link.all_to_all(out).transpose(0, 1).reshape(1, N_r, H, D)
-    return out.transpose(1, 2)
+    return F.scaled_dot_product_attention(q, *everyones)
 
 
 PROVIDERS = {
-    "gather 8 bits": gather_8_bits,
-    "lengths asked for": functools.partial(gather_8_bits, knows=False),
-    "gather bf16": gather_bf16,
-    "Ulysses": ulysses,
+    **{way: functools.partial(together, way) for way in transport.WAYS},
+    "SDPA": by_sdpa,
 }
 
 
@@ -301,6 +300,8 @@ def measure(case: Case, clock: Clock, world: int, rank: int, bandwidth: list[dic
             for name, call in PROVIDERS.items()
             for how, link in links.items()
         }
+        journey = transport.Journey.of(*part, (case.N // P,) * P, False, NAMED[RECIPE])
+        chosen = transport.choose(journey, dist.group.WORLD, clock.device) if world > 1 else None
         checked, sent = {}, {}
         for (name, how), call in calls.items():
             links[how].sent.clear()
@@ -309,14 +310,16 @@ def measure(case: Case, clock: Clock, world: int, rank: int, bandwidth: list[dic
             if how == "together" and not error < WRONG:
                 sys.exit(f"{name} of {case} on {P} ranks is wrong: relative L1 {error}")
         ms = clock(calls)
+        eager = clock.eager({name: call for (name, how), call in calls.items() if how != "local"})
         for name in PROVIDERS:
             local, each = ms[name, "local"], sent[name, "local"]
             between = communication(each, P, bandwidth)
             measured = ms.get((name, "together"))
             rows.append({
                 "case": case.name, "N": case.N, "H": case.H, "D": case.D, "P": P, "provider": name,
-                "ms": measured, "computed_ms": local + between, "local_ms": local,
-                "collectives_ms": between,
+                "chosen": name == chosen,
+                "ms": measured, "eager_ms": eager.get(name), "computed_ms": local + between,
+                "local_ms": local, "collectives_ms": between,
                 "received_bytes": sum(received(*x, P) for x in each),
                 "one_device_ms": alone["sage"], "sdpa_ms": alone["SDPA"],
                 "efficiency": alone["sage"] / P / (measured or local + between),
@@ -336,18 +339,21 @@ def relative(x: Tensor, y: Tensor) -> float:
 def table(rows: list[dict], world: int) -> str:
     """A line per case, of as many GPUs as were there: ms, and the efficiency."""
     rows = [{**row, "B": 1, "model": row["case"]} for row in rows]
-    lines = [["B x H x N x D", "one GPU", *WAYS.values(), "MB received: 8 bits", "bf16"]]
-
-    def shown(ms: float) -> str:
-        return f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}"
-
+    lines = [["B x H x N x D", "one GPU", *PROVIDERS]]
     for its in groups([row for row in rows if row["P"] == world], "case").values():
-        found = {row["provider"]: row for row in its}
-        cells = (f"{shown(found[x]['ms'])} ({found[x]['efficiency']:.2f})" for x in WAYS)
-        sent = (found[x]["received_bytes"] for x in ("gather 8 bits", "gather bf16"))
-        alone = shown(its[0]["one_device_ms"])
-        lines.append([case_of(its[0]), alone, *cells, *(f"{x / 1e6:.0f}" for x in sent)])
+        cells = [_cell(row) for row in its]
+        lines.append([case_of(its[0]), _ms(its[0]["one_device_ms"]), *cells])
     return markdown(lines)
+
+
+def _ms(ms: float) -> str:
+    return f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}"
+
+
+def _cell(row: dict) -> str:
+    text = f"{_ms(row['ms'])} ({row['efficiency']:.2f})"
+    text = f"**{text}**" if row["chosen"] else text
+    return f"{text}, eager {_ms(row['eager_ms'])}"
 
 
 def bandwidth_table(rows: list[dict]) -> str:
@@ -369,9 +375,64 @@ def case_table(case: Case, rows: list[dict]) -> str:
         for row in its:
             computed = f"~{row['computed_ms']:.3f}"
             ms = computed if row["ms"] is None else f"{row['ms']:.3f} ({computed})"
-            cells.append(f"{ms} ms, {row['efficiency']:.3f}, {row['received_bytes'] / 1e6:.0f} MB")
+            text = f"{ms} ms, {row['efficiency']:.3f}, {row['received_bytes'] / 1e6:.0f} MB"
+            cells.append(text + ", chosen" * row["chosen"])
         lines.append([str(P), *cells])
     return f"{case.name}, 1x{case.H}x{case.N}x{case.D}: {alone}\n{markdown(lines)}"
+
+
+# -- random calls ----
+
+
+def random_calls(count: int, clock: Clock, world: int, rank: int) -> list[dict]:
+    """By the way that is chosen, and on one GPU."""
+    draw, rows = random.Random(0), []
+    rates = transport.rates_of(dist.group.WORLD, clock.device)
+    for _ in range(count):
+        D, groups_of = draw.choice((64, 128)), draw.choice((1, 1, 4))
+        H_kv = draw.choice((3, 8, 16))
+        H, N = H_kv * groups_of, world * int(2 ** draw.uniform(*SIZES))
+        is_causal = draw.random() < 0.3
+        q, k, v = (
+            torch.randn(1, N, h, D, device=clock.device, dtype=torch.bfloat16).transpose(1, 2)
+            for h in (H, H_kv, H_kv)
+        )
+        whole = [q, k, v]
+        part = [x.chunk(world, 2)[rank] for x in whole]
+        journey = transport.Journey.of(*part, (N // world,) * world, is_causal, NAMED[RECIPE])
+        way = transport.choose(journey, dist.group.WORLD, clock.device)
+        asked = is_causal, D**-0.5, NAMED[RECIPE].encode()
+        name = dist.group.WORLD.group_name
+        calls = {"one": functools.partial(one_device, *whole, right=0 if is_causal else None)}
+        for each in transport.WAYS:
+            if journey.why_not(each) is None:
+                calls[each] = functools.partial(
+                    torch.ops.sage.gather_sdpa, *part, name, *asked, None, each
+                )
+        ms = clock(calls)
+        error = relative(calls[way]()[0], calls["one"]().chunk(world, 2)[rank])
+        if not error < WRONG:
+            sys.exit(f"{way} of {journey} is wrong: relative L1 {error}")
+        rows.append({
+            "H": H, "H_kv": H_kv, "N": N, "D": D, "is_causal": is_causal, "way": way, "ms": ms,
+            "predicted": {each: journey.seconds(each, rates) * 1e3 for each in ms if each != "one"},
+            "rel_l1": error,
+        })  # fmt: skip
+    return rows
+
+
+def calls_table(rows: list[dict], world: int) -> str:
+    if not rows:
+        return ""
+    gains = [row["ms"]["one"] / row["ms"][row["way"]] for row in rows]
+    best = [min(x for name, x in row["ms"].items() if name != "one") for row in rows]
+    near = sum(row["ms"][row["way"]] < 1.03 * x for row, x in zip(rows, best, strict=True))
+    slower = sum(x < 1 for x in gains)
+    return (
+        f"{len(rows)} random calls on {world} GPUs: {min(gains):.2f} to {max(gains):.2f}x the "
+        f"speed of one GPU, median {statistics.median(gains):.2f}; {slower} slower; "
+        f"the way is within 3 % of the fastest in {near}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,16 @@
 """``sage::gather_sdpa``: the queries of one rank against the keys of every rank of a process group.
 
-    lengths                = agree(q, k, v, ...)             what differs is an error on every rank
+Keys travel in one of three ways, which transport.py chooses:
+
+rows    k and v are gathered as they are, and each rank prepares all of them
+heads   rows of all heads become all rows of some heads, and the outputs go back: DeepSpeed-Ulysses
+        (arXiv:2309.14509)
+codes   each rank quantizes its own keys, and 8-bit codes are gathered:
+
     sample, lent, extremes = all_gather(rows of k and v)     small, in their own dtype
     k_mean, v_mean, v_amax = estimate(sample)                equal on all ranks
     codes, k_scale         = quantize(own blocks of k and v)
-    prepared               = all_gather(codes, k_scale)      8 bits, the only large collective
+    prepared               = all_gather(codes, k_scale)      the only large collective
     out, lse               = sdpa(q, prepared)
 
 prepared is bit for bit what one device makes of the whole k and v, whatever the shards' lengths:
@@ -14,7 +20,8 @@ prepared is bit for bit what one device makes of the whole k and v, whatever the
 * K_BLOCK keys share a scale. The rank where such a block begins quantizes all of it, and the ranks
   after it lend the rows that complete it: none, where shards are multiples of K_BLOCK.
 
-Opaque to torch.compile: the other ranks' lengths may be known when it runs, not while it is traced.
+Before that the ranks compare what they were called with. Opaque to torch.compile: the other ranks'
+lengths may be known when it runs, not while it is traced.
 
 Shapes: B batch, H_q and H_kv heads, D head_dim (D_v of v). N_q queries and N_r keys of this rank, N
 keys of all P ranks. M: the most blocks that any rank quantizes.
@@ -30,11 +37,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sage_inductor.ops import compat
+from sage_inductor.ops import compat, transport
 from sage_inductor.ops.attention_call import empty_outputs
 from sage_inductor.ops.formats import K_BLOCK, MAX_ROWS, TINY, Prepared, pad_head_dim, pad_rows
 from sage_inductor.ops.quantize.op import estimate, quantize_k, quantize_v
-from sage_inductor.ops.recipe import Recipe, decode
+from sage_inductor.ops.recipe import decode
 from sage_inductor.ops.reference.quantize import sample_rows
 from sage_inductor.ops.register import OPAQUE, autocast
 from sage_inductor.ops.sdpa import SdpaCall, check, compose
@@ -43,39 +50,53 @@ FACTS = 1024  # bytes in which a rank tells the others what it was called with
 ALIGN = 16  # bytes, of each tensor in a collective
 
 
-# No part of Inductor's CUDA graphs: without lengths the host reads the other ranks'.
+# No part of Inductor's CUDA graphs: the host may read the other ranks' lengths, and measures rates.
 @torch.library.custom_op("sage::gather_sdpa", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def gather_sdpa(
     q: Tensor, k: Tensor, v: Tensor, group_name: str, is_causal: bool, scale: float, recipe: str,
-    lengths: Sequence[int] | None = None,
+    lengths: Sequence[int] | None = None, way: str = "",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """softmax(scale * q k^T) v over the keys of all ranks of a group, in the order of its ranks.
 
     q [B, H_q, N_q, D], k [B, H_kv, N_r, D], v [B, H_kv, N_r, D_v], any strides: as `sdpa` has them.
-    N_q and N_r may differ from rank to rank, nothing else may. is_causal: the queries of a rank are
-    where its keys are, so N_q is N_r. recipe: Recipe.encode(), of one that `why_not` accepts.
-    lengths: N_r of each rank, where the caller knows them.
+    N_q and N_r may differ from rank to rank, nothing else may, nor whether they are equal.
+    is_causal: the queries of a rank are where its keys are, so N_q is N_r. recipe: Recipe.encode().
+    lengths: N_r of each rank. None: all are equal. []: the ranks tell each other, which the host
+    waits for. way: transport.WAYS; "" is the one with the least predicted time.
 
     Returns out [B, H_q, N_q, D_v], stored as [B, N, H, D], and lse [B, H_q, N_q] (natural log,
-    fp32); no gradient. Every rank of the group has to call it. Raises ValueError on all of them,
-    which names a rank and what is wrong with its arguments, or what rank 0 has instead. With
-    lengths the others are told by an assertion on the device: a RuntimeError, on GPUs where they
-    next synchronize.
+    fp32); no gradient. Every rank of the group has to call it. If lengths are asked for, it raises
+    ValueError on all of them, which names a rank and what is wrong with its arguments, or what rank
+    0 has instead. Otherwise the others are told by an assertion on the device: a RuntimeError, on
+    GPUs where they next synchronize.
     """
     group = compat.process_group(group_name)
     with torch.cuda.device_of(q):
-        facts = _facts(q, k, v, group, is_causal, scale, recipe, lengths)
+        facts = _facts(q, k, v, group, is_causal, scale, recipe, lengths, way)
         shards = _agree(facts, q.device, group, lengths)
-        prepared = _gather_prepared(k, v, shards, group, recipe)
-        # What is prepared takes the place of k and v, of which only the shapes are read.
-        k, v = (x.new_empty(()).expand(*x.shape[:2], shards.N, x.shape[3]) for x in (k, v))
-        right = shards.offset(group.rank()) if is_causal else None
-        return compose(
+        journey = transport.Journey.of(q, k, v, shards.lengths, is_causal, decode(recipe))
+        way = way or transport.choose(journey, group, q.device)
+        rank, right, prepared = group.rank(), 0 if is_causal else None, []
+        if way == "heads":
+            q, k, v = (_to_heads(x, shards, group) for x in (q, k, v))
+        else:
+            right = shards.offset(rank) if is_causal else None
+            if way == "rows":
+                k, v = (_gather_rows(x, shards, group) for x in (k, v))
+            else:
+                prepared = _gather_prepared(k, v, shards, group, recipe).tensors()
+                # It takes the place of k and v, of which only the shapes are read.
+                k, v = (x.new_empty(()).expand(*x.shape[:2], shards.N, x.shape[3]) for x in (k, v))
+        out, lse = compose(
             SdpaCall(
-                q, k, v, None, prepared.tensors(), None, right, False, scale, recipe, None,
+                q, k, v, None, prepared, None, right, False, scale, recipe, None,
                 out_bnhd=True, portable=False,
             )
         )  # fmt: skip
+        if way == "heads":
+            out = _to_rows(out, shards, group).transpose(1, 2)
+            lse = _to_rows(lse[..., None], shards, group)[..., 0].transpose(1, 2).contiguous()
+        return out, lse
 
 
 class Shards(NamedTuple):
@@ -121,30 +142,32 @@ class Shards(NamedTuple):
 # -- what the ranks agree on ----
 
 
-def _facts(q, k, v, group, is_causal: bool, scale: float, recipe: str, lengths) -> dict:
+def _facts(q, k, v, group, is_causal: bool, scale: float, recipe: str, lengths, way: str) -> dict:
     """What this rank was called with; an error alone, if it is wrong."""
     try:
-        _check(q, k, v, group, is_causal, scale, recipe, lengths)
+        _check(q, k, v, group, is_causal, scale, recipe, lengths, way)
     except (TypeError, ValueError) as error:
         return {"error": str(error)[: FACTS // 2]}
     return {
         "length": k.shape[2], "batch": q.shape[0], "heads": q.shape[1],
         "heads of k": k.shape[1], "head_dim": q.shape[3], "head_dim of v": v.shape[3],
         "dtype": str(q.dtype), "is_causal": is_causal, "scale": scale, "recipe": recipe,
-        "lengths": None if lengths is None else list(lengths),
+        "as many queries as keys": q.shape[2] == k.shape[2], "way": way,
     }  # fmt: skip
 
 
 def _agree(facts: dict, device: torch.device, group, lengths) -> Shards:
     """The lengths of all ranks. An error on all, if any was called wrongly or unlike rank 0: before
-    a collective whose size depends on it. Given the lengths, the host reads nothing of the others:
-    a digest is compared on the device."""
-    length = facts.pop("length", None)
-    if lengths is None:
-        lengths = _told({"length": length, **facts}, device, group)
+    a collective whose size depends on it. If lengths are not asked for, the host reads nothing of
+    the others: a digest is compared on the device."""
+    if lengths is not None and not lengths:
+        lengths = _told(facts, device, group)
     else:
-        # Of as many bytes as the facts are: another rank may not have been given the lengths.
-        digest = int.from_bytes(hashlib.sha256(json.dumps(facts).encode()).digest()[:7])
+        length = facts.pop("length", None)
+        lengths = list(lengths or [length] * group.size())
+        # Of as many bytes as the facts are: another rank may ask for them.
+        text = json.dumps({**facts, "lengths": lengths}).encode()
+        digest = int.from_bytes(hashlib.sha256(text).digest()[:7])
         mine = torch.full((FACTS // 8,), digest, device=device).view(torch.uint8)
         everyones = _all_gather(mine, group)
         if "error" in facts:
@@ -158,8 +181,8 @@ def _agree(facts: dict, device: torch.device, group, lengths) -> Shards:
 
 
 UNLIKE = (
-    "sage::gather_sdpa: the ranks were called with different arguments, or one of them wrongly: "
-    "without lengths an error says which"
+    "sage::gather_sdpa: the ranks were called with different arguments or unequal lengths, or one "
+    'of them wrongly: with lengths="ask" unequal ones are computed, and an error says what differs'
 )
 
 
@@ -172,7 +195,7 @@ def _told(facts: dict, device: torch.device, group) -> list[int]:
         try:
             told.append(json.loads(bytes(each)))
         except ValueError:
-            told.append({"error": "was called with lengths, and another rank without"})
+            told.append({"error": "did not ask for lengths, and another rank did"})
         if "error" in told[-1]:
             raise ValueError(f"sage::gather_sdpa: rank {rank}: {told[-1]['error']}")
     lengths = [facts.pop("length") for facts in told]
@@ -184,27 +207,20 @@ def _told(facts: dict, device: torch.device, group) -> list[int]:
     return lengths
 
 
-def _check(q, k, v, group, is_causal: bool, scale: float, recipe: str, lengths) -> None:
+def _check(q, k, v, group, is_causal: bool, scale: float, recipe: str, lengths, way: str) -> None:
     check(SdpaCall(q, k, v, None, [], None, None, False, scale, recipe, None, True, False))
-    if reason := why_not(decode(recipe)):
-        raise ValueError(reason)
     N_q, N_r, P, rank = q.shape[2], k.shape[2], group.size(), group.rank()
     if is_causal and N_q != N_r:
         raise ValueError(f"is_causal needs as many queries as keys, got {N_q} and {N_r}")
-    if lengths is not None and (len(lengths) != P or min(lengths) < 1 or lengths[rank] != N_r):
+    if lengths and (len(lengths) != P or min(lengths) < 1 or lengths[rank] != N_r):
         raise ValueError(
             f"lengths must be the numbers of keys of {P} ranks, {N_r} of them rank {rank}'s, "
             f"got {list(lengths)}"
         )
-
-
-def why_not(recipe: Recipe) -> str | None:
-    """The reason that keys are not gathered by this recipe, if there is one."""
-    if not recipe.sharing.one_pass:
-        return f"granularity {recipe.granularity!r} asks for statistics of all rows"
-    if recipe.of_pv.dtype is None:
-        return f"pv={recipe.pv!r} would be gathered in 16 bits"
-    return None
+    if way:
+        journey = transport.Journey.of(q, k, v, (N_r,) * P, is_causal, decode(recipe))
+        if reason := journey.why_not(way):
+            raise ValueError(reason)
 
 
 # -- what is made of the keys of all ranks ----
@@ -306,6 +322,45 @@ def _copy(to: Tensor, x: Tensor) -> None:
     to.copy_(x)
 
 
+# -- rows and heads as they are ----
+
+
+def _gather_rows(x: Tensor, shards: Shards, group) -> Tensor:
+    """[B, H, N, D] of every rank's [B, H, N_r, D]. Stored as [N, B, H, D]: what a projection stored
+    as [N_r, H, D] is not copied before it is sent, and equal lengths not after."""
+    longest, rows = max(shards.lengths), x.permute(2, 0, 1, 3)
+    if len(rows) < longest:
+        rows = torch.cat([rows, rows.new_zeros(longest - len(rows), *rows.shape[1:])])
+    mine = rows.contiguous()
+    everyones = _all_gather(_bytes(mine), group).view(x.dtype).view(group.size(), *mine.shape)
+    if min(shards.lengths) == longest:
+        rows = everyones.flatten(0, 1)
+    else:
+        rows = torch.cat([each[:n] for each, n in zip(everyones, shards.lengths, strict=True)])
+    return rows.permute(1, 2, 0, 3)
+
+
+def _to_heads(x: Tensor, shards: Shards, group) -> Tensor:
+    """[B, H / P, N, D], this rank's heads of all rows, of every rank's [B, H, N_r, D]."""
+    P = group.size()
+    sent = x.unflatten(1, (P, -1)).permute(1, 3, 0, 2, 4).contiguous()  # [P, N_r, B, H / P, D]
+    row = sent[0, 0].shape
+    received = _all_to_all(sent, [len(sent[0])] * P, shards.lengths, group)
+    return received.view(shards.N, *row).permute(1, 2, 0, 3)
+
+
+def _to_rows(x: Tensor, shards: Shards, group) -> Tensor:
+    """[B, N_r, H, D], contiguous: this rank's rows of every rank's [B, H / P, N, D]."""
+    P, N_r = group.size(), shards.lengths[group.rank()]
+    sent = x.permute(2, 0, 1, 3).contiguous()
+    received = _all_to_all(sent, shards.lengths, [N_r] * P, group)
+    return received.view(P, N_r, *sent.shape[1:]).permute(2, 1, 0, 3, 4).flatten(2, 3).contiguous()
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.view(-1).view(torch.uint8)
+
+
 # -- messages: tensors, given as (shape, dtype), in one array of bytes ----
 
 
@@ -334,8 +389,19 @@ def _all_gather(mine: Tensor, group) -> Tensor:
     return everyones
 
 
+def _all_to_all(sent: Tensor, rows_sent, rows_received, group) -> Tensor:
+    """[n], the rows that are this rank's of every rank's `sent`: so many to each, from each."""
+    row = sent.numel() * sent.dtype.itemsize // sum(rows_sent)
+    received = sent.new_empty(sum(rows_received) * row // sent.dtype.itemsize)
+    compat.all_to_all_single(
+        _bytes(received), _bytes(sent),
+        [n * row for n in rows_received], [n * row for n in rows_sent], group=group,
+    )  # fmt: skip
+    return received
+
+
 @gather_sdpa.register_fake
-def _(q, k, v, group_name, is_causal, scale, recipe, lengths=None):
+def _(q, k, v, group_name, is_causal, scale, recipe, lengths=None, way=""):
     # Nothing is checked: an error on the one rank that compiles would leave the others waiting.
     if not q.dim() == v.dim() == 4:
         return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)

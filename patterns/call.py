@@ -161,7 +161,7 @@ def gathered(node: Node) -> Site | None:
     given = dict(zip(GATHER_ARGUMENTS, node.args, strict=False)) | node.kwargs
     q, k, recipe = value_of(given["q"]), value_of(given["k"]), decode(given["recipe"])
     name = next(name for name, each in NAMED.items() if each == recipe)
-    decision = Decision(name, "asked for; the keys of all ranks are gathered in 8 bits")
+    decision = Decision(name, "asked for; how keys travel between ranks is chosen when it runs")
     return Site(
         module_path(node), node.name, "sage_inductor.gather_attention", dims(q), dims(k),
         str(q.dtype).removeprefix("torch."), "causal" if given["is_causal"] else "none", decision,

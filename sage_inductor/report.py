@@ -21,6 +21,7 @@ from sage_inductor import page, stages
 from sage_inductor.choose import tables
 from sage_inductor.choose.families import versions
 from sage_inductor.errors import SageRefused
+from sage_inductor.ops import transport
 from sage_inductor.ops.compat import CompileContext, counters, graph_break_reasons
 from sage_inductor.patterns import Site, reasons
 from sage_inductor.patterns.reasons import Cause, Reason
@@ -287,6 +288,7 @@ def report() -> Report:
         unknown = sorted(stages.named() - known) if _sites else []
         notes += [f"stage {json.dumps(name)} is named by no rule of a policy" for name in unknown]
         notes += [note for each in more_notes for note in each()]
+        notes += transport.CHOSEN.values()
         return Report(_sites, [*notes, *_seen.left_to_eager()], _seen.why_without())
 
 
@@ -448,3 +450,4 @@ def clear() -> None:
         _sites.clear()
         _modules.clear()
         _policies.clear()
+        transport.CHOSEN.clear()

@@ -5,7 +5,7 @@ _AttentionBackendRegistry. It has no call that adds a name from outside, so the 
 
 Under diffusers' context parallelism each rank has some rows of the sequence:
 
-    ring_degree       `gather_attention`: keys are quantized where they are, and gathered in 8 bits
+    ring_degree       `gather_attention`, in one call for the keys of all ranks
     ulysses_degree    diffusers exchanges rows for heads, and attention is local
     both              rows are exchanged for heads within, and keys gathered across
 
@@ -110,7 +110,7 @@ def _over_devices(q: Tensor, k: Tensor, v: Tensor, scale, parallel_config, given
     if exchanges:
         q, k, v = (dispatch.SeqAllToAllDim.apply(group, x, 2, 1) for x in (q, k, v))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    lengths = None if parallel.ring_anything else [k.shape[2]] * parallel.ring_degree
+    lengths = "ask" if parallel.ring_anything else None
     out = gather_attention(
         q, k, v, parallel._ring_mesh.get_group(), scale=scale, recipe=_recipe(), lengths=lengths
     ).transpose(1, 2)

@@ -9,6 +9,7 @@ from ranks import Ranks, serve
 
 from bench import parallel
 from bench.parallel import Case, communication, interpolated, received
+from sage_inductor.ops import gather
 
 CASE = Case("small", 256, 4, 32)
 
@@ -21,12 +22,13 @@ def pair(tmp_path_factory):
 
 
 def small() -> None:
+    parallel.SIZES = 4, 6
     parallel.CASES, parallel.SHARDS = (CASE, Case("odd", 251, 4, 32)), (2**14, 2**15)
 
 
 def run(group, file: str) -> int:
     small()
-    return parallel.main(["--rounds", "2", "--target-ms", "1", "--json", file])
+    return parallel.main(["--rounds", "2", "--target-ms", "1", "--calls", "3", "--json", file])
 
 
 @pytest.mark.sweep
@@ -46,20 +48,23 @@ def test_two_processes_are_measured_and_more_are_computed(pair, tmp_path):
     assert set(rows) == {(P, name) for P in (2, 4) for name in parallel.PROVIDERS}
     for (P, name), row in rows.items():
         measured = P == 2
-        assert (row["ms"] is not None) == (row["rel_l1"] is not None) == measured
+        assert {row[x] is not None for x in ("ms", "eager_ms", "rel_l1")} == {measured}
         assert row["computed_ms"] == row["local_ms"] + row["collectives_ms"]
         assert min(row["local_ms"], row["collectives_ms"], row["sdpa_ms"]) > 0
         ms = row["ms"] if measured else row["computed_ms"]
         assert row["efficiency"] == pytest.approx(row["one_device_ms"] / P / ms)
         shard = 256 * 4 * 32 * 2 // P  # of one tensor, in bf16
-        if name == "Ulysses":
-            assert row["received_bytes"] == 4 * shard * (P - 1) / P
-        elif name == "gather bf16":
-            assert row["received_bytes"] == 2 * shard * (P - 1)
-        else:  # the sample and the facts weigh here
-            assert shard * (P - 1) < row["received_bytes"]
-    assert rows[2, "gather 8 bits"]["rel_l1"] == rows[2, "gather bf16"]["rel_l1"] == 0
-    assert rows[2, "Ulysses"]["rel_l1"] < 1e-3
+        facts = gather.FACTS * (P - 1)
+        if name == "heads":  # q, k, v, the output, and its logsumexp in fp32
+            assert row["received_bytes"] == facts + (4 * shard + shard // 16) * (P - 1) / P
+        elif name in ("rows", "SDPA"):
+            assert row["received_bytes"] == facts * (name == "rows") + 2 * shard * (P - 1)
+        else:  # the sample weighs here
+            assert facts + shard * (P - 1) < row["received_bytes"]
+    assert sum(row["chosen"] for row in result["rows"]) == 2
+    errors = [rows[2, name]["rel_l1"] for name in parallel.PROVIDERS]
+    assert max(errors[:3]) < 1e-3 and errors[2] == 0
+    assert len(result["calls"]) == 3 and all(row["rel_l1"] < 0.05 for row in result["calls"])
 
 
 def wrong(group, name: str) -> str:

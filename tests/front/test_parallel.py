@@ -41,12 +41,13 @@ from sage_inductor.choose.candidates import Candidate
 from sage_inductor.choose.cost import Sizes
 from sage_inductor.choose.families import Family
 from sage_inductor.choose.timing import BenchmarkCase
-from sage_inductor.ops import gather, sharding
+from sage_inductor.ops import gather, sharding, transport
 from sage_inductor.ops.formats import K_BLOCK, MAX_ROWS
 from sage_inductor.ops.gather import Shards
 from sage_inductor.ops.gpus import Gpu
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.register import OPAQUE
+from sage_inductor.ops.transport import Journey, Rates
 from sage_inductor.patterns.call_shape import CallShape
 
 RECIPE = "sage2-8b-per-token"
@@ -68,8 +69,11 @@ def ranks(tmp_path_factory):
 
 
 @torch.no_grad()
-def attend(group, q, k, v, recipe=RECIPE, **given):
-    return gather_attention(q, k, v, group, recipe=recipe, return_lse=True, **given)
+def attend(group, q, k, v, recipe=RECIPE, way="codes", **given):
+    """way: the one that is chosen."""
+    given = {"lengths": "ask", **given}
+    with mock.patch.object(transport, "choose", lambda *_: way):
+        return gather_attention(q, k, v, group, recipe=recipe, return_lse=True, **given)
 
 
 def prepared(group, q, k, v, recipe=RECIPE):
@@ -151,20 +155,65 @@ def test_ranks_compute_what_one_device_does(ranks, lengths):
 def attend_unheard(group, q, k, v, lengths, is_causal=False):
     """The host reads nothing of the other ranks."""
     with mock.patch.object(gather, "_told", None):
-        return gather_attention(
-            q, k, v, group, is_causal, recipe=RECIPE, lengths=lengths, return_lse=True
-        )
+        return attend(group, q, k, v, lengths=lengths, is_causal=is_causal)
 
 
 @pytest.mark.parametrize("name", ["two of whole blocks", "uneven", "short", "alone"])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_lengths_that_are_given_are_not_asked_for(ranks, name, is_causal):
+def test_lengths_that_are_given_or_equal_are_not_asked_for(ranks, name, is_causal):
     lengths = LENGTHS[name]
-    of_ranks = [(*each, lengths) for each in sharded(lengths, *inputs(lengths))]
+    given = lengths if name == "uneven" else None
+    of_ranks = [(*each, given) for each in sharded(lengths, *inputs(lengths))]
     found = ranks(attend_unheard, *of_ranks, is_causal=is_causal)
     expected = ranks(attend, *(each[:3] for each in of_ranks), is_causal=is_causal)
     for (out, lse), (expected_out, expected_lse) in zip(found, expected):
         assert torch.equal(out, expected_out) and torch.equal(lse, expected_lse)
+
+
+WAYS = [  # H_q and H_kv of two or four ranks
+    ("two of whole blocks", {}), ("uneven, two", {"dtype": torch.float16}),
+    ("uneven, two", {"D_v": 40, "B": 1}), ("uneven", {"H_q": 8, "H_kv": 4}),
+    ("four of whole blocks", {"H_q": 4, "H_kv": 4, "dtype": torch.float32}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("way", ["rows", "heads"])
+@pytest.mark.parametrize("name, shape", WAYS)
+def test_rows_and_heads_are_what_one_device_computes(ranks, name, shape, way, is_causal):
+    lengths = LENGTHS[name]
+    q, k, v = inputs(lengths, **shape)
+    of_ranks = sharded(lengths, q, k, v)
+    # CPU's sums over rows depend on their strides in the last bit.
+    k, v = (x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for x in (k, v))
+    expected, first = [], 0
+    for q_r, *_ in of_ranks:  # of keys that no query of its own sees rows prepares nothing
+        right = (first if way == "rows" else 0) if is_causal else None
+        out = sdpa(q_r if way == "rows" else q, k, v, right=right, recipe=RECIPE)
+        expected.append(
+            out if way == "rows" else [x[:, :, first:][:, :, : q_r.shape[2]] for x in out]
+        )
+        first += q_r.shape[2]
+    found = ranks(attend, *of_ranks, way=way, is_causal=is_causal)
+    for (out, lse), of_rank in zip(found, expected):
+        assert out.transpose(1, 2).is_contiguous() and lse.is_contiguous()
+        assert (out.dtype, lse.dtype) == (q.dtype, torch.float32)
+        assert torch.equal(out, of_rank[0]) and torch.equal(lse, of_rank[1])
+
+
+@pytest.mark.parametrize("recipe", ["sage1-per-token", "sage2-8b", "sage3"])
+def test_recipes_that_make_no_codes_of_shards(ranks, recipe):
+    q, k, v = inputs((64, 64))
+    expected = sharded((64, 64), sdpa(q, k, v, recipe=recipe)[0])
+    for (out, _), (of_rank,) in zip(
+        ranks(chosen, *sharded((64, 64), q, k, v), recipe=recipe), expected
+    ):
+        assert relative_l1(out, of_rank) < 2e-3
+
+
+@torch.no_grad()
+def chosen(group, q, k, v, recipe):
+    return gather_attention(q, k, v, group, recipe=recipe, return_lse=True)
 
 
 def check_prepared(found, one, N: int) -> None:
@@ -294,7 +343,7 @@ def compiled(group, backend, *calls, dynamic=None):
     """Each call by one compiled function, and the same in eager; how many graphs there were."""
 
     def function(q, k, v):
-        out, lse = gather_attention(q * 1.0, k, v, group, return_lse=True)
+        out, lse = gather_attention(q * 1.0, k, v, group, lengths="ask", return_lse=True)
         return out.transpose(1, 2).flatten(2) + 1, lse
 
     torch._dynamo.reset()
@@ -372,7 +421,7 @@ def test_the_report_has_calls_that_gather(ranks):
         assert call["spelling"] == "sage_inductor.gather_attention"
         assert (call["q"], call["k"]) == ([2, 4, 64, 64], [2, 2, 64, 64])
         assert (call["dtype"], call["device"]) == ("float16", "cpu")
-        assert call["reason"] == "asked for; the keys of all ranks are gathered in 8 bits"
+        assert call["reason"] == "asked for; how keys travel between ranks is chosen when it runs"
 
 
 @torch.no_grad()
@@ -907,7 +956,7 @@ def sent(group, q, k, v) -> list[int]:
 
     gather.compat.all_gather_single = counted
     try:
-        gather_attention(q, k, v, group)
+        attend(group, q, k, v)
     finally:
         gather.compat.all_gather_single = send
     return sizes
@@ -994,17 +1043,14 @@ def wrong():
         "groups": ((q, k[:, [0, 0, 1]], v[:, [0, 0, 1]]), {}, "must be a multiple of k's"),
         "scale": ((q, k, v), {"scale": math.inf}, "rank 2: sage::sdpa: scale must be finite"),
         "causal": ((q[:, :, :9], k, v), {"is_causal": True}, "rank 2: is_causal needs as many"),
-        "16 bits": ((q, k, v), {"recipe": "sage1-per-token"}, "rank 2: pv='16bit' would be"),
-        "all rows": ((q, k, v), {"recipe": "sage2-8b"}, "rank 2: granularity 'per_thread' asks"),
-        "4 bits": ((q, k, v), {"recipe": "sage3"}, "rank 2: granularity 'per_16' asks"),
-        "too many keys": ((q, whole, whole), {}, f"at most {MAX_ROWS} keys, got {MAX_ROWS + 80}"),
+        "too many keys": ((whole, whole, whole), {}, f"at most {MAX_ROWS} keys, got {MAX_ROWS + 80}"),
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "backend, case",
     [
-        swept(backend, case, unless=backend == "eager" or case in ("scale", "16 bits"))
+        swept(backend, case, unless=backend == "eager" or case in ("scale", "groups"))
         for case in wrong()
         for backend in ("eager", "compiled")
     ],
@@ -1033,7 +1079,7 @@ def test_what_differs_is_an_error_on_every_rank_that_was_given_lengths(
 def check_unlike(found) -> None:
     for each in found:
         assert each.kind == "RuntimeError"
-        assert "called with different arguments, or one of them wrongly" in each.text
+        assert "called with different arguments or unequal lengths, or one" in each.text
 
 
 @pytest.mark.parametrize("case", wrong())
@@ -1063,20 +1109,101 @@ def test_lengths_that_no_ranks_have(ranks, lengths):
     check_that_they_still_meet(ranks)
 
 
-def test_lengths_are_given_to_all_ranks_or_to_none(ranks):
+def test_unequal_lengths_that_are_not_asked_for(ranks):
+    q, k, v = inputs((40, 41, 40))
+    check_unlike(
+        ranks(called, *[(each, {"lengths": None}) for each in sharded((40, 41, 40), q, k, v)])
+    )
+    check_that_they_still_meet(ranks)
+
+
+@pytest.mark.parametrize("lengths", ["all", [], ()])
+def test_lengths_that_are_none(gloo, lengths):
+    with pytest.raises(
+        SageOptionError, match="lengths must be the number of keys of each rank, None"
+    ):
+        gather_attention(*inputs((10,)), lengths=lengths)
+
+
+def test_all_ranks_or_none_ask_for_lengths(ranks):
     tensors = inputs((40,), **SHAPE)
     given, not_given = (tensors, {"lengths": (40, 40, 40)}), (tensors, {})
     first, its, last = ranks(called, not_given, given, not_given)
     check_unlike([its])
     for each in first, last:
         assert each.kind == "ValueError"
-        assert "rank 1: was called with lengths, and another rank without" in each.text
+        assert "rank 1: did not ask for lengths, and another rank did" in each.text
     check_that_they_still_meet(ranks)
 
 
-def test_every_recipe_is_gathered_or_refused_with_a_reason():
-    gathered = {name for name, recipe in NAMED.items() if gather.why_not(recipe) is None}
-    assert gathered == {"sage2-8b-per-token", "sage2-8b-rotated", "sage2-8b-fp8qk"}
+# -- which way ----
+
+
+def journey(P=2, N=75600, H=40, D=128, recipe=RECIPE, **given) -> Journey:
+    fields = dict(
+        lengths=(N // P,) * P, B=1, H_q=H, H_kv=H, D=D, D_v=D, itemsize=2, is_causal=False,
+        square=True, recipe=NAMED[recipe],
+    )  # fmt: skip
+    return Journey(**{**fields, **given})
+
+
+NVLINK = Rates(gather=250e9, exchange=250e9, copy=2e12, start=2e-5)
+PCIE = Rates(gather=20e9, exchange=20e9, copy=2e12, start=4e-5)
+
+
+@pytest.mark.parametrize(
+    "call, rates, way",
+    [
+        (journey(), NVLINK, "rows"),
+        (journey(), PCIE, "codes"),
+        (journey(H_q=40, H_kv=8), PCIE, "codes"),
+        (journey(recipe="sage1-per-token", square=False), PCIE, "rows"),
+        (journey(P=8), PCIE, "heads"),
+        (journey(P=8, square=False), PCIE, "codes"),
+        (journey(P=8, H=44), PCIE, "codes"),
+        (journey(is_causal=True), NVLINK, "heads"),
+        (journey(is_causal=True, H_kv=1), NVLINK, "rows"),
+    ],
+)
+def test_the_way_of_the_least_predicted_time(call, rates, way):
+    assert choose(call, rates) == way
+
+
+def choose(call: Journey, rates: Rates) -> str:
+    group = SimpleNamespace(size=lambda: len(call.lengths))
+    with mock.patch.object(transport, "rates_of", lambda *_: rates):
+        found = transport.choose(call, group, torch.device("cuda"))
+    (line,) = [each for each in transport.CHOSEN.values()][-1:]
+    assert transport.WAYS[found].format(bits=16) + " (predicted ms: rows " in line
+    transport.CHOSEN.clear()
+    return found
+
+
+def test_what_travels_as_codes_and_by_heads():
+    names = {name for name in NAMED if journey(recipe=name).why_not("codes") is None}
+    assert names == {"sage2-8b-per-token", "sage2-8b-rotated", "sage2-8b-fp8qk"}
+    assert "do not divide 40 heads of q and 3 of k" in journey(H_kv=3).why_not("heads")
+    assert "as many queries as keys" in journey(square=False).why_not("heads")
+    assert "got 'pigeons'" in journey().why_not("pigeons")
+
+
+@torch.no_grad()
+def measured(group, q, k, v) -> tuple:
+    transport.CHOSEN.clear()
+    with mock.patch.multiple(transport, SENT=2**12, COPIED=2**12):
+        out = gather_attention(q, k, v, group, recipe=RECIPE)
+        with mock.patch.object(transport, "_measure", None):  # once a group
+            assert torch.equal(out, gather_attention(q, k, v, group, recipe=RECIPE))
+    return transport.rates_of(group, q.device), str(sage_inductor.report()).splitlines()[1:]
+
+
+def test_ranks_choose_by_the_rates_of_the_slowest(ranks):
+    q, k, v = inputs((64, 64, 64))
+    (rates, notes), *others = ranks(measured, *sharded((64, 64, 64), q, k, v))
+    assert min(rates) > 0 and all(each == (rates, notes) for each in others)
+    assert len(notes) == 1 and notes[0].startswith(
+        "gather_attention of 3 ranks, 192 keys, 4 heads of 64: "
+    )
 
 
 def with_gradient(group, q, k, v):
@@ -1126,7 +1253,7 @@ def test_a_rank_that_is_gone_is_an_error_within_the_time_out(ranks):
 
 @pytest.mark.gpu
 @torch.no_grad()
-def test_a_call_with_lengths_is_captured_in_a_cuda_graph(tmp_path):
+def test_a_call_is_captured_in_a_cuda_graph(tmp_path):
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("nccl", store=store, rank=0, world_size=1)
     try:
@@ -1134,10 +1261,9 @@ def test_a_call_with_lengths_is_captured_in_a_cuda_graph(tmp_path):
         others = [torch.randn_like(x) for x in tensors]
         expected = [gather_attention(*each) for each in (tensors, others)]
         assert torch.equal(expected[0], sdpa(*tensors, scale=128**-0.5, recipe=RECIPE)[0])
-        gather_attention(*tensors, lengths=[1000])
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = gather_attention(*tensors, lengths=[1000])
+            out = gather_attention(*tensors)
         graph.replay()
         assert torch.equal(out, expected[0])
         for x, y in zip(tensors, others):

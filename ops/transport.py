@@ -1,0 +1,190 @@
+"""How keys travel between the ranks of ``sage::gather_sdpa``: the way of the least predicted time.
+
+The bytes that a rank receives, copies and prepares are counted. The rates are measured when a group
+first meets, which takes some milliseconds. The slowest rank's count on all ranks, so every rank
+chooses the same way.
+
+Shapes: gather.py's.
+"""
+
+import math
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sage_inductor.ops import compat
+from sage_inductor.ops.recipe import Recipe
+
+WAYS = {  # as reports say it
+    "rows": "k and v in {bits} bits, gathered",
+    "heads": "all rows of some heads, exchanged",
+    "codes": "8-bit codes of k and v, gathered",
+}
+SENT = 2**24  # bytes that a rank sends to measure its group
+COPIED = 2**27  # bytes, more than any L2
+REPEATS = 5
+# Two H100s, torch 2.11 (bench/results/nvidia-h100-80gb-hbm3/2026-11-28-parallel.json):
+FLOPS = 1e15  # 8-bit attention's a second, with 37,800 queries and 75,600 keys
+STRIDED = 3  # times as long as a copy of as many bytes: heads moved beside rows, codes padded
+HOST = {"rows": 1.4e-3, "heads": 1.9e-3, "codes": 4.1e-3}  # seconds of a call in eager
+
+
+class Rates(NamedTuple):
+    """Of a group's slowest rank."""
+
+    gather: float  # bytes a second that a rank receives in an all_gather
+    exchange: float  # in an all_to_all
+    copy: float  # bytes a second that a rank reads and writes
+    start: float  # seconds, a collective of few bytes
+
+
+class Journey(NamedTuple):
+    """One call, as all ranks know it."""
+
+    lengths: tuple[int, ...]
+    B: int
+    H_q: int
+    H_kv: int
+    D: int
+    D_v: int
+    itemsize: int
+    is_causal: bool
+    square: bool  # every rank has as many queries as keys
+    recipe: Recipe
+
+    @classmethod
+    def of(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lengths: Sequence[int],
+        is_causal: bool,
+        recipe: Recipe,
+    ) -> "Journey":
+        B, H_q, N_q, D = q.shape
+        square = N_q == k.shape[2]
+        dims = B, H_q, k.shape[1], D, v.shape[3], q.dtype.itemsize
+        return cls(tuple(lengths), *dims, is_causal, square, recipe)
+
+    def why_not(self, way: str) -> str | None:
+        """The reason that keys cannot travel so, if there is one."""
+        P = len(self.lengths)
+        if way not in WAYS:
+            return f"way must be one of {tuple(WAYS)}, got {way!r}"
+        if way == "codes" and not self.recipe.sharing.one_pass:
+            return f"granularity {self.recipe.granularity!r} asks for statistics of all rows"
+        if way == "codes" and self.recipe.of_pv.dtype is None:
+            return f"pv={self.recipe.pv!r} has no 8-bit codes of v"
+        if way == "heads" and not self.square:
+            return "heads are exchanged if there are as many queries as keys"
+        if way == "heads" and (self.H_q % P or self.H_kv % P):
+            return f"{P} ranks do not divide {self.H_q} heads of q and {self.H_kv} of k"
+        return None
+
+    def seconds(self, way: str, rates: Rates) -> float:
+        """Of the whole call, on the rank that has the most to compute."""
+        P, n, N = len(self.lengths), max(self.lengths), sum(self.lengths)
+        of_kv = self.B * self.H_kv * (self.D + self.D_v)  # numbers of a row of keys
+        of_q = self.B * self.H_q * (self.D + self.D_v)  # and of a row of queries and outputs
+        prepared = of_kv * (self.itemsize + 1)  # bytes read and written for a row of keys
+        if way == "codes":
+            ends = 3 * rates.start + (P - 1) * n * of_kv / rates.gather
+            copied = n * prepared + STRIDED * 2 * (n + N) * of_kv
+        elif way == "rows":
+            ends = 3 * rates.start + (P - 1) * n * of_kv * self.itemsize / rates.gather
+            copied = N * prepared
+        else:
+            sent = n * (of_kv + of_q) * self.itemsize
+            ends = 6 * rates.start + (P - 1) / P * sent / rates.exchange
+            copied = STRIDED * 2 * sent + N * prepared / P
+        pairs = n * N
+        if self.is_causal:  # the last rank's queries see most keys; by heads all ranks see as many
+            pairs = n * N / 2 if way == "heads" else n * (N - n / 2)
+        return max(HOST[way], ends + copied / rates.copy + 2 * of_q * pairs / FLOPS)
+
+
+def choose(journey: Journey, group, device: torch.device) -> str:
+    """The way of the least predicted time, on every rank the same. Every rank has to ask."""
+    if group.size() == 1:
+        return "rows"
+    rates = rates_of(group, device)
+    times = {way: journey.seconds(way, rates) for way in WAYS if journey.why_not(way) is None}
+    best = min(times, key=times.__getitem__)
+    CHOSEN[(len(journey.lengths), *journey[1:])] = _said(journey, best, times)
+    return best
+
+
+CHOSEN: dict[tuple, str] = {}  # by call but for its lengths: which way, for the report
+
+
+def _said(journey: Journey, best: str, times: dict[str, float]) -> str:
+    others = ", ".join(f"{way} {seconds * 1e3:.3g}" for way, seconds in times.items())
+    return (
+        f"gather_attention of {len(journey.lengths)} ranks, {sum(journey.lengths)} keys, "
+        f"{journey.H_q} heads of {journey.D}: {WAYS[best].format(bits=journey.itemsize * 8)} "
+        f"(predicted ms: {others})"
+    )
+
+
+# -- the rates of a group ----
+
+_measured: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
+
+
+def rates_of(group, device: torch.device) -> Rates:
+    """Measured where the group first meets. Every rank has to ask, as often as the others."""
+    if group not in _measured:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "sage_inductor.gather_attention measures a group when it first meets: call it once "
+                "before a CUDA graph is captured"
+            )
+        _measured[group] = _measure(group, device)
+    return _measured[group]
+
+
+def _measure(group, device: torch.device) -> Rates:
+    P = group.size()
+    mine = torch.zeros(SENT - SENT % P, dtype=torch.uint8, device=device)
+    everyones, other = mine.new_empty(P * mine.numel()), torch.empty_like(mine)
+    large = torch.zeros(COPIED, dtype=torch.uint8, device=device)
+    copy = torch.empty_like(large)
+    few, of_few = mine[:64], everyones[: 64 * P]
+    each = [mine.numel() // P] * P
+    seconds = [
+        _clock(call, device)
+        for call in (
+            lambda: compat.all_gather_single(everyones, mine, group=group),
+            lambda: compat.all_to_all_single(other, mine, each, each, group=group),
+            lambda: copy.copy_(large),
+            lambda: compat.all_gather_single(of_few, few, group=group),
+        )
+    ]
+    ours = torch.tensor(seconds, dtype=torch.float64, device=device).view(torch.uint8)
+    theirs = ours.new_empty(P * ours.numel())
+    compat.all_gather_single(theirs, ours, group=group)
+    gather, exchange, copied, start = theirs.view(torch.float64).view(P, -1).amax(0).tolist()
+    received = (P - 1) * mine.numel()
+    return Rates(received / gather, received / P / exchange, 2 * COPIED / copied, start)
+
+
+def _clock(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds, the least of several."""
+    best = math.inf
+    for _ in range(REPEATS):
+        _synchronize(device)
+        start = time.perf_counter()
+        call()
+        _synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
