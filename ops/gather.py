@@ -316,10 +316,17 @@ def _quantize(
 
 
 def _copy(to: Tensor, x: Tensor) -> None:
-    """Bytes of x into `to`, eight at a time where the last dimension allows it."""
+    """Bytes of x into `to`."""
     if x.shape[-1] % 8 == 0:
         to, x = to.view(torch.int64), x.view(torch.int64)
     to.copy_(x)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """x as numbers of eight bytes, of which torch copies as many in the time of one of its own."""
+    whole = 8 // x.dtype.itemsize
+    fits = x.stride(-1) == 1 and not any(n % whole for n in (x.shape[-1], *x.stride()[:-1]))
+    return x.view(torch.int64) if fits and x.storage_offset() % whole == 0 else x
 
 
 # -- rows and heads as they are ----
@@ -342,19 +349,19 @@ def _gather_rows(x: Tensor, shards: Shards, group) -> Tensor:
 
 def _to_heads(x: Tensor, shards: Shards, group) -> Tensor:
     """[B, H / P, N, D], this rank's heads of all rows, of every rank's [B, H, N_r, D]."""
-    P = group.size()
-    sent = x.unflatten(1, (P, -1)).permute(1, 3, 0, 2, 4).contiguous()  # [P, N_r, B, H / P, D]
+    P, wide = group.size(), _wide(x)
+    sent = wide.unflatten(1, (P, -1)).permute(1, 3, 0, 2, 4).contiguous()  # [P, N_r, B, H / P, D]
     row = sent[0, 0].shape
     received = _all_to_all(sent, [len(sent[0])] * P, shards.lengths, group)
-    return received.view(shards.N, *row).permute(1, 2, 0, 3)
+    return received.view(shards.N, *row).permute(1, 2, 0, 3).view(x.dtype)
 
 
 def _to_rows(x: Tensor, shards: Shards, group) -> Tensor:
     """[B, N_r, H, D], contiguous: this rank's rows of every rank's [B, H / P, N, D]."""
     P, N_r = group.size(), shards.lengths[group.rank()]
-    sent = x.permute(2, 0, 1, 3).contiguous()
-    received = _all_to_all(sent, shards.lengths, [N_r] * P, group)
-    return received.view(P, N_r, *sent.shape[1:]).permute(2, 1, 0, 3, 4).flatten(2, 3).contiguous()
+    sent = _wide(x).permute(2, 0, 1, 3).contiguous()
+    received = _all_to_all(sent, shards.lengths, [N_r] * P, group).view(P, N_r, *sent.shape[1:])
+    return received.permute(2, 1, 0, 3, 4).flatten(2, 3).contiguous().view(x.dtype)
 
 
 def _bytes(x: Tensor) -> Tensor:

@@ -29,8 +29,8 @@ COPIED = 2**27  # bytes, more than any L2
 REPEATS = 5
 # Two H100s, torch 2.11 (bench/results/nvidia-h100-80gb-hbm3/2026-11-28-parallel.json):
 FLOPS = 1e15  # 8-bit attention's a second, with 37,800 queries and 75,600 keys
-STRIDED = 3  # times as long as a copy of as many bytes: heads moved beside rows, codes padded
-HOST = {"rows": 1.4e-3, "heads": 1.9e-3, "codes": 4.1e-3}  # seconds of a call in eager
+STRIDED = 1.5  # times as long as a copy of as many bytes: heads moved beside rows, codes padded
+HOST = {"rows": 1.7e-3, "heads": 2.4e-3, "codes": 4.3e-3}  # seconds of a call in eager
 
 
 class Rates(NamedTuple):
@@ -87,7 +87,7 @@ class Journey(NamedTuple):
         return None
 
     def seconds(self, way: str, rates: Rates) -> float:
-        """Of the whole call, on the rank that has the most to compute."""
+        """Of the whole call without the host's part, on the rank that has the most to compute."""
         P, n, N = len(self.lengths), max(self.lengths), sum(self.lengths)
         of_kv = self.B * self.H_kv * (self.D + self.D_v)  # numbers of a row of keys
         of_q = self.B * self.H_q * (self.D + self.D_v)  # and of a row of queries and outputs
@@ -105,7 +105,7 @@ class Journey(NamedTuple):
         pairs = n * N
         if self.is_causal:  # the last rank's queries see most keys; by heads all ranks see as many
             pairs = n * N / 2 if way == "heads" else n * (N - n / 2)
-        return max(HOST[way], ends + copied / rates.copy + 2 * of_q * pairs / FLOPS)
+        return ends + copied / rates.copy + 2 * of_q * pairs / FLOPS
 
 
 def choose(journey: Journey, group, device: torch.device) -> str:
@@ -113,7 +113,12 @@ def choose(journey: Journey, group, device: torch.device) -> str:
     if group.size() == 1:
         return "rows"
     rates = rates_of(group, device)
-    times = {way: journey.seconds(way, rates) for way in WAYS if journey.why_not(way) is None}
+    host = {} if captures(device) else HOST
+    times = {
+        way: max(host.get(way, 0), journey.seconds(way, rates))
+        for way in WAYS
+        if journey.why_not(way) is None
+    }
     best = min(times, key=times.__getitem__)
     CHOSEN[(len(journey.lengths), *journey[1:])] = _said(journey, best, times)
     return best
@@ -139,13 +144,17 @@ _measured: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
 def rates_of(group, device: torch.device) -> Rates:
     """Measured where the group first meets. Every rank has to ask, as often as the others."""
     if group not in _measured:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if captures(device):
             raise RuntimeError(
                 "sage_inductor.gather_attention measures a group when it first meets: call it once "
                 "before a CUDA graph is captured"
             )
         _measured[group] = _measure(group, device)
     return _measured[group]
+
+
+def captures(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _measure(group, device: torch.device) -> Rates:
