@@ -31,7 +31,6 @@ MASKS_ARE = (
     f"N(0, 1); window bool, the last {WINDOW} keys, made in the graph for the op"
 )
 SHARED_ARE = "; one k and v: [1, H, N, D], expanded by the call, all stored as [B, N, H, D]"
-SHAPES = {**{name: (name,) for name in PLANS}, "all": ("paper", "models")}
 
 
 def main(argv=None) -> int:
@@ -45,9 +44,9 @@ def main(argv=None) -> int:
     result = harness.Result(args.shapes, method(args), args, versions, shapes=args.shapes)
     for kind, why in peers.absent(wanted(args)).items():
         harness.show(**{"left out": f"{kind}: {why}"})
-    check_kernels(args, device)
-    for name in SHAPES[args.shapes]:
-        run(name, overridden(PLANS[name], args), args.recipes, device, result)
+    plan = overridden(PLANS[args.shapes], args)
+    check_kernels(plan, args.recipes, device)
+    run(args.shapes, plan, args.recipes, device, result)
     result.end()
     failed = [row for row in result["rows"] if row["error"]]
     for row in failed:
@@ -57,19 +56,12 @@ def main(argv=None) -> int:
 
 def parse(argv) -> argparse.Namespace:
     parser = harness.parser(__doc__)
-    parser.add_argument("--shapes", choices=SHAPES, default="quick")
+    parser.add_argument("--shapes", choices=PLANS, default="quick")
     parser.add_argument("--recipes", nargs="+", choices=NAMED, default=["sage2-8b-per-token"])
-    parser.add_argument(
-        "--families", nargs="+", metavar="FAMILY", help='only these cases, like "D=64, causal"'
-    )
     parser.add_argument("--providers", nargs="+", choices=ALL, help="default: the shapes' own")
     parser.add_argument("--rounds", type=harness.positive, help="default: the shapes' own")
     parser.add_argument("--target-ms", type=float, help="of one provider's turn in a round")
     args = parser.parse_args(argv)
-    known = {c.family: None for name in SHAPES[args.shapes] for c in PLANS[name].cases}
-    for family in args.families or ():
-        if family not in known:
-            parser.error(f"--families must be of {list(known)}, got {family!r}")
     for kind, why in peers.absent(args.providers or ()).items():
         parser.error(f"--providers {kind} is not installed: {why}")
     return args
@@ -77,27 +69,23 @@ def parse(argv) -> argparse.Namespace:
 
 def wanted(args) -> list[str]:
     """The kinds of providers, installed or not."""
-    plans = [PLANS[name].providers for name in SHAPES[args.shapes]]
-    return list(dict.fromkeys(args.providers or itertools.chain(*plans)))
+    return list(args.providers or PLANS[args.shapes].providers)
 
 
 def overridden(plan: Plan, args) -> Plan:
     """Without the peers that are not installed."""
-    providers = args.providers or plan.providers
-    absent = peers.absent(providers)
-    cases = [c for c in plan.cases if args.families is None or c.family in args.families]
+    absent = peers.absent(wanted(args))
     return dataclasses.replace(
         plan,
-        cases=tuple(cases),
-        providers=tuple(kind for kind in providers if kind not in absent),
+        providers=tuple(kind for kind in wanted(args) if kind not in absent),
         rounds=args.rounds or plan.rounds,
         target_ms=args.target_ms or plan.target_ms,
     )
 
 
 def method(args) -> dict[str, str]:
-    plans = {name: overridden(PLANS[name], args) for name in SHAPES[args.shapes]}
-    turns = ", ".join(f"{name} {p.rounds} x {p.target_ms:g} ms" for name, p in plans.items())
+    plan = overridden(PLANS[args.shapes], args)
+    turns = f"{args.shapes} {plan.rounds} x {plan.target_ms:g} ms"
     return {
         "units": "ms per call; TF/s: 4 B H_q N^2 D TFLOP per second, half of it for causal, all of "
         "it under a mask; "
@@ -107,8 +95,8 @@ def method(args) -> dict[str, str]:
         "captured",
         "inputs": "bf16, [B, H, N, D] contiguous, N(0, 1), one or more sets in turn: with their "
         "outputs twice the L2 cache"
-        + MASKS_ARE * any(c.mask for p in plans.values() for c in p.cases)
-        + SHARED_ARE * any(c.shared for p in plans.values() for c in p.cases),
+        + MASKS_ARE * any(c.mask for c in plan.cases)
+        + SHARED_ARE * any(c.shared for c in plan.cases),
         "memory": "peak_bytes: what one call has allocated at most, beside its inputs (for kernel: "
         "beside what was prepared)",
         "compiled": "once per shape, static; masks: once per table, N dynamic, flex static",
@@ -118,15 +106,14 @@ def method(args) -> dict[str, str]:
     }
 
 
-def check_kernels(args, device) -> None:
+def check_kernels(plan: Plan, recipes: list[str], device) -> None:
     """Exit unless every kernel that will be timed agrees with its emulation."""
-    cases = [c for name in SHAPES[args.shapes] for c in overridden(PLANS[name], args).cases]
     families = {}
-    for case in sorted(cases, key=lambda case: case.N):
+    for case in sorted(plan.cases, key=lambda case: case.N):
         families.setdefault(case.family, []).append(case)
     ends = [case for family in families.values() for case in dict.fromkeys((family[0], family[-1]))]
     worst = 0.0
-    for case, recipe in itertools.product(ends, args.recipes):
+    for case, recipe in itertools.product(ends, recipes):
         error = gate(case, recipe, device)
         if not error < GATE_TOLERANCE:
             sys.exit(

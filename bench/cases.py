@@ -2,9 +2,7 @@
 
 import dataclasses
 
-BUILT_IN = (
-    "cuDNN", "flash", "efficient", "flex", "inductor", "kernel", "tiles", "op", "apart", "package",
-)  # fmt: skip
+BUILT_IN = "cuDNN", "flash", "efficient", "flex", "inductor", "kernel", "tiles", "op", "apart"
 PEERS = (  # where installed: peers.py
     "FA3", "FA3-fp8", "FA4", "sageattention", "cuDNN-fp8", "torchao-fp8", "comfy-kitchen",
 )  # fmt: skip

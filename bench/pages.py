@@ -42,7 +42,6 @@ from bench import (
 )  # fmt: skip
 from bench.tables import again, groups, markdown, provenance, where_and_when, wrapped
 from sage_inductor.choose import cost, tables
-from sage_inductor.ops.recipe import ALIASES
 from sage_inductor.ops.training.gradients import FP8_BACKWARD
 from sage_inductor.patterns.reasons import CAUSES
 
@@ -108,23 +107,8 @@ def newest(folder: Path) -> dict[str, dict]:
     return found
 
 
-# Of what trains, in rows and commands: "g, compiled", --recipes exact G. Of a plan.
-OLD_NAMES = {
-    r'(?<="plan": )"defaults"': '"shipped"',
-    r"""(?<=["' ])g(?=["' ,])""": FP8_BACKWARD,
-    r"""(?<=["'])G(?=["' ,])""": "FP8 backward",
-    r"(?<= )G(?= )": "'FP8 backward'",
-}
-
-
 def load(path: Path) -> dict:
-    """A result, with the names that recipes have today."""
-    text = path.read_text()
-    for old, new in ALIASES.items():
-        text = text.replace(f'"{old}', f'"{new}')
-    for old, new in OLD_NAMES.items():
-        text = re.sub(old, new, text)
-    result = json.loads(text)
+    result = json.loads(path.read_text())
     if "command" not in result:
         raise ValueError(f'{path} must say the "command" that makes it')
     return result

@@ -13,7 +13,6 @@ RECIPE op      the same F.scaled_dot_product_attention compiled with backend="sa
                user gets, with all its preparation
 FA3, FA4, ...  other packages (cases.PEERS), where they are installed: peers.py
 RECIPE apart   the op where k and v are of one batch: given so many copies of them
-RECIPE package what an AOTInductor package of it runs: exported, rewritten and then compiled here
 
 A window is given to the kernel as a band; the op proves it, of a mask made of aranges in the
 compiled function. The others read it as an attn_mask made beforehand, flex as a block mask.
@@ -30,7 +29,6 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-import sage_inductor
 from bench import peers
 from bench.cases import PEERS, Case
 from bench.measure import SEES, WINDOW, Provider, draw, draw_mask
@@ -115,12 +113,6 @@ def _build(case: Case, kind: str, recipes) -> list[Provider]:
                 dataclasses.replace(op, name=f"{op.recipe} apart", prepare=_apart)
                 for op in ops * case.shared
             ]
-        case "package":
-            function = window if case.mask == "window" else sdpa
-            return [
-                Provider(f"{recipe} package", _packaged(function, recipe), recipe=recipe)
-                for recipe in recipes
-            ]
         case _ if kind in PEERS:
             return peers.build(case, kind)
         case _:
@@ -130,31 +122,6 @@ def _build(case: Case, kind: str, recipes) -> list[Provider]:
 def backend_of(name: str) -> SDPBackend:
     """That of a provider of this name."""
     return EAGER[name.partition(" (")[0]]
-
-
-def _packaged(function: Callable, recipe: str) -> Callable:
-    """`function` with the kernels that travel, for any N; exported at its first call."""
-
-    class Model(torch.nn.Module):
-        def forward(self, q, k, v, mask=None):
-            return function(q, k, v, mask)
-
-    compiled = []
-
-    def call(*inputs):
-        if not compiled:
-            N = torch.export.Dim("N", min=2)
-            shapes = [{2: N}] * 3
-            shapes += [{d: N for d in (2, 3) if mask.shape[d] > 1} for mask in inputs[3:]]
-            unmarked = tuple(x.detach() for x in inputs)  # export would take the marks off
-            program = torch.export.export(Model(), unmarked, dynamic_shapes=tuple(shapes))
-            options = {**SAGE_OPTIONS, "sage.recipe": recipe}
-            sage_inductor.rewrite(program, options=options)
-            model = program.module(check_guards=False)
-            compiled.append(torch.compile(model, dynamic=True, fullgraph=True))
-        return compiled[0](*inputs)
-
-    return call
 
 
 def _apart(q, k, v):
