@@ -14,6 +14,7 @@ import itertools
 import sys
 
 import torch
+from tqdm import tqdm
 
 import sage_inductor
 from bench import harness, peers
@@ -47,11 +48,8 @@ def main(argv=None) -> int:
     plan = overridden(PLANS[args.shapes], args)
     check_kernels(plan, args.recipes, device)
     run(args.shapes, plan, args.recipes, device, result)
-    result.end()
-    failed = [row for row in result["rows"] if row["error"]]
-    for row in failed:
-        print(f"failed: {row['provider']} at {row['table']}, {row['row']}: {row['error']}")
-    return 1 if any(row["recipe"] for row in failed) else 0
+    result.end("provider", "table", "row")
+    return int(any(row["error"] and row["recipe"] for row in result["rows"]))
 
 
 def parse(argv) -> argparse.Namespace:
@@ -130,7 +128,7 @@ def check_kernels(plan: Plan, recipes: list[str], device) -> None:
 def run(name: str, plan: Plan, recipes, device, result: harness.Result) -> None:
     """Measure a plan's cases; print and save each table as it is done."""
     torch._dynamo.config.recompile_limit = len(plan.cases)  # should "dynamic" mean a graph per N
-    every = harness.progress(plan.cases, lambda case: f"{case.table}, {case.row}")
+    every = tqdm(plan.cases, leave=False, disable=None)
     for table, cases in itertools.groupby(every, key=lambda case: case.table):
         rows, providers = [], None
         for case in cases:

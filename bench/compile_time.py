@@ -90,8 +90,7 @@ def main(argv=None) -> int:
               for backend, (median, least, most) in found["seconds"].items())  # fmt: skip
         ratios = (f"{name} {x:.3f}x" for name, x in found["ratios"].items())
         print(f"{start:5}", ", ".join((*of, *ratios)))
-    result.end()
-    return 0
+    return result.end()
 
 
 def method(rounds: int) -> str:

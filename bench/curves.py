@@ -471,8 +471,7 @@ def main(argv=None) -> int:
             print(f"{result['model']}; read {read:.1f} s", flush=True)
             measure(args, task, result)
     show(f"\n{table(result['summary'], FIGURES)}")
-    result.end()
-    return 0
+    return result.end()
 
 
 def measure(args: argparse.Namespace, task: Task, result: harness.Result) -> None:
@@ -490,29 +489,15 @@ def measure(args: argparse.Namespace, task: Task, result: harness.Result) -> Non
                 keep(result, [*before, *rows])
                 saved = time.perf_counter()
         keep(result, [*before, *rows])
-        print_rows(rows, time.perf_counter() - began)
+        ms, agreement = rows[0]["ms"], rows[0]["beside_eager"]
+        beside = "" if agreement is None else f", compiled beside eager {agreement:.1e}"
+        spent = time.perf_counter() - began
+        print(f"  {recipe}: {ms} ms a step of all seeds, {spent:.1f} s in all{beside}", flush=True)
 
 
 def keep(result: harness.Result, rows: list[dict]) -> None:
     result["rows"], result["summary"] = rows, summarize(rows)
     result.save()
-
-
-def print_rows(rows: list[dict], seconds: float) -> None:
-    for row in rows:
-        shown = {name: figure(row, name, len(row["curve"])) for name in FIGURES}
-        losses = ", ".join(f"{name} {x:.4f}" for name, x in shown.items() if x is not None)
-        if row["diverged"] is not None:
-            losses = f"diverged at step {row['diverged']}"
-        partial = f" of {row['of_steps']}: partial" * (row["steps"] < row["of_steps"])
-        print(
-            f"  {row['recipe']:26} {'QK-norm' if row['qk_norm'] else 'none':8} {row['tokens']} "
-            f"tokens, seed {row['seed']}: {row['steps']} steps{partial}; {losses}"
-        )
-    for row in rows[:1]:
-        agreement = row["beside_eager"]
-        beside = "" if agreement is None else f", compiled beside eager {agreement:.1e}"
-        print(f"    {row['ms']} ms a step of all seeds, {seconds:.1f} s in all{beside}", flush=True)
 
 
 if __name__ == "__main__":

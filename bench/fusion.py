@@ -50,8 +50,7 @@ def main(argv=None) -> int:
         torch.cuda.empty_cache()
         result.add(rows)
         show(f"\n{table(rows)}")
-    result.end()
-    return 0
+    return result.end()
 
 
 # -- the graphs ----

@@ -23,7 +23,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -223,12 +223,18 @@ class Result(dict):
             Path(self.path).parent.mkdir(parents=True, exist_ok=True)
             Path(self.path).write_text(written(self))
 
-    def end(self) -> None:
+    def end(self, *names: str) -> int:
+        """The exit status: 1 where a row has an error, which is printed with what `names` say."""
+        failed = [row for row in self["rows"] if row.get("error")] if names else []
+        said = (f"{', '.join(str(row[name]) for name in names)}: {row['error']}" for row in failed)
+        for line in dict.fromkeys(said):
+            print(f"failed: {line}")
         self["state"]["end"] = state(self.device)
         self.save()
         if self.device.type == "cuda":
             print(f"\nstate at the end: {self['state']['end']}")
         print(f"elapsed: {self['elapsed_s']} s")
+        return int(bool(failed))
 
 
 def written(result: dict) -> str:
@@ -246,15 +252,3 @@ def show(**lines: str) -> None:
     """A paragraph for each, after its name."""
     for name, line in lines.items():
         print(textwrap.fill(line, 100, initial_indent=f"  {name:9} ", subsequent_indent=" " * 12))
-
-
-def progress(items: Sequence, label: Callable[..., str] = str) -> Iterator:
-    """tqdm where it is installed, else a line for each item; on stderr."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        for i, item in enumerate(items, 1):
-            print(f"[{i}/{len(items)}] {label(item)}", file=sys.stderr)
-            yield item
-    else:
-        yield from tqdm(items, leave=False, disable=None)

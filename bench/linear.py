@@ -152,8 +152,7 @@ def main(argv=None) -> int:
         inputs = [x.to(device) for x in draw(family, 0, args.heads, args.N, args.D)]
         result.add(measure(family, inputs, args.chunk))
     show(f"\n{table(result['rows'])}")
-    result.end()
-    return 0
+    return result.end()
 
 
 def measure(family: str, inputs: list[Tensor], chunk: int) -> list[dict]:

@@ -78,8 +78,7 @@ def main(argv=None) -> int:
         result.add([measure(setup, device, args.rounds, args.target_ms)])
         show(table(result["rows"][-1:]))
         torch.cuda.empty_cache()
-    result.end()
-    return 0
+    return result.end()
 
 
 def table(rows: list[dict]) -> str:

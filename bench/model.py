@@ -22,7 +22,7 @@ from bench.blocks import SHARP, Model, draw, first
 from bench.library import MODELS
 from bench.measure import Provider, Runner, draw_sets, interleave, summary
 from bench.providers import GATE_TOLERANCE, backend_of, build, gate
-from bench.tables import gain, markdown, speed_of
+from bench.tables import gain, markdown, show, speed_of
 
 # CosSim of a block's output with inductor's, below which it is wrong: it was 0.9998 and more for
 # every block in emulation (N=512), 0.88 to 0.986 with uniform weights instead of softmax's, 0.997
@@ -68,9 +68,11 @@ def main(argv=None) -> int:
         row = measure((MODELS | LONG)[name], args.plan, args, device)
         torch.cuda.empty_cache()
         result.add([row])
-        print(lines(row))
-    result.end()
-    return 1 if any(row["error"] for row in result["rows"]) else 0
+        shown = selected_table([row]) if args.plan == "selected" else others([row]) or table([row])
+        show(f"\n{shown}")
+        if launched := [name for name, x in row.get("times", {}).items() if not x["captured"]]:
+            print(f"could not be captured, launched: {', '.join(launched)}")
+    return result.end("model", "shape")
 
 
 def method(args) -> dict[str, str]:
@@ -172,11 +174,6 @@ def sites(report, before: int = 0) -> list[dict]:
     ]
 
 
-def site_line(where: str, site: dict) -> str:
-    what = site["recipe"] or "stays SDPA"
-    return f"    {where}: {site['q']} x {site['k'][2]} {what}: {site['reason']}"
-
-
 def kernel_recipe(model: Model, found: dict[str, list[dict]]) -> str:
     """What the block's self-attention runs with where it is rewritten."""
     for site in (site for column in found.values() for site in column):
@@ -259,33 +256,6 @@ def selected_table(rows: list[dict]) -> str:
                 f"{its['peak_bytes'] / 2**30:.2f}",
             ])  # fmt: skip
     return markdown(lines)
-
-
-# -- what is printed ----
-
-
-def lines(row: dict) -> str:
-    """One model: the block by each column, its attention's share, and what became of its calls."""
-    found = [f"\n{row['model']} {row['shape']}"]
-    if row["error"]:
-        found.append(f"  failed: {row['error']}")
-    else:
-        ms = {name: each["ms"] for name, each in row["times"].items()}
-        launched = [name for name, each in row["times"].items() if not each["captured"]]
-        if launched:
-            found.append(f"  could not be captured, launched: {', '.join(launched)}")
-        found.append(f"  {'inductor':12}{ms['inductor']:#9.4g} ms")
-        for name, speed in row["speed"].items():
-            found.append(
-                f"  {name:12}{ms[name]:#9.4g} ms {speed['x']:6.3f}x ({speed['x_min']:.3f} to "
-                f"{speed['x_max']:.3f})"
-                "   CosSim {cos_sim:.5f}, relative L1 {rel_l1:.4f}".format(**row["accuracy"][name])
-            )
-        found.append(f"  attention is {row['share']:.1%} of the block, by {row['attention']}")
-        peaks = (f"{name} {x['peak_bytes'] / 2**30:.2f}" for name, x in row["times"].items())
-        found.append(f"  peak, GiB: {', '.join(peaks)}")
-    found += [site_line(column, site) for column, its in row["sites"].items() for site in its]
-    return "\n".join(found)
 
 
 if __name__ == "__main__":

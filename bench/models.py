@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import sage_inductor
 from bench import harness
 from bench.measure import burst, in_turns
-from bench.tables import gain, markdown, speed_of
+from bench.tables import gain, markdown, show, speed_of
 
 COLUMNS = ("eager", "inductor", "sage")
 # Relative L1 of an output to inductor's, from which it is wrong. One token's logits of a random
@@ -146,10 +146,9 @@ def main(argv=None) -> int:
     with torch.no_grad():
         for name in args.models:
             result.add([measure(name, MODELS[name], args, device)])
-            print(lines(result["rows"][-1]), flush=True)
+            show(table(result["rows"][-1:]))
             torch.cuda.empty_cache()
-    result.end()
-    return 1 if any(row["error"] for row in result["rows"]) else 0
+    return result.end("model")
 
 
 def method(args) -> dict[str, str]:
@@ -252,9 +251,7 @@ def table(rows: list[dict]) -> str:
         "model", "tokens", "eager", '`"inductor"`', '`"sage"`', "over eager", 'over `"inductor"`',
         "relative L1 (eager's)", "first call, s", "peak, GiB",
     ]]  # fmt: skip
-    for row in rows:
-        if row["error"]:
-            continue
+    for row in (row for row in rows if not row["error"]):
         ms = (row["ms"][each] for each in COLUMNS)
         ms = [f"{x / 1e3:.2f} s" if x >= 1e3 else f"{x:.1f} ms" for x in ms]
         first = (f"{row['first_s'][each]:.0f}" for each in COLUMNS[1:])
@@ -266,20 +263,6 @@ def table(rows: list[dict]) -> str:
             " and ".join(first), " and ".join(peak),
         ])  # fmt: skip
     return markdown(lines)
-
-
-def lines(row: dict) -> str:
-    if row["error"]:
-        return f"\n{row['model']}: failed: {row['error']}"
-    found = [f"\n{row['model']}: {row['rewritten']} of {row['calls']} calls rewritten"]
-    for each in COLUMNS:
-        of_sage = gain(row["speed"][each]) if each in row["speed"] else ""
-        peak = row["peak_bytes"][each] / 2**30
-        found.append(
-            f"  {each:10}{row['ms'][each]:#9.4g} ms  first call {row['first_s'][each]} s, peak "
-            f"{peak:.1f} GiB  {of_sage}"
-        )
-    return "\n".join(found)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ output must be near that of backend="inductor".
 import argparse
 import concurrent.futures
 import contextlib
-import copy
 import ctypes
 import dataclasses
 import functools
@@ -39,7 +38,7 @@ import sage_inductor
 from bench import blocks, harness
 from bench.blocks import MODELS, Model, first
 from bench.measure import SEES, Provider, Runner, draw_sets, in_turns, interleave, summary
-from bench.model import Wrong, backends, check, site_line, sites
+from bench.model import Wrong, backends, check, sites
 from bench.providers import EAGER
 from bench.tables import groups, markdown, show
 
@@ -47,8 +46,7 @@ from bench.tables import groups, markdown, show
 # seen of bf16 blocks that Inductor fused otherwise: INT8 codes then round the other way.
 SAME = 3e-2
 OTHERS = (1, 1001)  # tokens at which packages are compared besides those that are timed
-# How calls are asked for. Of sage.force only where "auto" leaves every call as it was.
-KINDS = {"sage": {}, "sage.force": {"sage.force": True}, "SDPA": {"sage.recipe": "off"}}
+KINDS = "sage", "SDPA"
 # Each package's caches are empty: precompiled headers would be made for one use.
 CONFIGS = {"aot_inductor.precompile_headers": False}
 TIMEOUT_S = 300  # of a process
@@ -115,12 +113,9 @@ def main(argv=None) -> int:
         for name, row in rows.items():
             for found in measure(row, built[name], fastest[name], folder, args, device):
                 result.add([found])
-                print(lines(found))
-                if not found["error"]:
-                    show(table([found]))
+                show(f"\n{table([found])}")
             torch.cuda.empty_cache()
-    result.end()
-    return 1 if any(row["error"] for row in result["rows"]) else 0
+    return result.end("model", "shape")
 
 
 def method(args) -> dict[str, str]:
@@ -131,8 +126,7 @@ def method(args) -> dict[str, str]:
         "wall clock over repeated calls from Python, until the GPU is done",
         "blocks": "one block, inference, bf16, random weights; N is dynamic in packages and in "
         "compiled models; SDPA's fastest backend first for all of them",
-        "columns": "sage: as a user gets it; sage.force: every call that the kernels can run, only "
-        "where sage left all; SDPA: sage.recipe off, and backend inductor",
+        "columns": "sage: as a user gets it; SDPA: sage.recipe off, and backend inductor",
         "accuracy": "of the replayed graph's output, poisoned with NaN before; equal: to the "
         "compiled model at the timed N, to the compiled exported program at others",
         "packages": f"seconds: with {len(os.sched_getaffinity(0))} CPU cores for all packages at "
@@ -193,9 +187,7 @@ def marked(row: Row, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def options(kind: str, device: torch.device) -> dict:
-    if kind == "sage.force" and device.type == "cpu":
-        return {"sage.emulate": True}
-    return KINDS[kind]
+    return {"sage.recipe": "off"} if kind == "SDPA" else {"sage.emulate": device.type == "cpu"}
 
 
 def compiled(row: Row, kind: str, device: torch.device) -> Callable:
@@ -225,7 +217,7 @@ def sdpa_first(names: list[str]) -> contextlib.AbstractContextManager:
 
 def build(rows: dict[str, Row], fastest: dict, folder: str, device) -> dict[str, dict]:
     """For each row, what became of "expected" and of each of KINDS."""
-    jobs = [(name, part) for part in ("sage", "expected", "SDPA", "sage.force") for name in rows]
+    jobs = [(name, part) for part in ("sage", "expected", "SDPA") for name in rows]
 
     def run(job):
         name, part = job
@@ -274,12 +266,8 @@ def work(name: str, part: str, folder: str, device: str, first: list[str]) -> di
 
 
 def package(row: Row, kind: str, device: torch.device, path: str) -> dict:
-    """Makes a package: how long it took, what it weighs, what became of its calls. {"kind": None}
-    where it is not needed."""
+    """Makes a package: how long it took, what it weighs, what became of its calls."""
     program = exported(row, device)
-    if kind == "sage.force" and decided(program, device)[0] == "sage":
-        return {"kind": None}
-    torch._dynamo.reset()  # empties the report
     begin = time.perf_counter()
     sage_inductor.aoti_compile_and_package(
         program, package_path=path, inductor_configs=dict(CONFIGS), options=options(kind, device)
@@ -290,7 +278,6 @@ def package(row: Row, kind: str, device: torch.device, path: str) -> dict:
         (code,) = (x.file_size for x in archive.infolist() if x.filename.endswith(".so"))
     weights = sum(x.nbytes for x in tensors)
     return {
-        "kind": kind,
         "seconds": seconds,
         "bytes": os.path.getsize(path),
         "code_bytes": code - weights,  # the .so without them
@@ -299,26 +286,19 @@ def package(row: Row, kind: str, device: torch.device, path: str) -> dict:
     }
 
 
-def decided(program, device) -> tuple[str, torch.export.ExportedProgram]:
-    """The kind whose package has sage ops, and the program of it."""
-    for kind in ("sage", "sage.force"):
-        rewritten = copy.deepcopy(program)
-        report = sage_inductor.rewrite(rewritten, options=options(kind, device))
-        if report.rewritten:
-            return kind, rewritten
-    raise Wrong(f"no call can be rewritten: {sites(report)}")
-
-
 def expect(row: Row, device: torch.device, path: str) -> dict:
     """Writes what the package must give at OTHERS, and compiles what will be timed: into the
     caches. The rewritten program is compiled, as its lengths are decided by the example's."""
-    kind, program = decided(exported(row, device), device)
+    program = exported(row, device)
+    report = sage_inductor.rewrite(program, options=options("sage", device))
+    if not report.rewritten:
+        raise Wrong(f"no call is rewritten: {sites(report)}")
     run = torch.compile(program.module(check_guards=False), dynamic=True, fullgraph=True)
     torch.save({n: first(run(*inputs(row, n, device))).cpu() for n in OTHERS}, path)
     given = inputs(row, row.tokens[0], device)
-    for each in dict.fromkeys(("SDPA", "sage", kind)):
-        compiled(row, each, device)(*marked(row, given))
-    return {"kind": kind}
+    for kind in KINDS:
+        compiled(row, kind, device)(*marked(row, given))
+    return {}
 
 
 # -- the measurement ----
@@ -326,34 +306,32 @@ def expect(row: Row, device: torch.device, path: str) -> dict:
 
 def measure(row: Row, built: dict, fastest: list[str], folder: str, args, device) -> list[dict]:
     """A result for each timed N; where it failed or is wrong, with an error instead of times."""
-    kinds = [kind for kind in KINDS if built[kind].get("kind") or "error" in built[kind]]
     found = []
     for n in row.tokens:
         model = row.at(n)
         found.append({
             "plan": "packages", "model": model.name, "shape": model.case.shape, "N": n,
             "error": None, "attention": next(iter(fastest), None),
-            "kind": built["expected"].get("kind"),
-            "packages": {kind: built[kind] for kind in kinds},
+            "packages": {kind: built[kind] for kind in KINDS},
         })  # fmt: skip
     try:
-        for part in ("expected", *kinds):
+        for part in ("expected", *KINDS):
             if "error" in built[part]:
                 raise Wrong(f"{part}: {built[part]['error']}")
         torch._dynamo.reset()
         with sdpa_first(fastest):
             calls, of_compiled = {}, {}
-            for kind in kinds:
+            for kind in KINDS:
                 calls[f"package {kind}"] = load(f"{folder}/{row.model.name}-{kind}.pt2")
                 before = len(sage_inductor.report())
                 calls[f"compiled {kind}"] = compiled(row, kind, device)
                 given = marked(row, inputs(row, row.tokens[0], device))
                 calls[f"compiled {kind}"](*given)
                 of_compiled[kind] = sites(sage_inductor.report(), before)
-            others = compare_others(row, calls, found[0]["kind"], folder, device)
+            others = compare_others(row, calls["package sage"], folder, device)
             for each in found:
                 each.update(compiled=of_compiled, others=others)
-                each.update(timed(row, each["N"], calls, kinds, args, device))
+                each.update(timed(row, each["N"], calls, args, device))
                 wrong = [f"{what}: {x['error']}" for what, x in compared(each) if x["error"]]
                 if device.type == "cuda":
                     times = each["times"].items()
@@ -368,7 +346,7 @@ def measure(row: Row, built: dict, fastest: list[str], folder: str, args, device
 
 def compared(row: dict) -> list[tuple[str, dict]]:
     """What was compared, and how it came out."""
-    others = [(f"package {row['kind']} at {n} tokens", x) for n, x in row["others"].items()]
+    others = [(f"package sage at {n} tokens", x) for n, x in row["others"].items()]
     return [
         (f"package {kind} at {row['N']} tokens", x) for kind, x in row["equal"].items()
     ] + others
@@ -382,13 +360,13 @@ def load(path: str) -> Callable:
     return torch._inductor.aoti_load_package(path, run_single_threaded=True)
 
 
-def compare_others(row: Row, calls: dict, kind: str, folder: str, device) -> dict[str, dict]:
+def compare_others(row: Row, package: Callable, folder: str, device) -> dict[str, dict]:
     """The package beside the compiled program at OTHERS."""
     right = torch.load(f"{folder}/{row.model.name}.expected")
     found = {}
     for n in OTHERS:
         try:
-            out = first(calls[f"package {kind}"](*inputs(row, n, device)))
+            out = first(package(*inputs(row, n, device)))
             found[str(n)] = same(out, right[n].to(device))
         except RuntimeError as error:  # other lengths may still do
             found[str(n)] = {"error": f"{error}".split("\n")[0]}
@@ -402,7 +380,7 @@ def same(out: Tensor, right: Tensor) -> dict:
     return {"bit_equal": torch.equal(out, right), "rel_l2": distance, "error": error}
 
 
-def timed(row: Row, n: int, calls: dict, kinds: list[str], args, device) -> dict:
+def timed(row: Row, n: int, calls: dict, args, device) -> dict:
     """Accuracy and times of all `calls` with n tokens."""
     given, on_gpu = inputs(row, n, device), device.type == "cuda"
     runners = {
@@ -412,7 +390,7 @@ def timed(row: Row, n: int, calls: dict, kinds: list[str], args, device) -> dict
         for name, run in calls.items()
     }
     outputs = {name: runner.output() for name, runner in runners.items()}
-    equal = {kind: same(outputs[f"package {kind}"], outputs[f"compiled {kind}"]) for kind in kinds}
+    equal = {kind: same(outputs[f"package {kind}"], outputs[f"compiled {kind}"]) for kind in KINDS}
     accuracy = check({**outputs, "inductor": outputs["compiled SDPA"]})
     turns = args.rounds, args.target_ms
     launched = {name: lambda run=run: run(*given) for name, run in calls.items()}
@@ -465,8 +443,7 @@ def times_of(rows: list[dict]) -> list[list[str]]:
         "launched: package", "compiled", "package, SDPA",
     ]]  # fmt: skip
     for row in rows:
-        times, kind = row["times"], row["kind"]
-        names = f"package {kind}", f"compiled {kind}", "package SDPA"
+        times, names = row["times"], ("package sage", "compiled sage", "package SDPA")
         replayed, launched = (
             [times[name][way]["ms"] for name in names] for way in ("replayed", "launched")
         )
@@ -480,9 +457,8 @@ def times_of(rows: list[dict]) -> list[list[str]]:
 def sizes_of(rows: list[dict]) -> list[list[str]]:
     lines = [["", "beside the compiled model", "code, MB (SDPA's)", "packaging, s (SDPA's)"]]
     for its in groups(rows, "model").values():
-        kind = its[0]["kind"]
-        ours, sdpa = its[0]["packages"][kind], its[0]["packages"]["SDPA"]
-        found = its[0]["others"] | {str(row["N"]): row["equal"][kind] for row in its}
+        ours, sdpa = (its[0]["packages"][kind] for kind in KINDS)
+        found = its[0]["others"] | {str(row["N"]): row["equal"]["sage"] for row in its}
         equal = ", ".join(
             f"N={n}: {'bit-equal' if x['bit_equal'] else format(x['rel_l2'], '.1e')}"
             for n, x in sorted(found.items(), key=lambda each: int(each[0]))
@@ -496,21 +472,7 @@ def sizes_of(rows: list[dict]) -> list[list[str]]:
 
 
 def title_of(row: dict) -> str:
-    """The block; with what was asked for, where "auto" leaves it SDPA."""
-    name = ROWS[row["model"]].model.title.partition(", prefill")[0]
-    return name + ", `sage.force`" * (row["kind"] == "sage.force")
-
-
-def lines(row: dict) -> str:
-    """Beside `table`: what failed, and what became of the calls."""
-    found = [f"\n{row['model']} {row['shape']}, SDPA by {row['attention']}"]
-    if row["error"]:
-        found.append(f"  failed: {row['error']}")
-    for kind, each in row["packages"].items():
-        of_compiled = row.get("compiled", {}).get(kind, [])
-        for where, its in (("package", each.get("sites", [])), ("compiled", of_compiled)):
-            found += [site_line(where, site) for site in its]
-    return "\n".join(found)
+    return ROWS[row["model"]].model.title.partition(", prefill")[0]
 
 
 if __name__ == "__main__":

@@ -101,8 +101,7 @@ def measure_all(args) -> int:
         result["rates"] = transport.rates_of(dist.group.WORLD, args.device)._asdict()
         result["calls"] = random_calls(args.calls, clock, world, rank)
         show(calls_table(result["calls"], world))
-    result.end()
-    return 0
+    return result.end()
 
 
 # -- time ----

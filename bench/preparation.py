@@ -43,8 +43,7 @@ def main(argv=None) -> int:
     for case in CASES:
         result.add([measure(case, args, device)])
         show(table(result["rows"][-1:]))
-    result.end()
-    return 0
+    return result.end()
 
 
 @torch.no_grad()

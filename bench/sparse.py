@@ -244,8 +244,7 @@ def main(argv=None) -> int:
         if size.evaluated < ENOUGH:
             row.pop("frechet", None)
         result.add([row])
-    result.end()
-    return 0
+    return result.end()
 
 
 if __name__ == "__main__":

@@ -121,8 +121,7 @@ def main(argv=None) -> int:
             rows = measure(SHAPES[number], args.only, device)
             result.add(rows)
             show(table(rows))
-    result.end()
-    return 0
+    return result.end()
 
 
 # -- attention alone ----

@@ -121,8 +121,7 @@ def run(args) -> int:
     folders = sorted(each for each in args.folder.iterdir() if each.is_dir())
     for row, split in VARIANTS:
         result.add(measure(row, split, folders, args, device))
-    result.end()
-    return 0
+    return result.end()
 
 
 def measure(row, split: bool, folders: list[Path], args, device) -> list[dict]:

@@ -606,7 +606,7 @@ def test_a_budget_stops_between_two_points(text, monkeypatch):
     assert line["held_out"]["gap"] is None and line["held_out"]["mean"] is not None
 
 
-def test_a_run_that_diverges_is_said_and_the_other_is_as_it_was(text, capsys):
+def test_a_run_that_diverges_is_said_and_the_other_is_as_it_was(text):
     """Its row is not counted, and JSON holds no NaN."""
     calls = SimpleNamespace(count=0)
 
@@ -629,8 +629,7 @@ def test_a_run_that_diverges_is_said_and_the_other_is_as_it_was(text, capsys):
     json.dumps(found, allow_nan=False)
     (line,) = curves.summarize(found)
     assert line["diverged"] == 1 and line["train"]["mean"] == found[0]["curve"][-1]
-    curves.print_rows(found, 1.0)
-    assert "seed 1: 12 steps; diverged at step 6" in capsys.readouterr().out
+    assert "| 2, 1 diverged |" in curves.table([line])
 
 
 # -- what comes of it ----

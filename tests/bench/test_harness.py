@@ -43,12 +43,13 @@ def test_a_result_says_how_it_is_made_again_and_is_saved_as_it_goes(folder, monk
         {"time": "the median"},
     )
     monkeypatch.setattr(harness, "state", lambda device: "cool")
-    result["rows"].append({"ms": 2.0})
-    result.end()
+    result["rows"] += [{"ms": 2.0, "error": None}, *[{"model": "m", "N": 8, "error": "E: x"}] * 2]
+    assert result.end("model", "N") == 1 and not harness.Result.end(result)
     kept = json.loads(path.read_text())
     assert kept == result and kept["state"] == {"start": None, "end": "cool"}
-    assert len(kept["rows"]) == 2 and 0 <= kept["elapsed_s"] < 60
+    assert len(kept["rows"]) == 4 and 0 <= kept["elapsed_s"] < 60
     printed = capsys.readouterr().out
+    assert printed.count("failed:") == 1 == printed.count("failed: m, 8: E: x\n")
     assert result["command"] in printed and "time      the median" in printed
 
 
