@@ -2,16 +2,15 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from bench import models
+from bench import harness, models
 from bench.tables import speed_of
-
-pytestmark = pytest.mark.models
-
 
 QUICK = "wan_1_3b", "llama_16k"
 
 
+@pytest.mark.models
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=[pytest.mark.sweep] * (x not in QUICK)) for x in models.MODELS]
 )
@@ -33,6 +32,71 @@ def test_a_model_takes_its_inputs_at_its_size(name):
         out = models.Column(module, inputs, "eager", model.repeated).call()
     assert out.dtype == torch.bfloat16 and max(tokens) == model.tokens
     assert torch.get_default_dtype() == torch.float32
+
+
+class Block(torch.nn.Module):
+    def forward(self, x):
+        return x + F.scaled_dot_product_attention(x, x, x)
+
+
+class Stack(torch.nn.Module):
+    """Two blocks, compiled as diffusers' models compile theirs."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(2))
+
+    def compile_repeated_blocks(self, **how):
+        for block in self.blocks:
+            block.compile(**how)
+
+    def forward(self, x, return_dict):
+        for block in self.blocks:
+            x = block(x)
+        return (x,)
+
+
+@pytest.mark.parametrize("repeated", [True, False])
+def test_columns_share_a_model_and_each_runs_by_its_own_backend(repeated):
+    module, inputs = Stack(), {"x": torch.randn(1, 2, 8, 4)}
+    compiled = []
+
+    def backend(name):
+        def compiler(graph, _):
+            return lambda *args: compiled.append(name) or graph.forward(*args)
+
+        return compiler
+
+    columns = {
+        name: models.Column(module, inputs, "eager" if name == "eager" else backend(name), repeated)
+        for name in ("eager", "a", "b")
+    }
+    right = module(**inputs, return_dict=False)[0]
+    for name in ("a", "eager", "b", "a"):
+        compiled.clear()
+        assert torch.equal(columns[name].call(), right)
+        calls = 0 if name == "eager" else 2 if repeated else 1
+        assert compiled == [name] * calls
+        assert all(block._compiled_call_impl is None for block in module.blocks)
+
+
+def test_a_model_is_measured_by_each_column(monkeypatch, op_by_op):
+    """By a clock and an allocator that are not there."""
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 7)
+    monkeypatch.setattr(models, "burst", lambda call, repeats: float(len(call().shape)))
+    for name in harness.CACHES:
+        monkeypatch.setenv(name, "")
+    args = harness.parser("", rounds=2, target_ms=4.0).parse_args([])
+    given = models.Model("", 8, Stack, lambda: {"x": torch.randn(1, 2, 8, 64)})
+    row = models.measure("stack", given, args, "cpu")
+    assert row["error"] is None and row["calls"] > 0 == row["rewritten"]  # on a CPU all stay
+    assert row["ms"] == dict.fromkeys(models.COLUMNS, 4.0) == dict(zip(row["first_s"], [4.0] * 3))
+    assert row["speed"]["eager"]["x"] == 1 and row["peak_bytes"]["sage"] == 7
+    assert max(row["rel_l1"], row["of_eager"]) < 0.02
+    nan = models.Model("", 8, Stack, lambda: {"x": torch.full((1, 2, 8, 64), torch.nan)})
+    assert "not near inductor's" in models.measure("stack", nan, args, "cpu")["error"]
 
 
 def test_the_table_has_seconds_ranges_and_no_row_that_failed():
