@@ -388,7 +388,7 @@ def measure_shipped(case: Case, families, layers: int, device, times: dict) -> l
                     errors_of = compare(out[:, :, -ROWS:])
                     found[each.name].append({key: errors_of[key] for key in KEPT})
                 except Exception as error:  # one that fails must not cost the others
-                    failed[each.name] = {"error": in_a_line(error)}
+                    failed[each.name] = {"error": harness.in_a_line(error)}
         of = dict(plan="shipped", family=family, N=case.N, D=case.D, layers=layers)
         for entry, its in found.items():
             found_here = failed.get(entry) or summary(its)
@@ -437,7 +437,7 @@ def time_shipped(case: Case, device) -> dict[str, dict]:
         try:
             runners[each.name] = Runner(each, sets)
         except Exception as error:
-            found[each.name] = {"error": in_a_line(error)}
+            found[each.name] = {"error": harness.in_a_line(error)}
     ms = {name: statistics.median(x) for name, x in interleave(runners, *TURNS).items()}
     exact = ms.get("bf16 SDPA", math.nan)
     return found | {
@@ -457,10 +457,6 @@ def compile_kernels(cases: list[Case], device) -> None:
                 with contextlib.suppress(Exception):  # `measure_shipped` says what fails
                     as_shipped(q, q, q, recipe)
     concurrent.futures.wait(compile_elsewhere(launches, capability(device)), LONGEST)
-
-
-def in_a_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".split("\n")[0]
 
 
 def shipped_table(rows: list[dict]) -> str:

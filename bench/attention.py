@@ -153,7 +153,7 @@ def measure(case: Case, plan: Plan, providers, device) -> list[dict]:
             runners[provider.name] = Runner(provider, sets)
             rows[provider.name]["peak_bytes"] = runners[provider.name].peak_bytes()
         except Exception as error:
-            rows[provider.name]["error"] = f"{type(error).__name__}: {error}".split("\n")[0]
+            rows[provider.name]["error"] = harness.in_a_line(error)
 
     check(runners, rows, "normal", Exact(*sets[-1], is_causal=case.is_causal))
     for name, times in interleave(runners, plan.rounds, plan.target_ms).items():

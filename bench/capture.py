@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import sage_inductor
+from bench import harness
 from bench.laboratory import Technique, attend
 from bench.trained import Subject
 from sage_inductor.ops.recipe import Recipe
@@ -71,7 +72,7 @@ def end_to_end(
         try:
             yield name, subject.score(run(subject, name, technique), exact), None
         except Exception as error:  # one that fails must not cost the others
-            yield name, None, f"{type(error).__name__}: {error}".split("\n")[0]
+            yield name, None, harness.in_a_line(error)
 
 
 def run(subject: Subject, name: str, technique: Technique | Recipe | None) -> Tensor:

@@ -185,6 +185,10 @@ def nvidia_smi(device: torch.device, query: str) -> str:
 # -- the result ----
 
 
+def in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".split("\n")[0]
+
+
 class Result(dict):
     """What a bench has found so far."""
 

@@ -45,6 +45,7 @@ class Rounding:
     state: str = "none"
 
 
+SIZE, CHUNK = (2, 2048, 128), 64  # heads, N and D of what is measured; tokens
 ROUNDINGS = {
     "bf16": Rounding("bf16", sv="bf16", state="bf16"),
     "INT8 q kᵀ": Rounding("int8", sv="bf16", state="bf16"),
@@ -69,7 +70,7 @@ def exact(q: Tensor, k: Tensor, v: Tensor, log_a: Tensor) -> Tensor:
 
 
 def chunkwise(
-    q: Tensor, k: Tensor, v: Tensor, log_a: Tensor, r: Rounding, chunk: int = 64
+    q: Tensor, k: Tensor, v: Tensor, log_a: Tensor, r: Rounding, chunk: int = CHUNK
 ) -> Tensor:
     """The same in chunks, fp32 but for what is rounded. The last chunk may be shorter."""
     q, k, v = q.float() * q.shape[3] ** -0.5, k.float(), v.float()
@@ -136,30 +137,24 @@ def count(C: int, D: int, D_v: int) -> dict[str, float]:
 
 
 def main(argv=None) -> int:
-    parser = harness.parser(__doc__)
-    parser.add_argument("--N", type=harness.positive, default=2048)
-    parser.add_argument("--D", type=harness.positive, default=128)
-    parser.add_argument("--heads", type=harness.positive, default=2)
-    parser.add_argument("--chunk", type=harness.positive, default=64)
-    args = parser.parse_args(argv)
+    args = harness.parser(__doc__).parse_args(argv)
     device = harness.current(args)
     method = (
-        f"One seed of linear.draw, bf16, [1, {args.heads}, {args.N}, {args.D}], chunks of "
-        f"{args.chunk}, emulated; relative L1 to the recurrence in float64, before rounding to bf16"
+        f"One seed of linear.draw, bf16, {[1, *SIZE]}, chunks of {CHUNK}, emulated; relative L1 to "
+        "the recurrence in float64, before rounding to bf16"
     )
     result = harness.Result("linear", method, args)
     for family in FAMILIES:
-        inputs = [x.to(device) for x in draw(family, 0, args.heads, args.N, args.D)]
-        result.add(measure(family, inputs, args.chunk))
+        result.add(measure(family, [x.to(device) for x in draw(family, 0, *SIZE)]))
     show(f"\n{table(result['rows'])}")
     return result.end()
 
 
-def measure(family: str, inputs: list[Tensor], chunk: int) -> list[dict]:
+def measure(family: str, inputs: list[Tensor]) -> list[dict]:
     """A row for each of ROUNDINGS."""
     right, rows = exact(*inputs), []
     for name, rounding in ROUNDINGS.items():
-        error = (chunkwise(*inputs, rounding, chunk).double() - right).abs().sum()
+        error = (chunkwise(*inputs, rounding).double() - right).abs().sum()
         error = (error / right.abs().sum()).item()
         rows.append({"plan": "linear", "family": family, "rounding": name, "rel_l1": error})
     return rows

@@ -130,7 +130,7 @@ def measure(model: Model, plan: str, args, device) -> dict:
         row.update(attention=next(iter(alone)), speed=speeds(times))
         row["share"] = alone[row["attention"]] / row["times"]["inductor"]["ms"]
     except Exception as error:  # a row that fails must not cost the others
-        row["error"] = f"{type(error).__name__}: {error}".split("\n")[0]
+        row["error"] = harness.in_a_line(error)
     return row
 
 

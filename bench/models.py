@@ -185,7 +185,7 @@ def measure(name: str, model: Model, args, device) -> dict:
         row["ms"] = {each: statistics.median(found) for each, found in times.items()}
         row["speed"] = {each: speed_of(times["sage"], times[each]) for each in COLUMNS[:2]}
     except Exception as error:  # a row that fails must not cost the others
-        row["error"] = f"{type(error).__name__}: {error}".split("\n")[0]
+        row["error"] = harness.in_a_line(error)
     return row
 
 

@@ -340,7 +340,7 @@ def measure(row: Row, built: dict, fastest: list[str], folder: str, args, device
     except Exception as error:  # a row that fails must not cost the others
         for each in found:
             if "times" not in each:
-                each["error"] = f"{type(error).__name__}: {error}".split("\n")[0]
+                each["error"] = harness.in_a_line(error)
     return found
 
 

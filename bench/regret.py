@@ -353,13 +353,13 @@ def time_case(case: BenchmarkCase, flops: float) -> dict[Candidate | str, float 
         try:
             calls = timing.calls_of(case)
         except Exception as error:  # out of memory for the inputs
-            found.update(dict.fromkeys((*case.rivals, *case.candidates), message(error)))
+            found.update(dict.fromkeys((*case.rivals, *case.candidates), harness.in_a_line(error)))
             return
         for name, call in calls.items():
             try:
                 runners[name] = Runner(Provider(str(name), call), [()] * repeats)
             except Exception as error:  # a backend that does not have such calls, ...
-                found[name] = message(error)
+                found[name] = harness.in_a_line(error)
 
     add(case)
     if runners.keys().isdisjoint(case.rivals):  # SDPA falls back to it
@@ -370,10 +370,6 @@ def time_case(case: BenchmarkCase, flops: float) -> dict[Candidate | str, float 
     runners.clear()
     torch.cuda.empty_cache()
     return found
-
-
-def message(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".split("\n")[0]
 
 
 def judge(planned: Planned, times: dict[Candidate | str, float | str]) -> dict:
@@ -405,7 +401,7 @@ def judge(planned: Planned, times: dict[Candidate | str, float | str]) -> dict:
 def unplanned(call: Call, error: Exception) -> dict:
     """The row of a call that is not timed."""
     unknown = dict.fromkeys(("decided", "best", "best_of_tiles", "regret", "regret_of_tiles", "x"))
-    row = {"name": str(call), **dataclasses.asdict(call), "reason": message(error)}
+    row = {"name": str(call), **dataclasses.asdict(call), "reason": harness.in_a_line(error)}
     return row | unknown | {"ms": {}, "errors": {}}
 
 

@@ -180,7 +180,7 @@ def serve(folder: Path, target_ms: float, device: torch.device) -> int:
         try:
             answer = ANSWERS[what](case, device, target_ms, known, held)
         except Exception as error:  # a case that fails must not cost the others
-            answer = {"error": f"{type(error).__name__}: {error}".split("\n")[0]}
+            answer = {"error": harness.in_a_line(error)}
         print(json.dumps(answer), file=answers, flush=True)
     return 0
 

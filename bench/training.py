@@ -107,8 +107,6 @@ def main(argv=None) -> int:
     parser.add_argument(
         "--only", nargs="+", default=list(ATTENTION), choices=ATTENTION, help="of plan backward"
     )
-    parser.add_argument("--shapes", type=int, nargs="+", choices=range(len(SHAPES)),
-                        metavar="SHAPES", help="of its list, by number, in this order")  # fmt: skip
     args = parser.parse_args(argv)
     device = harness.gpu(args)
     method = {"time": f"ms, median of {ROUNDS} turns of {TARGET_MS:g} ms, in turns"}
@@ -117,8 +115,8 @@ def main(argv=None) -> int:
         result.add(measure_steps(Model(), device))
         show(memory_table(result["rows"]))
     else:
-        for number in args.shapes or range(len(SHAPES)):
-            rows = measure(SHAPES[number], args.only, device)
+        for shape in SHAPES:
+            rows = measure(shape, args.only, device)
             result.add(rows)
             show(table(rows))
     return result.end()

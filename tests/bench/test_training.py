@@ -10,7 +10,7 @@ from instead import op_by_op
 from torch._dynamo.utils import counters
 
 import sage_inductor
-from bench import harness, training
+from bench import training
 from bench.cases import Case
 from sage_inductor import SageRefused
 
@@ -166,11 +166,3 @@ def test_a_step_is_timed_and_leaves_nothing_behind(monkeypatch):
     assert [each["times"]["step"]["ms"] for each in found] == [2.0, 4.0] and len(ran) == 2
     assert [each["peak_bytes"] for each in found] == [5, 7]
     assert all(leaf.grad is None for leaf in leaves)
-
-
-def test_shapes_are_measured_in_the_order_asked_for(monkeypatch):
-    seen = []
-    monkeypatch.setattr(harness, "gpu", lambda args: args.device)
-    monkeypatch.setattr(training, "measure", lambda shape, *_: seen.append(shape) or [])
-    assert training.main(["--shapes", "3", "1", "--device", "cpu"]) == 0
-    assert seen == [training.SHAPES[3], training.SHAPES[1]]
