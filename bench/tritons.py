@@ -12,7 +12,6 @@ import functools
 import json
 import re
 import statistics
-import sys
 from pathlib import Path
 
 import torch
@@ -48,9 +47,8 @@ def main(argv=None) -> int:
     parser = harness.parser(__doc__, rounds=8, target_ms=20.0)
     parser.add_argument("what", choices=("compile", "run"))
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--label", default=triton.__version__, help="of what is compiled")
     args = parser.parse_args(argv)
-    return save(args.folder / args.label) if args.what == "compile" else run(args)
+    return save(args.folder / triton.__version__) if args.what == "compile" else run(args)
 
 
 # -- without a GPU ----
@@ -60,22 +58,19 @@ def save(folder: Path) -> int:
     """Each variant's cubin and what a launch has to know of it."""
     folder.mkdir(parents=True, exist_ok=True)
     for row, split in VARIANTS:
-        found = launches_of(row, split, torch.device("meta"))
-        if found is None:
-            print(f"{name_of(row, split)}: no length of {LENGTHS} has it", file=sys.stderr)
-            continue
-        compiled = compiled_of(found[1])
+        name, (_, launches, _) = name_of(row, split), launches_of(row, split, torch.device("meta"))
+        compiled = compiled_of(launches)
         cubin = compiled.asm["cubin"]
         about = {"entry": entry(compiled), "shared": compiled.metadata.shared}
-        (folder / f"{name_of(row, split)}.cubin").write_bytes(cubin)
-        (folder / f"{name_of(row, split)}.json").write_text(json.dumps(about))
-        print(f"{folder.name} {name_of(row, split)}: {len(cubin)} bytes")
+        (folder / f"{name}.cubin").write_bytes(cubin)
+        (folder / f"{name}.json").write_text(json.dumps(about))
+        print(f"{folder.name} {name}: {len(cubin)} bytes")
     return 0
 
 
 def launches_of(row, split: bool, device: torch.device):
-    """(AttentionCall, launches, q k and v) of the first length whose call runs as this variant, or
-    None. On meta there is no memory, and an H200's processors."""
+    """(AttentionCall, launches, q k and v) of the first length whose call runs as this variant. On
+    meta there is no memory, and an H200's processors."""
     pv, D, is_causal, _, tile = row
     recipe = NAMED[RECIPES[pv]]
     for N in LENGTHS:
@@ -87,7 +82,7 @@ def launches_of(row, split: bool, device: torch.device):
             plan.launch(call, tile, launch_cached, H200 if device.type == "meta" else None)
         if split == (len(launches) == 2):
             return call, launches, (q, k, v)
-    return None
+    raise ValueError(f"{name_of(row, split)}: no length of {LENGTHS} has it")
 
 
 def compiled_of(launches: list[Launch]):
@@ -126,23 +121,19 @@ def run(args) -> int:
 
 def measure(row, split: bool, folders: list[Path], args, device) -> list[dict]:
     """The variant by this Triton's JIT and by each folder's cubin."""
-    is_causal, tile = row[2], row[4]
-    found = launches_of(row, split, device)
-    if found is None:
-        print(f"{name_of(row, split)}: no length of {LENGTHS} has it", file=sys.stderr)
-        return []
-    call, launches, qkv = found
-    exact = Exact(*qkv, is_causal=is_causal)
+    variant, tile = name_of(row, split), row[4]
+    call, launches, qkv = launches_of(row, split, device)
+    exact = Exact(*qkv, is_causal=row[2])
     compiled = compiled_of(launches)
     ways = {"JIT": launch_cached}
     for folder in folders:
-        if not (folder / f"{name_of(row, split)}.json").exists():
+        if not (folder / f"{variant}.json").exists():
             continue
-        told = json.loads((folder / f"{name_of(row, split)}.json").read_text())
+        told = json.loads((folder / f"{variant}.json").read_text())
         if told["entry"] != entry(compiled):
             expected = entry(compiled)
             raise ValueError(f"{folder}: parameters must be\n{expected}\ngot\n{told['entry']}")
-        cubin = (folder / f"{name_of(row, split)}.cubin").read_bytes()
+        cubin = (folder / f"{variant}.cubin").read_bytes()
         ways[folder.name] = with_cubin(launches, cubin, told["shared"])
     runners = {
         name: Runner(Provider(name, functools.partial(_attend, call, tile, way)), [()])
@@ -155,7 +146,7 @@ def measure(row, split: bool, folders: list[Path], args, device) -> list[dict]:
         ratios = [a / b for a, b in zip(times[name], times["JIT"], strict=True)]
         difference = (outputs[name].float() - outputs["JIT"].float()).abs().max().item()
         rows.append({
-            "triton": name, "variant": name_of(row, split), "N": call.q.shape[2],
+            "triton": name, "variant": variant, "N": call.q.shape[2],
             "ms": statistics.median(times[name]), "ratio": statistics.median(ratios),
             "equal": bool(torch.equal(outputs[name], outputs["JIT"])),
             "largest_difference": difference, "rel_l1": exact.compare(outputs[name])["rel_l1"],
