@@ -184,12 +184,8 @@ class Runner:
     def peak_bytes(self) -> int:
         """What one call has allocated at most, beside its inputs: its output too. Launched, because
         graphs keep what they allocate."""
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        self.provider.call(*self.args[-1])
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        return peak_bytes(lambda: self.provider.call(*self.args[-1])) - before
 
     def output(self) -> Tensor:
         """What the timed code makes of the last set; NaN where it writes nothing."""
@@ -202,6 +198,15 @@ class Runner:
         for old, new in zip(self.args[-1], self.provider.prepare(*inputs), strict=True):
             if isinstance(old, Tensor):
                 old.copy_(new)
+
+
+def peak_bytes(call: Callable) -> int:
+    """What the process has allocated at most meanwhile."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated()
 
 
 def interleave(runners: dict[str, Runner], rounds: int, target_ms: float) -> dict[str, list[float]]:

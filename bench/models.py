@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import sage_inductor
 from bench import harness
-from bench.measure import burst, in_turns
+from bench.measure import burst, in_turns, peak_bytes
 from bench.tables import gain, markdown, show, speed_of
 
 COLUMNS = ("eager", "inductor", "sage")
@@ -181,7 +181,7 @@ def measure(name: str, model: Model, args, device) -> dict:
             )
             calls = {each: x.call for each, x in columns.items()}
             times = in_turns(calls, args.rounds, args.target_ms, burst)
-            row["peak_bytes"] = {each: x.peak_bytes() for each, x in columns.items()}
+            row["peak_bytes"] = {each: peak_bytes(x.call) for each, x in columns.items()}
         row["ms"] = {each: statistics.median(found) for each, found in times.items()}
         row["speed"] = {each: speed_of(times["sage"], times[each]) for each in COLUMNS[:2]}
     except Exception as error:  # a row that fails must not cost the others
@@ -225,13 +225,6 @@ class Column:
         self.call()
         torch.cuda.synchronize()
         return round(time.perf_counter() - start, 1)
-
-    def peak_bytes(self) -> int:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        self.call()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated()
 
 
 def error_of(found: Tensor, right: Tensor) -> float:
