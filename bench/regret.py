@@ -435,14 +435,8 @@ def summary(rows: list[dict], wanted: int) -> dict:
 
 
 def print_summary(found: dict, rows: list[dict]) -> None:
-    print(
-        "\n{measured} of {calls} calls measured, {failed} failed, {rewritten} rewritten\n"
-        "of SDPA and the recipes: within 3 % {within_3_percent:.1%}, within 5 % "
-        "{within_5_percent:.1%}, mean regret {mean_regret:.2%}\n"
-        "of any tile of them: within 3 % {within_3_percent_of_tiles:.1%}, within 5 % "
-        "{within_5_percent_of_tiles:.1%}, mean regret {mean_regret_of_tiles:.2%}\n"
-        "below 0.97x of SDPA: {below_0_97x}".format(**found)
-    )
+    for name, x in found.items():
+        print(f"  {name:26}{x:.2%}" if isinstance(x, float) else f"  {name:26}{x}")
     known = [row for row in rows if row["regret"] is not None]
     for title, key, order in (
         ("regret", "regret", -1), ("regret of tiles", "regret_of_tiles", -1), ("x of SDPA", "x", 1)
