@@ -353,22 +353,6 @@ def test_the_report_tells_of_a_stage_that_no_rule_names():
     assert note not in str(sage_inductor.report())
 
 
-def test_a_program_is_exported_in_the_stage_in_force():
-    model, x = Model(), torch.randn(1, 2, 70, 32)
-    found = {}
-    for stage in (None, "edge", "warm"):
-        program = torch.export.export(model, (x,))
-        with sage_inductor.stage(stage):
-            report = sage_inductor.rewrite(program, options=options())
-        found[stage] = [site.recipe for site in report]
-        torch.testing.assert_close(
-            program.module()(x), in_stage(stage, compiled(model), x), rtol=1e-5, atol=1e-5
-        )
-    assert found == {
-        None: ["sage2-4b"] * 2, "edge": [None] * 2, "warm": ["sage1", "sage2-4b"]
-    }  # fmt: skip
-
-
 def test_an_eager_call_is_decided_in_the_stage_in_force():
     q, k, v = torch.randn(3, 1, 2, 70, 32)
     exact = F.scaled_dot_product_attention(q, k, v)
@@ -376,20 +360,6 @@ def test_an_eager_call_is_decided_in_the_stage_in_force():
         for stage in (None, "edge", None):
             found = in_stage(stage, sage_inductor.attention, q, k, v)
             assert torch.equal(found, exact) == (stage == "edge")
-
-
-def test_a_call_of_attention_is_exported_in_the_stage_in_force():
-    class Call(torch.nn.Module):
-        def forward(self, q, k, v):
-            return sage_inductor.attention(q, k, v)
-
-    q, k, v = torch.randn(3, 1, 2, 70, 32)
-    found = {}
-    for stage in (None, "edge", "warm"):
-        with config.patch(emulate=True, policy=THREE), sage_inductor.stage(stage):
-            program = torch.export.export(Call(), (q, k, v))
-        found[stage] = [n for n in program.graph.nodes if "sage.sdpa" in str(n.target)] != []
-    assert found == {None: True, "edge": False, "warm": True}
 
 
 def test_under_inductor_rules_of_a_stage_never_hold_and_a_warning_says_so(caplog):
