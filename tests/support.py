@@ -354,6 +354,28 @@ def calls(graph: Graph, known=()) -> str:
 # -- training ----
 
 
+def check_50_steps(make, x, lr, options, **compile_options) -> None:
+    """The losses of a model of `make` under backend="sage" are those under Inductor."""
+    losses = {}
+    target = torch.randn_like(x)
+    for backend_of, given in (("inductor", None), ("sage", options)):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        model = make()
+        compiled = torch.compile(model, backend=backend_of, options=given, **compile_options)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+        losses[backend_of] = []
+        for _ in range(50):
+            loss = F.mse_loss(compiled(x), target)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses[backend_of].append(loss.item())
+    actual, expected = (torch.tensor(losses[name]) for name in ("sage", "inductor"))
+    assert actual.isfinite().all() and expected[-1] < 0.9 * expected[0]
+    assert (actual - expected).abs().max() < 0.02 * expected[0]
+
+
 def trained(
     B, H_q, H_kv, N_q, N_kv, D, dtype=torch.bfloat16, device="cpu", of_tokens=1.5
 ) -> tuple:  # fmt: skip
