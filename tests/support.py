@@ -229,6 +229,11 @@ def band_mask(band, n_q: int, n_kv: int) -> Tensor:
     return mask & (True if band.right is None else distance <= band.right)
 
 
+def every(functions: dict):
+    """All in one graph: to trace and to export each by itself takes most of the time."""
+    return lambda q, k, v: [function(q, k, v) for function in functions.values()]
+
+
 def run_seen(function, *inputs, see, kwargs=None, **options):
     """What `function` returns, compiled to the graphs that `see` was shown (and may have changed)."""
 

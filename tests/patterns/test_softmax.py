@@ -17,7 +17,7 @@ from expecttest import TestCase
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 from pairs import chosen
-from support import calls, run_seen, written
+from support import calls, every, run_seen, written
 from torch import nn
 
 import sage_inductor
@@ -367,11 +367,6 @@ unsqueeze_default_1 = unsqueeze(k, 0)
 scaled_dot_product_attention = scaled_dot_product_attention(unsqueeze_default, unsqueeze_default_1, unsqueeze(v, 0), attn_mask=g_alibi_, scale=0.25)
 sink_by_einsum: scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, scale=1.0)""",
         )
-
-
-def every(functions):
-    """All in one graph: to trace and to export each by itself takes most of the time."""
-    return lambda q, k, v: [function(q, k, v) for function in functions.values()]
 
 
 def check_close(functions, found, expected, **given) -> None:
