@@ -188,9 +188,7 @@ def test_another_recipe_than_the_first_is_faster_by_its_fits_error(ms, recipe, m
     known(monkeypatch, table(recipes=("sage2-8b-rotated", "sage2-8b")))
     ours = {"sage2-8b-rotated": 1.0, "sage2-8b": ms}
     monkeypatch.setattr(
-        tables,
-        "predict",
-        lambda gpu, family, name, *_: cost.Prediction(name, ours[name], 2.0, 0.1),
+        tables, "predict", lambda gpu, family, name, *_: cost.Prediction(name, ours[name], 2.0, 0.1)
     )
     site = decide((2, 32, 32, 4096, 128))
     assert site.recipe == recipe, site.reason

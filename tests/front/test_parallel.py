@@ -23,14 +23,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental._context_parallel import flex_cp_allgather
-from torch.distributed.tensor.experimental._context_parallel._attention import (
-    _create_cp_block_mask,
-)
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.experimental._context_parallel._attention import _create_cp_block_mask
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.attention.flex_attention import flex_attention
 from torch.testing import assert_close
 
@@ -729,9 +723,7 @@ def test_block_lists_are_sharded_by_what_they_tell_apart(ranks, of_q, placed, B,
 
 
 @pairs(
-    by=[*BY],
-    recipe=["sage1-per-token", RECIPE, "sage3"],
-    mask=[None, (2, 1, 1, 64), (2, 1, 64)],
+    by=[*BY], recipe=["sage1-per-token", RECIPE, "sage3"], mask=[None, (2, 1, 1, 64), (2, 1, 64)]
 )
 def test_k_and_v_of_dtensors_are_prepared_where_they_are(ranks, by, recipe, mask):
     _, k, v = inputs((64,), H_q=2)

@@ -84,11 +84,7 @@ def flux(text=16):
     return model, {**inputs, "return_dict": False}
 
 
-MODELS = {
-    "Wan": wan,
-    "Flux": flux,
-    "Flux, odd": functools.partial(flux, text=15),
-}
+MODELS = {"Wan": wan, "Flux": flux, "Flux, odd": functools.partial(flux, text=15)}
 ATTENTION = {
     "Wan": {"blocks.0.attn1", "blocks.0.attn2", "blocks.1.attn1", "blocks.1.attn2"},
     "Flux": {"transformer_blocks.0.attn", "single_transformer_blocks.0.attn"},

@@ -12,16 +12,7 @@ import pytest
 import support
 import torch
 import torch.nn.functional as F
-from kernel_cases import (
-    BANDS,
-    GPU,
-    LARGE,
-    MASKS,
-    OfHopper,
-    hopper_emulation,
-    mask_of,
-    on_hopper,
-)
+from kernel_cases import BANDS, GPU, LARGE, MASKS, OfHopper, hopper_emulation, mask_of, on_hopper
 from pairs import pairs, seeds
 from support import arguments, attention_call, exactly, relative_l1, relative_l2, sdpa
 from torch._inductor.utils import run_and_get_code
