@@ -1,6 +1,29 @@
-"""Small models of random weights that several files build, with inputs of theirs."""
+"""Small models of random weights that several files build, with inputs of theirs. lib: the module of
+their library."""
 
+import importlib.util
+import sys
+from unittest import mock
+
+import pytest
 import torch
+
+
+def library(name: str):
+    """The module; without it the test is skipped. timm imports torchvision, whose wheels load beside
+    the CUDA builds of torch only. Its transforms and datasets are for images on disk: a vision
+    transformer runs without them."""
+    with pytest.MonkeyPatch.context() as stand_in:
+        if name == "timm" and importlib.util.find_spec("torchvision") is None:
+            for part in (
+                "", ".datasets", ".models", ".models.feature_extraction", ".ops", ".ops.misc",
+                ".transforms", ".transforms.functional",
+            ):  # fmt: skip
+                stand_in.setitem(sys.modules, f"torchvision{part}", mock.MagicMock())
+        return pytest.importorskip(name, exc_type=(ImportError, RuntimeError))
+
+
+# -- transformers and timm, of two sequences of 70 tokens ----
 
 # Of a decoder of transformers, for its config.
 DECODER = dict(
@@ -9,6 +32,108 @@ DECODER = dict(
 )  # fmt: skip
 # Tokens that nothing of a batch is.
 NO_SPECIAL = dict(pad_token_id=0, eos_token_id=None, bos_token_id=None)
+
+
+def token_ids(length: int = 70):
+    return torch.randint(0, 100, (2, length))
+
+
+def padding():
+    mask = torch.ones(2, 70, dtype=torch.long)
+    mask[1, 50:] = 0
+    return {"attention_mask": mask}
+
+
+def bert(lib, attention="sdpa", **inputs):
+    config = lib.BertConfig(
+        hidden_size=128, num_hidden_layers=1, num_attention_heads=2, intermediate_size=256,
+        vocab_size=100, attn_implementation=attention,
+    )  # fmt: skip
+    return lib.BertModel(config), {"input_ids": token_ids(), **inputs}
+
+
+def modernbert(lib, **inputs):
+    """Layers of global and of local attention in turn."""
+    config = lib.ModernBertConfig(
+        hidden_size=128, num_hidden_layers=2, num_attention_heads=2, intermediate_size=256,
+        vocab_size=100, global_attn_every_n_layers=2, local_attention=16, pad_token_id=0,
+        attn_implementation="sdpa", reference_compile=False,
+    )  # fmt: skip
+    return lib.ModernBertModel(config), {"input_ids": token_ids(), **inputs}
+
+
+def gpt2(lib, attention="sdpa", **inputs):
+    config = lib.GPT2Config(
+        n_embd=128, n_layer=1, n_head=2, n_positions=128, vocab_size=100, bos_token_id=None,
+        eos_token_id=None, attn_implementation=attention,
+    )  # fmt: skip
+    return lib.GPT2Model(config), {"input_ids": token_ids(), **inputs}
+
+
+def llama(lib, attention="sdpa", **inputs):
+    config = lib.LlamaConfig(**DECODER, attn_implementation=attention)
+    return lib.LlamaForCausalLM(config), {"input_ids": token_ids(), **inputs}
+
+
+def mistral(lib, sliding_window=16, **inputs):
+    config = lib.MistralConfig(**DECODER, sliding_window=sliding_window, attn_implementation="sdpa")
+    return lib.MistralForCausalLM(config), {"input_ids": token_ids(), **inputs}
+
+
+def gpt_oss(lib):
+    """With learned sinks, which SDPA has not, and every second layer a window."""
+    config = lib.GptOssConfig(
+        hidden_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=64, intermediate_size=256, num_local_experts=2, num_experts_per_tok=2,
+        vocab_size=100, sliding_window=16, attn_implementation="eager",
+    )  # fmt: skip
+    return lib.GptOssForCausalLM(config), {
+        "input_ids": token_ids(),
+        "use_cache": False,
+        **padding(),
+    }
+
+
+def t5(lib, attention="sdpa"):
+    config = lib.T5Config(
+        d_model=128, d_kv=64, d_ff=256, num_layers=1, num_decoder_layers=1, num_heads=2,
+        vocab_size=100, decoder_start_token_id=0, attn_implementation=attention,
+    )  # fmt: skip
+    inputs = {"input_ids": token_ids(), "decoder_input_ids": token_ids(12), **padding()}
+    return lib.T5Model(config), inputs
+
+
+def vit(lib, attention="sdpa"):
+    config = lib.ViTConfig(
+        hidden_size=128, num_hidden_layers=1, num_attention_heads=2, intermediate_size=256,
+        image_size=64, patch_size=8, attn_implementation=attention,
+    )  # fmt: skip
+    return lib.ViTModel(config), {"pixel_values": torch.randn(2, 3, 64, 64)}
+
+
+def whisper(lib, attention="sdpa", **inputs):
+    config = lib.WhisperConfig(
+        d_model=128, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=256, decoder_ffn_dim=256, vocab_size=100,
+        max_source_positions=100, max_target_positions=64, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, decoder_start_token_id=1, attn_implementation=attention,
+    )  # fmt: skip
+    features = torch.randn(2, 80, 200)
+    inputs = {"input_features": features, "decoder_input_ids": token_ids(12), **inputs}
+    return lib.WhisperModel(config), inputs
+
+
+def timm_vit(lib, by_hand=False):
+    """by_hand: its attention is written out."""
+    model = lib.models.VisionTransformer(
+        img_size=64, patch_size=8, embed_dim=128, depth=2, num_heads=2, num_classes=10
+    )
+    for block in model.blocks:
+        block.attn.fused_attn = not by_hand
+    return model, {"x": torch.randn(2, 3, 64, 64)}
+
+
+# -- diffusers ----
 
 
 def flux(heads=2, head_dim=64, B=1, patches=64, text=16):

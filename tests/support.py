@@ -229,6 +229,11 @@ def band_mask(band, n_q: int, n_kv: int) -> Tensor:
     return mask & (True if band.right is None else distance <= band.right)
 
 
+def every(functions: dict):
+    """All in one graph: to trace and to export each by itself takes most of the time."""
+    return lambda q, k, v: [function(q, k, v) for function in functions.values()]
+
+
 def run_seen(function, *inputs, see, kwargs=None, **options):
     """What `function` returns, compiled to the graphs that `see` was shown (and may have changed)."""
 
@@ -352,6 +357,28 @@ def calls(graph: Graph, known=()) -> str:
 
 
 # -- training ----
+
+
+def check_50_steps(make, x, lr, options, **compile_options) -> None:
+    """The losses of a model of `make` under backend="sage" are those under Inductor."""
+    losses = {}
+    target = torch.randn_like(x)
+    for backend_of, given in (("inductor", None), ("sage", options)):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        model = make()
+        compiled = torch.compile(model, backend=backend_of, options=given, **compile_options)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+        losses[backend_of] = []
+        for _ in range(50):
+            loss = F.mse_loss(compiled(x), target)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses[backend_of].append(loss.item())
+    actual, expected = (torch.tensor(losses[name]) for name in ("sage", "inductor"))
+    assert actual.isfinite().all() and expected[-1] < 0.9 * expected[0]
+    assert (actual - expected).abs().max() < 0.02 * expected[0]
 
 
 def trained(

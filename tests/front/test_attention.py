@@ -7,19 +7,13 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from pairs import pairs
 from support import exactly, heads, relative_l1, sdpa
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 
 import sage_inductor
-from sage_inductor import (
-    Rule,
-    SageOptionError,
-    SageRefused,
-    attention,
-    config,
-    functional,
-)
+from sage_inductor import Rule, SageOptionError, SageRefused, attention, config, functional
 from sage_inductor.choose import cost, families, tables
 from sage_inductor.ops import gpus
 
@@ -104,9 +98,7 @@ def test_lse_of_masks_bands_groups_and_of_long_rows(monkeypatch):
 # -- under every compiler ----
 
 
-@pytest.mark.parametrize("recipe", ["sage1", "off"])
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pairs(recipe=["sage1", "off"], dynamic=[False, True], backend=BACKENDS)
 @torch.no_grad()
 def test_a_compiled_call_is_the_eager_one(backend, dynamic, recipe):
     q, k, v = inputs(N_kv=40)

@@ -11,14 +11,11 @@ from support import band_mask
 
 from sage_inductor.choose import cost
 from sage_inductor.choose.cost import (
-    DEALT,
-    ENOUGH,
     FLASH,
     IN_ORDER,
     KEYS,
     LAST_SHARED,
     LONGEST_FIRST,
-    ROUNDS,
     TILES,
     Features,
     Prediction,
@@ -64,7 +61,10 @@ def drawn(draw: random.Random, longest: int = 900, processors: int = 8):
 @pytest.mark.parametrize("seed", range(60))
 def test_what_a_time_is_made_of_is_what_is_dealt_out(seed):
     sizes, rows, dealt, tiles = drawn(random.Random(seed))
-    processors, at_once = max(8, -(-len(tiles) // ROUNDS)), random.Random(seed).choice((1, 3, 4))
+    processors, at_once = (
+        max(8, -(-len(tiles) // cost.ROUNDS)),
+        random.Random(seed).choice((1, 3, 4)),
+    )
     found = features(sizes, rows, dealt, processors, at_once=at_once)
     even, most = sum(tiles) / processors, busiest(tiles, processors)
     of_one = even if at_once == 1 else busiest(tiles, at_once * processors)
@@ -215,7 +215,12 @@ def test_of_a_band_in_a_mask_every_key_is_computed():
 
 @pytest.mark.parametrize(
     "rows, at_once, dealt",
-    [(*tile, dealt) for tile in TILES for dealt in DEALT if tile[1] == 1 or dealt in DEALT[:2]],
+    [
+        (*tile, dealt)
+        for tile in TILES
+        for dealt in cost.DEALT
+        if tile[1] == 1 or dealt in cost.DEALT[:2]
+    ],
 )
 def test_a_fit_finds_how_a_kernel_deals_its_tiles_out(rows, at_once, dealt):
     """Of times that the model made, the model. Which kernels cut tiles is known, and told."""
@@ -323,11 +328,8 @@ def test_a_fit_takes_what_is_known_of_the_preparation():
     assert found.coefficients.tiles == pytest.approx(2e-3, rel=0.01)
     grouped = Sizes(4, 32, 2, 3000, 3000, None, 0)
     assert found.ms(grouped) == pytest.approx(ms(grouped), rel=1e-3)
-    assert (
-        found.error
-        < 1e-6
-        < abs(cost.fit(times, 132, "causal", prepared=0.0).ms(grouped) - ms(grouped))
-    )
+    without = cost.fit(times, 132, "causal", prepared=0.0)
+    assert found.error < 1e-6 < abs(without.ms(grouped) - ms(grouped))
 
 
 @pytest.mark.parametrize("kind", ["full", "window", "full-training"])
@@ -359,11 +361,6 @@ def test_the_error_of_a_fit_to_few_sizes_is_that_of_others():
     used = sum(c > 0 for c in found.coefficients)
     squares = sum((found.ms(each) / ms - 1) ** 2 for each, ms in noisy.items())
     assert used > 0 and found.error == pytest.approx((squares / (6 - used)) ** 0.5)
-
-
-def test_the_error_of_a_fit_is_the_root_mean_square():
-    noisy = {Sizes(1, 1, 1, 128 * (i + 8), 1000): 1 + 0.1 * (-1) ** i for i in range(40)}
-    assert cost.fit(noisy, 132).error == pytest.approx(0.1, rel=0.1)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -404,7 +401,7 @@ def test_the_first_length_is_that_from_which_on_all_win():
 
 
 def test_too_few_sizes_are_refused():
-    times = {Sizes(1, 1, 1, 1024 * (i + 1), 1024): float(i + 1) for i in range(ENOUGH)}
+    times = {Sizes(1, 1, 1, 1024 * (i + 1), 1024): float(i + 1) for i in range(cost.ENOUGH)}
     assert math.isfinite(cost.fit(times, 132).error)
     times.popitem()
     with pytest.raises(ValueError, match="4 sizes were timed, a prediction needs 5"):

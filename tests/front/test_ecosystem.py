@@ -153,10 +153,7 @@ def swept(*values):
 
 @pytest.mark.parametrize(
     "make, others",
-    [
-        (llama, ["eager"]),
-        *(swept(make, ["aot_eager"]) for make in (flux, llama_padded, qwen, wan)),
-    ],
+    [(llama, ["eager"]), *(swept(make, ["aot_eager"]) for make in (flux, llama_padded, qwen, wan))],
 )
 def test_registered_attention_gives_what_the_backend_gives(make, others, device):
     """Under another backend attention is decided when Dynamo traces it."""

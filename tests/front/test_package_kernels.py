@@ -194,11 +194,16 @@ def test_threads_with_streams_of_their_own(tmp_path):
     calls = [of.draw(1, N) for N in (100, 1000, 2000, 4000)]
     expected = [run(x) for x in calls]
     torch.cuda.synchronize()
+    check_on_streams(run, calls, expected, 5)
+
+
+def check_on_streams(run, calls, expected, times: int) -> None:
+    """Two threads with streams of their own, one of which takes the calls in reverse."""
     wrong = []
 
     def work(mine):
-        with torch.cuda.stream(torch.cuda.Stream()):
-            for i in mine * 5:
+        with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
+            for i in mine * times:
                 out = run(calls[i])
                 torch.cuda.current_stream().synchronize()
                 if not torch.equal(out, expected[i]):
@@ -476,22 +481,8 @@ def test_threads_replay_on_streams_of_their_own(replayed):
     calls = [of.draw(1, N) for N in (100, 1000, 2000, 4000)]
     expected = [run(x).clone() for x in calls]
     torch.cuda.synchronize()
-    wrong = []
-
-    def work(mine):
-        with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
-            for i in mine * 20:
-                out = run(calls[i])
-                torch.cuda.current_stream().synchronize()
-                if not torch.equal(out, expected[i]):
-                    wrong.append(i)
-
-    threads = [threading.Thread(target=work, args=(mine,)) for mine in ([0, 1, 2, 3], [3, 2, 1, 0])]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert not wrong and len(replayed) > 100
+    check_on_streams(run, calls, expected, 20)
+    assert len(replayed) > 100
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

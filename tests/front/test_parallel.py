@@ -23,14 +23,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental._context_parallel import flex_cp_allgather
-from torch.distributed.tensor.experimental._context_parallel._attention import (
-    _create_cp_block_mask,
-)
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.experimental._context_parallel._attention import _create_cp_block_mask
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.attention.flex_attention import flex_attention
 from torch.testing import assert_close
 
@@ -778,9 +772,7 @@ def test_block_lists_are_sharded_by_what_they_tell_apart(ranks, of_q, placed, B,
 
 
 @pairs(
-    by=[*BY],
-    recipe=["sage1-per-token", RECIPE, "sage3"],
-    mask=[None, (2, 1, 1, 64), (2, 1, 64)],
+    by=[*BY], recipe=["sage1-per-token", RECIPE, "sage3"], mask=[None, (2, 1, 1, 64), (2, 1, 64)]
 )
 def test_k_and_v_of_dtensors_are_prepared_where_they_are(ranks, by, recipe, mask):
     _, k, v = inputs((64,), H_q=2)
@@ -997,29 +989,43 @@ def called(group, tensors, options):
     return attend(group, *tensors, **options)
 
 
-@pytest.mark.parametrize(
-    "backend, shape, options, message",
-    [  # compiled it is the same op, that the graph calls
-        swept(backend, *each, unless=backend == "eager" or i % 4 == 0)
-        for i, each in enumerate(DIFFERENT)
-        for backend in ("eager", "compiled")
-    ],
-    ids=lambda x: str(x)[:30],
-)
-def test_what_differs_is_an_error_on_every_rank(ranks, backend, shape, options, message):
-    alike = inputs((40,), **SHAPE), {"scale": 0.125}
-    other = inputs((40,), **{**SHAPE, **shape}), {"scale": 0.125, **options}
-    run = called if backend == "eager" else called_compiled
-    for found in ranks(run, alike, other, alike):
-        assert found.kind == "ValueError"
-        assert f"sage::gather_sdpa: rank 1 has {message}" in found.text
-    check_that_they_still_meet(ranks)
-
-
 def called_compiled(group, tensors, options):
     torch._dynamo.reset()
     function = torch.compile(lambda q, k, v: attend(group, q, k, v, **options), backend="aot_eager")
     return function(*tensors)
+
+
+RUNS = called, called_compiled  # which is the same op, that the graph calls
+
+
+def of_three(ranks, run, alike, other, wrong: int) -> list:
+    """What a call says on each of three ranks, one of which has another; they still meet then."""
+    found = ranks(run, *(other if rank == wrong else alike for rank in range(3)))
+    check_that_they_still_meet(ranks)
+    return found
+
+
+@pytest.mark.parametrize(
+    "run, shape, options, message",
+    [
+        swept(run, *each, unless=run is called or i % 4 == 0)
+        for i, each in enumerate(DIFFERENT)
+        for run in RUNS
+    ],
+    ids=lambda x: getattr(x, "__name__", str(x)[:30]),
+)
+def test_what_differs_is_an_error_on_every_rank(ranks, run, shape, options, message):
+    """Where lengths are given, none is told what it is."""
+    for lengths in {}, {"lengths": (40, 40, 40)}:
+        alike = inputs((40,), **SHAPE), {"scale": 0.125, **lengths}
+        other = inputs((40,), **{**SHAPE, **shape}), {"scale": 0.125, **options, **lengths}
+        found = of_three(ranks, run, alike, other, 1)
+        if lengths:
+            check_unlike(found)
+            continue
+        for each in found:
+            assert each.kind == "ValueError"
+            assert f"sage::gather_sdpa: rank 1 has {message}" in each.text
 
 
 def check_that_they_still_meet(ranks) -> None:
@@ -1047,54 +1053,36 @@ def wrong():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "backend, case",
-    [
-        swept(backend, case, unless=backend == "eager" or case in ("scale", "groups"))
-        for case in wrong()
-        for backend in ("eager", "compiled")
-    ],
-)
-def test_what_is_wrong_on_one_rank_is_an_error_on_every_rank(ranks, backend, case):
-    tensors, options, message = wrong()[case]
-    right = inputs((40,), **SHAPE), {}
-    run = called if backend == "eager" else called_compiled
-    for found in ranks(run, right, right, (tensors, options)):
-        assert found.kind == "ValueError"
-        assert found.text.startswith("sage::gather_sdpa: ") and message in found.text
-    check_that_they_still_meet(ranks)
-
-
-@pytest.mark.parametrize("shape, options, message", DIFFERENT, ids=lambda x: str(x)[:30])
-def test_what_differs_is_an_error_on_every_rank_that_was_given_lengths(
-    ranks, shape, options, message
-):
-    lengths = {"lengths": (40, 40, 40)}
-    alike = inputs((40,), **SHAPE), {"scale": 0.125, **lengths}
-    other = inputs((40,), **{**SHAPE, **shape}), {"scale": 0.125, **options, **lengths}
-    check_unlike(ranks(called, alike, other, alike))
-    check_that_they_still_meet(ranks)
-
-
 def check_unlike(found) -> None:
     for each in found:
         assert each.kind == "RuntimeError"
         assert "called with different arguments or unequal lengths, or one" in each.text
 
 
-@pytest.mark.parametrize("case", wrong())
-def test_what_is_wrong_on_one_rank_is_an_error_on_every_rank_that_was_given_lengths(ranks, case):
+@pytest.mark.parametrize(
+    "run, case",
+    [
+        swept(run, case, unless=run is called or case in ("scale", "groups"))
+        for case in wrong()
+        for run in RUNS
+    ],
+)
+def test_what_is_wrong_on_one_rank_is_an_error_on_every_rank(ranks, run, case):
+    """Where lengths are given, the others are not told what it is."""
     tensors, options, message = wrong()[case]
-    right = inputs((40,), **SHAPE), {"lengths": (40, 40, MAX_ROWS if "many" in case else 40)}
-    *others, its = ranks(called, right, right, (tensors, {**right[1], **options}))
+    right = inputs((40,), **SHAPE), {}
+    for found in of_three(ranks, run, right, (tensors, options), 2):
+        assert found.kind == "ValueError"
+        assert found.text.startswith("sage::gather_sdpa: ") and message in found.text
+    lengths = {"lengths": (40, 40, MAX_ROWS if "many" in case else 40)}
+    alike, other = (right[0], lengths), (tensors, {**lengths, **options})
+    *others, its = of_three(ranks, run, alike, other, 2)
     if case == "too many keys":  # which the lengths say on all of them
-        others, its = [], [*others, its]
-        assert all(each.kind == "ValueError" and message in each.text for each in its)
-    else:
-        assert its.kind == "ValueError" and its.text.startswith("sage::gather_sdpa: rank 2: ")
-        assert message in its.text
+        assert all(x.kind == "ValueError" and message in x.text for x in (*others, its))
+        return
+    assert its.kind == "ValueError" and its.text.startswith("sage::gather_sdpa: rank 2: ")
+    assert message in its.text
     check_unlike(others)
-    check_that_they_still_meet(ranks)
 
 
 @pytest.mark.parametrize("lengths", [(40, 40), (40, 40, 39), (40, 0, 40), (40, 40, 40, 1)])

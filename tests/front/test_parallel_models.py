@@ -84,11 +84,7 @@ def flux(text=16):
     return model, {**inputs, "return_dict": False}
 
 
-MODELS = {
-    "Wan": wan,
-    "Flux": flux,
-    "Flux, odd": functools.partial(flux, text=15),
-}
+MODELS = {"Wan": wan, "Flux": flux, "Flux, odd": functools.partial(flux, text=15)}
 ATTENTION = {
     "Wan": {"blocks.0.attn1", "blocks.0.attn2", "blocks.1.attn1", "blocks.1.attn2"},
     "Flux": {"transformer_blocks.0.attn", "single_transformer_blocks.0.attn"},
@@ -161,7 +157,8 @@ DEGREES = [
 
 @pytest.mark.parametrize(
     "name, degrees",
-    [pytest.param(*x, marks=[pytest.mark.sweep] * (x == ("Wan", ULYSSES))) for x in DEGREES],
+    # Wan's, compiled, are in the next test.
+    [pytest.param(*x, marks=[pytest.mark.sweep] * (x[0] == "Wan")) for x in DEGREES],
     ids=str,
 )
 def test_context_parallelism_of_diffusers(pair, name, degrees):
@@ -432,9 +429,9 @@ def compiled_alone(make):
         swept("Llama", "tensor_parallel by Inductor"),
         swept("Llama", "sequence_parallel"),
         swept("Qwen", "sequence_parallel"),
-        ("Qwen", "fsdp"),
+        swept("Qwen", "fsdp"),
     ],
-)
+)  # lowering/test_compile.py has FSDP2, test_parallel.py tensor parallelism
 def test_decoders_over_two_processes(pair, name, how):
     how, _, by_inductor = how.partition(" by ")
     for told in pair(spread, *[(name, how, bool(by_inductor))] * 2):

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
-from support import config_anew
+from support import config_anew, op_by_op
 
 import sage_inductor
 from sage_inductor import Policy, SageOptionError, config, patterns
@@ -24,6 +24,17 @@ from sage_inductor.policy import Rule
 from sage_inductor.settings import Settings
 
 EMULATE = {"sage.emulate": True}
+
+
+@pytest.fixture
+def by_inductor():
+    """For tests of what is cached."""
+
+
+@pytest.fixture(autouse=True)
+def graphs_run_op_by_op(request):
+    with op_by_op("by_inductor" not in request.fixturenames):
+        yield
 
 
 class Attend(torch.nn.Module):
@@ -730,7 +741,7 @@ def test_a_running_service_keeps_its_policy(tmp_path, monkeypatch, caplog):
 # -- caches ----
 
 
-def test_a_changed_file_is_read_anew_after_a_reset(tmp_path):
+def test_a_changed_file_is_read_anew_after_a_reset(tmp_path, by_inductor):
     options = {**EMULATE, "sage.policy": written(tmp_path, {"recipe": "sage1"})}
     x, outs = torch.randn(1, 2, 64, 64), {}
     f = torch.compile(Attend(), backend="sage", options=options)

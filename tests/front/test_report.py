@@ -593,15 +593,6 @@ def test_a_models_arguments_beside_ours_still_work_and_are_warned_of():
     assert {row.recipe for row in found.rows} == {"sdpa", "sage1"}
 
 
-def test_what_is_ours_is_refused_before_the_model_is_given_its_arguments():
-    with pytest.raises(sage_inductor.SageOptionError):
-        sage_inductor.explain(sdpa, options={"sage.recpie": 1})
-    with pytest.raises(ValueError, match="recipes must be of"):
-        sage_inductor.diagnose(sdpa, recipes="sage9")
-    with pytest.raises(ValueError, match="did you mean 'sage1-per-token'"):
-        sage_inductor.diagnose(sdpa, recipes=["sage1", "sage1-per-tokn"])
-
-
 def with_dropout(q):
     return sdpa(q, q, q, dropout_p=0.5)
 

@@ -353,22 +353,6 @@ def test_the_report_tells_of_a_stage_that_no_rule_names():
     assert note not in str(sage_inductor.report())
 
 
-def test_a_program_is_exported_in_the_stage_in_force():
-    model, x = Model(), torch.randn(1, 2, 70, 32)
-    found = {}
-    for stage in (None, "edge", "warm"):
-        program = torch.export.export(model, (x,))
-        with sage_inductor.stage(stage):
-            report = sage_inductor.rewrite(program, options=options())
-        found[stage] = [site.recipe for site in report]
-        torch.testing.assert_close(
-            program.module()(x), in_stage(stage, compiled(model), x), rtol=1e-5, atol=1e-5
-        )
-    assert found == {
-        None: ["sage2-4b"] * 2, "edge": [None] * 2, "warm": ["sage1", "sage2-4b"]
-    }  # fmt: skip
-
-
 def test_an_eager_call_is_decided_in_the_stage_in_force():
     q, k, v = torch.randn(3, 1, 2, 70, 32)
     exact = F.scaled_dot_product_attention(q, k, v)
@@ -376,20 +360,6 @@ def test_an_eager_call_is_decided_in_the_stage_in_force():
         for stage in (None, "edge", None):
             found = in_stage(stage, sage_inductor.attention, q, k, v)
             assert torch.equal(found, exact) == (stage == "edge")
-
-
-def test_a_call_of_attention_is_exported_in_the_stage_in_force():
-    class Call(torch.nn.Module):
-        def forward(self, q, k, v):
-            return sage_inductor.attention(q, k, v)
-
-    q, k, v = torch.randn(3, 1, 2, 70, 32)
-    found = {}
-    for stage in (None, "edge", "warm"):
-        with config.patch(emulate=True, policy=THREE), sage_inductor.stage(stage):
-            program = torch.export.export(Call(), (q, k, v))
-        found[stage] = [n for n in program.graph.nodes if "sage.sdpa" in str(n.target)] != []
-    assert found == {None: True, "edge": False, "warm": True}
 
 
 def test_under_inductor_rules_of_a_stage_never_hold_and_a_warning_says_so(caplog):
@@ -541,39 +511,44 @@ def wan(transformer, steps: int, callback=None):
     ).frames  # fmt: skip
 
 
+@torch.no_grad()
 def test_a_wan_pipeline_goes_from_stage_to_stage_without_compiling(
-    device, contained, compilations, caplog
+    device, contained, compilations, caplog, monkeypatch
 ):
+    """Each call alone, for the same inputs: what 20 steps add up may cancel."""
     from diffusers import WanTransformer3DModel
 
+    # cuDNN chooses an algorithm by the memory that is free: TF32 of another one is as far off as INT8.
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     transformer = WanTransformer3DModel(
         patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4,
         out_channels=4, text_dim=16, freq_dim=16, ffn_dim=32, num_layers=1,
     ).eval().to(device)  # fmt: skip
-    exact = wan(transformer, 20)
-    ran, schedule = [], Schedule(edge=(5, 2), warm=(8, 0))
-
-    def callback(*step):
-        ran.append(current())
-        return schedule(*step)
-
     counters.clear()
     transformer.compile(backend="sage", options=options(), fullgraph=True)
     wan(transformer, 1)
     assert counters["stats"]["unique_graphs"] == 1 and len(compilations) == 3
     counters.clear()
-    scheduled = wan(transformer, 20, callback)
-    assert ran == ["edge"] * 5 + ["warm"] * 3 + [None] * 10 + ["edge"] * 2
-    all_in = {}
-    for stage in ("edge", "warm", None):
-        with sage_inductor.stage(stage):
-            all_in[stage] = wan(transformer, 20)
+    run, calls = transformer._compiled_call_impl, []
+
+    def watched(**given):
+        calls.append((current(), given, run(**given)))
+        return calls[-1][2]
+
+    def again(given):
+        return run(**given)[0]
+
+    monkeypatch.setattr(transformer, "_compiled_call_impl", watched)
+    wan(transformer, 20, Schedule(edge=(5, 2), warm=(8, 0)))
+    steps = ["edge"] * 5 + ["warm"] * 3 + [None] * 10 + ["edge"] * 2
+    assert [stage for stage, *_ in calls] == [stage for stage in steps for _ in range(2)]
+    for stage, given, (out,) in calls[::3]:
+        off = {each: relative_l1(out, in_stage(each, again, given)) for each in ALONE}
+        off["exact"] = relative_l1(out, transformer.forward(**given)[0])
+        near = {each for each, error in off.items() if error < 1e-5}
+        assert near == {stage} | ({"exact"} if stage == "edge" else set()), off
     assert not counters["stats"] and len(compilations) == 3  # nothing was traced
-    assert not [each for each in caplog.records if each.name == "sage_inductor"]
-    found = (all_in["edge"], scheduled, all_in[None])
-    errors = [relative_l1(x, exact) for x in found]
-    assert 10 * errors[0] < errors[1] < errors[2], errors
-    assert not torch.equal(all_in["warm"], all_in[None])
+    assert "ran in stage" not in caplog.text
 
 
 @pytest.mark.gpu

@@ -297,30 +297,22 @@ def test_what_trains_is_predicted_by_its_own_times(gpu):
     assert of_causal == LONG._replace(right=0)
 
 
-def test_progress_is_shown_of_each_family(gpu):
-    shown = []
-
-    def progress(families):
-        for each in families:
-            shown.append(each)
-            yield each
-
-    table = timing.tune(gpu, (64, 80), ("full", "causal"), progress)
-    assert shown == list(table.families) and len(shown) == 4
-
-
 def test_the_kernels_of_all_families_compile_while_the_first_is_timed(timed, gpu, monkeypatch):
-    compiling = []
+    """And progress is shown of each."""
+    compiling, shown = [], []
     monkeypatch.setattr(timing, "start_compiling", lambda cases: compiling.extend(cases) or [])
 
     def progress(families):
         assert not timed and {case.shape.q[3] for case in compiling} == {64, 80}
         assert len(compiling) == sum(map(len, table_of.values()))
-        return families
+        for each in families:
+            shown.append(each)
+            yield each
 
     table_of = {D: Family(D, D, "full").sizes(timing.MANY) for D in (64, 80)}
-    timing.tune(gpu, (64, 80), ("full",), progress)
+    table = timing.tune(gpu, (64, 80), ("full",), progress)
     assert compiling[: len(timed)] == timed and compiling[len(timed) :] == timed
+    assert shown == list(table.families) and len(shown) == 2
 
 
 def test_what_tells_tiles_apart_is_measured(gpu):
@@ -431,11 +423,7 @@ def test_what_is_timed_of_a_family_are_calls_of_its_kind(kind, timed, gpu):
         Sizes(2, 4, 2, N, 50, 7 if kind == "window" else None) for N in range(30, 36)
     ])  # fmt: skip
     case = timed[0]
-    assert (case.shape.q, case.shape.k, case.shape.v) == (
-        (2, 4, 30, 64),
-        (2, 2, 50, 64),
-        (2, 2, 50, 32),
-    )
+    assert case.shape[2:5] == ((2, 4, 30, 64), (2, 2, 50, 64), (2, 2, 50, 32))  # q, k, v
     expected = {
         "keys": ((2, 1, 1, 50), torch.bool), "mask": ((1, 1, 30, 50), torch.bool),
         "bias": ((1, 1, 30, 50), torch.bfloat16),
@@ -464,11 +452,8 @@ def test_a_rotated_recipe_takes_the_times_without_rotation_until_it_is_timed():
     assert rotated.ours - plain.ours == pytest.approx(0.0094, abs=1e-4)
     assert table.error(family, names[1]) == table.error(family, names[0])
     assert table.predict(family, "sage1-rotated", flux) is None
-    times = {
-        x: {names[1]: 2 * ms[names[0]]}
-        for x, ms in table.families[family].items()
-        if names[0] in ms
-    }
+    plain_of = {x: ms[names[0]] for x, ms in table.families[family].items() if names[0] in ms}
+    times = {x: {names[1]: 2 * ms} for x, ms in plain_of.items()}
     timed = table.with_families({family: times}).predict(family, names[1], flux)
     assert timed.ours == pytest.approx(2 * plain.ours, rel=1e-3)
 
@@ -725,11 +710,8 @@ def test_times_of_too_few_sizes_predict_nothing(gpu):
     ):  # fmt: skip
         tables._of_this_process.clear()
         times = {each: {} for each in sizes}
-        of = {
-            "sage1": sizes[:ours],
-            "CUDNN_ATTENTION": sizes[:cudnn],
-            "FLASH_ATTENTION": sizes[-flash:] if flash else [],
-        }
+        of = {"sage1": sizes[:ours], "CUDNN_ATTENTION": sizes[:cudnn]}
+        of["FLASH_ATTENTION"] = sizes[len(sizes) - flash :]
         for name, timed_ones in of.items():
             for each in timed_ones:
                 times[each][name] = 1.0
@@ -776,9 +758,8 @@ def test_where_no_backend_computes_a_call_sdpas_math_is_timed(computed, on_cpu, 
         return found | dict.fromkeys((*case.candidates, *computed), 1.0)
 
     monkeypatch.setattr(timing, "time_calls", timed)
-    (case,) = timing.cases_of(
-        torch.device("cpu"), Family(63, 63, "mask"), PER_TOKEN, [LONG]
-    ).values()
+    of_mask = Family(63, 63, "mask")
+    (case,) = timing.cases_of(torch.device("cpu"), of_mask, PER_TOKEN, [LONG]).values()
     times = timing.measure(case)
     assert times[case.candidates[0]] == 1.0
     assert times.get("MATH") == (None if computed else 2.0)
@@ -857,11 +838,8 @@ def test_a_gpu_that_cannot_be_measured_keeps_no_other_from_it(second, gpu, monke
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[device.index])
 
     def measure(case, rounds):
-        return (
-            clock(case)
-            if case.shape.device == other
-            else dict.fromkeys(case.candidates, "Error: 1")
-        )
+        fails = dict.fromkeys(case.candidates, "Error: 1")
+        return clock(case) if case.shape.device == other else fails
 
     monkeypatch.setattr(timing, "measure", measure)
     error = timing.calibrate(gpu, NEW, PER_TOKEN)
@@ -886,11 +864,9 @@ def test_what_the_candidates_launch_is_compiled_and_not_launched(monkeypatch):
     def calls_of(case):
         if case.shape.q[2] == 1024:
             raise RuntimeError("out of memory")
-        run = functools.partial(launch.launch_cached, "kernel", (1,), (x,))
-        run = {
-            each: functools.partial(run, (case.shape.q[2], each.recipe)) for each in case.candidates
-        }
-        return run | {Candidate("sage1"): lambda: 1 / 0}
+        run, N = functools.partial(launch.launch_cached, "kernel", (1,), (x,)), case.shape.q[2]
+        runs = {each: functools.partial(run, (N, each.recipe)) for each in case.candidates}
+        return runs | {Candidate("sage1"): lambda: 1 / 0}
 
     monkeypatch.setattr(timing, "calls_of", calls_of)
     names = "sage1", *PER_TOKEN
@@ -1256,12 +1232,6 @@ def test_calls_are_timed_while_dynamo_compiles(on_cpu):
         torch.compile(lambda x: x @ x, backend=compiler, dynamic=True)(torch.randn(4, 4))
     assert len(on_cpu) == 4 and all(type(out) is torch.Tensor for _, out in on_cpu)
     assert {out.dtype for _, out in on_cpu} == {torch.bfloat16}
-
-
-def test_times_stand_for_head_dims_above_half_of_theirs():
-    measured_at = Family(64, 64, "full")
-    found = [D for D in range(16, 80) if measured_at.stands_for(Family(D, D, "full"))]
-    assert found == [40, 48, 56, 64]
 
 
 def test_ranks_share_times_by_the_kind_of_gpu(monkeypatch):

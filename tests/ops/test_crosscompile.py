@@ -755,10 +755,7 @@ def test_no_byte_is_stored_of_a_float(recipe):
     assert bytes_stored > 0
 
 
-@pytest.mark.parametrize(
-    "kernel",
-    ["hopper", "attention", "kv", "pool", "k", "smooth"],
-)
+@pytest.mark.parametrize("kernel", ["hopper", "attention", "kv", "pool", "k", "smooth"])
 def test_rows_of_72_channels_are_read_16_bytes_at_a_time(kernel):
     """Strides come doubled, so 16 divides them: test_launch.py."""
     if kernel == "hopper":

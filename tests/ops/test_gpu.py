@@ -12,16 +12,7 @@ import pytest
 import support
 import torch
 import torch.nn.functional as F
-from kernel_cases import (
-    BANDS,
-    GPU,
-    LARGE,
-    MASKS,
-    OfHopper,
-    hopper_emulation,
-    mask_of,
-    on_hopper,
-)
+from kernel_cases import BANDS, GPU, LARGE, MASKS, OfHopper, hopper_emulation, mask_of, on_hopper
 from pairs import pairs, seeds
 from support import arguments, attention_call, exactly, relative_l1, relative_l2, sdpa
 from torch._inductor.utils import run_and_get_code
@@ -606,24 +597,7 @@ def test_training_gradients_equal_exact_attention():
 
 
 def test_training_for_50_steps_follows_inductor():
-    losses = {}
-    for backend, options in (("inductor", {}), ("sage", FORCE)):
-        torch.manual_seed(0)
-        m = model()
-        compiled = torch.compile(m, backend=backend, options=options or None)
-        optimizer = torch.optim.AdamW(m.parameters(), lr=3e-4)
-        x = sample(512)
-        target = torch.randn_like(x)
-        losses[backend] = []
-        for _ in range(50):
-            loss = F.mse_loss(compiled(x), target)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses[backend].append(loss.item())
-    actual, expected = (torch.tensor(losses[b]) for b in ("sage", "inductor"))
-    assert actual.isfinite().all() and expected[-1] < 0.9 * expected[0]
-    assert (actual - expected).abs().max() < 0.02 * expected[0]
+    support.check_50_steps(model, sample(512), 3e-4, FORCE)
 
 
 def test_autocast_decides_the_dtype():

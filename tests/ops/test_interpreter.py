@@ -500,14 +500,14 @@ def test_the_largest_scores(seed):
 
 
 def test_of_a_row_with_nan_each_block_is_listed_once():
-    scores = torch.where(torch.rand(12, 600) < torch.rand(12, 1), torch.nan, torch.randn(12, 600))
+    scores = torch.where(torch.rand(6, 520) < torch.rand(6, 1), torch.nan, torch.randn(6, 520))
     scores[0], scores[1] = torch.nan, -torch.inf
-    counts = torch.randint(0, 601, (12,)).int()
+    counts = torch.randint(0, 521, (6,)).int()
     found = of_tokens._launch_largest(scores, counts)
-    assert torch.equal(found.sort(-1)[0], torch.arange(600).int().expand(12, -1))
+    assert torch.equal(found.sort(-1)[0], torch.arange(520).int().expand(6, -1))
 
 
-@seeds(6, always=4)
+@seeds(6, always=2)
 def test_blocks_are_selected_by_kernels_as_by_plain_pytorch(seed, monkeypatch):
     draw = random.Random(seed)
     q, k = (between_nan(1, H, 600, 24, dtype=torch.float16) for H in (2, 1))

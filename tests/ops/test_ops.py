@@ -10,7 +10,7 @@ import support
 import torch
 import torch.nn.functional as F
 import triton
-from pairs import chosen, seeds
+from pairs import chosen, pairs, seeds
 from support import arguments, attention_call, exactly, qkv, relative_l1, relative_l2, sdpa
 from torch._dynamo.source import ConstantSource
 from torch._functorch.aot_autograd import aot_function, make_boxed_func
@@ -126,9 +126,7 @@ def test_opcheck_of_the_first_pieces(dynamic):
             torch.library.opcheck(quantize_nvfp4, args, test_utils=utilities)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("rows", [False, True])
-@pytest.mark.parametrize("out_bnhd", [False, True])
+@pairs(recipe=RECIPES, rows=[False, True], out_bnhd=[False, True])
 def test_opcheck_of_the_pieces(recipe, rows, out_bnhd):
     recipe = NAMED[recipe]
     for op, args in pieces(recipe, 70, rows, out_bnhd):
@@ -199,9 +197,7 @@ def test_opcheck_of_prepare_and_of_sdpa_with_what_it_gave(N_kv, D_v, recipe, dyn
     assert same_bytes(shared, before)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize("autocast", [False, True])
+@pairs(recipe=RECIPES, name=list(MASKS), autocast=[False, True])
 def test_what_prepare_gives_changes_no_bit_and_no_gradient(autocast, name, recipe):
     q, k, v = (x.requires_grad_() for x in qkv())
     attn_mask, cotangent, results = MASKS[name], torch.randn(2, 4, 65, 64), []
@@ -640,9 +636,7 @@ def test_what_a_mask_a_head_hides_from_a_group_may_be_anything(recipe):
         assert relative_l1(out[:, 2 * i : 2 * i + 2], exactly(*group, False, 0.125)[0]) < 0.1
 
 
-@pytest.mark.parametrize("D_v", [40, 72])
-@pytest.mark.parametrize("of_each", ["key", "query and key", "query and key, added"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pairs(recipe=RECIPES, of_each=["key", "query and key", "query and key, added"], D_v=[40, 72])
 def test_a_mask_where_v_has_a_head_dim_of_its_own(recipe, of_each, D_v):
     """What it hides from all queries may be no number."""
     q, k, v = qkv(N_kv=200)
@@ -814,15 +808,14 @@ def test_the_keys_that_a_band_shows_to_any_query(seed):
     assert shown[first : last + 1].all() and (keys is None) == bool(shown.all())
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("mask", ["none", "one for all keys", "bool", "additive"])
-@pytest.mark.parametrize("bottom_right, seen", [(False, slice(0, 78)), (True, slice(115, 200))])
-def test_keys_that_a_band_hides_from_every_query_may_hold_anything(
-    bottom_right, seen, mask, recipe
-):
+@pairs(
+    recipe=RECIPES, mask=["none", "one for all keys", "bool", "additive"], bottom_right=[False, True]
+)  # fmt: skip
+def test_keys_that_a_band_hides_from_every_query_may_hold_anything(recipe, mask, bottom_right):
     """They change no bit, and what a kernel reads of k and v is what it reads where they are not
     there."""
     q, k, v = qkv(N_q=65, N_kv=200)
+    seen = slice(115, 200) if bottom_right else slice(0, 78)
     attn_mask = {
         "none": None,
         "one for all keys": torch.rand(65, 1) > 0.1,

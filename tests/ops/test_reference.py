@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pairs import pairs
 from support import attention_call, exactly, relative_l1, sdpa
 from torch.testing import assert_close
 
@@ -420,9 +421,7 @@ def test_lse_merges_two_halves_of_the_keys():
     assert (lse.logsumexp(0) - whole_lse).abs().max() < 0.1
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("which", [0, 1, 2], ids="qkv")
-@pytest.mark.parametrize("recipe", list(NAMED))
+@pairs(recipe=list(NAMED), which=[0, 1, 2], bad=[math.nan, math.inf, -math.inf])
 def test_nan_and_inf_are_kept_and_stay_in_their_head(recipe, which, bad):
     inputs = list(qkv(B=2))
     clean, _ = sdpa(*inputs, True, 0.125, recipe)

@@ -121,8 +121,7 @@ def test_causal_needs_as_many_queries_as_keys():
 # scale, of whose own block the rest changes; at the last row of one, whose rest is none.
 @everywhere
 @pytest.mark.parametrize(
-    "N, n",
-    [(200, 150), (700, 650), pytest.param(1300, 1210, marks=pytest.mark.sweep), (700, 448)],
+    "N, n", [(200, 150), (700, 650), pytest.param(1300, 1210, marks=pytest.mark.sweep), (700, 448)]
 )
 def test_nothing_of_later_rows_is_in_earlier_ones(N, n, device):
     """The first n rows when those after change: theirs are the same bits; dK and dV where no later

@@ -4,9 +4,11 @@
 PyTorch computes, so that every test below is a test of soundness too.
 """
 
+import functools
 import math
 import os
 
+import models
 import pytest
 import torch
 import torch.nn.functional as F
@@ -584,91 +586,48 @@ def test_a_causal_bias_made_outside_is_inlined_into_tril_or_is_causal(lower_righ
     assert found == ([(LAST, None)] if lower_right else [])
 
 
-TEXT = dict(
-    hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=16,
-    intermediate_size=32, vocab_size=100, attn_implementation="sdpa",
-)  # fmt: skip
-SPECIAL = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
-NO_CACHE = {"use_cache": False}
-PADDED = {"attention_mask": torch.tensor([[1] * 12, [1] * 8 + [0] * 4])}
+NO_CACHE, PADDED = {"use_cache": False}, models.padding()
 
 
-def whisper(lib):
-    config = lib.WhisperConfig(
-        d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, vocab_size=100,
-        max_source_positions=100, max_target_positions=64, decoder_start_token_id=1,
-        attn_implementation="sdpa", **SPECIAL,
-    )  # fmt: skip
-    return lib.WhisperModel(config)
+def qwen3(lib, **inputs):
+    model = lib.Qwen3Model(lib.Qwen3Config(**models.DECODER, attn_implementation="sdpa"))
+    return model, {"input_ids": models.token_ids(), **inputs}
 
 
-def modern_bert(lib):
-    config = lib.ModernBertConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
-        vocab_size=100, local_attention=4, global_attn_every_n_layers=2, cls_token_id=1,
-        sep_token_id=2, attn_implementation="sdpa", **SPECIAL,
-    )  # fmt: skip
-    return lib.ModernBertModel(config)
-
-
-def gpt2(lib):
-    config = lib.GPT2Config(
-        n_embd=32, n_layer=1, n_head=2, vocab_size=100, attn_implementation="sdpa", **SPECIAL
+def gemma3(lib, sliding_window=16, kinds=("sliding_attention", "full_attention"), **inputs):
+    sizes = models.DECODER | {"num_hidden_layers": len(kinds), "layer_types": list(kinds)}
+    config = lib.Gemma3TextConfig(
+        **sizes, sliding_window=sliding_window, attn_implementation="sdpa"
     )
-    return lib.GPT2Model(config)
+    return lib.Gemma3TextModel(config), {"input_ids": models.token_ids(), **inputs}
 
 
-def gemma3(lib):
-    kinds = ["sliding_attention", "full_attention"]
-    given = {**TEXT, "num_hidden_layers": 2, "layer_types": kinds}
-    return lib.Gemma3TextModel(lib.Gemma3TextConfig(sliding_window=4, **given))
-
-
-def llama(lib):
-    return lib.LlamaModel(lib.LlamaConfig(**TEXT))
-
-
-def mistral(lib):
-    return lib.MistralModel(lib.MistralConfig(sliding_window=4, **TEXT))
-
-
-def bert(lib):
-    config = lib.BertConfig(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
-        vocab_size=100, attn_implementation="sdpa",
-    )  # fmt: skip
-    return lib.BertModel(config)
+def with_long_windows(make, **given):
+    """Of 4096 keys, longer than the prompt."""
+    return functools.partial(make, sliding_window=4096, **given)
 
 
 # To Dynamo of torch 2.11 torch.compiler.is_exporting() is True (pytorch#176499), where transformers
 # makes a mask even for calls in which every query sees every key.
 EVERY_KEY = [(FULL, None)] if torch.__version__ < "2.13" else []
 # model, inputs, of each attention call with a mask: what a query sees, and the shape of the rest
+OF_KEYS = 2, 1, 1, 70
 GOLDEN = [
-    (llama, NO_CACHE, [(CAUSAL, None)]),
-    (llama, PADDED, [(CAUSAL, (2, 1, 1, 12))]),
-    (lambda lib: lib.Qwen3Model(lib.Qwen3Config(**TEXT)), NO_CACHE, [(CAUSAL, None)]),
-    (gpt2, NO_CACHE, [(CAUSAL, None)]),
-    (gpt2, PADDED, [(CAUSAL, (2, 1, 1, 12))]),
-    (mistral, NO_CACHE, [(Band(3, 0), None)]),
-    (mistral, PADDED, [(Band(3, 0), (2, 1, 1, 12))]),
-    (gemma3, NO_CACHE, [(Band(3, 0), None), (CAUSAL, None)]),
-    (modern_bert, {}, [*EVERY_KEY, (Band(2, 2), None)]),
-    (modern_bert, PADDED, [(FULL, (2, 1, 1, 12)), (Band(2, 2), (2, 1, 1, 12))]),
-    (bert, PADDED, [(FULL, (2, 1, 1, 12))]),
-    (whisper, NO_CACHE, [(CAUSAL, None)]),
+    (models.llama, NO_CACHE, [(CAUSAL, None)]),
+    (models.llama, PADDED, [(CAUSAL, OF_KEYS)]),
+    (qwen3, NO_CACHE, [(CAUSAL, None)]),
+    (models.gpt2, NO_CACHE, [(CAUSAL, None)]),
+    (models.gpt2, PADDED, [(CAUSAL, OF_KEYS)]),
+    (models.mistral, NO_CACHE, [(Band(15, 0), None)]),
+    (models.mistral, PADDED, [(Band(15, 0), OF_KEYS)]),
+    (gemma3, NO_CACHE, [(Band(15, 0), None), (CAUSAL, None)]),
+    (models.modernbert, {}, [*EVERY_KEY, (Band(8, 8), None)]),
+    (models.modernbert, PADDED, [(FULL, OF_KEYS), (Band(8, 8), OF_KEYS)]),
+    (models.bert, PADDED, [(FULL, OF_KEYS)]),
+    (models.whisper, NO_CACHE, [(CAUSAL, None)]),
+    (with_long_windows(models.mistral), PADDED, [(CAUSAL, OF_KEYS)]),
+    (with_long_windows(gemma3, kinds=["sliding_attention"]), PADDED, [(CAUSAL, OF_KEYS)]),
 ]
-
-
-# Their windows, of 4096 keys, are longer than the prompt.
-LONG_WINDOWS = [
-    lambda lib: lib.MistralModel(lib.MistralConfig(**TEXT)),
-    lambda lib: lib.Gemma3TextModel(
-        lib.Gemma3TextConfig(sliding_window=4096, layer_types=["sliding_attention"], **TEXT)
-    ),
-]
-GOLDEN += [(model, PADDED, [(CAUSAL, (2, 1, 1, 12))]) for model in LONG_WINDOWS]
 
 
 @pytest.mark.models
@@ -680,13 +639,9 @@ GOLDEN += [(model, PADDED, [(CAUSAL, (2, 1, 1, 12))]) for model in LONG_WINDOWS]
     dynamic=[False, True],
 )
 def test_what_is_proven_of_models(row, dynamic):
-    model, inputs, expected = GOLDEN[row]
-    model, found = model(pytest.importorskip("transformers")).eval(), []
-    ids = torch.randint(3, 100, (2, 12))
-    if hasattr(model.config, "d_model"):
-        inputs = {"input_features": torch.randn(2, 80, 200), "decoder_input_ids": ids, **inputs}
-    else:
-        inputs = {"input_ids": ids, **inputs}
+    make, given, expected = GOLDEN[row]
+    model, inputs = make(models.library("transformers"), **given)
+    found = []
 
     def backend(gm, _):
         for mask, n_q, n_kv in sdpa_masks(gm.graph):
@@ -699,5 +654,5 @@ def test_what_is_proven_of_models(row, dynamic):
         return gm.forward
 
     with torch.no_grad():
-        torch.compile(model, backend=backend, dynamic=dynamic)(**inputs)
+        torch.compile(model.eval(), backend=backend, dynamic=dynamic)(**inputs)
     assert found == expected

@@ -383,7 +383,7 @@ EMULATE = {"sage.emulate": True, "sage.recipe": "sage1-per-token"}
 def rewritten(function, *inputs, **options):
     """What `function` returns with its only call rewritten."""
     torch._dynamo.reset()
-    with torch.no_grad():
+    with torch.no_grad(), support.op_by_op():
         out = torch.compile(function, backend="sage", options=EMULATE, **options)(*inputs)
     (site,) = sage_inductor.report()
     assert (site.spelling, site.recipe) == ("flex_attention", "sage1-per-token"), site.reason
@@ -433,10 +433,9 @@ def test_keys_that_no_list_names_may_hold_anything():
         x[:, :, 128:256] = x[:, :, 384:] = torch.nan
     torch._dynamo.reset()
     options = {"sage.emulate": True, "sage.recipe": "sage2-8b"}
-    with torch.no_grad():
-        out = torch.compile(listed(lists, None, (256, 512)), backend="sage", options=options)(
-            q, k, v
-        )
+    function = listed(lists, None, (256, 512))
+    with torch.no_grad(), support.op_by_op():
+        out = torch.compile(function, backend="sage", options=options)(q, k, v)
     assert sage_inductor.report()[0].rewritten
     assert support.relative_l2(out, expected) < 5e-2
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from expecttest import TestCase
 from functorch.compile import make_boxed_func
 from pairs import chosen
-from support import calls, heads, run_seen
+from support import calls, every, heads, run_seen
 from torch._dynamo.backends.common import aot_autograd
 from torch._guards import detect_fake_mode
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
@@ -137,20 +137,20 @@ SPELLED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", SPELLED)
-def test_batches_that_share_k_and_v_are_stacked_and_no_bit_changes(case, monkeypatch, row_by_row):
-    given = inputs()
-    out, (node,), (site,) = capture(SPELLED[case], *given)
-    assert batches(node) == [1, 1, 1] and value_of(node.args[0]).shape == (1, 4, 80, 32)
-    assert site.q == (2, 4, 40, 32) and site.k[0] == 2
-    assert site.reason == "emulated; all batches share k and v, which are prepared once"
+def test_batches_that_share_k_and_v_are_stacked_and_no_bit_changes(monkeypatch, row_by_row):
+    given, function = inputs(), every(SPELLED)
+    stacked = capture(function, *given)
     without_stacking(monkeypatch)
-    expected, (node,), (site,) = capture(SPELLED[case], *given)
-    assert batches(node) == [2, 2, 2] and site.reason == "emulated"
-    assert torch.equal(out, expected) and out.stride() == expected.stride()
-    exact = SPELLED[case](*given)
-    assert out.stride() == exact.stride()
-    assert 1e-4 < (out - exact).abs().sum() / exact.abs().sum() < 0.1
+    for case, out, node, site, expected, of_apart, apart, exact in zip(
+        SPELLED, *stacked, *capture(function, *given), function(*given), strict=True
+    ):
+        assert batches(node) == [1, 1, 1] and value_of(node.args[0]).shape == (1, 4, 80, 32), case
+        assert site.q == (2, 4, 40, 32) and site.k[0] == 2, case
+        assert site.reason == "emulated; all batches share k and v, which are prepared once", case
+        assert batches(of_apart) == [2, 2, 2] and apart.reason == "emulated", case
+        assert torch.equal(out, expected) and out.stride() == expected.stride(), case
+        assert out.stride() == exact.stride(), case
+        assert 1e-4 < (out - exact).abs().sum() / exact.abs().sum() < 0.1, case
 
 
 @chosen(
@@ -245,13 +245,13 @@ APART = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", APART)
-def test_other_calls_stay_as_they_were(case):
-    given = inputs()
-    out, (node,), (site,) = capture(APART[case], *given)
-    assert batches(node)[0] == batches(node)[1] == site.q[0] and "share" not in site.reason
-    exact = APART[case](*given)
-    assert (out - exact).abs().sum() / exact.abs().sum() < 0.1
+def test_other_calls_stay_as_they_were():
+    given, function = inputs(), every(APART)
+    found = zip(APART, *capture(function, *given), function(*given), strict=True)
+    for case, out, node, site, exact in found:
+        assert batches(node)[0] == batches(node)[1] == site.q[0], case
+        assert "share" not in site.reason, case
+        assert (out - exact).abs().sum() / exact.abs().sum() < 0.1, case
 
 
 @pytest.mark.parametrize("recipe", NAMED)

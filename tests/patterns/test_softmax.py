@@ -3,14 +3,11 @@
 Update the golden graphs with EXPECTTEST_ACCEPT=1.
 """
 
-import importlib
-import importlib.util
 import math
 import os
 import re
-import sys
-from unittest import mock
 
+import models
 import numpy as np
 import pytest
 import support
@@ -20,7 +17,7 @@ from expecttest import TestCase
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 from pairs import chosen
-from support import calls, run_seen, written
+from support import calls, every, run_seen, written
 from torch import nn
 
 import sage_inductor
@@ -372,17 +369,20 @@ sink_by_einsum: scaled_dot_product_attention = scaled_dot_product_attention(l_q_
         )
 
 
-@pytest.mark.parametrize("name", SPELLINGS | WITH_SINK)
-def test_an_exported_program_is_rewritten_with_aten_alone(name):
-    inputs, function = random_qkv(), (SPELLINGS | WITH_SINK)[name]
-    expected = function(*inputs)
-    program = torch.export.export(Spelling(function), tuple(inputs))
+def check_close(functions, found, expected, **given) -> None:
+    """Of each function what it returned."""
+    for name, x, y in zip(functions, found, expected, strict=True):
+        torch.testing.assert_close(x, y, **given, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_an_exported_program_is_rewritten_with_aten_alone():
+    functions, inputs = SPELLINGS | WITH_SINK, random_qkv()
+    program = torch.export.export(Spelling(every(functions)), inputs)
     taken, reasons = canonicalise(program.graph_module)
-    if name == "scale_in_a_tensor":  # torch.export lifts torch.tensor(16.0) to an input
-        assert reasons == ["the scores are scaled by a tensor"]
-    else:
-        assert len(taken) == 1 and not reasons
-    torch.testing.assert_close(program.module()(*inputs), expected, rtol=0, atol=1e-6)
+    # torch.export lifts the torch.tensor(16.0) of scale_in_a_tensor to an input.
+    assert len(taken) == len(functions) - 1 and reasons == ["the scores are scaled by a tensor"]
+    found, expected = program.module()(*inputs), every(functions)(*inputs)
+    check_close(functions, found, expected, rtol=0, atol=1e-6)
     for node in program.graph_module.graph.nodes:
         assert node.op != "call_function" or isinstance(node.target, torch._ops.OpOverload)
 
@@ -395,15 +395,16 @@ def test_a_program_opened_into_bmm_and_views_is_attention_still():
     torch.testing.assert_close(program.module()(*inputs), nano_gpt(*inputs))
 
 
-@pytest.mark.parametrize("name", SPELLINGS | WITH_SINK)
-def test_gradients_pass_through_the_attention_that_was_found(name):
-    inputs, function = [x.requires_grad_() for x in random_qkv()], (SPELLINGS | WITH_SINK)[name]
-    _, taken, reasons, actual = capture(function, *inputs)
-    assert len(taken) == 1, reasons
-    cotangent = torch.randn_like(actual)
-    expected = function(*inputs)
-    for x, y in zip(*(torch.autograd.grad(o, inputs, cotangent) for o in (actual, expected))):
-        torch.testing.assert_close(x, y, rtol=0, atol=1e-5)
+def test_gradients_pass_through_the_attention_that_was_found():
+    functions, inputs = SPELLINGS | WITH_SINK, [x.requires_grad_() for x in random_qkv()]
+    _, taken, reasons, actual = capture(every(functions), *inputs)
+    assert len(taken) == len(functions), reasons
+    cotangents = [torch.randn_like(out) for out in actual]
+    found, expected = (
+        [torch.autograd.grad(out, inputs, x) for out, x in zip(outs, cotangents)]
+        for outs in (actual, every(functions)(*inputs))
+    )
+    check_close(functions, found, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -910,13 +911,21 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_sdpa_stays_and_says_why(case):
-    function, reason = REFUSED[case]
-    _, taken, reasons, _ = capture(function, *random_qkv())
-    assert not taken
-    (got,) = reasons
-    assert re.search(reason, got), got
+def refusals(cases) -> list[str]:
+    """Why each of these is not taken, by one graph; nodes lose their numbers."""
+    functions = {case: function for case, (function, _) in cases.items()}
+    _, taken, reasons, _ = capture(every(functions), *random_qkv())
+    assert not taken and len(reasons) == len(cases), reasons
+    return [re.sub(r"_\d+`", "`", reason) for reason in reasons]
+
+
+DEEP = {"deep use": REFUSED.pop("deep use")}
+
+
+@pytest.mark.parametrize("cases", [REFUSED, DEEP], ids=["all", "deep use"])
+def test_what_is_not_sdpa_stays_and_says_why(cases):
+    for (case, (_, reason)), got in zip(cases.items(), refusals(cases), strict=True):
+        assert re.search(reason, got), (case, got)
 
 
 # Each argument of torch's functions between the products that changes what they compute.
@@ -952,16 +961,16 @@ ARGUMENTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", ARGUMENTS)
-def test_arguments_that_change_what_is_computed_are_honoured_or_refused(case):
-    """As Dynamo captures them, and as torch.export does."""
-    inputs = random_qkv()
-    function = ARGUMENTS[case]
-    expected = function(*inputs)
-    torch.testing.assert_close(capture(function, *inputs)[3], expected)
-    program = torch.export.export(Spelling(function), tuple(inputs))
-    canonicalise(program.graph_module)
-    torch.testing.assert_close(program.module()(*inputs), expected)
+@pytest.mark.parametrize("exported", [False, True])
+def test_arguments_that_change_what_is_computed_are_honoured_or_refused(exported):
+    inputs, function = random_qkv(), every(ARGUMENTS)
+    if exported:
+        program = torch.export.export(Spelling(function), inputs)
+        canonicalise(program.graph_module)
+        found = program.module()(*inputs)
+    else:
+        found = capture(function, *inputs)[3]
+    check_close(ARGUMENTS, found, function(*inputs))
 
 
 def test_heads_are_split_off_a_dynamic_batch():
@@ -1002,11 +1011,9 @@ UNREAD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", UNREAD)
-def test_a_softmax_between_two_products_that_is_not_read_says_so(case):
-    function, reason = UNREAD[case]
-    _, taken, (got,), _ = capture(function, *random_qkv())
-    assert not taken and reason in got, got
+def test_a_softmax_between_two_products_that_is_not_read_says_so():
+    for (case, (_, reason)), got in zip(UNREAD.items(), refusals(UNREAD), strict=True):
+        assert reason in got, (case, got)
 
 
 def test_under_strict_a_softmax_between_two_products_that_is_not_read_is_an_error():
@@ -1030,9 +1037,8 @@ NOT_ATTENTION = {
 }
 
 
-@pytest.mark.parametrize("case", NOT_ATTENTION)
-def test_another_softmax_is_not_spoken_of(case):
-    _, taken, reasons, _ = capture(NOT_ATTENTION[case], *random_qkv())
+def test_another_softmax_is_not_spoken_of():
+    _, taken, reasons, _ = capture(every(NOT_ATTENTION), *random_qkv())
     assert not taken and not reasons
 
 
@@ -1168,25 +1174,16 @@ def test_a_mirror_is_rewritten_and_stored_as_it_was(dynamic):
 
 @pytest.mark.parametrize("how", ["known sizes", "symbols", "exported"])
 def test_it_is_attention_beside_all_others(how):
-    """All in one graph: to trace and to export each by itself takes most of the time."""
-    left_out = {"symbols": NUMBERS, "exported": NOT_EXPORTED}.get(how, ())
-    functions = [
-        function
-        for name, function in TAKEN.items()
-        if name not in left_out and not (how == "symbols" and function is vit_det)
-    ]
-
-    def every(q, k, v):
-        return [function(q, k, v) for function in functions]
-
+    left_out = {"symbols": (*NUMBERS, "ViTDet"), "exported": NOT_EXPORTED}.get(how, ())
+    functions = {name: function for name, function in TAKEN.items() if name not in left_out}
     inputs = random_qkv()
     if how != "exported":
-        check(every, *inputs, number=len(functions), dynamic=how == "symbols")
+        check(every(functions), *inputs, number=len(functions), dynamic=how == "symbols")
         return
-    program = torch.export.export(Spelling(every), inputs)
+    program = torch.export.export(Spelling(every(functions)), inputs)
     taken, reasons = canonicalise(program.graph_module)
     assert len(taken) == len(functions) and not reasons, reasons
-    torch.testing.assert_close(program.module()(*inputs), every(*inputs))
+    check_close(functions, program.module()(*inputs), every(functions)(*inputs))
 
 
 # What the caller gives as a number, which Dynamo may hold as a symbol.
@@ -1281,135 +1278,45 @@ def test_any_combination_is_the_same_numbers_or_the_same_graph(names, mask_first
 # -- real models, whose attention is written out ----
 
 
-@pytest.fixture
-def transformers():
-    return pytest.importorskip("transformers")
-
-
-@pytest.fixture
-def timm(monkeypatch):
-    """timm without torchvision, see tests/front/test_models.py."""
-    if importlib.util.find_spec("timm") is None:
-        pytest.skip("timm is not installed")
-    if "timm" not in sys.modules and importlib.util.find_spec("torchvision") is None:
-        with monkeypatch.context() as stand_in:
-            for name in (
-                "", ".datasets", ".models", ".models.feature_extraction", ".ops", ".ops.misc",
-                ".transforms", ".transforms.functional",
-            ):  # fmt: skip
-                stand_in.setitem(sys.modules, f"torchvision{name}", mock.MagicMock())
-            return importlib.import_module("timm")
-    return pytest.importorskip("timm", exc_type=(ImportError, RuntimeError))
-
-
-EAGER = dict(vocab_size=100, attn_implementation="eager")
-IDS = torch.arange(18).reshape(2, 9)
-PADDED = torch.tensor([[1] * 9, [1] * 5 + [0] * 4])
-
-
-def bert(lib):
-    config = lib.BertConfig(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **EAGER,
-    )  # fmt: skip
-    return lib.BertModel(config), dict(input_ids=IDS)
-
-
-def bert_padded(lib):
-    model, inputs = bert(lib)
-    return model, dict(**inputs, attention_mask=PADDED)
-
-
-def gpt2(lib):
-    config = lib.GPT2Config(
-        n_embd=32, n_layer=1, n_head=2, n_positions=32, attn_pdrop=0.0, embd_pdrop=0.0,
-        resid_pdrop=0.0, bos_token_id=None, eos_token_id=None, **EAGER,
-    )  # fmt: skip
-    return lib.GPT2Model(config), dict(input_ids=IDS, use_cache=False)
-
-
-def llama(lib):
-    config = lib.LlamaConfig(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=8, intermediate_size=32, **EAGER,
-    )  # fmt: skip
-    return lib.LlamaModel(config), dict(input_ids=IDS, use_cache=False, attention_mask=PADDED)
-
-
-def gpt_oss_model(lib):
-    config = lib.GptOssConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=8, intermediate_size=32, num_local_experts=2, num_experts_per_tok=1,
-        sliding_window=4, **EAGER,
-    )  # fmt: skip
-    return lib.GptOssModel(config), dict(input_ids=IDS, use_cache=False, attention_mask=PADDED)
-
-
-def vit(lib):
-    config = lib.ViTConfig(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
-        image_size=32, patch_size=8, attn_implementation="eager",
-    )  # fmt: skip
-    return lib.ViTModel(config), dict(pixel_values=torch.randn(2, 3, 32, 32))
-
-
-def t5(lib):
-    config = lib.T5Config(
-        d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4, dropout_rate=0.0, **EAGER
-    )
-    return lib.T5Model(config), dict(input_ids=IDS, decoder_input_ids=IDS[:, :5], use_cache=False)
-
-
-def whisper(lib):
-    config = lib.WhisperConfig(
-        d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32,
-        max_source_positions=100, max_target_positions=64, pad_token_id=0, bos_token_id=1,
-        eos_token_id=2, decoder_start_token_id=1, dropout=0.0, **EAGER,
-    )  # fmt: skip
-    features = torch.randn(2, 80, 200)
-    return lib.WhisperModel(config), dict(
-        input_features=features, decoder_input_ids=IDS, use_cache=False
-    )
-
-
 def bloom(lib):
-    config = lib.BloomConfig(hidden_size=32, n_layer=1, n_head=4, hidden_dropout=0.0, **EAGER)
-    return lib.BloomModel(config), dict(input_ids=IDS, use_cache=False, attention_mask=PADDED)
-
-
-def timm_unfused(lib):
-    model = lib.models.VisionTransformer(
-        img_size=32, patch_size=8, embed_dim=32, depth=1, num_heads=2, num_classes=10
+    config = lib.BloomConfig(
+        hidden_size=32, n_layer=1, n_head=4, vocab_size=100, attn_implementation="eager"
     )
-    for block in model.blocks:
-        block.attn.fused_attn = False
-    return model, dict(x=torch.randn(2, 3, 32, 32))
+    return lib.BloomModel(config), {"input_ids": models.token_ids(), **models.padding()}
 
 
-MODELS = {
-    bert: 1, bert_padded: 1, gpt2: 1, llama: 1, gpt_oss_model: 2, vit: 1, t5: 6, whisper: 3, bloom: 1,
-    timm_unfused: 1,
-}  # fmt: skip
+MODELS = {  # and how many attentions each has
+    "bert": (lambda lib: models.bert(lib, "eager"), 1),
+    "bert_padded": (lambda lib: models.bert(lib, "eager", **models.padding()), 1),
+    "gpt2": (lambda lib: models.gpt2(lib, "eager"), 1),
+    "llama": (lambda lib: models.llama(lib, "eager", **models.padding()), 1),
+    "gpt_oss": (models.gpt_oss, 2),
+    "vit": (lambda lib: models.vit(lib, "eager"), 1),
+    "t5": (lambda lib: models.t5(lib, "eager"), 3),
+    "whisper": (lambda lib: models.whisper(lib, "eager"), 3),
+    "bloom": (bloom, 1),
+    "timm": (lambda lib: models.timm_vit(lib, by_hand=True), 2),
+}
 
 
 @pytest.mark.models
 @chosen(
     # Training has the inference's graph, and gradients. The others: front/test_models.py.
-    lambda name, training: training and name in ("bert_padded", "gpt_oss_model"),
-    name=[build.__name__ for build in MODELS],
-    training=[False, True],
-)
-def test_a_model_keeps_its_output_with_all_its_attention_found(name, training, request):
-    build = next(build for build in MODELS if build.__name__ == name)
-    model, inputs = build(
-        request.getfixturevalue("timm" if build is timm_unfused else "transformers")
-    )
+    lambda name, training: training and name in ("bert_padded", "gpt_oss"),
+    name=list(MODELS), training=[False, True],
+)  # fmt: skip
+def test_a_model_keeps_its_output_with_all_its_attention_found(name, training):
+    build, number = MODELS[name]
+    model, inputs = build(models.library("timm" if name == "timm" else "transformers"))
+    for module in model.modules():
+        for rate in ("p", "dropout", "attention_dropout", "hidden_dropout"):
+            if isinstance(getattr(module, rate, None), float):
+                setattr(module, rate, 0.0)
     model.train(training)
     with torch.set_grad_enabled(training):
         expected = model(**inputs)
         _, taken, reasons, actual = capture(model, **inputs)
-    assert len(taken) == MODELS[build] and not reasons, reasons
+    assert len(taken) == number and not reasons, reasons
     expected, actual = (x if isinstance(x, torch.Tensor) else x[0] for x in (expected, actual))
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
     if training:
@@ -1418,15 +1325,4 @@ def test_a_model_keeps_its_output_with_all_its_attention_found(name, training, r
             model.zero_grad()
             out.backward(torch.cos(torch.arange(out.numel())).view_as(out), retain_graph=True)
             grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-        for x, y in zip(*grads):
-            torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.models
-def test_models_that_return_their_weights_are_left_alone(transformers):
-    model, inputs = bert(transformers)
-    with torch.no_grad():
-        model(**inputs, output_attentions=True)  # installs hooks, with a lock that Dynamo refuses
-        _, taken, reasons, _ = capture(model.eval(), **inputs, output_attentions=True)
-    assert not taken and len(reasons) == 1
-    assert all("are also used by" in reason for reason in reasons), reasons
+        torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-4)
