@@ -343,7 +343,7 @@ def long_sentences(text: str) -> list[str]:
     word, and a link's address none."""
     text = re.sub(r"`` .*? ``|`[^`]*`", "code", text, flags=re.S)
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
-    parts = re.split(r"\n\s*\n|^(?:\* |\d+\. |#+ )|\|", text, flags=re.M)
+    parts = re.split(r"\n\s*\n|^(?:\* |\d+\. |#.*$)|\|", text, flags=re.M)
     found = [each for part in parts for each in re.split(r"(?<=[.?!])[*)\"]*\s", part)]
     return [each for each in found if len(each.split()) > 40]
 
