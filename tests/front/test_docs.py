@@ -189,12 +189,12 @@ def test_a_page_runs_from_top_to_bottom(page, compiled, here, small, monkeypatch
     quick = torch._inductor.config.patch({"aot_inductor.compile_wrapper_opt_level": "O0"})
     whole, made = torch._inductor.aot_compile, {}
 
-    def once(program, *args, **given):
-        """A page packages one layer under two names."""
-        code = program.code  # compiling changes it
-        if code not in made:
-            made[code] = whole(program, *args, **given)
-        return made[code]
+    def once(program, args=(), *more, **given):
+        """packages.md packages one layer under three names, and compiles it once."""
+        key = program.code, *((x.shape, x.dtype, x.device) for x in args)  # compiling changes code
+        if key not in made:
+            made[key] = whole(program, args, *more, **given)
+        return made[key]
 
     monkeypatch.setattr(torch._inductor, "aot_compile", once)
     with contextlib.nullcontext() if compiled else op_by_op(), quick:
