@@ -91,6 +91,7 @@ def small(monkeypatch, here):
         import diffusers
 
         monkeypatch.setattr(diffusers, "FluxPipeline", SmallFlux)
+        monkeypatch.setattr(diffusers.WanPipeline, "from_pretrained", SmallWan)
     with contextlib.suppress(ImportError):
         import transformers
 
@@ -140,6 +141,26 @@ class SmallFlux:
             img_ids=make(tokens, 3), txt_ids=make(16, 3),
         ).sample  # fmt: skip
         return SimpleNamespace(images=[image])
+
+
+class SmallWan(SmallFlux):
+    def __init__(self, name: str, torch_dtype):
+        import diffusers
+
+        self.dtype = torch_dtype
+        self.transformer = diffusers.WanTransformer3DModel(
+            num_attention_heads=2, attention_head_dim=64, in_channels=4, out_channels=4,
+            text_dim=16, freq_dim=16, ffn_dim=32, num_layers=1,
+        ).to(torch_dtype)  # fmt: skip
+
+    @torch.no_grad()
+    def __call__(self, prompt: str, height: int, width: int, num_frames: int):
+        device = self.transformer.device
+        make = functools.partial(torch.randn, device=device, dtype=self.dtype)
+        size = 1, 4, num_frames // 27, height // 90, width // 160
+        t = torch.tensor([500], device=device)
+        video = self.transformer(make(size), t, make(1, 6, 16)).sample
+        return SimpleNamespace(frames=[video])
 
 
 def small_llama(name: str, dtype, attn_implementation=None):
