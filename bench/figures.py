@@ -10,7 +10,7 @@ COLOURS = {"cuDNN": "slategray", "flash": "goldenrod", "flex": "tab:orange", "in
            "FA3": "tab:brown", "FA3-fp8": "tab:pink", "FA4": "tab:olive",
            "sageattention": "tab:cyan", "cuDNN-fp8": "teal"}  # fmt: skip
 SAGE_COLOURS = ("tab:green", "tab:purple", "tab:red")  # one per recipe
-CURVES = {"exact": "goldenrod", "bf16": "tab:blue", "FP8 backward": "tab:green", "SageBwd": "tab:red"}
+CURVES = {"exact": "gold", "bf16": "tab:blue", "FP8 backward": "tab:green", "SageBwd": "tab:red"}
 # Of text and axes: 4.5 times as bright or dark as a white page, 4.2 as a dark one (#0d1117).
 GREY = "#767676"
 INK = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
