@@ -10,6 +10,7 @@ COLOURS = {"cuDNN": "slategray", "flash": "goldenrod", "flex": "tab:orange", "in
            "FA3": "tab:brown", "FA3-fp8": "tab:pink", "FA4": "tab:olive",
            "sageattention": "tab:cyan", "cuDNN-fp8": "teal"}  # fmt: skip
 SAGE_COLOURS = ("tab:green", "tab:purple", "tab:red")  # one per recipe
+CURVES = {"exact": "gold", "bf16": "tab:blue", "FP8 backward": "tab:green", "SageBwd": "tab:red"}
 # Of text and axes: 4.5 times as bright or dark as a white page, 4.2 as a dark one (#0d1117).
 GREY = "#767676"
 INK = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
@@ -39,7 +40,7 @@ def keep(figure, title: str, result: dict, path: Path) -> None:
     shown = ("torch", "triton", "FA3", "SageAttention")
     versions = [f"{k} {result['versions'][k]}" for k in shown if k in result["versions"]]
     where = result["machine"]["gpu"], *versions, result["date"][:10]
-    figure.suptitle(f"{title}, {', '.join(where)}", fontsize=11)
+    figure.suptitle(f"{title}\n{', '.join(where)}", fontsize=9)
     figure.tight_layout(rect=(0, 0.04, 1, 1))
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
@@ -64,9 +65,9 @@ def against_n(axis, rows: list[dict], title: str, fontsize: int = 10) -> None:
 
 def label_panels(axes) -> None:
     for axis in axes[:, 0]:
-        axis.set_ylabel("TFLOP/s")
+        axis.set_ylabel("TFLOP/s: more is better")
     for axis in axes[-1]:
-        axis.set_xlabel("N")
+        axis.set_xlabel("tokens")
 
 
 def draw_speed(result: dict, path: Path) -> None:
@@ -239,14 +240,18 @@ def draw_curves(result: dict, path: Path) -> None:
         if line["recipe"] == "exact"  # of the others' lines one may be of fewer steps
     }
     settings = groups(rows, "setting")
-    colours = {name: f"C{i}" for i, name in enumerate(groups(rows, "recipe"))}
+    colours = {
+        name: CURVES.get(name.removesuffix(" (kernel)").partition(",")[0], f"C{i}")
+        for i, name in enumerate(groups(rows, "recipe"), len(CURVES))
+    }
     size = (11, 3.4 * len(settings) + 0.5)
     figure, axes = subplots(path, len(settings), 2, figsize=size, sharex="row")
     for (losses, gaps), (setting, its) in zip(axes, settings.items(), strict=True):
         recipes = groups(its, "recipe")
         beside = {row["seed"]: row["curve"] for row in recipes.get("exact", ())}
         for recipe, runs in recipes.items():
-            style = {"color": colours[recipe], "linewidth": 0.9}
+            line = "--" if "," in recipe else "-"  # a variant, of the same colour
+            style = {"color": colours[recipe], "linewidth": 0.9, "linestyle": line}
             for i, run in enumerate(runs):
                 points = numbers(enumerate(run["curve"], 1), run["every"])
                 losses.plot(*points, label="" if i else recipe, **style)
@@ -265,8 +270,10 @@ def draw_curves(result: dict, path: Path) -> None:
         if deviation := exact_deviation.get(setting):
             gaps.axhspan(-deviation, deviation, color=GREY, alpha=0.25, zorder=0)
         losses.set_yscale("log")
-        losses.set_title(f"loss, {setting}", fontsize=10)
-        gaps.set_title(f"gap to exact, mean over seeds, {setting}", fontsize=10)
+        losses.set_ylabel("loss")
+        losses.set_title(setting, fontsize=10)
+        gaps.set_ylabel("gap to exact, mean over seeds")
+        gaps.set_title(setting, fontsize=10)
     for axis in axes[-1]:
         axis.set_xlabel("step")
     for axis in axes.flat:

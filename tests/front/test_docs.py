@@ -91,6 +91,7 @@ def small(monkeypatch, here):
         import diffusers
 
         monkeypatch.setattr(diffusers, "FluxPipeline", SmallFlux)
+        monkeypatch.setattr(diffusers.WanPipeline, "from_pretrained", SmallWan)
     with contextlib.suppress(ImportError):
         import transformers
 
@@ -142,6 +143,26 @@ class SmallFlux:
         return SimpleNamespace(images=[image])
 
 
+class SmallWan(SmallFlux):
+    def __init__(self, name: str, torch_dtype):
+        import diffusers
+
+        self.dtype = torch_dtype
+        self.transformer = diffusers.WanTransformer3DModel(
+            num_attention_heads=2, attention_head_dim=64, in_channels=4, out_channels=4,
+            text_dim=16, freq_dim=16, ffn_dim=32, num_layers=1,
+        ).to(torch_dtype)  # fmt: skip
+
+    @torch.no_grad()
+    def __call__(self, prompt: str, height: int, width: int, num_frames: int):
+        device = self.transformer.device
+        make = functools.partial(torch.randn, device=device, dtype=self.dtype)
+        size = 1, 4, num_frames // 27, height // 90, width // 160
+        t = torch.tensor([500], device=device)
+        video = self.transformer(make(size), t, make(1, 6, 16)).sample
+        return SimpleNamespace(frames=[video])
+
+
 def small_llama(name: str, dtype, attn_implementation=None):
     import transformers
 
@@ -180,7 +201,7 @@ def pages():
             yield pytest.param(page, True, id=f"{name_of(page)}-compiled", marks=pytest.mark.sweep)
 
 
-@pytest.mark.parametrize("page, compiled", pages())
+@pytest.mark.parametrize("page, compiled", [*pages()])
 def test_a_page_runs_from_top_to_bottom(page, compiled, here, small, monkeypatch):
     """Each Python snippet on its own, as in a new interpreter; files stay for the next one. Without a
     GPU "cuda" is read as "cpu", and 8192 tokens as 64. A snippet in a file is for torchrun, where the
@@ -189,12 +210,12 @@ def test_a_page_runs_from_top_to_bottom(page, compiled, here, small, monkeypatch
     quick = torch._inductor.config.patch({"aot_inductor.compile_wrapper_opt_level": "O0"})
     whole, made = torch._inductor.aot_compile, {}
 
-    def once(program, *args, **given):
-        """A page packages one layer under two names."""
-        code = program.code  # compiling changes it
-        if code not in made:
-            made[code] = whole(program, *args, **given)
-        return made[code]
+    def once(program, args=(), *more, **given):
+        """packages.md packages one layer under three names, and compiles it once."""
+        key = program.code, *((x.shape, x.dtype, x.device) for x in args)  # compiling changes code
+        if key not in made:
+            made[key] = whole(program, args, *more, **given)
+        return made[key]
 
     monkeypatch.setattr(torch._inductor, "aot_compile", once)
     with contextlib.nullcontext() if compiled else op_by_op(), quick:
@@ -325,12 +346,40 @@ def test_tables_are_what_the_results_say(monkeypatch):
     assert written.main(["--check"]) == 0
 
 
+def by_hand(page: Path) -> str:
+    """What is neither a snippet nor made by bench/pages.py."""
+    text = re.sub(r"<!-- table:\w+ -->.*?<!-- table:end -->", "", page.read_text(), flags=re.S)
+    return FENCED.sub("", text)
+
+
 def test_the_readme_is_short_and_lines_are_not_long():
     assert len(PAGES[0].read_text().splitlines()) <= 150
     for page in PAGES:
-        text = re.sub(r"<!-- table:\w+ -->.*?<!-- table:end -->", "", page.read_text(), flags=re.S)
-        prose = [x for x in FENCED.sub("", text).splitlines() if not x.startswith(("|", "!["))]
+        prose = [x for x in by_hand(page).splitlines() if not x.startswith(("|", "!["))]
         assert not [x for x in prose if len(x) > 100], page
+
+
+def long_sentences(text: str) -> list[str]:
+    """Of more than 40 words, in paragraphs, items of lists and cells of tables. A code span is a
+    word, and a link's address none."""
+    text = re.sub(r"`` .*? ``|`[^`]*`", "code", text, flags=re.S)
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    parts = re.split(r"\n\s*\n|^(?:\* |\d+\. |#.*$)|\|", text, flags=re.M)
+    found = [each for part in parts for each in re.split(r"(?<=[.?!])[*)\"]*\s", part)]
+    return [each for each in found if len(each.split()) > 40]
+
+
+def test_no_sentence_is_long():
+    for page in (*PAGES, ROOT / "CONTRIBUTING.md"):
+        long = long_sentences(by_hand(page))
+        assert not long, (page, long)
+
+
+@pytest.mark.parametrize("place", ["{}", "# A\n{} B.", "B.\n\n{}", "* a\n* {}\n* b", "| a | {} |"])
+def test_a_long_sentence_is_found_wherever_it_stands(place):
+    words = "`a b c`", *["word\n "] * 36, "(see", "[a", "link](to.md)).*"
+    assert not long_sentences(place.format(" ".join(words)))
+    assert len(long_sentences(place.format(" ".join((*words[:2], *words[1:]))))) == 1
 
 
 WORDS = "beside", "besides", "of ours", "is to be", "are to be", "kind of call", "kinds of calls"
@@ -349,8 +398,7 @@ def test_a_measured_number_of_the_changelog_names_the_page_that_has_it():
 def test_pages_are_written_in_plain_words():
     """CONTRIBUTING.md says in which. Tables that bench/pages.py makes have the words of results."""
     for page in PAGES:
-        prose = re.sub(r"<!-- table:\w+ -->.*?<!-- table:end -->", "", page.read_text(), flags=re.S)
-        found = re.findall(rf"\b({'|'.join(WORDS)})\b", FENCED.sub("", prose), re.I)
+        found = re.findall(rf"\b({'|'.join(WORDS)})\b", by_hand(page), re.I)
         assert not found, (page, found)
 
 
