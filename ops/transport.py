@@ -27,9 +27,10 @@ WAYS = {  # as reports say it
 SENT = 2**24  # bytes that a rank sends to measure its group
 COPIED = 2**27  # bytes, more than any L2
 REPEATS = 5
-# Two H100s, torch 2.11 (bench/results/nvidia-h100-80gb-hbm3/2026-11-28-parallel.json):
+# Two H100s and two H200s, torch 2.11 (bench/results/nvidia-h200/2026-11-28-parallel.json):
 FLOPS = 1e15  # 8-bit attention's a second, with 37,800 queries and 75,600 keys
 STRIDED = 1.5  # times as long as a copy of as many bytes: heads moved beside rows, codes padded
+SMALL = {"rows": 0.0, "heads": 2e-5, "codes": 9e-5}  # seconds of kernels on few bytes
 HOST = {"rows": 1.7e-3, "heads": 2.4e-3, "codes": 4.3e-3}  # seconds of a call in eager
 
 
@@ -105,7 +106,7 @@ class Journey(NamedTuple):
         pairs = n * N
         if self.is_causal:  # the last rank's queries see most keys; by heads all ranks see as many
             pairs = n * N / 2 if way == "heads" else n * (N - n / 2)
-        return ends + copied / rates.copy + 2 * of_q * pairs / FLOPS
+        return ends + SMALL[way] + copied / rates.copy + 2 * of_q * pairs / FLOPS
 
 
 def choose(journey: Journey, group, device: torch.device) -> str:
