@@ -19,7 +19,6 @@ from sage_inductor import (
     patterns,
     settings,
 )
-from sage_inductor.at_once import also_at_once
 from sage_inductor.choose.decide import decide
 from sage_inductor.errors import SageOptionError
 from sage_inductor.inductor_pass import sources_tag
@@ -173,7 +172,6 @@ def _has_symbolic_floats(gm: torch.fx.GraphModule) -> bool:
 sage_backend.reset = InductorWrapper(None, None, None).reset
 
 
-@also_at_once
 def explain(model, *, options: dict | None = None) -> Callable[..., Report]:
     """``explain(model)(*args, **kwargs)`` runs `model` once on these arguments, and says what
     ``backend="sage"`` would do with each attention call.

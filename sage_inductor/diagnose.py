@@ -23,7 +23,6 @@ import torch
 from torch import nn
 
 from sage_inductor import page
-from sage_inductor.at_once import also_at_once
 from sage_inductor.backend import UNLIMITED, op_by_op
 from sage_inductor.choose import families, tables
 from sage_inductor.measure import SDPA, Measured, Row
@@ -253,7 +252,6 @@ def _text(cell: page.Cell) -> str:
     return f"{cell:.6g}" if isinstance(cell, float) else str(cell)
 
 
-@also_at_once
 def diagnose(
     model,
     *,

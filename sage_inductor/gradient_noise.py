@@ -31,7 +31,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sage_inductor.at_once import also_at_once
 from sage_inductor.backend import run_graphs
 from sage_inductor.choose.decide import decide
 from sage_inductor.diagnose import MOST_SHOWN, calls_of
@@ -149,12 +148,8 @@ def _sizes(row: GradientRow) -> tuple[str, ...]:
     return str(list(site.q)), str(list(site.k)), site.dtype, site.mask
 
 
-@also_at_once
 def diagnose_training(
-    model: nn.Module,
-    *,
-    loss: Callable[..., Tensor],
-    recipes: str | Sequence[str] | None = None,
+    model: nn.Module, *, loss: Callable[..., Tensor], recipes: str | Sequence[str] | None = None
 ) -> Callable[..., TrainingDiagnosis]:
     """``diagnose_training(model, loss=loss)(*args, **kwargs)`` runs
     ``loss(model(*args, **kwargs))`` once, backward too, and measures at every attention call the
