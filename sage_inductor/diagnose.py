@@ -61,10 +61,8 @@ class Diagnosis:
     suggested: dict[str, str]  # path of a module: the recipe of its calls, or "off"
     tolerance: float
     shown: tuple[str, ...]  # recipes that the table has a column for
-    # The same of each stage in which something ran, or which is suggested (stages.py).
+    # The same of each stage in which something ran (stages.py).
     by_stage: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
-    # Suggested: how many of the first and of the last steps should be in the stage "edge".
-    edge: tuple[int, int] | None = None
     # Of all calls together, by recipe; "the policy": the suggested recipe of each call.
     totals: dict[str, Total] = dataclasses.field(default_factory=dict)
 
@@ -123,8 +121,6 @@ class Diagnosis:
         if self._modules:
             lines += ["", f"the fastest recipes with a relative L1 of at most {self.tolerance}:"]
             lines.append(self.policy.text().rstrip())
-        if self.edge is not None:
-            lines.append(f"with callback_on_step_end=sage_inductor.Schedule(edge={self.edge})")
         return "\n".join(lines)
 
     @property
@@ -199,10 +195,8 @@ class Diagnosis:
         """Cells of the printed table, the worst error of a shown recipe first."""
 
         def same(row: Row) -> tuple:
-            module, of_stage = row.site.module, self.by_stage.get(row.site.stage, {})
-            # What ran in no stage may have run in the steps alone that are suggested as one.
-            every = of_stage, self.suggested, *self.by_stage.values()
-            return *_cells(row)[1:6], next(each[module] for each in every if module in each)
+            of_stage = self.by_stage.get(row.site.stage, self.suggested)
+            return *_cells(row)[1:6], of_stage[row.site.module]
 
         lines = []
         for where, rows in grouped(self.rows, lambda row: _where(row.site), same):
@@ -270,9 +264,8 @@ def diagnose(
     one, and "off" if there is none.
 
     model may be a function, or a pipeline of diffusers. With
-    ``callback_on_step_end=sage_inductor.Schedule()`` errors are given for each step. A stage "edge"
-    of the first and last steps is suggested where it makes the other steps faster. With a Schedule
-    that has stages, each stage gets its recipes.
+    ``callback_on_step_end=sage_inductor.Schedule(edge=(5, 2))`` each stage gets its errors and
+    recipes.
 
     Gradients are off. The model's code, parameters and mode stay as they are, and what a forward
     pass changes it changes. Dynamo's caches are reset. After three seconds stderr shows how many
@@ -311,13 +304,11 @@ def diagnosing(
     does, on the inputs that they get there. When the block has ended, `found` is the Diagnosis.
 
     model: a module that the block calls, such as ``pipe.transformer``. every: with 10, each tenth
-    call is measured, from the first on. recipes, path, tolerance: see `diagnose`. With
-    ``callback_on_step_end=sage_inductor.Schedule()`` errors are given for each measured step, and a
-    stage "edge" is suggested as by `diagnose`.
+    call is measured, from the first on. recipes, path, tolerance: see `diagnose`.
 
     All else in the block runs in eager, also what is compiled. Gradients are as the block has them.
     The memory is that of `diagnose`, however many calls there are: the worst errors of each
-    attention call are kept, and those of each step of a Schedule.
+    attention call are kept.
 
     If the block raises, `found` has what was measured before, and no policy is written.
     Raises TypeError if model is no nn.Module; ValueError, beside those of `diagnose`, if the block
@@ -338,7 +329,6 @@ def diagnosing(
     def call(*args, **kwargs):
         nonlocal calls
         calls += 1
-        measured.count_step()
         with called_instead(model, None) as itself:
             if (calls - 1) % every:
                 return itself(*args, **kwargs)
@@ -412,6 +402,6 @@ def _diagnosis(measured: Measured, tolerance: float, are_all: bool) -> Diagnosis
         recipes = [r for r in recipes if r in BY_SPEED or any(r in c.autos for c in calls)]
     seen = {row.recipe for row in rows}
     shown = tuple(name for name in (SDPA, *recipes) if name in seen)
-    by_stage, edge, totals = suggestion(calls, tolerance, measured.steps)
+    by_stage, totals = suggestion(calls, tolerance)
     suggested, refused = by_stage.pop(None, {}), tuple(measured.refusals())
-    return Diagnosis(rows, refused, suggested, tolerance, shown, by_stage, edge, totals)
+    return Diagnosis(rows, refused, suggested, tolerance, shown, by_stage, totals)
