@@ -30,19 +30,17 @@ from sage_inductor.ops.compat import (
     tracing,
 )
 from sage_inductor.patterns.call import Site
-from sage_inductor.patterns.graph import copied, value_of
+from sage_inductor.patterns.graph import copied, graph_modules, value_of
 from sage_inductor.policy import stages_of
 from sage_inductor.report import (
     Report,
-    Seen,
-    clear,
     ends_in_graph_break,
     not_asked,
     raise_if_refused,
     record,
     whole,
 )
-from sage_inductor.reset import on_reset
+from sage_inductor.session import Seen, session
 from sage_inductor.stages import by_stage
 
 METADATA = "aot_inductor.metadata"
@@ -103,7 +101,7 @@ def _variants(gm: torch.fx.GraphModule, asked: settings.Settings) -> dict[str | 
     """`gm` rewritten for no stage and for each that the policy names. Its modules keep what they
     hold, parameters too: only the graphs are several."""
     stages = (None, *stages_of(asked.policy))
-    modules = [each for each in gm.modules() if isinstance(each, torch.fx.GraphModule)]
+    modules = graph_modules(gm)
     graphs, found = [each.graph for each in modules], {}
     for stage in stages:
         if len(stages) > 1:
@@ -227,7 +225,7 @@ def op_by_op(see: Callable) -> Iterator[Callable]:
             return torch.compile(model, backend=look)(*args, **kwargs)
 
     torch._dynamo.reset()
-    on_reset(clear)  # the next reset forgets that these graphs were compiled
+    session()  # the next reset forgets that these graphs were compiled
     try:
         with torch.compiler.set_stance("force_eager"):
             yield run

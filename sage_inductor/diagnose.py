@@ -34,12 +34,13 @@ from sage_inductor.policy import Policy
 from sage_inductor.report import (
     counts,
     folded,
-    grouped,
     made_with,
+    not_measured,
     number_of,
     path_of,
     remedies,
     table,
+    table_of_errors,
 )
 from sage_inductor.suggest import POLICY, Total, merged, suggestion
 
@@ -47,7 +48,6 @@ from sage_inductor.suggest import POLICY, Total, merged, suggestion
 # (docs/measurements/attention.md). A call above this tolerance has inputs that its recipe does not
 # cope with.
 TOLERANCE = 0.05
-MOST_SHOWN = 20  # rows of the printed table
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -107,17 +107,17 @@ class Diagnosis:
         return f"<Diagnosis: {self.verdict}>"
 
     def __str__(self):
-        lines = [self.verdict]
-        groups = self._groups()
-        if groups:
-            head = ("module", "count", "call", "q", "k", "dtype", "mask", "suggested", *self.shown)
-            lines += ["", table([head, *groups[:MOST_SHOWN]])]
-            if groups[MOST_SHOWN:]:
-                lines.append(f"and {len(groups) - MOST_SHOWN} rows of smaller errors")
-            lines.append("relative L1, the worst of each row's calls; more: print(found.details())")
-            lines += [gain] if (gain := self._gain()) else []
-        for where, sites in grouped(self.unmeasured, path_of, lambda x: (x.spelling, x.reason)):
-            lines.append(f"{where} x{len(sites)} ({sites[0].spelling}): {sites[0].reason}")
+        def same(row: Row) -> tuple:
+            of_stage = self.by_stage.get(row.site.stage, self.suggested)
+            return *_cells(row)[1:6], of_stage[row.site.module]
+
+        head = ("module", "count", "call", "q", "k", "dtype", "mask", "suggested", *self.shown)
+        names = "relative L1", "errors"
+        lines = [self.verdict, *table_of_errors(
+            self.rows, head, lambda row: _where(row.site), same, lambda row: row.relative_l1, names
+        )]  # fmt: skip
+        lines += [gain] if (gain := self._gain()) else []
+        lines += not_measured(self.unmeasured)
         if self._modules:
             lines += ["", f"the fastest recipes with a relative L1 of at most {self.tolerance}:"]
             lines.append(self.policy.text().rstrip())
@@ -191,23 +191,6 @@ class Diagnosis:
         calls = f"{sum(within)} of {len(within)}" if within else ""
         return error, calls, *((ms, sdpa_ms, sdpa_ms - ms) if sdpa_ms else ("", "", ""))
 
-    def _groups(self) -> list[tuple[str, ...]]:
-        """Cells of the printed table, the worst error of a shown recipe first."""
-
-        def same(row: Row) -> tuple:
-            of_stage = self.by_stage.get(row.site.stage, self.suggested)
-            return *_cells(row)[1:6], of_stage[row.site.module]
-
-        lines = []
-        for where, rows in grouped(self.rows, lambda row: _where(row.site), same):
-            worst = {row.recipe: row for row in reversed(rows)}  # self.rows: the worst comes first
-            shown = [worst[name] for name in self.shown if name in worst]
-            calls = calls_of(rows)
-            errors = (f"{worst[x].relative_l1:.3g}" if x in worst else "-" for x in self.shown)
-            cells = (where, f"x{calls}", *same(rows[0]), *errors)
-            lines.append((max((row.badness for row in shown), default=0.0), cells))
-        return [cells for _, cells in sorted(lines, key=lambda line: -line[0])]
-
 
 COLUMNS = ("module", "call", "q", "k", "dtype", "mask", "recipe", "CosSim", "relative L1", "RMSE",
            "worst head", "relative L1 of that head", "worst batch, head, row",
@@ -218,14 +201,6 @@ OF_TIMES = (
     "call to SDPA where no gain is predicted. A recipe without ms was not timed for such calls."
 )
 UNMEASURED = ("module", "call", "not measured")
-
-
-def calls_of(rows: list) -> int:
-    """How many calls these are, each in a row a recipe. Where graphs do not know their module's
-    name, calls of several graphs have one name."""
-    if rows[0].site.module:
-        return len({(row.site.module, row.site.call) for row in rows})
-    return max(collections.Counter(row.recipe for row in rows).values())
 
 
 def _where(site: Site, path: str | None = None) -> str:

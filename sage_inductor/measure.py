@@ -32,6 +32,7 @@ from sage_inductor.ops.visibility import as_4d
 from sage_inductor.patterns import Decision, Site, reasons, rewrite
 from sage_inductor.patterns.call import FULL, Band, Call
 from sage_inductor.patterns.call_shape import CallShape
+from sage_inductor.patterns.graph import graph_modules
 from sage_inductor.patterns.shared_kv import stacks
 from sage_inductor.settings import Settings
 
@@ -116,9 +117,8 @@ class Measured:
             found = self.calls.setdefault(self._key(site), Found(site, autos(call)))
             Probe(call, found, self.recipes, lambda: self.progress.step())
         self.progress.expect(len(self.calls) - known)
-        for module in gm.modules():
-            if isinstance(module, torch.fx.GraphModule):
-                module.recompile()
+        for module in graph_modules(gm):
+            module.recompile()
 
     def _key(self, site: Site) -> tuple:
         name = site.module, site.call

@@ -15,23 +15,16 @@ import contextvars
 import logging
 from collections.abc import Callable, Iterator
 
-from sage_inductor.reset import on_reset
+from sage_inductor.session import session
 
 _log = logging.getLogger("sage_inductor")
 
 _current: contextvars.ContextVar[str | None] = contextvars.ContextVar("stage", default=None)
-_named: set[str] = set()  # all that were in force since `torch._dynamo.reset()`
 
 
 def current() -> str | None:
     """The stage in force in this thread (or task); None: none was named."""
     return _current.get()
-
-
-def named() -> set[str]:
-    """The stages that were in force since `torch._dynamo.reset()`; `report` tells of those that no
-    rule names."""
-    return _named
 
 
 def check(name: str | None) -> str | None:
@@ -42,14 +35,9 @@ def check(name: str | None) -> str | None:
 
 
 def _begin(name: str | None) -> contextvars.Token:
-    if name is not None and name not in _named:
-        _named.add(name)
-        on_reset(_forget)
+    if name is not None:
+        session().stages.add(name)
     return _current.set(name)
-
-
-def _forget() -> None:
-    _named.clear()
 
 
 @contextlib.contextmanager
