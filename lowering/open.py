@@ -20,12 +20,18 @@ import torch
 
 from sage_inductor.lowering.precompile import precompile
 from sage_inductor.lowering.realize import stored
-from sage_inductor.ops import prepare_kv, sdpa, select_blocks, with_sink
 from sage_inductor.ops.compat import FunctionalTensorMode, OpOverload, exporting, virtualized
-from sage_inductor.ops.lse import compose_with_sink
+from sage_inductor.ops.lse import compose_with_sink, with_sink
 from sage_inductor.ops.register import LAUNCHES
-from sage_inductor.ops.sdpa import SdpaCall, compose, compose_prepare, unsmoothed_lse_opaque
-from sage_inductor.ops.selector import compose_select
+from sage_inductor.ops.sdpa import (
+    SdpaCall,
+    compose,
+    compose_prepare,
+    prepare_kv,
+    sdpa,
+    unsmoothed_lse_opaque,
+)
+from sage_inductor.ops.selector import compose_select, select_blocks
 
 
 def _opens(custom_op, into, tensors: slice, portable_at: int | None = None) -> None:
