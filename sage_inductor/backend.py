@@ -66,7 +66,7 @@ def sage_backend(gm: torch.fx.GraphModule, example_inputs, *, mode=None, options
     asked, graph_break = settings.resolve({"mode": mode, **ours}), ends_in_graph_break(gm)
     final = not _has_symbolic_floats(gm)
     variants = _variants(gm, asked)
-    sites = _told(variants)
+    sites = _sites_of_stages(variants)
     refused = asked.strict and not_asked(sites)
     compiled = None
     if not (refused and final):  # else Inductor's minutes would be for nothing
@@ -148,7 +148,7 @@ def _own_context() -> contextlib.AbstractContextManager:
     return tracing(copy.copy(TracingContext.try_get()))
 
 
-def _told(variants: dict[str | None, _Variant]) -> list[Site]:
+def _sites_of_stages(variants: dict[str | None, _Variant]) -> list[Site]:
     """The sites of no stage, and of each stage those that become something else there."""
     usual = variants[None].sites
     known = {(site.module, site.call): site.decision for site in usual}
@@ -187,7 +187,7 @@ def explain(model, *, options: dict | None = None) -> Callable[..., Report]:
             variants = _variants(gm, asked)
             variants[None].install()
             graph = str(CompileContext.current_compile_id())
-            sites.extend((graph, site) for site in _told(variants))
+            sites.extend((graph, site) for site in _sites_of_stages(variants))
 
         with op_by_op(see) as run_once:
             run_once(model, args, kwargs)
