@@ -8,7 +8,6 @@ Python did before.
 """
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +16,6 @@ import torch
 from triton import knobs
 
 from sage_inductor.lowering.number import Facts
-from sage_inductor.lowering.precompile import precompile_op
 from sage_inductor.lowering.record import TensorArgument, record
 from sage_inductor.ops import gpus
 from sage_inductor.ops.compat import (
@@ -36,25 +34,14 @@ from sage_inductor.ops.register import LAUNCHES
 HEADER = Path(__file__).with_name("launcher.h")
 
 
-def register(op: OpOverload, launch: Callable, kind: type) -> None:
-    """From now on a `kind` of node, `Packaged` or `Replayed`, is what Inductor makes of a call of
-    op, and does what ``launch(arguments, run, gpu)`` launches."""
+def register(op: OpOverload, kind: type) -> None:
+    """From now on a `kind` of node, `Packaged` or `Replayed`, is what Inductor makes of a call."""
     add_layout_constraint(op, constrain_to_fx_strides)  # as of an op without a lowering
 
     @register_lowering(op, type_promotion_kind=None)
     def lower(*args, **kwargs):
-        if kind is Replayed:  # of others lowering/open.py has done it
-            precompile_op(launch, _values(op, virtualized.graph.current_node))
         outputs = kind.create(op, *args, **kwargs)  # a list, or a tuple
         return type(outputs)(map(TensorBox.create, outputs))
-
-
-def _values(op: OpOverload, node: torch.fx.Node) -> dict:
-    """The arguments of a call in a graph, by name. AOTAutograd has put all in their places."""
-    return {
-        each.name: x.meta["val"] if isinstance(x, torch.fx.Node) else x
-        for each, x in zip(op._schema.arguments, node.args, strict=True)
-    }
 
 
 class Replayed(FallbackKernel):
@@ -92,7 +79,7 @@ class Packaged(Replayed):
 
 
 for _op, _launches in LAUNCHES.items():
-    register(_op, _launches.launch, Packaged if _launches.in_packages else Replayed)
+    register(_op, Packaged if _launches.in_packages else Replayed)
 
 
 def _replay(wrapper, op: OpOverload, given: list) -> str:

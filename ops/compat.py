@@ -35,7 +35,8 @@ class Private:
 TABLE: list[Private] = []
 
 
-def _take(*places: str, seen: str, without: str, optional: bool = False):
+def _take(*places: str, without: str, seen: str = "", optional: bool = False):
+    seen = seen or (TRITON if places[0].startswith("triton") else TORCH)
     value = next((found for place in places if (found := _find(place)) is not None), None)
     if value is None and not optional:
         raise ImportError(
@@ -81,29 +82,29 @@ def untested(
 # -- torch: compiling ----
 
 InductorWrapper = _take("torch:_TorchCompileInductorWrapper",
-    seen=TORCH, without="the backend cannot hand a graph and its options to Inductor")
+    without="the backend cannot hand a graph and its options to Inductor")
 ShortenTraceback = _take("torch._dynamo.exc:ShortenTraceback",
-    seen=TORCH, without="Dynamo wraps errors of options, which should reach the user as they are")
+    without="Dynamo wraps errors of options, which should reach the user as they are")
 CompileContext = _take("torch._guards:CompileContext",
-    seen=TORCH, without="a report cannot say which graph a call is in")
+    without="a report cannot say which graph a call is in")
 TracingContext = _take("torch._guards:TracingContext",
-    seen=TORCH, without="a policy with stages cannot be had: see tracing")
+    without="a policy with stages cannot be had: see tracing")
 tracing = _take("torch._guards:tracing",
-    seen=TORCH, without="backwards of a graph's stages mistake each other's tensors for their own")
+    without="backwards of a graph's stages mistake each other's tensors for their own")
 cached_backends = _take("torch._dynamo.eval_frame:cached_backends",
-    seen=TORCH, without="torch._dynamo.reset() does not empty the report")
+    without="torch._dynamo.reset() does not empty the report")
 counters = _take("torch._dynamo.utils:counters",
-    seen=TORCH, without="rewritten and refused calls are not among Dynamo's counters")
+    without="rewritten and refused calls are not among Dynamo's counters")
 graph_break_reasons = _take("torch._dynamo.utils:graph_break_reasons", optional=True,
-    seen=TORCH, without="the report does not name attention that a graph break leaves to eager")
+    without="the report does not name attention that a graph break leaves to eager")
 inductor_config = _take("torch._inductor:config",
-    seen=TORCH, without='the pass for backend="inductor" cannot be installed')
+    without='the pass for backend="inductor" cannot be installed')
 CustomGraphPass = _take("torch._inductor.custom_graph_pass:CustomGraphPass",
-    seen=TORCH, without='graphs of backend="inductor" with our pass are not cached')
+    without='graphs of backend="inductor" with our pass are not cached')
 virtualized = _take("torch._inductor.virtualized:V",
-    seen=TORCH, without="the pass cannot tell that AOTInductor compiles a package")
+    without="the pass cannot tell that AOTInductor compiles a package")
 default_store = _take("torch.distributed.distributed_c10d:_get_default_store",
-    seen=TORCH, optional=True,
+    optional=True,
     without="each rank times recipes for itself, and ranks may choose different ones")
 process_group = _take("torch.distributed.distributed_c10d:_resolve_process_group",
     seen="torch 2.11 and 2.13", optional=True,
@@ -123,8 +124,7 @@ register_effectful_op = _take("torch._higher_order_ops.effects:_register_effectf
 EffectType = _take("torch._higher_order_ops.effects:_EffectType",
     seen="torch 2.11 and 2.13", without="as register_effectful_op", optional=True)
 register_sharding = _take("torch.distributed.tensor.experimental:register_sharding",
-    seen="torch 2.11 and 2.13", optional=True,
-    without="torch.ops.sage takes no DTensors")
+    seen="torch 2.11 and 2.13", optional=True, without="torch.ops.sage takes no DTensors")
 sharding_schemas = _take(
     "torch.distributed.tensor:DTensor._op_dispatcher.sharding_propagator.op_to_schema_info",
     seen="torch 2.13", optional=True,
@@ -133,125 +133,113 @@ sharding_schemas = _take(
 # -- torch: graphs ----
 
 statically_known_true = _take("torch.fx.experimental.symbolic_shapes:statically_known_true",
-    seen=TORCH, without="sizes cannot be compared without a guard")
+    without="sizes cannot be compared without a guard")
 enable_python_dispatcher = _take("torch._dispatch.python:enable_python_dispatcher",
-    seen=TORCH, without="F.pad on a fake tensor specialises dynamic sizes")
+    without="F.pad on a fake tensor specialises dynamic sizes")
 unset_fake_temporarily = _take("torch._subclasses.fake_tensor:unset_fake_temporarily",
-    seen=TORCH, without="constants cannot be evaluated while Dynamo traces")
+    without="constants cannot be evaluated while Dynamo traces")
 functorch = _take("torch._C:_functorch",
-    seen=TORCH, without="tensors inside torch.func transforms cannot be told from others")
+    without="tensors inside torch.func transforms cannot be told from others")
 encoder_layer = _take("torch:_transformer_encoder_layer_fwd",
-    seen=TORCH, without="nn.TransformerEncoderLayer's fast path is not recognised")
+    without="nn.TransformerEncoderLayer's fast path is not recognised")
 InstructionTranslator = _take("torch._dynamo.symbolic_convert:InstructionTranslator",
-    seen=TORCH, optional=True,
+    optional=True,
     without="the path of a module that an object holds (pipe.transformer) starts at the object")
 FakeTensorMode = _take("torch._subclasses.fake_tensor:FakeTensorMode",
-    seen=TORCH, without="sage_inductor.attention cannot decide what becomes of a call")
-FakeTensor = _take("torch._subclasses.fake_tensor:FakeTensor",
-    seen=TORCH, without="as FakeTensorMode")
+    without="sage_inductor.attention cannot decide what becomes of a call")
+FakeTensor = _take("torch._subclasses.fake_tensor:FakeTensor", without="as FakeTensorMode")
 detect_fake_mode = _take("torch._guards:detect_fake_mode",
-    seen=TORCH, without="sage_inductor.attention cannot be traced with dynamic shapes")
+    without="sage_inductor.attention cannot be traced with dynamic shapes")
 disable_modes = _take("torch.utils._python_dispatch:_disable_current_modes",
-    seen=TORCH, without="what sage_inductor.attention looks at ends up in the graph being traced")
+    without="what sage_inductor.attention looks at ends up in the graph being traced")
 proxy_mode = _take("torch.fx.experimental.proxy_tensor:get_proxy_mode",
-    seen=TORCH, without="sage_inductor.attention decides while Dynamo only asks for shapes")
+    without="sage_inductor.attention decides while Dynamo only asks for shapes")
 FunctionalTensor = _take("torch._subclasses.functional_tensor:FunctionalTensor",
-    seen=TORCH, without="sage_inductor.attention stays SDPA under other backends")
-OpOverload = _take("torch._ops:OpOverload",
-    seen=TORCH, without="an aten op is not recognised")
-OpOverloadPacket = _take("torch._ops:OpOverloadPacket",
-    seen=TORCH, without="as OpOverload")
+    without="sage_inductor.attention stays SDPA under other backends")
+OpOverload = _take("torch._ops:OpOverload", without="an aten op is not recognised")
+OpOverloadPacket = _take("torch._ops:OpOverloadPacket", without="as OpOverload")
 HigherOrderOperator = _take("torch._ops:HigherOrderOperator",
-    seen=TORCH, without="flex_attention is not recognised")
+    without="flex_attention is not recognised")
 
 # -- torch: ops ----
 
 register_lowering = _take("torch._inductor.lowering:register_lowering",
-    seen=TORCH, without="Inductor writes a RoPE's k twice: sage::stored has no lowering")
+    without="Inductor writes a RoPE's k twice: sage::stored has no lowering")
 add_layout_constraint = _take("torch._inductor.lowering:add_layout_constraint",
-    seen=TORCH, without="packages cannot hold the kernels of opaque ops")
+    without="packages cannot hold the kernels of opaque ops")
 constrain_to_fx_strides = _take("torch._inductor.lowering:constrain_to_fx_strides",
-    seen=TORCH, without="as add_layout_constraint")
-FallbackKernel = _take("torch._inductor.ir:FallbackKernel",
-    seen=TORCH, without="as add_layout_constraint")
-TensorBox = _take("torch._inductor.ir:TensorBox",
-    seen=TORCH, without="as add_layout_constraint")
+    without="as add_layout_constraint")
+FallbackKernel = _take("torch._inductor.ir:FallbackKernel", without="as add_layout_constraint")
+TensorBox = _take("torch._inductor.ir:TensorBox", without="as add_layout_constraint")
 handles_of = _take("torch._C:_aoti.unsafe_alloc_void_ptrs_from_tensors",
-    seen=TORCH, optional=True,
+    optional=True,
     without="opaque ops in compiled models are submitted by Python, five times as slowly")
 tensors_of = _take("torch._C:_aoti.alloc_tensors_by_stealing_from_void_ptrs",
-    seen=TORCH, without="as handles_of", optional=True)
-c_functions = _take("torch:_C.__file__",
-    seen=TORCH, without="as handles_of", optional=True)
+    without="as handles_of", optional=True)
+c_functions = _take("torch:_C.__file__", without="as handles_of", optional=True)
 FunctionalTensorMode = _take("torch._subclasses.functional_tensor:FunctionalTensorMode",
-    seen=TORCH, without="sage::sdpa does not open into kernels that Inductor sees")
+    without="sage::sdpa does not open into kernels that Inductor sees")
 disable_compiled_autograd = _take("torch._dynamo.compiled_autograd:_disable",
-    seen=TORCH, without="what a GPU is measured by would be compiled, by the thread that waits")
+    without="what a GPU is measured by would be compiled, by the thread that waits")
 exporting = _take("torch.export._trace:custom_triton_ops_decomposition_disabled",
-    seen=TORCH,
     without="torch.export opens sage::sdpa, and a program holds kernels instead of the op")
 AsyncCompile = _take("torch._inductor.async_compile:AsyncCompile",
-    seen=TORCH, optional=True,
+    optional=True,
     without="the kernels of opaque ops compile where they are first launched, one after the other")
 triton_kernel_wrap = _take("torch._higher_order_ops:triton_kernel_wrap",
-    seen=TORCH, optional=True,
+    optional=True,
     without="what a kernel writes is analysed anew for each call: 24 layers trace 12 s longer")
 launch_options = _take(
     "torch._inductor.runtime.triton_helpers:try_filter_backend_options_for_target",
     seen="torch 2.14 on", optional=True,
     without="Inductor cannot pass a launch's options on: portable kernels round as Triton chooses")
 fused_sdp_choice = _take("torch:_fused_sdp_choice",
-    seen=TORCH, optional=True, without="doctor does not name the backend that SDPA runs")
-DispatchKey = _take("torch._C:DispatchKey",
-    seen=TORCH, without="autocast has no rule for our ops")
-DispatchKeySet = _take("torch._C:DispatchKeySet",
-    seen=TORCH, without="as DispatchKey")
-ExcludeDispatchKeyGuard = _take("torch._C:_ExcludeDispatchKeyGuard",
-    seen=TORCH, without="as DispatchKey")
+    optional=True, without="doctor does not name the backend that SDPA runs")
+DispatchKey = _take("torch._C:DispatchKey", without="autocast has no rule for our ops")
+DispatchKeySet = _take("torch._C:DispatchKeySet", without="as DispatchKey")
+ExcludeDispatchKeyGuard = _take("torch._C:_ExcludeDispatchKeyGuard", without="as DispatchKey")
 
 # -- Triton ----
 
 TensorDescriptor = _take("triton.tools.tensor_descriptor:TensorDescriptor",
-    seen=TRITON, without="the portable kernel cannot be launched with TMA")
+    without="the portable kernel cannot be launched with TMA")
 gdc_wait = _take("triton.language.extra.cuda.gdc:gdc_wait",
-    seen=TRITON, optional=True,
+    optional=True,
     without="kernels of the preparation do not overlap (programmatic dependent launch)")
 gdc_launch_dependents = _take("triton.language.extra.cuda.gdc:gdc_launch_dependents",
-    seen=TRITON, without="as gdc_wait", optional=True)
+    without="as gdc_wait", optional=True)
 gluon = _take("triton.experimental.gluon",
-    seen=TRITON, without="the Hopper kernel is lost: calls run in the portable one", optional=True)
+    without="the Hopper kernel is lost: calls run in the portable one", optional=True)
 gluon_barrier = _take(
     "triton.experimental.gluon.language:barrier",
     "triton.experimental.gluon.language:thread_barrier",
-    seen=TRITON, without="as gluon", optional=True)
+    without="as gluon", optional=True)
 tma_load = _take(
     "triton.experimental.gluon.language.nvidia.hopper:tma.async_load",
     "triton.experimental.gluon.language.nvidia.hopper:tma.async_copy_global_to_shared",
-    seen=TRITON, without="as gluon", optional=True)
+    without="as gluon", optional=True)
 reinterpret = _take(
     "triton.experimental.gluon.language:shared_memory_descriptor.reinterpret",
     "triton.experimental.gluon.language:shared_memory_descriptor._reinterpret",
-    seen=TRITON, without="as gluon", optional=True)
+    without="as gluon", optional=True)
 GluonDescriptor = _take("triton.experimental.gluon.nvidia.hopper:TensorDescriptor",
-    seen=TRITON, without="as gluon", optional=True)
+    without="as gluon", optional=True)
 GluonJITFunction = _take("triton.experimental.gluon._runtime:GluonJITFunction",
-    seen=TRITON, without="as gluon, in packages", optional=True)
+    without="as gluon, in packages", optional=True)
 GluonASTSource = _take("triton.experimental.gluon._runtime:GluonASTSource",
-    seen=TRITON, without="as gluon, in packages", optional=True)
+    without="as gluon, in packages", optional=True)
 ASTSource = _take("triton.compiler:ASTSource",
-    seen=TRITON, without="packages hold only kernels that Inductor launches", optional=True)
-GPUTarget = _take("triton.backends.compiler:GPUTarget",
-    seen=TRITON, without="as ASTSource", optional=True)
+    without="packages hold only kernels that Inductor launches", optional=True)
+GPUTarget = _take("triton.backends.compiler:GPUTarget", without="as ASTSource", optional=True)
 ptxas_version = _take("triton.backends.nvidia.compiler:get_ptxas_version",
-    seen=TRITON, without="as AsyncCompile", optional=True)
-triton_build = _take("triton.runtime.build:_build",
-    seen=TRITON, without="as handles_of", optional=True)
+    without="as AsyncCompile", optional=True)
+triton_build = _take("triton.runtime.build:_build", without="as handles_of", optional=True)
 cache_manager = _take("triton.runtime.cache:get_cache_manager",
-    seen=TRITON, without="as handles_of", optional=True)
+    without="as handles_of", optional=True)
 load_module = _take("triton.runtime.build:_load_module_from_path",
-    seen=TRITON, without="as handles_of", optional=True)
+    without="as handles_of", optional=True)
 cuda_library_dirs = _take("triton.backends.nvidia.driver:library_dirs",
-    seen=TRITON, without="as handles_of", optional=True)
+    without="as handles_of", optional=True)
 
 
 @contextlib.contextmanager

@@ -50,12 +50,9 @@ def exact_lse(
 
 @exact_lse.register_fake
 def _(q, k, attn_mask, is_causal, scale):
-    shape = q.shape[:-1] if q.dim() == 3 else (*_batch(q, k), *q.shape[1:3])
+    batch = torch.broadcast_shapes(q.shape[:1], k.shape[:1]) if q.dim() == 4 else ()
+    shape = *batch, *q.shape[-3:-1]
     return q.new_empty(shape, dtype=torch.float32)
-
-
-def _batch(q: Tensor, k: Tensor) -> tuple:
-    return torch.broadcast_shapes(q.shape[:1], k.shape[:1])
 
 
 exact_lse.register_autograd(

@@ -17,7 +17,7 @@ from sage_inductor.ops import compat
 from sage_inductor.patterns import backends, flex, functional, modules, sdpa
 from sage_inductor.patterns.bands import prove
 from sage_inductor.patterns.call import FULL, Call, Decision, Site, gathered, unreadable
-from sage_inductor.patterns.graph import GraphIndex, noting_guards, value_of
+from sage_inductor.patterns.graph import GraphIndex, graph_modules, noting_guards, value_of
 from sage_inductor.patterns.replace import replace, share
 from sage_inductor.patterns.softmax import build as softmax
 
@@ -47,13 +47,12 @@ def rewrite(
         replace(call, site.decision, portable)
 
     sites = []
-    for module in gm.modules():
-        if isinstance(module, torch.fx.GraphModule):
-            asked = functional.as_sdpa(module.graph)
-            found = _rewrite_graph(module.graph, asked, decide, put or replaced)
-            if asked or any(site.rewritten for site in found):
-                module.recompile()
-            sites += found
+    for module in graph_modules(gm):
+        asked = functional.as_sdpa(module.graph)
+        found = _rewrite_graph(module.graph, asked, decide, put or replaced)
+        if asked or any(site.rewritten for site in found):
+            module.recompile()
+        sites += found
     return sites
 
 

@@ -59,7 +59,8 @@ def why_not(call: Call) -> Reason | None:
     valid = (torch.float16, torch.bfloat16, torch.float32)
     if out.dtype not in valid:  # out's dtype is what autocast makes of the inputs'
         return reasons.DTYPE([str(d)[6:] for d in valid], str(out.dtype)[6:])
-    if not (guarded(k.shape[3] == q.shape[3]) and all(map(_has_kernel, (q, v)))):
+    widths = k.shape[3] == q.shape[3], *(x.shape[3] <= HEAD_DIMS[-1] for x in (q, v))
+    if not all(map(guarded, widths)):
         return reasons.HEAD_DIM(HEAD_DIMS[-1], *(x.shape[3] for x in (q, k, v)))
     pairs = zip((q.shape[0], *k.shape[:3]), (k.shape[0], *v.shape[:3]), strict=True)
     if not all(guarded(n == m) for n, m in pairs):
@@ -190,10 +191,6 @@ def _why_not_listed(call: Call, lists: list[torch.Tensor]) -> Reason | None:
     if not guarded(counts.shape[2] * call.blocks.block_q >= q.shape[2]):
         return reasons.LISTS_OF_ALL(shown(counts), shown(q))
     return None
-
-
-def _has_kernel(x: torch.Tensor) -> bool:
-    return guarded(x.shape[3] <= HEAD_DIMS[-1])
 
 
 def stored(call: Call) -> tuple[list[int], int] | None:

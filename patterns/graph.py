@@ -353,6 +353,11 @@ class GraphIndex:
             self.unsettled.pop().undo()
 
 
+def graph_modules(gm: torch.fx.GraphModule) -> list[torch.fx.GraphModule]:
+    """It, and those nested in it."""
+    return [module for module in gm.modules() if isinstance(module, torch.fx.GraphModule)]
+
+
 def copied(graph: torch.fx.Graph) -> torch.fx.Graph:
     """A deep copy that keeps what Dynamo wrote at the nodes: where inputs come from, without which
     AOTAutograd takes none of them for parameters."""

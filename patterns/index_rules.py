@@ -134,20 +134,12 @@ def _transpose(analysis, node, x, dim0, dim1):
     return analysis.moved(x, {a: _axis(b), b: _axis(a)})
 
 
-@rule("t", "numpy_T")  # x.T from torch 2.15 on
-def _t(analysis, node, x):
-    return _transpose(analysis, node, x, 0, 1) if value_of(x).dim() == 2 else None
-
-
-@rule("mT")
-def _mT(analysis, node, x):
+@rule("t", "numpy_T", "mT", "getattr")  # x.T is numpy_T from torch 2.15 on
+def _matrix_transpose(analysis, node, x, name=None):
+    name = name or op_name(node)
+    if name != "mT" and not (name in ("t", "numpy_T", "T") and value_of(x).dim() == 2):
+        return None
     return _transpose(analysis, node, x, -2, -1)
-
-
-@rule("getattr")
-def _getattr(analysis, node, x, name):
-    is_transpose = name == "mT" or name == "T" and value_of(x).dim() == 2
-    return _transpose(analysis, node, x, -2, -1) if is_transpose else None
 
 
 @rule("permute")

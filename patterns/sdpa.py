@@ -17,13 +17,7 @@ from torch.fx import Node
 
 from sage_inductor.patterns import reasons
 from sage_inductor.patterns.call import CAUSAL, FULL, Call
-from sage_inductor.patterns.graph import (
-    Emitter,
-    GraphIndex,
-    as_float,
-    equal,
-    value_of,
-)
+from sage_inductor.patterns.graph import Emitter, GraphIndex, as_float, equal, value_of
 from sage_inductor.patterns.repeat_kv import broadcast_heads, kv_source
 
 TARGETS = (

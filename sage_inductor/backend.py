@@ -19,7 +19,6 @@ from sage_inductor import (
     patterns,
     settings,
 )
-from sage_inductor.at_once import also_at_once
 from sage_inductor.choose.decide import decide
 from sage_inductor.errors import SageOptionError
 from sage_inductor.inductor_pass import sources_tag
@@ -31,19 +30,17 @@ from sage_inductor.ops.compat import (
     tracing,
 )
 from sage_inductor.patterns.call import Site
-from sage_inductor.patterns.graph import copied, value_of
+from sage_inductor.patterns.graph import copied, graph_modules, value_of
 from sage_inductor.policy import stages_of
 from sage_inductor.report import (
     Report,
-    Seen,
-    clear,
     ends_in_graph_break,
     not_asked,
     raise_if_refused,
     record,
     whole,
 )
-from sage_inductor.reset import on_reset
+from sage_inductor.session import Seen, session
 from sage_inductor.stages import by_stage
 
 METADATA = "aot_inductor.metadata"
@@ -69,7 +66,7 @@ def sage_backend(gm: torch.fx.GraphModule, example_inputs, *, mode=None, options
     asked, graph_break = settings.resolve({"mode": mode, **ours}), ends_in_graph_break(gm)
     final = not _has_symbolic_floats(gm)
     variants = _variants(gm, asked)
-    sites = _told(variants)
+    sites = _sites_of_stages(variants)
     refused = asked.strict and not_asked(sites)
     compiled = None
     if not (refused and final):  # else Inductor's minutes would be for nothing
@@ -104,7 +101,7 @@ def _variants(gm: torch.fx.GraphModule, asked: settings.Settings) -> dict[str | 
     """`gm` rewritten for no stage and for each that the policy names. Its modules keep what they
     hold, parameters too: only the graphs are several."""
     stages = (None, *stages_of(asked.policy))
-    modules = [each for each in gm.modules() if isinstance(each, torch.fx.GraphModule)]
+    modules = graph_modules(gm)
     graphs, found = [each.graph for each in modules], {}
     for stage in stages:
         if len(stages) > 1:
@@ -151,7 +148,7 @@ def _own_context() -> contextlib.AbstractContextManager:
     return tracing(copy.copy(TracingContext.try_get()))
 
 
-def _told(variants: dict[str | None, _Variant]) -> list[Site]:
+def _sites_of_stages(variants: dict[str | None, _Variant]) -> list[Site]:
     """The sites of no stage, and of each stage those that become something else there."""
     usual = variants[None].sites
     known = {(site.module, site.call): site.decision for site in usual}
@@ -173,7 +170,6 @@ def _has_symbolic_floats(gm: torch.fx.GraphModule) -> bool:
 sage_backend.reset = InductorWrapper(None, None, None).reset
 
 
-@also_at_once
 def explain(model, *, options: dict | None = None) -> Callable[..., Report]:
     """``explain(model)(*args, **kwargs)`` runs `model` once on these arguments, and says what
     ``backend="sage"`` would do with each attention call.
@@ -191,7 +187,7 @@ def explain(model, *, options: dict | None = None) -> Callable[..., Report]:
             variants = _variants(gm, asked)
             variants[None].install()
             graph = str(CompileContext.current_compile_id())
-            sites.extend((graph, site) for site in _told(variants))
+            sites.extend((graph, site) for site in _sites_of_stages(variants))
 
         with op_by_op(see) as run_once:
             run_once(model, args, kwargs)
@@ -229,7 +225,7 @@ def op_by_op(see: Callable) -> Iterator[Callable]:
             return torch.compile(model, backend=look)(*args, **kwargs)
 
     torch._dynamo.reset()
-    on_reset(clear)  # the next reset forgets that these graphs were compiled
+    session()  # the next reset forgets that these graphs were compiled
     try:
         with torch.compiler.set_stance("force_eager"):
             yield run

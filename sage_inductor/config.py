@@ -14,12 +14,12 @@ us.)
 """
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sage_inductor import renamed
 from sage_inductor.names import unknown
 from sage_inductor.options import SETTINGS, Option
 
@@ -36,9 +36,7 @@ else:  # with these methods a type checker would take any name for a setting's
             return patched[name] if name in patched else super().__getattribute__(name)
 
         def __getattr__(self, name: str):
-            if (now := renamed.setting(name)) not in vars(self):
-                raise AttributeError(unknown(name, SETTINGS, _PREFIX))
-            return getattr(self, now)
+            raise AttributeError(unknown(name, SETTINGS, _PREFIX))
 
         def __setattr__(self, name: str, value) -> None:
             changes = _checked({name: value})
@@ -100,19 +98,18 @@ def _tell(changes: dict[str, Any], for_all: bool = False) -> None:
 
 
 def _checked(changes: dict[str, Any]) -> dict[str, Any]:
-    """What is kept of new values, by the settings' names of today."""
+    """What is kept of new values."""
     kept = {}
     for name, value in changes.items():
-        name = renamed.setting(name)
         if name not in SETTINGS:
             raise AttributeError(unknown(name, SETTINGS, _PREFIX))
         kept[name] = SETTINGS[name].check(_PREFIX + name, value)
     return kept
 
 
-def _of_environment(option: Option, given: dict[str, str]):
+def _of_environment(option: Option):
     """What the environment says, else the default."""
-    value = given.get(option.variable, "")
+    value = os.environ.get(option.variable, "")
     if value == "":
         return option.default
     if not isinstance(option.default, bool):
@@ -124,6 +121,5 @@ def _of_environment(option: Option, given: dict[str, str]):
 
 _patched: ContextVar[dict[str, Any]] = ContextVar(_PREFIX, default={})  # noqa: B039 (never changed)
 config = Config()
-_given = renamed.environment()
-vars(config).update({name: _of_environment(option, _given) for name, option in SETTINGS.items()})
+vars(config).update({name: _of_environment(option) for name, option in SETTINGS.items()})
 sys.modules[__name__] = config  # whoever imports this module gets the object

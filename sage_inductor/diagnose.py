@@ -23,7 +23,6 @@ import torch
 from torch import nn
 
 from sage_inductor import page
-from sage_inductor.at_once import also_at_once
 from sage_inductor.backend import UNLIMITED, op_by_op
 from sage_inductor.choose import families, tables
 from sage_inductor.measure import SDPA, Measured, Row
@@ -35,12 +34,13 @@ from sage_inductor.policy import Policy
 from sage_inductor.report import (
     counts,
     folded,
-    grouped,
     made_with,
+    not_measured,
     number_of,
     path_of,
     remedies,
     table,
+    table_of_errors,
 )
 from sage_inductor.suggest import POLICY, Total, merged, suggestion
 
@@ -48,7 +48,6 @@ from sage_inductor.suggest import POLICY, Total, merged, suggestion
 # (docs/measurements/attention.md). A call above this tolerance has inputs that its recipe does not
 # cope with.
 TOLERANCE = 0.05
-MOST_SHOWN = 20  # rows of the printed table
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -62,10 +61,8 @@ class Diagnosis:
     suggested: dict[str, str]  # path of a module: the recipe of its calls, or "off"
     tolerance: float
     shown: tuple[str, ...]  # recipes that the table has a column for
-    # The same of each stage in which something ran, or which is suggested (stages.py).
+    # The same of each stage in which something ran (stages.py).
     by_stage: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
-    # Suggested: how many of the first and of the last steps should be in the stage "edge".
-    edge: tuple[int, int] | None = None
     # Of all calls together, by recipe; "the policy": the suggested recipe of each call.
     totals: dict[str, Total] = dataclasses.field(default_factory=dict)
 
@@ -110,22 +107,20 @@ class Diagnosis:
         return f"<Diagnosis: {self.verdict}>"
 
     def __str__(self):
-        lines = [self.verdict]
-        groups = self._groups()
-        if groups:
-            head = ("module", "count", "call", "q", "k", "dtype", "mask", "suggested", *self.shown)
-            lines += ["", table([head, *groups[:MOST_SHOWN]])]
-            if groups[MOST_SHOWN:]:
-                lines.append(f"and {len(groups) - MOST_SHOWN} rows of smaller errors")
-            lines.append("relative L1, the worst of each row's calls; more: print(found.details())")
-            lines += [gain] if (gain := self._gain()) else []
-        for where, sites in grouped(self.unmeasured, path_of, lambda x: (x.spelling, x.reason)):
-            lines.append(f"{where} x{len(sites)} ({sites[0].spelling}): {sites[0].reason}")
+        def same(row: Row) -> tuple:
+            of_stage = self.by_stage.get(row.site.stage, self.suggested)
+            return *_cells(row)[1:6], of_stage[row.site.module]
+
+        head = ("module", "count", "call", "q", "k", "dtype", "mask", "suggested", *self.shown)
+        names = "relative L1", "errors"
+        lines = [self.verdict, *table_of_errors(
+            self.rows, head, lambda row: _where(row.site), same, lambda row: row.relative_l1, names
+        )]  # fmt: skip
+        lines += [gain] if (gain := self._gain()) else []
+        lines += not_measured(self.unmeasured)
         if self._modules:
             lines += ["", f"the fastest recipes with a relative L1 of at most {self.tolerance}:"]
             lines.append(self.policy.text().rstrip())
-        if self.edge is not None:
-            lines.append(f"with callback_on_step_end=sage_inductor.Schedule(edge={self.edge})")
         return "\n".join(lines)
 
     @property
@@ -196,25 +191,6 @@ class Diagnosis:
         calls = f"{sum(within)} of {len(within)}" if within else ""
         return error, calls, *((ms, sdpa_ms, sdpa_ms - ms) if sdpa_ms else ("", "", ""))
 
-    def _groups(self) -> list[tuple[str, ...]]:
-        """Cells of the printed table, the worst error of a shown recipe first."""
-
-        def same(row: Row) -> tuple:
-            module, of_stage = row.site.module, self.by_stage.get(row.site.stage, {})
-            # What ran in no stage may have run in the steps alone that are suggested as one.
-            every = of_stage, self.suggested, *self.by_stage.values()
-            return *_cells(row)[1:6], next(each[module] for each in every if module in each)
-
-        lines = []
-        for where, rows in grouped(self.rows, lambda row: _where(row.site), same):
-            worst = {row.recipe: row for row in reversed(rows)}  # self.rows: the worst comes first
-            shown = [worst[name] for name in self.shown if name in worst]
-            calls = calls_of(rows)
-            errors = (f"{worst[x].relative_l1:.3g}" if x in worst else "-" for x in self.shown)
-            cells = (where, f"x{calls}", *same(rows[0]), *errors)
-            lines.append((max((row.badness for row in shown), default=0.0), cells))
-        return [cells for _, cells in sorted(lines, key=lambda line: -line[0])]
-
 
 COLUMNS = ("module", "call", "q", "k", "dtype", "mask", "recipe", "CosSim", "relative L1", "RMSE",
            "worst head", "relative L1 of that head", "worst batch, head, row",
@@ -225,14 +201,6 @@ OF_TIMES = (
     "call to SDPA where no gain is predicted. A recipe without ms was not timed for such calls."
 )
 UNMEASURED = ("module", "call", "not measured")
-
-
-def calls_of(rows: list) -> int:
-    """How many calls these are, each in a row a recipe. Where graphs do not know their module's
-    name, calls of several graphs have one name."""
-    if rows[0].site.module:
-        return len({(row.site.module, row.site.call) for row in rows})
-    return max(collections.Counter(row.recipe for row in rows).values())
 
 
 def _where(site: Site, path: str | None = None) -> str:
@@ -253,7 +221,6 @@ def _text(cell: page.Cell) -> str:
     return f"{cell:.6g}" if isinstance(cell, float) else str(cell)
 
 
-@also_at_once
 def diagnose(
     model,
     *,
@@ -272,9 +239,8 @@ def diagnose(
     one, and "off" if there is none.
 
     model may be a function, or a pipeline of diffusers. With
-    ``callback_on_step_end=sage_inductor.Schedule()`` errors are given for each step. A stage "edge"
-    of the first and last steps is suggested where it makes the other steps faster. With a Schedule
-    that has stages, each stage gets its recipes.
+    ``callback_on_step_end=sage_inductor.Schedule(edge=(5, 2))`` each stage gets its errors and
+    recipes.
 
     Gradients are off. The model's code, parameters and mode stay as they are, and what a forward
     pass changes it changes. Dynamo's caches are reset. After three seconds stderr shows how many
@@ -313,13 +279,11 @@ def diagnosing(
     does, on the inputs that they get there. When the block has ended, `found` is the Diagnosis.
 
     model: a module that the block calls, such as ``pipe.transformer``. every: with 10, each tenth
-    call is measured, from the first on. recipes, path, tolerance: see `diagnose`. With
-    ``callback_on_step_end=sage_inductor.Schedule()`` errors are given for each measured step, and a
-    stage "edge" is suggested as by `diagnose`.
+    call is measured, from the first on. recipes, path, tolerance: see `diagnose`.
 
     All else in the block runs in eager, also what is compiled. Gradients are as the block has them.
     The memory is that of `diagnose`, however many calls there are: the worst errors of each
-    attention call are kept, and those of each step of a Schedule.
+    attention call are kept.
 
     If the block raises, `found` has what was measured before, and no policy is written.
     Raises TypeError if model is no nn.Module; ValueError, beside those of `diagnose`, if the block
@@ -340,7 +304,6 @@ def diagnosing(
     def call(*args, **kwargs):
         nonlocal calls
         calls += 1
-        measured.count_step()
         with called_instead(model, None) as itself:
             if (calls - 1) % every:
                 return itself(*args, **kwargs)
@@ -414,6 +377,6 @@ def _diagnosis(measured: Measured, tolerance: float, are_all: bool) -> Diagnosis
         recipes = [r for r in recipes if r in BY_SPEED or any(r in c.autos for c in calls)]
     seen = {row.recipe for row in rows}
     shown = tuple(name for name in (SDPA, *recipes) if name in seen)
-    by_stage, edge, totals = suggestion(calls, tolerance, measured.steps)
+    by_stage, totals = suggestion(calls, tolerance)
     suggested, refused = by_stage.pop(None, {}), tuple(measured.refusals())
-    return Diagnosis(rows, refused, suggested, tolerance, shown, by_stage, edge, totals)
+    return Diagnosis(rows, refused, suggested, tolerance, shown, by_stage, totals)

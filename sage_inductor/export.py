@@ -15,6 +15,7 @@ from sage_inductor.choose.decide import rewrite as _rewrite
 from sage_inductor.errors import SageOptionError
 from sage_inductor.ops.recipe import renewed
 from sage_inductor.ops.register import OPAQUE
+from sage_inductor.patterns.graph import graph_modules
 from sage_inductor.report import Report, raise_if_refused, record, whole
 
 _log = logging.getLogger("sage_inductor")
@@ -50,7 +51,7 @@ def rewrite(
     asked = settings.resolve(ours, portable=True, stage=stages.current())
     gm = exported_program.graph_module
     _renew(gm)
-    for node in (node for module in _graph_modules(gm) for node in module.graph.nodes):
+    for node in (node for module in graph_modules(gm) for node in module.graph.nodes):
         node.meta.pop("sage", None)  # what an earlier rewrite has left, other options may take
     with _names_kept_up(exported_program):
         sites = _rewrite(gm, asked)
@@ -86,14 +87,10 @@ def _names_kept_up(program: torch.export.ExportedProgram) -> Iterator[None]:
         program.graph_module.recompile()
 
 
-def _graph_modules(gm: torch.fx.GraphModule) -> list[torch.fx.GraphModule]:
-    return [module for module in gm.modules() if isinstance(module, torch.fx.GraphModule)]
-
-
 def _renew(gm: torch.fx.GraphModule) -> None:
     """Give the sage ops of a program the recipes' strings of today. Raises ValueError where one
     means something else than when it was made."""
-    for module in _graph_modules(gm):
+    for module in graph_modules(gm):
         for node in module.graph.nodes:
             if node.target in (torch.ops.sage.sdpa.default, torch.ops.sage.prepare.default):
                 given = _given(node, module)
@@ -110,8 +107,8 @@ def _check_travels(gm: torch.fx.GraphModule) -> None:
     """Raise ValueError if an op is left that no package can hold: the rewrite inserts none, but
     the model may call one, or have been through a pass that did."""
     sage = torch.ops.sage
-    for module in gm.modules():
-        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+    for module in graph_modules(gm):
+        for node in module.graph.nodes:
             portable = node.target not in OPAQUE
             if node.target in (sage.sdpa.default, sage.prepare.default):
                 portable = _given(node, module)["portable"]

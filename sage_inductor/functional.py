@@ -33,7 +33,7 @@ from sage_inductor.patterns.functional import ENTRIES
 from sage_inductor.patterns.graph import as_float, as_int
 from sage_inductor.patterns.reasons import Reason
 from sage_inductor.policy import Ruling
-from sage_inductor.reset import on_reset
+from sage_inductor.session import session
 
 
 # What is returned, for type checkers.
@@ -195,11 +195,12 @@ def _run_of(tensors: tuple[Tensor, ...], asked: tuple, module: str = "") -> _Run
     kinds_of = _but_lengths(kinds) if _is_short(kinds) else kinds
     stage = stages.current()
     key = kinds_of, asked, module, grad, autocast, given, families.flash_attention(), stage
-    run = _runs.get(key)
+    runs = session().runs
+    run = runs.get(key)
     if run is None:
-        if len(_runs) >= MAX_KINDS:
-            _runs.clear()
-        run = _runs[key] = _decided(kinds, asked, module, None, False, stage)
+        if len(runs) >= MAX_KINDS:
+            runs.clear()
+        run = runs[key] = _decided(kinds, asked, module, None, False, stage)
     return run
 
 
@@ -220,7 +221,6 @@ def _hashable(value):
 
 
 MAX_KINDS = 4096  # of calls that are remembered, some 10 KiB each
-_runs: dict[tuple, _Run] = {}
 
 
 def _is_short(kinds: tuple[_Kind, ...]) -> bool:
@@ -288,21 +288,10 @@ def _decision(call: Call, wanted: settings.Settings, reason: Reason | None) -> D
     return Decision(None, reason) if reason else decide(call, wanted)
 
 
-_recorded: set[tuple[str, Site]] = set()
-
-
 def _record(sites: list[Site], policy: Ruling) -> None:
     """Add the call's site to the report, once for each graph that has such calls."""
-    graph = str(compat.CompileContext.current_compile_id())
+    graph, recorded = str(compat.CompileContext.current_compile_id()), session().recorded
     for site in sites:
-        if (graph, site) in _recorded:
-            continue
-        _recorded.add((graph, site))
-        report.record([site], policy)
-        # torch._dynamo.reset() empties the report, and what is decided later is to be in it again.
-        on_reset(_forget)
-
-
-def _forget() -> None:
-    _recorded.clear()
-    _runs.clear()
+        if (graph, site) not in recorded:
+            recorded.add((graph, site))
+            report.record([site], policy)

@@ -31,10 +31,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sage_inductor.at_once import also_at_once
 from sage_inductor.backend import run_graphs
 from sage_inductor.choose.decide import decide
-from sage_inductor.diagnose import MOST_SHOWN, calls_of
 from sage_inductor.measure import MAX_SCORES, SDPA, Progress
 from sage_inductor.names import todays_training
 from sage_inductor.ops.reference.exact import attention_exact
@@ -42,9 +40,9 @@ from sage_inductor.ops.training.gradients import OPS, training_op
 from sage_inductor.patterns import Decision, Site, reasons, rewrite
 from sage_inductor.patterns.call import UNNAMED, Call
 from sage_inductor.patterns.eligible import is_causal
-from sage_inductor.patterns.graph import value_of
+from sage_inductor.patterns.graph import graph_modules, value_of
 from sage_inductor.patterns.replace import stand_in
-from sage_inductor.report import grouped, number_of, path_of, table
+from sage_inductor.report import not_measured, number_of, path_of, table, table_of_errors
 from sage_inductor.settings import Settings
 
 RECIPES = tuple(OPS)
@@ -101,19 +99,14 @@ class TrainingDiagnosis:
         return f"<TrainingDiagnosis: {self.verdict}>"
 
     def __str__(self):
-        lines, shown = [self.verdict], self._shown()
-        groups = self._groups(shown)
-        if groups:
-            head = ("module", "count", "q", "k", "dtype", "mask", "noise / |gradient|", *shown)
-            lines += ["", table([head, *groups[:MOST_SHOWN]])]
-            if groups[MOST_SHOWN:]:
-                lines.append(f"and {len(groups) - MOST_SHOWN} rows of smaller ratios")
-            lines.append(
-                "|error| / noise, the worst of each row's calls; more: print(found.details())"
-            )
-        for where, sites in grouped(self.unmeasured, path_of, lambda x: (x.spelling, x.reason)):
-            lines.append(f"{where} x{len(sites)} ({sites[0].spelling}): {sites[0].reason}")
-        return "\n".join(lines)
+        shown = (name for name in (SDPA, *RECIPES) if any(row.recipe == name for row in self.rows))
+        head = ("module", "count", "q", "k", "dtype", "mask", "noise / |gradient|", *shown)
+        lines = table_of_errors(
+            self.rows, head, lambda row: path_of(row.site), _sizes, lambda row: row.ratio,
+            ("|error| / noise", "ratios"),
+            lambda rows: (f"{min(row.noise / row.gradient for row in rows):.3g}",),
+        )  # fmt: skip
+        return "\n".join([self.verdict, *lines, *not_measured(self.unmeasured)])
 
     def details(self) -> str:
         """A table of every measured call and recipe, the worst ratio first."""
@@ -129,32 +122,14 @@ class TrainingDiagnosis:
         )  # fmt: skip
         return table([head, *rows])
 
-    def _shown(self) -> list[str]:
-        return [name for name in (SDPA, *RECIPES) if any(row.recipe == name for row in self.rows)]
-
-    def _groups(self, shown: list[str]) -> list[tuple[str, ...]]:
-        """Cells of the printed table, the worst first."""
-        lines = []
-        for where, rows in grouped(self.rows, lambda row: path_of(row.site), _sizes):
-            worst = {row.recipe: row for row in reversed(rows)}  # self.rows: the worst comes first
-            noise = min(row.noise / row.gradient for row in rows)
-            ratios = (f"{worst[x].ratio:.3g}" if x in worst else "-" for x in shown)
-            cells = (where, f"x{calls_of(rows)}", *_sizes(rows[0]), f"{noise:.3g}", *ratios)
-            lines.append((rows[0].badness, cells))
-        return [cells for _, cells in sorted(lines, key=lambda line: -line[0])]
-
 
 def _sizes(row: GradientRow) -> tuple[str, ...]:
     site = row.site
     return str(list(site.q)), str(list(site.k)), site.dtype, site.mask
 
 
-@also_at_once
 def diagnose_training(
-    model: nn.Module,
-    *,
-    loss: Callable[..., Tensor],
-    recipes: str | Sequence[str] | None = None,
+    model: nn.Module, *, loss: Callable[..., Tensor], recipes: str | Sequence[str] | None = None
 ) -> Callable[..., TrainingDiagnosis]:
     """``diagnose_training(model, loss=loss)(*args, **kwargs)`` runs
     ``loss(model(*args, **kwargs))`` once, backward too, and measures at every attention call the
@@ -200,9 +175,8 @@ def _diagnosed(
         # From the last to the first: what a call reads may be what an earlier one returns, which a
         # probe is put in the place of.
         probes.extend(_Probe(*each, recipes) for each in reversed(calls))
-        for module in gm.modules():
-            if isinstance(module, torch.fx.GraphModule):
-                module.recompile()
+        for module in graph_modules(gm):
+            module.recompile()
 
     with _as_it_was(model), contextlib.closing(Progress()) as progress, torch.enable_grad():
         value = loss(run_graphs(see, model, args, kwargs))

@@ -4,8 +4,8 @@ Before each attention call that ``sage::sdpa`` can stand for, a probe gets the c
 and mask, and computes what exact attention gives and what each recipe does: no recipe's error
 reaches the next call.
 
-What is kept is numbers: a `Row` for each call, recipe and stage, and the errors of each step that a
-Schedule counts. What is computed at one time is a part of the heads: see MAX_SCORES.
+What is kept is numbers: a `Row` for each call, recipe and stage. What is computed at one time is a
+part of the heads: see MAX_SCORES.
 
 Shapes: B batch, H_q and H_kv heads, N_q and N_kv sequence, D head_dim (D_v of v).
 """
@@ -18,7 +18,6 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +32,7 @@ from sage_inductor.ops.visibility import as_4d
 from sage_inductor.patterns import Decision, Site, reasons, rewrite
 from sage_inductor.patterns.call import FULL, Band, Call
 from sage_inductor.patterns.call_shape import CallShape
+from sage_inductor.patterns.graph import graph_modules
 from sage_inductor.patterns.shared_kv import stacks
 from sage_inductor.settings import Settings
 
@@ -64,28 +64,23 @@ class Row:
         return badness(self.relative_l1)
 
 
-class When(NamedTuple):
-    """When a call ran."""
-
-    stage: str | None
-    step: int | None  # of the pipeline that a Schedule counts
-
-
 class Found:
     """What is kept of an attention call."""
 
     def __init__(self, site: Site, autos: tuple[str, ...]):
         self.site, self.autos = site, autos
         self.rows: dict[tuple[str | None, str], Row] = {}  # by stage and recipe
-        self.errors: dict[When, dict[str, float]] = {}  # by recipe, as Row.badness
-        self.times: dict[When, dict[str, Prediction]] = {}  # by recipe, of all runs together
+        self.errors: dict[str | None, dict[str, float]] = {}  # by stage and recipe: Row.badness
+        # By stage and recipe, of all runs together.
+        self.times: dict[str | None, dict[str, Prediction]] = {}
 
-    def add(self, when: When, row: Row) -> None:
-        key, errors = (when.stage, row.recipe), self.errors.setdefault(when, {})
+    def add(self, row: Row) -> None:
+        stage = row.site.stage
+        key, errors = (stage, row.recipe), self.errors.setdefault(stage, {})
         self.rows[key] = max(self.rows.get(key, row), row, key=lambda row: row.badness)
         errors[row.recipe] = max(errors.get(row.recipe, 0.0), row.badness)
         if (time := row.predicted) is not None:
-            times = self.times.setdefault(when, {})
+            times = self.times.setdefault(stage, {})
             known = times.get(row.recipe, time._replace(ours=0.0, sdpa=0.0))
             times[row.recipe] = known._replace(
                 ours=known.ours + time.ours, sdpa=known.sdpa + time.sdpa
@@ -101,7 +96,6 @@ class Measured:
         self.recipes = recipes
         self.calls: dict[tuple, Found] = {}
         self.refused: dict[tuple, Site] = {}
-        self.steps = 0  # of the pipeline that a Schedule counts, measured or not
         self.graphs = collections.Counter()  # of this run, by the call
         self.progress = None
         self.op_by_op: Callable | None = None  # `run` of backend.op_by_op
@@ -112,14 +106,6 @@ class Measured:
         with contextlib.closing(Progress(len(self.calls))) as self.progress:
             return self.op_by_op(model, args, kwargs)
 
-    def count_step(self) -> None:
-        self.steps = max(self.steps, 1 + (stages.step() or 0))
-
-    def done(self) -> None:
-        """A call is measured."""
-        self.count_step()
-        self.progress.step()
-
     def see(self, gm: torch.fx.GraphModule) -> None:
         calls, known = [], len(self.calls)
         for site in rewrite(gm, _studied, put=lambda *each: calls.append(each)):
@@ -129,11 +115,10 @@ class Measured:
         # call that may write to the mask.
         for call, site in calls:
             found = self.calls.setdefault(self._key(site), Found(site, autos(call)))
-            Probe(call, found, self.recipes, self.done)
+            Probe(call, found, self.recipes, lambda: self.progress.step())
         self.progress.expect(len(self.calls) - known)
-        for module in gm.modules():
-            if isinstance(module, torch.fx.GraphModule):
-                module.recompile()
+        for module in graph_modules(gm):
+            module.recompile()
 
     def _key(self, site: Site) -> tuple:
         name = site.module, site.call
@@ -172,15 +157,14 @@ class Probe:
     @torch.no_grad()
     def measure(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None) -> None:
         scale = float(q.shape[3] ** -0.5 if self.scale is None else self.scale)
-        when = When(stages.current(), stages.step())
         sizes = {name: tuple(x.shape) for name, x in zip("qkv", (q, k, v), strict=True)}
-        site = dataclasses.replace(self.site, q=sizes["q"], k=sizes["k"], stage=when.stage)
+        site = dataclasses.replace(self.site, q=sizes["q"], k=sizes["k"], stage=stages.current())
         mask = None if attn_mask is None else tuple(attn_mask.shape)
         shape = self.shape._replace(**sizes, mask=mask)
         errors = errors_of(q, k, v, attn_mask, self.shape.band, scale, (SDPA, *self.recipes))
         for name, error in errors.items():
             time = None if name == SDPA else predicted(shape, name, name in self.stacked)
-            self.found.add(when, Row(site, name, *error, time))
+            self.found.add(Row(site, name, *error, time))
         self.done()
 
 

@@ -80,8 +80,3 @@ dataclasses.dataclass(frozen=True)(Options)
 _TABLE = [Option(row.name, row.default, **row.metadata) for row in dataclasses.fields(Options)]
 OPTIONS = {option.name: option for option in _TABLE if option.only != "config"}
 SETTINGS = {option.name: option for option in _TABLE if option.only != "options"}
-
-
-def check(name: str, value, prefix: str):
-    """What is kept of `value` by the option `name`. Raises ValueError if it may not be given."""
-    return OPTIONS[name].check(prefix + name, value)

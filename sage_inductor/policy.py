@@ -15,35 +15,8 @@
 dict, or the list of its rules), a Policy, or a function that is called with a CallDescription and
 returns what "recipe" may say, or None: no opinion.
 
-A rule fits a call if each of its fields does; ranges are inclusive, null leaves a side open:
-
-    recipe      "auto", a recipe's name or "off": what the fitting calls ask for, in the place of
-                ``sage.recipe``, and with its meaning: where SDPA is as fast they stay SDPA
-    module      a glob of the path of the calling module: "layers.*.attn"; * also stands for dots,
-                and "*.attn" for "attn" too. The path is that of named_modules() of the outermost
-                module that the compiled code reaches: the model, whether it is compiled itself, by
-                a method, or by a function that calls it. Blocks that are compiled alone
-                (compile_repeated_blocks) know no more than their own: "attn", which "*.attn" fits
-                both ways. A call by the outermost module itself, or by none, has the path ""
-    layer       a number or [from, to], of the first number in that path
-    head_dim    a number or several, of q's
-    length      [from, to], of the rows of q. A dynamic length is guarded: each side of a bound gets
-                its own graph. An exported program is decided by its example's lengths
-    stage       a name: the rule holds while ``sage_inductor.stage`` says it (stages.py). Without
-                it a rule holds in every stage. An exported program, and an eager call of
-                ``sage_inductor.attention``, is decided by the stage in force; under
-                ``backend="inductor"`` such a rule never holds
-    keep        a fraction: self-attention computes only the blocks of keys that score highest for
-                each block of queries (ops/selector.py). Or {"top_k": ..., "top_p": ..., ...}:
-                Selection's fields. Beside it, recipe must be a name
-    training    in the place of ``sage.training``, for the fitting calls that need gradients
-    note        anything, not read; also beside "rules". ``sage_inductor.diagnose`` writes here what
-                it measured
-
-A call that no rule fits asks for ``sage.recipe``. The file is read when a graph is compiled: change
-it, and graphs compiled after `torch._dynamo.reset()` are its, whatever caches hold. A relative path
-stays the file that it was at first, and a file that can no longer be read stays what it said last,
-with a warning. A rule that names modules and fits none is told of by the report, at its foot.
+docs/guide/policy.md says what each field means. A rule fits a call if each of its fields does. A
+call that no rule fits asks for ``sage.recipe``.
 """
 
 import dataclasses

@@ -17,23 +17,20 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from sage_inductor import page, stages
+from sage_inductor import page
 from sage_inductor.choose import tables
 from sage_inductor.choose.families import versions
 from sage_inductor.errors import SageRefused
 from sage_inductor.ops import transport
-from sage_inductor.ops.compat import CompileContext, counters, graph_break_reasons
+from sage_inductor.ops.compat import CompileContext, counters
 from sage_inductor.patterns import Site, reasons
 from sage_inductor.patterns.reasons import Cause, Reason
-from sage_inductor.policy import Rule, Ruling, stages_of, unmatched
-from sage_inductor.reset import on_reset
+from sage_inductor.policy import Ruling, stages_of, unmatched
+from sage_inductor.session import session
 
 log = logging.getLogger("sage_inductor")
 
-_sites: list[tuple[str, Site]] = []  # (graph, site)
 _told: set[Cause] = set()  # that were warned of
-_modules: dict[tuple[Rule, ...], set[str]] = {}  # that make attention calls, by the policy's rules
-_policies: list[Ruling] = []
 _lock = threading.Lock()
 
 COLUMNS = ("graph", "module", "count", "call", "q", "k", "dtype", "mask", "stage", "recipe",
@@ -111,15 +108,13 @@ class Report(Sequence):
         q and k are lists of numbers, with text where a size is dynamic. recipe is None where the
         call stays SDPA, remedy where it is rewritten, keep where no block of keys is left out, and
         stage in the entry of all stages that have none of their own."""
-        before = "module", "call", "spelling"
-        after = "dtype", "mask", "device", "stage", "recipe"
+        names = "module call spelling q k dtype mask device stage recipe".split()
         return [
-            {
-                "graph": graph,
-                **{name: getattr(site, name) for name in before},
+            {"graph": graph}
+            | {name: getattr(site, name) for name in names}
+            | {
                 "q": list(site.q),
                 "k": list(site.k),
-                **{name: getattr(site, name) for name in after},
                 "keep": site.decision.selection and site.decision.selection.given(),
                 "reason": site.reason,
                 "remedy": None if site.rewritten else reasons.of(site.reason).cause.remedy,
@@ -271,6 +266,46 @@ def table(rows: list[tuple[str, ...]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
+MOST_SHOWN = 20  # rows of a printed table of errors
+
+
+def table_of_errors(
+    rows: Sequence, head: tuple[str, ...], where: Callable, same: Callable, number: Callable,
+    names: tuple[str, str], more: Callable = lambda rows: (),
+) -> list[str]:  # fmt: skip
+    """Lines, none without rows. rows: of a call and a recipe each, the worst first. head: "module",
+    "count", what `same` and `more` give cells of, and recipes. number(row): what is shown of a
+    recipe, the worst of each row's calls; names: what that is, and several of it. more(rows): cells
+    of one row of the table."""
+    shown, lines = [name for name in head if any(name == row.recipe for row in rows)], []
+    for path, group in grouped(rows, where, same):
+        worst = {row.recipe: row for row in reversed(group)}
+        numbers = (f"{number(worst[x]):.3g}" if x in worst else "-" for x in shown)
+        cells = (path, f"x{_calls_of(group)}", *same(group[0]), *more(group), *numbers)
+        lines.append((max((worst[x].badness for x in shown if x in worst), default=0.0), cells))
+    cells = [cells for _, cells in sorted(lines, key=lambda line: -line[0])]
+    rest = len(cells) - MOST_SHOWN
+    told = f"{names[0]}, the worst of each row's calls; more: print(found.details())"
+    others = [f"and {rest} rows of smaller {names[1]}"] * (rest > 0)
+    return ["", table([head, *cells[:MOST_SHOWN]]), *others, told] if cells else []
+
+
+def _calls_of(rows: list) -> int:
+    """How many calls these are, each in a row a recipe. Where graphs do not know their module's
+    name, calls of several graphs have one name."""
+    if rows[0].site.module:
+        return len({(row.site.module, row.site.call) for row in rows})
+    return max(collections.Counter(row.recipe for row in rows).values())
+
+
+def not_measured(sites: Sequence[Site]) -> list[str]:
+    """Lines."""
+    return [
+        f"{where} x{len(group)} ({group[0].spelling}): {group[0].reason}"
+        for where, group in grouped(sites, path_of, lambda x: (x.spelling, x.reason))
+    ]
+
+
 def report() -> Report:
     """Every attention call compiled so far in this process (since `torch._dynamo.reset()`).
 
@@ -281,74 +316,18 @@ def report() -> Report:
 
     Where Python's own logging is set up, the logger "sage_inductor" at level INFO has it.
     """
-    on_reset(clear)
+    now = session()
     with _lock:
-        notes = [line for rules, modules in _modules.items() for line in unmatched(rules, modules)]
-        known = set(itertools.chain(*map(stages_of, _policies)))
-        unknown = sorted(stages.named() - known) if _sites else []
+        notes = [line for each in now.modules.items() for line in unmatched(*each)]
+        known = set(itertools.chain(*map(stages_of, now.policies)))
+        unknown = sorted(now.stages - known) if now.sites else []
         notes += [f"stage {json.dumps(name)} is named by no rule of a policy" for name in unknown]
         notes += [note for each in more_notes for note in each()]
         notes += transport.CHOSEN.values()
-        return Report(_sites, [*notes, *_seen.left_to_eager()], _seen.why_without())
+        return Report(now.sites, [*notes, *now.seen.left_to_eager()], now.seen.why_without())
 
 
 more_notes: list[Callable[[], list[str]]] = []  # lines for the report's foot, of other modules
-
-
-_ATTENTION = re.compile(r"(scaled_dot_product|flex|multi_head)_attention\w*\(")
-
-
-class Seen:
-    """The graphs that were compiled since it was made, to say why none has an attention call, and
-    which call is in none."""
-
-    def __init__(self):
-        self.graphs = 0  # that the pass saw
-        self._compiled, self._breaks = self._counted()
-        self._known = list(graph_break_reasons or ())  # Dynamo's reset empties it
-
-    @staticmethod
-    def _counted() -> tuple[int, dict[str, int]]:
-        return counters["stats"]["unique_graphs"], dict(counters["graph_break"])
-
-    def left_to_eager(self) -> list[str]:
-        """A line for each place where a graph breaks at an attention call, or at nested tensors.
-        On a CPU attention to these always breaks it."""
-        known, found = set(map(id, self._known)), {}
-        for each in graph_break_reasons or ():
-            call = each.user_stack[-1] if each.user_stack else None
-            if id(each) not in known and call and _ATTENTION.search(call.line or ""):
-                found[f"attention at {call.filename}:{call.lineno}"] = each.reason
-        for text in self._new_breaks():
-            if "nested" in text.lower() and text not in found.values():
-                found["attention to nested tensors"] = text
-        return [
-            f"{what} stays in eager: a graph breaks there ({text.strip().splitlines()[0]})"
-            for what, text in found.items()
-        ]
-
-    def _new_breaks(self) -> list[str]:
-        breaks = self._counted()[1]
-        return [text for text, n in breaks.items() if n > self._breaks.get(text, 0)]
-
-    def why_without(self) -> str:
-        compiled, new = self._counted()[0], self._new_breaks()
-        others = compiled - self._compiled - self.graphs
-        broken = (
-            "; a graph break leaves what it is about to eager, with the attention in it: "
-            f"{new[0].strip().splitlines()[0]}" if new else ""
-        )  # fmt: skip
-        if self.graphs:
-            return f"none of {self.graphs} compiled graphs has one" + broken
-        if others > 0:
-            taken = (
-                "an outer torch.compile takes the blocks in it for its own, whatever their backend"
-            )
-            return f"{others} graphs were compiled, none by sage ({taken})" + broken
-        return "nothing was compiled" + broken
-
-
-_seen = Seen()
 
 
 def ends_in_graph_break(gm: torch.fx.GraphModule) -> bool:
@@ -366,16 +345,16 @@ def record(sites: list[Site], policy: Ruling = (), graph_break: bool = False) ->
     graph may have the calls that are rewritten, so the warning waits for its last graph; where that
     has no operation and is never compiled, for the process's end.
     """
-    on_reset(clear)
+    now = session()
     compile_id = CompileContext.current_compile_id()
     graph = str(compile_id) if compile_id is not None else "-"
     with _lock:
-        _seen.graphs += 1
-        _sites.extend((graph, site) for site in sites)
-        if sites and policy not in _policies:
-            _policies.append(policy)
+        now.seen.graphs += 1
+        now.sites.extend((graph, site) for site in sites)
+        if sites and policy not in now.policies:
+            now.policies.append(policy)
         if sites and isinstance(policy, tuple):
-            _modules.setdefault(policy, set()).update(site.module for site in sites)
+            now.modules.setdefault(policy, set()).update(site.module for site in sites)
     for site in sites:
         counters["sage"]["rewritten" if site.rewritten else "refused"] += 1
         what = f"becomes {site.recipe}" if site.rewritten else "stays as it was"
@@ -441,13 +420,3 @@ def raise_if_refused(sites: list[Site]) -> None:
             for where, of in groups
         )
         raise SageRefused(f"sage.strict: {len(refused)} attention calls stay as they were: {calls}")
-
-
-def clear() -> None:
-    global _seen
-    with _lock:
-        _seen = Seen()
-        _sites.clear()
-        _modules.clear()
-        _policies.clear()
-        transport.CHOSEN.clear()

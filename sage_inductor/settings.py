@@ -4,7 +4,7 @@ import dataclasses
 import re
 from collections.abc import Callable
 
-from sage_inductor import config, options, renamed
+from sage_inductor import config
 from sage_inductor.choose import timing
 from sage_inductor.errors import SageOptionError
 from sage_inductor.names import nearest, unknown
@@ -44,11 +44,10 @@ def split(given: dict) -> tuple[dict, dict]:
     ours = {k.removeprefix(PREFIX): v for k, v in given.items() if k.startswith(PREFIX)}
     theirs = {k: v for k, v in given.items() if not k.startswith(PREFIX)}
     try:
-        ours = renamed.options(ours)
         for name, value in ours.items():
             if name not in OPTIONS:
                 raise ValueError(f"{unknown(name, OPTIONS, PREFIX)} (got {value!r})")
-            ours[name] = options.check(name, value, PREFIX)
+            ours[name] = OPTIONS[name].check(PREFIX + name, value)
     except ValueError as error:
         raise SageOptionError(str(error)) from None
     path = ours.get("policy")

@@ -15,29 +15,16 @@ import contextvars
 import logging
 from collections.abc import Callable, Iterator
 
-from sage_inductor.reset import on_reset
+from sage_inductor.session import session
 
 _log = logging.getLogger("sage_inductor")
 
 _current: contextvars.ContextVar[str | None] = contextvars.ContextVar("stage", default=None)
-_step: contextvars.ContextVar[int | None] = contextvars.ContextVar("step", default=None)
-_named: set[str] = set()  # all that were in force since `torch._dynamo.reset()`
 
 
 def current() -> str | None:
     """The stage in force in this thread (or task); None: none was named."""
     return _current.get()
-
-
-def step() -> int | None:
-    """The step of the pipeline that a Schedule counts in this thread; None: there is none."""
-    return _step.get()
-
-
-def named() -> set[str]:
-    """The stages that were in force since `torch._dynamo.reset()`; `report` tells of those that no
-    rule names."""
-    return _named
 
 
 def check(name: str | None) -> str | None:
@@ -48,14 +35,9 @@ def check(name: str | None) -> str | None:
 
 
 def _begin(name: str | None) -> contextvars.Token:
-    if name is not None and name not in _named:
-        _named.add(name)
-        on_reset(_forget)
+    if name is not None:
+        session().stages.add(name)
     return _current.set(name)
-
-
-def _forget() -> None:
-    _named.clear()
 
 
 @contextlib.contextmanager
@@ -86,8 +68,7 @@ class Schedule:
         pipe(prompt, callback_on_step_end=sage_inductor.Schedule(edge=(5, 2)))
 
     edge=(5, 2): the first 5 steps and the last 2 are in the stage "edge", the others in none. With
-    several stages, the first that claims a step has it. ``Schedule()`` counts the steps, for
-    ``sage_inductor.diagnose``.
+    several stages, the first that claims a step has it.
 
     A callback comes after its step, so the stage of the first step begins when the Schedule is
     made: make it in the thread that calls the pipeline. After the last step the stage is the first
@@ -108,14 +89,10 @@ class Schedule:
                 )
         self.stages = stages
         # Without the number of steps it is not known whether the first is among the last.
-        self._begin(0, 1 + sum(last for _, last in stages.values()))
+        _begin(self.of(0, 1 + sum(last for _, last in stages.values())))
 
     def __repr__(self):
         return f"Schedule({', '.join(f'{name}={ends}' for name, ends in self.stages.items())})"
-
-    def _begin(self, step: int, steps: int) -> None:
-        _step.set(step)
-        _begin(self.of(step, steps))
 
     def of(self, step: int, steps: int) -> str | None:
         """The stage of a step, of so many."""
@@ -138,7 +115,7 @@ class Schedule:
                 "Schedule: step %d of %d ran in stage %r, not in %r: make the Schedule in the "
                 "thread that calls the pipeline, right before", step, steps, was, expected,
             )  # fmt: skip
-        self._begin(step + 1 if step + 1 < steps else 0, steps)
+        _begin(self.of(step + 1 if step + 1 < steps else 0, steps))
         return callback_kwargs
 
 

@@ -3,14 +3,10 @@
 import collections
 import dataclasses
 import itertools
-import math
-from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
-
 from sage_inductor.choose.cost import fastest
-from sage_inductor.measure import SDPA, Found, When
+from sage_inductor.measure import SDPA, Found
 from sage_inductor.names import AUTO, OFF
 from sage_inductor.ops.recipe import BY_SPEED
 from sage_inductor.policy import Rule, layer_of
@@ -27,34 +23,18 @@ class Total(NamedTuple):
     sdpa_ms: float
 
 
-def suggestion(
-    calls: list[Found], tolerance: float, steps: int
-) -> tuple[dict, tuple[int, int] | None, dict]:
-    """Diagnosis.by_stage, with the recipes of no stage as those of None; Diagnosis.edge and
-    totals. steps: of the pipeline, measured or not."""
-    whens = list(dict.fromkeys(when for call in calls for when in call.errors))
-    parts = {stage: (lambda when, stage=stage: when.stage == stage) for stage, _ in whens}
-    edge = edge_of(calls, tolerance, steps) if set(parts) == {None} else None
-    if edge is not None:
-        inside = {*range(edge[0]), *range(steps - edge[1], steps)}
-        parts = {
-            None: lambda when: when.step not in inside, "edge": lambda when: when.step in inside
-        }  # fmt: skip
-    by_stage = {stage: suggested(calls, tolerance, wanted) for stage, wanted in parts.items()}
-    return by_stage, edge, totals(calls, parts, by_stage)
+def suggestion(calls: list[Found], tolerance: float) -> tuple[dict, dict]:
+    """Diagnosis.by_stage, with the recipes of no stage as those of None, and totals."""
+    stages = dict.fromkeys(stage for call in calls for stage in call.errors)
+    by_stage = {stage: suggested(calls, tolerance, stage) for stage in stages}
+    return by_stage, totals(calls, by_stage)
 
 
-def suggested(
-    calls: list[Found], tolerance: float, wanted: Callable[[When], bool]
-) -> dict[str, str]:
-    """The recipe of each module measured at the times that are wanted."""
+def suggested(calls: list[Found], tolerance: float, stage: str | None) -> dict[str, str]:
+    """The recipe of each module measured in a stage."""
     modules = collections.defaultdict(list)
     for call in calls:
-        errors = collections.defaultdict(float)
-        for when, found in call.errors.items():
-            for recipe, error in found.items() if wanted(when) else ():
-                errors[recipe] = max(errors[recipe], error)
-        if errors:
+        if errors := call.errors.get(stage):
             modules[call.site.module].append((errors, call.autos))
 
     def serves(recipe: str, errors: dict[str, float]) -> bool:
@@ -70,48 +50,7 @@ def suggested(
     return suggested
 
 
-def edge_of(calls: list[Found], tolerance: float, steps: int) -> tuple[int, int] | None:
-    """(first steps, last steps) of a pipeline of so many: the split by which the calls of all
-    measured steps come to the fastest recipes, in their order, where edges and middle have one each
-    for a module. None: no split is better than none, or no steps were counted."""
-    measured = sorted({when.step for call in calls for when in call.errors} - {None})
-    n, order, at = len(measured), (AUTO, *BY_SPEED, OFF), {s: i for i, s in enumerate(measured)}
-    modules = {call.site.module: i for i, call in enumerate(calls) if call.errors}
-    beyond = torch.zeros(len(calls), len(order), n + 1)  # calls up to a step
-    for call in calls:
-        for when, errors in call.errors.items():
-            for i, recipe in enumerate(order[:-1] if when.step is not None else ()):
-                names = call.autos if recipe == AUTO else (recipe,)
-                if not all(errors.get(name, math.inf) <= tolerance for name in names):
-                    beyond[modules[call.site.module], i, at[when.step] + 1] += 1
-    beyond = beyond.cumsum(2)
-
-    def places(first: int, last: int) -> list[int]:
-        """In that order, of the edges' recipes and of the middle's."""
-        middle = beyond[:, :, n - last] - beyond[:, :, first]
-        edges = beyond[:, :, n] - middle
-        return [(calls == 0).int().argmax(1).sum().item() for calls in (edges, middle)]
-
-    def cost(split: tuple[int, int]) -> tuple[int, int]:
-        (edges, middle), inside = places(*split), sum(split)
-        return edges * inside + middle * (n - inside), inside
-
-    splits = [(first, last) for first in range(n) for last in range(n - first)]
-    first, last = min(splits, key=cost, default=(0, 0))
-    if first == last == 0:
-        return None
-    # Steps between the last that was measured of one part and the first of the other are of the
-    # slower part.
-    edges, middle = places(first, last)
-    slow_edges = edges >= middle
-    begin = measured[first] if slow_edges else measured[first - 1] + 1
-    end = measured[n - 1 - last] + 1 if slow_edges else [*measured, steps][n - last]
-    return first and begin, last and steps - end
-
-
-def totals(
-    calls: list[Found], parts: dict[str | None, Callable], by_stage: dict[str | None, dict]
-) -> dict[str, Total]:
+def totals(calls: list[Found], by_stage: dict[str | None, dict]) -> dict[str, Total]:
     """Diagnosis.totals. A policy takes a recipe only where that is predicted to be faster."""
     found = collections.defaultdict(lambda: Total(0.0, 0.0, 0.0))
 
@@ -120,14 +59,13 @@ def totals(
         found[name] = Total(max(worst, error), times[0] + ms, times[1] + sdpa_ms)
 
     for call in calls:
-        for when, errors in call.errors.items():
-            times = call.times.get(when, {})
+        for stage, errors in call.errors.items():
+            times = call.times.get(stage, {})
             sdpa_ms = next((each.sdpa for each in times.values()), 0.0)
             ms = {name: (each.ours, each.sdpa) for name, each in times.items()}
             ms[SDPA] = sdpa_ms, sdpa_ms
             for name, error in errors.items():
                 add(name, error, *ms.get(name, (0.0, 0.0)))
-            stage = next(stage for stage, wanted in parts.items() if wanted(when))
             recipe = by_stage[stage][call.site.module]
             names = {AUTO: call.autos, OFF: (SDPA,)}.get(recipe, (recipe,))
             known = [times[name] for name in names if name in times]

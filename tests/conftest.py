@@ -67,8 +67,8 @@ def fresh():
         eval_frame.set_eval_frame_override(eval_frame._EvalFrameOverride.NONE)
     yield
     # `strict`, warnings and remedies ask a reason for its cause.
-    if report := sys.modules.get("sage_inductor.report"):
-        stay = [site.reason for _, site in report._sites if not site.rewritten]
+    if of := sys.modules.get("sage_inductor.session"):
+        stay = [site.reason for _, site in of.session().sites if not site.rewritten]
         assert all(isinstance(each, Reason) for each in stay), stay
 
 

@@ -23,9 +23,14 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from bench.providers import walk_of
-from sage_inductor.ops import attention, attention_opaque
 from sage_inductor.ops.attention import tiles
-from sage_inductor.ops.attention.select import Problem, hopper_tile, select
+from sage_inductor.ops.attention.select import (
+    Problem,
+    attention,
+    attention_opaque,
+    hopper_tile,
+    select,
+)
 from sage_inductor.ops.attention.tiles import Tile
 from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.formats import Prepared

@@ -39,18 +39,15 @@ class Tile:
     warpgroups: int | None = None  # of the Hopper kernel: 64 rows each
 
 
-# (compute capability from, pv, head_dim up to, with a mask) -> tile. pv "fp8 fp8" and
-# "int4 fp8": what FP8 and INT4 q k^T ask for, where it is not what INT8 does.
+# (compute capability from, pv, head_dim up to, with a mask; None: with and without) -> tile. pv
+# "fp8 fp8" and "int4 fp8": what FP8 and INT4 q k^T ask for, where it is not what INT8 does.
 TILES = [
-    ((8, 0), "16bit", 128, False, Tile(128, 64, 8, 2)),  # untimed
-    ((8, 0), "16bit", 128, True, Tile(128, 64, 8, 2)),  # untimed
-    ((8, 0), "16bit", 256, False, Tile(128, 64, 8, 2)),  # untimed
-    ((8, 0), "16bit", 256, True, Tile(128, 64, 8, 2)),  # untimed
+    ((8, 0), "16bit", 128, None, Tile(128, 64, 8, 2)),  # untimed
+    ((8, 0), "16bit", 256, None, Tile(128, 64, 8, 2)),  # untimed
     ((8, 6), "16bit", 256, True, Tile(128, 64, 16, 1)),  # untimed; 99 KiB of shared memory
     ((8, 9), "fp8", 128, False, Tile(64, 64, 4, 2)),  # untimed
     ((8, 9), "fp8", 128, True, Tile(128, 64, 8, 2)),  # untimed
-    ((8, 9), "fp8", 256, False, Tile(64, 64, 8, 2)),  # untimed
-    ((8, 9), "fp8", 256, True, Tile(64, 64, 8, 2)),  # untimed
+    ((8, 9), "fp8", 256, None, Tile(64, 64, 8, 2)),  # untimed
     ((9, 0), "16bit", 128, False, Tile(128, 64, 8, 3, maxnreg=128)),  # H200, 2026-11-21
     ((9, 0), "fp8", 64, False, Tile(64, 128, 4, 2, maxnreg=128)),  # H200, 2026-11-21
     ((9, 0), "fp8", 64, True, Tile(64, 64, 4, 2, maxnreg=128)),  # H200, 2026-11-21
@@ -59,28 +56,19 @@ TILES = [
     ((9, 0), "fp8", 256, False, Tile(64, 64, 4, 2, maxnreg=255)),  # H200, 2026-11-21
     ((9, 0), "16bit", 256, True, Tile(128, 64, 8, 2)),  # untimed
     ((9, 0), "fp8", 256, True, Tile(64, 64, 4, 2, maxnreg=255)),  # untimed
-    ((9, 0), "int4 fp8", 128, False, Tile(128, 64, 8, 2)),  # untimed
-    ((9, 0), "int4 fp8", 128, True, Tile(128, 64, 8, 2)),  # untimed
-    ((9, 0), "int4 fp8", 256, False, Tile(64, 64, 8, 2)),  # untimed
-    ((9, 0), "int4 fp8", 256, True, Tile(64, 64, 8, 2)),  # untimed
+    ((9, 0), "int4 fp8", 128, None, Tile(128, 64, 8, 2)),  # untimed
+    ((9, 0), "int4 fp8", 256, None, Tile(64, 64, 8, 2)),  # untimed
     ((10, 0), "16bit", 128, False, Tile(128, 64, 8, 2)),  # untimed
     ((10, 0), "fp8", 128, False, Tile(128, 64, 8, 2)),  # untimed
     ((10, 0), "fp8 fp8", 128, False, Tile(128, 128, 8, 2)),  # untimed
     ((10, 0), "fp8", 128, True, Tile(64, 64, 4, 2)),  # untimed
-    ((10, 0), "fp8", 256, False, Tile(64, 64, 8, 2)),  # untimed
-    ((10, 0), "fp8", 256, True, Tile(64, 64, 8, 2)),  # untimed
-    ((12, 0), "fp8", 128, False, Tile(128, 64, 8, 2)),  # untimed
-    ((12, 0), "fp8", 128, True, Tile(128, 64, 8, 2)),  # untimed
-    ((8, 0), "nvfp4", 256, False, Tile(64, 64, 8, 2)),  # untimed
-    ((8, 0), "nvfp4", 256, True, Tile(64, 64, 8, 2)),  # untimed
-    ((10, 0), "nvfp4", 128, False, Tile(128, 128, 8, 2)),  # untimed; tcgen05 asks for 128 rows
-    ((10, 0), "nvfp4", 128, True, Tile(128, 128, 8, 2)),  # untimed
-    ((10, 0), "nvfp4", 256, False, Tile(128, 64, 8, 2)),  # untimed
-    ((10, 0), "nvfp4", 256, True, Tile(128, 64, 8, 2)),  # untimed
-    ((12, 0), "nvfp4", 128, False, Tile(128, 64, 8, 2)),  # untimed
-    ((12, 0), "nvfp4", 128, True, Tile(128, 64, 8, 2)),  # untimed
-    ((12, 0), "nvfp4", 256, False, Tile(64, 64, 8, 2)),  # untimed
-    ((12, 0), "nvfp4", 256, True, Tile(64, 64, 8, 2)),  # untimed
+    ((10, 0), "fp8", 256, None, Tile(64, 64, 8, 2)),  # untimed
+    ((12, 0), "fp8", 128, None, Tile(128, 64, 8, 2)),  # untimed
+    ((8, 0), "nvfp4", 256, None, Tile(64, 64, 8, 2)),  # untimed
+    ((10, 0), "nvfp4", 128, None, Tile(128, 128, 8, 2)),  # untimed; tcgen05 asks for 128 rows
+    ((10, 0), "nvfp4", 256, None, Tile(128, 64, 8, 2)),  # untimed
+    ((12, 0), "nvfp4", 128, None, Tile(128, 64, 8, 2)),  # untimed
+    ((12, 0), "nvfp4", 256, None, Tile(64, 64, 8, 2)),  # untimed
 ]
 
 
@@ -274,7 +262,7 @@ def _hopper(
 def tile(capability: tuple[int, int], qk: str, pv: str, head_dim: int, masked: bool) -> Tile:
     """The tile for a device (that of the newest row it reaches), or a ValueError if the recipe
     cannot run on it."""
-    rows = [r for r in TILES if r[0] <= capability and head_dim <= r[2] and r[3] == masked]
+    rows = [r for r in TILES if r[0] <= capability and head_dim <= r[2] and r[3] in (None, masked)]
     rows = [r for r in rows if r[1] in (pv, f"{qk} {pv}")]
     if not rows:
         raise ValueError(

@@ -34,11 +34,7 @@ from sage_inductor.ops.gpus import Gpu
 from sage_inductor.ops.operands import Kept
 from sage_inductor.ops.reference import rowscaled as reference
 from sage_inductor.ops.register import LAUNCHES, Launches, autocast
-from sage_inductor.ops.training.gradients import (
-    check_trained,
-    empty_gradient,
-    no_second_gradient,
-)
+from sage_inductor.ops.training.gradients import check_trained, empty_gradient, no_second_gradient
 
 Outputs = tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor

@@ -26,16 +26,8 @@ from sage_inductor.ops.quantize.smooth import launch_smooth
 from sage_inductor.ops.reference import quantize
 from sage_inductor.ops.reference import training as reference
 from sage_inductor.ops.register import autocast
-from sage_inductor.ops.training.gradients import (
-    check_trained,
-    empty_gradient,
-    no_second_gradient,
-)
-from sage_inductor.ops.training.kernels import (
-    launch_backward,
-    launch_forward,
-    launch_quantize,
-)
+from sage_inductor.ops.training.gradients import check_trained, empty_gradient, no_second_gradient
+from sage_inductor.ops.training.kernels import launch_backward, launch_forward, launch_quantize
 
 Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 

@@ -46,7 +46,7 @@ from sage_inductor.patterns.graph import (
 )
 from sage_inductor.patterns.reasons import Reason
 from sage_inductor.patterns.repeat_kv import broadcast_heads, kv_source
-from sage_inductor.patterns.softmax.read import Product, Step, product_of, read, unread
+from sage_inductor.patterns.softmax.read import Product, Step, order_of, product_of, read, unread
 
 aten = torch.ops.aten
 AND, OR = aten.logical_and.default, aten.logical_or.default
@@ -490,14 +490,6 @@ def _negated(x: Node, index: GraphIndex) -> Node | None:
 
 def _untransposed(x: Node) -> Node | None:
     """y where x is y with its last two dimensions swapped."""
-    name, n = op_name(x), value_of(x).dim()
-    if name == "mT" or name == "getattr" and x.args[1] == "mT":
-        return x.args[0]
-    if name in ("transpose", "swapaxes", "swapdims"):
-        y, *swapped = arguments(x, "input", ("dim0", "axis0"), ("dim1", "axis1"))
-        return y if {d % n for d in swapped} == {n - 2, n - 1} else None
-    if name == "permute":
-        y, order = x.args[0], x.args[1:] or x.kwargs.get("dims")
-        order = order[0] if isinstance(order[0], (list, tuple)) else order
-        return y if [d % n for d in order] == [*range(n - 2), n - 1, n - 2] else None
-    return None
+    order = order_of(x)
+    swapped = order is not None and order[-2:] == (len(order) - 1, len(order) - 2)
+    return x.args[0] if swapped and order[:-2] == tuple(range(len(order) - 2)) else None

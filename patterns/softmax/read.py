@@ -222,7 +222,7 @@ def _reading_of(name: str, node: Node) -> Iterator[tuple[Node, Step]]:
     x, other = arguments(node, "input", "other")
     if name == "getitem" and broadcast(node):
         yield broadcast(node), Step(node, aside=(x,))
-    elif name in TRANSPOSING and (order := _order(node)):
+    elif name in TRANSPOSING and (order := order_of(node)):
         yield x, Step(node, order=order)
     elif name == "getitem" and only_inserts_dims(node):
         yield x, Step(node)
@@ -303,7 +303,7 @@ def _biases(name: str, node: Node, x, other) -> Iterator[tuple[Node, Step]]:
                 yield scores, Step(node, bias=bias, factor=alpha if name == "add" else -alpha)
 
 
-def _order(node: Node) -> tuple[int, ...] | None:
+def order_of(node: Node) -> tuple[int, ...] | None:
     """Of the dimensions of its input, where a call permutes them and does nothing else."""
     name, value = op_name(node), value_of(node)
     n = value.dim() if isinstance(value, torch.Tensor) else 0

@@ -197,10 +197,7 @@ class Table:
 
     def to_json(self) -> dict:
         families = [
-            {
-                **dataclasses.asdict(family),
-                "times": [[*sizes, ms] for sizes, ms in times.items()],
-            }
+            {**dataclasses.asdict(family), "times": [[*sizes, ms] for sizes, ms in times.items()]}
             for family, times in self.families.items()
         ]
         return {"gpu": self.gpu, "capability": [*self.device.capability],

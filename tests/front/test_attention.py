@@ -16,6 +16,7 @@ import sage_inductor
 from sage_inductor import Rule, SageOptionError, SageRefused, attention, config, functional
 from sage_inductor.choose import cost, families, tables
 from sage_inductor.ops import gpus
+from sage_inductor.session import session
 
 BACKENDS = ("eager", "aot_eager", "inductor", "sage")
 
@@ -298,9 +299,9 @@ def test_whatever_a_decision_depends_on_is_asked_about_anew(monkeypatch):
             out = attention(q, k, v, recipe="sage1")
             assert torch.equal(out, F.scaled_dot_product_attention(q, k, v))
     assert call(q, k, v) == 8
-    kinds = len(functional._runs)
+    kinds = len(session().runs)
     monkeypatch.setattr(families, "flash_attention", lambda: "FA3")
-    assert call(q, k, v) == 8 and len(functional._runs) == kinds + 1
+    assert call(q, k, v) == 8 and len(session().runs) == kinds + 1
 
 
 def test_strict_refuses_a_call_that_stays():

@@ -254,36 +254,6 @@ def test_strict_accepts_what_the_user_switched_off(off, tmp_path):
     assert len(sage_inductor.report().refused) == 1
 
 
-def test_the_old_name_enabled_works_for_one_version_more_and_warns(monkeypatch):
-    by_rule = {**EMULATE, "sage.policy": Rule("sage1")}
-    for given, expected in (({"sage.enabled": False}, None), ({"sage.enabled": True}, "sage1")):
-        torch._dynamo.reset()
-        with pytest.warns(FutureWarning, match='"sage.enabled": False is called "sage.recipe": "'):
-            run(by_rule | given)
-        assert [x.recipe for x in sage_inductor.report()] == [expected]
-    given = {"sage.enabled": False, "sage.policy": "rules.json"}
-    with pytest.warns(FutureWarning):
-        assert settings.split(given)[0] == {"recipe": "off", "policy": ""}
-    assert given["sage.policy"] == "rules.json"
-    wrong = pytest.raises(SageOptionError, match="sage.enabled must be True or False, got 0")
-    with pytest.warns(FutureWarning), wrong:
-        run({"sage.enabled": 0})
-    message = "sage_inductor.config.enabled is called sage_inductor.config.rewrite_inductor now"
-    with pytest.warns(FutureWarning, match=message), config.patch(enabled=True):
-        assert config.rewrite_inductor
-    with pytest.warns(FutureWarning, match=message):
-        config.enabled = True
-    assert config.rewrite_inductor
-    config.rewrite_inductor = False
-    with pytest.warns(FutureWarning, match=message):
-        assert config.enabled is False
-    message = "SAGE_INDUCTOR_ENABLED is called SAGE_INDUCTOR_REWRITE_INDUCTOR now"
-    with pytest.warns(FutureWarning, match=message):
-        assert config_anew(monkeypatch, ENABLED="1").rewrite_inductor is True
-    with pytest.warns(FutureWarning, match=message):
-        assert config_anew(monkeypatch, REWRITE_INDUCTOR="0").rewrite_inductor is False
-
-
 def test_a_patch_of_a_bad_value_changes_nothing():
     with pytest.raises(ValueError, match="recipe must be one of"):
         with config.patch(emulate=True, recipe="bogus"):

@@ -1196,4 +1196,4 @@ def test_a_recipes_old_name_is_understood_and_reported_as_the_new_one(old, new):
     site = decide(SHORT, policy=(Rule(old),), force=True)
     assert site.recipe == new
     with pytest.warns(FutureWarning, match=f"'{old}' is called '{new}' now"):
-        options.check("recipe", old, "sage.")
+        options.OPTIONS["recipe"].check("sage.recipe", old)

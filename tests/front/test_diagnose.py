@@ -4,7 +4,6 @@ import dataclasses
 import gc
 import json
 import math
-import random
 import re
 import sys
 import time
@@ -161,14 +160,11 @@ def test_a_layer_with_strong_channels_of_k_gets_a_recipe_that_rotates():
 AUTOS = "sage2-8b-per-token", "sage2-8b"  # of calls that are made up
 
 
-def probe(module: str, *steps: dict[str, float]) -> SimpleNamespace:
-    """Of one call with these errors in these steps of a pipeline."""
-    errors = {
-        measure.When(None, i): {name.replace("_", "-"): e for name, e in each.items()}
-        for i, each in enumerate(steps)
-    }
+def probe(module: str, **errors: float) -> SimpleNamespace:
+    """Of one call with these errors."""
+    errors = {name.replace("_", "-"): e for name, e in errors.items()}
     site = SimpleNamespace(module=module)
-    return SimpleNamespace(site=site, errors=errors, autos=AUTOS)
+    return SimpleNamespace(site=site, errors={None: errors}, autos=AUTOS)
 
 
 def test_no_two_recipes_have_one_rank():
@@ -178,91 +174,12 @@ def test_no_two_recipes_have_one_rank():
 
 def test_auto_is_suggested_only_if_all_that_it_may_become_is_within_the_tolerance():
     def suggested(**errors):
-        return suggest.suggested([probe("m", errors)], 0.05, lambda when: True)["m"]
+        return suggest.suggested([probe("m", **errors)], 0.05, None)["m"]
 
     assert suggested(sage2_8b_per_token=0.04, sage2_8b=0.05) == "auto"
     assert suggested(sage2_8b_per_token=0.04, sage2_8b=0.06) == "sage2-8b-per-token"
     assert suggested(sage2_8b_per_token=0.06, sage2_8b=0.04) == "sage2-8b"
     assert suggested(sage2_8b_per_token=0.06, sage1_per_token=0.06) == "off"
-
-
-def errors(auto: float, sage1: float = 0.01) -> dict[str, float]:
-    return {"sage2-8b-per-token": auto, "sage2-8b": auto, "sage1": sage1}
-
-
-GOOD, FAIR, BAD = errors(0.04), errors(0.06), errors(0.06, 0.06)
-
-
-@pytest.mark.parametrize(
-    "steps, edge",
-    [
-        ([BAD, BAD, GOOD, GOOD, GOOD, BAD], (2, 1)),
-        ([GOOD, GOOD, GOOD, GOOD], None),
-        ([BAD, BAD, BAD], None),
-        ([GOOD, BAD, BAD, GOOD, GOOD], (1, 2)),  # the middle may be what is slow
-        ([GOOD, GOOD, GOOD, GOOD, FAIR], (0, 1)),
-        ([BAD, FAIR, GOOD, GOOD, GOOD, GOOD, GOOD, GOOD, GOOD, GOOD], (2, 0)),
-        # Those of one kind with the edges' recipe: sparing one step is not worth eight slow ones.
-        ([BAD, FAIR, FAIR, FAIR, FAIR, FAIR, FAIR, FAIR, GOOD], (1, 0)),
-        ([BAD], None),
-        ([], None),
-    ],
-)
-def test_the_edges_are_those_by_which_all_steps_together_are_fastest(steps, edge):
-    calls = [probe("a", *steps), probe("b", *[GOOD] * len(steps))]
-    assert suggest.edge_of(calls, 0.05, len(steps)) == edge
-    assert suggest.edge_of(calls[::-1], 0.05, len(steps)) == edge
-
-
-@pytest.mark.parametrize(
-    "steps, edge",
-    [
-        ({0: BAD, 10: BAD, 20: GOOD, 30: GOOD, 40: BAD}, (20, 19)),
-        ({0: BAD, 25: GOOD}, (0, 25)),
-        ({0: BAD, 20: GOOD, 40: GOOD}, (20, 0)),
-        ({0: GOOD, 10: BAD, 20: BAD, 30: BAD, 40: GOOD}, (1, 10)),
-        ({0: GOOD, 48: GOOD, 49: BAD}, (0, 1)),
-        ({0: GOOD, 20: GOOD, 40: BAD}, (0, 29)),
-        ({0: BAD}, None),
-        ({3: GOOD, 9: GOOD}, None),
-    ],
-)
-def test_steps_between_two_that_were_measured_get_the_slower_recipe_of_the_two(steps, edge):
-    """Of 50 steps."""
-    (call,) = calls = [probe("a", *steps.values())]
-    call.errors = {measure.When(None, s): e for s, e in zip(steps, call.errors.values())}
-    assert suggest.edge_of(calls, 0.05, 50) == edge
-
-
-def place(calls: list[dict[str, float]]) -> int:
-    """Of the fastest recipe that is within the tolerance in all of these."""
-    order = [AUTOS, *([name] for name in BY_SPEED), []]
-    serving = (all(c.get(name, 1) <= 0.05 for c in calls for name in names) for names in order)
-    return list(serving).index(True)
-
-
-def cost(split, calls: list[tuple[str, list[dict]]]) -> tuple[int, int]:
-    first, last = split
-    found, n = 0, len(calls[0][1])
-    for module in {module for module, _ in calls}:
-        steps = [each for m, each in calls if m == module]
-        middle = [each for s in steps for each in s[first : n - last]]
-        edges = [each for s in steps for each in (*s[:first], *s[n - last :])]
-        found += place(middle) * (n - first - last) + place(edges) * (first + last)
-    return found, first + last
-
-
-def test_the_edges_cost_what_a_search_over_all_finds():
-    generator = random.Random(0)
-    for _ in range(50):
-        n = generator.randint(1, 6)
-        calls = [
-            (generator.choice("abc"), generator.choices([GOOD, FAIR, BAD], [6, 2, 1], k=n))
-            for _ in range(4)
-        ]
-        least = min(cost((a, b), calls) for a in range(n) for b in range(n - a))
-        found = suggest.edge_of([probe(module, *steps) for module, steps in calls], 0.05, n)
-        assert cost(found or (0, 0), calls) == least
 
 
 class Denoiser(nn.Module):
@@ -287,25 +204,8 @@ def pipeline(model, steps, callback):
         callback(pipe, step, None, {})
 
 
-def test_a_schedule_is_suggested_from_the_errors_of_the_steps(tmp_path):
-    with sage_inductor.stage(None):
-        path = tmp_path / "policy.json"
-        found = diagnose(pipeline, path=path)(Denoiser(2), 6, sage_inductor.Schedule())
-    assert found.edge == (2, 0)
-    assert found.suggested == {"": "auto"} and set(found.by_stage) == {"edge"}
-    edge = found.by_stage["edge"][""]
-    assert edge in ("sage1", "sage1-per-token", "off")
-    assert found.policy.rules == (Rule(edge, stage="edge"), Rule("auto"))
-    assert Policy.load(path) == found.policy
-    assert str(found).endswith("callback_on_step_end=sage_inductor.Schedule(edge=(2, 0))")
-    assert found.verdict == f"1 module, relative L1 <= 0.05: auto; in edge: {edge}"
-    with sage_inductor.stage(None):
-        easy = diagnose(pipeline)(Denoiser(0), 6, sage_inductor.Schedule())
-    assert easy.edge is None and not easy.by_stage and easy.policy.rules == (Rule("auto"),)
-
-
 @pytest.mark.parametrize("order", [(0, 9), (9, 0)])
-def test_of_a_call_that_runs_twice_in_a_step_the_worse_counts(order):
+def test_of_a_call_that_runs_twice_in_a_stage_the_worse_counts(order, tmp_path):
     """With guidance: hard in the first two steps of one of them, whichever is first."""
 
     def guided(model, steps, callback):
@@ -317,12 +217,17 @@ def test_of_a_call_that_runs_twice_in_a_step_the_worse_counts(order):
             callback(pipe, step, None, {})
 
     with sage_inductor.stage(None):
-        found = diagnose(guided)(Denoiser(2), 6, sage_inductor.Schedule())
-    assert found.edge == (2, 0) and found.suggested == {"": "auto"}
-    assert found.by_stage["edge"][""] in ("sage1", "sage1-per-token", "off")
+        path = tmp_path / "policy.json"
+        found = diagnose(guided, path=path)(Denoiser(2), 6, sage_inductor.Schedule(edge=(2, 0)))
+    assert found.suggested == {"": "auto"} and set(found.by_stage) == {"edge"}
+    edge = found.by_stage["edge"][""]
+    assert edge in ("sage1", "sage1-per-token", "off")
+    assert found.policy.rules == (Rule(edge, stage="edge"), Rule("auto"))
+    assert Policy.load(path) == found.policy
+    assert found.verdict == f"1 module, relative L1 <= 0.05: auto; in edge: {edge}"
 
 
-def test_what_ran_in_the_edges_alone_is_shown_with_what_they_get(tmp_path):
+def test_what_ran_in_a_stage_alone_is_shown_with_what_it_gets(tmp_path):
     """A text encoder runs before the first step ends, the decoder after the last."""
 
     class Encoder(nn.Module):
@@ -343,9 +248,8 @@ def test_what_ran_in_the_edges_alone_is_shown_with_what_they_get(tmp_path):
         pipeline(model, *rest)
 
     with sage_inductor.stage(None):
-        found = diagnose(encoded)(Whole(), 6, sage_inductor.Schedule())
-    assert found.edge == (2, 0) and set(found.suggested) == {"denoiser"}
-    assert found.by_stage["edge"]["encoder"] == "auto"
+        found = diagnose(encoded)(Whole(), 6, sage_inductor.Schedule(edge=(2, 0)))
+    assert set(found.suggested) == {"denoiser"} and found.by_stage["edge"]["encoder"] == "auto"
     assert re.search(r"^encoder .* auto ", str(found), re.MULTILINE)
     found.to_html(tmp_path / "page.html")
 
@@ -353,7 +257,7 @@ def test_what_ran_in_the_edges_alone_is_shown_with_what_they_get(tmp_path):
 def test_errors_and_suggestions_are_by_stage(tmp_path):
     with sage_inductor.stage(None):
         found = diagnose(pipeline)(Denoiser(2), 4, sage_inductor.Schedule(first=(1, 0)))
-    assert found.edge is None and set(found.by_stage) == {"first"}
+    assert set(found.by_stage) == {"first"}
     worst = {(r.site.stage, r.recipe): r.relative_l1 for r in found.rows}
     assert {stage for stage, _ in worst} == {None, "first"}
     assert worst[None, "sage2-8b"] > 0.05 < worst["first", "sage2-8b"]  # step 1 is in none
@@ -775,21 +679,8 @@ def test_a_block_tells_stages_and_steps_as_a_pipeline_that_is_run_whole():
             model = Denoiser(2)
             with diagnosing(model) as found:
                 whole_pipeline(model, 6, sage_inductor.Schedule(**schedule))
-        assert found.edge == whole.edge == (None if schedule else (2, 0))
         assert found.policy == whole.policy and found.by_stage.keys() == whole.by_stage.keys()
         assert errors_of(found) == errors_of(whole)
-
-
-def test_an_edge_is_suggested_by_some_of_the_steps():
-    model = Denoiser(2)
-    with sage_inductor.stage(None), diagnosing(model, every=3) as found:
-        whole_pipeline(model, 8, sage_inductor.Schedule())  # measured: 0, 3 and 6
-    assert found.edge == (3, 0) and found.suggested == {"": "auto"}
-    assert found.by_stage["edge"][""] in ("sage1", "sage1-per-token", "off")
-    model.register_forward_pre_hook(lambda _, args: (args[0], 7 - args[1]))
-    with sage_inductor.stage(None), diagnosing(model, every=3) as found:
-        whole_pipeline(model, 8, sage_inductor.Schedule())
-    assert found.edge == (0, 4)  # the seventh step is hard, and what comes behind was not measured
 
 
 def fails_to_compile(gm, example_inputs):
@@ -1055,21 +946,20 @@ def test_a_policy_takes_the_time_of_what_it_takes():
 
     def call(module, times):
         times = {name: Prediction(name, *ms, 0.0) for name, ms in times.items()}
-        whens = [measure.When(None, i) for i in range(2)]
         errors = {"sdpa": 0.001, first: 0.02, second: 0.03, "sage1": 0.01, "sage3": 0.2}
         return SimpleNamespace(
             site=SimpleNamespace(module=module), autos=AUTOS,
-            times=dict.fromkeys(whens, times) if times else {}, errors=dict.fromkeys(whens, errors),
+            times=dict.fromkeys(stages, times) if times else {},
+            errors=dict.fromkeys(stages, errors),
         )  # fmt: skip
 
-    first, second = AUTOS
+    (first, second), stages = AUTOS, (None, "edge")
     times = {first: (2.0, 10.0), second: (3.0, 10.0), "sage1": (10.0, 10.0)}
     calls = [call(name, times) for name in ("fast", "slow", "unknown", "off")] + [call("none", {})]
     usual = {"fast": "auto", "slow": "sage1", "unknown": "sage3", "off": "off", "none": "auto"}
-    parts = {None: lambda when: when.step == 0, "edge": lambda when: when.step == 1}
-    found = suggest.totals(calls, parts, {None: usual, "edge": usual | {"off": second}})
+    found = suggest.totals(calls, {None: usual, "edge": usual | {"off": second}})
     assert found["the policy"] == (0.2, 2 + 10 + 10 + 10 + 2 + 10 + 10 + 3, 80.0)
-    found = suggest.totals(calls[:2], parts, {None: usual, "edge": usual | {"slow": "off"}})
+    found = suggest.totals(calls[:2], {None: usual, "edge": usual | {"slow": "off"}})
     assert found["the policy"] == (0.03, 2 + 10 + 2 + 10, 40.0)
     assert found[first] == (0.02, 8.0, 40.0) and found["sage1"] == (0.01, 40.0, 40.0)
     assert found["sdpa"] == (0.001, 40.0, 40.0) and found["sage3"] == (0.2, 0.0, 0.0)

@@ -581,16 +581,13 @@ def test_a_model_may_have_arguments_with_names_of_ours(tmp_path):
     assert len(step(q, **THEIRS).unmeasured) == 1  # nothing before the call has parameters
 
 
-def test_a_models_arguments_beside_ours_still_work_and_are_warned_of():
-    q = torch.randn(1, 1, 8, 16)
-    with pytest.warns(
-        FutureWarning, match=r"call explain\(model, ...\)\(\*args, \*\*kwargs\)"
-    ) as w:
-        (site,) = sage_inductor.explain(lambda q: sdpa(q, q, q), q, options=EMULATE)
-    assert site.rewritten and w[0].filename == __file__
-    with pytest.warns(FutureWarning, match="diagnose"):
-        found = sage_inductor.diagnose(lambda q: sdpa(q, q, q), q=q, recipes="sage1")
-    assert {row.recipe for row in found.rows} == {"sdpa", "sage1"}
+def test_what_is_ours_is_refused_before_the_model_is_given_its_arguments():
+    with pytest.raises(sage_inductor.SageOptionError):
+        sage_inductor.explain(sdpa, options={"sage.recpie": 1})
+    with pytest.raises(ValueError, match="recipes must be of"):
+        sage_inductor.diagnose(sdpa, recipes="sage9")
+    with pytest.raises(ValueError, match="did you mean 'sage1-per-token'"):
+        sage_inductor.diagnose(sdpa, recipes=["sage1", "sage1-per-tokn"])
 
 
 def with_dropout(q):

@@ -22,9 +22,9 @@ from sage_inductor import (
     Schedule,
     backend,
     config,
-    stages,
 )
 from sage_inductor.inductor_pass import SagePass
+from sage_inductor.session import session
 from sage_inductor.stages import by_stage, current
 
 EDGE = [{"stage": "edge", "recipe": "off"}, {"recipe": "sage2-4b"}]
@@ -344,7 +344,7 @@ def test_the_report_tells_of_a_stage_that_no_rule_names():
     note = 'stage "egde" is named by no rule of a policy'
     assert note in str(sage_inductor.report()) and '"edge"' not in str(sage_inductor.report())
     torch._dynamo.reset()
-    assert not stages.named()
+    assert not session().stages
     run(x)
     assert note not in str(sage_inductor.report())
     torch._dynamo.reset()

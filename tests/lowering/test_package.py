@@ -396,7 +396,7 @@ for _function, _schema in (
     torch.library.register_fake(f"sage_test::{_function.__name__[1:]}", _function, lib=_TEST_OPS)
 SCALE, PAIR = torch.ops.sage_test.scale.default, torch.ops.sage_test.pair.default
 for _op in (SCALE, PAIR):
-    package.register(_op, None, package.Packaged)
+    package.register(_op, package.Packaged)
 
 LOOP = """
 AOTITorchError NAME(PARAMETERS) {

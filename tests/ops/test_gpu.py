@@ -23,16 +23,16 @@ from triton import knobs
 
 import sage_inductor
 from bench.tritons import ROWS
-from sage_inductor.ops import (
+from sage_inductor.ops import blocks as of_tokens
+from sage_inductor.ops import compat, gpus
+from sage_inductor.ops.attention.select import (
+    Problem,
     attention,
     attention_opaque,
-    compat,
-    gpus,
-    quantize_kv,
-    quantize_kv_opaque,
+    hopper_tile,
+    select,
 )
-from sage_inductor.ops import blocks as of_tokens
-from sage_inductor.ops.attention.select import Problem, hopper_tile, select
+from sage_inductor.ops.quantize.op import quantize_kv, quantize_kv_opaque
 from sage_inductor.ops.recipe import NAMED, Recipe
 from sage_inductor.ops.reference import attention as emulation
 from sage_inductor.ops.selector import BLOCK_SIZE, Selection

@@ -21,7 +21,9 @@ from pairs import chosen
 from support import arguments, attention_call
 from torch._inductor.async_compile import AsyncCompile
 from torch._subclasses import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
 from triton import knobs
 from triton.runtime import driver
 
@@ -30,7 +32,7 @@ from sage_inductor.ops import compat, gpus, launch
 from sage_inductor.ops import compile as compile_module
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.select import run_opaque
-from sage_inductor.ops.compat import ptxas_version
+from sage_inductor.ops.compat import ptxas_version, virtualized
 from sage_inductor.ops.compile import Compilation, compile_elsewhere, describe, travels
 from sage_inductor.ops.operands import Kept
 from sage_inductor.ops.quantize import smooth
@@ -187,8 +189,16 @@ def qkv(N, device, D=64, heads=(8, 4, 4), dtype=torch.bfloat16):
         return [x.transpose(1, 2) for x in (q, k, v)]
 
 
+def trace(call: SdpaCall) -> None:
+    """As AOTAutograd does."""
+    with call.q.fake_mode, FunctionalTensorMode():
+        torch.ops.sage.sdpa(
+            *pytree.tree_map_only(torch.Tensor, FunctionalTensor.to_functional, call)
+        )
+
+
 BANDS = {"full": FULL, "causal": RIGHT_BELOW, "a long window": (5000, 0, False)}
-MASKS = {
+MASKS = {  # on CPU, where torch can index them without a GPU
     "none": lambda N: None,
     "keys": lambda N: torch.empty(2, 1, 1, N, dtype=torch.bool),
     "rows": lambda N: torch.empty(N, N, dtype=torch.bool),
@@ -204,12 +214,12 @@ def check_compiled_ahead(h200, N, dtype=torch.bfloat16, mask="none", lists=(), *
     """That it is what sage::sdpa launches, whose names are returned."""
     x = qkv(N, "cuda", dtype=dtype)
     with x[0].fake_mode:
-        of = [torch.empty(n, dtype=torch.int32, device="cuda") for n in lists]
+        of = [torch.empty(n, dtype=torch.int32) for n in lists]  # on CPU, as MASKS
         of_lists = dict(zip(BlockLists._fields, of)) | (SIZE if lists else {})
         bounds = dict(attn_mask=MASKS[mask](N), **of_lists)
         call = SdpaCall(*arguments(*x, False, 0.1, **bounds, **given))
         for _ in range(2):  # as layers do
-            precompile.precompile(call)
+            trace(call)
     with launch.noted() as launched:
         noted.attend(SdpaCall(*map(launch._like, call)))
     if h200:
@@ -265,7 +275,7 @@ def test_kernels_are_compiled_ahead_for_the_keys_that_a_band_shows(h200):
         with q.fake_mode:
             fewer = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
                      .narrow(2, first, 1000 - first) for x in of_kv]  # fmt: skip
-            precompile.precompile(SdpaCall(*arguments(q, *fewer, True, 0.1, **given)))
+            trace(SdpaCall(*arguments(q, *fewer, True, 0.1, **given)))
         seen.append(list(h200))
     assert seen[0] and seen[0] == seen[1] != seen[2]  # nothing is compiled twice
 
@@ -283,17 +293,21 @@ def test_strides_are_launched_as_multiples_of_16_where_rows_are_of_16_bytes(warp
     assert 72 % 16 and len(strides) >= 20 and all(n % 16 == 0 for n in strides)
 
 
-@pytest.mark.parametrize("what", ["portable", "prepared by per_thread", "on CPU", "unknown"])
-def test_nothing_is_compiled_ahead_that_inductor_compiles_or_that_is_not_known(what, h200):
-    recipe = "sage2-8b" if what == "prepared by per_thread" else "sage2-8b-per-token"
-    x = qkv(1000, "cpu" if what == "on CPU" else "cuda")
-    args = list(arguments(*x, False, 0.1, recipe, portable=what == "portable"))
+@pytest.mark.parametrize("what", ["for a package", "on CPU", "unknown"])
+def test_nothing_is_compiled_ahead_for_a_package_or_that_is_not_known(what, h200):
+    device = "cpu" if what == "on CPU" else "cuda"
+    args = list(arguments(*qkv(1000, device), False, 0.1, "sage2-8b-per-token", portable=False))
     if what == "unknown":
-        with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        mode = args[0].fake_mode
+        mode.shape_env, mode.static_shapes = ShapeEnv(), False
+        with mode:
             symbol = mode.shape_env.create_unbacked_symint()
             args[0] = torch.empty(2, 8, symbol, 64, dtype=torch.bfloat16, device="cuda")
-    precompile.precompile(SdpaCall(*args))
-    assert not h200
+    with virtualized.set_aot_compilation(what == "for a package"):
+        trace(SdpaCall(*args))
+    names = {kernel.__name__ for kernel, *_ in h200}
+    assert not names.intersection(("_hopper_kernel", "_attention_kernel"))
+    assert bool(names) == (what == "unknown")  # k and v are known
 
 
 def training_calls(device, N=300, D=64) -> dict:
@@ -315,7 +329,7 @@ def test_what_trains_is_compiled_ahead(h200, monkeypatch):
     monkeypatch.setattr(gpus, "_capability", lambda device: asked.append(device) or (9, 0))
     for launched, given in training_calls("cuda:1", N=2000).items():  # more tiles than processors
         for _ in range(2):  # as layers do
-            precompile.precompile_op(launched, given)
+            precompile.precompile(launched, given)
         like = {name: launch._like(x) for name, x in given.items()}
         with launch.noted() as found:
             launched(like, launch.launch_cached, noted.H200)
@@ -330,19 +344,19 @@ def test_what_trains_is_compiled_ahead(h200, monkeypatch):
 
 def test_what_trains_is_left_to_its_launch_where_it_is_not_known(h200, caplog):
     for launched, given in training_calls("cpu").items():
-        precompile.precompile_op(launched, given)
+        precompile.precompile(launched, given)
     for launched, given in training_calls("cuda").items():
         with FakeTensorMode(shape_env=ShapeEnv()) as mode:
             symbol = mode.shape_env.create_unbacked_symint()
             of_some = torch.empty(symbol, 8, 300, 64, dtype=torch.bfloat16, device="cuda")
             of_strides = torch.empty_strided((2, 8, 300, 64), (symbol, 64, 512, 1), device="cuda")
         for unknown in (of_some, of_strides):
-            precompile.precompile_op(launched, given | {next(iter(given)): unknown})
-        precompile.precompile_op(launched, given | {"scale": symbol})
+            precompile.precompile(launched, given | {next(iter(given)): unknown})
+        precompile.precompile(launched, given | {"scale": symbol})
     assert not h200
     caplog.set_level(logging.DEBUG, "sage_inductor")
     given = training_calls("cuda", D=74)[rowscaled.launched]  # v's rows are none that TMA reads
-    precompile.precompile_op(rowscaled.launched, given)
+    precompile.precompile(rowscaled.launched, given)
     assert "compiled then: q or v is copied" in caplog.text
     assert "_hopper_kernel" not in {kernel.__name__ for kernel, *_ in h200}
 

@@ -22,20 +22,19 @@ from torch.testing import assert_close
 from triton.backends.compiler import GPUTarget
 
 from sage_inductor import lowering
-from sage_inductor.ops import (
-    attention,
-    gpus,
+from sage_inductor.ops import gpus, visibility
+from sage_inductor.ops import recipe as recipes
+from sage_inductor.ops.attention import select, tiles
+from sage_inductor.ops.attention.select import attention
+from sage_inductor.ops.attention_call import AttentionCall
+from sage_inductor.ops.formats import MAX_ROWS, PV, Format, Prepared
+from sage_inductor.ops.quantize.op import (
     quantize_k,
     quantize_kv,
     quantize_nvfp4,
     quantize_v,
     smooth,
-    visibility,
 )
-from sage_inductor.ops import recipe as recipes
-from sage_inductor.ops.attention import select, tiles
-from sage_inductor.ops.attention_call import AttentionCall
-from sage_inductor.ops.formats import MAX_ROWS, PV, Format, Prepared
 from sage_inductor.ops.quantize.smooth import smooth_q
 from sage_inductor.ops.recipe import NAMED, Recipe, decode
 from sage_inductor.ops.reference import attention as emulation

@@ -1,0 +1,83 @@
+"""What was seen since the last ``torch._dynamo.reset()``, which forgets it."""
+
+import re
+import types
+
+from sage_inductor.ops import transport
+from sage_inductor.ops.compat import cached_backends, counters, graph_break_reasons
+
+_ATTENTION = re.compile(r"(scaled_dot_product|flex|multi_head)_attention\w*\(")
+
+
+class Seen:
+    """The graphs that were compiled since it was made, to say why none has an attention call, and
+    which call is in none."""
+
+    def __init__(self):
+        self.graphs = 0  # that the pass saw
+        self._compiled, self._breaks = self._counted()
+        self._known = list(graph_break_reasons or ())  # Dynamo's reset empties it
+
+    @staticmethod
+    def _counted() -> tuple[int, dict[str, int]]:
+        return counters["stats"]["unique_graphs"], dict(counters["graph_break"])
+
+    def left_to_eager(self) -> list[str]:
+        """A line for each place where a graph breaks at an attention call, or at nested tensors.
+        On a CPU attention to these always breaks it."""
+        known, found = set(map(id, self._known)), {}
+        for each in graph_break_reasons or ():
+            call = each.user_stack[-1] if each.user_stack else None
+            if id(each) not in known and call and _ATTENTION.search(call.line or ""):
+                found[f"attention at {call.filename}:{call.lineno}"] = each.reason
+        for text in self._new_breaks():
+            if "nested" in text.lower() and text not in found.values():
+                found["attention to nested tensors"] = text
+        return [
+            f"{what} stays in eager: a graph breaks there ({text.strip().splitlines()[0]})"
+            for what, text in found.items()
+        ]
+
+    def _new_breaks(self) -> list[str]:
+        breaks = self._counted()[1]
+        return [text for text, n in breaks.items() if n > self._breaks.get(text, 0)]
+
+    def why_without(self) -> str:
+        compiled, new = self._counted()[0], self._new_breaks()
+        others = compiled - self._compiled - self.graphs
+        broken = (
+            "; a graph break leaves what it is about to eager, with the attention in it: "
+            f"{new[0].strip().splitlines()[0]}" if new else ""
+        )  # fmt: skip
+        if self.graphs:
+            return f"none of {self.graphs} compiled graphs has one" + broken
+        if others > 0:
+            taken = (
+                "an outer torch.compile takes the blocks in it for its own, whatever their backend"
+            )
+            return f"{others} graphs were compiled, none by sage ({taken})" + broken
+        return "nothing was compiled" + broken
+
+
+class Session:
+    def __init__(self):
+        self.sites = []  # (graph, site), of report.py
+        self.policies, self.modules = [], {}  # and the modules that call attention, by the rules
+        self.seen = Seen()
+        self.stages: set[str] = set()  # that were in force
+        self.runs, self.recorded = {}, set()  # of functional.py
+
+
+def session() -> Session:
+    if id(_begin) not in cached_backends:  # a reset calls what is listed here, and empties the list
+        cached_backends[id(_begin)] = types.SimpleNamespace(reset=_begin)
+    return _session
+
+
+def _begin() -> None:
+    global _session
+    _session = Session()
+    transport.CHOSEN.clear()
+
+
+_begin()
