@@ -24,12 +24,12 @@ WAYS = {  # as reports say it
     "heads": "all rows of some heads, exchanged",
     "codes": "8-bit codes of k and v, gathered",
 }
-SENT = 2**24  # bytes that a rank sends to measure its group
+SENT = 2**26  # bytes that a rank sends to measure its group
 COPIED = 2**27  # bytes, more than any L2
-REPEATS = 5
+REPEATS, IN_A_ROW = 5, 10
 # Two H100s and two H200s, torch 2.11 (bench/results/nvidia-h200/2026-11-28-parallel.json):
 FLOPS = 1e15  # 8-bit attention's a second, with 37,800 queries and 75,600 keys
-STRIDED = 1.5  # times as long as a copy of as many bytes: heads moved beside rows, codes padded
+STRIDED = 1.5  # times as long as a copy of as many bytes: codes that are padded
 SMALL = {"rows": 0.0, "heads": 2e-5, "codes": 9e-5}  # seconds of kernels on few bytes
 HOST = {"rows": 1.7e-3, "heads": 2.4e-3, "codes": 4.3e-3}  # seconds of a call in eager
 
@@ -102,7 +102,7 @@ class Journey(NamedTuple):
         else:
             sent = n * (of_kv + of_q) * self.itemsize
             ends = 6 * rates.start + (P - 1) / P * sent / rates.exchange
-            copied = STRIDED * 2 * sent + N * prepared / P
+            copied = 2 * sent + N * prepared / P
         pairs = n * N
         if self.is_causal:  # the last rank's queries see most keys; by heads all ranks see as many
             pairs = n * N / 2 if way == "heads" else n * (N - n / 2)
@@ -172,7 +172,7 @@ def _measure(group, device: torch.device) -> Rates:
             lambda: compat.all_gather_single(everyones, mine, group=group),
             lambda: compat.all_to_all_single(other, mine, each, each, group=group),
             lambda: copy.copy_(large),
-            lambda: compat.all_gather_single(of_few, few, group=group),
+            lambda: [compat.all_gather_single(of_few, few, group=group) for _ in range(IN_A_ROW)],
         )
     ]
     ours = torch.tensor(seconds, dtype=torch.float64, device=device).view(torch.uint8)
@@ -180,7 +180,7 @@ def _measure(group, device: torch.device) -> Rates:
     compat.all_gather_single(theirs, ours, group=group)
     gather, exchange, copied, start = theirs.view(torch.float64).view(P, -1).amax(0).tolist()
     received = (P - 1) * mine.numel()
-    return Rates(received / gather, received / P / exchange, 2 * COPIED / copied, start)
+    return Rates(received / gather, received / P / exchange, 2 * COPIED / copied, start / IN_A_ROW)
 
 
 def _clock(call: Callable[[], object], device: torch.device) -> float:
