@@ -254,7 +254,7 @@ def run_python(block: Block, text: str, page: Path) -> str | None:
     if not torch.cuda.is_available():
         code = code.replace('"cuda"', '"cpu"').replace("8192", "64")
     out = io.StringIO()
-    with contextlib.redirect_stdout(out):
+    with contextlib.redirect_stdout(out), sage_inductor.stage(None):  # a Schedule names its stages
         exec(compile(lines + code, str(page), "exec"), {"__name__": "__main__"})
     return out.getvalue()
 

@@ -198,16 +198,11 @@ def test_rows_and_heads_are_what_one_device_computes(ranks, name, shape, way, is
 @pytest.mark.parametrize("recipe", ["sage1-per-token", "sage2-8b", "sage3"])
 def test_recipes_that_make_no_codes_of_shards(ranks, recipe):
     q, k, v = inputs((64, 64))
-    expected = sharded((64, 64), sdpa(q, k, v, recipe=recipe)[0])
-    for (out, _), (of_rank,) in zip(
-        ranks(chosen, *sharded((64, 64), q, k, v), recipe=recipe), expected
-    ):
-        assert relative_l1(out, of_rank) < 2e-3
-
-
-@torch.no_grad()
-def chosen(group, q, k, v, recipe):
-    return gather_attention(q, k, v, group, recipe=recipe, return_lse=True)
+    of_ranks = sharded((64, 64), q, k, v)
+    k, v = (x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for x in (k, v))
+    found = ranks(attend, *of_ranks, recipe=recipe, way="rows")
+    for (out, _), (q_r, *_) in zip(found, of_ranks):
+        assert torch.equal(out, sdpa(q_r, k, v, recipe=recipe)[0])
 
 
 def check_prepared(found, one, N: int) -> None:
@@ -445,7 +440,7 @@ def test_two_calls_keep_their_order(ranks):
 @torch.no_grad()
 def autocast(group, q, k, v):
     with torch.autocast("cpu", torch.bfloat16):
-        return gather_attention(q, k, v, group)
+        return attend(group, q, k, v)[0]
 
 
 def test_under_autocast_it_computes_in_its_dtype(ranks):
