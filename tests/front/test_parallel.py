@@ -1048,6 +1048,16 @@ def wrong():
     }  # fmt: skip
 
 
+def test_heads_are_not_exchanged_by_some_ranks_alone(ranks):
+    """Whether they can be is what all ranks have to agree on."""
+    q, k, v = inputs((40,), **SHAPE)
+    more = torch.cat([q, q[:, :, :1]], 2)
+    for found in ranks(called, *[((each, k, v), {}) for each in (q, more)]):
+        assert found.kind == "ValueError"
+        assert "rank 1 has as many queries as keys False, rank 0 has" in found.text
+    check_that_they_still_meet(ranks)
+
+
 def check_unlike(found) -> None:
     for each in found:
         assert each.kind == "RuntimeError"
