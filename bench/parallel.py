@@ -302,8 +302,8 @@ def measure(case: Case, clock: Clock, world: int, rank: int, bandwidth: list[dic
             for name, call in PROVIDERS.items()
             for how, link in links.items()
         }
-        journey = transport.Journey.of(*part, (case.N // P,) * P, False, NAMED[RECIPE])
-        chosen = fastest(journey, clock.device) if world > 1 else None
+        transfer = transport.Transfer.of(*part, (case.N // P,) * P, False, NAMED[RECIPE])
+        chosen = fastest(transfer, clock.device) if world > 1 else None
         checked, sent = {}, {}
         for (name, how), call in calls.items():
             links[how].sent.clear()
@@ -330,10 +330,10 @@ def measure(case: Case, clock: Clock, world: int, rank: int, bandwidth: list[dic
     return rows
 
 
-def fastest(journey: transport.Journey, device: torch.device) -> str:
+def fastest(transfer: transport.Transfer, device: torch.device) -> str:
     """What is chosen for a CUDA graph."""
     with mock.patch.object(transport, "HOST", {}):
-        return transport.choose(journey, dist.group.WORLD, device)
+        return transport.choose(transfer, dist.group.WORLD, device)
 
 
 def relative(x: Tensor, y: Tensor) -> float:
@@ -407,23 +407,23 @@ def random_calls(count: int, clock: Clock, world: int, rank: int) -> Iterator[di
         )
         whole = [q, k, v]
         part = [x.chunk(world, 2)[rank] for x in whole]
-        journey = transport.Journey.of(*part, (N // world,) * world, is_causal, NAMED[RECIPE])
-        way = fastest(journey, clock.device)
+        transfer = transport.Transfer.of(*part, (N // world,) * world, is_causal, NAMED[RECIPE])
+        way = fastest(transfer, clock.device)
         asked = is_causal, D**-0.5, NAMED[RECIPE].encode()
         name = dist.group.WORLD.group_name
         calls = {"one": functools.partial(one_device, *whole, right=0 if is_causal else None)}
         for each in transport.WAYS:
-            if journey.why_not(each) is None:
+            if transfer.why_not(each) is None:
                 calls[each] = functools.partial(
                     torch.ops.sage.gather_sdpa, *part, name, *asked, None, each
                 )
         ms = clock(calls)
         error = relative(calls[way]()[0], calls["one"]().chunk(world, 2)[rank])
         if not error < WRONG:
-            sys.exit(f"{way} of {journey} is wrong: relative L1 {error}")
+            sys.exit(f"{way} of {transfer} is wrong: relative L1 {error}")
         yield {
             "H": H, "H_kv": H_kv, "N": N, "D": D, "is_causal": is_causal, "way": way, "ms": ms,
-            "predicted": {each: journey.seconds(each, rates) * 1e3 for each in ms if each != "one"},
+            "predicted": {x: transfer.seconds(x, rates) * 1e3 for x in ms if x != "one"},
             "rel_l1": error,
         }  # fmt: skip
 

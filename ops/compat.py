@@ -117,7 +117,7 @@ all_to_all_single = _take("torch.distributed:all_to_all_single",
     seen="torch 2.11 and 2.13", without="as process_group", optional=True)
 assert_async = _take("torch:_assert_async",
     seen="torch 2.11 and 2.13", optional=True,
-    without="gather_attention asks for lengths alone: ranks could not be told of a mistake")
+    without='gather_attention takes lengths="ask" only: ranks could not be told of a mistake')
 register_effectful_op = _take("torch._higher_order_ops.effects:_register_effectful_op",
     seen="torch 2.11 and 2.13", optional=True,
     without="Inductor may exchange two calls of sage::gather_sdpa on one rank alone")

@@ -74,8 +74,8 @@ def gather_sdpa(
     with torch.cuda.device_of(q):
         facts = _facts(q, k, v, group, is_causal, scale, recipe, lengths, way)
         shards = _agree(facts, q.device, group, lengths)
-        journey = transport.Journey.of(q, k, v, shards.lengths, is_causal, decode(recipe))
-        way = way or transport.choose(journey, group, q.device)
+        transfer = transport.Transfer.of(q, k, v, shards.lengths, is_causal, decode(recipe))
+        way = way or transport.choose(transfer, group, q.device)
         rank, right, prepared = group.rank(), 0 if is_causal else None, []
         if way == "heads":
             q, k, v = (_to_heads(x, shards, group) for x in (q, k, v))
@@ -218,8 +218,8 @@ def _check(q, k, v, group, is_causal: bool, scale: float, recipe: str, lengths, 
             f"got {list(lengths)}"
         )
     if way:
-        journey = transport.Journey.of(q, k, v, (N_r,) * P, is_causal, decode(recipe))
-        if reason := journey.why_not(way):
+        transfer = transport.Transfer.of(q, k, v, (N_r,) * P, is_causal, decode(recipe))
+        if reason := transfer.why_not(way):
             raise ValueError(reason)
 
 

@@ -45,8 +45,8 @@ class Rates(NamedTuple):
     start: float  # seconds, a collective of few bytes
 
 
-class Journey(NamedTuple):
-    """One call, as all ranks know it."""
+class Transfer(NamedTuple):
+    """The keys and values of one call, as all ranks know them."""
 
     lengths: tuple[int, ...]
     B: int
@@ -68,7 +68,7 @@ class Journey(NamedTuple):
         lengths: Sequence[int],
         is_causal: bool,
         recipe: Recipe,
-    ) -> "Journey":
+    ) -> "Transfer":
         B, H_q, N_q, D = q.shape
         dims = B, H_q, k.shape[1], D, v.shape[3], q.dtype.itemsize
         return cls(tuple(lengths), *dims, is_causal, N_q == k.shape[2], recipe)
@@ -110,30 +110,30 @@ class Journey(NamedTuple):
         return ends + SMALL[way] + copied / rates.copy + 2 * of_q * pairs / FLOPS
 
 
-def choose(journey: Journey, group, device: torch.device) -> str:
+def choose(transfer: Transfer, group, device: torch.device) -> str:
     """The way of the least predicted time, on every rank the same. Every rank has to ask."""
     if group.size() == 1:
         return "rows"
     rates = rates_of(group, device)
     host = {} if captures(device) else HOST
     times = {
-        way: max(host.get(way, 0), journey.seconds(way, rates))
+        way: max(host.get(way, 0), transfer.seconds(way, rates))
         for way in WAYS
-        if journey.why_not(way) is None
+        if transfer.why_not(way) is None
     }
     best = min(times, key=times.__getitem__)
-    CHOSEN[(len(journey.lengths), *journey[1:])] = _said(journey, best, times)
+    CHOSEN[(len(transfer.lengths), *transfer[1:])] = _line(transfer, best, times)
     return best
 
 
 CHOSEN: dict[tuple, str] = {}  # by call but for its lengths: which way, for the report
 
 
-def _said(journey: Journey, best: str, times: dict[str, float]) -> str:
+def _line(transfer: Transfer, best: str, times: dict[str, float]) -> str:
     others = ", ".join(f"{way} {seconds * 1e3:.3g}" for way, seconds in times.items())
     return (
-        f"gather_attention of {len(journey.lengths)} ranks, {sum(journey.lengths)} keys, "
-        f"{journey.H_q} heads of {journey.D}: {WAYS[best].format(bits=journey.itemsize * 8)} "
+        f"gather_attention of {len(transfer.lengths)} ranks, {sum(transfer.lengths)} keys, "
+        f"{transfer.H_q} heads of {transfer.D}: {WAYS[best].format(bits=transfer.itemsize * 8)} "
         f"(predicted ms: {others})"
     )
 

@@ -40,7 +40,15 @@ _log = logging.getLogger("sage_inductor")
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """The recipe of the calls that fit every field. Ranges are inclusive, None: open."""
+    """The recipe of the calls that fit every field. Ranges are inclusive, None: open.
+
+    recipe: a recipe's name, "auto" or "off". module: a glob of the calling module's path, as the
+    report shows it; * also stands for dots, and "*.attn" fits "attn", too. layer: the first number
+    in that path. head_dim: q's. length: the rows of q. stage: the rule holds in this stage only
+    (sage_inductor.stage). keep: self-attention computes the blocks of keys that score highest, this
+    fraction of them or as a Selection says; recipe must be a name. training: in the place of
+    ``sage.training``, for calls that need gradients.
+    """
 
     recipe: str  # a name in NAMED, "auto" or "off"
     module: str = "*"  # a glob, of Site.module

@@ -41,7 +41,7 @@ from sage_inductor.ops.gather import Shards
 from sage_inductor.ops.gpus import Gpu
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.register import OPAQUE
-from sage_inductor.ops.transport import Journey, Rates
+from sage_inductor.ops.transport import Rates, Transfer
 from sage_inductor.patterns.call_shape import CallShape
 
 RECIPE = "sage2-8b-per-token"
@@ -1133,18 +1133,18 @@ def test_all_ranks_or_none_ask_for_lengths(ranks):
 
 
 def test_the_host_is_waited_for_in_eager():
-    call, group = journey(N=4608, P=8, H=24), SimpleNamespace(size=lambda: 8)
+    call, group = transfer(N=4608, P=8, H=24), SimpleNamespace(size=lambda: 8)
     with mock.patch.object(transport, "rates_of", lambda *_: NVLINK):
         assert transport.choose(call, group, torch.device("cpu")) == "rows"
     assert choose(call, NVLINK) == "heads"
 
 
-def journey(P=2, N=75600, H=40, D=128, recipe=RECIPE, **given) -> Journey:
+def transfer(P=2, N=75600, H=40, D=128, recipe=RECIPE, **given) -> Transfer:
     fields = dict(
         lengths=(N // P,) * P, B=1, H_q=H, H_kv=H, D=D, D_v=D, itemsize=2, is_causal=False,
         square=True, recipe=NAMED[recipe],
     )  # fmt: skip
-    return Journey(**{**fields, **given})
+    return Transfer(**{**fields, **given})
 
 
 NVLINK = Rates(gather=250e9, exchange=250e9, copy=2e12, start=2e-5)
@@ -1154,24 +1154,24 @@ PCIE = Rates(gather=20e9, exchange=20e9, copy=2e12, start=4e-5)
 @pytest.mark.parametrize(
     "call, rates, way",
     [
-        (journey(), NVLINK, "codes"),
-        (journey(P=8), NVLINK, "heads"),
-        (journey(), PCIE, "codes"),
-        (journey(H_q=40, H_kv=8), PCIE, "codes"),
-        (journey(recipe="sage1-per-token", square=False), PCIE, "rows"),
-        (journey(P=8), PCIE, "heads"),
-        (journey(P=8, square=False), PCIE, "codes"),
-        (journey(P=8, H=44), PCIE, "codes"),
-        (journey(is_causal=True), NVLINK, "heads"),
-        (journey(N=4608, H=24), NVLINK, "rows"),
-        (journey(is_causal=True, H_kv=1, recipe="sage2-8b"), NVLINK, "rows"),
+        (transfer(), NVLINK, "codes"),
+        (transfer(P=8), NVLINK, "heads"),
+        (transfer(), PCIE, "codes"),
+        (transfer(H_q=40, H_kv=8), PCIE, "codes"),
+        (transfer(recipe="sage1-per-token", square=False), PCIE, "rows"),
+        (transfer(P=8), PCIE, "heads"),
+        (transfer(P=8, square=False), PCIE, "codes"),
+        (transfer(P=8, H=44), PCIE, "codes"),
+        (transfer(is_causal=True), NVLINK, "heads"),
+        (transfer(N=4608, H=24), NVLINK, "rows"),
+        (transfer(is_causal=True, H_kv=1, recipe="sage2-8b"), NVLINK, "rows"),
     ],
 )
 def test_the_way_of_the_least_predicted_time(call, rates, way):
     assert choose(call, rates) == way
 
 
-def choose(call: Journey, rates: Rates) -> str:
+def choose(call: Transfer, rates: Rates) -> str:
     group = SimpleNamespace(size=lambda: len(call.lengths))
     with mock.patch.multiple(transport, rates_of=lambda *_: rates, captures=lambda _: True):
         found = transport.choose(call, group, torch.device("cuda"))
@@ -1182,11 +1182,11 @@ def choose(call: Journey, rates: Rates) -> str:
 
 
 def test_what_travels_as_codes_and_by_heads():
-    names = {name for name in NAMED if journey(recipe=name).why_not("codes") is None}
+    names = {name for name in NAMED if transfer(recipe=name).why_not("codes") is None}
     assert names == {"sage2-8b-per-token", "sage2-8b-rotated", "sage2-8b-fp8qk"}
-    assert "do not divide 40 heads of q and 3 of k" in journey(H_kv=3).why_not("heads")
-    assert "as many queries as keys" in journey(square=False).why_not("heads")
-    assert "got 'pigeons'" in journey().why_not("pigeons")
+    assert "do not divide 40 heads of q and 3 of k" in transfer(H_kv=3).why_not("heads")
+    assert "as many queries as keys" in transfer(square=False).why_not("heads")
+    assert "got 'pigeons'" in transfer().why_not("pigeons")
 
 
 @torch.no_grad()
