@@ -29,8 +29,9 @@ WAYS = {  # as reports say it
 SENT = {"cuda": 2**26, "cpu": 2**16}
 COPIED = {"cuda": 2**27, "cpu": 2**16}
 REPEATS, IN_A_ROW = 5, 10
-# Two H100s and two H200s, torch 2.11 (bench/results/nvidia-h200/2026-11-28-parallel.json):
+# Two H100s and two H200s, torch 2.11 (bench/results/*/2026-11-28-parallel.json):
 FLOPS = 1e15  # 8-bit attention's a second, with 37,800 queries and 75,600 keys
+EXPONENTIAL = 200  # D + D_v of the products that take as long as the exponential of a pair
 STRIDED = 1.5  # times as long as a copy of as many bytes: codes that are padded
 SMALL = {"rows": 0.0, "heads": 2e-5, "codes": 9e-5}  # seconds of kernels on few bytes
 HOST = {"rows": 1.7e-3, "heads": 2.4e-3, "codes": 4.3e-3}  # seconds of a call in eager
@@ -107,7 +108,8 @@ class Transfer(NamedTuple):
         pairs = n * N
         if self.is_causal:  # the last rank's queries see most keys; by heads all ranks see as many
             pairs = n * N / 2 if way == "heads" else n * (N - n / 2)
-        return ends + SMALL[way] + copied / rates.copy + 2 * of_q * pairs / FLOPS
+        products = 2 * self.B * self.H_q * max(self.D + self.D_v, EXPONENTIAL) * pairs
+        return ends + SMALL[way] + copied / rates.copy + products / FLOPS
 
 
 def choose(transfer: Transfer, group, device: torch.device) -> str:
