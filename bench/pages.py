@@ -37,6 +37,7 @@ from bench import (
     parallel,
     peers,
     preparation,
+    ring,
     sparse,
     training,
 )  # fmt: skip
@@ -51,7 +52,7 @@ SPEED = ("paper", "load", "models", "preparation", "fusion", "masks", "shared")
 ACCURACY = ("accuracy", "shipped", "end-to-end")
 PLANS = (
     *SPEED, *ACCURACY, *curves.TITLES, "model", "training", "training-mask", "backward", "memory",
-    "packages", "parallel", "peers", "sparse", "linear", "lists", "selected", "whole",
+    "packages", "parallel", "peers", "ring", "sparse", "linear", "lists", "selected", "whole",
 )  # fmt: skip
 METHODS = property, classmethod, types.FunctionType
 HEADS = (8, 24, 128)  # B * H of the columns of `lengths`
@@ -95,7 +96,8 @@ def main(argv=None) -> int:
 
 def newest(folder: Path) -> dict[str, dict]:
     """Plan -> the newest result that holds rows of it, with those rows alone. A row that names no
-    plan is of the plan that the file is named after, behind the date."""
+    plan is of the plan that the file is named after, behind the date. Whole models stay with their
+    recipes until either is measured again: each is trained to the same weights again."""
     found = {}
     for path, result in sorted(
         ((path, load(path)) for path in folder.glob("*.json")), key=lambda each: each[1]["date"]
@@ -103,7 +105,13 @@ def newest(folder: Path) -> dict[str, dict]:
         usual = path.stem.partition("-")[2][len("MM-DD-") :]
         plans = groups([{"plan": usual, **row} for row in result["rows"]], "plan")
         for plan in plans.keys() & set(PLANS):
-            found[plan] = {**result, "rows": plans[plan]}
+            its = {**result, "rows": plans[plan]}
+            if plan == "end-to-end" and plan in found:
+                models = {**found[plan]["models"], **result["models"]}
+                rows = found[plan]["rows"] + its["rows"]
+                of = {(row["family"], row["entry"]): row for row in rows}
+                its |= {"models": models, "rows": [*of.values()]}
+            found[plan] = its
     return found
 
 
@@ -355,6 +363,7 @@ TABLES = {
     "parallel": sections(("parallel",), parallel_section),
     "peers": peers_table,
     "remedies": remedies,
+    "ring": of("ring", ring.table),
     "selected": of("selected", model.selected_table),
     "short": accuracy_in_short,
     "sparse": sections(("sparse",), sparse_section),
