@@ -249,7 +249,8 @@ class Layer(nn.Module):
         h, cos, sin = self.norm1(x), cos[None, :, None], sin[None, :, None]
         q, k, v = (to(h).unflatten(-1, (-1, self.D)) for to in (self.to_q, self.to_k, self.to_v))
         q, k = (blocks.interleaved(h, cos, sin) for h in (self.norm_q(q), self.norm_k(k)))
-        x = x + self.to_out(blocks.attend(q, k, v))
+        out = F.scaled_dot_product_attention(*(h.transpose(1, 2) for h in (q, k, v)))
+        x = x + self.to_out(out.transpose(1, 2).flatten(2))
         return x + self.mlp(self.norm2(x))
 
 

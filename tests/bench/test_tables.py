@@ -13,7 +13,6 @@ from bench import (
     curves,
     figures,
     fusion,
-    library,
     lists,
     model,
     packages,
@@ -320,7 +319,7 @@ def test_a_table(name):
 def test_blocks_that_stay_are_named_in_a_line():
     line = "All calls stay SDPA (0.988x to 1.005x) in: BERT, N=512; Llama 3 8B, prefill of 2K.\n"
     assert model.others(blocks()) == line and model.others(blocks()[:1]) == ""
-    assert all(each.title for each in library.MODELS.values())
+    assert all(each.title for each in model.MODELS.values())
 
 
 def test_the_terminal_shows_a_table_with_aligned_columns(capsys):
