@@ -92,7 +92,6 @@ def measure_all(args) -> int:
     )
     bandwidth = bandwidths(clock, world) if world > 1 else []
     result = harness.Result("parallel", method, args, world=world, bandwidth=bandwidth)
-    show(bandwidth_table(bandwidth))
     for case in CASES:
         rows = measure(case, clock, world, rank, bandwidth)
         result.add(rows)
@@ -344,11 +343,11 @@ def relative(x: Tensor, y: Tensor) -> float:
 # -- tables ----
 
 
-def table(rows: list[dict], world: int) -> str:
+def table(rows: list[dict]) -> str:
     """A line per case, of as many GPUs as were there: ms, and the efficiency."""
-    rows = [{**row, "B": 1, "model": row["case"]} for row in rows]
+    rows = [{**row, "B": 1, "model": row["case"]} for row in rows if row["ms"] is not None]
     lines = [["B x H x N x D", "one GPU", *PROVIDERS]]
-    for its in groups([row for row in rows if row["P"] == world], "case").values():
+    for its in groups(rows, "case").values():
         cells = [_cell(row) for row in its]
         lines.append([case_of(its[0]), _ms(its[0]["one_device_ms"]), *cells])
     return markdown(lines)
@@ -362,14 +361,6 @@ def _cell(row: dict) -> str:
     text = f"{_ms(row['ms'])} ({row['efficiency']:.2f})"
     text = f"**{text}**" if row["chosen"] else text
     return f"{text}, eager {_ms(row['eager_ms'])}"
-
-
-def bandwidth_table(rows: list[dict]) -> str:
-    lines = [["collective", "a rank sends, KiB", "GB/s received", "ms"]]
-    for row in rows:
-        figures = f"{row['shard'] // 2**10}", f"{row['GBs']:.1f}", f"{row['ms']:.3f}"
-        lines.append([row["collective"], *figures])
-    return markdown(lines)
 
 
 def case_table(case: Case, rows: list[dict]) -> str:

@@ -188,13 +188,12 @@ def _tiles(case: Case, name: str) -> list[Provider]:
     them."""
     of_kind = (9, 0), NAMED[name].pv, case.D, case.is_causal
     found = (tiles.hopper(*of_kind, tiles.ANY, n) for n in tiles.WARPGROUPS)
-    return [_hopper(case, name, tile) for tile in dict.fromkeys(found) if tile is not None]
-
-
-def _hopper(case: Case, name: str, tile: Tile) -> Provider:
-    plural = "s" * (tile.warpgroups != 1)
-    label = f"{name}, {tile.warpgroups} warpgroup{plural}"
-    return Provider(label, by_tile(tile), _kernel(case, name).prepare, name)
+    prepare, columns = _kernel(case, name).prepare, []
+    for tile in dict.fromkeys(tile for tile in found if tile is not None):
+        plural = "s" * (tile.warpgroups != 1)
+        label = f"{name}, {tile.warpgroups} warpgroup{plural}"
+        columns.append(Provider(label, by_tile(tile), prepare, name))
+    return columns
 
 
 def by_tile(tile: Tile) -> Callable:

@@ -64,14 +64,9 @@ SHAPES = (
 )
 
 
-def by_sdpa(backend: SDPBackend):
-    def attend(q, k, v, is_causal=False):
-        with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(
-                q, k, v, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1]
-            )
-
-    return attend
+def sdpa(q, k, v, is_causal=False):
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=grouped)
 
 
 def by_op(training: str):
@@ -81,19 +76,12 @@ def by_op(training: str):
 
 def compiled_by(training: str):
     """As a user gets it, of a call of SDPA's: later calls are launched by C++."""
-
-    def attend(q, k, v, is_causal=False):
-        return F.scaled_dot_product_attention(
-            q, k, v, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1]
-        )
-
-    options = {"sage.training": training}
-    return torch.compile(attend, backend="sage", options=options, dynamic=False)
+    return torch.compile(sdpa, backend="sage", options={"sage.training": training}, dynamic=False)
 
 
 ATTENTION = {
-    "cudnn": by_sdpa(SDPBackend.CUDNN_ATTENTION),
-    "flash": by_sdpa(SDPBackend.FLASH_ATTENTION),
+    "cudnn": sdpa_kernel(SDPBackend.CUDNN_ATTENTION)(sdpa),
+    "flash": sdpa_kernel(SDPBackend.FLASH_ATTENTION)(sdpa),
     "fp8-backward": by_op("fp8-backward"),
     "fp8-backward, compiled": compiled_by("fp8-backward"),
     "sagebwd": by_op("sagebwd"),

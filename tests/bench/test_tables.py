@@ -273,7 +273,7 @@ TABLES = {
 |  | beside the compiled model | code, MB (SDPA's) | packaging, s (SDPA's) |
 | Llama 3 8B | N=1: 1.2e-05, N=8192: bit-equal, N=16384: bit-equal | 3.2 (2.0) | 70 (50) |"""),
     "ranks that were there": (
-        lambda: parallel.table(spread(), 2), """
+        lambda: parallel.table(spread()), """
 | B x H x N x D | one GPU | rows | heads | codes | SDPA |
 | Small 1x2x9x8 | 12.3 | 7.00 (0.50), eager 20.5 | **8.00 (0.50)**, eager 20.5 | 9.00 (0.50), eager 20.5 | 10.0 (0.50), eager 20.5 |"""),
     "lists with flex, and on a GPU that has no tile for them": (
