@@ -43,7 +43,15 @@ from bench import gradients, harness, laboratory, peers, providers, trained
 from bench.capture import Call, capture, end_to_end
 from bench.cases import PEERS, Case
 from bench.laboratory import FA3_FP8, FAMILIES, PRESETS, SAGE2_4B, USUAL, Technique, attend
-from bench.measure import Provider, Runner, attention, draw_sets, errors, interleave
+from bench.measure import (
+    Provider,
+    Runner,
+    attention,
+    draw_sets,
+    errors,
+    interleave,
+    relative_l1,
+)  # fmt: skip
 from bench.tables import groups, markdown, show, wrapped
 from bench.trained import Subject
 from sage_inductor.ops.compile import LONGEST, compile_elsewhere
@@ -544,8 +552,7 @@ def measure_training(family: str, kind: str, causal: bool, masks: str, args, dev
         torch.manual_seed(seed)  # of stochastic rounding
         for entry, training in gradients.ENTRIES.items():
             its = gradients.gradients(*inputs, training, causal, mask)
-            errors = [(x - y).abs().sum() / y.abs().sum() for x, y in zip(its, exact, strict=True)]
-            found.setdefault(entry, []).append(torch.stack(errors).cpu())
+            found.setdefault(entry, []).append(list(map(relative_l1, its, exact)))
     of = dict(
         plan="training" if masks == "none" else "training-mask",
         family=family, do=kind, N=args.N, D=args.D, causal=causal, mask=masks, layers=args.layers,
@@ -553,7 +560,7 @@ def measure_training(family: str, kind: str, causal: bool, masks: str, args, dev
     return [
         {**of, "entry": entry, "rel_l1": dict(zip(exact._fields, mean, strict=True))}
         for entry, its in found.items()
-        for mean in [torch.stack(its).mean(0).tolist()]
+        for mean in [map(statistics.fmean, zip(*its, strict=True))]
     ]
 
 

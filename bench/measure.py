@@ -106,13 +106,17 @@ class Exact:
         return errors(out[-1, self.heads].double(), self.out, self.v_mean)
 
 
+def relative_l1(out: Tensor, exact: Tensor) -> float:
+    return ((out - exact).abs().sum() / exact.abs().sum()).item()
+
+
 def errors(out: Tensor, exact: Tensor, v_mean: Tensor) -> dict[str, float]:
     """CosSim, relative L1 and RMSE of out [..., N, D]; centred: with v's mean over the sequence
     [..., 1, D], which hides what attention adds to it, taken off both. All in float64."""
     error = out - exact
     return {
         "cos_sim": (out * exact).sum().div(out.norm() * exact.norm()).item(),
-        "rel_l1": error.abs().sum().div(exact.abs().sum()).item(),
+        "rel_l1": relative_l1(out, exact),
         "rmse": error.square().mean().sqrt().item(),
         "centred_rel_l1": error.abs().sum().div((exact - v_mean).abs().sum()).item(),
     }

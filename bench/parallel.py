@@ -39,7 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench import harness
-from bench.measure import WRONG, in_turns
+from bench.measure import WRONG, in_turns, relative_l1
 from bench.tables import case_of, groups, markdown, show
 from sage_inductor.ops import compat, transport
 from sage_inductor.ops.recipe import NAMED
@@ -306,7 +306,7 @@ def measure(case: Case, clock: Clock, world: int, rank: int, bandwidth: list[dic
         checked, sent = {}, {}
         for (name, how), call in calls.items():
             links[how].sent.clear()
-            error = relative(call(), expected.chunk(P, 2)[which])
+            error = relative_l1(call().float(), expected.chunk(P, 2)[which].float())
             checked[name, how], sent[name, how] = error, list(links[how].sent)
             if how == "together" and not error < WRONG:
                 sys.exit(f"{name} of {case} on {P} ranks is wrong: relative L1 {error}")
@@ -333,11 +333,6 @@ def fastest(transfer: transport.Transfer, device: torch.device) -> str:
     """What is chosen for a CUDA graph."""
     with mock.patch.object(transport, "HOST", {}):
         return transport.choose(transfer, dist.group.WORLD, device)
-
-
-def relative(x: Tensor, y: Tensor) -> float:
-    """Relative L1 to y."""
-    return ((x.float() - y.float()).abs().sum() / y.float().abs().sum()).item()
 
 
 # -- tables ----
@@ -409,7 +404,8 @@ def random_calls(count: int, clock: Clock, world: int, rank: int) -> Iterator[di
                     torch.ops.sage.gather_sdpa, *part, name, *asked, None, each
                 )
         ms = clock(calls)
-        error = relative(calls[way]()[0], calls["one"]().chunk(world, 2)[rank])
+        of_one = calls["one"]().chunk(world, 2)[rank]
+        error = relative_l1(calls[way]()[0].float(), of_one.float())
         if not error < WRONG:
             sys.exit(f"{way} of {transfer} is wrong: relative L1 {error}")
         yield {

@@ -36,7 +36,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench import blocks, gradients, harness
 from bench.cases import Case
-from bench.measure import Provider, Runner, interleave, summary
+from bench.measure import Provider, Runner, interleave, relative_l1, summary
 from bench.tables import groups, markdown, show
 from sage_inductor.lowering import replay
 from sage_inductor.ops.training.gradients import training_op
@@ -197,10 +197,7 @@ def errors(attend, shape: Case, device) -> dict | None:
     leaves = [x.requires_grad_() for x in (q, k, v)]
     found = grad(attend(*leaves), leaves, do)
     exact = gradients.exact(q, k, v, do, shape.is_causal)[1:]
-    return {
-        name: ((x.double() - y).abs().sum() / y.abs().sum()).item()
-        for name, x, y in zip(GRADIENTS, found, exact, strict=True)
-    }
+    return dict(zip(GRADIENTS, map(relative_l1, found, exact), strict=True))
 
 
 # -- a step of a whole transformer ----
