@@ -13,6 +13,7 @@ from sage_inductor.ops.reference.exact import attention_exact
 
 WRONG = 0.1  # relative L1 on normal inputs from which an output is wrong, not inaccurate
 WINDOW = 1024  # keys that a query sees
+SCORES = 2**27  # of exact attention at once: 1 GiB
 PADDED = 160  # keys at the end that nobody sees: of 256 tokens of text
 
 # Masks that are a rule: whether query i of batch b sees key j, of B batches and n keys. Of numbers
@@ -126,7 +127,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask=None) -> Te
     """`attention_exact` of q [H, N_q, D], k and v [H, N, D] in blocks of rows that fit in memory.
     is_causal: row i sees keys 0 .. i. mask: [N_q or 1, N], bool or additive."""
     (H, N_q, D), N = q.shape, k.shape[1]
-    rows = max(1, 2**27 // (H * N))  # 1 GiB of scores
+    rows = max(1, SCORES // (H * N))
     out = torch.full_like(q, math.nan)
     for start in range(0, N_q, rows):
         block = slice(start, min(start + rows, N_q))
