@@ -302,14 +302,6 @@ def remedies(gpus: dict[str, dict]) -> str:
     return "".join(f"* {remedy}:\n{''.join(said)}" for remedy, said in lines.items())
 
 
-def lengths(gpus: dict[str, dict]) -> str:
-    return lengths_of(set(cost.KINDS) - cost.TRAINED.keys())
-
-
-def training_lengths(gpus: dict[str, dict]) -> str:
-    return lengths_of(cost.TRAINED)
-
-
 def lengths_of(kinds: Collection[str]) -> str:
     """From which length "auto" rewrites self-attention, of the built-in tables."""
     lines = [["GPU", "head_dim", "type of call", *(f"B·H ≥ {heads}" for heads in HEADS), "error"]]
@@ -336,7 +328,7 @@ TABLES = {
     "backward": of("backward", training.table),
     "blocks": blocks_in_short,
     "curves": sections(curves.TITLES, trained_section),
-    "lengths": lengths,
+    "lengths": lambda _: lengths_of(set(cost.KINDS) - cost.TRAINED.keys()),
     "linear": of("linear", linear.table),
     "lists": of("lists", lists.table),
     "memory": of("memory", training.memory_table),
@@ -349,7 +341,7 @@ TABLES = {
     "sparse": sections(("sparse",), trained_section),
     "speed": sections(SPEED, speed_section),
     "training": of("training", accuracy.training_table),
-    "training_lengths": training_lengths,
+    "training_lengths": lambda _: lengths_of(cost.TRAINED),
     "training_mask": of("training-mask", accuracy.training_table),
     "whole": of("whole", models.table),
 }

@@ -155,19 +155,14 @@ def _flex(case: Case) -> Callable:
     return call
 
 
-def band(case: Case) -> tuple[int | None, int | None, bool]:
-    """(left, right, bottom_right)."""
-    if case.mask == "window":
-        return WINDOW - 1, 0, False
-    return None, 0 if case.is_causal else None, False
-
-
 def _kernel(case: Case, name: str) -> Provider:
     recipe = NAMED[name]
 
     def prepare(q, k, v, mask=None):
         kernel, tile = _select(case, name, q.device)
-        seen = Visibility.of(mask if case.masked else None, band(case), k.shape[2], tile.BLOCK_M)
+        left = WINDOW - 1 if case.mask == "window" else None
+        band = left, 0 if case.is_causal or left is not None else None, False
+        seen = Visibility.of(mask if case.masked else None, band, k.shape[2], tile.BLOCK_M)
         prepared = prepare_kv(k, v, seen, recipe, not kernel.traced)
         return attention_call(q, k, v, prepared, seen, q.shape[3] ** -0.5, recipe)
 
