@@ -43,7 +43,15 @@ from bench import gradients, harness, laboratory, peers, providers, trained
 from bench.capture import Call, capture, end_to_end
 from bench.cases import PEERS, Case
 from bench.laboratory import FA3_FP8, FAMILIES, PRESETS, SAGE2_4B, USUAL, Technique, attend
-from bench.measure import Provider, Runner, attention, draw_sets, errors, interleave
+from bench.measure import (
+    Provider,
+    Runner,
+    attention,
+    draw_sets,
+    errors,
+    interleave,
+    relative_l1,
+)  # fmt: skip
 from bench.tables import groups, markdown, show, wrapped
 from bench.trained import Subject
 from sage_inductor.ops.compile import LONGEST, compile_elsewhere
@@ -57,7 +65,7 @@ ROWS = 128  # queries of the tables over N: the first; and of what is shipped: t
 
 # SageAttention2's main experiments: FP8 p v as it is, summed in fp32, v not smoothed.
 INT4 = Technique("int4", "per_thread", pv="e4m3", v_scale="per_channel")
-SMOOTH_QK = dataclasses.replace(INT4, smooth_q=True, smooth_k="mean")
+SMOOTH_QK = dataclasses.replace(INT4, smooth_q=True, smooth_k=True)
 GRANULARITIES = ("per_token", "per_thread", "per_warp", "per_block", "per_tensor")
 
 
@@ -83,15 +91,15 @@ def granularities(qk: str) -> dict[str, Technique]:
 def tables(D: int, recipes: Sequence[str] = ()) -> dict[str, Table]:
     """All of them, for a head_dim; that of recipes with these names of PRESETS, or all."""
     fp16 = dataclasses.replace(SMOOTH_QK, pv="fp16", v_scale=None)
-    smoothings = {"none": {}, "k": {"smooth_k": "mean"},
-                  "q+k": {"smooth_q": True, "smooth_k": "mean"}}  # fmt: skip
+    smoothings = {"none": {}, "k": {"smooth_k": True},
+                  "q+k": {"smooth_q": True, "smooth_k": True}}  # fmt: skip
     return {
         "smoothing": Table(
             "Smoothing q and k, INT4, FP8 p v (SageAttention2, tables 4 and 17)",
             {
                 "none": INT4,
                 "HadmdAttn": dataclasses.replace(INT4, rotation=D),
-                **variants(INT4, SmoothAttn={"balance": True}, k={"smooth_k": "mean"},
+                **variants(INT4, SmoothAttn={"balance": True}, k={"smooth_k": True},
                            q={"smooth_q": True}),
                 "q+k": SMOOTH_QK,
             },
@@ -192,10 +200,10 @@ def main(argv=None) -> int:
             print_training(rows)
         return 0
     cuda = device.type == "cuda"
-    size = args.size or ("full" if cuda else "small")
+    size = "full" if cuda else "small"
     method = (
         f"Families: {args.layers} seeds from 0 of laboratory.draw, bf16, "
-        f"[1, {args.heads}, N, {args.D}]{', causal' * args.causal}; errors against float64 before "
+        f"[1, {args.heads}, N, {args.D}]; errors against float64 before "
         f"rounding to bf16. Shipped: each head_dim, in bf16, the last {ROWS} queries"
         + (timing() if cuda else "")
         + f". Models: {size}, of bench/trained.py, in bf16" * bool(args.models)
@@ -204,7 +212,6 @@ def main(argv=None) -> int:
     names = [name for name in args.tables if name not in BESIDE]
     for family in args.families or USUAL:
         for name, table in tables(args.D, args.recipes).items():
-            # Causal, the first queries see next to nothing of N.
             lengths = (args.N, 2 * args.N, 4 * args.N) if table.over_n else (args.N,)
             for N in lengths if name in names else ():
                 rows = measure(name, table, family, draw(table, family, N, args, device))
@@ -256,7 +263,6 @@ def parse(argv) -> argparse.Namespace:
     parser.add_argument("--D", type=int, choices=(64, 128, 256), default=128)
     parser.add_argument("--heads", type=harness.positive, default=2)
     parser.add_argument("--layers", type=harness.positive, default=3, help="of a family: seeds")
-    parser.add_argument("--causal", action="store_true", help="families; not what is shipped")
     parser.add_argument(
         "--lengths", nargs="+", type=harness.positive,
         help=f"of what is shipped; default: {LENGTHS}, on a CPU without the last two",
@@ -266,9 +272,6 @@ def parse(argv) -> argparse.Namespace:
         help="of what is shipped; default: 128 64",
     )  # fmt: skip
     parser.add_argument("--training", action="store_true", help="gradients, of families alone")
-    parser.add_argument(
-        "--size", choices=trained.SIZES, help="of the models; default: full on a GPU, else small"
-    )
     return parser.parse_args(argv)
 
 
@@ -281,7 +284,7 @@ def draw(table: Table, family: str, N: int, args, device) -> list[Call]:
     for seed in range(args.layers):
         q, k, v = (x.to(device) for x in laboratory.draw(family, seed, args.heads, N, args.D))
         rows = ROWS if table.over_n else N
-        calls.append(Call(q[:, :, :rows], k, v, args.causal and not table.over_n))
+        calls.append(Call(q[:, :, :rows], k, v, False))
     return calls
 
 
@@ -549,8 +552,7 @@ def measure_training(family: str, kind: str, causal: bool, masks: str, args, dev
         torch.manual_seed(seed)  # of stochastic rounding
         for entry, training in gradients.ENTRIES.items():
             its = gradients.gradients(*inputs, training, causal, mask)
-            errors = [(x - y).abs().sum() / y.abs().sum() for x, y in zip(its, exact, strict=True)]
-            found.setdefault(entry, []).append(torch.stack(errors).cpu())
+            found.setdefault(entry, []).append(list(map(relative_l1, its, exact)))
     of = dict(
         plan="training" if masks == "none" else "training-mask",
         family=family, do=kind, N=args.N, D=args.D, causal=causal, mask=masks, layers=args.layers,
@@ -558,7 +560,7 @@ def measure_training(family: str, kind: str, causal: bool, masks: str, args, dev
     return [
         {**of, "entry": entry, "rel_l1": dict(zip(exact._fields, mean, strict=True))}
         for entry, its in found.items()
-        for mean in [torch.stack(its).mean(0).tolist()]
+        for mean in [map(statistics.fmean, zip(*its, strict=True))]
     ]
 
 

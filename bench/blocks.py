@@ -1,8 +1,13 @@
-"""Transformer blocks with the operations that their models' own code puts around attention.
+"""Transformer blocks as their models' packages compute them, of the models' sizes, with random
+weights.
 
-Flux, HunyuanVideo, Wan, CogVideoX   diffusers 0.42: norms, modulation, the ways of writing RoPE
-Llama                                transformers 5.23
-ViT                                  timm 1.0
+Flux, HunyuanVideo, Wan, CogVideoX, SD3, SDXL   diffusers 0.42
+Whisper, BERT                                   transformers 5.23
+Llama, ViT, Qwen2.5-VL's vision                 written here, as transformers and timm have them:
+                                                they are exported with a dynamic number of tokens,
+                                                or hold no split by lengths that depend on data
+
+A package is imported when one of its blocks is made.
 
 x [B, N, C]: tokens of C = H_q D channels. A block gives its output, or of two streams (image or
 video, text). Weights and inputs are random; what keeps attention from vanishing in the output, as
@@ -10,14 +15,19 @@ an average over N random values would, is that its scores have a deviation of SH
 """
 
 import dataclasses
+import re
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.cases import Case
+from bench.measure import SEES
 
 SHARP = 3.0  # of softmax's inputs, where q and k of unit variance have 1
+# The weights that q and k are proportional to: where they are normalized those of the norms.
+NORMS = re.compile(r"\bnorm_(added_)?[qk]\.weight")
+PROJECTIONS = re.compile(r"\b(to_[qk]|add_[qk]_proj|[qk]_proj|query|key|qkv)\.weight")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +36,7 @@ class Model:
 
     name: str
     title: str  # on the pages
-    block: type
+    block: type["Block"]
     B: int
     H_q: int
     H_kv: int
@@ -55,8 +65,18 @@ def draw(model: Model, device) -> tuple[nn.Module, tuple[Tensor, ...]]:
         for module in block.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=module.in_features**-0.5)
-        block.sharpen()
-        return block, block.inputs()
+        sharpen(block)
+        return block, model.block.inputs(model)
+
+
+def sharpen(block: nn.Module) -> None:
+    """Scores of unit deviation become scores of SHARP's."""
+    named = dict(block.named_parameters())
+    names = list(filter(NORMS.search, named)) or list(filter(PROJECTIONS.search, named))
+    for name in names:
+        weight = named[name].data
+        rows = len(weight) * 2 // 3 if "qkv" in name else len(weight)  # without v's
+        weight[:rows] *= SHARP**0.5
 
 
 def first(out) -> Tensor:
@@ -64,29 +84,11 @@ def first(out) -> Tensor:
     return out[0] if isinstance(out, (tuple, list)) else out
 
 
-def normed(*layers: nn.Module) -> None:
-    """`sharpen` where q and k are normalized."""
-    for layer in layers:
-        nn.init.constant_(layer.weight, SHARP**0.5)
-
-
-def projected(*weights: Tensor) -> None:
-    """`sharpen` where they are not."""
-    for weight in weights:
-        weight.data.mul_(SHARP**0.5)
-
-
 def normal(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.bfloat16)
 
 
 # -- what several models have ----
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q, k, v [B, N, H, D] -> [B, N, C]."""
-    out = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)))
-    return out.transpose(1, 2).flatten(2)
 
 
 def angles(N: int, D: int) -> tuple[Tensor, Tensor]:
@@ -109,259 +111,221 @@ def interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x.float() * cos + rotated.float() * sin).to(x.dtype)
 
 
-class Modulated(nn.Module):
-    """diffusers' AdaLayerNormZero (parts=6) and AdaLayerNormZeroSingle (3): x normalized, shifted
-    and scaled as temb says, and the other parts."""
-
-    def __init__(self, C: int, parts: int):
-        super().__init__()
-        self.norm = nn.LayerNorm(C, elementwise_affine=False, eps=1e-6)
-        self.linear = nn.Linear(C, parts * C)
-        self.parts = parts
-
-    def forward(self, x, temb):
-        shift, scale, *rest = self.linear(F.silu(temb)).chunk(self.parts, 1)
-        return self.norm(x) * (1 + scale[:, None]) + shift[:, None], *rest
+def rotate_half(x: Tensor) -> Tensor:
+    x1, x2 = x.chunk(2, -1)
+    return torch.cat((-x2, x1), -1)
 
 
 def mlp(C: int, inner: int, approximate: str = "tanh") -> nn.Sequential:
     return nn.Sequential(nn.Linear(C, inner), nn.GELU(approximate), nn.Linear(inner, C))
 
 
+def streams(m: Model, temb: int, rotated: int = 0) -> tuple[Tensor, ...]:
+    """Image or video, text, modulation [B, temb], and where so many tokens are rotated `pairs`."""
+    table = pairs(rotated, m.D) if rotated else ()
+    return normal(m.B, m.N - m.text, m.C), normal(m.B, m.text, m.C), normal(m.B, temb), *table
+
+
 # -- the blocks ----
 
 
-class FluxDouble(nn.Module):
+class Block(nn.Module):
+    """A package's block, which `make` makes; or where it makes none, one of ours."""
+
+    def __init__(self, m: Model):
+        super().__init__()
+        self.m = m
+        self.block = self.make(m)
+
+    @staticmethod
+    def make(m: Model) -> nn.Module | None:
+        return None
+
+    @staticmethod
+    def inputs(m: Model) -> tuple[Tensor, ...]:
+        return (normal(m.B, m.N, m.C),)
+
+    def forward(self, *inputs: Tensor):
+        return self.block(*inputs)
+
+
+class FluxDouble(Block):
     """Two streams with weights of their own, text before image, meet in attention."""
 
-    def __init__(self, m: Model):
-        super().__init__()
-        self.m = m
-        self.streams = nn.ModuleList(nn.ModuleDict(self._stream(m)) for _ in range(2))
+    @staticmethod
+    def make(m):
+        from diffusers.models.transformers.transformer_flux import FluxTransformerBlock
+
+        return FluxTransformerBlock(m.C, m.H_q, m.D)
 
     @staticmethod
-    def _stream(m: Model) -> dict[str, nn.Module]:
-        return {
-            "norm1": Modulated(m.C, 6),
-            **{name: nn.Linear(m.C, m.C) for name in ("to_q", "to_k", "to_v", "to_out")},
-            **{name: nn.RMSNorm(m.D, eps=1e-6) for name in ("norm_q", "norm_k")},
-            "norm2": nn.LayerNorm(m.C, elementwise_affine=False, eps=1e-6),
-            "mlp": mlp(m.C, m.mlp),
-        }
-
-    def sharpen(self):
-        normed(*(s[name] for s in self.streams for name in ("norm_q", "norm_k")))
-
-    def inputs(self):
-        B, C, text = self.m.B, self.m.C, self.m.text
-        return (
-            normal(B, self.m.N - text, C), normal(B, text, C), normal(B, C),
-            *pairs(self.m.N, self.m.D),
-        )  # fmt: skip
+    def inputs(m):
+        return streams(m, m.C, m.N)
 
     def forward(self, x, text, temb, cos, sin):
-        of_text, of_image = self.streams
-        text_in, *text_rest = of_text["norm1"](text, temb)
-        x_in, *x_rest = of_image["norm1"](x, temb)
-        q, k, v = (
-            torch.cat([a, b], 1)
-            for a, b in zip(self._qkv(of_text, text_in), self._qkv(of_image, x_in), strict=True)
-        )
-        q, k = (interleaved(h, cos[None, :, None], sin[None, :, None]) for h in (q, k))
-        out = attend(q, k, v)
-        text_out, x_out = out.split_with_sizes([text.shape[1], x.shape[1]], 1)
-        x = self._finish(of_image, x, x_out, *x_rest)
-        return x, self._finish(of_text, text, text_out, *text_rest)
-
-    def _qkv(self, stream, x):
-        q, k, v = (
-            stream[name](x).unflatten(-1, (-1, self.m.D)) for name in ("to_q", "to_k", "to_v")
-        )
-        return stream["norm_q"](q), stream["norm_k"](k), v
-
-    def _finish(self, stream, x, out, gate, shift_mlp, scale_mlp, gate_mlp):
-        x = x + gate[:, None] * stream["to_out"](out.contiguous())
-        h = stream["norm2"](x) * (1 + scale_mlp[:, None]) + shift_mlp[:, None]
-        return x + gate_mlp[:, None] * stream["mlp"](h)
+        return self.block(x, text, temb, (cos, sin))[::-1]
 
 
-class FluxSingle(nn.Module):
+class FluxSingle(FluxDouble):
     """One stream, text before image; attention and MLP side by side."""
 
-    def __init__(self, m: Model):
-        super().__init__()
-        self.m = m
-        self.norm = Modulated(m.C, 3)
-        self.to_q, self.to_k, self.to_v = (nn.Linear(m.C, m.C) for _ in range(3))
-        self.norm_q, self.norm_k = (nn.RMSNorm(m.D, eps=1e-6) for _ in range(2))
-        self.proj_mlp = nn.Linear(m.C, m.mlp)
-        self.proj_out = nn.Linear(m.C + m.mlp, m.C)
+    @staticmethod
+    def make(m):
+        from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock
 
-    def sharpen(self):
-        normed(self.norm_q, self.norm_k)
-
-    def inputs(self):
-        return FluxDouble.inputs(self)
-
-    def forward(self, x, text, temb, cos, sin):
-        n = text.shape[1]
-
-        def rotate(h):
-            return interleaved(h, cos[None, :, None], sin[None, :, None])
-
-        both = self.stream(torch.cat([text, x], 1), temb, rotate)
-        return both[:, n:], both[:, :n]
-
-    def stream(self, x, temb, rotate):
-        h, gate = self.norm(x, temb)
-        inner = F.gelu(self.proj_mlp(h), approximate="tanh")
-        q, k, v = (to(h).unflatten(-1, (-1, self.m.D)) for to in (self.to_q, self.to_k, self.to_v))
-        out = attend(rotate(self.norm_q(q)), rotate(self.norm_k(k)), v)
-        return x + gate[:, None] * self.proj_out(torch.cat([out, inner], 2))
+        return FluxSingleTransformerBlock(m.C, m.H_q, m.D, m.mlp / m.C)
 
 
-class HunyuanSingle(FluxSingle):
+class HunyuanSingle(Block):
     """The same with text after video, which alone is rotated. All text is seen: no mask."""
 
-    def inputs(self):
-        x, text, temb, _, _ = super().inputs()
-        return x, text, temb, *pairs(x.shape[1], self.m.D)
+    @staticmethod
+    def make(m):
+        from diffusers.models.transformers import transformer_hunyuan_video as hunyuan
 
-    def forward(self, x, text, temb, cos, sin):
-        n = x.shape[1]
-
-        def rotate(h):
-            video = interleaved(h[:, :n], cos[None, :, None], sin[None, :, None])
-            return torch.cat([video, h[:, n:]], 1)
-
-        both = self.stream(torch.cat([x, text], 1), temb, rotate)
-        return both[:, :n], both[:, n:]
-
-
-class CogVideoX(nn.Module):
-    """Text before video with the same weights; video's part of q and k is rotated in place."""
-
-    def __init__(self, m: Model):
-        super().__init__()
-        self.m = m
-        self.temb = 512
-        self.modulations = nn.ModuleList(nn.Linear(self.temb, 6 * m.C) for _ in range(2))
-        self.norms = nn.ModuleList(nn.LayerNorm(m.C, eps=1e-5) for _ in range(2))
-        self.to_q, self.to_k, self.to_v, self.to_out = (nn.Linear(m.C, m.C) for _ in range(4))
-        self.norm_q, self.norm_k = (nn.LayerNorm(m.D, eps=1e-6) for _ in range(2))
-        self.mlp = mlp(m.C, m.mlp)
-
-    def sharpen(self):
-        normed(self.norm_q, self.norm_k)
-
-    def inputs(self):
-        B, C, text = self.m.B, self.m.C, self.m.text
-        n = self.m.N - text
-        return normal(B, n, C), normal(B, text, C), normal(B, self.temb), *pairs(n, self.m.D)
-
-    def forward(self, x, text, temb, cos, sin):
-        n = text.shape[1]
-        h, gate, text_gate = self._modulated(0, x, text, temb)
-        q, k, v = (
-            to(h).unflatten(-1, (-1, self.m.D)).transpose(1, 2)
-            for to in (self.to_q, self.to_k, self.to_v)
-        )
-        q, k = self.norm_q(q), self.norm_k(k)
-        for each in (q, k):
-            each[:, :, n:] = interleaved(each[:, :, n:], cos, sin)
-        out = F.scaled_dot_product_attention(q, k, v)
-        out = self.to_out(out.transpose(1, 2).flatten(2))
-        x, text = x + gate * out[:, n:], text + text_gate * out[:, :n]
-        h, gate, text_gate = self._modulated(1, x, text, temb)
-        out = self.mlp(h)
-        return x + gate * out[:, n:], text + text_gate * out[:, :n]
-
-    def _modulated(self, i, x, text, temb):
-        parts = self.modulations[i](F.silu(temb))[:, None].chunk(6, 2)
-        shift, scale, gate, text_shift, text_scale, text_gate = parts
-        x = self.norms[i](x) * (1 + scale) + shift
-        text = self.norms[i](text) * (1 + text_scale) + text_shift
-        return torch.cat([text, x], 1), gate, text_gate
-
-
-class WanAttention(nn.Module):
-    """Of x [B, N, C] to itself, rotated, or to text."""
-
-    def __init__(self, m: Model):
-        super().__init__()
-        self.m = m
-        self.to_q, self.to_k, self.to_v, self.to_out = (nn.Linear(m.C, m.C) for _ in range(4))
-        self.norm_q, self.norm_k = (nn.RMSNorm(m.C, eps=1e-6) for _ in range(2))
-
-    def forward(self, x, context, *table):
-        q, k, v = self.norm_q(self.to_q(x)), self.norm_k(self.to_k(context)), self.to_v(context)
-        q, k, v = (h.unflatten(2, (self.m.H_q, -1)) for h in (q, k, v))
-        if table:
-            q, k = (self._rotate(h, *table) for h in (q, k))
-        return self.to_out(attend(q, k, v))
+        return hunyuan.HunyuanVideoSingleTransformerBlock(m.H_q, m.D, m.mlp / m.C)
 
     @staticmethod
-    def _rotate(x, cos, sin):
-        """RoPE of the pairs (2 i, 2 i + 1), stored through strided slices."""
-        x1, x2 = x.unflatten(-1, (-1, 2)).unbind(-1)
-        cos, sin = cos[..., 0::2], sin[..., 1::2]
-        out = torch.empty_like(x)
-        out[..., 0::2] = x1 * cos - x2 * sin
-        out[..., 1::2] = x1 * sin + x2 * cos
-        return out
-
-
-class Wan(nn.Module):
-    """Self-attention, cross-attention to text, MLP; norms and modulation in fp32."""
-
-    def __init__(self, m: Model):
-        super().__init__()
-        self.m = m
-        self.attention, self.cross = (WanAttention(m) for _ in range(2))
-        self.norm2 = nn.LayerNorm(m.C, eps=1e-6)
-        self.mlp = mlp(m.C, m.mlp)
-        self.table = nn.Parameter(torch.randn(1, 6, m.C) / m.C**0.5)
-
-    def sharpen(self):
-        normed(*(norm for a in (self.attention, self.cross) for norm in (a.norm_q, a.norm_k)))
-
-    def inputs(self):
-        B, N, C = self.m.B, self.m.N, self.m.C
-        table = (x[None, :, None] for x in pairs(N, self.m.D))
-        return normal(B, N, C), normal(B, self.m.text, C), normal(B, 6, C), *table
+    def inputs(m):
+        return streams(m, m.C, m.N - m.text)
 
     def forward(self, x, text, temb, cos, sin):
-        parts = (self.table + temb.float()).chunk(6, 1)
-        shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = parts
-        h = (self._norm(x) * (1 + scale) + shift).type_as(x)
-        x = (x.float() + self.attention(h, h, cos, sin) * gate).type_as(x)
-        h = self._norm(x, self.norm2.weight.float(), self.norm2.bias.float()).type_as(x)
-        x = x + self.cross(h, text)
-        h = (self._norm(x) * (1 + scale_mlp) + shift_mlp).type_as(x)
-        return (x.float() + self.mlp(h).float() * gate_mlp).type_as(x)
-
-    def _norm(self, x, weight=None, bias=None):
-        return F.layer_norm(x.float(), (self.m.C,), weight, bias, 1e-6)
+        return self.block(x, text, temb, None, (cos, sin))
 
 
-class Llama(nn.Module):
+class HunyuanPadded(Block):
+    """Two streams, video before text, of which the last tokens are padding: a mask hides them."""
+
+    @staticmethod
+    def make(m):
+        from diffusers.models.transformers import transformer_hunyuan_video as hunyuan
+
+        return hunyuan.HunyuanVideoTransformerBlock(m.H_q, m.D, m.mlp / m.C)
+
+    @staticmethod
+    def inputs(m):
+        seen = SEES[m.mask](m.B, m.N, 0, 0, torch.arange(m.N)).expand(m.B, 1, 1, m.N)
+        return *streams(m, m.C, m.N - m.text), seen
+
+    def forward(self, x, text, temb, cos, sin, mask):
+        return self.block(x, text, temb, mask, (cos, sin))
+
+
+class CogVideoX(Block):
+    """Text before video with the same weights; video's part of q and k is rotated in place."""
+
+    TEMB = 512
+
+    @staticmethod
+    def make(m):
+        from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXBlock
+
+        return CogVideoXBlock(m.C, m.H_q, m.D, CogVideoX.TEMB, attention_bias=True)
+
+    @staticmethod
+    def inputs(m):
+        return streams(m, CogVideoX.TEMB, m.N - m.text)
+
+    def forward(self, x, text, temb, cos, sin):
+        return self.block(x, text, temb, (cos, sin))
+
+
+class Wan(Block):
+    """Self-attention, cross-attention to text, MLP; norms and modulation in fp32."""
+
+    @staticmethod
+    def make(m):
+        from diffusers.models.transformers.transformer_wan import WanTransformerBlock
+
+        return WanTransformerBlock(m.C, m.mlp, m.H_q, cross_attn_norm=True)
+
+    @staticmethod
+    def inputs(m):
+        table = (x[None, :, None] for x in pairs(m.N, m.D))
+        return normal(m.B, m.N, m.C), normal(m.B, m.text, m.C), normal(m.B, 6, m.C), *table
+
+    def forward(self, x, text, temb, cos, sin):
+        return self.block(x, text, temb, (cos, sin))
+
+
+class SD3(Block):
+    """Image and text with weights of their own, image before text, meet in attention."""
+
+    @staticmethod
+    def make(m):
+        from diffusers.models.attention import JointTransformerBlock
+
+        return JointTransformerBlock(m.C, m.H_q, m.D)
+
+    @staticmethod
+    def inputs(m):
+        return streams(m, m.C)
+
+    def forward(self, x, text, temb):
+        return self.block(x, text, temb)[::-1]
+
+
+class SDXL(Block):
+    """Of the UNet: self-attention, cross-attention to text, gated MLP."""
+
+    CONTEXT = 2048  # channels of the text
+
+    @staticmethod
+    def make(m):
+        from diffusers.models.attention import BasicTransformerBlock
+
+        return BasicTransformerBlock(m.C, m.H_q, m.D, cross_attention_dim=SDXL.CONTEXT)
+
+    @staticmethod
+    def inputs(m):
+        return normal(m.B, m.N, m.C), normal(m.B, m.text, SDXL.CONTEXT)
+
+    def forward(self, x, text):
+        return self.block(x, encoder_hidden_states=text)
+
+
+class Whisper(Block):
+    """Of the encoder."""
+
+    @staticmethod
+    def make(m):
+        from transformers import WhisperConfig
+        from transformers.models.whisper.modeling_whisper import WhisperEncoderLayer
+
+        sizes = dict(d_model=m.C, encoder_attention_heads=m.H_q, encoder_ffn_dim=m.mlp)
+        return WhisperEncoderLayer(WhisperConfig(**sizes, attn_implementation="sdpa"))
+
+    def forward(self, x):
+        return self.block(x, None)
+
+
+class Bert(Block):
+    """Normalized after each residual."""
+
+    @staticmethod
+    def make(m):
+        from transformers import BertConfig
+        from transformers.models.bert.modeling_bert import BertLayer
+
+        sizes = dict(hidden_size=m.C, num_attention_heads=m.H_q, intermediate_size=m.mlp)
+        return BertLayer(BertConfig(**sizes, attn_implementation="sdpa"))
+
+
+class Llama(Block):
     """Prefill: grouped heads, causal; RoPE of the pairs (i, i + D / 2) by rotating halves."""
 
     def __init__(self, m: Model):
-        super().__init__()
-        self.m = m
+        super().__init__(m)
         self.norm1, self.norm2 = (nn.Parameter(torch.ones(m.C)) for _ in range(2))
         self.to_q, self.to_out = (nn.Linear(m.C, m.C, bias=False) for _ in range(2))
         self.to_k, self.to_v = (nn.Linear(m.C, m.H_kv * m.D, bias=False) for _ in range(2))
         self.gate, self.up = (nn.Linear(m.C, m.mlp, bias=False) for _ in range(2))
         self.down = nn.Linear(m.mlp, m.C, bias=False)
 
-    def sharpen(self):
-        projected(self.to_q.weight, self.to_k.weight)
-
-    def inputs(self):
-        table = (x.repeat(1, 2)[None].bfloat16() for x in angles(self.m.N, self.m.D))
-        return normal(self.m.B, self.m.N, self.m.C), *table
+    @staticmethod
+    def inputs(m):
+        table = (x.repeat(1, 2)[None].bfloat16() for x in angles(m.N, m.D))
+        return normal(m.B, m.N, m.C), *table
 
     def forward(self, x, cos, sin):
         h = self._norm(x, self.norm1)
@@ -370,7 +334,7 @@ class Llama(nn.Module):
             for to in (self.to_q, self.to_k, self.to_v)
         )
         cos, sin = cos[:, None], sin[:, None]
-        q, k = ((h * cos) + (self._rotate_half(h) * sin) for h in (q, k))
+        q, k = ((h * cos) + (rotate_half(h) * sin) for h in (q, k))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + self.to_out(out.transpose(1, 2).flatten(2))
         h = self._norm(x, self.norm2)
@@ -382,27 +346,15 @@ class Llama(nn.Module):
         h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-5)
         return weight * h.to(x.dtype)
 
-    @staticmethod
-    def _rotate_half(x):
-        x1, x2 = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
-        return torch.cat((-x2, x1), -1)
 
-
-class ViT(nn.Module):
+class ViT(Block):
     """q, k and v from one projection; no RoPE."""
 
     def __init__(self, m: Model):
-        super().__init__()
-        self.m = m
+        super().__init__(m)
         self.norm1, self.norm2 = (nn.LayerNorm(m.C, eps=1e-6) for _ in range(2))
         self.qkv, self.proj = nn.Linear(m.C, 3 * m.C), nn.Linear(m.C, m.C)
         self.mlp = mlp(m.C, m.mlp, "none")
-
-    def sharpen(self):
-        projected(self.qkv.weight[: 2 * self.m.C])
-
-    def inputs(self):
-        return (normal(self.m.B, self.m.N, self.m.C),)
 
     def forward(self, x, mask=None):
         qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.m.H_q, self.m.D))
@@ -412,6 +364,31 @@ class ViT(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
+class QwenVision(ViT):
+    """Qwen2.5-VL's, of a layer whose windows are the whole image: RMSNorm, RoPE of the pairs
+    (i, i + D / 2) in fp32, a gated MLP."""
+
+    def __init__(self, m: Model):
+        super().__init__(m)
+        self.norm1, self.norm2 = (nn.RMSNorm(m.C, eps=1e-6) for _ in range(2))
+        self.gate, self.up = (nn.Linear(m.C, m.mlp) for _ in range(2))
+        self.mlp = nn.Linear(m.mlp, m.C)
+
+    @staticmethod
+    def inputs(m):
+        return *ViT.inputs(m), *(x.repeat(1, 2) for x in angles(m.N, m.D))
+
+    def forward(self, x, cos, sin):
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.m.H_q, self.m.D))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        q, k = ((h.float() * cos + rotate_half(h.float()) * sin).to(h.dtype) for h in (q, k))
+        out = F.scaled_dot_product_attention(q, k, v)
+        x = x + self.proj(out.transpose(1, 2).flatten(2))
+        h = self.norm2(x)
+        return x + self.mlp(F.silu(self.gate(h)) * self.up(h))
+
+
+BESIDE = (Wan, SDXL)  # whose text is beside N, in cross-attention
 MODELS = {
     model.name: model
     for model in (
@@ -428,5 +405,17 @@ MODELS = {
         Model("llama3_32k", "Llama 3 8B, prefill of 32K", Llama, 1, 32, 8, 32768, 128, 14336,
               is_causal=True),
         Model("vit_l_1024px", "ViT-L, 1024 px", ViT, 8, 16, 16, 4097, 64, 4096),
+        Model("sd3_1024px", "SD3, 1024 px", SD3, 2, 24, 24, 4429, 64, 6144, text=333),
+        Model("sdxl_64x64", "SDXL UNet, 64 x 64", SDXL, 2, 10, 10, 4096, 64, 2560, text=77),
+        Model("sdxl_32x32", "SDXL UNet, 32 x 32", SDXL, 2, 20, 20, 1024, 64, 5120, text=77),
+        Model("hunyuan_padded", "HunyuanVideo, padded text", HunyuanPadded, 1, 24, 24, 32656, 128,
+              12288, 256, mask="padding"),
+        Model("whisper_large", "Whisper, encoder", Whisper, 8, 20, 20, 1500, 64, 5120),
+        Model("vit_h_224px", "ViT-H, 224 px", ViT, 64, 16, 16, 257, 80, 5120),
+        Model("vit_h_1024px", "ViT-H, 1024 px", ViT, 4, 16, 16, 5330, 80, 5120),
+        Model("bert_large_512", "BERT, N=512", Bert, 32, 16, 16, 512, 64, 4096),
+        Model("llama3_2k", "Llama 3 8B, prefill of 2K", Llama, 1, 32, 8, 2048, 128, 14336,
+              is_causal=True),
+        Model("qwen_vl_980px", "Qwen2.5-VL, vision", QwenVision, 1, 16, 16, 4900, 80, 3420),
     )
 }  # fmt: skip

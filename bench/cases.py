@@ -137,8 +137,6 @@ PLANS = {
         tuple(Case(B, 24, 24, 4096, D, shared=True) for D in (64, 128) for B in (2, 4)),
         providers=("cuDNN", "flash", "apart", "op"),
     ),
-    # For recipes with 16-bit p v: --recipes sage1-per-token.
-    "16bit": Plan(grid((2048, 8192, 32768)), providers=("cuDNN", "flash", "kernel", "op")),
     "masks": Plan(
         tuple(
             Case(4, 32, 32, N, D, mask=mask) for D in (64, 128) for mask in MASKS for N in MASKS_N

@@ -18,46 +18,21 @@ import tempfile
 import time
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import sage_inductor
-from bench import harness
+from bench import blocks, harness
 
 BACKENDS = ("inductor", "sage", "stages")
 DEFAULTS = {"layers": 24, "hidden": 1024, "heads": 8, "length": 8192}
 
 
-class Layer(nn.Module):
-    """Llama's: RMSNorm, causal attention with rotate-half RoPE, RMSNorm, a gated feed-forward."""
-
-    def __init__(self, hidden: int, heads: int):
-        super().__init__()
-        self.heads = heads
-        self.norms = nn.ModuleList(nn.RMSNorm(hidden) for _ in range(2))
-        self.qkvo = nn.ModuleList(nn.Linear(hidden, hidden, bias=False) for _ in range(4))
-        self.gate, self.up = (nn.Linear(hidden, 2 * hidden, bias=False) for _ in range(2))
-        self.down = nn.Linear(2 * hidden, hidden, bias=False)
-
-    def forward(self, x, cos, sin):  # [B, N, hidden], [N, D] twice
-        h = self.norms[0](x)
-        q, k, v = (f(h).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in self.qkvo[:3])
-        q, k = (y * cos + rotated(y) * sin for y in (q, k))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.qkvo[3](out.transpose(1, 2).flatten(2))
-        h = self.norms[1](x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
-
-
-def rotated(x):
-    a, b = x.chunk(2, -1)
-    return torch.cat((-b, a), -1)
-
-
 class Model(nn.Module):
-    def __init__(self, layers: int, hidden: int, heads: int):
+    """Layers of bench/blocks.py's Llama, without grouped heads."""
+
+    def __init__(self, layers: int, row: blocks.Model):
         super().__init__()
-        self.layers = nn.ModuleList(Layer(hidden, heads) for _ in range(layers))
+        self.layers = nn.ModuleList(blocks.Llama(row) for _ in range(layers))
 
     def forward(self, x, cos, sin):
         for layer in self.layers:
@@ -129,21 +104,22 @@ def first_call(backend: str, args) -> dict:
     dtype = torch.bfloat16 if on_gpu else torch.float32
     if on_gpu:
         torch.cuda.set_device(args.device)
+    N, H, D = args.length, args.heads, args.hidden // args.heads
+    row = blocks.Model("", "", blocks.Llama, 1, H, H, N, D, 2 * args.hidden, is_causal=True)
     with args.device:
-        model = Model(args.layers, args.hidden, args.heads).to(dtype)
-        x = torch.randn(1, args.length, args.hidden, dtype=dtype)
-        cos, sin = torch.rand(2, args.length, args.hidden // args.heads, dtype=dtype)
-        (x[0, :16] @ x[0, :16].mT).sum().item()  # CUDA and cuBLAS have started
+        model = Model(args.layers, row).to(dtype)
+        given = [each.to(dtype) for each in blocks.Llama.inputs(row)]
+        (given[0][0, :16] @ given[0][0, :16].mT).sum().item()  # CUDA and cuBLAS have started
     options = {"sage.force": True, "sage.emulate": not on_gpu}
     if backend == "stages":
         options["sage.policy"] = [{"stage": "edge", "recipe": "off"}]
-    given = (
+    how = (
         {"backend": "inductor"}
         if backend == "inductor"
         else {"backend": "sage", "options": options}
     )
     start = time.perf_counter()
-    out = torch.compile(model, **given)(x, cos, sin)
+    out = torch.compile(model, **how)(*given)
     if on_gpu:
         torch.cuda.synchronize()
     seconds = time.perf_counter() - start

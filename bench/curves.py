@@ -43,6 +43,7 @@ from tqdm import tqdm
 from bench import gradients, harness
 from bench.gradients import ENTRIES, Training
 from bench.learners import DTYPES, MODELS, SIZES, Layers, Task, drawn_places, tasks_of
+from bench.measure import relative_l1
 from bench.tables import markdown, show
 
 # Without it cuBLAS is not deterministic, and torch refuses. It is read once, at the first product.
@@ -172,9 +173,7 @@ def beside_eager(
     for steps in (compiled_steps(recipe, is_causal), emulated_steps(recipe, is_causal)):
         o, *found = steps.forward(*inputs)
         results.append([found[0], *steps.backward(*inputs, do, *found)])
-    most = max(
-        ((a - b).abs().sum() / b.abs().sum()).item() for a, b in zip(*results, strict=True)
-    )  # fmt: skip
+    most = max(map(relative_l1, *results))
     if not most <= AGREE:
         raise RuntimeError(
             f"curves: compiled, {recipe} differs from eager by {most:.1e}, more than {AGREE:.0e}: "

@@ -9,13 +9,13 @@ library is asked for but its recipes. Kernels are compiled by several processes 
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
 import hashlib
 import itertools
 import json
-import subprocess
+import multiprocessing
 import sys
-import tempfile
 import zlib
 from pathlib import Path
 
@@ -226,17 +226,11 @@ def main(argv=None) -> int:
     parser.add_argument("--out", metavar="FILE", help="where to write the hashes; else printed")
     parser.add_argument("--compare", metavar="FILE", help="hashes of another commit; 1: not equal")
     parser.add_argument("--jobs", type=int, default=12, help="processes that share the GPU")
-    parser.add_argument("--share", metavar="I/N", help="compute but the I-th of N shares")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("bench/fingerprint.py hashes what a GPU gives: torch sees none", file=sys.stderr)
         return 2
-    if args.share or args.jobs == 1:
-        i, n = map(int, (args.share or "0/1").split("/"))
-        names = itertools.islice(cases(), i, None, n)
-        found = {name: fingerprint(name, "cuda") for name in names}
-    else:
-        found = in_processes(args.jobs)
+    found = in_processes(list(cases()), args.jobs, "cuda")
     text = json.dumps(found, indent=1, sort_keys=True)
     if args.out:
         Path(args.out).write_text(text)
@@ -249,20 +243,11 @@ def main(argv=None) -> int:
     return 1 if lines else 0
 
 
-def in_processes(jobs: int) -> dict[str, str]:
-    found = {}
-    with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder) / f"{i}.json" for i in range(jobs)]
-        command = [sys.executable, __file__, "--share"]
-        running = [
-            subprocess.Popen([*command, f"{i}/{jobs}", "--out", str(file)])
-            for i, file in enumerate(files)
-        ]
-        if any([process.wait() for process in running]):
-            raise SystemExit("bench/fingerprint.py: a process failed, see above")
-        for file in files:
-            found |= json.loads(file.read_text())
-    return found
+def in_processes(names: list[str], jobs: int, device: str) -> dict[str, str]:
+    context = multiprocessing.get_context("spawn")  # a fork has no CUDA
+    with concurrent.futures.ProcessPoolExecutor(jobs, context) as pool:
+        found = pool.map(fingerprint, names, itertools.repeat(device))
+        return dict(zip(names, found, strict=True))
 
 
 if __name__ == "__main__":

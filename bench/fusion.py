@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 import sage_inductor  # noqa: F401  (registers what sage::prepare opens into)
 from bench import harness
-from bench.blocks import angles, interleaved, pairs
+from bench.blocks import angles, interleaved, pairs, rotate_half
 from bench.cases import Case
 from bench.measure import Provider, Runner, interleave, summary
 from bench.model import Wrong
@@ -57,8 +57,7 @@ def main(argv=None) -> int:
 
 
 def rotated_half(x, cos, sin):
-    x1, x2 = x.chunk(2, -1)
-    return x * torch.cat([cos, cos], -1) + torch.cat([-x2, x1], -1) * torch.cat([sin, sin], -1)
+    return x * torch.cat([cos, cos], -1) + rotate_half(x) * torch.cat([sin, sin], -1)
 
 
 def halves(x, cos, sin):

@@ -33,7 +33,6 @@ from sage_inductor.ops.formats import (
 from sage_inductor.ops.recipe import NAMED, Recipe
 from sage_inductor.ops.reference import attention as emulation
 from sage_inductor.ops.reference.exact import masked
-from sage_inductor.ops.reference.quantize import estimate
 from sage_inductor.ops.sdpa import attention_call
 from sage_inductor.ops.sdpa import prepare as prepare_kv
 from sage_inductor.ops.visibility import Visibility
@@ -75,7 +74,7 @@ class Technique:
         always, with int8, int4 and e4m3.
     smooth_q: q less its mean over each Q_BLOCK rows; what that takes off the scores is added
         before the softmax, from the mean as it is (SageAttention2, 3.1).
-    smooth_k: k less a shift per head and channel: ``mean`` over N, or what `estimate` finds.
+    smooth_k: k less its mean over N.
     smooth_v: v less its mean over N, which is added to the output.
     balance: q / f and k * f with f = sqrt(max |q| / max |k|) per channel (the paper's SmoothAttn,
         SmoothQuant with alpha 0.5).
@@ -83,8 +82,8 @@ class Technique:
         channels, a power of two from 16 that divides D (the paper's HadmdAttn, with D). 0: not.
     pv: format of p and v. ``none``; ``fp16``, ``bf16``; ``e4m3``, ``e5m2``, ``int8``: p, at most 1,
         with the static scale 1 / MAX; ``nvfp4``: scales along N.
-    v_scale: ``per_channel``, ``per_tensor`` (one a head) or ``per_block`` (one for each K_BLOCK
-        keys of a head). Only, and always, with e4m3, e5m2 and int8.
+    v_scale: ``per_channel`` or ``per_tensor`` (one a head). Only, and always, with e4m3, e5m2 and
+        int8.
     two_level_p: with nvfp4: each row of p in a tile is brought to the largest value that E2M1 with
         an E4M3 scale holds, so that the scales use all of E4M3 (SageAttention3). With int8: to the
         largest code, so that a tile far below the row's maximum has codes too.
@@ -101,7 +100,7 @@ class Technique:
     qk: str = "none"
     granularity: str | None = None
     smooth_q: bool = False
-    smooth_k: str | None = None
+    smooth_k: bool = False
     smooth_v: bool = False
     balance: bool = False
     rotation: int = 0
@@ -116,15 +115,14 @@ class Technique:
         v_scaled = self.pv in ("e4m3", "e5m2", "int8")
         self._one_of("qk", ("none", "int8", "int4", "e4m3", "nvfp4"))
         self._one_of("granularity", tuple(Q_GROUPS) if scaled else (None,), f"qk={self.qk!r}")
-        self._one_of("smooth_k", (None, "mean", "estimate"))
         self._one_of("pv", ("none", "fp16", "bf16", "e4m3", "e5m2", "int8", "nvfp4"))
-        scales = ("per_channel", "per_tensor", "per_block") if v_scaled else (None,)
+        scales = ("per_channel", "per_tensor") if v_scaled else (None,)
         self._one_of("v_scale", scales, f"pv={self.pv!r}")
         fp8 = self.pv in ("e4m3", "e5m2")
         self._one_of("accumulator", ("fp32", "fp22") if fp8 else ("fp32",), f"pv={self.pv!r}")
         intervals = (None, 32, 64, 128) if self.accumulator == "fp22" else (None,)
         self._one_of("interval", intervals, f"accumulator={self.accumulator!r}")
-        for name in ("smooth_q", "smooth_v", "balance"):
+        for name in ("smooth_q", "smooth_k", "smooth_v", "balance"):
             self._one_of(name, (False, True))
         self._one_of("two_level_p", (False, True) if self.pv in ("nvfp4", "int8") else (False,))
         self._one_of("rotation", (0, *(2**i for i in range(4, 9))))
@@ -136,13 +134,13 @@ class Technique:
             raise ValueError(f"technique: {field} must be one of {valid}{beside}, got {value!r}")
 
 
-INT8_PER_THREAD = Technique("int8", "per_thread", smooth_k="mean")
+INT8_PER_THREAD = Technique("int8", "per_thread", smooth_k=True)
 FP8_PV = dict(pv="e4m3", v_scale="per_channel", accumulator="fp22", interval=K_BLOCK)
 
-SAGE1 = Technique("int8", "per_block", smooth_k="mean", pv="fp16")
+SAGE1 = Technique("int8", "per_block", smooth_k=True, pv="fp16")
 SAGE2_8B = dataclasses.replace(INT8_PER_THREAD, smooth_v=True, **FP8_PV)
 SAGE2_4B = dataclasses.replace(SAGE2_8B, qk="int4", smooth_q=True)
-SAGE3 = Technique("nvfp4", smooth_q=True, smooth_k="mean", pv="nvfp4", two_level_p=True)
+SAGE3 = Technique("nvfp4", smooth_q=True, smooth_k=True, pv="nvfp4", two_level_p=True)
 # One accumulator for the whole row, as its first version has; its block quantization is left out.
 FA3_FP8 = Technique("e4m3", "per_tensor", pv="e4m3", v_scale="per_tensor", accumulator="fp22")
 PRESETS = {
@@ -202,8 +200,7 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, t: Technique) -> tuple[Tensor | Non
     N_pad is N_kv rounded up to TILE, padding is 0."""
     q, k, v = q.float(), k.float(), v.float()
     if t.smooth_k:
-        shift = k.mean(2) if t.smooth_k == "mean" else estimate(k)[0]
-        k = k - shift[:, :, None]
+        k = k - k.mean(2, keepdim=True)
     delta = None
     if t.smooth_q:
         q_mean = torch.stack([rows.mean(2) for rows in q.split(Q_BLOCK, 2)], 2)
@@ -256,9 +253,6 @@ def quantize_v(v: Tensor, fmt: str, v_scale: str | None) -> Tensor:
         return nvfp4(v.mT).mT
     if v_scale is None:
         return v.to(DTYPES.get(fmt, v.dtype)).float()
-    if v_scale == "per_block":
-        blocks = v.unflatten(2, (-1, K_BLOCK))
-        return rounded(blocks, fmt, blocks.abs().amax((3, 4), keepdim=True)).flatten(2, 3)
     return rounded(v, fmt, v.abs().amax(2 if v_scale == "per_channel" else (2, 3), keepdim=True))
 
 

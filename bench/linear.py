@@ -25,6 +25,7 @@ from torch import Tensor
 
 from bench import harness, laboratory
 from bench.laboratory import DTYPES, MAX, rounded
+from bench.measure import relative_l1
 from bench.tables import groups, markdown, show, wrapped
 
 
@@ -154,8 +155,7 @@ def measure(family: str, inputs: list[Tensor]) -> list[dict]:
     """A row for each of ROUNDINGS."""
     right, rows = exact(*inputs), []
     for name, rounding in ROUNDINGS.items():
-        error = (chunkwise(*inputs, rounding).double() - right).abs().sum()
-        error = (error / right.abs().sum()).item()
+        error = relative_l1(chunkwise(*inputs, rounding), right)
         rows.append({"plan": "linear", "family": family, "rounding": name, "rel_l1": error})
     return rows
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from bench import harness
-from bench.measure import WRONG, Provider, Runner, interleave, summary
+from bench.measure import WRONG, Provider, Runner, interleave, relative_l1, summary
 from bench.providers import by_tile
 from bench.tables import markdown, show
 from sage_inductor.ops.attention.select import attention_opaque, hopper_tile
@@ -195,7 +195,7 @@ def error(out: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, size) ->
     s = q[0, -1, rows].double() @ k[0, -1].double().mT * q.shape[3] ** -0.5
     seen = blocks[0, -1, rows // size[0]].repeat_interleave(size[1], 1)[:, : s.shape[1]]
     exact = s.masked_fill(~seen, float("-inf")).softmax(-1) @ v[0, -1].double()
-    return ((out[0, -1, rows] - exact).abs().sum() / exact.abs().sum()).item()
+    return relative_l1(out[0, -1, rows], exact)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from bench.cases import Case
+from sage_inductor.ops.reference.exact import attention_exact
 
 WRONG = 0.1  # relative L1 on normal inputs from which an output is wrong, not inaccurate
 WINDOW = 1024  # keys that a query sees
+SCORES = 2**27  # of exact attention at once: 1 GiB
 PADDED = 160  # keys at the end that nobody sees: of 256 tokens of text
 
 # Masks that are a rule: whether query i of batch b sees key j, of B batches and n keys. Of numbers
@@ -105,42 +107,35 @@ class Exact:
         return errors(out[-1, self.heads].double(), self.out, self.v_mean)
 
 
+def relative_l1(out: Tensor, exact: Tensor) -> float:
+    return ((out - exact).abs().sum() / exact.abs().sum()).item()
+
+
 def errors(out: Tensor, exact: Tensor, v_mean: Tensor) -> dict[str, float]:
     """CosSim, relative L1 and RMSE of out [..., N, D]; centred: with v's mean over the sequence
     [..., 1, D], which hides what attention adds to it, taken off both. All in float64."""
     error = out - exact
     return {
         "cos_sim": (out * exact).sum().div(out.norm() * exact.norm()).item(),
-        "rel_l1": error.abs().sum().div(exact.abs().sum()).item(),
+        "rel_l1": relative_l1(out, exact),
         "rmse": error.square().mean().sqrt().item(),
         "centred_rel_l1": error.abs().sum().div((exact - v_mean).abs().sum()).item(),
     }
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask=None) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v for q [H, N_q, D], k and v [H, N, D], in blocks of rows that fit
-    in memory. is_causal: row i sees keys 0 .. i. mask: [N_q or 1, N], bool or additive; a row that
-    sees nothing is 0."""
+    """`attention_exact` of q [H, N_q, D], k and v [H, N, D] in blocks of rows that fit in memory.
+    is_causal: row i sees keys 0 .. i. mask: [N_q or 1, N], bool or additive."""
     (H, N_q, D), N = q.shape, k.shape[1]
-    rows = max(1, 2**27 // (H * N))  # 1 GiB of scores
+    rows = max(1, SCORES // (H * N))
     out = torch.full_like(q, math.nan)
-    columns = torch.arange(N, device=q.device)
     for start in range(0, N_q, rows):
         block = slice(start, min(start + rows, N_q))
-        seen = block.stop if is_causal else N
-        s = q[:, block] @ k[:, :seen].mT * D**-0.5  # [H, rows, seen]
-        if is_causal:
-            s.masked_fill_(columns[:seen] > columns[block, None], -math.inf)
-        weights = hide(s, mask.expand(N_q, N)[block, :seen]) if mask is not None else s.softmax(-1)
-        out[:, block] = weights @ v[:, :seen]
+        some = mask if mask is None or len(mask) == 1 else mask[block]
+        right = start if is_causal else None  # of the block's first row
+        given = (x[None] for x in (q[:, block], k, v))
+        out[:, block] = attention_exact(*given, D**-0.5, some, right=right)[0][0]
     return out
-
-
-def hide(s: Tensor, mask: Tensor) -> Tensor:
-    """softmax of s [H, rows, seen] under a mask [rows, seen]; s is overwritten."""
-    s = s.masked_fill_(~mask, -math.inf) if mask.dtype == torch.bool else s.add_(mask)
-    empty = (s == -math.inf).all(-1, keepdim=True)
-    return s.softmax(-1).masked_fill_(empty, 0.0)
 
 
 # -- time ----

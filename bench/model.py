@@ -18,9 +18,8 @@ from torch.nn.attention import sdpa_kernel
 
 import sage_inductor
 from bench import harness
-from bench.blocks import SHARP, Model, draw, first
-from bench.library import MODELS
-from bench.measure import Provider, Runner, draw_sets, interleave, summary
+from bench.blocks import MODELS, SHARP, Model, draw, first
+from bench.measure import Provider, Runner, draw_sets, interleave, relative_l1, summary
 from bench.providers import GATE_TOLERANCE, backend_of, build, gate
 from bench.tables import gain, markdown, show, speed_of
 
@@ -35,7 +34,10 @@ COLUMNS = {"inductor": {"backend": "inductor"}, "sage": {"backend": "sage"}}
 def keeping(top_k: float) -> dict:
     """Arguments of torch.compile: this fraction of the blocks of keys, in self-attention."""
     keep = {"top_k": top_k, "similarity": 0}
-    rules = [{"module": "cross", "recipe": "auto"}, {"recipe": "sage2-8b-per-token", "keep": keep}]
+    rules = [
+        {"module": "*.attn2", "recipe": "auto"},
+        {"recipe": "sage2-8b-per-token", "keep": keep},
+    ]
     return {"backend": "sage", "options": {"sage.policy": rules}}
 
 
@@ -191,7 +193,7 @@ def check(outputs: dict[str, Tensor]) -> dict[str, dict[str, float]]:
         out = out.float()
         found[name] = {
             "cos_sim": (out * right).sum().div(out.norm() * right.norm()).item(),
-            "rel_l1": (out - right).abs().sum().div(right.abs().sum()).item(),
+            "rel_l1": relative_l1(out, right),
         }
         if not found[name]["cos_sim"] > (0 if name in LEAVING_OUT else NEAR):  # a NaN is not
             raise Wrong(f"{name} is not near inductor: {found[name]}")

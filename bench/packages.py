@@ -25,7 +25,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import types
 import zipfile
 from collections.abc import Callable
 from typing import NamedTuple
@@ -55,9 +54,10 @@ TIMEOUT_S = 300  # of a process
 class Padded(blocks.ViT):
     """A batch of sequences of other lengths, whose keys at the end nobody sees."""
 
-    def inputs(self):
-        b, j = torch.arange(self.m.B)[:, None, None, None], torch.arange(self.m.N)
-        return *blocks.ViT.inputs(self), SEES["keys"](self.m.B, self.m.N, b, 0, j)
+    @staticmethod
+    def inputs(m):
+        b, j = torch.arange(m.B)[:, None, None, None], torch.arange(m.N)
+        return *blocks.ViT.inputs(m), SEES["keys"](m.B, m.N, b, 0, j)
 
 
 class Row(NamedTuple):
@@ -160,7 +160,7 @@ def inputs(row: Row, n: int, device) -> tuple[Tensor, ...]:
     """The same in every process."""
     torch.manual_seed(n)
     with torch.device(device):
-        return row.model.block.inputs(types.SimpleNamespace(m=row.at(n)))
+        return row.model.block.inputs(row.at(n))
 
 
 def dynamic_dims(row: Row) -> list[dict[int, int]]:

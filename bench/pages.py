@@ -182,25 +182,19 @@ def accuracy_section(name: str, plans: dict[str, dict]) -> str:
     return "\n".join([*parts, *dict.fromkeys(map(provenance, plans.values()))])
 
 
-def curves_section(name: str, plans: dict[str, dict]) -> str:
+def trained_section(name: str, plans: dict[str, dict]) -> str:
+    """A plot, a table, and the model."""
     parts = []
     for plan, result in plans.items():
-        parts += [image(f"{curves.TITLES[plan]}: loss curves by recipe", name, f"{plan}.svg")]
-        about = f"{wrapped(result['model'] + '.')}\n{provenance(result)}"
-        parts += [curves.table(result["summary"]), about]
+        alt = {"sparse": "Quality of samples against density"}.get(plan)
+        parts += [
+            image(alt or f"{curves.TITLES[plan]}: loss curves by recipe", name, f"{plan}.svg")
+        ]
+        parts += [
+            curves.table(result["summary"]) if plan != "sparse" else sparse.table(result["rows"])
+        ]
+        parts += [f"{wrapped(result['model'] + '.')}\n{provenance(result)}"]
     return "\n".join(parts)
-
-
-def sparse_section(name: str, plans: dict[str, dict]) -> str:
-    result = plans["sparse"]
-    shown = image("Quality of samples against density", name, "sparse.svg")
-    about = f"{wrapped(result['model'] + '.')}\n{provenance(result)}"
-    return "\n".join([shown, sparse.table(result["rows"]), about])
-
-
-def parallel_section(name: str, plans: dict[str, dict]) -> str:
-    result = plans["parallel"]
-    return f"{parallel.table(result['rows'], result['world'])}\n{provenance(result)}"
 
 
 def peers_table(gpus: dict[str, dict]) -> str:
@@ -225,11 +219,6 @@ def peers_table(gpus: dict[str, dict]) -> str:
             )
             parts += [f"{wrapped(f'{where}. {method}.')}\n{again(result)}\n"]
     return "\n".join(parts)
-
-
-def packages_table(gpus: dict[str, dict]) -> str:
-    found = (plans["packages"] for plans in gpus.values() if "packages" in plans)
-    return "\n".join(f"{packages.table(x['rows'])}\n{provenance(x)}" for x in found)
 
 
 def blocks_in_short(gpus: dict[str, dict]) -> str:
@@ -321,14 +310,6 @@ def remedies(gpus: dict[str, dict]) -> str:
     return "".join(f"* {remedy}:\n{''.join(said)}" for remedy, said in lines.items())
 
 
-def lengths(gpus: dict[str, dict]) -> str:
-    return lengths_of(set(cost.KINDS) - cost.TRAINED.keys())
-
-
-def training_lengths(gpus: dict[str, dict]) -> str:
-    return lengths_of(cost.TRAINED)
-
-
 def lengths_of(kinds: Collection[str]) -> str:
     """From which length "auto" rewrites self-attention, of the built-in tables."""
     lines = [["GPU", "head_dim", "type of call", *(f"B·H ≥ {heads}" for heads in HEADS), "error"]]
@@ -354,22 +335,22 @@ TABLES = {
     "api": api,
     "backward": of("backward", training.table),
     "blocks": blocks_in_short,
-    "curves": sections(curves.TITLES, curves_section),
-    "lengths": lengths,
+    "curves": sections(curves.TITLES, trained_section),
+    "lengths": lambda _: lengths_of(set(cost.KINDS) - cost.TRAINED.keys()),
     "linear": of("linear", linear.table),
     "lists": of("lists", lists.table),
     "memory": of("memory", training.memory_table),
-    "packages": packages_table,
-    "parallel": sections(("parallel",), parallel_section),
+    "packages": of("packages", packages.table),
+    "parallel": of("parallel", parallel.table),
     "peers": peers_table,
     "remedies": remedies,
     "ring": of("ring", ring.table),
     "selected": of("selected", model.selected_table),
     "short": accuracy_in_short,
-    "sparse": sections(("sparse",), sparse_section),
+    "sparse": sections(("sparse",), trained_section),
     "speed": sections(SPEED, speed_section),
     "training": of("training", accuracy.training_table),
-    "training_lengths": training_lengths,
+    "training_lengths": lambda _: lengths_of(cost.TRAINED),
     "training_mask": of("training-mask", accuracy.training_table),
     "whole": of("whole", models.table),
 }

@@ -39,7 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench import harness
-from bench.measure import WRONG, in_turns
+from bench.measure import WRONG, in_turns, relative_l1
 from bench.tables import case_of, groups, markdown, show
 from sage_inductor.ops import compat, transport
 from sage_inductor.ops.recipe import NAMED
@@ -92,7 +92,6 @@ def measure_all(args) -> int:
     )
     bandwidth = bandwidths(clock, world) if world > 1 else []
     result = harness.Result("parallel", method, args, world=world, bandwidth=bandwidth)
-    show(bandwidth_table(bandwidth))
     for case in CASES:
         rows = measure(case, clock, world, rank, bandwidth)
         result.add(rows)
@@ -307,7 +306,7 @@ def measure(case: Case, clock: Clock, world: int, rank: int, bandwidth: list[dic
         checked, sent = {}, {}
         for (name, how), call in calls.items():
             links[how].sent.clear()
-            error = relative(call(), expected.chunk(P, 2)[which])
+            error = relative_l1(call().float(), expected.chunk(P, 2)[which].float())
             checked[name, how], sent[name, how] = error, list(links[how].sent)
             if how == "together" and not error < WRONG:
                 sys.exit(f"{name} of {case} on {P} ranks is wrong: relative L1 {error}")
@@ -336,19 +335,14 @@ def fastest(transfer: transport.Transfer, device: torch.device) -> str:
         return transport.choose(transfer, dist.group.WORLD, device)
 
 
-def relative(x: Tensor, y: Tensor) -> float:
-    """Relative L1 to y."""
-    return ((x.float() - y.float()).abs().sum() / y.float().abs().sum()).item()
-
-
 # -- tables ----
 
 
-def table(rows: list[dict], world: int) -> str:
+def table(rows: list[dict]) -> str:
     """A line per case, of as many GPUs as were there: ms, and the efficiency."""
-    rows = [{**row, "B": 1, "model": row["case"]} for row in rows]
+    rows = [{**row, "B": 1, "model": row["case"]} for row in rows if row["ms"] is not None]
     lines = [["B x H x N x D", "one GPU", *PROVIDERS]]
-    for its in groups([row for row in rows if row["P"] == world], "case").values():
+    for its in groups(rows, "case").values():
         cells = [_cell(row) for row in its]
         lines.append([case_of(its[0]), _ms(its[0]["one_device_ms"]), *cells])
     return markdown(lines)
@@ -362,14 +356,6 @@ def _cell(row: dict) -> str:
     text = f"{_ms(row['ms'])} ({row['efficiency']:.2f})"
     text = f"**{text}**" if row["chosen"] else text
     return f"{text}, eager {_ms(row['eager_ms'])}"
-
-
-def bandwidth_table(rows: list[dict]) -> str:
-    lines = [["collective", "a rank sends, KiB", "GB/s received", "ms"]]
-    for row in rows:
-        figures = f"{row['shard'] // 2**10}", f"{row['GBs']:.1f}", f"{row['ms']:.3f}"
-        lines.append([row["collective"], *figures])
-    return markdown(lines)
 
 
 def case_table(case: Case, rows: list[dict]) -> str:
@@ -418,7 +404,8 @@ def random_calls(count: int, clock: Clock, world: int, rank: int) -> Iterator[di
                     torch.ops.sage.gather_sdpa, *part, name, *asked, None, each
                 )
         ms = clock(calls)
-        error = relative(calls[way]()[0], calls["one"]().chunk(world, 2)[rank])
+        of_one = calls["one"]().chunk(world, 2)[rank]
+        error = relative_l1(calls[way]()[0].float(), of_one.float())
         if not error < WRONG:
             sys.exit(f"{way} of {transfer} is wrong: relative L1 {error}")
         yield {

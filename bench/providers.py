@@ -155,19 +155,14 @@ def _flex(case: Case) -> Callable:
     return call
 
 
-def band(case: Case) -> tuple[int | None, int | None, bool]:
-    """(left, right, bottom_right)."""
-    if case.mask == "window":
-        return WINDOW - 1, 0, False
-    return None, 0 if case.is_causal else None, False
-
-
 def _kernel(case: Case, name: str) -> Provider:
     recipe = NAMED[name]
 
     def prepare(q, k, v, mask=None):
         kernel, tile = _select(case, name, q.device)
-        seen = Visibility.of(mask if case.masked else None, band(case), k.shape[2], tile.BLOCK_M)
+        left = WINDOW - 1 if case.mask == "window" else None
+        band = left, 0 if case.is_causal or left is not None else None, False
+        seen = Visibility.of(mask if case.masked else None, band, k.shape[2], tile.BLOCK_M)
         prepared = prepare_kv(k, v, seen, recipe, not kernel.traced)
         return attention_call(q, k, v, prepared, seen, q.shape[3] ** -0.5, recipe)
 
@@ -188,13 +183,12 @@ def _tiles(case: Case, name: str) -> list[Provider]:
     them."""
     of_kind = (9, 0), NAMED[name].pv, case.D, case.is_causal
     found = (tiles.hopper(*of_kind, tiles.ANY, n) for n in tiles.WARPGROUPS)
-    return [_hopper(case, name, tile) for tile in dict.fromkeys(found) if tile is not None]
-
-
-def _hopper(case: Case, name: str, tile: Tile) -> Provider:
-    plural = "s" * (tile.warpgroups != 1)
-    label = f"{name}, {tile.warpgroups} warpgroup{plural}"
-    return Provider(label, by_tile(tile), _kernel(case, name).prepare, name)
+    prepare, columns = _kernel(case, name).prepare, []
+    for tile in dict.fromkeys(tile for tile in found if tile is not None):
+        plural = "s" * (tile.warpgroups != 1)
+        label = f"{name}, {tile.warpgroups} warpgroup{plural}"
+        columns.append(Provider(label, by_tile(tile), prepare, name))
+    return columns
 
 
 def by_tile(tile: Tile) -> Callable:

@@ -36,7 +36,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench import blocks, gradients, harness
 from bench.cases import Case
-from bench.measure import Provider, Runner, interleave, summary
+from bench.measure import Provider, Runner, interleave, relative_l1, summary
 from bench.tables import groups, markdown, show
 from sage_inductor.lowering import replay
 from sage_inductor.ops.training.gradients import training_op
@@ -64,14 +64,9 @@ SHAPES = (
 )
 
 
-def by_sdpa(backend: SDPBackend):
-    def attend(q, k, v, is_causal=False):
-        with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(
-                q, k, v, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1]
-            )
-
-    return attend
+def sdpa(q, k, v, is_causal=False):
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=grouped)
 
 
 def by_op(training: str):
@@ -81,19 +76,12 @@ def by_op(training: str):
 
 def compiled_by(training: str):
     """As a user gets it, of a call of SDPA's: later calls are launched by C++."""
-
-    def attend(q, k, v, is_causal=False):
-        return F.scaled_dot_product_attention(
-            q, k, v, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1]
-        )
-
-    options = {"sage.training": training}
-    return torch.compile(attend, backend="sage", options=options, dynamic=False)
+    return torch.compile(sdpa, backend="sage", options={"sage.training": training}, dynamic=False)
 
 
 ATTENTION = {
-    "cudnn": by_sdpa(SDPBackend.CUDNN_ATTENTION),
-    "flash": by_sdpa(SDPBackend.FLASH_ATTENTION),
+    "cudnn": sdpa_kernel(SDPBackend.CUDNN_ATTENTION)(sdpa),
+    "flash": sdpa_kernel(SDPBackend.FLASH_ATTENTION)(sdpa),
     "fp8-backward": by_op("fp8-backward"),
     "fp8-backward, compiled": compiled_by("fp8-backward"),
     "sagebwd": by_op("sagebwd"),
@@ -209,10 +197,7 @@ def errors(attend, shape: Case, device) -> dict | None:
     leaves = [x.requires_grad_() for x in (q, k, v)]
     found = grad(attend(*leaves), leaves, do)
     exact = gradients.exact(q, k, v, do, shape.is_causal)[1:]
-    return {
-        name: ((x.double() - y).abs().sum() / y.abs().sum()).item()
-        for name, x, y in zip(GRADIENTS, found, exact, strict=True)
-    }
+    return dict(zip(GRADIENTS, map(relative_l1, found, exact), strict=True))
 
 
 # -- a step of a whole transformer ----
@@ -249,7 +234,8 @@ class Layer(nn.Module):
         h, cos, sin = self.norm1(x), cos[None, :, None], sin[None, :, None]
         q, k, v = (to(h).unflatten(-1, (-1, self.D)) for to in (self.to_q, self.to_k, self.to_v))
         q, k = (blocks.interleaved(h, cos, sin) for h in (self.norm_q(q), self.norm_k(k)))
-        x = x + self.to_out(blocks.attend(q, k, v))
+        out = F.scaled_dot_product_attention(*(h.transpose(1, 2) for h in (q, k, v)))
+        x = x + self.to_out(out.transpose(1, 2).flatten(2))
         return x + self.mlp(self.norm2(x))
 
 

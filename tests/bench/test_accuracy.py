@@ -145,7 +145,9 @@ def test_what_cannot_be_replaced_is_refused():
     assert F.scaled_dot_product_attention(x, x, x) is not x
 
 
-def test_float64_attention_takes_fewer_queries_than_keys():
+@pytest.mark.parametrize("rows", [1, 2, 9])
+def test_float64_attention_takes_fewer_queries_than_keys_and_some_rows_at_once(rows, monkeypatch):
+    monkeypatch.setattr(measure, "SCORES", rows * 2 * 9)
     q, k, v = (torch.randn(2, n, 32).double() for n in (5, 9, 9))
     for is_causal in (False, True):
         right = 0 if is_causal else None

@@ -23,7 +23,6 @@ from bench import (
     figures,
     fusion,
     harness,
-    library,
     measure,
     preparation,
     providers,
@@ -77,7 +76,8 @@ def test_masks_hide_what_they_say(narrow):
 
 
 @pytest.mark.parametrize("mask", ["", *MASKS])
-def test_the_exact_reference_knows_the_mask(mask, narrow):
+def test_the_exact_reference_knows_the_mask(mask, narrow, monkeypatch):
+    monkeypatch.setattr(measure, "SCORES", 24 * 2 * 64)  # of 24 rows
     case = Case(2, 4, 2, 64, 16, mask=mask)
     q, k, v, *masks = inputs(case)
     exact = measure.Exact(q, k, v, *masks, is_causal=False)
@@ -320,22 +320,20 @@ def test_no_preparation_is_timed_that_is_not_the_references(monkeypatch):
 
 
 def tiny(name):
-    m = library.MODELS[name]
+    m = blocks.MODELS[name]
     heads = {"H_q": 4, "H_kv": 4 * m.H_kv // m.H_q}
     return dataclasses.replace(m, B=1, **heads, N=192, D=64, mlp=256, text=m.text and 32)
 
 
-BLOCKS = {type_: name for name, type_ in ((m.name, m.block) for m in library.MODELS.values())}
-OTHERS = {"bert": "transformers", "whisper": "transformers", "sd": "diffusers",
-          "hunyuan_padded": "diffusers"}  # fmt: skip
+BLOCKS = {type_: name for name, type_ in ((m.name, m.block) for m in blocks.MODELS.values())}
 
 
 def drawn(name):
-    for of, package in OTHERS.items():
-        if name.startswith(of):
-            pytest.importorskip(package)
     m = tiny(name)
-    return m, *blocks.draw(m, CPU)
+    try:
+        return m, *blocks.draw(m, CPU)
+    except ImportError as error:  # of the package that has the block
+        pytest.skip(str(error))
 
 
 @pytest.mark.sweep
@@ -386,9 +384,9 @@ def test_a_block_is_rewritten_and_near_eager(name, monkeypatch, op_by_op):
     with pytest.raises(whole.Wrong, match="uniform is not near inductor"):
         whole.check({"inductor": eager, "uniform": uniform})
     sites = whole.sites(report())
-    assert len(sites) == (2 if m.block in library.BESIDE else 1)
+    assert len(sites) == (2 if m.block in blocks.BESIDE else 1)
     assert whole.kernel_recipe(m, {"sage": sites}) == "sage2-8b-per-token"
-    assert out.shape == (1, m.N - m.text * (m.block not in library.BESIDE), m.C)
+    assert out.shape == (1, m.N - m.text * (m.block not in blocks.BESIDE), m.C)
 
 
 def test_rope_keeps_what_it_rotates_and_each_writing_is_one():
@@ -401,11 +399,6 @@ def test_rope_keeps_what_it_rotates_and_each_writing_is_one():
     torch.testing.assert_close(fusion.rotated_half(x, cos, sin), expected)
     found = blocks.interleaved(x[..., order], *blocks.pairs(16, 8))
     torch.testing.assert_close(found, expected[..., order])
-    stored = blocks.WanAttention._rotate(x[..., order], *blocks.pairs(16, 8))
-    torch.testing.assert_close(stored, expected[..., order])
-    table = (table.repeat(1, 2) for table in (cos, sin))
-    c, s = table
-    torch.testing.assert_close(x * c + blocks.Llama._rotate_half(x) * s, expected)
 
 
 def test_models_have_their_own_shapes():
@@ -414,8 +407,8 @@ def test_models_have_their_own_shapes():
         "sd3_1024px": 1536, "sdxl_64x64": 640, "sdxl_32x32": 1280, "hunyuan_padded": 3072,
         "whisper_large": 1280, "vit_h_1024px": 1280, "bert_large_512": 1024, "qwen_vl_980px": 1280,
     }  # fmt: skip
-    assert {name: library.MODELS[name].C for name in hidden} == hidden
-    padded = library.MODELS["hunyuan_padded"]
+    assert {name: blocks.MODELS[name].C for name in hidden} == hidden
+    padded = blocks.MODELS["hunyuan_padded"]
     assert padded.case.mask == "padding" and padded.text > measure.PADDED
     m = blocks.MODELS["llama3_32k"]
     assert m.case == Case(1, 32, 8, 32768, 128, is_causal=True, model="llama3_32k")
@@ -635,7 +628,7 @@ def check_starts(backend, args, tmp_path):
     for start in ("cold", "warm"):
         found = compile_time.in_a_process(backend, args, str(tmp_path))
         compile_time.check(backend, start, found, args.layers)
-        assert 0 < found["phases"]["_compile.compile_inner"] < found["seconds"]
+        assert 0 < found["phases"]["_compile.compile_inner"] < found["seconds"] + 0.01  # rounded
     with pytest.raises(
         SystemExit, match=f"no time is reported: {backend}, cold must be .*'hits': 0"
     ):

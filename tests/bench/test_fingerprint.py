@@ -93,15 +93,20 @@ def test_what_differs_or_is_missing_is_said():
 
 def test_compare_is_the_exit_code(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(fingerprint, "fingerprint", lambda name, device: f"hash of {name}")
+    monkeypatch.setattr(
+        fingerprint, "in_processes", lambda names, *_: {name: f"hash of {name}" for name in names}
+    )
     for file, edit in (("same", {}), ("other", {"sage1: gone": "0"})):
         path = str(tmp_path / file)
-        assert fingerprint.main(["--jobs", "1", "--out", path]) == 0
+        assert fingerprint.main(["--out", path]) == 0
         (tmp_path / file).write_text(json.dumps(json.loads((tmp_path / file).read_text()) | edit))
-        assert fingerprint.main(["--jobs", "1", "--compare", path]) == bool(edit)
+        assert fingerprint.main(["--compare", path]) == bool(edit)
     assert capsys.readouterr().out.splitlines()[-1] == "missing: sage1: gone"
-    shares = []
-    for i in range(3):
-        fingerprint.main(["--share", f"{i}/3", "--out", str(tmp_path / "share")])
-        shares += json.loads((tmp_path / "share").read_text())
-    assert sorted(shares) == sorted(fingerprint.cases())
+
+
+@pytest.mark.sweep
+def test_processes_share_the_cases():
+    names = [name for name in fingerprint.cases() if ": 2x4/4x63/" in name][:3]
+    found = fingerprint.in_processes(names, 2, "cpu")
+    assert found == {name: fingerprint.fingerprint(name, "cpu") for name in names}
+    assert list(found) == names and len({*found.values()}) > 1

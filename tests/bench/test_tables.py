@@ -13,7 +13,6 @@ from bench import (
     curves,
     figures,
     fusion,
-    library,
     lists,
     model,
     packages,
@@ -274,7 +273,7 @@ TABLES = {
 |  | beside the compiled model | code, MB (SDPA's) | packaging, s (SDPA's) |
 | Llama 3 8B | N=1: 1.2e-05, N=8192: bit-equal, N=16384: bit-equal | 3.2 (2.0) | 70 (50) |"""),
     "ranks that were there": (
-        lambda: parallel.table(spread(), 2), """
+        lambda: parallel.table(spread()), """
 | B x H x N x D | one GPU | rows | heads | codes | SDPA |
 | Small 1x2x9x8 | 12.3 | 7.00 (0.50), eager 20.5 | **8.00 (0.50)**, eager 20.5 | 9.00 (0.50), eager 20.5 | 10.0 (0.50), eager 20.5 |"""),
     "lists with flex, and on a GPU that has no tile for them": (
@@ -320,7 +319,7 @@ def test_a_table(name):
 def test_blocks_that_stay_are_named_in_a_line():
     line = "All calls stay SDPA (0.988x to 1.005x) in: BERT, N=512; Llama 3 8B, prefill of 2K.\n"
     assert model.others(blocks()) == line and model.others(blocks()[:1]) == ""
-    assert all(each.title for each in library.MODELS.values())
+    assert all(each.title for each in model.MODELS.values())
 
 
 def test_the_terminal_shows_a_table_with_aligned_columns(capsys):
