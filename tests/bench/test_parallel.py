@@ -1,14 +1,19 @@
 """bench/parallel.py on two processes with gloo: what it measures, computes and counts."""
 
+import functools
 import json
 
+import models as zoo
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import Ranks, serve
+from support import op_by_op
 
-from bench import parallel
+from bench import parallel, ring
+from bench.models import Model
 from bench.parallel import Case, communication, interpolated, received
+from sage_inductor import config
 from sage_inductor.ops import gather
 
 CASE = Case("small", 256, 4, 32)
@@ -101,6 +106,42 @@ def test_the_collectives_of_more_ranks_are_computed_from_measured_ones():
     both = [("all_to_all", 4000), ("all_gather", 10_000)]
     assert communication(both, 4, bandwidth) == pytest.approx(3000 + 6000)
     assert interpolated(5, [10, 100], [1, 2]) == 1 and interpolated(500, [10, 100], [1, 2]) == 2
+
+
+# -- diffusers' ring ----
+
+
+def ring_of_two(group, file: str) -> int:
+    """A small Wan; on CPU there is no cuDNN, so both rings are ours."""
+    torch.accelerator.device_count = lambda: 1  # diffusers divides by it, and CPUs are none
+    config.emulate = True
+    ring.ATTENTION, ring.WAYS = (256, 4, 32), {x: ("sage_inductor", "sage") for x in ring.WAYS}
+    small = functools.partial(zoo.wan, heads=4, head_dim=32, ffn_dim=64)
+    ring.BLOCK = Model("small Wan", 192, lambda: small()[0], lambda: small()[1])
+    with op_by_op():
+        return ring.main(["--rounds", "1", "--target-ms", "1", "--json", file])
+
+
+def test_two_processes_run_the_ring_and_a_block_that_uses_it(pair, tmp_path):
+    files = tmp_path / "0.json", tmp_path / "1.json"
+    assert pair(ring_of_two, *[(str(file),) for file in files]) == [0, 0]
+    assert not files[1].exists()
+    rows = json.loads(files[0].read_text())["rows"]
+    assert [(row["what"], row["way"], row["gpus"]) for row in rows] == [
+        (what, way, gpus) for what in ("attention", "block") for way in ring.WAYS for gpus in (1, 2)
+    ]
+    assert all(row["ms"] > 0 and 0.999 < row["similarity"] < 1.0001 for row in rows)
+
+
+def test_the_rings_are_compared():
+    rows = [
+        {"what": "block", "way": way, "gpus": gpus, "ms": ms, "similarity": 0.5}
+        for way, gpus, ms in (("cuDNN", 1, 30), ("cuDNN", 2, 20), ("sage", 1, 20), ("sage", 2, 10))
+    ]
+    assert ring.table(rows).splitlines()[2:] == [
+        "| block | 1 | 30.0 | 20.0 | 1.50x | 0.50000 |",
+        "| block | 2 | 20.0 (1.50x) | 10.0 (2.00x) | 2.00x | 0.50000 |",
+    ]
 
 
 if __name__ == "__main__":
