@@ -438,6 +438,13 @@ def test_every_option_is_explained():
         assert f"`config.{name}`" in text and f"`{option.variable}`" in text
 
 
+def test_the_tested_versions_are_those_that_are_installed_for_tests():
+    page = (ROOT / "docs/install.md").read_text()
+    pins = dict(re.findall(r"^([\w-]+)==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), re.M))
+    for name in ("torch", "Triton", "diffusers", "transformers", "PEFT"):
+        assert f"{name} {pins[name.lower()]}" in page, name
+
+
 @pytest.mark.gpu
 def test_first_programs_are_rewritten_on_a_gpu_that_was_measured(here):
     if not tables.known(torch.cuda.get_device_name()):
