@@ -467,9 +467,9 @@ def test_the_deployment_replays_a_cuda_graph(here):
     """As printed, by cmake; where that or the CUDA toolkit is missing, by g++ and what is there."""
     page = ROOT / "docs/guide/packages.md"
     text = page.read_text()
-    ctypes.CDLL("libstdc++.so.6", ctypes.RTLD_GLOBAL)  # see "Known troubles"
+    ctypes.CDLL("libstdc++.so.6", ctypes.RTLD_GLOBAL)  # reference/packages.md: troubles
     commands, without = [], ""
-    for block in blocks_of(text[: text.index("## What it gains")]):
+    for block in blocks_of(text[: text.index("## Which lengths it serves")]):
         if block.language == "python":
             run_python(block, text, page)
         elif block.language == "bash":
@@ -486,7 +486,7 @@ def test_the_deployment_replays_a_cuda_graph(here):
 
 
 def test_every_error_of_a_package_is_explained():
-    page = (ROOT / "docs/guide/packages.md").read_text()
+    page = (ROOT / "docs/reference/packages.md").read_text()
     launcher = Path(launchers.__file__).with_name("launcher.h").read_text()
     failures = re.findall(r"fail\((.*?)\);\n", launcher, re.S)
     texts = {text for each in failures for text in re.findall(r'"([^"\n]*)"', each)}
