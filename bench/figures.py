@@ -11,6 +11,16 @@ COLOURS = {"cuDNN": "slategray", "flash": "goldenrod", "flex": "tab:orange", "in
            "sageattention": "tab:cyan", "cuDNN-fp8": "teal"}  # fmt: skip
 SAGE_COLOURS = ("tab:green", "tab:purple", "tab:red")  # one per recipe
 CURVES = {"exact": "gold", "bf16": "tab:blue", "FP8 backward": "tab:green", "SageBwd": "tab:red"}
+# Choices of keys that the plot has: those of the selector (a CPU's result names it by its
+# threshold), and what it is to be compared with.
+IN_SPARSE = (
+    "exact",
+    "similarity 0.0",
+    "sage2-8b-per-token",
+    "pruned keys",
+    "skip-softmax",
+    "random",
+)
 # Of text and axes: 4.5 times as bright or dark as a white page, 4.2 as a dark one (#0d1117).
 GREY = "#767676"
 INK = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
@@ -33,15 +43,16 @@ def subplots(path: Path, rows: int, columns: int, **options):
     return plt.subplots(rows, columns, squeeze=False, **options)
 
 
-def keep(figure, title: str, result: dict, path: Path) -> None:
-    """Write the figure under a title that says where and when."""
+def keep(figure, title: str, result: dict, path: Path, legend: float = 0.04) -> None:
+    """Write the figure under a title that says where and when. legend: the part of its height that
+    is kept free for one at the foot."""
     from matplotlib import pyplot as plt
 
     shown = ("torch", "triton", "FA3", "SageAttention")
     versions = [f"{k} {result['versions'][k]}" for k in shown if k in result["versions"]]
     where = result["machine"]["gpu"], *versions, result["date"][:10]
     figure.suptitle(f"{title}\n{', '.join(where)}", fontsize=9)
-    figure.tight_layout(rect=(0, 0.04, 1, 1))
+    figure.tight_layout(rect=(0, legend, 1, 1))
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
 
@@ -63,9 +74,9 @@ def against_n(axis, rows: list[dict], title: str, fontsize: int = 10) -> None:
     axis.grid(alpha=0.3)
 
 
-def label_panels(axes) -> None:
+def label_panels(axes, what: str = "TFLOP/s") -> None:
     for axis in axes[:, 0]:
-        axis.set_ylabel("TFLOP/s: more is better")
+        axis.set_ylabel(f"{what}: more is better")
     for axis in axes[-1]:
         axis.set_xlabel("tokens")
 
@@ -85,33 +96,42 @@ def draw_speed(result: dict, path: Path) -> None:
 
 
 def draw_peers(result: dict, path: Path) -> None:
-    """TFLOP/s against N beside other packages: a row of panels for kernels alone and one with all
-    preparation, a column for each family of shapes. A ring: ahead of ours."""
+    """Speed over cuDNN's in bf16 against N: a row of panels for kernels alone and one with all
+    preparation, a column for each family of shapes. Variants of one package are a line, the fastest
+    one's, and a band down to the slowest one. A ring: ahead of ours."""
     rows = [{**row, "family": family_of(row)} for row in result["rows"] if not row["model"]]
     families = {
         name: its for name, its in groups(rows, "family").items() if len(groups(its, "N")) > 1
     }
-    size = (3.4 * len(families), 6.6)
-    figure, axes = subplots(path, 2, len(families), figsize=size, sharex=True, sharey="col")
+    size = (3 * len(families), 6.6)
+    figure, axes = subplots(path, 2, len(families), figsize=size, sharex=True, sharey=True)
     for i, (kind, title) in enumerate(peers.KINDS.items()):
         for axis, (family, its) in zip(axes[i], families.items(), strict=True):
-            its = peers.of_kind(its, kind)
-            for provider, column in groups(its, "provider").items():
-                points = [(row["N"], row["tflops"]) for row in column if row["tflops"]]
-                style = line_style(provider, its) | {
-                    "linestyle": ":" if "thread" in provider else "-"
-                }
-                axis.plot(
-                    *zip(*points, strict=True), label=provider.removesuffix(f" {kind}"), **style
-                )
+            its = [row for row in peers.of_kind(its, kind) if row["tflops"]]
+            base = {row["N"]: row["tflops"] for row in its if row["provider"] == "cuDNN"}
+            packages = {}
+            for row in its:
+                package, style = package_of(row["provider"], kind), line_style(row["provider"], its)
+                ratios, _ = packages.setdefault(package, ({}, style))
+                ratios.setdefault(row["N"], []).append(row["tflops"] / base[row["N"]])
+            for package, (ratios, style) in packages.items():
+                axis.plot(list(ratios), list(map(max, ratios.values())), label=package, **style)
+                if any(len(variants) > 1 for variants in ratios.values()):
+                    band = [[each(x) for x in ratios.values()] for each in (min, max)]
+                    axis.fill_between(list(ratios), *band, color=style["color"], alpha=0.3)
             ahead = [row for each in groups(its, "N").values() for row in peers.leading(each)]
             axis.plot(
-                [row["N"] for row in ahead], [row["tflops"] for row in ahead], "o", color="tab:red",
-                fillstyle="none", markersize=9, label="ahead of ours",
+                [row["N"] for row in ahead], [row["tflops"] / base[row["N"]] for row in ahead],
+                "o", color="tab:red", fillstyle="none", markersize=7, label="ahead of ours",
             )  # fmt: skip
-            against_n(axis, its, f"{title}: {family}", fontsize=9)
-    label_panels(axes)
+            against_n(axis, its, f"{title}\n{family}", fontsize=9)
+    label_panels(axes, "x cuDNN's speed")
     keep_with_legend(figure, axes, "Attention forward, bf16 in and out", result, path)
+
+
+def package_of(provider: str, kind: str) -> str:
+    """Without what is measured of it, and without SageAttention's granularity."""
+    return provider.removesuffix(f" {kind}").removesuffix(" per_warp").removesuffix(" per_thread")
 
 
 def family_of(row: dict) -> str:
@@ -208,26 +228,32 @@ def draw_models(result: dict, path: Path) -> None:
 
 
 def draw_sparse(result: dict, path: Path) -> None:
-    """A panel per figure against density, a line per choice; dashed: the first steps dense. A
-    figure that is equal at density 1 is left out."""
+    """A panel per figure against density, a line for each choice of IN_SPARSE, and dashed for the
+    first of them with its first steps dense. The table has all. A figure that is equal at density
+    1 is left out."""
     titles = {"psnr": "PSNR to samples of exact attention, dB", "frechet": "Frechet distance"}
     shown = [name for name in titles if any(row.get(name) for row in result["rows"])]
-    figure, axes = subplots(path, 1, len(shown), figsize=(7 * len(shown), 5.5))
-    choices = list(groups(result["rows"], "choice"))
+    figure, axes = subplots(path, 1, len(shown), figsize=(5.5 * len(shown), 4.4))
+    choices = groups(result["rows"], "choice")
+    choices = [name for name in IN_SPARSE if name in choices]
+    rows = [
+        row for row in result["rows"]
+        if row["choice"] in choices[: 1 if row["dense_steps"] else None]
+    ]  # fmt: skip
     for axis, name in zip(axes[0], shown, strict=True):
-        for title, rows in sparse.by_choice(result["rows"]).items():
-            points = sorted((row["density"], row[name]) for row in rows if row[name] is not None)
+        for title, its in sparse.by_choice(rows).items():
+            points = sorted((row["density"], row[name]) for row in its if row[name] is not None)
             axis.plot(
                 *zip(*points, strict=True), label=title, marker=".",
-                color=f"C{choices.index(rows[0]['choice'])}",
-                linestyle="--" if rows[0]["dense_steps"] else "-",
+                color=f"C{choices.index(its[0]['choice'])}",
+                linestyle="--" if its[0]["dense_steps"] else "-",
             )  # fmt: skip
         axis.set_xlabel("part of the keys that is computed")
         axis.set_title(titles[name], fontsize=10)
         axis.grid(alpha=0.3)
     lines, labels = axes[0, 0].get_legend_handles_labels()
-    axes[0, 0].legend(lines, labels, fontsize=7)
-    keep(figure, "A small diffusion transformer", result, path)
+    figure.legend(lines, labels, loc="lower center", ncol=3, fontsize=9)
+    keep(figure, "A small diffusion transformer", result, path, legend=0.1)
 
 
 def draw_curves(result: dict, path: Path) -> None:

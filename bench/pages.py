@@ -202,7 +202,7 @@ def peers_table(gpus: dict[str, dict]) -> str:
     parts = []
     for name, plans in gpus.items():
         if result := plans.get("peers"):
-            parts += [image("TFLOP/s beside other packages", name, "peers.svg")]
+            parts += [image("Speed beside other packages", name, "peers.svg")]
             parts += [peers.table(result["rows"])]
             if "means" in result:
                 parts += ["Ours over theirs, geometric means\n", peers.means_table(result["means"])]

@@ -4,10 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import sage_inductor
 from bench import harness, models
 from bench.tables import speed_of
 
-QUICK = "wan_1_3b", "llama_16k"
+QUICK = "wan_1_3b", "hunyuan", "llama_16k"
 
 
 @pytest.mark.models
@@ -32,6 +33,26 @@ def test_a_model_takes_its_inputs_at_its_size(name):
         out = models.Column(module, inputs, "eager", model.repeated).call()
     assert out.dtype == torch.bfloat16 and max(tokens) == model.tokens
     assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.models
+@torch.no_grad()
+def test_hunyuan_videos_padded_text_is_masked_and_its_calls_are_rewritten(op_by_op):
+    diffusers = pytest.importorskip("diffusers")
+    small = dict(num_attention_heads=2, num_layers=1, num_single_layers=1, num_refiner_layers=1)
+    model = models.Model(
+        "", 304, lambda: diffusers.HunyuanVideoTransformer3DModel(**small),
+        lambda: models.of_hunyuan(64, 64, 9, words=60),
+    )  # fmt: skip
+    module, inputs = models.draw(model, "cpu")
+    right = models.Column(module, inputs, "eager", model.repeated).call()
+    with sage_inductor.config.patch(emulate=True):
+        found = models.Column(module, inputs, "sage", model.repeated).call()
+    masks = {site.mask for site in sage_inductor.report().rewritten}
+    assert masks == {"bool[1, 2, 256, 256]", "bool[1, 1, 1, 304]"}  # the text's own blocks, and all
+    assert 0 < models.error_of(found, right) < 0.02
+    inputs["encoder_hidden_states"][:, 60:] = 1e3
+    assert torch.equal(models.Column(module, inputs, "eager", model.repeated).call(), right)
 
 
 class Block(torch.nn.Module):

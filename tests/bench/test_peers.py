@@ -323,10 +323,11 @@ def test_what_must_not_be_captured_is_launched(monkeypatch):
     assert not runner.captured and runner.output().tolist() == [2, 2]
 
 
-def test_the_plot_of_peers_rings_what_is_ahead_of_ours(tmp_path, monkeypatch):
+def test_the_plot_of_peers_has_ratios_and_rings_what_is_ahead_of_ours(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     found = {"cuDNN": (50, 80), "FA4": (None, 20), "FA3-fp8 kernel": (99, 60), "FA3-fp8 op": (30, 30),
-               "sage kernel": (70, 90), "sage op": (40, 85)}  # fmt: skip
+             "sageattention per_warp op": (20, 40), "sageattention per_thread op": (30, 35),
+             "sage kernel": (70, 90), "sage op": (40, 85)}  # fmt: skip
     rows = [
         {"plan": "peers", "model": "flux" * (N == 4096), "B": 1, "H_q": 4, "H_kv": 2, "N": N, "D": D,
          "is_causal": D == 64, "provider": name, "recipe": "sage" if name[:4] == "sage" else None,
@@ -348,14 +349,23 @@ def test_the_plot_of_peers_rings_what_is_ahead_of_ours(tmp_path, monkeypatch):
     figures.draw_peers(result, tmp_path / "peers.svg")
     titles = [axis.get_title() for axis in drawn[0].axes]
     families = "B=1 H=4/2 D=64, causal", "B=1 H=4/2 D=128"
-    assert titles == [f"{kind}: {f}" for kind in peers.KINDS.values() for f in families]
+    assert titles == [f"{kind}\n{f}" for kind in peers.KINDS.values() for f in families]
     for i, axis in enumerate(drawn[0].axes):
         lines = {line.get_label(): list(zip(*line.get_data())) for line in axis.lines}
-        assert list(lines) == ["cuDNN", "FA4", "FA3-fp8", "sage", "ahead of ours"]
-        (peer,), D = [("FA3-fp8",), ("cuDNN",)][i // 2], (64, 128)[i % 2]
-        assert lines["ahead of ours"] == [
-            (1024, found["cuDNN" if i > 1 else "FA3-fp8 kernel"][0] + D)
-        ]
-        assert lines["ahead of ours"][0] in lines[peer] and len(lines["FA4"]) == 1
+        sageattention = ["sageattention"] * (i > 1)  # of its kernels alone there are no rows
+        assert list(lines) == ["cuDNN", "FA4", "FA3-fp8", *sageattention, "sage", "ahead of ours"]
+        D, (short, long) = (64, 128)[i % 2], found["cuDNN"]
+        peer = ("FA3-fp8 kernel", "cuDNN")[i // 2]
+        assert lines["ahead of ours"] == [(1024, (found[peer][0] + D) / (short + D))]
+        assert lines["ahead of ours"][0] in lines[peer.removesuffix(" kernel")]
+        assert lines["cuDNN"] == [(1024, 1), (2048, 1)]
+        assert lines["FA4"] == [(2048, (20 + D) / (long + D))]
+        bands = [path.vertices for band in axis.collections for path in band.get_paths()]
+        for band in bands:  # the fastest of SageAttention's variants, and down to the slowest
+            fastest = [(1024, (30 + D) / (short + D)), (2048, (40 + D) / (long + D))]
+            slowest = [(1024, (20 + D) / (short + D)), (2048, (35 + D) / (long + D))]
+            assert lines["sageattention"] == fastest
+            assert {*map(tuple, band.tolist())} == {*fastest, *slowest}
+        assert len(bands) == (i > 1)
     assert "X, FA3 3, 2026-11-22" in drawn[0].get_suptitle()
     assert "<svg" in (tmp_path / "peers.svg").read_text()

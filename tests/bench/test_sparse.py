@@ -136,7 +136,10 @@ def test_a_row_for_each_case_its_table_and_plot(capsys, tmp_path):
     assert "| exact, first 2 steps dense |  | 0." in table
     pytest.importorskip("matplotlib")
     figures.draw_sparse(result, tmp_path / "sparse.svg")
-    assert "first 2 steps dense" in (tmp_path / "sparse.svg").read_text()
+    shown = (tmp_path / "sparse.svg").read_text()
+    assert "exact, first 2 steps dense" in shown and "per-token, first" not in shown
+    assert 3 < len(figures.IN_SPARSE) <= 6 and "skip-softmax" in shown
+    assert "window and stride" not in shown and "window and stride" in table
 
 
 def test_a_case_that_fails_and_a_budget_cost_no_other_row(capsys, monkeypatch):

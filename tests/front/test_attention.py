@@ -16,6 +16,7 @@ import sage_inductor
 from sage_inductor import Rule, SageOptionError, SageRefused, attention, config, functional
 from sage_inductor.choose import cost, families, tables
 from sage_inductor.ops import gpus
+from sage_inductor.ops.recipe import NAMED
 from sage_inductor.session import session
 
 BACKENDS = ("eager", "aot_eager", "inductor", "sage")
@@ -55,6 +56,29 @@ def test_on_meta_it_gives_sdpas_shapes_and_strides(settings):
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     assert out.is_meta and (out.shape, out.stride()) == (expected.shape, expected.stride())
     assert lse.is_meta and lse.shape == out.shape[:3] and lse.dtype == torch.float32
+
+
+@config.patch(emulate=True)
+@pytest.mark.parametrize("recipe", NAMED)
+def test_a_call_gives_the_same_bits_again_and_a_batch_those_of_its_parts(recipe):
+    q, k, v = inputs(N_q=150, N_kv=150)
+    out, again = (attention(q, k, v, is_causal=True, recipe=recipe) for _ in range(2))
+    parts = [
+        attention(q[i], k[i], v[i], is_causal=True, recipe=recipe) for i in (slice(1), slice(1, 2))
+    ]
+    assert torch.equal(out, again) and torch.equal(out, torch.cat(parts))
+
+
+@config.patch(emulate=True)
+@pytest.mark.parametrize("recipe", ["sage1-rotated", "sage2-8b-rotated"])
+def test_later_tokens_change_an_earlier_output_by_no_more_than_the_recipes_error(recipe):
+    q, k, v = inputs(N_q=150, N_kv=150)
+    exact, _ = exactly(q, k, v, True, 32**-0.5)
+    out = attention(q, k, v, is_causal=True, recipe=recipe)[:, :, :-9]
+    k[:, :, -9:] += 1
+    v[:, :, -9:] *= 2
+    changed = attention(q, k, v, is_causal=True, recipe=recipe)[:, :, :-9]
+    assert 0 < relative_l1(changed, out) < 1.5 * relative_l1(out, exact[:, :, :-9])
 
 
 @config.patch(emulate=True)

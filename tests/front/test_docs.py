@@ -11,6 +11,7 @@ import functools
 import io
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -206,7 +207,8 @@ def test_a_page_runs_from_top_to_bottom(page, compiled, here, small, monkeypatch
     """Each Python snippet on its own, as in a new interpreter; files stay for the next one. Without a
     GPU "cuda" is read as "cpu", and 8192 tokens as 64. A snippet in a file is for torchrun, where the
     page has that command.
-    Where it is not compiled, the graphs that backend="sage" rewrote run op by op."""
+    Where it is not compiled, the graphs that backend="sage" rewrote run op by op, and the processes
+    of torchrun are forks of one."""
     quick = torch._inductor.config.patch({"aot_inductor.compile_wrapper_opt_level": "O0"})
     whole, made = torch._inductor.aot_compile, {}
 
@@ -219,10 +221,10 @@ def test_a_page_runs_from_top_to_bottom(page, compiled, here, small, monkeypatch
 
     monkeypatch.setattr(torch._inductor, "aot_compile", once)
     with contextlib.nullcontext() if compiled else op_by_op(), quick:
-        run_page(page)
+        run_page(page, compiled)
 
 
-def run_page(page: Path) -> None:
+def run_page(page: Path, compiled: bool) -> None:
     text = page.read_text()
     out, renewed = None, []
     for block in blocks_of(text):
@@ -233,7 +235,8 @@ def run_page(page: Path) -> None:
         elif block.language == "python" and not (block.file and "\ntorchrun " in text):
             out = run_python(block, text, page)
         elif block.language == "bash":
-            out = "".join(map(run_command, block.text.splitlines()))
+            lines = block.text.splitlines()
+            out = "".join(run_command(line if compiled else forked(line)) for line in lines)
         else:
             name = block.file or f"snippet.{block.language}"
             Path(name).write_text(block.text)
@@ -257,6 +260,34 @@ def run_python(block: Block, text: str, page: Path) -> str | None:
     with contextlib.redirect_stdout(out), sage_inductor.stage(None):  # a Schedule names its stages
         exec(compile(lines + code, str(page), "exec"), {"__name__": "__main__"})
     return out.getvalue()
+
+
+# torchrun imports torch in itself and in each of its processes: that takes most of its time.
+FORK = """
+import os, runpy, socket, sys
+import sage_inductor
+count, program = sys.argv[1:]
+with socket.create_server(("127.0.0.1", 0)) as server:
+    port = server.getsockname()[1]
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=count)
+children = []
+for rank in range(int(count)):
+    if not (child := os.fork()):
+        os.environ["RANK"] = str(rank)
+        runpy.run_path(program, run_name="__main__")
+        sys.exit()
+    children.append(child)
+sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
+"""
+
+
+def forked(line: str) -> str:
+    """Of torchrun, the same program in forks of one process; any other command as it is."""
+    found = re.fullmatch(r"torchrun --standalone --nproc-per-node (\d+) (\S+)", line)
+    if not found:
+        return line
+    Path("fork.py").write_text(FORK)
+    return f"{shlex.quote(sys.executable)} fork.py {found[1]} {found[2]}"
 
 
 def run_command(line: str) -> str:
@@ -438,6 +469,13 @@ def test_every_option_is_explained():
         assert f"`config.{name}`" in text and f"`{option.variable}`" in text
 
 
+def test_the_tested_versions_are_those_that_are_installed_for_tests():
+    page = (ROOT / "docs/install.md").read_text()
+    pins = dict(re.findall(r"^([\w-]+)==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), re.M))
+    for name in ("torch", "Triton", "diffusers", "transformers", "PEFT"):
+        assert f"{name} {pins[name.lower()]}" in page, name
+
+
 @pytest.mark.gpu
 def test_first_programs_are_rewritten_on_a_gpu_that_was_measured(here):
     if not tables.known(torch.cuda.get_device_name()):
@@ -460,9 +498,9 @@ def test_the_deployment_replays_a_cuda_graph(here):
     """As printed, by cmake; where that or the CUDA toolkit is missing, by g++ and what is there."""
     page = ROOT / "docs/guide/packages.md"
     text = page.read_text()
-    ctypes.CDLL("libstdc++.so.6", ctypes.RTLD_GLOBAL)  # see "Known troubles"
+    ctypes.CDLL("libstdc++.so.6", ctypes.RTLD_GLOBAL)  # reference/packages.md: troubles
     commands, without = [], ""
-    for block in blocks_of(text[: text.index("## What it gains")]):
+    for block in blocks_of(text[: text.index("## Which lengths it serves")]):
         if block.language == "python":
             run_python(block, text, page)
         elif block.language == "bash":
@@ -479,7 +517,7 @@ def test_the_deployment_replays_a_cuda_graph(here):
 
 
 def test_every_error_of_a_package_is_explained():
-    page = (ROOT / "docs/guide/packages.md").read_text()
+    page = (ROOT / "docs/reference/packages.md").read_text()
     launcher = Path(launchers.__file__).with_name("launcher.h").read_text()
     failures = re.findall(r"fail\((.*?)\);\n", launcher, re.S)
     texts = {text for each in failures for text in re.findall(r'"([^"\n]*)"', each)}
