@@ -302,6 +302,7 @@ unsmoothed_lse_opaque = opaque(
     lambda lse, *_: [torch.empty_like(lse)],
     launched_lse,
     in_packages=False,  # aten computes it there
+    ahead=False,  # every call of sdpa is traced with it, few keep it
 )
 
 

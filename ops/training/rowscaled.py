@@ -33,7 +33,7 @@ from sage_inductor.ops.formats import TRAINING_BLOCK, pad_head_dim, pad_rows
 from sage_inductor.ops.gpus import Gpu
 from sage_inductor.ops.operands import Kept
 from sage_inductor.ops.reference import rowscaled as reference
-from sage_inductor.ops.register import LAUNCHES, Launches, autocast
+from sage_inductor.ops.register import autocast, launches
 from sage_inductor.ops.training.gradients import check_trained, empty_gradient, no_second_gradient
 
 Outputs = tuple[
@@ -165,5 +165,5 @@ def _backward(ctx, grad, *_):
 rowscaled.register_autograd(_backward, setup_context=_save)
 rowscaled_backward.register_autograd(no_second_gradient("rowscaled"))
 autocast("rowscaled")
-LAUNCHES[torch.ops.sage.rowscaled.default] = Launches(launched, in_packages=False)
-LAUNCHES[torch.ops.sage.rowscaled_backward.default] = Launches(launched_backward, in_packages=False)
+launches(torch.ops.sage.rowscaled.default, launched, in_packages=False)
+launches(torch.ops.sage.rowscaled_backward.default, launched_backward, in_packages=False)

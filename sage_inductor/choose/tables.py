@@ -35,7 +35,6 @@ from sage_inductor.choose.families import (
     flash_attention,
     versions,
 )
-from sage_inductor.ops import gpus
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.formats import HEAD_DIMS
 from sage_inductor.ops.gpus import Gpu
@@ -59,11 +58,6 @@ def gpu_name(device: torch.device) -> str:
 def whose_times(device: torch.device) -> str:
     """The GPU by whose times a call on the device is predicted."""
     return H200 if device.type == "cpu" else gpu_name(device)
-
-
-def gpu_of(device: torch.device) -> Gpu:
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return Gpu(gpus.capability(device), processors)
 
 
 # -- what is known ----

@@ -410,7 +410,7 @@ def _calibrated(device: torch.device, family: Family, recipes: tuple[str, ...]) 
         began = time.monotonic()
         times = measure_family(device, family, recipes, family.sizes(FEW), 1, SECONDS)
         _log.warning("measured %d sizes in %.1f s", len(times), time.monotonic() - began)
-        table = Table(gpu, tables.gpu_of(device), {family: times})
+        table = Table(gpu, gpus.Gpu.of(device), {family: times})
         try:
             tables.save_locked(table)
         except (OSError, RuntimeError) as error:
@@ -437,7 +437,7 @@ def tune(
     progress: is given the families, and yields them. save: is given the table as far as it goes,
     after each of them.
     """
-    table = Table(tables.gpu_name(device), tables.gpu_of(device), {})
+    table = Table(tables.gpu_name(device), gpus.Gpu.of(device), {})
     given = {}
     for family in (Family(D, D, kind) for D in head_dims for kind in kinds):
         recipes = recipes_of(gpus.capability(device), family)

@@ -563,7 +563,7 @@ def decided(group, folder: str, sage: float) -> tuple:
     with (
         mock.patch.dict(os.environ, SAGE_INDUCTOR_TABLES=folder),
         mock.patch.object(tables, "gpu_name", lambda device: gpu),
-        mock.patch.object(tables, "gpu_of", lambda device: Gpu((9, 0), 132)),
+        mock.patch.object(Gpu, "of", lambda device: Gpu((9, 0), 132)),
         mock.patch.object(timing, "measure_family", measure),
     ):
         error = timing.calibrate(torch.device("cuda", 0), family, (RECIPE,))
