@@ -6,8 +6,9 @@ and FP8 and whose scales are known before its loops.
     out, lse, m            = forward(q, k codes, v in 16 bits)
     dq, dk, dv             = backward(grad, out, lse, m, codes)
 
-The forward is recipe "sage1-per-token": INT8 q k, 16-bit p v. hopper/kernel.py has the backward's
-formulas. What k and v are smoothed by takes nothing off a gradient: a row of dS sums to 0.
+The forward is recipe "sage1-per-token": INT8 q k, 16-bit p v. hopper/backward_kernels.py has the
+backward's formulas. What k and v are smoothed by takes nothing off a gradient: a row of dS sums to
+0.
 
 Kept for the backward are out and the codes: 5 bytes for each channel and token, causal 6, of which
 2 are out's, where 16-bit attention keeps 8.
@@ -15,8 +16,8 @@ Kept for the backward are out and the codes: 5 bytes for each channel and token,
 Causal, of as many queries as keys: means and beta would be of later rows, too, and so would the
 scale of 64 rows of k to the rows among them. So no mean is taken off, k has codes by one scale a
 row besides, which kernels read near the diagonal, and dQ's bounds are of what a row sees
-(hopper/kernel.py). o, lse and dQ of a row depend on rows up to it alone, bit for bit, and dK and dV
-on no later row whose dO is 0.
+(hopper/backward_kernels.py). o, lse and dQ of a row depend on rows up to it alone, bit for bit, and
+dK and dV on no later row whose dO is 0.
 
 Shapes: B batch, H_q and H_kv heads, N_q and N_kv sequence, D head_dim; M_pad, N_pad and D_pad as in
 hopper/prepare.py.
@@ -60,7 +61,7 @@ def rowscaled(
         out, kept = reference.forward(q, k, v, is_causal, scale)
         return as_stored(out.to(q.dtype), out_bnhd), *kept
     with torch.cuda.device_of(q):
-        return _plan().launch(q, k, v, is_causal, scale, out_bnhd)
+        return _hopper().launch(q, k, v, is_causal, scale, out_bnhd)
 
 
 @torch.library.custom_op("sage::rowscaled_backward", mutates_args=())
@@ -81,7 +82,7 @@ def rowscaled_backward(
 
 def launched(given: dict, run: Callable, gpu: Gpu) -> tuple[Tensor, ...]:
     """What `rowscaled` launches on such a GPU, of tensors on meta, by `run`."""
-    return _plan().launch(**given, run=run, device=gpu)
+    return _hopper().launch(**given, run=run, device=gpu)
 
 
 def launched_backward(given: dict, run: Callable, gpu: Gpu) -> tuple[Tensor, ...]:
@@ -94,15 +95,15 @@ def _launch_backward(
     grad: Tensor, out: Tensor, kept: Kept, n_kv: int, scale: float, out_bnhd: bool, *run: Callable
 ) -> tuple[Tensor, Tensor, Tensor]:
     gradients = _empty_gradients(out, kept.k, n_kv, out_bnhd)
-    _plan().launch_backward(grad, out, kept, scale, *gradients, *run)
+    _hopper().launch_backward(grad, out, kept, scale, *gradients, *run)
     return gradients
 
 
 @functools.cache
-def _plan():
-    from sage_inductor.ops.training.hopper import plan  # imports Gluon, which may be missing
+def _hopper():
+    from sage_inductor.ops.training.hopper import launches  # imports Gluon, which may be missing
 
-    return plan
+    return launches
 
 
 def _check(q, k, v, is_causal, scale, out_bnhd) -> None:

@@ -14,8 +14,8 @@ from pairs import chosen, pairs, parametrize, rows
 from support import attention_call
 
 from bench.tritons import ROWS
-from sage_inductor.ops import blocks as blocks_of_tokens
 from sage_inductor.ops import compat, gpus
+from sage_inductor.ops import pool as blocks_of_tokens
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.hopper import kernel as hopper
 from sage_inductor.ops.attention.hopper import plan

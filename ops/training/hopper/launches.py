@@ -19,7 +19,7 @@ from sage_inductor.ops.launch import HAS_PDL, doubled, launch_cached, pdl_option
 from sage_inductor.ops.operands import Kept, Operands
 from sage_inductor.ops.quantize.smooth import launch_estimate
 from sage_inductor.ops.recipe import ROWSCALED_FORWARD
-from sage_inductor.ops.training.hopper.kernel import dkdv_kernel, dq_kernel
+from sage_inductor.ops.training.hopper.backward_kernels import dkdv_kernel, dq_kernel
 from sage_inductor.ops.training.hopper.prepare import launch_prepare
 from sage_inductor.ops.training.kernels import launch_quantize, launch_quantize_twice
 from sage_inductor.ops.visibility import Visibility
