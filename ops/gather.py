@@ -161,7 +161,7 @@ def _agree(facts: dict, device: torch.device, group, lengths) -> Shards:
     a collective whose size depends on it. If lengths are not asked for, the host reads nothing of
     the others: a digest is compared on the device."""
     if lengths is not None and not lengths:
-        lengths = _told(facts, device, group)
+        lengths = _exchanged(facts, device, group)
     else:
         length = facts.pop("length", None)
         lengths = list(lengths or [length] * group.size())
@@ -186,23 +186,23 @@ UNLIKE = (
 )
 
 
-def _told(facts: dict, device: torch.device, group) -> list[int]:
+def _exchanged(facts: dict, device: torch.device, group) -> list[int]:
     """Every rank's length. Raises ValueError, which names a rank, as `_agree` says."""
     text = json.dumps(facts).encode().ljust(FACTS)
     texts = _all_gather(torch.tensor(list(text), dtype=torch.uint8, device=device), group)
-    told = []
+    everyones = []
     for rank, each in enumerate(texts.tolist()):
         try:
-            told.append(json.loads(bytes(each)))
+            everyones.append(json.loads(bytes(each)))
         except ValueError:
-            told.append({"error": "did not ask for lengths, and another rank did"})
-        if "error" in told[-1]:
-            raise ValueError(f"sage::gather_sdpa: rank {rank}: {told[-1]['error']}")
-    lengths = [facts.pop("length") for facts in told]
-    for rank, facts in enumerate(told):
-        names = [name for name in facts if facts[name] != told[0][name]]
+            everyones.append({"error": "did not ask for lengths, and another rank did"})
+        if "error" in everyones[-1]:
+            raise ValueError(f"sage::gather_sdpa: rank {rank}: {everyones[-1]['error']}")
+    lengths = [facts.pop("length") for facts in everyones]
+    for rank, facts in enumerate(everyones):
+        names = [name for name in facts if facts[name] != everyones[0][name]]
         if names:
-            its, first = (", ".join(f"{n} {x[n]}" for n in names) for x in (facts, told[0]))
+            its, first = (", ".join(f"{n} {x[n]}" for n in names) for x in (facts, everyones[0]))
             raise ValueError(f"sage::gather_sdpa: rank {rank} has {its}, rank 0 has {first}")
     return lengths
 
@@ -279,9 +279,9 @@ def _statistics(k: Tensor, v: Tensor, shards: Shards, group) -> tuple:
         )
     )
     v_amax = v_amax.clamp(min=TINY)
-    away = (extremes.float() - v_mean).abs().amax((0, 1))  # [B, H_kv, D_v], of all rows
-    beyond = ~(away <= v_amax).all(2, keepdim=True)  # so is NaN
-    v_amax = torch.where(beyond, away, v_amax).clamp(min=TINY)
+    distance = (extremes.float() - v_mean).abs().amax((0, 1))  # [B, H_kv, D_v], of all rows
+    is_exceeded = ~(distance <= v_amax).all(2, keepdim=True)  # so is NaN
+    v_amax = torch.where(is_exceeded, distance, v_amax).clamp(min=TINY)
 
     # A block that another rank completes is apart: to join it to the others would copy all rows.
     lenders = shards.lenders(rank)

@@ -247,7 +247,7 @@ def kernel_inputs(call: SdpaCall) -> tuple[AttentionCall, Tensor, bool]:
     """What the attention op takes, k_mean, and whether that op is opaque."""
     call, recipe = call.of_seen_keys(), decode(call.recipe)
     q, k, v = call.q, call.k, call.v
-    is_opaque, visibility = _plan(
+    is_opaque, visibility = _for_kernel(
         k, v, call.attn_mask, call.band, recipe, call.portable, call.blocks
     )
     if call.prepared:
@@ -311,11 +311,11 @@ def compose_prepare(
 ) -> list[Tensor]:
     """`prepare_kv`, as calls of the ops that it is made of."""
     r = decode(recipe)
-    is_opaque, visibility = _plan(k, v, attn_mask, (None, None, False), r, portable)
+    is_opaque, visibility = _for_kernel(k, v, attn_mask, (None, None, False), r, portable)
     return prepare(k, v, visibility, r, is_opaque).tensors()
 
 
-def _plan(
+def _for_kernel(
     k, v, attn_mask, band, recipe: Recipe, portable: bool, blocks: BlockLists = NO_LISTS
 ) -> tuple[bool, Visibility]:
     """Whether an opaque op computes the call, and what its tiles of queries see."""

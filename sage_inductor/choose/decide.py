@@ -222,7 +222,7 @@ def _recipe(call: Call, shape: CallShape, settings: Settings, wanted: str) -> Ch
     else:
         candidate, reason = _fastest(call, shape, settings, tuple(runnable))
         reason = reason if candidate else reasons.joined([reason, *refused])
-    if not is_cpu and (lost := tiles.hopper_is_lost(shape.capability)):
+    if not is_cpu and (lost := tiles.hopper_unavailable(shape.capability)):
         if shape.suits_hopper(recipes.NAMED["sage2-8b-rotated" if wanted == AUTO else wanted]):
             reason = reasons.HOPPER_LOST.worded(f"{reason}; {lost}", compat.GLUON_VERSIONS)
     return candidate, reason
@@ -378,7 +378,7 @@ def _predicted(call: Call, shape: CallShape, settings: Settings, names: tuple[st
 def _by_lists(shape: CallShape, settings: Settings, recipe: str) -> Choice:
     """The recipe, where it was measured to be faster by block lists than flex_attention is."""
     behind = _left_behind(shape, recipe) if settings.portable else ""
-    lost = behind or tiles.hopper_is_lost(shape.capability)
+    lost = behind or tiles.hopper_unavailable(shape.capability)
     suits = shape.suits_hopper(recipes.NAMED[recipe])
     known = tables.gpu_name(shape.device) == tables.H200 and suits and not lost
     if not known or pad_head_dim(shape.head_dim) not in (64, 128):

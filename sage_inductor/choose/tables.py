@@ -78,7 +78,7 @@ def known(gpu: str) -> tuple[Table, ...]:
     """Of this GPU: what was measured in this process, the user's table, the built-in one."""
     flash = flash_attention()
     ours = built_in().get(gpu) if flash == TORCHS_FLASH else None
-    if ours is not None and tiles.hopper_is_lost(MEASURED):
+    if ours is not None and tiles.hopper_unavailable(MEASURED):
         ours = None  # another kernel would compute the calls
     found = _of_this_process.get((gpu, flash)), _users(gpu, flash), ours
     return tuple(table for table in found if table is not None)

@@ -106,7 +106,7 @@ def _verdict(device: torch.device, probes: list[Probe], auto_rewrites: bool) -> 
     if not run:
         return f"NOTHING RUNS HERE: {where} (sm_{_sm(device)}) is older than sm_80: all stays SDPA"
     some = f"{len(run)} of {len(recipes.NAMED)} recipes run on {where}"
-    if lost := tiles.hopper_is_lost(gpus.capability(device)):
+    if lost := tiles.hopper_unavailable(gpus.capability(device)):
         return f"SLOWER THAN IT COULD BE: {some}, but {lost}"
     if not auto_rewrites:
         return (
