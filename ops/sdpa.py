@@ -30,14 +30,7 @@ from torch import Tensor
 from sage_inductor.ops.attention.select import Problem, attention, attention_opaque, select
 from sage_inductor.ops.attention.tiles import WARPGROUPS
 from sage_inductor.ops.attention_call import AttentionCall, empty_outputs, schema_of
-from sage_inductor.ops.formats import (
-    FP4_BLOCK,
-    HEAD_DIMS,
-    MAX_ROWS,
-    Prepared,
-    pad_head_dim,
-    pad_rows,
-)
+from sage_inductor.ops.formats import HEAD_DIMS, MAX_ROWS, Prepared
 from sage_inductor.ops.launch import fix_head_dims, launch_cached
 from sage_inductor.ops.quantize.op import (
     empty_kv,
@@ -364,21 +357,8 @@ sdpa.register_fake(schema_of(SdpaCall, tuple[Tensor, Tensor], _sdpa_fake))
 def _(k, v, attn_mask, recipe, portable):
     _check_kv(k, v, attn_mask, recipe, portable)
     fix_head_dims(k, v)
-    r, (B, H, N, D), D_v = decode(recipe), k.shape, v.shape[3]
-    if not r.of_pv.block_scaled:
-        return empty_kv(k, None if r.of_pv.dtype is None else v, recipe).tensors()
-    k_shape, v_shape = (pad_rows(N), pad_head_dim(int(D))), (pad_head_dim(int(D_v)), pad_rows(N))
-
-    def codes(shape, per_element: int) -> Tensor:
-        rows, columns = shape
-        return k.new_empty((B, H, rows, columns // per_element), dtype=torch.uint8)
-
-    def numbers(*shape) -> Tensor:
-        return k.new_empty(shape, dtype=torch.float32)
-
-    of_k = codes(k_shape, 2), numbers(B, H), numbers(B, H, D)
-    of_v = codes(v_shape, 2), numbers(B, H, D_v), numbers(B, H, D_v)
-    return [*of_k, *of_v, codes(k_shape, FP4_BLOCK), codes(v_shape, FP4_BLOCK)]
+    quantizes_v = decode(recipe).of_pv.dtype is not None
+    return empty_kv(k, v if quantizes_v else None, recipe).tensors()
 
 
 def _save_inputs(ctx, inputs, output):

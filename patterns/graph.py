@@ -52,9 +52,8 @@ def shown(x) -> str:
     return str(dims(x)).replace("'", "")
 
 
-def statically_true(condition) -> bool:
-    """Whether `condition` holds for every size that the symbols in it can have. Adds no guard."""
-    return compat.statically_known_true(condition)
+# Whether a condition holds for every size that the symbols in it can have. Adds no guard.
+statically_true = compat.statically_known_true
 
 
 _noted = contextvars.ContextVar("noted", default=None)

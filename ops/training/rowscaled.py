@@ -30,12 +30,13 @@ import torch
 from torch import Tensor
 
 from sage_inductor.ops.attention_call import as_stored, empty_outputs
-from sage_inductor.ops.formats import TRAINING_BLOCK, pad_head_dim, pad_rows
+from sage_inductor.ops.formats import TRAINING_BLOCK
 from sage_inductor.ops.gpus import Gpu
 from sage_inductor.ops.operands import Kept
 from sage_inductor.ops.reference import rowscaled as reference
 from sage_inductor.ops.register import autocast, launches
 from sage_inductor.ops.training.gradients import check_trained, empty_gradient, no_second_gradient
+from sage_inductor.ops.training.kernels import empty_codes
 
 Outputs = tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
@@ -127,16 +128,10 @@ def _empty_gradients(out, k, n_kv, out_bnhd) -> tuple[Tensor, Tensor, Tensor]:
 @rowscaled.register_fake
 def _(q, k, v, is_causal, scale, out_bnhd):
     _check(q, k, v, is_causal, scale, out_bnhd)
-
-    def quantized(x: Tensor, shared: int = 1, exists: bool = True) -> tuple[Tensor, Tensor]:
-        B, H, N, D = x.shape
-        N_pad = pad_rows(N) if exists else 0
-        codes = x.new_empty((B, H, N_pad, pad_head_dim(int(D))), dtype=torch.int8)
-        return codes, x.new_empty((B, H, N_pad // shared), dtype=torch.float32)
-
     out, lse = empty_outputs(q, v.shape[3], out_bnhd)
-    of_k = *quantized(k, TRAINING_BLOCK), *quantized(k, exists=is_causal)
-    of = *quantized(q), *of_k, *quantized(v)
+    own = k if is_causal else k[:, :, :0]
+    of_k = *empty_codes(k, TRAINING_BLOCK), *empty_codes(own, 1)
+    of = *empty_codes(q, 1), *of_k, *empty_codes(v, 1)
     B, H_kv, _, D = v.shape
     v_mean = lse.new_empty((B, H_kv, 0 if is_causal else D))
     return out, *Kept(lse.new_empty((2, *lse.shape)), *of, v_mean)

@@ -30,7 +30,6 @@ from sage_inductor.ops import compat
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.select import select
-from sage_inductor.ops.compat import statically_known_true
 from sage_inductor.ops.compile import travels
 from sage_inductor.ops.formats import Q_BLOCK, pad_head_dim
 from sage_inductor.ops.selector import Selection
@@ -44,7 +43,7 @@ from sage_inductor.patterns.eligible import (
     why_not_selected,
     why_not_trained,
 )
-from sage_inductor.patterns.graph import as_int, guarded, specialised
+from sage_inductor.patterns.graph import as_int, guarded, specialised, statically_true
 from sage_inductor.patterns.reasons import Reason
 from sage_inductor.patterns.shared_kv import stacks
 from sage_inductor.policy import CallDescription, ask, layer_of
@@ -418,7 +417,7 @@ def _at_least(n, minimum: int, settings: Settings) -> bool:
     has one graph for all, chosen by the example's sizes. An n that depends on data cannot be
     guarded: the answer is yes only if it holds for every n."""
     if hint(n) is None:
-        return statically_known_true(n >= minimum)
+        return statically_true(n >= minimum)
     return bool((hint(n) if settings.portable else n) >= minimum)
 
 
