@@ -87,12 +87,8 @@ def gather_sdpa(
                 prepared = _gather_prepared(k, v, shards, group, recipe).tensors()
                 # It takes the place of k and v, of which only the shapes are read.
                 k, v = (x.new_empty(()).expand(*x.shape[:2], shards.N, x.shape[3]) for x in (k, v))
-        out, lse = compose(
-            SdpaCall(
-                q, k, v, None, prepared, None, right, False, scale, recipe, None,
-                out_bnhd=True, portable=False,
-            )
-        )  # fmt: skip
+        others = dict(band=(None, right, False), prepared=prepared, out_bnhd=True)
+        out, lse = compose(SdpaCall.of(q, k, v, scale, recipe, **others))
         if way == "heads":
             out = _to_rows(out, shards, group).transpose(1, 2)
             lse = _to_rows(lse[..., None], shards, group)[..., 0].transpose(1, 2).contiguous()
@@ -208,7 +204,7 @@ def _exchanged(facts: dict, device: torch.device, group) -> list[int]:
 
 
 def _check(q, k, v, group, is_causal: bool, scale: float, recipe: str, lengths, way: str) -> None:
-    check(SdpaCall(q, k, v, None, [], None, None, False, scale, recipe, None, True, False))
+    check(SdpaCall.of(q, k, v, scale, recipe))
     N_q, N_r, P, rank = q.shape[2], k.shape[2], group.size(), group.rank()
     if is_causal and N_q != N_r:
         raise ValueError(f"is_causal needs as many queries as keys, got {N_q} and {N_r}")

@@ -76,6 +76,19 @@ class SdpaCall(NamedTuple):
     block_q: int | None = None
     block_kv: int | None = None
 
+    @classmethod
+    def of(
+        cls, q: Tensor, k: Tensor, v: Tensor, scale: float, recipe: str,
+        attn_mask: Tensor | None = None, band: tuple = (None, None, False), **others,
+    ) -> "SdpaCall":  # fmt: skip
+        """A call without what is not given."""
+        usual = dict(warpgroups=None, out_bnhd=False, portable=False, prepared=[])
+        left, right, bottom_right = band
+        return cls(
+            q=q, k=k, v=v, scale=scale, recipe=recipe, attn_mask=attn_mask, left=left, right=right,
+            bottom_right=bottom_right, **usual | others,
+        )  # fmt: skip
+
     @property
     def blocks(self) -> BlockLists:
         return BlockLists(*self[-len(BlockLists._fields) :])
@@ -126,15 +139,11 @@ def prepare_kv(
 
     Arguments: as `sdpa`'s. Returns `Prepared.tensors()`, contiguous; none of them differentiable.
     """
-    _check_kv(k, v, attn_mask, recipe, portable)
+    check(SdpaCall.of(k, k, v, 0.0, recipe))
     with torch.cuda.device_of(k):
         prepared = compose_prepare(k, v, attn_mask, recipe, portable)
     # The means of k and v are parts of one tensor, which outputs of an op may not be.
     return [x.clone(memory_format=torch.contiguous_format) for x in prepared]
-
-
-def _check_kv(k, v, attn_mask, recipe, portable) -> None:
-    check(SdpaCall(k, k, v, None, [], None, None, False, 0.0, recipe, None, False, portable))
 
 
 def check(call: SdpaCall) -> None:
@@ -355,7 +364,7 @@ sdpa.register_fake(schema_of(SdpaCall, tuple[Tensor, Tensor], _sdpa_fake))
 
 @prepare_kv.register_fake
 def _(k, v, attn_mask, recipe, portable):
-    _check_kv(k, v, attn_mask, recipe, portable)
+    check(SdpaCall.of(k, k, v, 0.0, recipe))
     fix_head_dims(k, v)
     quantizes_v = decode(recipe).of_pv.dtype is not None
     return empty_kv(k, v if quantizes_v else None, recipe).tensors()

@@ -28,6 +28,7 @@ from sage_inductor.choose.cost import Prediction
 from sage_inductor.choose.decide import autos, decide, predicted
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.reference.exact import attention_exact, masked
+from sage_inductor.ops.sdpa import SdpaCall
 from sage_inductor.ops.visibility import as_4d
 from sage_inductor.patterns import Decision, Site, reasons, rewrite
 from sage_inductor.patterns.call import FULL, Band, Call
@@ -305,10 +306,9 @@ def _exact_out(q, k, v, attn_mask, band: Band, scale: float) -> Tensor:
 def _computed(name: str, q, k, v, attn_mask, band: Band, scale: float) -> Tensor:
     """By SDPA or a recipe."""
     if name != SDPA:
-        return torch.ops.sage.sdpa(
-            q, k, v, attn_mask, [], *dataclasses.astuple(band), scale, NAMED[name].encode(), None,
-            False, False,
-        )[0]  # fmt: skip
+        recipe = NAMED[name].encode()
+        call = SdpaCall.of(q, k, v, scale, recipe, attn_mask, dataclasses.astuple(band))
+        return torch.ops.sage.sdpa(*call)[0]
     if band != FULL:
         none = q.new_zeros(q.shape[2], k.shape[2])
         attn_mask = masked(none, attn_mask, *dataclasses.astuple(band))

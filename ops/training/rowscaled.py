@@ -57,7 +57,7 @@ def rowscaled(
     Returns out [B, H_q, N_q, D] and, not differentiable, what the backward reads: `Kept`'s. Raises
     ValueError or TypeError saying what must hold and what was got.
     """
-    _check(q, k, v, is_causal, scale, out_bnhd)
+    _check(q, k, v, is_causal, scale)
     if q.device.type == "cpu":
         out, kept = reference.forward(q, k, v, is_causal, scale)
         return as_stored(out.to(q.dtype), out_bnhd), *kept
@@ -107,8 +107,8 @@ def _hopper():
     return launches
 
 
-def _check(q, k, v, is_causal, scale, out_bnhd) -> None:
-    check_trained("rowscaled", q, k, v, is_causal, scale, out_bnhd)
+def _check(q, k, v, is_causal, scale) -> None:
+    check_trained("rowscaled", q, k, v, scale)
     if is_causal and q.shape[2] != k.shape[2]:
         raise ValueError(
             "sage::rowscaled: causal, q and k must have as many rows, got "
@@ -127,7 +127,7 @@ def _empty_gradients(out, k, n_kv, out_bnhd) -> tuple[Tensor, Tensor, Tensor]:
 
 @rowscaled.register_fake
 def _(q, k, v, is_causal, scale, out_bnhd):
-    _check(q, k, v, is_causal, scale, out_bnhd)
+    _check(q, k, v, is_causal, scale)
     out, lse = empty_outputs(q, v.shape[3], out_bnhd)
     own = k if is_causal else k[:, :, :0]
     of_k = *empty_codes(k, TRAINING_BLOCK), *empty_codes(own, 1)

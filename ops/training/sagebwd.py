@@ -51,7 +51,7 @@ def sagebwd(
     of the codes (log2, fp32), the codes [B, H, N_pad, D_pad] and scales [B, H, N_pad / 64] of q
     and of k. Raises ValueError or TypeError saying what must hold and what was got.
     """
-    check_trained("sagebwd", q, k, v, is_causal, scale, out_bnhd)
+    check_trained("sagebwd", q, k, v, scale)
     out, lse = empty_outputs(q, v.shape[3], out_bnhd)
     if q.device.type == "cpu":
         k_mean = quantize.smooth([k])[0][0]
@@ -104,7 +104,7 @@ def _empty_gradients(grad: Tensor, v: Tensor, out_bnhd: bool) -> tuple[Tensor, T
 
 @sagebwd.register_fake
 def _(q, k, v, is_causal, scale, out_bnhd):
-    check_trained("sagebwd", q, k, v, is_causal, scale, out_bnhd)
+    check_trained("sagebwd", q, k, v, scale)
     of_qk = *empty_codes(q, TRAINING_BLOCK), *empty_codes(k, TRAINING_BLOCK)
     return *empty_outputs(q, v.shape[3], out_bnhd), *of_qk
 

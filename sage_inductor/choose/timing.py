@@ -182,13 +182,9 @@ def calls_of(case: BenchmarkCase) -> dict[Candidate | str, Callable]:
     def sage(candidate):
         if shape.trains:
             return training_op(candidate.recipe)(q, k, v, is_causal, scale, True)[0]
-        # Without the correction of lse: nobody reads it in a rewritten call.
-        return attend(
-            SdpaCall(
-                q_stacked, k, v, attn_mask, [], *band, scale, NAMED[candidate.recipe].encode(),
-                candidate.warpgroups, out_bnhd=False, portable=False,
-            )
-        )[0]  # fmt: skip
+        recipe, warpgroups = NAMED[candidate.recipe].encode(), candidate.warpgroups
+        call = SdpaCall.of(q_stacked, k, v, scale, recipe, attn_mask, band, warpgroups=warpgroups)
+        return attend(call)[0]  # without the correction of lse, which nobody reads
 
     calls = {
         **{name: sdpa_kernel(SDPBackend.__members__[name])(sdpa) for name in names},
