@@ -361,10 +361,12 @@ def launch_quantize_twice(x: Tensor, run: Callable = launch_cached) -> tuple[Ten
     return codes, scale, *own
 
 
-def empty_codes(x: Tensor, shared: int, turned: bool = False) -> tuple[Tensor, Tensor]:
-    """Memory for what `launch_quantize` gives first."""
+def empty_codes(
+    x: Tensor, shared: int, turned: bool = False, exists: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Memory for what `launch_quantize` gives first, or unless it exists, for no row of that."""
     B, H, N, D = x.shape
-    N_pad, BLOCK_D = pad_rows(N), pad_head_dim(int(D))
+    N_pad, BLOCK_D = pad_rows(N) if exists else 0, pad_head_dim(int(D))
     shape = (BLOCK_D, N_pad) if turned else (N_pad, BLOCK_D)
     codes = x.new_empty((B, H, *shape), dtype=torch.int8)
     return codes, x.new_empty((B, H, N_pad // shared), dtype=torch.float32)

@@ -129,8 +129,7 @@ def _empty_gradients(out, k, n_kv, out_bnhd) -> tuple[Tensor, Tensor, Tensor]:
 def _(q, k, v, is_causal, scale, out_bnhd):
     _check(q, k, v, is_causal, scale)
     out, lse = empty_outputs(q, v.shape[3], out_bnhd)
-    own = k if is_causal else k[:, :, :0]
-    of_k = *empty_codes(k, TRAINING_BLOCK), *empty_codes(own, 1)
+    of_k = *empty_codes(k, TRAINING_BLOCK), *empty_codes(k, 1, exists=is_causal)
     of = *empty_codes(q, 1), *of_k, *empty_codes(v, 1)
     B, H_kv, _, D = v.shape
     v_mean = lse.new_empty((B, H_kv, 0 if is_causal else D))

@@ -47,7 +47,7 @@ def launch(
         of_k = launch_quantize_twice(k, run)
     else:
         k8, k_scale, _ = launch_quantize(k, k_mean, run=run)
-        of_k = k8, k_scale, *empty_codes(k[:, :, :0], 1)
+        of_k = k8, k_scale, *empty_codes(k, 1, exists=False)
     of_v = launch_quantize(v, None if is_causal else v_mean, shared=1, run=run)[:2]
     out, stats = launch_forward(q, *of_k, v, is_causal, scale, out_bnhd, run, device)
     return out, *Kept(stats, *of_q, *of_k, *of_v, v_mean)
