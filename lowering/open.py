@@ -4,7 +4,7 @@ made of.
 
 Inductor then sees what there is to see: on CUDA the Triton kernels themselves (they are
 ``triton_op``) or, where it cannot launch the fastest ones, calls of opaque ops
-(``quantize_kv_opaque``, ``attention_opaque``), whose kernels start to compile here; in a CPU
+(``quantize_kv_opaque``, ``attention_opaque``), whose kernels start to compile then; in a CPU
 package the aten operations of the emulation. Nothing named ``sage`` is left for a package to look
 up. Three cases stay whole:
 
@@ -16,21 +16,10 @@ up. Three cases stay whole:
   call opens. What the op is made of has no sharding.
 """
 
-import torch
-
-from sage_inductor.lowering.precompile import precompile
 from sage_inductor.lowering.realize import stored
-from sage_inductor.ops.compat import FunctionalTensorMode, OpOverload, exporting, virtualized
+from sage_inductor.ops.compat import FunctionalTensorMode, exporting
 from sage_inductor.ops.lse import compose_with_sink, with_sink
-from sage_inductor.ops.register import LAUNCHES
-from sage_inductor.ops.sdpa import (
-    SdpaCall,
-    compose,
-    compose_prepare,
-    prepare_kv,
-    sdpa,
-    unsmoothed_lse_opaque,
-)
+from sage_inductor.ops.sdpa import SdpaCall, compose, compose_prepare, prepare_kv, sdpa
 from sage_inductor.ops.selector import compose_select, select_blocks
 
 
@@ -51,23 +40,9 @@ def _opens(custom_op, into, tensors: slice, portable_at: int | None = None) -> N
             return into(*args, **kwargs)
 
 
-def _compiles_ahead(op: OpOverload) -> None:
-    """What a traced call will launch, unless it is for a package, which has its own kernels."""
-    launch, names = LAUNCHES[op].launch, [each.name for each in op._schema.arguments]
-
-    @torch.library.register_torch_dispatch(op.name(), FunctionalTensorMode)
-    def traced(mode, op, types, args, kwargs):
-        if virtualized.aot_compilation is not True:
-            precompile(launch, dict(zip(names, args, strict=False)) | kwargs)
-        return mode.__torch_dispatch__(op, types, args, kwargs)
-
-
 _opens(
     sdpa, lambda *args: compose(SdpaCall(*args)), slice(1, 3), SdpaCall._fields.index("portable")
 )
 _opens(prepare_kv, compose_prepare, slice(0, 2), 4)
 _opens(select_blocks, compose_select, slice(0, 2))
 _opens(with_sink, compose_with_sink, slice(0, 0))
-for _op in LAUNCHES:
-    if _op is not unsmoothed_lse_opaque:  # every call of sdpa is traced with it, few keep it
-        _compiles_ahead(_op)

@@ -88,8 +88,7 @@ class Replay:
         return self.library
 
     def _note(self, library, args: tuple, tensors: list[Tensor]) -> None:
-        device = tensors[0].device
-        gpu = gpus.Gpu(gpus.capability(device), gpus.processors(device))
+        gpu = gpus.Gpu.of(tensors[0].device)
         defaults = [each.default_value for each in self.op._schema.arguments[len(args) :]]
         names = (each.name for each in self.op._schema.arguments)
         given = dict(zip(names, (*args, *defaults), strict=True))

@@ -87,12 +87,8 @@ def gather_sdpa(
                 prepared = _gather_prepared(k, v, shards, group, recipe).tensors()
                 # It takes the place of k and v, of which only the shapes are read.
                 k, v = (x.new_empty(()).expand(*x.shape[:2], shards.N, x.shape[3]) for x in (k, v))
-        out, lse = compose(
-            SdpaCall(
-                q, k, v, None, prepared, None, right, False, scale, recipe, None,
-                out_bnhd=True, portable=False,
-            )
-        )  # fmt: skip
+        others = dict(band=(None, right, False), prepared=prepared, out_bnhd=True)
+        out, lse = compose(SdpaCall.of(q, k, v, scale, recipe, **others))
         if way == "heads":
             out = _to_rows(out, shards, group).transpose(1, 2)
             lse = _to_rows(lse[..., None], shards, group)[..., 0].transpose(1, 2).contiguous()
@@ -161,7 +157,7 @@ def _agree(facts: dict, device: torch.device, group, lengths) -> Shards:
     a collective whose size depends on it. If lengths are not asked for, the host reads nothing of
     the others: a digest is compared on the device."""
     if lengths is not None and not lengths:
-        lengths = _told(facts, device, group)
+        lengths = _exchanged(facts, device, group)
     else:
         length = facts.pop("length", None)
         lengths = list(lengths or [length] * group.size())
@@ -186,29 +182,29 @@ UNLIKE = (
 )
 
 
-def _told(facts: dict, device: torch.device, group) -> list[int]:
+def _exchanged(facts: dict, device: torch.device, group) -> list[int]:
     """Every rank's length. Raises ValueError, which names a rank, as `_agree` says."""
     text = json.dumps(facts).encode().ljust(FACTS)
     texts = _all_gather(torch.tensor(list(text), dtype=torch.uint8, device=device), group)
-    told = []
+    everyones = []
     for rank, each in enumerate(texts.tolist()):
         try:
-            told.append(json.loads(bytes(each)))
+            everyones.append(json.loads(bytes(each)))
         except ValueError:
-            told.append({"error": "did not ask for lengths, and another rank did"})
-        if "error" in told[-1]:
-            raise ValueError(f"sage::gather_sdpa: rank {rank}: {told[-1]['error']}")
-    lengths = [facts.pop("length") for facts in told]
-    for rank, facts in enumerate(told):
-        names = [name for name in facts if facts[name] != told[0][name]]
+            everyones.append({"error": "did not ask for lengths, and another rank did"})
+        if "error" in everyones[-1]:
+            raise ValueError(f"sage::gather_sdpa: rank {rank}: {everyones[-1]['error']}")
+    lengths = [facts.pop("length") for facts in everyones]
+    for rank, facts in enumerate(everyones):
+        names = [name for name in facts if facts[name] != everyones[0][name]]
         if names:
-            its, first = (", ".join(f"{n} {x[n]}" for n in names) for x in (facts, told[0]))
+            its, first = (", ".join(f"{n} {x[n]}" for n in names) for x in (facts, everyones[0]))
             raise ValueError(f"sage::gather_sdpa: rank {rank} has {its}, rank 0 has {first}")
     return lengths
 
 
 def _check(q, k, v, group, is_causal: bool, scale: float, recipe: str, lengths, way: str) -> None:
-    check(SdpaCall(q, k, v, None, [], None, None, False, scale, recipe, None, True, False))
+    check(SdpaCall.of(q, k, v, scale, recipe))
     N_q, N_r, P, rank = q.shape[2], k.shape[2], group.size(), group.rank()
     if is_causal and N_q != N_r:
         raise ValueError(f"is_causal needs as many queries as keys, got {N_q} and {N_r}")
@@ -279,9 +275,9 @@ def _statistics(k: Tensor, v: Tensor, shards: Shards, group) -> tuple:
         )
     )
     v_amax = v_amax.clamp(min=TINY)
-    away = (extremes.float() - v_mean).abs().amax((0, 1))  # [B, H_kv, D_v], of all rows
-    beyond = ~(away <= v_amax).all(2, keepdim=True)  # so is NaN
-    v_amax = torch.where(beyond, away, v_amax).clamp(min=TINY)
+    distance = (extremes.float() - v_mean).abs().amax((0, 1))  # [B, H_kv, D_v], of all rows
+    is_exceeded = ~(distance <= v_amax).all(2, keepdim=True)  # so is NaN
+    v_amax = torch.where(is_exceeded, distance, v_amax).clamp(min=TINY)
 
     # A block that another rank completes is apart: to join it to the others would copy all rows.
     lenders = shards.lenders(rank)

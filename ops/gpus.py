@@ -12,6 +12,10 @@ class Gpu(NamedTuple):
     capability: tuple[int, int]
     processors: int
 
+    @classmethod
+    def of(cls, device: torch.device) -> "Gpu":
+        return cls(capability(device), processors(device))
+
     @property
     def type(self) -> str:
         return "cuda"

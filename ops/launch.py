@@ -120,6 +120,15 @@ def doubled(strides: tuple) -> tuple:
     return *(2 * stride for stride in strides[:-1]), strides[-1]
 
 
+def visible_argument(visible: Tensor | None, shape: tuple, unread: Tensor) -> tuple:
+    """uint8 [B or 1, H or 1, N] as kernels take it beside x [B, H, N, D]: a tensor, and its strides
+    of a batch and a head. None, for all rows: `unread`."""
+    if visible is None:
+        return unread, (0, 0)
+    visible = visible.expand(*shape[:3])
+    return visible, visible.stride()[:2]
+
+
 def pdl_option(pdl: bool) -> dict:
     """The option of programmatic dependent launch, which Inductor cannot pass on."""
     return {"launch_pdl": True} if pdl else {}

@@ -1,6 +1,6 @@
 """Tensors of ``sage::rowscaled`` that its op, its kernels and its emulation share.
 
-Letters as in training/hopper/kernel.py.
+Letters as in training/hopper/backward_kernels.py.
 """
 
 from typing import NamedTuple

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import hashlib
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,14 +25,17 @@ VERSION = "0.2.0"
 MEANING = 2
 
 
+def hash_of(rooms: Iterable[Path]) -> str:
+    """Of all sources in these folders."""
+    files = {file for room in rooms for kind in ("*.py", "*.h") for file in room.rglob(kind)}
+    return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()
+
+
 @functools.cache
 def source_tag() -> str:
     """``version+hash`` of the sources that decide what a recipe means."""
     ops = Path(__file__).parent
-    lowering = ops.parent / "lowering"
-    files = sorted([*ops.rglob("*.py"), *lowering.rglob("*.py"), *lowering.rglob("*.h")])
-    digest = hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()
-    return f"{VERSION}+{digest[:8]}"
+    return f"{VERSION}+{hash_of((ops, ops.parent / 'lowering'))[:8]}"
 
 
 @dataclasses.dataclass(frozen=True)

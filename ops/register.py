@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sage_inductor.ops import compat
+from sage_inductor.ops.precompile import when_traced
 
 
 class Launches(NamedTuple):
@@ -27,19 +28,28 @@ _library = torch.library.Library("sage", "FRAGMENT")
 
 
 def opaque(
-    name: str, function: Callable, fake: Callable, launch: Callable, in_packages: bool = True
+    name: str, function: Callable, fake: Callable, launch: Callable, **how: bool
 ) -> compat.OpOverload:
     """The op ``sage::name``, which Inductor does not look into and `function` computes on CUDA; its
-    schema is the function's. launch, in_packages: `Launches`'s. Not by custom_op, whose wrappers
-    cost 43 us a call on an H200's host, more than a launch."""
+    schema is the function's. launch, how: as `launches` takes them. Not by custom_op, whose
+    wrappers cost 43 us a call on an H200's host, more than a launch."""
     schema = torch.library.infer_schema(function, mutates_args=())
     torch.library.define(f"sage::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.impl(f"sage::{name}", "cuda", function)
     torch.library.register_fake(f"sage::{name}", fake)
     op = getattr(torch.ops.sage, name).default
     OPAQUE.add(op)
-    LAUNCHES[op] = Launches(launch, in_packages)
+    launches(op, launch, **how)
     return op
+
+
+def launches(
+    op: compat.OpOverload, launch: Callable, in_packages: bool = True, ahead: bool = True
+) -> None:
+    """launch, in_packages: `Launches`'s. ahead: its kernels compile where a call is traced."""
+    LAUNCHES[op] = Launches(launch, in_packages)
+    if ahead:
+        when_traced(op, launch)
 
 
 def autocast(op: str) -> None:

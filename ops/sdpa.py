@@ -30,14 +30,7 @@ from torch import Tensor
 from sage_inductor.ops.attention.select import Problem, attention, attention_opaque, select
 from sage_inductor.ops.attention.tiles import WARPGROUPS
 from sage_inductor.ops.attention_call import AttentionCall, empty_outputs, schema_of
-from sage_inductor.ops.formats import (
-    FP4_BLOCK,
-    HEAD_DIMS,
-    MAX_ROWS,
-    Prepared,
-    pad_head_dim,
-    pad_rows,
-)
+from sage_inductor.ops.formats import HEAD_DIMS, MAX_ROWS, Prepared
 from sage_inductor.ops.launch import fix_head_dims, launch_cached
 from sage_inductor.ops.quantize.op import (
     empty_kv,
@@ -82,6 +75,19 @@ class SdpaCall(NamedTuple):
     full_kv_indices: Tensor | None = None
     block_q: int | None = None
     block_kv: int | None = None
+
+    @classmethod
+    def of(
+        cls, q: Tensor, k: Tensor, v: Tensor, scale: float, recipe: str,
+        attn_mask: Tensor | None = None, band: tuple = (None, None, False), **others,
+    ) -> "SdpaCall":  # fmt: skip
+        """A call without what is not given."""
+        usual = dict(warpgroups=None, out_bnhd=False, portable=False, prepared=[])
+        left, right, bottom_right = band
+        return cls(
+            q=q, k=k, v=v, scale=scale, recipe=recipe, attn_mask=attn_mask, left=left, right=right,
+            bottom_right=bottom_right, **usual | others,
+        )  # fmt: skip
 
     @property
     def blocks(self) -> BlockLists:
@@ -133,15 +139,11 @@ def prepare_kv(
 
     Arguments: as `sdpa`'s. Returns `Prepared.tensors()`, contiguous; none of them differentiable.
     """
-    _check_kv(k, v, attn_mask, recipe, portable)
+    check(SdpaCall.of(k, k, v, 0.0, recipe))
     with torch.cuda.device_of(k):
         prepared = compose_prepare(k, v, attn_mask, recipe, portable)
     # The means of k and v are parts of one tensor, which outputs of an op may not be.
     return [x.clone(memory_format=torch.contiguous_format) for x in prepared]
-
-
-def _check_kv(k, v, attn_mask, recipe, portable) -> None:
-    check(SdpaCall(k, k, v, None, [], None, None, False, 0.0, recipe, None, False, portable))
 
 
 def check(call: SdpaCall) -> None:
@@ -247,7 +249,7 @@ def kernel_inputs(call: SdpaCall) -> tuple[AttentionCall, Tensor, bool]:
     """What the attention op takes, k_mean, and whether that op is opaque."""
     call, recipe = call.of_seen_keys(), decode(call.recipe)
     q, k, v = call.q, call.k, call.v
-    is_opaque, visibility = _plan(
+    is_opaque, visibility = _for_kernel(
         k, v, call.attn_mask, call.band, recipe, call.portable, call.blocks
     )
     if call.prepared:
@@ -302,6 +304,7 @@ unsmoothed_lse_opaque = opaque(
     lambda lse, *_: [torch.empty_like(lse)],
     launched_lse,
     in_packages=False,  # aten computes it there
+    ahead=False,  # every call of sdpa is traced with it, few keep it
 )
 
 
@@ -310,11 +313,11 @@ def compose_prepare(
 ) -> list[Tensor]:
     """`prepare_kv`, as calls of the ops that it is made of."""
     r = decode(recipe)
-    is_opaque, visibility = _plan(k, v, attn_mask, (None, None, False), r, portable)
+    is_opaque, visibility = _for_kernel(k, v, attn_mask, (None, None, False), r, portable)
     return prepare(k, v, visibility, r, is_opaque).tensors()
 
 
-def _plan(
+def _for_kernel(
     k, v, attn_mask, band, recipe: Recipe, portable: bool, blocks: BlockLists = NO_LISTS
 ) -> tuple[bool, Visibility]:
     """Whether an opaque op computes the call, and what its tiles of queries see."""
@@ -361,23 +364,10 @@ sdpa.register_fake(schema_of(SdpaCall, tuple[Tensor, Tensor], _sdpa_fake))
 
 @prepare_kv.register_fake
 def _(k, v, attn_mask, recipe, portable):
-    _check_kv(k, v, attn_mask, recipe, portable)
+    check(SdpaCall.of(k, k, v, 0.0, recipe))
     fix_head_dims(k, v)
-    r, (B, H, N, D), D_v = decode(recipe), k.shape, v.shape[3]
-    if not r.of_pv.block_scaled:
-        return empty_kv(k, None if r.of_pv.dtype is None else v, recipe).tensors()
-    k_shape, v_shape = (pad_rows(N), pad_head_dim(int(D))), (pad_head_dim(int(D_v)), pad_rows(N))
-
-    def codes(shape, per_element: int) -> Tensor:
-        rows, columns = shape
-        return k.new_empty((B, H, rows, columns // per_element), dtype=torch.uint8)
-
-    def numbers(*shape) -> Tensor:
-        return k.new_empty(shape, dtype=torch.float32)
-
-    of_k = codes(k_shape, 2), numbers(B, H), numbers(B, H, D)
-    of_v = codes(v_shape, 2), numbers(B, H, D_v), numbers(B, H, D_v)
-    return [*of_k, *of_v, codes(k_shape, FP4_BLOCK), codes(v_shape, FP4_BLOCK)]
+    quantizes_v = decode(recipe).of_pv.dtype is not None
+    return empty_kv(k, v if quantizes_v else None, recipe).tensors()
 
 
 def _save_inputs(ctx, inputs, output):

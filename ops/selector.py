@@ -15,7 +15,7 @@ From SpargeAttn (arXiv:2502.18137, section 3.3; self-similarity as its code comp
 divides by the largest product). The diagonal and dense tokens are from Sparse VideoGen
 (arXiv:2502.01776), and the weight of a tail, which is shorter, is ours.
 
-Means, self-similarity and the choice of the largest scores are ops/blocks.py's, kernels on CUDA: q
+Means, self-similarity and the choice of the largest scores are ops/pool.py's, kernels on CUDA: q
 is read once and k twice. The rest is plain PyTorch. AOTAutograd traces into the op, and nothing
 waits for the device.
 
@@ -27,8 +27,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sage_inductor.ops.blocks import largest, pool_blocks
 from sage_inductor.ops.launch import fix_head_dims
+from sage_inductor.ops.pool import largest, pool_blocks
 from sage_inductor.ops.quantize.op import smooth
 
 # Queries and keys, SpargeAttn's: 128 queries share a scale in sage1, 64 keys do in every recipe.

@@ -65,29 +65,9 @@ def _lse(q, k, attn_mask, is_causal: bool, scale: float | None) -> Ways:
     return _ways(q, k, [Shard], inputs, queries=not is_causal)
 
 
-@_register(sage.select_blocks.default)
-def _select_blocks(q, k, *_) -> Ways:
-    return _ways(q, k, [Shard] * 2, [Shard] * 2)
-
-
-@_register(sage.sagebwd.default)
-def _sagebwd(q, k, *_) -> Ways:
-    return _ways(q, k, [Shard] * 6, [Shard] * 3)
-
-
-@_register(sage.sagebwd_backward.default)
-def _sagebwd_backward(grad, v, *_) -> Ways:
-    return _ways(grad, v, [Shard] * 3, [Shard] * 8)
-
-
-@_register(sage.rowscaled.default)
-def _rowscaled(q, k, *_) -> Ways:
-    return _ways(q, k, [Shard, _stats, *[Shard] * 9], [Shard] * 3)
-
-
-@_register(sage.rowscaled_backward.default)
-def _rowscaled_backward(grad, out, stats, q, q_scale, k, *_) -> Ways:
-    return _ways(q, k, [Shard] * 3, [Shard, Shard, _stats, *[Shard] * 9])
+def _by_batch_and_heads(op, outputs: list, inputs: list, q: int = 0, k: int = 1) -> None:
+    """Register an op whose arguments number q and k have the heads of q and of k."""
+    _register(op)(lambda *args: _ways(args[q], args[k], outputs, inputs))
 
 
 @prepare_kv.register_torch_dispatch(DTensor)  # register_sharding has no lists of outputs
@@ -158,3 +138,11 @@ def _broadcast(x):
 def _stats(dim: int) -> Shard:
     """Of [2, B, H, N]."""
     return Shard(dim + 1)
+
+
+_KEPT = [_stats, *[Shard] * 9]  # of sage::rowscaled
+_by_batch_and_heads(sage.select_blocks.default, [Shard] * 2, [Shard] * 2)
+_by_batch_and_heads(sage.sagebwd.default, [Shard] * 6, [Shard] * 3)
+_by_batch_and_heads(sage.sagebwd_backward.default, [Shard] * 3, [Shard] * 8)
+_by_batch_and_heads(sage.rowscaled.default, [Shard, *_KEPT], [Shard] * 3)
+_by_batch_and_heads(sage.rowscaled_backward.default, [Shard] * 3, [Shard, Shard, *_KEPT], q=3, k=5)

@@ -1,6 +1,6 @@
 """Which attention calls become sage calls, and why the others do not: graph -> graph.
 
-find     sdpa.py, backends.py, softmax/, ...       node -> Call, in SDPA's terms
+find     sdpa.py, modules.py, softmax/, ...        node -> Call, in SDPA's terms
 prove    bands.py                                  what its mask says
 judge    eligible.py                               can `sage::sdpa` stand for it
 replace  replace.py, shared_kv.py                  and what calls or batches share, once
@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from sage_inductor.ops import compat
-from sage_inductor.patterns import backends, flex, functional, modules, sdpa
+from sage_inductor.patterns import flex, modules, ours, sdpa, sdpa_backends
 from sage_inductor.patterns.bands import prove
 from sage_inductor.patterns.call import FULL, Call, Decision, Site, gathered, unreadable
 from sage_inductor.patterns.graph import GraphIndex, graph_modules, noting_guards, value_of
@@ -23,7 +23,7 @@ from sage_inductor.patterns.softmax import build as softmax
 
 __all__ = ["Decision", "Site", "rewrite"]
 
-FINDERS = (sdpa.find, backends.find, softmax.find, modules.find, flex.find)
+FINDERS = (sdpa.find, sdpa_backends.find, softmax.find, modules.find, flex.find)
 _log = logging.getLogger("sage_inductor")
 
 
@@ -48,7 +48,7 @@ def rewrite(
 
     sites = []
     for module in graph_modules(gm):
-        asked = functional.as_sdpa(module.graph)
+        asked = ours.as_sdpa(module.graph)
         found = _rewrite_graph(module.graph, asked, decide, put or replaced)
         if asked or any(site.rewritten for site in found):
             module.recompile()

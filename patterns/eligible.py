@@ -159,7 +159,7 @@ def why_no_fp8_backward(capability: tuple[int, int]) -> Reason | None:
     """The reason that the FP8 backward trains no call on a GPU."""
     if capability != (9, 0):
         return reasons.TRAINS_ON_HOPPER(*capability)
-    lost = tiles.hopper_is_lost(capability)
+    lost = tiles.hopper_unavailable(capability)
     return reasons.TRAINS_BY_HOPPER_KERNEL(lost, compat.GLUON_VERSIONS) if lost else None
 
 

@@ -52,9 +52,8 @@ def shown(x) -> str:
     return str(dims(x)).replace("'", "")
 
 
-def statically_true(condition) -> bool:
-    """Whether `condition` holds for every size that the symbols in it can have. Adds no guard."""
-    return compat.statically_known_true(condition)
+# Whether a condition holds for every size that the symbols in it can have. Adds no guard.
+statically_true = compat.statically_known_true
 
 
 _noted = contextvars.ContextVar("noted", default=None)
@@ -286,7 +285,7 @@ class GraphIndex:
         self.autocasts = [node for node, name in names if name in AUTOCAST]
         self.nesting = [node for node, name in names if name.endswith(NESTING)]
         self.block_lists = {}  # what flex.py has evaluated
-        self.asked = {}  # what functional.py has written as SDPA, and what it asks for
+        self.asked = {}  # what ours.py has written as SDPA, and what it asks for
         self.unsettled = []  # Emitters whose calls may still be taken out
 
     @functools.cached_property

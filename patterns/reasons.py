@@ -200,7 +200,7 @@ KEEP_UNMASKED = Cause("blocks are selected where there is no mask, got {}", *_NO
 KEEP_SELF = Cause("blocks are selected for self-attention, got {} queries and {} keys", *_NOT_KEPT)
 KEEP_WITHOUT_LSE = Cause("blocks are selected where no logsumexp is returned", *_NOT_KEPT)
 
-# -- who makes the call (sdpa.py, modules.py, backends.py, flex.py) ----
+# -- who makes the call (sdpa.py, modules.py, sdpa_backends.py, flex.py) ----
 
 IS_CAUSAL = Cause("is_causal must be known when compiling, got {}", _NUMBER)
 NUM_HEADS = Cause("num_heads must be known when compiling, got {}", _NUMBER)

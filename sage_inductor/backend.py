@@ -17,11 +17,10 @@ import torch
 from sage_inductor import (
     lowering,  # noqa: F401  (registers what the inserted op opens into)
     patterns,
-    settings,
 )
 from sage_inductor.choose.decide import decide
 from sage_inductor.errors import SageOptionError
-from sage_inductor.inductor_pass import sources_tag
+from sage_inductor.inductor_pass import package_hash
 from sage_inductor.ops.compat import (
     CompileContext,
     InductorWrapper,
@@ -41,6 +40,7 @@ from sage_inductor.report import (
     whole,
 )
 from sage_inductor.session import Seen, session
+from sage_inductor.settings import Settings, resolve, split
 from sage_inductor.stages import by_stage
 
 METADATA = "aot_inductor.metadata"
@@ -62,19 +62,19 @@ def sage_backend(gm: torch.fx.GraphModule, example_inputs, *, mode=None, options
     if unknown:
         names = ", ".join(sorted(unknown))
         raise SageOptionError(f'sage_backend takes mode and options, got {names}: see "sage.*"')
-    ours, theirs = settings.split(options or {})
-    asked, graph_break = settings.resolve({"mode": mode, **ours}), ends_in_graph_break(gm)
+    ours, theirs = split(options or {})
+    settings, graph_break = resolve({"mode": mode, **ours}), ends_in_graph_break(gm)
     final = not _has_symbolic_floats(gm)
-    variants = _variants(gm, asked)
+    variants = _variants(gm, settings)
     sites = _sites_of_stages(variants)
-    refused = asked.strict and not_asked(sites)
+    refused = settings.strict and not_asked(sites)
     compiled = None
     if not (refused and final):  # else Inductor's minutes would be for nothing
-        inductor = InductorWrapper(asked.mode, _keyed_on_sources(theirs), None)
+        inductor = InductorWrapper(settings.mode, _keyed_on_sources(theirs), None)
         compiled = _compile(variants, lambda: inductor(gm, example_inputs))
     # Recorded after compiling: until then Dynamo may abandon the graph, see _has_symbolic_floats.
-    record(sites, asked.policy, graph_break)
-    if asked.strict:
+    record(sites, settings.policy, graph_break)
+    if settings.strict:
         raise_if_refused(sites)
     return compiled
 
@@ -97,10 +97,10 @@ class _Variant(NamedTuple):
                 module.graph = graph
 
 
-def _variants(gm: torch.fx.GraphModule, asked: settings.Settings) -> dict[str | None, _Variant]:
+def _variants(gm: torch.fx.GraphModule, settings: Settings) -> dict[str | None, _Variant]:
     """`gm` rewritten for no stage and for each that the policy names. Its modules keep what they
     hold, parameters too: only the graphs are several."""
-    stages = (None, *stages_of(asked.policy))
+    stages = (None, *stages_of(settings.policy))
     modules = graph_modules(gm)
     graphs, found = [each.graph for each in modules], {}
     for stage in stages:
@@ -108,7 +108,7 @@ def _variants(gm: torch.fx.GraphModule, asked: settings.Settings) -> dict[str | 
             for module, graph in zip(modules, graphs, strict=True):
                 module.graph = copied(graph)
         sites = patterns.rewrite(
-            gm, functools.partial(decide, settings=dataclasses.replace(asked, stage=stage))
+            gm, functools.partial(decide, settings=dataclasses.replace(settings, stage=stage))
         )
         found[stage] = _Variant(sites, [(module, module.graph) for module in modules])
     return found
@@ -137,7 +137,7 @@ def _keyed_on_sources(options: dict) -> dict:
     package is made here, and because a backward, which is compiled when it first runs, has the same
     options."""
     metadata = options.get(METADATA, inductor_config.aot_inductor.metadata)
-    return options | {METADATA: metadata | {"sage_inductor": sources_tag()}}
+    return options | {METADATA: metadata | {"sage_inductor": package_hash()}}
 
 
 def _own_context() -> contextlib.AbstractContextManager:
@@ -177,14 +177,14 @@ def explain(model, *, options: dict | None = None) -> Callable[..., Report]:
     options: as of ``torch.compile``. Nothing is compiled. Like ``torch._dynamo.explain``, it resets
     Dynamo's caches.
     """
-    asked = settings.resolve(settings.split(options or {})[0])
+    settings = resolve(split(options or {})[0])
 
     def run(*args, **kwargs) -> Report:
         sites, seen = [], Seen()
 
         def see(gm: torch.fx.GraphModule) -> None:
             seen.graphs += 1
-            variants = _variants(gm, asked)
+            variants = _variants(gm, settings)
             variants[None].install()
             graph = str(CompileContext.current_compile_id())
             sites.extend((graph, site) for site in _sites_of_stages(variants))
@@ -192,7 +192,7 @@ def explain(model, *, options: dict | None = None) -> Callable[..., Report]:
         with op_by_op(see) as run_once:
             run_once(model, args, kwargs)
             notes = seen.left_to_eager()
-        return whole(sites, asked.policy, seen.why_without(), notes)
+        return whole(sites, settings.policy, seen.why_without(), notes)
 
     return run
 

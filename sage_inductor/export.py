@@ -10,13 +10,14 @@ from collections.abc import Iterator
 import torch
 from torch.export.graph_signature import TensorArgument
 
-from sage_inductor import settings, stages
+from sage_inductor import stages
 from sage_inductor.choose.decide import rewrite as _rewrite
 from sage_inductor.errors import SageOptionError
 from sage_inductor.ops.recipe import renewed
 from sage_inductor.ops.register import OPAQUE
 from sage_inductor.patterns.graph import graph_modules
 from sage_inductor.report import Report, raise_if_refused, record, whole
+from sage_inductor.settings import resolve, split
 
 _log = logging.getLogger("sage_inductor")
 
@@ -42,24 +43,24 @@ def rewrite(
         raise TypeError(
             f"rewrite takes a program of torch.export.export, got {type(exported_program).__name__}"
         )
-    ours, theirs = settings.split(options or {})
+    ours, theirs = split(options or {})
     if theirs or "mode" in ours:
         raise SageOptionError(
             f"rewrite takes sage.* options, got {sorted(options)}: give Inductor's to "
             "aoti_compile_and_package(inductor_configs=...)"
         )
-    asked = settings.resolve(ours, portable=True, stage=stages.current())
+    settings = resolve(ours, portable=True, stage=stages.current())
     gm = exported_program.graph_module
     _renew(gm)
     for node in (node for module in graph_modules(gm) for node in module.graph.nodes):
         node.meta.pop("sage", None)  # what an earlier rewrite has left, other options may take
     with _names_kept_up(exported_program):
-        sites = _rewrite(gm, asked)
+        sites = _rewrite(gm, settings)
     _check_travels(gm)
-    record(sites, asked.policy)
-    if asked.strict:
+    record(sites, settings.policy)
+    if settings.strict:
         raise_if_refused(sites)
-    return whole([("export", site) for site in sites], asked.policy)
+    return whole([("export", site) for site in sites], settings.policy)
 
 
 @contextlib.contextmanager

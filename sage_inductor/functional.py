@@ -29,8 +29,8 @@ from sage_inductor.names import AUTO
 from sage_inductor.ops import compat
 from sage_inductor.patterns import reasons
 from sage_inductor.patterns.call import Call, Decision, Site
-from sage_inductor.patterns.functional import ENTRIES
 from sage_inductor.patterns.graph import as_float, as_int
+from sage_inductor.patterns.ours import ENTRIES
 from sage_inductor.patterns.reasons import Reason
 from sage_inductor.policy import Ruling
 from sage_inductor.session import session

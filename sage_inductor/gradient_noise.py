@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from sage_inductor.backend import run_graphs
 from sage_inductor.choose.decide import decide
-from sage_inductor.measure import MAX_SCORES, SDPA, Progress
+from sage_inductor.measure import MAX_SCORES, SDPA, CallProgress
 from sage_inductor.names import todays_training
 from sage_inductor.ops.reference.exact import attention_exact
 from sage_inductor.ops.training.gradients import OPS, training_op
@@ -169,16 +169,16 @@ def _diagnosed(
     def see(gm: torch.fx.GraphModule) -> None:
         calls = []
         sites = rewrite(
-            gm, lambda call: _studied(call, recipes), put=lambda *each: calls.append(each)
+            gm, lambda call: _trainable(call, recipes), put=lambda *each: calls.append(each)
         )
         refused.extend(site for site in sites if not site.rewritten)
         # From the last to the first: what a call reads may be what an earlier one returns, which a
         # probe is put in the place of.
-        probes.extend(_Probe(*each, recipes) for each in reversed(calls))
+        probes.extend(_GradientProbe(*each, recipes) for each in reversed(calls))
         for module in graph_modules(gm):
             module.recompile()
 
-    with _as_it_was(model), contextlib.closing(Progress()) as progress, torch.enable_grad():
+    with _as_it_was(model), contextlib.closing(CallProgress()) as progress, torch.enable_grad():
         value = loss(run_graphs(see, model, args, kwargs))
         if not (isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad):
             raise ValueError(
@@ -241,7 +241,7 @@ def _settings(recipe: str) -> Settings:
     return Settings(emulate=True, force=True, training=recipe)
 
 
-def _studied(call: Call, recipes: tuple[str, ...]) -> Decision:
+def _trainable(call: Call, recipes: tuple[str, ...]) -> Decision:
     """The first recipe that takes the call, or why none does."""
     if isinstance(call.out, Tensor) and not call.out.requires_grad:
         return Decision(None, reasons.NO_GRADIENT())
@@ -251,7 +251,7 @@ def _studied(call: Call, recipes: tuple[str, ...]) -> Decision:
     return next(taken, None) or Decision(None, reasons.joined([*refused]))
 
 
-class _Run(NamedTuple):
+class _KeptRun(NamedTuple):
     """Of the model's own graph of gradients."""
 
     q: Tensor
@@ -260,13 +260,13 @@ class _Run(NamedTuple):
     out: Tensor
 
 
-class _Probe:
+class _GradientProbe:
     """Stands for an attention call: computes it as SDPA does, and keeps what it was given."""
 
     def __init__(self, call: Call, site: Site, recipes: tuple[str, ...]):
         self.recipes = [r for r in recipes if decide(call, _settings(r)).trained_by is not None]
         self.site, self.is_causal, self.scale = site, is_causal(call), call.scale
-        self.runs: list[_Run] | None = []
+        self.runs: list[_KeptRun] | None = []
         self.rows: dict[str, GradientRow] = {}  # by recipe
         self.reason = reasons.NOT_RUN()
         with torch.no_grad():
@@ -281,15 +281,15 @@ class _Probe:
         """[B, H_q, N_q, D], [B, H_kv, N_kv, D] twice, [B, H_q, N_q, D], which it returns."""
         # A branch of cond is traced, by fake ones.
         if self.runs is not None and type(out) is Tensor:
-            self.runs.append(_Run(q, k, v, out))
+            self.runs.append(_KeptRun(q, k, v, out))
         return out
 
-    def end(self) -> list[_Run]:
+    def end(self) -> list[_KeptRun]:
         """The runs so far. What a checkpoint runs again later is none."""
         runs, self.runs = self.runs, None
         return runs
 
-    def measure(self, model: nn.Module, run: _Run, grad: Tensor | None) -> None:
+    def measure(self, model: nn.Module, run: _KeptRun, grad: Tensor | None) -> None:
         """grad [B, H_q, N_q, D]: what reaches run.out."""
         if run.q.shape[0] == 1:
             self.reason = reasons.NO_EXAMPLES()
@@ -302,7 +302,7 @@ class _Probe:
         q, k, v = (x.detach().to(run.out.dtype) for x in run[:3])  # as autocast gives them to SDPA
         # Backward, the emulation runs outside of its op, where autocast would reach it.
         with torch.autocast(q.device.type, enabled=False):
-            exact = _exact(q, k, v, grad, self.is_causal, scale)
+            exact = _exact_gradients(q, k, v, grad, self.is_causal, scale)
             path, parameters = _parameters_of(model, self.site.module, run, exact)
             gradient = _followed(run, exact, parameters)
             size = _norm(gradient)
@@ -321,7 +321,7 @@ class _Probe:
 
 
 def _parameters_of(
-    model: nn.Module, path: str, run: _Run, gradients: Gradients
+    model: nn.Module, path: str, run: _KeptRun, gradients: Gradients
 ) -> tuple[str, list[nn.Parameter]]:
     """The module that makes the call, or if q, k and v depend on none of its parameters, the first
     around it of which they do; and those."""
@@ -339,7 +339,7 @@ def _parameters_of(
         path = path.rpartition(".")[0]
 
 
-def _followed(run: _Run, gradients: Gradients, parameters: list) -> list[Tensor | None]:
+def _followed(run: _KeptRun, gradients: Gradients, parameters: list) -> list[Tensor | None]:
     """`gradients` at q, k and v, taken back to the parameters; None for one that is not reached."""
     if not parameters:
         return []
@@ -354,7 +354,7 @@ def _followed(run: _Run, gradients: Gradients, parameters: list) -> list[Tensor 
     )
 
 
-def _noise(run: _Run, exact: Gradients, parameters: list, gradient: list[Tensor]) -> float:
+def _noise(run: _KeptRun, exact: Gradients, parameters: list, gradient: list[Tensor]) -> float:
     """The deviation of the batch's gradient, from one batch: that of parts of n_j examples, where c
     and n are sums over a part, has the expectation (1 - n_j / B) n_j / B of its square."""
     B, found, degrees = run.q.shape[0], 0.0, 0.0
@@ -376,7 +376,7 @@ def _norm(tensors: list[Tensor]) -> float:
 # -- from out to q, k and v ----
 
 
-def _exact(q, k, v, grad, causal: bool, scale: float) -> Gradients:
+def _exact_gradients(q, k, v, grad, causal: bool, scale: float) -> Gradients:
     """In float64, a part of the rows of one example and one head of k at a time."""
     (B, H_kv, N_kv, _), (G, N_q) = k.shape, (q.shape[1] // k.shape[1], q.shape[2])
     dq, dk, dv = (torch.zeros_like(x, dtype=torch.float64) for x in (q, k, v))

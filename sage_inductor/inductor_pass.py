@@ -5,7 +5,6 @@ options.
 
 import dataclasses
 import functools
-import hashlib
 import logging
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from sage_inductor import config, lowering, ops, patterns
 from sage_inductor.choose import tables
 from sage_inductor.choose.decide import rewrite
 from sage_inductor.ops.compat import CustomGraphPass, inductor_config, virtualized
+from sage_inductor.ops.recipe import hash_of
 from sage_inductor.policy import stages_of
 from sage_inductor.report import ends_in_graph_break, more_notes, raise_if_refused, record
 from sage_inductor.settings import Settings, resolve
@@ -34,18 +34,18 @@ class SagePass(CustomGraphPass):
     def __call__(self, graph: torch.fx.Graph) -> None:
         if not config.rewrite_inductor:
             return
-        asked = self._settings()
-        if stages_of(asked.policy):
-            self._told_of_stages()
+        settings = self._settings()
+        if stages_of(settings.policy):
+            self._warn_of_stages()
         # Inductor applies a pre-grad pass to nested graphs too; a site is decided once.
-        sites = rewrite(graph.owning_module, asked)
-        record(sites, asked.policy, ends_in_graph_break(graph.owning_module))
-        if asked.strict:
+        sites = rewrite(graph.owning_module, settings)
+        record(sites, settings.policy, ends_in_graph_break(graph.owning_module))
+        if settings.strict:
             raise_if_refused(sites)
 
     @staticmethod
     @functools.cache
-    def _told_of_stages() -> None:
+    def _warn_of_stages() -> None:
         """Warn, once: a pass turns a graph into one other graph, not into one for each stage."""
         _log.warning('rules of a policy that name a stage need backend="sage": they are left out')
 
@@ -53,7 +53,7 @@ class SagePass(CustomGraphPass):
         settings = self._settings()
         if callable(settings.policy):  # nothing says whether its answers are those of last time
             return None
-        return sources_tag(), tables.in_force(), dataclasses.astuple(settings)
+        return package_hash(), tables.in_force(), dataclasses.astuple(settings)
 
     @staticmethod
     def _settings() -> Settings:
@@ -62,11 +62,10 @@ class SagePass(CustomGraphPass):
 
 
 @functools.cache
-def sources_tag() -> str:
+def package_hash() -> str:
     """A hash of every source of the package: of what finds calls and what decides, too."""
-    rooms = {Path(__file__).parent, *(Path(x.__file__).parent for x in (ops, lowering, patterns))}
-    files = sorted({file for room in rooms for file in room.rglob("*.py")})
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    rooms = (Path(x.__file__).parent for x in (ops, lowering, patterns))
+    return hash_of((Path(__file__).parent, *rooms))
 
 
 class PassList(CustomGraphPass):
@@ -120,7 +119,7 @@ def _passes() -> list:
     return [] if current is None else [current]
 
 
-def _lost() -> list[str]:
+def _displaced() -> list[str]:
     """For the report: `config.rewrite_inductor` is set, and somebody has put another pass in the
     place of this one since."""
     if not config.rewrite_inductor or any(isinstance(each, SagePass) for each in _passes()):
@@ -131,7 +130,7 @@ def _lost() -> list[str]:
     ]
 
 
-more_notes.append(_lost)
+more_notes.append(_displaced)
 
 
 def _install_for_all(on: bool) -> None:

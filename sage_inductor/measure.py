@@ -28,6 +28,7 @@ from sage_inductor.choose.cost import Prediction
 from sage_inductor.choose.decide import autos, decide, predicted
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.reference.exact import attention_exact, masked
+from sage_inductor.ops.sdpa import SdpaCall
 from sage_inductor.ops.visibility import as_4d
 from sage_inductor.patterns import Decision, Site, reasons, rewrite
 from sage_inductor.patterns.call import FULL, Band, Call
@@ -103,19 +104,19 @@ class Measured:
     def run(self, model, args: tuple, kwargs: dict):
         """What `model` returns."""
         self.graphs.clear()
-        with contextlib.closing(Progress(len(self.calls))) as self.progress:
+        with contextlib.closing(CallProgress(len(self.calls))) as self.progress:
             return self.op_by_op(model, args, kwargs)
 
     def see(self, gm: torch.fx.GraphModule) -> None:
         calls, known = [], len(self.calls)
-        for site in rewrite(gm, _studied, put=lambda *each: calls.append(each)):
+        for site in rewrite(gm, _measurable, put=lambda *each: calls.append(each)):
             if not site.rewritten:
                 self.refused.setdefault(self._key(site), site)
         # Probes are inserted when all calls are found: to a proof of what a mask says a probe is a
         # call that may write to the mask.
         for call, site in calls:
             found = self.calls.setdefault(self._key(site), Found(site, autos(call)))
-            Probe(call, found, self.recipes, lambda: self.progress.step())
+            ErrorProbe(call, found, self.recipes, lambda: self.progress.step())
         self.progress.expect(len(self.calls) - known)
         for module in graph_modules(gm):
             module.recompile()
@@ -133,7 +134,7 @@ class Measured:
         return [*self.refused.values(), *not_run]
 
 
-def _studied(call: Call) -> Decision:
+def _measurable(call: Call) -> Decision:
     if call.blocks.size is not None:
         return Decision(None, reasons.NO_EXACT("by block lists"))
     if call.sink is not None:
@@ -141,7 +142,7 @@ def _studied(call: Call) -> Decision:
     return decide(call, STUDY)
 
 
-class Probe:
+class ErrorProbe:
     """Measures an attention call whenever the graph is about to make it."""
 
     def __init__(
@@ -168,7 +169,7 @@ class Probe:
         self.done()
 
 
-class Progress:
+class CallProgress:
     """How many calls are measured, on stderr; nothing is shown in the first seconds."""
 
     def __init__(self, expected: int = 0):
@@ -276,13 +277,13 @@ def errors_of(
             mask = mask[of_b if mask.shape[0] > 1 else slice(None)]
             mask = mask[:, of_q if mask.shape[1] > 1 else slice(None)]
         inputs = q[of_b, of_q], k[of_b, of_kv], v[of_b, of_kv], mask, band, scale
-        exact = _exact(*inputs)
+        exact = _exact_out(*inputs)
         for name, error in found.items():
             error.add(_computed(name, *inputs), exact, b, h * G)
     return {name: error.numbers_of_row for name, error in found.items()}
 
 
-def _exact(q, k, v, attn_mask, band: Band, scale: float) -> Tensor:
+def _exact_out(q, k, v, attn_mask, band: Band, scale: float) -> Tensor:
     """Exact attention in float64, a part of the rows of one head at a time."""
     (B, H, N_q, _), N_kv = q.shape, k.shape[2]
     if attn_mask is not None:
@@ -305,10 +306,9 @@ def _exact(q, k, v, attn_mask, band: Band, scale: float) -> Tensor:
 def _computed(name: str, q, k, v, attn_mask, band: Band, scale: float) -> Tensor:
     """By SDPA or a recipe."""
     if name != SDPA:
-        return torch.ops.sage.sdpa(
-            q, k, v, attn_mask, [], *dataclasses.astuple(band), scale, NAMED[name].encode(), None,
-            False, False,
-        )[0]  # fmt: skip
+        recipe = NAMED[name].encode()
+        call = SdpaCall.of(q, k, v, scale, recipe, attn_mask, dataclasses.astuple(band))
+        return torch.ops.sage.sdpa(*call)[0]
     if band != FULL:
         none = q.new_zeros(q.shape[2], k.shape[2])
         attn_mask = masked(none, attn_mask, *dataclasses.astuple(band))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sage_inductor.names import AUTO, OFF, check_recipe, check_training, one_of
-from sage_inductor.policy import Policy, Rule, settled
+from sage_inductor.policy import Policy, Rule, frozen
 
 PREFIX = "sage."
 
@@ -50,7 +50,7 @@ def _mode(name: str, value):
 class Options:
     recipe: str = _row(AUTO, check_recipe,
         'how attention calls are quantized: "auto" (by device), a recipe\'s name, or "off"')
-    policy: str | os.PathLike | Policy | Rule | dict | list | Callable = _row("", settled,
+    policy: str | os.PathLike | Policy | Rule | dict | list | Callable = _row("", frozen,
         "which recipe which attention call gets: a file of rules, or what policy.py says")
     emulate: bool = _row(False, flag,
         "run the recipes' bit-faithful emulation where there is no kernel (CPU), at any length")

@@ -229,7 +229,7 @@ def ruling(given) -> Ruling:
     raise ValueError(f"must be {what}, got {given!r}")
 
 
-def settled(name: str, given):
+def frozen(name: str, given):
     """`given`, to be kept where it cannot change: what `ruling` makes of it will not depend on the
     folder that the process is in, nor on what becomes of a dict. Raises ValueError, as `ruling`,
     with the option's name."""

@@ -12,7 +12,8 @@ import support
 import torch
 from torch import Tensor
 
-from sage_inductor.ops import blocks, gpus
+from sage_inductor.ops import gpus
+from sage_inductor.ops import pool as of_tokens
 from sage_inductor.ops.attention import select, tiles
 from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.compile import Compilation, Launch, describe
@@ -162,12 +163,12 @@ def unsmooth(D: int) -> None:
 
 def pool(D: int, block: int, shifted: bool) -> None:
     x = qkv(D)[1]
-    blocks._launch_pool(x, x[:, :, 0].float() if shifted else None, block)
+    of_tokens._launch_pool(x, x[:, :, 0].float() if shifted else None, block)
 
 
 def largest() -> None:
     scores = empty(B, H_Q, 37, 577, dtype=torch.float32)
-    blocks._launch_largest(scores, empty(B, H_Q, 37, dtype=torch.int32))
+    of_tokens._launch_largest(scores, empty(B, H_Q, 37, dtype=torch.int32))
 
 
 def sagebwd(D: int = 128, is_causal: bool = False, dtype=torch.bfloat16) -> None:

@@ -64,16 +64,16 @@ def _emulate(a: AttentionCall, tile: Tile) -> tuple[Tensor, Tensor]:
     return as_stored(out, a.out_bnhd), lse
 
 
-EMULATION = Selected(
-    Kernel("emulation", lambda problem: None, traced=True, launch=_emulate), Tile(128, 128, 1, 1)
-)
-
-
 def _tile(problem: Problem) -> Tile:
     """The table's; a ValueError if the recipe cannot run on the device."""
-    r, size = problem.recipe, problem.block_size
-    tile = tiles.tile(problem.capability, r.qk, r.pv, problem.head_dim, problem.masked)
+    r, size, tile = problem.recipe, problem.block_size, Tile(128, 128, 1, 1)  # of the emulation
+    if problem.capability is not None:
+        tile = tiles.tile(problem.capability, r.qk, r.pv, problem.head_dim, problem.masked)
     return tile if size is None else tiles.of_blocks(tile, *size)
+
+
+def _on_a_gpu(problem: Problem) -> str | None:
+    return None if problem.capability is None else "GPUs have kernels"
 
 
 def _not_block_scaled(problem: Problem) -> str | None:
@@ -135,6 +135,7 @@ def _run_nvfp4(a: AttentionCall, tile: Tile) -> tuple[Tensor, Tensor]:
 
 
 KERNELS = (
+    Kernel("emulation", _on_a_gpu, traced=True, launch=_emulate),
     Kernel("opaque", _no_cap, traced=False, launch=run_opaque),
     Kernel("triton", _not_block_scaled, traced=True, launch=_run_triton),
     Kernel("nvfp4", lambda problem: None, traced=True, launch=_run_nvfp4),
@@ -146,10 +147,6 @@ def select(problem: Problem) -> Selected:
     """The kernel and tile of a call. Raises ValueError where there is none for the recipe."""
     if problem.block_size is not None and (reason := why_not_listed(problem)):
         raise ValueError(reason)
-    if problem.capability is None:
-        size = problem.block_size
-        tile = EMULATION.tile if size is None else tiles.of_blocks(EMULATION.tile, *size)
-        return EMULATION._replace(tile=tile)
     kernel = next(each for each in KERNELS if each.why_not(problem) is None)
     return Selected(kernel, _tile(problem))
 

@@ -204,24 +204,24 @@ def hopper(
     return next(chosen, None) or next((tile for rows, tile in found if load.reaches(*rows)), None)
 
 
-def hopper_is_lost(capability: tuple[int, int]) -> str | None:
+def hopper_unavailable(capability: tuple[int, int]) -> str | None:
     """Why a GPU that the Hopper kernel is for does not get it, and what would bring it back: its
     Triton is none that the kernel was tested with. Said once in a process, as a warning."""
-    return _lost(triton.__version__) if capability == (9, 0) else None
+    return _unavailable(triton.__version__) if capability == (9, 0) else None
 
 
 @functools.cache
-def _lost(version: str) -> str | None:
+def _unavailable(version: str) -> str | None:
     known = GLUON[0] <= tuple(map(int, version.split(".")[:2])) <= GLUON[1]
     if known and None not in (gluon, gluon_barrier, reinterpret, tma_load, GluonDescriptor):
         return None
-    lost = (
+    reason = (
         f"the Hopper kernel is tested with Triton {GLUON_VERSIONS}, not {version}: calls run"
         " in the portable kernel, about as fast as cuDNN. Install one of those, or a"
         " sage_inductor that is tested with yours"
     )
-    logging.getLogger("sage_inductor").warning(lost)
-    return lost
+    logging.getLogger("sage_inductor").warning(reason)
+    return reason
 
 
 def suits_hopper(recipe, head_dim: int, mask: torch.dtype | None) -> bool:
@@ -250,7 +250,7 @@ def _hopper(
 ) -> tuple[tuple[tuple[Load, ...], Tile], ...]:
     """(rows that ask for it, tile) of the smallest head_dim that holds this one, the last first.
     Rows that follow each other and ask for the same tile are one entry."""
-    if capability != (9, 0) or _lost(version):
+    if capability != (9, 0) or _unavailable(version):
         return ()
     rows = [r for r in HOPPER if r[0] == pv and head_dim <= r[1] and r[2] == is_causal]
     widest = min((r[1] for r in rows), default=0)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sage_inductor.ops.compat import gdc_wait
 from sage_inductor.ops.formats import E4M3_MAX, K_BLOCK, PAD_N, QK, TINY, pad_head_dim, pad_rows
-from sage_inductor.ops.launch import doubled, launch_traced, pdl_option
+from sage_inductor.ops.launch import doubled, launch_traced, pdl_option, visible_argument
 from sage_inductor.ops.quantize.codes import abs_bits, saturate, scale_of, to_8bit
 from sage_inductor.ops.quantize.rotate import in_16_bits, rotate
 from sage_inductor.ops.recipe import Recipe
@@ -127,13 +127,12 @@ def launch_k(
     B, H, N, D = k.shape
     D = int(D)  # a tile needs a number
     codes, k_scale = empty_k(k, recipe)
-    if visible is not None:
-        visible = visible.expand(B, H, N)
+    rows, row_strides = visible_argument(visible, k.shape, k_mean)
     run(
         _quantize_k_kernel,
         (B * H * k_scale.shape[2],),
-        (k, k_mean, k_mean if visible is None else visible, codes, k_scale),
-        (*doubled(k.stride()), *((0, 0) if visible is None else visible.stride()[:2]),
+        (k, k_mean, rows, codes, k_scale),
+        (*doubled(k.stride()), *row_strides,
          H, 2 * N, 2 * D,  # shape
          visible is not None, recipe.of_qk.largest, recipe.rotated, pdl,  # semantics
          D, recipe.sharing.k_groups, K_BLOCK, PAD_N, pad_head_dim(D)),  # tile

@@ -169,6 +169,16 @@ def _quantize_kernel(
     tl.store(X_e4m3 + rows // _BLOCK + tl.arange(0, x_e4m3.shape[1])[None, :], x_e4m3)
 
 
+def empty_nvfp4(x: Tensor, along_n: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for what `launch_nvfp4` gives."""
+    B, H, N, D = x.shape
+    shape = pad_rows(N), pad_head_dim(int(D))
+    R, C = reversed(shape) if along_n else shape
+    x_fp4 = x.new_empty((B, H, R, C // 2), dtype=torch.uint8)
+    x_e4m3 = x.new_empty((B, H, R, C // FP4_BLOCK), dtype=torch.uint8)
+    return x_fp4, x_e4m3, x.new_empty((B, H, D) if along_n else (B, H), dtype=torch.float32)
+
+
 def launch_nvfp4(
     x: Tensor, mean: Tensor, amax: Tensor, along_n: bool, saturate: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -178,18 +188,14 @@ def launch_nvfp4(
     with x - mean = x_fp4 * x_e4m3 * x_scale. saturate: some rows had no part in mean and amax."""
     B, H, N, D = x.shape
     D = int(D)  # a tile needs a number
-    BLOCK_D, N_pad = pad_head_dim(D), pad_rows(N)
-    R, C = (BLOCK_D, N_pad) if along_n else (N_pad, BLOCK_D)
-    x_fp4 = x.new_empty((B, H, R, C // 2), dtype=torch.uint8)
-    x_e4m3 = x.new_empty((B, H, R, C // FP4_BLOCK), dtype=torch.uint8)
-    x_scale = x.new_empty((B, H, D) if along_n else (B, H), dtype=torch.float32)
+    found = empty_nvfp4(x, along_n)
     launch_traced(
         _quantize_kernel,
-        (B * H * (N_pad // ROWS),),
-        (x, mean, amax, x_fp4, x_e4m3, x_scale),
+        (B * H * (pad_rows(N) // ROWS),),
+        (x, mean, amax, *found),
         (*doubled(x.stride()),
          H, N,  # shape
          along_n, saturate,  # semantics
-         D, PAD_N, ROWS, BLOCK_D),  # tile
+         D, PAD_N, ROWS, pad_head_dim(D)),  # tile
     )  # fmt: skip
-    return x_fp4, x_e4m3, x_scale
+    return found

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sage_inductor.ops.formats import K_BLOCK, PAD_N, Prepared, pad_head_dim
-from sage_inductor.ops.launch import doubled, launch_traced, pdl_option
+from sage_inductor.ops.launch import doubled, launch_traced, pdl_option, visible_argument
 from sage_inductor.ops.quantize.keys import empty_k, launch_k, quantize_k_block
 from sage_inductor.ops.quantize.smooth import launch_estimate
 from sage_inductor.ops.quantize.values import empty_v, quantize_v_again_kernel, quantize_v_block
@@ -73,15 +73,12 @@ def launch_kv(
     D, D_v = int(D), int(v.shape[3])
     BLOCK_DV = pad_head_dim(D_v)
     (k_codes, k_scale), (v_codes, v_scale) = empty_k(k, recipe), empty_v(v, recipe.of_pv)
-    if visible is not None:
-        visible = visible.expand(B, H, N)
-    rows = k_mean if visible is None else visible
-    strides = (0, 0) if visible is None else visible.stride()[:2]
+    rows, row_strides = visible_argument(visible, k.shape, k_mean)
     run(
         _quantize_kv_kernel,
         (B * H * k_scale.shape[2] * 2,),
         (k, v, k_mean, v_mean, v_amax, rows, beyond, k_codes, k_scale, v_codes, v_scale),
-        (*doubled(k.stride()), *doubled(v.stride()), *strides,
+        (*doubled(k.stride()), *doubled(v.stride()), *row_strides,
          H, 2 * N, 2 * D, 2 * D_v,  # shape
          visible is not None, recipe.of_qk.largest, recipe.rotated, pdl,  # semantics
          K_BLOCK, PAD_N, pad_head_dim(D), BLOCK_DV),  # tile
@@ -91,7 +88,7 @@ def launch_kv(
         quantize_v_again_kernel,
         (B * H,),
         (v, v_mean, rows, beyond, v_codes, v_scale),
-        (*doubled(v.stride()), *strides,
+        (*doubled(v.stride()), *row_strides,
          H, 2 * N, 2 * D_v,  # shape
          visible is not None, pdl,  # semantics
          PAD_N, K_BLOCK, BLOCK_DV),  # tile

@@ -9,7 +9,7 @@ from torch.library import triton_op
 from sage_inductor.ops.formats import Prepared
 from sage_inductor.ops.launch import HAS_PDL, launch_cached
 from sage_inductor.ops.quantize.keys import empty_k, launch_k
-from sage_inductor.ops.quantize.nvfp4 import launch_nvfp4
+from sage_inductor.ops.quantize.nvfp4 import empty_nvfp4, launch_nvfp4
 from sage_inductor.ops.quantize.one_pass import launch_kv
 from sage_inductor.ops.quantize.smooth import launch_estimate, launch_smooth
 from sage_inductor.ops.quantize.values import empty_v, launch_v
@@ -90,9 +90,16 @@ def quantize_nvfp4(
 
 
 def empty_kv(k: Tensor, v: Tensor | None, recipe: str) -> Prepared:
-    """Memory for what `quantize_kv` gives."""
+    """Memory for what is made of k and, unless it is None, v."""
     r, (B, H, _, D) = decode(recipe), k.shape
-    of_k = *empty_k(k, r), k.new_empty((B, H, D), dtype=torch.float32)
+    k_mean = k.new_empty((B, H, D), dtype=torch.float32)
+    if r.of_pv.block_scaled:
+        (k_codes, k_blocks, k_scale), (v_codes, v_blocks, v_scale) = (
+            empty_nvfp4(x, along_n) for x, along_n in ((k, False), (v, True))
+        )
+        of_v = v_codes, v_scale, torch.empty_like(v_scale)
+        return Prepared(k_codes, k_scale, k_mean, *of_v, k_blocks, v_blocks)
+    of_k = *empty_k(k, r), k_mean
     if v is None:
         return Prepared(*of_k)
     codes, v_scale = empty_v(v, r.of_pv)

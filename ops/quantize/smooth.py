@@ -34,7 +34,7 @@ from torch import Tensor
 
 from sage_inductor.ops.compat import gdc_launch_dependents, gdc_wait
 from sage_inductor.ops.formats import HEADROOM, NO_SHIFT, Q_BLOCK, SAMPLE, pad_rows
-from sage_inductor.ops.launch import doubled, launch_traced, pdl_option
+from sage_inductor.ops.launch import doubled, launch_traced, pdl_option, visible_argument
 
 _SAMPLE = tl.constexpr(SAMPLE)
 _NO_SHIFT = tl.constexpr(NO_SHIFT)
@@ -154,16 +154,12 @@ def launch_smooth(
     partial = x0.new_empty(count * B * H * num_chunks * 3 * D, dtype=torch.float32)
     mean = x0.new_empty((count, B, H, D), dtype=torch.float32)
     amax = torch.empty_like(mean)
-    rows = mean  # not read
-    if visible is not None:
-        visible = visible.expand(B, H, N)
-        rows = visible.sum(2, dtype=torch.int32)
+    rows, row_strides = visible_argument(visible, x0.shape, mean)
     run(
         _partial_kernel,
         (B * H * num_chunks, count),
-        (x0, x1, mean if visible is None else visible, partial),
-        (*doubled(x0.stride()), *doubled(x1.stride()),
-         *((0, 0) if visible is None else visible.stride()[:2]),
+        (x0, x1, rows, partial),
+        (*doubled(x0.stride()), *doubled(x1.stride()), *row_strides,
          H, N,  # shape
          visible is not None,  # semantics
          D, CHUNK, BLOCK_N, BLOCK_D),  # tile
@@ -172,7 +168,7 @@ def launch_smooth(
     run(
         _final_kernel,
         (count * B * H, triton.cdiv(D, CHANNELS)),
-        (partial, rows, mean, amax),
+        (partial, mean if visible is None else rows.sum(2, dtype=torch.int32), mean, amax),
         (B * H, N,  # shape
          visible is not None, keep,  # semantics
          D, CHUNK, BLOCK_C, CHANNELS),  # tile
@@ -247,14 +243,12 @@ def launch_estimate(
     BLOCK_D = triton.next_power_of_2(max(D, D_1))
     out = [x.new_empty((B, H, x.shape[3]), dtype=torch.float32) for x in xs for _ in range(2)]
     beyond = x0.new_empty((B, H), dtype=torch.int32)
-    if visible is not None:
-        visible = visible.expand(B, H, N)
+    rows, row_strides = visible_argument(visible, x0.shape, out[0])
     run(
         _estimate_kernel,
         (B * H, len(xs)),
-        (x0, x1, out[0] if visible is None else visible, *out[:2], *out[-2:], beyond),
-        (*doubled(x0.stride()), *doubled(x1.stride()),
-         *((0, 0) if visible is None else visible.stride()[:2]),
+        (x0, x1, rows, *out[:2], *out[-2:], beyond),
+        (*doubled(x0.stride()), *doubled(x1.stride()), *row_strides,
          H, N,  # shape
          visible is not None, len(xs) == 2, shrink, pdl,  # semantics
          D, D_1, BLOCK_D),  # tile

@@ -31,7 +31,7 @@ def attention(
     """The kernel that `a.recipe` names, reading `block_n` keys at a time: out [B, H_q, N_q, D_v] of
     q's dtype, lse [B, H_q, N_q] fp32, of the keys as they were quantized. walk [B, H_q, tiles of 64
     queries, n]: the n blocks of block_n keys that each tile reads, in their order, as 4 j + code;
-    the code is the Hopper kernel's (hopper/blocks.py), which makes it of mask and lists."""
+    the code is the Hopper kernel's (hopper/tile_lists.py), which makes it of mask and lists."""
     if a.decoded.of_qk.block_scaled:
         return _block_scaled(a, block_n)
     q, k, v, n_kv, recipe, pv = a.q, a.k, a.v, a.n_kv, a.decoded, a.decoded.of_pv

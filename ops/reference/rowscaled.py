@@ -1,5 +1,5 @@
 """The bit-faithful emulation of ``sage::rowscaled`` (ops/training) in plain PyTorch: its forward,
-what its backward reads (hopper/prepare.py), and the backward (hopper/kernel.py).
+what its backward reads (hopper/prepare.py), and the backward (hopper/backward_kernels.py).
 
 The scores of all heads are in memory at once: for studies of the accuracy, not for speed. Sums of
 the backward are in fp64: the tensor cores' 13 bits, added up every few blocks, are not emulated.

@@ -11,14 +11,9 @@ from sage_inductor.ops.sdpa import SdpaCall, check
 _CHECKED_AS = NAMED["sage1"].encode()
 
 
-def check_trained(
-    op: str, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, out_bnhd: bool
-) -> None:
+def check_trained(op: str, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
     """Raise ValueError or TypeError unless attention of this kind trains."""
-    right = 0 if is_causal else None
-    check(
-        SdpaCall(q, k, v, None, [], None, right, False, scale, _CHECKED_AS, None, out_bnhd, False)
-    )
+    check(SdpaCall.of(q, k, v, scale, _CHECKED_AS))
     D, D_v = q.shape[3], v.shape[3]
     if D != D_v or D > TRAINED_HEAD_DIM:
         raise ValueError(

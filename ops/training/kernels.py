@@ -339,7 +339,7 @@ def launch_quantize(
     over D of x out [B, H, N] (else the scales again). shared: BLOCK or 1 row. own: codes and scales
     by one scale a row, which are written besides."""
     B, H, N, D = x.shape
-    codes, scale = _empty_codes(x, shared, turned)
+    codes, scale = empty_codes(x, shared, turned)
     delta = scale if out is None else x.new_empty((B, H, N), dtype=torch.float32)
     other = x if out is None else out
     run(
@@ -356,14 +356,17 @@ def launch_quantize(
 
 def launch_quantize_twice(x: Tensor, run: Callable = launch_cached) -> tuple[Tensor, ...]:
     """Codes and scales of `launch_quantize` by a scale for BLOCK rows, and by one for each row."""
-    own = _empty_codes(x, shared=1)
+    own = empty_codes(x, shared=1)
     codes, scale, _ = launch_quantize(x, own=own, run=run)
     return codes, scale, *own
 
 
-def _empty_codes(x: Tensor, shared: int, turned: bool = False) -> tuple[Tensor, Tensor]:
+def empty_codes(
+    x: Tensor, shared: int, turned: bool = False, exists: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Memory for what `launch_quantize` gives first, or unless it exists, for no row of that."""
     B, H, N, D = x.shape
-    N_pad, BLOCK_D = pad_rows(N), pad_head_dim(D)
+    N_pad, BLOCK_D = pad_rows(N) if exists else 0, pad_head_dim(int(D))
     shape = (BLOCK_D, N_pad) if turned else (N_pad, BLOCK_D)
     codes = x.new_empty((B, H, *shape), dtype=torch.int8)
     return codes, x.new_empty((B, H, N_pad // shared), dtype=torch.float32)

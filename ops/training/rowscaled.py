@@ -6,8 +6,9 @@ and FP8 and whose scales are known before its loops.
     out, lse, m            = forward(q, k codes, v in 16 bits)
     dq, dk, dv             = backward(grad, out, lse, m, codes)
 
-The forward is recipe "sage1-per-token": INT8 q k, 16-bit p v. hopper/kernel.py has the backward's
-formulas. What k and v are smoothed by takes nothing off a gradient: a row of dS sums to 0.
+The forward is recipe "sage1-per-token": INT8 q k, 16-bit p v. hopper/backward_kernels.py has the
+backward's formulas. What k and v are smoothed by takes nothing off a gradient: a row of dS sums to
+0.
 
 Kept for the backward are out and the codes: 5 bytes for each channel and token, causal 6, of which
 2 are out's, where 16-bit attention keeps 8.
@@ -15,8 +16,8 @@ Kept for the backward are out and the codes: 5 bytes for each channel and token,
 Causal, of as many queries as keys: means and beta would be of later rows, too, and so would the
 scale of 64 rows of k to the rows among them. So no mean is taken off, k has codes by one scale a
 row besides, which kernels read near the diagonal, and dQ's bounds are of what a row sees
-(hopper/kernel.py). o, lse and dQ of a row depend on rows up to it alone, bit for bit, and dK and dV
-on no later row whose dO is 0.
+(hopper/backward_kernels.py). o, lse and dQ of a row depend on rows up to it alone, bit for bit, and
+dK and dV on no later row whose dO is 0.
 
 Shapes: B batch, H_q and H_kv heads, N_q and N_kv sequence, D head_dim; M_pad, N_pad and D_pad as in
 hopper/prepare.py.
@@ -29,12 +30,13 @@ import torch
 from torch import Tensor
 
 from sage_inductor.ops.attention_call import as_stored, empty_outputs
-from sage_inductor.ops.formats import TRAINING_BLOCK, pad_head_dim, pad_rows
+from sage_inductor.ops.formats import TRAINING_BLOCK
 from sage_inductor.ops.gpus import Gpu
 from sage_inductor.ops.operands import Kept
 from sage_inductor.ops.reference import rowscaled as reference
-from sage_inductor.ops.register import LAUNCHES, Launches, autocast
+from sage_inductor.ops.register import autocast, launches
 from sage_inductor.ops.training.gradients import check_trained, empty_gradient, no_second_gradient
+from sage_inductor.ops.training.kernels import empty_codes
 
 Outputs = tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
@@ -55,12 +57,12 @@ def rowscaled(
     Returns out [B, H_q, N_q, D] and, not differentiable, what the backward reads: `Kept`'s. Raises
     ValueError or TypeError saying what must hold and what was got.
     """
-    _check(q, k, v, is_causal, scale, out_bnhd)
+    _check(q, k, v, is_causal, scale)
     if q.device.type == "cpu":
         out, kept = reference.forward(q, k, v, is_causal, scale)
         return as_stored(out.to(q.dtype), out_bnhd), *kept
     with torch.cuda.device_of(q):
-        return _plan().launch(q, k, v, is_causal, scale, out_bnhd)
+        return _hopper().launch(q, k, v, is_causal, scale, out_bnhd)
 
 
 @torch.library.custom_op("sage::rowscaled_backward", mutates_args=())
@@ -81,7 +83,7 @@ def rowscaled_backward(
 
 def launched(given: dict, run: Callable, gpu: Gpu) -> tuple[Tensor, ...]:
     """What `rowscaled` launches on such a GPU, of tensors on meta, by `run`."""
-    return _plan().launch(**given, run=run, device=gpu)
+    return _hopper().launch(**given, run=run, device=gpu)
 
 
 def launched_backward(given: dict, run: Callable, gpu: Gpu) -> tuple[Tensor, ...]:
@@ -94,19 +96,19 @@ def _launch_backward(
     grad: Tensor, out: Tensor, kept: Kept, n_kv: int, scale: float, out_bnhd: bool, *run: Callable
 ) -> tuple[Tensor, Tensor, Tensor]:
     gradients = _empty_gradients(out, kept.k, n_kv, out_bnhd)
-    _plan().launch_backward(grad, out, kept, scale, *gradients, *run)
+    _hopper().launch_backward(grad, out, kept, scale, *gradients, *run)
     return gradients
 
 
 @functools.cache
-def _plan():
-    from sage_inductor.ops.training.hopper import plan  # imports Gluon, which may be missing
+def _hopper():
+    from sage_inductor.ops.training.hopper import launches  # imports Gluon, which may be missing
 
-    return plan
+    return launches
 
 
-def _check(q, k, v, is_causal, scale, out_bnhd) -> None:
-    check_trained("rowscaled", q, k, v, is_causal, scale, out_bnhd)
+def _check(q, k, v, is_causal, scale) -> None:
+    check_trained("rowscaled", q, k, v, scale)
     if is_causal and q.shape[2] != k.shape[2]:
         raise ValueError(
             "sage::rowscaled: causal, q and k must have as many rows, got "
@@ -125,17 +127,10 @@ def _empty_gradients(out, k, n_kv, out_bnhd) -> tuple[Tensor, Tensor, Tensor]:
 
 @rowscaled.register_fake
 def _(q, k, v, is_causal, scale, out_bnhd):
-    _check(q, k, v, is_causal, scale, out_bnhd)
-
-    def quantized(x: Tensor, shared: int = 1, exists: bool = True) -> tuple[Tensor, Tensor]:
-        B, H, N, D = x.shape
-        N_pad = pad_rows(N) if exists else 0
-        codes = x.new_empty((B, H, N_pad, pad_head_dim(int(D))), dtype=torch.int8)
-        return codes, x.new_empty((B, H, N_pad // shared), dtype=torch.float32)
-
+    _check(q, k, v, is_causal, scale)
     out, lse = empty_outputs(q, v.shape[3], out_bnhd)
-    of_k = *quantized(k, TRAINING_BLOCK), *quantized(k, exists=is_causal)
-    of = *quantized(q), *of_k, *quantized(v)
+    of_k = *empty_codes(k, TRAINING_BLOCK), *empty_codes(k, 1, exists=is_causal)
+    of = *empty_codes(q, 1), *of_k, *empty_codes(v, 1)
     B, H_kv, _, D = v.shape
     v_mean = lse.new_empty((B, H_kv, 0 if is_causal else D))
     return out, *Kept(lse.new_empty((2, *lse.shape)), *of, v_mean)
@@ -165,5 +160,5 @@ def _backward(ctx, grad, *_):
 rowscaled.register_autograd(_backward, setup_context=_save)
 rowscaled_backward.register_autograd(no_second_gradient("rowscaled"))
 autocast("rowscaled")
-LAUNCHES[torch.ops.sage.rowscaled.default] = Launches(launched, in_packages=False)
-LAUNCHES[torch.ops.sage.rowscaled_backward.default] = Launches(launched_backward, in_packages=False)
+launches(torch.ops.sage.rowscaled.default, launched, in_packages=False)
+launches(torch.ops.sage.rowscaled_backward.default, launched_backward, in_packages=False)

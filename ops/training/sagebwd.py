@@ -20,14 +20,19 @@ import torch
 from torch import Tensor
 
 from sage_inductor.ops.attention_call import as_stored, empty_outputs
-from sage_inductor.ops.formats import TRAINING_BLOCK, pad_head_dim, pad_rows
+from sage_inductor.ops.formats import TRAINING_BLOCK
 from sage_inductor.ops.launch import launch_cached
 from sage_inductor.ops.quantize.smooth import launch_smooth
 from sage_inductor.ops.reference import quantize
 from sage_inductor.ops.reference import training as reference
 from sage_inductor.ops.register import autocast
 from sage_inductor.ops.training.gradients import check_trained, empty_gradient, no_second_gradient
-from sage_inductor.ops.training.kernels import launch_backward, launch_forward, launch_quantize
+from sage_inductor.ops.training.kernels import (
+    empty_codes,
+    launch_backward,
+    launch_forward,
+    launch_quantize,
+)
 
 Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -46,7 +51,7 @@ def sagebwd(
     of the codes (log2, fp32), the codes [B, H, N_pad, D_pad] and scales [B, H, N_pad / 64] of q
     and of k. Raises ValueError or TypeError saying what must hold and what was got.
     """
-    check_trained("sagebwd", q, k, v, is_causal, scale, out_bnhd)
+    check_trained("sagebwd", q, k, v, scale)
     out, lse = empty_outputs(q, v.shape[3], out_bnhd)
     if q.device.type == "cpu":
         k_mean = quantize.smooth([k])[0][0]
@@ -99,15 +104,8 @@ def _empty_gradients(grad: Tensor, v: Tensor, out_bnhd: bool) -> tuple[Tensor, T
 
 @sagebwd.register_fake
 def _(q, k, v, is_causal, scale, out_bnhd):
-    check_trained("sagebwd", q, k, v, is_causal, scale, out_bnhd)
-
-    def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
-        B, H, N, D = x.shape
-        N_pad = pad_rows(N)
-        codes = x.new_empty((B, H, N_pad, pad_head_dim(int(D))), dtype=torch.int8)
-        return codes, x.new_empty((B, H, N_pad // TRAINING_BLOCK), dtype=torch.float32)
-
-    of_qk = *quantized(q), *quantized(k)
+    check_trained("sagebwd", q, k, v, scale)
+    of_qk = *empty_codes(q, TRAINING_BLOCK), *empty_codes(k, TRAINING_BLOCK)
     return *empty_outputs(q, v.shape[3], out_bnhd), *of_qk
 
 

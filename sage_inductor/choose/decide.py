@@ -30,7 +30,6 @@ from sage_inductor.ops import compat
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.select import select
-from sage_inductor.ops.compat import statically_known_true
 from sage_inductor.ops.compile import travels
 from sage_inductor.ops.formats import Q_BLOCK, pad_head_dim
 from sage_inductor.ops.selector import Selection
@@ -44,7 +43,7 @@ from sage_inductor.patterns.eligible import (
     why_not_selected,
     why_not_trained,
 )
-from sage_inductor.patterns.graph import as_int, guarded, specialised
+from sage_inductor.patterns.graph import as_int, guarded, specialised, statically_true
 from sage_inductor.patterns.reasons import Reason
 from sage_inductor.patterns.shared_kv import stacks
 from sage_inductor.policy import CallDescription, ask, layer_of
@@ -222,7 +221,7 @@ def _recipe(call: Call, shape: CallShape, settings: Settings, wanted: str) -> Ch
     else:
         candidate, reason = _fastest(call, shape, settings, tuple(runnable))
         reason = reason if candidate else reasons.joined([reason, *refused])
-    if not is_cpu and (lost := tiles.hopper_is_lost(shape.capability)):
+    if not is_cpu and (lost := tiles.hopper_unavailable(shape.capability)):
         if shape.suits_hopper(recipes.NAMED["sage2-8b-rotated" if wanted == AUTO else wanted]):
             reason = reasons.HOPPER_LOST.worded(f"{reason}; {lost}", compat.GLUON_VERSIONS)
     return candidate, reason
@@ -378,7 +377,7 @@ def _predicted(call: Call, shape: CallShape, settings: Settings, names: tuple[st
 def _by_lists(shape: CallShape, settings: Settings, recipe: str) -> Choice:
     """The recipe, where it was measured to be faster by block lists than flex_attention is."""
     behind = _left_behind(shape, recipe) if settings.portable else ""
-    lost = behind or tiles.hopper_is_lost(shape.capability)
+    lost = behind or tiles.hopper_unavailable(shape.capability)
     suits = shape.suits_hopper(recipes.NAMED[recipe])
     known = tables.gpu_name(shape.device) == tables.H200 and suits and not lost
     if not known or pad_head_dim(shape.head_dim) not in (64, 128):
@@ -418,7 +417,7 @@ def _at_least(n, minimum: int, settings: Settings) -> bool:
     has one graph for all, chosen by the example's sizes. An n that depends on data cannot be
     guarded: the answer is yes only if it holds for every n."""
     if hint(n) is None:
-        return statically_known_true(n >= minimum)
+        return statically_true(n >= minimum)
     return bool((hint(n) if settings.portable else n) >= minimum)
 
 

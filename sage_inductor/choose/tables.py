@@ -35,7 +35,6 @@ from sage_inductor.choose.families import (
     flash_attention,
     versions,
 )
-from sage_inductor.ops import gpus
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.formats import HEAD_DIMS
 from sage_inductor.ops.gpus import Gpu
@@ -61,11 +60,6 @@ def whose_times(device: torch.device) -> str:
     return H200 if device.type == "cpu" else gpu_name(device)
 
 
-def gpu_of(device: torch.device) -> Gpu:
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return Gpu(gpus.capability(device), processors)
-
-
 # -- what is known ----
 
 
@@ -84,7 +78,7 @@ def known(gpu: str) -> tuple[Table, ...]:
     """Of this GPU: what was measured in this process, the user's table, the built-in one."""
     flash = flash_attention()
     ours = built_in().get(gpu) if flash == TORCHS_FLASH else None
-    if ours is not None and tiles.hopper_is_lost(MEASURED):
+    if ours is not None and tiles.hopper_unavailable(MEASURED):
         ours = None  # another kernel would compute the calls
     found = _of_this_process.get((gpu, flash)), _users(gpu, flash), ours
     return tuple(table for table in found if table is not None)

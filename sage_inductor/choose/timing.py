@@ -182,13 +182,9 @@ def calls_of(case: BenchmarkCase) -> dict[Candidate | str, Callable]:
     def sage(candidate):
         if shape.trains:
             return training_op(candidate.recipe)(q, k, v, is_causal, scale, True)[0]
-        # Without the correction of lse: nobody reads it in a rewritten call.
-        return attend(
-            SdpaCall(
-                q_stacked, k, v, attn_mask, [], *band, scale, NAMED[candidate.recipe].encode(),
-                candidate.warpgroups, out_bnhd=False, portable=False,
-            )
-        )[0]  # fmt: skip
+        recipe, warpgroups = NAMED[candidate.recipe].encode(), candidate.warpgroups
+        call = SdpaCall.of(q_stacked, k, v, scale, recipe, attn_mask, band, warpgroups=warpgroups)
+        return attend(call)[0]  # without the correction of lse, which nobody reads
 
     calls = {
         **{name: sdpa_kernel(SDPBackend.__members__[name])(sdpa) for name in names},
@@ -410,7 +406,7 @@ def _calibrated(device: torch.device, family: Family, recipes: tuple[str, ...]) 
         began = time.monotonic()
         times = measure_family(device, family, recipes, family.sizes(FEW), 1, SECONDS)
         _log.warning("measured %d sizes in %.1f s", len(times), time.monotonic() - began)
-        table = Table(gpu, tables.gpu_of(device), {family: times})
+        table = Table(gpu, gpus.Gpu.of(device), {family: times})
         try:
             tables.save_locked(table)
         except (OSError, RuntimeError) as error:
@@ -437,7 +433,7 @@ def tune(
     progress: is given the families, and yields them. save: is given the table as far as it goes,
     after each of them.
     """
-    table = Table(tables.gpu_name(device), tables.gpu_of(device), {})
+    table = Table(tables.gpu_name(device), gpus.Gpu.of(device), {})
     given = {}
     for family in (Family(D, D, kind) for D in head_dims for kind in kinds):
         recipes = recipes_of(gpus.capability(device), family)

@@ -22,6 +22,7 @@ from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.compat import fused_sdp_choice, untested
 from sage_inductor.ops.formats import HEAD_DIMS
 from sage_inductor.ops.reference.exact import attention_exact
+from sage_inductor.ops.sdpa import SdpaCall
 
 
 class Probe(NamedTuple):
@@ -106,7 +107,7 @@ def _verdict(device: torch.device, probes: list[Probe], auto_rewrites: bool) -> 
     if not run:
         return f"NOTHING RUNS HERE: {where} (sm_{_sm(device)}) is older than sm_80: all stays SDPA"
     some = f"{len(run)} of {len(recipes.NAMED)} recipes run on {where}"
-    if lost := tiles.hopper_is_lost(gpus.capability(device)):
+    if lost := tiles.hopper_unavailable(gpus.capability(device)):
         return f"SLOWER THAN IT COULD BE: {some}, but {lost}"
     if not auto_rewrites:
         return (
@@ -156,9 +157,9 @@ def _probe(device, name: str, head_dim: int, kind: str) -> tuple[bool | None, st
     scale, right = head_dim**-0.5, 0 if kind == "causal" else None
     padding = torch.arange(333, device=device)[None] < 300 if kind == "mask" else None
     try:
-        out, _ = torch.ops.sage.sdpa(
-            q, k, v, padding, [], None, right, False, scale, recipe.encode(), None, True, False
-        )
+        band = (None, right, False)
+        call = SdpaCall.of(q, k, v, scale, recipe.encode(), padding, band, out_bnhd=True)
+        out, _ = torch.ops.sage.sdpa(*call)
         error = compare(out, attention_exact(q, k, v, scale, padding, right=right)[0])
     except Exception as exception:  # whatever a driver or a compiler makes of it is the finding
         return False, f"FAILED: {type(exception).__name__}: {str(exception).partition(chr(10))[0]}"

@@ -468,10 +468,10 @@ def test_the_passes_key_is_of_all_sources_and_of_tuned_tables(tmp_path, monkeypa
         monkeypatch.setattr(inductor_pass, room, SimpleNamespace(__file__=str(tmp_path / "x.py")))
         for text in ("a = 1", "a = 2"):
             nested.write_text(text)
-            inductor_pass.sources_tag.cache_clear()
+            inductor_pass.package_hash.cache_clear()
             keys.add(ours.uuid())
         monkeypatch.undo()
-        inductor_pass.sources_tag.cache_clear()
+        inductor_pass.package_hash.cache_clear()
     assert len(keys) == 2 + 3 * 2
     with config.patch(rewrite_inductor=True):
         assert ours.uuid() not in keys

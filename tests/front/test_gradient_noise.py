@@ -140,7 +140,7 @@ def test_of_many_examples_parts_are_compared():
     B, D = 9, 2000
     w = nn.Parameter(torch.ones(D))
     q = w.expand(B, 1, 1, D)
-    run = NOISE._Run(q, torch.ones(B, 1, 1, D), torch.ones(B, 1, 1, D), None)
+    run = NOISE._KeptRun(q, torch.ones(B, 1, 1, D), torch.ones(B, 1, 1, D), None)
     exact = 5 + 3 * torch.randn(B, 1, 1, D), *run[1:3]
     gradient = NOISE._followed(run, exact, [w])
     expected = 3 * math.sqrt(B * D)
@@ -155,7 +155,9 @@ def test_parts_of_unequal_sizes_know_the_same_noise(monkeypatch):
     for _ in range(4):
         B, D = 9, 4000
         w = nn.Parameter(torch.ones(D))
-        run = NOISE._Run(w.expand(B, 1, 1, D), *(torch.ones(B, 1, 1, D) for _ in range(2)), None)
+        run = NOISE._KeptRun(
+            w.expand(B, 1, 1, D), *(torch.ones(B, 1, 1, D) for _ in range(2)), None
+        )
         exact = 5 + 3 * torch.randn(B, 1, 1, D), *run[1:3]
         gradient = NOISE._followed(run, exact, [w])
         test.append(NOISE._noise(run, exact, [w], gradient) / (3 * math.sqrt(B * D)))
@@ -171,7 +173,7 @@ def test_exact_gradients_are_autograds_in_float64(is_causal, at_once, monkeypatc
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     out = sdpa(*leaves, is_causal=is_causal, scale=0.3, enable_gqa=True)
     expected = torch.autograd.grad(out, leaves, grad.double())
-    found = NOISE._exact(q, k, v, grad, is_causal, 0.3)
+    found = NOISE._exact_gradients(q, k, v, grad, is_causal, 0.3)
     for x, y in zip(found, expected, strict=True):
         assert x.dtype == torch.float64
         torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)
@@ -305,8 +307,10 @@ class Checkpointed(Transformer):
 
 
 def test_checkpoints_change_nothing(monkeypatch):
-    probes, end = [], NOISE._Probe.end
-    monkeypatch.setattr(NOISE._Probe, "end", lambda probe: probes.append(probe) or end(probe))
+    probes, end = [], NOISE._GradientProbe.end
+    monkeypatch.setattr(
+        NOISE._GradientProbe, "end", lambda probe: probes.append(probe) or end(probe)
+    )
     x, y = batch(4)
     model, same = Transformer(plain, plain), Checkpointed(plain, plain)
     same.load_state_dict(model.state_dict())

@@ -148,7 +148,7 @@ def test_ranks_compute_what_one_device_does(ranks, lengths):
 @torch.no_grad()
 def attend_unheard(group, q, k, v, lengths, is_causal=False):
     """The host reads nothing of the other ranks."""
-    with mock.patch.object(gather, "_told", None):
+    with mock.patch.object(gather, "_exchanged", None):
         return attend(group, q, k, v, lengths=lengths, is_causal=is_causal)
 
 
@@ -368,7 +368,7 @@ def compiled_of_equal_lengths(group, *calls):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compiled = torch.compile(function, backend="sage", fullgraph=True, dynamic=True)
-    with mock.patch.object(gather, "_told", None), op_by_op():
+    with mock.patch.object(gather, "_exchanged", None), op_by_op():
         found = [compiled(*call) for call in calls]
     return found, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
@@ -563,7 +563,7 @@ def decided(group, folder: str, sage: float) -> tuple:
     with (
         mock.patch.dict(os.environ, SAGE_INDUCTOR_TABLES=folder),
         mock.patch.object(tables, "gpu_name", lambda device: gpu),
-        mock.patch.object(tables, "gpu_of", lambda device: Gpu((9, 0), 132)),
+        mock.patch.object(Gpu, "of", lambda device: Gpu((9, 0), 132)),
         mock.patch.object(timing, "measure_family", measure),
     ):
         error = timing.calibrate(torch.device("cuda", 0), family, (RECIPE,))

@@ -225,7 +225,7 @@ def attend(group, q, k, v, mask, recipe: str, **degrees):
     mesh = SimpleNamespace(get_group=lambda: group)
     context = SimpleNamespace(**asked, _ring_mesh=mesh, _ulysses_mesh=mesh)
     parallel = SimpleNamespace(context_parallel_config=context)
-    with mock.patch.object(gather, "_told", None):  # the shards' lengths are known to be equal
+    with mock.patch.object(gather, "_exchanged", None):  # the shards' lengths are known to be equal
         return sage_attention(q, k, v, mask, scale=0.3, _parallel_config=parallel)
 
 

@@ -370,7 +370,7 @@ def test_under_inductor_rules_of_a_stage_never_hold_and_a_warning_says_so(caplog
         run = torch.compile(model, backend="inductor")
         in_stage("edge", run, x)
         assert relative_l1(in_stage("edge", run, x), model(x)) > 1e-3
-        SagePass._told_of_stages.cache_clear()
+        SagePass._warn_of_stages.cache_clear()
     assert caplog.text.count('need backend="sage"') == 1
 
 

@@ -365,7 +365,7 @@ def test_g_on_a_gpu_needs_hopper_and_16_bits(monkeypatch):
     for other in (8, 9), (10, 0):
         reason = "the FP8 backward trains on compute capability 9.0, got {}.{}"
         assert why_not(other) == reason.format(*other)
-    monkeypatch.setattr(tiles, "hopper_is_lost", lambda capability: "no Gluon")
+    monkeypatch.setattr(tiles, "hopper_unavailable", lambda capability: "no Gluon")
     assert why_not((9, 0)) == "the FP8 backward trains with the Hopper kernel: no Gluon"
     OfOneCall.out = OfOneCall.q
     assert why_not((9, 0)) == "the FP8 backward trains in 16 bits on a GPU, got float32"
@@ -558,7 +558,7 @@ def test_a_cached_graph_of_other_sources_is_not_taken(monkeypatch):
 
     with fresh_cache(), torch._inductor.config.patch(fx_graph_cache=True):
         assert hits() == 0 and hits() > 0
-        monkeypatch.setattr(backend, "sources_tag", lambda: "others")
+        monkeypatch.setattr(backend, "package_hash", lambda: "others")
         assert hits() == 0 and hits() > 0
         monkeypatch.undo()
         assert hits() > 0

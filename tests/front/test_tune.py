@@ -203,7 +203,7 @@ def test_a_table_measured_against_another_flash_attention_is_ignored(gpu, monkey
 
 
 def test_the_built_in_table_is_of_the_hopper_kernel(gpu, monkeypatch):
-    monkeypatch.setattr(tiles, "hopper_is_lost", lambda capability: "lost")
+    monkeypatch.setattr(tiles, "hopper_unavailable", lambda capability: "lost")
     assert tables.known(GPU) == ()
 
 
@@ -272,7 +272,7 @@ def test_what_trains_is_tuned_where_there_is_something_that_trains_it(gpu, monke
     )
     read = tables.known(GPU)[0]
     assert read.families == {FULL_96_TRAINING: times}
-    monkeypatch.setattr(tiles, "hopper_is_lost", lambda capability: "no Gluon")
+    monkeypatch.setattr(tiles, "hopper_unavailable", lambda capability: "no Gluon")
     assert tuned(gpu, (96,), ("full-training",)).families == {}
 
 
@@ -1289,8 +1289,8 @@ def test_a_rank_times_for_itself_where_the_one_that_was_to_do_it(first, caplog):
     ],
 )
 def test_the_mode_says_whether_a_clock_decides(mode, clock, monkeypatch):
-    seen, resolve = [], backend.settings.resolve
-    monkeypatch.setattr(backend.settings, "resolve", lambda x: seen.append(resolve(x)) or seen[-1])
+    seen, resolve = [], backend.resolve
+    monkeypatch.setattr(backend, "resolve", lambda x: seen.append(resolve(x)) or seen[-1])
     options = {} if mode is None else {"sage.mode": mode}
     x = torch.randn(4)
     torch.compile(torch.sin, backend="sage", mode=mode)(x)

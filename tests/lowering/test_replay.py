@@ -38,10 +38,9 @@ from pairs import has_every_variant, pairs
 from torch._inductor.utils import fresh_cache, run_and_get_code
 from triton import knobs
 
-from sage_inductor.lowering import open as open_module
 from sage_inductor.lowering import package, replay
 from sage_inductor.lowering.number import Facts
-from sage_inductor.ops import gpus, launch
+from sage_inductor.ops import gpus, launch, precompile
 from sage_inductor.ops.attention import select
 from sage_inductor.ops.attention.select import _attention_opaque, attention_opaque
 from sage_inductor.ops.attention_call import AttentionCall
@@ -457,7 +456,7 @@ def test_a_training_step_replays_what_it_launched(dynamic, with_torch, on_cpu):
 
 def test_what_trains_is_compiled_while_its_graph_is_traced(on_cpu, monkeypatch):
     asked = []
-    monkeypatch.setattr(open_module, "precompile", lambda *given: asked.append(given))
+    monkeypatch.setattr(precompile, "precompile", lambda *given: asked.append(given))
     q, k, v = (x.requires_grad_() for x in draw(2, 200))
 
     def attend(q, k, v):

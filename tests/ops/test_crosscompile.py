@@ -14,8 +14,8 @@ from pairs import chosen, pairs, parametrize, rows
 from support import attention_call
 
 from bench.tritons import ROWS
-from sage_inductor.ops import blocks as blocks_of_tokens
 from sage_inductor.ops import compat, gpus
+from sage_inductor.ops import pool as blocks_of_tokens
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.hopper import kernel as hopper
 from sage_inductor.ops.attention.hopper import plan
@@ -580,11 +580,11 @@ def test_hopper_kernel_falls_back_where_gluon_is_another(monkeypatch, caplog):
     assert tiles.hopper((9, 0), "fp8", 128, False, tiles.ANY)
     assert tiles.hopper((10, 0), "fp8", 128, False, tiles.ANY) is None
     assert tiles.hopper((9, 0), "16bit", 256, False, 4096) is None
-    assert tiles.hopper_is_lost((9, 0)) is None and not caplog.records
+    assert tiles.hopper_unavailable((9, 0)) is None and not caplog.records
     for version in ("3.5.1", "3.10.0+git1234", "4.6.0"):
         monkeypatch.setattr(triton, "__version__", version)
-        assert tiles.hopper_is_lost((10, 0)) is None
-        lost = tiles.hopper_is_lost((9, 0))
+        assert tiles.hopper_unavailable((10, 0)) is None
+        lost = tiles.hopper_unavailable((9, 0))
         assert f"with Triton 3.6 to 3.9, not {version}: calls run in the portable kernel" in lost
         assert tiles.hopper((9, 0), "fp8", 128, False, tiles.ANY) is None, version
         assert tiles.hopper((9, 0), "fp8", 128, False, tiles.ANY, 3) is None, version
@@ -601,10 +601,10 @@ def test_hopper_kernel_falls_back_where_gluon_is_another(monkeypatch, caplog):
     "name", ["gluon", "gluon_barrier", "reinterpret", "tma_load", "GluonDescriptor"]
 )
 def test_a_name_of_gluon_that_is_gone_costs_the_hopper_kernel_alone(name, monkeypatch):
-    tiles._lost.cache_clear()
+    tiles._unavailable.cache_clear()
     monkeypatch.setattr(tiles, name, None)
-    assert "the Hopper kernel is tested with" in tiles.hopper_is_lost((9, 0))
-    tiles._lost.cache_clear()
+    assert "the Hopper kernel is tested with" in tiles.hopper_unavailable((9, 0))
+    tiles._unavailable.cache_clear()
 
 
 def test_fp8_recipes_are_refused_before_sm_89():

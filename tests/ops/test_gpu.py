@@ -23,8 +23,8 @@ from triton import knobs
 
 import sage_inductor
 from bench.tritons import ROWS
-from sage_inductor.ops import blocks as of_tokens
 from sage_inductor.ops import compat, gpus
+from sage_inductor.ops import pool as of_tokens
 from sage_inductor.ops.attention.select import (
     Problem,
     attention,

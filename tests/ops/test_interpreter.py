@@ -21,11 +21,11 @@ from pairs import chosen, has_every_variant, pairs, seeds
 from support import attention_call, relative_l2, run_portable
 from torch.testing import assert_close
 
-from sage_inductor.ops import blocks as of_tokens
+from sage_inductor.ops import pool as of_tokens
 from sage_inductor.ops import visibility
 from sage_inductor.ops.attention import triton as triton_kernel
-from sage_inductor.ops.attention.hopper import blocks, plan
 from sage_inductor.ops.attention.hopper import kernel as hopper
+from sage_inductor.ops.attention.hopper import plan, tile_lists
 from sage_inductor.ops.attention.tiles import Tile
 from sage_inductor.ops.formats import E4M3_MAX, QK, TINY
 from sage_inductor.ops.launch import doubled, launch_traced
@@ -215,12 +215,12 @@ def _walk_kernel(
     """Grid: (tiles,). First, Count [tiles]; Codes [tiles, BLOCK_M / 64, BLOCKS]."""
     row = tl.program_id(0) * BLOCK_M
     band: tl.constexpr = (LEFT, RIGHT, BOTTOM_RIGHT)
-    first, _, count = blocks.walk(First, 0, row, N_q, N_kv, band, False, BLOCK_M, 128)
+    first, _, count = tile_lists.walk(First, 0, row, N_q, N_kv, band, False, BLOCK_M, 128)
     tl.store(First + tl.program_id(0), first)
     tl.store(Count + tl.program_id(0), count)
     for i in range(0, BLOCK_M // 64):
         j = tl.arange(0, BLOCKS)
-        code = blocks.band_code(j, row + 64 * i, N_q, N_kv, (LEFT, RIGHT, BOTTOM_RIGHT), 128)
+        code = tile_lists.band_code(j, row + 64 * i, N_q, N_kv, (LEFT, RIGHT, BOTTOM_RIGHT), 128)
         tl.store(Codes + (row // 64 + i) * BLOCKS + j, code)
 
 

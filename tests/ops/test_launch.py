@@ -27,8 +27,7 @@ from torch.utils import _pytree as pytree
 from triton import knobs
 from triton.runtime import driver
 
-from sage_inductor.lowering import precompile
-from sage_inductor.ops import compat, gpus, launch
+from sage_inductor.ops import compat, gpus, launch, precompile
 from sage_inductor.ops import compile as compile_module
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.select import run_opaque

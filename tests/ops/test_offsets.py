@@ -347,16 +347,16 @@ OF_BACKWARD |= dict.fromkeys(("r", "m"), (-(2**22), 2**22))
 FACTS = {
     "nvfp4._attention_kernel": dict.fromkeys(("N_pad", "N_kv"), (128, MAX_KEYS)),
     # What is counted is of a row's blocks.
-    "blocks._largest_kernel": dict.fromkeys(("M", "count", "kept", "before"), (0, MAX_ROWS // 64)),
+    "pool._largest_kernel": dict.fromkeys(("M", "count", "kept", "before"), (0, MAX_ROWS // 64)),
     # A row of codes has 64 bytes: no 2^36 are in memory.
     "kernels._over_rows_kernel": {"count": (1, 2**24), "steps": (0, 2**30)},
     # Fewer than MAX_ROWS rows in all heads, 128 or more in each.
     **{f"prepare.{x}": OF_PREPARATION for x in ("_rows_kernel", "_bounds_kernel", "_turn_kernel")},
     "kernel._hopper_kernel": OF_HOPPER,
     "kernel._combine_kernel": OF_HOPPER | {"program": (0, 2**16)},
-    **{f"blocks.{x}": OF_LISTS for x in (
+    **{f"tile_lists.{x}": OF_LISTS for x in (
         "_pack_mask_kernel", "_list_tiles_kernel", "_rank_tiles_kernel")},
-    **{f"kernel.{x}": OF_BACKWARD for x in ("dq_kernel", "dkdv_kernel")},
+    **{f"backward_kernels.{x}": OF_BACKWARD for x in ("dq_kernel", "dkdv_kernel")},
 }  # fmt: skip
 # So many offsets, at least, are seen in a kernel; elsewhere 4.
 OFFSETS = {"_hopper_kernel": 21, "_combine_kernel": 9, "dq_kernel": 7, "dkdv_kernel": 7}

@@ -181,7 +181,7 @@ def test_loops_of_the_causal_forward_are_those_of_inference_before_a_tiles_rows(
 def plan():
     """What launches on an H200."""
     with noted.here((9, 0)):
-        yield pytest.importorskip("sage_inductor.ops.training.hopper.plan")
+        yield pytest.importorskip("sage_inductor.ops.training.hopper.launches")
 
 
 def named(launches) -> list[dict]:
@@ -259,7 +259,7 @@ def test_what_the_forward_is_prepared_by(is_causal, plan):
 @pytest.mark.parametrize("out_bnhd", [False, True])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_what_is_launched_gives_tensors_as_the_fakes_do(is_causal, out_bnhd):
-    pytest.importorskip("sage_inductor.ops.training.hopper.plan")
+    pytest.importorskip("sage_inductor.ops.training.hopper.launches")
     lengths = 200, 200 if is_causal else 333
     q, k, v, grad = (x.to("meta") for x in inputs(2, 6, 2, *lengths, 72))
     last = {"scale": 0.1, "out_bnhd": out_bnhd}
@@ -328,7 +328,7 @@ def test_what_a_causal_training_step_launches(plan, monkeypatch):
 )  # fmt: skip
 def test_causal_tiles_are_dealt_about_equally(heads, group, N, plan, monkeypatch):
     """Who is first done takes the next: dQ's tiles, then dK's and dV's."""
-    from sage_inductor.ops.training.hopper import kernel
+    from sage_inductor.ops.training.hopper import backward_kernels as kernel
 
     monkeypatch.setattr(kernel.gl, "where", lambda is_x, x, y: x if is_x else y)  # of ints
 
@@ -507,7 +507,7 @@ def test_a_batch_is_computed_as_its_parts(is_causal):
 @pytest.mark.gpu
 def test_who_computes_a_tile_changes_nothing(monkeypatch):
     """To the bit: of five heads of six tiles of keys, the last 5, 3, 2, 1 in turn."""
-    from sage_inductor.ops.training.hopper import plan
+    from sage_inductor.ops.training.hopper import launches as plan
 
     given = inputs(1, 10, 5, 700, 700, 64, device="cuda")
     expected = attend(*given, True)
@@ -521,7 +521,7 @@ def test_who_computes_a_tile_changes_nothing(monkeypatch):
 @pytest.mark.parametrize("bnhd", [False, True])
 def test_nothing_is_written_beside_the_gradients(bnhd):
     """Of outputs that are parts of others, with a head, rows and channels more."""
-    from sage_inductor.ops.training.hopper import plan
+    from sage_inductor.ops.training.hopper import launches as plan
 
     q, k, v, grad = inputs(2, 4, 2, 200, 333, 72, device="cuda")
     out, *kept = ROWSCALED(q, k, v, False, 0.1, False)

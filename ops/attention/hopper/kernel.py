@@ -36,7 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sage_inductor.ops.attention.hopper.blocks import block_of, entry_of, walk
+from sage_inductor.ops.attention.hopper.tile_lists import block_of, entry_of, walk
 from sage_inductor.ops.compat import gluon_barrier, reinterpret, tma_load
 from sage_inductor.ops.formats import E4M3_MAX, LOG2E, QK, TINY
 from sage_inductor.ops.quantize.rotate import butterflies, odd_of
@@ -69,7 +69,7 @@ def _to_fp8(x):
 
 @triton.jit
 def _lists_of(b, h, of_list):
-    """A head's List (blocks.py)."""
+    """A head's List (tile_lists.py)."""
     List, stride_lb, stride_lh, _ = of_list
     return List + b.to(tl.int64) * stride_lb + h.to(tl.int64) * stride_lh
 
@@ -394,7 +394,7 @@ def _attend(
 ):  # fmt: skip
     """m, l and o after block j of k and v, in two turns at the tensor cores: the one that this
     warpgroup has, which it passes on, and that of `phase`, which it keeps (ALONE: there are no
-    turns). PART: 0 all of the block is in sight, 1 a part, 2 what its code (blocks.py) says.
+    turns). PART: 0 all of the block is in sight, 1 a part, 2 what its code (tile_lists.py) says.
     k_scale: of each 64 keys; K_ROWS: in shared memory, of each key."""
     BLOCKS: gl.constexpr = BLOCK_N // 64
     k = k_smem.index(stage).permute((1, 0))
@@ -754,7 +754,7 @@ def _hopper_kernel(
     K_own, K_own_scale,  # OWN: as K, and descriptor of [B * H_kv * N_pad] fp32; else any, not read
     V, V_scale, V_mean,  # descriptor of [B * H_kv * BLOCK_DV, N_pad] FP8; [B, H_kv, D_V] twice
     # 16-bit: descriptor of [B, H_kv, N_kv, D_V]; the other two unread
-    Words, List,  # blocks.py; unread but for MASK and LISTED
+    Words, List,  # tile_lists.py; unread but for MASK and LISTED
     Out, Lse,  # [B, H_q, N_q, D_V], [B, H_q, N_q] fp32; KEEPS_MAX: [2, ...], m is the second
     Part, Part_ml,  # [2 * programs, BLOCK_M, BLOCK_DV], [2 * programs, 2, BLOCK_M] fp32: o, m, l
     stride_qb, stride_qh, stride_qn, stride_ob, stride_oh, stride_on,

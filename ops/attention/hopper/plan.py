@@ -17,13 +17,13 @@ from triton.experimental.gluon import language as gl
 
 from sage_inductor.ops import gpus
 from sage_inductor.ops.attention import tiles
-from sage_inductor.ops.attention.hopper.blocks import (
+from sage_inductor.ops.attention.hopper.kernel import _combine_kernel, _hopper_kernel
+from sage_inductor.ops.attention.hopper.tile_lists import (
     BEFORE_ENTRIES,
     _list_tiles_kernel,
     _pack_mask_kernel,
     _rank_tiles_kernel,
 )
-from sage_inductor.ops.attention.hopper.kernel import _combine_kernel, _hopper_kernel
 from sage_inductor.ops.attention.tiles import Tile
 from sage_inductor.ops.attention_call import AttentionCall, broadcast_strides
 from sage_inductor.ops.compat import GluonDescriptor
@@ -134,7 +134,7 @@ class _Launch(NamedTuple):
 
 
 class _Mask(NamedTuple):
-    """What is made of a mask before: blocks.py."""
+    """What is made of a mask before: tile_lists.py."""
 
     made: tuple  # (elements, dtype) of Words and Codes
     strides: tuple  # of Words, as the kernel takes them
@@ -144,7 +144,7 @@ class _Mask(NamedTuple):
 
 
 class _Lists(NamedTuple):
-    """What is made of a mask, or of the caller's lists, or of both: blocks.py."""
+    """What is made of a mask, or of the caller's lists, or of both: tile_lists.py."""
 
     made: int  # elements of List
     strides: tuple  # as the kernel takes them

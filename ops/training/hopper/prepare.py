@@ -1,8 +1,8 @@
-"""What the FP8 backward (kernel.py) reads, in three Triton kernels.
+"""What the FP8 backward (backward_kernels.py) reads, in three Triton kernels.
 
-Letters as in kernel.py: of a row i of q's side, a_i is dO's scale, w_i = 2^(m_i - lse_i), qs_i q's
-scale; of a row j of k's side ks_j and vs_j are k's and v's scales; u_i = |dO_i| / a_i,
-n_i = |o_i - v_mean|. A head of k and v, with the heads of q that share it, has
+Letters as in backward_kernels.py: of a row i of q's side, a_i is dO's scale, qs_i q's scale,
+w_i = 2^(m_i - lse_i); of a row j of k's side ks_j and vs_j are k's and v's scales;
+u_i = |dO_i| / a_i, n_i = |o_i - v_mean|. A head of k and v, with the heads of q that share it, has
 
     beta = max_i u_i max_j |v_j| + max_i (u_i n_i)       >= |dP_ij - delta_ij| / a_i,
            of numbers: a NaN in one head of q or dO stays out of the other heads' dQ
@@ -16,7 +16,7 @@ n_i = |o_i - v_mean|. A head of k and v, with the heads of q that share it, has
     bounds   of each head: beta, and what the scales of qT, oT and kT are made of
     turn     q8, g8 and k8, 8 bits: qT, oT and kT, and what beta goes into
 
-CAUSAL (kernel.py), with maxima over the keys j <= i that a row sees:
+CAUSAL (backward_kernels.py), with maxima over the keys j <= i that a row sees:
 
     beta   = max_i (u_i max_j |v_j| + u_i n_i)
     beta_i = u_i max_j (|v_j| ks_j) + u_i n_i max_j ks_j     of dQ, in m and in row_scale

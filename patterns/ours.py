@@ -11,7 +11,6 @@ Where the call gets a recipe, replace.py takes ``sage.sdpa(...)[1]`` instead of 
 """
 
 import inspect
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,15 +22,9 @@ from sage_inductor.patterns.graph import value_of
 ENTRIES: set = set()
 
 
-class Asked(NamedTuple):
-    """What a call says beside SDPA's arguments."""
-
-    recipe: str  # its argument
-    lse: Node | None  # where it is asked for
-
-
-def as_sdpa(graph: Graph) -> dict[Node, Asked]:
-    """Write every call of an entry as SDPA, in place; the new calls and what they ask for."""
+def as_sdpa(graph: Graph) -> dict[Node, tuple[str, Node | None]]:
+    """Write every call of an entry as SDPA, in place. Of each new call: the recipe that is asked
+    for, and the logsumexp, where it is."""
     asked = {}
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target in ENTRIES:
@@ -39,7 +32,7 @@ def as_sdpa(graph: Graph) -> dict[Node, Asked]:
             given.apply_defaults()
             out, lse = _written(node, **given.arguments)
             node.graph.erase_node(node)
-            asked[out] = Asked(given.arguments["recipe"], lse)
+            asked[out] = given.arguments["recipe"], lse
     return asked
 
 

@@ -19,9 +19,9 @@ from sage_inductor.ops.launch import HAS_PDL, doubled, launch_cached, pdl_option
 from sage_inductor.ops.operands import Kept, Operands
 from sage_inductor.ops.quantize.smooth import launch_estimate
 from sage_inductor.ops.recipe import ROWSCALED_FORWARD
-from sage_inductor.ops.training.hopper.kernel import dkdv_kernel, dq_kernel
+from sage_inductor.ops.training.hopper.backward_kernels import dkdv_kernel, dq_kernel
 from sage_inductor.ops.training.hopper.prepare import launch_prepare
-from sage_inductor.ops.training.kernels import launch_quantize, launch_quantize_twice
+from sage_inductor.ops.training.kernels import empty_codes, launch_quantize, launch_quantize_twice
 from sage_inductor.ops.visibility import Visibility
 
 STAGES, FLUSH = 3, 8  # of loads; blocks of 64 whose sums the tensor cores add up
@@ -47,8 +47,7 @@ def launch(
         of_k = launch_quantize_twice(k, run)
     else:
         k8, k_scale, _ = launch_quantize(k, k_mean, run=run)
-        none = k8.new_empty((B, H_kv, 0, k8.shape[3])), k_scale.new_empty((B, H_kv, 0))
-        of_k = k8, k_scale, *none
+        of_k = k8, k_scale, *empty_codes(k, 1, exists=False)
     of_v = launch_quantize(v, None if is_causal else v_mean, shared=1, run=run)[:2]
     out, stats = launch_forward(q, *of_k, v, is_causal, scale, out_bnhd, run, device)
     return out, *Kept(stats, *of_q, *of_k, *of_v, v_mean)
