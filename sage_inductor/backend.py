@@ -88,7 +88,7 @@ class _Variant(NamedTuple):
     @property
     def decisions(self) -> list[tuple]:
         """Variants with the same of these are the same graph."""
-        return [(x.module, x.call, x.decision._replace(reason="")) for x in self.sites]
+        return [(x.module, x.call, x.decision._replace(reason="", times=None)) for x in self.sites]
 
     def install(self) -> None:
         """Make the modules compute it."""
