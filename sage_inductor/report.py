@@ -60,10 +60,12 @@ class Report(Sequence):
 
     @property
     def rewritten(self) -> list[Site]:
+        """The calls that a recipe computes."""
         return [site for site in self if site.rewritten]
 
     @property
     def refused(self) -> list[Site]:
+        """The calls that stay as they were."""
         return [site for site in self if not site.rewritten]
 
     @property
@@ -361,6 +363,8 @@ def report() -> Report:
         torch._logging.set_logs(modules={"sage_inductor": logging.INFO})
 
     Where Python's own logging is set up, the logger "sage_inductor" at level INFO has it.
+
+    Returns a Report of what was compiled until now: it does not grow afterwards.
     """
     now = session()
     with _lock:
