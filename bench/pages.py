@@ -296,8 +296,12 @@ def constructor(entry: type) -> str:
 
 
 def described(entry) -> str:
-    """The docstring, as Markdown."""
-    return (inspect.getdoc(entry) or "").replace("``", "`")
+    """The docstring, as Markdown: what begins with the names of parameters is an item of a list."""
+    text = (inspect.getdoc(entry) or "").replace("``", "`")
+    if not inspect.isfunction(entry) and not is_dataclass(entry):
+        return text
+    names = "|".join(inspect.signature(entry).parameters)
+    return re.sub(rf"^((?:{names})(?:, (?:{names}))*): ", r"* `\1`: ", text, flags=re.M)
 
 
 def remedies(gpus: dict[str, dict]) -> str:

@@ -157,7 +157,8 @@ def travels() -> bool:
 LONGEST = 120.0  # seconds to wait for many; what is not compiled then compiles where it is launched
 PATIENCE = 20.0  # seconds that a launch waits
 _jobs: dict[tuple, tuple[tuple, concurrent.futures.Future]] = {}
-os.register_at_fork(after_in_child=_jobs.clear)  # nobody would tell the child what is done
+if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
+    os.register_at_fork(after_in_child=_jobs.clear)  # nobody would tell the child what is done
 
 
 def compile_elsewhere(

@@ -97,6 +97,7 @@ class Decision(NamedTuple):
     warpgroups: int | None = None  # a schedule, where times were measured: SdpaCall's
     selection: Selection | None = None  # the blocks of keys that are kept; None: all
     trained_by: str | None = None  # what computes forward and backward together: a name in OPS
+    times: tuple[float, float] | None = None  # ms of the fastest recipe and of SDPA, if compared
 
     @property
     def name(self) -> str | None:

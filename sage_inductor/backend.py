@@ -49,11 +49,16 @@ METADATA = "aot_inductor.metadata"
 def sage_backend(gm: torch.fx.GraphModule, example_inputs, *, mode=None, options=None, **unknown):
     """Inductor, with the attention calls of `gm` rewritten where that pays.
 
+    ``torch.compile(model, backend="sage", options={"sage.recipe": "sage1"})`` calls it.
+
+    gm, example_inputs: what Dynamo gives a backend.
     mode: Inductor's; under ``max-autotune`` and ``max-autotune-no-cudagraphs`` a call's recipes and
-    their tiles are timed with SDPA's backends while compiling. options: Inductor's, and those of
-    docs/reference/options.md, which begin with ``sage.``.
+    their tiles are timed with SDPA's backends while compiling.
+    options: Inductor's, and those of docs/reference/options.md, which begin with ``sage.``.
 
     A policy that names stages (stages.py) gets a variant of the graph for each of them.
+
+    Returns what Inductor returns: a function of the graph's inputs.
 
     Raises SageOptionError (a ValueError) for unknown arguments and for an unknown or ill-typed
     ``sage.`` option, and SageRefused under ``sage.strict``: before Inductor compiles the graph, and
@@ -88,7 +93,7 @@ class _Variant(NamedTuple):
     @property
     def decisions(self) -> list[tuple]:
         """Variants with the same of these are the same graph."""
-        return [(x.module, x.call, x.decision._replace(reason="")) for x in self.sites]
+        return [(x.module, x.call, x.decision._replace(reason="", times=None)) for x in self.sites]
 
     def install(self) -> None:
         """Make the modules compute it."""
@@ -176,6 +181,11 @@ def explain(model, *, options: dict | None = None) -> Callable[..., Report]:
 
     options: as of ``torch.compile``. Nothing is compiled. Like ``torch._dynamo.explain``, it resets
     Dynamo's caches.
+
+    Returns a function of the model's arguments, which returns the Report.
+
+    Raises SageOptionError for an unknown or ill-typed option, before the model runs, and then what
+    the model raises.
     """
     settings = resolve(split(options or {})[0])
 

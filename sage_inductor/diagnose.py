@@ -231,22 +231,24 @@ def diagnose(
     """``diagnose(model)(*args, **kwargs)`` runs ``model(*args, **kwargs)`` once and measures every
     recipe at every attention call.
 
-    recipes: one name or several; without it all. Of these, the ones that run on the inputs' device
-    are measured (on CPU every one, emulated). path: where to write the suggested policy. tolerance:
-    the relative L1 up to which a recipe is suggested. A module gets the fastest recipe that is
-    within the tolerance at each of its calls. That is "auto", if every recipe that "auto" may
-    become there is within it (on CPU: may become on the GPU that was measured). Else it is a named
-    one, and "off" if there is none.
-
-    model may be a function, or a pipeline of diffusers. With
+    model: a module, a function, or a pipeline of diffusers. With
     ``callback_on_step_end=sage_inductor.Schedule(edge=(5, 2))`` each stage gets its errors and
     recipes.
+    recipes: one name or several; without it all. Of these, the ones that run on the inputs' device
+    are measured (on CPU every one, emulated).
+    path: where to write the suggested policy.
+    tolerance: the relative L1, the sum of |out - exact| over that of |exact|, up to which a recipe
+    is suggested. A module gets the fastest recipe that is within the tolerance at each of its
+    calls. That is "auto", if every recipe that "auto" may become there is within it (on CPU: may
+    become on the GPU that was measured). Else it is a named one, and "off" if there is none.
 
     Gradients are off. The model's code, parameters and mode stay as they are, and what a forward
     pass changes it changes. Dynamo's caches are reset. After three seconds stderr shows how many
     calls are measured (by tqdm, where it is installed). Some heads are measured at a time: one of
     k, or more while a tensor has at most 16M numbers. Additional memory: several times
     [H_q / H_kv, N_q, D_v] in float64 and, on CPU, ten times [H_q / H_kv, N_q, N_kv] in fp32.
+
+    Returns a function of the model's arguments, which returns the Diagnosis.
 
     Raises ValueError for unknown recipes, a tolerance that is not a positive number, or a model
     that makes no attention call; OSError, before the model runs, if `path` cannot be written.
@@ -278,8 +280,9 @@ def diagnosing(
     """``with diagnosing(model) as found:`` measures the calls of `model` in the block as `diagnose`
     does, on the inputs that they get there. When the block has ended, `found` is the Diagnosis.
 
-    model: a module that the block calls, such as ``pipe.transformer``. every: with 10, each tenth
-    call is measured, from the first on. recipes, path, tolerance: see `diagnose`.
+    model: a module that the block calls, such as ``pipe.transformer``.
+    recipes, path, tolerance: see `diagnose`.
+    every: with 10, each tenth call is measured, from the first on.
 
     All else in the block runs in eager, also what is compiled. Gradients are as the block has them.
     The memory is that of `diagnose`, however many calls there are: the worst errors of each

@@ -30,14 +30,18 @@ def rewrite(
     A program that was rewritten, saved and loaded is updated to the installed sage_inductor, which
     refuses to run it before that. options play no part in the update.
 
+    exported_program: it is changed, and not copied.
     options: the ``sage.`` options of ``torch.compile(..., backend="sage")``. The example's lengths
     and the stage in force decide which calls are rewritten (a package of several models can have
     one for each stage). Only kernels that travel in a package are used.
 
     Returns the Report of its sites. The program then goes to torch's own
     ``aoti_compile_and_package`` or, for several models in one package, to its ``aot_compile`` and
-    ``package_aoti``. Raises ValueError if the program calls a sage op that needs Python to run, or
-    was rewritten by a version whose recipes mean something else.
+    ``package_aoti``.
+
+    Raises TypeError if it is no ExportedProgram; SageOptionError for an unknown or ill-typed option
+    and for Inductor's; SageRefused under ``sage.strict``; ValueError if the program calls a sage op
+    that needs Python to run, or was rewritten by a version whose recipes mean something else.
     """
     if not isinstance(exported_program, torch.export.ExportedProgram):
         raise TypeError(
@@ -129,9 +133,16 @@ def aoti_compile_and_package(
 ) -> str:
     """``torch._inductor.aoti_compile_and_package`` with the attention calls rewritten.
 
-    The arguments are torch's, and `options` is `rewrite`'s; `exported_program` itself stays as it
-    is. The package needs neither Python nor sage_inductor. Returns its path;
-    ``sage_inductor.report()`` tells what was rewritten. Raises what `rewrite` raises.
+    exported_program: of ``torch.export.export``; it stays as it is.
+    package_path, inductor_configs: torch's.
+    options: `rewrite`'s.
+
+    The package needs neither Python nor sage_inductor, and ``sage_inductor.report()`` tells what
+    was rewritten.
+
+    Returns the package's path.
+
+    Raises what `rewrite` raises, and what torch's function does.
     """
     program = copy.deepcopy(exported_program)
     rewrite(program, options=options)

@@ -57,15 +57,30 @@ def attention(
     """softmax(scale * q k^T + mask) v, quantized where that is faster, else by
     ``torch.nn.functional.scaled_dot_product_attention``, whose arguments these are.
 
-    q [B, H_q, N_q, D], k [B, H_kv, N_kv, D], v [B, H_kv, N_kv, D_v]. recipe: "auto" (what
-    ``sage_inductor.config.recipe`` says), or what to ask for in its place; a rule of the policy
-    that fits comes first, and so does a config that switches everything off. dropout_p: 0; it is
-    there for calls that were SDPA's.
+    What differs from SDPA: `dropout_p` is the last argument and given by name; `recipe` and
+    `return_lse` are added; nested tensors are refused; and a quantized result is not exact
+    (``sage_inductor.diagnose`` measures by how much). On CPU SDPA computes all calls, unless
+    ``config.emulate`` is set.
 
-    Returns out [B, H_q, N_q, D_v], with return_lse also the row logsumexp [B, H_q, N_q]: fp32,
-    natural log, not differentiable. Where SDPA computes out, ``sage::lse`` computes lse.
+    q [B, H_q, N_q, D], k [B, H_kv, N_kv, D], v [B, H_kv, N_kv, D_v]: of one floating dtype. Those
+    of fp16, bf16 and, with ``config.force`` or ``config.emulate``, fp32 may be quantized.
+    attn_mask: bool (True: the query sees the key) or floating (added to the scores), of a shape
+    that broadcasts to [B, H_q, N_q, N_kv].
+    is_causal: query i sees the keys 0 .. i.
+    scale: of the scores; None: 1 / sqrt(D).
+    enable_gqa: H_q may be a multiple of H_kv; a head of k serves H_q / H_kv heads in a row.
+    recipe: "auto" (what ``sage_inductor.config.recipe`` says), or what to ask for in its place; a
+    rule of the policy that fits comes first, and so does a config that switches everything off.
+    return_lse: whether lse is returned, too.
+    dropout_p: 0; it is there for calls that were SDPA's.
+
+    Returns out [B, H_q, N_q, D_v] in q's dtype (under autocast in autocast's), with return_lse also
+    the row logsumexp [B, H_q, N_q]: fp32, natural log, not differentiable. Where SDPA computes out,
+    ``sage::lse`` computes lse.
+
     Raises SageOptionError for an unknown recipe, SageRefused under ``config.strict``, TypeError for
-    nested tensors, and what SDPA raises.
+    nested tensors or an is_causal that is no bool, ValueError for a dropout_p that is not 0 and for
+    dtypes, head_dims, lengths or heads that do not fit each other, and what SDPA raises.
     """
     if dropout_p != 0.0:
         raise ValueError(f"sage_inductor.attention: dropout_p must be 0, got {dropout_p}")

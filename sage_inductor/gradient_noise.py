@@ -135,18 +135,22 @@ def diagnose_training(
     ``loss(model(*args, **kwargs))`` once, backward too, and measures at every attention call the
     error of the gradient by each recipe of ``sage.training``, and the gradient's noise.
 
+    model: it runs in the mode that it is in; call ``model.train()`` before.
     loss: what is trained for, of the model's output: one number, a mean or a sum over examples.
-    recipes: "fp8-backward", "sagebwd", or both; only those are measured that take the call, on the
-    inputs' device (on CPU both, emulated). The examples are the batch dimension of q, k and v, 2 or
-    more. The gradient is that of the parameters of the module that makes the call, as far as q, k
-    and v depend on them, or where they depend on none, of the modules around it.
+    recipes: "fp8-backward", "sagebwd", or both, as without it; only those are measured that take
+    the call, on the inputs' device (on CPU both, emulated).
 
-    The model runs in the mode that it is in: call ``model.train()`` before. Its parameters, their
-    ``grad``, its buffers, and the state of torch's random generators stay as they are. Hooks of
-    parameters run, and what else a forward pass changes it changes. Dynamo's caches are reset.
-    After three seconds stderr shows how many calls are measured. Memory: that of a training step
-    without checkpoints, and what one call takes in float64, some rows at a time; on CPU also a
-    dozen times [H_q / H_kv, N_q, N_kv] in float64.
+    The examples are the batch dimension of q, k and v, 2 or more. The gradient is that of the
+    parameters of the module that makes the call, as far as q, k and v depend on them, or where they
+    depend on none, of the modules around it.
+
+    The model's parameters, their ``grad``, its buffers, and the state of torch's random generators
+    stay as they are. Hooks of parameters run, and what else a forward pass changes it changes.
+    Dynamo's caches are reset. After three seconds stderr shows how many calls are measured. Memory:
+    that of a training step without checkpoints, and what one call takes in float64, some rows at a
+    time; on CPU also a dozen times [H_q / H_kv, N_q, N_kv] in float64.
+
+    Returns a function of the model's arguments, which returns the TrainingDiagnosis.
 
     Raises TypeError if model is no nn.Module; ValueError for unknown recipes, a loss that is not
     one number with a gradient, a batch of 1, or a model that makes no attention call.

@@ -39,6 +39,11 @@ def listing(text: str) -> str:
     return f"<pre>{escape(text)}</pre>"
 
 
+def folded(short: str, part: str) -> str:
+    """HTML that is seen when `short` is opened."""
+    return f"<details><summary>{escape(short)}</summary>\n{part}</details>"
+
+
 def table(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
     """A table. In a `page` it sorts by the column that is clicked, numbers as numbers (NaN above
     all), and one with a column "module" has a field that leaves the rows whose module holds what is

@@ -45,13 +45,19 @@ def gather_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """softmax(scale * q k^T) v of this rank's queries, over the keys of all ranks of a group.
 
-    The keys are in the order of the ranks. q [B, H_q, N_q, D], k [B, H_kv, N_r, D], v
-    [B, H_kv, N_r, D_v] of fp16, bf16 or fp32; H_q a multiple of H_kv. N_q and N_r are this rank's,
-    and may differ from rank to rank; the rest is equal on all, and so is whether N_q is N_r. group:
-    None is the default one. is_causal: a rank's queries are where its keys are, so N_q is N_r.
+    The keys are in the order of the ranks. Unlike `attention`, it always quantizes, and it takes no
+    mask.
+
+    q [B, H_q, N_q, D], k [B, H_kv, N_r, D], v [B, H_kv, N_r, D_v]: of fp16, bf16 or fp32; H_q a
+    multiple of H_kv. N_q and N_r are this rank's, and may differ from rank to rank; the rest is
+    equal on all, and so is whether N_q is N_r.
+    group: None is the default one.
+    is_causal: a rank's queries are where its keys are, so N_q is N_r.
+    scale: of the scores; None: 1 / sqrt(D).
     recipe: "auto" is "sage2-8b-per-token". Neither lengths nor a policy change it.
     lengths: N_r of each rank. None: all are equal. "ask": the ranks tell each other, and the host
     waits for them.
+    return_lse: whether lse is returned, too.
 
     Returns out [B, H_q, N_q, D_v], with return_lse also the row logsumexp [B, H_q, N_q]: fp32,
     natural log. Every rank of the group has to call it. There is no gradient.

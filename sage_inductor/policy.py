@@ -42,12 +42,18 @@ _log = logging.getLogger("sage_inductor")
 class Rule:
     """The recipe of the calls that fit every field. Ranges are inclusive, None: open.
 
-    recipe: a recipe's name, "auto" or "off". module: a glob of the calling module's path, as the
-    report shows it; * also stands for dots, and "*.attn" fits "attn", too. layer: the first number
-    in that path. head_dim: q's. length: the rows of q. stage: the rule holds in this stage only
-    (sage_inductor.stage). keep: self-attention computes the blocks of keys that score highest, this
-    fraction of them or as a Selection says; recipe must be a name. training: in the place of
-    ``sage.training``, for calls that need gradients.
+    recipe: a recipe's name, "auto" or "off".
+    module: a glob of the calling module's path, as the report shows it; * also stands for dots, and
+    "*.attn" fits "attn", too.
+    layer: the first number in that path.
+    head_dim: q's.
+    length: the rows of q.
+    stage: the rule holds in this stage only (sage_inductor.stage).
+    keep: self-attention computes the blocks of keys that score highest, this fraction of them or as
+    a Selection says; recipe must be a name.
+    training: in the place of ``sage.training``, for calls that need gradients.
+
+    Raises ValueError for an unknown recipe; a Policy checks the other fields.
     """
 
     recipe: str  # a name in NAMED, "auto" or "off"
@@ -120,8 +126,9 @@ class CallDescription:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Policy:
-    """Rules in order; the first that fits a call decides its recipe. Raises ValueError for rules
-    that a file may not hold."""
+    """Rules in order; the first that fits a call decides its recipe.
+
+    Raises ValueError for rules that a file may not hold."""
 
     rules: Sequence[Rule] = ()  # kept as a tuple
 
@@ -155,7 +162,8 @@ class Policy:
         return cls(rules)
 
     def save(self, path: str | os.PathLike, note=None) -> None:
-        """Write the file that `load` reads, with a `note`: any JSON."""
+        """Write the file that `load` reads, with a `note`: any JSON. Raises OSError if it cannot be
+        written."""
         with open(path, "w", encoding="utf-8") as file:
             file.write(self.text(note))
 

@@ -33,13 +33,15 @@ log = logging.getLogger("sage_inductor")
 _told: set[Cause] = set()  # that were warned of
 _lock = threading.Lock()
 
-COLUMNS = ("graph", "module", "count", "call", "q", "k", "dtype", "mask", "stage", "recipe",
-           "reason")  # fmt: skip
+COLUMNS = ("graph", "module", "count", "numbers", "call", "q", "k", "dtype", "mask", "stage",
+           "recipe", "ms", "SDPA's ms", "reason")  # fmt: skip
 
 
 class Report(Sequence):
     """The sites of some graphs, in the order they were compiled. `print` it for a verdict and a
-    table, in which calls that are equal but for the numbers in their module's path are one row."""
+    table, in which calls that are equal but for the numbers in their module's path are one row.
+    Its column "numbers" says which numbers these are. Where a recipe's time was compared with
+    SDPA's, "ms" is that of the recipe that the reason is about, with its preparation."""
 
     def __init__(
         self, sites: Sequence[tuple[str, Site]], notes: Sequence[str] = (), without: str = ""
@@ -58,10 +60,12 @@ class Report(Sequence):
 
     @property
     def rewritten(self) -> list[Site]:
+        """The calls that a recipe computes."""
         return [site for site in self if site.rewritten]
 
     @property
     def refused(self) -> list[Site]:
+        """The calls that stay as they were."""
         return [site for site in self if not site.rewritten]
 
     @property
@@ -87,9 +91,10 @@ class Report(Sequence):
     def __str__(self):
         if not self:
             return "\n".join([self.verdict, *self._notes])
-        rows, advice = [row for row, _ in self._grouped()], remedies(self.refused)
-        rows = self._shown(rows)
-        lines = [self.verdict, "", table(rows), *([""] if advice else []), *advice]
+        columns, *rows = self._shown([row for row, _ in self._grouped()])
+        rows = [tuple(map(_text, row)) for row in rows]
+        advice = remedies(self.refused)
+        lines = [self.verdict, "", table([columns, *rows]), *([""] if advice else []), *advice]
         lines += self._notes
         return "\n".join(lines)
 
@@ -97,17 +102,17 @@ class Report(Sequence):
         return f"<Report: {self.verdict}>"
 
     def _repr_html_(self):
-        rows = [row[:-1] + (folded(group[0][1]),) for row, group in self._grouped()]
-        columns, *rows = self._shown(rows)
-        parts = [page.paragraph(self.verdict), page.table(columns, rows) if rows else ""]
+        parts = [page.paragraph(self.verdict), self._table_of_groups() if self else ""]
         return "\n".join([*parts, *map(page.paragraph, [*remedies(self.refused), *self._notes])])
 
     def to_dicts(self) -> list[dict]:
         """A dict for each call, which JSON can hold: graph, module, call (the node's name),
-        spelling, q, k, dtype, mask, device, stage, recipe, keep, reason and remedy.
-        q and k are lists of numbers, with text where a size is dynamic. recipe is None where the
-        call stays SDPA, remedy where it is rewritten, keep where no block of keys is left out, and
-        stage in the entry of all stages that have none of their own."""
+        spelling, q, k, dtype, mask, device, stage, recipe, keep, ms, sdpa_ms, reason
+        and remedy. q and k are lists of numbers, with text where a size is dynamic. recipe is None
+        where the call stays SDPA, remedy where it is rewritten, keep where no block of keys is left
+        out, and stage in the entry of all stages that have none of their own. ms and sdpa_ms are
+        the times that were compared, predicted or measured: of the recipe that the reason is about,
+        with its preparation, and of SDPA. They are None where no times decided."""
         names = "module call spelling q k dtype mask device stage recipe".split()
         return [
             {"graph": graph}
@@ -116,6 +121,7 @@ class Report(Sequence):
                 "q": list(site.q),
                 "k": list(site.k),
                 "keep": site.decision.selection and site.decision.selection.given(),
+                **dict(zip(("ms", "sdpa_ms"), site.decision.times or (None, None), strict=True)),
                 "reason": site.reason,
                 "remedy": None if site.rewritten else reasons.of(site.reason).cause.remedy,
             }
@@ -123,39 +129,52 @@ class Report(Sequence):
         ]
 
     def to_html(self, path: str | os.PathLike) -> None:
-        """Write one page that needs no other file: a row for each call, which sort by any column,
-        a filter by module, reasons and remedies folded, the remedies once more before them, and
-        the versions."""
-        rows = []
-        for graph, site in self._sites:
-            rows.append((graph, *_cells([site])[:-1], folded(site)))
-        columns, *rows = self._shown(rows, "count")
+        """Write one page that needs no other file: the table of equal calls that `print` shows and,
+        folded, a row for each call. Both sort by any column and filter by module. Reasons and
+        remedies are folded, and the remedies stand once more before them. The versions come last.
+        Raises OSError if the file cannot be written."""
+        both = []
+        if self:
+            rows = [(graph, *_cells([site])[:-1], folded(site)) for graph, site in self._sites]
+            columns, *rows = self._shown(rows, "count")
+            every_call = page.folded("every call", page.table(columns, rows))
+            both = [self._table_of_groups(), every_call]
         before = map(page.paragraph, [self.verdict, *remedies(self.refused)])
         after = map(page.paragraph, [*self._notes, made_with(self)])
-        parts = *before, page.table(columns, rows), *after
+        parts = *before, *both, *after
         text = page.page("sage_inductor: attention calls", *parts)
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
 
+    def _table_of_groups(self) -> str:
+        """HTML. A row's modules are folded, so that the filter finds each of them."""
+        rows = []
+        for (graph, where, *cells, _), group in self._grouped():
+            modules = list(dict.fromkeys(_module(site) for _, site in group))
+            module = where if len(modules) == 1 else page.Folded(where, ", ".join(modules))
+            rows.append((graph, module, *cells, folded(group[0][1])))
+        columns, *rows = self._shown(rows)
+        return page.table(columns, rows)
+
     def _shown(self, rows: list[tuple], *without: str) -> list[tuple]:
         """Their columns' names, then the rows, without columns that say nothing: of one graph, of
-        a k that is as q in every call, of no stage."""
+        a k that is as q in every call, and those that are empty."""
         says_something = {
             "graph": len({graph for graph, _ in self._sites}) > 1,
             "k": any(site.q != site.k for site in self),
-            "stage": any(site.stage for site in self),
             **dict.fromkeys(without, False),
         }
-        kept = [i for i, name in enumerate(COLUMNS) if says_something.get(name, True)]
+        filled = [any(cell != "" for cell in column) for column in zip(*rows, strict=True)]
+        kept = [i for i, name in enumerate(COLUMNS) if says_something.get(name, filled[i])]
         names = COLUMNS if says_something["k"] else ["q, k" if x == "q" else x for x in COLUMNS]
         return [tuple(row[i] for i in kept) for row in [names, *rows]]
 
-    def _grouped(self) -> list[tuple[tuple, list[tuple[str, Site]]]]:
+    def _grouped(self) -> list[tuple[tuple[page.Cell, ...], list[tuple[str, Site]]]]:
         """(cells of a row, its calls with their graphs)."""
         groups = grouped(
             self._sites,
             path=lambda each: _module(each[1]),
-            same=lambda each: list(map(_of_any_layer, _cells([each[1]])[2:])),
+            same=lambda each: [_of_any_layer(_text(cell)) for cell in _cells([each[1]])[2:]],
         )
         rows = []
         for where, group in groups:
@@ -166,15 +185,20 @@ class Report(Sequence):
         return rows
 
 
-def _cells(sites: list[Site]) -> tuple[str, ...]:
+def _cells(sites: list[Site]) -> tuple[page.Cell, ...]:
     """What a row says of equal calls, from "module" on."""
     site = sites[0]
     q, k = (str(list(x)).replace("'", "") for x in (site.q, site.k))
     recipe = site.recipe or "-"
     return (
-        _module(site), f"x{len(sites)}", site.spelling, q, k, site.dtype, site.mask,
-        site.stage or "", recipe, site.reason,
+        _module(site), f"x{len(sites)}", _numbers([_module(site) for site in sites]), site.spelling,
+        q, k, site.dtype, site.mask, site.stage or "", recipe, *(site.decision.times or ("", "")),
+        site.reason,
     )  # fmt: skip
+
+
+def _text(cell: page.Cell) -> str:
+    return f"{cell:.3g}" if isinstance(cell, float) else str(cell)
 
 
 def _kinds(sites: Iterable[Site]) -> list[tuple[Reason, int]]:
@@ -253,9 +277,33 @@ def grouped(items: Iterable, path: Callable, same: Callable) -> list[tuple[str, 
     return [(_glob([path(item) for item in group]), group) for group in groups.values()]
 
 
+def _pieces(paths: list[str]) -> list[tuple[str, ...]]:
+    """What each path has, number by number and between them."""
+    return list(zip(*(re.split(r"(\d+)", path) for path in paths), strict=True))
+
+
 def _glob(paths: list[str]) -> str:
-    pieces = zip(*(re.split(r"(\d+)", path) for path in paths), strict=True)
-    return "".join(piece[0] if len(set(piece)) == 1 else "*" for piece in pieces)
+    return "".join(piece[0] if len(set(piece)) == 1 else "*" for piece in _pieces(paths))
+
+
+def _numbers(paths: list[str]) -> str:
+    """What the stars of their glob stand for: "0-11", "0, 46-47", and of two stars "0-1; 0-5"."""
+    return "; ".join(_ranges(set(map(int, p))) for p in _pieces(paths) if len(set(p)) > 1)
+
+
+MOST_RANGES = 4
+
+
+def _ranges(numbers: set[int]) -> str:
+    runs: list[list[int]] = []
+    for n in sorted(numbers):
+        if runs and n == runs[-1][1] + 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    if len(runs) > MOST_RANGES:
+        return f"{len(numbers)} of {runs[0][0]}-{runs[-1][1]}"
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
 def table(rows: list[tuple[str, ...]]) -> str:
@@ -315,6 +363,8 @@ def report() -> Report:
         torch._logging.set_logs(modules={"sage_inductor": logging.INFO})
 
     Where Python's own logging is set up, the logger "sage_inductor" at level INFO has it.
+
+    Returns a Report of what was compiled until now: it does not grow afterwards.
     """
     now = session()
     with _lock:

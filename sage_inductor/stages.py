@@ -43,7 +43,12 @@ def _begin(name: str | None) -> contextvars.Token:
 @contextlib.contextmanager
 def stage(name: str | None) -> Iterator[None]:
     """Calls inside the ``with`` block run in this stage, in this thread or task; None: in no stage.
-    Afterwards the stage is what it was before. A policy that names no such stage ignores it."""
+    Afterwards the stage is what it was before. A policy that names no such stage ignores it.
+
+    name: what rules of a policy call the stage.
+
+    Raises ValueError for a name that is no string, or empty.
+    """
     check(name)
     token = _begin(name)
     try:

@@ -54,8 +54,13 @@ from sage_inductor.settings import Settings
 # bench/lists.py, with 10 to 100 % of the blocks.
 LISTS_FROM = 16384
 
-# What a call becomes, and why; (None, a Reason: why it stays as it was).
-Choice = tuple[Candidate | None, str]
+
+class Choice(NamedTuple):
+    """What a call becomes, and why."""
+
+    candidate: Candidate | None  # None: it stays as it was
+    reason: str  # a Reason where it stays
+    times: tuple[float, float] | None = None  # `Decision.times`
 
 
 def rewrite(gm: torch.fx.GraphModule, settings: Settings) -> list[Site]:
@@ -81,9 +86,9 @@ def decide(call: Call, settings: Settings) -> Decision:
     if request.training != OFF and call.out.requires_grad and not settings.portable:
         return _trained(call, settings, request)
     call = dataclasses.replace(call, selection=request.selection)
-    candidate, reason = _quantized(call, settings, request)
+    candidate, reason, times = _quantized(call, settings, request)
     if candidate is None:
-        return Decision(None, reason)
+        return Decision(None, reason, times=times)
     if settings.portable and (refused := _of_one_block(call, candidate.recipe)):
         return Decision(None, refused)
     if stacks(call, recipes.NAMED[candidate.recipe]):
@@ -92,7 +97,7 @@ def decide(call: Call, settings: Settings) -> Decision:
         reason += _left_behind(CallShape.of(call), candidate.recipe)
     elif call.out.requires_grad:
         reason += "; its backward is exact attention's"
-    return Decision(candidate.recipe, reason, candidate.warpgroups, request.selection)
+    return Decision(candidate.recipe, reason, candidate.warpgroups, request.selection, times=times)
 
 
 def _stays_on_cpu(call: Call, settings: Settings) -> bool:
@@ -181,16 +186,16 @@ def _trained(call: Call, settings: Settings, request: Request) -> Decision:
         return Decision(None, reason)
     if not is_auto:
         return Decision(None, "asked for, forward and backward", trained_by=by)
-    candidate, reason = _fastest(call, shape, settings, (by,))
-    return Decision(None, reason, trained_by=candidate and candidate.recipe)
+    candidate, reason, times = _fastest(call, shape, settings, (by,))
+    return Decision(None, reason, trained_by=candidate and candidate.recipe, times=times)
 
 
 def _quantized(call: Call, settings: Settings, request: Request) -> Choice:
     if call.selection is not None and (reason := why_not_selected(call)):
-        return None, reason + request.of_rule
-    candidate, reason = _recipe(call, CallShape.of(call), settings, request.recipe)
+        return Choice(None, reason + request.of_rule)
+    choice = _recipe(call, CallShape.of(call), settings, request.recipe)
     kept = f"; keep {call.selection.given()}" if call.selection is not None else ""
-    return candidate, reason + kept + request.of_rule
+    return choice._replace(reason=choice.reason + kept + request.of_rule)
 
 
 def _recipe(call: Call, shape: CallShape, settings: Settings, wanted: str) -> Choice:
@@ -198,7 +203,7 @@ def _recipe(call: Call, shape: CallShape, settings: Settings, wanted: str) -> Ch
     speed does not speak against it."""
     is_cpu = shape.capability is None
     if is_cpu and not settings.emulate:
-        return None, reasons.ON_CPU()
+        return Choice(None, reasons.ON_CPU())
     names = (wanted,)
     if wanted == AUTO:
         names = ("sage2-8b",) if is_cpu else auto_recipes(shape.capability, shape.head_dim)
@@ -210,6 +215,7 @@ def _recipe(call: Call, shape: CallShape, settings: Settings, wanted: str) -> Ch
             refused[reasons.NO_KERNEL.worded(str(error))] = None
         else:
             runnable.append(name)
+    times = None
     if not runnable:
         candidate, reason = None, reasons.joined([*refused])
     elif settings.emulate or settings.force:
@@ -219,12 +225,12 @@ def _recipe(call: Call, shape: CallShape, settings: Settings, wanted: str) -> Ch
     elif call.out.requires_grad:
         candidate, reason = None, reasons.joined([reasons.EXACT_BACKWARD(), *refused])
     else:
-        candidate, reason = _fastest(call, shape, settings, tuple(runnable))
+        candidate, reason, times = _fastest(call, shape, settings, tuple(runnable))
         reason = reason if candidate else reasons.joined([reason, *refused])
     if not is_cpu and (lost := tiles.hopper_unavailable(shape.capability)):
         if shape.suits_hopper(recipes.NAMED["sage2-8b-rotated" if wanted == AUTO else wanted]):
             reason = reasons.HOPPER_LOST.worded(f"{reason}; {lost}", compat.GLUON_VERSIONS)
-    return candidate, reason
+    return Choice(candidate, reason, times)
 
 
 def _of_one_block(call: Call, recipe: str) -> Reason | None:
@@ -311,16 +317,17 @@ def _timed(shape: CallShape, case: BenchmarkCase, found: timing.Timed) -> Choice
     why = "".join(f"; {each.recipe}{each.tile} failed: {found[each]}" for each in failed)
     if not ours or not times:
         missing = "no recipe" if times else "no backend of SDPA"
-        return None, reasons.UNTIMED(what, missing, why)
+        return Choice(None, reasons.UNTIMED(what, missing, why))
     fastest = min(ours, key=ours.get)
-    ratio = min(times.values()) / ours[fastest]
+    compared = ours[fastest], min(times.values())
+    ratio = compared[1] / compared[0]
     if ratio < cost.MIN_SPEEDUP:
         how = "faster" if ratio < 1 else "as fast"
-        return None, reasons.TIMED_SLOWER(what, how, ratio, why)
+        return Choice(None, reasons.TIMED_SLOWER(what, how, ratio, why), compared)
     reason = f"{what}: {ratio:.2f}x the fastest of SDPA{fastest.tile and ','}{fastest.tile}{why}"
     if case.flash_attention != families.TORCHS_FLASH:
         reason += f"; SDPA's flash attention is {case.flash_attention}"
-    return fastest, reason
+    return Choice(fastest, reason, compared)
 
 
 def _predicted(call: Call, shape: CallShape, settings: Settings, names: tuple[str, ...]) -> Choice:
@@ -335,16 +342,16 @@ def _predicted(call: Call, shape: CallShape, settings: Settings, names: tuple[st
     if settings.portable:
         behind = {name: _left_behind(shape, name) for name in names}
         if all(behind.values()):
-            return None, reasons.NOT_IN_A_PACKAGE(what(names[0]), behind[names[0]])
+            return Choice(None, reasons.NOT_IN_A_PACKAGE(what(names[0]), behind[names[0]]))
         names = tuple(name for name in names if not behind[name])
     fixed = all(isinstance(n, int) or settings.portable and hint(n) for n in lengths)
     known = [name for name in names if tables.with_times(gpu, family, (name,))]
     if (fixed or not known) and not all(_at_least(n, cost.SHORTEST, settings) for n in lengths):
-        return None, reasons.TOO_SHORT(cost.SHORTEST)
+        return Choice(None, reasons.TOO_SHORT(cost.SHORTEST))
     if not known:
         of = what(names[0]), gpu
         if unmeasured := _calibrate(shape.device, family, names, settings, of):
-            return None, unmeasured
+            return Choice(None, unmeasured)
         known = [name for name in names if tables.with_times(gpu, family, (name,))]
     heads = tuple(_floor(n, settings) for n in (*shape.q[:2], shape.k[1]))
     stacked = {name: _stacks(call, shape, name) for name in known}
@@ -357,9 +364,10 @@ def _predicted(call: Call, shape: CallShape, settings: Settings, names: tuple[st
 
     if fixed:
         best = cost.fastest([predict(name) for name in known])
+        times = best.ours, best.sdpa
         if not best.wins:
-            return None, reasons.NO_SPEEDUP(what(best.recipe), best)
-        return Candidate(best.recipe), str(best)
+            return Choice(None, reasons.NO_SPEEDUP(what(best.recipe), best), times)
+        return Choice(Candidate(best.recipe), str(best), times)
     refused = []
     for name in known:
         first = cost.first_length(lambda N, name=name: predict(name, N).wins)
@@ -367,11 +375,14 @@ def _predicted(call: Call, shape: CallShape, settings: Settings, names: tuple[st
         if first is None:
             refused.append(reasons.AT_NO_LENGTH(what(name)))
         elif all(_at_least(n, at, settings) for n, at in zip(lengths, least, strict=True)):
-            now = "" if None in map(hint, lengths) else f", {predict(name)} at N={hint(lengths[0])}"
-            return Candidate(name), f"N >= {first}{now}"
+            if None in map(hint, lengths):
+                return Choice(Candidate(name), f"N >= {first}")
+            now = predict(name)
+            reason = f"N >= {first}, {now} at N={hint(lengths[0])}"
+            return Choice(Candidate(name), reason, (now.ours, now.sdpa))
         else:
             refused.append(reasons.FROM_LENGTH(what(name), first))
-    return None, refused[0]
+    return Choice(None, refused[0])
 
 
 def _by_lists(shape: CallShape, settings: Settings, recipe: str) -> Choice:
@@ -381,10 +392,10 @@ def _by_lists(shape: CallShape, settings: Settings, recipe: str) -> Choice:
     suits = shape.suits_hopper(recipes.NAMED[recipe])
     known = tables.gpu_name(shape.device) == tables.H200 and suits and not lost
     if not known or pad_head_dim(shape.head_dim) not in (64, 128):
-        return None, reasons.LISTS_UNMEASURED(recipe, behind)
+        return Choice(None, reasons.LISTS_UNMEASURED(recipe, behind))
     if not all(_at_least(n, LISTS_FROM, settings) for n in shape.lengths):
-        return None, reasons.LISTS_FROM_LENGTH(recipe, LISTS_FROM)
-    return Candidate(recipe), f"by block lists, N >= {LISTS_FROM}"
+        return Choice(None, reasons.LISTS_FROM_LENGTH(recipe, LISTS_FROM))
+    return Choice(Candidate(recipe), f"by block lists, N >= {LISTS_FROM}")
 
 
 def _calibrate(

@@ -2,6 +2,7 @@
 the clock of max-autotune."""
 
 import contextlib
+import itertools
 import re
 from pathlib import Path
 from unittest import mock
@@ -291,6 +292,7 @@ def test_a_dynamic_length_is_guarded_where_the_recipe_begins_to_win(portable, mo
             assert "x SDPA by the fit" in site.reason
         else:
             assert re.search(reason, site.reason), site.reason
+            assert (site.decision.times is not None) == rewritten
             assert any(str(first) in guard for guard in guards), guards
 
 
@@ -682,14 +684,16 @@ def test_a_call_trains_by_the_fp8_backward_where_the_fit_says_that_a_step_is_fas
     assert site.recipe == "fp8-backward"
     speedup, ours, sdpa = map(float, found.groups())
     assert speedup > 1.5 and sdpa / ours == pytest.approx(speedup, rel=0.01)
+    assert site.decision.times == pytest.approx((ours, sdpa), rel=0.01)
     site = step((1, 2, 2, 512, 128))
-    assert not site.rewritten
+    assert not site.rewritten and site.decision.times[0] > site.decision.times[1]
     assert re.fullmatch(
         r"never slower: fp8-backward with head_dim 128, full-training, B\*H=2 is 0\.\d+x SDPA by the fit "
         r"\([\d.]+ and [\d.]+ ms\)", site.reason,
     )  # fmt: skip
     site = step((1, 32, 32, 255, 128))
     assert site.reason == "never slower: a call with fewer than 256 queries or keys"
+    assert site.decision.times is None
 
 
 def test_the_fp8_backward_wins_by_the_margin_of_inference(monkeypatch):
@@ -822,8 +826,9 @@ def test_a_dynamic_length_trains_from_where_the_fp8_backward_begins_to_win(monke
     assert not sites[300].rewritten and "full-training, B*H=8 wins from N=" in sites[300].reason
     first = int(re.search(r"wins from N=(\d+)", sites[300].reason)[1])
     assert 256 < first < 16384
-    recipe, reason, *_, trained_by = sites[16384].decision
-    assert (recipe, trained_by) == (None, "fp8-backward") and reason.startswith(f"N >= {first}, ")
+    found = sites[16384].decision
+    assert (found.recipe, found.trained_by) == (None, "fp8-backward")
+    assert found.reason.startswith(f"N >= {first}, ")
 
 
 def test_under_max_autotune_a_step_is_timed():
@@ -835,6 +840,7 @@ def test_under_max_autotune_a_step_is_timed():
         clock = Clock(fp8_backward=ms)
         site = step((2, 8, 4, 1000, 64), benchmark=clock)
         assert (site.recipe, site.reason) == (recipe, reason)
+        assert site.decision.times == (None if isinstance(ms, str) else (ms, 1.0))
         (case,) = clock.cases
         assert case.shape.trains and case.candidates == (("fp8-backward", None),)
         assert (case.shape.q, case.shape.k) == ((2, 8, 1000, 64), (2, 4, 1000, 64))
@@ -894,6 +900,9 @@ def test_the_fastest_by_the_clock_is_taken(ms, recipe, reason):
     clock = Clock(**ms)
     site = decide(SHORT, benchmark=clock)
     assert (site.recipe, site.reason) == (recipe, reason)
+    of_tiles = (each.values() if isinstance(each, dict) else [each] for each in ms.values())
+    timed = [each for each in itertools.chain(*of_tiles) if not isinstance(each, str)]
+    assert site.decision.times == ((min(timed), 1.0) if timed else None)
     case = clock.cases[0]
     assert case.shape[2:5] == ((1, 4, 64, 128), (1, 2, 64, 128), (1, 2, 64, 128))  # q, k, v
     assert (case.shape.device.type, case.shape.dtype) == ("cuda", torch.bfloat16)

@@ -8,6 +8,7 @@ import ctypes
 import dataclasses
 import doctest
 import functools
+import inspect
 import io
 import os
 import re
@@ -528,3 +529,13 @@ def test_every_error_of_a_package_is_explained():
 def test_the_api_has_each_public_name_once():
     names = [name for its in written.TASKS.values() for name in its]
     assert sorted(names) == sorted({*sage_inductor.__all__} - {"__version__", "config"})
+
+
+def test_the_docstring_of_a_public_function_names_each_parameter_and_what_it_raises():
+    functions = [getattr(sage_inductor, name) for name in sage_inductor.__all__]
+    for function in filter(inspect.isfunction, functions):
+        given = inspect.signature(function).parameters.values()
+        names = [each.name for each in given if each.kind is not each.VAR_KEYWORD]
+        missing = [name for name in names if not re.search(rf"\b{name}\b", function.__doc__)]
+        assert not missing, (function.__name__, missing)
+        assert not names or "Raises " in function.__doc__, function.__name__

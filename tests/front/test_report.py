@@ -114,16 +114,51 @@ def test_equal_calls_are_one_row_below_one_line_of_verdict():
     found = twenty_three()
     lines = str(found).splitlines()
     assert lines[0] == found.verdict == "12 of 23 attention calls use sage2-8b; 11 stay: N < 3072"
-    rows = [re.split(r"  +", line)[:4] for line in lines[4:7]]
+    rows = [re.split(r"  +", line)[:5] for line in lines[4:7]]
     assert rows == [
-        ["0/0", "blocks.*.attn", "x12", "SDPA"],
-        ["0/0, 1/0", "blocks.*.attn", "x9", "SDPA"],
-        ["0/0", "refiner.*.cross2", "x2", "SDPA"],
+        ["0/0", "blocks.*.attn", "x12", "0-11", "SDPA"],
+        ["0/0, 1/0", "blocks.*.attn", "x9", "0-7, 9", "SDPA"],
+        ["0/0", "refiner.*.cross2", "x2", "0-1", "SDPA"],
     ]
     assert lines[7:] == ["", f"N < 3072: {reasons.of(SHORT).cause.remedy}"]
     assert (
         repr(found) == f"<Report: {found.verdict}>" and str(found[:1]).count("blocks.0.attn") == 1
     )
+
+
+@pytest.mark.parametrize(
+    "places, shown",
+    [
+        ([(0, 0), (0, 1)], "0-1"),
+        ([(0, 0), (0, 10), (2, 2)], "0, 2; 0, 2, 10"),
+        ([(7, i) for i in (9, 0, 46, 47, 10)], "0, 9-10, 46-47"),
+        ([(7, 2 * i) for i in range(9)], "9 of 0-16"),
+    ],
+)
+def test_a_row_says_which_numbers_its_stars_stand_for(places, shown):
+    sites = [site("stages.{}.blocks.{}".format(*each)) for each in places]
+    head, _, row = str(Report([("-", each) for each in sites])).splitlines()[2:5]
+    cells = dict(zip(re.split("  +", head), re.split("  +", row)))
+    assert (cells["count"], cells["numbers"]) == (f"x{len(places)}", shown)
+
+
+def test_times_that_were_compared_are_columns_of_tables_and_of_dicts(tmp_path):
+    sites = layers(3, reason=SHORT)
+    decision = sites[0].decision._replace(times=(0.51234, 0.25))
+    sites[:2] = [dataclasses.replace(each, decision=decision) for each in sites[:2]]
+    found = Report([("-", each) for each in sites])
+    head, _, *rows = str(found).splitlines()[2:6]
+    assert re.search("  recipe  ms     SDPA's ms  reason$", head)
+    assert [re.sub(" +", " ", row).split(" - ")[1] for row in rows] == [
+        f"0.512 0.25 {SHORT}", str(SHORT),
+    ]  # fmt: skip
+    given = [(each["ms"], each["sdpa_ms"]) for each in found.to_dicts()]
+    assert given == [(0.51234, 0.25)] * 2 + [(None, None)]
+    found.to_html(tmp_path / "report.html")
+    parsed = Page((tmp_path / "report.html").read_text())
+    times = [row[-3:-1] for row in parsed.rows]
+    head, compared, none = ["ms", "SDPA's ms"], ["0.5123", "0.25"], ["", ""]
+    assert times == [head, compared, none, head, compared, compared, none]
 
 
 def test_a_row_of_many_graphs_counts_them_and_nodes_in_reasons_do_not_part_calls():
@@ -260,7 +295,7 @@ def test_dicts_hold_every_call_and_are_json():
     assert one == {
         "graph": "0/0", "module": "", "call": "scaled_dot_product_attention", "spelling": "SDPA",
         "q": [1, 2, 16, 64], "k": [1, 2, 16, 64], "dtype": "float32", "mask": "none", "device": "cpu", "stage": None,
-        "recipe": "sage2-8b", "keep": None, "reason": "emulated", "remedy": None,
+        "recipe": "sage2-8b", "keep": None, "ms": None, "sdpa_ms": None, "reason": "emulated", "remedy": None,
     }  # fmt: skip
     assert two["recipe"] is None and two["remedy"] == reasons.DROPOUT.remedy
     assert [each["graph"] for each in twenty_three().to_dicts()] == ["0/0"] * 22 + ["1/0"]
@@ -316,13 +351,35 @@ def test_a_page_shows_every_call_escaped_and_needs_no_other_file(tmp_path):
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
     parsed = Page(text)
     assert not parsed.open and [tag for tag, _ in parsed.tags].count("script") == 1
-    head, *rows = parsed.rows
+    head, *groups = parsed.rows[:5]
+    assert head == [
+        "graph",
+        "module",
+        "count",
+        "numbers",
+        "call",
+        "q, k",
+        "dtype",
+        "mask",
+        "recipe",
+        "reason",
+    ]
+    modules = ", ".join(f"blocks.{i}.attn" for i in range(12))
+    assert groups[0][:4] == ["0/0", f"blocks.*.attn{modules}", "x12", "0-11"]
+    assert groups[-1][1] == HOSTILE and reasons.of(SHORT).cause.remedy in groups[1][-1]
+    head, *rows = parsed.rows[5:]
     assert head == ["graph", "module", "call", "q, k", "dtype", "mask", "recipe", "reason"]
     assert len(rows) == 24 and rows[0][:3] == ["0/0", "blocks.0.attn", "SDPA"]
     assert rows[0][-2:] == ["sage2-8b", "N >= 3072"]
     assert rows[-1][1] == HOSTILE and 'said "<b>" & dropout' in rows[-1][-1]
     assert {"details", "summary"} <= alone(parsed) and "http" not in text and "@import" not in text
     assert reasons.of(SHORT).cause.remedy in rows[-2][-1] and found.verdict in html.unescape(text)
+
+
+def test_a_page_without_calls_says_why(tmp_path):
+    Report([], without="nothing was compiled").to_html(tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    assert "no attention call was seen: nothing was compiled" in text and "<table" not in text
 
 
 def test_columns_that_say_nothing_are_left_out():
@@ -342,10 +399,13 @@ def test_columns_that_say_nothing_are_left_out():
 
 def test_a_notebook_shows_groups_without_a_script():
     parsed = Page(twenty_three()._repr_html_())
-    assert [row[:3] for row in parsed.rows[1:]] == [
-        ["0/0", "blocks.*.attn", "x12"],
-        ["0/0, 1/0", "blocks.*.attn", "x9"],
-        ["0/0", "refiner.*.cross2", "x2"],
+    modules = [
+        ", ".join(f"blocks.{i}.attn" for i in numbers) for numbers in (range(12), (*range(8), 9))
+    ]
+    assert [row[:4] for row in parsed.rows[1:]] == [
+        ["0/0", f"blocks.*.attn{modules[0]}", "x12", "0-11"],
+        ["0/0, 1/0", f"blocks.*.attn{modules[1]}", "x9", "0-7, 9"],
+        ["0/0", "refiner.*.cross2refiner.0.cross2, refiner.1.cross2", "x2", "0-1"],
     ]
     assert not parsed.open and "script" not in alone(parsed)
     assert "no attention call was seen" in Report([])._repr_html_()
@@ -443,7 +503,7 @@ def test_in_a_browser_a_page_sorts_filters_and_unfolds(tmp_path):
 
 LOOK = """
 told.title = document.title; told.rows = document.querySelectorAll("tbody tr").length;
-told.scripts = document.scripts.length; told.last = [...document.querySelectorAll("tbody tr")].at(-1).cells[1].innerText;
+told.scripts = document.scripts.length; told.last = [...document.querySelectorAll("tbody tr")].at(-1).cells[1].textContent;
 told.map = document.querySelector("svg")?.getBoundingClientRect().height ?? 0;
 const lines = cell => { const all = new Range(); all.selectNodeContents(cell); return all.getClientRects().length };
 told.lines = Math.max(...[...document.querySelectorAll("td:not(:has(details))")].map(lines))
@@ -455,7 +515,14 @@ def test_in_a_browser_reports_and_diagnoses_are_whole_and_run_nothing_of_a_model
     Report([*twenty_three()._sites, ("2/0", site(HOSTILE))]).to_html(tmp_path / "report.html")
     told = in_chromium(tmp_path / "report.html", LOOK)
     title = "sage_inductor: attention calls"
-    assert told == {"title": title, "rows": 24, "scripts": 2, "last": HOSTILE, "map": 0, "lines": 1}
+    assert told == {
+        "title": title,
+        "rows": 4 + 24,
+        "scripts": 2,
+        "last": HOSTILE,
+        "map": 0,
+        "lines": 1,
+    }
     found = sage_inductor.diagnose(lambda q: sdpa(q, q, q), recipes="sage1")(
         torch.randn(1, 1, 8, 16)
     )
