@@ -83,6 +83,21 @@ def default_of_diffusers():
 
 
 @pytest.fixture
+def by_inductor():
+    """For tests of which Inductor compiles the graphs, in a file that has `graphs_run_op_by_op`."""
+
+
+@pytest.fixture
+def graphs_run_op_by_op(request):
+    """No code of Inductor's: what it is given runs op by op, but on a GPU."""
+    from support import op_by_op
+
+    on_gpu = "cuda" in request.node.name or request.node.get_closest_marker("gpu")
+    with op_by_op("by_inductor" not in request.fixturenames and not on_gpu):
+        yield
+
+
+@pytest.fixture
 def generated():
     """Inductor fuses ops into code of its own, with layouts that it chooses."""
     if not hasattr(inductor, "fallback_by_default"):

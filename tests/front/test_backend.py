@@ -19,6 +19,7 @@ import pytest
 import support
 import torch
 import torch.nn.functional as F
+from models import Attention
 from support import config_anew, cos_sim
 from torch._dynamo.utils import counters
 from torch._inductor import compile_fx
@@ -34,24 +35,8 @@ from sage_inductor.settings import Settings
 EMULATE = {"sage.emulate": True}
 
 
-class Attention(torch.nn.Module):
-    """Self-attention with fused QKV, as models hand it to SDPA: transposed views."""
-
-    def __init__(self, dim=128, heads=4, is_causal=True):
-        super().__init__()
-        self.qkv = torch.nn.Linear(dim, 3 * dim)
-        self.out = torch.nn.Linear(dim, dim)
-        self.heads, self.is_causal = heads, is_causal
-
-    def forward(self, x):
-        B, N, C = x.shape
-        q, k, v = self.qkv(x).view(B, N, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        o = F.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal)
-        return x + self.out(o.transpose(1, 2).reshape(B, N, C))
-
-
-def model():
-    return torch.nn.Sequential(Attention(), Attention())
+def model(layers=2):
+    return torch.nn.Sequential(*(Attention(128, 4, is_causal=True) for _ in range(layers)))
 
 
 def dropped(q, k, v):
@@ -73,7 +58,7 @@ def test_compiled_emulation_equals_the_eager_op():
 
 
 def test_training_for_50_steps_follows_inductor():
-    x, make = torch.randn(2, 64, 128), lambda: torch.nn.Sequential(Attention())
+    x, make = torch.randn(2, 64, 128), functools.partial(model, 1)
     support.check_50_steps(make, x, 1e-3, EMULATE, fullgraph=True)
     assert len(sage_inductor.report().rewritten) == 1
 
@@ -150,10 +135,9 @@ def run(options, function=F.scaled_dot_product_attention, backend="sage", **kwar
     "options, message",
     [
         ({"sage.recpie": "sage1"}, r"sage.recpie does not exist: did you mean sage.recipe\? \(got 'sage1'\)"),
-        ({"sage.recipe": "sage2"}, r"sage.recipe must be one of .*'sage2-8b'.*, got 'sage2': did you mean"),
+        ({"sage.recipe": "sage2"}, r"sage.recipe must be one of .*'sage2-8b'.*, got 'sage2': did you mean 'sage2-8b'"),
         ({"sage.force": "yes"}, "sage.force must be True or False, got 'yes'"),
         ({"sage.emulate": 1}, "sage.emulate must be True or False, got 1"),
-        ({"sage.recipe": "sage2"}, "did you mean 'sage2-8b'"),
         ({"sage.recipe": "SAGE1"}, "did you mean 'sage1'"),
         ({"sage.recipe": "sage1-per-tokn"}, "did you mean 'sage1-per-token'"),
         ({"sage.mode": "fast"}, r"sage.mode must be one of \[.*'reduce-overhead'.*\], got 'fast'"),
@@ -279,9 +263,6 @@ def test_config_patch_is_a_decorator_and_restores():
 
     assert inside() == ("off", True)
     assert (config.recipe, config.force) == ("auto", False)
-    with pytest.raises(ValueError), config.patch({"recipe": "sage9"}):
-        pass
-    assert config.recipe == "auto"
 
 
 def test_tools_that_put_values_in_place_for_a_test_put_them_back():

@@ -1,6 +1,7 @@
 """What diagnose measures, against computations of its own; what it suggests; what it leaves alone."""
 
 import dataclasses
+import functools
 import gc
 import json
 import math
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 import tqdm
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import Transformer
 from torch import nn
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
@@ -38,43 +40,18 @@ from sage_inductor.policy import Rule
 sdpa = F.scaled_dot_product_attention
 
 
-class Attention(nn.Module):
-    """alter: what happens to q, k and v [B, H, N, D] before they meet."""
-
-    def __init__(self, alter=None, dim=64, heads=2):
-        super().__init__()
-        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-        self.heads, self.alter = heads, alter
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        q, k, v = (8 * q, 2 * k, v) if self.alter is None else self.alter(8 * q, 2 * k, v)
-        return self.out(sdpa(q, k, v).transpose(1, 2).flatten(2))
-
-
-class Transformer(nn.Module):
-    def __init__(self, *alter):
-        super().__init__()
-        self.layers = nn.ModuleList(Attention(each) for each in alter)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = x + layer(F.layer_norm(x, x.shape[-1:]))
-        return x
-
-
 def with_an_outlier_channel(q, k, v):
     """A channel of k that q does not look at, but that sets the scale of all others."""
     k, q = k.clone(), q.clone()
     k[..., 0], q[..., 0] = 3000 * k[..., 1], 0
-    return q, k, v
+    return sdpa(q, k, v)
 
 
 def with_a_strong_channel(q, k, v):
     """A channel of k that q does look at."""
     k = k.clone()
     k[..., 5] *= 40
-    return q, k, v
+    return sdpa(q, k, v)
 
 
 def with_values_that_cancel(q, k, v):
@@ -88,8 +65,8 @@ def with_values_that_cancel(q, k, v):
 
 @torch.no_grad()
 def test_hostile_layers_are_found_and_get_what_copes(tmp_path):
-    hostile = {1: with_an_outlier_channel, 3: with_values_that_cancel}
-    model = Transformer(*(hostile.get(i) for i in range(6)))
+    hostile = {1: with_an_outlier_channel, 3: lambda *x: sdpa(*with_values_that_cancel(*x))}
+    model = Transformer(*(hostile.get(i, sdpa) for i in range(6)))
     x, path = torch.randn(2, 96, 64), tmp_path / "policy.json"
     found = diagnose(model, path=path)(x)
 
@@ -124,7 +101,7 @@ def test_hostile_layers_are_found_and_get_what_copes(tmp_path):
 
 @torch.no_grad()
 def test_calls_that_agree_get_one_rule_and_the_table_shows_it():
-    found = diagnose(Transformer(None, None))(torch.randn(1, 50, 64))
+    found = diagnose(Transformer(sdpa, sdpa))(torch.randn(1, 50, 64))
     assert found.policy == Policy((Rule("auto"),))
     lines = str(found).splitlines()
     assert lines[0] == found.verdict == "2 modules, relative L1 <= 0.05: auto"
@@ -136,21 +113,17 @@ def test_calls_that_agree_get_one_rule_and_the_table_shows_it():
     assert set(found.shown) == {"sdpa", *BY_SPEED, *auto_recipes(None, 32)}
     assert '{"recipe": "auto"}' in str(found) and not found.unmeasured
     assert found.details().count("\n") == 1 + 2 * (len(NAMED) + 1)
-    strict = diagnose(Transformer(None, None), tolerance=0.02)(torch.randn(1, 50, 64))
+    strict = diagnose(Transformer(sdpa, sdpa), tolerance=0.02)(torch.randn(1, 50, 64))
     assert strict.policy == Policy((Rule("sage1-per-token"),))
-    one = diagnose(Transformer(None), recipes="sage3")(torch.randn(1, 50, 64))
+    one = diagnose(Transformer(sdpa), recipes="sage3")(torch.randn(1, 50, 64))
     assert {row.recipe for row in one.rows} == set(one.shown) == {"sdpa", "sage3"}
-    only = diagnose(Transformer(None), recipes=["sage1", "sage2-8b"])(torch.randn(1, 50, 64))
+    only = diagnose(Transformer(sdpa), recipes=["sage1", "sage2-8b"])(torch.randn(1, 50, 64))
     assert {row.recipe for row in only.rows} == {"sdpa", "sage1", "sage2-8b"}
     assert only.policy == Policy((Rule("sage2-8b"),))  # of "auto" not all was measured
 
 
 def test_a_layer_with_strong_channels_of_k_gets_a_recipe_that_rotates():
-    def model(q, k, v):
-        q, k, v = with_a_strong_channel(q, k, v)
-        return sdpa(q, k, v)
-
-    found = diagnose(model)(*(torch.randn(1, 2, 200, 64) for _ in range(3)))
+    found = diagnose(with_a_strong_channel)(*(torch.randn(1, 2, 200, 64) for _ in range(3)))
     assert found.suggested == {"": "sage2-8b-rotated"}
     of = {row.recipe: row.relative_l1 for row in found.rows}
     for name in BY_SPEED:
@@ -195,29 +168,21 @@ class Denoiser(nn.Module):
         return sdpa(torch.where(hard, q, x), k, torch.where(hard, v, x))
 
 
-def pipeline(model, steps, callback):
-    pipe = SimpleNamespace(num_timesteps=steps)
-    x = torch.randn(1, 2, 40, 32)
+def pipeline(model, steps, callback, later=(0,)):
+    """A denoiser's, which it calls once in a step, or for each of `later` as so much later."""
+    pipe, x = SimpleNamespace(num_timesteps=steps), torch.randn(1, 2, 40, 32)
     for step in range(steps):
-        model(x, torch.tensor(step))
-        torch._dynamo.graph_break()
+        for more in later:
+            model(x, torch.tensor(step + more))
+            torch._dynamo.graph_break()
         callback(pipe, step, None, {})
 
 
 @pytest.mark.parametrize("order", [(0, 9), (9, 0)])
 def test_of_a_call_that_runs_twice_in_a_stage_the_worse_counts(order, tmp_path):
     """With guidance: hard in the first two steps of one of them, whichever is first."""
-
-    def guided(model, steps, callback):
-        pipe, x = SimpleNamespace(num_timesteps=steps), torch.randn(1, 2, 40, 32)
-        for step in range(steps):
-            for more in order:
-                model(x, torch.tensor(step + more))
-                torch._dynamo.graph_break()
-            callback(pipe, step, None, {})
-
+    guided, path = functools.partial(pipeline, later=order), tmp_path / "policy.json"
     with sage_inductor.stage(None):
-        path = tmp_path / "policy.json"
         found = diagnose(guided, path=path)(Denoiser(2), 6, sage_inductor.Schedule(edge=(2, 0)))
     assert found.suggested == {"": "auto"} and set(found.by_stage) == {"edge"}
     edge = found.by_stage["edge"][""]
@@ -546,7 +511,7 @@ def test_modules_of_torch_are_measured():
 
 def test_under_autocast_sdpas_row_has_its_dtypes_error():
     with torch.autocast("cpu", torch.bfloat16):
-        found = diagnose(Transformer(None))(torch.randn(1, 40, 64))
+        found = diagnose(Transformer(sdpa))(torch.randn(1, 40, 64))
     assert {row.site.dtype for row in found.rows} == {"bfloat16"}
     (floor,) = (row for row in found.rows if row.recipe == "sdpa")
     assert 1e-4 < floor.relative_l1 < 0.01
@@ -661,14 +626,6 @@ def test_of_so_many_calls_one_is_measured(every, measured):
     assert [f"call {i}" for i in measured] == list(found.by_stage)
 
 
-def whole_pipeline(model, steps, callback):
-    """As diffusers' own: it calls the model, and nothing of it is compiled."""
-    pipe, x = SimpleNamespace(num_timesteps=steps), torch.randn(1, 2, 40, 32)
-    for step in range(steps):
-        model(x, torch.tensor(step))
-        callback(pipe, step, None, {})
-
-
 def test_a_block_tells_stages_and_steps_as_a_pipeline_that_is_run_whole():
     for schedule in ({}, {"first": (1, 0)}):
         with sage_inductor.stage(None):
@@ -677,8 +634,8 @@ def test_a_block_tells_stages_and_steps_as_a_pipeline_that_is_run_whole():
         with sage_inductor.stage(None):
             torch.manual_seed(1)
             model = Denoiser(2)
-            with diagnosing(model) as found:
-                whole_pipeline(model, 6, sage_inductor.Schedule(**schedule))
+            with diagnosing(model) as found:  # nothing of the pipeline is compiled
+                pipeline(model, 6, sage_inductor.Schedule(**schedule))
         assert found.policy == whole.policy and found.by_stage.keys() == whole.by_stage.keys()
         assert errors_of(found) == errors_of(whole)
 
@@ -723,7 +680,7 @@ def test_what_is_compiled_already_is_seen_and_the_rest_of_the_block_runs_in_eage
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_gradients_are_as_the_block_has_them(mode):
-    model, x = Transformer(None), torch.randn(2, 30, 64)
+    model, x = Transformer(sdpa), torch.randn(2, 30, 64)
     alone = errors_of(diagnose(model)(x))
     expected = [each.clone() for each in torch.autograd.grad(model(x).sum(), model.parameters())]
     with diagnosing(model) as found, mode():
@@ -781,9 +738,9 @@ def test_the_policy_keeps_layers_right_that_are_hostile_in_one_call(tmp_path):
 
     def sometimes(q, k, v):
         hostile = q.shape[2] == 70
-        return with_values_that_cancel(q, k, v) if hostile else (q, k, v)
+        return sdpa(*(with_values_that_cancel(q, k, v) if hostile else (q, k, v)))
 
-    model, path = Transformer(None, sometimes, None), tmp_path / "policy.json"
+    model, path = Transformer(sdpa, sometimes, sdpa), tmp_path / "policy.json"
     inputs = [torch.randn(1, N, 64) for N in (60, 61, 70, 62, 63)]
     with diagnosing(model, path=path) as found:
         for x in inputs:
@@ -1006,7 +963,7 @@ def test_a_path_that_cannot_be_written_is_found_before_the_model_runs(tmp_path):
 def test_a_measurement_that_takes_long_shows_where_it_is(has_tqdm, capfd, monkeypatch):
     if not has_tqdm:
         monkeypatch.setitem(sys.modules, "tqdm", None)
-    model, x = Transformer(None, None), torch.randn(1, 20, 64)
+    model, x = Transformer(sdpa, sdpa), torch.randn(1, 20, 64)
     monkeypatch.setattr(measure, "QUIET_S", 600.0)
     diagnose(model, recipes="sage1")(x)
     assert capfd.readouterr().err == ""
@@ -1053,7 +1010,7 @@ def test_mistakes_are_refused():
 
 
 def test_the_model_and_dynamo_are_left_as_they_were():
-    model, x = Transformer(None, with_an_outlier_channel), torch.randn(1, 30, 64)
+    model, x = Transformer(sdpa, with_an_outlier_channel), torch.randn(1, 30, 64)
     called = []
     model.layers[0].register_forward_hook(lambda *args: called.append(1))
     model.layers[1].eval()

@@ -223,6 +223,12 @@ def export(model, args, kwargs, strict=False):
     return torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=strict)
 
 
+def reloaded(program):
+    torch.export.save(program, saved := io.BytesIO())
+    saved.seek(0)
+    return torch.export.load(saved)
+
+
 def targets(program):
     return [node.target for node in program.graph.nodes]
 
@@ -918,10 +924,7 @@ def test_a_call_that_is_an_output_keeps_its_place_in_the_signature():
     q, k = torch.randn(2, 1, 2, 64, 32)
     program = torch.export.export(Model(), (q, k))
     assert len(sage_inductor.rewrite(program, options=EMULATE).rewritten) == 2
-    expected, saved = program.module()(q, k), io.BytesIO()
-    torch.export.save(program, saved)
-    saved.seek(0)
-    found = torch.export.load(saved).module()(q, k)
+    expected, found = program.module()(q, k), reloaded(program).module()(q, k)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     torch.testing.assert_close(found, Model()(q, k), rtol=0, atol=0.1)
 
@@ -982,10 +985,8 @@ def test_modules_whose_signature_is_preserved_keep_it():
     program = torch.export.export(model, (q, k), preserve_module_call_signature=preserved)
     report = sage_inductor.rewrite(program, options=EMULATE)
     assert len(report.rewritten) == 1  # of the other the scores' softmax is asked for
-    expected, saved = program.module()(q, k), io.BytesIO()
-    torch.export.save(program, saved)
-    saved.seek(0)
-    for each in program, torch.export.load(saved):
+    expected = program.module()(q, k)
+    for each in program, reloaded(program):
         module = torch.export.unflatten(each)
         assert torch.equal(module(q, k), expected)
         out = module.attention(q, k, k)
@@ -1001,16 +1002,15 @@ def test_modules_whose_signature_is_preserved_keep_it():
     assert torch.equal(stale.module()(q, k), expected)
 
 
-def test_a_saved_program_outlives_the_sources_that_made_it(tmp_path, monkeypatch):
+def test_a_saved_program_outlives_the_sources_that_made_it(monkeypatch):
     model = Masked(128, 32)
     args, _ = call(model, 64)
     program = export(model, args, {})
     sage_inductor.rewrite(program, options=EMULATE)
     expected = program.module()(*args)
-    torch.export.save(program, tmp_path / "program.pt2")
     monkeypatch.setattr(recipes, "source_tag", lambda: "0.2.0+11111111")
     recipes.decode.cache_clear()
-    again = torch.export.load(tmp_path / "program.pt2")
+    again = reloaded(program)
     with pytest.raises(ValueError, match=r"call sage_inductor.rewrite\(program\) on the loaded"):
         again.module()(*args)
     assert not sage_inductor.rewrite(again)  # nothing is decided anew

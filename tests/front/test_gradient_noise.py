@@ -9,6 +9,8 @@ import time
 import pytest
 import torch
 import torch.nn.functional as F
+from models import Studied as Attention
+from models import Transformer
 from support import op_by_op, random_qkv
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -20,36 +22,8 @@ NOISE = importlib.import_module("sage_inductor.gradient_noise")
 sdpa = F.scaled_dot_product_attention
 
 
-def plain(q, k, v):
-    return sdpa(q, k, v)
-
-
 def causal(q, k, v):
     return sdpa(q, k, v, is_causal=True)
-
-
-class Attention(nn.Module):
-    """attend: q, k, v [B, H, N, D] -> [B, H, N, D_v], or what may be viewed as [B, N, C]."""
-
-    def __init__(self, attend=plain, dim=64, heads=2):
-        super().__init__()
-        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-        self.heads, self.attend = heads, attend
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        return self.out(self.attend(8 * q, 2 * k, v).transpose(1, 2).flatten(2))
-
-
-class Transformer(nn.Module):
-    def __init__(self, *attend, **sizes):
-        super().__init__()
-        self.layers = nn.ModuleList(Attention(each, **sizes) for each in attend)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = x + layer(F.layer_norm(x, x.shape[-1:]))
-        return x
 
 
 def against(*cotangent):
@@ -76,7 +50,7 @@ def joined(tensors):
 # -- what is measured ----
 
 
-@pytest.mark.parametrize("attend", [plain, causal])
+@pytest.mark.parametrize("attend", [sdpa, causal])
 def test_noise_is_that_of_the_gradients_of_one_example_at_a_time(attend):
     """Of each layer's own projection, on which nothing but its attention depends."""
     model, (x, y) = Transformer(attend, attend), batch()
@@ -95,7 +69,7 @@ def test_noise_is_that_of_the_gradients_of_one_example_at_a_time(attend):
             assert row.noise == pytest.approx(noise, rel=1e-4)
 
 
-@pytest.mark.parametrize("attend", [plain, causal])
+@pytest.mark.parametrize("attend", [sdpa, causal])
 def test_errors_are_those_of_a_model_that_is_compiled_to_train_by_the_recipe(attend):
     """The loss is linear in out, so what reaches it does not depend on the forward's error."""
     model, (x, y) = Attention(attend), batch(3)
@@ -125,7 +99,7 @@ def test_no_recipes_error_reaches_another_call():
         return sdpa(q / 100, k, v + 10 * (1 - 2 * (torch.arange(v.shape[2]) % 2))[:, None])
 
     x, y = batch(4)
-    good, hostile = Transformer(plain, plain), Transformer(plain, cancelling)
+    good, hostile = Transformer(sdpa, sdpa), Transformer(sdpa, cancelling)
     hostile.load_state_dict(good.state_dict())
     with torch.no_grad():
         for model in (good, hostile):
@@ -228,7 +202,7 @@ def test_every_spelling_is_measured_as_the_model_computes_it(attend):
     model, (x, y) = Attention(attend), batch(4)
     found = found_by(model, x, y)
     if attend is in_place:  # in eager SDPA's own backward refuses that
-        model.attend = out_of_place
+        model.by = out_of_place
     exact = torch.autograd.grad((model(x) - y).square().mean(), model.qkv.parameters())
     assert not found.unmeasured and len(found.rows) == 3
     for row in found.rows:
@@ -240,7 +214,7 @@ def test_of_a_chain_the_second_call_has_its_own_part_of_the_gradient():
     model, (x, y) = Attention(chained), batch(3)
     rows = [row for row in found_by(model, x, y).rows if row.recipe == "sdpa"]
     q, k, v = model.qkv(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
-    q, k = 8 * q, 2 * k
+    q, v = 4 * q, v / 2  # as models.Studied
     first = sdpa(q, k, v)
     second = sdpa(first, k, v)
     value = (model.out(second.transpose(1, 2).flatten(2)) - y).square().mean()
@@ -312,7 +286,7 @@ def test_checkpoints_change_nothing(monkeypatch):
         NOISE._GradientProbe, "end", lambda probe: probes.append(probe) or end(probe)
     )
     x, y = batch(4)
-    model, same = Transformer(plain, plain), Checkpointed(plain, plain)
+    model, same = Transformer(sdpa, sdpa), Checkpointed(sdpa, sdpa)
     same.load_state_dict(model.state_dict())
     expected, found = (of(found_by(each, x, y)) for each in (model, same))
     assert expected.keys() == found.keys()
@@ -346,7 +320,7 @@ def test_a_call_that_the_loss_does_not_depend_on_is_listed():
             return self.layers[0](x), self.layers[1](x)
 
     x, y = batch(3)
-    found = diagnose_training(Two(plain, plain), loss=lambda out: (out[1] - y).square().mean())(x)
+    found = diagnose_training(Two(sdpa, sdpa), loss=lambda out: (out[1] - y).square().mean())(x)
     assert {row.site.module for row in found.rows} == {"layers.1"}
     (site,) = found.unmeasured
     assert (site.module, site.reason) == ("layers.0", "was not measured: its gradient is 0")
@@ -354,7 +328,7 @@ def test_a_call_that_the_loss_does_not_depend_on_is_listed():
 
 def test_frozen_weights_leave_the_parameters_around_the_call():
     x, y = batch(4)
-    model = Transformer(plain, plain)
+    model = Transformer(sdpa, sdpa)
     model.layers.requires_grad_(False)
     model.layers[0].out.weight.requires_grad_(True)
     found = found_by(model, x, y)
@@ -456,7 +430,7 @@ def of_one_example(q, k, v):
 )
 def test_calls_that_are_not_measured_are_listed_with_the_reason(attend, reason):
     x, y = batch(4)
-    found = found_by(Transformer(plain, attend), x, y)
+    found = found_by(Transformer(sdpa, attend), x, y)
     (site,) = found.unmeasured
     assert site.module == "layers.1" and re.match(reason, site.reason), site.reason
     assert {row.site.module for row in found.rows} == {"layers.0"} and site.reason in str(found)
@@ -465,18 +439,18 @@ def test_calls_that_are_not_measured_are_listed_with_the_reason(attend, reason):
 
 def test_a_recipe_that_does_not_take_a_call_has_no_row():
     x, y = batch(4)
-    found = found_by(Transformer(plain, lambda q, k, v: sdpa(q, k, v, scale=-0.3)), x, y)
+    found = found_by(Transformer(sdpa, lambda q, k, v: sdpa(q, k, v, scale=-0.3)), x, y)
     assert of(found).keys() == {
         *((f"layers.{i}", recipe) for i in range(2) for recipe in ("sdpa", "sagebwd")),
         ("layers.0", "fp8-backward"),
     }
     assert not found.unmeasured
-    only = found_by(Transformer(plain), x, y, recipes="sagebwd")
+    only = found_by(Transformer(sdpa), x, y, recipes="sagebwd")
     assert {row.recipe for row in only.rows} == {"sdpa", "sagebwd"}
 
 
 def test_mistakes_are_refused():
-    model, (x, y) = Transformer(plain), batch(2)
+    model, (x, y) = Transformer(sdpa), batch(2)
     message = r"recipes must be of \('sagebwd', 'fp8-backward'\), got"
     for wrong in ("sage1", [], ["fp8-backward", "off"]):
         with pytest.raises(ValueError, match=message):
@@ -541,7 +515,7 @@ def test_the_model_and_what_is_around_it_are_left_as_they_were(fails):
 
 def test_equal_layers_are_one_row_and_examples_that_are_alike_have_no_noise():
     x, y = batch(4)
-    model = Transformer(plain, plain, causal)
+    model = Transformer(sdpa, sdpa, causal)
     found = found_by(model, x, y)
     lines = str(found).splitlines()
     worst = {
@@ -569,5 +543,5 @@ def test_progress_is_shown_as_diagnoses_is(capfd, monkeypatch):
     noise = NOISE._noise
     monkeypatch.setattr(NOISE, "_noise", lambda *args: time.sleep(0.15) or noise(*args))
     x, y = batch(2)
-    found_by(Transformer(plain, plain), x, y)
+    found_by(Transformer(sdpa, sdpa), x, y)
     assert "| 2/2 [" in capfd.readouterr().err

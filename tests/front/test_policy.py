@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
-from support import config_anew, op_by_op
+from support import config_anew
 
 import sage_inductor
 from sage_inductor import Policy, SageOptionError, config, patterns
@@ -26,15 +26,7 @@ from sage_inductor.settings import Settings
 EMULATE = {"sage.emulate": True}
 
 
-@pytest.fixture
-def by_inductor():
-    """For tests of what is cached."""
-
-
-@pytest.fixture(autouse=True)
-def graphs_run_op_by_op(request):
-    with op_by_op("by_inductor" not in request.fixturenames):
-        yield
+pytestmark = pytest.mark.usefixtures("graphs_run_op_by_op")
 
 
 class Attend(torch.nn.Module):

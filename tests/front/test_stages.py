@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from support import op_by_op, relative_l1
+from support import relative_l1
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
@@ -27,6 +27,8 @@ from sage_inductor.choose.decide import decide
 from sage_inductor.inductor_pass import SagePass
 from sage_inductor.session import session
 from sage_inductor.stages import by_stage, current
+
+pytestmark = pytest.mark.usefixtures("graphs_run_op_by_op")
 
 EDGE = [{"stage": "edge", "recipe": "off"}, {"recipe": "sage2-4b"}]
 THREE = [
@@ -86,18 +88,6 @@ def in_stage(stage, call, *args):
 def device(request):
     """Where a model runs; on a GPU `sage.emulate` runs the kernels."""
     return request.param
-
-
-@pytest.fixture
-def by_inductor():
-    """For tests of which Inductor compiles the graphs."""
-
-
-@pytest.fixture(autouse=True)
-def graphs_run_op_by_op(request):
-    of_inductor = "by_inductor" in request.fixturenames or "cuda" in request.node.name
-    with op_by_op(not of_inductor and not request.node.get_closest_marker("gpu")):
-        yield
 
 
 @pytest.fixture

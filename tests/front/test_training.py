@@ -2,6 +2,7 @@
 
 import functools
 
+import models
 import pytest
 import torch
 import torch.nn.functional as F
@@ -40,22 +41,9 @@ def graphs_run_op_by_op(request):
         yield
 
 
-class Attention(torch.nn.Module):
+class Attention(models.Attention):
     def __init__(self, dim=128, heads=2, is_causal=True):
-        super().__init__()
-        self.qkv = torch.nn.Linear(dim, 3 * dim)
-        self.out = torch.nn.Linear(dim, dim)
-        self.heads, self.is_causal = heads, is_causal
-        with torch.no_grad():
-            self.qkv.weight.mul_(2.0)
-
-    def forward(self, x):
-        B, N, C = x.shape
-        q, k, v = self.qkv(x).view(B, N, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        return x + self.out(self.attend(q, k, v).transpose(1, 2).reshape(B, N, C))
-
-    def attend(self, q, k, v):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal)
+        super().__init__(dim, heads, is_causal)
 
 
 class ByOp(Attention):

@@ -24,6 +24,7 @@ import threading
 from types import SimpleNamespace
 from unittest import mock
 
+import models
 import pytest
 import torch
 import torch.nn.functional as F
@@ -46,23 +47,8 @@ EMULATE = {"sage.emulate": True}
 sdpa = F.scaled_dot_product_attention
 
 
-class Attention(torch.nn.Module):
-    """Self-attention with fused QKV and no other arithmetic, so that next to no C++ is compiled. The
-    weights are large enough for a softmax that looks at a few keys, not at all alike."""
-
-    def __init__(self, dim=64, heads=2, is_causal=False):
-        super().__init__()
-        self.qkv = torch.nn.Linear(dim, 3 * dim, bias=False)
-        self.out = torch.nn.Linear(dim, dim, bias=False)
-        self.heads, self.is_causal = heads, is_causal
-        with torch.no_grad():
-            self.qkv.weight.mul_(2.0)
-
-    def forward(self, x):
-        B, N, C = x.shape
-        q, k, v = self.qkv(x).view(B, N, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        o = F.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal)
-        return self.out(o.transpose(1, 2).flatten(2))
+# Without biases, so that next to no C++ is compiled.
+Attention = functools.partial(models.Attention, bias=False)
 
 
 class Stack(torch.nn.Sequential):

@@ -42,6 +42,7 @@ from sage_inductor.ops.training.hopper import prepare
 from sage_inductor.ops.training.hopper.prepare import launch_prepare
 from sage_inductor.ops.training.kernels import launch_quantize, launch_quantize_twice
 from sage_inductor.ops.visibility import BLOCK_SIZES, BlockLists, Visibility
+from sage_inductor.patterns.call import Band
 
 pytestmark = [*INTERPRETER.marks, pytest.mark.usefixtures("poisoned")]
 qkv = INTERPRETER.qkv
@@ -110,21 +111,17 @@ def test_a_band_shows_each_row_its_keys_and_no_other(recipe, bottom_right):
     N_q, N_kv = 70, 140
     bounds = (None, 0, 62, 63, 64) if recipe == "sage1-per-token" else (None, 0, 63)
     q, k = (torch.randn(1, 1, N, 16).half() for N in (N_q, N_kv))
-    j = torch.arange(N_kv)
-    i = torch.arange(N_q)[:, None] + (N_kv - N_q if bottom_right else 0)
-    v = (j / 8 - 12).half()[None, None, :, None].expand(1, 1, N_kv, 16)
+    v = (torch.arange(N_kv) / 8 - 12).half()[None, None, :, None].expand(1, 1, N_kv, 16)
     for left, right in itertools.product(bounds, bounds):
         if left not in (None, 63) and right not in (None, 0):
             continue  # each bound with none and with one of the other side
         (out, lse), _ = run_portable(
             q, k * 0, v, recipe, Tile(64, 64, 4, 2), band=(left, right, bottom_right)
         )
-        sees = (j >= i - left) if left is not None else torch.ones(N_q, N_kv, dtype=torch.bool)
-        if right is not None:
-            sees = sees & (j <= i + right)
-        assert_close(lse[0, 0].exp(), sees.sum(1).float(), rtol=1e-5, atol=0)
+        seen = support.band_mask(Band(left, right, bottom_right), N_q, N_kv)
+        assert_close(lse[0, 0].exp(), seen.sum(1).float(), rtol=1e-5, atol=0)
         if recipe == "sage1-per-token":
-            centre = (sees * v[0, 0, :, 0]).sum(1) / sees.sum(1)
+            centre = (seen * v[0, 0, :, 0]).sum(1) / seen.sum(1)
             assert_close(out[0, 0, :, 0].float(), centre.float(), rtol=1e-3, atol=2e-2)
 
 
@@ -225,10 +222,9 @@ def _walk_kernel(
 
 
 def sees(n_q: int, n_kv: int, left: int, right: int, bottom_right: bool) -> torch.Tensor:
-    """bool [n_q, n_kv]"""
-    i = torch.arange(n_q)[:, None] + (n_kv - n_q if bottom_right else 0)
-    j = torch.arange(n_kv)
-    return ((left < 0) | (j >= i - left)) & ((right < 0) | (j <= i + right))
+    """bool [n_q, n_kv]; left, right: -1 where there is no bound."""
+    left, right = (None if n < 0 else n for n in (left, right))
+    return support.band_mask(Band(left, right, bottom_right), n_q, n_kv)
 
 
 def expected_codes(seen: torch.Tensor, block_m: int) -> torch.Tensor:
@@ -589,7 +585,10 @@ def test_what_prepares_the_row_scaled_backward_writes_what_the_emulation_does(sh
     if is_causal:  # the largest are seen late
         v[:, :, -1] *= 30
         k[:, :, -2] *= 30
-    scale = 0.7 * shape[-1] ** -0.5
+    check_preparation(q, k, v, grad, is_causal, 0.7 * shape[-1] ** -0.5)
+
+
+def check_preparation(q, k, v, grad, is_causal, scale):
     out, kept = rowscaled.forward(q, k, v, is_causal, scale)
     found = launch_prepare(grad, out, kept, scale, launch_traced)
     expected = rowscaled.prepare(grad, out, kept, scale)
@@ -604,10 +603,7 @@ def test_bounds_are_of_all_rounds(is_causal, monkeypatch):
         q, k, v, grad = trained(1, 2, 1, 130, 130, 64)
         for x in (q, k, v, grad):
             x[:, :, place] *= 8
-        out, kept = rowscaled.forward(q, k, v, is_causal, 0.125)
-        found = launch_prepare(grad, out, kept, 0.125, launch_traced)
-        expected = rowscaled.prepare(grad, out, kept, 0.125)
-        support.same_operands(found, expected, e4m3_step=0.51)
+        check_preparation(q, k, v, grad, is_causal, 0.125)
 
 
 @pytest.mark.parametrize("shared", [1, 64])

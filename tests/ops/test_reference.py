@@ -172,15 +172,21 @@ def test_interleaved_v_holds_every_token_once():
     assert sorted(order) == list(range(32))
 
 
+def dequantized(v_fp8, v_scale, mean, N):
+    """v [B, H, N, D] of what quantize_v gives, whose tokens are interleaved."""
+    tokens = reference.interleave(torch.arange(float(v_fp8.shape[3]))).long()
+    codes = torch.empty_like(v_fp8, dtype=torch.float32)
+    codes[..., tokens] = v_fp8.float()
+    D = v_scale.shape[2]
+    return codes[:, :, :D, :N].mT * v_scale[:, :, None] + mean[:, :, None]
+
+
 def test_v_round_trips_through_fp8():
     v = torch.randn(1, 2, 100, 80) + 5
     mean, amax = reference.smooth([v])
     v_fp8, v_scale = reference.quantize_v(v, mean[0], amax[0], NAMED["sage2-8b"])
     assert v_fp8.shape == (1, 2, 128, 128) and v_scale.shape == (1, 2, 80)
-    tokens = reference.interleave(torch.arange(128.0)).long()
-    back = torch.empty_like(v_fp8, dtype=torch.float32)
-    back[..., tokens] = v_fp8.float()
-    back = back[:, :, :80, :100].mT * v_scale[:, :, None] + mean[0][:, :, None]
+    back = dequantized(v_fp8, v_scale, mean[0], 100)
     assert (back - v).abs().max() < v_scale.max() * 448 / 16  # half an ulp of E4M3's top binade
 
 
@@ -225,10 +231,7 @@ def test_a_head_of_v_with_rows_beyond_the_estimate_is_scaled_by_all_its_rows():
     expected[1, 0] = (v[1, 0] - mean[1, 0]).abs().amax(0) / 448
     assert_close(v_scale, expected)
     assert_close(v_scale[0], amax[0] * (1 / 448), rtol=0, atol=0)
-    tokens = reference.interleave(torch.arange(512.0)).long()
-    back = torch.empty_like(v_fp8, dtype=torch.float32)
-    back[..., tokens] = v_fp8.float()
-    back = back[..., :500].mT * v_scale[:, :, None] + mean[:, :, None]
+    back = dequantized(v_fp8, v_scale, mean, 500)
     ulp = (v - mean[:, :, None]).abs() / 8 + v_scale[:, :, None] * 2**-8
     assert ((back - v).abs() <= ulp / 2).all()
     hidden = torch.ones(2, 2, 500, dtype=torch.uint8)

@@ -189,6 +189,14 @@ def named(launches) -> list[dict]:
     return [dict(zip(x.kernel.arg_names, x.arguments, strict=True)) for x in launches]
 
 
+class Recorded(list):
+    """In the place of what launches: the kernel's name, the grid and its arguments, of each."""
+
+    def __call__(self, kernel, grid, tensors, numbers, **options):
+        of = dict(zip(kernel.arg_names, (*tensors, *numbers), strict=True))
+        self.append((kernel.__name__, grid, of))
+
+
 def test_what_a_training_step_launches(plan):
     """In this order: dK's and dV's kernel, which may begin before dQ's has ended, is right behind."""
     q, k, v, grad = inputs(2, 6, 2, 200, 333, 72)
@@ -220,15 +228,9 @@ def test_what_a_training_step_launches(plan):
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_what_the_forward_is_prepared_by(is_causal, plan):
     q, k, v, _ = inputs(2, 6, 2, 200, 200 if is_causal else 333, 72)
-    launches = []
-
-    def run(kernel, grid, tensors, numbers, **options):
-        of = dict(zip(kernel.arg_names, (*tensors, *numbers), strict=True))
-        launches.append((kernel.__name__, of))
-
-    out, *kept = plan.launch(q, k, v, is_causal, 0.1, True, run)
+    out, *kept = plan.launch(q, k, v, is_causal, 0.1, True, run := Recorded())
     kept = Kept(*kept)
-    names, given = zip(*launches, strict=True)
+    names, _, given = zip(*run, strict=True)
     estimate = () if is_causal else ("_estimate_kernel",)
     assert names == (*estimate, *["_quantize_kernel"] * 3, "_hopper_kernel")
     *of_means, of_q, of_k, of_v, attend = given
@@ -264,13 +266,10 @@ def test_what_is_launched_gives_tensors_as_the_fakes_do(is_causal, out_bnhd):
     q, k, v, grad = (x.to("meta") for x in inputs(2, 6, 2, *lengths, 72))
     last = {"scale": 0.1, "out_bnhd": out_bnhd}
 
-    def run(*given, **options):
-        pass
-
     given = {"q": q, "k": k, "v": v, "is_causal": is_causal, **last}
-    found, expected = rowscaled.launched(given, run, noted.H200), ROWSCALED(*given.values())
+    found, expected = rowscaled.launched(given, Recorded(), noted.H200), ROWSCALED(*given.values())
     given = dict(enumerate((grad, *expected, k.shape[2], *last.values())))
-    found += rowscaled.launched_backward(given, run, noted.H200)
+    found += rowscaled.launched_backward(given, Recorded(), noted.H200)
     for x, y in zip(found, expected + BACKWARD(*given.values()), strict=True):
         assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
 
@@ -281,16 +280,10 @@ def test_what_a_causal_training_step_launches(plan, monkeypatch):
     _, kept = reference.forward(q, k, v, True, 0.1)
     assert kept.is_causal and kept.k_own_scale.shape == (2, 2, 256) == kept.v_scale.shape
     assert kept.k_scale.shape == (2, 2, 4) and kept.v_mean.shape == (2, 2, 0)
-    launches = []
-
-    def run(kernel, grid, tensors, numbers, **options):
-        of = dict(zip(kernel.arg_names, (*tensors, *numbers), strict=True))
-        launches.append((kernel.__name__, grid, of))
-
-    of_k = kept.k, kept.k_scale, kept.k_own, kept.k_own_scale
+    of_k, run = (kept.k, kept.k_scale, kept.k_own, kept.k_own_scale), Recorded()
     plan.launch_forward(q, *of_k, v, True, 0.1, True, run)
     plan.launch_backward(grad, q, kept, 0.1, *(torch.empty_like(x) for x in (q, k, v)), run)
-    names, grids, (forward, rows, bounds, turn, dq, dkdv) = zip(*launches, strict=True)
+    names, grids, (forward, rows, bounds, turn, dq, dkdv) = zip(*run, strict=True)
     assert names == (
         "_hopper_kernel", "_rows_kernel", "_bounds_kernel", "_turn_kernel", "dq_kernel",
         "dkdv_kernel",
@@ -378,7 +371,7 @@ def test_another_gpu_is_refused(plan):
         plan.launch_forward(q, *of_training.quantize(k) * 2, v, False, 0.1, True)
     given = dict(q=q, k=k, v=v, is_causal=False, scale=0.1, out_bnhd=True)
     with pytest.raises(ValueError, match="got 8.9 and Triton"):
-        rowscaled.launched(given, lambda *given, **options: None, gpus.Gpu((8, 9), 128))
+        rowscaled.launched(given, Recorded(), gpus.Gpu((8, 9), 128))
 
 
 def test_too_many_rows_are_refused(plan, monkeypatch):

@@ -616,8 +616,8 @@ def test_the_fast_path_under_autocast_is_refused():
     training=[True, False],
 )
 def test_encoders(masks, training):
-    src_mask, padding, _ = MASKS[masks]
     """Not as nested tensors: Dynamo does not take that way, in which eager returns 0 as padding."""
+    src_mask, padding, _ = MASKS[masks]
     encoder = nn.TransformerEncoder(encoder_layer(), 2, enable_nested_tensor=False)
     with torch.set_grad_enabled(training):
         found = check(
