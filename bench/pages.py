@@ -204,8 +204,8 @@ def peers_table(gpus: dict[str, dict]) -> str:
         if result := plans.get("peers"):
             parts += [image("Speed beside other packages", name, "peers.svg")]
             parts += [peers.table(result["rows"])]
-            if "means" in result:
-                parts += ["Ours over theirs, geometric means\n", peers.means_table(result["means"])]
+            parts += ["Ours over theirs, geometric means\n", peers.means_table(result["rows"])]
+            if "accuracy" in result:
                 parts += [
                     "Relative L1 in %: normal, k_bias, v_bias (centred)\n",
                     peers.families_table(result["accuracy"]),

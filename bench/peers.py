@@ -22,7 +22,9 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import itertools
 import math
+import statistics
 from collections.abc import Callable
 from functools import partial
 
@@ -285,14 +287,35 @@ def speed_table(rows: list[dict], kind: str) -> str:
     return markdown(lines)
 
 
-def means_table(means: list[dict]) -> str:
-    """Ours over theirs. Bold: behind theirs."""
-    pairs = groups([{**row, "pair": f"{row['of']} / {row['over']}"} for row in means], "pair")
-    lines = [["", *groups(means, "cases")]]
-    for pair, its in pairs.items():
-        ratios = (f"{row['speedup']:.2f}x" for row in its)
-        marks = ("**" * (row["speedup"] < 1) for row in its)
-        lines.append([pair, *(f"{m}{ratio}{m}" for ratio, m in zip(ratios, marks, strict=True))])
+def means_table(rows: list[dict]) -> str:
+    """Ours over theirs, geometric means over cases: of head_dim 128 and 64 with as many heads of k,
+    of models' shapes and of the others. Bold: behind theirs."""
+    ratios, rows = {}, [{**row, "case": (case_of(row), row["is_causal"])} for row in rows]
+    for case in groups(rows, "case").values():
+        shape = case[0]
+        column = "D={D} {}".format("causal" if shape["is_causal"] else "full", **shape)
+        if shape["model"] or shape["D"] not in (64, 128):
+            column = "models" if shape["model"] else "other shapes"
+        shown = [row for row in case if row["tflops"]]
+        for ours, theirs in itertools.product(shown, shown):
+            kind = ours["provider"].rpartition(" ")[2]
+            # What has no kinds includes its preparation, if it has any.
+            alike = theirs["provider"].endswith(f" {kind}") or (
+                kind == "op" and theirs["provider"].rpartition(" ")[2] not in KINDS
+            )
+            if ours["recipe"] and not theirs["recipe"] and alike:
+                of = ratios.setdefault(f"{ours['provider']} / {theirs['provider']}", {})
+                of.setdefault(column, []).append(ours["tflops"] / theirs["tflops"])
+    columns = dict.fromkeys(itertools.chain(*ratios.values()))
+    columns = sorted(columns, key=lambda column: not column.startswith("D="))
+    lines = [["", *columns]]
+    for pair, of in ratios.items():
+        means = [statistics.geometric_mean(of[each]) if each in of else None for each in columns]
+        texts = ("" if x is None else f"{x:.2f}x" for x in means)
+        lines.append([
+            pair,
+            *(f"**{text}**" if x and x < 1 else text for x, text in zip(means, texts, strict=True)),
+        ])  # fmt: skip
     return markdown(lines)
 
 
