@@ -198,7 +198,7 @@ def trained_section(name: str, plans: dict[str, dict]) -> str:
 
 
 def peers_table(gpus: dict[str, dict]) -> str:
-    """Means and errors where the result has them."""
+    """Errors, where the result has them."""
     parts = []
     for name, plans in gpus.items():
         if result := plans.get("peers"):
@@ -342,6 +342,7 @@ TABLES = {
     "curves": sections(curves.TITLES, trained_section),
     "lengths": lambda _: lengths_of(set(cost.KINDS) - cost.TRAINED.keys()),
     "linear": of("linear", linear.table),
+    "links": lambda gpus: parallel.links_table(),
     "lists": of("lists", lists.table),
     "memory": of("memory", training.memory_table),
     "packages": of("packages", packages.table),

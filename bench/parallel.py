@@ -69,6 +69,13 @@ def main(argv=None) -> int:
     parser = harness.parser(__doc__, rounds=6, target_ms=200.0)
     parser.add_argument("--calls", type=int, default=0, help="random calls, beside the cases")
     args = parser.parse_args(argv)
+    with as_a_rank(args):
+        return measure_all(args)
+
+
+@contextlib.contextmanager
+def as_a_rank(args) -> Iterator[None]:
+    """Join the group, on the GPU of this rank. Only the first rank prints and saves."""
     on_gpus = args.device.type == "cuda"
     if on_gpus:
         args.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -78,7 +85,7 @@ def main(argv=None) -> int:
     if dist.get_rank():
         args.json = None
     with contextlib.redirect_stdout(None if dist.get_rank() else sys.stdout):
-        return measure_all(args)
+        yield
 
 
 def measure_all(args) -> int:
@@ -373,6 +380,36 @@ def case_table(case: Case, rows: list[dict]) -> str:
             cells.append(text + ", chosen" * row["chosen"])
         lines.append([str(P), *cells])
     return f"{case.name}, 1x{case.H}x{case.N}x{case.D}: {alone}\n{markdown(lines)}"
+
+
+# -- slower links ----
+
+COPY, START = 2.6e12, 2e-5  # bytes and seconds, of two H100s
+LINKS = (  # what joins them, GPUs, bytes a second that one receives
+    ("NVLink", 8, 226e9), ("PCIe", 2, 25e9), ("PCIe", 8, 25e9), ("two nodes", 2, 45e9),
+    ("two nodes", 8, 45e9), ("two nodes", 16, 45e9),
+)  # fmt: skip
+
+
+def links_table() -> str:
+    """ms of Wan's attention, computed by `Transfer.seconds`. "heads in 8 bits": q, k and v would be
+    exchanged as codes of a byte, prepared before instead of after."""
+    lines = [["", "GPUs", *transport.WAYS, "heads in 8 bits"]]
+    _, N, H, D = CASES[0]
+    for link, P, speed in LINKS:
+        n = N // P
+        lengths, rates = (n,) * P, transport.Rates(speed, speed, COPY, START)
+        call = transport.Transfer(lengths, 1, H, H, D, D, 2, False, True, NAMED[RECIPE])
+        ms = {
+            way: call.seconds(way, rates) * 1e3
+            for way in transport.WAYS
+            if call.why_not(way) is None
+        }
+        if "heads" in ms:
+            ms["8 bits"] = ms["heads"] - (P - 1) / P * 3 * n * H * D / speed * 1e3
+        cells = (f"{ms[way]:.1f}" if way in ms else "-" for way in (*transport.WAYS, "8 bits"))
+        lines.append([link, str(P), *cells])
+    return markdown(lines)
 
 
 # -- random calls ----

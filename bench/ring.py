@@ -7,9 +7,7 @@ transformer with one of its blocks, which is compiled as diffusers recommends. "
 backend "_native_cudnn" and Inductor, "sage" is `sage_inductor.register` and backend="sage".
 """
 
-import contextlib
 import functools
-import os
 import sys
 from collections.abc import Callable
 
@@ -20,7 +18,7 @@ from torch import Tensor
 
 import sage_inductor
 from bench import harness, models
-from bench.parallel import RECIPE, Clock
+from bench.parallel import RECIPE, Clock, as_a_rank
 from bench.tables import markdown, show
 
 BLOCK = models.Model(
@@ -32,17 +30,10 @@ WAYS = {"cuDNN": ("_native_cudnn", "inductor"), "sage": ("sage_inductor", "sage"
 
 def main(argv=None) -> int:
     args = harness.parser(__doc__, rounds=5, target_ms=500.0).parse_args(argv)
-    if args.device.type == "cuda":
-        args.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        harness.gpu(args)
-    if not dist.is_initialized():
-        dist.init_process_group("nccl" if args.device.type == "cuda" else "gloo")
-    if dist.get_rank():
-        args.json = None
     sage_inductor.register("diffusers")
     sage_inductor.config.recipe = RECIPE
     sage_inductor.config.rewrite_inductor = False
-    with contextlib.redirect_stdout(None if dist.get_rank() else sys.stdout), torch.no_grad():
+    with as_a_rank(args), torch.no_grad():
         clock = Clock(args.device, args.rounds, args.target_ms)
         method = (
             f"bf16, {RECIPE}, no CUDA graphs; median of {args.rounds} rounds of "
@@ -66,7 +57,7 @@ def attention(device: torch.device) -> dict[tuple[str, int], Callable[[], Tensor
     whole = [torch.randn(1, N, H, D, device=device).bfloat16() for _ in range(3)]
     world, rank = dist.get_world_size(), dist.get_rank()
     part = [x.chunk(world, 1)[rank].contiguous() for x in whole]
-    spread = parallel(models.draw(BLOCK, device)[0], "native")._parallel_config
+    spread = parallel(models.draw(BLOCK, device)[0])._parallel_config
     calls = {}
     for way, (backend, _) in WAYS.items():
         calls[way, 1] = functools.partial(dispatch_attention_fn, *whole, backend=backend)
@@ -83,7 +74,7 @@ def block(device: torch.device) -> dict[tuple[str, int], Callable[[], Tensor]]:
         for ranks in (1, dist.get_world_size()):
             model, inputs = models.draw(BLOCK, device)
             model.set_attention_backend(attention)
-            model = parallel(model, attention) if ranks > 1 else model
+            model = parallel(model) if ranks > 1 else model
             model.compile_repeated_blocks(backend=compiler)
             calls[way, ranks] = functools.partial(run, model, inputs)
     return calls
@@ -93,10 +84,9 @@ def run(model, inputs: dict) -> Tensor:
     return model(**inputs, return_dict=False)[0]
 
 
-def parallel(model, attention: str):
+def parallel(model):
     from diffusers import ContextParallelConfig
 
-    model.set_attention_backend(attention)
     model.enable_parallelism(config=ContextParallelConfig(ring_degree=dist.get_world_size()))
     return model
 
@@ -104,11 +94,9 @@ def parallel(model, attention: str):
 def rows_of(what: str, calls: dict, clock: Clock) -> list[dict]:
     right, found = calls["cuDNN", 1](), {}
     for (way, ranks), call in calls.items():
-        out = call()
+        out, expected = call(), right
         if out.shape != right.shape:  # this rank's rows
             expected = right.chunk(ranks, 1)[dist.get_rank()]
-        else:
-            expected = right
         found[way, ranks] = F.cosine_similarity(
             out.double().flatten(), expected.double().flatten(), dim=0
         ).item()

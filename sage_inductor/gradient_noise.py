@@ -137,8 +137,8 @@ def diagnose_training(
 
     model: it runs in the mode that it is in; call ``model.train()`` before.
     loss: what is trained for, of the model's output: one number, a mean or a sum over examples.
-    recipes: "fp8-backward", "sagebwd", or both, as without it; only those are measured that take
-    the call, on the inputs' device (on CPU both, emulated).
+    recipes: "fp8-backward", "sagebwd", or both, which is the default. Only those are measured that
+    take the call, on the inputs' device (on CPU both, emulated).
 
     The examples are the batch dimension of q, k and v, 2 or more. The gradient is that of the
     parameters of the module that makes the call, as far as q, k and v depend on them, or where they

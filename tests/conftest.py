@@ -65,7 +65,8 @@ def fresh():
         # There one flag of all threads says that fullgraph=True runs. Threads that run it at once
         # leave it set: what follows a graph break is compiled no more.
         eval_frame.set_eval_frame_override(eval_frame._EvalFrameOverride.NONE)
-        # The same of dynamic=True: what is compiled next has dynamic lengths from the start.
+        # Threads that run a model of dynamic=True at once leave this off: what is compiled next
+        # has dynamic lengths from the start.
         torch._dynamo.config.assume_static_by_default = True
     yield
     # `strict`, warnings and remedies ask a reason for its cause.

@@ -122,6 +122,7 @@ def ring_of_two(group, file: str) -> int:
         return ring.main(["--rounds", "1", "--target-ms", "1", "--json", file])
 
 
+@pytest.mark.sweep
 def test_two_processes_run_the_ring_and_a_block_that_uses_it(pair, tmp_path):
     files = tmp_path / "0.json", tmp_path / "1.json"
     assert pair(ring_of_two, *[(str(file),) for file in files]) == [0, 0]

@@ -1171,6 +1171,12 @@ def test_the_way_of_the_least_predicted_time(call, rates, way):
     assert choose(call, rates) == way
 
 
+def test_few_channels_wait_for_exponentials():
+    free = Rates(gather=math.inf, exchange=math.inf, copy=math.inf, start=0.0)
+    few, some, many = (transfer(D=D).seconds("rows", free) for D in (64, 100, 128))
+    assert few == some == pytest.approx(many * 200 / 256)
+
+
 def choose(call: Transfer, rates: Rates) -> str:
     group = SimpleNamespace(size=lambda: len(call.lengths))
     with mock.patch.multiple(transport, rates_of=lambda *_: rates, captures=lambda _: True):
