@@ -59,6 +59,10 @@ def cases() -> dict[str, Case_]:
             f"host SDPA{wrapper}": host(sdpa, HOST_SMALL),
             f"host sage{wrapper}": host(sage, HOST_SMALL),
         }
+    found |= {
+        "host SDPA, training": host(trained("inductor", {}), HOST_SMALL),
+        "host sage, training": host(trained(sage_backend, {"sage.training": "g"}), HOST_SMALL),
+    }
     return found
 
 
@@ -156,6 +160,23 @@ def compiled(backend, options: dict) -> Callable[..., Callable[[], Tensor]]:
             fullgraph=True, options=options,
         )  # fmt: skip
         return lambda: run(q, k, v)
+
+    return make
+
+
+def trained(backend, options: dict) -> Callable[..., Callable[[], Tensor]]:
+    """Forward and backward. "g" is the FP8 backward's name at either commit."""
+
+    def make(q, k, v):
+        run = compiled(backend, options)(*(x.requires_grad_() for x in (q, k, v)))
+
+        def call():
+            with torch.enable_grad():
+                out = run()
+                torch.autograd.grad(out, (q, k, v), out)
+            return out.detach()
+
+        return call
 
     return make
 

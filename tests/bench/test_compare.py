@@ -148,7 +148,9 @@ def test_sage_is_set_beside_sdpa_on_each_side():
     assert not compare.over_sdpa(rows[1:3])
 
 
-@pytest.mark.parametrize("name", ["host SDPA", "host sage", "host sage, cpp_wrapper"])
+@pytest.mark.parametrize(
+    "name", ["host SDPA", "host sage", "host sage, cpp_wrapper", "host sage, training"]
+)
 def test_the_hosts_rows_are_of_compiled_calls(name, monkeypatch):
     given = []
     monkeypatch.setattr(torch, "compile", lambda f, **options: given.append(options) or f)
@@ -156,5 +158,7 @@ def test_the_hosts_rows_are_of_compiled_calls(name, monkeypatch):
     (options,) = given
     assert (options["backend"] == "inductor") == (name == "host SDPA") and options["fullgraph"]
     assert options["options"].get("cpp_wrapper", False) == name.endswith("cpp_wrapper")
-    assert options["options"].get("sage.force", False) == ("sage" in name)
+    assert options["options"].get("sage.training") == ("g" if "training" in name else None)
+    if "training" not in name:
+        assert options["options"].get("sage.force", False) == ("sage" in name)
     assert timed.out.shape == (1, 2, 64, 64)
