@@ -129,7 +129,7 @@ def run(name: str, plan: Plan, recipes, device, result: harness.Result) -> None:
     """Measure a plan's cases; print and save each table as it is done."""
     torch._dynamo.config.recompile_limit = len(plan.cases)  # should "dynamic" mean a graph per N
     every = tqdm(plan.cases, leave=False, disable=None)
-    for table, cases in itertools.groupby(every, key=lambda case: case.table):
+    for title, cases in itertools.groupby(every, key=lambda case: case.table):
         rows, providers = [], None
         for case in cases:
             if providers is None or not plan.dynamic:
@@ -138,7 +138,7 @@ def run(name: str, plan: Plan, recipes, device, result: harness.Result) -> None:
             rows += [{"plan": name, **row} for row in measure(case, plan, providers, device)]
             torch.cuda.empty_cache()
         result.add(rows)
-        print(f"\n{name}: {table}")
+        print(f"\n{name}: {title}")
         show(table(name, rows))
 
 

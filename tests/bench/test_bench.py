@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -263,7 +264,7 @@ def test_turns_are_as_long_as_asked_and_begin_untimed():
     assert found == {"a": [1 / 5], "b": [4 / 7], "long": [99 / 9]}
 
 
-def test_rows_have_times_and_peaks_of_those_that_run(monkeypatch):
+def test_rows_have_times_and_peaks_of_those_that_run(monkeypatch, capsys):
     monkeypatch.setattr(bench, "Runner", OnCPU)
     monkeypatch.setattr(
         bench, "interleave", lambda runners, *_: {name: [2.0, 4.0, 3.0] for name in runners}
@@ -275,7 +276,11 @@ def test_rows_have_times_and_peaks_of_those_that_run(monkeypatch):
         measure.Provider("wrong", lambda q, k, v: q),
         measure.Provider("failing", lambda q, k, v: [][0]),
     ]
-    found = {row["provider"]: row for row in bench.measure(case, PLANS["quick"], given, CPU)}
+    monkeypatch.setattr(bench, "build", lambda *_: given)
+    plan, rows = dataclasses.replace(PLANS["quick"], cases=(case,)), []
+    bench.run("quick", plan, [], CPU, SimpleNamespace(add=rows.extend))
+    assert "D=64: TFLOP/s (x cuDNN)" in capsys.readouterr().out
+    found = {row["provider"]: row for row in rows}
     assert {name: (row["ms"], row["peak_bytes"]) for name, row in found.items()} == {
         "cuDNN": (3.0, 12), "wrong": (None, 12), "failing": (None, None)
     }  # fmt: skip
