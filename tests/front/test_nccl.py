@@ -1,0 +1,117 @@
+"""``sage_inductor.gather_attention`` on two GPUs with NCCL: what one GPU computes, or an error. Each
+case has processes of its own, for an error on the device ends them. The cases on CPU with gloo, and
+all that ranks may disagree on, are in test_parallel.py."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+RECIPE, OTHER = "sage2-8b-rotated", "sage1-rotated"
+TIMEOUT = 15  # seconds, of a collective
+UNLIKE = "the ranks were called with different arguments or unequal lengths"
+
+
+def run(what: str, folder: Path) -> tuple[dict[int, dict], str]:
+    """What the ranks found, of those that lived, and what was printed."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    start = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
+    done = subprocess.run(
+        [sys.executable, *start, __file__, what, folder], capture_output=True, text=True,
+        env={**os.environ, "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}, timeout=120,
+    )  # fmt: skip
+    found = {r: folder / f"{r}.json" for r in range(2)}
+    return {r: json.loads(f.read_text()) for r, f in found.items() if f.exists()}, done.stderr
+
+
+@pytest.mark.gpu
+def test_two_gpus_compute_what_one_does_and_a_graph_replays_it(tmp_path):
+    found, printed = run("values", tmp_path)
+    assert found == {r: {"equal": True, "replayed": True} for r in range(2)}, printed
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("what", ["recipes", "lengths"])
+def test_ranks_that_disagree_are_told_by_the_device(what, tmp_path):
+    found, printed = run(what, tmp_path)
+    assert UNLIKE in printed
+    assert all("device-side assert" in each["error"] for each in found.values()), found
+
+
+@pytest.mark.gpu
+def test_ranks_that_ask_for_lengths_are_told_which_of_them_is_wrong(tmp_path):
+    found, printed = run("asked", tmp_path)
+    for each in found.values():
+        assert "ValueError" in each["error"] and "rank 1 has recipe" in each["error"]
+    assert len(found) == 2, printed
+
+
+@pytest.mark.gpu
+def test_a_rank_that_does_not_come_is_an_error_on_the_other(tmp_path):
+    found, printed = run("absent", tmp_path)
+    assert "collective operation timeout" in printed and "completed" not in found.get(0, {}), found
+
+
+# -- the ranks ----
+
+
+@torch.no_grad()
+def main(what: str, folder: Path) -> None:
+    from sage_inductor import gather_attention
+    from sage_inductor.ops.recipe import NAMED
+    from sage_inductor.ops.sdpa import SdpaCall, compose
+
+    dist.init_process_group("nccl", timeout=timedelta(seconds=TIMEOUT))
+    rank = dist.get_rank()
+    torch.cuda.set_device(rank)
+    torch.manual_seed(0)
+    qkv = [torch.randn(1, 4000, 8, 128, device="cuda").bfloat16().transpose(1, 2) for _ in range(3)]
+    mine = [x.chunk(2, 2)[rank] for x in qkv]
+
+    def gather(*of_rank, **given):
+        out = gather_attention(*of_rank, **{"recipe": RECIPE, **given})
+        torch.cuda.synchronize()
+        return out
+
+    def values():
+        call = SdpaCall.of(*qkv, 128**-0.5, NAMED[RECIPE].encode(), out_bnhd=True)
+        out, alone = gather(*mine), compose(call)[0].chunk(2, 2)[rank]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            replayed = gather_attention(*mine, recipe=RECIPE)
+        mine[0].mul_(0.5)
+        graph.replay()
+        return {"equal": out.equal(alone), "replayed": replayed.equal(gather(*mine))}
+
+    def absent():
+        if rank:
+            time.sleep(3 * TIMEOUT)
+            return {}
+        gather(*mine)
+        return {"completed": True}
+
+    cases = {
+        "values": values,
+        "recipes": lambda: {"out": gather(*mine, recipe=OTHER if rank else RECIPE).shape},
+        "lengths": lambda: {"out": gather(*(x[:, :, : 1900 - 64 * rank] for x in mine)).shape},
+        "asked": lambda: {"out": gather(*mine, recipe=OTHER if rank else RECIPE, lengths="ask")},
+        "absent": absent,
+    }
+    gather(*mine)  # the group is measured
+    try:
+        found = cases[what]()
+    except Exception as error:
+        found = {"error": f"{type(error).__name__}: {error}"}
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
