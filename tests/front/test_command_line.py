@@ -1,8 +1,6 @@
 """``python -m sage_inductor``, as Python runs it: the module's file, by that name. A process of its
 own has it in test_packaging.py."""
 
-import dataclasses
-import functools
 import io
 import re
 import runpy
@@ -17,11 +15,9 @@ import torch
 import triton
 from support import op_by_op
 
-from sage_inductor.choose import tables, timing
 from sage_inductor.cli import doctor
 from sage_inductor.cli.doctor import Probe, verdict
 from sage_inductor.cli.progress import Progress, track
-from sage_inductor.cli.tune import lines
 from sage_inductor.ops import gpus
 from sage_inductor.ops import recipe as recipes
 
@@ -51,23 +47,14 @@ def test_help_names_the_commands(run):
     assert re.search(r"^ +demo .*report, accuracy, speed$", result.stdout, re.M)
 
 
-@pytest.mark.parametrize("command", ["doctor", "demo"])
-def test_every_command_explains_itself(command, run):
-    result = run(command, "--help")
-    assert result.returncode == 0
-    assert f"usage: python -m sage_inductor {command}" in result.stdout
-
-
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([], "the following arguments are required: COMMAND"),
-        (["docter"], "invalid choice: 'docter' (choose from"),
         (["demo", "--recipe", "sage9"], "invalid choice: 'sage9' (choose from"),
         (["demo", "--size", "63"], "--size: must be a positive even number, got '63'"),
         (["demo", "--layers", "0"], "--layers: must be a positive number, got '0'"),
     ],
-    ids=["nothing", "command", "recipe", "size", "layers"],
+    ids=["recipe", "size", "layers"],
 )
 def test_a_mistake_is_refused_with_what_was_got(arguments, message, run):
     result = run(*arguments)
@@ -98,18 +85,6 @@ def test_doctor_names_versions_and_runs_every_recipe(run):
     for name, tenths in errors:
         assert tenths in ("012" if recipes.NAMED[name].of_qk.smooths_q else "0")
     assert "recipe 'auto': SDPA: on CPU attention stays as it was" in result.stdout
-
-
-def test_doctor_says_from_which_lengths_a_recipe_is_chosen():
-    (table,) = tables.known(tables.H200)
-    families = {x: times for x, times in table.families.items() if str(x) == "head_dim 128"}
-    table = dataclasses.replace(table, families=families)
-    assert any(
-        re.fullmatch(
-            r"head_dim 128: sage2-8b-rotated from N=\d+ with B\*H >= 128, .* \(\+-\d\.\d%\)", line
-        )
-        for line in lines(table)
-    )
 
 
 @on_cpu
@@ -233,22 +208,6 @@ def test_progress_goes_on_while_a_step_runs(monkeypatch, on_terminal):
     assert shown.startswith("\r"[:on_terminal] + "step 1 of 1: compiling")
     assert "\n" not in shown if on_terminal else "\r" not in shown
     assert not on_terminal or not shown.split("\r")[-2].strip()  # the line is cleared
-
-
-def test_tune_says_what_it_measures(monkeypatch, capsys):
-    times = {"sage1": 1.0, "CUDNN_ATTENTION": 2.0}
-    monkeypatch.setattr(gpus, "capability", lambda device: (8, 0))
-    monkeypatch.setattr(tables, "gpu_name", lambda device: "NVIDIA A100")
-    monkeypatch.setattr(timing, "start_compiling", lambda *given: [])
-    monkeypatch.setattr(
-        timing, "measure_family", lambda device, family, recipes, sizes, rounds: {sizes[0]: times}
-    )
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=9)
-    )
-    progress = functools.partial(track, describe=str)
-    timing.tune(torch.device("cpu"), (64,), ("full", "causal"), progress)
-    assert "step 2 of 2: head_dim 64, causal\n" in capsys.readouterr().err
 
 
 @on_cpu
