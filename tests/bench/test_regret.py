@@ -256,8 +256,8 @@ def test_what_kinds_are_measured_by_compiles_first_and_once(h200, monkeypatch):
 
 
 @pytest.mark.sweep
-def test_a_budget_ends_the_measurement(h200, compiling, monkeypatch):
-    now = SimpleNamespace(seconds=100.0)
+def test_kernels_are_waited_for_as_long_as_the_budget_is(h200, compiling, monkeypatch):
+    now, waited = SimpleNamespace(seconds=100.0), []
     monkeypatch.setattr(regret.time, "monotonic", lambda: now.seconds)
 
     def time_case(case, flops):
@@ -265,9 +265,6 @@ def test_a_budget_ends_the_measurement(h200, compiling, monkeypatch):
         return {**SDPA, **dict.fromkeys(case.candidates, 1.0)}
 
     monkeypatch.setattr(regret, "time_case", time_case)
-    assert len(list(regret.measure(regret.draw(3, 9), CUDA, 2, budget=11.0))) == 3
-    assert len(compiling) < 9
-    waited = []
     monkeypatch.setattr(concurrent.futures, "wait", lambda futures, s: waited.append(s))
     list(regret.measure(regret.draw(3, 9), CUDA, 2, budget=6.0))
     assert waited == [6.0, 2.0, 0.0]
