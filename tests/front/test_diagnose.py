@@ -458,18 +458,14 @@ def test_masks_are_recognised_as_the_pass_recognises_them():
 
 
 def test_modules_of_torch_are_measured():
+    """Which would take a path of their own without gradients."""
     x = torch.randn(2, 20, 32)
     encoder = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True).eval()
-    attention = nn.MultiheadAttention(32, 2, batch_first=True)
-    with torch.no_grad(), diagnosing(encoder, recipes="sage1") as found:
+    with torch.no_grad(), diagnosing(encoder) as found:
         encoder(x)
     assert {row.site.spelling for row in found.rows} == {"nn.TransformerEncoderLayer"}
-    for layer, args in ((encoder, (x,)), (attention, (x, x, x))):
-        spelling = f"nn.{type(layer).__name__}"
-        found = diagnose(lambda *a, layer=layer: layer(*a)[0])(*args)
-        assert {row.site.spelling for row in found.rows} == {spelling}
-        assert {row.site.q for row in found.rows} == {(2, 2, 20, 16)}
-        assert all(row.relative_l1 < max(0.1, bound(row.recipe)) for row in found.rows)
+    assert {row.site.q for row in found.rows} == {(2, 2, 20, 16)}
+    assert all(row.relative_l1 < max(0.1, bound(row.recipe)) for row in found.rows)
 
 
 def test_under_autocast_sdpas_row_has_its_dtypes_error():
@@ -741,8 +737,6 @@ def test_mistakes_around_a_block_are_told():
             diagnosing(model, every=wrong).__enter__()
     with pytest.raises(ValueError, match="diagnosing: recipes must be of .*did you mean 'sage1'"):
         diagnosing(model, recipes="sage1x").__enter__()
-    with pytest.raises(ValueError, match="diagnosing: tolerance must be"):
-        diagnosing(model, tolerance=-1).__enter__()
 
 
 def test_two_models_of_a_pipeline_are_measured_in_one_block():
@@ -864,15 +858,6 @@ def test_a_policy_takes_the_time_of_what_it_takes():
 # -- what is not ----
 
 
-def test_a_branch_that_is_not_taken_is_listed():
-    def model(q):
-        return torch.cond(q.sum() > 1e9, lambda q: sdpa(q, q, q), lambda q: q + 0, (q,))
-
-    found = diagnose(model)(torch.randn(1, 2, 20, 16))
-    assert not found.rows and not found.suggested and found.policy == Policy()
-    assert [site.reason for site in found.unmeasured] == ["was not run with these inputs"]
-
-
 def test_a_path_that_cannot_be_written_is_found_before_the_model_runs(tmp_path):
     ran, q = [], torch.randn(1, 2, 8, 16)
 
@@ -976,6 +961,10 @@ def with_dropout(q, k, v):
     return sdpa(q, k, v) + sdpa(q, k, v, dropout_p=0.5)
 
 
+def in_a_branch(q, k, v):
+    return torch.cond(q.sum() > 1e9, lambda q: sdpa(q, q, q), lambda q: q + 0, (q,))
+
+
 NO_EXACT = "was not run: diagnose knows no exact attention"
 
 
@@ -985,9 +974,11 @@ NO_EXACT = "was not run: diagnose knows no exact attention"
         (by_lists, 0, f"{NO_EXACT} by block lists"),
         (with_a_sink, 0, f"{NO_EXACT} with a learned sink"),
         (with_dropout, 2, "dropout_p must be 0, got 0.5"),
+        (in_a_branch, 0, "was not run with these inputs"),
     ],
 )
 def test_calls_that_cannot_be_measured_are_listed_with_the_reason(attend, rows, reason):
     found = diagnose(attend, recipes="sage2-8b")(*support.random_qkv(1, 2, N=256))
     assert [site.reason for site in found.unmeasured] == [reason]
     assert len(found.rows) == rows and reason in str(found)
+    assert rows or (found.policy == Policy() and not found.suggested)

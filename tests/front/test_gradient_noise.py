@@ -213,21 +213,6 @@ def test_of_a_chain_the_second_call_has_its_own_part_of_the_gradient():
     assert sorted(row.gradient for row in rows) == pytest.approx(norms, rel=1e-4)
 
 
-def test_modules_of_torch_are_measured():
-    x, y = batch(4)
-    layer = nn.TransformerEncoderLayer(64, 2, 64, dropout=0.0, batch_first=True)
-    model = nn.TransformerEncoder(layer, 2)
-    found = found_by(model, x, y)
-    assert len(found.rows) == 6 and not found.unmeasured
-    assert {row.parameters for row in found.rows} == {f"layers.{i}.self_attn" for i in range(2)}
-    attention = model.layers[1].self_attn
-    own = [attention.in_proj_weight, attention.in_proj_bias]
-    exact = torch.autograd.grad((model(x) - y).square().mean(), own)
-    assert of(found)["layers.1.self_attn", "sdpa"].gradient == pytest.approx(
-        joined(exact).norm().item(), rel=1e-4
-    )
-
-
 class Cast(Attention):
     def forward(self, x):
         with torch.autocast("cpu", torch.bfloat16):

@@ -112,8 +112,9 @@ def fits(rule: Rule, module: str, head_dim: int, length: int) -> bool:
     )
 
 
-def ranges(least, most):
-    bound = st.none() | st.integers(least, most)
+def ranges(*values):
+    """Whose ends are of those, or open."""
+    bound = st.none() | st.sampled_from(values)
     pairs = st.tuples(bound, bound)
     return pairs.filter(lambda r: None in r or r[0] <= r[1])
 
@@ -122,9 +123,9 @@ rules = st.builds(
     Rule,
     recipe=st.sampled_from(["auto", "off", *NAMED]),
     module=st.sampled_from(["*", *MODULES, "layers.*", "*.cross", "layers.?.attn", "p*l", "*1*", "q"]),
-    layer=ranges(0, 3),
+    layer=ranges(0, 1, 2, 3),
     head_dim=st.sampled_from([(), (32,), (48,), (16, 64), (48, 32)]),
-    length=ranges(1, 41),
+    length=ranges(1, 2, 39, 40, 41),
     stage=st.sampled_from([None, "edge", "warm"]),
 )  # fmt: skip
 
@@ -158,7 +159,7 @@ selections = st.builds(Selection, fraction, fraction, fraction, tokens, tokens).
     lambda keep: keep.top_k or keep.top_p
 )
 keeping = st.builds(
-    Rule, recipe=st.sampled_from([*NAMED]), layer=ranges(0, 3), keep=st.none() | selections
+    Rule, recipe=st.sampled_from([*NAMED]), layer=ranges(0, 2, 3), keep=st.none() | selections
 )
 
 
@@ -691,14 +692,9 @@ def test_a_changed_file_is_read_anew_after_a_reset(tmp_path, by_inductor):
 
 
 def test_under_inductor_the_files_content_is_in_the_key(tmp_path):
-    path, x, outs, ids = written(tmp_path, {"recipe": "sage1"}), torch.randn(1, 2, 64, 64), {}, []
-    f = torch.compile(Attend(), backend="inductor")
+    path, ids = written(tmp_path, {"recipe": "sage1"}), []
     for recipe in ("sage1", "sage2-8b", "sage1"):
         written(tmp_path, {"recipe": recipe})
-        torch._dynamo.reset()
         with config.patch(rewrite_inductor=True, emulate=True, policy=path):
             ids.append(SagePass().uuid())
-            out = f(x, x)
-        assert torch.equal(outs.setdefault(recipe, out), out)
-    assert not torch.equal(outs["sage1"], outs["sage2-8b"])
     assert ids[0] == ids[2] != ids[1]
