@@ -1017,7 +1017,7 @@ def test_a_window_of_flex_attentions_is_not_measured(benchmark, monkeypatch):
 
 
 def test_users_who_say_nothing_have_their_calls_measured_and_trained_exactly():
-    """The tests switch calibration off for themselves: tests/conftest.py."""
+    """The tests switch calibration off for themselves: tests/settings.py."""
     assert options.OPTIONS["calibrate"].default is True and Settings().calibrate is True
     assert options.OPTIONS["training"].default == Settings().training == "off"
 

