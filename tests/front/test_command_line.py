@@ -119,45 +119,34 @@ def a_probe(recipe, runs):
 
 
 @pytest.mark.parametrize(
-    "probes, auto_rewrites, expected",
+    "probes, auto_rewrites, here, expected",
     [
-        ([a_probe("sage1", True), a_probe("sage3", None)], True,
+        ([a_probe("sage1", True), a_probe("sage3", None)], True, {},
          'READY: 1 of 9 recipes run on NVIDIA Test, and "auto" rewrites the calls'),
-        ([a_probe("sage1", True)], False,
+        ([a_probe("sage1", True)], False, {},
          'NOT MEASURED: 1 of 9 recipes run on NVIDIA Test, but "auto" rewrites nothing until `python'),
-        ([a_probe("sage1", True), a_probe("sage2-8b", False)], True,
+        ([a_probe("sage1", True)], True, {"triton": "3.10.0"},
+         "SLOWER THAN IT COULD BE: 1 of 9 recipes run on NVIDIA Test, but the Hopper kernel is"),
+        ([a_probe("sage1", True), a_probe("sage2-8b", False)], True, {},
          "BROKEN: 1 of 2 probes fail on NVIDIA Test. Do not ask for sage2-8b: see"),
-        ([a_probe("sage1", None)], False, "NOTHING RUNS HERE: NVIDIA Test (sm_75) is older"),
+        ([a_probe("sage1", None)], False, {"capability": (7, 5)},
+         "NOTHING RUNS HERE: NVIDIA Test (sm_75) is older"),
+        ([a_probe("sage1", False)], False, {"hip": "6.4"},
+         "NOTHING RUNS HERE: NVIDIA Test is an AMD GPU: all stays SDPA"),
     ],
-    ids=["ready", "not measured", "broken", "too old"],
+    ids=["ready", "not measured", "slower", "broken", "too old", "AMD's"],
 )  # fmt: skip
-def test_the_verdict_says_what_runs_and_what_to_do(monkeypatch, probes, auto_rewrites, expected):
+def test_the_verdict_says_what_runs_and_what_to_do(
+    monkeypatch, probes, auto_rewrites, here, expected
+):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
-    monkeypatch.setattr(gpus, "capability", lambda device: (7, 5))
+    monkeypatch.setattr(gpus, "capability", lambda device: here.get("capability", (9, 0)))
+    monkeypatch.setattr(torch.version, "hip", here.get("hip"))
+    monkeypatch.setattr(triton, "__version__", here.get("triton", triton.__version__))
     each = [(torch.device("cuda", i), probes, auto_rewrites) for i in range(2)]
     line = verdict(True, each)  # of two like GPUs one verdict
     assert line.startswith(expected) and line.count("NVIDIA Test") == 1 and "\n" not in line
     assert verdict(False, each).startswith('BROKEN: torch does not know backend="sage"')
-
-
-def test_the_verdict_of_an_amd_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "AMD Instinct MI300X")
-    monkeypatch.setattr(torch.version, "hip", "6.4")
-    each = [(torch.device("cuda"), [a_probe("sage1", False)], False)]
-    assert verdict(True, each) == (
-        "NOTHING RUNS HERE: AMD Instinct MI300X is an AMD GPU: all stays SDPA"
-    )
-
-
-def test_the_verdict_says_that_the_hopper_kernel_is_lost(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(gpus, "capability", lambda device: (9, 0))
-    each = [(torch.device("cuda"), [a_probe("sage1", True)], True)]
-    assert verdict(True, each).startswith("READY")
-    monkeypatch.setattr(triton, "__version__", "3.10.0")
-    assert verdict(True, each).startswith(
-        "SLOWER THAN IT COULD BE: 1 of 9 recipes run on NVIDIA H200, but the Hopper kernel is"
-    )
 
 
 def test_doctor_names_what_sdpa_runs_and_an_untested_torch(monkeypatch, capsys):
