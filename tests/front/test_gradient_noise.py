@@ -158,18 +158,6 @@ def test_a_head_and_an_example_at_a_time_are_all_of_them(recipe, is_causal):
     assert not any(x.requires_grad for x in (q, k, v))
 
 
-def by_hand(q, k, v):
-    return (q @ k.mT * 32**-0.5).softmax(-1) @ v
-
-
-def grouped(q, k, v):
-    return sdpa(q, k[:, :1], v[:, :1], enable_gqa=True)
-
-
-def scaled(q, k, v):
-    return sdpa(q, k, v, scale=0.3)
-
-
 def chained(q, k, v):
     return sdpa(sdpa(q, k, v), k, v)
 
@@ -180,17 +168,21 @@ def in_place(q, k, v):
     return out
 
 
-def out_of_place(q, k, v):
-    return sdpa(q, k, v) * 3
-
-
-@pytest.mark.parametrize("attend", [by_hand, grouped, scaled, in_place])
-def test_every_spelling_is_measured_as_the_model_computes_it(attend):
+@pytest.mark.parametrize(
+    "attend, in_eager",
+    [
+        (lambda q, k, v: (q @ k.mT * 32**-0.5).softmax(-1) @ v, None),
+        (lambda q, k, v: sdpa(q, k[:, :1], v[:, :1], enable_gqa=True), None),
+        (lambda q, k, v: sdpa(q, k, v, scale=0.3), None),
+        (in_place, lambda q, k, v: sdpa(q, k, v) * 3),  # SDPA's own backward refuses it
+    ],
+    ids=["by hand", "grouped", "scaled", "in place"],
+)
+def test_every_spelling_is_measured_as_the_model_computes_it(attend, in_eager):
     """The gradient of the projection is the model's own."""
     model, (x, y) = Attention(attend), batch(4)
     found = found_by(model, x, y)
-    if attend is in_place:  # in eager SDPA's own backward refuses that
-        model.by = out_of_place
+    model.by = in_eager or attend
     exact = torch.autograd.grad((model(x) - y).square().mean(), model.qkv.parameters())
     assert not found.unmeasured and len(found.rows) == 3
     for row in found.rows:
@@ -361,46 +353,27 @@ def masked(q, k, v):
     return sdpa(q, k, v, torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu())
 
 
-def dropped(q, k, v):
-    return sdpa(q, k, v, dropout_p=0.5)
-
-
-@torch.no_grad()
-def without(q, k, v):
-    return sdpa(q, k, v)
-
-
-@torch.no_grad()
-def without_and_masked(q, k, v):
-    return masked(q, k, v)
-
-
-def unused(q, k, v):
-    return sdpa(q, k, v) * 0
-
-
-def in_a_branch(q, k, v):
-    return torch.cond(
-        q.sum() > 1e9, lambda q, k, v: sdpa(q, k, v), lambda q, k, v: q + 0, (q, k, v)
-    )
-
-
-def of_one_example(q, k, v):
-    return q + sdpa(q.flatten(0, 1)[None], k.flatten(0, 1)[None], v.flatten(0, 1)[None])[0][:2]
-
-
 @pytest.mark.parametrize(
     "attend, reason",
     [
         (masked, "sagebwd trains calls without a mask but .*; the FP8 backward trains calls with"),
-        (dropped, "dropout_p must be 0, got 0.5$"),
-        (without, "was not measured: it needs no gradient"),
-        (without_and_masked, "was not measured: it needs no gradient"),
-        (unused, "was not measured: its gradient is 0"),
-        (in_a_branch, "was not run with these inputs"),
-        (of_one_example, "was not measured: a batch of 1 has no gradient noise"),
+        (lambda *qkv: sdpa(*qkv, dropout_p=0.5), "dropout_p must be 0, got 0.5$"),
+        (torch.no_grad()(lambda *qkv: sdpa(*qkv)), "was not measured: it needs no gradient"),
+        (torch.no_grad()(masked), "was not measured: it needs no gradient"),
+        (lambda *qkv: sdpa(*qkv) * 0, "was not measured: its gradient is 0"),
+        (
+            lambda *qkv: torch.cond(qkv[0].sum() > 1e9, lambda *x: sdpa(*x), lambda *x: x[0] + 0, qkv),
+            "was not run with these inputs",
+        ),
+        (
+            lambda q, *kv: q + sdpa(*(x.flatten(0, 1)[None] for x in (q, *kv)))[0][:2],
+            "was not measured: a batch of 1 has no gradient noise",
+        ),
     ],
-)
+    ids=[
+        "masked", "dropout", "no grad", "no grad, masked", "unused", "another branch", "one example"
+    ],
+)  # fmt: skip
 def test_calls_that_are_not_measured_are_listed_with_the_reason(attend, reason):
     x, y = batch(4)
     found = found_by(Transformer(sdpa, attend), x, y)

@@ -230,20 +230,12 @@ class Watching(Model):
         return super().__getattr__(name)
 
 
-def by_a_function(model):
-    return functools.partial(lambda model, *inputs: model(*inputs), model)
-
-
-def in_a_closure(model):
-    return lambda *inputs: model(*inputs)
-
-
 WAYS = {
     "itself": lambda model: model,
     "with a __getattr__": lambda model: Watching(),
     "by its forward": lambda model: model.forward,
-    "by a function": by_a_function,
-    "in a closure": in_a_closure,
+    "by a function": lambda model: functools.partial(lambda model, *x: model(*x), model),
+    "in a closure": lambda model: lambda *inputs: model(*inputs),
     "by an object's method": lambda model: Pipeline(model).run,
     "from a list": lambda model: functools.partial(lambda models, *x: models[0](*x), [model]),
     "within a compiled one": lambda model: torch.compile(model, backend="eager"),
