@@ -429,59 +429,55 @@ def test_calls_by_block_lists_are_rewritten_where_they_were_measured_and_where_f
     assert found.recipe == recipe and reason in found.reason
 
 
+ROTATED = "sage2-8b-rotated"
+
+
 @pytest.mark.parametrize(
-    "shape, capability, settings, recipe, reason",
+    "given, recipe, reason",  # of B, H_q, H_kv, N, D = 4, 32, 32, 16384, 128 on a GPU of 9.0
     [
-        ((4, 32, 32, 16384, 128), (9, 0), {}, "sage2-8b-rotated", FASTER),
-
-        ((4, 32, 32, 4096, 256), (9, 0), {}, "sage2-8b-rotated", FASTER),
-        ((4, 32, 32, 16384, 128), (9, 0), {"portable": True}, "sage2-8b-rotated", FASTER),
-        ((4, 32, 32, 16384, 128), (9, 0), {"portable": True, "force": True}, "sage2-8b-rotated", "^forced$"),
-        ((4, 32, 32, 16384, 128), (8, 9), {"portable": True, "force": True}, "sage2-8b", "forced$"),
-        ((4, 32, 32, 16384, 64), (9, 0), {"recipe": "sage1-per-token"}, None,
+        ({}, ROTATED, FASTER),
+        ({"N": 4096, "D": 256}, ROTATED, FASTER),
+        ({"D": 41}, ROTATED, FASTER),
+        ({"portable": True}, ROTATED, FASTER),
+        ({"portable": True, "force": True}, ROTATED, "^forced$"),
+        ({"portable": True, "force": True, "capability": (8, 9)}, "sage2-8b", "forced$"),
+        ({"D": 64, "recipe": "sage1-per-token"}, None,
          "^never slower: sage1-per-token with head_dim 64, B\\*H=128 was not measured on NVIDIA H200: run"),
-        ((4, 32, 32, 16384, 41), (9, 0), {}, "sage2-8b-rotated", FASTER),
-        ((4, 32, 32, 255, 128), (9, 0), {}, None, "^never slower: a call with fewer than 256 queries or keys$"),
-        ((4, 32, 32, 1024, 128), (9, 0), {}, None,
+        ({"N": 255}, None, "^never slower: a call with fewer than 256 queries or keys$"),
+        ({"N_kv": 77}, None, "fewer than 256 queries or keys"),
+        ({"N": 1024}, None,
          "^never slower: sage2-8b-rotated with head_dim 128, B\\*H=128 is 0.\\d\\dx SDPA by the fit"),
-        ((4, 32, 32, 1024, 128), (9, 0), {"force": True}, "sage2-8b-rotated", "forced"),
-        ((4, 32, 32, 16384, 128), (8, 9), {}, None, "sage2-8b .* was not measured on NVIDIA Test .8, 9.: run"),
-        ((4, 32, 32, 16384, 128), (8, 6), {"force": True}, "sage1", "forced"),
-        ((4, 32, 32, 16384, 128), (10, 0), {"force": True}, "sage2-8b-fp8qk", "forced"),
-        ((4, 32, 32, 16384, 256), (10, 3), {"force": True, "portable": True}, "sage2-8b-fp8qk", "forced"),
-
-        ((4, 32, 32, 16384, 128), (12, 0), {"force": True}, "sage2-8b", "forced"),
-        ((4, 32, 32, 16384, 128), (8, 9), {"force": True, "recipe": "sage2-8b-fp8qk"}, "sage2-8b-fp8qk",
-         "forced"),
-        ((4, 32, 32, 16384, 128), (8, 6), {"force": True, "recipe": "sage2-8b"}, None,
+        ({"N": 1024, "force": True}, ROTATED, "forced"),
+        ({"capability": (8, 9)}, None, "sage2-8b .* was not measured on NVIDIA Test .8, 9.: run"),
+        ({"capability": (8, 6), "force": True}, "sage1", "forced"),
+        ({"capability": (10, 0), "force": True}, "sage2-8b-fp8qk", "forced"),
+        ({"capability": (10, 3), "D": 256, "force": True, "portable": True}, "sage2-8b-fp8qk", "forced"),
+        ({"capability": (12, 0), "force": True}, "sage2-8b", "forced"),
+        ({"capability": (8, 9), "force": True, "recipe": "sage2-8b-fp8qk"}, "sage2-8b-fp8qk", "forced"),
+        ({"capability": (8, 6), "force": True, "recipe": "sage2-8b"}, None,
          "no kernel for pv='fp8', head_dim=128 on compute capability"),
-        ((4, 32, 32, 16384, 128), (7, 5), {"force": True}, None, "no kernel for pv='16bit'"),
-        ((4, 32, 32, 16384, 128), (9, 0), {"recipe": "off", "policy": AUTO_FROM_8192}, "sage2-8b-rotated",
-         FASTER + ".*rule 2 of the policy.$"),
-        ((4, 32, 32, 8191, 128), (9, 0), {"recipe": "off", "policy": AUTO_FROM_8192}, None, "the recipe is 'off'"),
-        ((4, 32, 32, 1024, 128), (9, 0), {"policy": (Rule("auto"),)}, None, "never slower.*rule 1 of the policy"),
-        ((4, 32, 32, 16, 128), (9, 0), {"policy": (Rule("sage1-per-token"),), "force": True}, "sage1-per-token", "forced .rule 1"),
-        ((4, 32, 32, 16384, 128), (9, 0), {"policy": (Rule("off"),), "force": True}, None, "the policy says off .rule 1."),
-        ((4, 32, 32, 16384, 128), (9, 0), {"policy": (KEEPING,)}, "sage2-8b-rotated",
-         "^by block lists, N >= 16384; keep 0.3 .rule 1 of the policy.$"),
-        ((4, 32, 32, 8192, 128), (9, 0), {"policy": (KEEPING,)}, None,
+        ({"capability": (7, 5), "force": True}, None, "no kernel for pv='16bit'"),
+        ({"recipe": "off", "policy": AUTO_FROM_8192}, ROTATED, FASTER + ".*rule 2 of the policy.$"),
+        ({"N": 8191, "recipe": "off", "policy": AUTO_FROM_8192}, None, "the recipe is 'off'"),
+        ({"N": 1024, "policy": (Rule("auto"),)}, None, "never slower.*rule 1 of the policy"),
+        ({"N": 16, "policy": (Rule("sage1-per-token"),), "force": True}, "sage1-per-token", "forced .rule 1"),
+        ({"policy": (Rule("off"),), "force": True}, None, "the policy says off .rule 1."),
+        ({"policy": (KEEPING,)}, ROTATED, "^by block lists, N >= 16384; keep 0.3 .rule 1 of the policy.$"),
+        ({"N": 8192, "policy": (KEEPING,)}, None,
          "^never slower: sage2-8b-rotated by block lists wins from N=16384; keep 0.3 .rule 1 of the policy.$"),
-        ((4, 32, 32, 16384, 128), (9, 0), {"policy": (KEEPING,), "benchmark": Mock(side_effect=AssertionError)}, "sage2-8b-rotated",
-         "by block lists"),
-        ((4, 32, 8, 16384, 128), (9, 0), {"policy": (KEEPING,), "force": True}, "sage2-8b-rotated",
-         "^forced; keep 0.3 .rule 1 of the policy.$"),
-        ((4, 32, 32, 16384, 128), (8, 6), {"policy": (KEEPING,), "force": True}, None, "no kernel for pv='fp8'"),
-        ((4, 32, 32, 16384, 128), (9, 0), {"D_v": 64}, None, "with head_dim .128, 64., .* was not measured"),
-        ((4, 32, 32, 16384, 128), (9, 0), {"D_v": 64, "force": True}, "sage2-8b-rotated", "forced"),
-        ((4, 32, 32, 16384, 128), (9, 0), {"N_kv": 77}, None, "fewer than 256 queries or keys"),
-        ((4, 32, 32, 16384, 128), (9, 0), {"requires_grad": True, "training": "off"}, None,
-         "^the output requires a gradient"),
-        ((4, 32, 32, 16384, 128), (9, 0), {"requires_grad": True, "training": "off", "force": True},
-         "sage2-8b-rotated", "forced"),
+        ({"policy": (KEEPING,), "benchmark": Mock(side_effect=AssertionError)}, ROTATED, "by block lists"),
+        ({"H_kv": 8, "policy": (KEEPING,), "force": True}, ROTATED, "^forced; keep 0.3 .rule 1 of the policy.$"),
+        ({"capability": (8, 6), "policy": (KEEPING,), "force": True}, None, "no kernel for pv='fp8'"),
+        ({"D_v": 64}, None, "with head_dim .128, 64., .* was not measured"),
+        ({"D_v": 64, "force": True}, ROTATED, "forced"),
+        ({"requires_grad": True, "training": "off"}, None, "^the output requires a gradient"),
+        ({"requires_grad": True, "training": "off", "force": True}, ROTATED, "forced"),
     ],
 )  # fmt: skip
-def test_what_auto_and_policies_do_on_a_gpu(shape, capability, settings, recipe, reason):
-    site = decide(shape, capability=capability, **settings)
+def test_what_auto_and_policies_do_on_a_gpu(given, recipe, reason):
+    sizes = {"B": 4, "H_q": 32, "H_kv": 32, "N": 16384, "D": 128}
+    shape = tuple(given.get(name, n) for name, n in sizes.items())
+    site = decide(shape, **{name: x for name, x in given.items() if name not in sizes})
     assert site.recipe == recipe and re.search(reason, site.reason), site.reason
 
 
