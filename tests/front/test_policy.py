@@ -560,11 +560,9 @@ RULES = {  # the rule's second line, reason
     '"modul": "*"': "modul does not exist: did you mean module?",
     '"recipe": "sage1"': "recipe is given 2 times",
     '"module": 3': "module must be a string, got 3",
-
     '"layer": "3"': 'layer must be a number or [from, to], numbers from 0 on or null, got "3"',
     '"layer": -1': "layer must be a number or [from, to], numbers from 0 on or null, got -1",
     '"layer": true': "layer must be a number or [from, to], numbers from 0 on or null, got true",
-
     '"layer": [1, 2, 3]': "layer must be a number or [from, to], numbers from 0 on or null, got [1, 2, 3]",
     '"layer": [4, 3]': "layer must not be an empty range, got [4, 3]",
     '"head_dim": 0': "head_dim must be a number of 1 to 256, or a list of such, got 0",
@@ -574,7 +572,6 @@ RULES = {  # the rule's second line, reason
     '"length": [0, 64]': "length must be [from, to], numbers from 1 on or null, got [0, 64]",
     '"length": [128, 64]': "length must not be an empty range, got [128, 64]",
     '"length": [128,\n  64]': "length must not be an empty range, got [128, 64]",
-
     '"stage": ""': "a stage must have a name that is a string, or be None, got ''",
     '"keep": 0': KEEP.format("0"),
     '"keep": 1.5': KEEP.format("1.5"),
