@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import statistics
-import time
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -255,9 +255,13 @@ def test_what_kinds_are_measured_by_compiles_first_and_once(h200, monkeypatch):
         assert len(order) == len(kinds)
 
 
-@pytest.mark.sweep
-def test_a_budget_ends_the_measurement(h200, compiling, monkeypatch):
-    now = SimpleNamespace(seconds=100.0)
+@pytest.mark.parametrize(
+    "budget, expected", [(6.0, [6.0, 2.0, 0.0]), (math.inf, [threading.TIMEOUT_MAX] * 3)]
+)
+def test_kernels_are_waited_for_as_long_as_the_budget_is(
+    budget, expected, h200, compiling, monkeypatch
+):
+    now, waited = SimpleNamespace(seconds=100.0), []
     monkeypatch.setattr(regret.time, "monotonic", lambda: now.seconds)
 
     def time_case(case, flops):
@@ -265,31 +269,10 @@ def test_a_budget_ends_the_measurement(h200, compiling, monkeypatch):
         return {**SDPA, **dict.fromkeys(case.candidates, 1.0)}
 
     monkeypatch.setattr(regret, "time_case", time_case)
-    assert len(list(regret.measure(regret.draw(3, 9), CUDA, 2, budget=11.0))) == 3
-    assert len(compiling) < 9
-    waited = []
     monkeypatch.setattr(concurrent.futures, "wait", lambda futures, s: waited.append(s))
-    list(regret.measure(regret.draw(3, 9), CUDA, 2, budget=6.0))
-    assert waited == [6.0, 2.0, 0.0]
-
-
-def test_without_a_budget_a_call_is_timed_when_its_kernels_are_compiled(h200, monkeypatch):
-    waited = []
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-
-        def compile_slowly():
-            time.sleep(0.2)
-            waited.append(True)
-
-        def time_case(case, flops):
-            assert waited
-            return {**SDPA, **dict.fromkeys(case.candidates, 1.0)}
-
-        monkeypatch.setattr(timing, "start_compiling", lambda cases: [pool.submit(compile_slowly)])
-        monkeypatch.setattr(regret, "time_case", time_case)
-        with regret.decisions_by("built-in"):
-            (row,) = regret.measure([LONG], CUDA, 1)
-    assert row["reason"] and row["x"] > 0
+    with regret.decisions_by("built-in"):
+        rows = list(regret.measure([LONG] * 3, CUDA, 2, budget))
+    assert waited == expected and len(rows) == (2 if budget == 6.0 else 3)
 
 
 def test_no_call_is_planned_when_the_budget_is_spent(h200, compiling, monkeypatch):

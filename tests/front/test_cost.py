@@ -95,22 +95,6 @@ def test_in_training_tiles_of_keys_are_dealt_out_too(seed):
     assert found == forward._replace(queries=busiest(tiles, 8))
 
 
-def test_a_fit_tells_the_queries_that_keys_see():
-    """With few heads of k and v the processors wait for the last tile of keys."""
-    shapes = itertools.product((1, 3, 8, 20), (1, 4), (1000, 2500, 4096), (1024, 3000))
-    sizes = [Sizes(1, H * group, H, N_q, N_kv) for H, group, N_q, N_kv in shapes]
-    coefficients = NONE._replace(launches=0.05, busiest=1e-5, queries=2e-5)
-
-    def ms(each):
-        parts = features(each, 192, IN_ORDER, 132, "full-training")
-        return sum(c * x for c, x in zip(coefficients, parts, strict=True))
-
-    found = cost.fit({each: ms(each) for each in sizes}, 132, "full-training")
-    assert found.rows == 192 and found.error < 1e-6
-    for other in (Sizes(1, 32, 2, 5000, 5000), Sizes(2, 16, 16, 5000, 700)):
-        assert found.ms(other) == pytest.approx(ms(other), rel=1e-3)
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_of_many_rounds_the_last_is_told_from_how_tiles_are_dealt(seed):
     """Longest first, it hardly counts; else it takes up to the longest tile more."""
@@ -144,11 +128,6 @@ def test_the_last_tiles_are_shared_block_by_block_where_the_hopper_kernel_does(s
     dealt = [1] * blocks + tiles[:whole]  # one by one to the programs, then tiles to all
     least = max(len(dealt[i:blocks:programs]) for i in range(programs)) * KEYS
     assert found.busiest == least + whole // processors * tiles[0] <= in_order.busiest
-
-
-def test_both_ways_to_share_are_among_the_sizes():
-    shared = [features(Sizes(1, H, H, 1500, 4096), 192, LAST_SHARED, 132).pieces for H in range(40)]
-    assert 0 < sum(shared) < len(shared)
 
 
 def pieces_of(tiles: int, N_kv: int, processors: int) -> int:
@@ -192,25 +171,18 @@ def test_flash_attention_cuts_tiles_where_they_are_few(seed):
     assert found.tiles == pytest.approx(weight * H * len(cut) / 132)
 
 
-def test_the_longest_pieces_of_a_causal_head_run_at_once():
-    """Two halves of a head of 8,192 take as long as four heads of 4,096, uncut."""
-    cut, uncut = (Sizes(1, H, H, N, N, None, 0) for H, N in ((1, 8192), (4, 4096)))
-    found, other = (features(each, 128, FLASH, 132) for each in (cut, uncut))
-    assert (found.pieces, other.pieces) == (1, 0) and found.busiest == other.busiest == 4096
-
-
 def test_some_calls_are_cut_and_some_are_not():
     found = [features(Sizes(1, H, H, 3000, 3000), 128, FLASH, 132).pieces for H in range(1, 9)]
     assert found == [1, 1, 1, 1, 0, 0, 0, 0]
+    found = [features(Sizes(1, H, H, 1500, 4096), 192, LAST_SHARED, 132).pieces for H in range(40)]
+    assert 0 < sum(found) < len(found)
+    for tiles, N_kv in itertools.product(range(1, 220), (999, 9000, 65536)):
+        assert cost._flash_pieces(tiles, N_kv, 132) == pieces_of(tiles, N_kv, 132)
 
 
 def test_a_card_gets_no_hotter_than_hot():
     found = features(Sizes(8, 32, 32, 30000, 30000), 128, IN_ORDER, 132)
     assert found.keys > cost.HEATS and found.hot == found.keys
-
-
-def test_of_a_band_in_a_mask_every_key_is_computed():
-    assert Sizes(1, 2, 2, 9, 9, 4, 3).dense == Sizes(1, 2, 2, 9, 9, None, None)
 
 
 @pytest.mark.parametrize(
@@ -268,26 +240,24 @@ def test_which_keys_are_ragged(kind):
             assert (found.ragged, found.mask, found.pieces, found.queries) == (0, 0, 0, 0)
 
 
-def blocks(N: int) -> int:
-    return -(-N // KEYS)
+@pytest.mark.parametrize(
+    "kind, B, more, divisor, lengths",
+    [
+        ("full", 1, 1.1, 128, (1024, 1500, 2048, 2500, 4096, 5000, 8192, 9000)),
+        ("keys", 2, 1.8, 2, (1024, 1501, 2048, 2501, 4096, 5001, 8192, 9001)),
+    ],
+)
+def test_a_fit_tells_ragged_keys_of_its_kind(kind, B, more, divisor, lengths):
+    def ms(each):
+        return B * -(-each.N_kv // KEYS) * (more if each.N_kv % divisor else 1.0)
 
-
-def test_a_fit_knows_its_kind():
-    sizes = [Sizes(2, 8, 8, 2048, N) for N in (1024, 1501, 2048, 2501, 4096, 5001, 8192, 9001)]
-    times = {each: blocks(each.N_kv) * (1.8 if each.N_kv % 2 else 1.0) for each in sizes}
-    found = cost.fit(times, 132, "keys")
+    sizes = [Sizes(B, 8, 8, 2048, N) for N in (*lengths, 3072, 3073)]
+    found = cost.fit({each: ms(each) for each in sizes[:-2]}, 132, kind)
     assert found.error < 1e-6
-    assert found.ms(Sizes(2, 8, 8, 2048, 3073)) == pytest.approx(1.8 * 25, rel=1e-3)
-    assert found.ms(Sizes(1, 8, 8, 2048, 3073)) == pytest.approx(25 / 2, rel=1e-3)
-
-
-def test_a_fit_tells_ragged_keys():
-    sizes = [Sizes(1, 8, 8, 2048, N) for N in (1024, 1500, 2048, 2500, 4096, 5000, 8192, 9000)]
-    times = {each: blocks(each.N_kv) * (1.1 if each.N_kv % 128 else 1.0) for each in sizes}
-    found = cost.fit(times, 132)
-    assert found.error < 1e-6
-    for N, expected in ((3072, 24), (3073, 1.1 * 25)):
-        assert found.ms(Sizes(1, 8, 8, 2048, N)) == pytest.approx(expected, rel=1e-3)
+    for each in sizes[-2:]:
+        assert found.ms(each) == pytest.approx(ms(each), rel=1e-3)
+    if kind == "keys":  # of one batch's none are
+        assert found.ms(Sizes(1, 8, 8, 2048, 3073)) == pytest.approx(25, rel=1e-3)
 
 
 def test_of_what_no_size_has_a_fit_says_nothing():

@@ -9,7 +9,6 @@ import re
 import sys
 import time
 from types import SimpleNamespace
-from xml.etree import ElementTree
 
 import pytest
 import support
@@ -192,33 +191,6 @@ def test_of_a_call_that_runs_twice_in_a_stage_the_worse_counts(order, tmp_path):
     assert found.verdict == f"1 module, relative L1 <= 0.05: auto; in edge: {edge}"
 
 
-def test_what_ran_in_a_stage_alone_is_shown_with_what_it_gets(tmp_path):
-    """A text encoder runs before the first step ends, the decoder after the last."""
-
-    class Encoder(nn.Module):
-        def forward(self, x):
-            return sdpa(x, x, x)
-
-    class Whole(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.encoder, self.denoiser = Encoder(), Denoiser(2)
-
-        def forward(self, x, step):
-            return self.encoder(x) if step is None else self.denoiser(x, step)
-
-    def encoded(model, *rest):
-        model(torch.randn(1, 2, 40, 32), None)
-        torch._dynamo.graph_break()
-        pipeline(model, *rest)
-
-    with sage_inductor.stage(None):
-        found = diagnose(encoded)(Whole(), 6, sage_inductor.Schedule(edge=(2, 0)))
-    assert set(found.suggested) == {"denoiser"} and found.by_stage["edge"]["encoder"] == "auto"
-    assert re.search(r"^encoder .* auto ", str(found), re.MULTILINE)
-    found.to_html(tmp_path / "page.html")
-
-
 def test_errors_and_suggestions_are_by_stage(tmp_path):
     with sage_inductor.stage(None):
         found = diagnose(pipeline)(Denoiser(2), 4, sage_inductor.Schedule(first=(1, 0)))
@@ -329,18 +301,15 @@ def test_the_page_has_a_heat_map_of_layers_and_every_number(tmp_path):
     found = of_57_layers()
     found.to_html(tmp_path / "found.html")
     text = (tmp_path / "found.html").read_text(encoding="utf-8")
-    svg = ElementTree.fromstring(text[text.index("<svg") : text.index("</svg>") + 6])
-    tag = "{http://www.w3.org/2000/svg}"
-    labels = [each.text for each in svg.findall(f"{tag}text")]
-    legend = ["0.005 or less", "0.05", "0.5 or more", "not a number"]
-    assert labels == ["sdpa", "sage1", *(f"blocks.{i}.attn" for i in range(57)), *legend]
-    cells = {
-        g.find(f"{tag}title").text: [rect.get("fill") for rect in g.findall(f"{tag}rect")]
-        for g in svg.findall(f"{tag}g")
+    cells = re.findall(r"<g><title>(.*?)</title>(<rect|<text)", text)
+    of_9 = [each for each in cells if "blocks.9.attn" in each[0]]
+    assert len(cells) == 57 * 2 and dict(of_9) == {
+        "blocks.9.attn, sage1: nan": "<rect",
+        "blocks.9.attn, sdpa: 1e-07": "<text",  # it is what is compared with, and has no colour
     }
-    assert len(cells) == 57 * 2 and cells["blocks.9.attn, sage1: nan"] == ["black"]
-    assert cells["blocks.7.attn, sage1: 3"] == ["rgb(255,110,110)"]
-    assert cells["blocks.7.attn, sdpa: 1e-07"] == []  # it is what is compared with
+    labels = re.findall(r">([^<]+)</text>", text)
+    assert [x for x in labels if "attn" in x] == [f"blocks.{i}.attn" for i in range(57)]
+    assert "0.05" in labels and "0.5 or more" in labels  # of the tolerance
     assert text.count("<tr>") == 1 + 1 + len(found.rows) + 1 + 3
     assert "<p>dropout is active: call model.eval()" in text  # and folded in each row
     for name, version in families.versions().items():
@@ -393,16 +362,6 @@ def test_metrics_are_what_they_say(dtype, at_once, monkeypatch):
         }  # fmt: skip
         where = max(rows, key=rows.get)
         assert row.worst_row == (*where, pytest.approx(rows[where], **close))
-
-
-def test_what_is_compared_with_is_exact_not_sdpa(monkeypatch):
-    q, k, v = (torch.randn(1, 2, 40, 16) for _ in range(3))
-    right = {row.recipe: row.relative_l1 for row in diagnose(sdpa)(q, k, v).rows}
-    assert 0 < right["sdpa"] < 1e-6
-    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, *a, **kw: torch.zeros_like(q))
-    # (The model has torch's own; what diagnose calls is the zeros.)
-    wrong = {row.recipe: row.relative_l1 for row in diagnose(sdpa)(q, k, v).rows}
-    assert wrong == right | {"sdpa": 1.0}
 
 
 def padding(N_q, N_kv):
@@ -495,18 +454,14 @@ def test_masks_are_recognised_as_the_pass_recognises_them():
 
 
 def test_modules_of_torch_are_measured():
+    """Which would take a path of their own without gradients."""
     x = torch.randn(2, 20, 32)
     encoder = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True).eval()
-    attention = nn.MultiheadAttention(32, 2, batch_first=True)
-    with torch.no_grad(), diagnosing(encoder, recipes="sage1") as found:
+    with torch.no_grad(), diagnosing(encoder) as found:
         encoder(x)
     assert {row.site.spelling for row in found.rows} == {"nn.TransformerEncoderLayer"}
-    for layer, args in ((encoder, (x,)), (attention, (x, x, x))):
-        spelling = f"nn.{type(layer).__name__}"
-        found = diagnose(lambda *a, layer=layer: layer(*a)[0])(*args)
-        assert {row.site.spelling for row in found.rows} == {spelling}
-        assert {row.site.q for row in found.rows} == {(2, 2, 20, 16)}
-        assert all(row.relative_l1 < max(0.1, bound(row.recipe)) for row in found.rows)
+    assert {row.site.q for row in found.rows} == {(2, 2, 20, 16)}
+    assert all(row.relative_l1 < max(0.1, bound(row.recipe)) for row in found.rows)
 
 
 def test_under_autocast_sdpas_row_has_its_dtypes_error():
@@ -732,30 +687,6 @@ def test_heads_and_batches_take_no_more_memory(monkeypatch):
     assert largest[0] == largest[1] == 64 * 64
 
 
-@torch.no_grad()
-def test_the_policy_keeps_layers_right_that_are_hostile_in_one_call(tmp_path):
-    """The third call of five turns layer 1 into one whose values cancel."""
-
-    def sometimes(q, k, v):
-        hostile = q.shape[2] == 70
-        return sdpa(*(with_values_that_cancel(q, k, v) if hostile else (q, k, v)))
-
-    model, path = Transformer(sdpa, sometimes, sdpa), tmp_path / "policy.json"
-    inputs = [torch.randn(1, N, 64) for N in (60, 61, 70, 62, 63)]
-    with diagnosing(model, path=path) as found:
-        for x in inputs:
-            model(x)
-    assert found.suggested["layers.1"] == "sage1-per-token"
-    assert found.suggested["layers.0"] == found.suggested["layers.2"] == "auto"
-    within = {}
-    for row in found.rows:
-        within[row.site.module, row.recipe] = row.relative_l1 <= TOLERANCE
-    assert within["layers.1", "sage1-per-token"] and not within["layers.1", "sage2-8b"]
-    options = {"sage.emulate": True, "sage.policy": str(path)}
-    report = sage_inductor.explain(model, options=options)(inputs[2])
-    assert [site.recipe for site in report] == ["sage2-8b", "sage1-per-token", "sage2-8b"]
-
-
 def test_an_error_in_the_block_is_passed_on_with_what_was_found(tmp_path):
     model, x, path = Wrapped(), torch.randn(1, 2, 40, 32), tmp_path / "policy.json"
     with pytest.raises(KeyError, match="of the pipeline"):
@@ -802,8 +733,6 @@ def test_mistakes_around_a_block_are_told():
             diagnosing(model, every=wrong).__enter__()
     with pytest.raises(ValueError, match="diagnosing: recipes must be of .*did you mean 'sage1'"):
         diagnosing(model, recipes="sage1x").__enter__()
-    with pytest.raises(ValueError, match="diagnosing: tolerance must be"):
-        diagnosing(model, tolerance=-1).__enter__()
 
 
 def test_two_models_of_a_pipeline_are_measured_in_one_block():
@@ -925,24 +854,6 @@ def test_a_policy_takes_the_time_of_what_it_takes():
 # -- what is not ----
 
 
-def test_calls_that_cannot_be_quantized_are_listed_with_the_reason():
-    def model(q):
-        return sdpa(q, q, q) + sdpa(q, q, q, dropout_p=0.5)
-
-    found = diagnose(model)(torch.randn(1, 2, 20, 16))
-    assert [site.reason for site in found.unmeasured] == ["dropout_p must be 0, got 0.5"]
-    assert len(found.rows) == len(NAMED) + 1 and "dropout_p must be 0" in str(found)
-
-
-def test_a_branch_that_is_not_taken_is_listed():
-    def model(q):
-        return torch.cond(q.sum() > 1e9, lambda q: sdpa(q, q, q), lambda q: q + 0, (q,))
-
-    found = diagnose(model)(torch.randn(1, 2, 20, 16))
-    assert not found.rows and not found.suggested and found.policy == Policy()
-    assert [site.reason for site in found.unmeasured] == ["was not run with these inputs"]
-
-
 def test_a_path_that_cannot_be_written_is_found_before_the_model_runs(tmp_path):
     ran, q = [], torch.randn(1, 2, 8, 16)
 
@@ -975,7 +886,7 @@ def test_a_measurement_that_takes_long_shows_where_it_is(has_tqdm, capfd, monkey
     assert ("| 2/2 [" if has_tqdm else "diagnose: 2 of 2 calls measured\n") in err, err
 
 
-def test_the_bar_is_closed_when_the_model_raises_too(monkeypatch):
+def test_when_the_model_raises_the_bar_is_closed_and_dynamo_is_reset(monkeypatch):
     bars = []
 
     class Bar(tqdm.tqdm):
@@ -985,6 +896,7 @@ def test_the_bar_is_closed_when_the_model_raises_too(monkeypatch):
 
     def model(q, fails):
         q = sdpa(q, q, q)
+        torch._dynamo.graph_break()
         if fails:
             raise RuntimeError("in the model")
         return q
@@ -995,6 +907,7 @@ def test_the_bar_is_closed_when_the_model_raises_too(monkeypatch):
     with pytest.raises(RuntimeError, match="in the model"):
         diagnose(model)(q, True)
     assert [bar.disable for bar in bars] == [True, True]  # what closing does
+    assert torch.is_grad_enabled() and not torch._dynamo.eval_frame.cached_backends
 
 
 def test_mistakes_are_refused():
@@ -1012,14 +925,14 @@ def test_mistakes_are_refused():
 def test_the_model_and_dynamo_are_left_as_they_were():
     model, x = Transformer(sdpa, with_an_outlier_channel), torch.randn(1, 30, 64)
     called = []
-    model.layers[0].register_forward_hook(lambda *args: called.append(1))
+    model.layers[0].register_forward_hook(lambda *args: called.append(torch.is_grad_enabled()))
     model.layers[1].eval()
     before = {name: x.clone() for name, x in model.state_dict().items()}
     hooks, modes = len(model.layers[0]._forward_hooks), [m.training for m in model.modules()]
     expected = model(x)
     called.clear()
     found = diagnose(model)(x)
-    assert len(called) == 1, "one run"
+    assert called == [False], "one run, without gradients"
     assert len(found.rows) == 2 * (len(NAMED) + 1) and torch.is_grad_enabled()
     assert [m.training for m in model.modules()] == modes
     assert len(model.layers[0]._forward_hooks) == hooks
@@ -1028,18 +941,6 @@ def test_the_model_and_dynamo_are_left_as_they_were():
     assert torch.equal(model(x), expected) and len(sage_inductor.report()) == 0
     compiled = torch.compile(model, backend="eager")  # no probe is left in what Dynamo remembers
     assert torch.equal(compiled(x), expected)
-
-
-def test_dynamo_is_reset_when_the_model_raises():
-    def model(q):
-        q = sdpa(q, q, q)
-        torch._dynamo.graph_break()
-        raise RuntimeError("in the model")
-
-    q = torch.randn(1, 2, 8, 16)
-    with pytest.raises(RuntimeError, match="in the model"):
-        diagnose(model)(q)
-    assert torch.is_grad_enabled() and not torch._dynamo.eval_frame.cached_backends
 
 
 def by_lists(q, k, v):
@@ -1052,9 +953,28 @@ def with_a_sink(q, k, v):
     return torch.cat([q @ k.mT, q[..., :1]], -1).softmax(-1)[..., :-1] @ v
 
 
+def with_dropout(q, k, v):
+    return sdpa(q, k, v) + sdpa(q, k, v, dropout_p=0.5)
+
+
+def in_a_branch(q, k, v):
+    return torch.cond(q.sum() > 1e9, lambda q: sdpa(q, q, q), lambda q: q + 0, (q,))
+
+
+NO_EXACT = "was not run: diagnose knows no exact attention"
+
+
 @pytest.mark.parametrize(
-    "attend, what", [(by_lists, "by block lists"), (with_a_sink, "with a learned sink")]
+    "attend, rows, reason",
+    [
+        (by_lists, 0, f"{NO_EXACT} by block lists"),
+        (with_a_sink, 0, f"{NO_EXACT} with a learned sink"),
+        (with_dropout, 2, "dropout_p must be 0, got 0.5"),
+        (in_a_branch, 0, "was not run with these inputs"),
+    ],
 )
-def test_calls_whose_exact_attention_is_not_known_are_refused_with_a_reason(attend, what):
-    (site,) = diagnose(attend, recipes="sage2-8b")(*support.random_qkv(1, 2, N=256)).unmeasured
-    assert site.reason == f"was not run: diagnose knows no exact attention {what}"
+def test_calls_that_cannot_be_measured_are_listed_with_the_reason(attend, rows, reason):
+    found = diagnose(attend, recipes="sage2-8b")(*support.random_qkv(1, 2, N=256))
+    assert [site.reason for site in found.unmeasured] == [reason]
+    assert len(found.rows) == rows and reason in str(found)
+    assert rows or (found.policy == Policy() and not found.suggested)

@@ -20,7 +20,7 @@ from sage_inductor.choose.decide import decide, rewrite
 from sage_inductor.inductor_pass import SagePass
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.selector import Selection
-from sage_inductor.policy import Rule
+from sage_inductor.policy import Rule, layer_of
 from sage_inductor.settings import Settings
 
 EMULATE = {"sage.emulate": True}
@@ -112,8 +112,9 @@ def fits(rule: Rule, module: str, head_dim: int, length: int) -> bool:
     )
 
 
-def ranges(least, most):
-    bound = st.none() | st.integers(least, most)
+def ranges(*values):
+    """Whose ends are of those, or open."""
+    bound = st.none() | st.sampled_from(values)
     pairs = st.tuples(bound, bound)
     return pairs.filter(lambda r: None in r or r[0] <= r[1])
 
@@ -122,9 +123,9 @@ rules = st.builds(
     Rule,
     recipe=st.sampled_from(["auto", "off", *NAMED]),
     module=st.sampled_from(["*", *MODULES, "layers.*", "*.cross", "layers.?.attn", "p*l", "*1*", "q"]),
-    layer=ranges(0, 3),
+    layer=ranges(0, 1, 2, 3),
     head_dim=st.sampled_from([(), (32,), (48,), (16, 64), (48, 32)]),
-    length=ranges(1, 41),
+    length=ranges(1, 2, 39, 40, 41),
     stage=st.sampled_from([None, "edge", "warm"]),
 )  # fmt: skip
 
@@ -158,7 +159,7 @@ selections = st.builds(Selection, fraction, fraction, fraction, tokens, tokens).
     lambda keep: keep.top_k or keep.top_p
 )
 keeping = st.builds(
-    Rule, recipe=st.sampled_from([*NAMED]), layer=ranges(0, 3), keep=st.none() | selections
+    Rule, recipe=st.sampled_from([*NAMED]), layer=ranges(0, 2, 3), keep=st.none() | selections
 )
 
 
@@ -181,24 +182,6 @@ def test_the_documented_format_is_read(tmp_path):
         Rule("sage2-8b", layer=(5, 5), head_dim=(256,)),
         Rule("auto"),
     )
-
-
-def test_the_report_names_the_rule(tmp_path):
-    path = written(
-        tmp_path,
-        {"module": "*.cross", "recipe": "off"},
-        {"layer": 1, "recipe": "sage1-per-token"},
-        {"layer": [2, None], "length": [41, None], "recipe": "off"},
-    )
-    report = explain(path, recipe="sage1")
-    assert [(s.recipe, s.reason) for s in report] == [
-        ("sage1", "emulated"),
-        (None, "the policy says off (rule 1)"),
-        ("sage1-per-token", "emulated (rule 2 of the policy)"),
-        (None, "the policy says off (rule 1)"),
-        *[("sage1", "emulated"), (None, "the policy says off (rule 1)")],
-        *[("sage1", "emulated")] * 2,
-    ]
 
 
 def test_a_policy_does_not_make_a_call_what_it_cannot_be(tmp_path):
@@ -247,20 +230,12 @@ class Watching(Model):
         return super().__getattr__(name)
 
 
-def by_a_function(model):
-    return functools.partial(lambda model, *inputs: model(*inputs), model)
-
-
-def in_a_closure(model):
-    return lambda *inputs: model(*inputs)
-
-
 WAYS = {
     "itself": lambda model: model,
     "with a __getattr__": lambda model: Watching(),
     "by its forward": lambda model: model.forward,
-    "by a function": by_a_function,
-    "in a closure": in_a_closure,
+    "by a function": lambda model: functools.partial(lambda model, *x: model(*x), model),
+    "in a closure": lambda model: lambda *inputs: model(*inputs),
     "by an object's method": lambda model: Pipeline(model).run,
     "from a list": lambda model: functools.partial(lambda models, *x: models[0](*x), [model]),
     "within a compiled one": lambda model: torch.compile(model, backend="eager"),
@@ -344,63 +319,31 @@ def test_a_rule_that_fits_no_module_is_told_of(caplog):
     line = 'rule 1 of the policy fits no module so far: {"module": "L.*.attn"}; attention is called by '
     report = explain(policy)
     assert f'{line}"", "layers.0.attn", "layers.0.cross", "layers.1.attn", ...' in str(report)
-    assert [line.split(":")[0] for line in warnings(caplog)] == [
-        f"rule {i} of the policy fits no module so far" for i in (1, 2)
-    ]
+    assert [line.split()[1] for line in warnings(caplog)] == ["1", "2"]
     caplog.clear()
     report = explain([Rule("off", module="*.attn"), Rule("off", module="pool")])
     assert "fits no module" not in str(report) and not warnings(caplog)
 
 
-def test_a_rule_for_a_later_graph_is_no_miss(caplog):
-    """Graphs come one by one: nobody is warned before the report is asked for."""
-    policy = [Rule("off", module="layers.*"), Rule("sage1", module="pool")]
+def test_rules_for_two_graphs_are_no_misses(caplog):
+    """Neither graph has a call that the other's rule names. They come one by one: nobody is warned
+    before the report is asked for."""
+    policy = [Rule("off", module="layers.0.*"), Rule("sage1", module="pool")]
     model, options = Model(), EMULATE | {"sage.policy": policy}
     torch.compile(lambda x, c: model.layers[0](x, c), backend="sage", options=options)(*INPUTS)
     missing = 'rule 2 of the policy fits no module so far: {"module": "pool"}'
-    assert missing in str(sage_inductor.report()) and not warnings(caplog)
-    torch.compile(model, backend="sage", options=options)(*INPUTS)
-    assert "fits no module" not in str(sage_inductor.report()) and not warnings(caplog)
-
-
-def test_rules_for_two_graphs_are_no_misses(caplog):
-    """Neither graph has a call that the other's rule names."""
-    policy = [Rule("off", module="layers.0.*"), Rule("sage1", module="pool")]
-    model, options = Model(), EMULATE | {"sage.policy": policy}
-    for function in (lambda x, c: model.layers[0](x, c), lambda x, c: model.pool(c, x)):
-        torch.compile(function, backend="sage", options=options)(*INPUTS)
+    assert missing in str(sage_inductor.report())
+    torch.compile(lambda x, c: model.pool(c, x), backend="sage", options=options)(*INPUTS)
     report = sage_inductor.report()
     assert [s.recipe for s in report] == [None, None, "sage1"]
     assert "fits no module" not in str(report) and not warnings(caplog)
 
 
-class Nested(torch.nn.Module):
-    """Attention calls by blocks.0.1, blocks.0.2, blocks.1.1, ..."""
-
-    def __init__(self):
-        super().__init__()
-        skip = torch.nn.Identity
-        self.blocks = torch.nn.ModuleList(
-            torch.nn.ModuleList([skip(), Attend(), Attend()]) for _ in range(3)
-        )
-
-    def forward(self, x):
-        for _, first, second in self.blocks:
-            x = second(first(x, x), x)
-        return x
-
-
 def test_of_several_numbers_in_a_path_the_first_is_the_layer():
-    asked = []
-    for policy, expected in (
-        ([Rule("off", layer=(1, 1))], [True, True, False, False, True, True]),
-        ([Rule("off", layer=(2, None))], [True, True, True, True, False, False]),
-        (lambda call: asked.append((call.module, call.layer)), [True] * 6),
-    ):
-        options = EMULATE | {"sage.policy": policy}
-        report = sage_inductor.explain(Nested(), options=options)(INPUTS[0])
-        assert [s.rewritten for s in report] == expected
-    assert dict(asked) == {f"blocks.{i}.{j}": i for i in range(3) for j in (1, 2)}
+    paths = "blocks.2.1", "blocks.12.attn.0", "h2.attn", ""
+    assert [layer_of(path) for path in paths] == [2, 12, None, None]
+    assert Rule("off", layer=(2, None)).fits_module("blocks.2.1")
+    assert not Rule("off", layer=(None, 1)).fits_module("blocks.2.1")
 
 
 # -- policies in Python ----
@@ -414,11 +357,8 @@ def test_what_is_kept_is_said_in_python_as_in_a_file(tmp_path):
         Selection(0.3, 0, 0),
     )
     rules = [{"recipe": "sage1", "keep": keep} for keep in said]
-    for each in (
-        [Rule("sage1", keep=keep) for keep in said],
-        [Rule("sage1", keep=x) for x in meant],
-    ):
-        assert [rule.keep for rule in Policy(each).rules] == list(meant)
+    for each in said, meant:
+        assert [x.keep for x in Policy([Rule("sage1", keep=x) for x in each]).rules] == list(meant)
     assert Policy.load(written(tmp_path, *rules)) == Policy([Rule("sage1", keep=x) for x in meant])
     assert '{"keep": 0.3, "recipe": "sage1"}' in Policy([Rule("sage1", keep=meant[0])]).text()
     with pytest.raises(ValueError, match="beside keep, recipe must be the name of one, got 'auto'"):
@@ -620,11 +560,9 @@ RULES = {  # the rule's second line, reason
     '"modul": "*"': "modul does not exist: did you mean module?",
     '"recipe": "sage1"': "recipe is given 2 times",
     '"module": 3': "module must be a string, got 3",
-    '"module": ["a", "b"]': 'module must be a string, got ["a", "b"]',
     '"layer": "3"': 'layer must be a number or [from, to], numbers from 0 on or null, got "3"',
     '"layer": -1': "layer must be a number or [from, to], numbers from 0 on or null, got -1",
     '"layer": true': "layer must be a number or [from, to], numbers from 0 on or null, got true",
-    '"layer": null': "layer must be a number or [from, to], numbers from 0 on or null, got null",
     '"layer": [1, 2, 3]': "layer must be a number or [from, to], numbers from 0 on or null, got [1, 2, 3]",
     '"layer": [4, 3]': "layer must not be an empty range, got [4, 3]",
     '"head_dim": 0': "head_dim must be a number of 1 to 256, or a list of such, got 0",
@@ -634,13 +572,11 @@ RULES = {  # the rule's second line, reason
     '"length": [0, 64]': "length must be [from, to], numbers from 1 on or null, got [0, 64]",
     '"length": [128, 64]': "length must not be an empty range, got [128, 64]",
     '"length": [128,\n  64]': "length must not be an empty range, got [128, 64]",
-    '"stage": 3': "a stage must have a name that is a string, or be None, got 3",
     '"stage": ""': "a stage must have a name that is a string, or be None, got ''",
     '"keep": 0': KEEP.format("0"),
     '"keep": 1.5': KEEP.format("1.5"),
     '"keep": NaN': KEEP.format("NaN"),
     '"keep": true': KEEP.format("true"),
-    '"keep": "0.3"': KEEP.format('"0.3"'),
     '"keep": [0.3]': KEEP.format("[0.3]"),
     '"keep": {}': KEEP.format("{}"),
     '"keep": {"similarity": 0.3}': KEEP.format('{"similarity": 0.3}'),
@@ -659,8 +595,6 @@ INVALID |= {
                "rule 1: recipe must be one of ('auto', 'off', 'sage1', "),
     "keep with auto": ('{"version": 1, "rules": [{"keep": 0.3,\n"recipe": "auto"}]}', 2,
                        "rule 1: beside keep, recipe must be the name of one, got 'auto'"),
-    "keep with off": ('{"version": 1, "rules": [{"keep": 1, "recipe": "off"}]}', 1,
-                      "rule 1: beside keep, recipe must be the name of one, got 'off'"),
     "recipe's type": ('{"version": 1, "rules": [{"recipe": ["off"]}]}', 1, "rule 1: recipe must be one of"),
 }  # fmt: skip
 
@@ -747,14 +681,9 @@ def test_a_changed_file_is_read_anew_after_a_reset(tmp_path, by_inductor):
 
 
 def test_under_inductor_the_files_content_is_in_the_key(tmp_path):
-    path, x, outs, ids = written(tmp_path, {"recipe": "sage1"}), torch.randn(1, 2, 64, 64), {}, []
-    f = torch.compile(Attend(), backend="inductor")
+    path, ids = written(tmp_path, {"recipe": "sage1"}), []
     for recipe in ("sage1", "sage2-8b", "sage1"):
         written(tmp_path, {"recipe": recipe})
-        torch._dynamo.reset()
         with config.patch(rewrite_inductor=True, emulate=True, policy=path):
             ids.append(SagePass().uuid())
-            out = f(x, x)
-        assert torch.equal(outs.setdefault(recipe, out), out)
-    assert not torch.equal(outs["sage1"], outs["sage2-8b"])
     assert ids[0] == ids[2] != ids[1]

@@ -198,14 +198,6 @@ def test_lengths_of_a_stages_rule_are_guarded_from_the_first_call_on():
         assert (error < 1e-5) == stays, (N, error)
 
 
-def test_the_stage_in_force_when_a_graph_compiles_is_not_the_one_it_keeps():
-    model, x = Model(), torch.randn(1, 2, 70, 32)
-    run = compiled(model)
-    in_stage("edge", run, x)
-    assert relative_l1(run(x), model(x)) > 1e-3
-    assert relative_l1(in_stage("edge", run, x), model(x)) < 1e-5
-
-
 @pytest.mark.usefixtures("own_cache", "by_inductor")
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_gradients_are_of_the_stage_that_ran(checkpointed):
@@ -408,14 +400,6 @@ def test_strict_is_about_every_stage():
         SageRefused, match=r"2 attention calls stay as they were: layers\.\* x2: on CPU"
     ):
         torch.compile(Model(), backend="sage", options=options(policy, **given))(x)
-
-
-def test_blocks_compiled_alone_have_their_stages(device):
-    model, x = Model(3).to(device), torch.randn(1, 2, 70, 32, device=device)
-    exact = model(x)
-    for layer in model.layers:
-        layer.compile(backend="sage", options=options(EDGE), fullgraph=True)
-    assert relative_l1(in_stage("edge", model, x), exact) < 1e-5 < relative_l1(model(x), exact)
 
 
 def test_a_stage_that_begins_in_a_compiled_function_is_the_one_that_runs():
