@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from sage_inductor import (
-    lowering,  # noqa: F401  (registers what the inserted op opens into)
+    lowering,  # noqa: F401  (registers how Inductor takes our ops)
     patterns,
 )
 from sage_inductor.choose.decide import decide
