@@ -15,6 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from sage_inductor.choose import tables
+from sage_inductor.inductor_pass import DECIDES_NOTHING
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("sage_inductor", "patterns", "lowering", "ops")
@@ -194,6 +195,20 @@ def test_the_graph_of_imports_is_the_real_one():
     entries |= {module for module, (_, path) in SOURCES.items() if path.stem == "__init__"}
     assert SOURCES.keys() - set().union(*GRAPH.values()) <= entries
     assert "sage_inductor.ops.sdpa" in GRAPH["sage_inductor.choose.timing"]
+
+
+def test_what_decides_imports_nothing_that_caches_are_not_keyed_on():
+    unhashed = set()
+    for name in DECIDES_NOTHING:
+        place = ROOT / "sage_inductor" / name
+        files = [place] if place.suffix else list(place.rglob("*.py"))
+        assert files and all(file.exists() for file in files), name
+        unhashed |= {module_of("sage_inductor", file) for file in files}
+    deciding, todo = set(), ["sage_inductor.choose.decide", "sage_inductor.config"]
+    while todo:
+        deciding.add(module := todo.pop())
+        todo += GRAPH[module] - deciding
+    assert len(deciding) > 50 and not deciding & unhashed
 
 
 def test_the_walk_from_the_backend_to_the_output_is_what_the_docs_say():
