@@ -616,11 +616,11 @@ def _consumer(
         count, pieces, first, last = _work_items(whole_tiles, num_tiles, blocks)
         t, begin, end = _work_item(0, count, first, last, whole_tiles, blocks)
         items = count + pieces
-    b, h, h_kv, row, q, read_of = _begin_tile(
+    b, h, h_kv, row, q, walked = _begin_tile(
         t, wg, Q, strides, of_list, shape, D, BAND, LISTED, BLOCK_M, BLOCK_N, BLOCK_D, LQ
     )
     if BOUNDED:
-        first_block, read_whole, read_all = read_of
+        first_block, read_whole, read_all = walked
     next_order = order.index((wg + 1) % WARPGROUPS)
     taken = 0  # turns at the tensor cores so far: one a block, one a tile
     fetched = 0  # blocks of k and v so far
@@ -722,12 +722,12 @@ def _consumer(
             next_t, next_begin, next_end = _work_item(
                 gl.minimum(item + 1, count + pieces - 1), count, first, last, whole_tiles, blocks
             )
-            next_b, next_h, next_h_kv, next_row, q, next_read_of = _begin_tile(
+            next_b, next_h, next_h_kv, next_row, q, next_walked = _begin_tile(
                 next_t, wg, Q, strides, of_list, shape, D, BAND, LISTED, BLOCK_M, BLOCK_N, BLOCK_D,
                 LQ,
             )  # fmt: skip
             if BOUNDED:
-                first_block, read_whole, read_all = next_read_of
+                first_block, read_whole, read_all = next_walked
 
         # -- epilogue ----
         total = gl.sum(l, axis=1)
