@@ -130,7 +130,7 @@ class Number:
     def __eq__(self, y):
         def never(a: Facts, b: Facts) -> bool:
             remainder = b.low == b.high and (b.low % a.divisor if a.divisor else b.low)
-            # Of a size that is not known torch took for granted that it is not 1, for all around.
+            # torch has already assumed, for the whole graph, that an unknown size is not 1.
             one = self.is_size and b == Facts.of(1)
             return one or a.low > b.high or a.high < b.low or bool(remainder)
 

@@ -21,8 +21,8 @@ from sage_inductor.lowering.number import Facts, Number, text_of
 from sage_inductor.ops.compile import Compilation, Unknown, describe
 from sage_inductor.ops.gpus import Gpu
 
-# Of a tensor of codes, their rows in all heads: with 64 channels, and v and the inputs beside them,
-# 384 GiB. So what kernels are for such tensors need not travel.
+# Most rows of codes over all heads in a package. Larger inputs would need more than 384 GiB (of 64
+# channels, with v and the codes), so kernels for them are not packaged.
 MAX_ROWS_IN_ALL_HEADS = 2**30 - 1
 
 

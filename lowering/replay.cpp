@@ -295,8 +295,9 @@ PyMethodDef METHODS[] = {
     {"note", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(note)), METH_FASTCALL,
      "note(site, tensors, arguments, plan, names): what such a call does."},
     {"run", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(run)), METH_FASTCALL,
-     "run(site, tensors, arguments): do it. None: nothing is noted of such a call; False: nor is\n"
-     "it to be noted, for it is the first, or for an address or the current device."},
+     "run(site, tensors, arguments): repeats what was noted of such a call, and returns its\n"
+     "outputs. None: note it now. False: do not note it, because it is the first of its kind, a\n"
+     "tensor is not aligned, or another device is current."},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -27,8 +27,8 @@ HAS_PDL = gdc_wait is not None
 
 def fix_head_dims(*tensors: Tensor) -> None:
     """Guard on the last dimensions, in the fake function of an op that opens into others
-    (lowering/open.py). Kernels need head_dim as a constant. A guard that is added when the op opens
-    is lost in AOTAutograd's cache: a graph compiled for 72 channels was then used for 128."""
+    (register.py). Kernels need head_dim as a constant. A guard that is added when the op opens is
+    lost in AOTAutograd's cache: a graph compiled for 72 channels was then used for 128."""
     for x in tensors:
         int(x.shape[-1])
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sage_inductor.ops.reference.exact import masked
-from sage_inductor.ops.register import OPAQUE
+from sage_inductor.ops.register import OPAQUE, opens
 
 MAX_SCORES = 1 << 24  # held at once, in fp32: 64 MiB
 
@@ -80,6 +80,7 @@ def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
 
 
 with_sink.register_fake(compose_with_sink)
+opens(with_sink, compose_with_sink)
 
 
 def _no_backward(ctx, _grad):

@@ -145,8 +145,9 @@ def _largest_kernel(
     count = tl.load(Counts + row)
     i = tl.arange(0, CHUNK)
 
-    # `count` scores and more are at `place` or above it, `above`, fewer, at a higher one: in the
-    # end at the next. It is found before the end where no other score has to be told from it.
+    # Invariant: at least `count` scores are at `place` or above it. `above` scores, fewer than
+    # `count`, are at a higher place or above that: in the end at the next one. Each round fixes one
+    # bit of `place`. The search ends early if exactly `count` scores are at it or above it.
     place, bit, above = tl.cast(0, tl.uint32), tl.cast(_SIGN, tl.uint32), tl.cast(0, tl.int32)
     while bit != 0:
         x = _float_at(place | bit)

@@ -25,9 +25,10 @@ VERSION = "0.2.0"
 MEANING = 2
 
 
-def hash_of(rooms: Iterable[Path]) -> str:
-    """Of all sources in these folders."""
-    files = {file for room in rooms for kind in ("*.py", "*.h") for file in room.rglob(kind)}
+def hash_of(places: Iterable[Path]) -> str:
+    """Of all sources that these are, or that lie in them, and of the tables."""
+    found = {file for place in places for file in (place, *place.rglob("*"))}
+    files = (file for file in found if file.suffix in (".py", ".h", ".json"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()
 
 

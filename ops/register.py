@@ -1,8 +1,14 @@
 """What torch is told of an op besides what it computes: that Inductor does not look into it, what
-it launches, and autocast's rule.
+it launches, what it opens into, and autocast's rule.
 
     attention_opaque = opaque("attention_opaque", function, fake, launched)
+    opens(sdpa, compose, stored=(1, 2))
     autocast("sdpa")
+
+An op opens when AOTAutograd traces a graph. Inductor then sees what there is to see: on CUDA the
+Triton kernels themselves (they are ``triton_op``) or, where it cannot launch the fastest ones,
+calls of opaque ops, whose kernels start to compile then; in a CPU package the aten operations of
+the emulation. Nothing named ``sage`` is left for a package to look up.
 """
 
 from collections.abc import Callable
@@ -13,6 +19,7 @@ from torch import Tensor
 
 from sage_inductor.ops import compat
 from sage_inductor.ops.precompile import when_traced
+from sage_inductor.ops.realize import stored as stored_once
 
 
 class Launches(NamedTuple):
@@ -50,6 +57,38 @@ def launches(
     LAUNCHES[op] = Launches(launch, in_packages)
     if ahead:
         when_traced(op, launch)
+
+
+def opens(
+    custom_op, into: Callable, stored: tuple[int, ...] = (), portable: int | None = None
+) -> None:
+    """A call of `custom_op` becomes ``into(*arguments)`` where AOTAutograd traces it.
+
+    stored: numbers of the arguments that several kernels read, which Inductor stores once.
+    portable: the number of the argument of that name. Without it the op opens on CPU too.
+
+    Three cases stay whole:
+
+    * while ``torch.export`` traces, like every ``triton_op``: an exported program keeps what the
+      model means and opens when it is compiled;
+    * attention on CPU, unless it is for a package: the emulation is for studies, and as one opaque
+      call it compiles in no time (opened, a dynamic length cost 100 s);
+    * tensor subclasses: DTensor shards the op (sharding.py) and calls it on local tensors, and that
+      call opens. What the op is made of has no sharding.
+    """
+
+    @custom_op.register_torch_dispatch(compat.FunctionalTensorMode)
+    def open_(mode, op, types, args, kwargs):
+        on_cpu = args[0].device.type == "cpu"
+        is_subclass = any(hasattr(each, "__tensor_flatten__") for each in types)
+        stays = on_cpu and portable is not None and not args[portable]
+        if is_subclass or compat.exporting() or stays:
+            return mode.__torch_dispatch__(op, types, args, kwargs)
+        with mode:
+            args = list(args)
+            for i in () if on_cpu else stored:  # there the emulation's operations fuse as they may
+                args[i] = stored_once(args[i])
+            return into(*args, **kwargs)
 
 
 def autocast(op: str) -> None:

@@ -13,7 +13,7 @@ In nvfp4 k and v are quantize_nvfp4's; and 4 bits have a smooth q:
 
 Where statistics are estimated, one op, quantize_kv, takes the place of the middle three. Calls that
 share k and v can share what is made of them alone: ``sage::prepare`` returns it.
-Eager runs this composition; lowering/ hands it to Inductor. The gradient is exact attention's,
+Eager runs this composition, and Inductor gets it (`opens`). The gradient is exact attention's,
 recomputed in the inputs' own precision.
 
 Shapes: B batch, H_q and H_kv heads, N_q and N_kv sequence, D head_dim (D_v of v).
@@ -44,7 +44,7 @@ from sage_inductor.ops.quantize.op import (
 from sage_inductor.ops.quantize.smooth import launch_unsmooth, smooth_q
 from sage_inductor.ops.recipe import Recipe, decode
 from sage_inductor.ops.reference.exact import masked
-from sage_inductor.ops.register import autocast, opaque
+from sage_inductor.ops.register import autocast, opaque, opens
 from sage_inductor.ops.visibility import BLOCK_SIZES, NO_LISTS, BlockLists, Visibility, seen_keys
 
 
@@ -414,3 +414,8 @@ prepare_kv.register_autograd(
 )
 autocast("sdpa")
 autocast("prepare")
+opens(
+    sdpa, lambda *args: compose(SdpaCall(*args)), stored=(1, 2),
+    portable=SdpaCall._fields.index("portable"),
+)  # fmt: skip
+opens(prepare_kv, compose_prepare, stored=(0, 1), portable=4)

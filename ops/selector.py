@@ -30,6 +30,7 @@ from torch import Tensor
 from sage_inductor.ops.launch import fix_head_dims
 from sage_inductor.ops.pool import largest, pool_blocks
 from sage_inductor.ops.quantize.op import smooth
+from sage_inductor.ops.register import opens
 
 # Queries and keys, SpargeAttn's: 128 queries share a scale in sage1, 64 keys do in every recipe.
 BLOCK_SIZE = (128, 64)
@@ -116,3 +117,6 @@ def _(q, k, scale, top_k, top_p, similarity, dense_first, dense_last, block_q, b
     rows = *q.shape[:2], (N + block_q - 1) // block_q
     counts = q.new_empty(rows, dtype=torch.int32)
     return counts, q.new_empty((*rows, (N + block_kv - 1) // block_kv), dtype=torch.int32)
+
+
+opens(select_blocks, compose_select, stored=(0, 1))

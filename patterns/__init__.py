@@ -48,18 +48,18 @@ def rewrite(
 
     sites = []
     for module in graph_modules(gm):
-        asked = ours.as_sdpa(module.graph)
-        found = _rewrite_graph(module.graph, asked, decide, put or replaced)
-        if asked or any(site.rewritten for site in found):
+        requested = ours.as_sdpa(module.graph)
+        found = _rewrite_graph(module.graph, requested, decide, put or replaced)
+        if requested or any(site.rewritten for site in found):
             module.recompile()
         sites += found
     return sites
 
 
-def _rewrite_graph(graph: torch.fx.Graph, asked: dict, decide, put) -> list[Site]:
+def _rewrite_graph(graph: torch.fx.Graph, requested: dict, decide, put) -> list[Site]:
     try:
         sites, index = [], GraphIndex(graph)
-        index.asked = asked
+        index.requested = requested
     except Exception:
         _log.exception("a graph stays as it was: it could not be read, which is a fault of ours")
         return []

@@ -1,5 +1,6 @@
 """Calls of ``sage_inductor.attention``, which Dynamo leaves as one call. They are written as SDPA
-first, whatever becomes of them: sdpa.py finds them then, with what they ask for in `index.asked`.
+first, whatever becomes of them: sdpa.py finds them then, with what they ask for in
+`index.requested`.
 
     before:  both = attention(q, k, v, is_causal=True, recipe="sage1", return_lse=True)
              out = both[0]
@@ -25,15 +26,15 @@ ENTRIES: set = set()
 def as_sdpa(graph: Graph) -> dict[Node, tuple[str, Node | None]]:
     """Write every call of an entry as SDPA, in place. Of each new call: the recipe that is asked
     for, and the logsumexp, where it is."""
-    asked = {}
+    requested = {}
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target in ENTRIES:
             given = inspect.signature(node.target).bind(*node.args, **node.kwargs)
             given.apply_defaults()
             out, lse = _written(node, **given.arguments)
             node.graph.erase_node(node)
-            asked[out] = given.arguments["recipe"], lse
-    return asked
+            requested[out] = given.arguments["recipe"], lse
+    return requested
 
 
 def _written(

@@ -41,7 +41,7 @@ class Cause:
     text: str
     remedy: str
     short: str | None = None  # the text in few words, of the same fields; None: all of it
-    asked: bool = False  # the user himself asked for it
+    requested: bool = False  # by the user: the call stays as it was on purpose
 
     def __call__(self, *given) -> Reason:
         return self.worded(self.text.format(*given), *given)
@@ -69,9 +69,9 @@ UNREADABLE = Cause("could not be read, which is a fault of ours: {}: {}",
 
 # -- what the user asked for (choose/decide.py) ----
 
-IS_OFF = Cause("the recipe is 'off'", 'set sage.recipe="auto"', asked=True)
+IS_OFF = Cause("the recipe is 'off'", 'set sage.recipe="auto"', requested=True)
 POLICY_OFF = Cause("the policy says off ({})", "change that rule of the policy",
-    "the policy says off", asked=True)
+    "the policy says off", requested=True)
 
 # -- no kernel (choose/decide.py) ----
 

@@ -38,8 +38,8 @@ def find(node: Node, index: GraphIndex) -> Call | None:
         scale=as_float(args["scale"]), band=CAUSAL if is_causal is True else FULL,
         enable_gqa=args["enable_gqa"],
     )  # fmt: skip
-    if node in index.asked:
-        call.spelling, (call.recipe, call.lse) = "sage_inductor.attention", index.asked[node]
+    if node in index.requested:
+        call.spelling, (call.recipe, call.lse) = "sage_inductor.attention", index.requested[node]
     if not isinstance(is_causal, bool):
         call.refused = reasons.IS_CAUSAL(is_causal)
     (k, G), (v, G_v) = kv_source(call.k, index), kv_source(call.v, index)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from sage_inductor import (
-    lowering,  # noqa: F401  (registers what the inserted op opens into)
+    lowering,  # noqa: F401  (registers how Inductor takes our ops)
     patterns,
 )
 from sage_inductor.choose.decide import decide
@@ -34,7 +34,7 @@ from sage_inductor.policy import stages_of
 from sage_inductor.report import (
     Report,
     ends_in_graph_break,
-    not_asked,
+    not_requested,
     raise_if_refused,
     record,
     whole,
@@ -72,7 +72,7 @@ def sage_backend(gm: torch.fx.GraphModule, example_inputs, *, mode=None, options
     final = not _has_symbolic_floats(gm)
     variants = _variants(gm, settings)
     sites = _sites_of_stages(variants)
-    refused = settings.strict and not_asked(sites)
+    refused = settings.strict and not_requested(sites)
     compiled = None
     if not (refused and final):  # else Inductor's minutes would be for nothing
         inductor = InductorWrapper(settings.mode, _keyed_on_sources(theirs), None)

@@ -14,6 +14,7 @@ policy that follows.
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 import os
@@ -259,7 +260,7 @@ def diagnose(
         if isinstance(model, nn.Module):
             _check_alone("diagnose", model)
         with measuring() as (found, measured), torch.no_grad():
-            measured.run(model, args, kwargs)
+            measured(model, args, kwargs)
         return found
 
     return run
@@ -310,7 +311,7 @@ def diagnosing(
         with called_instead(model, None) as itself:
             if (calls - 1) % every:
                 return itself(*args, **kwargs)
-            return measured.run(model, args, kwargs)
+            return measured(model, args, kwargs)
 
     with _measuring("diagnosing", recipes, path, tolerance)() as (found, measured):
         _open.append(model)
@@ -339,8 +340,8 @@ def _check_alone(name: str, model: nn.Module) -> None:
 def _measuring(
     name: str, recipes: str | Sequence[str] | None, path: str | os.PathLike | None, tolerance: float
 ) -> Callable[..., contextlib.AbstractContextManager]:
-    """Gives a context of (a Diagnosis, what `Measured` runs), after a check of what is given. The
-    Diagnosis is filled when the context ends."""
+    """Gives a context of (a Diagnosis, what runs a model and measures it), after a check of what is
+    given. The Diagnosis is filled when the context ends."""
     named = [recipes] if isinstance(recipes, str) else recipes
     named = tuple(map(canonical, NAMED if named is None else named))
     if not named or not set(named) <= NAMED.keys():
@@ -353,14 +354,11 @@ def _measuring(
         tables.check_file(path)
 
     @contextlib.contextmanager
-    def measuring() -> Iterator[tuple[Diagnosis, Measured]]:
+    def measuring() -> Iterator[tuple[Diagnosis, Callable]]:
         measured, found = Measured(named), Diagnosis((), (), {}, tolerance, ())
         try:
-            with (
-                op_by_op(measured.see) as measured.op_by_op,
-                torch.compiler.config.patch(UNLIMITED),
-            ):
-                yield found, measured
+            with op_by_op(measured.see) as run, torch.compiler.config.patch(UNLIMITED):
+                yield found, functools.partial(measured.run, run)
         finally:
             vars(found).update(vars(_diagnosis(measured, tolerance, recipes is None)))
         if not (found.rows or found.unmeasured):

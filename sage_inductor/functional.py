@@ -24,7 +24,7 @@ from torch import Tensor
 
 from sage_inductor import config, patterns, report, settings, stages
 from sage_inductor.choose import cost, families
-from sage_inductor.choose.decide import check_asked, decide
+from sage_inductor.choose.decide import check_requested, decide
 from sage_inductor.names import AUTO
 from sage_inductor.ops import compat
 from sage_inductor.patterns import reasons
@@ -97,9 +97,9 @@ def attention(
             "give dropout_p by name)"
         )
     _check(q, k, v, enable_gqa)
-    asked = is_causal, as_float(scale), enable_gqa, recipe, return_lse
+    options = _Options(is_causal, as_float(scale), enable_gqa, recipe, return_lse)
     tensors = (q, k, v) if attn_mask is None else (q, k, v, attn_mask)
-    return _run_of(tensors, asked).compute(*tensors)
+    return _run_of(tensors, options).compute(*tensors)
 
 
 def quantized(
@@ -110,7 +110,8 @@ def quantized(
     else for that case. module: the path by which the policy and the report know the call."""
     _check(q, k, v, enable_gqa)
     tensors = (q, k, v) if attn_mask is None else (q, k, v, attn_mask)
-    run = _run_of(tensors, (False, as_float(scale), enable_gqa, recipe, False), module)
+    options = _Options(False, as_float(scale), enable_gqa, recipe, False)
+    run = _run_of(tensors, options, module)
     return run.compute(*tensors) if run.rewritten else None
 
 
@@ -188,6 +189,16 @@ _TRACED = (compat.FakeTensor, compat.FunctionalTensor)
 _PLAIN = (Tensor, torch.nn.Parameter, *_TRACED)
 
 
+class _Options(NamedTuple):
+    """`attention`'s arguments but the tensors."""
+
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
+    recipe: str
+    return_lse: bool
+
+
 class _Run(NamedTuple):
     """The decision of a call."""
 
@@ -195,7 +206,7 @@ class _Run(NamedTuple):
     rewritten: bool  # whether a recipe computes it, and not SDPA
 
 
-def _run_of(tensors: tuple[Tensor, ...], asked: tuple, module: str = "") -> _Run:
+def _run_of(tensors: tuple[Tensor, ...], options: _Options, module: str = "") -> _Run:
     """What computes a call with these tensors, the decision taken."""
     grad, device = torch.is_grad_enabled(), tensors[0].device.type
     kinds = tuple(_Kind.of(x, grad) for x in tensors)
@@ -204,18 +215,18 @@ def _run_of(tensors: tuple[Tensor, ...], asked: tuple, module: str = "") -> _Run
         portable = exporting or compat.virtualized.aot_compilation is True
         stage = stages.current() if portable else None
         fake_mode = compat.detect_fake_mode(tensors)
-        return _decided(kinds, asked, module, fake_mode, portable, stage)
+        return _decided(kinds, options, module, fake_mode, portable, stage)
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
     given = tuple(map(_hashable, config.to_dict().values()))
     kinds_of = _but_lengths(kinds) if _is_short(kinds) else kinds
     stage = stages.current()
-    key = kinds_of, asked, module, grad, autocast, given, families.flash_attention(), stage
+    key = kinds_of, options, module, grad, autocast, given, families.flash_attention(), stage
     runs = session().runs
     run = runs.get(key)
     if run is None:
         if len(runs) >= MAX_KINDS:
             runs.clear()
-        run = runs[key] = _decided(kinds, asked, module, None, False, stage)
+        run = runs[key] = _decided(kinds, options, module, None, False, stage)
     return run
 
 
@@ -253,12 +264,14 @@ def _but_lengths(kinds: tuple[_Kind, ...]) -> tuple:
     return tuple(k._replace(shape=s, stride=None) for k, s in zip(kinds, shapes, strict=True))
 
 
-def _decided(kinds, asked, module, fake_mode, portable: bool, stage: str | None) -> _Run:
+def _decided(
+    kinds, options: _Options, module, fake_mode, portable: bool, stage: str | None
+) -> _Run:
     """What computes the call; its site goes to the report."""
-    check_asked(asked[3])
+    check_requested(options.recipe)
     wanted = settings.resolve({}, portable=portable, stage=stage)
     with compat.disable_modes():
-        gm = _graph_of(kinds, asked, module, fake_mode)
+        gm = _graph_of(kinds, options, module, fake_mode)
         reason = next((kind.reason for kind in kinds if kind.reason), None)
         decision = functools.partial(_decision, wanted=wanted, reason=reason)
         sites = patterns.rewrite(gm, decision, portable)
@@ -270,9 +283,9 @@ def _decided(kinds, asked, module, fake_mode, portable: bool, stage: str | None)
     return _Run(gm.forward, any(site.rewritten for site in sites))
 
 
-def _graph_of(kinds, asked, module: str, fake_mode) -> torch.fx.GraphModule:
+def _graph_of(kinds, options: _Options, module: str, fake_mode) -> torch.fx.GraphModule:
     """The call alone, as if `module` made it, its inputs stand-ins of these kinds."""
-    is_causal, scale, enable_gqa, recipe, return_lse = asked
+    is_causal, scale, enable_gqa, recipe, return_lse = options
     graph = torch.fx.Graph()
     with fake_mode or compat.FakeTensorMode():
         values = [kind.stand_in() for kind in kinds]

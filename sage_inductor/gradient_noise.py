@@ -359,8 +359,8 @@ def _followed(run: _KeptRun, gradients: Gradients, parameters: list) -> list[Ten
 
 
 def _noise(run: _KeptRun, exact: Gradients, parameters: list, gradient: list[Tensor]) -> float:
-    """The deviation of the batch's gradient, from one batch: that of parts of n_j examples, where c
-    and n are sums over a part, has the expectation (1 - n_j / B) n_j / B of its square."""
+    """Standard deviation of the batch's gradient G, estimated from one batch. Its parts j have n_j
+    examples and gradients c_j: E |c_j - (n_j / B) G|^2 = (n_j / B) (1 - n_j / B) noise^2."""
     B, found, degrees = run.q.shape[0], 0.0, 0.0
     for part in torch.arange(B).tensor_split(min(B, MOST_PARTS)):
         of_part = [torch.zeros_like(x) for x in exact]

@@ -61,11 +61,21 @@ class SagePass(CustomGraphPass):
         return resolve({}, portable=virtualized.aot_compilation is True)
 
 
+# Files and folders beside this one that no graph depends on: they tell what became of calls, or
+# call what is here. All others are hashed, so that a new one is until somebody writes it here.
+DECIDES_NOTHING = (
+    "__main__.py", "cli", "diagnose.py", "gradient_noise.py", "integrations", "measure.py",
+    "page.py", "report.py", "suggest.py",
+)  # fmt: skip
+
+
 @functools.cache
 def package_hash() -> str:
-    """A hash of every source of the package: of what finds calls and what decides, too."""
+    """A hash of every source that generated code may depend on: of what finds calls, what decides
+    and the tables it decides by, too."""
     rooms = (Path(x.__file__).parent for x in (ops, lowering, patterns))
-    return hash_of((Path(__file__).parent, *rooms))
+    own = (x for x in Path(__file__).parent.iterdir() if x.name not in DECIDES_NOTHING)
+    return hash_of((*own, *rooms))
 
 
 class PassList(CustomGraphPass):

@@ -71,21 +71,27 @@ class Found:
     def __init__(self, site: Site, autos: tuple[str, ...]):
         self.site, self.autos = site, autos
         self.rows: dict[tuple[str | None, str], Row] = {}  # by stage and recipe
-        self.errors: dict[str | None, dict[str, float]] = {}  # by stage and recipe: Row.badness
         # By stage and recipe, of all runs together.
         self.times: dict[str | None, dict[str, Prediction]] = {}
 
     def add(self, row: Row) -> None:
         stage = row.site.stage
-        key, errors = (stage, row.recipe), self.errors.setdefault(stage, {})
+        key = stage, row.recipe
         self.rows[key] = max(self.rows.get(key, row), row, key=lambda row: row.badness)
-        errors[row.recipe] = max(errors.get(row.recipe, 0.0), row.badness)
         if (time := row.predicted) is not None:
             times = self.times.setdefault(stage, {})
             known = times.get(row.recipe, time._replace(ours=0.0, sdpa=0.0))
             times[row.recipe] = known._replace(
                 ours=known.ours + time.ours, sdpa=known.sdpa + time.sdpa
             )
+
+    @property
+    def errors(self) -> dict[str | None, dict[str, float]]:
+        """By stage and recipe: Row.badness."""
+        found: dict[str | None, dict[str, float]] = {}
+        for (stage, recipe), row in self.rows.items():
+            found.setdefault(stage, {})[recipe] = row.badness
+        return found
 
 
 class Measured:
@@ -99,13 +105,12 @@ class Measured:
         self.refused: dict[tuple, Site] = {}
         self.graphs = collections.Counter()  # of this run, by the call
         self.progress = None
-        self.op_by_op: Callable | None = None  # `run` of backend.op_by_op
 
-    def run(self, model, args: tuple, kwargs: dict):
-        """What `model` returns."""
+    def run(self, run_graphs: Callable, model, args: tuple, kwargs: dict):
+        """What `model` returns. run_graphs: of backend.op_by_op."""
         self.graphs.clear()
         with contextlib.closing(CallProgress(len(self.calls))) as self.progress:
-            return self.op_by_op(model, args, kwargs)
+            return run_graphs(model, args, kwargs)
 
     def see(self, gm: torch.fx.GraphModule) -> None:
         calls, known = [], len(self.calls)

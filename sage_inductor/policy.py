@@ -214,8 +214,9 @@ def unmatched(rules: tuple[Rule, ...], modules: Iterable[str]) -> list[str]:
 
 # A policy in force: rules, or a function.
 Ruling = tuple[Rule, ...] | Callable[[CallDescription], str | None]
-_files: dict[str, tuple[Rule, ...]] = {}  # by path: what each file said when it could be read
-_warned: set[str] = set()
+# By path: what each file said when it could be read.
+_rules_of_files: dict[str, tuple[Rule, ...]] = {}
+_reported_errors: set[str] = set()
 
 
 def ruling(given) -> Ruling:
@@ -252,14 +253,14 @@ def frozen(name: str, given):
 
 def _of_file(path: str) -> tuple[Rule, ...]:
     try:
-        _files[path] = Policy.load(path).rules
+        _rules_of_files[path] = Policy.load(path).rules
     except ValueError as error:
-        if path not in _files:
+        if path not in _rules_of_files:
             raise
-        if str(error) not in _warned:
-            _warned.add(str(error))
+        if str(error) not in _reported_errors:
+            _reported_errors.add(str(error))
             _log.warning("%s: the policy stays what this file said before", error)
-    return _files[path]
+    return _rules_of_files[path]
 
 
 def from_python(given: dict | list | tuple) -> tuple[Rule, ...]:

@@ -30,7 +30,7 @@ from sage_inductor.session import session
 
 log = logging.getLogger("sage_inductor")
 
-_told: set[Cause] = set()  # that were warned of
+_warned_of: set[Cause] = set()  # that were warned of
 _lock = threading.Lock()
 
 COLUMNS = ("graph", "module", "count", "numbers", "call", "q", "k", "dtype", "mask", "stage",
@@ -239,7 +239,7 @@ def folded(site: Site) -> page.Cell:
 
 def remedies(sites: Iterable[Site]) -> list[str]:
     """Of calls that stay: a line for each kind of reason."""
-    kinds = (reason for reason, _ in _kinds(sites) if not reason.cause.asked)
+    kinds = (reason for reason, _ in _kinds(sites) if not reason.cause.requested)
     return [f"{reason.short}: {reason.cause.remedy}" for reason in kinds]
 
 
@@ -419,12 +419,12 @@ def _warn_if_all_stay() -> None:
     if found.rewritten:
         return
     causes = collections.defaultdict(list)
-    for site in not_asked(found):
+    for site in not_requested(found):
         causes[reasons.of(site.reason).cause].append(site)
     for cause, sites in causes.items():
         with _lock:
-            known = cause in _told
-            _told.add(cause)
+            known = cause in _warned_of
+            _warned_of.add(cause)
         if not known:
             log.warning("%s", _warning(sites, len(found)))
 
@@ -444,9 +444,9 @@ def _device_name(site: Site) -> str:
     return site.device.upper()
 
 
-def not_asked(sites: Iterable[Site]) -> list[Site]:
+def not_requested(sites: Iterable[Site]) -> list[Site]:
     """The calls that stay as they were, but for those that the user himself switched off."""
-    return [s for s in sites if not s.rewritten and not reasons.of(s.reason).cause.asked]
+    return [s for s in sites if not s.rewritten and not reasons.of(s.reason).cause.requested]
 
 
 def whole(
@@ -462,7 +462,7 @@ def whole(
 
 
 def raise_if_refused(sites: list[Site]) -> None:
-    refused = not_asked(sites)
+    refused = not_requested(sites)
     if refused:
         groups = grouped(refused, path_of, lambda site: [_of_any_layer(site.reason)])
         calls = "; ".join(

@@ -32,10 +32,7 @@ def resolve(given: dict, **overrides) -> Settings:
     values = config.to_dict() | given
     if values.get("mode") in AUTOTUNED:
         values["benchmark"] = timing.benchmark
-    try:
-        values["policy"] = ruling(values["policy"])
-    except ValueError as error:
-        raise SageOptionError(f"{PREFIX}policy: {error}") from None
+    values["policy"] = ruling(values["policy"])  # it was checked where it was given
     return Settings(**values | overrides)
 
 

@@ -71,7 +71,7 @@ def rewrite(gm: torch.fx.GraphModule, settings: Settings) -> list[Site]:
 def decide(call: Call, settings: Settings) -> Decision:
     """What becomes of `call`; nothing is changed yet."""
     if call.recipe is not None:
-        check_asked(call.recipe)
+        check_requested(call.recipe)
     if settings.recipe == OFF and not settings.policy:
         return Decision(None, reasons.IS_OFF())
     reason = call.refused or why_not(call)
@@ -105,7 +105,7 @@ def _stays_on_cpu(call: Call, settings: Settings) -> bool:
     return isinstance(q, torch.Tensor) and q.device.type == "cpu" and not settings.emulate
 
 
-def check_asked(recipe: str) -> None:
+def check_requested(recipe: str) -> None:
     """Raise SageOptionError unless it is one that sage_inductor.attention may be asked for."""
     try:
         check_recipe("sage_inductor.attention: recipe", recipe)

@@ -360,7 +360,7 @@ def cases_of(
     return {each: BenchmarkCase(family.shape(device, each), candidates) for each in sizes}
 
 
-_failed: dict[tuple, str] = {}  # what could not be measured in this process, and why
+_unmeasurable: dict[tuple, str] = {}  # what could not be measured in this process, and why
 
 
 def calibrate(device: torch.device, family: Family, recipes: tuple[str, ...]) -> str | None:
@@ -371,7 +371,7 @@ def calibrate(device: torch.device, family: Family, recipes: tuple[str, ...]) ->
     def is_known() -> bool:
         return any(tables.with_times(gpu, family, (recipe,)) for recipe in recipes)
 
-    if key not in _failed:
+    if key not in _unmeasurable:
         if is_known():
             return None
         try:
@@ -386,8 +386,8 @@ def calibrate(device: torch.device, family: Family, recipes: tuple[str, ...]) ->
             tables.add(table)
             return None
         except (RuntimeError, ValueError) as error:  # of CUDA, out of memory, of the other rank
-            _failed[key] = f"{type(error).__name__}: {error}".split("\n")[0]
-    return _failed[key]
+            _unmeasurable[key] = f"{type(error).__name__}: {error}".split("\n")[0]
+    return _unmeasurable[key]
 
 
 def _calibrated(device: torch.device, family: Family, recipes: tuple[str, ...]) -> dict:

@@ -438,24 +438,42 @@ def test_passes_side_by_side_are_cached_only_if_each_can_be():
     assert seen == ["graph", "graph"]
 
 
-def test_the_passes_key_is_of_all_sources_and_of_tuned_tables(tmp_path, monkeypatch):
-    ours, nested = inductor_pass.SagePass(), tmp_path / "finders" / "sdpa.py"
-    nested.parent.mkdir()
-    monkeypatch.setattr(inductor_pass.tables, "in_force", lambda: ("tuned",))
-    keys = {ours.uuid()}
-    monkeypatch.undo()
-    keys.add(ours.uuid())
-    for room in ("lowering", "ops", "patterns"):
-        monkeypatch.setattr(inductor_pass, room, SimpleNamespace(__file__=str(tmp_path / "x.py")))
-        for text in ("a = 1", "a = 2"):
-            nested.write_text(text)
-            inductor_pass.package_hash.cache_clear()
-            keys.add(ours.uuid())
-        monkeypatch.undo()
+def test_the_passes_key_is_of_what_decides_and_of_tuned_tables(tmp_path, monkeypatch):
+    """An edit of what only tells what became of calls (doctor) leaves every cache warm."""
+    ours = inductor_pass.SagePass()
+    own = tmp_path / "sage_inductor" / "inductor_pass.py"
+    decides = ["choose/decide.py", "policy.py", "tables/h200.json", "of_tomorrow.py"]
+    decides = [f"sage_inductor/{name}" for name in decides]
+    decides += [
+        "lowering/record.py",
+        "lowering/launcher.h",
+        "ops/training/op.py",
+        "patterns/sdpa.py",
+    ]
+    tells = [f"sage_inductor/{name}" for name in ("cli/doctor.py", "report.py", "__main__.py")]
+    for name in decides + tells:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("before")
+
+    def key_after(name: str):
+        (tmp_path / name).write_text(f"after {name}")
         inductor_pass.package_hash.cache_clear()
-    assert len(keys) == 2 + 3 * 2
+        return ours.uuid()
+
+    monkeypatch.setattr(inductor_pass, "__file__", str(own))
+    for room in ("lowering", "ops", "patterns"):
+        init = SimpleNamespace(__file__=str(tmp_path / room / "__init__.py"))
+        monkeypatch.setattr(inductor_pass, room, init)
+    keys = {key_after(name) for name in tells}
+    assert len(keys) == 1
+    keys |= {key_after(name) for name in decides}
+    monkeypatch.setattr(inductor_pass.tables, "in_force", lambda: ("tuned",))
+    keys.add(ours.uuid())
+    assert len(keys) == 1 + len(decides) + 1
     with config.patch(rewrite_inductor=True):
         assert ours.uuid() not in keys
+    monkeypatch.undo()
+    inductor_pass.package_hash.cache_clear()
 
 
 # -- report ----

@@ -82,7 +82,7 @@ def test_a_reason_keeps_its_cause_whatever_is_said_besides():
 
 
 def test_what_the_user_asked_for_is_two_causes():
-    assert [each for each in CAUSES if each.asked] == [reasons.IS_OFF, reasons.POLICY_OFF]
+    assert [each for each in CAUSES if each.requested] == [reasons.IS_OFF, reasons.POLICY_OFF]
 
 
 def test_a_sentence_that_no_row_made_asks_for_a_report():
@@ -499,7 +499,7 @@ def test_in_a_browser_reports_and_diagnoses_are_whole_and_run_nothing_of_a_model
 @pytest.fixture
 def warnings(caplog, monkeypatch):
     """What a process that nothing was told yet warns of."""
-    monkeypatch.setattr(report, "_told", set())
+    monkeypatch.setattr(report, "_warned_of", set())
     caplog.set_level(logging.WARNING, logger="sage_inductor")
     return lambda: [r.getMessage() for r in caplog.records if r.name == "sage_inductor"]
 
@@ -541,7 +541,7 @@ def test_a_graph_that_breaks_off_is_judged_with_what_follows(warnings):
         with config.patch(rewrite_inductor=enabled, emulate=True):
             for dropout_p, expected in ((0.0, 0), (0.5, 1)):
                 torch._dynamo.reset()
-                report._told.clear()
+                report._warned_of.clear()
                 before = len(warnings())
                 torch.compile(functools.partial(model, dropout_p=dropout_p), backend=backend)(q)
                 assert len(asked_for()) == 2 and len(warnings()) - before == expected

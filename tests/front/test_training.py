@@ -257,6 +257,19 @@ def test_a_policy_says_which_calls_train_how():
     assert rewritten() == ["sagebwd"] * 4
 
 
+def test_a_frozen_call_behind_a_trained_one_is_trained():
+    """Of frozen weights, what the first call returns alone says that the second needs a gradient."""
+    layers = [torch.nn.MultiheadAttention(128, 2).requires_grad_(False) for _ in range(2)]
+
+    def model(x):
+        for layer in layers:
+            x = layer(x, x, x, need_weights=False)[0]
+        return x
+
+    torch.compile(model, backend="sage", options=ASKED, fullgraph=True)(inputs()[0])
+    assert rewritten() == ["sagebwd"] * 2
+
+
 def test_recipe_off_is_off_in_training_too():
     model, _ = pair()
     given = ASKED | {"sage.recipe": "off", "sage.policy": [{"module": "other", "recipe": "auto"}]}

@@ -60,7 +60,7 @@ def gpu(monkeypatch, tmp_path):
 def as_another_process():
     """As if this process had just begun."""
     tables._of_this_process.clear()
-    timing._failed.clear()
+    timing._unmeasurable.clear()
     tables.forget()
 
 

@@ -513,6 +513,63 @@ def _store_part(
 
 
 @gluon.jit
+def _begin_tile(
+    t, wg: gl.constexpr, Q, strides, of_list, shape,
+    D: gl.constexpr, BAND: gl.constexpr, LISTED: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, LQ: gl.constexpr,
+):  # fmt: skip
+    """Tile t -> b, h, h_kv, first row, q [64, BLOCK_D] of this warpgroup, and (BOUNDED) what `walk`
+    tells of the tile's blocks."""
+    stride_qb, stride_qh, stride_qn = strides[:3]
+    H_q, H_kv, N_q, N_kv, N_pad, num_m, heads, group, whole_tiles = shape
+    b, h, h_kv, row = _tile_coords(t, num_m, heads, group, H_q, H_kv, of_list, LISTED, BLOCK_M)
+    q = _load_q(Q, b, h, row + wg * 64, stride_qb, stride_qh, stride_qn, N_q, D, LQ, BLOCK_D)
+    blocks = (0, 0, 0)
+    if _is_bounded(BAND, LISTED):
+        blocks = walk(
+            _lists_of(b, h, of_list), of_list[3], row, N_q, N_kv, BAND, LISTED, BLOCK_M, BLOCK_N
+        )
+    return b, h, h_kv, row, q, blocks
+
+
+@gluon.jit
+def _in_sight(
+    row, row0, N_q, N_kv,
+    CAUSAL: gl.constexpr, OWN: gl.constexpr, WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """(not BOUNDED) Of the 64 rows from row0 on, in a tile that begins at row: how many blocks of
+    keys all of them see whole, and how many some of them see."""
+    seen = N_kv
+    if WARPGROUPS == 3:  # a third of a tile may be beyond N_q; ptxas spills for it at D=256
+        seen = gl.where(row0 < N_q, N_kv, 0)
+    mine = _num_blocks(row0 + 64, seen, CAUSAL, BLOCK_N)
+    whole = seen // BLOCK_N
+    if CAUSAL:
+        whole = gl.minimum(whole, (row0 + 1) // BLOCK_N)
+    if OWN:
+        whole = gl.minimum(whole, _first_own(row, BLOCK_N))
+    return whole, mine
+
+
+@gluon.jit
+def _pass_turns(
+    wg: gl.constexpr, shared, next_order, fetched, taken, begin, mine, end, STAGES: gl.constexpr
+):  # fmt: skip
+    """After its last block of a tile (mine - 1) a warpgroup passes its turn on, and those of the
+    blocks, up to `end`, that its rows do not see and others of the tile do."""
+    q_smem, k_smem, v_smem, scale_smem, full, empty, order = shared
+    read, any_read = empty.index((fetched + mine + STAGES - 1) % STAGES), mine > begin
+    mbarrier.arrive(next_order, count=1)
+    mbarrier.arrive(read, count=1, pred=any_read)
+    for j in range(mine, end):  # (not BOUNDED)
+        i = fetched + j
+        mbarrier.wait(full.index(i % STAGES), (i // STAGES) & 1)
+        mbarrier.wait(order.index(wg), (taken + j + 1) & 1)
+        mbarrier.arrive(next_order, count=1)
+        mbarrier.arrive(empty.index(i % STAGES), count=1)
+
+
+@gluon.jit
 def _consumer(
     wg: gl.constexpr, shared, tensors, of_kv, of_mask, of_list, strides, shape,
     D: gl.constexpr, D_V: gl.constexpr, SCALE: gl.constexpr, BAND: gl.constexpr,
@@ -525,7 +582,7 @@ def _consumer(
     q_smem, k_smem, v_smem, scale_smem, full, empty, order = shared
     Q, K_scale, V_scale, V_mean, Out, Lse, Part, Part_ml = tensors
     Words, stride_wb, stride_wh, stride_wm = of_mask
-    stride_qb, stride_qh, stride_qn, stride_ob, stride_oh, stride_on = strides
+    _, _, _, stride_ob, stride_oh, stride_on = strides
     H_q, H_kv, N_q, N_kv, N_pad, num_m, heads, group, whole_tiles = shape
     BLOCK_M: gl.constexpr = 64 * WARPGROUPS
     ALONE: gl.constexpr = WARPGROUPS == 1
@@ -559,12 +616,11 @@ def _consumer(
         count, pieces, first, last = _work_items(whole_tiles, num_tiles, blocks)
         t, begin, end = _work_item(0, count, first, last, whole_tiles, blocks)
         items = count + pieces
-    b, h, h_kv, row = _tile_coords(t, num_m, heads, group, H_q, H_kv, of_list, LISTED, BLOCK_M)
-    q = _load_q(Q, b, h, row + wg * 64, stride_qb, stride_qh, stride_qn, N_q, D, LQ, BLOCK_D)
+    b, h, h_kv, row, q, walked = _begin_tile(
+        t, wg, Q, strides, of_list, shape, D, BAND, LISTED, BLOCK_M, BLOCK_N, BLOCK_D, LQ
+    )
     if BOUNDED:
-        first_block, read_whole, read_all = walk(
-            _lists_of(b, h, of_list), of_list[3], row, N_q, N_kv, BAND, LISTED, BLOCK_M, BLOCK_N
-        )
+        first_block, read_whole, read_all = walked
     next_order = order.index((wg + 1) % WARPGROUPS)
     taken = 0  # turns at the tensor cores so far: one a block, one a tile
     fetched = 0  # blocks of k and v so far
@@ -587,15 +643,7 @@ def _consumer(
         else:
             if not SPLIT:
                 begin, end = 0, _num_blocks(row + BLOCK_M, N_kv, CAUSAL, BLOCK_N)
-            seen = N_kv
-            if WARPGROUPS == 3:  # a third of a tile may be beyond N_q; ptxas spills for it at D=256
-                seen = gl.where(row0 < N_q, N_kv, 0)
-            mine = _num_blocks(row0 + 64, seen, CAUSAL, BLOCK_N)
-            whole = seen // BLOCK_N
-            if CAUSAL:
-                whole = gl.minimum(whole, (row0 + 1) // BLOCK_N)
-            if OWN:
-                whole = gl.minimum(whole, _first_own(row, BLOCK_N))
+            whole, mine = _in_sight(row, row0, N_q, N_kv, CAUSAL, OWN, WARPGROUPS, BLOCK_N)
             if SPLIT:
                 mine = gl.minimum(gl.maximum(mine, begin), end)
                 whole = gl.minimum(gl.maximum(whole, begin), mine)
@@ -665,15 +713,7 @@ def _consumer(
                         BAND, LISTED, FP8, OWN, BLOCK_N, BLOCK_DV, STAGES,
                     )  # fmt: skip
         if not ALONE:
-            read, any_read = empty.index((fetched + mine + STAGES - 1) % STAGES), mine > begin
-            mbarrier.arrive(next_order, count=1)
-            mbarrier.arrive(read, count=1, pred=any_read)
-            for j in range(mine, end):  # (not BOUNDED) what these rows do not see: pass the turn on
-                i = fetched + j
-                mbarrier.wait(full.index(i % STAGES), (i // STAGES) & 1)
-                mbarrier.wait(order.index(wg), (taken + j + 1) & 1)
-                mbarrier.arrive(next_order, count=1)
-                mbarrier.arrive(empty.index(i % STAGES), count=1)
+            _pass_turns(wg, shared, next_order, fetched, taken, begin, mine, end, STAGES)
             taken += end + 1
             fetched += end
 
@@ -682,18 +722,12 @@ def _consumer(
             next_t, next_begin, next_end = _work_item(
                 gl.minimum(item + 1, count + pieces - 1), count, first, last, whole_tiles, blocks
             )
-            next_b, next_h, next_h_kv, next_row = _tile_coords(
-                next_t, num_m, heads, group, H_q, H_kv, of_list, LISTED, BLOCK_M
-            )
-            q = _load_q(
-                Q, next_b, next_h, next_row + wg * 64,
-                stride_qb, stride_qh, stride_qn, N_q, D, LQ, BLOCK_D,
+            next_b, next_h, next_h_kv, next_row, q, next_walked = _begin_tile(
+                next_t, wg, Q, strides, of_list, shape, D, BAND, LISTED, BLOCK_M, BLOCK_N, BLOCK_D,
+                LQ,
             )  # fmt: skip
             if BOUNDED:
-                first_block, read_whole, read_all = walk(
-                    _lists_of(next_b, next_h, of_list), of_list[3], next_row,
-                    N_q, N_kv, BAND, LISTED, BLOCK_M, BLOCK_N,
-                )  # fmt: skip
+                first_block, read_whole, read_all = next_walked
 
         # -- epilogue ----
         total = gl.sum(l, axis=1)

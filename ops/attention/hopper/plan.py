@@ -35,9 +35,9 @@ REGISTERS = {2: (168, 240), 3: (128, 160)}
 # Of k in all heads: TMA counts them in 32 bits, and so does the kernel, of heads (at least 128 rows
 # of k each) times 256 channels.
 MAX_K_ROWS = 2**30
-# Of k and v that the causal tiles in flight may share; twice as many where that makes two groups of
-# all heads, which the programs share evenly: three heads of 61,427 1.15x as fast, six of 40,000
-# 1.16x. In more groups it gains nothing: 64 heads of 16,384 0.97x (H200, 2026-11-25).
+# Bytes of k and v that concurrently running causal tiles may share in L2. Doubled if that gives
+# exactly two groups of heads, which the programs share evenly. Gain: 1.15x (3 heads, N=61,427),
+# 1.16x (6 heads, N=40,000). More groups gain nothing: 0.97x (64 heads, N=16,384; H200, 2026-11-25).
 L2_BYTES = 24 << 20
 
 

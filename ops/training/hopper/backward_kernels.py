@@ -42,8 +42,9 @@ not less their means, and dQ has bounds of its own, by what a row sees:
 A scale of 64 keys tells queries that see all of them nothing of later rows, and goes into vs and
 delta. Near the diagonal k8 and ks are others (k_own), by a scale a row, and cost a multiplication a
 score: in dQ's kernel and the forward from key 128 floor(first row of the tile / 128) on, in dK's
-and dV's where i and j are of the same 128 rows. (Where dK's and dV's does not, but the forward
-does, P is of other codes than lse and m: in one of the N / 64 blocks of queries that a key has.)
+and dV's where i and j are of the same 128 rows. (So the forward uses k_own in slightly more blocks
+than the dK/dV kernel. In those, one of a key's N / 64 blocks of queries, P comes from codes other
+than those of lse and m.)
 What a head has one of, beta, c^q and c^o, is then of rows whose dO is not 0, and of the v that they
 see: dK_j and dV_j tell of no row without a gradient.
 
