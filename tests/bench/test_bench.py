@@ -401,27 +401,6 @@ def test_rope_keeps_what_it_rotates_and_each_writing_is_one():
     torch.testing.assert_close(found, expected[..., order])
 
 
-def test_models_have_their_own_shapes():
-    hidden = {
-        "wan14b_480p": 5120, "llama3_8k": 4096, "vit_l_1024px": 1024, "cogvideox": 3072,
-        "sd3_1024px": 1536, "sdxl_64x64": 640, "sdxl_32x32": 1280, "hunyuan_padded": 3072,
-        "whisper_large": 1280, "vit_h_1024px": 1280, "bert_large_512": 1024, "qwen_vl_980px": 1280,
-    }  # fmt: skip
-    assert {name: blocks.MODELS[name].C for name in hidden} == hidden
-    padded = blocks.MODELS["hunyuan_padded"]
-    assert padded.case.mask == "padding" and padded.text > measure.PADDED
-    m = blocks.MODELS["llama3_32k"]
-    assert m.case == Case(1, 32, 8, 32768, 128, is_causal=True, model="llama3_32k")
-    assert m.case.shape == "1x32/8x32768x128 causal"
-
-
-def test_a_speed_is_that_of_each_round():
-    times = {"inductor": [10.0, 12.0, 11.0], "sage": [8.0, 8.0, 11.0], "keep 1": [5.0, 6.0, 5.5]}
-    found = whole.speeds(times)
-    assert found["sage"] == {"x": 1.25, "x_min": 1.0, "x_max": 1.5}
-    assert found["keep 1"] == {"x": 2.0, "x_min": 2.0, "x_max": 2.0} and len(found) == 2
-
-
 @pytest.mark.parametrize(
     "mask, kinds", [("", ["cuDNN", "flash"]), ("keys", ["cuDNN", "efficient"])]
 )
