@@ -380,14 +380,3 @@ def test_tables_are_printed_and_kept(tmp_path, capsys):
         assert row["worst"]["cos_sim"] <= row["average"]["cos_sim"] <= 1 + 1e-9
     text = capsys.readouterr().out
     assert all(table.title in text for table in tables.values())
-
-
-def test_another_order_than_the_papers_is_named():
-    def row(entry, paper, here):
-        return {"entry": entry, "paper_rel_l1": paper, "average": {"rel_l1": here}}
-
-    rows = [row("a", 0.1, 0.3), row("b", 0.2, 0.2), row("c", 0.201, 0.1), row("d", None, 9.0)]
-    assert accuracy.disorder(rows) == [
-        "a (0.3000) no better than b (0.2000)",
-        "a (0.3000) no better than c (0.1000)",
-    ]
