@@ -336,8 +336,15 @@ def drawn(name):
         pytest.skip(str(error))
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("name", BLOCKS.values())
+# A block alone, one whose attention is in a model beside others, masks, causal heads in groups.
+SOON = "flux_double", "sdxl_32x32", "hunyuan_padded", "llama3_2k"
+each_block = pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=[pytest.mark.sweep] * (x not in SOON)) for x in BLOCKS.values()],
+)
+
+
+@each_block
 def test_a_blocks_scores_are_sharp(name, monkeypatch):
     """SD3's modulation, of random channels, widens what it normalizes."""
     exact, found = F.scaled_dot_product_attention, []
@@ -354,14 +361,7 @@ def test_a_blocks_scores_are_sharp(name, monkeypatch):
     assert all(0.8 * blocks.SHARP < each < 1.8 * blocks.SHARP for each in found) and found
 
 
-# A block alone, one whose attention is in a model beside others, masks, causal heads in groups.
-SOON = "flux_double", "sdxl_32x32", "hunyuan_padded", "llama3_2k"
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(x, marks=[pytest.mark.sweep] * (x not in SOON)) for x in BLOCKS.values()],
-)
+@each_block
 def test_a_block_is_rewritten_and_near_eager(name, monkeypatch, op_by_op):
     """And whose attention is not its own, is not near: the bound sees what the rewrite can break."""
     m, block, given = drawn(name)

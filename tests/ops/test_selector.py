@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sage_inductor.ops.reference.exact import attention_exact
 from sage_inductor.ops.selector import BLOCK_SIZE, Selection
-from sage_inductor.ops.visibility import BLOCK_SIZES, NO_LISTS, BlockLists
+from sage_inductor.ops.visibility import BLOCK_SIZES, BlockLists
 
 
 def select(q, k, selection: Selection, scale=0.125, size=BLOCK_SIZE) -> tuple[Tensor, Tensor]:
@@ -213,17 +213,3 @@ def test_blocks_of_unlike_tokens_are_dense_and_random_inputs_therefore_exact():
     assert errors == sorted(errors, reverse=True) and errors[0] > 0.5 and errors[-1] < 1e-12
     counts, _ = select(q, k, Selection(0.1), 0.25)
     assert (counts == 16).all()
-
-
-@pytest.mark.parametrize("recipe", ["sage1", "sage2-8b-per-token", "sage2-4b"])
-def test_sdpa_takes_what_is_selected(recipe):
-    """Its error to exact attention by the same blocks is no larger than without lists."""
-    torch.manual_seed(0)
-    q, k, v = video(4, 9, 11)
-
-    def error(blocks=NO_LISTS):
-        out, _ = support.sdpa(q, k, v, recipe=recipe, scale=0.25, **blocks._asdict())
-        return support.relative_l1(out, attention_exact(q, k, v, 0.25, blocks=blocks)[0])
-
-    for top_k in (0.1, 0.4, 1.0):
-        assert error(as_lists(select(q, k, Selection(top_k, similarity=0), 0.25))) < 1.2 * error()
