@@ -35,7 +35,6 @@ from sage_inductor.ops import gpus
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.select import Problem, select
 from sage_inductor.ops.recipe import NAMED
-from sage_inductor.ops.selector import BLOCK_SIZE, Selection
 from sage_inductor.ops.visibility import Visibility
 
 CPU = torch.device("cpu")
@@ -525,17 +524,6 @@ def test_a_plan_of_whole_models_is_saved_as_it_goes(plan, tmp_path, monkeypatch,
     assert ("keep" in found["method"]) == (plan == "selected")
 
 
-@pytest.mark.parametrize("column", whole.KEEPING)
-def test_a_policy_of_the_bench_keeps_what_it_is_called_of_random_tokens(column):
-    _, rule = whole.KEEPING[column]["options"]["sage.policy"]
-    q, k = torch.randn(2, 1, 2, 4096, 16)
-    selection = Selection(**rule["keep"])
-    counts, indices = torch.ops.sage.select_blocks(q, k, 0.25, *selection, *BLOCK_SIZE)
-    density = counts.sum().item() / indices.numel()
-    blocks_of_keys = indices.shape[3]
-    assert selection.top_k <= density <= selection.top_k + 3 / blocks_of_keys
-
-
 def test_what_preparation_adds_is_measured(timed, monkeypatch, op_by_op):
     monkeypatch.setattr(fusion, "GRAPHS", fusion.GRAPHS[-1:])
     with torch.no_grad():
@@ -616,25 +604,16 @@ def check_starts(backend, args, tmp_path):
 
 
 def test_compile_times_are_compared_by_their_medians():
-    seconds = {("sage", "cold"): (3, 9, 4), ("inductor", "cold"): (2, 2, 8),
-               ("sage", "warm"): (1, 1, 1), ("inductor", "warm"): (1, 2, 2),
-               ("stages", "cold"): (6, 5, 7), ("stages", "warm"): (3, 1, 2)}  # fmt: skip
+    seconds = {"inductor": (2, 2, 8), "sage": (3, 9, 4), "stages": (6, 5, 7)}
     rows = [
-        {"backend": backend, "start": start, "seconds": s}
-        for (backend, start), times in seconds.items()
-        for s in times
+        {"backend": name, "start": "cold", "seconds": s}
+        for name, all_ in seconds.items()
+        for s in all_
     ]
+    rows += [row | {"start": "warm", "seconds": 1} for row in rows[:6]]
     found = compile_time.summary(rows)
-    assert found == {
-        "cold": {
-            "seconds": {"sage": [4, 3, 9], "inductor": [2, 2, 8], "stages": [6, 5, 7]},
-            "ratios": {"sage/inductor": 2.0, "stages/sage": 1.5},
-        },
-        "warm": {
-            "seconds": {"sage": [1, 1, 1], "inductor": [2, 1, 2], "stages": [2, 1, 3]},
-            "ratios": {"sage/inductor": 0.5, "stages/sage": 2.0},
-        },
+    assert found["cold"] == {
+        "seconds": {"inductor": [2, 2, 8], "sage": [4, 3, 9], "stages": [6, 5, 7]},
+        "ratios": {"sage/inductor": 2.0, "stages/sage": 1.5},
     }
-    without = compile_time.summary([row for row in rows if row["backend"] != "stages"])
-    for start, times in without.items():
-        assert times["ratios"] == {"sage/inductor": found[start]["ratios"]["sage/inductor"]}
+    assert found["warm"]["ratios"] == {"sage/inductor": 1.0}  # whose stages were not measured

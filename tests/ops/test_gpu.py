@@ -22,6 +22,7 @@ from torch.testing import assert_close
 from triton import knobs
 
 import sage_inductor
+from bench.fusion import halves, rotated_half
 from bench.tritons import ROWS
 from sage_inductor.ops import compat, gpus
 from sage_inductor.ops import pool as of_tokens
@@ -216,7 +217,7 @@ def test_a_cuda_graph_selects_of_new_tokens():
 
 def test_for_the_selector_q_and_k_are_stored_once(monkeypatch):
     def rotate(q, k, cos, sin):
-        return tuple(rotate_halves(x, cos, sin).bfloat16() for x in (q, k))
+        return tuple(halves(x, cos, sin).bfloat16() for x in (q, k))
 
     def stored(function):
         out, (code,) = run_and_get_code(torch.compile(function), *x)
@@ -424,22 +425,12 @@ def test_compiled_model_is_near_eager_at_any_length(recipe, is_causal):
     assert len(sites.refused) == 0 and len(graphs) <= 4, graphs
 
 
-def rotate_half(x, cos, sin):
-    a, b = x.chunk(2, -1)
-    return x * torch.cat([cos, cos], -1) + torch.cat([-b, a], -1) * torch.cat([sin, sin], -1)
-
-
-def rotate_halves(x, cos, sin):
-    a, b = x.chunk(2, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-
-
 def rotate_pairs(x, cos, sin):
     a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
 
 
-@pytest.mark.parametrize("rope", [rotate_half, rotate_halves, rotate_pairs])
+@pytest.mark.parametrize("rope", [rotated_half, halves, rotate_pairs])
 def test_generated_code_has_no_pass_over_k_and_v_but_ours(rope, monkeypatch):
     """Inductor makes no more kernels and no more 16-bit buffers than for SDPA: nothing of k, v or
     out is copied, and a smoothed k is never stored. Beside them run ours, each once."""
