@@ -198,7 +198,9 @@ def test_shared_k_and_v_are_stacked_by_the_op_and_repeated_for_what_it_is_compar
     built = providers.build(case, ("inductor", "apart", "op"), ["sage2-8b-per-token"])
     assert len(built) == 3 and providers.build(Case(2, 4, 4, 256, 64), ("apart",), ["sage1"]) == []
     with torch.no_grad():
-        _, apart, op = (provider.call(*provider.prepare(*each)) for provider in built)
+        given = [provider.prepare(*each) for provider in built]
+        _, apart, op = (p.call(*x) for p, x in zip(built, given, strict=True))
+    assert [x[1].shape[0] for x in given] == [1, 2, 1]
     assert torch.equal(apart, op)
     assert measure.Exact(*each, is_causal=False).compare(op)["rel_l1"] < measure.WRONG
     assert ["share" in site.reason for site in report()] == [False, True]
