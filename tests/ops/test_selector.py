@@ -199,17 +199,3 @@ def test_the_error_falls_with_the_density_and_is_far_below_that_of_random_blocks
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] < 1e-12
     assert all(a < b / 3 for a, b in zip(errors[1:4], of_random[1:4], strict=True))
-
-
-def test_blocks_of_unlike_tokens_are_dense_and_random_inputs_therefore_exact():
-    torch.manual_seed(0)
-    q, k, v = torch.randn(3, 1, 2, 1000, 32).unbind(0)
-    exact, _ = attention_exact(q, k, v, 0.25)
-    errors = []
-    for top_k in DENSITIES:
-        lists = as_lists(select(q, k, Selection(top_k, similarity=0), 0.25))
-        out, _ = attention_exact(q, k, v, 0.25, blocks=lists)
-        errors.append(support.relative_l1(out, exact))
-    assert errors == sorted(errors, reverse=True) and errors[0] > 0.5 and errors[-1] < 1e-12
-    counts, _ = select(q, k, Selection(0.1), 0.25)
-    assert (counts == 16).all()
