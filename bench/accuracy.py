@@ -183,12 +183,12 @@ def main(argv=None) -> int:
     device = harness.current(args)
     if args.training:
         result = harness.Result("training", TRAINING_METHOD.format(**vars(args)), args)
-        for mask, causal, family, kind in itertools.product(
-            args.masks, (False, True), args.families or USUAL, gradients.OUTPUTS
-        ):
-            rows = measure_training(family, kind, causal, mask, args, device)
-            result.add(rows)
-            print_training(rows)
+        for mask in args.masks:
+            kinds = itertools.product((False, True), args.families or USUAL, gradients.OUTPUTS)
+            first = len(result["rows"])
+            for causal, family, kind in tqdm([*kinds], leave=False, disable=None):
+                result.add(measure_training(family, kind, causal, mask, args, device))
+            show(f"\n{training_table(result['rows'][first:])}")
         return 0
     cuda = device.type == "cuda"
     size = "full" if cuda else "small"
@@ -537,14 +537,6 @@ def measure_training(family: str, kind: str, causal: bool, masks: str, args, dev
         for entry, its in found.items()
         for mean in [map(statistics.fmean, zip(*its, strict=True))]
     ]
-
-
-def print_training(rows: list[dict]) -> None:
-    title = "\nGradients: {family}, dO {do}, mask {mask}, N={N}, D={D}{c}, layers: {layers}"
-    print(title.format(c=", causal" * rows[0]["causal"], **rows[0]))
-    lines = [["", *rows[0]["rel_l1"]]]
-    lines += [[row["entry"], *(f"{x:.4f}" for x in row["rel_l1"].values())] for row in rows]
-    show(markdown(lines))
 
 
 def training_table(rows: list[dict]) -> str:

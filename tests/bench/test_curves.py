@@ -1,5 +1,5 @@
-"""bench/curves.py: whose gradients a model is trained with, that runs can be compared, that they
-stop in time, and what is said of them."""
+"""bench/curves.py: whose gradients a model is trained with, that runs can be compared, and what is
+said of them."""
 
 import functools
 import itertools
@@ -534,27 +534,6 @@ def test_a_compiled_recipe_is_checked_at_the_shape_that_is_trained(model, monkey
 # -- what stops, and what fails ----
 
 
-def test_a_budget_stops_between_two_points(text, monkeypatch):
-    clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(curves.time, "perf_counter", lambda: clock.now)
-    advance = Trainer.advance
-
-    def slow(self, steps):
-        clock.now += 10
-        advance(self, steps)
-
-    monkeypatch.setattr(Trainer, "advance", slow)
-    whole, part = last(text=text), last("FP8 backward", text=text, until=clock.now + 15)
-    assert [row["steps"] for row in part] == [8, 8] and all(row["held_out"] for row in part)
-    assert [len(row["curve"]) for row in part] == [2, 2] and part[0]["ms"] == 2500
-    assert last(text=text, until=clock.now)[0]["steps"] == 4  # what is begun has a point
-    line = curves.summarize(whole + part)[1]
-    assert line["partial"] == 2 and "| 2, 2 partial |" in curves.table([line])
-    gaps = [ours["curve"][1] - its["curve"][1] for ours, its in zip(part, whole)]
-    assert line["train"]["gap"] == pytest.approx(statistics.fmean(gaps))
-    assert line["held_out"]["gap"] is None and line["held_out"]["mean"] is not None
-
-
 def test_a_run_that_diverges_is_said_and_the_other_is_as_it_was(text):
     """Its row is not counted, and JSON holds no NaN."""
     calls = SimpleNamespace(count=0)
@@ -661,9 +640,6 @@ def test_all_of_it(text, tmp_path, monkeypatch, capsys):
     assert pages.main(["--root", str(tmp_path)]) == 0
     assert (tmp_path / "docs" / "accuracy.md").read_text().count(f"| 64 | no | {FP8} | 2 |") == 1
     assert path.with_name("curves.svg").read_text().count("tokens a step") >= 4
-
-    assert curves.main([*asked, "--budget", "0"]) == 0
-    assert "the budget is spent: exact is left out" in capsys.readouterr().out
 
 
 def result_of(rows):
