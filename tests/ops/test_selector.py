@@ -135,6 +135,14 @@ def test_under_autocast_means_and_scores_stay_fp32():
     assert all(map(torch.equal, found, expected))
 
 
+def test_a_short_tail_weighs_as_many_tokens_as_it_has():
+    """An eighth of a block, whose tokens score 1 more than all others: -1.08."""
+    q, k = torch.zeros(2, 1, 1, 64 * 5 + 8, 16).unbind(0)
+    q[..., 0], k[..., 320:, 0] = 1, 1
+    counts, indices = select(q, k, Selection(0.75, similarity=0), scale=1.0)
+    assert indices[0, 0, 0, : counts[0, 0, 0]].tolist() == [0, 1, 2, 3, 4]
+
+
 def test_a_common_part_of_the_keys_changes_nothing():
     """Nor does it make blocks alike: softmax does not see it."""
     torch.manual_seed(0)
