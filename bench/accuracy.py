@@ -11,9 +11,7 @@ $ python bench/accuracy.py --training --N 2048 --json    # DATE-training.json
 Tables: CosSim, relative L1 and RMSE against float64, average and worst over layers (of a family
 each is a seed); centred: relative L1 with v's mean taken off both. Inputs hold bf16 values; outputs
 are compared as they are before they are rounded to it, but for SDPA's, the floor that rounding
-sets. What each technique is: bench/laboratory.py; the models: bench/trained.py. Where the source
-has a table, pairs that come in another order here (by average relative L1, by more than 2 %) are
-named below ours. Its figures are of CogVideoX's layers: only the order can be compared.
+sets. What each technique is: bench/laboratory.py; the models: bench/trained.py.
 
 shipped: outputs in bf16, as a user gets them, of every family of bench/laboratory.py, at --lengths
 and --head-dims; of the last 128 queries. On a GPU recipes run their kernels, beside those of
@@ -60,7 +58,6 @@ from sage_inductor.ops.launch import noted
 from sage_inductor.ops.recipe import NAMED, Recipe
 from sage_inductor.ops.sdpa import SdpaCall
 
-TIE = 0.02  # relative difference of two relative L1 below which they have no order
 ROWS = 128  # queries of the tables over N: the first; and of what is shipped: the last
 
 # SageAttention2's main experiments: FP8 p v as it is, summed in fp32, v not smoothed.
@@ -71,11 +68,10 @@ GRANULARITIES = ("per_token", "per_thread", "per_warp", "per_block", "per_tensor
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Techniques side by side. paper: relative L1 of those that the source has."""
+    """Techniques side by side."""
 
     title: str
     entries: dict  # name -> Technique, Recipe, or None: SDPA in bf16
-    paper: dict[str, float] = dataclasses.field(default_factory=dict)
     over_n: bool = False
 
 
@@ -103,8 +99,6 @@ def tables(D: int, recipes: Sequence[str] = ()) -> dict[str, Table]:
                            q={"smooth_q": True}),
                 "q+k": SMOOTH_QK,
             },
-            {"none": 0.3906, "HadmdAttn": 0.3782, "SmoothAttn": 0.3383, "k": 0.1493, "q": 0.1250,
-             "q+k": 0.0648},
         ),
         "smoothing-qk": Table(
             "Smoothing q and k, p v in full precision (what table 5 does to whole models)",
@@ -117,7 +111,6 @@ def tables(D: int, recipes: Sequence[str] = ()) -> dict[str, Table]:
         "granularity": Table(
             "Granularity of q and k, INT4, smooth q and k (tables 6 and 15)",
             granularities("int4"),
-            {"per_token": 0.0649, "per_thread": 0.0622, "per_block": 0.1492, "per_tensor": 0.18},
         ),
         "granularity-int8": Table("The same, INT8", granularities("int8")),
         "pv": Table(
@@ -128,7 +121,6 @@ def tables(D: int, recipes: Sequence[str] = ()) -> dict[str, Table]:
                 **variants(fp16, fp16={}, nvfp4={"pv": "nvfp4"}),
                 "nvfp4 two-level": dataclasses.replace(fp16, pv="nvfp4", two_level_p=True),
             },
-            {"int8": 0.5618, "e5m2": 0.0905, "e4m3": 0.0683, "fp16": 0.0649},
         ),
         "smooth-v": Table(
             "Smoothing v (table 10), SAGE2_4B, two levels and one",
@@ -138,7 +130,6 @@ def tables(D: int, recipes: Sequence[str] = ()) -> dict[str, Table]:
                 "off, one level": {"smooth_v": False, "interval": None},
                 "on, one level": {"interval": None},
             }),
-            {"off": 0.1980, "on": 0.0406},
         ),
         "accumulator": Table(
             f"Accumulator of FP8 p v alone (section 3.4), of families the first {ROWS} queries",
@@ -192,12 +183,12 @@ def main(argv=None) -> int:
     device = harness.current(args)
     if args.training:
         result = harness.Result("training", TRAINING_METHOD.format(**vars(args)), args)
-        for mask, causal, family, kind in itertools.product(
-            args.masks, (False, True), args.families or USUAL, gradients.OUTPUTS
-        ):
-            rows = measure_training(family, kind, causal, mask, args, device)
-            result.add(rows)
-            print_training(rows)
+        for mask in args.masks:
+            kinds = itertools.product((False, True), args.families or USUAL, gradients.OUTPUTS)
+            first = len(result["rows"])
+            for causal, family, kind in tqdm([*kinds], leave=False, disable=None):
+                result.add(measure_training(family, kind, causal, mask, args, device))
+            show(f"\n{training_table(result['rows'][first:])}")
         return 0
     cuda = device.type == "cuda"
     size = "full" if cuda else "small"
@@ -303,7 +294,6 @@ def measure(name: str, table: Table, family: str, calls: list[Call]) -> list[dic
             **dict(plan="accuracy", table=name),
             **dict(family=family, N=call.k.shape[2], D=call.k.shape[3], layers=len(calls)),
             **dict(entry=entry, **summary(its)),
-            "paper_rel_l1": table.paper.get(entry),
         }
         for entry, its in found.items()
     ]
@@ -336,30 +326,15 @@ def summary(its: list[dict[str, float]]) -> dict[str, dict[str, float]]:
     }
 
 
-def disorder(rows: list[dict]) -> list[str]:
-    """Pairs of entries that the paper has in one order, and these rows in the other."""
-    known = [(r["entry"], r["paper_rel_l1"], r["average"]["rel_l1"]) for r in rows]
-    known = [each for each in known if each[1] is not None]
-    return [
-        f"{better} ({here:.4f}) no better than {worse} ({there:.4f})"
-        for better, paper, here in known
-        for worse, other, there in known
-        if paper * (1 + TIE) < other and here > there * (1 + TIE)
-    ]
-
-
 def print_table(table: Table, rows: list[dict]) -> None:
     print("\n{}: {family}, N={N}, D={D}, layers: {layers}".format(table.title, **rows[0]))
     formats = {"cos_sim": ".5f", "rel_l1": ".4f", "rmse": ".1e", "centred_rel_l1": ".4f"}
     heads = ["CosSim", "rel. L1", "RMSE", "centred"]
-    lines = [["", *heads, *(f"worst: {head}" for head in heads), "paper L1"]]
+    lines = [["", *heads, *(f"worst: {head}" for head in heads)]]
     for row in rows:
         its = (f"{row[of][key]:{x}}" for of in ("average", "worst") for key, x in formats.items())
-        paper = row["paper_rel_l1"]
-        lines.append([row["entry"], *its, "" if paper is None else f"{paper:.4f}"])
+        lines.append([row["entry"], *its])
     show(markdown(lines))
-    for pair in disorder(rows):
-        print(f"not the paper's order: {pair}")
 
 
 # -- what is shipped ----
@@ -562,14 +537,6 @@ def measure_training(family: str, kind: str, causal: bool, masks: str, args, dev
         for entry, its in found.items()
         for mean in [map(statistics.fmean, zip(*its, strict=True))]
     ]
-
-
-def print_training(rows: list[dict]) -> None:
-    title = "\nGradients: {family}, dO {do}, mask {mask}, N={N}, D={D}{c}, layers: {layers}"
-    print(title.format(c=", causal" * rows[0]["causal"], **rows[0]))
-    lines = [["", *rows[0]["rel_l1"]]]
-    lines += [[row["entry"], *(f"{x:.4f}" for x in row["rel_l1"].values())] for row in rows]
-    show(markdown(lines))
 
 
 def training_table(rows: list[dict]) -> str:

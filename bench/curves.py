@@ -1,7 +1,7 @@
 """Loss curves of small models, trained with attention by each of several recipes.
 
 $ python bench/curves.py                       # tiny GPTs, on two CPU cores half a minute
-$ python bench/curves.py --json --budget 420   # on a GPU; and bench/results/GPU/DATE-curves.json
+$ python bench/curves.py --json                # on a GPU; and bench/results/GPU/DATE-curves.json
 $ python bench/curves.py --model dit --json    # and bench/results/GPU/DATE-curves-dit.json
 $ python bench/curves.py --recipes exact 'FP8 backward' --seeds 5 --no-qk-norm
 
@@ -299,10 +299,9 @@ def finite(x: float) -> float | None:
 
 
 def train(
-    model: str, recipe: str, task: Task, seeds: list[int], compiled: bool, until: float = math.inf
+    model: str, recipe: str, task: Task, seeds: list[int], compiled: bool
 ) -> Iterator[list[dict]]:
-    """Yields a row for each seed, again and again while they train, last with the held-out losses.
-    Stops at the first point of the curve that is after `until` of time.perf_counter()."""
+    """Yields a row for each seed, again and again while they train, last with held-out losses."""
     size, agreement = task.size, None
     attention = attention_of(recipe, task.is_causal, compiled)
     if compiled and recipe in ENTRIES:
@@ -335,8 +334,6 @@ def train(
                 row["steps"] = trainer.done
                 row["ms"] = round(statistics.median(took), 3)
             yield rows
-            if time.perf_counter() > until:
-                break
     exact = attention_of("exact", task.is_causal, compiled)
     ways = {"held_out": attention, "held_out_exact": exact}
     for name, way in ways.items():
@@ -443,7 +440,6 @@ def parse(argv) -> argparse.Namespace:
                         help="of gpt and gpt-large; default: both of gpt")  # fmt: skip
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction,
                         help="by Inductor; default: on a GPU")  # fmt: skip
-    parser.add_argument("--budget", type=float, default=math.inf, help="stop after so many seconds")
     args = parser.parse_args(argv)
     args.recipes = args.recipes or DEFAULT[args.model]
     args.steps = args.steps or SIZES[args.device.type][args.model].steps
@@ -475,15 +471,11 @@ def main(argv=None) -> int:
 
 def measure(args: argparse.Namespace, task: Task, result: harness.Result) -> None:
     """Train what `args` ask for, and keep it in the result, which is saved as it goes."""
-    until = result.started + args.budget
     for recipe in args.recipes:
-        if time.perf_counter() > until:
-            print(f"the budget is spent: {recipe} is left out", flush=True)
-            continue
         began = saved = time.perf_counter()
         before, rows = result["rows"], []
         seeds = list(range(args.seeds))
-        for rows in train(args.model, recipe, task, seeds, args.compile, until):
+        for rows in train(args.model, recipe, task, seeds, args.compile):
             if time.perf_counter() > saved + SAVE_S:
                 keep(result, [*before, *rows])
                 saved = time.perf_counter()

@@ -13,23 +13,6 @@ from bench.fingerprint import BOTH, COMPILED, EAGER, Call, arguments, compare, t
 CALLS = EAGER + BOTH + COMPILED
 
 
-def test_calls_are_of_every_kind():
-    cases = fingerprint.cases()
-    assert 350 <= len(cases) <= 450
-    assert {call.kind for call in CALLS} == {"full", *fingerprint.BANDS, *fingerprint.MASKS}
-    assert {call.layout for call in CALLS} == {"BNHD", "BHND", "fused", "unaligned"}
-    assert {call.D for call in CALLS} == {40, 64, 72, 80, 96, 128, 160, 256}
-    assert {call.N_q for call in CALLS} == {1, 63, 200, 777, 1536, 2048, 4096, 8192}
-    assert {"sage1", "sage2-8b-rows", "accurate"} < {*fingerprint.RECIPES}  # names of 0.1.0
-    for recipe in fingerprint.RECIPES:
-        assert fingerprint.named(recipe).encode()
-        assert {how for r, _, how in cases.values() if r == recipe} == {
-            "eager",
-            "portable",
-            "compiled",
-        }
-
-
 @pytest.mark.parametrize("names", [("q", "scale", "out_bnhd"), ("right", "younger", "portable")])
 def test_arguments_are_those_of_the_schema_in_its_order(names, monkeypatch):
     """One that is younger than the cases takes its default."""

@@ -37,6 +37,7 @@ def test_a_block_is_exported_for_any_number_of_tokens(name):
         out = packages.first(packages.block_of(row, CPU)(*given))
         found = packages.same(packages.first(program.module()(*given)), out)
         assert found["error"] is None and torch.equal(given[0], packages.inputs(row, n, CPU)[0])
+        assert packages.same(1.1 * out, out)["error"] == "1.0e-01 from the compiled model"
     full = packages.ROWS[name]
     assert max(full.tokens) <= full.longest and packages.dynamic_dims(full)[0] == {1: 0}
     assert full.at(full.tokens[0]) == full.model

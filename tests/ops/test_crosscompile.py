@@ -310,18 +310,6 @@ def test_what_is_made_of_mask_and_lists_compiles(kernel, given):
     assert loads and all("," in operands for operands in loads), loads
 
 
-@on_every_triton
-@pytest.mark.parametrize(
-    "call, given",
-    [(noted.hopper, dict(tile=tiles.THREE, pv="fp8", lengths=noted.SPLIT)),
-     (noted.rowscaled, dict(lengths=noted.SPLIT))],
-    ids=["fp8", "training"],
-)  # fmt: skip
-def test_the_sum_of_a_split_tiles_pieces_compiles(call, given):
-    compiled = noted.kernel("_combine_kernel", call, (9, 0), **given)
-    assert stack_bytes(compiled.asm["cubin"]) == 0
-
-
 @pytest.mark.parametrize(
     "heads, num_m, group",
     [
@@ -656,19 +644,35 @@ def test_nvfp4_compiles_to_block_scaled_products_or_to_fp16(architecture, kind):
         assert len(scales) >= 4 and all("tmem_alloc %" in x for x in scales), scales
 
 
-@picked(
-    ((8, 6), 128, False), ((10, 0), 256, True),
-    tritons=[((9, 0), 8, False), ((12, 0), 8, True)],
-    architecture=ARCHITECTURES, D=[8, 128, 256], along_n=[False, True],
-)  # fmt: skip
-def test_preparation_in_nvfp4_compiles(architecture, D, along_n):
-    compiled = noted.kernel(
-        "_quantize_kernel", noted.sdpa, architecture, "sage3", D=D, which=along_n
-    )
-    assert stack_bytes(compiled.asm["cubin"]) <= (0 if D <= 128 else 256)
-
-
 # -- k and v ----
+
+# What has one loop, or none: the kernel, what launches it, and how.
+SHORT = {
+    "largest": ("_largest_kernel", noted.largest, {}),
+    **{f"lse, D={D}": ("_unsmooth_kernel", noted.unsmooth, dict(D=D)) for D in (32, 64, 80, 256)},
+    **{f"NVFP4, D={D}{', along N' * along_n}":
+           ("_quantize_kernel", noted.sdpa, dict(recipe="sage3", D=D, which=along_n))
+       for D in (8, 128, 256) for along_n in (False, True)},
+    # The sum of a split tile's pieces.
+    "pieces": ("_combine_kernel", noted.hopper, dict(tile=tiles.THREE, pv="fp8", lengths=noted.SPLIT)),
+    "pieces, training": ("_combine_kernel", noted.rowscaled, dict(lengths=noted.SPLIT)),
+}  # fmt: skip
+
+
+@picked(
+    ((8, 6), "largest"), ((8, 0), "lse, D=256"), ((12, 0), "lse, D=80"), ((8, 6), "NVFP4, D=128"),
+    ((10, 0), "NVFP4, D=256, along N"),
+    tritons=[
+        ((12, 0), "largest"), ((9, 0), "lse, D=32"), ((9, 0), "NVFP4, D=8"),
+        ((12, 0), "NVFP4, D=8, along N"), ((9, 0), "pieces"), ((9, 0), "pieces, training"),
+    ],
+    where=lambda architecture, kernel: architecture == (9, 0) or "pieces" not in kernel,
+    architecture=ARCHITECTURES, kernel=SHORT,
+)  # fmt: skip
+def test_short_kernels_spill_nothing(architecture, kernel):
+    name, call, given = SHORT[kernel]
+    compiled = noted.kernel(name, call, architecture, **given)
+    assert stack_bytes(compiled.asm["cubin"]) <= (256 if kernel.startswith("NVFP4, D=256") else 0)
 
 
 def of_k(recipe):
@@ -779,21 +783,6 @@ def test_pooling_compiles_to_loads_of_16_bytes(architecture, D, block, shift):
     assert stack_bytes(compiled.asm["cubin"]) == 0
     threads = 32 * blocks_of_tokens.pool_warps(pad_head_dim(D))
     assert compiled.asm["ptx"].count("ld.global.v4.b32") * threads * 8 >= block * D
-
-
-@picked(((8, 6),), tritons=[((12, 0),)], architecture=ARCHITECTURES)
-def test_the_choice_of_the_largest_compiles(architecture):
-    compiled = noted.kernel("_largest_kernel", noted.largest, architecture)
-    assert stack_bytes(compiled.asm["cubin"]) == 0
-
-
-@picked(
-    ((8, 0), 256), ((12, 0), 80), tritons=[((9, 0), 32)],
-    architecture=[(8, 0), (9, 0), (12, 0)], D=[32, 64, 80, 256],
-)  # fmt: skip
-def test_what_corrects_lse_spills_nothing(architecture, D):
-    compiled = noted.kernel("_unsmooth_kernel", noted.unsmooth, architecture, D)
-    assert stack_bytes(compiled.asm["cubin"]) == 0
 
 
 OVERLAP = {"estimate", "v again", *[name for name in PREPARATION if name.startswith("k")]}

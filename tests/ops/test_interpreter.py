@@ -36,7 +36,6 @@ from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.reference import quantize as reference
 from sage_inductor.ops.reference import rowscaled
 from sage_inductor.ops.reference import training as of_training
-from sage_inductor.ops.selector import Selection
 from sage_inductor.ops.training import kernels as training
 from sage_inductor.ops.training.hopper import prepare
 from sage_inductor.ops.training.hopper.prepare import launch_prepare
@@ -503,19 +502,6 @@ def test_of_a_row_with_nan_each_block_is_listed_once():
     assert torch.equal(found.sort(-1)[0], torch.arange(520).int().expand(6, -1))
 
 
-@seeds(6, always=2)
-def test_blocks_are_selected_by_kernels_as_by_plain_pytorch(seed, monkeypatch):
-    draw = random.Random(seed)
-    q, k = (between_nan(1, H, 600, 24, dtype=torch.float16) for H in (2, 1))
-    selection = Selection(0.3, draw.choice([0, 0.7]), 0.1, draw.choice([0, 70]))
-    arguments = q, k + 5, 0.2, *selection, *draw.sample(visibility.BLOCK_SIZES, 2)
-    expected = torch.ops.sage.select_blocks(*arguments)
-    monkeypatch.setattr(of_tokens, "_pool_plain", of_tokens._launch_pool)
-    monkeypatch.setattr(of_tokens, "_largest_plain", of_tokens._launch_largest)
-    assert all(map(torch.equal, torch.ops.sage.select_blocks(*arguments), expected))
-    assert (expected[0] < expected[1].shape[3]).any()
-
-
 @pairs(
     most=600, alike=dict(D=lambda D: D == 80, blocks_q=bool, blocks_kv=bool), among=lambda heads: heads in ((2, 2, 1), (1, 4, 2)),
     heads=[(2, 2, 1), (1, 2, 2), (1, 4, 2), (2, 1, 1)], D=[16, 32, 64, 80, 128],
@@ -606,29 +592,22 @@ def test_bounds_are_of_all_rounds(is_causal, monkeypatch):
         check_preparation(q, k, v, grad, is_causal, 0.125)
 
 
-@pytest.mark.parametrize("shared", [1, 64])
 @pytest.mark.parametrize("D", [64, 72])
-def test_codes_of_rows(shared, D):
+def test_codes_by_each_kind_of_scales(D):
+    """A scale a row, of rows less their mean; and both a scale a block and one a row at once."""
     _, x, _, _ = trained(2, 2, 2, 70, 70, D)
     mean = launch_smooth([x], None)[0][0]
     assert_close(mean, reference.smooth([x])[0][0])
-    codes, scale, _ = launch_quantize(x, mean, shared=shared, run=launch_traced)
-    expected = of_training.quantize(x, mean, shared)
-    assert codes.shape == expected.codes.shape and scale.shape == expected.scale.shape
-    assert_close(scale, expected.scale, rtol=1e-6, atol=0)
-    far = (codes.int() - expected.codes.int()).abs()
-    assert far.max() <= 1 and (far > 0).float().mean() < 0.01
-
-
-@pytest.mark.parametrize("D", [64, 72])
-def test_codes_by_two_kinds_of_scales(D):
-    _, k, _, _ = trained(2, 2, 2, 70, 70, D)
-    codes, scale, own, own_scale = launch_quantize_twice(k, launch_traced)
-    for found, of, shared in ((codes, scale, 64), (own, own_scale, 1)):
-        expected = of_training.quantize(k, shared=shared)
-        assert found.shape == expected.codes.shape
+    codes, scale, own, own_scale = launch_quantize_twice(x, launch_traced)
+    for found, of, shared, taken in (
+        (*launch_quantize(x, mean, shared=1, run=launch_traced)[:2], 1, mean),
+        (codes, scale, 64, None), (own, own_scale, 1, None),
+    ):  # fmt: skip
+        expected = of_training.quantize(x, taken, shared)
+        assert found.shape == expected.codes.shape and of.shape == expected.scale.shape
         assert_close(of, expected.scale, rtol=1e-6, atol=0)
-        assert (found.int() - expected.codes.int()).abs().max() <= 1
+        far = (found.int() - expected.codes.int()).abs()
+        assert far.max() <= 1 and (far > 0).float().mean() < 0.01
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

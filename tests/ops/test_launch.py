@@ -467,24 +467,21 @@ def launched(one, seconds: float) -> bool:
     return not waiting.is_alive()
 
 
-def test_a_launch_waits_for_its_own_kernel_and_no_other(asked, launches):
+def test_a_launch_waits_for_its_own_kernel_and_no_other(asked, launches, monkeypatch):
+    """Nor for one of another device, nor for processes that have yet to start."""
     one, job = asked
     assert not launched(one, 0.3)
+    for of, name, other in (
+        (gpus, "capability", lambda device: (8, 9)),
+        (AsyncCompile, "use_process_pool", lambda: False),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(of, name, other)
+            assert launched(one, 20)
     other_options = one._replace(options=one.options | {"num_warps": 2})
     assert launched(other_options, 20) and launched(launches[1], 20)
     job.set_exception(RuntimeError("no such instruction"))
     assert launched(one, 20)
-
-
-@pytest.mark.parametrize("capability", [(9, 0), (8, 9)])
-def test_a_launch_waits_for_a_kernel_of_its_device(asked, monkeypatch, capability):
-    monkeypatch.setattr(gpus, "capability", lambda device: capability)
-    assert launched(asked[0], 0.3) == (capability == (8, 9))
-
-
-def test_a_launch_does_not_wait_for_processes_that_have_yet_to_start(asked, monkeypatch):
-    monkeypatch.setattr(AsyncCompile, "use_process_pool", lambda: False)
-    assert launched(asked[0], 20)
 
 
 def test_a_launch_waits_so_long_and_the_next_no_more(asked, monkeypatch, caplog):

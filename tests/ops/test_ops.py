@@ -136,14 +136,6 @@ def test_opcheck_of_the_pieces(recipe, rows, out_bnhd):
         assert same_bytes(before, [x for x in args if isinstance(x, torch.Tensor)])
 
 
-@pytest.mark.sweep  # models of any length are compiled in lowering/test_compile.py
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("rows", [False, True])
-def test_opcheck_of_the_pieces_with_symbols(recipe, rows):
-    for op, args in pieces(NAMED[recipe], 20 if recipe == "sage3" else 70, rows, rows):
-        torch.library.opcheck(op, args, test_utils=DYNAMIC)
-
-
 def test_opcheck_of_one_pass_over_k_and_v_with_symbols():
     op, args = next(pieces(NAMED["sage2-8b-per-token"], 70, True, False))
     assert op is quantize_kv
@@ -320,6 +312,7 @@ BAD = {
     "bound": ((q, k, v), {"left": -1}, ValueError, "left must be None or at least 0, got -1"),
     "prepared": ((q, k, v), {"prepared": [k] * 3}, ValueError, "prepared must be empty or 6 tensors, got 3"),
     "scale": ((q, k, v), {"scale": float("nan")}, ValueError, "scale must be finite, got nan"),
+    "warpgroups": ((q, k, v), {"recipe": "sage2-8b-per-token", "warpgroups": 4}, ValueError, r"warpgroups must be one of \(None, 0, 1, 2, 3\), got 4"),
 }  # fmt: skip
 
 
@@ -594,16 +587,6 @@ def test_what_kernels_are_given_in_a_graph(recipe, masked, monkeypatch):
 # -- masks ----
 
 
-def test_a_key_counts_where_any_head_of_its_group_sees_it():
-    seen = torch.zeros(1, 4, 6, dtype=torch.uint8)  # head h sees key h
-    seen[0, [0, 1, 2, 3], [0, 1, 2, 3]] = 3
-    seen[0, 3, 4] = 1  # by the lowest number: it does not count
-    assert visibility.visible_keys(seen, 2).tolist() == [[[1, 1, 0, 0, 0, 0], [0, 0, 1, 1, 0, 0]]]
-    assert visibility.visible_keys(seen, 4).sum(2).tolist() == [[1, 1, 1, 1]]
-    assert visibility.visible_keys(seen, 1).tolist() == [[[1, 1, 1, 1, 0, 0]]]
-    assert visibility.visible_keys(seen[:, :1], 2).tolist() == [[[1, 0, 0, 0, 0, 0]]]
-
-
 @pytest.mark.parametrize("recipe", ["sage1", "sage2-8b", "sage2-4b", "sage2-8b-per-token", "sage3"])
 def test_what_a_mask_a_head_hides_from_a_group_may_be_anything(recipe):
     q, k, v = qkv()
@@ -715,11 +698,6 @@ def test_a_recipe_of_another_format_is_a_row_of_the_table(compiled, monkeypatch)
     assert 1.3 * e4m3 < relative_l1(out, exact) < 3 * e4m3  # a bit of mantissa less
     with pytest.raises(ValueError, match="no kernel for pv='e5m2'"):
         tiles.tile((9, 0), "int8", "e5m2", 64, False)
-
-
-def test_warpgroups_that_no_tile_has_are_refused():
-    with pytest.raises(ValueError, match=r"warpgroups must be one of \(None, 0, 1, 2, 3\), got 4"):
-        sdpa(q, k, v, recipe="sage2-8b-per-token", warpgroups=4)
 
 
 def test_a_summary_for_other_tiles_is_refused():

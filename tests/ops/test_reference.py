@@ -181,15 +181,6 @@ def dequantized(v_fp8, v_scale, mean, N):
     return codes[:, :, :D, :N].mT * v_scale[:, :, None] + mean[:, :, None]
 
 
-def test_v_round_trips_through_fp8():
-    v = torch.randn(1, 2, 100, 80) + 5
-    mean, amax = reference.smooth([v])
-    v_fp8, v_scale = reference.quantize_v(v, mean[0], amax[0], NAMED["sage2-8b"])
-    assert v_fp8.shape == (1, 2, 128, 128) and v_scale.shape == (1, 2, 80)
-    back = dequantized(v_fp8, v_scale, mean[0], 100)
-    assert (back - v).abs().max() < v_scale.max() * 448 / 16  # half an ulp of E4M3's top binade
-
-
 def test_a_sample_has_rows_from_everywhere_and_of_every_phase():
     for N in (1, 5, 127, 128, 1000, 4096, 75600, 2**24 + 1):
         rows = reference.sample_rows(N)

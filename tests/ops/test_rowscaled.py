@@ -104,15 +104,12 @@ def test_a_scale_is_honoured():
             assert relative_l1(x, y) < 0.12
 
 
-@pytest.mark.parametrize("scale", [0.0, -0.1])
-def test_a_scale_that_is_not_positive_is_refused(scale):
-    q, k, v, _ = inputs(1, 2, 2, 10, 10, 64)
-    with pytest.raises(ValueError, match=f"scale must be more than 0, got {scale}"):
-        ROWSCALED(q, k, v, False, scale, False)
-
-
-def test_causal_needs_as_many_queries_as_keys():
+def test_what_is_refused():
+    """Beside what test_training.py has of both ops."""
     q, k, v, _ = inputs(1, 2, 2, 100, 101, 64)
+    for scale in (0.0, -0.1):
+        with pytest.raises(ValueError, match=f"scale must be more than 0, got {scale}"):
+            ROWSCALED(q, k, v, False, scale, False)
     with pytest.raises(ValueError, match="causal, q and k must have as many rows, got 100 and 101"):
         ROWSCALED(q, k, v, True, 0.1, False)
 
@@ -150,31 +147,29 @@ def test_tokens_are_permuted_as_accumulators_hold_them():
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("D, lengths", [(64, LENGTHS), (128, SPLIT)])
-def test_loops_of_the_forward_spill_no_more_for_keeping_maxima(D, lengths):
-    plain, kept = (
-        [spilled(loop) for loop in loops_over_keys(compiled.asm["cubin"])]
-        for compiled in (
-            hopper_of(noted.hopper, (9, 0), tiles.THREE, "16bit", D=D, lengths=lengths),
-            hopper_of(noted.rowscaled, (9, 0), D, lengths=lengths),
-        )
-    )
-    assert len(kept) == len(plain) > 0 and sum(kept) <= sum(plain)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("D", [64, 128])
-def test_loops_of_the_causal_forward_are_those_of_inference_before_a_tiles_rows(D):
+@pytest.mark.parametrize(
+    "D, is_causal, lengths",
+    [(64, False, LENGTHS), (128, False, SPLIT), (64, True, LENGTHS), (128, True, LENGTHS)],
+)
+def test_loops_of_the_forward_are_those_of_inference(D, is_causal, lengths):
+    """They spill no more for keeping maxima; causal, before a tile's own rows."""
+    right = 0 if is_causal else None
     plain, own = (
         loops_over_keys(compiled.asm["cubin"])
         for compiled in (
-            hopper_of(noted.hopper, (9, 0), tiles.THREE, "16bit", D=D, right=0),
-            hopper_of(noted.rowscaled, (9, 0), D, True),
+            hopper_of(
+                noted.hopper, (9, 0), tiles.THREE, "16bit", D=D, right=right, lengths=lengths
+            ),
+            hopper_of(noted.rowscaled, (9, 0), D, is_causal, lengths=lengths),
         )
     )
-    assert len(plain) == len(own) == 6  # whole blocks and others, three times
-    for x, y in zip(own[::2], plain[::2], strict=True):
-        assert spilled(x) <= spilled(y) and abs(len(x) - len(y)) <= 8
+    assert len(own) == len(plain) > 0
+    if is_causal:
+        assert len(plain) == 6  # whole blocks and others, three times
+        for x, y in zip(own[::2], plain[::2], strict=True):
+            assert spilled(x) <= spilled(y) and abs(len(x) - len(y)) <= 8
+    else:
+        assert sum(map(spilled, own)) <= sum(map(spilled, plain))
 
 
 @pytest.fixture
@@ -184,40 +179,32 @@ def plan():
         yield pytest.importorskip("sage_inductor.ops.training.hopper.launches")
 
 
-def named(launches) -> list[dict]:
-    """The arguments of each launch, as the kernel names them."""
-    return [dict(zip(x.kernel.arg_names, x.arguments, strict=True)) for x in launches]
-
-
 class Recorded(list):
-    """In the place of what launches: the kernel's name, the grid and its arguments, of each."""
+    """In the place of what launches: the kernel's name, the grid, its arguments and options, of
+    each."""
 
     def __call__(self, kernel, grid, tensors, numbers, **options):
         of = dict(zip(kernel.arg_names, (*tensors, *numbers), strict=True))
-        self.append((kernel.__name__, grid, of))
+        self.append((kernel.__name__, grid, of | options))
 
 
 def test_what_a_training_step_launches(plan):
     """In this order: dK's and dV's kernel, which may begin before dQ's has ended, is right behind."""
     q, k, v, grad = inputs(2, 6, 2, 200, 333, 72)
-    with launch.noted() as of_forward:
-        of_k = of_training.quantize(k)
-        out, stats = plan.launch_forward(q, *of_k, *of_k, v, False, 0.1, True)
+    of_k, run = of_training.quantize(k), Recorded()
+    out, stats = plan.launch_forward(q, *of_k, *of_k, v, False, 0.1, True, run)
     assert stats.shape == (2, 2, 6, 200) and out.shape == q.shape
-    assert [each.kernel.__name__ for each in of_forward] == ["_hopper_kernel"]
+    assert [name for name, *_ in run] == ["_hopper_kernel"]
     _, kept = reference.forward(q, k, v, False, 0.1)
     gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    with launch.noted() as launches:
-        plan.launch_backward(grad, q, kept, 0.1, *gradients)
-    names = [each.kernel.__name__ for each in launches]
-    assert names == ["_rows_kernel", "_bounds_kernel", "_turn_kernel", "dq_kernel", "dkdv_kernel"]
+    plan.launch_backward(grad, q, kept, 0.1, *gradients, run := Recorded())
+    names, grids, given = zip(*run, strict=True)
+    assert names == ("_rows_kernel", "_bounds_kernel", "_turn_kernel", "dq_kernel", "dkdv_kernel")
     blocks = 2 * 6 * 256 // 64 + 2 * 2 * 384 // 64
-    grids = [(blocks,), (4, 1), (blocks,), (2 * 6 * 2,), (2 * 2 * 3,)]
-    assert [each.grid for each in launches] == grids
-    given = named(launches)
+    assert grids == ((blocks,), (4, 1), (blocks,), (2 * 6 * 2,), (2 * 2 * 3,))
     assert given[3]["PDL"] == given[4]["PDL"] == launch.HAS_PDL
     assert given[0]["V_mean"].shape == (2, 2, 72)
-    pdl = [each.options.get("launch_pdl", False) for each in launches]
+    pdl = [each.get("launch_pdl", False) for each in given]
     assert pdl == [False, False, False, False, launch.HAS_PDL]
     for of in given[3:]:  # not causal: not read, and no descriptor is made
         assert all(isinstance(x, torch.Tensor) for name, x in of.items() if "own" in name)
@@ -275,7 +262,7 @@ def test_what_is_launched_gives_tensors_as_the_fakes_do(is_causal, out_bnhd):
 
 
 def test_what_a_causal_training_step_launches(plan, monkeypatch):
-    monkeypatch.setattr(plan, "LAST_TILES", 6)
+    monkeypatch.setattr(plan, "LAST_TILES", 5)
     q, k, v, grad = inputs(2, 6, 2, 200, 200, 72)
     _, kept = reference.forward(q, k, v, True, 0.1)
     assert kept.is_causal and kept.k_own_scale.shape == (2, 2, 256) == kept.v_scale.shape
@@ -347,18 +334,16 @@ def test_causal_tiles_are_dealt_about_equally(heads, group, N, plan, monkeypatch
 def test_rows_of_v_that_tma_cannot_read_are_copied(plan):
     for D, copied in ((72, False), (74, True)):
         q, k, v, _ = inputs(1, 2, 2, 200, 333, D)
-        with launch.noted() as launches:
-            of_k = of_training.quantize(k)
-            plan.launch_forward(q, *of_k, *of_k, v, False, 0.1, True)
-        (given,) = named(launches)
+        of_k = of_training.quantize(k)
+        plan.launch_forward(q, *of_k, *of_k, v, False, 0.1, True, run := Recorded())
+        ((_, _, given),) = run
         assert given["V"].shape == [*v.shape]
         assert all(stride * 2 % 16 == 0 for stride in given["V"].strides[:3])
         assert (list(given["V"].strides[1:]) != list(v.stride()[1:])) == copied
     q, k, v, _ = inputs(1, 2, 2, 200, 333, 64)
     apart, of_k = v.mT.contiguous().mT, of_training.quantize(k)
-    with launch.noted() as launches:
-        plan.launch_forward(q, *of_k, *of_k, apart, False, 0.1, True)
-    (given,) = named(launches)
+    plan.launch_forward(q, *of_k, *of_k, apart, False, 0.1, True, run := Recorded())
+    ((_, _, given),) = run
     assert given["V"].strides[3] == 1 and given["V"].shape == [*apart.shape]
 
 
