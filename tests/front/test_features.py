@@ -15,13 +15,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pairs import covering, drawn
-from support import block_lists, relative_l1
+from support import block_lists, op_by_op, relative_l1
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 import sage_inductor
 from sage_inductor import config
-from sage_inductor.ops.compat import InductorWrapper
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.reference.exact import attention_exact, masked
 from sage_inductor.ops.selector import BLOCK_SIZE, Selection
@@ -364,13 +363,6 @@ def compiled(x: Features, function, given: Inputs, options: dict):
     return lambda each: run(*each)
 
 
-@pytest.fixture
-def op_by_op(monkeypatch):
-    """In Inductor's place, what runs the rewritten graph."""
-    monkeypatch.setattr(InductorWrapper, "__call__", lambda self, gm, inputs: gm.forward)
-
-
-@pytest.mark.usefixtures("op_by_op")
 @pytest.mark.parametrize("x", parameters())
 def test_a_call_of_any_features_is_exact_attention_quantized(x):
     lists = NO_LISTS
@@ -380,7 +372,7 @@ def test_a_call_of_any_features_is_exact_attention_quantized(x):
     settings = settings_of(x)
     options = {f"sage.{name}": value for name, value in settings.items()}
     given, function = inputs(x), calls(x, lists)
-    with sage_inductor.stage(x.stage), config.patch(**settings):
+    with sage_inductor.stage(x.stage), config.patch(**settings), op_by_op():
         run = compiled(x, function, given, options)
         with torch.set_grad_enabled(x.trains):
             outs = run(given)
