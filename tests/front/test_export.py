@@ -27,7 +27,7 @@ from pairs import has_every_variant
 from support import arguments, compile_cpp, op_by_op, opened, relative_l1
 from torch import nn
 from torch._inductor import compile_fx
-from torch._inductor.package import load_package, package_aoti
+from torch._inductor.package import load_package
 from torch.utils._pytree import tree_leaves
 
 import sage_inductor
@@ -229,7 +229,6 @@ def check(actual, expected, tolerance=1e-2):
 @dataclasses.dataclass
 class Package:
     path: str
-    name: str  # of the model in it
     model: nn.Module
     program: torch.export.ExportedProgram
     report: sage_inductor.Report
@@ -263,7 +262,7 @@ def exported(make, device, C=128, D=32, lengths=None, example=64, policy=None) -
     options = EMULATE if device == "cpu" else FORCE
     if policy:
         options = {**options, "sage.policy": policy}
-    return Package("", "model", model, program, None, options, calls)
+    return Package("", model, program, None, options, calls)
 
 
 @torch.no_grad()
@@ -305,40 +304,17 @@ def linked_statically(folder) -> dict:
     return {"cpp.cxx": (None, str(compiler)), "aot_inductor.precompile_headers": False}
 
 
-@torch.no_grad()
-def package_together(makes, device, folder) -> dict:
-    """Several models in one package, torch's way."""
-    path, built, files = str(folder / f"together-{device}.pt2"), {}, {}
-    for make in makes:
-        package = exported(make, device)
-        package.path, package.name = path, make.__name__
-        package.report = sage_inductor.rewrite(package.program, options=package.options)
-        files[package.name] = torch._inductor.aot_compile(
-            package.program.module(check_guards=False),
-            *package.program.example_inputs,
-            options={"aot_inductor.package": True, **QUICK},
-        )
-        built[make] = package
-    package_aoti(path, files)
-    return built
-
-
 @pytest.fixture(scope="module")
 def build(tmp_path_factory):
-    """(model class, device) -> its Package, built once: Flux's and Masked's are one file. In the
-    sweep Llama's on CPU holds its own libstdc++, for which no precompiled headers are there."""
-    folder, built = tmp_path_factory.mktemp("packages"), {}
+    """(model class, device) -> its Package, built once. In the sweep Llama's on CPU holds its own
+    libstdc++, for which no precompiled headers are there."""
+    folder = tmp_path_factory.mktemp("packages")
 
+    @functools.cache
     def package(make, device) -> Package:
-        if (make, device) not in built:
-            if make in (Flux, Masked):
-                together = package_together((Flux, Masked), device, folder)
-                built.update({(each, device): together[each] for each in together})
-            else:
-                static = HOLDS_ITS_OWN and make is Llama and device == "cpu"
-                configs = QUICK | (linked_statically(folder) if static else {})
-                built[make, device] = package_alone(make, device, folder, configs=configs)
-        return built[make, device]
+        static = HOLDS_ITS_OWN and make is Llama and device == "cpu"
+        configs = QUICK | (linked_statically(folder) if static else {})
+        return package_alone(make, device, folder, configs=configs)
 
     return package
 
@@ -370,8 +346,8 @@ sys.meta_path.insert(0, Blocked())
 from torch._inductor import compile_fx
 from torch._inductor.package import load_package
 outputs = []
-for path, name, calls in torch.load("calls.pt"):
-    run = load_package(path, name)
+for path, calls in torch.load("calls.pt"):
+    run = load_package(path)
     results = (run(*args, **kwargs) for args, kwargs in calls)
     outputs.append([[x.cpu() for x in torch.utils._pytree.tree_leaves(each)] for each in results])
 torch.save(outputs, "outputs.pt")
@@ -390,12 +366,12 @@ def runner(tmp_path_factory):
     """mode, package, device -> (outputs of its calls, what was printed), with no Python in the
     process. Raises RuntimeError with what the loader threw."""
     folder = tmp_path_factory.mktemp("runner")
-    without = compile_cpp(RUNNER, folder / "runner")
+    compile_cpp(RUNNER, folder / "runner")
 
     def run(mode, package, device):
         torch.save([tensors(each) for each in package.calls], folder / "calls.pt")
         done = subprocess.run(
-            ["./runner", mode, package.path, package.name, device, "calls.pt", "outputs.pt"],
+            ["./runner", mode, package.path, "model", device, "calls.pt", "outputs.pt"],
             cwd=folder, timeout=300, text=True, capture_output=True,
         )  # fmt: skip
         if done.returncode == 1:
@@ -403,7 +379,6 @@ def runner(tmp_path_factory):
         assert done.returncode == 0, f"crashed with {done.returncode}: {done.stderr}"
         return torch.load(folder / "outputs.pt"), done.stdout
 
-    run.without = without
     return run
 
 
@@ -437,7 +412,7 @@ def test_what_a_package_is_made_of_computes_it_at_any_length(make):
 )
 def test_packages_run_in_python_without_us_at_any_length(makes, device, build, tmp_path):
     packages = [build(make, device) for make in makes]
-    torch.save([(each.path, each.name, each.calls) for each in packages], tmp_path / "calls.pt")
+    torch.save([(each.path, each.calls) for each in packages], tmp_path / "calls.pt")
     # Llama's of the sweep and all on the H200's host hold their own libstdc++: see below.
     done = python(f"{REMEDY}\n{LOAD}", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -536,13 +511,13 @@ def test_a_package_of_sources_is_built_where_it_is_loaded(device, tmp_path, monk
     assert package.report.rewritten and not package.report.refused, f"\n{package.report}"
     names = {Path(name).name.split(".", 1)[-1] for name in zipfile.ZipFile(package.path).namelist()}
     assert {"wrapper.cpp", "txt"} <= names and "wrapper.so" not in names, names
-    torch.save([(package.path, package.name, package.calls)], tmp_path / "calls.pt")
+    torch.save([(package.path, package.calls)], tmp_path / "calls.pt")
     compiler = tmp_path / "g++"
     compiler.write_text(f'#!/bin/bash\nexec {shutil.which("g++")} "${{@/#-O3/-O0}}"')
     compiler.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     if device == "cpu":  # in this process; others without us run Llama's
-        run = load_package(package.path, package.name)
+        run = load_package(package.path)
         check([tensors(run(*args, **kwargs)) for args, kwargs in package.calls], package.expected)
         return
     done = python(f"{REMEDY}\n{LOAD}", cwd=tmp_path)
@@ -569,8 +544,8 @@ def test_a_package_of_sources_is_built_by_its_cmakelists(device, tmp_path):
         done = subprocess.run(["cmake", *step], cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
     library = str(tmp_path / "build" / "libaoti_model.so")
-    torch.save([(library, package.name, package.calls)], tmp_path / "calls.pt")
-    load = LOAD.replace("load_package(path, name)", f"torch._export.aot_load(path, {device!r})")
+    torch.save([(library, package.calls)], tmp_path / "calls.pt")
+    load = LOAD.replace("load_package(path)", f"torch._export.aot_load(path, {device!r})")
     done = python(f"{REMEDY}\n{load}" if device == "cuda" else load, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     check(torch.load(tmp_path / "outputs.pt")[0], package.expected)
@@ -586,24 +561,8 @@ def test_a_package_opens_twice_and_runs_in_two_threads(make, device, mode, build
     check(outputs[n:], package.expected[:n])
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif("torch.cuda.device_count() < 2")
-@pytest.mark.parametrize("make", [Llama, Flux])
-def test_a_package_runs_on_another_gpu_than_it_was_made_on(make, build, runner):
-    package = build(make, "cuda")
-    check(runner("run", package, "cuda:1")[0], package.expected)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("make", [Llama, Flux, Masked])
-def test_a_captured_call_is_replayed_with_other_inputs(make, build, runner):
-    if runner.without:
-        pytest.skip(runner.without)
-    package = build(make, "cuda")
-    outputs, _ = runner("graph", package, "cuda")
-    check(outputs[::2], outputs[1::2], 1e-3)
-    with pytest.raises(AssertionError):  # they were others
-        check(outputs[-2:-1], package.expected[-1:])
+# test_package_kernels.py has packages on each of several GPUs and in CUDA graphs, test_docs.py a C++
+# program that replays one.
 
 
 @pytest.mark.gpu
@@ -644,7 +603,7 @@ def test_a_package_calls_nothing_that_needs_python(make, device, build):
     """What Inductor has no C function for it asks the dispatcher, by the names in a list."""
     package, called = build(make, device), []
     with zipfile.ZipFile(package.path) as archive:
-        names = [name for name in archive.namelist() if f"/{package.name}/" in name]
+        names = archive.namelist()
         for name in names:
             if name.endswith(".wrapper.json"):
                 called += [
