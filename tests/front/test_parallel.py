@@ -4,7 +4,6 @@ one device computes alone, and what they are called with wrongly is an error on 
 Six processes live as long as this module's tests (ranks.py): four together, and two apart.
 """
 
-import inspect
 import itertools
 import math
 import os
@@ -17,12 +16,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from pairs import pairs
 from ranks import Ranks, serve
-from support import arguments, block_lists, op_by_op, qkv, relative_l1, sdpa
+from support import arguments, block_lists, op_by_op, qkv, relative_l1, sdpa, swept, with_gaps
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental._context_parallel import flex_cp_allgather
-from torch.distributed.tensor.experimental._context_parallel._attention import _create_cp_block_mask
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.attention.flex_attention import flex_attention
 from torch.testing import assert_close
@@ -45,10 +43,6 @@ from sage_inductor.patterns.call_shape import CallShape
 
 RECIPE = "sage2-8b-per-token"
 BACKENDS = ("eager", "aot_eager", "inductor", "sage")
-
-
-def swept(*values, unless: bool):
-    return pytest.param(*values, marks=[pytest.mark.sweep] * (not unless))
 
 
 @pytest.fixture(scope="module")
@@ -74,19 +68,13 @@ def attend(group, q, k, v, recipe=RECIPE, way="codes", lengths="ask", **given):
         return gather_attention(q, k, v, group, **given)
 
 
-def prepared(group, q, k, v, recipe=RECIPE):
-    shards = Shards(tuple(each["n"] for each in told(group, n=k.shape[2])))
+def prepared(group, q, k, v, lengths, recipe=RECIPE):
     torch.use_deterministic_algorithms(True)  # fills memory that is not set: bytes with 255
     try:
-        return gather._gather_prepared(k, v, shards, group, NAMED[recipe].encode()).tensors()
+        encoded = NAMED[recipe].encode()
+        return gather._gather_prepared(k, v, Shards(tuple(lengths)), group, encoded).tensors()
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-def told(group, **facts) -> list:
-    found = [None] * group.size()
-    dist.all_gather_object(found, facts, group)
-    return found
 
 
 # -- inputs ----
@@ -171,7 +159,7 @@ def test_ranks_compute_what_one_device_does(ranks, way, name, given, is_causal):
     of_ranks = sharded(lengths, q, k, v)
     if way == "codes" and not is_causal:
         one = torch.ops.sage.prepare(k, v, None, NAMED[recipe].encode(), False)
-        for found in ranks(prepared, *of_ranks, recipe=recipe):
+        for found in ranks(prepared, *of_ranks, lengths=lengths, recipe=recipe):
             check_prepared(found, one, sum(lengths))
     if way != "codes":  # CPU's sums over rows depend on their strides in the last bit
         k, v = (x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for x in (k, v))
@@ -219,13 +207,16 @@ def test_queries_need_not_be_as_many_as_keys(ranks):
         assert torch.equal(out, sdpa(q_r, k, v, scale=32**-0.5, recipe=RECIPE)[0])
 
 
-def test_strides_of_a_projection_are_taken_as_they_are(ranks):
+@pytest.mark.parametrize("way", ["codes", "heads"])
+def test_strides_of_a_projection_are_taken_as_they_are(ranks, way):
     q, k, v = qkv(N_q=130, N_kv=130, dtype=torch.bfloat16)
-    of_ranks = sharded((67, 63), q, k, v)
-    for (q_r, _, _), (out, lse) in zip(of_ranks, ranks(attend, *of_ranks)):
-        expected = sdpa(q_r, k, v, recipe=RECIPE)
-        assert_close(out, expected[0], atol=0.02, rtol=0.01)  # a last bit of a mean may differ
-        assert_close(lse, expected[1], atol=1e-3, rtol=0)
+    if way == "heads":  # rows that are no multiple of eight bytes apart
+        q, k, v = (with_gaps(x, (0, 2, 1, 3)) for x in (q, k, v))
+    found = ranks(attend, *sharded((67, 63), q, k, v), way=way)
+    out, lse = (torch.cat(each, 2) for each in zip(*found))
+    expected = sdpa(q, k, v, recipe=RECIPE)
+    assert_close(out, expected[0], atol=0.02, rtol=0.01)  # a last bit of a mean may differ
+    assert_close(lse, expected[1], atol=1e-3, rtol=0)
 
 
 def test_lse_without_a_batch_is_computed_whole():
@@ -246,7 +237,7 @@ def test_an_outlier_of_v_on_one_rank_alone_is_decided_together(ranks, rank, sign
     of_ranks = sharded(lengths, q, k, v)
     one = torch.ops.sage.prepare(k, v, None, NAMED[RECIPE].encode(), False)
     assert one[4][1, 1, 5] > 2 and one[4][0].max() < 0.2  # a head that had to be done again
-    for found in ranks(prepared, *of_ranks):
+    for found in ranks(prepared, *of_ranks, lengths=lengths):
         check_prepared(found, one, sum(lengths))
 
 
@@ -268,7 +259,7 @@ def test_a_nan_does_not_hide_an_outlier_of_its_channel(ranks):
     """Saturated, the outlier would be a wrong number to causal queries that do not see the NaN."""
     q, k, v = inputs((200, 200))
     v[0, 0, unsampled(400, 0), 7], v[0, 0, 399, 7] = 1000, math.nan
-    for found in ranks(prepared, *sharded((200, 200), q, k, v)):
+    for found in ranks(prepared, *sharded((200, 200), q, k, v), lengths=(200, 200)):
         assert found[4][0, 0, 7].isnan() and found[4].isnan().sum() == 1
 
 
@@ -789,42 +780,27 @@ def test_compiled_ops_take_dtensors(ranks, name, by, portable):
 
 
 @torch.no_grad()
-def flex_of_gathered(group, q, k, v, is_causal: bool):
+def flex_of_gathered(group, q, k, v):
     """Compiled, as torch's _ContextParallel has it: keys of all ranks, in their own dtype."""
-    mesh, N = DeviceMesh.from_group(group, "cpu"), k.shape[2] * group.size()
-    mask = None
-    if is_causal:
-        size = {"BLOCK_SIZE": (128, 128)}  # torch 2.15 asks for it
-        if "BLOCK_SIZE" not in inspect.signature(_create_cp_block_mask).parameters:
-            size = {}
-        mask = _create_cp_block_mask(
-            lambda b, h, i, j: i >= j, 1, q.shape[1], N, N, device_mesh=mesh, **size
-        )
 
     def function(q, k, v):
         k, v = flex_cp_allgather(k, v, 2, group.group_name)
-        return flex_attention(q, k, v, block_mask=mask, scale=0.125)
+        return flex_attention(q, k, v, scale=0.125)
 
     torch._dynamo.reset()
     options = {"sage.emulate": True, "sage.recipe": RECIPE}
     with op_by_op():
         out = torch.compile(function, backend="sage", options=options)(q, k, v)
-    (call,) = sage_inductor.report().to_dicts()
-    return out, call["recipe"], call["reason"]
+    return out, sage_inductor.report().verdict
 
 
-@pytest.mark.parametrize("is_causal", [pytest.param(False, marks=pytest.mark.sweep), True])
-def test_flex_attention_over_gathered_keys(ranks, is_causal):
+def test_flex_attention_over_gathered_keys(ranks):
+    """Its causal mask captures tensors, which say what rows a rank has: test_flex.py has such."""
     q, k, v = inputs((128, 128), B=1, H_kv=4)
-    found = ranks(flex_of_gathered, *sharded((128, 128), q, k, v), is_causal=is_causal)
-    for q_r, each in zip(q.chunk(2, 2), found):
-        assert isinstance(each, tuple), each
-        out, recipe, reason = each
-        if is_causal:  # torch's mask_mod says by captured tensors which queries a rank has
-            assert recipe is None and reason.startswith("score_mod or mask_mod captures")
-        else:
-            assert recipe == RECIPE
-            assert_close(out, sdpa(q_r, k, v, recipe=RECIPE)[0], atol=0.02, rtol=0.01)
+    found = ranks(flex_of_gathered, *sharded((128, 128), q, k, v))
+    for q_r, (out, verdict) in zip(q.chunk(2, 2), found):
+        assert verdict == f"1 of 1 attention calls use {RECIPE}"
+        assert_close(out, sdpa(q_r, k, v, recipe=RECIPE)[0], atol=0.02, rtol=0.01)
 
 
 # -- what is sent ----
@@ -1080,15 +1056,20 @@ def test_what_travels_as_codes_and_by_heads():
 @torch.no_grad()
 def measured(group, q, k, v) -> tuple:
     transport.CHOSEN.clear()
-    out = gather_attention(q, k, v, group, recipe=RECIPE)
+    transport._measured.clear()
+    with mock.patch.object(transport, "_clock", lambda *_: 1.0 + group.rank()):
+        out = gather_attention(q, k, v, group, recipe=RECIPE)
     with mock.patch.object(transport, "_measure", None):  # once a group
         assert torch.equal(out, gather_attention(q, k, v, group, recipe=RECIPE))
-    return transport.rates_of(group, q.device), str(sage_inductor.report()).splitlines()[1:]
+    rates = transport.rates_of(group, q.device)
+    transport._measured.clear()
+    return rates, str(sage_inductor.report()).splitlines()[1:]
 
 
 def test_ranks_choose_by_the_rates_of_the_slowest(ranks):
     q, k, v = inputs((64, 64, 64))
     (rates, notes), *others = ranks(measured, *sharded((64, 64, 64), q, k, v))
+    assert rates.copy == 2 * transport.COPIED["cpu"] / 3 and rates.start == 3 / transport.IN_A_ROW
     assert min(rates) > 0 and all(each == (rates, notes) for each in others)
     assert notes[-1].startswith("gather_attention of 3 ranks, 192 keys, 4 heads of 64: ")
 

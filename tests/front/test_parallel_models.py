@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Ranks, serve
-from support import op_by_op, relative_l2
+from support import op_by_op, relative_l2, swept
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
@@ -101,8 +101,10 @@ def parallel(make, backend="sage_inductor", **degrees):
     return model, inputs
 
 
-def eager(group, name: str, **degrees):
-    return run(*parallel(MODELS[name], **degrees))
+def eager(group, name: str, recipe=RECIPE, **degrees):
+    model = parallel(MODELS[name], **degrees)
+    config.recipe = recipe
+    return run(*model)
 
 
 def natively(group, name: str, **degrees):
@@ -156,16 +158,12 @@ DEGREES = [
 @pytest.mark.parametrize(
     "name, degrees",
     # Wan's, compiled, are in the next test.
-    [pytest.param(*x, marks=[pytest.mark.sweep] * (x[0] == "Wan")) for x in DEGREES],
+    [swept(*x, unless=x[0] != "Wan") for x in DEGREES],
     ids=str,
 )
 def test_context_parallelism_of_diffusers(pair, name, degrees):
     for found in pair(eager, *[(name,)] * 2, **degrees):
         check(found, *alone(MODELS[name]), order_kept=name == "Wan")
-
-
-def swept(*values):
-    return pytest.param(*values, marks=pytest.mark.sweep)
 
 
 @pytest.mark.parametrize(
@@ -258,14 +256,8 @@ def test_a_ring_is_not_trained(pair):
         assert found.kind == "RuntimeError" and "has no gradient" in found.text
 
 
-def switched_off(group, name: str, **degrees):
-    model, inputs = parallel(MODELS[name], **degrees)
-    config.recipe = "off"
-    return run(model, inputs)
-
-
 def test_a_ring_is_not_computed_where_the_recipe_is_off(pair):
-    for found in pair(switched_off, *[("Wan",)] * 2, **RING):
+    for found in pair(eager, *[("Wan", "off")] * 2, **RING):
         assert found.kind == "SageOptionError" and "got 'off'" in found.text
 
 

@@ -227,9 +227,7 @@ def test_a_package_is_not_made_by_an_example_of_one_block(given):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "recipe", [RECIPE, pytest.param("sage2-8b-rotated", marks=pytest.mark.sweep)]
-)
+@pytest.mark.parametrize("recipe", [RECIPE, support.swept("sage2-8b-rotated")])
 def test_what_a_package_is_made_of_selects_as_the_model_does(recipe):
     """test_export.py has one built and run."""
     layer = Layer().eval()

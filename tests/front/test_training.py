@@ -6,7 +6,7 @@ import models
 import pytest
 import torch
 import torch.nn.functional as F
-from support import op_by_op, relative_l1
+from support import op_by_op, relative_l1, swept
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 from torch.testing import assert_close
@@ -82,11 +82,7 @@ def rewritten():
     return [site.recipe for site in sage_inductor.report().rewritten]
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [pytest.param(ASKED, marks=pytest.mark.sweep), ASKED_FP8],
-    ids=["sagebwd", "fp8-backward"],
-)
+@pytest.mark.parametrize("asked", [swept(ASKED), ASKED_FP8], ids=["sagebwd", "fp8-backward"])
 def test_a_compiled_model_trains_by_the_op_at_any_length_in_two_graphs(asked):
     """Causal. Of the FP8 backward without a mask: the tests below."""
     model, by_op = pair(2, op=OPS[asked is ASKED_FP8])
