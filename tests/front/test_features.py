@@ -171,18 +171,15 @@ def attn_mask(kind: str, H: int, N_q: int, N_kv: int, dtype) -> Tensor | None:
     return mask
 
 
-def band_of(x: Features, N_q, N_kv) -> tuple[int | None, int | None, bool]:
-    """left, right, bottom_right."""
-    return {
-        "full": (None, None, False), "causal": (None, 0, False), "bottom right": (None, 0, True),
-        "window": (40, 9, False),
-    }[x.band]  # fmt: skip
+BANDS = {  # left, right, bottom_right
+    "full": (None, None, False), "causal": (None, 0, False), "bottom right": (None, 0, True),
+    "window": (40, 9, False),
+}  # fmt: skip
 
 
-def shown(x: Features, N_q, N_kv, device=None) -> Tensor:
+def shown(x: Features, N_q, N_kv) -> Tensor:
     """[N_q, N_kv]: what the band shows, as a model writes it."""
-    i = torch.arange(N_q, device=device)[:, None]
-    j = torch.arange(N_kv, device=device)
+    i, j = torch.arange(N_q)[:, None], torch.arange(N_kv)
     match x.band:
         case "causal":
             return j <= i
@@ -259,7 +256,7 @@ def exactly(x: Features, given: Inputs, lists: BlockLists) -> list[tuple[Tensor,
     q, q_2, k, v, mask = given
     if mask is not None and mask.dtype == torch.bool and x.mask == "keys of NaN":
         k, v = (t.nan_to_num(0, 0, 0) for t in (k, v))
-    band = band_of(x, q.shape[2], k.shape[2])
+    band = BANDS[x.band]
     found = []
     for each, scale in ((q, x.scale), (q_2, 0.2 if x.calls.endswith("scale") else x.scale)):
         scale = x.D**-0.5 if scale is None else scale
@@ -303,7 +300,7 @@ def differentiable(x: Features, given: Inputs) -> list[Tensor]:
     outs = []
     for each, scale in ((q, x.scale), (q_2, 0.2 if x.calls.endswith("scale") else x.scale)):
         scale = x.D**-0.5 if scale is None else scale
-        s = masked(each @ k.mT * scale, mask, *band_of(x, each.shape[2], k.shape[2]))
+        s = masked(each @ k.mT * scale, mask, *BANDS[x.band])
         empty = (s == -math.inf).all(-1, keepdim=True)
         outs.append(s.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0) @ v)
     return outs[: 1 if x.calls == "one" else 2]

@@ -263,20 +263,10 @@ def every_visible_key_alike():
         mock.patch.object(F, "scaled_dot_product_attention", uniform),
         mock.patch.object(torch.Tensor, "softmax", hidden),  # F.softmax calls it
         mock.patch.dict(globals(), flex_attention=uniform_flex),
-        fast_path(False),
+        # Of nn.TransformerEncoderLayer, whose attention nothing can be put in the place of.
+        mock.patch.object(torch.backends.mha, "_is_fastpath_enabled", False),
     ):
         yield
-
-
-@contextlib.contextmanager
-def fast_path(on: bool):
-    """Of nn.TransformerEncoderLayer, whose attention nothing can be put in the place of."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(on)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
 
 
 # -- the tests ----
