@@ -176,6 +176,16 @@ def test_a_compiled_decode_of_one_query_sees_every_key(is_causal):
     assert len(sites) == 2 and all(site.recipe and site.mask == "none" for site in sites)
 
 
+@pytest.mark.parametrize("emulate", [False, True])
+def test_a_prefill_reads_what_is_set_of_a_static_cache(emulate):
+    q, k, v = support.random_qkv(N=40, N_kv=100)
+    k[:, :, 40:] = v[:, :, 40:] = torch.nan
+    with config.patch(emulate=emulate):
+        found, _ = sage_attention_forward(torch.nn.Module(), q, k, v, None)
+    exact = F.scaled_dot_product_attention(q, k[:, :, :40], v[:, :, :40], is_causal=True)
+    assert relative_l2(found, exact.transpose(1, 2)) < 0.1
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_compiled_causal_query_of_diffusers_is_sdpas(dynamic):
     """One query, is_causal=True, no mask: SDPA's sees the first key."""
