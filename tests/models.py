@@ -80,6 +80,12 @@ DECODER = dict(
 NO_SPECIAL = dict(pad_token_id=0, eos_token_id=None, bos_token_id=None)
 
 
+def decoder(lib, kind: str, **sizes):
+    """A decoder that generates: `kind` is "Llama", "Qwen2"."""
+    config = getattr(lib, f"{kind}Config")(**DECODER | NO_SPECIAL | sizes)
+    return getattr(lib, f"{kind}ForCausalLM")(config)
+
+
 def token_ids(length: int = 70):
     return torch.randint(0, 100, (2, length))
 
@@ -182,7 +188,7 @@ def timm_vit(lib, by_hand=False):
 # -- diffusers ----
 
 
-def flux(heads=2, head_dim=64, B=1, patches=64, text=16):
+def flux(_=None, heads=2, head_dim=64, B=1, patches=64, text=16):
     """Two attentions: of a block of two streams, and of a single one."""
     from diffusers import FluxTransformer2DModel
 
@@ -202,7 +208,7 @@ def flux(heads=2, head_dim=64, B=1, patches=64, text=16):
     }
 
 
-def wan(heads=2, head_dim=64, ffn_dim=256, layers=1, side=8, text=16):
+def wan(_=None, heads=2, head_dim=64, ffn_dim=256, layers=1, side=8, text=16):
     """In each layer an attention of the video and one to the text. side: of a frame, in patches."""
     from diffusers import WanTransformer3DModel
 

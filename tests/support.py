@@ -32,6 +32,12 @@ from sage_inductor.ops.sdpa import prepare
 from sage_inductor.ops.visibility import NO_LISTS, BlockLists, Visibility
 from sage_inductor.patterns.graph import op_name
 
+
+def swept(*values, unless: bool = False):
+    """A variant that the sweep alone runs."""
+    return pytest.param(*values, marks=[pytest.mark.sweep] * (not unless))
+
+
 everywhere = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 # -- measures ----

@@ -5,8 +5,6 @@
 //   twice    the package opened twice, every call by the first and then by the second
 //   threads  every call five times by two threads, each on its stream; the last outputs of both
 //   time     prints the milliseconds of every call
-//   graph    captures every call and replays it with its inputs reversed; what the replay gave, then
-//            what a run gives. Built with -DWITH_CUDA, which takes the CUDA toolkit's headers
 #include <algorithm>
 #include <chrono>
 #include <fstream>
@@ -16,10 +14,6 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
-#ifdef WITH_CUDA
-#include <ATen/cuda/CUDAGraph.h>
-#include <c10/cuda/CUDAGuard.h>
-#endif
 
 // Of torch/csrc/jit/serialization/pickle.h and torch/cuda.h, which take longer to compile than the
 // rest of this file.
@@ -76,26 +70,6 @@ void run_on_a_stream(Loader& loader, const Calls& calls, Calls& outputs, at::Dev
   }
 }
 
-#ifdef WITH_CUDA
-void replay(Loader& loader, const Calls& calls, Calls& outputs) {
-  torch::cuda::synchronize(-1);
-  const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromPool());
-  for (const Tensors& call : calls) {
-    for (int i = 0; i < 2; ++i) loader.run(call);
-    torch::cuda::synchronize(-1);
-    at::cuda::CUDAGraph graph;
-    graph.capture_begin();
-    Tensors captured = loader.run(call);
-    graph.capture_end();
-    for (const at::Tensor& x : call) x.copy_(x.flip(-1));
-    graph.replay();
-    outputs.emplace_back();
-    for (const at::Tensor& x : captured) outputs.back().push_back(x.cpu());
-    run(loader, {call}, outputs);
-  }
-}
-#endif
-
 double milliseconds(Loader& loader, const Tensors& call, at::Device device) {
   const auto timed = [&](int n) {
     const auto start = std::chrono::steady_clock::now();
@@ -116,8 +90,7 @@ int main(int, char** argv) try {
   const at::Device device(argv[4]);
   const Calls calls = read(argv[5], device);
   const auto open = [&](int runners) {
-    const bool single = mode == "graph";  // else a run records events, which no graph holds
-    return Loader(argv[2], argv[3], /*run_single_threaded=*/single, runners, device.index());
+    return Loader(argv[2], argv[3], /*run_single_threaded=*/false, runners, device.index());
   };
   Calls outputs, others;
   if (mode == "threads") {
@@ -130,12 +103,6 @@ int main(int, char** argv) try {
     Loader loader = open(1);
     if (mode == "time") {
       for (const Tensors& call : calls) std::cout << milliseconds(loader, call, device) << std::endl;
-    } else if (mode == "graph") {
-#ifdef WITH_CUDA
-      replay(loader, calls, outputs);
-#else
-      throw std::runtime_error("built without CUDA graphs");
-#endif
     } else {
       run(loader, calls, outputs);
     }

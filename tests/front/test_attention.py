@@ -340,14 +340,13 @@ def test_strict_refuses_a_call_that_stays():
 
 def test_an_unknown_recipe_is_refused():
     message = r"sage_inductor.attention: recipe must be one of .* did you mean 'sage2-8b'\?"
-    with pytest.raises(SageOptionError, match=message):
-        attention(*inputs(), recipe="sage2")
 
+    def call(q, k, v):
+        return attention(q, k, v, recipe="sage2")
 
-def test_an_unknown_recipe_is_refused_where_it_is_compiled():
-    compiled = torch.compile(lambda q, k, v: attention(q, k, v, recipe="sage2"), backend="sage")
-    with pytest.raises(SageOptionError, match="recipe must be one of"):
-        compiled(*inputs())
+    for run in call, torch.compile(call, backend="sage"):
+        with pytest.raises(SageOptionError, match=message):
+            run(*inputs())
 
 
 def test_dropout_is_no_argument():
@@ -427,12 +426,6 @@ def test_what_sdpa_would_refuse_in_other_words_is_said(change, message):
         attention(*args, **given)
 
 
-def test_a_dropout_is_refused_under_a_compiler_too():
-    compiled = torch.compile(lambda *x: attention(*x, dropout_p=0.1), backend="aot_eager")
-    with pytest.raises(Exception, match="dropout_p must be 0, got 0.1"):
-        compiled(*inputs())
-
-
 def test_autocast_gives_inputs_of_several_dtypes_one():
     q, k, v = inputs()
     with torch.autocast("cpu", torch.bfloat16), config.patch(emulate=True):
@@ -442,13 +435,17 @@ def test_autocast_gives_inputs_of_several_dtypes_one():
     assert relative_l1(out.double(), exact.double()) < 0.1
 
 
-def test_a_dropout_of_zero_is_taken():
+def test_under_a_compiler_a_dropout_of_zero_is_taken_and_no_other():
+    def zero(*x):
+        return attention(*x, dropout_p=0.0)
+
     q, k, v = inputs()
     with config.patch(emulate=True):
-        assert torch.equal(attention(q, k, v, dropout_p=0.0), attention(q, k, v))
-        compiled = torch.compile(lambda q, k, v: attention(q, k, v, dropout_p=0.0), backend="sage")
-        compiled(q, k, v)
+        assert torch.equal(zero(q, k, v), attention(q, k, v))
+        torch.compile(zero, backend="sage")(q, k, v)
     assert all(site.rewritten for site in sage_inductor.report())
+    with pytest.raises(Exception, match="dropout_p must be 0, got 0.1"):
+        torch.compile(lambda *x: attention(*x, dropout_p=0.1), backend="aot_eager")(q, k, v)
 
 
 @torch.no_grad()

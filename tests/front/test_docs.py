@@ -7,7 +7,6 @@ import contextlib
 import ctypes
 import dataclasses
 import doctest
-import functools
 import inspect
 import io
 import os
@@ -22,6 +21,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import comfyui_stand_in
+import models
 import pytest
 import torch
 from pairs import has_every_variant
@@ -93,7 +93,7 @@ def small(monkeypatch, here):
         import diffusers
 
         monkeypatch.setattr(diffusers, "FluxPipeline", SmallFlux)
-        monkeypatch.setattr(diffusers.WanPipeline, "from_pretrained", SmallWan)
+        monkeypatch.setattr(diffusers.WanPipeline, "from_pretrained", SmallWan.from_pretrained)
     with contextlib.suppress(ImportError):
         import transformers
 
@@ -104,76 +104,51 @@ def small(monkeypatch, here):
 class SmallFlux:
     """A pipeline whose transformer is real, and all that is around it noise."""
 
-    def __init__(self, dtype):
-        import diffusers
-
-        self.dtype = dtype
-        self.transformer = diffusers.FluxTransformer2DModel(
-            patch_size=1, in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=64,
-            num_attention_heads=2, joint_attention_dim=32, pooled_projection_dim=32,
-            axes_dims_rope=(16, 24, 24),
-        ).to(dtype)  # fmt: skip
-        for name in ("first", "second"):
-            self.save_lora(f"{name}.safetensors")
+    def __init__(self, transformer, dtype):
+        self.transformer, self.dtype = transformer.to(dtype), dtype
 
     @classmethod
     def from_pretrained(cls, name: str, torch_dtype):
-        assert name.count("/") == 1
-        return cls(torch_dtype)
-
-    def save_lora(self, file: str) -> None:
         from safetensors.torch import save_file
 
-        A, B = torch.randn(8, 128), torch.randn(128, 8)
-        key = "transformer.transformer_blocks.0.attn.to_q"
-        state = {f"{key}.lora_A.weight": A, f"{key}.lora_B.weight": B}
-        save_file(state, file)
+        assert name.count("/") == 1
+        for file in ("first", "second"):  # LoRAs
+            key = "transformer.transformer_blocks.0.attn.to_q"
+            A, B = torch.randn(8, 128), torch.randn(128, 8)
+            state = {f"{key}.lora_A.weight": A, f"{key}.lora_B.weight": B}
+            save_file(state, f"{file}.safetensors")
+        return cls(models.flux()[0], torch_dtype)
 
     def to(self, device: str):
         self.transformer.to(device)
         return self
 
     @torch.no_grad()
+    def run(self, inputs: dict):
+        device = self.transformer.device
+        kinds = {name: self.dtype if x.is_floating_point() else None for name, x in inputs.items()}
+        return self.transformer(**{k: x.to(device, kinds[k]) for k, x in inputs.items()}).sample
+
     def __call__(self, prompt: str, height: int, width: int):
-        device, tokens = self.transformer.device, height * width // 256**2
-        make = functools.partial(torch.randn, device=device, dtype=self.dtype)
-        image = self.transformer(
-            hidden_states=make(1, tokens, 16), encoder_hidden_states=make(1, 16, 32),
-            pooled_projections=make(1, 32), timestep=torch.tensor([0.5], device=device),
-            img_ids=make(tokens, 3), txt_ids=make(16, 3),
-        ).sample  # fmt: skip
-        return SimpleNamespace(images=[image])
+        return SimpleNamespace(images=[self.run(models.flux(patches=height * width // 256**2)[1])])
 
 
 class SmallWan(SmallFlux):
-    def __init__(self, name: str, torch_dtype):
-        import diffusers
+    @classmethod
+    def from_pretrained(cls, name: str, torch_dtype):
+        return cls(models.wan()[0], torch_dtype)
 
-        self.dtype = torch_dtype
-        self.transformer = diffusers.WanTransformer3DModel(
-            num_attention_heads=2, attention_head_dim=64, in_channels=4, out_channels=4,
-            text_dim=16, freq_dim=16, ffn_dim=32, num_layers=1,
-        ).to(torch_dtype)  # fmt: skip
-
-    @torch.no_grad()
     def __call__(self, prompt: str, height: int, width: int, num_frames: int):
-        device = self.transformer.device
-        make = functools.partial(torch.randn, device=device, dtype=self.dtype)
-        size = 1, 4, num_frames // 27, height // 90, width // 160
-        t = torch.tensor([500], device=device)
-        video = self.transformer(make(size), t, make(1, 6, 16)).sample
-        return SimpleNamespace(frames=[video])
+        _, inputs = models.wan(text=6)
+        inputs["hidden_states"] = torch.randn(1, 4, num_frames // 27, height // 90, width // 160)
+        return SimpleNamespace(frames=[self.run(inputs)])
 
 
 def small_llama(name: str, dtype, attn_implementation=None):
     import transformers
 
-    config = transformers.LlamaConfig(
-        hidden_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=64, intermediate_size=128, vocab_size=100, pad_token_id=0, eos_token_id=None,
-        bos_token_id=None, attn_implementation=attn_implementation,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config).eval().to(dtype)
+    given = {"num_hidden_layers": 2, "attn_implementation": attn_implementation}
+    return models.decoder(transformers, "Llama", **given).eval().to(dtype)
 
 
 def small_tokenizer(name: str, padding_side="right"):

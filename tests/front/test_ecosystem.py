@@ -3,16 +3,17 @@
 Small models of random weights. On CPU recipes are emulated, on a GPU they are forced.
 """
 
+import copy
+import functools
 import os
 import sys
-import types
 
 import models
 import pytest
 import support
 import torch
 import torch.nn.functional as F
-from support import op_by_op, relative_l2
+from support import op_by_op, relative_l2, swept
 from torch._dynamo.utils import counters
 
 import sage_inductor
@@ -25,7 +26,6 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 pytestmark = pytest.mark.models
 diffusers = pytest.importorskip("diffusers")
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("diffusers")
 
 LENGTHS = (5, 6, 8)  # of an image's side in patches, for a text tens of tokens
 
@@ -64,30 +64,19 @@ def of_sides(make, device, *sizes):
     return ready(model[0], device), [cast(each, device) for each in inputs]
 
 
-SIZES = models.DECODER | models.NO_SPECIAL
-
-
 def tokens(device, length: int, padded: bool = True) -> dict:
     mask = torch.ones(2, length, dtype=torch.long)
     mask[1, : 10 * padded] = 0
     return cast({"input_ids": torch.randint(1, 100, (2, length)), "attention_mask": mask}, device)
 
 
-def llama(device, padded=False):
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
-    inputs = [{**tokens(device, 10 * n, padded), "use_cache": False} for n in LENGTHS]
-    return ready(model, device), inputs
+def decoder(kind, device, padded=False):
+    model = ready(models.decoder(transformers, kind), device)
+    return model, [{**tokens(device, 10 * n, padded), "use_cache": False} for n in LENGTHS]
 
 
-def llama_padded(device):
-    return llama(device, padded=True)
-
-
-def qwen(device):
-    model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SIZES))
-    return ready(model, device), [
-        {**tokens(device, 10 * n, False), "use_cache": False} for n in LENGTHS
-    ]
+llama, qwen = (functools.partial(decoder, kind) for kind in ("Llama", "Qwen2"))
+llama_padded = functools.partial(llama, padded=True)
 
 
 # -- the same as backend="sage" ----
@@ -147,10 +136,6 @@ def check_registered(made, device, *backends, dynamic=None) -> None:
             )
 
 
-def swept(*values):
-    return pytest.param(*values, marks=pytest.mark.sweep)
-
-
 @pytest.mark.parametrize(
     "make, others",
     [(llama, ["eager"]), *(swept(make, ["aot_eager"]) for make in (flux, llama_padded, qwen, wan))],
@@ -189,6 +174,16 @@ def test_a_compiled_decode_of_one_query_sees_every_key(is_causal):
             assert torch.equal(decode(q, k, v), exact)  # in eager it is SDPA's
     sites = sage_inductor.report()
     assert len(sites) == 2 and all(site.recipe and site.mask == "none" for site in sites)
+
+
+@pytest.mark.parametrize("emulate", [False, True])
+def test_a_prefill_reads_what_is_set_of_a_static_cache(emulate):
+    q, k, v = support.random_qkv(N=40, N_kv=100)
+    k[:, :, 40:] = v[:, :, 40:] = torch.nan
+    with config.patch(emulate=emulate):
+        found, _ = sage_attention_forward(torch.nn.Module(), q, k, v, None)
+    exact = F.scaled_dot_product_attention(q, k[:, :, :40], v[:, :, :40], is_causal=True)
+    assert relative_l2(found, exact.transpose(1, 2)) < 0.1
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -300,55 +295,16 @@ def test_a_library_that_has_changed_is_named_with_what_works(library, module, na
         sage_inductor.register(library)
 
 
-# -- the snippets of the documents, as they are printed there ----
-
-WHOLE = """
-pipe.transformer.compile(backend="sage", fullgraph=True)
-image = pipe(prompt, height=1024, width=1024).images[0]
-"""
-BLOCKS = """
-pipe.transformer.compile_repeated_blocks(backend="sage", fullgraph=True, dynamic=True)
-image = pipe(prompt, height=1024, width=1024).images[0]
-"""
-RESOLUTIONS = """
-pipe.transformer.compile(backend="sage", fullgraph=True)
-for side in (640, 768, 1024):  # the first is compiled for its size, the second for any
-    image = pipe(prompt, height=side, width=side).images[0]
-"""
-BACKEND_OF_DIFFUSERS = """
-import sage_inductor
-
-sage_inductor.register("diffusers")
-pipe.transformer.set_attention_backend("sage_inductor")
-image = pipe(prompt, height=1024, width=1024).images[0]
-"""
-LORA = """
-pipe.transformer.enable_lora_hotswap(target_rank=8)  # the largest rank of all that follow
-pipe.transformer.load_lora_adapter(first, adapter_name="style")
-pipe.transformer.compile(backend="sage", fullgraph=True)
-image = pipe(prompt, height=1024, width=1024).images[0]
-
-with torch._dynamo.config.patch(error_on_recompile=True):
-    pipe.transformer.load_lora_adapter(second, adapter_name="style", hotswap=True)
-    image = pipe(prompt, height=1024, width=1024).images[0]
-"""
-
-FLUX_BLOCKS = ["single_transformer_blocks.0.attn", "transformer_blocks.0.attn"]
+# -- what docs/guide/models.md has snippets of: test_docs.py runs them, here are their values ----
 
 
-class Pipe:
-    """What the snippets call of a pipeline: one step of its transformer, 128 pixels a patch."""
-
-    def __init__(self):
-        self.transformer, (self.inputs, *_) = flux("cpu")
-
-    def __call__(self, prompt, height, width):
-        patches = (height // 128) * (width // 128)
-        torch.manual_seed(0)
-        inputs = self.inputs | {
-            "hidden_states": torch.randn(1, patches, 16), "img_ids": torch.randn(patches, 3)
-        }  # fmt: skip
-        return types.SimpleNamespace(images=self.transformer(**inputs)[0])
+def test_a_model_of_diffusers_with_our_backend_in_eager():
+    with config.patch(emulate=True), torch.no_grad():
+        model, (inputs, *_) = flux("cpu")
+        exact = model(**inputs)[0]
+        use_ours(model)
+        assert 0 < relative_l2(model(**inputs)[0], exact) < 0.02
+    assert [site.module for site in sage_inductor.report().rewritten] == [""]
 
 
 def lora(rank: int) -> dict:
@@ -358,92 +314,65 @@ def lora(rank: int) -> dict:
     return {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}
 
 
-@pytest.mark.parametrize(
-    "snippet, graphs, modules",
-    [
-        (WHOLE, 1, FLUX_BLOCKS),
-        # A block of each class is compiled, by itself: test_compile.py has Wan's.
-        pytest.param(BLOCKS, 2, ["attn", "attn"], marks=pytest.mark.sweep),
-        # docs/models.md has three sizes and two graphs.
-        pytest.param(RESOLUTIONS, 2, 2 * FLUX_BLOCKS, marks=pytest.mark.sweep),
-        (BACKEND_OF_DIFFUSERS, 0, [""]),
-        (LORA, 1, FLUX_BLOCKS),
-    ],
-    ids=["whole", "blocks", "resolutions", "registered", "lora"],
-)
-def test_snippets_with_diffusers(snippet, graphs, modules):
-    if snippet is LORA:
-        pytest.importorskip("peft")
-    torch.manual_seed(0)
-    given = {"pipe": Pipe(), "prompt": "", "torch": torch, "first": lora(8), "second": lora(4)}
-    counters.clear()
-    # Of BLOCKS, compiled for any size, dropout_p is a symbol, which AOTAutograd has Dynamo trace
-    # again as the number it is.
-    with config.patch(emulate=True), torch.no_grad(), op_by_op(split=snippet is BLOCKS):
-        exec(snippet, given)
-        assert counters["stats"]["unique_graphs"] == graphs
-        sites = sage_inductor.report()
-        assert sorted(site.module for site in sites.rewritten) == sorted(modules), str(sites)
-        torch.manual_seed(0)
-        exact = Pipe()
-        use_sdpa(exact.transformer)
-        if snippet is LORA:
-            exact.transformer.load_lora_adapter(given["second"], adapter_name="style")
-        expected = exact("", 1024, 1024).images[0]
-    assert 0 < relative_l2(given["image"], expected) < 0.02
+def test_a_lora_is_swapped_in_a_compiled_model():
+    pytest.importorskip("peft")
+    model, (inputs, *_) = flux("cpu")
+    exact, second = copy.deepcopy(model), lora(4)
+    model.enable_lora_hotswap(target_rank=8)
+    model.load_lora_adapter(lora(8), adapter_name="style")
+    model.compile(backend="sage", fullgraph=True)
+    with config.patch(emulate=True), torch.no_grad(), op_by_op():
+        model(**inputs)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            model.load_lora_adapter(second, adapter_name="style", hotswap=True)
+            found = model(**inputs)[0]
+        modules = {site.module for site in sage_inductor.report().rewritten}
+        assert modules == {"single_transformer_blocks.0.attn", "transformer_blocks.0.attn"}
+        exact.load_lora_adapter(second, adapter_name="style")
+        assert 0 < relative_l2(found, exact(**inputs)[0]) < 0.02
 
 
-SAGE_OF_TRANSFORMERS = """
-import sage_inductor
+def registered(load):
+    sage_inductor.register("transformers")
+    return load(attn_implementation="sage"), {}
 
-sage_inductor.register("transformers")
-model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="sage")
-generated = model.generate(**tokens, max_new_tokens=8, cache_implementation="static")
-"""
-PREFILL = """
-model = AutoModelForCausalLM.from_pretrained(name)
-model.forward = torch.compile(model.forward, backend="sage")
-generated = model.generate(
-    **tokens, max_new_tokens=8, cache_implementation="static", disable_compile=True
-)
-"""
-CHUNKED_PREFILL = """
-from transformers import CompileConfig
 
-model = AutoModelForCausalLM.from_pretrained(name)
-compile_config = CompileConfig(backend="sage", mode=None, options={"sage.recipe": "sage1"})
-generated = model.generate(
-    **tokens, max_new_tokens=8, cache_implementation="static", prefill_chunk_size=35,
-    compile_config=compile_config,
-)
-"""  # fmt: skip
-DECODE = CHUNKED_PREFILL.replace(" prefill_chunk_size=35,", "")
+def prefilled(load):
+    model = load()
+    model.forward = torch.compile(model.forward, backend="sage")
+    return model, {"disable_compile": True}
+
+
+def by_generate(load, **given):
+    options = {"sage.recipe": "sage1"}
+    compiled = transformers.CompileConfig(backend="sage", mode=None, options=options)
+    return load(), {"compile_config": compiled, **given}
 
 
 @pytest.mark.parametrize(
-    "snippet, queries",
+    "make, queries",
     [
-        (SAGE_OF_TRANSFORMERS, [70]),
-        (PREFILL, [70, 1]),
-        (CHUNKED_PREFILL, [35, 1]),
-        (DECODE, [1]),  # mode=None alone: the prefill is not compiled
+        (registered, [70]),
+        (prefilled, [70, 1]),
+        (functools.partial(by_generate, prefill_chunk_size=35), [35, 1]),
+        (by_generate, [1]),  # mode=None alone: the prefill is not compiled
     ],
     ids=["registered", "prefill", "chunked prefill", "decode"],
 )
-def test_snippets_with_transformers(snippet, queries, tmp_path, monkeypatch):
+def test_tokens_that_a_model_generates(make, queries, tmp_path, monkeypatch):
     """Batches are padded on the left. generate compiles by itself on a GPU only."""
     monkeypatch.setattr(transformers.CompileConfig, "_compile_all_devices", True)
     torch.manual_seed(0)
     model, _ = llama("cpu")
     model.save_pretrained(tmp_path)
-    given = {
-        "AutoModelForCausalLM": transformers.AutoModelForCausalLM, "torch": torch,
-        "name": tmp_path, "tokens": tokens("cpu", 70),
-    }  # fmt: skip
-    # transformers has Inductor compile SAGE_OF_TRANSFORMERS, a decode
-    with config.patch(emulate=True), torch.no_grad(), op_by_op(snippet is not PREFILL):
-        expected = model.generate(**given["tokens"], max_new_tokens=8)
-        exec(snippet, given)
-    assert torch.equal(given["generated"], expected)
+    load = functools.partial(transformers.AutoModelForCausalLM.from_pretrained, tmp_path)
+    given = {**tokens("cpu", 70), "max_new_tokens": 8}
+    # transformers has Inductor compile the decode of `registered`
+    with config.patch(emulate=True), torch.no_grad(), op_by_op(make is not prefilled):
+        expected = model.generate(**given)
+        made, options = make(load)
+        assert torch.equal(
+            made.generate(**given, cache_implementation="static", **options), expected
+        )
     sites = sage_inductor.report()
     assert [site.q[2] for site in sites.rewritten] == queries and not sites.refused, str(sites)

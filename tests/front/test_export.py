@@ -27,7 +27,7 @@ from pairs import has_every_variant
 from support import arguments, compile_cpp, op_by_op, opened, relative_l1
 from torch import nn
 from torch._inductor import compile_fx
-from torch._inductor.package import load_package, package_aoti
+from torch._inductor.package import load_package
 from torch.utils._pytree import tree_leaves
 
 import sage_inductor
@@ -88,28 +88,6 @@ class Llama(nn.Module):
         h = self.norms[1](x)
         x = x + self.down(F.silu(self.gate(h)) * self.up(h))
         return self.head(self.norms[2](x))
-
-
-class ViT(nn.Module):
-    """Patches [B, N, 48] -> a class [B, 10] and their features [B, N, C]. A class token beside
-    them, attention written out by hand."""
-
-    def __init__(self, C, D):
-        super().__init__()
-        self.D = D
-        self.patches, self.first = nn.Linear(48, C), nn.Parameter(torch.randn(1, 1, C))
-        self.norms = nn.ModuleList(nn.LayerNorm(C) for _ in range(3))
-        self.qkv, self.out = nn.Linear(C, 3 * C), nn.Linear(C, C)
-        self.mlp = nn.Sequential(nn.Linear(C, 4 * C), nn.GELU(), nn.Linear(4 * C, C))
-        self.head = nn.Linear(C, 10)
-
-    def forward(self, patches):
-        x = torch.cat((self.first.expand(patches.shape[0], -1, -1), self.patches(patches)), 1)
-        q, k, v = (heads(y, self.D) for y in self.qkv(self.norms[0](x)).chunk(3, -1))
-        o = (q @ k.mT * self.D**-0.5).softmax(-1) @ v
-        x = x + self.out(o.transpose(1, 2).flatten(2))
-        x = self.norms[2](x + self.mlp(self.norms[1](x)))
-        return self.head(x[:, 0]), x[:, 1:]
 
 
 class Flux(nn.Module):
@@ -208,8 +186,6 @@ def call(model, N, device="cpu", dtype=torch.float32):
 
     if isinstance(model, Llama):
         return (torch.randint(0, 100, (1, N)).to(device),), {}
-    if isinstance(model, ViT):
-        return (randn(1, N, 48),), {}
     if isinstance(model, Flux):
         return (randn(1, N, 16),), {"text": randn(1, 12, 32), "time": randn(1).abs()}
     return (randn(1, N, 128),), {}
@@ -253,7 +229,6 @@ def check(actual, expected, tolerance=1e-2):
 @dataclasses.dataclass
 class Package:
     path: str
-    name: str  # of the model in it
     model: nn.Module
     program: torch.export.ExportedProgram
     report: sage_inductor.Report
@@ -287,7 +262,7 @@ def exported(make, device, C=128, D=32, lengths=None, example=64, policy=None) -
     options = EMULATE if device == "cpu" else FORCE
     if policy:
         options = {**options, "sage.policy": policy}
-    return Package("", "model", model, program, None, options, calls)
+    return Package("", model, program, None, options, calls)
 
 
 @torch.no_grad()
@@ -329,45 +304,22 @@ def linked_statically(folder) -> dict:
     return {"cpp.cxx": (None, str(compiler)), "aot_inductor.precompile_headers": False}
 
 
-@torch.no_grad()
-def package_together(makes, device, folder) -> dict:
-    """Several models in one package, torch's way."""
-    path, built, files = str(folder / f"together-{device}.pt2"), {}, {}
-    for make in makes:
-        package = exported(make, device)
-        package.path, package.name = path, make.__name__
-        package.report = sage_inductor.rewrite(package.program, options=package.options)
-        files[package.name] = torch._inductor.aot_compile(
-            package.program.module(check_guards=False),
-            *package.program.example_inputs,
-            options={"aot_inductor.package": True, **QUICK},
-        )
-        built[make] = package
-    package_aoti(path, files)
-    return built
-
-
 @pytest.fixture(scope="module")
 def build(tmp_path_factory):
-    """(model class, device) -> its Package, built once: ViT's and Flux's are one file. In the sweep
-    Llama's on CPU holds its own libstdc++, for which no precompiled headers are there."""
-    folder, built = tmp_path_factory.mktemp("packages"), {}
+    """(model class, device) -> its Package, built once. In the sweep Llama's on CPU holds its own
+    libstdc++, for which no precompiled headers are there."""
+    folder = tmp_path_factory.mktemp("packages")
 
+    @functools.cache
     def package(make, device) -> Package:
-        if (make, device) not in built:
-            if make in (ViT, Flux):
-                together = package_together((ViT, Flux), device, folder)
-                built.update({(each, device): together[each] for each in together})
-            else:
-                static = HOLDS_ITS_OWN and make is Llama and device == "cpu"
-                configs = QUICK | (linked_statically(folder) if static else {})
-                built[make, device] = package_alone(make, device, folder, configs=configs)
-        return built[make, device]
+        static = HOLDS_ITS_OWN and make is Llama and device == "cpu"
+        configs = QUICK | (linked_statically(folder) if static else {})
+        return package_alone(make, device, folder, configs=configs)
 
     return package
 
 
-EVERY = Llama, ViT, Flux, Masked
+EVERY = Llama, Flux, Masked
 SWEPT = pytest.mark.sweep  # on CPU, where a package takes half a minute: see `opened`
 
 
@@ -394,8 +346,8 @@ sys.meta_path.insert(0, Blocked())
 from torch._inductor import compile_fx
 from torch._inductor.package import load_package
 outputs = []
-for path, name, calls in torch.load("calls.pt"):
-    run = load_package(path, name)
+for path, calls in torch.load("calls.pt"):
+    run = load_package(path)
     results = (run(*args, **kwargs) for args, kwargs in calls)
     outputs.append([[x.cpu() for x in torch.utils._pytree.tree_leaves(each)] for each in results])
 torch.save(outputs, "outputs.pt")
@@ -414,12 +366,12 @@ def runner(tmp_path_factory):
     """mode, package, device -> (outputs of its calls, what was printed), with no Python in the
     process. Raises RuntimeError with what the loader threw."""
     folder = tmp_path_factory.mktemp("runner")
-    without = compile_cpp(RUNNER, folder / "runner")
+    compile_cpp(RUNNER, folder / "runner")
 
     def run(mode, package, device):
         torch.save([tensors(each) for each in package.calls], folder / "calls.pt")
         done = subprocess.run(
-            ["./runner", mode, package.path, package.name, device, "calls.pt", "outputs.pt"],
+            ["./runner", mode, package.path, "model", device, "calls.pt", "outputs.pt"],
             cwd=folder, timeout=300, text=True, capture_output=True,
         )  # fmt: skip
         if done.returncode == 1:
@@ -427,7 +379,6 @@ def runner(tmp_path_factory):
         assert done.returncode == 0, f"crashed with {done.returncode}: {done.stderr}"
         return torch.load(folder / "outputs.pt"), done.stdout
 
-    run.without = without
     return run
 
 
@@ -441,9 +392,7 @@ def test_a_package_runs_without_python_at_any_length(make, device, build, runner
     check(runner("run", package, device)[0], package.expected)
 
 
-@pytest.mark.parametrize(
-    "make", [*(pytest.param(each, marks=SWEPT) for each in (ViT, Flux)), Masked]
-)
+@pytest.mark.parametrize("make", [pytest.param(Flux, marks=SWEPT), Masked])
 @torch.no_grad()
 def test_what_a_package_is_made_of_computes_it_at_any_length(make):
     """Masked has what the others have: a length that is a sum, and attention by hand."""
@@ -463,7 +412,7 @@ def test_what_a_package_is_made_of_computes_it_at_any_length(make):
 )
 def test_packages_run_in_python_without_us_at_any_length(makes, device, build, tmp_path):
     packages = [build(make, device) for make in makes]
-    torch.save([(each.path, each.name, each.calls) for each in packages], tmp_path / "calls.pt")
+    torch.save([(each.path, each.calls) for each in packages], tmp_path / "calls.pt")
     # Llama's of the sweep and all on the H200's host hold their own libstdc++: see below.
     done = python(f"{REMEDY}\n{LOAD}", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -562,13 +511,13 @@ def test_a_package_of_sources_is_built_where_it_is_loaded(device, tmp_path, monk
     assert package.report.rewritten and not package.report.refused, f"\n{package.report}"
     names = {Path(name).name.split(".", 1)[-1] for name in zipfile.ZipFile(package.path).namelist()}
     assert {"wrapper.cpp", "txt"} <= names and "wrapper.so" not in names, names
-    torch.save([(package.path, package.name, package.calls)], tmp_path / "calls.pt")
+    torch.save([(package.path, package.calls)], tmp_path / "calls.pt")
     compiler = tmp_path / "g++"
     compiler.write_text(f'#!/bin/bash\nexec {shutil.which("g++")} "${{@/#-O3/-O0}}"')
     compiler.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     if device == "cpu":  # in this process; others without us run Llama's
-        run = load_package(package.path, package.name)
+        run = load_package(package.path)
         check([tensors(run(*args, **kwargs)) for args, kwargs in package.calls], package.expected)
         return
     done = python(f"{REMEDY}\n{LOAD}", cwd=tmp_path)
@@ -595,8 +544,8 @@ def test_a_package_of_sources_is_built_by_its_cmakelists(device, tmp_path):
         done = subprocess.run(["cmake", *step], cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
     library = str(tmp_path / "build" / "libaoti_model.so")
-    torch.save([(library, package.name, package.calls)], tmp_path / "calls.pt")
-    load = LOAD.replace("load_package(path, name)", f"torch._export.aot_load(path, {device!r})")
+    torch.save([(library, package.calls)], tmp_path / "calls.pt")
+    load = LOAD.replace("load_package(path)", f"torch._export.aot_load(path, {device!r})")
     done = python(f"{REMEDY}\n{load}" if device == "cuda" else load, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     check(torch.load(tmp_path / "outputs.pt")[0], package.expected)
@@ -612,28 +561,12 @@ def test_a_package_opens_twice_and_runs_in_two_threads(make, device, mode, build
     check(outputs[n:], package.expected[:n])
 
 
+# test_package_kernels.py has packages on each of several GPUs and in CUDA graphs, test_docs.py a C++
+# program that replays one.
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif("torch.cuda.device_count() < 2")
 @pytest.mark.parametrize("make", [Llama, Flux])
-def test_a_package_runs_on_another_gpu_than_it_was_made_on(make, build, runner):
-    package = build(make, "cuda")
-    check(runner("run", package, "cuda:1")[0], package.expected)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("make", [Llama, Flux, Masked])
-def test_a_captured_call_is_replayed_with_other_inputs(make, build, runner):
-    if runner.without:
-        pytest.skip(runner.without)
-    package = build(make, "cuda")
-    outputs, _ = runner("graph", package, "cuda")
-    check(outputs[::2], outputs[1::2], 1e-3)
-    with pytest.raises(AssertionError):  # they were others
-        check(outputs[-2:-1], package.expected[-1:])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("make", [Llama, ViT, Flux])
 @torch.no_grad()
 def test_a_package_is_as_fast_as_the_compiled_model(make, runner, tmp_path):
     """With CUDA graphs off. The best of each one's turns: medians of one's turns differed by 15 %,
@@ -665,12 +598,12 @@ def test_a_package_is_as_fast_as_the_compiled_model(make, runner, tmp_path):
 # -- what a package calls, and what it does not ----
 
 
-@devices(Alone, Llama, ViT, Flux, Masked)
+@devices(Alone, *EVERY)
 def test_a_package_calls_nothing_that_needs_python(make, device, build):
     """What Inductor has no C function for it asks the dispatcher, by the names in a list."""
     package, called = build(make, device), []
     with zipfile.ZipFile(package.path) as archive:
-        names = [name for name in archive.namelist() if f"/{package.name}/" in name]
+        names = archive.namelist()
         for name in names:
             if name.endswith(".wrapper.json"):
                 called += [
@@ -723,86 +656,7 @@ def test_the_pass_of_backend_inductor_inserts_portable_calls_into_packages(monke
     assert [node.args[-1] for node in inserted] == [True]
 
 
-# -- packages that are not whole, or not for this machine ----
-
-
-def flipped(data):
-    at = data.rindex(b"PK\x01\x02")  # of the last entry in the directory
-    return data[:at] + bytes(x ^ 0xFF for x in data[at : at + 4]) + data[at + 4 :]
-
-
-def rewritten(data, suffix, change):
-    """The archive with what ends in `suffix` changed, or (None) left out."""
-    new = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(new, "w") as archive:
-        for name in old.namelist():
-            content = old.read(name)
-            if name.endswith(suffix):
-                content = change(content)
-            if content is not None:
-                archive.writestr(name, content)
-    return new.getvalue()
-
-
-def for_aarch64(so):
-    return so[:18] + (183).to_bytes(2, "little") + so[20:]  # e_machine in an ELF header
-
-
-def for_elsewhere(metadata):
-    return json.dumps({**json.loads(metadata), "AOTI_DEVICE_KEY": ELSEWHERE}).encode()
-
-
-ELSEWHERE = "xpu" if torch.cuda.is_available() else "cuda"
-# What is wrong with the package -> (how it comes about, what torch says).
-BROKEN = {
-    "empty": (lambda data: b"", "not a ZIP archive"),
-    "truncated": (lambda data: data[: len(data) // 2], "failed finding central directory"),
-    "flipped": (flipped, "invalid header or archive is corrupted"),
-    "without code": (lambda data: rewritten(data, ".so", lambda so: None), "File not found: "),
-    "another machine": (
-        lambda data: rewritten(data, ".so", for_aarch64),
-        "Error in dlopen: .*cannot open shared object file",
-    ),
-    "another device": (
-        lambda data: rewritten(data, "_metadata.json", for_elsewhere),
-        f"Torch not compiled with {ELSEWHERE.upper()}|Unsupported device key found: {ELSEWHERE}"
-        f"|Cannot load AOTInductor package for device '{ELSEWHERE}'"
-        "|CUDA driver version is insufficient",  # torch 2.11 with CUDA, without a GPU, when it runs
-    ),
-}
-
-TRY = """
-import sys
-import torch
-from torch._inductor import compile_fx
-from torch._inductor.package import load_package
-for name in sys.argv[1:]:
-    try:
-        load_package(name + ".pt2", "model")(torch.zeros(1, 8, dtype=torch.int64))
-        print("ran")
-    except Exception as error:
-        print(repr(error))
-"""
-
-
-@SWEPT
-def test_a_broken_package_is_torchs_error_and_no_crash(build, runner, tmp_path):
-    """A byte that flips inside a member is not among them: torch does not compare the archive's
-    checksums (`unzip -t` does)."""
-    package = build(Llama, "cpu")
-    whole = Path(package.path).read_bytes()
-    for what, (breaks, message) in BROKEN.items():
-        broken = dataclasses.replace(package, path=tmp_path / f"{what}.pt2")
-        broken.path.write_bytes(breaks(whole))
-        with pytest.raises(RuntimeError, match=message):
-            runner("run", broken, "cpu")
-    with pytest.raises(RuntimeError, match="cpp file or so file"):
-        runner("run", dataclasses.replace(package, name="other"), "cpu")
-
-    done = python(f"{REMEDY}\n{TRY}", *BROKEN, cwd=tmp_path)  # one process: a crash would end it
-    assert done.returncode == 0, f"crashed with {done.returncode}: {done.stderr}"
-    for (_, message), error in zip(BROKEN.values(), done.stdout.splitlines(), strict=True):
-        assert re.search(message, error), error
+# -- packages that hold a library ----
 
 
 RUN = """
@@ -855,17 +709,14 @@ def test_a_package_that_holds_its_own_libstdcxx_is_warned_of(build, tmp_path):
 
 
 @pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("make", [Llama, ViT, Flux, Masked])
+@pytest.mark.parametrize("make", EVERY)
 @torch.no_grad()
 def test_rewrite_replaces_the_calls_of_a_program_in_place(make, strict):
     model = make(128, 32)
     program = export(model, *call(model, 64), strict)
     report = sage_inductor.rewrite(program, options=EMULATE)
     assert {s.recipe for s in report} == {"sage2-8b"} and "s" in str(report[0].q[2])
-    assert [s.spelling for s in report] == {
-        ViT: ["softmax"],
-        Masked: ["SDPA", "SDPA", "softmax"],
-    }.get(make, ["SDPA"])
+    assert [s.spelling for s in report] == ["SDPA"] + ["SDPA", "softmax"] * (make is Masked)
     assert report[0].mask.startswith("causal") == (make in (Llama, Masked))
     functions = [t for t in targets(program) if callable(t)]
     assert all(

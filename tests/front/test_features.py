@@ -15,13 +15,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pairs import covering, drawn
-from support import block_lists, relative_l1
+from support import block_lists, op_by_op, relative_l1
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 import sage_inductor
 from sage_inductor import config
-from sage_inductor.ops.compat import InductorWrapper
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.reference.exact import attention_exact, masked
 from sage_inductor.ops.selector import BLOCK_SIZE, Selection
@@ -172,18 +171,15 @@ def attn_mask(kind: str, H: int, N_q: int, N_kv: int, dtype) -> Tensor | None:
     return mask
 
 
-def band_of(x: Features, N_q, N_kv) -> tuple[int | None, int | None, bool]:
-    """left, right, bottom_right."""
-    return {
-        "full": (None, None, False), "causal": (None, 0, False), "bottom right": (None, 0, True),
-        "window": (40, 9, False),
-    }[x.band]  # fmt: skip
+BANDS = {  # left, right, bottom_right
+    "full": (None, None, False), "causal": (None, 0, False), "bottom right": (None, 0, True),
+    "window": (40, 9, False),
+}  # fmt: skip
 
 
-def shown(x: Features, N_q, N_kv, device=None) -> Tensor:
+def shown(x: Features, N_q, N_kv) -> Tensor:
     """[N_q, N_kv]: what the band shows, as a model writes it."""
-    i = torch.arange(N_q, device=device)[:, None]
-    j = torch.arange(N_kv, device=device)
+    i, j = torch.arange(N_q)[:, None], torch.arange(N_kv)
     match x.band:
         case "causal":
             return j <= i
@@ -260,7 +256,7 @@ def exactly(x: Features, given: Inputs, lists: BlockLists) -> list[tuple[Tensor,
     q, q_2, k, v, mask = given
     if mask is not None and mask.dtype == torch.bool and x.mask == "keys of NaN":
         k, v = (t.nan_to_num(0, 0, 0) for t in (k, v))
-    band = band_of(x, q.shape[2], k.shape[2])
+    band = BANDS[x.band]
     found = []
     for each, scale in ((q, x.scale), (q_2, 0.2 if x.calls.endswith("scale") else x.scale)):
         scale = x.D**-0.5 if scale is None else scale
@@ -304,7 +300,7 @@ def differentiable(x: Features, given: Inputs) -> list[Tensor]:
     outs = []
     for each, scale in ((q, x.scale), (q_2, 0.2 if x.calls.endswith("scale") else x.scale)):
         scale = x.D**-0.5 if scale is None else scale
-        s = masked(each @ k.mT * scale, mask, *band_of(x, each.shape[2], k.shape[2]))
+        s = masked(each @ k.mT * scale, mask, *BANDS[x.band])
         empty = (s == -math.inf).all(-1, keepdim=True)
         outs.append(s.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0) @ v)
     return outs[: 1 if x.calls == "one" else 2]
@@ -364,13 +360,6 @@ def compiled(x: Features, function, given: Inputs, options: dict):
     return lambda each: run(*each)
 
 
-@pytest.fixture
-def op_by_op(monkeypatch):
-    """In Inductor's place, what runs the rewritten graph."""
-    monkeypatch.setattr(InductorWrapper, "__call__", lambda self, gm, inputs: gm.forward)
-
-
-@pytest.mark.usefixtures("op_by_op")
 @pytest.mark.parametrize("x", parameters())
 def test_a_call_of_any_features_is_exact_attention_quantized(x):
     lists = NO_LISTS
@@ -380,7 +369,7 @@ def test_a_call_of_any_features_is_exact_attention_quantized(x):
     settings = settings_of(x)
     options = {f"sage.{name}": value for name, value in settings.items()}
     given, function = inputs(x), calls(x, lists)
-    with sage_inductor.stage(x.stage), config.patch(**settings):
+    with sage_inductor.stage(x.stage), config.patch(**settings), op_by_op():
         run = compiled(x, function, given, options)
         with torch.set_grad_enabled(x.trains):
             outs = run(given)

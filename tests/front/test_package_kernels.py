@@ -187,37 +187,6 @@ def test_a_package_holds_the_hopper_kernel_and_overlaps_its_preparation(tmp_path
 
 
 @torch.no_grad()
-def test_threads_with_streams_of_their_own(tmp_path):
-    of = CALLS["causal"]
-    path = packaged(of, tmp_path)
-    run = torch._inductor.aoti_load_package(path)
-    calls = [of.draw(1, N) for N in (100, 1000, 2000, 4000)]
-    expected = [run(x) for x in calls]
-    torch.cuda.synchronize()
-    check_on_streams(run, calls, expected, 5)
-
-
-def check_on_streams(run, calls, expected, times: int) -> None:
-    """Two threads with streams of their own, one of which takes the calls in reverse."""
-    wrong = []
-
-    def work(mine):
-        with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
-            for i in mine * times:
-                out = run(calls[i])
-                torch.cuda.current_stream().synchronize()
-                if not torch.equal(out, expected[i]):
-                    wrong.append(i)
-
-    threads = [threading.Thread(target=work, args=(mine,)) for mine in ([0, 1, 2, 3], [3, 2, 1, 0])]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert not wrong
-
-
-@torch.no_grad()
 def test_weights_outside_the_package_are_given_where_it_is_loaded(tmp_path):
     class Model(nn.Module):
         def __init__(self):
@@ -476,13 +445,27 @@ def test_cuda_graphs_capture_replayed_calls(name, replayed):
 
 @torch.no_grad()
 def test_threads_replay_on_streams_of_their_own(replayed):
-    of = CALLS["causal"]
+    """Two, one of which takes the calls in reverse. test_export.py has packages in threads."""
+    of, wrong = CALLS["causal"], []
     run = compiled(of)
     calls = [of.draw(1, N) for N in (100, 1000, 2000, 4000)]
     expected = [run(x).clone() for x in calls]
     torch.cuda.synchronize()
-    check_on_streams(run, calls, expected, 20)
-    assert len(replayed) > 100
+
+    def work(mine):
+        with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
+            for i in mine * 20:
+                out = run(calls[i])
+                torch.cuda.current_stream().synchronize()
+                if not torch.equal(out, expected[i]):
+                    wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(mine,)) for mine in ([0, 1, 2, 3], [3, 2, 1, 0])]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert not wrong and len(replayed) > 100
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -65,11 +65,9 @@ def wheel(tmp_path_factory):
 def test_the_wheel_is_pure_and_holds_every_module(wheel):
     assert wheel.name.endswith("-py3-none-any.whl")
     packed = {n for n in zipfile.ZipFile(wheel).namelist() if not n.split("/")[0].endswith("info")}
-    sources = {f"{m.replace('.', '/')}.py" for m, (_, p) in SOURCES.items() if p.stem != "__init__"}
-    sources |= {
-        f"{m.replace('.', '/')}/__init__.py"
-        for m, (_, p) in SOURCES.items()
-        if p.stem == "__init__"
+    sources = {
+        f"{m.replace('.', '/')}{'/__init__' * (path.stem == '__init__')}.py"
+        for m, (_, path) in SOURCES.items()
     }
     cpp = {f"sage_inductor/lowering/{name}" for name in ("launcher.h", "replay.cpp")}
     data = cpp | {"sage_inductor/py.typed"}

@@ -8,14 +8,13 @@ import functools
 import os
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import models
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import Ranks, serve
-from support import op_by_op, relative_l2
+from support import op_by_op, relative_l2, swept
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
@@ -30,7 +29,6 @@ from torch.distributed.tensor.parallel import (
 import sage_inductor
 from sage_inductor import config
 from sage_inductor.integrations.diffusers import sage_attention
-from sage_inductor.ops import gather
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 pytestmark = pytest.mark.models
@@ -103,8 +101,10 @@ def parallel(make, backend="sage_inductor", **degrees):
     return model, inputs
 
 
-def eager(group, name: str, **degrees):
-    return run(*parallel(MODELS[name], **degrees))
+def eager(group, name: str, recipe=RECIPE, **degrees):
+    model = parallel(MODELS[name], **degrees)
+    config.recipe = recipe
+    return run(*model)
 
 
 def natively(group, name: str, **degrees):
@@ -158,16 +158,12 @@ DEGREES = [
 @pytest.mark.parametrize(
     "name, degrees",
     # Wan's, compiled, are in the next test.
-    [pytest.param(*x, marks=[pytest.mark.sweep] * (x[0] == "Wan")) for x in DEGREES],
+    [swept(*x, unless=x[0] != "Wan") for x in DEGREES],
     ids=str,
 )
 def test_context_parallelism_of_diffusers(pair, name, degrees):
     for found in pair(eager, *[(name,)] * 2, **degrees):
         check(found, *alone(MODELS[name]), order_kept=name == "Wan")
-
-
-def swept(*values):
-    return pytest.param(*values, marks=pytest.mark.sweep)
 
 
 @pytest.mark.parametrize(
@@ -206,43 +202,6 @@ def test_ulysses_of_diffusers_own_backend_is_rewritten(pair):
     for found, told in pair(natively, *[("Flux",)] * 2, **ULYSSES):
         check(found, *alone(MODELS["Flux"]), order_kept=False)
         assert told == f"2 of 2 attention calls use {RECIPE}"
-
-
-@pytest.mark.sweep  # four processes of diffusers; test_parallel.py has the same of its dispatch
-def test_rings_of_exchanged_heads(tmp_path):
-    four = Ranks(4, __file__, tmp_path)
-    for found in four(eager, *[("Flux",)] * 4, **RING, **ULYSSES):
-        check(found, *alone(MODELS["Flux"]), order_kept=False)
-    four.stop()
-
-
-@torch.no_grad()
-def attend(group, q, k, v, mask, recipe: str, **degrees):
-    """What diffusers' dispatch would call, of one rank's rows."""
-    config.emulate, config.recipe = True, recipe
-    asked = {"ring_degree": 1, "ulysses_degree": 1, **degrees}
-    asked |= {"ring_anything": False, "ulysses_anything": False}
-    mesh = SimpleNamespace(get_group=lambda: group)
-    context = SimpleNamespace(**asked, _ring_mesh=mesh, _ulysses_mesh=mesh)
-    parallel = SimpleNamespace(context_parallel_config=context)
-    with mock.patch.object(gather, "_exchanged", None):  # the shards' lengths are known to be equal
-        return sage_attention(q, k, v, mask, scale=0.3, _parallel_config=parallel)
-
-
-@pytest.mark.parametrize("recipe", [RECIPE, "sage2-8b-fp8qk"])
-@pytest.mark.parametrize("degrees", [RING, ULYSSES], ids=str)
-@torch.no_grad()
-def test_what_a_model_asks_for_is_passed_on(pair, degrees, recipe):
-    q, k, v = (torch.randn(2, 128, 4, 32) for _ in range(3))  # [B, N, H, D]
-    mask = None if degrees == RING else (torch.arange(128) < 100).expand(2, 128)
-    of_ranks = [
-        [x if x is None else x.chunk(2, 1)[rank] for x in (q, k, v, mask)] + [recipe]
-        for rank in range(2)
-    ]
-    with config.patch(emulate=True, recipe=recipe):
-        expected = sage_attention(q, k, v, mask, scale=0.3)
-    found = torch.cat(pair(attend, *of_ranks, **degrees), 1)
-    torch.testing.assert_close(found, expected, rtol=0, atol=0 if degrees == ULYSSES else 2e-5)
 
 
 class SmallPipeline:
@@ -297,14 +256,8 @@ def test_a_ring_is_not_trained(pair):
         assert found.kind == "RuntimeError" and "has no gradient" in found.text
 
 
-def switched_off(group, name: str, **degrees):
-    model, inputs = parallel(MODELS[name], **degrees)
-    config.recipe = "off"
-    return run(model, inputs)
-
-
 def test_a_ring_is_not_computed_where_the_recipe_is_off(pair):
-    for found in pair(switched_off, *[("Wan",)] * 2, **RING):
+    for found in pair(eager, *[("Wan", "off")] * 2, **RING):
         assert found.kind == "SageOptionError" and "got 'off'" in found.text
 
 
@@ -331,23 +284,18 @@ def test_what_context_parallelism_does_not_compute_is_refused(degrees, given):
 
 # -- transformers ----
 
-SIZES = dict(
-    hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    head_dim=32, intermediate_size=128, vocab_size=64, pad_token_id=0, eos_token_id=None,
-    bos_token_id=None,
-)  # fmt: skip
+
+def decoder(kind: str):
+    sizes = dict(hidden_size=128, num_hidden_layers=2, head_dim=32)
+    return models.decoder(transformers, kind, **sizes), tokens()
 
 
-def llama():
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)), tokens()
-
-
-def qwen():
-    """Left-padded: a mask."""
+def padded(kind: str):
+    """On the left: a mask."""
     mask = torch.ones(2, 96, dtype=torch.long)
     mask[1, :10] = 0
-    model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SIZES))
-    return model, {**tokens(), "attention_mask": mask}
+    model, inputs = decoder(kind)
+    return model, {**inputs, "attention_mask": mask}
 
 
 def tokens() -> dict:
@@ -409,7 +357,9 @@ def spread(group, name: str, how: str, by_inductor: bool):
         return run(model, inputs), sage_inductor.report().to_dicts()
 
 
-DECODERS = {"Llama": llama, "Qwen": qwen}
+DECODERS = {
+    "Llama": functools.partial(decoder, "Llama"), "Qwen": functools.partial(padded, "Qwen2")
+}  # fmt: skip
 
 
 @functools.cache

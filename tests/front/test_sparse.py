@@ -227,9 +227,7 @@ def test_a_package_is_not_made_by_an_example_of_one_block(given):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "recipe", [RECIPE, pytest.param("sage2-8b-rotated", marks=pytest.mark.sweep)]
-)
+@pytest.mark.parametrize("recipe", [RECIPE, support.swept("sage2-8b-rotated")])
 def test_what_a_package_is_made_of_selects_as_the_model_does(recipe):
     """test_export.py has one built and run."""
     layer = Layer().eval()
@@ -260,8 +258,6 @@ def test_a_gpu_selects_and_computes_what_its_ops_do_one_by_one(mode):
 
 def test_batches_that_share_k_and_v_select_blocks_each_for_itself():
     """They are not stacked: the selector compares queries and keys of one length."""
-    rule = {"recipe": "sage2-8b-per-token", "keep": 0.3}
-    options = {"sage.policy": [rule], "sage.emulate": True}
     q, k, v = torch.randn(3, 2, 320, 2, 32).transpose(2, 3)
     k, v = k[:1], v[:1]
 
@@ -269,11 +265,7 @@ def test_batches_that_share_k_and_v_select_blocks_each_for_itself():
         k, v = (x.expand(q.shape[0], -1, -1, -1) for x in (k, v))
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).contiguous()
 
-    def copied(q, k, v):
-        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).contiguous()
-
-    found = torch.compile(attend, backend="sage", options=options)(q, k, v)
-    copies = (x.repeat(2, 1, 1, 1) for x in (k, v))
-    expected = torch.compile(copied, backend="sage", options=options)(q, *copies)
+    compiled = torch.compile(attend, backend="sage", options=options(0.3))
+    found, expected = compiled(q, k, v), compiled(q, *(x.repeat(2, 1, 1, 1) for x in (k, v)))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert not any("share k and v" in site.reason for site in sage_inductor.report())
