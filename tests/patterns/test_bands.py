@@ -399,11 +399,7 @@ class Program:
         col = self.index("n_kv") + self.pick(["[None, :]", "", ".reshape(1, n_kv)"])
         a, b = self.rng.sample([row, col], 2)
         op, c, e = self.pick(["<=", "<", ">=", ">"], ["==", "!="]), self.small(), self.small()
-        near, far = (
-            self.rng.sample([("<=", "<"), (">=", ">")], 2)
-            if not self.banded
-            else (("<=", "<"), (">=", ">"))
-        )
+        near, far = self.rng.choice(["<=", "<"]), self.rng.choice([">=", ">"])
         shape = self.pick(
             ["(n_q, n_kv)", "(n_q, n_kv), dtype=torch.bool", "(n_q, n_kv), dtype=torch.int32"]
         )
@@ -411,7 +407,8 @@ class Program:
         offset = self.pick([f"{c}", "n_kv - n_q", f"n_kv - n_q + {c}"], ["n_q"])
         return self.pick(
             [f"({a} {op} {b})", f"({a} {op} {b})", f"({row} - {col} {op} {c})",
-             f"(({a} - {b}).abs() {self.rng.choice(near)} {c})", f"({c} {self.rng.choice(far)} ({a} - {b}).abs())",
+             f"(({a} - {b}).abs() {near} {c})", f"({c} {far} ({a} - {b}).abs())",
+             f"(~({c} {near} ({a} - {b}).abs()))", f"(~(({a} - {b}).abs() {far} {c}))",
              f"({a} == {b})", f"torch.ones({shape}).{side}({offset}).bool()", f"(torch.ones({shape}).{side}({c}) == 1)",
              f"torch.ones(n_q + n_kv + 6, n_q + n_kv + 6).{side}({c})[{abs(c)}:n_q + {abs(c)}, {abs(e)}:n_kv + {abs(e)}].bool()",
              f"torch.ones(n_kv, n_q).{side}({c}).T.bool()", f"torch.ones(n_kv, n_q, dtype=torch.bool).{side}({offset}).mT",
