@@ -539,44 +539,24 @@ def test_a_causal_bias_made_outside_is_inlined_into_tril_or_is_causal(lower_righ
 NO_CACHE, PADDED = {"use_cache": False}, models.padding()
 
 
-def qwen3(lib, **inputs):
-    model = lib.Qwen3Model(lib.Qwen3Config(**models.DECODER, attn_implementation="sdpa"))
-    return model, {"input_ids": models.token_ids(), **inputs}
-
-
-def gemma3(lib, sliding_window=16, kinds=("sliding_attention", "full_attention"), **inputs):
-    sizes = models.DECODER | {"num_hidden_layers": len(kinds), "layer_types": list(kinds)}
-    config = lib.Gemma3TextConfig(
-        **sizes, sliding_window=sliding_window, attn_implementation="sdpa"
-    )
+def gemma3(lib, **inputs):
+    layers = ["sliding_attention", "full_attention"]
+    sizes = models.DECODER | {"num_hidden_layers": 2, "layer_types": layers}
+    config = lib.Gemma3TextConfig(**sizes, sliding_window=16, attn_implementation="sdpa")
     return lib.Gemma3TextModel(config), {"input_ids": models.token_ids(), **inputs}
 
 
-def with_long_windows(make, **given):
-    """Of 4096 keys, longer than the prompt."""
-    return functools.partial(make, sliding_window=4096, **given)
-
-
-# To Dynamo of torch 2.11 torch.compiler.is_exporting() is True (pytorch#176499), where transformers
-# makes a mask even for calls in which every query sees every key.
-EVERY_KEY = [(FULL, None)] if torch.__version__ < "2.13" else []
 # model, inputs, of each attention call with a mask: what a query sees, and the shape of the rest
 OF_KEYS = 2, 1, 1, 70
 GOLDEN = [
-    (models.llama, NO_CACHE, [(CAUSAL, None)]),
     (models.llama, PADDED, [(CAUSAL, OF_KEYS)]),
-    (qwen3, NO_CACHE, [(CAUSAL, None)]),
-    (models.gpt2, NO_CACHE, [(CAUSAL, None)]),
-    (models.gpt2, PADDED, [(CAUSAL, OF_KEYS)]),
-    (models.mistral, NO_CACHE, [(Band(15, 0), None)]),
-    (models.mistral, PADDED, [(Band(15, 0), OF_KEYS)]),
     (gemma3, NO_CACHE, [(Band(15, 0), None), (CAUSAL, None)]),
-    (models.modernbert, {}, [*EVERY_KEY, (Band(8, 8), None)]),
+    (models.gpt2, PADDED, [(CAUSAL, OF_KEYS)]),
+    (models.mistral, PADDED, [(Band(15, 0), OF_KEYS)]),
     (models.modernbert, PADDED, [(FULL, OF_KEYS), (Band(8, 8), OF_KEYS)]),
     (models.bert, PADDED, [(FULL, OF_KEYS)]),
     (models.whisper, NO_CACHE, [(CAUSAL, None)]),
-    (with_long_windows(models.mistral), PADDED, [(CAUSAL, OF_KEYS)]),
-    (with_long_windows(gemma3, kinds=["sliding_attention"]), PADDED, [(CAUSAL, OF_KEYS)]),
+    (functools.partial(models.mistral, sliding_window=4096), PADDED, [(CAUSAL, OF_KEYS)]),
 ]
 
 
@@ -584,7 +564,7 @@ GOLDEN = [
 @chosen(
     # Without padding a mask is made of lengths alone: symbols change what is read of it. Gemma's are
     # Llama's and Mistral's. front/test_models.py has models that pad, with lengths that are numbers.
-    lambda row, dynamic: dynamic and row in (1, 7),
+    lambda row, dynamic: dynamic and row < 2,
     row=range(len(GOLDEN)),
     dynamic=[False, True],
 )

@@ -1046,14 +1046,6 @@ NOT_EXPORTED = ("pow of a tensor", "rsqrt", "sqrt of a whole number", "numpy", "
                 "numpy's float32")  # fmt: skip
 
 
-@pytest.mark.sweep  # the next test has all in one graph
-@pytest.mark.parametrize("name", [name for name in TAKEN if name not in NUMBERS])
-def test_it_is_attention_whatever_else_is_written(name):
-    function, inputs = TAKEN[name], random_qkv()
-    # Queries and keys of ViTDet are split, which needs known lengths.
-    check(function, *inputs, dynamic=function is not vit_det)
-
-
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_mirror_is_rewritten_and_stored_as_it_was(dynamic):
     """By the backend, not by the pass alone: what follows views positions as rows and columns."""
@@ -1073,6 +1065,7 @@ def test_a_mirror_is_rewritten_and_stored_as_it_was(dynamic):
 
 @pytest.mark.parametrize("how", ["known sizes", "symbols", "exported"])
 def test_it_is_attention_beside_all_others(how):
+    # Queries and keys of ViTDet are split, which needs known lengths.
     left_out = {"symbols": (*NUMBERS, "ViTDet"), "exported": NOT_EXPORTED}.get(how, ())
     functions = {name: function for name, function in TAKEN.items() if name not in left_out}
     inputs = random_qkv()
