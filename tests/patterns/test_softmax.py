@@ -594,10 +594,6 @@ def keys_written_between(q, k, v):
     return s.softmax(-1) @ v + k.sum()
 
 
-def mask_before_the_scale(q, k, v):
-    return ((q @ k.mT + BIAS) * 0.25).softmax(-1) @ v
-
-
 def scores_added_to_themselves(q, k, v):
     s = q @ k.mT
     return (s + s).softmax(-1) @ v
@@ -606,10 +602,6 @@ def scores_added_to_themselves(q, k, v):
 def weights_squared(q, k, v):
     p = (q @ k.mT).softmax(-1)
     return p @ p
-
-
-def sum_over_the_queries(q, k, v):
-    return torch.einsum("bhqk,bhqd->bhkd", (q @ k.mT).softmax(-1), v)
 
 
 def softmax_over_the_queries(q, k, v):
@@ -622,14 +614,6 @@ ONE = SINKS[:, None, None].expand(2, 4, 8, 1)
 def sunk(after=lambda s: s, weights=lambda p: p[..., :-1], of_v=lambda v: v):
     """With a sink, and something wrong."""
     return lambda q, k, v: weights(after(torch.cat([q @ k.mT, ONE], -1)).softmax(-1)) @ of_v(v)
-
-
-def sink_before_the_scores(q, k, v):
-    return torch.cat([ONE, q @ k.mT], -1).softmax(-1)[..., 1:] @ v
-
-
-def two_sinks(q, k, v):
-    return torch.cat([q @ k.mT, ONE, ONE], -1).softmax(-1)[..., :-2] @ v
 
 
 def a_sink_after_the_other(q, k, v):
@@ -669,14 +653,6 @@ def one_head_of_keys(q, k, v):
 def two_dimensions(q, k, v):
     q, k, v = (x[0, 0] for x in (q, k, v))
     return (q @ k.mT).softmax(-1) @ v
-
-
-def two_dtypes(q, k, v):
-    return (q @ k.mT).softmax(-1).float() @ v.float()
-
-
-def transposed_weights(q, k, v):
-    return (q @ k.mT).softmax(-1).transpose(-1, -2) @ v
 
 
 def heads_split_in_two_ways(q, k, v):
@@ -753,8 +729,10 @@ REFUSED = {
     "a checkpoint between": (checkpoint_between, "may write to what it is given, and is between"),
     "dropout": (scored(after=lambda p: F.dropout(p, 0.1)), "dropout is active"),
     "softmax over another dimension": (scored(dim=2), "softmax is over dimension 2 of 4"),
-    "sum over the queries": (sum_over_the_queries, r"the weights are not \[..., N_q, N_k\] in both"),
-    "mask before the scale": (mask_before_the_scale, "a mask is applied before the scale"),
+    "sum over the queries": (
+        lambda q, k, v: torch.einsum("bhqk,bhqd->bhkd", (q @ k.mT).softmax(-1), v), r"the weights are not \[..., N_q, N_k\] in both"),
+    "mask before the scale": (
+        lambda q, k, v: ((q @ k.mT + BIAS) * 0.25).softmax(-1) @ v, "a mask is applied before the scale"),
     "negative scale of a mask": (
         scored(lambda s: s.masked_fill(MASK, -math.inf) * -1.0), "a mask is applied before the scale"),
     "own scores": (scores_added_to_themselves, "an operand is computed from the scores"),
@@ -762,8 +740,10 @@ REFUSED = {
     "tensor scale": (scored(lambda s: s * SCALE), "the scores are scaled by a tensor"),
     "zero scale": (scored(lambda s: s * 0), "the scores are scaled by 0.0"),
     "softcap": (scored(lambda s: (s / 50).tanh() * 50), "softcap"),
-    "sink before the scores": (sink_before_the_scores, "concatenated with other logits"),
-    "two sinks": (two_sinks, "concatenated with other logits"),
+    "sink before the scores": (
+        lambda q, k, v: torch.cat([ONE, q @ k.mT], -1).softmax(-1)[..., 1:] @ v, "concatenated with other logits"),
+    "two sinks": (
+        lambda q, k, v: torch.cat([q @ k.mT, ONE, ONE], -1).softmax(-1)[..., :-2] @ v, "concatenated with other logits"),
     "a sink after the other": (a_sink_after_the_other, "which is no learned sink"),
     "sink of the scores": (sink_of_the_scores, "the scores `s` are also used by"),
     "sink of the one key": (sink_of_the_one_key, "an operand is computed from the scores"),
@@ -794,7 +774,8 @@ REFUSED = {
     "head mask": (scored(after=lambda p: p * BIAS), "the scores are scaled by a tensor"),
     "weights masked": (scored(after=lambda p: p.masked_fill(~MASK, -math.inf)), "the weights pass through `masked_fill`"),
     "weights shifted": (scored(after=lambda p: p + BIAS), "the weights pass through `add`"),
-    "weights transposed": (transposed_weights, r"the weights are not \[..., N_q, N_k\] in both"),
+    "weights transposed": (
+        lambda q, k, v: (q @ k.mT).softmax(-1).transpose(-1, -2) @ v, r"the weights are not \[..., N_q, N_k\] in both"),
     "on the right": (
         lambda q, k, v: v.mT @ (q @ k.mT).softmax(-1), r"the weights are not \[..., N_q, N_k\] in both"),
     "2 dimensions": (two_dimensions, r"3 or 4 dimensions, got \[2, 2, 2\]"),
@@ -816,7 +797,8 @@ REFUSED = {
     "softmax over two queries": (
         lambda q, k, v: (q @ k.mT).reshape(2, 4, 4, 16).softmax(-1).reshape(2, 4, 8, 8) @ v,
         "`softmax` is not over the keys of a query"),
-    "two dtypes": (two_dtypes, "q, k and v must have one dtype"),
+    "two dtypes": (
+        lambda q, k, v: (q @ k.mT).softmax(-1).float() @ v.float(), "q, k and v must have one dtype"),
     "broadcast scores": (
         scored(lambda s: s + torch.broadcast_tensors(MASK, s)[1]), "are also used by `broadcast"),
     "scores broadcast twice": (
