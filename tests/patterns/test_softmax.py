@@ -1178,28 +1178,20 @@ def bloom(lib):
 
 
 MODELS = {  # and how many attentions each has
-    "bert": (lambda lib: models.bert(lib, "eager"), 1),
-    "bert_padded": (lambda lib: models.bert(lib, "eager", **models.padding()), 1),
-    "gpt2": (lambda lib: models.gpt2(lib, "eager"), 1),
-    "llama": (lambda lib: models.llama(lib, "eager", **models.padding()), 1),
+    "bert": (lambda lib: models.bert(lib, "eager", **models.padding()), 1),
     "gpt_oss": (models.gpt_oss, 2),
-    "vit": (lambda lib: models.vit(lib, "eager"), 1),
-    "t5": (lambda lib: models.t5(lib, "eager"), 3),
-    "whisper": (lambda lib: models.whisper(lib, "eager"), 3),
     "bloom": (bloom, 1),
-    "timm": (lambda lib: models.timm_vit(lib, by_hand=True), 2),
 }
 
 
 @pytest.mark.models
 @chosen(
-    # Training has the inference's graph, and gradients. The others: front/test_models.py.
-    lambda name, training: training and name in ("bert_padded", "gpt_oss"),
-    name=list(MODELS), training=[False, True],
+    # Training has the inference's graph, and gradients. The other models: front/test_models.py.
+    lambda name, training: training and name != "bloom", name=list(MODELS), training=[False, True],
 )  # fmt: skip
 def test_a_model_keeps_its_output_with_all_its_attention_found(name, training):
     build, number = MODELS[name]
-    model, inputs = build(models.library("timm" if name == "timm" else "transformers"))
+    model, inputs = build(models.library("transformers"))
     for module in model.modules():
         for rate in ("p", "dropout", "attention_dropout", "hidden_dropout"):
             if isinstance(getattr(module, rate, None), float):
