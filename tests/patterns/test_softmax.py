@@ -402,6 +402,11 @@ def test_a_finite_mask_takes_the_place_of_what_was_added_before():
     padding = torch.arange(8) < 3
     check(scored(lambda s: (s + hidden).masked_fill(padding, -1e9)), *random_qkv())
     check(scored(lambda s: s.masked_fill(padding, -1e9) + hidden), *random_qkv())
+    low, half = torch.finfo(torch.float16).min, BIAS.half()  # which has no number that hides more
+    function = scored(lambda s: (s + half).masked_fill(padding, low))
+    _, taken, _, actual = capture(function, *(inputs := random_qkv(dtype=torch.float16)))
+    assert len(taken) == 1
+    torch.testing.assert_close(actual, function(*inputs), atol=4e-3, rtol=1e-2)
 
 
 def test_a_whole_number_as_a_scale_has_no_fraction():
