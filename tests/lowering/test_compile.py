@@ -17,9 +17,6 @@ Where torch itself has a limit, ``backend="inductor"`` is the control.
 import contextlib
 import functools
 import math
-import os
-import subprocess
-import sys
 import threading
 from types import SimpleNamespace
 from unittest import mock
@@ -31,6 +28,9 @@ import torch.nn.functional as F
 from pairs import chosen, has_every_variant, pairs
 from support import cos_sim, op_by_op, random_qkv, with_gaps
 from torch._dynamo.utils import counters
+from torch._higher_order_ops.map import map as hop_map
+from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.testing import assert_close
 from torch.utils.checkpoint import (
@@ -227,14 +227,6 @@ def test_modes_with_new_inputs_and_gradients(mode):
     assert rewritten() == 1
 
 
-@torch.no_grad()
-def test_torch_compiles_own_mode_argument():
-    m, x = Attention(), torch.randn(2, 40, 64)
-    with sage_inductor.config.patch(emulate=True):
-        f = torch.compile(m, backend="sage", mode="reduce-overhead", fullgraph=True)
-        assert follows(f(x), m(x)) and rewritten() == 1
-
-
 def test_inference_mode_and_training_of_one_model():
     m, x = stack(), torch.randn(2, 40, 64)
     f = compiled(m)
@@ -247,44 +239,6 @@ def test_inference_mode_and_training_of_one_model():
 
 
 # -- caches and resets ----
-
-PROGRAM = """
-import os, sys, torch, torch._inductor.config
-from torch._dynamo.utils import counters
-torch._inductor.config.cpp.simdlen = 1  # else an empty cache is told what vectors there are
-import sage_inductor
-from test_compile import compiled, stack
-
-path = sys.argv[1]
-if os.path.exists(path):
-    torch.compiler.load_cache_artifacts(open(path, "rb").read())
-torch.manual_seed(0)
-with torch.no_grad():
-    out = compiled(stack(1))(torch.randn(2, 40, 64))
-if not os.path.exists(path):
-    open(path, "wb").write(torch.compiler.save_cache_artifacts()[0])
-hits = [counters["aot_autograd"]["autograd_cache_" + x] for x in ("hit", "miss")]
-print(*hits, len(sage_inductor.report().rewritten), out.double().square().sum().item())
-"""
-
-
-@pytest.mark.sweep  # two processes; front/test_backend.py has two of torch's caches on disk
-def test_saved_cache_artifacts_serve_a_process_with_an_empty_cache(tmp_path):
-    """Two processes alike: the key of torch's cache names the module that imported torch first
-    (pickle's name for ``torch.contiguous_format``), so pytest's own process has other keys."""
-    lines = []
-    for cache in ("one", "two"):
-        env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / cache)}
-        here = os.path.dirname(__file__)
-        result = subprocess.run(
-            [sys.executable, "-c", PROGRAM, tmp_path / "artifacts"],
-            env={**env, "PYTHONPATH": os.pathsep.join([here, os.path.dirname(here)])}, capture_output=True, text=True,
-        )  # fmt: skip
-        assert result.returncode == 0, result.stderr[-3000:]
-        lines.append(result.stdout.split())
-    saved, loaded = lines
-    assert saved[:3] == ["0", "1", "1"] and loaded[:3] == ["1", "0", "1"]
-    assert saved[3] == loaded[3]
 
 
 @torch.no_grad()
@@ -368,30 +322,6 @@ def test_repeated_blocks_compile_once(executions):
     assert all(follows(a, e) for a, e in zip(gradients(m, x), expected_grads))
 
 
-@pytest.mark.models
-@torch.no_grad()
-def test_diffusers_compile_repeated_blocks(executions):
-    diffusers = pytest.importorskip("diffusers")
-    model = diffusers.WanTransformer3DModel(
-        patch_size=(1, 2, 2), num_attention_heads=1, attention_head_dim=64, in_channels=4,
-        out_channels=4, text_dim=32, freq_dim=32, ffn_dim=64, num_layers=6, cross_attn_norm=True,
-        rope_max_seq_len=32,
-    ).eval()  # fmt: skip
-    inputs = {
-        "hidden_states": torch.randn(1, 4, 2, 8, 8),
-        "encoder_hidden_states": torch.randn(1, 16, 32),
-        "timestep": torch.tensor([500]),
-    }
-    expected = model(**inputs).sample
-    model.compile_repeated_blocks(backend="sage", fullgraph=True, options=EMULATE)
-    actual = []
-    with op_by_op():
-        assert graphs_of(lambda: actual.append(model(**inputs).sample)) == 1
-    assert rewritten() == 2  # self and cross attention of the one block
-    assert executions.call_count == 12
-    assert follows(actual[0], expected)
-
-
 @pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
 def test_a_nested_compile_region_is_rewritten_in_its_own_graph(train, executions):
     block = Attention()
@@ -452,25 +382,27 @@ def test_eager_attention_is_never_touched(executions):
 # -- process groups ----
 
 
+def accumulated(f, x, wrt) -> list:
+    """Gradients as the hooks of a wrapper leave them; the cotangent is that of `gradients`."""
+    for each in wrt:
+        each.grad = None
+    out = f(x)
+    out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(1)))
+    return [each.grad.clone() for each in wrt]
+
+
 def test_ddp_splits_the_graph_and_keeps_the_gradients(gloo):
     from torch.nn.parallel import DistributedDataParallel as DDP
 
     m, x = stack(2), torch.randn(2, 40, 64, requires_grad=True)
     wrt = [x, *m.parameters()]
 
-    def through(f):
-        """Gradients as DDP's hooks leave them."""
-        m.zero_grad()
-        x.grad = None
-        out = f(x)
-        out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(1)))
-        return [p.grad.clone() for p in wrt]
-
     # 16 KiB buckets: a block has 64 KiB of parameters.
     with mock.patch.object(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 2**14):
-        eager = through(DDP(m, bucket_cap_mb=2**-6))
+        eager = accumulated(DDP(m, bucket_cap_mb=2**-6), x, wrt)
         parts = counters["aot_autograd"]["total"]
-        actual = through(compiled(DDP(m, bucket_cap_mb=2**-6), fullgraph=False))
+        f = compiled(DDP(m, bucket_cap_mb=2**-6), fullgraph=False)
+        actual = accumulated(f, x, wrt)
     assert counters["aot_autograd"]["total"] - parts >= 2, "DDPOptimizer did not split the graph"
     assert rewritten() == 2
     assert all(follows(a, e) for a, e in zip(actual, eager))
@@ -490,11 +422,8 @@ def test_fsdp2_with_compiled_blocks(gloo):
         fully_shard(block, mesh=mesh)
     fully_shard(m, mesh=mesh)
     for _ in range(2):
-        m.zero_grad()
-        x.grad = None
-        out = m(x)
-        out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(1)))
-        actual = [x.grad, *(p.grad.full_tensor() for p in m.parameters())]
+        of_x, *others = accumulated(m, x, [x, *m.parameters()])
+        actual = [of_x, *(grad.full_tensor() for grad in others)]
         assert all(follows(a, e) for a, e in zip(actual, expected))
     assert rewritten() >= 1
 
@@ -502,8 +431,7 @@ def test_fsdp2_with_compiled_blocks(gloo):
 # -- training ----
 
 
-@pytest.mark.parametrize("how", [pytest.param("config", marks=pytest.mark.sweep), "context"])
-def test_compiled_autograd(how):
+def test_compiled_autograd():
     m, x = Attention(), torch.randn(2, 40, 64, requires_grad=True)
     cotangent = torch.randn(2, 40, 64)
     expected = torch.autograd.grad(m(x), [x, *m.parameters()], cotangent)
@@ -513,15 +441,11 @@ def test_compiled_autograd(how):
     f = compiled(m, dynamic=False)
 
     def step(x):
-        (m if how == "config" else f)(x).backward(cotangent)
+        f(x).backward(cotangent)
 
     captures = counters["compiled_autograd"]["captures"]
-    if how == "config":
-        with torch._dynamo.config.patch(compiled_autograd=True):
-            compiler(step)(x)
-    else:
-        with torch._dynamo.compiled_autograd._enable(compiler):
-            step(x)
+    with torch._dynamo.compiled_autograd._enable(compiler):
+        step(x)
     assert counters["compiled_autograd"]["captures"] == captures + 1
     assert len(sage_inductor.report().rewritten) == 1
     actual = [x.grad, *(p.grad for p in m.parameters())]
@@ -693,76 +617,61 @@ def test_torch_func_does_what_it_does_under_inductor(transform, where):
         assert torch.equal(actual, expected) if refused else follows(actual, expected)
 
 
-def test_cond_runs_one_rewritten_branch(executions):
-    def conditional(q, k, v):
-        return torch.cond(
-            q.sum() > 0,
-            lambda q, k, v: sdpa(q, k, v),
-            lambda q, k, v: sdpa(q, k, v, is_causal=True),
-            (q, k, v),
-        )
+def conditional(q, k, v):
+    def causal(q, k, v):
+        return sdpa(q, k, v, is_causal=True)
 
+    return torch.cond(q.sum() > 0, lambda q, k, v: sdpa(q, k, v), causal, (q, k, v))
+
+
+def scanned(q, k, v):
+    def body(carry, kv):
+        carry = sdpa(carry, *kv)
+        return carry, carry.clone()
+
+    return scan(body, q, tuple(torch.stack([x, x.flip(2), 2 * x]) for x in (k, v)))[1]
+
+
+def scanned_in_eager(q, k, v):
+    found = []
+    for kv in zip((k, k.flip(2), 2 * k), (v, v.flip(2), 2 * v)):
+        found.append(q := sdpa(q, *kv))
+    return torch.stack(found)
+
+
+def repeated(q, k, v):
+    def body(i, q, k, v):
+        return i + 1, sdpa(q, k, v), k.clone(), v.clone()
+
+    return while_loop(lambda i, *_: i < 3, body, (torch.tensor(0), q, k, v))[1]
+
+
+def mapped(q, k, v):
+    q = torch.stack([q, q.flip(1), 2 * q])
+    return hop_map(lambda x, k, v: sdpa(x, k, v), q, k, v)
+
+
+CONTROL_FLOW = {  # and what it is in eager mode, how often attention runs, how many calls there are
+    conditional: (lambda q, k, v: sdpa(q, k, v, is_causal=bool(q.sum() <= 0)), 1, {2}),
+    scanned: (scanned_in_eager, 3, {1, 2}),
+    repeated: (lambda q, k, v: sdpa(sdpa(sdpa(q, k, v), k, v), k, v), 3, {1}),
+    mapped: (
+        lambda q, k, v: torch.stack([sdpa(x, k, v) for x in (q, q.flip(1), 2 * q)]),
+        3,
+        {1, 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("function", CONTROL_FLOW, ids=lambda f: f.__name__)
+@torch.no_grad()
+def test_what_control_flow_calls_is_rewritten(function, sign, executions):
+    in_eager, runs, numbers = CONTROL_FLOW[function]
     q, k, v = qkv()
-    f = compiled(conditional)
-    with torch.no_grad():
-        for sign, is_causal in ((1, False), (-1, True)):
-            q = q.abs() * sign
-            assert follows(f(q, k, v), sdpa(q, k, v, is_causal=is_causal))
-    assert rewritten() == 2 and executions.call_count == 2
-
-
-@torch.no_grad()
-def test_scan_calls_the_rewritten_body_at_each_step(executions):
-    from torch._higher_order_ops.scan import scan
-
-    def steps(q, ks, vs):
-        def body(carry, kv):
-            carry = sdpa(carry, *kv)
-            return carry, carry.clone()
-
-        return scan(body, q, (ks, vs))[1]
-
-    q, k, v = qkv()
-    ks, vs = (torch.stack([x, x.flip(2), 2 * x]) for x in (k, v))
-    expected, carry = [], q
-    for k, v in zip(ks, vs):
-        carry = sdpa(carry, k, v)
-        expected.append(carry)
-    out = compiled(steps)(q, ks, vs)
-    assert rewritten() >= 1 and executions.call_count == 3
-    assert follows(out, torch.stack(expected))
-
-
-@torch.no_grad()
-def test_while_loop_calls_the_rewritten_body_at_each_step(executions):
-    from torch._higher_order_ops.while_loop import while_loop
-
-    k, v = qkv()[1:]
-
-    def loop(q, k, v):
-        def body(i, q, k, v):
-            return i + 1, sdpa(q, k, v), k.clone(), v.clone()
-
-        return while_loop(lambda i, *_: i < 3, body, (torch.tensor(0), q, k, v))[1]
-
-    q = torch.randn_like(k)
-    expected = sdpa(sdpa(sdpa(q, k, v), k, v), k, v)
-    assert follows(compiled(loop)(q, k, v), expected)
-    assert rewritten() == 1 and executions.call_count == 3
-
-
-@torch.no_grad()
-def test_map_calls_the_rewritten_body_for_each_row(executions):
-    from torch._higher_order_ops.map import map as hop_map
-
-    q, k, v = (torch.stack([x, x.flip(1), 2 * x]) for x in qkv())
-
-    def mapped(q, k, v):
-        return hop_map(lambda x, k, v: sdpa(x, k, v), q, k[0], v[0])
-
-    expected = torch.stack([sdpa(x, k[0], v[0]) for x in q])
-    assert follows(compiled(mapped)(q, k, v), expected)
-    assert rewritten() >= 1 and executions.call_count == 3
+    q = q.abs() * sign
+    assert follows(compiled(function)(q, k, v), in_eager(q, k, v))
+    assert rewritten() in numbers and executions.call_count == runs
 
 
 # -- recipe "off" ----
@@ -798,24 +707,6 @@ def test_recipe_off_is_inductor_bit_for_bit(case):
         results.append([out, *gradients(f, *inputs)])
     assert len(results[0]) == 1 + len(inputs) and all(map(torch.equal, *results))
     assert [site.reason for site in sage_inductor.report()] == ["the recipe is 'off'"]
-
-
-# -- several models and options ----
-
-
-@torch.no_grad()
-def test_models_with_their_own_options_do_not_meet():
-    a, b = stack(), stack()
-    x = torch.randn(2, 40, 64)
-    f = compiled(a, options={**EMULATE, "sage.recipe": "sage1"})
-    g = compiled(b, options={**EMULATE, "sage.recipe": "sage2-8b"})
-    h = compiled(b, options={**EMULATE, "sage.recipe": "off"})
-    plain = compiled(b, "inductor")
-    for _ in range(2):  # compiled, then called again
-        assert follows(f(x), a(x)) and follows(g(x), b(x))
-        assert torch.equal(h(x), plain(x)) and not torch.equal(g(x), h(x))
-    recipes = [site.recipe for site in sage_inductor.report()]
-    assert recipes == ["sage1", "sage2-8b", None]
 
 
 # -- what users of other integrations suffered from ----
@@ -1003,51 +894,45 @@ def test_errors_of_the_model_are_those_of_inductor(case):
 
 
 def test_what_a_kernel_accesses_is_found_once_a_variant(monkeypatch):
-    class Function:
-        def __init__(self, module):
-            self.__module__ = module
-
-    def kernel(module):
-        return SimpleNamespace(fn=Function(module))
-
     calls = []
 
     def identify(kernel, kwargs, tma_descriptor_metadata, *more, **options):
         calls.append((more, options))
         return [["OUT"]]
 
+    def kernel(module, **given):
+        return SimpleNamespace(fn=functions[module], **given)
+
+    functions = {
+        name: mock.Mock(__module__=name) for name in ("sage_inductor.ops.quantize", "model")
+    }
     remembered = access_cache._remember(identify)
-    ours, another = kernel("sage_inductor.ops.quantize"), kernel("model")
+
+    def asks(times: int, *given, **options) -> bool:
+        before = len(calls)
+        remembered(*given, **options)
+        return len(calls) - before == times
+
+    ours, another = map(kernel, functions)
     x = torch.empty(2, 3, dtype=torch.bfloat16)
     remembered(ours, {"X": x, "N": 4}, {})[0].append("a caller's")
     assert remembered(ours, {"N": 4, "X": torch.empty(7, dtype=x.dtype)}, {}) == [["OUT"]]
     assert len(calls) == 1
-    for kwargs in (
-        {"X": x.float(), "N": 4},
-        {"X": x, "N": 1},
-        {"X": x, "N": True},
-        {"X": 3, "N": 4},
-    ):
-        remembered(ours, kwargs, {})
-    remembered(ours, {"X": x, "N": 4}, {"X": "a descriptor"})
-    assert len(calls) == 6
-    for warps in (2, 2, 4):  # as torch wraps the kernel for each call
-        tuner = SimpleNamespace(fn=ours.fn, configs=[f"num_warps: {warps}"])
-        remembered(tuner, {"X": x, "N": 4}, {})
-    assert len(calls) == 8
+    others = {"X": x.float(), "N": 4}, {"X": x, "N": 1}, {"X": x, "N": True}, {"X": 3, "N": 4}
+    assert all(asks(1, ours, kwargs, {}) for kwargs in others)
+    given = {"X": x, "N": 4}
+    assert asks(1, ours, given, {"X": "a descriptor"})
+    for warps, times in ((2, 1), (2, 0), (4, 1)):  # as torch wraps the kernel for each call
+        assert asks(times, kernel(*list(functions)[:1], configs=[f"num_warps: {warps}"]), given, {})
     for _ in range(2):
-        remembered(another, {"X": x, "N": 4}, {})
-    assert len(calls) == 10
-    for _ in range(2):  # as no torch calls it yet: passed on, whosever the kernel is
-        for each in (ours, another):
-            remembered(each, {"X": x, "N": 4}, {}, 5)
-            remembered(each, {"X": x, "N": 4}, tma_descriptor_metadata={})
-            remembered(each, {"X": x, "N": 4}, {}, new=6)
-    assert len(calls) == 22 and calls[10:13] == [((5,), {}), ((), {}), ((), {"new": 6})]
+        assert asks(1, another, given, {})
+        for each in (ours, another):  # as no torch calls it yet: passed on, whosever it is
+            assert asks(1, each, given, {}, 5) and calls[-1] == ((5,), {})
+            assert asks(1, each, given, tma_descriptor_metadata={}) and calls[-1] == ((), {})
+            assert asks(1, each, given, {}, new=6) and calls[-1] == ((), {"new": 6})
     monkeypatch.setattr(access_cache, "REMEMBERED", 2)
-    for n in (11, 12, 13, 12, 13, 11):
-        remembered(ours, {"X": x, "N": n}, {})
-    assert len(calls) == 22 + 4
+    for n, times in ((11, 1), (12, 1), (13, 1), (12, 0), (13, 0), (11, 1)):
+        assert asks(times, ours, {"X": x, "N": n}, {})
     installed = [
         getattr(access_cache.triton_kernel_wrap, name, None) for name in access_cache.NAMES
     ]

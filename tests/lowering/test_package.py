@@ -117,33 +117,6 @@ class Library(calls.Cpp):
         return plan, {x["launch"] for x in written if "launch" in x}
 
 
-_HOPPER, _PORTABLE, _SPLIT = "_hopper_kernel", "_attention_kernel", "_combine_kernel"
-_OF_LISTS = "_list_tiles_kernel", "_rank_tiles_kernel"
-_OF_MASK = "_pack_mask_kernel", *_OF_LISTS
-KERNELS = {
-    **dict.fromkeys(
-        ["causal", "repeated", "rotated", "d256", "b16_causal", "window", "bottom_right"], {_HOPPER}
-    ),
-    "keys": {_HOPPER, *_OF_MASK},
-    "rows": {_HOPPER, _PORTABLE, *_OF_MASK},
-    "keys_256": {_HOPPER, *_OF_MASK},
-    **dict.fromkeys(["every_other", "portable", "bias", "band"], {_PORTABLE}),
-    "lists": {_HOPPER, *_OF_LISTS},
-    "lists_of_one": {_HOPPER, _PORTABLE, *_OF_LISTS},
-    "d64_causal": {_HOPPER},
-    "b16_unaligned": {_HOPPER, _PORTABLE, _SPLIT},
-    **dict.fromkeys(
-        ["full", "one_batch", "far", "d64", "d72", "d256_full", "d_v", "two_groups", "b16", "b16_72"],
-        {_HOPPER, _SPLIT},
-    ),
-    **dict.fromkeys(["k", "k_batch"], {"_estimate_kernel", "_quantize_k_kernel"}),
-    **dict.fromkeys(
-        ["kv", "kv_far", "kv_72", "kv_256", "kv_batch", "kv_one", "kv_all", "kv_rotated"],
-        {"_estimate_kernel", "_quantize_kv_kernel", "quantize_v_again_kernel"},
-    ),
-}  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     functions = {
@@ -168,15 +141,20 @@ def test_cpp_launches_what_python_launches(name, library, monkeypatch):
         plan, digests = library.plan(name, given, device)
         assert plan == planned(launch_of(name), given, PROCESSORS[device])
         reached |= digests
-    of = library.functions[name].compilations
-    assert reached == of.keys()
-    assert {of[digest].kernel.__name__ for digest in reached} == KERNELS[name]
+    assert reached == library.functions[name].compilations.keys()
 
 
-def test_cpp_asks_little(library):
+def test_recorded_functions_are_short_and_have_every_kernel_of_their_ops(library):
     """Ways through a function multiply with each question: a tile's rules once made 3,790 of them."""
+    kernels = set()
     for name, function in library.functions.items():
         assert function.source.count("if (") <= 15, name
+        kernels |= {each.kernel.__name__ for each in function.compilations.values()}
+    assert kernels == {
+        "_hopper_kernel", "_attention_kernel", "_combine_kernel", "_pack_mask_kernel",
+        "_list_tiles_kernel", "_rank_tiles_kernel", "_estimate_kernel", "_quantize_k_kernel",
+        "_quantize_kv_kernel", "quantize_v_again_kernel",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["keys", "rows", "bias"])

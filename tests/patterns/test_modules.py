@@ -186,41 +186,29 @@ class Direct(nn.MultiheadAttention):
         )  # fmt: skip
 
 
-@pairs(masks=list(MASKS), need_weights=[True, False], dtype=[torch.float32, torch.float64])
-def test_every_mask_of_the_function_becomes_sdpas(masks, need_weights, dtype):
+@pairs(
+    lambda module, masks: module is Direct or masks in ONE_DTYPE,
+    module=[Direct, nn.MultiheadAttention], masks=list(MASKS), need_weights=[True, False],
+    dtype=[torch.float32, torch.float64],
+)  # fmt: skip
+def test_every_mask_becomes_sdpas(module, masks, need_weights, dtype):
     attn_mask, key_padding_mask, expected = MASKS[masks]
     found = attention(
-        Direct(E, H),
+        module(E, H),
         (L, B),
         need_weights=need_weights,
         attn_mask=attn_mask,
         key_padding_mask=key_padding_mask,
         dtype=dtype,
     )
-    call = one(found, band=FULL, dropout_p=0.0)
+    call = one(found, band=FULL, dropout_p=0.0, spelling="nn.MultiheadAttention")
     assert mask_of(call) == (
         expected and (expected[0] if expected[0] == torch.bool else dtype, expected[1])
     )
 
 
-@pytest.mark.parametrize("need_weights", [True, False])
-@pytest.mark.parametrize("masks", ONE_DTYPE)
-def test_every_mask_of_the_module_becomes_sdpas(masks, need_weights):
-    attn_mask, key_padding_mask, expected = MASKS[masks]
-    call = one(
-        attention(
-            nn.MultiheadAttention(E, H, batch_first=True),
-            need_weights=need_weights,
-            attn_mask=attn_mask,
-            key_padding_mask=key_padding_mask,
-        ),
-        band=FULL, spelling="nn.MultiheadAttention",
-    )  # fmt: skip
-    assert mask_of(call) == expected
-
-
 @pairs(
-    kind=["self", "memory", "keys", "kdim, vdim"],
+    kind=["self", "memory", "keys", "value", "kdim, vdim"],
     bias=[True, False],
     batch_first=[True, False],
     training=[True, False],
@@ -230,20 +218,16 @@ def test_every_projection(kind, bias, batch_first, training):
     module = nn.MultiheadAttention(E, H, bias=bias, batch_first=batch_first, **sizes)
     shape, memory = ((B, L), (B, S)) if batch_first else ((L, B), (S, B))
     query = torch.randn(*shape, E)
-    key = query if kind == "self" else torch.randn(*memory, sizes.get("kdim", E))
-    value = torch.randn(*memory, sizes.get("vdim", E)) if kind in ("keys", "kdim, vdim") else key
+    key = query if kind in ("self", "value") else torch.randn(*memory, sizes.get("kdim", E))
+    value = torch.randn(*key.shape[:2], sizes.get("vdim", E))
+    value = key if kind in ("self", "memory") else value
     found = check(module.train(training), query, key, value, average_attn_weights=False)
     call = one(found, dropout_p=0.0, attn_mask=None)
     assert value_of(call.q).shape == (B, H, L, E // H)
-    linears = {"self": 1, "memory": 2, "keys": 3, "kdim, vdim": 3}[kind]
+    linears = {"self": 1, "memory": 2}.get(kind, 3)
     assert sum(node.target is F.linear for node in call.emit.nodes) == linears + 1
     bases = {value_of(x)._base is not None for x in (call.q, call.k, call.v)}
     assert bases == {True}, "q, k and v are views, not copies"
-
-
-def test_one_input_projected_to_query_and_key_but_not_to_value():
-    x = torch.randn(B, L, E)
-    one(check(nn.MultiheadAttention(E, H, batch_first=True), x, x, torch.randn(B, L, E)))
 
 
 @pytest.mark.parametrize("masks", ["none", "bool", "float per head", "padding", "float, padding"])
@@ -610,21 +594,15 @@ def test_the_fast_path_under_autocast_is_refused():
     assert out.dtype == expected.dtype
 
 
-@chosen(
-    lambda masks, training: masks in ("bool", "bool, padding") or training == (masks == "none"),
-    masks=["none", "bool", "padding", "bool, padding"],
-    training=[True, False],
-)
-def test_encoders(masks, training):
+@pytest.mark.parametrize("training", [True, False])
+def test_encoders(training):
     """Not as nested tensors: Dynamo does not take that way, in which eager returns 0 as padding."""
-    src_mask, padding, _ = MASKS[masks]
-    encoder = nn.TransformerEncoder(encoder_layer(), 2, enable_nested_tensor=False)
-    with torch.set_grad_enabled(training):
-        found = check(
-            encoder.train(training), torch.randn(B, L, E),
-            mask=src_mask, src_key_padding_mask=padding, is_causal=masks == "bool",
-        )  # fmt: skip
-    assert [call.refused for call in found] == [None, None]
+    for mask, padding, is_causal in ((CAUSAL_MASK, PADDED, False), (CAUSAL_MASK, None, True)):
+        encoder = nn.TransformerEncoder(encoder_layer(), 2, enable_nested_tensor=False)
+        given = dict(mask=mask, src_key_padding_mask=padding, is_causal=is_causal)
+        with torch.set_grad_enabled(training):
+            found = check(encoder.train(training), torch.randn(B, L, E), **given)
+        assert [call.refused for call in found] == [None, None]
 
 
 def test_an_encoder_that_looks_whether_its_mask_is_causal():
@@ -640,32 +618,21 @@ def test_nested_tensors_do_not_reach_the_graph():
         capture(lambda x: encoder(x, src_key_padding_mask=PADDED), torch.randn(B, L, E))
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("norm_first", [True, False])
-def test_decoder_layers_attend_to_themselves_and_to_the_memory(norm_first, training):
-    layer = nn.TransformerDecoderLayer(
-        E, H, 32, dropout=0.0, batch_first=True, norm_first=norm_first
+@pairs(training=[True, False], norm_first=[True, False], batch_first=[True, False])
+def test_transformers(training, norm_first, batch_first):
+    """Two layers attend to themselves, one of them to the memory, too."""
+    module = nn.Transformer(
+        E, H, 1, 1, 32, dropout=0.0, batch_first=batch_first, norm_first=norm_first
     )
-    found = check(
-        layer.train(training), torch.randn(B, L, E), torch.randn(B, S, E), tgt_mask=CAUSAL_MASK,
-        tgt_is_causal=True, memory_key_padding_mask=PADDED[:, :S],
-    )  # fmt: skip
-    assert [call.refused for call in found] == [None, None]
-    assert [call.band for call in found] == [CAUSAL, FULL]
-    assert mask_of(found[1]) == (torch.bool, (B, 1, 1, S))
-
-
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("batch_first", [True, False])
-def test_transformers(batch_first, training):
-    module = nn.Transformer(E, H, 1, 1, 32, dropout=0.0, batch_first=batch_first)
     shapes = ((B, S), (B, L)) if batch_first else ((S, B), (L, B))
     with torch.set_grad_enabled(training):
         found = check(
             module.train(training), *(torch.randn(*shape, E) for shape in shapes),
-            tgt_mask=nn.Transformer.generate_square_subsequent_mask(L), tgt_is_causal=True,
+            tgt_mask=CAUSAL_MASK, tgt_is_causal=True, memory_key_padding_mask=PADDED[:, :S],
         )  # fmt: skip
     assert [call.refused for call in found] == [None] * 3
+    assert [call.band for call in found] == [FULL, CAUSAL, FULL]
+    assert mask_of(found[2]) == (torch.bool, (B, 1, 1, S))
 
 
 # -- golden graphs -------------------------------------------------------------------------------
