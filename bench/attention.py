@@ -47,7 +47,9 @@ def main(argv=None) -> int:
         harness.show(**{"left out": f"{kind}: {why}"})
     plan = overridden(PLANS[args.shapes], args)
     check_kernels(plan, args.recipes, device)
-    run(args.shapes, plan, args.recipes, device, result)
+    # Should "dynamic" mean a graph per N.
+    with torch._dynamo.config.patch(recompile_limit=len(plan.cases)):
+        run(args.shapes, plan, args.recipes, device, result)
     result.end("provider", "table", "row")
     return int(any(row["error"] and row["recipe"] for row in result["rows"]))
 
@@ -127,7 +129,6 @@ def check_kernels(plan: Plan, recipes: list[str], device) -> None:
 
 def run(name: str, plan: Plan, recipes, device, result: harness.Result) -> None:
     """Measure a plan's cases; print and save each table as it is done."""
-    torch._dynamo.config.recompile_limit = len(plan.cases)  # should "dynamic" mean a graph per N
     every = tqdm(plan.cases, leave=False, disable=None)
     for title, cases in itertools.groupby(every, key=lambda case: case.table):
         rows, providers = [], None
