@@ -47,7 +47,7 @@ def main(argv=None) -> int:
         harness.show(**{"left out": f"{kind}: {why}"})
     plan = overridden(PLANS[args.shapes], args)
     check_kernels(plan, args.recipes, device)
-    # Should "dynamic" mean a graph per N.
+    # Dynamo may make a graph for each N, although N is dynamic.
     with torch._dynamo.config.patch(recompile_limit=len(plan.cases)):
         run(args.shapes, plan, args.recipes, device, result)
     result.end("provider", "table", "row")

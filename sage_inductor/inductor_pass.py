@@ -61,8 +61,8 @@ class SagePass(CustomGraphPass):
         return resolve({}, portable=virtualized.aot_compilation is True)
 
 
-# Files and folders beside this one that no graph depends on: they tell what became of calls, or
-# call what is here. All others are hashed, so that a new one is until somebody writes it here.
+# Files and folders in this one's folder that no graph depends on: they report what became of calls,
+# or call the rest. All others are hashed. So a new file is, until somebody lists it here.
 DECIDES_NOTHING = (
     "__main__.py", "cli", "diagnose.py", "gradient_noise.py", "integrations", "measure.py",
     "page.py", "report.py", "suggest.py",
