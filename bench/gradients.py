@@ -29,8 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.laboratory import DTYPES, MAX, rounded
-from sage_inductor.ops.formats import TINY
+from sage_inductor.ops.formats import ROTATED, TINY
 from sage_inductor.ops.reference.exact import attention_exact, masked
+from sage_inductor.ops.reference.quantize import rotation
 
 
 class Rounding(NamedTuple):
@@ -53,6 +54,7 @@ class Training:
     q: Rounding = EXACT
     k: Rounding = EXACT
     smooth_k: bool = False  # k less its mean over N, which takes nothing off any gradient
+    rotated: bool = False  # q and k of s times one Hadamard matrix (ops/quantize/rotate.py)
     p: Rounding = EXACT  # relative to the row's maximum
     v: Rounding = EXACT
     smooth_v: bool = False  # v less its mean over N, which o gets back
@@ -93,8 +95,8 @@ PER_TILE = dataclasses.replace(
     q_of_dk=E4M3(64),
 )  # fmt: skip
 FP8_BACKWARD = dataclasses.replace(
-    SCORES, row_scaled=True, p_of_dv=E4M3("one"), do_of_dv=E4M3("channel"), ds=E4M3("one"),
-    k_of_dq=E4M3("channel"), q_of_dk=E4M3("channel"),
+    SCORES, rotated=True, row_scaled=True, p_of_dv=E4M3("one"), do_of_dv=E4M3("channel"),
+    ds=E4M3("one"), k_of_dq=E4M3("channel"), q_of_dk=E4M3("channel"),
 )  # fmt: skip
 FP8_BACKWARD_INT8 = dataclasses.replace(
     FP8_BACKWARD, do_of_dp=INT8(1), v_of_dp=INT8(1), smooth_dp=True
@@ -118,6 +120,7 @@ ENTRIES = {
     "FP8 backward, dP INT8, v not smoothed": dataclasses.replace(
         FP8_BACKWARD_INT8, smooth_dp=False
     ),
+    "FP8 backward, dP INT8, not rotated": dataclasses.replace(FP8_BACKWARD_INT8, rotated=False),
     "FP8 backward, of earlier rows alone": FP8_BACKWARD_CAUSAL,
     "FP8 backward, dS E5M2": dataclasses.replace(FP8_BACKWARD, ds=E5M2("one")),
     "FP8 backward, stochastic": dataclasses.replace(FP8_BACKWARD, stochastic=True),
@@ -176,7 +179,10 @@ def forward(
     mask: Tensor | None = None,
 ) -> Forward:  # fmt: skip
     """Attention, in the inputs' dtype."""
-    s = scores(apply(q, t.q, t), apply(smoothed(k, t), t.k, t), is_causal, mask)
+    k = smoothed(k, t)
+    if t.rotated:
+        q, k = rotated(q), rotated(k)
+    s = scores(apply(q, t.q, t), apply(k, t.k, t), is_causal, mask)
     m = s.amax(3, keepdim=True)
     e = (s - m).exp()
     l = e.sum(3, keepdim=True)
@@ -229,6 +235,11 @@ def scores(q: Tensor, k: Tensor, is_causal: bool, mask: Tensor | None) -> Tensor
 
 def smoothed(k: Tensor, t: Training) -> Tensor:
     return k - k.mean(2, keepdim=True) if t.smooth_k else k
+
+
+def rotated(x: Tensor) -> Tensor:
+    matrix = rotation(x.shape[3], x.device) / min(x.shape[3], ROTATED) ** 0.5
+    return x @ matrix.to(x.dtype)
 
 
 def apply(x: Tensor, how: Rounding, t: Training, stochastic: bool = False) -> Tensor:

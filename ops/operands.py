@@ -12,9 +12,9 @@ class Kept(NamedTuple):
     """What ``sage::rowscaled`` keeps for its backward, beside out. M_pad: pad_rows of N_q."""
 
     stats: Tensor  # [2, B, H_q, N_q] fp32: lse (natural log) and the largest score (log2 units)
-    q: Tensor  # [B, H_q, M_pad, D_pad] INT8
+    q: Tensor  # [B, H_q, M_pad, D_pad] INT8, rotated
     q_scale: Tensor  # [B, H_q, M_pad] fp32
-    k: Tensor  # [B, H_kv, N_pad, D_pad] INT8, of k less its mean, estimated; causal: of k
+    k: Tensor  # [B, H_kv, N_pad, D_pad] INT8, rotated, of k less its mean; causal: of k
     k_scale: Tensor  # [B, H_kv, N_pad / TRAINING_BLOCK] fp32
     k_own: Tensor  # causal: the same once more, by one scale a row; others: [.., 0, D_pad]
     k_own_scale: Tensor  # [B, H_kv, N_pad or 0] fp32

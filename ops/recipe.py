@@ -162,7 +162,7 @@ ALIASES = {row.old_name: name for name, row in TABLE.items() if row.old_name}
 BY_SPEED = tuple(
     sorted((x for x, row in TABLE.items() if row.speed_rank), key=lambda x: TABLE[x].speed_rank)
 )
-ROWSCALED_FORWARD = NAMED["sage1-per-token"]  # of sage::rowscaled: INT8 q k, 16-bit p v
+ROWSCALED_FORWARD = NAMED["sage1-rotated"]  # of sage::rowscaled: INT8 q k, 16-bit p v
 
 
 def unrotated(name: str) -> str:

@@ -66,7 +66,7 @@ def quantize_k(
     qk, groups = recipe.of_qk, recipe.sharing.k_groups
     x = pad(k.float() - k_mean[:, :, None])
     if recipe.rotated:
-        x = rotate((0.5 * x).to(_of_16_bits(k)))
+        x = rotate((0.5 * x).to(of_16_bits(k)))
     n = torch.arange(x.shape[2], device=k.device)
     group = (
         n // K_BLOCK * groups + n % 8 // 2 % groups
@@ -179,7 +179,7 @@ def quantize_q(q: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
     """q [B, H, N, D] -> codes [B, H, N, D] (unpacked; rotated [.., D_pad]), q_scale [B, H, N, 1] in
     fp32, one value per group."""
     if recipe.rotated:
-        q = rotate(pad(q.to(_of_16_bits(q)), rows=False))
+        q = rotate(pad(q.to(of_16_bits(q)), rows=False))
     n, (span, groups) = torch.arange(q.shape[2], device=q.device), recipe.sharing[:2]
     group = n // span * groups + n % groups
     count = (q.shape[2] + span - 1) // span * groups
@@ -189,18 +189,28 @@ def quantize_q(q: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
 
 def rotate(x: Tensor) -> Tensor:
     """x [.., D_pad] of 16 bits -> x R in fp32: ../quantize/rotate.py."""
-    c = torch.arange(x.shape[-1], device=x.device)
+    # Of a transposed x a product is traced as a view that x of other lengths does not have.
+    x = x.double().clone(memory_format=torch.contiguous_format)
+    return (x @ rotation(x.shape[-1], x.device)).float()
+
+
+def turn_back(x: Tensor) -> Tensor:
+    """x R^T / n in fp32, the inverse of `rotate`, of codes [.., D_pad]."""
+    back = rotation(x.shape[-1], x.device).mT / min(x.shape[-1], ROTATED)
+    return (x.double() @ back).float()
+
+
+def rotation(D_pad: int, device: torch.device) -> Tensor:
+    """R [D_pad, D_pad] in fp64: ../quantize/rotate.py."""
+    c = torch.arange(D_pad, device=device)
     bit = [c >> i & 1 for i in range(7)]
     odd = bit[0] * bit[1] + bit[2] * bit[5] + bit[3] * bit[4]
     odd = odd[:, None] + sum(b[:, None] * b for b in bit)
     blocks = c // ROTATED
-    matrix = torch.where(blocks[:, None] == blocks, 1.0 - 2.0 * (odd & 1), 0.0)
-    # Of a transposed x a product is traced as a view that x of other lengths does not have.
-    x = x.double().clone(memory_format=torch.contiguous_format)
-    return (x @ matrix.double()).float()
+    return torch.where(blocks[:, None] == blocks, 1.0 - 2.0 * (odd & 1), 0.0).double()
 
 
-def _of_16_bits(x: Tensor) -> torch.dtype:
+def of_16_bits(x: Tensor) -> torch.dtype:
     return torch.bfloat16 if x.dtype == torch.float32 else x.dtype
 
 

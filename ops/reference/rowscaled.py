@@ -21,26 +21,40 @@ from sage_inductor.ops.formats import (
     TINY,
     TRAINING_BLOCK,
     Prepared,
+    rotation_scale,
 )
 from sage_inductor.ops.operands import Kept, Operands
 from sage_inductor.ops.recipe import ROWSCALED_FORWARD
 from sage_inductor.ops.reference.attention import attention
 from sage_inductor.ops.reference.exact import masked
-from sage_inductor.ops.reference.quantize import divide, estimate, pad
+from sage_inductor.ops.reference.quantize import (
+    divide,
+    estimate,
+    of_16_bits,
+    pad,
+    rotate,
+    turn_back,
+)
 from sage_inductor.ops.reference.training import LARGEST, quantize
 from sage_inductor.ops.visibility import Visibility
+
+OF_HALF = 2.0  # k of its codes: half of it was rotated
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Kept]:
     """out [B, H_q, N_q, D] of q's dtype, contiguous, and what the backward reads."""
+    x = k.float()
     if is_causal:
-        k_mean, v_mean = None, k.new_empty((*k.shape[:2], 0), dtype=torch.float32)
+        v_mean = k.new_empty((*k.shape[:2], 0), dtype=torch.float32)
     else:
         k_mean, v_mean = (estimate(x, shrink=False)[0] for x in (k, v))
-    of_own = quantize(k[:, :, : k.shape[2] if is_causal else 0], shared=1)
+        x = x - k_mean[:, :, None]
+    of_k = rotate((0.5 * pad(x)).to(of_16_bits(k)))
+    of_q = rotate(pad(q.to(of_16_bits(q))))
+    of_own = quantize(of_k[:, :, : of_k.shape[2] if is_causal else 0], shared=1)
     of_v = quantize(v, None if is_causal else v_mean, shared=1)
     none = k.new_empty(0, dtype=torch.float32)
-    kept = Kept(none, *quantize(q, shared=1), *quantize(k, k_mean), *of_own, *of_v, v_mean)
+    kept = Kept(none, *quantize(of_q, shared=1), *quantize(of_k), *of_own, *of_v, v_mean)
     out, stats = attend(q, v, kept, scale)
     return out, kept._replace(stats=stats)
 
@@ -61,7 +75,7 @@ def attend(q: Tensor, v: Tensor, kept: Kept, scale: float) -> tuple[Tensor, Tens
         of_v = pad(v, channels=False).repeat(1, 1, 2, 1)
     a = AttentionCall.of(q, prepared, of_v, visibility, scale, n_kv, ROWSCALED_FORWARD)
     out, lse = attention(a)
-    x = _exponents(kept, kept.q_scale * (scale * LOG2E), _is_near)
+    x = _exponents(kept, kept.q_scale * (a.scale_of_codes * LOG2E), _is_near)
     return out.contiguous(), torch.stack((lse, x[:, :, : q.shape[2], : v.shape[2]].amax(3)))
 
 
@@ -120,27 +134,22 @@ def prepare(grad: Tensor, out: Tensor, kept: Kept, scale: float) -> Operands:
         largest_v[..., -1] = of_block  # its last row sees all of a block
         of_row = u * so_far(largest_v.flatten(2)) + u * o_norm * so_far(kept.k_own_scale)
         of_row = least(of_row)
-        row_scale = wa * (of_row * (scale / E4M3_MAX / to_fp8))
-        kt = _turned(kept.k, torch.full_like(k_scale, to_fp8), 1)
-        kt_own = _turned(kept.k_own, torch.full_like(k_scale, to_fp8), 1)
+        row_scale = wa * (of_row * (OF_HALF * scale / E4M3_MAX / to_fp8))
+        kt = _turned(turn_back(kept.k), torch.full_like(k_scale, to_fp8), 1)
+        kt_own = _turned(turn_back(kept.k_own), torch.full_like(k_scale, to_fp8), 1)
         of_dq = m + of_row.log2(), delta, kept.v_scale * k_scale
     else:
         u, un = (torch.where(x.isnan(), 0.0, x) for x in (u, u * o_norm))
         beta = least(of_head(u) * v_norm.amax(2) + of_head(un))
         largest_k = kept.k_scale.amax(2)
-        row_scale = wa * to_heads(beta * (scale / E4M3_MAX) * (largest_k / to_fp8))
-        kt = kt_own = _turned(kept.k, k_scale * (to_fp8 / largest_k)[:, :, None], 1)
+        row_scale = wa * to_heads(beta * (OF_HALF * scale / E4M3_MAX) * (largest_k / to_fp8))
+        kt = kt_own = _turned(turn_back(kept.k), k_scale * (to_fp8 / largest_k)[:, :, None], 1)
         of_dq = m, delta / to_heads(beta), kept.v_scale / beta[:, :, None]
-    vectors = torch.stack(
-        (
-            pad_places(kept.q_scale[:, :, :N_q] * (scale * LOG2E)),
-            m,
-            delta / to_heads(beta),
-        )
-    )
+    of_x = kept.q_scale[:, :, :N_q] * (scale * rotation_scale(kept.q.shape[3]) * LOG2E)
+    vectors = torch.stack((pad_places(of_x), m, delta / to_heads(beta)))
     return Operands(
         g8,
-        _turned(kept.q, wa * kept.q_scale * (to_fp8 / to_heads(largest_q)), group),
+        _turned(turn_back(kept.q), wa * kept.q_scale * (to_fp8 / to_heads(largest_q)), group),
         _turned(g8, wa * (to_fp8 / to_heads(largest)), group),
         kt,
         kt_own,

@@ -36,6 +36,7 @@ from sage_inductor.ops.formats import TRAINING_BLOCK as BLOCK
 from sage_inductor.ops.gpus import capability
 from sage_inductor.ops.launch import doubled, launch_cached
 from sage_inductor.ops.quantize.codes import abs_bits, scale_of, to_8bit
+from sage_inductor.ops.quantize.rotate import in_16_bits, rotate
 
 # Of a program. With 64 rows and 4 warps dQ and dK take 1.4 times as long (H200, 2026-11-23).
 ROWS, NUM_WARPS = 128, 8
@@ -76,10 +77,11 @@ def _quantize_kernel(
     stride_ob, stride_oh, stride_on, stride_od,
     H, N,
     SMOOTH: tl.constexpr, DELTA: tl.constexpr, TURNED: tl.constexpr, TWICE: tl.constexpr,
-    SHARED: tl.constexpr, D: tl.constexpr, PAD_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    ROTATED: tl.constexpr, SHARED: tl.constexpr,
+    D: tl.constexpr, PAD_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Grid: (B * H * N_pad / BLOCK,). BLOCK rows of one head: SHARED is how many share a scale, all
-    BLOCK or 1."""
+    BLOCK or 1. Unless ROTATED is 0, x times that is rounded to 16 bits and rotated."""
     stride_b, stride_h, stride_n = stride_b // 2, stride_h // 2, stride_n // 2
     stride_ob, stride_oh, stride_on = stride_ob // 2, stride_oh // 2, stride_on // 2
     pid = tl.program_id(0).to(tl.int64)
@@ -99,6 +101,8 @@ def _quantize_kernel(
     if SMOOTH:
         mean = tl.load(Mean + head * D + d, mask=d < D, other=0.0)
         x = tl.where(inside, x - mean[None, :], 0.0)
+    if ROTATED != 0:
+        x = rotate(in_16_bits(x * ROTATED, X), _BLOCK, BLOCK_D)
     codes, scale = _to_codes(x, SHARED)
     at = pid * _BLOCK + i if SHARED == 1 else pid + i
     tl.store(Scale + at, scale, mask=(i == 0) | (SHARED == 1))
@@ -332,12 +336,14 @@ def _over_rows_kernel(
 
 def launch_quantize(
     x: Tensor, mean: Tensor | None = None, out: Tensor | None = None, turned: bool = False,
-    shared: int = BLOCK, own: tuple[Tensor, Tensor] | None = None, run: Callable = launch_cached,
+    rotated: float = 0.0, shared: int = BLOCK, own: tuple[Tensor, Tensor] | None = None,
+    run: Callable = launch_cached,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """x [B, H, N, D], any strides, less mean [B, H, D] fp32, in INT8: codes [B, H, N_pad, BLOCK_D]
     (turned: transposed) and scales [B, H, N_pad / shared] fp32; and, where out is given, the sum
-    over D of x out [B, H, N] (else the scales again). shared: BLOCK or 1 row. own: codes and scales
-    by one scale a row, which are written besides."""
+    over D of x out [B, H, N] (else the scales again). rotated: unless it is 0, x times this is
+    rotated (quantize/rotate.py). shared: BLOCK or 1 row. own: codes and scales by one scale a row,
+    which are written besides."""
     B, H, N, D = x.shape
     codes, scale = empty_codes(x, shared, turned)
     delta = scale if out is None else x.new_empty((B, H, N), dtype=torch.float32)
@@ -348,16 +354,18 @@ def launch_quantize(
         (x, scale if mean is None else mean, other, codes, scale, *(own or (codes, scale)), delta),
         (*doubled(x.stride()), *doubled(other.stride()),
          H, N,  # shape
-         mean is not None, out is not None, turned, own is not None, shared,  # semantics
+         mean is not None, out is not None, turned, own is not None, rotated, shared,  # semantics
          D, PAD_N, pad_head_dim(D)),  # tile
     )  # fmt: skip
     return codes, scale, delta
 
 
-def launch_quantize_twice(x: Tensor, run: Callable = launch_cached) -> tuple[Tensor, ...]:
+def launch_quantize_twice(
+    x: Tensor, rotated: float, run: Callable = launch_cached
+) -> tuple[Tensor, ...]:
     """Codes and scales of `launch_quantize` by a scale for BLOCK rows, and by one for each row."""
     own = empty_codes(x, shared=1)
-    codes, scale, _ = launch_quantize(x, own=own, run=run)
+    codes, scale, _ = launch_quantize(x, rotated=rotated, own=own, run=run)
     return codes, scale, *own
 
 

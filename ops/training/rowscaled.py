@@ -2,13 +2,18 @@
 and FP8 and whose scales are known before its loops.
 
     k_mean, v_mean         = estimate(k, v)
-    codes                  = quantize(q a row, k - k_mean 64 rows, v - v_mean a row)  a scale each
+    q', k'                 = rotate(q), rotate((k - k_mean) / 2)        quantize/rotate.py
+    codes                  = quantize(q' a row, k' 64 rows, v - v_mean a row)         a scale each
     out, lse, m            = forward(q, k codes, v in 16 bits)
     dq, dk, dv             = backward(grad, out, lse, m, codes)
 
-The forward is recipe "sage1-per-token": INT8 q k, 16-bit p v. hopper/backward_kernels.py has the
+The forward is recipe "sage1-rotated": INT8 q k, 16-bit p v. hopper/backward_kernels.py has the
 backward's formulas. What k and v are smoothed by takes nothing off a gradient: a row of dS sums to
 0.
+
+Strong channels of k cost scores accuracy if q and k are not rotated, and dQ if k is: so the scores
+are of rotated codes, and dQ and dK of the same codes turned back, which no kept tensor is for
+(hopper/prepare.py).
 
 Kept for the backward are out and the codes: 5 bytes for each channel and token, causal 6, of which
 2 are out's, where 16-bit attention keeps 8.

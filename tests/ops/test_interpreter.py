@@ -594,14 +594,16 @@ def test_bounds_are_of_all_rounds(is_causal, monkeypatch):
 
 @pytest.mark.parametrize("D", [64, 72])
 def test_codes_by_each_kind_of_scales(D):
-    """A scale a row, of rows less their mean; and both a scale a block and one a row at once."""
-    _, x, _, _ = trained(2, 2, 2, 70, 70, D)
-    mean = launch_smooth([x], None)[0][0]
-    assert_close(mean, reference.smooth([x])[0][0])
-    codes, scale, own, own_scale = launch_quantize_twice(x, launch_traced)
-    for found, of, shared, taken in (
-        (*launch_quantize(x, mean, shared=1, run=launch_traced)[:2], 1, mean),
-        (codes, scale, 64, None), (own, own_scale, 1, None),
+    """A scale a row, of rows less their mean; and both a scale a block and one a row at once, of
+    rotated rows."""
+    _, k, _, _ = trained(2, 2, 2, 70, 70, D)
+    mean = launch_smooth([k], None)[0][0]
+    assert_close(mean, reference.smooth([k])[0][0])
+    codes, scale, own, own_scale = launch_quantize_twice(k, 0.5, launch_traced)
+    half = reference.rotate((0.5 * of_training.pad(k.float())).to(k.dtype))
+    for found, of, shared, x, taken in (
+        (*launch_quantize(k, mean, shared=1, run=launch_traced)[:2], 1, k, mean),
+        (codes, scale, 64, half, None), (own, own_scale, 1, half, None),
     ):  # fmt: skip
         expected = of_training.quantize(x, taken, shared)
         assert found.shape == expected.codes.shape and of.shape == expected.scale.shape

@@ -33,7 +33,16 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 hopper_of = functools.partial(noted.kernel, "_hopper_kernel")
 ROWSCALED = torch.ops.sage.rowscaled
 BACKWARD = torch.ops.sage.rowscaled_backward
-FAMILIES = ("normal", "channel_bias", "k_bias", "biased_v", "token_outliers", "sinks", "real_like")
+FAMILIES = (
+    "normal",
+    "k4x6",
+    "channel_bias",
+    "k_bias",
+    "biased_v",
+    "token_outliers",
+    "sinks",
+    "real_like",
+)
 
 
 def attend(q, k, v, grad, is_causal=False, scale=0.125, out_bnhd=True):
@@ -61,10 +70,21 @@ def test_gradients_are_as_near_as_the_laboratorys(family, kind, is_causal):
     )
     # Causal, the laboratory has a scale a row of k everywhere, the op near the diagonal: that costs
     # where rows of a block differ most, or a bias takes up their codes.
-    more = 0.013 if is_causal and family in ("token_outliers", "channel_bias") else 0.008
+    costs = {"token_outliers": 0.035, "channel_bias": 0.02} if is_causal else {}
+    more = costs.get(family, 0.008)
     for x, y, z in zip(found[1:], laboratory[1:], expected[1:], strict=True):
         assert relative_l1(x, z) < 1.1 * relative_l1(y, z) + more
     assert 1e-3 < relative_l1(found[1], expected[1])
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_strong_channel_of_k_costs_little(is_causal):
+    """Because q and k are rotated: without it o errs by 9 to 14 % and the gradients by 16 to 50."""
+    q, k, v = draw("k1x60", 0, 2, 512, 64)
+    grad = gradients.draw_do("varied", 0, 2, 512, 64)
+    found, expected = attend(q, k, v, grad, is_causal), gradients.exact(q, k, v, grad, is_causal)
+    for x, y, most in zip(found, expected, (0.03, 0.18, 0.07, 0.06), strict=True):
+        assert relative_l1(x, y) < most
 
 
 def test_what_is_kept_for_the_backward():
@@ -227,6 +247,7 @@ def test_what_the_forward_is_prepared_by(is_causal, plan):
         assert of["Codes"] is getattr(kept, name) and of["Scale"] is getattr(kept, f"{name}_scale")
         assert of["X"] is x and (of["SMOOTH"], of["SHARED"]) == (smooths, shared)
         assert of["TWICE"] == (name == "k" and is_causal)
+        assert of["ROTATED"] == {"q": 1.0, "k": 0.5, "v": 0.0}[name]
         if smooths:
             assert of["Mean"] is of_means[0]["Mean0" if name == "k" else "Mean1"]
     if is_causal:

@@ -1,20 +1,22 @@
 """The FP8 backward of attention for Hopper, in Gluon: two kernels, no atomics.
 
 Of one query head and its head of k and v, i a query, j a key, b(j) the key's block of 64, in units
-that make scores exponents of 2:
+that make scores exponents of 2. q8 and k8 are codes of rotated rows, k's halved; q^ and k^ are the
+same codes turned back (prepare.py):
 
     S_ij  = q8_i . k8_j                            INT8, exact in int32
-    x_ij  = S_ij qs_i ks_b(j)                      with the softmax scale and log2 e in qs
+    x_ij  = S_ij qs_i ks_b(j)                      with the scales of softmax and rotation and
+                                                   log2 e in qs
     P_ij  = 2^(x_ij - m_i) 448                     m_i = max_j x_ij; so P_ij in (0, 448]
     D_ij  = g8_i . v8_j                            INT8: g = dO / a_i, v less its mean
     dS_ij = P_ij (D_ij vs_j - delta_i)             vs_j = v's scale / beta,
                                                    delta_i = dO_i . (o_i - v_mean) / (a_i beta)
-    dQ_i  = r_i c^k sum_j e4m3(dS_ij) kT_j         kT_j = e4m3(k8_j ks_b(j) / c^k)
-    dK_j  = c^q     sum_i e4m3(dS_ij) qT_i         qT_i = e4m3(t_i q8_i / c^q)
+    dQ_i  = r_i c^k sum_j e4m3(dS_ij) kT_j         kT_j = e4m3(2 k^_j ks_b(j) / c^k)
+    dK_j  = c^q     sum_i e4m3(dS_ij) qT_i         qT_i = e4m3(t_i q^_i / c^q)
     dV_j  = c^o     sum_i e4m3(P_ij)  oT_i         oT_i = e4m3(w_i a_i g8_i / (448 c^o))
 
     w_i = 1 / sum_j 2^(x_ij - m_i)                 r_i = softmax scale * w_i a_i beta / 448
-                                                   t_i = qs_i / log2 e * w_i a_i beta / 448
+                                                   t_i = r_i times q's scale
 
 One number of each there is for
 
@@ -35,7 +37,7 @@ not less their means, and dQ has bounds of its own, by what a row sees:
 
     dS_ij = ks_j P_ij (D_ij vs_j - delta_i)        P_ij = 2^(x_ij - m_i) 448 / beta_i, vs_j and
                                                    delta_i here without beta
-    dQ_i  = r_i sum_j e4m3(dS_ij) kT_j             kT_j = e4m3(k8_j 448 / 127)
+    dQ_i  = r_i sum_j e4m3(dS_ij) kT_j             kT_j = e4m3(k^_j 448 / 127); r_i with c^k
 
     beta_i >= max ks_j |dP_ij - delta_ij| / a_i over j <= i
 

@@ -42,11 +42,11 @@ def launch(
         k_mean, v_mean = None, k.new_empty((B, H_kv, 0), dtype=torch.float32)
     else:
         k_mean, _, v_mean, _, _ = launch_estimate([k, v], None, run, shrink=False)
-    of_q = launch_quantize(q, shared=1, run=run)[:2]
+    of_q = launch_quantize(q, rotated=1.0, shared=1, run=run)[:2]
     if is_causal:
-        of_k = launch_quantize_twice(k, run)
+        of_k = launch_quantize_twice(k, rotated=0.5, run=run)
     else:
-        k8, k_scale, _ = launch_quantize(k, k_mean, run=run)
+        k8, k_scale, _ = launch_quantize(k, k_mean, rotated=0.5, run=run)
         of_k = k8, k_scale, *empty_codes(k, 1, exists=False)
     of_v = launch_quantize(v, None if is_causal else v_mean, shared=1, run=run)[:2]
     out, stats = launch_forward(q, *of_k, v, is_causal, scale, out_bnhd, run, device)

@@ -2,13 +2,15 @@
 
 Letters as in backward_kernels.py: of a row i of q's side, a_i is dO's scale, qs_i q's scale,
 w_i = 2^(m_i - lse_i); of a row j of k's side ks_j and vs_j are k's and v's scales;
-u_i = |dO_i| / a_i, n_i = |o_i - v_mean|. A head of k and v, with the heads of q that share it, has
+u_i = |dO_i| / a_i, n_i = |o_i - v_mean|. q8 and k8 are of rotated rows, k's halved; turned back by
+R (quantize/rotate.py) they are q^_i = q8_i R^T / n and k^_j = k8_j R^T / n, at most 127, of which
+q_i = qs_i q^_i and k_j = 2 ks_j k^_j. A head of k and v, with the heads of q that share it, has
 
     beta = max_i u_i max_j |v_j| + max_i (u_i n_i)       >= |dP_ij - delta_ij| / a_i,
            of numbers: a NaN in one head of q or dO stays out of the other heads' dQ
     c^o  = max_i (w_i a_i) 127 / 448^2                   of oT = e4m3(w_i a_i g8_i / (448 c^o))
-    c^q  = scale beta max_i (w_i a_i qs_i) 127 / 448^2   of qT = e4m3(r_i qs_i q8_i / c^q)
-    c^k  = max_j ks_j 127 / 448                          of kT = e4m3(ks_j k8_j / c^k)
+    c^q  = scale beta max_i (w_i a_i qs_i) 127 / 448^2   of qT = e4m3(r_i qs_i q^_i / c^q)
+    c^k  = 2 max_j ks_j 127 / 448                        of kT = e4m3(2 ks_j k^_j / c^k)
 
 (qs here without the softmax's scale.)
 
@@ -20,11 +22,14 @@ CAUSAL (backward_kernels.py), with maxima over the keys j <= i that a row sees:
 
     beta   = max_i (u_i max_j |v_j| + u_i n_i)
     beta_i = u_i max_j (|v_j| ks_j) + u_i n_i max_j ks_j     of dQ, in m and in row_scale
-    c^k    = 127 / 448
+    c^k    = 2 127 / 448
 
 where ks_j is k's scale of the row or, for the rows that see all of its block, of the block.
 
     bounds   what dQ's kernel reads of beta_i, too; a program for each BOUNDS_ROWS rows
+
+kT and qT are turned back before E4M3 rounds them, because it rounds a channel by its own size: of
+rotated ones a strong channel of k would round all of dQ by its size.
 
 No channel has a scale of its own: E4M3 has 15 octaves of normal numbers, and on seven families of
 inputs gradients are as near with one scale a head (relative L1 within .0024). So rows of 16 bits
@@ -42,11 +47,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sage_inductor.ops.formats import E4M3_MAX, LOG2E, NO_QUERY, TINY
+from sage_inductor.ops.formats import E4M3_MAX, LOG2E, NO_QUERY, TINY, rotation_scale
 from sage_inductor.ops.formats import TRAINING_BLOCK as BLOCK
 from sage_inductor.ops.launch import doubled, launch_cached
 from sage_inductor.ops.operands import Kept, Operands
 from sage_inductor.ops.quantize.codes import abs_bits, scale_of, to_8bit
+from sage_inductor.ops.quantize.rotate import rotate
 
 NUM_WARPS = 4
 BOUNDS_ROWS = 1024
@@ -56,6 +62,7 @@ _LOG2_FP8_MAX = tl.constexpr(math.log2(E4M3_MAX))
 _LOG2E = tl.constexpr(LOG2E)
 _TO_FP8 = tl.constexpr(E4M3_MAX / 127)  # the largest INT8 code becomes the largest E4M3 number
 _OF_FP8 = tl.constexpr(127 / E4M3_MAX)
+_OF_HALF = tl.constexpr(2.0)  # k of its codes
 _TINY = tl.constexpr(TINY)
 _NO_QUERY = tl.constexpr(NO_QUERY)
 # Of each block of rows: the largest w a, w a qs, u and u n.
@@ -88,7 +95,7 @@ def _rows_kernel(
     stride_gb, stride_gh, stride_gn, stride_gd,
     stride_ob, stride_oh, stride_on, stride_od,
     q_blocks, heads, H_q, H_kv, N_q, M_pad,  # heads: B * H_q
-    SCALE: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    SCALE_OF_CODES: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Grid: ((B H_q M_pad + B H_kv N_pad) / BLOCK,). BLOCK rows of dO and o, then of v."""
     stride_gb, stride_gh, stride_gn = stride_gb // 2, stride_gh // 2, stride_gn // 2
@@ -132,7 +139,7 @@ def _rows_kernel(
         wa = tl.exp2(m - lse * _LOG2E) * a
         q_scale = tl.load(Q_scale + here)
         plane = M_pad.to(tl.int64) * heads
-        tl.store(Vectors + here, tl.where(there, q_scale * (SCALE * _LOG2E), 0.0))
+        tl.store(Vectors + here, tl.where(there, q_scale * (SCALE_OF_CODES * _LOG2E), 0.0))
         tl.store(Vectors + plane + here, tl.where(there, m - _LOG2_FP8_MAX, _NO_QUERY))
         tl.store(Delta + here, tl.sum(grad * out, 1))
         tl.store(Wa + here, wa)
@@ -249,7 +256,7 @@ def _bounds_kernel(
             beta = tl.maximum(beta, u * v + un, tl.PropagateNan.ALL)
             of_row = _at_least_tiny(u * vk + un * k)
             tl.store(M + here, m + tl.log2(of_row), mask=there)
-            scale = of_row * (SCALE / _FP8_MAX * _OF_FP8)
+            scale = of_row * (_OF_HALF * SCALE / _FP8_MAX * _OF_FP8)
             tl.store(Row_scale + here, wa_of_row * scale, mask=there)
         tl.store(beta_of_turn, _at_least_tiny(_largest(beta)))
 
@@ -264,10 +271,15 @@ def _token(b: tl.constexpr):
 
 
 @triton.jit
-def _byte_of_words(Codes, rows, factor, b: tl.constexpr, BLOCK_D: tl.constexpr):
-    """[BLOCK / 4, BLOCK_D]: rows of Codes times factor, a number a row, in E4M3, as byte b."""
-    codes = tl.load(Codes + rows[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :])
-    x = (codes.to(tl.float32) * factor[:, None]).to(tl.float8e4nv)
+def _byte_of_words(
+    Codes, rows, factor, b: tl.constexpr, BLOCK_D: tl.constexpr, ROTATED: tl.constexpr
+):
+    """[BLOCK / 4, BLOCK_D]: rows of Codes, turned back if ROTATED, times factor, a number a row, in
+    E4M3, as byte b."""
+    x = tl.load(Codes + rows[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :])
+    if ROTATED:
+        x = rotate(x.to(tl.float16), _BLOCK // 4, BLOCK_D, BACK=True) * (1.0 / BLOCK_D)
+    x = (x.to(tl.float32) * factor[:, None]).to(tl.float8e4nv)
     return x.to(tl.uint8, bitcast=True).to(tl.int32) << 8 * b
 
 
@@ -318,9 +330,9 @@ def _turn_kernel(
             factor = tl.full([_BLOCK // 4], _TO_FP8, tl.float32)
             if not CAUSAL:
                 factor = tl.load(K_scale + here // _BLOCK) * (_TO_FP8 / largest_k)
-            words |= _byte_of_words(K, here, factor, byte, BLOCK_D)
+            words |= _byte_of_words(K, here, factor, byte, BLOCK_D, True)
             if CAUSAL:
-                more |= _byte_of_words(K_own, here, factor, byte, BLOCK_D)
+                more |= _byte_of_words(K_own, here, factor, byte, BLOCK_D, True)
         _store_turned(words, Kt, head, first, N, BLOCK_D)
         here = row0 + tl.arange(0, _BLOCK)
         v_scale = tl.load(V_scale + here)
@@ -337,16 +349,16 @@ def _turn_kernel(
             here = row0 + _token(byte)
             wa = tl.load(Wa + here)
             factor = wa * (_TO_FP8 / largest_wa)
-            words |= _byte_of_words(G, here, factor, byte, BLOCK_D)
+            words |= _byte_of_words(G, here, factor, byte, BLOCK_D, False)
             factor = wa * tl.load(Q_scale + here) * (_TO_FP8 / largest_waq)
-            more |= _byte_of_words(Q, here, factor, byte, BLOCK_D)
+            more |= _byte_of_words(Q, here, factor, byte, BLOCK_D, True)
         column = h % group * N + first  # of those of the group's heads
         rows = N.to(tl.int64) * group
         _store_turned(words, Ot, head_kv, column, rows, BLOCK_D)
         _store_turned(more, Qt, head_kv, column, rows, BLOCK_D)
         here = row0 + tl.arange(0, _BLOCK)
         if not CAUSAL:
-            scale = beta * (SCALE / _FP8_MAX) * (largest_k * _OF_FP8)
+            scale = beta * (_OF_HALF * SCALE / _FP8_MAX) * (largest_k * _OF_FP8)
             tl.store(Row_scale + here, tl.load(Wa + here) * scale)
         plane = M_pad.to(tl.int64) * heads
         tl.store(Vectors + 2 * plane + here, tl.load(Delta + here) / beta)
@@ -393,7 +405,7 @@ def launch_prepare(
          operands.g, vectors, operands.delta, wa, of_rows, v_norm, part, part_v),
         (*doubled(grad.stride()), *doubled(out.stride()),
          q_blocks, B * H_q, H_q, H_kv, N_q, M_pad,  # shape
-         scale, causal, D, BLOCK_D),
+         scale * rotation_scale(BLOCK_D), causal, D, BLOCK_D),
         num_warps=NUM_WARPS,
     )  # fmt: skip
     of_head, beta = fp32(OF_HEAD, B, H_kv), fp32(B, H_kv, rounds)
