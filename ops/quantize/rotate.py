@@ -34,6 +34,16 @@ def odd_of(k, n):
 
 
 @triton.jit
+def odd_of_rotation(c, r):
+    """1 where R [c, r], up to 128 channels, is -1, else 0."""
+    odd = c & r
+    odd = odd ^ (odd >> 4)
+    odd = odd ^ (odd >> 2)
+    odd = odd ^ (odd >> 1)
+    return (odd ^ (c & (c >> 1)) ^ ((c >> 2) & (c >> 5)) ^ ((c >> 3) & (c >> 4))) & 1
+
+
+@triton.jit
 def in_16_bits(x, Like):
     """x in the dtype that Like points to; in bf16, if that is fp32."""
     return x.to(tl.bfloat16 if Like.dtype.element_ty == tl.float32 else Like.dtype.element_ty)

@@ -583,8 +583,10 @@ def check_preparation(q, k, v, grad, is_causal, scale):
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_bounds_are_of_all_rounds(is_causal, monkeypatch):
-    """Of the first to the last, as of sequences that are longer than one round of BOUNDS_ROWS."""
+    """Of the first to the last, as of sequences that are longer than one round of BOUNDS_ROWS, and
+    than the turns of one program."""
     monkeypatch.setattr(prepare, "BOUNDS_ROWS", 64 if is_causal else 2)
+    monkeypatch.setattr(prepare, "TURNS", 3)
     for place in (0, -1):
         q, k, v, grad = trained(1, 2, 1, 130, 130, 64)
         for x in (q, k, v, grad):

@@ -221,7 +221,7 @@ def test_what_a_training_step_launches(plan):
     names, grids, given = zip(*run, strict=True)
     assert names == ("_rows_kernel", "_bounds_kernel", "_turn_kernel", "dq_kernel", "dkdv_kernel")
     blocks = 2 * 6 * 256 // 64 + 2 * 2 * 384 // 64
-    assert grids == ((blocks,), (4, 1), (blocks,), (2 * 6 * 2,), (2 * 2 * 3,))
+    assert grids == ((blocks,), (4, 1), (2 * 6 + 2 * 2,), (2 * 6 * 2,), (2 * 2 * 3,))
     assert given[3]["PDL"] == given[4]["PDL"] == launch.HAS_PDL
     assert given[0]["V_mean"].shape == (2, 2, 72)
     pdl = [each.get("launch_pdl", False) for each in given]

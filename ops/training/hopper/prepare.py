@@ -52,10 +52,11 @@ from sage_inductor.ops.formats import TRAINING_BLOCK as BLOCK
 from sage_inductor.ops.launch import doubled, launch_cached
 from sage_inductor.ops.operands import Kept, Operands
 from sage_inductor.ops.quantize.codes import abs_bits, scale_of, to_8bit
-from sage_inductor.ops.quantize.rotate import rotate
+from sage_inductor.ops.quantize.rotate import odd_of_rotation
 
 NUM_WARPS = 4
 BOUNDS_ROWS = 1024
+TURNS = 8
 _BLOCK = tl.constexpr(BLOCK)
 _FP8_MAX = tl.constexpr(E4M3_MAX)
 _LOG2_FP8_MAX = tl.constexpr(math.log2(E4M3_MAX))
@@ -262,35 +263,31 @@ def _bounds_kernel(
 
 
 @triton.jit
-def _token(b: tl.constexpr):
-    """[BLOCK / 4]: whose codes are byte b of a word, which is four columns. A group of 16 columns
-    holds its 16 tokens in another order: place 4t + 2h + e is token 8h + 2t + e, so that P and dS
-    go from accumulator to operand within a thread."""
-    w = tl.arange(0, _BLOCK // 4)
-    return (w & ~3) * 4 + (w & 3) * 2 + (b & 2) * 4 + (b & 1)
-
-
-@triton.jit
-def _byte_of_words(
-    Codes, rows, factor, b: tl.constexpr, BLOCK_D: tl.constexpr, ROTATED: tl.constexpr
-):
-    """[BLOCK / 4, BLOCK_D]: rows of Codes, turned back if ROTATED, times factor, a number a row, in
-    E4M3, as byte b."""
-    x = tl.load(Codes + rows[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :])
+def _matrix(BLOCK_D: tl.constexpr, ROTATED: tl.constexpr):
+    """[BLOCK_D, BLOCK_D] INT8, channels by those of codes: R (quantize/rotate.py) or 1."""
+    c, r = tl.arange(0, BLOCK_D)[:, None], tl.arange(0, BLOCK_D)[None, :]
     if ROTATED:
-        x = rotate(x.to(tl.float16), _BLOCK // 4, BLOCK_D, BACK=True) * (1.0 / BLOCK_D)
-    x = (x.to(tl.float32) * factor[:, None]).to(tl.float8e4nv)
-    return x.to(tl.uint8, bitcast=True).to(tl.int32) << 8 * b
+        return (1 - 2 * odd_of_rotation(c, r)).to(tl.int8)
+    else:
+        return tl.where(c == r, 1, 0).to(tl.int8)
 
 
 @triton.jit
-def _store_turned(words, Turned, head, column, N, BLOCK_D: tl.constexpr):
-    """words [BLOCK / 4, BLOCK_D], of four columns each -> a head's columns from `column` on, of
-    [.., BLOCK_D, N]. Stored as bytes they would go through shared memory one at a time."""
-    Words = Turned.to(tl.pointer_type(tl.int32), bitcast=True)
-    rows = head * BLOCK_D + tl.arange(0, BLOCK_D)
-    columns = column // 4 + tl.arange(0, _BLOCK // 4)
-    tl.store(Words + rows[:, None] * (N // 4) + columns[None, :], words.T)
+def _store_turned(
+    Codes, row0, matrix, factor, Turned, head, column, N, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """BLOCK rows of Codes from row0 on, times matrix and a factor for each row -> a head's columns
+    from `column` on, of [.., BLOCK_D, N] in E4M3.
+
+    The product transposes, exactly, as it turns. A group of 16 columns holds its 16 tokens in
+    another order: place 4t + 2h + e is token 8h + 2t + e, so that P and dS go from accumulator to
+    operand within a thread. It is the order of this product's accumulator, too."""
+    i, d = tl.arange(0, _BLOCK), tl.arange(0, BLOCK_D)
+    codes = tl.load(Codes + (row0 + i)[:, None] * BLOCK_D + d[None, :])
+    x = tl.dot(matrix, codes.T).to(tl.float32) * factor[None, :]
+    x = x.reshape([BLOCK_D, _BLOCK // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4])
+    x = x.reshape([BLOCK_D, _BLOCK]).to(tl.float8e4nv)
+    tl.store(Turned + (head * BLOCK_D + d)[:, None] * N + (column + i)[None, :], x)
 
 
 @triton.jit
@@ -301,16 +298,18 @@ def _turn_kernel(
     Qt, Ot, Kt, Kt_own,  # Operands', out
     Delta, Vectors,  # _rows_kernel's, in; out: delta
     Row_scale, V_scaled, V_of_dq, Qt_scale, Ot_scale,  # Operands', out
-    q_blocks, heads, heads_kv, H_q, H_kv, M_pad, N_pad, rounds,  # heads_kv: B * H_kv
-    SCALE: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_D: tl.constexpr,
+    q_programs, heads, heads_kv, H_q, H_kv, M_pad, N_pad, rounds,  # heads_kv: B * H_kv
+    SCALE: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_D: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: ((B H_q M_pad + B H_kv N_pad) / BLOCK,). BLOCK rows of q and dO, then of k and v."""
+    """Grid: (q_programs + of k,). Up to TURNS BLOCKs of a head's rows, of q and dO, then of k and
+    v."""
     pid = tl.program_id(0)
-    is_key = pid >= q_blocks
+    is_key = pid >= q_programs
     blocks = tl.where(is_key, N_pad, M_pad) // _BLOCK
     N = blocks * _BLOCK  # of which Triton knows that 16 divides it
-    block = tl.where(is_key, pid - q_blocks, pid)
-    head, first = (block // blocks).to(tl.int64), block % blocks * _BLOCK
+    program, turns = tl.where(is_key, pid - q_programs, pid), tl.cdiv(blocks, TURNS)
+    head, turn0 = (program // turns).to(tl.int64), program % turns * TURNS
+    end = tl.minimum(turn0 + TURNS, blocks)
     group = H_q // H_kv
     b, h = head // H_q, head % H_q
     head_kv = tl.where(is_key, head, b * H_kv + h // group)
@@ -321,47 +320,44 @@ def _turn_kernel(
     if not CAUSAL:
         largest_k = tl.load(of_head + _K * heads_kv)
 
-    row0 = head * N + first
-    words = tl.zeros([_BLOCK // 4, BLOCK_D], tl.int32)
-    more = words
+    turned = _matrix(BLOCK_D, True)
+    i = tl.arange(0, _BLOCK)
     if is_key:
-        for byte in tl.static_range(4):
-            here = row0 + _token(byte)
-            factor = tl.full([_BLOCK // 4], _TO_FP8, tl.float32)
+        for block in range(turn0, end):
+            first = block * _BLOCK
+            row0 = head * N + first
+            here = row0 + i
+            factor = tl.full([_BLOCK], _TO_FP8 / BLOCK_D, tl.float32)
             if not CAUSAL:
-                factor = tl.load(K_scale + here // _BLOCK) * (_TO_FP8 / largest_k)
-            words |= _byte_of_words(K, here, factor, byte, BLOCK_D, True)
+                factor = tl.load(K_scale + here // _BLOCK) * (_TO_FP8 / BLOCK_D / largest_k)
+            _store_turned(K, row0, turned, factor, Kt, head, first, N, BLOCK_D)
+            v_scale = tl.load(V_scale + here)
+            tl.store(V_scaled + here, v_scale / beta)
             if CAUSAL:
-                more |= _byte_of_words(K_own, here, factor, byte, BLOCK_D, True)
-        _store_turned(words, Kt, head, first, N, BLOCK_D)
-        here = row0 + tl.arange(0, _BLOCK)
-        v_scale = tl.load(V_scale + here)
-        tl.store(V_scaled + here, v_scale / beta)
-        if CAUSAL:
-            _store_turned(more, Kt_own, head, first, N, BLOCK_D)
-            tl.store(V_of_dq + here, v_scale * tl.load(K_scale + here // _BLOCK))
-        if first == 0:
+                _store_turned(K_own, row0, turned, factor, Kt_own, head, first, N, BLOCK_D)
+                tl.store(V_of_dq + here, v_scale * tl.load(K_scale + here // _BLOCK))
+        if turn0 == 0:
             c = _OF_FP8 / _FP8_MAX
             tl.store(Qt_scale + head_kv, largest_waq * ((c * SCALE) * beta))
             tl.store(Ot_scale + head_kv, largest_wa * c)
     else:
-        for byte in tl.static_range(4):
-            here = row0 + _token(byte)
+        unturned = _matrix(BLOCK_D, False)
+        for block in range(turn0, end):
+            first = block * _BLOCK
+            row0 = head * N + first
+            here = row0 + i
+            column = h % group * N + first  # of those of the group's heads
+            rows = N.to(tl.int64) * group
             wa = tl.load(Wa + here)
             factor = wa * (_TO_FP8 / largest_wa)
-            words |= _byte_of_words(G, here, factor, byte, BLOCK_D, False)
-            factor = wa * tl.load(Q_scale + here) * (_TO_FP8 / largest_waq)
-            more |= _byte_of_words(Q, here, factor, byte, BLOCK_D, True)
-        column = h % group * N + first  # of those of the group's heads
-        rows = N.to(tl.int64) * group
-        _store_turned(words, Ot, head_kv, column, rows, BLOCK_D)
-        _store_turned(more, Qt, head_kv, column, rows, BLOCK_D)
-        here = row0 + tl.arange(0, _BLOCK)
-        if not CAUSAL:
-            scale = beta * (_OF_HALF * SCALE / _FP8_MAX) * (largest_k * _OF_FP8)
-            tl.store(Row_scale + here, tl.load(Wa + here) * scale)
-        plane = M_pad.to(tl.int64) * heads
-        tl.store(Vectors + 2 * plane + here, tl.load(Delta + here) / beta)
+            _store_turned(G, row0, unturned, factor, Ot, head_kv, column, rows, BLOCK_D)
+            factor = wa * tl.load(Q_scale + here) * (_TO_FP8 / BLOCK_D / largest_waq)
+            _store_turned(Q, row0, turned, factor, Qt, head_kv, column, rows, BLOCK_D)
+            if not CAUSAL:
+                scale = beta * (_OF_HALF * SCALE / _FP8_MAX) * (largest_k * _OF_FP8)
+                tl.store(Row_scale + here, wa * scale)
+            plane = M_pad.to(tl.int64) * heads
+            tl.store(Vectors + 2 * plane + here, tl.load(Delta + here) / beta)
 
 
 def launch_prepare(
@@ -396,10 +392,9 @@ def launch_prepare(
         own, own_scale = kept.k_own, kept.k_own_scale
     rounds = triton.cdiv(N_pad, BOUNDS_ROWS) if causal else 1
     q_blocks, kv_blocks = B * H_q * M_pad // BLOCK, B * H_kv * N_pad // BLOCK
-    grid = (q_blocks + kv_blocks,)
     run(
         _rows_kernel,
-        grid,
+        (q_blocks + kv_blocks,),
         (grad, out, kept.stats, kept.q_scale, kept.v, kept.v_scale,
          kept.v_mean,
          operands.g, vectors, operands.delta, wa, of_rows, v_norm, part, part_v),
@@ -418,16 +413,18 @@ def launch_prepare(
          scale, causal, BOUNDS_ROWS),
         num_warps=NUM_WARPS,
     )  # fmt: skip
+    q_programs = B * H_q * triton.cdiv(M_pad, BLOCK * TURNS)
+    kv_programs = B * H_kv * triton.cdiv(N_pad, BLOCK * TURNS)
     run(
         _turn_kernel,
-        grid,
+        (q_programs + kv_programs,),
         (kept.q, kept.q_scale, kept.k, kept.k_scale, own, kept.v_scale, operands.g, wa,
          of_head, beta,
          operands.qt, operands.ot, kt, kt_own, operands.delta, vectors,
          operands.row_scale, v_scale, operands.v_scale_of_dq, operands.qt_scale,
          operands.ot_scale),
-        (q_blocks, B * H_q, B * H_kv, H_q, H_kv, M_pad, N_pad, rounds,  # shape
-         scale, causal, BLOCK_D),
+        (q_programs, B * H_q, B * H_kv, H_q, H_kv, M_pad, N_pad, rounds,  # shape
+         scale, causal, BLOCK_D, TURNS),
         num_warps=NUM_WARPS,
     )  # fmt: skip
     return operands
