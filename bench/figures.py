@@ -8,7 +8,8 @@ from bench.tables import groups
 
 COLOURS = {"cuDNN": "slategray", "flash": "goldenrod", "flex": "tab:orange", "inductor": "tab:blue",
            "FA3": "tab:brown", "FA3-fp8": "tab:pink", "FA4": "tab:olive",
-           "sageattention": "tab:cyan", "cuDNN-fp8": "teal"}  # fmt: skip
+           "cuDNN-fp8": "teal", "torchao-fp8": "tab:cyan", "torchao-fp8 hadamard": "tab:gray",
+           "comfy-kitchen": "tab:orange"}  # fmt: skip
 SAGE_COLOURS = ("tab:green", "tab:purple", "tab:red")  # one per recipe
 CURVES = {"exact": "gold", "bf16": "tab:blue", "FP8 backward": "tab:green", "SageBwd": "tab:red"}
 # Choices of keys that the plot has: those of the selector (a CPU's result names it by its
@@ -58,10 +59,15 @@ def keep(figure, title: str, result: dict, path: Path, legend: float = 0.04) -> 
 
 
 def keep_with_legend(figure, axes, title: str, result: dict, path: Path) -> None:
-    """One legend for all panels, below them."""
-    lines, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(lines, labels, loc="lower center", ncol=len(labels))
-    keep(figure, title, result, path)
+    """One legend for all panels, below them, in at most two lines."""
+    found = {}
+    for axis in axes.flat:
+        lines, labels = axis.get_legend_handles_labels()
+        found |= zip(labels, lines, strict=True)
+    two = len(found) > 8
+    columns = -(-len(found) // (1 + two))
+    figure.legend(found.values(), found, loc="lower center", ncol=columns)
+    keep(figure, title, result, path, 0.04 * (1 + two))
 
 
 def against_n(axis, rows: list[dict], title: str, fontsize: int = 10) -> None:
@@ -97,8 +103,8 @@ def draw_speed(result: dict, path: Path) -> None:
 
 def draw_peers(result: dict, path: Path) -> None:
     """Speed over cuDNN's in bf16 against N: a row of panels for kernels alone and one with all
-    preparation, a column for each family of shapes. Variants of one package are a line, the fastest
-    one's, and a band down to the slowest one. A ring: ahead of ours."""
+    preparation, a column for each family of shapes. A line is the median of the rounds, its band
+    the slowest and the fastest. A ring: ahead of ours."""
     rows = [{**row, "family": family_of(row)} for row in result["rows"] if not row["model"]]
     families = {
         name: its for name, its in groups(rows, "family").items() if len(groups(its, "N")) > 1
@@ -109,16 +115,14 @@ def draw_peers(result: dict, path: Path) -> None:
         for axis, (family, its) in zip(axes[i], families.items(), strict=True):
             its = [row for row in peers.of_kind(its, kind) if row["tflops"]]
             base = {row["N"]: row["tflops"] for row in its if row["provider"] == "cuDNN"}
-            packages = {}
-            for row in its:
-                package, style = package_of(row["provider"], kind), line_style(row["provider"], its)
-                ratios, _ = packages.setdefault(package, ({}, style))
-                ratios.setdefault(row["N"], []).append(row["tflops"] / base[row["N"]])
-            for package, (ratios, style) in packages.items():
-                axis.plot(list(ratios), list(map(max, ratios.values())), label=package, **style)
-                if any(len(variants) > 1 for variants in ratios.values()):
-                    band = [[each(x) for x in ratios.values()] for each in (min, max)]
-                    axis.fill_between(list(ratios), *band, color=style["color"], alpha=0.3)
+            for provider, column in groups(its, "provider").items():
+                style, lengths = line_style(provider, its), [row["N"] for row in column]
+                ratios, *band = (
+                    [row["tflops"] / base[row["N"]] * row["ms"] / row[time] for row in column]
+                    for time in ("ms", "ms_max", "ms_min")
+                )
+                axis.plot(lengths, ratios, label=provider.removesuffix(f" {kind}"), **style)
+                axis.fill_between(lengths, *band, color=style["color"], alpha=0.2, linewidth=0)
             ahead = [row for each in groups(its, "N").values() for row in peers.leading(each)]
             axis.plot(
                 [row["N"] for row in ahead], [row["tflops"] / base[row["N"]] for row in ahead],
@@ -127,11 +131,6 @@ def draw_peers(result: dict, path: Path) -> None:
             against_n(axis, its, f"{title}\n{family}", fontsize=9)
     label_panels(axes, "x cuDNN's speed")
     keep_with_legend(figure, axes, "Attention forward, bf16 in and out", result, path)
-
-
-def package_of(provider: str, kind: str) -> str:
-    """Without what is measured of it, and without SageAttention's granularity."""
-    return provider.removesuffix(f" {kind}").removesuffix(" per_warp").removesuffix(" per_thread")
 
 
 def family_of(row: dict) -> str:
@@ -331,7 +330,8 @@ def list_entries(axes, entries: list[str]) -> None:
 
 
 def line_style(provider: str, rows: list[dict]) -> dict:
-    if colour := COLOURS.get(provider.partition(" ")[0]):  # of "flash (FA3)" and "FA3-fp8 op" too
+    name = provider.removesuffix(" op").removesuffix(" kernel")
+    if colour := COLOURS.get(name, COLOURS.get(name.partition(" ")[0])):  # of "flash (FA3)" too
         return {"color": colour, "marker": ".", "linewidth": 1.2}
     recipes = list(dict.fromkeys(row["recipe"] for row in rows if row["recipe"]))
     recipe, kind = provider.rsplit(" ", 1)

@@ -52,7 +52,8 @@ SPEED = ("paper", "load", "models", "preparation", "fusion", "masks", "shared")
 ACCURACY = ("accuracy", "shipped", "end-to-end")
 PLANS = (
     *SPEED, *ACCURACY, *curves.TITLES, "model", "training", "training-mask", "backward", "memory",
-    "packages", "parallel", "peers", "ring", "sparse", "linear", "lists", "selected", "whole",
+    "packages", "parallel", "peers", "ring", "sageattention", "sparse", "linear", "lists",
+    "selected", "whole",
 )  # fmt: skip
 METHODS = property, classmethod, types.FunctionType
 HEADS = (8, 24, 128)  # B * H of the columns of `lengths`
@@ -197,19 +198,19 @@ def trained_section(name: str, plans: dict[str, dict]) -> str:
     return "\n".join(parts)
 
 
-def peers_table(gpus: dict[str, dict]) -> str:
-    """Errors, where the result has them."""
+def peers_table(gpus: dict[str, dict], plan: str) -> str:
+    """With a plot, and errors, where the result has them."""
     parts = []
     for name, plans in gpus.items():
-        if result := plans.get("peers"):
-            parts += [image("Speed beside other packages", name, "peers.svg")]
+        if result := plans.get(plan):
+            has_errors = "accuracy" in result["rows"][0]
+            if has_errors:
+                parts += [image("Speed beside other packages", name, f"{plan}.svg")]
             parts += [peers.table(result["rows"])]
             parts += ["Ours over theirs, geometric means\n", peers.means_table(result["rows"])]
-            if "accuracy" in result:
-                parts += [
-                    "Relative L1 in %: normal, k_bias, v_bias (centred)\n",
-                    peers.families_table(result["accuracy"]),
-                ]
+            if has_errors:
+                parts += ["Relative L1 in %: normal inputs, those with outliers\n"]
+                parts += [peers.families_table(result["rows"])]
             versions = ", ".join(f"{key} {x}" for key, x in result["versions"].items())
             where = f"One {result['machine']['gpu']}, {result['date'][:10]}, {versions}"
             method = ". ".join(
@@ -347,9 +348,10 @@ TABLES = {
     "memory": of("memory", training.memory_table),
     "packages": of("packages", packages.table),
     "parallel": of("parallel", parallel.table),
-    "peers": peers_table,
+    "peers": lambda gpus: peers_table(gpus, "peers"),
     "remedies": remedies,
     "ring": of("ring", ring.table),
+    "sageattention": lambda gpus: peers_table(gpus, "sageattention"),
     "selected": of("selected", model.selected_table),
     "short": accuracy_in_short,
     "sparse": sections(("sparse",), trained_section),

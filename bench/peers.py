@@ -319,10 +319,16 @@ def means_table(rows: list[dict]) -> str:
     return markdown(lines)
 
 
-def families_table(accuracy: list[dict]) -> str:
-    """In %, a line per provider: normal, k_bias and, with v's mean taken off, v_bias."""
-    lines = [["", *groups(accuracy, "family")]]
-    for provider, its in groups(accuracy, "provider").items():
-        cells = ((row[kind] for kind in ("normal", "k_bias", "v_bias_centred")) for row in its)
-        lines.append([provider, *(", ".join(f"{100 * x:.3g}" for x in each) for each in cells)])
+def families_table(rows: list[dict]) -> str:
+    """Relative L1 in %, the worst of a family's shapes, on normal inputs and on those with
+    outliers. A line per provider that prepares its operands, or needs not."""
+    rows = of_kind(rows, "op")
+    lines = [["", *groups(rows, "family")]]
+    for provider, its in groups(rows, "provider").items():
+        families, cells = groups(its, "family"), [provider]
+        for family in lines[0][1:]:
+            found = [row["accuracy"] for row in families.get(family, ())]
+            worst = (max(x[kind]["rel_l1"] for x in found) for kind in ("normal", "outlier"))
+            cells.append(", ".join(f"{100 * x:.3g}" for x in worst) if found else "")
+        lines.append(cells)
     return markdown(lines)

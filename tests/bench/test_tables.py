@@ -257,6 +257,18 @@ TABLES = {
 | sage2-8b op / cuDNN | 2.40x | 1.20x |
 | sage2-8b op / FA3 | 1.71x | **0.86x** |
 | sage2-8b op / FA3-fp8 op | 2.03x | 1.02x |"""),
+    "errors are a family's worst, of what has its preparation": (
+        lambda: peers.families_table([
+            timed(Case(1, 2, 2, N, D), name, 1.0, accuracy={
+                "normal": {"rel_l1": N * D * factor}, "outlier": {"rel_l1": factor / N},
+            })
+            for D in (64, 128) for N in (100, 200)
+            for name, factor in (("FA3-fp8 kernel", 9), ("FA3-fp8 op", 1e-6), ("sage1 op", 2e-6))
+            if D == 64 or name != "sage1 op"
+        ]), """
+|  | D=64 | D=128 |
+| FA3-fp8 op | 1.28, 1e-06 | 2.56, 1e-06 |
+| sage1 op | 2.56, 2e-06 |  |"""),
     "preparation beside two floors": (
         lambda: preparation.table(prepared()), """
 | B x H x N x D | ms | x the floor of one pass | of two |
