@@ -15,8 +15,7 @@ A matrix product mixes 16 channels, those of bits 0, 1, 3 and 4 of c; butterflie
 Hopper a thread of the attention kernel holds the channels of bits 2, 5 and 6. So rotating a tile of
 q takes 288 instructions of a warpgroup; butterflies alone take 565, for 32 channels.
 
-The backward of attention turns codes back: y R^T = n x for y = x R, exact in fp32 where y has
-integers of 8 bits.
+The FP8 backward turns codes back by a product with all of R, in INT8: x R R^T = n x.
 
 Source: QuaRot (arXiv:2404.00456), for the rotation of keys; here k is smoothed before.
 """
@@ -35,7 +34,7 @@ def odd_of(k, n):
 
 @triton.jit
 def odd_of_rotation(c, r):
-    """1 where R [c, r], up to 128 channels, is -1, else 0."""
+    """1 where R[c, r] is -1, else 0; of at most 128 channels."""
     odd = c & r
     odd = odd ^ (odd >> 4)
     odd = odd ^ (odd >> 2)
@@ -50,8 +49,8 @@ def in_16_bits(x, Like):
 
 
 @triton.jit
-def rotate(x, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BACK: tl.constexpr = False):
-    """x [ROWS, BLOCK_D] of 16 bits -> x R, or BACK x R^T, [ROWS, BLOCK_D] in fp32."""
+def rotate(x, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """x [ROWS, BLOCK_D] of 16 bits -> x R [ROWS, BLOCK_D] in fp32."""
     # channel = 128 b + 32 i + 8 t + 4 j + w; of the product k = 4 t + w. b stands beside the rows,
     # so that of eight warps each has all of i and j.
     B: tl.constexpr = (BLOCK_D + 127) // 128
@@ -62,26 +61,21 @@ def rotate(x, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BACK: tl.constexpr = Fa
     # A product with 16 rows is mma.sync on every GPU. With x's rows it is tcgen05 on sm_100, which
     # fails to compile at head_dim 256 (Triton 3.6, 3.7), and wgmma on sm_90, where preparing k for
     # the 16-bit recipe took 2 to 4 % longer (H200).
-    y = tl.dot(h if BACK else h.trans(), x.reshape([ROWS * BLOCK_D // 16, 16]).trans()).trans()
-    y = butterflies(y.reshape([I // 2, 2, 2, B * ROWS, 16]).permute([0, 3, 4, 1, 2]), I, BACK)
+    y = tl.dot(h.trans(), x.reshape([ROWS * BLOCK_D // 16, 16]).trans()).trans()
+    y = butterflies(y.reshape([I // 2, 2, 2, B * ROWS, 16]).permute([0, 3, 4, 1, 2]), I)
     y = y.reshape([I // 2, B, ROWS, 4, 4, 2, 2]).permute([2, 1, 0, 5, 3, 6, 4])
     return y.reshape([ROWS, BLOCK_D])
 
 
 @triton.jit
-def butterflies(y, I: tl.constexpr, BACK: tl.constexpr = False):
-    """The rest of R, or BACK of R^T: y [I / 2, n, 16, 2, 2], the first bit 6 of the channel, the
-    last 5 and 2."""
+def butterflies(y, I: tl.constexpr):
+    """The rest of R: y [I / 2, n, 16, 2, 2], the first bit 6 of the channel, the last 5 and 2."""
     a, b = y.split()
     a0, a1 = a.split()
     b0, b1 = b.split()
     p0, p1 = a0 + b0, a0 - b0
-    if BACK:  # the sign of bits 2 and 5, of what comes out
-        q0, q1 = a1 + b1, a1 - b1
-        y = tl.join(tl.join(p0 + q0, p0 - q0), tl.join(p1 + q1, q1 - p1))
-    else:
-        q0, q1 = a1 - b1, a1 + b1
-        y = tl.join(tl.join(p0 + q0, p0 - q0), tl.join(p1 + q1, p1 - q1))
+    q0, q1 = a1 - b1, a1 + b1  # the sign of bits 2 and 5
+    y = tl.join(tl.join(p0 + q0, p0 - q0), tl.join(p1 + q1, p1 - q1))
     if I == 4:
         a, b = y.permute([1, 2, 3, 4, 0]).split()
         y = tl.join(a + b, a - b).permute([4, 0, 1, 2, 3])

@@ -56,6 +56,8 @@ from sage_inductor.ops.quantize.rotate import odd_of_rotation
 
 NUM_WARPS = 4
 BOUNDS_ROWS = 1024
+# Of _turn_kernel's programs, which make their matrices once: 4, 8, 16 take 98, 91, 88 us at
+# (1, 32, 8192, 128), 8 and 16 take 43 and 48 at (1, 24, 4608, 128) (H200, 2026-11-28).
 TURNS = 8
 _BLOCK = tl.constexpr(BLOCK)
 _FP8_MAX = tl.constexpr(E4M3_MAX)
