@@ -459,6 +459,7 @@ REPEATED = {  # of 2 heads 6, and how many of q's share one then
     "tiled": (lambda x: x.repeat(1, 3, 1, 1), 1),
     "tiled by expansion": (lambda x: x.unsqueeze(1).expand(2, 3, 2, 8, 16).reshape(2, 6, 8, 16), 1),
     "along the sequence": (lambda x: x[:, :, :, None].expand(2, 2, 8, 3, 16).reshape(2, 6, 8, 16), 1),
+    "interleaved along the sequence": (lambda x: x.repeat(1, 3, 1, 1).repeat_interleave(2, dim=2), 1),
     "picked by an index": (lambda x: x[:, [1, 0], None].expand(2, 2, 3, 8, 16).reshape(2, 6, 8, 16), 1),
 }  # fmt: skip
 
