@@ -60,14 +60,10 @@ def keep(figure, title: str, result: dict, path: Path, legend: float = 0.04) -> 
 
 def keep_with_legend(figure, axes, title: str, result: dict, path: Path) -> None:
     """One legend for all panels, below them, in at most two lines."""
-    found = {}
-    for axis in axes.flat:
-        lines, labels = axis.get_legend_handles_labels()
-        found |= zip(labels, lines, strict=True)
-    two = len(found) > 8
-    columns = -(-len(found) // (1 + two))
-    figure.legend(found.values(), found, loc="lower center", ncol=columns)
-    keep(figure, title, result, path, 0.04 * (1 + two))
+    lines, labels = axes[0, 0].get_legend_handles_labels()
+    height = 1 + (len(labels) > 8)
+    figure.legend(lines, labels, loc="lower center", ncol=-(-len(labels) // height))
+    keep(figure, title, result, path, 0.1 * height - 0.06)
 
 
 def against_n(axis, rows: list[dict], title: str, fontsize: int = 10) -> None:
@@ -102,35 +98,35 @@ def draw_speed(result: dict, path: Path) -> None:
 
 
 def draw_peers(result: dict, path: Path) -> None:
-    """Speed over cuDNN's in bf16 against N: a row of panels for kernels alone and one with all
-    preparation, a column for each family of shapes. A line is the median of the rounds, its band
-    the slowest and the fastest. A ring: ahead of ours."""
+    """Speed over cuDNN's in bf16 against N, with all preparation: a panel for each family of
+    shapes. A line is the median of the rounds, its band the slowest and the fastest. A ring: ahead
+    of ours."""
     rows = [{**row, "family": family_of(row)} for row in result["rows"] if not row["model"]]
     families = {
         name: its for name, its in groups(rows, "family").items() if len(groups(its, "N")) > 1
     }
-    size = (3 * len(families), 6.6)
-    figure, axes = subplots(path, 2, len(families), figsize=size, sharex=True, sharey=True)
-    for i, (kind, title) in enumerate(peers.KINDS.items()):
-        for axis, (family, its) in zip(axes[i], families.items(), strict=True):
-            its = [row for row in peers.of_kind(its, kind) if row["tflops"]]
-            base = {row["N"]: row["tflops"] for row in its if row["provider"] == "cuDNN"}
-            for provider, column in groups(its, "provider").items():
-                style, lengths = line_style(provider, its), [row["N"] for row in column]
-                ratios, *band = (
-                    [row["tflops"] / base[row["N"]] * row["ms"] / row[time] for row in column]
-                    for time in ("ms", "ms_max", "ms_min")
-                )
-                axis.plot(lengths, ratios, label=provider.removesuffix(f" {kind}"), **style)
-                axis.fill_between(lengths, *band, color=style["color"], alpha=0.2, linewidth=0)
-            ahead = [row for each in groups(its, "N").values() for row in peers.leading(each)]
-            axis.plot(
-                [row["N"] for row in ahead], [row["tflops"] / base[row["N"]] for row in ahead],
-                "o", color="tab:red", fillstyle="none", markersize=7, label="ahead of ours",
-            )  # fmt: skip
-            against_n(axis, its, f"{title}\n{family}", fontsize=9)
+    size = (3 * len(families), 3.8)
+    figure, axes = subplots(path, 1, len(families), figsize=size, sharex=True, sharey=True)
+    for axis, (family, its) in zip(axes.flat, families.items(), strict=True):
+        its = [row for row in peers.of_kind(its, "op") if row["tflops"]]
+        base = {row["N"]: row["tflops"] for row in its if row["provider"] == "cuDNN"}
+        for provider, column in groups(its, "provider").items():
+            style, lengths = line_style(provider, its), [row["N"] for row in column]
+            ratios, *band = (
+                [row["tflops"] / base[row["N"]] * row["ms"] / row[time] for row in column]
+                for time in ("ms", "ms_max", "ms_min")
+            )
+            axis.plot(lengths, ratios, label=provider.removesuffix(" op"), **style)
+            axis.fill_between(lengths, *band, color=style["color"], alpha=0.2, linewidth=0)
+        ahead = [row for each in groups(its, "N").values() for row in peers.leading(each)]
+        axis.plot(
+            [row["N"] for row in ahead], [row["tflops"] / base[row["N"]] for row in ahead],
+            "o", color="tab:red", fillstyle="none", markersize=7, label="ahead of ours",
+        )  # fmt: skip
+        against_n(axis, its, family, fontsize=9)
     label_panels(axes, "x cuDNN's speed")
-    keep_with_legend(figure, axes, "Attention forward, bf16 in and out", result, path)
+    title = "Attention forward, bf16 in and out, with all preparation"
+    keep_with_legend(figure, axes, title, result, path)
 
 
 def family_of(row: dict) -> str:
