@@ -669,7 +669,7 @@ def test_the_plot_and_the_table_of_runs_that_failed(tmp_path, monkeypatch):
     ]
     result = result_of(rows)
     seen = []
-    monkeypatch.setattr(figures, "keep", lambda figure, title, result, path: seen.append(figure))
+    monkeypatch.setattr(figures, "keep", lambda figure, *rest: seen.append(figure))
     figures.draw_curves(result, tmp_path / "curves.svg")
     losses, gaps = seen[0].axes
     drawn = [[list(map(float, line.get_data()[i])) for i in (0, 1)] for line in losses.lines]
