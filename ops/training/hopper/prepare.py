@@ -275,9 +275,7 @@ def _matrix(BLOCK_D: tl.constexpr, ROTATED: tl.constexpr):
 
 
 @triton.jit
-def _store_turned(
-    Codes, row0, matrix, factor, Turned, head, column, N, BLOCK_D: tl.constexpr
-):  # fmt: skip
+def _store_turned(Codes, row0, matrix, factor, Turned, head, column, N, BLOCK_D: tl.constexpr):
     """BLOCK rows of Codes from row0 on, times matrix and a factor for each row -> a head's columns
     from `column` on, of [.., BLOCK_D, N] in E4M3.
 
