@@ -330,7 +330,7 @@ CALLS = {
 }  # fmt: skip
 # What is known of a kernel's numbers.
 HEAD = (0, 2**23)
-OF_PREPARATION = dict.fromkeys(("heads", "heads_kv", "q_blocks", "parts"), HEAD)
+OF_PREPARATION = dict.fromkeys(("heads", "heads_kv", "q_blocks", "q_programs", "parts"), HEAD)
 OF_PREPARATION["rounds"] = (1, 2**19)  # of 1,024 rows
 # Of at most MAX_ROWS queries and keys; what is counted and where it goes are of the blocks.
 OF_LISTS = {
