@@ -103,6 +103,7 @@ MAX_ROWS = 2**30 - 256  # of a sequence: twice that, rounded up to a tile, is a 
 K_BLOCK = 64  # rows of k that a Granularity's k_groups scales cover
 HEAD_DIMS = (64, 128, 256)  # what the kernels compute; smaller head_dims are padded in their loads
 ROTATED = 128  # channels that a rotation mixes, at most
+OF_HALF = 2.0  # k of its half, which is what is rotated (quantize/rotate.py)
 Q_BLOCK = 128  # rows of q that share a mean, where q is smoothed
 TRAINING_BLOCK = 64  # rows that share a scale in ops/training
 TRAINED_HEAD_DIM = 128  # the largest there
@@ -121,7 +122,7 @@ def pad_head_dim(head_dim: int) -> int:
 
 def rotation_scale(D_pad: int) -> float:
     """What the product of rotated q and halved, rotated k is multiplied by: a power of two."""
-    return 2.0 / min(D_pad, ROTATED)
+    return OF_HALF / min(D_pad, ROTATED)
 
 
 def pad_rows(N):

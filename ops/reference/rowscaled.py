@@ -18,6 +18,7 @@ from sage_inductor.ops.formats import (
     K_BLOCK,
     LOG2E,
     NO_QUERY,
+    OF_HALF,
     TINY,
     TRAINING_BLOCK,
     Prepared,
@@ -38,18 +39,16 @@ from sage_inductor.ops.reference.quantize import (
 from sage_inductor.ops.reference.training import LARGEST, quantize
 from sage_inductor.ops.visibility import Visibility
 
-OF_HALF = 2.0  # k of its codes: half of it was rotated
-
 
 def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Kept]:
     """out [B, H_q, N_q, D] of q's dtype, contiguous, and what the backward reads."""
-    x = k.float()
+    smoothed = k.float()
     if is_causal:
         v_mean = k.new_empty((*k.shape[:2], 0), dtype=torch.float32)
     else:
         k_mean, v_mean = (estimate(x, shrink=False)[0] for x in (k, v))
-        x = x - k_mean[:, :, None]
-    of_k = rotate((0.5 * pad(x)).to(of_16_bits(k)))
+        smoothed = smoothed - k_mean[:, :, None]
+    of_k = rotate((0.5 * pad(smoothed)).to(of_16_bits(k)))
     of_q = rotate(pad(q.to(of_16_bits(q))))
     of_own = quantize(of_k[:, :, : of_k.shape[2] if is_causal else 0], shared=1)
     of_v = quantize(v, None if is_causal else v_mean, shared=1)

@@ -69,7 +69,7 @@ def _to_fp8(x):
 
 @gluon.jit
 def _pin(l):
-    """l [64, 4], two sums a thread, at least 0 or NaN. ptxas moves no wait from below it to above.
+    """l [64, 4], two sums a thread, at least 0 or NaN. ptxas moves no later wait ahead of it.
 
     A wait for a barrier holds one of the six scoreboards of a warp. Moved up among exponentials, it
     may share one with them: then those that follow wait for the warpgroup's turn, too. Which

@@ -47,7 +47,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sage_inductor.ops.formats import E4M3_MAX, LOG2E, NO_QUERY, TINY, rotation_scale
+from sage_inductor.ops.formats import E4M3_MAX, LOG2E, NO_QUERY, OF_HALF, TINY, rotation_scale
 from sage_inductor.ops.formats import TRAINING_BLOCK as BLOCK
 from sage_inductor.ops.launch import doubled, launch_cached
 from sage_inductor.ops.operands import Kept, Operands
@@ -65,7 +65,7 @@ _LOG2_FP8_MAX = tl.constexpr(math.log2(E4M3_MAX))
 _LOG2E = tl.constexpr(LOG2E)
 _TO_FP8 = tl.constexpr(E4M3_MAX / 127)  # the largest INT8 code becomes the largest E4M3 number
 _OF_FP8 = tl.constexpr(127 / E4M3_MAX)
-_OF_HALF = tl.constexpr(2.0)  # k of its codes
+_OF_HALF = tl.constexpr(OF_HALF)
 _TINY = tl.constexpr(TINY)
 _NO_QUERY = tl.constexpr(NO_QUERY)
 # Of each block of rows: the largest w a, w a qs, u and u n.
