@@ -10,9 +10,10 @@ Each of P ranks has N / P rows of q, k and v, and makes its rows of the output:
     SDPA                 k and v are gathered as they are, and attention is SDPA's
 
 All but SDPA compute by one recipe. A call is a CUDA graph; "eager" is without it. The efficiency is
-the time of one GPU for the whole, over P times a way's. Beside the P of this run, other P are
-computed ("~"): the time of one GPU for a rank's part, with a copy in a collective's place, and the
-collectives by the bandwidths measured here. The computed time of this run's own P says how far to
+the time of one GPU for the whole, over P times a way's. "rows, collectives" and "heads,
+collectives" are the ways where GPUs do not map each other's memory. Beside the P of this run, other
+P are computed ("~"): the time of one GPU for a rank's part, with a copy in place of what is sent,
+and that by the bandwidths measured here. The computed time of this run's own P says how far to
 trust that.
 
 With --calls n random calls are timed on one GPU and on all, by the way that is chosen.
@@ -41,11 +42,11 @@ from torch import Tensor
 from bench import harness
 from bench.measure import WRONG, in_turns, relative_l1
 from bench.tables import case_of, groups, markdown, show
-from sage_inductor.ops import compat, transport
+from sage_inductor.ops import compat, peers, transport
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.sdpa import SdpaCall, compose
 
-RECIPE = "sage2-8b-per-token"
+RECIPE = "sage2-8b-rotated"
 
 
 class Case(NamedTuple):
@@ -97,10 +98,11 @@ def measure_all(args) -> int:
         f"bf16, {RECIPE}, CUDA graphs; median of {args.rounds} rounds of {args.target_ms:g} ms, in "
         "turns, of the slowest rank"
     )
-    bandwidth = bandwidths(clock, world) if world > 1 else []
+    memory = peers.of(dist.group.WORLD, args.device)
+    bandwidth = bandwidths(clock, world, memory) if world > 1 else []
     result = harness.Result("parallel", method, args, world=world, bandwidth=bandwidth)
     for case in CASES:
-        rows = measure(case, clock, world, rank, bandwidth)
+        rows = measure(case, clock, world, rank, bandwidth, memory)
         result.add(rows)
         show(case_table(case, rows))
     if world > 1:
@@ -157,15 +159,17 @@ class Clock:
             torch.cuda.synchronize(self.device)
 
 
-# -- collectives ----
+# -- what is sent ----
 
 
 class Link:
-    """The collectives that the providers call, counted. Without a group P ranks send what this one
-    sends."""
+    """What the providers send, counted. Without a group P ranks send what this one sends.
 
-    def __init__(self, P: int, group=None):
+    memory: of the group's GPUs, if they map each other's."""
+
+    def __init__(self, P: int, group=None, memory: peers.PeerMemory | None = None):
         self.P, self.group = P, group
+        self.memory = memory and Counted(self, memory)
         self.sent: list[tuple[str, int]] = []  # name, and bytes of this rank
 
     def all_gather(self, out: Tensor, x: Tensor) -> None:
@@ -186,7 +190,7 @@ class Link:
 
     @contextlib.contextmanager
     def in_the_library(self):
-        """`sage::gather_sdpa` gathers by this."""
+        """`sage::gather_sdpa` sends by this."""
         group = (
             SimpleNamespace(size=lambda: self.P, rank=lambda: 0)
             if self.group is None
@@ -197,8 +201,38 @@ class Link:
             "all_to_all_single": lambda out, x, *_, group: self.all_to_all(out, x),
             "process_group": lambda name: group,
         }
-        with mock.patch.multiple(compat, **instead):
+        with (
+            mock.patch.multiple(compat, **instead),
+            mock.patch.object(peers, "of", lambda *_: self.memory),
+        ):
             yield
+
+
+class Counted:
+    """A group's memory, of whose arrays each rank writes an equal part. Without a group this rank's
+    is in place of all."""
+
+    def __init__(self, link: Link, memory: peers.PeerMemory):
+        self.link, self.memory = link, memory
+        self.rank = memory.rank if link.group else 0
+
+    def reserve(self, size: int) -> bool:
+        return self.memory.reserve(size)
+
+    def array(self, rank: int, shape, dtype: torch.dtype, at: int) -> Tensor:
+        if rank != self.rank:
+            self.link.sent.append(("put", math.prod(shape) * dtype.itemsize // self.link.P))
+        return self.memory.array(rank if self.link.group else self.memory.rank, shape, dtype, at)
+
+    def arrive(self) -> None:
+        if self.link.group:
+            self.memory.arrive()
+
+    def begin(self) -> None:
+        self.memory.begin()
+
+    def end(self) -> None:
+        self.memory.end()
 
 
 def _bytes(x: Tensor) -> Tensor:
@@ -207,25 +241,36 @@ def _bytes(x: Tensor) -> Tensor:
 
 def received(name: str, sent: int, P: int) -> float:
     """Bytes that a rank receives of P, of which each sends as many."""
-    return sent * (P - 1) if name == "all_gather" else sent * (P - 1) / P
+    return {"all_gather": sent * (P - 1), "all_to_all": sent * (P - 1) / P, "put": sent}[name]
 
 
-def bandwidths(clock: Clock, world: int) -> list[dict]:
+def bandwidths(clock: Clock, world: int, memory: peers.PeerMemory | None) -> list[dict]:
     rows = []
     for shard in SHARDS:
         x = torch.zeros(shard, dtype=torch.uint8, device=clock.device)
         link, out = Link(world, dist.group.WORLD), x.new_empty(world, shard)
         parts = x[: shard - shard % world]
-        ms = clock({
+        calls = {
             "all_gather": lambda link=link, out=out, x=x: link.all_gather(out, x),
             "all_to_all": lambda link=link, out=out, x=parts: link.all_to_all(
                 out.view(-1)[: len(x)], x
             ),
-        })  # fmt: skip
+        }  # fmt: skip
+        if memory is not None and memory.reserve(shard):
+            calls["put"] = functools.partial(put, memory, x)
+        ms = clock(calls)
         for name, each in ms.items():
             GBs = received(name, shard, world) / each / 1e6
             rows.append({"collective": name, "shard": shard, "ms": each, "GBs": GBs})
     return rows
+
+
+def put(memory: peers.PeerMemory, x: Tensor) -> None:
+    """x to the next rank, in pieces as heads are."""
+    pieces = x.view(torch.int64).view(-1, 2, transport.ROW // 8).transpose(0, 1)
+    to = memory.array((memory.rank + 1) % memory.P, pieces.shape, pieces.dtype, 0)
+    to.copy_(pieces)
+    memory.arrive()
 
 
 def communication(sent: list[tuple[str, int]], P: int, bandwidth: list[dict]) -> float:
@@ -280,13 +325,24 @@ def by_sdpa(link: Link, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, *everyones)
 
 
+def by_collectives(way: str, link: Link, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with mock.patch.object(link, "memory", None):
+        return together(way, link, q, k, v)
+
+
 PROVIDERS = {
     **{way: functools.partial(together, way) for way in transport.WAYS},
     "SDPA": by_sdpa,
 }
+WRITTEN = {  # if the GPUs map each other's memory
+    f"{way}, collectives": functools.partial(by_collectives, way) for way in ("rows", "heads")
+}
 
 
-def measure(case: Case, clock: Clock, world: int, rank: int, bandwidth: list[dict]) -> list[dict]:
+def measure(
+    case: Case, clock: Clock, world: int, rank: int, bandwidth: list[dict],
+    memory: peers.PeerMemory | None = None,
+) -> list[dict]:  # fmt: skip
     """A row for each provider and number of ranks."""
     torch.manual_seed(0)
     shape = 1, case.N, case.H, case.D
@@ -296,16 +352,18 @@ def measure(case: Case, clock: Clock, world: int, rank: int, bandwidth: list[dic
         "sage": lambda: one_device(*qkv),
         "SDPA": lambda: F.scaled_dot_product_attention(*qkv),
     })  # fmt: skip
-    rows = []
+    rows, providers = [], PROVIDERS | (WRITTEN if memory else {})
     for P in sorted({*RANKS, world} - {1}):
         if case.N % P or case.H % P:
             continue
-        links = {"local": Link(P)} | ({"together": Link(P, dist.group.WORLD)} if P == world else {})
+        links = {"local": Link(P, None, memory)}
+        if P == world:
+            links["together"] = Link(P, dist.group.WORLD, memory)
         which = rank if P == world else 0
         part = [x.chunk(P, 2)[which] for x in qkv]
         calls = {
             (name, how): functools.partial(call, link, *part)
-            for name, call in PROVIDERS.items()
+            for name, call in providers.items()
             for how, link in links.items()
         }
         transfer = transport.Transfer.of(*part, (case.N // P,) * P, False, NAMED[RECIPE])
@@ -319,7 +377,7 @@ def measure(case: Case, clock: Clock, world: int, rank: int, bandwidth: list[dic
                 sys.exit(f"{name} of {case} on {P} ranks is wrong: relative L1 {error}")
         ms = clock(calls)
         eager = clock.eager({name: call for (name, how), call in calls.items() if how != "local"})
-        for name in PROVIDERS:
+        for name in providers:
             local, each = ms[name, "local"], sent[name, "local"]
             between = communication(each, P, bandwidth)
             measured = ms.get((name, "together"))
@@ -348,8 +406,9 @@ def fastest(transfer: transport.Transfer, device: torch.device) -> str:
 def table(rows: list[dict]) -> str:
     """A line per case, of as many GPUs as were there: ms, and the efficiency."""
     rows = [{**row, "B": 1, "model": row["case"]} for row in rows if row["ms"] is not None]
-    lines = [["B x H x N x D", "one GPU", *PROVIDERS]]
-    for its in groups(rows, "case").values():
+    cases = groups(rows, "case").values()
+    lines = [["B x H x N x D", "one GPU", *(row["provider"] for row in next(iter(cases)))]]
+    for its in cases:
         cells = [_cell(row) for row in its]
         lines.append([case_of(its[0]), _ms(its[0]["one_device_ms"]), *cells])
     return markdown(lines)
@@ -370,7 +429,7 @@ def case_table(case: Case, rows: list[dict]) -> str:
     if not rows:
         return f"{case.name}: no number of ranks divides it"
     alone = "one device {one_device_ms:.3f} ms (SDPA {sdpa_ms:.3f} ms)".format(**rows[0])
-    lines = [["P", *PROVIDERS]]
+    lines = [["P", *dict.fromkeys(row["provider"] for row in rows)]]
     for P, its in groups(rows, "P").items():
         cells = []
         for row in its:
@@ -385,9 +444,10 @@ def case_table(case: Case, rows: list[dict]) -> str:
 # -- slower links ----
 
 COPY, START = 2.6e12, 2e-5  # bytes and seconds, of two H100s
-LINKS = (  # what joins them, GPUs, bytes a second that one receives
-    ("NVLink", 8, 226e9), ("PCIe", 2, 25e9), ("PCIe", 8, 25e9), ("two nodes", 2, 45e9),
-    ("two nodes", 8, 45e9), ("two nodes", 16, 45e9),
+# What joins them, GPUs, bytes a second that one receives, and those written to its memory.
+LINKS = (
+    ("NVLink", 8, 226e9, 300e9), ("PCIe", 2, 25e9, 0.0), ("PCIe", 8, 25e9, 0.0),
+    ("two nodes", 2, 45e9, 0.0), ("two nodes", 8, 45e9, 0.0), ("two nodes", 16, 45e9, 0.0),
 )  # fmt: skip
 
 
@@ -396,9 +456,9 @@ def links_table() -> str:
     exchanged as codes of a byte, prepared before instead of after."""
     lines = [["", "GPUs", *transport.WAYS, "heads in 8 bits"]]
     _, N, H, D = CASES[0]
-    for link, P, speed in LINKS:
+    for link, P, speed, put in LINKS:
         n = N // P
-        lengths, rates = (n,) * P, transport.Rates(speed, speed, COPY, START)
+        lengths, rates = (n,) * P, transport.Rates(speed, speed, COPY, START, put)
         call = transport.Transfer(lengths, 1, H, H, D, D, 2, False, True, NAMED[RECIPE])
         ms = {
             way: call.seconds(way, rates) * 1e3
@@ -406,7 +466,7 @@ def links_table() -> str:
             if call.why_not(way) is None
         }
         if "heads" in ms:
-            ms["8 bits"] = ms["heads"] - (P - 1) / P * 3 * n * H * D / speed * 1e3
+            ms["8 bits"] = ms["heads"] - (P - 1) / P * 3 * n * H * D / (put or speed) * 1e3
         cells = (f"{ms[way]:.1f}" if way in ms else "-" for way in (*transport.WAYS, "8 bits"))
         lines.append([link, str(P), *cells])
     return markdown(lines)

@@ -115,6 +115,11 @@ all_gather_single = _take(
     seen="torch 2.11 and 2.13", without="as process_group", optional=True)
 all_to_all_single = _take("torch.distributed:all_to_all_single",
     seen="torch 2.11 and 2.13", without="as process_group", optional=True)
+symmetric_empty = _take("torch.distributed._symmetric_memory:empty",
+    seen="torch 2.11 and 2.13", optional=True,
+    without="GPUs exchange rows by collectives, which short calls take longer for")
+symmetric_rendezvous = _take("torch.distributed._symmetric_memory:rendezvous",
+    seen="torch 2.11 and 2.13", optional=True, without="as symmetric_empty")
 assert_async = _take("torch:_assert_async",
     seen="torch 2.11 and 2.13", optional=True,
     without='gather_attention takes lengths="ask" only: ranks could not be told of a mistake')

@@ -37,8 +37,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sage_inductor.ops import compat, transport
+from sage_inductor.ops import compat, exchange, peers, transport
 from sage_inductor.ops.attention_call import empty_outputs
+from sage_inductor.ops.exchange import all_gather, copy
 from sage_inductor.ops.formats import K_BLOCK, MAX_ROWS, TINY, Prepared, pad_head_dim, pad_rows
 from sage_inductor.ops.quantize.op import estimate, quantize_k, quantize_v
 from sage_inductor.ops.recipe import decode
@@ -72,17 +73,24 @@ def gather_sdpa(
     """
     group = compat.process_group(group_name)
     with torch.cuda.device_of(q):
+        memory = peers.of(group, q.device)
+        if memory is not None:
+            memory.begin()
         facts = _facts(q, k, v, group, is_causal, scale, recipe, lengths, way)
         shards = _agree(facts, q.device, group, lengths)
         transfer = transport.Transfer.of(q, k, v, shards.lengths, is_causal, decode(recipe))
         way = way or transport.choose(transfer, group, q.device)
-        rank, right, prepared = group.rank(), 0 if is_causal else None, []
-        if way == "heads":
-            q, k, v = (_to_heads(x, shards, group) for x in (q, k, v))
+        if memory is not None and memory.reserve(transfer.written(way)):
+            by = exchange.Peers(memory, shards.lengths)
         else:
-            right = shards.offset(rank) if is_causal else None
+            by = exchange.Collectives(group, shards.lengths)
+        right, prepared = 0 if is_causal else None, []
+        if way == "heads":
+            q, k, v = by.heads((q, k, v))
+        else:
+            right = shards.offset(group.rank()) if is_causal else None
             if way == "rows":
-                k, v = (_gather_rows(x, shards, group) for x in (k, v))
+                k, v = by.rows((k, v))
             else:
                 prepared = _gather_prepared(k, v, shards, group, recipe).tensors()
                 # It takes the place of k and v, of which only the shapes are read.
@@ -90,8 +98,10 @@ def gather_sdpa(
         others = dict(band=(None, right, False), prepared=prepared, out_bnhd=True)
         out, lse = compose(SdpaCall.of(q, k, v, scale, recipe, **others))
         if way == "heads":
-            out = _to_rows(out, shards, group).transpose(1, 2)
-            lse = _to_rows(lse[..., None], shards, group)[..., 0].transpose(1, 2).contiguous()
+            out, lse = by.back((out, lse[..., None]))
+            lse = lse[..., 0].contiguous()
+        if memory is not None:
+            memory.end()
         return out, lse
 
 
@@ -165,7 +175,7 @@ def _agree(facts: dict, device: torch.device, group, lengths) -> Shards:
         text = json.dumps({**facts, "lengths": lengths}).encode()
         digest = int.from_bytes(hashlib.sha256(text).digest()[:7])
         mine = torch.full((FACTS // 8,), digest, device=device).view(torch.uint8)
-        everyones = _all_gather(mine, group)
+        everyones = all_gather(mine, group)
         if "error" in facts:
             raise ValueError(f"sage::gather_sdpa: rank {group.rank()}: {facts['error']}")
         compat.assert_async((everyones == mine).all(), UNLIKE)
@@ -185,7 +195,7 @@ UNLIKE = (
 def _exchanged(facts: dict, device: torch.device, group) -> list[int]:
     """Every rank's length. Raises ValueError, which names a rank, as `_agree` says."""
     text = json.dumps(facts).encode().ljust(FACTS)
-    texts = _all_gather(torch.tensor(list(text), dtype=torch.uint8, device=device), group)
+    texts = all_gather(torch.tensor(list(text), dtype=torch.uint8, device=device), group)
     everyones = []
     for rank, each in enumerate(texts.tolist()):
         try:
@@ -233,7 +243,7 @@ def _gather_prepared(k: Tensor, v: Tensor, shards: Shards, group, recipe: str) -
     ]  # fmt: skip
     mine = _message(specs, k.device)
     _quantize(parts, k_mean, v_mean, v_amax, recipe, *_views(mine, specs))
-    k_parts, scale_parts, v_parts = _views(_all_gather(mine, group), specs)
+    k_parts, scale_parts, v_parts = _views(all_gather(mine, group), specs)
     N_pad, K_pad, V_pad = pad_rows(shards.N), pad_head_dim(D), pad_head_dim(D_v)
     k_codes = k_parts.new_empty(B, H, N_pad, K_pad)
     k_scale = scale_parts.new_zeros(B, H, N_pad // K_BLOCK, 1)
@@ -241,9 +251,9 @@ def _gather_prepared(k: Tensor, v: Tensor, shards: Shards, group, recipe: str) -
     for rank in range(group.size()):
         first, count = shards.first_block(rank), shards.blocks(rank)
         rows, n = slice(first * K_BLOCK, (first + count) * K_BLOCK), count * K_BLOCK
-        _copy(k_codes[:, :, rows, :width], k_parts[rank, :, :, :n])
+        copy(k_codes[:, :, rows, :width], k_parts[rank, :, :, :n])
         k_scale[:, :, first : first + count] = scale_parts[rank, :, :, :count]
-        _copy(v_codes[:, :, :D_v, rows], v_parts[rank, :, :, :, :n])
+        copy(v_codes[:, :, :D_v, rows], v_parts[rank, :, :, :, :n])
     end = shards.first_block(group.size()) * K_BLOCK
     for padding in (
         k_codes[..., width:], k_codes[:, :, end:], v_codes[:, :, D_v:], v_codes[..., end:]
@@ -267,7 +277,7 @@ def _statistics(k: Tensor, v: Tensor, shards: Shards, group) -> tuple:
     mine = _message(specs, k.device)
     for to, x in zip(_views(mine, specs), own, strict=True):
         to[tuple(map(slice, x.shape))] = x
-    *sampled, k_lent, v_lent, extremes = _views(_all_gather(mine, group), specs)
+    *sampled, k_lent, v_lent, extremes = _views(all_gather(mine, group), specs)
     k_mean, v_mean, v_amax = estimate(
         *(
             torch.cat([y[:, :, : len(s)] for y, s in zip(x, samples, strict=True)], 2)
@@ -304,64 +314,11 @@ def _quantize(
             continue
         n, rows = count * K_BLOCK, slice(first * K_BLOCK, (first + count) * K_BLOCK)
         codes, scale = quantize_k(k, k_mean, recipe, None)
-        _copy(k_bytes[:, :, rows], codes.view(torch.uint8)[:, :, :n, : k_bytes.shape[3]])
+        copy(k_bytes[:, :, rows], codes.view(torch.uint8)[:, :, :n, : k_bytes.shape[3]])
         k_scale[:, :, first : first + count] = scale[:, :, :count]
         codes, _ = quantize_v(v, v_mean, v_amax, recipe, False)
-        _copy(v_bytes[..., rows], codes.view(torch.uint8)[:, :, : v.shape[3], :n])
+        copy(v_bytes[..., rows], codes.view(torch.uint8)[:, :, : v.shape[3], :n])
         first += count
-
-
-def _copy(to: Tensor, x: Tensor) -> None:
-    """Bytes of x into `to`."""
-    if x.shape[-1] % 8 == 0:
-        to, x = to.view(torch.int64), x.view(torch.int64)
-    to.copy_(x)
-
-
-def _wide(x: Tensor) -> Tensor:
-    """x as numbers of eight bytes, of which torch copies as many in the time of one of its own."""
-    whole = 8 // x.dtype.itemsize
-    fits = x.stride(-1) == 1 and not any(n % whole for n in (x.shape[-1], *x.stride()[:-1]))
-    return x.view(torch.int64) if fits and x.storage_offset() % whole == 0 else x
-
-
-# -- rows and heads as they are ----
-
-
-def _gather_rows(x: Tensor, shards: Shards, group) -> Tensor:
-    """[B, H, N, D] of every rank's [B, H, N_r, D]. Stored as [N, B, H, D]: what a projection stored
-    as [N_r, H, D] is not copied before it is sent, and equal lengths not after."""
-    longest, rows = max(shards.lengths), x.permute(2, 0, 1, 3)
-    if len(rows) < longest:
-        rows = torch.cat([rows, rows.new_zeros(longest - len(rows), *rows.shape[1:])])
-    mine = rows.contiguous()
-    everyones = _all_gather(_bytes(mine), group).view(x.dtype).view(group.size(), *mine.shape)
-    if min(shards.lengths) == longest:
-        rows = everyones.flatten(0, 1)
-    else:
-        rows = torch.cat([each[:n] for each, n in zip(everyones, shards.lengths, strict=True)])
-    return rows.permute(1, 2, 0, 3)
-
-
-def _to_heads(x: Tensor, shards: Shards, group) -> Tensor:
-    """[B, H / P, N, D], this rank's heads of all rows, of every rank's [B, H, N_r, D]."""
-    P, wide = group.size(), _wide(x)
-    sent = wide.unflatten(1, (P, -1)).permute(1, 3, 0, 2, 4).contiguous()  # [P, N_r, B, H / P, D]
-    row = sent[0, 0].shape
-    received = _all_to_all(sent, [len(sent[0])] * P, shards.lengths, group)
-    return received.view(shards.N, *row).permute(1, 2, 0, 3).view(x.dtype)
-
-
-def _to_rows(x: Tensor, shards: Shards, group) -> Tensor:
-    """[B, N_r, H, D], contiguous: this rank's rows of every rank's [B, H / P, N, D]."""
-    P, N_r = group.size(), shards.lengths[group.rank()]
-    sent = _wide(x).permute(2, 0, 1, 3).contiguous()
-    received = _all_to_all(sent, shards.lengths, [N_r] * P, group).view(P, N_r, *sent.shape[1:])
-    return received.permute(2, 1, 0, 3, 4).flatten(2, 3).contiguous().view(x.dtype)
-
-
-def _bytes(x: Tensor) -> Tensor:
-    return x.view(-1).view(torch.uint8)
 
 
 # -- messages: tensors, given as (shape, dtype), in one array of bytes ----
@@ -383,24 +340,6 @@ def _views(messages: Tensor, specs: Sequence[tuple]) -> list[Tensor]:
         part[..., :n].view(dtype).unflatten(-1, shape)
         for part, n, (shape, dtype) in zip(parts, sizes, specs, strict=True)
     ]
-
-
-def _all_gather(mine: Tensor, group) -> Tensor:
-    """Every rank's bytes, [P, n], in one collective; n is equal on all."""
-    everyones = mine.new_empty(group.size(), mine.numel())
-    compat.all_gather_single(everyones.view(-1), mine, group=group)
-    return everyones
-
-
-def _all_to_all(sent: Tensor, rows_sent, rows_received, group) -> Tensor:
-    """[n], the rows that are this rank's of every rank's `sent`: so many to each, from each."""
-    row = sent.numel() * sent.dtype.itemsize // sum(rows_sent)
-    received = sent.new_empty(sum(rows_received) * row // sent.dtype.itemsize)
-    compat.all_to_all_single(
-        _bytes(received), _bytes(sent),
-        [n * row for n in rows_received], [n * row for n in rows_sent], group=group,
-    )  # fmt: skip
-    return received
 
 
 @gather_sdpa.register_fake

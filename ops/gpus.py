@@ -37,3 +37,8 @@ def _capability(device: torch.device) -> tuple[int, int]:
 @functools.cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def captures(device: torch.device) -> bool:
+    """Whether a CUDA graph is captured."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

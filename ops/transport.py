@@ -2,7 +2,7 @@
 
 The bytes that a rank receives, copies and prepares are counted. The rates are measured when a group
 first meets, which takes some milliseconds. The slowest rank's count on all ranks, so every rank
-chooses the same way.
+chooses the same way. If the ranks map each other's memory (peers.py), rows are written there.
 
 Shapes: gather.py's.
 """
@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sage_inductor.ops import compat
+from sage_inductor.ops import compat, peers
+from sage_inductor.ops.gpus import captures
 from sage_inductor.ops.recipe import Recipe
 
 WAYS = {  # as reports say it
@@ -29,9 +30,11 @@ WAYS = {  # as reports say it
 SENT = {"cuda": 2**26, "cpu": 2**16}
 COPIED = {"cuda": 2**27, "cpu": 2**16}
 REPEATS, IN_A_ROW = 5, 10
+ROW = 128  # bytes that are written in one piece, as a head's are
 # Two H100s and two H200s, torch 2.11 (bench/results/*/2026-11-28-parallel.json):
 FLOPS = 1e15  # 8-bit attention's a second, with 37,800 queries and 75,600 keys
 EXPONENTIAL = 200  # D + D_v of the products that take as long as the exponential of a pair
+PUT = 3e-6  # seconds to begin writing to a rank, and for all of them to meet (two H200s)
 STRIDED = 1.5  # times as long as a copy of as many bytes: codes that are padded
 SMALL = {"rows": 0.0, "heads": 2e-5, "codes": 9e-5}  # seconds of kernels on few bytes
 HOST = {"rows": 1.7e-3, "heads": 2.4e-3, "codes": 4.3e-3}  # seconds of a call in eager
@@ -44,6 +47,7 @@ class Rates(NamedTuple):
     exchange: float  # in an all_to_all
     copy: float  # bytes a second that a rank reads and writes
     start: float  # seconds, a collective of few bytes
+    put: float = 0.0  # bytes a second that a rank writes to the others; 0: it does not map them
 
 
 class Transfer(NamedTuple):
@@ -89,6 +93,19 @@ class Transfer(NamedTuple):
             return f"{P} ranks do not divide {self.H_q} heads of q and {self.H_kv} of k"
         return None
 
+    def written(self, way: str) -> int:
+        """Bytes in a rank's memory that hold what it is sent, if the ranks map it."""
+        P, N, most = len(self.lengths), sum(self.lengths), max(self.lengths)
+        if way == "rows":
+            sizes = [N * self.H_kv * D * self.itemsize for D in (self.D, self.D_v)]
+        elif way == "heads":
+            q, k, v = ((self.H_q, self.D), (self.H_kv, self.D), (self.H_kv, self.D_v))
+            sizes = [N * H // P * D * self.itemsize for H, D in (q, k, v)]
+            sizes += [most * self.H_q * self.D_v * self.itemsize, most * self.H_q * 4]  # out, lse
+        else:
+            sizes = []
+        return sum(self.B * size + peers.ALIGN for size in sizes)
+
     def seconds(self, way: str, rates: Rates) -> float:
         """Of the whole call without the host's part, on the rank that has the most to compute."""
         P, n, N = len(self.lengths), max(self.lengths), sum(self.lengths)
@@ -99,12 +116,20 @@ class Transfer(NamedTuple):
             ends = 3 * rates.start + (P - 1) * n * of_kv / rates.gather
             copied = n * prepared + STRIDED * 2 * (n + N) * of_kv
         elif way == "rows":
-            ends = 3 * rates.start + (P - 1) * n * of_kv * self.itemsize / rates.gather
-            copied = N * prepared
+            sent, copied = n * of_kv * self.itemsize, N * prepared
+            if rates.put:
+                ends = rates.start + (2 * P + 1) * PUT + (P - 1) * sent / rates.put
+                copied += 2 * sent
+            else:
+                ends = 3 * rates.start + (P - 1) * sent / rates.gather
         else:
-            sent = n * (of_kv + of_q) * self.itemsize
-            ends = 6 * rates.start + (P - 1) / P * sent / rates.exchange
-            copied = 2 * sent + N * prepared / P
+            sent, copied = n * (of_kv + of_q) * self.itemsize, N * prepared / P
+            if rates.put:
+                ends = rates.start + (5 * P + 2) * PUT + (P - 1) / P * sent / rates.put
+                copied += 2 * sent / P + of_q * n * self.itemsize
+            else:
+                ends = 6 * rates.start + (P - 1) / P * sent / rates.exchange
+                copied += 2 * sent
         pairs = n * N
         if self.is_causal:  # the last rank's queries see most keys; by heads all ranks see as many
             pairs = n * N / 2 if way == "heads" else n * (N - n / 2)
@@ -116,27 +141,30 @@ def choose(transfer: Transfer, group, device: torch.device) -> str:
     """The way of the least predicted time, on every rank the same. Every rank has to ask."""
     if group.size() == 1:
         return "rows"
-    rates = rates_of(group, device)
+    memory, rates = peers.of(group, device), rates_of(group, device)
     host = {} if captures(device) else HOST
-    times = {
-        way: max(host.get(way, 0), transfer.seconds(way, rates))
-        for way in WAYS
-        if transfer.why_not(way) is None
-    }
+    times, by_peers = {}, {}
+    for way in WAYS:
+        if transfer.why_not(way) is None:
+            size = transfer.written(way)
+            by_peers[way] = memory is not None and size > 0 and memory.fits(size)
+            its = rates if by_peers[way] else rates._replace(put=0.0)
+            times[way] = max(host.get(way, 0), transfer.seconds(way, its))
     best = min(times, key=times.__getitem__)
-    CHOSEN[(len(transfer.lengths), *transfer[1:])] = _line(transfer, best, times)
+    how = "written to the GPUs' memory" if by_peers[best] else "by collectives"
+    CHOSEN[(len(transfer.lengths), *transfer[1:])] = _line(transfer, best, how, times)
     return best
 
 
 CHOSEN: dict[tuple, str] = {}  # by call but for its lengths: which way, for the report
 
 
-def _line(transfer: Transfer, best: str, times: dict[str, float]) -> str:
+def _line(transfer: Transfer, best: str, how: str, times: dict[str, float]) -> str:
     others = ", ".join(f"{way} {seconds * 1e3:.3g}" for way, seconds in times.items())
+    what = WAYS[best].format(bits=transfer.itemsize * 8)
     return (
         f"gather_attention of {len(transfer.lengths)} ranks, {sum(transfer.lengths)} keys, "
-        f"{transfer.H_q} heads of {transfer.D}: {WAYS[best].format(bits=transfer.itemsize * 8)} "
-        f"(predicted ms: {others})"
+        f"{transfer.H_q} heads of {transfer.D}: {what}, {how} (predicted ms: {others})"
     )
 
 
@@ -157,45 +185,53 @@ def rates_of(group, device: torch.device) -> Rates:
     return _measured[group]
 
 
-def captures(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
 def _measure(group, device: torch.device) -> Rates:
     P, sent, copied = group.size(), SENT[device.type], COPIED[device.type]
-    mine = torch.zeros(sent - sent % P, dtype=torch.uint8, device=device)
+    mine = torch.zeros(sent - sent % (P * ROW), dtype=torch.uint8, device=device)
     everyones, other = mine.new_empty(P * mine.numel()), torch.empty_like(mine)
     large = torch.zeros(copied, dtype=torch.uint8, device=device)
     to = torch.empty_like(large)
     few, of_few = mine[:64], everyones[: 64 * P]
     each = [mine.numel() // P] * P
-    seconds = [
-        _clock(call, device)
-        for call in (
-            lambda: compat.all_gather_single(everyones, mine, group=group),
-            lambda: compat.all_to_all_single(other, mine, each, each, group=group),
-            lambda: to.copy_(large),
-            lambda: [compat.all_gather_single(of_few, few, group=group) for _ in range(IN_A_ROW)],
-        )
+    calls = [
+        lambda: compat.all_gather_single(everyones, mine, group=group),
+        lambda: compat.all_to_all_single(other, mine, each, each, group=group),
+        lambda: to.copy_(large),
+        lambda: compat.all_gather_single(of_few, few, group=group),
     ]
-    ours = torch.tensor(seconds, dtype=torch.float64, device=device).view(torch.uint8)
+    memory = peers.of(group, device)
+    if memory is not None and memory.reserve(mine.numel()):
+        calls.append(lambda: _put(mine, memory))
+    ours = [_clock(call, device) for call in calls]
+    ours = torch.tensor(ours, dtype=torch.float64, device=device).view(torch.uint8)
     theirs = ours.new_empty(P * ours.numel())
     compat.all_gather_single(theirs, ours, group=group)
-    gather, exchange, copy, start = theirs.view(torch.float64).view(P, -1).amax(0).tolist()
+    gather, exchange, copy, start, *put = theirs.view(torch.float64).view(P, -1).amax(0).tolist()
     received = (P - 1) * mine.numel()
-    return Rates(received / gather, received / P / exchange, 2 * copied / copy, start / IN_A_ROW)
+    by_bytes = received / gather, received / P / exchange, 2 * copied / copy
+    return Rates(*by_bytes, start, *(received / P / seconds for seconds in put))
+
+
+def _put(mine: Tensor, memory: peers.PeerMemory) -> None:
+    """A part to each other rank."""
+    for rank, part in enumerate(mine.view(torch.int64).view(-1, memory.P, ROW // 8).unbind(1)):
+        if rank != memory.rank:
+            at = memory.rank * part.nbytes
+            memory.array(rank, part.shape, part.dtype, at).copy_(part)
+    memory.arrive()
 
 
 def _clock(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds, the least of several."""
+    """Seconds of one of several in a row, the least of several times."""
     best = math.inf
     for _ in range(REPEATS):
         _synchronize(device)
         start = time.perf_counter()
-        call()
+        for _ in range(IN_A_ROW):
+            call()
         _synchronize(device)
         best = min(best, time.perf_counter() - start)
-    return best
+    return best / IN_A_ROW
 
 
 def _synchronize(device: torch.device) -> None:

@@ -21,7 +21,7 @@ from sage_inductor.ops.recipe import NAMED, canonical
 if typing.TYPE_CHECKING:  # a torch may be built without it
     from torch.distributed import ProcessGroup
 
-OF_AUTO = "sage2-8b-per-token"  # rotated it was not timed on several GPUs
+OF_AUTO = "sage2-8b-rotated"
 ASK = "ask"
 Lengths = Sequence[int] | typing.Literal["ask"] | None
 
@@ -54,7 +54,7 @@ def gather_attention(
     group: None is the default one.
     is_causal: a rank's queries are where its keys are, so N_q is N_r.
     scale: of the scores; None: 1 / sqrt(D).
-    recipe: "auto" is "sage2-8b-per-token". Neither lengths nor a policy change it.
+    recipe: "auto" is "sage2-8b-rotated". Neither lengths nor a policy change it.
     lengths: N_r of each rank. None: all are equal. "ask": the ranks tell each other, and the host
     waits for them.
     return_lse: whether lse is returned, too.

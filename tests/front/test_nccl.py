@@ -7,15 +7,20 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from support import relative_l1
 
 RECIPE, OTHER = "sage2-8b-rotated", "sage1-rotated"
+WRITTEN = "rows", "heads"  # to the memory of the GPUs
 TIMEOUT = 15  # seconds, of a collective
+CALLS = 10  # on each of two streams
 UNLIKE = "the ranks were called with different arguments or unequal lengths"
 
 
@@ -24,9 +29,10 @@ def run(what: str, folder: Path) -> tuple[dict[int, dict], str]:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     start = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, *start, __file__, what, folder], capture_output=True, text=True,
-        env={**os.environ, "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}, timeout=120,
+        env={**os.environ, "TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "PYTHONPATH": path}, timeout=120,
     )  # fmt: skip
     found = {r: folder / f"{r}.json" for r in range(2)}
     return {r: json.loads(f.read_text()) for r, f in found.items() if f.exists()}, done.stderr
@@ -35,7 +41,15 @@ def run(what: str, folder: Path) -> tuple[dict[int, dict], str]:
 @pytest.mark.gpu
 def test_two_gpus_compute_what_one_does_and_a_graph_replays_it(tmp_path):
     found, printed = run("values", tmp_path)
-    assert found == {r: {"equal": True, "replayed": True} for r in range(2)}, printed
+    assert found == {
+        r: {"equal": True, "replayed": True, "ways": [True, True], "near": True} for r in range(2)
+    }, printed
+
+
+@pytest.mark.gpu
+def test_calls_on_two_streams_do_not_write_over_each_other(tmp_path):
+    found, printed = run("streams", tmp_path)
+    assert found == {r: {"equal": [True] * 2 * CALLS} for r in range(2)}, printed
 
 
 @pytest.mark.gpu
@@ -60,12 +74,19 @@ def test_a_rank_that_does_not_come_is_an_error_on_the_other(tmp_path):
     assert "collective operation timeout" in printed and "completed" not in found.get(0, {}), found
 
 
+@pytest.mark.gpu
+def test_a_rank_that_ends_within_a_call_is_an_error_on_the_other(tmp_path):
+    found, printed = run("late", tmp_path)
+    assert "CUDA error" in found[0]["error"], printed
+
+
 # -- the ranks ----
 
 
 @torch.no_grad()
 def main(what: str, folder: Path) -> None:
     from sage_inductor import gather_attention
+    from sage_inductor.ops import peers
     from sage_inductor.ops.recipe import NAMED
     from sage_inductor.ops.sdpa import SdpaCall, compose
 
@@ -89,7 +110,41 @@ def main(what: str, folder: Path) -> None:
             replayed = gather_attention(*mine, recipe=RECIPE)
         mine[0].mul_(0.5)
         graph.replay()
-        return {"equal": out.equal(alone), "replayed": replayed.equal(gather(*mine))}
+        eager = gather(*mine)
+        written, sent = [by_way(way) for way in WRITTEN], []
+        with mock.patch.object(peers, "of", lambda *_: None):
+            sent = [by_way(way) for way in WRITTEN]
+        ways = [x.equal(y) for x, y in zip(written, sent)]
+        near = all(relative_l1(x, eager) < 0.01 for x in written)
+        replayed = replayed.equal(eager)
+        return {"equal": out.equal(alone), "replayed": replayed, "ways": ways, "near": near}
+
+    def by_way(way):
+        asked = False, 128**-0.5, NAMED[RECIPE].encode(), None, way
+        memory = peers.of(dist.group.WORLD, mine[0].device)
+        out = torch.ops.sage.gather_sdpa(*mine, dist.group.WORLD.group_name, *asked)[0]
+        assert memory is None or memory.bytes > 2 * mine[1].nbytes
+        return out
+
+    def streams():
+        """Calls that differ in size, so that what one writes is where another reads."""
+        short = [x[:, :, :700].contiguous() for x in mine]
+        expected = [gather(*x) for x in (mine, short)]
+        both = [torch.cuda.Stream() for _ in range(2)]
+        found = []
+        for _ in range(CALLS):
+            for stream, x in zip(both, (mine, short)):
+                with torch.cuda.stream(stream):
+                    found.append(gather_attention(*x, recipe=RECIPE))
+        torch.cuda.synchronize()
+        return {"equal": [x.equal(y) for x, y in zip(found, expected * CALLS)]}
+
+    def late():
+        """A rank takes part in the first collective, and does not come to the meeting after."""
+        skipped = mock.patch.object(peers.PeerMemory, "arrive", lambda _: time.sleep(TIMEOUT))
+        with mock.patch.object(peers, "TIMEOUT", 3000), skipped if rank else nullcontext():
+            gather(*mine)
+        return {"completed": True}
 
     def absent():
         if rank:
@@ -104,6 +159,8 @@ def main(what: str, folder: Path) -> None:
         "lengths": lambda: {"out": gather(*(x[:, :, : 1900 - 64 * rank] for x in mine)).shape},
         "asked": lambda: {"out": gather(*mine, recipe=OTHER if rank else RECIPE, lengths="ask")},
         "absent": absent,
+        "streams": streams,
+        "late": late,
     }
     gather(*mine)  # the group is measured
     try:

@@ -32,7 +32,7 @@ from sage_inductor.choose.candidates import Candidate
 from sage_inductor.choose.cost import Sizes
 from sage_inductor.choose.families import Family
 from sage_inductor.choose.timing import BenchmarkCase
-from sage_inductor.ops import gather, sharding, transport
+from sage_inductor.ops import gather, peers, sharding, transport
 from sage_inductor.ops.formats import K_BLOCK, MAX_ROWS
 from sage_inductor.ops.gather import Shards
 from sage_inductor.ops.gpus import Gpu
@@ -56,16 +56,52 @@ def ranks(tmp_path_factory):
 
 
 @torch.no_grad()
-def attend(group, q, k, v, recipe=RECIPE, way="codes", lengths="ask", **given):
+def attend(group, q, k, v, recipe=RECIPE, way="codes", lengths="ask", folder=None, **given):
     """way: the one that is chosen. Where lengths are not asked for, the host reads nothing of the
-    other ranks."""
+    other ranks. folder: the ranks map each other's memory, which is files there."""
     exchanged = gather._exchanged if lengths == "ask" else None
     given |= {"recipe": recipe, "lengths": lengths, "return_lse": True}
+    memory = MappedFiles(group, folder) if folder else None
     with (
         mock.patch.object(transport, "choose", lambda *_: way),
+        mock.patch.object(peers, "of", lambda *_: memory),
         mock.patch.object(gather, "_exchanged", exchanged),
     ):
         return gather_attention(q, k, v, group, **given)
+
+
+class MappedFiles:
+    """PeerMemory of processes on CPU. Nothing is written beyond what was reserved, or twice."""
+
+    SIZE = 2**22
+
+    def __init__(self, group, folder):
+        self.group, self.rank, self.P = group, group.rank(), group.size()
+        files = [f"{folder}/{rank}" for rank in range(self.P)]
+        self.memory = [
+            torch.from_file(x, shared=True, size=self.SIZE, dtype=torch.uint8) for x in files
+        ]
+        self.reserved, self.ends, self.did = 0, [0] * self.P, []
+
+    def reserve(self, size):
+        self.reserved = size
+        return self.SIZE >= size > 0
+
+    def array(self, rank, shape, dtype, at):
+        end = at + math.prod(shape) * dtype.itemsize
+        assert at % peers.ALIGN == 0 and self.ends[rank] <= at and end <= self.reserved
+        self.ends[rank] = end
+        return self.memory[rank][at:end].view(dtype).view(shape)
+
+    def begin(self):
+        self.did.append("begin")
+
+    def arrive(self):
+        dist.barrier(self.group)
+        self.did.append("arrive")
+
+    def end(self):
+        assert self.did[0] == "begin" and "arrive" in self.did
 
 
 def prepared(group, q, k, v, lengths, recipe=RECIPE):
@@ -113,7 +149,7 @@ def test_auto_is_the_recipe_that_was_timed_on_several_gpus(gloo):
         default, auto, named, other = (
             gather_attention(*given, **recipe)
             for recipe in (
-                {}, {"recipe": "auto"}, {"recipe": "sage2-8b-per-token"}, {"recipe": "sage2-8b-fp8qk"}
+                {}, {"recipe": "auto"}, {"recipe": "sage2-8b-rotated"}, {"recipe": "sage2-8b-fp8qk"}
             )
         )  # fmt: skip
     assert torch.equal(default, named) and torch.equal(auto, named) and not named.equal(other)
@@ -151,7 +187,7 @@ CALLS = [
     [swept(*x, unless=x[0] != "codes" or "of whole blocks" not in x[1]) for x in CALLS],
     ids=str,
 )
-def test_ranks_compute_what_one_device_does(ranks, way, name, given, is_causal):
+def test_ranks_compute_what_one_device_does(ranks, way, name, given, is_causal, tmp_path):
     """Bit for bit."""
     given, lengths = dict(given), LENGTHS[name]
     recipe = given.pop("recipe", RECIPE)
@@ -165,10 +201,13 @@ def test_ranks_compute_what_one_device_does(ranks, way, name, given, is_causal):
         k, v = (x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for x in (k, v))
     known = None if len({*lengths}) == 1 else lengths
     asked = {"scale": 0.2, "recipe": recipe}
-    found = ranks(
-        attend, *of_ranks, way=way, is_causal=is_causal, lengths="ask" if is_causal else known,
-        **asked,
-    )  # fmt: skip
+    asked_of_ranks = dict(way=way, is_causal=is_causal, lengths="ask" if is_causal else known)
+    found = ranks(attend, *of_ranks, **asked_of_ranks, **asked)
+    if way != "codes":
+        found_by_peers = ranks(attend, *of_ranks, **asked_of_ranks, **asked, folder=tmp_path)
+        for by_collectives, by_peers in zip(found, found_by_peers):
+            for x, y in zip(by_collectives, by_peers):
+                assert torch.equal(x, y) and x.stride() == y.stride()
     first = 0
     for (q_r, *_), (out, lse) in zip(of_ranks, found):
         n = q_r.shape[2]
@@ -324,7 +363,7 @@ def test_the_report_has_calls_that_gather(ranks):
     q, k, v = inputs((64,), dtype=torch.float16)
     (calls,) = ranks(reported, (q, k, v))
     assert [(call["mask"], call["recipe"]) for call in calls] == [
-        ("causal", RECIPE), ("none", "sage2-8b-fp8qk"),
+        ("causal", "sage2-8b-rotated"), ("none", "sage2-8b-fp8qk"),
     ]  # fmt: skip
     for call in calls:
         assert call["spelling"] == "sage_inductor.gather_attention"
@@ -1006,6 +1045,8 @@ def transfer(P=2, N=75600, H=40, D=128, recipe=RECIPE, **given) -> Transfer:
 
 
 NVLINK = Rates(gather=250e9, exchange=250e9, copy=2e12, start=2e-5)
+WRITTEN = NVLINK._replace(put=330e9)
+LIMIT = 10**9  # bytes of a rank's memory that others may write to
 PCIE = Rates(gather=20e9, exchange=20e9, copy=2e12, start=4e-5)
 
 
@@ -1023,6 +1064,9 @@ PCIE = Rates(gather=20e9, exchange=20e9, copy=2e12, start=4e-5)
         (transfer(is_causal=True), NVLINK, "heads"),
         (transfer(N=4608, H=24), NVLINK, "rows"),
         (transfer(is_causal=True, H_kv=1, recipe="sage2-8b"), NVLINK, "rows"),
+        (transfer(N=17776, H=48, D=64), WRITTEN, "rows"),
+        (transfer(N=17776, H=48, D=64, P=8), WRITTEN, "heads"),
+        (transfer(), WRITTEN, "codes"),  # more than may be written
     ],
 )
 def test_the_way_of_the_least_predicted_time(call, rates, way):
@@ -1037,10 +1081,16 @@ def test_few_channels_wait_for_exponentials():
 
 def choose(call: Transfer, rates: Rates) -> str:
     group = SimpleNamespace(size=lambda: len(call.lengths))
-    with mock.patch.multiple(transport, rates_of=lambda *_: rates, captures=lambda _: True):
+    memory = SimpleNamespace(fits=lambda size: size < LIMIT) if rates.put else None
+    with (
+        mock.patch.multiple(transport, rates_of=lambda *_: rates, captures=lambda _: True),
+        mock.patch.object(transport.peers, "of", lambda *_: memory),
+    ):
         found = transport.choose(call, group, torch.device("cuda"))
     (line,) = [each for each in transport.CHOSEN.values()][-1:]
-    assert transport.WAYS[found].format(bits=16) + " (predicted ms: rows " in line
+    by_peers = rates.put and found != "codes" and call.written(found) < LIMIT
+    how = "written to the GPUs' memory" if by_peers else "by collectives"
+    assert f"{transport.WAYS[found].format(bits=16)}, {how} (predicted ms: rows " in line
     transport.CHOSEN.clear()
     return found
 
@@ -1069,8 +1119,8 @@ def measured(group, q, k, v) -> tuple:
 def test_ranks_choose_by_the_rates_of_the_slowest(ranks):
     q, k, v = inputs((64, 64, 64))
     (rates, notes), *others = ranks(measured, *sharded((64, 64, 64), q, k, v))
-    assert rates.copy == 2 * transport.COPIED["cpu"] / 3 and rates.start == 3 / transport.IN_A_ROW
-    assert min(rates) > 0 and all(each == (rates, notes) for each in others)
+    assert rates.copy == 2 * transport.COPIED["cpu"] / 3 and rates.start == 3
+    assert min(rates[:4]) > 0 and rates.put == 0 and all(each == (rates, notes) for each in others)
     assert notes[-1].startswith("gather_attention of 3 ranks, 192 keys, 4 heads of 64: ")
 
 

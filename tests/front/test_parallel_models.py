@@ -239,7 +239,7 @@ def test_the_snippet_of_the_page(pair):
     _, exact = alone(flux)
     for image, told in pair(run_snippet, (code,), (code,)):
         assert 1e-5 < relative_l2(image, exact[0]) < 0.1
-        assert told == f"2 of 2 attention calls use {RECIPE}"
+        assert told == "2 of 2 attention calls use sage2-8b-rotated"
 
 
 def test_training_by_exchanged_heads_is_sdpas(pair):
