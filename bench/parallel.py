@@ -477,7 +477,7 @@ def links_table() -> str:
 
 def random_calls(count: int, clock: Clock, world: int, rank: int) -> Iterator[dict]:
     """By the way that is chosen, and on one GPU."""
-    draw = random.Random(0)
+    draw = random.Random(1)  # ops/transport.py was fitted to those of 0
     rates = transport.rates_of(dist.group.WORLD, clock.device)
     for _ in range(count):
         D, groups_of = draw.choice((64, 128)), draw.choice((1, 1, 4))

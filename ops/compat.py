@@ -120,6 +120,8 @@ symmetric_empty = _take("torch.distributed._symmetric_memory:empty",
     without="GPUs exchange rows by collectives, which short calls take longer for")
 symmetric_rendezvous = _take("torch.distributed._symmetric_memory:rendezvous",
     seen="torch 2.11 and 2.13", optional=True, without="as symmetric_empty")
+foreach_copy = _take("torch:_foreach_copy_",
+    without="rows are not written to the memory of other GPUs")
 assert_async = _take("torch:_assert_async",
     seen="torch 2.11 and 2.13", optional=True,
     without='gather_attention takes lengths="ask" only: ranks could not be told of a mistake')

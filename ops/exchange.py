@@ -17,6 +17,11 @@ from torch import Tensor
 from sage_inductor.ops import compat
 from sage_inductor.ops.peers import ALIGN, PeerMemory
 
+# Bytes from which rows are copied by the GPU's copy engines, if they are contiguous. Those begin
+# 8 us later and write faster (a call on two H200s: with 14 MB of rows 130 us instead of 114, with
+# CogVideoX's 218 MB 3.74 ms instead of 4.06).
+ONE_KERNEL = 2**25
+
 
 class Collectives(NamedTuple):
     group: object
@@ -77,36 +82,47 @@ class Peers:
         return self._of_all(xs, lambda rows: rows.chunk(len(self.lengths), 2))
 
     def back(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        found = []
+        index = slice(None), slice(None), self.memory.rank
+        sent = []
         for x in xs:
             parts = x.transpose(1, 2).split(self.lengths, 1)  # [B, N_r, H / P, D]
             shapes = [(*each.shape[:2], len(parts), *each.shape[2:]) for each in parts]
-            found.append(self._put(parts, shapes, (slice(None), slice(None), self.memory.rank)))
-        self.memory.arrive()
-        return [x.flatten(2, 3).clone().transpose(1, 2) for x in found]
+            sent.append((parts, shapes, index))
+        return [x.flatten(2, 3).clone().transpose(1, 2) for x in self._put(sent)]
 
     def _of_all(self, xs: Sequence[Tensor], parts_of) -> list[Tensor]:
         N, first = sum(self.lengths), sum(self.lengths[: self.memory.rank])
-        found = []
+        sent = []
         for x in xs:
             parts = parts_of(x.permute(2, 0, 1, 3))
             shapes = [(N, *each.shape[1:]) for each in parts]
-            found.append(self._put(parts, shapes, slice(first, first + x.shape[2])))
-        self.memory.arrive()
-        return [x.permute(1, 2, 0, 3) for x in found]
+            sent.append((parts, shapes, slice(first, first + x.shape[2])))
+        return [x.permute(1, 2, 0, 3) for x in self._put(sent)]
 
-    def _put(self, parts: Sequence[Tensor], shapes: Sequence, index) -> Tensor:
-        """A part to each rank, there at an index of an array of a shape. Returns this rank's."""
-        arrays = [
-            self.memory.array(rank, shape, part.dtype, self.at)
-            for rank, (part, shape) in enumerate(zip(parts, shapes, strict=True))
-        ]
-        first = self.memory.rank + 1  # no two ranks write to the same one at a time
-        for rank in (*range(first, len(parts)), *range(first)):
-            copy(arrays[rank][index], parts[rank])
-        most = max(math.prod(shape) for shape in shapes) * parts[0].dtype.itemsize
-        self.at += most + -most % ALIGN
-        return arrays[self.memory.rank]
+    def _put(self, sent: Sequence[tuple]) -> list[Tensor]:
+        """Of each tensor a part to each rank, there at an index of an array of a shape. Returns
+        this rank's arrays, when all ranks have written."""
+        found, to, xs = [], [], []
+        for parts, shapes, index in sent:
+            arrays = [
+                self.memory.array(rank, shape, part.dtype, self.at)
+                for rank, (part, shape) in enumerate(zip(parts, shapes, strict=True))
+            ]
+            first = self.memory.rank + 1  # no two ranks write to the same one at a time
+            for rank in (*range(first, len(parts)), *range(first)):
+                pair = _wide_pair(arrays[rank][index], parts[rank])
+                to.append(pair[0])
+                xs.append(pair[1])
+            most = max(math.prod(shape) for shape in shapes) * parts[0].dtype.itemsize
+            self.at += most + -most % ALIGN
+            found.append(arrays[self.memory.rank])
+        if sum(x.nbytes for x in xs) < ONE_KERNEL:
+            compat.foreach_copy(to, xs)
+        else:
+            for array, part in zip(to, xs, strict=True):
+                array.copy_(part)
+        self.memory.arrive()
+        return found
 
 
 def all_gather(mine: Tensor, group) -> Tensor:
@@ -133,10 +149,13 @@ def _bytes(x: Tensor) -> Tensor:
 
 def copy(to: Tensor, x: Tensor) -> None:
     """x into `to`."""
-    wide_to, wide = _wide(to), _wide(x)
-    if wide_to.dtype == wide.dtype:
-        to, x = wide_to, wide
+    to, x = _wide_pair(to, x)
     to.copy_(x)
+
+
+def _wide_pair(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    wide = _wide(x), _wide(y)
+    return wide if wide[0].dtype == wide[1].dtype else (x, y)
 
 
 def _wide(x: Tensor) -> Tensor:

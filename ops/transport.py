@@ -32,12 +32,12 @@ COPIED = {"cuda": 2**27, "cpu": 2**16}
 REPEATS, IN_A_ROW = 5, 10
 ROW = 128  # bytes that are written in one piece, as a head's are
 # Two H100s and two H200s, torch 2.11 (bench/results/*/2026-11-28-parallel.json):
-FLOPS = 1e15  # 8-bit attention's a second, with 37,800 queries and 75,600 keys
+FLOPS = 0.95e15  # 8-bit attention's a second, of long calls
 EXPONENTIAL = 200  # D + D_v of the products that take as long as the exponential of a pair
-PUT = 3e-6  # seconds to begin writing to a rank, and for all of them to meet (two H200s)
 STRIDED = 1.5  # times as long as a copy of as many bytes: codes that are padded
 SMALL = {"rows": 0.0, "heads": 2e-5, "codes": 9e-5}  # seconds of kernels on few bytes
-HOST = {"rows": 1.7e-3, "heads": 2.4e-3, "codes": 4.3e-3}  # seconds of a call in eager
+WRITTEN = {"rows": 3.6e-5, "heads": 4.3e-5}  # of the same, if rows are written
+HOST = {"rows": 1.6e-3, "heads": 2.2e-3, "codes": 4.2e-3}  # seconds of a call in eager
 
 
 class Rates(NamedTuple):
@@ -112,20 +112,21 @@ class Transfer(NamedTuple):
         of_kv = self.B * self.H_kv * (self.D + self.D_v)  # numbers of a row of keys
         of_q = self.B * self.H_q * (self.D + self.D_v)  # and of a row of queries and outputs
         prepared = of_kv * (self.itemsize + 1)  # bytes read and written for a row of keys
+        by_peers = rates.put > 0 and way in WRITTEN
         if way == "codes":
             ends = 3 * rates.start + (P - 1) * n * of_kv / rates.gather
             copied = n * prepared + STRIDED * 2 * (n + N) * of_kv
         elif way == "rows":
             sent, copied = n * of_kv * self.itemsize, N * prepared
-            if rates.put:
-                ends = rates.start + (2 * P + 1) * PUT + (P - 1) * sent / rates.put
+            if by_peers:
+                ends = rates.start + (P - 1) * sent / rates.put
                 copied += 2 * sent
             else:
                 ends = 3 * rates.start + (P - 1) * sent / rates.gather
         else:
             sent, copied = n * (of_kv + of_q) * self.itemsize, N * prepared / P
-            if rates.put:
-                ends = rates.start + (5 * P + 2) * PUT + (P - 1) / P * sent / rates.put
+            if by_peers:
+                ends = rates.start + (P - 1) / P * sent / rates.put
                 copied += 2 * sent / P + of_q * n * self.itemsize
             else:
                 ends = 6 * rates.start + (P - 1) / P * sent / rates.exchange
@@ -134,7 +135,8 @@ class Transfer(NamedTuple):
         if self.is_causal:  # the last rank's queries see most keys; by heads all ranks see as many
             pairs = n * N / 2 if way == "heads" else n * (N - n / 2)
         products = 2 * self.B * self.H_q * max(self.D + self.D_v, EXPONENTIAL) * pairs
-        return ends + SMALL[way] + copied / rates.copy + products / FLOPS
+        small = (WRITTEN if by_peers else SMALL)[way]
+        return ends + small + copied / rates.copy + products / FLOPS
 
 
 def choose(transfer: Transfer, group, device: torch.device) -> str:
@@ -147,7 +149,7 @@ def choose(transfer: Transfer, group, device: torch.device) -> str:
     for way in WAYS:
         if transfer.why_not(way) is None:
             size = transfer.written(way)
-            by_peers[way] = memory is not None and size > 0 and memory.fits(size)
+            by_peers[way] = memory is not None and way in WRITTEN and memory.fits(size)
             its = rates if by_peers[way] else rates._replace(put=0.0)
             times[way] = max(host.get(way, 0), transfer.seconds(way, its))
     best = min(times, key=times.__getitem__)

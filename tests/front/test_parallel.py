@@ -67,7 +67,9 @@ def attend(group, q, k, v, recipe=RECIPE, way="codes", lengths="ask", folder=Non
         mock.patch.object(peers, "of", lambda *_: memory),
         mock.patch.object(gather, "_exchanged", exchanged),
     ):
-        return gather_attention(q, k, v, group, **given)
+        out = gather_attention(q, k, v, group, **given)
+    assert memory is None or memory.did[-1] == "end"
+    return out
 
 
 class MappedFiles:
@@ -101,7 +103,10 @@ class MappedFiles:
         self.did.append("arrive")
 
     def end(self):
-        assert self.did[0] == "begin" and "arrive" in self.did
+        assert self.did[0] == "begin" and self.did[1] == "arrive"
+        unused = self.reserved - max(self.ends)
+        assert 0 <= unused <= 5 * peers.ALIGN
+        self.did.append("end")
 
 
 def prepared(group, q, k, v, lengths, recipe=RECIPE):
@@ -1064,7 +1069,7 @@ PCIE = Rates(gather=20e9, exchange=20e9, copy=2e12, start=4e-5)
         (transfer(is_causal=True), NVLINK, "heads"),
         (transfer(N=4608, H=24), NVLINK, "rows"),
         (transfer(is_causal=True, H_kv=1, recipe="sage2-8b"), NVLINK, "rows"),
-        (transfer(N=17776, H=48, D=64), WRITTEN, "rows"),
+        (transfer(N=17776, H_q=48, H_kv=12, D=64), WRITTEN, "rows"),
         (transfer(N=17776, H=48, D=64, P=8), WRITTEN, "heads"),
         (transfer(), WRITTEN, "codes"),  # more than may be written
     ],

@@ -194,8 +194,8 @@ def is_of_hopper(pv, head_dim, warpgroups, kind):
 def test_hopper_kernel_keeps_its_tiles_in_registers(pv, head_dim, warpgroups, kind):
     """A loop holds at most 9 loads and stores of spilled registers in FP8, 16 in 16 bits; with
     Triton 3.8 and head_dim 256, 25. Variants for it that held 88 and 117 were 44 and 40 % slower.
-    What hides keys by a band or a mask is in a branch of a loop. Nothing but its product waits for
-    a warpgroup's turn."""
+    What hides keys by a band or a mask is in a branch of a loop. In 16 bits nothing but its product
+    waits for a warpgroup's turn, if head_dim is above 64 (`_pin`)."""
     is_causal = kind == "causal"
     tile = TILES_OF_HOPPER[pv, head_dim, is_causal, warpgroups]
     compiled = hopper_of(tile, pv, D=head_dim, **KINDS_OF_HOPPER[kind])
@@ -207,7 +207,10 @@ def test_hopper_kernel_keeps_its_tiles_in_registers(pv, head_dim, warpgroups, ki
     assert "st.shared.b8" not in ptx  # q is in vectors of 16 bytes: test_no_byte_is_stored...
     assert compiled.metadata.shared <= 227 * 1024
     loops = loops_over_keys(compiled.asm["cubin"])
-    assert held_up(compiled.asm["cubin"]) == []
+    is_pinned = pv == "16bit" and head_dim > 64 and warpgroups > 1
+    assert ("nanosleep" in ptx) == is_pinned  # elsewhere it costs 2 to 6 %
+    if is_pinned:
+        assert held_up(compiled.asm["cubin"]) == []
     # Whole blocks and the rest for each warpgroup, or all.
     parts = 1 if kind in ("both", "bottom right") else 2
     assert len(loops) == parts * warpgroups

@@ -121,3 +121,29 @@ def test_what_a_graph_writes_to_is_kept_and_a_graph_allocates_nothing(gpus, allo
     assert memory.fits(peers.STEP + 1) and memory.reserve(3 * peers.STEP)
     assert list(memory._captured) == [peers.STEP] and memory._captured[peers.STEP][1] is of_graph
     assert len(allocated) == 2
+
+
+def test_a_call_waits_for_what_another_stream_reads_but_not_in_a_graph(gpus, monkeypatch):
+    did = []
+    stream = SimpleNamespace(record_event=lambda: len(did), wait_event=did.append)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    memory = peers.PeerMemory(Group(2), DEVICE, limit=0)
+    memory.begin()  # nothing was read
+    memory.end()
+    memory.begin()
+    assert did == [0]
+    gpus.captured = True
+    memory.begin()
+    memory.end()
+    assert did == [0] and memory._read == 0
+
+
+def test_arrays_are_where_they_are_asked_for():
+    memory = peers.PeerMemory(Group(2), DEVICE, limit=0)
+    memory._handle = SimpleNamespace(
+        get_buffer=lambda *given: given, barrier=lambda *given: waited.append(given)
+    )
+    waited = []
+    assert memory.array(1, (3, 4), torch.bfloat16, 512) == (1, (3, 4), torch.bfloat16, 256)
+    memory.arrive()
+    assert waited == [(0, peers.TIMEOUT)]
