@@ -50,14 +50,13 @@ class PeerMemory:
         return size <= self.bytes
 
     def _allocate(self, size: int) -> None:
-        try:
-            memory = compat.symmetric_empty(size, dtype=torch.uint8, device=self.device)
-        except RuntimeError:  # there is not as much
-            memory = None
+        """Unless a rank cannot: it has not as much, or a container keeps processes apart."""
+        memory = _tried(compat.symmetric_empty, size, dtype=torch.uint8, device=self.device)
         if _all(memory is not None, self.group, self.device):
-            self._handle = compat.symmetric_rendezvous(memory, self.group.group_name)
-            self._memory, self.bytes = memory, size
-        else:
+            handle = _tried(compat.symmetric_rendezvous, memory, self.group.group_name)
+            if _all(handle is not None, self.group, self.device):
+                self._memory, self._handle, self.bytes = memory, handle, size
+        if self.bytes < size:
             self.limit = self.bytes
 
     def array(self, rank: int, shape: Sequence[int], dtype: torch.dtype, at: int) -> Tensor:
@@ -111,6 +110,13 @@ def _meet(group, device: torch.device) -> PeerMemory | None:
 
 def _name(device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _tried(function, *given, **options):
+    try:
+        return function(*given, **options)
+    except RuntimeError:
+        return None
 
 
 def _all(answer: bool, group, device: torch.device) -> bool:

@@ -34,7 +34,7 @@ ROW = 128  # bytes that are written in one piece, as a head's are
 # Two H100s and two H200s, torch 2.11 (bench/results/*/2026-11-28-parallel.json):
 FLOPS = 0.95e15  # 8-bit attention's a second, of long calls
 EXPONENTIAL = 200  # D + D_v of the products that take as long as the exponential of a pair
-STRIDED = 1.5  # times as long as a copy of as many bytes: codes that are padded
+STRIDED = 2.0  # times as long as a copy of as many bytes: codes that are padded
 SMALL = {"rows": 0.0, "heads": 2e-5, "codes": 9e-5}  # seconds of kernels on few bytes
 WRITTEN = {"rows": 3.6e-5, "heads": 4.3e-5}  # of the same, if rows are written
 HOST = {"rows": 1.6e-3, "heads": 2.2e-3, "codes": 4.2e-3}  # seconds of a call in eager

@@ -97,7 +97,7 @@ def allocated(monkeypatch):
 
 
 def test_it_grows_on_all_ranks_together(gpus, allocated, monkeypatch):
-    group = group_of(monkeypatch, YES, YES, NO, YES)
+    group = group_of(monkeypatch, YES, YES, YES, YES, NO, YES)
     memory = peers.PeerMemory(group, DEVICE, limit=9 * peers.STEP)
     assert memory.reserve(peers.STEP - 5) and memory.reserve(peers.STEP)
     assert memory.reserve(peers.STEP + 1) and memory.bytes == 2 * peers.STEP
@@ -110,8 +110,20 @@ def test_it_grows_on_all_ranks_together(gpus, allocated, monkeypatch):
     assert memory._handle.name == "a group" and len(memory._handle.memory) == 2 * peers.STEP
 
 
+@pytest.mark.parametrize("here, there", [(False, YES), (True, NO)])
+def test_memory_that_some_rank_cannot_map_is_not_used(here, there, gpus, allocated, monkeypatch):
+    def rendezvous(*_):
+        raise RuntimeError("a container keeps processes apart")
+
+    if not here:
+        monkeypatch.setattr(compat, "symmetric_rendezvous", rendezvous)
+    memory = peers.PeerMemory(group_of(monkeypatch, YES, there), DEVICE, limit=peers.STEP)
+    assert not memory.reserve(1) and not memory.reserve(1)  # the second asks nobody
+    assert memory.bytes == memory.limit == 0
+
+
 def test_what_a_graph_writes_to_is_kept_and_a_graph_allocates_nothing(gpus, allocated, monkeypatch):
-    memory = peers.PeerMemory(group_of(monkeypatch, YES, YES), DEVICE, limit=9 * peers.STEP)
+    memory = peers.PeerMemory(group_of(monkeypatch, *[YES] * 4), DEVICE, limit=9 * peers.STEP)
     assert memory.reserve(peers.STEP)
     gpus.captured = True
     assert memory.reserve(1) and not memory.fits(peers.STEP + 1)
