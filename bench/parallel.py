@@ -447,7 +447,7 @@ def case_table(case: Case, rows: list[dict]) -> str:
 COPY, START = 2.6e12, 2e-5  # bytes and seconds, of two H100s
 # What joins them, GPUs, bytes a second that one receives, and those written to its memory.
 LINKS = (
-    ("NVLink", 8, 226e9, 300e9), ("PCIe", 2, 25e9, 0.0), ("PCIe", 8, 25e9, 0.0),
+    ("NVLink", 8, 226e9, 317e9), ("PCIe", 2, 25e9, 0.0), ("PCIe", 8, 25e9, 0.0),
     ("two nodes", 2, 45e9, 0.0), ("two nodes", 8, 45e9, 0.0), ("two nodes", 16, 45e9, 0.0),
 )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """How keys travel between the ranks of ``sage::gather_sdpa``: the way of the least predicted time.
 
 The bytes that a rank receives, copies and prepares are counted. The rates are measured when a group
-first meets, which takes some milliseconds. The slowest rank's count on all ranks, so every rank
+first meets, which takes some 30 ms by count. The slowest rank's count on all ranks, so every rank
 chooses the same way. If the ranks map each other's memory (peers.py), rows are written there.
 
 Shapes: gather.py's.

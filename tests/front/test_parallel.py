@@ -32,7 +32,7 @@ from sage_inductor.choose.candidates import Candidate
 from sage_inductor.choose.cost import Sizes
 from sage_inductor.choose.families import Family
 from sage_inductor.choose.timing import BenchmarkCase
-from sage_inductor.ops import gather, peers, sharding, transport
+from sage_inductor.ops import exchange, gather, peers, sharding, transport
 from sage_inductor.ops.formats import K_BLOCK, MAX_ROWS
 from sage_inductor.ops.gather import Shards
 from sage_inductor.ops.gpus import Gpu
@@ -65,6 +65,7 @@ def attend(group, q, k, v, recipe=RECIPE, way="codes", lengths="ask", folder=Non
     with (
         mock.patch.object(transport, "choose", lambda *_: way),
         mock.patch.object(peers, "of", lambda *_: memory),
+        mock.patch.object(exchange, "ONE_KERNEL", 2**25 if exchanged else 0),
         mock.patch.object(gather, "_exchanged", exchanged),
     ):
         out = gather_attention(q, k, v, group, **given)
