@@ -228,11 +228,8 @@ class Counted:
         if self.link.group:
             self.memory.arrive()
 
-    def begin(self) -> None:
-        self.memory.begin()
-
-    def end(self) -> None:
-        self.memory.end()
+    def in_order(self):
+        return self.memory.in_order()
 
 
 def _bytes(x: Tensor) -> Tensor:

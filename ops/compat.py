@@ -120,8 +120,11 @@ symmetric_empty = _take("torch.distributed._symmetric_memory:empty",
     without="GPUs exchange rows by collectives, which short calls take longer for")
 symmetric_rendezvous = _take("torch.distributed._symmetric_memory:rendezvous",
     seen="torch 2.11 and 2.13", optional=True, without="as symmetric_empty")
+symmetric_backend = _take("torch.distributed._symmetric_memory:get_backend",
+    seen="torch 2.13", optional=True,
+    without="rows are written by NVSHMEM, if it was chosen, whose barrier waits for nobody")
 foreach_copy = _take("torch:_foreach_copy_",
-    without="rows are not written to the memory of other GPUs")
+    seen="torch 2.11 and 2.13", optional=True, without="as symmetric_empty")
 assert_async = _take("torch:_assert_async",
     seen="torch 2.11 and 2.13", optional=True,
     without='gather_attention takes lengths="ask" only: ranks could not be told of a mistake')

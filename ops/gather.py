@@ -28,6 +28,7 @@ keys of all P ranks. M: the most blocks that any rank quantizes.
 """
 
 import bisect
+import contextlib
 import hashlib
 import json
 import math
@@ -74,35 +75,37 @@ def gather_sdpa(
     group = compat.process_group(group_name)
     with torch.cuda.device_of(q):
         memory = peers.of(group, q.device)
-        if memory is not None:
-            memory.begin()
-        facts = _facts(q, k, v, group, is_causal, scale, recipe, lengths, way)
-        shards = _agree(facts, q.device, group, lengths)
-        transfer = transport.Transfer.of(q, k, v, shards.lengths, is_causal, decode(recipe))
-        way = way or transport.choose(transfer, group, q.device)
-        if memory is not None and memory.reserve(transfer.written(way)):
-            by = exchange.Peers(memory, shards.lengths)
-        else:
-            by = exchange.Collectives(group, shards.lengths)
-        right, prepared = 0 if is_causal else None, []
-        if way == "heads":
-            q, k, v = by.heads((q, k, v))
-        else:
-            right = shards.offset(group.rank()) if is_causal else None
-            if way == "rows":
-                k, v = by.rows((k, v))
+        with contextlib.nullcontext() if memory is None else memory.in_order():
+            facts = _facts(q, k, v, group, is_causal, scale, recipe, lengths, way)
+            shards = _agree(facts, q.device, group, lengths)
+            transfer = transport.Transfer.of(q, k, v, shards.lengths, is_causal, decode(recipe))
+            way = way or transport.choose(transfer, group, q.device)
+            if memory is not None and memory.reserve(transfer.written(way)):
+                by = exchange.Peers(memory, shards.lengths)
             else:
-                prepared = _gather_prepared(k, v, shards, group, recipe).tensors()
-                # It takes the place of k and v, of which only the shapes are read.
-                k, v = (x.new_empty(()).expand(*x.shape[:2], shards.N, x.shape[3]) for x in (k, v))
-        others = dict(band=(None, right, False), prepared=prepared, out_bnhd=True)
-        out, lse = compose(SdpaCall.of(q, k, v, scale, recipe, **others))
-        if way == "heads":
-            out, lse = by.back((out, lse[..., None]))
-            lse = lse[..., 0].contiguous()
-        if memory is not None:
-            memory.end()
-        return out, lse
+                by = exchange.Collectives(group, shards.lengths)
+            return _attend(q, k, v, group, shards, by, is_causal, scale, recipe, way)
+
+
+def _attend(q, k, v, group, shards: "Shards", by, is_causal: bool, scale: float, recipe: str, way):
+    """out and lse, when the ranks agree. by: what exchanges rows."""
+    right, prepared = 0 if is_causal else None, []
+    if way == "heads":
+        q, k, v = by.heads((q, k, v))
+    else:
+        right = shards.offset(group.rank()) if is_causal else None
+        if way == "rows":
+            k, v = by.rows((k, v))
+        else:
+            prepared = _gather_prepared(k, v, shards, group, recipe).tensors()
+            # It takes the place of k and v, of which only the shapes are read.
+            k, v = (x.new_empty(()).expand(*x.shape[:2], shards.N, x.shape[3]) for x in (k, v))
+    others = dict(band=(None, right, False), prepared=prepared, out_bnhd=True)
+    out, lse = compose(SdpaCall.of(q, k, v, scale, recipe, **others))
+    if way == "heads":
+        out, lse = by.back((out, lse[..., None]))
+        lse = lse[..., 0].contiguous()
+    return out, lse
 
 
 class Shards(NamedTuple):

@@ -1,8 +1,9 @@
 """How keys travel between the ranks of ``sage::gather_sdpa``: the way of the least predicted time.
 
 The bytes that a rank receives, copies and prepares are counted. The rates are measured when a group
-first meets, which takes some 30 ms by count. The slowest rank's count on all ranks, so every rank
-chooses the same way. If the ranks map each other's memory (peers.py), rows are written there.
+first meets, which takes two H200s some 10 ms by count. The slowest rank's count on all ranks, so
+every rank chooses the same way. If the ranks map each other's memory (peers.py), rows are written
+there.
 
 Shapes: gather.py's.
 """
@@ -29,7 +30,7 @@ WAYS = {  # as reports say it
 # L2. On a CPU kernels are emulated, and nobody waits for keys.
 SENT = {"cuda": 2**26, "cpu": 2**16}
 COPIED = {"cuda": 2**27, "cpu": 2**16}
-REPEATS, IN_A_ROW = 5, 10
+REPEATS, IN_A_ROW = 2, 4
 ROW = 128  # bytes that are written in one piece, as a head's are
 # Two H100s and two H200s, torch 2.11 (bench/results/*/2026-11-28-parallel.json):
 FLOPS = 0.95e15  # 8-bit attention's a second, of long calls
@@ -153,6 +154,7 @@ def choose(transfer: Transfer, group, device: torch.device) -> str:
             its = rates if by_peers[way] else rates._replace(put=0.0)
             times[way] = max(host.get(way, 0), transfer.seconds(way, its))
     best = min(times, key=times.__getitem__)
+    by_peers[best] = by_peers[best] and memory.reserve(transfer.written(best))
     how = "written to the GPUs' memory" if by_peers[best] else "by collectives"
     CHOSEN[(len(transfer.lengths), *transfer[1:])] = _line(transfer, best, how, times)
     return best
@@ -210,8 +212,12 @@ def _measure(group, device: torch.device) -> Rates:
     compat.all_gather_single(theirs, ours, group=group)
     gather, exchange, copy, start, *put = theirs.view(torch.float64).view(P, -1).amax(0).tolist()
     received = (P - 1) * mine.numel()
-    by_bytes = received / gather, received / P / exchange, 2 * copied / copy
-    return Rates(*by_bytes, start, *(received / P / seconds for seconds in put))
+    rates = Rates(received / gather, received / P / exchange, 2 * copied / copy, start)
+    if put and put[0] > exchange:  # some GPUs reach each other slowly over PCIe
+        memory.give_up()
+    elif put:
+        rates = rates._replace(put=received / P / put[0])
+    return rates
 
 
 def _put(mine: Tensor, memory: peers.PeerMemory) -> None:

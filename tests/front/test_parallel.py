@@ -4,6 +4,7 @@ one device computes alone, and what they are called with wrongly is an error on 
 Six processes live as long as this module's tests (ranks.py): four together, and two apart.
 """
 
+import contextlib
 import itertools
 import math
 import os
@@ -68,8 +69,15 @@ def attend(group, q, k, v, recipe=RECIPE, way="codes", lengths="ask", folder=Non
         mock.patch.object(exchange, "ONE_KERNEL", 2**25 if exchanged else 0),
         mock.patch.object(gather, "_exchanged", exchanged),
     ):
-        out = gather_attention(q, k, v, group, **given)
-    assert memory is None or memory.did[-1] == "end"
+        if memory is None:
+            return gather_attention(q, k, v, group, **given)
+        with (
+            mock.patch.object(gather, "_agree", memory.seeing("agree", gather._agree)),
+            mock.patch.object(gather, "compose", memory.seeing("compute", gather.compose)),
+        ):
+            out = gather_attention(q, k, v, group, **given)
+    back = ["arrive"] * (way == "heads")
+    assert memory.did == ["begin", "agree", "arrive", "compute", *back, "end"]
     return out
 
 
@@ -87,7 +95,7 @@ class MappedFiles:
         self.reserved, self.ends, self.did = 0, [0] * self.P, []
 
     def reserve(self, size):
-        self.reserved = size
+        self.reserved, self.ends = size, [0] * self.P
         return self.SIZE >= size > 0
 
     def array(self, rank, shape, dtype, at):
@@ -96,18 +104,28 @@ class MappedFiles:
         self.ends[rank] = end
         return self.memory[rank][at:end].view(dtype).view(shape)
 
-    def begin(self):
+    @contextlib.contextmanager
+    def in_order(self):
         self.did.append("begin")
+        yield
+        assert 0 <= self.reserved - max(self.ends) <= 5 * peers.ALIGN
+        self.did.append("end")
 
     def arrive(self):
         dist.barrier(self.group)
         self.did.append("arrive")
 
-    def end(self):
-        assert self.did[0] == "begin" and self.did[1] == "arrive"
-        unused = self.reserved - max(self.ends)
-        assert 0 <= unused <= 5 * peers.ALIGN
-        self.did.append("end")
+    def give_up(self):
+        self.did.append("given up")
+
+    def seeing(self, name, function):
+        """function, of which `did` says when it was called."""
+
+        def seen(*given):
+            self.did.append(name)
+            return function(*given)
+
+        return seen
 
 
 def prepared(group, q, k, v, lengths, recipe=RECIPE):
@@ -1079,26 +1097,77 @@ def test_the_way_of_the_least_predicted_time(call, rates, way):
     assert choose(call, rates) == way
 
 
+def test_the_report_says_so_if_there_is_no_memory_after_all():
+    assert choose(transfer(N=4608, H=24), WRITTEN, has_it=False) == "rows"
+
+
+@pytest.mark.parametrize(
+    "way, sent, copied, calls",
+    [
+        # Numbers of 1000 rows of 2 heads of 64: a rank's k and v, or q, k, v and the output.
+        ("rows", 256e3 * 2, 512e3 * 3 + 2 * 256e3 * 2, 1),
+        ("heads", 512e3 * 2 / 2, 512e3 * 3 / 2 + 2 * 512e3 * 2 / 2 + 256e3 * 2, 1),
+        ("codes", 256e3, 256e3 * 3 + 2.0 * 2 * 768e3, 3),
+    ],
+)
+def test_the_bytes_that_are_written_and_copied_are_counted(way, sent, copied, calls):
+    call, free = transfer(N=2000, H=2, D=64), Rates(*[math.inf] * 3, 0.0, math.inf)
+    computed = call.seconds(way, free)
+    rates = free._replace(put=1e9, gather=1e9, copy=1e8, start=1e-3)
+    expected = sent / 1e9 + copied / 1e8 + calls * 1e-3
+    assert call.seconds(way, rates) - computed == pytest.approx(expected)
+    by_small = transport.WRITTEN.get(way, transport.SMALL[way])
+    assert computed == pytest.approx(by_small + 2 * 2 * 200 * 1000 * 2000 / transport.FLOPS)
+
+
 def test_few_channels_wait_for_exponentials():
     free = Rates(gather=math.inf, exchange=math.inf, copy=math.inf, start=0.0)
     few, some, many = (transfer(D=D).seconds("rows", free) for D in (64, 100, 128))
     assert few == some == pytest.approx(many * 200 / 256)
 
 
-def choose(call: Transfer, rates: Rates) -> str:
+def choose(call: Transfer, rates: Rates, has_it: bool = True) -> str:
     group = SimpleNamespace(size=lambda: len(call.lengths))
-    memory = SimpleNamespace(fits=lambda size: size < LIMIT) if rates.put else None
+    fits = lambda size: size < LIMIT  # noqa: E731
+    memory = SimpleNamespace(fits=fits, reserve=lambda size: has_it) if rates.put else None
     with (
         mock.patch.multiple(transport, rates_of=lambda *_: rates, captures=lambda _: True),
         mock.patch.object(transport.peers, "of", lambda *_: memory),
     ):
         found = transport.choose(call, group, torch.device("cuda"))
     (line,) = [each for each in transport.CHOSEN.values()][-1:]
-    by_peers = rates.put and found != "codes" and call.written(found) < LIMIT
+    by_peers = rates.put and found != "codes" and call.written(found) < LIMIT and has_it
     how = "written to the GPUs' memory" if by_peers else "by collectives"
     assert f"{transport.WAYS[found].format(bits=16)}, {how} (predicted ms: rows " in line
     transport.CHOSEN.clear()
     return found
+
+
+def rates_by_files(group, folder: str, seconds: float) -> tuple:
+    """The rates, when a write takes so long and everything else one second; whether it is used."""
+    memory, of_calls = MappedFiles(group, folder), iter([1.0] * 4 + [seconds])
+
+    def clock(call, device):
+        call()
+        return next(of_calls)
+
+    with (
+        mock.patch.multiple(transport, _clock=clock),
+        mock.patch.object(peers, "of", lambda *_: memory),
+    ):
+        rates = transport._measure(group, torch.device("cpu"))
+    said = peers._said(bytes([group.rank(), 7]), group, torch.device("cpu"))
+    return rates, memory.did, said
+
+
+@pytest.mark.parametrize("seconds, used", [(0.25, True), (1.5, False)])
+def test_memory_is_used_if_it_is_written_faster_than_collectives_send(
+    ranks, tmp_path, seconds, used
+):
+    for rates, did, said in ranks(rates_by_files, *[(str(tmp_path), seconds)] * 2):
+        assert rates.put == (transport.SENT["cpu"] / 2 / seconds if used else 0)
+        assert did == ["arrive"] + ["given up"] * (not used)
+        assert said == [[0, 7], [1, 7]]
 
 
 def test_a_rate_is_that_of_one_call_of_several(monkeypatch):
@@ -1126,15 +1195,15 @@ def measured(group, q, k, v) -> tuple:
         assert torch.equal(out, gather_attention(q, k, v, group, recipe=RECIPE))
     rates = transport.rates_of(group, q.device)
     transport._measured.clear()
-    return rates, str(sage_inductor.report()).splitlines()[1:]
+    return rates, str(sage_inductor.report()).splitlines()[-1]  # above it: calls of other tests
 
 
 def test_ranks_choose_by_the_rates_of_the_slowest(ranks):
     q, k, v = inputs((64, 64, 64))
-    (rates, notes), *others = ranks(measured, *sharded((64, 64, 64), q, k, v))
+    (rates, note), *others = ranks(measured, *sharded((64, 64, 64), q, k, v))
     assert rates.copy == 2 * transport.COPIED["cpu"] / 3 and rates.start == 3
-    assert min(rates[:4]) > 0 and rates.put == 0 and all(each == (rates, notes) for each in others)
-    assert notes[-1].startswith("gather_attention of 3 ranks, 192 keys, 4 heads of 64: ")
+    assert min(rates[:4]) > 0 and rates.put == 0 and all(each == (rates, note) for each in others)
+    assert note.startswith("gather_attention of 3 ranks, 192 keys, 4 heads of 64: ")
 
 
 def with_gradient(group, q, k, v):

@@ -2,6 +2,8 @@
 what ranks say is given. Calls that write to it are in tests/front/test_parallel.py, on two GPUs in
 tests/front/test_nccl.py."""
 
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +25,8 @@ def gpus(monkeypatch):
     )
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda _, other: found.reached)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found.captured)
+    monkeypatch.setattr(compat, "symmetric_backend", lambda device: "CUDA")
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
     return found
 
 
@@ -117,13 +121,15 @@ def test_memory_that_some_rank_cannot_map_is_not_used(here, there, gpus, allocat
 
     if not here:
         monkeypatch.setattr(compat, "symmetric_rendezvous", rendezvous)
-    memory = peers.PeerMemory(group_of(monkeypatch, YES, there), DEVICE, limit=peers.STEP)
+    group = group_of(monkeypatch, YES, there)
+    memory = peers.PeerMemory(group, DEVICE, limit=peers.STEP)
     assert not memory.reserve(1) and not memory.reserve(1)  # the second asks nobody
     assert memory.bytes == memory.limit == 0
 
 
 def test_what_a_graph_writes_to_is_kept_and_a_graph_allocates_nothing(gpus, allocated, monkeypatch):
-    memory = peers.PeerMemory(group_of(monkeypatch, *[YES] * 4), DEVICE, limit=9 * peers.STEP)
+    group = group_of(monkeypatch, *[YES] * 4)
+    memory = peers.PeerMemory(group, DEVICE, limit=9 * peers.STEP)
     assert memory.reserve(peers.STEP)
     gpus.captured = True
     assert memory.reserve(1) and not memory.fits(peers.STEP + 1)
@@ -140,14 +146,50 @@ def test_a_call_waits_for_what_another_stream_reads_but_not_in_a_graph(gpus, mon
     stream = SimpleNamespace(record_event=lambda: len(did), wait_event=did.append)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     memory = peers.PeerMemory(Group(2), DEVICE, limit=0)
-    memory.begin()  # nothing was read
-    memory.end()
-    memory.begin()
-    assert did == [0]
+    with memory.in_order():  # nothing was read
+        assert did == []
+    with memory.in_order():
+        assert did == [0]
+    with pytest.raises(ValueError), memory.in_order():
+        did.append("launched before an error")
+        raise ValueError
+    assert memory._read == 3
     gpus.captured = True
-    memory.begin()
-    memory.end()
-    assert did == [0] and memory._read == 0
+    with memory.in_order():
+        pass
+    assert did == [0, 1, "launched before an error"] and memory._read == 3
+
+
+def test_a_group_that_ends_takes_its_memory_along(gpus, monkeypatch):
+    group = group_of(monkeypatch, [b"100 a"], YES)
+    held = weakref.ref(peers.of(group, DEVICE))
+    assert held() is not None
+    del group
+    gc.collect()
+    assert held() is None
+
+
+def test_memory_that_is_given_up_is_neither_asked_for_nor_captured(gpus, allocated, monkeypatch):
+    group = group_of(monkeypatch, YES, YES)
+    memory = peers.PeerMemory(group, DEVICE, limit=peers.STEP)
+    assert memory.reserve(5)
+    memory.give_up()
+    gpus.captured = True
+    assert not memory.fits(5) and not memory.reserve(5)
+    gpus.captured = False
+    assert not memory.fits(5) and not memory.reserve(5)
+
+
+@pytest.mark.parametrize("backend, disabled, used", [
+    ("CUDA", "0", True), (None, "0", True), ("NVSHMEM", "0", False), ("CUDA", "1", False),
+])  # fmt: skip
+def test_other_backends_and_hosts_whose_gpus_do_not_reach_each_other(
+    backend, disabled, used, gpus, monkeypatch
+):
+    monkeypatch.setattr(compat, "symmetric_backend", lambda device: backend)
+    monkeypatch.setenv("NCCL_P2P_DISABLE", disabled)
+    group = group_of(monkeypatch, [b"100 a"], YES)
+    assert (peers.of(group, DEVICE) is not None) == used
 
 
 def test_arrays_are_where_they_are_asked_for():

@@ -74,8 +74,9 @@ def _pin(l):
     A wait for a barrier holds one of the six scoreboards of a warp. Moved up among exponentials, it
     may share one with them: then those that follow wait for the warpgroup's turn, too. Which
     variants that hits is luck. In 16 bits with head_dim 128 it hit one (rotated, split tiles: 10 %
-    at Flux), and this slows down no other. All others it does slow down: a wait that shares no
-    scoreboard is best begun early (FP8 by 2 to 6 %; H200, Triton 3.6, 2026-11-28)."""
+    at Flux), and this slows down no other. FP8 and head_dim 64 it slows down by 0 to 6 %: a wait
+    that shares no scoreboard is best begun early. Head_dim 256 was not timed. (H200, Triton 3.6,
+    2026-11-28)"""
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.lt.f32 p, $3, 0f00000000; @p nanosleep.u32 0;"
         " mov.b32 $0, $2; mov.b32 $1, $3; }",
