@@ -122,7 +122,7 @@ symmetric_rendezvous = _take("torch.distributed._symmetric_memory:rendezvous",
     seen="torch 2.11 and 2.13", optional=True, without="as symmetric_empty")
 symmetric_backend = _take("torch.distributed._symmetric_memory:get_backend",
     seen="torch 2.13", optional=True,
-    without="rows are written by NVSHMEM, if it was chosen, whose barrier waits for nobody")
+    without="rows are written by NVSHMEM, if it was chosen, whose barrier is empty")
 foreach_copy = _take("torch:_foreach_copy_",
     seen="torch 2.11 and 2.13", optional=True, without="as symmetric_empty")
 assert_async = _take("torch:_assert_async",

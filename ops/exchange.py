@@ -8,6 +8,7 @@ Shapes: gather.py's. Each takes and returns several tensors, [B, H, N_r, D] with
 """
 
 import math
+import typing
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,8 +16,11 @@ import torch
 from torch import Tensor
 
 from sage_inductor.ops import compat
-from sage_inductor.ops.peers import ALIGN, PeerMemory
 
+if typing.TYPE_CHECKING:
+    from sage_inductor.ops.peers import PeerMemory
+
+ALIGN = 256  # bytes, of each array in a rank's memory
 # If a rank writes as many bytes, its own included, rows that are contiguous are copied by the copy
 # engines. Those begin 8 us later and write faster (a call on two H200s: with 14 MB of rows 130 us
 # instead of 114, with CogVideoX's 218 MB 3.74 ms instead of 4.06).
@@ -72,7 +76,7 @@ class Peers:
     """The same in the memory of the group's GPUs. What `rows` and `heads` return is valid until
     this rank joins the first collective of the next call."""
 
-    def __init__(self, memory: PeerMemory, lengths: tuple[int, ...]):
+    def __init__(self, memory: "PeerMemory", lengths: tuple[int, ...]):
         self.memory, self.lengths, self.at = memory, lengths, 0
 
     def rows(self, xs: Sequence[Tensor]) -> list[Tensor]:

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from sage_inductor.ops import compat
+from sage_inductor.ops.exchange import all_gather
 from sage_inductor.ops.gpus import captures
 
 SHARE = 50  # a group keeps at most one in so many bytes of a GPU's memory
 STEP = 2**21  # bytes: such memory is allocated in multiples of it
-ALIGN = 256  # bytes
 TEXT = 64  # bytes in which a rank says which GPU it has
 TIMEOUT = 600_000  # ms that a rank waits for one that joined the call's first collective
 
@@ -69,7 +69,7 @@ class PeerMemory:
         self._memory = self._handle = None
 
     def array(self, rank: int, shape: Sequence[int], dtype: torch.dtype, at: int) -> Tensor:
-        """[*shape] in that rank's memory, from byte `at` on: a multiple of ALIGN."""
+        """[*shape] in that rank's memory, from byte `at` on: a multiple of exchange.ALIGN."""
         return self._handle.get_buffer(rank, shape, dtype, at // dtype.itemsize)
 
     def arrive(self) -> None:
@@ -116,8 +116,8 @@ def _meet(group, device: torch.device) -> PeerMemory | None:
         and (here[name] == device.index or torch.cuda.can_device_access_peer(device, here[name]))
         for _, name in texts
     )
-    # NVSHMEM's barrier waits for nobody (torch 2.11 to 2.13). The variable is for hosts on which
-    # GPUs reach each other wrongly.
+    # NVSHMEM's barrier is empty in torch's source (read, not run). The variable is for hosts on
+    # which GPUs reach each other wrongly.
     by_cuda = compat.symmetric_backend is None or compat.symmetric_backend(device) in (None, "CUDA")
     mapped &= by_cuda and os.environ.get("NCCL_P2P_DISABLE", "0") == "0"
     if not _all(mapped, group, device):
@@ -143,6 +143,4 @@ def _all(answer: bool, group, device: torch.device) -> bool:
 def _said(mine: bytes, group, device: torch.device) -> list[list[int]]:
     """What each rank says. The host waits for it."""
     sent = torch.tensor(list(mine), dtype=torch.uint8, device=device)
-    everyones = sent.new_empty(group.size(), len(sent))
-    compat.all_gather_single(everyones.view(-1), sent, group=group)
-    return everyones.tolist()
+    return all_gather(sent, group).tolist()

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from sage_inductor.ops import compat, peers
+from sage_inductor.ops.exchange import ALIGN
 from sage_inductor.ops.gpus import captures
 from sage_inductor.ops.recipe import Recipe
 
@@ -105,7 +106,7 @@ class Transfer(NamedTuple):
             sizes += [most * self.H_q * self.D_v * self.itemsize, most * self.H_q * 4]  # out, lse
         else:
             sizes = []
-        return sum(self.B * size + peers.ALIGN for size in sizes)
+        return sum(self.B * size + ALIGN for size in sizes)
 
     def seconds(self, way: str, rates: Rates) -> float:
         """Of the whole call without the host's part, on the rank that has the most to compute."""

@@ -100,7 +100,7 @@ class MappedFiles:
 
     def array(self, rank, shape, dtype, at):
         end = at + math.prod(shape) * dtype.itemsize
-        assert at % peers.ALIGN == 0 and self.ends[rank] <= at and end <= self.reserved
+        assert at % exchange.ALIGN == 0 and self.ends[rank] <= at and end <= self.reserved
         self.ends[rank] = end
         return self.memory[rank][at:end].view(dtype).view(shape)
 
@@ -108,7 +108,7 @@ class MappedFiles:
     def in_order(self):
         self.did.append("begin")
         yield
-        assert 0 <= self.reserved - max(self.ends) <= 5 * peers.ALIGN
+        assert 0 <= self.reserved - max(self.ends) <= 5 * exchange.ALIGN
         self.did.append("end")
 
     def arrive(self):
