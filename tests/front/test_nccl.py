@@ -111,7 +111,7 @@ def main(what: str, folder: Path) -> None:
         mine[0].mul_(0.5)
         graph.replay()
         eager = gather(*mine)
-        written, sent = [by_way(way) for way in WRITTEN], []
+        written = [by_way(way) for way in WRITTEN]
         with mock.patch.object(peers, "of", lambda *_: None):
             sent = [by_way(way) for way in WRITTEN]
         ways = [x.equal(y) for x, y in zip(written, sent)]
