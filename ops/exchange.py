@@ -8,7 +8,6 @@ Shapes: gather.py's. Each takes and returns several tensors, [B, H, N_r, D] with
 """
 
 import math
-import typing
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,9 +15,6 @@ import torch
 from torch import Tensor
 
 from sage_inductor.ops import compat
-
-if typing.TYPE_CHECKING:
-    from sage_inductor.ops.peers import PeerMemory
 
 ALIGN = 256  # bytes, of each array in a rank's memory
 # If a rank writes as many bytes, its own included, rows that are contiguous are copied by the copy
@@ -74,9 +70,9 @@ class Collectives(NamedTuple):
 
 class Peers:
     """The same in the memory of the group's GPUs. What `rows` and `heads` return is valid until
-    this rank joins the first collective of the next call."""
+    this rank joins the first collective of the next call. memory: a peers.PeerMemory."""
 
-    def __init__(self, memory: "PeerMemory", lengths: tuple[int, ...]):
+    def __init__(self, memory, lengths: tuple[int, ...]):
         self.memory, self.lengths, self.at = memory, lengths, 0
 
     def rows(self, xs: Sequence[Tensor]) -> list[Tensor]:
