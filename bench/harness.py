@@ -31,6 +31,7 @@ import triton
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
+NCCL = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE")  # what keeps it from the GPUs', the host's memory
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 FAILED = (OSError, subprocess.SubprocessError)
 
@@ -113,7 +114,8 @@ def command() -> str:
     """As a user types it in ROOT."""
     ranks = os.environ.get("LOCAL_WORLD_SIZE")
     launcher = ["torchrun", "--nproc-per-node", ranks] if ranks else ["python"]
-    return shlex.join([*launcher, script(), *sys.argv[1:]])
+    told = [f"{name}={os.environ[name]}" for name in NCCL if name in os.environ]
+    return shlex.join([*told, *launcher, script(), *sys.argv[1:]])
 
 
 def commit() -> str | None:

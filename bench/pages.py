@@ -52,8 +52,8 @@ SPEED = ("paper", "load", "models", "preparation", "fusion", "masks", "shared")
 ACCURACY = ("accuracy", "shipped", "end-to-end")
 PLANS = (
     *SPEED, *ACCURACY, *curves.TITLES, "model", "training", "training-mask", "backward", "memory",
-    "packages", "parallel", "peers", "ring", "sageattention", "sparse", "linear", "lists",
-    "selected", "whole",
+    "packages", "parallel", "parallel-host", "parallel-sockets", "peers", "ring", "sageattention",
+    "sparse", "linear", "lists", "selected", "whole",
 )  # fmt: skip
 METHODS = property, classmethod, types.FunctionType
 HEADS = (8, 24, 128)  # B * H of the columns of `lengths`
@@ -341,6 +341,7 @@ TABLES = {
     "backward": of("backward", training.table),
     "blocks": blocks_in_short,
     "curves": sections(curves.TITLES, trained_section),
+    "host": of("parallel-host", parallel.table),
     "lengths": lambda _: lengths_of(set(cost.KINDS) - cost.TRAINED.keys()),
     "linear": of("linear", linear.table),
     "links": lambda gpus: parallel.links_table(),
@@ -354,6 +355,7 @@ TABLES = {
     "sageattention": lambda gpus: peers_table(gpus, "sageattention"),
     "selected": of("selected", model.selected_table),
     "short": accuracy_in_short,
+    "sockets": of("parallel-sockets", parallel.table),
     "sparse": sections(("sparse",), trained_section),
     "speed": sections(SPEED, speed_section),
     "training": of("training", accuracy.training_table),

@@ -2,6 +2,8 @@
 
 $ torchrun --nproc-per-node 2 bench/parallel.py          # any number of GPUs
 $ torchrun --nproc-per-node 2 bench/parallel.py --json   # and bench/results/GPU/DATE-parallel.json
+$ NCCL_P2P_DISABLE=1 torchrun ...                        # through the host's memory: parallel-host
+$ NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 torchrun ...     # through sockets: parallel-sockets
 
 Each of P ranks has N / P rows of q, k and v, and makes its rows of the output:
 
@@ -100,7 +102,7 @@ def measure_all(args) -> int:
     )
     memory = peers.of(dist.group.WORLD, args.device)
     bandwidth = bandwidths(clock, world, memory) if world > 1 else []
-    result = harness.Result("parallel", method, args, world=world, bandwidth=bandwidth)
+    result = harness.Result(plan(), method, args, world=world, bandwidth=bandwidth)
     for case in CASES:
         rows = measure(case, clock, world, rank, bandwidth, memory)
         result.add(rows)
@@ -113,6 +115,14 @@ def measure_all(args) -> int:
             result.save()
         show(calls_table(result["calls"], world))
     return result.end()
+
+
+def plan() -> str:
+    """Which also says what the GPUs exchange by, if NCCL is kept from what is faster."""
+    peers_off, host_off = (os.environ.get(name) == "1" for name in harness.NCCL)
+    if not peers_off:
+        return "parallel"
+    return "parallel-sockets" if host_off else "parallel-host"
 
 
 # -- time ----

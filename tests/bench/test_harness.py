@@ -60,8 +60,13 @@ def test_without_json_nothing_is_kept(folder):
 
 
 def test_a_command_names_torchrun_and_no_folder_of_this_machine(folder, monkeypatch):
+    for name in harness.NCCL:
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert harness.command().startswith("torchrun --nproc-per-node 2 bench/x.py ")
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    assert harness.command().startswith("NCCL_P2P_DISABLE=1 torchrun --nproc-per-node 2 bench/x.")
+    monkeypatch.delenv("NCCL_P2P_DISABLE")
     monkeypatch.setattr(sys, "argv", ["/home/somebody/bench/y.py"])
     assert harness.command() == "torchrun --nproc-per-node 2 y.py"
 

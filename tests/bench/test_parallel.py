@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ranks import Ranks, serve
 from support import op_by_op
 
-from bench import parallel, ring
+from bench import harness, parallel, ring
 from bench.models import Model
 from bench.parallel import Case, communication, interpolated, received
 from sage_inductor import config
@@ -106,6 +106,22 @@ def test_the_collectives_of_more_ranks_are_computed_from_measured_ones():
     both = [("all_to_all", 4000), ("all_gather", 10_000)]
     assert communication(both, 4, bandwidth) == pytest.approx(3000 + 6000)
     assert interpolated(5, [10, 100], [1, 2]) == 1 and interpolated(500, [10, 100], [1, 2]) == 2
+
+
+@pytest.mark.parametrize(
+    ("told", "plan"),
+    [
+        ({}, "parallel"), ({"NCCL_SHM_DISABLE": "1"}, "parallel"),
+        ({"NCCL_P2P_DISABLE": "0"}, "parallel"), ({"NCCL_P2P_DISABLE": "1"}, "parallel-host"),
+        ({"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}, "parallel-sockets"),
+    ],
+)  # fmt: skip
+def test_a_result_is_named_after_what_the_gpus_exchange_by(told, plan, monkeypatch):
+    for name in harness.NCCL:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    assert parallel.plan() == plan
 
 
 # -- diffusers' ring ----

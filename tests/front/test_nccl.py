@@ -21,6 +21,7 @@ RECIPE, OTHER = "sage2-8b-rotated", "sage1-rotated"
 WRITTEN = "rows", "heads"  # to the memory of the GPUs
 TIMEOUT = 15  # seconds, of a collective
 CALLS = 10  # on each of two streams
+CYCLES = 20_000_000  # of a GPU, some 10 ms: more than the host takes for a call
 UNLIKE = "the ranks were called with different arguments or unequal lengths"
 
 
@@ -127,15 +128,23 @@ def main(what: str, folder: Path) -> None:
         return out
 
     def streams():
-        """Calls that differ in size, so that what one writes is where another reads."""
+        """Calls that differ in size, so that what one writes is where another reads. A long one is
+        held up between the meeting and its reads, so that the next would write before them."""
         short = [x[:, :, :700].contiguous() for x in mine]
         expected = [gather(*x) for x in (mine, short)]
         both = [torch.cuda.Stream() for _ in range(2)]
-        found = []
-        for _ in range(CALLS):
-            for stream, x in zip(both, (mine, short)):
-                with torch.cuda.stream(stream):
-                    found.append(gather_attention(*x, recipe=RECIPE))
+        found, arrive = [], peers.PeerMemory.arrive
+
+        def arrive_and_wait(memory):
+            arrive(memory)
+            if torch.cuda.current_stream() == both[0]:
+                torch.cuda._sleep(CYCLES)
+
+        with mock.patch.object(peers.PeerMemory, "arrive", arrive_and_wait):
+            for _ in range(CALLS):
+                for stream, x in zip(both, (mine, short)):
+                    with torch.cuda.stream(stream):
+                        found.append(gather_attention(*x, recipe=RECIPE))
         torch.cuda.synchronize()
         return {"equal": [x.equal(y) for x, y in zip(found, expected * CALLS)]}
 
