@@ -98,27 +98,27 @@ UNTIMED = Cause("{}: {} could be timed{}",
     "see the errors in the reason; without max-autotune predicted times decide",
     "it could not be timed")
 TIMED_SLOWER = Cause("{}: SDPA is {} ({:.2f}x){}", _NO_GAIN)
-NO_SPEEDUP = Cause("never slower: {} is {}", _NO_GAIN, "SDPA is predicted to be as fast")
-AT_NO_LENGTH = Cause("never slower: {} wins at no length (sage.force=True overrides)", _NO_GAIN,
+NO_SPEEDUP = Cause("no known gain: {} is {}", _NO_GAIN, "SDPA is predicted to be as fast")
+AT_NO_LENGTH = Cause("no known gain: {} wins at no length (sage.force=True overrides)", _NO_GAIN,
     "SDPA is predicted to be as fast")
-FROM_LENGTH = Cause("never slower: {} wins from N={} (sage.force=True overrides)", _TOO_SHORT,
+FROM_LENGTH = Cause("no known gain: {} wins from N={} (sage.force=True overrides)", _TOO_SHORT,
     "N < {1}")
-LISTS_FROM_LENGTH = Cause("never slower: {} by block lists wins from N={}", _TOO_SHORT, "N < {1}")
-TOO_SHORT = Cause("never slower: a call with fewer than {} queries or keys", _TOO_SHORT, "N < {}")
-NOT_IN_A_PACKAGE = Cause("never slower: {} in a package was not measured{}",
+LISTS_FROM_LENGTH = Cause("no known gain: {} by block lists wins from N={}", _TOO_SHORT, "N < {1}")
+TOO_SHORT = Cause("no known gain: a call with fewer than {} queries or keys", _TOO_SHORT, "N < {}")
+NOT_IN_A_PACKAGE = Cause("no known gain: {} in a package was not measured{}",
     "export with a Triton that it is tested with, or set options={'sage.force': True}",
     "no kernel that travels was measured")
 NEVER_TUNED = Cause(
-    "never slower: {} was not measured on {}: run `python -m sage_inductor tune` there",
+    "no known gain: {} was not measured on {}: run `python -m sage_inductor tune` there",
     "run `python -m sage_inductor tune`, leave sage.calibrate on, or set options={'sage.force': "
     "True}", "nothing was measured there")
 FLEX_WINDOW = Cause(
-    "never slower: {} was not measured on {}: flex_attention computes such a window itself",
+    "no known gain: {} was not measured on {}: flex_attention computes such a window itself",
     "set options={'sage.force': True}, and compare", "flex_attention's windows were not measured")
-NOT_MEASURABLE = Cause("never slower: {} was not measured on {}: {}",
+NOT_MEASURABLE = Cause("no known gain: {} was not measured on {}: {}",
     'see the error in the reason; sage.mode="max-autotune-no-cudagraphs" times each call while '
     'compiling', "measuring it failed")
-LISTS_UNMEASURED = Cause("never slower: {} by block lists was not measured{}",
+LISTS_UNMEASURED = Cause("no known gain: {} by block lists was not measured{}",
     "set options={'sage.force': True}; make a causal or window BlockMask inside the compiled "
     "function")
 

@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
         "doctor",
         help="what is installed, and whether each recipe really runs here",
         description="Print versions and devices, run every recipe on every device against exact "
-        "attention, and say what the policy chooses. Exit code 1 if one that should run fails.",
+        "attention, and say what recipe 'auto' chooses. Exit code 1 if one that should run fails.",
     )
     command.add_argument("--verbose", action="store_true", help="a line for each small call")
     command = commands.add_parser(
@@ -41,14 +41,20 @@ def main(arguments: list[str] | None = None) -> int:
         "and write the times by which 'auto' predicts a call's to where later processes read "
         "them. Some minutes a GPU; nothing else should run on it.",
     )
-    command.add_argument("--head-dims", type=_positive, nargs="+", default=TUNED_HEAD_DIMS)
-    command.add_argument("--kinds", choices=TIMED, nargs="+", default=TUNED_KINDS)
+    command.add_argument(
+        "--head-dims", type=_positive, nargs="+", default=TUNED_HEAD_DIMS, metavar="D",
+        help=f"default: {_listed(TUNED_HEAD_DIMS)}",
+    )  # fmt: skip
+    command.add_argument(
+        "--kinds", choices=TIMED, nargs="+", default=TUNED_KINDS, metavar="KIND",
+        help=f"types of calls, of {_listed(TIMED)}; default: {_listed(TUNED_KINDS)}",
+    )  # fmt: skip
     command = commands.add_parser(
         "demo",
         help="compile a diffusion transformer: report, accuracy, speed",
         description="Compile a diffusion transformer with backend='sage'; print what became of "
-        "its attention calls, how far the output is from exact attention and, on a GPU, the time "
-        "beside backend='inductor'. On CPU the recipe is emulated.",
+        "its attention calls, how far the output is from exact attention and, on a GPU, the times "
+        "with it and with backend='inductor'. On CPU the recipe is emulated.",
     )
     command.add_argument(
         "--recipe", default=AUTO, type=canonical, choices=(AUTO, *NAMED), help="default: auto"
@@ -63,6 +69,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = vars(parser.parse_args(arguments))
     run = {"doctor": doctor, "tune": tune, "demo": demo}[options.pop("command")]
     return run(**options)
+
+
+def _listed(names) -> str:
+    return ", ".join(map(str, names))
 
 
 def _even(text: str) -> int:

@@ -56,8 +56,9 @@ def unknown(name: str, valid, prefix: str) -> str:
 
 
 def nearest(text: str, valid) -> str | None:
-    """What `text` is the beginning of, else what is spelled like it; case does not matter."""
+    """The shortest that `text` is the beginning of, else what is spelled like it; case does not
+    matter."""
     text, of_lower = text.lower(), {each.lower(): each for each in valid}
     begun = [each for each in of_lower if text and each.startswith(text)]
-    near = begun or difflib.get_close_matches(text, of_lower, n=1)
+    near = sorted(begun, key=len) or difflib.get_close_matches(text, of_lower, n=1)
     return of_lower[near[0]] if near else None

@@ -374,7 +374,8 @@ class Prediction(NamedTuple):
         return self.sdpa >= self.ours * max(MIN_SPEEDUP, 1 + self.error / 2)
 
     def __str__(self):
-        return f"{self.speedup:.2f}x SDPA by the fit ({self.ours:.3g} and {self.sdpa:.3g} ms)"
+        times = f"{self.ours:.3g} and {self.sdpa:.3g} ms"
+        return f"{self.speedup:.2f}x SDPA by the cost model ({times})"
 
 
 def fastest(predictions: Sequence[Prediction]) -> Prediction:

@@ -132,6 +132,7 @@ def run(options, function=F.scaled_dot_product_attention, backend="sage", **kwar
         ({"sage.force": "yes"}, "sage.force must be True or False, got 'yes'"),
         ({"sage.emulate": 1}, "sage.emulate must be True or False, got 1"),
         ({"sage.recipe": "SAGE1"}, "did you mean 'sage1'"),
+        ({"sage.mode": "max-autotun"}, r"got 'max-autotun': did you mean 'max-autotune'\?"),
         ({"sage.mode": "fast"}, r"sage.mode must be one of \[.*'reduce-overhead'.*\], got 'fast'"),
         ({"recipe": "sage1"}, r'option "recipe" does not exist: did you mean "sage.recipe"\? \(got \'sage1\''),
         ({"sage_force": True}, 'did you mean "sage.force"'),

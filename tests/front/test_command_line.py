@@ -47,6 +47,12 @@ def test_help_names_the_commands(run):
     assert re.search(r"^ +demo .*report, accuracy, speed$", result.stdout, re.M)
 
 
+def test_help_of_tune_names_the_types_of_calls_and_what_is_measured_without_options(run):
+    said = " ".join(run("tune", "--help").stdout.split())
+    assert "of full, causal, window, keys, mask, bias, full-training, causal-training; def" in said
+    assert "default: 64, 96, 128, 256" in said
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [

@@ -147,7 +147,7 @@ def test_a_call_is_rewritten_where_the_fit_says_that_it_is_faster(kind, portable
         ours = KEYS * 16 * 128 * sum(seen) / 132
         sdpa = KEYS * 16 * 128 * len(seen) ** 2 / 132 if kind == "window" else ours
         expected = sdpa / (LAUNCH + ours / 2)
-        assert f"{expected:.2f}x SDPA by the fit" in site.reason
+        assert f"{expected:.2f}x SDPA by the cost model" in site.reason
         assert site.rewritten == (expected >= cost.MIN_SPEEDUP), site.reason
 
 
@@ -164,7 +164,7 @@ def test_another_recipe_than_the_first_is_faster_by_its_fits_error(ms, recipe, m
 
 def said(site) -> float:
     """ms of the recipe, by the reason."""
-    return float(re.search(r"x SDPA by the fit \(([\d.e-]+) and", site.reason)[1])
+    return float(re.search(r"x SDPA by the cost model \(([\d.e-]+) and", site.reason)[1])
 
 
 def test_the_heads_of_k_and_v_are_counted(monkeypatch):
@@ -246,7 +246,7 @@ def test_a_dynamic_length_is_guarded_where_the_recipe_begins_to_win(portable, mo
     first = table().first_length(Family(128, 128, "full"), "sage2-8b-rotated", 16)
     assert 1024 < first < 16384
     for hint, rewritten, reason in (
-        (16384, True, rf"^N >= {first}, 1\.\d\dx SDPA by the fit \(.* ms\) at N=16384$"),
+        (16384, True, rf"^N >= {first}, 1\.\d\dx SDPA by the cost model \(.* ms\) at N=16384$"),
         (1536, False, rf"wins from N={first} \(sage.force=True overrides\)$"),
     ):
         shape_env = ShapeEnv()
@@ -256,7 +256,7 @@ def test_a_dynamic_length_is_guarded_where_the_recipe_begins_to_win(portable, mo
         guards = [str(guard.expr) for guard in shape_env.guards]
         if portable:
             assert not any(str(first) in guard for guard in guards)
-            assert "x SDPA by the fit" in site.reason
+            assert "x SDPA by the cost model" in site.reason
         else:
             assert re.search(reason, site.reason), site.reason
             assert (site.decision.times is not None) == rewritten
@@ -369,7 +369,7 @@ def test_the_built_in_table_says_what_it_measured(gpu, family):
                 assert wrong < near, (recipe, sizes, wrong)
 
 
-FASTER = r"^[12]\.\d\dx SDPA by the fit .[\d.]+ and [\d.]+ ms."
+FASTER = r"^[12]\.\d\dx SDPA by the cost model .[\d.]+ and [\d.]+ ms."
 
 
 def by_flex(
@@ -442,11 +442,11 @@ ROTATED = "sage2-8b-rotated"
         ({"portable": True, "force": True}, ROTATED, "^forced$"),
         ({"portable": True, "force": True, "capability": (8, 9)}, "sage2-8b", "forced$"),
         ({"D": 64, "recipe": "sage1-per-token"}, None,
-         "^never slower: sage1-per-token with head_dim 64, B\\*H=128 was not measured on NVIDIA H200: run"),
-        ({"N": 255}, None, "^never slower: a call with fewer than 256 queries or keys$"),
+         "^no known gain: sage1-per-token with head_dim 64, B\\*H=128 was not measured on NVIDIA H200: run"),
+        ({"N": 255}, None, "^no known gain: a call with fewer than 256 queries or keys$"),
         ({"N_kv": 77}, None, "fewer than 256 queries or keys"),
         ({"N": 1024}, None,
-         "^never slower: sage2-8b-rotated with head_dim 128, B\\*H=128 is 0.\\d\\dx SDPA by the fit"),
+         "^no known gain: sage2-8b-rotated with head_dim 128, B\\*H=128 is 0.\\d\\dx SDPA by the cost model"),
         ({"N": 1024, "force": True}, ROTATED, "forced"),
         ({"capability": (8, 9)}, None, "sage2-8b .* was not measured on NVIDIA Test .8, 9.: run"),
         ({"capability": (8, 6), "force": True}, "sage1", "forced"),
@@ -459,12 +459,12 @@ ROTATED = "sage2-8b-rotated"
         ({"capability": (7, 5), "force": True}, None, "no kernel for pv='16bit'"),
         ({"recipe": "off", "policy": AUTO_FROM_8192}, ROTATED, FASTER + ".*rule 2 of the policy.$"),
         ({"N": 8191, "recipe": "off", "policy": AUTO_FROM_8192}, None, "the recipe is 'off'"),
-        ({"N": 1024, "policy": (Rule("auto"),)}, None, "never slower.*rule 1 of the policy"),
+        ({"N": 1024, "policy": (Rule("auto"),)}, None, "no known gain.*rule 1 of the policy"),
         ({"N": 16, "policy": (Rule("sage1-per-token"),), "force": True}, "sage1-per-token", "forced .rule 1"),
         ({"policy": (Rule("off"),), "force": True}, None, "the policy says off .rule 1."),
         ({"policy": (KEEPING,)}, ROTATED, "^by block lists, N >= 16384; keep 0.3 .rule 1 of the policy.$"),
         ({"N": 8192, "policy": (KEEPING,)}, None,
-         "^never slower: sage2-8b-rotated by block lists wins from N=16384; keep 0.3 .rule 1 of the policy.$"),
+         "^no known gain: sage2-8b-rotated by block lists wins from N=16384; keep 0.3 .rule 1 of the policy.$"),
         ({"policy": (KEEPING,), "benchmark": Mock(side_effect=AssertionError)}, ROTATED, "by block lists"),
         ({"H_kv": 8, "policy": (KEEPING,), "force": True}, ROTATED, "^forced; keep 0.3 .rule 1 of the policy.$"),
         ({"capability": (8, 6), "policy": (KEEPING,), "force": True}, None, "no kernel for pv='fp8'"),
@@ -604,7 +604,9 @@ def step(shape=LONG_STEP, **given):
 def test_a_call_trains_by_the_fp8_backward_where_the_fit_says_that_a_step_is_faster(monkeypatch):
     known(monkeypatch, trained_table())
     site = step()
-    found = re.fullmatch(r"([\d.]+)x SDPA by the fit \(([\d.]+) and ([\d.]+) ms\)", site.reason)
+    found = re.fullmatch(
+        r"([\d.]+)x SDPA by the cost model \(([\d.]+) and ([\d.]+) ms\)", site.reason
+    )
     assert site.recipe == "fp8-backward"
     speedup, ours, sdpa = map(float, found.groups())
     assert speedup > 1.5 and sdpa / ours == pytest.approx(speedup, rel=0.01)
@@ -612,11 +614,11 @@ def test_a_call_trains_by_the_fp8_backward_where_the_fit_says_that_a_step_is_fas
     site = step((1, 2, 2, 512, 128))
     assert not site.rewritten and site.decision.times[0] > site.decision.times[1]
     assert re.fullmatch(
-        r"never slower: fp8-backward with head_dim 128, full-training, B\*H=2 is 0\.\d+x SDPA by the fit "
+        r"no known gain: fp8-backward with head_dim 128, full-training, B\*H=2 is 0\.\d+x SDPA by the cost model "
         r"\([\d.]+ and [\d.]+ ms\)", site.reason,
     )  # fmt: skip
     site = step((1, 32, 32, 255, 128))
-    assert site.reason == "never slower: a call with fewer than 256 queries or keys"
+    assert site.reason == "no known gain: a call with fewer than 256 queries or keys"
     assert site.decision.times is None
 
 
@@ -683,7 +685,7 @@ def test_training_is_decided_by_the_times_that_are_built_in(kind, monkeypatch):
         site = step((1, 32, 8, 65536, D), kind=kind)
         assert site.recipe == "fp8-backward" and re.match(FASTER, site.reason), site.reason
         site = step((1, 32, 8, 512, D), kind=kind)
-        assert not site.rewritten and "x SDPA by the fit" in site.reason, site.reason
+        assert not site.rewritten and "x SDPA by the cost model" in site.reason, site.reason
     assert not measuring.asked
     others = 32, 34, 63, 65, 100, 127
     for D in others:
@@ -901,7 +903,9 @@ def test_a_band_at_the_bottom_right_is_timed_only_where_that_is_the_top_left():
     clock = Clock(sage2_8b=0.5, sage2_8b_rotated=0.7)
     right = {"kind": "window", "band": Band(None, 0, bottom_right=True), "benchmark": clock}
     site = decide((1, 4, 2, 64, 128), **right, N_kv=96)
-    assert site.mask == "causal, bottom right" and "never slower" in site.reason and not clock.cases
+    assert (
+        site.mask == "causal, bottom right" and "no known gain" in site.reason and not clock.cases
+    )
     assert decide(SHORT, **right).recipe == "sage2-8b"
     assert clock.cases[0].shape.band == Band(None, 0)
 
@@ -950,10 +954,10 @@ class Measuring:
 def test_a_call_that_nothing_is_known_of_is_measured_while_it_compiles(kind, monkeypatch):
     measuring = Measuring(monkeypatch, table(kind))
     site = decide((1, 24, 24, 16384, 128), kind)
-    assert site.rewritten and "x SDPA by the fit" in site.reason
+    assert site.rewritten and "x SDPA by the cost model" in site.reason
     assert measuring.asked == [("cuda", Family(128, 128, kind), ("sage2-8b-rotated",))]
     site = decide((1, 1, 1, 1024, 128), kind)
-    assert not site.rewritten and "x SDPA by the fit" in site.reason
+    assert not site.rewritten and "x SDPA by the cost model" in site.reason
     assert len(measuring.asked) == 1  # it is known now
 
 
@@ -1021,8 +1025,8 @@ def test_users_who_say_nothing_have_their_calls_measured_and_trained_exactly():
 @pytest.mark.parametrize(
     "settings, reason",
     [
-        ({}, "never slower"),
-        ({"portable": True}, "never slower"),
+        ({}, "no known gain"),
+        ({"portable": True}, "no known gain"),
         ({"force": True}, "forced"),
         ({"requires_grad": True, "training": "off"}, "the output requires a gradient"),
         ({"recipe": "off"}, "the recipe is 'off'"),

@@ -1251,7 +1251,7 @@ def test_a_family_of_this_gpu_is_measured_while_a_call_of_it_compiles(
         assert not site.rewritten and "was not measured on" in site.reason
     with sage_inductor.config.patch(calibrate=True, training="auto"):
         (site,) = sage_inductor.explain(sdpa)(q, k, v)
-        assert "x SDPA by the fit" in site.reason, site.reason
+        assert "x SDPA by the cost model" in site.reason, site.reason
     assert list(tmp_path.glob("*.json"))
     as_another_process()
 

@@ -606,7 +606,7 @@ def test_short_and_in_training_a_call_stays_sdpa():
     compiled = torch.compile(m, backend="sage")
     with torch.no_grad():
         compiled(sample(256))
-    assert all("never slower" in s.reason for s in sage_inductor.report())
+    assert all("no known gain" in s.reason for s in sage_inductor.report())
     torch._dynamo.reset()
     compiled(sample(256))
     assert all("training" in s.reason for s in sage_inductor.report())
