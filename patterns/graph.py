@@ -1,4 +1,4 @@
-"""What a graph is to the other files of this room.
+"""What a graph is to the other files of this folder.
 
     a node     what it stands for (`value_of`), which operation it calls (`op_name`), its arguments,
                whether it may write to them (`may_write`)

@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 
 from sage_inductor.patterns.graph import value_of
 
-# The functions so called: that room is above this one, and enters its own.
+# The functions so called: that layer is above this one, and enters its own.
 ENTRIES: set = set()
 
 
