@@ -79,8 +79,8 @@ ON_CPU = Cause("on CPU attention stays as it was (sage.emulate=True studies the 
     "move the model to a GPU; on CPU sage.emulate=True studies a recipe's accuracy",
     "no kernel runs on a CPU")
 NO_KERNEL = Cause("no kernel for {}",
-    'leave the choice of the recipe to sage.recipe="auto"; `python -m sage_inductor doctor` says '
-    'which recipes run on this GPU')
+    'leave the choice of the recipe to sage.recipe="auto", on sm_80 or newer; `python -m '
+    'sage_inductor doctor` says which recipes run on this GPU')
 HOPPER_LOST = Cause("the Hopper kernel is tested with Triton {}, not {}",
     "install a Triton that it is tested with, or a newer sage_inductor",
     "the Hopper kernel needs Triton {}")

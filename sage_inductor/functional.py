@@ -83,7 +83,10 @@ def attention(
     dtypes, head_dims, lengths or heads that do not fit each other, and what SDPA raises.
     """
     if dropout_p != 0.0:
-        raise ValueError(f"sage_inductor.attention: dropout_p must be 0, got {dropout_p}")
+        raise ValueError(
+            f"sage_inductor.attention: dropout_p must be 0, got {dropout_p}: for dropout call "
+            "F.scaled_dot_product_attention"
+        )
     # Dynamo asks for shapes, or the user does.
     if type(q) is compat.FakeTensor and compat.proxy_mode() is None or q.device.type == "meta":
         out = F.scaled_dot_product_attention(

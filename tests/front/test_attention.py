@@ -414,7 +414,7 @@ def test_what_no_recipe_computes_stays_sdpa():
         (lambda q, k, v: ((q, k.double(), v), {}), "must have one floating dtype, got .*float64"),
         (lambda q, k, v: ([x.long() for x in (q, k, v)], {}), "one floating dtype, got .*int64"),
         (lambda q, k, v: ((q.repeat(1, 3, 1, 1), k, v), {}), "q has .* heads and k .*enable_gqa=True"),
-        (lambda q, k, v: ((q, k, v), {"dropout_p": 0.1}), "dropout_p must be 0, got 0.1"),
+        (lambda q, k, v: ((q, k, v), {"dropout_p": 0.1}), "dropout_p must be 0, got 0.1: for dropout call F"),
     ],
     ids=["head_dim", "length", "dtype", "integers", "heads", "dropout"],
 )  # fmt: skip
