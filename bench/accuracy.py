@@ -170,7 +170,8 @@ IN_SHORT = {
     "sage1-rotated": "`sage1-rotated`, the most accurate",
     "comfy-kitchen op": "comfy-kitchen's INT8, rotated too",
     "FA3-fp8 op": "FlashAttention-3's FP8",
-    "torchao-fp8 hadamard op": "torchao's FP8, rotated too, by FlashAttention-3",
+    "torchao-fp8 op": "torchao's FP8, by FlashAttention-3",
+    "torchao-fp8 hadamard op": "torchao's FP8 rotated, by FlashAttention-3",
 }
 SHORT = 8192, 128  # N and head_dim of its columns, and the families
 FAMILIES_IN_SHORT = {
