@@ -16,6 +16,7 @@ us.)
 import contextlib
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -119,7 +120,17 @@ def _of_environment(option: Option):
     return value == "1"
 
 
+def _warn_of_variables() -> None:
+    """Of those that begin as ours and that nothing reads: they may be misspelled."""
+    prefix = "SAGE_INDUCTOR_"
+    known = {name.upper() for name in SETTINGS} | {"TABLES"}  # choose/tables.py reads that one
+    given = {name.removeprefix(prefix) for name in os.environ if name.startswith(prefix)}
+    for name in sorted(given - known):
+        warnings.warn(unknown(name, known, prefix), stacklevel=2)
+
+
 _patched: ContextVar[dict[str, Any]] = ContextVar(_PREFIX, default={})  # noqa: B039 (never changed)
 config = Config()
 vars(config).update({name: _of_environment(option) for name, option in SETTINGS.items()})
+_warn_of_variables()
 sys.modules[__name__] = config  # whoever imports this module gets the object

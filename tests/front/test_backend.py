@@ -601,6 +601,13 @@ def test_what_the_environment_cannot_mean_is_an_error(monkeypatch, variable, val
         config_anew(monkeypatch, **{variable: value})
 
 
+def test_a_misspelled_variable_is_warned_of(monkeypatch):
+    with pytest.warns(UserWarning) as warned:
+        config_anew(monkeypatch, RECIPIE="off", TABLES="/nowhere", STRICT="0")
+    (one,) = [str(each.message) for each in warned if "SAGE" in str(each.message)]
+    assert one == "SAGE_INDUCTOR_RECIPIE does not exist: did you mean SAGE_INDUCTOR_RECIPE?"
+
+
 @pytest.mark.sweep
 def test_the_environment_rewrites_inductors_graphs_in_every_thread():
     program = PROGRAM.format(processes=[[None]]).replace('backend="sage"', 'backend="inductor"')
