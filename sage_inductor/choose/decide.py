@@ -35,7 +35,7 @@ from sage_inductor.ops.formats import Q_BLOCK, pad_head_dim
 from sage_inductor.ops.selector import Selection
 from sage_inductor.ops.training.gradients import FP8_BACKWARD
 from sage_inductor.patterns import reasons
-from sage_inductor.patterns.call import Call, Decision, Site, module_path, value_of
+from sage_inductor.patterns.call import Call, Decision, Site, module_path
 from sage_inductor.patterns.call_shape import CallShape, hint
 from sage_inductor.patterns.eligible import (
     why_not,
@@ -43,7 +43,7 @@ from sage_inductor.patterns.eligible import (
     why_not_selected,
     why_not_trained,
 )
-from sage_inductor.patterns.graph import as_int, guarded, specialised, statically_true
+from sage_inductor.patterns.graph import as_int, guarded, specialised, statically_true, value_of
 from sage_inductor.patterns.reasons import Reason
 from sage_inductor.patterns.shared_kv import stacks
 from sage_inductor.policy import CallDescription, ask, layer_of
@@ -77,8 +77,9 @@ def decide(call: Call, settings: Settings) -> Decision:
     reason = call.refused or why_not(call)
     if reason:
         # First what no change of the model lifts: else it would be the next reason.
-        on_cpu = [reasons.ON_CPU()] * _stays_on_cpu(call, settings)
-        return Decision(None, reasons.joined([*on_cpu, reason]))
+        device = getattr(value_of(call.q), "device", None)
+        stays = device is not None and device.type == "cpu" and not settings.emulate
+        return Decision(None, reasons.joined([reasons.ON_CPU()] * stays + [reason]))
     request = _request(call, settings)
     if request.recipe == OFF:
         off = reasons.POLICY_OFF(request.rule) if request.rule else reasons.IS_OFF()
@@ -98,11 +99,6 @@ def decide(call: Call, settings: Settings) -> Decision:
     elif call.out.requires_grad:
         reason += "; its backward is exact attention's"
     return Decision(candidate.recipe, reason, candidate.warpgroups, request.selection, times=times)
-
-
-def _stays_on_cpu(call: Call, settings: Settings) -> bool:
-    q = value_of(call.q)
-    return isinstance(q, torch.Tensor) and q.device.type == "cpu" and not settings.emulate
 
 
 def check_requested(recipe: str) -> None:
