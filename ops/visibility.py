@@ -103,10 +103,6 @@ class Visibility(NamedTuple):
         attn_mask = as_4d(attn_mask)
         return cls(attn_mask, summarize(attn_mask, n_kv, block_m), *band, blocks)
 
-    @property
-    def band(self) -> tuple[int | None, int | None, bool]:
-        return self.left, self.right, self.bottom_right
-
     def keys(self, k: Tensor) -> Tensor | None:
         """uint8 [B or 1, H_kv or 1, N_kv] of k [B, H_kv, N_kv, D]: keys that count for any query of
         any head of their group; None: all do."""

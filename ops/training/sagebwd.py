@@ -19,14 +19,14 @@ Shapes: B batch, H_q and H_kv heads, N_q and N_kv sequence, D head_dim.
 import torch
 from torch import Tensor
 
-from sage_inductor.ops.attention_call import as_stored, empty_outputs
+from sage_inductor.ops.attention_call import as_stored, empty_outputs, empty_stored
 from sage_inductor.ops.formats import TRAINING_BLOCK
 from sage_inductor.ops.launch import launch_cached
 from sage_inductor.ops.quantize.smooth import launch_smooth
 from sage_inductor.ops.reference import quantize
 from sage_inductor.ops.reference import training as reference
 from sage_inductor.ops.register import autocast
-from sage_inductor.ops.training.gradients import check_trained, empty_gradient, no_second_gradient
+from sage_inductor.ops.training.gradients import check_trained, no_second_gradient
 from sage_inductor.ops.training.kernels import (
     empty_codes,
     launch_backward,
@@ -99,7 +99,7 @@ def sagebwd_backward(
 
 
 def _empty_gradients(grad: Tensor, v: Tensor, out_bnhd: bool) -> tuple[Tensor, Tensor, Tensor]:
-    return tuple(empty_gradient(v, x.shape, out_bnhd) for x in (grad, v, v))
+    return tuple(empty_stored(v, x.shape, out_bnhd) for x in (grad, v, v))
 
 
 @sagebwd.register_fake
