@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from sage_inductor import page
-from sage_inductor.backend import UNLIMITED, op_by_op
+from sage_inductor.backend import op_by_op
 from sage_inductor.choose import families, tables
 from sage_inductor.measure import SDPA, Measured, Row
 from sage_inductor.names import nearest
@@ -357,7 +357,7 @@ def _measuring(
     def measuring() -> Iterator[tuple[Diagnosis, Callable]]:
         measured, found = Measured(named), Diagnosis((), (), {}, tolerance, ())
         try:
-            with op_by_op(measured.see) as run, torch.compiler.config.patch(UNLIMITED):
+            with op_by_op(measured.see, all_graphs=True) as run:
                 yield found, functools.partial(measured.run, run)
         finally:
             vars(found).update(vars(_diagnosis(measured, tolerance, recipes is None)))

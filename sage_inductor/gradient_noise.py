@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sage_inductor.backend import run_graphs
+from sage_inductor.backend import op_by_op
 from sage_inductor.choose.decide import decide
 from sage_inductor.measure import MAX_SCORES, SDPA, CallProgress
 from sage_inductor.names import todays_training
@@ -183,7 +183,9 @@ def _diagnosed(
             module.recompile()
 
     with _as_it_was(model), contextlib.closing(CallProgress()) as progress, torch.enable_grad():
-        value = loss(run_graphs(see, model, args, kwargs))
+        with op_by_op(see, all_graphs=True) as run:
+            out = run(model, args, kwargs)
+        value = loss(out)
         if not (isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad):
             raise ValueError(
                 "diagnose_training: loss must return one number that needs a gradient, got "
