@@ -179,7 +179,7 @@ class _Attention:
         if not isinstance(dim, int) or of_softmax is None and not is_last:
             yield reasons.SOFTMAX_DIM(dim, rank)
             return
-        batch, row, inner, col = self.scores.roles()
+        batch, row, _, col = self.scores.roles()
         self.key = self.base[-1] if of_softmax is None else of_softmax[dim]
         self.query = row if self.key == col else col
         sizes = value_of(self.weights).shape

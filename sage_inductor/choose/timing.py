@@ -423,8 +423,8 @@ TUNED_ROUNDS = 2  # of a size's timing
 
 def tune(
     device: torch.device,
-    head_dims: Iterable[int] = TUNED_HEAD_DIMS,
-    kinds: Iterable[str] = TUNED_KINDS,
+    head_dims: Iterable[int],
+    kinds: Iterable[str],
     progress: Callable = list,
     save: Callable[[Table], object] = lambda table: None,
 ) -> Table:

@@ -90,7 +90,7 @@ def launch(
     list_numbers = sum(map(tuple, list_numbers), ())
     plan_of = _plan if isinstance(q, Tensor) else _plan.__wrapped__
     plan = plan_of(
-        device or q.device, q.dtype, q.shape, q.stride(), k.shape, v.dtype, v.shape, v.stride(),
+        device or q.device, q.shape, q.stride(), k.shape, v.dtype, v.shape, v.stride(),
         out.shape[3], out.stride(), a.band_arguments(), a.scale_of_codes, a.n_kv, tile,
         None if a.attn_mask is None else (a.attn_mask.shape, a.attn_mask.stride()),
         None if a.blocks.size is None else (a.blocks.kv_num_blocks.shape[:2], list_numbers),
@@ -168,7 +168,7 @@ class _Plan:
 
 @functools.lru_cache(maxsize=4096)
 def _plan(
-    device, dtype, q_shape, q_stride, k_shape, v_dtype, v_shape, v_stride, D_v, out_stride,
+    device, q_shape, q_stride, k_shape, v_dtype, v_shape, v_stride, D_v, out_stride,
     band, scale, n_kv, tile, of_mask, of_lists, rotated, keeps_max, has_own,
 ) -> _Plan:  # fmt: skip
     B, H_q, N_q, D = q_shape

@@ -37,7 +37,7 @@ def launch(
     run: Callable = launch_cached, device: gpus.Gpu | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """``sage::rowscaled``. device: q's, if that is on meta."""
-    B, H_kv, _, D = k.shape
+    B, H_kv = k.shape[:2]
     if is_causal:
         k_mean, v_mean = None, k.new_empty((B, H_kv, 0), dtype=torch.float32)
     else:
