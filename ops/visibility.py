@@ -36,7 +36,6 @@ from sage_inductor.ops import compat
 
 REACHED, COUNTS = 1, 3
 
-
 BLOCK_SIZES = (64, 128, 192, 256)
 
 
