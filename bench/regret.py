@@ -338,7 +338,7 @@ def kinds_of(calls: list[Call], device: torch.device) -> dict[Family, tuple[str,
     for call in calls if config.calibrate else ():
         family = Family(call.D, call.D, call.kind)
         names = recipes_of(gpus.capability(device), family)[:1]
-        known = tables.with_times(tables.gpu_name(device), family, names)
+        known = names and tables.with_times(tables.gpu_name(device), family, *names)
         if names and not (known or any(each.stands_for(family) for each in found)):
             found[family] = names
     return found

@@ -341,14 +341,15 @@ def _predicted(call: Call, shape: CallShape, settings: Settings, names: tuple[st
             return Choice(None, reasons.NOT_IN_A_PACKAGE(what(names[0]), behind[names[0]]))
         names = tuple(name for name in names if not behind[name])
     fixed = all(isinstance(n, int) or settings.portable and hint(n) for n in lengths)
-    known = [name for name in names if tables.with_times(gpu, family, (name,))]
+    known = [name for name in names if tables.with_times(gpu, family, name)]
     if (fixed or not known) and not all(_at_least(n, cost.SHORTEST, settings) for n in lengths):
         return Choice(None, reasons.TOO_SHORT(cost.SHORTEST))
     if not known:
         of = what(names[0]), gpu
-        if unmeasured := _calibrate(shape.device, family, names, settings, of):
+        # The first mostly is the fastest.
+        if unmeasured := _calibrate(shape.device, family, names[0], settings, of):
             return Choice(None, unmeasured)
-        known = [name for name in names if tables.with_times(gpu, family, (name,))]
+        known = [name for name in names if tables.with_times(gpu, family, name)]
     heads = tuple(_floor(n, settings) for n in (*shape.q[:2], shape.k[1]))
     stacked = {name: _stacks(call, shape, name) for name in known}
 
@@ -395,7 +396,7 @@ def _by_lists(shape: CallShape, settings: Settings, recipe: str) -> Choice:
 
 
 def _calibrate(
-    device: torch.device, family: Family, names: tuple[str, ...], settings: Settings, of: tuple
+    device: torch.device, family: Family, recipe: str, settings: Settings, of: tuple
 ) -> Reason | None:
     """Measure the family, or say why not; of: what, and the GPU's name."""
     if family.kind == "flex window":
@@ -403,7 +404,7 @@ def _calibrate(
     cannot = not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing()
     if cannot or not settings.calibrate:
         return reasons.NEVER_TUNED(*of)
-    error = timing.calibrate(device, family, names[:1])  # the first mostly is the fastest
+    error = timing.calibrate(device, family, recipe)
     return reasons.NOT_MEASURABLE(*of, error) if error else None
 
 
