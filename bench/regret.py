@@ -47,7 +47,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from bench import harness
 from bench.measure import Provider, Runner, interleave
 from sage_inductor import config, settings
-from sage_inductor.backend import run_graphs
+from sage_inductor.backend import op_by_op
 from sage_inductor.choose import tables, timing
 from sage_inductor.choose.candidates import Candidate, recipes_of
 from sage_inductor.choose.cost import TRAINED
@@ -238,8 +238,8 @@ def captured(call: Call, device: torch.device) -> torch.fx.GraphModule:
     """What Dynamo makes of the call."""
     graphs = []
     trains = torch.enable_grad() if call.kind in TRAINED else contextlib.nullcontext()
-    with FakeTensorMode(), trains:
-        run_graphs(graphs.append, *graph_of(call, device), {})
+    with FakeTensorMode(), trains, op_by_op(graphs.append) as run:
+        run(*graph_of(call, device), {})
     (graph,) = graphs
     return graph
 
@@ -338,7 +338,7 @@ def kinds_of(calls: list[Call], device: torch.device) -> dict[Family, tuple[str,
     for call in calls if config.calibrate else ():
         family = Family(call.D, call.D, call.kind)
         names = recipes_of(gpus.capability(device), family)[:1]
-        known = tables.with_times(tables.gpu_name(device), family, names)
+        known = names and tables.with_times(tables.gpu_name(device), family, *names)
         if names and not (known or any(each.stands_for(family) for each in found)):
             found[family] = names
     return found

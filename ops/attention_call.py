@@ -63,10 +63,8 @@ class AttentionCall(NamedTuple):
         return decode(self.recipe)
 
     @property
-    def visibility(self) -> Visibility:
-        return Visibility(
-            self.attn_mask, self.tile_summary, self.left, self.right, self.bottom_right, self.blocks
-        )
+    def band(self) -> tuple[int | None, int | None, bool]:
+        return self.left, self.right, self.bottom_right
 
     @property
     def blocks(self) -> BlockLists:
@@ -153,8 +151,13 @@ def empty_outputs(q: Tensor, D_v: int, out_bnhd: bool) -> tuple[Tensor, Tensor]:
     """out [B, H_q, N_q, D_v] of q's dtype, contiguous in [B, N, H, D] or [B, H, N, D] order, and
     lse [B, H_q, N_q] fp32."""
     B, H, N, _ = q.shape
-    out = q.new_empty((B, N, H, D_v)).transpose(1, 2) if out_bnhd else q.new_empty((B, H, N, D_v))
-    return out, q.new_empty((B, H, N), dtype=torch.float32)
+    return empty_stored(q, (B, H, N, D_v), out_bnhd), q.new_empty((B, H, N), dtype=torch.float32)
+
+
+def empty_stored(like: Tensor, shape: tuple, bnhd: bool) -> Tensor:
+    """[B, H, N, D] of like's dtype, contiguous, or (bnhd) in [B, N, H, D] order."""
+    B, H, N, D = shape
+    return like.new_empty((B, N, H, D)).transpose(1, 2) if bnhd else like.new_empty((B, H, N, D))
 
 
 def as_stored(out: Tensor, out_bnhd: bool) -> Tensor:

@@ -39,9 +39,7 @@ class Granularity(NamedTuple):
     q_span: int  # of so many neighbouring rows of q each q_groups-th shares a scale
     q_groups: int
     k_groups: int  # scales of each K_BLOCK rows of k
-    one_pass: bool = (
-        False  # the shift of k and v, and v's scales, are estimated from a sample of rows
-    )
+    one_pass: bool = False  # k's and v's shifts, and v's scales, are estimated from some rows
 
 
 E4M3_MAX = 448.0

@@ -30,6 +30,7 @@ keys of all P ranks. M: the most blocks that any rank quantizes.
 import bisect
 import contextlib
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -142,7 +143,7 @@ class Shards(NamedTuple):
         """Which of the rows of the sample each rank has."""
         rows = sample_rows(self.N).tolist()
         ends = [bisect.bisect_left(rows, self.offset(r)) for r in range(len(self.lengths) + 1)]
-        return [range(first, end) for first, end in zip(ends, ends[1:], strict=False)]
+        return [range(first, end) for first, end in itertools.pairwise(ends)]
 
     def most(self, count) -> int:
         return max(count(rank) for rank in range(len(self.lengths)))
@@ -176,7 +177,7 @@ def _agree(facts: dict, device: torch.device, group, lengths) -> Shards:
         lengths = list(lengths or [length] * group.size())
         # Of as many bytes as the facts are: another rank may ask for them.
         text = json.dumps({**facts, "lengths": lengths}).encode()
-        digest = int.from_bytes(hashlib.sha256(text).digest()[:7])
+        digest = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
         mine = torch.full((FACTS // 8,), digest, device=device).view(torch.uint8)
         everyones = all_gather(mine, group)
         if "error" in facts:

@@ -91,15 +91,10 @@ def _launch_pool(x: Tensor, shift: Tensor | None, block: int) -> tuple[Tensor, T
         (*doubled(x.stride()),
          H, N,  # shape
          shift is not None,  # semantics
-         D, block, rows_at_once(BLOCK_D), BLOCK_D),  # tile
+         D, block, min(16, 2048 // BLOCK_D), BLOCK_D),  # tile; rows in the registers of pool_warps
         num_warps=pool_warps(BLOCK_D),
     )  # fmt: skip
     return mean, alike
-
-
-def rows_at_once(block_d: int) -> int:
-    """Of a block, in the registers of pool_warps."""
-    return min(16, 2048 // block_d)
 
 
 def pool_warps(block_d: int) -> int:

@@ -192,13 +192,13 @@ def check(call: SdpaCall) -> None:
     _require(call.warpgroups in valid, f"warpgroups must be one of {valid}, got {call.warpgroups}")
     _require(math.isfinite(scale), f"scale must be finite, got {scale}")
     if call.blocks.size is not None:
-        _check_blocks(call.blocks, q, k)
+        _check_blocks(call.blocks, q)
     if prepared:
         n = Prepared.count(decode(recipe).of_pv)
         _require(len(prepared) == n, f"prepared must be empty or {n} tensors, got {len(prepared)}")
 
 
-def _check_blocks(blocks: BlockLists, q: Tensor, k: Tensor) -> None:
+def _check_blocks(blocks: BlockLists, q: Tensor) -> None:
     valid = all(size in BLOCK_SIZES for size in blocks.size)
     _require(valid, f"block_q and block_kv must be of {BLOCK_SIZES}, got {blocks.size}")
     for count, index in blocks.lists:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sage_inductor.ops import compat, peers
-from sage_inductor.ops.exchange import ALIGN
+from sage_inductor.ops.exchange import ALIGN, all_gather
 from sage_inductor.ops.gpus import captures
 from sage_inductor.ops.recipe import Recipe
 
@@ -209,9 +209,8 @@ def _measure(group, device: torch.device) -> Rates:
         calls.append(lambda: _put(mine, memory))
     ours = [_clock(call, device) for call in calls]
     ours = torch.tensor(ours, dtype=torch.float64, device=device).view(torch.uint8)
-    theirs = ours.new_empty(P * ours.numel())
-    compat.all_gather_single(theirs, ours, group=group)
-    gather, exchange, copy, start, *put = theirs.view(torch.float64).view(P, -1).amax(0).tolist()
+    theirs = all_gather(ours, group).view(torch.float64)  # [P, calls]
+    gather, exchange, copy, start, *put = theirs.amax(0).tolist()
     received = (P - 1) * mine.numel()
     rates = Rates(received / gather, received / P / exchange, 2 * copied / copy, start)
     if put and put[0] > exchange:  # some GPUs reach each other slowly over PCIe

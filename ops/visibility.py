@@ -36,7 +36,6 @@ from sage_inductor.ops import compat
 
 REACHED, COUNTS = 1, 3
 
-
 BLOCK_SIZES = (64, 128, 192, 256)
 
 
@@ -102,10 +101,6 @@ class Visibility(NamedTuple):
             return cls(None, None, *band, blocks)
         attn_mask = as_4d(attn_mask)
         return cls(attn_mask, summarize(attn_mask, n_kv, block_m), *band, blocks)
-
-    @property
-    def band(self) -> tuple[int | None, int | None, bool]:
-        return self.left, self.right, self.bottom_right
 
     def keys(self, k: Tensor) -> Tensor | None:
         """uint8 [B or 1, H_kv or 1, N_kv] of k [B, H_kv, N_kv, D]: keys that count for any query of

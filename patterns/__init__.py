@@ -94,13 +94,13 @@ def _rewrite_call(node: torch.fx.Node, index: GraphIndex, decide, put) -> Site |
         call = next((call for find in FINDERS if (call := find(node, index))), None)
         if call is None or "sage" in call.node.meta:
             return None
-        q, k = (getattr(value_of(x), "shape", ()) for x in (call.q, call.k))
-        if call.refused is None and call.attn_mask is not None and len(q) == len(k) == 4:
-            if call.band == FULL:
-                call.band, call.attn_mask = prove(call.attn_mask, q[2], k[2], index)
-                rest = call.attn_mask
+        if call.refused is None and call.attn_mask is not None and call.band == FULL:
+            q, k = (getattr(value_of(x), "shape", ()) for x in (call.q, call.k))
+            if len(q) == len(k) == 4:
+                call.band, rest = prove(call.attn_mask, q[2], k[2], index)
                 if rest is not None and value_of(rest).dim() == 1:  # one bool for each key
-                    call.attn_mask = call.emit(torch.ops.aten.unsqueeze.default, rest, 0)
+                    rest = call.emit(torch.ops.aten.unsqueeze.default, rest, 0)
+                call.attn_mask = rest
         decision = decide(call)
     if decision.name is not None:
         for guard in guards:

@@ -82,11 +82,8 @@ def as_additive(fact, value) -> TwoValued | None:
         return None
     fact = fact if fact.yes == 0 else opposite(fact)
     is_mask = fact is not None and fact.yes == 0
-    return fact if is_mask and (fact.constant or _hides(fact.no, value.dtype)) else None
-
-
-def _hides(number: float, dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point and number <= torch.finfo(dtype).min
+    hides = is_mask and (fact.constant or fact.no <= torch.finfo(value.dtype).min)
+    return fact if hides else None
 
 
 def _every_query_sees_a_key(band: Band, n_q, n_kv) -> bool:

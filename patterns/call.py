@@ -19,7 +19,7 @@ from sage_inductor.ops.recipe import NAMED, decode
 from sage_inductor.ops.selector import BLOCK_SIZE, Selection
 from sage_inductor.ops.visibility import NO_LISTS, BlockLists
 from sage_inductor.patterns import reasons
-from sage_inductor.patterns.graph import Emitter, dims, value_of
+from sage_inductor.patterns.graph import Emitter, by_schema, dims, value_of
 from sage_inductor.patterns.reasons import Reason
 
 
@@ -159,7 +159,7 @@ def gathered(node: Node) -> Site | None:
     """The site of a call of ``sage_inductor.gather_attention``, which stays what it is."""
     if node.op != "call_function" or node.target not in GATHERS:
         return None
-    given = dict(zip(GATHER_ARGUMENTS, node.args, strict=False)) | node.kwargs
+    given = by_schema(node, node.target)
     q, k, recipe = value_of(given["q"]), value_of(given["k"]), decode(given["recipe"])
     name = next(name for name, each in NAMED.items() if each == recipe)
     decision = Decision(name, "asked for; how keys travel between ranks is chosen when it runs")
@@ -171,7 +171,6 @@ def gathered(node: Node) -> Site | None:
 
 
 GATHERS = (torch.ops.sage.gather_sdpa, torch.ops.sage.gather_sdpa.default)
-GATHER_ARGUMENTS = "q", "k", "v", "group_name", "is_causal", "scale", "recipe", "lengths"
 
 
 def module_path(node) -> str:

@@ -161,6 +161,13 @@ def arguments(node: Node, *names, **defaults) -> list:
     return found
 
 
+def by_schema(node: Node, op: compat.OpOverload | compat.OpOverloadPacket) -> dict:
+    """All arguments of a call of `op`, by the names in its schema."""
+    schema = (op if isinstance(op, compat.OpOverload) else op.default)._schema
+    defaults = {each.name: each.default_value for each in schema.arguments}
+    return defaults | dict(zip(defaults, node.args, strict=False)) | node.kwargs
+
+
 def only_inserts_dims(node: Node) -> bool:
     """Given its shape, x[:, :, None] is x: no index picks or reorders."""
     if op_name(node) != "getitem":

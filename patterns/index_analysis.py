@@ -55,12 +55,9 @@ class IndexAnalysis:
         )
         if isinstance(fact, Affine) and not is_exact(fact, value.dtype):
             fact = None
-        opaque = fact is None or isinstance(fact, TwoValued) and fact.conjuncts and fact.no is True
-        return self.opaque(node) if opaque else fact
-
-    def opaque(self, node: Node) -> TwoValued | None:
-        is_bool = value_of(node).dtype == torch.bool
-        return TwoValued((), (node,), True, False) if is_bool else None
+        if fact is None or isinstance(fact, TwoValued) and fact.conjuncts and fact.no is True:
+            return TwoValued((), (node,), True, False) if value.dtype == torch.bool else None
+        return fact
 
     def _apply(self, function, node: Node):
         """The rule's description; None where the call is not written as the rule expects."""

@@ -39,7 +39,7 @@ def _arange(analysis, node, start, end=None, step=1, **_):
     return Affine(as_int(start), {-1: step})
 
 
-def _constant(analysis, node, number):
+def _constant(node, number):
     if isinstance(number, torch.SymInt):
         return Affine(as_int(number), {})
     if not isinstance(number, (bool, int, float)):
@@ -51,22 +51,22 @@ def _constant(analysis, node, number):
 
 @rule("ones", "new_ones", "ones_like", "zeros", "new_zeros", "zeros_like")
 def _ones_or_zeros(analysis, node, *_, **__):
-    return _constant(analysis, node, int("ones" in op_name(node)))
+    return _constant(node, int("ones" in op_name(node)))
 
 
 @rule("full", "full_like")
 def _full(analysis, node, size, fill_value, **_):
-    return _constant(analysis, node, fill_value)
+    return _constant(node, fill_value)
 
 
 @rule("new_full")
 def _new_full(analysis, node, like, size, fill_value, **_):
-    return _constant(analysis, node, fill_value)
+    return _constant(node, fill_value)
 
 
 @rule("tensor", "scalar_tensor")
 def _tensor(analysis, node, data, **_):
-    return _constant(analysis, node, data)
+    return _constant(node, data)
 
 
 @rule("cumsum")

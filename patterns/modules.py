@@ -34,12 +34,19 @@ from torch.fx import Node
 from sage_inductor.ops import compat
 from sage_inductor.patterns import reasons
 from sage_inductor.patterns.call import CAUSAL, FULL, Call
-from sage_inductor.patterns.graph import Emitter, GraphIndex, idle, left_over, op_name, value_of
+from sage_inductor.patterns.graph import (
+    Emitter,
+    GraphIndex,
+    by_schema,
+    idle,
+    left_over,
+    op_name,
+    value_of,
+)
 from sage_inductor.patterns.reasons import Reason
 
 MHA = F.multi_head_attention_forward
 ENCODER_LAYER = compat.encoder_layer
-ENCODER_LAYER_SCHEMA = torch.ops.aten._transformer_encoder_layer_fwd.default._schema
 
 
 def find(node: Node, index: GraphIndex) -> Call | None:
@@ -162,9 +169,7 @@ def _attn_mask(emit: Emitter, args: SimpleNamespace) -> Node | None:
 
 def _encoder_layer(node: Node, emit: Emitter) -> Call:
     """node: [B, N, E], as its src."""
-    names = [argument.name for argument in ENCODER_LAYER_SCHEMA.arguments]
-    args = dict.fromkeys(names) | dict(zip(names, node.args, strict=False)) | node.kwargs
-    args = SimpleNamespace(**args)
+    args = SimpleNamespace(**by_schema(node, torch.ops.aten._transformer_encoder_layer_fwd))
     spelling = "nn.TransformerEncoderLayer"
     reason = _unprojectable(node, args.src, args.num_heads)
     if reason:

@@ -36,6 +36,10 @@ def replace(call: Call, decision: Decision, portable: bool) -> None:
     emit, out, (order, width) = call.emit, call.out, stored(call)
     gap = int(width - out.shape[order[3]])
     is_copied = gap > 0 or order not in (BHND, BNHD)
+
+    def put(first: Node) -> None:
+        _finish(call, _copied(emit, first, order, gap) if is_copied else first)
+
     q, k, v, attn_mask = call.q, call.k, call.v, call.attn_mask
     scale = float(call.scale if call.scale is not None else value_of(q).shape[3] ** -0.5)
     if decision.trained_by is not None:
@@ -45,7 +49,7 @@ def replace(call: Call, decision: Decision, portable: bool) -> None:
             new = emit(op, q, k, v, is_causal(call), scale, order != BHND)
             first = emit(operator.getitem, new, 0)
         first.meta[emit.key].requires_grad_(out.requires_grad)
-        return _finish(call, first, order, gap)
+        return put(first)
     blocks = call.blocks
     if decision.selection is not None:
         select, fields = torch.ops.sage.select_blocks.default, (*decision.selection, *BLOCK_SIZE)
@@ -71,24 +75,20 @@ def replace(call: Call, decision: Decision, portable: bool) -> None:
     if call.sink is not None:
         lse = emit.insert(operator.getitem, (new, 1), lse)
         first = emit(torch.ops.sage.with_sink.default, first, lse, call.sink)
-    _finish(call, first, order, gap)
+    put(first)
 
 
 def stand_in(call: Call, out: Node) -> None:
     """Put a copy of `out` [B, H_q, N_q, D_v], whichever way it is stored, in the place of `call`:
     stored as its output is, and what writes into it leaves `out` alone."""
     order, width = stored(call)
-    copy = _copied(call.emit, out, order, int(width - call.out.shape[order[3]]))
-    _finish(call, copy, BHND, 0)
+    _finish(call, _copied(call.emit, out, order, int(width - call.out.shape[order[3]])))
 
 
-def _finish(call: Call, first: Node, order: list[int], gap: int) -> None:
-    """`first` [B, H_q, N_q, D_v] for what attention returned, stored as that was."""
-    emit = call.emit
-    if gap > 0 or order not in (BHND, BNHD):
-        first = _copied(emit, first, order, gap)
+def _finish(call: Call, first: Node) -> None:
+    """`first` [B, H_q, N_q, D_v] for what attention returned, and stored as that was."""
     call.node.replace_all_uses_with(call.finish(first))
-    for dead in (call.node, *call.dead, *reversed(emit.nodes)):
+    for dead in (call.node, *call.dead, *reversed(call.emit.nodes)):
         if not dead.users:
             dead.graph.erase_node(dead)
 

@@ -19,7 +19,15 @@ from torch.fx import Node
 
 from sage_inductor.patterns import reasons
 from sage_inductor.patterns.call import CAUSAL, FULL, Call
-from sage_inductor.patterns.graph import Emitter, GraphIndex, equal, guarded, op_name, value_of
+from sage_inductor.patterns.graph import (
+    Emitter,
+    GraphIndex,
+    by_schema,
+    equal,
+    guarded,
+    op_name,
+    value_of,
+)
 
 aten = torch.ops.aten
 PACKETS = (
@@ -38,7 +46,7 @@ def find(node: Node, index: GraphIndex) -> Call | None:
     items = {user.args[1]: user for user in node.users if user.target is operator.getitem}
     if OUT not in items:
         return None
-    given = _arguments(node)
+    given = by_schema(node, node.target)
     call = Call(
         items[OUT], _name(node), Emitter(node, index), given["query"], given["key"], given["value"],
         value_of(items[OUT]), attn_mask=given.get("attn_bias", given.get("attn_mask")),
@@ -97,14 +105,6 @@ def _readers(node: Node) -> Iterator[Node]:
 def _is_backward(node: Node) -> bool:
     name = op_name(node)
     return name.startswith("_scaled_dot_product_") and name.endswith("_backward")
-
-
-def _arguments(node: Node) -> dict:
-    """By the names in the op's schema."""
-    packet = node.target
-    schema = (packet if packet not in PACKETS else packet.default)._schema.arguments
-    defaults = {each.name: each.default_value for each in schema}
-    return defaults | dict(zip(defaults, node.args, strict=False)) | node.kwargs
 
 
 def _name(node: Node) -> str:

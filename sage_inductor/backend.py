@@ -207,23 +207,16 @@ def explain(model, *, options: dict | None = None) -> Callable[..., Report]:
     return run
 
 
-# Dynamo compiles so many graphs of one function (eight, if nobody says more) and leaves the rest to
-# eager. Measured are all of them.
-UNLIMITED = {"recompile_limit": 1 << 20, "accumulated_recompile_limit": 1 << 20}
-
-
-def run_graphs(see: Callable, model, args: tuple, kwargs: dict):
-    """What `model` returns, run once, op by op, with ``see(gm)`` called for each graph before it
-    runs, however many there are of a function."""
-    with op_by_op(see) as run, torch.compiler.config.patch(UNLIMITED):
-        return run(model, args, kwargs)
-
-
 @contextlib.contextmanager
-def op_by_op(see: Callable) -> Iterator[Callable]:
+def op_by_op(see: Callable, all_graphs: bool = False) -> Iterator[Callable]:
     """Gives ``run(model, args, kwargs)``, which returns what `model` does. Its graphs run op by op,
     and ``see(gm)`` is called for each before its first run. All else in the block runs in eager.
-    Dynamo's caches are empty before and after."""
+    Dynamo's caches are empty before and after.
+
+    all_graphs: also those of a function beyond the eight that Dynamo compiles if nobody says more;
+    it leaves the rest to eager."""
+    names = ("recompile_limit", "accumulated_recompile_limit") if all_graphs else ()
+    limits = torch.compiler.config.patch(dict.fromkeys(names, 1 << 20))
 
     def look(gm, example_inputs):
         see(gm)
@@ -237,7 +230,7 @@ def op_by_op(see: Callable) -> Iterator[Callable]:
     torch._dynamo.reset()
     session()  # the next reset forgets that these graphs were compiled
     try:
-        with torch.compiler.set_stance("force_eager"):
+        with torch.compiler.set_stance("force_eager"), limits:
             yield run
     finally:
         torch._dynamo.reset()

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from sage_inductor import page
-from sage_inductor.backend import UNLIMITED, op_by_op
+from sage_inductor.backend import op_by_op
 from sage_inductor.choose import families, tables
 from sage_inductor.measure import SDPA, Measured, Row
 from sage_inductor.names import nearest
@@ -61,7 +61,7 @@ class Diagnosis:
     unmeasured: tuple[Site, ...]  # attention calls without rows; `reason` says why
     suggested: dict[str, str]  # path of a module: the recipe of its calls, or "off"
     tolerance: float
-    shown: tuple[str, ...]  # recipes that the table has a column for
+    shown: tuple[str, ...]  # recipes that the table has a column for, if they have rows
     # The same of each stage in which something ran (stages.py).
     by_stage: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
     # Of all calls together, by recipe; "the policy": the suggested recipe of each call.
@@ -112,10 +112,10 @@ class Diagnosis:
             of_stage = self.by_stage.get(row.site.stage, self.suggested)
             return *_cells(row)[1:6], of_stage[row.site.module]
 
-        head = ("module", "count", "call", "q", "k", "dtype", "mask", "suggested", *self.shown)
-        names = "relative L1", "errors"
+        head = ("module", "count", "call", "q", "k", "dtype", "mask", "suggested")
         lines = [self.verdict, *table_of_errors(
-            self.rows, head, lambda row: _where(row.site), same, lambda row: row.relative_l1, names
+            self.rows, head, self.shown, lambda row: _where(row.site), same,
+            lambda row: row.relative_l1, ("relative L1", "errors"),
         )]  # fmt: skip
         lines += [gain] if (gain := self._gain()) else []
         lines += not_measured(self.unmeasured)
@@ -357,7 +357,7 @@ def _measuring(
     def measuring() -> Iterator[tuple[Diagnosis, Callable]]:
         measured, found = Measured(named), Diagnosis((), (), {}, tolerance, ())
         try:
-            with op_by_op(measured.see) as run, torch.compiler.config.patch(UNLIMITED):
+            with op_by_op(measured.see, all_graphs=True) as run:
                 yield found, functools.partial(measured.run, run)
         finally:
             vars(found).update(vars(_diagnosis(measured, tolerance, recipes is None)))
@@ -376,8 +376,6 @@ def _diagnosis(measured: Measured, tolerance: float, are_all: bool) -> Diagnosis
     rows = tuple(sorted(rows, key=lambda row: -row.badness))
     if are_all:  # of all that is measured, what a policy may come to
         recipes = [r for r in recipes if r in BY_SPEED or any(r in c.autos for c in calls)]
-    seen = {row.recipe for row in rows}
-    shown = tuple(name for name in (SDPA, *recipes) if name in seen)
     by_stage, totals = suggestion(calls, tolerance)
     suggested, refused = by_stage.pop(None, {}), tuple(measured.refusals())
-    return Diagnosis(rows, refused, suggested, tolerance, shown, by_stage, totals)
+    return Diagnosis(rows, refused, suggested, tolerance, (SDPA, *recipes), by_stage, totals)

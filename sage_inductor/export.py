@@ -15,7 +15,7 @@ from sage_inductor.choose.decide import rewrite as _rewrite
 from sage_inductor.errors import SageOptionError
 from sage_inductor.ops.recipe import renewed
 from sage_inductor.ops.register import OPAQUE
-from sage_inductor.patterns.graph import graph_modules
+from sage_inductor.patterns.graph import by_schema, graph_modules
 from sage_inductor.report import Report, raise_if_refused, record, whole
 from sage_inductor.settings import resolve, split
 
@@ -98,14 +98,9 @@ def _renew(gm: torch.fx.GraphModule) -> None:
     for module in graph_modules(gm):
         for node in module.graph.nodes:
             if node.target in (torch.ops.sage.sdpa.default, torch.ops.sage.prepare.default):
-                given = _given(node, module)
+                given = by_schema(node, node.target)
                 at = list(given).index("recipe")
                 node.update_arg(at, renewed(given["recipe"]))
-
-
-def _given(node: torch.fx.Node, module: torch.fx.GraphModule) -> dict:
-    """The arguments of a call of an op, by name."""
-    return node.normalized_arguments(module, normalize_to_only_use_kwargs=True).kwargs
 
 
 def _check_travels(gm: torch.fx.GraphModule) -> None:
@@ -116,7 +111,7 @@ def _check_travels(gm: torch.fx.GraphModule) -> None:
         for node in module.graph.nodes:
             portable = node.target not in OPAQUE
             if node.target in (sage.sdpa.default, sage.prepare.default):
-                portable = _given(node, module)["portable"]
+                portable = by_schema(node, node.target)["portable"]
             if not portable:
                 raise ValueError(
                     f"rewrite: every sage op must be portable to travel in a package, got "

@@ -12,7 +12,6 @@ nothing else: `patterns.rewrite` makes of it what it would make of a model's, an
 Shapes: B batch, H_q and H_kv heads, N_q and N_kv sequence, D head_dim (D_v of v).
 """
 
-import functools
 import operator
 import typing
 from collections.abc import Callable
@@ -106,8 +105,8 @@ def attention(
 
 
 def quantized(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, scale: float | None = None,
-    enable_gqa: bool = False, *, recipe: str = AUTO, module: str = "",
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, scale: float | None,
+    enable_gqa: bool, *, recipe: str, module: str,
 ) -> Tensor | None:  # fmt: skip
     """In eager, `attention`, or None where SDPA would compute it: for a caller that has something
     else for that case. module: the path by which the policy and the report know the call."""
@@ -276,7 +275,10 @@ def _decided(
     with compat.disable_modes():
         gm = _graph_of(kinds, options, module, fake_mode)
         reason = next((kind.reason for kind in kinds if kind.reason), None)
-        decision = functools.partial(_decision, wanted=wanted, reason=reason)
+
+        def decision(call: Call) -> Decision:
+            return Decision(None, reason) if reason else decide(call, wanted)
+
         sites = patterns.rewrite(gm, decision, portable)
     _record(sites, wanted.policy)
     if wanted.strict:
@@ -313,10 +315,6 @@ def _graph_of(kinds, options: _Options, module: str, fake_mode) -> torch.fx.Grap
             node.meta["example_value"] = value
     graph.output(items if return_lse else call)
     return torch.fx.GraphModule({}, graph)
-
-
-def _decision(call: Call, wanted: settings.Settings, reason: Reason | None) -> Decision:
-    return Decision(None, reason) if reason else decide(call, wanted)
 
 
 def _record(sites: list[Site], policy: Ruling) -> None:

@@ -31,9 +31,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sage_inductor.backend import run_graphs
+from sage_inductor.backend import op_by_op
 from sage_inductor.choose.decide import decide
-from sage_inductor.measure import MAX_SCORES, SDPA, CallProgress
+from sage_inductor.measure import MAX_SCORES, SDPA, CallProgress, badness
 from sage_inductor.names import todays_training
 from sage_inductor.ops.reference.exact import attention_exact
 from sage_inductor.ops.training.gradients import OPS, training_op
@@ -72,7 +72,7 @@ class GradientRow:
     @property
     def badness(self) -> float:
         """The ratio, by which rows are compared: nothing is worse than NaN."""
-        return math.inf if math.isnan(self.ratio) else self.ratio
+        return badness(self.ratio)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -99,11 +99,10 @@ class TrainingDiagnosis:
         return f"<TrainingDiagnosis: {self.verdict}>"
 
     def __str__(self):
-        shown = (name for name in (SDPA, *RECIPES) if any(row.recipe == name for row in self.rows))
-        head = ("module", "count", "q", "k", "dtype", "mask", "noise / |gradient|", *shown)
+        head = ("module", "count", "q", "k", "dtype", "mask", "noise / |gradient|")
         lines = table_of_errors(
-            self.rows, head, lambda row: path_of(row.site), _sizes, lambda row: row.ratio,
-            ("|error| / noise", "ratios"),
+            self.rows, head, (SDPA, *RECIPES), lambda row: path_of(row.site), _sizes,
+            lambda row: row.ratio, ("|error| / noise", "ratios"),
             lambda rows: (f"{min(row.noise / row.gradient for row in rows):.3g}",),
         )  # fmt: skip
         return "\n".join([self.verdict, *lines, *not_measured(self.unmeasured)])
@@ -183,7 +182,9 @@ def _diagnosed(
             module.recompile()
 
     with _as_it_was(model), contextlib.closing(CallProgress()) as progress, torch.enable_grad():
-        value = loss(run_graphs(see, model, args, kwargs))
+        with op_by_op(see, all_graphs=True) as run:
+            out = run(model, args, kwargs)
+        value = loss(out)
         if not (isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad):
             raise ValueError(
                 "diagnose_training: loss must return one number that needs a gradient, got "

@@ -110,11 +110,8 @@ def install_pass(on: bool, for_all: bool = False) -> None:
     timing = getattr(inductor_config, TIMING, None)  # not in torch 2.11
     ours = installed[0] if installed else SagePass(timing)
     passes = [each for each in passes if each is not ours] + [ours] * on
-    setattr(
-        inductor_config,
-        PASS,
-        PassList(passes) if len(passes) > 1 else passes[0] if passes else None,
-    )
+    one = passes[0] if passes else None
+    setattr(inductor_config, PASS, PassList(passes) if len(passes) > 1 else one)
     if timing is not None:
         setattr(inductor_config, TIMING, "early" if on else ours.timing_before)
 

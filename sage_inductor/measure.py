@@ -106,11 +106,11 @@ class Measured:
         self.graphs = collections.Counter()  # of this run, by the call
         self.progress = None
 
-    def run(self, run_graphs: Callable, model, args: tuple, kwargs: dict):
-        """What `model` returns. run_graphs: of backend.op_by_op."""
+    def run(self, run: Callable, model, args: tuple, kwargs: dict):
+        """What `model` returns. run: backend.op_by_op's."""
         self.graphs.clear()
         with contextlib.closing(CallProgress(len(self.calls))) as self.progress:
-            return run_graphs(model, args, kwargs)
+            return run(model, args, kwargs)
 
     def see(self, gm: torch.fx.GraphModule) -> None:
         calls, known = [], len(self.calls)

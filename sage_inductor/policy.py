@@ -178,7 +178,7 @@ class Policy:
 
 def _given(rule: Rule) -> dict:
     """What a file says for a rule."""
-    given = {f.name: getattr(rule, f.name) for f in dataclasses.fields(Rule)[1:]}
+    given = {name: getattr(rule, name) for name in FIELDS[1:]}
     if isinstance(rule.keep, Selection):
         given["keep"] = rule.keep.given()
     return {name: x for name, x in given.items() if x != getattr(Rule, name)} | {

@@ -318,14 +318,14 @@ MOST_SHOWN = 20  # rows of a printed table of errors
 
 
 def table_of_errors(
-    rows: Sequence, head: tuple[str, ...], where: Callable, same: Callable, number: Callable,
-    names: tuple[str, str], more: Callable = lambda rows: (),
+    rows: Sequence, head: tuple[str, ...], recipes: Sequence[str], where: Callable, same: Callable,
+    number: Callable, names: tuple[str, str], more: Callable = lambda rows: (),
 ) -> list[str]:  # fmt: skip
     """Lines, none without rows. rows: of a call and a recipe each, the worst first. head: "module",
-    "count", what `same` and `more` give cells of, and recipes. number(row): what is shown of a
-    recipe, the worst of each row's calls; names: what that is, and several of it. more(rows): cells
-    of one row of the table."""
-    shown, lines = [name for name in head if any(name == row.recipe for row in rows)], []
+    "count", and what `same` and `more` give cells of; behind them come those of the recipes that
+    have rows. number(row): what is shown of a recipe, the worst of each row's calls; names: what
+    that is, and several of it. more(rows): cells of one row of the table."""
+    shown, lines = [name for name in recipes if any(name == row.recipe for row in rows)], []
     for path, group in grouped(rows, where, same):
         worst = {row.recipe: row for row in reversed(group)}
         numbers = (f"{number(worst[x]):.3g}" if x in worst else "-" for x in shown)
@@ -335,7 +335,7 @@ def table_of_errors(
     rest = len(cells) - MOST_SHOWN
     told = f"{names[0]}, the worst of each row's calls; more: print(found.details())"
     others = [f"and {rest} rows of smaller {names[1]}"] * (rest > 0)
-    return ["", table([head, *cells[:MOST_SHOWN]]), *others, told] if cells else []
+    return ["", table([(*head, *shown), *cells[:MOST_SHOWN]]), *others, told] if cells else []
 
 
 def _calls_of(rows: list) -> int:

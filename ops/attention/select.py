@@ -104,7 +104,7 @@ def hopper_tile(a: AttentionCall, device: torch.device | None = None) -> Tile | 
     """The Hopper kernel's tile for a call; None where it does not compute it, or is slower.
     a.warpgroups asks for the tile of so many (0: none); where this call has no such tile, the
     table's is taken."""
-    device, band, (B, H_q, N_q, _) = device or a.q.device, (a.left, a.right), a.q.shape
+    device, band, (B, H_q, N_q, _) = device or a.q.device, a.band[:2], a.q.shape
     kernel = gpus.capability(device), a.decoded.pv, a.head_dim
     if a.blocks.size is None:
         load = tiles.Load.of(B * H_q, N_q, a.n_kv, band, a.attn_mask is not None, device)

@@ -122,12 +122,10 @@ class Load(NamedTuple):
     def reaches(self, *rows: "Load") -> bool:
         """Whether it has all that one of the rows asks for. That is one question: where sizes are
         known when a package runs, its C++ branches at each, and asked number by number the rows of
-        head_dim 128 made 3,790 branches, 13 MB a call. 64 bits hold the products."""
-        return sum(self._times(row) for row in rows) >= 1
-
-    def _times(self, row: "Load") -> int:
-        """0 unless it has all that the row asks for."""
-        return math.prod(x // n for x, n in zip(self, row, strict=True) if n)
+        head_dim 128 made 3,790 branches, 13 MB a call. A product is 0 unless it has all that its
+        row asks for; 64 bits hold it."""
+        pairs = (zip(self, row, strict=True) for row in rows)
+        return sum(math.prod(x // n for x, n in each if n) for each in pairs) >= 1
 
 
 ANY = Load(*[sys.maxsize] * len(Load._fields))  # reaches every row

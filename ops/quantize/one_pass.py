@@ -82,7 +82,8 @@ def launch_kv(
          H, 2 * N, 2 * D, 2 * D_v,  # shape
          visible is not None, recipe.of_qk.largest, recipe.rotated, pdl,  # semantics
          K_BLOCK, PAD_N, pad_head_dim(D), BLOCK_DV),  # tile
-        num_warps=num_warps(BLOCK_DV), **pdl_option(pdl),
+        num_warps=4 if BLOCK_DV <= 128 else 8,  # a program has 64 rows in its registers
+        **pdl_option(pdl),
     )  # fmt: skip
     run(
         quantize_v_again_kernel,
@@ -95,8 +96,3 @@ def launch_kv(
         num_warps=8, **pdl_option(pdl),
     )  # fmt: skip
     return Prepared(k_codes, k_scale, k_mean, v_codes, v_scale, v_mean)
-
-
-def num_warps(block_dv: int) -> int:
-    """A program has 64 rows in its registers."""
-    return 4 if block_dv <= 128 else 8

@@ -252,14 +252,10 @@ def launch_estimate(
          H, N,  # shape
          visible is not None, len(xs) == 2, shrink, pdl,  # semantics
          D, D_1, BLOCK_D),  # tile
-        num_warps=estimate_warps(BLOCK_D), **pdl_option(pdl),
+        num_warps=4 if BLOCK_D <= 128 else 8,  # a program has the whole sample in its registers
+        **pdl_option(pdl),
     )  # fmt: skip
     return [*out, beyond]
-
-
-def estimate_warps(block_d: int) -> int:
-    """Of a program of the estimate, which has all rows of the sample in its registers."""
-    return 4 if block_d <= 128 else 8
 
 
 def smooth_q(q: Tensor, k: Tensor, k_mean: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor]:

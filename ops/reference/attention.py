@@ -57,10 +57,10 @@ def attention(
     x = x[..., :n_kv]
     if walk is not None:
         x = masked(x, a.attn_mask, None, None, False, LOG2E)
-        x, keys = _as_walked(x, masked(x, None, *a.visibility.band), walk, block_n)
+        x, keys = _as_walked(x, masked(x, None, *a.band), walk, block_n)
         n = torch.arange(x.shape[3], device=q.device)
     elif a.blocks.size is None:
-        keys, x = None, masked(x, a.attn_mask, *a.visibility.band, LOG2E)
+        keys, x = None, masked(x, a.attn_mask, *a.band, LOG2E)
         x = F.pad(x, (0, n.shape[0] - n_kv), value=-math.inf)
     else:
         x, keys = _as_listed(masked(x, a.attn_mask, None, None, False, LOG2E), a)
@@ -101,7 +101,7 @@ def _as_listed(x: Tensor, a: AttentionCall) -> tuple[Tensor, Tensor]:
     name none, [B, H_q, N_q, all that they have room for]; and the keys, there 0."""
     n_q, n_kv = x.shape[2:]
     block, (block_q, block_kv) = torch.arange(n_q, device=x.device), a.blocks.size
-    x_partial = masked(x, None, *a.visibility.band)
+    x_partial = masked(x, None, *a.band)
     listed = []
     for (count, index), each in [*zip(a.blocks.lists, (x_partial, x), strict=False)][::-1]:
         j = torch.arange(index.shape[3] * block_kv, device=x.device)
@@ -139,7 +139,7 @@ def _block_scaled(a: AttentionCall, block_n: int) -> tuple[Tensor, Tensor]:
     q_hat = phi_inverse(*phi(pad(q_smooth * inverse)))[:, :, : q.shape[2]]
     c = q_scale * (a.k_scale.repeat_interleave(heads, 1) * unit)[..., None, None]
     x = (q_hat @ k_hat.mT)[..., :n_kv] * c + (a.delta[..., :n_kv].float() * unit)[:, :, block]
-    x = masked(x, a.attn_mask, *a.visibility.band, LOG2E)
+    x = masked(x, a.attn_mask, *a.band, LOG2E)
     x = F.pad(x, (0, a.k.shape[2] - n_kv), value=-math.inf).unflatten(-1, (-1, block_n))
 
     m_tile = x.amax(-1, keepdim=True)  # [B, H_q, N_q, tiles, 1]

@@ -68,9 +68,8 @@ def quantize_k(
     if recipe.rotated:
         x = rotate((0.5 * x).to(of_16_bits(k)))
     n = torch.arange(x.shape[2], device=k.device)
-    group = (
-        n // K_BLOCK * groups + n % 8 // 2 % groups
-    )  # per_thread: columns {2j, 2j+1} + 8*{0..7} of 64
+    # per_thread: columns {2j, 2j+1} + 8*{0..7} of 64
+    group = n // K_BLOCK * groups + n % 8 // 2 % groups
     if visible is not None:
         visible = F.pad(visible.bool(), (0, x.shape[2] - visible.shape[2]), value=True)
     codes, k_scale = _to_codes(x, qk, group, x.shape[2] // K_BLOCK * groups, visible)

@@ -45,7 +45,7 @@ def forward(
     is_causal: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out [B, H_q, N_q, D] in fp32 and lse [B, H_q, N_q], in log2 units. shape: N_q, N_kv, D."""
-    N_q, N_kv, D = shape
+    _, N_kv, D = shape
     s = _scores(q, k, shape, scale, is_causal)
     s = F.pad(s, (0, k.codes.shape[2] - N_kv), value=-math.inf).unflatten(3, (-1, BLOCK))
     t = s.amax(4, keepdim=True)  # [B, H_q, N_q, tiles, 1]

@@ -31,14 +31,6 @@ def training_op(training: str):
     return getattr(torch.ops.sage, OPS[training]).default
 
 
-def empty_gradient(like: Tensor, shape: tuple, out_bnhd: bool) -> Tensor:
-    """[B, H, N, D], contiguous, or in [B, N, H, D] order."""
-    B, H, N, D = shape
-    if out_bnhd:
-        return like.new_empty((B, N, H, D)).transpose(1, 2)
-    return like.new_empty((B, H, N, D))
-
-
 def no_second_gradient(op: str):
     """For `register_autograd` of the op's backward."""
 

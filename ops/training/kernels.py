@@ -360,15 +360,6 @@ def launch_quantize(
     return codes, scale, delta
 
 
-def launch_quantize_twice(
-    x: Tensor, rotated: float, run: Callable = launch_cached
-) -> tuple[Tensor, ...]:
-    """Codes and scales of `launch_quantize` by a scale for BLOCK rows, and by one for each row."""
-    own = empty_codes(x, shared=1)
-    codes, scale, _ = launch_quantize(x, rotated=rotated, own=own, run=run)
-    return codes, scale, *own
-
-
 def empty_codes(
     x: Tensor, shared: int, turned: bool = False, exists: bool = True
 ) -> tuple[Tensor, Tensor]:

@@ -34,13 +34,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from sage_inductor.ops.attention_call import as_stored, empty_outputs
+from sage_inductor.ops.attention_call import as_stored, empty_outputs, empty_stored
 from sage_inductor.ops.formats import TRAINING_BLOCK
 from sage_inductor.ops.gpus import Gpu
 from sage_inductor.ops.operands import Kept
 from sage_inductor.ops.reference import rowscaled as reference
 from sage_inductor.ops.register import autocast, launches
-from sage_inductor.ops.training.gradients import check_trained, empty_gradient, no_second_gradient
+from sage_inductor.ops.training.gradients import check_trained, no_second_gradient
 from sage_inductor.ops.training.kernels import empty_codes
 
 Outputs = tuple[
@@ -127,7 +127,7 @@ def _check(q, k, v, is_causal, scale) -> None:
 
 def _empty_gradients(out, k, n_kv, out_bnhd) -> tuple[Tensor, Tensor, Tensor]:
     shapes = out.shape, *[(*k.shape[:2], n_kv, out.shape[3])] * 2
-    return tuple(empty_gradient(out, shape, out_bnhd) for shape in shapes)
+    return tuple(empty_stored(out, shape, out_bnhd) for shape in shapes)
 
 
 @rowscaled.register_fake

@@ -19,14 +19,14 @@ Shapes: B batch, H_q and H_kv heads, N_q and N_kv sequence, D head_dim.
 import torch
 from torch import Tensor
 
-from sage_inductor.ops.attention_call import as_stored, empty_outputs
+from sage_inductor.ops.attention_call import as_stored, empty_outputs, empty_stored
 from sage_inductor.ops.formats import TRAINING_BLOCK
 from sage_inductor.ops.launch import launch_cached
 from sage_inductor.ops.quantize.smooth import launch_smooth
 from sage_inductor.ops.reference import quantize
 from sage_inductor.ops.reference import training as reference
 from sage_inductor.ops.register import autocast
-from sage_inductor.ops.training.gradients import check_trained, empty_gradient, no_second_gradient
+from sage_inductor.ops.training.gradients import check_trained, no_second_gradient
 from sage_inductor.ops.training.kernels import (
     empty_codes,
     launch_backward,
@@ -55,11 +55,8 @@ def sagebwd(
     out, lse = empty_outputs(q, v.shape[3], out_bnhd)
     if q.device.type == "cpu":
         k_mean = quantize.smooth([k])[0][0]
-        of_q, of_k, of_v = (
-            reference.quantize(q),
-            reference.quantize(k, k_mean),
-            reference.quantize(v),
-        )
+        of_q, of_v = reference.quantize(q), reference.quantize(v)
+        of_k = reference.quantize(k, k_mean)
         shape = q.shape[2], k.shape[2], q.shape[3]
         exactly, lse = reference.forward(of_q, of_k, of_v, shape, scale, is_causal)
         return as_stored(exactly.to(q.dtype), out_bnhd), lse, *of_q, *of_k
@@ -99,7 +96,7 @@ def sagebwd_backward(
 
 
 def _empty_gradients(grad: Tensor, v: Tensor, out_bnhd: bool) -> tuple[Tensor, Tensor, Tensor]:
-    return tuple(empty_gradient(v, x.shape, out_bnhd) for x in (grad, v, v))
+    return tuple(empty_stored(v, x.shape, out_bnhd) for x in (grad, v, v))
 
 
 @sagebwd.register_fake

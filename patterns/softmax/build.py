@@ -28,6 +28,7 @@ from torch.fx import Node
 from sage_inductor.patterns import reasons
 from sage_inductor.patterns.call import Call
 from sage_inductor.patterns.graph import (
+    AUTOCAST,
     VIEWS,
     Emitter,
     GraphIndex,
@@ -51,24 +52,22 @@ from sage_inductor.patterns.softmax.read import Product, Step, order_of, product
 aten = torch.ops.aten
 AND, OR = aten.logical_and.default, aten.logical_or.default
 
-MODES = ("_enter_autocast", "_exit_autocast", "_set_grad_enabled")
+MODES = (*AUTOCAST, "_set_grad_enabled")
 ABSORBS = -1e30  # what is added to a hidden score: swallows it, and is finite after * log2(e)
 
 
 def find(node: Node, index: GraphIndex) -> Call | None:
     """The attention `node` is the softmax of, or None where it is another softmax."""
-    steps = read(node)
-    if steps is not None:
+    if steps := read(node):
         above, below = steps
         return _Attention(above, node, below).call(Emitter(below[-1].node, index))
     if (found := unread(node)) is None:
         return None
-    product, weights, between = found
+    product, between = found
     emit = Emitter(node, index)
     q, k = product.a, _in_rows(emit, product)
-    names = "`, `".join(dict.fromkeys(between))
-    reason = reasons.UNREAD(names)
-    return Call(node, "softmax", emit, q, k, weights, value_of(node), refused=reason)
+    reason = reasons.UNREAD("`, `".join(dict.fromkeys(between)))
+    return Call(node, "softmax", emit, q, k, node, value_of(node), refused=reason)
 
 
 class _Attention:
@@ -180,7 +179,7 @@ class _Attention:
         if not isinstance(dim, int) or of_softmax is None and not is_last:
             yield reasons.SOFTMAX_DIM(dim, rank)
             return
-        batch, row, inner, col = self.scores.roles()
+        batch, row, _, col = self.scores.roles()
         self.key = self.base[-1] if of_softmax is None else of_softmax[dim]
         self.query = row if self.key == col else col
         sizes = value_of(self.weights).shape

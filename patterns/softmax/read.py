@@ -123,9 +123,9 @@ ELSE = ("conv", "linear", "norm", "embed", "pool", "loss", "attention", "softmax
         "topk", "argmax", "argsort", "sort", "mean", "prod", "sum", "std", "var")  # fmt: skip
 
 
-def unread(softmax: Node) -> tuple[Product, Node, list[str]] | None:
-    """(a product, the weights, what lies between it and the next product) of a softmax between two
-    products that `read` makes nothing of."""
+def unread(softmax: Node) -> tuple[Product, list[str]] | None:
+    """(a product, what lies between it and the next product) of a softmax between two products that
+    `read` makes nothing of."""
     if op_name(softmax) not in SOFTMAX or not isinstance(value_of(softmax), torch.Tensor):
         return None
     above = _reach(softmax, lambda node: _tensors(node.all_input_nodes))
@@ -137,7 +137,7 @@ def unread(softmax: Node) -> tuple[Product, Node, list[str]] | None:
     names = [op_name(node) for node in (*reversed(between), *after) if not _is_read(node)]
     writers = (user for node in (first, *between) for user in node.users if may_write(user))
     names += [op_name(user) for user in writers if user < softmax]
-    return product, softmax, names or [op_name(last)]
+    return product, names or [op_name(last)]
 
 
 def _tensors(nodes) -> list[Node]:

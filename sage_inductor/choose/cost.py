@@ -385,11 +385,11 @@ def fastest(predictions: Sequence[Prediction]) -> Prediction:
     return min(predictions, key=lambda each: each.ours * (1 + each.error * (each is not first)))
 
 
-def first_length(wins, limit: int = 2**20) -> int | None:
-    """The N from which on `wins(N)` holds, up to `limit`, on a grid of eight lengths an octave;
-    None: not even at the limit."""
+def first_length(wins) -> int | None:
+    """The N from which on `wins(N)` holds, up to 2^20, on a grid of eight lengths an octave; None:
+    not even there."""
     grid, N = [], SHORTEST
-    while N <= limit:
+    while N <= 2**20:
         grid.append(N)
         N = max(N + 128, round(N * 2 ** (1 / 8) / 128) * 128)
     found = None

@@ -35,7 +35,7 @@ from sage_inductor.ops.formats import Q_BLOCK, pad_head_dim
 from sage_inductor.ops.selector import Selection
 from sage_inductor.ops.training.gradients import FP8_BACKWARD
 from sage_inductor.patterns import reasons
-from sage_inductor.patterns.call import Call, Decision, Site, module_path, value_of
+from sage_inductor.patterns.call import Call, Decision, Site, module_path
 from sage_inductor.patterns.call_shape import CallShape, hint
 from sage_inductor.patterns.eligible import (
     why_not,
@@ -43,7 +43,7 @@ from sage_inductor.patterns.eligible import (
     why_not_selected,
     why_not_trained,
 )
-from sage_inductor.patterns.graph import as_int, guarded, specialised, statically_true
+from sage_inductor.patterns.graph import as_int, guarded, specialised, statically_true, value_of
 from sage_inductor.patterns.reasons import Reason
 from sage_inductor.patterns.shared_kv import stacks
 from sage_inductor.policy import CallDescription, ask, layer_of
@@ -77,8 +77,9 @@ def decide(call: Call, settings: Settings) -> Decision:
     reason = call.refused or why_not(call)
     if reason:
         # First what no change of the model lifts: else it would be the next reason.
-        on_cpu = [reasons.ON_CPU()] * _stays_on_cpu(call, settings)
-        return Decision(None, reasons.joined([*on_cpu, reason]))
+        device = getattr(value_of(call.q), "device", None)
+        stays = device is not None and device.type == "cpu" and not settings.emulate
+        return Decision(None, reasons.joined([reasons.ON_CPU()] * stays + [reason]))
     request = _request(call, settings)
     if request.recipe == OFF:
         off = reasons.POLICY_OFF(request.rule) if request.rule else reasons.IS_OFF()
@@ -98,11 +99,6 @@ def decide(call: Call, settings: Settings) -> Decision:
     elif call.out.requires_grad:
         reason += "; its backward is exact attention's"
     return Decision(candidate.recipe, reason, candidate.warpgroups, request.selection, times=times)
-
-
-def _stays_on_cpu(call: Call, settings: Settings) -> bool:
-    q = value_of(call.q)
-    return isinstance(q, torch.Tensor) and q.device.type == "cpu" and not settings.emulate
 
 
 def check_requested(recipe: str) -> None:
@@ -345,14 +341,15 @@ def _predicted(call: Call, shape: CallShape, settings: Settings, names: tuple[st
             return Choice(None, reasons.NOT_IN_A_PACKAGE(what(names[0]), behind[names[0]]))
         names = tuple(name for name in names if not behind[name])
     fixed = all(isinstance(n, int) or settings.portable and hint(n) for n in lengths)
-    known = [name for name in names if tables.with_times(gpu, family, (name,))]
+    known = [name for name in names if tables.with_times(gpu, family, name)]
     if (fixed or not known) and not all(_at_least(n, cost.SHORTEST, settings) for n in lengths):
         return Choice(None, reasons.TOO_SHORT(cost.SHORTEST))
     if not known:
         of = what(names[0]), gpu
-        if unmeasured := _calibrate(shape.device, family, names, settings, of):
+        # The first mostly is the fastest.
+        if unmeasured := _calibrate(shape.device, family, names[0], settings, of):
             return Choice(None, unmeasured)
-        known = [name for name in names if tables.with_times(gpu, family, (name,))]
+        known = [name for name in names if tables.with_times(gpu, family, name)]
     heads = tuple(_floor(n, settings) for n in (*shape.q[:2], shape.k[1]))
     stacked = {name: _stacks(call, shape, name) for name in known}
 
@@ -399,7 +396,7 @@ def _by_lists(shape: CallShape, settings: Settings, recipe: str) -> Choice:
 
 
 def _calibrate(
-    device: torch.device, family: Family, names: tuple[str, ...], settings: Settings, of: tuple
+    device: torch.device, family: Family, recipe: str, settings: Settings, of: tuple
 ) -> Reason | None:
     """Measure the family, or say why not; of: what, and the GPU's name."""
     if family.kind == "flex window":
@@ -407,7 +404,7 @@ def _calibrate(
     cannot = not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing()
     if cannot or not settings.calibrate:
         return reasons.NEVER_TUNED(*of)
-    error = timing.calibrate(device, family, names[:1])  # the first mostly is the fastest
+    error = timing.calibrate(device, family, recipe)
     return reasons.NOT_MEASURABLE(*of, error) if error else None
 
 

@@ -102,10 +102,9 @@ def predict(
     return next((each for each in found if each is not None), None)
 
 
-def with_times(gpu: str, family: Family, recipes: tuple[str, ...]) -> Table | None:
-    """The table that has times of all the recipes."""
-    found = (each for each in known(gpu) if all(each.find(family, name) for name in recipes))
-    return next(found, None)
+def with_times(gpu: str, family: Family, recipe: str) -> Table | None:
+    """The table that has times of the recipe."""
+    return next((each for each in known(gpu) if each.find(family, recipe)), None)
 
 
 # -- tables in files ----

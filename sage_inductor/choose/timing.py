@@ -363,21 +363,19 @@ def cases_of(
 _unmeasurable: dict[tuple, str] = {}  # what could not be measured in this process, and why
 
 
-def calibrate(device: torch.device, family: Family, recipes: tuple[str, ...]) -> str | None:
+def calibrate(device: torch.device, family: Family, recipe: str) -> str | None:
     """Measure a family that nothing is known of, and keep it: once for all processes of the user,
     and by one rank for all. None, or why there is nothing to predict by."""
-    gpu, key = tables.gpu_name(device), (device, family, recipes)
+    gpu, key = tables.gpu_name(device), (device, family, recipe)
 
     def is_known() -> bool:
-        return any(tables.with_times(gpu, family, (recipe,)) for recipe in recipes)
+        return tables.with_times(gpu, family, recipe) is not None
 
     if key not in _unmeasurable:
         if is_known():
             return None
         try:
-            given = agreed(
-                f"{gpu} {family} {recipes}", lambda: _calibrated(device, family, recipes)
-            )
+            given = agreed(f"{gpu} {family} {recipe}", lambda: _calibrated(device, family, recipe))
             table = tables.table_of(given)
             if not is_known():
                 # By a rank of another host. The next job of these hosts is to decide alike, too.
@@ -390,21 +388,21 @@ def calibrate(device: torch.device, family: Family, recipes: tuple[str, ...]) ->
     return _unmeasurable[key]
 
 
-def _calibrated(device: torch.device, family: Family, recipes: tuple[str, ...]) -> dict:
+def _calibrated(device: torch.device, family: Family, recipe: str) -> dict:
     """As `Table.to_json`, of this one family."""
     gpu = tables.gpu_name(device)
     with tables.locked(gpu):
         tables.forget()  # another process may have measured it meanwhile
-        table = tables.with_times(gpu, family, recipes)
+        table = tables.with_times(gpu, family, recipe)
         if table is not None:
-            found = {each: table.families[each] for r in recipes if (each := table.find(family, r))}
-            return Table(gpu, table.device, found).to_json()
+            found = table.find(family, recipe)
+            return Table(gpu, table.device, {found: table.families[found]}).to_json()
         _log.warning(
             "attention with %s is measured on %s, once, for about %g s"
             " (sage_inductor.config.calibrate = False: never)", family, gpu, SECONDS,
         )  # fmt: skip
         began = time.monotonic()
-        times = measure_family(device, family, recipes, family.sizes(FEW), 1, SECONDS)
+        times = measure_family(device, family, (recipe,), family.sizes(FEW), 1, SECONDS)
         _log.warning("measured %d sizes in %.1f s", len(times), time.monotonic() - began)
         table = Table(gpu, gpus.Gpu.of(device), {family: times})
         try:
@@ -423,8 +421,8 @@ TUNED_ROUNDS = 2  # of a size's timing
 
 def tune(
     device: torch.device,
-    head_dims: Iterable[int] = TUNED_HEAD_DIMS,
-    kinds: Iterable[str] = TUNED_KINDS,
+    head_dims: Iterable[int],
+    kinds: Iterable[str],
     progress: Callable = list,
     save: Callable[[Table], object] = lambda table: None,
 ) -> Table:

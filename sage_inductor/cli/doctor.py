@@ -61,11 +61,7 @@ def doctor(verbose: bool = False) -> int:
         for probe in probes[device] if verbose else shortened(probes[device]):
             print(f"  {probe.recipe:20}{probe.head_dim:<10}{probe.kind:8}{probe.finding}")
         print(f"  recipe 'auto': {policies[device][0]}")
-    return (
-        0
-        if registered and all(x.runs is not False for each in probes.values() for x in each)
-        else 1
-    )
+    return int(not registered or any(x.runs is False for each in probes.values() for x in each))
 
 
 def shortened(probes: list[Probe]) -> list[Probe]:

@@ -362,9 +362,7 @@ def test_what_is_faster_by_more_than_chance_wins(ours, speedup, error, wins):
 
 
 def test_the_first_length_is_that_from_which_on_all_win():
-    def first(wins):
-        return cost.first_length(wins, 2**14)
-
+    first = cost.first_length
     assert 8000 <= first(lambda N: 2000 < N < 3000 or N >= 8000) < 8000 * 2 ** (1 / 8) + 128
     assert first(lambda N: True) == cost.SHORTEST and first(lambda N: N > 1024) == 1152
     assert first(lambda N: N < 12000) is None and first(lambda N: False) is None

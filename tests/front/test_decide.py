@@ -663,7 +663,7 @@ def test_a_policy_may_say_auto_in_training(monkeypatch):
 def test_a_step_that_nothing_is_known_of_is_measured_while_it_compiles(kind, monkeypatch):
     measuring = Measuring(monkeypatch, trained_table())
     assert step(kind=kind).recipe == "fp8-backward"
-    assert measuring.asked == [("cuda", Family(128, 128, f"{kind}-training"), ("fp8-backward",))]
+    assert measuring.asked == [("cuda", Family(128, 128, f"{kind}-training"), "fp8-backward")]
     step((1, 32, 32, 8192, 128), kind=kind)
     assert len(measuring.asked) == 1  # it is known now
     measuring.tables.clear()
@@ -944,8 +944,8 @@ class Measuring:
         monkeypatch.setattr(tables, "known", lambda gpu: tuple(self.tables))
         monkeypatch.setattr(timing, "calibrate", self)
 
-    def __call__(self, device, family, recipes):
-        self.asked.append((device.type, family, recipes))
+    def __call__(self, device, family, recipe):
+        self.asked.append((device.type, family, recipe))
         self.tables = [self.table] if self.error is None else []
         return self.error
 
@@ -955,7 +955,7 @@ def test_a_call_that_nothing_is_known_of_is_measured_while_it_compiles(kind, mon
     measuring = Measuring(monkeypatch, table(kind))
     site = decide((1, 24, 24, 16384, 128), kind)
     assert site.rewritten and "x SDPA by the cost model" in site.reason
-    assert measuring.asked == [("cuda", Family(128, 128, kind), ("sage2-8b-rotated",))]
+    assert measuring.asked == [("cuda", Family(128, 128, kind), "sage2-8b-rotated")]
     site = decide((1, 1, 1, 1024, 128), kind)
     assert not site.rewritten and "x SDPA by the cost model" in site.reason
     assert len(measuring.asked) == 1  # it is known now

@@ -226,6 +226,14 @@ def test_the_library_prints_nothing():
             assert not re.search(r"^\s*print\(", path.read_text(), re.M), path
 
 
+def test_bytes_become_numbers_in_an_order_that_is_said():
+    """Python 3.10 knows none by itself."""
+    for _, path in SOURCES.values():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "from_bytes":
+                assert len(node.args) + len(node.keywords) > 1, (path, node.lineno)
+
+
 def test_private_names_of_torch_and_triton_are_imported_in_compat_alone():
     wrong = set()
     for _, path in SOURCES.values():

@@ -550,7 +550,7 @@ def decided(group, folder: str, sage: float) -> tuple:
         mock.patch.object(Gpu, "of", lambda device: Gpu((9, 0), 132)),
         mock.patch.object(timing, "measure_family", measure),
     ):
-        error = timing.calibrate(torch.device("cuda", 0), family, (RECIPE,))
+        error = timing.calibrate(torch.device("cuda", 0), family, RECIPE)
         now = tables.predict(gpu, family, RECIPE, sizes)
         tables._of_this_process.clear()
         tables.forget()

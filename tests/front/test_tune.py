@@ -104,8 +104,8 @@ def test_a_table_is_measured_written_and_read(gpu):
     of_65 = predicted(Family(65, 65, "full"))
     assert of_65 and of_65 != predicted(Family(72, 72, "full"))  # rows 16 bytes apart, or not
     assert predicted(Family(72, 72, "full")) == predicted(Family(80, 80, "full"))
-    assert tables.with_times(GPU, FULL_64, ("sage2-8b-rotated", "sage2-8b")) is not None
-    assert tables.with_times(GPU, FULL_64, ("sage2-8b-rotated", "sage1")) is None
+    assert tables.with_times(GPU, FULL_64, "sage2-8b") is not None
+    assert tables.with_times(GPU, FULL_64, "sage1") is None
     (users, built_in) = tables.known(GPU)
     assert users.families.keys() == table.families.keys()
     assert users.families[FULL_64] == table.families[FULL_64]
@@ -226,7 +226,7 @@ def test_what_is_in_force_is_of_one_gpu_flash_attention_and_kernel(gpu, monkeypa
     """A GPU of the same capability has another table."""
     assert tables.in_force() == (families.TORCHS_FLASH,)
     tables.save(tuned(gpu))
-    assert timing.calibrate(gpu, NEW, PER_TOKEN) is None  # this process's, beside the user's
+    assert timing.calibrate(gpu, NEW, *PER_TOKEN) is None  # this process's, beside the user's
     assert len(tables.known(GPU)) == 3 and tables.known("NVIDIA H100") == ()
     flash, *ours = tables.in_force()
     assert flash == families.TORCHS_FLASH
@@ -583,7 +583,7 @@ def timed(gpu, monkeypatch):
 def test_a_family_is_measured_once_and_kept_for_other_processes(timed, gpu, caplog):
     assert predicted(NEW) is None
     with mock.patch.object(tables, "save_locked", wraps=tables.save_locked) as saved:
-        assert timing.calibrate(gpu, NEW, PER_TOKEN) is None
+        assert timing.calibrate(gpu, NEW, *PER_TOKEN) is None
     saved.assert_called_once()
     assert predicted(NEW).wins and len(timed) == len(timing.FEW)
     assert timed[0].shape.q == (1, 24, 4096, 48) and timed[0].shape.v == (1, 24, 4096, 32)
@@ -593,7 +593,7 @@ def test_a_family_is_measured_once_and_kept_for_other_processes(timed, gpu, capl
     assert f"measured {len(timing.FEW)} sizes" in second
     kept = predicted(NEW)
     as_another_process()
-    assert timing.calibrate(gpu, NEW, PER_TOKEN) is None and predicted(NEW) == kept
+    assert timing.calibrate(gpu, NEW, *PER_TOKEN) is None and predicted(NEW) == kept
     assert len(timed) == len(timing.FEW)
 
 
@@ -609,9 +609,9 @@ def test_while_one_process_measures_the_others_wait_for_what_it_finds(timed, gpu
 
     monkeypatch.setattr(timing, "measure", slow)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        first = pool.submit(timing._calibrated, gpu, NEW, PER_TOKEN)
+        first = pool.submit(timing._calibrated, gpu, NEW, *PER_TOKEN)
         assert begun.wait(10)
-        second = pool.submit(timing._calibrated, gpu, NEW, PER_TOKEN)
+        second = pool.submit(timing._calibrated, gpu, NEW, *PER_TOKEN)
         time.sleep(0.2)
         assert not second.done() and not timed
         go_on.set()
@@ -725,7 +725,7 @@ def test_time_that_is_over_leaves_the_sizes_that_were_timed(timed, gpu, monkeypa
         timing.measure_family(gpu, NEW, PER_TOKEN, sizes[:4], 1, 10)
     monkeypatch.setattr(timing, "SECONDS", -1.0)
     timed.clear()
-    assert timing.calibrate(gpu, NEW, PER_TOKEN) is None
+    assert timing.calibrate(gpu, NEW, *PER_TOKEN) is None
     assert len(timed) == cost.ENOUGH and predicted(NEW).wins
 
 
@@ -736,13 +736,13 @@ def test_what_cannot_be_measured_is_tried_once_and_the_reason_kept(timed, gpu, m
 
     monkeypatch.setattr(timing, "measure", fails)
     for _ in range(2):
-        error = timing.calibrate(gpu, NEW, PER_TOKEN)
+        error = timing.calibrate(gpu, NEW, *PER_TOKEN)
         assert error == ("RuntimeError: 0 sizes were timed, 5 are needed: OutOfMemoryError: 1 GiB")
     assert len(timed) == len(timing.FEW) and predicted(NEW) is None
     monkeypatch.setattr(timing, "measure", lambda case, rounds: clock(case))
     other = Family(40, 24, "full")  # may work
-    assert timing.calibrate(gpu, other, PER_TOKEN) is None and predicted(other).wins
-    assert timing.calibrate(gpu, NEW, PER_TOKEN) == error
+    assert timing.calibrate(gpu, other, *PER_TOKEN) is None and predicted(other).wins
+    assert timing.calibrate(gpu, NEW, *PER_TOKEN) == error
 
 
 @pytest.mark.parametrize("second", [GPU, "another GPU"])
@@ -756,11 +756,11 @@ def test_a_gpu_that_cannot_be_measured_keeps_no_other_from_it(second, gpu, monke
         return clock(case) if case.shape.device == other else fails
 
     monkeypatch.setattr(timing, "measure", measure)
-    error = timing.calibrate(gpu, NEW, PER_TOKEN)
+    error = timing.calibrate(gpu, NEW, *PER_TOKEN)
     assert "0 sizes were timed" in error
-    assert timing.calibrate(other, NEW, PER_TOKEN) is None
+    assert timing.calibrate(other, NEW, *PER_TOKEN) is None
     assert tables.predict(second, NEW, *PER_TOKEN, LONG).wins
-    assert timing.calibrate(gpu, NEW, PER_TOKEN) == error
+    assert timing.calibrate(gpu, NEW, *PER_TOKEN) == error
 
 
 def test_what_the_candidates_launch_is_compiled_and_not_launched(monkeypatch):
@@ -795,7 +795,7 @@ def test_what_another_process_has_measured_meanwhile_is_not_measured(timed, gpu)
     timed.clear()
     assert predicted(narrow) is None
     tables.path_of(GPU).write_text(tables.to_text(theirs))
-    assert timing.calibrate(gpu, narrow, PER_TOKEN) is None and not timed
+    assert timing.calibrate(gpu, narrow, *PER_TOKEN) is None and not timed
     assert predicted(narrow).wins
 
 
@@ -804,7 +804,7 @@ def test_a_process_does_not_wait_for_ever_for_one_that_hangs(timed, gpu, monkeyp
     lock = tables.FileLock(f"{tables.path_of(GPU)}.lock")
     with concurrent.futures.ThreadPoolExecutor(1) as other:  # one thread would be told at once
         other.submit(lock.acquire).result()
-        assert timing.calibrate(gpu, NEW, PER_TOKEN) is None
+        assert timing.calibrate(gpu, NEW, *PER_TOKEN) is None
         other.submit(lock.release).result()
     assert predicted(NEW).wins and len(timed) == len(timing.FEW)
 
@@ -831,7 +831,7 @@ def test_two_processes_that_save_keep_both_tables(gpu):
 
 def test_what_this_process_has_measured_stays_in_force_in_it(timed, gpu):
     """As the ranks of a job have agreed, whatever their hosts' tables say later."""
-    assert timing.calibrate(gpu, NEW, PER_TOKEN) is None
+    assert timing.calibrate(gpu, NEW, *PER_TOKEN) is None
     before, (table, *_) = predicted(NEW), tables.known(GPU)
     twice = {
         sizes: {name: 2 * each for name, each in ms.items()}
@@ -848,24 +848,24 @@ def test_where_nothing_can_be_written_it_is_known_in_this_process(
 ):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SAGE_INDUCTOR_TABLES", str(tmp_path / "file"))
-    assert timing.calibrate(gpu, NEW, PER_TOKEN) is None
+    assert timing.calibrate(gpu, NEW, *PER_TOKEN) is None
     assert predicted(NEW).wins and "is kept for this process alone" in caplog.text
-    assert timing.calibrate(gpu, Family(40, 24, "full"), PER_TOKEN) is None
+    assert timing.calibrate(gpu, Family(40, 24, "full"), *PER_TOKEN) is None
     assert predicted(NEW).wins and predicted(Family(40, 24, "full")).wins
 
 
 def test_ranks_predict_by_the_times_of_one_of_them(timed, gpu, monkeypatch):
     monkeypatch.setattr(timing, "agreed", None)  # what is known is asked of no other rank
     for D in (128, 126, 104, 50):
-        assert timing.calibrate(gpu, Family(D, D, "full"), PER_TOKEN) is None
+        assert timing.calibrate(gpu, Family(D, D, "full"), *PER_TOKEN) is None
     assert not timed
     store = torch.distributed.HashStore()
     monkeypatch.setattr(timing, "agreed", lambda key, find: timing._agreed(key, find, store))
-    assert timing.calibrate(gpu, NEW, PER_TOKEN) is None
+    assert timing.calibrate(gpu, NEW, *PER_TOKEN) is None
     first = predicted(NEW)
     as_another_process()
     tables.path_of(GPU).unlink()  # another host's
-    assert timing.calibrate(gpu, NEW, PER_TOKEN) is None
+    assert timing.calibrate(gpu, NEW, *PER_TOKEN) is None
     assert predicted(NEW) == first and len(timed) == len(timing.FEW)
     as_another_process()  # of the next job of both hosts
     assert predicted(NEW) == first
@@ -876,11 +876,11 @@ def test_ranks_predict_by_the_times_of_one_of_them(timed, gpu, monkeypatch):
     )):  # fmt: skip
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_, name=name: name)
         as_another_process()
-        assert timing.calibrate(gpu, family, (recipe,)) is None
+        assert timing.calibrate(gpu, family, recipe) is None
         assert tables.predict(name, family, recipe, LONG).wins
         assert len(timed) == (i + 2) * len(timing.FEW)
     monkeypatch.setattr(timing, "agreed", lambda key, find: {"families": []})
-    error = timing.calibrate(gpu, Family(24, 24, "full"), PER_TOKEN)
+    error = timing.calibrate(gpu, Family(24, 24, "full"), *PER_TOKEN)
     assert error.startswith("ValueError: processors must be")
 
 

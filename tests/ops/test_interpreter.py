@@ -39,7 +39,7 @@ from sage_inductor.ops.reference import training as of_training
 from sage_inductor.ops.training import kernels as training
 from sage_inductor.ops.training.hopper import prepare
 from sage_inductor.ops.training.hopper.prepare import launch_prepare
-from sage_inductor.ops.training.kernels import launch_quantize, launch_quantize_twice
+from sage_inductor.ops.training.kernels import empty_codes, launch_quantize
 from sage_inductor.ops.visibility import BLOCK_SIZES, BlockLists, Visibility
 from sage_inductor.patterns.call import Band
 
@@ -601,7 +601,8 @@ def test_codes_by_each_kind_of_scales(D):
     _, k, _, _ = trained(2, 2, 2, 70, 70, D)
     mean = launch_smooth([k], None)[0][0]
     assert_close(mean, reference.smooth([k])[0][0])
-    codes, scale, own, own_scale = launch_quantize_twice(k, 0.5, launch_traced)
+    own, own_scale = by_row = empty_codes(k, shared=1)
+    codes, scale, _ = launch_quantize(k, rotated=0.5, own=by_row, run=launch_traced)
     half = reference.rotate((0.5 * of_training.pad(k.float())).to(k.dtype))
     for found, of, shared, x, taken in (
         (*launch_quantize(k, mean, shared=1, run=launch_traced)[:2], 1, k, mean),

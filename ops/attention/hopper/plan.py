@@ -90,7 +90,7 @@ def launch(
     list_numbers = sum(map(tuple, list_numbers), ())
     plan_of = _plan if isinstance(q, Tensor) else _plan.__wrapped__
     plan = plan_of(
-        device or q.device, q.dtype, q.shape, q.stride(), k.shape, v.dtype, v.shape, v.stride(),
+        device or q.device, q.shape, q.stride(), k.shape, v.dtype, v.shape, v.stride(),
         out.shape[3], out.stride(), a.band_arguments(), a.scale_of_codes, a.n_kv, tile,
         None if a.attn_mask is None else (a.attn_mask.shape, a.attn_mask.stride()),
         None if a.blocks.size is None else (a.blocks.kv_num_blocks.shape[:2], list_numbers),
@@ -107,17 +107,17 @@ def launch(
     words = codes = list_ = lse  # not touched
     if plan.mask:
         words, codes = (lse.new_empty(n, dtype=dtype) for n, dtype in plan.mask.made)
-        run(*plan.mask.pack.of((a.attn_mask, words, codes)))
+        plan.mask.pack.by(run, a.attn_mask, words, codes)
     if plan.lists:
         list_ = lse.new_empty(plan.lists.made, dtype=torch.int32)
-        run(*plan.lists.make.of((codes, *lists, list_)))
-        run(*plan.lists.rank.of((list_,)))
-    of_k = k, a.k_scale, k_own, k_own_scale
-    tensors = q, *of_k, v, v_scale, v_mean, words, list_, out, lse, part, part_ml
-    run(*plan.attend.of(tensors), **plan.attend.options)
+        plan.lists.make.by(run, codes, *lists, list_)
+        plan.lists.rank.by(run, list_)
+    of_v = v, v_scale, v_mean
+    plan.attend.by(
+        run, q, k, a.k_scale, k_own, k_own_scale, *of_v, words, list_, out, lse, part, part_ml
+    )
     if plan.combine:
-        tensors = part, part_ml, v_scale, v_mean, out, lse
-        run(*plan.combine.of(tensors), **plan.combine.options)
+        plan.combine.by(run, part, part_ml, v_scale, v_mean, out, lse)
     return out, lse
 
 
@@ -127,10 +127,10 @@ class _Launch(NamedTuple):
     kernel: triton.JITFunction
     grid: tuple[int, int, int]
     numbers: tuple
-    options: dict
+    options: dict = {}
 
-    def of(self, tensors: tuple) -> tuple:
-        return self.kernel, self.grid, tensors, self.numbers
+    def by(self, run: Callable, *tensors: Tensor) -> None:
+        run(self.kernel, self.grid, tensors, self.numbers, **self.options)
 
 
 class _Mask(NamedTuple):
@@ -168,7 +168,7 @@ class _Plan:
 
 @functools.lru_cache(maxsize=4096)
 def _plan(
-    device, dtype, q_shape, q_stride, k_shape, v_dtype, v_shape, v_stride, D_v, out_stride,
+    device, q_shape, q_stride, k_shape, v_dtype, v_shape, v_stride, D_v, out_stride,
     band, scale, n_kv, tile, of_mask, of_lists, rotated, keeps_max, has_own,
 ) -> _Plan:  # fmt: skip
     B, H_q, N_q, D = q_shape
@@ -221,7 +221,6 @@ def _plan(
          B * H_q, H_q, H_kv, N_q, num_m, whole_tiles, blocks, programs,  # shape
          D_v, fp8, keeps_max,  # semantics
          tile.BLOCK_M, BLOCK_DV, rows),  # tile
-        {},
     )  # fmt: skip
     slots = 2 * programs * tile.BLOCK_M
     return _Plan(k, k_own_scale, v, None, None, attend, (slots * BLOCK_DV, slots * 2), combine)
@@ -252,7 +251,6 @@ def _mask(shape, strides, N_q, n_kv, tile) -> _Mask:
         (B * H * row_tiles * blocks, 1, 1),
         (*broadcast_strides(shape, strides), H, 2 * N_q, 2 * n_kv, row_tiles, blocks, words,
          rows, tile.BLOCK_N),
-        {},
     )  # fmt: skip
     made = (
         (B * H * row_tiles * rows * words, torch.int32),
@@ -284,9 +282,8 @@ def _lists(mask: _Mask | None, of_lists, heads, N_q, n_kv, band, tile) -> _Lists
          H, 2 * N_q, 2 * n_kv, num_m, mask.of_codes[2] if mask else 1, blocks, width,
          band, mask is not None, block_q, block_kv, full,
          tile.warpgroups, tile.BLOCK_N, 512),
-        {},
     )  # fmt: skip
-    rank = _Launch(_rank_tiles_kernel, (B * H, triton.cdiv(num_m, 64), 1), (num_m, width, 64), {})
+    rank = _Launch(_rank_tiles_kernel, (B * H, triton.cdiv(num_m, 64), 1), (num_m, width, 64))
     strides = *_strides_of_heads((B, H), num_m * width), width
     return _Lists(B * H * num_m * width, strides, make, rank)
 

@@ -21,7 +21,7 @@ from sage_inductor.ops.quantize.smooth import launch_estimate
 from sage_inductor.ops.recipe import ROWSCALED_FORWARD
 from sage_inductor.ops.training.hopper.backward_kernels import dkdv_kernel, dq_kernel
 from sage_inductor.ops.training.hopper.prepare import launch_prepare
-from sage_inductor.ops.training.kernels import empty_codes, launch_quantize, launch_quantize_twice
+from sage_inductor.ops.training.kernels import empty_codes, launch_quantize
 from sage_inductor.ops.visibility import Visibility
 
 STAGES, FLUSH = 3, 8  # of loads; blocks of 64 whose sums the tensor cores add up
@@ -37,17 +37,15 @@ def launch(
     run: Callable = launch_cached, device: gpus.Gpu | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """``sage::rowscaled``. device: q's, if that is on meta."""
-    B, H_kv, _, D = k.shape
+    B, H_kv = k.shape[:2]
     if is_causal:
         k_mean, v_mean = None, k.new_empty((B, H_kv, 0), dtype=torch.float32)
     else:
         k_mean, _, v_mean, _, _ = launch_estimate([k, v], None, run, shrink=False)
     of_q = launch_quantize(q, rotated=1.0, shared=1, run=run)[:2]
-    if is_causal:
-        of_k = launch_quantize_twice(k, rotated=0.5, run=run)
-    else:
-        k8, k_scale, _ = launch_quantize(k, k_mean, rotated=0.5, run=run)
-        of_k = k8, k_scale, *empty_codes(k, 1, exists=False)
+    by_row = empty_codes(k, 1, exists=is_causal)
+    own = by_row if is_causal else None
+    of_k = *launch_quantize(k, k_mean, rotated=0.5, own=own, run=run)[:2], *by_row
     of_v = launch_quantize(v, None if is_causal else v_mean, shared=1, run=run)[:2]
     out, stats = launch_forward(q, *of_k, v, is_causal, scale, out_bnhd, run, device)
     return out, *Kept(stats, *of_q, *of_k, *of_v, v_mean)
