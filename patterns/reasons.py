@@ -239,6 +239,8 @@ OTHER_LOGITS = Cause("the scores are concatenated with other logits than a colum
     *_A_SINK)
 NO_SINK = Cause("a column of scores is added or dropped, which is no learned sink", *_A_SINK)
 SINK_CHANGED = Cause("a learned sink is scaled or masked with the scores", *_A_SINK)
+SINK_SHIFTED = Cause("the row maximum is subtracted before a learned sink is put behind the scores",
+    *_A_SINK)
 STANDS_BETWEEN = Cause("`{}` stands between the products", _AS_SDPA)
 MOVED = Cause("the scores are moved by `{}`", _AS_SDPA)
 OUTPUT_ADDS = Cause("the output product adds or scales", _AS_SDPA)

@@ -274,6 +274,8 @@ class _Attention:
             yield reasons.NO_SINK()
         elif sinks and not all(step.plain for step in self.above[sinks[0] + 1 :]):
             yield reasons.SINK_CHANGED()
+        elif sinks and any(step.of_rows for step in self.above[: sinks[0]]):
+            yield reasons.SINK_SHIFTED()
 
     def _fill_in(self, call: Call) -> Call:
         emit, product = call.emit, self.scores
