@@ -80,6 +80,9 @@ def why_not(call: Call) -> Reason | None:
         return reason
     if call.sink is not None and out.requires_grad:
         return reasons.SINK_IN_TRAINING()
+    if mask is not None and out.requires_grad:  # the op's backward reads it
+        if call.emit.index.written_after(call.attn_mask, call.node):
+            return reasons.MASK_WRITTEN_IN_TRAINING()
     if stored(call) is None:
         return reasons.STORED(out.stride())
     return None

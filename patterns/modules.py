@@ -72,7 +72,7 @@ def _multi_head_attention(mha: Node, node: Node, emit: Emitter) -> Call:
     args.apply_defaults()
     args = SimpleNamespace(**args.arguments)
     spelling = "nn.MultiheadAttention"
-    reason = _unprojectable(mha, args.query, args.num_heads)
+    reason = _unprojectable(mha, args.query, args.num_heads, emit.index)
     if reason is None and (args.static_k is not None or args.static_v is not None):
         reason = reasons.STATIC_KV()
     if reason is None and node is mha:
@@ -171,7 +171,7 @@ def _encoder_layer(node: Node, emit: Emitter) -> Call:
     """node: [B, N, E], as its src."""
     args = SimpleNamespace(**by_schema(node, torch.ops.aten._transformer_encoder_layer_fwd))
     spelling = "nn.TransformerEncoderLayer"
-    reason = _unprojectable(node, args.src, args.num_heads)
+    reason = _unprojectable(node, args.src, args.num_heads, emit.index)
     if reason:
         inputs = (args.src,) * 3
         return Call(node, spelling, emit, *inputs, value_of(node), refused=reason)
@@ -281,8 +281,10 @@ def _is_item(node: Node, i: int) -> bool:
     return node.target is operator.getitem and node.args[1] == i
 
 
-def _unprojectable(node: Node, x: Node, num_heads) -> Reason | None:
+def _unprojectable(node: Node, x: Node, num_heads, index: GraphIndex) -> Reason | None:
     """The reason the projections cannot be written, or None if they can."""
+    if index.functorch_depth(node):
+        return reasons.IN_A_TRANSFORM()
     for value in map(value_of, node.all_input_nodes):
         if value is None:
             return reasons.NO_SHAPES()

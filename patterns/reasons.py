@@ -153,6 +153,8 @@ TRAINS_BY_HOPPER_KERNEL = Cause("the FP8 backward trains with the Hopper kernel:
     HOPPER_LOST.remedy, "the Hopper kernel needs Triton {1}")
 LISTS_IN_TRAINING = Cause("training: block lists have no backward here", _NO_GRAD, "training")
 SINK_IN_TRAINING = Cause("training: a learned sink has no backward here", _NO_GRAD, "training")
+MASK_WRITTEN_IN_TRAINING = Cause("training: the mask is written to after the call",
+    "write to a copy of the mask", "training")
 
 # -- what sage::sdpa cannot stand for (eligible.py) ----
 
@@ -239,6 +241,8 @@ OTHER_LOGITS = Cause("the scores are concatenated with other logits than a colum
     *_A_SINK)
 NO_SINK = Cause("a column of scores is added or dropped, which is no learned sink", *_A_SINK)
 SINK_CHANGED = Cause("a learned sink is scaled or masked with the scores", *_A_SINK)
+SINK_SHIFTED = Cause("the row maximum is subtracted before a learned sink is put behind the scores",
+    *_A_SINK)
 STANDS_BETWEEN = Cause("`{}` stands between the products", _AS_SDPA)
 MOVED = Cause("the scores are moved by `{}`", _AS_SDPA)
 OUTPUT_ADDS = Cause("the output product adds or scales", _AS_SDPA)

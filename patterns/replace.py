@@ -49,6 +49,8 @@ def replace(call: Call, decision: Decision, portable: bool) -> None:
             new = emit(op, q, k, v, is_causal(call), scale, order != BHND)
             first = emit(operator.getitem, new, 0)
         first.meta[emit.key].requires_grad_(out.requires_grad)
+        if emit.index.written_after(call.node, call.node):  # the op's backward reads what it gave
+            first = emit(aten.clone.default, first)
         return put(first)
     blocks = call.blocks
     if decision.selection is not None:

@@ -42,6 +42,9 @@ def find(node: Node, index: GraphIndex) -> Call | None:
         call.spelling, (call.recipe, call.lse) = "sage_inductor.attention", index.requested[node]
     if not isinstance(is_causal, bool):
         call.refused = reasons.IS_CAUSAL(is_causal)
+    if index.functorch_depth(node):  # what is inserted there has no value
+        call.refused = reasons.IN_A_TRANSFORM()
+        return call
     (k, G), (v, G_v) = kv_source(call.k, index), kv_source(call.v, index)
     of_q, of_k = (getattr(value_of(x), "shape", ())[-3:-2] for x in (call.q, call.k))
     if G == G_v > 1 and not call.enable_gqa and equal(of_q, of_k):  # else q's are broadcast

@@ -66,7 +66,8 @@ def find(node: Node, index: GraphIndex) -> Call | None:
     product, between = found
     emit = Emitter(node, index)
     q, k = product.a, _in_rows(emit, product)
-    reason = reasons.UNREAD("`, `".join(dict.fromkeys(between)))
+    names = "`, `".join(dict.fromkeys(between))
+    reason = _in_a_transform(node, index) or reasons.UNREAD(names)
     return Call(node, "softmax", emit, q, k, node, value_of(node), refused=reason)
 
 
@@ -128,7 +129,7 @@ class _Attention:
     def call(self, emit: Emitter) -> Call:
         q, k, v = self.scores.a, self.scores.b, self.output.b
         call = Call(self.node, "softmax", emit, q, k, v, value_of(self.node))
-        call.refused = next(self._refusals(), None)
+        call.refused = _in_a_transform(self.node, emit.index) or next(self._refusals(), None)
         if call.refused is None:
             return self._fill_in(call)
         call.k = _in_rows(emit, self.scores)
@@ -273,6 +274,8 @@ class _Attention:
             yield reasons.NO_SINK()
         elif sinks and not all(step.plain for step in self.above[sinks[0] + 1 :]):
             yield reasons.SINK_CHANGED()
+        elif sinks and any(step.of_rows for step in self.above[: sinks[0]]):
+            yield reasons.SINK_SHIFTED()
 
     def _fill_in(self, call: Call) -> Call:
         emit, product = call.emit, self.scores
@@ -471,10 +474,17 @@ def _groups(given: list, wanted: list) -> list[tuple[list[int], list[int]]] | No
     return None if lefts or rights else groups
 
 
+def _in_a_transform(node: Node, index: GraphIndex) -> Reason | None:
+    """What is inserted inside a torch.func transform has no value."""
+    return reasons.IN_A_TRANSFORM() if index.functorch_depth(node) else None
+
+
 def _in_rows(emit: Emitter, scores: Product) -> Node:
     """k [..., N_k, D], as a report shows it."""
     k = scores.b
-    if not scores.roles() or scores.right[-2:] != "".join(scores.roles()[2:]):
+    if emit.index.functorch_depth(emit.anchor) or not scores.roles():
+        return k
+    if scores.right[-2:] != "".join(scores.roles()[2:]):
         return k
     return _untransposed(k) or emit(aten.transpose.int, k, -2, -1)
 

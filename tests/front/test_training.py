@@ -98,6 +98,40 @@ def test_a_compiled_model_trains_by_the_op_at_any_length_in_two_graphs(asked):
     assert len(graphs) == 2 and set(rewritten()) == {asked["sage.training"]}
 
 
+@both
+def test_what_the_op_returns_may_be_written_to(asked):
+    """Its backward reads it. That of a product by hand does not (residual pooling, as in MViT)."""
+
+    def attend(q, k, v):
+        out = (q @ k.mT * 0.25).softmax(-1) @ v
+        out[:, :, 1:] += q[:, :, 1:]
+        return out
+
+    x, cotangent = torch.randn(3, 1, 2, 40, 16, requires_grad=True), torch.randn(1, 2, 40, 16)
+    compiled = torch.compile(attend, backend="sage", options=asked)
+    found, exact = (torch.autograd.grad(f(*x), x, cotangent)[0] for f in (compiled, attend))
+    assert rewritten() == [asked["sage.training"]]
+    assert 1e-4 < relative_l1(found, exact) < 0.1
+
+
+def test_a_mask_that_is_written_to_after_the_call_is_not_trained():
+    """The op's backward reads it. That of an addition by hand does not."""
+
+    def attend(q, k, v, bias):
+        out = (q @ k.mT * 0.25 + bias).softmax(-1) @ v
+        bias.zero_()
+        return out
+
+    x, bias = torch.randn(3, 1, 2, 9, 16, requires_grad=True), torch.randn(9, 9)
+    compiled = torch.compile(attend, backend="sage", options={"sage.emulate": True})
+    found, exact = (
+        torch.autograd.grad(f(*x, bias.clone()).square().sum(), x)[0] for f in (compiled, attend)
+    )
+    assert_close(found, exact)
+    (site,) = sage_inductor.report()
+    assert site.reason == "training: the mask is written to after the call"
+
+
 def test_inference_keeps_its_recipe():
     model, _ = pair()
     compiled = torch.compile(model, backend="sage", options=ASKED, fullgraph=True)

@@ -392,7 +392,7 @@ REFUSED = {
     used_weights: "the attention weights are used",
     only_weights: "the output is not used",
     static_keys: "static_k and static_v are not supported",
-    per_sample: "tensor subclasses are not supported, got Tensor",
+    per_sample: "inside a torch.func transform",
 }
 
 

@@ -464,6 +464,22 @@ def test_causality_that_is_not_known_is_refused():
     assert site.reason == "is_causal must be known when compiling, got causal"
 
 
+SAMPLES = {
+    "SDPA of [H, N, D]": lambda q: F.scaled_dot_product_attention(q, q, q),
+    "by hand": lambda q: torch.einsum(
+        "hij,hjd->hid", torch.einsum("hid,hjd->hij", q, q).softmax(-1), q
+    ),
+    "by hand, not read": lambda q: torch.einsum("hid,hjd->hij", q, q).exp().log1p().softmax(-1) @ q,
+}
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_sample_of_vmap_stays_as_it_was_and_says_why(name):
+    """No value can be made of its inputs: they escape from the vmap."""
+    sites, _ = run(lambda q: torch.func.vmap(SAMPLES[name])(q), torch.randn(2, 2, 9, 16))
+    assert [site.reason for site in sites] == ["inside a torch.func transform"]
+
+
 @pytest.fixture
 def sizes_of_data():
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):

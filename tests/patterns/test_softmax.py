@@ -632,6 +632,12 @@ def sink_of_the_scores(q, k, v):
     return torch.cat([s, s[..., :1]], -1).softmax(-1)[..., :-1] @ v
 
 
+def sink_behind_shifted_scores(q, k, v):
+    """The sink's logit is compared with scores that are moved in each row."""
+    s = q @ k.mT
+    return torch.cat([s - s.amax(-1, True), ONE], -1).softmax(-1)[..., :-1] @ v
+
+
 def sink_of_the_one_key(q, k, v):
     s = q @ k[:, :, :1].mT
     return torch.cat([s, s], -1).softmax(-1)[..., :-1] @ v[:, :, :1]
@@ -768,6 +774,8 @@ REFUSED = {
         sunk(weights=lambda p: torch.narrow(input=p, dim=-1, start=0, length=8)), "`narrow` stands between"),
     "scaled sink": (sunk(lambda s: s * 0.25), "a learned sink is scaled or masked"),
     "masked sink": (sunk(lambda s: s + padded(MASK.mT * 1.0).mT), "a learned sink is scaled or masked"),
+    "sink behind shifted scores": (
+        sink_behind_shifted_scores, "the row maximum is subtracted before a learned sink"),
     "a key dropped": (
         lambda q, k, v: (q @ k.mT).softmax(-1)[..., :-1] @ v[:, :, :-1], "which is no learned sink"),
     "a key dropped before": (
