@@ -78,11 +78,12 @@ def why_not(call: Call) -> Reason | None:
             return reasons.MASK_SHAPE(shown(mask))
     if lists and (reason := _why_not_listed(call, lists)):
         return reason
-    if call.sink is not None and out.requires_grad:
-        return reasons.SINK_IN_TRAINING()
-    if mask is not None and out.requires_grad:  # the op's backward reads it
-        if call.emit.index.written_after(call.attn_mask, call.node):
-            return reasons.MASK_WRITTEN_IN_TRAINING()
+    if out.requires_grad:
+        if call.sink is not None:
+            return reasons.SINK_IN_TRAINING()
+        read = [x for x in (call.q, call.k, call.v, call.attn_mask) if x is not None]
+        if any(call.emit.index.written_after(x, call.node) for x in read):  # by the op's backward
+            return reasons.WRITTEN_IN_TRAINING()
     if stored(call) is None:
         return reasons.STORED(out.stride())
     return None

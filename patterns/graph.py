@@ -15,7 +15,7 @@ import contextvars
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch.fx import Node
@@ -122,7 +122,11 @@ def storage_of(value: torch.Tensor) -> int:
 
 def storages(node: Node) -> dict:
     """The tensors a call takes and returns, by the storage they lie in."""
-    values = (value_of(x) for x in (node, *node.all_input_nodes))
+    return _by_storage([node, *node.all_input_nodes])
+
+
+def _by_storage(nodes: Iterable[Node]) -> dict:
+    values = map(value_of, nodes)
     return {storage_of(value): value for value in values if isinstance(value, torch.Tensor)}
 
 
@@ -166,6 +170,14 @@ def by_schema(node: Node, op: compat.OpOverload | compat.OpOverloadPacket) -> di
     schema = (op if isinstance(op, compat.OpOverload) else op.default)._schema
     defaults = {each.name: each.default_value for each in schema.arguments}
     return defaults | dict(zip(defaults, node.args, strict=False)) | node.kwargs
+
+
+def written_by(node: Node) -> list[Node]:
+    """What a call that `may_write` may write to: operators and methods to their first argument."""
+    of_first = getattr(node.target, "__module__", None) == "_operator" or (
+        node.op == "call_method" and node.target != "set_"  # which makes one of its arguments
+    )
+    return [node, *(node.args[:1] if of_first else node.all_input_nodes)]
 
 
 def only_inserts_dims(node: Node) -> bool:
@@ -305,7 +317,7 @@ class GraphIndex:
         and the nodes that may write to it."""
         found = {}
         for node in self.writers:
-            for storage, value in storages(node).items():
+            for storage, value in _by_storage(written_by(node)).items():
                 found.setdefault(storage, (value, []))[1].append(node)
         return found
 

@@ -153,8 +153,8 @@ TRAINS_BY_HOPPER_KERNEL = Cause("the FP8 backward trains with the Hopper kernel:
     HOPPER_LOST.remedy, "the Hopper kernel needs Triton {1}")
 LISTS_IN_TRAINING = Cause("training: block lists have no backward here", _NO_GRAD, "training")
 SINK_IN_TRAINING = Cause("training: a learned sink has no backward here", _NO_GRAD, "training")
-MASK_WRITTEN_IN_TRAINING = Cause("training: the mask is written to after the call",
-    "write to a copy of the mask", "training")
+WRITTEN_IN_TRAINING = Cause("training: an input is written to after the call",
+    "write to a copy of q, k, v or the mask", "training")
 
 # -- what sage::sdpa cannot stand for (eligible.py) ----
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from support import run_seen
 
-from sage_inductor.patterns.graph import GraphIndex, arguments, may_write, op_name
+from sage_inductor.patterns.graph import GraphIndex, arguments, may_write, op_name, written_by
 
 aten = torch.ops.aten
 
@@ -75,10 +75,10 @@ def test_a_write_through_any_view_is_a_write():
         a = x.sin()
         b = a.view(-1)
         c = b.cos()
-        b[2:].mul_(2)
-        d = y.exp()
-        d[0] = 1  # returns nothing
-        return a, c, y.tan(), d
+        b[2:].mul_(c[2:])
+        d, e = y.exp(), y.tan()
+        d[0] = e[1]  # returns nothing
+        return a, c, e, d
 
     def see(gm):
         index = GraphIndex(gm.graph)
@@ -90,6 +90,18 @@ def test_a_write_through_any_view_is_a_write():
         assert not index.written_after(sin, mul) and not index.writers_of(tan)
 
     run_seen(function, torch.randn(3, 4), torch.randn(3), see=see)
+
+
+def test_an_operator_and_a_method_write_to_their_first_argument():
+    graph = torch.fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    for node in (graph.call_function(operator.iadd, (x, y)), graph.call_method("add_", (x, y))):
+        assert written_by(node) == [node, x]
+    for node in (
+        graph.call_method("set_", (x, y)), graph.call_function(torch.add, (x, x), {"out": y}),
+        graph.call_function(torch.ops.aten.add_.Tensor, (x, y)),
+    ):  # fmt: skip
+        assert written_by(node) == [node, x, y]
 
 
 def test_arguments_are_found_by_position_and_by_each_of_their_names():
