@@ -47,7 +47,15 @@ from sage_inductor.patterns.graph import (
 )
 from sage_inductor.patterns.reasons import Reason
 from sage_inductor.patterns.repeat_kv import broadcast_heads, kv_source
-from sage_inductor.patterns.softmax.read import Product, Step, order_of, product_of, read, unread
+from sage_inductor.patterns.softmax.read import (
+    CASTS,
+    Product,
+    Step,
+    order_of,
+    product_of,
+    read,
+    unread,
+)
 
 aten = torch.ops.aten
 AND, OR = aten.logical_and.default, aten.logical_or.default
@@ -161,7 +169,7 @@ class _Attention:
             yield reasons.OF_THE_SCORES()
         yield from self._refused_at_the_end()
         dtypes = [value_of(x).dtype for x in (q, k, v)]
-        if len(set(dtypes)) > 1:
+        if len({*dtypes[:2]}) > 1 or not all(_is_of(x, dtypes[2]) for x in (q, k)):
             yield reasons.DTYPES(dtypes)
         yield from self._refused_these_masks()
         yield from self._refused_this_sink()
@@ -286,6 +294,9 @@ class _Attention:
             q, k = k, q
         call.q = self._arranged(emit, *q, batch + self.query + inner)
         call.k = self._arranged(emit, *k, batch + self.key + inner)
+        dtype = value_of(self.output.b).dtype
+        if value_of(call.q).dtype != dtype:  # scores in fp32, of q and k that v's dtype holds
+            call.q, call.k = (emit(aten.to.dtype, x, dtype) for x in (call.q, call.k))
         self.order = batch + self.query + self.key
         call.attn_mask = self._attn_mask(emit)
         for step in self.above:
@@ -495,6 +506,17 @@ def _negated(x: Node, index: GraphIndex) -> Node | None:
         return None
     y = x.args[0]
     return y if value_of(y).dtype == torch.bool and not index.written_after(y, x) else None
+
+
+def _is_of(x: Node, dtype: torch.dtype) -> bool:
+    """Whether x is of this dtype, or was cast from it to a wider one."""
+    if value_of(x).dtype == dtype:
+        return True
+    while order_of(x) is not None:
+        x = arguments(x, "input")[0]
+    source = arguments(x, "input")[0] if op_name(x) in CASTS else None
+    is_wider = torch.promote_types(dtype, value_of(x).dtype) == value_of(x).dtype
+    return is_wider and isinstance(source, Node) and value_of(source).dtype == dtype
 
 
 def _untransposed(x: Node) -> Node | None:

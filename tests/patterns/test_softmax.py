@@ -108,6 +108,7 @@ def check(function, *inputs, number=1, **options):
 MASK = torch.ones(8, 8, dtype=torch.bool).tril()
 PADDING = torch.arange(8) < torch.tensor([8, 5])[:, None, None, None]  # [2, 1, 1, 8]
 LOW = torch.finfo(torch.float64).min
+LOW_32 = torch.finfo(torch.float32).min
 
 
 BIAS = torch.rand(1, 4, 8, 8, dtype=torch.float64)
@@ -433,6 +434,28 @@ def test_half_precision_scores_in_float32():
     for dtype in (torch.bfloat16, torch.float16):
         _, (call,), _, actual = capture(mixed, *random_qkv(dtype=dtype))
         assert actual.dtype == dtype and value_of(call.attn_mask).dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_q_and_k_cast_to_float32_for_the_scores(dtype):
+    """GPT-J and GPT-Neo in transformers."""
+
+    def of_scores(s, v):
+        return torch.matmul((s / 4).masked_fill(~MASK, LOW_32).softmax(-1).to(v.dtype), v)
+
+    def wide(q, k, v):
+        q, k = (x.transpose(1, 2).to(torch.float32).transpose(1, 2) for x in (q, k))
+        return of_scores(torch.matmul(q, k.transpose(-1, -2)), v)
+
+    def scaled(q, k, v):  # by numbers that v's dtype does not hold
+        return of_scores(torch.matmul(q.float() * 0.3, k.float().mT), v)
+
+    inputs = random_qkv(dtype=dtype)
+    _, (call,), _, actual = capture(wide, *inputs)
+    assert [value_of(x).dtype for x in (call.q, call.k, call.v)] == [dtype] * 3
+    torch.testing.assert_close(actual, wide(*inputs), rtol=0, atol=2e-2)
+    _, taken, (reason,), _ = capture(scaled, *inputs)
+    assert not taken and "q, k and v must have one dtype" in str(reason)
 
 
 def test_attention_returns_the_strides_the_second_product_had():
