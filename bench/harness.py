@@ -31,7 +31,7 @@ import triton
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
-NCCL = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE")  # what keeps it from the GPUs', the host's memory
+NCCL = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE")  # "1": no NVLink; no shared memory
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 FAILED = (OSError, subprocess.SubprocessError)
 

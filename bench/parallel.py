@@ -118,7 +118,7 @@ def measure_all(args) -> int:
 
 
 def plan() -> str:
-    """Which also says what the GPUs exchange by, if NCCL is kept from what is faster."""
+    """The result's name. It says what NCCL exchanges by, if its settings forbid what is faster."""
     peers_off, host_off = (os.environ.get(name) == "1" for name in harness.NCCL)
     if not peers_off:
         return "parallel"
