@@ -8,6 +8,8 @@
 #   make lint     ruff alone
 #   make gpu      the tests that need a GPU, with the current python and its torch; of a part alone:
 #                 make gpu PART=kernels, or front, timed, large; SWEEP=--sweep: every variant
+#   make comfyui COMFYUI="FOLDER ..."  the tests of the nodes in these checkouts of ComfyUI, with the
+#                 current python, which has what their requirements.txt ask for
 #
 # TORCH=2.15.0 beside a target takes that release, as its index has it (with CUDA, 6 GB), and the
 # Triton and setuptools it asks for, in an environment of its own: .venv-2.15.0.
@@ -21,7 +23,7 @@ PINS := $(VENV)/constraints.txt
 TRITONS := 3.6.0 3.9.0
 BESIDE := $(VENV)/tritons
 
-.PHONY: demo test sweep touched interpreter tritons lint gpu
+.PHONY: demo test sweep touched interpreter tritons lint gpu comfyui
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -89,6 +91,13 @@ $(BESIDE)/%/.installed: $(PINS)
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+# A process for each: ComfyUI reads its arguments once, when it is imported.
+comfyui:
+	$(if $(COMFYUI),,$(error COMFYUI: folders of ComfyUI, got none))
+	@for folder in $(COMFYUI); do echo "$$folder"; \
+		COMFYUI=$$folder $(PYTHON) -m pytest -q -n 0 tests/front/test_comfyui_nodes.py || exit 1; \
+	done
 
 # Part after part, in as many processes as the GPU holds (JOBS=n: in n): GIB each, which is what
 # the largest tests take. What compares times has the GPU to itself.
