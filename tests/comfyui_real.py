@@ -1,46 +1,14 @@
-"""A checkout of ComfyUI, which COMFYUI names, on a CPU. None of its code is here. What its
-requirements.txt asks for must be installed; torchvision and torchaudio may be absent."""
+"""A checkout of ComfyUI, which COMFYUI names, on a CPU: none of its code is here. What its
+requirements.txt asks for must be installed."""
 
 import asyncio
-import importlib.abc
-import importlib.machinery
 import os
 import sys
 import tempfile
-import types
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-import transformers  # noqa: F401  (before the stand-ins, for which it would look)
 
-ABSENT = {name for name in ("torchvision", "torchaudio") if not find_spec(name)}
-
-
-class Empty(types.ModuleType):
-    """A module that is imported and not used."""
-
-    __path__, __version__ = [], "0"
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(name, (), {})
-
-
-class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ABSENT:
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-
-    def create_module(self, spec):
-        return Empty(spec.name)
-
-    def exec_module(self, module):
-        pass
-
-
-sys.meta_path.insert(0, Finder())
 ROOT = Path(os.environ["COMFYUI"]).resolve()
 sys.path.insert(0, str(ROOT))
 given, sys.argv = sys.argv, ["", "--cpu", "--use-pytorch-cross-attention"]
@@ -114,7 +82,7 @@ def errors_of(prompt: dict, models: dict[str, list[str]]) -> list[str]:
         folder_paths.filename_list_cache.pop(kind, None)
         folder_paths.add_model_folder_path(kind, FILES.name)
         for name in names:
-            Path(FILES.name, name).touch()
+            Path(FILES.name, f"{name}.safetensors").touch()
     valid, error, _, of_nodes = asyncio.run(execution.validate_prompt("", prompt, None))
     found = [e["message"] + " " + e["details"] for n in of_nodes.values() for e in n["errors"]]
     return found or ([] if valid else [str(error)])

@@ -239,27 +239,6 @@ def test_without_comfyui_or_with_another_the_error_says_what_must_hold(name, mon
 OPTIONS = {"guard_filter_fn": stand_in.skip_torch_compile_dict}
 
 
-def compiled(model, backend="sage"):
-    model = model.clone(disable_dynamic=True)
-    stand_in.set_torch_compile_wrapper(model, backend, options=OPTIONS, fullgraph=True)
-    return model
-
-
-def test_the_stock_compile_node_goes_from_stage_to_stage_by_sigma(model, x):
-    """Of a policy: what an override does is traced once."""
-    exact = model.step(x, 0.5)
-    model.add_wrapper_with_key("apply_model", "", comfyui.by_percent(edge=(0.2, 0.8)))
-    policy = [{"stage": "edge", "recipe": "off"}, {"layer": 1, "recipe": "sage1"}]
-    with op_by_op(), config.patch(policy=policy):
-        fast = compiled(model)
-        inside, outside = (fast.step(x, sigma) for sigma in (0.5, 0.9))
-    torch.testing.assert_close(outside, exact)
-    assert 0 < relative_l1(inside, exact) < 0.1
-    sites = [site for site in sage_inductor.report() if site.stage is None]
-    assert {site.module: site.recipe for site in sites} == {"blocks.0": RECIPE, "blocks.1": "sage1"}
-    assert {site.spelling for site in sites} == {"SDPA"}
-
-
 @pytest.mark.parametrize("backend", ["sage", "aot_eager"])
 def test_an_override_may_be_compiled(backend, model, x):
     """The recipe is the override's under any backend; exact steps are not known while it is traced."""
