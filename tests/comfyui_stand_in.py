@@ -133,16 +133,15 @@ class Executor:
 
 
 class ModelPatcher:
-    def __init__(self, model, model_options=None, wrappers=None, object_patches=None):
-        self.model, self.model_options = model, model_options or {"transformer_options": {}}
-        self.wrappers, self.object_patches = wrappers or {}, object_patches or {}
+    def __init__(self, model):
+        self.model, self.model_options = model, {"transformer_options": {}}
+        self.wrappers, self.object_patches = {}, {}
 
     def clone(self, disable_dynamic=False):
-        wrappers = {
-            kind: {k: [*w] for k, w in each.items()} for kind, each in self.wrappers.items()
-        }
-        options = copy.deepcopy(self.model_options)
-        return ModelPatcher(self.model, options, wrappers, {**self.object_patches})
+        clone = copy.copy(self)
+        clone.model_options, clone.wrappers = copy.deepcopy((self.model_options, self.wrappers))
+        clone.object_patches = {**self.object_patches}
+        return clone
 
     def get_model_object(self, name):
         return self.object_patches.get(name, getattr(self.model, name))
@@ -181,7 +180,7 @@ class OlderModelPatcher(ModelPatcher):
     """Before 0.18.1."""
 
     def clone(self):
-        return OlderModelPatcher(**vars(super().clone()))
+        return super().clone()
 
 
 def load_diffusion_model(unet_path, model_options=None):
@@ -221,12 +220,11 @@ def shifted(model):
 def errors_of(prompt: dict, models: dict) -> list[str]:
     """Of our own nodes alone."""
     found = []
-    for node in prompt.values():
-        inputs = LOADED[node["class_type"]].INPUT_TYPES()["required"] if "Sage" in str(node) else {}
-        for name, (kind, more) in inputs.items():
-            value = node["inputs"].get(name)
-            in_range = more.get("min", value) <= value <= more.get("max", value)
-            if value is None or not in_range or isinstance(kind, list) and value not in kind:
+    for node in (each for each in prompt.values() if each["class_type"] in LOADED):
+        inputs = LOADED[node["class_type"]].INPUT_TYPES()["required"]
+        assert inputs.keys() == node["inputs"].keys()
+        for (name, (kind, more)), value in zip(inputs.items(), node["inputs"].values()):
+            if value not in kind if isinstance(kind, list) else not more.get("max", value) >= value:
                 found.append(f"{name} {value}")
     return found
 
