@@ -8,6 +8,7 @@ $ python bench/decoding.py --json    # on a GPU about five minutes
               SDPA with enable_gqa; over enough caches that L2 holds none, as CUDA graphs
     decoder   a step of transformers' Llama of Llama 3 8B's sizes with 8 layers and its static
               cache, compiled with CUDA graphs by "inductor" and by "sage"
+    generate  the same model's `generate`, which compiles the decoding itself
 
 Shapes: B batch, H_kv heads of k and v, of which each is read by G of q, N keys, head_dim D.
 """
@@ -26,7 +27,10 @@ from bench.measure import Provider, Runner, burst, in_turns, interleave, relativ
 from bench.tables import markdown, show, speed_of
 
 LAYERS = 8
-NEAR = 0.02  # relative L1 of logits by "sage" to those by "inductor", both bf16
+NEAR = (
+    0.05  # relative L1 of logits to eager's, from which they are wrong: Inductor's differ by 0.02
+)
+NEW = 64  # tokens that `generate` makes
 
 
 class Shape(NamedTuple):
@@ -36,7 +40,8 @@ class Shape(NamedTuple):
     N: int
     D: int
     dtype: str = "bfloat16"
-    mask: str = "filled"  # a prefix is set; "padded": from a row's own start on; "random", "bias"
+    mask: str = "filled"  # a prefix is set; "padded": from a row's own start on; "random", "bias",
+    # "none"
 
 
 def drawn(count: int, seed: int = 0) -> list[Shape]:
@@ -48,7 +53,7 @@ def drawn(count: int, seed: int = 0) -> list[Shape]:
         shape = Shape(
             rng.choice((1, 1, 2, 4, 16)), rng.choice((1, 2, 4, 8)), rng.choice((2, 3, 4, 7, 8, 16)),
             N, rng.choice((64, 80, 96, 128)), rng.choice(("bfloat16", "float16")),
-            rng.choice(("filled", "padded", "random", "bias")),
+            rng.choice(("filled", "padded", "random", "bias", "none")),
         )  # fmt: skip
         if bytes_of(shape) <= 2**31:
             found.append(shape)
@@ -95,8 +100,8 @@ def bytes_of(shape: Shape) -> int:
     return 4 * shape.B * shape.H_kv * shape.N * shape.D
 
 
-def draw(shape: Shape, device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q [B, H_kv G, 1, D], k and v [B, H_kv, N, D], a mask [B, 1, 1, N]; v has a mean."""
+def draw(shape: Shape, device) -> tuple[Tensor, ...]:
+    """q [B, H_kv G, 1, D], k and v [B, H_kv, N, D], mostly a mask [B, 1, 1, N]; v has a mean."""
     B, H, G, N, D, dtype, kind = shape
     make = {"device": device, "dtype": getattr(torch, dtype)}
     q = torch.randn(B, H * G, 1, D, **make)
@@ -112,26 +117,29 @@ def draw(shape: Shape, device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             mask = (torch.rand(B, 1, 1, N, device=device) < 0.5) | (j == 0)
         case "bias":
             mask = torch.randn(B, 1, 1, N, **make)
+        case "none":
+            return q, k, v + 1
     return q, k, v + 1, mask
 
 
-def repeated(q, k, v, mask):
+def repeated(q, k, v, mask=None):
     """As transformers' static cache is read."""
     (B, H, N, D), H_q = k.shape, q.shape[1]
     k, v = (x[:, :, None].expand(B, H, H_q // H, N, D).reshape(B, H_q, N, D) for x in (k, v))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
-def unrepeated(q, k, v, mask):
+def unrepeated(q, k, v, mask=None):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
 
 
-def by_hand(q, k, v, mask):
+def by_hand(q, k, v, mask=None):
     """float64."""
     G = q.shape[1] // k.shape[1]
     q, k, v = (x.double() for x in (q, k.repeat_interleave(G, 1), v.repeat_interleave(G, 1)))
     s = q @ k.mT * q.shape[3] ** -0.5
-    s = s.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else s + mask.double()
+    if mask is not None:
+        s = s.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else s + mask.double()
     return s.softmax(-1) @ v
 
 
@@ -194,20 +202,21 @@ def decoders(args, device):
         if 2 * LAYERS * bytes_of(Shape(B, 8, 4, N, 128)) > torch.cuda.mem_get_info()[0]:
             continue
         torch._dynamo.reset()
-        row = {"part": "decoder", "shape": {"B": B, "N": N}, "error": None}
-        try:
-            row |= decoder(model, config, B, N, args, device)
-        except Exception as error:  # a row that fails must not cost the others
-            row["error"] = harness.in_a_line(error)
-        yield row
-        torch.cuda.empty_cache()
+        for part, measure in (("decoder", decoder), ("generate", generate)):
+            row = {"part": part, "shape": {"B": B, "N": N}, "error": None}
+            try:
+                row |= measure(model, config, B, N, args, device)
+            except Exception as error:  # a row that fails must not cost the others
+                row["error"] = harness.in_a_line(error)
+            yield row
+            torch.cuda.empty_cache()
 
 
 def decoder(model, config, B: int, N: int, args, device) -> dict:
     from transformers import StaticCache
 
     tokens = torch.randint(128256, (B, 1), device=device)
-    steps, logits = {}, {}
+    steps, logits, before = {}, {}, len(sage_inductor.report())
     cache = StaticCache(config, max_cache_len=N)
     model(torch.randint(128256, (B, 64), device=device), past_key_values=cache, logits_to_keep=1)
     fill(cache, N)
@@ -224,16 +233,48 @@ def decoder(model, config, B: int, N: int, args, device) -> dict:
             run()
         rewind(cache, N)
         logits[backend], steps[backend] = run().clone(), run
-    report = sage_inductor.report()
-    error = relative_l1(logits["sage"].double(), logits["inductor"].double())
-    if not error < NEAR:
-        raise ValueError(f"the logits differ: relative L1 {error:.3g}")
+    report = sage_inductor.report()[before:]
+    rewind(cache, N)
+    right = model(tokens, past_key_values=cache).logits.double()
+    errors = {name: relative_l1(found.double(), right) for name, found in logits.items()}
+    if not errors["sage"] < NEAR:
+        raise ValueError(f"the logits are not near eager's: relative L1 {errors}")
     times = in_turns(steps, args.rounds, 200.0, burst)
     return {
-        "rel_l1": error, "ms": {name: statistics.median(each) for name, each in times.items()},
+        "rel_l1": errors, "ms": {name: statistics.median(each) for name, each in times.items()},
         "speed": speed_of(times["sage"], times["inductor"]),
         "unrepeats": sum(site.decision.unrepeats for site in report), "calls": len(report),
     }  # fmt: skip
+
+
+def generate(model, config, B: int, N: int, args, device) -> dict:
+    """ms of a whole `generate`: a prompt that with NEW tokens fills an eighth of N, and the tokens.
+    alike: the share of equal tokens; a random model follows rounding."""
+    from transformers import CompileConfig
+
+    prompt = torch.randint(128256, (B, N // 8 - NEW), device=device)
+    given = dict(
+        attention_mask=torch.ones_like(prompt), max_new_tokens=NEW, min_new_tokens=NEW,
+        do_sample=False, cache_implementation="static", pad_token_id=0,
+    )  # fmt: skip
+    made, times = {}, {}
+    for backend in ("inductor", "sage"):
+        torch._dynamo.reset()
+        options = {"sage.mode": "reduce-overhead"} if backend == "sage" else None
+        mode = "reduce-overhead" if backend == "inductor" else None
+        compiled = CompileConfig(backend=backend, mode=mode, options=options, fullgraph=False)
+
+        def run(compiled=compiled):
+            return model.generate(prompt, compile_config=compiled, **given)
+
+        run(), run()
+        made[backend] = run()
+        times[backend] = [burst(run, 1) for _ in range(args.rounds)]
+    return {
+        "alike": (made["sage"] == made["inductor"]).float().mean().item(),
+        "ms": {name: statistics.median(each) for name, each in times.items()},
+        "speed": speed_of(times["sage"], times["inductor"]),
+    }
 
 
 def fill(cache, N: int) -> None:
@@ -264,10 +305,12 @@ def table(rows: list[dict]) -> str:
             "call", *(str(s[x]) for x in ("B", "H_kv", "G", "N", "D")), f"{ms['repeated']:.4f}",
             f"{ms['sage']:.4f}", f"{ms['repeated'] / ms['sage']:.2f}x",
         ])  # fmt: skip
-    for row in (row for row in rows if row["part"] == "decoder" and not row["error"]):
+    for row in (row for row in rows if row["part"] in ("decoder", "generate")):
+        if row["error"]:
+            continue
         s, ms = row["shape"], row["ms"]
         lines.append([
-            "decoder", str(s["B"]), "8", "4", str(s["N"]), "128", f"{ms['inductor']:.3f}",
+            row["part"], str(s["B"]), "8", "4", str(s["N"]), "128", f"{ms['inductor']:.3f}",
             f"{ms['sage']:.3f}", f"{ms['inductor'] / ms['sage']:.2f}x",
         ])  # fmt: skip
     worst = max((row["unrepeated"] for row in rows if row["part"] == "values"), default=None)
