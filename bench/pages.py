@@ -26,6 +26,7 @@ from bench import (
     accuracy,
     attention,
     curves,
+    decoding,
     figures,
     fusion,
     harness,
@@ -53,7 +54,7 @@ ACCURACY = ("accuracy", "shipped", "end-to-end")
 PLANS = (
     *SPEED, *ACCURACY, *curves.TITLES, "model", "training", "training-mask", "backward", "memory",
     "packages", "parallel", "parallel-host", "parallel-sockets", "peers", "ring", "sageattention",
-    "sparse", "linear", "lists", "selected", "whole",
+    "sparse", "linear", "lists", "selected", "whole", "decoding",
 )  # fmt: skip
 METHODS = property, classmethod, types.FunctionType
 HEADS = (8, 24, 128)  # B * H of the columns of `lengths`
@@ -339,6 +340,7 @@ TABLES = {
     "accuracy": sections(ACCURACY, accuracy_section),
     "api": api,
     "backward": of("backward", training.table),
+    "decoding": of("decoding", decoding.table),
     "blocks": blocks_in_short,
     "curves": sections(curves.TITLES, trained_section),
     "host": of("parallel-host", parallel.table),
