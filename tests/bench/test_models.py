@@ -1,6 +1,5 @@
 """What of the bench of whole models needs no GPU: the models, their columns, gates, tables."""
 
-import dataclasses
 import sys
 import types
 
@@ -162,7 +161,7 @@ def fa3(monkeypatch):
 
 def beside(name: str, model: models.Model) -> dict:
     with torch.no_grad(), sage_inductor.config.patch(emulate=True):
-        row, *_ = models.measure(name, model, of_plan("beside"), "cpu")
+        row = next(models.measure(name, model, of_plan("beside"), "cpu"))
     assert row["error"] is None, row["error"]
     assert row["ms"].keys() == {"inductor", "fa3", "sage"} - row["without"].keys()
     assert row["speed"].keys() == row["ms"].keys() - {"sage"} and row["rel_l1"] < 0.02
@@ -212,7 +211,7 @@ def test_a_row_without_flash_attention_3_says_why(op_by_op, monkeypatch):
 
     monkeypatch.setattr(models, "column", column)
     with torch.no_grad():
-        refused, *_ = models.measure("hunyuan", given, of_plan("beside"), "cpu")
+        refused = next(models.measure("hunyuan", given, of_plan("beside"), "cpu"))
     assert refused["without"] == {"fa3": "ValueError: FA3 refuses a mask"}
     table = models.beside_table([refused, missing | {"rel_l1": 0.0}]).splitlines()
     assert table[2].split(" | ")[5] == table[3].split(" | ")[5] == "-"
