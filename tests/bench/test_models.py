@@ -1,5 +1,6 @@
 """What of the bench of whole models needs no GPU: the models, their columns, gates, tables."""
 
+import importlib.machinery
 import sys
 import types
 
@@ -151,6 +152,7 @@ def fa3(monkeypatch):
         return out, q.new_empty(q.shape[:3])
 
     found = types.ModuleType(models.peers.FA3)
+    found.__spec__ = importlib.machinery.ModuleSpec(found.__name__, None)  # torchao asks for it
     found.flash_attn_func, found.flash_attn_varlen_func = attend, packed
     monkeypatch.setitem(sys.modules, models.peers.FA3, found)
     for name in ("flash_attn_3_func", "flash_attn_3_varlen_func"):
