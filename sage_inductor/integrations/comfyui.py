@@ -130,8 +130,10 @@ def _attend(
         return None
     if not skip_reshape:
         D = q.shape[-1] // heads
-        # -> [B, H, N, D]. SD3 gives q and k [B, N, H * D], and v [B, N, H, D].
-        q, k, v = (x.reshape(*x.shape[:2], -1, D).transpose(1, 2) for x in (q, k, v))
+        H_kv = k.shape[-1] // D if enable_gqa else heads
+        # -> [B, H, N, D], as ComfyUI does it: SD3's v comes as [B, N, H, D].
+        each = (q, heads), (k, H_kv), (v, H_kv)
+        q, k, v = (x.reshape(len(x), -1, H, D).transpose(1, 2) for x, H in each)
     if mask is not None and mask.ndim < 4:
         mask = mask.reshape(-1, 1, *mask.shape[-2:])
     if tracing:
