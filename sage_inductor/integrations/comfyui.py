@@ -131,7 +131,7 @@ def _attend(
     if not skip_reshape:
         D = q.shape[-1] // heads
         H_kv = k.shape[-1] // D if enable_gqa else heads
-        # -> [B, H, N, D], as ComfyUI does it: SD3's v comes as [B, N, H, D].
+        # -> [B, H, N, D], as ComfyUI does it: v of SD3 and CogVideoX is [B, N, H, D].
         each = (q, heads), (k, H_kv), (v, H_kv)
         q, k, v = (x.reshape(len(x), -1, H, D).transpose(1, 2) for x, H in each)
     if mask is not None and mask.ndim < 4:

@@ -80,10 +80,12 @@ def test_arguments_may_come_by_position():
     assert torch.equal(comfyui.override()(refuse, *given), same)
 
 
-def test_v_may_come_as_sd3_gives_it():
+def test_k_and_v_may_come_with_their_heads_apart():
+    """v in SD3, CogVideoX and Hunyuan3D, k and v in SD3's context processor."""
     q, k, v = random_qkv(N=48, N_kv=80)
-    out = comfyui.override()(refuse, flat(q), flat(k), v.transpose(1, 2), 4)
-    assert torch.equal(out, flat(sage_inductor.attention(q, k, v)))
+    same = flat(sage_inductor.attention(q, k, v))
+    for each in (flat(k), k.transpose(1, 2)):
+        assert torch.equal(comfyui.override()(refuse, flat(q), each, v.transpose(1, 2), 4), same)
 
 
 def test_the_recipe_is_the_overrides_and_unknown_arguments_are_ignored():
