@@ -11,7 +11,7 @@ before, else to the function, where
 While torch.compile traces it, only the first are known: the other calls become
 ``sage_inductor.attention``, and whoever compiles them decides.
 
-Run in ComfyUI 0.33.0, 0.18.1 and 0.8.0 on a CPU, emulated (tests/front/test_comfyui_nodes.py).
+Run in ComfyUI 0.33.0, 0.18.1, 0.8.0, 0.3.68 on a CPU, emulated (tests/front/test_comfyui_nodes.py).
 
 Shapes: B batch, H_q and H_kv heads, N_q and N_kv sequence, D head_dim (D_v of v).
 """
