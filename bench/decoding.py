@@ -8,6 +8,7 @@ $ python bench/decoding.py --json    # on a GPU about five minutes
               SDPA with enable_gqa; over enough caches that L2 holds none, as CUDA graphs
     decoder   a step of transformers' Llama of Llama 3 8B's sizes with 8 layers and its static
               cache, compiled with CUDA graphs by "inductor" and by "sage"
+    generate  the same model's `generate`, which compiles the decoding itself
 
 Shapes: B batch, H_kv heads of k and v, of which each is read by G of q, N keys, head_dim D.
 """
@@ -29,6 +30,7 @@ LAYERS = 8
 NEAR = (
     0.05  # relative L1 of logits to eager's, from which they are wrong: Inductor's differ by 0.02
 )
+NEW = 64  # tokens that `generate` makes
 
 
 class Shape(NamedTuple):
@@ -200,13 +202,14 @@ def decoders(args, device):
         if 2 * LAYERS * bytes_of(Shape(B, 8, 4, N, 128)) > torch.cuda.mem_get_info()[0]:
             continue
         torch._dynamo.reset()
-        row = {"part": "decoder", "shape": {"B": B, "N": N}, "error": None}
-        try:
-            row |= decoder(model, config, B, N, args, device)
-        except Exception as error:  # a row that fails must not cost the others
-            row["error"] = harness.in_a_line(error)
-        yield row
-        torch.cuda.empty_cache()
+        for part, measure in (("decoder", decoder), ("generate", generate)):
+            row = {"part": part, "shape": {"B": B, "N": N}, "error": None}
+            try:
+                row |= measure(model, config, B, N, args, device)
+            except Exception as error:  # a row that fails must not cost the others
+                row["error"] = harness.in_a_line(error)
+            yield row
+            torch.cuda.empty_cache()
 
 
 def decoder(model, config, B: int, N: int, args, device) -> dict:
@@ -244,6 +247,36 @@ def decoder(model, config, B: int, N: int, args, device) -> dict:
     }  # fmt: skip
 
 
+def generate(model, config, B: int, N: int, args, device) -> dict:
+    """ms of a whole `generate`: a prompt that with NEW tokens fills an eighth of N, and the tokens.
+    alike: the share of equal tokens; a random model follows rounding."""
+    from transformers import CompileConfig
+
+    prompt = torch.randint(128256, (B, N // 8 - NEW), device=device)
+    given = dict(
+        attention_mask=torch.ones_like(prompt), max_new_tokens=NEW, min_new_tokens=NEW,
+        do_sample=False, cache_implementation="static", pad_token_id=0,
+    )  # fmt: skip
+    made, times = {}, {}
+    for backend in ("inductor", "sage"):
+        torch._dynamo.reset()
+        options = {"sage.mode": "reduce-overhead"} if backend == "sage" else None
+        mode = "reduce-overhead" if backend == "inductor" else None
+        compiled = CompileConfig(backend=backend, mode=mode, options=options, fullgraph=False)
+
+        def run(compiled=compiled):
+            return model.generate(prompt, compile_config=compiled, **given)
+
+        run(), run()
+        made[backend] = run()
+        times[backend] = [burst(run, 1) for _ in range(args.rounds)]
+    return {
+        "alike": (made["sage"] == made["inductor"]).float().mean().item(),
+        "ms": {name: statistics.median(each) for name, each in times.items()},
+        "speed": speed_of(times["sage"], times["inductor"]),
+    }
+
+
 def fill(cache, N: int) -> None:
     """Random keys and values at all positions, a quarter of which the model takes for set."""
     for layer in cache.layers:
@@ -272,16 +305,13 @@ def table(rows: list[dict]) -> str:
         if row["part"] == "calls" and shape not in CALLS:
             random_ones.append(row["speed"]["x"])
             continue
-        first, ms = ("decoder", row["ms"]) if row["part"] == "decoder" else ("call", row["times"])
-        ms = [each if row["part"] == "decoder" else each["ms"] for each in ms.values()]
-        sizes = map(str, shape[:5])
-        lines.append([first, *sizes, f"{ms[0]:.3g}", f"{ms[-1]:.3g}", gain(row["speed"])])
+        by_part = row.get("ms") or {name: each["ms"] for name, each in row["times"].items()}
+        ms, sizes = [*by_part.values()], map(str, shape[:5])
+        lines.append([row["part"], *sizes, f"{ms[0]:.3g}", f"{ms[-1]:.3g}", gain(row["speed"])])
     notes = []
     if random_ones:
         least, most = min(random_ones), max(random_ones)
-        notes = [
-            f"The other {len(random_ones)} calls have random shapes, and gain {least:.2f}x to {most:.2f}x."
-        ]
+        notes = [f"{len(random_ones)} random shapes gain {least:.2f}x to {most:.2f}x."]
     if errors := [row["unrepeated"] for row in rows if row["part"] == "values"]:
         notes += [
             f"At {len(errors)} shapes SDPA's relative L1 to float64 is at most {max(errors):.2%}."
