@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Sequence
 from typing import Literal
 
-from sage_inductor.errors import SageOptionError
 from sage_inductor.ops.recipe import ALIASES, NAMED, RecipeName
 from sage_inductor.ops.training.gradients import FP8_BACKWARD, OPS
 
@@ -48,8 +47,15 @@ def one_of(valid: Sequence[str], name: str, value):
     if value not in valid:
         near = nearest(value, valid) if isinstance(value, str) else None
         meant = f": did you mean {near!r}?" if near else ""
-        raise SageOptionError(f"{name} must be one of {valid}, got {value!r}{meant}")
+        raise wrong(f"{name} must be one of {valid}, got {value!r}{meant}")
     return value
+
+
+def wrong(message: str) -> ValueError:
+    """A SageOptionError, which is imported when it is needed: torch's compiler comes with it."""
+    from sage_inductor.errors import SageOptionError
+
+    return SageOptionError(message)
 
 
 def unknown(name: str, valid, prefix: str) -> str:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 
 from sage_inductor import names
-from sage_inductor.errors import SageOptionError
 from sage_inductor.names import RecipeOption, TrainingOption
 from sage_inductor.policy import PolicyOption, frozen
 
@@ -39,7 +38,7 @@ def _row(default, check: Callable[[str, object], object], doc: str, only: str = 
 
 def flag(name: str, value):
     if not isinstance(value, bool):
-        raise SageOptionError(f"{name} must be True or False, got {value!r}")
+        raise names.wrong(f"{name} must be True or False, got {value!r}")
     return value
 
 

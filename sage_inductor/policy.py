@@ -31,7 +31,6 @@ from typing import Any
 import torch
 
 from sage_inductor import names, stages
-from sage_inductor.errors import SageOptionError
 from sage_inductor.names import RecipeOption, TrainingOption
 from sage_inductor.ops.formats import HEAD_DIMS
 from sage_inductor.ops.recipe import ALIASES, NAMED
@@ -254,7 +253,7 @@ def frozen(name: str, given):
     try:
         rules = ruling(given)
     except ValueError as error:
-        raise SageOptionError(f"{name}: {error}") from None
+        raise names.wrong(f"{name}: {error}") from None
     if isinstance(given, (str, os.PathLike)):
         return given and os.path.abspath(given)
     return Policy(rules) if isinstance(given, (dict, list, tuple)) else given
@@ -291,7 +290,7 @@ def ask(function: Callable, call: CallDescription) -> str | None:
         recipe = function(call)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        raise SageOptionError(f"sage.policy: the function raised {reason}, for {call}") from error
+        raise names.wrong(f"sage.policy: the function raised {reason}, for {call}") from error
     if recipe is not None:
         what = "sage.policy: the function must return None, or what a rule's recipe may be"
         names.check_recipe(f"{what}, for {call}: recipe", recipe)
