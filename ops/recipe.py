@@ -11,32 +11,15 @@ is again what today's library would have made.
 
 import dataclasses
 import functools
-import hashlib
 import re
-from collections.abc import Iterable
-from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 from sage_inductor.ops.formats import GRANULARITIES, PV, QK, Format, Granularity
+from sage_inductor.ops.sources import source_tag
 
-VERSION = "0.2.0"
 # Goes up by one when a string, or an argument of sage::sdpa and sage::prepare, comes to mean
 # something else: numbers, formats, what is prepared. tests/ops/test_ops.py holds what they say.
 MEANING = 2
-
-
-def hash_of(places: Iterable[Path]) -> str:
-    """Of all sources that these are, or that lie in them, and of the tables."""
-    found = {file for place in places for file in (place, *place.rglob("*"))}
-    files = (file for file in found if file.suffix in (".py", ".h", ".json"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()
-
-
-@functools.cache
-def source_tag() -> str:
-    """``version+hash`` of the sources that decide what a recipe means."""
-    ops = Path(__file__).parent
-    return f"{VERSION}+{hash_of((ops, ops.parent / 'lowering'))[:8]}"
 
 
 @dataclasses.dataclass(frozen=True)

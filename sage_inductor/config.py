@@ -15,7 +15,6 @@ us.)
 
 import contextlib
 import os
-import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator
@@ -143,4 +142,3 @@ _patched: ContextVar[dict[str, Any]] = ContextVar(_PREFIX, default={})  # noqa: 
 config = Config()
 vars(config).update({name: _of_environment(option) for name, option in SETTINGS.items()})
 _warn_of_variables()
-sys.modules[__name__] = config  # whoever imports this module gets the object

@@ -21,9 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sage_inductor import config, patterns, report, settings, stages
+from sage_inductor import patterns, report, settings, stages
 from sage_inductor.choose import cost, families
 from sage_inductor.choose.decide import decide
+from sage_inductor.config import config
 from sage_inductor.names import AUTO, RecipeOption, check_recipe
 from sage_inductor.ops import compat
 from sage_inductor.patterns import reasons

@@ -4,8 +4,8 @@ import dataclasses
 import re
 from collections.abc import Callable
 
-from sage_inductor import config
 from sage_inductor.choose import timing
+from sage_inductor.config import config
 from sage_inductor.errors import SageOptionError
 from sage_inductor.names import nearest, unknown
 from sage_inductor.ops.compat import inductor_config

@@ -30,7 +30,7 @@ from torch.testing import assert_close
 import sage_inductor
 from sage_inductor import SageOptionError, SageRefused, config, inductor_pass, options, settings
 from sage_inductor.backend import sage_backend
-from sage_inductor.ops import recipe as recipes
+from sage_inductor.ops import sources
 from sage_inductor.policy import Rule
 from sage_inductor.settings import Settings
 
@@ -595,18 +595,18 @@ def test_warm_caches_hit_with_the_same_settings_and_miss_with_others(tmp_path):
 
 
 def test_a_recipes_tag_is_of_every_source_that_says_what_it_means(tmp_path, monkeypatch):
-    here, tags = tmp_path / "ops" / "recipe.py", set()
-    sources = "ops/a.py", "ops/nested/b.py", "lowering/c.py", "lowering/nested/d.py", "lowering/e.h"
-    for changed in (None, *sources):
+    here, tags = tmp_path / "ops" / "sources.py", set()
+    files = "ops/a.py", "ops/nested/b.py", "lowering/c.py", "lowering/nested/d.py", "lowering/e.h"
+    for changed in (None, *files):
         if changed:
             (tmp_path / changed).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / changed).write_text(f"# {changed}")
-        monkeypatch.setattr(recipes, "__file__", str(here))
-        tags.add(recipes.source_tag.__wrapped__())
+        monkeypatch.setattr(sources, "__file__", str(here))
+        tags.add(sources.source_tag.__wrapped__())
     (tmp_path / "patterns").mkdir()
     (tmp_path / "patterns" / "e.py").write_text("# of what is found, not of what it means")
-    tags.add(recipes.source_tag.__wrapped__())
-    assert len(tags) == 6 and all(tag.startswith(recipes.VERSION + "+") for tag in tags)
+    tags.add(sources.source_tag.__wrapped__())
+    assert len(tags) == 6 and all(tag.startswith(sources.__version__ + "+") for tag in tags)
 
 
 def test_environment_sets_the_config(monkeypatch):
