@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sage_inductor import patterns, report, settings, stages
+from sage_inductor import patterns, settings, stages
 from sage_inductor.choose import cost, families
 from sage_inductor.choose.decide import decide
 from sage_inductor.config import config
@@ -33,6 +33,7 @@ from sage_inductor.patterns.graph import as_float, as_int
 from sage_inductor.patterns.ours import ENTRIES
 from sage_inductor.patterns.reasons import Reason
 from sage_inductor.policy import Ruling
+from sage_inductor.report import raise_if_refused, record
 from sage_inductor.session import session
 
 
@@ -283,7 +284,7 @@ def _decided(
         sites = patterns.rewrite(gm, decision, portable)
     _record(sites, wanted.policy)
     if wanted.strict:
-        report.raise_if_refused(sites)
+        raise_if_refused(sites)
     for node in gm.graph.nodes:  # fake tensors, which nobody needs any more
         node.meta.clear()
     return _Run(gm.forward, any(site.rewritten for site in sites))
@@ -324,4 +325,4 @@ def _record(sites: list[Site], policy: Ruling) -> None:
     for site in sites:
         if (graph, site) not in recorded:
             recorded.add((graph, site))
-            report.record([site], policy)
+            record([site], policy)
