@@ -136,6 +136,25 @@ def test_a_kernel_is_launched_on_the_device_of_its_tensors(current):
     assert where == [(1, 0)] and current == [0]
 
 
+def test_what_is_noted_inside_of_another_note_is_the_inner_ones_alone(current):
+    """And the outer goes on noting where the inner ends, also by an error."""
+    kernel, x = Kernel(), torch.zeros(64).as_subclass(OnGpu)
+
+    def run(number):
+        launch.launch_cached(kernel, (5,), (x,), (number,))
+
+    with launch.noted() as outer:
+        run(1)
+        with pytest.raises(KeyError), launch.noted() as inner:
+            run(2)
+            raise KeyError
+        run(3)
+    assert [[each.arguments[1] for each in found] for found in (outer, inner)] == [[1, 3], [2]]
+    assert not kernel.looked_up
+    run(4)
+    assert [args[1] for _, args, _ in kernel.looked_up] == [4]
+
+
 def test_a_kernel_that_torch_sees_is_launched_on_the_device_of_its_tensors(current, monkeypatch):
     x, where, told = torch.zeros(64).as_subclass(OnGpu), [], []
     x.index = 1
@@ -399,7 +418,7 @@ def launches(monkeypatch):
     with launch.noted() as launches:
         for n in (1600, 1664):
             noted.sdpa("sage2-8b-per-token", D=64, lengths=(n, n))
-    assert not hasattr(launch._noting, "launches")
+    assert launch._noting.launches is None
     return launches
 
 
