@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
-from unittest import mock
 
 import torch
 import triton
@@ -255,15 +254,15 @@ def _warm_up(
     depends on whether the functions that it calls had theirs before (Triton 3.7,
     DependenciesFinder._update_hash)."""
     kernel = getattr(importlib.import_module(module), name)
-    assert kernel.cache_key  # sets more than that
-    kernel.hash = key
+    if kernel.cache_key != key:  # to ask sets more than that
+        kernel.hash = key
     try:
         before = driver.active
     except RuntimeError:  # there is no GPU
         before = None
-    of_ptxas = {"TRITON_PTXAS_PATH": ptxas, "TRITON_MOCK_PTX_VERSION": version}
-    with knobs.cache.scope(), mock.patch.dict(os.environ, of_ptxas):
+    with knobs.cache.scope(), knobs.nvidia.scope():
         knobs.cache.dir = folder
+        knobs.nvidia.ptxas, knobs.nvidia.mock_ptx_version = ptxas, version
         compat.ptxas_version.cache_clear()
         driver.set_active(_Elsewhere(capability))
         try:
