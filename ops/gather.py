@@ -157,7 +157,10 @@ def _facts(q, k, v, group, is_causal: bool, scale: float, recipe: str, lengths, 
     try:
         _check(q, k, v, group, is_causal, scale, recipe, lengths, way)
     except (TypeError, ValueError) as error:
-        return {"error": str(error)[: FACTS // 2]}
+        said = str(error)[:FACTS]
+        while len(json.dumps({"error": said})) > FACTS:  # a character may take 12 bytes of JSON
+            said = said[:-1]
+        return {"error": said}
     return {
         "length": k.shape[2], "batch": q.shape[0], "heads": q.shape[1],
         "heads of k": k.shape[1], "head_dim": q.shape[3], "head_dim of v": v.shape[3],

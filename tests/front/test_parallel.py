@@ -973,6 +973,22 @@ def wrong():
     }  # fmt: skip
 
 
+def called_by_op(group, tensors, recipe):
+    return torch.ops.sage.gather_sdpa(*tensors, group.group_name, False, 0.125, recipe, [])
+
+
+@pytest.mark.parametrize("text", ["é", '"', "\N{GRINNING FACE}", "a"])
+def test_a_long_message_of_any_characters_reaches_every_rank(ranks, text):
+    """What the ranks tell each other has as many bytes on all of them, else they wait for ever."""
+    recipe = {"right": NAMED[RECIPE].encode(), "wrong": 600 * text}
+    tensors = inputs((40,), **SHAPE)
+    of_ranks = [(tensors, recipe["wrong" if rank == 1 else "right"]) for rank in range(3)]
+    for found in ranks(called_by_op, *of_ranks):
+        assert found.kind == "ValueError", found
+        assert f"sage::gather_sdpa: rank 1: recipe: '{50 * text}" in found.text
+    check_that_they_still_meet(ranks)
+
+
 def test_heads_are_not_exchanged_by_some_ranks_alone(ranks):
     """Whether they can be is what all ranks have to agree on."""
     q, k, v = inputs((40,), **SHAPE)
