@@ -243,5 +243,6 @@ def _clock(call: Callable[[], object], device: torch.device) -> float:
 
 
 def _synchronize(device: torch.device) -> None:
+    """Not with other streams, where another group's sends and receives may wait for this rank."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        torch.cuda.current_stream(device).synchronize()

@@ -899,6 +899,46 @@ def test_half_the_bytes_of_bf16_are_sent(ranks, P, D):
         assert facts + small + large <= 0.51 * in_16_bits
 
 
+def timed_while_a_receive_waits(group, on) -> tuple:
+    """The first rank times a call, on a GPU that is not there, with a receive under way that the
+    second one answers when it has the first one's times."""
+    store, x = dist.distributed_c10d._get_default_store(), torch.zeros(3)
+    if group.rank():
+        store.get("timing")
+    else:
+        receive = dist.irecv(x, 1, group)
+
+    def measure():
+        store.set("timing", "")
+        with mock.patch.multiple(torch.cuda, **on_no_gpu(receive.wait)):
+            return timing.time_calls({"call": int}, 1)
+
+    found = timing.agreed("with a receive under way", measure)
+    if group.rank():
+        dist.send(x + 1, 0, group)
+    else:
+        receive.wait()
+    return found, x.tolist()
+
+
+def on_no_gpu(wait) -> dict:
+    """Of torch.cuda: an event tells 1 ms, and whoever waits for the whole device waits."""
+    event = SimpleNamespace(record=int, synchronize=int, elapsed_time=lambda end: 1.0)
+    graph = SimpleNamespace(
+        capture_begin=lambda *pool, capture_error_mode: None, capture_end=int, replay=int, pool=int
+    )
+    return {
+        "Event": lambda enable_timing: event, "CUDAGraph": lambda: graph,
+        **dict.fromkeys(("synchronize", "graph", "empty_cache"), lambda *_, **__: wait()),
+        **dict.fromkeys(("Stream", "stream"), lambda *_: contextlib.nullcontext()),
+    }  # fmt: skip
+
+
+def test_who_times_for_all_ranks_does_not_wait_for_what_they_have_yet_to_send(ranks):
+    first, second = ranks(timed_while_a_receive_waits, (None,), (None,))
+    assert first == ({"call": 0.04}, [1.0] * 3) and second == ({"call": 0.04}, [0.0] * 3)
+
+
 # -- errors ----
 
 

@@ -17,6 +17,8 @@ from unittest import mock
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from support import cos_sim, relative_l1
 from support import sdpa as support_sdpa
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -764,7 +766,8 @@ def test_a_gpu_that_cannot_be_measured_keeps_no_other_from_it(second, gpu, monke
 
 
 def test_what_the_candidates_launch_is_compiled_and_not_launched(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
     monkeypatch.setattr(gpus, "capability", lambda device: (9, 0))
     given, x = [], torch.zeros(4)
     monkeypatch.setattr(timing, "compile_elsewhere", lambda *args: given.append(args) or "jobs")
@@ -919,7 +922,8 @@ def on_cpu(monkeypatch):
 
     monkeypatch.setattr(timing.F, "scaled_dot_product_attention", sdpa)
     monkeypatch.setattr(timing, "sdpa_kernel", lambda backend: lambda function: function)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
     timing.benchmark.cache_clear()
     yield runs
     timing.benchmark.cache_clear()
@@ -1082,7 +1086,7 @@ def test_what_fails_has_its_error_instead_of_a_time(on_cpu, monkeypatch):
 def test_calls_take_turns_and_one_that_fails_is_left_out(monkeypatch):
     turns = []
 
-    def time_call(call):
+    def time_call(call, graphs):
         turns.append(call)
         if call == "b" and len(turns) > 3:
             raise ValueError("b")
@@ -1092,6 +1096,27 @@ def test_calls_take_turns_and_one_that_fails_is_left_out(monkeypatch):
     found = timing.time_calls({name: name for name in "abc"})
     assert "".join(turns) == "abc" + "ba" + "a"  # c is long
     assert (found["a"], found["c"]) == (3.0, timing.ONE_ROUND_MS + 1.0) and str(found["b"]) == "b"
+
+
+@pytest.mark.parametrize("is_enough", [True, False])
+def test_what_has_too_little_memory_is_timed_again_with_what_torch_had_cached(
+    is_enough, monkeypatch
+):
+    freed, held = [], []
+
+    def time_call(call, graphs):
+        held.append(list(graphs))
+        graphs[:] = [call]
+        if call == "b" and not (freed and is_enough):
+            raise torch.OutOfMemoryError("of 80 GiB")
+        return 1.0
+
+    monkeypatch.setattr(timing, "time_call", time_call)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(True))
+    found = timing.time_calls({name: name for name in "abc"}, 1)
+    assert (found["a"], found["c"], len(freed)) == (1.0, 1.0, 1)
+    assert held == [[], ["a"], [], ["b"]]  # whose memory the next graph takes
+    assert found["b"] == 1.0 if is_enough else str(found["b"]) == "of 80 GiB"
 
 
 def test_calls_are_timed_while_dynamo_compiles(on_cpu):
@@ -1212,14 +1237,44 @@ def test_a_call_is_timed_while_another_thread_allocates():
             except RuntimeError as error:
                 failed.append(error)
 
-    x = torch.randn(256, 256, device="cuda")
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    x, graphs = torch.randn(256, 256, device="cuda"), []
+    with concurrent.futures.ThreadPoolExecutor(1) as pool, torch.cuda.stream(torch.cuda.Stream()):
         pool.submit(allocate)
         try:
-            assert all(0 < timing.time_call(lambda: x @ x) < 1 for _ in range(5))
+            assert all(0 < timing.time_call(lambda: x @ x, graphs) < 1 for _ in range(5))
         finally:
             stop.set()
     assert not failed
+
+
+@triton.jit
+def _wait_kernel(flag):
+    while tl.atomic_cas(flag, 1, 1) == 0:
+        pass
+
+
+@pytest.mark.gpu
+def test_a_call_is_timed_while_another_stream_waits():
+    """As for a rank that has yet to send. Nothing on the device ends before the flag is set."""
+    flag, one = (torch.full((1,), n, device="cuda", dtype=torch.int32) for n in (0, 1))
+    family = Family(64, 64, "full")
+    (case,) = timing.cases_of(
+        torch.device("cuda", 0), family, ("sage2-8b",), family.sizes([(1, 8, 8, 1024, 1024)])
+    ).values()
+    expected = timing.measure(case, 1)  # all is compiled and loaded
+    _wait_kernel[(1,)](one)
+    waiting, other = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(waiting):
+        _wait_kernel[(1,)](flag)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        try:
+            found = pool.submit(timing.measure, case, 1).result(120)  # reached only where it hangs
+            assert not waiting.query()
+        finally:
+            with torch.cuda.stream(other):
+                flag.copy_(one)
+    assert found.keys() == expected.keys() and not any(isinstance(x, str) for x in found.values())
 
 
 @pytest.mark.gpu
