@@ -21,6 +21,7 @@ call that no rule fits asks for ``sage.recipe``.
 
 import dataclasses
 import fnmatch
+import functools
 import json
 import logging
 import os
@@ -30,9 +31,11 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from sage_inductor import names, stages
+from sage_inductor.ops.compat import CompileContext
 from sage_inductor.ops.formats import HEAD_DIMS
 from sage_inductor.ops.recipe import ALIASES, NAMED
 from sage_inductor.ops.selector import Selection
+from sage_inductor.session import session
 
 VERSION = 1
 _log = logging.getLogger("sage_inductor")
@@ -216,7 +219,6 @@ def unmatched(rules: tuple[Rule, ...], modules: Iterable[str]) -> list[str]:
 Ruling = tuple[Rule, ...] | Callable[[CallDescription], str | None]
 # By path: what each file said when it could be read.
 _rules_of_files: dict[str, tuple[Rule, ...]] = {}
-_reported_errors: set[str] = set()
 
 
 def ruling(given) -> Ruling:
@@ -252,15 +254,39 @@ def frozen(name: str, given):
 
 
 def _of_file(path: str) -> tuple[Rule, ...]:
+    """While graphs compile, what the file said for the first of them since torch._dynamo.reset():
+    a model whose graphs have several policies is none that somebody asked for."""
+    compiling = CompileContext.current_compile_id() is not None
+    read, version = session().rules_of_files if compiling else {}, _version(path)
+    if path not in read:
+        read[path] = version, _read(path)
+    if read[path][0] != version:
+        _warn_once(f"{path} has changed: graphs have what it said before, until "
+                   "torch._dynamo.reset() is called")  # fmt: skip
+    return read[path][1]
+
+
+def _version(path: str) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size
+
+
+def _read(path: str) -> tuple[Rule, ...]:
     try:
         _rules_of_files[path] = Policy.load(path).rules
     except ValueError as error:
         if path not in _rules_of_files:
             raise
-        if str(error) not in _reported_errors:
-            _reported_errors.add(str(error))
-            _log.warning("%s: the policy stays what this file said before", error)
+        _warn_once(f"{error}: the policy stays what this file said before")
     return _rules_of_files[path]
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    _log.warning("%s", text)
 
 
 def from_python(given: dict | list | tuple) -> tuple[Rule, ...]:

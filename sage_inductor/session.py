@@ -63,6 +63,7 @@ class Session:
     def __init__(self):
         self.sites = []  # (graph, site), of report.py
         self.policies, self.modules = [], {}  # and the modules that call attention, by the rules
+        self.rules_of_files = {}  # of policy.py: what a file said first
         self.seen = Seen()
         self.stages: set[str] = set()  # that were in force
         self.runs, self.recorded = {}, set()  # of functional.py

@@ -21,6 +21,7 @@ from sage_inductor.session import session
 
 _log = logging.getLogger("sage_inductor")
 
+
 class _OfSchedule(NamedTuple):
     """A stage that a Schedule has begun: it ends with the Schedule."""
 
