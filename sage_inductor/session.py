@@ -3,8 +3,8 @@
 import re
 import types
 
-from sage_inductor.ops import transport
 from sage_inductor.ops.compat import cached_backends, counters, graph_break_reasons
+from sage_inductor.ops.notes import NOTES
 
 _ATTENTION = re.compile(r"(scaled_dot_product|flex|multi_head)_attention\w*\(")
 
@@ -78,7 +78,7 @@ def session() -> Session:
 def _begin() -> None:
     global _session
     _session = Session()
-    transport.CHOSEN.clear()
+    NOTES.clear()
 
 
 _begin()

@@ -135,7 +135,7 @@ def measure(case: BenchmarkCase, rounds: int = ROUNDS) -> Timed:
 def _measured(case: BenchmarkCase, rounds: int) -> Timed:
     try:
         found = time_calls(calls_of(case), rounds)
-    except Exception as error:  # out of memory for the inputs, say
+    except RuntimeError as error:  # out of memory for the inputs, say
         found = dict.fromkeys(case.candidates, error)
     return {
         name: f"{type(ms).__name__}: {ms}".split("\n")[0] if isinstance(ms, Exception) else ms

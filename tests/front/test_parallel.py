@@ -33,7 +33,7 @@ from sage_inductor.choose.candidates import Candidate
 from sage_inductor.choose.cost import Sizes
 from sage_inductor.choose.families import Family
 from sage_inductor.choose.timing import BenchmarkCase
-from sage_inductor.ops import exchange, gather, peers, sharding, transport
+from sage_inductor.ops import exchange, gather, notes, peers, sharding, transport
 from sage_inductor.ops.formats import K_BLOCK, MAX_ROWS
 from sage_inductor.ops.gather import Shards
 from sage_inductor.ops.gpus import Gpu
@@ -1191,11 +1191,11 @@ def choose(call: Transfer, rates: Rates, has_it: bool = True) -> str:
         mock.patch.object(transport.peers, "of", lambda *_: memory),
     ):
         found = transport.choose(call, group, torch.device("cuda"))
-    (line,) = [each for each in transport.CHOSEN.values()][-1:]
+    (line,) = [each for each in notes.NOTES.values()][-1:]
     by_peers = rates.put and found != "codes" and call.written(found) < LIMIT and has_it
     how = "written to the GPUs' memory" if by_peers else "by collectives"
     assert f"{transport.WAYS[found].format(bits=16)}, {how} (predicted ms: rows " in line
-    transport.CHOSEN.clear()
+    notes.NOTES.clear()
     return found
 
 
@@ -1243,7 +1243,7 @@ def test_what_travels_as_codes_and_by_heads():
 
 @torch.no_grad()
 def measured(group, q, k, v) -> tuple:
-    transport.CHOSEN.clear()
+    notes.NOTES.clear()
     transport._measured.clear()
     with mock.patch.object(transport, "_clock", lambda *_: 1.0 + group.rank()):
         out = gather_attention(q, k, v, group, recipe=RECIPE)
