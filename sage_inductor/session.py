@@ -7,6 +7,7 @@ from sage_inductor.ops.compat import cached_backends, counters, graph_break_reas
 from sage_inductor.ops.notes import NOTES
 
 _ATTENTION = re.compile(r"(scaled_dot_product|flex|multi_head)_attention\w*\(")
+_NESTED = re.compile("nested.?tensor", re.I)
 
 
 class Seen:
@@ -31,7 +32,7 @@ class Seen:
             if id(each) not in known and call and _ATTENTION.search(call.line or ""):
                 found[f"attention at {call.filename}:{call.lineno}"] = each.reason
         for text in self._new_breaks():
-            if "nested" in text.lower() and text not in found.values():
+            if _NESTED.search(text) and text not in found.values():
                 found["attention to nested tensors"] = text
         return [
             f"{what} stays in eager: a graph breaks there ({text.strip().splitlines()[0]})"

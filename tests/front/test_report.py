@@ -20,6 +20,7 @@ import pytest
 import support
 import torch
 import torch.nn.functional as F
+from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -255,6 +256,12 @@ def test_attention_that_a_graph_break_leaves_to_eager_is_beside_the_other_calls(
     torch.testing.assert_close(out[0], model(*inputs)[0])
     torch._dynamo.reset()
     assert "eager" not in str(asked_for())
+
+
+def test_a_graph_break_at_something_else_leaves_no_attention_to_eager():
+    torch.compile(sdpa, backend="sage", options=EMULATE)(*torch.randn(3, 1, 2, 16, 64))
+    counters["graph_break"]["repr() on nested function with non-constructible closure"] += 1
+    assert len(asked_for().rewritten) == 1 and "eager" not in str(asked_for())
 
 
 def test_nested_tensors_in_a_graph_are_a_row_beside_the_other_calls():
