@@ -215,10 +215,10 @@ def test_progress_goes_on_while_a_step_runs(monkeypatch, on_terminal):
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr(Progress, "EVERY", {on_terminal: 0.01})
     for _ in track(["compiling"], str):
-        deadline = time.monotonic() + 10
-        while (shown := stream.getvalue()).count(", 0 s") < 2 and time.monotonic() < deadline:
+        seen, hangs = re.compile(r"step 1 of 1: compiling, \d+ s"), time.monotonic() + 600
+        while len(seen.findall(stream.getvalue())) < 2:
+            assert time.monotonic() < hangs
             time.sleep(0.01)
-        assert shown.count("step 1 of 1: compiling, 0 s") >= 2
     shown = stream.getvalue()
     assert shown.startswith("\r"[:on_terminal] + "step 1 of 1: compiling")
     assert "\n" not in shown if on_terminal else "\r" not in shown
@@ -229,7 +229,7 @@ def test_progress_goes_on_while_a_step_runs(monkeypatch, on_terminal):
 def test_make_gpu_refuses_a_machine_without_one():
     command = ["make", "gpu", f"PYTHON={sys.executable}"]
     made = subprocess.run(
-        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60
+        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=600
     )
     assert made.returncode == 2 and "torch sees no CUDA device" in made.stderr
     assert "test session starts" not in made.stdout

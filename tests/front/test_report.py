@@ -440,7 +440,7 @@ def in_chromium(path, script):
     result = subprocess.run(
         [chromium, "--headless", "--no-sandbox", "--disable-gpu",
          f"--user-data-dir={path.parent}", "--virtual-time-budget=2000", "--dump-dom", tried.as_uri()],
-        capture_output=True, text=True, timeout=120, check=True,
+        capture_output=True, text=True, timeout=600, check=True,
     )  # fmt: skip
     return json.loads(html.unescape(result.stdout.split("TOLD")[1]))
 
