@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import datetime
 import functools
+import itertools
 import json
 import logging
 import re
@@ -391,7 +392,7 @@ def test_sizes_with_a_band_are_self_attention_longer_than_the_band():
 @pytest.mark.parametrize("kind", cost.TIMED)
 def test_what_is_timed_of_a_family_are_calls_of_its_kind(kind, timed, gpu):
     band = (7, 0) if kind == "window" else (None, 0 if "causal" in kind else None)
-    recipe = "fp8-backward" if kind in cost.TRAINED else PER_TOKEN[0]
+    recipe = trained_or_not(kind)
     sizes = [Sizes(2, 4, 2, N, 50, *band) for N in range(30, 36)]
     timing.measure_family(gpu, Family(64, 32, kind), (recipe,), sizes)
     mask = {
@@ -569,6 +570,11 @@ NEW = Family(48, 32, "full")
 PER_TOKEN = ("sage2-8b-rotated",)
 
 
+def trained_or_not(kind) -> str:
+    """A recipe of such calls."""
+    return "fp8-backward" if kind in cost.TRAINED else PER_TOKEN[0]
+
+
 @pytest.fixture
 def timed(gpu, monkeypatch):
     """Cases that are timed, by `clock`."""
@@ -597,6 +603,20 @@ def test_a_family_is_measured_once_and_kept_for_other_processes(timed, gpu, capl
     as_another_process()
     assert timing.calibrate(gpu, NEW, *PER_TOKEN) is None and predicted(NEW) == kept
     assert len(timed) == len(timing.FEW)
+
+
+@pytest.mark.parametrize("kind", cost.TIMED)
+def test_what_was_measured_of_a_kind_is_known_of_that_kind_alone(kind, timed, gpu, monkeypatch):
+    """Also by a process that reads it."""
+    recipe, family = trained_or_not(kind), Family(48, 32, kind)
+    assert timing.calibrate(gpu, family, recipe) is None
+    (sizes,) = family.sizes([LONG[:5]])
+    for _ in range(2):
+        for other in cost.KINDS:
+            found = predicted(dataclasses.replace(family, kind=other), sizes, recipe)
+            assert (found is not None) == (other == kind), other
+        as_another_process()
+    assert {case.shape.kind for case in timed} == {kind}
 
 
 def test_while_one_process_measures_the_others_wait_for_what_it_finds(timed, gpu, monkeypatch):
@@ -652,8 +672,9 @@ def test_times_of_too_few_sizes_predict_nothing(gpu):
 def test_a_wider_head_dim_of_the_same_kernel_stands_for_a_narrower_one(measured_D, D, known):
     """Up to twice as wide, its rows aligned as the other's are."""
     wide, narrow = Family(measured_D, measured_D, "full"), Family(D, D, "full")
-    assert wide.stands_for(narrow) == known
-    assert not wide.stands_for(dataclasses.replace(narrow, kind="causal"))
+    for kind, other in itertools.product(cost.KINDS, repeat=2):
+        one, two = (dataclasses.replace(x, kind=k) for x, k in ((wide, kind), (narrow, other)))
+        assert one.stands_for(two) == (known and kind == other), (kind, other)
     assert not wide.stands_for(dataclasses.replace(narrow, head_dim_v=D - 1))
     assert not dataclasses.replace(wide, head_dim_v=measured_D - 1).stands_for(narrow)
 
