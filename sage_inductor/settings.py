@@ -47,10 +47,6 @@ def split(given: dict) -> tuple[dict, dict]:
             ours[name] = OPTIONS[name].check(PREFIX + name, value)
     except ValueError as error:
         raise SageOptionError(str(error)) from None
-    path = ours.get("policy")
-    if isinstance(path, str) and path:
-        # torch.compile gives this dict for every graph: a relative path stays the file that it was.
-        given[PREFIX + "policy"] = path
     _check_inductors(theirs)
     return ours, theirs
 
