@@ -57,13 +57,9 @@ class Compilation:
     @functools.cached_property
     def digest(self) -> str:
         of = (
-            self.kernel.__module__,
-            self.kernel.__name__,
-            self.types,
-            self.constants,
-            self.aligned,
+            self.kernel.__module__, self.kernel.__name__, self.types, self.constants, self.aligned,
             self.options,
-        )
+        )  # fmt: skip
         return hashlib.sha256(repr(of).encode()).hexdigest()[:12]
 
     def compile(self, capability: tuple[int, int]):

@@ -15,31 +15,24 @@ import contextvars
 import logging
 import weakref
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 from sage_inductor.session import session
 
 _log = logging.getLogger("sage_inductor")
 
 
-class _OfSchedule(NamedTuple):
-    """A stage that a Schedule has begun: it ends with the Schedule."""
-
-    schedule: "weakref.ref[Schedule]"
-    name: str | None
-    before: "str | _OfSchedule | None"
-
-
+# A name, or what a Schedule has begun, which ends with it: a reference to it, the name, what was in
+# force before.
 _current: contextvars.ContextVar = contextvars.ContextVar("stage", default=None)
 
 
 def current() -> str | None:
     """The stage in force in this thread (or task); None: none was named."""
     found = _current.get()
-    while isinstance(found, _OfSchedule):
-        if found.schedule() is not None:
-            return found.name
-        found = found.before
+    while isinstance(found, tuple):
+        schedule, name, found = found
+        if schedule() is not None:
+            return name
     return found
 
 
@@ -50,7 +43,7 @@ def check(name: str | None) -> str | None:
     return name
 
 
-def _begin(what: str | _OfSchedule | None) -> contextvars.Token:
+def _begin(what: str | tuple | None) -> contextvars.Token:
     token = _current.set(what)
     if (name := current()) is not None:
         session().stages.add(name)
@@ -110,27 +103,23 @@ class Schedule:
                     f"got {ends!r}"
                 )
         self.stages = stages
-        self._rewind()
+        self.__enter__()
 
     def __enter__(self) -> "Schedule":
-        self._rewind()
+        # Without the number of steps it is not known whether the first is among the last.
+        self._begin(self.of(0, 1 + sum(last for _, last in self.stages.values())))
         return self
 
     def __exit__(self, *error) -> None:
         _current.set(self._before())
 
-    def _rewind(self) -> None:
-        # Without the number of steps it is not known whether the first is among the last.
-        self._begin(self.of(0, 1 + sum(last for _, last in self.stages.values())))
-
     def _begin(self, name: str | None) -> None:
-        _begin(_OfSchedule(weakref.ref(self), name, self._before()))
+        _begin((weakref.ref(self), name, self._before()))
 
-    def _before(self) -> str | _OfSchedule | None:
+    def _before(self) -> str | tuple | None:
         """What was in force before this Schedule was."""
         found = _current.get()
-        is_own = isinstance(found, _OfSchedule) and found.schedule() is self
-        return found.before if is_own else found
+        return found[2] if isinstance(found, tuple) and found[0]() is self else found
 
     def __repr__(self):
         return f"Schedule({', '.join(f'{name}={ends}' for name, ends in self.stages.items())})"
