@@ -26,6 +26,7 @@ from bench import (
     accuracy,
     attention,
     curves,
+    decoding,
     figures,
     fusion,
     harness,
@@ -53,7 +54,7 @@ ACCURACY = ("accuracy", "shipped", "end-to-end")
 PLANS = (
     *SPEED, *ACCURACY, *curves.TITLES, "model", "training", "training-mask", "backward", "memory",
     "packages", "parallel", "parallel-host", "parallel-sockets", "peers", "ring", "sageattention",
-    "sparse", "linear", "lists", "selected", "whole",
+    "sparse", "linear", "lists", "selected", "whole", "beside", "decoding",
 )  # fmt: skip
 METHODS = property, classmethod, types.FunctionType
 HEADS = (8, 24, 128)  # B * H of the columns of `lengths`
@@ -339,8 +340,10 @@ TABLES = {
     "accuracy": sections(ACCURACY, accuracy_section),
     "api": api,
     "backward": of("backward", training.table),
+    "beside": of("beside", models.beside_table),
     "blocks": blocks_in_short,
     "curves": sections(curves.TITLES, trained_section),
+    "decoding": of("decoding", decoding.table),
     "host": of("parallel-host", parallel.table),
     "lengths": lambda _: lengths_of(set(cost.KINDS) - cost.TRAINED.keys()),
     "linear": of("linear", linear.table),

@@ -89,6 +89,9 @@ def decide(call: Call, settings: Settings) -> Decision:
     call = dataclasses.replace(call, selection=request.selection)
     candidate, reason, times = _quantized(call, settings, request)
     if candidate is None:
+        if _gains_unrepeated(call):
+            heads = [value_of(x).shape[1] for x in (call.k, call.q)]
+            return Decision(None, reasons.UNREPEATED(*heads, reason), times=times, unrepeats=True)
         return Decision(None, reason, times=times)
     if settings.portable and (refused := _of_one_block(call, candidate.recipe)):
         return Decision(None, refused)
@@ -99,6 +102,27 @@ def decide(call: Call, settings: Settings) -> Decision:
     elif call.out.requires_grad:
         reason += "; its backward is exact attention's"
     return Decision(candidate.recipe, reason, candidate.warpgroups, request.selection, times=times)
+
+
+# From this version on cuDNN's kernel for one query takes a mask and heads that are not repeated,
+# and torch prefers it on Hopper. Elsewhere SDPA's math computes a mask with enable_gqa.
+CUDNN = 91501
+
+
+def _gains_unrepeated(call: Call) -> bool:
+    """Whether SDPA is faster by heads of k and v that are not repeated: for one query on Hopper, as
+    a static cache is read. Two queries are computed by SDPA's math."""
+    q, shape = value_of(call.q), CallShape.of(call)
+    return (
+        call.repeated > 1
+        and not call.out.requires_grad
+        and statically_true(q.shape[2] == 1)
+        and shape.capability == (9, 0)
+        and shape.dtype in (torch.float16, torch.bfloat16)
+        and max(shape.q[3], shape.v[3]) <= 128
+        and torch.backends.cuda.cudnn_sdp_enabled()
+        and (torch.backends.cudnn.version() or 0) >= CUDNN
+    )
 
 
 def check_requested(recipe: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from instead import InThisProcess, op_by_op
 
-from bench import packages
+from bench import measure, packages
 
 CPU = torch.device("cpu")
 ARGS = SimpleNamespace(rounds=2, target_ms=1.0)
@@ -174,10 +174,10 @@ def test_launched_calls_are_timed_until_they_are_done(monkeypatch):
     def fast():
         now[0] += 0.0001
 
-    monkeypatch.setattr(packages.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
 
     calls = {"slow": lambda: waiting.append(1), "fast": fast}
-    clock = functools.partial(packages.wall, synchronize)
+    clock = functools.partial(measure.wall, synchronize)
     found = packages.in_turns(calls, 3, 1.0, clock, least=3)
     assert len(found["slow"]) == len(found["fast"]) == 3
     assert found == {"slow": pytest.approx([2.0] * 3), "fast": pytest.approx([0.1] * 3)}

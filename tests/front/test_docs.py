@@ -45,8 +45,10 @@ ELSEWHERE = {
     "pip install .": "tests/front/test_packaging.py::test_the_wheel_is_pure_and_holds_every_module",
     "python -m sage_inductor doctor": "tests/front/test_command_line.py::test_doctor_names_versions_and_runs_every_recipe",
 }
-# Words of snippets that take a package of the extra "models".
-NEEDED = {"diffusers": "diffusers", "transformers": "transformers", "lora": "peft"}
+# Words of snippets that take a package of the extra "models", or one that `make weights` installs.
+NEEDED = {
+    "diffusers": "diffusers", "transformers": "transformers", "lora": "peft", "torchao": "torchao",
+}  # fmt: skip
 ACCEPT = os.environ.get("EXPECTTEST_ACCEPT") == "1"
 
 
