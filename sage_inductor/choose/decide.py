@@ -24,7 +24,6 @@ from sage_inductor.choose.candidates import Candidate, auto_recipes, by_tiles
 from sage_inductor.choose.cost import Prediction, Sizes
 from sage_inductor.choose.families import Family
 from sage_inductor.choose.timing import BenchmarkCase
-from sage_inductor.errors import SageOptionError
 from sage_inductor.names import AUTO, OFF, check_recipe
 from sage_inductor.ops import compat
 from sage_inductor.ops import recipe as recipes
@@ -71,7 +70,7 @@ def rewrite(gm: torch.fx.GraphModule, settings: Settings) -> list[Site]:
 def decide(call: Call, settings: Settings) -> Decision:
     """What becomes of `call`; nothing is changed yet."""
     if call.recipe is not None:
-        check_requested(call.recipe)
+        check_recipe("sage_inductor.attention: recipe", call.recipe)
     if settings.recipe == OFF and not settings.policy:
         return Decision(None, reasons.IS_OFF())
     reason = call.refused or why_not(call)
@@ -125,14 +124,6 @@ def _gains_unrepeated(call: Call) -> bool:
     )
 
 
-def check_requested(recipe: str) -> None:
-    """Raise SageOptionError unless it is one that sage_inductor.attention may be asked for."""
-    try:
-        check_recipe("sage_inductor.attention: recipe", recipe)
-    except ValueError as error:
-        raise SageOptionError(str(error)) from None
-
-
 # -- what is asked for ----
 
 
@@ -179,10 +170,7 @@ def _answer(call: Call, settings: Settings) -> str | None:
         module, layer_of(module), int(shape.q[3]), *(_length(n, settings) for n in shape.lengths),
         shape.kind, shape.dtype, shape.device, settings.stage,
     )  # fmt: skip
-    try:
-        return ask(settings.policy, described)
-    except ValueError as error:
-        raise SageOptionError(str(error)) from error.__cause__
+    return ask(settings.policy, described)
 
 
 # -- what it becomes ----
