@@ -28,7 +28,7 @@ from sage_inductor.ops.compat import (
     inductor_config,
     tracing,
 )
-from sage_inductor.options import Options
+from sage_inductor.options import PREFIX, Options
 from sage_inductor.patterns.call import Site
 from sage_inductor.patterns.graph import copied, graph_modules, value_of
 from sage_inductor.policy import stages_of
@@ -69,6 +69,9 @@ def sage_backend(gm: torch.fx.GraphModule, example_inputs, *, mode=None, options
         names = ", ".join(sorted(unknown))
         raise SageOptionError(f'sage_backend takes mode and options, got {names}: see "sage.*"')
     ours, theirs = split(options or {})
+    if isinstance(path := ours.get("policy"), str) and path:
+        # torch.compile gives this dict for every graph: a relative path stays the file that it was.
+        options[PREFIX + "policy"] = path
     settings, graph_break = resolve({"mode": mode, **ours}), ends_in_graph_break(gm)
     final = not _has_symbolic_floats(gm)
     variants = _variants(gm, settings)

@@ -44,10 +44,6 @@ def split(given: dict) -> tuple[dict, dict]:
         if name not in OPTIONS:
             raise SageOptionError(f"{unknown(name, OPTIONS, PREFIX)} (got {value!r})")
         ours[name] = OPTIONS[name].check(PREFIX + name, value)
-    path = ours.get("policy")
-    if isinstance(path, str) and path:
-        # torch.compile gives this dict for every graph: a relative path stays the file that it was.
-        given[PREFIX + "policy"] = path
     _check_inductors(theirs)
     return ours, theirs
 

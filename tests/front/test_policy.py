@@ -662,12 +662,33 @@ def test_a_running_service_keeps_its_policy(tmp_path, monkeypatch, caplog):
             if change is not None:
                 monkeypatch.chdir(tmp_path / "elsewhere")
                 Path(path).unlink() if change == "gone" else Path(path).write_text(change)
-            x = torch.randn(1, 2, 8 + i, 16)
-            by_option(x, x), by_config(x, x)
-        assert [s.recipe for s in sage_inductor.report()] == ["sage1"] * 8
+                torch._dynamo.reset()
+            for N in (8 + i, 28 + i):
+                x = torch.randn(1, 2, N, 16)
+                by_option(x, x), by_config(x, x)
+            recipes = [s.recipe for s in sage_inductor.report()]
+            assert recipes and set(recipes) == {"sage1"}
     for reason in (f"{path}:1: not JSON", f"{path}: cannot be read"):
         assert sum(reason in r.message for r in caplog.records) == 1, caplog.text
     assert "stays what this file said before" in caplog.text
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", [{"recipe": "sage2-8b"}, None])
+def test_graphs_of_a_model_have_one_policy_whatever_becomes_of_the_file(change, tmp_path, caplog):
+    path = written(tmp_path, {"recipe": "sage1"})
+    with config.patch(policy=path, emulate=True):
+        by_option = torch.compile(
+            Attend(), backend="sage", options={**EMULATE, "sage.policy": path}, dynamic=False
+        )
+        by_config = torch.compile(Attend(), backend="sage", dynamic=False)
+        for N in (8, 9, 10):
+            x = torch.randn(1, 2, N, 16)
+            by_option(x, x), by_config(x, x)
+            written(tmp_path, change) if change else Path(path).unlink(missing_ok=True)
+    assert [s.recipe for s in sage_inductor.report()] == ["sage1"] * 6
+    (warning,) = warnings(caplog)
+    assert warning.startswith(f"{path} has changed: graphs have what it said before")
 
 
 # -- caches ----
