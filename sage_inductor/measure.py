@@ -24,8 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sage_inductor import stages
+from sage_inductor.choose.candidates import auto_recipes
 from sage_inductor.choose.cost import Prediction
-from sage_inductor.choose.decide import autos, decide, predicted
+from sage_inductor.choose.decide import decide, predicted
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.reference.exact import attention_exact, masked
 from sage_inductor.ops.sdpa import SdpaCall
@@ -120,7 +121,10 @@ class Measured:
         # Probes are inserted when all calls are found: to a proof of what a mask says a probe is a
         # call that may write to the mask.
         for call, site in calls:
-            found = self.calls.setdefault(self._key(site), Found(site, autos(call)))
+            shape = CallShape.of(call)
+            # On CPU what it may become on the GPUs that were measured.
+            autos = auto_recipes(shape.capability, shape.head_dim)
+            found = self.calls.setdefault(self._key(site), Found(site, autos))
             ErrorProbe(call, found, self.recipes, lambda: self.progress.step())
         self.progress.expect(len(self.calls) - known)
         for module in graph_modules(gm):

@@ -360,7 +360,8 @@ class Prediction(NamedTuple):
     recipe: str
     ours: float
     sdpa: float
-    error: float  # of the two fits together, relative
+    error: float  # of the two fits together, relative; 0 where both were measured
+    warpgroups: int | None = None  # Candidate's
 
     @property
     def speedup(self) -> float:

@@ -13,6 +13,7 @@ settings' recipe.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -28,7 +29,6 @@ from sage_inductor.names import AUTO, OFF, check_recipe
 from sage_inductor.ops import compat
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.attention import tiles
-from sage_inductor.ops.attention.select import select
 from sage_inductor.ops.compile import travels
 from sage_inductor.ops.formats import Q_BLOCK, pad_head_dim
 from sage_inductor.ops.selector import Selection
@@ -54,14 +54,6 @@ from sage_inductor.settings import Settings
 LISTS_FROM = 16384
 
 
-class Choice(NamedTuple):
-    """What a call becomes, and why."""
-
-    candidate: Candidate | None  # None: it stays as it was
-    reason: str  # a Reason where it stays
-    times: tuple[float, float] | None = None  # `Decision.times`
-
-
 def rewrite(gm: torch.fx.GraphModule, settings: Settings) -> list[Site]:
     """The attention calls of `gm` rewritten, in place, as the settings ask for."""
     return patterns.rewrite(gm, functools.partial(decide, settings=settings), settings.portable)
@@ -79,28 +71,37 @@ def decide(call: Call, settings: Settings) -> Decision:
         device = getattr(value_of(call.q), "device", None)
         stays = device is not None and device.type == "cpu" and not settings.emulate
         return Decision(None, reasons.joined([reasons.ON_CPU()] * stays + [reason]))
-    request = _request(call, settings)
+    shape = CallShape.of(call)
+    request = _request(call, shape, settings)
     if request.recipe == OFF:
         off = reasons.POLICY_OFF(request.rule) if request.rule else reasons.IS_OFF()
         return Decision(None, off)
     if request.training != OFF and call.out.requires_grad and not settings.portable:
-        return _trained(call, settings, request)
-    call = dataclasses.replace(call, selection=request.selection)
-    candidate, reason, times = _quantized(call, settings, request)
-    if candidate is None:
-        if _gains_unrepeated(call):
-            heads = [value_of(x).shape[1] for x in (call.k, call.q)]
-            return Decision(None, reasons.UNREPEATED(*heads, reason), times=times, unrepeats=True)
-        return Decision(None, reason, times=times)
-    if settings.portable and (refused := _of_one_block(call, candidate.recipe)):
+        return _trained(call, shape._replace(trains=True), settings, request)
+    selection, kept = request.selection, ""
+    call = dataclasses.replace(call, selection=selection)
+    shape = shape._replace(block_size=call.block_size)
+    if selection is not None and (reason := why_not_selected(call)):
+        found = Decision(None, reason)
+    else:
+        found = _recipe(call, shape, settings, request.recipe)
+        kept = f"; keep {selection.given()}" if selection is not None else ""
+    of_rule = f" ({request.rule} of the policy)" if request.rule else ""
+    recipe, reason = found.recipe, found.reason + kept + of_rule
+    if recipe is None:
+        unrepeats = _gains_unrepeated(call, shape)
+        if unrepeats:
+            reason = reasons.UNREPEATED(shape.k[1], shape.q[1], reason)
+        return found._replace(reason=reason, unrepeats=unrepeats)
+    if settings.portable and (refused := _of_one_block(call, recipe)):
         return Decision(None, refused)
-    if stacks(call, recipes.NAMED[candidate.recipe]):
+    if stacks(call, recipes.NAMED[recipe]):
         reason += "; all batches share k and v, which are prepared once"
     if settings.portable:
-        reason += _left_behind(CallShape.of(call), candidate.recipe)
+        reason += _left_behind(shape, recipe)
     elif call.out.requires_grad:
         reason += "; its backward is exact attention's"
-    return Decision(candidate.recipe, reason, candidate.warpgroups, request.selection, times=times)
+    return found._replace(reason=reason, selection=selection)
 
 
 # From this version on cuDNN's kernel for one query takes a mask and heads that are not repeated,
@@ -108,14 +109,13 @@ def decide(call: Call, settings: Settings) -> Decision:
 CUDNN = 91501
 
 
-def _gains_unrepeated(call: Call) -> bool:
+def _gains_unrepeated(call: Call, shape: CallShape) -> bool:
     """Whether SDPA is faster by heads of k and v that are not repeated: for one query on Hopper, as
     a static cache is read. Two queries are computed by SDPA's math."""
-    q, shape = value_of(call.q), CallShape.of(call)
     return (
         call.repeated > 1
         and not call.out.requires_grad
-        and statically_true(q.shape[2] == 1)
+        and statically_true(shape.q[2] == 1)
         and shape.capability == (9, 0)
         and shape.dtype in (torch.float16, torch.bfloat16)
         and max(shape.q[3], shape.v[3]) <= 128
@@ -135,19 +135,20 @@ class Request(NamedTuple):
     selection: Selection | None = None  # the blocks of keys to keep
     rule: str = ""  # "rule 3", "the function"
 
-    @property
-    def of_rule(self) -> str:
-        """What a reason ends with."""
-        return f" ({self.rule} of the policy)" if self.rule else ""
 
-
-def _request(call: Call, settings: Settings) -> Request:
-    training = settings.training
+def _request(call: Call, shape: CallShape, settings: Settings) -> Request:
+    training, module = settings.training, module_path(call.node)
     if callable(settings.policy):
-        wanted, rule, selection = _answer(call, settings), "the function", None
+        # An N that depends on data is 1. Comparing a dynamic one is a guard, but in exported
+        # programs it is the example's, as in `_at_least`.
+        lengths = (1 if hint(n) is None else _by_example(n, settings) for n in shape.lengths)
+        described = CallDescription(
+            module, layer_of(module), int(shape.q[3]), *lengths, shape.kind, shape.dtype,
+            shape.device, settings.stage,
+        )  # fmt: skip
+        wanted, rule, selection = ask(settings.policy, described), "the function", None
     else:
-        q, module = value_of(call.q), module_path(call.node)
-        D, reaches = as_int(q.shape[3]), lambda n: _at_least(q.shape[2], n, settings)
+        D, reaches = as_int(shape.q[3]), lambda n: _at_least(shape.q[2], n, settings)
         rules = enumerate(settings.policy, 1)
         fits = (each for each in rules if each[1].fits(module, D, reaches, settings.stage))
         number, found = next(fits, (0, None))
@@ -163,22 +164,11 @@ def _request(call: Call, settings: Settings) -> Request:
     return Request(recipes.canonical(wanted), training, None if keeps_all else selection, rule)
 
 
-def _answer(call: Call, settings: Settings) -> str | None:
-    """The recipe that a policy's function asks for."""
-    shape, module = CallShape.of(call), module_path(call.node)
-    described = CallDescription(
-        module, layer_of(module), int(shape.q[3]), *(_length(n, settings) for n in shape.lengths),
-        shape.kind, shape.dtype, shape.device, settings.stage,
-    )  # fmt: skip
-    return ask(settings.policy, described)
-
-
 # -- what it becomes ----
 
 
-def _trained(call: Call, settings: Settings, request: Request) -> Decision:
+def _trained(call: Call, shape: CallShape, settings: Settings, request: Request) -> Decision:
     """What becomes of a call that needs gradients, where it is said how they are computed."""
-    shape = CallShape.of(call)._replace(trains=True)
     if shape.capability is None and not settings.emulate:
         return Decision(None, reasons.ON_CPU())
     if shape.dtype == torch.float32 and not (settings.emulate or settings.force):
@@ -194,51 +184,45 @@ def _trained(call: Call, settings: Settings, request: Request) -> Decision:
         return Decision(None, reason)
     if not is_auto:
         return Decision(None, "asked for, forward and backward", trained_by=by)
-    candidate, reason, times = _fastest(call, shape, settings, (by,))
-    return Decision(None, reason, trained_by=candidate and candidate.recipe, times=times)
+    found = _fastest(call, shape, settings, (by,))
+    return found._replace(recipe=None, trained_by=found.recipe)
 
 
-def _quantized(call: Call, settings: Settings, request: Request) -> Choice:
-    if call.selection is not None and (reason := why_not_selected(call)):
-        return Choice(None, reason + request.of_rule)
-    choice = _recipe(call, CallShape.of(call), settings, request.recipe)
-    kept = f"; keep {call.selection.given()}" if call.selection is not None else ""
-    return choice._replace(reason=choice.reason + kept + request.of_rule)
-
-
-def _recipe(call: Call, shape: CallShape, settings: Settings, wanted: str) -> Choice:
+def _recipe(call: Call, shape: CallShape, settings: Settings, wanted: str) -> Decision:
     """The recipe that is asked for, or the best of "auto", where a kernel computes the call and
     speed does not speak against it."""
     is_cpu = shape.capability is None
     if is_cpu and not settings.emulate:
-        return Choice(None, reasons.ON_CPU())
+        return Decision(None, reasons.ON_CPU())
     names = (wanted,)
     if wanted == AUTO:
         names = ("sage2-8b",) if is_cpu else auto_recipes(shape.capability, shape.head_dim)
     runnable, refused = [], {}  # the reasons once each, in order
     for name in names:
         try:
-            select(shape.problem(recipes.NAMED[name]))
+            shape.kernel(recipes.NAMED[name])
         except ValueError as error:
             refused[reasons.NO_KERNEL.worded(str(error))] = None
         else:
             runnable.append(name)
-    times = None
     if not runnable:
-        candidate, reason = None, reasons.joined([*refused])
+        found = Decision(None, reasons.joined([*refused]))
     elif settings.emulate or settings.force:
-        candidate, reason = Candidate(runnable[0]), "emulated" if is_cpu else "forced"
-    elif shape.dtype == torch.float32:
-        candidate, reason = None, reasons.joined([reasons.FP32(), *refused])
-    elif call.out.requires_grad:
-        candidate, reason = None, reasons.joined([reasons.EXACT_BACKWARD(), *refused])
+        found = Decision(runnable[0], "emulated" if is_cpu else "forced")
     else:
-        candidate, reason, times = _fastest(call, shape, settings, tuple(runnable))
-        reason = reason if candidate else reasons.joined([reason, *refused])
+        if shape.dtype == torch.float32:
+            found = Decision(None, reasons.FP32())
+        elif call.out.requires_grad:
+            found = Decision(None, reasons.EXACT_BACKWARD())
+        else:
+            found = _fastest(call, shape, settings, tuple(runnable))
+        if found.recipe is None:
+            found = found._replace(reason=reasons.joined([found.reason, *refused]))
     if not is_cpu and (lost := tiles.hopper_unavailable(shape.capability)):
         if shape.suits_hopper(recipes.NAMED["sage2-8b-rotated" if wanted == AUTO else wanted]):
-            reason = reasons.HOPPER_LOST.worded(f"{reason}; {lost}", compat.GLUON_VERSIONS)
-    return Choice(candidate, reason, times)
+            reason = f"{found.reason}; {lost}"
+            return found._replace(reason=reasons.HOPPER_LOST.worded(reason, compat.GLUON_VERSIONS))
+    return found
 
 
 def _of_one_block(call: Call, recipe: str) -> Reason | None:
@@ -247,44 +231,22 @@ def _of_one_block(call: Call, recipe: str) -> Reason | None:
     n_q = value_of(call.q).shape[2]
     by_blocks = call.selection is not None or recipes.NAMED[recipe].of_qk.block_scaled
     is_short = isinstance(n_q, torch.SymInt) and (hint(n_q) or Q_BLOCK + 1) <= Q_BLOCK
-    if not (by_blocks and is_short):
-        return None
-    return reasons.SHORT_EXAMPLE(Q_BLOCK, hint(n_q))
+    return reasons.SHORT_EXAMPLE(Q_BLOCK, hint(n_q)) if by_blocks and is_short else None
 
 
 def _left_behind(shape: CallShape, recipe: str) -> str:
     """What a package's reason adds where a faster kernel exists that cannot travel: its Triton
     may call kernels in another way than lowering/launcher.h."""
-    if shape.capability is None or travels():
-        return ""
-    if select(shape.problem(recipes.NAMED[recipe])).kernel.traced:
+    if shape.capability is None or travels() or shape.kernel(recipes.NAMED[recipe]).traced:
         return ""
     sm, version = "sm_{}{}".format(*shape.capability), triton.__version__
     return f"; with Triton {version} the faster kernel of {sm} cannot travel in a package"
 
 
-def autos(call: Call) -> tuple[str, ...]:
-    """What "auto" may become for `call`; on CPU, what it may on the GPUs that were measured."""
-    shape = CallShape.of(call)
-    return auto_recipes(shape.capability, shape.head_dim)
-
-
-def predicted(shape: CallShape, recipe: str, stacked: bool) -> Prediction | None:
-    """How long a call of these sizes, which are numbers, takes on its device or, on CPU, on the GPU
-    whose times are built in. None where no such calls were timed. stacked: as Sizes has it."""
-    if min(shape.lengths) < cost.SHORTEST:
-        return None
-    family = Family(shape.q[3], shape.v[3], shape.kind)
-    sizes = Sizes(
-        *shape.q[:2], shape.k[1], *shape.lengths, *shape.band.from_the_top(*shape.lengths)
-    )
-    return tables.predict(tables.whose_times(shape.device), family, recipe, sizes, stacked)
-
-
 # -- the fastest ----
 
 
-def _fastest(call: Call, shape: CallShape, settings: Settings, names: tuple[str, ...]) -> Choice:
+def _fastest(call: Call, shape: CallShape, settings: Settings, names: tuple[str, ...]) -> Decision:
     """The fastest of the recipes, of which the first mostly is, if it is faster than SDPA: as timed
     here and now, or as predicted."""
     if settings.benchmark and not settings.portable:
@@ -294,6 +256,24 @@ def _fastest(call: Call, shape: CallShape, settings: Settings, names: tuple[str,
     if shape.kind == "blocks":
         return _by_lists(shape, settings, names[0])
     return _predicted(call, shape, settings, names)
+
+
+def _ranked(rows: list[Prediction], stays: Callable, becomes: Callable) -> Decision:
+    """What the fastest row says, measured or predicted. stays, becomes: the reason, of that row."""
+    best = cost.fastest(rows)
+    times = best.ours, best.sdpa
+    if not best.wins:
+        return Decision(None, stays(best), times=times)
+    return Decision(best.recipe, becomes(best), best.warpgroups, times=times)
+
+
+def predicted(shape: CallShape, recipe: str, stacked: bool) -> Prediction | None:
+    """How long a call of these sizes, which are numbers, takes on its device or, on CPU, on the GPU
+    whose times are built in. None where no such calls were timed. stacked: as Sizes has it."""
+    if min(shape.lengths) < cost.SHORTEST:
+        return None
+    gpu, family = tables.whose_times(shape.device), Family(shape.q[3], shape.v[3], shape.kind)
+    return tables.predict(gpu, family, recipe, Sizes.of(shape), stacked)
 
 
 def _case(call: Call, shape: CallShape, names: tuple[str, ...]) -> BenchmarkCase | None:
@@ -314,7 +294,7 @@ def _case(call: Call, shape: CallShape, names: tuple[str, ...]) -> BenchmarkCase
     return BenchmarkCase(timed, candidates, families.rivals(), families.flash_attention())
 
 
-def _timed(shape: CallShape, case: BenchmarkCase, found: timing.Timed) -> Choice:
+def _timed(shape: CallShape, case: BenchmarkCase, found: timing.Timed) -> Decision:
     """The fastest of the case's candidates by the times `found`, if it beats SDPA."""
     dims = (*shape.q, *shape.k)
     hints = f" at {[*case.shape.q]}" * any(isinstance(n, torch.SymInt) for n in dims)
@@ -325,20 +305,25 @@ def _timed(shape: CallShape, case: BenchmarkCase, found: timing.Timed) -> Choice
     why = "".join(f"; {each.recipe}{each.tile} failed: {found[each]}" for each in failed)
     if not ours or not times:
         missing = "no recipe" if times else "no backend of SDPA"
-        return Choice(None, reasons.UNTIMED(what, missing, why))
-    fastest = min(ours, key=ours.get)
-    compared = ours[fastest], min(times.values())
-    ratio = compared[1] / compared[0]
-    if ratio < cost.MIN_SPEEDUP:
-        how = "faster" if ratio < 1 else "as fast"
-        return Choice(None, reasons.TIMED_SLOWER(what, how, ratio, why), compared)
-    reason = f"{what}: {ratio:.2f}x the fastest of SDPA{fastest.tile and ','}{fastest.tile}{why}"
-    if case.flash_attention != families.TORCHS_FLASH:
-        reason += f"; SDPA's flash attention is {case.flash_attention}"
-    return Choice(fastest, reason, compared)
+        return Decision(None, reasons.UNTIMED(what, missing, why))
+
+    def stays(row: Prediction) -> Reason:
+        how = "faster" if row.speedup < 1 else "as fast"
+        return reasons.TIMED_SLOWER(what, how, row.speedup, why)
+
+    def becomes(row: Prediction) -> str:
+        tile = Candidate(row.recipe, row.warpgroups).tile
+        reason = f"{what}: {row.speedup:.2f}x the fastest of SDPA{tile and ','}{tile}{why}"
+        if case.flash_attention != families.TORCHS_FLASH:
+            reason += f"; SDPA's flash attention is {case.flash_attention}"
+        return reason
+
+    sdpa = min(times.values())
+    rows = [Prediction(name, ms, sdpa, 0.0, tile) for (name, tile), ms in ours.items()]
+    return _ranked(rows, stays, becomes)
 
 
-def _predicted(call: Call, shape: CallShape, settings: Settings, names: tuple[str, ...]) -> Choice:
+def _predicted(call: Call, shape: CallShape, settings: Settings, names: tuple[str, ...]):
     """As `_fastest`, by the times that are known of this GPU. A dynamic length is guarded, with the
     length from which a recipe wins."""
     family = Family(specialised(shape.q[3]), specialised(shape.v[3]), shape.kind)
@@ -347,21 +332,24 @@ def _predicted(call: Call, shape: CallShape, settings: Settings, names: tuple[st
     def what(name: str) -> str:
         return f"{name} with {family}, B*H={shape.q[0] * shape.q[1]}"
 
+    def timed() -> list[str]:
+        return [name for name in names if tables.with_times(gpu, family, name)]
+
     if settings.portable:
         behind = {name: _left_behind(shape, name) for name in names}
         if all(behind.values()):
-            return Choice(None, reasons.NOT_IN_A_PACKAGE(what(names[0]), behind[names[0]]))
+            return Decision(None, reasons.NOT_IN_A_PACKAGE(what(names[0]), behind[names[0]]))
         names = tuple(name for name in names if not behind[name])
-    fixed = all(isinstance(n, int) or settings.portable and hint(n) for n in lengths)
-    known = [name for name in names if tables.with_times(gpu, family, name)]
+    fixed = all(isinstance(_by_example(n, settings), int) for n in lengths)
+    known = timed()
     if (fixed or not known) and not all(_at_least(n, cost.SHORTEST, settings) for n in lengths):
-        return Choice(None, reasons.TOO_SHORT(cost.SHORTEST))
+        return Decision(None, reasons.TOO_SHORT(cost.SHORTEST))
     if not known:
         of = what(names[0]), gpu
         # The first mostly is the fastest.
         if unmeasured := _calibrate(shape.device, family, names[0], settings, of):
-            return Choice(None, unmeasured)
-        known = [name for name in names if tables.with_times(gpu, family, name)]
+            return Decision(None, unmeasured)
+        known = timed()
     heads = tuple(_floor(n, settings) for n in (*shape.q[:2], shape.k[1]))
     stacked = {name: _stacks(call, shape, name) for name in known}
 
@@ -372,11 +360,8 @@ def _predicted(call: Call, shape: CallShape, settings: Settings, names: tuple[st
         return tables.predict(gpu, family, name, sizes, stacked[name])
 
     if fixed:
-        best = cost.fastest([predict(name) for name in known])
-        times = best.ours, best.sdpa
-        if not best.wins:
-            return Choice(None, reasons.NO_SPEEDUP(what(best.recipe), best), times)
-        return Choice(Candidate(best.recipe), str(best), times)
+        rows = [predict(name) for name in known]
+        return _ranked(rows, lambda row: reasons.NO_SPEEDUP(what(row.recipe), row), str)
     refused = []
     for name in known:
         first = cost.first_length(lambda N, name=name: predict(name, N).wins)
@@ -385,26 +370,26 @@ def _predicted(call: Call, shape: CallShape, settings: Settings, names: tuple[st
             refused.append(reasons.AT_NO_LENGTH(what(name)))
         elif all(_at_least(n, at, settings) for n, at in zip(lengths, least, strict=True)):
             if None in map(hint, lengths):
-                return Choice(Candidate(name), f"N >= {first}")
+                return Decision(name, f"N >= {first}")
             now = predict(name)
             reason = f"N >= {first}, {now} at N={hint(lengths[0])}"
-            return Choice(Candidate(name), reason, (now.ours, now.sdpa))
+            return Decision(name, reason, times=(now.ours, now.sdpa))
         else:
             refused.append(reasons.FROM_LENGTH(what(name), first))
-    return Choice(None, refused[0])
+    return Decision(None, refused[0])
 
 
-def _by_lists(shape: CallShape, settings: Settings, recipe: str) -> Choice:
+def _by_lists(shape: CallShape, settings: Settings, recipe: str) -> Decision:
     """The recipe, where it was measured to be faster by block lists than flex_attention is."""
     behind = _left_behind(shape, recipe) if settings.portable else ""
     lost = behind or tiles.hopper_unavailable(shape.capability)
     suits = shape.suits_hopper(recipes.NAMED[recipe])
     known = tables.gpu_name(shape.device) == tables.H200 and suits and not lost
     if not known or pad_head_dim(shape.head_dim) not in (64, 128):
-        return Choice(None, reasons.LISTS_UNMEASURED(recipe, behind))
+        return Decision(None, reasons.LISTS_UNMEASURED(recipe, behind))
     if not all(_at_least(n, LISTS_FROM, settings) for n in shape.lengths):
-        return Choice(None, reasons.LISTS_FROM_LENGTH(recipe, LISTS_FROM))
-    return Choice(Candidate(recipe), f"by block lists, N >= {LISTS_FROM}")
+        return Decision(None, reasons.LISTS_FROM_LENGTH(recipe, LISTS_FROM))
+    return Decision(recipe, f"by block lists, N >= {LISTS_FROM}")
 
 
 def _calibrate(
@@ -424,24 +409,23 @@ def _stacks(call: Call, shape: CallShape, name: str) -> bool:
     return not shape.trains and stacks(call, recipes.NAMED[name])
 
 
+def _by_example(n, settings: Settings):
+    """n, or in an exported program, which has one graph for all sizes, the example's."""
+    return n if not settings.portable or hint(n) is None else hint(n)
+
+
 def _floor(n, settings: Settings) -> int:
     """n, or of a dynamic one the power of 2 below it, guarded: more heads are no slower."""
-    if isinstance(n, int) or settings.portable and hint(n):
-        return hint(n)
+    n = _by_example(n, settings)
+    if isinstance(n, int):
+        return n
     power = 1 << (hint(n) or 1).bit_length() - 1
     return power if guarded(n >= power) else 1
 
 
 def _at_least(n, minimum: int, settings: Settings) -> bool:
-    """n >= minimum. A dynamic n is guarded: each side of it gets its own graph. An exported program
-    has one graph for all, chosen by the example's sizes. An n that depends on data cannot be
-    guarded: the answer is yes only if it holds for every n."""
+    """n >= minimum. A dynamic n is guarded: each side of it gets its own graph. An n that depends
+    on data cannot be guarded: the answer is yes only if it holds for every n."""
     if hint(n) is None:
         return statically_true(n >= minimum)
-    return bool((hint(n) if settings.portable else n) >= minimum)
-
-
-def _length(n, settings: Settings):
-    """The length that a policy function gets. Comparing a dynamic one is a guard, but in exported
-    programs it is the example's, as in `_at_least`. One that depends on data is 1."""
-    return 1 if hint(n) is None else hint(n) if settings.portable else n
+    return bool(_by_example(n, settings) >= minimum)
